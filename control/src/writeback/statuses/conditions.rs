@@ -52,6 +52,12 @@ pub(super) fn invalid_backend_condition(name: &NamespacedName, generation: Optio
     condition_false(RESOLVED_REFS, "InvalidKind", message, generation)
 }
 
+/// For an EgressNetwork that is a backend of a route with other parents.
+pub(super) fn foreign_network_condition(name: &NamespacedName, generation: Option<i64>) -> Condition {
+    let message = format!("EgressNetwork {name} can only be a backend of its own routes");
+    condition_false(RESOLVED_REFS, "InvalidKind", message, generation)
+}
+
 pub(super) fn egress_network_condition(
     unreadable_reason: Option<&str>,
     overlaps: bool,

@@ -470,7 +470,7 @@ impl StatusIndex {
         routes.map(|route| &**route)
     }
 
-    /// The condition that tells whether all backends of a route exist.
+    /// The condition that tells whether all backends of a route exist and can be backends of it.
     fn resolved_refs_condition(&self, route: &Route) -> Condition {
         let mut missing = Vec::new();
         for backend in route.rules.backend_refs() {
@@ -478,7 +478,12 @@ impl StatusIndex {
             let exists = if backend.is_service() {
                 self.services.contains_key(&name)
             } else if backend.is_egress_network() {
-                self.egress_networks.contains_key(&name)
+                let is_parent = |parent: &Parent| parent.kind == ParentKind::EgressNetwork && parent.name == name;
+                let exists = self.egress_networks.contains_key(&name);
+                if exists && !route.parents.iter().any(is_parent) {
+                    return conditions::foreign_network_condition(&name, route.generation);
+                }
+                exists
             } else {
                 return conditions::invalid_backend_condition(&name, route.generation);
             };

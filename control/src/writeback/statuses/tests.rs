@@ -462,7 +462,7 @@ fn the_backend_of_a_mirror_must_exist() {
 }
 
 #[test]
-fn backends_must_exist_and_be_services_or_egress_networks() {
+fn backends_must_exist_and_be_services_or_networks_of_the_route() {
     let check = |backends: Value, expected: &str| {
         let mut index = TestIndex::new();
         index.service("web", "10.96.0.7");
@@ -488,7 +488,7 @@ fn backends_must_exist_and_be_services_or_egress_networks() {
     );
     check(
         json!([{"group": POLICY, "kind": "EgressNetwork", "name": "net", "port": 80}]),
-        "True ResolvedRefs",
+        "False InvalidKind",
     );
     check(
         json!([{"group": "apps", "kind": "Deployment", "name": "web", "port": 80}]),
