@@ -183,8 +183,12 @@ fn apply_to_best(job: &Job, rules: &Rules, report: &mut Report) -> anyhow::Resul
             Ok(change) => return Ok((*backend, change)),
             Err(error) => error,
         };
-        // An error other than "not supported", usually a missing permission, would occur with the other backends too.
-        let is_final = matches!(&error, BackendError::Native(error) if !error.is_unsupported());
+        // An error other than "not supported", usually a missing permission, would occur with the other backends too, and so would
+        // a held lock.
+        let is_final = match &error {
+            BackendError::Native(error) => !error.is_unsupported(),
+            BackendError::Iptables(error) => error.is_lock_held(),
+        };
         if is_final || job.backends.len() == 1 {
             return Err(anyhow::Error::new(error).context(format!("applying rules with {backend}")));
         }
@@ -317,7 +321,7 @@ fn check(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Ou
         let ipv4_rules = rules::build_rules(&without_ipv6);
         let ipv4_closest = closest_backend(job, &ipv4_rules);
         if closest.is_err() || matches!(ipv4_closest, Ok((Comparison::Equal, _))) {
-            if closest.is_ok() {
+            if matches!(ipv4_closest, Ok((Comparison::Equal, _))) {
                 report.warn(
                     "there are only rules for IPv4: if IPv6 is enabled here later, it bypasses the proxy".to_owned(),
                 );

@@ -57,11 +57,21 @@ pub enum IptablesError {
 }
 
 impl IptablesError {
+    /// Whether another process held the lock of iptables until the end of the wait. The exit status does not tell: that of the nft
+    /// flavour is the same if the kernel refuses the rules.
+    pub fn is_lock_held(&self) -> bool {
+        match self {
+            Self::Refused { answer, .. } => answer.contains("xtables lock"),
+            Self::NotUndone { cause, .. } => cause.is_lock_held(),
+            Self::Missing { .. } | Self::Input { .. } | Self::NotApplied { .. } => false,
+        }
+    }
+
     /// Whether the programs for IPv6 are missing or refuse the rules, for another reason than a lock that is held.
     pub fn lacks_ipv6(&self) -> bool {
         match self {
             Self::Missing { program, .. } => program.starts_with(IPV6_PROGRAMS),
-            Self::Refused { program, status, .. } => program.starts_with(IPV6_PROGRAMS) && !status.ends_with(LOCK_HELD),
+            Self::Refused { program, .. } => program.starts_with(IPV6_PROGRAMS) && !self.is_lock_held(),
             Self::NotApplied { family, .. } => *family == "ipv6",
             Self::NotUndone { cause, .. } => cause.lacks_ipv6(),
             Self::Input { .. } => false,
@@ -357,5 +367,31 @@ impl fmt::Display for Flavour {
 /// The common prefix of the programs for IPv6, such as `ip6tables-nft-restore`.
 const IPV6_PROGRAMS: &str = "ip6tables";
 
-/// The exit status of iptables if another process holds its lock.
-const LOCK_HELD: &str = " 4";
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_errors_of_ipv6_programs_without_a_held_lock_mean_that_ipv6_is_missing() {
+        let refused = |program: &str, answer: &str| IptablesError::Refused {
+            program: program.to_owned(),
+            status: "exit status: 4".to_owned(),
+            answer: answer.to_owned(),
+        };
+        let no_nat =
+            "ip6tables-nft-restore v1.8.9: line 4: CHAIN_ADD failed (No such file or directory): chain PREROUTING";
+        let lock = "Another app is currently holding the xtables lock; still 0s 0us time ahead to have a chance to grab the lock...";
+        for (error, is_lock_held, lacks_ipv6) in [
+            (refused("ip6tables-nft-restore", no_nat), false, true),
+            (refused("ip6tables-legacy-restore", lock), true, false),
+            (refused("iptables-legacy-restore", lock), true, false),
+            (refused("iptables-nft-restore", no_nat), false, false),
+        ] {
+            assert_eq!(
+                (error.is_lock_held(), error.lacks_ipv6()),
+                (is_lock_held, lacks_ipv6),
+                "{error}"
+            );
+        }
+    }
+}
