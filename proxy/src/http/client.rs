@@ -458,6 +458,20 @@ mod tests {
     use crate::net::connect::ConnectError;
     use crate::net::io::Tcp;
 
+    /// A client with at most one idle connection.
+    fn new_client(addr: SocketAddr, connect: ConnectFn, idle_timeout_secs: u64) -> EndpointClient {
+        let pool = PoolConfig {
+            idle_timeout: Duration::from_secs(idle_timeout_secs),
+            max_idle: 1,
+            resend: ResendPolicy::IdempotentMethods,
+        };
+        EndpointClient::new(addr, connect, Http2Config::default(), pool)
+    }
+
+    fn connect_to(addr: SocketAddr) -> ConnectFn {
+        Box::new(move |_| Box::pin(async move { Ok(Io::tcp(Tcp::new(TcpStream::connect(addr).await.unwrap()))) }))
+    }
+
     /// Sends a POST to an application that handles its first connection with `close`. Returns the result, and whether the
     /// request arrived on a second connection. The second dial fails with `dial_error`, if there is one.
     async fn send_post(
@@ -486,12 +500,7 @@ mod tests {
                 }
             })
         });
-        let pool = PoolConfig {
-            idle_timeout: Duration::from_secs(1),
-            max_idle: 1,
-            resend: ResendPolicy::IdempotentMethods,
-        };
-        let client = EndpointClient::new(addr, connect, Http2Config::default(), pool);
+        let client = new_client(addr, connect, 1);
         let ready = client.connection(Protocol::Http1, ConnectionUse::Pooled).await.unwrap();
         let (application, _) = listener.accept().await.unwrap();
         let mut is_resent = false;
@@ -634,14 +643,7 @@ mod tests {
     async fn an_idle_connection_is_reused_within_the_keep_alive_timeout() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
-        let connect: ConnectFn =
-            Box::new(move |_| Box::pin(async move { Ok(Io::tcp(Tcp::new(TcpStream::connect(addr).await.unwrap()))) }));
-        let pool = PoolConfig {
-            idle_timeout: Duration::from_secs(60),
-            max_idle: 1,
-            resend: ResendPolicy::IdempotentMethods,
-        };
-        let client = EndpointClient::new(addr, connect, Http2Config::default(), pool);
+        let client = new_client(addr, connect_to(addr), 60);
         let send_get = async || {
             let ready = client.connection(Protocol::Http1, ConnectionUse::Pooled).await.unwrap();
             let mut get = Request::get("/").body(Body::empty()).unwrap();
@@ -668,12 +670,7 @@ mod tests {
     async fn a_dial_without_waiters_is_cancelled() {
         let addr = ([127, 0, 0, 1], 1).into();
         let connect: ConnectFn = Box::new(|_| Box::pin(std::future::pending()));
-        let pool = PoolConfig {
-            idle_timeout: Duration::from_secs(1),
-            max_idle: 1,
-            resend: ResendPolicy::IdempotentMethods,
-        };
-        let client = EndpointClient::new(addr, connect, Http2Config::default(), pool);
+        let client = new_client(addr, connect, 1);
         {
             let mut dial = pin!(client.dial(Protocol::Http2, ConnectionUse::Pooled));
             assert!(futures_util::poll!(&mut dial).is_pending());
@@ -686,14 +683,7 @@ mod tests {
     async fn a_request_that_waits_for_settings_is_not_counted_as_a_stream() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
-        let connect: ConnectFn =
-            Box::new(move |_| Box::pin(async move { Ok(Io::tcp(Tcp::new(TcpStream::connect(addr).await.unwrap()))) }));
-        let pool = PoolConfig {
-            idle_timeout: Duration::from_secs(1),
-            max_idle: 1,
-            resend: ResendPolicy::IdempotentMethods,
-        };
-        let client = EndpointClient::new(addr, connect, Http2Config::default(), pool);
+        let client = new_client(addr, connect_to(addr), 1);
         // The server sends no settings.
         let mut waiting = pin!(client.connection(Protocol::Http2, ConnectionUse::ExtendedConnect));
         while client.http2.lock().is_empty() {
@@ -719,14 +709,7 @@ mod tests {
                 });
             }
         });
-        let connect: ConnectFn =
-            Box::new(move |_| Box::pin(async move { Ok(Io::tcp(Tcp::new(TcpStream::connect(addr).await.unwrap()))) }));
-        let pool = PoolConfig {
-            idle_timeout: Duration::from_secs(1),
-            max_idle: 1,
-            resend: ResendPolicy::IdempotentMethods,
-        };
-        let client = EndpointClient::new(addr, connect, Http2Config::default(), pool);
+        let client = new_client(addr, connect_to(addr), 1);
         let websocket = client
             .connection(Protocol::Http1, ConnectionUse::ExtendedConnect)
             .await
