@@ -286,7 +286,12 @@ impl ReceivedBody for TeeBody {
 
 impl Drop for TeeBody {
     fn drop(&mut self) {
-        self.copy.lock().end(CopyState::Failed);
+        // The end can become known after the last frame, without a further poll.
+        let state = match self.body.as_ref().is_some_and(Body::is_end_stream) {
+            true => CopyState::Complete,
+            false => CopyState::Failed,
+        };
+        self.copy.lock().end(state);
     }
 }
 
@@ -381,6 +386,53 @@ mod tests {
         original.frame().await.unwrap().unwrap();
         drop(original);
         assert!(copy.frame().await.unwrap().is_err());
+    }
+
+    #[tokio::test]
+    async fn the_copy_is_complete_if_the_end_of_the_original_is_known_without_a_further_poll() {
+        /// One frame, after which the end arrives later.
+        struct LateEnd(Option<Bytes>, Arc<AtomicUsize>);
+        impl ReceivedBody for LateEnd {
+            fn poll_frame(&mut self, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
+                self.0
+                    .take()
+                    .map_or(Poll::Pending, |data| Poll::Ready(Some(Ok(Frame::data(data)))))
+            }
+
+            fn is_end_stream(&self) -> bool {
+                self.1.load(Ordering::Relaxed) > 0
+            }
+
+            fn size_hint(&self) -> SizeHint {
+                SizeHint::default()
+            }
+        }
+        let ended = Arc::new(AtomicUsize::new(0));
+        let (mut original, copy) = tee(Body::received(Box::new(LateEnd(Some("one".into()), ended.clone()))));
+        original.frame().await.unwrap().unwrap();
+        ended.store(1, Ordering::Relaxed);
+        drop(original);
+        assert_eq!(copy.collect().await.unwrap().to_bytes(), "one");
+    }
+
+    #[tokio::test]
+    async fn the_original_yields_once_when_much_waits_for_the_receiver() {
+        static PIECE: [u8; MAX_PENDING_COPY_BYTES / 4] = [b'x'; MAX_PENDING_COPY_BYTES / 4];
+        let (mut original, mut copy) = tee(body(&[&PIECE[..]; 5]));
+        let mut cx = Context::from_waker(Waker::noop());
+        let mut is_pending = || Pin::new(&mut original).poll_frame(&mut cx).is_pending();
+        assert_eq!(
+            [(); 4].map(|()| is_pending()),
+            [false, false, true, false],
+            "a half waits after two pieces"
+        );
+        copy.frame().await.unwrap().unwrap();
+        copy.frame().await.unwrap().unwrap();
+        assert_eq!(
+            [(); 3].map(|()| is_pending()),
+            [false, true, false],
+            "the receiver has polled"
+        );
     }
 
     #[tokio::test]

@@ -146,6 +146,9 @@ impl Compiler<'_> {
     }
 
     fn mirrors(&self, rule: &Rule<RouteAction>, route: &Arc<Meta>, scope: &MetricScope<'_>) -> Vec<Arc<Mirror>> {
+        if rule.payload.mirrors.is_empty() {
+            return Vec::new();
+        }
         let endpoint_context = &self.factory.endpoint_context;
         let previous = self.previous_action(route, &rule.matches);
         let previous = previous.map_or(&[][..], |action| &action.mirrors);

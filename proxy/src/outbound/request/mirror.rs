@@ -3,11 +3,11 @@
 use std::{future::poll_fn, mem::take, net::SocketAddr, pin::pin, sync::Arc, time::Duration};
 
 use bytes::Bytes;
-use http::{HeaderMap, Method, Request};
+use http::{Method, Request};
+use http_body::Body as _;
 use http_body_util::BodyExt as _;
 use tokio::time::{Instant, timeout};
 use tulle_core::drain;
-use tulle_core::names::header as names;
 
 use crate::{
     http::{
@@ -24,6 +24,7 @@ use crate::{
             connect::TriedEndpoints,
             context::{ClientContext, OutgoingRequest},
             observe::RouteSource,
+            retry,
         },
     },
     policy::client::HeaderOverrides,
@@ -54,7 +55,7 @@ pub(super) fn send_copies(
     for guard in mirrors.iter().filter_map(Mirror::start_copy) {
         let (mut copy, monitor) = copy_request(outgoing.req, &guard.mirror().limits.memory);
         if overrides == HeaderOverrides::Allow {
-            remove_overrides(copy.headers_mut());
+            retry::remove_overrides(copy.headers_mut());
         }
         let (worker, client_addr, drain) = (client.worker, client.client_addr, client.drain.clone());
         // The drain does not wait for copies.
@@ -84,21 +85,6 @@ fn copy_request(req: &mut Request<Body>, memory: &Arc<CopyMemory>) -> (Request<B
     *copy.version_mut() = req.version();
     *copy.headers_mut() = req.headers().clone();
     (copy, monitor)
-}
-
-/// Removes the headers by which the request overrides the timeouts and retries of its rule, as from the request itself.
-fn remove_overrides(headers: &mut HeaderMap) {
-    for name in [
-        names::L5D_TIMEOUT,
-        names::L5D_REQUEST_TIMEOUT,
-        names::L5D_RESPONSE_TIMEOUT,
-        names::L5D_RETRY_HTTP,
-        names::L5D_RETRY_GRPC,
-        names::L5D_RETRY_LIMIT,
-        names::L5D_RETRY_TIMEOUT,
-    ] {
-        headers.remove(name);
-    }
 }
 
 async fn send_copy(
@@ -138,7 +124,8 @@ async fn send_copy(
 /// Sends a copy and discards its response. Returns whether the response is a success.
 async fn send_and_discard(sender: &AttemptSender<'_>, outgoing: &mut OutgoingRequest<'_>) -> Result<bool, Error> {
     let params = AttemptParams {
-        may_resend: false,
+        // The frames that a resend needs would not count in the memory of copies.
+        may_resend: outgoing.req.body().is_end_stream(),
         ..AttemptParams::plain(Instant::now())
     };
     let rsp = sender

@@ -411,6 +411,12 @@ fn timeouts_with_overrides(timeouts: Timeouts, headers: &mut HeaderMap) -> Timeo
     }
 }
 
+/// Removes the headers by which a request overrides the timeouts and retries of its rule.
+pub(super) fn remove_overrides(headers: &mut HeaderMap) {
+    timeouts_with_overrides(Timeouts::default(), headers);
+    retry_with_overrides(None, headers);
+}
+
 /// The retries of a request that may override the rule. The override headers are removed.
 fn retry_with_overrides<'a>(
     retry: Option<Cow<'a, RetryPolicy>>,
