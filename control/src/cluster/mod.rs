@@ -71,7 +71,7 @@ struct State {
     outbound: ViewTable<OutboundView>,
 }
 
-/// The locked state. The time until it is dropped is a metric.
+/// The locked state. When it is dropped, a metric records how long it was locked.
 struct StateGuard<'a> {
     state: MutexGuard<'a, State>,
     metrics: &'a Metrics,

@@ -7,7 +7,7 @@ use ahash::{AHashMap, AHashSet};
 
 use crate::resources::event::Event;
 use crate::resources::meta::NamespacedName;
-use crate::resources::policy::server::{Server, WorkloadSelector};
+use crate::resources::policy::server::Server;
 use crate::resources::route::{ParentKind, Route};
 use crate::resources::service::{EndpointSlice, Service};
 use crate::resources::workload::{ExternalWorkload, Pod, PodNetwork};
@@ -191,13 +191,10 @@ fn is_workload(kind: Kind) -> bool {
 
 /// Whether a Server selects a workload in its namespace, on any port.
 fn selects(server: &Server, workload: &Object) -> bool {
-    match (&server.workloads, workload) {
-        (WorkloadSelector::All, _) => true,
-        (WorkloadSelector::Pods(selector), Object::Pod(pod)) => selector.matches(&pod.meta.labels),
-        (WorkloadSelector::ExternalWorkloads(selector), Object::ExternalWorkload(workload)) => {
-            selector.matches(&workload.meta.labels)
-        }
-        (WorkloadSelector::Pods(_) | WorkloadSelector::ExternalWorkloads(_), _) => false,
+    match workload {
+        Object::Pod(pod) => server.workloads.selects_pod(&pod.meta.labels),
+        Object::ExternalWorkload(workload) => server.workloads.selects_external_workload(&workload.meta.labels),
+        _ => false,
     }
 }
 

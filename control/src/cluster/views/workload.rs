@@ -13,7 +13,7 @@ use crate::model::endpoints::{Endpoint, EndpointWorkload, Http2Params, ProtocolH
 use crate::resources::Kind;
 use crate::resources::interning::intern;
 use crate::resources::meta::{Meta, NamespacedName, Owner};
-use crate::resources::policy::server::{ProxyProtocol, Server, WorkloadSelector};
+use crate::resources::policy::server::{ProxyProtocol, Server};
 use crate::resources::port_list::{PortList, ResolvedPorts};
 use crate::resources::service::Service;
 use crate::resources::workload::{
@@ -62,14 +62,9 @@ impl<'a> WorkloadRef<'a> {
             (Self::External(workload), Some(its)) => workload.resolve_port(its).contains(&port),
         };
         is_its_port
-            && match (self, &server.workloads) {
-                (_, WorkloadSelector::All) => true,
-                (Self::Pod(pod), WorkloadSelector::Pods(selector)) => selector.matches(&pod.meta.labels),
-                (Self::External(workload), WorkloadSelector::ExternalWorkloads(selector)) => {
-                    selector.matches(&workload.meta.labels)
-                }
-                (Self::Pod(_), WorkloadSelector::ExternalWorkloads(_))
-                | (Self::External(_), WorkloadSelector::Pods(_)) => false,
+            && match self {
+                Self::Pod(pod) => server.workloads.selects_pod(&pod.meta.labels),
+                Self::External(workload) => server.workloads.selects_external_workload(&workload.meta.labels),
             }
     }
 

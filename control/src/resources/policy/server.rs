@@ -7,7 +7,7 @@ use std::sync::Arc;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use serde::{Deserialize, Deserializer};
 
-use crate::resources::labels::Selector;
+use crate::resources::labels::{Labels, Selector};
 use crate::resources::meta::Meta;
 use crate::resources::policy::reference::RawResource;
 use crate::resources::service::PortRef;
@@ -47,6 +47,24 @@ pub enum ProxyProtocol {
     Opaque,
     #[serde(rename = "TLS")]
     Tls,
+}
+
+impl WorkloadSelector {
+    pub fn selects_pod(&self, labels: &Labels) -> bool {
+        match self {
+            Self::All => true,
+            Self::Pods(selector) => selector.matches(labels),
+            Self::ExternalWorkloads(_) => false,
+        }
+    }
+
+    pub fn selects_external_workload(&self, labels: &Labels) -> bool {
+        match self {
+            Self::All => true,
+            Self::Pods(_) => false,
+            Self::ExternalWorkloads(selector) => selector.matches(labels),
+        }
+    }
 }
 
 impl fmt::Display for ProxyProtocol {
