@@ -1,16 +1,18 @@
 //! Probes of the control plane while it is under load, like those of the kubelet.
 
 use std::net::Ipv4Addr;
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
+use tokio::runtime::Builder;
 use tokio::sync::oneshot;
-use tokio::task::JoinHandle;
+use tokio::task::spawn_blocking;
 use tokio::time::{Instant, sleep, timeout};
 
-/// Probes of `/live` in a task.
+/// Probes of `/live` on a thread of their own, because the runtime of the clients is as busy as the control plane.
 pub(super) struct LivenessProbes {
     end: oneshot::Sender<()>,
     probes: JoinHandle<anyhow::Result<Duration>>,
@@ -19,7 +21,7 @@ pub(super) struct LivenessProbes {
 impl LivenessProbes {
     pub(super) fn start(port: u16) -> Self {
         let (end, mut ended) = oneshot::channel();
-        let probes = tokio::spawn(async move {
+        let probing = async move {
             let mut slowest = Duration::ZERO;
             loop {
                 let started_at = Instant::now();
@@ -31,15 +33,22 @@ impl LivenessProbes {
                     () = sleep(PROBE_INTERVAL) => {}
                 }
             }
+        };
+        let probes = thread::spawn(move || {
+            let runtime = Builder::new_current_thread().enable_all().build();
+            runtime.context("starting the runtime of the probes")?.block_on(probing)
         });
         Self { end, probes }
     }
 
     /// Ends the probes. Returns the time of the slowest.
     pub(super) async fn finish(self) -> anyhow::Result<Duration> {
-        // The task has ended if the send fails, and its result has the reason.
+        // The probes have ended if the send fails, and their result has the reason.
         let _ = self.end.send(());
-        self.probes.await.context("the probes failed")?
+        let joining = spawn_blocking(|| self.probes.join())
+            .await
+            .context("waiting for the probes")?;
+        joining.map_err(|_| anyhow::anyhow!("the probes panicked"))?
     }
 }
 
