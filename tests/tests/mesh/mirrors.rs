@@ -15,27 +15,16 @@ use tulle_tests::client::{AnyBody, Http1, Http2, any, empty, full, read_until, r
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{Builder, HTTP, Mesh, identity, mesh};
 
+use crate::routing::http_route;
+
 const MIRRORED: &str = "tulle_outbound_mirrored_requests_total";
 
 /// A rule for requests to `web` whose path begins with `prefix`. `fraction` are fields of the mirror, with a leading comma.
 fn rule(prefix: &str, fraction: &str) -> String {
     format!(
-        "
-  - matches: [{{path: {{type: PathPrefix, value: {prefix}}}}}]
+        "  - matches: [{{path: {{type: PathPrefix, value: {prefix}}}}}]
     filters: [{{type: RequestMirror, requestMirror: {{backendRef: {{name: copy, port: {HTTP}}}{fraction}}}}}]
-    backendRefs: [{{name: web, port: {HTTP}}}]"
-    )
-}
-
-fn route(annotations: &str, rules: &str) -> String {
-    format!(
-        "\
-apiVersion: gateway.networking.k8s.io/v1
-kind: HTTPRoute
-metadata: {{name: web, namespace: shop, annotations: {{{annotations}}}}}
-spec:
-  parentRefs: [{{group: \"\", kind: Service, name: web, port: {HTTP}}}]
-  rules:{rules}
+    backendRefs: [{{name: web, port: {HTTP}}}]
 "
     )
 }
@@ -72,7 +61,7 @@ async fn n_requests(recorder: &Recorder, n: usize) -> Vec<ReceivedRequest> {
 
 #[test]
 fn a_mirror_gets_the_head_and_the_body_and_the_client_gets_the_response_of_the_backend() {
-    let mesh = three_workloads().manifest("route", &route("", &rule("/", "")));
+    let mesh = three_workloads().manifest("route", &http_route("", &rule("/", "")));
     mesh.run(async |mesh: &Mesh| {
         let web = Recorder::start(mesh, "web", |_| 201).await;
         let copy = Recorder::start(mesh, "copy", |_| 500).await;
@@ -127,7 +116,7 @@ fn a_mirror_gets_its_fraction_of_the_requests() {
         rule("/quarter", ", fraction: {numerator: 1, denominator: 4}"),
         rule("/all", ""),
     ];
-    let mesh = three_workloads().manifest("route", &route("", &rules.concat()));
+    let mesh = three_workloads().manifest("route", &http_route("", &rules.concat()));
     mesh.run(async |mesh: &Mesh| {
         let _web = Recorder::start(mesh, "web", |_| 200).await;
         let copy = Recorder::start(mesh, "copy", |_| 200).await;
@@ -150,7 +139,7 @@ fn a_mirror_gets_its_fraction_of_the_requests() {
 
 #[test]
 fn a_large_body_arrives_whole_at_the_mirror() {
-    let mesh = three_workloads().manifest("route", &route("", &rule("/", "")));
+    let mesh = three_workloads().manifest("route", &http_route("", &rule("/", "")));
     mesh.run(async |mesh: &Mesh| {
         let _web = Recorder::start(mesh, "web", |_| 200).await;
         let copy = Recorder::start(mesh, "copy", |_| 200).await;
@@ -166,7 +155,7 @@ fn a_large_body_arrives_whole_at_the_mirror() {
 
 #[test]
 fn a_copy_ends_with_the_response_of_the_mirror() {
-    let mesh = three_workloads().manifest("route", &route("", &rule("/", "")));
+    let mesh = three_workloads().manifest("route", &http_route("", &rule("/", "")));
     mesh.run(async |mesh: &Mesh| {
         let _web = apps::serve_http(mesh.listen("web", HTTP).await, |_| std::future::pending());
         let (ended_tx, mut ended) = mpsc::channel(1);
@@ -190,7 +179,7 @@ fn a_copy_ends_with_the_response_of_the_mirror() {
 
 #[test]
 fn a_mirror_that_does_not_respond_does_not_affect_requests() {
-    let mesh = three_workloads().manifest("route", &route("", &rule("/", "")));
+    let mesh = three_workloads().manifest("route", &http_route("", &rule("/", "")));
     // If the drain waited for the copy, the proxy would outlive the test.
     let mesh = mesh.env("SHUTDOWN_GRACE_PERIOD", "60s");
     mesh.run(async |mesh: &Mesh| {
@@ -225,7 +214,7 @@ fn a_mirror_that_does_not_respond_does_not_affect_requests() {
 
 #[test]
 fn a_mirror_that_is_unreachable_does_not_affect_requests() {
-    let mesh = three_workloads().manifest("route", &route("", &rule("/", "")));
+    let mesh = three_workloads().manifest("route", &http_route("", &rule("/", "")));
     mesh.run(async |mesh: &Mesh| {
         apps::start_echo(mesh, "web").await;
         let mut client = client1(mesh).await;
@@ -243,7 +232,7 @@ fn a_mirror_that_is_unreachable_does_not_affect_requests() {
 #[test]
 fn a_retried_request_is_copied_once() {
     let annotations = "retry.linkerd.io/http: 5xx, retry.linkerd.io/limit: '2'";
-    let mesh = three_workloads().manifest("route", &route(annotations, &rule("/", "")));
+    let mesh = three_workloads().manifest("route", &http_route(annotations, &rule("/", "")));
     mesh.run(async |mesh: &Mesh| {
         let web = Recorder::start(mesh, "web", |n| if n < 2 { 503 } else { 200 }).await;
         let copy = Recorder::start(mesh, "copy", |_| 200).await;
@@ -261,7 +250,7 @@ fn a_retried_request_is_copied_once() {
 
 #[test]
 fn upgrade_requests_are_not_copied() {
-    let mesh = three_workloads().manifest("route", &route("", &rule("/", "")));
+    let mesh = three_workloads().manifest("route", &http_route("", &rule("/", "")));
     mesh.run(async |mesh: &Mesh| {
         apps::start_echo(mesh, "web").await;
         let copy = Recorder::start(mesh, "copy", |_| 200).await;
@@ -280,7 +269,7 @@ fn upgrade_requests_are_not_copied() {
 
 #[test]
 fn interim_responses_of_a_mirror_reach_no_client() {
-    let mesh = three_workloads().manifest("route", &route("", &rule("/", "")));
+    let mesh = three_workloads().manifest("route", &http_route("", &rule("/", "")));
     mesh.run(async |mesh: &Mesh| {
         apps::start_echo(mesh, "web").await;
         let _copy = apps::serve_tcp(mesh.listen("copy", HTTP).await, |mut stream| async move {

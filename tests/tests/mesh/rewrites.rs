@@ -5,19 +5,7 @@ use tulle_tests::apps::Recorder;
 use tulle_tests::client::{Http1, Http2, empty, full, request, request2};
 use tulle_tests::mesh::{HTTP, Mesh, mesh};
 
-fn route(annotations: &str, rules: &str) -> String {
-    format!(
-        "\
-apiVersion: gateway.networking.k8s.io/v1
-kind: HTTPRoute
-metadata: {{name: web, namespace: shop, annotations: {{{annotations}}}}}
-spec:
-  parentRefs: [{{group: \"\", kind: Service, name: web, port: {HTTP}}}]
-  rules:
-{rules}
-"
-    )
-}
+use crate::routing::http_route;
 
 /// A rule for requests whose path begins with `prefix`.
 fn rule(prefix: &str, rewrite: &str) -> String {
@@ -45,7 +33,7 @@ fn backends_receive_the_new_path_and_host() {
         rule("/", &format!("hostname: other.test, {}", to_prefix("/all"))),
     ];
     let mesh = mesh().workload("client").workload("web");
-    let mesh = mesh.manifest("route", &route("", &rules.concat()));
+    let mesh = mesh.manifest("route", &http_route("", &rules.concat()));
     mesh.run(async |mesh: &Mesh| {
         let web = Recorder::start(mesh, "web", |_| 200).await;
         let addr = mesh.service_addr("web", HTTP);
@@ -90,14 +78,15 @@ fn backends_receive_the_new_path_and_host() {
 fn requests_without_a_path_keep_their_target() {
     let rules = rule("/", &format!("hostname: other.test, {}", to_prefix("/new")));
     let mesh = mesh().workload("client").workload("web");
-    mesh.manifest("route", &route("", &rules)).run(async |mesh: &Mesh| {
-        let web = Recorder::start(mesh, "web", |_| 200).await;
-        let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
-        let options = Request::options("*").header("host", "web.test");
-        assert_eq!(client.fetch(options.body(empty()).unwrap()).await.unwrap().status, 200);
-        let received = &web.requests()[0];
-        assert_eq!((&*received.target, &*received.host), ("*", "other.test"));
-    });
+    mesh.manifest("route", &http_route("", &rules))
+        .run(async |mesh: &Mesh| {
+            let web = Recorder::start(mesh, "web", |_| 200).await;
+            let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
+            let options = Request::options("*").header("host", "web.test");
+            assert_eq!(client.fetch(options.body(empty()).unwrap()).await.unwrap().status, 200);
+            let received = &web.requests()[0];
+            assert_eq!((&*received.target, &*received.host), ("*", "other.test"));
+        });
 }
 
 #[test]
@@ -115,24 +104,25 @@ fn backends_of_a_rule_have_their_own_rewrites() {
         backend("canary", &to_prefix("/second")),
     );
     let mesh = mesh().workload("client").workload("web").workload("canary");
-    mesh.manifest("route", &route("", &rules)).run(async |mesh: &Mesh| {
-        let web = Recorder::start(mesh, "web", |_| 200).await;
-        let canary = Recorder::start(mesh, "canary", |_| 200).await;
-        let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
-        for _ in 0..100 {
-            assert_eq!(client.fetch(request("/foo/bar?q")).await.unwrap().status, 200);
-        }
-        let (web, canary) = (web.requests(), canary.requests());
-        assert!(!web.is_empty() && !canary.is_empty() && web.len() + canary.len() == 100);
-        for (received, expected) in [
-            (web, ("first.test", "/of/rule/bar?q")),
-            (canary, ("web.test", "/second/bar?q")),
-        ] {
-            for received in received {
-                assert_eq!((&*received.host, &*received.target), expected);
+    mesh.manifest("route", &http_route("", &rules))
+        .run(async |mesh: &Mesh| {
+            let web = Recorder::start(mesh, "web", |_| 200).await;
+            let canary = Recorder::start(mesh, "canary", |_| 200).await;
+            let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
+            for _ in 0..100 {
+                assert_eq!(client.fetch(request("/foo/bar?q")).await.unwrap().status, 200);
             }
-        }
-    });
+            let (web, canary) = (web.requests(), canary.requests());
+            assert!(!web.is_empty() && !canary.is_empty() && web.len() + canary.len() == 100);
+            for (received, expected) in [
+                (web, ("first.test", "/of/rule/bar?q")),
+                (canary, ("web.test", "/second/bar?q")),
+            ] {
+                for received in received {
+                    assert_eq!((&*received.host, &*received.target), expected);
+                }
+            }
+        });
 }
 
 #[test]
@@ -146,7 +136,7 @@ fn a_retry_is_rewritten_once() {
     );
     let annotations = "retry.linkerd.io/http: 5xx, retry.linkerd.io/limit: '2'";
     let mesh = mesh().workload("client").workload("web");
-    let mesh = mesh.manifest("route", &route(annotations, &rules));
+    let mesh = mesh.manifest("route", &http_route(annotations, &rules));
     mesh.run(async |mesh: &Mesh| {
         let web = Recorder::start(mesh, "web", |n| if n % 3 < 2 { 503 } else { 200 }).await;
         let addr = mesh.service_addr("web", HTTP);

@@ -6,15 +6,15 @@ use tulle_tests::client::{Http1, empty, request};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh, mesh};
 
-/// A route of the service `web`.
-fn route(rules: &str) -> String {
+/// An HTTPRoute of the service `web`. Each rule ends with a line break.
+pub(crate) fn http_route(annotations: &str, rules: &str) -> String {
     format!(
         "\
 apiVersion: gateway.networking.k8s.io/v1
 kind: HTTPRoute
-metadata: {{name: web, namespace: shop}}
+metadata: {{name: web, namespace: shop, annotations: {{{annotations}}}}}
 spec:
-  parentRefs: [{{group: core, kind: Service, name: web, port: {HTTP}}}]
+  parentRefs: [{{group: \"\", kind: Service, name: web, port: {HTTP}}}]
   rules:
 {rules}
 "
@@ -24,7 +24,7 @@ spec:
 /// Runs a test with `client`, `web` and `canary`, with these rules for `web`.
 fn run_with_route(rules: &str, test: impl AsyncFnOnce(&Mesh, Http1) + Send) {
     let mesh = mesh().workload("client").workload("web").workload("canary");
-    mesh.manifest("route", &route(rules)).run(async |mesh: &Mesh| {
+    mesh.manifest("route", &http_route("", rules)).run(async |mesh: &Mesh| {
         for workload in ["web", "canary"] {
             apps::start_echo(mesh, workload).await;
         }
@@ -125,7 +125,10 @@ fn a_route_that_appears_changes_requests_of_open_connections() {
             }
             let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
             assert_eq!(client.fetch(request("/")).await.unwrap().text(), "web\n");
-            mesh.write("route", &route("  - backendRefs: [{name: canary, port: 8080}]"));
+            mesh.write(
+                "route",
+                &http_route("", "  - backendRefs: [{name: canary, port: 8080}]"),
+            );
             eventually("requests go to the canary", async || {
                 (client.fetch(request("/")).await.unwrap().text() == "canary\n").then_some(())
             })
