@@ -1,20 +1,46 @@
 //! Reports stale kinds in a metric and in `/ready`.
 
+use std::convert::Infallible;
 use std::sync::Arc;
+use std::time::Duration;
 
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+use tokio::time::{Instant, sleep_until};
 use tulle_core::metrics::{Gauge, Labels, Registry};
 use tulle_core::readiness::{Latch, Readiness};
 
 use crate::resources::Kind;
 
-/// Whether one kind is stale.
-pub(super) struct Freshness {
+/// Whether one kind is stale: its last known state is in use, and can be older than a minute. Clones share the state.
+#[derive(Clone)]
+pub(super) struct Freshness(Arc<Shared>);
+
+struct Shared {
     kind: String,
-    /// 1 while the API server cannot be read and the last known state is in use.
+    /// 1 while the kind is stale.
     stale: Arc<Gauge>,
     all_kinds: Readiness,
+    state: Mutex<State>,
+    /// Notified when a watch has ended.
+    watch_ended: Notify,
+}
+
+struct State {
     /// Latch of `all_kinds`, held while the kind is stale.
     latch: Option<Latch>,
+    watch_is_open: bool,
+    /// The last time at which the known state was that of the API server.
+    up_to_date_at: Instant,
+}
+
+/// How a watch ended.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum WatchEndCause {
+    /// The API server ended it or closed the connection, so all changes until then have arrived.
+    Server,
+    /// The API server was unreachable for an unknown time before.
+    Timeout,
 }
 
 impl Freshness {
@@ -26,26 +52,89 @@ impl Freshness {
             .gauge("tulle_kind_is_stale", help)
             .get(&Labels::new().with("kind", &kind));
         stale.set(1);
-        Self {
+        let state = State {
             latch: Some(all_kinds.latch(format!("{kind}: not listed yet"))),
+            watch_is_open: false,
+            up_to_date_at: Instant::now(),
+        };
+        Self(Arc::new(Shared {
             kind,
             stale,
             all_kinds: all_kinds.clone(),
-        }
+            state: Mutex::new(state),
+            watch_ended: Notify::new(),
+        }))
     }
 
     /// Marks the kind as stale: the API server does not return its objects.
-    pub(super) fn mark_stale(&mut self, reason: String) {
-        self.stale.set(1);
-        let reason = format!("{}: {reason}", self.kind);
-        match &self.latch {
-            Some(latch) => latch.set_reason(reason),
-            None => self.latch = Some(self.all_kinds.latch(reason)),
-        }
+    pub(super) fn mark_stale(&self, reason: &str) {
+        self.0.mark_stale(&mut self.0.state.lock(), reason);
     }
 
-    pub(super) fn mark_fresh(&mut self) {
-        self.stale.set(0);
-        self.latch = None;
+    /// Records that the known state is that of the API server at this time. The kind is then no longer stale, unless that is too
+    /// long ago.
+    pub(super) fn mark_up_to_date(&self, at: Instant) {
+        let mut state = self.0.state.lock();
+        state.up_to_date_at = at;
+        if at.elapsed() < MAX_TIME_WITHOUT_WATCH {
+            state.latch = None;
+            self.0.stale.set(0);
+        }
+        self.0.watch_ended.notify_one(); // the time limit begins
+    }
+
+    pub(super) fn watch_opened(&self) {
+        self.0.state.lock().watch_is_open = true;
+    }
+
+    /// The watch has ended. Without another one, the kind becomes stale after `MAX_TIME_WITHOUT_WATCH`.
+    pub(super) fn watch_ended(&self, cause: WatchEndCause) {
+        let mut state = self.0.state.lock();
+        state.watch_is_open = false;
+        // A stale kind may still lack changes from before the watch.
+        if cause == WatchEndCause::Server && state.latch.is_none() {
+            state.up_to_date_at = Instant::now();
+        }
+        self.0.watch_ended.notify_one();
+    }
+
+    /// Marks the kind as stale when it has been without a watch for too long. Never returns.
+    pub(super) async fn mark_stale_without_watch(&self) -> Infallible {
+        loop {
+            let stale_at = {
+                let state = self.0.state.lock();
+                let has_limit = !state.watch_is_open && state.latch.is_none();
+                has_limit.then_some(state.up_to_date_at + MAX_TIME_WITHOUT_WATCH)
+            };
+            match stale_at {
+                None => self.0.watch_ended.notified().await,
+                Some(at) if at > Instant::now() => tokio::select! {
+                    () = self.0.watch_ended.notified() => {}
+                    () = sleep_until(at) => {}
+                },
+                Some(_) => {
+                    let mut state = self.0.state.lock();
+                    if !state.watch_is_open {
+                        let reason = format!("no watch for {MAX_TIME_WITHOUT_WATCH:?}");
+                        self.0.mark_stale(&mut state, &reason);
+                    }
+                }
+            }
+        }
     }
 }
+
+impl Shared {
+    fn mark_stale(&self, state: &mut State, reason: &str) {
+        self.stale.set(1);
+        let reason = format!("{}: {reason}", self.kind);
+        match &state.latch {
+            Some(latch) => latch.set_reason(reason),
+            None => state.latch = Some(self.all_kinds.latch(reason)),
+        }
+    }
+}
+
+/// Time without a watch after which a kind is stale. TCP keep-alive detects an unreachable server within 35 s, so that the state of
+/// a kind that is not stale is at most a minute old.
+const MAX_TIME_WITHOUT_WATCH: Duration = Duration::from_secs(15);

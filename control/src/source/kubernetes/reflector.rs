@@ -4,6 +4,7 @@ use std::convert::Infallible;
 use std::error::Error as StdError;
 use std::sync::Arc;
 use std::time::Duration;
+use std::{io, iter};
 
 use ahash::{AHashMap, AHashSet, RandomState};
 use bytes::Bytes;
@@ -20,7 +21,7 @@ use tulle_core::backoff::Backoff;
 use crate::resources::Kind;
 use crate::resources::event::{Event, EventWriter};
 use crate::resources::meta::NamespacedName;
-use crate::source::kubernetes::freshness::Freshness;
+use crate::source::kubernetes::freshness::{Freshness, WatchEndCause};
 use crate::source::kubernetes::kinds::WatchedKind;
 use crate::source::kubernetes::metrics::InformerLag;
 use crate::source::kubernetes::request;
@@ -73,6 +74,17 @@ enum Error {
     Decode(#[source] serde_json::Error),
     #[error("the API server has the kind in discovery, but its list returns 404")]
     DiscoveryMismatch,
+}
+
+impl Error {
+    /// Whether the API server was unreachable, possibly for some time before the error.
+    fn is_timeout(&self) -> bool {
+        let io_timeout = |err: &(dyn StdError + 'static)| {
+            err.downcast_ref::<io::Error>()
+                .is_some_and(|err| err.kind() == io::ErrorKind::TimedOut)
+        };
+        matches!(self, Self::WatchTimeout(_)) || iter::successors(self.source(), |&err| err.source()).any(io_timeout)
+    }
 }
 
 enum ListOutcome {
@@ -152,15 +164,24 @@ impl Reflector {
         }
     }
 
-    /// Follows the kind. Never returns.
-    pub(super) async fn run(mut self) -> Infallible {
+    /// Follows the kind, and reports when it is stale. Never returns.
+    pub(super) async fn run(self) -> Infallible {
+        let freshness = self.freshness.clone();
+        tokio::select! {
+            never = self.list_and_watch() => never,
+            never = freshness.mark_stale_without_watch() => never,
+        }
+    }
+
+    async fn list_and_watch(mut self) -> Infallible {
         let mut retries = RETRY_BACKOFF.start();
         loop {
+            let started_at = Instant::now();
             match self.list().await {
                 Ok(ListOutcome::Complete(resource_version)) => {
                     self.absent_rounds = 0;
                     self.set_presence(Presence::Served);
-                    self.mark_up_to_date().await;
+                    self.mark_up_to_date(started_at).await;
                     if self.watch(resource_version).await == WatchProgress::Progressed {
                         retries.reset();
                     }
@@ -174,7 +195,7 @@ impl Reflector {
                     if self.absent_rounds >= ABSENT_ROUNDS_BEFORE_DELETE {
                         self.apply_list(AHashMap::new(), Vec::new()).await;
                         self.set_presence(Presence::Absent);
-                        self.mark_up_to_date().await;
+                        self.mark_up_to_date(started_at).await;
                     } else {
                         self.mark_stale_while_missing();
                     }
@@ -192,17 +213,17 @@ impl Reflector {
                         error = &err as &dyn StdError,
                         "list failed, the last known state stays in use"
                     );
-                    self.freshness.mark_stale(err.to_string());
+                    self.freshness.mark_stale(&err.to_string());
                     sleep(retries.next_delay()).await;
                 }
             }
         }
     }
 
-    /// Marks the kind as up to date: as listed, or as absent and therefore empty. The first call reports to the source that
-    /// the kind is no longer awaited.
-    async fn mark_up_to_date(&mut self) {
-        self.freshness.mark_fresh();
+    /// Marks the kind as up to date at this time: as listed, or as absent and therefore empty. The first call reports to the
+    /// source that the kind is no longer awaited.
+    async fn mark_up_to_date(&mut self, at: Instant) {
+        self.freshness.mark_up_to_date(at);
         if let Some(listed) = self.first_list.take() {
             // Fails only if the receiver is dropped, which no longer needs the message.
             let _ = listed.send(self.watched.kind).await;
@@ -219,8 +240,7 @@ impl Reflector {
                  {ABSENT_ROUNDS_BEFORE_DELETE} times"
             );
         }
-        self.freshness
-            .mark_stale("the API server does not have this kind".to_owned());
+        self.freshness.mark_stale("the API server does not have this kind");
     }
 
     fn kind_name(&self) -> String {
@@ -403,14 +423,21 @@ impl Reflector {
             Err(Error::Status { status, .. }) if status == StatusCode::GONE => return Ok(WatchEnd::Relist),
             Err(err) => return Err(err),
         };
+        self.freshness.watch_opened();
         // A watch can stay without events, so only its requested timeout limits it. TCP keep-alive detects a server
         // that has failed.
         let limit = Duration::from_secs(seconds) + RESPONSE_TIMEOUT;
         let mut batch = EventBatch::default();
         let reading = timeout(limit, self.read_watch(body, position, &mut batch)).await;
+        let reading = reading.unwrap_or(Err(Error::WatchTimeout(limit)));
+        let is_timeout = reading.as_ref().is_err_and(Error::is_timeout);
+        self.freshness.watch_ended(match is_timeout {
+            true => WatchEndCause::Timeout,
+            false => WatchEndCause::Server,
+        });
         // `position` is after these events.
         self.apply_batch(&mut batch).await;
-        reading.unwrap_or(Err(Error::WatchTimeout(limit)))
+        reading
     }
 
     /// Reports the changes of a watch until it ends. Changes that arrive in quick succession are reported together.
@@ -482,6 +509,7 @@ impl Reflector {
             };
         }
         let item = RawObject::parse(change.object).map_err(Error::Decode)?;
+        self.freshness.mark_up_to_date(Instant::now());
         let resource_version = &*item.head.resource_version;
         if !resource_version.is_empty() {
             resource_version.clone_into(&mut position.resource_version);

@@ -16,8 +16,8 @@ use crate::source::kubernetes::kinds::ObjectDetail;
 #[derive(Deserialize)]
 pub(super) struct ListPage<'a> {
     pub(super) metadata: ListMeta,
-    /// `null` in an empty list of metadata.
-    #[serde(borrow, default)]
+    /// `null` in an empty list of metadata. A response without this field is not a list.
+    #[serde(borrow, deserialize_with = "Option::deserialize")]
     pub(super) items: Option<Vec<&'a RawValue>>,
 }
 

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeSet;
 use std::convert::Infallible;
+use std::io;
+use std::ops::Deref;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -17,7 +19,7 @@ use kube::client::Body;
 use parking_lot::Mutex;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
-use tower::service_fn;
+use tower::{BoxError, Service, service_fn};
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
 
@@ -80,7 +82,7 @@ fn watch_line(what: &str, object: &str) -> String {
     format!("{{\"type\":\"{what}\",\"object\":{}}}\n", object.replace('\n', ""))
 }
 
-type TestBody = UnsyncBoxBody<Bytes, Infallible>;
+type TestBody = UnsyncBoxBody<Bytes, io::Error>;
 
 /// Returns the `timeoutSeconds` of a watch request.
 fn requested_timeout(uri: &str) -> Duration {
@@ -112,15 +114,27 @@ struct ScriptedSource {
     /// Each request, with its time in seconds since the start.
     requests: Arc<Mutex<Vec<(u64, String)>>>,
     batches: Arc<Mutex<Vec<String>>>,
+    source: RunningSource,
+}
+
+struct RunningSource {
     /// Ready while no kind is stale.
     freshness: Readiness,
     registry: Registry,
     running: JoinHandle<Result<(), SourceError>>,
 }
 
-impl Drop for ScriptedSource {
+impl Drop for RunningSource {
     fn drop(&mut self) {
         self.running.abort();
+    }
+}
+
+impl Deref for ScriptedSource {
+    type Target = RunningSource;
+
+    fn deref(&self) -> &RunningSource {
+        &self.source
     }
 }
 
@@ -162,7 +176,7 @@ fn start_with_discovery(
             seen.push((start.elapsed().as_secs(), uri.clone()));
             script(seen.len() - 1, &uri)
         } else if uri.contains("watch=true") {
-            watch(&[], AfterChunks::Hang)
+            watch(&[], AfterChunks::EndAtTimeout)
         } else {
             text_response(200, r#"{"metadata":{"resourceVersion":"1"},"items":null}"#)
         };
@@ -173,6 +187,19 @@ fn start_with_discovery(
         let events: Vec<_> = events.iter().map(summarize).collect();
         written.lock().push(events.join(" "));
     });
+    ScriptedSource {
+        requests,
+        batches,
+        source: start_source(service, writer),
+    }
+}
+
+/// Runs a source of the kinds that policy needs. `service` is the API server.
+fn start_source<S, E>(service: S, writer: EventWriter) -> RunningSource
+where
+    S: Service<Request<Body>, Response = Response<TestBody>, Error = E, Future: Send> + Send + 'static,
+    E: Into<BoxError>,
+{
     let config = Config {
         requirements: WatchRequirements {
             destination: false,
@@ -190,9 +217,7 @@ fn start_with_discovery(
         let _signal = signal;
         run(client, config, writer, counted, drain).await
     });
-    ScriptedSource {
-        requests,
-        batches,
+    RunningSource {
         freshness,
         registry,
         running,
@@ -562,3 +587,5 @@ async fn a_start_without_lists_is_not_ready_and_names_the_kinds() {
         ["servers: the API server responded with 403 Forbidden: servers is forbidden"]
     );
 }
+
+mod schedules;
