@@ -8,15 +8,22 @@ use serde::{Deserialize, Deserializer};
 
 use crate::resources::interning::intern;
 
-/// The labels of an object, sorted by name. A list of interned strings, because a map takes 500 bytes per pod even when
-/// it is empty.
+/// The labels of an object, sorted by name. A list of interned strings, because a map takes about 500 bytes per pod even for
+/// one label.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Labels(Box<[(Arc<str>, Arc<str>)]>);
+pub struct Labels(Box<[Label]>);
+
+/// Name and value, both interned.
+pub type Label = (Arc<str>, Arc<str>);
 
 impl Labels {
     pub fn get(&self, key: &str) -> Option<&str> {
         let found = self.0.binary_search_by(|(other, _)| (**other).cmp(key));
         found.ok().map(|at| &*self.0[at].1)
+    }
+
+    pub fn labels(&self) -> &[Label] {
+        &self.0
     }
 
     /// Returns the labels in the order of their names.
@@ -78,6 +85,14 @@ impl Selector {
     /// Like [`matches`](Self::matches), for the label map of an API object.
     pub fn matches_map(&self, labels: &BTreeMap<String, String>) -> bool {
         self.matches_all(|key| labels.get(key).map(String::as_str))
+    }
+
+    /// A label that every selected object has. `None` if no requirement permits a single value.
+    pub fn required_label(&self) -> Option<(&str, &str)> {
+        self.0.iter().find_map(|requirement| match &requirement.operator {
+            LabelOperator::In(values) if values.len() == 1 => Some((&*requirement.key, &*values[0])),
+            _ => None,
+        })
     }
 
     fn matches_all<'a>(&self, label: impl Fn(&str) -> Option<&'a str>) -> bool {

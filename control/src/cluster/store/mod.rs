@@ -2,3 +2,4 @@
 
 pub(super) mod objects;
 pub(super) mod reader;
+mod server_index;

@@ -1,11 +1,13 @@
-//! All objects of a cluster, with an index of the keys that views look up.
+//! All objects of a cluster, with an index by lookup key.
 
 use std::net::IpAddr;
 use std::sync::Arc;
 
 use ahash::{AHashMap, AHashSet};
 
+use crate::cluster::store::server_index::ServerIndex;
 use crate::resources::event::Event;
+use crate::resources::labels::Labels;
 use crate::resources::meta::NamespacedName;
 use crate::resources::policy::server::Server;
 use crate::resources::route::{ParentKind, Route};
@@ -13,9 +15,9 @@ use crate::resources::service::{EndpointSlice, Service};
 use crate::resources::workload::{ExternalWorkload, Pod, PodNetwork};
 use crate::resources::{Kind, Object};
 
-/// Key of lookups and of dependencies.
+/// Identifies the objects that one lookup reads. The values of views depend on lookup keys.
 ///
-/// Views can read objects only by key, so the dependencies of a view are complete.
+/// Views can read objects only by lookup key, so the dependencies of a value are complete.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(in crate::cluster) enum LookupKey {
     /// One object, which may not exist.
@@ -34,8 +36,8 @@ pub(in crate::cluster) enum LookupKey {
 #[derive(Default)]
 pub(in crate::cluster) struct Changes {
     pub(in crate::cluster) keys: AHashSet<LookupKey>,
-    /// Keys of the workloads that changed Servers select, or selected before. Views depend on the Servers of a workload by the
-    /// key of the workload.
+    /// Lookup keys of the workloads that changed Servers select, or selected before. A value for which a view has read the
+    /// Servers of a workload depends on the lookup key of the workload, so it is computed again.
     pub(in crate::cluster) selected_workloads: AHashSet<LookupKey>,
 }
 
@@ -52,6 +54,7 @@ pub(in crate::cluster) struct Store {
     /// Sorted by kind, namespace and name. There is about one key per pod and most keys have one object, so the lists are
     /// allocated without spare capacity.
     index: AHashMap<LookupKey, Vec<(Kind, NamespacedName)>>,
+    servers: ServerIndex,
     /// Names of pods and external workloads, by namespace.
     workloads: AHashMap<Arc<str>, AHashSet<(Kind, Arc<str>)>>,
 }
@@ -79,6 +82,9 @@ impl Store {
                 if is_workload(id.0) {
                     let names = self.workloads.entry(id.1.namespace.clone()).or_default();
                     names.insert((id.0, id.1.name.clone()));
+                }
+                if let Object::Server(server) = &object {
+                    self.servers.insert(server);
                 }
                 let change = if existed {
                     CountChange::None
@@ -128,6 +134,9 @@ impl Store {
         }
         changes.keys.insert(LookupKey::Object(id.0, id.1.clone()));
         self.add_selected_workloads(&object, changes);
+        if let Object::Server(server) = &object {
+            self.servers.remove(server);
+        }
         if is_workload(id.0)
             && let Some(names) = self.workloads.get_mut(&id.1.namespace)
         {
@@ -154,6 +163,16 @@ impl Store {
     pub(in crate::cluster) fn workloads(&self, namespace: &Arc<str>) -> impl Iterator<Item = &Object> {
         let names = self.workloads.get(namespace).into_iter().flatten();
         names.filter_map(|(kind, name)| self.object(*kind, &NamespacedName::new(namespace.clone(), name.clone())))
+    }
+
+    /// All Servers that select a workload with these labels, and possibly others of its namespace.
+    pub(in crate::cluster) fn server_candidates(&self, namespace: &Arc<str>, labels: &Labels) -> Vec<&Arc<Server>> {
+        let names = self.servers.candidates(namespace, labels);
+        let server = |name| match self.object(Kind::Server, &name) {
+            Some(Object::Server(server)) => Some(server),
+            _ => None,
+        };
+        names.filter_map(server).collect()
     }
 
     pub(in crate::cluster) fn object(&self, kind: Kind, name: &NamespacedName) -> Option<&Object> {

@@ -1,4 +1,4 @@
-//! Read access for views. Every lookup is recorded; a view is computed again when one of its keys changes.
+//! Read access for views. Every lookup is recorded; a value is computed again when one of its lookup keys changes.
 
 use std::cell::RefCell;
 use std::net::IpAddr;
@@ -7,7 +7,7 @@ use std::sync::Arc;
 use ahash::AHashSet;
 
 use crate::cluster::store::objects::{LookupKey, Store};
-use crate::resources::meta::NamespacedName;
+use crate::resources::meta::{Meta, NamespacedName};
 use crate::resources::policy::authentication::{MeshTlsAuthentication, NetworkAuthentication};
 use crate::resources::policy::authorization::{AuthorizationPolicy, ServerAuthorization};
 use crate::resources::policy::egress_network::EgressNetwork;
@@ -56,7 +56,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// The keys that were looked up.
+    /// The lookup keys that were used.
     pub(in crate::cluster) fn into_dependencies(self) -> AHashSet<LookupKey> {
         self.dependencies.into_inner()
     }
@@ -83,17 +83,12 @@ impl<'a> Reader<'a> {
         egress_networks: EgressNetwork(EgressNetwork);
     }
 
-    /// The Servers in the namespace of a workload. Depends only on those that select the workload, now or later: see
-    /// `Changes::selected_workloads`.
-    pub(in crate::cluster) fn servers_for(&self, kind: Kind, workload: &NamespacedName) -> Vec<&'a Arc<Server>> {
-        let key = LookupKey::Object(kind, workload.clone());
+    /// All Servers that select a workload, and possibly others of its namespace. The caller must keep only those that select it,
+    /// because the value is computed again only when these change: see `Changes::selected_workloads`.
+    pub(in crate::cluster) fn server_candidates(&self, kind: Kind, workload: &Meta) -> Vec<&'a Arc<Server>> {
+        let key = LookupKey::Object(kind, workload.name.clone());
         self.dependencies.borrow_mut().insert(key);
-        let all = LookupKey::Namespace(Kind::Server, workload.namespace.clone());
-        let servers = self.store.find(&all).filter_map(|object| match object {
-            Object::Server(server) => Some(server),
-            _ => None,
-        });
-        servers.collect()
+        self.store.server_candidates(workload.namespace(), &workload.labels)
     }
 
     pub(in crate::cluster) fn services_at(&self, ip: IpAddr) -> Vec<&'a Arc<Service>> {

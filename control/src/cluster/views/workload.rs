@@ -70,7 +70,7 @@ impl<'a> WorkloadRef<'a> {
 
     /// The Servers that select a port, oldest first. The oldest Server applies.
     pub(super) fn servers<'r>(self, reader: &Reader<'r>, port: u16) -> Vec<&'r Arc<Server>> {
-        let mut servers = reader.servers_for(self.kind(), &self.meta().name);
+        let mut servers = reader.server_candidates(self.kind(), self.meta());
         servers.retain(|server| self.is_selected_by(server, port));
         servers.sort_by(|a, b| a.meta.age_order().cmp(&b.meta.age_order()));
         servers
@@ -284,7 +284,7 @@ pub(super) fn declares_port(ports: &[ContainerPort], port: u16) -> bool {
     ports.iter().any(|declared| declared.port == port)
 }
 
-/// Whether another object has this address: a Service, a pod, a pod's host, or an older external workload.
+/// Whether another object has this address: a Service, a pod that claims it, or an older external workload.
 pub(super) fn has_address_conflict(reader: &Reader<'_>, workload: &ExternalWorkload, ip: IpAddr) -> bool {
     let all = reader.external_workloads_at(ip);
     is_pod_or_service_ip(reader, ip)
@@ -293,8 +293,8 @@ pub(super) fn has_address_conflict(reader: &Reader<'_>, workload: &ExternalWorkl
             .is_some()
 }
 
-/// Whether the address is that of a Service, a pod that has not ended, or the host of such a pod. External workloads
-/// cannot use such an address.
+/// Whether the address is that of a Service, or one that a pod [claims](Pod::claimed_ips). External workloads cannot use
+/// such an address.
 fn is_pod_or_service_ip(reader: &Reader<'_>, ip: IpAddr) -> bool {
     let claims = |pod: &Arc<Pod>| pod.claimed_ips().any(|claimed| claimed == ip);
     !reader.services_at(ip).is_empty()

@@ -1,4 +1,4 @@
-//! `Server`: a port of some workloads, its protocol and its default access policy.
+//! `Server`: a port of some workloads, its protocol and its access policy.
 
 use std::fmt;
 use std::str::FromStr;
@@ -19,8 +19,8 @@ pub struct Server {
     /// `None` in a placeholder for an unreadable Server means all ports.
     pub port: Option<PortRef>,
     pub protocol: ProxyProtocol,
-    pub access_policy: DefaultPolicy,
-    /// Why the object cannot be read. If set, the Server allows no client, even if authorizations match.
+    pub access_policy: AccessPolicy,
+    /// Why the object is unreadable. If set, the Server allows no client, even if authorizations match.
     pub unreadable: Option<Arc<str>>,
 }
 
@@ -50,6 +50,14 @@ pub enum ProxyProtocol {
 }
 
 impl WorkloadSelector {
+    /// A label that every selected workload has. `None` if there is none.
+    pub fn required_label(&self) -> Option<(&str, &str)> {
+        match self {
+            Self::All => None,
+            Self::Pods(selector) | Self::ExternalWorkloads(selector) => selector.required_label(),
+        }
+    }
+
     pub fn selects_pod(&self, labels: &Labels) -> bool {
         match self {
             Self::All => true,
@@ -81,12 +89,12 @@ impl fmt::Display for ProxyProtocol {
     }
 }
 
-/// Which clients are authorized besides those of authorization policies.
+/// Which clients a Server, or a port that no Server selects, authorizes besides those of authorization policies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum DefaultPolicy {
+pub enum AccessPolicy {
     Allow {
-        clients: DefaultPolicyClients,
-        from: DefaultPolicyNetworks,
+        clients: AccessPolicyClients,
+        from: AccessPolicyNetworks,
     },
     Deny,
     /// Allows all clients, with a policy name of its own in metrics.
@@ -94,13 +102,13 @@ pub enum DefaultPolicy {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum DefaultPolicyClients {
+pub enum AccessPolicyClients {
     Authenticated,
     Unauthenticated,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum DefaultPolicyNetworks {
+pub enum AccessPolicyNetworks {
     All,
     Cluster,
 }
@@ -115,24 +123,24 @@ impl Server {
     }
 }
 
-impl DefaultPolicy {
+impl AccessPolicy {
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Allow {
-                clients: DefaultPolicyClients::Authenticated,
-                from: DefaultPolicyNetworks::All,
+                clients: AccessPolicyClients::Authenticated,
+                from: AccessPolicyNetworks::All,
             } => "all-authenticated",
             Self::Allow {
-                clients: DefaultPolicyClients::Unauthenticated,
-                from: DefaultPolicyNetworks::All,
+                clients: AccessPolicyClients::Unauthenticated,
+                from: AccessPolicyNetworks::All,
             } => "all-unauthenticated",
             Self::Allow {
-                clients: DefaultPolicyClients::Authenticated,
-                from: DefaultPolicyNetworks::Cluster,
+                clients: AccessPolicyClients::Authenticated,
+                from: AccessPolicyNetworks::Cluster,
             } => "cluster-authenticated",
             Self::Allow {
-                clients: DefaultPolicyClients::Unauthenticated,
-                from: DefaultPolicyNetworks::Cluster,
+                clients: AccessPolicyClients::Unauthenticated,
+                from: AccessPolicyNetworks::Cluster,
             } => "cluster-unauthenticated",
             Self::Deny => "deny",
             Self::Audit => "audit",
@@ -140,7 +148,7 @@ impl DefaultPolicy {
     }
 }
 
-impl fmt::Display for DefaultPolicy {
+impl fmt::Display for AccessPolicy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.as_str())
     }
@@ -153,16 +161,16 @@ impl fmt::Display for DefaultPolicy {
 )]
 pub struct UnknownPolicy(String);
 
-impl FromStr for DefaultPolicy {
+impl FromStr for AccessPolicy {
     type Err = UnknownPolicy;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         // Values from YAML block scalars end with a line break.
         let (clients, from) = match text.trim() {
-            "all-authenticated" => (DefaultPolicyClients::Authenticated, DefaultPolicyNetworks::All),
-            "all-unauthenticated" => (DefaultPolicyClients::Unauthenticated, DefaultPolicyNetworks::All),
-            "cluster-authenticated" => (DefaultPolicyClients::Authenticated, DefaultPolicyNetworks::Cluster),
-            "cluster-unauthenticated" => (DefaultPolicyClients::Unauthenticated, DefaultPolicyNetworks::Cluster),
+            "all-authenticated" => (AccessPolicyClients::Authenticated, AccessPolicyNetworks::All),
+            "all-unauthenticated" => (AccessPolicyClients::Unauthenticated, AccessPolicyNetworks::All),
+            "cluster-authenticated" => (AccessPolicyClients::Authenticated, AccessPolicyNetworks::Cluster),
+            "cluster-unauthenticated" => (AccessPolicyClients::Unauthenticated, AccessPolicyNetworks::Cluster),
             "deny" => return Ok(Self::Deny),
             "audit" => return Ok(Self::Audit),
             _ => return Err(UnknownPolicy(text.to_owned())),
@@ -171,7 +179,7 @@ impl FromStr for DefaultPolicy {
     }
 }
 
-impl<'de> Deserialize<'de> for DefaultPolicy {
+impl<'de> Deserialize<'de> for AccessPolicy {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         String::deserialize(deserializer)?
             .parse()
@@ -187,7 +195,7 @@ pub(in crate::resources) struct Spec {
     port: IntOrString,
     #[serde(default)]
     proxy_protocol: ProxyProtocol,
-    access_policy: Option<DefaultPolicy>,
+    access_policy: Option<AccessPolicy>,
 }
 
 impl Server {
@@ -202,7 +210,7 @@ impl Server {
             workloads,
             port: Some(PortRef::from_kubernetes(raw.spec.port).map_err(|error| format!("spec.port: {error}"))?),
             protocol: raw.spec.proxy_protocol,
-            access_policy: raw.spec.access_policy.unwrap_or(DefaultPolicy::Deny),
+            access_policy: raw.spec.access_policy.unwrap_or(AccessPolicy::Deny),
             unreadable: None,
         })
     }
