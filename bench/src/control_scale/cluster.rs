@@ -51,25 +51,71 @@ impl Cluster {
                 .map(|n| ("/api/v1/namespaces/scale/services", service(&service_name(n)))),
         )
         .await?;
-        let slices = services.map(|n| (SLICES, slice(n, self.size.endpoints, None)));
+        let slices = services.map(|n| {
+            let (name, endpoints) = (service_name(n), self.initial_endpoints(n));
+            let endpoints: Vec<Value> = endpoints.iter().map(Endpoint::object).collect();
+            (SLICES, slice_object(&format!("{name}-x"), &name, &endpoints))
+        });
         self.post_all(slices).await?;
         if self.size.rollout > 0 {
             self.create_rollout_service().await?;
         }
-        let n_pods = self.size.first_rollout_pod() + self.size.rollout;
+        let n_pods = self.n_pods();
         // The API server does not admit a pod without a service account.
         let accounts = (0..n_pods.div_ceil(self.size.endpoints)).map(|n| {
             let path = "/api/v1/namespaces/scale/serviceaccounts";
             (path, json!({"metadata": {"name": app(n)}}))
         });
         self.post_all(accounts).await?;
-        self.post_all((0..n_pods).map(|n| (PODS, pod(n, self.size.endpoints))))
-            .await?;
-        let statuses = stream::iter(0..n_pods).map(async |n| {
-            let path = format!("{PODS}/{}/status", pod_name(n, self.size.endpoints));
-            self.send(Method::PATCH, &path, &status(n)).await
-        });
-        run_concurrently(statuses).await
+        let pods = stream::iter(0..n_pods).map(|n| self.create_pod(self.initial_pod(n)));
+        run_concurrently(pods).await
+    }
+
+    pub(super) fn n_pods(&self) -> usize {
+        self.size.first_rollout_pod() + self.size.rollout
+    }
+
+    /// The n-th pod. Each Service has `endpoints` pods, in this order.
+    pub(super) fn initial_pod(&self, n: usize) -> Pod {
+        let service = n / self.size.endpoints;
+        Pod { n, service }
+    }
+
+    /// Creates a pod that runs.
+    pub(super) async fn create_pod(&self, pod: Pod) -> anyhow::Result<()> {
+        self.post(PODS, &pod.object()).await?;
+        let path = format!("{PODS}/{}/status", pod.name());
+        self.send(Method::PATCH, &path, &pod.status()).await
+    }
+
+    pub(super) async fn delete_pod(&self, pod: Pod) -> anyhow::Result<()> {
+        let now = json!({"gracePeriodSeconds": 0});
+        self.send(Method::DELETE, &format!("{PODS}/{}", pod.name()), &now).await
+    }
+
+    /// Writes the EndpointSlice of a Service.
+    pub(super) async fn write_endpoints(&self, service: usize, endpoints: &[Endpoint]) -> anyhow::Result<()> {
+        let endpoints: Vec<Value> = endpoints.iter().map(Endpoint::object).collect();
+        let name = service_name(service);
+        let slice = slice_object(&format!("{name}-x"), &name, &endpoints);
+        self.send(Method::PUT, &format!("{SLICES}/{name}-x"), &slice).await
+    }
+
+    /// Creates or replaces an object by server-side apply.
+    pub(super) async fn apply(&self, path: &str, object: &Value) -> anyhow::Result<()> {
+        let path = format!("{path}?fieldManager=bench&force=true");
+        let what = format!("applying {path}");
+        let req = Request::patch(path).header("content-type", "application/apply-patch+yaml");
+        let req = req.body(object.to_string().into_bytes()).context("making a request")?;
+        self.client.request_text(req).await.map(drop).context(what)
+    }
+
+    pub(super) async fn patch(&self, path: &str, patch: &Value) -> anyhow::Result<()> {
+        self.send(Method::PATCH, path, patch).await
+    }
+
+    pub(super) async fn delete(&self, path: &str) -> anyhow::Result<()> {
+        self.send(Method::DELETE, path, &json!({})).await
     }
 
     async fn create_rollout_service(&self) -> anyhow::Result<()> {
@@ -85,13 +131,13 @@ impl Cluster {
     pub(super) fn rollout_slices(&self) -> Vec<RolloutSlice> {
         let first = self.size.first_rollout_pod();
         let pods: Vec<usize> = (first..first + self.size.rollout).collect();
-        let slices = pods.chunks(MAX_ENDPOINTS_PER_SLICE).enumerate().map(|(n, pods)| {
-            let endpoint = |pod: &usize| (*pod, pod_name(*pod, self.size.endpoints), pod_ip(*pod));
-            RolloutSlice {
+        let slices = pods
+            .chunks(MAX_ENDPOINTS_PER_SLICE)
+            .enumerate()
+            .map(|(n, pods)| RolloutSlice {
                 n,
-                endpoints: pods.iter().map(endpoint).collect(),
-            }
-        });
+                endpoints: pods.iter().map(|&pod| Endpoint::ready(self.initial_pod(pod))).collect(),
+            });
         slices.collect()
     }
 
@@ -102,9 +148,17 @@ impl Cluster {
 
     /// Replaces the address of the first endpoint of a Service, with the same update that the EndpointSlice controller sends.
     pub(super) async fn change(&self, service: usize, addr: Address) -> anyhow::Result<()> {
-        let path = format!("{SLICES}/{}-x", service_name(service));
-        let slice = slice(service, self.size.endpoints, Some(addr));
-        self.send(Method::PUT, &path, &slice).await
+        let mut endpoints = self.initial_endpoints(service);
+        if let Some(first) = endpoints.first_mut() {
+            first.ip = addr.to_string();
+        }
+        self.write_endpoints(service, &endpoints).await
+    }
+
+    pub(super) fn initial_endpoints(&self, service: usize) -> Vec<Endpoint> {
+        let first = service * self.size.endpoints;
+        let pods = first..first + self.size.endpoints;
+        pods.map(|n| Endpoint::ready(self.initial_pod(n))).collect()
     }
 
     /// Watches the EndpointSlices. Each item is one line of JSON: first the existing objects, then changes.
@@ -156,8 +210,7 @@ impl Size {
 /// An EndpointSlice of the Service `rollout`.
 pub(super) struct RolloutSlice {
     n: usize,
-    /// Number, name and address of each pod.
-    endpoints: Vec<(usize, String, String)>,
+    endpoints: Vec<Endpoint>,
 }
 
 impl RolloutSlice {
@@ -167,11 +220,11 @@ impl RolloutSlice {
 
     /// Gives the endpoint at this index another address, as if its pod had been replaced.
     pub(super) fn replace(&mut self, index: usize, addr: Address) {
-        self.endpoints[index].2 = addr.to_string();
+        self.endpoints[index].ip = addr.to_string();
     }
 
     fn object(&self) -> Value {
-        let endpoints = self.endpoints.iter().map(|(pod, name, ip)| endpoint(*pod, name, ip));
+        let endpoints = self.endpoints.iter().map(Endpoint::object);
         slice_object(
             &format!("{ROLLOUT}-{}", self.n),
             ROLLOUT,
@@ -189,29 +242,60 @@ fn service(name: &str) -> Value {
     })
 }
 
-fn slice(n: usize, endpoints: usize, first: Option<Address>) -> Value {
-    let endpoints: Vec<Value> = (0..endpoints)
-        .map(|i| {
-            let pod = n * endpoints + i;
-            let ip = match (i, first) {
-                (0, Some(addr)) => addr.to_string(),
-                _ => pod_ip(pod),
-            };
-            endpoint(pod, &pod_name(pod, endpoints), &ip)
-        })
-        .collect();
-    let service = service_name(n);
-    slice_object(&format!("{service}-x"), &service, &endpoints)
+/// A Server for the pods of a Service.
+pub(super) fn server(service: usize, protocol: &str) -> Value {
+    let app = app(service);
+    json!({
+        "apiVersion": "policy.linkerd.io/v1beta3", "kind": "Server", "metadata": {"name": app},
+        "spec": {"podSelector": {"matchLabels": {"app": app}}, "port": 8080, "proxyProtocol": protocol},
+    })
 }
 
-fn endpoint(pod: usize, name: &str, ip: &str) -> Value {
-    json!({
-        "addresses": [ip],
-        "conditions": {"ready": true, "serving": true, "terminating": false},
-        "nodeName": format!("node-{}", pod % 100),
-        "zone": ZONES[pod % ZONES.len()],
-        "targetRef": {"kind": "Pod", "namespace": "scale", "name": name},
-    })
+/// A pod. Its number is unique, and determines its name, address and node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Pod {
+    pub(super) n: usize,
+    pub(super) service: usize,
+}
+
+/// An endpoint of a slice.
+#[derive(Clone, Debug)]
+pub(super) struct Endpoint {
+    pub(super) pod: Pod,
+    ip: String,
+    pub(super) condition: EndpointCondition,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum EndpointCondition {
+    Ready,
+    NotReady,
+    Terminating,
+}
+
+impl Endpoint {
+    pub(super) fn ready(pod: Pod) -> Self {
+        Self {
+            pod,
+            ip: pod_ip(pod.n),
+            condition: EndpointCondition::Ready,
+        }
+    }
+
+    fn object(&self) -> Value {
+        let n = self.pod.n;
+        let (is_ready, is_terminating) = (
+            self.condition == EndpointCondition::Ready,
+            self.condition == EndpointCondition::Terminating,
+        );
+        json!({
+            "addresses": [self.ip],
+            "conditions": {"ready": is_ready, "serving": is_ready || is_terminating, "terminating": is_terminating},
+            "nodeName": node_name(n),
+            "zone": ZONES[n % ZONES.len()],
+            "targetRef": {"kind": "Pod", "namespace": "scale", "name": self.pod.name()},
+        })
+    }
 }
 
 fn slice_object(name: &str, service: &str, endpoints: &[Value]) -> Value {
@@ -229,63 +313,74 @@ fn slice_object(name: &str, service: &str, endpoints: &[Value]) -> Value {
     })
 }
 
-/// A pod with an injected proxy, reduced to the fields that the control plane reads or stores.
-fn pod(n: usize, endpoints: usize) -> Value {
-    let variables = [
-        ("LINKERD2_PROXY_INBOUND_LISTEN_ADDR", "[::]:4143"),
-        ("LINKERD2_PROXY_ADMIN_LISTEN_ADDR", "[::]:4191"),
-        ("LINKERD2_PROXY_CONTROL_LISTEN_ADDR", "[::]:4190"),
-        ("LINKERD2_PROXY_OUTBOUND_LISTEN_ADDRS", "127.0.0.1:4140"),
-    ];
-    let env: Vec<Value> = variables
-        .iter()
-        .map(|(name, value)| json!({"name": name, "value": value}))
-        .collect();
-    let probe = json!({"httpGet": {"path": "/ready", "port": 4191}});
-    let app = app(n / endpoints);
-    json!({
-        "metadata": {
-            "name": pod_name(n, endpoints),
-            "labels": {
-                "app": app,
-                "pod-template-hash": "5d59c8f6b7",
-                "linkerd.io/control-plane-ns": "linkerd",
-                "linkerd.io/proxy-deployment": app,
-                "linkerd.io/workload-ns": "scale",
-            },
-            "annotations": {"linkerd.io/inject": "enabled", "linkerd.io/created-by": "linkerd/proxy-injector"},
-            "ownerReferences": [{
-                "apiVersion": "apps/v1", "kind": "ReplicaSet", "name": format!("{app}-5d59c8f6b7"),
-                "uid": "3d2a8d5e-9f57-4c1e-8f5a-1c8f2b6a7d10", "controller": true,
-            }],
-        },
-        "spec": {
-            "nodeName": format!("node-{}", n % 100),
-            "serviceAccountName": app,
-            "initContainers": [{
-                "name": "linkerd-proxy", "image": "proxy", "restartPolicy": "Always", "env": env,
-                "ports": [
-                    {"name": "linkerd-proxy", "containerPort": 4143},
-                    {"name": "linkerd-admin", "containerPort": 4191},
-                ],
-                "livenessProbe": {"httpGet": {"path": "/live", "port": 4191}},
-                "readinessProbe": probe,
-            }],
-            "containers": [{
-                "name": "app", "image": "app", "ports": [{"name": "http", "containerPort": 8080}],
-                "readinessProbe": {"httpGet": {"path": "/healthz", "port": "http"}},
-            }],
-        },
-    })
-}
+impl Pod {
+    pub(super) fn name(self) -> String {
+        format!("{}-5d59c8f6b7-{:05}", app(self.service), self.n)
+    }
 
-fn status(n: usize) -> Value {
-    json!({"status": {
-        "phase": "Running",
-        "podIP": pod_ip(n), "podIPs": [{"ip": pod_ip(n)}],
-        "hostIP": host_ip(n), "hostIPs": [{"ip": host_ip(n)}],
-        "conditions": [{"type": "Ready", "status": "True"}],
-    }})
+    pub(super) fn node(self) -> usize {
+        self.n % N_NODES
+    }
+
+    /// A pod with an injected proxy, reduced to the fields that the control plane reads or stores.
+    fn object(self) -> Value {
+        let variables = [
+            ("LINKERD2_PROXY_INBOUND_LISTEN_ADDR", "[::]:4143"),
+            ("LINKERD2_PROXY_ADMIN_LISTEN_ADDR", "[::]:4191"),
+            ("LINKERD2_PROXY_CONTROL_LISTEN_ADDR", "[::]:4190"),
+            ("LINKERD2_PROXY_OUTBOUND_LISTEN_ADDRS", "127.0.0.1:4140"),
+        ];
+        let env: Vec<Value> = variables
+            .iter()
+            .map(|(name, value)| json!({"name": name, "value": value}))
+            .collect();
+        let probe = json!({"httpGet": {"path": "/ready", "port": 4191}});
+        let app = app(self.service);
+        json!({
+            "metadata": {
+                "name": self.name(),
+                "labels": {
+                    "app": app,
+                    "pod-template-hash": "5d59c8f6b7",
+                    "linkerd.io/control-plane-ns": "linkerd",
+                    "linkerd.io/proxy-deployment": app,
+                    "linkerd.io/workload-ns": "scale",
+                },
+                "annotations": {"linkerd.io/inject": "enabled", "linkerd.io/created-by": "linkerd/proxy-injector"},
+                "ownerReferences": [{
+                    "apiVersion": "apps/v1", "kind": "ReplicaSet", "name": format!("{app}-5d59c8f6b7"),
+                    "uid": "3d2a8d5e-9f57-4c1e-8f5a-1c8f2b6a7d10", "controller": true,
+                }],
+            },
+            "spec": {
+                "nodeName": node_name(self.n),
+                "serviceAccountName": app,
+                "initContainers": [{
+                    "name": "linkerd-proxy", "image": "proxy", "restartPolicy": "Always", "env": env,
+                    "ports": [
+                        {"name": "linkerd-proxy", "containerPort": 4143},
+                        {"name": "linkerd-admin", "containerPort": 4191},
+                    ],
+                    "livenessProbe": {"httpGet": {"path": "/live", "port": 4191}},
+                    "readinessProbe": probe,
+                }],
+                "containers": [{
+                    "name": "app", "image": "app", "ports": [{"name": "http", "containerPort": 8080}],
+                    "readinessProbe": {"httpGet": {"path": "/healthz", "port": "http"}},
+                }],
+            },
+        })
+    }
+
+    fn status(self) -> Value {
+        let n = self.n;
+        json!({"status": {
+            "phase": "Running",
+            "podIP": pod_ip(n), "podIPs": [{"ip": pod_ip(n)}],
+            "hostIP": host_ip(n), "hostIPs": [{"ip": host_ip(n)}],
+            "conditions": [{"type": "Ready", "status": "True"}],
+        }})
+    }
 }
 
 pub(super) fn service_name(n: usize) -> String {
@@ -293,12 +388,12 @@ pub(super) fn service_name(n: usize) -> String {
 }
 
 /// Name of the workload and the service account of a Service.
-fn app(service: usize) -> String {
+pub(super) fn app(service: usize) -> String {
     format!("app-{service}")
 }
 
-fn pod_name(n: usize, endpoints: usize) -> String {
-    format!("{}-5d59c8f6b7-{n:05}", app(n / endpoints))
+fn node_name(n: usize) -> String {
+    format!("node-{}", n % N_NODES)
 }
 
 fn pod_ip(n: usize) -> String {
@@ -306,13 +401,14 @@ fn pod_ip(n: usize) -> String {
 }
 
 fn host_ip(n: usize) -> String {
-    format!("192.168.0.{}", 1 + n % 100)
+    format!("192.168.0.{}", 1 + n % N_NODES)
 }
 
+pub(super) const N_NODES: usize = 100;
 const ZONES: [&str; 3] = ["a", "b", "c"];
 const PODS: &str = "/api/v1/namespaces/scale/pods";
 const SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/scale/endpointslices";
-/// The Service whose pods are all replaced by the profile `rollout`.
+/// The Service whose pods are all replaced by the load `rollout`.
 pub(super) const ROLLOUT: &str = "rollout";
 /// The default of the EndpointSlice controller.
 const MAX_ENDPOINTS_PER_SLICE: usize = 100;

@@ -54,6 +54,11 @@ impl LivenessProbes {
 
 /// The status code of a response of the admin server.
 pub(super) async fn status(port: u16, path: &str) -> anyhow::Result<u16> {
+    Ok(get(port, path).await?.0)
+}
+
+/// The status code and the text of a response of the admin server.
+pub(super) async fn get(port: u16, path: &str) -> anyhow::Result<(u16, String)> {
     let asking = async {
         let mut tcp = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).await?;
         let request = format!("GET {path} HTTP/1.1\r\nhost: control\r\nconnection: close\r\n\r\n");
@@ -61,7 +66,7 @@ pub(super) async fn status(port: u16, path: &str) -> anyhow::Result<u16> {
         let mut answer = String::new();
         tcp.read_to_string(&mut answer).await?;
         let code = answer.split(' ').nth(1).and_then(|code| code.parse().ok());
-        code.with_context(|| format!("no status in {answer:?}"))
+        Ok((code.with_context(|| format!("no status in {answer:?}"))?, answer))
     };
     let answered = timeout(PROBE_TIMEOUT, asking).await;
     answered.map_err(|_| anyhow::anyhow!("no answer to GET {path} within {PROBE_TIMEOUT:?}"))?

@@ -1,14 +1,17 @@
 //! Scale test of the destination service: many objects on a real API server, many streams, and changes.
 //!
 //! The objects are created on the API server of the kubeconfig. It needs no nodes and should be a disposable one. The output has
-//! the memory with and without streams, the time until all streams have their first message, and for each profile the latency
-//! from a write to the subscriber, the CPU time per delivered update, and the slowest liveness probe.
+//! the memory with and without streams, the time until all streams have their first message, and the results of each load, such
+//! as the latency from a write to the subscriber, the CPU time per delivered update, and the slowest liveness probe.
 
 #![allow(clippy::print_stdout)] // the command prints its results
 
 mod cluster;
+mod day;
 mod liveness;
+mod servers;
 mod streams;
+mod views;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -22,8 +25,10 @@ use tulle_control::tls::anchors::TrustAnchors;
 use tulle_control::trust::{self, CertificateAuthority};
 
 use crate::control_scale::cluster::{Cluster, ROLLOUT, RolloutSlice, Size};
+use crate::control_scale::day::Day;
 use crate::control_scale::liveness::LivenessProbes;
 use crate::control_scale::streams::{Address, Clients, Streams};
+use crate::control_scale::views::Views;
 use crate::run::process::Process;
 
 /// Numbers of objects, clients and changes.
@@ -37,7 +42,7 @@ pub struct Args {
     control: Option<PathBuf>,
     /// Loads to measure, in this order.
     #[arg(long = "profile", value_enum, value_delimiter = ',', default_value = "updates")]
-    profiles: Vec<LoadProfile>,
+    loads: Vec<LoadKind>,
     #[arg(long, default_value_t = 1000)]
     services: usize,
     /// Endpoints of each Service; each endpoint is a pod.
@@ -52,31 +57,55 @@ pub struct Args {
     /// `Get` streams per client.
     #[arg(long, default_value_t = 50)]
     streams: usize,
-    /// EndpointSlice changes per second of the profile `updates`.
+    /// EndpointSlice changes per second of the load `updates`.
     #[arg(long, default_value_t = 41)]
     rate: u32,
-    /// Duration of the changes of each profile, in seconds.
+    /// Duration of the changes of each load, in seconds.
     #[arg(long, value_name = "SECONDS", default_value_t = 20)]
     seconds: u32,
-    /// Endpoints of the Service of the profile `rollout`; each address changes twice.
+    /// Endpoints of the Service of the load `rollout`; each address changes twice.
     #[arg(long, value_name = "ENDPOINTS", default_value_t = 1000)]
     rollout: usize,
-    /// Streams per client that follow the Service of the profile `rollout`.
+    /// Streams per client that follow the Service of the load `rollout`.
     #[arg(long, value_name = "STREAMS", default_value_t = 5)]
     rollout_streams: usize,
     /// Use the objects of an earlier run instead of creating them.
     #[arg(long)]
     reuse_objects: bool,
+    /// Determines the changes of the load `day`.
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+}
+
+impl Args {
+    /// Whether a load needs the policy service, and the custom resources on the API server.
+    fn watches_policies(&self) -> bool {
+        let needs_policies = |load: &LoadKind| matches!(load, LoadKind::Servers | LoadKind::Day);
+        self.loads.iter().any(needs_policies)
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum LoadProfile {
+enum LoadKind {
     /// One endpoint per change, of all Services in turn.
     Updates,
     /// All endpoints of one large Service are replaced.
     Rollout,
     /// All clients lose their connections and connect again at once.
     Reconnect,
+    /// The Server of each Service is edited once. Its inbound policy has one subscriber.
+    Servers,
+    /// The changes of a day: rollouts, scaling, lost nodes, and edits of policies. At the end the subscribers' views are compared
+    /// with those of a new process.
+    Day,
+}
+
+/// The ports of a control plane.
+#[derive(Clone, Copy, Debug)]
+struct Ports {
+    destination: u16,
+    policy: u16,
+    metrics: u16,
 }
 
 /// Runs the scale test and prints the results.
@@ -90,7 +119,7 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
 }
 
 async fn run(args: &Args) -> anyhow::Result<()> {
-    let has_rollout = args.profiles.contains(&LoadProfile::Rollout);
+    let has_rollout = args.loads.contains(&LoadKind::Rollout);
     let size = Size {
         services: args.services,
         endpoints: args.endpoints,
@@ -105,9 +134,9 @@ async fn run(args: &Args) -> anyhow::Result<()> {
     }
     let dir = tempfile::tempdir().context("making a directory")?;
     let start = Instant::now();
-    let mut control = start_control(args, dir.path())?;
-    control.wait_for_ports(&[DESTINATION])?;
-    let slowest = wait_until_ready().await?;
+    let mut control = start_control(args, dir.path(), PORTS)?;
+    control.wait_for_ports(&[PORTS.destination])?;
+    let slowest = wait_until_ready(PORTS).await?;
     println!(
         "ready after {:.1?}, with {:.1?} of CPU; slowest liveness probe {slowest:.1?}",
         start.elapsed(),
@@ -126,15 +155,17 @@ async fn run(args: &Args) -> anyhow::Result<()> {
     let mut streams = run.open_streams().await?;
     sleep(MEMORY_SETTLE_DELAY).await;
     print_memory("with streams", &run.control)?;
-    for profile in &args.profiles {
+    for load in &args.loads {
         println!(
-            "profile {}:",
-            profile.to_possible_value().expect("no profile is hidden").get_name()
+            "load {}:",
+            load.to_possible_value().expect("no load is hidden").get_name()
         );
-        match profile {
-            LoadProfile::Updates => run.measure_updates(&mut streams).await?,
-            LoadProfile::Rollout => run.measure_rollout().await?,
-            LoadProfile::Reconnect => streams = run.measure_reconnect(streams).await?,
+        match load {
+            LoadKind::Updates => run.measure_updates(&mut streams).await?,
+            LoadKind::Rollout => run.measure_rollout().await?,
+            LoadKind::Reconnect => streams = run.measure_reconnect(streams).await?,
+            LoadKind::Servers => run.measure_servers().await?,
+            LoadKind::Day => run.measure_day().await?,
         }
     }
     Ok(())
@@ -158,10 +189,10 @@ impl Run<'_> {
             clients: args.clients,
             streams: args.streams,
         };
-        let probes = LivenessProbes::start(METRICS);
+        let probes = LivenessProbes::start(PORTS.metrics);
         let (cpu, start) = (self.control.cpu()?, Instant::now());
         let service = |n| cluster::service_name(n % args.services);
-        let streams = Streams::open(DESTINATION, &self.anchors, clients, service).await?;
+        let streams = Streams::open(PORTS.destination, &self.anchors, clients, service).await?;
         println!(
             "{} streams answered in {:.2?}, with {:.2?} of CPU; slowest liveness probe {:.1?}",
             clients.n_streams(),
@@ -214,7 +245,7 @@ impl Run<'_> {
             clients: args.clients,
             streams: args.rollout_streams,
         };
-        let streams = Streams::open(DESTINATION, &self.anchors, clients, |_| ROLLOUT.to_owned()).await?;
+        let streams = Streams::open(PORTS.destination, &self.anchors, clients, |_| ROLLOUT.to_owned()).await?;
         let load = self.start_load(&streams)?;
         let slices = self.cluster.rollout_slices();
         let (n_slices, n_changes) = (slices.len(), 2 * args.rollout);
@@ -251,6 +282,92 @@ impl Run<'_> {
         Ok(streams)
     }
 
+    /// Edits the Server of each Service once, at a steady rate.
+    async fn measure_servers(&mut self) -> anyhow::Result<()> {
+        let args = self.args;
+        servers::create(&self.cluster, args.services).await?;
+        let views = Views::open(PORTS, &servers::subscriptions(&self.cluster, args.services)).await?;
+        let (cpu, probes) = (self.control.cpu()?, LivenessProbes::start(PORTS.metrics));
+        self.control.reset_peak_rss()?;
+        let seconds = Duration::from_secs(args.seconds.into());
+        let latencies = servers::edit_all(&self.cluster, &views, args.services, seconds).await?;
+        let used = self.control.cpu()? - cpu;
+        println!(
+            "{} Servers edited in {seconds:?}; from write to subscriber p50 {:.1} p99 {:.1} max {:.1} ms; {:.1} µs of CPU per edit",
+            args.services,
+            millis(latencies.value_at_quantile(0.5)),
+            millis(latencies.value_at_quantile(0.99)),
+            millis(latencies.max()),
+            used.as_secs_f64() * 1e6 / args.services as f64,
+        );
+        println!(
+            "peak memory {:.1} MB; slowest liveness probe {:.1?}",
+            megabytes(self.control.peak_rss_kib()?),
+            probes.finish().await?
+        );
+        Ok(())
+    }
+
+    /// Makes the changes of a day. Fails if a view, the memory, or the number of tasks or streams is wrong afterwards.
+    async fn measure_day(&mut self) -> anyhow::Result<()> {
+        let args = self.args;
+        let subscriptions = day::subscriptions(&self.cluster, args.services);
+        let day = Day::new(&self.cluster, args.services);
+        day.create_policies().await.context("creating policies")?;
+        let views = Views::open(PORTS, &subscriptions).await?;
+        views.settled().await?;
+        sleep(MEMORY_SETTLE_DELAY).await;
+        let (gauges, memory, cpu) = (
+            day::gauges(PORTS.metrics).await?,
+            self.control.rss_kib()?,
+            self.control.cpu()?,
+        );
+        let probes = LivenessProbes::start(PORTS.metrics);
+        let (start, n_messages) = (Instant::now(), views.n_messages());
+        let n_changes = day.run(Duration::from_secs(args.seconds.into()), args.seed).await?;
+        let followed = views.settled().await?;
+        println!(
+            "{n_changes} changes in {:.1?}; {} messages to {} streams; {:.1?} of CPU; slowest liveness probe {:.1?}",
+            start.elapsed(),
+            views.n_messages() - n_messages,
+            subscriptions.len(),
+            self.control.cpu()? - cpu,
+            probes.finish().await?
+        );
+        sleep(MEMORY_SETTLE_DELAY).await;
+        let (gauges_after, memory_after) = (day::gauges(PORTS.metrics).await?, self.control.rss_kib()?);
+        let growth = memory_after as f64 / memory as f64 - 1.0;
+        println!(
+            "memory before {:.1} MB, after {:.1} MB, {:+.1} %; before {gauges:?}, after {gauges_after:?}",
+            megabytes(memory),
+            megabytes(memory_after),
+            100.0 * growth
+        );
+        let dir = tempfile::tempdir().context("making a directory")?;
+        let ports = Ports {
+            destination: PORTS.destination + 1,
+            policy: PORTS.policy + 1,
+            metrics: PORTS.metrics + 1,
+        };
+        let mut new = start_control(args, dir.path(), ports)?;
+        new.wait_for_ports(&[ports.destination])?;
+        wait_until_ready(ports).await?;
+        let expected = Views::open(ports, &subscriptions).await?.settled().await?;
+        day::compare(&followed, &expected)?;
+        println!(
+            "all {} views equal those of a new process, which has {:.1} MB",
+            followed.len(),
+            megabytes(new.rss_kib()?)
+        );
+        let has_grown = |(name, before): (&&str, &f64)| gauges_after[name] > *before;
+        ensure!(!gauges.iter().any(has_grown), "tasks or streams are left over");
+        ensure!(
+            growth.abs() <= MAX_MEMORY_GROWTH,
+            "the memory has changed by more than 5 %"
+        );
+        Ok(())
+    }
+
     /// Reserves numbers of changes. Returns the first.
     fn take_changes(&mut self, n_changes: u32) -> u32 {
         let first = self.next_change;
@@ -263,7 +380,7 @@ impl Run<'_> {
         self.control.reset_peak_rss()?;
         Ok(Load {
             cpu: self.control.cpu()?,
-            probes: LivenessProbes::start(METRICS),
+            probes: LivenessProbes::start(PORTS.metrics),
         })
     }
 
@@ -295,7 +412,7 @@ struct Load {
     probes: LivenessProbes,
 }
 
-fn start_control(args: &Args, dir: &Path) -> anyhow::Result<Process> {
+fn start_control(args: &Args, dir: &Path, ports: Ports) -> anyhow::Result<Process> {
     let write = |name: &str, text: &str| {
         let path = dir.join(name);
         std::fs::create_dir_all(path.parent().expect("the path has a directory")).context("making a directory")?;
@@ -317,25 +434,31 @@ fn start_control(args: &Args, dir: &Path) -> anyhow::Result<Process> {
     let mut command = Command::new(program);
     command
         .args(["destination", "identity", "-enable-ipv6=false"])
+        .args(args.watches_policies().then_some("policy"))
         .arg("-client-certificates=optional") // the clients of this test have no certificates
         .args(["--kubeconfig".as_ref(), args.kubeconfig.as_os_str()])
         .args(["--trust-anchors".as_ref(), dir.join("anchors.pem").as_os_str()])
         .args(["--issuer".as_ref(), dir.join("issuer").as_os_str()])
         .args(["--token-keys".as_ref(), dir.join("token-keys").as_os_str()])
-        .args(["--identity-addr=127.0.0.1:0", "--admin-addr=127.0.0.1:0"])
         .args([
-            format!("--destination-addr=127.0.0.1:{DESTINATION}"),
-            format!("--metrics-addr=127.0.0.1:{METRICS}"),
+            "--identity-addr=127.0.0.1:0",
+            "--admin-addr=127.0.0.1:0",
+            "--server-addr=127.0.0.1:0",
+        ])
+        .args([
+            format!("--destination-addr=127.0.0.1:{}", ports.destination),
+            format!("--policy-addr=127.0.0.1:{}", ports.policy),
+            format!("--metrics-addr=127.0.0.1:{}", ports.metrics),
         ]);
     Process::start("tulle-control", command, dir)
 }
 
 /// Waits until the control plane is ready. Returns the time of the slowest liveness probe.
-async fn wait_until_ready() -> anyhow::Result<Duration> {
+async fn wait_until_ready(ports: Ports) -> anyhow::Result<Duration> {
     let deadline = Instant::now() + READY_TIMEOUT;
-    let probes = LivenessProbes::start(METRICS);
+    let probes = LivenessProbes::start(ports.metrics);
     while Instant::now() < deadline {
-        if liveness::status(METRICS, "/ready").await? == 200 {
+        if liveness::status(ports.metrics, "/ready").await? == 200 {
             return probes.finish().await;
         }
         sleep(Duration::from_millis(20)).await;
@@ -356,13 +479,19 @@ fn millis(micros: u64) -> f64 {
     micros as f64 / 1000.0
 }
 
-const DESTINATION: u16 = 18086;
-const METRICS: u16 = 19996;
+const PORTS: Ports = Ports {
+    destination: 18086,
+    policy: 18090,
+    metrics: 19996,
+};
 const LIFETIME: Duration = Duration::from_secs(24 * 3600);
 
 /// Wait before memory is read, so that work after the first responses has finished.
 const MEMORY_SETTLE_DELAY: Duration = Duration::from_secs(2);
 const UPDATE_TIMEOUT: Duration = Duration::from_secs(30);
+/// Maximum difference of the memory before and after a day, as a fraction.
+const MAX_MEMORY_GROWTH: f64 = 0.05;
 const READY_TIMEOUT: Duration = Duration::from_secs(180);
-/// The addresses of changes begin at 10.200.0.1; pods have lower ones.
+/// Limit of the number of the first change, which is random. Change n writes the address 10.200.0.1 + n; pods have lower
+/// addresses.
 const FIRST_CHANGE_LIMIT: u32 = 1 << 20;

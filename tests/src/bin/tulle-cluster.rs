@@ -19,7 +19,7 @@ struct Args {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Starts the cluster, with the images of this repository loaded
+    /// Starts the cluster and loads the images controller, proxy and bench
     Up {
         /// Number of nodes, 1 to 3; node N is in zone-N
         #[arg(long, default_value_t = 1, value_name = "N")]
@@ -45,7 +45,8 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },
-    /// Runs a program with an API server without nodes, which stops when the program exits; KUBECONFIG is set
+    /// Runs a program with an API server that has the custom resources but no nodes; it stops when the program exits;
+    /// KUBECONFIG is set
     #[command(disable_help_flag = true)]
     ApiServer {
         program: PathBuf,
@@ -72,8 +73,9 @@ enum Command {
 enum Audit {
     /// All requests of service accounts, without bodies
     ServiceAccounts,
-    /// Requests for core kinds and kinds of the mesh, with bodies, as in the tutorials
-    Tutorial,
+    /// Requests of any user for core kinds, policies, profiles and routes, with bodies
+    #[value(alias = "tutorial")]
+    WithBodies,
 }
 
 fn main() -> ExitCode {
@@ -92,7 +94,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Up { nodes, audit } => {
             let audit = match audit {
                 Audit::ServiceAccounts => AuditPolicy::ServiceAccounts,
-                Audit::Tutorial => AuditPolicy::Tutorial,
+                Audit::WithBodies => AuditPolicy::WithBodies,
             };
             let options = ClusterOptions {
                 nodes,
@@ -139,6 +141,7 @@ fn run(command: Command) -> anyhow::Result<()> {
 /// Starts an API server, runs a program, and stops the API server when the program exits.
 async fn run_with_api_server(program: &Path, args: &[String]) -> anyhow::Result<()> {
     let server = ApiServer::start().await?;
+    tulle_tests::charts::install_custom_resources(&server).await?;
     let mut child = tokio::process::Command::new(program)
         .args(args)
         .env("KUBECONFIG", server.kubeconfig())

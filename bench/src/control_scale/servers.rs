@@ -1,0 +1,67 @@
+//! Edits of Servers, and the latency from each edit to a subscriber.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use futures_util::future::try_join_all;
+use hdrhistogram::Histogram;
+use tokio::time::{Instant, sleep_until};
+
+use super::cluster::{self, Cluster};
+use super::views::{Subscription, Views};
+
+/// Creates a Server for the pods of each Service.
+pub(super) async fn create(cluster: &Cluster, n_services: usize) -> anyhow::Result<()> {
+    for service in 0..n_services {
+        write(cluster, service, "HTTP/1").await?;
+    }
+    Ok(())
+}
+
+/// Returns a stream for the first pod of each Service.
+pub(super) fn subscriptions(cluster: &Cluster, n_services: usize) -> Vec<Subscription> {
+    (0..n_services).map(|service| subscription(cluster, service)).collect()
+}
+
+/// Edits each Server once within `duration`. Returns the latencies from write to subscriber, in microseconds.
+pub(super) async fn edit_all(
+    cluster: &Cluster,
+    views: &Views,
+    n_services: usize,
+    duration: Duration,
+) -> anyhow::Result<Histogram<u64>> {
+    let start = Instant::now();
+    let interval = duration.div_f64(n_services as f64);
+    let edits = (0..n_services).map(async |service| {
+        let subscription = subscription(cluster, service);
+        let before = views.view(subscription);
+        sleep_until(start + interval * u32::try_from(service).context("too many Services")?).await;
+        let written_at = Instant::now();
+        write(cluster, service, "HTTP/2").await?;
+        let changed_at = views.changed_since(subscription, written_at).await?;
+        ensure!(
+            views.view(subscription) != before,
+            "the policy of {service} is the same after its edit"
+        );
+        anyhow::Ok(changed_at - written_at)
+    });
+    let mut latencies = Histogram::new_with_max(MAX_LATENCY_US, 3).context("making a histogram")?;
+    for latency in try_join_all(edits).await? {
+        latencies.saturating_record(u64::try_from(latency.as_micros()).unwrap_or(u64::MAX));
+    }
+    Ok(latencies)
+}
+
+fn subscription(cluster: &Cluster, service: usize) -> Subscription {
+    let pod = cluster.initial_endpoints(service)[0].pod;
+    Subscription::InboundPolicy { pod }
+}
+
+async fn write(cluster: &Cluster, service: usize, protocol: &str) -> anyhow::Result<()> {
+    let app = cluster::app(service);
+    let path = format!("/apis/policy.linkerd.io/v1beta3/namespaces/scale/servers/{app}");
+    cluster.apply(&path, &cluster::server(service, protocol)).await
+}
+
+/// One minute, in microseconds.
+const MAX_LATENCY_US: u64 = 60_000_000;

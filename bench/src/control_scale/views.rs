@@ -1,0 +1,264 @@
+//! What subscribers know, to compare it with subscribers of a new process.
+
+use std::collections::BTreeMap;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use futures_util::{Stream, StreamExt as _};
+use parking_lot::Mutex;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep};
+use tulle_control::tls::client::{self, Channel};
+use tulle_core::addr::Addr;
+use tulle_proto::destination::destination_client::DestinationClient;
+use tulle_proto::destination::{DestinationProfile, GetDestination, Update, WeightedAddr, update};
+use tulle_proto::inbound::inbound_server_policies_client::InboundServerPoliciesClient;
+use tulle_proto::inbound::{PortSpec, Server};
+use tulle_proto::outbound::outbound_policies_client::OutboundPoliciesClient;
+use tulle_proto::outbound::{OutboundPolicy, TrafficSpec, traffic_spec};
+
+use super::cluster::Pod;
+use super::{Ports, cluster};
+
+/// A stream of a proxy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Subscription {
+    /// Of a client on this node.
+    Endpoints {
+        service: usize,
+        node: usize,
+    },
+    Profile {
+        service: usize,
+    },
+    OutboundPolicy {
+        service: usize,
+    },
+    InboundPolicy {
+        pod: Pod,
+    },
+}
+
+/// The state that a stream has delivered.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum View {
+    Endpoints(BTreeMap<SocketAddr, WeightedAddr>),
+    Profile(Box<DestinationProfile>),
+    OutboundPolicy(Box<OutboundPolicy>),
+    InboundPolicy(Box<Server>),
+}
+
+/// Open streams, and the state that each has delivered.
+pub(super) struct Views {
+    received: Arc<Mutex<Received>>,
+    _tasks: JoinSet<()>,
+}
+
+#[derive(Default)]
+struct Received {
+    views: BTreeMap<Subscription, View>,
+    /// Time of the last message of each stream.
+    received_at: BTreeMap<Subscription, Instant>,
+    n_messages: u64,
+    /// Why streams ended.
+    ended: Vec<String>,
+}
+
+impl Views {
+    /// Opens all streams and waits until each has a state.
+    pub(super) async fn open(ports: Ports, subscriptions: &[Subscription]) -> anyhow::Result<Self> {
+        let received = Arc::new(Mutex::new(Received::default()));
+        let mut tasks = JoinSet::new();
+        for subscriptions in subscriptions.chunks(STREAMS_PER_CONNECTION) {
+            let connect = async |port| {
+                let addr = Addr::Socket(SocketAddr::from((Ipv4Addr::LOCALHOST, port)));
+                client::connect_plaintext(&addr).await.context("connecting")
+            };
+            let channels = Channels {
+                destination: connect(ports.destination).await?,
+                policy: connect(ports.policy).await?,
+            };
+            for &subscription in subscriptions {
+                let (channels, received) = (channels.clone(), received.clone());
+                tasks.spawn(async move {
+                    let ended = match channels.follow(subscription, &received).await {
+                        Ok(()) => "without an error".to_owned(),
+                        Err(status) => status.to_string(),
+                    };
+                    received.lock().ended.push(format!("{subscription:?} ended {ended}"));
+                });
+            }
+        }
+        let views = Self {
+            received,
+            _tasks: tasks,
+        };
+        let deadline = Instant::now() + OPEN_TIMEOUT;
+        while views.received.lock().views.len() < subscriptions.len() {
+            views.check_open()?;
+            if Instant::now() > deadline {
+                let n_received = views.received.lock().views.len();
+                bail!(
+                    "{n_received} of {} streams have a message after {OPEN_TIMEOUT:?}",
+                    subscriptions.len()
+                );
+            }
+            sleep(POLL_INTERVAL).await;
+        }
+        Ok(views)
+    }
+
+    /// Waits until no message has arrived for two seconds, then returns the state of each stream.
+    pub(super) async fn settled(&self) -> anyhow::Result<BTreeMap<Subscription, View>> {
+        let mut n_messages = self.n_messages();
+        let mut quiet_since = Instant::now();
+        while quiet_since.elapsed() < QUIET_TIME {
+            sleep(POLL_INTERVAL).await;
+            if n_messages != self.n_messages() {
+                n_messages = self.n_messages();
+                quiet_since = Instant::now();
+            }
+        }
+        self.check_open()?;
+        Ok(self.received.lock().views.clone())
+    }
+
+    pub(super) fn n_messages(&self) -> u64 {
+        self.received.lock().n_messages
+    }
+
+    /// Returns the state of a stream.
+    pub(super) fn view(&self, subscription: Subscription) -> Option<View> {
+        self.received.lock().views.get(&subscription).cloned()
+    }
+
+    /// Waits for a message of a stream after `written_at`. Returns the time of the last.
+    pub(super) async fn changed_since(
+        &self,
+        subscription: Subscription,
+        written_at: Instant,
+    ) -> anyhow::Result<Instant> {
+        loop {
+            match self.received.lock().received_at.get(&subscription) {
+                Some(&at) if at > written_at => return Ok(at),
+                _ if written_at.elapsed() > UPDATE_TIMEOUT => {
+                    bail!("{subscription:?} has no message for {UPDATE_TIMEOUT:?}")
+                }
+                _ => {}
+            }
+            sleep(POLL_INTERVAL).await;
+        }
+    }
+
+    fn check_open(&self) -> anyhow::Result<()> {
+        match self.received.lock().ended.first() {
+            Some(ended) => bail!("{ended}"),
+            None => Ok(()),
+        }
+    }
+}
+
+#[derive(Clone)]
+struct Channels {
+    destination: Channel,
+    policy: Channel,
+}
+
+impl Channels {
+    /// Opens a stream and stores its state until it ends.
+    async fn follow(&self, subscription: Subscription, received: &Mutex<Received>) -> Result<(), tonic::Status> {
+        let authority = |service| format!("{}.scale.svc.cluster.local:80", cluster::service_name(service));
+        let request = |service, node: usize| GetDestination {
+            scheme: String::new(),
+            path: authority(service),
+            context_token: format!(r#"{{"ns":"scale","nodeName":"node-{node}","pod":"client"}}"#),
+        };
+        let mut destination = DestinationClient::new(self.destination.clone());
+        match subscription {
+            Subscription::Endpoints { service, node } => {
+                let updates = destination.get(request(service, node)).await?.into_inner();
+                let mut endpoints = BTreeMap::new();
+                store(subscription, received, updates, |update| {
+                    apply_update(&mut endpoints, update);
+                    View::Endpoints(endpoints.clone())
+                })
+                .await
+            }
+            Subscription::Profile { service } => {
+                let profiles = destination.get_profile(request(service, 0)).await?.into_inner();
+                store(subscription, received, profiles, |profile| {
+                    View::Profile(Box::new(profile))
+                })
+                .await
+            }
+            Subscription::OutboundPolicy { service } => {
+                let request = TrafficSpec {
+                    source_workload: r#"{"ns":"scale","pod":"client"}"#.to_owned(),
+                    target: Some(traffic_spec::Target::Authority(authority(service))),
+                };
+                let mut policies = OutboundPoliciesClient::new(self.policy.clone());
+                let policies = policies.watch(request).await?.into_inner();
+                store(subscription, received, policies, |policy| {
+                    View::OutboundPolicy(Box::new(policy))
+                })
+                .await
+            }
+            Subscription::InboundPolicy { pod } => {
+                let request = PortSpec {
+                    workload: format!(r#"{{"ns":"scale","pod":"{}"}}"#, pod.name()),
+                    port: 8080,
+                };
+                let mut policies = InboundServerPoliciesClient::new(self.policy.clone());
+                let policies = policies.watch_port(request).await?.into_inner();
+                store(subscription, received, policies, |server| {
+                    View::InboundPolicy(Box::new(server))
+                })
+                .await
+            }
+        }
+    }
+}
+
+/// Stores the state after each message of a stream.
+async fn store<M>(
+    subscription: Subscription,
+    received: &Mutex<Received>,
+    mut messages: impl Stream<Item = Result<M, tonic::Status>> + Unpin,
+    mut view: impl FnMut(M) -> View,
+) -> Result<(), tonic::Status> {
+    while let Some(message) = messages.next().await {
+        let view = view(message?);
+        let mut received = received.lock();
+        received.n_messages += 1;
+        received.received_at.insert(subscription, Instant::now());
+        received.views.insert(subscription, view);
+    }
+    Ok(())
+}
+
+fn apply_update(endpoints: &mut BTreeMap<SocketAddr, WeightedAddr>, update: Update) {
+    match update.update {
+        Some(update::Update::Add(set)) => {
+            for endpoint in set.addrs {
+                if let Some(addr) = endpoint.addr.and_then(|addr| SocketAddr::try_from(addr).ok()) {
+                    endpoints.insert(addr, endpoint);
+                }
+            }
+        }
+        Some(update::Update::Remove(set)) => {
+            for addr in set.addrs.into_iter().filter_map(|addr| SocketAddr::try_from(addr).ok()) {
+                endpoints.remove(&addr);
+            }
+        }
+        Some(update::Update::NoEndpoints(_)) => endpoints.clear(),
+        None => {}
+    }
+}
+
+const STREAMS_PER_CONNECTION: usize = 50;
+const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
+const UPDATE_TIMEOUT: Duration = Duration::from_secs(30);
+const QUIET_TIME: Duration = Duration::from_secs(2);
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
