@@ -56,7 +56,7 @@ async fn no_request_is_lost_when_components_restart() {
 }
 
 impl Chaos {
-    /// Runs load on one application during a disturbance, for `seconds`. Stores the result of the application without sidecars as
+    /// Runs load on one application during a disturbance, for at least `seconds`. Stores the result of the application without sidecars as
     /// the baseline, and compares the meshed one with it.
     async fn compare_with_baseline(
         &self,
@@ -99,8 +99,8 @@ impl Chaos {
             deployment: "client",
             container: "client",
         };
-        let line = format!("{TARGET} --duration={seconds}s");
-        let reports = self.meshed.load_during(client, &line, disturb).await;
+        let min_duration = Duration::from_secs(seconds.into());
+        let reports = self.meshed.load_during(client, TARGET, min_duration, disturb).await;
         let (report, per_second) = reports.unwrap_or_else(|error| panic!("{what}: {error:#}"));
         print(namespace, what, &report, &per_second);
         if namespace == "meshed" {

@@ -18,7 +18,7 @@ use crate::metrics::{self, MetricsSnapshot};
 use crate::permissions::{self, Permission, UnusedGrant};
 use crate::telemetry;
 
-/// Grants that are used only in situations that this test does not wait for.
+/// Grants whose use the audit log of this test does not show, with the reason.
 const ALLOWED_UNUSED_GRANTS: &[UnusedGrant] = &[
     UnusedGrant {
         account: "linkerd-proxy-injector",
@@ -106,7 +106,7 @@ async fn the_tutorial_meshes_an_application_with_exactly_the_needed_permissions(
         begun.elapsed()
     );
     let metrics = MetricsSnapshot::read(&cluster).await.unwrap();
-    check_tutorial_output(&cluster).await;
+    check_log_format(&cluster).await;
 
     run(apply_application).await;
     let answered = async || {
@@ -162,8 +162,8 @@ async fn the_tutorial_meshes_an_application_with_exactly_the_needed_permissions(
     assert_only_left(&[]).await;
 }
 
-/// Checks the lines of the tutorials about logs, watches and leases.
-async fn check_tutorial_output(cluster: &Cluster) {
+/// Checks destination's log lines about watches, EndpointSlices and the lease, and its watches and renewals in the audit log.
+async fn check_log_format(cluster: &Cluster) {
     let lease = "/namespaces/linkerd/leases/linkerd-destination-endpoint-write";
     let lines = async || {
         let logs = cluster.kubectl(LOGS).await?;
@@ -238,7 +238,7 @@ async fn check_tutorial_output(cluster: &Cluster) {
     }
 }
 
-/// The tutorials' command for the logs of destination.
+/// The arguments of kubectl that show the log of destination.
 const LOGS: &[&str] = &[
     "logs",
     "-n",
@@ -247,7 +247,7 @@ const LOGS: &[&str] = &[
     "-c",
     "destination",
 ];
-/// The watches of destination in the tutorials.
+/// Watches of destination.
 const WATCHES: &[&str] = &[
     "/apis/workload.linkerd.io/v1beta1/externalworkloads",
     "/apis/discovery.k8s.io/v1/endpointslices",
@@ -338,7 +338,6 @@ async fn exercise_control_plane(cluster: &Cluster) {
     let file = cluster.dir().join("claim.yaml");
     fs::write(&file, CLAIM.replace("ADDRESS", ip.trim())).unwrap();
     kubectl(&["apply", "-n", "work", "-f", file.to_str().unwrap()]).await;
-    // In the format that the tutorial shows.
     let written = async || {
         let logs = cluster.kubectl(LOGS).await?;
         for line in [

@@ -63,7 +63,7 @@ async fn an_external_machine_is_meshed_and_its_slice_outlives_the_leader() {
     machine.run(&init["ExecStart"]).unwrap();
     let mut proxy = machine.start("tulle-proxy.service").unwrap();
     let is_ready = |_: &Process| Ok(admin_get(&host, "/ready").is_ok());
-    proxy.wait_for("certificate, by its /ready", is_ready).unwrap();
+    proxy.wait_for("readiness", is_ready).unwrap();
 
     // Both sides have verified each other.
     let line = "simple-app-v1.simple-app.svc.cluster.local:80/headers --rate=50 --requests=100";

@@ -9,12 +9,13 @@ use std::time::Duration;
 use std::{env, fs};
 
 use anyhow::{Context as _, bail, ensure};
+use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::json;
 use tempfile::TempDir;
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 use tokio::process::Child;
-use tokio::time::{Instant, timeout};
+use tokio::time::{sleep, timeout};
 use tulle_bench::load::stats::Report;
 use tulle_control::trust;
 use tulle_tests::charts::{Helm, path_of};
@@ -264,27 +265,37 @@ impl MeshedCluster {
         })
     }
 
-    /// Runs load in a container, and disturbs it one second after its start.
-    /// Returns the report of the whole load, and one report for each further second.
+    /// Runs load in a container for at least `min_duration`, and disturbs it one second after its start. The load ends after the
+    /// disturbance. Returns the report of the whole load, and one report for each further second.
     ///
     /// # Errors
-    /// Fails if the load cannot run, or the disturbance fails or outlasts it.
+    /// Fails if the load cannot run, or the disturbance fails or takes longer than `MAX_LOAD_DURATION`.
     pub(crate) async fn load_during(
         &self,
         client: Client,
         line: &str,
+        min_duration: Duration,
         disturb: impl Future<Output = anyhow::Result<()>>,
     ) -> anyhow::Result<(Report, Vec<Report>)> {
-        let mut running = self.start_load(client, &format!("{line} --report-every=1s"))?;
+        // The header identifies the process of this load.
+        let id = format!("x-load:{}", client.namespace);
+        let duration = MAX_LOAD_DURATION.as_secs();
+        let mut running = self.start_load(
+            client,
+            &format!("{line} --header={id} --duration={duration}s --report-every=1s"),
+        )?;
         running.lines.next_line().await?.context("the first second of load")?;
-        let ((reports, load_ended_at), (disturbed, disturbance_ended_at)) =
-            tokio::join!(with_end_time(running.reports()), with_end_time(disturb));
+        let disturb_and_end = async {
+            let (disturbed, ()) = tokio::join!(disturb, sleep(min_duration));
+            let process = find_process("the load, which ends after the disturbance", |read| {
+                let line = read("cmdline");
+                line.starts_with("/tulle-bench\0load\0") && line.contains(&id)
+            });
+            kill(process?, Signal::SIGTERM)?;
+            disturbed
+        };
+        let (reports, disturbed) = tokio::join!(running.reports(), disturb_and_end);
         disturbed?;
-        ensure!(
-            disturbance_ended_at < load_ended_at,
-            "the load ended {:.1?} before all was done",
-            disturbance_ended_at - load_ended_at
-        );
         reports
     }
 
@@ -342,11 +353,6 @@ pub(crate) fn find_process(what: &str, is_it: impl Fn(&dyn Fn(&str) -> String) -
     Ok(Pid::from_raw(found[0]))
 }
 
-/// The output of a future, and the time of its end.
-async fn with_end_time<T>(future: impl Future<Output = T>) -> (T, Instant) {
-    (future.await, Instant::now())
-}
-
 struct RunningLoad {
     _child: Child,
     lines: tokio::io::Lines<BufReader<tokio::process::ChildStdout>>,
@@ -387,6 +393,6 @@ kind: Pod
 metadata: {name: probe, namespace: default, annotations: {linkerd.io/inject: enabled}}
 spec: {containers: [{name: app, image: 'ghcr.io/tulle-mesh/bench:0.1.0'}]}
 ";
-/// The longest load lasts a minute.
-const LOAD_TIMEOUT: Duration = Duration::from_secs(180);
+const MAX_LOAD_DURATION: Duration = Duration::from_secs(180);
+const LOAD_TIMEOUT: Duration = Duration::from_secs(200);
 pub(crate) const COMPONENTS: [&str; 3] = ["destination", "identity", "proxy-injector"];

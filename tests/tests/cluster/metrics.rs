@@ -1,4 +1,4 @@
-//! Every metric of the control plane changes on a cluster with the right events.
+//! The metrics of the control plane change in a cluster when their events happen; those in `CONSTANT_METRICS` only exist.
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -2,6 +2,7 @@
 //! policy. A rollout waits for an application that starts to listen late.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use k8s_openapi::api::core::v1::{ContainerStatus, Pod};
@@ -172,7 +173,7 @@ fn has_startup_probe(application: Application) -> bool {
 
 #[derive(Debug, Default)]
 struct ObservedContainer {
-    /// Age in seconds when it was first good, without a restart before.
+    /// Age in seconds, since the latest start, when it was first good.
     first_good_at: Option<i64>,
     /// Whether it was good and then not, without a restart.
     ceased_to_be_good: bool,
@@ -355,12 +356,15 @@ async fn assert_rollout_loses_nothing(meshed: &MeshedCluster) {
             .await?;
         Ok(())
     };
-    let line = "http://web:80/echo --rate=50 --body-size=200 --duration=60s";
-    let (report, _) = meshed.load_during(CLIENT, line, restart).await.unwrap();
+    let line = "http://web:80/echo --rate=50 --body-size=200";
+    let loaded = meshed.load_during(CLIENT, line, MIN_LOAD_DURATION, restart).await;
+    let (report, _) = loaded.unwrap();
     assert_all_ok(&report, "a rollout of replicas that listen late");
     eprintln!("{} POSTs during a rollout, none failed", report.requests);
 }
 
+/// Minimum duration of the load during a rollout.
+const MIN_LOAD_DURATION: Duration = Duration::from_secs(20);
 const BEHAVIOUR_CHANGE_AT_SECONDS: i64 = 10;
 /// How long a container that must not restart is observed, in seconds; liveness probes fail after 5.
 const OBSERVATION_SECONDS: i64 = BEHAVIOUR_CHANGE_AT_SECONDS + 9;

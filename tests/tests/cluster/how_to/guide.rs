@@ -141,7 +141,7 @@ impl Guide {
         self.cluster.wait_until(&what, answered).await.unwrap();
     }
 
-    /// Waits until the load of `shop/load` succeeds, and returns the number of its reports so far.
+    /// Waits until the load of `steady/load` succeeds, and returns the number of its reports so far.
     pub(super) async fn begin_load(&self) -> usize {
         let mut begun = 0;
         let succeeds = async || {

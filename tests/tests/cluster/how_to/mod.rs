@@ -75,7 +75,7 @@ async fn install(guide: &mut Guide) {
     assert_eq!(guide.bash(nodes).await.unwrap(), "node1 node2 node3 ");
     let checked = guide.run(PAGE, "6. Check the control plane", 0).await;
     assert!(!checked.contains('×'), "{checked}");
-    // The last two commands of the block are for pods that run already.
+    // The commands from `tulle check` on need the new pods, so the rollout is awaited first.
     let mesh = guide.commands(PAGE, "7. Mesh a namespace", 0);
     let (mesh, check) = mesh.split_once("tulle check").expect("a check");
     guide.bash(mesh).await.unwrap();

@@ -1,7 +1,7 @@
 //! Objects that the pages assume.
 
-/// The namespace of the pages, and clients: `front` is permitted by policies, `other` has another identity, and those of
-/// `plain` have none. `load` sends requests all the time.
+/// The namespace of the pages, and clients: `front` is permitted by policies, `other` has another identity and sends
+/// requests all the time, and those of `plain` have no identity.
 pub(super) const APPLICATION: &str = "
 apiVersion: v1
 kind: Namespace
@@ -103,7 +103,7 @@ spec:
           args: [serve, '--http=0.0.0.0:8080']
 ";
 
-/// Created once the mesh exists, so that its pod has a sidecar.
+/// Sends requests all the time. Created once the mesh exists, so that its pod has a sidecar.
 pub(super) const LOAD: &str = "
 apiVersion: apps/v1
 kind: Deployment

@@ -170,11 +170,10 @@ pub(super) async fn external_issuer(guide: &mut Guide) {
     guide.nothing_failed_since(begun, "an issuer of cert-manager").await;
 }
 
-/// With tulle in the place of Linkerd.
+/// The installed tulle plays the Linkerd that the page replaces.
 pub(super) async fn replace_linkerd(guide: &mut Guide) {
     const PAGE: &str = "how-to/replace-linkerd.md";
     let begun = guide.begin_load().await;
-    // The commands for a Deployment are for the namespace of the pages.
     guide.run(PAGE, "The proxies", 0).await;
     let look = guide.commands(PAGE, "The proxies", 1);
     let seen = guide
@@ -212,7 +211,8 @@ pub(super) async fn air_gapped(guide: &mut Guide) {
     let begun = guide.begin_load().await;
     let before = guide.read("values.yaml");
     let images = guide.yaml(PAGE, "2. Write your values", 0);
-    // Still with three replicas: the scheduler leaves a single new pod pending that old ones have kept from every node.
+    // Still with three replicas: with one, the scheduler would leave the new pod pending, because the anti-affinity of the
+    // three old pods keeps it from every node.
     let replicas = guide.read("tulle-control-plane/values-ha.yaml");
     let values = merge(&merge(&replicas, &before), &images);
     guide.write("values.yaml", &values);
