@@ -398,8 +398,11 @@ ROUTE   SERVER                        AUTHORIZATION_POLICY          SERVER_AUTHO
         let mut pod = pod("web", &[80]);
         let key = annotation::REQUIRE_IDENTITY_INBOUND_PORTS.to_owned();
         pod.metadata.annotations = Some([(key, "80-81,9000".to_owned())].into());
-        let needs_all = shown(Vec::new(), pod.clone());
-        assert!(needs_all.contains("default/all-authenticated"), "{needs_all}");
+        let all_ports_listed = shown(Vec::new(), pod.clone());
+        assert!(
+            all_ports_listed.contains("default/all-authenticated"),
+            "{all_ports_listed}"
+        );
         let key = annotation::REQUIRE_IDENTITY_INBOUND_PORTS.to_owned();
         pod.metadata.annotations = Some([(key, "9000".to_owned())].into());
         let shown = shown(Vec::new(), pod);

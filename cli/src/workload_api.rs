@@ -92,7 +92,7 @@ async fn serve(args: &Args) -> anyhow::Result<()> {
         args.socket.display()
     );
     let (mut terminate, mut interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
-    let users = ConnectionLimits::new(match args.uids.is_empty() {
+    let connection_limits = ConnectionLimits::new(match args.uids.is_empty() {
         true => vec![nix::unistd::Uid::current().as_raw()],
         false => args.uids.clone(),
     });
@@ -111,12 +111,12 @@ async fn serve(args: &Args) -> anyhow::Result<()> {
             _ = interrupt.recv() => return Ok(()),
             Some(_) = connections.join_next() => {}
             accepted = accept_after(accept_at, &socket.listener) => match accepted {
-                Ok((stream, uid)) => match users.admit(uid) {
+                Ok((stream, uid)) => match connection_limits.admit(uid) {
                     Some((caller, permit)) => {
                         let api = Api { caller, responses: answers.clone() };
                         connections.spawn(api.connection(stream, permit));
                     }
-                    None if users.is_authorized(uid) => client_log.log(format_args!(
+                    None if connection_limits.is_authorized(uid) => client_log.log(format_args!(
                         "user {uid} already has {MAX_CONNECTIONS_PER_USER} connections; a new one is closed"
                     )),
                     // Unauthorized clients do not fill the log.
@@ -269,22 +269,19 @@ impl ConnectionLimits {
     }
 
     fn is_authorized(&self, uid: u32) -> bool {
-        self.authorized.iter().any(|(served, _)| *served == uid)
+        self.authorized.iter().any(|(authorized_uid, _)| *authorized_uid == uid)
     }
 
     /// Reserves a connection of this user, or returns `None` at the limit.
     fn admit(&self, uid: u32) -> Option<(Caller, OwnedSemaphorePermit)> {
-        let own = self.authorized.iter().find(|(served, _)| *served == uid);
-        let is_served = own.is_some();
+        let own = self
+            .authorized
+            .iter()
+            .find(|(authorized_uid, _)| *authorized_uid == uid);
+        let is_authorized = own.is_some();
         let permits = own.map_or(&self.unauthorized, |(_, permits)| permits);
         let permit = permits.clone().try_acquire_owned().ok()?;
-        Some((
-            Caller {
-                uid,
-                is_authorized: is_served,
-            },
-            permit,
-        ))
+        Some((Caller { uid, is_authorized }, permit))
     }
 }
 
@@ -317,7 +314,8 @@ struct Caller {
 }
 
 impl Api {
-    /// Serves a connection up to its time limit, then releases its permit.
+    /// Serves a connection until it ends, then releases its permit. An unauthorized caller is disconnected after
+    /// [`UNAUTHORIZED_CONNECTION_TIMEOUT`], an authorized one if it sends nothing within [`FIRST_BYTE_TIMEOUT`].
     async fn connection(self, stream: UnixStream, _permit: OwnedSemaphorePermit) {
         match self.caller.is_authorized {
             true => {
@@ -508,18 +506,18 @@ mod tests {
 
     #[test]
     fn the_connection_limit_is_per_user() {
-        let users = ConnectionLimits::new(vec![2102, 2103]);
-        let permits: Vec<_> = std::iter::from_fn(|| users.admit(2102)).collect();
+        let connection_limits = ConnectionLimits::new(vec![2102, 2103]);
+        let permits: Vec<_> = std::iter::from_fn(|| connection_limits.admit(2102)).collect();
         assert_eq!(permits.len(), MAX_CONNECTIONS_PER_USER);
         assert!(permits.iter().all(|(caller, _)| caller.is_authorized));
         // Unauthorized users share their permits.
         let mut uids = 5000..;
-        let others: Vec<_> = std::iter::from_fn(|| users.admit(uids.next()?)).collect();
+        let others: Vec<_> = std::iter::from_fn(|| connection_limits.admit(uids.next()?)).collect();
         assert_eq!(others.len(), MAX_UNAUTHORIZED_CONNECTIONS);
         assert!(others.iter().all(|(caller, _)| !caller.is_authorized));
-        assert!(users.admit(2103).is_some());
+        assert!(connection_limits.admit(2103).is_some());
         drop(permits);
-        assert!(users.admit(2102).is_some());
+        assert!(connection_limits.admit(2102).is_some());
     }
 
     #[test]

@@ -30,15 +30,15 @@ fn tulle() -> Option<Command> {
 }
 
 /// The namespaces, files and processes that a demo with this process id has left behind.
-fn leftovers_of(demo: u32) -> Vec<String> {
+fn leftovers_of(demo_pid: u32) -> Vec<String> {
     let names = |dir: &str| -> Vec<String> {
         let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
         entries
             .map(|entry| entry.file_name().to_string_lossy().into_owned())
             .collect()
     };
-    let namespace = format!("tulle-demo-{demo}-");
-    let run = format!("/tmp/tulle-demo-0/{demo}");
+    let namespace = format!("tulle-demo-{demo_pid}-");
+    let run = format!("/tmp/tulle-demo-0/{demo_pid}");
     let mut left: Vec<_> = names("/run/netns")
         .into_iter()
         .filter(|name| name.starts_with(&namespace))

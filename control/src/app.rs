@@ -11,6 +11,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use http::StatusCode;
 use kube::Client;
 use tokio::net::{TcpListener, TcpSocket};
+use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::task::{JoinError, JoinSet};
 use tokio::time::timeout;
@@ -21,7 +22,7 @@ use tulle_core::descriptors;
 use tulle_core::drain::{self, Signal, Watch};
 use tulle_core::logging;
 use tulle_core::memory;
-use tulle_core::metrics::{Registry, register_process_metrics};
+use tulle_core::metrics::{Registry, register_process_metrics, register_runtime_metrics};
 use tulle_core::readiness::{Latch, Readiness};
 
 use crate::admission::{PolicyValidator, ProfileValidator};
@@ -129,6 +130,7 @@ impl App {
     pub async fn build(config: Config) -> Result<Self> {
         let registry = Registry::new();
         register_process_metrics(&registry);
+        register_runtime_metrics(&registry, vec![Handle::current().metrics()]);
         let (signal, drain) = drain::channel();
         let client = match config.needs_kubernetes() {
             true => Some(kubernetes::client(&config.kubernetes, &registry).await?),
@@ -246,7 +248,7 @@ impl Builder {
         Ok(Some(service))
     }
 
-    /// Starts an Event recorder for a component. Without a cluster it drops all notes.
+    /// Starts an Event recorder for a component. Without a cluster it drops all Events.
     fn start_recorder(&mut self, component: &str) -> EventRecorder {
         let Some(client) = self.client.clone() else {
             return EventRecorder::default();
@@ -353,7 +355,7 @@ impl Builder {
         // Proxies do not need telemetry, so its certificate does not affect readiness.
         let latch = Readiness::new().latch("telemetry");
         let certificate = certificate_controller::Config::telemetry(self.config.cluster.controller_namespace.clone());
-        self.manage_webhook_certificate(certificate, creds.clone(), latch)?;
+        self.manage_server_certificate(certificate, creds.clone(), latch)?;
         Ok(creds)
     }
 
@@ -515,7 +517,7 @@ impl Builder {
         info!(webhook = name, addr = %bound, "serving admission reviews");
         let creds = Arc::new(ServerCredentials::new());
         let latch = self.readiness.latch(name);
-        self.manage_webhook_certificate(certificate, creds.clone(), latch)?;
+        self.manage_server_certificate(certificate, creds.clone(), latch)?;
         let server = webhook::WebhookServer::new(name, creds, handler, self.http.clone(), &self.registry);
         self.serve_on_thread("webhooks", name, listener, |listener, drain| {
             server.serve(listener, drain)
@@ -524,7 +526,7 @@ impl Builder {
     }
 
     /// Serves the mounted certificate, or else one that this process manages.
-    fn manage_webhook_certificate(
+    fn manage_server_certificate(
         &mut self,
         certificate: certificate_controller::Config,
         creds: Arc<ServerCredentials>,
@@ -533,13 +535,13 @@ impl Builder {
         let drain = self.drain.clone();
         if let Some(files) = self.config.webhooks.certificate_paths.of(certificate.service) {
             let mounted = MountedCertificate::watch(files, creds).context("--server-tls-certs")?;
-            self.start("reading a webhook's certificate", async move {
+            self.start("reading a certificate for the API server", async move {
                 mounted.run(latch, drain).await;
                 Ok(())
             });
         } else {
             let controller = CertificateController::new(self.client()?, certificate, creds);
-            self.start("managing a webhook's certificate", async move {
+            self.start("managing a certificate for the API server", async move {
                 controller.run(latch, drain).await;
                 Ok(())
             });
@@ -553,7 +555,7 @@ impl Builder {
             .context("the API server is needed but not configured")
     }
 
-    /// The admin servers have a thread of their own, so they must be told whether this one still runs.
+    /// Tells the admin servers, which have a thread of their own, whether the main runtime still runs its tasks.
     fn start_heartbeat(&mut self) {
         let (heartbeat, drain) = (self.heartbeat.clone(), self.drain.clone());
         self.start("heartbeat", async move {

@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn flags_have_one_dash_or_two_and_their_value_after_an_equals_sign_or_alone() {
+    fn flags_have_one_dash_or_two_and_their_value_after_an_equals_sign_or_as_the_next_argument() {
         for line in [
             "identity -controller-namespace=mesh",
             "identity -controller-namespace mesh",

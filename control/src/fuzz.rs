@@ -23,13 +23,13 @@ pub fn manifests(bytes: &[u8]) {
         match pair {
             (Event::Applied(one), Event::Applied(other)) => assert_eq!(one, other),
             (Event::Unreadable(one), Event::Unreadable(other)) => assert_eq!(one, other),
-            _ => panic!("{pair:?} of a file that is new"),
+            _ => panic!("{pair:?}: loading the same file twice gave different or unexpected events"),
         }
     }
 }
 
-/// Parsing metrics never panics. The rates between a page and itself are 0, and the rates since an empty page are its
-/// counts.
+/// Parsing metrics never panics. The rates between a page and itself are 0, and the rates since an empty page equal the counts
+/// of the page.
 pub fn metrics(bytes: &[u8]) {
     let counts = Counts::parse(&String::from_utf8_lossy(bytes));
     for rates in counts.rates_since(&counts, 1.0).per_second.sources.values() {

@@ -59,7 +59,8 @@ fn parse_filter(filter: &str) -> Result<EnvFilter> {
         .with_context(|| format!("--log-level={filter:?}; expected a level, or a filter such as warn,tulle=debug"))
 }
 
-/// Converts `--log-level` to a filter: a level of Linkerd's controllers applies to our code, and `warn` to dependencies.
+/// Converts `--log-level` to a filter: a level of Linkerd's controllers applies to our code. Dependencies log warnings and
+/// errors, or only errors if the level is `error` or above.
 pub(crate) fn filter(level: &str) -> String {
     match level {
         "panic" | "fatal" | "error" => "error".to_owned(),

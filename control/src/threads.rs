@@ -79,7 +79,7 @@ impl Heartbeat {
 
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Longer than any work without a pause, such as the views after a long list.
+/// Longer than any work without an await, such as computing all values again after the API server has listed many objects.
 pub(crate) const MAX_HEARTBEAT_AGE: Duration = Duration::from_secs(60);
 
 #[cfg(test)]

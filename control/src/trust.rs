@@ -86,7 +86,7 @@ pub enum Error {
     #[error(
         "the authority may not sign a certificate for {identity}; create an issuer for this identity with create-issuer --identity"
     )]
-    NotItsWorkload {
+    IdentityNotPermitted {
         identity: String,
         #[source]
         source: issuer_constraints::Error,
@@ -207,7 +207,7 @@ pub fn create_svid(identity: &str, lifetime: Duration, authority: &CertificateAu
     params.not_after = not_after(lifetime)?.min(signer.not_after);
     let leaf = params.signed_by(&key, &signer.issuer).map_err(Error::Certificate)?;
     issuer_constraints::verify_issuers(leaf.der(), signer.chain.iter().map(AsRef::as_ref)).map_err(|source| {
-        Error::NotItsWorkload {
+        Error::IdentityNotPermitted {
             identity: identity.to_owned(),
             source,
         }
@@ -276,7 +276,7 @@ impl CertificateAuthority {
     /// Writes both files, the key with mode 0600.
     ///
     /// # Errors
-    /// Fails if a file exists or cannot be written. No file is created then.
+    /// Fails if a file exists, without creating any, or if one cannot be written, which can leave an incomplete file.
     pub fn write(&self, certificate: &Path, key: &Path) -> Result<(), Error> {
         write_pair((certificate, &self.certificate), (key, &self.key))
     }
@@ -286,7 +286,7 @@ impl TokenKeys {
     /// Writes both files, the private key with mode 0600.
     ///
     /// # Errors
-    /// Fails if a file exists or cannot be written. No file is created then.
+    /// Fails if a file exists, without creating any, or if one cannot be written, which can leave an incomplete file.
     pub fn write(&self, public: &Path, private: &Path) -> Result<(), Error> {
         write_pair((public, &self.public), (private, &self.private))
     }
@@ -383,7 +383,7 @@ fn read(path: &Path) -> Result<String, Error> {
     })
 }
 
-/// The key is written first, so that a certificate never exists without its key.
+/// The key is written first, so that a complete certificate never exists without its key.
 fn write_pair(public: (&Path, &str), private: (&Path, &str)) -> Result<(), Error> {
     for (path, _) in [public, private] {
         if path.exists() {
@@ -501,7 +501,7 @@ mod tests {
         }
         let issuer = create_workload_issuer("spiffe://root.test/vm", hour, &anchor).unwrap();
         let other = create_svid("spiffe://root.test/other", hour, &issuer);
-        assert!(matches!(other, Err(Error::NotItsWorkload { .. })));
+        assert!(matches!(other, Err(Error::IdentityNotPermitted { .. })));
     }
 
     #[test]
@@ -539,14 +539,11 @@ mod tests {
             assert!(matches!(err, Error::Label { .. }), "{sa} {ns}");
             assert!(err.to_string().contains("lower-case letters"), "{err}");
         }
-        let public_key_subject = TokenSubject {
+        let subject = TokenSubject {
             service_account: "web",
             namespace: "shop",
             lifetime: TOKEN_LIFETIME,
         };
-        assert!(matches!(
-            create_token(&keys.public, &public_key_subject),
-            Err(Error::Token(_))
-        ));
+        assert!(matches!(create_token(&keys.public, &subject), Err(Error::Token(_))));
     }
 }

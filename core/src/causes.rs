@@ -126,7 +126,7 @@ pub const ALL: &[Cause] = &[
         "bad-request",
         Responsible::Client,
         "400, INVALID_ARGUMENT",
-        "The request violates HTTP, has more than 128 trailers (HTTP/1), or its body ended early, for example because the client aborted an upload. An HTTP/2 request needs an authority, in `:authority` or in `host`; if it has both, they must be equal. Targets in HTTP/1: `<`, `>`, a double quote, a backquote and bytes that are not UTF-8 are percent-encoded as browsers encode them (counted in `tulle_http_encoded_targets_total`); spaces, control characters and `#` are refused. Targets in HTTP/2: nothing is encoded, and a character that is not permitted there resets the stream with `PROTOCOL_ERROR`.",
+        "The request violates HTTP, has more than 128 trailers (HTTP/1), or its body ended early, for example because the client aborted an upload. An HTTP/2 request needs an authority, in `:authority` or in `host`; if it has both, they must be equal. Request targets in HTTP/1: `<`, `>`, a double quote, a backquote and bytes that are not UTF-8 are percent-encoded as browsers encode them (counted in `tulle_http_encoded_targets_total`); spaces, control characters and `#` are refused. Request targets in HTTP/2: nothing is encoded, and a character that is not permitted there resets the stream with `PROTOCOL_ERROR`.",
         "`l5d-proxy-error` names the rule. Compare the request with RFC 9112.",
     ),
     cause(
@@ -308,8 +308,8 @@ pub const ALL: &[Cause] = &[
         "no-backend",
         Responsible::Policy,
         "502 or 503, UNAVAILABLE",
-        "The route has no backends, all of them have weight 0, or the selected one does not exist.",
-        "The status of the route names the backend that could not be resolved.",
+        "The route has no backends, all of them have weight 0, or the selected one names neither a Service nor an address.",
+        "Correct the backends of the route. A backend that does not exist has the cause `injected`.",
     ),
     cause(
         "policy_unknown",
@@ -364,8 +364,8 @@ pub const ALL: &[Cause] = &[
         "injected",
         Responsible::Policy,
         "as the filter defines",
-        "A filter of the route injected this failure (fault injection, not the injection of sidecars). Either the route has such a filter, or the control plane has replaced a rule that cannot be served by one.",
-        "Nothing if the filter is intended. If a rule was replaced, the status is 500 or gRPC status 13: fix what the message names; the status of the route has the same reason (`Accepted: False`). These rules are replaced:\n\n- a backend that does not exist;\n- denied traffic to destinations outside the cluster;\n- a rule or a backend of a route with a feature that the proxy does not support (CORS, `retry`, `sessionPersistence` and others), or that cannot be decoded;\n- a route that its Server cannot have: of a kind that does not fit the `proxyProtocol`, or with a port or a section in its `parentRef`;\n- the rate limit of a gRPC Server;\n- the target of an HTTPLocalRateLimitPolicy or an EgressNetwork that cannot be decoded.",
+        "A filter of the route injected this failure (fault injection, not the injection of sidecars). Either the route has such a filter, or the control plane has put one in place of a rule or backend that cannot be served.",
+        "Nothing if the filter is intended. If the control plane has added it, the status is 500 or gRPC status 13: fix what the message names; the status of a route has the same reason (`Accepted` or `ResolvedRefs` is `False`). The control plane does so for:\n\n- a backend that does not exist, or is neither a Service with a port nor an EgressNetwork that is a parent of the route;\n- requests to destinations outside the cluster that an EgressNetwork denies, with status 403 or gRPC status 7;\n- a rule or a backend of a route with a feature that the proxy does not support (CORS, `retry`, `sessionPersistence` and others), or that cannot be decoded;\n- a route that its Server cannot have: of a kind that does not fit the `proxyProtocol`, or with a port or a section in its `parentRef`;\n- a Server with an HTTPLocalRateLimitPolicy that cannot be decoded, or, for a gRPC Server, with any;\n- an EgressNetwork that cannot be decoded.",
     ),
     cause(
         "tls-identity-mismatch",
@@ -441,8 +441,8 @@ pub const ALL: &[Cause] = &[
         "overload",
         Responsible::Mesh,
         "503, UNAVAILABLE",
-        "The proxy has reached a limit: of requests in flight, targets, connections, or header lists.",
-        "Find out why requests take so long, or which client opens so many connections. Add replicas, or raise the limit:\n\n- requests in flight: `LINKERD2_PROXY_INBOUND_MAX_IN_FLIGHT`, or its outbound counterpart;\n- targets: 4096 at a time;\n- connections in one direction: a quarter of the files that the proxy may open (`ulimit -n`). At this limit, most new connections replace others, which `tulle_connections_closed_total{cause=\"evicted\"}` counts; the section \"Eviction of connections\" of `docs/explanation/security.md` has the rules;\n- header lists on one HTTP/2 connection: 16 MiB for all requests in flight; further requests are reset with `REFUSED_STREAM`.\n\nA tunnel (WebSocket, CONNECT) continues to count as the connection or request that it was before.",
+        "The proxy has reached a limit: of requests in flight, names of destinations, connections, or header lists.",
+        "Find out why requests take so long, or which client opens so many connections. Add replicas, or raise the limit:\n\n- requests in flight: `LINKERD2_PROXY_INBOUND_MAX_IN_FLIGHT`, or its outbound counterpart;\n- names of destinations: 4096 in use at a time, a fixed limit;\n- connections in one direction: a quarter of the files that the proxy may open (`ulimit -n`). At this limit, most new connections replace others, which `tulle_connections_closed_total{cause=\"evicted\"}` counts; the section \"Eviction of connections\" of `docs/explanation/security.md` has the rules;\n- header lists on one HTTP/2 connection: 16 MiB for all requests in flight; further requests are reset with `REFUSED_STREAM`.\n\nA tunnel (WebSocket, CONNECT) continues to count as the connection or request that it was before.",
     ),
     cause(
         "memory-short",

@@ -20,8 +20,9 @@ pub enum Error {
 
 /// Checks that each of these authorities (DER) may sign this leaf. Signatures are verified elsewhere.
 ///
-/// The authorities are those that the peer sent. One that the chain does not need restricts the leaf as well, and one that
-/// cannot be parsed could be restricted: the TLS library reads fewer fields, so it may accept what this parser rejects.
+/// The authorities are those that the peer sent. One that the chain does not need restricts the leaf as well. One that cannot
+/// be parsed is an error, because it may be restricted: the TLS library reads fewer fields, so it may accept what this parser
+/// rejects.
 ///
 /// # Errors
 /// If the leaf has a name that a restricted authority does not contain, or if the leaf or an authority cannot be parsed.

@@ -295,8 +295,8 @@ impl Drop for VirtualNetwork {
 /// Removes namespaces that a killed process left behind, and returns their names.
 ///
 /// Removes all namespaces whose name starts with the prefix, except those of a [`VirtualNetwork`] of another living process. It
-/// also removes those of this process, so it is called before they are created, and those that any process created by
-/// [`Namespace::create`], whose names do not contain its id.
+/// must be called before this process creates such namespaces, because it removes these too. [`Namespace::create`] adds no
+/// process id to the name, so its namespaces are removed even if their process lives.
 ///
 /// # Errors
 /// If the names cannot be listed. A missing directory is not an error.

@@ -15,7 +15,8 @@ pub struct PortSet {
 /// The text is not a [`PortSet`].
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{part:?} is not a port or a range of ports; expected a comma-separated list such as 80,90-100 of ports from 1 to 65535"
+    "{part:?} is not a port or a range of ports; expected a comma-separated list of ports from 1 to 65535, \
+     such as 80,90-100"
 )]
 pub struct ParsePortsError {
     part: String,

@@ -109,7 +109,8 @@ pub struct RedirectArgs {
         overrides_with = "log_level"
     )]
     log_level: String,
-    /// Use the iptables programs of this flavour, as Linkerd's init does: nft is iptables-nft, not --backend nft
+    /// Try the iptables programs of this flavour first, and nftables over netlink last; nft means iptables-nft here. It has no
+    /// effect with --backend or with another --priority than the default
     #[arg(long, value_name = "legacy|nft|plain", overrides_with = "iptables_mode")]
     iptables_mode: Option<String>,
     /// As --iptables-mode, by the name of the program: iptables-legacy, iptables-nft or iptables
@@ -453,7 +454,8 @@ fn log_format(format: &str) -> Format {
     if format == "json" { Format::Json } else { Format::Plain }
 }
 
-/// Charts pass Linkerd's level names, including none. An unknown level must not prevent a pod from starting.
+/// `validate` accepts any level, so that it cannot prevent a pod from starting: an unknown or empty one means info. The
+/// redirect command accepts only [`LOG_LEVELS`].
 fn log_filter(level: &str) -> &'static str {
     match level.to_ascii_lowercase().as_str() {
         "trace" => "trace",

@@ -17,8 +17,8 @@ pub struct Lock {
 
 /// Takes the lock of the current network namespace; `None` if another process holds it longer than `wait`.
 ///
-/// The lock is an abstract socket address. Like the rules, these belong to the network namespace; they need neither a file
-/// system nor permissions.
+/// The lock is an abstract socket address. Like the rules, such an address belongs to the network namespace; it needs neither a
+/// file system nor permissions.
 ///
 /// # Errors
 /// If the socket cannot be created.

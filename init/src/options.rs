@@ -189,9 +189,9 @@ pub fn ports(flag: &'static str, lists: &[String], on_invalid: OnInvalidEntry) -
                 return Err(OptionError {
                     flag,
                     value: entry.to_owned(),
-                    reason:
-                        "is not a port or a range; expected a comma-separated list such as 4190,5000-5010 of 1 to 65535"
-                            .to_owned(),
+                    reason: "is not a port or a range; expected a comma-separated list of ports from 1 to 65535, \
+                             such as 4190,5000-5010"
+                        .to_owned(),
                 });
             }
         }

@@ -9,7 +9,7 @@ use anyhow::{Context, bail};
 use tokio::time::Instant;
 
 use crate::iptables::{self, Flavour, IptablesError};
-use crate::netlink::nftables::{self, Change, Comparison, RuleOwner};
+use crate::netlink::nftables::{self, Change, Comparison, OurRules};
 use crate::netlink::socket::{NetlinkError, Socket};
 use crate::netlink::{conntrack, iptables_nft, routing};
 use crate::options::{DEFAULT_PRIORITY, Families, Family, Options};
@@ -221,13 +221,13 @@ fn apply_to(backend: Backend, rules: &Rules, wait: Duration, report: &mut Report
 
 /// Removes our rules from the other backends; they would only cost time.
 fn remove_others(job: &Job, active_backend: Backend, report: &mut Report) {
-    let owner_to_remove = match active_backend {
-        Backend::Native => RuleOwner::IptablesNft,
+    let rules_to_remove = match active_backend {
+        Backend::Native => OurRules::IptablesNft,
         // The plain programs may be the nft flavour, whose rules must stay.
-        Backend::Iptables(Flavour::Nft | Flavour::Plain) => RuleOwner::Native,
-        Backend::Iptables(Flavour::Legacy) => RuleOwner::All,
+        Backend::Iptables(Flavour::Nft | Flavour::Plain) => OurRules::Native,
+        Backend::Iptables(Flavour::Legacy) => OurRules::All,
     };
-    match Socket::open().and_then(|mut socket| nftables::remove(&mut socket, job.wait, owner_to_remove)) {
+    match Socket::open().and_then(|mut socket| nftables::remove(&mut socket, job.wait, rules_to_remove)) {
         Ok(removed) => report.removed.extend(removed),
         // A kernel without nftables has no rules in it.
         Err(error) if error.is_unsupported() => tracing::debug!(%error, "no nftables here"),
@@ -254,8 +254,8 @@ fn remove_routing(report: &mut Report) {
     }
 }
 
-/// Warns about processes that run with the proxy's uid, because their connections are not redirected. An error here would
-/// leave all other processes without rules.
+/// Warns about processes that run with the proxy's uid, because their connections are not redirected. This is not an error: the
+/// rules are correct for all other processes.
 fn warn_about_proxy_uid_processes(options: &Options, report: &mut Report) {
     let Some(uid) = options.proxy_uid else { return };
     let programs = netns_settings::processes_of_user(uid);
@@ -407,7 +407,7 @@ fn clean(job: &Job, mode: CleanMode, report: &mut Report) -> anyhow::Result<()> 
         wait_for_connections(&mut socket, &ports, limit, report);
         report.record_duration("drain", started.elapsed());
     }
-    report.removed = nftables::remove(&mut socket, job.wait, RuleOwner::All).context("removing rules")?;
+    report.removed = nftables::remove(&mut socket, job.wait, OurRules::All).context("removing rules")?;
     if legacy {
         report
             .removed

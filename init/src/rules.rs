@@ -526,9 +526,9 @@ pub(crate) mod tests {
             .iter()
             .map(|rule| (rule.chain, rule.comment.as_str()))
             .collect();
-        let outbound = |rule: &&(Chain, &str)| !matches!(rule.0, Chain::Outbound | Chain::Output);
+        let is_not_outbound = |rule: &&(Chain, &str)| !matches!(rule.0, Chain::Outbound | Chain::Output);
         assert_eq!(
-            seen.iter().filter(outbound).collect::<Vec<_>>(),
+            seen.iter().filter(is_not_outbound).collect::<Vec<_>>(),
             [
                 &(Chain::TproxyInbound, "ignore-port"),
                 &(Chain::TproxyInbound, "ignore-subnet"),

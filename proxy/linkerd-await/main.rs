@@ -13,26 +13,26 @@ use tulle_core::duration;
 
 /// Waits until the proxy of this pod is ready, then runs a program, if one is given.
 ///
-/// Does not wait where LINKERD_AWAIT_DISABLED or LINKERD_DISABLED is set to anything but nothing.
+/// If LINKERD_AWAIT_DISABLED or LINKERD_DISABLED is set and not empty, it neither waits nor shuts the proxy down.
 #[derive(Debug, Parser)]
 #[command(name = "linkerd-await", version)]
 struct Args {
     /// The proxy's admin port, on loopback
     #[arg(short, long, value_name = "PORT", default_value_t = 4191)]
     port: u16,
-    /// How long to wait between two questions
+    /// Time between two readiness checks
     #[arg(short, long, value_name = "DURATION", default_value = "1s", value_parser = duration::parse)]
     backoff: Duration,
-    /// How long to wait in all [default: for ever]
+    /// Maximum time to wait [default: no limit]
     #[arg(short, long, value_name = "DURATION", value_parser = duration::parse)]
     timeout: Option<Duration>,
-    /// Whether to give up when that is over: exit code 69, or go on as if the proxy were ready
+    /// Whether to exit with code 69 after --timeout; if false, continue as if the proxy were ready
     #[arg(long, value_name = "true|false", num_args = 0..=1, default_value_t = true, default_missing_value = "true", require_equals = true, action = clap::ArgAction::Set)]
     timeout_fatal: bool,
-    /// Ask the proxy to end when the program has, as a Job needs it
+    /// Shut the proxy down after the program has ended, so that a Job can complete
     #[arg(short = 'S', long, requires = "program")]
     shutdown: bool,
-    /// Say what is waited for
+    /// Print the result of each failed readiness check
     #[arg(short, long, action = clap::ArgAction::Count)]
     verbose: u8,
     /// What to run, with its arguments
@@ -49,10 +49,13 @@ fn main() -> ExitCode {
         Ok(runtime) => runtime,
         Err(error) => return fail(format_args!("starting: {error}")),
     };
-    if !disabled && !runtime.block_on(wait(&args)) && args.timeout_fatal {
+    if !disabled
+        && let Err(limit) = runtime.block_on(wait(&args))
+        && args.timeout_fatal
+    {
         eprintln!(
-            "linkerd-await: the proxy's port {} was not ready within {:?}",
-            args.port, args.timeout
+            "linkerd-await: the proxy's port {} was not ready within {limit:?}",
+            args.port
         );
         return ExitCode::from(EX_UNAVAILABLE);
     }
@@ -66,7 +69,7 @@ fn main() -> ExitCode {
     }
     let ended = command.status();
     if let Err(error) = runtime.block_on(ask(args.port, "POST /shutdown")) {
-        eprintln!("linkerd-await: asking the proxy to end: {error}");
+        eprintln!("linkerd-await: shutting the proxy down: {error}");
     }
     match ended {
         Ok(status) => {
@@ -77,8 +80,11 @@ fn main() -> ExitCode {
     }
 }
 
-/// Whether the proxy became ready in time.
-async fn wait(args: &Args) -> bool {
+/// Waits until the proxy is ready.
+///
+/// # Errors
+/// The time limit, if the proxy was not ready within it.
+async fn wait(args: &Args) -> Result<(), Duration> {
     let ready = async {
         loop {
             match ask(args.port, "GET /ready").await {
@@ -90,10 +96,10 @@ async fn wait(args: &Args) -> bool {
         }
     };
     match args.timeout {
-        Some(limit) => timeout(limit, ready).await.is_ok(),
+        Some(limit) => timeout(limit, ready).await.map_err(|_| limit),
         None => {
             ready.await;
-            true
+            Ok(())
         }
     }
 }

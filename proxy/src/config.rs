@@ -48,9 +48,9 @@ pub struct Outbound {
     /// One or two addresses; default `127.0.0.1:4140`.
     pub listen: Vec<SocketAddr>,
     pub direction: DirectionSettings,
-    /// Maximum number of connections that wait for an endpoint; default 10 000.
+    /// No effect: a setting of Linkerd's proxy, parsed only to report an invalid value.
     pub tcp_queue_capacity: usize,
-    /// Maximum time that a connection waits for an endpoint; default 3 s.
+    /// No effect, as `tcp_queue_capacity`.
     pub tcp_failfast_timeout: Duration,
     /// Whether responses have headers that explain errors to the application; default shown, except in ingress mode.
     pub informational_headers: Visibility,
@@ -75,11 +75,11 @@ pub struct Inbound {
     pub authority_labels: Visibility,
     /// What happens on a port whose policy the control plane has not sent; default refuse.
     pub missing_policy_action: MissingPolicyAction,
-    /// The default policy of such ports; default all-unauthenticated.
+    /// The policy of such ports with [`MissingPolicyAction::Default`]; default all-unauthenticated.
     pub default_policy: DefaultPolicy,
     /// Ports whose policy is watched from the start.
     pub watched_ports: PortSet,
-    /// Ports that are opaque by default.
+    /// Ports on which `default_policy` is opaque.
     pub opaque_ports: PortSet,
     /// The proxy's own addresses; empty if unknown.
     pub local_ips: BTreeSet<IpAddr>,
@@ -100,9 +100,11 @@ pub struct DirectionSettings {
     pub http2_client: Http2Windows,
     /// Maximum concurrent HTTP requests; further ones are shed. Default 100 000.
     pub max_in_flight_requests: usize,
-    /// Maximum number of requests that wait for an endpoint; default 10 000.
+    /// Outbound only: maximum number of requests that wait for an endpoint, unless the policy of the destination permits more;
+    /// default 10 000.
     pub http_queue_capacity: usize,
-    /// Maximum time that a request waits for an endpoint; default 1 s inbound, 3 s outbound.
+    /// Outbound only: maximum time that a request waits for an endpoint, unless the policy of the destination sets it; default
+    /// 3 s.
     pub http_failfast_timeout: Duration,
     /// Discovery results that are unused for this time are dropped; default 90 s inbound, 5 s outbound.
     pub discovery_idle_timeout: Duration,
@@ -152,7 +154,8 @@ pub struct Http1Server {
     pub max_header_bytes: usize,
     /// Timeout of a request head, from its first byte, or of the first request of an HTTP/2 connection; default 30 s.
     pub header_read_timeout: Duration,
-    /// Maximum time without data, of a connection between requests or of a request or response body in transfer; default 1 h.
+    /// Maximum time without data: on a connection between two requests, or while a request or response body is transferred;
+    /// default 1 h.
     pub idle_timeout: Duration,
 }
 
@@ -165,18 +168,24 @@ pub struct Http2Windows {
     pub connection: u32,
 }
 
-/// Settings of HTTP/2 servers; `None` means the default of the library.
+/// Settings of HTTP/2 servers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Http2Server {
     pub windows: Http2Windows,
+    /// No effect: the windows always adapt to the number of streams. Parsed only to report an invalid value.
     pub flow_control: FlowControl,
+    /// Pings; default none.
     pub keep_alive: Option<KeepAlive>,
-    /// For each connection; default 16 384. The limit only protects memory: a peer's proxy sends all requests of a worker on
-    /// one connection.
+    /// For each connection; default 16 384. High, so that it only protects memory and does not limit a peer's proxy, which
+    /// sends all requests of a worker on one connection.
     pub max_concurrent_streams: u32,
+    /// In bytes; default 64 KiB for clients over TLS, 16 KiB for others.
     pub max_frame_size: Option<u32>,
+    /// In bytes; default four times [`Http1Server::max_header_bytes`].
     pub max_header_list_bytes: Option<u32>,
+    /// Default that of `h2`.
     pub max_pending_reset_streams: Option<usize>,
+    /// In bytes, for each stream; default that of `h2`.
     pub max_send_buffer_bytes: Option<usize>,
 }
 
@@ -253,13 +262,13 @@ pub struct Control {
     pub dns: api::dns::Config,
 }
 
-/// Number of workers: fixed bounds, or a share of the CPUs.
+/// Number of workers: `max`, or `max_ratio` of the CPUs, or 1; raised to `min`, then limited to the number of CPUs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Workers {
     /// Default 1; also set by `LINKERD2_PROXY_CORES`.
     pub min: usize,
     pub max: Option<usize>,
-    /// A fraction of the CPUs, above 0 and at most 1; `max` takes precedence.
+    /// A fraction of the CPUs, above 0 and at most 1.
     pub max_ratio: Option<f64>,
 }
 
@@ -267,8 +276,9 @@ pub struct Workers {
 pub struct Log {
     pub filter: String,
     pub format: Format,
-    /// Format of the access log, and its directions; default none.
+    /// Format of the access log; default none, then nothing is logged.
     pub access_log_format: Option<access_log::Format>,
+    /// The directions that it covers; default inbound.
     pub access_directions: AccessLogDirections,
 }
 
@@ -292,7 +302,7 @@ impl AccessLogDirections {
 }
 
 impl Workers {
-    /// At least `min`, but never fewer than 1 or more than `cpus`.
+    /// The number on a machine with `cpus` CPUs; at least 1.
     pub fn count(&self, cpus: usize) -> usize {
         let ratio_workers = self.max_ratio.map(|ratio| (cpus as f64 * ratio).round() as usize);
         self.max.or(ratio_workers).unwrap_or(1).max(self.min).min(cpus).max(1)
@@ -304,7 +314,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_number_of_workers_is_within_its_bounds_and_the_cpus() {
+    fn the_number_of_workers_follows_max_then_the_ratio_within_min_and_the_cpus() {
         for (min, max, max_ratio, cpus, expected) in [
             (1, None, None, 8, 1),
             (2, None, None, 8, 2),

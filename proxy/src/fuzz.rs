@@ -240,7 +240,7 @@ pub fn responses(bytes: &[u8]) {
     }
     let mut lines = [httparse::EMPTY_HEADER; MAX_HEADERS];
     let mut theirs = httparse::Response::new(&mut lines);
-    // By default httparse accepts no space before a colon.
+    // A refusal is not compared: httparse refuses a space before a colon, which tulle accepts in responses.
     if let Ok(parsed) = theirs.parse(bytes) {
         assert!(parsed.is_complete(), "httparse expects more of the head");
         let (status, headers) = match ours.interims.first() {
@@ -307,7 +307,7 @@ fn assert_same_message<T: PartialEq + Debug>(one: &ParsedMessage<T>, other: &Par
     );
 }
 
-/// Maximum headers and trailers for hyper: as many as tulle accepts, and more than an input can have.
+/// Maximum number of headers or trailers for hyper and httparse: more than an input of 4 KiB, the default limit, can have.
 const MAX_HEADERS: usize = 2000;
 
 fn block_on<F: Future>(future: F) -> F::Output {
@@ -411,7 +411,7 @@ mod tests {
 
     #[test]
     fn saved_client_hellos_satisfy_the_invariant() {
-        replay("hello", super::client_hello);
+        replay("client_hello", super::client_hello);
     }
 
     #[test]

@@ -8,7 +8,7 @@ use tulle_proxy::{
     env,
 };
 
-/// Exit status for an invalid configuration, as in `sysexits.h`.
+/// Exit status for an invalid configuration, as of Linkerd's proxy: `EX_USAGE` of `sysexits.h`.
 const EX_USAGE: u8 = 64;
 
 /// Free memory that the C library keeps, in bytes. By default it returns all but 128 KiB to the kernel, which must then zero each

@@ -165,7 +165,7 @@ pub fn control_plane_identity(service_account: &str) -> String {
     tulle_core::identity::service_account(service_account, CONTROL_NAMESPACE, CONTROL_NAMESPACE, TRUST_DOMAIN)
 }
 
-/// The namespace of all service accounts.
+/// The namespace of the service accounts of workloads.
 pub const NAMESPACE: &str = "shop";
 const CONTROL_NAMESPACE: &str = "linkerd";
 const TRUST_DOMAIN: &str = "cluster.local";

@@ -33,7 +33,7 @@ use crate::eventually::eventually;
 pub const NS: &str = "shop";
 /// HTTP port of applications.
 pub const HTTP: u16 = 8080;
-/// Port of applications with any protocol; the mesh has no information about it.
+/// Port of applications whose protocol is not declared, so the proxy detects it.
 pub const TCP: u16 = 9000;
 /// Port of applications that is marked opaque.
 pub const OPAQUE: u16 = 3306;
@@ -407,7 +407,8 @@ status: {{podIP: {ip}}}
             if let Some(orig_dst) = orig_dsts.lock().get(&client) {
                 return Ok(OrigDst(*orig_dst));
             }
-            // A connection from another proxy: the original destination is its local address, with the port of the application.
+            // A connection from another proxy. With `Transparent`, the original destination is its local address with the port
+            // of the application; with `Header`, it is the proxy's own address, and the transport header names that port.
             let mut local = stream.local_addr()?;
             local.set_port(transport.app_port(local.port()));
             Ok(OrigDst(local))
@@ -641,7 +642,7 @@ impl Proxy {
             .map_err(|errors| anyhow::anyhow!("variables: {errors:?}"))?;
         let app = App::build(config, context)?;
         let (outbound, inbound, admin) = app.addrs();
-        let shutdown = app.shutdown();
+        let shutdown = app.shutdown_handle();
         let thread = thread::Builder::new().name("proxy".into()).spawn(move || app.run())?;
         Ok(Self {
             outbound: *outbound.first().context("no outbound listener")?,
@@ -721,7 +722,7 @@ spec:
     )
 }
 
-/// The name of a variable; all of Linkerd have the same prefix.
+/// The full name of a variable: names of Linkerd's variables get their common prefix, those of tulle are already complete.
 fn variable_name(name: &str) -> String {
     match name.starts_with("TULLE_") {
         true => name.into(),

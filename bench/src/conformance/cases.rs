@@ -33,7 +33,7 @@ pub enum Expected {
 pub struct Request {
     pub line: &'static str,
     pub body: &'static str,
-    /// Header or trailer lines that must be present. A name after `!` must be absent.
+    /// Header or trailer lines that must be present. After `!`, a name or a whole line must be absent.
     pub lines: &'static [&'static str],
 }
 

@@ -56,7 +56,8 @@ impl Message {
     }
 }
 
-/// Returns the first message in `bytes` and its length, or `None` if it is incomplete and more bytes can follow.
+/// Returns the first message in `bytes` and its length. `None` if its head is incomplete, its content-length is not a number,
+/// or its body cannot be read completely and more bytes can follow.
 pub(super) fn read(bytes: &[u8], is_response_to_head: bool, end: StreamEnd) -> Option<(Message, usize)> {
     let head_end = bytes.windows(4).position(|four| four == b"\r\n\r\n")? + 4;
     let (first_line, lines) = head(&bytes[..head_end]);

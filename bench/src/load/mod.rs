@@ -125,6 +125,7 @@ pub async fn run(
         let length = now - std::mem::replace(&mut reported_at, now);
         interval.report(Kind::Interval, now - start, length)
     };
+    // Without `--report-every`, the ticks are not used.
     let mut ticks = tokio::time::interval(args.report_every.unwrap_or(DEFAULT_DURATION));
     ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
     ticks.tick().await;

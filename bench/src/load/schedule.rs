@@ -80,8 +80,8 @@ impl Schedule {
 }
 
 impl DueTimes {
-    /// Exponentially distributed intervals, the same ones in each run. They are computed in advance and never repeated, so a run
-    /// without a duration ends after [`MAX_RANDOM`] requests.
+    /// Exponentially distributed intervals from a fixed seed, so runs with the same rate have the same ones. They are computed
+    /// in advance, so a run has at most [`MAX_RANDOM`] requests.
     fn random(rate: f64, limit: u64, duration: Option<Duration>) -> Self {
         let end = duration.map_or(f64::INFINITY, |duration| duration.as_secs_f64());
         let mut random = fastrand::Rng::with_seed(1);

@@ -313,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn merged_tallies_report_as_one() {
+    fn merged_stats_report_as_one() {
         let (mut one, mut two, mut both) = (IntervalStats::new(), IntervalStats::new(), IntervalStats::new());
         for ms in 1..100 {
             let sample = answer(if ms % 7 == 0 { 500 } else { 200 }, if ms % 2 == 0 { "a" } else { "b" });

@@ -210,7 +210,7 @@ pub(super) fn send_requests_on_new_connections(testbed: &Testbed, host: &str, re
 
 /// The load that the load generator of this program sends.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum LoadProfile {
+pub(super) enum GeneratedLoad {
     /// Messages of 1 MiB, echoed, so that both directions carry load at the same time.
     Bulk,
     /// One message per connection.
@@ -223,25 +223,25 @@ pub(super) enum LoadProfile {
 pub(super) fn bench_load(
     testbed: &Testbed,
     host: &str,
-    profile: LoadProfile,
+    load: GeneratedLoad,
     duration: Duration,
 ) -> anyhow::Result<LoadResult> {
     let mut command = testbed
         .client
         .command(std::env::current_exe().context("finding this program")?);
     command.args(["load", "--json", "--duration", &format!("{}ms", duration.as_millis())]);
-    let (args, port, messages) = match profile {
-        LoadProfile::Bulk => (
+    let (args, port, messages) = match load {
+        GeneratedLoad::Bulk => (
             format!("--protocol tcp --connections 4 --body-size {BULK_SIZE}"),
             TCP_PORT,
             1,
         ),
-        LoadProfile::Reconnect => (
+        GeneratedLoad::Reconnect => (
             "--protocol tcp --connections 16 --body-size 64 --reconnect".to_owned(),
             TCP_PORT,
             1,
         ),
-        LoadProfile::Streams => (
+        GeneratedLoad::Streams => (
             format!(
                 "--protocol grpc --grpc-method bidi --connections 4 --streams 8 --body-size 64 --messages {MESSAGES}"
             ),

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 
-use super::generators::{BULK_SIZE, Http1, LoadProfile, LoadResult, bench_load, ghz, h2load, wrk};
+use super::generators::{BULK_SIZE, GeneratedLoad, Http1, LoadResult, bench_load, ghz, h2load, wrk};
 use super::memory::Memory;
 use super::metric::{Metric, Sample};
 use super::process::Process;
@@ -31,8 +31,8 @@ pub(super) fn warm_up(testbed: &Testbed, sidecars: Option<&Sidecars>, setup: &Se
         Traffic::Opaque => {
             // The sidecar authorizes an opaque connection when it opens. The first ones open before the policy of their port is
             // known.
-            bench_load(testbed, host, LoadProfile::Bulk, WARM_UP)?;
-            bench_load(testbed, host, LoadProfile::Bulk, WARM_UP)?
+            bench_load(testbed, host, GeneratedLoad::Bulk, WARM_UP)?;
+            bench_load(testbed, host, GeneratedLoad::Bulk, WARM_UP)?
         }
     };
     ensure!(
@@ -59,7 +59,7 @@ pub(super) fn measure(
         };
         http1(load).map(|sample| with_bytes(sample, body as u64))
     };
-    let own_generator = |profile| measure_load(sidecars, || bench_load(testbed, host, profile, duration));
+    let own_generator = |load| measure_load(sidecars, || bench_load(testbed, host, load, duration));
     match row {
         Row::HttpC1 => http1(Http1::get(1)),
         Row::HttpC16 => http1(Http1::get(16)),
@@ -80,9 +80,9 @@ pub(super) fn measure(
         }),
         Row::Http2 => measure_load(sidecars, || h2load(testbed, host, duration)),
         Row::Grpc => measure_load(sidecars, || ghz(testbed, host, duration)),
-        Row::GrpcStream => own_generator(LoadProfile::Streams),
-        Row::Bulk => own_generator(LoadProfile::Bulk).map(|sample| with_bytes(sample, BULK_SIZE)),
-        Row::NewMtls => own_generator(LoadProfile::Reconnect),
+        Row::GrpcStream => own_generator(GeneratedLoad::Streams),
+        Row::Bulk => own_generator(GeneratedLoad::Bulk).map(|sample| with_bytes(sample, BULK_SIZE)),
+        Row::NewMtls => own_generator(GeneratedLoad::Reconnect),
         Row::Idle => idle(testbed, sidecars, idle_http),
         Row::IdleOpaque => idle(testbed, sidecars, idle_opaque),
         Row::SlowHeads => slow::measure(testbed, sidecars.context("there is no sidecar")?, duration),

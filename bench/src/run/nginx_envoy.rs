@@ -18,7 +18,7 @@ use super::testbed::{self, HTTP_PORT, PROXY_UID, SERVER, TCP_PORT, Testbed};
 pub(super) fn start_nginx(testbed: &Testbed, setup: &Setup) -> anyhow::Result<Sidecars> {
     let kind = match setup.traffic {
         Traffic::Http1 => "http",
-        Traffic::Http2 => "grpc",
+        Traffic::Http2 => "grpc", // the configuration with grpc_pass, for all HTTP/2
         Traffic::Opaque => "tcp",
     };
     // nginx needs a directory for its pid file, and for temporary files even if it does not use them.

@@ -181,7 +181,7 @@ fn shorten_tracking_of_closed_connections() -> std::io::Result<()> {
     std::fs::write("/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_time_wait", "1")
 }
 
-/// Installs redirect rules with the shipped `tulle-init`, in the same way for every peer.
+/// Runs the shipped `tulle-init` in a namespace.
 fn init(namespace: &Namespace, args: &[&str]) -> anyhow::Result<()> {
     let output = namespace
         .command(tools::sibling_binary(INIT)?)

@@ -22,7 +22,7 @@ linkerd.io/control-plane-ns: {{ .root.Release.Namespace }}
 linkerd.io/created-by: tulle/helm {{ include "tulle.version" . }}
 {{- end }}
 
-{{/* Metadata of an object in .namespace, by default that of the release. .name, .component, .own: annotations, .root */}}
+{{/* Metadata of an object in .namespace, by default that of the release. .name, .component, .extraAnnotations, .root */}}
 {{- define "tulle.metadata" -}}
 name: {{ .name }}
 namespace: {{ .namespace | default .root.Release.Namespace }}
@@ -30,7 +30,7 @@ labels:
   {{- include "tulle.labels" . | nindent 2 }}
 annotations:
   {{- include "tulle.created-by" .root | nindent 2 }}
-  {{- with .own }}
+  {{- with .extraAnnotations }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
 {{- end }}

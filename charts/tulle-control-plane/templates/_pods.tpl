@@ -141,12 +141,12 @@ readinessProbe:
 {{/* Flags of all components. .kubeAPI: overrides of the component */}}
 {{- define "tulle.common-args" -}}
 {{- $kubeAPI := .root.Values.kubeAPI -}}
-{{- $own := .kubeAPI | default dict -}}
+{{- $overrides := .kubeAPI | default dict -}}
 - -controller-namespace={{ .root.Release.Namespace }}
 - -identity-trust-domain={{ include "tulle.trust-domain" .root }}
 - -log-format={{ .root.Values.controllerLogFormat }}
-- -kube-apiclient-qps={{ $own.clientQPS | default $kubeAPI.clientQPS }}
-- -kube-apiclient-burst={{ $own.clientBurst | default $kubeAPI.clientBurst }}
+- -kube-apiclient-qps={{ $overrides.clientQPS | default $kubeAPI.clientQPS }}
+- -kube-apiclient-burst={{ $overrides.clientBurst | default $kubeAPI.clientBurst }}
 {{- end }}
 
 {{/* Additional arguments of components. .of: list of their values */}}

@@ -59,11 +59,11 @@ values.yaml.
 {{/* One line for each of them that is set to another value. */}}
 {{- define "tulle.unused-lines" -}}
 {{- range fromYamlArray (include "tulle.unused" .) }}
-{{- $is := $.Values }}
+{{- $current := $.Values }}
 {{- range splitList "." .value }}
-{{- $is = index (kindIs "map" $is | ternary $is dict) . }}
+{{- $current = index (kindIs "map" $current | ternary $current dict) . }}
 {{- end }}
-{{- if ne (toJson $is) (toJson .default) }}
+{{- if ne (toJson $current) (toJson .default) }}
 {{ .value }}: {{ .because }}
 {{- end }}
 {{- end }}

@@ -99,7 +99,7 @@ fn replace_pods(pods: &mut ListResult<Pod>, namespace: &str, listed: ListResult<
             pods.retain(|pod| resource::namespace(pod) != namespace);
             pods.extend(listed);
         }
-        (Ok(_), Err(unreadable)) => *pods = Err(unreadable),
+        (Ok(_), Err(list_error)) => *pods = Err(list_error),
         (Err(_), _) => {}
     }
 }

@@ -210,12 +210,12 @@ pub(super) fn value<'a>(values: &'a Value, path: &str) -> &'a Value {
 }
 
 impl From<&ListError> for Problem {
-    fn from(unreadable: &ListError) -> Self {
+    fn from(list_error: &ListError) -> Self {
         warning(
-            format!("unknown: {unreadable}"),
+            format!("unknown: {list_error}"),
             format!(
                 "act as a user with permission to list {} (--as USER, --context NAME)",
-                unreadable.kind
+                list_error.kind
             ),
         )
     }

@@ -458,7 +458,7 @@ fn telemetry_is_available(snapshot: &Snapshot) -> CheckResult {
     };
     Err(error(
         format!(
-            "APIService {API_SERVICE} is not available, and until then Kubernetes cannot finish deleting namespaces: {}",
+            "APIService {API_SERVICE} is not available; until it is, Kubernetes cannot finish deleting namespaces: {}",
             why.map_or("the API server has not checked it yet", String::as_str)
         ),
         format!(
@@ -473,10 +473,10 @@ fn telemetry_is_available(snapshot: &Snapshot) -> CheckResult {
 fn proxies_match(snapshot: &Snapshot) -> CheckResult {
     let anchors = anchors(snapshot)?;
     let mut untrusted = Vec::new();
-    let mut unreadable = Vec::new();
+    let mut fetch_errors = Vec::new();
     for (pod, chain) in &snapshot.proxy_certificates {
         match chain {
-            Err(why) => unreadable.push(format!("{pod}: {why}")),
+            Err(why) => fetch_errors.push(format!("{pod}: {why}")),
             Ok(chain) if !chains_to(chain, &anchors) => {
                 untrusted.push(format!(
                     "{pod} has a certificate that chains to none of the trust anchors"
@@ -496,9 +496,9 @@ fn proxies_match(snapshot: &Snapshot) -> CheckResult {
             "kubectl rollout restart their workloads, so that they get the current trust anchors",
         ));
     }
-    if !unreadable.is_empty() {
+    if !fetch_errors.is_empty() {
         return Err(warning(
-            listing("no certificate could be read from:", &unreadable),
+            listing("no certificate could be read from:", &fetch_errors),
             "kubectl logs POD -c linkerd-proxy shows why; reading certificates requires permission to create pods/portforward",
         ));
     }

@@ -4,7 +4,8 @@ use tokio::time::Instant;
 pub(super) struct ActiveFault {
     pub(super) target: Target,
     pub(super) since: Instant,
-    /// When the fault is repaired. `None` after the repair, while the demo waits for recovery.
+    /// When the demo repairs the fault. `None` while it only waits for recovery: after the repair, and always for the issuer,
+    /// which needs no repair.
     pub(super) repair_at: Option<Instant>,
     /// Failures on permitted edges before the fault.
     pub(super) failed_before: u64,
@@ -27,6 +28,15 @@ impl Target {
             Self::ControlPlane => "the control plane",
             Self::Replica(name) => name,
             Self::Certificate { .. } => "the issuer",
+        }
+    }
+
+    /// What is wrong until the mesh has recovered.
+    pub(super) fn problem(&self) -> String {
+        match self {
+            Self::ControlPlane => "the control plane is down".to_owned(),
+            Self::Replica(name) => format!("{name}'s application is down"),
+            Self::Certificate { .. } => "not all sidecars hold certificates of the new issuer".to_owned(),
         }
     }
 

@@ -1,6 +1,6 @@
 //! The cleanup process: cleans up after a demo that was killed or aborted by a panic.
 //!
-//! It waits until the demo's end of a pipe closes, which happens however the demo ends.
+//! It waits until the write end of a pipe closes. Only the demo holds that end, so it closes however the demo exits.
 //! The kernel kills the demo's other children too, so only network namespaces and files are left to remove.
 
 use std::io::{Read as _, Write as _};
@@ -45,7 +45,7 @@ impl Drop for CleanupProcess {
 }
 
 /// Runs `tulle demo cleanup`.
-pub(super) fn main(demo: u32) -> anyhow::Result<()> {
+pub(super) fn main(demo_pid: u32) -> anyhow::Result<()> {
     let mut message = Vec::new();
     std::io::stdin()
         .read_to_end(&mut message)
@@ -53,7 +53,7 @@ pub(super) fn main(demo: u32) -> anyhow::Result<()> {
     if message == SHUTDOWN_MESSAGE {
         return Ok(());
     }
-    let proc = format!("/proc/{demo}");
+    let proc = format!("/proc/{demo_pid}");
     // The demo may be a zombie for a moment, and its files are kept while its process exists. So try again until it is gone.
     for _ in 0..MAX_EXIT_POLLS {
         mesh::remove_stale(FailedRunLogs::Leave)?;

@@ -37,7 +37,7 @@ impl Demo {
             .iter()
             .find(|broken| broken.target.name() == what.name())
         {
-            anyhow::bail!("{} is broken already", broken.target.name());
+            anyhow::bail!("this fault is active already: {}", broken.target.problem());
         }
         let (description, repair_at) = match &what {
             Target::ControlPlane => {
@@ -96,13 +96,13 @@ impl Demo {
         for mut broken in std::mem::take(&mut self.active_faults) {
             if let Some(at) = broken.repair_at {
                 if at <= now {
-                    let service = match &broken.target {
+                    let stopped = match &broken.target {
                         Target::ControlPlane => Some(&mut self.mesh.control),
                         Target::Replica(name) => self.mesh.apps.get_mut(name),
                         Target::Certificate { .. } => None,
                     };
-                    if let Some(service) = service {
-                        service.restart(&logs)?;
+                    if let Some(process) = stopped {
+                        process.restart(&logs)?;
                     }
                     broken.repair_at = None;
                 }

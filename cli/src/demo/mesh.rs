@@ -21,10 +21,10 @@ use super::topology::{App, CONTROL_IP, CONTROL_NAMESPACE, OUTSIDE_IP, Topology, 
 
 /// The running mesh. Fields drop in order: processes before their namespaces, and those before the directory.
 pub(super) struct DemoMesh {
-    pub(super) control: ServiceProcess,
-    pub(super) sidecars: BTreeMap<String, ServiceProcess>,
+    pub(super) control: RestartableProcess,
+    pub(super) sidecars: BTreeMap<String, RestartableProcess>,
     /// The applications, by workload.
-    pub(super) apps: BTreeMap<String, ServiceProcess>,
+    pub(super) apps: BTreeMap<String, RestartableProcess>,
     pub(super) credentials: Credentials,
     pub(super) topology: Topology,
     hosts: BTreeMap<String, Arc<Namespace>>,
@@ -33,7 +33,7 @@ pub(super) struct DemoMesh {
 }
 
 /// A process that can be restarted, and its admin servers.
-pub(super) struct ServiceProcess {
+pub(super) struct RestartableProcess {
     pub(super) spec: ProcessSpec,
     pub(super) process: Process,
     pub(super) admin: Vec<Scraper>,
@@ -148,7 +148,7 @@ impl DemoMesh {
         spec.start(&self.dir.logs(), Output::Piped)
     }
 
-    pub(super) fn services(&mut self) -> impl Iterator<Item = &mut ServiceProcess> {
+    pub(super) fn processes(&mut self) -> impl Iterator<Item = &mut RestartableProcess> {
         let sidecars = self.sidecars.values_mut();
         std::iter::once(&mut self.control)
             .chain(sidecars)
@@ -156,7 +156,7 @@ impl DemoMesh {
     }
 }
 
-impl ServiceProcess {
+impl RestartableProcess {
     /// Restarts the process.
     pub(super) fn restart(&mut self, logs: &Path) -> anyhow::Result<()> {
         self.process = self.spec.start(logs, Output::Log)?;
@@ -201,7 +201,7 @@ struct Builder<'a> {
 }
 
 impl Builder<'_> {
-    fn control(&self, manifests: &Path) -> anyhow::Result<ServiceProcess> {
+    fn control(&self, manifests: &Path) -> anyhow::Result<RestartableProcess> {
         let credentials = self.credentials;
         let domain = &self.topology.trust_domain;
         let mut args = vec!["all-in-one".to_owned()];
@@ -253,7 +253,7 @@ impl Builder<'_> {
     }
 
     /// Starts the application of a workload, if it has one.
-    fn app(&self, workload: &Workload) -> anyhow::Result<Option<ServiceProcess>> {
+    fn app(&self, workload: &Workload) -> anyhow::Result<Option<RestartableProcess>> {
         let (flag, delay) = match workload.app {
             App::Load => return Ok(None),
             App::Web(delay) => ("--http", delay),
@@ -276,7 +276,7 @@ impl Builder<'_> {
         self.start(spec, &[]).map(Some)
     }
 
-    fn sidecar(&self, workload: &Workload, balancer: Balancer) -> anyhow::Result<ServiceProcess> {
+    fn sidecar(&self, workload: &Workload, balancer: Balancer) -> anyhow::Result<RestartableProcess> {
         let mut env = self.environment(workload);
         if workload.app == App::Load && balancer == Balancer::RoundRobin {
             env.push(("TULLE_PROXY_BALANCER".to_owned(), "round-robin".to_owned()));
@@ -342,8 +342,8 @@ impl Builder<'_> {
         .collect()
     }
 
-    fn start(&self, spec: ProcessSpec, admin_ports: &[u16]) -> anyhow::Result<ServiceProcess> {
-        Ok(ServiceProcess {
+    fn start(&self, spec: ProcessSpec, admin_ports: &[u16]) -> anyhow::Result<RestartableProcess> {
+        Ok(RestartableProcess {
             process: spec.start(&self.logs, Output::Log)?,
             admin: admin_ports
                 .iter()
@@ -354,7 +354,7 @@ impl Builder<'_> {
     }
 
     /// Waits until an application reports that it listens.
-    async fn wait_until_listening(&self, app: &mut ServiceProcess) -> anyhow::Result<()> {
+    async fn wait_until_listening(&self, app: &mut RestartableProcess) -> anyhow::Result<()> {
         let log = self.logs.join(format!("{}.log", app.spec.name));
         let deadline = Instant::now() + START_TIMEOUT;
         while !fs::read_to_string(&log).is_ok_and(|text| text.contains("listening")) {

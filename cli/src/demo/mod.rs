@@ -41,7 +41,7 @@ pub(crate) use self::options::Args;
 pub(crate) fn main(args: &Args) -> anyhow::Result<ExitCode> {
     match args.action {
         None => {}
-        Some(Action::Cleanup { demo }) => return cleanup::main(demo).map(|()| ExitCode::SUCCESS),
+        Some(Action::Cleanup { demo_pid }) => return cleanup::main(demo_pid).map(|()| ExitCode::SUCCESS),
         Some(Action::Break { fault, length }) => return break_running(fault, length),
     }
     netns::rerun_as_namespace_root(&[process::PROXY_UID, process::APP_UID, process::CONTROL_UID])

@@ -42,7 +42,7 @@ pub(super) enum Action {
     },
     /// Wait until a demo ends, and clean up after it
     #[command(hide = true)]
-    Cleanup { demo: u32 },
+    Cleanup { demo_pid: u32 },
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, Eq, PartialEq)]

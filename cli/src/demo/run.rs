@@ -134,7 +134,7 @@ impl Demo {
                     self.repair().await?;
                     self.detect_unexpected_exits();
                     if draw {
-                        screen.draw(&self.draw(Screen::width()));
+                        screen.draw(&self.live_table(Screen::width()));
                     } else if args.output != Some(Output::Json) {
                         self.print_status_line();
                     }
@@ -163,7 +163,7 @@ impl Demo {
             let pending = self
                 .active_faults
                 .iter()
-                .map(|broken| format!("{} was not back in time", broken.target.name()));
+                .map(|broken| format!("no recovery before the end of the run: {}", broken.target.problem()));
             problems.extend(pending);
         }
         let balancer = match self.balancer {
@@ -218,8 +218,8 @@ impl Demo {
         let generators = self.generators.iter_mut();
         for process in self
             .mesh
-            .services()
-            .map(|service| &mut service.process)
+            .processes()
+            .map(|restartable| &mut restartable.process)
             .chain(generators)
         {
             if let Some(status) = process
@@ -264,7 +264,7 @@ impl Demo {
         }
     }
 
-    fn draw(&self, width: usize) -> String {
+    fn live_table(&self, width: usize) -> String {
         let rows = self.live_rows();
         let control = match self
             .active_faults
@@ -335,7 +335,7 @@ impl Demo {
             sum(Client::Load, |row| row.failed),
             sum(Client::Outside, |row| row.failed),
             match self.active_faults.first() {
-                Some(broken) => format!("; {} is broken", broken.target.name()),
+                Some(broken) => format!("; {}", broken.target.problem()),
                 None => String::new(),
             }
         ));

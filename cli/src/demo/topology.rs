@@ -65,6 +65,8 @@ pub(super) enum TopologyError {
     Service { name: String, reason: String },
     #[error("{what} is missing; the demo needs {needs}")]
     Missing { what: String, needs: &'static str },
+    #[error("expected exactly one ExternalWorkload with the label app: load, found {0}")]
+    LoadWorkloads(usize),
 }
 
 impl Topology {
@@ -128,17 +130,10 @@ impl Topology {
     }
 
     fn check_complete(&self) -> Result<(), TopologyError> {
-        if self
-            .workloads
-            .iter()
-            .filter(|workload| workload.app == App::Load)
-            .count()
-            != 1
-        {
-            return Err(TopologyError::Missing {
-                what: "exactly one ExternalWorkload with the label app: load".to_owned(),
-                needs: "one host that makes the load",
-            });
+        let is_load = |workload: &&Workload| workload.app == App::Load;
+        let n_load = self.workloads.iter().filter(is_load).count();
+        if n_load != 1 {
+            return Err(TopologyError::LoadWorkloads(n_load));
         }
         for (service, port) in [("web", "http"), ("web", "grpc"), ("ws", "http"), ("tcp", "echo")] {
             let needs = "the services web (ports http and grpc), ws (http) and tcp (echo), each with a workload";

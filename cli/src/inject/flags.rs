@@ -36,7 +36,7 @@ pub(super) struct ProxyFlags {
     /// Outbound ports that bypass the proxy
     #[arg(long, value_name = "PORTS")]
     skip_outbound_ports: Option<String>,
-    /// Networks whose connections bypass the proxy, such as 10.0.0.0/8
+    /// Networks of clients whose inbound connections bypass the proxy, such as 10.0.0.0/8
     #[arg(long, value_name = "CIDRS")]
     skip_subnets: Option<String>,
     /// How connections are redirected to the proxy: redirect, or tproxy, which preserves client addresses
@@ -84,7 +84,7 @@ pub(super) struct ProxyFlags {
     /// Inject the proxy as a native sidecar, an init container that keeps running [default: true]
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     native_sidecar: Option<String>,
-    /// Seconds that the proxy waits before it ends
+    /// Seconds that the proxy continues to serve when the pod is stopped, before it drains
     #[arg(long, value_name = "SECONDS")]
     wait_before_exit_seconds: Option<String>,
     /// The time that requests have to end when the proxy ends, such as 2m

@@ -288,10 +288,10 @@ const FATAL_SKIP_REASONS: [SkipReason; 3] = [
     SkipReason::SidecarExists,
     SkipReason::NoServiceAccountToken,
 ];
-const NAMESPACES_NOT_READ: &str = "tulle: the annotations of namespaces were not read. With an injector in the cluster, only \
-     config.linkerd.io/default-inbound-policy and config.linkerd.io/proxy-require-identity-inbound-ports are still taken from \
-     the namespace when a pod is created. Write every other annotation of the namespace (without an injector, every one) into \
-     the manifests";
+const NAMESPACES_NOT_READ: &str = "tulle: the annotations of namespaces were not read. An injector in the cluster \
+     still copies config.linkerd.io/default-inbound-policy and \
+     config.linkerd.io/proxy-require-identity-inbound-ports from the namespace when a pod is created. Write the other \
+     annotations of the namespace into the manifests; without an injector, write all of them";
 const NO_ANCHORS: &str = "no trust anchors given, and a proxy does not start without them: remove --ignore-cluster, or pass a \
      file with identityTrustAnchorsPEM by --values";
 

@@ -269,7 +269,7 @@ fn new_flags_and_versions_apply_to_injected_manifests() {
     assert_eq!(probe(&again, "readinessProbe")["httpGet"]["port"], 5191);
     assert!(again.to_string().contains(":v-newer\""), "{again}");
 
-    // Without --manual, pods are left unchanged for the injector.
+    // Without --manual, the sidecar is removed and the pod is annotated, so that the injector adds the sidecar.
     let (mut annotated, mut expected) = (old.clone(), original.clone());
     injection(false).apply(&mut annotated).unwrap();
     injection(false).apply(&mut expected).unwrap();

@@ -52,7 +52,7 @@ fn split(text: &str) -> Vec<&str> {
     documents.into_iter().filter(has_content).collect()
 }
 
-/// Converts file modes with a leading zero to numbers, because YAML 1.2 parses them as strings.
+/// Converts file modes with a leading zero, such as `0644`, to numbers, because `serde_yaml_ng` parses them as strings.
 fn convert_yaml_1_1_octals(value: &mut Value) {
     match value {
         Value::Object(map) => {
@@ -81,7 +81,7 @@ pub(super) fn to_yaml(value: &Value) -> String {
     out
 }
 
-/// Writes a value after a key. Further lines of the value are indented relative to `indent`, the indentation of the key's line.
+/// Writes a value at the current position. Its further lines are indented by `indent`.
 fn write(value: &Value, indent: usize, out: &mut String) {
     match value {
         Value::Object(map) if !map.is_empty() => {
@@ -112,7 +112,7 @@ fn write(value: &Value, indent: usize, out: &mut String) {
     }
 }
 
-/// Writes the value after a key.
+/// Writes the value of a key whose line is indented by `indent`, and ends the line.
 fn write_child(value: &Value, indent: usize, out: &mut String) {
     let (is_map, is_list) = (
         value.as_object().is_some_and(|map| !map.is_empty()),

@@ -289,17 +289,17 @@ mod tests {
     #[test]
     fn incomplete_and_mismatched_credentials_are_refused() {
         let (anchor, issuer) = credentials();
-        let half = json!({ "identityTrustAnchorsPEM": anchor.certificate });
+        let incomplete = json!({ "identityTrustAnchorsPEM": anchor.certificate });
         assert!(
-            with_credentials(half)
+            with_credentials(incomplete)
                 .unwrap_err()
                 .to_string()
                 .contains("credentials are incomplete")
         );
-        let mut incomplete = json!({});
-        set_credentials(&mut incomplete, &credentials().0, &issuer);
+        let mut mismatched = json!({});
+        set_credentials(&mut mismatched, &credentials().0, &issuer);
         assert!(
-            with_credentials(incomplete)
+            with_credentials(mismatched)
                 .unwrap_err()
                 .to_string()
                 .contains("signed by none of the trust anchors")

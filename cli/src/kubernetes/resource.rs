@@ -293,11 +293,11 @@ mod tests {
             ports: serde_json::from_value(ports).unwrap(),
             ..Container::default()
         };
-        let annotated = serde_json::json!([
+        let named_ports = serde_json::json!([
             { "name": "linkerd-proxy", "containerPort": 4143 },
             { "name": "linkerd-admin", "containerPort": 9191 },
         ]);
-        assert_eq!(admin_port(&container(annotated)), 9191);
+        assert_eq!(admin_port(&container(named_ports)), 9191);
         assert_eq!(admin_port(&container(serde_json::json!([]))), 4191);
     }
 

@@ -296,7 +296,8 @@ pub(crate) const ROUTES_EXAMPLES: &str = "\
   tulle routes svc -n shop
   tulle routes --control 127.0.0.1:8089
 
-Routes of a Server are inbound, those of Services and profiles outbound.
+Routes of a Server are inbound, those of a Service or EgressNetwork outbound.
+Routes of a ServiceProfile are counted by both the client's and the server's proxy.
 Requires permission to list routes.telemetry.tulle.dev in the namespace.";
 
 #[cfg(test)]

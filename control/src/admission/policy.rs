@@ -24,7 +24,7 @@ pub(super) fn review(req: Request) -> AdmissionResponse {
         Ok(object)
             if object
                 .route()
-                .is_some_and(|route| is_gateway_kind(kind) && !route.has_mesh_parent()) =>
+                .is_some_and(|route| is_gateway_api_kind(kind) && !route.has_mesh_parent()) =>
         {
             AdmissionResponse::allow()
         }
@@ -34,15 +34,15 @@ pub(super) fn review(req: Request) -> AdmissionResponse {
                 .fold(AdmissionResponse::allow(), AdmissionResponse::warn),
             Err(reason) => AdmissionResponse::deny(reason),
         },
-        Err(err) => match is_gateway_kind(kind) && !Unreadable::concerns_mesh(kind, &value) {
+        Err(err) => match is_gateway_api_kind(kind) && !Unreadable::concerns_mesh(kind, &value) {
             true => AdmissionResponse::allow(),
             false => AdmissionResponse::deny(format!("the mesh cannot read this {}: {err}", req.kind.kind)),
         },
     }
 }
 
-/// Whether gateway controllers, too, can be the parents of objects of this kind.
-fn is_gateway_kind(kind: Kind) -> bool {
+/// Whether objects of this kind can also have parents of other controllers, such as Gateways.
+fn is_gateway_api_kind(kind: Kind) -> bool {
     kind.info().group == GATEWAY_GROUP
 }
 
@@ -68,7 +68,7 @@ fn validated_kind(kind: &GroupVersionKind) -> Option<Kind> {
     found.map(|info| info.kind)
 }
 
-/// The validated parts: without the status, and with a placeholder if the name is not generated yet.
+/// The parts of the object that are validated, with a substitute for a name that is not generated yet.
 fn decodable_value(object: DynamicObject, namespace: Option<&str>) -> Value {
     let DynamicObject { metadata, mut data, .. } = object;
     let namespace = metadata.namespace.as_deref().or(namespace);

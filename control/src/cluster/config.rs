@@ -3,7 +3,7 @@
 use ipnet::IpNet;
 use tulle_core::ports::PortSet;
 
-use crate::resources::policy::server::DefaultPolicy;
+use crate::resources::policy::server::AccessPolicy;
 use crate::resources::service::EndpointsSource;
 
 /// The settings that views depend on besides the store.
@@ -20,7 +20,7 @@ pub struct Config {
     /// Source networks of health probes. Default none.
     pub probe_networks: Vec<IpNet>,
     /// Policy of ports that no Server selects. Default `all-unauthenticated`.
-    pub default_policy: DefaultPolicy,
+    pub default_policy: AccessPolicy,
     /// Opaque ports of workloads and Services without the opaque-ports annotation. Default none.
     pub default_opaque_ports: PortSet,
     /// Namespace of the EgressNetworks for client namespaces that have none. Default `linkerd-egress`.
@@ -53,9 +53,9 @@ pub enum H2Upgrade {
 /// The variants have the names of the flag's values, `--outbound-transport-mode`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TransportMode {
-    /// A transport header for opaque ports.
+    /// A transport header for opaque ports, except the admin and control ports of a pod.
     Transparent,
-    /// A transport header for every port of a meshed endpoint.
+    /// A transport header for every port of a meshed endpoint, with the same exceptions.
     TransportHeader,
 }
 

@@ -50,7 +50,7 @@ impl Metrics {
             lock_seconds: registry
                 .histogram(
                     "tulle_state_lock_seconds",
-                    "Time for which the state of the cluster is locked, by a batch of changes or by a stream that begins or ends.",
+                    "Time for which the store is locked, by a batch of changes or by a stream that begins or ends.",
                     LOCK_BUCKETS,
                 )
                 .get(&Labels::new()),

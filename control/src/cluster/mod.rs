@@ -1,9 +1,10 @@
-//! The state of the cluster and the views computed from it.
+//! The state of the cluster and the values that views compute from it.
 //!
-//! One writer applies batches of events. A view that has subscribers and depends on a changed key is computed again, and its
-//! value is published if it differs. A view is a pure, synchronous function: it reads the store through a `Reader`, which
-//! records its dependencies. A subscription returns the current value immediately; a slow subscriber skips to the latest one.
-//! Encoded responses are cached with the value. Nothing here does I/O, reads the clock or uses protobuf.
+//! One writer applies batches of events. A view is a pure, synchronous function that computes a value from the store. It reads
+//! the store through a `Reader`, which records the lookup keys that it uses: the value depends on them. A value that has
+//! subscribers is computed again when one of these lookup keys changes, and is published if it differs. A subscription returns
+//! the current value immediately; a slow subscriber skips to the latest one. Encoded responses are cached with the value. No
+//! view does I/O or reads the clock, and nothing here uses protobuf.
 
 mod config;
 mod metrics;
@@ -26,7 +27,7 @@ pub use self::config::{Config, H2Upgrade, Ipv6, TransportMode};
 pub use self::metrics::GaugeGuard;
 use crate::cluster::metrics::Metrics;
 use crate::cluster::publish::object_metrics::ObjectMetrics;
-use crate::cluster::publish::shared_response::{EncoderId, SharedResponse};
+use crate::cluster::publish::published_value::{EncoderId, PublishedValue};
 use crate::cluster::publish::table::ViewTable;
 use crate::cluster::publish::undeclared_port_names::UndeclaredPortNames;
 use crate::cluster::store::objects::{Changes, LookupKey, Store};
@@ -364,7 +365,7 @@ fn log_event(addr: &str, store: &Store, event: &Event) {
 /// A subscription to one value. Dropping the last subscription removes the value from the table.
 pub struct Subscription<T> {
     // Fields drop in order: the receiver must be gone when the guard counts the remaining receivers.
-    receiver: watch::Receiver<Arc<SharedResponse<T>>>,
+    receiver: watch::Receiver<Arc<PublishedValue<T>>>,
     _release: SubscriptionGuard,
 }
 
@@ -380,12 +381,12 @@ impl Drop for SubscriptionGuard {
 
 impl<T> Subscription<T> {
     /// Returns the current value and marks it as seen.
-    pub fn current(&mut self) -> Arc<SharedResponse<T>> {
+    pub fn current(&mut self) -> Arc<PublishedValue<T>> {
         self.receiver.borrow_and_update().clone()
     }
 
     /// Waits for a value that has not been seen and returns the latest.
-    pub async fn changed(&mut self) -> Arc<SharedResponse<T>> {
+    pub async fn changed(&mut self) -> Arc<PublishedValue<T>> {
         // The table keeps the sender while this subscription exists, so this does not happen.
         if self.receiver.changed().await.is_err() {
             std::future::pending::<()>().await;

@@ -223,10 +223,10 @@ struct AllSubscriptions {
 }
 
 type AllValues = (
-    Vec<Arc<SharedResponse<Endpoints>>>,
-    Vec<Arc<SharedResponse<Profile>>>,
-    Vec<Arc<SharedResponse<Option<InboundPolicy>>>>,
-    Vec<Arc<SharedResponse<Outbound>>>,
+    Vec<Arc<PublishedValue<Endpoints>>>,
+    Vec<Arc<PublishedValue<Profile>>>,
+    Vec<Arc<PublishedValue<Option<InboundPolicy>>>>,
+    Vec<Arc<PublishedValue<Outbound>>>,
 );
 
 impl AllSubscriptions {

@@ -102,8 +102,8 @@ pub(crate) struct Flags {
     /// Whether endpoints in the client's own zone have a higher weight.
     #[arg(long, default_value_t = false, num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
     pub(super) ext_endpoint_zone_weights: bool,
-    /// Which ports of meshed workloads clients reach through the port of the proxy (4143) with a transport header:
-    /// transparent (only opaque ports) or transport-header (all).
+    /// The ports of meshed workloads to which clients connect through the proxy's inbound port (4143), with a transport
+    /// header: transparent (opaque ports) or transport-header (all ports), except the proxy's admin and control ports.
     #[arg(long, value_name = "MODE", default_value = "transparent")]
     pub(super) outbound_transport_mode: String,
     /// HTTP/2 settings for clients of meshed endpoints, as JSON.
@@ -130,7 +130,7 @@ pub(crate) struct Flags {
     /// Disable the validation of policies on admission.
     #[arg(long, default_value_t = false, num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
     pub(super) admission_controller_disabled: bool,
-    /// The Deployment that owns the lease for writing statuses of policies.
+    /// The Deployment that owns the leases for writing statuses and EndpointSlices.
     #[arg(long, value_name = "NAME", default_value = "linkerd-destination")]
     pub(super) policy_deployment_name: String,
     /// Timeout of writing one status, in milliseconds.
@@ -168,14 +168,14 @@ pub(crate) struct Flags {
     /// Address of telemetry; by default :8089, or 127.0.0.1:8089 without Kubernetes.
     #[arg(long)]
     pub(super) telemetry_addr: Option<ListenAddr>,
-    /// Admin address (metrics, readiness, invalid manifests) of a process that runs destination, sp-validator or
-    /// proxy-injector; by default :9996 for destination, else :9997 for sp-validator, else :9995 for proxy-injector.
+    /// Admin address (metrics, readiness, invalid manifests) of destination; by default :9996. In a process without
+    /// destination, that of sp-validator (by default :9997) or of proxy-injector (by default :9995), not of both.
     #[arg(long)]
     pub(super) metrics_addr: Option<ListenAddr>,
     /// Admin address of sp-validator.
     #[arg(long, default_value_t = ListenAddr::AllInterfaces(9997))]
     pub(super) sp_validator_metrics_addr: ListenAddr,
-    /// Admin address of identity and policy.
+    /// Admin address of identity, policy, and telemetry without destination.
     #[arg(long, default_value_t = ListenAddr::AllInterfaces(9990))]
     pub(super) admin_addr: ListenAddr,
 

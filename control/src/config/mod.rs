@@ -83,8 +83,9 @@ pub enum TokenVerification {
 /// Settings of the admission webhooks.
 #[derive(Clone, Debug)]
 pub struct Webhooks {
-    /// Certificate and key of the webhooks, if they are mounted, or their parent directories with one directory per
-    /// webhook. Without a mounted certificate each webhook keeps its own in a Secret.
+    /// Paths of the mounted certificate and key that all webhooks and the telemetry API share. Each of these servers uses
+    /// `<dir>/<its Service>/<file>` instead, if that certificate exists. Without a mounted certificate it keeps its own in a
+    /// Secret.
     pub certificate_paths: webhook::mounted_certificate::Paths,
     /// Whether policies are validated on admission. Default enabled, on Kubernetes.
     pub policy_admission: Admission,
@@ -119,7 +120,7 @@ pub struct ListenAddrs {
     pub telemetry: ListenAddr,
     /// Admin server of destination.
     pub destination_admin: ListenAddr,
-    /// Admin server of identity and policy.
+    /// Admin server of identity, policy, and telemetry without destination.
     pub admin: ListenAddr,
     pub sp_validator_admin: ListenAddr,
     pub proxy_injector_admin: ListenAddr,
@@ -313,7 +314,7 @@ impl Flags {
     fn cluster(&self, domains: Domains, listen: &ListenAddrs) -> Result<cluster::Config> {
         ensure!(
             self.enable_endpoint_slices || !self.enable_ipv6,
-            "--enable-ipv6 needs --enable-endpoint-slices; disable both or neither"
+            "--enable-ipv6 needs --enable-endpoint-slices; enable EndpointSlices, or also disable IPv6"
         );
         Ok(cluster::Config {
             controller_namespace: self.controller_namespace.clone(),
@@ -458,8 +459,8 @@ impl Flags {
                 (false, true, false) => listen.sp_validator_admin = addr,
                 (false, false, true) => listen.proxy_injector_admin = addr,
                 (false, _, _) => bail!(
-                    "--metrics-addr={addr} applies to several services, or to none; expected --admin-addr for identity and \
-                     policy, or --sp-validator-metrics-addr"
+                    "--metrics-addr={addr} applies to several services, or to none; expected --admin-addr for identity, \
+                     policy or telemetry, or --sp-validator-metrics-addr"
                 ),
             }
         }

@@ -59,7 +59,7 @@ fn flags_that_charts_pass_to_linkerd_are_accepted() {
 }
 
 #[test]
-fn without_manifests_objects_and_token_reviews_come_from_kubernetes() {
+fn kubernetes_is_needed_for_objects_token_reviews_and_webhooks() {
     let check = |line: &str, source: Option<ObjectSource>, needs_kubernetes: bool| {
         let config = config(line).unwrap();
         assert_eq!(config.source, source, "{line}");
@@ -160,7 +160,7 @@ fn flags_without_effect_are_accepted_and_each_is_logged_once() {
         logged("-trace-collector=collector:55678 -enable-pprof=true -identity-scheme=kubernetes.io/tls"),
         ["--identity-scheme", "--trace-collector", "--enable-pprof"]
     );
-    // Values without effect are not logged.
+    // A flag whose value asks for nothing is not logged.
     assert_eq!(logged("-trace-collector= -enable-pprof=false"), [""; 0]);
 }
 

@@ -11,7 +11,7 @@ use tonic::body::Body;
 use tulle_proto::destination::destination_server::SERVICE_NAME;
 use tulle_proto::destination::{DestinationProfile, GetDestination};
 
-use crate::cluster::publish::shared_response::{EncoderId, EncodingKey, SharedResponse};
+use crate::cluster::publish::published_value::{EncoderId, EncodingKey, PublishedValue};
 use crate::cluster::views::{endpoints, profiles};
 use crate::cluster::{Cluster, GaugeGuard, Subscription};
 use crate::destination::config::Config;
@@ -180,7 +180,7 @@ impl Shared {
     }
 
     /// Returns the message for a profile. Streams with the same profile share the bytes.
-    fn profile<'a>(&self, profile: &'a SharedResponse<Profile>) -> Result<Bytes, ProfileError<'a>> {
+    fn profile<'a>(&self, profile: &'a PublishedValue<Profile>) -> Result<Bytes, ProfileError<'a>> {
         profile.try_encode_cached(&EncodingKey::for_all_subscribers(self.encoder), || {
             profile_message(profile, &self.config).map(|message| grpc::encode(&[message]))
         })
@@ -201,13 +201,13 @@ struct EndpointStream {
     subscription: Subscription<Endpoints>,
     /// The first state. It is translated when the client reads it, because thousands of streams that open together
     /// would otherwise hold their first messages in memory.
-    first: Option<Arc<SharedResponse<Endpoints>>>,
+    first: Option<Arc<PublishedValue<Endpoints>>>,
     service: NamespacedName,
     /// Notifies of possible zone changes of the client's node.
     node_changes: watch::Receiver<()>,
     location: ClientLocation,
     /// The last state that was sent to the client. `None` before the first message.
-    last_sent: Option<Arc<SharedResponse<Endpoints>>>,
+    last_sent: Option<Arc<PublishedValue<Endpoints>>>,
 }
 
 impl EndpointStream {
@@ -256,7 +256,7 @@ impl EndpointStream {
         (!messages.is_empty()).then(|| grpc::encode(&messages))
     }
 
-    fn difference(&self, now: &SharedResponse<Endpoints>) -> Bytes {
+    fn difference(&self, now: &PublishedValue<Endpoints>) -> Bytes {
         let before = self.last_sent.as_ref();
         let encode = || {
             let before = before.map(|before| (&***before, &self.location));

@@ -29,7 +29,7 @@ pub(super) struct ClientLocation {
 }
 
 /// Returns the messages that bring a client from its last state and location to the current ones. Additions come first,
-/// so that the client always has an endpoint, then removals, then whether no endpoint is left.
+/// so that the client always has an endpoint, then removals. If no endpoint is left, a message that says so comes last.
 pub(super) fn difference(
     before: Option<(&Endpoints, &ClientLocation)>,
     now: &Endpoints,
@@ -72,7 +72,7 @@ pub(super) fn difference(
     if !removed.is_empty() {
         messages.push(update::Update::Remove(AddrSet { addrs: removed }));
     }
-    // Sent only when the last endpoint is removed, or when the existence of the service changes.
+    // Without an endpoint: sent first, when the last endpoint is removed, and when the existence of the service changes.
     if let Some(existence) = usable.existence_if_empty()
         && sent_endpoints.and_then(|sent_endpoints| sent_endpoints.existence_if_empty()) != Some(existence)
     {
@@ -242,7 +242,7 @@ fn tls_identity(identity: &model::TlsIdentity) -> TlsIdentity {
 }
 
 /// Returns the message for the profile of a service.
-pub(super) fn service_profile(profile: &profile::ServiceProfile) -> DestinationProfile {
+pub(super) fn service_profile(profile: &profile::ServicePortProfile) -> DestinationProfile {
     let (profile_namespace, profile_name) = profile
         .resource
         .as_ref()

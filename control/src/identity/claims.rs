@@ -106,7 +106,7 @@ impl Claims {
     }
 
     /// Claims of this process's own token for the API server, if Kubernetes mounts one. They contain the cluster's
-    /// issuer and the audiences of its API server.
+    /// token issuer and the audiences of its API server.
     pub(crate) fn own(path: &Path) -> Option<Self> {
         let token = fs::read(path).ok()?;
         Self::parse(token.trim_ascii()).ok()

@@ -276,7 +276,9 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn no_bytes_panic(flips in proptest::collection::vec((0usize..400, proptest::prelude::any::<u8>()), 1..8)) {
+        fn parsing_never_panics(
+            flips in proptest::collection::vec((0usize..400, proptest::prelude::any::<u8>()), 1..8)
+        ) {
             static GOOD: std::sync::LazyLock<Vec<u8>> =
                 std::sync::LazyLock::new(|| request(Some(WEB), &[dns(WEB)], &KeyPair::generate().unwrap()));
             let mut der = GOOD.clone();

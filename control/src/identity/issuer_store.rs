@@ -87,7 +87,7 @@ impl IssuerStore {
         Issuer::load(&self.issuer_dir, anchors, &self.name).map_err(LoadError::Issuer)
     }
 
-    /// Replaces the issuer unless it is unchanged: subscribers would renew their certificates without need.
+    /// Replaces the issuer. An unchanged one is kept, because subscribers would renew their certificates without need.
     fn replace(&self, issuer: Issuer) {
         let is_same =
             |old: &Arc<Issuer>| old.chain() == issuer.chain() && old.anchors().certs() == issuer.anchors().certs();

@@ -34,7 +34,7 @@ fn write_ttl(issuer_store: &IssuerStore, out: &mut String) {
         // Writing to a string cannot fail.
         let _ = writeln!(
             out,
-            "# HELP issuer_cert_ttl_seconds Seconds until the first certificate of the issuer's chain expires.\n\
+            "# HELP issuer_cert_ttl_seconds Seconds until the earliest expiry in the issuer's chain of certificates.\n\
              # TYPE issuer_cert_ttl_seconds gauge\nissuer_cert_ttl_seconds {ttl}"
         );
     }

@@ -1,7 +1,8 @@
 //! The identity service: authenticates workloads by their token and signs their certificates.
 //!
 //! A [`reviewer::Reviewer`] checks the token. The issuer is read from a directory and must be verified by the trust
-//! anchors. Both directories are watched: valid files take effect immediately, invalid ones are logged and ignored.
+//! anchors. The directories of the issuer and of the token keys and the file of the trust anchors are watched: valid files take
+//! effect immediately, invalid ones are logged and ignored.
 //! [`server`] handles requests; [`own_certificate`] renews the control plane's own certificates.
 
 pub(crate) mod claims;

@@ -128,8 +128,9 @@ impl StaticKeys {
                 }
             }
         }
+        // The file names: a changed key in a file is not logged.
         if before.keys().ne(after.keys()) {
-            info!(dir = %self.dir.display(), n_files = after.len(), "token keys changed");
+            info!(dir = %self.dir.display(), n_files = after.len(), "the set of token key files changed");
         }
         self.by_file.store(Arc::new(after));
         Ok(())
@@ -177,7 +178,7 @@ fn validation() -> Validation {
     validation
 }
 
-/// The reason for the owner of the token.
+/// The reason of a rejection, in words for the token's owner.
 fn rejection_reason(kind: &ErrorKind) -> String {
     match kind {
         ErrorKind::ExpiredSignature => "it has expired".to_owned(),

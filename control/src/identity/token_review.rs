@@ -28,7 +28,7 @@ use crate::tls::sha256_hex;
 
 /// Authenticates tokens with the API server.
 ///
-/// Claims are checked first and rejections are cached, so that an invalid token causes at most one review.
+/// Claims are checked first and rejections are cached for some seconds, so that an invalid token causes few reviews.
 pub struct TokenReviews {
     reviews: Api<TokenReview>,
     limiter: PerClientLimiter,
@@ -157,7 +157,7 @@ impl TokenReviews {
         if let Some(review) = self.rejected.lock().find(&digest) {
             return Ok(review);
         }
-        // The cluster's issuer is that of this process's own token. Legacy tokens all have the same issuer.
+        // The cluster's token issuer is that of this process's own token. Legacy tokens all have the same issuer.
         if let Some(own) = &own_claims
             && !claims.is_legacy()
             && !self.issuers.lock().may_review(&claims.issuer, &own.issuer, client)
@@ -232,8 +232,8 @@ impl RejectedTokenCache {
 impl TokenIssuers {
     /// Returns whether a token of this issuer can be reviewed now. After a change of `--service-account-issuer`, API servers
     /// still accept tokens of the old issuer, and no API lists it. Unknown issuers are therefore not rejected, but limited to
-    /// one token a second for each client, and to [`MAX_UNKNOWN_ISSUERS`] over all clients, until a token of the issuer is
-    /// accepted.
+    /// one token a second for each client, and to [`MAX_UNKNOWN_ISSUER_REVIEWS`] over all clients, until a token of the issuer
+    /// is accepted.
     fn may_review(&mut self, issuer: &str, own_issuer: &str, client: IpAddr) -> bool {
         if issuer == own_issuer || self.known.contains(issuer) {
             return true;
@@ -241,7 +241,7 @@ impl TokenIssuers {
         let now = Instant::now();
         let next_at = &mut self.next_unknown_at;
         next_at.retain(|_, at| *at > now);
-        if next_at.len() >= MAX_UNKNOWN_ISSUERS {
+        if next_at.len() >= MAX_UNKNOWN_ISSUER_REVIEWS {
             return false;
         }
         match next_at.entry(client_network(client)) {
@@ -292,7 +292,7 @@ const REJECTED_TOKEN_TTL: Duration = Duration::from_secs(10);
 const MAX_REJECTED_TOKENS: usize = 4096;
 const UNKNOWN_ISSUER_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum reviews of tokens of unknown issuers per [`UNKNOWN_ISSUER_INTERVAL`], each of another client.
-const MAX_UNKNOWN_ISSUERS: usize = 16;
+const MAX_UNKNOWN_ISSUER_REVIEWS: usize = 16;
 /// A cluster has one issuer, or two while it changes.
 const MAX_ISSUERS: usize = 16;
 
@@ -397,7 +397,7 @@ mod tests {
         for last in 1..100 {
             let _ = submit_as(other(last), "https://elsewhere", "bad", 100 + u32::from(last)).await;
         }
-        assert_eq!(reviewed.lock().len(), MAX_UNKNOWN_ISSUERS + 1);
+        assert_eq!(reviewed.lock().len(), MAX_UNKNOWN_ISSUER_REVIEWS + 1);
         tokio::time::advance(UNKNOWN_ISSUER_INTERVAL).await;
         submit("https://elsewhere", "bad", 100).await.unwrap();
         let review = submit_as(other(1), "https://former", "good", 0).await.unwrap();

@@ -13,7 +13,8 @@ pub(crate) enum TokenReviewResult {
     },
     /// The reviewer can read the token and does not authenticate it, for example because another cluster issued it.
     Unauthenticated { reason: String },
-    /// The token could never be authenticated: it is malformed, expired, or for another audience.
+    /// The token is rejected with a reason: it is malformed, expired, not valid yet, or for another audience, or the API server
+    /// reported an error for it. Some of these tokens can be accepted later.
     Invalid { reason: String },
 }
 
@@ -30,7 +31,7 @@ pub(crate) enum TokenReviewError {
     #[error("this client address has too many tokens under review")]
     Busy,
     #[error(
-        "{0:?} is not the cluster's issuer; tokens of unknown issuers are reviewed at most once a second for each client"
+        "{0:?} is not the cluster's token issuer; tokens of unknown issuers are reviewed at most once a second for each client"
     )]
     UnknownIssuer(String),
 }

@@ -39,7 +39,8 @@ pub(super) fn pod_patch(inputs: PodInputs<'_>, metadata: &Metadata) -> Patch {
         patch.add(["spec", "initContainers"], &json!([]));
     }
     let (native, awaits) = (values.proxy.native_sidecar, values.proxy.await_proxy);
-    // A native sidecar also serves the pod's init containers, so it comes before them. `-` appends.
+    // A native sidecar also serves the pod's init containers. So this container, which redirects or checks the redirection, and
+    // the sidecar come before them. `-` appends.
     let init_index = if native { "0" } else { "-" };
     match values.cni_enabled {
         true => patch.add(["spec", "initContainers", init_index], &containers::validator(values)),

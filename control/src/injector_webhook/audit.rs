@@ -108,7 +108,8 @@ impl Audit {
 
     async fn run_audits(&self) {
         self.metadata.synced().await;
-        // API servers skip a webhook that they cannot reach yet, for a while after the injector has started.
+        // For some seconds after the injector's start, API servers may not reach it and create pods without a sidecar. The
+        // second audit finds these pods.
         let mut pause = self.config.interval.min(SECOND_AUDIT_DELAY);
         let mut gauges: BTreeMap<String, Arc<Gauge>> = BTreeMap::new();
         loop {

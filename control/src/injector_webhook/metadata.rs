@@ -56,7 +56,7 @@ pub(super) struct NamespaceMeta {
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Owner {
     pub(super) workload: PodOwner,
-    /// Object of Events; `None` for a pod without a name.
+    /// The object that Events are about; `None` for a pod without a name.
     pub(super) reference: Option<ObjectReference>,
 }
 

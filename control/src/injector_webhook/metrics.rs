@@ -83,8 +83,8 @@ pub(super) fn labels(
     labels
 }
 
-/// Replaces hyphens, which label names cannot contain. Returns `None` for a name that no annotation of the mesh has,
-/// because users can set any annotation.
+/// Replaces hyphens, which label names cannot contain. Users can set any annotation: returns `None` for a name that has other
+/// characters than lower-case letters and hyphens, or a hyphen at the start, which no annotation of the mesh has.
 fn label_name(annotation: &str) -> Option<String> {
     let is_valid = annotation.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'-');
     (is_valid && !annotation.starts_with('-')).then(|| annotation.replace('-', "_"))

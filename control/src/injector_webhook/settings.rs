@@ -15,7 +15,7 @@ use crate::injection::values::{Values, ValuesError};
 use crate::injection::{Config, InjectionOrigin};
 use crate::tls::file_watcher::{FileWatcher, WatchError, WatchPath};
 
-/// Paths of the configuration.
+/// The files of the configuration, and the control plane's namespace, which is in none of them.
 #[derive(Clone, Debug)]
 pub struct Files {
     /// The chart's values in YAML: the key `values` of ConfigMap `linkerd-config`.

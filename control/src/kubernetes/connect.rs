@@ -81,8 +81,8 @@ fn connector(keep_alive: TcpKeepAlive) -> HttpConnector<resolver::Names> {
     connector.set_keepalive_interval(Some(keep_alive.interval));
     let n_probes = keep_alive.timeout.as_secs() / keep_alive.interval.as_secs().max(1);
     connector.set_keepalive_retries(u32::try_from(n_probes).ok());
-    // Keep-alive closes idle connections. This option closes connections with unacknowledged data, and limits both
-    // cases.
+    // Keep-alive closes an idle connection whose server does not respond. This option closes one with unacknowledged data, and
+    // limits the time in both cases.
     #[cfg(target_os = "linux")]
     connector.set_tcp_user_timeout(Some(keep_alive.timeout));
     connector
@@ -194,27 +194,27 @@ mod tests {
         let mut network = VirtualNetwork::new(NETWORK_NAME_PREFIX).unwrap();
         let server = network.add_host("server", "10.66.0.1/24", None).unwrap();
         let client = network.add_host("client", "10.66.0.2/24", None).unwrap();
-        let (ended, is_ended) = mpsc::channel::<()>();
-        let (listens, is_listening) = mpsc::channel();
+        let (end, ended) = mpsc::channel::<()>();
+        let (listening_sender, listening) = mpsc::channel();
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 let serve = move || {
                     let runtime = Builder::new_current_thread().enable_all().build().unwrap();
                     runtime.block_on(async {
                         let listener = TcpListener::bind("10.66.0.1:6443").await.unwrap();
-                        listens.send(()).unwrap();
+                        listening_sender.send(()).unwrap();
                         let (mut stream, _) = listener.accept().await.unwrap();
                         let mut head = [0; 16];
                         stream.read_exact(&mut head).await.unwrap();
                         let begun = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\n{}\n\r\n";
                         stream.write_all(begun).await.unwrap();
-                        let wait = move || is_ended.recv().unwrap_err();
+                        let wait = move || ended.recv().unwrap_err();
                         tokio::task::spawn_blocking(wait).await.unwrap();
                     });
                 };
                 server.run(serve).unwrap();
             });
-            is_listening.recv().unwrap();
+            listening.recv().unwrap();
             let watch = || {
                 let runtime = Builder::new_current_thread().enable_all().build().unwrap();
                 runtime.block_on(async {
@@ -238,7 +238,7 @@ mod tests {
                 });
             };
             client.run(watch).unwrap();
-            drop(ended);
+            drop(end);
         });
     }
 

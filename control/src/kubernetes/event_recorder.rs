@@ -316,7 +316,7 @@ fn truncate_bytes(text: &str, max: usize) -> &str {
     &text[..text.floor_char_boundary(max)]
 }
 
-/// Enough for bursts beyond one second of publishing. A note takes some hundred bytes.
+/// Maximum notes that wait while earlier ones are published; further ones are dropped. A note takes some hundred bytes.
 const EVENT_QUEUE_CAPACITY: usize = 1024;
 const MAX_SERIES: usize = 4096;
 /// A later note creates a new Event, as with other Kubernetes components.

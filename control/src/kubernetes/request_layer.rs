@@ -261,7 +261,7 @@ impl ClientMetrics {
     }
 }
 
-/// The resolution of timers. It avoids a busy loop by rounding errors.
+/// The resolution of timers. It avoids a busy loop that rounding errors would cause.
 const MIN_WAIT: Duration = Duration::from_millis(1);
 
 /// The buckets of client-go's Prometheus wrapper.
@@ -281,26 +281,26 @@ mod tests {
     }
 
     /// Creates a client whose server responds with 410 to `/gone`, otherwise with 200.
-    fn requests(rate: RequestRate, registry: &Registry) -> impl Service<Request<()>, Error = Infallible> + use<> {
+    fn client(rate: RequestRate, registry: &Registry) -> impl Service<Request<()>, Error = Infallible> + use<> {
         let server = "https://10.247.0.1/".parse().unwrap();
         RequestLayer::new(&server, rate, registry).layer(service_fn(answer))
     }
 
-    async fn get(requests: &mut impl Service<Request<()>, Error = Infallible>, path: &str) {
+    async fn get(client: &mut impl Service<Request<()>, Error = Infallible>, path: &str) {
         let req = Request::get(path).body(()).unwrap();
-        requests.ready().await.unwrap().call(req).await.unwrap();
+        client.ready().await.unwrap().call(req).await.unwrap();
     }
 
     #[tokio::test(start_paused = true)]
     async fn requests_beyond_the_burst_wait_for_a_token() {
-        let mut requests = requests(RequestRate { qps: 10.0, burst: 3 }, &Registry::new());
+        let mut client = client(RequestRate { qps: 10.0, burst: 3 }, &Registry::new());
         let start = Instant::now();
         for _ in 0..3 {
-            get(&mut requests, "/").await;
+            get(&mut client, "/").await;
         }
         assert!(start.elapsed() < Duration::from_millis(5), "{:?}", start.elapsed());
         for _ in 0..10 {
-            get(&mut requests, "/").await;
+            get(&mut client, "/").await;
         }
         let took = start.elapsed();
         assert!((990..1100).contains(&took.as_millis()), "{took:?}");
@@ -309,10 +309,10 @@ mod tests {
     #[tokio::test]
     async fn requests_are_counted_by_client_method_and_status() {
         let registry = Registry::new();
-        let mut requests = requests(RequestRate { qps: 10.0, burst: 3 }, &registry);
-        get(&mut requests, "/api/v1/pods?limit=500").await;
-        get(&mut requests, "/gone").await;
-        get(&mut requests, "/apis/policy.linkerd.io/v1beta3/servers").await;
+        let mut client = client(RequestRate { qps: 10.0, burst: 3 }, &registry);
+        get(&mut client, "/api/v1/pods?limit=500").await;
+        get(&mut client, "/gone").await;
+        get(&mut client, "/apis/policy.linkerd.io/v1beta3/servers").await;
         let page = registry.render();
         for line in [
             r#"http_client_requests_total{client="k8s",code="200",method="get"} 1"#,

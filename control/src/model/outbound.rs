@@ -77,7 +77,7 @@ pub enum StreamAction {
 
 #[derive(Clone, Debug, PartialEq)]
 pub enum Distribution {
-    FirstAvailable(Box<Backend>),
+    Single(Box<Backend>),
     /// At least one weight is not 0.
     Weighted(Vec<(Backend, u32)>),
 }

@@ -7,7 +7,7 @@ use crate::model::endpoints::Endpoint;
 
 #[derive(Clone, Debug, PartialEq)]
 pub enum Profile {
-    Service(ServiceProfile),
+    Service(ServicePortProfile),
     Endpoint {
         endpoint: Endpoint,
         is_opaque: bool,
@@ -22,15 +22,16 @@ pub enum Profile {
     Ambiguous(String),
 }
 
+/// The profile of a port of a Service, with or without a ServiceProfile.
 #[derive(Clone, Debug, PartialEq)]
-pub struct ServiceProfile {
+pub struct ServicePortProfile {
     pub fqn: String,
     pub namespace: Arc<str>,
     pub service: Arc<str>,
     pub port: u16,
     /// Whether proxies forward the bytes without detecting the protocol.
     pub is_opaque: bool,
-    /// Namespace and name of the ServiceProfile that it is from. `None` for the default profile.
+    /// Namespace and name of the ServiceProfile. `None` if there is none, so that the defaults apply.
     pub resource: Option<(Arc<str>, Arc<str>)>,
     pub routes: Vec<Route>,
     pub budget: RetryBudget,
@@ -94,6 +95,6 @@ impl Default for RetryBudget {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DstOverride {
     pub authority: String,
-    /// In units of 1/10000 of the weight in the manifest: `500m` is 5000.
+    /// The weight in the manifest times 10 000: `500m` is 5000.
     pub weight: u32,
 }

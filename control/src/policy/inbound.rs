@@ -11,7 +11,7 @@ use tulle_core::identity::Identity;
 use tulle_proto::inbound::PortSpec;
 use tulle_proto::inbound::inbound_server_policies_server::SERVICE_NAME;
 
-use crate::cluster::publish::shared_response::{EncoderId, EncodingKey, SharedResponse};
+use crate::cluster::publish::published_value::{EncoderId, EncodingKey, PublishedValue};
 use crate::cluster::views::inbound as view;
 use crate::cluster::{Cluster, Subscription};
 use crate::grpc::{self, Caller, Methods};
@@ -129,7 +129,7 @@ impl fmt::Display for IdentityList<'_> {
 }
 
 /// Returns the message for a policy. Streams with the same policy share the bytes.
-fn message(server: &SharedResponse<Option<InboundPolicy>>, encoder: EncoderId) -> Option<Bytes> {
+fn message(server: &PublishedValue<Option<InboundPolicy>>, encoder: EncoderId) -> Option<Bytes> {
     let model = server.as_ref()?;
     Some(server.encode_cached(&EncodingKey::for_all_subscribers(encoder), || {
         grpc::encode(&[translate::inbound::server(model)])

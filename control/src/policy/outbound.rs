@@ -10,7 +10,7 @@ use tonic::body::Body;
 use tulle_proto::outbound::outbound_policies_server::SERVICE_NAME;
 use tulle_proto::outbound::{TrafficSpec, traffic_spec};
 
-use crate::cluster::publish::shared_response::{EncoderId, EncodingKey, SharedResponse};
+use crate::cluster::publish::published_value::{EncoderId, EncodingKey, PublishedValue};
 use crate::cluster::views::outbound::{Key, Target};
 use crate::cluster::{Cluster, Subscription};
 use crate::grpc::{self, Methods};
@@ -77,7 +77,7 @@ impl OutboundPolicyService {
     }
 
     /// Returns the message for a policy. Streams with the same policy share the bytes.
-    fn message(&self, outbound: &SharedResponse<Outbound>) -> Option<Bytes> {
+    fn message(&self, outbound: &PublishedValue<Outbound>) -> Option<Bytes> {
         let Outbound::Policy(policy) = &**outbound else {
             return None;
         };

@@ -1,6 +1,6 @@
 //! Decides whether routes and EgressNetworks are accepted.
 //!
-//! Used by the views for objects without a status, and by the status controller.
+//! Used by write-back for the statuses, and by the views where they do not rely on the status.
 
 use std::fmt;
 
@@ -193,16 +193,17 @@ pub fn rate_limit_unsupported_reason(protocol: ProxyProtocol) -> Option<String> 
     is_unsupported.then(|| format!("the Server's proxyProtocol is {protocol}, which does not support rate limits"))
 }
 
-/// Checks whether another route takes precedence, by its accepted references to the same parent. Clients see routes of the
-/// parent's namespace and of their own only, so routes of two other namespaces do not conflict.
+/// Checks whether another route takes precedence, by its accepted references to the same parent. The other route counts only if
+/// it is in the namespace of the route or of the parent: a route of a client's namespace applies only to clients there, so it
+/// does not displace routes of other namespaces.
 fn check_conflict<'a>(
     (route, parent): (&Route, &Parent),
     competing_route: &Route,
     mut accepted_references: impl Iterator<Item = &'a Parent> + Clone,
 ) -> Result<(), RouteRejection> {
     let namespace = competing_route.meta.namespace();
-    let is_visible = namespace == route.meta.namespace() || *namespace == parent.name.namespace;
-    if !is_visible {
+    let counts_for_route = namespace == route.meta.namespace() || *namespace == parent.name.namespace;
+    if !counts_for_route {
         return Ok(());
     }
     if competing_route.kind.takes_precedence_over(route.kind)

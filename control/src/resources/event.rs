@@ -11,7 +11,7 @@ pub enum Event {
     /// The object was created or changed.
     Applied(Object),
     Deleted(Kind, NamespacedName),
-    /// The current version of the object cannot be read. Its last readable version stays in use, or its placeholder.
+    /// The current version of the object is unreadable. Its last readable version stays in use, or its placeholder.
     Unreadable(Arc<Unreadable>),
     /// All objects that existed at the start of the source have been reported.
     Synced,

@@ -1,8 +1,10 @@
 //! Decoded Kubernetes objects, reduced to the fields that are used.
 //!
 //! [`decode`] reads objects from any serde deserializer, such as YAML of a directory or JSON of an API server. The
-//! result is immutable. Decoding applies the API's defaults and rejects what admission rejects. It does not depend on
-//! the source.
+//! result is immutable. Decoding does not depend on the source. It applies the API's defaults and rejects what admission
+//! rejects, except in routes, ServiceProfiles and annotations, which have checks of their own:
+//! [`validate_route`](route_admission::validate_route), [`ServiceProfile::validate`] and
+//! [`unsupported_parts`](unsupported::unsupported_parts).
 
 pub mod acceptance;
 pub mod annotations;
@@ -196,7 +198,7 @@ impl Kind {
         found.map(|info| info.kind)
     }
 
-    /// The number of objects of this kind in the cache. Sources also create it, so that kinds without objects have a
+    /// The gauge of the objects of this kind in the store. Sources get it, too, so that kinds without objects have a
     /// series.
     pub fn cache_size_gauge(self, registry: &Registry) -> Arc<Gauge> {
         let name = format!("{}_cache_size", self.info().metric_prefix);
@@ -208,7 +210,8 @@ impl Kind {
 /// Decodes one object of a kind.
 ///
 /// # Errors
-/// Fails if the object does not have the schema of the kind, or if admission would reject it.
+/// Fails if the object does not have the schema of the kind, or has an invalid value. The checks of routes, ServiceProfiles and
+/// annotations are separate.
 pub fn decode<'de, D: Deserializer<'de>>(kind: Kind, from: D) -> Result<Object, D::Error> {
     let mut object = decode_kind(kind, from)?;
     if kind.info().scope == Scope::Cluster {

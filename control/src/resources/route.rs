@@ -63,11 +63,12 @@ pub struct Route {
     pub rules: Rules,
     /// Statuses from all controllers, including ours.
     pub statuses: Vec<ParentStatus>,
-    /// Set if a field outside of the rules cannot be read. No rule of the route is served then.
+    /// Set if a field outside of the rules is unreadable, or if the route is invalid in a manifest. No rule of the route is
+    /// served then.
     pub unreadable: Option<UnreadablePart>,
 }
 
-/// Why a part of a route cannot be read. The requests that it matches fail.
+/// Why a part of a route is unreadable. The requests that it matches fail.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UnreadablePart {
     pub reason: String,
@@ -130,14 +131,14 @@ impl Rules {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Acceptance {
     Accepted,
-    /// Not accepted because of an unsupported part. Matching requests fail: see [`RouteRejection::Unsupported`].
+    /// Rejected because of an unsupported part. Matching requests fail: see [`RouteRejection::Unsupported`].
     ///
     /// [`RouteRejection::Unsupported`]: crate::resources::acceptance::RouteRejection::Unsupported
     Unsupported,
-    /// Not accepted, or not checked yet: the route has no status of our controller.
-    Rejected,
+    /// Rejected for another reason, or not checked yet: the route has no status of our controller.
+    NotAccepted,
     /// The source, a directory, has no statuses at all. The views compute the acceptance.
-    NotReported,
+    ComputedByViews,
 }
 
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -594,7 +595,7 @@ impl Route {
         self.parents.iter().any(|parent| parent.kind != ParentKind::Foreign)
     }
 
-    /// Returns the first part of the route that cannot be read.
+    /// Returns the first unreadable part of the route.
     pub fn unreadable_part(&self) -> Option<&UnreadablePart> {
         let part_of_rules = || match &self.rules {
             Rules::Http(rules) => rules.iter().find_map(|rule| rule.unreadable.as_ref()),
@@ -604,11 +605,11 @@ impl Route {
         self.unreadable.as_ref().or_else(part_of_rules)
     }
 
-    /// Removes the status, for a source without a status controller.
+    /// Removes the status, for a source without write-back.
     pub fn clear_status(&mut self) {
         self.statuses.clear();
         for parent in &mut self.parents {
-            parent.acceptance = Acceptance::NotReported;
+            parent.acceptance = Acceptance::ComputedByViews;
         }
     }
 }
@@ -640,7 +641,7 @@ impl Parent {
             name: NamespacedName::new(namespace, reference.name.as_str()),
             port: reference.port,
             section: reference.section_name.clone(),
-            acceptance: Acceptance::NotReported,
+            acceptance: Acceptance::ComputedByViews,
         }
     }
 
@@ -656,7 +657,7 @@ impl Parent {
         } else if status::is_unsupported(&conditions) {
             Acceptance::Unsupported
         } else {
-            Acceptance::Rejected
+            Acceptance::NotAccepted
         }
     }
 }

@@ -101,10 +101,10 @@ pub fn unused_inbound_field(route: &Route) -> Option<&'static str> {
     }
 }
 
-/// Checks the matches and filters of a rule.
+/// Checks a rule, for a parent of this kind.
 ///
 /// # Errors
-/// Fails if a match or filter is not supported. Requests that match the rule fail then.
+/// Fails if the rule is unreadable, or if a field, match or filter is not supported. Requests that match the rule fail then.
 pub fn check_http_rule(rule: &Rule<HttpMatch>, route: RouteKind, parent: ParentKind) -> Result<(), String> {
     check_rule(rule, parent)?;
     check_http_matches(rule)?;
@@ -351,7 +351,7 @@ fn check_url_rewrite(rewrite: &UrlRewrite) -> Result<(), String> {
 }
 
 /// # Errors
-/// Fails if the fraction is not one, or the backend is a Service without a port.
+/// Fails if the fraction is not between 0 and 1 or is given twice, or if the backend is a Service without a port.
 pub fn check_mirror(mirror: &Mirror) -> Result<(), String> {
     if mirror.percent.is_some() && mirror.fraction.is_some() {
         return Err("requestMirror has percent and fraction; only one of them is accepted".to_owned());

@@ -338,7 +338,7 @@ impl EndpointSlice {
         let service = service.map(|service| NamespacedName::new(meta.namespace().clone(), service));
         let mut ports = Vec::new();
         for port in slice.ports.unwrap_or_default() {
-            // A port without a number means all ports, which no Service has.
+            // A port without a number means all ports, which is not supported.
             if let (true, Some(number)) = (is_tcp(port.protocol.as_deref()), port.port) {
                 ports.push(SubsetPort {
                     name: port.name.unwrap_or_default(),

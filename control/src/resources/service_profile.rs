@@ -367,7 +367,7 @@ impl RetryBudget {
     }
 }
 
-/// Parses a Kubernetes quantity, in units of 1/10000.
+/// Parses a Kubernetes quantity. Returns it times 10 000.
 fn parse_weight(text: &str) -> Result<u32, String> {
     let invalid = || format!("weight {text:?} is not a number such as 1, 0.5 or 500m");
     let unit_at = text

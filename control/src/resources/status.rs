@@ -1,5 +1,5 @@
-//! Statuses that the policy controller writes. They are read completely, to keep the entries of other controllers and
-//! to avoid unnecessary writes.
+//! Statuses of routes and policies, which the leader writes (write-back). They are read completely, to keep the entries of
+//! other controllers and to avoid unnecessary writes.
 
 use serde::{Deserialize, Serialize};
 

@@ -1,9 +1,12 @@
-//! Objects that cannot be read: stored without admission, or written for another version of the CRD.
+//! Unreadable objects: they cannot be decoded, or they are invalid in a directory of manifests.
 //!
-//! Such an object is known by its name and its readable fields. Where omitting it would allow traffic that it should
+//! An API server stores objects that cannot be decoded if it does not call admission, or if its CRD has another version.
+//!
+//! An unreadable object is known by its name and its readable fields. Where omitting it would allow traffic that it should
 //! deny, a placeholder denies the traffic: a Server that authorizes no client (only probes of HTTP ports are permitted), an
 //! EgressNetwork or rate limit whose requests fail, a route whose rules fail. Authorizations and authentications need no
-//! placeholder, because omitting them allows nothing. The last readable version of an object takes precedence over its placeholder.
+//! placeholder, because omitting them allows nothing. The last readable version of an object takes precedence over its
+//! placeholder.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
@@ -21,7 +24,7 @@ use crate::resources::service::PortRef;
 use crate::resources::status::ParentRef;
 use crate::resources::{Kind, Object, Scope};
 
-/// An object of which at least a part cannot be read.
+/// An object of which at least a part cannot be decoded, or that is invalid in a manifest.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Unreadable {
     pub kind: Kind,
@@ -59,7 +62,7 @@ impl Unreadable {
         Self::from_value(kind, object, "").is_some()
     }
 
-    /// Creates the report for a decoded object that admission rejects.
+    /// Creates the report for an object of a manifest that is decoded but invalid.
     pub fn from_rejected(object: Object, reason: &str) -> Self {
         let placeholder_object = match &object {
             Object::PolicyHttpRoute(_)
@@ -148,12 +151,12 @@ fn placeholder_server(object: &Value, meta: Meta, reason: &str) -> Server {
         workloads,
         port: port.and_then(PortRef::from_kubernetes).ok(),
         protocol: ProxyProtocol::deserialize(&spec["proxyProtocol"]).unwrap_or_default(),
-        access_policy: crate::resources::policy::server::DefaultPolicy::Deny,
+        access_policy: crate::resources::policy::server::AccessPolicy::Deny,
         unreadable: Some(reason.into()),
     }
 }
 
-/// Creates a route whose unreadable rules fail. All rules fail if fields outside of the rules cannot be read.
+/// Creates a route whose unreadable rules fail. All rules fail if a field outside of the rules is unreadable.
 fn placeholder_route(kind: RouteKind, object: &Value, meta: Meta, reason: &str) -> Route {
     let spec = &object["spec"];
     let rules = match kind {
@@ -178,11 +181,11 @@ fn placeholder_route(kind: RouteKind, object: &Value, meta: Meta, reason: &str) 
     };
     let parents = parents.unwrap_or_else(|()| parse_readable_entries(&spec["parentRefs"]));
     route.set_parents(&parents, status.unwrap_or_default());
-    // If all of these can be read and a rule is marked as unreadable, the other rules are served.
+    // If everything around the rules can be read, an unreadable rule explains the error, and the other rules are served.
     if matches_are_readable && status_is_readable && route.unreadable_part().is_some() {
         return route;
     }
-    // Otherwise no rule is served: an unreadable field, perhaps an unknown one, applies to all of them.
+    // Otherwise the error is in another field, perhaps an unknown one. It can apply to all rules, so none is served.
     route.unreadable = Some(UnreadablePart {
         reason: reason.to_owned(),
         matches_are_readable,

@@ -7,7 +7,7 @@ use tulle_core::names::{annotation, label};
 use crate::resources::acceptance::{self, RouteRejection};
 use crate::resources::annotations;
 use crate::resources::meta::{Meta, NamespacedName};
-use crate::resources::policy::server::{DefaultPolicy, Server, WorkloadSelector};
+use crate::resources::policy::server::{AccessPolicy, Server, WorkloadSelector};
 use crate::resources::port_list::{PortList, ResolvedPorts};
 use crate::resources::route::{Parent, ParentKind, Route};
 use crate::resources::route_admission;
@@ -107,12 +107,12 @@ pub fn unsupported_by_server<'a>(
     objects.into_iter().filter_map(check).collect()
 }
 
-/// Returns the rejection of the route by the Server that makes requests fail, otherwise `None`.
+/// Returns why the Server rejects the route, if this rejection makes requests fail. Otherwise returns `None`.
 fn server_rejection(server: &Server, route: &Route) -> Option<RouteRejection> {
     let names = |parent: &&Parent| parent.kind == ParentKind::Server && parent.name == server.meta.name;
     let parents = route.parents.iter().filter(names);
     let rejections = parents.map(|parent| acceptance::check_server_route(server, route, parent).err());
-    // A route that references the Server twice is accepted (`None`, the minimum) if one reference is.
+    // One accepted reference is enough: it has no rejection (`None`), which sorts first.
     let rejection = rejections.min_by_key(Option::is_some).flatten();
     rejection.filter(|rejection| {
         matches!(
@@ -185,7 +185,7 @@ fn check_route(route: &Route) -> Vec<UnsupportedPart> {
 
 fn check_workload(meta: &Meta, declared: &[ContainerPort]) -> Vec<UnsupportedPart> {
     let policy = meta.annotation(annotation::DEFAULT_INBOUND_POLICY);
-    let policy = policy.and_then(|text| text.parse::<DefaultPolicy>().err());
+    let policy = policy.and_then(|text| text.parse::<AccessPolicy>().err());
     let policy = policy.map(|error| error.to_string());
     let mut found: Vec<UnsupportedPart> = to_unsupported_part((annotation::DEFAULT_INBOUND_POLICY, policy))
         .into_iter()

@@ -175,8 +175,8 @@ impl Pod {
         target_port(&self.ports, port)
     }
 
-    /// Returns the addresses that belong to the pod while it exists: its own IPs, or the host IPs if it uses the host
-    /// network or a host port.
+    /// Returns the addresses that the pod claims: its own IPs unless it uses the host network, and the host IPs if it uses the
+    /// host network or a host port. None if the pod has ended or is being deleted.
     pub fn claimed_ips(&self) -> impl Iterator<Item = IpAddr> {
         let holds_addresses = self.phase != Some(PodPhase::Terminated) && !self.meta.terminating;
         let pod_ips = self

@@ -1,9 +1,9 @@
 //! Serves gRPC: accepts connections, terminates TLS, speaks HTTP/2, and drains.
 //!
 //! A connection that starts with a TLS record is served over TLS. Any other connection is served in plaintext if it
-//! comes from loopback, and closed otherwise. Connections and streams are limited per client address, and so is the
-//! time to receive a request. A connection has a maximum age, so that clients spread over new replicas. The caller supplies the
-//! services and the server certificate.
+//! comes from loopback, and closed otherwise. Connections are limited in total and shared fairly between clients,
+//! streams are limited per client, and the time to receive a request is limited. A connection has a maximum age, so that
+//! clients spread over new replicas. The caller supplies the services and the server certificate.
 
 pub mod metrics;
 mod request_limits;
@@ -40,7 +40,7 @@ use tulle_core::metrics::Registry;
 use crate::grpc::Caller;
 use crate::tls::mesh_credentials::{MeshCredentials, certificate_identities};
 use metrics::GrpcMetrics;
-use response_end::EndAtDrain;
+use response_end::EndWithConnection;
 use stream_limiter::StreamLimiter;
 
 /// A gRPC server on one port: its credentials and its services.
@@ -180,10 +180,16 @@ impl Server {
     {
         let (end_streams, ending) = drain::channel();
         let services = self.routes.clone();
-        // Inside of the metrics, which count these ends as successes.
+        // `EndWithConnection` is inside of the metrics layer, so that the streams that it ends count as successes.
         let routes = self.metrics.layer(tower::service_fn(move |req| {
             let (responding, ending) = (services.clone().call(req), ending.clone());
-            async move { Ok::<_, Infallible>(responding.await?.map(|body| Body::new(EndAtDrain::new(body, ending)))) }
+            async move {
+                Ok::<_, Infallible>(
+                    responding
+                        .await?
+                        .map(|body| Body::new(EndWithConnection::new(body, ending))),
+                )
+            }
         }));
         let streams = self.stream_limiter.clone();
         // The services are always ready. Their futures are boxed, because hyper keeps a task for each stream until its end,

@@ -13,25 +13,26 @@ use tonic::body::Body;
 use tonic::{Code, Status};
 use tulle_core::drain::Watch;
 
-/// A response body that ends with the status OK when the drain begins, after the messages that are ready. The client then opens
-/// the stream again on another connection.
-pub(super) struct EndAtDrain {
+/// A response body that ends with the status OK, after the messages that are ready, when its connection begins to close: at the
+/// drain or at its maximum age. The client then opens the stream again on another connection.
+pub(super) struct EndWithConnection {
     body: Body,
-    drain: Pin<Box<dyn Future<Output = ()> + Send>>,
+    connection_ending: Pin<Box<dyn Future<Output = ()> + Send>>,
     ended: bool,
 }
 
-impl EndAtDrain {
-    pub(super) fn new(body: Body, drain: Watch) -> Self {
+impl EndWithConnection {
+    /// `connection_ending` signals when the connection begins to close.
+    pub(super) fn new(body: Body, connection_ending: Watch) -> Self {
         Self {
             body,
-            drain: Box::pin(async move { drain.signaled().await }),
+            connection_ending: Box::pin(async move { connection_ending.signaled().await }),
             ended: false,
         }
     }
 }
 
-impl HttpBody for EndAtDrain {
+impl HttpBody for EndWithConnection {
     type Data = Bytes;
     type Error = Status;
 
@@ -42,7 +43,7 @@ impl HttpBody for EndAtDrain {
         if let Poll::Ready(frame) = Pin::new(&mut self.body).poll_frame(cx) {
             return Poll::Ready(frame);
         }
-        self.drain.as_mut().poll(cx).map(|()| {
+        self.connection_ending.as_mut().poll(cx).map(|()| {
             self.ended = true;
             self.body = Body::empty(); // releases the subscription
             let ok = HeaderValue::from(Code::Ok as u16);
@@ -68,11 +69,11 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_drain_ends_a_response_after_the_messages_that_are_ready() {
+    async fn a_closing_connection_ends_a_response_after_the_messages_that_are_ready() {
         let (signal, watch) = drain::channel();
         let ready = ["one", "two"].map(|message| Ok::<_, Status>(Frame::data(Bytes::from(message))));
         let endless = StreamBody::new(stream::iter(ready).chain(stream::pending()));
-        let mut body = EndAtDrain::new(Body::new(endless), watch);
+        let mut body = EndWithConnection::new(Body::new(endless), watch);
         signal.drain().await;
         for message in ["one", "two"] {
             assert_eq!(body.frame().await.unwrap().unwrap().into_data().unwrap(), message);
@@ -86,6 +87,6 @@ mod tests {
     async fn a_response_that_ends_by_itself_keeps_its_status() {
         let (_signal, watch) = drain::channel();
         let failed = Status::not_found("no such thing").into_http::<Body>().into_body();
-        assert!(EndAtDrain::new(failed, watch).frame().await.is_none());
+        assert!(EndWithConnection::new(failed, watch).frame().await.is_none());
     }
 }

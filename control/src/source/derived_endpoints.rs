@@ -1,5 +1,5 @@
-//! Derives missing EndpointSlices and Endpoints: from each other, or from the workloads that the Service's selector
-//! matches, as the Kubernetes controllers do.
+//! Derives missing EndpointSlices from Endpoints, or both from the workloads that the Service's selector matches, as the
+//! Kubernetes controllers do.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;

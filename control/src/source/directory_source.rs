@@ -1,8 +1,9 @@
 //! The directory source: reads manifests from disk instead of from an API server.
 //!
 //! It reads all `.yaml` and `.yml` files below the directory, and reads them again when they change. An invalid file is
-//! reported, and its last valid objects stay. The source adds the defaults, the status and the EndpointSlices that a
-//! cluster would add, so that consumers of the events see the same objects as with Kubernetes.
+//! reported, and its last valid objects stay. The source adds what a cluster would add: defaults,
+//! phase, readiness and host addresses of pods, readiness of external workloads, and endpoints. So consumers of the events see
+//! the same objects as with Kubernetes.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

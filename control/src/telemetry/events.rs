@@ -213,7 +213,7 @@ impl TapEndpoint {
 
 fn header_list(headers: Option<http_types::Headers>) -> Vec<Header> {
     let headers = headers.unwrap_or_default().headers.into_iter();
-    // tulle's proxy redacts them, other proxies do not.
+    // tulle's proxy redacts credentials, other proxies do not.
     let is_secret = |name: &str| {
         header::CREDENTIALS
             .iter()

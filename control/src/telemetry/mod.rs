@@ -1,9 +1,9 @@
 //! The telemetry API: golden metrics of the last minutes, and live taps of requests.
 //!
-//! The process also serves proxies, so its load is bounded: the numbers of sidecars, queries and taps are limited, a
+//! The process can also serve proxies, so its load is bounded: the numbers of sidecars, queries and taps are limited, a
 //! query has a deadline, and results are computed on blocking threads. Sidecars are scraped directly, without a metrics
 //! store, and only while clients query them. A metrics page becomes `counts`, two or more pages of a sidecar a
-//! `history`, and the histories of all matching sidecars the rows of a response (`view`). `tap` merges the streams of
+//! `history`, and the histories of all matching sidecars the rows of a response (`rows`). `tap` merges the streams of
 //! sidecars. On Kubernetes the API server authorizes requests by RBAC and forwards them (`access`); otherwise only
 //! clients on this machine have access.
 
@@ -13,11 +13,11 @@ pub mod counts;
 pub mod events;
 mod history;
 mod request;
+mod rows;
 mod scrape;
 mod scraper;
 mod server;
 mod tap;
-mod view;
 
 use std::future::Future;
 use std::pin::Pin;

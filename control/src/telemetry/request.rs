@@ -10,8 +10,8 @@ use tulle_core::names::telemetry::{EDGES, GROUP, ROUTES, TAPS, VERSION, WORKLOAD
 
 use super::events::Headers;
 use super::history::MAX_HISTORY;
+use super::rows::{GroupKind, Selection};
 use super::tap::TapRequest;
-use super::view::{GroupKind, Selection};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum ApiRequest {

@@ -1,5 +1,5 @@
-//! Scrapes the metrics page of a sidecar: by mutual TLS if both sides have a certificate, so that policies can
-//! authorize this process by its identity; otherwise in plaintext, for pods only.
+//! Scrapes the metrics page of a sidecar: by mutual TLS, so that policies can authorize this process by its identity. If the
+//! connection fails for any reason, such as a missing certificate, the sidecar of a pod is scraped in plaintext.
 //!
 //! The address of a pod comes from the API server and is trusted. The address of an ExternalWorkload is set by an
 //! editor of its namespace, so the request is sent only after the server has proved the identity of the workload.
@@ -54,7 +54,7 @@ pub(super) enum Error {
 /// Scrapes this sidecar.
 ///
 /// # Errors
-/// Fails if the sidecar is unreachable, has another identity, or has no metrics page.
+/// Fails if the sidecar is unreachable or has no metrics page, or, for an ExternalWorkload, has another identity.
 pub(super) async fn scrape(sidecar: &Sidecar, kind: MemberKind, creds: &MeshCredentials) -> Result<Counts, Error> {
     timeout(SCRAPE_TIMEOUT, scrape_page(sidecar, kind, creds))
         .await
@@ -116,7 +116,7 @@ async fn read_body(rsp: Response<Incoming>) -> Result<Bytes, Error> {
 }
 
 async fn parse_counts(page: Bytes) -> Result<Counts, Error> {
-    // Not on this thread, which also serves proxies.
+    // Not on this thread, which also serves the other queries and taps.
     let parsed = tokio::task::spawn_blocking(move || Counts::parse(&String::from_utf8_lossy(&page)));
     parsed.await.map_err(Error::Parse)
 }

@@ -27,7 +27,7 @@ use crate::tls::mesh_credentials::MeshCredentials;
 /// Recent metrics of sidecars.
 pub(super) struct SidecarScraper {
     cluster: Cluster,
-    /// Credentials for sidecars that accept mutual TLS only.
+    /// Credentials for mutual TLS with sidecars.
     creds: Arc<MeshCredentials>,
     state: Mutex<State>,
     /// Serializes lookups of members, so that concurrent queries share one result.
@@ -87,7 +87,7 @@ impl SidecarScraper {
             return Ok(members.clone());
         }
         let (cluster, namespace) = (self.cluster.clone(), key.clone());
-        // Not on this thread, which also serves proxies.
+        // Not on this thread, which also serves the other queries and taps.
         let members: Arc<[WorkloadMember]> =
             spawn_blocking(move || cluster.workload_members(namespace.as_deref()).into()).await?;
         let mut state = self.state.lock();

@@ -24,9 +24,9 @@ use tulle_core::drain::Watch;
 use tulle_core::names::telemetry::{EDGES, GROUP, ROUTES, TAPS, VERSION, WORKLOADS};
 
 use super::request::{self, ApiRequest, MetricsQuery, RequestedResource};
+use super::rows;
 use super::scraper::{self, SidecarScraper};
 use super::tap::{TapRequest, Tapper};
-use super::view;
 use crate::webhook::https::RequestHandler;
 
 type Body = UnsyncBoxBody<Bytes, Infallible>;
@@ -108,13 +108,13 @@ impl Api {
         let _permit = self.query_slots.try_acquire().map_err(|_| QueryError::Busy)?;
         let responding = async {
             let observed = self.scraper.observe(query.namespace.as_deref(), query.window).await?;
-            // Not on this thread, which also serves proxies.
+            // Not on this thread, which also serves the other queries and taps.
             let computed = spawn_blocking(move || {
                 let (ok, selection) = (StatusCode::OK, &query.selection);
                 match query.resource {
-                    RequestedResource::Workloads => json_response(ok, &view::workloads(&observed, selection)),
-                    RequestedResource::Edges => json_response(ok, &view::edges(&observed, selection)),
-                    RequestedResource::Routes => json_response(ok, &view::routes(&observed, selection)),
+                    RequestedResource::Workloads => json_response(ok, &rows::workloads(&observed, selection)),
+                    RequestedResource::Edges => json_response(ok, &rows::edges(&observed, selection)),
+                    RequestedResource::Routes => json_response(ok, &rows::routes(&observed, selection)),
                 }
             });
             computed.await?
@@ -124,7 +124,7 @@ impl Api {
             .map_err(|_| QueryError::Timeout)?
     }
 
-    /// Starts a tap. It ends when the client stops reading.
+    /// Starts a tap. It ends when the client closes the response, and at the drain.
     fn tap(&self, tap: TapRequest) -> Result<Response<Body>, QueryError> {
         let permit = self
             .tap_slots
@@ -220,8 +220,8 @@ mod tests {
     use tulle_core::drain;
 
     use super::*;
+    use crate::telemetry::rows::{GroupKind, Selection};
     use crate::telemetry::scraper::tests::cluster;
-    use crate::telemetry::view::{GroupKind, Selection};
     use crate::tls::mesh_credentials::{ClientCertificates, MeshCredentials};
 
     #[tokio::test]

@@ -22,8 +22,8 @@ use tulle_proto::tap::tap_client::TapClient;
 
 use super::api::{ResourceName, UnreachableSidecar};
 use super::events::{Headers, TapEvent, TapLine};
+use super::rows::{self, Selection};
 use super::scraper::SidecarScraper;
-use super::view::{self, Selection};
 use crate::cluster::views::workload_members::{Sidecar, WorkloadMember};
 use crate::resources::meta::NamespacedName;
 use crate::tls::client::{self, TlsServer};
@@ -111,7 +111,7 @@ struct EndedStream {
     result: Result<(), Error>,
 }
 
-/// The client has stopped reading.
+/// The client has closed the response.
 struct ClientGone;
 
 impl SidecarFailures {
@@ -253,7 +253,7 @@ impl Tapper {
             sidecar,
             number,
         } = watched;
-        let workload = view::own_resource(&member);
+        let workload = rows::own_resource(&member);
         let headers = tap.headers;
         let mut opened_at = None;
         let watching = async {

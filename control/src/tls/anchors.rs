@@ -130,11 +130,11 @@ impl TrustAnchors {
     pub fn verify_chain(&self, chain: &[Vec<u8>]) -> Result<(), rustls::Error> {
         let chain: Vec<_> = chain.iter().map(|der| CertificateDer::from(&der[..])).collect();
         let (leaf, issuers) = chain.split_first().ok_or(rustls::Error::NoCertificatesPresented)?;
-        self.verify_issuers(leaf, issuers, UnixTime::now())
+        self.verify_chain_at(leaf, issuers, UnixTime::now())
     }
 
     /// Like [`verify_chain`](Self::verify_chain), at a given time.
-    pub(super) fn verify_issuers(
+    pub(super) fn verify_chain_at(
         &self,
         leaf: &CertificateDer<'_>,
         issuers: &[CertificateDer<'_>],

@@ -262,7 +262,7 @@ impl ServerCertVerifier for IdentityVerifier {
         _ocsp_response: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, rustls::Error> {
-        self.anchors.verify_issuers(leaf, issuers, now)?;
+        self.anchors.verify_chain_at(leaf, issuers, now)?;
         let (_, parsed) = X509Certificate::from_der(leaf).map_err(|_| CertificateError::BadEncoding)?;
         let names = parsed
             .subject_alternative_name()

@@ -186,8 +186,8 @@ impl fmt::Debug for MeshCredentials {
     }
 }
 
-/// Verifies client certificates, and that their issuers are allowed to issue them. Issuers of virtual machines are
-/// restricted to one workload.
+/// Verifies client certificates, and that their issuers are allowed to issue them. Workload issuers, those for workloads
+/// outside of clusters, may issue for one identity only.
 #[derive(Debug)]
 struct MeshClientVerifier(Arc<dyn ClientCertVerifier>);
 

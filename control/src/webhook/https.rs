@@ -54,8 +54,8 @@ pub struct HttpServer<R> {
 
 #[derive(Debug, thiserror::Error)]
 enum ConnectionError {
-    #[error("there is no certificate yet")]
-    NoCertificate,
+    #[error("no server certificate, or no CA to verify clients, is installed")]
+    NoCredentials,
     #[error("plaintext is only for clients on this machine")]
     Plaintext,
     #[error("the TLS handshake failed")]
@@ -100,7 +100,7 @@ impl<R: RequestHandler> HttpServer<R> {
         let tcp = permit.track(tcp);
         match &self.transport {
             Transport::Tls(creds) => {
-                let config = creds.current().ok_or(ConnectionError::NoCertificate)?;
+                let config = creds.current().ok_or(ConnectionError::NoCredentials)?;
                 let tls = timeout(HANDSHAKE_TIMEOUT, TlsAcceptor::from(config).accept(tcp))
                     .await
                     .map_err(|_| ConnectionError::HandshakeTimeout(HANDSHAKE_TIMEOUT))?

@@ -157,7 +157,7 @@ impl<H: ReviewHandler> RequestHandler for WebhookServer<H> {
                 warn!(
                     webhook = self.name,
                     error = &err as &dyn StdError,
-                    "a request was not answered"
+                    "a request was answered without a review"
                 );
                 (err.status(), format!("{}\n", ErrorChain(&err)).into())
             }

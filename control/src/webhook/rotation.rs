@@ -69,7 +69,7 @@ impl SecretContent {
     /// | in the last third of its lifetime | none, or expired | generate the next one |
     /// | valid for longer | none, or expired | none |
     ///
-    /// The bundle has both, the served certificate, and older ones until they expire.
+    /// The bundle has the current and the next certificate, the served one, and older ones until they expire.
     ///
     /// # Errors
     /// Fails if a certificate cannot be generated.
@@ -91,7 +91,7 @@ impl SecretContent {
             Some(content) => content,
             None => Self::new(generate()?),
         };
-        let is_settled = published_for.is_some_and(|known| known >= times.settle);
+        let is_settled = published_for.is_some_and(|time| time >= times.settle);
         let (current, next) = match next.filter(|next| !is_expired(next)) {
             Some(next) if is_settled || is_expired(&current) => (next, None),
             Some(next) => (current, Some(next)),
@@ -193,13 +193,13 @@ mod tests {
         stored: Option<SecretContent>,
         served: Option<&CertificateKeyPair>,
         now: OffsetDateTime,
-        known: Option<u64>,
+        published_for: Option<u64>,
     ) -> SecretContent {
         let input = RotationInput {
             stored,
             last_known: None,
             served,
-            published_for: known.map(Duration::from_secs),
+            published_for: published_for.map(Duration::from_secs),
             now,
         };
         SecretContent::rotate(input, NAME, &RotationTimes::default()).unwrap()
@@ -222,8 +222,9 @@ mod tests {
         let next = published.next.clone().unwrap();
         assert_eq!(published.current, first.current);
         assert_eq!(published.bundle, [leaf(&first.current), leaf(&next)]);
-        for known in [None, Some(9)] {
-            assert_eq!(rotate(Some(published.clone()), None, now + 250 * DAY, known), published);
+        for published_for in [None, Some(9)] {
+            let rotated = rotate(Some(published.clone()), None, now + 250 * DAY, published_for);
+            assert_eq!(rotated, published);
         }
 
         let served = rotate(Some(published.clone()), None, now + 250 * DAY, Some(10));

@@ -1,6 +1,6 @@
 //! Writes to the API server: EndpointSlices of external workloads, and statuses of policies and routes.
 //!
-//! For each of the two one replica writes: the holder of its lease. The controllers receive the events of the shared
+//! Each of the two is written by one replica, the holder of its lease. The controllers receive the events of the shared
 //! watches, keep shared references to the objects, and compute the changes with pure functions. A directory source does
 //! not use this module.
 //!
@@ -40,11 +40,11 @@ pub fn add_controllers(
     drain: &Watch,
 ) -> (EventWriter, Vec<Task>) {
     let mut tasks = Vec::new();
-    let (synced, is_synced) = watch::channel(false);
+    let (synced_sender, synced) = watch::channel(false);
     let mut writer = writer.tee(
         |event| matches!(event, Event::Synced),
         EventWriter::new(move |_| {
-            synced.send_replace(true);
+            synced_sender.send_replace(true);
         }),
     );
     let lease = |name, timing| lease::Config {
@@ -62,7 +62,7 @@ pub fn add_controllers(
         let (candidate, leadership) = lease::new_candidate(client, lease, registry);
         tasks.push(Task::new(
             "holding the lease for EndpointSlices",
-            run_candidate_after_sync(candidate, is_synced.clone(), drain.clone()),
+            run_candidate_after_sync(candidate, synced.clone(), drain.clone()),
         ));
         tasks.push(Task::new(
             "writing EndpointSlices",
@@ -79,7 +79,7 @@ pub fn add_controllers(
         let (candidate, leadership) = lease::new_candidate(client, lease, registry);
         tasks.push(Task::new(
             "holding the lease for statuses",
-            run_candidate_after_sync(candidate, is_synced, drain.clone()),
+            run_candidate_after_sync(candidate, synced, drain.clone()),
         ));
         tasks.push(Task::new(
             "writing statuses",
@@ -99,16 +99,16 @@ impl Task {
 }
 
 /// Starts leader election after the source has synced. Before that, objects not yet listed would look deleted.
-async fn run_candidate_after_sync(candidate: Candidate, mut is_synced: watch::Receiver<bool>, drain: Watch) {
-    let synced = async {
-        if is_synced.wait_for(|synced| *synced).await.is_err() {
+async fn run_candidate_after_sync(candidate: Candidate, mut synced: watch::Receiver<bool>, drain: Watch) {
+    let sync = async {
+        if synced.wait_for(|synced| *synced).await.is_err() {
             // The source has ended, so the process is about to end.
             std::future::pending::<()>().await;
         }
     };
     tokio::select! {
         () = drain.signaled() => return,
-        () = synced => {}
+        () = sync => {}
     }
     candidate.run(drain).await;
 }

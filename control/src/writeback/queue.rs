@@ -93,7 +93,7 @@ impl WorkQueue {
 impl RetryLimiter {
     /// Reserves a retry. Returns when it can run.
     fn reserve(&mut self, now: Instant) -> Instant {
-        // Time without retries permits at most one burst.
+        // Unused retries are saved up to one burst.
         let earliest = now.checked_sub(RETRY_INTERVAL * RETRY_BURST).unwrap_or(now);
         let arrival_at = self.arrival_at.unwrap_or(earliest).max(earliest);
         self.arrival_at = Some(arrival_at + RETRY_INTERVAL);

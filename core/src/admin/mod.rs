@@ -68,10 +68,10 @@ trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<S: AsyncRead + AsyncWrite + Send + Unpin> Stream for S {}
 
-/// A stream after TLS termination, with its HTTP version and TLS state.
-type AcceptedStream = (Box<dyn Stream>, Version, Tls);
+/// A stream whose HTTP version is known, after TLS termination if it uses TLS.
+type DetectedStream = (Box<dyn Stream>, Version, Tls);
 type TlsTerminator = Arc<dyn Fn(TcpStream) -> TerminateFuture + Send + Sync>;
-type TerminateFuture = Pin<Box<dyn Future<Output = io::Result<AcceptedStream>> + Send>>;
+type TerminateFuture = Pin<Box<dyn Future<Output = io::Result<DetectedStream>> + Send>>;
 
 #[derive(Default)]
 struct Routes {
@@ -217,7 +217,7 @@ async fn serve_connection(
 /// Detects the HTTP version from the first three bytes of the HTTP/2 preface, with which no HTTP/1 method starts.
 ///
 /// A preface that arrives in pieces of one or two bytes is taken for HTTP/1 and refused there.
-async fn detect_version(stream: TcpStream) -> io::Result<AcceptedStream> {
+async fn detect_version(stream: TcpStream) -> io::Result<DetectedStream> {
     let mut start = [0; 3];
     let n = stream.peek(&mut start).await?;
     let version = match start[..n] == *b"PRI" {

@@ -4,14 +4,14 @@
 //! selects it:
 //! 1. a connection of a client address that has more than its fair share;
 //! 2. a connection of a global IPv6 /64 that has at least a quarter of the limit;
-//! 3. an unused or idle connection of the addresses that have the most connections, if that is more than one;
+//! 3. an unused or idle connection of an address that has the most connections, if it has more than one;
 //! 4. the connection that has been idle for the longest time.
 //!
 //! The fair share is the limit divided by the number of clients, but at least four connections.
 //!
 //! The exception is [`SameAddressEviction::UnusedOnly`], with which an address does not lose used connections to its own new
-//! ones: if it has its fair share, and no address has more connections, its new connection replaces an unused one of its own, or
-//! is refused. Rule 3 respects this, too.
+//! ones: if it has its fair share, and no other address has more connections, its new connection replaces an unused one of its
+//! own, or is refused. Rule 3 respects this, too.
 //!
 //! A connection with a verified identity is evicted in two cases only:
 //! - Unverified connections are fewer than a quarter of the limit, and a verified client or identity has more than its fair
@@ -141,7 +141,7 @@ impl ConnectionLimiter {
 }
 
 impl ConnectionPermit {
-    /// Sets the verified identity of the peer. Such a connection is evicted after unverified ones.
+    /// Sets the verified identity of the peer. Such a connection is evicted in the two cases of the module documentation only.
     pub fn set_identity(&self, identity: &str) {
         self.limiter.state.lock().verify(&self.connection, identity);
     }

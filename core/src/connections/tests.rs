@@ -63,7 +63,7 @@ async fn unused_connections_are_evicted_before_used_ones() {
     let new_clients: Vec<_> = (11..16).map(|n| limiter.admit(ip(n)).unwrap()).collect();
     assert!(is_closed(&permits[6]) && is_closed(&permits[7]));
     let closed = permits[..6].iter().filter(|permit| is_closed(permit)).count();
-    assert_eq!(closed, 1, "then, unused new connections are evicted");
+    assert_eq!(closed, 1, "one used connection is evicted, then unused new ones");
     assert_eq!(new_clients.iter().filter(|permit| is_closed(permit)).count(), 2);
 }
 

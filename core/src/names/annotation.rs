@@ -108,15 +108,16 @@ annotations! {
         values: "`all-unauthenticated`, `all-authenticated`, `cluster-unauthenticated`, `cluster-authenticated`, \
                  `deny` or `audit`",
         default: "`proxy.defaultInboundPolicy`",
-        meaning: "The policy of ports that no Server selects. With an invalid value, the injector refuses the pod, and \
-                  the policy is `deny`.",
+        meaning: "The policy of ports that no Server selects. With an invalid value, the injector refuses new pods, \
+                  and the policy of existing pods and of ExternalWorkloads is `deny`.",
     }
     REQUIRE_IDENTITY_INBOUND_PORTS = "config.linkerd.io/proxy-require-identity-inbound-ports" {
         objects: "Namespace, Pod, ExternalWorkload",
         values: PORTS_OF_POD,
         default: "`proxy.requireIdentityOnInboundPorts`",
         meaning: "Ports that only meshed clients can use, where no Server selects the port. With an invalid entry, the \
-                  injector refuses the pod.",
+                  injector refuses new pods, and on existing pods and ExternalWorkloads, the policy of ports that \
+                  are neither listed nor selected by a Server is `deny`.",
     }
     PROXY_DISABLE_INBOUND_DETECT_TIMEOUT = "config.linkerd.io/proxy-disable-inbound-protocol-detect-timeout" {
         objects: "Namespace, Pod",

@@ -1,6 +1,8 @@
-//! The iptables backend: one `*-restore --noflush` transaction per family, verified by reading the rules back.
+//! The iptables backend: one run of `*-restore --noflush` per family, which commits table by table. Then the rules are read
+//! back and compared.
 //!
-//! Chain names and comments are those of Linkerd, so that either tool can repair the rules of the other.
+//! Chain names and comments are those of Linkerd where it has the same chain or rule, so that either tool can repair the rules
+//! of the other.
 
 mod text;
 
@@ -98,7 +100,7 @@ pub fn apply(flavour: Flavour, rules: &Rules, wait: Duration) -> Result<Change, 
     }
     // No `--test` run first: it takes as long as the real run, and does not ask the kernel.
     let done = for_each_family(&plans, |plan| {
-        restore(flavour, plan.family, &plan.script, wait, RestoreMode::Add)?;
+        restore(flavour, plan.family, &plan.script, wait, RestoreMode::KeepOthers)?;
         verify_applied(flavour, plan.family, rules)
     });
     match done {
@@ -131,7 +133,7 @@ pub fn remove(flavour: Flavour, wait: Duration) -> Result<Vec<String>, IptablesE
     for family in families_to_search(flavour) {
         let script = text::removal_script(&save(flavour, family)?);
         if !script.is_empty() {
-            restore(flavour, family, &script, wait, RestoreMode::Add)?;
+            restore(flavour, family, &script, wait, RestoreMode::KeepOthers)?;
             removed.push(format!("{flavour} {}", family.name()));
         }
     }
@@ -150,7 +152,7 @@ pub fn bypass_new_connections(flavour: Flavour, wait: Duration) -> Result<Vec<u1
         ports.extend(saved.redirect_ports());
         let script = text::bypass_script(&saved);
         if !script.is_empty() {
-            restore(flavour, family, &script, wait, RestoreMode::Add)?;
+            restore(flavour, family, &script, wait, RestoreMode::KeepOthers)?;
         }
     }
     Ok(ports)
@@ -209,9 +211,9 @@ struct Plan {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum RestoreMode {
     /// Changes the named chains and keeps the rest.
-    Add,
+    KeepOthers,
     /// Replaces the named tables.
-    Replace,
+    ReplaceTables,
 }
 
 fn verify_applied(flavour: Flavour, family: Family, rules: &Rules) -> Result<(), IptablesError> {
@@ -227,7 +229,7 @@ fn verify_applied(flavour: Flavour, family: Family, rules: &Rules) -> Result<(),
 fn undo(flavour: Flavour, plans: &[Plan], wait: Duration, cause: IptablesError) -> IptablesError {
     let undone = for_each_family(plans, |plan| {
         let previous = text::undo_script(&plan.script, &plan.saved);
-        restore(flavour, plan.family, &previous, wait, RestoreMode::Replace)
+        restore(flavour, plan.family, &previous, wait, RestoreMode::ReplaceTables)
     });
     match undone {
         Ok(_) => cause,
@@ -307,7 +309,7 @@ fn restore(
     let program = program(flavour, family, "restore");
     let wait = wait.as_secs().max(1).to_string();
     let mut arguments = vec!["--wait", &wait];
-    arguments.extend((how != RestoreMode::Replace).then_some("--noflush"));
+    arguments.extend((how != RestoreMode::ReplaceTables).then_some("--noflush"));
     run(&program, &arguments, script).map(|_| ())
 }
 

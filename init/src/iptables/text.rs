@@ -124,7 +124,7 @@ pub(crate) fn apply_script(rules: &Rules, family: Family, saved: &SavedRules) ->
     text
 }
 
-/// A script that restores the tables that the other script writes.
+/// A script that restores the tables that `script` writes.
 pub(crate) fn undo_script(script: &str, saved: &SavedRules) -> String {
     let written = TABLES
         .iter()
@@ -141,7 +141,7 @@ pub(crate) fn removal_script(saved: &SavedRules) -> String {
     text
 }
 
-/// A script that makes our chains accept new connections, while open connections stay translated.
+/// A script that makes our chains return new connections unchanged, while open connections stay translated.
 pub(crate) fn bypass_script(saved: &SavedRules) -> String {
     let mut text = String::new();
     for (table, _) in TABLES.iter().filter(|(table, _)| saved.has_our_rules_in(table)) {
@@ -246,7 +246,8 @@ fn lines(rules: &Rules, family: Family) -> Vec<Line> {
     own.chain(jumps).collect()
 }
 
-/// The table and the name of a chain. Base chains of the rules are built-in chains here.
+/// The table and the name of a chain. The base chains `Prerouting` and `Output` are built-in chains here; the other base chains
+/// are chains of ours, to which built-in chains jump ([`HOOKED_CHAINS`]).
 fn location(chain: Chain) -> (&'static str, &'static str) {
     match chain {
         Chain::Inbound => ("nat", iptables_chains::INBOUND),
@@ -279,11 +280,11 @@ fn rule_lines(rule: &Rule, family: Family) -> Vec<Line> {
     };
     let comment = rule.comment.as_str();
     match rule.matches.as_slice() {
-        [Match::Ports { ports, .. }] if matches!(rule.action, Action::Redirect(_)) => each_port(ports)
-            .map(|port| {
+        [Match::Ports { ports, .. }] if matches!(rule.action, Action::Redirect(_)) => port_ranges(ports)
+            .map(|range| {
                 line(
-                    &format!("-p tcp -m tcp --dport {port}"),
-                    &format!("{comment}-{port}-to-proxy-port"),
+                    &format!("-p tcp -m tcp --dport {range}"),
+                    &format!("{comment}-{range}-to-proxy-port"),
                 )
             })
             .collect(),
@@ -371,7 +372,8 @@ fn target(action: Action, family: Family) -> String {
     }
 }
 
-fn each_port(ports: &PortSet) -> impl Iterator<Item = String> + '_ {
+/// Each range as `8080:8081`, and a range of one port as `80`.
+fn port_ranges(ports: &PortSet) -> impl Iterator<Item = String> + '_ {
     ports.ranges().map(|range| match range.start() == range.end() {
         true => range.start().to_string(),
         false => format!("{}:{}", range.start(), range.end()),
@@ -381,14 +383,14 @@ fn each_port(ports: &PortSet) -> impl Iterator<Item = String> + '_ {
 /// A multiport match has 15 slots; a range uses two.
 fn multiport_groups(ports: &PortSet) -> impl Iterator<Item = String> + '_ {
     let mut groups: Vec<(usize, Vec<String>)> = Vec::new();
-    for port in each_port(ports) {
-        let cost = if port.contains(':') { 2 } else { 1 };
+    for range in port_ranges(ports) {
+        let cost = if range.contains(':') { 2 } else { 1 };
         match groups.last_mut() {
             Some((used, group)) if *used + cost <= MULTIPORT_SLOTS => {
                 *used += cost;
-                group.push(port);
+                group.push(range);
             }
-            _ => groups.push((cost, vec![port])),
+            _ => groups.push((cost, vec![range])),
         }
     }
     groups.into_iter().map(|(_, group)| group.join(","))
@@ -586,8 +588,8 @@ COMMIT
     /// The state after running a script in an empty namespace.
     fn made_by(script: &str) -> SavedRules {
         let mut saved = SavedRules::parse(script);
-        for line in saved.sections.values_mut() {
-            line.retain(|line| !line.starts_with("-I "));
+        for lines in saved.sections.values_mut() {
+            lines.retain(|line| !line.starts_with("-I "));
         }
         let mut table = "";
         for line in script.lines() {
@@ -609,16 +611,16 @@ COMMIT
     }
 
     #[test]
-    fn listed_ports_are_redirected_one_by_one() {
+    fn each_listed_range_has_its_own_rule() {
         let rules = build_rules(&Options {
             inbound: Inbound::Listed(ports("80,8080-8081")),
             ..example()
         });
         let script = apply_script(&rules, Family::V4, &SavedRules::default());
-        for port in ["80", "8080:8081"] {
+        for range in ["80", "8080:8081"] {
             let line = format!(
-                "-A PROXY_INIT_REDIRECT -p tcp -m tcp --dport {port} -m comment --comment \
-                 \"proxy-init/redirect-port-{port}-to-proxy-port\" -j REDIRECT --to-ports 4143\n"
+                "-A PROXY_INIT_REDIRECT -p tcp -m tcp --dport {range} -m comment --comment \
+                 \"proxy-init/redirect-port-{range}-to-proxy-port\" -j REDIRECT --to-ports 4143\n"
             );
             assert!(script.contains(&line), "{script}");
         }

@@ -93,8 +93,8 @@ impl IptablesNftTable {
         jumps.chain(emptied).chain(chains).collect()
     }
 
-    /// Messages that make the chains accept everything, with a rule that keeps connection tracking active.
-    pub(crate) fn accept_all(&self) -> Vec<Message> {
+    /// Messages that make our chains return new connections unchanged, with a rule that keeps connection tracking active.
+    pub(crate) fn bypass_new_connections(&self) -> Vec<Message> {
         let bypassed = || {
             self.chains
                 .iter()
@@ -127,7 +127,7 @@ impl IptablesNftTable {
     }
 }
 
-/// Tables and chains of other programs that translate destinations, for a warning.
+/// Tables and chains of other programs that redirect connections, for a warning.
 ///
 /// # Errors
 /// If the kernel does not answer.
@@ -138,7 +138,7 @@ pub fn foreign_dnat_chains(socket: &mut Socket) -> Result<Vec<String>, NetlinkEr
             continue;
         };
         let ours = table == TABLE || is_own_chain(chain);
-        if !ours && expressions(&answer).any(|(name, data)| translates(name, data)) {
+        if !ours && expressions(&answer).any(|(name, data)| is_redirect(name, data)) {
             let location = format!("chain {chain} of nftables table {table}");
             if !found.contains(&location) {
                 found.push(location);
@@ -210,12 +210,12 @@ fn jump_target(immediate: &[u8]) -> Option<&str> {
     attr::find_text(verdict, table::NFTA_VERDICT_CHAIN)
 }
 
-/// A native nftables expression, or an iptables target without an nftables equivalent.
-fn translates(name: &str, data: &[u8]) -> bool {
+/// Whether an expression redirects connections. It is a native nftables expression, or contains an iptables target.
+fn is_redirect(name: &str, data: &[u8]) -> bool {
     match name {
         "redir" | "tproxy" => true,
         "nat" => attr::find_be32(data, NFTA_NAT_TYPE) == Some(NFT_NAT_DNAT),
-        "target" => attr::find_text(data, NFTA_TARGET_NAME).is_some_and(|target| DNAT_TARGETS.contains(&target)),
+        "target" => attr::find_text(data, NFTA_TARGET_NAME).is_some_and(|target| REDIRECT_TARGETS.contains(&target)),
         _ => false,
     }
 }
@@ -224,4 +224,4 @@ const NFTA_NAT_TYPE: u16 = 1;
 const NFT_NAT_DNAT: u32 = 1;
 const NFTA_TARGET_NAME: u16 = 1;
 const NFTA_TARGET_INFO: u16 = 3;
-const DNAT_TARGETS: [&str; 3] = ["REDIRECT", "DNAT", "TPROXY"];
+const REDIRECT_TARGETS: [&str; 3] = ["REDIRECT", "DNAT", "TPROXY"];

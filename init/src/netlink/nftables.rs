@@ -122,14 +122,14 @@ pub fn check(socket: &mut Socket, rules: &Rules) -> Result<Comparison, NetlinkEr
     Ok(comparison)
 }
 
-/// Removes our table, and our rules made by iptables-nft; returns where there were any.
+/// Removes our table, our rules made by iptables-nft, or both; returns where there were any.
 ///
 /// # Errors
 /// If the kernel refuses; then nothing is removed.
-pub fn remove(socket: &mut Socket, wait: Duration, owner: RuleOwner) -> Result<Vec<String>, NetlinkError> {
+pub fn remove(socket: &mut Socket, wait: Duration, which: OurRules) -> Result<Vec<String>, NetlinkError> {
     let mut removed = Vec::new();
     commit_with_retry(socket, wait, |socket| {
-        let (families, iptables_nft_tables) = find_rules(socket, owner)?;
+        let (families, iptables_nft_tables) = find_rules(socket, which)?;
         removed = names(&families, &iptables_nft_tables);
         let tables = families.iter().map(|family| table::delete_table(*family));
         let messages: Vec<Message> = tables
@@ -150,7 +150,7 @@ pub fn remove(socket: &mut Socket, wait: Duration, owner: RuleOwner) -> Result<V
 pub fn bypass_new_connections(socket: &mut Socket, wait: Duration) -> Result<Vec<u16>, NetlinkError> {
     let mut ports = Vec::new();
     commit_with_retry(socket, wait, |socket| {
-        let (families, iptables_nft_tables) = find_rules(socket, RuleOwner::All)?;
+        let (families, iptables_nft_tables) = find_rules(socket, OurRules::All)?;
         if ports.is_empty() {
             ports = iptables_nft::redirect_ports(socket)?;
         }
@@ -172,15 +172,19 @@ pub fn bypass_new_connections(socket: &mut Socket, wait: Duration) -> Result<Vec
                 messages.extend(table::tproxy_replies(*family));
             }
         }
-        messages.extend(iptables_nft_tables.iter().flat_map(IptablesNftTable::accept_all));
+        messages.extend(
+            iptables_nft_tables
+                .iter()
+                .flat_map(IptablesNftTable::bypass_new_connections),
+        );
         Ok((!messages.is_empty()).then_some(messages))
     })?;
     Ok(ports)
 }
 
-/// The rules to look for.
+/// Which of our rules, by the backend that made them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RuleOwner {
+pub enum OurRules {
     /// Only our own nftables table.
     Native,
     /// Only rules made by iptables-nft.
@@ -188,13 +192,13 @@ pub enum RuleOwner {
     All,
 }
 
-fn find_rules(socket: &mut Socket, owner: RuleOwner) -> Result<(Vec<u8>, Vec<IptablesNftTable>), NetlinkError> {
-    let families = if owner == RuleOwner::IptablesNft {
+fn find_rules(socket: &mut Socket, which: OurRules) -> Result<(Vec<u8>, Vec<IptablesNftTable>), NetlinkError> {
+    let families = if which == OurRules::IptablesNft {
         Vec::new()
     } else {
         families_with_our_table(socket)?
     };
-    let iptables_nft_tables = if owner == RuleOwner::Native {
+    let iptables_nft_tables = if which == OurRules::Native {
         Vec::new()
     } else {
         iptables_nft::find_tables(socket)?
@@ -345,7 +349,7 @@ mod tests {
                         "{form:?}"
                     );
                 }
-                assert_eq!(remove(&mut socket, wait, RuleOwner::All).unwrap(), ["native"]);
+                assert_eq!(remove(&mut socket, wait, OurRules::All).unwrap(), ["native"]);
                 assert_eq!(check(&mut socket, &rules).unwrap(), Comparison::Absent);
             })
             .unwrap();

@@ -50,6 +50,8 @@ pub enum NetlinkError {
     ConcurrentChange,
     #[error("parsing the kernel's answer about {what} failed")]
     Malformed { what: String },
+    #[error("the kernel did not acknowledge the transaction")]
+    Unacknowledged,
 }
 
 /// Advice for an error number.
@@ -69,7 +71,7 @@ impl NetlinkError {
     pub(crate) fn errno(&self) -> Option<Errno> {
         match self {
             Self::Socket { source, .. } | Self::Refused { source, .. } => Some(*source),
-            Self::ConcurrentChange | Self::Malformed { .. } => None,
+            Self::ConcurrentChange | Self::Malformed { .. } | Self::Unacknowledged => None,
         }
     }
 
@@ -118,7 +120,8 @@ impl Socket {
         };
         let fd = socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, protocol).map_err(failed)?;
         bind(fd.as_raw_fd(), &NetlinkAddr::new(0, 0)).map_err(failed)?;
-        // A batch is one message. Only root of the initial user namespace may exceed the system's limit for socket buffers.
+        // A batch is sent in one call. Only root of the initial user namespace may exceed the system's limit for socket
+        // buffers.
         let enlarged = setsockopt(&fd, sockopt::SndBufForce, &BATCH_LIMIT);
         if enlarged.is_err() {
             setsockopt(&fd, sockopt::SndBuf, &BATCH_LIMIT).map_err(failed)?;
@@ -270,11 +273,7 @@ impl Socket {
                 }) if is_acknowledged => return Ok(()),
                 Err(NetlinkError::Socket {
                     source: Errno::EAGAIN, ..
-                }) => {
-                    return Err(NetlinkError::Malformed {
-                        what: "a transaction".to_owned(),
-                    });
-                }
+                }) => return Err(NetlinkError::Unacknowledged),
                 received => received?,
             };
             for (header, body) in frames(&self.buffer[..len]) {

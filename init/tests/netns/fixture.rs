@@ -34,7 +34,7 @@ pub(crate) const PROXY: Client = Client {
     gid: PROXY_UID,
     source: None,
 };
-/// The flags of every run.
+/// The usual flags of a run that applies or checks rules.
 pub(crate) const FLAGS: [&str; 6] = ["-p", "4143", "-o", "4140", "-u", "2102"];
 pub(crate) const BIN: &str = env!("CARGO_BIN_EXE_tulle-init");
 
@@ -322,7 +322,8 @@ pub(crate) fn dial(client: Client, to: SocketAddr) -> io::Result<(TcpStream, Ans
         server: words.next().unwrap_or_default().to_owned(),
         orig_dst: words.next().and_then(|word| word.parse().ok()),
     };
-    // Only destinations are translated. The source port may differ: two addresses of the pod become one.
+    // Only destinations are translated. The source port may differ nevertheless: connection tracking changes it if two
+    // connections from the same port are translated to the same destination.
     if let Some(seen) = words.next() {
         let seen: SocketAddr = seen.parse().unwrap();
         assert_eq!(

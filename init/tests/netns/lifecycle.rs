@@ -408,8 +408,8 @@ fn our_rules_take_precedence_over_both_kernel_interfaces_with_a_warning() {
                 expect(&fixture.peer, ROOT, (family.pod[0], 8080), "inbound", backend);
             }
         };
-        // Add foreign rules through the other iptables flavour, then through the flavour of our backend, where they precede
-        // ours. The flavour whose rules were added last is evaluated first.
+        // Add foreign rules through the other iptables flavour, then through the flavour of our backend. The flavour whose
+        // first rule is added last is evaluated first; in this flavour, our rules must precede the foreign ones.
         let flavours = [
             ["iptables-legacy", "ip6tables-legacy"],
             ["iptables-nft", "ip6tables-nft"],
@@ -486,7 +486,8 @@ fn rules_with_precedence_over_ours_are_named_and_detected() {
             "chain OUTPUT of nftables table nat"
         };
         assert!(warnings.contains(chain), "{report}");
-        // The native chains are new, and precede later chains of others with a lower priority number.
+        // The native chains are newer than the foreign ones, so they are evaluated first. A chain that is added later precedes
+        // them, unless they have a lower priority number.
         let native = |more: &[&str]| fixture.report(&[&FLAGS[..], &["--backend", "nft"], more].concat()).0;
         assert_eq!(native(&[]), 0);
         fixture.sh("nft 'table ip later { chain c { type nat hook output priority -100; tcp dport 1-60000 redirect to :15001; }; }'");

@@ -110,7 +110,7 @@ fn try_dial(namespace: &Namespace, to: SocketAddr) -> Option<(TcpStream, String)
     Some((stream, server))
 }
 
-/// Adds tracked connections without endpoints that the kernel may not evict.
+/// Adds connection tracking entries that belong to no socket. They are assured, so the kernel does not evict them.
 fn track(namespace: &Namespace, count: u32) {
     let kernel = namespace.run(|| {
         let netfilter = SockProtocol::NetlinkNetFilter;

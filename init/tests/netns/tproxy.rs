@@ -98,13 +98,13 @@ fn only_listed_ports_are_proxied_and_skipped_networks_are_not() {
 
 /// Neither if there is no listener on the proxy's port, nor if the listener is not transparent.
 #[test]
-fn without_a_proxy_that_accepts_them_connections_do_not_reach_the_application() {
+fn connections_that_no_proxy_accepts_do_not_reach_the_application() {
     if !can_run() {
         return;
     }
     let fixture = Fixture::bare();
     let application = serve(&fixture.pod, "app", "[::]:8080");
-    let refused = |backend: &str| {
+    let expect_timeouts = |backend: &str| {
         for family in families() {
             let to = SocketAddr::from((family.pod[0], 8080));
             let dialled = fixture.peer.run(|| TcpStream::connect_timeout(&to, SHORT)).unwrap();
@@ -114,12 +114,12 @@ fn without_a_proxy_that_accepts_them_connections_do_not_reach_the_application() 
     };
     for backend in BACKENDS {
         fixture.apply(backend, &TPROXY);
-        refused(backend);
+        expect_timeouts(backend);
     }
     serve(&fixture.pod, "inbound", "[::]:4143");
     for backend in BACKENDS {
         fixture.apply(backend, &TPROXY);
-        refused(backend);
+        expect_timeouts(backend);
     }
     assert_eq!(application.load(Ordering::Relaxed), 0);
 }

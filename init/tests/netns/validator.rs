@@ -25,7 +25,7 @@ fn stderr(output: &Output) -> String {
 }
 
 #[test]
-fn the_validator_succeeds_with_rules_only() {
+fn the_validator_succeeds_only_with_rules() {
     if !can_run() {
         return;
     }

@@ -56,7 +56,8 @@ pub(crate) struct AdminParams {
     pub readiness: Readiness,
     /// `None` if the process does not log.
     pub log: Option<LogHandle>,
-    /// The variables to show. They are readable from the whole network, so they must not have secrets.
+    /// The variables to show. They must not contain secrets: they are not restricted to loopback, and the policy of the port
+    /// may permit everyone to read them.
     pub env: BTreeMap<String, String>,
     /// Notified when an operator requests shutdown.
     pub shutdown: Arc<Notify>,

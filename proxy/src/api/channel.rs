@@ -409,13 +409,13 @@ fn set_uri(req: &mut Request<Body>, shared: &Shared) -> Result<(), Status> {
 }
 
 impl ChannelMetrics {
-    fn new(families: &Metrics, client: &str, target: &ControlAddr) -> Self {
+    fn new(families: &Metrics, metrics_prefix: &str, target: &ControlAddr) -> Self {
         let tls = match &target.security {
             Security::Loopback => ClientTls::Plain(NoClientTls::Loopback),
             Security::MutualTls(identity) => ClientTls::Meshed(identity.clone()),
         };
         let labels = Labels::new().with("addr", &target.addr);
-        let balancer = families.balancer(client, &labels);
+        let balancer = families.balancer(metrics_prefix, &labels);
         let labels = tls.metric_labels(labels);
         let (requests, latency) = (families.requests.get(&labels), families.latency.get(&labels));
         Self {

@@ -38,8 +38,8 @@ impl Metrics {
     }
 
     /// The series of a channel: the replicas of its service, and the calls that wait for a connection.
-    pub(super) fn balancer(&self, client: &str, labels: &Labels) -> Arc<balancers::BalancerSeries> {
-        balancers::Families::without_fail_fast(&self.registry, client).series(labels)
+    pub(super) fn balancer(&self, metrics_prefix: &str, labels: &Labels) -> Arc<balancers::BalancerSeries> {
+        balancers::Families::without_fail_fast(&self.registry, metrics_prefix).series(labels)
     }
 }
 

@@ -46,7 +46,7 @@ pub(super) struct AdminThread {
     pub(super) exporter: Option<Exporter>,
 }
 
-/// What ends the process.
+/// What the shutdown of the process needs.
 pub(super) struct Shutdown {
     /// Starts the drain of the workers.
     pub(super) drain: drain::Signal,
@@ -103,7 +103,7 @@ impl AdminThread {
         {
             tracing::warn!("sending the last trace spans failed");
         }
-        // Never signalled: the admin server answers probes and scrapes until the process ends.
+        // Never signalled, and dropping it signals nothing: the admin server answers probes and scrapes until the process ends.
         drop(admin_drain);
         shutdown.done_tx.send_replace(true);
         std::future::pending::<()>().await;
@@ -225,7 +225,7 @@ async fn wait_for_shutdown(shutdown: &Notify, own_ports: &[u16]) {
     }
 }
 
-/// Time that a draining proxy still accepts connections if its application still listens.
+/// Maximum time from the first signal to the drain, while the application still listens.
 const APPLICATION_EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 /// How often the proxy checks whether the application still listens.
 const APPLICATION_POLL_INTERVAL: Duration = Duration::from_millis(100);

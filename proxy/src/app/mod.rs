@@ -170,8 +170,8 @@ impl App {
         )
     }
 
-    /// Shuts the proxy down gracefully once notified, as `/shutdown` of the admin server does.
-    pub fn shutdown(&self) -> Arc<Notify> {
+    /// The handle that shuts the proxy down gracefully when it is notified, as `/shutdown` of the admin server does.
+    pub fn shutdown_handle(&self) -> Arc<Notify> {
         self.shutdown.clone()
     }
 

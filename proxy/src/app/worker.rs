@@ -147,7 +147,8 @@ impl Worker {
                     }
                 }));
                 if let Some(handle) = eviction_handle {
-                    handle.set_task(task.abort_handle()); // keeps a newer task, so the order of the two calls does not matter
+                    // Keeps the task that `replace_task` may have set already, so it does not matter which runs first.
+                    handle.set_task(task.abort_handle());
                 }
             };
             listen::accept_loop(listener, burst_timer, stop.signaled(), spawn).await;

@@ -58,8 +58,8 @@ impl WorkerBalancer {
         Ok((assignment, Tcp::with_prefix(stream, client.prefix)))
     }
 
-    /// The least loaded worker, if it has at least 20 % fewer connections; otherwise the one that accepted the connection. Handing
-    /// over wakes another worker, which is not worthwhile for a smaller difference.
+    /// The least loaded worker, if it has more than 20 % fewer connections; otherwise the one that accepted the connection.
+    /// Handing over wakes another worker, which is not worthwhile for a smaller difference.
     fn choose(&self, accepted_by: usize) -> usize {
         let n_open = |index: usize| self.0[index].open.load(Ordering::Relaxed);
         let n_own = n_open(accepted_by);
@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_connection_moves_only_to_a_worker_with_20_percent_fewer() {
+    async fn a_connection_moves_only_to_a_worker_with_over_20_percent_fewer() {
         let balancer = WorkerBalancer::new(&[Handle::current(), Handle::current()]);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let mut assignments = Vec::new();

@@ -16,7 +16,7 @@ use crate::balance::p2c;
 use crate::metrics::balancers::{BalancerSeries, QueueMode, UpdateOp};
 use crate::policy::client::Queue;
 
-/// How an available endpoint is picked.
+/// How an endpoint is picked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Strategy {
     /// The one with the lower load of two drawn at random.
@@ -43,7 +43,8 @@ pub(crate) enum PickError {
 /// Why endpoints are not available.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum UnavailableReason {
-    /// They cannot be reached, for example for this cause. `None` if there is no cause, because no endpoint is known yet.
+    /// They cannot be reached, for example for this cause. `None` if no endpoint has failed its last dial, for example because
+    /// none is known.
     Unreachable(Option<&'static str>),
     /// At least one was ejected by its breaker.
     Ejected,
@@ -58,7 +59,7 @@ pub(crate) struct Balancer<E> {
     breaker_group: BreakerGroup,
     round_robin_next: AtomicUsize,
     n_queued: AtomicUsize,
-    /// Set when a request times out in the queue; cleared when an endpoint is available again.
+    /// Set when a request times out in the queue; cleared when an endpoint is picked.
     is_failing_fast: AtomicBool,
     /// Series of all routes that use this balancer.
     series: Mutex<Vec<Weak<BalancerSeries>>>,
@@ -104,7 +105,9 @@ impl<E: Candidate> Balancer<E> {
     pub(crate) fn update_gauges(&self, now: Instant) {
         let (ready, known) = match &**self.snapshot.load() {
             DiscoveryState::Endpoints(endpoints) => {
-                let ready = endpoints.iter().filter(|endpoint| endpoint.breaker().is_available(now));
+                let ready = endpoints
+                    .iter()
+                    .filter(|endpoint| endpoint.breaker().can_be_picked(now));
                 (ready.count(), endpoints.len())
             }
             DiscoveryState::Unknown | DiscoveryState::NoEndpoints => (0, 0),
@@ -155,16 +158,17 @@ impl<E: Candidate> Balancer<E> {
         self.breaker_group.notify();
     }
 
-    pub(crate) fn is_available(&self, now: Instant) -> bool {
+    /// Whether one of the endpoints can be picked.
+    pub(crate) fn can_pick(&self, now: Instant) -> bool {
         match &**self.snapshot.load() {
             DiscoveryState::Endpoints(endpoints) => {
-                endpoints.iter().any(|endpoint| endpoint.breaker().is_available(now))
+                endpoints.iter().any(|endpoint| endpoint.breaker().can_be_picked(now))
             }
             DiscoveryState::Unknown | DiscoveryState::NoEndpoints => false,
         }
     }
 
-    /// Picks an available endpoint, preferably one that is not in `tried`. Success ends the fail-fast state.
+    /// Picks an endpoint if one can be picked now, preferably one that is not in `tried`. Success ends the fail-fast state.
     pub(crate) fn try_pick(&self, now: Instant, tried: &[Arc<E>]) -> Option<Arc<E>> {
         let snapshot = self.snapshot.load();
         let DiscoveryState::Endpoints(endpoints) = &**snapshot else {
@@ -183,7 +187,7 @@ impl<E: Candidate> Balancer<E> {
         picked
     }
 
-    /// Picks an available endpoint that `is_allowed` accepts. Does not end the fail-fast state.
+    /// Picks an endpoint that `is_allowed` accepts, if one can be picked now. Does not end the fail-fast state.
     pub(crate) fn pick_where(&self, now: Instant, is_allowed: impl Fn(&Arc<E>) -> bool) -> Option<Arc<E>> {
         match &**self.snapshot.load() {
             DiscoveryState::Endpoints(endpoints) => self.pick_and_admit(endpoints, now, is_allowed),
@@ -239,7 +243,7 @@ impl<E: Candidate> Balancer<E> {
                 let waited = (now - queued_at).min(self.queue.failfast_timeout);
                 return Err(PickError::QueueTimeout(waited, self.unavailable_reason()));
             }
-            let next = self.available_at().map_or(deadline, |at| at.min(deadline));
+            let next = self.next_probe_at().map_or(deadline, |at| at.min(deadline));
             tokio::select! {
                 // Both branches are cancel-safe: a notification and a timer.
                 () = woken => {}
@@ -248,30 +252,30 @@ impl<E: Candidate> Balancer<E> {
         }
     }
 
-    /// Picks an available endpoint and admits the request to it.
+    /// Picks an endpoint and admits the request to it.
     fn pick_and_admit(
         &self,
         endpoints: &[Arc<E>],
         now: Instant,
         is_allowed: impl Fn(&Arc<E>) -> bool,
     ) -> Option<Arc<E>> {
-        // Another worker may take the one probe that made an endpoint look available; then pick again.
+        // Another worker may take the one probe for which an endpoint was picked; then pick again.
         for _ in 0..MAX_PICK_ATTEMPTS {
-            let is_available = |endpoint: &Arc<E>| is_allowed(endpoint) && endpoint.breaker().is_available(now);
+            let can_be_picked = |endpoint: &Arc<E>| is_allowed(endpoint) && endpoint.breaker().can_be_picked(now);
             let index = match self.strategy {
                 Strategy::PeakEwma => p2c::choose(
                     endpoints.len(),
                     |below| fastrand::usize(..below),
                     |index| {
                         let endpoint = &endpoints[index];
-                        is_available(endpoint).then(|| endpoint.load().cost(now))
+                        can_be_picked(endpoint).then(|| endpoint.load().cost(now))
                     },
                 ),
                 Strategy::RoundRobin => {
                     let start = self.round_robin_next.fetch_add(1, Ordering::Relaxed);
                     (0..endpoints.len())
                         .map(|step| start.wrapping_add(step) % endpoints.len())
-                        .find(|index| is_available(&endpoints[*index]))
+                        .find(|index| can_be_picked(&endpoints[*index]))
                 }
             };
             let endpoint = &endpoints[index?];
@@ -307,12 +311,12 @@ impl<E: Candidate> Balancer<E> {
         }
     }
 
-    /// The earliest time at which an unavailable endpoint may be tried again.
-    fn available_at(&self) -> Option<Instant> {
+    /// The earliest time at which a probe of an endpoint is due; `None` if no endpoint is unavailable.
+    fn next_probe_at(&self) -> Option<Instant> {
         match &**self.snapshot.load() {
             DiscoveryState::Endpoints(endpoints) => endpoints
                 .iter()
-                .filter_map(|endpoint| endpoint.breaker().available_at())
+                .filter_map(|endpoint| endpoint.breaker().next_probe_at())
                 .min(),
             DiscoveryState::Unknown | DiscoveryState::NoEndpoints => None,
         }
@@ -475,8 +479,8 @@ mod tests {
                 peer.breaker.record_dial_failure("connect-refused", now);
             }
             assert!(balancer.try_pick(now, &[]).is_none());
-            assert!(!balancer.is_available(now));
-            assert!(balancer.is_available(now + 200 * MS));
+            assert!(!balancer.can_pick(now));
+            assert!(balancer.can_pick(now + 200 * MS));
         }
     }
 
@@ -630,7 +634,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn endpoint_queue_and_gate_metrics_are_recorded() {
+    async fn metrics_of_endpoints_queue_and_queue_mode_are_recorded() {
         let registry = Registry::new();
         let series_of_parent = |parent| Families::new(&registry, "http").series(&Labels::new().with("parent", parent));
         let (one, other) = (series_of_parent("one"), series_of_parent("other"));

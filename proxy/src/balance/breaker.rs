@@ -102,16 +102,17 @@ impl Breaker {
         }
     }
 
-    /// Whether the endpoint is available. A request also needs [`Self::admit`].
-    pub(crate) fn is_available(&self, now: Instant) -> bool {
+    /// Whether the endpoint may get a request: it is available, its next probe is due, or `min_ready_endpoints` requires it.
+    /// The request also needs [`Self::admit`].
+    pub(crate) fn can_be_picked(&self, now: Instant) -> bool {
         self.dial_availability.allows(|| self.nanos_at(now))
             && self.accrual.as_ref().is_none_or(|accrual| {
                 accrual.availability.allows(|| self.nanos_at(now)) || self.is_required_by_minimum(accrual)
             })
     }
 
-    /// Whether fewer than `min_ready_endpoints` are ready, so that this endpoint stays available although it is ejected. This
-    /// happens when others are removed after its ejection.
+    /// Whether fewer than `min_ready_endpoints` are ready, so that this endpoint gets requests although it is ejected. This
+    /// happens when others are removed or become unreachable after its ejection.
     fn is_required_by_minimum(&self, accrual: &Accrual) -> bool {
         self.group.n_ready() < accrual.policy.min_ready_endpoints
     }
@@ -121,15 +122,15 @@ impl Breaker {
     /// If no result of a probe is recorded, another probe is admitted after the same delay.
     #[must_use]
     pub(crate) fn admit(&self, now: Instant) -> bool {
-        self.is_available(now)
+        self.can_be_picked(now)
             && self.dial_availability.try_admit(|| self.nanos_at(now))
             && self.accrual.as_ref().is_none_or(|accrual| {
                 accrual.availability.try_admit(|| self.nanos_at(now)) || self.is_required_by_minimum(accrual)
             })
     }
 
-    /// When an unavailable endpoint may be tried again.
-    pub(crate) fn available_at(&self) -> Option<Instant> {
+    /// When the next probe of the endpoint is due; `None` if it is available.
+    pub(crate) fn next_probe_at(&self) -> Option<Instant> {
         let next_probe_at = self
             .availabilities()
             .map(|availability| availability.next_probe_at.load(Ordering::Relaxed))
@@ -139,8 +140,8 @@ impl Breaker {
 
     /// Records the outcome of a request and its `Retry-After`.
     ///
-    /// While the endpoint is ejected, outcomes are ignored: those requests were sent before its ejection. While a probe is in
-    /// flight, any outcome counts as its result.
+    /// While the endpoint is ejected, outcomes are ignored: those requests were sent before its ejection, or only because of
+    /// `min_ready_endpoints`. While a probe is in flight, any outcome counts as its result.
     pub(crate) fn record_outcome(&self, outcome: RequestOutcome, retry_after: Option<Duration>, now: Instant) {
         let Some(accrual) = &self.accrual else { return };
         let action = match accrual.availability.phase() {
@@ -386,7 +387,7 @@ impl BreakerGroup {
         self.0.n_endpoints.store(endpoints, Ordering::Relaxed);
     }
 
-    /// Number of endpoints that are ready.
+    /// Number of endpoints that are neither ejected nor unreachable. One whose probe is due does not count.
     fn n_ready(&self) -> u32 {
         let endpoints = self.0.n_endpoints.load(Ordering::Relaxed);
         endpoints.saturating_sub(self.0.n_unavailable.load(Ordering::Relaxed))
@@ -517,7 +518,7 @@ mod tests {
         for breaker in &breakers {
             breaker.record_outcome(RequestOutcome::Failure, None, now);
         }
-        let available = |breakers: &[Breaker]| breakers.iter().filter(|breaker| breaker.is_available(now)).count();
+        let available = |breakers: &[Breaker]| breakers.iter().filter(|breaker| breaker.can_be_picked(now)).count();
         assert_eq!(available(&breakers), 2);
         let later = now + SECOND;
         assert!(breakers[0].admit(later));
@@ -553,7 +554,7 @@ mod tests {
         assert_eq!(group.n_ready(), 2);
         group.set_n_endpoints(3);
         left[0].record_outcome(RequestOutcome::Failure, None, now);
-        assert!(!left[0].is_available(now), "two others are ready");
+        assert!(!left[0].can_be_picked(now), "two others are ready");
         drop(breakers);
         assert_eq!(group.n_ready(), 3);
     }
@@ -565,7 +566,7 @@ mod tests {
             policy.backoff.honors_retry_after = honors_retry_after;
             let (breaker, now) = breaker(Some(policy));
             breaker.record_outcome(RequestOutcome::Failure, Some(2 * SECOND), now);
-            assert_eq!(breaker.available_at(), Some(now + seconds * SECOND));
+            assert_eq!(breaker.next_probe_at(), Some(now + seconds * SECOND));
         }
     }
 
@@ -586,11 +587,11 @@ mod tests {
             Failure, Failure, Success, Failure, Failure, Overloaded, Failure, Failure,
         ] {
             breaker.record_outcome(outcome, None, now);
-            assert!(breaker.is_available(now));
+            assert!(breaker.can_be_picked(now));
         }
         breaker.record_outcome(Failure, None, now);
-        assert!(!breaker.is_available(now));
-        assert_eq!(breaker.available_at(), Some(now + SECOND));
+        assert!(!breaker.can_be_picked(now));
+        assert_eq!(breaker.next_probe_at(), Some(now + SECOND));
     }
 
     #[test]
@@ -599,11 +600,11 @@ mod tests {
         breaker.record_outcome(RequestOutcome::Failure, None, now);
         breaker.record_outcome(RequestOutcome::Success, None, now);
         assert!(
-            !breaker.is_available(now),
+            !breaker.can_be_picked(now),
             "a request sent before the ejection does not end it"
         );
         let later = now + SECOND;
-        assert!(breaker.is_available(later));
+        assert!(breaker.can_be_picked(later));
         assert!(breaker.admit(later));
         assert!(!breaker.admit(later), "only one");
         breaker.record_outcome(RequestOutcome::Success, None, later);
@@ -616,7 +617,7 @@ mod tests {
         breaker.record_outcome(RequestOutcome::Failure, None, now);
         for seconds in [1, 2, 3, 3] {
             let due = now + SECOND * seconds;
-            assert!(!breaker.is_available(due - Duration::from_millis(1)));
+            assert!(!breaker.can_be_picked(due - Duration::from_millis(1)));
             assert!(breaker.admit(due), "after {seconds} s");
             breaker.record_outcome(RequestOutcome::Failure, None, due);
             breaker.record_outcome(RequestOutcome::Failure, None, due);
@@ -643,13 +644,13 @@ mod tests {
                 RequestOutcome::Success
             };
             breaker.record_outcome(outcome, None, now);
-            assert!(breaker.is_available(now), "{index}");
+            assert!(breaker.can_be_picked(now), "{index}");
         }
         breaker.record_outcome(RequestOutcome::Overloaded, None, now);
-        assert!(!breaker.is_available(now));
+        assert!(!breaker.can_be_picked(now));
         assert!(breaker.admit(now + SECOND));
         breaker.record_outcome(RequestOutcome::Overloaded, None, now + SECOND);
-        assert!(!breaker.is_available(now + 2 * SECOND), "an overloaded probe fails");
+        assert!(!breaker.can_be_picked(now + 2 * SECOND), "an overloaded probe fails");
     }
 
     #[test]
@@ -663,7 +664,7 @@ mod tests {
             breaker.record_outcome(RequestOutcome::Success, None, later);
         }
         breaker.record_outcome(RequestOutcome::Failure, None, later);
-        assert!(breaker.is_available(later));
+        assert!(breaker.can_be_picked(later));
     }
 
     #[test]
@@ -672,9 +673,9 @@ mod tests {
         for _ in 0..3 {
             breaker.record_outcome(RequestOutcome::Failure, None, now);
         }
-        assert!(breaker.is_available(now));
+        assert!(breaker.can_be_picked(now));
         breaker.record_outcome(RequestOutcome::Failure, None, now);
-        assert!(!breaker.is_available(now));
+        assert!(!breaker.can_be_picked(now));
     }
 
     #[test]
@@ -683,14 +684,14 @@ mod tests {
         assert_eq!(breaker.dial_failure_cause(), None);
         breaker.record_dial_failure("connect-refused", now);
         breaker.record_dial_failure("connect-refused", now);
-        assert!(!breaker.is_available(now + Duration::from_millis(99)));
+        assert!(!breaker.can_be_picked(now + Duration::from_millis(99)));
         let later = now + Duration::from_millis(111);
         assert!(
             breaker.admit(later),
             "a second report of the same failure does not extend the backoff"
         );
         breaker.record_dial_failure("connect-timeout", later);
-        assert!(!breaker.is_available(later + Duration::from_millis(199)));
+        assert!(!breaker.can_be_picked(later + Duration::from_millis(199)));
         assert_eq!(breaker.dial_failure_cause(), Some("connect-timeout"));
         breaker.record_connected();
         assert_eq!(breaker.dial_failure_cause(), None);

@@ -83,7 +83,7 @@ impl Load {
         });
     }
 
-    /// Counts a failed request as a slow one, so that an endpoint that fails fast does not attract more requests.
+    /// Counts a failed request as a slow one, so that an endpoint does not attract more requests because it fails quickly.
     ///
     /// Without a penalty in the policy, the measured time counts, as for any other request.
     pub(crate) fn penalize(&self, took: Duration, retry_after: Option<Duration>, now: Instant) {
@@ -109,7 +109,7 @@ impl Load {
         self.in_flight.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Raises the estimate to `rtt`, if it is lower.
+    /// Raises the estimate to `rtt` if the estimate is lower.
     pub(super) fn raise_to(&self, rtt: Duration, now: Instant) {
         let (rtt, at) = (rtt.as_secs_f32(), self.millis_at(now));
         self.update(|old| Estimate {

@@ -1,9 +1,9 @@
 //! Power of two choices: of two candidates drawn at random, the cheaper one.
 
-/// Returns the index of the cheaper of two candidates drawn among the available ones.
+/// Returns the index of the cheaper of two candidates drawn among those that can be picked.
 ///
-/// `cost` is `None` if a candidate is unavailable; `draw(n)` is a random number below `n`.
-/// Constant time while most candidates are available.
+/// `cost` is `None` if a candidate cannot be picked; `draw(n)` is a random number below `n`.
+/// Constant time while most candidates can be picked.
 pub(crate) fn choose(
     n_candidates: usize,
     mut draw: impl FnMut(usize) -> usize,
@@ -18,14 +18,14 @@ pub(crate) fn choose(
             return Some(if second_cost < first_cost { second } else { first });
         }
     }
-    // Draw two of the available candidates: one must not win only because the other was unavailable.
-    let available = || (0..n_candidates).filter_map(|index| Some((index, cost(index)?)));
-    match available().count() {
+    // Draw two of those that can be picked: one must not win only because the other cannot be picked.
+    let pickable = || (0..n_candidates).filter_map(|index| Some((index, cost(index)?)));
+    match pickable().count() {
         0 => None,
-        1 => available().next().map(|(index, _)| index),
+        1 => pickable().next().map(|(index, _)| index),
         n => {
             let (first, second) = two_distinct_below(n, &mut draw);
-            let sampled = available()
+            let sampled = pickable()
                 .enumerate()
                 .filter(|(rank, _)| *rank == first || *rank == second);
             sampled

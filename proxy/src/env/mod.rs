@@ -164,6 +164,7 @@ fn outbound(env: &mut Env<'_>, ingress: IngressMode) -> Outbound {
     Outbound {
         listen: several.unwrap_or_else(|| vec![single.unwrap_or_else(|| ([127, 0, 0, 1], 4140).into())]),
         direction: direction(env, "OUTBOUND", &defaults),
+        // Both have no effect (`UNSUPPORTED_VARIABLES`): they are parsed only to report invalid values.
         tcp_queue_capacity: env.value_or("OUTBOUND_TCP_QUEUE_CAPACITY", values::at_least_one, QUEUE_CAPACITY),
         tcp_failfast_timeout: env.value_or(
             "OUTBOUND_TCP_FAILFAST_TIMEOUT",
@@ -185,7 +186,7 @@ fn inbound(env: &mut Env<'_>) -> Inbound {
     let defaults = DirectionDefaults {
         connect_timeout: MIN_INBOUND_CONNECT_TIMEOUT,
         backoff_max: Duration::from_secs(10),
-        failfast_timeout: Duration::from_secs(1),
+        failfast_timeout: Duration::from_secs(1), // no effect: inbound requests do not wait for an endpoint
         discovery_idle_timeout: Duration::from_secs(90),
         max_idle_name: "MAX_IDLE_CONNS_PER_ENDPOINT",
     };
@@ -262,6 +263,7 @@ fn direction(env: &mut Env<'_>, dir: &str, defaults: &DirectionDefaults) -> Dire
         http2_server: http2_server(env, &name("SERVER_HTTP2"), windows),
         http2_client: windows,
         max_in_flight_requests: env.value_or(&name("MAX_IN_FLIGHT"), values::at_least_one, 100_000),
+        // Inbound, both have no effect (`UNSUPPORTED_VARIABLES`): they are parsed only to report invalid values.
         http_queue_capacity: env.value_or(&name("HTTP_QUEUE_CAPACITY"), values::at_least_one, QUEUE_CAPACITY),
         http_failfast_timeout: env.value_or(
             &name("HTTP_FAILFAST_TIMEOUT"),
@@ -318,6 +320,7 @@ fn http2_server(env: &mut Env<'_>, prefix: &str, windows: Http2Windows) -> Http2
     );
     Http2Server {
         windows: own_windows.map_or(windows, |(stream, connection)| Http2Windows { stream, connection }),
+        // No effect (`UNSUPPORTED_VARIABLES`): it is parsed only to report invalid values.
         flow_control: match env.flag(&name("ADAPTIVE_FLOW_CONTROL")) {
             true => FlowControl::Adaptive,
             false => FlowControl::Fixed,

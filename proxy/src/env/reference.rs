@@ -34,7 +34,7 @@ struct DirectionVariable {
     meaning: &'static str,
 }
 
-/// All variables: those of the process first, then those of both directions.
+/// All variables: those that exist once, then those that exist for each direction.
 pub fn variables() -> Vec<Variable> {
     let both = DIRECTIONS.iter().flat_map(|variable| {
         let prefix = match variable.is_tulle_only {
@@ -79,7 +79,7 @@ const NONE: Fallback = Text("none");
 const NO_LIMIT: Fallback = Text("no limit");
 const LIBRARY: Fallback = Text("that of the HTTP/2 library");
 
-/// Variables without a direction. Those of Linkerd are without their prefix.
+/// Variables that exist once: for the process, or for one direction. Those of Linkerd are without their prefix.
 const VARIABLES: &[Row] = &[
     (
         "OUTBOUND_LISTEN_ADDR",
@@ -129,7 +129,8 @@ const VARIABLES: &[Row] = &[
         "INGRESS_MODE",
         FLAG,
         Value("false"),
-        "Whether requests go to the Service in their `l5d-dst-override` or `Host` header instead of their original destination.",
+        "Whether requests with the header `l5d-dst-override` go to the Service that it names. Others go to their \
+         original destination.",
     ),
     (
         super::BALANCER,
@@ -225,7 +226,8 @@ const VARIABLES: &[Row] = &[
         "INBOUND_PORTS_DISABLE_PROTOCOL_DETECTION",
         PORTS,
         NONE,
-        "Ports that are opaque if their policy is not known: the proxy does not detect their protocol.",
+        "Ports that are opaque while their policy is not known: the proxy does not detect their protocol. Only with \
+         `TULLE_INBOUND_UNKNOWN_POLICY=default`.",
     ),
     (
         "INBOUND_IPS",
@@ -538,7 +540,7 @@ const DIRECTIONS: &[DirectionVariable] = &[
         "ACCEPT_KEEPALIVE",
         DURATION,
         [NONE, NONE],
-        "Interval of TCP keep-alive on accepted connections.",
+        "Idle time after which TCP keep-alive probes an accepted connection.",
     ),
     direction(
         "ACCEPT_USER_TIMEOUT",
@@ -562,7 +564,7 @@ const DIRECTIONS: &[DirectionVariable] = &[
         "CONNECT_KEEPALIVE",
         DURATION,
         [NONE, NONE],
-        "Interval of TCP keep-alive on connections of the proxy.",
+        "Idle time after which TCP keep-alive probes a connection that the proxy has dialled.",
     ),
     direction(
         "CONNECT_USER_TIMEOUT",

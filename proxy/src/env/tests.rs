@@ -45,7 +45,7 @@ fn load_with(changes: &[(&str, &str)]) -> Result<Config, Vec<EnvError>> {
 }
 
 #[test]
-fn defaults_are_those_of_linkerd() {
+fn defaults_are_as_documented() {
     let config = load_with(&[]).unwrap();
     assert_eq!(config.outbound.listen, ["127.0.0.1:4140".parse().unwrap()]);
     assert_eq!(config.inbound.listen, "0.0.0.0:4143".parse().unwrap());

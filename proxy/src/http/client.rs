@@ -78,8 +78,9 @@ pub(crate) enum ReadyConnection {
     Http2(http2::StreamSender),
     /// For an extended CONNECT, a stream that carries another protocol (RFC 8441).
     ExtendedConnect(Box<http2::ExtendedConnectSender>),
-    /// No connection: the peer accepts no further extended CONNECT stream. [`EndpointClient::send`] returns this as an error.
-    ExtendedConnectUnsupported,
+    /// No connection: no extended CONNECT stream is available, for example because the peer does not support them, or because
+    /// half of the streams that it permits carry other protocols already. [`EndpointClient::send`] returns this as an error.
+    NoExtendedConnectStream,
 }
 
 /// The kind of connection that a request needs.
@@ -89,8 +90,8 @@ pub(crate) enum ConnectionUse {
     Pooled,
     /// HTTP/1: a new connection for this request only, such as for upgrades and HTTP/1.0. HTTP/2: as [`Self::Pooled`].
     NewConnection,
-    /// A stream of a shared HTTP/2 connection that carries another protocol. If the peer does not accept one, an HTTP/1
-    /// request gets a new HTTP/1 connection.
+    /// A stream of a shared HTTP/2 connection that carries another protocol. If none is available, an HTTP/1 request gets a
+    /// new HTTP/1 connection.
     ExtendedConnect,
 }
 
@@ -182,7 +183,7 @@ impl EndpointClient {
                 .all(|connection| !connection.awaits_settings() && connection.n_streams() > 0)
     }
 
-    /// Returns the first shared connection whose peer accepts another extended CONNECT stream.
+    /// Reserves an extended CONNECT stream on the first shared connection on which one is available.
     async fn extended_connect_connection(&self) -> Option<ReadyConnection> {
         let waits: SmallVec<[http2::ExtendedConnectWait; 1]> = {
             let connections = self.http2.lock();
@@ -218,7 +219,7 @@ impl EndpointClient {
             self.stream_on_shared_connection().await?;
             match self.extended_connect_connection().await {
                 Some(ready) => return Ok(ready),
-                None if protocol == Protocol::Http2 => return Ok(ReadyConnection::ExtendedConnectUnsupported),
+                None if protocol == Protocol::Http2 => return Ok(ReadyConnection::NoExtendedConnectStream),
                 None => {}
             }
         } else if protocol == Protocol::Http2 {
@@ -324,8 +325,9 @@ impl EndpointClient {
             }
             ReadyConnection::Http2(send) => http2::send(send, req, self.addr).await,
             ReadyConnection::ExtendedConnect(sender) => Box::pin(self.send_extended_connect(*sender, req)).await,
-            ReadyConnection::ExtendedConnectUnsupported => Err(Error::ExtendedConnectUnsupported { addr: self.addr }),
+            ReadyConnection::NoExtendedConnectStream => Err(Error::NoExtendedConnectStream { addr: self.addr }),
         };
+        // During a burst of clients, responses are forwarded a few at a time.
         pending_response.wait_for_release().await;
         result
     }
@@ -385,8 +387,9 @@ impl EndpointClient {
         }
     }
 
-    /// If the port is closed and the request was discarded, returns an error that permits a resend to another endpoint;
-    /// otherwise returns `error`. Dials only to learn whether the application still listens; the connection is not used.
+    /// If the port is closed, and the request was discarded or the connection was reset, returns an error that permits a resend
+    /// to another endpoint; otherwise returns `error`. Dials only to learn whether the application still listens; the
+    /// connection is not used.
     async fn error_after_port_check(&self, mut request: ResendableRequest, error: Error) -> Error {
         match (self.connect)(Protocol::Http1).await {
             Err(dial_error) if dial_error.is_connection_refused() && request.was_discarded_or_reset().await => {
@@ -640,7 +643,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_idle_connection_is_reused_within_the_keep_alive_timeout() {
+    async fn an_idle_connection_is_reused_until_shortly_before_the_keep_alive_timeout() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
         let client = new_client(addr, connect_to(addr), 60);
@@ -730,7 +733,7 @@ mod tests {
             connections_to(&server).await,
             [
                 ReadyConnection::Http1(_, None),
-                ReadyConnection::ExtendedConnectUnsupported
+                ReadyConnection::NoExtendedConnectStream
             ]
         ));
         server.enable_connect_protocol();
@@ -748,7 +751,7 @@ mod tests {
             connections_to(&server).await,
             [
                 ReadyConnection::ExtendedConnect(_),
-                ReadyConnection::ExtendedConnectUnsupported
+                ReadyConnection::NoExtendedConnectStream
             ]
         ));
         server.max_concurrent_streams(1);
@@ -756,7 +759,7 @@ mod tests {
             connections_to(&server).await,
             [
                 ReadyConnection::Http1(_, None),
-                ReadyConnection::ExtendedConnectUnsupported
+                ReadyConnection::NoExtendedConnectStream
             ]
         ));
     }

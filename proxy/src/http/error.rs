@@ -84,8 +84,8 @@ pub(crate) enum Error {
     ServerIo(#[source] std::io::Error),
     #[error("invalid response: {0}")]
     InvalidResponse(&'static str),
-    #[error("{addr} does not accept another extended CONNECT stream (RFC 8441)")]
-    ExtendedConnectUnsupported { addr: SocketAddr },
+    #[error("no extended CONNECT stream (RFC 8441) to {addr} is available")]
+    NoExtendedConnectStream { addr: SocketAddr },
     /// A resend was safe, but the body was too large to be kept for it.
     #[error(transparent)]
     TooLargeToResend(Box<Self>),
@@ -172,7 +172,7 @@ pub(crate) enum Error {
 /// import each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum UnavailableCause {
-    /// The endpoints cannot be reached. `after` is the cause code of one of them, or `None` if none was dialled.
+    /// The endpoints cannot be reached. `after` is the cause code of one of them, or `None` if none has failed its last dial.
     Unreachable { after: Option<&'static str> },
     /// Circuit breakers have ejected some endpoints.
     Ejected,
@@ -191,7 +191,7 @@ pub(crate) enum TimeoutKind {
     Response(Duration),
     #[error("idle timeout: no data for {0:?}")]
     Idle(Duration),
-    /// The response, with the timeout of a ServiceProfile.
+    /// The response head, over all attempts, with the timeout of a ServiceProfile.
     #[error("response timeout: no response within {0:?}")]
     Profile(Duration),
 }
@@ -256,7 +256,7 @@ impl Error {
             | Self::HeaderTooLarge { .. }
             | Self::HeaderReadTimeout(_)
             | Self::BodyIdleTimeout(_)
-            | Self::ExtendedConnectUnsupported { .. }
+            | Self::NoExtendedConnectStream { .. }
             | Self::TargetForbidden(_)
             | Self::ClientClosed
             | Self::ClientIo(_) => Side::Client,
@@ -400,7 +400,7 @@ impl Error {
                 error_status(StatusCode::REQUEST_TIMEOUT, grpc::DEADLINE_EXCEEDED, true)
             }
             Self::AmbiguousPath => error_status(StatusCode::BAD_REQUEST, grpc::INVALID_ARGUMENT, false),
-            Self::ExtendedConnectUnsupported { .. } => {
+            Self::NoExtendedConnectStream { .. } => {
                 error_status(StatusCode::NOT_IMPLEMENTED, grpc::UNIMPLEMENTED, false)
             }
             Self::RouteNotFound | Self::GatewayDomain(_) => error_status(StatusCode::NOT_FOUND, grpc::NOT_FOUND, false),
@@ -479,7 +479,7 @@ impl Error {
             | Self::ReconnectFailed { addr, .. }
             | Self::Http2ConnectionEnded { addr }
             | Self::StreamLimit { addr, .. }
-            | Self::ExtendedConnectUnsupported { addr } => Some(*addr),
+            | Self::NoExtendedConnectStream { addr } => Some(*addr),
             Self::TooLargeToResend(error) => error.failed_addr(),
             _ => None,
         }
@@ -536,6 +536,7 @@ impl Error {
     /// The stable cause code, for `l5d-proxy-cause` and metric labels.
     pub(crate) fn cause(&self) -> &'static str {
         match self {
+            // A published name; it is about a resend, not a retry.
             Self::TooLargeToResend(_) => "body-too-large-to-retry",
             Self::ConnectTimeout(error) | Self::Connect(error) => error.cause(),
             Self::DialFailed { cause, .. } | Self::Tls { cause, .. } => cause,
@@ -549,7 +550,7 @@ impl Error {
             Self::ReadRequestBody(_) | Self::InvalidRequest(_) => "bad-request",
             // Published with an underscore, as `policy_unknown`; all other codes have hyphens.
             Self::AmbiguousPath => "ambiguous_path",
-            Self::ExtendedConnectUnsupported { .. } => "no-extended-connect",
+            Self::NoExtendedConnectStream { .. } => "no-extended-connect",
             Self::HeaderTooLarge { .. } => "head-too-long",
             Self::HeaderReadTimeout(_) => "head-timeout",
             Self::BodyIdleTimeout(_) => "body-timeout",

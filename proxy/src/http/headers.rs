@@ -93,14 +93,14 @@ pub(crate) fn strip_from_peer_request(headers: &mut HeaderMap) {
     }
 }
 
-/// [`strip_hop_by_hop`] and [`strip_spoofed`] with one scan, for responses of the application.
+/// [`strip_hop_by_hop`] and [`strip_proxy_headers`] with one scan, for responses of the application.
 pub(crate) fn strip_from_app_response(headers: &mut HeaderMap) {
     let removable = RemovableHeaders::scan(headers);
     if removable.has_hop_by_hop {
         remove_hop_by_hop(headers);
     }
     if removable.has_proxy_headers {
-        remove_spoofed(headers);
+        remove_proxy_headers(headers);
     }
 }
 
@@ -136,7 +136,7 @@ fn remove_hop_by_hop(headers: &mut HeaderMap) {
 }
 
 /// Whether this header is protected: a client can neither remove it by listing it in `connection` nor send it as a trailer.
-/// These are the headers about the host and the framing, and `l5d-*` headers.
+/// These are `host`, the framing headers, `te`, which [`strip_hop_by_hop`] reduces to `trailers`, and `l5d-*` headers.
 fn is_protected(name: &HeaderName) -> bool {
     [
         header::HOST,
@@ -160,8 +160,8 @@ pub(crate) fn is_forwarded_trailer(name: &HeaderName) -> bool {
     !is_protected(name) && !is_underscore_alias(name.as_str()) && !hop_by_hop.contains(name)
 }
 
-/// Whether an HTTP/1.1 request asks for another protocol. An upgrade to cleartext HTTP/2 (`h2c`) does not count: it is
-/// answered as HTTP/1.1, which every client accepts.
+/// Whether an HTTP/1.1 request asks for an upgrade or a CONNECT tunnel. An upgrade to cleartext HTTP/2 (`h2c`) does not count:
+/// it is answered as HTTP/1.1, which every client accepts.
 pub(crate) fn is_upgrade_request<B>(req: &Request<B>) -> bool {
     if req.version() != Version::HTTP_11 {
         return false;
@@ -193,8 +193,9 @@ pub(crate) fn strip_hop_by_hop_except_upgrade(headers: &mut HeaderMap) {
     }
 }
 
-/// Refuses requests that cannot be forwarded unambiguously: with several hosts or none, with a target that does not fit
-/// the method, or with a body whose end is unclear. Moves the authority of an HTTP/2 request from `host` to its target.
+/// Refuses requests that cannot be forwarded unambiguously: with a target that does not fit the method, with a body whose end
+/// is unclear, or, in HTTP/2, with several hosts or none. (The HTTP/1 parser refuses several hosts and accepts none.) Moves the
+/// authority of an HTTP/2 request from `host` to its target.
 ///
 /// # Errors
 /// The request breaks a rule of its HTTP version.
@@ -326,7 +327,7 @@ pub(crate) fn keep_alive_timeout(headers: &HeaderMap) -> Option<Duration> {
     value.split(|b| *b == b',').find_map(seconds).map(Duration::from_secs)
 }
 
-/// Size of a request's header list in bytes (RFC 9113 §10.5.1), without method and scheme.
+/// Size of a request's header list in bytes (RFC 9113 §6.5.2), without method and scheme.
 pub(crate) fn header_list_size<B>(req: &Request<B>) -> usize {
     const HEADER_OVERHEAD_BYTES: usize = 32;
     let target = req.uri().authority().map_or(0, |authority| authority.as_str().len())
@@ -385,14 +386,14 @@ pub(crate) fn take_proxy_headers(headers: &mut HeaderMap) -> ProxyHeaders {
     }
 }
 
-/// Removes headers from an application's response that only proxies may set.
-pub(crate) fn strip_spoofed(headers: &mut HeaderMap) {
+/// Removes the headers of a response that only proxies may set.
+pub(crate) fn strip_proxy_headers(headers: &mut HeaderMap) {
     if RemovableHeaders::scan(headers).has_proxy_headers {
-        remove_spoofed(headers);
+        remove_proxy_headers(headers);
     }
 }
 
-fn remove_spoofed(headers: &mut HeaderMap) {
+fn remove_proxy_headers(headers: &mut HeaderMap) {
     for name in [
         names::L5D_PROXY_ERROR,
         names::L5D_PROXY_CAUSE,

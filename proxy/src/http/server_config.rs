@@ -1,6 +1,6 @@
 use crate::http::{h1::server::Http1Config, h2::Http2Config};
 
-/// HTTP settings for the clients of one direction.
+/// Settings of an HTTP server.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ServerConfig {
     pub(crate) http1: Http1Config,

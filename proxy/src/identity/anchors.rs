@@ -1,4 +1,4 @@
-//! The source of the initial trust anchors.
+//! The source of the configured trust anchors.
 
 use std::path::PathBuf;
 
@@ -7,7 +7,7 @@ use tulle_core::metrics::Registry;
 use crate::metrics::invalid_updates::{self, InvalidUpdateReporter, UpdateKind};
 use crate::tls::credentials::{CredentialsError, TrustAnchors};
 
-/// The source of the initial trust anchors.
+/// The source of the configured trust anchors.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TrustAnchorSource {
     Fixed(TrustAnchors),
@@ -33,7 +33,7 @@ pub enum AnchorsError {
 }
 
 impl TrustAnchorSource {
-    /// Reports bundles that cannot be used.
+    /// Reports a file of trust anchors that cannot be used.
     pub(super) fn reporter(&self, registry: &Registry) -> InvalidUpdateReporter {
         let source = match self {
             Self::Fixed(_) => String::new(),
@@ -42,7 +42,7 @@ impl TrustAnchorSource {
         invalid_updates::Families::new(registry).reporter(UpdateKind::TrustAnchors, source)
     }
 
-    /// The current bundle.
+    /// The current trust anchors of the source.
     pub fn read(&self) -> Result<TrustAnchors, AnchorsError> {
         let path = match self {
             Self::Fixed(anchors) => return Ok(anchors.clone()),

@@ -69,7 +69,7 @@ enum CertifyError {
     #[error("the identity token in {} is empty", .path.display())]
     NoToken { path: PathBuf },
     #[error("the request for a certificate failed ({:?}): {}", .0.code(), .0.message())]
-    Refused(Status),
+    Failed(Status),
     #[error("requesting a certificate took longer than {CERTIFY_TIMEOUT:?}")]
     Timeout,
     #[error("the trust anchors that came with the certificate cannot be used")]
@@ -190,7 +190,7 @@ impl Certifier {
         let response = timeout(CERTIFY_TIMEOUT, self.client.certify(req))
             .await
             .map_err(|_| CertifyError::Timeout)?;
-        let response = response.map_err(CertifyError::Refused)?.into_inner();
+        let response = response.map_err(CertifyError::Failed)?.into_inner();
         let anchors = self.anchors_from(&response)?;
         let intermediates = response.intermediate_certificates.into_iter();
         let chain = std::iter::once(response.leaf_certificate)

@@ -27,7 +27,7 @@ impl Metrics {
             ),
             refreshed_at: gauge(
                 "control_identity_cert_refresh_timestamp_seconds",
-                "Time at which the certificate was issued, in seconds since 1970.",
+                "Time at which the proxy installed the certificate, in seconds since 1970.",
             ),
             succeeded: refreshes.get(&none.clone().with("result", "ok")),
             failed: refreshes.get(&none.with("result", "error")),

@@ -1,7 +1,7 @@
 //! The proxy's identity: a key, and a certificate that is renewed in time.
 //!
-//! The control plane signs the certificate, or a SPIFFE Workload API on this host provides both. The result goes into
-//! [`crate::tls::credentials::Credentials`]; no other module holds a key.
+//! The control plane signs a certificate for the proxy's key, or a SPIFFE Workload API on this host provides certificate, key
+//! and trust anchors. The result goes into [`crate::tls::credentials::Credentials`]; no other module holds a key.
 
 use std::path::PathBuf;
 
@@ -28,7 +28,7 @@ pub struct Config {
 /// The source of the certificate.
 #[derive(Clone, Debug)]
 pub enum IdentitySource {
-    /// The identity service of the control plane signs the proxy's key.
+    /// The identity service of the control plane signs a certificate for the proxy's key.
     ControlPlane {
         anchors: TrustAnchorSource,
         certify: certify::Config,
@@ -41,7 +41,7 @@ pub enum IdentitySource {
 }
 
 impl IdentitySource {
-    /// The initial trust anchors; none until a Workload API provides them.
+    /// The configured trust anchors; none if only a Workload API provides them.
     ///
     /// # Errors
     /// The file cannot be read.

@@ -348,7 +348,7 @@ async fn anchors_from_an_unverified_server_are_ignored() {
 }
 
 #[tokio::test]
-async fn a_bundle_without_the_issuer_is_not_used() {
+async fn anchors_without_the_root_of_the_certificate_are_not_used() {
     let next_only = |_: &Authority| vec![Authority::named("next").certificate.der().to_vec()];
     let fixture = fixture(Setup {
         anchors: next_only,

@@ -62,8 +62,8 @@ enum FetchError {
     Http(#[source] hyper::Error),
     #[error("the Workload API at {} did not answer within {RESPONSE_TIMEOUT:?}", .path.display())]
     Timeout { path: PathBuf },
-    #[error("the Workload API has nothing for this process ({:?}): {}", .0.code(), .0.message())]
-    Refused(Status),
+    #[error("the request to the Workload API failed ({:?}): {}", .0.code(), .0.message())]
+    Failed(Status),
     #[error("the Workload API ended the stream")]
     Ended,
     #[error("the Workload API offers [{}] where {expected} is needed", .offered.join(", "))]
@@ -99,22 +99,22 @@ impl WorkloadApiClient {
     ///
     /// The proxy becomes ready when `ready_latch` is dropped, with the first certificate.
     pub(crate) async fn run(mut self, ready_latch: Latch) {
-        let status = Arc::new(Mutex::new(CertificateStatus {
+        let state = Arc::new(Mutex::new(IssuanceState {
             ready_latch: Some(ready_latch),
             error: None,
         }));
-        let logging = log_while_missing(status.clone());
+        let logging = log_while_missing(state.clone());
         tokio::select! {
-            () = self.watch(&status) => {}
+            () = self.watch(&state) => {}
             () = logging => {}
         }
     }
 
-    async fn watch(&mut self, status: &Mutex<CertificateStatus>) {
+    async fn watch(&mut self, state: &Mutex<IssuanceState>) {
         let mut delays = RECONNECT_BACKOFF.start();
         loop {
             let generation_before = self.creds.generation();
-            let error = match self.stream(status).await {
+            let error = match self.stream(state).await {
                 Ok(never) => match never {},
                 Err(error) => error,
             };
@@ -124,13 +124,13 @@ impl WorkloadApiClient {
             }
             let delay = delays.next_delay();
             debug!(error = %ErrorChain(&error), ?delay, "the Workload API failed");
-            status.lock().failed(&error);
+            state.lock().failed(&error);
             sleep(delay).await;
         }
     }
 
     /// Reads one stream of updates until it fails.
-    async fn stream(&mut self, status: &Mutex<CertificateStatus>) -> Result<std::convert::Infallible, FetchError> {
+    async fn stream(&mut self, state: &Mutex<IssuanceState>) -> Result<std::convert::Infallible, FetchError> {
         // Closes the connection with the stream.
         let mut connection = JoinSet::new();
         let connecting = connect(&self.socket, &mut connection);
@@ -144,9 +144,9 @@ impl WorkloadApiClient {
             // Both branches are cancel-safe: a message is read completely or not at all.
             tokio::select! {
                 update = updates.message() => {
-                    let update = update.map_err(FetchError::Refused)?.ok_or(FetchError::Ended)?;
+                    let update = update.map_err(FetchError::Failed)?.ok_or(FetchError::Ended)?;
                     self.install(update)?;
-                    status.lock().succeeded();
+                    state.lock().succeeded();
                 }
                 _ = reload_interval.tick() => self.reload_anchors_file(),
             }
@@ -215,14 +215,14 @@ impl WorkloadApiClient {
 }
 
 /// Whether there is a certificate, for logs and readiness.
-struct CertificateStatus {
+struct IssuanceState {
     /// Held until the first certificate.
     ready_latch: Option<Latch>,
     /// Last error since the last certificate.
     error: Option<String>,
 }
 
-impl CertificateStatus {
+impl IssuanceState {
     fn succeeded(&mut self) {
         self.ready_latch = None;
         self.error = None;
@@ -241,13 +241,13 @@ impl CertificateStatus {
 }
 
 /// Logs from time to time that the first certificate is still missing.
-async fn log_while_missing(status: Arc<Mutex<CertificateStatus>>) {
+async fn log_while_missing(state: Arc<Mutex<IssuanceState>>) {
     let mut log_interval = delayed_interval(WAITING_LOG_INTERVAL);
     loop {
         log_interval.tick().await;
-        let status = status.lock();
-        if status.ready_latch.is_some()
-            && let Some(error) = &status.error
+        let state = state.lock();
+        if state.ready_latch.is_some()
+            && let Some(error) = &state.error
         {
             warn!(error, "still waiting for a certificate");
         }
@@ -277,7 +277,7 @@ async fn connect(
     let mut req = tonic::Request::new(X509svidRequest {});
     req.metadata_mut()
         .insert(WORKLOAD_API_METADATA, MetadataValue::from_static("true"));
-    let updates = client.fetch_x509svid(req).await.map_err(FetchError::Refused)?;
+    let updates = client.fetch_x509svid(req).await.map_err(FetchError::Failed)?;
     Ok(updates.into_inner())
 }
 

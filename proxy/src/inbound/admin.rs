@@ -46,7 +46,7 @@ impl Inbound {
         let port_policy = self.port_policies.get_or_watch(caller.local.port());
         self.port_policies.wait_until_received(&port_policy).await;
         let current = port_policy.current();
-        if current.is_placeholder {
+        if current.is_unknown {
             self.port_policies.warn_unknown_policy(caller.local.port());
             return Err(Error::PolicyUnknown);
         }

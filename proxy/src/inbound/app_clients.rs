@@ -100,6 +100,6 @@ impl AppClients {
     }
 }
 
-/// Number of application clients from which on unused ones are removed for a new one. A client that scans ports would otherwise
-/// make the map grow without limit.
+/// If a worker has this many HTTP clients for applications, unused ones are removed before one is added. Otherwise a peer that
+/// scans ports would make the map grow without limit.
 const SWEEP_APP_CLIENTS_AT: usize = 64;

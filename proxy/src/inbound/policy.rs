@@ -36,7 +36,7 @@ use crate::{
     },
 };
 
-/// The policies of the ports that clients have dialled, and of those that are always watched.
+/// The policies of the target ports of connections, and of those that are always watched.
 pub(crate) struct PortPolicies {
     api: Policies,
     invalid_updates: invalid_updates::Families,
@@ -104,8 +104,8 @@ pub(crate) struct PortPolicy {
 /// The source of the policy that is in force until the control plane answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FallbackOrigin {
-    /// There is none: a placeholder refuses every client.
-    Placeholder,
+    /// No policy is known: every client is refused.
+    Unknown,
     /// The control plane; the last policy of an earlier watch.
     LastKnown,
     /// The default policy of the environment.
@@ -120,8 +120,8 @@ pub(crate) struct ActivePolicy {
     pub(super) requires_http: bool,
     /// Whether rules depend on the request path.
     path_rules: PathRules,
-    /// True for the placeholder of a policy that the control plane has not sent.
-    pub(super) is_placeholder: bool,
+    /// Whether the control plane has not sent a policy: every client is refused.
+    pub(super) is_unknown: bool,
 }
 
 impl ActivePolicy {
@@ -130,10 +130,10 @@ impl ActivePolicy {
     }
 
     /// Refuses every client, until the control plane has sent a policy.
-    fn placeholder() -> Arc<Self> {
+    fn unknown() -> Arc<Self> {
         Arc::new(Self {
-            is_placeholder: true,
-            ..Self::with_limiter(ServerPolicy::placeholder(), None)
+            is_unknown: true,
+            ..Self::with_limiter(ServerPolicy::unknown(), None)
         })
     }
 
@@ -160,7 +160,7 @@ impl ActivePolicy {
                 .map_or(PathRules::None, ServerHttp::path_rules),
             server_policy,
             rate_limiter,
-            is_placeholder: false,
+            is_unknown: false,
         }
     }
 
@@ -292,7 +292,7 @@ impl PortPolicies {
         let began_at = match port_policy.fallback_origin {
             // With a last known policy, connections wait only during the first [`MAX_POLICY_WAIT`] of the watch.
             FallbackOrigin::LastKnown => port_policy.watched_since,
-            FallbackOrigin::Placeholder | FallbackOrigin::EnvironmentDefault => Instant::now(),
+            FallbackOrigin::Unknown | FallbackOrigin::EnvironmentDefault => Instant::now(),
         };
         let deadline = began_at + MAX_POLICY_WAIT;
         // Asks the watch or poll to retry, again and again, until a policy arrives, none can be expected, or the time is over.
@@ -310,7 +310,7 @@ impl PortPolicies {
     fn must_wait(&self, port_policy: &PortPolicy) -> bool {
         !port_policy.is_received()
             && match port_policy.fallback_origin {
-                FallbackOrigin::Placeholder => true,
+                FallbackOrigin::Unknown => true,
                 FallbackOrigin::LastKnown => self.api.is_reachable(),
                 FallbackOrigin::EnvironmentDefault => false,
             }
@@ -375,7 +375,7 @@ impl PortPolicies {
         });
         let (fallback, fallback_origin) = match (last_known, &self.initial_policy) {
             (Some(last_known), _) => (last_known, FallbackOrigin::LastKnown),
-            (None, InitialPolicy::Refuse) => (ActivePolicy::placeholder(), FallbackOrigin::Placeholder),
+            (None, InitialPolicy::Refuse) => (ActivePolicy::unknown(), FallbackOrigin::Unknown),
             (None, InitialPolicy::Default(defaults)) => {
                 let current = match defaults.opaque_ports.contains(port) {
                     true => defaults.opaque.clone(),
@@ -632,7 +632,7 @@ mod tests {
         let current = port.current();
         let client = [10, 0, 0, 1].into();
         let authorized = authorize(&current.server_policy.authorizations, client, ConnTls::NotTerminated);
-        (!current.is_placeholder).then_some(authorized.is_ok())
+        (!current.is_unknown).then_some(authorized.is_ok())
     }
 
     #[tokio::test]

@@ -30,7 +30,7 @@ struct QueueModeFamilies {
     timeout: Family<FloatGauge>,
 }
 
-/// The series of a balancer for one of its users.
+/// The series of a balancer with one set of labels: those of a parent and backend, or of a control plane client.
 #[derive(Debug)]
 pub(crate) struct BalancerSeries {
     ready: Arc<Gauge>,
@@ -90,7 +90,7 @@ impl Families {
         let counter = |suffix, help| registry.counter(&name(suffix), help);
         let gauge = |suffix, help| registry.gauge(&name(suffix), help);
         Self {
-            endpoints: gauge("endpoints", "Endpoints, by whether they are available"),
+            endpoints: gauge("endpoints", "Endpoints, by whether they can get a request now"),
             known: gauge("p2c_endpoints", "Endpoints from discovery"),
             updates: counter("p2c_updates_total", "Endpoint updates from discovery"),
             queue_length: gauge("queue_length", "Requests or connections that wait for an endpoint now"),

@@ -50,8 +50,8 @@ impl<T: Clone> HostSeries<T> {
 }
 
 impl HostSeries<()> {
-    /// Whether `host` is in the set, or could be added to it.
-    pub(crate) fn admit(&self, host: &str, source: HostSource) -> bool {
+    /// Adds `host`; false if the name is too long or the limit is reached.
+    pub(crate) fn add(&self, host: &str, source: HostSource) -> bool {
         self.get(host, source, |_| ()).is_some()
     }
 }

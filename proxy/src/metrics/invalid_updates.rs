@@ -15,7 +15,7 @@ pub(crate) enum UpdateKind {
     Profile,
     /// One endpoint of a set.
     Endpoint,
-    /// A file, or the bundle of a certificate response.
+    /// A file of trust anchors.
     TrustAnchors,
 }
 

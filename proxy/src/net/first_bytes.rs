@@ -29,8 +29,9 @@ const CLIENT_WAIT: Duration = Duration::from_millis(15);
 const KNOWN_CLIENT_FIRST_WAIT: Duration = Duration::from_millis(25);
 
 /// If the dial fails, a silent client still has this time, counted from the start of the dial, to send its first bytes. It allows
-/// for one retransmission of a peer's first TLS bytes, and lets an HTTP client receive an error response.
-const WAIT_AFTER_DIAL_FAILURE: Duration = Duration::from_secs(1);
+/// for one retransmission of the client's first bytes, such as a TLS ClientHello, and lets an HTTP client receive an error
+/// response.
+const CLIENT_WAIT_IF_DIAL_FAILS: Duration = Duration::from_secs(1);
 
 /// Which side has spoken first on earlier connections to one target.
 #[derive(Debug, Default)]
@@ -84,7 +85,8 @@ impl FirstBytes {
     }
 }
 
-/// Waits up to `limit` for the first bytes of either side; after that the connection is opaque.
+/// Waits up to `limit` for the first bytes of either side; after that the connection is opaque, unless the client has sent the
+/// method of an HTTP/1 request.
 ///
 /// `dial` opens the server connection and must authorize the client first. It returns `None` if that is not possible; then only
 /// the client is read.
@@ -152,7 +154,7 @@ where
     F: Future<Output = Option<Io>>,
 {
     let (mut seen, mut server_bytes) = (BytesMut::new(), BytesMut::new());
-    let give_up_at = Instant::now() + limit.min(WAIT_AFTER_DIAL_FAILURE);
+    let give_up_at = Instant::now() + limit.min(CLIENT_WAIT_IF_DIAL_FAILS);
     let speaker = {
         let mut detecting = pin!(detect::detect(client, &mut seen, limit));
         // The client may still send while the server is dialled.

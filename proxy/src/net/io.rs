@@ -227,7 +227,7 @@ impl Io {
         }
     }
 
-    /// Whether the connection is TLS; the peer is then meshed.
+    /// Whether the connection is TLS, terminated or started by this proxy; the peer is then assumed to be a proxy.
     pub(crate) fn is_encrypted(&self) -> bool {
         !matches!(self.stream, Stream::Tcp(_))
     }
@@ -238,8 +238,8 @@ impl Io {
         matches!(SockRef::from(self.socket()).peek(&mut byte), Ok(1..))
     }
 
-    /// Whether a peer that has closed its write side has closed the whole connection; `None` if unknown. A TLS peer is a proxy,
-    /// and a proxy never half-closes a connection on which it sends HTTP/1 requests.
+    /// Whether a peer that has closed its write side has closed the whole connection; `None` if unknown. A TLS peer is assumed
+    /// to be a proxy, which never half-closes a connection on which it sends HTTP/1 requests.
     pub(crate) fn is_closed_by_peer(&self) -> Option<bool> {
         match &self.stream {
             Stream::Tcp(Tcp { stream, .. }) => peer_socket::is_closed(stream),

@@ -403,7 +403,7 @@ mod tests {
 
     #[test]
     fn a_burst_is_many_clients_at_short_intervals_with_varying_load() {
-        // A sample has 32 clients; it decides for the clients from its last one on until the end of the next sample.
+        // A sample has 32 clients. Its result applies from its last client on, until the last client of the next sample.
         assert_eq!(active_at(1, 200, |n| n), (32..=128).collect::<Vec<_>>());
         assert_eq!(active_at(8, 1600, |_| 10), (32..=128).step_by(8).collect::<Vec<_>>());
         let one_by_one = active_at(1, 200, |n| 10 + n % 2);

@@ -78,7 +78,7 @@ impl MemoryMonitor {
             sleep(if is_quiet {
                 RELAXED_POLL_INTERVAL
             } else {
-                PRESSURE_POLL_INTERVAL
+                FREQUENT_POLL_INTERVAL
             })
             .await;
         }
@@ -145,8 +145,8 @@ fn trim_heap() {}
 
 /// Poll interval while more than half of the limit is free.
 const RELAXED_POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// Poll interval otherwise.
-const PRESSURE_POLL_INTERVAL: Duration = Duration::from_millis(100);
+/// Poll interval from half of the limit on.
+const FREQUENT_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 #[cfg(test)]
 mod tests {

@@ -1,4 +1,4 @@
-//! The original destination: the address that the application dialled before a redirect rule sent the connection to the proxy.
+//! The original destination: the address that the client dialled before a redirect rule sent the connection to the proxy.
 
 use std::{
     io,

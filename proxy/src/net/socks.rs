@@ -139,7 +139,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn greetings_are_accepted_if_they_offer_no_authentication() {
+    fn greetings_are_accepted_if_they_offer_the_method_without_authentication() {
         for (bytes, expected) in [
             (&b"\x05\x01\x00"[..], Ok(Some(3))),
             (b"\x05\x03\x02\x01\x00\x05\x01", Ok(Some(5))),

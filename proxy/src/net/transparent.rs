@@ -48,10 +48,9 @@ async fn connect_from(from: SocketAddr, to: SocketAddr) -> io::Result<TcpStream>
     TcpSocket::from_std_stream(socket.into()).connect(to).await
 }
 
-/// Source ports. They are outside the range that a client's kernel uses, so that they cannot match the client's connection to
+/// Source ports that are tried first. They are outside the range that a client's kernel uses (Linux by default: 32768 to
+/// 60999), so that the connection to the application cannot have the same addresses and ports as the client's connection to
 /// the proxy.
-///
-/// Linux uses 32768 to 60999 by default.
 const SOURCE_PORTS: RangeInclusive<u16> = 61_000..=65_535;
 /// Random ports that are tried before the kernel chooses.
 const MAX_PORT_ATTEMPTS: usize = 16;

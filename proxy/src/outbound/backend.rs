@@ -82,7 +82,8 @@ pub(crate) struct BackendFactory {
     pub(crate) endpoint_context: Arc<EndpointContext>,
     pub(crate) destinations: Destinations,
     pub(crate) strategy: Strategy,
-    /// Minimum number of requests that may wait for an endpoint of a service, `LINKERD2_PROXY_OUTBOUND_HTTP_QUEUE_CAPACITY`.
+    /// Lower bound of a queue's capacity, `LINKERD2_PROXY_OUTBOUND_HTTP_QUEUE_CAPACITY`: a smaller one from the policy is
+    /// raised to it.
     ///
     /// Linkerd's control plane always sends a capacity of 100, and its proxies ignore it.
     pub(crate) min_queue_capacity: usize,
@@ -235,7 +236,7 @@ impl BackendFactory {
 
     fn create_service(&self, authority: &Arc<str>, params: BalancerParams) -> BalancedService {
         let balancer = Arc::new(Balancer::new(self.strategy, params.queue));
-        let (context, updated_balancer) = (self.endpoint_context.clone(), balancer.clone());
+        let (context, balancer_of_watch) = (self.endpoint_context.clone(), balancer.clone());
         let logical_authority = authority.clone();
         let mut endpoints = EndpointSet::default();
         let mut reporter = self
@@ -247,14 +248,14 @@ impl BackendFactory {
             }
             let report_skipped = |error| drop(reporter.report(&error));
             let changed = decode::endpoint::endpoint_update(update, report_skipped).map(|update| {
-                updated_balancer.record_update(match update {
+                balancer_of_watch.record_update(match update {
                     EndpointUpdate::Add(_) if position != Position::First => UpdateOp::Add,
                     EndpointUpdate::Remove(_) => UpdateOp::Remove,
                     EndpointUpdate::Add(_) | EndpointUpdate::NoEndpoints => UpdateOp::Reset,
                 });
                 endpoints.apply(update, |spec| {
                     let now = Instant::now();
-                    let breaker = Breaker::new(params.accrual, updated_balancer.breaker_group(), now);
+                    let breaker = Breaker::new(params.accrual, balancer_of_watch.breaker_group(), now);
                     let load = Load::new(params.load, now);
                     Arc::new(Endpoint::new(
                         &context,
@@ -266,7 +267,7 @@ impl BackendFactory {
                 })
             });
             match changed {
-                Ok(Some(discovered)) => updated_balancer.publish(discovered),
+                Ok(Some(discovered)) => balancer_of_watch.publish(discovered),
                 Ok(None) => {}
                 Err(error) => drop(reporter.report(&error)),
             }
@@ -312,7 +313,7 @@ impl<F> Backends<F> {
         chosen.ok_or(Error::NoBackends)
     }
 
-    /// Whether one of the backends has an available endpoint now.
+    /// Whether one of the backends is available now; one of weight 0 does not count.
     pub(super) fn is_available(&self, now: Instant) -> bool {
         match self {
             Self::None => false,
@@ -326,10 +327,11 @@ impl<F> Backends<F> {
 }
 
 impl Backend {
+    /// Whether an endpoint can be picked now; `Forward` and `Fail` are always available.
     fn is_available(&self, now: Instant) -> bool {
         match self {
-            Self::Balanced(balanced, _) => balanced.balancer.is_available(now),
-            // Always available. If it fails, its share of the requests fails and does not go to other backends.
+            Self::Balanced(balanced, _) => balanced.balancer.can_pick(now),
+            // If it fails, its share of the requests fails and does not go to other backends.
             Self::Forward(_) | Self::Fail => true,
         }
     }
@@ -347,7 +349,9 @@ impl Backend {
                     .await
                     .map_err(|error| match error {
                         PickError::NoEndpoints => Error::NoEndpoints,
-                        PickError::QueueTimeout(limit, reason) => Error::QueueTimeout(limit, unavailable_cause(reason)),
+                        PickError::QueueTimeout(waited, reason) => {
+                            Error::QueueTimeout(waited, unavailable_cause(reason))
+                        }
                         PickError::FailingFast(reason) => Error::FailingFast(unavailable_cause(reason)),
                         PickError::QueueFull(_) => Error::QueueFull,
                     })
@@ -357,7 +361,7 @@ impl Backend {
         }
     }
 
-    /// Picks an endpoint that `is_allowed` accepts, if one is available now.
+    /// Picks an endpoint that `is_allowed` accepts, if one can be picked now.
     pub(super) fn pick_where(&self, is_allowed: impl Fn(&Arc<Endpoint>) -> bool) -> Option<Arc<Endpoint>> {
         match self {
             Self::Balanced(balanced, _) => balanced.balancer.pick_where(Instant::now(), is_allowed),
@@ -368,7 +372,7 @@ impl Backend {
 
 fn unavailable_cause(reason: UnavailableReason) -> error::UnavailableCause {
     match reason {
-        UnavailableReason::Unreachable(after) => error::UnavailableCause::Unreachable { after },
+        UnavailableReason::Unreachable(cause) => error::UnavailableCause::Unreachable { after: cause },
         UnavailableReason::Ejected => error::UnavailableCause::Ejected,
     }
 }

@@ -39,7 +39,7 @@ struct TransportHeaderFields {
 }
 
 impl Connector {
-    /// `creds` is `None` for endpoints that are on this host.
+    /// `creds` is `None` for addresses of this workload and loopback.
     pub(super) fn new(
         spec: &EndpointSpec,
         creds: Option<&Credentials>,

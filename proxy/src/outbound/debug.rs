@@ -1,4 +1,4 @@
-//! The destinations in use, as `/debug/destinations` shows them.
+//! The cached destinations, as `/debug/destinations` shows them.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -59,14 +59,14 @@ struct EndpointStatus {
     rtt_ms: f64,
     requests_in_flight: u32,
     open_connections: i64,
-    /// `available`, `unreachable` or `ejected`.
+    /// `available` (also if a probe is due, or if `min_ready_endpoints` requires the endpoint), `unreachable` or `ejected`.
     state: &'static str,
-    /// Milliseconds until the endpoint may be tried again.
+    /// Milliseconds until the next probe is due.
     retry_in_ms: Option<u64>,
 }
 
 impl Discovery {
-    /// All destinations in use, sorted by address.
+    /// All cached destinations, sorted by address.
     pub(crate) fn destination_statuses(&self) -> Vec<DestinationStatus> {
         let mut all: Vec<_> = self.cache.lock().iter().cloned().collect();
         all.sort_unstable_by(|a, b| a.target.cmp(&b.target));
@@ -201,7 +201,7 @@ impl ServiceStatus {
 impl EndpointStatus {
     fn from_endpoint(endpoint: &Endpoint, now: Instant) -> Self {
         let (spec, load, breaker) = (&endpoint.spec, endpoint.load(), endpoint.breaker());
-        let retry_at = breaker.available_at().filter(|at| *at > now);
+        let retry_at = breaker.next_probe_at().filter(|at| *at > now);
         Self {
             address: spec.addr.to_string(),
             identity: endpoint.identity().map(ToString::to_string),
@@ -215,7 +215,7 @@ impl EndpointStatus {
             rtt_ms: load.rtt(now).as_secs_f64() * 1e3,
             requests_in_flight: load.in_flight(),
             open_connections: endpoint.connector.metrics().n_open(),
-            state: match (breaker.is_available(now), breaker.is_ejected()) {
+            state: match (breaker.can_be_picked(now), breaker.is_ejected()) {
                 (true, _) => "available",
                 (false, true) => "ejected",
                 (false, false) => "unreachable",

@@ -26,12 +26,12 @@ pub(crate) struct Mirror {
     pub(in crate::outbound) route: Arc<Meta>,
     pub(in crate::outbound) endpoint_context: Arc<EndpointContext>,
     pub(in crate::outbound) series: MirrorSeries,
-    pub(in crate::outbound) limits: Arc<CopyLimits>,
+    pub(in crate::outbound) usage: Arc<CopyUsage>,
 }
 
-/// What the copies of a mirror use. A new version of the policy keeps it.
+/// Memory and number in flight of a mirror's copies. A new version of the policy keeps both.
 #[derive(Default)]
-pub(in crate::outbound) struct CopyLimits {
+pub(in crate::outbound) struct CopyUsage {
     pub(in crate::outbound) memory: Arc<CopyMemory>,
     n_in_flight: AtomicUsize,
 }
@@ -56,7 +56,7 @@ impl Mirror {
         if !self.ratio.includes(|n| fastrand::u32(0..n)) {
             return None;
         }
-        let n_before = self.limits.n_in_flight.fetch_add(1, Ordering::Relaxed);
+        let n_before = self.usage.n_in_flight.fetch_add(1, Ordering::Relaxed);
         let guard = CopyGuard(self.clone());
         if n_before >= MAX_COPIES_IN_FLIGHT {
             guard.record(CopyResult::Dropped);
@@ -83,6 +83,6 @@ impl CopyGuard {
 
 impl Drop for CopyGuard {
     fn drop(&mut self) {
-        self.0.limits.n_in_flight.fetch_sub(1, Ordering::Relaxed);
+        self.0.usage.n_in_flight.fetch_sub(1, Ordering::Relaxed);
     }
 }

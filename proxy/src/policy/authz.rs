@@ -55,7 +55,7 @@ pub(crate) enum ConnTls<'a> {
 pub(crate) enum Denied {
     #[error("no authorization permits this network")]
     Network,
-    #[error("authorization requires mTLS")]
+    #[error("authorization requires TLS terminated by this proxy")]
     NoTls,
     #[error("authorization requires a client identity")]
     NoIdentity,

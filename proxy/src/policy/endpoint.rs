@@ -66,7 +66,8 @@ pub(crate) const FRAME_SIZES: RangeInclusive<u32> = 1 << 14..=(1 << 24) - 1;
 /// HTTP/2 settings for one endpoint; an absent value means the client's default.
 ///
 /// Two settings of the API are ignored: `while_idle`, which is always on, so that a dead peer is noticed before a request needs the
-/// connection; and `adaptive_flow_control`, which is always off.
+/// connection; and `adaptive_flow_control` (windows by measured bandwidth), which is always off: windows are adapted to the
+/// number of streams instead.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Http2Params {
     /// Bytes.

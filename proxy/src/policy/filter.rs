@@ -176,7 +176,7 @@ impl Ratio {
 }
 
 impl Redirect {
-    /// The redirect, even to the URI of the request.
+    /// The redirect response, also if its location is the URI of the request.
     fn response(&self, head: &RequestHead<'_>) -> Result<FilterResponse, FilterResponse> {
         let authority = head
             .uri

@@ -17,7 +17,7 @@ pub(crate) enum Meta {
 pub(crate) struct Resource {
     pub(crate) group: Arc<str>,
     pub(crate) kind: Arc<str>,
-    /// Empty for server policies, whose labels carry none.
+    /// Empty if the control plane does not send it; that is possible for resources in server policies only.
     pub(crate) namespace: Arc<str>,
     pub(crate) name: Arc<str>,
     /// Empty unless the decision comes from a part of the resource.

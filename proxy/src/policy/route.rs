@@ -199,7 +199,7 @@ mod tests {
     /// The first of each pair must win over the second, in either order.
     #[test]
     fn the_more_specific_rule_wins_in_any_order() {
-        let both = |edit: fn(&mut HttpMatch)| http(edit);
+        let matching = |edit: fn(&mut HttpMatch)| http(edit);
         let cases: Vec<(&str, RequestMatch, RequestMatch)> = vec![
             ("exact over prefix of the same length", exact("/x/y"), prefix("/x/y")),
             ("exact over regex", exact("/x/y"), regex("/x/.*")),
@@ -210,41 +210,41 @@ mod tests {
             (
                 "any path match over none",
                 prefix("/"),
-                both(|http| http.method = Some(Method::POST)),
+                matching(|http| http.method = Some(Method::POST)),
             ),
             (
                 "path over headers",
                 prefix("/x/y"),
-                both(|http| {
+                matching(|http| {
                     http.path = Some(PathMatch::prefix("/x"));
                     http.headers = vec![header("x-a"), header("x-b")];
                 }),
             ),
             (
                 "method over headers",
-                both(|http| http.method = Some(Method::POST)),
-                both(|http| {
+                matching(|http| http.method = Some(Method::POST)),
+                matching(|http| {
                     http.headers = vec![header("x-a"), header("x-b")];
                 }),
             ),
             (
                 "more headers",
-                both(|http| http.headers = vec![header("x-a"), header("x-b")]),
-                both(|http| {
+                matching(|http| http.headers = vec![header("x-a"), header("x-b")]),
+                matching(|http| {
                     http.headers = vec![header("x-a")];
                 }),
             ),
             (
                 "headers over query",
-                both(|http| http.headers = vec![header("x-a")]),
-                both(|http| {
+                matching(|http| http.headers = vec![header("x-a")]),
+                matching(|http| {
                     http.query = vec![query("p"), query("q")];
                 }),
             ),
             (
                 "more query parameters",
-                both(|http| http.query = vec![query("p"), query("q")]),
-                both(|http| {
+                matching(|http| http.query = vec![query("p"), query("q")]),
+                matching(|http| {
                     http.query = vec![query("p")];
                 }),
             ),

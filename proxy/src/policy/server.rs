@@ -99,7 +99,7 @@ impl ServerPolicy {
     }
 
     /// For a port whose policy the control plane has not sent: HTTP requests get 503, other connections are closed.
-    pub(crate) fn placeholder() -> Self {
+    pub(crate) fn unknown() -> Self {
         let http = ServerHttp {
             routes: Arc::new([]),
             rate_limit: None,
@@ -107,7 +107,7 @@ impl ServerPolicy {
         Self {
             meta: Meta::default_named("unknown"),
             protocol: ServerProtocol::Detect {
-                timeout: PLACEHOLDER_DETECT_TIMEOUT,
+                timeout: UNKNOWN_POLICY_DETECT_TIMEOUT,
                 http,
             },
             authorizations: Arc::new([]),
@@ -140,7 +140,7 @@ impl ServerPolicy {
 }
 
 /// Time to detect whether a client that is refused anyway speaks HTTP and can get an error response.
-const PLACEHOLDER_DETECT_TIMEOUT: Duration = Duration::from_millis(100);
+const UNKNOWN_POLICY_DETECT_TIMEOUT: Duration = Duration::from_millis(100);
 
 impl ServerHttp {
     /// Whether it restricts clients that the server authorizes: by a rate limit, by a user-defined route, by a filter, or
@@ -372,7 +372,7 @@ mod tests {
             assert_eq!(detect.requires_http(), demands_http, "{what}");
             assert!(policy(ServerProtocol::Http1(http)).requires_http());
         }
-        assert!(ServerPolicy::invalid(Duration::ZERO).requires_http() && ServerPolicy::placeholder().requires_http());
+        assert!(ServerPolicy::invalid(Duration::ZERO).requires_http() && ServerPolicy::unknown().requires_http());
         for default in DefaultPolicy::ALL {
             assert!(!default.detect(Duration::ZERO, &[]).requires_http());
             assert!(!default.opaque(&[]).requires_http());

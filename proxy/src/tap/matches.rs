@@ -52,7 +52,7 @@ pub(crate) enum InvalidMatch {
     Missing(&'static str),
     #[error("ports are from 1 to 65535, the first no greater than the last")]
     Ports,
-    #[error("a network needs an address and 1 to 32 bits of mask, 128 for IPv6")]
+    #[error("a network needs an address and a prefix length of 1 to 32, for IPv6 of 1 to 128")]
     Network,
     #[error("the method is not an HTTP method")]
     Method,

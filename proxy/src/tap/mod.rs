@@ -87,7 +87,8 @@ struct EventSink {
     events: mpsc::Sender<TapEvent>,
 }
 
-pub(crate) struct TapRequest {
+/// The parameters of a new tap.
+pub(crate) struct TapParams {
     pub(crate) matches: Match,
     pub(crate) limit: u32,
     pub(crate) sample_one_in: u32,
@@ -116,7 +117,7 @@ impl TapRegistry {
     }
 
     /// Adds a tap; returns its id for [`TapRegistry::remove`] and its events.
-    pub(crate) fn add(&self, params: TapRequest) -> (u32, mpsc::Receiver<TapEvent>) {
+    pub(crate) fn add(&self, params: TapParams) -> (u32, mpsc::Receiver<TapEvent>) {
         let (events, events_rx) = mpsc::channel(MAX_QUEUED_EVENTS);
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let tap = Arc::new(Tap {
@@ -282,7 +283,7 @@ impl TappedRequest {
     }
 }
 
-/// The client has disconnected.
+/// Dropped before its end: the client has disconnected.
 impl Drop for TappedRequest {
     fn drop(&mut self) {
         if !self.end_sent {

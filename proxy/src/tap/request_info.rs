@@ -61,7 +61,7 @@ impl<'a> RequestInfo<'a> {
         }
     }
 
-    /// The common fields of all events of this request. Takes the labels: each is a string or two, and copied into every event.
+    /// The common fields of all events of this request. Moves the labels out of `self`, to avoid a copy.
     pub(super) fn common(&mut self) -> TapEvent {
         let meta = |labels| EndpointMeta { labels };
         let mut destination = std::mem::take(&mut self.destination_labels).into_owned();

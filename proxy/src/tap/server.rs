@@ -32,7 +32,7 @@ use tulle_proto::tap::{
 
 use crate::{
     net::io::Tcp,
-    tap::{TapRegistry, TapRequest, matches::Match},
+    tap::{TapParams, TapRegistry, matches::Match},
     tls::{
         credentials::{Alpn, Credentials},
         server as tls_server,
@@ -171,7 +171,7 @@ impl Tap for Service {
             let Extract::Http(http) = extract;
             matches!(http.extract, Some(Headers::Headers(_)))
         });
-        let (id, events) = self.taps.add(TapRequest {
+        let (id, events) = self.taps.add(TapParams {
             matches,
             limit,
             sample_one_in,

@@ -287,8 +287,8 @@ impl Credentials {
 
     /// Replaces the trust anchors and keeps the certificate.
     ///
-    /// Removing the issuer of the proxy's own certificate from the bundle is allowed: peers are verified by the new bundle at
-    /// once, and the caller must renew the certificate.
+    /// The new anchors need not include the root of the proxy's own certificate: peers are verified by the new anchors at once,
+    /// and the caller must then renew the certificate.
     ///
     /// One task makes all replacements: a concurrent one would be lost.
     pub(crate) fn replace_anchors(&self, anchors: TrustAnchors) -> Result<(), CredentialsError> {

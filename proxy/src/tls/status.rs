@@ -27,7 +27,7 @@ pub(crate) enum NoServerTls {
     Loopback,
     /// The port is opaque, so TLS is not detected.
     PortSkipped,
-    /// The first bytes are not a ClientHello for this proxy.
+    /// The first bytes are not a ClientHello with a server name: the connection is plaintext, for example.
     NoTlsFromRemote,
 }
 

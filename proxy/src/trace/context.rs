@@ -249,12 +249,12 @@ mod tests {
     #[test]
     fn traceparents_are_read_as_the_standard_says() {
         let sampled = Some((TRACE.to_owned(), SPAN.to_owned(), true));
-        let not = Some((TRACE.to_owned(), SPAN.to_owned(), false));
+        let unsampled = Some((TRACE.to_owned(), SPAN.to_owned(), false));
         let long = format!("{TRACE}-{SPAN}");
         for (value, expected) in [
             (format!("00-{long}-01"), sampled.clone()),
             (format!("00-{long}-03"), sampled.clone()),
-            (format!("00-{long}-00"), not),
+            (format!("00-{long}-00"), unsampled),
             (format!("01-{long}-01"), sampled.clone()),
             (format!("cc-{long}-01-what-comes-then"), sampled),
             (format!("cc-{long}-01.what-comes-then"), None),

@@ -47,6 +47,7 @@ pub(crate) struct Exporter {
 }
 
 struct Metrics {
+    /// Linkerd's metric. Spans are sent by unary calls: 1, and 1 more after each failed batch.
     streams: Arc<Counter>,
     requests: Arc<Counter>,
     spans: Arc<Counter>,
@@ -75,7 +76,7 @@ impl Config {
             metrics: Metrics {
                 streams: counter(
                     "opentelemetry_span_export_streams",
-                    "Streams of spans opened to the collector",
+                    "Linkerd's metric: 1, and 1 more after each failed batch (spans are sent by unary calls)",
                 ),
                 requests: counter("opentelemetry_span_export_requests", "Batches of spans sent"),
                 spans: counter("opentelemetry_span_exports", "Spans sent"),
@@ -173,7 +174,7 @@ impl Exporter {
             }
             failed => {
                 self.metrics.export_failures.add(n);
-                self.metrics.streams.inc(); // reopened with the next batch
+                self.metrics.streams.inc();
                 tracing::debug!(n, failed = ?failed.map(|response| response.map(|_| ())), "sending spans failed");
             }
         }

@@ -69,7 +69,7 @@ impl Tracer {
                 let context = Context::new_trace(fastrand::u128(1..).to_be_bytes(), is_sampled);
                 if !is_sampled {
                     // Later hops must not decide differently.
-                    context.write(new_span(), req.headers_mut());
+                    context.write(new_span_id(), req.headers_mut());
                 }
                 context
             }
@@ -88,7 +88,7 @@ impl Tracer {
         if !context.is_sampled {
             return None;
         }
-        let id = new_span();
+        let id = new_span_id();
         context.write(id, req.headers_mut());
         let parent = match context.span {
             [0, 0, 0, 0, 0, 0, 0, 0] => Vec::new(), // the trace starts here
@@ -148,7 +148,7 @@ impl RequestSpan {
     }
 }
 
-/// The client has disconnected.
+/// Dropped before its end: the client has disconnected.
 impl Drop for RequestSpan {
     fn drop(&mut self) {
         self.record(Err(&Error::ClientClosed));
@@ -235,7 +235,7 @@ fn truncate(text: &str) -> &str {
     &text[..text.floor_char_boundary(MAX_ATTRIBUTE_BYTES)]
 }
 
-fn new_span() -> [u8; 8] {
+fn new_span_id() -> [u8; 8] {
     fastrand::u64(1..).to_be_bytes()
 }
 
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn a_recorded_trace_is_continued_and_described() {
+    fn a_sampled_trace_is_continued_and_described() {
         let (tracer, mut sent) = tracer(0.0);
         let mut req = request(Some(SAMPLED));
         let server_span = tracer.server_span(&mut req).unwrap();
@@ -370,8 +370,8 @@ mod tests {
         let mut plain = request(None);
         assert!(never.server_span(&mut plain).is_none());
         assert!(!plain.headers().contains_key("traceparent"));
-        let mut not = request(Some(&SAMPLED.replace("-01", "-00")));
-        assert!(never.server_span(&mut not).is_none());
+        let mut unsampled = request(Some(&SAMPLED.replace("-01", "-00")));
+        assert!(never.server_span(&mut unsampled).is_none());
 
         let (always, _sent) = tracer(1.0);
         let mut req = request(None);
@@ -379,7 +379,10 @@ mod tests {
         assert!(span_data(&span).parent_span_id.is_empty());
         let next = always.client_span(&mut req).unwrap();
         assert_eq!(span_data(&next).parent_span_id, span_data(&span).span_id);
-        assert!(always.server_span(&mut not).is_none(), "an earlier hop has decided");
+        assert!(
+            always.server_span(&mut unsampled).is_none(),
+            "an earlier hop has decided"
+        );
 
         let mut refused = request(None);
         refused.headers_mut().insert("x-b3-sampled", "0".parse().unwrap());

@@ -14,8 +14,9 @@ pub enum AuditPolicy {
     /// All requests of service accounts, for every kind, without bodies. Shows which permissions are used.
     #[default]
     ServiceAccounts,
-    /// Requests of any user for core kinds and kinds of the mesh, with bodies: the policy of the tutorials.
-    Tutorial,
+    /// Requests of any user for kinds of the core group, `linkerd.io`, `policy.linkerd.io` and `gateway.networking.k8s.io`,
+    /// with bodies.
+    WithBodies,
 }
 
 /// One request at one stage.
@@ -94,7 +95,7 @@ impl AuditPolicy {
                 "userGroups": ["system:serviceaccounts"],
                 "omitStages": ["RequestReceived"],
             })],
-            Self::Tutorial => vec![
+            Self::WithBodies => vec![
                 all_of(&[""]),
                 all_of(&["linkerd.io", "policy.linkerd.io", "gateway.networking.k8s.io"]),
             ],

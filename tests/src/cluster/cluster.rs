@@ -31,7 +31,8 @@ use crate::{commands, programs};
 
 /// A cluster with nodes. Dropping it stops all processes and removes everything that it created.
 ///
-/// Only one cluster runs on a machine at a time. The next start waits until this one is gone.
+/// Only one cluster runs on a machine at a time. The next start waits until this one is gone, and fails if a
+/// detached cluster is running.
 pub struct Cluster {
     // Fields drop in declaration order.
     forwards: Mutex<JoinSet<()>>,
@@ -58,16 +59,17 @@ impl Default for ClusterOptions {
         Self {
             nodes: 1,
             audit: AuditPolicy::default(),
-            images: Image::ALL.to_vec(),
+            images: Image::DEFAULT.to_vec(),
         }
     }
 }
 
 impl Cluster {
-    /// Starts a cluster with this number of nodes and all images of this repository.
+    /// Starts a cluster with this number of nodes and the images of [`Image::DEFAULT`].
     ///
     /// # Errors
-    /// Fails if a program is missing or a component does not become ready; the error contains the end of its log.
+    /// Fails if a program is missing, a detached cluster is running, or a component does not become ready; the last error
+    /// contains the end of the component's log.
     pub async fn start(nodes: u8) -> anyhow::Result<Self> {
         let options = ClusterOptions {
             nodes,
@@ -87,7 +89,7 @@ impl Cluster {
     /// Starts a cluster that keeps running after this process exits, until [`stop`].
     ///
     /// # Errors
-    /// The same as [`Cluster::start`], and if a cluster is already running.
+    /// The same as [`Cluster::start`].
     pub async fn start_detached(options: ClusterOptions) -> anyhow::Result<()> {
         let mut cluster = Self::launch(options, ProcessLifetime::Detached).await?;
         mem::take(&mut cluster.components).into_iter().for_each(mem::forget);
@@ -487,7 +489,8 @@ fn print_progress(what: &str) {
 }
 
 pub const MAX_NODES: u8 = 3;
-/// Directory of all files of a cluster. Other files are only those named here and the sockets of containerd.
+/// Directory of the files of a cluster. The lock is next to it. `leftovers::remove_external_files` removes those that programs
+/// write to other paths.
 const DIR: &str = "/var/tmp/tulle-cluster";
 /// Distinguishes a detached cluster from one whose test was killed.
 const DETACHED_MARKER: &str = "detached";

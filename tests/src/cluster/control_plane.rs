@@ -245,7 +245,7 @@ fn short(user: &str) -> &str {
 }
 
 pub(super) const API_PORT: u16 = 6443;
-/// Addresses of Services: the service network of the tutorials.
+/// Addresses of Services.
 pub(super) const SERVICE_NETWORK: &str = "10.247.0.0/16";
 /// The Service `kubernetes` gets the first address of the service network.
 const API_SERVICE: &str = "10.247.0.1";

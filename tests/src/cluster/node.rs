@@ -324,7 +324,7 @@ fn pod_network(number: u8) -> String {
 /// Prefix of the network namespaces and of the names of pod networks.
 pub(super) const NAMESPACE_PREFIX: &str = "tulle-cluster-";
 pub(super) const CGROUP_PREFIX: &str = "tulle-cluster-node";
-/// Addresses of pods: the pod network of the tutorials.
+/// Addresses of pods.
 pub(super) const POD_NETWORK: &str = "10.23.0.0/16";
 pub(super) const SANDBOX_IMAGE: &str = "tulle.test/pause:latest";
 const DNS_SERVICE: &str = "10.247.0.10";

@@ -38,7 +38,7 @@ pub enum Image {
 
 impl Image {
     /// The images that the manifests of this repository use in test clusters.
-    pub const ALL: [Self; 3] = [Self::Controller, Self::Proxy, Self::Workload];
+    pub const DEFAULT: [Self; 3] = [Self::Controller, Self::Proxy, Self::Workload];
     /// The images for users: the final stages of the `Dockerfile`.
     pub const SHIPPED: [Self; 3] = [Self::Controller, Self::Proxy, Self::Bench];
 

@@ -156,7 +156,7 @@ async fn every_kind_is_stored_in_every_version_with_its_defaults() {
 
 /// There is no conversion between versions: the API server only changes the version of the object.
 #[tokio::test]
-async fn an_external_workload_of_either_version_is_complete_in_the_other() {
+async fn an_external_workload_of_either_version_is_complete_as_v1beta1() {
     let server = start().await;
     for (version, field) in [("v1alpha1", "meshTls"), ("v1beta1", "meshTLS")] {
         let spec = format!(
@@ -186,7 +186,7 @@ async fn an_external_workload_of_either_version_is_complete_in_the_other() {
             ["192.0.2.1".parse::<std::net::IpAddr>().unwrap()],
             "{version}"
         );
-        // A status written in the newer version satisfies the required fields of the schema.
+        // An object of either version has the fields that v1beta1 requires, so its status can be written as v1beta1.
         let status = r#"{"status":{"conditions":[{"type":"Ready","status":"True"}]}}"#;
         let patch = [
             "patch",

@@ -348,7 +348,7 @@ async fn components_with_given_webhook_certificates_have_no_access_to_secrets() 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_component_creates_only_its_own_secrets() {
+async fn a_component_creates_its_own_secrets_by_apply_and_no_others() {
     let server = start_with_chart(&[]).await;
     let access = kubernetes::Config {
         kubeconfig: Some(server.kubeconfig_of("linkerd", DESTINATION).await.unwrap()),

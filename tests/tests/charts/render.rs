@@ -439,7 +439,7 @@ fn the_injector_webhook_excludes_the_namespace_of_the_control_plane() {
 }
 
 #[test]
-fn keys_are_in_their_secrets_only() {
+fn keys_are_in_no_object_in_plain_text() {
     let values = [
         "--set=identity.issuer.tls.keyPEM=very-secret",
         "--set=proxyInjector.crtPEM=c,proxyInjector.keyPEM=very-secret",

@@ -19,7 +19,7 @@ use crate::testbed::{
     v6,
 };
 
-/// Host names in the requests are IPv6 literals, as clients write them.
+/// The host in a request to an IPv6 address is a literal in brackets, as clients write it.
 #[test]
 fn a_service_is_reached_by_either_of_its_addresses() {
     let Some(testbed) = start_testbed(&["curl"]) else {
@@ -209,7 +209,8 @@ fn the_proxys_own_servers_and_its_control_plane_are_reached_by_ipv6() {
     }
 }
 
-/// Charts give both loopback addresses to every proxy that may have IPv6.
+/// Unless `disableIPv6` is set, the injector sets both loopback addresses as outbound listen addresses; the machine may still
+/// lack IPv6.
 #[test]
 fn a_machine_without_ipv6_uses_ipv4() {
     let Some(testbed) = start_testbed(&["curl"]) else {
@@ -220,7 +221,7 @@ fn a_machine_without_ipv6_uses_ipv4() {
     host.run(disabled).unwrap().unwrap();
     let mut sidecar = testbed.start_sidecar("client", host, &testbed.dir().join("tulle-proxy"), Setup::default());
     sidecar
-        .wait_for("certificate", |_| Ok(admin_get(host, "/ready").is_ok()))
+        .wait_for("readiness", |_| Ok(admin_get(host, "/ready").is_ok()))
         .unwrap();
     let listening = host
         .run(|| TcpStream::connect((Ipv4Addr::LOCALHOST, port::OUTBOUND)))

@@ -1,4 +1,4 @@
-//! A server-speaks-first application on a port that is not known to be one.
+//! A server-speaks-first application on a port that is not configured as opaque.
 
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};

@@ -287,7 +287,7 @@ impl Testbed {
 
 fn wait_until_ready(mut sidecar: Process, host: &Namespace) -> Process {
     let is_ready = |_: &Process| Ok(admin_get(host, "/ready").is_ok());
-    sidecar.wait_for("certificate, by its /ready", is_ready).unwrap();
+    sidecar.wait_for("readiness", is_ready).unwrap();
     sidecar
 }
 
@@ -330,7 +330,7 @@ pub(crate) const SERVICE: Ipv4Addr = Ipv4Addr::new(10, 99, 0, 1);
 pub(crate) const HTTP: u16 = 8080;
 /// HTTP for the client only.
 pub(crate) const RESTRICTED: u16 = 8081;
-/// HTTP/2 only, for every meshed client.
+/// HTTP/2 only, for all clients.
 pub(crate) const H2C: u16 = 8082;
 /// A server that speaks first.
 pub(crate) const SERVER_SPEAKS_FIRST: u16 = 5000;

@@ -102,12 +102,12 @@ fn the_capability_may_be_on_the_file_and_the_error_names_the_fix() {
     );
     let mut sidecar = start("of-image", &["--bounding-set=-all,+net_raw"]);
     sidecar
-        .wait_for("certificate", |_| Ok(admin_get(&testbed.outside, "/ready").is_ok()))
+        .wait_for("readiness", |_| Ok(admin_get(&testbed.outside, "/ready").is_ok()))
         .unwrap();
     drop(sidecar);
     for file in ["tulle-proxy", "of-image"] {
         let mut without_capability = start(file, &["--bounding-set=-all"]);
-        let error = without_capability.wait_for("certificate", |_| Ok(false));
+        let error = without_capability.wait_for("readiness", |_| Ok(false));
         let error = error.unwrap_err().to_string();
         let expected = "TULLE_PROXY_INBOUND_MODE=tproxy needs the capability NET_RAW: add it to the proxy's container";
         assert!(error.contains(expected), "{file}: {error}");

@@ -30,7 +30,7 @@ fn a_machine_set_up_as_in_the_guide_receives_and_sends_mutual_tls() {
     machine.run(&init["ExecStart"]).unwrap();
     let mut proxy = machine.start("tulle-proxy.service").unwrap();
     let ready = |_: &Process| Ok(admin_get(&testbed.outside, "/ready").is_ok());
-    proxy.wait_for("certificate, by its /ready", ready).unwrap();
+    proxy.wait_for("readiness", ready).unwrap();
     let check = machine
         .command(&format!("{} --check", init["ExecStart"]))
         .output()

@@ -85,9 +85,9 @@ async fn a_service_account_has_only_its_grants_and_the_audit_log_records_request
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_audit_policy_of_the_tutorials_records_core_kinds_and_mesh_kinds() {
+async fn the_audit_policy_with_bodies_records_core_kinds_and_mesh_kinds() {
     let options = Options {
-        audit: AuditPolicy::Tutorial,
+        audit: AuditPolicy::WithBodies,
         ..Options::default()
     };
     let server = ApiServer::start_with(options).await.unwrap();

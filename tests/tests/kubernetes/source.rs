@@ -312,7 +312,7 @@ async fn kinds_are_watched_while_their_definition_is_installed() {
     assert!(next(&mut stream).await.opaque_protocol);
     assert!(fixture.has_metric_line(r#"server_cache_size{cluster="local"} 1"#));
 
-    // An object that cannot be decoded is left out; the others are not.
+    // An object that cannot be decoded does not end the watch of the others.
     let mut bad = server.clone();
     bad["metadata"]["name"] = "bad".into();
     bad["spec"]["port"] = json!([]);

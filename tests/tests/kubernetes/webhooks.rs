@@ -291,7 +291,7 @@ async fn valid_objects_are_stored_and_others_are_refused_with_a_reason() {
             json!({"parentRefs": parent("Server")}),
             Ok(()),
         ),
-        // The parent of this route is not of the mesh.
+        // This route has no parent in the mesh, so it is not read.
         ("gateway.networking.k8s.io/v1", "HTTPRoute", json!({"rules": 7}), Ok(())),
         (
             "gateway.networking.k8s.io/v1",

@@ -117,7 +117,7 @@ fn invalid_transport_headers_close_their_connections() {
 }
 
 #[test]
-fn a_transport_header_has_the_time_limit_of_a_handshake() {
+fn a_transport_header_that_is_late_is_refused_after_the_detect_timeout() {
     let mesh = mesh().workload("web").workload_env("INBOUND_DETECT_TIMEOUT", "500ms");
     mesh.run(async |mesh: &Mesh| {
         apps::start_echo(mesh, "web").await;

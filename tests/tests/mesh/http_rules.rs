@@ -1,4 +1,5 @@
-//! Ports whose policy has rules for requests: other protocols do not bypass the rules.
+//! Ports whose policy has rules for HTTP (routes, rate limits, or a `proxyProtocol` of HTTP or gRPC): other protocols do not
+//! bypass the rules.
 
 use std::io::ErrorKind;
 use std::net::SocketAddr;
@@ -23,7 +24,7 @@ const LIMITED: u16 = 20_002;
 const HTTP1: u16 = 20_003;
 const HTTP2: u16 = 20_004;
 const GRPC: u16 = 20_005;
-// Policies of these ports have no rules for requests.
+// Policies of these ports have no rules for HTTP.
 const DETECT_WITHOUT_RULES: u16 = 20_006;
 const DEFAULT: u16 = 20_007;
 const DENIED: u16 = 20_008;
@@ -32,7 +33,7 @@ const TLS: u16 = 20_009;
 /// Idle timeout of a connection that is not authorized for anything.
 const UNAUTHORIZED_IDLE: Duration = Duration::from_secs(10);
 
-const PORTS_WITH_REQUEST_RULES: [u16; 5] = [ROUTED, LIMITED, HTTP1, HTTP2, GRPC];
+const PORTS_WITH_HTTP_RULES: [u16; 5] = [ROUTED, LIMITED, HTTP1, HTTP2, GRPC];
 
 fn server(port: u16, protocol: &str, access: &str) -> String {
     format!(
@@ -62,7 +63,7 @@ spec:
 
 /// A Service of `web` whose ports are opaque for the proxies of clients.
 fn opaque_service() -> String {
-    let ports: Vec<_> = PORTS_WITH_REQUEST_RULES
+    let ports: Vec<_> = PORTS_WITH_HTTP_RULES
         .iter()
         .chain(&[DETECT_WITHOUT_RULES])
         .map(|port| format!("{{name: p{port}, port: {port}, targetPort: {port}}}"))
@@ -120,7 +121,7 @@ async fn send_and_read_all(mut stream: TcpStream, bytes: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn a_port_with_rules_for_requests_never_carries_opaque_bytes() {
+fn a_port_with_http_rules_never_carries_opaque_bytes() {
     let mesh = mesh()
         .workload("client")
         .workload("web")
@@ -129,7 +130,7 @@ fn a_port_with_rules_for_requests_never_carries_opaque_bytes() {
     mesh.run(async |mesh: &Mesh| {
         let n_dialled = Arc::new(AtomicUsize::new(0));
         let mut apps = Vec::new();
-        for port in PORTS_WITH_REQUEST_RULES {
+        for port in PORTS_WITH_HTTP_RULES {
             let n_dialled = n_dialled.clone();
             let listener = TcpListener::bind(at(mesh, port)).await.unwrap();
             apps.push(apps::serve_tcp(listener, move |mut stream| {
@@ -147,7 +148,7 @@ fn a_port_with_rules_for_requests_never_carries_opaque_bytes() {
             client_hello("elsewhere.test").to_vec(),
             Vec::new(),
         ];
-        for port in PORTS_WITH_REQUEST_RULES {
+        for port in PORTS_WITH_HTTP_RULES {
             for words in &words {
                 send_and_read_all(mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, port)).await, words).await;
             }

@@ -147,7 +147,8 @@ fn authority_labels_are_opt_in_and_bounded() {
         for n in 0..1000 {
             ask(&format!("n{n}.test"), None).await;
         }
-        // Clients without an identity have 64 label values; two were used before.
+        // At most 64 authorities of clients without an identity become label values. Two were used before, so 62 of these
+        // requests are added to the four before.
         wait_for_count("request_total", "authority=", 66.0).await;
         wait_for_count("request_total", "", 1005.0).await;
     });

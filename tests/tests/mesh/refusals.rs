@@ -223,7 +223,7 @@ fn a_request_to_the_own_workload_uses_no_tls() {
         assert_eq!(
             requests(&["direction=\"inbound\""]).await,
             0.,
-            "a request of a workload to itself uses no TLS"
+            "it does not pass the inbound side of the proxy"
         );
     });
 }

@@ -6,7 +6,7 @@ use tulle_tests::client::{Http1, empty, request};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh, mesh};
 
-/// An HTTPRoute of the service `web`. Each rule ends with a line break.
+/// An HTTPRoute of the service `web`. `rules` are indented by two spaces; the last needs no line break.
 pub(crate) fn http_route(annotations: &str, rules: &str) -> String {
     format!(
         "\

@@ -204,7 +204,7 @@ fn a_profile_timeout_covers_grpc_responses_that_stall_after_the_head() {
 }
 
 #[test]
-fn upgrades_use_their_profile_but_not_its_timeout() {
+fn the_profile_timeout_of_an_upgrade_ends_with_the_101() {
     let spec = "  routes:
   - {name: chat, condition: {pathRegex: '/chat'}, timeout: 1s}
   - {name: slow, condition: {pathRegex: '/slow'}, timeout: 200ms}
@@ -216,7 +216,7 @@ fn upgrades_use_their_profile_but_not_its_timeout() {
             if head.starts_with("GET /chat ") {
                 let switched = b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: chat\r\n\r\n";
                 stream.write_all(switched).await.unwrap();
-                tokio::time::sleep(Duration::from_millis(1500)).await; // longer than the response timeout
+                tokio::time::sleep(Duration::from_millis(1500)).await; // longer than the timeout of the profile
                 stream.write_all(head.as_bytes()).await.unwrap();
             }
             std::future::pending().await

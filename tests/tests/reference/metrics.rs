@@ -22,7 +22,7 @@ async fn metrics_of_the_proxy_and_of_the_control_plane() {
     install_custom_resources(&server).await.unwrap();
     server.create_namespace("linkerd").await.unwrap();
     let control_plane = control_plane_metrics(&server).await;
-    // On its own thread, because a proxy has runtimes that end with it.
+    // On its own thread, because a proxy owns runtimes, which must not be dropped inside another runtime.
     let proxy = thread::scope(|scope| scope.spawn(|| proxy_metrics(&server)).join()).unwrap();
     let mut page = heading(
         "Metrics",
@@ -40,7 +40,7 @@ async fn metrics_of_the_proxy_and_of_the_control_plane() {
     check_page("metrics.md", &page);
 }
 
-/// Listeners that other processes do not reach.
+/// Free ports on loopback, so that the services do not collide with others.
 const LOOPBACK: &str = "-destination-addr 127.0.0.1:0 -identity-addr 127.0.0.1:0 -grpc-addr 127.0.0.1:0 -server-addr \
     127.0.0.1:0 -sp-validator-addr 127.0.0.1:0 -telemetry-addr 127.0.0.1:0 -metrics-addr 127.0.0.1:0 -sp-validator-metrics-addr 127.0.0.1:0 \
     -admin-addr 127.0.0.1:0";

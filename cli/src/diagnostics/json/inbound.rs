@@ -51,16 +51,16 @@ fn http_fields(routes: &[HttpRoute], limit: Option<&HttpLocalRateLimit>) -> Valu
 }
 
 fn authorization(authz: &Authz) -> Value {
-    let from = |network_: &tulle_proto::inbound::Network| {
+    let network_with_exceptions = |source: &tulle_proto::inbound::Network| {
         object([
-            ("net", optional(network_.net.as_ref(), network)),
-            ("except", list(&network_.except, network)),
+            ("net", optional(source.net.as_ref(), network)),
+            ("except", list(&source.except, network)),
         ])
     };
     object([
         ("metadata", metadata(authz.metadata.as_ref())),
         ("labels", json!(authz.labels)),
-        ("networks", list(&authz.networks, from)),
+        ("networks", list(&authz.networks, network_with_exceptions)),
         (
             "authentication",
             optional(authz.authentication.as_ref(), authentication),

@@ -1,6 +1,6 @@
 //! Converts responses of the control plane to JSON values, which are printed as JSON or YAML.
 //!
-//! Field names are those of the API in camel case. Fields that are not set are left out.
+//! Most field names are those of the API in camel case. Fields that are not set are left out.
 
 pub(super) mod inbound;
 pub(super) mod outbound;

@@ -277,7 +277,7 @@ fn tls_route(route: &TlsRoute) -> Value {
 fn backend(backend: &Backend) -> Value {
     use backend::{Kind, balance_p2c::Load, endpoint_discovery};
     let balancer = |balancer: &backend::BalanceP2c| {
-        let path = balancer
+        let discovery = balancer
             .discovery
             .as_ref()
             .and_then(|discovery| discovery.kind.as_ref());
@@ -297,7 +297,7 @@ fn backend(backend: &Backend) -> Value {
         object([
             (
                 "destination",
-                optional(path, |endpoint_discovery::Kind::Dst(dst)| json!(dst.path)),
+                optional(discovery, |endpoint_discovery::Kind::Dst(dst)| json!(dst.path)),
             ),
             ("load", load),
         ])

@@ -30,7 +30,7 @@ pub(super) fn list<T>(items: &[T], show: impl Fn(&T) -> Value) -> Value {
     items.iter().map(show).collect()
 }
 
-/// `default/name`, or the fields of a resource.
+/// `{"default": name}`, or the fields of a resource.
 pub(super) fn metadata(metadata: Option<&Metadata>) -> Value {
     match metadata.and_then(|metadata| metadata.kind.as_ref()) {
         None => Value::Null,

@@ -8,7 +8,7 @@ use tokio::sync::watch;
 
 use crate::cluster::config::Config;
 use crate::cluster::metrics::{EntryMetrics, Metrics};
-use crate::cluster::publish::shared_response::SharedResponse;
+use crate::cluster::publish::published_value::PublishedValue;
 use crate::cluster::store::objects::{Changes, LookupKey, Store};
 use crate::cluster::store::reader::Reader;
 use crate::cluster::views::view::View;
@@ -20,7 +20,7 @@ pub(in crate::cluster) struct ViewTable<V: View> {
 }
 
 struct Entry<T> {
-    value: watch::Sender<Arc<SharedResponse<T>>>,
+    value: watch::Sender<Arc<PublishedValue<T>>>,
     /// The lookup keys that the value was computed from, sorted.
     dependencies: Vec<LookupKey>,
     metrics: EntryMetrics,
@@ -43,7 +43,7 @@ impl<V: View> ViewTable<V> {
         config: &Config,
         metrics: &Metrics,
         key: &V::Key,
-    ) -> watch::Receiver<Arc<SharedResponse<V::Value>>> {
+    ) -> watch::Receiver<Arc<PublishedValue<V::Value>>> {
         if let Some(entry) = self.entries.get(key) {
             entry.metrics.add_subscriber();
             return entry.value.subscribe();
@@ -59,7 +59,7 @@ impl<V: View> ViewTable<V> {
         }
         V::update_metrics(&metrics, &value);
         metrics.add_subscriber();
-        let (sender, receiver) = watch::channel(Arc::new(SharedResponse::new(value)));
+        let (sender, receiver) = watch::channel(Arc::new(PublishedValue::new(value)));
         self.entries.insert(
             key,
             Entry {
@@ -107,7 +107,7 @@ impl<V: View> ViewTable<V> {
             if changed {
                 V::update_metrics(&entry.metrics, &value);
                 entry.metrics.count_update();
-                entry.value.send_replace(Arc::new(SharedResponse::new(value)));
+                entry.value.send_replace(Arc::new(PublishedValue::new(value)));
             }
         }
     }

@@ -164,6 +164,7 @@ fn resolve_endpoint(
 ) -> Option<(Endpoint, EndpointState)> {
     let mut state = match address.ready {
         EndpointReadiness::Terminating => EndpointState::Terminating,
+        // `is_candidate` has removed addresses that are not ready.
         EndpointReadiness::Ready | EndpointReadiness::NotReady => EndpointState::Active,
     };
     let mut endpoint = match &address.target {

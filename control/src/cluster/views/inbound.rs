@@ -12,7 +12,7 @@ use tulle_core::networks::NetworkMatch;
 use crate::cluster::config::Config;
 use crate::cluster::metrics::{EntryMetrics, Metrics};
 use crate::cluster::store::reader::Reader;
-use crate::cluster::views::routes::{self, ServerRoute, failure_filter};
+use crate::cluster::views::routes::{self, ErrorForm, ServerRoute, failure_filter};
 use crate::cluster::views::view::View;
 use crate::cluster::views::workload::WorkloadRef;
 use crate::model::inbound::{
@@ -29,10 +29,9 @@ use crate::resources::policy::authorization::{
 use crate::resources::policy::rate_limit::RateLimitPolicy;
 use crate::resources::policy::reference::{MeshClient, POLICY_GROUP};
 use crate::resources::policy::server::{
-    DefaultPolicy, DefaultPolicyClients as DefaultClients, DefaultPolicyNetworks as DefaultNetworks, ProxyProtocol,
-    Server,
+    AccessPolicy, AccessPolicyClients as PolicyClients, AccessPolicyNetworks as PolicyNetworks, ProxyProtocol, Server,
 };
-use crate::resources::route::{self as raw, RouteKind, Rules};
+use crate::resources::route::{self as raw, Rules};
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Key {
@@ -128,9 +127,9 @@ impl PortContext<'_> {
 
     /// The default policy of the workload's annotations, or of the cluster. An invalid annotation denies all clients, because
     /// the intended restriction is unknown: an invalid entry in the list of ports could mean this port.
-    fn default_policy(&self) -> DefaultPolicy {
+    fn default_policy(&self) -> AccessPolicy {
         let mut policy = match self.workload.meta().annotation(annotation::DEFAULT_INBOUND_POLICY) {
-            Some(text) => text.parse().unwrap_or(DefaultPolicy::Deny),
+            Some(text) => text.parse().unwrap_or(AccessPolicy::Deny),
             None => self.config.default_policy,
         };
         let Some(identity_ports) = self
@@ -141,18 +140,18 @@ impl PortContext<'_> {
         };
         if identity_ports.to_set().contains(self.port) {
             match &mut policy {
-                DefaultPolicy::Allow { clients, .. } => *clients = DefaultClients::Authenticated,
+                AccessPolicy::Allow { clients, .. } => *clients = PolicyClients::Authenticated,
                 // `audit` would allow unauthenticated clients.
-                DefaultPolicy::Audit => {
-                    policy = DefaultPolicy::Allow {
-                        clients: DefaultClients::Authenticated,
-                        from: DefaultNetworks::All,
+                AccessPolicy::Audit => {
+                    policy = AccessPolicy::Allow {
+                        clients: PolicyClients::Authenticated,
+                        from: PolicyNetworks::All,
                     };
                 }
-                DefaultPolicy::Deny => {}
+                AccessPolicy::Deny => {}
             }
         } else if !identity_ports.unknown.is_empty() {
-            policy = DefaultPolicy::Deny;
+            policy = AccessPolicy::Deny;
         }
         policy
     }
@@ -294,18 +293,18 @@ impl PortContext<'_> {
         })
     }
 
-    fn default_authorizations(&self, policy: DefaultPolicy) -> Vec<Authorization> {
+    fn default_authorizations(&self, policy: AccessPolicy) -> Vec<Authorization> {
         let (clients, networks) = match policy {
-            DefaultPolicy::Deny => return Vec::new(),
-            DefaultPolicy::Audit => (ClientAuthentication::Unauthenticated, all_networks()),
-            DefaultPolicy::Allow { clients, from } => {
+            AccessPolicy::Deny => return Vec::new(),
+            AccessPolicy::Audit => (ClientAuthentication::Unauthenticated, all_networks()),
+            AccessPolicy::Allow { clients, from } => {
                 let clients = match clients {
-                    DefaultClients::Authenticated => ClientAuthentication::Authenticated(Identities::any()),
-                    DefaultClients::Unauthenticated => ClientAuthentication::Unauthenticated,
+                    PolicyClients::Authenticated => ClientAuthentication::Authenticated(Identities::any()),
+                    PolicyClients::Unauthenticated => ClientAuthentication::Unauthenticated,
                 };
                 let networks = match from {
-                    DefaultNetworks::All => all_networks(),
-                    DefaultNetworks::Cluster => network_matches(&self.config.cluster_networks),
+                    PolicyNetworks::All => all_networks(),
+                    PolicyNetworks::Cluster => network_matches(&self.config.cluster_networks),
                 };
                 (clients, networks)
             }
@@ -352,7 +351,7 @@ impl PortContext<'_> {
 
     fn http_routes(&self, server: &Server, attached: &[ServerRoute<'_>]) -> Vec<Route<HttpMatch>> {
         let mut found = Vec::new();
-        if let Some((route, failure)) = routes::find_server_wide_failure(attached, RouteKind::GatewayHttp) {
+        if let Some((route, failure)) = routes::find_server_wide_failure(attached, ErrorForm::Http) {
             return vec![self.failing_route(route, failure, HttpMatch::match_all())];
         }
         for server_route in attached {
@@ -365,7 +364,7 @@ impl PortContext<'_> {
             }
         }
         let found = if found.is_empty() { self.default_routes() } else { found };
-        self.replace_filters_if_rate_limit_unsupported(server, RouteKind::GatewayHttp, found)
+        self.replace_filters_if_rate_limit_unsupported(server, ErrorForm::Http, found)
     }
 
     /// A route that answers all requests of the Server with an error, because it is unknown which requests `route` is meant to
@@ -383,7 +382,7 @@ impl PortContext<'_> {
 
     fn grpc_routes(&self, server: &Server, attached: &[ServerRoute<'_>]) -> Vec<Route<GrpcMatch>> {
         let mut found = Vec::new();
-        if let Some((route, failure)) = routes::find_server_wide_failure(attached, RouteKind::Grpc) {
+        if let Some((route, failure)) = routes::find_server_wide_failure(attached, ErrorForm::Grpc) {
             return vec![self.failing_route(route, failure, GrpcMatch::default())];
         }
         for server_route in attached {
@@ -398,7 +397,7 @@ impl PortContext<'_> {
         if found.is_empty() {
             found.push(default_route(GrpcMatch::default()));
         }
-        self.replace_filters_if_rate_limit_unsupported(server, RouteKind::Grpc, found)
+        self.replace_filters_if_rate_limit_unsupported(server, ErrorForm::Grpc, found)
     }
 
     fn route<M>(&self, route: &raw::Route, rules: Vec<Rule<M>>) -> Route<M> {
@@ -447,7 +446,7 @@ impl PortContext<'_> {
     fn replace_filters_if_rate_limit_unsupported<M>(
         &self,
         server: &Server,
-        protocol: RouteKind,
+        form: ErrorForm,
         mut routes: Vec<Route<M>>,
     ) -> Vec<Route<M>> {
         let Some(limit) = self.oldest_rate_limit(server) else {
@@ -457,7 +456,7 @@ impl PortContext<'_> {
         if let Some(reason) = unreadable.or_else(|| acceptance::rate_limit_unsupported_reason(server.protocol)) {
             let message = format!("HTTPLocalRateLimitPolicy {}: {reason}", limit.meta.name);
             for rule in routes.iter_mut().flat_map(|route| &mut route.rules) {
-                rule.filters = vec![failure_filter(protocol, message.clone())];
+                rule.filters = vec![failure_filter(form, message.clone())];
             }
         }
         routes

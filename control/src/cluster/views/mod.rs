@@ -1,4 +1,4 @@
-//! Views: functions that compute a value from the store for a key.
+//! Views: functions that compute a value from the store for a key, such as a Service and a port.
 
 pub mod endpoints;
 pub mod inbound;

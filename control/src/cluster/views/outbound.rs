@@ -318,7 +318,7 @@ impl OutboundContext<'_> {
                     let reason = reason.as_deref().unwrap_or("it cannot be served");
                     let message = format!("{} {}: {reason}", kind.kind(), route.meta.name);
                     let failing = failing_backend(Reference::Default("invalid"), kind, &message);
-                    Distribution::FirstAvailable(Box::new(failing))
+                    Distribution::Single(Box::new(failing))
                 }
             };
             found.push(StreamRoute {
@@ -340,7 +340,7 @@ impl OutboundContext<'_> {
         found
     }
 
-    /// A rule without matches and filters.
+    /// The parts that rules of HTTP and gRPC share. The caller sets `matches` and `filters`.
     fn rule<R, M>(&self, route: &raw::Route, rule: &raw::Rule<R>, parent: &ParentDefaults<'_>) -> Rule<M> {
         Rule {
             matches: Vec::new(),
@@ -358,7 +358,7 @@ impl OutboundContext<'_> {
                 RouteKind::Tls | RouteKind::Tcp => parent.stream_backend(),
                 RouteKind::PolicyHttp | RouteKind::GatewayHttp | RouteKind::Grpc => parent.default.clone(),
             };
-            return Distribution::FirstAvailable(Box::new(default));
+            return Distribution::Single(Box::new(default));
         }
         let mut backends = Vec::new();
         for reference in references {
@@ -376,12 +376,12 @@ impl OutboundContext<'_> {
                 route.kind,
                 "the backend weights add up to 0 or to more than 4294967295",
             );
-            return Distribution::FirstAvailable(Box::new(failing));
+            return Distribution::Single(Box::new(failing));
         }
         Distribution::Weighted(backends)
     }
 
-    /// The mirrors of a rule. A mirror without an existing backend is left out, because a mirror never fails a request; the
+    /// The mirrors of a rule. A mirror whose backend does not exist or is not supported is left out and fails no request; the
     /// status of the route reports it.
     fn mirrors<R>(&self, route: &raw::Route, rule: &raw::Rule<R>, parent: &ParentDefaults<'_>) -> Vec<Mirror> {
         let model_mirror = |mirror: &raw::Mirror| {
@@ -392,7 +392,7 @@ impl OutboundContext<'_> {
                 denominator,
             }
         };
-        // The filter of an invalid mirror is replaced by one that makes the requests fail.
+        // An invalid mirror makes the requests fail: the filters of the rule are replaced.
         let is_valid = |mirror: &&raw::Mirror| route_admission::check_mirror(mirror).is_ok();
         let has_backend = |mirror: &Mirror| mirror.backend.target != BackendTarget::FiltersOnly;
         let mirrors = rule.mirrors().filter(is_valid).map(model_mirror);
@@ -487,7 +487,7 @@ impl<'a> ParentDefaults<'a> {
         StreamRoute {
             reference: Reference::Default(name),
             snis: Vec::new(),
-            action: StreamAction::Forward(Distribution::FirstAvailable(Box::new(self.stream_backend()))),
+            action: StreamAction::Forward(Distribution::Single(Box::new(self.stream_backend()))),
         }
     }
 
@@ -495,7 +495,7 @@ impl<'a> ParentDefaults<'a> {
     /// load bias, so that both share one balancer.
     fn default_stream_with_load_bias(&self, name: &'static str) -> StreamRoute {
         StreamRoute {
-            action: StreamAction::Forward(Distribution::FirstAvailable(Box::new(self.default.clone()))),
+            action: StreamAction::Forward(Distribution::Single(Box::new(self.default.clone()))),
             ..self.default_stream(name)
         }
     }
@@ -565,7 +565,7 @@ impl<'a> ParentDefaults<'a> {
             rules: vec![Rule {
                 matches: vec![match_all],
                 filters,
-                backends: Distribution::FirstAvailable(Box::new(self.default.clone())),
+                backends: Distribution::Single(Box::new(self.default.clone())),
                 mirrors: Vec::new(),
                 timeouts: self.timeouts,
                 retry,
@@ -638,7 +638,7 @@ fn failing_backend(reference: Reference, kind: RouteKind, message: &str) -> Back
     Backend {
         reference,
         target: BackendTarget::FiltersOnly,
-        filters: vec![routes::failure_filter(kind, message.to_owned())],
+        filters: vec![routes::failure_filter(kind.into(), message.to_owned())],
     }
 }
 

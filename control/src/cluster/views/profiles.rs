@@ -121,7 +121,7 @@ fn service_profile(
     }
     let name = &service.meta.name;
     let resource = find_service_profile(reader, config, name, client_namespace);
-    let mut profile = profile::ServiceProfile {
+    let mut profile = profile::ServicePortProfile {
         namespace: name.namespace.clone(),
         service: name.name.clone(),
         port,

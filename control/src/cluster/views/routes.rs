@@ -54,7 +54,7 @@ impl ServerRoute<'_> {
             None | Some(RouteRejection::Unsupported(_)) => None,
             Some(rejection) => Some(route_failure_filter(
                 self.route,
-                self.route.kind,
+                self.route.kind.into(),
                 &rejection.to_string(),
             )),
         }
@@ -72,7 +72,7 @@ pub(super) fn server_routes<'a>(reader: &Reader<'a>, config: &Config, server: &N
         let rejections = parents
             .filter(is_server)
             .map(|parent| acceptance::check_route(reader, acceptance_settings(config), route, parent, []).err());
-        // A route that references the Server twice is accepted (`None`, the minimum) if one reference is.
+        // One accepted reference is enough: it has no rejection (`None`), which sorts first.
         rejections
             .min_by_key(Option::is_some)
             .map(|rejection| ServerRoute { route, rejection })
@@ -91,8 +91,8 @@ pub(super) fn find_protocol_mismatch<'r, 'a>(routes: &'r [ServerRoute<'a>]) -> O
     routes.iter().find(is_protocol_mismatch)
 }
 
-/// Whether the parent accepts the route: by the route's status, or for a source without statuses, by the rules of the status
-/// controller. On Kubernetes a route without a status is not attached.
+/// Whether the parent accepts the route: by the route's status, or for a source without statuses, by the rules of write-back.
+/// On Kubernetes a route without a status is not attached.
 ///
 /// Routes with unsupported parts are attached: leaving them out would let other rules serve their requests.
 fn is_attached(
@@ -104,8 +104,8 @@ fn is_attached(
 ) -> bool {
     match parent.acceptance {
         Acceptance::Accepted | Acceptance::Unsupported => true,
-        Acceptance::Rejected => false,
-        Acceptance::NotReported => {
+        Acceptance::NotAccepted => false,
+        Acceptance::ComputedByViews => {
             let competing_routes = competing_routes.iter().map(|competing| &***competing);
             let checked = acceptance::check_route(reader, acceptance_settings(config), route, parent, competing_routes);
             matches!(checked, Ok(()) | Err(RouteRejection::Unsupported(_)))
@@ -152,7 +152,8 @@ pub(super) fn hosts(route: &Route) -> Vec<HostMatch> {
     route.hostnames.iter().map(host).collect()
 }
 
-/// Matches of an HTTP rule. A rule without matches, or with an unreadable match, matches all requests.
+/// Matches of an HTTP rule. A rule without matches matches all requests. So does one with an unreadable or invalid match, whose
+/// filters make the requests fail.
 pub(super) fn http_matches(rule: &raw::Rule<raw::HttpMatch>) -> Vec<HttpMatch> {
     let matches: Vec<_> = rule.matches.iter().flatten().map(http_match).collect();
     if matches.is_empty() || route_admission::check_http_matches(rule).is_err() {
@@ -176,7 +177,8 @@ fn http_match(matched: &raw::HttpMatch) -> HttpMatch {
     }
 }
 
-/// Matches of a gRPC rule. A rule without matches, or with an unreadable match, matches all requests.
+/// Matches of a gRPC rule. A rule without matches matches all requests. So does one with an unreadable or invalid match, whose
+/// filters make the requests fail.
 pub(super) fn grpc_matches(rule: &raw::Rule<raw::GrpcMatch>) -> Vec<GrpcMatch> {
     let matches: Vec<_> = rule.matches.iter().flatten().map(grpc_match).collect();
     if matches.is_empty() || route_admission::check_grpc_matches(rule).is_err() {
@@ -252,13 +254,12 @@ fn filters_or_failure_filter(route: &Route, filters: &[raw::Filter], support: Re
     };
     match support {
         Ok(()) => filters.iter().filter_map(filter).collect(),
-        Err(reason) => vec![route_failure_filter(route, route.kind, &reason)],
+        Err(reason) => vec![route_failure_filter(route, route.kind.into(), &reason)],
     }
 }
 
-/// The failure has the form of `protocol`, which can differ from the route's kind.
-fn route_failure_filter(route: &Route, protocol: RouteKind, reason: &str) -> Filter {
-    failure_filter(protocol, format!("{} {}: {reason}", route.kind.kind(), route.meta.name))
+fn route_failure_filter(route: &Route, form: ErrorForm, reason: &str) -> Filter {
+    failure_filter(form, format!("{} {}: {reason}", route.kind.kind(), route.meta.name))
 }
 
 /// Filters of an HTTPRoute rule attached to a Server.
@@ -278,26 +279,26 @@ pub(super) fn inbound_grpc_filters(server_route: &ServerRoute<'_>, rule: &raw::R
 }
 
 /// Returns the route that makes all requests of the Server fail, with the failure filter: the kind of the route does not fit
-/// the Server's protocol, or its matches cannot be read.
+/// the Server's protocol, or one of its matches is unreadable or invalid.
 pub(super) fn find_server_wide_failure<'a>(
     routes: &[ServerRoute<'a>],
-    protocol: RouteKind,
+    form: ErrorForm,
 ) -> Option<(&'a Arc<Route>, Filter)> {
     if let Some(ServerRoute { route, rejection }) = find_protocol_mismatch(routes) {
         let reason = rejection.as_ref().map(ToString::to_string).unwrap_or_default();
-        return Some((route, route_failure_filter(route, protocol, &reason)));
+        return Some((route, route_failure_filter(route, form, &reason)));
     }
-    let route = find_unreadable_match(routes)?;
+    let route = find_unusable_match(routes)?;
     let reason = route_admission::unsupported_reason(route, ParentKind::Server);
     let reason = reason.as_deref().unwrap_or("it cannot be served");
-    Some((route, route_failure_filter(route, protocol, reason)))
+    Some((route, route_failure_filter(route, form, reason)))
 }
 
-/// The first route whose matches cannot be read, so that it is unknown which requests it applies to.
-fn find_unreadable_match<'a>(routes: &[ServerRoute<'a>]) -> Option<&'a Arc<Route>> {
+/// The first route with an unreadable or invalid match, so that it is unknown which requests the route applies to.
+fn find_unusable_match<'a>(routes: &[ServerRoute<'a>]) -> Option<&'a Arc<Route>> {
     let is_unreadable =
         |part: Option<&raw::UnreadablePart>| part.is_some_and(|unreadable| !unreadable.matches_are_readable);
-    let has_unreadable_match = |route: &&Arc<Route>| {
+    let has_unusable_match = |route: &&Arc<Route>| {
         let in_rules = match &route.rules {
             raw::Rules::Http(rules) => rules.iter().any(|rule| {
                 is_unreadable(rule.unreadable.as_ref()) || route_admission::check_http_matches(rule).is_err()
@@ -312,15 +313,34 @@ fn find_unreadable_match<'a>(routes: &[ServerRoute<'a>]) -> Option<&'a Arc<Route
     routes
         .iter()
         .map(|server_route| server_route.route)
-        .find(has_unreadable_match)
+        .find(has_unusable_match)
 }
 
-/// A filter that answers with an error, in the form of the route's kind.
-pub(super) fn failure_filter(kind: RouteKind, message: String) -> Filter {
-    match kind {
-        RouteKind::Grpc => Filter::FailGrpc { code: 13, message },
-        RouteKind::PolicyHttp | RouteKind::GatewayHttp => Filter::FailHttp { status: 500, message },
-        RouteKind::Tls | RouteKind::Tcp => Filter::FailStream { message },
+/// The form of an error for the client: that of the protocol of its requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ErrorForm {
+    Http,
+    Grpc,
+    /// The connection is closed.
+    Stream,
+}
+
+impl From<RouteKind> for ErrorForm {
+    fn from(kind: RouteKind) -> Self {
+        match kind {
+            RouteKind::PolicyHttp | RouteKind::GatewayHttp => Self::Http,
+            RouteKind::Grpc => Self::Grpc,
+            RouteKind::Tls | RouteKind::Tcp => Self::Stream,
+        }
+    }
+}
+
+/// A filter that answers with an error.
+pub(super) fn failure_filter(form: ErrorForm, message: String) -> Filter {
+    match form {
+        ErrorForm::Http => Filter::FailHttp { status: 500, message },
+        ErrorForm::Grpc => Filter::FailGrpc { code: 13, message },
+        ErrorForm::Stream => Filter::FailStream { message },
     }
 }
 

@@ -202,7 +202,7 @@ spec:
     }
 
     #[test]
-    fn external_workloads_outside_their_namespace_have_no_sidecar() {
+    fn external_workloads_with_an_address_or_identity_of_another_namespace_have_no_sidecar() {
         let (mine, theirs): (Arc<str>, Arc<str>) = ("mine".into(), "theirs".into());
         let held = |ip: &str, by| (ip.parse().unwrap(), vec![by]);
         let namespaces_by_ip = NamespacesByIp::from([held("10.0.0.1", &mine), held("10.0.0.2", &theirs)]);

@@ -192,8 +192,8 @@ fn init_args(values: &Values) -> Vec<String> {
 fn init_security_context(values: &Values, target: &InjectionTarget<'_>) -> SecurityContext {
     let init = &values.proxy_init;
     let redirecting = ["NET_ADMIN", NET_RAW].map(str::to_owned);
-    // Pod Security checks every container. What it requires, such as `drop: [ALL]`, the application has, so the init container
-    // gets the capabilities of the first container.
+    // Pod Security checks every container and can require `drop: [ALL]`. The application's containers have what it requires, so
+    // the init container gets the capabilities of the first of them.
     let first = target.spec.containers.first();
     let security = first.and_then(|container| container.security_context.as_ref());
     let first_capabilities = security
@@ -212,7 +212,7 @@ fn init_security_context(values: &Values, target: &InjectionTarget<'_>) -> Secur
         dropped
     });
     let privileged = init.privileged || (init.close_wait_timeout_secs > 0 && init.run_as_root);
-    // Only `runAsRoot` permits id 0.
+    // With `runAsRoot` the id is 0. Without it, 0 is replaced by nobody.
     let id = |id: i64| match (init.run_as_root, id) {
         (true, _) => 0,
         (false, 0) => NOBODY_UID,

@@ -180,18 +180,22 @@ fn set_tracing(
     let account = &collector.mesh_identity;
     let name = service_account_identity(config, values, &account.service_account_name, &account.namespace);
     env.set("TRACE_COLLECTOR_SVC_NAME", name);
-    let sidecar_labels = [
+    let sidecar_attributes = [
         ("k8s.pod.ip", "$(_pod_ip)"),
         ("k8s.pod.uid", "$(_pod_uid)"),
         ("k8s.container.name", "$(_pod_containerName)"),
     ];
-    let chart_labels = tracing.labels.iter().map(|(key, value)| (key.as_str(), value.as_str()));
-    let pod_labels = annotations
+    let chart_attributes = tracing.labels.iter().map(|(key, value)| (key.as_str(), value.as_str()));
+    let pod_attributes = annotations
         .iter()
         .filter_map(|(key, value)| Some((key.strip_prefix(annotation::TRACE_RESOURCE_PREFIX)?, value.as_str())));
     // For duplicate keys, the first position and the last value apply.
     let mut attributes: Vec<(&str, &str)> = Vec::new();
-    for (key, value) in sidecar_labels.into_iter().chain(chart_labels).chain(pod_labels) {
+    for (key, value) in sidecar_attributes
+        .into_iter()
+        .chain(chart_attributes)
+        .chain(pod_attributes)
+    {
         match attributes.iter_mut().find(|(other, _)| *other == key) {
             Some(known) => known.1 = value,
             None => attributes.push((key, value)),
@@ -205,7 +209,8 @@ fn set_tracing(
     );
 }
 
-/// Service name in traces: of the workload's annotation or labels, by the conventions of OpenTelemetry, or of the chart.
+/// The service name in traces: from the pod's annotation, else from its labels, by the conventions of OpenTelemetry, else from
+/// the chart.
 fn trace_service_name(values: &Values, target: &InjectionTarget<'_>, annotations: &Annotations) -> String {
     let labels = target.metadata.and_then(|meta| meta.labels.as_ref());
     let label = |key: &str| labels.and_then(|labels| labels.get(key));

@@ -1,9 +1,9 @@
 //! Rewrites probes that a sidecar would break.
 //!
-//! The proxy accepts the kubelet's connection even if the application does not listen, and a policy cannot permit `grpc` and
-//! HTTPS probes without permitting other requests. These probes are sent to the proxy's admin port, and the proxy executes
-//! the original probe, which `TULLE_PROXY_PROBES` contains. Plain `httpGet` probes are unchanged: the policy of
-//! their port permits them.
+//! A `tcpSocket` probe would succeed even if the application does not listen, because the proxy accepts the connection. A
+//! policy cannot permit `grpc` and HTTPS probes without permitting other requests. All three are sent to the proxy's admin
+//! port, and the proxy executes the original probe, which `TULLE_PROXY_PROBES` contains. Plain `httpGet` probes are
+//! unchanged: the policy of their port permits them.
 
 use std::num::{NonZeroU16, NonZeroU32};
 
@@ -118,8 +118,8 @@ fn probe(container: &Container, kind: Kind) -> Option<&Probe> {
     probe.as_ref()
 }
 
-/// The original probe, as the proxy executes it. `None` for probes that stay with the kubelet: other kinds, probes of another host,
-/// and invalid probes.
+/// The original probe, as the proxy executes it. `None` for probes that stay with the kubelet: those with other handlers
+/// (`exec`, plain `httpGet`), probes of another host, and invalid probes.
 fn to_original_probe(container: &Container, kind: Kind, probe: &Probe) -> Option<OriginalProbe> {
     let has_other_host = |host: &Option<String>| host.as_ref().is_some_and(|host| !host.is_empty());
     let (port, handler) = if let Some(tcp) = &probe.tcp_socket

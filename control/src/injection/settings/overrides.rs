@@ -13,7 +13,7 @@ use tulle_core::names::annotation;
 use crate::injection::values::{InboundMode, Values};
 use crate::resources::annotations::Annotations;
 use crate::resources::go_duration;
-use crate::resources::policy::server::DefaultPolicy;
+use crate::resources::policy::server::AccessPolicy;
 use crate::resources::port_list::PortList;
 use crate::resources::workload::resolve_ports;
 
@@ -200,7 +200,7 @@ fn apply_behaviour_annotation(values: &mut Values, key: &str, text: &str) -> Res
         }
         annotation::ACCESS_LOG => proxy.access_log = access_log(text)?,
         annotation::DEFAULT_INBOUND_POLICY => {
-            let policy: DefaultPolicy = text.parse().map_err(|_| EXPECTED_POLICIES)?;
+            let policy: AccessPolicy = text.parse().map_err(|_| EXPECTED_POLICIES)?;
             policy.as_str().clone_into(&mut proxy.default_inbound_policy);
         }
         annotation::INBOUND_MODE => {

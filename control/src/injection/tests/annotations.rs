@@ -264,10 +264,10 @@ fn a_list_of_ports_without_a_valid_entry_leaves_that_of_the_chart() {
 #[test]
 fn invalid_values_are_ignored_with_a_warning() {
     let plain = Case::pod("").injected();
-    let (spec, anything) = (plain.0["spec"].clone(), "expected ");
+    let (spec, any_expectation) = (plain.0["spec"].clone(), "expected ");
     for (name, value, reason) in [
-        ("proxy-image", "a b", anything),
-        ("proxy-version", "", anything),
+        ("proxy-image", "a b", any_expectation),
+        ("proxy-version", "", any_expectation),
         ("image-pull-policy", "Sometimes", "Always, Never or IfNotPresent"),
         ("debug-image-pull-policy", "x", "Always, Never or IfNotPresent"),
         ("enable-debug-sidecar", "yes", "true or false"),
@@ -407,7 +407,7 @@ fn port_lists_accept_names_of_container_ports_blanks_and_empty_entries() {
 }
 
 #[test]
-fn annotations_with_several_names_and_other_containers_work() {
+fn renamed_annotations_and_those_of_other_containers_work() {
     let native = |annotations: &[(&str, &str)]| {
         let injected = Case::pod("").annotate(annotations).injected();
         injected.names("initContainers").contains(&PROXY_CONTAINER)
@@ -451,7 +451,7 @@ fn annotations_with_several_names_and_other_containers_work() {
         (&"example.test/debug:7".into(), &"Never".into())
     );
 
-    let tap = |key: &str| Case::pod("").annotate(&[(annotation::DISABLE_TAP, key)]).injected();
+    let tap = |value: &str| Case::pod("").annotate(&[(annotation::DISABLE_TAP, value)]).injected();
     assert_eq!(
         tap("false").env("TAP_SVC_NAME"),
         Some("linkerd-destination.linkerd.serviceaccount.identity.linkerd.cluster.local")

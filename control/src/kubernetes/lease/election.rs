@@ -70,9 +70,10 @@ impl Election {
             self.renewed_at = None;
         }
         if self.observed.as_ref().is_none_or(|seen| seen.record != record) {
-            // The holder renewed at some time between the previous read and this one. Counting from the previous read, but
-            // at most one retry interval ago, shortens the takeover by this time at most. That is safe, because a holder
-            // stops leading after `renew_deadline`, which is shorter than `duration` by more than a retry interval.
+            // The holder renewed at some time between the previous request and this read. `duration` is counted from the
+            // previous request, but from at most one retry interval (with jitter) ago, so the wait can be shorter than
+            // `duration` by as much. That is safe, because a holder stops leading after `renew_deadline`, which is shorter than
+            // `duration` by more than this interval.
             let earliest = asked_at - self.timing.retry_interval.mul_f64(1.0 + JITTER);
             self.observed = Some(ObservedRecord {
                 record,
@@ -198,13 +199,13 @@ mod tests {
             };
             let waited = taken_at - renewed_at;
             assert!(waited <= Duration::from_secs(30), "{waited:?}");
-            // The renew deadline of the failed holder, and time for its requests in flight.
+            // Long after the holder's renew deadline of 10 s, and after its requests in flight.
             assert!(waited >= Duration::from_secs(25), "{waited:?}");
         }
     }
 
     #[test]
-    fn a_change_after_a_long_silence_counts_from_when_it_was_seen() {
+    fn a_change_after_a_long_silence_counts_from_one_retry_interval_before_it_was_seen() {
         let mut election = election("a");
         let now = Instant::now();
         election.observe(record("b", 1), now);

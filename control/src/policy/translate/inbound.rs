@@ -168,7 +168,8 @@ fn http_route(route: &Route<HttpMatch>) -> HttpRoute {
     }
 }
 
-/// Returns `None` for filters that inbound messages cannot express. The view omits those.
+/// Returns `None` for filters that inbound messages cannot express. If a rule has one, the view replaces all filters of the
+/// rule by a failure.
 fn http_filter(filter: &Filter) -> Option<http_route::Filter> {
     use http_route::filter::Kind;
     let kind = match filter {

@@ -139,7 +139,7 @@ fn http_distribution(backends: &Distribution) -> http_route::Distribution {
         filter_extensions: backend.filters.iter().filter_map(filter_extension).collect(),
     };
     let kind = match backends {
-        Distribution::FirstAvailable(backend) => Kind::FirstAvailable(FirstAvailable {
+        Distribution::Single(backend) => Kind::FirstAvailable(FirstAvailable {
             backends: vec![route_backend(backend)],
         }),
         Distribution::Weighted(backends) => {
@@ -216,7 +216,7 @@ fn grpc_distribution(backends: &Distribution) -> grpc_route::Distribution {
         filter_extensions: backend.filters.iter().filter_map(filter_extension).collect(),
     };
     let kind = match backends {
-        Distribution::FirstAvailable(backend) => Kind::FirstAvailable(FirstAvailable {
+        Distribution::Single(backend) => Kind::FirstAvailable(FirstAvailable {
             backends: vec![route_backend(backend)],
         }),
         Distribution::Weighted(backends) => {

@@ -35,8 +35,8 @@ macro_rules! stream_rule {
                 };
                 (Kind::Empty(Empty {}), vec![forbidden])
             }
-            StreamAction::Forward(Distribution::FirstAvailable(first)) => {
-                let backends = vec![route_backend(first)];
+            StreamAction::Forward(Distribution::Single(single)) => {
+                let backends = vec![route_backend(single)];
                 (Kind::FirstAvailable(FirstAvailable { backends }), Vec::new())
             }
             StreamAction::Forward(Distribution::Weighted(backends)) => {

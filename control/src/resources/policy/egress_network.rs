@@ -19,7 +19,7 @@ pub struct EgressNetwork {
     pub networks: Option<Vec<NetworkMatch>>,
     pub traffic: TrafficPolicy,
     pub status: PolicyStatus,
-    /// Why the object cannot be read. If set, traffic to the network is denied, even if routes match it.
+    /// Why the object is unreadable. If set, traffic to the network is denied, even if routes match it.
     pub unreadable: Option<Arc<str>>,
 }
 

@@ -25,7 +25,7 @@ pub struct RateLimitPolicy {
     /// Limits of some service accounts, instead of `per_identity`.
     pub overrides: Vec<RateLimitOverride>,
     pub status: PolicyStatus,
-    /// Why the object cannot be read. If set, requests to the Server fail.
+    /// Why the object is unreadable. If set, requests to the Server fail.
     pub unreadable: Option<Arc<str>>,
 }
 

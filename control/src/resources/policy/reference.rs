@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn network_exceptions_are_inside_and_incomplete() {
+    fn network_exceptions_are_inside_and_do_not_cover_their_network() {
         let check = |cidr: &str, except: &[&str]| {
             let except = except.iter().map(|net| (*net).to_owned()).collect();
             parse_networks(vec![RawNetwork {

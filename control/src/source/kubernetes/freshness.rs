@@ -1,4 +1,4 @@
-//! Reports stale kinds in a metric and in `/ready`.
+//! Reports stale kinds in a metric and, for information, in `/ready`. They do not affect the readiness of the process.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ struct Shared {
 }
 
 struct State {
-    /// Latch of `all_kinds`, held while the kind is stale.
+    /// Latch of `all_kinds`, held while the kind is stale. It does not affect the readiness of the process.
     latch: Option<Latch>,
     watch_is_open: bool,
     /// The last time at which the known state was that of the API server.

@@ -23,7 +23,7 @@ impl InformerLag {
             _ => return Self(None),
         };
         let help =
-            "Age of a change on arrival, from the newest timestamp of its managed fields, which is in whole seconds.";
+            "Age of a change on arrival, since the newest `Update` in its managed fields, which has whole seconds.";
         Self(Some(registry.histogram(name, help, BUCKETS).get(&Labels::new())))
     }
 

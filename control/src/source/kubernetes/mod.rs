@@ -37,7 +37,7 @@ pub struct Config {
     pub requirements: WatchRequirements,
     /// The address of the destination service in log lines.
     pub log_addr: String,
-    /// Ready while no kind is stale. A stale kind adds its reason.
+    /// Holds a latch with a reason for each stale kind. `/ready` shows the reasons. It is not the readiness of the process.
     pub freshness: Readiness,
 }
 

@@ -479,8 +479,8 @@ impl Reflector {
         }
     }
 
-    /// Reports the events of a batch, and sets when the next batch may be reported: after the time that the subscribers needed for
-    /// this one. So the reports of frequent changes take at most half of the time of a thread.
+    /// Reports the events of a batch. The next batch waits as long as this report took, but at most `MAX_BATCH_DELAY`. So
+    /// frequent changes leave the thread about half of its time, unless a report takes longer than that.
     async fn apply_batch(&mut self, batch: &mut EventBatch) {
         if batch.events.is_empty() {
             return;
@@ -560,8 +560,8 @@ impl Reflector {
         Some((name, self.hasher.hash_one(&*head.resource_version)))
     }
 
-    /// Decodes the object, which then shares its name with `known_versions`. Reports an object that cannot be decoded
-    /// as unreadable.
+    /// Decodes the object, and replaces its name by the equal one in `known_versions`, so that both share memory. Reports an
+    /// object that cannot be decoded as unreadable.
     fn decode_event(&self, name: &NamespacedName, item: &RawObject<'_>) -> Event {
         match item.decode(self.watched.kind, self.watched.detail) {
             Ok(mut decoded) => {
@@ -631,15 +631,16 @@ const ABSENT_KIND_BACKOFF: Backoff = Backoff {
     jitter: 1.0,
 };
 
-/// Delay between two rounds before the first list, because the process is not ready until then.
+/// Delay between two rounds at the start, until the kind is listed or counts as absent. It is short, because the process is not
+/// ready until then.
 const ABSENT_KIND_STARTUP_BACKOFF: Backoff = Backoff {
     min: Duration::from_millis(250),
     max: Duration::from_millis(250),
     jitter: 1.0,
 };
 
-/// Consecutive discovery rounds without the kind before its objects are deleted: at least 30 s. The deletion of a CRD
-/// deletes its objects first, and the watch reports each of them.
+/// Consecutive discovery rounds without the kind before its objects are deleted, which takes at least 25 s. The deletion of a
+/// CRD does not wait for this: the API server deletes its objects first, and the watch reports each of them.
 pub(super) const ABSENT_ROUNDS_BEFORE_DELETE: u32 = 6;
 
 /// Events that are reported together. The state is locked meanwhile.

@@ -144,7 +144,7 @@ impl<'a> RawObject<'a> {
         Ok(Self { text, metadata, head })
     }
 
-    /// Returns the time of the last write according to `metadata.managedFields`.
+    /// Returns the time of the last `Update` in `metadata.managedFields`. Entries of `Apply` are ignored.
     pub(super) fn last_updated_at(&self) -> Option<OffsetDateTime> {
         let fields: Vec<ManagedField<'_>> = serde_json::from_str(self.head.managed_fields?.get()).ok()?;
         let updates = fields.iter().filter(|field| field.operation == "Update");
@@ -204,7 +204,7 @@ fn prune(kind: Kind, detail: ObjectDetail, object: &mut Object) {
 fn is_used_annotation(annotation: &str) -> bool {
     annotation
         .split_once('/')
-        .is_some_and(|(domain, _)| domain.ends_with(MESH_GROUP_SUFFIX))
+        .is_some_and(|(domain, _)| domain.ends_with(MESH_DOMAIN_SUFFIX))
 }
 
 /// Splits a byte stream into lines.
@@ -235,8 +235,8 @@ impl LineBuffer {
     }
 }
 
-/// The suffix of the domains of all annotations that the mesh reads.
-const MESH_GROUP_SUFFIX: &str = ".linkerd.io";
+/// The suffix of the domains of all annotations that destination and policy read.
+const MESH_DOMAIN_SUFFIX: &str = ".linkerd.io";
 
 /// A larger buffer is freed after use.
 const MAX_RETAINED_CAPACITY: usize = 64 * 1024;

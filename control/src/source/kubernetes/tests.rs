@@ -365,7 +365,7 @@ async fn a_kind_without_a_change_for_ten_minutes_is_listed_again() {
     source.wait_for_batches(&["+a@5"]).await;
 }
 
-/// Serves a list of one Server and its watch, then 404 for every other request.
+/// Serves one list with one Server, then 404 for every request, including the watch.
 fn one_server_then_404(n: usize, uri: &str) -> ScriptedResponse {
     match (n, uri.contains("watch=true")) {
         (0, false) => list(7, &[&server("a", 5)]),
@@ -377,16 +377,18 @@ fn one_server_then_404(n: usize, uri: &str) -> ScriptedResponse {
 async fn kinds_are_empty_while_their_crd_is_not_installed() {
     // Each round tries all API versions.
     const AT_START: usize = 4 * ABSENT_ROUNDS;
+    // `v1beta3`, `v1beta2` and `v1beta1` are listed first.
+    const WATCH: usize = AT_START + 3;
     let source = start_scripted(|n, uri| match n {
         0..AT_START => text_response(404, "404 page not found"),
-        _ if n < AT_START + 3 && uri.contains("watch=true") => {
+        WATCH => {
             assert!(
-                uri.contains("/v1beta1/"),
+                uri.contains("/v1beta1/") && uri.contains("watch=true"),
                 "the version that was listed is watched: {uri}"
             );
             text_response(404, "404 page not found")
         }
-        _ if n < AT_START + 3 && uri.contains("/v1beta1/") => list(3, &[&server("a", 2)]),
+        _ if n < WATCH && uri.contains("/v1beta1/") => list(3, &[&server("a", 2)]),
         _ => text_response(404, "404 page not found"),
     });
     source.wait_for_batches(&["+a@2", "-a"]).await;

@@ -233,7 +233,7 @@ impl Controller {
             }
             FailureOutcome::Dropped => {
                 self.0.metrics.drops.inc();
-                error!(%service, error, "writing EndpointSlices failed {MAX_RETRIES} times; the next retry is at the next change or resync");
+                error!(%service, error, "writing EndpointSlices failed, also after {MAX_RETRIES} retries; the next attempt is at the next change or resync");
             }
         }
     }

@@ -54,7 +54,7 @@ struct SliceUpdate<'a> {
     endpoints: Vec<Endpoint>,
 }
 
-/// Compares the slices of a Service, all owned by this controller, with its selected workloads.
+/// Compares the slices of a Service, all managed by this controller, with its selected workloads.
 pub(super) fn reconcile(service: &Service, workloads: &[Arc<ExternalWorkload>], slices: &[Arc<EndpointSlice>]) -> Plan {
     let mut plan = Plan::default();
     let families: BTreeSet<IpFamily> = match &*service.families {
@@ -63,7 +63,7 @@ pub(super) fn reconcile(service: &Service, workloads: &[Arc<ExternalWorkload>], 
     };
     let mut groups: BTreeMap<(IpFamily, Ports), SliceGroup<'_>> = BTreeMap::new();
     for slice in slices {
-        match ip_family(slice).filter(|family| families.contains(family) && is_owned(slice, service)) {
+        match ip_family(slice).filter(|family| families.contains(family) && is_owned_by(slice, service)) {
             Some(family) => groups
                 .entry((family, slice_ports(slice)))
                 .or_default()
@@ -145,7 +145,7 @@ impl Plan {
     fn convert_to_updates(&mut self, service: &Service) {
         let (create, update) = (&mut self.create, &mut self.update);
         self.delete.retain(|old| {
-            if !is_owned(old, service) {
+            if !is_owned_by(old, service) {
                 return true;
             }
             let has_same_type = |new: &EndpointSlice| new.address_type == old.address_type;
@@ -215,7 +215,7 @@ fn target_workload<'a>(endpoint: &'a Endpoint, service: &Service) -> Option<&'a 
     target.name.as_deref().filter(|_| is_workload)
 }
 
-fn is_owned(slice: &EndpointSlice, service: &Service) -> bool {
+fn is_owned_by(slice: &EndpointSlice, service: &Service) -> bool {
     let owners = slice.metadata.owner_references.iter().flatten();
     owners
         .filter(|owner| owner.kind == "Service" && owner.api_version == "v1")

@@ -347,7 +347,11 @@ fn a_deleted_slice_is_reused_for_a_new_one() {
             ..workload
         })
         .collect();
-    assert_eq!(slices.reconcile(&narrow, &moved), [0, 0, 0], "an unused set of ports");
+    assert_eq!(
+        slices.reconcile(&narrow, &moved),
+        [0, 0, 0],
+        "a port that the Service does not have changes nothing"
+    );
     let wider = service(json!({
         "clusterIP": "10.96.0.7", "selector": {"app": "web"}, "ipFamilies": ["IPv4"],
         "ports": [{"name": "http", "port": 80, "targetPort": 8080}, {"name": "more", "port": 1}],

@@ -237,15 +237,15 @@ impl StatusIndex {
         let before = old.as_ref().map(|old| depends_on(old)).unwrap_or_default();
         let after = depends_on(route);
         let mut affected = BTreeSet::from([id.clone()]);
-        let same_parents = |old: &Arc<Route>| {
+        let competes_as_before = |old: &Arc<Route>| {
             old.parents
                 .iter()
                 .map(reference_fields)
                 .eq(route.parents.iter().map(reference_fields))
                 && (&old.hostnames, old.meta.created_at) == (&route.hostnames, route.meta.created_at)
         };
-        // Routes with unchanged parents do not affect the other routes of these parents.
-        if !old.as_ref().is_some_and(same_parents) || before != after {
+        // A route with the same parents, hostnames and age as before does not affect the other routes of these parents.
+        if !old.as_ref().is_some_and(competes_as_before) || before != after {
             affected.extend(self.remove_dependencies(&id, before));
             for target in after {
                 let dependents = self.dependents.entry(target).or_default();

@@ -384,9 +384,9 @@ fn an_external_workload_with_a_taken_address_is_not_accepted() {
     assert_eq!(body["status"]["conditions"], json!([ready, refused]));
     index.apply(kind, workload("8", json!([ready, refused])));
     assert_eq!(index.patch(kind, "vm"), None);
-    let mut over = pod;
-    over["status"]["phase"] = json!("Succeeded");
-    assert_eq!(index.apply(Kind::Pod, over), ["vm"]);
+    let mut ended_pod = pod;
+    ended_pod["status"]["phase"] = json!("Succeeded");
+    assert_eq!(index.apply(Kind::Pod, ended_pod), ["vm"]);
     assert_eq!(
         index.patch(kind, "vm").unwrap()["status"]["conditions"][1]["status"],
         "True"

@@ -31,7 +31,7 @@ pub(super) enum ProbeError {
         #[source]
         source: hyper::Error,
     },
-    #[error("{addr} redirected more than {limit} times")]
+    #[error("{addr} redirected {limit} times")]
     Redirects { addr: SocketAddr, limit: usize },
     #[error("{addr} redirected to a target that cannot be used: {location:?}")]
     Location { addr: SocketAddr, location: String },

@@ -30,12 +30,13 @@ pub(super) struct HttpGetAction {
     pub(super) host: Option<Authority>,
 }
 
-/// The target of a probe's request; the host is always the probed one.
+/// The target of a probe's request, at the probed IP address.
 #[derive(Clone, Debug, PartialEq)]
 struct RequestTarget {
     scheme: Scheme,
     port: u16,
     path_and_query: PathAndQuery,
+    /// The value of the `Host` header; `None` for the probed address.
     host: Option<Authority>,
 }
 

@@ -47,7 +47,7 @@ type ProbeFuture = Pin<Box<dyn Future<Output = ProbeResult> + Send>>;
 
 #[derive(Clone, Debug)]
 struct ProbeResult {
-    /// The application's status for an HTTPS probe; 200 or 503 for others.
+    /// 503 if the check failed with an error; otherwise the application's status for an HTTPS probe, and 200 for others.
     status: StatusCode,
     text: Arc<str>,
 }

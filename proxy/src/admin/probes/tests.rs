@@ -401,7 +401,7 @@ async fn an_https_probe_sends_what_the_kubelet_would_send() {
 }
 
 #[tokio::test]
-async fn an_https_probe_follows_redirects_on_the_same_host_ten_times_at_most() {
+async fn an_https_probe_follows_redirects_on_the_same_host_with_ten_requests_at_most() {
     for (location, expected, n_requests) in [
         ("/login", 200, 2),
         ("https://elsewhere.test/login", 302, 1),

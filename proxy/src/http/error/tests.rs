@@ -52,7 +52,7 @@ fn the_errors_page_lists_every_status() {
         Error::AmbiguousPath,
         Error::HeaderTooLarge { limit: 1 },
         Error::HeaderReadTimeout(limit),
-        Error::ExtendedConnectUnsupported { addr },
+        Error::NoExtendedConnectStream { addr },
         Error::BodyIdleTimeout(limit),
         Error::ClientClosed,
         Error::NoEndpoints,
@@ -139,7 +139,7 @@ fn statuses_match_linkerd() {
         rule: String::new(),
         why: "no-tls",
     };
-    let not_required = Error::IdentityMismatch {
+    let identity_mismatch = Error::IdentityMismatch {
         required: String::new(),
         actual: None,
     };
@@ -178,7 +178,7 @@ fn statuses_match_linkerd() {
         (Error::Timeout(TimeoutKind::ResponseHeaders(limit)), (504, 4, false)),
         (Error::Timeout(TimeoutKind::Idle(limit)), (504, 4, false)),
         (Error::Timeout(TimeoutKind::Profile(limit)), (504, 4, true)),
-        (not_required, (502, 14, true)),
+        (identity_mismatch, (502, 14, true)),
         (
             Error::InvalidBackend("the policy gives it no dispatcher"),
             (502, 14, true),
@@ -202,7 +202,7 @@ fn error_labels_match_linkerd() {
         addr,
         cause: "connect-refused",
     };
-    let not_required = Error::IdentityMismatch {
+    let identity_mismatch = Error::IdentityMismatch {
         required: String::new(),
         actual: None,
     };
@@ -212,7 +212,7 @@ fn error_labels_match_linkerd() {
         (Error::GatewayDomain("other.test".into()), "gateway domain invalid"),
         (Error::GatewayLoop, "gateway loop"),
         (dial_failed, "i/o"),
-        (not_required, "identity required"),
+        (identity_mismatch, "identity required"),
         (Error::Timeout(TimeoutKind::Profile(limit)), "response timeout"),
         (Error::InvalidPolicy(String::new()), "unexpected"),
     ] {

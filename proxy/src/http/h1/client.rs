@@ -76,8 +76,8 @@ pub(crate) enum ResendTarget {
     /// A new connection to the same endpoint: the request was not read, or it may be repeated and the connection was
     /// idle before.
     SameEndpoint,
-    /// Another endpoint only, if the kernel discarded the request and the port is closed. While the port is open, the
-    /// request itself may be what makes the application close connections.
+    /// Another endpoint only, if the port is closed, and the kernel discarded the request or the connection was reset. While
+    /// the port is open, the request itself may be what makes the application close connections.
     OtherEndpointIfPortClosed,
 }
 
@@ -216,8 +216,8 @@ impl Exchange {
     /// |---|---|
     /// | The connection was idle before, the request has no body and may be repeated | to the same endpoint |
     /// | A local application has not read the request | to the same endpoint |
-    /// | A local application may have read it, and it may be repeated | if the port is closed, to another endpoint |
-    /// | Nothing of it was written to a remote endpoint | to another endpoint, as [`Error::resendable`] says |
+    /// | A local application may have read it, and it may be repeated | as [`ResendTarget::OtherEndpointIfPortClosed`] says |
+    /// | The endpoint is remote, and nothing of the request was written | to another endpoint, as [`Error::resendable`] says |
     /// | Any other | no |
     ///
     /// Only the kernel of this host can tell whether a local application has read the request: it answers data that can

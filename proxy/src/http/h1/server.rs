@@ -195,8 +195,8 @@ impl PendingExchange {
         (exchange, request)
     }
 
-    /// Whether to check if the client closes the connection. A client without keep-alive may send FIN after its
-    /// request.
+    /// Whether to check if the client closes the connection. Not without keep-alive: such a client may send FIN after its
+    /// request, which under TLS counts as a close.
     fn watches_for_close(&self) -> bool {
         self.keep_alive
     }

@@ -253,10 +253,10 @@ struct StreamLimitUpdater {
 }
 
 impl StreamLimitUpdater {
-    fn set(&mut self, now: usize) {
-        if std::mem::replace(&mut self.current, now) != now {
-            self.limit.max_streams.store(now, Ordering::Relaxed);
-            self.waiters.last_max_streams.store(now, Ordering::Relaxed);
+    fn set(&mut self, max_streams: usize) {
+        if std::mem::replace(&mut self.current, max_streams) != max_streams {
+            self.limit.max_streams.store(max_streams, Ordering::Relaxed);
+            self.waiters.last_max_streams.store(max_streams, Ordering::Relaxed);
             self.limit.settings_received.store(true, Ordering::Relaxed);
             self.settings_tx.send_replace(true);
             self.waiters.wake_all();

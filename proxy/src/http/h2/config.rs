@@ -59,7 +59,7 @@ impl Http2Config {
     pub(crate) const DEFAULT_TOTAL_HEADER_LIST_BYTES: usize = 16 << 20;
 
     /// Header list limit for an HTTP/1 head limit of `head` bytes. A line of n bytes in HTTP/1, with its colon, space and
-    /// CRLF, counts n + 28 here (RFC 9113, section 10.5.1); for n of 10 or more this is less than 4 n.
+    /// CRLF, counts n + 28 here (RFC 9113, section 6.5.2); for n of 10 or more this is less than 4 n.
     pub(crate) fn header_list_limit_for(head: usize) -> u32 {
         u32::try_from(head.saturating_mul(4)).unwrap_or(u32::MAX)
     }

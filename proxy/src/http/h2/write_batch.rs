@@ -1,7 +1,8 @@
 //! Batches HTTP/2 frames into fewer writes.
 //!
 //! `h2` flushes after each DATA frame, which would cost a system call and a pass through the network stack per 16 KiB.
-//! So its writes stay in the TLS buffer until that is full, or until `h2` has nothing more to write.
+//! So its writes stay in the TLS buffer until that is full, or until `h2` has nothing more to write. Plaintext connections are
+//! not batched.
 
 use std::{
     io,

@@ -78,7 +78,7 @@ enum DeadlineBodyState {
         /// Bytes that the receiver had not yet sent on, at its last call of `poll_deadline`.
         unsent: usize,
     },
-    /// The complete response was received before its deadline.
+    /// A deadline has expired, but the complete response had already been received.
     Complete(Body),
     /// A timeout was reported.
     Ended,

@@ -25,7 +25,7 @@ pub(crate) struct ReplayableRequest {
     method: Method,
     uri: Uri,
     version: Version,
-    /// A list is smaller than a map, and is only read for a retry.
+    /// A list is smaller than a map, and is only read for a retry or a resend.
     headers: Vec<(HeaderName, HeaderValue)>,
     body: Option<ReplayBuffer>,
 }

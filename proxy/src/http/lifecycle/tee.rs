@@ -21,8 +21,8 @@ use crate::http::{
     error::Error,
 };
 
-/// Maximum size of the frames of one copy that wait for its receiver, if there are several. If more wait, the copy fails. While
-/// the receiver connects, the original can be sent at full speed.
+/// Maximum total size of the frames of one copy that wait for its receiver; a single frame may be larger. If more wait, the
+/// copy fails. While the receiver connects, the original can be sent at full speed.
 pub(crate) const MAX_PENDING_COPY_BYTES: usize = 4 * 1024 * 1024;
 
 /// Maximum size of the waiting frames of all copies that share a [`CopyMemory`].
@@ -40,8 +40,8 @@ pub(crate) struct CopyMonitor(Option<Arc<Mutex<PendingCopy>>>);
 
 /// Returns the body to send, a copy of it that receives the frames as they are sent, and the monitor of the copy.
 ///
-/// The copy does not wait for its receiver, except that the original yields to it once when much is waiting. It fails if the original fails or is dropped before its end, or if its receiver is too
-/// slow.
+/// The original does not wait for the receiver of the copy, except that it yields to it once when much is waiting. The copy
+/// fails if the original fails or is dropped before its end, or if the receiver is too slow.
 pub(crate) fn copy_while_sent(body: Body, memory: Arc<CopyMemory>) -> (Body, Body, CopyMonitor) {
     if body.is_end_stream() {
         return (body, Body::empty(), CopyMonitor(None));
@@ -182,7 +182,7 @@ impl PendingCopy {
         Some(data)
     }
 
-    /// The original has ended in this state. Has no effect if the copy has ended before.
+    /// Ends the copy in this state. Has no effect if it has ended before.
     fn end(&mut self, state: CopyState) {
         if self.state == CopyState::Open {
             self.state = state;

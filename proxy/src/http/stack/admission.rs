@@ -16,7 +16,8 @@ use crate::{
     net::{io::Tcp, memory::MemoryPressure},
 };
 
-/// The limits of one direction. A request is in flight until its response body ends.
+/// The limits of one direction. A request is in flight until its response body is dropped, or until it fails or is
+/// cancelled.
 pub(crate) struct Admission {
     in_flight: AtomicUsize,
     max_in_flight: usize,

@@ -53,7 +53,7 @@ pub(crate) struct ResponderInfo {
     pub(crate) client_addr: SocketAddr,
     /// The client's verified identity.
     pub(crate) client_id: Option<HeaderValue>,
-    /// Further labels of the error counter, if it has any.
+    /// Gives the labels of the error counter, instead of the default ones.
     pub(crate) error_labeler: Option<Arc<dyn ErrorLabeler>>,
 }
 

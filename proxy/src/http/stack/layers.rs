@@ -58,7 +58,8 @@ impl ServiceStack {
     }
 }
 
-/// Enters the in-flight limit or sheds. The slot is held until the response body ends.
+/// Enters the in-flight limit or sheds. The slot is held until the response body is dropped, or until the request fails or is
+/// cancelled.
 #[derive(Clone)]
 struct AdmissionLayer(Arc<Admission>);
 

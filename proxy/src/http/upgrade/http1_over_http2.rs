@@ -159,22 +159,22 @@ thread_local! {
 }
 
 fn authority_of(host: &HeaderValue) -> Option<Authority> {
-    LAST_HOST.with_borrow_mut(|(known, authority)| {
-        if known != host {
-            *authority = Authority::try_from(host.as_bytes()).ok();
-            *known = host.clone();
+    LAST_HOST.with_borrow_mut(|(last_host, last_authority)| {
+        if last_host != host {
+            *last_authority = Authority::try_from(host.as_bytes()).ok();
+            *last_host = host.clone();
         }
-        authority.clone()
+        last_authority.clone()
     })
 }
 
 fn host_of(authority: &Authority) -> Option<HeaderValue> {
-    LAST_HOST.with_borrow_mut(|(host, known)| {
-        if host.as_bytes() != authority.as_str().as_bytes() {
-            *host = HeaderValue::from_str(authority.as_str()).ok()?;
-            *known = Some(authority.clone());
+    LAST_HOST.with_borrow_mut(|(last_host, last_authority)| {
+        if last_host.as_bytes() != authority.as_str().as_bytes() {
+            *last_host = HeaderValue::from_str(authority.as_str()).ok()?;
+            *last_authority = Some(authority.clone());
         }
-        Some(host.clone())
+        Some(last_host.clone())
     })
 }
 

@@ -27,7 +27,7 @@ pub(crate) fn forward(mut response: Response<()>) {
     response.headers_mut().remove(header::CONTENT_LENGTH);
     response.headers_mut().remove(header::TRANSFER_ENCODING);
     headers::strip_hop_by_hop(response.headers_mut());
-    headers::strip_spoofed(response.headers_mut());
+    headers::strip_proxy_headers(response.headers_mut());
     *response.version_mut() = Version::HTTP_11;
     RECEIVED.with_borrow_mut(|received| received.push(response));
 }

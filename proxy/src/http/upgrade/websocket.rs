@@ -98,7 +98,8 @@ pub(crate) fn to_http2_response(rsp: &mut Response<Body>, websocket_accept: &Hea
     Ok(())
 }
 
-/// Whether an HTTP/2 response accepts an extended CONNECT. A plain HTTP/1 response of the application has `l5d-orig-proto`.
+/// Whether an HTTP/2 response accepts an extended CONNECT. If the application did not switch protocols, its response has
+/// `l5d-orig-proto`.
 pub(crate) fn is_tunnel_response<B>(rsp: &Response<B>) -> bool {
     let headers = rsp.headers();
     // An error response of a proxy has a content-length; an accepted stream has none.

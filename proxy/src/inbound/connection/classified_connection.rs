@@ -12,7 +12,7 @@ use crate::{
     tls::status::ServerTls,
 };
 
-/// A client, and the policy of the port that it dialled.
+/// A client, and the policy of its target port.
 pub(super) struct PortClient {
     pub(super) addrs: ConnectionAddrs,
     pub(super) tls: ServerTls,

@@ -36,7 +36,7 @@ impl Connection {
             Box::pin(ports.wait_until_received(&port_policy)).await;
         }
         let active_policy = port_policy.current();
-        if active_policy.is_placeholder {
+        if active_policy.is_unknown {
             ports.warn_unknown_policy(addrs.target.port());
         }
         (port_policy, active_policy)

@@ -133,7 +133,7 @@ impl Connection {
         };
         let label_names = &self.inbound.server_name_labels;
         let label = header.name.as_ref();
-        let label = label.filter(|name| label_names.admit(&name.name, HostSource::Trusted));
+        let label = label.filter(|name| label_names.add(&name.name, HostSource::Trusted));
         record_transport_header(families, &header, label, tls);
         Some((io, header))
     }
@@ -167,7 +167,7 @@ impl Connection {
 enum DirectError {
     #[error("client closed before its transport header was complete")]
     ClientClosed,
-    #[error("reading the transport header")]
+    #[error("cannot read the transport header")]
     Io(#[source] std::io::Error),
     #[error(transparent)]
     Invalid(#[from] InvalidHeader),

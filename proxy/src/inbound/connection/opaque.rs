@@ -56,7 +56,7 @@ impl OpaqueForwarder<'_> {
     pub(in crate::inbound) fn authorize_and_record(&self, active_policy: &ActivePolicy) -> Option<Labels> {
         match self.authorize(active_policy) {
             Ok(allow_labels) => Some(allow_labels),
-            Err(_) if active_policy.is_placeholder => {
+            Err(_) if active_policy.is_unknown => {
                 let error = Error::PolicyUnknown;
                 self.inbound
                     .families

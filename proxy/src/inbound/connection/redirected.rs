@@ -65,7 +65,7 @@ impl Connection {
                 self.classify_after_tls(io, client(tls), active_policy).await
             }
             TlsDetection::PassThrough { prefix, sni } => {
-                let is_label = self.inbound.server_name_labels.admit(&sni, HostSource::Untrusted);
+                let is_label = self.inbound.server_name_labels.add(&sni, HostSource::Untrusted);
                 let sni = if is_label { sni } else { String::new() };
                 let client = client(ServerTls::PassedThrough { sni });
                 if active_policy.requires_http {
@@ -76,14 +76,14 @@ impl Connection {
                 let io = self.with_client_metrics(stream.prepend(prefix), &client, &active_policy);
                 Some(ClassifiedConnection::opaque(io, client))
             }
-            TlsDetection::NotTerminated(first)
+            TlsDetection::NoServerName(first)
                 if active_policy.server_policy.protocol == ServerProtocol::Tls && is_not_client_hello(&first) =>
             {
                 self.record_not_tls(&plaintext_client, &active_policy);
                 stream.reset_on_drop();
                 None
             }
-            TlsDetection::NotTerminated(first) => {
+            TlsDetection::NoServerName(first) => {
                 let metrics = self
                     .inbound
                     .client_connection_metrics(&addrs, &plaintext_client.tls, &active_policy);

@@ -31,8 +31,8 @@ pub(super) enum TlsDetection {
     Terminate(Bytes),
     /// TLS for another server name; it is passed through.
     PassThrough { prefix: Bytes, sni: String },
-    /// Plaintext, or TLS without a server name: the connection continues with these bytes as they are.
-    NotTerminated(FirstBytes),
+    /// Everything else, for example plaintext, TLS without a server name, or first bytes of the application.
+    NoServerName(FirstBytes),
 }
 
 /// True if the client has sent bytes that are not a complete ClientHello.
@@ -47,7 +47,7 @@ impl Connection {
     /// Reads the first bytes, and decides by them what to do about TLS.
     ///
     /// If the policy asks for detection of the protocol, that reads the first bytes ([`Self::detect_protocol`]), and the parser of
-    /// TLS then gets the same bytes. Otherwise they are read until the timeout.
+    /// TLS then gets the same bytes. Otherwise this function reads them, within the timeout of detection.
     pub(super) async fn detect_tls(
         &self,
         stream: Tcp,
@@ -76,7 +76,7 @@ impl Connection {
             }
         };
         let FirstBytes::Client(prefix, protocol, app_io) = first else {
-            return Ok((stream, TlsDetection::NotTerminated(first)));
+            return Ok((stream, TlsDetection::NoServerName(first)));
         };
         if prefix.is_empty() && app_io.is_none() {
             stream.reset_on_drop();
@@ -103,7 +103,7 @@ impl Connection {
             }
         };
         let first = FirstBytes::Client(prefix.freeze(), protocol, app_io);
-        Ok((stream, TlsDetection::NotTerminated(first)))
+        Ok((stream, TlsDetection::NoServerName(first)))
     }
 
     /// Waits for the first bytes of a connection to a port whose protocol is detected. If the client is silent, the application is

@@ -39,10 +39,11 @@ impl HttpConnection {
         };
         let attributes = RequestAttributes::of(req.method(), req.uri(), req.headers());
         let found = current.find_route(http, attributes)?.ok_or_else(|| {
-            if current.is_placeholder {
+            if current.is_unknown {
                 return Error::PolicyUnknown;
             }
-            // The requests of a gateway connection are counted as errors instead, because the gateway returns this error too.
+            // For a gateway connection, the error response is counted instead (`ErrorLabeler`): that also counts the same error
+            // when the gateway itself returns it.
             if matches!(self.upstream, Upstream::App(_)) {
                 self.inbound.families.record_route_not_found(&labels());
             }

@@ -109,7 +109,7 @@ impl HttpConnection {
                 };
                 tunnel::spawn_tunnel(client_tunnel, app_tunnel, &self.drain, stop_when_denied);
                 headers::strip_hop_by_hop_except_upgrade(rsp.headers_mut());
-                headers::strip_spoofed(rsp.headers_mut());
+                headers::strip_proxy_headers(rsp.headers_mut());
             }
             (None, Some(_)) => {
                 return Err(Error::InvalidResponse(

@@ -208,7 +208,7 @@ impl Outbound {
                 trace::finish(span, &result);
                 if let (Ok(rsp), ErrorDetail::Omit) = (&mut result, connection.outbound.error_detail) {
                     // Error details are hidden from the application, also those that the peer's proxy has set for this proxy.
-                    headers::strip_spoofed(rsp.headers_mut());
+                    headers::strip_proxy_headers(rsp.headers_mut());
                 }
                 result
             }

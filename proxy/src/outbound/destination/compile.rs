@@ -160,9 +160,9 @@ impl Compiler<'_> {
                 route: route.clone(),
                 endpoint_context: endpoint_context.clone(),
                 series: families.mirror(scope.parent, route, &spec.backend.meta),
-                limits: previous
+                usage: previous
                     .get(n)
-                    .map(|previous| previous.limits.clone())
+                    .map(|previous| previous.usage.clone())
                     .unwrap_or_default(),
             })
         };

@@ -1,4 +1,4 @@
-//! Finds the destination of a dialled address or a requested name, and watches its policy and profile while it is in use.
+//! Finds the destination of a dialled address or a requested name, and watches its policy and profile while it is cached.
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
@@ -32,7 +32,7 @@ use crate::{
     },
 };
 
-/// All destinations in use, and what is needed to find others.
+/// All cached destinations, and what is needed to find others.
 pub(crate) struct Discovery {
     pub(crate) destinations: Destinations,
     pub(crate) policies: Policies,
@@ -143,7 +143,7 @@ async fn watch_destination(discovery: Arc<Discovery>, destination: Arc<Destinati
             () = profile_changed => {
                 if is_unknown {
                     // A changed profile means that the destination may exist now: request its policy now, not at the next retry.
-                    // The snapshot stays until then.
+                    // The snapshot stays until its policy arrives.
                     policy = watch_policy(&discovery, &destination);
                 }
             }

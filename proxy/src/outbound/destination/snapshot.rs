@@ -103,7 +103,7 @@ pub(crate) enum Router {
 pub(crate) struct CompiledAction {
     pub(in crate::outbound) backends: Backends<Filter>,
     pub(in crate::outbound) mirrors: Vec<Arc<Mirror>>,
-    /// `None` if the policy sets no timeouts and no retries.
+    /// `None` if the rule sets no timeouts and no retries, and requests cannot override them.
     pub(in crate::outbound) timeouts_and_retries: Option<TimeoutsAndRetries>,
     pub(in crate::outbound) series: Arc<RouteSeries>,
 }

@@ -49,7 +49,7 @@ pub(crate) struct OpaqueRouteSeries {
     labels: Labels,
     /// Counters of each server name, if TLS connections are counted by it.
     by_host: Option<(HostSeries<OpaqueRouteCounters>, HostSource)>,
-    /// Counters of connections without a server name of their own.
+    /// Counters of connections without a server name, or whose name has no counters of its own.
     without_host: OpaqueRouteCounters,
 }
 

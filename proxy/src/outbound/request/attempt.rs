@@ -41,7 +41,7 @@ pub(super) struct AttemptParams<'a> {
     pub(super) deadlines: Option<&'a mut AttemptDeadlines>,
     /// The copy of the request that the caller keeps for retries, if it does.
     pub(super) retry_copy: Option<&'a ReplayableRequest>,
-    /// Whether the request may be sent to another endpoint if it was not processed.
+    /// Whether the attempt may resend the request.
     pub(super) may_resend: bool,
 }
 
@@ -101,7 +101,7 @@ impl AttemptSender<'_> {
         Ok(rsp)
     }
 
-    /// Whether one of the backends has an available endpoint now.
+    /// As [`Backends::is_available`], now.
     pub(super) fn is_available(&self) -> bool {
         self.backends.is_available(Instant::now())
     }

@@ -1,7 +1,7 @@
 //! Sends one attempt to an endpoint of its backend: picks the endpoint, connects, sends (O8–O11).
 //!
-//! If the endpoint has not processed the request, it is sent to another one. Such a resend belongs to the same attempt and needs
-//! no retry policy.
+//! If the endpoint has not processed the request, or the request is idempotent, it may be sent again, to the same or another
+//! endpoint. Such a resend belongs to the same attempt and needs no retry policy.
 
 use http::{HeaderValue, Request, Response, StatusCode, Uri, Version, header};
 use std::{borrow::Cow, future::poll_fn, pin::pin, sync::Arc, time::Duration};
@@ -57,8 +57,8 @@ struct EndpointObserver {
     in_flight: InFlightGuard<Endpoint>,
     retry_after: Option<Duration>,
     route_attempt: Option<RouteAttemptGuard>,
-    /// Whether the attempt was sent to this endpoint first, and a connection was ready without waiting. Only then is an expired
-    /// request timeout a failure of the endpoint.
+    /// Whether no endpoint was tried before, in this attempt or an earlier one, and a connection was ready without waiting.
+    /// Only then is an expired request timeout a failure of the endpoint.
     connected_at_once: bool,
     is_recorded: bool,
 }
@@ -241,7 +241,7 @@ impl BackendAttempt<'_> {
             return Err(error);
         }
         if !is_meshed {
-            headers::strip_spoofed(rsp.headers_mut());
+            headers::strip_proxy_headers(rsp.headers_mut());
         }
         if let (Some(client_tunnel), Some(server_tunnel)) = (outgoing.upgrade.take(), server_tunnel) {
             tunnel::spawn_tunnel(client_tunnel, server_tunnel, self.client.drain, std::future::pending());

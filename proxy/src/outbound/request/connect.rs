@@ -31,7 +31,7 @@ use crate::{
     outbound::{backend::Backend, endpoint::Endpoint, metrics::Families},
 };
 
-/// Endpoints that a request has been sent to, or could not reach.
+/// Endpoints that a request has been sent to or could not reach, once for each try.
 pub(super) type TriedEndpoints = SmallVec<[Arc<Endpoint>; MAX_ENDPOINTS_PER_ATTEMPT]>;
 
 struct PendingDial {
@@ -47,7 +47,7 @@ pub(super) struct RequestConnector<'a> {
     /// Identity that the endpoint must have, from `l5d-require-id`.
     pub(super) required_identity: Option<&'a str>,
     pub(super) families: &'a Families,
-    /// Number of endpoints that earlier attempts of the request were sent to.
+    /// Number of [`TriedEndpoints`] from earlier attempts of the request.
     pub(super) n_tried_before: usize,
 }
 
@@ -94,7 +94,7 @@ impl RequestConnector<'_> {
     }
 
     /// Whether an endpoint can replace those that the request has tried or is dialling. One without the required identity cannot:
-    /// a dial in progress may still reach an endpoint that has it.
+    /// the request must not be sent to it.
     fn is_alternative(&self, endpoint: &Arc<Endpoint>, tried: &TriedEndpoints, dials: &[PendingDial]) -> bool {
         let mut excluded = tried.iter().chain(dials.iter().map(|dial| &dial.endpoint));
         !excluded.any(|excluded| Arc::ptr_eq(excluded, endpoint))
@@ -198,8 +198,8 @@ impl RequestConnector<'_> {
         Ok(Some(other))
     }
 
-    /// Another endpoint with an open HTTP/2 connection. HTTP/1 connections carry one request at a time: that all of an endpoint
-    /// are in use is no reason to choose another endpoint.
+    /// Another endpoint with an open HTTP/2 connection. If all HTTP/1 connections of an endpoint are in use, that is no reason
+    /// to choose another endpoint: each carries one request at a time.
     async fn find_shared_connection(
         &self,
         tried: &TriedEndpoints,
@@ -227,6 +227,7 @@ impl RequestConnector<'_> {
         n_in_this_attempt < MAX_ENDPOINTS_PER_ATTEMPT
     }
 
+    /// Counts a resend, or a request that goes on with other endpoints after a failed dial.
     pub(super) fn count_resend(&self, cause: &str) {
         self.families.resends.get(&Labels::new().with("cause", cause)).inc();
     }
@@ -264,8 +265,8 @@ impl ConnectionRequirements {
         }
     }
 
-    /// The HTTP version of the request that the endpoint's client gets. A WebSocket upgrade of HTTP/1 is still HTTP/1 here, even
-    /// if the client sends it as an extended CONNECT on an HTTP/2 connection.
+    /// The HTTP version of the request that is passed to [`EndpointClient`](crate::http::client::EndpointClient). A WebSocket
+    /// upgrade of HTTP/1 is still HTTP/1 here, even if that sends it as an extended CONNECT on an HTTP/2 connection.
     pub(super) fn request_protocol(&self, endpoint: &Endpoint) -> Protocol {
         endpoint.protocol(self.version, self.requires_http1)
     }

@@ -25,6 +25,6 @@ pub(in crate::outbound) struct OutgoingRequest<'a> {
     pub(in crate::outbound) req: &'a mut Request<Body>,
     /// The client's side of the upgrade that it requests. It is taken when the upgrade succeeds.
     pub(in crate::outbound) upgrade: Option<oneshot::Receiver<TunnelEnd>>,
-    /// Whether the mirrors have their copies. They get one, also if the request is sent to another address.
+    /// Whether the mirrors have got their copies. Each gets only one, even if the request is sent to a further address.
     pub(in crate::outbound) is_copied: bool,
 }

@@ -53,7 +53,7 @@ pub(super) fn send_copies(
     }
     outgoing.is_copied = true;
     for guard in mirrors.iter().filter_map(Mirror::start_copy) {
-        let (mut copy, monitor) = copy_request(outgoing.req, &guard.mirror().limits.memory);
+        let (mut copy, monitor) = copy_request(outgoing.req, &guard.mirror().usage.memory);
         if overrides == HeaderOverrides::Allow {
             retry::remove_overrides(copy.headers_mut());
         }
@@ -113,7 +113,7 @@ async fn send_copy(
         is_copied: true,
     };
     let mut exchange = pin!(timeout(MAX_COPY_DURATION, send_and_discard(&sender, &mut outgoing)));
-    // Discards interim responses: the next request that this thread polls would forward them to its client.
+    // Discards interim responses. Otherwise the next request that this thread polls would forward them to its client.
     let exchanged = poll_fn(|cx| interim::poll_and_take(|| exchange.as_mut().poll(cx)).0).await;
     match exchanged {
         Ok(Ok(true)) => CopyResult::Success,

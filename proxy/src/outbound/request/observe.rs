@@ -144,7 +144,8 @@ impl Drop for RouteAttemptGuard {
 /// What records a request with a response in the series of its route.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum ResponseRecorder {
-    /// The [`RouteAttemptGuard`] of the request's only attempt: its rule has no timeouts and no retries.
+    /// The [`RouteAttemptGuard`] of the request's only attempt: its rule has no timeouts and no retries, and requests cannot
+    /// override them.
     AttemptGuard,
     /// A [`RouteResponseObserver`](crate::outbound::metrics::RouteResponseObserver) of the response that the client gets: the
     /// request may have several attempts, and its timeouts may end the response.

@@ -15,6 +15,9 @@ use crate::policy::meta::{Meta, Resource};
 pub(crate) enum DecodeError {
     #[error("{0} is missing")]
     Missing(&'static str),
+    /// A kind that this proxy does not know is decoded as a missing one.
+    #[error("kind of {0} is missing or unknown to this proxy")]
+    UnknownKind(&'static str),
     #[error("{field} is {value:?}; expected {expected}")]
     Invalid {
         field: &'static str,
@@ -73,7 +76,7 @@ pub(super) fn optional_duration(
         .transpose()
 }
 
-/// The resource of a client policy, which has a namespace.
+/// A resource in a client policy; it has a namespace.
 pub(super) fn client_meta(message: Option<Metadata>) -> Result<Arc<Meta>, DecodeError> {
     let meta = meta(message)?;
     match &*meta {
@@ -82,7 +85,7 @@ pub(super) fn client_meta(message: Option<Metadata>) -> Result<Arc<Meta>, Decode
     }
 }
 
-/// The resource of a server policy; some control planes leave its namespace out.
+/// A resource in a server policy; some control planes leave its namespace out.
 pub(super) fn meta(message: Option<Metadata>) -> Result<Arc<Meta>, DecodeError> {
     let kind = message
         .and_then(|message| message.kind)

@@ -1,9 +1,9 @@
 //! Decodes and validates messages of the control plane.
 //!
 //! A message that lacks a required field or has an invalid value is refused as a whole, with the reason: half a policy could
-//! permit what the whole one forbids, and half a profile could send requests elsewhere. An invalid endpoint is left out and
-//! reported; the other endpoints are used. Unknown fields and variants are ignored, unless ignoring them would permit
-//! something.
+//! permit what the whole one forbids, and half a profile could send requests elsewhere. An invalid endpoint in an update of
+//! endpoints is left out and reported; the other endpoints are used. Unknown fields and variants are ignored, unless ignoring
+//! them would permit something.
 
 pub(crate) mod endpoint;
 mod fields;

@@ -120,13 +120,13 @@ fn client_policy_lines(policy: &ClientPolicy) -> Vec<String> {
 fn http_lines(http: &ClientHttp) -> Vec<String> {
     let accrual = http.failure_accrual.iter().map(|accrual| format!("{accrual:?}"));
     let routes = http.routes.iter().flat_map(|route| {
-        route_lines(route, |target| {
-            let what = format!("{:?} {:?}", target.timeouts, target.header_overrides);
-            let retry = target.retry.iter().map(|retry| format!("{retry:?}"));
+        route_lines(route, |action| {
+            let what = format!("{:?} {:?}", action.timeouts, action.header_overrides);
+            let retry = action.retry.iter().map(|retry| format!("{retry:?}"));
             [what]
                 .into_iter()
                 .chain(retry)
-                .chain(distribution_lines(&target.backends))
+                .chain(distribution_lines(&action.backends))
                 .collect()
         })
     });

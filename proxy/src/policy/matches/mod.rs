@@ -298,7 +298,7 @@ impl RequestMatch {
             if headers.is_empty() && query.is_empty() && path.as_ref().is_none_or(PathMatch::is_root))
     }
 
-    /// Whether the match depends on the path, beyond requiring that there is one.
+    /// Whether the match depends on the path. The root prefix does not: it matches every path, and requests without one.
     pub(crate) fn depends_on_path(&self) -> bool {
         match self {
             Self::Http(http) => http.path.as_ref().is_some_and(|path| !path.is_root()),

@@ -20,7 +20,8 @@ pub(crate) fn normalize(path: &str) -> Option<Cow<'_, str>> {
     }
     let normal = normalize_escapes(path);
     let Some(segments) = normal.strip_prefix('/') else {
-        // `OPTIONS *` and CONNECT have no path. Other HTTP/2 paths without a slash may get one on the way.
+        // `OPTIONS *` and CONNECT have no path. Any other path without a leading slash is ambiguous: the application, or a
+        // proxy before it, may add the slash.
         return matches!(path, "" | "*").then_some(normal);
     };
     let mut segments = segments.split('/').peekable();

@@ -86,7 +86,7 @@ async fn without_the_right_to_review_tokens_the_service_is_not_ready_and_names_t
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn without_an_api_server_requests_fail_and_the_service_keeps_running() {
+async fn without_the_right_to_review_tokens_requests_fail_and_the_service_keeps_running() {
     let fixture = IdentityFixture::new().await;
     let req = fixture.valid_request().await;
     let IdentityFixture { api, .. } = &fixture;

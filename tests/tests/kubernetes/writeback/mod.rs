@@ -94,7 +94,7 @@ impl Replica {
     }
 }
 
-/// Starts an API server with our custom resources and the namespaces of the tutorial.
+/// Starts an API server with our custom resources and the namespaces `linkerd` and `simple-app`.
 async fn api_server() -> ApiServer {
     let server = ApiServer::start().await.unwrap();
     install_custom_resources(&server).await.unwrap();

@@ -16,8 +16,8 @@ fn workloads(server: &ApiServer, namespace: &str) -> Api<DynamicObject> {
     Api::namespaced_with(server.client(), namespace, &ApiResource::from_gvk(&kind))
 }
 
-/// The Service of the tutorial.
-fn tutorial_service() -> Value {
+/// The Service of `docs/how-to/virtual-machines.md`.
+fn guide_service() -> Value {
     json!({
         "apiVersion": "v1", "kind": "Service",
         "metadata": {"name": "simple-app-v1", "namespace": "simple-app", "labels": {"app": "simple-app-v1"}},
@@ -79,11 +79,11 @@ async fn names(server: &ApiServer) -> BTreeSet<String> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_workload_of_the_tutorial_is_in_the_right_slice() {
+async fn the_workload_of_the_guide_is_in_the_right_slice() {
     let server = api_server().await;
     let replica = Replica::start(&server.client(), "only");
     let name = "external-simple-app-v1-0e340584";
-    apply(&server, &tutorial_service()).await;
+    apply(&server, &guide_service()).await;
     apply(&server, &workload(name, "172.20.0.8")).await;
     wait_for_sizes(&server, &[1]).await;
     let ready = |slice: &EndpointSlice| slice.endpoints[0].conditions.as_ref().unwrap().ready;
@@ -135,7 +135,7 @@ async fn the_workload_of_the_tutorial_is_in_the_right_slice() {
 #[tokio::test(flavor = "multi_thread")]
 async fn slices_hold_a_hundred_endpoints_and_keep_their_names() {
     let server = api_server().await;
-    apply(&server, &tutorial_service()).await;
+    apply(&server, &guide_service()).await;
     let name = |n: usize| format!("vm-{n:03}");
     let all = futures_util::future::join_all((0..250).map(|n| {
         let ip = format!("172.20.{}.{}", n / 200, 1 + n % 200);
@@ -173,7 +173,7 @@ async fn slices_hold_a_hundred_endpoints_and_keep_their_names() {
     assert_eq!(targets.len(), 220, "each once");
 
     // Other ports need other slices, which reuse the existing names.
-    let mut service = tutorial_service();
+    let mut service = guide_service();
     service["spec"]["ports"] = json!([{"name": "web", "port": 80, "protocol": "TCP"}]);
     apply(&server, &service).await;
     eventually("the ports have a name", async || {
@@ -207,7 +207,7 @@ async fn only_the_leader_writes() {
     let leader = Replica::start(&server.client(), "leader");
     wait_for_leader(&server, ENDPOINT_LEASE, "leader").await;
     let follower = Replica::start(&server.client(), "follower");
-    apply(&server, &tutorial_service()).await;
+    apply(&server, &guide_service()).await;
     apply(&server, &workload("vm", "172.20.0.8")).await;
     wait_for_sizes(&server, &[1]).await;
     assert_eq!(
@@ -229,7 +229,7 @@ async fn only_the_leader_writes() {
 async fn a_namespace_that_is_being_deleted_is_not_written_to() {
     let server = api_server().await;
     let replica = Replica::start(&server.client(), "only");
-    apply(&server, &tutorial_service()).await;
+    apply(&server, &guide_service()).await;
     let mut unselected = workload("vm", "172.20.0.8");
     unselected["metadata"]["labels"]["app"] = json!("other");
     create(&server, unselected).await;

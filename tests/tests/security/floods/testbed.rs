@@ -183,7 +183,7 @@ fn sidecar(host: &Arc<Namespace>, credentials: &Credentials, dir: &Path) -> Proc
 fn start_ready(host: &Arc<Namespace>, command: Command, dir: &Path) -> Process {
     let mut sidecar = Process::start("sidecar", command, dir).unwrap();
     let ready = |_: &Process| Ok(admin_get(host, "/ready").is_ok());
-    sidecar.wait_for("certificate, by its /ready", ready).unwrap();
+    sidecar.wait_for("readiness", ready).unwrap();
     sidecar
 }
 

@@ -101,7 +101,7 @@ fn webhooks_answer_during_floods() {
     drop(processes);
 }
 
-/// A webhook, its address in this test, and its callers.
+/// A webhook, its ports in this test, and the kind and name of its configuration.
 struct Webhook {
     service: &'static str,
     addr_flag: &'static str,
@@ -111,7 +111,8 @@ struct Webhook {
     configuration: (&'static str, &'static str),
 }
 
-/// Configurations as a chart writes them, without a CA bundle. The API server calls no webhook for objects of this group.
+/// Configurations as a chart writes them, without a CA bundle. Their rules are for the group `floods.test`, which has no
+/// objects, so the API server never calls the webhooks.
 fn webhook_configurations() -> String {
     let configurations = [&INJECTOR, &PROFILES, &POLICIES].map(|webhook| {
         let (kind, name) = webhook.configuration;

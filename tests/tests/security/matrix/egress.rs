@@ -73,7 +73,7 @@ words! {
         /// HTTP status 403, or the matching gRPC status.
         Forbidden = "403",
         Closed = "closed",
-        /// The request does not complete; the client's sidecar waits longer than the client.
+        /// The request does not complete; the client's sidecar answers 408 or the matching gRPC status after its time limit.
         Late = "late",
         /// 503 with `discovery-timeout`, or closed: the policy is not known.
         Unknown = "unknown",

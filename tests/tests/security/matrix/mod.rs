@@ -290,8 +290,8 @@ impl Cause {
             Self::Late => 408,
             Self::HttpNotAllowed => 500,
             Self::Unknown => 503,
-            // The proxy sends no HTTP response for these.
-            Self::NotHttp | Self::Silent | Self::Expired | Self::Untrusted | Self::Handshake => 400,
+            // The connection ends without a response, except that `bad-request` may be a 400.
+            Self::BadRequest | Self::Silent | Self::Expired | Self::Untrusted | Self::Handshake => 400,
         }
     }
 
@@ -303,7 +303,7 @@ impl Cause {
             Self::HttpNotAllowed => 13,
             Self::Unknown => 14,
             Self::Late => 4,
-            Self::NotHttp | Self::Silent | Self::Expired | Self::Untrusted | Self::Handshake => 3,
+            Self::BadRequest | Self::Silent | Self::Expired | Self::Untrusted | Self::Handshake => 3,
         }
     }
 }

@@ -60,38 +60,38 @@ incomplete    late      late      late           late      not-http  not-http  b
 const SKIPPED_CELLS: &[SkippedCells] = &[
     SkippedCells {
         reason: "a transport header needs TLS (covered by `anonymous`)",
-        covers: |cell| cell.sent.header != Header::Absent && cell.identity == Identity::Absent,
+        skips: |cell| cell.sent.header != Header::Absent && cell.identity == Identity::Absent,
     },
     SkippedCells {
         reason: "a failed handshake ends before the input (covered by `http1` and `1:http1`)",
-        covers: |cell| cell.identity.is_invalid() && cell.sent.what != InputKind::Http1,
+        skips: |cell| cell.identity.is_invalid() && cell.sent.what != InputKind::Http1,
     },
     SkippedCells {
         reason: "the handshake on the proxy's own port does not depend on the transport header (covered by `1:http1`)",
-        covers: |cell| !cell.identity.is_proven() && !matches!(cell.sent.header, Header::Absent | Header::Http1),
+        skips: |cell| !cell.identity.is_proven() && !matches!(cell.sent.header, Header::Absent | Header::Http1),
     },
     SkippedCells {
         reason: "an opaque port passes TLS to the application and does not read identities (covered by `none`)",
-        covers: |cell| {
+        skips: |cell| {
             let is_tls = cell.identity != Identity::Absent && cell.sent.header == Header::Absent;
             is_tls && cell.policy.port() == PortKind::Opaque
         },
     },
     SkippedCells {
         reason: "gRPC is handled as HTTP/2 unless a GRPCRoute applies (covered by `own-grpc-route` and `by-identity`)",
-        covers: |cell| {
+        skips: |cell| {
             cell.sent.what == InputKind::Grpc && !matches!(cell.policy, Policy::OwnGrpcRoute | Policy::ByIdentity)
         },
     },
     SkippedCells {
         reason: "policies do not depend on the address family (covered by IPv6 while the control plane is up, and by one \
                  input in other states)",
-        covers: |cell| cell.state != State::Up && cell.family == Family::V6 && cell.sent != ClientInput::HTTP1,
+        skips: |cell| cell.state != State::Up && cell.family == Family::V6 && cell.sent != ClientInput::HTTP1,
     },
     SkippedCells {
         reason: "an unknown policy has no effect (covered by one that denies, one that permits all, one with routes and \
                  an opaque one)",
-        covers: |cell| {
+        skips: |cell| {
             let tried = [Policy::Deny, Policy::Audit, Policy::OwnHttpRoute, Policy::Opaque];
             !cell.state.is_requested_before() && !tried.contains(&cell.policy)
         },
@@ -99,7 +99,7 @@ const SKIPPED_CELLS: &[SkippedCells] = &[
     SkippedCells {
         reason: "a known policy does not depend on the state of the control plane (covered by each way into the proxy, as HTTP \
                  and as bytes)",
-        covers: |cell| {
+        skips: |cell| {
             let tried = ["http1", "raw", "silence", "1:http1", "-:http1", "-:raw"].map(ClientInput::of);
             !matches!(cell.state, State::Up | State::NotYet) && !tried.contains(&cell.sent)
         },
@@ -119,7 +119,7 @@ pub(super) struct Cell {
 /// Cells that are left out, because others give the same result.
 struct SkippedCells {
     reason: &'static str,
-    covers: fn(&Cell) -> bool,
+    skips: fn(&Cell) -> bool,
 }
 
 words! {
@@ -135,9 +135,9 @@ words! {
         DownBefore = "down before the policy was requested",
         /// It went down after it had answered.
         DownAfter = "down after the policy was received",
-        /// It has never known the port.
+        /// It was replaced by one without the workload, before the port's policy was requested.
         NotFoundBefore = "workload deleted before the policy was requested",
-        /// It no longer knows the port.
+        /// It was replaced by one without the workload, after the port's policy was received.
         NotFoundAfter = "workload deleted after the policy was received",
         /// It is killed and restarted repeatedly.
         Restarting = "restarting",
@@ -256,7 +256,7 @@ words! {
         InTls = "in-tls",
         /// A request if the proxy terminated mesh TLS, because a peer's proxy may have upgraded it. Otherwise it is not HTTP.
         Upgraded = "upgraded",
-        /// Refused, because it is not the HTTP version of the port.
+        /// Refused, because it is not HTTP, or not the HTTP version of the port.
         NotHttp = "not-http",
         /// A request that does not complete.
         Late = "late",
@@ -292,7 +292,8 @@ words! {
         Unknown = "policy_unknown",
         NoRoute = "no-route",
         Limited = "rate-limited",
-        NotHttp = "bad-request",
+        /// A connection that is not HTTP may also end without a response, with the cause `not-http`.
+        BadRequest = "bad-request",
         HttpNotAllowed = "invalid-policy",
         Late = "head-timeout",
         /// The client sent nothing.
@@ -342,9 +343,9 @@ pub(super) fn cells(state: State) -> Vec<Cell> {
             }
         }
     }
-    for SkippedCells { reason, covers } in SKIPPED_CELLS {
+    for SkippedCells { reason, skips } in SKIPPED_CELLS {
         let n_before = cells.len();
-        cells.retain(|cell| !covers(cell));
+        cells.retain(|cell| !skips(cell));
         eprintln!(
             "{state}: {} cells are equivalent to others: {reason}",
             n_before - cells.len()
@@ -385,7 +386,7 @@ impl Cell {
             Handling::InTls | Handling::Upgraded if in_tls => self.decision().cause(),
             Handling::InTls if self.sent.what == InputKind::Silence => Some(Cause::Silent),
             Handling::InTls => Some(Cause::Denied),
-            Handling::Upgraded | Handling::NotHttp => Some(Cause::NotHttp),
+            Handling::Upgraded | Handling::NotHttp => Some(Cause::BadRequest),
             Handling::Late => Some(Cause::Late),
             Handling::OnlyRequestsAllowed => Some(Cause::Denied),
             Handling::NoInput => Some(Cause::Silent),
@@ -412,7 +413,7 @@ impl Cell {
     /// on how many bytes the proxy read.
     pub(super) fn may_count_as_denied(&self) -> bool {
         let authorizes_no_client = matches!(self.policy, Policy::OwnHttpRoute | Policy::OwnGrpcRoute);
-        authorizes_no_client && matches!(self.expected(), Expected::Refused(Cause::NotHttp | Cause::Silent))
+        authorizes_no_client && matches!(self.expected(), Expected::Refused(Cause::BadRequest | Cause::Silent))
     }
 
     fn decision(&self) -> Decision {

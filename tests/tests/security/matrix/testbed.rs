@@ -268,7 +268,7 @@ impl Testbed {
         }
         let mut sidecar = self.start(&format!("sidecar-{name}"), command);
         let is_ready = |_: &Process| Ok(admin_get(host, "/ready").is_ok());
-        sidecar.wait_for("certificate, by its /ready", is_ready).unwrap();
+        sidecar.wait_for("readiness", is_ready).unwrap();
         self.sidecar = Some(sidecar);
     }
 

@@ -250,7 +250,7 @@ fn rule_extensions(
     use proto::filter_extension::Kind;
     let mut mirrors = Vec::new();
     for message in messages {
-        match message.kind.ok_or(DecodeError::Missing("known kind of a filter"))? {
+        match message.kind.ok_or(DecodeError::UnknownKind("a filter"))? {
             Kind::UrlRewrite(rewrite) => filters.push(routes::url_rewrite(rewrite)?),
             Kind::RequestMirror(mirror) => mirrors.push(MirrorSpec {
                 backend: backend(mirror.backend)?,
@@ -278,7 +278,7 @@ fn backend_extensions(
 
 fn http_filter(message: proto::http_route::Filter) -> Result<Filter, DecodeError> {
     use proto::http_route::filter::Kind;
-    match message.kind.ok_or(DecodeError::Missing("known kind of a filter"))? {
+    match message.kind.ok_or(DecodeError::UnknownKind("a filter"))? {
         Kind::FailureInjector(injector) => routes::http_failure(injector),
         Kind::RequestHeaderModifier(modifier) => routes::request_headers(modifier),
         Kind::Redirect(redirect) => routes::redirect(redirect),
@@ -288,7 +288,7 @@ fn http_filter(message: proto::http_route::Filter) -> Result<Filter, DecodeError
 
 fn grpc_filter(message: proto::grpc_route::Filter) -> Result<Filter, DecodeError> {
     use proto::grpc_route::filter::Kind;
-    match message.kind.ok_or(DecodeError::Missing("known kind of a filter"))? {
+    match message.kind.ok_or(DecodeError::UnknownKind("a filter"))? {
         Kind::FailureInjector(injector) => routes::grpc_failure(injector),
         Kind::RequestHeaderModifier(modifier) => routes::request_headers(modifier),
     }
@@ -296,22 +296,18 @@ fn grpc_filter(message: proto::grpc_route::Filter) -> Result<Filter, DecodeError
 
 fn opaque_filter(message: proto::opaque_route::Filter) -> Result<OpaqueFilter, DecodeError> {
     use proto::opaque_route::filter::Kind;
-    Ok(
-        match message.kind.ok_or(DecodeError::Missing("known kind of a filter"))? {
-            Kind::Invalid(invalid) => OpaqueFilter::Invalid(invalid.message.into()),
-            Kind::Forbidden(_) => OpaqueFilter::Forbidden,
-        },
-    )
+    Ok(match message.kind.ok_or(DecodeError::UnknownKind("a filter"))? {
+        Kind::Invalid(invalid) => OpaqueFilter::Invalid(invalid.message.into()),
+        Kind::Forbidden(_) => OpaqueFilter::Forbidden,
+    })
 }
 
 fn tls_filter(message: proto::tls_route::Filter) -> Result<OpaqueFilter, DecodeError> {
     use proto::tls_route::filter::Kind;
-    Ok(
-        match message.kind.ok_or(DecodeError::Missing("known kind of a filter"))? {
-            Kind::Invalid(invalid) => OpaqueFilter::Invalid(invalid.message.into()),
-            Kind::Forbidden(_) => OpaqueFilter::Forbidden,
-        },
-    )
+    Ok(match message.kind.ok_or(DecodeError::UnknownKind("a filter"))? {
+        Kind::Invalid(invalid) => OpaqueFilter::Invalid(invalid.message.into()),
+        Kind::Forbidden(_) => OpaqueFilter::Forbidden,
+    })
 }
 
 fn first_available<F>(backends: Result<Vec<RouteBackend<F>>, DecodeError>) -> Result<Distribution<F>, DecodeError> {

@@ -137,7 +137,7 @@ fn routes_of_every_kind_need_metadata_backends_and_filters_that_are_known() {
             ),
             (
                 policy(metadata("r"), Backends::Valid, true),
-                "known kind of a filter is missing",
+                "kind of a filter is missing or unknown to this proxy",
             ),
         ] {
             let reason = reason(message);

@@ -190,8 +190,8 @@ fn request_mirror() -> ExtensionKind {
     })
 }
 
-/// The rule of a policy that has exactly one.
-fn target(message: proto::OutboundPolicy) -> RouteAction {
+/// The action of the only rule of a policy.
+fn action(message: proto::OutboundPolicy) -> RouteAction {
     let policy = client_policy(message).unwrap();
     let ClientProtocol::Http2(http) = policy.protocol else {
         panic!("{policy:?}")
@@ -200,7 +200,7 @@ fn target(message: proto::OutboundPolicy) -> RouteAction {
 }
 
 fn only_backend(message: proto::OutboundPolicy) -> Arc<BackendSpec> {
-    match target(message).backends {
+    match action(message).backends {
         Distribution::FirstAvailable(backends) => backends[0].backend.clone(),
         other => panic!("{other:?}"),
     }
@@ -290,7 +290,7 @@ fn backends_are_read() {
 
 #[test]
 fn weights_that_are_all_zero_select_no_backend() {
-    let distribution = |weights: &[u32]| target(with_rule(|rule| rule.backends = random(weights))).backends;
+    let distribution = |weights: &[u32]| action(with_rule(|rule| rule.backends = random(weights))).backends;
     assert_eq!(distribution(&[0, 0]), Distribution::Empty);
     assert!(matches!(distribution(&[0]), Distribution::FirstAvailable(list) if list.len() == 1));
     assert!(matches!(distribution(&[5]), Distribution::FirstAvailable(list) if list.len() == 1));
@@ -303,7 +303,7 @@ fn weights_that_are_all_zero_select_no_backend() {
 #[test]
 fn timeouts_and_retries_are_read() {
     let message = with_rule(|rule| rule.request_timeout = seconds(7));
-    assert_eq!(target(message).timeouts.request, Some(Duration::from_secs(7)));
+    assert_eq!(action(message).timeouts.request, Some(Duration::from_secs(7)));
     let message = with_rule(|rule| {
         rule.request_timeout = seconds(7);
         rule.timeouts = Some(http_route::Timeouts {
@@ -314,18 +314,18 @@ fn timeouts_and_retries_are_read() {
         rule.retry = retry_of(|_| ());
         rule.allow_l5d_request_headers = true;
     });
-    let target = target(message);
+    let action = action(message);
     let (request, idle) = (Some(Duration::from_secs(5)), Some(Duration::from_secs(3)));
     assert_eq!(
-        target.timeouts,
+        action.timeouts,
         Timeouts {
             request,
             response: None,
             idle
         }
     );
-    assert_eq!(target.header_overrides, HeaderOverrides::Allow);
-    let retry = target.retry.unwrap();
+    assert_eq!(action.header_overrides, HeaderOverrides::Allow);
+    let retry = action.retry.unwrap();
     assert_eq!((retry.max_retries, retry.max_request_bytes), (2, 1024));
     assert_eq!(retry.conditions.http, [500..=599]);
 }
@@ -572,7 +572,10 @@ fn incomplete_messages_are_refused_with_the_reason() {
                 });
             }),
         ),
-        ("known kind of a filter is missing", with_filter(None)),
+        (
+            "kind of a filter is missing or unknown to this proxy",
+            with_filter(None),
+        ),
         ("replacement of a path is missing", redirect(None)),
         (
             "replacement of a path is \"x\"",
@@ -583,7 +586,10 @@ fn incomplete_messages_are_refused_with_the_reason() {
             redirect(Some(path_modifier::Replace::Prefix(String::new()))),
         ),
         ("injected status is \"99\"", failure(99, None)),
-        ("known kind of a filter is missing", with_extension(None)),
+        (
+            "kind of a filter is missing or unknown to this proxy",
+            with_extension(None),
+        ),
         (
             "rewritten host is \"a b\"",
             with_extension(Some(ExtensionKind::UrlRewrite(UrlRewrite {

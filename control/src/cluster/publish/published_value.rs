@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 
 /// A published value. Subscribers with equal encoding keys share the encoded bytes.
 #[derive(Debug)]
-pub struct SharedResponse<T> {
+pub struct PublishedValue<T> {
     value: T,
     encodings: Mutex<Vec<CachedEncoding<T>>>,
 }
@@ -28,7 +28,7 @@ impl EncoderId {
 struct CachedEncoding<T> {
     encoder: EncoderId,
     /// The value that the subscribers had before; `None` for new subscribers.
-    previous: Option<Weak<SharedResponse<T>>>,
+    previous: Option<Weak<PublishedValue<T>>>,
     /// The zone of the subscribers.
     zone: Option<String>,
     bytes: Bytes,
@@ -39,7 +39,7 @@ struct CachedEncoding<T> {
 pub struct EncodingKey<'a, T> {
     pub encoder: EncoderId,
     /// The value that the subscriber had before; `None` for a new subscriber.
-    pub previous: Option<&'a Arc<SharedResponse<T>>>,
+    pub previous: Option<&'a Arc<PublishedValue<T>>>,
     pub zone: Option<&'a str>,
 }
 
@@ -54,7 +54,7 @@ impl<T> EncodingKey<'_, T> {
     }
 }
 
-impl<T> SharedResponse<T> {
+impl<T> PublishedValue<T> {
     pub(in crate::cluster) fn new(value: T) -> Self {
         Self {
             value,
@@ -101,7 +101,7 @@ impl<T> SharedResponse<T> {
     }
 }
 
-impl<T: PartialEq> PartialEq for SharedResponse<T> {
+impl<T: PartialEq> PartialEq for PublishedValue<T> {
     /// Cached encodings are not compared.
     fn eq(&self, other: &Self) -> bool {
         self.value == other.value
@@ -120,7 +120,7 @@ impl<T> CachedEncoding<T> {
     }
 }
 
-impl<T> Deref for SharedResponse<T> {
+impl<T> Deref for PublishedValue<T> {
     type Target = T;
 
     fn deref(&self) -> &T {
@@ -134,8 +134,8 @@ mod tests {
 
     #[test]
     fn encodings_are_shared_by_encoder_previous_value_and_zone() {
-        let (old, other) = (Arc::new(SharedResponse::new(1)), Arc::new(SharedResponse::new(1)));
-        let now = SharedResponse::new(2);
+        let (old, other) = (Arc::new(PublishedValue::new(1)), Arc::new(PublishedValue::new(1)));
+        let now = PublishedValue::new(2);
         let made = std::cell::Cell::new(0_u8);
         let encoded = |by, after, zone| {
             let key = EncodingKey {
@@ -161,8 +161,8 @@ mod tests {
 
     #[test]
     fn encodings_for_dropped_previous_values_are_removed() {
-        let now = SharedResponse::new(0);
-        let follow = |after: &Arc<SharedResponse<i32>>| {
+        let now = PublishedValue::new(0);
+        let follow = |after: &Arc<PublishedValue<i32>>| {
             let key = EncodingKey {
                 encoder: EncoderId(1),
                 previous: Some(after),
@@ -171,7 +171,7 @@ mod tests {
             now.encode_cached(&key, || Bytes::from_static(b"difference"));
         };
         for n in 1..100 {
-            follow(&Arc::new(SharedResponse::new(n)));
+            follow(&Arc::new(PublishedValue::new(n)));
         }
         assert_eq!(now.encodings.lock().len(), 1);
     }
