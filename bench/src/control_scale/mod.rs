@@ -7,14 +7,14 @@
 #![allow(clippy::print_stdout)] // the command prints its results
 
 mod cluster;
+mod control_plane;
 mod day;
 mod liveness;
 mod servers;
 mod streams;
 mod views;
 
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
@@ -22,9 +22,9 @@ use clap::ValueEnum;
 use futures_util::future::try_join_all;
 use tokio::time::{Instant, sleep, sleep_until};
 use tulle_control::tls::anchors::TrustAnchors;
-use tulle_control::trust::{self, CertificateAuthority};
 
 use crate::control_scale::cluster::{Cluster, ROLLOUT, RolloutSlice, Size};
+use crate::control_scale::control_plane::{ControlPlane, PORTS, Ports};
 use crate::control_scale::day::Day;
 use crate::control_scale::liveness::LivenessProbes;
 use crate::control_scale::streams::{Address, Clients, Streams};
@@ -78,10 +78,14 @@ pub struct Args {
 }
 
 impl Args {
-    /// Whether a load needs the policy service, and the custom resources on the API server.
-    fn watches_policies(&self) -> bool {
-        let needs_policies = |load: &LoadKind| matches!(load, LoadKind::Servers | LoadKind::Day);
-        self.loads.iter().any(needs_policies)
+    /// The control plane for these loads. With the policy service, it needs the custom resources on the API server.
+    fn control_plane(&self) -> ControlPlane<'_> {
+        let needs_policy = |load: &LoadKind| matches!(load, LoadKind::Servers | LoadKind::Day);
+        ControlPlane {
+            kubeconfig: &self.kubeconfig,
+            program: self.control.as_deref(),
+            has_policy: self.loads.iter().any(needs_policy),
+        }
     }
 }
 
@@ -98,14 +102,6 @@ enum LoadKind {
     /// The changes of a day: rollouts, scaling, lost nodes, and edits of policies. At the end the subscribers' views are compared
     /// with those of a new process.
     Day,
-}
-
-/// The ports of a control plane.
-#[derive(Clone, Copy, Debug)]
-struct Ports {
-    destination: u16,
-    policy: u16,
-    metrics: u16,
 }
 
 /// Runs the scale test and prints the results.
@@ -134,9 +130,7 @@ async fn run(args: &Args) -> anyhow::Result<()> {
     }
     let dir = tempfile::tempdir().context("making a directory")?;
     let start = Instant::now();
-    let mut control = start_control(args, dir.path(), PORTS)?;
-    control.wait_for_ports(&[PORTS.destination])?;
-    let slowest = wait_until_ready(PORTS).await?;
+    let (control, slowest) = args.control_plane().start(dir.path(), PORTS).await?;
     println!(
         "ready after {:.1?}, with {:.1?} of CPU; slowest liveness probe {slowest:.1?}",
         start.elapsed(),
@@ -349,9 +343,7 @@ impl Run<'_> {
             policy: PORTS.policy + 1,
             metrics: PORTS.metrics + 1,
         };
-        let mut new = start_control(args, dir.path(), ports)?;
-        new.wait_for_ports(&[ports.destination])?;
-        wait_until_ready(ports).await?;
+        let (new, _) = args.control_plane().start(dir.path(), ports).await?;
         let expected = Views::open(ports, &subscriptions).await?.settled().await?;
         day::compare(&followed, &expected)?;
         println!(
@@ -412,60 +404,6 @@ struct Load {
     probes: LivenessProbes,
 }
 
-fn start_control(args: &Args, dir: &Path, ports: Ports) -> anyhow::Result<Process> {
-    let write = |name: &str, text: &str| {
-        let path = dir.join(name);
-        std::fs::create_dir_all(path.parent().expect("the path has a directory")).context("making a directory")?;
-        std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))
-    };
-    let anchor = trust::create_anchor("root.linkerd.cluster.local", LIFETIME)?;
-    let CertificateAuthority { certificate, key } =
-        trust::create_issuer("identity.linkerd.cluster.local", LIFETIME, &anchor)?;
-    write("anchors.pem", &anchor.certificate)?;
-    write("issuer/tls.crt", &certificate)?;
-    write("issuer/tls.key", &key)?;
-    write("token-keys/bench.pem", &trust::create_token_keys()?.public)?;
-    let program = match &args.control {
-        Some(path) => path.clone(),
-        None => std::env::current_exe()
-            .context("finding this program")?
-            .with_file_name("tulle-control"),
-    };
-    let mut command = Command::new(program);
-    command
-        .args(["destination", "identity", "-enable-ipv6=false"])
-        .args(args.watches_policies().then_some("policy"))
-        .arg("-client-certificates=optional") // the clients of this test have no certificates
-        .args(["--kubeconfig".as_ref(), args.kubeconfig.as_os_str()])
-        .args(["--trust-anchors".as_ref(), dir.join("anchors.pem").as_os_str()])
-        .args(["--issuer".as_ref(), dir.join("issuer").as_os_str()])
-        .args(["--token-keys".as_ref(), dir.join("token-keys").as_os_str()])
-        .args([
-            "--identity-addr=127.0.0.1:0",
-            "--admin-addr=127.0.0.1:0",
-            "--server-addr=127.0.0.1:0",
-        ])
-        .args([
-            format!("--destination-addr=127.0.0.1:{}", ports.destination),
-            format!("--policy-addr=127.0.0.1:{}", ports.policy),
-            format!("--metrics-addr=127.0.0.1:{}", ports.metrics),
-        ]);
-    Process::start("tulle-control", command, dir)
-}
-
-/// Waits until the control plane is ready. Returns the time of the slowest liveness probe.
-async fn wait_until_ready(ports: Ports) -> anyhow::Result<Duration> {
-    let deadline = Instant::now() + READY_TIMEOUT;
-    let probes = LivenessProbes::start(ports.metrics);
-    while Instant::now() < deadline {
-        if liveness::status(ports.metrics, "/ready").await? == 200 {
-            return probes.finish().await;
-        }
-        sleep(Duration::from_millis(20)).await;
-    }
-    anyhow::bail!("the control plane is not ready after {READY_TIMEOUT:?}")
-}
-
 fn print_memory(when: &str, control: &Process) -> anyhow::Result<()> {
     println!("memory {when}: {:.1} MB", megabytes(control.rss_kib()?));
     Ok(())
@@ -479,19 +417,11 @@ fn millis(micros: u64) -> f64 {
     micros as f64 / 1000.0
 }
 
-const PORTS: Ports = Ports {
-    destination: 18086,
-    policy: 18090,
-    metrics: 19996,
-};
-const LIFETIME: Duration = Duration::from_secs(24 * 3600);
-
 /// Wait before memory is read, so that work after the first responses has finished.
 const MEMORY_SETTLE_DELAY: Duration = Duration::from_secs(2);
 const UPDATE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Maximum difference of the memory before and after a day, as a fraction.
 const MAX_MEMORY_GROWTH: f64 = 0.05;
-const READY_TIMEOUT: Duration = Duration::from_secs(180);
 /// Limit of the number of the first change, which is random. Change n writes the address 10.200.0.1 + n; pods have lower
 /// addresses.
 const FIRST_CHANGE_LIMIT: u32 = 1 << 20;

@@ -19,8 +19,9 @@ use tulle_proto::inbound::{PortSpec, Server};
 use tulle_proto::outbound::outbound_policies_client::OutboundPoliciesClient;
 use tulle_proto::outbound::{OutboundPolicy, TrafficSpec, traffic_spec};
 
+use super::cluster;
 use super::cluster::Pod;
-use super::{Ports, cluster};
+use super::control_plane::Ports;
 
 /// A stream of a proxy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -1,0 +1,97 @@
+//! A process of the control plane that is measured.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use tokio::time::{Instant, sleep};
+use tulle_control::trust::{self, CertificateAuthority};
+
+use super::liveness::{self, LivenessProbes};
+use crate::run::process::Process;
+
+/// How to start a control plane.
+pub(super) struct ControlPlane<'a> {
+    pub(super) kubeconfig: &'a Path,
+    /// The tulle-control binary; by default the one beside this program.
+    pub(super) program: Option<&'a Path>,
+    pub(super) has_policy: bool,
+}
+
+/// The ports of a control plane.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Ports {
+    pub(super) destination: u16,
+    pub(super) policy: u16,
+    pub(super) metrics: u16,
+}
+
+impl ControlPlane<'_> {
+    /// Starts the process and waits until it is ready. Its trust anchors are `<dir>/anchors.pem`. Also returns the time of the
+    /// slowest liveness probe.
+    pub(super) async fn start(&self, dir: &Path, ports: Ports) -> anyhow::Result<(Process, Duration)> {
+        let write = |name: &str, text: &str| {
+            let path = dir.join(name);
+            std::fs::create_dir_all(path.parent().expect("the path has a directory")).context("making a directory")?;
+            std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))
+        };
+        let anchor = trust::create_anchor("root.linkerd.cluster.local", LIFETIME)?;
+        let CertificateAuthority { certificate, key } =
+            trust::create_issuer("identity.linkerd.cluster.local", LIFETIME, &anchor)?;
+        write("anchors.pem", &anchor.certificate)?;
+        write("issuer/tls.crt", &certificate)?;
+        write("issuer/tls.key", &key)?;
+        write("token-keys/bench.pem", &trust::create_token_keys()?.public)?;
+        let program = match self.program {
+            Some(path) => path.to_owned(),
+            None => std::env::current_exe()
+                .context("finding this program")?
+                .with_file_name("tulle-control"),
+        };
+        let mut command = Command::new(program);
+        command
+            .args(["destination", "identity", "-enable-ipv6=false"])
+            .args(self.has_policy.then_some("policy"))
+            .arg("-client-certificates=optional") // the clients of this test have no certificates
+            .args(["--kubeconfig".as_ref(), self.kubeconfig.as_os_str()])
+            .args(["--trust-anchors".as_ref(), dir.join("anchors.pem").as_os_str()])
+            .args(["--issuer".as_ref(), dir.join("issuer").as_os_str()])
+            .args(["--token-keys".as_ref(), dir.join("token-keys").as_os_str()])
+            .args([
+                "--identity-addr=127.0.0.1:0",
+                "--admin-addr=127.0.0.1:0",
+                "--server-addr=127.0.0.1:0",
+            ])
+            .args([
+                format!("--destination-addr=127.0.0.1:{}", ports.destination),
+                format!("--policy-addr=127.0.0.1:{}", ports.policy),
+                format!("--metrics-addr=127.0.0.1:{}", ports.metrics),
+            ]);
+        let mut process = Process::start("tulle-control", command, dir)?;
+        process.wait_for_ports(&[ports.destination])?;
+        let slowest = wait_until_ready(ports).await?;
+        Ok((process, slowest))
+    }
+}
+
+/// Waits until the control plane is ready. Returns the time of the slowest liveness probe.
+async fn wait_until_ready(ports: Ports) -> anyhow::Result<Duration> {
+    let deadline = Instant::now() + READY_TIMEOUT;
+    let probes = LivenessProbes::start(ports.metrics);
+    while Instant::now() < deadline {
+        if liveness::status(ports.metrics, "/ready").await? == 200 {
+            return probes.finish().await;
+        }
+        sleep(Duration::from_millis(20)).await;
+    }
+    anyhow::bail!("the control plane is not ready after {READY_TIMEOUT:?}")
+}
+
+pub(super) const PORTS: Ports = Ports {
+    destination: 18086,
+    policy: 18090,
+    metrics: 19996,
+};
+const LIFETIME: Duration = Duration::from_secs(24 * 3600);
+const READY_TIMEOUT: Duration = Duration::from_secs(180);
