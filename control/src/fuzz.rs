@@ -111,7 +111,11 @@ mod tests {
     }
 
     fn check_corpus(name: &str, check: fn(&[u8])) {
-        let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus").join(name);
+        let fuzz = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz");
+        // No build of this workspace compiles the target.
+        let source = fs::read_to_string(fuzz.join(format!("fuzz_targets/{name}.rs"))).unwrap();
+        assert!(source.contains(&format!("tulle_control::fuzz::{name}(")), "{source}");
+        let dir = fuzz.join("corpus").join(name);
         let mut n = 0;
         for file in fs::read_dir(&dir).unwrap() {
             let path = file.unwrap().path();

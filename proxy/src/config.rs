@@ -48,10 +48,10 @@ pub struct Outbound {
     /// One or two addresses; default `127.0.0.1:4140`.
     pub listen: Vec<SocketAddr>,
     pub direction: DirectionSettings,
-    /// No effect: a setting of Linkerd's proxy, parsed only to report an invalid value.
-    pub tcp_queue_capacity: usize,
-    /// No effect, as `tcp_queue_capacity`.
-    pub tcp_failfast_timeout: Duration,
+    /// Maximum number of requests that wait for an endpoint, unless the policy of the destination permits more; default 10 000.
+    pub http_queue_capacity: usize,
+    /// Maximum time that a request waits for an endpoint, unless the policy of the destination sets it; default 3 s.
+    pub http_failfast_timeout: Duration,
     /// Whether responses have headers that explain errors to the application; default shown, except in ingress mode.
     pub informational_headers: Visibility,
     /// Whether route metrics have the label `hostname`; default hidden.
@@ -100,12 +100,6 @@ pub struct DirectionSettings {
     pub http2_client: Http2Windows,
     /// Maximum concurrent HTTP requests; further ones are shed. Default 100 000.
     pub max_in_flight_requests: usize,
-    /// Outbound only: maximum number of requests that wait for an endpoint, unless the policy of the destination permits more;
-    /// default 10 000.
-    pub http_queue_capacity: usize,
-    /// Outbound only: maximum time that a request waits for an endpoint, unless the policy of the destination sets it; default
-    /// 3 s.
-    pub http_failfast_timeout: Duration,
     /// Discovery results that are unused for this time are dropped; default 90 s inbound, 5 s outbound.
     pub discovery_idle_timeout: Duration,
 }
@@ -172,8 +166,6 @@ pub struct Http2Windows {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Http2Server {
     pub windows: Http2Windows,
-    /// No effect: the windows always adapt to the number of streams. Parsed only to report an invalid value.
-    pub flow_control: FlowControl,
     /// Pings; default none.
     pub keep_alive: Option<KeepAlive>,
     /// For each connection; default 16 384. High, so that it only protects memory and does not limit a peer's proxy, which
@@ -193,12 +185,6 @@ pub struct Http2Server {
 pub struct KeepAlive {
     pub interval: Duration,
     pub timeout: Duration,
-}
-
-#[derive(Copy, Clone, Debug, PartialEq, Eq)]
-pub enum FlowControl {
-    Fixed,
-    Adaptive,
 }
 
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]

@@ -222,14 +222,14 @@ impl ProxyBuilder<'_> {
                 LoadBalancing::PeakEwma => Strategy::PeakEwma,
                 LoadBalancing::RoundRobin => Strategy::RoundRobin,
             },
-            min_queue_capacity: direction.http_queue_capacity,
+            min_queue_capacity: self.config.outbound.http_queue_capacity,
             invalid_updates: invalid_update_families.clone(),
             services: Mutex::default(),
             fixed_endpoints: Mutex::default(),
         };
         let queue = Queue {
-            capacity: direction.http_queue_capacity,
-            failfast_timeout: direction.http_failfast_timeout,
+            capacity: self.config.outbound.http_queue_capacity,
+            failfast_timeout: self.config.outbound.http_failfast_timeout,
         };
         let discovery = Discovery {
             destinations: self.control.destinations.clone(),

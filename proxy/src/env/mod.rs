@@ -20,9 +20,9 @@ use crate::api::channel::{ControlAddr, Security};
 use crate::api::destination::{ProfileScope, Suffixes};
 use crate::api::watch::StreamLimits;
 use crate::config::{
-    Accept, Config, Connect, Control, DirectionSettings, FlowControl, Http1Pool, Http1Server, Http2Server,
-    Http2Windows, Inbound, InboundMode, IngressMode, KeepAlive, LoadBalancing, Log, MissingPolicyAction, Outbound,
-    ResendPolicy, Visibility, Workers,
+    Accept, Config, Connect, Control, DirectionSettings, Http1Pool, Http1Server, Http2Server, Http2Windows, Inbound,
+    InboundMode, IngressMode, KeepAlive, LoadBalancing, Log, MissingPolicyAction, Outbound, ResendPolicy, Visibility,
+    Workers,
 };
 use crate::env::values::ParseError;
 use crate::identity;
@@ -157,17 +157,15 @@ fn outbound(env: &mut Env<'_>, ingress: IngressMode) -> Outbound {
     let defaults = DirectionDefaults {
         connect_timeout: Duration::from_secs(1),
         backoff_max: Duration::from_secs(60),
-        failfast_timeout: Duration::from_secs(3),
         discovery_idle_timeout: Duration::from_secs(5),
         max_idle_name: "OUTBOUND_MAX_IDLE_CONNS_PER_ENDPOINT",
     };
     Outbound {
         listen: several.unwrap_or_else(|| vec![single.unwrap_or_else(|| ([127, 0, 0, 1], 4140).into())]),
         direction: direction(env, "OUTBOUND", &defaults),
-        // Both have no effect (`UNSUPPORTED_VARIABLES`): they are parsed only to report invalid values.
-        tcp_queue_capacity: env.value_or("OUTBOUND_TCP_QUEUE_CAPACITY", values::at_least_one, QUEUE_CAPACITY),
-        tcp_failfast_timeout: env.value_or(
-            "OUTBOUND_TCP_FAILFAST_TIMEOUT",
+        http_queue_capacity: env.value_or("OUTBOUND_HTTP_QUEUE_CAPACITY", values::at_least_one, QUEUE_CAPACITY),
+        http_failfast_timeout: env.value_or(
+            "OUTBOUND_HTTP_FAILFAST_TIMEOUT",
             values::duration,
             Duration::from_secs(3),
         ),
@@ -186,7 +184,6 @@ fn inbound(env: &mut Env<'_>) -> Inbound {
     let defaults = DirectionDefaults {
         connect_timeout: MIN_INBOUND_CONNECT_TIMEOUT,
         backoff_max: Duration::from_secs(10),
-        failfast_timeout: Duration::from_secs(1), // no effect: inbound requests do not wait for an endpoint
         discovery_idle_timeout: Duration::from_secs(90),
         max_idle_name: "MAX_IDLE_CONNS_PER_ENDPOINT",
     };
@@ -225,7 +222,6 @@ const MIN_INBOUND_CONNECT_TIMEOUT: Duration = Duration::from_secs(4);
 struct DirectionDefaults {
     connect_timeout: Duration,
     backoff_max: Duration,
-    failfast_timeout: Duration,
     discovery_idle_timeout: Duration,
     max_idle_name: &'static str,
 }
@@ -263,13 +259,6 @@ fn direction(env: &mut Env<'_>, dir: &str, defaults: &DirectionDefaults) -> Dire
         http2_server: http2_server(env, &name("SERVER_HTTP2"), windows),
         http2_client: windows,
         max_in_flight_requests: env.value_or(&name("MAX_IN_FLIGHT"), values::at_least_one, 100_000),
-        // Inbound, both have no effect (`UNSUPPORTED_VARIABLES`): they are parsed only to report invalid values.
-        http_queue_capacity: env.value_or(&name("HTTP_QUEUE_CAPACITY"), values::at_least_one, QUEUE_CAPACITY),
-        http_failfast_timeout: env.value_or(
-            &name("HTTP_FAILFAST_TIMEOUT"),
-            values::duration,
-            defaults.failfast_timeout,
-        ),
         discovery_idle_timeout: env.value_or(
             &name("DISCOVERY_IDLE_TIMEOUT"),
             values::duration,
@@ -320,11 +309,6 @@ fn http2_server(env: &mut Env<'_>, prefix: &str, windows: Http2Windows) -> Http2
     );
     Http2Server {
         windows: own_windows.map_or(windows, |(stream, connection)| Http2Windows { stream, connection }),
-        // No effect (`UNSUPPORTED_VARIABLES`): it is parsed only to report invalid values.
-        flow_control: match env.flag(&name("ADAPTIVE_FLOW_CONTROL")) {
-            true => FlowControl::Adaptive,
-            false => FlowControl::Fixed,
-        },
         keep_alive: keep_alive.map(|(interval, timeout)| KeepAlive { interval, timeout }),
         max_concurrent_streams: env.value_or(&name("MAX_CONCURRENT_STREAMS"), values::number, 16_384),
         max_frame_size: env.get(&name("MAX_FRAME_SIZE"), values::frame_size),

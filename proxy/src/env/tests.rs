@@ -89,8 +89,8 @@ fn defaults_are_as_documented() {
     );
     assert_eq!(outbound.connect.backoff.max, Duration::from_secs(60));
     assert_eq!(inbound.connect.backoff.max, Duration::from_secs(10));
-    assert_eq!(outbound.http_failfast_timeout, Duration::from_secs(3));
-    assert_eq!(inbound.http_failfast_timeout, Duration::from_secs(1));
+    assert_eq!(config.outbound.http_failfast_timeout, Duration::from_secs(3));
+    assert_eq!(config.outbound.http_queue_capacity, 10_000);
     assert_eq!(outbound.discovery_idle_timeout, Duration::from_secs(5));
     assert_eq!(inbound.discovery_idle_timeout, Duration::from_secs(90));
     let IdentitySource::ControlPlane { certify, .. } = &config.identity.source else {
