@@ -51,11 +51,7 @@ impl Cluster {
                 .map(|n| ("/api/v1/namespaces/scale/services", service(&service_name(n)))),
         )
         .await?;
-        let slices = services.map(|n| {
-            let (name, endpoints) = (service_name(n), self.initial_endpoints(n));
-            let endpoints: Vec<Value> = endpoints.iter().map(Endpoint::object).collect();
-            (SLICES, slice_object(&format!("{name}-x"), &name, &endpoints))
-        });
+        let slices = services.map(|n| (SLICES, slice_of_service(n, &self.initial_endpoints(n))));
         self.post_all(slices).await?;
         if self.size.rollout > 0 {
             self.create_rollout_service().await?;
@@ -95,10 +91,9 @@ impl Cluster {
 
     /// Writes the EndpointSlice of a Service.
     pub(super) async fn write_endpoints(&self, service: usize, endpoints: &[Endpoint]) -> anyhow::Result<()> {
-        let endpoints: Vec<Value> = endpoints.iter().map(Endpoint::object).collect();
-        let name = service_name(service);
-        let slice = slice_object(&format!("{name}-x"), &name, &endpoints);
-        self.send(Method::PUT, &format!("{SLICES}/{name}-x"), &slice).await
+        let path = format!("{SLICES}/{}-x", service_name(service));
+        self.send(Method::PUT, &path, &slice_of_service(service, endpoints))
+            .await
     }
 
     /// Creates or replaces an object by server-side apply.
@@ -114,8 +109,13 @@ impl Cluster {
         self.send(Method::PATCH, path, patch).await
     }
 
-    pub(super) async fn delete(&self, path: &str) -> anyhow::Result<()> {
-        self.send(Method::DELETE, path, &json!({})).await
+    /// Creates or replaces the Server for the pods of a Service.
+    pub(super) async fn apply_server(&self, service: usize, protocol: &str) -> anyhow::Result<()> {
+        self.apply(&server_path(service), &server(service, protocol)).await
+    }
+
+    pub(super) async fn delete_server(&self, service: usize) -> anyhow::Result<()> {
+        self.send(Method::DELETE, &server_path(service), &json!({})).await
     }
 
     async fn create_rollout_service(&self) -> anyhow::Result<()> {
@@ -243,7 +243,7 @@ fn service(name: &str) -> Value {
 }
 
 /// A Server for the pods of a Service.
-pub(super) fn server(service: usize, protocol: &str) -> Value {
+fn server(service: usize, protocol: &str) -> Value {
     let app = app(service);
     json!({
         "apiVersion": "policy.linkerd.io/v1beta3", "kind": "Server", "metadata": {"name": app},
@@ -296,6 +296,20 @@ impl Endpoint {
             "targetRef": {"kind": "Pod", "namespace": "scale", "name": self.pod.name()},
         })
     }
+}
+
+fn server_path(service: usize) -> String {
+    format!(
+        "/apis/policy.linkerd.io/v1beta3/namespaces/scale/servers/{}",
+        app(service)
+    )
+}
+
+/// The only EndpointSlice of a Service.
+fn slice_of_service(service: usize, endpoints: &[Endpoint]) -> Value {
+    let endpoints: Vec<Value> = endpoints.iter().map(Endpoint::object).collect();
+    let service = service_name(service);
+    slice_object(&format!("{service}-x"), &service, &endpoints)
 }
 
 fn slice_object(name: &str, service: &str, endpoints: &[Value]) -> Value {
@@ -388,7 +402,7 @@ pub(super) fn service_name(n: usize) -> String {
 }
 
 /// Name of the workload and the service account of a Service.
-pub(super) fn app(service: usize) -> String {
+fn app(service: usize) -> String {
     format!("app-{service}")
 }
 

@@ -253,7 +253,7 @@ impl Day {
             0..3 => self.apply_server(workload, PROTOCOLS[choice % PROTOCOLS.len()]).await,
             3 if workload.has_server => {
                 workload.has_server = false;
-                self.cluster.delete(&server_path(workload.service)).await
+                self.cluster.delete_server(workload.service).await
             }
             3 | 4 => self.apply_route(workload, 1 + choice % 9).await,
             _ => {
@@ -271,8 +271,7 @@ impl Day {
 
     async fn apply_server(&self, workload: &mut Workload, protocol: &str) -> anyhow::Result<()> {
         workload.has_server = true;
-        let server = cluster::server(workload.service, protocol);
-        self.cluster.apply(&server_path(workload.service), &server).await
+        self.cluster.apply_server(workload.service, protocol).await
     }
 
     async fn apply_route(&self, workload: &Workload, timeout_seconds: usize) -> anyhow::Result<()> {
@@ -280,13 +279,6 @@ impl Day {
         let path = format!("/apis/gateway.networking.k8s.io/v1/namespaces/scale/httproutes/{service}");
         self.cluster.apply(&path, &http_route(&service, timeout_seconds)).await
     }
-}
-
-fn server_path(service: usize) -> String {
-    format!(
-        "/apis/policy.linkerd.io/v1beta3/namespaces/scale/servers/{}",
-        cluster::app(service)
-    )
 }
 
 fn http_route(service: &str, seconds: usize) -> Value {

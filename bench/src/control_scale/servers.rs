@@ -7,13 +7,14 @@ use futures_util::future::try_join_all;
 use hdrhistogram::Histogram;
 use tokio::time::{Instant, sleep_until};
 
-use super::cluster::{self, Cluster};
+use super::cluster::Cluster;
+use super::streams::MAX_LATENCY_US;
 use super::views::{Subscription, Views};
 
 /// Creates a Server for the pods of each Service.
 pub(super) async fn create(cluster: &Cluster, n_services: usize) -> anyhow::Result<()> {
     for service in 0..n_services {
-        write(cluster, service, "HTTP/1").await?;
+        cluster.apply_server(service, "HTTP/1").await?;
     }
     Ok(())
 }
@@ -37,11 +38,11 @@ pub(super) async fn edit_all(
         let before = views.view(subscription);
         sleep_until(start + interval * u32::try_from(service).context("too many Services")?).await;
         let written_at = Instant::now();
-        write(cluster, service, "HTTP/2").await?;
+        cluster.apply_server(service, "HTTP/2").await?;
         let changed_at = views.changed_since(subscription, written_at).await?;
         ensure!(
             views.view(subscription) != before,
-            "the policy of {service} is the same after its edit"
+            "the policy of {subscription:?} is the same after the edit of its Server"
         );
         anyhow::Ok(changed_at - written_at)
     });
@@ -56,12 +57,3 @@ fn subscription(cluster: &Cluster, service: usize) -> Subscription {
     let pod = cluster.initial_endpoints(service)[0].pod;
     Subscription::InboundPolicy { pod }
 }
-
-async fn write(cluster: &Cluster, service: usize, protocol: &str) -> anyhow::Result<()> {
-    let app = cluster::app(service);
-    let path = format!("/apis/policy.linkerd.io/v1beta3/namespaces/scale/servers/{app}");
-    cluster.apply(&path, &cluster::server(service, protocol)).await
-}
-
-/// One minute, in microseconds.
-const MAX_LATENCY_US: u64 = 60_000_000;

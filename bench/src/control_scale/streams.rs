@@ -213,4 +213,4 @@ async fn open_client(
 }
 
 /// One minute, in microseconds.
-const MAX_LATENCY_US: u64 = 60_000_000;
+pub(super) const MAX_LATENCY_US: u64 = 60_000_000;

@@ -22,8 +22,8 @@ struct Shared {
     stale: Arc<Gauge>,
     all_kinds: Readiness,
     state: Mutex<State>,
-    /// Notified when a watch has ended.
-    watch_ended: Notify,
+    /// Notified when the time limit of a kind without a watch begins.
+    limit_began: Notify,
 }
 
 struct State {
@@ -62,7 +62,7 @@ impl Freshness {
             stale,
             all_kinds: all_kinds.clone(),
             state: Mutex::new(state),
-            watch_ended: Notify::new(),
+            limit_began: Notify::new(),
         }))
     }
 
@@ -80,7 +80,10 @@ impl Freshness {
             state.latch = None;
             self.0.stale.set(0);
         }
-        self.0.watch_ended.notify_one(); // the time limit begins
+        // Called for each change of a watch, which has no time limit while it is open.
+        if !state.watch_is_open {
+            self.0.limit_began.notify_one();
+        }
     }
 
     pub(super) fn watch_opened(&self) {
@@ -95,7 +98,7 @@ impl Freshness {
         if cause == WatchEndCause::Server && state.latch.is_none() {
             state.up_to_date_at = Instant::now();
         }
-        self.0.watch_ended.notify_one();
+        self.0.limit_began.notify_one();
     }
 
     /// Marks the kind as stale when it has been without a watch for too long. Never returns.
@@ -107,9 +110,9 @@ impl Freshness {
                 has_limit.then_some(state.up_to_date_at + MAX_TIME_WITHOUT_WATCH)
             };
             match stale_at {
-                None => self.0.watch_ended.notified().await,
+                None => self.0.limit_began.notified().await,
                 Some(at) if at > Instant::now() => tokio::select! {
-                    () = self.0.watch_ended.notified() => {}
+                    () = self.0.limit_began.notified() => {}
                     () = sleep_until(at) => {}
                 },
                 Some(_) => {
