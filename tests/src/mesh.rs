@@ -551,6 +551,15 @@ impl Mesh {
             .sum()
     }
 
+    /// Waits until [`Mesh::metric`] has a value: an exchange is counted after its end, which the client may see earlier.
+    pub async fn wait_for_metric(&self, workload: &str, name: &str, labels: &[&str], expected: f64) {
+        let what = format!("{name}{labels:?} of {workload} is {expected}");
+        eventually(&what, async || {
+            (self.metric(workload, name, labels).await == expected).then_some(())
+        })
+        .await;
+    }
+
     /// For the outbound and the inbound listener of a workload's proxy: the connections in the accept queue, and its limit.
     pub fn accept_queues(&self, workload: &str) -> [(u32, u32); 2] {
         let ss = Command::new("ss").arg("-Hltn").output().expect("iproute2 is installed");

@@ -1,6 +1,6 @@
 //! A complete cluster: a control plane, nodes in network namespaces, and DNS.
 
-use std::fs::{self, File};
+use std::fs;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,7 +11,6 @@ use anyhow::{Context as _, bail, ensure};
 use k8s_openapi::api::apps::v1::Deployment;
 use k8s_openapi::api::core::v1::Node as NodeObject;
 use kube::api::Api;
-use nix::fcntl::{Flock, FlockArg};
 use nix::unistd::Uid;
 use parking_lot::Mutex;
 use tokio::net::{TcpListener, TcpStream};
@@ -26,13 +25,13 @@ use super::kubeconfig;
 use super::leftovers;
 use super::node::{self, Node, node_addr};
 use super::pki::Pki;
+use super::slot::{self, Slot, SlotLock};
 use crate::images::{self, Image};
 use crate::{commands, programs};
 
 /// A cluster with nodes. Dropping it stops all processes and removes everything that it created.
 ///
-/// Only one cluster runs on a machine at a time. The next start waits until this one is gone, and fails if a
-/// detached cluster is running.
+/// Two clusters can run on a machine at a time, one of them detached. The start of another waits until a slot is free.
 pub struct Cluster {
     // Fields drop in declaration order.
     forwards: Mutex<JoinSet<()>>,
@@ -41,7 +40,7 @@ pub struct Cluster {
     nodes: Vec<Node>,
     network: Option<VirtualNetwork>,
     images: usize,
-    _lock: Flock<File>,
+    lock: SlotLock,
 }
 
 /// Options of a [`Cluster`] that differ from the defaults.
@@ -105,22 +104,26 @@ impl Cluster {
             (1..=MAX_NODES).contains(&count),
             "{count} nodes; expected 1 to {MAX_NODES}"
         );
-        let lock = lock_machine().await?;
-        let dir = Path::new(DIR);
+        let lock = match life {
+            ProcessLifetime::KilledWithParent => slot::lock_free_slot().await?,
+            ProcessLifetime::Detached => Slot::detached().lock().await?,
+        };
+        let slot = lock.slot.clone();
         ensure!(
-            !is_running()?,
+            !slot.has_detached_cluster()?,
             "a detached cluster is running; `./run cluster down` stops it"
         );
-        leftovers::remove(dir).context("removing leftovers of an earlier cluster")?;
-        fs::create_dir_all(dir).with_context(|| format!("creating {DIR}"))?;
+        leftovers::remove(&slot).context("removing leftovers of an earlier cluster")?;
+        let dir = slot.dir();
+        fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
         if life == ProcessLifetime::Detached {
-            fs::write(dir.join(DETACHED_MARKER), "").context("marking the cluster as detached")?;
+            slot.mark_detached()?;
         }
 
         print_progress("control plane");
-        let mut virtual_network = VirtualNetwork::new(node::NAMESPACE_PREFIX)?;
+        let mut virtual_network = VirtualNetwork::new(slot.namespace_prefix())?;
         let nodes: Vec<Node> = (1..=count)
-            .map(|number| Node::create(&mut virtual_network, dir, number, count))
+            .map(|number| Node::create(&mut virtual_network, &slot, number, count))
             .collect::<anyhow::Result<_>>()?;
         let first = nodes[0].namespace.clone();
         let context = ComponentContext {
@@ -149,7 +152,7 @@ impl Cluster {
             nodes,
             network: Some(virtual_network),
             images: 0,
-            _lock: lock,
+            lock,
         };
         cluster.start_components(&context, &pki).await?;
         print_progress("images");
@@ -181,8 +184,8 @@ impl Cluster {
         let mut controllers = context.controller_manager("*")?;
         self.components.push(context.scheduler()?);
         for node in &self.nodes {
+            let _lock = slot::lock_device_plugins().await?;
             let mut kubelet = node.kubelet(context)?;
-            // All kubelets create this socket at the same path. If two create it at the same moment, one of them exits.
             let listens = async || node.listens_for_device_plugins();
             kubelet.wait_until("a socket for device plugins", listens).await?;
             self.components.push(kubelet);
@@ -238,17 +241,17 @@ impl Cluster {
 
     /// A directory for files of a test, removed with the cluster.
     pub fn dir(&self) -> &Path {
-        Path::new(DIR)
+        self.lock.slot.dir()
     }
 
     /// The administrator's kubeconfig for processes on the first node.
     pub fn kubeconfig(&self) -> PathBuf {
-        kubeconfig_in_cluster()
+        kubeconfig_in_cluster(self.dir())
     }
 
     /// The administrator's kubeconfig for this process, with an address that it can reach.
     pub fn kubeconfig_outside(&self) -> PathBuf {
-        Path::new(DIR).join("outside.conf")
+        self.dir().join("outside.conf")
     }
 
     /// A command on the first node with `KUBECONFIG` set. It can reach pods and Services by address.
@@ -257,7 +260,7 @@ impl Cluster {
     /// Fails if the program does not exist.
     pub fn command(&self, program: &str) -> anyhow::Result<tokio::process::Command> {
         let mut command = self.nodes[0].namespace.command(programs::find(program)?);
-        command.env("KUBECONFIG", kubeconfig_in_cluster()).current_dir(DIR);
+        command.env("KUBECONFIG", self.kubeconfig()).current_dir(self.dir());
         Ok(tokio::process::Command::from(command))
     }
 
@@ -290,7 +293,7 @@ impl Cluster {
     /// # Errors
     /// Fails if the image cannot be built, or a node refuses it.
     pub async fn load(&mut self, image: Image) -> anyhow::Result<()> {
-        let archive = Path::new(DIR).join(format!("image-{}.tar", self.images));
+        let archive = self.dir().join(format!("image-{}.tar", self.images));
         self.images += 1;
         images::write(image, &programs::static_binaries_dir()?, &archive)?;
         self.load_archive(&archive).await
@@ -364,7 +367,7 @@ impl Cluster {
     /// # Errors
     /// Fails if the log cannot be read.
     pub fn audit_log(&self) -> anyhow::Result<Vec<AuditRecord>> {
-        super::audit::read(&Path::new(DIR).join(super::control_plane::AUDIT_LOG))
+        super::audit::read(&self.dir().join(super::control_plane::AUDIT_LOG))
     }
 }
 
@@ -377,21 +380,27 @@ impl Drop for Cluster {
         self.components.clear();
         self.nodes.clear();
         self.network = None;
-        if let Err(error) = leftovers::remove(Path::new(DIR)) {
+        if let Err(error) = leftovers::remove(&self.lock.slot) {
             eprintln!("ending the cluster: {error:#}; `./run cluster down` tries again");
         }
     }
 }
 
-/// Stops the cluster of this machine, no matter which process started it, and removes its leftovers.
+/// Stops the detached cluster, no matter which process started it, and removes what killed tests left behind.
 ///
 /// # Errors
 /// Fails if a process cannot be stopped or a file cannot be removed.
 pub async fn stop() -> anyhow::Result<()> {
-    let dir = Path::new(DIR);
+    let detached = Slot::detached();
     // A detached cluster holds no lock. The cluster of a running test holds it until the test ends.
-    let _lock = lock_machine().await?;
-    leftovers::remove(dir)
+    let _lock = detached.lock().await?;
+    leftovers::remove(&detached)?;
+    for slot in Slot::all().filter(|slot| *slot != detached) {
+        if let Some(_lock) = slot.try_lock()? {
+            leftovers::remove(&slot)?;
+        }
+    }
+    Ok(())
 }
 
 /// Whether a cluster is running that [`Cluster::start_detached`] started.
@@ -399,8 +408,7 @@ pub async fn stop() -> anyhow::Result<()> {
 /// # Errors
 /// Fails if the processes of this machine cannot be listed.
 pub fn is_running() -> anyhow::Result<bool> {
-    let dir = Path::new(DIR);
-    Ok(dir.join(DETACHED_MARKER).exists() && leftovers::is_alive(dir)?)
+    Slot::detached().has_detached_cluster()
 }
 
 /// The command that runs a program on the first node of the running cluster as the administrator.
@@ -408,17 +416,18 @@ pub fn is_running() -> anyhow::Result<bool> {
 /// # Errors
 /// Fails if no cluster is running, or the program does not exist.
 pub fn command_on_first_node(program: &str) -> anyhow::Result<std::process::Command> {
+    let slot = Slot::detached();
     let entries = fs::read_dir("/run/netns").context("no cluster is running; `./run cluster up` starts one")?;
     let name = |entry: io::Result<fs::DirEntry>| entry.ok()?.file_name().into_string().ok();
     let first = entries
         .filter_map(name)
-        .find(|name| name.starts_with(node::NAMESPACE_PREFIX) && name.ends_with("-node1"))
+        .find(|name| name.starts_with(slot.namespace_prefix()) && name.ends_with("-node1"))
         .context("no cluster is running; `./run cluster up` starts one")?;
     let mut command = std::process::Command::new("nsenter");
     command
         .arg(format!("--net=/run/netns/{first}"))
         .arg(programs::find(program)?)
-        .env("KUBECONFIG", kubeconfig_in_cluster());
+        .env("KUBECONFIG", kubeconfig_in_cluster(slot.dir()));
     Ok(command)
 }
 
@@ -427,29 +436,12 @@ pub fn command_on_first_node(program: &str) -> anyhow::Result<std::process::Comm
 /// # Errors
 /// Fails if no cluster is running, or a node refuses the image.
 pub fn load_archive(archive: &Path) -> anyhow::Result<()> {
-    let sockets = node::sockets(Path::new(DIR));
+    let sockets = node::sockets(Slot::detached().dir());
     ensure!(
         !sockets.is_empty(),
         "no cluster is running; `./run cluster up` starts one"
     );
     sockets.iter().try_for_each(|socket| node::load_image(socket, archive))
-}
-
-async fn lock_machine() -> anyhow::Result<Flock<File>> {
-    let path = format!("{DIR}.lock");
-    let mut file = File::create(&path).with_context(|| format!("creating {path}"))?;
-    let mut is_printed = false;
-    loop {
-        match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-            Ok(lock) => return Ok(lock),
-            Err((back, nix::Error::EWOULDBLOCK)) => file = back,
-            Err((_, error)) => return Err(error).with_context(|| format!("locking {path}")),
-        }
-        if !mem::replace(&mut is_printed, true) {
-            print_progress("waiting for the end of another cluster");
-        }
-        sleep(POLL_INTERVAL).await;
-    }
 }
 
 /// A loopback address that forwards to `target`, dialled from a namespace, while its task runs.
@@ -480,8 +472,8 @@ fn forward(tasks: &mut JoinSet<()>, namespace: Arc<Namespace>, target: SocketAdd
     Ok(addr)
 }
 
-fn kubeconfig_in_cluster() -> PathBuf {
-    Path::new(DIR).join("admin.conf")
+fn kubeconfig_in_cluster(dir: &Path) -> PathBuf {
+    dir.join("admin.conf")
 }
 
 fn print_progress(what: &str) {
@@ -489,11 +481,6 @@ fn print_progress(what: &str) {
 }
 
 pub const MAX_NODES: u8 = 3;
-/// Directory of the files of a cluster. The lock is next to it. `leftovers::remove_external_files` removes those that programs
-/// write to other paths.
-const DIR: &str = "/var/tmp/tulle-cluster";
-/// Distinguishes a detached cluster from one whose test was killed.
-const DETACHED_MARKER: &str = "detached";
 const COREDNS: &str = include_str!("coredns.json");
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 const DIAL_TIMEOUT: Duration = Duration::from_secs(5);

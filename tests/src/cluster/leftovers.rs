@@ -16,18 +16,20 @@ use tulle_core::netns;
 
 use super::cgroups;
 use super::node;
+use super::slot::{self, Slot};
 
-/// Removes everything of the cluster in `dir`; succeeds if there is none.
-pub(super) fn remove(dir: &Path) -> anyhow::Result<()> {
+/// Removes everything of the cluster in `slot`; succeeds if there is none.
+pub(super) fn remove(slot: &Slot) -> anyhow::Result<()> {
+    let dir = slot.dir();
     // Components that start pods stop before the pods.
     kill_processes("components", || components(dir))?;
-    kill_processes("pods", || cgroups::processes(node::CGROUP_PREFIX))?;
+    kill_processes("pods", || cgroups::processes(slot.cgroup_prefix()))?;
     for mount in mounts(dir)? {
         // The mount may have gone with one that contained it.
         let _ = umount2(&mount, MntFlags::MNT_DETACH);
     }
-    cgroups::remove(node::CGROUP_PREFIX)?;
-    netns::remove_stale(node::NAMESPACE_PREFIX).context("removing network namespaces")?;
+    cgroups::remove(slot.cgroup_prefix())?;
+    netns::remove_stale(slot.namespace_prefix()).context("removing network namespaces")?;
     remove_external_files(dir);
     match fs::remove_dir_all(dir) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -113,10 +115,12 @@ fn remove_external_files(dir: &Path) {
             let _ = fs::remove_file(cni_result);
         }
     }
-    // The path of the kubelet's plugin socket cannot be configured.
-    let _ = fs::remove_file("/var/lib/kubelet/device-plugins/kubelet.sock");
-    for empty in ["/var/lib/kubelet/device-plugins", "/var/lib/kubelet"] {
-        let _ = fs::remove_dir(empty);
+    // The path of the kubelet's plugin socket cannot be configured. If another cluster is about to create it, that one removes it.
+    if let Ok(Some(_lock)) = slot::try_lock_device_plugins() {
+        let _ = fs::remove_file("/var/lib/kubelet/device-plugins/kubelet.sock");
+        for empty in ["/var/lib/kubelet/device-plugins", "/var/lib/kubelet"] {
+            let _ = fs::remove_dir(empty);
+        }
     }
     // Each container's shim has a socket, whose path is in the container's directory.
     for container in node::containers(dir) {

@@ -15,12 +15,14 @@ use super::cgroups;
 use super::component::Component;
 use super::control_plane::ComponentContext;
 use super::pki::{Pki, Subject};
+use super::slot::Slot;
 
 pub struct Node {
     pub(super) name: String,
     number: u8,
     addr: IpAddr,
     dir: PathBuf,
+    cgroup: String,
     pub(super) namespace: Arc<Namespace>,
 }
 
@@ -43,7 +45,7 @@ impl Node {
     /// Connects a node to the network of all nodes, with routes to the pods of the others.
     pub(super) fn create(
         virtual_network: &mut VirtualNetwork,
-        dir: &Path,
+        slot: &Slot,
         number: u8,
         nodes: u8,
     ) -> anyhow::Result<Self> {
@@ -65,17 +67,19 @@ impl Node {
             }
             anyhow::Ok(())
         })??;
-        let dir = dir.join(&name);
+        let dir = slot.dir().join(&name);
         for sub in ["cni", "kubelet", "pod-logs", "plugins"] {
             let path = dir.join(sub);
             fs::create_dir_all(&path).with_context(|| format!("creating {}", path.display()))?;
         }
-        cgroups::create(&format!("{CGROUP_PREFIX}{number}"))?;
+        let cgroup = format!("{}{number}", slot.cgroup_prefix());
+        cgroups::create(&cgroup)?;
         Ok(Self {
             name,
             number,
             addr,
             dir,
+            cgroup,
             namespace,
         })
     }
@@ -123,7 +127,7 @@ state = "{state}"
         // Every pod has its own link and is routed, so that connection tracking sees all traffic, including traffic to Services.
         let network = json!({
             "cniVersion": "0.4.0",
-            "name": format!("{NAMESPACE_PREFIX}{}", self.name),
+            "name": self.cgroup,
             "plugins": [
                 {
                     "type": "ptp",
@@ -157,7 +161,7 @@ state = "{state}"
             },
             "authorization": {"mode": "Webhook"},
             "cgroupDriver": "cgroupfs",
-            "cgroupRoot": format!("/{CGROUP_PREFIX}{}", self.number),
+            "cgroupRoot": format!("/{}", self.cgroup),
             "clusterDNS": [DNS_SERVICE],
             "clusterDomain": "cluster.local",
             "containerRuntimeEndpoint": format!("unix://{}", self.socket().display()),
@@ -321,9 +325,6 @@ fn pod_network(number: u8) -> String {
     format!("10.23.{number}.0/24")
 }
 
-/// Prefix of the network namespaces and of the names of pod networks.
-pub(super) const NAMESPACE_PREFIX: &str = "tulle-cluster-";
-pub(super) const CGROUP_PREFIX: &str = "tulle-cluster-node";
 /// Addresses of pods.
 pub(super) const POD_NETWORK: &str = "10.23.0.0/16";
 pub(super) const SANDBOX_IMAGE: &str = "tulle.test/pause:latest";

@@ -63,7 +63,8 @@ fn the_policy_of_the_admin_port_applies_except_to_probes() {
         }
         assert_eq!(ask(mesh, PERMITTED, "/debug").await, 403, "for this machine alone");
         let denied = [r#"srv_name="admin""#, r#"srv_port="4191""#];
-        assert_eq!(mesh.metric("web", "inbound_http_authz_deny_total", &denied).await, 5.);
+        mesh.wait_for_metric("web", "inbound_http_authz_deny_total", &denied, 5.)
+            .await;
 
         mesh.remove("admin");
         eventually("the default permits scrapes", async || {
@@ -83,7 +84,7 @@ fn the_admin_port_shows_nothing_to_others_before_its_policy_is_known() {
         assert_eq!(ask(mesh, UNMESHED_IP, "/metrics").await, 503);
         assert!(asked_at.elapsed() >= Duration::from_secs(3), "{:?}", asked_at.elapsed());
         let cause = [r#"cause="policy_unknown""#, r#"direction="inbound""#];
-        assert_eq!(mesh.metric("web", "tulle_failures_total", &cause).await, 1.);
+        mesh.wait_for_metric("web", "tulle_failures_total", &cause, 1.).await;
         let policies = FakePolicyService::serve().await;
         policies.set_port_policy(Ok(allow_all_server()));
         let scraped = timeout(Duration::from_secs(1), ask(mesh, UNMESHED_IP, "/metrics")).await;

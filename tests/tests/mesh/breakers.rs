@@ -136,7 +136,8 @@ fn check_client_disconnect(pieces: usize) {
             })
             .await;
             let failed = ["cause=\"client-left\"", "direction=\"outbound\""];
-            assert_eq!(mesh.metric("client", "tulle_failures_total", &failed).await, 5.0);
+            mesh.wait_for_metric("client", "tulle_failures_total", &failed, 5.0)
+                .await;
             let rsp = client(mesh).await.send(request("/")).await.unwrap();
             assert_eq!(rsp.status(), 200);
             assert_eq!(Some(n_waited(mesh).await), n_waited_before);
@@ -305,7 +306,7 @@ fn an_endpoint_that_does_not_answer_in_time_is_ejected() {
         assert_eq!(n_requests.load(Ordering::Relaxed), 2);
         let late = ["error=\"RESPONSE_HEADERS_TIMEOUT\""];
         let name = "outbound_http_route_backend_response_statuses_total";
-        assert_eq!(mesh.metric("client", name, &late).await, 2.0);
+        mesh.wait_for_metric("client", name, &late, 2.0).await;
     });
 }
 

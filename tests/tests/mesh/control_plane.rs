@@ -139,6 +139,6 @@ fn http_is_answered_while_the_control_plane_is_connected_but_silent() {
         bytes.write_all(b"not HTTP, and long enough to know\n").await.unwrap();
         assert!(matches!(bytes.read(&mut [0]).await, Ok(0) | Err(_)));
         let cause = ["direction=\"outbound\"", "cause=\"discovery-timeout\""];
-        assert_eq!(mesh.metric("client", "tulle_failures_total", &cause).await, 3.);
+        mesh.wait_for_metric("client", "tulle_failures_total", &cause, 3.).await;
     });
 }

@@ -86,11 +86,7 @@ fn long_http2_heads_pass_and_longer_ones_are_refused() {
         }
         for (workload, direction) in [("client", "outbound"), ("web", "inbound")] {
             let cause = ["cause=\"head-too-long\"", &format!("direction=\"{direction}\"")];
-            assert_eq!(
-                mesh.metric(workload, "tulle_failures_total", &cause).await,
-                1.,
-                "{direction}"
-            );
+            mesh.wait_for_metric(workload, "tulle_failures_total", &cause, 1.).await;
         }
     });
 }

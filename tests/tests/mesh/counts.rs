@@ -7,15 +7,6 @@ use tulle_tests::client::{Http1, full};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, TCP, UNMESHED_IP, mesh};
 
-/// Waits until a metric has a value: an exchange is counted after its end, which the client may see earlier.
-async fn wait_for_metric(mesh: &Mesh, workload: &str, name: &str, labels: &[&str], expected: f64) {
-    let what = format!("{name}{labels:?} of {workload} is {expected}");
-    eventually(&what, async || {
-        (mesh.metric(workload, name, labels).await == expected).then_some(())
-    })
-    .await;
-}
-
 #[test]
 fn requests_are_counted_by_their_routes_on_both_sides_and_by_their_backends() {
     let manifests = "\
@@ -66,7 +57,7 @@ spec:
         ] {
             let labels = [&route[..], &[label]].concat();
             let each = if name.ends_with("_sum") { 5. } else { 1. };
-            wait_for_metric(mesh, "web", name, &labels, n * each).await;
+            mesh.wait_for_metric("web", name, &labels, n * each).await;
         }
         let route = ["parent_name=\"web\"", "route_name=\"out\"", "route_namespace=\"shop\""];
         let backend = [
@@ -84,7 +75,8 @@ spec:
             ("request_statuses_total", "error=\"\""),
         ] {
             let labels = [&route[..], &[label]].concat();
-            wait_for_metric(mesh, "client", &format!("outbound_http_route_{name}"), &labels, n).await;
+            mesh.wait_for_metric("client", &format!("outbound_http_route_{name}"), &labels, n)
+                .await;
         }
         for (name, label) in [
             ("requests_total", ""),
@@ -93,14 +85,8 @@ spec:
             ("response_statuses_total", "error=\"\""),
         ] {
             let labels = [&route[..], &backend, &[label]].concat();
-            wait_for_metric(
-                mesh,
-                "client",
-                &format!("outbound_http_route_backend_{name}"),
-                &labels,
-                n,
-            )
-            .await;
+            mesh.wait_for_metric("client", &format!("outbound_http_route_backend_{name}"), &labels, n)
+                .await;
         }
         let page = [mesh.metrics("client").await, mesh.metrics("web").await].concat();
         for info in ["proxy_build_info{", "rustls_info{"] {
@@ -125,14 +111,14 @@ fn connections_and_their_bytes_are_counted_on_both_sides() {
             "no_tls_reason=\"no_tls_from_remote\"",
         ];
         for name in ["tcp_read_bytes_total", "tcp_write_bytes_total"] {
-            wait_for_metric(mesh, "web", name, &plain, 1000.).await;
+            mesh.wait_for_metric("web", name, &plain, 1000.).await;
         }
         let port = "target_port=\"3306\"";
         for (workload, direction) in [("client", "direction=\"outbound\""), ("web", "direction=\"inbound\"")] {
             for peer in ["peer=\"src\"", "peer=\"dst\""] {
                 let labels = [port, direction, peer];
                 for name in ["tcp_open_total", "tcp_open_connections"] {
-                    wait_for_metric(mesh, workload, name, &labels, 1.).await;
+                    mesh.wait_for_metric(workload, name, &labels, 1.).await;
                 }
                 for name in ["tcp_read_bytes_total", "tcp_write_bytes_total"] {
                     let n = mesh.metric(workload, name, &labels).await;
@@ -143,8 +129,10 @@ fn connections_and_their_bytes_are_counted_on_both_sides() {
         drop(stream);
         for (workload, direction) in [("client", "direction=\"outbound\""), ("web", "direction=\"inbound\"")] {
             for peer in ["peer=\"src\"", "peer=\"dst\""] {
-                wait_for_metric(mesh, workload, "tcp_open_connections", &[port, direction, peer], 0.).await;
-                wait_for_metric(mesh, workload, "tcp_close_total", &[port, direction, peer], 1.).await;
+                mesh.wait_for_metric(workload, "tcp_open_connections", &[port, direction, peer], 0.)
+                    .await;
+                mesh.wait_for_metric(workload, "tcp_close_total", &[port, direction, peer], 1.)
+                    .await;
             }
         }
     });

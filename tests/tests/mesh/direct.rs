@@ -81,7 +81,7 @@ fn a_transport_header_may_arrive_byte_by_byte() {
         );
         let of_port = ["target_port=\"8080\""];
         let header = "inbound_tcp_transport_header_connections_total";
-        assert_eq!(mesh.metric("web", header, &of_port).await, 1.);
+        mesh.wait_for_metric("web", header, &of_port, 1.).await;
     });
 }
 
@@ -112,7 +112,8 @@ fn invalid_transport_headers_close_their_connections() {
             .await;
         }
         let error = ["error=\"transport header\""];
-        assert_eq!(mesh.metric("web", "inbound_tcp_errors_total", &error).await, 6.);
+        mesh.wait_for_metric("web", "inbound_tcp_errors_total", &error, 6.)
+            .await;
     });
 }
 
@@ -141,6 +142,7 @@ fn a_transport_header_that_is_late_is_refused_after_the_detect_timeout() {
         })
         .await;
         let error = ["error=\"transport header timeout\""];
-        assert_eq!(mesh.metric("web", "inbound_tcp_errors_total", &error).await, 2.);
+        mesh.wait_for_metric("web", "inbound_tcp_errors_total", &error, 2.)
+            .await;
     });
 }

@@ -33,7 +33,8 @@ status: {podIP: 10.66.0.11}
         assert_eq!(answer.text(), "web\n");
         let to_web = ["direction=\"outbound\"", "target_addr=\"10.66.0.11:8080\""];
         let with = |tls: &'static str| [to_web[0], to_web[1], tls];
-        assert_eq!(mesh.metric("client", "request_total", &with("tls=\"true\"")).await, 1.0);
+        mesh.wait_for_metric("client", "request_total", &with("tls=\"true\""), 1.0)
+            .await;
         assert_eq!(
             mesh.metric("client", "request_total", &with("tls=\"no_identity\""))
                 .await,

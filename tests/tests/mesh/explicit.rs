@@ -109,7 +109,7 @@ fn curl_reaches_a_service_of_the_mesh_in_four_ways() {
             }
         }
         let meshed = ["authority=\"web.shop.svc.cluster.local:8080\"", "tls=\"true\""];
-        assert_eq!(mesh.metric("client", "request_total", &meshed).await, 7.0);
+        mesh.wait_for_metric("client", "request_total", &meshed, 7.0).await;
     });
 }
 

@@ -253,7 +253,8 @@ fn waiting_for_a_server_that_permits_no_streams_times_out() {
                 assert_eq!(answer.unwrap().status, 503, "{workload}");
             }
             let failures = ["cause=\"no-free-stream\""];
-            assert_eq!(mesh.metric(workload, "tulle_failures_total", &failures).await, 3.0);
+            mesh.wait_for_metric(workload, "tulle_failures_total", &failures, 3.0)
+                .await;
         }
     });
 }

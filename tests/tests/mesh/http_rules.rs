@@ -348,7 +348,7 @@ fn ambiguous_paths_are_refused_where_rules_differ_by_path() {
             );
         }
         let cause = ["cause=\"ambiguous_path\"", "direction=\"inbound\""];
-        assert_eq!(mesh.metric("web", "tulle_failures_total", &cause).await, 10.);
+        mesh.wait_for_metric("web", "tulle_failures_total", &cause, 10.).await;
     });
 }
 

@@ -84,7 +84,7 @@ fn plaintext_is_counted_with_its_reason() {
                 200
             );
             let reason = r#"no_tls_reason="not_provided_by_service_discovery""#;
-            assert_eq!(mesh.metric("client", "request_total", &[reason]).await, 1.);
+            mesh.wait_for_metric("client", "request_total", &[reason], 1.).await;
             let mut client = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
             assert_eq!(client.fetch(client::request("/")).await.unwrap().status, 200);
             assert_eq!(
@@ -177,7 +177,7 @@ fn metrics_are_scraped_under_mutual_tls_through_the_proxy_of_the_client() {
         assert!(page.text().contains(REFRESHES), "{}", page.text());
         let server_id = format!("server_id=\"{}\"", identity("web"));
         let labels = [r#"direction="outbound""#, r#"tls="true""#, &server_id];
-        assert_eq!(mesh.metric("client", "response_total", &labels).await, 1.);
+        mesh.wait_for_metric("client", "response_total", &labels, 1.).await;
     });
 }
 

@@ -55,7 +55,7 @@ fn requests_of_one_connection_go_to_the_services_that_they_name() {
             assert!(!answer.text().contains("l5d-dst-override"), "{}", answer.text());
         }
         let named = ["authority=\"other.shop.svc.cluster.local:8080\"", "tls=\"true\""];
-        assert_eq!(mesh.metric("ingress", "request_total", &named).await, 1.0);
+        mesh.wait_for_metric("ingress", "request_total", &named, 1.0).await;
     });
 }
 
@@ -88,7 +88,7 @@ fn a_request_without_an_override_to_an_unmeshed_endpoint_has_its_own_no_tls_reas
         echo(mesh).await;
         assert_eq!(ask(mesh, "legacy", None).await.header("x-replica"), "legacy");
         let plain = ["no_tls_reason=\"ingress_without_override\""];
-        assert_eq!(mesh.metric("ingress", "request_total", &plain).await, 1.0);
+        mesh.wait_for_metric("ingress", "request_total", &plain, 1.0).await;
     });
 }
 

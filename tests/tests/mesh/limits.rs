@@ -47,7 +47,8 @@ fn a_proxy_short_of_memory_refuses_requests_until_memory_is_free() {
                 200
             );
             let short = ["cause=\"memory-short\""];
-            assert_eq!(mesh.metric("client", "tulle_failures_total", &short).await, 2.0);
+            mesh.wait_for_metric("client", "tulle_failures_total", &short, 2.0)
+                .await;
         });
 }
 
@@ -181,7 +182,8 @@ fn connections_over_the_open_file_limit_are_closed() {
         };
         assert!(ask_anew().await.is_none(), "the connection over the limit is refused");
         let overload = ["cause=\"overload\"", "direction=\"outbound\""];
-        assert_eq!(mesh.metric("client", "tulle_failures_total", &overload).await, 1.);
+        mesh.wait_for_metric("client", "tulle_failures_total", &overload, 1.)
+            .await;
         assert_eq!(
             held[0].fetch(request("/")).await.unwrap().status,
             200,

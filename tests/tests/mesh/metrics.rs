@@ -7,14 +7,6 @@ use tulle_tests::client::{Http1, empty, request};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, UNMESHED_IP, mesh};
 
-/// Waits until a metric of `client` has this value.
-async fn wait_for_metric(mesh: &Mesh, name: &str, labels: &[&str], expected: f64) {
-    eventually(&format!("{name} {labels:?} is {expected}"), async || {
-        (mesh.metric("client", name, labels).await == expected).then_some(())
-    })
-    .await;
-}
-
 #[test]
 fn connections_are_counted_by_protocol() {
     let mesh = mesh().workload("client").workload("web").unmeshed("gone");
@@ -24,30 +16,37 @@ fn connections_are_counted_by_protocol() {
         client.fetch(request("/")).await.unwrap();
         let of_web = r#"parent_name="web""#;
         let protocols = "outbound_tcp_protocol_connections_total";
-        wait_for_metric(mesh, protocols, &[r#"protocol="detect""#, of_web], 1.0).await;
+        mesh.wait_for_metric("client", protocols, &[r#"protocol="detect""#, of_web], 1.0)
+            .await;
         let found = "outbound_tcp_detect_http_results_total";
-        wait_for_metric(mesh, found, &[r#"result="http/1""#, of_web], 1.0).await;
+        mesh.wait_for_metric("client", found, &[r#"result="http/1""#, of_web], 1.0)
+            .await;
 
         let mut bytes = mesh.dial("client", mesh.service_addr("web", OPAQUE)).await;
         bytes.write_all(b"hello").await.unwrap();
         let mut echoed = [0; 5];
         bytes.read_exact(&mut echoed).await.unwrap();
-        wait_for_metric(mesh, protocols, &[r#"protocol="opaq""#, of_web], 1.0).await;
+        mesh.wait_for_metric("client", protocols, &[r#"protocol="opaq""#, of_web], 1.0)
+            .await;
         let (port, ip) = (
             format!("target_port=\"{OPAQUE}\""),
             mesh.service_addr("web", OPAQUE).ip(),
         );
         let of_route = [of_web, &port, &format!("target_ip=\"{ip}\"")];
-        wait_for_metric(mesh, "outbound_tcp_route_open_total", &of_route, 1.0).await;
-        wait_for_metric(mesh, "outbound_tcp_route_close_total", &of_route, 0.0).await;
+        mesh.wait_for_metric("client", "outbound_tcp_route_open_total", &of_route, 1.0)
+            .await;
+        mesh.wait_for_metric("client", "outbound_tcp_route_close_total", &of_route, 0.0)
+            .await;
         drop(bytes);
         let ended = [&of_route[..], &[r#"error="""#]].concat();
-        wait_for_metric(mesh, "outbound_tcp_route_close_total", &ended, 1.0).await;
+        mesh.wait_for_metric("client", "outbound_tcp_route_close_total", &ended, 1.0)
+            .await;
 
         let mut refused = mesh.dial("client", mesh.service_addr("gone", OPAQUE)).await;
         assert_eq!(refused.read(&mut [0]).await.unwrap_or(0), 0);
         let failed = [r#"parent_name="gone""#, r#"error="unexpected""#];
-        wait_for_metric(mesh, "outbound_tcp_route_close_total", &failed, 1.0).await;
+        mesh.wait_for_metric("client", "outbound_tcp_route_close_total", &failed, 1.0)
+            .await;
 
         let mut unmeshed = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
         unmeshed.fetch(request("/")).await.unwrap();
@@ -68,21 +67,26 @@ fn endpoints_and_bytes_are_counted() {
         client.fetch(request("/")).await.unwrap();
         let of_web = r#"backend_name="web""#;
         let ready = [r#"endpoint_state="ready""#, of_web];
-        wait_for_metric(mesh, "outbound_http_balancer_endpoints", &ready, 2.0).await;
-        wait_for_metric(mesh, "outbound_http_balancer_p2c_endpoints", &[of_web], 2.0).await;
+        mesh.wait_for_metric("client", "outbound_http_balancer_endpoints", &ready, 2.0)
+            .await;
+        mesh.wait_for_metric("client", "outbound_http_balancer_p2c_endpoints", &[of_web], 2.0)
+            .await;
         let resets = [r#"op="Reset""#, of_web];
-        wait_for_metric(mesh, "outbound_http_balancer_p2c_updates_total", &resets, 1.0).await;
+        mesh.wait_for_metric("client", "outbound_http_balancer_p2c_updates_total", &resets, 1.0)
+            .await;
         mesh.remove("pod-web-1");
-        wait_for_metric(mesh, "outbound_http_balancer_endpoints", &ready, 1.0).await;
+        mesh.wait_for_metric("client", "outbound_http_balancer_endpoints", &ready, 1.0)
+            .await;
         let removals = [r#"op="Remove""#, of_web];
-        wait_for_metric(mesh, "outbound_http_balancer_p2c_updates_total", &removals, 1.0).await;
+        mesh.wait_for_metric("client", "outbound_http_balancer_p2c_updates_total", &removals, 1.0)
+            .await;
         for op in ["Send", "Recv"] {
             let labels = [format!("op=\"{op}\""), r#"zone_locality="Unknown""#.to_owned()];
             let labels = [&*labels[0], &*labels[1]];
             let bytes = mesh.metric("client", "outbound_tcp_transfer_cost_bytes_total", &labels);
             assert!(bytes.await > 100.0, "{op}");
         }
-        wait_for_metric(mesh, "tokio_rt_workers", &[], 1.0).await;
+        mesh.wait_for_metric("client", "tokio_rt_workers", &[], 1.0).await;
     });
 }
 
@@ -159,11 +163,13 @@ fn requests_are_counted_by_host_if_enabled() {
     let hosts = ["web.test", "WEB.test:80", "other.test"];
     run_with_hosts("true", &hosts, async |mesh: &Mesh| {
         let statuses = "outbound_http_route_request_statuses_total";
-        wait_for_metric(mesh, statuses, &[r#"hostname="web.test""#], 2.0).await;
-        wait_for_metric(mesh, statuses, &[r#"hostname="other.test""#], 1.0).await;
+        mesh.wait_for_metric("client", statuses, &[r#"hostname="web.test""#], 2.0)
+            .await;
+        mesh.wait_for_metric("client", statuses, &[r#"hostname="other.test""#], 1.0)
+            .await;
     });
     run_with_hosts("false", &hosts, async |mesh: &Mesh| {
         let statuses = "outbound_http_route_request_statuses_total";
-        wait_for_metric(mesh, statuses, &[r#"hostname="""#], 3.0).await;
+        mesh.wait_for_metric("client", statuses, &[r#"hostname="""#], 3.0).await;
     });
 }

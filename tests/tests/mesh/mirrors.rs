@@ -105,7 +105,7 @@ fn a_mirror_gets_the_head_and_the_body_and_the_client_gets_the_response_of_the_b
         })
         .await;
         let labels = ["parent_name=\"web\"", "route_name=\"web\"", "backend_name=\"copy\""];
-        assert_eq!(mesh.metric("client", MIRRORED, &labels).await, 4.);
+        mesh.wait_for_metric("client", MIRRORED, &labels, 4.).await;
     });
 }
 

@@ -92,7 +92,8 @@ fn plaintext_is_refused_before_the_application_is_dialled() {
         silent.shutdown().await.unwrap();
         assert!(ends_without_data(&mut silent).await);
         assert_eq!(dialled.load(Ordering::Relaxed), 0);
-        assert_eq!(mesh.metric("web", "inbound_http_authz_deny_total", &[]).await, 2.);
+        mesh.wait_for_metric("web", "inbound_http_authz_deny_total", &[], 2.)
+            .await;
     });
 }
 
@@ -174,7 +175,8 @@ fn a_policy_change_to_deny_closes_open_connections() {
         for stream in [&mut bytes, &mut plain] {
             assert!(ends_without_data(stream).await);
         }
-        assert_eq!(mesh.metric("web", "inbound_tcp_authz_terminate_total", &[]).await, 2.);
+        mesh.wait_for_metric("web", "inbound_tcp_authz_terminate_total", &[], 2.)
+            .await;
     });
 }
 
@@ -345,7 +347,8 @@ fn a_policy_change_to_deny_closes_tunnels_and_responses() {
                 .await
                 .expect("the connection is closed");
         }
-        assert_eq!(mesh.metric("web", "inbound_tcp_authz_terminate_total", &[]).await, 4.);
+        mesh.wait_for_metric("web", "inbound_tcp_authz_terminate_total", &[], 4.)
+            .await;
     });
 }
 
@@ -371,6 +374,6 @@ fn tls_is_not_looked_for_on_opaque_ports() {
         bytes.write_all(b"\x16\x03\x01").await.unwrap(); // the start of a TLS record
         bytes.read_exact(&mut [0; 3]).await.unwrap();
         let skipped = ["no_tls_reason=\"port_skipped\"", "target_port=\"3306\""];
-        assert_eq!(mesh.metric("web", "tcp_open_total", &skipped).await, 1.);
+        mesh.wait_for_metric("web", "tcp_open_total", &skipped, 1.).await;
     });
 }

@@ -72,7 +72,8 @@ fn requests_over_the_in_flight_limit_are_shed_until_a_response_has_ended() {
         let answer = client(mesh, "web").await.fetch(request("/")).await.unwrap();
         assert_eq!((answer.status.as_u16(), answer.cause()), (503, "overload"));
         let shed = ["error=\"loadshed\""];
-        assert_eq!(mesh.metric("client", "outbound_http_errors_total", &shed).await, 1.);
+        mesh.wait_for_metric("client", "outbound_http_errors_total", &shed, 1.)
+            .await;
         drop((endless, holding));
         eventually("a request is accepted again", async || {
             (client(mesh, "web").await.fetch(request("/")).await.unwrap().status == 200).then_some(())

@@ -537,7 +537,8 @@ fn timeouts_apply_to_clients_that_stop_reading() {
         })
         .await;
         let failed = ["cause=\"deadline\"", "direction=\"outbound\""];
-        assert_eq!(mesh.metric("client", "tulle_failures_total", &failed).await, 2.0);
+        mesh.wait_for_metric("client", "tulle_failures_total", &failed, 2.0)
+            .await;
         drop(unread);
     });
 }

@@ -238,7 +238,7 @@ fn the_profile_timeout_of_an_upgrade_ends_with_the_101() {
         for (route, status) in [("chat", 101), ("slow", 504)] {
             let (route, status) = (format!("rt_route=\"{route}\""), format!("status_code=\"{status}\""));
             for family in ["route_request_total", "route_actual_request_total"] {
-                assert_eq!(mesh.metric("client", family, &[&route]).await, 1.0, "{family} {route}");
+                mesh.wait_for_metric("client", family, &[&route], 1.0).await;
             }
             eventually("its answer is counted", async || {
                 (mesh.metric("client", "route_response_total", &[&route, &status]).await == 1.0).then_some(())

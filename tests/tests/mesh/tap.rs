@@ -138,7 +138,7 @@ fn a_request_cancelled_before_its_response_is_shown_and_counted() {
                 "error=\"CANCEL\"",
             ),
         ] {
-            assert_eq!(mesh.metric(workload, name, &[label]).await, 1.0, "{workload} {name}");
+            mesh.wait_for_metric(workload, name, &[label], 1.0).await;
         }
     });
 }

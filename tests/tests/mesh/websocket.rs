@@ -218,14 +218,10 @@ fn sockets_share_one_connection_between_the_sidecars() {
         join_all(all).await;
         assert_eq!(n_peer_connections(mesh).await, 1.);
         let to_app = [r#"direction="inbound""#, r#"peer="dst""#];
-        assert_eq!(mesh.metric("web", "tcp_open_total", &to_app).await, 20.);
+        mesh.wait_for_metric("web", "tcp_open_total", &to_app, 20.).await;
         for workload in ["client", "web"] {
             let switched = [r#"status_code="101""#];
-            assert_eq!(
-                mesh.metric(workload, "response_total", &switched).await,
-                20.,
-                "{workload}"
-            );
+            mesh.wait_for_metric(workload, "response_total", &switched, 20.).await;
         }
     });
 }
@@ -333,7 +329,8 @@ spec: {podSelector: {}, port: 8080, accessPolicy: deny}
             socket.next().await.is_none_or(|end| end.is_err()),
             "the socket is closed"
         );
-        assert_eq!(mesh.metric("web", "inbound_tcp_authz_terminate_total", &[]).await, 1.);
+        mesh.wait_for_metric("web", "inbound_tcp_authz_terminate_total", &[], 1.)
+            .await;
     });
 }
 
