@@ -5,6 +5,8 @@ use std::net::SocketAddr;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as SocketAddrUnix, UnixListener};
 use std::os::unix::process::CommandExt;
+use std::panic::AssertUnwindSafe;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
@@ -19,22 +21,32 @@ use crate::fixture::{
 };
 use crate::lifecycle::{connections, linkerd};
 
-/// The connections of one client while rules changed.
+/// Clients that connect in both directions and families, without pause.
 #[derive(Debug, Default)]
-pub(crate) struct Observed {
-    /// Family and direction.
-    pub(crate) path: &'static str,
-    pub(crate) proxied: usize,
-    pub(crate) bypassed: usize,
-    /// Refused, reset, unanswered, or with a wrong original destination.
-    pub(crate) failed: Vec<String>,
+struct Load {
+    stop: AtomicBool,
+    connections: Mutex<Connections>,
 }
 
-/// Six clients connect in both directions and families, without pause, until the work is done.
-pub(crate) fn under_load(fixture: &Fixture, port: u16, work: impl FnOnce()) -> Vec<Observed> {
+#[derive(Clone, Debug, Default)]
+struct Connections {
+    /// By family and direction.
+    by_path: BTreeMap<&'static str, Counts>,
+    /// Refused, reset, unanswered, or with a wrong original destination.
+    failed: Vec<String>,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Counts {
+    proxied: usize,
+    bypassed: usize,
+}
+
+/// Runs six clients until the work is done, and returns their connections. None may have failed.
+fn under_load(fixture: &Fixture, port: u16, work: impl FnOnce(&Load)) -> Connections {
     // Shortens the tracking of thousands of closed connections.
     fixture.sysctl("net/netfilter/nf_conntrack_tcp_timeout_close", "1");
-    let stop = AtomicBool::new(false);
+    let load = Load::default();
     let [v4, v6] = families();
     let clients: [(&'static str, &Namespace, Client, SocketAddr); 6] = [
         ("ipv4 inbound", &fixture.peer, ROOT, (v4.pod[0], port).into()),
@@ -44,59 +56,62 @@ pub(crate) fn under_load(fixture: &Fixture, port: u16, work: impl FnOnce()) -> V
         ("ipv6 outbound", &fixture.pod, APP, (v6.peer, port).into()),
         ("ipv6 outbound", &fixture.pod, APP, (v6.other_peer, port).into()),
     ];
+    load.connections.lock().unwrap().by_path = clients.map(|(path, ..)| (path, Counts::default())).into();
     thread::scope(|scope| {
-        let stop = &stop;
-        let runs = clients.map(|(path, namespace, user, to)| {
-            scope.spawn(move || namespace.run(|| dial_until(path, user, to, stop)).unwrap())
-        });
-        work();
-        stop.store(true, Ordering::Relaxed);
-        runs.into_iter().map(|run| run.join().unwrap()).collect()
-    })
+        let load = &load;
+        for (path, namespace, user, to) in clients {
+            scope.spawn(move || namespace.run(|| load.dial_until_stopped(path, user, to)).unwrap());
+        }
+        // A panic of the work must also end the clients.
+        let worked = std::panic::catch_unwind(AssertUnwindSafe(|| work(load)));
+        load.stop.store(true, Ordering::Relaxed);
+        worked.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    });
+    let connections = load.connections.into_inner().unwrap();
+    assert_eq!(connections.failed, Vec::<String>::new());
+    connections
 }
 
-fn dial_until(path: &'static str, user: Client, to: SocketAddr, stop: &AtomicBool) -> Observed {
-    let mut observed = Observed {
-        path,
-        ..Observed::default()
-    };
-    while !stop.load(Ordering::Relaxed) {
-        match dial(user, to) {
-            Ok((stream, answer)) => {
-                socket2::SockRef::from(&stream)
-                    .set_linger(Some(Duration::ZERO))
-                    .unwrap();
-                match answer.server.as_str() {
-                    "inbound" | "outbound" if answer.orig_dst == Some(to) => observed.proxied += 1,
-                    "app" | "peer" => observed.bypassed += 1,
-                    _ => observed.failed.push(format!("{answer:?}")), // an empty answer means a reset
+impl Load {
+    fn dial_until_stopped(&self, path: &'static str, user: Client, to: SocketAddr) {
+        while !self.stop.load(Ordering::Relaxed) {
+            let dialled = dial(user, to);
+            let mut connections = self.connections.lock().unwrap();
+            let counts = connections.by_path.get_mut(path).unwrap();
+            match dialled {
+                Ok((stream, answer)) => {
+                    socket2::SockRef::from(&stream)
+                        .set_linger(Some(Duration::ZERO))
+                        .unwrap();
+                    match answer.server.as_str() {
+                        "inbound" | "outbound" if answer.orig_dst == Some(to) => counts.proxied += 1,
+                        "app" | "peer" => counts.bypassed += 1,
+                        // An empty answer means a reset.
+                        _ => connections.failed.push(format!("{path}: {answer:?}")),
+                    }
                 }
+                Err(error) => connections.failed.push(format!("{path}: {error}")),
             }
-            Err(error) => observed.failed.push(error.to_string()),
         }
     }
-    observed
-}
 
-/// Adds up the connections of each client by result; none may have failed.
-fn count(observed: &[Observed], counts: &mut BTreeMap<&'static str, [usize; 2]>) {
-    for observed in observed {
-        assert_eq!(observed.failed, Vec::<String>::new(), "{}", observed.path);
-        let [proxied, bypassed] = counts.entry(observed.path).or_default();
-        *proxied += observed.proxied;
-        *bypassed += observed.bypassed;
+    /// Repeats the work until the condition holds for each path, and at least `min_runs` times. Returns the number of runs. A busy
+    /// machine connects more slowly, so the number of connections is what matters, not the time.
+    fn repeat_until(&self, min_runs: usize, is_enough: impl Fn(&Counts) -> bool, mut work: impl FnMut(usize)) -> usize {
+        let deadline = Instant::now() + LOAD_TIMEOUT;
+        for n in 0.. {
+            let connections = self.connections.lock().unwrap().clone();
+            if n >= min_runs && connections.by_path.values().all(&is_enough) {
+                return n;
+            }
+            assert!(
+                Instant::now() < deadline,
+                "not within {LOAD_TIMEOUT:?}: {connections:?}"
+            );
+            work(n);
+        }
+        unreachable!("the runs are not limited in number")
     }
-}
-
-/// Repeats the work for this long, and returns the number of runs.
-pub(crate) fn repeat_for(limit: Duration, mut work: impl FnMut(usize)) -> usize {
-    let started = Instant::now();
-    let mut times = 0;
-    while started.elapsed() < limit {
-        work(times);
-        times += 1;
-    }
-    times
 }
 
 /// None of at least ten thousand connections bypasses the proxy or is reset, including those that stay open.
@@ -109,34 +124,21 @@ fn no_connection_bypasses_the_proxy_while_rules_are_replaced() {
         let fixture = Fixture::new(&[8080]);
         fixture.apply(backend, &[]);
         let mut streams = connections(&fixture, 8080);
-        let mut counts: BTreeMap<_, [usize; 2]> = BTreeMap::new();
         let mut applied = 0;
-        let started = Instant::now();
-        // A busy machine connects more slowly, and the number of connections is what matters.
-        let few = |counts: &BTreeMap<_, [usize; 2]>| {
-            counts.len() < 4 || counts.values().any(|counts| counts[0] < CONNECTIONS / 4)
-        };
-        while few(&counts) && started.elapsed() < Duration::from_secs(60) {
-            let observed = under_load(&fixture, 8080, || {
-                // The flags alternate, so that every run writes rules.
-                applied += repeat_for(Duration::from_secs(10), |n| {
-                    fixture.apply(backend, &["--proxy-gid", if n % 2 == 0 { "7" } else { "8" }]);
-                    for (stream, server) in &mut streams {
-                        echo(stream, &[7; 1000]).unwrap_or_else(|error| panic!("{backend}: {server}: {error}"));
-                    }
-                });
+        let observed = under_load(&fixture, 8080, |load| {
+            let is_enough = |counts: &Counts| counts.proxied >= CONNECTIONS / 4;
+            // The flags alternate, so that every run writes rules.
+            applied = load.repeat_until(10, is_enough, |n| {
+                fixture.apply(backend, &["--proxy-gid", if n % 2 == 0 { "7" } else { "8" }]);
+                for (stream, server) in &mut streams {
+                    echo(stream, &[7; 1000]).unwrap_or_else(|error| panic!("{backend}: {server}: {error}"));
+                }
             });
-            count(&observed, &mut counts);
-        }
-        let total: usize = counts.values().map(|[proxied, _]| proxied).sum();
-        println!("{backend}: {total} connections over {applied} re-applications; proxied and bypassed: {counts:?}");
+        });
+        println!("{backend}: {applied} applications: {observed:?}");
         assert!(
-            counts.values().all(|[_, bypassed]| *bypassed == 0),
-            "{backend}: {counts:?}"
-        );
-        assert!(
-            !few(&counts) && applied >= 10,
-            "{backend}: {counts:?}, {applied} applications"
+            observed.by_path.values().all(|counts| counts.bypassed == 0),
+            "{backend}: {observed:?}"
         );
     }
 }
@@ -151,18 +153,21 @@ fn linkerds_sequence_lets_connections_bypass_the_proxy() {
         let fixture = Fixture::new(&[8080]);
         let both = format!("{}\n{}", linkerd(tool), linkerd(&tool.replace("ip", "ip6")));
         fixture.sh(&both);
-        let observed = under_load(&fixture, 8080, || {
-            repeat_for(Duration::from_secs(2), |_| {
+        let observed = under_load(&fixture, 8080, |load| {
+            let deadline = Instant::now() + LOAD_TIMEOUT;
+            while load
+                .connections
+                .lock()
+                .unwrap()
+                .by_path
+                .values()
+                .all(|counts| counts.bypassed == 0)
+            {
+                assert!(Instant::now() < deadline, "{tool}: no connection bypassed the proxy");
                 fixture.sh(&both);
-            });
+            }
         });
-        let sum = |part: fn(&Observed) -> usize| observed.iter().map(part).sum::<usize>();
-        println!(
-            "self-test, {tool}: {} proxied, {} bypassed",
-            sum(|observed| observed.proxied),
-            sum(|observed| observed.bypassed)
-        );
-        assert!(sum(|observed| observed.bypassed) > 0, "{tool}");
+        println!("self-test, {tool}: {observed:?}");
     }
 }
 
@@ -181,18 +186,13 @@ fn a_changing_skip_list_is_the_old_or_the_new_one() {
             "--outbound-ports-to-ignore",
             "8080",
         ];
-        let observed = under_load(&fixture, 8080, || {
-            repeat_for(Duration::from_secs(4), |n| {
+        let observed = under_load(&fixture, 8080, |load| {
+            let is_enough = |counts: &Counts| counts.proxied >= 50 && counts.bypassed >= 50;
+            load.repeat_until(10, is_enough, |n| {
                 fixture.apply(backend, if n % 2 == 0 { &skip } else { &[] });
             });
         });
-        let mut counts = BTreeMap::new();
-        count(&observed, &mut counts);
-        println!("{backend}: proxied and direct: {counts:?}");
-        assert!(
-            counts.values().flatten().all(|count| *count >= 50),
-            "{backend}: {counts:?}"
-        );
+        println!("{backend}: {observed:?}");
     }
 }
 
@@ -206,14 +206,18 @@ fn draining_under_load_fails_no_connection() {
         let fixture = Fixture::new(&[8080]);
         fixture.apply(backend, &[]);
         let mut streams = connections(&fixture, 8080);
-        let observed = under_load(&fixture, 8080, || {
+        let observed = under_load(&fixture, 8080, |load| {
             thread::scope(|scope| {
-                let cleaning = scope.spawn(|| fixture.init(&["--clean=drain", "--drain-timeout", "20s"]));
-                repeat_for(Duration::from_secs(2), |_| {
-                    for (stream, server) in &mut streams {
-                        echo(stream, &[7; 1000]).unwrap_or_else(|error| panic!("{backend}: {server}: {error}"));
-                    }
-                });
+                let cleaning = scope.spawn(|| fixture.init(&["--clean=drain", "--drain-timeout", "60s"]));
+                load.repeat_until(
+                    10,
+                    |counts| counts.bypassed > 500,
+                    |_| {
+                        for (stream, server) in &mut streams {
+                            echo(stream, &[7; 1000]).unwrap_or_else(|error| panic!("{backend}: {server}: {error}"));
+                        }
+                    },
+                );
                 assert!(!cleaning.is_finished(), "{backend}: did not wait");
                 drop(std::mem::take(&mut streams));
                 let output = cleaning.join().unwrap();
@@ -224,17 +228,11 @@ fn draining_under_load_fails_no_connection() {
                 );
             });
             // After the rules are removed, too.
-            repeat_for(Duration::from_millis(300), |_| {
+            for _ in 0..100 {
                 ask(&fixture.peer, ROOT, (families()[0].pod[0], 8080).into()).unwrap();
-            });
+            }
         });
-        let mut counts = BTreeMap::new();
-        count(&observed, &mut counts);
-        println!("drain {backend}: proxied and direct: {counts:?}");
-        assert!(
-            counts.values().all(|[_, direct]| *direct > 500),
-            "{backend}: {counts:?}"
-        );
+        println!("drain {backend}: {observed:?}");
         assert_eq!(fixture.code(&flags(backend, &["--check"])), 4, "{backend}");
     }
 }
@@ -358,21 +356,23 @@ fn no_connection_bypasses_the_proxy_while_backends_are_switched() {
             .server,
         "inbound"
     );
-    let observed = under_load(&fixture, 8080, || {
-        repeat_for(Duration::from_secs(4), |n| {
-            fixture.apply(BACKENDS[(n + 1) % BACKENDS.len()], &[]);
-        });
+    let observed = under_load(&fixture, 8080, |load| {
+        load.repeat_until(
+            10,
+            |counts| counts.proxied > 500,
+            |n| {
+                fixture.apply(BACKENDS[(n + 1) % BACKENDS.len()], &[]);
+            },
+        );
     });
-    let mut counts: BTreeMap<_, [usize; 2]> = BTreeMap::new();
-    count(&observed, &mut counts);
-    println!("switching: proxied and bypassed: {counts:?}");
+    println!("switching: {observed:?}");
     assert!(
-        counts
-            .values()
-            .all(|[proxied, bypassed]| *proxied > 500 && *bypassed == 0),
-        "{counts:?}"
+        observed.by_path.values().all(|counts| counts.bypassed == 0),
+        "{observed:?}"
     );
 }
 
 const CONNECTIONS: usize = 10_000;
 const KILLS: usize = 200;
+/// A load of a few seconds takes longer on a busy machine.
+const LOAD_TIMEOUT: Duration = Duration::from_secs(60);

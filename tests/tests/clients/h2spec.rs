@@ -8,7 +8,7 @@ use crate::testbed::{H2C, HTTP, SERVER, service, start_testbed};
 /// Runs all h2spec cases and returns the failed ones.
 fn failures(host: &Namespace, ip: &str, port: u16) -> Vec<String> {
     let port = port.to_string();
-    let output = programs::run(host, "h2spec", &["-h", ip, "-p", &port, "-o", "2"], b"");
+    let output = programs::run(host, "h2spec", &["-h", ip, "-p", &port, "-o", "10"], b"");
     let summary = output
         .out
         .lines()
