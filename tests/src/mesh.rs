@@ -551,11 +551,21 @@ impl Mesh {
             .sum()
     }
 
-    /// Waits until [`Mesh::metric`] has a value: an exchange is counted after its end, which the client may see earlier.
+    /// Waits until [`Mesh::metric`] has a value: connections and requests are counted after their end, which the client may see
+    /// earlier.
     pub async fn wait_for_metric(&self, workload: &str, name: &str, labels: &[&str], expected: f64) {
         let what = format!("{name}{labels:?} of {workload} is {expected}");
         eventually(&what, async || {
             (self.metric(workload, name, labels).await == expected).then_some(())
+        })
+        .await;
+    }
+
+    /// Waits until [`Mesh::metric`] has at least this value.
+    pub async fn wait_for_metric_from(&self, workload: &str, name: &str, labels: &[&str], least: f64) {
+        let what = format!("{name}{labels:?} of {workload} is at least {least}");
+        eventually(&what, async || {
+            (self.metric(workload, name, labels).await >= least).then_some(())
         })
         .await;
     }

@@ -190,6 +190,7 @@ impl Config {
         let statuses = || writeback::config::StatusesConfig {
             cluster_networks: self.cluster.cluster_networks.clone(),
             global_egress_namespace: self.cluster.global_egress_namespace.clone(),
+            default_opaque_ports: self.cluster.default_opaque_ports.clone(),
             patch_timeout: self.writeback.patch_timeout,
         };
         let write_slices = destination && self.cluster.endpoints_source == EndpointsSource::EndpointSlices;

@@ -5,13 +5,14 @@
 use std::fmt;
 
 use ipnet::IpNet;
+use tulle_core::ports::PortSet;
 
 use crate::resources::meta::NamespacedName;
 use crate::resources::policy::egress_network::EgressNetwork;
 use crate::resources::policy::server::{ProxyProtocol, Server};
 use crate::resources::route::{Parent, ParentKind, Route, RouteKind};
 use crate::resources::route_admission;
-use crate::resources::service::{Service, ServiceKind};
+use crate::resources::service::{DeclaredProtocol, Service, ServiceKind};
 
 /// Looks up the parents of routes.
 pub trait ParentLookup {
@@ -26,6 +27,8 @@ pub struct AcceptanceSettings<'a> {
     pub cluster_networks: &'a [IpNet],
     /// Namespace of the EgressNetworks that apply to namespaces without their own.
     pub global_egress_namespace: &'a str,
+    /// Ports that are opaque unless an annotation says otherwise.
+    pub default_opaque_ports: &'a PortSet,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,6 +50,8 @@ pub enum RouteRejection {
     /// The Server's protocol does not support routes of this kind. All requests to the Server fail, because the
     /// requests that the route matches cannot be identified.
     ProtocolMismatch(ProxyProtocol),
+    /// The port, or each port if the reference has none, has a protocol that does not support routes of this kind.
+    PortProtocolMismatch(Option<(u16, DeclaredProtocol)>),
     /// The reference to a Server has a port or a section, which a Server does not have. The route stays attached, and
     /// its requests fail.
     UnsupportedParentField(&'static str),
@@ -78,6 +83,14 @@ impl fmt::Display for RouteRejection {
             Self::ProtocolMismatch(protocol) => write!(
                 f,
                 "the Server's proxyProtocol is {protocol}, which does not support routes of this kind"
+            ),
+            Self::PortProtocolMismatch(Some((port, protocol))) => write!(
+                f,
+                "the protocol of port {port} is {protocol}, which does not support routes of this kind; \
+                 check appProtocol and opaque ports of the parent"
+            ),
+            Self::PortProtocolMismatch(None) => f.write_str(
+                "the protocol of each port does not support routes of this kind; check appProtocol and opaque ports of the parent",
             ),
             Self::UnsupportedParentField(field) => write!(
                 f,
@@ -136,16 +149,29 @@ fn check_reference(
             let server = parents.server(&parent.name).ok_or(RouteRejection::ParentNotFound)?;
             check_server_route(server, route, parent)?;
         }
-        ParentKind::Service => match parents.service(&parent.name).map(|service| service.kind) {
-            Some(ServiceKind::ClusterIp) => {}
-            Some(_) => return Err(RouteRejection::NoClusterIp),
-            None => return Err(RouteRejection::ParentNotFound),
-        },
+        ParentKind::Service => {
+            let service = parents.service(&parent.name).ok_or(RouteRejection::ParentNotFound)?;
+            if service.kind != ServiceKind::ClusterIp {
+                return Err(RouteRejection::NoClusterIp);
+            }
+            let protocol = |port| service.declared_protocol(port, settings.default_opaque_ports);
+            match parent.port {
+                Some(port) => check_port_protocol(route.kind, port, protocol(port))?,
+                None => {
+                    let checks = service.ports.iter();
+                    let mut checks = checks.map(|port| check_port_protocol(route.kind, port.port, protocol(port.port)));
+                    if !service.ports.is_empty() && checks.all(|check| check.is_err()) {
+                        return Err(RouteRejection::PortProtocolMismatch(None));
+                    }
+                }
+            }
+        }
         ParentKind::EgressNetwork => {
             let network = parents.egress_network(&parent.name);
             let network = network.ok_or(RouteRejection::ParentNotFound)?;
-            if parent.port.is_none() {
-                return Err(RouteRejection::NoPort);
+            let port = parent.port.ok_or(RouteRejection::NoPort)?;
+            if network.is_opaque(port, settings.default_opaque_ports) {
+                check_port_protocol(route.kind, port, DeclaredProtocol::Opaque)?;
             }
             if overlaps_cluster_networks(network, settings.cluster_networks) {
                 return Err(RouteRejection::OverlapsClusterNetworks);
@@ -158,6 +184,20 @@ fn check_reference(
         ParentKind::Foreign => return Err(RouteRejection::UnsupportedParentKind),
     }
     Ok(())
+}
+
+/// Checks whether a port with this protocol uses routes of this kind.
+fn check_port_protocol(kind: RouteKind, port: u16, protocol: DeclaredProtocol) -> Result<(), RouteRejection> {
+    let is_supported = match protocol {
+        DeclaredProtocol::None => true,
+        DeclaredProtocol::Http1 => matches!(kind, RouteKind::PolicyHttp | RouteKind::GatewayHttp),
+        DeclaredProtocol::Http2 => matches!(kind, RouteKind::PolicyHttp | RouteKind::GatewayHttp | RouteKind::Grpc),
+        DeclaredProtocol::Opaque => kind == RouteKind::Tcp,
+    };
+    match is_supported {
+        true => Ok(()),
+        false => Err(RouteRejection::PortProtocolMismatch(Some((port, protocol)))),
+    }
 }
 
 /// Checks a reference of a route to this Server.

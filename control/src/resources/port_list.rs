@@ -5,7 +5,10 @@
 use std::fmt;
 use std::ops::RangeInclusive;
 
+use tulle_core::names::annotation;
 use tulle_core::ports::PortSet;
+
+use crate::resources::meta::Meta;
 
 /// The entries of a comma-separated list. Whitespace around entries and empty entries are ignored.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -109,6 +112,25 @@ impl fmt::Display for ResolvedPorts {
             }
         }
         Ok(())
+    }
+}
+
+/// Returns whether a port of an object is opaque. `declared` resolves port names in the object's annotation.
+pub fn is_marked_opaque(meta: &Meta, port: u16, default: &PortSet, declared: impl Fn(&str) -> Vec<u16>) -> bool {
+    let annotated = meta.annotation(annotation::OPAQUE_PORTS);
+    contains_or_default(
+        annotated.map(|text| PortList::parse(text).resolve(declared)),
+        default,
+        port,
+    )
+}
+
+/// Returns whether an annotation contains the port. Without the annotation, or if none of its entries is valid, the default
+/// applies, as for the injector.
+pub fn contains_or_default(annotated: Option<ResolvedPorts>, default: &PortSet, port: u16) -> bool {
+    match annotated {
+        Some(ports) if !ports.has_only_invalid_entries() => ports.to_set().contains(port),
+        _ => default.contains(port),
     }
 }
 

@@ -1,6 +1,7 @@
 //! Services, and their endpoints: Endpoints and EndpointSlices in one form.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::net::IpAddr;
 use std::sync::Arc;
 
@@ -11,9 +12,11 @@ use k8s_openapi::api::core::v1::{
 use k8s_openapi::api::discovery::v1::{Endpoint as KubernetesEndpoint, EndpointSlice as KubernetesSlice};
 use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use tulle_core::names::label;
+use tulle_core::ports::PortSet;
 
 use crate::resources::interning::{intern, intern_opt};
 use crate::resources::meta::{Meta, NamespacedName};
+use crate::resources::port_list;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Service {
@@ -99,6 +102,53 @@ pub struct ServicePort {
     pub port: u16,
     pub target: PortRef,
     pub app_protocol: Option<String>,
+}
+
+/// The protocol of a port of a Service or an EgressNetwork, as its object declares it to clients.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DeclaredProtocol {
+    /// The client's proxy detects it.
+    None,
+    Http1,
+    Http2,
+    Opaque,
+}
+
+impl fmt::Display for DeclaredProtocol {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::None => "not declared",
+            Self::Http1 => "HTTP/1",
+            Self::Http2 => "HTTP/2",
+            Self::Opaque => "opaque",
+        })
+    }
+}
+
+impl Service {
+    /// Returns the protocol of a port: that of its `appProtocol`, or opaque if the port is marked as opaque.
+    pub fn declared_protocol(&self, port: u16, default_opaque_ports: &PortSet) -> DeclaredProtocol {
+        let listed = self.ports.iter().find(|listed| listed.port == port);
+        let app_protocol = listed.and_then(|port| port.app_protocol.as_deref());
+        match app_protocol.map(str::to_ascii_lowercase).as_deref() {
+            Some("http") => DeclaredProtocol::Http1,
+            Some("kubernetes.io/h2c") => DeclaredProtocol::Http2,
+            // Kubernetes does not define `grpc`, but other meshes support it. A port that is marked as opaque, for example because
+            // its application terminates TLS, stays opaque.
+            Some("grpc") if !self.is_opaque(port, default_opaque_ports) => DeclaredProtocol::Http2,
+            Some(_) => DeclaredProtocol::Opaque,
+            None if self.is_opaque(port, default_opaque_ports) => DeclaredProtocol::Opaque,
+            None => DeclaredProtocol::None,
+        }
+    }
+
+    /// Returns whether a port is marked as opaque for clients: by the annotation, or else by the cluster's default.
+    pub fn is_opaque(&self, port: u16, default_opaque_ports: &PortSet) -> bool {
+        port_list::is_marked_opaque(&self.meta, port, default_opaque_ports, |name| {
+            let named = self.ports.iter().filter(|port| port.name == name);
+            named.map(|port| port.port).collect()
+        })
+    }
 }
 
 /// A port, by number or by its name in the workload.

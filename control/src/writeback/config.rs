@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use ipnet::IpNet;
+use tulle_core::ports::PortSet;
 
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -24,6 +25,8 @@ pub struct StatusesConfig {
     pub cluster_networks: Vec<IpNet>,
     /// Namespace of the EgressNetworks that apply to namespaces without their own. Default `linkerd-egress`.
     pub global_egress_namespace: String,
+    /// Ports that are opaque unless an annotation says otherwise.
+    pub default_opaque_ports: PortSet,
     /// Timeout of one patch. Default 5 s.
     pub patch_timeout: Duration,
 }

@@ -99,6 +99,9 @@ async fn the_most_specific_protocol_of_all_routes_on_a_port_applies() {
     row(", appProtocol: linkerd.io/tcp", &[&tcp], &[&of("opaque"), tcp_line]).await;
     row(", appProtocol: linkerd.io/opaque", &[&http], &[&of("opaque"), opaque]).await;
     row(", appProtocol: redis", &[], &[&of("opaque"), opaque]).await;
+    // Routes that the port's protocol excludes do not displace others.
+    row(", appProtocol: HTTP", &[&grpc, &http], &[&of("http1"), http_line]).await;
+    row(", appProtocol: redis", &[&grpc, &tls, &tcp], &[&of("opaque"), tcp_line]).await;
     // Routes of one port do not affect others.
     let manifests = format!("{}{tcp}", services("", ""));
     check(

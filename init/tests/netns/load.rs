@@ -6,13 +6,13 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as SocketAddrUnix, UnixListener};
 use std::os::unix::process::CommandExt;
 use std::panic::AssertUnwindSafe;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
+use parking_lot::Mutex;
 use tokio::time::Instant;
 use tulle_core::netns::Namespace;
 
@@ -56,7 +56,7 @@ fn under_load(fixture: &Fixture, port: u16, work: impl FnOnce(&Load)) -> Connect
         ("ipv6 outbound", &fixture.pod, APP, (v6.peer, port).into()),
         ("ipv6 outbound", &fixture.pod, APP, (v6.other_peer, port).into()),
     ];
-    load.connections.lock().unwrap().by_path = clients.map(|(path, ..)| (path, Counts::default())).into();
+    load.connections.lock().by_path = clients.map(|(path, ..)| (path, Counts::default())).into();
     thread::scope(|scope| {
         let load = &load;
         for (path, namespace, user, to) in clients {
@@ -67,7 +67,7 @@ fn under_load(fixture: &Fixture, port: u16, work: impl FnOnce(&Load)) -> Connect
         load.stop.store(true, Ordering::Relaxed);
         worked.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     });
-    let connections = load.connections.into_inner().unwrap();
+    let connections = load.connections.into_inner();
     assert_eq!(connections.failed, Vec::<String>::new());
     connections
 }
@@ -76,7 +76,7 @@ impl Load {
     fn dial_until_stopped(&self, path: &'static str, user: Client, to: SocketAddr) {
         while !self.stop.load(Ordering::Relaxed) {
             let dialled = dial(user, to);
-            let mut connections = self.connections.lock().unwrap();
+            let mut connections = self.connections.lock();
             let counts = connections.by_path.get_mut(path).unwrap();
             match dialled {
                 Ok((stream, answer)) => {
@@ -100,7 +100,7 @@ impl Load {
     fn repeat_until(&self, min_runs: usize, is_enough: impl Fn(&Counts) -> bool, mut work: impl FnMut(usize)) -> usize {
         let deadline = Instant::now() + LOAD_TIMEOUT;
         for n in 0.. {
-            let connections = self.connections.lock().unwrap().clone();
+            let connections = self.connections.lock().clone();
             if n >= min_runs && connections.by_path.values().all(&is_enough) {
                 return n;
             }
@@ -158,7 +158,6 @@ fn linkerds_sequence_lets_connections_bypass_the_proxy() {
             while load
                 .connections
                 .lock()
-                .unwrap()
                 .by_path
                 .values()
                 .all(|counts| counts.bypassed == 0)

@@ -14,15 +14,14 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tulle_core::netns;
 
-use super::cgroups;
-use super::node;
 use super::slot::{self, Slot};
+use super::{cgroups, node, processes};
 
 /// Removes everything of the cluster in `slot`; succeeds if there is none.
 pub(super) fn remove(slot: &Slot) -> anyhow::Result<()> {
     let dir = slot.dir();
     // Components that start pods stop before the pods.
-    kill_processes("components", || components(dir))?;
+    kill_processes("components", || processes::in_directory(dir))?;
     kill_processes("pods", || cgroups::processes(slot.cgroup_prefix()))?;
     for mount in mounts(dir)? {
         // The mount may have gone with one that contained it.
@@ -37,11 +36,6 @@ pub(super) fn remove(slot: &Slot) -> anyhow::Result<()> {
         }
         _ => Ok(()),
     }
-}
-
-/// Whether a process of the cluster in `dir` is running.
-pub(super) fn is_alive(dir: &Path) -> anyhow::Result<bool> {
-    Ok(!components(dir)?.is_empty())
 }
 
 /// Kills processes until none is left.
@@ -60,25 +54,6 @@ fn kill_processes(what: &str, processes: impl Fn() -> anyhow::Result<Vec<i32>>) 
     }
     ensure!(left.is_empty(), "{what} of the cluster do not end: processes {left:?}");
     Ok(())
-}
-
-/// Processes that run in the directory of the cluster: those of this harness, and those that containerd started.
-fn components(dir: &Path) -> anyhow::Result<Vec<i32>> {
-    let mut found = Vec::new();
-    for entry in fs::read_dir("/proc").context("reading /proc")?.flatten() {
-        let pid = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok());
-        let Some(pid) = pid else { continue };
-        let path = entry.path();
-        // A zombie has no working directory.
-        let Ok(works_in) = fs::read_link(path.join("cwd")) else {
-            continue;
-        };
-        let name = fs::read_to_string(path.join("comm")).unwrap_or_default();
-        if works_in.starts_with(dir) && PROGRAMS.contains(&name.trim()) {
-            found.push(pid);
-        }
-    }
-    Ok(found)
 }
 
 /// Mount points below a directory, innermost first.
@@ -130,18 +105,6 @@ fn remove_external_files(dir: &Path) {
     }
 }
 
-/// Names as in `/proc/<pid>/comm`, which has at most 15 bytes.
-const PROGRAMS: &[&str] = &[
-    "etcd",
-    "kube-apiserver",
-    "kube-controller",
-    "kube-scheduler",
-    "kube-proxy",
-    "kubelet",
-    "containerd",
-    "containerd-shim",
-    "runc",
-];
 /// Ten seconds; a killed process needs milliseconds to exit.
 const MAX_KILL_ATTEMPTS: u32 = 500;
 const KILL_INTERVAL: Duration = Duration::from_millis(20);

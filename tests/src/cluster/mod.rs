@@ -16,6 +16,7 @@ mod kubeconfig;
 mod leftovers;
 mod node;
 mod pki;
+mod processes;
 mod slot;
 
 pub use api_server::{ApiServer, Controllers, Options};

@@ -9,7 +9,7 @@ use anyhow::Context as _;
 use nix::fcntl::{Flock, FlockArg};
 use tokio::time::sleep;
 
-use super::leftovers;
+use super::processes;
 
 /// The place of one cluster.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -44,7 +44,7 @@ impl Slot {
         }
     }
 
-    /// Directory of the files of the cluster. `leftovers::remove_external_files` removes those that programs write to other paths.
+    /// Directory of the files of the cluster. Programs also write some to other paths.
     pub(super) fn dir(&self) -> &Path {
         &self.dir
     }
@@ -66,7 +66,7 @@ impl Slot {
 
     /// Whether a detached cluster is running in this slot.
     pub(super) fn has_detached_cluster(&self) -> anyhow::Result<bool> {
-        Ok(self.dir.join(DETACHED_MARKER).exists() && leftovers::is_alive(&self.dir)?)
+        Ok(self.dir.join(DETACHED_MARKER).exists() && processes::is_alive(&self.dir)?)
     }
 
     /// Locks this slot, unless a cluster of a test is in it.

@@ -203,7 +203,8 @@ fn requests_that_reached_no_application_go_to_another_endpoint() {
                 .unwrap();
             assert_eq!(client.fetch(req).await.unwrap().text(), "a body");
         }
-        assert!(mesh.metric("client", "tulle_outbound_resent_total", &[]).await >= 1.);
+        mesh.wait_for_metric_from("client", "tulle_outbound_resent_total", &[], 1.)
+            .await;
     });
 }
 
@@ -255,7 +256,8 @@ fn grpc_calls_that_reached_no_application_go_to_another_endpoint() {
                 "{reported:?}"
             );
         }
-        assert!(mesh.metric("client", "tulle_outbound_resent_total", &[]).await >= 1.);
+        mesh.wait_for_metric_from("client", "tulle_outbound_resent_total", &[], 1.)
+            .await;
     });
 }
 

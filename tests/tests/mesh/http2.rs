@@ -603,7 +603,8 @@ fn header_lists_in_flight_on_one_connection_are_bounded() {
         assert_eq!(waiting.len(), n_permitted);
         let labels = ["direction=\"inbound\"", "cause=\"overload\""];
         let n_refused = async || mesh.metric("web", "tulle_failures_total", &labels).await;
-        assert_eq!(n_refused().await, N_REFUSED as f64);
+        mesh.wait_for_metric("web", "tulle_failures_total", &labels, N_REFUSED as f64)
+            .await;
         // Requests that the client resets make room for others.
         waiting.clear();
         eventually("another request is accepted", async || {

@@ -156,11 +156,8 @@ fn a_port_with_http_rules_never_carries_opaque_bytes() {
             send_and_read_all(mesh.dial("client", ([10, 66, 2, 7], port).into()).await, &unsupported).await;
         }
         assert_eq!(n_dialled.load(Ordering::Relaxed), 0);
-        assert!(
-            mesh.metric("web", "tulle_failures_total", &["cause=\"not-http\""])
-                .await
-                >= 1.
-        );
+        mesh.wait_for_metric_from("web", "tulle_failures_total", &["cause=\"not-http\""], 1.)
+            .await;
 
         let listener = TcpListener::bind(at(mesh, DETECT_WITHOUT_RULES)).await.unwrap();
         apps.push(apps::serve_tcp(listener, |mut stream| async move {
@@ -251,11 +248,8 @@ fn opaque_connections_are_closed_when_their_port_gets_rules_for_requests() {
         let mut rest = Vec::new();
         // A reset is also an end.
         let _ = stream.read_to_end(&mut rest).await;
-        assert_eq!(
-            mesh.metric("web", "tulle_failures_total", &["cause=\"not-http\""])
-                .await,
-            1.
-        );
+        mesh.wait_for_metric("web", "tulle_failures_total", &["cause=\"not-http\""], 1.)
+            .await;
     });
 }
 

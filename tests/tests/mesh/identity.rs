@@ -87,11 +87,8 @@ fn plaintext_is_counted_with_its_reason() {
             mesh.wait_for_metric("client", "request_total", &[reason], 1.).await;
             let mut client = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
             assert_eq!(client.fetch(client::request("/")).await.unwrap().status, 200);
-            assert_eq!(
-                mesh.metric("web", "request_total", &[r#"no_tls_reason="no_tls_from_remote""#])
-                    .await,
-                1.
-            );
+            mesh.wait_for_metric("web", "request_total", &[r#"no_tls_reason="no_tls_from_remote""#], 1.)
+                .await;
         });
 }
 

@@ -144,7 +144,8 @@ fn one_identity_is_permitted_and_another_is_refused() {
                 "the client does not get the error text"
             );
             let cause = [r#"direction="inbound""#, r#"cause="policy-denied""#];
-            assert!(mesh.metric("web", "tulle_failures_total", &cause).await >= 1.);
+            mesh.wait_for_metric_from("web", "tulle_failures_total", &cause, 1.)
+                .await;
             let mut unmeshed = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
             assert_eq!(unmeshed.fetch(request("/")).await.unwrap().status, 403);
             let labels = [
@@ -152,12 +153,10 @@ fn one_identity_is_permitted_and_another_is_refused() {
                 r#"authz_name="web-http""#,
                 r#"srv_name="web-http""#,
             ];
-            assert!(mesh.metric("web", "inbound_http_authz_allow_total", &labels).await >= 1.);
-            assert!(
-                mesh.metric("web", "inbound_http_authz_deny_total", &[r#"srv_name="web-http""#])
-                    .await
-                    >= 2.
-            );
+            mesh.wait_for_metric_from("web", "inbound_http_authz_allow_total", &labels, 1.)
+                .await;
+            mesh.wait_for_metric_from("web", "inbound_http_authz_deny_total", &[r#"srv_name="web-http""#], 2.)
+                .await;
         });
 }
 
@@ -288,7 +287,8 @@ spec:
             })
             .await;
             let labels = [r#"ratelimit_name="web-http""#, r#"ratelimit_scope="total""#];
-            assert!(mesh.metric("web", "inbound_http_local_ratelimit_total", &labels).await >= 1.);
+            mesh.wait_for_metric_from("web", "inbound_http_local_ratelimit_total", &labels, 1.)
+                .await;
         });
 }
 

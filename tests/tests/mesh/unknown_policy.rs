@@ -47,9 +47,9 @@ async fn status(mesh: &Mesh, port: u16) -> u16 {
         .as_u16()
 }
 
-async fn n_unknown(mesh: &Mesh) -> f64 {
+async fn wait_for_unknown(mesh: &Mesh, n: f64) {
     let cause = [r#"direction="inbound""#, r#"cause="policy_unknown""#];
-    mesh.metric("web", "tulle_failures_total", &cause).await
+    mesh.wait_for_metric("web", "tulle_failures_total", &cause, n).await;
 }
 
 #[test]
@@ -89,7 +89,7 @@ fn an_unknown_port_is_refused_without_the_control_plane_and_follows_it_when_it_i
             waited >= Duration::from_secs(3) && waited < Duration::from_secs(5),
             "{waited:?}"
         );
-        assert_eq!(n_unknown(mesh).await, 4.);
+        wait_for_unknown(mesh, 4.).await;
 
         mesh.start_control().await;
         let back_at = Instant::now();
@@ -102,7 +102,7 @@ fn an_unknown_port_is_refused_without_the_control_plane_and_follows_it_when_it_i
             assert_eq!(status(mesh, UNDECLARED).await, 200);
             assert_eq!(status(mesh, DENIED).await, 403);
         }
-        assert_eq!(n_unknown(mesh).await, 4.);
+        wait_for_unknown(mesh, 4.).await;
     });
 }
 
@@ -138,6 +138,6 @@ fn the_default_policy_of_the_environment_applies_to_unknown_ports_only_if_enable
         );
         mesh.stop_control().await;
         assert_eq!(status(mesh, UNDECLARED).await, 200);
-        assert_eq!(n_unknown(mesh).await, 0.);
+        wait_for_unknown(mesh, 0.).await;
     });
 }

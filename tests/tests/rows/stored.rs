@@ -201,6 +201,7 @@ impl TestObjects {
             statuses: Some(writeback::config::StatusesConfig {
                 cluster_networks: tulle_control::cluster::Config::default().cluster_networks,
                 global_egress_namespace: tulle_control::cluster::Config::default().global_egress_namespace,
+                default_opaque_ports: tulle_control::cluster::Config::default().default_opaque_ports,
                 patch_timeout: Duration::from_secs(5),
             }),
         };

@@ -9,7 +9,6 @@ use crate::cluster::metrics::{EntryMetrics, Metrics};
 use crate::cluster::store::reader::Reader;
 use crate::cluster::views::routes;
 use crate::cluster::views::view::View;
-use crate::cluster::views::workload::{is_marked_opaque, service_is_opaque};
 use crate::model::outbound::{
     Backend, BackendTarget, Distribution, FailureAccrual, Load, Mirror, Outbound, Policy, Protocol, Retry, Route, Rule,
     StreamAction, StreamRoute, Timeouts,
@@ -23,6 +22,7 @@ use crate::resources::policy::egress_network::{EgressNetwork, TrafficPolicy};
 use crate::resources::policy::reference::POLICY_GROUP;
 use crate::resources::route::{self as raw, BackendRef, ParentKind, RouteKind, Rules};
 use crate::resources::route_admission;
+use crate::resources::service::DeclaredProtocol;
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Key {
@@ -109,7 +109,6 @@ impl OutboundContext<'_> {
     fn service_policy(&self, name: &NamespacedName, port: u16) -> Policy {
         let service = self.reader.service(name);
         let parent = self.service_parent(name, port, service.map(|service| &service.meta));
-        let listed = service.and_then(|service| service.port(port));
         let http = self.http_routes(&parent);
         let grpc = self.grpc_routes(&parent);
         let tls = self.stream_routes(&parent, RouteKind::Tls);
@@ -124,29 +123,21 @@ impl OutboundContext<'_> {
                 http
             }
         };
-        let is_opaque = match service {
-            Some(service) => service_is_opaque(self.config, service, port),
-            None => self.config.default_opaque_ports.contains(port),
+        let default_opaque_ports = &self.config.default_opaque_ports;
+        let declared = match service {
+            Some(service) => service.declared_protocol(port, default_opaque_ports),
+            None if default_opaque_ports.contains(port) => DeclaredProtocol::Opaque,
+            None => DeclaredProtocol::None,
         };
-        let protocol = match listed
-            .and_then(|port| port.app_protocol.as_deref())
-            .map(str::to_ascii_lowercase)
-        {
-            Some(protocol) if protocol == "http" => Protocol::Http1(http_or_default(http)),
-            // Kubernetes does not define `grpc`, but other meshes support it. A port that is marked as opaque, for example because its
-            // application terminates TLS, stays opaque.
-            Some(protocol) if protocol == "kubernetes.io/h2c" || (protocol == "grpc" && !is_opaque) => {
-                match grpc.is_empty() {
-                    true => Protocol::Http2(http_or_default(http)),
-                    false => Protocol::Grpc(grpc),
-                }
-            }
-            Some(_) => Protocol::Opaque(tcp_or_default(tcp)),
-            None if is_opaque => Protocol::Opaque(tcp_or_default(tcp)),
-            None if !grpc.is_empty() => Protocol::Grpc(grpc),
-            None if http.is_empty() && !tls.is_empty() => Protocol::Tls(tls),
-            None if http.is_empty() && !tcp.is_empty() => Protocol::Opaque(tcp),
-            None => Protocol::Detect {
+        let protocol = match declared {
+            DeclaredProtocol::Http1 => Protocol::Http1(http_or_default(http)),
+            DeclaredProtocol::Http2 if grpc.is_empty() => Protocol::Http2(http_or_default(http)),
+            DeclaredProtocol::Opaque => Protocol::Opaque(tcp_or_default(tcp)),
+            DeclaredProtocol::Http2 => Protocol::Grpc(grpc),
+            DeclaredProtocol::None if !grpc.is_empty() => Protocol::Grpc(grpc),
+            DeclaredProtocol::None if http.is_empty() && !tls.is_empty() => Protocol::Tls(tls),
+            DeclaredProtocol::None if http.is_empty() && !tcp.is_empty() => Protocol::Opaque(tcp),
+            DeclaredProtocol::None => Protocol::Detect {
                 timeout: DETECT_TIMEOUT,
                 http: http_or_default(http),
                 opaque: parent.default_stream_with_load_bias("opaq"),
@@ -240,9 +231,7 @@ impl OutboundContext<'_> {
             TrafficPolicy::Deny => parent.denied_stream("tcp-egress-deny"),
         };
         let tcp_or_default = |tcp: Vec<_>| if tcp.is_empty() { vec![opaque.clone()] } else { tcp };
-        // An EgressNetwork has no named ports.
-        let is_opaque = is_marked_opaque(self.config, &network.meta, addr.port(), |_| Vec::new());
-        let protocol = if is_opaque {
+        let protocol = if network.is_opaque(addr.port(), &self.config.default_opaque_ports) {
             Protocol::Opaque(tcp_or_default(tcp))
         } else if !grpc.is_empty() {
             grpc.push(parent.egress_grpc(network.traffic));

@@ -10,7 +10,6 @@ use crate::cluster::views::endpoints::service_subsets;
 use crate::cluster::views::view::View;
 use crate::cluster::views::workload::{
     WorkloadRef, declares_port, external_endpoint, has_address_conflict, pod_endpoint, publishes_host_port,
-    service_is_opaque,
 };
 use crate::model::endpoints::{Endpoint, Http2Params, ProtocolHint};
 use crate::model::profile::{self, DstOverride, Profile, RetryBudget};
@@ -125,7 +124,7 @@ fn service_profile(
         namespace: name.namespace.clone(),
         service: name.name.clone(),
         port,
-        is_opaque: service_is_opaque(config, service, port),
+        is_opaque: service.is_opaque(port, &config.default_opaque_ports),
         resource: None,
         routes: Vec::new(),
         budget: RetryBudget::default(),

@@ -117,6 +117,7 @@ fn acceptance_settings(config: &Config) -> AcceptanceSettings<'_> {
     AcceptanceSettings {
         cluster_networks: &config.cluster_networks,
         global_egress_namespace: &config.global_egress_namespace,
+        default_opaque_ports: &config.default_opaque_ports,
     }
 }
 

@@ -14,8 +14,7 @@ use crate::resources::Kind;
 use crate::resources::interning::intern;
 use crate::resources::meta::{Meta, NamespacedName, Owner};
 use crate::resources::policy::server::{ProxyProtocol, Server};
-use crate::resources::port_list::{PortList, ResolvedPorts};
-use crate::resources::service::Service;
+use crate::resources::port_list::{self, PortList, ResolvedPorts};
 use crate::resources::workload::{
     CONTROL_PLANE_COMPONENT, ContainerPort, ExternalWorkload, Pod, ProxyContainer, resolve_declared,
 };
@@ -96,31 +95,8 @@ impl<'a> WorkloadRef<'a> {
     }
 
     fn is_marked_opaque(self, config: &Config, port: u16) -> bool {
-        is_opaque_port(config, self.annotated_ports(annotation::OPAQUE_PORTS), port)
-    }
-}
-
-/// Whether a port of a Service is opaque for clients: by the Service's annotation, or else by the cluster default.
-pub(super) fn service_is_opaque(config: &Config, service: &Service, port: u16) -> bool {
-    is_marked_opaque(config, &service.meta, port, |name| {
-        let named = service.ports.iter().filter(|port| port.name == name);
-        named.map(|port| port.port).collect()
-    })
-}
-
-/// Whether a port of an object is opaque. `declared` resolves port names in the object's annotation.
-pub(super) fn is_marked_opaque(config: &Config, meta: &Meta, port: u16, declared: impl Fn(&str) -> Vec<u16>) -> bool {
-    let annotated = meta.annotation(annotation::OPAQUE_PORTS);
-    let ports = annotated.map(|text| PortList::parse(text).resolve(declared));
-    is_opaque_port(config, ports, port)
-}
-
-/// Whether an annotation contains the port. Without the annotation, or if none of its entries is valid, the cluster's
-/// default applies, as for the injector.
-fn is_opaque_port(config: &Config, annotated: Option<ResolvedPorts>, port: u16) -> bool {
-    match annotated {
-        Some(ports) if !ports.has_only_invalid_entries() => ports.to_set().contains(port),
-        _ => config.default_opaque_ports.contains(port),
+        let annotated = self.annotated_ports(annotation::OPAQUE_PORTS);
+        port_list::contains_or_default(annotated, &config.default_opaque_ports, port)
     }
 }
 

@@ -5,9 +5,11 @@ use std::sync::Arc;
 use serde::Deserialize;
 use serde_json::Value;
 use tulle_core::networks::NetworkMatch;
+use tulle_core::ports::PortSet;
 
 use crate::resources::meta::Meta;
 use crate::resources::policy::reference::{RawNetwork, RawResource, parse_networks};
+use crate::resources::port_list;
 use crate::resources::status::PolicyStatus;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -49,6 +51,12 @@ impl EgressNetwork {
             status: raw.status,
             unreadable: None,
         })
+    }
+
+    /// Returns whether a port is marked as opaque: by the annotation, or else by the cluster's default.
+    pub fn is_opaque(&self, port: u16, default_opaque_ports: &PortSet) -> bool {
+        // An EgressNetwork has no named ports.
+        port_list::is_marked_opaque(&self.meta, port, default_opaque_ports, |_| Vec::new())
     }
 
     /// Creates the placeholder for an unreadable network. It covers the networks in the spec, or everything outside the

@@ -30,7 +30,8 @@ pub(super) fn route_condition(result: Result<(), RouteRejection>, generation: Op
         | RouteRejection::OverlapsClusterNetworks
         | RouteRejection::NoClusterIp
         | RouteRejection::OtherNamespace
-        | RouteRejection::ProtocolMismatch(_) => NO_MATCHING_PARENT,
+        | RouteRejection::ProtocolMismatch(_)
+        | RouteRejection::PortProtocolMismatch(_) => NO_MATCHING_PARENT,
         RouteRejection::MoreSpecificRoute | RouteRejection::OlderRoute(_) => ROUTE_REASON_CONFLICTED,
         RouteRejection::UnsupportedParentField(_) | RouteRejection::Unsupported(_) => UNSUPPORTED_VALUE,
     };

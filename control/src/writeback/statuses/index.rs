@@ -5,8 +5,8 @@ use std::net::IpAddr;
 use std::sync::Arc;
 
 use ahash::AHashMap;
-use ipnet::IpNet;
 use serde_json::{Value, json};
+use tulle_core::names::annotation;
 
 use crate::resources::acceptance::{self, AcceptanceSettings, ParentLookup};
 use crate::resources::meta::NamespacedName;
@@ -19,13 +19,13 @@ use crate::resources::status::{ACCEPTED, CONTROLLER_NAME, Condition, ParentRef, 
 use crate::resources::unreadable::Unreadable;
 use crate::resources::workload::ExternalWorkload;
 use crate::resources::{Kind, Object};
+use crate::writeback::config::StatusesConfig;
 use crate::writeback::statuses::conditions;
 use crate::writeback::statuses::object_id::ObjectId;
 
 /// Index of the objects. They are shared with the other consumers of the events.
 pub(super) struct StatusIndex {
-    cluster_networks: Vec<IpNet>,
-    global_egress_namespace: String,
+    settings: StatusesConfig,
     servers: AHashMap<NamespacedName, Arc<Server>>,
     services: AHashMap<NamespacedName, Arc<Service>>,
     egress_networks: AHashMap<NamespacedName, Arc<EgressNetwork>>,
@@ -60,10 +60,9 @@ pub(super) struct StatusPatch {
 }
 
 impl StatusIndex {
-    pub(super) fn new(cluster_networks: Vec<IpNet>, global_egress_namespace: String) -> Self {
+    pub(super) fn new(settings: StatusesConfig) -> Self {
         Self {
-            cluster_networks,
-            global_egress_namespace,
+            settings,
             servers: AHashMap::new(),
             services: AHashMap::new(),
             egress_networks: AHashMap::new(),
@@ -110,7 +109,11 @@ impl StatusIndex {
                     .map(|before| before.cluster_ips.clone())
                     .unwrap_or_default();
                 let mut affected = self.update_addresses(&id, &old, &service.cluster_ips);
-                if before.is_none_or(|before| before.kind != service.kind) {
+                let inputs = |service: &Service| {
+                    let opaque_ports = service.meta.annotation(annotation::OPAQUE_PORTS).map(str::to_owned);
+                    (service.kind, service.ports.clone(), opaque_ports)
+                };
+                if before.is_none_or(|before| inputs(&before) != inputs(service)) {
                     affected.extend(self.dependents_of(&id));
                 }
                 affected
@@ -388,7 +391,7 @@ impl StatusIndex {
             Kind::RateLimitPolicy => self.rate_limit_status(self.rate_limits.get(&id.name)?),
             Kind::EgressNetwork => {
                 let network = self.egress_networks.get(&id.name)?;
-                let overlaps = acceptance::overlaps_cluster_networks(network, &self.cluster_networks);
+                let overlaps = acceptance::overlaps_cluster_networks(network, &self.settings.cluster_networks);
                 Some(Status::Policy(PolicyStatus {
                     conditions: vec![conditions::egress_network_condition(
                         network.unreadable.as_deref(),
@@ -435,8 +438,9 @@ impl StatusIndex {
             };
             let competing = self.routes_of_parent(parent);
             let settings = AcceptanceSettings {
-                cluster_networks: &self.cluster_networks,
-                global_egress_namespace: &self.global_egress_namespace,
+                cluster_networks: &self.settings.cluster_networks,
+                global_egress_namespace: &self.settings.global_egress_namespace,
+                default_opaque_ports: &self.settings.default_opaque_ports,
             };
             let accepted = acceptance::check_route(self, settings, route, parent, competing);
             let mut found = vec![conditions::route_condition(accepted, route.generation)];

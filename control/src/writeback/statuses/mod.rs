@@ -74,7 +74,7 @@ impl Controller {
             patch_timeout: settings.patch_timeout,
             metrics: StatusMetrics::new(registry),
             state: Mutex::new(State {
-                index: StatusIndex::new(settings.cluster_networks, settings.global_egress_namespace),
+                index: StatusIndex::new(settings),
                 queue: None,
             }),
             queue_changed: Notify::new(),

@@ -11,12 +11,18 @@ const POLICY: &str = "policy.linkerd.io";
 
 struct TestIndex(StatusIndex);
 
+fn settings() -> StatusesConfig {
+    StatusesConfig {
+        cluster_networks: vec!["10.0.0.0/8".parse().unwrap()],
+        global_egress_namespace: "linkerd-egress".to_owned(),
+        default_opaque_ports: "3306".parse().unwrap(),
+        patch_timeout: Duration::from_secs(5),
+    }
+}
+
 impl TestIndex {
     fn new() -> Self {
-        Self(StatusIndex::new(
-            vec!["10.0.0.0/8".parse().unwrap()],
-            "linkerd-egress".to_owned(),
-        ))
+        Self(StatusIndex::new(settings()))
     }
 
     fn apply(&mut self, kind: Kind, manifest: Value) -> Vec<String> {
@@ -305,6 +311,81 @@ fn a_route_without_a_matching_parent_is_not_accepted() {
         json!({"parentRefs": [other], "rules": [{}]}),
     );
     assert!(first_condition(&index, Kind::PolicyHttpRoute, "shop", "r").contains("another namespace"));
+}
+
+#[test]
+fn a_route_is_accepted_only_if_the_protocol_of_a_port_supports_its_kind() {
+    const HTTP: Kind = Kind::GatewayHttpRoute;
+    const GRPC: Kind = Kind::GrpcRoute;
+    const TLS: Kind = Kind::TlsRoute;
+    const TCP: Kind = Kind::TcpRoute;
+    const ALL: [Kind; 4] = [HTTP, GRPC, TLS, TCP];
+    let mut index = TestIndex::new();
+    let service = |annotations: Value, ports: Value| {
+        json!({
+            "metadata": {"name": "web", "namespace": "shop", "annotations": annotations},
+            "spec": {"clusterIP": "10.96.0.7", "ports": ports},
+        })
+    };
+    let ports = |app_protocol: Option<&str>| {
+        let port = |name: &str, port: u16| json!({"name": name, "port": port, "appProtocol": app_protocol});
+        json!([port("a", 80), port("b", 3306)])
+    };
+    let opaque = |ports: &str| json!({"config.linkerd.io/opaque-ports": ports});
+    /// Annotations and `appProtocol` of the Service, the port of the reference, and the accepted kinds.
+    type Row = (Value, Option<&'static str>, Option<u16>, &'static [Kind]);
+    let rows: [Row; 11] = [
+        (json!({}), None, Some(80), &ALL),
+        (json!({}), Some("http"), Some(80), &[HTTP]),
+        (json!({}), Some("kubernetes.io/h2c"), Some(80), &[HTTP, GRPC]),
+        (json!({}), Some("grpc"), Some(80), &[HTTP, GRPC]),
+        (json!({}), Some("redis"), Some(80), &[TCP]),
+        (opaque("80"), None, Some(80), &[TCP]),
+        (opaque("a"), Some("grpc"), Some(80), &[TCP]),
+        // By the cluster's default, unless the annotation says otherwise.
+        (json!({}), None, Some(3306), &[TCP]),
+        (opaque(""), None, Some(3306), &[HTTP, GRPC, TLS, TCP]),
+        // Without a port in the reference, one port is enough.
+        (json!({}), None, None, &ALL),
+        (opaque("80,3306"), None, None, &[TCP]),
+    ];
+    for (annotations, app_protocol, port, accepted) in rows {
+        let row = format!("{annotations} {app_protocol:?} {port:?}");
+        let mut parent = service_ref("web");
+        parent["port"] = json!(port);
+        for kind in ALL {
+            index.apply(Kind::Service, service(json!({}), json!([{"port": 80}])));
+            index.route(kind, "r", json!([parent]), json!([]));
+            let affected = index.apply(Kind::Service, service(annotations.clone(), ports(app_protocol)));
+            assert!(affected.contains(&"r".to_owned()), "{row}");
+            let condition = first_condition(&index, kind, "shop", "r");
+            let expected = match accepted.contains(&kind) {
+                true => "True Accepted: ",
+                false => "False NoMatchingParent: the protocol of ",
+            };
+            assert!(condition.starts_with(expected), "{row} {kind:?}: {condition}");
+            index.0.delete(&ObjectId::new(kind, NamespacedName::new("shop", "r")));
+        }
+    }
+    for (traffic, kind, expected) in [
+        (json!({}), GRPC, "True Accepted: "),
+        (opaque("443"), TCP, "True Accepted: "),
+        (
+            opaque("443"),
+            TLS,
+            "False NoMatchingParent: the protocol of port 443 is opaque, which does not support routes of this kind; check appProtocol \
+             and opaque ports of the parent",
+        ),
+    ] {
+        let metadata = json!({"name": "net", "namespace": "shop", "annotations": traffic});
+        index.apply(
+            Kind::EgressNetwork,
+            json!({"metadata": metadata, "spec": {"trafficPolicy": "Allow"}}),
+        );
+        let parent = json!({"group": POLICY, "kind": "EgressNetwork", "name": "net", "port": 443});
+        index.route(kind, "e", json!([parent]), json!([]));
+        assert_eq!(first_condition(&index, kind, "shop", "e"), expected);
+    }
 }
 
 #[test]
@@ -694,12 +775,7 @@ fn unresponsive_controller() -> Controller {
         }),
         "default",
     );
-    let settings = StatusesConfig {
-        cluster_networks: Vec::new(),
-        global_egress_namespace: "linkerd-egress".to_owned(),
-        patch_timeout: Duration::from_secs(5),
-    };
-    Controller::new(client, settings, &Registry::new())
+    Controller::new(client, settings(), &Registry::new())
 }
 
 /// A route whose parent is the Server of the same name.

@@ -18,6 +18,7 @@ use tulle_control::source::kubernetes::{self, Config};
 use tulle_control::writeback;
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
+use tulle_core::ports::PortSet;
 use tulle_core::readiness::Readiness;
 use tulle_tests::charts::install_custom_resources;
 use tulle_tests::cluster::ApiServer;
@@ -42,6 +43,7 @@ impl Replica {
             statuses: Some(writeback::config::StatusesConfig {
                 cluster_networks: vec!["10.0.0.0/8".parse().unwrap()],
                 global_egress_namespace: "linkerd-egress".to_owned(),
+                default_opaque_ports: PortSet::default(),
                 patch_timeout: Duration::from_secs(5),
             }),
         };
