@@ -1,4 +1,4 @@
--- Arguments after "--": the number of bytes to post (none for a GET), and "close" for a new connection per request.
+-- Arguments after "--": the number of bytes to post (0 for a GET), and "close" for a new connection per request.
 function init(args)
    local bytes = tonumber(args[1])
    if bytes > 0 then

@@ -123,8 +123,8 @@ pub(crate) async fn fetch_certificate_chain(
         "{account}.{namespace}.serviceaccount.identity.{}.{trust_domain}",
         cluster.control_plane_namespace
     );
-    // A forwarded port is a connection to loopback inside the pod. On loopback the proxy's inbound port would forward the
-    // connection to itself, and it requires a client certificate. The admin port presents the proxy's certificate to every client.
+    // A forwarded port is a connection to loopback inside the pod. The inbound port does not serve it without a client
+    // certificate. The admin port presents the proxy's certificate to every client.
     handshake(cluster, namespace, &name, resource::admin_port(proxy), &identity).await
 }
 

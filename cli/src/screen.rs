@@ -1,4 +1,4 @@
-//! Output of the live table: redrawn in place on a terminal, otherwise one line from time to time.
+//! Output of the live table: redrawn in place on a terminal. Without a terminal, nothing is drawn.
 
 use std::io::{self, IsTerminal as _, Write as _};
 
@@ -9,14 +9,14 @@ pub(crate) enum Screen {
     Terminal {
         drawn: usize,
     },
-    Lines,
+    NoTerminal,
 }
 
 impl Screen {
     pub(crate) fn new() -> Self {
         match io::stdout().is_terminal() {
             true => Self::Terminal { drawn: 0 },
-            false => Self::Lines,
+            false => Self::NoTerminal,
         }
     }
 

@@ -234,7 +234,7 @@ impl Builder {
             reload.run(drain).await;
             Ok(())
         });
-        // Proxies that request a certificate have none yet.
+        // Proxies that request a certificate may have none yet.
         let creds = Arc::new(MeshCredentials::new(
             service.name().to_owned(),
             ClientCertificates::Optional,

@@ -506,7 +506,7 @@ async fn eventually<T>(mut attempt: impl AsyncFnMut() -> Option<T>) -> T {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     };
-    timeout(LIMIT, waiting).await.expect("timeout after 10 seconds")
+    timeout(LIMIT, waiting).await.expect("a value within 10 seconds")
 }
 
 const LIMIT: Duration = Duration::from_secs(10);

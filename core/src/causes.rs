@@ -100,7 +100,7 @@ l5d-proxy-cause: no-endpoints; direction=outbound; hop=web.shop.serviceaccount.i
 
 The log has a line of level `info` for each refusal by inbound policy and for each failed TLS handshake of a client. The proxy writes
 at most one line per minute for each client address and kind, and for at most 256 such pairs, so that clients cannot fill the log.
-`suppressed` is the number of lines that were suppressed in the previous minute; the counter includes them.
+`suppressed`, in the first line of a minute, is the number of lines suppressed in the previous one; the counter includes them.
 ";
 
 const fn cause(
@@ -245,7 +245,7 @@ pub const ALL: &[Cause] = &[
         "idle-timeout",
         Responsible::Server,
         "504, DEADLINE_EXCEEDED",
-        "No data was sent in either direction for longer than the idle timeout of the route.",
+        "After the response had begun, no data was sent in either direction for longer than the idle timeout of the route. The response is aborted.",
         "Streams with long pauses need keep-alive messages, or a larger `timeout.linkerd.io/idle`.",
     ),
     cause(

@@ -55,7 +55,8 @@ impl LogLimiter {
     }
 }
 
-/// The number of lines, of all kinds and clients, that were suppressed in the previous minute.
+/// For the first line of a minute, the number of lines of all kinds and clients that were suppressed in the previous one; for
+/// its other lines 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SuppressedLines(u64);
 

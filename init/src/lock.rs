@@ -9,7 +9,7 @@ use std::time::Duration;
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use tokio::time::Instant;
 
-/// Held while rules are read and written. Released when this process and the programs that it started have ended.
+/// Held while rules are read and written. Released when it is dropped and the programs started meanwhile have ended.
 #[derive(Debug)]
 pub struct Lock {
     _name: UnixListener,

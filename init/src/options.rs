@@ -202,7 +202,7 @@ pub fn ports(flag: &'static str, lists: &[String], on_invalid: OnInvalidEntry) -
 /// Parses comma-separated lists of networks of both families, and merges overlapping ones.
 ///
 /// # Errors
-/// If an entry is not in CIDR notation.
+/// If an entry is neither a network in CIDR notation nor an address.
 pub fn networks(flag: &'static str, lists: &[String]) -> Result<Vec<IpNet>, OptionError> {
     let mut all = Vec::new();
     for entry in lists.iter().flat_map(|list| list.split(',')) {

@@ -183,8 +183,8 @@ fn apply_to_best(job: &Job, rules: &Rules, report: &mut Report) -> anyhow::Resul
             Ok(change) => return Ok((*backend, change)),
             Err(error) => error,
         };
-        // An error other than "not supported", usually a missing permission, would occur with the other backends too, and so would
-        // a held lock.
+        // A netlink error other than "not supported", usually a missing permission, would occur with the other backends too. Of
+        // the errors of iptables programs, only a held lock would.
         let is_final = match &error {
             BackendError::Native(error) => !error.is_unsupported(),
             BackendError::Iptables(error) => error.is_lock_held(),

@@ -20,7 +20,7 @@ pub enum Verdict {
     Skipped(String),
 }
 
-/// Connects to an unused address in each family, and checks which listener accepts.
+/// Connects to an unused address in each family, and checks that a listener of this process accepts.
 ///
 /// The inbound direction would need a client outside. Only one part of it is checked, in tproxy mode: the replies of the
 /// application to a connection from a client's address are routed back.

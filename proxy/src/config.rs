@@ -109,7 +109,7 @@ pub struct Accept {
     pub keepalive: Option<Duration>,
     pub user_timeout: Option<Duration>,
     pub backlog: Option<u32>,
-    /// Timeout of protocol detection; default 10 s.
+    /// Timeout of protocol detection; outbound also of discovery, inbound also of the TLS handshake. Default 10 s.
     pub detect_timeout: Duration,
 }
 
@@ -117,7 +117,7 @@ pub struct Accept {
 pub struct Connect {
     pub keepalive: Option<Duration>,
     pub user_timeout: Option<Duration>,
-    /// Timeout of TCP and TLS together. Default: 4 s inbound, 1 s outbound.
+    /// Timeout of TCP and TLS together. Default: 4 s inbound, which is also the minimum there; 1 s outbound.
     pub timeout: Duration,
     /// Backoff between attempts; default from 100 ms to 10 s (inbound) or 60 s (outbound), jitter 0.1.
     pub backoff: Backoff,

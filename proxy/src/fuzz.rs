@@ -124,7 +124,7 @@ pub fn trace_context(bytes: &[u8]) {
     let Ok(value) = HeaderValue::from_bytes(bytes) else {
         return;
     };
-    for names in context::forms() {
+    for names in context::format_headers() {
         let line = |name: HeaderName| (name, value.clone());
         context::check_round_trip(names.into_iter().map(line).collect());
     }

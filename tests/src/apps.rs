@@ -224,7 +224,7 @@ impl ReceivedRequest {
 
 /// Answers a gRPC request with response headers, and sends nothing after them.
 ///
-/// Reads the whole request first: the proxy waits for a gRPC status in trailers only after it has sent the request.
+/// Reads the whole request first: until it is sent, the proxy does not wait for the gRPC status in trailers.
 pub async fn grpc_headers_only(req: Request<Incoming>) -> Response<AnyBody> {
     // An incomplete request gets the same response.
     let _ = req.into_body().collect().await;

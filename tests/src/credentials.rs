@@ -18,7 +18,7 @@ pub struct Credentials {
     dir: PathBuf,
     pub anchor: CertificateAuthority,
     issuer: CertificateAuthority,
-    tokens: TokenKeys,
+    token_keys: TokenKeys,
 }
 
 /// Files of a leaf certificate, its key and its chain.
@@ -44,7 +44,7 @@ impl Credentials {
     pub fn create(dir: &Path) -> Self {
         let anchor = trust::create_anchor(ROOT, trust::ANCHOR_LIFETIME).unwrap();
         let issuer = trust::create_issuer(ISSUER, trust::ISSUER_LIFETIME, &anchor).unwrap();
-        let tokens = trust::create_token_keys().unwrap();
+        let token_keys = trust::create_token_keys().unwrap();
         for part in ["issuer", "token-keys", "leaves"] {
             fs::create_dir(dir.join(part)).unwrap();
         }
@@ -52,7 +52,7 @@ impl Credentials {
             ("anchors.pem", &anchor.certificate),
             ("issuer/crt.pem", &issuer.certificate),
             ("issuer/key.pem", &issuer.key),
-            ("token-keys/tests.pem", &tokens.public),
+            ("token-keys/tests.pem", &token_keys.public),
         ] {
             fs::write(dir.join(name), text).unwrap();
         }
@@ -60,7 +60,7 @@ impl Credentials {
             dir: dir.to_owned(),
             anchor,
             issuer,
-            tokens,
+            token_keys,
         }
     }
 
@@ -84,7 +84,7 @@ impl Credentials {
             lifetime: trust::TOKEN_LIFETIME,
         };
         let path = self.dir.join(format!("{service_account}.token"));
-        fs::write(&path, trust::create_token(&self.tokens.private, &subject).unwrap()).unwrap();
+        fs::write(&path, trust::create_token(&self.token_keys.private, &subject).unwrap()).unwrap();
         fs::set_permissions(&path, Permissions::from_mode(0o644)).unwrap();
         path
     }

@@ -163,13 +163,13 @@ impl Builder {
         self
     }
 
-    /// Sets a variable of all proxies; `name` is without `LINKERD2_PROXY_`.
+    /// Sets a variable of all proxies. Names of Linkerd's variables are without `LINKERD2_PROXY_`, those of tulle's are complete.
     pub fn env(mut self, name: &str, value: &str) -> Self {
         self.env.push((variable_name(name), value.into()));
         self
     }
 
-    /// Sets a variable of the last added workload.
+    /// Sets a variable of the last added workload; names are as for [`Self::env`].
     pub fn workload_env(mut self, name: &str, value: &str) -> Self {
         self.last().env.push((variable_name(name), value.into()));
         self

@@ -1,4 +1,4 @@
-// The Gateway API, whose definitions tests compare those of the chart with.
+// The Gateway API. Tests compare the definitions in the chart with those of this module.
 module github.com/tulle-mesh/tulle/tools/gateway-api
 
 go 1.26.0

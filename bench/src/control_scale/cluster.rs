@@ -1,4 +1,4 @@
-//! Test objects on an API server: Services, EndpointSlices, and pods without a node.
+//! Test objects on an API server: Services, EndpointSlices, Servers, and pods whose nodes do not exist.
 
 use std::io;
 use std::path::Path;
@@ -77,7 +77,7 @@ impl Cluster {
         Pod { n, service }
     }
 
-    /// Creates a pod that runs.
+    /// Creates a pod with the status of a running one.
     pub(super) async fn create_pod(&self, pod: Pod) -> anyhow::Result<()> {
         self.post(PODS, &pod.object()).await?;
         let path = format!("{PODS}/{}/status", pod.name());

@@ -1,7 +1,7 @@
 //! A day of a cluster in a few minutes: rollouts, scaling, lost nodes and edits of policies.
 //!
-//! At the end each subscriber must know what a subscriber of a new process gets, and the control plane must have the memory, tasks
-//! and streams of the beginning.
+//! At the end each subscriber must have the same view as a subscriber of a new process, and the control plane must have the
+//! memory, tasks and streams of the beginning.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use super::{cluster, liveness};
 /// Number of Services whose pods are never replaced, and whose inbound policies have subscribers.
 const STABLE_SERVICES: usize = 20;
 
-/// Changes per day. For kinds with a Service: of each Service.
+/// Changes per day: rollouts, scalings and policy edits of each Service, and lost nodes of the cluster.
 const ROLLOUTS: usize = 2;
 const SCALINGS: usize = 2;
 const POLICY_EDITS: usize = 2;

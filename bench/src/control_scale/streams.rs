@@ -71,7 +71,7 @@ impl Streams {
         clients: Clients,
         service: impl Fn(usize) -> String,
     ) -> anyhow::Result<Self> {
-        // A fixed maximum, because an auto-resizing histogram does not grow for clamped values.
+        // A fixed maximum, because `saturating_record` clamps values and does not resize the histogram.
         let latencies = Histogram::new_with_max(MAX_LATENCY_US, 3).context("making a histogram")?;
         let shared = Arc::new(Shared {
             written_at: Mutex::default(),

@@ -54,7 +54,7 @@ impl Target {
         })
     }
 
-    /// `http://authority/path`, for the HTTP/2 and WebSocket clients.
+    /// `<scheme>://authority/path`, for the WebSocket client.
     pub(super) fn uri(&self, scheme: &str) -> Result<Uri, http::Error> {
         Uri::builder()
             .scheme(scheme)

@@ -29,8 +29,7 @@ pub(super) fn warm_up(testbed: &Testbed, sidecars: Option<&Sidecars>, setup: &Se
         )?,
         Traffic::Http2 => ghz(testbed, host, WARM_UP)?,
         Traffic::Opaque => {
-            // The sidecar authorizes an opaque connection when it opens. The first ones open before the policy of their port is
-            // known.
+            // The first connections wait for the policy of their port, so the result of the first run does not count.
             bench_load(testbed, host, GeneratedLoad::Bulk, WARM_UP)?;
             bench_load(testbed, host, GeneratedLoad::Bulk, WARM_UP)?
         }

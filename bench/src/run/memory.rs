@@ -13,7 +13,7 @@ impl Memory {
         rss.collect::<anyhow::Result<_>>().map(Self)
     }
 
-    /// Memory growth since then, per client.
+    /// Memory growth since `self` was read, per client.
     pub(super) fn grown(&self, sides: &[(Side, &Process)], clients: u32) -> anyhow::Result<Sample> {
         let now = Self::of(sides)?;
         let both = sides.iter().zip(self.0.iter().zip(now.0));

@@ -18,8 +18,8 @@ use super::rows::HEAD_TIMEOUT;
 use super::sidecars::Sidecars;
 use super::testbed::{HTTP_PORT, SERVER, SERVICE, Testbed};
 
-/// Measures the memory and the throughput of normal clients while slow clients are connected: some to the client's sidecar, and the
-/// same number, without a sidecar of their own, to the server's. Fails unless each slow client gets a 408 in time.
+/// Measures the memory of the sidecars per slow client, and meanwhile the throughput of normal clients. Slow clients connect to
+/// the client's sidecar, and as many, without a sidecar of their own, to the server's. Fails unless each gets a 408 in time.
 pub(super) fn measure(testbed: &Testbed, sidecars: &Sidecars, duration: Duration) -> anyhow::Result<Sample> {
     let duration = duration.min(MAX_MEASUREMENT);
     let measure_normal_clients = || wrk(testbed, SERVICE, Http1::get(16), duration);

@@ -45,7 +45,7 @@ admissionReviewVersions: [v1, v1beta1]
 sideEffects: None
 {{- end }}
 
-{{/* Volume of an externally managed certificate. .of: values of the webhook */}}
+{{/* Volume of a certificate that the webhook does not generate itself. .of: values of the webhook */}}
 {{- define "tulle.webhook-volume" -}}
 {{- if or .of.externalSecret .of.crtPEM }}
 - name: {{ .service }}-tls

@@ -342,8 +342,8 @@ fn networks_fix(snapshot: &Snapshot, networks: &str) -> String {
     )
 }
 
-/// Addresses outside the cluster's networks are not looked up in the mesh, so their traffic is plaintext.
-fn check_outside_networks(snapshot: &Snapshot, heading: &str, found: Vec<(String, String)>) -> CheckResult {
+/// Fails if addresses are outside of clusterNetworks. Proxies do not look them up in the mesh, so their traffic is plaintext.
+fn check_networks_contain(snapshot: &Snapshot, heading: &str, found: Vec<(String, String)>) -> CheckResult {
     let networks = networks(snapshot)?;
     let contained = |address: &str| {
         if let Ok(net) = address.parse::<IpNet>() {
@@ -380,7 +380,7 @@ fn networks_contain_pod_cidrs(snapshot: &Snapshot) -> CheckResult {
                 .map(|cidr| (format!("node {}", node.name_any()), cidr)),
         );
     }
-    check_outside_networks(snapshot, "clusterNetworks do not contain the pods of:", found)
+    check_networks_contain(snapshot, "clusterNetworks do not contain the pods of:", found)
 }
 
 fn networks_contain_pods(snapshot: &Snapshot) -> CheckResult {
@@ -397,7 +397,7 @@ fn networks_contain_pods(snapshot: &Snapshot) -> CheckResult {
         let name = || format!("pod {}/{}", resource::namespace(pod), pod.name_any());
         found.extend(ips.map(|ip| (name(), ip.ip.clone())));
     }
-    check_outside_networks(snapshot, "clusterNetworks do not contain:", found)
+    check_networks_contain(snapshot, "clusterNetworks do not contain:", found)
 }
 
 fn networks_contain_services(snapshot: &Snapshot) -> CheckResult {
@@ -414,7 +414,7 @@ fn networks_contain_services(snapshot: &Snapshot) -> CheckResult {
         );
         found.extend(ips.into_iter().map(|ip| (name.clone(), ip)));
     }
-    check_outside_networks(snapshot, "clusterNetworks do not contain:", found)
+    check_networks_contain(snapshot, "clusterNetworks do not contain:", found)
 }
 
 /// The version of the control plane, from its configuration.

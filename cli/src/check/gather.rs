@@ -81,7 +81,7 @@ pub(super) async fn refresh(cluster: &Cluster, snapshot: &mut Snapshot) {
     fetch_mode_specific(cluster, snapshot).await;
 }
 
-/// The namespaces whose pods are listed again. `None`: the pods of all namespaces, also after an earlier failure.
+/// The namespaces whose pods are listed again. `None` means all, which is also the case if the last listing failed.
 fn namespaces_to_refresh(snapshot: &Snapshot) -> Option<BTreeSet<String>> {
     let scope = &snapshot.scope;
     let selected = scope.namespace.clone().filter(|_| scope.mode == Mode::Proxy);

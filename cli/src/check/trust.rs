@@ -156,7 +156,7 @@ fn config_is_valid(snapshot: &Snapshot) -> CheckResult {
         return Ok(());
     }
     Err(error(
-        format!("identity.issuer.scheme is {scheme:?}, and Secret {ISSUER} does not have its keys"),
+        format!("identity.issuer.scheme is {scheme:?}, but Secret {ISSUER} has the data keys of another scheme"),
         format!(
             "{} --set identity.issuer.scheme={} | kubectl apply -f -",
             snapshot.scope.tulle_command("upgrade"),

@@ -21,7 +21,7 @@ pub(super) fn check(topology: &Topology, edges: &[Edge], rows: &[Row], balancer:
     problems
 }
 
-/// Number of responses by replica of a service, over all edges to it.
+/// Number of responses by replica of a service, over all edges from the load generator to it.
 pub(super) fn responses_by_replica(rows: &[Row], service: &str) -> BTreeMap<String, u64> {
     let mut answers = BTreeMap::new();
     for row in rows

@@ -124,8 +124,8 @@ impl Edge {
             Protocol::Tcp => {
                 // A new connection for each exchange, to detect connections whose first bytes stall.
                 arguments.extend(["--reconnect", "--body-size", "65536"].map(str::to_owned));
-                // The client outside the mesh does not wait for the greeting, because the proxy waits for the client's first bytes
-                // and refuses it only after the timeout of protocol detection.
+                // The client outside the mesh sends without waiting for the greeting. Otherwise the proxy would refuse it only
+                // after the timeout of protocol detection.
                 if self.client == Client::Load {
                     arguments.extend(["--expect-greeting", "hello"].map(str::to_owned));
                 }

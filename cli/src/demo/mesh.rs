@@ -332,7 +332,7 @@ impl Builder<'_> {
                 self.credentials.token(workload).display().to_string(),
             ),
             ("IDENTITY_LOCAL_NAME", workload.identity.clone()),
-            // Short, so that a broken issuer is noticed soon. Certificates still outlive an outage of the control plane.
+            // Short, so that sidecars soon have certificates of a new issuer. Certificates still outlive a control plane outage.
             ("IDENTITY_MIN_REFRESH", "5s".to_owned()),
             ("IDENTITY_MAX_REFRESH", "10s".to_owned()),
         ]

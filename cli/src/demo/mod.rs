@@ -67,5 +67,5 @@ fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
 
 /// Minimum duration of a fault.
 const MIN_FAULT: Duration = Duration::from_secs(1);
-/// Maximum duration of a fault. Certificates live much longer, so that other certificates do not expire during a fault.
+/// Maximum duration of a fault. Certificates live much longer, so none expires during a fault.
 const MAX_FAULT: Duration = Duration::from_secs(600);

@@ -26,7 +26,7 @@ pub(crate) struct Args {
     /// Write the final table as JSON to this file
     #[arg(long, value_name = "FILE")]
     pub(super) json: Option<PathBuf>,
-    /// Output format of the final table [default: both]
+    /// Output format of the final table [default: table, and with --once also JSON unless --json is given]
     #[arg(short, long, value_enum)]
     pub(super) output: Option<Output>,
 }
@@ -75,4 +75,4 @@ Inject faults from another terminal, and watch the traffic continue:
   tulle demo break replica
   tulle demo break certificate
 
-Without a terminal, as in CI, `tulle demo --once 30` checks its result and exits with 1 if a check fails.";
+For scripts and CI: `tulle demo --once 30` checks its result and exits with 1 if a check fails.";

@@ -156,7 +156,7 @@ impl Demo {
             .map(|(edge, reports)| rows::total(edge, reports, &self.scrapes))
             .collect();
         let mut problems = Vec::new();
-        // A run that the user interrupts is not checked.
+        // A run without `--once` is not checked.
         if args.once.is_some() {
             problems = checks::check(&self.mesh.topology, &self.edges, &rows, self.balancer);
             problems.extend(self.unexpected_failures.iter().cloned());

@@ -49,7 +49,7 @@ impl RunDir {
                 false => !is_alive(&run),
             };
             if is_stale {
-                // A directory that cannot be removed belongs to another user, and is harmless.
+                // A directory that cannot be removed is harmless.
                 let _ = fs::remove_dir_all(&run);
             }
         }

@@ -19,7 +19,7 @@ use crate::kubernetes::resource::{Kind, ResourceRef};
 
 #[derive(clap::Args, Clone, Debug)]
 pub(super) struct Args {
-    /// deploy/web or another resource with pods, svc/web for the client's policy, or <namespace>/<name> of a workload
+    /// deploy/web or another resource with pods, <namespace>/<name> of a workload, or svc/web for the policy of its clients
     #[arg(required_unless_present = "outbound", conflicts_with = "outbound", requires = "port")]
     resource: Option<String>,
     /// A port of the resource

@@ -1,4 +1,4 @@
-//! `tulle inject` and `tulle uninject`: read manifests, and write them with or without the mesh and a report on standard error.
+//! `tulle inject` and `tulle uninject`: read manifests, write them with or without the mesh, and report on standard error.
 //!
 //! Whether and how a pod is injected is decided by the same code as in the injector webhook.
 

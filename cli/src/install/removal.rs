@@ -163,7 +163,7 @@ const ISSUER: &str = "linkerd-identity-issuer";
 #[derive(Clone, Copy, Debug)]
 enum ObjectScope {
     AllNamespaces,
-    /// The namespace of the control plane. Labelled pods in other namespaces belong to the user.
+    /// The namespace of the control plane. Labelled objects of these kinds in other namespaces belong to the user.
     ControlPlaneNamespace,
 }
 

@@ -81,7 +81,7 @@ pub(crate) async fn open(
 /// Fetches a page that a pod serves, such as `/metrics`.
 ///
 /// # Errors
-/// Fails if there is no response, or if its status is not 200.
+/// Fails if there is no response, or if its status is not 2xx.
 pub(crate) async fn get(
     cluster: &Cluster,
     namespace: &str,

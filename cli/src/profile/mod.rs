@@ -135,7 +135,7 @@ metadata:
 spec:
   # Requests belong to the first route whose condition they meet.
   routes:
-  - # The label `route` of metrics.
+  - # The label `rt_route` of metrics.
     name: GET /authors/{{id}}
     # A regular expression for the whole path, a method, or conditions combined with all, any and not.
     condition:

@@ -18,7 +18,7 @@ use crate::{kubernetes, runtime, table};
 pub(crate) struct Args {
     #[command(flatten)]
     workloads: Workloads,
-    /// Time window of the metrics, at most 5m; the output shows the window in use, and the first query takes 2 s
+    /// Time window of the metrics, at most 5m; the output shows the interval that was available, and the first query takes 2 s
     #[arg(short = 't', long, value_name = "DURATION", default_value = "1m", value_parser = window)]
     window: Duration,
     /// Output format

@@ -202,7 +202,7 @@ async fn servers() {
         ),
         (
             "{podSelector: {}, port: 80, accessPolicy: all}",
-            Denied("\"all\" is no default policy"),
+            Denied("\"all\" is not an access policy"),
         ),
         (
             "{podSelector: {}, port: 80, proxyProtocol: http}",

@@ -68,7 +68,7 @@ impl Metrics {
             profile_updates: registry.counter("profile_updates", "Changes of the profile of a service."),
             service_subscribers: registry.gauge(
                 "service_subscribers",
-                "Streams that follow the profile of a service, which includes its opaque ports.",
+                "Streams that follow the profile of a service, by the name of the Service.",
             ),
             policy_subscribers: registry.gauge("policy_subscribers", "Streams that follow policies, by direction."),
             policy_updates: registry.counter(

@@ -144,7 +144,7 @@ pub(crate) struct Flags {
     #[arg(long, value_name = "DURATION", default_value = "5m")]
     pub(super) audit_interval: String,
 
-    /// Address of the single service: destination, identity, sp-validator, proxy-injector or telemetry.
+    /// Address of destination, identity, sp-validator, proxy-injector or telemetry, if only one of these runs.
     #[arg(long)]
     pub(super) addr: Option<ListenAddr>,
     /// Address of destination.

@@ -87,7 +87,7 @@ pub struct Webhooks {
     /// `<dir>/<its Service>/<file>` instead, if that certificate exists. Without a mounted certificate it keeps its own in a
     /// Secret.
     pub certificate_paths: webhook::mounted_certificate::Paths,
-    /// Whether policies are validated on admission. Default enabled, on Kubernetes.
+    /// Whether policies are validated on admission. Default enabled; it has no effect without Kubernetes.
     pub policy_admission: Admission,
     pub injector: injector_webhook::Config,
 }

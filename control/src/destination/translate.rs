@@ -72,7 +72,7 @@ pub(super) fn difference(
     if !removed.is_empty() {
         messages.push(update::Update::Remove(AddrSet { addrs: removed }));
     }
-    // Without an endpoint: sent first, when the last endpoint is removed, and when the existence of the service changes.
+    // Without an endpoint: sent at the start, when the last endpoint is removed, and when the existence of the service changes.
     if let Some(existence) = usable.existence_if_empty()
         && sent_endpoints.and_then(|sent_endpoints| sent_endpoints.existence_if_empty()) != Some(existence)
     {

@@ -32,7 +32,6 @@ pub enum AnnotationLocation {
 pub enum SkipReason {
     HostNetwork,
     SidecarExists,
-    UnsupportedResource,
     InvalidAtNamespace,
     InvalidAtWorkload,
     Disabled,
@@ -190,7 +189,6 @@ impl SkipReason {
         match self {
             Self::HostNetwork => "host_network_enabled",
             Self::SidecarExists => "sidecar_already_exists",
-            Self::UnsupportedResource => "unsupported_resource",
             Self::InvalidAtNamespace => "invalid_inject_annotation_at_ns",
             Self::InvalidAtWorkload => "invalid_inject_annotation_at_workload",
             Self::Disabled => "injection_disable_annotation_present",
@@ -209,12 +207,11 @@ impl SkipReason {
         match self {
             Self::HostNetwork => "hostNetwork is enabled, and redirecting the node's traffic would break it",
             Self::SidecarExists => "the pod has a sidecar already",
-            Self::UnsupportedResource => "this kind of resource has no pods",
             Self::InvalidAtNamespace => {
                 "the namespace's annotation linkerd.io/inject is none of: enabled, ingress, disabled"
             }
             Self::InvalidAtWorkload => "the pod's annotation linkerd.io/inject is none of: enabled, ingress, disabled",
-            Self::Disabled => "the pod's annotation linkerd.io/inject is disabled",
+            Self::Disabled => "the pod's annotation linkerd.io/inject has the value disabled",
             Self::NotEnabled => "neither the namespace nor the pod has the annotation linkerd.io/inject: enabled",
             Self::NoServiceAccountToken => {
                 "the pod mounts no token of its service account; set automountServiceAccountToken to true"

@@ -1,7 +1,8 @@
 //! Sidecar injection: decides whether a pod gets a sidecar, and makes the JSON patch.
 //!
-//! Injection does no I/O: the webhook and the CLI call it and get the same result. An invalid annotation is ignored with a
-//! warning. A pod is denied if its sidecar would not enforce a required restriction, or would never get a certificate.
+//! Injection does no I/O, so the webhook and the CLI share it; [`InjectionOrigin`] has their differences. An invalid annotation
+//! is ignored with a warning. A pod is denied if its sidecar would not enforce a required restriction, or would never get a
+//! certificate.
 
 mod checks;
 mod decision;

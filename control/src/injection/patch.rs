@@ -17,13 +17,13 @@ pub(super) struct PatchBuilder {
     operations: Vec<PatchOperation>,
 }
 
-/// Patches metadata, then volumes and containers.
+/// Patches metadata and probes, then volumes and containers.
 pub(super) fn pod_patch(inputs: PodInputs<'_>, metadata: &Metadata) -> Patch {
     let PodInputs { values, target, .. } = inputs;
     let mut patch = PatchBuilder::at(target.pointer);
     patch.add_metadata(target.metadata, metadata);
     let spec = target.spec;
-    // Probes come first, because adding containers changes the indexes of the others.
+    // Probes come before containers, because adding containers changes the indexes of the others.
     let rewritten = probes::rewrite_probes(values, spec);
     for probe in &rewritten {
         let (index, handler) = (probe.index.to_string(), probe.original.handler.field());
@@ -39,8 +39,8 @@ pub(super) fn pod_patch(inputs: PodInputs<'_>, metadata: &Metadata) -> Patch {
         patch.add(["spec", "initContainers"], &json!([]));
     }
     let (native, awaits) = (values.proxy.native_sidecar, values.proxy.await_proxy);
-    // A native sidecar also serves the pod's init containers. So this container, which redirects or checks the redirection, and
-    // the sidecar come before them. `-` appends.
+    // A native sidecar also serves the pod's init containers, so it comes before them, after the init container that redirects
+    // or checks the redirection. `-` appends.
     let init_index = if native { "0" } else { "-" };
     match values.cni_enabled {
         true => patch.add(["spec", "initContainers", init_index], &containers::validator(values)),

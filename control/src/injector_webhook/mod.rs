@@ -238,7 +238,7 @@ fn log(owner: &Owner, namespace: &str, outcome: &InjectionOutcome) {
     if let Some(denial_reason) = &outcome.denial_reason {
         info!(
             namespace,
-            kind, name, denial_reason, "the pod is denied, or in a protected namespace admitted without a proxy"
+            kind, name, denial_reason, "the pod is denied; in a protected namespace it is admitted without a proxy"
         );
     }
     for warning in &outcome.warnings {

@@ -157,7 +157,7 @@ impl Drop for InFlight {
     }
 }
 
-/// Returns the URL of a server for log lines, always with its port.
+/// Returns the URL of a server for log lines, with the default port if it has neither port nor path.
 fn server_with_port(server: &Uri) -> String {
     let text = server.to_string();
     let text = text.trim_end_matches('/');

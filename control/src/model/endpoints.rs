@@ -46,8 +46,8 @@ pub enum TrafficScope {
 pub struct Endpoint {
     pub addr: SocketAddr,
     pub workload: EndpointWorkload,
-    /// Metric labels, as a list because a map needs more memory. Zone labels depend on the client and are added per
-    /// client. If a name occurs twice, the later entry counts.
+    /// Metric labels, as a list because a map needs more memory. `zone` and `zone_locality` are added in the message. If a
+    /// name occurs twice, the later entry counts.
     pub labels: Vec<(Cow<'static, str>, Arc<str>)>,
     pub node: Option<Arc<str>>,
     pub zone: Option<Arc<str>>,
@@ -58,7 +58,7 @@ pub struct Endpoint {
     /// The authority that replaces the one in the client's request.
     pub authority_override: Option<Arc<str>>,
     pub protocol: Option<ProtocolHint>,
-    /// The inbound port of the endpoint's proxy, if opaque connections use a transport header.
+    /// The inbound port of the endpoint's proxy, if connections to the endpoint use a transport header.
     pub opaque_transport_port: Option<u16>,
     pub identity: Option<TlsIdentity>,
     pub http2: Http2Params,

@@ -103,7 +103,7 @@ impl fmt::Display for RouteRejection {
     }
 }
 
-/// Checks whether a parent accepts a route. `competing_routes` are all routes that refer to this parent.
+/// Checks whether a parent accepts a route. `competing_routes` are all routes that refer to this parent; a Server needs none.
 ///
 /// # Errors
 /// Fails if the parent does not accept the route, with the reason.
@@ -233,9 +233,9 @@ pub fn rate_limit_unsupported_reason(protocol: ProxyProtocol) -> Option<String> 
     is_unsupported.then(|| format!("the Server's proxyProtocol is {protocol}, which does not support rate limits"))
 }
 
-/// Checks whether another route takes precedence, by its accepted references to the same parent. The other route counts only if
-/// it is in the namespace of the route or of the parent: a route of a client's namespace applies only to clients there, so it
-/// does not displace routes of other namespaces.
+/// Checks whether the competing route takes precedence. `accepted_references` are those of its references to the same parent
+/// that are accepted. It counts only in the namespace of the route or of the parent: in a third namespace it applies only to
+/// the clients there.
 fn check_conflict<'a>(
     (route, parent): (&Route, &Parent),
     competing_route: &Route,
@@ -262,7 +262,7 @@ fn check_conflict<'a>(
 }
 
 /// Returns whether two routes match the same connections. Two TCPRoutes always do. Two TLSRoutes do if they share a
-/// server name.
+/// host name, or if neither has one.
 pub fn matches_same_connections(a: &Route, b: &Route) -> bool {
     match (a.kind, b.kind) {
         (RouteKind::Tcp, RouteKind::Tcp) => true,

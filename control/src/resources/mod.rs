@@ -198,8 +198,8 @@ impl Kind {
         found.map(|info| info.kind)
     }
 
-    /// The gauge of the objects of this kind in the store. Sources get it, too, so that kinds without objects have a
-    /// series.
+    /// The gauge of the number of objects of this kind in the store. Sources create it, so that kinds without objects have a
+    /// series, too.
     pub fn cache_size_gauge(self, registry: &Registry) -> Arc<Gauge> {
         let name = format!("{}_cache_size", self.info().metric_prefix);
         let family = registry.gauge(&name, "Objects of this kind that are known.");

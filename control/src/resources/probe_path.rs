@@ -10,7 +10,7 @@ pub(super) fn kubelet_request_path(text: &str) -> Option<String> {
         ParsedUrl::Path(raw) => encode(raw),
         // The kubelet sends an invalid URL as one escaped path.
         ParsedUrl::Invalid => percent_encode(text.as_bytes()),
-        ParsedUrl::WithoutHost => return None,
+        ParsedUrl::OpaqueUrl => return None,
     };
     Some(if path.starts_with('/') {
         path
@@ -22,7 +22,7 @@ pub(super) fn kubelet_request_path(text: &str) -> Option<String> {
 enum ParsedUrl<'a> {
     Path(&'a str),
     /// A scheme that no `/` follows, such as `mailto:a` (Go's `URL.Opaque`). The kubelet cannot request it.
-    WithoutHost,
+    OpaqueUrl,
     Invalid,
 }
 
@@ -42,7 +42,7 @@ fn parse_url(text: &str) -> ParsedUrl<'_> {
     let rest = rest.split_once('?').map_or(rest, |(path, _)| path);
     if !rest.starts_with('/') {
         if has_scheme {
-            return ParsedUrl::WithoutHost;
+            return ParsedUrl::OpaqueUrl;
         }
         let first_segment = rest.split('/').next().unwrap_or_default();
         if first_segment.contains(':') {

@@ -63,8 +63,8 @@ pub struct Route {
     pub rules: Rules,
     /// Statuses from all controllers, including ours.
     pub statuses: Vec<ParentStatus>,
-    /// Set if a field outside of the rules is unreadable, or if the route is invalid in a manifest. No rule of the route is
-    /// served then.
+    /// Set if a field outside of the rules is unreadable, or if the route is invalid in a directory of manifests. No rule of the
+    /// route is served then.
     pub unreadable: Option<UnreadablePart>,
 }
 

@@ -1,7 +1,7 @@
 //! Validates routes without looking up their parents.
 //!
-//! `validate_*` functions are for admission only. `check_*` functions tell whether the mesh supports a part, which views and
-//! statuses need, too.
+//! `validate_*` functions are for admission and for directories of manifests. `check_*` functions tell whether the mesh
+//! supports a part, which views and statuses need, too.
 
 use http::header::{HeaderName, HeaderValue};
 use http::uri::{Authority, PathAndQuery};
@@ -61,7 +61,7 @@ pub fn validate_route(route: &Route) -> Result<(), String> {
     }
 }
 
-/// Returns the first reason why the mesh does not support a part of a valid route for a parent of this kind.
+/// Returns the first reason why a part of the route is unreadable, or not supported for a parent of this kind.
 pub fn unsupported_reason(route: &Route, parent: ParentKind) -> Option<String> {
     if let Some(unreadable) = &route.unreadable {
         return Some(unreadable.reason.clone());
@@ -181,10 +181,10 @@ pub fn check_backend_filter_support(filter: &Filter, route: RouteKind, parent: P
     }
 }
 
-/// Checks whether the proxy API can express a filter.
+/// Checks whether a filter is valid, and whether the proxy API can express it.
 ///
 /// # Errors
-/// Fails if it cannot. Requests that match the filter's rule fail then.
+/// Fails if not. Requests that match the filter's rule fail then.
 pub fn check_filter_support(filter: &Filter, route: RouteKind, parent: ParentKind) -> Result<(), String> {
     let unsupported = |name: &str, place: &str| Err(format!("filter {name} is not supported {place}"));
     match filter {

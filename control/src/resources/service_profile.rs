@@ -95,7 +95,7 @@ impl OverrideDestination {
 }
 
 impl ServiceProfile {
-    /// Checks for parts that proxies would ignore.
+    /// Checks for values that decoding accepts, but proxies refuse or ignore.
     ///
     /// # Errors
     /// Fails at the first such part. The error has its value and the accepted form.
@@ -260,7 +260,7 @@ impl Route {
         if raw.name.is_empty() {
             return Err("name is empty".to_owned());
         }
-        // Go cannot distinguish an empty string from an absent field.
+        // As in Linkerd, an empty timeout counts as absent.
         let timeout = raw.timeout.as_deref().filter(|timeout| !timeout.is_empty());
         let timeout = timeout.map(go_duration::parse).transpose();
         let mut response_classes = Vec::new();

@@ -24,7 +24,7 @@ use crate::resources::service::PortRef;
 use crate::resources::status::ParentRef;
 use crate::resources::{Kind, Object, Scope};
 
-/// An object of which at least a part cannot be decoded, or that is invalid in a manifest.
+/// An object of which at least a part cannot be decoded, or that is invalid in a directory of manifests.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Unreadable {
     pub kind: Kind,

@@ -1,6 +1,6 @@
 //! Finds parts of stored objects that the mesh does not apply: invalid annotations and unsupported parts of routes.
 //!
-//! They are counted in metrics. Admission rejects them earlier if it is enabled.
+//! They are counted in metrics. Admission, if it is enabled, rejects some of them earlier.
 
 use tulle_core::names::{annotation, label};
 

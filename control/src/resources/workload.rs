@@ -32,7 +32,7 @@ pub struct Pod {
     pub ready: Option<EndpointReadiness>,
     pub node: Option<Arc<str>>,
     pub service_account: Arc<str>,
-    /// With a subdomain, the name of the pod below its headless service.
+    /// With a subdomain, the first label of the pod's DNS name: `<hostname>.<subdomain>.<namespace>.svc`.
     pub hostname: Option<String>,
     pub subdomain: Option<String>,
     pub ports: Vec<ContainerPort>,
@@ -276,7 +276,7 @@ fn container_probes(container: &KubernetesContainer, ports: &[ContainerPort]) ->
     let mut found = Vec::new();
     for get in probes.into_iter().flatten().filter_map(|probe| probe.http_get.as_ref()) {
         let path = probe_path::kubelet_request_path(get.path.as_deref().unwrap_or_default());
-        // Skips probes of ports that the container does not declare.
+        // Skips probes of port names that the container does not declare.
         if let (Some(path), Ok(port)) = (path, PortRef::from_kubernetes(get.port.clone()))
             && let Some(port) = target_port(ports, &port)
         {

@@ -196,7 +196,7 @@ impl Server {
         // and the task would contain the future.
         let service = service_fn(move |req: Request<Incoming>| {
             let Some(stream_permit) = streams.acquire(&caller) else {
-                let rsp = Status::resource_exhausted("too many open streams from this client address").into_http();
+                let rsp = Status::resource_exhausted("too many open streams from this client").into_http();
                 return Box::pin(std::future::ready(Ok(rsp))) as _;
             };
             let mut req = request_limits::limit_request(req);

@@ -13,8 +13,8 @@ use crate::resources::unreadable::Unreadable;
 use crate::resources::{self, KINDS, Kind, Object};
 use crate::source::defaulting;
 
-/// The first error of a manifest file, for reports. The last valid version of the file stays in use; before there is one, the
-/// valid documents are used.
+/// An error of a manifest directory, for reports. The last valid version of an invalid file stays in use; before there is one,
+/// its valid documents are used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ManifestError {
     pub file: PathBuf,
@@ -201,7 +201,7 @@ fn content_version(value: &Value) -> String {
 enum DocumentState {
     /// There is no marker and no content yet.
     None,
-    /// Its marker has no content after it yet.
+    /// There is no content after its marker `---` yet.
     Empty,
     HasContent,
 }

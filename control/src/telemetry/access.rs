@@ -47,12 +47,12 @@ enum Error {
 /// Updates the client verifier from the ConfigMap until the drain.
 pub(super) async fn watch_client_ca(client: Client, creds: Arc<ServerCredentials>, drain: Watch) {
     let api: Api<ConfigMap> = Api::namespaced(client, NAMESPACE);
-    let mut seen = pin!(watch_object(api, CONFIG_MAP).default_backoff());
+    let mut changes = pin!(watch_object(api, CONFIG_MAP).default_backoff());
     loop {
         // Cancel-safe: both branches only wait.
         let seen = tokio::select! {
             () = drain.signaled() => return,
-            Some(seen) = seen.next() => seen,
+            Some(seen) = changes.next() => seen,
         };
         let updated = match seen {
             Ok(Some(map)) => set_client_verifier(&map, &creds),
@@ -65,13 +65,13 @@ pub(super) async fn watch_client_ca(client: Client, creds: Arc<ServerCredentials
                 continue;
             }
         };
-        apply(updated, &creds);
+        handle_update_result(updated, &creds);
     }
 }
 
 /// Logs the result of an update. After an error all clients are rejected: the former CA may have been replaced because its key
 /// is no longer secret.
-fn apply(updated: Result<(), Error>, creds: &ServerCredentials) {
+fn handle_update_result(updated: Result<(), Error>, creds: &ServerCredentials) {
     match updated {
         Ok(()) => info!("clients of the telemetry API are accepted from the API server"),
         Err(err) => {

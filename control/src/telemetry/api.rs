@@ -24,7 +24,7 @@ pub struct UnreachableSidecar {
     pub reason: String,
 }
 
-/// A workload, or the service account or identity of a certificate.
+/// What a row is about: a workload, service, namespace or address, or the service account or identity of a certificate.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct ResourceName {
     #[serde(default, skip_serializing_if = "String::is_empty")]
@@ -39,7 +39,7 @@ pub struct ResourceName {
 pub struct WorkloadMetrics {
     #[serde(flatten)]
     pub named: ResourceName,
-    /// Number of running pods with a sidecar; `total` counts all running pods.
+    /// Number of running pods and external workloads with a sidecar; `total` also counts those without.
     pub meshed: usize,
     pub total: usize,
     #[serde(flatten)]

@@ -53,7 +53,7 @@ type Namespace = Option<Arc<str>>;
 pub(super) enum Error {
     #[error("{found} sidecars exceed the limit of {MAX_SIDECARS} for one query; query one namespace")]
     TooMany { found: usize },
-    #[error("looking up the members of the mesh")]
+    #[error("looking up the members of the mesh, or computing their rates")]
     Failed(#[from] JoinError),
 }
 

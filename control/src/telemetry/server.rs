@@ -60,9 +60,9 @@ enum QueryError {
     #[error("method {0} is not supported; expected GET")]
     Method(Method),
     #[error("{MAX_CONCURRENT_TAPS} taps are running, which is the limit; end one of them")]
-    TooMany,
+    TooManyTaps,
     #[error("{MAX_CONCURRENT_QUERIES} queries are in progress, which is the limit; retry later")]
-    Busy,
+    TooManyQueries,
     #[error("the query took longer than {QUERY_TIMEOUT:?}; query one namespace")]
     Timeout,
     #[error(transparent)]
@@ -105,7 +105,7 @@ impl Api {
     }
 
     async fn metrics(&self, query: MetricsQuery) -> Result<Response<Body>, QueryError> {
-        let _permit = self.query_slots.try_acquire().map_err(|_| QueryError::Busy)?;
+        let _permit = self.query_slots.try_acquire().map_err(|_| QueryError::TooManyQueries)?;
         let responding = async {
             let observed = self.scraper.observe(query.namespace.as_deref(), query.window).await?;
             // Not on this thread, which also serves the other queries and taps.
@@ -130,7 +130,7 @@ impl Api {
             .tap_slots
             .clone()
             .try_acquire_owned()
-            .map_err(|_| QueryError::TooMany)?;
+            .map_err(|_| QueryError::TooManyTaps)?;
         let (lines, receiver) = mpsc::channel(MAX_BUFFERED_LINES);
         let (tapper, drain) = (self.tapper.clone(), self.drain.clone());
         // The response body owns the task: it ends when the body drops the receiver, and at the drain.
@@ -158,7 +158,7 @@ impl QueryError {
             Self::Request(request::Error::Bad(_)) => (StatusCode::BAD_REQUEST, "BadRequest"),
             Self::Host(_) => (StatusCode::FORBIDDEN, "Forbidden"),
             Self::Method(_) => (StatusCode::METHOD_NOT_ALLOWED, "MethodNotAllowed"),
-            Self::TooMany | Self::Busy => (StatusCode::TOO_MANY_REQUESTS, "TooManyRequests"),
+            Self::TooManyTaps | Self::TooManyQueries => (StatusCode::TOO_MANY_REQUESTS, "TooManyRequests"),
             Self::Scrape(scraper::Error::TooMany { .. }) => (StatusCode::BAD_REQUEST, "BadRequest"),
             Self::Timeout => (StatusCode::GATEWAY_TIMEOUT, "Timeout"),
             Self::Scrape(scraper::Error::Failed(_)) | Self::Compute(_) | Self::Write(_) => {

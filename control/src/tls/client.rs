@@ -1,4 +1,4 @@
-//! A gRPC channel over one HTTP/2 connection: mTLS with a server name, or plaintext on loopback.
+//! A channel over one HTTP/2 connection, for gRPC and other requests: TLS with a server name, or plaintext.
 //!
 //! The client offers no ALPN, as the control plane and its proxies expect. tonic's own TLS requires `h2`. A channel
 //! does not reconnect: callers create a new one, with their own backoff.
@@ -109,7 +109,7 @@ pub enum Error {
     },
 }
 
-/// Connects with TLS. Verifies the server's name and sends the client certificate, if there is one.
+/// Connects with TLS. Verifies the server's identity, or else its name, and sends the client certificate, if there is one.
 ///
 /// # Errors
 /// Fails if the connection cannot be established within 10 seconds.
@@ -179,7 +179,7 @@ impl Channel {
             })?;
         let task = tokio::spawn(async move {
             if let Err(err) = connection.await {
-                debug!(%err, "a control-plane connection ended");
+                debug!(%err, "a connection ended with an error");
             }
         });
         Ok(Self {
@@ -245,7 +245,7 @@ fn client_config(peer: &TlsServer<'_>, leaf: Option<LeafWithKey>) -> Result<Clie
     Ok(config)
 }
 
-/// Verifies that a server has an identity, independently of the SNI.
+/// Verifies that a server has this identity, independently of the SNI.
 #[derive(Debug)]
 struct IdentityVerifier {
     anchors: TrustAnchors,

@@ -1,4 +1,4 @@
-//! Webhook certificates. Each is self-signed, because the API server trusts exactly the certificates in the bundle.
+//! Webhook certificates. Generated ones are self-signed, because the API server trusts exactly the certificates in the bundle.
 
 use std::fmt;
 use std::time::Duration;

@@ -5,9 +5,10 @@
 //! conflict the replica starts again from the current version. The Secret is owned by the webhook configuration and
 //! deleted with it. Without a configuration nothing is written, because nothing calls the webhook.
 //!
-//! If the Secret has another owner, or cert-manager manages it, its certificate is served, and neither the Secret nor
-//! `caBundle` is written. The process is then ready when the API server's bundle verifies the served certificate. If the
-//! bundle stops verifying it, a metric and the log report it, and the injector, which has its own pod, becomes unready.
+//! If the configuration does not own the Secret, or cert-manager manages it, its certificate is served, and neither the
+//! Secret nor `caBundle` is written. The process is then ready when the API server's bundle verifies the served
+//! certificate. If the bundle stops verifying it, a metric and the log report it, and the injector, which has its own
+//! pod, becomes unready.
 //!
 //! Permissions: `create`, `patch`, `list`, `watch`, `update` of Secrets in the namespace of the control plane by name
 //! (they are created by server-side apply, because RBAC cannot restrict a POST by name); `list`, `watch`, `patch` of
@@ -363,11 +364,11 @@ impl CertificateController {
         Ok(wait)
     }
 
-    /// Returns whether another owner or cert-manager manages the certificate.
+    /// Returns whether cert-manager manages the certificate, or the configuration does not own its Secret.
     fn is_externally_managed(&self, secret: Option<&Secret>, configuration: &DynamicObject) -> bool {
         let is_injected_by_cert_manager = |key: &String| key.starts_with("cert-manager.io/inject-ca-from");
-        let has_other_owner = |secret: &Secret| !secret.owner_references().iter().any(|owner| self.is_owner(owner));
-        configuration.annotations().keys().any(is_injected_by_cert_manager) || secret.is_some_and(has_other_owner)
+        let is_foreign = |secret: &Secret| !secret.owner_references().iter().any(|owner| self.is_owner(owner));
+        configuration.annotations().keys().any(is_injected_by_cert_manager) || secret.is_some_and(is_foreign)
     }
 
     fn is_owner(&self, owner: &OwnerReference) -> bool {

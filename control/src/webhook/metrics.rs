@@ -46,7 +46,7 @@ impl HttpMetrics {
         series.size.observe(n_bytes as f64);
     }
 
-    /// Unregistered methods share one label value.
+    /// Methods that are not in [`KNOWN`] share one label value.
     fn series(&self, method: &Method, code: StatusCode) -> Series {
         let method = match KNOWN.contains(method) {
             true => method.as_str().to_ascii_lowercase(),

@@ -54,8 +54,8 @@ pub struct WebhookServer<H> {
     handler: H,
     metrics: HttpMetrics,
     registry: Registry,
-    /// Decoding multiplies the memory of an object, so few objects are decoded at a time.
-    decoding: Semaphore,
+    /// Decoding multiplies the memory of an object, so few objects are reviewed at a time.
+    review_permits: Semaphore,
 }
 
 /// Why a request is answered without an AdmissionReview.
@@ -90,11 +90,11 @@ impl<H: ReviewHandler> WebhookServer<H> {
             handler,
             metrics,
             registry: registry.clone(),
-            decoding: Semaphore::new(MAX_CONCURRENT_DECODES),
+            review_permits: Semaphore::new(MAX_CONCURRENT_REVIEWS),
         }
     }
 
-    /// Serves as [`HttpServer::serve`].
+    /// Serves until the drain; see [`HttpServer::serve`].
     pub async fn serve(self, listener: TcpListener, drain: Watch) {
         let server = HttpServer {
             name: self.name,
@@ -119,10 +119,11 @@ impl<H: ReviewHandler> WebhookServer<H> {
             })?
             .to_bytes();
         if body.is_empty() {
+            // As Linkerd's webhooks do.
             return Ok(body);
         }
         // The semaphore is never closed.
-        let _permit = self.decoding.acquire().await;
+        let _permit = self.review_permits.acquire().await;
         let ParsedReview { id, request } = ParsedReview::parse(&body).map_err(RequestError::InvalidReview)?;
         drop(body);
         let response = match request {
@@ -188,7 +189,7 @@ impl RequestError {
 
 /// In bytes. Linkerd's webhooks read 10 MiB; the API server accepts no objects above 3 MiB.
 const MAX_BODY_BYTES: usize = 10 * 1024 * 1024;
-const MAX_CONCURRENT_DECODES: usize = 8;
+const MAX_CONCURRENT_REVIEWS: usize = 8;
 const BODY_READ_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[cfg(test)]

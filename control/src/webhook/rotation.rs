@@ -162,7 +162,7 @@ impl SecretContent {
         self.bundle.iter().map(encode).collect()
     }
 
-    /// When [`Self::rotate`] can next have another result without other events.
+    /// When the times of the certificates next change the result of [`Self::rotate`]; the end of `settle` is not included.
     pub(super) fn due_at(&self) -> OffsetDateTime {
         match &self.next {
             Some(next) => self.current.not_after.min(next.not_after),

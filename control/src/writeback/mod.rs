@@ -61,7 +61,7 @@ pub fn add_controllers(
         let lease = lease("linkerd-destination-endpoint-write", LeaseTiming::FREQUENT);
         let (candidate, leadership) = lease::new_candidate(client, lease, registry);
         tasks.push(Task::new(
-            "holding the lease for EndpointSlices",
+            "competing for the lease for EndpointSlices",
             run_candidate_after_sync(candidate, synced.clone(), drain.clone()),
         ));
         tasks.push(Task::new(
@@ -78,7 +78,7 @@ pub fn add_controllers(
         };
         let (candidate, leadership) = lease::new_candidate(client, lease, registry);
         tasks.push(Task::new(
-            "holding the lease for statuses",
+            "competing for the lease for statuses",
             run_candidate_after_sync(candidate, synced, drain.clone()),
         ));
         tasks.push(Task::new(

@@ -199,7 +199,7 @@ async fn manifests_that_admission_refuses_are_reported_with_the_reason() {
         ),
         (
             mesh_tls("identityRefs: [{kind: Namespace, name: a, namespace: b}]"),
-            "no namespace of its own",
+            "accepts no namespace field",
         ),
         (
             policy("NetworkAuthentication", "policy.linkerd.io/v1alpha1", "networks: []"),
@@ -227,7 +227,7 @@ async fn manifests_that_admission_refuses_are_reported_with_the_reason() {
         ),
         (
             server("podSelector: {}, port: 80, accessPolicy: some"),
-            "\"some\" is no default policy",
+            "\"some\" is not an access policy",
         ),
         (server("podSelector: {}, port: 80, proxyProtocol: SMTP"), "SMTP"),
         (server("podSelector: {}, port: 80, colour: red"), "colour"),

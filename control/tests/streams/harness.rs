@@ -60,7 +60,7 @@ pub(crate) async fn mesh_with(yaml: &str, config: Config) -> Mesh {
 pub(crate) async fn soon<T>(future: impl Future<Output = T>) -> T {
     timeout(Duration::from_secs(20), future)
         .await
-        .expect("timeout after 20 seconds")
+        .expect("the result arrives within 20 seconds")
 }
 
 /// Waits until the condition is true.
@@ -181,7 +181,7 @@ fn target(path: &str, token: &str) -> GetDestination {
 
 /// The next message of a stream. Panics if the stream has ended.
 pub(crate) async fn next<T>(stream: &mut Streaming<T>) -> T {
-    soon(stream.message()).await.unwrap().expect("the stream has ended")
+    soon(stream.message()).await.unwrap().expect("the stream is open")
 }
 
 /// An update as text: `+` and the added addresses, `-` and the removed ones; without endpoints, `1` if the service exists, else

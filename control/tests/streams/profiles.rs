@@ -61,7 +61,7 @@ spec:
 pub(crate) const WEB: &str = "web.shop.svc.cluster.local:80";
 
 pub(crate) fn endpoint(profile: &DestinationProfile) -> (String, Option<Protocol>, bool) {
-    let endpoint = profile.endpoint.as_ref().expect("no endpoint in the profile");
+    let endpoint = profile.endpoint.as_ref().expect("the profile has an endpoint");
     let addr = std::net::SocketAddr::try_from(endpoint.addr.unwrap()).unwrap();
     let protocol = endpoint.protocol_hint.and_then(|hint| hint.protocol);
     (addr.to_string(), protocol, endpoint.tls_identity.is_some())

@@ -104,14 +104,14 @@ async fn loaded(name: &str) -> Mesh {
 async fn first<T>(stream: Result<Streaming<T>, Status>) -> Result<T, Code> {
     let mut stream = stream.map_err(|status| status.code())?;
     let message = soon(stream.message()).await.map_err(|status| status.code())?;
-    Ok(message.expect("the stream has no message"))
+    Ok(message.expect("the stream has a message"))
 }
 
 /// The last recorded message, or the recorded status code.
 fn last<T: Message + Default>(one: &Recorded) -> Result<T, String> {
     match (one.messages.last(), &one.status) {
         (Some(bytes), None) => Ok(T::decode(&**bytes).unwrap()),
-        (_, status) => Err(status.clone().expect("the recording is empty")),
+        (_, status) => Err(status.clone().expect("the recording has a message or a status")),
     }
 }
 

@@ -50,14 +50,14 @@ pub(crate) fn check(what: &str, words: &[String], expected: &str) {
 /// The endpoint in the profile of an address.
 pub(crate) async fn profile(mesh: &Mesh, path: &str) -> Vec<String> {
     let profile = mesh.profile(path).await;
-    let mut words = words(&profile.endpoint.expect("no endpoint in the profile"));
+    let mut words = words(&profile.endpoint.expect("the profile has an endpoint"));
     if profile.opaque_protocol {
         words.push("opaque-protocol".to_owned());
     }
     words
 }
 
-/// A pod of namespace `shop` with a sidecar. `metadata` and `spec` are added to its fields.
+/// A running pod of namespace `shop`. `metadata` and `spec` are added to its fields; [`MESHED`] means that it has a sidecar.
 pub(crate) fn pod(name: &str, ip: &str, metadata: &str, spec: &str) -> String {
     format!(
         "---\napiVersion: v1\nkind: Pod\nmetadata: {{name: {name}, namespace: shop, {metadata}}}\n\
@@ -103,9 +103,9 @@ async fn owners_are_labels() {
         ("a Job alone", owned("Job", "once"), "k8s_job=once !job"),
         ("a StatefulSet", owned("StatefulSet", "db"), "statefulset=db"),
         ("a DaemonSet", owned("DaemonSet", "agent"), "daemonset=agent"),
-        ("a kind of others", owned("CloneSet", "clones"), "cloneset=clones"),
+        ("a third-party kind", owned("CloneSet", "clones"), "cloneset=clones"),
         (
-            "a kind that would stand for something else",
+            "a kind whose label has another meaning",
             owned("Zone", "far"),
             "pod=p zone= !zone=far",
         ),
@@ -249,7 +249,7 @@ async fn pods_determine_how_they_are_reached() {
             "opaque !transport".to_owned(),
         ),
         (
-            "of a sidecar that does not say",
+            "of a sidecar with an invalid admin address",
             MESHED.to_owned(),
             &silent,
             80,
@@ -344,7 +344,7 @@ async fn slices_determine_the_addresses() {
             "+10.3.0.1:9999",
         ),
         (
-            "no conditions are ready",
+            "without conditions it is ready",
             endpoints("{addresses: [10.3.0.1], conditions: {}}"),
             80,
             "+10.3.0.1:8080",
@@ -371,7 +371,7 @@ async fn slices_determine_the_addresses() {
             "+10.3.0.1:8080",
         ),
         (
-            "one that is going, and one that is ready",
+            "one that is terminating, and one that is ready",
             endpoints(
                 "{addresses: [10.3.0.1], conditions: {ready: false, serving: true, terminating: true}}, {addresses: [10.3.0.2]}",
             ),
@@ -391,7 +391,7 @@ async fn slices_determine_the_addresses() {
             "1",
         ),
         (
-            "names are no addresses",
+            "a slice of DNS names",
             one("addressType: FQDN\nports: [{name: http, port: 8080}]\nendpoints: [{addresses: [example.org]}]"),
             80,
             "1",
@@ -424,13 +424,13 @@ async fn slices_determine_the_addresses() {
             "+10.3.0.1:8080,10.3.0.2:8080",
         ),
         (
-            "a kind that is not served",
+            "a target that is neither a pod nor a workload",
             endpoints("{addresses: [10.3.0.1], targetRef: {kind: Node, name: node-a}}"),
             80,
             "1",
         ),
         (
-            "the service is named by its owner",
+            "the owner of the slice names the service",
             endpoints("{addresses: [10.3.0.1]}").replace(
                 "labels: {kubernetes.io/service-name: web}",
                 "ownerReferences: [{apiVersion: v1, kind: Service, name: web, uid: u}]",
@@ -500,14 +500,14 @@ async fn hints_and_traffic_policies_choose_endpoints() {
             "+10.3.0.1:8080",
         ),
         (
-            "one endpoint without hints lets all count",
+            "if one endpoint has no hints, all endpoints are used",
             PORTS,
             format!("{both}, {{addresses: [10.3.0.3]}}"),
             A,
             "+10.3.0.1:8080,10.3.0.2:8080,10.3.0.3:8080",
         ),
         (
-            "hints that leave nothing do not count",
+            "if hints exclude all endpoints, all are used",
             PORTS,
             hinted(2, "{name: b}"),
             A,
@@ -532,7 +532,7 @@ async fn hints_and_traffic_policies_choose_endpoints() {
             "+10.3.0.2:8080",
         ),
         (
-            "one endpoint without hints of nodes lets all count",
+            "if one endpoint has no hints of nodes, all endpoints are used",
             PORTS,
             "{addresses: [10.3.0.1], hints: {forNodes: [{name: node-a}]}}, {addresses: [10.3.0.2]}".to_owned(),
             A,
@@ -646,7 +646,7 @@ async fn a_pod_with_two_families_is_one_endpoint() {
 }
 
 #[tokio::test]
-async fn endpoints_count_their_ready_addresses_only() {
+async fn only_ready_addresses_of_endpoints_objects_are_used() {
     let yaml = sliced(PORTS, &format!("{V4}endpoints: [{{addresses: [10.9.9.9]}}]"))
         + "---\napiVersion: v1\nkind: Endpoints\nmetadata: {name: web, namespace: shop}\nsubsets:\n\
            - addresses: [{ip: 10.3.0.1, hostname: web-0}]\n  notReadyAddresses: [{ip: 10.3.0.2}]\n  \
@@ -706,7 +706,7 @@ async fn an_address_is_resolved_to_its_pod_service_or_workload() {
             "192.168.0.1:80",
             "192.168.0.1:80 !pod !h2",
         ),
-        ("a pod that is over", "10.1.0.2:80", "10.1.0.2:80 !pod !h2 !tls"),
+        ("a pod that has ended", "10.1.0.2:80", "10.1.0.2:80 !pod !h2 !tls"),
         (
             "a pod that does not run yet",
             "10.1.0.3:80",

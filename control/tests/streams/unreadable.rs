@@ -42,7 +42,7 @@ async fn port(mesh: &Mesh, port: u32) -> Server {
     mesh.port(WEB, port).await.unwrap()
 }
 
-fn n_permitted(server: &Server) -> usize {
+fn n_authorizations(server: &Server) -> usize {
     server.authorizations.len()
 }
 
@@ -90,7 +90,7 @@ async fn an_unreadable_server_denies_all_clients_on_the_ports_it_may_select() {
         ("everything".to_owned(), [true, true]),
     ] {
         let mesh = mesh(&format!("{POD}{}{}", server("s", &spec), permit_all("s"))).await;
-        let denied = [port(&mesh, 8080).await, port(&mesh, 9090).await].map(|policy| n_permitted(&policy) == 0);
+        let denied = [port(&mesh, 8080).await, port(&mesh, 9090).await].map(|policy| n_authorizations(&policy) == 0);
         assert_eq!(denied, expected, "{spec}");
         assert_eq!(counted(&mesh), [line("Server", "s")], "{spec}");
         assert_eq!(mesh.errors().len(), 1, "{spec}");
@@ -102,7 +102,7 @@ async fn a_server_of_an_unsupported_version_denies_all_clients() {
     let spec = "{podSelector: {}, port: 8080, accessPolicy: all-unauthenticated}";
     let newer = object("policy.linkerd.io/v9", "Server", "s", spec);
     let mesh = mesh(&format!("{POD}{newer}")).await;
-    assert_eq!(n_permitted(&port(&mesh, 8080).await), 0);
+    assert_eq!(n_authorizations(&port(&mesh, 8080).await), 0);
     assert_eq!(counted(&mesh), [line("Server", "s")]);
     let error = mesh.errors().concat();
     assert!(
@@ -118,7 +118,7 @@ async fn the_last_readable_version_applies_until_the_object_is_fixed_or_deleted(
     let bad = server("s", "{podSelector: {}, port: 8080, accessPolicy: Nobody}");
     let mesh = mesh(POD).await;
     let mut stream = mesh.ports(WEB, 8080).await.unwrap();
-    assert_eq!(n_permitted(&next(&mut stream).await), 1);
+    assert_eq!(n_authorizations(&next(&mut stream).await), 1);
     mesh.write("s.yaml", &more);
     assert_eq!(next(&mut stream).await.authorizations[0].labels["name"], "audit");
     mesh.write("s.yaml", &bad);
@@ -130,12 +130,12 @@ async fn the_last_readable_version_applies_until_the_object_is_fixed_or_deleted(
     mesh.write("s.yaml", &bad);
     eventually(|| counted(&mesh) == [line("Server", "s")]).await;
     mesh.write("s.yaml", &good);
-    assert_eq!(n_permitted(&next(&mut stream).await), 0);
+    assert_eq!(n_authorizations(&next(&mut stream).await), 0);
     assert!(counted(&mesh).is_empty());
     mesh.write("s.yaml", &bad);
     eventually(|| counted(&mesh) == [line("Server", "s")]).await;
     mesh.remove("s.yaml");
-    assert_eq!(n_permitted(&next(&mut stream).await), 1);
+    assert_eq!(n_authorizations(&next(&mut stream).await), 1);
     eventually(|| counted(&mesh).is_empty()).await;
 }
 
@@ -144,10 +144,10 @@ async fn valid_objects_of_a_file_with_invalid_ones_apply() {
     let denied = server("s", "{podSelector: {}, port: 8080}");
     let mesh = mesh(POD).await;
     let mut stream = mesh.ports(WEB, 8080).await.unwrap();
-    assert_eq!(n_permitted(&next(&mut stream).await), 1);
+    assert_eq!(n_authorizations(&next(&mut stream).await), 1);
     // The second document is not YAML.
     mesh.write("s.yaml", &format!("{denied}---\nkind: ["));
-    assert_eq!(n_permitted(&next(&mut stream).await), 0);
+    assert_eq!(n_authorizations(&next(&mut stream).await), 0);
     assert_eq!(mesh.errors().len(), 1);
 }
 
@@ -200,7 +200,7 @@ async fn unreadable_authorizations_and_authentications_permit_no_client() {
         ))
         .await;
         let policy = port(&mesh, 8080).await;
-        assert_eq!((n_permitted(&policy), &*policy.labels["name"]), (0, "s"), "{objects}");
+        assert_eq!((n_authorizations(&policy), &*policy.labels["name"]), (0, "s"), "{objects}");
         assert_eq!(counted(&mesh), [line(kind, name)]);
     }
 }

@@ -174,7 +174,7 @@ impl Admin {
 
     /// Serves until the drain starts, then waits for requests in flight, for a limited time.
     ///
-    /// At the connection limit, a new connection replaces one of the client that has the most.
+    /// At the connection limit, a new connection replaces an open one, by the rules of [`connections`](crate::connections).
     pub async fn serve(self, listener: TcpListener, drain: Watch) {
         let _drain_guard = drain.guard();
         let (routes, terminate) = (Arc::new(self.routes), self.terminate);

@@ -16,11 +16,11 @@ use parking_lot::Mutex;
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
-/// What a new connection replaces at the limit if its own address already has the most connections: another one of this
-/// address.
+/// Which connection of the same address a new connection replaces at the limit, if the address already has the most
+/// connections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SameAddressEviction {
-    /// The one that has been idle for the longest time.
+    /// An unused one, or else the one that has been idle for the longest time.
     Idlest,
     /// One that has never carried a byte. If there is none, the new connection is refused, so that a client with too many
     /// connections keeps those that it uses.
@@ -124,7 +124,7 @@ impl Connection {
 
     /// Decrements `n_unused`, unless the first byte has already done so: the connection ends, or has a verified peer.
     fn stop_counting_as_unused(&self) {
-        // The atomic swap in this function ensures that only one of the two decrements, if both happen at the same time.
+        // The atomic swap in `record_activity` ensures that there is one decrement, even if the first byte arrives meanwhile.
         self.record_activity();
     }
 
@@ -308,7 +308,7 @@ impl Eviction<'_> {
         {
             return Some(evicted);
         }
-        // Rule 4: the connection that has been idle for the longest time.
+        // Rule 4: an unused connection, or else the one that has been idle for the longest time.
         self.evict(index, Selection::All)
     }
 

@@ -1,7 +1,7 @@
 //! `/debug`: the current state of this process, as YAML text and as JSON.
 //!
-//! A page is a value that is computed for each request. Access needs the same permission as changing the log level: pages name
-//! peers and policies, but never show keys.
+//! A page is a value that is computed for each request. Pages are served to clients on loopback only, because they name peers and
+//! policies; they never show keys.
 
 use http::{HeaderValue, Method, StatusCode, header::CONTENT_TYPE};
 use serde::Serialize;

@@ -62,7 +62,7 @@ pub(crate) struct Config {
     /// Timeout of TCP and TLS together, for each address.
     pub connect_timeout: Duration,
     pub backoff: Backoff,
-    /// Time that a call waits for a connection; [`CONNECTION_WAIT_TIMEOUT`].
+    /// Maximum time that a call waits for a connection; default [`CONNECTION_WAIT_TIMEOUT`].
     pub connection_wait_timeout: Duration,
     pub client_certificate: ClientCertificate,
 }
@@ -451,7 +451,7 @@ pub(super) const MAX_MESSAGE_BYTES: usize = 64 * 1024 * 1024;
 /// Maximum backoff between attempts to connect: endpoints change while a control plane restarts, and stale endpoints make
 /// requests fail.
 const MAX_CONNECT_BACKOFF: Duration = Duration::from_secs(5);
-/// A connection that lasted this long resets the backoff.
+/// A connection resets the backoff if it lasted this long, or as long as the maximum backoff if that is shorter.
 const STABLE_CONNECTION_AGE: Duration = Duration::from_secs(10);
 /// With this interval a dead peer is detected within 13 seconds while streams are open.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);

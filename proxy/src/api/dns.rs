@@ -1,5 +1,5 @@
 //! Resolves the addresses of the control plane: SRV records first, then address records, cached for their TTL within
-//! the configured bounds (at least [`MIN_TTL`]). Also resolves names for applications.
+//! the configured bounds. Also resolves names for applications.
 
 use std::fmt::Display;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};

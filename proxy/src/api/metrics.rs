@@ -31,7 +31,7 @@ impl Metrics {
             ),
             resolutions: registry.counter(
                 "control_dns_resolutions_total",
-                "DNS lookups of control plane addresses.",
+                "DNS lookups of control plane addresses, and of names for applications.",
             ),
             registry: registry.clone(),
         }

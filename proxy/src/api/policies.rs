@@ -73,7 +73,7 @@ impl Policies {
         !self.shared.channel.is_failing()
     }
 
-    /// Retries soon if there is no answer yet; `retry` is the signal of the watch.
+    /// Makes the channel reconnect soon if it has no connection, and the watch whose signal is `retry` reopen its stream soon.
     pub(crate) fn retry_soon(&self, retry: &RetrySignal) {
         self.shared.channel.retry_soon();
         retry.retry_soon();
@@ -115,8 +115,8 @@ impl Policies {
 
     /// Watches the policy of an outbound target.
     ///
-    /// If it is refused with `NotFound` or `Unimplemented`, the target is reached by its profile or by its original
-    /// destination.
+    /// If it is refused with `NotFound` or `Unimplemented`, the caller uses the endpoint in the target's profile, or else the
+    /// target's address.
     pub(crate) fn outbound<T: Send + Sync + 'static>(
         &self,
         target: &Addr,

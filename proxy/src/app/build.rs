@@ -44,7 +44,7 @@ use crate::{
     },
     metrics::{
         failures::Failures,
-        hosts::{HostSeries, HostSource},
+        hosts::{HostMap, HostSource},
         http as http_metrics, invalid_updates,
     },
     net::{
@@ -312,9 +312,9 @@ impl ProxyBuilder<'_> {
             taps: self.taps.clone(),
             tracer: self.tracers.inbound.clone(),
             identity_name: self.creds.id().as_str().into(),
-            server_name_labels: HostSeries::default(),
+            server_name_labels: HostMap::default(),
             log_limiter: LogLimiter::default(),
-            authority_labels: (config.inbound.authority_labels == Visibility::Shown).then(HostSeries::default),
+            authority_labels: (config.inbound.authority_labels == Visibility::Shown).then(HostMap::default),
             gateway,
             app_clients: AppClients {
                 connect: connect_config(direction, Some(own_port)),

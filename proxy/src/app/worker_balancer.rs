@@ -15,7 +15,7 @@ use tokio::{net::TcpStream, runtime::Handle};
 
 use crate::net::{io::Tcp, listen::AcceptedClient};
 
-/// All workers, with their number of connections of one listener.
+/// All workers, with their number of connections in one direction.
 pub(super) struct WorkerBalancer(Vec<WorkerLoad>);
 
 struct WorkerLoad {

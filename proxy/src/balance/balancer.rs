@@ -287,7 +287,7 @@ impl<E: Candidate> Balancer<E> {
     }
 
     /// # Errors
-    /// The service has no endpoints and none are expected. An empty list is no error.
+    /// The control plane has reported that the service has no endpoints. An empty list is no error.
     fn fail_if_none_expected(&self) -> Result<(), PickError> {
         match &**self.snapshot.load() {
             DiscoveryState::NoEndpoints => Err(PickError::NoEndpoints),

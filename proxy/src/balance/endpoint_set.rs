@@ -11,9 +11,9 @@ use crate::policy::endpoint::{EndpointSpec, EndpointUpdate};
 pub(crate) enum DiscoveryState<E> {
     /// Discovery has not answered yet: requests wait.
     Unknown,
-    /// The discovered endpoints. The list is empty if the last one has just been removed: requests wait.
+    /// The discovered endpoints. While the list is empty, requests wait.
     Endpoints(Box<[Arc<E>]>),
-    /// The service has no endpoints and none are expected: requests fail immediately.
+    /// The control plane has reported that there are none ([`EndpointUpdate::NoEndpoints`]): requests fail immediately.
     NoEndpoints,
 }
 

@@ -576,7 +576,7 @@ impl Env<'_> {
         self.push_error(name, None, reason.to_owned());
     }
 
-    /// Records that the value of a variable conflicts with another setting.
+    /// Records that the value of a variable is not supported, or conflicts with another setting.
     fn refuse(&mut self, name: &str, reason: &str) {
         let value = self.value(name);
         self.push_error(name, value, reason.to_owned());

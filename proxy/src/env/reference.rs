@@ -148,13 +148,14 @@ const VARIABLES: &[Row] = &[
         "OUTBOUND_METRICS_HOSTNAME_LABELS",
         FLAG,
         Value("false"),
-        "Whether metrics of routes have the label `hostname`. A route has at most 1000 of them.",
+        "Whether metrics of routes have the label `hostname`. A route has at most 1000 of them, in ingress mode 64.",
     ),
     (
         "INBOUND_METRICS_AUTHORITY_LABELS",
         "`unsafe`",
         NONE,
-        "Whether inbound metrics have the label `authority`. Clients choose its value, and so the number of series.",
+        "Whether inbound metrics have the label `authority`. Clients choose its value; there are at most 1000 values \
+         from meshed clients, and 64 from others.",
     ),
     ("OUTBOUND_TCP_QUEUE_CAPACITY", COUNT, NONE, NO_EFFECT),
     ("OUTBOUND_TCP_FAILFAST_TIMEOUT", DURATION, NONE, NO_EFFECT),
@@ -164,25 +165,25 @@ const VARIABLES: &[Row] = &[
         "OUTBOUND_HTTP_QUEUE_CAPACITY",
         COUNT,
         Value("10000"),
-        "Maximum number of requests that wait for an endpoint.",
+        "Maximum number of requests that wait for an endpoint of a backend, unless its policy permits more.",
     ),
     (
         "OUTBOUND_HTTP_FAILFAST_TIMEOUT",
         DURATION,
         Value("3s"),
-        "Maximum time that a request waits for an endpoint.",
+        "Maximum time that a request waits for an endpoint, unless its policy specifies one.",
     ),
     (
         "MAX_IDLE_CONNS_PER_ENDPOINT",
         NUMBER,
         Value("10000"),
-        "Maximum number of idle HTTP/1 connections to the application.",
+        "Maximum number of idle HTTP/1 connections of each worker to a port of the application.",
     ),
     (
         "OUTBOUND_MAX_IDLE_CONNS_PER_ENDPOINT",
         NUMBER,
         Value("10000"),
-        "Maximum number of idle HTTP/1 connections to each endpoint.",
+        "Maximum number of idle HTTP/1 connections of each worker to an endpoint.",
     ),
     (
         "HTTP2_INITIAL_STREAM_WINDOW_SIZE",
@@ -312,7 +313,7 @@ const VARIABLES: &[Row] = &[
         "SHUTDOWN_GRACE_PERIOD",
         DURATION,
         Value("2m"),
-        "Maximum time to finish requests after SIGTERM.",
+        "Maximum duration of the drain, in which requests end. It begins at most 10 s after SIGTERM.",
     ),
     (
         "METRICS_RETAIN_IDLE",
@@ -576,19 +577,21 @@ const DIRECTIONS: &[DirectionVariable] = &[
         "CONNECT_EXP_BACKOFF_MIN",
         DURATION,
         [Value("100ms"), Value("100ms")],
-        "First delay after a failed connection. Must be set together with the maximum.",
+        "First delay before the control plane is dialled again, or a stream of it opened again. Must be set together with the \
+         maximum.",
     ),
     direction(
         "CONNECT_EXP_BACKOFF_MAX",
         DURATION,
         [Value("10s"), Value("60s")],
-        "Maximum delay after a failed connection. Must be set together with the first delay.",
+        "Maximum delay before a stream of the control plane is opened again, or, up to 5 s, the control plane is dialled again. \
+         Must be set together with the first delay.",
     ),
     direction(
         "CONNECT_EXP_BACKOFF_JITTER",
         "number from 0 to 100",
         [Value("0.1"), Value("0.1")],
-        "Random addition to the delay, as a fraction of it.",
+        "Random addition to these delays, as a fraction of them.",
     ),
     direction(
         "HTTP1_CONNECTION_POOL_IDLE_TIMEOUT",
@@ -637,7 +640,8 @@ const DIRECTIONS: &[DirectionVariable] = &[
         "SERVER_HTTP2_MAX_CONCURRENT_STREAMS",
         NUMBER,
         [Value("16384"), Value("16384")],
-        "Maximum number of concurrent requests of a connection.",
+        "Maximum number of concurrent requests of a connection. Inbound, clients without an identity have at most 1024, and \
+         unauthorized ones 16.",
     ),
     direction(
         "SERVER_HTTP2_MAX_FRAME_SIZE",

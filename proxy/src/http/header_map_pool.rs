@@ -10,7 +10,7 @@ thread_local! {
 
 /// Maximum number of maps that a thread keeps.
 const MAX_SPARE_MAPS: usize = 64;
-/// A map with more headers than this is dropped.
+/// A map with more headers than this, or with capacity for more, is dropped.
 const MAX_SPARE_MAP_HEADERS: usize = 64;
 /// Headers that the proxy adds to a message.
 const HEADERS_ADDED_BY_PROXIES: usize = 2;

@@ -194,8 +194,8 @@ pub(crate) fn strip_hop_by_hop_except_upgrade(headers: &mut HeaderMap) {
 }
 
 /// Refuses requests that cannot be forwarded unambiguously: with a target that does not fit the method, with a body whose end
-/// is unclear, or, in HTTP/2, with several hosts or none. (The HTTP/1 parser refuses several hosts and accepts none.) Moves the
-/// authority of an HTTP/2 request from `host` to its target.
+/// is unclear, or, in HTTP/2, with several hosts or none. (In HTTP/1, the parser refuses several hosts; a request without a host
+/// is accepted.) Moves the authority of an HTTP/2 request from `host` to its target.
 ///
 /// # Errors
 /// The request breaks a rule of its HTTP version.

@@ -17,7 +17,7 @@ use crate::{
 /// If `service` fails, an HTTP/2 stream is reset with the error's reason, and an HTTP/1 connection is closed.
 ///
 /// # Errors
-/// The connection fails, or the client closes it during a request.
+/// The connection fails, or the client closes it during a request; in HTTP/1 also if `service` or a response body fails.
 pub(crate) fn serve<S>(
     io: Io,
     protocol: Protocol,

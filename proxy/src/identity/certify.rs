@@ -169,7 +169,7 @@ impl Certifier {
         }
     }
 
-    /// The first retries are fast, because a whole mesh may start at once; the delay grows to `min_refresh`.
+    /// The first retries are fast, because the identity service may start at the same time; the delay grows to `min_refresh`.
     fn backoff(&self) -> BackoffDelays {
         let max = self.config.min_refresh.max(MIN_CERTIFY_BACKOFF);
         Backoff {
@@ -288,8 +288,8 @@ impl Certifier {
     }
 }
 
-/// 70 % of the remaining time, within the bounds, minus a random part, so that proxies that started together do not renew
-/// together.
+/// 70 % of the remaining time, minus a random part, within the bounds. The random part is there so that proxies that started
+/// together do not renew together.
 fn renewal_delay(left: Duration, config: &Config) -> Duration {
     left.mul_f64(fastrand::f64().mul_add(-0.07, 0.7))
         .clamp(config.min_refresh, config.max_refresh)

@@ -13,7 +13,7 @@ use crate::{
         policy::{ActivePolicy, PortPolicies},
         profiles::Profiles,
     },
-    metrics::hosts::HostSeries,
+    metrics::hosts::HostMap,
     net::{orig_dst, tcp_metrics::ConnectionMetrics},
     tap::TapRegistry,
     tls::{credentials::Credentials, status::ServerTls},
@@ -39,9 +39,9 @@ pub(crate) struct Inbound {
     /// `None` if tracing is disabled.
     pub(crate) tracer: Option<Tracer>,
     /// Server names (SNI and transport header) that may be metric labels, a set of bounded size.
-    pub(crate) server_name_labels: HostSeries<()>,
+    pub(crate) server_name_labels: HostMap<()>,
     /// Request authorities that may be metric labels, a set of bounded size; `None` if requests are not counted by authority.
-    pub(crate) authority_labels: Option<HostSeries<Arc<str>>>,
+    pub(crate) authority_labels: Option<HostMap<Arc<str>>>,
     /// `None` if this proxy is not a gateway.
     pub(crate) gateway: Option<Arc<dyn Gateway>>,
     /// Limits log lines about refused clients.

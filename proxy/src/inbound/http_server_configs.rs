@@ -50,7 +50,7 @@ const MAX_UNAUTHORIZED_HEADER_LIST_BYTES: u32 = 32 << 10;
 /// of HTTP/2 (RFC 9113, section 6.9.2).
 const MAX_UNAUTHORIZED_WINDOW_BYTES: u32 = (1 << 16) - 1;
 
-/// Maximum time that a connection of an unauthorized client has no complete request.
+/// Maximum idle time of a connection of an unauthorized client, and maximum time for a request head.
 const UNAUTHORIZED_IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[cfg(test)]

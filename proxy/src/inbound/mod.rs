@@ -1,7 +1,7 @@
 //! From the client to the local application.
 //!
-//! [`connection`] accepts a connection, finds the policy of its port, terminates TLS and detects the protocol (I1–I6).
-//! [`request`] authorizes HTTP requests and sends them to the application (I7–I11).
+//! [`connection`] accepts a connection, finds the policy of its port, terminates TLS, detects the protocol, and serves the
+//! connection (I1–I7). [`request`] authorizes HTTP requests and sends them to the application (I8–I11).
 
 pub(crate) mod admin;
 pub(crate) mod app_clients;

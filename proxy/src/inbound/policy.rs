@@ -480,7 +480,8 @@ const MAX_POLICY_WAIT: Duration = Duration::from_secs(3);
 /// Maximum number of watched ports, besides those that are always watched.
 const MAX_ON_DEMAND_WATCHES: usize = 256;
 
-/// Interval between polls of one port. A changed policy that denies a connection closes it within this time.
+/// Interval between polls of one port, unless many are polled. A changed policy that denies a connection closes it after about
+/// this time.
 const POLL_INTERVAL: Duration = Duration::from_secs(30);
 
 /// Minimum average interval between polls of all ports. With many polled ports, each is polled less often.

@@ -1,4 +1,5 @@
-//! `outbound_*_balancer_*` and `control_*_balancer_*`: the endpoints of a service, and the requests that wait for one.
+//! `outbound_*_balancer_*`, `control_*_balancer_*` and `opentelemetry_balancer_*`: the endpoints of a service, and the requests
+//! that wait for one.
 
 use std::{sync::Arc, time::SystemTime};
 

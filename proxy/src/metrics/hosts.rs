@@ -1,11 +1,11 @@
-//! Series by host name. Clients choose host names, so their number and length are limited.
+//! A map by host name, for series and labels. Clients choose host names, so their number and length are limited.
 
 use std::{borrow::Cow, collections::HashMap};
 
 use parking_lot::Mutex;
 
-/// The series of each host.
-pub(crate) struct HostSeries<T>(Mutex<HostTable<T>>);
+/// A value for each host, such as its series.
+pub(crate) struct HostMap<T>(Mutex<HostTable<T>>);
 
 struct HostTable<T> {
     hosts: HashMap<Box<str>, T>,
@@ -21,8 +21,8 @@ pub(crate) enum HostSource {
     Untrusted,
 }
 
-impl<T: Clone> HostSeries<T> {
-    /// The series of `host`, made on first use; `None` if the name is too long or the limit is reached.
+impl<T: Clone> HostMap<T> {
+    /// The value of `host`, made on first use; `None` if the name is too long or the limit is reached.
     pub(crate) fn get(&self, host: &str, source: HostSource, make: impl FnOnce(&str) -> T) -> Option<T> {
         if host.len() > MAX_HOST_BYTES {
             return None;
@@ -49,14 +49,14 @@ impl<T: Clone> HostSeries<T> {
     }
 }
 
-impl HostSeries<()> {
+impl HostMap<()> {
     /// Adds `host`; false if the name is too long or the limit is reached.
     pub(crate) fn add(&self, host: &str, source: HostSource) -> bool {
         self.get(host, source, |_| ()).is_some()
     }
 }
 
-impl<T> Default for HostSeries<T> {
+impl<T> Default for HostMap<T> {
     fn default() -> Self {
         Self(Mutex::new(HostTable {
             hosts: HashMap::new(),
@@ -76,7 +76,7 @@ mod tests {
 
     #[test]
     fn hosts_are_case_insensitive_and_limited_in_number() {
-        let hosts = HostSeries::default();
+        let hosts = HostMap::default();
         let get = |host: &str| hosts.get(host, HostSource::Trusted, str::to_owned);
         assert_eq!(get("Web.test").as_deref(), Some("web.test"));
         assert_eq!(
@@ -93,7 +93,7 @@ mod tests {
 
     #[test]
     fn untrusted_hosts_do_not_use_up_the_limit_of_trusted_ones() {
-        let hosts = HostSeries::default();
+        let hosts = HostMap::default();
         let n_found = |source, names: std::ops::Range<usize>| {
             let get = |n: usize| hosts.get(&n.to_string(), source, str::to_owned);
             names.filter(|n| get(*n).is_some()).count()

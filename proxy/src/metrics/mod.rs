@@ -1,4 +1,5 @@
-//! Metric handles that requests only increment. They are looked up when a route or an endpoint is built, never by a request.
+//! Metric handles that requests only increment. They are looked up when a route or an endpoint is built, or for the first request
+//! with a label value.
 
 mod append_map;
 pub(crate) mod balancers;

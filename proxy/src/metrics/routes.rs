@@ -1,5 +1,5 @@
 //! Building blocks of the metrics of routes and their backends: durations, results and frame sizes. The families are in
-//! `outbound/metrics/`.
+//! `outbound/metrics/` and `inbound/metrics.rs`.
 
 use std::{fmt::Display, sync::Arc};
 

@@ -23,10 +23,11 @@ pub(crate) struct SocketOptions {
 /// How to dial in one direction.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Config {
-    /// Timeout of TCP, or of TCP and TLS together.
+    /// Timeout of TCP and, if there is one, the TLS handshake together.
     pub(crate) timeout: Duration,
     pub(crate) options: SocketOptions,
-    /// The port of the proxy's own listener. It must not be dialled, because the connection would loop back to the proxy.
+    /// The port of the inbound listener, when the application is dialled. No address with this port is dialled, because the
+    /// connection would loop back to the proxy.
     pub(crate) own_port: Option<u16>,
 }
 
@@ -64,7 +65,7 @@ impl ConnectError {
 /// Opens a TCP connection.
 ///
 /// # Errors
-/// The connection is refused, the address is unreachable, or the timeout expires.
+/// The connection is refused, the address is unreachable or has the proxy's own port, or the timeout expires.
 pub(crate) async fn dial(addr: SocketAddr, config: &Config) -> Result<TcpStream, ConnectError> {
     dial_from(None, addr, config).await
 }

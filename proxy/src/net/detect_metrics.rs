@@ -32,7 +32,7 @@ enum DetectionResult {
     Http1,
     Http2,
     NotHttp,
-    /// No byte arrived within the time limit.
+    /// No byte arrived within the time limit, or before the server closed.
     ReadTimeout,
     Error,
 }

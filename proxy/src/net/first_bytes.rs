@@ -43,7 +43,7 @@ const CLIENT_FIRST: u8 = 2;
 /// How a connection began.
 #[derive(Debug)]
 pub(crate) enum FirstBytes {
-    /// The client sent first, or is treated as silent: its bytes, their protocol, and the server connection if it was dialled.
+    /// The server has sent nothing: the client's bytes, if any, their protocol, and the server connection if it was dialled.
     Client(Bytes, DetectedProtocol, Option<Io>),
     /// The server sent first. Its bytes are put back in front of its connection; the client's bytes, if any, are returned
     /// separately.

@@ -37,9 +37,9 @@ const BURST_MAX_MEAN_INTERVAL: Duration = Duration::from_micros(300);
 const BURST_MIN_RESPONSE_SPREAD: usize = 4;
 /// Time without a new client after which a burst is over.
 const BURST_RESET_AFTER: Duration = Duration::from_millis(2);
-/// Maximum time that clients of a burst stay in the accept queue until any pending response is released; if none is released by
-/// then, the burst is over. The queued clients are accepted together, with the data that they have sent by then. A wake-up for
-/// each client and each request would cost more than this wait.
+/// Maximum time that clients of a burst stay in the accept queue while no response is released; then the burst is over. The
+/// queued clients are accepted together, with the data that they have sent by then. A wake-up for each client and each request
+/// would cost more than this wait.
 pub(crate) const BURST_MAX_WAIT: Duration = Duration::from_millis(1);
 /// Responses that are released before clients of the burst are served. Each response makes its client send the next request. If
 /// all responses were released at once, the next hop would be idle until the first request of many is served.

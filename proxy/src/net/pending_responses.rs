@@ -23,7 +23,7 @@ pub(crate) struct PendingResponse(Arc<PendingResponses>);
 pub(crate) struct ReleaseThrottle(Arc<PendingResponses>);
 
 thread_local! {
-    static BY_THIS_WORKER: Arc<PendingResponses> = Arc::new(PendingResponses {
+    static PENDING: Arc<PendingResponses> = Arc::new(PendingResponses {
         n: AtomicUsize::new(0),
         released: Notify::new(),
         release_permits: Semaphore::new(UNLIMITED_PERMITS),
@@ -35,7 +35,7 @@ const UNLIMITED_PERMITS: usize = Semaphore::MAX_PERMITS / 2;
 
 impl PendingResponses {
     pub(crate) fn current() -> Arc<Self> {
-        BY_THIS_WORKER.with(Arc::clone)
+        PENDING.with(Arc::clone)
     }
 
     pub(crate) fn n_pending(&self) -> usize {

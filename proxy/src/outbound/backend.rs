@@ -177,8 +177,7 @@ impl BackendFactory {
         endpoint
     }
 
-    /// The balancer of a service, with the load parameters of services without a policy. `authority` is the service's name and
-    /// port.
+    /// The balancer of a service, with default load parameters. `authority` is the service's name and port.
     pub(super) fn service_backend(
         &self,
         authority: &Arc<str>,

@@ -25,7 +25,7 @@ pub(crate) struct DestinationStatus {
     /// Absent until the control plane has answered.
     policy: Option<String>,
     protocol: Option<&'static str>,
-    /// Decode error of the last policy; the policy before it stays in use.
+    /// Why the last policy cannot be used: it cannot be decoded, or the control plane refuses the destination.
     policy_error: Option<String>,
     /// Name of the service, from the profile.
     profile: Option<Arc<str>>,

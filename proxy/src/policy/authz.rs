@@ -105,7 +105,7 @@ impl Authorization {
         }
     }
 
-    /// The last authorization of every server policy: an application may always connect to itself.
+    /// The last authorization of every server policy from the control plane: an application may always connect to itself.
     pub(crate) fn localhost() -> Self {
         let loopback: [IpAddr; 2] = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
         Self {

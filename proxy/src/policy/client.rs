@@ -74,8 +74,7 @@ pub(crate) enum Distribution<F> {
     Empty,
     /// The first that has an available endpoint. Never an empty list.
     FirstAvailable(Arc<[RouteBackend<F>]>),
-    /// Drawn by weight among those that have an available endpoint. At least one weight is not zero, and their sum fits in a
-    /// `u32`.
+    /// Drawn by weight among those that have an available endpoint. At least one weight is not zero.
     RandomAvailable(Arc<[(RouteBackend<F>, u32)]>),
 }
 
@@ -110,7 +109,7 @@ pub(crate) enum LoadParams {
         default_rtt: Duration,
         decay: Duration,
     },
-    /// Failures count as a latency of `penalty`, or as the `retry-after` time of the peer.
+    /// Failures count as a latency of at least `penalty`, or the `retry-after` time of the peer if that is longer.
     PenaltyPeakEwma {
         default_rtt: Duration,
         decay: Duration,
@@ -264,7 +263,7 @@ impl ClientPolicy {
         Self::catch_all(meta, Vec::new(), Distribution::Empty, opaque, detect_timeout)
     }
 
-    /// For a policy that cannot be used, for this reason: HTTP requests get 500, connections are closed.
+    /// For a policy that cannot be used, for this reason: HTTP requests get 500, other connections are closed.
     pub(crate) fn invalid(reason: String, detect_timeout: Duration) -> Self {
         let meta = Meta::default_named("invalid");
         let opaque = OpaqueRoute {

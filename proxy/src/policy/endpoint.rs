@@ -16,6 +16,7 @@ use crate::policy::meta::Meta;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct EndpointSpec {
     pub(crate) addr: SocketAddr,
+    /// For debug output only: balancing ignores it.
     pub(crate) weight: u32,
     /// Metric labels; the endpoint's own labels override those of its set.
     pub(crate) labels: BTreeMap<String, String>,

@@ -176,7 +176,7 @@ impl Ratio {
 }
 
 impl Redirect {
-    /// The redirect response, also if its location is the URI of the request.
+    /// The redirect response, even for a redirect to the same URI.
     fn response(&self, head: &RequestHead<'_>) -> Result<FilterResponse, FilterResponse> {
         let authority = head
             .uri

@@ -22,7 +22,7 @@ pub(crate) struct Profile {
     pub(crate) is_opaque: bool,
     pub(crate) routes: Arc<[ProfileRoute]>,
     pub(crate) retry_budget: Option<RetryBudget>,
-    pub(crate) overrides: Arc<[WeightedDestination]>,
+    pub(crate) traffic_split: Arc<[WeightedDestination]>,
     /// The single endpoint of an address that belongs to no service.
     pub(crate) endpoint: Option<Arc<EndpointSpec>>,
     /// The Service that the control plane names, for debug output.
@@ -78,7 +78,7 @@ pub(crate) enum ResponseCondition {
 /// Limits retries to a share of the requests.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct RetryBudget {
-    /// Retries allowed for each request.
+    /// Maximum ratio of retries to requests.
     pub(crate) ratio: f32,
     /// Retries a second that are always allowed.
     pub(crate) min_per_second: u32,
@@ -112,12 +112,12 @@ pub(crate) fn labels(direction: &str, dst: &str, route: Option<&ProfileRoute>) -
 impl Profile {
     /// Whether HTTP uses this profile instead of the client policy.
     pub(crate) fn overrides_http_policy(&self) -> bool {
-        self.name.is_some() && !(self.routes.is_empty() && self.overrides.is_empty())
+        self.name.is_some() && !(self.routes.is_empty() && self.traffic_split.is_empty())
     }
 
     /// Whether opaque connections use this profile instead of the client policy.
     pub(crate) fn overrides_opaque_policy(&self) -> bool {
-        !self.overrides.is_empty()
+        !self.traffic_split.is_empty()
     }
 }
 

@@ -66,7 +66,7 @@ pub enum DefaultPolicy {
 }
 
 impl ServerPolicy {
-    /// For an update that cannot be decoded: HTTP requests get 500, connections are closed.
+    /// For an update that cannot be decoded: HTTP requests get 500, other connections are closed.
     pub(crate) fn invalid(detect_timeout: Duration) -> Self {
         let meta = Meta::default_named("invalid");
         // The route authorizes every client, and its filter then refuses every request: the response is a 500 with its cause, not a

@@ -18,9 +18,9 @@ pub(crate) struct RequestInfo<'a> {
     pub(crate) source: SocketAddr,
     pub(crate) source_labels: BTreeMap<String, String>,
     pub(crate) destination: SocketAddr,
-    /// The endpoint's labels from discovery.
+    /// Outbound: the endpoint's labels from discovery. Inbound: server, route and authorization.
     pub(crate) destination_labels: Cow<'a, BTreeMap<String, String>>,
-    /// The TLS state of the endpoint's connection.
+    /// The TLS state of the connection to the endpoint or application.
     pub(crate) destination_tls: BTreeMap<String, String>,
     pub(crate) route_labels: BTreeMap<String, String>,
     pub(crate) method: &'a Method,

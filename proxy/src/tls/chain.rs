@@ -58,8 +58,8 @@ pub(super) fn verify_own(
     check_issuer_constraints(end_entity, intermediates)
 }
 
-/// Checks that an intermediate which is limited to some identities has signed no other. That of an external workload is limited
-/// to one.
+/// Checks that an intermediate which is limited to some identities has signed no other. The issuer of an external workload is
+/// limited to one.
 fn check_issuer_constraints(
     end_entity: &CertificateDer<'_>,
     intermediates: &[CertificateDer<'_>],

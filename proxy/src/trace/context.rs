@@ -207,7 +207,7 @@ const BASE64: GeneralPurpose = GeneralPurpose::new(
 
 /// The headers of each format.
 #[cfg(any(test, fuzzing))]
-pub(crate) fn forms() -> [Vec<HeaderName>; 3] {
+pub(crate) fn format_headers() -> [Vec<HeaderName>; 3] {
     [vec![TRACEPARENT], vec![GRPC_TRACE], vec![B3_TRACE, B3_SPAN]]
 }
 

@@ -225,7 +225,7 @@ fn parse_labels(text: &str) -> BTreeMap<String, String> {
 const MAX_QUEUE_SIZE: usize = 1_000;
 /// Maximum number of spans in one batch.
 const MAX_EXPORT_BATCH_SIZE: usize = 1_000;
-/// Maximum size of a batch, in bytes: collectors accept 4 MiB, and a span has a few KiB at most.
+/// Size at which a batch is full, in bytes: collectors accept 4 MiB, and a span has a few KiB at most.
 const MAX_EXPORT_BATCH_BYTES: usize = 1 << 20;
 /// Maximum time that a span waits for its batch.
 const SCHEDULE_DELAY: Duration = Duration::from_secs(10);

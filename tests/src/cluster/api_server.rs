@@ -24,7 +24,7 @@ use crate::{commands, programs};
 
 /// etcd and an API server. Dropping it stops both and removes all files that they wrote.
 ///
-/// Each has its own loopback address, so any number of them can run at the same time.
+/// Each has its own loopback address, so many can run at the same time, up to four in a process.
 /// If this process is killed, the kernel kills them too, and the next start of an API server removes the files.
 pub struct ApiServer {
     // Fields drop in declaration order: clients before servers, the directory last.

@@ -31,7 +31,7 @@ use crate::{commands, programs};
 
 /// A cluster with nodes. Dropping it stops all processes and removes everything that it created.
 ///
-/// Two clusters can run on a machine at a time, one of them detached. The start of another waits until a slot is free.
+/// Two clusters can run on a machine at a time, at most one of them detached. The start of another waits until a slot is free.
 pub struct Cluster {
     // Fields drop in declaration order.
     forwards: Mutex<JoinSet<()>>,
@@ -67,8 +67,8 @@ impl Cluster {
     /// Starts a cluster with this number of nodes and the images of [`Image::DEFAULT`].
     ///
     /// # Errors
-    /// Fails if a program is missing, a detached cluster is running, or a component does not become ready; the last error
-    /// contains the end of the component's log.
+    /// Fails if a program is missing, or a component does not become ready; the latter error contains the end of the
+    /// component's log.
     pub async fn start(nodes: u8) -> anyhow::Result<Self> {
         let options = ClusterOptions {
             nodes,
@@ -88,7 +88,7 @@ impl Cluster {
     /// Starts a cluster that keeps running after this process exits, until [`stop`].
     ///
     /// # Errors
-    /// The same as [`Cluster::start`].
+    /// The same as [`Cluster::start`], or a detached cluster is running.
     pub async fn start_detached(options: ClusterOptions) -> anyhow::Result<()> {
         let mut cluster = Self::launch(options, ProcessLifetime::Detached).await?;
         mem::take(&mut cluster.components).into_iter().for_each(mem::forget);

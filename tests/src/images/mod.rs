@@ -1,6 +1,6 @@
 //! Images as docker archives, built without a daemon and without a registry.
 //!
-//! The `Dockerfile` describes the images of users and `images/roots` lays out their files. The tests load the same
+//! The `Dockerfile` describes the images for users and `images/roots` lays out their files. The tests load the same
 //! files with the same settings. The same input gives the same bytes, except for the certificate in [`Image::Echo`].
 
 mod archive;

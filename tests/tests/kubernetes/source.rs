@@ -73,7 +73,7 @@ async fn start_fixture(objects: &[Value]) -> DestinationFixture {
 async fn with_timeout<T>(future: impl Future<Output = T>) -> T {
     timeout(Duration::from_secs(60), future)
         .await
-        .expect("it took a minute")
+        .expect("the result arrives within a minute")
 }
 
 /// Applies an object with its status.
@@ -132,7 +132,7 @@ async fn next<T>(stream: &mut Streaming<T>) -> T {
     with_timeout(stream.message())
         .await
         .unwrap()
-        .expect("the stream has ended")
+        .expect("the stream is open")
 }
 
 /// An update in short form: `+` or `-` with addresses, or whether the service exists.

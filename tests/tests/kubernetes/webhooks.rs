@@ -271,7 +271,7 @@ async fn valid_objects_are_stored_and_others_are_refused_with_a_reason() {
             "policy.linkerd.io/v1beta3",
             "Server",
             json!({"podSelector": {}, "port": 80, "accessPolicy": "some"}),
-            Err("\"some\" is no default policy"),
+            Err("\"some\" is not an access policy"),
         ),
         (
             "policy.linkerd.io/v1alpha1",

@@ -192,7 +192,7 @@ fn a_response_that_is_not_http_is_a_bad_gateway() {
 }
 
 #[test]
-fn an_answer_before_the_end_of_the_upload_arrives() {
+fn an_application_may_answer_before_the_upload_has_ended() {
     run_without_app(async |mesh: &Mesh| {
         let _app = apps::serve_http(mesh.listen("web", HTTP).await, |_| async {
             let mut rsp = Response::new(full("too much"));

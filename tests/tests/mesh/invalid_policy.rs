@@ -1,4 +1,4 @@
-//! An invalid policy permits no client.
+//! An invalid inbound policy permits no client.
 
 use std::collections::BTreeMap;
 

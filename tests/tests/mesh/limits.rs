@@ -120,7 +120,7 @@ async fn assert_large_response(mesh: &Mesh) {
     let response = mesh.get("client", mesh.service_addr("web", HTTP), "/bytes/20000");
     let answer = timeout(Duration::from_secs(5), response)
         .await
-        .expect("the response is delayed by stalled clients");
+        .expect("stalled clients do not delay the response");
     assert_eq!(answer.status, 200);
 }
 

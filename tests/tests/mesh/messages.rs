@@ -67,7 +67,7 @@ impl DecodedCounts {
     /// Reads these manifests into a control plane, requests all messages about destinations and ports, and decodes and counts them.
     async fn decode_all(&mut self, seed: u64, manifests: &str) {
         let (registry, dir) = (Registry::new(), tempfile::tempdir().unwrap());
-        // If one document of a file is refused, the whole file is ignored, so each document has its own file.
+        // Documents after a syntax error are not read, so each document has its own file.
         for (n, document) in manifests.split("---\n").enumerate() {
             std::fs::write(dir.path().join(format!("{n}.yaml")), document).unwrap();
         }
@@ -150,7 +150,7 @@ async fn first<T>(response: impl Future<Output = Result<tonic::Response<Streamin
 async fn with_timeout<T>(future: impl Future<Output = T>) -> T {
     timeout(Duration::from_secs(20), future)
         .await
-        .expect("it took longer than 20 seconds")
+        .expect("the control plane answers within 20 seconds")
 }
 
 const PORTS: [u16; 3] = [80, 90, 5432];

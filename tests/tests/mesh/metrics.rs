@@ -152,7 +152,7 @@ fn authority_labels_are_opt_in_and_bounded() {
             ask(&format!("n{n}.test"), None).await;
         }
         // At most 64 authorities of clients without an identity become label values. Two were used before, so 62 of these
-        // requests are added to the four before.
+        // requests have the label, in addition to the four above.
         wait_for_count("request_total", "authority=", 66.0).await;
         wait_for_count("request_total", "", 1005.0).await;
     });

@@ -1,4 +1,4 @@
-//! An update that a proxy cannot decode changes nothing, and is reported.
+//! An outbound policy that a proxy cannot decode has no effect if an earlier one was valid, and is reported.
 
 use tulle_proto::destination::TlsIdentity;
 use tulle_proto::outbound::Backend;

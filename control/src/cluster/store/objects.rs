@@ -26,7 +26,7 @@ pub(in crate::cluster) enum LookupKey {
     Namespace(Kind, Arc<str>),
     /// Services, pods and external workloads with this address.
     Ip(IpAddr),
-    /// Pods on the host with this address.
+    /// Pods that use this address of their host, because of the host network or a host port.
     HostIp(IpAddr),
     EndpointSlices(NamespacedName),
     Routes(ParentKind, NamespacedName),
@@ -36,8 +36,8 @@ pub(in crate::cluster) enum LookupKey {
 #[derive(Default)]
 pub(in crate::cluster) struct Changes {
     pub(in crate::cluster) keys: AHashSet<LookupKey>,
-    /// Lookup keys of the workloads that changed Servers select, or selected before. A value for which a view has read the
-    /// Servers of a workload depends on the lookup key of the workload, so it is computed again.
+    /// Lookup keys of the workloads that changed Servers select, or selected before. A value computed from the Servers of a
+    /// workload depends on the workload's lookup key, so it is computed again.
     pub(in crate::cluster) selected_workloads: AHashSet<LookupKey>,
 }
 

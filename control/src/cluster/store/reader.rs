@@ -102,7 +102,7 @@ impl<'a> Reader<'a> {
         self.find(LookupKey::Ip(ip), as_pod)
     }
 
-    pub(in crate::cluster) fn pods_on_host(&self, ip: IpAddr) -> Vec<&'a Arc<Pod>> {
+    pub(in crate::cluster) fn pods_using_host_ip(&self, ip: IpAddr) -> Vec<&'a Arc<Pod>> {
         self.find(LookupKey::HostIp(ip), as_pod)
     }
 

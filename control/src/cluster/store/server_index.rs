@@ -19,7 +19,7 @@ pub(super) struct ServerIndex {
 #[derive(Default)]
 struct Servers {
     by_label: AHashMap<Label, Vec<Arc<str>>>,
-    /// Servers whose selector requires no label with a certain value.
+    /// Servers without a required label.
     others: Vec<Arc<str>>,
 }
 

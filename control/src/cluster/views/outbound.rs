@@ -418,7 +418,7 @@ impl OutboundContext<'_> {
                         ..parent.default.clone()
                     }
                 } else {
-                    let message = "an EgressNetwork can only be a backend of its own routes";
+                    let message = "an EgressNetwork can only be a backend of routes with this parent";
                     failing_backend(network, route.kind, message)
                 }
             }

@@ -198,7 +198,7 @@ fn endpoint_profile(reader: &Reader<'_>, config: &Config, addr: SocketAddr) -> P
         [pod] => return pod_profile(reader, config, pod, addr),
         [..] => return Profile::Ambiguous(format!("several pods have the address {ip}")),
     }
-    let host_port_pods = reader.pods_on_host(ip);
+    let host_port_pods = reader.pods_using_host_ip(ip);
     let host_port_pods: Vec<_> = host_port_pods
         .iter()
         .filter(alive)

@@ -275,7 +275,7 @@ fn is_pod_or_service_ip(reader: &Reader<'_>, ip: IpAddr) -> bool {
     let claims = |pod: &Arc<Pod>| pod.claimed_ips().any(|claimed| claimed == ip);
     !reader.services_at(ip).is_empty()
         || reader.pods_at(ip).into_iter().any(claims)
-        || reader.pods_on_host(ip).into_iter().any(claims)
+        || reader.pods_using_host_ip(ip).into_iter().any(claims)
 }
 
 pub(super) fn publishes_host_port(pod: &Pod, port: u16) -> bool {

@@ -17,8 +17,8 @@ use crate::injection::target::{
     DEBUG_CONTAINER, INIT_CONTAINER, InjectionTarget, PROXY_CONTAINER, VALIDATOR_CONTAINER,
 };
 use crate::injection::values::{
-    Constraints, DEBUG_IMAGE, Image, InboundMode, IptablesMode, LINKERD_DEBUG_IMAGE_VERSION, Probe as ProbeValues,
-    Values,
+    Constraints, Image, InboundMode, IptablesMode, LINKERD_DEBUG_IMAGE, LINKERD_DEBUG_IMAGE_VERSION,
+    Probe as ProbeValues, Values,
 };
 
 /// The proxy container.
@@ -78,7 +78,7 @@ pub(in crate::injection) fn proxy(values: &Values, target: &InjectionTarget<'_>,
     }
 }
 
-/// Lifecycle hooks. If the sidecar is not native, the application waits for the proxy. The proxy can wait before it stops.
+/// Lifecycle hooks. If the sidecar is not native, the application can wait for it. The proxy can wait before it stops.
 fn lifecycle(values: &Values) -> Option<Lifecycle> {
     let proxy = &values.proxy;
     let exec = |command: Vec<String>| LifecycleHandler {
@@ -359,7 +359,7 @@ fn image(values: &Values, image: &Image) -> String {
 /// The version of an image, or its default.
 pub(in crate::injection) fn image_version<'a>(values: &'a Values, image: &'a Image) -> &'a str {
     match image.version.as_str() {
-        "" if image.name == DEBUG_IMAGE => LINKERD_DEBUG_IMAGE_VERSION,
+        "" if image.name == LINKERD_DEBUG_IMAGE => LINKERD_DEBUG_IMAGE_VERSION,
         "" => values.version(),
         version => version,
     }
@@ -439,7 +439,7 @@ pub(in crate::injection) const END_ENTITY_VOLUME: &str = "linkerd-identity-end-e
 pub(in crate::injection) const TOKEN_VOLUME: &str = "linkerd-identity-token";
 pub(in crate::injection) const PODINFO_VOLUME: &str = "linkerd-podinfo";
 const TERMINATION_POLICY: &str = "FallbackToLogsOnError";
-/// Capability to use foreign source addresses, for `tproxy`.
+/// Capability that the init container needs, and the proxy for `tproxy`, to use foreign source addresses.
 const NET_RAW: &str = "NET_RAW";
 /// User and group `nobody`.
 const NOBODY_UID: i64 = 65_534;

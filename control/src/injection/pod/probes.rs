@@ -206,5 +206,5 @@ fn uses_linkerd_image(values: &Values) -> bool {
 
 /// The fields of a pod spec that list containers.
 const CONTAINER_LISTS: [&str; 2] = ["containers", "initContainers"];
-/// Maximum path length, in bytes. Longer paths stay with the kubelet: escaped, they can be too long for a request.
+/// Maximum path length, in bytes. Longer paths stay with the kubelet: percent-encoded, they can be too long for a request.
 const MAX_PATH_BYTES: usize = 16 * 1024;

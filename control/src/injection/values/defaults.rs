@@ -1,4 +1,4 @@
-//! The defaults of the chart: those of Linkerd, except for the image and the skipped ports.
+//! The defaults of the chart. Most are those of Linkerd.
 
 use std::collections::BTreeMap;
 
@@ -234,7 +234,7 @@ impl Default for DebugContainer {
     }
 }
 
-/// Linkerd's image, which values files for Linkerd can name.
-pub(in crate::injection) const DEBUG_IMAGE: &str = "cr.l5d.io/linkerd/debug";
+/// Linkerd's debug image, which values files for Linkerd can name.
+pub(in crate::injection) const LINKERD_DEBUG_IMAGE: &str = "cr.l5d.io/linkerd/debug";
 /// Default version of Linkerd's debug image, which does not have tulle's versions.
 pub(in crate::injection) const LINKERD_DEBUG_IMAGE_VERSION: &str = "stable-2.14.10";

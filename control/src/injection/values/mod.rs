@@ -5,7 +5,7 @@
 mod defaults;
 mod schema;
 
-pub(super) use self::defaults::{DEBUG_IMAGE, LINKERD_DEBUG_IMAGE_VERSION};
+pub(super) use self::defaults::{LINKERD_DEBUG_IMAGE, LINKERD_DEBUG_IMAGE_VERSION};
 pub use self::schema::{
     Collector, Constraints, ControlClient, DebugContainer, Identity, Image, InboundMode, IptablesMode, Metrics,
     MountPath, NetworkValidator, Ports, Probe, ProtocolParameters, Proxy, ProxyInit, ProxyInjector, Resources, Runtime,

@@ -342,7 +342,7 @@ impl Values {
             return Ok(Self::default());
         }
         let mut values: Self = serde_json::from_value(value).map_err(ValuesError::Fields)?;
-        // A file can set only the version of the image.
+        // A file can set the version of the image without its name.
         let image = &mut values.proxy.image;
         if image.name.is_empty() {
             PROXY_IMAGE.clone_into(&mut image.name);

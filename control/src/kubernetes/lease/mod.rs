@@ -3,7 +3,7 @@
 //! [`new_candidate`] returns a task that competes for one lease, and a [`Leadership`] that tells whether it holds the
 //! lease. Writers run only while they are the leader, and are cancelled when that ends. A leader that cannot reach the API
 //! server stops 10 seconds after the last renewal that it sent (20 seconds with [`LeaseTiming::SPARSE`]). Other candidates
-//! acquire the lease 30 seconds after they saw its last change.
+//! acquire the lease 27 to 30 seconds after its last renewal.
 //!
 //! RBAC: `get`, `create` and `update` on `leases` in the namespace of the lease, and `get` on `deployments` there if an
 //! owner is configured.

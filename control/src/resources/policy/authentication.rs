@@ -63,7 +63,7 @@ fn parse_identity_ref(reference: &RawReference, meta: &Meta) -> Result<MeshClien
         match &reference.namespace {
             None => Ok(MeshClient::Namespace(reference.name.as_str().into())),
             Some(namespace) => Err(format!(
-                "spec.identityRefs: a Namespace reference has no namespace of its own, found {namespace}"
+                "spec.identityRefs: a reference to a Namespace accepts no namespace field, found {namespace}"
             )),
         }
     } else {

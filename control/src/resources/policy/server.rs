@@ -16,7 +16,7 @@ use crate::resources::service::PortRef;
 pub struct Server {
     pub meta: Meta,
     pub workloads: WorkloadSelector,
-    /// `None` in a placeholder for an unreadable Server means all ports.
+    /// `None` means all ports. Only a placeholder whose port is unreadable has it.
     pub port: Option<PortRef>,
     pub protocol: ProxyProtocol,
     pub access_policy: AccessPolicy,
@@ -156,7 +156,7 @@ impl fmt::Display for AccessPolicy {
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{0:?} is no default policy; accepted: all-authenticated, all-unauthenticated, cluster-authenticated, \
+    "{0:?} is not an access policy; accepted: all-authenticated, all-unauthenticated, cluster-authenticated, \
      cluster-unauthenticated, deny, audit"
 )]
 pub struct UnknownPolicy(String);

@@ -94,7 +94,7 @@ impl Freshness {
     pub(super) fn watch_ended(&self, cause: WatchEndCause) {
         let mut state = self.0.state.lock();
         state.watch_is_open = false;
-        // A stale kind may still lack changes from before the watch.
+        // The watch of a stale kind can end before it has caught up.
         if cause == WatchEndCause::Server && state.latch.is_none() {
             state.up_to_date_at = Instant::now();
         }

@@ -104,7 +104,7 @@ enum WatchProgress {
 
 #[derive(PartialEq, Eq)]
 enum WatchEnd {
-    /// At its timeout. The next watch continues at the same position.
+    /// Its response has ended, usually at its timeout. The next watch continues at the same position.
     Normal,
     /// The resource version has expired, or `RESYNC_INTERVAL` has passed without a change.
     Relist,
@@ -652,7 +652,7 @@ const MAX_BATCH_DELAY: Duration = Duration::from_millis(100);
 /// Consecutive failures of a watch before the kind is listed again.
 const MAX_WATCH_FAILURES: u32 = 4;
 
-/// In seconds. The kube crate allows less than 295.
+/// In seconds.
 const WATCH_TIMEOUT_SECONDS: std::ops::Range<u64> = 150..295;
 
 /// Time without a change after which the kind is listed again.

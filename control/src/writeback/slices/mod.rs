@@ -243,7 +243,7 @@ impl Controller {
         let plan = {
             let state = &mut *self.0.state.lock();
             if !state.index.has_service(name) {
-                // The API server garbage-collects its slices.
+                // Kubernetes garbage-collects its slices.
                 state.index.tracker.remove_service(name);
             }
             let Some(ReconcileInputs {

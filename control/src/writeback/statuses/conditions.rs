@@ -55,7 +55,7 @@ pub(super) fn invalid_backend_condition(name: &NamespacedName, generation: Optio
 
 /// For an EgressNetwork that is a backend of a route with other parents.
 pub(super) fn foreign_network_condition(name: &NamespacedName, generation: Option<i64>) -> Condition {
-    let message = format!("EgressNetwork {name} can only be a backend of its own routes");
+    let message = format!("EgressNetwork {name} can only be a backend of routes with this parent");
     condition_false(RESOLVED_REFS, "InvalidKind", message, generation)
 }
 

@@ -79,7 +79,7 @@ impl StatusIndex {
     /// Adds or replaces an object. Returns the objects whose status can change.
     pub(super) fn apply(&mut self, object: &Object) -> BTreeSet<ObjectId> {
         let id = ObjectId::new(object.kind(), object.meta().name.clone());
-        // Any version but the replaced one shows the write, or a later change.
+        // Any version but the replaced one contains the write, or a later change.
         let is_confirmed = |(replaced, _): &(String, Status)| *replaced != object.meta().version;
         if self.unconfirmed_writes.get(&id).is_some_and(is_confirmed) {
             self.unconfirmed_writes.remove(&id);
@@ -131,8 +131,8 @@ impl StatusIndex {
         }
     }
 
-    /// Records that the current version of an object cannot be read. A placeholder is applied like an object, so that its status
-    /// reports the reason, except that the placeholder of a Server, which has no status, does not replace a known Server.
+    /// Applies the placeholder of an object that cannot be read, so that its status reports the reason. Servers have no status,
+    /// so their placeholders do not replace a known Server.
     pub(super) fn apply_unreadable(&mut self, unreadable: &Unreadable) -> BTreeSet<ObjectId> {
         match &unreadable.placeholder {
             Some(Object::Server(_)) if self.servers.contains_key(&unreadable.name) => BTreeSet::new(),

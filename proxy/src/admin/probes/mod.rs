@@ -1,6 +1,6 @@
 //! `/probes/CONTAINER/KIND`: probes of the application that the proxy runs instead of the kubelet.
 //!
-//! A connection from the kubelet would end at the proxy, which accepts it even if the application does not listen. If a policy
+//! A `tcpSocket` probe would end at the proxy, which accepts connections even if the application does not listen. If a policy
 //! denies unauthenticated requests, it would deny `grpc` and HTTPS probes too, because the proxy cannot tell them from other
 //! requests. Therefore the injector points such probes here.
 //!

@@ -54,7 +54,7 @@ pub(crate) struct Http1Config {
 
 /// Why the server reads no further request. Ordinary ends are errors too, so that `?` ends the connection.
 enum ConnectionEnd {
-    /// The client closed the connection, the connection is idle for too long, or the proxy drains.
+    /// The client closed the connection, it was idle for too long, its last response is written, or the proxy drains.
     Closed,
     /// The client gets an error response.
     Refused(Error),
@@ -69,7 +69,7 @@ enum ConnectionEnd {
 /// and arguments are moved into the values that are built from them, so that they are not stored twice.
 ///
 /// # Errors
-/// The connection fails, or the client closes it within a request.
+/// The connection, `service` or a response body fails, or the client closes the connection within a request.
 pub(in crate::http) fn serve<S>(
     io: Io,
     mut service: ErrorToResponse<S>,
@@ -143,7 +143,7 @@ where
 /// connection's future.
 async fn write_error(connection: SharedConnection, rsp: Response<Body>) -> Result<(), Error> {
     connection.lock().request_state = RequestBodyState::NotRead;
-    let (mut message, _) = encode::encode_response(rsp, UNPARSED_REQUEST, ConnectionReuse::Close);
+    let (mut message, _) = encode::encode_response(rsp, ASSUMED_REQUEST_LINE, ConnectionReuse::Close);
     let written = poll_fn(|cx| message.poll_write(cx, &mut ConnectionIo(&connection))).await;
     written?;
     close(connection).await
@@ -332,8 +332,8 @@ async fn close(connection: SharedConnection) -> Result<(), Error> {
     closed.map_err(Error::ClientIo)
 }
 
-/// The request line that an error response assumes for a request that was not parsed.
-const UNPARSED_REQUEST: RequestLine<'static> = RequestLine {
+/// The request line that an error response assumes, because the request may not have been parsed.
+const ASSUMED_REQUEST_LINE: RequestLine<'static> = RequestLine {
     version: Version::HTTP_11,
     method: &Method::GET,
 };

@@ -53,7 +53,7 @@ use crate::{
 /// for the idle timeout of HTTP/1.
 ///
 /// # Errors
-/// The connection fails, the client violates HTTP/2, or it does not answer a ping in time.
+/// The connection fails, or the client violates HTTP/2, or does not send its preface or answer a ping in time.
 pub(in crate::http) async fn serve<S>(
     io: Io,
     service: ErrorToResponse<S>,

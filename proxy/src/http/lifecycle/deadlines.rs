@@ -153,7 +153,7 @@ impl AttemptDeadlines {
         self.progress.lock().request_ended_at.is_some()
     }
 
-    /// Wraps the body of a response that is returned to the client, until its end.
+    /// Wraps the body of a response that is returned to the client. The timeouts then apply until its end.
     pub(crate) fn limit_response(mut self, rsp: Response<Body>) -> Response<Body> {
         let timeouts = self.timeouts;
         let is_limited = timeouts.request_deadline.is_some()

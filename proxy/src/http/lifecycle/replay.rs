@@ -89,7 +89,7 @@ impl ReplayableRequest {
         &self.method
     }
 
-    /// Whether the whole body is kept so far.
+    /// Whether all that was sent of the body is kept.
     pub(crate) fn can_replay(&self) -> bool {
         self.body.as_ref().is_none_or(ReplayBuffer::can_replay)
     }
@@ -123,7 +123,7 @@ fn header_list(headers: &HeaderMap) -> Vec<(HeaderName, HeaderValue)> {
 }
 
 impl ReplayBuffer {
-    /// Whether the whole body is kept so far.
+    /// Whether all that was sent of the body is kept.
     pub(crate) fn can_replay(&self) -> bool {
         self.0.as_ref().is_some_and(|state| !state.lock().is_incomplete)
     }

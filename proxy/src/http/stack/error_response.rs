@@ -27,7 +27,7 @@ pub(crate) enum ErrorDetail {
 }
 
 impl ErrorFormat {
-    /// For an HTTP/1 head that could not be parsed.
+    /// For HTTP/1, even if the request could not be parsed.
     pub(crate) fn http1() -> Self {
         Self {
             version: Version::HTTP_11,

@@ -398,7 +398,7 @@ impl<S> ErrorToResponse<S> {
         self.responder.totals.requests.inc();
     }
 
-    /// Counts a request that could not be read, and its error. Returns the response to it.
+    /// Counts a request and its error. Returns the response to it.
     pub(crate) fn error_response(&self, error: &Error, format: ErrorFormat) -> Response<Body> {
         self.responder.record(error);
         self.responder.totals.requests.inc();

@@ -76,14 +76,14 @@ impl Connection {
                 let io = self.with_client_metrics(stream.prepend(prefix), &client, &active_policy);
                 Some(ClassifiedConnection::opaque(io, client))
             }
-            TlsDetection::NoServerName(first)
+            TlsDetection::Other(first)
                 if active_policy.server_policy.protocol == ServerProtocol::Tls && is_not_client_hello(&first) =>
             {
                 self.record_not_tls(&plaintext_client, &active_policy);
                 stream.reset_on_drop();
                 None
             }
-            TlsDetection::NoServerName(first) => {
+            TlsDetection::Other(first) => {
                 let metrics = self
                     .inbound
                     .client_connection_metrics(&addrs, &plaintext_client.tls, &active_policy);

@@ -32,7 +32,7 @@ pub(super) enum TlsDetection {
     /// TLS for another server name; it is passed through.
     PassThrough { prefix: Bytes, sni: String },
     /// Everything else, for example plaintext, TLS without a server name, or first bytes of the application.
-    NoServerName(FirstBytes),
+    Other(FirstBytes),
 }
 
 /// True if the client has sent bytes that are not a complete ClientHello.
@@ -46,8 +46,8 @@ pub(super) fn is_not_client_hello(first: &FirstBytes) -> bool {
 impl Connection {
     /// Reads the first bytes, and decides by them what to do about TLS.
     ///
-    /// If the policy asks for detection of the protocol, that reads the first bytes ([`Self::detect_protocol`]), and the parser of
-    /// TLS then gets the same bytes. Otherwise this function reads them, within the timeout of detection.
+    /// If the policy asks for protocol detection, [`Self::detect_protocol`] reads the first bytes, and the TLS parser then gets
+    /// the same bytes. Otherwise this function reads them, within the timeout of detection.
     pub(super) async fn detect_tls(
         &self,
         stream: Tcp,
@@ -76,11 +76,12 @@ impl Connection {
             }
         };
         let FirstBytes::Client(prefix, protocol, app_io) = first else {
-            return Ok((stream, TlsDetection::NoServerName(first)));
+            return Ok((stream, TlsDetection::Other(first)));
         };
+        // If the client is silent and the application was dialled, the loop below still waits for the client until the deadline.
         if prefix.is_empty() && app_io.is_none() {
             stream.reset_on_drop();
-            return Err(TLS_DETECTION_TIMEOUT_ERROR); // the client was silent, and there is no connection to the application
+            return Err(TLS_DETECTION_TIMEOUT_ERROR);
         }
         let mut prefix = BytesMut::from(prefix);
         let protocol = loop {
@@ -103,7 +104,7 @@ impl Connection {
             }
         };
         let first = FirstBytes::Client(prefix.freeze(), protocol, app_io);
-        Ok((stream, TlsDetection::NoServerName(first)))
+        Ok((stream, TlsDetection::Other(first)))
     }
 
     /// Waits for the first bytes of a connection to a port whose protocol is detected. If the client is silent, the application is

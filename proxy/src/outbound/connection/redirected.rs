@@ -183,7 +183,7 @@ impl Connection {
             Plan::Detect {
                 timeout,
                 opaque,
-                detected,
+                detect_series,
                 ..
             } => {
                 // The local setting caps the policy's timeout: only the operator of this workload may know that it needs a
@@ -191,7 +191,7 @@ impl Connection {
                 let limit = self.outbound.detect_timeout.min(*timeout);
                 let began_at = Instant::now();
                 let first = self.wait_first_bytes(&mut io, &mut server, opaque, limit).await;
-                detected.record(first.as_ref().ok(), began_at.elapsed());
+                detect_series.record(first.as_ref().ok(), began_at.elapsed());
                 self.connect_by_first_bytes(io, opaque, first, server).await
             }
         }

@@ -72,7 +72,7 @@ impl Compiler<'_> {
                 let http1_router = http(http1);
                 Plan::Detect {
                     timeout: *timeout,
-                    detected: self
+                    detect_series: self
                         .factory
                         .endpoint_context
                         .families
@@ -173,7 +173,7 @@ impl Compiler<'_> {
     /// them.
     fn profile_router(&self, profile: &Profile, accrual: Option<FailureAccrual>) -> Router {
         let dst = format!("{}:{}", profile.name.as_deref().unwrap_or_default(), self.dst.port());
-        let backends = match profile.overrides.is_empty() {
+        let backends = match profile.traffic_split.is_empty() {
             true => Backends::single(self.profile_service_backend(profile, accrual, ANY_HTTP)),
             false => self.traffic_split_backends(profile, accrual, ANY_HTTP),
         };
@@ -270,12 +270,12 @@ impl Compiler<'_> {
         accrual: Option<FailureAccrual>,
         protocol: DestinationProtocol,
     ) -> Backends<F> {
-        let choices = profile.overrides.iter().map(|destination| BackendChoice {
+        let choices = profile.traffic_split.iter().map(|destination| BackendChoice {
             filters: Vec::new(),
             series: None,
             backend: self.service_backend(&destination.destination.to_string(), accrual, protocol),
         });
-        match Weights::new(profile.overrides.iter().map(|destination| destination.weight)) {
+        match Weights::new(profile.traffic_split.iter().map(|destination| destination.weight)) {
             Some(weights) => Backends::ByWeight(weights, choices.collect()),
             None => Backends::None,
         }

@@ -284,7 +284,7 @@ fn compile_snapshot(
     compiler.compile()
 }
 
-/// Whether the control plane has no policy for a destination, so that traffic goes to the dialled address.
+/// Whether the control plane has no policy for a destination.
 fn is_unknown_destination(refusal: &Refusal) -> bool {
     matches!(refusal.code, tonic::Code::NotFound | tonic::Code::Unimplemented)
 }

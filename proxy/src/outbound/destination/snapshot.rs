@@ -77,7 +77,7 @@ pub(crate) enum Plan {
     Detect {
         /// Maximum time for the first bytes.
         timeout: Duration,
-        detected: detect_metrics::Series,
+        detect_series: detect_metrics::Series,
         http1: Arc<Router>,
         http2: Arc<Router>,
         opaque: Arc<CompiledOpaqueRoute>,

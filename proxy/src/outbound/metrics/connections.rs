@@ -9,7 +9,7 @@ use tulle_core::{
 };
 
 use crate::{
-    metrics::hosts::{HostSeries, HostSource},
+    metrics::hosts::{HostMap, HostSource},
     net::{detect_metrics, tcp_metrics::ZoneTraffic},
     outbound::metrics::labels::{with_meta, with_meta_and_port, with_target},
     policy::{endpoint::Locality, meta::Meta},
@@ -48,7 +48,7 @@ pub(crate) struct OpaqueRouteSeries {
     families: OpaqueRouteFamilies,
     labels: Labels,
     /// Counters of each server name, if TLS connections are counted by it.
-    by_host: Option<(HostSeries<OpaqueRouteCounters>, HostSource)>,
+    by_host: Option<(HostMap<OpaqueRouteCounters>, HostSource)>,
     /// Counters of connections without a server name, or whose name has no counters of its own.
     without_host: OpaqueRouteCounters,
 }
@@ -135,7 +135,7 @@ impl Families {
             without_host: self.tls_routes.counters(labels.clone().with("hostname", "")),
             families: self.tls_routes.clone(),
             labels,
-            by_host: self.host_source.map(|source| (HostSeries::default(), source)),
+            by_host: self.host_source.map(|source| (HostMap::default(), source)),
         }
     }
 }

@@ -19,7 +19,7 @@ use crate::{
     metrics::{
         balancers,
         failures::Failures,
-        hosts::{HostSeries, HostSource},
+        hosts::{HostMap, HostSource},
         http::{self as http_metrics, ResponseOutcome},
         routes::{self, StatusKind, StatusSeries, Statuses},
     },
@@ -127,7 +127,7 @@ pub(crate) struct RouteSeries {
     /// Labels of the parent and the route.
     labels: Labels,
     /// Series of each host, if requests are counted by host.
-    by_host: Option<HostSeries<Arc<Self>>>,
+    by_host: Option<HostMap<Arc<Self>>>,
     duration: Arc<Histogram>,
     statuses: StatusSeries,
     pub(in crate::outbound) frames: Arc<Histogram>,
@@ -187,7 +187,7 @@ impl RouteFamilies {
         }
     }
 
-    fn series(&self, labels: Labels, host: &str, hosts: Option<HostSeries<Arc<RouteSeries>>>) -> RouteSeries {
+    fn series(&self, labels: Labels, host: &str, hosts: Option<HostMap<Arc<RouteSeries>>>) -> RouteSeries {
         let request_labels = labels.clone().with("hostname", host);
         RouteSeries {
             duration: self.duration.get(&request_labels),
@@ -247,7 +247,7 @@ impl Families {
             StatusKind::Grpc => &self.grpc_routes,
         };
         let labels = with_meta(with_meta_and_port(Labels::new(), "parent", parent), "route", route);
-        let hosts = families.host_source.map(|_| HostSeries::default());
+        let hosts = families.host_source.map(|_| HostMap::default());
         Arc::new(families.series(labels, "", hosts))
     }
 }

@@ -104,8 +104,8 @@ impl BackendAttempt<'_> {
 
     /// Sends a request to endpoints in turn, until one processes it or it may not be sent again.
     ///
-    /// A resend, if it is permitted, needs a copy of the request as it was sent: the caller's, or one that is made here. An upgrade request has no copy
-    /// and is sent once.
+    /// A resend needs a copy of the request as it was sent: the caller's, or one that is made here. An upgrade request has no
+    /// copy and is sent once.
     async fn send_until_processed(
         &self,
         outgoing: &mut OutgoingRequest<'_>,

@@ -212,8 +212,8 @@ pub(super) async fn send_with_retries(
     }
 }
 
-/// Returns the result and its gRPC status, if that is known: from the head, or, if `wait_deadlines` are given and the whole request
-/// was sent, from trailers, which are awaited until these deadlines.
+/// Returns the result and its gRPC status, if that is known. If the whole request was sent and `wait_deadlines` are given, a
+/// status in trailers is awaited until these deadlines.
 async fn read_grpc_status(
     result: Result<Response<Body>, Error>,
     wait_deadlines: Option<&mut AttemptDeadlines>,

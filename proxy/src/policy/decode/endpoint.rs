@@ -56,8 +56,8 @@ pub(crate) fn endpoint_update(
 /// Decodes one endpoint; `set_labels` are the labels of its set.
 ///
 /// # Errors
-/// The address is missing or cannot be dialled, or the identity or server name is invalid. Such an endpoint is never used in
-/// plaintext instead: an update of endpoints leaves it out; a profile or policy that contains it is refused.
+/// The address is missing or cannot be dialled, or the identity, server name or authority is invalid. Such an endpoint is never
+/// used in plaintext instead: an update of endpoints leaves it out; a profile or policy that contains it is refused.
 pub(super) fn endpoint(
     message: proto::WeightedAddr,
     set_labels: &BTreeMap<String, String>,

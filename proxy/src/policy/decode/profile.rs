@@ -19,8 +19,8 @@ use crate::policy::profile::{
 /// A field is invalid; then the whole message is refused.
 pub(crate) fn profile(message: proto::DestinationProfile) -> Result<Profile, DecodeError> {
     let name = Some(message.fully_qualified_name).filter(|name| !name.is_empty());
-    let overrides = message.dst_overrides.into_iter().filter(|dst| dst.weight > 0);
-    let overrides = overrides.map(|dst| destination(dst, name.as_deref()));
+    let traffic_split = message.dst_overrides.into_iter().filter(|dst| dst.weight > 0);
+    let traffic_split = traffic_split.map(|dst| destination(dst, name.as_deref()));
     let endpoint_message = message
         .endpoint
         .filter(|endpoint| *endpoint != proto::WeightedAddr::default());
@@ -28,7 +28,7 @@ pub(crate) fn profile(message: proto::DestinationProfile) -> Result<Profile, Dec
         is_opaque: message.opaque_protocol,
         routes: message.routes.into_iter().map(route).collect::<Result<_, _>>()?,
         retry_budget: message.retry_budget.map(|budget| retry_budget(&budget)).transpose()?,
-        overrides: overrides.collect::<Result<_, _>>()?,
+        traffic_split: traffic_split.collect::<Result<_, _>>()?,
         endpoint: endpoint_message
             .map(|message| endpoint(message, &BTreeMap::new()))
             .transpose()?
@@ -88,7 +88,7 @@ fn response_condition(message: proto::ResponseMatch) -> Result<ResponseCondition
         Match::Not(condition) => ResponseCondition::Not(Box::new(response_condition(*condition)?)),
         Match::Status(range) => {
             let bound = |bound: u32| {
-                u16::try_from(bound).map_err(|_| DecodeError::invalid("status of a condition", bound, "a status"))
+                u16::try_from(bound).map_err(|_| DecodeError::invalid("status of a condition", bound, "65535 at most"))
             };
             let open_end = |max| if max == 0 { u16::MAX } else { max };
             ResponseCondition::Status {
@@ -282,7 +282,7 @@ mod tests {
     fn destinations_without_weight_are_left_out_and_those_without_a_name_refused() {
         let profile =
             decode(|profile| profile.dst_overrides = vec![weighted("a.test:80", 0), weighted("c.test:80", 3)]);
-        assert_eq!(profile.overrides.len(), 1);
+        assert_eq!(profile.traffic_split.len(), 1);
         assert!(profile.overrides_opaque_policy());
         for bad in ["no name:80", "b.test", "b.test:0", ""] {
             assert!(
@@ -330,7 +330,7 @@ mod tests {
                 profile.dst_overrides = vec![weighted(authority, 1)];
             });
             assert_eq!(
-                profile.overrides[0].destination.to_string(),
+                profile.traffic_split[0].destination.to_string(),
                 expected,
                 "{authority} of {service}"
             );

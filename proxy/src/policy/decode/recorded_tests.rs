@@ -215,7 +215,7 @@ fn profile_lines(profile: &Profile) -> Vec<String> {
         is_opaque,
         routes,
         retry_budget,
-        overrides,
+        traffic_split,
         endpoint,
         parent,
         resource,
@@ -224,7 +224,7 @@ fn profile_lines(profile: &Profile) -> Vec<String> {
         "{name:?} is_opaque: {is_opaque} {retry_budget:?} {parent:?} {resource:?}"
     )];
     lines.extend(routes.iter().map(|route| format!("{route:?}")));
-    lines.extend(overrides.iter().map(|one| format!("{one:?}")));
+    lines.extend(traffic_split.iter().map(|one| format!("{one:?}")));
     lines.extend(endpoint.iter().map(|endpoint| endpoint_line(endpoint)));
     lines
 }

@@ -12,7 +12,7 @@ const PROXIES: [&str; 4] = [
     "deploy/other -n shop",
     "deploy/load -n steady",
 ];
-const CONTROL_PLANE: &str = "kubectl rollout status deployment -n linkerd --timeout=5m";
+const CONTROL_PLANE_ROLLED_OUT: &str = "kubectl rollout status deployment -n linkerd --timeout=5m";
 
 pub(super) async fn monitor(guide: &mut Guide) {
     const PAGE: &str = "how-to/monitoring.md";
@@ -109,7 +109,7 @@ pub(super) async fn rotate_anchor(guide: &mut Guide) {
     assert!(!checked.contains('×'), "{checked}");
     let checked = guide.run(PAGE, HEADING, 5).await;
     assert!(!checked.contains('×'), "{checked}");
-    guide.bash(CONTROL_PLANE).await.unwrap();
+    guide.bash(CONTROL_PLANE_ROLLED_OUT).await.unwrap();
     guide.nothing_failed_since(begun, "a new trust anchor").await;
     // For the pages that follow.
     guide
@@ -161,12 +161,12 @@ pub(super) async fn external_issuer(guide: &mut Guide) {
     let checked = guide.bash(&format!("kubectl rollout{wait}")).await.unwrap();
     assert!(!checked.contains('×'), "{checked}");
     guide.run("how-to/gitops.md", "Conflicts of server-side apply", 0).await;
-    guide.bash(CONTROL_PLANE).await.unwrap();
+    guide.bash(CONTROL_PLANE_ROLLED_OUT).await.unwrap();
     // The page: "Delete Certificate, Secret and ConfigMap first".
     let delete = "kubectl delete -n linkerd secret/linkerd-identity-issuer configmap/linkerd-identity-trust-roots";
     guide.bash(delete).await.unwrap();
     guide.run(PAGE, "Undo", 0).await;
-    guide.bash(CONTROL_PLANE).await.unwrap();
+    guide.bash(CONTROL_PLANE_ROLLED_OUT).await.unwrap();
     guide.nothing_failed_since(begun, "an issuer of cert-manager").await;
 }
 
@@ -218,7 +218,7 @@ pub(super) async fn air_gapped(guide: &mut Guide) {
     guide.write("values.yaml", &values);
     guide.run(PAGE, "2. Write your values", 0).await;
     guide.run(PAGE, "3. Install", 0).await;
-    guide.bash(CONTROL_PLANE).await.unwrap();
+    guide.bash(CONTROL_PLANE_ROLLED_OUT).await.unwrap();
     let checked = guide.run(PAGE, "4. Check the images", 0).await;
     assert!(
         checked.contains("ghcr.io/tulle-mesh/controller:0.1.0") && !checked.contains('×'),
@@ -230,7 +230,7 @@ pub(super) async fn air_gapped(guide: &mut Guide) {
 /// A second installation, by `tulle install`.
 pub(super) async fn install_by_tulle(guide: &mut Guide) {
     guide.run("how-to/air-gapped.md", "3. Install", 1).await;
-    guide.bash(CONTROL_PLANE).await.unwrap();
+    guide.bash(CONTROL_PLANE_ROLLED_OUT).await.unwrap();
     guide
         .run("how-to/upgrade.md", "An installation by `tulle install`", 0)
         .await;

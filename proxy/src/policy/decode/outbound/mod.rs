@@ -554,7 +554,7 @@ fn timeouts(
     })
 }
 
-/// An optional timeout; 0 means no timeout, as for every timeout of the API.
+/// An optional timeout; 0 means no timeout.
 fn optional_timeout(
     field: &'static str,
     message: Option<prost_types::Duration>,
