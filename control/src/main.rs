@@ -10,6 +10,9 @@ use tulle_control::app::{self, App};
 use tulle_control::cmd::Command;
 use tulle_control::config::{Config, LogConfig};
 
+#[global_allocator]
+static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
+
 fn main() -> ExitCode {
     let command = match Command::parse_from_line(env::args_os()) {
         Ok(command) => command,

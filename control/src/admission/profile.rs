@@ -4,7 +4,7 @@ use kube::core::DynamicObject;
 use serde_json::json;
 
 use crate::resources::meta::is_dns_subdomain;
-use crate::resources::{self, Kind, Object};
+use crate::resources::{self, Kind};
 use crate::webhook::review::{AdmissionResponse, Request};
 
 pub(super) fn review(req: Request) -> AdmissionResponse {
@@ -36,11 +36,8 @@ fn validate(object: DynamicObject) -> Result<(), String> {
             if let Some(spec) = data.get_mut("spec") {
                 value["spec"] = spec.take();
             }
-            match resources::decode(Kind::ServiceProfile, value) {
-                Ok(Object::ServiceProfile(profile)) => profile.validate(),
-                Ok(_) => Ok(()),
-                Err(err) => Err(err.to_string()),
-            }
+            let decoded = resources::decode(Kind::ServiceProfile, value);
+            decoded.map(drop).map_err(|err| err.to_string())
         })
         .map_err(|reason| format!("ServiceProfile {name:?}: {reason}"))
 }

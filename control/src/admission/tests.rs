@@ -147,7 +147,7 @@ async fn authentications() {
         ("identityRefs: [{kind: Namespace, name: other}]", Allowed),
         (
             "identityRefs: [{kind: Namespace, name: other, namespace: x}]",
-            Denied("has no namespace"),
+            Denied("accepts no namespace field"),
         ),
         (
             "identityRefs: [{kind: Pod, name: a}]",
@@ -370,6 +370,10 @@ async fn http_routes_of_both_groups() {
         (
             "[{filters: [{type: RequestRedirect, requestRedirect: {scheme: 'h ttp'}}]}]",
             Denied("is not a URI scheme"),
+        ),
+        (
+            "[{filters: [{type: RequestRedirect, requestRedirect: {hostname: 'a.test:81'}}]}]",
+            Denied("redirect hostname \"a.test:81\" is not a host name"),
         ),
         (
             "[{filters: [{type: RequestRedirect, requestRedirect: {statusCode: 200}}]}]",

@@ -166,7 +166,12 @@ impl Audit {
         if config.is_protected(namespace) {
             return Ok(false);
         }
-        let namespace_meta = self.metadata.namespace(namespace).await?;
+        let namespace_meta = match self.metadata.namespace(namespace).await {
+            Ok(meta) => meta,
+            // The namespace was deleted after its pods were listed.
+            Err(err) if err.is_not_found() => return Ok(false),
+            Err(err) => return Err(err.into()),
+        };
         let labels = meta.labels.clone().unwrap_or_default();
         let injector = &config.values.proxy_injector;
         if !is_selected(injector, &namespace_meta.labels, &labels) {
@@ -240,3 +245,69 @@ const DEFAULT_EXEMPT_NAMESPACES: [&str; 2] = ["kube-system", "cert-manager"];
 const PAGE_SIZE: u32 = 500;
 /// Time after the injector's start until all API servers call it.
 const SECOND_AUDIT_DELAY: Duration = Duration::from_secs(15);
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+
+    use http::{Request, Response, StatusCode};
+    use kube::client::Body;
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::injector_webhook::settings::{self, Files};
+
+    /// Returns the response of an API server with pods in the namespaces `gone` and `shop`, of which only `shop` exists.
+    fn answer(path: &str) -> (StatusCode, Value) {
+        let pod = |namespace: &str| json!({"metadata": {"name": "web", "namespace": namespace}, "spec": {}});
+        match path {
+            "/api/v1/pods" => {
+                let pods = [pod("gone"), pod("shop")];
+                let list = json!({"apiVersion": "v1", "kind": "PodList", "metadata": {}, "items": pods});
+                (StatusCode::OK, list)
+            }
+            "/api/v1/namespaces/shop" => {
+                let annotations = json!({"linkerd.io/inject": "enabled"});
+                let namespace = json!({"metadata": {"name": "shop", "annotations": annotations}});
+                (StatusCode::OK, namespace)
+            }
+            _ => {
+                let status = json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404});
+                (StatusCode::NOT_FOUND, status)
+            }
+        }
+    }
+
+    fn client() -> Client {
+        let service = tower::service_fn(|req: Request<Body>| {
+            let (status, body) = answer(req.uri().path());
+            let rsp = Response::builder().status(status);
+            let rsp = rsp.body(Body::from(body.to_string().into_bytes()));
+            std::future::ready(Ok::<_, Infallible>(rsp.unwrap()))
+        });
+        Client::new(service, "default")
+    }
+
+    #[tokio::test]
+    async fn pods_of_a_deleted_namespace_are_skipped() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = Files {
+            values: dir.path().join("values"),
+            trust_anchors: dir.path().join("ca.crt"),
+            control_plane_namespace: "linkerd".to_owned(),
+        };
+        std::fs::write(&files.values, "identityTrustAnchorsPEM: anchors").unwrap();
+        let (settings, _reload) = settings::open(files).await.unwrap();
+        let (client, registry) = (client(), Registry::new());
+        let metadata = MetadataCache::watches(&client, &registry).metadata();
+        let config = Config {
+            interval: Duration::from_secs(300),
+        };
+        let (audit, _) = Audit::new(config, client, settings, metadata, &registry);
+        let expected = UninjectedPod {
+            namespace: "shop".to_owned(),
+            name: "web".to_owned(),
+        };
+        assert_eq!(audit.audit().await.unwrap(), BTreeSet::from([expected]));
+    }
+}

@@ -195,6 +195,16 @@ impl Watches {
     }
 }
 
+impl MetadataError {
+    /// Returns whether the namespace does not exist.
+    pub(super) fn is_not_found(&self) -> bool {
+        match self {
+            Self::Namespace { source, .. } => matches!(&**source, kube::Error::Api(status) if status.is_not_found()),
+            Self::Timeout { .. } => false,
+        }
+    }
+}
+
 impl NamespaceMeta {
     fn of(meta: &ObjectMeta) -> Self {
         Self {

@@ -2,9 +2,8 @@
 //!
 //! [`decode`] reads objects from any serde deserializer, such as YAML of a directory or JSON of an API server. The
 //! result is immutable. Decoding does not depend on the source. It applies the API's defaults and rejects what admission
-//! rejects, except in routes, ServiceProfiles and annotations, which have checks of their own:
-//! [`validate_route`](route_admission::validate_route), [`ServiceProfile::validate`] and
-//! [`unsupported_parts`](unsupported::unsupported_parts).
+//! rejects, except in routes and annotations, which have checks of their own:
+//! [`validate_route`](route_admission::validate_route) and [`unsupported_parts`](unsupported::unsupported_parts).
 
 pub mod acceptance;
 pub mod annotations;

@@ -347,7 +347,7 @@ fn check_url_rewrite(rewrite: &UrlRewrite) -> Result<(), String> {
     rewrite
         .hostname
         .as_deref()
-        .map_or(Ok(()), |hostname| check_authority("rewrite", hostname))
+        .map_or(Ok(()), |hostname| check_hostname("rewrite", hostname))
 }
 
 /// # Errors
@@ -384,10 +384,10 @@ fn check_path_modifier(modifier: &PathModifier) -> Result<(), String> {
     }
 }
 
-fn check_authority(filter: &str, hostname: &str) -> Result<(), String> {
+fn check_hostname(filter: &str, hostname: &str) -> Result<(), String> {
     match hostname.parse::<Authority>() {
-        Ok(_) => Ok(()),
-        Err(_) => Err(format!("{filter} hostname {hostname:?} is not a host name")),
+        Ok(authority) if authority.host() == hostname => Ok(()),
+        _ => Err(format!("{filter} hostname {hostname:?} is not a host name")),
     }
 }
 
@@ -411,7 +411,7 @@ fn check_redirect(redirect: &Redirect, kind: RouteKind) -> Result<(), String> {
     redirect
         .hostname
         .as_deref()
-        .map_or(Ok(()), |hostname| check_authority("redirect", hostname))?;
+        .map_or(Ok(()), |hostname| check_hostname("redirect", hostname))?;
     if let Some(scheme) = &redirect.scheme {
         http::uri::Scheme::try_from(scheme.as_str()).map_err(|_| format!("{scheme:?} is not a URI scheme"))?;
     }

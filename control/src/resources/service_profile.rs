@@ -99,7 +99,7 @@ impl ServiceProfile {
     ///
     /// # Errors
     /// Fails at the first such part. The error has its value and the accepted form.
-    pub fn validate(&self) -> Result<(), String> {
+    fn validate(&self) -> Result<(), String> {
         for route in &self.routes {
             let checked = validate_condition(&route.condition);
             checked.map_err(|error| format!("route {:?}: {error}", route.name))?;
@@ -246,12 +246,14 @@ impl ServiceProfile {
                 authority,
             });
         }
-        Ok(Self {
+        let profile = Self {
             meta,
             routes,
             retry_budget: retry_budget.map(RetryBudget::from_raw).transpose()?,
             overrides,
-        })
+        };
+        profile.validate()?;
+        Ok(profile)
     }
 }
 
@@ -400,7 +402,39 @@ fn parse_weight(text: &str) -> Result<u32, String> {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::{Value, json};
+
     use super::*;
+    use crate::resources::{self, Kind};
+
+    /// Proxies refuse these values, so decoding does, wherever the object is from.
+    #[test]
+    fn a_profile_that_proxies_refuse_is_not_decoded() {
+        let decode = |spec: Value| {
+            let metadata = json!({"name": "web.shop.svc.cluster.local", "namespace": "shop"});
+            let decoded = resources::decode(Kind::ServiceProfile, json!({"metadata": metadata, "spec": spec}));
+            decoded.map(drop).map_err(|error| error.to_string())
+        };
+        let route = |condition: Value| json!({"routes": [{"name": "a", "condition": condition}]});
+        let budget =
+            |ttl: &str, ratio: f32| json!({"retryBudget": {"ttl": ttl, "retryRatio": ratio, "minRetriesPerSecond": 1}});
+        for valid in [route(json!({"pathRegex": "/a.*"})), budget("10s", 0.2)] {
+            assert_eq!(decode(valid.clone()), Ok(()), "{valid}");
+        }
+        for (invalid, part) in [
+            (route(json!({"pathRegex": "("})), "route \"a\": "),
+            (route(json!({"not": {"method": "G T"}})), "is not an HTTP method"),
+            (budget("0s", 0.2), "retryBudget.ttl"),
+            (budget("10s", 1001.0), "retryRatio"),
+            (
+                json!({"dstOverrides": [{"authority": "a b", "weight": "1"}]}),
+                "dstOverrides",
+            ),
+        ] {
+            let error = decode(invalid.clone()).expect_err("the value is invalid");
+            assert!(error.contains(part), "{invalid}: {error}");
+        }
+    }
 
     #[test]
     fn weights_are_quantities_in_ten_thousandths() {

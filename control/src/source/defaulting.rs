@@ -37,7 +37,6 @@ pub(super) fn complete_and_validate(object: &mut Object) -> Result<(), String> {
         | Object::GrpcRoute(route)
         | Object::TlsRoute(route)
         | Object::TcpRoute(route) => clear_status_and_validate(Arc::make_mut(route)),
-        Object::ServiceProfile(profile) => profile.validate(),
         _ => Ok(()),
     }
 }

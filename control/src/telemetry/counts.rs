@@ -432,7 +432,14 @@ const OWNERS: &[&str] = &[
     "pod",
 ];
 /// gRPC status codes that count as server failures.
-const FAILED_GRPC: &[&str] = &["UNKNOWN", "DEADLINE_EXCEEDED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"];
+const FAILED_GRPC: &[&str] = &[
+    "UNKNOWN",
+    "DEADLINE_EXCEEDED",
+    "PERMISSION_DENIED",
+    "INTERNAL",
+    "UNAVAILABLE",
+    "DATA_LOSS",
+];
 
 #[cfg(test)]
 mod tests {

@@ -572,7 +572,7 @@ impl CertificateController {
     /// | is not served | valid | published for less | wait |
     fn serve_certificate(&mut self, state: &SecretContent) -> Result<Duration, Error> {
         let now = OffsetDateTime::now_utc();
-        let is_served = self.served.as_ref().is_some_and(|served| **served == *state.current);
+        let mut is_served = self.served.as_ref().is_some_and(|served| **served == *state.current);
         let served_is_valid = self.served.as_ref().is_some_and(|served| now < served.not_after);
         let published_for = self
             .published
@@ -586,10 +586,14 @@ impl CertificateController {
             self.creds.install(&state.current).map_err(Error::Install)?;
             self.served = Some(state.current.clone());
             info!(webhook = self.config.service, until = %state.current.not_after, "serving a certificate");
-        } else if !is_served || (state.next.is_some() && !until_trusted.is_zero()) {
-            return Ok(until_trusted.min(until_due).max(MIN_REQUEUE_DELAY));
+            is_served = true;
         }
-        Ok(until_due.max(MIN_REQUEUE_DELAY))
+        let wait = match is_served && state.next.is_none() {
+            true => until_due,
+            // A next certificate that is trusted by now was not when `state` was computed. The next call serves it.
+            false => until_trusted.min(until_due),
+        };
+        Ok(wait.max(MIN_REQUEUE_DELAY))
     }
 }
 
@@ -643,9 +647,49 @@ const MIN_REQUEUE_DELAY: Duration = Duration::from_millis(100);
 
 #[cfg(test)]
 mod tests {
+    use std::convert::Infallible;
+
+    use http::{Request, Response};
+    use kube::client::Body;
+    use tokio::time::advance;
     use tulle_core::readiness::Readiness;
 
     use super::*;
+
+    /// A client whose requests get no response.
+    fn silent_client() -> Client {
+        let service =
+            tower::service_fn(|_: Request<Body>| std::future::pending::<Result<Response<Body>, Infallible>>());
+        Client::new(service, "default")
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_next_certificate_that_becomes_trusted_is_served_soon() {
+        let config = Config::policy_validator("linkerd".to_owned());
+        let (name, times) = (config.server_name.clone(), config.times);
+        let rotate = |stored, now| {
+            let input = RotationInput {
+                stored,
+                last_known: None,
+                served: None,
+                published_for: None,
+                now,
+            };
+            SecretContent::rotate(input, &name, &times).unwrap()
+        };
+        let now = OffsetDateTime::now_utc();
+        let state = rotate(Some(rotate(None, now)), now + times.lifetime * 3 / 4);
+        assert!(state.next.is_some());
+        let mut controller = CertificateController::new(silent_client(), config, Arc::new(ServerCredentials::new()));
+        controller.published = Some((state.bundle_pem(), Instant::now()));
+        let mut serve = || controller.serve_certificate(&state).unwrap();
+        assert_eq!(serve(), times.settle, "the first call");
+        advance(times.settle - Duration::from_secs(1)).await;
+        assert_eq!(serve(), Duration::from_secs(1));
+        // The certificate becomes trusted between the computation of `state` and this call.
+        advance(Duration::from_secs(1)).await;
+        assert_eq!(serve(), MIN_REQUEUE_DELAY);
+    }
 
     #[test]
     fn a_process_that_proxies_need_stays_ready_once_it_was() {

@@ -200,7 +200,11 @@ async fn unreadable_authorizations_and_authentications_permit_no_client() {
         ))
         .await;
         let policy = port(&mesh, 8080).await;
-        assert_eq!((n_authorizations(&policy), &*policy.labels["name"]), (0, "s"), "{objects}");
+        assert_eq!(
+            (n_authorizations(&policy), &*policy.labels["name"]),
+            (0, "s"),
+            "{objects}"
+        );
         assert_eq!(counted(&mesh), [line(kind, name)]);
     }
 }

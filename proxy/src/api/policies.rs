@@ -108,7 +108,11 @@ impl Policies {
         if let WatchMode::Poll(interval) = mode {
             // The stream is closed after its first message, and opened again after the interval.
             params.limits.idle = Some(Duration::ZERO);
-            (params.backoff.min, params.backoff.max) = (interval, interval);
+            params.backoff = Backoff {
+                min: interval,
+                max: interval,
+                jitter: POLL_JITTER,
+            };
         }
         stream::spawn(&self.shared.runtime, params, open, move |_, message| decode(message))
     }
@@ -161,6 +165,9 @@ impl Policies {
     }
 }
 
+/// Maximum fraction that is added to the interval of a poll. That of the backoff may be 100, and a changed policy must take
+/// effect soon.
+const POLL_JITTER: f64 = 0.1;
 const INBOUND_REFUSAL_CODES: &[Code] = &[Code::InvalidArgument, Code::FailedPrecondition];
 const OUTBOUND_REFUSAL_CODES: &[Code] = &[
     Code::InvalidArgument,
@@ -260,6 +267,23 @@ mod tests {
         with_timeout(requested.wait_for(|requested| *requested == WatchState::Known(format!("{WORKLOAD} 8080"))))
             .await
             .unwrap();
+    }
+
+    #[tokio::test]
+    async fn ports_are_polled_without_the_jitter_of_failures() {
+        let (authority, addr) = (Authority::new(), ([127, 0, 0, 1], 0).into());
+        let creds = authority.credentials(CONTROL);
+        let server = Server::start(addr, Some(creds), InboundServerPoliciesServer::new(Echo)).await;
+        let connector = connector(authority.credentials(CLIENT), &Registry::new());
+        let channel = connector.channel(server.target(mutual_tls()), test_config());
+        let mut config = config();
+        config.inbound_backoff.jitter = 1e9; // adds hours to each delay
+        let policies = Policies::new(channel, Handle::current(), config);
+        let mode = WatchMode::Poll(Duration::from_millis(20));
+        let mut polled = policies.inbound(8080, mode, RetrySignal::default(), |_| ());
+        for _ in 0..3 {
+            with_timeout(polled.changed()).await.unwrap();
+        }
     }
 
     #[tokio::test]

@@ -332,7 +332,7 @@ async fn a_watch_does_not_back_off_while_the_control_plane_is_unreachable() {
     let (addr, target) = (server.addr, server.target(mutual_tls()));
     server.stop().await;
     let limits = StreamLimits {
-        initial: Some(Duration::from_millis(20)),
+        initial: Some(Duration::from_secs(1)),
         ..StreamLimits::default()
     };
     let hour = Duration::from_secs(3600);
@@ -344,7 +344,7 @@ async fn a_watch_does_not_back_off_while_the_control_plane_is_unreachable() {
     let channel = connector(authority.credentials(CLIENT), &Registry::new()).channel(target, test_config());
     let mut watch = endpoints_with(channel.clone(), limits, backoff);
     // Longer than a stream may take to open.
-    timeout(Duration::from_millis(200), watch.changed()).await.unwrap_err();
+    timeout(Duration::from_millis(1500), watch.changed()).await.unwrap_err();
     assert!(channel.is_failing());
     let _server = Server::start(addr, Some(creds), service).await;
     wait_endpoints(&mut watch, (Position::First, 1)).await;

@@ -112,7 +112,10 @@ impl<E> EndpointSet<E> {
     }
 
     fn add(&mut self, spec: EndpointSpec, build: &mut impl FnMut(&Arc<EndpointSpec>) -> Arc<E>) -> bool {
-        if self.entries.get(&spec.addr).is_some_and(|known| *known.spec == spec) {
+        if let Some(known) = self.entries.get(&spec.addr)
+            && *known.spec == spec
+        {
+            known.spec.weight.set(spec.weight.get());
             return false;
         }
         let spec = Arc::new(spec);
@@ -124,11 +127,14 @@ impl<E> EndpointSet<E> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use std::num::NonZeroU16;
 
-    fn spec(port: u16, weight: u32) -> EndpointSpec {
+    use super::*;
+    use crate::policy::endpoint::Weight;
+
+    fn spec(port: u16, proxy_port: u16) -> EndpointSpec {
         EndpointSpec {
-            weight,
+            opaque_transport: NonZeroU16::new(proxy_port),
             ..EndpointSpec::plain(([10, 0, 0, 1], port).into())
         }
     }
@@ -184,6 +190,18 @@ mod tests {
             Some(vec![3, 4])
         );
         assert_eq!(set.list(EndpointUpdate::Remove(vec![addr(9)])), None);
+    }
+
+    #[test]
+    fn an_endpoint_whose_weight_changes_is_kept_with_the_new_weight() {
+        let mut set = TestSet::new();
+        set.list(EndpointUpdate::Add(vec![spec(1, 1)]));
+        let heavier = EndpointSpec {
+            weight: Weight::new(5),
+            ..spec(1, 1)
+        };
+        assert_eq!(set.list(EndpointUpdate::Add(vec![heavier])), None);
+        assert_eq!(set.endpoints.entries[&addr(1)].spec.weight.get(), 5);
     }
 
     #[test]

@@ -121,6 +121,19 @@ where
     Ok(FirstBytes::from_client(detection, seen, None, learned))
 }
 
+/// Waits up to `limit` longer than [`wait_for_either`], in which neither side sent a byte. `server` is the dialled connection.
+///
+/// # Errors
+/// Reading from the client failed, or the server connection failed before it sent a byte.
+pub(crate) async fn wait_longer<C: AsyncRead + Unpin>(
+    client: &mut C,
+    learned: &LearnedSpeaker,
+    limit: Duration,
+    server: Io,
+) -> io::Result<FirstBytes> {
+    dial_and_wait(client, learned, limit, || std::future::ready(Some(server))).await
+}
+
 /// Waits up to `limit` for the client's first bytes.
 ///
 /// # Errors

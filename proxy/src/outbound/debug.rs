@@ -205,7 +205,7 @@ impl EndpointStatus {
         Self {
             address: spec.addr.to_string(),
             identity: endpoint.identity().map(ToString::to_string),
-            weight: spec.weight,
+            weight: spec.weight.get(),
             zone: match spec.locality {
                 Locality::Unknown => "unknown",
                 Locality::Local => "local",

@@ -1,10 +1,12 @@
 //! One endpoint, as service discovery describes it.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::net::SocketAddr;
 use std::num::NonZeroU16;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use http::uri::Authority;
@@ -16,8 +18,7 @@ use crate::policy::meta::Meta;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct EndpointSpec {
     pub(crate) addr: SocketAddr,
-    /// For debug output only: balancing ignores it.
-    pub(crate) weight: u32,
+    pub(crate) weight: Weight,
     /// Metric labels; the endpoint's own labels override those of its set.
     pub(crate) labels: BTreeMap<String, String>,
     /// Absent: the peer is not meshed, and is reached in plaintext.
@@ -31,6 +32,11 @@ pub(crate) struct EndpointSpec {
     /// The workload that the control plane names, for debug output.
     pub(crate) resource: Option<Arc<Meta>>,
 }
+
+/// The weight of an endpoint, for debug output only: balancing ignores it. All weights are equal, so that an endpoint is kept
+/// if only its weight changes. Clones share the value.
+#[derive(Clone)]
+pub(crate) struct Weight(Arc<AtomicU32>);
 
 /// The identity that an endpoint must prove, and the SNI to send.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -98,12 +104,40 @@ pub(crate) enum EndpointUpdate {
     NoEndpoints,
 }
 
+impl Weight {
+    pub(crate) fn new(weight: u32) -> Self {
+        Self(Arc::new(AtomicU32::new(weight)))
+    }
+
+    pub(crate) fn get(&self) -> u32 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set(&self, weight: u32) {
+        self.0.store(weight, Ordering::Relaxed);
+    }
+}
+
+impl fmt::Debug for Weight {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.get(), f)
+    }
+}
+
+impl PartialEq for Weight {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+impl Eq for Weight {}
+
 impl EndpointSpec {
     /// An unmeshed endpoint that is known by its address only.
     pub(crate) fn plain(addr: SocketAddr) -> Self {
         Self {
             addr,
-            weight: 1,
+            weight: Weight::new(1),
             labels: BTreeMap::new(),
             tls: None,
             hint: ProtocolHint::Unknown,

@@ -58,7 +58,7 @@ endpoints: [{{addresses: [{UNMESHED_IP}]}}, {{addresses: ['@legacy']}}]
     mesh()
         .env("TULLE_PROXY_BALANCER", "round-robin")
         // Longer than the test waits.
-        .env("LINKERD2_PROXY_OUTBOUND_CONNECT_TIMEOUT", "60s")
+        .env("OUTBOUND_CONNECT_TIMEOUT", "60s")
         .workload("client")
         .unmeshed("legacy")
         .run(async |mesh: &Mesh| {

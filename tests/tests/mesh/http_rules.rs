@@ -195,6 +195,7 @@ fn a_connection_that_is_refused_is_reset() {
             (TLS, &hello[..20]),
             (DENIED, bytes),
             (DENIED, &hello),
+            (DENIED, b""),
         ] {
             let mut stream = mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, port)).await;
             stream.write_all(sent).await.unwrap();

@@ -12,9 +12,14 @@ use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_tungstenite::tungstenite::Message;
+use tulle_proto::inbound::{ProxyProtocol, proxy_protocol};
 use tulle_tests::apps;
 use tulle_tests::client::{AnyBody, Http1, Http2, any, empty, full, read_until, request, request2};
-use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, TCP, UNMESHED_IP, mesh};
+use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, TCP, UNMESHED_IP, identity, mesh};
+use tulle_tests::policies::{self, FakePolicyService};
+
+use crate::invalid_policy::allow_all_server;
+use crate::scripted_policies::client_hello;
 
 async fn http(mesh: &Mesh) -> TcpStream {
     mesh.dial("client", mesh.service_addr("web", HTTP)).await
@@ -346,6 +351,53 @@ fn the_greeting_of_a_server_speaks_first_protocol_arrives_before_detection_ends(
                 .await
                 .unwrap();
         });
+}
+
+#[test]
+fn a_connection_without_bytes_becomes_opaque_after_the_detection_timeout() {
+    let mesh = mesh().workload("web").workload_env("INBOUND_DETECT_TIMEOUT", "1s");
+    mesh.run(async |mesh: &Mesh| {
+        apps::start_echo(mesh, "web").await;
+        let mut client = mesh.dial_inbound(UNMESHED_IP, "web", TCP).await;
+        let silent = [r#"result="read_timeout""#];
+        mesh.wait_for_metric("web", "inbound_tcp_detect_http_results_total", &silent, 1.)
+            .await;
+        // The application gets even a ClientHello for the proxy.
+        let hello = client_hello(&identity("web"));
+        client.write_all(&hello).await.unwrap();
+        let mut echoed = vec![0; hello.len()];
+        client.read_exact(&mut echoed).await.unwrap();
+        assert_eq!(echoed, hello);
+    });
+}
+
+#[test]
+fn a_greeting_after_the_timeout_of_the_policy_arrives_before_the_detection_timeout() {
+    const POLICY_TIMEOUT: Duration = Duration::from_millis(500);
+    let mesh = mesh().workload("web").workload_env("POLICY_SVC_ADDR", policies::ADDR);
+    mesh.run(async |mesh: &Mesh| {
+        let policies = FakePolicyService::serve().await;
+        let detect = proxy_protocol::Detect {
+            timeout: Some(POLICY_TIMEOUT.try_into().unwrap()),
+            ..Default::default()
+        };
+        let mut port_policy = allow_all_server();
+        port_policy.protocol = Some(ProxyProtocol {
+            kind: Some(proxy_protocol::Kind::Detect(detect)),
+        });
+        policies.set_port_policy(Ok(port_policy));
+        let _app = apps::serve_tcp(mesh.listen("web", TCP).await, |mut stream| async move {
+            // A server that greets clients only if they have been silent for a while.
+            let spoken = tokio::time::timeout(4 * POLICY_TIMEOUT, stream.read_u8()).await;
+            assert!(spoken.is_err(), "{spoken:?}");
+            stream.write_all(b"a late greeting\n").await.unwrap();
+            // A reset is also an end.
+            let _ = stream.read_to_end(&mut Vec::new()).await;
+        });
+        let mut client = mesh.dial_inbound(UNMESHED_IP, "web", TCP).await;
+        let greeting = tokio::time::timeout(DETECTION / 2, read_until(&mut client, "\n")).await;
+        assert_eq!(greeting.unwrap(), "a late greeting\n");
+    });
 }
 
 /// The default detection timeout of proxies.

@@ -64,6 +64,8 @@ pub struct Candidate {
     lease: Option<Lease>,
     /// Whether the lease had an owner when it last existed.
     had_owner: bool,
+    /// Whether a write was ever sent. It can have been applied even if there was no response.
+    has_sent_write: bool,
     role: watch::Sender<Role>,
     gauge: Arc<Gauge>,
 }
@@ -88,6 +90,7 @@ pub fn new_candidate(client: &Client, config: Config, registry: &Registry) -> (C
         election: Election::new(config.holder.clone(), config.timing),
         lease: None,
         had_owner: false,
+        has_sent_write: false,
         role,
         gauge: gauge.get(&Labels::new().with("name", config.name)),
         config,
@@ -115,7 +118,7 @@ impl Leadership {
 }
 
 impl Candidate {
-    /// Competes for the lease until the drain. Then releases it if this process is the leader.
+    /// Competes for the lease until the drain. Then releases it if this process holds it.
     pub async fn run(mut self, drain: Watch) {
         let (namespace, name) = (self.config.namespace.clone(), self.config.name);
         info!(
@@ -127,10 +130,10 @@ impl Candidate {
             () = drain.signaled() => {}
             () = self.run_election() => {}
         }
-        if self.election.is_leading(Instant::now()) {
+        if self.has_sent_write {
             self.set_role(Role::Follower);
             match timeout(RELEASE_TIMEOUT, self.release()).await {
-                Ok(Ok(())) => info!("released the lease {namespace}/{name}"),
+                Ok(Ok(())) => {}
                 Ok(Err(err)) => warn!(error = %err, "the lease {namespace}/{name} was not released"),
                 Err(_) => warn!("the lease {namespace}/{name} was not released within {RELEASE_TIMEOUT:?}"),
             }
@@ -201,6 +204,7 @@ impl Candidate {
     /// Writes our identity into the last known version of the lease. If two candidates write the same version, the API
     /// server rejects the second write.
     async fn write(&mut self, limit: Duration) -> Result<(), LeaseError> {
+        self.has_sent_write = true;
         let params = PostParams {
             field_manager: self.config.field_manager.map(str::to_owned),
             ..PostParams::default()
@@ -286,10 +290,12 @@ impl Candidate {
         }))
     }
 
-    /// Clears the holder, so that the next leader does not have to wait.
+    /// Clears the holder if it is this process, so that the next leader does not have to wait.
     async fn release(&mut self) -> Result<(), LeaseError> {
-        // A renewal can have been in flight, so the current version has to be read.
-        let mut lease = self.leases.get(self.config.name).await?;
+        // A write can have been in flight, so the current version has to be read.
+        let Some(mut lease) = self.leases.get_opt(self.config.name).await? else {
+            return Ok(());
+        };
         let Some(spec) = &mut lease.spec else { return Ok(()) };
         if spec.holder_identity.as_deref() != Some(&self.config.holder) {
             return Ok(());
@@ -302,6 +308,7 @@ impl Candidate {
             ..PostParams::default()
         };
         self.leases.replace(self.config.name, &params, &lease).await?;
+        info!("released the lease {}/{}", self.config.namespace, self.config.name);
         Ok(())
     }
 

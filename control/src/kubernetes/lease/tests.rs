@@ -24,6 +24,8 @@ struct LeaseServer {
     uninstalled: bool,
     /// The client whose requests get no response.
     cut_off: Option<&'static str>,
+    /// Whether writes are applied and get no response.
+    loses_write_responses: bool,
 }
 
 type Shared = Arc<Mutex<LeaseServer>>;
@@ -39,6 +41,9 @@ fn client(server: &Shared, of: &'static str) -> Client {
                 std::future::pending::<()>().await;
             }
             let (status, answer) = server.lock().answer(&head.method, head.uri.path(), &body);
+            if server.lock().loses_write_responses && head.method != Method::GET {
+                std::future::pending::<()>().await;
+            }
             let rsp = Response::builder().status(status);
             Ok::<_, Infallible>(rsp.body(Body::from(serde_json::to_vec(&answer).unwrap())).unwrap())
         }
@@ -164,6 +169,21 @@ async fn a_leader_that_shuts_down_releases_its_lease() {
     let waited = wait_until_leader(&mut second).await - ended_at;
     assert!(waited <= Duration::from_secs(3), "{waited:?}");
     second.task.abort();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lease_acquired_during_a_shutdown_is_released() {
+    let server = Shared::default();
+    server.lock().loses_write_responses = true;
+    let mut first = start(&server, "a", LeaseTiming::FREQUENT);
+    // Shorter than the timeout of the write.
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(server.lock().spec().holder_identity.as_deref(), Some("a"));
+    assert!(!first.leadership.is_leader());
+    server.lock().loses_write_responses = false;
+    first.signal.take().unwrap().drain().await;
+    first.task.await.unwrap();
+    assert_eq!(server.lock().spec().holder_identity.as_deref(), Some(""));
 }
 
 #[tokio::test(start_paused = true)]

@@ -1,15 +1,22 @@
 //! Tracks our own writes to detect a cache that does not contain them yet.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use ahash::AHashMap;
 use k8s_openapi::api::discovery::v1::EndpointSlice;
+use tokio::time::Instant;
 
 use crate::resources::meta::NamespacedName;
 
 /// The expected states of slices, by Service and by the uid of the slice.
 #[derive(Default)]
-pub(super) struct WriteTracker(AHashMap<NamespacedName, AHashMap<String, ExpectedState>>);
+pub(super) struct WriteTracker(AHashMap<NamespacedName, AHashMap<String, Expectation>>);
+
+struct Expectation {
+    state: ExpectedState,
+    written_at: Instant,
+}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ExpectedState {
@@ -30,28 +37,41 @@ impl WriteTracker {
     fn set_expected(&mut self, service: &NamespacedName, slice: &EndpointSlice, expected: ExpectedState) {
         if let Some(uid) = &slice.metadata.uid {
             let slices = self.0.entry(service.clone()).or_default();
-            slices.insert(uid.clone(), expected);
+            let expectation = Expectation {
+                state: expected,
+                written_at: Instant::now(),
+            };
+            slices.insert(uid.clone(), expectation);
         }
     }
 
-    /// Returns whether the cached slices of a Service are older than our writes.
-    pub(super) fn is_stale(&self, service: &NamespacedName, cached: &[Arc<EndpointSlice>]) -> bool {
-        let Some(expected) = self.0.get(service) else {
+    /// Returns whether the cached slices of a Service are older than our writes. Forgets writes that are missing in the
+    /// cache after [`MAX_WATCH_DELAY`].
+    pub(super) fn is_stale(&mut self, service: &NamespacedName, cached: &[Arc<EndpointSlice>]) -> bool {
+        let Some(expected) = self.0.get_mut(service) else {
             return false;
         };
         let find = |uid: &String| cached.iter().find(|slice| slice.metadata.uid.as_ref() == Some(uid));
-        expected.iter().any(|(uid, expected)| match (expected, find(uid)) {
-            (ExpectedState::Generation(at_least), Some(slice)) => generation(slice) < *at_least,
-            (ExpectedState::Deleted, None) => false,
-            (ExpectedState::Generation(_), None) | (ExpectedState::Deleted, Some(_)) => true,
-        })
+        let mut is_stale = false;
+        expected.retain(|uid, expectation| {
+            let is_missing = match (expectation.state, find(uid)) {
+                (ExpectedState::Generation(at_least), Some(slice)) => generation(slice) < at_least,
+                (ExpectedState::Deleted, None) => false,
+                (ExpectedState::Generation(_), None) | (ExpectedState::Deleted, Some(_)) => true,
+            };
+            let is_expired = is_missing && expectation.written_at.elapsed() >= MAX_WATCH_DELAY;
+            is_stale |= is_missing && !is_expired;
+            !is_expired
+        });
+        is_stale
     }
 
     /// Returns whether another client has changed a slice that the watch reports.
     pub(super) fn is_external_change(&self, service: &NamespacedName, slice: &EndpointSlice) -> bool {
         let uid = slice.metadata.uid.as_ref();
-        match uid.and_then(|uid| self.0.get(service)?.get(uid)) {
-            Some(ExpectedState::Generation(ours)) => generation(slice) > *ours,
+        let expected = uid.and_then(|uid| self.0.get(service)?.get(uid));
+        match expected.map(|expectation| expectation.state) {
+            Some(ExpectedState::Generation(ours)) => generation(slice) > ours,
             // The event was sent before we deleted the slice.
             Some(ExpectedState::Deleted) => false,
             None => true,
@@ -67,7 +87,7 @@ impl WriteTracker {
         if slices.is_empty() {
             self.0.remove(service);
         }
-        expected == Some(ExpectedState::Deleted)
+        expected.is_some_and(|expectation| expectation.state == ExpectedState::Deleted)
     }
 
     pub(super) fn remove_service(&mut self, service: &NamespacedName) {
@@ -79,8 +99,14 @@ fn generation(slice: &EndpointSlice) -> i64 {
     slice.metadata.generation.unwrap_or_default()
 }
 
+/// Maximum time that we wait for the watch to report a write. The watch needs much less. It never reports a slice that
+/// another client deletes before the watch lists it, or that it reported as deleted before we recorded the write.
+const MAX_WATCH_DELAY: Duration = Duration::from_secs(60);
+
 #[cfg(test)]
 mod tests {
+    use tokio::time::advance;
+
     use super::*;
 
     fn slice(uid: &str, generation: i64) -> Arc<EndpointSlice> {
@@ -112,6 +138,23 @@ mod tests {
         assert!(!tracker.is_stale(&service, &[slice("b", 1)]));
         tracker.remove_service(&service);
         assert!(!tracker.is_stale(&service, &[]));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_write_that_the_watch_does_not_report_is_forgotten_after_a_minute() {
+        let service = NamespacedName::new("ns", "web");
+        let mut tracker = WriteTracker::default();
+        tracker.record_write(&service, &slice("a", 1));
+        tracker.record_write(&service, &slice("b", 2));
+        tracker.record_delete(&service, &slice("c", 1));
+        let cached = [slice("b", 2), slice("c", 1)];
+        advance(MAX_WATCH_DELAY - Duration::from_millis(1)).await;
+        assert!(tracker.is_stale(&service, &cached));
+        advance(Duration::from_millis(1)).await;
+        assert!(!tracker.is_stale(&service, &cached));
+        // If the watch reports such a slice later, its Service is reconciled again.
+        assert!(tracker.is_external_change(&service, &slice("a", 1)));
+        assert!(!tracker.is_external_change(&service, &slice("b", 2)));
     }
 
     #[test]

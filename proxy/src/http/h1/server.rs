@@ -17,7 +17,7 @@ use http::{Method, Request, Response, Version, header};
 use parking_lot::Mutex;
 use tokio::{io::AsyncWriteExt as _, sync::oneshot, time::Instant};
 use tower::Service;
-use tulle_core::drain;
+use tulle_core::{drain, metrics::Counter};
 
 use crate::{
     http::{
@@ -56,8 +56,10 @@ pub(crate) struct Http1Config {
 enum ConnectionEnd {
     /// The client closed the connection, it was idle for too long, its last response is written, or the proxy drains.
     Closed,
-    /// The client gets an error response.
+    /// The client gets an error response to a request that the service did not get.
     Refused(Error),
+    /// A response of the service failed before its first byte was written. The client gets an error response instead.
+    ResponseUnsent(Error),
     Failed(Error),
     /// The tunnel of an upgrade or CONNECT takes the connection.
     Upgraded(oneshot::Sender<TunnelEnd>),
@@ -113,7 +115,10 @@ where
                 poll_fn(|cx| exchange.poll_response(cx, &connection, response_future.as_mut())).await
             };
             let write_result = match result {
-                Ok(rsp) => exchange.write_response(&connection, rsp, drain).await,
+                Ok(rsp) => {
+                    let counter = service.response_counter(rsp.status());
+                    exchange.write_response(&connection, rsp, counter, drain).await
+                }
                 Err(error) => Err(ConnectionEnd::Failed(error)),
             };
             if let Err(end) = write_result {
@@ -123,6 +128,11 @@ where
         match end {
             ConnectionEnd::Closed => close(connection).await,
             ConnectionEnd::Refused(error) => {
+                service.record_refused(&error);
+                write_error(connection, service.error_response(&error, ErrorFormat::http1())).await
+            }
+            ConnectionEnd::ResponseUnsent(error) => {
+                service.record_unsent_response(&error);
                 write_error(connection, service.error_response(&error, ErrorFormat::http1())).await
             }
             ConnectionEnd::Failed(error) => Err(error),
@@ -221,11 +231,12 @@ impl PendingExchange {
         }
     }
 
-    /// Writes the response and waits until the request body is complete or dropped.
+    /// Writes the response, which `counter` counts, and waits until the request body is complete or dropped.
     async fn write_response(
         self,
         connection: &SharedConnection,
         rsp: Response<Body>,
+        counter: &Counter,
         drain: &drain::Watch,
     ) -> Result<(), ConnectionEnd> {
         let is_switching = head::switches_protocol(rsp.status(), &self.method);
@@ -253,7 +264,7 @@ impl PendingExchange {
         };
         let (message, reuse) = encode::encode_response(rsp, request_line, reuse);
         let is_last = reuse == ConnectionReuse::Close;
-        write_message(connection, message, self.watches_for_close(), is_last).await?;
+        write_message(connection, message, counter, self.watches_for_close(), is_last).await?;
         if is_switching {
             let upgrade_tx = self
                 .upgrade_tx
@@ -269,14 +280,16 @@ impl PendingExchange {
 }
 
 /// Writes a response unless the client closes the connection. If the response body fails before the first byte is
-/// written, the client gets an error response.
+/// written, the client gets an error response. Otherwise `counter` counts the response.
 fn write_message(
     connection: &SharedConnection,
     message: OutgoingMessage<Body>,
+    counter: &Counter,
     check_close: bool,
     mut is_last: bool,
 ) -> impl Future<Output = Result<(), ConnectionEnd>> {
     let mut writing = ResponseWrite { connection, message };
+    let mut uncounted = Some(counter);
     poll_fn(move |cx| {
         let message = &mut writing.message;
         let encoded = message.poll_encode(cx);
@@ -285,10 +298,17 @@ fn write_message(
             is_last = false;
         }
         let polled = match encoded {
-            Poll::Ready(Err(error)) if !message.has_begun() => return Poll::Ready(Err(ConnectionEnd::Refused(error))),
+            Poll::Ready(Err(error)) if !message.has_begun() => {
+                return Poll::Ready(Err(ConnectionEnd::ResponseUnsent(error)));
+            }
             Poll::Ready(Err(error)) => Poll::Ready(Err(error)),
             Poll::Ready(Ok(())) | Poll::Pending => message.poll_write(cx, &mut ConnectionIo(connection)),
         };
+        if message.has_begun()
+            && let Some(counter) = uncounted.take()
+        {
+            counter.inc();
+        }
         if let Poll::Ready(written) = polled {
             return Poll::Ready(written.map_err(ConnectionEnd::Failed));
         }
@@ -434,10 +454,83 @@ impl HeadReader<'_> {
 mod tests {
     use std::io::Write as _;
 
-    use tokio::net::TcpListener;
+    use http_body::{Frame, SizeHint};
+    use tokio::{
+        io::AsyncReadExt as _,
+        net::{TcpListener, TcpStream},
+    };
+    use tulle_core::metrics::{Registry, samples::Samples};
 
     use super::*;
-    use crate::net::io::Tcp;
+    use crate::{
+        http::{
+            body::ReceivedBody,
+            connection_closer::ConnectionCloser,
+            stack::error_response::ErrorDetail,
+            stack::layers::tests::{responder_info, service_stack},
+        },
+        net::io::Tcp,
+    };
+
+    /// A response body of five bytes that fails when it is polled.
+    struct BrokenBody;
+
+    impl ReceivedBody for BrokenBody {
+        fn poll_frame(&mut self, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
+            Poll::Ready(Some(Err(Error::InvalidResponse("the body is missing"))))
+        }
+
+        fn is_end_stream(&self) -> bool {
+            false
+        }
+
+        fn size_hint(&self) -> SizeHint {
+            SizeHint::with_exact(5)
+        }
+    }
+
+    #[tokio::test]
+    async fn a_response_that_fails_before_its_first_byte_is_counted_once_as_the_error_response() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (stream, _) = listener.accept().await.unwrap();
+        let registry = Registry::new();
+        let service = service_stack(&registry).build(
+            |_| async { Ok::<_, Error>(Response::new(Body::received(Box::new(BrokenBody)))) },
+            ErrorDetail::Omit,
+            responder_info(),
+            ConnectionCloser::default(),
+        );
+        let limit = Duration::from_secs(3600);
+        let config = Http1Config {
+            max_header_bytes: 1000,
+            header_read_timeout: limit,
+            idle_timeout: limit,
+        };
+        let (_signal, drain) = drain::channel();
+        let serving = serve(Io::tcp(Tcp::new(stream)), service, &config, &drain);
+        let asking = async move {
+            let head = b"GET / HTTP/1.1\r\nhost: web\r\n\r\n";
+            tokio::io::AsyncWriteExt::write_all(&mut client, head).await.unwrap();
+            let mut rsp = String::new();
+            client.read_to_string(&mut rsp).await.unwrap();
+            rsp
+        };
+        let (served, rsp) = tokio::join!(serving, asking);
+        served.unwrap();
+        assert!(rsp.starts_with("HTTP/1.1 502 "), "{rsp}");
+        let counted = Samples::parse(&registry.render());
+        for (name, labels) in [
+            ("tulle_http_responses_total", &[("status_class", "5xx")][..]),
+            ("tulle_http_responses_total", &[]),
+            ("tulle_http_requests_total", &[]),
+            ("tulle_failures_total", &[("cause", "bad-response")]),
+            ("tulle_failures_total", &[]),
+            ("inbound_http_errors_total", &[]),
+        ] {
+            assert_eq!(counted.sum(name, labels), 1., "{name}{labels:?}");
+        }
+    }
 
     #[tokio::test]
     async fn a_request_in_the_socket_buffer_is_served_during_drain() {

@@ -455,8 +455,10 @@ async fn run_task<S>(
 /// Refuses a request whose header list is too large.
 #[cold]
 fn send_header_too_large<S>(service: &ErrorToResponse<S>, limit: usize, mut pending: PendingRequest) {
+    let error = Error::HeaderTooLarge { limit };
+    service.record_refused(&error);
     let (head, _) = service
-        .error_response(&Error::HeaderTooLarge { limit }, ErrorFormat::of_request(&pending.req))
+        .error_response(&error, ErrorFormat::of_request(&pending.req))
         .into_parts();
     if let Err(error) = pending.respond.send_response(Response::from_parts(head, ()), true) {
         tracing::debug!(%error, "error response not sent");
@@ -500,6 +502,7 @@ where
         Some(Err(error)) => return respond.send_reset(send_body::reset_reason(&error, Reason::INTERNAL_ERROR)),
     };
     let (parts, body) = rsp.into_parts();
+    let status = parts.status;
     let accepted_tunnel = extended.filter(|extended| parts.status.is_success() && extended.is_awaited());
     let ended = body.is_end_stream() && accepted_tunnel.is_none();
     let is_grpc = headers::is_grpc(Version::HTTP_2, &parts.headers);
@@ -511,6 +514,7 @@ where
             return respond.send_reset(Reason::INTERNAL_ERROR);
         }
     };
+    service.response_counter(status).inc();
     match accepted_tunnel {
         Some(extended) => extended.open_tunnel(stream),
         None if ended => {}

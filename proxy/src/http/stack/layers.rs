@@ -1,7 +1,7 @@
 //! Tower layers around the request services of both directions. They do not depend on routing or policy.
 //!
-//! From the outside in: [`ErrorToResponse`] turns errors into responses, [`CountService`] counts requests and responses,
-//! [`AdmissionService`] enters the in-flight limit or sheds.
+//! From the outside in: [`ErrorToResponse`] turns errors into responses, [`CountService`] counts requests,
+//! [`AdmissionService`] enters the in-flight limit or sheds. The HTTP servers count responses when they send them.
 
 use std::{
     future::Future,
@@ -135,7 +135,7 @@ impl<F: Future<Output = Result<Response<Body>, Error>>> Future for AdmissionFutu
     }
 }
 
-/// Counts the requests and responses of one direction. These totals are kept, while series with more labels are dropped when idle.
+/// Counts the requests of one direction. These totals are kept, while series with more labels are dropped when idle.
 #[derive(Clone)]
 pub(crate) struct CountLayer(Arc<RequestTotals>);
 
@@ -147,9 +147,10 @@ struct RequestTotals {
 }
 
 impl RequestTotals {
-    fn record_response(&self, status: StatusCode) {
+    /// The counter of responses with this status.
+    fn response_counter(&self, status: StatusCode) -> &Counter {
         let class = usize::from(status.as_u16() / 100).clamp(1, 5);
-        self.responses[class - 1].inc();
+        &self.responses[class - 1]
     }
 }
 
@@ -188,21 +189,13 @@ impl<S> Layer<S> for CountLayer {
     }
 }
 
-pin_project! {
-    pub(crate) struct CountFuture<F> {
-        #[pin]
-        inner: F,
-        totals: Arc<RequestTotals>,
-    }
-}
-
 impl<S> Service<Request<Body>> for CountService<S>
 where
     S: Service<Request<Body>, Response = Response<Body>, Error = Error>,
 {
     type Response = Response<Body>;
     type Error = Error;
-    type Future = CountFuture<S::Future>;
+    type Future = S::Future;
 
     fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Error>> {
         Poll::Ready(Ok(()))
@@ -210,23 +203,7 @@ where
 
     fn call(&mut self, req: Request<Body>) -> Self::Future {
         self.totals.requests.inc();
-        CountFuture {
-            inner: self.inner.call(req),
-            totals: self.totals.clone(),
-        }
-    }
-}
-
-impl<F: Future<Output = Result<Response<Body>, Error>>> Future for CountFuture<F> {
-    type Output = Result<Response<Body>, Error>;
-
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let this = self.project();
-        let result = ready!(this.inner.poll(cx));
-        if let Ok(rsp) = &result {
-            this.totals.record_response(rsp.status());
-        }
-        Poll::Ready(result)
+        self.inner.call(req)
     }
 }
 
@@ -247,7 +224,8 @@ impl ErrorMetrics {
         }
     }
 
-    fn record(&self, error: &Error, info: &ResponderInfo) {
+    /// Counts an error by its label.
+    fn record_label(&self, error: &Error, info: &ResponderInfo) {
         let labels = match &info.error_labeler {
             Some(labeler) => labeler.labels(error),
             None => Some(Labels::clone(&self.labels)),
@@ -255,7 +233,6 @@ impl ErrorMetrics {
         if let Some(labels) = labels {
             self.errors.get(&labels.with("error", error.label())).inc();
         }
-        self.failures.count(error.cause());
     }
 }
 
@@ -392,29 +369,44 @@ impl<S> ErrorToResponse<S> {
         self.responder.error_detail
     }
 
-    /// Counts a request that is refused without a response, and its error.
+    /// The counter of responses with this status. The server counts a response when it sends its head.
+    pub(crate) fn response_counter(&self, status: StatusCode) -> &Counter {
+        self.responder.totals.response_counter(status)
+    }
+
+    /// Counts a request that is refused before this service gets it, and its error.
     pub(crate) fn record_refused(&self, error: &Error) {
         self.responder.record(error);
         self.responder.totals.requests.inc();
     }
 
-    /// Counts a request and its error. Returns the response to it.
+    /// Counts the error of a response of this service that is not sent because its body has failed. The request and its failure
+    /// are counted already, the failure at the end of the body.
+    pub(crate) fn record_unsent_response(&self, error: &Error) {
+        self.responder.record_error(error);
+    }
+
+    /// Returns the response to an error, and counts the response. The caller counts the error.
     pub(crate) fn error_response(&self, error: &Error, format: ErrorFormat) -> Response<Body> {
-        self.responder.record(error);
-        self.responder.totals.requests.inc();
-        self.responder.respond(error, format)
+        let rsp = self.responder.respond(error, format);
+        self.response_counter(rsp.status()).inc();
+        rsp
     }
 }
 
 impl ErrorResponder {
     fn respond(&self, error: &Error, format: ErrorFormat) -> Response<Body> {
-        let rsp = error_response::error_response(error, format, self.error_detail, &self.info);
-        self.totals.record_response(rsp.status());
-        rsp
+        error_response::error_response(error, format, self.error_detail, &self.info)
     }
 
+    /// Counts a failed request by its error and its cause.
     fn record(&self, error: &Error) {
-        self.errors.record(error, &self.info);
+        self.record_error(error);
+        self.errors.failures.count(error.cause());
+    }
+
+    fn record_error(&self, error: &Error) {
+        self.errors.record_label(error, &self.info);
         tracing::debug!(error = %ErrorChain(error), cause = error.cause(), side = ?error.side(), "request failed");
     }
 }
@@ -431,7 +423,7 @@ fn is_stream_error(error: &Error) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
+pub(in crate::http) mod tests {
     use tulle_core::{
         addr::Addr,
         connections::{ConnectionLimiter, SameAddressEviction},
@@ -440,30 +432,37 @@ mod tests {
     use super::*;
     use crate::net::memory::MemoryPressure;
 
-    #[test]
-    fn a_request_that_is_refused_without_a_response_is_counted() {
-        let registry = Registry::new();
-        let failures = Failures::new(&registry, "inbound");
-        let connections = ConnectionLimiter::new("test", 1, SameAddressEviction::Idlest, &registry);
-        let stack = ServiceStack {
+    /// The layers of the inbound side, for one request at a time.
+    pub(in crate::http) fn service_stack(registry: &Registry) -> ServiceStack {
+        let failures = Failures::new(registry, "inbound");
+        let connections = ConnectionLimiter::new("test", 1, SameAddressEviction::Idlest, registry);
+        ServiceStack {
             admission: Admission::new(1, connections, MemoryPressure::default(), failures.clone()),
-            count_layer: CountLayer::new(&registry, "inbound"),
+            count_layer: CountLayer::new(registry, "inbound"),
             error_metrics: ErrorMetrics::new(
                 registry.counter("inbound_http_errors_total", ""),
                 failures,
                 Labels::new(),
             ),
             access_log: None,
-        };
-        let info = ResponderInfo {
+        }
+    }
+
+    pub(in crate::http) fn responder_info() -> ResponderInfo {
+        ResponderInfo {
             direction: "inbound",
             proxy_identity: "web.shop".into(),
             target: Addr::Socket(([10, 0, 0, 1], 80).into()),
             client_addr: ([10, 0, 0, 2], 4321).into(),
             client_id: None,
             error_labeler: None,
-        };
-        let layer = ErrorToResponseLayer::new(ErrorDetail::Omit, info, ConnectionCloser::default(), &stack);
+        }
+    }
+
+    #[test]
+    fn a_request_that_is_refused_without_a_response_is_counted() {
+        let stack = service_stack(&Registry::new());
+        let layer = ErrorToResponseLayer::new(ErrorDetail::Omit, responder_info(), ConnectionCloser::default(), &stack);
         layer.layer(()).record_refused(&Error::HeaderListsTooLarge { limit: 1 });
         assert_eq!(stack.count_layer.0.requests.get(), 1);
     }

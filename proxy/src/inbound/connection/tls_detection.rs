@@ -47,7 +47,8 @@ impl Connection {
     /// Reads the first bytes, and decides by them what to do about TLS.
     ///
     /// If the policy asks for protocol detection, [`Self::detect_protocol`] reads the first bytes, and the TLS parser then gets
-    /// the same bytes. Otherwise this function reads them, within the timeout of detection.
+    /// the same bytes. Otherwise this function reads them, within the timeout of detection. After that timeout, a connection to
+    /// an application that was dialled is opaque if neither side has sent a byte.
     pub(super) async fn detect_tls(
         &self,
         stream: Tcp,
@@ -58,10 +59,19 @@ impl Connection {
         let mut stream = stream;
         let first = if let ServerProtocol::Detect { timeout, .. } = &active_policy.server_policy.protocol {
             let detect_limit = (*timeout).min(self.inbound.detect_timeout);
-            match self
+            let detected = self
                 .detect_protocol(&mut stream, client, active_policy, detect_limit)
-                .await
-            {
+                .await;
+            let remaining = tls_deadline - Instant::now();
+            let detected = match detected {
+                // The policy's timeout has passed, but TLS may still begin.
+                Ok(FirstBytes::Client(prefix, _, Some(app_io))) if prefix.is_empty() && !remaining.is_zero() => {
+                    let learned = &client.port_policy.learned_speaker_without_tls;
+                    Box::pin(first_bytes::wait_longer(&mut stream, learned, remaining, app_io)).await
+                }
+                detected => detected,
+            };
+            match detected {
                 Ok(first) => first,
                 Err(_) => {
                     stream.reset_on_drop(); // the client or the application has failed
@@ -75,14 +85,15 @@ impl Connection {
                 _ => FirstBytes::Client(prefix.freeze(), DetectedProtocol::Incomplete, None),
             }
         };
-        let FirstBytes::Client(prefix, protocol, app_io) = first else {
-            return Ok((stream, TlsDetection::Other(first)));
+        let (prefix, protocol, app_io) = match first {
+            FirstBytes::Client(prefix, protocol, app_io) if !prefix.is_empty() => (prefix, protocol, app_io),
+            // The client is silent, and the application was not dialled.
+            FirstBytes::Client(_, _, None) => {
+                stream.reset_on_drop();
+                return Err(TLS_DETECTION_TIMEOUT_ERROR);
+            }
+            first => return Ok((stream, TlsDetection::Other(first))),
         };
-        // If the client is silent and the application was dialled, the loop below still waits for the client until the deadline.
-        if prefix.is_empty() && app_io.is_none() {
-            stream.reset_on_drop();
-            return Err(TLS_DETECTION_TIMEOUT_ERROR);
-        }
         let mut prefix = BytesMut::from(prefix);
         let protocol = loop {
             match tls_server::parse_client_hello(&prefix) {

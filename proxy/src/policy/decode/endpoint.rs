@@ -12,6 +12,7 @@ use tulle_proto::net::TcpAddress;
 use crate::policy::decode::fields::{DecodeError, client_meta, optional_duration};
 use crate::policy::endpoint::{
     EndpointSpec, EndpointTls, EndpointUpdate, FRAME_SIZES, Http2Params, KeepAlive, Locality, MAX_WINDOW, ProtocolHint,
+    Weight,
 };
 
 /// Decodes a change to a set of endpoints. An endpoint that cannot be decoded is left out, and
@@ -91,7 +92,7 @@ pub(super) fn endpoint(
     });
     Ok(EndpointSpec {
         addr: socket_addr(message.addr)?,
-        weight: message.weight,
+        weight: Weight::new(message.weight),
         labels,
         tls: message.tls_identity.map(tls).transpose()?,
         hint,
@@ -210,7 +211,7 @@ mod tests {
         let spec = endpoint(weighted(|addr| addr.metric_labels = label("zone", "b")), &set).unwrap();
         assert_eq!(spec.labels["zone"], "b");
         assert_eq!(spec.labels["service"], "web");
-        assert_eq!((spec.weight, spec.locality), (10_000, Locality::Unknown));
+        assert_eq!((spec.weight.get(), spec.locality), (10_000, Locality::Unknown));
         for (value, expected) in [
             ("local", Locality::Local),
             ("remote", Locality::Remote),

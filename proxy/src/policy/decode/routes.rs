@@ -188,7 +188,13 @@ pub(super) fn redirect(message: proto::RequestRedirect) -> Result<Filter, Decode
         .map_err(|_| DecodeError::invalid("redirect port", message.port, "a port from 1 to 65535, or none"))?;
     let host = match message.host.as_str() {
         "" => None,
-        host if host.parse::<Authority>().is_ok() => Some(host.into()),
+        // A port has a field of its own.
+        host if host
+            .parse::<Authority>()
+            .is_ok_and(|authority| authority.host() == host) =>
+        {
+            Some(host.into())
+        }
         host => return Err(DecodeError::invalid("redirect host", host, "a host name")),
     };
     Ok(Filter::Redirect(Redirect {
