@@ -197,7 +197,7 @@ const MIN_TTL: Duration = Duration::from_secs(5);
 const NEGATIVE_TTL: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use hickory_resolver::config::{ConnectionConfig, NameServerConfig, ResolverConfig};
     use hickory_resolver::net::runtime::TokioRuntimeProvider;
     use hickory_resolver::proto::op::{Message, OpCode, ResponseCode};
@@ -235,6 +235,7 @@ mod tests {
         match (name, kind) {
             ("dst.mesh.", RecordType::SRV) => vec![srv("10-0-0-1.dst.mesh."), srv("node.mesh.")],
             ("node.mesh.", RecordType::A) => vec![RData::A(A::new(10, 0, 0, 2))],
+            ("replicas.mesh.", RecordType::A) => (1..=3).map(|n| RData::A(A::new(127, 0, 0, n))).collect(),
             ("plain.mesh.", RecordType::A) => vec![RData::A(A::new(10, 0, 0, 3))],
             ("both.mesh.", RecordType::A) => vec![RData::A(A::new(10, 0, 0, 4))],
             ("both.mesh.", RecordType::AAAA) => vec![RData::AAAA(AAAA::new(0xfd00, 0, 0, 0, 0, 0, 0, 4))],
@@ -243,7 +244,7 @@ mod tests {
     }
 
     /// A resolver that asks `server`.
-    fn resolver(server: SocketAddr, config: Config, registry: &Registry) -> Resolver {
+    pub(in crate::api) fn resolver(server: SocketAddr, config: Config, registry: &Registry) -> Resolver {
         let mut connection = ConnectionConfig::udp();
         connection.port = server.port();
         let server = NameServerConfig::new(server.ip(), true, vec![connection]);
@@ -255,7 +256,8 @@ mod tests {
         resolver
     }
 
-    async fn name_server() -> (SocketAddr, JoinHandle<()>) {
+    /// A server of the test zone.
+    pub(in crate::api) async fn name_server() -> (SocketAddr, JoinHandle<()>) {
         let socket = UdpSocket::bind("127.0.0.1:0").await.unwrap();
         let addr = socket.local_addr().unwrap();
         let task = tokio::spawn(async move {

@@ -516,6 +516,63 @@ async fn the_connected_replica_and_waiting_calls_are_counted() {
 }
 
 #[tokio::test]
+async fn streams_spread_over_three_replicas_and_only_those_of_one_that_ends_are_opened_again() {
+    const CHANNELS: usize = 90;
+    let authority = Authority::new();
+    let replicas = [(); 3].map(|()| Scripted::new([]));
+    let mut servers = Vec::new();
+    let mut port = 0;
+    for (n, replica) in (1..).zip(&replicas) {
+        let creds = authority.credentials(CONTROL);
+        let service = DestinationServer::new(replica.clone());
+        let server = Server::start(([127, 0, 0, n], port).into(), Some(creds), service).await;
+        port = server.addr.port();
+        servers.push(server);
+    }
+    let (name_server, _zone) = dns::tests::name_server().await;
+    let registry = Registry::new();
+    let connector = Connector {
+        resolver: dns::tests::resolver(name_server, dns::Config::default(), &registry),
+        ..connector(authority.credentials(CLIENT), &registry)
+    };
+    let target = ControlAddr {
+        addr: format!("replicas.mesh.:{port}").parse().unwrap(),
+        security: mutual_tls(),
+    };
+    let watches = (0..CHANNELS).map(|_| {
+        let channel = connector.channel(target.clone(), test_config());
+        endpoints(channel, StreamLimits::default())
+    });
+    let _watches: Vec<_> = watches.collect();
+    let opened = || replicas.each_ref().map(|replica| replica.requests.lock().len());
+    let wait_opened = async |n: usize| {
+        let all = async {
+            while opened().iter().sum::<usize>() < n {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        assert!(
+            timeout(Duration::from_secs(20), all).await.is_ok(),
+            "{:?} of {n}",
+            opened()
+        );
+    };
+    wait_opened(CHANNELS).await;
+    let before = opened();
+    // Four standard deviations of a random choice.
+    assert!(before.iter().all(|n| n.abs_diff(CHANNELS / 3) <= 18), "{before:?}");
+    servers.remove(0).stop().await;
+    wait_opened(CHANNELS + before[0]).await;
+    let after = opened();
+    assert_eq!(after[0], before[0]);
+    assert_eq!(
+        after.iter().sum::<usize>(),
+        CHANNELS + before[0],
+        "{before:?} {after:?}"
+    );
+}
+
+#[tokio::test]
 async fn a_server_with_another_identity_gets_no_request() {
     let authority = Authority::new();
     let script = Scripted::new([Step::Send(vec![added(1)])]);
