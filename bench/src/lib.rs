@@ -1,4 +1,4 @@
-//! Workloads and benchmarks: echo servers, an open-loop load generator, and measurements of tulle and other proxies.
+//! Workloads and benchmarks: echo servers, a load generator, and measurements of tulle and other proxies.
 
 #![cfg_attr(test, allow(clippy::too_many_lines))]
 

@@ -32,7 +32,7 @@ enum Command {
     Costs(tulle_bench::run::costs::Args),
     /// Sends the HTTP/1 conformance cases through sidecars in network namespaces and reports the results; needs root.
     Conformance(tulle_bench::run::ConformanceArgs),
-    /// Measures the destination service with many objects on an API server and many streams.
+    /// Measures the control plane with many objects on an API server and many streams.
     ControlScale(tulle_bench::control_scale::Args),
 }
 
@@ -55,6 +55,6 @@ fn run(args: Args) -> anyhow::Result<()> {
         Command::Document(args) => tulle_bench::run::document(&args).context("writing the document"),
         Command::Costs(args) => tulle_bench::run::costs::main(&args).context("counting costs"),
         Command::Conformance(args) => tulle_bench::run::conformance(&args).context("running the conformance tests"),
-        Command::ControlScale(args) => tulle_bench::control_scale::main(&args).context("measuring destination"),
+        Command::ControlScale(args) => tulle_bench::control_scale::main(&args).context("measuring the control plane"),
     }
 }

@@ -194,8 +194,8 @@ fn rows(
     Ok(rows)
 }
 
-/// The ports that the pod declares, that a Server selects by number, or that require an identity. If there are none, one port
-/// (65535) that stands for all others.
+/// The ports that the pod declares, the port numbers of all Servers of the namespace, and one of the ports that require an
+/// identity. If there are none, one port (65535) that stands for all others.
 fn ports(pod: &Pod, server_ports: &[PortRef]) -> BTreeSet<u16> {
     let numbers = server_ports.iter().filter_map(|port| match port {
         PortRef::Number(number) => Some(*number),

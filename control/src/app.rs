@@ -467,8 +467,8 @@ impl Builder {
 
     /// Starts the proxy injector on `listen.proxy_injector`.
     async fn start_proxy_injector(&mut self) -> Result<()> {
-        // The recorder has its own client, so that many Events do not delay reviews by the rate limit.
         let recorder = self.start_recorder("linkerd-proxy-injector");
+        // Not the client of the recorder, so that many Events do not delay reviews by the rate limit.
         let client = kubernetes::client(&self.config.kubernetes, &self.registry).await?;
         let config = self.config.webhooks.injector.clone();
         let parts = injector_webhook::open(config, &client, recorder, &self.registry)

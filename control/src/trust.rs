@@ -241,7 +241,7 @@ pub fn create_token(private_key: &str, subject: &TokenSubject<'_>) -> Result<Str
         ("service account", subject.service_account),
         ("namespace", subject.namespace),
     ] {
-        if !is_label(value) {
+        if !is_dns_label(value) {
             return Err(Error::Label {
                 what,
                 value: value.to_owned(),
@@ -371,7 +371,7 @@ fn not_after(lifetime: Duration) -> Result<OffsetDateTime, Error> {
 }
 
 /// Returns whether a text is one DNS label, as required for namespaces, and for service accounts with an identity.
-pub(crate) fn is_label(text: &str) -> bool {
+pub(crate) fn is_dns_label(text: &str) -> bool {
     let inner = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-';
     (1..=63).contains(&text.len()) && text.bytes().all(inner) && !text.starts_with('-') && !text.ends_with('-')
 }

@@ -119,7 +119,8 @@ pub struct Connect {
     pub user_timeout: Option<Duration>,
     /// Timeout of TCP and TLS together. Default: 4 s inbound, which is also the minimum there; 1 s outbound.
     pub timeout: Duration,
-    /// Backoff between attempts; default from 100 ms to 10 s (inbound) or 60 s (outbound), jitter 0.1.
+    /// Backoff of streams of the control plane and of dials to it, not of dials to endpoints; default from 100 ms to 10 s
+    /// (inbound) or 60 s (outbound), jitter 0.1.
     pub backoff: Backoff,
 }
 
@@ -148,8 +149,8 @@ pub struct Http1Server {
     pub max_header_bytes: usize,
     /// Timeout of a request head, from its first byte, or of the first request of an HTTP/2 connection; default 30 s.
     pub header_read_timeout: Duration,
-    /// Maximum time without data: on a connection between two requests, or while a request or response body is transferred;
-    /// default 1 h.
+    /// Maximum time of a connection without a request, and, while a request body is received, maximum time without bytes in
+    /// either direction; default 1 h.
     pub idle_timeout: Duration,
 }
 

@@ -562,7 +562,7 @@ impl Mesh {
     }
 
     /// Waits until [`Mesh::metric`] has at least this value.
-    pub async fn wait_for_metric_from(&self, workload: &str, name: &str, labels: &[&str], least: f64) {
+    pub async fn wait_for_metric_at_least(&self, workload: &str, name: &str, labels: &[&str], least: f64) {
         let what = format!("{name}{labels:?} of {workload} is at least {least}");
         eventually(&what, async || {
             (self.metric(workload, name, labels).await >= least).then_some(())

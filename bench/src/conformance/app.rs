@@ -1,4 +1,4 @@
-//! The test application: parses requests strictly, records them, and answers with the configured bytes.
+//! The test application: parses requests, records them, and answers with the configured bytes.
 
 use std::io;
 use std::sync::Arc;

@@ -1,6 +1,7 @@
 //! HTTP/1 test cases: raw bytes of a client or an application, and the expected result.
 //!
-//! Source: RFC 9112; each case names its section. Where the RFC leaves a choice, the case expects tulle's behaviour and says why.
+//! Source: RFC 9112; each case names its section. Where the RFC leaves a choice, and in the two cases in which tulle deviates on
+//! purpose (`run/conformance.rs`), the case expects tulle's behaviour.
 
 #[derive(Clone, Copy, Debug)]
 pub struct Case {

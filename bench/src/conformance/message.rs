@@ -1,4 +1,4 @@
-//! A strict parser of HTTP/1 messages: it accepts only syntax that every implementation reads in the same way.
+//! A simple parser of HTTP/1 messages. Only CRLF ends a line; header lines are not validated.
 
 /// A message. Its trailers are among its header lines.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

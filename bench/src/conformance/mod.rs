@@ -235,7 +235,7 @@ fn evaluate_requests(
     (observed, Some(format!("passes {n}, {}", observation.list_statuses())))
 }
 
-/// Evaluates a request that no proxy may forward, with the statuses of which one must be the response.
+/// Evaluates a request that no proxy may forward. The response must have one of the statuses `wanted`.
 fn evaluate_refusal(wanted: &[u16], requests: &[Message], observation: &ClientObservation) -> (String, Option<String>) {
     let n = requests.len();
     if n == 0 {
@@ -296,7 +296,7 @@ impl fmt::Display for Outcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{} (RFC 9112 §{}): {}",
+            "{} (section {}): {}",
             self.case.name, self.case.section, self.observed
         )?;
         match &self.deviation_details {

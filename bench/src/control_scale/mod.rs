@@ -1,4 +1,4 @@
-//! Scale test of the destination service: many objects on a real API server, many streams, and changes.
+//! Scale test of the control plane: many objects on a real API server, many streams, and changes.
 //!
 //! The objects are created on the API server of the kubeconfig. It needs no nodes and should be a disposable one. The output has
 //! the memory with and without streams, the time until all streams have their first message, and the results of each load, such
@@ -171,7 +171,8 @@ struct Run<'a> {
     anchors: TrustAnchors,
     cluster: Cluster,
     control: Process,
-    /// Number of the next change, which decides its address. It begins at random, because objects of an earlier run can be used.
+    /// Number of the next change, which decides its address. The first is random, because objects of an earlier run can have
+    /// addresses of earlier changes.
     next_change: u32,
 }
 

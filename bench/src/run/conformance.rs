@@ -146,7 +146,7 @@ Some differences are harmless, such as a path in place of an absolute target. Ot
 In the cases with a (*), tulle deviates from the RFC, and they are not counted. A request without a Host header is forwarded to its original destination, and HTTP/1.0 stays HTTP/1.0, because an application that works with either must also work in a mesh.
 
 Each connection begins with a valid request and its response, then the bytes of the case follow.
-`ok` means the expected result: the request arrives as it was sent, the proxy refuses it with 400 (or 501 for an unknown transfer coding), the response arrives, the proxy sends 502 in place of bytes that are not a response, or the client can tell that a response is truncated.
+`ok` means the expected result: the request arrives as it was sent, the proxy refuses it with 400 (or 501 for an unknown transfer coding, 505 for an unsupported version), the response arrives, the proxy sends 502 in place of bytes that are not a response, or the client can tell that a response is truncated.
 Otherwise the cell describes the result:
 
 - status codes: those that the client received;

@@ -136,7 +136,7 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
 }
 
 /// Starts the sidecars of all peers and measures the rows in turn. Returns the number of measurements that were left out: those of
-/// another peer that fails, and those that this machine does not support. A failure of tulle or of the row without a proxy is an
+/// another peer that fails, and those that this machine does not support. A failure of tulle or of the peer without a proxy is an
 /// error.
 fn measure(
     testbeds: &[(Peer, Testbed)],

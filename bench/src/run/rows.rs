@@ -1,4 +1,4 @@
-//! The rows of the benchmark.
+//! The rows of the benchmark, which documents call scenarios.
 
 use std::time::Duration;
 
@@ -81,7 +81,8 @@ impl Row {
             Self::OneWorker | Self::TwoWorkers => !matches!(peer, Peer::None | Peer::Nginx),
             // Without a proxy, the result equals that of the row with both sidecars.
             Self::OutboundOnly | Self::InboundOnly => peer != Peer::None,
-            // These rows need settings or counters that only the setup of tulle has.
+            // These rows need settings or counters that only the setup of tulle has, or clients without TLS at the server's
+            // sidecar, or are compared with such a row.
             Self::Allocations
             | Self::SlowHeads
             | Self::Hostile

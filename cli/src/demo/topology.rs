@@ -88,7 +88,7 @@ impl Topology {
                 }
             }
         }
-        check_addresses(&workloads)?;
+        check_addresses_and_names(&workloads)?;
         let services = services
             .into_iter()
             .map(|raw| raw.read(&workloads))
@@ -307,7 +307,7 @@ impl RawService {
     }
 }
 
-fn check_addresses(workloads: &[Labelled]) -> Result<(), TopologyError> {
+fn check_addresses_and_names(workloads: &[Labelled]) -> Result<(), TopologyError> {
     let mut taken = BTreeMap::from([(CONTROL_IP, "the control plane"), (OUTSIDE_IP, "the host outside")]);
     for Labelled { workload, .. } in workloads {
         let refuse = |reason: String| TopologyError::Workload {

@@ -68,7 +68,7 @@ impl QueryContext<'_> {
     pub(super) async fn connect(&self, addr: Option<&Addr>, port: u16, flag: &str) -> anyhow::Result<Channel> {
         if let Some(addr) = addr {
             let connected = client::connect_plaintext(addr).await;
-            return connected.with_context(|| format!("connecting to the control plane at the address of {flag}"));
+            return connected.with_context(|| format!("connecting to the control plane at {addr}"));
         }
         let cluster = self.cluster(flag, port).await?;
         let pod = match &self.args.destination_pod {

@@ -81,10 +81,9 @@ pub(crate) fn prune(args: &PruneArgs, flags: &kubernetes::Flags) -> anyhow::Resu
     Ok(ExitCode::SUCCESS)
 }
 
-/// Whether this object holds credentials of the control plane. Such an object can be in use although no chart renders it: the
-/// control plane creates certificates of webhooks and of telemetry at run time, and issuers, trust anchors or certificates that the
-/// values declare external are managed by others. External credentials can still have the label of an earlier installation, so they
-/// must not be pruned because of the label.
+/// Whether this object holds credentials of the control plane. They can be in use although no chart renders them: the control
+/// plane creates the certificates of webhooks and of telemetry at run time, and others manage the credentials that the values
+/// declare external, which can still have the label of an earlier installation.
 fn is_credential(object: &Value) -> bool {
     let name = object["metadata"]["name"].as_str().unwrap_or_default();
     match object["kind"].as_str() {

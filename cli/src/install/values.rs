@@ -129,7 +129,7 @@ pub(super) struct Flags {
     set_file: Vec<String>,
 }
 
-/// Merges all given values: earlier values, files, flags, and `--set`. Later sources override earlier ones.
+/// Merges the values of the last installation, `--ha`, files, flags, and `--set`. Later ones in this order override earlier ones.
 ///
 /// # Errors
 /// Fails if a file cannot be read, or if Helm fails.

@@ -62,7 +62,7 @@ fn end_of_value(text: &str) -> usize {
     text.len()
 }
 
-/// Labels whose values are fixed terms or numbers.
+/// Labels whose values are fixed terms, numbers, or describe the build.
 const UNOBFUSCATED_LABELS: &[&str] = &[
     "classification",
     "direction",

@@ -53,7 +53,7 @@ enum Output {
 pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
     for (what, name) in [("service", &args.service), ("namespace", &args.namespace)] {
         ensure!(
-            is_label(name),
+            is_dns_label(name),
             "{name:?} is not a valid {what} name; expected letters, digits and '-', such as web"
         );
     }
@@ -118,7 +118,7 @@ fn read(path: &Path) -> anyhow::Result<String> {
     std::fs::read_to_string(path).with_context(|| format!("reading {path:?}"))
 }
 
-fn is_label(text: &str) -> bool {
+fn is_dns_label(text: &str) -> bool {
     let inner = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-';
     (1..=63).contains(&text.len()) && text.bytes().all(inner) && !text.starts_with('-') && !text.ends_with('-')
 }

@@ -77,11 +77,11 @@ impl Metrics {
             ),
             unsupported: registry.gauge(
                 "unserved_configuration",
-                "Parts of an object that have no effect, because they cannot be read or are not supported: annotations by key, and rules of routes.",
+                "Parts of an object that are invalid or not supported, by annotation or field. They have no effect, or their requests fail.",
             ),
             unreadable: registry.gauge(
                 "tulle_unreadable_objects",
-                "1 for each unreadable object. Its last readable version applies; without one, access is denied.",
+                "1 for each unreadable object. Its last readable version applies; without one, traffic that it could restrict is denied.",
             ),
             overridden: registry.gauge(
                 "tulle_overridden_servers",

@@ -237,7 +237,7 @@ struct Domains {
 impl Flags {
     fn domains(&self) -> Result<Domains> {
         ensure!(
-            crate::trust::is_label(&self.controller_namespace),
+            crate::trust::is_dns_label(&self.controller_namespace),
             "--controller-namespace={:?} is not a namespace; expected at most 63 lower-case letters, digits and '-', with no \
              '-' at the start or end",
             self.controller_namespace

@@ -128,7 +128,7 @@ impl StaticKeys {
                 }
             }
         }
-        // The file names: a changed key in a file is not logged.
+        // Compares only file names: a changed key in a file is not logged.
         if before.keys().ne(after.keys()) {
             info!(dir = %self.dir.display(), n_files = after.len(), "the set of token key files changed");
         }

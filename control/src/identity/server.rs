@@ -182,7 +182,7 @@ impl IdentityNames {
         else {
             return Err(CertifyError::Username(username.to_owned()));
         };
-        if !crate::trust::is_label(ns) || !crate::trust::is_label(sa) {
+        if !crate::trust::is_dns_label(ns) || !crate::trust::is_dns_label(sa) {
             return Err(CertifyError::NotDnsLabel {
                 namespace: ns.to_owned(),
                 service_account: sa.to_owned(),
@@ -211,7 +211,7 @@ impl CertifyError {
             | Self::NotDnsLabel { .. }
             | Self::Mismatch { .. } => Code::FailedPrecondition,
             Self::Review(TokenReviewError::Busy | TokenReviewError::UnknownIssuer(_)) => Code::ResourceExhausted,
-            // A key of another algorithm is a mistake of the client; Linkerd responds with Internal, too.
+            // A key of another algorithm is a mistake of the client, but Linkerd also responds with Internal.
             Self::Review(_) | Self::Key(_) | Self::Sign(_) => Code::Internal,
         }
     }

@@ -24,6 +24,7 @@ pub enum Decision {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AnnotationLocation {
     Namespace,
+    /// The pod, which the metrics call `workload`.
     Workload,
 }
 
@@ -41,7 +42,7 @@ pub enum SkipReason {
     Windows,
     /// An annotation that restricts access to the pod is invalid.
     InvalidRestriction,
-    /// The application runs as the proxy's user.
+    /// The application runs as the proxy's user or group.
     RunsAsProxyUser,
     /// The identity service does not issue certificates for this service account name.
     ServiceAccount,

@@ -1,8 +1,8 @@
 //! Sidecar injection: decides whether a pod gets a sidecar, and makes the JSON patch.
 //!
 //! Injection does no I/O, so the webhook and the CLI share it; [`InjectionOrigin`] has their differences. An invalid annotation
-//! is ignored with a warning. A pod is denied if its sidecar would not enforce a required restriction, or would never get a
-//! certificate.
+//! is ignored with a warning. A pod is denied if its sidecar would not enforce a required restriction, would be bypassed by the
+//! application, or would never get a certificate.
 
 mod checks;
 mod decision;
@@ -46,9 +46,9 @@ pub struct InjectionOutcome {
     pub warnings: Vec<String>,
     /// Whether one of the warnings is about a misspelled annotation.
     pub has_misspelled_annotation: bool,
-    /// The reason to deny the pod: its sidecar would not enforce a restriction, or would never be ready. If it is set, `decision`
-    /// is `Skip` and the patch adds no sidecar, so that the caller can admit the pod anyway: pods of protected namespaces are
-    /// never denied.
+    /// The reason to deny the pod: its sidecar would not enforce a restriction, would be bypassed, or would never be ready. If it
+    /// is set, `decision` is `Skip` and the patch adds no sidecar, so that the caller can admit the pod anyway: pods of protected
+    /// namespaces are never denied.
     pub denial_reason: Option<String>,
 }
 
@@ -138,7 +138,7 @@ pub fn check_annotation(key: &str, value: &str) -> Result<(), String> {
     all.next().map_or(Ok(()), Err)
 }
 
-/// Decides on a pod without making a patch.
+/// Decides on a pod without the checks for which [`inject_pod`] denies it, and without making a patch.
 pub fn decide(config: &Config, target: &InjectionTarget<'_>) -> Decision {
     decision::decide(config, target)
 }

@@ -98,7 +98,7 @@ impl Audit {
         (audit, report)
     }
 
-    /// Audits immediately, again after 15 seconds, and then every interval until the drain.
+    /// Audits when the caches are complete, again after 15 seconds, and then every interval until the drain.
     pub async fn run(self, drain: Watch) {
         tokio::select! {
             () = drain.signaled() => {}
@@ -136,7 +136,7 @@ impl Audit {
                 .await
                 .map_err(|err| AuditError::List(Box::new(err)))?;
             for pod in &page.items {
-                if self.would_be_injected(pod).await? {
+                if self.should_have_sidecar(pod).await? {
                     uninjected.insert(UninjectedPod {
                         namespace: pod.metadata.namespace.clone().unwrap_or_default(),
                         name: pod.metadata.name.clone().unwrap_or_default(),
@@ -150,8 +150,8 @@ impl Audit {
         }
     }
 
-    /// Returns whether this pod would get a sidecar if it were created now.
-    async fn would_be_injected(&self, pod: &Pod) -> Result<bool, AuditError> {
+    /// Returns whether this pod would get a sidecar, or be denied, if it were created now.
+    async fn should_have_sidecar(&self, pod: &Pod) -> Result<bool, AuditError> {
         let (meta, Some(spec)) = (&pod.metadata, &pod.spec) else {
             return Ok(false);
         };

@@ -2,9 +2,9 @@
 //!
 //! `injection/` decides about a pod. This module supplies its input, the namespace's annotations and the pod's workload
 //! ([`metadata`]) and the chart's values ([`settings`]), and records an Event on the workload and metrics. A pod is
-//! denied with the reason if the sidecar could not enforce a restriction that it requests, or if its service account
-//! has no identity. A pod of the control plane's namespace or of `kube-system` is never denied, because the cluster
-//! needs these pods to recover.
+//! denied with the reason if its sidecar would not enforce a required restriction, would be bypassed by the application,
+//! or would never get a certificate. A pod of the control plane's namespace or of `kube-system` is never denied, because
+//! the cluster needs these pods to recover.
 //!
 //! Permissions: cluster-wide `get`, `list`, `watch` of `namespaces`, `replicasets` (apps), `jobs` (batch); `list` of
 //! `pods`; `create`, `patch` of `events` (events.k8s.io); and those of `webhook/certificate_controller.rs`. The ConfigMaps

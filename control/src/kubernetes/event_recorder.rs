@@ -1,7 +1,8 @@
 //! Records Events of `events.k8s.io/v1`.
 //!
 //! Recording never blocks or fails: notes go through a bounded queue to one task, and notes that do not fit are counted
-//! and dropped. Equal notes about one object become one Event with a series count, which is updated every few seconds.
+//! and dropped. Notes about one object with the same severity, reason and action become one Event, with the message of the
+//! first and a series count, which is updated every few seconds.
 
 use std::collections::HashMap;
 use std::future::pending;

@@ -234,8 +234,8 @@ pub fn rate_limit_unsupported_reason(protocol: ProxyProtocol) -> Option<String> 
 }
 
 /// Checks whether the competing route takes precedence. `accepted_references` are those of its references to the same parent
-/// that are accepted. It counts only in the namespace of the route or of the parent: in a third namespace it applies only to
-/// the clients there.
+/// that are accepted. A competing route in a third namespace, neither that of the route nor of the parent, does not count,
+/// because it applies only to the clients there.
 fn check_conflict<'a>(
     (route, parent): (&Route, &Parent),
     competing_route: &Route,

@@ -209,8 +209,8 @@ impl Kind {
 /// Decodes one object of a kind.
 ///
 /// # Errors
-/// Fails if the object does not have the schema of the kind, or has an invalid value. The checks of routes, ServiceProfiles and
-/// annotations are separate.
+/// Fails if the object does not have the schema of the kind, or has an invalid value. The checks of routes and annotations are
+/// separate.
 pub fn decode<'de, D: Deserializer<'de>>(kind: Kind, from: D) -> Result<Object, D::Error> {
     let mut object = decode_kind(kind, from)?;
     if kind.info().scope == Scope::Cluster {

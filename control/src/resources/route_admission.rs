@@ -430,7 +430,7 @@ fn check_redirect(redirect: &Redirect, kind: RouteKind) -> Result<(), String> {
 /// Maximum size of a compiled regular expression in proxies, in bytes.
 const MAX_COMPILED_REGEX_BYTES: usize = 1 << 20;
 
-/// A later version of the Gateway API has raised its limit of 8. API servers apply the limit of their version first.
+/// The limit of newer versions of the Gateway API; it was 8. API servers apply the limit of their version first.
 const MAX_MATCHES_PER_RULE: usize = 64;
 
 #[cfg(test)]

@@ -126,7 +126,8 @@ impl fmt::Display for DeclaredProtocol {
 }
 
 impl Service {
-    /// Returns the protocol of a port: that of its `appProtocol`, or opaque if the port is marked as opaque.
+    /// Returns the protocol of a port: that of its `appProtocol`, where an unknown value means opaque. A port that is marked as
+    /// opaque is opaque only if it has no `appProtocol`, or `grpc`.
     pub fn declared_protocol(&self, port: u16, default_opaque_ports: &PortSet) -> DeclaredProtocol {
         let listed = self.ports.iter().find(|listed| listed.port == port);
         let app_protocol = listed.and_then(|port| port.app_protocol.as_deref());

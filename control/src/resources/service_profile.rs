@@ -95,7 +95,7 @@ impl OverrideDestination {
 }
 
 impl ServiceProfile {
-    /// Checks for values that decoding accepts, but proxies refuse or ignore.
+    /// Checks for values that have the schema, but that proxies refuse or ignore.
     ///
     /// # Errors
     /// Fails at the first such part. The error has its value and the accepted form.

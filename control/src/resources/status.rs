@@ -13,7 +13,7 @@ pub struct ParentStatus {
     pub conditions: Vec<Condition>,
 }
 
-/// The reference to a parent in a status.
+/// The reference to a parent, in the spec or the status of a route.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct ParentRef {
@@ -86,5 +86,5 @@ pub const CONTROLLER_NAME: &str = "linkerd.io/policy-controller";
 
 pub const ACCEPTED: &str = "Accepted";
 
-/// Reason for a route with features that proxies do not support.
+/// Reason for an object with parts that are unreadable or not supported.
 pub const UNSUPPORTED_VALUE: &str = "UnsupportedValue";

@@ -62,7 +62,7 @@ impl Unreadable {
         Self::from_value(kind, object, "").is_some()
     }
 
-    /// Creates the report for an object of a manifest that is decoded but invalid.
+    /// Creates the value for an object of a manifest that is decoded but invalid.
     pub fn from_rejected(object: Object, reason: &str) -> Self {
         let placeholder_object = match &object {
             Object::PolicyHttpRoute(_)

@@ -1,4 +1,4 @@
-//! Finds parts of stored objects that the mesh does not apply: invalid annotations and unsupported parts of routes.
+//! Finds parts of stored objects that the mesh does not apply, such as invalid annotations and unsupported parts of routes.
 //!
 //! They are counted in metrics. Admission, if it is enabled, rejects some of them earlier.
 
@@ -109,8 +109,8 @@ pub fn unsupported_by_server<'a>(
 
 /// Returns why the Server rejects the route, if this rejection makes requests fail. Otherwise returns `None`.
 fn server_rejection(server: &Server, route: &Route) -> Option<RouteRejection> {
-    let names = |parent: &&Parent| parent.kind == ParentKind::Server && parent.name == server.meta.name;
-    let parents = route.parents.iter().filter(names);
+    let is_server = |parent: &&Parent| parent.kind == ParentKind::Server && parent.name == server.meta.name;
+    let parents = route.parents.iter().filter(is_server);
     let rejections = parents.map(|parent| acceptance::check_server_route(server, route, parent).err());
     // One accepted reference is enough: it has no rejection (`None`), which sorts first.
     let rejection = rejections.min_by_key(Option::is_some).flatten();
@@ -138,10 +138,10 @@ fn check_slice(slice: &EndpointSlice) -> Vec<UnsupportedPart> {
         let label = label::SERVICE_NAME;
         format!("no Service: the slice needs the label {label}, or a Service as its only owner")
     });
-    let names = slice
+    let fqdn_addresses = slice
         .has_fqdn_addresses
         .then(|| "FQDN is not supported; use IPv4 or IPv6".to_owned());
-    let checks = [("metadata.labels", without_service), ("addressType", names)];
+    let checks = [("metadata.labels", without_service), ("addressType", fqdn_addresses)];
     checks.into_iter().filter_map(to_unsupported_part).collect()
 }
 

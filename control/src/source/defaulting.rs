@@ -83,7 +83,7 @@ fn set_pod_defaults(pod: &mut Pod) -> Result<(), String> {
     Ok(())
 }
 
-/// Removes the status, which is ignored in manifests.
+/// Removes the status of a route, which is ignored in manifests.
 pub(super) fn clear_status(object: &mut Object) {
     if let Some(route) = object.route_mut() {
         route.clear_status();

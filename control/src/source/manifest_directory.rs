@@ -103,20 +103,20 @@ impl ManifestDirectory {
     /// Merges the objects of all files. If two files define the same object, the first file takes precedence.
     fn merge(&self, errors: &mut Vec<ManifestError>) -> BTreeMap<(Kind, NamespacedName), Object> {
         let mut objects = BTreeMap::new();
-        let mut owners: BTreeMap<(Kind, NamespacedName), &Path> = BTreeMap::new();
+        let mut defining_files: BTreeMap<(Kind, NamespacedName), &Path> = BTreeMap::new();
         for (path, state) in &self.files {
             for Manifest { object, line } in &state.manifests {
                 let id = (object.kind(), object.meta().name.clone());
-                if let Some(owner) = owners.get(&id) {
+                if let Some(other) = defining_files.get(&id) {
                     let (kind, name) = &id;
-                    let reason = format!("{} {name} is already in {}", kind.info().name, owner.display());
+                    let reason = format!("{} {name} is already in {}", kind.info().name, other.display());
                     errors.push(ManifestError {
                         file: path.clone(),
                         line: Some(*line),
                         reason,
                     });
                 } else {
-                    owners.insert(id.clone(), path);
+                    defining_files.insert(id.clone(), path);
                     objects.insert(id, object.clone());
                 }
             }

@@ -86,7 +86,7 @@ pub struct GoldenMetrics {
     /// From 0 to 1; absent without requests.
     pub success_rate: Option<f64>,
     pub requests_per_second: f64,
-    /// Requests denied by policy, per second.
+    /// Requests and TCP connections denied by policy, per second.
     pub denied_per_second: f64,
     pub latency_ms_p50: Option<f64>,
     pub latency_ms_p95: Option<f64>,

@@ -65,7 +65,7 @@ pub struct Route {
 pub struct RequestCounts {
     pub success: f64,
     pub failure: f64,
-    /// Requests denied by policy.
+    /// Requests and TCP connections denied by policy.
     pub denied: f64,
     /// Cumulative latency histogram: number of responses by upper bound in microseconds.
     pub latency: BTreeMap<u64, f64>,

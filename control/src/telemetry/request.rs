@@ -57,7 +57,9 @@ impl ApiRequest {
         let (namespace, resource) = match rest.as_slice() {
             [] => return Ok(Self::Resources),
             [resource] => (None, *resource),
-            ["namespaces", namespace, resource] if crate::trust::is_label(namespace) => (Some(*namespace), *resource),
+            ["namespaces", namespace, resource] if crate::trust::is_dns_label(namespace) => {
+                (Some(*namespace), *resource)
+            }
             _ => return Err(Error::NotFound),
         };
         let namespace = namespace.map(str::to_owned);

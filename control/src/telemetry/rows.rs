@@ -129,7 +129,7 @@ pub(super) fn workloads(observed: &ObservedMembers, selection: &Selection) -> Qu
 ///
 /// Both sidecars of an edge report it, and one report must be ignored: the server's, if any sidecar with the client's identity
 /// was scraped. If two clients share an identity and only one of them was scraped, the edge of the other is missing, and the
-/// response lists its sidecar as unreachable.
+/// response lists its sidecar as unreachable if the query selects it.
 pub(super) fn edges(observed: &ObservedMembers, selection: &Selection) -> QueryResponse<EdgeMetrics> {
     type Key = (
         ResourceName,

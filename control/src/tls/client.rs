@@ -54,9 +54,9 @@ pub struct Channel {
 /// The server to connect to, and how to authenticate it.
 pub struct TlsServer<'a> {
     pub addr: &'a Addr,
-    /// The name in its certificate, sent as SNI.
+    /// Sent as SNI. Without `identity`, also the name in its certificate.
     pub name: &'a str,
-    /// The identity in its certificate, if it is not `name`: a DNS name or a SPIFFE URI.
+    /// The identity in its certificate, verified instead of `name`: a DNS name or a SPIFFE URI.
     pub identity: Option<&'a str>,
     pub anchors: &'a TrustAnchors,
 }

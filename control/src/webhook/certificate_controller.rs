@@ -99,7 +99,7 @@ pub struct CertificateController {
 /// The readiness condition of one certificate.
 struct CertificateReadiness {
     latch: Latch,
-    /// Whether the API server has trusted a certificate before.
+    /// Whether it was ready before: the API server trusted the certificate, or no configuration existed.
     was_ready: bool,
 }
 
@@ -590,7 +590,7 @@ impl CertificateController {
         }
         let wait = match is_served && state.next.is_none() {
             true => until_due,
-            // A next certificate that is trusted by now was not when `state` was computed. The next call serves it.
+            // The next certificate may have become trusted after `state` was computed. The next call serves it.
             false => until_trusted.min(until_due),
         };
         Ok(wait.max(MIN_REQUEUE_DELAY))

@@ -26,7 +26,7 @@ pub(super) struct WorkQueue {
 pub(super) enum FailureOutcome {
     /// It is retried after a delay. The value is the number of the retry.
     Retry(u32),
-    /// It has failed too often and is queued again only by the next change.
+    /// It has failed too often and is queued again only by the next change or resync.
     Dropped,
 }
 

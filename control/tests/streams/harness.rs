@@ -20,6 +20,7 @@ use tulle_proto::outbound::{OutboundPolicy, TrafficSpec, traffic_spec};
 
 use crate::manifest_store::ManifestStore;
 
+/// A control plane without proxies, with clients that send the requests of proxies.
 pub(crate) struct Mesh {
     pub(crate) manifests: ManifestStore,
     pub(crate) cluster: Cluster,
@@ -130,6 +131,7 @@ impl Mesh {
         next(&mut self.profiles(path, "").await.unwrap()).await
     }
 
+    /// The stream of `WatchPort`.
     pub(crate) async fn ports(&self, workload: &str, port: u32) -> Result<Streaming<Server>, Status> {
         let server = policy::inbound_server(self.cluster.clone(), ClientCertificates::Optional);
         let request = PortSpec {
@@ -140,6 +142,7 @@ impl Mesh {
         soon(client.watch_port(request)).await.map(tonic::Response::into_inner)
     }
 
+    /// The response of `GetPort`.
     pub(crate) async fn port(&self, workload: &str, port: u32) -> Result<Server, Status> {
         let server = policy::inbound_server(self.cluster.clone(), ClientCertificates::Optional);
         let request = PortSpec {

@@ -116,7 +116,7 @@ struct Shared {
 
 #[derive(Clone)]
 enum Connection {
-    /// No connection; the error of the last attempt, if it failed.
+    /// No connection; the error with which the last attempt or connection ended, if any.
     Missing(Option<Arc<str>>),
     Ready(SendRequest<Body>),
 }
@@ -451,7 +451,8 @@ pub(super) const MAX_MESSAGE_BYTES: usize = 64 * 1024 * 1024;
 /// Maximum backoff between attempts to connect: endpoints change while a control plane restarts, and stale endpoints make
 /// requests fail.
 const MAX_CONNECT_BACKOFF: Duration = Duration::from_secs(5);
-/// A connection resets the backoff if it lasted this long, or as long as the maximum backoff if that is shorter.
+/// The backoff is reset if an attempt and its connection lasted this long, or as long as the configured maximum backoff if that
+/// is shorter.
 const STABLE_CONNECTION_AGE: Duration = Duration::from_secs(10);
 /// With this interval a dead peer is detected within 13 seconds while streams are open.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);

@@ -64,6 +64,7 @@ struct Shared {
 }
 
 impl Suffixes {
+    /// Whether `name` has one of the suffixes.
     pub fn contain(&self, name: &str) -> bool {
         let name = name.trim_end_matches('.').to_ascii_lowercase();
         self.suffixes

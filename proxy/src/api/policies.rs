@@ -68,7 +68,7 @@ impl Policies {
         }
     }
 
-    /// Whether the control plane is reachable; while it is not, known policies must be kept.
+    /// False while attempts to connect to the control plane fail.
     pub(crate) fn is_reachable(&self) -> bool {
         !self.shared.channel.is_failing()
     }
@@ -165,8 +165,8 @@ impl Policies {
     }
 }
 
-/// Maximum fraction that is added to the interval of a poll. That of the backoff may be 100, and a changed policy must take
-/// effect soon.
+/// Maximum fraction that is added to the interval of a poll. The configured jitter is not used: it may be 100, and a changed
+/// policy must take effect soon.
 const POLL_JITTER: f64 = 0.1;
 const INBOUND_REFUSAL_CODES: &[Code] = &[Code::InvalidArgument, Code::FailedPrecondition];
 const OUTBOUND_REFUSAL_CODES: &[Code] = &[

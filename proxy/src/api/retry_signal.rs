@@ -27,7 +27,7 @@ impl RetrySignal {
     }
 }
 
-/// Minimum delay of an early attempt, however many connections wait. A backoff that is shorter stays as it is.
+/// Minimum delay of an early attempt, however often it is requested. A backoff that is shorter stays as it is.
 pub(crate) const MIN_RETRY_DELAY: Duration = Duration::from_millis(200);
 
 #[cfg(test)]

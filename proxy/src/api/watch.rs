@@ -64,8 +64,8 @@ pub(crate) struct WatchParams {
     pub backoff: Backoff,
     /// Shortens the backoff before the next stream.
     pub retry: RetrySignal,
-    /// Codes that count as answers while no value is known. Later they are ordinary errors: a value that was received once is kept
-    /// even if the control plane refuses it later.
+    /// Codes that count as answers while no value is known. A value that was received once is kept even if the control plane
+    /// refuses it later.
     pub refusal_codes: &'static [Code],
 }
 

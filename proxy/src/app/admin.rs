@@ -185,7 +185,7 @@ pub(super) fn pages(
         admin::DebugPage::new(
             "/debug/certificates",
             "the identity, certificate chain and trust anchors of this proxy",
-            move || creds.snapshot(),
+            move || creds.certificate_status(),
         ),
     ]
 }

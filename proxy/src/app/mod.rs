@@ -175,7 +175,8 @@ impl App {
         self.shutdown.clone()
     }
 
-    /// Serves until a signal or the admin server shuts it down and all requests in flight have ended.
+    /// Serves until a signal or the admin server shuts it down, and then until all requests in flight have ended or the grace
+    /// period is over.
     ///
     /// # Errors
     /// A runtime could not be started.

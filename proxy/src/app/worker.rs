@@ -26,7 +26,7 @@ use crate::{
     tls::credentials::Credentials,
 };
 
-/// Start-up error of a proxy that keeps client addresses.
+/// Start-up error of the mode `tproxy` without the capability.
 const NET_RAW_ERROR: &str = "TULLE_PROXY_INBOUND_MODE=tproxy needs the capability NET_RAW: add it to the proxy's container \
      (securityContext.capabilities.add), or to its service (AmbientCapabilities=CAP_NET_RAW), or unset the variable";
 

@@ -43,8 +43,8 @@ pub(crate) enum PickError {
 /// Why endpoints are not available.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum UnavailableReason {
-    /// They cannot be reached, for example for this cause. `None` if no endpoint has failed its last dial, for example because
-    /// none is known.
+    /// They cannot be reached, with the cause of one of their failed dials. `None` if no dial has failed, for example because no
+    /// endpoint is known.
     Unreachable(Option<&'static str>),
     /// At least one was ejected by its breaker.
     Ejected,
@@ -209,7 +209,7 @@ impl<E: Candidate> Balancer<E> {
     }
 
     async fn wait_for_endpoint(&self, tried: &[Arc<E>], series: &BalancerSeries) -> Result<Arc<E>, PickError> {
-        self.fail_if_none_expected()?;
+        self.fail_if_no_endpoints()?;
         if self.is_failing_fast.load(Ordering::Relaxed) {
             return Err(PickError::FailingFast(self.unavailable_reason()));
         }
@@ -234,7 +234,7 @@ impl<E: Candidate> Balancer<E> {
             if let Some(endpoint) = self.try_pick(now, tried) {
                 return Ok(endpoint);
             }
-            self.fail_if_none_expected()?;
+            self.fail_if_no_endpoints()?;
             if now >= deadline {
                 self.set_queue_mode(QueueMode::FailingFast);
                 self.breaker_group.notify(); // wakes the other waiting requests, which fail too
@@ -288,7 +288,7 @@ impl<E: Candidate> Balancer<E> {
 
     /// # Errors
     /// The control plane has reported that the service has no endpoints. An empty list is no error.
-    fn fail_if_none_expected(&self) -> Result<(), PickError> {
+    fn fail_if_no_endpoints(&self) -> Result<(), PickError> {
         match &**self.snapshot.load() {
             DiscoveryState::NoEndpoints => Err(PickError::NoEndpoints),
             DiscoveryState::Unknown | DiscoveryState::Endpoints(_) => Ok(()),

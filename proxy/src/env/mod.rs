@@ -334,7 +334,7 @@ fn identity(env: &mut Env<'_>) -> Option<identity::Config> {
         }),
         // The address is invalid; the error is recorded.
         (None, Some(_)) => None,
-        (None, None) => certified_by_control_plane(env),
+        (None, None) => control_plane_source(env),
     };
     let names = env.pair(
         ("IDENTITY_SERVER_ID", values::from_str::<Identity>),
@@ -369,7 +369,7 @@ fn identity(env: &mut Env<'_>) -> Option<identity::Config> {
     })
 }
 
-fn certified_by_control_plane(env: &mut Env<'_>) -> Option<identity::IdentitySource> {
+fn control_plane_source(env: &mut Env<'_>) -> Option<identity::IdentitySource> {
     let anchors = env.required("IDENTITY_TRUST_ANCHORS", values::trust_anchors);
     let token_file = env.required("IDENTITY_TOKEN_FILE", values::text);
     let min_refresh = env.value_or("IDENTITY_MIN_REFRESH", values::duration, Duration::from_secs(10));

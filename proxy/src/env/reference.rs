@@ -685,8 +685,8 @@ const DIRECTIONS: &[DirectionVariable] = &[
         "HTTP1_IDLE_TIMEOUT",
         DURATION,
         "1h",
-        "In HTTP/1 and in HTTP/2, despite its name: maximum time of a connection without a request, and of a request without any \
-         transfer of its bodies (cause `body-timeout`).",
+        "In HTTP/1 and in HTTP/2, despite its name: maximum time of a connection without a request, and, while a request \
+         body is received, maximum time without bytes in either direction (cause `body-timeout`).",
     ),
     tulle_only(
         "RESEND",

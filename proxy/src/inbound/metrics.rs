@@ -94,7 +94,7 @@ impl RouteSeries {
         self.requests.inc();
     }
 
-    pub(super) fn record_frame(&self, len: usize) {
+    pub(super) fn record_response_frame(&self, len: usize) {
         self.response_frame_bytes.observe(len as f64);
     }
 

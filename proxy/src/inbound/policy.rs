@@ -1,8 +1,9 @@
 //! The current policy of each port.
 //!
-//! A port in use is watched. If [`MAX_ON_DEMAND_WATCHES`] ports are watched, the policy of a further port is polled.
-//! Connections wait up to [`MAX_POLICY_WAIT`] for the first policy, then they are refused. When a watch ends, its policy is stored
-//! as the last known one of the port, as long as the process runs. It applies to new connections until a new watch has an answer.
+//! A port in use is watched. If [`MAX_ON_DEMAND_WATCHES`] watched ports have connections, the policy of a further port is
+//! polled. Unless the default policy of the environment applies, connections wait up to [`MAX_POLICY_WAIT`] for the first policy,
+//! then they are refused. When a watch ends, its policy is stored as the last known one of the port, as long as the process runs.
+//! It applies to new connections until a new watch has an answer.
 
 use std::{
     collections::HashMap,
@@ -42,7 +43,7 @@ pub(crate) struct PortPolicies {
     invalid_updates: invalid_updates::Families,
     /// Applies to a port until the control plane sends its policy.
     initial_policy: InitialPolicy,
-    /// Detection timeout of policies that cannot be decoded.
+    /// Detection timeout of ports whose policy cannot be decoded; HTTP requests to them get an error response.
     detect_timeout: Duration,
     /// Ports whose watch never ends.
     always_watched: PortSet,

@@ -227,7 +227,7 @@ impl ProfileRoutes {
             routes: self,
             is_recorded: false,
         };
-        guard.series().request();
+        guard.series().record_request();
         guard
     }
 }
@@ -258,7 +258,7 @@ impl ProfileRequestGuard {
     /// Records that there is no response.
     pub(super) fn record_error(&mut self, error: &Error) {
         self.is_recorded = true;
-        self.series().response(classify::failed_outcome(error));
+        self.series().record_response(classify::failed_outcome(error));
     }
 }
 

@@ -17,7 +17,7 @@ struct HostTable<T> {
 pub(crate) enum HostSource {
     /// The local application, or a peer with an identity.
     Trusted,
-    /// Any client. Their hosts have a separate limit, so that they cannot use up that of trusted clients.
+    /// Other clients. Their hosts have a separate limit, so that they cannot use up that of trusted clients.
     Untrusted,
 }
 

@@ -114,12 +114,12 @@ impl Series {
         self.families.series(self.labels.clone().with(label, value))
     }
 
-    pub(crate) fn request(&self) {
+    pub(crate) fn record_request(&self) {
         let counter = || self.families.requests.get(&self.labels);
         self.requests.get_or_init(counter).inc();
     }
 
-    pub(crate) fn latency(&self, status: StatusCode, elapsed: Duration) {
+    pub(crate) fn record_latency(&self, status: StatusCode, elapsed: Duration) {
         let histogram = || {
             let labels = self.labels.clone().with("status_code", status.as_u16());
             self.families.latency.get(&labels)
@@ -129,7 +129,7 @@ impl Series {
         self.latencies.with_or_insert(status, histogram, observe);
     }
 
-    pub(crate) fn response(&self, outcome: ResponseOutcome) {
+    pub(crate) fn record_response(&self, outcome: ResponseOutcome) {
         let counter = || {
             let mut labels = self
                 .labels
@@ -157,8 +157,8 @@ mod tests {
         let registry = Registry::new();
         let series = Families::new(&registry).series(Labels::new().with("direction", "outbound"));
         assert_eq!(registry.render(), "");
-        series.request();
-        series.request();
+        series.record_request();
+        series.record_request();
         let expected = "request_total{direction=\"outbound\"} 2";
         assert!(registry.render().contains(expected), "{}", registry.render());
     }

@@ -30,7 +30,7 @@ pub(crate) enum Detection {
 const H2_PREFACE: &[u8] = b"PRI * HTTP/2.0";
 /// After so many bytes, a line that can be the start of a request counts as HTTP/1 although its end has not arrived.
 const MIN_HTTP1_PREFIX_BYTES: usize = H2_PREFACE.len();
-/// Maximum bytes that detection reads. A longer request line counts as HTTP by its start.
+/// Maximum bytes of one read. If so many bytes are still undecided, they are not HTTP.
 pub(super) const MAX_DETECT_BYTES: usize = 4096;
 
 /// Classifies the first bytes of a connection. The first line alone decides that it is HTTP; the server rejects errors in the

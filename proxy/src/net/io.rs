@@ -138,8 +138,8 @@ impl Tcp {
         }
     }
 
-    /// Whether TLS keeps these `len` bytes in its buffer. The write then returns `Pending` without a registered waker: rustls
-    /// keeps the bytes until the owner disables buffering and flushes.
+    /// Whether TLS must buffer `len` bytes. Their write then returns `Pending` without a registered waker, and rustls keeps them
+    /// until the owner disables buffering and flushes.
     fn must_buffer(&self, len: usize) -> bool {
         self.write_buffering && len < MAX_BUFFERED_BYTES
     }

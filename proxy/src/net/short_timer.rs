@@ -1,4 +1,4 @@
-//! Waits shorter than a millisecond, which is the resolution of the runtime's timers.
+//! Waits with a finer resolution than that of the runtime's timers, which is a millisecond.
 
 use std::{
     io,

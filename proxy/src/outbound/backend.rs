@@ -360,7 +360,7 @@ impl Backend {
         }
     }
 
-    /// Picks an endpoint that `is_allowed` accepts, if one can be picked now.
+    /// Picks an endpoint of a service that `is_allowed` accepts, if one can be picked now. Other backends have no choice: `None`.
     pub(super) fn pick_where(&self, is_allowed: impl Fn(&Arc<Endpoint>) -> bool) -> Option<Arc<Endpoint>> {
         match self {
             Self::Balanced(balanced, _) => balanced.balancer.pick_where(Instant::now(), is_allowed),

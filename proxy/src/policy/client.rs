@@ -128,11 +128,11 @@ pub(crate) struct Queue {
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Timeouts {
-    /// From entering the route to the end of both bodies, including all attempts.
+    /// From entering the route to the end of the response, including all attempts.
     pub(crate) request: Option<Duration>,
     /// From the end of the request to the end of the response, for each attempt.
     pub(crate) response: Option<Duration>,
-    /// Maximum time without data in either direction.
+    /// Maximum time without data in either direction, from the response head on.
     pub(crate) idle: Option<Duration>,
 }
 

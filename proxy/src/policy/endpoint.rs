@@ -33,8 +33,8 @@ pub(crate) struct EndpointSpec {
     pub(crate) resource: Option<Arc<Meta>>,
 }
 
-/// The weight of an endpoint, for debug output only: balancing ignores it. All weights are equal, so that an endpoint is kept
-/// if only its weight changes. Clones share the value.
+/// The weight of an endpoint, for debug output only: balancing ignores it. All weights compare equal, so that an endpoint is
+/// kept if only its weight changes. Clones share the value.
 #[derive(Clone)]
 pub(crate) struct Weight(Arc<AtomicU32>);
 

@@ -62,9 +62,9 @@ pub(crate) struct RewrittenHost {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum PathModifier {
-    /// The whole path; the query stays.
+    /// Replaces the whole path; the query stays.
     Full(Box<str>),
-    /// The part of the path that a prefix match covered.
+    /// Replaces the part of the path that a prefix match covered.
     Prefix(Box<str>),
 }
 

@@ -23,7 +23,7 @@ use tulle_core::issuer_constraints;
 
 use crate::tls::certificate::{self, Validity};
 
-/// Maximum number of cached chains: more than most workloads have peers. Each takes about 1 KiB.
+/// Maximum number of cached chains; most workloads have fewer peers. Each takes about 1 KiB.
 const MAX_CACHED_CHAINS: usize = 128;
 /// Maximum size of a cached chain, in bytes. rustls accepts certificate messages of up to 64 KiB.
 const MAX_CACHED_CHAIN_BYTES: usize = 8 * 1024;

@@ -35,7 +35,7 @@ pub(crate) struct CertifiedKey {
 /// The proxy's identity and its current credentials.
 ///
 /// Clones share one state. Initially it has only trust anchors, which are enough to verify a server; mutual TLS works in both
-/// roles after the first [`Credentials::install`].
+/// roles after the first [`Credentials::replace`].
 #[derive(Clone)]
 pub(crate) struct Credentials {
     shared: Arc<Shared>,

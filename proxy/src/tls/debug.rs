@@ -31,7 +31,7 @@ struct Certificate {
 }
 
 impl Credentials {
-    pub(crate) fn snapshot(&self) -> CertificateStatus {
+    pub(crate) fn certificate_status(&self) -> CertificateStatus {
         let now = OffsetDateTime::from(SystemTime::now());
         let all = |certificates: &[CertificateDer<'_>]| {
             let certificates = certificates.iter();

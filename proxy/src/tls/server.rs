@@ -185,28 +185,28 @@ fn parse_sni(hello: &mut HandshakeReader<'_>) -> Result<Option<Vec<u8>>, ParseSt
     if left > HELLO_LIMIT {
         return Err(ParseStop::NotTls);
     }
-    take_from_length(&mut left, VERSION_AND_RANDOM)?;
+    subtract_length(&mut left, VERSION_AND_RANDOM)?;
     hello.skip(VERSION_AND_RANDOM)?;
     // Session id, cipher suites and compression methods are byte strings with a length prefix.
     for width in [1, 2, 1] {
-        take_from_length(&mut left, width as usize)?;
+        subtract_length(&mut left, width as usize)?;
         let length = hello.number(width)?;
-        take_from_length(&mut left, length)?;
+        subtract_length(&mut left, length)?;
         hello.skip(length)?;
     }
     if left == 0 {
         return Ok(None);
     }
-    take_from_length(&mut left, 2)?;
+    subtract_length(&mut left, 2)?;
     let mut extensions = hello.number(2)?;
     if extensions != left {
         return Err(ParseStop::NotTls);
     }
     while extensions > 0 {
-        take_from_length(&mut extensions, 4)?;
+        subtract_length(&mut extensions, 4)?;
         let kind = hello.number(2)?;
         let length = hello.number(2)?;
-        take_from_length(&mut extensions, length)?;
+        subtract_length(&mut extensions, length)?;
         if kind == EXTENSION_SERVER_NAME {
             return parse_server_name_extension(hello, length);
         }
@@ -217,13 +217,13 @@ fn parse_sni(hello: &mut HandshakeReader<'_>) -> Result<Option<Vec<u8>>, ParseSt
 
 /// Parses the server name extension, `left` bytes long, up to its first host name.
 fn parse_server_name_extension(hello: &mut HandshakeReader<'_>, mut left: usize) -> Result<Option<Vec<u8>>, ParseStop> {
-    take_from_length(&mut left, 2)?;
+    subtract_length(&mut left, 2)?;
     hello.skip(2)?;
     while left > 0 {
-        take_from_length(&mut left, 3)?;
+        subtract_length(&mut left, 3)?;
         let kind = hello.byte()?;
         let length = hello.number(2)?;
-        take_from_length(&mut left, length)?;
+        subtract_length(&mut left, length)?;
         if kind == NAME_TYPE_HOST_NAME {
             return hello.take(length).map(Some);
         }
@@ -233,7 +233,7 @@ fn parse_server_name_extension(hello: &mut HandshakeReader<'_>, mut left: usize)
 }
 
 /// Subtracts `length` bytes, which the caller reads or skips next, from those that are left of the enclosing structure.
-fn take_from_length(left: &mut usize, length: usize) -> Result<(), ParseStop> {
+fn subtract_length(left: &mut usize, length: usize) -> Result<(), ParseStop> {
     *left = left.checked_sub(length).ok_or(ParseStop::NotTls)?;
     Ok(())
 }

@@ -77,7 +77,6 @@ impl ServerTls {
 }
 
 impl ServerTls {
-    /// The labels for tap and traces.
     pub(crate) fn tap_labels(&self) -> BTreeMap<String, String> {
         match self {
             Self::Terminated { client_id } => {
@@ -92,7 +91,6 @@ impl ServerTls {
 }
 
 impl ClientTls {
-    /// The labels for tap and traces.
     pub(crate) fn tap_labels(&self) -> BTreeMap<String, String> {
         match self {
             Self::Meshed(server_id) => to_map([("tls", "true"), ("server_id", server_id.as_str())]),

@@ -36,7 +36,7 @@ fn after_sigterm_a_sidecar_serves_without_failures_while_its_application_listens
     wait_until("requests go on", || n_ok.load(Ordering::Relaxed) > n_ok_at_sigterm + 50);
     stop.store(true, Ordering::Relaxed);
     load.into_iter().for_each(join);
-    // A second SIGTERM changes nothing.
+    // A second SIGTERM starts the drain; requests in flight still complete.
     let n_counted_before = n_ok.load(Ordering::Relaxed) as u64;
     assert_graceful_exit(&testbed, "sidecar-server", n_counted_before);
 }

@@ -156,7 +156,7 @@ fn a_port_with_http_rules_never_carries_opaque_bytes() {
             send_and_read_all(mesh.dial("client", ([10, 66, 2, 7], port).into()).await, &unsupported).await;
         }
         assert_eq!(n_dialled.load(Ordering::Relaxed), 0);
-        mesh.wait_for_metric_from("web", "tulle_failures_total", &["cause=\"not-http\""], 1.)
+        mesh.wait_for_metric_at_least("web", "tulle_failures_total", &["cause=\"not-http\""], 1.)
             .await;
 
         let listener = TcpListener::bind(at(mesh, DETECT_WITHOUT_RULES)).await.unwrap();

@@ -33,11 +33,11 @@ fn three_workloads() -> Builder {
     mesh().workload("client").workload("web").workload("copy")
 }
 
-async fn client1(mesh: &Mesh) -> Http1 {
+async fn http1_client(mesh: &Mesh) -> Http1 {
     Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await
 }
 
-async fn client2(mesh: &Mesh) -> Http2 {
+async fn http2_client(mesh: &Mesh) -> Http2 {
     Http2::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await
 }
 
@@ -69,7 +69,7 @@ fn a_mirror_gets_the_head_and_the_body_and_the_client_gets_the_response_of_the_b
             let frames = ["one", "two"].map(|text| Ok::<_, std::io::Error>(Frame::data(Bytes::from(text))));
             any(StreamBody::new(stream::iter(frames)))
         };
-        let (mut http1, mut http2) = (client1(mesh).await, client2(mesh).await);
+        let (mut http1, mut http2) = (http1_client(mesh).await, http2_client(mesh).await);
         let absolute = |body| {
             let req = Request::post("http://web.test/a?q=2").version(Version::HTTP_2);
             req.header("x-id", "7").body(body).unwrap()
@@ -120,7 +120,7 @@ fn a_mirror_gets_its_fraction_of_the_requests() {
     mesh.run(async |mesh: &Mesh| {
         let _web = Recorder::start(mesh, "web", |_| 200).await;
         let copy = Recorder::start(mesh, "copy", |_| 200).await;
-        let mut client = client1(mesh).await;
+        let mut client = http1_client(mesh).await;
         for path in ["/none", "/quarter"] {
             for _ in 0..400 {
                 assert_eq!(client.fetch(request(path)).await.unwrap().status, 200);
@@ -145,7 +145,7 @@ fn a_large_body_arrives_whole_at_the_mirror() {
         let copy = Recorder::start(mesh, "copy", |_| 200).await;
         // The body fits in the memory of a copy, so the copy is complete even if the request ends before the mirror connects.
         let body = Bytes::from(vec![b'x'; 3 << 20]);
-        let mut client = client2(mesh).await;
+        let mut client = http2_client(mesh).await;
         let req = Request::post("http://web.test/").body(full(body.clone())).unwrap();
         assert_eq!(client.fetch(req).await.unwrap().status, 200);
         let copied = wait_for_requests(&copy, 1).await;
@@ -165,7 +165,7 @@ fn a_copy_ends_with_the_response_of_the_mirror() {
             tokio::spawn(async move { ended_tx.send(req.into_body().collect().await.is_err()).await });
             std::future::ready(Response::new(full("early")))
         });
-        let mut client = client2(mesh).await;
+        let mut client = http2_client(mesh).await;
         let endless = stream::iter([Ok::<_, std::convert::Infallible>(Frame::data(Bytes::from_static(b"x")))]);
         let endless = StreamBody::new(endless.chain(stream::pending()));
         let req = Request::post("http://web.test/").body(any(endless)).unwrap();
@@ -193,7 +193,7 @@ fn a_mirror_that_does_not_respond_does_not_affect_requests() {
                 std::future::pending().await
             }
         });
-        let mut client = client1(mesh).await;
+        let mut client = http1_client(mesh).await;
         // More than all buffers on the way hold.
         let body = Bytes::from(vec![b'x'; 64 << 20]);
         assert_eq!(client.fetch(post("/", full(body.clone()))).await.unwrap().status, 200);
@@ -217,7 +217,7 @@ fn a_mirror_that_is_unreachable_does_not_affect_requests() {
     let mesh = three_workloads().manifest("route", &http_route("", &rule("/", "")));
     mesh.run(async |mesh: &Mesh| {
         apps::start_echo(mesh, "web").await;
-        let mut client = client1(mesh).await;
+        let mut client = http1_client(mesh).await;
         for _ in 0..20 {
             assert_eq!(client.fetch(request("/")).await.unwrap().text(), "web\n");
         }
@@ -236,7 +236,7 @@ fn a_retried_request_is_copied_once() {
     mesh.run(async |mesh: &Mesh| {
         let web = Recorder::start(mesh, "web", |n| if n < 2 { 503 } else { 200 }).await;
         let copy = Recorder::start(mesh, "copy", |_| 200).await;
-        let mut client = client1(mesh).await;
+        let mut client = http1_client(mesh).await;
         assert_eq!(client.fetch(post("/retried", full("body"))).await.unwrap().status, 200);
         assert_eq!(web.targets(), ["/retried"; 3]);
         assert_eq!(client.fetch(post("/last", full("body"))).await.unwrap().status, 200);
@@ -254,13 +254,13 @@ fn upgrade_requests_are_not_copied() {
     mesh.run(async |mesh: &Mesh| {
         apps::start_echo(mesh, "web").await;
         let copy = Recorder::start(mesh, "copy", |_| 200).await;
-        let mut client = client1(mesh).await;
+        let mut client = http1_client(mesh).await;
         let upgrade = Request::get("/upgrade")
             .header("host", "web.test")
             .header("connection", "upgrade")
             .header("upgrade", "unknown");
         client.fetch(upgrade.body(empty()).unwrap()).await.unwrap();
-        let mut client = client1(mesh).await;
+        let mut client = http1_client(mesh).await;
         client.fetch(request("/last")).await.unwrap();
         wait_for_requests(&copy, 1).await;
         assert_eq!(copy.targets(), ["/last"]);
@@ -328,7 +328,8 @@ spec:
             .header("content-type", "application/grpc")
             .header("te", "trailers");
         let message = full(&b"\0\0\0\0\x01x"[..]);
-        let rsp = client2(mesh).await.fetch(req.body(message).unwrap()).await.unwrap();
+        let mut client = http2_client(mesh).await;
+        let rsp = client.fetch(req.body(message).unwrap()).await.unwrap();
         assert_eq!(rsp.status, 200);
         let copied = wait_for_requests(&copy, 1).await;
         assert_eq!(web.targets(), ["/svc/Method"]);

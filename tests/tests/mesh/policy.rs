@@ -144,7 +144,7 @@ fn one_identity_is_permitted_and_another_is_refused() {
                 "the client does not get the error text"
             );
             let cause = [r#"direction="inbound""#, r#"cause="policy-denied""#];
-            mesh.wait_for_metric_from("web", "tulle_failures_total", &cause, 1.)
+            mesh.wait_for_metric_at_least("web", "tulle_failures_total", &cause, 1.)
                 .await;
             let mut unmeshed = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
             assert_eq!(unmeshed.fetch(request("/")).await.unwrap().status, 403);
@@ -153,9 +153,9 @@ fn one_identity_is_permitted_and_another_is_refused() {
                 r#"authz_name="web-http""#,
                 r#"srv_name="web-http""#,
             ];
-            mesh.wait_for_metric_from("web", "inbound_http_authz_allow_total", &labels, 1.)
+            mesh.wait_for_metric_at_least("web", "inbound_http_authz_allow_total", &labels, 1.)
                 .await;
-            mesh.wait_for_metric_from("web", "inbound_http_authz_deny_total", &[r#"srv_name="web-http""#], 2.)
+            mesh.wait_for_metric_at_least("web", "inbound_http_authz_deny_total", &[r#"srv_name="web-http""#], 2.)
                 .await;
         });
 }
@@ -287,7 +287,7 @@ spec:
             })
             .await;
             let labels = [r#"ratelimit_name="web-http""#, r#"ratelimit_scope="total""#];
-            mesh.wait_for_metric_from("web", "inbound_http_local_ratelimit_total", &labels, 1.)
+            mesh.wait_for_metric_at_least("web", "inbound_http_local_ratelimit_total", &labels, 1.)
                 .await;
         });
 }

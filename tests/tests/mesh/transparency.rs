@@ -322,7 +322,7 @@ fn bytes_pass_until_both_sides_have_ended() {
             read.unwrap();
             assert!(got == sent, "port {port}: {} of {} bytes", got.len(), sent.len());
         }
-        mesh.wait_for_metric_from("web", "tcp_open_total", &[r#"tls="true""#, r#"peer="src""#], 2.)
+        mesh.wait_for_metric_at_least("web", "tcp_open_total", &[r#"tls="true""#, r#"peer="src""#], 2.)
             .await;
     });
 }

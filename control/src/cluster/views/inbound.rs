@@ -115,7 +115,7 @@ impl PortContext<'_> {
         InboundPolicy {
             reference: ServerReference::Default(policy.as_str()),
             protocol,
-            authorizations: self.default_authorizations(policy),
+            authorizations: self.access_policy_authorizations(policy),
             routes: match protocol {
                 Protocol::Opaque => Routes::Opaque,
                 _ => Routes::Http(self.default_routes()),
@@ -173,7 +173,7 @@ impl PortContext<'_> {
             return self.unreadable_server_policy(server, protocol);
         }
         let attached = routes::server_routes(self.reader, self.config, &server.meta.name);
-        let mut authorizations = self.server_authorizations(server);
+        let mut authorizations = self.authorizations_of_server(server);
         let routes = match protocol {
             Protocol::Detect(_) | Protocol::Http1 | Protocol::Http2 => {
                 Routes::Http(self.http_routes(server, &attached))
@@ -214,7 +214,7 @@ impl PortContext<'_> {
         }
     }
 
-    fn server_authorizations(&self, server: &Server) -> Vec<Authorization> {
+    fn authorizations_of_server(&self, server: &Server) -> Vec<Authorization> {
         let namespace = server.meta.namespace();
         let mut found = Vec::new();
         for authorization in self.reader.server_authorizations(namespace) {
@@ -236,7 +236,7 @@ impl PortContext<'_> {
                 found.extend(self.authorization_policy(policy));
             }
         }
-        found.extend(self.default_authorizations(server.access_policy));
+        found.extend(self.access_policy_authorizations(server.access_policy));
         found
     }
 
@@ -293,7 +293,7 @@ impl PortContext<'_> {
         })
     }
 
-    fn default_authorizations(&self, policy: AccessPolicy) -> Vec<Authorization> {
+    fn access_policy_authorizations(&self, policy: AccessPolicy) -> Vec<Authorization> {
         let (clients, networks) = match policy {
             AccessPolicy::Deny => return Vec::new(),
             AccessPolicy::Audit => (ClientAuthentication::Unauthenticated, all_networks()),

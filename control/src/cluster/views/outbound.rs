@@ -381,7 +381,7 @@ impl OutboundContext<'_> {
                 denominator,
             }
         };
-        // An invalid mirror makes the requests fail: the filters of the rule are replaced.
+        // An invalid mirror is left out; its rule has a filter that makes the requests fail.
         let is_valid = |mirror: &&raw::Mirror| route_admission::check_mirror(mirror).is_ok();
         let has_backend = |mirror: &Mirror| mirror.backend.target != BackendTarget::FiltersOnly;
         let mirrors = rule.mirrors().filter(is_valid).map(model_mirror);

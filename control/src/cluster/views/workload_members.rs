@@ -19,7 +19,7 @@ use crate::resources::Object;
 use crate::resources::meta::NamespacedName;
 use crate::resources::workload::{ExternalWorkload, Pod, ProxyContainer};
 
-/// A running pod or an external workload.
+/// A member of a workload such as a Deployment: a running pod or an external workload.
 #[derive(Clone, Debug)]
 pub struct WorkloadMember {
     pub name: NamespacedName,

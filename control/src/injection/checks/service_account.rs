@@ -2,7 +2,7 @@
 
 use k8s_openapi::api::core::v1::PodSpec;
 
-use crate::trust::is_label;
+use crate::trust::is_dns_label;
 
 /// The error if the service account name of a pod cannot be part of an identity.
 ///
@@ -12,7 +12,7 @@ pub(in crate::injection) fn name_error(spec: &PodSpec) -> Option<String> {
     let names = [&spec.service_account_name, &spec.service_account];
     // The default name is `default`.
     let name = names.into_iter().flatten().find(|name| !name.is_empty())?;
-    (!is_label(name)).then(|| {
+    (!is_dns_label(name)).then(|| {
         format!(
             "the identity service certifies no service account named {name:?}, so that the proxy would never be ready: run the pod \
              as a service account whose name has lower-case letters, digits and '-' only, at most 63, or leave the pod out of \

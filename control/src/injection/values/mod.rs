@@ -1,6 +1,6 @@
 //! The configuration of injection: the part of the chart's values that affects a sidecar, with the chart's defaults.
 //!
-//! It is read from the key `values` of the ConfigMap `linkerd-config`. Without a cluster the defaults apply.
+//! It is read from the key `values` of the ConfigMap `linkerd-config`. Without a cluster, a values file or the defaults apply.
 
 mod defaults;
 mod schema;

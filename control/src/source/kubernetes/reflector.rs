@@ -128,7 +128,7 @@ impl Default for EventBatch {
 
 struct WatchPosition {
     resource_version: String,
-    /// Time of the last change, at first of the list.
+    /// Time of the last change, or of the list before the first change.
     changed_at: Instant,
 }
 

@@ -99,8 +99,8 @@ fn generation(slice: &EndpointSlice) -> i64 {
     slice.metadata.generation.unwrap_or_default()
 }
 
-/// Maximum time that we wait for the watch to report a write. The watch needs much less. It never reports a slice that
-/// another client deletes before the watch lists it, or that it reported as deleted before we recorded the write.
+/// Maximum time that we wait for the watch to report a write. The watch needs much less, but some writes are never
+/// confirmed: the slice was deleted before the watch listed it, or its deletion was reported before the write was recorded.
 const MAX_WATCH_DELAY: Duration = Duration::from_secs(60);
 
 #[cfg(test)]

@@ -159,7 +159,7 @@ pub(crate) fn encode_request<B: SendableBody>(req: Request<B>) -> OutgoingMessag
     }
 }
 
-/// Encodes the head of a response. Returns `Close` if the body ends when the connection closes.
+/// Encodes the head of a response. Also returns `reuse`, or `Close` if the body ends when the connection closes.
 pub(crate) fn encode_response<B: SendableBody>(
     rsp: Response<B>,
     request: RequestLine<'_>,

@@ -27,7 +27,7 @@ pub(crate) struct RequestHead {
     pub(crate) keep_alive: bool,
     /// Whether the client waits for `100 Continue` before it sends the body.
     pub(crate) expects_continue: bool,
-    /// Whether characters of the target were percent-encoded.
+    /// Whether the parser has percent-encoded characters of the target.
     pub(crate) target_encoded: bool,
 }
 
@@ -97,7 +97,7 @@ fn percent_encode_target(target: &[u8]) -> Option<Vec<u8>> {
     };
     let query_start = target.iter().position(|byte| *byte == b'?').unwrap_or(target.len());
     let is_text = std::str::from_utf8(target).is_ok();
-    let is_refused = |(index, byte): (usize, u8)| match byte {
+    let must_encode = |(index, byte): (usize, u8)| match byte {
         b'<' | b'>' => true,
         b'`' => index < query_start,
         b'"' => index > query_start,
@@ -106,7 +106,7 @@ fn percent_encode_target(target: &[u8]) -> Option<Vec<u8>> {
     };
     let mut encoded = Vec::with_capacity(target.len() + 16);
     for (index, byte) in target.iter().copied().enumerate() {
-        match index >= path_start && is_refused((index, byte)) {
+        match index >= path_start && must_encode((index, byte)) {
             true => encoded.extend_from_slice(format!("%{byte:02X}").as_bytes()),
             false => encoded.push(byte),
         }

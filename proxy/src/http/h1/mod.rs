@@ -1,7 +1,7 @@
 //! HTTP/1 server and client: message heads (parsed with `httparse`) and body framing.
 //!
-//! Framing is strict for clients: an ambiguous message is refused, and forwarded messages are encoded anew from the
-//! parsed form. A connection holds a read buffer only while it has data.
+//! An ambiguous request is refused, and forwarded messages are encoded anew from the parsed form. A connection holds a read
+//! buffer only while it has data.
 
 pub(crate) mod client;
 mod encode;

@@ -187,8 +187,8 @@ fn is_closed(send: &mut SendRequest<Bytes>) -> bool {
 
 /// Stream limit of `h2` before the peer's settings arrive: higher than any limit a peer can send.
 const UNKNOWN_MAX_STREAMS: usize = usize::MAX - 1;
-/// Maximum time a request waits for a free stream when no further connection can be dialled. Also the maximum wait for the peer's
-/// settings.
+/// Maximum time a request waits for a free stream when no further connection can be dialled. Also the maximum time an extended
+/// CONNECT waits for the peer's settings.
 pub(crate) const STREAM_TIMEOUT: Duration = Duration::from_secs(3);
 /// Time after which an additional connection that is not needed is closed.
 const SURPLUS_CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);

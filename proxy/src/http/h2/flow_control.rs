@@ -119,7 +119,7 @@ pub(super) struct FlowControlWindows {
     params: Http2Config,
     /// Number of streams for which the current windows suffice, even if all bodies stay unread.
     n_sized_for: usize,
-    /// When more than an eighth of `n_sized_for` streams were last open.
+    /// When the number of open streams was last above an eighth of `n_sized_for`.
     last_needed_at: Instant,
 }
 
@@ -171,9 +171,9 @@ fn initial_streams(params: &Http2Config) -> usize {
     (params.connection_window / params.stream_window.max(1)).max(1) as usize
 }
 
-/// Windows for this number of streams. A stream may have filled a larger window before the windows shrank. So the connection
-/// window is the initial one plus, for each doubling from `n` to `2 * n` streams, `n` stream windows of the size for `2 * n`
-/// streams (`adapt` sizes the windows for a power of two).
+/// Windows for this number of streams. A stream may have filled a larger window before the windows shrank. So each doubling,
+/// from `n` to `2 * n` streams, adds to the initial connection window the windows of the `n` new streams, each of the size for
+/// `2 * n` streams (`adapt` sizes the windows for a power of two).
 fn window_sizes(params: &Http2Config, n_streams: usize) -> WindowSizes {
     let stream = |n_streams: usize| {
         let stream_share = u32::try_from(SHARED_STREAM_WINDOW_BYTES / n_streams).unwrap_or(u32::MAX);

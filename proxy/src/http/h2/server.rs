@@ -182,7 +182,7 @@ struct IdleTracker {
 enum IdleState {
     /// Not at all, or for less than the limit.
     BelowLimit,
-    /// GOAWAY is sent.
+    /// For the limit: GOAWAY must be sent.
     LimitReached,
     /// For one more interval: the connection is closed if GOAWAY was sent.
     LimitExceeded,
@@ -247,7 +247,7 @@ impl ExtendedConnect {
 /// Tasks that serve the requests of one connection.
 ///
 /// A new task for each request would cost more than most of its work: several kilobytes are allocated, initialized and
-/// freed. So a finished task waits for the next request, and ends with the connection.
+/// freed. So a finished task waits for the next request, until it is spare or the connection ends.
 struct RequestTaskPool<S> {
     service: ErrorToResponse<S>,
     token: StreamToken,

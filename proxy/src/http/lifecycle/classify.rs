@@ -118,7 +118,7 @@ pub(crate) fn is_success(status: StatusCode, grpc_status: Option<i32>) -> bool {
 impl<E: ResponseObserver> ResponseClassifier<E> {
     fn record_first_data(&mut self, now: Instant) {
         if let Some(series) = self.observer.series() {
-            series.latency(self.status, now.saturating_duration_since(self.request_started_at));
+            series.record_latency(self.status, now.saturating_duration_since(self.request_started_at));
         }
         self.observer.first_data(now);
     }
@@ -136,7 +136,7 @@ impl<E: ResponseObserver> ResponseClassifier<E> {
         };
         outcome.success = self.observer.counts_as_success(&outcome);
         if let Some(series) = self.observer.series() {
-            series.response(outcome);
+            series.record_response(outcome);
         }
         self.observer.response_ended(outcome, now);
         self.is_recorded = true;

@@ -22,7 +22,7 @@ use crate::http::{
 };
 
 /// Maximum total size of the frames of one copy that wait for its receiver; a single frame may be larger. If more wait, the
-/// copy fails. While the receiver connects, the original can be sent at full speed.
+/// copy fails. Large, so that the original can be sent at full speed while the receiver connects.
 pub(crate) const MAX_PENDING_COPY_BYTES: usize = 4 * 1024 * 1024;
 
 /// Maximum size of the waiting frames of all copies that share a [`CopyMemory`].

@@ -380,8 +380,8 @@ impl<S> ErrorToResponse<S> {
         self.responder.totals.requests.inc();
     }
 
-    /// Counts the error of a response of this service that is not sent because its body has failed. The request and its failure
-    /// are counted already, the failure at the end of the body.
+    /// Counts, by its error label, a response of this service that is not sent because its body has failed. The request and the
+    /// cause of the failure are counted already.
     pub(crate) fn record_unsent_response(&self, error: &Error) {
         self.responder.record_error(error);
     }

@@ -25,8 +25,8 @@ pub(crate) enum TunnelEnd {
     Stream(Box<UpgradedStream>),
 }
 
-/// Copies bytes between the client and the upstream until both have closed. The copy starts when the server passes on the
-/// client's connection or stream.
+/// Copies bytes between the client and the upstream until both have closed. The copy starts when the HTTP server of this proxy
+/// sends the client's connection or stream to `client_rx`.
 ///
 /// A drain waits for the tunnel. The tunnel is closed when `denied` is ready, or when the client's connection is evicted.
 pub(crate) fn spawn_tunnel(

@@ -28,7 +28,7 @@ pub(in crate::inbound) struct Connection {
 }
 
 impl Connection {
-    /// Returns the policy of the target port. Waits up to `MAX_POLICY_WAIT` for a policy that is not known yet.
+    /// Returns the policy of the target port. Waits up to `MAX_POLICY_WAIT` if it has not been received yet.
     pub(super) async fn wait_port_policy(&self, addrs: &ConnectionAddrs) -> (Arc<PortPolicy>, Arc<ActivePolicy>) {
         let ports = &self.inbound.port_policies;
         let port_policy = ports.get_or_watch(addrs.target.port());

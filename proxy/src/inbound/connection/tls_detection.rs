@@ -47,8 +47,8 @@ impl Connection {
     /// Reads the first bytes, and decides by them what to do about TLS.
     ///
     /// If the policy asks for protocol detection, [`Self::detect_protocol`] reads the first bytes, and the TLS parser then gets
-    /// the same bytes. Otherwise this function reads them, within the timeout of detection. After that timeout, a connection to
-    /// an application that was dialled is opaque if neither side has sent a byte.
+    /// the same bytes. Otherwise this function reads them, within the timeout of detection. If the application was dialled
+    /// and neither side has sent a byte within that timeout, the connection is opaque.
     pub(super) async fn detect_tls(
         &self,
         stream: Tcp,

@@ -70,9 +70,11 @@ impl HttpConnection {
             host_series,
         };
         request_metrics.route_metrics.allowed.inc();
-        request_metrics.series().request();
+        request_metrics.series().record_request();
         let record_refusal = |error: Error| {
-            request_metrics.series().response(classify::failed_outcome(&error));
+            request_metrics
+                .series()
+                .record_response(classify::failed_outcome(&error));
             error
         };
         if !found.rule.filters.is_empty() {

@@ -38,7 +38,7 @@ impl HttpConnection {
         headers::check_request(req)?;
         let restored = self.restore_http1(req)?; // I8
         let mut rsp = match &self.upstream {
-            Upstream::App(app) => self.serve_from_app(app, req, started_at).await?,
+            Upstream::App(app) => self.authorize_and_send_to_app(app, req, started_at).await?,
             Upstream::Gateway(gateway, connection) => {
                 headers::strip_underscore_aliases(req.headers_mut());
                 Box::pin(self.send_to_gateway(&**gateway, connection, req, started_at)).await?
@@ -51,7 +51,7 @@ impl HttpConnection {
     }
 
     /// Authorizes a request, sends it to the application, and records it.
-    async fn serve_from_app(
+    async fn authorize_and_send_to_app(
         self: &Arc<Self>,
         app: &EndpointClient,
         req: &mut Request<Body>,
@@ -128,7 +128,7 @@ impl HttpConnection {
         }
     }
 
-    /// Authorizes a request. A denied one is shown to tap observers here, a permitted one by [`Self::serve_from_app`].
+    /// Authorizes a request. A denied one is shown to tap observers here, a permitted one by [`Self::authorize_and_send_to_app`].
     fn authorize_or_tap_denial(&self, req: &mut Request<Body>) -> Result<RequestMetrics, Error> {
         self.authorize(req).inspect_err(|error| {
             if let Some(tapped) = self.start_tap(req, None, None) {

@@ -46,7 +46,7 @@ impl RouteRequestGuard {
     /// Records that there is no response.
     pub(super) fn record_error(&mut self, error: &Error) {
         let outcome = classify::failed_outcome(error);
-        self.metrics.series().response(outcome);
+        self.metrics.series().record_response(outcome);
         self.response_ended(outcome, Instant::now());
     }
 }
@@ -66,7 +66,7 @@ impl ResponseObserver for RouteRequestGuard {
     }
 
     fn data(&mut self, len: usize) {
-        self.metrics.route_metrics.route.record_frame(len);
+        self.metrics.route_metrics.route.record_response_frame(len);
     }
 
     fn counts_as_success(&self, outcome: &ResponseOutcome) -> bool {

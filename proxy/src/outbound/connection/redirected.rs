@@ -186,8 +186,7 @@ impl Connection {
                 detect_series,
                 ..
             } => {
-                // The local setting caps the policy's timeout: only the operator of this workload may know that it needs a
-                // shorter one.
+                // The local setting caps the policy's timeout, so that the operator of this workload can set a shorter one.
                 let limit = self.outbound.detect_timeout.min(*timeout);
                 let began_at = Instant::now();
                 let first = self.wait_first_bytes(&mut io, &mut server, opaque, limit).await;

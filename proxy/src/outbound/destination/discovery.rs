@@ -201,7 +201,7 @@ fn watch_policy(discovery: &Discovery, destination: &Destination) -> watch::Rece
 }
 
 /// Builds a snapshot from the latest profile and policy; `None` while an answer is outstanding, or while several workloads have the
-/// address.
+/// address and it has no policy.
 fn build_snapshot(
     discovery: &Discovery,
     destination: &Destination,

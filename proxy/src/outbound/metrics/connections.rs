@@ -59,7 +59,7 @@ pub(crate) struct OpaqueRouteCounters {
     labels: Labels,
     opened: Arc<Counter>,
     closed: Family<Counter>,
-    /// Connections that ended without an error. Looked up once, because almost all connections do.
+    /// Connections that ended without an error, as almost all do; this counter is looked up only once.
     closed_ok: Arc<OnceLock<Arc<Counter>>>,
 }
 

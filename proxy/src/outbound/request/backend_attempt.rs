@@ -129,7 +129,7 @@ impl BackendAttempt<'_> {
                 return self.finish(outgoing, sent, result);
             };
             let Some(req) = copy.and_then(ReplayableRequest::to_request) else {
-                // The body was too large for the copy.
+                // The body was too large for the copy, or an upgrade request has no copy.
                 let result = result.map_err(|error| Error::TooLargeToResend(Box::new(error)));
                 return self.finish(outgoing, sent, result);
             };
@@ -196,7 +196,7 @@ impl BackendAttempt<'_> {
         Ok((sent, result))
     }
 
-    /// The cause for which the request may be sent again; `None` if the client gets this result.
+    /// The cause for which the request may be sent again in this attempt; `None` if this is the result of the attempt.
     fn resend_cause(
         &self,
         result: &Result<Response<Body>, Error>,
@@ -387,7 +387,7 @@ impl SentRequest {
 
 impl EndpointObserver {
     fn start(endpoint: &Arc<Endpoint>, started_at: Instant, connected_at_once: bool) -> Self {
-        endpoint.series.request();
+        endpoint.series.record_request();
         Self {
             in_flight: InFlightGuard::new(endpoint.clone(), started_at),
             retry_after: None,
@@ -419,7 +419,7 @@ impl EndpointObserver {
     fn record_error(mut self, error: &Error) {
         self.is_recorded = true;
         let endpoint = self.in_flight.endpoint().clone();
-        endpoint.series.response(classify::failed_outcome(error));
+        endpoint.series.record_response(classify::failed_outcome(error));
         let error = match error {
             Error::TooLargeToResend(error) => &**error,
             error => error,
@@ -492,7 +492,7 @@ impl Drop for EndpointObserver {
             self.in_flight
                 .endpoint()
                 .series
-                .response(classify::failed_outcome(&Error::ClientClosed));
+                .record_response(classify::failed_outcome(&Error::ClientClosed));
         }
     }
 }

@@ -198,8 +198,8 @@ impl RequestConnector<'_> {
         Ok(Some(other))
     }
 
-    /// Another endpoint with an open HTTP/2 connection. If all HTTP/1 connections of an endpoint are in use, that is no reason
-    /// to choose another endpoint: each carries one request at a time.
+    /// Another endpoint with an open HTTP/2 connection. HTTP/1 connections carry one request at a time: that all those of an
+    /// endpoint are in use is normal, and no reason to choose another endpoint.
     async fn find_shared_connection(
         &self,
         tried: &TriedEndpoints,

@@ -124,7 +124,7 @@ async fn send_copy(
 /// Sends a copy and discards its response. Returns whether the response is a success.
 async fn send_and_discard(sender: &AttemptSender<'_>, outgoing: &mut OutgoingRequest<'_>) -> Result<bool, Error> {
     let params = AttemptParams {
-        // The frames that a resend needs would not count in the memory of copies.
+        // The body frames that are kept for a resend would not count in the memory of copies.
         may_resend: outgoing.req.body().is_end_stream(),
         ..AttemptParams::plain(Instant::now())
     };

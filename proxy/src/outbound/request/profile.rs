@@ -91,7 +91,7 @@ pub(super) async fn send_by_profile(
             ))
         }
         Err(error) => {
-            metrics.logical.response(classify::failed_outcome(&error));
+            metrics.logical.record_response(classify::failed_outcome(&error));
             Err(error)
         }
     }
@@ -109,7 +109,7 @@ struct ProfileRequestMetrics<'a> {
 
 impl<'a> ProfileRequestMetrics<'a> {
     fn begin(route: Option<&'a ProfileRoute>, metrics: &'a ProfileRouteMetrics) -> Self {
-        metrics.logical.request();
+        metrics.logical.record_request();
         Self {
             route,
             metrics,
@@ -127,21 +127,21 @@ impl Drop for ProfileRequestMetrics<'_> {
         }
         let cancelled = classify::failed_outcome(&Error::ClientClosed);
         if *self.attempt_in_progress.get_mut() {
-            self.metrics.attempts.response(cancelled);
+            self.metrics.attempts.record_response(cancelled);
         }
-        self.metrics.logical.response(cancelled);
+        self.metrics.logical.record_response(cancelled);
     }
 }
 
 impl AttemptMetrics for ProfileRequestMetrics<'_> {
     fn attempt_started(&self) {
         self.attempt_in_progress.store(true, Ordering::Relaxed);
-        self.metrics.attempts.request();
+        self.metrics.attempts.record_request();
     }
 
     fn attempt_ended(&self, result: &Result<Response<Body>, Error>, grpc_status: Option<i32>) {
         self.attempt_in_progress.store(false, Ordering::Relaxed);
-        self.metrics.attempts.response(match result {
+        self.metrics.attempts.record_response(match result {
             Ok(rsp) => {
                 let class = self.route.and_then(|route| route.classify(rsp.status()));
                 ResponseOutcome {

@@ -296,10 +296,9 @@ impl RetryOn<'_> {
                 contains_status(&conditions.http, rsp.status().as_u16())
                     || grpc_status.is_some_and(|code| conditions.grpc.contains(&code))
             }
-            // Retried with any conditions: no endpoint became available, or this attempt's own timeout expired.
+            // Retried whatever the conditions are: no endpoint became available, or this attempt's own timeout expired.
             (Self::Statuses(_), Err(Error::QueueTimeout(..) | Error::Timeout(TimeoutKind::ResponseHeaders(_)))) => true,
-            // A retry does not help: no time is left, the endpoint has another identity, or the length of a body is
-            // wrong.
+            // Never retried: another timeout expired, the endpoint has another identity, or the length of a body is wrong.
             (_, Err(Error::Timeout(_) | Error::IdentityMismatch { .. } | Error::ContentLengthMismatch)) => false,
             (Self::Statuses(conditions), Err(error)) if error.side() == Side::Peer => {
                 let status = error.status();

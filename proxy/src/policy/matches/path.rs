@@ -5,7 +5,8 @@
 //! form, and matches no rule. A path is ambiguous if it has an encoded slash or backslash, a backslash, a semicolon, a dot segment
 //! (encoded or not), repeated slashes, a percent sign that starts no valid escape, or no leading slash.
 //!
-//! The normal form of any other path decodes each character that a path may contain unencoded, and encodes each other character.
+//! The normal form of any other path decodes each character that a path may contain unencoded, except `;`, and encodes each other
+//! character.
 
 use std::borrow::Cow;
 
@@ -34,7 +35,7 @@ pub(crate) fn normalize(path: &str) -> Option<Cow<'_, str>> {
     Some(normal)
 }
 
-/// Decodes characters that a path may contain unencoded, and encodes all others, with upper-case digits.
+/// Decodes characters that a path may contain unencoded, except `/` and `;`, and encodes all others, with upper-case digits.
 ///
 /// Backslashes, semicolons and bare percent signs stay as they are, because they make a path ambiguous.
 pub(crate) fn normalize_escapes(path: &str) -> Cow<'_, str> {
