@@ -33,8 +33,7 @@ impl Screen {
     pub(crate) fn draw(&mut self, text: &str) {
         let Self::Terminal { drawn } = self else { return };
         let height = terminal_size_of(io::stdout()).map_or(usize::MAX, |(_, Height(height))| height.into());
-        // Lines that have scrolled off the screen cannot be redrawn, so lines that do not fit are left out.
-        let lines: Vec<&str> = text.lines().take(height.saturating_sub(1)).collect();
+        let lines = fit(text, Self::width(), height);
         let up = match *drawn {
             0 => String::new(),
             n => format!("\x1b[{n}F"),
@@ -47,5 +46,22 @@ impl Screen {
     }
 }
 
+/// Leaves out what does not fit: the terminal would wrap long lines, and lines that have scrolled off the screen cannot be redrawn.
+fn fit(text: &str, width: usize, height: usize) -> Vec<String> {
+    let lines = text.lines().take(height.saturating_sub(1));
+    lines.map(|line| line.chars().take(width).collect()).collect()
+}
+
 /// Characters. Wide enough for the whole table; files and pipes do not wrap lines.
 const DEFAULT_WIDTH: usize = 250;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_lines_and_lines_below_the_screen_are_left_out() {
+        assert_eq!(fit("añb\nc\n\nd\n", 2, 4), ["añ", "c", ""]);
+        assert_eq!(fit("a\nb\n", 2, 0), [""; 0]);
+    }
+}

@@ -62,21 +62,17 @@ impl Unreadable {
         Self::from_value(kind, object, "").is_some()
     }
 
-    /// Creates the value for an object of a manifest that is decoded but invalid.
-    pub fn from_rejected(object: Object, reason: &str) -> Self {
-        let placeholder_object = match &object {
-            Object::PolicyHttpRoute(_)
-            | Object::GatewayHttpRoute(_)
-            | Object::GrpcRoute(_)
-            | Object::TlsRoute(_)
-            | Object::TcpRoute(_) => Some(rejected_route(object.clone(), reason)),
-            _ => None,
-        };
+    /// Creates the value for an object of a manifest that is decoded from `value` but invalid.
+    pub fn from_rejected(object: Object, value: &Value, reason: &str) -> Self {
+        let (kind, meta) = (object.kind(), object.meta().clone());
         Self {
-            kind: object.kind(),
-            name: object.meta().name.clone(),
+            kind,
+            name: meta.name.clone(),
             reason: reason.to_owned(),
-            placeholder: placeholder_object,
+            placeholder: match object.route() {
+                Some(_) => Some(rejected_route(object, reason)),
+                None => placeholder(kind, value, meta, reason),
+            },
         }
     }
 }

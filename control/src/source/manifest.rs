@@ -108,7 +108,7 @@ impl ManifestFile {
                 match defaulting::complete_and_validate(&mut object) {
                     Ok(()) => self.manifests.push(Manifest { object, line }),
                     Err(reason) => {
-                        let unreadable = Unreadable::from_rejected(object, &reason);
+                        let unreadable = Unreadable::from_rejected(object, value, &reason);
                         let reason = format!("{kind_name} {}: {reason}", unreadable.name);
                         self.add_error(ErrorAtLine { line, reason }, Some(unreadable));
                     }

@@ -386,6 +386,34 @@ async fn an_unreadable_egress_network_or_rate_limit_denies_its_requests() {
     assert_eq!(counted(&mesh), [line("HTTPLocalRateLimitPolicy", "l")]);
 }
 
+/// An API server refuses such names.
+#[tokio::test]
+async fn a_policy_with_an_invalid_name_in_a_directory_denies_its_requests() {
+    let permits = server(
+        "Web_S",
+        "{podSelector: {}, port: 8080, accessPolicy: all-unauthenticated}",
+    );
+    let denied = mesh(&format!("{POD}{permits}")).await;
+    assert_eq!(n_authorizations(&port(&denied, 8080).await), 0);
+    assert_ne!(n_authorizations(&port(&denied, 9090).await), 0);
+
+    let spec = "{trafficPolicy: Deny, networks: [{cidr: 203.0.113.0/24}]}";
+    let denied = mesh(&format!("{POD}{}", policy("EgressNetwork", "Lab_E", spec))).await;
+    let client = CLIENT.replace("front", "shop");
+    let shown = show(&denied.policy(&client, "203.0.113.1:443").await.unwrap()).join("\n");
+    assert!(shown.contains("fail 500 \"EgressNetwork shop/Lab_E: "), "{shown}");
+
+    let spec = "{targetRef: {group: policy.linkerd.io, kind: Server, name: s}, total: {requestsPerSecond: 5}}";
+    let limit = policy("HTTPLocalRateLimitPolicy", "Limit_L", spec);
+    let denied = mesh(&format!("{POD}{}{limit}", server("s", "{podSelector: {}, port: 8080}"))).await;
+    let failures = failures(&port(&denied, 8080).await);
+    let message = failures[0].1.as_deref().unwrap();
+    assert!(
+        message.starts_with("HTTPLocalRateLimitPolicy shop/Limit_L: "),
+        "{message}"
+    );
+}
+
 #[tokio::test]
 async fn a_route_with_only_gateway_parents_is_ignored() {
     let spec = "{parentRefs: [{name: gateway}], rules: [{retries: 7}]}";
