@@ -115,7 +115,7 @@ fn objects_without_a_sidecar_are_unchanged_and_reported_with_the_reason() {
         ))
     };
     for (object, expected) in [
-        (pod("linkerd.io/inject: disabled"), Some("is disabled")),
+        (pod("linkerd.io/inject: disabled"), Some("has the value disabled")),
         (
             object("{apiVersion: v1, kind: Pod, spec: {os: {name: windows}, containers: [{name: a}]}}"),
             Some("Windows"),
