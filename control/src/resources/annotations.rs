@@ -56,7 +56,7 @@ fn parse_retry(annotations: &Annotations, conditions: RetryConditions) -> Result
     })
 }
 
-/// Parses the timeouts. A value of 0 means no timeout.
+/// Parses the timeouts. A value of zero means no timeout, whatever applies without the annotation.
 pub fn parse_timeouts(annotations: &Annotations) -> Result<Option<Timeouts>, String> {
     let keys = [
         annotation::TIMEOUT_REQUEST,
@@ -66,7 +66,7 @@ pub fn parse_timeouts(annotations: &Annotations) -> Result<Option<Timeouts>, Str
     if keys.iter().all(|key| !annotations.contains_key(*key)) {
         return Ok(None);
     }
-    let timeout = |key| parse_duration(annotations, key).map(|timeout| timeout.filter(|timeout| !timeout.is_zero()));
+    let timeout = |key| parse_duration(annotations, key);
     let [request, response, idle] = keys;
     Ok(Some(Timeouts {
         request: timeout(request)?,
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn a_timeout_of_zero_is_none() {
+    fn a_timeout_of_zero_is_not_an_absent_one() {
         let read = parse_timeouts(&annotations(&[
             (annotation::TIMEOUT_REQUEST, "0"),
             (annotation::TIMEOUT_IDLE, "2s"),
@@ -260,7 +260,7 @@ mod tests {
         assert_eq!(
             read,
             Ok(Some(Timeouts {
-                request: None,
+                request: Some(Duration::ZERO),
                 response: None,
                 idle: Some(Duration::from_secs(2))
             }))

@@ -465,6 +465,7 @@ async fn annotations_set_retries_and_timeouts_within_bounds() {
     )
     .await;
     row("timeout.linkerd.io/request: 9s", "", "{timeouts: {request: 0s}}", "").await;
+    row("", "timeout.linkerd.io/request: '0'", "{timeouts: {request: 2s}}", "").await;
     row(
         "timeout.linkerd.io/idle: 5s",
         "timeout.linkerd.io/request: 3s",

@@ -457,7 +457,7 @@ impl<'a> ParentDefaults<'a> {
     /// Sets timeouts, retries and failure accrual by the annotations of the parent.
     fn with_annotations(mut self, meta: &Meta) -> Self {
         self.accrual = read_annotation(meta, annotations::parse_failure_accrual);
-        self.timeouts = read_annotation(meta, annotations::parse_timeouts).unwrap_or_default();
+        self.timeouts = without_zeros(read_annotation(meta, annotations::parse_timeouts).unwrap_or_default());
         self.http_retry = read_annotation(meta, annotations::parse_http_retry);
         self.grpc_retry = read_annotation(meta, annotations::parse_grpc_retry);
         self
@@ -578,14 +578,20 @@ fn rule_timeouts<R>(route: &raw::Route, rule: &raw::Rule<R>, parent: &ParentDefa
         return parent.timeouts;
     }
     let annotated = annotated.unwrap_or_default();
-    // In the Gateway API, 0 means no timeout.
-    let or_rule = |annotated: Option<Duration>, rule: Option<Duration>| {
-        annotated.or_else(|| rule.filter(|timeout| !timeout.is_zero()))
-    };
-    Timeouts {
-        request: or_rule(annotated.request, rule.timeouts.request),
-        response: or_rule(annotated.response, rule.timeouts.backend_request),
+    without_zeros(Timeouts {
+        request: annotated.request.or(rule.timeouts.request),
+        response: annotated.response.or(rule.timeouts.backend_request),
         idle: annotated.idle,
+    })
+}
+
+/// In annotations and in the Gateway API, zero means no timeout.
+fn without_zeros(timeouts: Timeouts) -> Timeouts {
+    let non_zero = |timeout: Option<Duration>| timeout.filter(|timeout| !timeout.is_zero());
+    Timeouts {
+        request: non_zero(timeouts.request),
+        response: non_zero(timeouts.response),
+        idle: non_zero(timeouts.idle),
     }
 }
 
