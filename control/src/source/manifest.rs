@@ -108,7 +108,7 @@ impl ManifestFile {
                 match defaulting::complete_and_validate(&mut object) {
                     Ok(()) => self.manifests.push(Manifest { object, line }),
                     Err(reason) => {
-                        let unreadable = Unreadable::from_rejected(object, value, &reason);
+                        let unreadable = rejected(object, value, &reason);
                         let reason = format!("{kind_name} {}: {reason}", unreadable.name);
                         self.add_error(ErrorAtLine { line, reason }, Some(unreadable));
                     }
@@ -161,6 +161,16 @@ fn unreadable(kind: Kind, value: &Value, reason: &str) -> Option<Unreadable> {
         defaulting::clear_status(placeholder);
     }
     Some(unreadable)
+}
+
+/// Returns the readable parts of a document that is decoded but invalid.
+fn rejected(object: Object, value: &Value, reason: &str) -> Unreadable {
+    let json = serde_json::to_value(value).unwrap_or_default();
+    let mut unreadable = Unreadable::from_rejected(object, &json, reason);
+    if let Some(placeholder) = &mut unreadable.placeholder {
+        defaulting::clear_status(placeholder);
+    }
+    unreadable
 }
 
 /// The error at its own line, or at `line` if it has none.
