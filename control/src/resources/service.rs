@@ -129,8 +129,7 @@ impl Service {
     /// Returns the protocol of a port: that of its `appProtocol`, where an unknown value means opaque. A port that is marked as
     /// opaque is opaque only if it has no `appProtocol`, or `grpc`.
     pub fn declared_protocol(&self, port: u16, default_opaque_ports: &PortSet) -> DeclaredProtocol {
-        let listed = self.ports.iter().find(|listed| listed.port == port);
-        let app_protocol = listed.and_then(|port| port.app_protocol.as_deref());
+        let app_protocol = self.port(port).and_then(|port| port.app_protocol.as_deref());
         match app_protocol.map(str::to_ascii_lowercase).as_deref() {
             Some("http") => DeclaredProtocol::Http1,
             Some("kubernetes.io/h2c") => DeclaredProtocol::Http2,
@@ -145,10 +144,12 @@ impl Service {
 
     /// Returns whether a port is marked as opaque for clients: by the annotation, or else by the cluster's default.
     pub fn is_opaque(&self, port: u16, default_opaque_ports: &PortSet) -> bool {
-        port_list::is_marked_opaque(&self.meta, port, default_opaque_ports, |name| {
-            let named = self.ports.iter().filter(|port| port.name == name);
-            named.map(|port| port.port).collect()
-        })
+        port_list::is_marked_opaque(&self.meta, port, default_opaque_ports, |name| self.ports_named(name))
+    }
+
+    pub fn ports_named(&self, name: &str) -> Vec<u16> {
+        let named = self.ports.iter().filter(|port| port.name == name);
+        named.map(|port| port.port).collect()
     }
 }
 

@@ -125,10 +125,7 @@ fn server_rejection(server: &Server, route: &Route) -> Option<RouteRejection> {
 fn check_service(service: &Service) -> Vec<UnsupportedPart> {
     let mut found = check_parent_annotations(&service.meta);
     found.extend(check_port_list(&service.meta, annotation::OPAQUE_PORTS, |list| {
-        list.resolve(|name| {
-            let named = service.ports.iter().filter(|port| port.name == name);
-            named.map(|port| port.port).collect()
-        })
+        list.resolve(|name| service.ports_named(name))
     }));
     found
 }

@@ -380,8 +380,8 @@ impl Eviction<'_> {
         matches!(selection, Selection::All) && is_new && !self.has_many_unused
     }
 
-    /// The first unused connection. Used connections before it move to the back of the queue. If the first
-    /// [`MAX_EVICTION_CANDIDATES`] have all been used, the newest unused one among the same number of newest connections.
+    /// Returns the first unused connection, and moves the used ones before it to the back of the queue. If the first
+    /// [`MAX_EVICTION_CANDIDATES`] are all used, returns the newest unused one among as many of the newest connections.
     fn first_unused(&mut self, index: &mut ConnectionIndex, selection: Selection<'_>) -> Option<Arc<Connection>> {
         for _ in 0..MAX_EVICTION_CANDIDATES {
             let (rank, first) = index.queue(selection)?.first_key_value()?;

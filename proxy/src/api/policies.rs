@@ -178,11 +178,14 @@ const OUTBOUND_REFUSAL_CODES: &[Code] = &[
 
 #[cfg(test)]
 mod tests {
+    use std::convert::Infallible;
     use std::pin::Pin;
 
     use futures_util::{Stream, StreamExt, stream};
+    use hyper::body::Incoming;
     use inbound::inbound_server_policies_server::{InboundServerPolicies, InboundServerPoliciesServer};
     use outbound::outbound_policies_server::{OutboundPolicies, OutboundPoliciesServer};
+    use tonic::body::Body;
     use tonic::{Request, Response, Status};
     use tulle_core::metrics::Registry;
 
@@ -253,14 +256,23 @@ mod tests {
         }
     }
 
-    #[tokio::test]
-    async fn ports_are_watched_with_the_workload_of_the_proxy() {
+    /// The policies of a service over mutual TLS, and its server.
+    async fn policies_of<S>(service: S, config: Config) -> (Policies, Server)
+    where
+        S: tower::Service<http::Request<Incoming>, Response = http::Response<Body>, Error = Infallible>,
+        S: Clone + Send + 'static,
+        S::Future: Send,
+    {
         let (authority, addr) = (Authority::new(), ([127, 0, 0, 1], 0).into());
-        let creds = authority.credentials(CONTROL);
-        let server = Server::start(addr, Some(creds), InboundServerPoliciesServer::new(Echo)).await;
+        let server = Server::start(addr, Some(authority.credentials(CONTROL)), service).await;
         let connector = connector(authority.credentials(CLIENT), &Registry::new());
         let channel = connector.channel(server.target(mutual_tls()), test_config());
-        let policies = Policies::new(channel, Handle::current(), config());
+        (Policies::new(channel, Handle::current(), config), server)
+    }
+
+    #[tokio::test]
+    async fn ports_are_watched_with_the_workload_of_the_proxy() {
+        let (policies, _server) = policies_of(InboundServerPoliciesServer::new(Echo), config()).await;
         let mut requested = policies.inbound(8080, WatchMode::Watch, RetrySignal::default(), |server| {
             server.labels["requested"].clone()
         });
@@ -271,14 +283,9 @@ mod tests {
 
     #[tokio::test]
     async fn ports_are_polled_without_the_jitter_of_failures() {
-        let (authority, addr) = (Authority::new(), ([127, 0, 0, 1], 0).into());
-        let creds = authority.credentials(CONTROL);
-        let server = Server::start(addr, Some(creds), InboundServerPoliciesServer::new(Echo)).await;
-        let connector = connector(authority.credentials(CLIENT), &Registry::new());
-        let channel = connector.channel(server.target(mutual_tls()), test_config());
         let mut config = config();
         config.inbound_backoff.jitter = 1e9; // adds hours to each delay
-        let policies = Policies::new(channel, Handle::current(), config);
+        let (policies, _server) = policies_of(InboundServerPoliciesServer::new(Echo), config).await;
         let mode = WatchMode::Poll(Duration::from_millis(20));
         let mut polled = policies.inbound(8080, mode, RetrySignal::default(), |_| ());
         for _ in 0..3 {
@@ -288,12 +295,7 @@ mod tests {
 
     #[tokio::test]
     async fn targets_are_watched_by_address_and_by_name() {
-        let (authority, addr) = (Authority::new(), ([127, 0, 0, 1], 0).into());
-        let creds = authority.credentials(CONTROL);
-        let server = Server::start(addr, Some(creds), OutboundPoliciesServer::new(Echo)).await;
-        let connector = connector(authority.credentials(CLIENT), &Registry::new());
-        let channel = connector.channel(server.target(mutual_tls()), test_config());
-        let policies = Policies::new(channel, Handle::current(), config());
+        let (policies, _server) = policies_of(OutboundPoliciesServer::new(Echo), config()).await;
         let mut known = policies.outbound(&"10.0.0.1:80".parse().unwrap(), |policy| policy);
         let expected = WatchState::Known(outbound::OutboundPolicy::default());
         with_timeout(known.wait_for(|policy| *policy == expected))

@@ -14,7 +14,7 @@ use crate::resources::policy::egress_network::EgressNetwork;
 use crate::resources::policy::rate_limit::RateLimitPolicy;
 use crate::resources::policy::server::Server;
 use crate::resources::route::{Parent, ParentKind, Route};
-use crate::resources::service::Service;
+use crate::resources::service::{Service, ServiceKind, ServicePort};
 use crate::resources::status::{ACCEPTED, CONTROLLER_NAME, Condition, ParentRef, ParentStatus, PolicyStatus};
 use crate::resources::unreadable::Unreadable;
 use crate::resources::workload::ExternalWorkload;
@@ -22,6 +22,12 @@ use crate::resources::{Kind, Object};
 use crate::writeback::config::StatusesConfig;
 use crate::writeback::statuses::conditions;
 use crate::writeback::statuses::object_id::ObjectId;
+
+/// Returns the parts of a Service that determine which routes it accepts.
+fn acceptance_inputs(service: &Service) -> (ServiceKind, &[ServicePort], Option<&str>) {
+    let opaque_ports = service.meta.annotation(annotation::OPAQUE_PORTS);
+    (service.kind, &service.ports, opaque_ports)
+}
 
 /// Index of the objects. They are shared with the other consumers of the events.
 pub(super) struct StatusIndex {
@@ -109,11 +115,7 @@ impl StatusIndex {
                     .map(|before| before.cluster_ips.clone())
                     .unwrap_or_default();
                 let mut affected = self.update_addresses(&id, &old, &service.cluster_ips);
-                let inputs = |service: &Service| {
-                    let opaque_ports = service.meta.annotation(annotation::OPAQUE_PORTS).map(str::to_owned);
-                    (service.kind, service.ports.clone(), opaque_ports)
-                };
-                if before.is_none_or(|before| inputs(&before) != inputs(service)) {
+                if before.is_none_or(|before| acceptance_inputs(&before) != acceptance_inputs(service)) {
                     affected.extend(self.dependents_of(&id));
                 }
                 affected
