@@ -286,6 +286,7 @@ impl Builder {
         self.start_renewer(renewer);
         let cluster = Cluster::new(self.config.cluster.clone(), &self.registry);
         let report = self.start_source(source, &cluster)?;
+        self.start_encoding_expiry(cluster.clone());
         let services = self.config.services;
         if services.destination {
             let config = self.config.destination.clone();
@@ -386,6 +387,16 @@ impl Builder {
             Ok(())
         });
         Ok(report)
+    }
+
+    fn start_encoding_expiry(&mut self, cluster: Cluster) {
+        let drain = self.drain.clone();
+        self.start("removing unused encodings", async move {
+            tokio::select! {
+                never = cluster.remove_unused_encodings() => match never {},
+                () = drain.signaled() => Ok(()),
+            }
+        });
     }
 
     fn start_directory_source(&mut self, manifests: PathBuf, cluster: &Cluster) -> directory_source::ManifestReport {

@@ -1,16 +1,18 @@
-//! Memory of an idle stream, counted by the allocator. A control plane has tens of thousands of streams.
+//! Memory of objects, values and idle streams, counted by the allocator. A control plane has tens of thousands of each.
 
 #![allow(clippy::too_many_lines)]
 #![cfg(test)]
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use bytes::{BufMut, Bytes, BytesMut};
 use futures_util::FutureExt as _;
 use http::Request;
 use http_body_util::{BodyExt as _, Full};
 use prost::Message;
+use serde_json::{Value, json};
 use tonic::body::Body;
 use tower::Service as _;
 use tulle_control::cluster::{Cluster, Config};
@@ -64,6 +66,86 @@ fn request(path: &str, message: &impl Message) -> Request<Body> {
     message.encode(&mut bytes).unwrap();
     let body = Body::new(Full::new(bytes.freeze()));
     Request::post(format!("http://control/{path}")).body(body).unwrap()
+}
+
+/// A pod with a sidecar, as an API server describes it.
+fn pod(service: usize, n: usize) -> Event {
+    let app = format!("app-{service}");
+    let (ip, host_ip) = (pod_ip(n), "192.168.0.1");
+    let env = [("INBOUND", 4143), ("ADMIN", 4191), ("CONTROL", 4190)].map(
+        |(name, port)| json!({"name": format!("LINKERD2_PROXY_{name}_LISTEN_ADDR"), "value": format!("[::]:{port}")}),
+    );
+    let probe = |path| json!({"httpGet": {"path": path, "port": 4191}});
+    object(
+        Kind::Pod,
+        json!({
+            "metadata": {
+                "name": pod_name(service, n), "namespace": "shop",
+                "labels": {
+                    "app": app, "pod-template-hash": "5d59c8f6b7",
+                    "linkerd.io/control-plane-ns": "linkerd", "linkerd.io/workload-ns": "shop",
+                },
+                "annotations": {"linkerd.io/inject": "enabled", "linkerd.io/created-by": "linkerd/proxy-injector"},
+                "ownerReferences": [{"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": format!("{app}-5d59c8f6b7"), "uid": "1"}],
+            },
+            "spec": {
+                "nodeName": format!("node-{}", n % 100), "serviceAccountName": app,
+                "initContainers": [{
+                    "name": "linkerd-proxy", "restartPolicy": "Always", "env": env,
+                    "ports": [{"name": "linkerd-proxy", "containerPort": 4143}, {"name": "linkerd-admin", "containerPort": 4191}],
+                    "livenessProbe": probe("/live"), "readinessProbe": probe("/ready"),
+                }],
+                "containers": [{"name": "app", "ports": [{"name": "http", "containerPort": 8080}]}],
+            },
+            "status": {
+                "phase": "Running", "podIP": ip, "podIPs": [{"ip": ip}], "hostIP": host_ip, "hostIPs": [{"ip": host_ip}],
+                "conditions": [{"type": "Ready", "status": "True"}],
+            },
+        }),
+    )
+}
+
+/// A Service of ten pods, with its slice.
+fn service_and_slice(service: usize) -> Vec<Event> {
+    let endpoint = |n| {
+        json!({
+            "addresses": [pod_ip(n)], "nodeName": format!("node-{}", n % 100), "zone": "a",
+            "targetRef": {"kind": "Pod", "namespace": "shop", "name": pod_name(service, n)},
+        })
+    };
+    let endpoints: Vec<Value> = (10 * service..10 * service + 10).map(endpoint).collect();
+    let ip = format!("10.96.{}.{}", service / 250, service % 250);
+    vec![
+        object(
+            Kind::Service,
+            json!({
+                "metadata": {"name": format!("web-{service}"), "namespace": "shop", "uid": "3d2a8d5e-9f57-4c1e-8f5a-1c8f2b6a7d10"},
+                "spec": {"clusterIP": ip, "clusterIPs": [ip], "ipFamilies": ["IPv4"], "ports": [{"port": 80, "targetPort": 8080}]},
+            }),
+        ),
+        object(
+            Kind::EndpointSlice,
+            json!({
+                "metadata": {
+                    "name": format!("web-{service}-x"), "namespace": "shop",
+                    "labels": {"kubernetes.io/service-name": format!("web-{service}")},
+                },
+                "addressType": "IPv4", "ports": [{"port": 8080}], "endpoints": endpoints,
+            }),
+        ),
+    ]
+}
+
+fn pod_name(service: usize, n: usize) -> String {
+    format!("app-{service}-5d59c8f6b7-{n:05}")
+}
+
+fn pod_ip(n: usize) -> String {
+    format!("10.1.{}.{}", n / 250, n % 250)
+}
+
+fn object(kind: Kind, value: Value) -> Event {
+    Event::Applied(decode(kind, value).unwrap())
 }
 
 /// The next message of a stream, if it is ready.
@@ -125,8 +207,57 @@ async fn an_idle_stream_uses_less_than_a_kilobyte() {
     check("Watch", &mut || policies.call(request("x/Watch", &traffic))).await;
 }
 
+#[tokio::test(start_paused = true)]
+async fn objects_and_values_are_small() {
+    let cluster = Cluster::new(Config::default(), &Registry::new());
+    let writer = cluster.writer();
+    let in_use = || IN_USE.load(Ordering::Relaxed);
+    let check = |what: &str, size: usize, n: usize, max: usize| {
+        eprintln!("{what}: {} bytes", size / n);
+        assert!(size / n < max, "{what}: {} bytes", size / n);
+    };
+    let start = in_use();
+    for service in 0..N_SERVICES {
+        writer.apply((0..10).map(|n| pod(service, 10 * service + n)).collect());
+    }
+    let with_pods = in_use();
+    check("pod", with_pods - start, 10 * N_SERVICES, MAX_BYTES_PER_POD);
+    for service in 0..N_SERVICES {
+        writer.apply(service_and_slice(service));
+    }
+    let with_services = in_use();
+    check("Service", with_services - with_pods, N_SERVICES, MAX_BYTES_PER_SERVICE);
+    writer.apply(vec![Event::Synced]);
+    let mut gets = destination::server(cluster.clone(), destination::config::Config::default());
+    let mut streams = Vec::with_capacity(N_SERVICES);
+    for service in 0..N_SERVICES {
+        let get = GetDestination {
+            path: format!("web-{service}.shop.svc.cluster.local:80"),
+            ..GetDestination::default()
+        };
+        let mut stream = gets.call(request("x/Get", &get)).await.unwrap().into_body();
+        assert!(ready_message(&mut stream).unwrap().len() > 10 * 100);
+        streams.push(stream);
+    }
+    let with_messages = in_use() - with_services;
+    let removing = cluster.remove_unused_encodings();
+    tokio::time::timeout(Duration::from_secs(60), removing)
+        .await
+        .unwrap_err();
+    let with_streams = in_use();
+    assert!(with_messages > with_streams - with_services + N_SERVICES * 1000);
+    check("value", with_streams - with_services, N_SERVICES, MAX_BYTES_PER_VALUE);
+}
+
 type Opening = std::pin::Pin<Box<dyn Future<Output = Result<http::Response<Body>, std::convert::Infallible>> + Send>>;
 
+/// A stored pod.
+const MAX_BYTES_PER_POD: usize = 700;
+/// A Service with a slice of ten endpoints.
+const MAX_BYTES_PER_SERVICE: usize = 4_000;
+/// The endpoints of a Service with ten pods, and one stream.
+const MAX_BYTES_PER_VALUE: usize = 6_500;
+const N_SERVICES: usize = 500;
 const N_STREAMS: usize = 1000;
 /// Maximum bytes per stream, without HTTP/2 and the task of the stream.
 const MAX_BYTES_PER_STREAM: usize = 1000;

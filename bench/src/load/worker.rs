@@ -110,9 +110,12 @@ pub(super) async fn run_worker(mut context: ThreadContext, mut client: Client) -
             tokio::time::sleep(CONNECT_ERROR_BACKOFF).await;
         }
         if let Some(mean) = context.think_time {
-            timer
-                .until(Instant::now() + mean.mul_f64(exponential(&mut random)))
-                .await?;
+            let pause = mean.mul_f64(exponential(&mut random));
+            tokio::select! {
+                biased;
+                waited = timer.until(Instant::now() + pause) => waited?,
+                _ = context.stopped_at.wait_for(Option::is_some) => {}
+            }
         }
     }
     Ok(())

@@ -12,13 +12,15 @@ pub mod publish;
 mod store;
 pub mod views;
 
+use std::convert::Infallible;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::watch;
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep};
 use tracing::{debug, error, warn};
 use tulle_core::identity::service_account;
 use tulle_core::metrics::Registry;
@@ -27,8 +29,8 @@ pub use self::config::{Config, H2Upgrade, Ipv6, TransportMode};
 pub use self::metrics::GaugeGuard;
 use crate::cluster::metrics::Metrics;
 use crate::cluster::publish::object_metrics::ObjectMetrics;
-use crate::cluster::publish::published_value::{EncoderId, PublishedValue};
-use crate::cluster::publish::table::ViewTable;
+use crate::cluster::publish::published_value::{Encoder, PublishedValue, RecentEncodings};
+use crate::cluster::publish::table::{ValueReceiver, ViewTable};
 use crate::cluster::publish::undeclared_port_names::UndeclaredPortNames;
 use crate::cluster::store::objects::{Changes, LookupKey, Store};
 use crate::cluster::store::reader::Reader;
@@ -59,6 +61,7 @@ struct Shared {
     synced: watch::Sender<bool>,
     nodes_changed: watch::Sender<()>,
     next_encoder_id: AtomicUsize,
+    recent_encodings: Arc<RecentEncodings>,
 }
 
 #[derive(Default)]
@@ -139,6 +142,7 @@ impl Cluster {
             synced: watch::Sender::new(false),
             nodes_changed: watch::Sender::new(()),
             next_encoder_id: AtomicUsize::new(0),
+            recent_encodings: Arc::default(),
         }))
     }
 
@@ -163,20 +167,20 @@ impl Cluster {
     }
 
     pub fn endpoints(&self, key: endpoints::Key) -> Subscription<Endpoints> {
-        self.subscribe::<EndpointsView>(key)
+        self.subscribe::<EndpointsView>(&key)
     }
 
     pub fn profile(&self, key: profiles::Key) -> Subscription<Profile> {
-        self.subscribe::<ProfileView>(key)
+        self.subscribe::<ProfileView>(&key)
     }
 
     /// The policy of a workload's port; `None` while the workload does not exist.
     pub fn inbound(&self, key: inbound::Key) -> Subscription<Option<InboundPolicy>> {
-        self.subscribe::<InboundView>(key)
+        self.subscribe::<InboundView>(&key)
     }
 
     pub fn outbound(&self, key: outbound::Key) -> Subscription<Outbound> {
-        self.subscribe::<OutboundView>(key)
+        self.subscribe::<OutboundView>(&key)
     }
 
     /// Adds a subscriber to the metric `service_subscribers` until the guard is dropped.
@@ -184,9 +188,18 @@ impl Cluster {
         GaugeGuard::new(self.0.metrics.service(namespace, name))
     }
 
-    /// Returns an id that no other service uses.
-    pub fn new_encoder_id(&self) -> EncoderId {
-        EncoderId::new(self.0.next_encoder_id.fetch_add(1, Ordering::Relaxed))
+    /// Returns an encoder with an id that no other service uses.
+    pub fn new_encoder(&self) -> Encoder {
+        let id = self.0.next_encoder_id.fetch_add(1, Ordering::Relaxed);
+        Encoder::new(id, self.0.recent_encodings.clone())
+    }
+
+    /// Removes encodings after they were not used for `MIN_ENCODING_LIFETIME`. Never returns.
+    pub async fn remove_unused_encodings(&self) -> Infallible {
+        loop {
+            sleep(MIN_ENCODING_LIFETIME).await;
+            self.0.recent_encodings.remove_unused();
+        }
     }
 
     /// The identity in a workload's certificate; `None` if the workload does not exist.
@@ -226,17 +239,17 @@ impl Cluster {
         workload_members::list(&Store::from_objects(objects), &self.0.config, namespace)
     }
 
-    fn subscribe<V: View>(&self, key: V::Key) -> Subscription<V::Value>
+    fn subscribe<V: View>(&self, key: &V::Key) -> Subscription<V::Value>
     where
         State: HasTable<V>,
     {
-        let receiver = {
+        let (key, receiver) = {
             let state = &mut *self.0.lock();
             // The table is moved out of the state, because `subscribe` also borrows the store.
             let mut table = std::mem::take(<State as HasTable<V>>::table(state));
-            let receiver = table.subscribe(&state.store, &self.0.config, &self.0.metrics, &key);
+            let subscribed = table.subscribe(&state.store, &self.0.config, &self.0.metrics, key);
             *<State as HasTable<V>>::table(state) = table;
-            receiver
+            subscribed
         };
         let shared = self.0.clone();
         let release = SubscriptionGuard(Some(Box::new(move || {
@@ -365,7 +378,7 @@ fn log_event(addr: &str, store: &Store, event: &Event) {
 /// A subscription to one value. Dropping the last subscription removes the value from the table.
 pub struct Subscription<T> {
     // Fields drop in order: the receiver must be gone when the guard counts the remaining receivers.
-    receiver: watch::Receiver<Arc<PublishedValue<T>>>,
+    receiver: ValueReceiver<T>,
     _release: SubscriptionGuard,
 }
 
@@ -394,6 +407,9 @@ impl<T> Subscription<T> {
         self.current()
     }
 }
+
+/// Long enough for streams that begin together, after a proxy or another replica of the control plane has ended.
+const MIN_ENCODING_LIFETIME: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
 mod tests;

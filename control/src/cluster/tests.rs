@@ -176,7 +176,7 @@ fn a_subscription_has_the_current_value_and_then_only_changes() {
     assert!(!is_new(&web));
     apply(&cluster, [object(Kind::EndpointSlice)]);
     assert!(is_new(&web));
-    assert_eq!(web.current().addresses.len(), 1);
+    assert_eq!(web.current().endpoints.len(), 1);
     // Changes that leave the value equal are not sent.
     apply(&cluster, [object(Kind::AuthorizationPolicy)]);
     delete(&cluster, Kind::Server, "q");

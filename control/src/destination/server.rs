@@ -11,7 +11,7 @@ use tonic::body::Body;
 use tulle_proto::destination::destination_server::SERVICE_NAME;
 use tulle_proto::destination::{DestinationProfile, GetDestination};
 
-use crate::cluster::publish::published_value::{EncoderId, EncodingKey, PublishedValue};
+use crate::cluster::publish::published_value::{Encoder, EncodingKey, PublishedValue};
 use crate::cluster::views::{endpoints, profiles};
 use crate::cluster::{Cluster, GaugeGuard, Subscription};
 use crate::destination::config::Config;
@@ -32,12 +32,12 @@ pub struct Service {
 struct Shared {
     cluster: Cluster,
     config: Config,
-    encoder: EncoderId,
+    encoder: Encoder,
 }
 
 impl Service {
     pub(super) fn new(cluster: Cluster, config: Config) -> Self {
-        let encoder = cluster.new_encoder_id();
+        let encoder = cluster.new_encoder();
         Self {
             shared: Arc::new(Shared {
                 cluster,
@@ -180,8 +180,8 @@ impl Shared {
     }
 
     /// Returns the message for a profile. Streams with the same profile share the bytes.
-    fn profile<'a>(&self, profile: &'a PublishedValue<Profile>) -> Result<Bytes, ProfileError<'a>> {
-        profile.try_encode_cached(&EncodingKey::for_all_subscribers(self.encoder), || {
+    fn profile<'a>(&self, profile: &'a Arc<PublishedValue<Profile>>) -> Result<Bytes, ProfileError<'a>> {
+        profile.try_encode_cached(&EncodingKey::for_all_subscribers(&self.encoder), || {
             profile_message(profile, &self.config).map(|message| grpc::encode(&[message]))
         })
     }
@@ -256,7 +256,7 @@ impl EndpointStream {
         (!messages.is_empty()).then(|| grpc::encode(&messages))
     }
 
-    fn difference(&self, now: &PublishedValue<Endpoints>) -> Bytes {
+    fn difference(&self, now: &Arc<PublishedValue<Endpoints>>) -> Bytes {
         let before = self.last_sent.as_ref();
         let encode = || {
             let before = before.map(|before| (&***before, &self.location));
@@ -268,7 +268,7 @@ impl EndpointStream {
             return encode();
         }
         let key = EncodingKey {
-            encoder: self.shared.encoder,
+            encoder: &self.shared.encoder,
             previous: before,
             zone: self.location.zone.as_deref(),
         };

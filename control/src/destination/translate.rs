@@ -16,7 +16,9 @@ use tulle_proto::meta::{Metadata, Resource, metadata};
 
 use crate::destination::config::{Config, ZoneWeights};
 use crate::model::endpoints as model;
-use crate::model::endpoints::{Endpoint, EndpointWorkload, Endpoints, Existence, Http2Params, TrafficScope};
+use crate::model::endpoints::{
+    Endpoint, EndpointTraits, EndpointWorkload, Endpoints, Existence, Http2Params, TrafficScope,
+};
 use crate::model::profile;
 use crate::resources::meta::NamespacedName;
 use crate::wire::http_method;
@@ -41,7 +43,7 @@ pub(super) fn difference(
     let usable = UsableEndpoints::new(now, location);
     // The message for an endpoint depends on the client's zone.
     let zone_changed = before.is_some_and(|(_, before)| before.zone != location.zone);
-    let sent_endpoint = |addr: &SocketAddr| {
+    let sent_endpoint = |addr| {
         sent_endpoints
             .as_ref()
             .filter(|_| !zone_changed)
@@ -49,14 +51,14 @@ pub(super) fn difference(
     };
     let added: Vec<_> = usable
         .iter()
-        .filter(|(addr, endpoint)| sent_endpoint(addr) != Some(endpoint))
-        .map(|(_, endpoint)| weighted_addr(endpoint, location, config))
+        .filter(|endpoint| sent_endpoint(endpoint.addr) != Some(endpoint))
+        .map(|endpoint| weighted_addr(endpoint, location, config))
         .collect();
     let removed: Vec<_> = sent_endpoints
         .iter()
         .flat_map(UsableEndpoints::iter)
-        .filter(|(addr, _)| usable.get(addr).is_none())
-        .map(|(addr, _)| (*addr).into())
+        .filter(|endpoint| usable.get(endpoint.addr).is_none())
+        .map(|endpoint| endpoint.addr.into())
         .collect();
     let mut messages = Vec::new();
     if !added.is_empty() {
@@ -103,10 +105,10 @@ enum EndpointScope<'a> {
 
 impl<'a> UsableEndpoints<'a> {
     fn new(endpoints: &'a Endpoints, location: &'a ClientLocation) -> Self {
-        let addresses = &endpoints.addresses;
+        let all = &endpoints.endpoints;
         let is_hinted_node = |node: &str| {
             let hinted = |endpoint: &Arc<Endpoint>| endpoint.hint_nodes.iter().any(|hint| **hint == *node);
-            addresses.values().any(hinted)
+            all.iter().any(hinted)
         };
         let scope = match (endpoints.scope, &location.zone) {
             (TrafficScope::Node, _) => EndpointScope::Node(location.node.as_deref()),
@@ -116,8 +118,8 @@ impl<'a> UsableEndpoints<'a> {
             // Zone hints apply only if all endpoints have them, because endpoints without hints would get no clients.
             // They are ignored if no endpoint has a hint for the client's zone.
             (TrafficScope::Cluster | TrafficScope::HintedNode, Some(zone))
-                if addresses.values().all(|endpoint| !endpoint.hint_zones.is_empty())
-                    && addresses.values().any(|endpoint| endpoint.hint_zones.contains(zone)) =>
+                if all.iter().all(|endpoint| !endpoint.hint_zones.is_empty())
+                    && all.iter().any(|endpoint| endpoint.hint_zones.contains(zone)) =>
             {
                 EndpointScope::Zone(zone)
             }
@@ -140,18 +142,14 @@ impl<'a> UsableEndpoints<'a> {
         }
     }
 
-    fn iter(&self) -> impl Iterator<Item = (&'a SocketAddr, &'a Arc<Endpoint>)> {
-        self.endpoints
-            .addresses
-            .iter()
-            .filter(|(_, endpoint)| self.contains(endpoint))
+    fn iter(&self) -> impl Iterator<Item = &'a Arc<Endpoint>> {
+        let all = self.endpoints.endpoints.iter();
+        all.filter(|endpoint| self.contains(endpoint))
     }
 
-    fn get(&self, addr: &SocketAddr) -> Option<&'a Arc<Endpoint>> {
-        self.endpoints
-            .addresses
-            .get(addr)
-            .filter(|endpoint| self.contains(endpoint))
+    fn get(&self, addr: SocketAddr) -> Option<&'a Arc<Endpoint>> {
+        let found = self.endpoints.get(addr);
+        found.filter(|endpoint| self.contains(endpoint))
     }
 
     /// Returns the existence of the service if there is no usable endpoint.
@@ -177,27 +175,32 @@ fn weighted_addr(endpoint: &Endpoint, location: &ClientLocation, config: &Config
 
 /// Returns the message for an endpoint, without the parts that depend on the client.
 fn endpoint_addr(endpoint: &Endpoint, config: &Config) -> WeightedAddr {
-    let mut labels: BTreeMap<String, String> = endpoint
+    let traits = &endpoint.traits;
+    let mut labels: BTreeMap<String, String> = traits
         .labels
         .iter()
         .map(|(key, value)| (key.to_string(), value.to_string()))
         .collect();
-    if endpoint.workload != EndpointWorkload::Unknown {
-        labels.insert(
-            "zone".to_owned(),
-            endpoint.zone.as_deref().unwrap_or_default().to_owned(),
-        );
+    let workload_label = match &endpoint.workload {
+        EndpointWorkload::Pod { name, .. } => Some(("pod", name)),
+        EndpointWorkload::External { name, .. } => Some(("external_workload", name)),
+        EndpointWorkload::Unknown => None,
+    };
+    if let Some((label, name)) = workload_label {
+        labels.insert(label.to_owned(), name.to_string());
+        let zone = endpoint.zone.as_deref().unwrap_or_default();
+        labels.insert("zone".to_owned(), zone.to_owned());
     }
     WeightedAddr {
         addr: Some(endpoint.addr.into()),
         weight: DEFAULT_WEIGHT,
         metric_labels: labels,
-        tls_identity: endpoint.identity.as_ref().map(tls_identity),
-        protocol_hint: protocol_hint(endpoint),
-        authority_override: endpoint.authority_override.as_ref().map(|authority| AuthorityOverride {
+        tls_identity: traits.identity.as_ref().map(tls_identity),
+        protocol_hint: protocol_hint(traits),
+        authority_override: traits.authority_override.as_ref().map(|authority| AuthorityOverride {
             authority_override: authority.to_string(),
         }),
-        http2: match endpoint.http2 {
+        http2: match traits.http2 {
             Http2Params::Configured => config.http2,
             Http2Params::Unset => None,
         },
@@ -205,12 +208,12 @@ fn endpoint_addr(endpoint: &Endpoint, config: &Config) -> WeightedAddr {
     }
 }
 
-fn protocol_hint(endpoint: &Endpoint) -> Option<ProtocolHint> {
-    let protocol = endpoint.protocol.map(|hint| match hint {
+fn protocol_hint(traits: &EndpointTraits) -> Option<ProtocolHint> {
+    let protocol = traits.protocol.map(|hint| match hint {
         model::ProtocolHint::H2 => Protocol::H2(H2 {}),
         model::ProtocolHint::Opaque => Protocol::Opaque(Opaque {}),
     });
-    let opaque_transport = endpoint.opaque_transport_port.map(|port| OpaqueTransport {
+    let opaque_transport = traits.opaque_transport_port.map(|port| OpaqueTransport {
         inbound_port: port.into(),
     });
     if protocol.is_none() && opaque_transport.is_none() {

@@ -5,12 +5,12 @@ use std::fmt;
 use k8s_openapi::api::core::v1::{Container, PodSpec};
 use tulle_core::names::annotation;
 
+use crate::injection::annotations::Annotations;
 use crate::injection::pod::containers;
 use crate::injection::target::{
     Config, INIT_CONTAINER, InjectionOrigin, InjectionTarget, PROXY_CONTAINER, ProxyMode, VALIDATOR_CONTAINER,
 };
 use crate::injection::values::Values;
-use crate::resources::annotations::Annotations;
 
 /// The decision on one pod.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -4,6 +4,7 @@
 //! is ignored with a warning. A pod is denied if its sidecar would not enforce a required restriction, would be bypassed by the
 //! application, or would never get a certificate.
 
+pub mod annotations;
 mod checks;
 mod decision;
 mod patch;
@@ -20,6 +21,7 @@ use k8s_openapi::api::core::v1::{PodSpec, ServicePort};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use tulle_core::names::annotation;
 
+use self::annotations::Annotations;
 use self::checks::{proxy_user, service_account};
 pub use self::decision::{AnnotationLocation, Decision, SkipReason, join_reasons};
 use self::patch::PatchBuilder;
@@ -33,7 +35,6 @@ pub use self::target::{
     VALIDATOR_CONTAINER, has_injected_containers,
 };
 use self::values::Values;
-use crate::resources::annotations::Annotations;
 
 /// The result of injection.
 #[derive(Clone, Debug)]

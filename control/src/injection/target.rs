@@ -3,8 +3,8 @@
 use k8s_openapi::api::core::v1::PodSpec;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
+use crate::injection::annotations::Annotations;
 use crate::injection::values::Values;
-use crate::resources::annotations::Annotations;
 use crate::resources::workload::long_running_containers;
 
 /// Configuration that is the same for all pods.

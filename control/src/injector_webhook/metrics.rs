@@ -4,8 +4,8 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use tulle_core::metrics::{Counter, Family, Gauge, Labels, Registry};
 use tulle_core::names::annotation;
 
+use crate::injection::annotations::Annotations;
 use crate::injection::{AnnotationLocation, Decision, join_reasons};
-use crate::resources::annotations::Annotations;
 
 /// Counters of pod reviews and of their decisions.
 #[derive(Clone)]

@@ -1,7 +1,6 @@
 //! The endpoints of a service port, with everything that a client needs to connect to them.
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
@@ -9,13 +8,19 @@ use std::sync::Arc;
 pub struct Endpoints {
     pub existence: Existence,
     pub scope: TrafficScope,
-    pub addresses: BTreeMap<SocketAddr, Arc<Endpoint>>,
+    /// Sorted by address.
+    pub endpoints: Box<[Arc<Endpoint>]>,
 }
 
 impl Endpoints {
     /// Returns whether the endpoints depend on the client's node.
     pub fn is_node_scoped(&self) -> bool {
         self.scope != TrafficScope::Cluster
+    }
+
+    pub fn get(&self, addr: SocketAddr) -> Option<&Arc<Endpoint>> {
+        let found = self.endpoints.binary_search_by_key(&addr, |endpoint| endpoint.addr);
+        found.ok().map(|at| &self.endpoints[at])
     }
 }
 
@@ -46,15 +51,22 @@ pub enum TrafficScope {
 pub struct Endpoint {
     pub addr: SocketAddr,
     pub workload: EndpointWorkload,
-    /// Metric labels, as a list because a map needs more memory. `zone` and `zone_locality` are added in the message. If a
-    /// name occurs twice, the later entry counts.
-    pub labels: Vec<(Cow<'static, str>, Arc<str>)>,
     pub node: Option<Arc<str>>,
     pub zone: Option<Arc<str>>,
     /// Zones whose clients should use this endpoint. Empty means all zones.
-    pub hint_zones: Vec<Arc<str>>,
+    pub hint_zones: Arc<[Arc<str>]>,
     /// Nodes whose clients should use this endpoint. Empty means all nodes.
-    pub hint_nodes: Vec<Arc<str>>,
+    pub hint_nodes: Arc<[Arc<str>]>,
+    /// Shared by the replicas of a workload.
+    pub traits: Arc<EndpointTraits>,
+}
+
+/// What the replicas of a workload usually have in common.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub struct EndpointTraits {
+    /// Metric labels, as a list because a map needs more memory. The labels for the name of the workload, `zone` and
+    /// `zone_locality` are added in the message. If a name occurs twice, the later entry counts.
+    pub labels: Vec<(Cow<'static, str>, Arc<str>)>,
     /// The authority that replaces the one in the client's request.
     pub authority_override: Option<Arc<str>>,
     pub protocol: Option<ProtocolHint>,
@@ -73,13 +85,13 @@ pub enum EndpointWorkload {
 }
 
 /// Protocol that clients use to a meshed endpoint.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ProtocolHint {
     H2,
     Opaque,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum TlsIdentity {
     Dns { name: Arc<str>, server_name: Arc<str> },
     Uri { uri: Arc<str>, server_name: Arc<str> },
@@ -102,9 +114,10 @@ impl TlsIdentity {
 }
 
 /// Whether the configured HTTP/2 client parameters are sent.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Http2Params {
     Configured,
+    #[default]
     Unset,
 }
 
@@ -114,16 +127,11 @@ impl Endpoint {
         Self {
             addr,
             workload: EndpointWorkload::Unknown,
-            labels: Vec::new(),
             node: None,
             zone: None,
-            hint_zones: Vec::new(),
-            hint_nodes: Vec::new(),
-            authority_override: None,
-            protocol: None,
-            opaque_transport_port: None,
-            identity: None,
-            http2: Http2Params::Unset,
+            hint_zones: Arc::default(),
+            hint_nodes: Arc::default(),
+            traits: Arc::default(),
         }
     }
 }

@@ -1,6 +1,7 @@
 //! The service for server policies, with GetPort and WatchPort.
 
 use std::fmt;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use futures_util::Stream;
@@ -11,7 +12,7 @@ use tulle_core::identity::Identity;
 use tulle_proto::inbound::PortSpec;
 use tulle_proto::inbound::inbound_server_policies_server::SERVICE_NAME;
 
-use crate::cluster::publish::published_value::{EncoderId, EncodingKey, PublishedValue};
+use crate::cluster::publish::published_value::{Encoder, EncodingKey, PublishedValue};
 use crate::cluster::views::inbound as view;
 use crate::cluster::{Cluster, Subscription};
 use crate::grpc::{self, Caller, Methods};
@@ -24,12 +25,12 @@ use crate::tls::mesh_credentials::ClientCertificates;
 pub struct InboundPolicyService {
     cluster: Cluster,
     client_certificates: ClientCertificates,
-    encoder: EncoderId,
+    encoder: Encoder,
 }
 
 impl InboundPolicyService {
     pub(super) fn new(cluster: Cluster, client_certificates: ClientCertificates) -> Self {
-        let encoder = cluster.new_encoder_id();
+        let encoder = cluster.new_encoder();
         Self {
             cluster,
             client_certificates,
@@ -53,7 +54,7 @@ impl InboundPolicyService {
         self.check_caller(caller, &workload)?;
         let mut subscription = self.cluster.inbound(view::Key { workload, port });
         let first = subscription.current();
-        match message(&first, self.encoder) {
+        match message(&first, &self.encoder) {
             Some(message) => Ok((subscription, message)),
             None => Err(Status::not_found("unknown server")),
         }
@@ -91,7 +92,7 @@ impl InboundPolicyService {
         let (subscription, first) = self.subscribe(spec, caller)?;
         let encoder = self.encoder;
         Ok(messages::message_stream(subscription, first, move |server| {
-            message(server, encoder)
+            message(server, &encoder)
         }))
     }
 }
@@ -129,8 +130,8 @@ impl fmt::Display for IdentityList<'_> {
 }
 
 /// Returns the message for a policy. Streams with the same policy share the bytes.
-fn message(server: &PublishedValue<Option<InboundPolicy>>, encoder: EncoderId) -> Option<Bytes> {
-    let model = server.as_ref()?;
+fn message(server: &Arc<PublishedValue<Option<InboundPolicy>>>, encoder: &Encoder) -> Option<Bytes> {
+    let model = Option::as_ref(server)?;
     Some(server.encode_cached(&EncodingKey::for_all_subscribers(encoder), || {
         grpc::encode(&[translate::inbound::server(model)])
     }))

@@ -1,5 +1,7 @@
 //! The messages of policy streams.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 use futures_util::stream::{self, Stream};
 
@@ -11,7 +13,7 @@ use crate::cluster::publish::published_value::PublishedValue;
 pub(super) fn message_stream<T>(
     subscription: Subscription<T>,
     first: Bytes,
-    message: impl Fn(&PublishedValue<T>) -> Option<Bytes> + Send,
+    message: impl Fn(&Arc<PublishedValue<T>>) -> Option<Bytes> + Send,
 ) -> impl Stream<Item = Bytes> + Send
 where
     T: Send + Sync + 'static,

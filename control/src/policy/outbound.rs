@@ -1,6 +1,7 @@
 //! The service for client policies, with Get and Watch.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use futures_util::Stream;
@@ -10,7 +11,7 @@ use tonic::body::Body;
 use tulle_proto::outbound::outbound_policies_server::SERVICE_NAME;
 use tulle_proto::outbound::{TrafficSpec, traffic_spec};
 
-use crate::cluster::publish::published_value::{EncoderId, EncodingKey, PublishedValue};
+use crate::cluster::publish::published_value::{Encoder, EncodingKey, PublishedValue};
 use crate::cluster::views::outbound::{Key, Target};
 use crate::cluster::{Cluster, Subscription};
 use crate::grpc::{self, Methods};
@@ -24,12 +25,12 @@ use crate::resources::meta::NamespacedName;
 pub struct OutboundPolicyService {
     cluster: Cluster,
     config: Config,
-    encoder: EncoderId,
+    encoder: Encoder,
 }
 
 impl OutboundPolicyService {
     pub(super) fn new(cluster: Cluster, config: Config) -> Self {
-        let encoder = cluster.new_encoder_id();
+        let encoder = cluster.new_encoder();
         Self {
             cluster,
             config,
@@ -77,12 +78,12 @@ impl OutboundPolicyService {
     }
 
     /// Returns the message for a policy. Streams with the same policy share the bytes.
-    fn message(&self, outbound: &PublishedValue<Outbound>) -> Option<Bytes> {
-        let Outbound::Policy(policy) = &**outbound else {
+    fn message(&self, outbound: &Arc<PublishedValue<Outbound>>) -> Option<Bytes> {
+        let Outbound::Policy(policy) = &***outbound else {
             return None;
         };
         Some(
-            outbound.encode_cached(&EncodingKey::for_all_subscribers(self.encoder), || {
+            outbound.encode_cached(&EncodingKey::for_all_subscribers(&self.encoder), || {
                 grpc::encode(&[translate::outbound::policy(policy, self.config)])
             }),
         )

@@ -2,15 +2,13 @@
 //!
 //! Each parser returns `None` if its annotations are absent, and an error if they are invalid.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use tulle_core::names::annotation;
 use tulle_core::{duration, retry};
 
 use crate::model::outbound::{Backoff, FailureAccrual, Retry, RetryConditions, Timeouts};
-
-pub type Annotations = BTreeMap<String, String>;
+use crate::resources::string_map::StringMap;
 
 /// Penalty that makes failures count as slow responses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,7 +17,7 @@ pub struct LoadBias {
     pub max_retry_after: Duration,
 }
 
-pub fn parse_http_retry(annotations: &Annotations) -> Result<Option<Retry>, String> {
+pub fn parse_http_retry(annotations: &StringMap) -> Result<Option<Retry>, String> {
     let Some(text) = annotations.get(annotation::RETRY_HTTP) else {
         return Ok(None);
     };
@@ -27,7 +25,7 @@ pub fn parse_http_retry(annotations: &Annotations) -> Result<Option<Retry>, Stri
     parse_retry(annotations, RetryConditions::Http(conditions)).map(Some)
 }
 
-pub fn parse_grpc_retry(annotations: &Annotations) -> Result<Option<Retry>, String> {
+pub fn parse_grpc_retry(annotations: &StringMap) -> Result<Option<Retry>, String> {
     let Some(text) = annotations.get(annotation::RETRY_GRPC) else {
         return Ok(None);
     };
@@ -42,7 +40,7 @@ pub fn parse_grpc_retry(annotations: &Annotations) -> Result<Option<Retry>, Stri
     parse_retry(annotations, conditions).map(Some)
 }
 
-fn parse_retry(annotations: &Annotations, conditions: RetryConditions) -> Result<Retry, String> {
+fn parse_retry(annotations: &StringMap, conditions: RetryConditions) -> Result<Retry, String> {
     let limit: u16 = parse_annotation(annotations, annotation::RETRY_LIMIT, "a number up to 65535", |text| {
         text.parse().ok()
     })?
@@ -57,13 +55,13 @@ fn parse_retry(annotations: &Annotations, conditions: RetryConditions) -> Result
 }
 
 /// Parses the timeouts. A value of zero means no timeout, whatever applies without the annotation.
-pub fn parse_timeouts(annotations: &Annotations) -> Result<Option<Timeouts>, String> {
+pub fn parse_timeouts(annotations: &StringMap) -> Result<Option<Timeouts>, String> {
     let keys = [
         annotation::TIMEOUT_REQUEST,
         annotation::TIMEOUT_RESPONSE,
         annotation::TIMEOUT_IDLE,
     ];
-    if keys.iter().all(|key| !annotations.contains_key(*key)) {
+    if keys.iter().all(|key| !annotations.contains_key(key)) {
         return Ok(None);
     }
     let timeout = |key| parse_duration(annotations, key);
@@ -75,7 +73,7 @@ pub fn parse_timeouts(annotations: &Annotations) -> Result<Option<Timeouts>, Str
     }))
 }
 
-pub fn parse_failure_accrual(annotations: &Annotations) -> Result<Option<FailureAccrual>, String> {
+pub fn parse_failure_accrual(annotations: &StringMap) -> Result<Option<FailureAccrual>, String> {
     let Some(kind) = annotations.get(annotation::FAILURE_ACCRUAL) else {
         return Ok(None);
     };
@@ -83,7 +81,7 @@ pub fn parse_failure_accrual(annotations: &Annotations) -> Result<Option<Failure
         text.parse().ok()
     })?
     .unwrap_or(7);
-    match kind.as_str() {
+    match kind {
         "consecutive" => {
             let backoff = parse_backoff(annotations)?;
             Ok(Some(FailureAccrual::Consecutive { max_failures, backoff }))
@@ -96,7 +94,7 @@ pub fn parse_failure_accrual(annotations: &Annotations) -> Result<Option<Failure
     }
 }
 
-fn parse_unified(annotations: &Annotations, max_failures: u32) -> Result<FailureAccrual, String> {
+fn parse_unified(annotations: &StringMap, max_failures: u32) -> Result<FailureAccrual, String> {
     let threshold = parse_annotation(
         annotations,
         annotation::SUCCESS_RATE_THRESHOLD,
@@ -142,7 +140,7 @@ fn parse_unified(annotations: &Annotations, max_failures: u32) -> Result<Failure
     })
 }
 
-fn parse_backoff(annotations: &Annotations) -> Result<Backoff, String> {
+fn parse_backoff(annotations: &StringMap) -> Result<Backoff, String> {
     let min = parse_duration(annotations, annotation::CONSECUTIVE_MIN_PENALTY)?.unwrap_or(Duration::from_secs(1));
     let max = parse_duration(annotations, annotation::CONSECUTIVE_MAX_PENALTY)?.unwrap_or(Duration::from_secs(60));
     if max.is_zero() || min > max {
@@ -166,7 +164,7 @@ fn parse_backoff(annotations: &Annotations) -> Result<Backoff, String> {
     })
 }
 
-pub fn parse_load_bias(annotations: &Annotations) -> Result<Option<LoadBias>, String> {
+pub fn parse_load_bias(annotations: &StringMap) -> Result<Option<LoadBias>, String> {
     if parse_bool(annotations, annotation::PENALIZE_FAILURES)? != Some(true) {
         return Ok(None);
     }
@@ -179,7 +177,7 @@ pub fn parse_load_bias(annotations: &Annotations) -> Result<Option<LoadBias>, St
     }))
 }
 
-fn parse_bool(annotations: &Annotations, key: &str) -> Result<Option<bool>, String> {
+fn parse_bool(annotations: &StringMap, key: &str) -> Result<Option<bool>, String> {
     parse_annotation(annotations, key, "true or false", |text| match text {
         "1" | "t" | "T" | "true" | "TRUE" | "True" => Some(true),
         "0" | "f" | "F" | "false" | "FALSE" | "False" => Some(false),
@@ -187,7 +185,7 @@ fn parse_bool(annotations: &Annotations, key: &str) -> Result<Option<bool>, Stri
     })
 }
 
-fn parse_duration(annotations: &Annotations, key: &str) -> Result<Option<Duration>, String> {
+fn parse_duration(annotations: &StringMap, key: &str) -> Result<Option<Duration>, String> {
     annotations
         .get(key)
         .map(|text| duration::parse(text).map_err(|error| format!("{key}: {error}")))
@@ -195,7 +193,7 @@ fn parse_duration(annotations: &Annotations, key: &str) -> Result<Option<Duratio
 }
 
 fn parse_annotation<T>(
-    annotations: &Annotations,
+    annotations: &StringMap,
     key: &str,
     accepted: &str,
     read: impl FnOnce(&str) -> Option<T>,
@@ -214,11 +212,8 @@ mod tests {
 
     use super::*;
 
-    fn annotations(pairs: &[(&str, &str)]) -> Annotations {
-        pairs
-            .iter()
-            .map(|(key, value)| ((*key).to_owned(), (*value).to_owned()))
-            .collect()
+    fn annotations(pairs: &[(&str, &str)]) -> StringMap {
+        pairs.iter().copied().collect()
     }
 
     #[test]

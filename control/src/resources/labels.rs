@@ -1,45 +1,14 @@
 //! Labels and label selectors.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelectorRequirement;
 use serde::{Deserialize, Deserializer};
 
-use crate::resources::interning::intern;
+use crate::resources::string_map::StringMap;
 
-/// The labels of an object, sorted by name. A list of interned strings, because a map takes about 500 bytes per pod even for
-/// one label.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Labels(Box<[Label]>);
-
-/// Name and value, both interned.
-pub type Label = (Arc<str>, Arc<str>);
-
-impl Labels {
-    pub fn get(&self, key: &str) -> Option<&str> {
-        let found = self.0.binary_search_by(|(other, _)| (**other).cmp(key));
-        found.ok().map(|at| &*self.0[at].1)
-    }
-
-    pub fn labels(&self) -> &[Label] {
-        &self.0
-    }
-
-    /// Returns the labels in the order of their names.
-    pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
-        self.0.iter().map(|(key, value)| (&**key, &**value))
-    }
-}
-
-impl<K: AsRef<str>, V: AsRef<str>> FromIterator<(K, V)> for Labels {
-    fn from_iter<I: IntoIterator<Item = (K, V)>>(labels: I) -> Self {
-        let shared = |(key, value): (K, V)| (intern(key.as_ref()), intern(value.as_ref()));
-        let mut list: Vec<_> = labels.into_iter().map(shared).collect();
-        list.sort_unstable();
-        Self(list.into_boxed_slice())
-    }
-}
+/// The labels of an object.
+pub type Labels = StringMap;
 
 /// A label selector with valid operators. The empty selector matches everything.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -70,10 +39,10 @@ struct RawSelector {
 
 impl Selector {
     /// Returns the selector of a Service, which requires each label with its value.
-    pub fn from_match_labels(labels: &BTreeMap<String, String>) -> Self {
-        let requirement = |(key, value): (&String, &String)| Requirement {
-            key: key.clone(),
-            operator: LabelOperator::In(vec![value.clone()]),
+    pub fn from_match_labels(labels: &Labels) -> Self {
+        let requirement = |(key, value): (&str, &str)| Requirement {
+            key: key.to_owned(),
+            operator: LabelOperator::In(vec![value.to_owned()]),
         };
         Self(labels.iter().map(requirement).collect())
     }
@@ -152,14 +121,6 @@ mod tests {
 
     fn labels(pairs: &[(&str, &str)]) -> Labels {
         pairs.iter().copied().collect()
-    }
-
-    #[test]
-    fn labels_are_found_by_name() {
-        let labels = labels(&[("tier", "x"), ("app", "web")]);
-        assert_eq!((labels.get("app"), labels.get("tier")), (Some("web"), Some("x")));
-        assert_eq!(labels.get("none"), None);
-        assert_eq!(labels.iter().collect::<Vec<_>>(), [("app", "web"), ("tier", "x")]);
     }
 
     #[test]

@@ -1,6 +1,5 @@
 //! Metadata of objects: name, labels, annotations, age and owner. Contains only what the views read.
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 
@@ -8,6 +7,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 
 use crate::resources::interning::intern;
 use crate::resources::labels::Labels;
+use crate::resources::string_map::StringMap;
 
 /// The identifier of an object within its kind. The namespace is empty for cluster-scoped kinds.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -42,7 +42,9 @@ pub struct Owner {
 pub struct Meta {
     pub name: NamespacedName,
     pub labels: Labels,
-    pub annotations: BTreeMap<String, String>,
+    /// Those that destination and policy read. Annotations of other tools, such as the last applied configuration, are most of an
+    /// object's size.
+    pub annotations: StringMap,
     /// Seconds since 1970. Objects without this time sort last.
     pub created_at: Option<i64>,
     /// The resource version.
@@ -66,10 +68,11 @@ impl Meta {
             }),
             _ => None,
         };
+        let annotations = meta.annotations.iter().flatten();
         Ok(Self {
-            name: NamespacedName::new(meta.namespace.unwrap_or_else(|| "default".to_owned()), name),
+            name: NamespacedName::new(intern(meta.namespace.as_deref().unwrap_or("default")), name),
             labels: meta.labels.iter().flatten().collect(),
-            annotations: meta.annotations.unwrap_or_default(),
+            annotations: annotations.filter(|(key, _)| is_used_annotation(key)).collect(),
             created_at: meta.creation_timestamp.map(|time| time.0.as_second()),
             version: meta.resource_version.unwrap_or_default(),
             terminating: meta.deletion_timestamp.is_some(),
@@ -86,7 +89,7 @@ impl Meta {
     }
 
     pub fn annotation(&self, key: &str) -> Option<&str> {
-        self.annotations.get(key).map(String::as_str)
+        self.annotations.get(key)
     }
 
     /// Sort key: oldest first, then by namespace and name. Of conflicting objects the first in this order takes
@@ -95,6 +98,16 @@ impl Meta {
         (self.created_at.unwrap_or(i64::MAX), &self.name)
     }
 }
+
+/// Returns whether destination or policy reads an annotation. Those of `linkerd.io` itself are for the injector.
+fn is_used_annotation(annotation: &str) -> bool {
+    annotation
+        .split_once('/')
+        .is_some_and(|(domain, _)| domain.ends_with(MESH_DOMAIN_SUFFIX))
+}
+
+/// The suffix of the domains of all annotations that destination and policy read.
+const MESH_DOMAIN_SUFFIX: &str = ".linkerd.io";
 
 /// Returns whether a name is a DNS-1123 subdomain, which Kubernetes requires for object names.
 pub fn is_dns_subdomain(name: &str) -> bool {

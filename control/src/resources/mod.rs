@@ -20,6 +20,7 @@ pub mod route_admission;
 pub mod service;
 pub mod service_profile;
 pub mod status;
+pub mod string_map;
 pub mod unreadable;
 pub mod unsupported;
 pub mod workload;

@@ -1,6 +1,5 @@
 //! Services, and their endpoints: Endpoints and EndpointSlices in one form.
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -15,6 +14,7 @@ use tulle_core::names::label;
 use tulle_core::ports::PortSet;
 
 use crate::resources::interning::{intern, intern_opt};
+use crate::resources::labels::Labels;
 use crate::resources::meta::{Meta, NamespacedName};
 use crate::resources::port_list;
 
@@ -28,7 +28,7 @@ pub struct Service {
     pub ports: Vec<ServicePort>,
     /// Ports of other protocols. Proxies do not serve them, but EndpointSlices list them.
     pub non_tcp_ports: Vec<(NonTcpProtocol, ServicePort)>,
-    pub selector: BTreeMap<String, String>,
+    pub selector: Labels,
     pub internal_traffic_policy: InternalTrafficPolicy,
     /// Empty if the manifest has none, which means both families.
     pub families: Vec<IpFamily>,
@@ -233,7 +233,7 @@ impl Service {
             kind,
             ports,
             non_tcp_ports: other_ports,
-            selector: spec.selector.unwrap_or_default(),
+            selector: spec.selector.iter().flatten().collect(),
             internal_traffic_policy: traffic,
             families,
             not_ready_addresses: match spec.publish_not_ready_addresses {
@@ -268,7 +268,7 @@ impl ServicePort {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Subset {
     pub ports: Vec<SubsetPort>,
-    pub addresses: Vec<Address>,
+    pub addresses: Box<[Address]>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -283,11 +283,11 @@ pub struct SubsetPort {
 pub struct Address {
     pub ip: IpAddr,
     pub ready: EndpointReadiness,
-    pub hostname: Option<String>,
+    pub hostname: Option<Box<str>>,
     pub node: Option<Arc<str>>,
     pub zone: Option<Arc<str>>,
-    pub hint_zones: Vec<Arc<str>>,
-    pub hint_nodes: Vec<Arc<str>>,
+    pub hint_zones: Arc<[Arc<str>]>,
+    pub hint_nodes: Arc<[Arc<str>]>,
     pub target: AddressTarget,
 }
 
@@ -360,15 +360,18 @@ impl Endpoints {
                 addresses.push(Address {
                     ip: parse_ip(&address.ip, "subsets[].addresses[].ip")?,
                     ready: EndpointReadiness::Ready,
-                    hostname: address.hostname.filter(|hostname| !hostname.is_empty()),
+                    hostname: hostname(address.hostname),
                     node: intern_opt(address.node_name),
                     zone: None,
-                    hint_zones: Vec::new(),
-                    hint_nodes: Vec::new(),
+                    hint_zones: Arc::default(),
+                    hint_nodes: Arc::default(),
                     target: AddressTarget::from_kubernetes(address.target_ref, meta.namespace()),
                 });
             }
-            subsets.push(Subset { ports, addresses });
+            subsets.push(Subset {
+                ports,
+                addresses: addresses.into(),
+            });
         }
         Ok(Self { meta, subsets })
     }
@@ -409,7 +412,10 @@ impl EndpointSlice {
             meta,
             managed_object: managed,
             service,
-            subset: Subset { ports, addresses },
+            subset: Subset {
+                ports,
+                addresses: addresses.into(),
+            },
             has_fqdn_addresses,
         })
     }
@@ -437,7 +443,7 @@ impl Address {
         Ok(Some(Self {
             ip: parse_ip(address, "endpoints[].addresses[]")?,
             ready,
-            hostname: endpoint.hostname.filter(|hostname| !hostname.is_empty()),
+            hostname: hostname(endpoint.hostname),
             node: intern_opt(endpoint.node_name),
             zone: intern_opt(endpoint.zone),
             hint_zones: zones.iter().map(|zone| intern(&zone.name)).collect(),
@@ -460,6 +466,10 @@ impl AddressTarget {
             _ => Self::UnsupportedKind,
         }
     }
+}
+
+fn hostname(name: Option<String>) -> Option<Box<str>> {
+    name.filter(|name| !name.is_empty()).map(Into::into)
 }
 
 pub fn parse_ip(text: &str, field: &str) -> Result<IpAddr, String> {

@@ -10,11 +10,12 @@ use k8s_openapi::api::core::v1::{
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde::Deserialize;
 use serde_json::Value;
+use smallvec::SmallVec;
 use tulle_core::addr;
 use tulle_core::identity::Identity;
 use tulle_core::names::label;
 
-use crate::resources::interning::{intern, intern_opt};
+use crate::resources::interning::{Interner, intern, intern_opt};
 use crate::resources::meta::{Meta, is_dns_subdomain};
 use crate::resources::port_list::{PortList, ResolvedPorts};
 use crate::resources::probe_path;
@@ -23,8 +24,8 @@ use crate::resources::service::{EndpointReadiness, NonTcpProtocol, PortRef, is_t
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pod {
     pub meta: Meta,
-    pub ips: Vec<IpAddr>,
-    pub host_ips: Vec<IpAddr>,
+    pub ips: SmallVec<[IpAddr; 1]>,
+    pub host_ips: SmallVec<[IpAddr; 1]>,
     pub network: PodNetwork,
     /// `None` if the object has no status.
     pub phase: Option<PodPhase>,
@@ -33,11 +34,12 @@ pub struct Pod {
     pub node: Option<Arc<str>>,
     pub service_account: Arc<str>,
     /// With a subdomain, the first label of the pod's DNS name: `<hostname>.<subdomain>.<namespace>.svc`.
-    pub hostname: Option<String>,
-    pub subdomain: Option<String>,
-    pub ports: Vec<ContainerPort>,
-    /// Ports and paths of HTTP probes, sorted.
-    pub probes: Vec<(u16, Arc<str>)>,
+    pub hostname: Option<Box<str>>,
+    pub subdomain: Option<Box<str>>,
+    /// Interned, because replicas declare the same ports.
+    pub ports: Arc<[ContainerPort]>,
+    /// Ports and paths of HTTP probes, sorted and interned.
+    pub probes: Arc<[(u16, Arc<str>)]>,
     pub proxy: ProxyContainer,
 }
 
@@ -56,7 +58,7 @@ pub enum PodPhase {
 }
 
 /// A TCP port that a container or an external workload declares.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct ContainerPort {
     pub name: Option<Arc<str>>,
     pub port: u16,
@@ -81,7 +83,7 @@ impl Pod {
         let meta = Meta::from_kubernetes(pod.metadata)?;
         let spec = pod.spec.ok_or("spec is missing")?;
         let status = pod.status.unwrap_or_default();
-        let mut ips = Vec::new();
+        let mut ips = SmallVec::new();
         for ip in status.pod_ips.unwrap_or_default() {
             ips.push(parse_ip(&ip.ip, "status.podIPs")?);
         }
@@ -91,7 +93,7 @@ impl Pod {
                 ips.insert(0, ip);
             }
         }
-        let mut host_ips = Vec::new();
+        let mut host_ips = SmallVec::new();
         for ip in status.host_ips.unwrap_or_default() {
             host_ips.push(parse_ip(&ip.ip, "status.hostIPs")?);
         }
@@ -152,10 +154,10 @@ impl Pod {
             ready,
             node: intern_opt(spec.node_name.filter(|node| !node.is_empty())),
             service_account: intern(&service_account),
-            hostname: spec.hostname,
-            subdomain: spec.subdomain,
-            ports,
-            probes: probes.into_iter().collect(),
+            hostname: spec.hostname.map(Into::into),
+            subdomain: spec.subdomain.map(Into::into),
+            ports: PORT_LISTS.intern(ports),
+            probes: PROBE_LISTS.intern(Vec::from_iter(probes)),
             proxy,
         })
     }
@@ -508,6 +510,9 @@ impl PartialObjectMetadata {
         })
     }
 }
+
+static PORT_LISTS: Interner<[ContainerPort]> = Interner::new();
+static PROBE_LISTS: Interner<[(u16, Arc<str>)]> = Interner::new();
 
 /// Label of the control plane's own pods, which terminate TLS themselves and need no sidecar.
 pub const CONTROL_PLANE_COMPONENT: &str = label::CONTROL_PLANE_COMPONENT;

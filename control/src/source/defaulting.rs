@@ -65,7 +65,7 @@ fn set_pod_defaults(pod: &mut Pod) -> Result<(), String> {
         if pod.host_ips.is_empty() {
             pod.host_ips.clone_from(&pod.ips);
         }
-        for declared in &mut pod.ports {
+        for declared in Arc::make_mut(&mut pod.ports) {
             declared.host_port = Some(declared.port);
         }
     }

@@ -148,7 +148,10 @@ impl<'a> ObjectIndex<'a> {
         }
         groups
             .into_iter()
-            .map(|((_, ports), addresses)| Subset { ports, addresses })
+            .map(|((_, ports), addresses)| Subset {
+                ports,
+                addresses: addresses.into(),
+            })
             .collect()
     }
 
@@ -163,8 +166,8 @@ impl<'a> ObjectIndex<'a> {
             hostname: pod.hostname.clone().filter(|_| is_in_subdomain),
             node: pod.node.clone(),
             zone: zone.map(|zone| (*zone).clone()),
-            hint_zones: Vec::new(),
-            hint_nodes: Vec::new(),
+            hint_zones: Arc::default(),
+            hint_nodes: Arc::default(),
             target: AddressTarget::Pod(pod.meta.name.clone()),
         }
     }
@@ -178,11 +181,11 @@ fn workload_address(service: &Service, workload: &ExternalWorkload, ip: IpAddr) 
             NotReadyAddresses::Published => EndpointReadiness::Ready,
             NotReadyAddresses::Omitted => workload.ready.unwrap_or(EndpointReadiness::NotReady),
         },
-        hostname: headless.then(|| workload.meta.name.name.to_string()),
+        hostname: headless.then(|| (*workload.meta.name.name).into()),
         node: None,
         zone: workload.meta.label(label::ZONE).map(intern),
-        hint_zones: Vec::new(),
-        hint_nodes: Vec::new(),
+        hint_zones: Arc::default(),
+        hint_nodes: Arc::default(),
         target: AddressTarget::ExternalWorkload(workload.meta.name.clone()),
     }
 }

@@ -532,8 +532,8 @@ fn traces_need_a_collector_and_unambiguous_attributes() {
     assert_eq!((trace.service.as_str(), trace.sampling), ("linkerd-proxy", 0.25));
     let pairs = [("a", "1"), ("b", "x=y")].map(|(name, value)| (name.to_owned(), value.to_owned()));
     assert_eq!(trace.attributes, pairs.into());
-    let listed = values::attribute_list("a=1%2C2%,b=%zz").unwrap();
-    assert_eq!((listed["a"].as_str(), listed["b"].as_str()), ("1,2%", "%zz"));
+    let listed = values::attribute_list("a=1%2C2%,b=%zz%+5").unwrap();
+    assert_eq!((listed["a"].as_str(), listed["b"].as_str()), ("1,2%", "%zz%+5"));
 
     for (change, name) in [
         (

@@ -114,6 +114,8 @@ pub(super) fn attribute_list(value: &str) -> Result<BTreeMap<String, String>, Pa
             let escaped = (byte == b'%')
                 .then(|| std::str::from_utf8(after.get(..2)?).ok())
                 .flatten()
+                // Otherwise a sign would be accepted.
+                .filter(|digits| digits.bytes().all(|digit| digit.is_ascii_hexdigit()))
                 .and_then(|digits| u8::from_str_radix(digits, 16).ok());
             bytes.push(escaped.unwrap_or(byte));
             rest = if escaped.is_some() { &after[2..] } else { after };

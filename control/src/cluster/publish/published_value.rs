@@ -1,6 +1,7 @@
-//! A published value with its cached encodings.
+//! A published value with its cached encodings. Encodings are needed while many streams begin, or send the same change.
 
 use std::convert::Infallible;
+use std::fmt;
 use std::ops::Deref;
 use std::sync::{Arc, Weak};
 
@@ -15,18 +16,56 @@ pub struct PublishedValue<T> {
 }
 
 /// Identifies a gRPC service in the cache of encodings. Each service encodes values to its own messages.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct EncoderId(usize);
+#[derive(Clone, Debug)]
+pub struct Encoder {
+    id: usize,
+    recent: Arc<RecentEncodings>,
+}
 
-impl EncoderId {
-    pub(in crate::cluster) fn new(id: usize) -> Self {
-        Self(id)
+impl Encoder {
+    pub(in crate::cluster) fn new(id: usize, recent: Arc<RecentEncodings>) -> Self {
+        Self { id, recent }
+    }
+}
+
+/// The values with cached encodings.
+#[derive(Default)]
+pub(in crate::cluster) struct RecentEncodings(Mutex<Vec<Weak<dyn CachedEncodings>>>);
+
+impl RecentEncodings {
+    /// Removes the encodings that were not used since the last call.
+    pub(in crate::cluster) fn remove_unused(&self) {
+        let mut values = std::mem::take(&mut *self.0.lock());
+        values.retain(|value| value.upgrade().is_some_and(|value| value.remove_unused()));
+        self.0.lock().append(&mut values);
+    }
+}
+
+impl fmt::Debug for RecentEncodings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("RecentEncodings").field(&self.0.lock().len()).finish()
+    }
+}
+
+trait CachedEncodings: Send + Sync {
+    /// Removes the encodings that were not used since the last call. Returns whether some are left.
+    fn remove_unused(&self) -> bool;
+}
+
+impl<T: Send + Sync> CachedEncodings for PublishedValue<T> {
+    fn remove_unused(&self) -> bool {
+        let mut all = self.encodings.lock();
+        all.retain_mut(|encoded| std::mem::take(&mut encoded.is_used));
+        all.shrink_to_fit();
+        !all.is_empty()
     }
 }
 
 #[derive(Debug)]
 struct CachedEncoding<T> {
-    encoder: EncoderId,
+    encoder_id: usize,
+    /// Used since unused encodings were last removed.
+    is_used: bool,
     /// The value that the subscribers had before; `None` for new subscribers.
     previous: Option<Weak<PublishedValue<T>>>,
     /// The zone of the subscribers.
@@ -37,15 +76,15 @@ struct CachedEncoding<T> {
 /// Key of a cached encoding.
 #[derive(Debug)]
 pub struct EncodingKey<'a, T> {
-    pub encoder: EncoderId,
+    pub encoder: &'a Encoder,
     /// The value that the subscriber had before; `None` for a new subscriber.
     pub previous: Option<&'a Arc<PublishedValue<T>>>,
     pub zone: Option<&'a str>,
 }
 
-impl<T> EncodingKey<'_, T> {
+impl<'a, T> EncodingKey<'a, T> {
     /// The key of an encoding that does not depend on the subscriber.
-    pub fn for_all_subscribers(encoder: EncoderId) -> Self {
+    pub fn for_all_subscribers(encoder: &'a Encoder) -> Self {
         Self {
             encoder,
             previous: None,
@@ -61,9 +100,11 @@ impl<T> PublishedValue<T> {
             encodings: Mutex::default(),
         }
     }
+}
 
+impl<T: Send + Sync + 'static> PublishedValue<T> {
     /// Returns the encoded value. The first call encodes; later calls with an equal key share the bytes.
-    pub fn encode_cached(&self, key: &EncodingKey<'_, T>, encode: impl FnOnce() -> Bytes) -> Bytes {
+    pub fn encode_cached(self: &Arc<Self>, key: &EncodingKey<'_, T>, encode: impl FnOnce() -> Bytes) -> Bytes {
         let Ok(bytes) = self.try_encode_cached(key, || Ok::<_, Infallible>(encode()));
         bytes
     }
@@ -73,12 +114,13 @@ impl<T> PublishedValue<T> {
     /// # Errors
     /// Returns the error of `encode`. Errors are not cached.
     pub fn try_encode_cached<E>(
-        &self,
+        self: &Arc<Self>,
         key: &EncodingKey<'_, T>,
         encode: impl FnOnce() -> Result<Bytes, E>,
     ) -> Result<Bytes, E> {
         let mut all = self.encodings.lock();
-        if let Some(found) = all.iter().find(|encoded| encoded.matches(key)) {
+        if let Some(found) = all.iter_mut().find(|encoded| encoded.matches(key)) {
+            found.is_used = true;
             return Ok(found.bytes.clone());
         }
         let bytes = encode()?;
@@ -89,10 +131,15 @@ impl<T> PublishedValue<T> {
                 .as_ref()
                 .is_none_or(|previous| previous.strong_count() > 0)
         });
+        if all.is_empty() {
+            let value: Weak<dyn CachedEncodings> = Arc::downgrade(self) as _;
+            key.encoder.recent.0.lock().push(value);
+        }
         // Most values have two encodings: one for new subscribers and one relative to the previous value.
         all.reserve_exact(1);
         all.push(CachedEncoding {
-            encoder: key.encoder,
+            encoder_id: key.encoder.id,
+            is_used: true,
             previous: key.previous.map(Arc::downgrade),
             zone: key.zone.map(str::to_owned),
             bytes: bytes.clone(),
@@ -116,7 +163,7 @@ impl<T> CachedEncoding<T> {
             (Some(ours), Some(theirs)) => std::ptr::eq(ours.as_ptr(), Arc::as_ptr(theirs)),
             (Some(_), None) | (None, Some(_)) => false,
         };
-        is_same_previous && self.encoder == key.encoder && self.zone.as_deref() == key.zone
+        is_same_previous && self.encoder_id == key.encoder.id && self.zone.as_deref() == key.zone
     }
 }
 
@@ -135,11 +182,11 @@ mod tests {
     #[test]
     fn encodings_are_shared_by_encoder_previous_value_and_zone() {
         let (old, other) = (Arc::new(PublishedValue::new(1)), Arc::new(PublishedValue::new(1)));
-        let now = PublishedValue::new(2);
+        let now = Arc::new(PublishedValue::new(2));
         let made = std::cell::Cell::new(0_u8);
         let encoded = |by, after, zone| {
             let key = EncodingKey {
-                encoder: EncoderId(by),
+                encoder: &Encoder::new(by, Arc::default()),
                 previous: after,
                 zone,
             };
@@ -161,10 +208,10 @@ mod tests {
 
     #[test]
     fn encodings_for_dropped_previous_values_are_removed() {
-        let now = PublishedValue::new(0);
+        let now = Arc::new(PublishedValue::new(0));
         let follow = |after: &Arc<PublishedValue<i32>>| {
             let key = EncodingKey {
-                encoder: EncoderId(1),
+                encoder: &Encoder::new(1, Arc::default()),
                 previous: Some(after),
                 zone: None,
             };
@@ -174,5 +221,32 @@ mod tests {
             follow(&Arc::new(PublishedValue::new(n)));
         }
         assert_eq!(now.encodings.lock().len(), 1);
+    }
+
+    #[test]
+    fn encodings_are_kept_while_they_are_used() {
+        let recent = Arc::<RecentEncodings>::default();
+        let encoder = Encoder::new(1, recent.clone());
+        let (value, dropped) = (Arc::new(PublishedValue::new(1)), Arc::new(PublishedValue::new(2)));
+        let n_encoded = std::cell::Cell::new(0);
+        let encode = |value: &Arc<PublishedValue<i32>>| {
+            value.encode_cached(&EncodingKey::for_all_subscribers(&encoder), || {
+                n_encoded.set(n_encoded.get() + 1);
+                Bytes::from_static(b"a message")
+            });
+            n_encoded.get()
+        };
+        assert_eq!((encode(&value), encode(&dropped)), (1, 2));
+        drop(dropped);
+        for _ in 0..3 {
+            recent.remove_unused();
+            assert_eq!(encode(&value), 2);
+        }
+        assert_eq!(recent.0.lock().len(), 1);
+        recent.remove_unused();
+        recent.remove_unused();
+        assert!(value.encodings.lock().is_empty() && recent.0.lock().is_empty());
+        assert_eq!(encode(&value), 3);
+        assert_eq!(recent.0.lock().len(), 1);
     }
 }

@@ -1,9 +1,9 @@
 //! Current values of a view by key, each in a `watch::Sender`. A value is computed again when a dependency changes.
 
-use std::hash::Hash;
 use std::sync::Arc;
 
 use ahash::{AHashMap, AHashSet};
+use smallvec::SmallVec;
 use tokio::sync::watch;
 
 use crate::cluster::config::Config;
@@ -16,8 +16,14 @@ use crate::cluster::views::view::View;
 pub(in crate::cluster) struct ViewTable<V: View> {
     entries: AHashMap<Arc<V::Key>, Entry<V::Value>>,
     /// For each lookup key, the keys whose values were computed from its objects.
-    dependents: AHashMap<LookupKey, AHashSet<Arc<V::Key>>>,
+    dependents: Dependents<V::Key>,
 }
+
+/// The keys for a lookup key, in no order. Most lookup keys have one or two.
+type Dependents<K> = AHashMap<LookupKey, SmallVec<[Arc<K>; 2]>>;
+
+/// Receives the values of a key.
+pub(in crate::cluster) type ValueReceiver<T> = watch::Receiver<Arc<PublishedValue<T>>>;
 
 struct Entry<T> {
     value: watch::Sender<Arc<PublishedValue<T>>>,
@@ -36,39 +42,36 @@ impl<V: View> Default for ViewTable<V> {
 }
 
 impl<V: View> ViewTable<V> {
-    /// Adds a subscriber. The first subscriber of a key computes the value.
+    /// Adds a subscriber. The first subscriber of a key computes the value. Returns the key of the table, too.
     pub(in crate::cluster) fn subscribe(
         &mut self,
         store: &Store,
         config: &Config,
         metrics: &Metrics,
         key: &V::Key,
-    ) -> watch::Receiver<Arc<PublishedValue<V::Value>>> {
-        if let Some(entry) = self.entries.get(key) {
+    ) -> (Arc<V::Key>, ValueReceiver<V::Value>) {
+        if let Some((key, entry)) = self.entries.get_key_value(key) {
             entry.metrics.add_subscriber();
-            return entry.value.subscribe();
+            return (key.clone(), entry.value.subscribe());
         }
         let (value, dependencies) = compute::<V>(store, config, key);
         let metrics = V::metrics(metrics, key, &value);
         let key = Arc::new(key.clone());
         for dependency in &dependencies {
-            self.dependents
-                .entry(dependency.clone())
-                .or_default()
-                .insert(key.clone());
+            self.dependents.entry(dependency.clone()).or_default().push(key.clone());
         }
         V::update_metrics(&metrics, &value);
         metrics.add_subscriber();
         let (sender, receiver) = watch::channel(Arc::new(PublishedValue::new(value)));
         self.entries.insert(
-            key,
+            key.clone(),
             Entry {
                 value: sender,
                 dependencies,
                 metrics,
             },
         );
-        receiver
+        (key, receiver)
     }
 
     /// Computes the values that depend on changed objects again. Equal values are not sent.
@@ -91,10 +94,7 @@ impl<V: View> ViewTable<V> {
                 remove_dependent(&mut self.dependents, dependency, &key);
             }
             for dependency in difference(&entry.dependencies, &old) {
-                self.dependents
-                    .entry(dependency.clone())
-                    .or_default()
-                    .insert(key.clone());
+                self.dependents.entry(dependency.clone()).or_default().push(key.clone());
             }
             let changed = {
                 let old = entry.value.borrow();
@@ -117,10 +117,10 @@ impl<V: View> ViewTable<V> {
         let Some(entry) = self.entries.get(key) else { return };
         entry.metrics.remove_subscriber();
         if entry.value.receiver_count() == 0
-            && let Some(entry) = self.entries.remove(key)
+            && let Some((key, entry)) = self.entries.remove_entry(key)
         {
             for dependency in &entry.dependencies {
-                remove_dependent(&mut self.dependents, dependency, key);
+                remove_dependent(&mut self.dependents, dependency, &key);
             }
         }
     }
@@ -146,13 +146,11 @@ fn difference<'a>(dependencies: &'a [LookupKey], others: &'a [LookupKey]) -> imp
         .filter(|dependency| others.binary_search(dependency).is_err())
 }
 
-fn remove_dependent<K: Eq + Hash>(
-    dependents: &mut AHashMap<LookupKey, AHashSet<Arc<K>>>,
-    dependency: &LookupKey,
-    key: &K,
-) {
+fn remove_dependent<K>(dependents: &mut Dependents<K>, dependency: &LookupKey, key: &Arc<K>) {
     if let Some(keys) = dependents.get_mut(dependency) {
-        keys.remove(key);
+        if let Some(at) = keys.iter().position(|dependent| Arc::ptr_eq(dependent, key)) {
+            keys.swap_remove(at);
+        }
         if keys.is_empty() {
             dependents.remove(dependency);
         }

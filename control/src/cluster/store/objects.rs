@@ -3,7 +3,9 @@
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use ahash::{AHashMap, AHashSet};
+use ahash::{AHashMap, AHashSet, RandomState};
+use hashbrown::HashTable;
+use smallvec::SmallVec;
 
 use crate::cluster::store::server_index::ServerIndex;
 use crate::resources::event::Event;
@@ -50,10 +52,9 @@ pub(in crate::cluster) enum CountChange {
 
 #[derive(Default)]
 pub(in crate::cluster) struct Store {
-    objects: AHashMap<(Kind, NamespacedName), Object>,
-    /// Sorted by kind, namespace and name. There is about one key per pod and most keys have one object, so the lists are
-    /// allocated without spare capacity.
-    index: AHashMap<LookupKey, Vec<(Kind, NamespacedName)>>,
+    objects: ObjectTable,
+    /// Sorted by kind, namespace and name. There is about one key per pod, and most keys have one object.
+    index: AHashMap<LookupKey, SmallVec<[Object; 1]>>,
     servers: ServerIndex,
     /// Names of pods and external workloads, by namespace.
     workloads: AHashMap<Arc<str>, AHashSet<(Kind, Arc<str>)>>,
@@ -64,40 +65,37 @@ impl Store {
     pub(in crate::cluster) fn apply(&mut self, event: Event, changes: &mut Changes) -> CountChange {
         match event {
             Event::Applied(object) => {
-                let id = (object.kind(), object.meta().name.clone());
-                if self.objects.get(&id) == Some(&object) {
+                let (kind, name) = (object.kind(), object.meta().name.clone());
+                if self.object(kind, &name) == Some(&object) {
                     return CountChange::None;
                 }
-                let existed = self.remove(&id, changes);
+                let existed = self.remove(kind, &name, changes);
                 for key in lookup_keys(&object) {
-                    let ids = self.index.entry(key.clone()).or_default();
-                    if let Err(at) = ids.binary_search(&id) {
-                        ids.reserve_exact(1);
-                        ids.insert(at, id.clone());
+                    let listed = self.index.entry(key.clone()).or_default();
+                    if let Err(at) = search(listed, id(&object)) {
+                        listed.insert(at, object.clone());
                     }
                     changes.keys.insert(key);
                 }
-                changes.keys.insert(LookupKey::Object(id.0, id.1.clone()));
+                changes.keys.insert(LookupKey::Object(kind, name.clone()));
                 self.add_selected_workloads(&object, changes);
-                if is_workload(id.0) {
-                    let names = self.workloads.entry(id.1.namespace.clone()).or_default();
-                    names.insert((id.0, id.1.name.clone()));
+                if is_workload(kind) {
+                    let names = self.workloads.entry(name.namespace.clone()).or_default();
+                    names.insert((kind, name.name));
                 }
                 if let Object::Server(server) = &object {
                     self.servers.insert(server);
                 }
-                let change = if existed {
+                self.objects.insert_new(object);
+                if existed {
                     CountChange::None
                 } else {
-                    CountChange::Added(id.0, id.1.namespace.clone())
-                };
-                self.objects.insert(id, object);
-                change
+                    CountChange::Added(kind, name.namespace)
+                }
             }
             Event::Deleted(kind, name) => {
-                let id = (kind, name);
-                if self.remove(&id, changes) {
-                    CountChange::Removed(id.0, id.1.namespace)
+                if self.remove(kind, &name, changes) {
+                    CountChange::Removed(kind, name.namespace)
                 } else {
                     CountChange::None
                 }
@@ -117,32 +115,32 @@ impl Store {
         self.object(kind, name).is_some_and(|object| !object.is_placeholder())
     }
 
-    fn remove(&mut self, id: &(Kind, NamespacedName), changes: &mut Changes) -> bool {
-        let Some(object) = self.objects.remove(id) else {
+    fn remove(&mut self, kind: Kind, name: &NamespacedName, changes: &mut Changes) -> bool {
+        let Some(object) = self.objects.remove((kind, name)) else {
             return false;
         };
         for key in lookup_keys(&object) {
-            if let Some(ids) = self.index.get_mut(&key) {
-                if let Ok(at) = ids.binary_search(id) {
-                    ids.remove(at);
+            if let Some(listed) = self.index.get_mut(&key) {
+                if let Ok(at) = search(listed, (kind, name)) {
+                    listed.remove(at);
                 }
-                if ids.is_empty() {
+                if listed.is_empty() {
                     self.index.remove(&key);
                 }
             }
             changes.keys.insert(key);
         }
-        changes.keys.insert(LookupKey::Object(id.0, id.1.clone()));
+        changes.keys.insert(LookupKey::Object(kind, name.clone()));
         self.add_selected_workloads(&object, changes);
         if let Object::Server(server) = &object {
             self.servers.remove(server);
         }
-        if is_workload(id.0)
-            && let Some(names) = self.workloads.get_mut(&id.1.namespace)
+        if is_workload(kind)
+            && let Some(names) = self.workloads.get_mut(&name.namespace)
         {
-            names.remove(&(id.0, id.1.name.clone()));
+            names.remove(&(kind, name.name.clone()));
             if names.is_empty() {
-                self.workloads.remove(&id.1.namespace);
+                self.workloads.remove(&name.namespace);
             }
         }
         true
@@ -176,8 +174,7 @@ impl Store {
     }
 
     pub(in crate::cluster) fn object(&self, kind: Kind, name: &NamespacedName) -> Option<&Object> {
-        // The map needs a reference to a tuple, so the key is cloned.
-        self.objects.get(&(kind, name.clone()))
+        self.objects.get((kind, name))
     }
 
     /// Builds a store that contains only these objects.
@@ -191,17 +188,48 @@ impl Store {
     }
 
     pub(in crate::cluster) fn all(&self) -> impl Iterator<Item = &Object> {
-        self.objects.values()
+        self.objects.table.iter()
     }
 
     /// Objects with this key, sorted by kind, namespace and name.
     pub(in crate::cluster) fn find(&self, key: &LookupKey) -> impl Iterator<Item = &Object> {
-        self.index
-            .get(key)
-            .into_iter()
-            .flatten()
-            .filter_map(|id| self.objects.get(id))
+        self.index.get(key).into_iter().flatten()
     }
+}
+
+/// The objects by kind and name. It takes less memory than a map, which has these keys besides the objects.
+#[derive(Default)]
+struct ObjectTable {
+    table: HashTable<Object>,
+    hasher: RandomState,
+}
+
+impl ObjectTable {
+    fn get(&self, key: (Kind, &NamespacedName)) -> Option<&Object> {
+        self.table.find(self.hasher.hash_one(key), |object| id(object) == key)
+    }
+
+    fn remove(&mut self, key: (Kind, &NamespacedName)) -> Option<Object> {
+        let found = self
+            .table
+            .find_entry(self.hasher.hash_one(key), |object| id(object) == key);
+        found.ok().map(|entry| entry.remove().0)
+    }
+
+    /// Adds an object that the table does not have.
+    fn insert_new(&mut self, object: Object) {
+        let hash = |object: &Object| self.hasher.hash_one(id(object));
+        self.table.insert_unique(hash(&object), object, hash);
+    }
+}
+
+fn id(object: &Object) -> (Kind, &NamespacedName) {
+    (object.kind(), &object.meta().name)
+}
+
+/// Returns the index of an object in a sorted list, or that at which it can be inserted.
+fn search(objects: &[Object], key: (Kind, &NamespacedName)) -> Result<usize, usize> {
+    objects.binary_search_by(|object| id(object).cmp(&key))
 }
 
 fn is_workload(kind: Kind) -> bool {

@@ -6,9 +6,10 @@ use std::sync::Arc;
 use ahash::AHashMap;
 
 use crate::resources::interning::intern;
-use crate::resources::labels::{Label, Labels};
+use crate::resources::labels::Labels;
 use crate::resources::meta::NamespacedName;
 use crate::resources::policy::server::Server;
+use crate::resources::string_map::Entry;
 
 #[derive(Default)]
 pub(super) struct ServerIndex {
@@ -18,7 +19,7 @@ pub(super) struct ServerIndex {
 /// Names of the Servers of a namespace. Each is in one list.
 #[derive(Default)]
 struct Servers {
-    by_label: AHashMap<Label, Vec<Arc<str>>>,
+    by_label: AHashMap<Entry, Vec<Arc<str>>>,
     /// Servers without a required label.
     others: Vec<Arc<str>>,
 }
@@ -59,7 +60,7 @@ impl ServerIndex {
     pub(super) fn candidates(&self, namespace: &Arc<str>, labels: &Labels) -> impl Iterator<Item = NamespacedName> {
         let servers = self.namespaces.get(namespace);
         let with_label = move |label| servers.and_then(|servers| servers.by_label.get(label));
-        let by_label = labels.labels().iter().filter_map(with_label).flatten();
+        let by_label = labels.entries().iter().filter_map(with_label).flatten();
         let others = servers.into_iter().flat_map(|servers| &servers.others);
         by_label
             .chain(others)
@@ -67,7 +68,7 @@ impl ServerIndex {
     }
 }
 
-fn required_label(server: &Server) -> Option<Label> {
+fn required_label(server: &Server) -> Option<Entry> {
     let (key, value) = server.workloads.required_label()?;
     Some((intern(key), intern(value)))
 }

@@ -10,9 +10,10 @@ use crate::cluster::config::{Config, H2Upgrade, Ipv6};
 use crate::cluster::metrics::{EntryMetrics, Metrics};
 use crate::cluster::store::reader::Reader;
 use crate::cluster::views::view::View;
-use crate::cluster::views::workload::{external_endpoint, has_address_conflict, pod_endpoint};
+use crate::cluster::views::workload::{TRAITS, external_endpoint, has_address_conflict, pod_endpoint};
 use crate::model::endpoints::{
-    Endpoint, EndpointWorkload, Endpoints, Existence, Http2Params, ProtocolHint, TlsIdentity, TrafficScope,
+    Endpoint, EndpointTraits, EndpointWorkload, Endpoints, Existence, Http2Params, ProtocolHint, TlsIdentity,
+    TrafficScope,
 };
 use crate::resources::meta::{Meta, NamespacedName};
 use crate::resources::service::{
@@ -88,7 +89,7 @@ impl View for EndpointsView {
         Endpoints {
             existence: Existence::Present,
             scope,
-            addresses,
+            endpoints: addresses.into_values().collect(),
         }
     }
 
@@ -97,12 +98,12 @@ impl View for EndpointsView {
     }
 
     fn update_metrics(metrics: &EntryMetrics, value: &Endpoints) {
-        metrics.set_endpoints(value.addresses.len(), value.existence == Existence::Present);
+        metrics.set_endpoints(value.endpoints.len(), value.existence == Existence::Present);
     }
 
     fn reuse_unchanged(old: &Endpoints, new: &mut Endpoints) {
-        for (addr, endpoint) in &mut new.addresses {
-            if let Some(old) = old.addresses.get(addr)
+        for endpoint in &mut new.endpoints {
+            if let Some(old) = old.get(endpoint.addr)
                 && old == endpoint
             {
                 *endpoint = old.clone();
@@ -144,7 +145,7 @@ fn target_port(service: &Service, port: u16, subset: &Subset) -> Option<u16> {
 }
 
 fn matches_hostname(address: &Address, key: &Key) -> bool {
-    key.hostname.is_none() || address.hostname == key.hostname
+    key.hostname.is_none() || address.hostname.as_deref() == key.hostname.as_deref()
 }
 
 /// An endpoint is terminating if its slice says so or if its pod is being deleted. The pod is checked too, because slices
@@ -202,21 +203,21 @@ impl Listing<'_> {
     /// The endpoint at an address without `targetRef`, described by the annotations and labels of the listing. Mirrored
     /// Services list the gateway of the other cluster in this way.
     fn endpoint_without_target(&self, config: &Config, ip: IpAddr, port: u16) -> Endpoint {
-        let mut endpoint = Endpoint::from_addr((ip, port).into());
+        let mut traits = EndpointTraits::default();
         let annotated = |key| self.meta.annotation(key).filter(|text| !text.is_empty());
         let remote_name = annotated(annotation::REMOTE_SERVICE_NAME);
-        endpoint.authority_override = remote_name.map(|name| format!("{name}:{}", self.service_port).into());
+        traits.authority_override = remote_name.map(|name| format!("{name}:{}", self.service_port).into());
         if let Some(identity) = annotated(annotation::REMOTE_GATEWAY_IDENTITY) {
             let name: Arc<str> = identity.into();
-            endpoint.identity = Some(TlsIdentity::Dns {
+            traits.identity = Some(TlsIdentity::Dns {
                 server_name: name.clone(),
                 name,
             });
-            endpoint.protocol = (config.h2_upgrade == H2Upgrade::Offer).then_some(ProtocolHint::H2);
-            endpoint.http2 = Http2Params::Configured;
+            traits.protocol = (config.h2_upgrade == H2Upgrade::Offer).then_some(ProtocolHint::H2);
+            traits.http2 = Http2Params::Configured;
         }
         if let Some(cluster) = self.meta.label(label::MIRRORED_CLUSTER) {
-            endpoint.labels.push(("target_cluster".into(), cluster.into()));
+            traits.labels.push(("target_cluster".into(), cluster.into()));
             // Service and namespace come before `svc`. In the name of one pod of a headless Service, the pod's hostname
             // comes first.
             let dns_labels: Vec<&str> = remote_name.unwrap_or_default().split('.').collect();
@@ -225,13 +226,16 @@ impl Listing<'_> {
                 .position(|label| *label == "svc")
                 .and_then(|svc_index| svc_index.checked_sub(2));
             if let Some([service, namespace]) = service_index.and_then(|index| dns_labels.get(index..index + 2)) {
-                endpoint.labels.push(("target_service".into(), (*service).into()));
-                endpoint
+                traits.labels.push(("target_service".into(), (*service).into()));
+                traits
                     .labels
                     .push(("target_service_namespace".into(), (*namespace).into()));
             }
         }
-        endpoint
+        Endpoint {
+            traits: TRAITS.intern(traits),
+            ..Endpoint::from_addr((ip, port).into())
+        }
     }
 }
 

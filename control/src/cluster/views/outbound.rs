@@ -16,13 +16,14 @@ use crate::model::outbound::{
 use crate::model::reference::{ObjectRef, Reference};
 use crate::model::route::{Filter, GrpcMatch, HttpMatch};
 use crate::resources::acceptance;
-use crate::resources::annotations::{self, Annotations};
+use crate::resources::annotations;
 use crate::resources::meta::{Meta, NamespacedName};
 use crate::resources::policy::egress_network::{EgressNetwork, TrafficPolicy};
 use crate::resources::policy::reference::POLICY_GROUP;
 use crate::resources::route::{self as raw, BackendRef, ParentKind, RouteKind, Rules};
 use crate::resources::route_admission;
 use crate::resources::service::DeclaredProtocol;
+use crate::resources::string_map::StringMap;
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Key {
@@ -604,7 +605,7 @@ fn rule_retry(route: &raw::Route, parent: &ParentDefaults<'_>) -> Option<Retry> 
 }
 
 /// An invalid annotation disables only its own feature.
-fn read_annotation<T>(meta: &Meta, read: impl FnOnce(&Annotations) -> Result<Option<T>, String>) -> Option<T> {
+fn read_annotation<T>(meta: &Meta, read: impl FnOnce(&StringMap) -> Result<Option<T>, String>) -> Option<T> {
     read(&meta.annotations).unwrap_or_default()
 }
 

@@ -11,7 +11,7 @@ use crate::cluster::views::view::View;
 use crate::cluster::views::workload::{
     WorkloadRef, declares_port, external_endpoint, has_address_conflict, pod_endpoint, publishes_host_port,
 };
-use crate::model::endpoints::{Endpoint, Http2Params, ProtocolHint};
+use crate::model::endpoints::{Endpoint, ProtocolHint};
 use crate::model::profile::{self, DstOverride, Profile, RetryBudget};
 use crate::resources::interning::intern;
 use crate::resources::meta::NamespacedName;
@@ -216,9 +216,7 @@ fn endpoint_profile(reader: &Reader<'_>, config: &Config, addr: SocketAddr) -> P
         None => unmeshed_profile(config, addr),
         Some(workload) => {
             let mut endpoint = external_endpoint(reader, config, workload, ip, port);
-            endpoint
-                .labels
-                .push(("namespace".into(), workload.meta.namespace().clone()));
+            add_namespace_label(&mut endpoint, workload.meta.namespace());
             endpoint.zone = workload.meta.label(tulle_core::names::label::ZONE).map(intern);
             profile_from_endpoint(endpoint)
         }
@@ -232,7 +230,7 @@ fn pod_profile(reader: &Reader<'_>, config: &Config, pod: &Pod, addr: SocketAddr
     let Some(mut endpoint) = pod_endpoint(reader, config, pod, addr.ip(), addr.port()) else {
         return unmeshed_profile(config, addr);
     };
-    endpoint.labels.push(("namespace".into(), pod.meta.namespace().clone()));
+    add_namespace_label(&mut endpoint, pod.meta.namespace());
     let node = pod
         .node
         .as_deref()
@@ -244,18 +242,22 @@ fn pod_profile(reader: &Reader<'_>, config: &Config, pod: &Pod, addr: SocketAddr
     }
 }
 
+/// Profiles of addresses have the label, which the endpoints of Services need not repeat.
+fn add_namespace_label(endpoint: &mut Endpoint, namespace: &Arc<str>) {
+    let labels = &mut Arc::make_mut(&mut endpoint.traits).labels;
+    labels.push(("namespace".into(), namespace.clone()));
+}
+
 fn profile_from_endpoint(endpoint: Endpoint) -> Profile {
     Profile::Endpoint {
-        is_opaque: endpoint.protocol == Some(ProtocolHint::Opaque),
+        is_opaque: endpoint.traits.protocol == Some(ProtocolHint::Opaque),
         endpoint,
     }
 }
 
 fn unmeshed_profile(config: &Config, addr: SocketAddr) -> Profile {
-    let mut endpoint = Endpoint::from_addr(addr);
-    endpoint.http2 = Http2Params::Unset;
     Profile::Endpoint {
-        endpoint,
+        endpoint: Endpoint::from_addr(addr),
         is_opaque: config.default_opaque_ports.contains(addr.port()),
     }
 }

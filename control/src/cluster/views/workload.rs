@@ -9,9 +9,9 @@ use tulle_core::names::{annotation, label, port as proxy_port};
 
 use crate::cluster::config::{Config, H2Upgrade, TransportMode};
 use crate::cluster::store::reader::Reader;
-use crate::model::endpoints::{Endpoint, EndpointWorkload, Http2Params, ProtocolHint, TlsIdentity};
+use crate::model::endpoints::{Endpoint, EndpointTraits, EndpointWorkload, Http2Params, ProtocolHint, TlsIdentity};
 use crate::resources::Kind;
-use crate::resources::interning::intern;
+use crate::resources::interning::{Interner, intern};
 use crate::resources::meta::{Meta, NamespacedName, Owner};
 use crate::resources::policy::server::{ProxyProtocol, Server};
 use crate::resources::port_list::{self, PortList, ResolvedPorts};
@@ -102,20 +102,29 @@ impl<'a> WorkloadRef<'a> {
 
 /// The endpoint of a pod's port; `None` if the pod is meshed and its proxy container is missing or invalid.
 pub(super) fn pod_endpoint(reader: &Reader<'_>, config: &Config, pod: &Pod, ip: IpAddr, port: u16) -> Option<Endpoint> {
-    let mut endpoint = Endpoint::from_addr(SocketAddr::new(ip, port));
-    endpoint.workload = EndpointWorkload::Pod {
-        namespace: pod.meta.namespace().clone(),
-        name: pod.meta.name.name.clone(),
+    Some(Endpoint {
+        workload: EndpointWorkload::Pod {
+            namespace: pod.meta.namespace().clone(),
+            name: pod.meta.name.name.clone(),
+        },
+        node: pod.node.clone(),
+        traits: TRAITS.intern(pod_traits(reader, config, pod, port)?),
+        ..Endpoint::from_addr(SocketAddr::new(ip, port))
+    })
+}
+
+fn pod_traits(reader: &Reader<'_>, config: &Config, pod: &Pod, port: u16) -> Option<EndpointTraits> {
+    let mut traits = EndpointTraits {
+        labels: pod_labels(reader, pod),
+        ..EndpointTraits::default()
     };
-    endpoint.node = pod.node.clone();
-    endpoint.labels = pod_labels(reader, pod);
     if pod.meta.label(label::CONTROL_PLANE_NS).is_none_or(str::is_empty) {
-        return Some(endpoint);
+        return Some(traits);
     }
     let workload = WorkloadRef::Pod(pod);
     let skipped = workload.annotated_ports(annotation::SKIP_INBOUND_PORTS);
     if skipped.is_some_and(|skipped| skipped.to_set().contains(port)) {
-        return Some(endpoint);
+        return Some(traits);
     }
     let (inbound, admin, control) = match pod.proxy {
         ProxyContainer::Present {
@@ -124,22 +133,22 @@ pub(super) fn pod_endpoint(reader: &Reader<'_>, config: &Config, pod: &Pod, ip: 
             control,
         } => (inbound, admin, control),
         // The control plane terminates TLS itself and needs no sidecar.
-        ProxyContainer::Absent if pod.meta.label(CONTROL_PLANE_COMPONENT).is_some() => return Some(endpoint),
+        ProxyContainer::Absent if pod.meta.label(CONTROL_PLANE_COMPONENT).is_some() => return Some(traits),
         ProxyContainer::Absent | ProxyContainer::Invalid => return None,
     };
     let opaque = workload.is_opaque(reader, config, port);
-    endpoint.protocol = match (opaque, config.h2_upgrade) {
+    traits.protocol = match (opaque, config.h2_upgrade) {
         (true, _) => Some(ProtocolHint::Opaque),
         (false, H2Upgrade::Offer) => Some(ProtocolHint::H2),
         (false, H2Upgrade::Omit) => None,
     };
     let forced = config.transport == TransportMode::TransportHeader;
     if (forced || opaque) && port != admin && port != control {
-        endpoint.opaque_transport_port = inbound;
+        traits.opaque_transport_port = inbound;
     }
-    endpoint.identity = pod_identity(config, pod);
-    endpoint.http2 = Http2Params::Configured;
-    Some(endpoint)
+    traits.identity = pod_identity(config, pod);
+    traits.http2 = Http2Params::Configured;
+    Some(traits)
 }
 
 /// Identity of a pod's sidecar; `None` if this control plane does not issue its certificate.
@@ -165,27 +174,31 @@ pub(super) fn external_endpoint(
     ip: IpAddr,
     port: u16,
 ) -> Endpoint {
-    let mut endpoint = Endpoint::from_addr(SocketAddr::new(ip, port));
     let name = &workload.meta.name;
-    endpoint.workload = EndpointWorkload::External {
-        namespace: name.namespace.clone(),
-        name: name.name.clone(),
-    };
-    endpoint.labels = vec![("external_workload".into(), name.name.clone())];
-    endpoint.labels.extend(owner(reader, &workload.meta));
     let opaque = WorkloadRef::External(workload).is_opaque(reader, config, port);
-    // As in Linkerd, `config.h2_upgrade` does not apply to external workloads.
-    endpoint.protocol = Some(if opaque { ProtocolHint::Opaque } else { ProtocolHint::H2 });
+    let mut traits = EndpointTraits {
+        labels: owner(reader, &workload.meta).into_iter().collect(),
+        // As in Linkerd, `config.h2_upgrade` does not apply to external workloads.
+        protocol: Some(if opaque { ProtocolHint::Opaque } else { ProtocolHint::H2 }),
+        identity: Some(external_identity(workload)),
+        http2: Http2Params::Configured,
+        ..EndpointTraits::default()
+    };
     if opaque || config.transport == TransportMode::TransportHeader {
         let named = workload
             .ports
             .iter()
             .find(|port| port.name.as_deref() == Some("linkerd-proxy"));
-        endpoint.opaque_transport_port = Some(named.map_or(proxy_port::INBOUND, |port| port.port));
+        traits.opaque_transport_port = Some(named.map_or(proxy_port::INBOUND, |port| port.port));
     }
-    endpoint.identity = Some(external_identity(workload));
-    endpoint.http2 = Http2Params::Configured;
-    endpoint
+    Endpoint {
+        workload: EndpointWorkload::External {
+            namespace: name.namespace.clone(),
+            name: name.name.clone(),
+        },
+        traits: TRAITS.intern(traits),
+        ..Endpoint::from_addr(SocketAddr::new(ip, port))
+    }
 }
 
 pub(super) fn external_identity(workload: &ExternalWorkload) -> TlsIdentity {
@@ -206,15 +219,9 @@ fn pod_labels(reader: &Reader<'_>, pod: &Pod) -> Vec<(Cow<'static, str>, Arc<str
     let copied_labels = copied_labels
         .into_iter()
         .filter_map(|(label, key)| Some((label.into(), intern(pod.meta.label(key)?))));
-    let pod_label = || ("pod".into(), pod.meta.name.name.clone());
-    let mut labels = vec![
-        pod_label(),
-        ("serviceaccount".into(), pod.service_account.clone()),
-        owner(reader, &pod.meta).unwrap_or_else(pod_label),
-    ];
-    labels.extend(copied_labels);
-    labels.shrink_to_fit();
-    labels
+    let service_account = ("serviceaccount".into(), pod.service_account.clone());
+    let labels = [service_account].into_iter();
+    labels.chain(owner(reader, &pod.meta)).chain(copied_labels).collect()
 }
 
 /// The label and name of a workload's owner, or of the owner of that owner. `None` without an owner, or if its kind has no
@@ -252,6 +259,8 @@ fn owner_label(kind: &str) -> Option<Cow<'static, str>> {
         }
     }))
 }
+
+pub(super) static TRAITS: Interner<EndpointTraits> = Interner::new();
 
 /// Labels that have another meaning for endpoints or Services.
 const RESERVED_LABELS: &[&str] = &["namespace", "pod", "service", "serviceaccount", "zone"];

@@ -16,6 +16,7 @@ use crate::cluster::store::reader::Reader;
 use crate::cluster::views::workload::{external_identity, owner, pod_identity};
 use crate::model::endpoints::TlsIdentity;
 use crate::resources::Object;
+use crate::resources::labels::Labels;
 use crate::resources::meta::NamespacedName;
 use crate::resources::workload::{ExternalWorkload, Pod, ProxyContainer};
 
@@ -89,9 +90,7 @@ pub(in crate::cluster) fn list(store: &Store, config: &Config, namespace: Option
     }
     members.sort_by(|(a, _), (b, _)| a.name.cmp(&b.name));
     let with_services = members.into_iter().map(|(mut member, labels)| {
-        let selects = |selector: &std::collections::BTreeMap<String, String>| {
-            selector.iter().all(|(key, value)| labels.get(key) == Some(value))
-        };
+        let selects = |selector: &Labels| selector.iter().all(|(key, value)| labels.get(key) == Some(value));
         let selecting = services.get(&member.name.namespace).into_iter().flatten();
         let selecting = selecting.filter(|service| selects(&service.selector));
         member.services = selecting.map(|service| service.meta.name.name.clone()).collect();

@@ -6,11 +6,11 @@ use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use k8s_openapi::api::core::v1::{EnvVar, EnvVarSource, ObjectFieldSelector};
 use tulle_core::names::{self, annotation, label, port};
 
+use crate::injection::annotations::Annotations;
 use crate::injection::pod::probes::{self, RewrittenProbe};
 use crate::injection::settings::ports;
 use crate::injection::target::{Config, InjectionTarget, PROXY_CONTAINER, PodInputs, ProxyMode};
 use crate::injection::values::{InboundMode, ProtocolParameters, Values};
-use crate::resources::annotations::Annotations;
 
 /// Directory of the projected token, and the token's file name.
 pub(in crate::injection) const TOKEN_DIR: &str = "/var/run/secrets/tokens";

@@ -5,11 +5,11 @@ use std::collections::BTreeMap;
 use aws_lc_rs::digest;
 use tulle_core::names::{annotation, label};
 
+use crate::injection::annotations::Annotations;
 use crate::injection::pod::containers;
 use crate::injection::settings::ports;
 use crate::injection::target::{Config, InjectionOrigin, InjectionTarget, has_injected_containers};
 use crate::injection::values::Values;
-use crate::resources::annotations::Annotations;
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(in crate::injection) struct Metadata {

@@ -10,8 +10,8 @@ use k8s_openapi::api::core::v1::{EnvVar, PodSpec};
 use tracing_subscriber::EnvFilter;
 use tulle_core::names::annotation;
 
+use crate::injection::annotations::Annotations;
 use crate::injection::values::{InboundMode, Values};
-use crate::resources::annotations::Annotations;
 use crate::resources::go_duration;
 use crate::resources::policy::server::AccessPolicy;
 use crate::resources::port_list::PortList;

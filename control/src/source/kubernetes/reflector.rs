@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use std::{io, iter};
 
-use ahash::{AHashMap, AHashSet, RandomState};
+use ahash::{AHashMap, RandomState};
 use bytes::Bytes;
 use http::{Request, Response, StatusCode};
 use http_body_util::{BodyExt, Limited};
@@ -20,6 +20,7 @@ use tulle_core::backoff::Backoff;
 
 use crate::resources::Kind;
 use crate::resources::event::{Event, EventWriter};
+use crate::resources::interning::intern;
 use crate::resources::meta::NamespacedName;
 use crate::source::kubernetes::freshness::{Freshness, WatchEndCause};
 use crate::source::kubernetes::kinds::WatchedKind;
@@ -42,8 +43,6 @@ pub(super) struct Reflector {
     /// The reported objects, each with a hash of its resource version.
     known_versions: AHashMap<NamespacedName, u64>,
     hasher: RandomState,
-    /// Namespace names, shared by the names of all objects in them.
-    namespaces: AHashSet<Arc<str>>,
     api_version: &'static str,
     presence: Presence,
 }
@@ -158,7 +157,6 @@ impl Reflector {
             absent_rounds: 0,
             known_versions: AHashMap::new(),
             hasher: RandomState::new(),
-            namespaces: AHashSet::new(),
             api_version,
             presence: Presence::Unknown,
         }
@@ -538,18 +536,11 @@ impl Reflector {
     }
 
     /// Returns the name of an object and a hash of its resource version. `None` if the object has no name.
-    fn name_and_version_hash(&mut self, head: &ObjectHead<'_>) -> Option<(NamespacedName, u64)> {
+    fn name_and_version_hash(&self, head: &ObjectHead<'_>) -> Option<(NamespacedName, u64)> {
         if head.name.is_empty() {
             return None;
         }
-        let namespace = match self.namespaces.get(&*head.namespace) {
-            Some(namespace) => namespace.clone(),
-            None => {
-                let namespace: Arc<str> = head.namespace.as_ref().into();
-                self.namespaces.insert(namespace.clone());
-                namespace
-            }
-        };
+        let namespace = intern(&head.namespace);
         let name = match self
             .known_versions
             .get_key_value(&NamespacedName::new(namespace.clone(), &*head.name))

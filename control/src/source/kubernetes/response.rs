@@ -186,11 +186,9 @@ impl<'a> RawObject<'a> {
     }
 }
 
-/// Removes unused annotations. Annotations of other tools, such as the last applied configuration, are most of an
-/// object's size.
+/// Removes unused parts of the metadata.
 fn prune(kind: Kind, detail: ObjectDetail, object: &mut Object) {
     let meta = object.meta_mut();
-    meta.annotations.retain(|key, _| is_used_annotation(key));
     // Node heartbeats and most updates of a pod's status change only the version. With it, each would count as a change.
     if detail == ObjectDetail::Metadata || kind == Kind::Pod {
         meta.version = String::new();
@@ -198,13 +196,6 @@ fn prune(kind: Kind, detail: ObjectDetail, object: &mut Object) {
     if detail == ObjectDetail::Metadata && kind != Kind::Node {
         meta.labels = Labels::default();
     }
-}
-
-/// Returns whether destination or policy reads an annotation. Those of `linkerd.io` itself are for the injector.
-fn is_used_annotation(annotation: &str) -> bool {
-    annotation
-        .split_once('/')
-        .is_some_and(|(domain, _)| domain.ends_with(MESH_DOMAIN_SUFFIX))
 }
 
 /// Splits a byte stream into lines.
@@ -234,9 +225,6 @@ impl LineBuffer {
         }
     }
 }
-
-/// The suffix of the domains of all annotations that destination and policy read.
-const MESH_DOMAIN_SUFFIX: &str = ".linkerd.io";
 
 /// A larger buffer is freed after use.
 const MAX_RETAINED_CAPACITY: usize = 64 * 1024;
@@ -284,7 +272,7 @@ mod tests {
                "spec":{"clusterIP":"10.0.0.1","ports":[{"port":80}]}}"#,
         );
         let decoded = decode(Kind::Service, ObjectDetail::Full, &object);
-        let keys: Vec<_> = decoded.meta().annotations.keys().collect();
+        let keys: Vec<_> = decoded.meta().annotations.iter().map(|(key, _)| key).collect();
         assert_eq!(keys, ["config.linkerd.io/opaque-ports"]);
         assert_eq!(decoded.meta().version, "8");
         assert_eq!(decoded.meta().label("app"), Some("web"));

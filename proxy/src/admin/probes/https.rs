@@ -222,22 +222,22 @@ impl RequestTarget {
         let (Some(scheme), Some(authority)) = (parts.scheme, parts.authority) else {
             return invalid_location();
         };
-        let is_same = authority.host().trim_matches(['[', ']']).parse() == Ok(host);
+        // Like the kubelet, whatever the scheme is.
+        if authority.host().trim_matches(['[', ']']).parse() != Ok(host) {
+            return RedirectOutcome::Done;
+        }
         let default_port = match scheme.as_str() {
             "http" => 80,
             "https" => 443,
             // Other schemes cannot be followed.
             _ => return invalid_location(),
         };
-        match is_same {
-            false => RedirectOutcome::Done,
-            true => RedirectOutcome::Follow(Self {
-                port: authority.port_u16().unwrap_or(default_port),
-                path_and_query: parts.path_and_query.unwrap_or_else(|| PathAndQuery::from_static("/")),
-                scheme,
-                host: None,
-            }),
-        }
+        RedirectOutcome::Follow(Self {
+            port: authority.port_u16().unwrap_or(default_port),
+            path_and_query: parts.path_and_query.unwrap_or_else(|| PathAndQuery::from_static("/")),
+            scheme,
+            host: None,
+        })
     }
 
     /// Resolves a relative reference against the current target.
@@ -473,6 +473,7 @@ mod tests {
             ),
             (302, Some("https://web.test/login"), None),
             (302, Some("https://10.0.0.2:8443/login"), None),
+            (302, Some("app://login.test/x"), None),
             (302, None, None),
             (200, Some("/login"), None),
             (304, Some("/login"), None),
