@@ -4,6 +4,8 @@
 #![cfg(test)]
 
 use std::alloc::{GlobalAlloc, Layout, System};
+use std::net::Ipv4Addr;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
@@ -13,12 +15,19 @@ use http::Request;
 use http_body_util::{BodyExt as _, Full};
 use prost::Message;
 use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
 use tonic::body::Body;
+use tonic::service::Routes;
 use tower::Service as _;
 use tulle_control::cluster::{Cluster, Config};
 use tulle_control::resources::event::Event;
 use tulle_control::resources::{Kind, decode};
+use tulle_control::serving::metrics::GrpcMetrics;
+use tulle_control::serving::{Limits, Server};
+use tulle_control::tls::mesh_credentials::{ClientCertificates, MeshCredentials};
 use tulle_control::{destination, policy};
+use tulle_core::drain;
 use tulle_core::metrics::Registry;
 use tulle_proto::destination::GetDestination;
 use tulle_proto::outbound::{TrafficSpec, traffic_spec};
@@ -59,12 +68,17 @@ fn slice(first: &str) -> Event {
     Event::Applied(decode(Kind::EndpointSlice, &mut serde_json::Deserializer::from_str(&json)).unwrap())
 }
 
-fn request(path: &str, message: &impl Message) -> Request<Body> {
+/// A message in gRPC's wire format.
+fn encoded(message: &impl Message) -> Bytes {
     let mut bytes = BytesMut::new();
     bytes.put_u8(0);
     bytes.put_u32(u32::try_from(message.encoded_len()).unwrap());
     message.encode(&mut bytes).unwrap();
-    let body = Body::new(Full::new(bytes.freeze()));
+    bytes.freeze()
+}
+
+fn request(path: &str, message: &impl Message) -> Request<Body> {
+    let body = Body::new(Full::new(encoded(message)));
     Request::post(format!("http://control/{path}")).body(body).unwrap()
 }
 
@@ -249,6 +263,92 @@ async fn objects_and_values_are_small() {
     check("value", with_streams - with_services, N_SERVICES, MAX_BYTES_PER_VALUE);
 }
 
+/// The frames of a gRPC call whose request is one message.
+fn call_frames(stream_id: u32, path: &str, message: &[u8]) -> Vec<u8> {
+    // HPACK with the static table and literals without indexing.
+    let mut headers = vec![0x83, 0x86];
+    for (name, value) in [
+        (&[0x04][..], path),
+        (&[0x01], "control"),
+        (&[0x0f, 0x10], "application/grpc"),
+    ] {
+        headers.extend(name);
+        headers.push(u8::try_from(value.len()).unwrap());
+        headers.extend(value.as_bytes());
+    }
+    let mut frames = frame(TYPE_HEADERS, END_HEADERS, stream_id, &headers);
+    frames.extend(frame(TYPE_DATA, END_STREAM, stream_id, message));
+    frames
+}
+
+fn frame(kind: u8, flags: u8, stream_id: u32, payload: &[u8]) -> Vec<u8> {
+    let length = u32::try_from(payload.len()).unwrap().to_be_bytes();
+    let mut frame = vec![length[1], length[2], length[3], kind, flags];
+    frame.extend(stream_id.to_be_bytes());
+    frame.extend(payload);
+    frame
+}
+
+/// Reads until all streams have a message. The messages fit into the initial window of the connection.
+async fn read_messages(io: &mut TcpStream, n_streams: usize) {
+    let mut streams = std::collections::HashSet::new();
+    while streams.len() < n_streams {
+        let mut header = [0; 9];
+        io.read_exact(&mut header).await.unwrap();
+        let length = usize::from(header[1]) << 8 | usize::from(header[2]);
+        let mut payload = vec![0; length];
+        io.read_exact(&mut payload).await.unwrap();
+        if header[3] == TYPE_DATA {
+            streams.insert(header[5..].to_vec());
+        }
+    }
+}
+
+/// A third is buffers of frames, which h2 keeps at the size that they had when all streams of the connection began at once.
+#[tokio::test]
+async fn an_idle_stream_over_http2_uses_less_than_four_kilobytes() {
+    let cluster = Cluster::new(Config::default(), &Registry::new());
+    let service = decode(Kind::Service, &mut serde_json::Deserializer::from_str(SERVICE)).unwrap();
+    cluster.writer().apply(vec![Event::Applied(service), Event::Synced]);
+    let routes = Routes::new(destination::server(cluster, destination::config::Config::default()));
+    let creds = Arc::new(MeshCredentials::new("control".to_owned(), ClientCertificates::Optional));
+    let registry = Registry::new();
+    let limits = Limits::from_resources(1024, None);
+    let server = Server::new(creds, routes, GrpcMetrics::new(&registry), limits, &registry);
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+    let addr = listener.local_addr().unwrap();
+    let (_signal, watch) = drain::channel();
+    tokio::spawn(server.serve("destination", listener, watch));
+    let get = GetDestination {
+        path: "web.shop.svc.cluster.local:80".to_owned(),
+        ..GetDestination::default()
+    };
+    let message = encoded(&get);
+    let mut connections = Vec::new();
+    let mut before = 0;
+    // The first connection starts what all connections share.
+    for n in 0..=N_CONNECTIONS {
+        if n == 1 {
+            before = IN_USE.load(Ordering::Relaxed);
+        }
+        let mut io = TcpStream::connect(addr).await.unwrap();
+        io.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
+        io.write_all(&frame(TYPE_SETTINGS, 0, 0, &[])).await.unwrap();
+        for stream in 0..STREAMS_PER_CONNECTION {
+            let path = "/io.linkerd.proxy.destination.Destination/Get";
+            io.write_all(&call_frames(2 * stream + 1, path, &message))
+                .await
+                .unwrap();
+        }
+        read_messages(&mut io, STREAMS_PER_CONNECTION as usize).await;
+        connections.push(io);
+    }
+    let n_streams = N_CONNECTIONS * STREAMS_PER_CONNECTION as usize;
+    let weight = (IN_USE.load(Ordering::Relaxed) - before) / n_streams;
+    eprintln!("stream over HTTP/2: {weight} bytes");
+    assert!(weight < 4_000, "{weight} bytes");
+}
+
 type Opening = std::pin::Pin<Box<dyn Future<Output = Result<http::Response<Body>, std::convert::Infallible>> + Send>>;
 
 /// A stored pod.
@@ -257,7 +357,14 @@ const MAX_BYTES_PER_POD: usize = 700;
 const MAX_BYTES_PER_SERVICE: usize = 4_000;
 /// The endpoints of a Service with ten pods, and one stream.
 const MAX_BYTES_PER_VALUE: usize = 6_500;
+const N_CONNECTIONS: usize = 20;
+const STREAMS_PER_CONNECTION: u32 = 100;
+const TYPE_DATA: u8 = 0;
+const TYPE_HEADERS: u8 = 1;
+const TYPE_SETTINGS: u8 = 4;
+const END_STREAM: u8 = 1;
+const END_HEADERS: u8 = 4;
 const N_SERVICES: usize = 500;
 const N_STREAMS: usize = 1000;
-/// Maximum bytes per stream, without HTTP/2 and the task of the stream.
+/// Without HTTP/2 and the task of the stream.
 const MAX_BYTES_PER_STREAM: usize = 1000;

@@ -140,6 +140,9 @@ pub(crate) enum Error {
     PolicyUnknown,
     #[error("{0}")]
     InvalidPolicy(String),
+    /// A route forbids the opaque connection.
+    #[error("the policy forbids the connection")]
+    Forbidden,
     #[error("unauthorized request on route")]
     Unauthorized { rule: String, why: &'static str },
     #[error("rate limit exceeded")]
@@ -293,6 +296,7 @@ impl Error {
             | Self::NoBackends
             | Self::InvalidBackend(_)
             | Self::InvalidPolicy(_)
+            | Self::Forbidden
             | Self::Unauthorized { .. }
             | Self::RateLimited { .. }
             | Self::Redirect { .. }
@@ -405,7 +409,7 @@ impl Error {
             }
             Self::RouteNotFound | Self::GatewayDomain(_) => error_status(StatusCode::NOT_FOUND, grpc::NOT_FOUND, false),
             Self::GatewayLoop => error_status(StatusCode::LOOP_DETECTED, grpc::ABORTED, true),
-            Self::Unauthorized { .. } | Self::TargetForbidden(_) => {
+            Self::Forbidden | Self::Unauthorized { .. } | Self::TargetForbidden(_) => {
                 error_status(StatusCode::FORBIDDEN, grpc::PERMISSION_DENIED, false)
             }
             Self::RateLimited { .. } => error_status(StatusCode::TOO_MANY_REQUESTS, grpc::RESOURCE_EXHAUSTED, false),
@@ -572,6 +576,7 @@ impl Error {
             Self::InvalidBackend(_) | Self::NoBackends => "no-backend",
             Self::PolicyUnknown => "policy_unknown",
             Self::InvalidPolicy(_) => "invalid-policy",
+            Self::Forbidden => "forbidden",
             Self::Unauthorized { .. } => "policy-denied",
             Self::RateLimited { .. } => "rate-limited",
             Self::Redirect { .. } => "redirect",

@@ -43,11 +43,7 @@ fn wrong_rows(
                 continue;
             }
             let name = word.trim_end_matches('…');
-            let is_name = name.contains('_')
-                && name
-                    .chars()
-                    .all(|c| c.is_ascii_lowercase() || "_0123456789".contains(c));
-            if !is_name {
+            if !is_test_name(name) {
                 continue;
             }
             let is_whole = !word.ends_with('…');
@@ -70,6 +66,47 @@ fn tests_named_in_compatibility_md_exist() {
     let page = fs::read_to_string(root().join("docs/reference/compatibility.md")).expect("the page is there");
     let wrong = wrong_rows(&page, |title| title.starts_with("Proxy: "), source_of);
     assert!(wrong.is_empty(), "{wrong:#?}");
+    let mut sources = Vec::new();
+    find_files(&root(), "rs", &mut sources);
+    let sources = sources
+        .iter()
+        .map(|path| fs::read_to_string(path).expect("the source is UTF-8"));
+    let functions: Vec<String> = sources.flat_map(|source| function_names(&source)).collect();
+    let unknown = unknown_tests(&page, &functions);
+    assert!(unknown.is_empty(), "{unknown:#?}");
+}
+
+/// The tests that rows of any section name and that are no function. Not every row says which file has the test.
+fn unknown_tests<'a>(page: &'a str, functions: &[String]) -> Vec<&'a str> {
+    let rows = page.lines().map(|line| line.split(" | ").collect::<Vec<_>>());
+    let cells = rows.filter_map(|cells| match cells[..] {
+        [_, _, tests] => Some(tests),
+        _ => None,
+    });
+    let is_unknown = |word: &&str| {
+        let name = word.trim_end_matches('…');
+        let is_known = |function: &String| function == name || (name != *word && function.starts_with(name));
+        is_test_name(name) && !functions.iter().any(is_known)
+    };
+    cells
+        .flat_map(|tests| tests.split([' ', ',', ';', '|']))
+        .filter(is_unknown)
+        .collect()
+}
+
+fn function_names(source: &str) -> Vec<String> {
+    let declarations = source.split("fn ").skip(1);
+    let name = |rest: &str| {
+        rest.split(|c: char| !c.is_ascii_alphanumeric() && c != '_')
+            .next()
+            .map(str::to_owned)
+    };
+    declarations.filter_map(name).collect()
+}
+
+fn is_test_name(word: &str) -> bool {
+    let is_allowed = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_';
+    word.contains('_') && word.chars().all(is_allowed)
 }
 
 #[test]
@@ -122,12 +159,14 @@ fn a_test_that_does_not_exist_is_found() {
             "claim-without-test: name a test, or write 'no test'",
         ]
     );
+    let functions = function_names("fn nothing_here() {} async fn one_and_two() {}");
+    assert_eq!(unknown_tests(page, &functions), ["one_and", "two_and…"]);
 }
 
 #[test]
 fn links_of_documents_point_to_files_and_headings_that_exist() {
     let mut pages = Vec::new();
-    find_pages(&root(), &mut pages);
+    find_files(&root(), "md", &mut pages);
     assert!(pages.len() > 30, "{pages:#?}");
     let wrong: Vec<String> = pages
         .iter()
@@ -142,17 +181,17 @@ fn links_of_documents_point_to_files_and_headings_that_exist() {
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
-/// The Markdown files below a directory.
-fn find_pages(dir: &Path, pages: &mut Vec<PathBuf>) {
+/// The files with an extension below a directory.
+fn find_files(dir: &Path, extension: &str, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(dir).expect("the directory is there") {
         let entry = entry.expect("the directory can be listed");
         let name = entry.file_name();
         if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
             if name != ".git" && name != "target" {
-                find_pages(&entry.path(), pages);
+                find_files(&entry.path(), extension, found);
             }
-        } else if entry.path().extension().is_some_and(|extension| extension == "md") {
-            pages.push(entry.path());
+        } else if entry.path().extension().is_some_and(|its| its == extension) {
+            found.push(entry.path());
         }
     }
 }

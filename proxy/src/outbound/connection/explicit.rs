@@ -158,7 +158,7 @@ async fn open_if_opaque(snapshot: &Snapshot) -> Result<Option<Io>, Error> {
         },
         Plan::Http1(_) | Plan::Http2(_) | Plan::Tls { .. } => Ok(None),
     };
-    opened.map_err(|error| error.into_http_error(snapshot))
+    opened.map_err(OpaqueError::into_http_error)
 }
 
 /// Connects the application to the target of a CONNECT request. `client_tunnel` receives the client's connection once the response
@@ -232,7 +232,9 @@ async fn write_and_flush(io: &mut Io, bytes: &[u8]) -> Option<()> {
 fn socks_reply(error: &Error) -> Reply {
     match error {
         error if error.is_connection_refused() => Reply::ConnectionRefused,
-        Error::Unauthorized { .. } | Error::TargetForbidden(_) => Reply::NotAllowed,
+        Error::Forbidden | Error::InvalidPolicy(_) | Error::Unauthorized { .. } | Error::TargetForbidden(_) => {
+            Reply::NotAllowed
+        }
         Error::NameUnresolved { .. }
         | Error::DiscoveryTimeout(_)
         | Error::ConnectTimeout(_)
@@ -266,16 +268,18 @@ mod tests {
                 source: kind.into(),
             })
         };
-        let forbidden = Error::Unauthorized {
+        let denied = Error::Unauthorized {
             rule: String::new(),
-            why: "forbidden",
+            why: "no-tls",
         };
         for (error, expected) in [
             (io(std::io::ErrorKind::ConnectionRefused), Reply::ConnectionRefused),
             (io(std::io::ErrorKind::HostUnreachable), Reply::HostUnreachable),
             (Error::NoEndpoints, Reply::HostUnreachable),
-            (forbidden, Reply::NotAllowed),
+            (denied, Reply::NotAllowed),
             (Error::TargetForbidden(Addr::Socket(addr)), Reply::NotAllowed),
+            (Error::Forbidden, Reply::NotAllowed),
+            (Error::InvalidPolicy("a reason".to_owned()), Reply::NotAllowed),
             (Error::MaxInFlight, Reply::GeneralFailure),
         ] {
             assert_eq!(socks_reply(&error), expected, "{error:?}");

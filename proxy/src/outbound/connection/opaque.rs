@@ -11,7 +11,7 @@ use crate::{
     http::error::{Error, Resendable},
     net::{copy, io::Io},
     outbound::{
-        destination::snapshot::{self, CompiledOpaqueRoute, PolicyRefusal, Snapshot},
+        destination::snapshot::{self, CompiledOpaqueRoute, PolicyRefusal},
         endpoint::Endpoint,
     },
 };
@@ -37,14 +37,12 @@ impl OpaqueError {
         }
     }
 
-    /// The error for HTTP clients. `snapshot` is that of the destination.
-    pub(in crate::outbound) fn into_http_error(self, snapshot: &Snapshot) -> Error {
+    /// The error for HTTP clients.
+    pub(in crate::outbound) fn into_http_error(self) -> Error {
         match self {
             Self::Connect(error) => error,
-            Self::Policy(refusal) => Error::Unauthorized {
-                rule: snapshot.policy.meta.to_string(),
-                why: refusal.label(),
-            },
+            Self::Policy(PolicyRefusal::Forbidden) => Error::Forbidden,
+            Self::Policy(PolicyRefusal::Invalid(reason)) => Error::InvalidPolicy(reason.to_string()),
         }
     }
 }
