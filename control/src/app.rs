@@ -30,7 +30,7 @@ use crate::cluster::Cluster;
 use crate::config::flags::ListenAddr;
 use crate::config::{Admission, Certificates, Config, LogConfig, ObjectSource, TokenVerification};
 use crate::identity::own_certificate::CertificateRenewer;
-use crate::identity::reviewer::{Reviewer, StaticKeys};
+use crate::identity::reviewer::{JoinTokenKeys, Reviewer};
 use crate::identity::server::IdentityService;
 use crate::identity::token_review::TokenReviews;
 use crate::kubernetes::event_recorder::{self, EventRecorder, Reporter};
@@ -206,7 +206,7 @@ impl Builder {
         };
         let reviewer = match (tokens, &self.client) {
             (TokenVerification::PublicKeyDir(dir), _) => {
-                Reviewer::StaticKeys(StaticKeys::open(dir.clone()).context("--token-keys")?)
+                Reviewer::JoinTokenKeys(JoinTokenKeys::open(dir.clone()).context("--token-keys")?)
             }
             (TokenVerification::TokenReview, Some(client)) => {
                 Reviewer::TokenReview(Box::new(TokenReviews::new(client.clone())))
@@ -406,7 +406,7 @@ impl Builder {
         report
     }
 
-    /// Watches the kinds that the services of this process need.
+    /// Watches the kinds that the services of this process need, and starts write-back.
     fn start_kubernetes_source(&mut self, cluster: &Cluster) -> Result<()> {
         let services = self.config.services;
         let config = source::kubernetes::Config {

@@ -1,4 +1,4 @@
-//! The control plane of tulle: destination, policy and identity services over one source of objects.
+//! The control plane of tulle: destination, policy and identity services, webhooks, and telemetry.
 
 #![cfg_attr(test, allow(clippy::too_many_lines))]
 

@@ -34,7 +34,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// One thread per four processors: tasks take microseconds, and threads that wake each other increase their cost
+/// One thread per four processors: tasks take microseconds, and cost more if threads wake each other
 /// (`docs/explanation/scale.md`). `TOKIO_WORKER_THREADS` sets another number.
 fn runtime() -> io::Result<Runtime> {
     let n_threads = thread::available_parallelism().map_or(1, usize::from) / 4;

@@ -1,4 +1,5 @@
-//! Creates credentials for meshes without another certificate authority: trust anchors, issuers and join tokens.
+//! Creates credentials for meshes without another certificate authority: trust anchors, issuers, SPIFFE certificates and join
+//! tokens.
 //!
 //! Existing files are never overwritten, and only the owner can read private keys.
 

@@ -22,7 +22,7 @@ pub enum Responsible {
 pub struct Cause {
     pub code: &'static str,
     pub responsible: Responsible,
-    /// HTTP status and gRPC status name of the response; empty if the connection is closed without a response.
+    /// HTTP status and gRPC status name of the response, or how the connection ends; empty if it is closed without a response.
     pub statuses: &'static str,
     /// Markdown on one line, because `tulle explain` lists it in a table.
     pub meaning: &'static str,
@@ -75,7 +75,8 @@ const PAGE_HEADER: &str = "\
 <!-- Generated from core/src/causes.rs; change that file, then run: ./run docs -->
 # Why a request failed
 
-Every response that a proxy generates has these headers, if its client has an identity or is the proxy's own application:
+Every response that a proxy generates has these headers, if its client has an identity or is the proxy's own application (not in
+ingress mode):
 
 ```text
 l5d-proxy-error: no endpoints
@@ -83,7 +84,7 @@ l5d-proxy-cause: no-endpoints; direction=outbound; hop=web.shop.serviceaccount.i
 ```
 
 - `l5d-proxy-error` is for people; where Linkerd has a text for the error, it is the same.
-- `l5d-proxy-cause` starts with a code that does not change between versions. After the codes `policy-denied` and `forbidden`, a
+- `l5d-proxy-cause` starts with a code that does not change between versions. After the code `policy-denied`, a
   colon and the policy that decided can follow. Then there are parameters, separated by semicolons: the side (`direction`) and the
   proxy (`hop`) that failed, the address that it tried to reach (`target`), and further details.
 - The line below each heading of this page starts with the party that can fix the failure: `client` is the sender of the request,
@@ -385,7 +386,7 @@ pub const ALL: &[Cause] = &[
         "tls-expired",
         Responsible::Mesh,
         "502, UNAVAILABLE",
-        "A certificate has expired, or is not valid yet.",
+        "A certificate has expired or is not valid yet, or the proxy has none yet.",
         "Check the clocks, and why the proxy got no new certificate: see the identity messages in its log, and `linkerd-identity`.",
     ),
     cause(

@@ -7,7 +7,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::time::Instant;
 
-/// Counts the log lines of the current minute by kind and client.
+/// Permits one log line per minute for each kind and client, and counts the suppressed ones.
 #[derive(Default)]
 pub struct LogLimiter {
     state: Mutex<State>,

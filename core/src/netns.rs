@@ -554,7 +554,8 @@ fn remove_name(name: &str) {
 #[allow(unsafe_code)]
 fn before_exec(command: &mut Command, step: impl FnMut() -> io::Result<()> + Send + Sync + 'static) {
     // SAFETY: after fork only async-signal-safe functions may run. Both callers in this module only make system calls
-    // (setns, unshare, read, write, setres*id, mount, mkdir, prctl, sigprocmask); they do not allocate and take no lock.
+    // (setns, unshare, getpid, read, write, setgroups, setres*id, mount, mkdir, prctl, sigprocmask); they do not allocate and
+    // take no lock.
     unsafe {
         command.pre_exec(step);
     }

@@ -19,7 +19,7 @@ pub struct OriginalProbe {
     pub container: String,
     #[serde(rename = "probe")]
     pub kind: Kind,
-    /// The number of the handler's port, which the injector has resolved if the handler has a name.
+    /// The number of the handler's port, which the injector has resolved if the handler names it.
     pub port: NonZeroU16,
     /// The timeout of the probe, in seconds.
     pub timeout_seconds: NonZeroU32,

@@ -57,7 +57,7 @@ pub struct Outbound {
     /// Whether route metrics have the label `hostname`; default hidden.
     pub hostname_labels: Visibility,
     pub ingress_mode: IngressMode,
-    /// Listener for explicit proxying (HTTP CONNECT and SOCKS5), on loopback only; default none.
+    /// Listener for explicit proxying (HTTP CONNECT, requests in absolute form, SOCKS5), on loopback only; default none.
     pub explicit_listen: Option<SocketAddr>,
     pub load_balancing: LoadBalancing,
 }
@@ -126,7 +126,7 @@ pub struct Connect {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Http1Pool {
-    /// Maximum idle connections for each endpoint; default 10 000.
+    /// Maximum idle connections of each worker to an endpoint; default 10 000.
     pub max_idle_per_endpoint: usize,
     /// How long an idle connection is kept; default 3 s.
     pub idle_timeout: Duration,
@@ -205,7 +205,7 @@ pub enum InboundMode {
     Tproxy,
 }
 
-/// Whether the target of a request comes from its headers (ingress mode) or from the original destination.
+/// Whether requests with `l5d-dst-override` go to the Service that it names. All others go to the original destination.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub enum IngressMode {
     Off,

@@ -48,8 +48,8 @@ fn main() -> ExitCode {
             return ExitCode::from(EX_USAGE);
         }
     };
-    for ignored in &config.unsupported_variables {
-        tracing::info!("{ignored} is set, but it is not supported and has no effect");
+    for name in &config.unsupported_variables {
+        tracing::info!("{name} is set, but it is not supported and has no effect");
     }
     let context = ProcessContext::with_redirect(Some(log), env::public_variables(std::env::vars()));
     match App::build(config, context).and_then(App::run) {

@@ -71,7 +71,8 @@ impl Cluster {
         self.size.first_rollout_pod() + self.size.rollout
     }
 
-    /// The n-th pod. Each Service has `endpoints` pods, in this order.
+    /// The n-th pod. Each Service has `endpoints` pods, in this order; later pods have the number of a Service that does not
+    /// exist.
     pub(super) fn initial_pod(&self, n: usize) -> Pod {
         let service = n / self.size.endpoints;
         Pod { n, service }

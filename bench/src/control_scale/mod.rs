@@ -165,7 +165,7 @@ async fn run(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// A control plane that serves the objects.
+/// The objects, and the control plane that serves them.
 struct Run<'a> {
     args: &'a Args,
     anchors: TrustAnchors,

@@ -26,7 +26,7 @@ use super::control_plane::Ports;
 /// A stream of a proxy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Subscription {
-    /// Of a client on this node.
+    /// The endpoints of a Service, as a client on this node gets them.
     Endpoints {
         service: usize,
         node: usize,

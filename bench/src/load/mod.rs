@@ -165,7 +165,7 @@ fn run_thread(context: &ThreadContext, connections: usize, streams: usize) -> an
         for _ in 0..connections {
             let client = Client::new(&context.target);
             for _ in 0..streams {
-                workers.spawn(worker::run_worker(context.clone(), client.another_stream()));
+                workers.spawn(worker::run_worker(context.clone(), client.for_another_worker()));
             }
         }
         while let Some(ended) = workers.join_next().await {

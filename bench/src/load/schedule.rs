@@ -81,13 +81,13 @@ impl Schedule {
 
 impl DueTimes {
     /// Exponentially distributed intervals from a fixed seed, so runs with the same rate have the same ones. They are computed
-    /// in advance, so a run has at most [`MAX_RANDOM`] requests.
+    /// in advance, so a run has at most [`MAX_RANDOM_REQUESTS`] requests.
     fn random(rate: f64, limit: u64, duration: Option<Duration>) -> Self {
         let end = duration.map_or(f64::INFINITY, |duration| duration.as_secs_f64());
         let mut random = fastrand::Rng::with_seed(1);
         let mut at = 0.0;
         let mut due = Vec::new();
-        while at < end && (due.len() as u64) < limit.min(MAX_RANDOM) {
+        while at < end && (due.len() as u64) < limit.min(MAX_RANDOM_REQUESTS) {
             due.push((at * 1e9).round() as u64);
             at += exponential(&mut random) / rate;
         }
@@ -124,7 +124,7 @@ pub(super) fn exponential(random: &mut fastrand::Rng) -> f64 {
 
 /// Number of requests that [`Arrivals::Bursts`] sends at once.
 const BURST_SIZE: u64 = 50;
-const MAX_RANDOM: u64 = 10_000_000;
+const MAX_RANDOM_REQUESTS: u64 = 10_000_000;
 const ROUNDING: f64 = 1e-6;
 
 #[cfg(test)]

@@ -38,7 +38,7 @@ impl Client {
     }
 
     /// A client for another worker, on the same connection if the protocol has streams.
-    pub(super) fn another_stream(&self) -> Self {
+    pub(super) fn for_another_worker(&self) -> Self {
         match self {
             Self::Http1(client) => Self::Http1(http::Http1::new(client.target().clone())),
             Self::Http2(client) => Self::Http2(client.clone()),

@@ -107,7 +107,7 @@ type RunningBuilds<'a> = Vec<(&'a Testbed, Sidecars)>;
 pub fn main(args: &Args) -> anyhow::Result<()> {
     check_rows(&args.rows)?;
     tools::raise_descriptor_limit()?;
-    peer::check_requirements(&[Peer::Tulle], &["wrk"])?;
+    peer::prepare_run(&[Peer::Tulle], &["wrk"])?;
     args.builds.iter().try_for_each(|build| tulle::check(build))?;
     let testbeds = args.builds.iter().map(|_| Testbed::build(&[]));
     let testbeds = testbeds.collect::<anyhow::Result<Vec<_>>>()?;
@@ -248,7 +248,7 @@ fn samples_of(samples: &mut Samples, load: Load, n_builds: usize) -> &mut [Vec<S
     samples.entry(load).or_insert_with(|| vec![Vec::new(); n_builds])
 }
 
-/// Measures one load with each build. Each build is first equally often.
+/// Measures one load with each build. The builds take turns in being first.
 fn measure_in_turn(
     args: &Args,
     repeat: usize,

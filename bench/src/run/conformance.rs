@@ -15,7 +15,7 @@ use crate::conformance::{App, Outcome};
 
 /// Runs the cases with each peer and returns the results as Markdown.
 pub(super) fn document(peers: &[Peer]) -> anyhow::Result<String> {
-    peer::check_requirements(peers, &[])?;
+    peer::prepare_run(peers, &[])?;
     let columns = peers
         .iter()
         .map(|peer| {

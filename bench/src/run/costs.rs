@@ -51,7 +51,7 @@ struct Cost {
     allocations: f64,
     /// Instructions of the most expensive functions, without their callees.
     functions: BTreeMap<String, f64>,
-    /// Allocations by calling function, for functions that allocate in more than 5 % of the requests.
+    /// Allocations by calling function, for functions with more than 0.05 per request.
     allocations_by_function: BTreeMap<String, f64>,
     /// Instructions of tap, tracing and access log code for requests that they do not record.
     #[serde(skip)]
@@ -128,8 +128,8 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Measures the average overhead per request, tapped or not, of a tap of one in `one_in` requests. Prints it, and fails if it
-/// exceeds the limit. Sampling is random, so the overhead is scaled to exactly one in `one_in`.
+/// Measures the overhead of a tap of one in `one_in` requests, averaged over all requests. Prints it, and fails if it exceeds the
+/// limit. Sampling is random, so the overhead is scaled to exactly one in `one_in`.
 fn measure_tap_overhead(args: &Args, one_in: u32) -> anyhow::Result<()> {
     let requests = REQUESTS.max(one_in.saturating_mul(TARGET_TAPPED_REQUESTS));
     let [before, with, after] = measure(args, requests, [None, Some(one_in), None])?;
@@ -210,9 +210,10 @@ fn list_increases(what: &str, before: &BTreeMap<String, f64>, now: &BTreeMap<Str
     named.map(|(_, line)| line).collect()
 }
 
-/// Measures the cost of requests for each entry of `tapped`, without a tap or with a sampled one, in the same sidecars.
+/// Measures the cost of requests for each entry of `tapped` in the same sidecars: `None` is without a tap, `Some` with a tap of
+/// one in this many requests.
 fn measure<const N: usize>(args: &Args, requests: u32, tapped: [Option<u32>; N]) -> anyhow::Result<[Costs; N]> {
-    peer::check_requirements(&[Peer::Tulle], &["valgrind", "callgrind_control", "h2load"])?;
+    peer::prepare_run(&[Peer::Tulle], &["valgrind", "callgrind_control", "h2load"])?;
     let testbed = Testbed::build(&["--fixed-date"])?;
     let setup = Setup {
         build: Build::Callgrind,
@@ -343,7 +344,7 @@ impl Cost {
             allocations: to_hundredths(allocations.values().sum()),
             allocations_by_function: allocations
                 .into_iter()
-                .filter(|(_, n)| *n > MIN_ALLOCATION_SHARE)
+                .filter(|(_, n)| *n > MIN_STORED_ALLOCATIONS)
                 .collect(),
             functions: functions
                 .into_iter()
@@ -367,7 +368,7 @@ const TOLERANCE: f64 = 0.02;
 /// Functions with a smaller share of the instructions are not stored in the baseline.
 const MIN_FUNCTION_SHARE: f64 = 0.001;
 /// Functions with fewer allocations per request are not stored in the baseline.
-const MIN_ALLOCATION_SHARE: f64 = 0.05;
+const MIN_STORED_ALLOCATIONS: f64 = 0.05;
 const MAX_OVERHEAD_OF_TAPPING_ONE_IN_100: f64 = 0.03;
 /// Source paths of tap, tracing and the access log.
 const OBSERVABILITY_PATHS: [&str; 3] = [

@@ -225,7 +225,7 @@ Two sidecars with mutual TLS between a client and a server: tulle, HAProxy, ngin
 In tulle, all features of a mesh are enabled: certificates of the identity service, a policy that authorizes every request by the identity of its client, discovery, balancing and metrics.
 The other proxies have minimal configurations, as their documentation recommends, without logs, statistics and health checks. The configurations are in `bench/peers`, with the reason for each choice.
 The scenarios `outbound-only` and `inbound-only` have one sidecar, without TLS.
-nginx has no `workers-1` and `workers-2`, which are compared with each other: it has one process per worker, and the measurement supports one process.
+nginx is not measured in `workers-1` and `workers-2`: each of its workers is a process, and the measurement supports one process.
 
 Client and server each share a network namespace with their sidecar, as in a pod. The namespaces are connected by one bridge.
 TCP congestion control is `reno`, or `cubic` if that is the machine's default: algorithms with pacing, such as BBR, would delay bodies.

@@ -17,7 +17,7 @@ use super::sidecars::Sidecars;
 use super::testbed::{HTTP_PORT, SERVER, SERVICE, TCP_PORT, Testbed};
 use super::{hostile, slow, tulle};
 
-/// Opens all connections, so that no measurement contains the first handshake.
+/// Opens connections between the sidecars, so that no measurement contains their first handshake.
 pub(super) fn warm_up(testbed: &Testbed, sidecars: Option<&Sidecars>, setup: &Setup) -> anyhow::Result<()> {
     let host = host(sidecars);
     let load_result = match setup.traffic {

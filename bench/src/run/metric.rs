@@ -24,8 +24,10 @@ pub(super) enum Metric {
     /// Share of that CPU time that was spent in the kernel, in percent.
     ClientKernelPercent,
     ServerKernelPercent,
+    /// Resident memory after the load; in the row `hostile`, its maximum.
     ClientRssMib,
     ServerRssMib,
+    /// Growth of the resident memory per idle or slow client.
     ClientIdleKib,
     ServerIdleKib,
     /// Allocations per request.

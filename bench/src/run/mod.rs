@@ -102,7 +102,7 @@ pub struct Args {
 /// Runs the measurements, prints the table and writes the JSON. Fails if a result exceeds its budget or a measurement was left out.
 pub fn main(args: &Args) -> anyhow::Result<()> {
     tools::raise_descriptor_limit()?;
-    peer::check_requirements(&args.peers, &["wrk", "ghz", "h2load"])?;
+    peer::prepare_run(&args.peers, &["wrk", "ghz", "h2load"])?;
     let testbeds = args.peers.iter().map(|peer| Ok((*peer, Testbed::build(&[])?)));
     let mut testbeds = testbeds.collect::<anyhow::Result<Vec<_>>>()?;
     let mut results = Results::new(peer::versions(&args.peers)?);
@@ -112,7 +112,7 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
             eprintln!("repeat {repeat} of {}: {group:?}", args.repeats);
             left_out += measure(&testbeds, &group, args.duration, &mut results)?;
         }
-        // Each peer is first and last equally often, in case the order matters.
+        // The peers take turns in being first and last, in case the order matters.
         testbeds.rotate_left(1);
         // Written after each repeat, so that a long run that fails later still has results.
         if let Some(path) = &args.json {
@@ -136,8 +136,8 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
 }
 
 /// Starts the sidecars of all peers and measures the rows in turn. Returns the number of measurements that were left out: those of
-/// another peer that fails, and those that this machine does not support. A failure of tulle or of the peer without a proxy is an
-/// error.
+/// HAProxy, nginx or Envoy after a failure, and those that this machine does not support. A failure of tulle or of the peer
+/// without a proxy is an error.
 fn measure(
     testbeds: &[(Peer, Testbed)],
     rows: &[Row],

@@ -27,7 +27,8 @@ impl Peer {
     pub(super) fn verify(self, testbed: &Testbed, setup: &Setup) -> anyhow::Result<()> {
         match self {
             Self::Tulle | Self::TulleNoProfile => tulle::verify(testbed, setup.path),
-            // Only the sidecar answers at the service's address, and it accepts only certificates of this run.
+            // Only the client's sidecar answers at the service's address, and with both sidecars it accepts only certificates of
+            // this run. The row `inbound-only`, without a client's sidecar, is not verified.
             Self::Haproxy | Self::Nginx | Self::Envoy | Self::None => Ok(()),
         }
     }
@@ -101,8 +102,8 @@ fn haproxy(testbed: &Testbed, setup: &Setup) -> anyhow::Result<Sidecars> {
     })
 }
 
-/// Checks that the programs of `peers` and the load generators `programs` are installed, and removes leftovers of an earlier run.
-pub(super) fn check_requirements(peers: &[Peer], programs: &[&str]) -> anyhow::Result<()> {
+/// Checks that the programs of `peers` and the other `programs` are installed, and removes leftovers of an earlier run.
+pub(super) fn prepare_run(peers: &[Peer], programs: &[&str]) -> anyhow::Result<()> {
     programs
         .iter()
         .try_for_each(|program| tools::check_installed(program))?;

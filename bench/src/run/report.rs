@@ -174,7 +174,7 @@ fn summarize(samples: &[Sample]) -> BTreeMap<Metric, MetricSummary> {
 }
 
 impl Line {
-    /// Whether the row measures request throughput. The other rows have their own metrics.
+    /// Whether the line is in the table of [`COLUMNS`]. The metrics of the other lines are listed below it.
     fn is_load(&self) -> bool {
         self.metrics.contains_key(&Metric::RequestsPerSecond) && !self.metrics.contains_key(&Metric::SpeedPercent)
     }

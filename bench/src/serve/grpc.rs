@@ -30,7 +30,7 @@ pub(super) fn service(app: Arc<App>) -> Service {
         .max_encoding_message_size(MAX_MESSAGE)
 }
 
-/// Answers one call. Cloning the service is cheap: it holds two `Arc`s.
+/// Answers one call. Cloning the service is cheap: it holds an `Arc`.
 pub(super) async fn call(service: &Service, req: Request<Incoming>) -> Response<Body> {
     match service.clone().call(req).await {
         Ok(rsp) => rsp,

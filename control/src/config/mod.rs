@@ -120,7 +120,7 @@ pub struct ListenAddrs {
     pub telemetry: ListenAddr,
     /// Admin server of destination.
     pub destination_admin: ListenAddr,
-    /// Admin server of identity, policy, and telemetry without destination.
+    /// Admin server of identity and policy, and of telemetry in a process without destination.
     pub admin: ListenAddr,
     pub sp_validator_admin: ListenAddr,
     pub proxy_injector_admin: ListenAddr,

@@ -236,7 +236,7 @@ impl EndpointStream {
         }
     }
 
-    /// Returns the messages after a zone change of the client's node. `None` if the zone is the same.
+    /// Returns the messages after a zone change of the client's node. `None` if there are none.
     fn zone_change(&mut self) -> Option<Bytes> {
         let node = self.location.node.as_deref();
         let zone = node.and_then(|node| self.shared.cluster.node_zone(node));

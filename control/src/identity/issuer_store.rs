@@ -17,7 +17,7 @@ use crate::tls::file_watcher::WatchPath;
 pub(crate) struct IssuerStore {
     issuer_dir: PathBuf,
     anchors_path: PathBuf,
-    /// TLS name of the identity service; every issuer must be able to sign it.
+    /// TLS name of the identity service; every issuer must be able to sign a certificate for it.
     name: String,
     current: watch::Sender<Option<Arc<Issuer>>>,
     /// The last load error, so that it is logged once.

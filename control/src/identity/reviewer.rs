@@ -23,7 +23,7 @@ use super::token_review_result::{TokenReviewError, TokenReviewResult};
 
 pub enum Reviewer {
     /// Join tokens, verified with public keys.
-    StaticKeys(StaticKeys),
+    JoinTokenKeys(JoinTokenKeys),
     /// Service account tokens of Kubernetes.
     TokenReview(Box<TokenReviews>),
 }
@@ -52,7 +52,7 @@ pub enum KeysError {
 }
 
 /// ECDSA P-256 public keys from the `.pem` and `.pub` files of a directory.
-pub struct StaticKeys {
+pub struct JoinTokenKeys {
     dir: PathBuf,
     by_file: ArcSwap<KeysByFile>,
 }
@@ -63,7 +63,7 @@ impl Reviewer {
     /// Reviews a token. `client` is the address that sent it.
     pub(crate) async fn review(&self, token: &[u8], client: IpAddr) -> Result<TokenReviewResult, TokenReviewError> {
         match self {
-            Self::StaticKeys(keys) => keys.review(token),
+            Self::JoinTokenKeys(keys) => keys.review(token),
             Self::TokenReview(reviews) => reviews.review(token, client).await,
         }
     }
@@ -71,7 +71,7 @@ impl Reviewer {
     /// Reloads keys from files.
     pub(crate) fn reload(&self) {
         match self {
-            Self::StaticKeys(keys) => {
+            Self::JoinTokenKeys(keys) => {
                 if let Err(err) = keys.reload() {
                     warn!(
                         error = &err as &dyn std::error::Error,
@@ -86,13 +86,13 @@ impl Reviewer {
     /// The directory to watch for changes.
     pub(crate) fn dir(&self) -> Option<&Path> {
         match self {
-            Self::StaticKeys(keys) => Some(&keys.dir),
+            Self::JoinTokenKeys(keys) => Some(&keys.dir),
             Self::TokenReview(_) => None,
         }
     }
 }
 
-impl StaticKeys {
+impl JoinTokenKeys {
     /// Reads the keys of a directory. Invalid files are logged and skipped.
     ///
     /// # Errors
@@ -267,12 +267,12 @@ mod tests {
         json!({"sub": "system:serviceaccount:shop:web", "aud": "identity.l5d.io", "exp": now() + 60})
     }
 
-    fn open(files: &[(&str, &str)]) -> (tempfile::TempDir, StaticKeys) {
+    fn open(files: &[(&str, &str)]) -> (tempfile::TempDir, JoinTokenKeys) {
         let dir = tempfile::tempdir().unwrap();
         for (name, text) in files {
             fs::write(dir.path().join(name), text).unwrap();
         }
-        let keys = StaticKeys::open(dir.path().to_owned()).unwrap();
+        let keys = JoinTokenKeys::open(dir.path().to_owned()).unwrap();
         (dir, keys)
     }
 
@@ -364,7 +364,7 @@ mod tests {
         let (_dir, reviewer) = open(&[("README", "hello")]);
         assert!(matches!(reviewer.review(b"x"), Err(TokenReviewError::NoKeys { .. })));
         assert!(matches!(
-            StaticKeys::open("/does/not/exist".into()),
+            JoinTokenKeys::open("/does/not/exist".into()),
             Err(KeysError::Read { .. })
         ));
     }

@@ -20,7 +20,7 @@ use tulle_proto::identity as proto;
 use tulle_proto::identity::identity_server::Identity as _;
 
 use super::own_certificate::CertificateRenewer;
-use super::reviewer::StaticKeys;
+use super::reviewer::JoinTokenKeys;
 use super::token_review::TokenReviews;
 use super::*;
 use crate::tls::anchors::TrustAnchors;
@@ -46,7 +46,9 @@ impl TestService {
 
     /// Applies `change` to the files before the service reads them.
     fn with(change: impl FnOnce(&Path)) -> Self {
-        Self::build(change, |keys| Reviewer::StaticKeys(StaticKeys::open(keys).unwrap()))
+        Self::build(change, |keys| {
+            Reviewer::JoinTokenKeys(JoinTokenKeys::open(keys).unwrap())
+        })
     }
 
     fn build(change: impl FnOnce(&Path), reviewer: impl FnOnce(PathBuf) -> Reviewer) -> Self {

@@ -28,7 +28,7 @@ pub(crate) enum TokenReviewError {
     Api(#[source] Box<kube::Error>),
     #[error("the API server did not answer within {0:?}")]
     Timeout(Duration),
-    #[error("this client address has too many tokens under review")]
+    #[error("the client's network has too many tokens under review")]
     Busy,
     #[error(
         "{0:?} is not the cluster's token issuer; tokens of unknown issuers are reviewed at most once a second for each client"

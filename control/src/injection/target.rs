@@ -52,7 +52,7 @@ pub struct PodOwner {
     pub name: String,
 }
 
-/// How the sidecar takes outbound requests.
+/// How the sidecar routes outbound requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProxyMode {
     Standard,

@@ -308,5 +308,5 @@ fn drop_labels_and_annotations<K>(object: &mut PartialObjectMeta<K>) {
     object.metadata.annotations = None;
 }
 
-/// The API server's webhook timeout is 10 seconds; the lookup of an owner must not use it up.
+/// The API server's webhook timeout is 10 seconds; the lookups of namespace and owner must not use it up.
 const LOOKUP_TIMEOUT: Duration = Duration::from_secs(3);

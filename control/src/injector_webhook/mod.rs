@@ -1,7 +1,7 @@
 //! The proxy injector: reviews new pods and services, and audits pods without a sidecar.
 //!
-//! `injection/` decides about a pod. This module supplies its input, the namespace's annotations and the pod's workload
-//! ([`metadata`]) and the chart's values ([`settings`]), and records an Event on the workload and metrics. A pod is
+//! `injection/` decides about a pod. This module supplies its input: the namespace's annotations, the pod's workload
+//! ([`metadata`]) and the chart's values ([`settings`]). It records the decision in metrics and in an Event. A pod is
 //! denied with the reason if its sidecar would not enforce a required restriction, would be bypassed by the application,
 //! or would never get a certificate. A pod of the control plane's namespace or of `kube-system` is never denied, because
 //! the cluster needs these pods to recover.

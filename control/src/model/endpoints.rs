@@ -53,9 +53,9 @@ pub struct Endpoint {
     pub workload: EndpointWorkload,
     pub node: Option<Arc<str>>,
     pub zone: Option<Arc<str>>,
-    /// Zones whose clients should use this endpoint. Empty means all zones.
+    /// Zones whose clients should use this endpoint. If an endpoint has none, the zones of all endpoints are ignored.
     pub hint_zones: Arc<[Arc<str>]>,
-    /// Nodes whose clients should use this endpoint. Empty means all nodes.
+    /// Nodes whose clients should use this endpoint. If an endpoint has none, the nodes of all endpoints are ignored.
     pub hint_nodes: Arc<[Arc<str>]>,
     /// Shared by the replicas of a workload.
     pub traits: Arc<EndpointTraits>,

@@ -54,7 +54,7 @@ fn parse_retry(annotations: &StringMap, conditions: RetryConditions) -> Result<R
     })
 }
 
-/// Parses the timeouts. A value of zero means no timeout, whatever applies without the annotation.
+/// Parses the timeouts. A value of zero disables a timeout that would apply without the annotation.
 pub fn parse_timeouts(annotations: &StringMap) -> Result<Option<Timeouts>, String> {
     let keys = [
         annotation::TIMEOUT_REQUEST,

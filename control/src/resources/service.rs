@@ -126,8 +126,8 @@ impl fmt::Display for DeclaredProtocol {
 }
 
 impl Service {
-    /// Returns the protocol of a port: that of its `appProtocol`, where an unknown value means opaque. A port that is marked as
-    /// opaque is opaque only if it has no `appProtocol`, or `grpc`.
+    /// Returns the protocol of a port: that of its `appProtocol`, where an unknown value means opaque. Marking a port as opaque
+    /// has an effect only without `appProtocol`, or with `grpc`.
     pub fn declared_protocol(&self, port: u16, default_opaque_ports: &PortSet) -> DeclaredProtocol {
         let app_protocol = self.port(port).and_then(|port| port.app_protocol.as_deref());
         match app_protocol.map(str::to_ascii_lowercase).as_deref() {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use tulle_core::metrics::samples::{self, Sample};
 
-/// Counters of one sidecar since it started.
+/// Counters of one sidecar since it started, or per second in [`Rates`].
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Counts {
     /// Inbound traffic by client.
@@ -19,7 +19,7 @@ pub struct Counts {
     pub started_at: f64,
 }
 
-/// The same per second, of the time between two pages. Connections are those of the later page.
+/// Increase of the counters per second between two pages. Connections are those of the later page.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Rates {
     pub per_second: Counts,

@@ -76,7 +76,7 @@ impl SidecarScraper {
         }
     }
 
-    /// Members of a namespace, or of all, at most [`MAX_SCRAPE_AGE`] old.
+    /// Members of a namespace, or of all, from a lookup that is at most [`MAX_SCRAPE_AGE`] old.
     pub(super) async fn members(&self, namespace: Option<&str>) -> Result<Arc<[WorkloadMember]>, Error> {
         // The semaphore is never closed.
         let _turn = self.lookup_lock.acquire().await;

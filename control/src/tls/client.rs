@@ -112,7 +112,7 @@ pub enum Error {
 /// Connects with TLS. Verifies the server's identity, or else its name, and sends the client certificate, if there is one.
 ///
 /// # Errors
-/// Fails if the connection cannot be established within 10 seconds.
+/// Fails if TLS or HTTP/2 cannot be established within 10 seconds each.
 pub async fn connect(peer: &TlsServer<'_>, leaf: Option<LeafWithKey>) -> Result<Channel, Error> {
     let tls = connect_tls(peer, leaf).await?;
     with_connect_timeout(peer.addr, Channel::start(tls, Scheme::HTTPS, peer.name)).await

@@ -1,4 +1,4 @@
-//! Server certificate and client trust anchors of one TLS server, replaced together.
+//! Certificate and trust anchors of one identity, as a server and as a client, replaced together.
 
 use std::fmt;
 use std::sync::Arc;

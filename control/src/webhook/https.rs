@@ -1,4 +1,5 @@
-//! An HTTP/1.1 server for the API server: connections, TLS, and drain. The caller supplies the request handler.
+//! An HTTP/1.1 server for the API server, or for clients on this machine: connections, TLS, and drain. The caller
+//! supplies the request handler.
 
 use std::convert::Infallible;
 use std::error::Error as StdError;

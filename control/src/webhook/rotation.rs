@@ -162,7 +162,7 @@ impl SecretContent {
         self.bundle.iter().map(encode).collect()
     }
 
-    /// When the times of the certificates next change the result of [`Self::rotate`]; the end of `settle` is not included.
+    /// When the age of a certificate next changes the result of [`Self::rotate`]. The end of `settle` can change it earlier.
     pub(super) fn due_at(&self) -> OffsetDateTime {
         match &self.next {
             Some(next) => self.current.not_after.min(next.not_after),

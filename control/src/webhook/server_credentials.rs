@@ -1,4 +1,4 @@
-//! The server certificate and the client verifier of one port, replaced together.
+//! The server certificate and the client verifier of one port. Each can be replaced at any time.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,7 +14,7 @@ use rustls::version::TLS13;
 use super::certificate::CertificateKeyPair;
 use crate::tls;
 
-/// The credentials of one port; empty until certificate and verifier are set.
+/// The credentials of one port; empty until the certificate is set, and the verifier if clients are verified.
 #[derive(Default)]
 pub struct ServerCredentials {
     current: ArcSwapOption<ServerConfig>,

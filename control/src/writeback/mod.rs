@@ -1,4 +1,4 @@
-//! Writes to the API server: EndpointSlices of external workloads, and statuses of policies and routes.
+//! Writes to the API server: EndpointSlices of external workloads, and statuses of policies, routes and external workloads.
 //!
 //! Each of the two is written by one replica, the holder of its lease. The controllers receive the events of the shared
 //! watches, keep shared references to the objects, and compute the changes with pure functions. A directory source does

@@ -107,7 +107,7 @@ const MAX_RETRY_DELAY: Duration = Duration::from_secs(1000);
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 const RETRY_BURST: u32 = 100;
 
-/// The last delay is 82 s, so a name is dropped after about three minutes.
+/// The last delay is 82 s, less than `MAX_RETRY_DELAY`, so a name is dropped after about three minutes.
 pub(super) const MAX_RETRIES: u32 = 15;
 
 #[cfg(test)]

@@ -122,7 +122,7 @@ impl Connection {
         }
     }
 
-    /// Decrements `n_unused`, unless the first byte has already done so: the connection ends, or has a verified peer.
+    /// Decrements `n_unused`, unless the first byte has already done so. Called if the connection ends or its peer is verified.
     fn stop_counting_as_unused(&self) {
         // The atomic swap in `record_activity` ensures that there is one decrement, even if the first byte arrives meanwhile.
         self.record_activity();

@@ -91,7 +91,7 @@ headers! {
     L5D_RETRY_TIMEOUT = "l5d-retry-timeout" {
         direction: APPLICATION_TO_PROXY_IF_ENABLED,
         values: TIMEOUT,
-        meaning: "The timeout of one attempt of this request.",
+        meaning: "The timeout of an attempt, after which this request is retried.",
     }
 
     // Errors

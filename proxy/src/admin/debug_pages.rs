@@ -31,7 +31,7 @@ impl DebugPage {
         Self {
             path,
             description,
-            render: Box::new(move |form| form.write(&value())),
+            render: Box::new(move |format| format.write(&value())),
         }
     }
 }
@@ -75,7 +75,7 @@ fn answer(req: &AdminRequest, page: &DebugPage) -> AdminResponse {
     if !req.is_loopback() {
         return forbidden();
     }
-    let form = match req.query.as_deref() {
+    let format = match req.query.as_deref() {
         None | Some("") if wants_json(req) => PageFormat::Json,
         None | Some("" | "format=text") => PageFormat::Text,
         Some("format=json") => PageFormat::Json,
@@ -84,10 +84,10 @@ fn answer(req: &AdminRequest, page: &DebugPage) -> AdminResponse {
             return text(StatusCode::BAD_REQUEST, expected);
         }
     };
-    match (page.render)(form) {
+    match (page.render)(format) {
         Ok(body) => {
             let mut rsp = text(StatusCode::OK, body);
-            if form == PageFormat::Json {
+            if format == PageFormat::Json {
                 rsp.headers_mut()
                     .insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
             }

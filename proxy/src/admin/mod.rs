@@ -77,7 +77,7 @@ pub(crate) fn server(config: &Config, params: AdminParams) -> Admin {
         env,
         shutdown,
         creds,
-        authorize: guard,
+        authorize,
         pages,
     } = params;
     let shutdown_endpoint = config.shutdown_endpoint;
@@ -92,7 +92,7 @@ pub(crate) fn server(config: &Config, params: AdminParams) -> Admin {
             std::future::ready(shut_down(&req, shutdown_endpoint, &shutdown))
         })
         .tls(move |stream| accept_tls(stream, creds.clone()))
-        .authorize_with(guard)
+        .authorize_with(authorize)
 }
 
 /// Accepts TLS; the admin server limits the time.
@@ -201,7 +201,7 @@ fn accepts_json(req: &AdminRequest) -> bool {
         .any(|kind| JSON_MEDIA_TYPES.contains(&kind))
 }
 
-/// Maximum time between the handshake and the first request; the same as in plaintext.
+/// Never reached: the admin server limits the handshake and the first bytes together to the same time.
 const FIRST_REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
 const JSON_MEDIA_TYPES: &[&str] = &["application/json", "application/*", "*/*"];
 

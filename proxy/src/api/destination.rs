@@ -65,7 +65,7 @@ struct Shared {
 
 impl Suffixes {
     /// Whether `name` has one of the suffixes.
-    pub fn contain(&self, name: &str) -> bool {
+    pub fn matches(&self, name: &str) -> bool {
         let name = name.trim_end_matches('.').to_ascii_lowercase();
         self.suffixes
             .iter()
@@ -109,7 +109,7 @@ impl FromStr for Suffixes {
 impl ProfileScope {
     pub fn contains(&self, target: &Addr) -> bool {
         match target {
-            Addr::Name(name) => self.suffixes.contain(&name.name),
+            Addr::Name(name) => self.suffixes.matches(&name.name),
             Addr::Socket(addr) => self.contains_ip(addr.ip().to_canonical()),
         }
     }
@@ -233,7 +233,7 @@ mod tests {
             ("", "web.shop.svc.cluster.local", false),
         ] {
             assert_eq!(
-                suffixes.parse::<Suffixes>().unwrap().contain(name),
+                suffixes.parse::<Suffixes>().unwrap().matches(name),
                 expected,
                 "{suffixes:?} {name}"
             );

@@ -31,14 +31,14 @@ pub(crate) struct Policies {
 pub(crate) enum WatchMode {
     /// By a stream that stays open.
     Watch,
-    /// By a stream that closes after the first answer, and is opened again after this interval.
+    /// By a stream that the proxy closes after the first message, and opens again after this interval.
     Poll(Duration),
 }
 
 /// Common to all lookups.
 #[derive(Clone, Debug)]
 pub(crate) struct Config {
-    /// Sent verbatim; tells the control plane which workload's ports are meant.
+    /// Sent verbatim; tells the control plane which workload asks.
     pub workload: String,
     /// Not used for a control plane on this host.
     pub limits: StreamLimits,

@@ -44,7 +44,7 @@ impl Load {
 
     /// Expected cost of one more request to this endpoint, in seconds.
     ///
-    /// Reading decays to `now` without writing, so an idle endpoint becomes attractive again.
+    /// The estimate counts as decayed until `now`, so an idle endpoint becomes attractive again.
     /// Never NaN. The round-trip time counts as at least 1 ms: smaller differences are noise, and the number of
     /// requests in flight is more significant.
     ///

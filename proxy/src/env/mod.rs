@@ -129,7 +129,7 @@ fn config(env: &mut Env<'_>) -> Option<Config> {
     let metrics_retain_idle = env.value_or("METRICS_RETAIN_IDLE", values::duration, Duration::from_secs(600));
     let memory_limit = env.get(MEMORY_LIMIT, values::number);
     let trace = trace(env);
-    let ignored = env.ignored();
+    let unsupported_variables = env.unsupported_variables();
     let identity = identity(env);
     let control = control(env, cluster_networks);
     Some(Config {
@@ -145,7 +145,7 @@ fn config(env: &mut Env<'_>) -> Option<Config> {
         shutdown_grace_period,
         metrics_retain_idle,
         memory_limit_bytes: memory_limit,
-        unsupported_variables: ignored,
+        unsupported_variables,
     })
 }
 
@@ -545,7 +545,7 @@ impl Env<'_> {
         self.value_or(name, values::flag, false)
     }
 
-    /// The first of several names that is set.
+    /// The parsed value of the first of several variables that is set.
     fn first_value<T>(&mut self, names: &[&str], parse: impl Fn(&str) -> Result<T, ParseError> + Copy) -> Option<T> {
         let name = names.iter().find(|name| self.value(name).is_some())?;
         self.get(name, parse)
@@ -593,7 +593,7 @@ impl Env<'_> {
         }
     }
 
-    fn ignored(&self) -> Vec<String> {
+    fn unsupported_variables(&self) -> Vec<String> {
         let set = UNSUPPORTED_VARIABLES
             .iter()
             .filter(|name| self.value(name).is_some_and(|value| value != "false"));

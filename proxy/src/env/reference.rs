@@ -36,7 +36,7 @@ struct DirectionVariable {
 
 /// All variables: those that exist once, then those that exist for each direction.
 pub fn variables() -> Vec<Variable> {
-    let both = DIRECTIONS.iter().flat_map(|variable| {
+    let both = DIRECTION_VARIABLES.iter().flat_map(|variable| {
         let prefix = match variable.is_tulle_only {
             true => super::TULLE_PREFIX,
             false => super::LINKERD_PREFIX,
@@ -529,13 +529,13 @@ const UNPREFIXED: &[Row] = &[
     ("HOSTNAME", "text", NONE, "The resource attribute `host.name`."),
 ];
 
-const DIRECTIONS: &[DirectionVariable] = &[
+const DIRECTION_VARIABLES: &[DirectionVariable] = &[
     direction(
         "DETECT_TIMEOUT",
         DURATION,
         [Value("10s"), Value("10s")],
-        "Maximum time to detect the protocol of a connection. For inbound connections also the maximum time for the first message \
-         of a TLS handshake, and for the rest of the handshake.",
+        "Maximum time to detect the protocol of a connection. Outbound also the maximum time of discovery. Inbound also the maximum \
+         time for the first message of a TLS handshake, and for the rest of the handshake.",
     ),
     direction(
         "ACCEPT_KEEPALIVE",

@@ -22,7 +22,7 @@ pub(crate) struct OutboundGateway {
 
 impl OutboundGateway {
     fn check_suffix(&self, name: &NameAddr) -> Result<(), Error> {
-        match self.suffixes.contain(&name.name) {
+        match self.suffixes.matches(&name.name) {
             true => Ok(()),
             false => Err(Error::GatewayDomain(name.name.clone())),
         }

@@ -33,7 +33,7 @@ pub enum AnchorsError {
 }
 
 impl TrustAnchorSource {
-    /// Reports a file of trust anchors that cannot be used.
+    /// The reporter of a file of trust anchors that cannot be used.
     pub(super) fn reporter(&self, registry: &Registry) -> InvalidUpdateReporter {
         let source = match self {
             Self::Fixed(_) => String::new(),

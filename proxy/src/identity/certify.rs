@@ -42,7 +42,7 @@ pub struct Config {
 pub(crate) struct Certifier {
     config: Config,
     anchors: TrustAnchorSource,
-    /// The last valid content of the file.
+    /// The last valid content of the file of trust anchors, if there is one.
     file_anchors: Option<TrustAnchors>,
     /// The last bundle that the control plane sent over a connection verified with the proxy's own anchors.
     control_plane_anchors: Option<TrustAnchors>,
@@ -125,8 +125,8 @@ impl Certifier {
     /// The proxy becomes ready when `ready_latch` is dropped, with the first certificate.
     pub(crate) async fn run(mut self, ready_latch: Latch) {
         let mut ready_latch = Some(ready_latch);
-        let mut reload_interval = delayed_interval(ANCHORS_RELOAD_INTERVAL);
-        let mut log_interval = delayed_interval(WAITING_LOG_INTERVAL);
+        let mut reload_interval = interval_without_bursts(ANCHORS_RELOAD_INTERVAL);
+        let mut log_interval = interval_without_bursts(WAITING_LOG_INTERVAL);
         let mut delays = self.backoff();
         let mut due = Deadline::after(Duration::ZERO, self.clock);
         let mut last_error = None;
@@ -261,7 +261,7 @@ impl Certifier {
         }
     }
 
-    /// Reads the bundle file again; true if it has changed.
+    /// Reads the file of trust anchors again; true if it has changed.
     fn reload_anchors_file(&mut self) -> bool {
         if let TrustAnchorSource::Fixed(_) = self.anchors {
             return false;
@@ -295,7 +295,7 @@ fn renewal_delay(left: Duration, config: &Config) -> Duration {
         .clamp(config.min_refresh, config.max_refresh)
 }
 
-pub(super) fn delayed_interval(period: Duration) -> tokio::time::Interval {
+pub(super) fn interval_without_bursts(period: Duration) -> tokio::time::Interval {
     let mut ticks = interval(period);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     ticks
@@ -305,5 +305,5 @@ pub(super) fn delayed_interval(period: Duration) -> tokio::time::Interval {
 const CERTIFY_TIMEOUT: Duration = Duration::from_secs(20);
 const MIN_CERTIFY_BACKOFF: Duration = Duration::from_millis(500);
 pub(super) const WAITING_LOG_INTERVAL: Duration = Duration::from_secs(15);
-/// How often the file is read again; a removed root is trusted for at most this time.
+/// How often the file of trust anchors is read again. Until then, a root that was removed from it is still trusted.
 pub(super) const ANCHORS_RELOAD_INTERVAL: Duration = Duration::from_secs(10);

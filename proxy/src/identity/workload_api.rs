@@ -32,7 +32,7 @@ use x509_parser::prelude::{FromDer, X509Certificate};
 use zeroize::Zeroizing;
 
 use crate::identity::anchors::{AnchorsError, TrustAnchorSource};
-use crate::identity::certify::{ANCHORS_RELOAD_INTERVAL, WAITING_LOG_INTERVAL, delayed_interval};
+use crate::identity::certify::{ANCHORS_RELOAD_INTERVAL, WAITING_LOG_INTERVAL, interval_without_bursts};
 use crate::identity::metrics::Metrics;
 use crate::metrics::invalid_updates::InvalidUpdateReporter;
 use crate::tls::credentials::{CertifiedKey, Credentials, CredentialsError, TrustAnchors};
@@ -131,7 +131,7 @@ impl WorkloadApiClient {
 
     /// Reads one stream of updates until it fails.
     async fn stream(&mut self, state: &Mutex<IssuanceState>) -> Result<std::convert::Infallible, FetchError> {
-        // Closes the connection with the stream.
+        // Dropped at the end of the stream, which closes the connection.
         let mut connection = JoinSet::new();
         let connecting = connect(&self.socket, &mut connection);
         let mut updates = timeout(RESPONSE_TIMEOUT, connecting)
@@ -139,7 +139,7 @@ impl WorkloadApiClient {
             .map_err(|_| FetchError::Timeout {
                 path: self.socket.clone(),
             })??;
-        let mut reload_interval = delayed_interval(ANCHORS_RELOAD_INTERVAL);
+        let mut reload_interval = interval_without_bursts(ANCHORS_RELOAD_INTERVAL);
         loop {
             // Both branches are cancel-safe: a message is read completely or not at all.
             tokio::select! {
@@ -242,7 +242,7 @@ impl IssuanceState {
 
 /// Logs from time to time that the first certificate is still missing.
 async fn log_while_missing(state: Arc<Mutex<IssuanceState>>) {
-    let mut log_interval = delayed_interval(WAITING_LOG_INTERVAL);
+    let mut log_interval = interval_without_bursts(WAITING_LOG_INTERVAL);
     loop {
         log_interval.tick().await;
         let state = state.lock();

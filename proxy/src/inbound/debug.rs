@@ -131,7 +131,7 @@ impl AuthorizationStatus {
             Authentication::TlsIdentities { identities, patterns } => {
                 let mut names: Vec<_> = identities.iter().map(ToString::to_string).collect();
                 names.sort_unstable();
-                names.extend(patterns.iter().map(|suffix| match suffix {
+                names.extend(patterns.iter().map(|pattern| match pattern {
                     IdentityPattern::Any => "any identity".to_owned(),
                     IdentityPattern::Dns(suffix) => format!("*{suffix}"),
                 }));

@@ -1,9 +1,9 @@
 //! The current policy of each port.
 //!
 //! A port in use is watched. If [`MAX_ON_DEMAND_WATCHES`] watched ports have connections, the policy of a further port is
-//! polled. Unless the default policy of the environment applies, connections wait up to [`MAX_POLICY_WAIT`] for the first policy,
-//! then they are refused. When a watch ends, its policy is stored as the last known one of the port, as long as the process runs.
-//! It applies to new connections until a new watch has an answer.
+//! polled. Unless the proxy's own default policy applies, connections wait up to [`MAX_POLICY_WAIT`] for the first policy, then
+//! they are refused. When a watch ends, its policy is stored as the last known one of the port, as long as the process runs. It
+//! applies if a new watch has no answer within [`MAX_POLICY_WAIT`], or while the control plane is unreachable.
 
 use std::{
     collections::HashMap,
@@ -60,11 +60,11 @@ pub(crate) struct PortPolicies {
 pub(crate) enum InitialPolicy {
     /// Connections wait for the policy, and are refused if it does not arrive.
     Refuse,
-    /// The default policy of the environment applies immediately.
+    /// The proxy's own default policy applies immediately.
     Default(DefaultPolicies),
 }
 
-/// The default policies of the environment.
+/// The proxy's own default policy, for detected and for opaque ports.
 pub(crate) struct DefaultPolicies {
     pub(crate) detect: Arc<ActivePolicy>,
     pub(crate) opaque: Arc<ActivePolicy>,
@@ -109,7 +109,7 @@ pub(super) enum FallbackOrigin {
     Unknown,
     /// The control plane; the last policy of an earlier watch.
     LastKnown,
-    /// The default policy of the environment.
+    /// The proxy's own default policy.
     EnvironmentDefault,
 }
 
@@ -296,7 +296,7 @@ impl PortPolicies {
             FallbackOrigin::Unknown | FallbackOrigin::EnvironmentDefault => Instant::now(),
         };
         let deadline = began_at + MAX_POLICY_WAIT;
-        // Asks the watch or poll to retry, again and again, until a policy arrives, none can be expected, or the time is over.
+        // Asks the watch or poll to retry, again and again, until connections need not wait or the time is over.
         while self.must_wait(port_policy) && Instant::now() < deadline {
             self.api.retry_soon(&port_policy.retry_signal);
             let next_retry_at = deadline.min(Instant::now() + MIN_RETRY_DELAY);
@@ -475,7 +475,7 @@ impl PortPolicy {
     }
 }
 
-/// Maximum time that a connection waits for the policy of its port; then it is refused.
+/// Maximum time that a connection waits for the policy of its port; then the last known one applies, or it is refused.
 const MAX_POLICY_WAIT: Duration = Duration::from_secs(3);
 
 /// Maximum number of watched ports, besides those that are always watched.
@@ -739,7 +739,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_default_policy_of_the_environment_applies_without_waiting() {
+    async fn the_proxys_own_default_policy_applies_without_waiting() {
         let authority = Authority::new();
         let addr = ([127, 0, 0, 1], 0).into();
         let creds = authority.credentials(CONTROL);

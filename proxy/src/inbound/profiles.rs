@@ -49,7 +49,7 @@ pub(crate) struct Profiles {
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ProfileTimeouts {
-    /// Maximum time from the first request for a name to the first answer; later requests do not wait again.
+    /// Maximum time from the first request for a name to the first answer; later requests wait for the rest of it.
     pub(crate) wait_timeout: Duration,
     /// A name that is unused for this time is forgotten.
     pub(crate) idle_timeout: Duration,

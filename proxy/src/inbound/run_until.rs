@@ -24,14 +24,14 @@ impl Wake for StopWaker {
     }
 }
 
-/// Runs `future` until it completes. Returns `None` if `stop_future` completes first. `stop_future` is polled only after its
-/// own waker was called, so each poll of `future` costs one atomic load. The returned future must stay in the task that polled
-/// it first.
+/// Runs `future` until it completes. Returns `None` if `stop_future` completes first. After its first poll, `stop_future` is
+/// polled only when its own waker was called, so each poll of `future` costs one atomic load. The returned future must stay in
+/// the task that polled it first.
 pub(super) fn run_until<S, D>(stop_future: S, future: D) -> RunUntil<S, D> {
     RunUntil {
         stop_future,
         future,
-        woken: None,
+        stop_waker: None,
     }
 }
 
@@ -42,7 +42,7 @@ pin_project! {
         stop_future: S,
         #[pin]
         future: D,
-        woken: Option<Arc<StopWaker>>,
+        stop_waker: Option<Arc<StopWaker>>,
     }
 }
 
@@ -54,16 +54,16 @@ impl<S: Future<Output = ()>, D: Future> Future for RunUntil<S, D> {
         if let Poll::Ready(done) = this.future.poll(cx) {
             return Poll::Ready(Some(done));
         }
-        let woken = this.woken.get_or_insert_with(|| {
+        let stop_waker = this.stop_waker.get_or_insert_with(|| {
             Arc::new(StopWaker {
                 is_woken: AtomicBool::new(true), // so that the first poll also polls the stop future
                 task_waker: cx.waker().clone(),
             })
         });
-        if woken.is_woken.load(Ordering::Acquire) {
+        if stop_waker.is_woken.load(Ordering::Acquire) {
             // Cleared before the poll, so that a wake-up during the poll is kept for the next one.
-            woken.is_woken.store(false, Ordering::Release);
-            let waker = Waker::from(woken.clone());
+            stop_waker.is_woken.store(false, Ordering::Release);
+            let waker = Waker::from(stop_waker.clone());
             return this.stop_future.poll(&mut Context::from_waker(&waker)).map(|()| None);
         }
         Poll::Pending

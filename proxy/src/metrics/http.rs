@@ -69,7 +69,7 @@ impl ResponseEnd {
     fn label(self) -> Option<&'static str> {
         match self {
             Self::Complete => None,
-            Self::EndedEarly(fault) | Self::NoResponse(fault) => Some(fault.cause),
+            Self::EndedEarly(labels) | Self::NoResponse(labels) => Some(labels.cause),
             Self::Cancelled => Some("client-left"),
         }
     }

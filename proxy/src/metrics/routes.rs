@@ -101,7 +101,7 @@ impl StatusSeries {
         let error = match outcome.end {
             _ if !self.statuses.has_error_label => None,
             ResponseEnd::Complete => None,
-            ResponseEnd::EndedEarly(fault) | ResponseEnd::NoResponse(fault) => Some(fault.route_error),
+            ResponseEnd::EndedEarly(labels) | ResponseEnd::NoResponse(labels) => Some(labels.route_error),
             ResponseEnd::Cancelled => Some("CANCEL"),
         };
         let status = self.statuses.status_of(outcome);

@@ -121,7 +121,7 @@ where
     Ok(FirstBytes::from_client(detection, seen, None, learned))
 }
 
-/// Waits up to `limit` longer than [`wait_for_either`], in which neither side sent a byte. `server` is the dialled connection.
+/// Continues a [`wait_for_either`] in which neither side sent a byte, for up to `limit`. `server` is the dialled connection.
 ///
 /// # Errors
 /// Reading from the client failed, or the server connection failed before it sent a byte.

@@ -28,7 +28,7 @@ pub(crate) struct Tcp {
     prefix: Bytes,
     /// Whether TLS on top buffers its writes, up to [`MAX_BUFFERED_BYTES`].
     write_buffering: bool,
-    /// Whether the kernel delays partial packets until the connection ends.
+    /// Whether the kernel may delay partial packets, so that the last one leaves with the FIN.
     corked: bool,
     /// Whether a write returned a reset. The kernel reports a reset once, so a later read would only see the end of the stream.
     was_reset: bool,
@@ -194,7 +194,7 @@ impl Io {
         }
     }
 
-    /// Makes the kernel delay partial packets until the connection ends. No effect under TLS.
+    /// Lets the kernel delay partial packets, so that the last one leaves with the FIN. No effect under TLS.
     pub(crate) fn cork(&mut self) {
         if let Stream::Tcp(tcp) = &mut self.stream {
             tcp.corked = true;

@@ -300,8 +300,8 @@ fn register_readable(listener: BorrowedFd<'_>) -> io::Result<AsyncFd<BorrowedFd<
     Ok(unsafe { AsyncFd::register_with_interest(listener, Interest::READABLE) }?)
 }
 
-/// Detects bursts: samples of [`BURST_SAMPLE_SIZE`] clients that arrive with at most [`BURST_MAX_MEAN_INTERVAL`] between them,
-/// while the number of pending responses varies by at least [`BURST_MIN_RESPONSE_SPREAD`].
+/// Detects bursts: samples of [`BURST_SAMPLE_SIZE`] clients with a mean interval of at most [`BURST_MAX_MEAN_INTERVAL`], while
+/// the number of pending responses varies by at least [`BURST_MIN_RESPONSE_SPREAD`].
 struct BurstDetector {
     /// Whether the last complete sample was a burst.
     is_burst: bool,
@@ -325,7 +325,7 @@ impl BurstDetector {
         }
     }
 
-    /// Whether waiting for more clients is worthwhile.
+    /// Whether there is a burst, and it is not paused.
     fn is_active(&self, now: Instant) -> bool {
         self.is_burst && now - self.last_arrival < BURST_MAX_MEAN_INTERVAL
     }

@@ -130,7 +130,7 @@ impl Usage {
     }
 }
 
-/// Returns freed memory that the allocator keeps to the kernel.
+/// Returns to the kernel the freed memory that the allocator keeps.
 #[cfg(target_env = "gnu")]
 #[allow(unsafe_code)]
 fn trim_heap() {

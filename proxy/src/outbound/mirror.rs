@@ -29,7 +29,7 @@ pub(crate) struct Mirror {
     pub(in crate::outbound) usage: Arc<CopyUsage>,
 }
 
-/// Memory and number in flight of a mirror's copies. A new version of the policy keeps both.
+/// The memory that a mirror's copies use, and how many are in flight. A new version of the policy keeps both.
 #[derive(Default)]
 pub(in crate::outbound) struct CopyUsage {
     pub(in crate::outbound) memory: Arc<CopyMemory>,

@@ -192,7 +192,7 @@ pub(crate) enum AccrualKind {
     },
 }
 
-/// The only route of an opaque connection.
+/// The only route of opaque connections, or a route of TLS connections.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct OpaqueRoute {
     pub(crate) meta: Arc<Meta>,

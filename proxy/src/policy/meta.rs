@@ -30,7 +30,7 @@ impl Meta {
         Arc::new(Self::Default(name.into()))
     }
 
-    /// The Service of a name such as `web.shop.svc.cluster.local:80`; for other names, an unknown resource.
+    /// The Service of a name such as `web.shop.svc.cluster.local:80`; for other names, the default `unknown`.
     pub(crate) fn of_service(authority: &str) -> Arc<Self> {
         let service = || {
             let (host, port) = authority.rsplit_once(':')?;

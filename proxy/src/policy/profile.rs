@@ -86,7 +86,7 @@ pub(crate) struct RetryBudget {
     pub(crate) ttl: Duration,
 }
 
-/// Another destination and its weight, which is not zero.
+/// A destination of a traffic split, and its weight, which is not zero.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct WeightedDestination {
     pub(crate) destination: NameAddr,

@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn each_identity_has_a_bucket_and_the_unknown_share_one() {
+    fn each_identity_has_a_bucket_and_anonymous_clients_share_one() {
         let now = Instant::now();
         let limiter = Limiter::new(
             &RateLimit {

@@ -61,7 +61,7 @@ struct Tap {
     n_shown: AtomicU32,
     /// On average, one of this many matching requests is shown.
     sample_one_in: u32,
-    headers: bool,
+    shows_headers: bool,
     events: mpsc::Sender<TapEvent>,
 }
 
@@ -83,7 +83,7 @@ pub(crate) struct TappedRequest {
 
 struct EventSink {
     id: StreamId,
-    headers: bool,
+    shows_headers: bool,
     events: mpsc::Sender<TapEvent>,
 }
 
@@ -92,7 +92,7 @@ pub(crate) struct TapParams {
     pub(crate) matches: Match,
     pub(crate) limit: u32,
     pub(crate) sample_one_in: u32,
-    pub(crate) headers: bool,
+    pub(crate) shows_headers: bool,
 }
 
 impl TapRegistry {
@@ -126,7 +126,7 @@ impl TapRegistry {
             limit: params.limit,
             n_shown: AtomicU32::new(0),
             sample_one_in: params.sample_one_in.max(1),
-            headers: params.headers,
+            shows_headers: params.shows_headers,
             events,
         });
         self.change(|taps| taps.push(tap.clone()));
@@ -162,7 +162,7 @@ impl TapRegistry {
                         base: tap.id,
                         stream: stream.into(),
                     },
-                    headers: tap.headers,
+                    shows_headers: tap.shows_headers,
                     events: tap.events.clone(),
                 });
             }
@@ -195,7 +195,7 @@ impl TapRegistry {
                 }),
                 authority: subject.authority().into_owned(),
                 path: subject.uri.path().to_owned(),
-                headers: sink.headers.then(|| subject.all_headers()),
+                headers: sink.shows_headers.then(|| subject.all_headers()),
             })
         });
         Some(Box::new(tapped))
@@ -223,7 +223,7 @@ impl TappedRequest {
                 id: Some(sink.id),
                 since_request_init: Some(wire_duration(self.began_at.elapsed())),
                 http_status: rsp.status().as_u16().into(),
-                headers: sink.headers.then(all),
+                headers: sink.shows_headers.then(all),
             })
         });
         rsp.map(|body| body.with_observer(Box::new(TapBodyObserver(self))))
@@ -260,7 +260,9 @@ impl TappedRequest {
                 since_response_init: self.answered_at.map(|at| wire_duration(at.elapsed())),
                 response_bytes: self.n_bytes,
                 eos: Some(Eos { end }),
-                trailers: trailers.filter(|_| sink.headers).map(|trailers| headers([], trailers)),
+                trailers: trailers
+                    .filter(|_| sink.shows_headers)
+                    .map(|trailers| headers([], trailers)),
                 cause: cause.clone(),
             })
         });

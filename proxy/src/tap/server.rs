@@ -167,7 +167,7 @@ impl Tap for Service {
             ));
         }
         let matches = Match::decode(r#match).map_err(|error| Status::invalid_argument(error.to_string()))?;
-        let headers = extract.and_then(|extract| extract.extract).is_some_and(|extract| {
+        let shows_headers = extract.and_then(|extract| extract.extract).is_some_and(|extract| {
             let Extract::Http(http) = extract;
             matches!(http.extract, Some(Headers::Headers(_)))
         });
@@ -175,7 +175,7 @@ impl Tap for Service {
             matches,
             limit,
             sample_one_in,
-            headers,
+            shows_headers,
         });
         Ok(Response::new(EventStream {
             taps: self.taps.clone(),

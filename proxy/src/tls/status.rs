@@ -40,6 +40,7 @@ pub(crate) enum ClientTls {
 
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
 pub(crate) enum NoClientTls {
+    /// The endpoint has a loopback address, or an address of this workload.
     Loopback,
     /// Discovery has no identity for the endpoint.
     NotProvidedByServiceDiscovery,

@@ -124,7 +124,7 @@ fn a_connection_waits_for_the_first_answer_of_the_control_plane() {
 }
 
 #[test]
-fn the_default_policy_of_the_environment_applies_to_unknown_ports_only_if_enabled() {
+fn the_proxys_own_default_policy_applies_to_unknown_ports_only_if_enabled() {
     let mesh = mesh()
         .workload("web")
         .workload_env("TULLE_INBOUND_UNKNOWN_POLICY", "default")

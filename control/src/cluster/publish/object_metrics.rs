@@ -15,7 +15,7 @@ use crate::resources::unreadable::Unreadable;
 use crate::resources::unsupported::{self, UnsupportedPart};
 use crate::resources::{Kind, Object};
 
-/// Counts stored objects by kind, policy objects also by namespace, and the addresses and routes of Services.
+/// Counts stored objects by kind, some kinds also by namespace, and the addresses of Services and the Services with routes.
 #[derive(Default)]
 pub(in crate::cluster) struct ObjectMetrics {
     by_kind: AHashMap<Kind, Arc<Gauge>>,

@@ -125,8 +125,9 @@ impl PortContext<'_> {
         }
     }
 
-    /// The default policy of the workload's annotations, or of the cluster. An invalid annotation denies all clients, because
-    /// the intended restriction is unknown: an invalid entry in the list of ports could mean this port.
+    /// The default policy of the workload's annotations, or of the cluster. An invalid policy denies all clients, because the
+    /// intended restriction is unknown. So does an invalid entry in the list of ports that require an identity, if the list does
+    /// not contain this port: the entry could mean it.
     fn default_policy(&self) -> AccessPolicy {
         let mut policy = match self.workload.meta().annotation(annotation::DEFAULT_INBOUND_POLICY) {
             Some(text) => text.parse().unwrap_or(AccessPolicy::Deny),

@@ -372,7 +372,7 @@ impl OutboundContext<'_> {
     }
 
     /// The mirrors of a rule. A mirror whose backend does not exist or is not supported is left out and fails no request; the
-    /// status of the route reports it.
+    /// status of the route reports it. An invalid mirror is left out too, but its rule has a filter that makes the requests fail.
     fn mirrors<R>(&self, route: &raw::Route, rule: &raw::Rule<R>, parent: &ParentDefaults<'_>) -> Vec<Mirror> {
         let model_mirror = |mirror: &raw::Mirror| {
             let raw::Fraction { numerator, denominator } = mirror.fraction();
@@ -382,7 +382,6 @@ impl OutboundContext<'_> {
                 denominator,
             }
         };
-        // An invalid mirror is left out; its rule has a filter that makes the requests fail.
         let is_valid = |mirror: &&raw::Mirror| route_admission::check_mirror(mirror).is_ok();
         let has_backend = |mirror: &Mirror| mirror.backend.target != BackendTarget::FiltersOnly;
         let mirrors = rule.mirrors().filter(is_valid).map(model_mirror);

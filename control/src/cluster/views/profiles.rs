@@ -21,7 +21,7 @@ use crate::resources::workload::{Pod, PodPhase};
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Key {
-    /// A Service by name. The profile has the name as the client requested it.
+    /// A Service by name. `fqn` is the name as the client requested it, and that of the profile.
     Service {
         service: NamespacedName,
         port: u16,

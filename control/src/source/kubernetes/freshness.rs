@@ -80,7 +80,7 @@ impl Freshness {
             state.latch = None;
             self.0.stale.set(0);
         }
-        // Called for each change of a watch, which has no time limit while it is open.
+        // An open watch has no time limit, and calls this for each change.
         if !state.watch_is_open {
             self.0.limit_began.notify_one();
         }

@@ -116,7 +116,7 @@ enum WatchProgress {
 enum WatchEnd {
     /// Its response has ended, usually at its timeout. The next watch continues at the same position.
     Normal,
-    /// The resource version has expired, or `RESYNC_INTERVAL` has passed without a change.
+    /// The resource version has expired, or `RELIST_INTERVAL` has passed without a change.
     Relist,
 }
 
@@ -271,7 +271,7 @@ impl Reflector {
         }
     }
 
-    /// Lists the newest API version that is served. Reports all differences in one batch.
+    /// Lists the newest API version that is served. Reports the differences after the last page.
     async fn list(&mut self) -> Result<ListOutcome, Error> {
         for api_version in self.watched.kind.info().versions {
             match self.list_version(api_version).await {
@@ -430,7 +430,7 @@ impl Reflector {
                     sleep(retries.next_delay()).await;
                 }
             }
-            if position.changed_at.elapsed() > RESYNC_INTERVAL {
+            if position.changed_at.elapsed() > RELIST_INTERVAL {
                 return progress;
             }
         }
@@ -474,7 +474,7 @@ impl Reflector {
     ) -> Result<WatchEnd, Error> {
         let mut lines = LineBuffer::default();
         loop {
-            let relist_at = position.changed_at + RESYNC_INTERVAL;
+            let relist_at = position.changed_at + RELIST_INTERVAL;
             // Dropping the body ends the watch. The next watch continues at `position`, so no change is lost.
             let frame = tokio::select! {
                 biased;
@@ -683,7 +683,7 @@ const MAX_WATCH_FAILURES: u32 = 4;
 const WATCH_TIMEOUT_SECONDS: std::ops::Range<u64> = 150..295;
 
 /// Time without a change after which the kind is listed again.
-const RESYNC_INTERVAL: Duration = Duration::from_secs(600);
+const RELIST_INTERVAL: Duration = Duration::from_secs(600);
 
 /// A watch that ends earlier counts as interrupted and is retried with backoff.
 const MIN_WATCH_DURATION: Duration = Duration::from_secs(5);

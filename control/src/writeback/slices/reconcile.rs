@@ -323,7 +323,7 @@ fn build_endpoint(service: &Service, workload: &ExternalWorkload, family: IpFami
             serving: Some(ready),
             terminating: Some(false),
         }),
-        hostname: (service.kind == ServiceKind::Headless && is_dns_label(name)).then(|| name.to_owned()),
+        hostname: (service.kind == ServiceKind::Headless && is_single_label(name)).then(|| name.to_owned()),
         target_ref: Some(ObjectReference {
             kind: Some(WORKLOAD_KIND.to_owned()),
             namespace: Some(workload.meta.namespace().to_string()),
@@ -353,8 +353,8 @@ fn is_valid_endpoint_ip(ip: &IpAddr) -> bool {
     !special
 }
 
-/// Returns whether a name can be a hostname below the Service.
-fn is_dns_label(name: &str) -> bool {
+/// Returns whether a name, which is a DNS subdomain, is a single label and can be a hostname below the Service.
+fn is_single_label(name: &str) -> bool {
     name.len() <= 63 && !name.contains('.')
 }
 

@@ -20,7 +20,7 @@ pub(crate) struct Probe {
     pub(super) path: String,
     pub(super) port: u16,
     pub(super) timeout: Duration,
-    check: ProbeAction,
+    action: ProbeAction,
 }
 
 #[derive(Clone, Debug)]
@@ -49,7 +49,7 @@ impl Probe {
     /// # Errors
     /// The probe failed without a status from the application.
     pub(super) async fn check(&self, addr: SocketAddr, user_agent: &HeaderValue) -> Result<StatusCode, ProbeError> {
-        match &self.check {
+        match &self.action {
             ProbeAction::Connect => dial(addr).await.map(|_| StatusCode::OK),
             ProbeAction::Grpc { service } => grpc::check(addr, service, self.timeout, user_agent)
                 .await
@@ -64,7 +64,7 @@ impl TryFrom<OriginalProbe> for Probe {
 
     fn try_from(declared: OriginalProbe) -> Result<Self, InvalidProbe> {
         let path = declared.path();
-        let check = match declared.handler {
+        let action = match declared.handler {
             Handler::TcpSocket { .. } => ProbeAction::Connect,
             Handler::Grpc { service, .. } => ProbeAction::Grpc {
                 service: service.unwrap_or_default(),
@@ -89,7 +89,7 @@ impl TryFrom<OriginalProbe> for Probe {
             path,
             port: NonZeroU16::get(declared.port),
             timeout: Duration::from_secs(declared.timeout_seconds.get().into()),
-            check,
+            action,
         })
     }
 }

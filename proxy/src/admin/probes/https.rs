@@ -287,7 +287,7 @@ pub(super) fn path_to_target(declared: &str) -> Result<PathAndQuery, InvalidUri>
     target.parse()
 }
 
-/// Whether a reference starts with a scheme and an authority; these may also occur in a query.
+/// Whether a reference starts with a scheme and `://`; a URL in its query does not count.
 fn is_absolute(reference: &str) -> bool {
     let is_scheme = |scheme: &str| {
         scheme

@@ -42,7 +42,7 @@ pub(super) struct HttpConnection {
 
 /// Where the destination of a request is taken from.
 pub(super) enum TargetSource {
-    /// All requests of the connection go to the dialled destination.
+    /// All requests of the connection go to this destination.
     Fixed(Arc<Destination>),
     /// The service in `l5d-dst-override`; without this header, the dialled destination.
     Override(Arc<Destination>),
@@ -116,7 +116,7 @@ impl HttpConnection {
             let result = route::route_and_send(self.client_context(), &destination, outgoing).await;
             match (result, fallback_addrs.next()) {
                 (Err(error), Some(addr)) if error.is_dial_error() => {
-                    // Without the changes by filters.
+                    // Undoes the changes by filters.
                     *outgoing.req.uri_mut() = uri;
                     *outgoing.req.headers_mut() = headers;
                     (destination, _) = self.outbound.resolve_target(Addr::Socket(addr)).await?;

@@ -168,7 +168,7 @@ impl Connection {
         let snapshot = self.destination.snapshot();
         snapshot.connection_counter.inc();
         if !matches!(snapshot.plan, Plan::Detect { .. }) {
-            // Without detection it is not known yet whether the client sends a complete request (see `connect_by_first_bytes`).
+            // It is not known yet whether the client waits for an acknowledgement (see `connect_by_first_bytes`).
             io.enable_quickack();
         }
         match &snapshot.plan {

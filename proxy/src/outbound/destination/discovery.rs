@@ -52,7 +52,8 @@ pub(crate) struct Discovery {
 pub(in crate::outbound) type ResolvedTarget = (Arc<Destination>, Vec<SocketAddr>);
 
 impl Discovery {
-    /// Returns the destination of a target. Waits for its first snapshot, at most `limit` and [`MAX_DISCOVERY_WAIT`].
+    /// Returns the destination of a target. Waits for its first snapshot, at most the shorter of `limit` and
+    /// [`MAX_DISCOVERY_WAIT`].
     ///
     /// # Errors
     /// The control plane did not answer in time, or the cache is full of names in use.

@@ -249,7 +249,7 @@ impl BackendAttempt<'_> {
         Ok((rsp, sent))
     }
 
-    /// Sends this attempt to the tap observers that sampled it.
+    /// Shows this attempt to those taps that sampled and match it.
     #[cold]
     fn start_tap(&self, sampled: &SampledTaps, req: &Request<Body>, endpoint: &Endpoint) -> Option<Box<TappedRequest>> {
         let request_info = RequestInfo {

@@ -160,7 +160,7 @@ pub(super) enum RouteSource<'a> {
 }
 
 impl RouteSource<'_> {
-    /// Labels of the request's route for tap observers.
+    /// Labels of the request's route for taps.
     pub(super) fn route_labels(self, req: &Request<Body>) -> BTreeMap<String, String> {
         match self {
             Self::Route(meta) => {

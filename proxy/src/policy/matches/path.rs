@@ -1,9 +1,10 @@
-//! The normal form of request paths. If rules depend on the path, it is compared with them in its normal form; the request is
-//! forwarded with its original path.
+//! The normal form of request paths. If rules of an inbound policy depend on the path, it is compared with them in its normal
+//! form; the request is forwarded with its original path.
 //!
-//! Applications normalize paths in different ways. A path that they could understand differently is ambiguous, has no normal
-//! form, and matches no rule. A path is ambiguous if it has an encoded slash or backslash, a backslash, a semicolon, a dot segment
-//! (encoded or not), repeated slashes, a percent sign that starts no valid escape, or no leading slash.
+//! Applications normalize paths in different ways. A path that they could understand differently is ambiguous and has no normal
+//! form: if user-defined rules depend on the path, the request is refused, otherwise its original path is compared. A path is
+//! ambiguous if it has an encoded slash or backslash, a backslash, a semicolon, a dot segment (encoded or not), repeated slashes,
+//! a percent sign that starts no valid escape, or no leading slash.
 //!
 //! The normal form of any other path decodes each character that a path may contain unencoded, except `;`, and encodes each other
 //! character.
