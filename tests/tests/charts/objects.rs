@@ -4,9 +4,9 @@ use std::fs;
 
 use k8s_openapi::api::core::v1::Pod;
 use serde_json::{Value, json};
+use tulle_control::injection::annotations::Annotations;
 use tulle_control::injection::values::Values;
 use tulle_control::injection::{self, Config, Decision, InjectionOrigin, InjectionTarget};
-use tulle_control::resources::annotations::Annotations;
 use tulle_tests::charts::Helm;
 use tulle_tests::cluster::ApiServer;
 

@@ -96,7 +96,8 @@ fn requests_permitted_by_audit_are_logged() {
                 .series("inbound_tcp_authz_allow_total", &[], "authz_name")
                 .is_empty()
     });
-    assert!(logged("connection audited") >= 1);
+    let allowed = testbed.series("inbound_tcp_authz_allow_total", &[], "authz_name");
+    assert_eq!(logged("connection audited") as u64, allowed.values().sum::<u64>());
 }
 
 const AUDIT: &str = "\

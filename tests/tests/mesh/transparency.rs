@@ -372,6 +372,27 @@ fn a_connection_without_bytes_becomes_opaque_after_the_detection_timeout() {
 }
 
 #[test]
+fn a_slow_http_client_is_not_counted_as_an_opaque_connection() {
+    const OPAQUE_CONNECTIONS: &str = "inbound_tcp_authz_allow_total";
+    mesh().workload("web").run(async |mesh: &Mesh| {
+        apps::start_echo(mesh, "web").await;
+        let mut client = mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await;
+        // The application is dialled because it may speak first.
+        let dialled = [r#"direction="inbound""#, r#"peer="dst""#];
+        mesh.wait_for_metric("web", "tcp_open_total", &dialled, 1.).await;
+        client.write_all(b"GET / HTTP/1.1\r\nhost: web\r\n\r\n").await.unwrap();
+        read_until(&mut client, "HTTP/1.1 200 OK").await;
+        mesh.wait_for_metric("web", "inbound_http_authz_allow_total", &[], 1.)
+            .await;
+        assert_eq!(mesh.metric("web", OPAQUE_CONNECTIONS, &[]).await, 0.);
+        let mut client = mesh.dial_inbound(UNMESHED_IP, "web", TCP).await;
+        client.write_all(b"a word\n").await.unwrap();
+        read_until(&mut client, "a word\n").await;
+        mesh.wait_for_metric("web", OPAQUE_CONNECTIONS, &[], 1.).await;
+    });
+}
+
+#[test]
 fn a_greeting_after_the_timeout_of_the_policy_arrives_before_the_detection_timeout() {
     const POLICY_TIMEOUT: Duration = Duration::from_millis(500);
     let mesh = mesh().workload("web").workload_env("POLICY_SVC_ADDR", policies::ADDR);

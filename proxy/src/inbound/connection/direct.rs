@@ -141,7 +141,7 @@ impl Connection {
     /// Opens an opaque connection to `name` through the gateway, if the client is authorized.
     async fn connect_gateway(&self, name: &NameAddr, client: &PortClient, active_policy: &ActivePolicy) -> Option<Io> {
         let inbound = &self.inbound;
-        let permitted = self.opaque_forwarder(client).authorize_and_record(active_policy)?;
+        self.opaque_forwarder(client).authorize_and_record(active_policy)?;
         let opened = async {
             let client_id = client.tls.client_id().map_or("", |id| id.as_str());
             gateway::check_loop(&inbound.identity_name, client_id, None)?;
@@ -149,10 +149,7 @@ impl Connection {
             gateway.connect(name).await
         };
         match opened.await {
-            Ok(io) => {
-                inbound.families.tcp_allow.get(&permitted).inc();
-                Some(io)
-            }
+            Ok(io) => Some(io),
             Err(error) => {
                 let (target, client) = (client.addrs.target, client.addrs.client.0);
                 info_limited!(inbound.log_limiter, client.ip(), "connection refused", %client, target = %name, %error);

@@ -26,9 +26,16 @@ pub(in crate::inbound) struct OpaqueForwarder<'a> {
     pub(in crate::inbound) client: &'a PortClient,
 }
 
+/// The decision of the policy to permit a connection.
+pub(in crate::inbound) struct Permitted {
+    /// Labels of the metric of permitted connections.
+    labels: Labels,
+    is_audited: bool,
+}
+
 impl OpaqueForwarder<'_> {
-    /// Authorizes the client under `active_policy`.
-    fn authorize(&self, active_policy: &ActivePolicy) -> Result<Labels, (Labels, Denied)> {
+    /// Authorizes the client under `active_policy`. Returns the labels of its metrics.
+    fn authorize(&self, active_policy: &ActivePolicy) -> Result<Permitted, (Labels, Denied)> {
         let policy = &active_policy.server_policy;
         let labels = connection_labels(self.client.addrs.target, &self.client.tls, &policy.meta);
         match authz::authorize(
@@ -36,26 +43,24 @@ impl OpaqueForwarder<'_> {
             self.client.addrs.client.0.ip(),
             self.client.tls.to_conn_tls(),
         ) {
-            Ok(authorization) => {
-                if authorization.meta.is_audit() {
-                    tracing::info!(client = %self.client.addrs.client.0, target = %self.client.addrs.target, "connection audited");
-                }
-                Ok(with_meta(labels, "authz", &authorization.meta))
-            }
+            Ok(authorization) => Ok(Permitted {
+                labels: with_meta(labels, "authz", &authorization.meta),
+                is_audited: authorization.meta.is_audit(),
+            }),
             Err(denied) => Err((labels, denied)),
         }
     }
 
     /// Dials the application if the client is authorized.
     pub(in crate::inbound) async fn dial_if_authorized(&self, active_policy: &ActivePolicy) -> Option<Io> {
-        let allow_labels = self.authorize(active_policy).ok()?;
-        self.dial_app(&allow_labels).await
+        self.authorize(active_policy).ok()?;
+        self.dial_app().await
     }
 
     /// Authorizes the client under `active_policy`; records a denial.
-    pub(in crate::inbound) fn authorize_and_record(&self, active_policy: &ActivePolicy) -> Option<Labels> {
+    pub(in crate::inbound) fn authorize_and_record(&self, active_policy: &ActivePolicy) -> Option<Permitted> {
         match self.authorize(active_policy) {
-            Ok(allow_labels) => Some(allow_labels),
+            Ok(permitted) => Some(permitted),
             Err(_) if active_policy.is_unknown => {
                 let error = Error::PolicyUnknown;
                 self.inbound
@@ -82,16 +87,13 @@ impl OpaqueForwarder<'_> {
         }
     }
 
-    async fn dial_app(&self, allow_labels: &Labels) -> Option<Io> {
+    async fn dial_app(&self) -> Option<Io> {
         let AppTarget {
             addr: target,
             source_ip,
         } = self.inbound.app_clients.target(&self.client.addrs);
         match connect::dial_from(source_ip, target, &self.inbound.app_clients.connect).await {
-            Ok(stream) => {
-                self.inbound.families.tcp_allow.get(allow_labels).inc();
-                Some(Io::tcp(Tcp::new(stream)).count(self.inbound.app_clients.connection_metrics(target)))
-            }
+            Ok(stream) => Some(Io::tcp(Tcp::new(stream)).count(self.inbound.app_clients.connection_metrics(target))),
             Err(error) => {
                 tracing::debug!(%target, %error, "application cannot be reached");
                 self.inbound.families.record_tcp_error(target, "i/o", error.cause());
@@ -112,16 +114,20 @@ impl OpaqueForwarder<'_> {
             client.reset_on_drop();
             return self.record_denied_or_not_http(&current);
         }
-        let Some(allow_labels) = self.authorize_and_record(&current) else {
+        let Some(permitted) = self.authorize_and_record(&current) else {
             return client.reset_on_drop(); // the client sees a refused connection
         };
+        if permitted.is_audited {
+            tracing::info!(client = %self.client.addrs.client.0, target = %self.client.addrs.target, "connection audited");
+        }
         let upstream = match upstream {
             Some(upstream) => Some(upstream),
-            None => self.dial_app(&allow_labels).await,
+            None => self.dial_app().await,
         };
         let Some(mut upstream) = upstream else {
             return client.reset_on_drop();
         };
+        self.inbound.families.tcp_allow.get(&permitted.labels).inc();
         if !client_prefix.is_empty() && upstream.write_all(&client_prefix).await.is_err() {
             return client.reset_on_drop();
         }
