@@ -415,7 +415,7 @@ impl EndpointClient {
         }
     }
 
-    /// The error of a request that failed with `error` and whose resend failed to open a connection.
+    /// The error of a request that failed with `error`, after a further dial has failed too.
     fn reconnect_error(&self, error: &Error, dial_error: Error) -> Error {
         match error.resendable() {
             Resendable::Always => dial_error,

@@ -92,7 +92,7 @@ pub(crate) enum Error {
     #[error("receiving the request body failed")]
     ReadRequestBody(#[source] Box<dyn std::error::Error + Send + Sync>),
     #[error("the attempt was cancelled: it timed out, its response ended, or another endpoint got the request")]
-    RequestCancelled,
+    AttemptCancelled,
     #[error("the length of a body differs from its content-length")]
     ContentLengthMismatch,
     #[error("invalid request: {0}")]
@@ -177,7 +177,7 @@ pub(crate) enum Error {
 pub(crate) enum UnavailableCause {
     /// The endpoints cannot be reached. `after` is the cause code of one of them, or `None` if none has failed its last dial.
     Unreachable { after: Option<&'static str> },
-    /// Circuit breakers have ejected some endpoints.
+    /// Circuit breakers have ejected at least one of them.
     Ejected,
 }
 
@@ -239,7 +239,7 @@ impl Error {
     pub(crate) fn is_request_body_error(&self) -> bool {
         matches!(
             self,
-            Self::ReadRequestBody(_) | Self::BodyIdleTimeout(_) | Self::ContentLengthMismatch | Self::RequestCancelled
+            Self::ReadRequestBody(_) | Self::BodyIdleTimeout(_) | Self::ContentLengthMismatch | Self::AttemptCancelled
         )
     }
 
@@ -277,7 +277,7 @@ impl Error {
             | Self::ContentLengthMismatch
             | Self::IdentityMismatch { .. }
             | Self::Timeout(_) => Side::Peer,
-            Self::RequestCancelled
+            Self::AttemptCancelled
             | Self::MaxInFlight
             | Self::HeaderListsTooLarge { .. }
             | Self::MemoryPressure
@@ -377,7 +377,7 @@ impl Error {
             | Self::InvalidResponse(_)
             | Self::ContentLengthMismatch
             | Self::IdentityMismatch { .. }
-            | Self::RequestCancelled
+            | Self::AttemptCancelled
             | Self::InvalidBackend(_) => error_status(StatusCode::BAD_GATEWAY, grpc::UNAVAILABLE, true),
             Self::NoEndpoints
             | Self::NoBackends
@@ -547,7 +547,7 @@ impl Error {
             Self::ConnectionClosed { .. }
             | Self::ReconnectFailed { .. }
             | Self::Http2ConnectionEnded { .. }
-            | Self::RequestCancelled => "connection-closed",
+            | Self::AttemptCancelled => "connection-closed",
             Self::StreamLimit { .. } => "no-free-stream",
             Self::H2(_) => "stream-reset",
             Self::ServerIo(_) | Self::InvalidResponse(_) | Self::ContentLengthMismatch => "bad-response",

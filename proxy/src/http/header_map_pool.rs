@@ -12,17 +12,17 @@ thread_local! {
 const MAX_SPARE_MAPS: usize = 64;
 /// A map with more headers than this, or with capacity for more, is dropped.
 const MAX_SPARE_MAP_HEADERS: usize = 64;
-/// Headers that the proxy adds to a message.
-const HEADERS_ADDED_BY_PROXIES: usize = 2;
+/// Capacity for the headers that the proxy adds to a message.
+const N_ADDED_HEADERS: usize = 2;
 
-/// Returns an empty map with capacity for `n_headers` and for [`HEADERS_ADDED_BY_PROXIES`].
+/// Returns an empty map with capacity for `n_headers` and for [`N_ADDED_HEADERS`].
 pub(crate) fn take(n_headers: usize) -> HeaderMap {
     match SPARE.with_borrow_mut(Vec::pop) {
         Some(mut map) => {
-            map.reserve(n_headers + HEADERS_ADDED_BY_PROXIES);
+            map.reserve(n_headers + N_ADDED_HEADERS);
             map
         }
-        None => HeaderMap::with_capacity(n_headers + HEADERS_ADDED_BY_PROXIES),
+        None => HeaderMap::with_capacity(n_headers + N_ADDED_HEADERS),
     }
 }
 

@@ -33,7 +33,7 @@ pub(crate) fn authority<B>(req: &Request<B>) -> Option<Authority> {
 struct RemovableHeaders {
     /// Hop-by-hop headers (RFC 9110 §7.6.1).
     has_hop_by_hop: bool,
-    /// `l5d-*` headers.
+    /// `l5d-*` headers, some of which are removed.
     has_proxy_headers: bool,
     /// Underscore aliases of `l5d-*` headers, see [`is_underscore_alias`].
     has_underscore_names: bool,

@@ -1,4 +1,4 @@
-//! HTTP/1 client for applications and for endpoints without a proxy.
+//! HTTP/1 client for applications and endpoints.
 //!
 //! The response body owns the connection: a complete body returns it to the pool, a dropped one closes it.
 
@@ -230,7 +230,7 @@ impl Exchange {
         let (addr, ClientConnection { io, reused }) = (self.addr, self.connection);
         let (is_local, may_repeat) = (io.is_local(addr.ip()), policy.allows(&self.method));
         // A server may close an idle connection at any time.
-        let is_idle_close = may_repeat && reused && self.has_no_body && self.pool.is_some();
+        let may_be_idle_close = may_repeat && reused && self.has_no_body && self.pool.is_some();
         let got_fin = matches!(head_error, ResponseHeadError::Eof);
         let was_written = self.message.has_begun();
         let message = self.message.into_resendable(Body::empty());
@@ -240,7 +240,7 @@ impl Exchange {
             Delivery::Read
         } else if got_fin
             && is_local
-            && !is_idle_close // it is sent again in any case
+            && !may_be_idle_close // it is sent again in any case
             && let Some(message) = &message
             && arrived_after_close(&io, message.n_unsent()).await
         {
@@ -249,7 +249,7 @@ impl Exchange {
             Delivery::MaybeRead
         };
         let target = match delivery {
-            _ if is_idle_close => Some(ResendTarget::SameEndpoint),
+            _ if may_be_idle_close => Some(ResendTarget::SameEndpoint),
             Delivery::NotWritten | Delivery::DiscardedUnread if is_local => Some(ResendTarget::SameEndpoint),
             Delivery::MaybeRead if is_local && may_repeat => Some(ResendTarget::OtherEndpointIfPortClosed),
             _ => None,
@@ -337,7 +337,7 @@ fn send_rest(io: Io, mut message: encode::OutgoingMessage<Body>) -> ResponseIo {
     tokio::spawn(async move {
         let written = tokio::select! {
             written = poll_fn(|cx| message.poll_write(cx, &mut write)) => written,
-            () = wait_grace_after_response(&mut write_half_tx) => Err(Error::RequestCancelled),
+            () = wait_grace_after_response(&mut write_half_tx) => Err(Error::AttemptCancelled),
         };
         match written {
             // If the response has already ended, this closes the connection.

@@ -59,7 +59,7 @@ pub(crate) struct OutgoingMessage<B> {
     /// Encoded bytes that are written first: the head, short body data, chunk sizes, trailers.
     staged: PooledBuffer,
     /// Body bytes that are written without a copy, after `staged`.
-    data: ChunkQueue,
+    data: PieceQueue,
     /// The line end of the chunk in `data`, and the last chunk if it follows. It is written together with `data`; without `data`
     /// it is moved to `staged`.
     chunk_end: &'static [u8],
@@ -219,7 +219,7 @@ pub(crate) fn encode_interim(rsp: &Response<()>, out: &mut BytesMut) {
 fn new_message<B>(out: PooledBuffer, body: B) -> OutgoingMessage<B> {
     OutgoingMessage {
         staged: out,
-        data: ChunkQueue::default(),
+        data: PieceQueue::default(),
         chunk_end: b"",
         body,
         framing: BodyFraming::Length(0),
@@ -323,9 +323,9 @@ impl<B: SendableBody> OutgoingMessage<B> {
             let n = if self.data.is_empty() {
                 ready!(Pin::new(&mut *io).poll_write(cx, &self.staged))
             } else {
-                let mut parts = [io::IoSlice::new(&[]); MAX_CHUNKS_PER_WRITE + 2];
+                let mut parts = [io::IoSlice::new(&[]); MAX_PIECES_PER_WRITE + 2];
                 parts[0] = io::IoSlice::new(&self.staged);
-                let n = 1 + self.data.fill_slices(&mut parts[1..=MAX_CHUNKS_PER_WRITE]);
+                let n = 1 + self.data.fill_slices(&mut parts[1..=MAX_PIECES_PER_WRITE]);
                 parts[n] = io::IoSlice::new(self.chunk_end);
                 ready!(Pin::new(&mut *io).poll_write_vectored(cx, &parts[..=n]))
             };
@@ -430,7 +430,7 @@ impl<B: SendableBody> OutgoingMessage<B> {
             BodyFraming::UntilClose => {}
         }
         if len <= MAX_INLINE_BODY_BYTES {
-            // Short data is always one chunk: more chunks are collected only after a large one.
+            // Short data is always one piece: more pieces are collected only after a large one.
             let data = std::mem::take(&mut self.data);
             self.staged.put_slice(&data.first);
             self.staged.put_slice(std::mem::take(&mut self.chunk_end));
@@ -507,16 +507,16 @@ impl BodyPiece {
     }
 }
 
-/// Body chunks in the order of writing.
+/// Pieces of body data in the order of writing; in a chunked body they are one chunk.
 #[derive(Default)]
-struct ChunkQueue {
+struct PieceQueue {
     first: Bytes,
     rest: VecDeque<Bytes>,
 }
 
-const MAX_CHUNKS_PER_WRITE: usize = 8;
+const MAX_PIECES_PER_WRITE: usize = 8;
 
-impl ChunkQueue {
+impl PieceQueue {
     fn push(&mut self, piece: Bytes) {
         if self.first.is_empty() {
             self.first = piece;
@@ -533,9 +533,9 @@ impl ChunkQueue {
         self.first.len() + self.rest.iter().map(Bytes::len).sum::<usize>()
     }
 
-    /// Whether another chunk of the size of the first one fits.
+    /// Whether another piece of the size of the first one fits.
     fn has_room(&self) -> bool {
-        self.rest.len() + 1 < MAX_CHUNKS_PER_WRITE && self.len() + self.first.len() <= MAX_WRITE_BYTES
+        self.rest.len() + 1 < MAX_PIECES_PER_WRITE && self.len() + self.first.len() <= MAX_WRITE_BYTES
     }
 
     /// Fills the start of `slices` and returns the number of slices filled.

@@ -204,7 +204,7 @@ pub(crate) fn has_new_empty_line(bytes: &[u8], seen: usize) -> bool {
     new.windows(2).any(|end| end == b"\n\n") || new.windows(3).any(|end| end == b"\n\r\n")
 }
 
-/// Header lines that are parsed without a heap allocation.
+/// Maximum number of trailers, and of header lines that are parsed without a heap allocation.
 pub(super) const MAX_STACK_HEADERS: usize = 128;
 
 #[cfg(test)]

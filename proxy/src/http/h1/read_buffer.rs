@@ -1,4 +1,4 @@
-//! One read buffer per thread: a connection borrows it for a read.
+//! One buffer per thread, which a connection borrows for a read. Its own `read_buffer` keeps the bytes that are not parsed yet.
 
 use std::{
     cell::RefCell,

@@ -31,10 +31,15 @@ pub(crate) struct RequestBody {
 }
 
 impl RequestBody {
-    pub(super) fn new(connection: &SharedConnection, framing: Framing, expects: bool, idle_timeout: Duration) -> Self {
+    pub(super) fn new(
+        connection: &SharedConnection,
+        framing: Framing,
+        expects_continue: bool,
+        idle_timeout: Duration,
+    ) -> Self {
         let mut shared = connection.lock();
         shared.wrote_at = None;
-        shared.request_state = if expects {
+        shared.request_state = if expects_continue {
             RequestBodyState::AwaitingContinue
         } else {
             RequestBodyState::Receiving

@@ -54,7 +54,7 @@ pub(crate) struct Http1Config {
 
 /// Why the server reads no further request. Ordinary ends are errors too, so that `?` ends the connection.
 enum ConnectionEnd {
-    /// The client closed the connection, it was idle for too long, its last response is written, or the proxy drains.
+    /// The server closes it: the client closed it, it was idle for too long, its last response is written, or the proxy drains.
     Closed,
     /// The client gets an error response to a request that the service did not get.
     Refused(Error),

@@ -68,7 +68,8 @@ pub(super) enum RequestBodyState {
 
 impl ServerConnection {
     /// Ready when the client no longer waits for its response: the connection failed, or the kernel reports it as closed. A
-    /// client that only sent FIN still gets its response.
+    /// client that only sent FIN still gets its response. Without `check_close`, only a loss within the request body
+    /// counts.
     pub(super) fn poll_client_closed(&mut self, cx: &mut Context<'_>, check_close: bool) -> Poll<Error> {
         // Write pending interim responses. An error occurs again when the response is written.
         let _ = self.poll_interims(cx);

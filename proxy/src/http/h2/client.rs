@@ -185,7 +185,7 @@ fn is_closed(send: &mut SendRequest<Bytes>) -> bool {
     matches!(polled, Poll::Ready(Err(_)))
 }
 
-/// Stream limit of `h2` before the peer's settings arrive: higher than any limit a peer can send.
+/// Stream limit of `h2` before the peer's settings arrive. Settings never set this value: `h2` uses `usize::MAX` for no limit.
 const UNKNOWN_MAX_STREAMS: usize = usize::MAX - 1;
 /// Maximum time a request waits for a free stream when no further connection can be dialled. Also the maximum time an extended
 /// CONNECT waits for the peer's settings.
@@ -305,7 +305,7 @@ async fn drive(
 /// Until the response head arrives, this future sends the request body. After that, a new task sends the rest.
 ///
 /// # Errors
-/// The stream is refused or reset, the connection fails, or the request body fails.
+/// The peer permits no stream, the stream is refused or reset, the connection fails, or the request body fails.
 pub(crate) async fn send(
     StreamSender {
         send,
@@ -322,7 +322,7 @@ pub(crate) async fn send(
     Box::pin(async {
         tokio::select! {
             sent = send_request(send, token, req, addr) => sent,
-            () = settings_wait.wait_until_refused() => Err(Error::StreamLimit { addr, limit: STREAM_TIMEOUT, sent: true }),
+            () = settings_wait.wait_stream_timeout() => Err(Error::StreamLimit { addr, limit: STREAM_TIMEOUT, sent: true }),
         }
     })
     .await
@@ -330,7 +330,7 @@ pub(crate) async fn send(
 
 impl SettingsWait {
     /// Ready when the peer's settings permit no stream, and still none after [`STREAM_TIMEOUT`].
-    async fn wait_until_refused(mut self) {
+    async fn wait_stream_timeout(mut self) {
         if self.settings_rx.wait_for(|received| *received).await.is_err() {
             std::future::pending::<()>().await; // the connection has ended; `send_request` returns its error
         }

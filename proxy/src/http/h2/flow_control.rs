@@ -76,7 +76,7 @@ impl Default for StreamWaiters {
     }
 }
 
-/// Stream limit before the peer's settings arrive: the minimum that RFC 9113, section 6.5.2, recommends.
+/// Stream limit of a peer whose settings have never arrived: the minimum that RFC 9113, section 6.5.2, recommends.
 const DEFAULT_MAX_STREAMS: usize = 100;
 
 /// A waiting request.
@@ -171,9 +171,8 @@ fn initial_streams(params: &Http2Config) -> usize {
     (params.connection_window / params.stream_window.max(1)).max(1) as usize
 }
 
-/// Windows for this number of streams. A stream may have filled a larger window before the windows shrank. So each doubling,
-/// from `n` to `2 * n` streams, adds to the initial connection window the windows of the `n` new streams, each of the size for
-/// `2 * n` streams (`adapt` sizes the windows for a power of two).
+/// Windows for this number of streams. Earlier streams may have filled the larger windows that they had, so the connection window
+/// keeps that space: each doubling of the streams adds one window of the new size for each new stream.
 fn window_sizes(params: &Http2Config, n_streams: usize) -> WindowSizes {
     let stream = |n_streams: usize| {
         let stream_share = u32::try_from(SHARED_STREAM_WINDOW_BYTES / n_streams).unwrap_or(u32::MAX);

@@ -50,7 +50,7 @@ use crate::{
 };
 
 /// Serves a connection until it ends. Ends it gracefully when `drain` or `closer` signals, or when there was no request
-/// for the idle timeout of HTTP/1.
+/// for the idle timeout of HTTP/1, or no first one for the header timeout.
 ///
 /// # Errors
 /// The connection fails, or the client violates HTTP/2, or does not send its preface or answer a ping in time.

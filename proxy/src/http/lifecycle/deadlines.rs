@@ -270,7 +270,7 @@ impl ReceivedBody for DeadlineBody {
             DeadlineBodyState::Ended => Poll::Ready(None),
             DeadlineBodyState::Request { body, progress } => {
                 if progress.lock().is_cancelled {
-                    return Poll::Ready(Some(Err(Error::RequestCancelled)));
+                    return Poll::Ready(Some(Err(Error::AttemptCancelled)));
                 }
                 let polled = Pin::new(&mut *body).poll_frame(cx);
                 let is_end = match &polled {

@@ -123,13 +123,13 @@ fn header_list(headers: &HeaderMap) -> Vec<(HeaderName, HeaderValue)> {
 }
 
 impl ReplayBuffer {
-    /// Whether all that was sent of the body is kept.
+    /// Whether all that was sent of the body is kept. [`Self::take_body`] does not change this.
     pub(crate) fn can_replay(&self) -> bool {
         self.0.as_ref().is_some_and(|state| !state.lock().is_incomplete)
     }
 
     /// The body from its start, if it is kept and was not taken before. The previous send fails with
-    /// [`Error::RequestCancelled`].
+    /// [`Error::AttemptCancelled`].
     pub(crate) fn take_body(&self) -> Option<Body> {
         let mut state = self.0.as_ref()?.lock();
         if state.is_incomplete {
@@ -147,7 +147,7 @@ impl ReceivedBody for RecordingBody {
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
         let mut state = self.0.lock();
         let Some(body) = &mut state.unread else {
-            return Poll::Ready(Some(Err(Error::RequestCancelled)));
+            return Poll::Ready(Some(Err(Error::AttemptCancelled)));
         };
         let Poll::Ready(frame) = Pin::new(body).poll_frame(cx) else {
             state.sender_waker = Some(cx.waker().clone());

@@ -40,8 +40,8 @@ pub(crate) struct CopyMonitor(Option<Arc<Mutex<PendingCopy>>>);
 
 /// Returns the body to send, a copy of it that receives the frames as they are sent, and the monitor of the copy.
 ///
-/// The original does not wait for the receiver of the copy, except that it yields to it once when much is waiting. The copy
-/// fails if the original fails or is dropped before its end, or if the receiver is too slow.
+/// The original does not wait for the receiver of the copy. When much is waiting, it yields once after each poll of the receiver.
+/// The copy fails if the original fails or is dropped before its end, or if the receiver is too slow.
 pub(crate) fn copy_while_sent(body: Body, memory: Arc<CopyMemory>) -> (Body, Body, CopyMonitor) {
     if body.is_end_stream() {
         return (body, Body::empty(), CopyMonitor(None));
@@ -300,7 +300,7 @@ impl ReceivedBody for CopiedBody {
         let mut copy = self.0.lock();
         copy.has_yielded = false;
         if copy.has_failed() {
-            return Poll::Ready(Some(Err(Error::RequestCancelled)));
+            return Poll::Ready(Some(Err(Error::AttemptCancelled)));
         }
         if let Some(data) = copy.pop() {
             return Poll::Ready(Some(Ok(Frame::data(data))));
@@ -328,7 +328,7 @@ impl ReceivedBody for CopiedBody {
     fn poll_deadline(&mut self, _unsent: usize, cx: &mut Context<'_>) -> Poll<Error> {
         let mut copy = self.0.lock();
         if copy.has_failed() {
-            return Poll::Ready(Error::RequestCancelled);
+            return Poll::Ready(Error::AttemptCancelled);
         }
         copy.receiver_waker = Some(cx.waker().clone());
         Poll::Pending

@@ -46,7 +46,7 @@ pub(crate) struct AccessLogEntry {
     responder: Arc<ResponderInfo>,
     timestamp: OffsetDateTime,
     started_at: Instant,
-    /// Time that this proxy has spent on the request.
+    /// Time that the polls of the request took, until its response head.
     processing_time: Duration,
     method: Method,
     uri: Uri,
@@ -82,7 +82,7 @@ impl AccessLog {
     /// Starts the entry of a new request.
     pub(crate) fn entry(&self, req: &Request<Body>, responder: &Arc<ResponderInfo>) -> Box<AccessLogEntry> {
         let headers = req.headers();
-        let is_websocket = websocket::is_extended_connect(req);
+        let is_websocket = websocket::is_extended_connect_from_proxy(req);
         Box::new(AccessLogEntry {
             log: self.clone(),
             responder: responder.clone(),
@@ -105,7 +105,7 @@ impl AccessLog {
         })
     }
 
-    /// Waits until all queued lines are written, for at most [`FLUSH_TIMEOUT`].
+    /// Waits until all queued lines are written, for at most [`FLUSH_TIMEOUT`]; does not wait if the queue is full.
     pub(crate) fn flush(&self) {
         let (written_tx, written_rx) = sync_channel(1);
         let is_late = match self.lines_tx.try_send(LogMessage::Flush(written_tx)) {

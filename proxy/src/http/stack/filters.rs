@@ -7,7 +7,7 @@ use crate::{
     policy::filter::{self, Failure, Filter, FilterResponse, RequestHead},
 };
 
-/// Applies the request filters of a route rule or a backend. Returns the length of the matched prefix in the path that results.
+/// Applies the request filters of a route rule or a backend. Returns `matched_prefix_len`, which a rewrite of the path updates.
 ///
 /// # Errors
 /// A filter responds itself (redirect or injected failure), or the policy contains an unknown filter.

@@ -405,6 +405,7 @@ impl ErrorResponder {
         self.errors.failures.count(error.cause());
     }
 
+    /// Counts an error by its label only, and logs it.
     fn record_error(&self, error: &Error) {
         self.errors.record_label(error, &self.info);
         tracing::debug!(error = %ErrorChain(error), cause = error.cause(), side = ?error.side(), "request failed");

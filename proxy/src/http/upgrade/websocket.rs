@@ -59,7 +59,7 @@ pub(crate) fn set_handshake_response(req: &Request<Body>, rsp: &mut Response<Bod
 }
 
 /// Whether an HTTP/2 request is an extended CONNECT from a peer's proxy.
-pub(crate) fn is_extended_connect(req: &Request<Body>) -> bool {
+pub(crate) fn is_extended_connect_from_proxy(req: &Request<Body>) -> bool {
     *req.method() == Method::CONNECT
         && headers::get(req.headers(), &L5D_ORIG_PROTO).is_some()
         && req.extensions().get::<Protocol>().is_some()
@@ -171,7 +171,7 @@ mod tests {
         ];
         let req = request(&[&end_to_end[..], &hop_by_hop].concat());
         let mut connect = to_extended_connect(&req).unwrap();
-        assert!(is_extended_connect(&connect));
+        assert!(is_extended_connect_from_proxy(&connect));
         assert_eq!(connect.uri(), "http://web.test/chat?a=b");
         let mut names: Vec<_> = connect.headers().keys().map(HeaderName::as_str).collect();
         names.sort_unstable();
