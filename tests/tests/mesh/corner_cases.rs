@@ -3,6 +3,7 @@
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::Poll;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -13,6 +14,8 @@ use http_body::Frame;
 use http_body_util::StreamBody;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
 use tulle_tests::apps;
 use tulle_tests::client::{Http1, Http2, any, full, request, request2};
 use tulle_tests::eventually::eventually;
@@ -247,6 +250,47 @@ fn a_request_cancelled_by_its_client_ends_at_the_application() {
             (n_waiting.load(Ordering::Relaxed) == 0).then_some(())
         })
         .await;
+    });
+}
+
+/// The application has sent a response head and reads nothing, so its flow-control window is closed.
+#[test]
+fn a_cancelled_upload_that_nobody_reads_ends_at_the_application() {
+    const CHUNK: Bytes = Bytes::from_static(&[b'x'; 64 << 10]);
+    /// One more than the application's window of 1 MiB has room for.
+    const N_CHUNKS: usize = 17;
+    run_without_app(async |mesh: &Mesh| {
+        let n_waiting = Arc::new(AtomicUsize::new(0));
+        let counted = n_waiting.clone();
+        let _app = apps::serve_http(mesh.listen("web", HTTP).await, move |req| {
+            counted.fetch_add(1, Ordering::Relaxed);
+            let waiting = InFlightGuard(counted.clone());
+            let endless = stream::poll_fn(move |_| {
+                let _held = (&waiting, &req);
+                Poll::<Option<Result<Frame<Bytes>, Infallible>>>::Pending
+            });
+            std::future::ready(Response::new(any(StreamBody::new(endless))))
+        });
+        let mut client = Http2::handshake(http(mesh).await).await;
+        let (chunks, body) = mpsc::channel(N_CHUNKS);
+        let req = Request::post("http://web.test/").version(Version::HTTP_2);
+        let rsp = client
+            .send(req.body(any(StreamBody::new(ReceiverStream::new(body)))).unwrap())
+            .await
+            .unwrap();
+        for _ in 0..N_CHUNKS {
+            chunks.send(Ok(Frame::data(CHUNK))).await.unwrap();
+        }
+        let to_app = [r#"direction="inbound""#, r#"peer="dst""#];
+        mesh.wait_for_metric_at_least("web", "tcp_write_bytes_total", &to_app, f64::from(1 << 20))
+            .await;
+        assert_eq!(n_waiting.load(Ordering::Relaxed), 1);
+        chunks.send(Err(std::io::Error::other("cancelled"))).await.unwrap();
+        eventually("the upload is cancelled", async || {
+            (n_waiting.load(Ordering::Relaxed) == 0).then_some(())
+        })
+        .await;
+        drop(rsp);
     });
 }
 

@@ -12,7 +12,7 @@ use std::{
 use bytes::Bytes;
 use h2::RecvStream;
 use http_body::{Frame, SizeHint};
-use tokio::time::Instant;
+use tokio::{sync::oneshot, time::Instant};
 
 use crate::http::{error::Error, h2::flow_control::StreamToken, headers, timer::ResettableTimer};
 
@@ -22,6 +22,8 @@ pub(crate) struct StreamBody {
     origin: BodyOrigin,
     /// Bytes that are still missing according to `content-length`; `None` without one.
     n_remaining: Option<u64>,
+    /// Told if the body of a response is dropped before its end, while its request body is still being sent.
+    upload: Option<oneshot::Sender<()>>,
     /// Idle timeout of a client's body; created by the first wait for data.
     idle: Option<Box<IdleTimeout>>,
     /// Counts the stream as open.
@@ -78,15 +80,34 @@ impl IdleTimeout {
     }
 }
 
+impl Drop for StreamBody {
+    fn drop(&mut self) {
+        if let Some(upload) = self.upload.take()
+            && !self.stream.is_end_stream()
+            && self.n_remaining != Some(0)
+        {
+            // Fails if the upload has ended.
+            let _ = upload.send(());
+        }
+    }
+}
+
 impl StreamBody {
     pub(super) fn new(stream: RecvStream, origin: BodyOrigin, n_remaining: Option<u64>, token: StreamToken) -> Self {
         Self {
             stream,
             origin,
             n_remaining,
+            upload: None,
             idle: None,
             _token: token,
         }
+    }
+
+    /// Tells the sender of the request body if the response body is dropped before its end.
+    pub(super) fn with_upload(mut self, upload: Option<oneshot::Sender<()>>) -> Self {
+        self.upload = upload;
+        self
     }
 
     pub(crate) fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {

@@ -3,7 +3,7 @@
 use std::{
     future::{Future, poll_fn},
     net::SocketAddr,
-    pin::Pin,
+    pin::{Pin, pin},
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering},
@@ -21,7 +21,7 @@ use h2::{
 use http::{Request, Response};
 use http_body::Body as _;
 use tokio::{
-    sync::watch,
+    sync::{oneshot, watch},
     time::{Instant, sleep, timeout},
 };
 
@@ -358,6 +358,7 @@ async fn send_request(
         .send_request(Request::from_parts(parts, ()), no_body)
         .map_err(|error| stream_error(error, addr))?;
     let mut n_interims = 0;
+    let mut upload = None;
     let head = if no_body {
         poll_fn(|cx| poll_head(cx, &mut response, &mut n_interims)).await
     } else {
@@ -378,16 +379,30 @@ async fn send_request(
         })
         .await?;
         if let (Some(sending), true) = (sending, head.is_ok()) {
+            let (cancel, cancelled) = oneshot::channel();
+            upload = Some(cancel);
             let token = token.clone();
             tokio::spawn(async move {
-                sending.send_rest().await;
+                send_rest_unless_cancelled(sending, cancelled).await;
                 drop(token); // the stream was open until now
             });
         }
         head
     };
     let response = head.map_err(|error| stream_error(error, addr))?;
-    Ok(with_body(response, token))
+    Ok(with_body(response, token).map(|body| Body::from(body.with_upload(upload))))
+}
+
+/// Sends the rest of a request body. If the client cancels the request, its response body is dropped. The request body would
+/// report the cancellation only after the peer has opened its window for the data before.
+async fn send_rest_unless_cancelled(sending: BodySender, cancelled: oneshot::Receiver<()>) {
+    let mut sending = pin!(sending.send_rest());
+    tokio::select! {
+        biased;
+        () = &mut sending => {}
+        // Dropping the sender resets the stream.
+        result = cancelled => if result.is_err() { sending.await },
+    }
 }
 
 /// Sends an extended CONNECT request (RFC 8441) and waits for the response head. The peer may answer with a response
@@ -412,12 +427,12 @@ pub(crate) async fn send_extended_connect(
     }
     // The tunnel is refused, so end our side. The peer may have closed the stream.
     let _ = stream.send_data(Bytes::new(), true);
-    Ok(with_body(response, token))
+    Ok(with_body(response, token).map(Body::from))
 }
 
-fn with_body(response: Response<RecvStream>, token: StreamToken) -> Response<Body> {
+fn with_body(response: Response<RecvStream>, token: StreamToken) -> Response<StreamBody> {
     let content_length = headers::content_length(response.headers());
-    response.map(|stream| Body::from(StreamBody::new(stream, BodyOrigin::Server, content_length, token)))
+    response.map(|stream| StreamBody::new(stream, BodyOrigin::Server, content_length, token))
 }
 
 /// Polls for the final response head. Forwards interim responses.
