@@ -14,10 +14,20 @@ async fn unsupported_route_fields_produce_warnings() {
     let timeouts = "{timeouts: {request: 1s}}";
     let gateway = [
         (&*on_service("{name: all}"), Allowed),
+        (&*on_service(retry), Allowed),
         (
-            &*on_service(retry),
-            Warned("rules[].retry is not supported by the mesh"),
+            &*on_service("{retry: {codes: [503, 399]}}"),
+            Denied("retry code 399; accepted: 400-599"),
         ),
+        (
+            &*on_service("{retry: {attempts: 65536}}"),
+            Denied("invalid value: integer `65536`, expected u16"),
+        ),
+        (
+            &*on_service("{retry: {backoff: -1s}}"),
+            Denied("\"-1s\" is not a duration"),
+        ),
+        (&*on_service("{retry: {tries: 1}}"), Denied("unknown field `tries`")),
         (
             &*on_service(session),
             Warned("rules[].sessionPersistence is not supported"),
@@ -50,7 +60,7 @@ async fn unsupported_route_fields_produce_warnings() {
     let policy = [
         (
             &*on_service(retry),
-            Denied("rules[].retry is not supported by the mesh; leave it out"),
+            Denied("rules[].retry is supported only in an HTTPRoute of gateway.networking.k8s.io"),
         ),
         (
             &*on_service(session),
@@ -63,6 +73,10 @@ async fn unsupported_route_fields_produce_warnings() {
     ];
     check_specs("policy.linkerd.io/v1beta3", "HTTPRoute", policy).await;
     let grpc = [
+        (
+            &*on_service(retry),
+            Warned("rules[].retry is supported only in an HTTPRoute of gateway.networking.k8s.io"),
+        ),
         (
             &*on_service(session),
             Warned("rules[].sessionPersistence is not supported"),

@@ -121,7 +121,10 @@ pub struct Timeouts {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Retry {
     pub limit: u16,
+    /// Timeout of each attempt, after which the request is retried.
     pub timeout: Option<Duration>,
+    /// Minimum delay before a retry. `None` means the default.
+    pub backoff: Option<Duration>,
     pub conditions: RetryConditions,
 }
 

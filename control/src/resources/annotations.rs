@@ -17,6 +17,9 @@ pub struct LoadBias {
     pub max_retry_after: Duration,
 }
 
+/// Maximum number of retries, if none is specified.
+pub const DEFAULT_RETRY_LIMIT: u16 = 1;
+
 pub fn parse_http_retry(annotations: &StringMap) -> Result<Option<Retry>, String> {
     let Some(text) = annotations.get(annotation::RETRY_HTTP) else {
         return Ok(None);
@@ -45,12 +48,13 @@ fn parse_retry(annotations: &StringMap, conditions: RetryConditions) -> Result<R
         text.parse().ok()
     })?
     .filter(|limit| *limit > 0)
-    .unwrap_or(1);
+    .unwrap_or(DEFAULT_RETRY_LIMIT);
     let timeout = parse_duration(annotations, annotation::RETRY_TIMEOUT)?.filter(|timeout| !timeout.is_zero());
     Ok(Retry {
         conditions,
         limit,
         timeout,
+        backoff: None,
     })
 }
 

@@ -155,8 +155,8 @@ pub struct Rule<M> {
     pub backend_refs: Vec<BackendRef>,
     #[serde(default)]
     pub timeouts: RuleTimeouts,
-    /// Parts of the Gateway API that no proxy implements.
-    retry: Option<IgnoredAny>,
+    pub retry: Option<RuleRetry>,
+    /// No proxy implements it.
     session_persistence: Option<IgnoredAny>,
     /// Accepted but not used.
     #[serde(rename = "name", default)]
@@ -200,10 +200,11 @@ impl<M> Rule<M> {
         self.backend_refs.iter().chain(mirrors)
     }
 
-    /// Returns the first field that is set but not implemented by proxies.
-    pub fn unimplemented_field(&self) -> Option<&'static str> {
-        let retry = self.retry.map(|_| "retry");
-        retry.or_else(|| self.session_persistence.map(|_| "sessionPersistence"))
+    /// Returns the first field that is set, but that proxies do not implement for routes of this kind.
+    pub fn unimplemented_field(&self, kind: RouteKind) -> Option<&'static str> {
+        let retry = self.retry.as_ref().filter(|_| kind != RouteKind::GatewayHttp);
+        let session_persistence = self.session_persistence.map(|_| "sessionPersistence");
+        retry.map(|_| "retry").or(session_persistence)
     }
 }
 
@@ -235,6 +236,19 @@ pub struct RuleTimeouts {
     pub request: Option<Duration>,
     #[serde(deserialize_with = "duration")]
     pub backend_request: Option<Duration>,
+}
+
+/// Retries of the requests of a rule (GEP-1731).
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RuleRetry {
+    /// HTTP statuses that are retried.
+    pub codes: Vec<u16>,
+    /// Maximum number of retries.
+    pub attempts: Option<u16>,
+    /// Minimum delay before a retry.
+    #[serde(deserialize_with = "duration")]
+    pub backoff: Option<Duration>,
 }
 
 fn duration<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Duration>, D::Error> {

@@ -8,9 +8,10 @@ use http::uri::{Authority, PathAndQuery};
 use regex::RegexBuilder;
 
 use crate::resources::annotations;
+use crate::resources::policy::reference::GATEWAY_GROUP;
 use crate::resources::route::{
     BackendRef, Filter, Fraction, GrpcMatch, HeaderModifier, HttpMatch, Mirror, NamedMatch, ParentKind, PathKind,
-    PathModifier, Redirect, Route, RouteKind, Rule, RuleTimeouts, Rules, StreamRule, UrlRewrite, ValueKind,
+    PathModifier, Redirect, Route, RouteKind, Rule, RuleRetry, RuleTimeouts, Rules, StreamRule, UrlRewrite, ValueKind,
 };
 
 /// Validates a route for admission.
@@ -87,16 +88,19 @@ pub fn unused_inbound_field(route: &Route) -> Option<&'static str> {
     if !route.has_mesh_parent() || mesh_parents.any(|parent| parent.kind != ParentKind::Server) {
         return None;
     }
-    fn unused<M>(rules: &[Rule<M>]) -> Option<&'static str> {
-        let unused_field = |rule: &Rule<M>| match rule.timeouts == RuleTimeouts::default() {
-            true => rule.unimplemented_field(),
-            false => Some("timeouts"),
+    fn unused<M>(rules: &[Rule<M>], kind: RouteKind) -> Option<&'static str> {
+        let unused_field = |rule: &Rule<M>| {
+            if rule.timeouts != RuleTimeouts::default() {
+                return Some("timeouts");
+            }
+            let retry = rule.retry.as_ref().map(|_| "retry");
+            retry.or_else(|| rule.unimplemented_field(kind))
         };
         rules.iter().find_map(unused_field)
     }
     match &route.rules {
-        Rules::Http(rules) => unused(rules),
-        Rules::Grpc(rules) => unused(rules),
+        Rules::Http(rules) => unused(rules, route.kind),
+        Rules::Grpc(rules) => unused(rules, route.kind),
         Rules::Stream(_) => None,
     }
 }
@@ -106,7 +110,7 @@ pub fn unused_inbound_field(route: &Route) -> Option<&'static str> {
 /// # Errors
 /// Fails if the rule is unreadable, or if a field, match or filter is not supported. Requests that match the rule fail then.
 pub fn check_http_rule(rule: &Rule<HttpMatch>, route: RouteKind, parent: ParentKind) -> Result<(), String> {
-    check_rule(rule, parent)?;
+    check_rule(rule, route, parent)?;
     check_http_matches(rule)?;
     rule.filters
         .iter()
@@ -118,19 +122,39 @@ pub fn check_http_rule(rule: &Rule<HttpMatch>, route: RouteKind, parent: ParentK
 /// # Errors
 /// As [`check_http_rule`].
 pub fn check_grpc_rule(rule: &Rule<GrpcMatch>, route: RouteKind, parent: ParentKind) -> Result<(), String> {
-    check_rule(rule, parent)?;
+    check_rule(rule, route, parent)?;
     check_grpc_matches(rule)?;
     rule.filters
         .iter()
         .try_for_each(|filter| check_filter_support(filter, route, parent))
 }
 
-fn check_rule<M>(rule: &Rule<M>, parent: ParentKind) -> Result<(), String> {
+fn check_rule<M>(rule: &Rule<M>, route: RouteKind, parent: ParentKind) -> Result<(), String> {
     if let Some(unreadable) = &rule.unreadable {
         return Err(unreadable.reason.clone());
     }
-    match rule.unimplemented_field().filter(|_| parent != ParentKind::Server) {
-        Some(field) => Err(format!("rules[].{field} is not supported by the mesh")),
+    if parent == ParentKind::Server {
+        return Ok(());
+    }
+    check_fields(rule, route)
+}
+
+/// Checks the fields of a rule that proxies do not implement for routes of every kind.
+fn check_fields<M>(rule: &Rule<M>, route: RouteKind) -> Result<(), String> {
+    match rule.unimplemented_field(route) {
+        Some("retry") => Err(format!(
+            "rules[].retry is supported only in an HTTPRoute of {GATEWAY_GROUP}; use the annotations retry.linkerd.io/*"
+        )),
+        Some(field) => Err(format!("rules[].{field} is not supported by the mesh; leave it out")),
+        None => rule.retry.as_ref().map_or(Ok(()), check_retry),
+    }
+}
+
+/// # Errors
+/// Fails if a code is not a status of an error.
+fn check_retry(retry: &RuleRetry) -> Result<(), String> {
+    match retry.codes.iter().find(|code| !(400..=599).contains(*code)) {
+        Some(code) => Err(format!("retry code {code}; accepted: 400-599")),
         None => Ok(()),
     }
 }
@@ -241,9 +265,11 @@ fn validate_rule<M>(rule: &Rule<M>, kind: RouteKind) -> Result<(), String> {
             "timeouts.backendRequest of {backend:?} is longer than timeouts.request of {request:?}"
         ));
     }
-    if let Some(field) = rule.unimplemented_field().filter(|_| kind == RouteKind::PolicyHttp) {
-        return Err(format!("rules[].{field} is not supported by the mesh; leave it out"));
+    // Rules of the Gateway API can have fields for other implementations.
+    if kind == RouteKind::PolicyHttp {
+        check_fields(rule, kind)?;
     }
+    rule.retry.as_ref().map_or(Ok(()), check_retry)?;
     rule.filters.iter().try_for_each(|filter| check_filter(filter, kind))?;
     for backend in &rule.backend_refs {
         backend

@@ -177,6 +177,44 @@ async fn the_first_of_duplicate_matches_is_used() {
 }
 
 #[tokio::test]
+async fn rules_set_retries() {
+    let row = async |service: &str, on_route: &str, rule: &str, expected: &str| {
+        let spec = format!("{{{TO_WEB}, rules: [{{{rule}}}]}}");
+        let route = route("HTTPRoute shop/r", &format!(", annotations: {{{on_route}}}"), &spec);
+        let lines = policy_lines(&format!("{}{route}", services(service, "")), "10.247.0.10:80").await;
+        let expected = format!("gateway HTTPRoute shop/r{expected} -> web.shop:80");
+        assert_eq!(lines[1], expected, "{service} / {on_route} / {rule}");
+    };
+    let own = async |rule: &str, expected: &str| row("", "", rule, expected).await;
+    own("retry: {codes: [503]}", " retry 1x 503-503").await;
+    own("retry: {codes: [500, 429], attempts: 3}", " retry 3x 500-500,429-429").await;
+    own("retry: {}", " retry 1x 502-504").await;
+    own("retry: {codes: [503], attempts: 0}", "").await;
+    own(
+        "retry: {attempts: 65535, backoff: 1s500ms}",
+        " retry 65535x 502-504 after 1500ms-15s~1",
+    )
+    .await;
+    own("retry: {backoff: 5ms}", " retry 1x 502-504 after 5ms-250ms~1").await;
+    own("retry: {backoff: 0s}", " retry 1x 502-504 after 0s-250ms~1").await;
+    // Attempts that time out are retried.
+    own(
+        "retry: {codes: [503]}, timeouts: {request: 2s, backendRequest: 1s}",
+        " timeouts request 2s response 1s retry 1x 503-503 each 1s",
+    )
+    .await;
+    // An annotation of the route takes precedence over the rule, and the rule over the annotations of the parent.
+    let rule = "retry: {codes: [503], attempts: 2, backoff: 1s}";
+    let of_rule = " retry 2x 503-503 after 1s-10s~1";
+    let of_service = "retry.linkerd.io/http: 5xx, retry.linkerd.io/limit: '7', retry.linkerd.io/timeout: 1s";
+    row(of_service, "", rule, of_rule).await;
+    row(of_service, "", "retry: {attempts: 0}", "").await;
+    row(of_service, "retry.linkerd.io/http: '404'", rule, " retry 1x 404-404").await;
+    row("", "retry.linkerd.io/limit: '7'", rule, of_rule).await;
+    row("", "retry.linkerd.io/grpc: internal", rule, of_rule).await;
+}
+
+#[tokio::test]
 async fn requests_of_unsupported_rules_get_an_error_with_the_cause() {
     let row = async |kind: &str, rule: &str, expected: &str| {
         let mesh = mesh("").await;
@@ -203,6 +241,7 @@ async fn requests_of_unsupported_rules_get_an_error_with_the_cause() {
         "{filters: [{type: RequestRedirect, requestRedirect: {hostname: 'a b'}}]}",
         "{filters: [{type: RequestRedirect, requestRedirect: {statusCode: 200}}]}",
         "{filters: [{type: RequestHeaderModifier, requestHeaderModifier: {set: [{name: a, value: \"b\\n\"}]}}]}",
+        "{retry: {codes: [399]}}",
     ] {
         row("HTTPRoute", rule, "500 \"HTTPRoute shop/r: ").await;
     }
@@ -215,6 +254,12 @@ async fn requests_of_unsupported_rules_get_an_error_with_the_cause() {
         )
         .await;
     }
+    row(
+        "GRPCRoute",
+        "{retry: {attempts: 1}}",
+        "13 \"GRPCRoute shop/r: rules[].retry is supported only in an HTTPRoute of gateway.networking.k8s.io; ",
+    )
+    .await;
     // An unsupported filter of a backend fails its share of the requests.
     let spec = format!(
         "{{{TO_WEB}, rules: [{{backendRefs: [{{name: web, port: 80}}, {{name: web-v2, port: 80, filters: [{cors}]}}]}}]}}"

@@ -98,7 +98,7 @@ fn http(route: &HttpRoute) -> Vec<String> {
             what += &format!(" timeouts{}", shown_timeouts(timeouts));
         }
         if let Some(retry) = &rule.retry {
-            assert_eq!((retry.max_request_bytes, retry_backoff(retry.backoff)), (65_536, true));
+            assert_eq!(retry.max_request_bytes, 65_536);
             let ranges = &retry.conditions.as_ref().unwrap().status_ranges;
             let ranges: Vec<_> = ranges
                 .iter()
@@ -106,10 +106,11 @@ fn http(route: &HttpRoute) -> Vec<String> {
                 .collect();
             let timeout = retry.timeout.map(|timeout| format!(" each {}", duration(timeout)));
             what += &format!(
-                " retry {}x {}{}",
+                " retry {}x {}{}{}",
                 retry.max_retries,
                 ranges.join(","),
-                timeout.unwrap_or_default()
+                timeout.unwrap_or_default(),
+                retry_backoff(retry.backoff)
             );
         }
         format!("{}{what} -> {to}", name(route.metadata.as_ref()))
@@ -176,7 +177,7 @@ fn grpc(route: &GrpcRoute) -> Vec<String> {
             what += &format!(" timeouts{}", shown_timeouts(timeouts));
         }
         if let Some(retry) = &rule.retry {
-            assert_eq!((retry.max_request_bytes, retry_backoff(retry.backoff)), (65_536, true));
+            assert_eq!(retry.max_request_bytes, 65_536);
             let on = retry.conditions.unwrap();
             let codes = [
                 (on.cancelled, 1),
@@ -192,10 +193,11 @@ fn grpc(route: &GrpcRoute) -> Vec<String> {
                 .collect();
             let timeout = retry.timeout.map(|timeout| format!(" each {}", duration(timeout)));
             what += &format!(
-                " retry {}x {}{}",
+                " retry {}x {}{}{}",
                 retry.max_retries,
                 codes.join(","),
-                timeout.unwrap_or_default()
+                timeout.unwrap_or_default(),
+                retry_backoff(retry.backoff)
             );
         }
         format!("{}{what} -> {to}", name(route.metadata.as_ref()))
@@ -341,9 +343,12 @@ fn backoff(backoff: Option<ExponentialBackoff>) -> String {
     )
 }
 
-/// Whether the retry backoff has its expected values.
-fn retry_backoff(retry: Option<ExponentialBackoff>) -> bool {
-    backoff(retry) == "25ms-250ms~1"
+/// The retry backoff, unless it has its default values.
+fn retry_backoff(retry: Option<ExponentialBackoff>) -> String {
+    match &*backoff(retry) {
+        "25ms-250ms~1" => String::new(),
+        other => format!(" after {other}"),
+    }
 }
 
 fn shown_timeouts(timeouts: tulle_proto::http_route::Timeouts) -> String {

@@ -451,21 +451,22 @@ async fn unsupported_kinds_in_a_directory_are_reported() {
 
 #[tokio::test]
 async fn requests_of_unimplemented_fields_fail_with_the_cause_and_are_counted() {
-    for field in ["retry: {attempts: 3}", "sessionPersistence: {type: Cookie}"] {
-        let name = field.split(':').next().unwrap();
-        let spec = |parent: &str| format!("{{{parent}, rules: [{{{field}}}]}}");
-        let route = |parent: &str| object("gateway.networking.k8s.io/v1", "HTTPRoute", "r", &spec(parent));
-        let unsupported =
-            "unserved_configuration{kind=\"HTTPRoute\",namespace=\"shop\",name=\"r\",field=\"spec.rules\"} 1";
-        let mesh = mesh(&format!("{}{}", services("", ""), route(TO_WEB))).await;
-        let lines = show(&mesh.policy(CLIENT, "10.247.0.10:80").await.unwrap());
-        let cause = format!("fail 500 \"HTTPRoute shop/r: rules[].{name} is not supported by the mesh\"");
-        assert!(lines[1].contains(&cause), "{lines:?}");
-        assert!(mesh.registry.render().contains(unsupported));
-        // Inbound rules forward to the application only.
+    let route = |field: &str, parent: &str| {
+        let spec = format!("{{{parent}, rules: [{{{field}}}]}}");
+        object("gateway.networking.k8s.io/v1", "HTTPRoute", "r", &spec)
+    };
+    let unsupported = "unserved_configuration{kind=\"HTTPRoute\",namespace=\"shop\",name=\"r\",field=\"spec.rules\"} 1";
+    let session = "sessionPersistence: {type: Cookie}";
+    let mesh = mesh(&format!("{}{}", services("", ""), route(session, TO_WEB))).await;
+    let lines = show(&mesh.policy(CLIENT, "10.247.0.10:80").await.unwrap());
+    let cause = "fail 500 \"HTTPRoute shop/r: rules[].sessionPersistence is not supported by the mesh";
+    assert!(lines[1].contains(cause), "{lines:?}");
+    assert!(mesh.registry.render().contains(unsupported));
+    // Inbound rules forward to the application only.
+    for field in [session, "retry: {attempts: 3}"] {
         let on_server = "parentRefs: [{group: policy.linkerd.io, kind: Server, name: s}]";
         let servers = server("s", "{podSelector: {}, port: 8080}");
-        let mesh = crate::harness::mesh(&format!("{POD}{servers}{}", route(on_server))).await;
+        let mesh = crate::harness::mesh(&format!("{POD}{servers}{}", route(field, on_server))).await;
         assert_eq!(failures(&port(&mesh, 8080).await), [(1, None)]);
         assert!(mesh.registry.render().contains(unsupported));
     }

@@ -192,6 +192,29 @@ fn an_attempt_that_times_out_is_retried() {
 }
 
 #[test]
+fn a_rule_retries_responses_and_attempts_that_time_out_after_its_backoff() {
+    let rule = "    retry: {codes: [503], attempts: 2, backoff: 400ms}\n    timeouts: {backendRequest: 200ms}";
+    mesh_with_route(&route("HTTPRoute", "unrelated: annotation", rule)).run(async |mesh: &Mesh| {
+        let seen = RecordedRequests::default();
+        let _app = server(mesh, "web", &seen, async |n| match n {
+            0 => status(503),
+            1 => std::future::pending().await,
+            _ => status(200),
+        })
+        .await;
+        let start = Instant::now();
+        assert_eq!(client(mesh).await.fetch(get("both")).await.unwrap().status, 200);
+        assert_eq!(seen.count("both"), 3);
+        // The first backoff, the timeout, and the doubled backoff.
+        assert!(
+            start.elapsed() >= Duration::from_millis(400 + 200 + 800),
+            "{:?}",
+            start.elapsed()
+        );
+    });
+}
+
+#[test]
 fn a_request_has_one_deadline_for_all_its_attempts() {
     let annotations = "retry.linkerd.io/http: 5xx\nretry.linkerd.io/limit: '1000'\ntimeout.linkerd.io/request: 2s";
     mesh_with_route(&route("HTTPRoute", annotations, "")).run(async |mesh: &Mesh| {

@@ -1,6 +1,7 @@
 //! View: the client policy of a destination.
 
 use std::net::SocketAddr;
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,8 +11,8 @@ use crate::cluster::store::reader::Reader;
 use crate::cluster::views::routes;
 use crate::cluster::views::view::View;
 use crate::model::outbound::{
-    Backend, BackendTarget, Distribution, FailureAccrual, Load, Mirror, Outbound, Policy, Protocol, Retry, Route, Rule,
-    StreamAction, StreamRoute, Timeouts,
+    Backend, BackendTarget, Distribution, FailureAccrual, Load, Mirror, Outbound, Policy, Protocol, Retry,
+    RetryConditions, Route, Rule, StreamAction, StreamRoute, Timeouts,
 };
 use crate::model::reference::{ObjectRef, Reference};
 use crate::model::route::{Filter, GrpcMatch, HttpMatch};
@@ -20,7 +21,7 @@ use crate::resources::annotations;
 use crate::resources::meta::{Meta, NamespacedName};
 use crate::resources::policy::egress_network::{EgressNetwork, TrafficPolicy};
 use crate::resources::policy::reference::POLICY_GROUP;
-use crate::resources::route::{self as raw, BackendRef, ParentKind, RouteKind, Rules};
+use crate::resources::route::{self as raw, BackendRef, ParentKind, RouteKind, RuleRetry, Rules};
 use crate::resources::route_admission;
 use crate::resources::service::DeclaredProtocol;
 use crate::resources::string_map::StringMap;
@@ -332,13 +333,14 @@ impl OutboundContext<'_> {
 
     /// The parts that rules of HTTP and gRPC share. The caller sets `matches` and `filters`.
     fn rule<R, M>(&self, route: &raw::Route, rule: &raw::Rule<R>, parent: &ParentDefaults<'_>) -> Rule<M> {
+        let timeouts = rule_timeouts(route, rule, parent);
         Rule {
             matches: Vec::new(),
             filters: Vec::new(),
             backends: self.backends(route, &rule.backend_refs, parent),
             mirrors: self.mirrors(route, rule, parent),
-            timeouts: rule_timeouts(route, rule, parent),
-            retry: rule_retry(route, parent),
+            timeouts,
+            retry: rule_retry(route, rule.retry.as_ref(), timeouts.response, parent),
         }
     }
 
@@ -595,12 +597,36 @@ fn without_zeros(timeouts: Timeouts) -> Timeouts {
     }
 }
 
-fn rule_retry(route: &raw::Route, parent: &ParentDefaults<'_>) -> Option<Retry> {
+/// An annotation of the route takes precedence over `retry` of its rules, and that over the annotations of the parent.
+fn rule_retry(
+    route: &raw::Route,
+    retry: Option<&RuleRetry>,
+    attempt_timeout: Option<Duration>,
+    parent: &ParentDefaults<'_>,
+) -> Option<Retry> {
     if route.kind == RouteKind::Grpc {
-        read_annotation(&route.meta, annotations::parse_grpc_retry).or_else(|| parent.grpc_retry.clone())
-    } else {
-        read_annotation(&route.meta, annotations::parse_http_retry).or_else(|| parent.http_retry.clone())
+        return read_annotation(&route.meta, annotations::parse_grpc_retry).or_else(|| parent.grpc_retry.clone());
     }
+    match (read_annotation(&route.meta, annotations::parse_http_retry), retry) {
+        (Some(annotated), _) => Some(annotated),
+        (None, Some(retry)) => retry_of_rule(retry, attempt_timeout),
+        (None, None) => parent.http_retry.clone(),
+    }
+}
+
+/// `None` if the rule permits no retries.
+fn retry_of_rule(retry: &RuleRetry, attempt_timeout: Option<Duration>) -> Option<Retry> {
+    let limit = retry.attempts.unwrap_or(annotations::DEFAULT_RETRY_LIMIT);
+    let codes = match &retry.codes[..] {
+        [] => vec![GATEWAY_ERRORS],
+        codes => codes.iter().map(|code| *code..=*code).collect(),
+    };
+    (limit > 0).then_some(Retry {
+        limit,
+        timeout: attempt_timeout,
+        backoff: retry.backoff,
+        conditions: RetryConditions::Http(codes),
+    })
 }
 
 /// An invalid annotation disables only its own feature.
@@ -673,6 +699,9 @@ fn egress_fallback_policy(addr: SocketAddr) -> Policy {
         accrual: None,
     }
 }
+
+/// Statuses that a rule retries if it specifies none: those with which proxies respond if a connection fails or times out.
+const GATEWAY_ERRORS: RangeInclusive<u16> = 502..=504;
 
 /// Timeout of protocol detection in the proxy.
 const DETECT_TIMEOUT: Duration = Duration::from_secs(10);

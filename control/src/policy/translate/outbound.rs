@@ -170,7 +170,7 @@ fn http_retry(retry: &model::Retry) -> Option<http_route::Retry> {
             status_ranges: status_ranges.collect(),
         }),
         timeout: retry.timeout.map(wire_duration),
-        backoff: Some(retry_backoff()),
+        backoff: Some(retry_backoff(retry)),
     })
 }
 
@@ -254,7 +254,7 @@ fn grpc_retry(retry: &model::Retry) -> Option<grpc_route::Retry> {
             unavailable,
         }),
         timeout: retry.timeout.map(wire_duration),
-        backoff: Some(retry_backoff()),
+        backoff: Some(retry_backoff(retry)),
     })
 }
 
@@ -316,14 +316,19 @@ fn exponential_backoff(backoff: model::Backoff) -> ExponentialBackoff {
     }
 }
 
-fn retry_backoff() -> ExponentialBackoff {
+fn retry_backoff(retry: &model::Retry) -> ExponentialBackoff {
+    let min = retry.backoff.unwrap_or(DEFAULT_RETRY_BACKOFF);
     exponential_backoff(model::Backoff {
-        min: Duration::from_millis(25),
-        max: Duration::from_millis(250),
+        min,
+        // Proxies reject a maximum of 0.
+        max: min.max(DEFAULT_RETRY_BACKOFF).saturating_mul(10),
         jitter: 1.0,
         honor_retry_after: false,
     })
 }
+
+/// Minimum delay before a retry, if the route specifies none.
+const DEFAULT_RETRY_BACKOFF: Duration = Duration::from_millis(25);
 
 /// Maximum size of a request body that is buffered for retries, in bytes.
 const MAX_RETRY_REQUEST_BYTES: u32 = 65_536;
