@@ -337,9 +337,18 @@ fn rare_messages_of_outbound_have_their_numbers() {
             denominator: 2,
         }),
     };
+    let cors = outbound::filter_extension::Cors {
+        allow_origins: vec!["o".to_owned()],
+        allow_credentials: true,
+        allow_methods: vec!["m".to_owned()],
+        allow_headers: vec!["h".to_owned()],
+        expose_headers: vec!["e".to_owned()],
+        max_age_seconds: 7,
+    };
     let extensions = [
         outbound::filter_extension::Kind::UrlRewrite(rewrite),
         outbound::filter_extension::Kind::RequestMirror(mirror),
+        outbound::filter_extension::Kind::Cors(cors),
     ];
     let filter_extensions = extensions.map(|kind| outbound::FilterExtension { kind: Some(kind) });
     let rule = outbound::http_route::Rule {
@@ -348,7 +357,10 @@ fn rare_messages_of_outbound_have_their_numbers() {
     };
     let rewrite_bytes: &[u8] = &[0xca, 0x3e, 5, 0x0a, 3, 0x0a, 1, b'h'];
     let mirror_bytes: &[u8] = &[0xca, 0x3e, 8, 0x12, 6, 0x12, 4, 0x08, 1, 0x10, 2];
-    check(&rule, &[rewrite_bytes, mirror_bytes].concat());
+    let cors_bytes: &[u8] = &[
+        0xca, 0x3e, 18, 0x1a, 16, 0x0a, 1, b'o', 0x10, 1, 0x1a, 1, b'm', 0x22, 1, b'h', 0x2a, 1, b'e', 0x30, 7,
+    ];
+    check(&rule, &[rewrite_bytes, mirror_bytes, cors_bytes].concat());
     let backends = outbound::opaque_route::RouteBackend {
         backend: None,
         filters: vec![outbound::opaque_route::Filter {

@@ -398,7 +398,10 @@ async fn http_routes_of_both_groups() {
 async fn routes_differ_by_group() {
     let backend = format!("{{{SERVICE}, rules: [{{backendRefs: [{{name: web}}]}}]}}");
     let filter = format!("{{{SERVICE}, rules: [{{filters: [{{type: URLRewrite, urlRewrite: {{}}}}]}}]}}");
-    let cors = format!("{{{SERVICE}, rules: [{{filters: [{{type: CORS, cors: {{}}}}]}}]}}");
+    let extension = "{type: ExtensionRef, extensionRef: {group: a, kind: b, name: c}}";
+    let extension = format!("{{{SERVICE}, rules: [{{filters: [{extension}]}}]}}");
+    let with_cors = |cors: &str| format!("{{{SERVICE}, rules: [{{filters: [{{type: CORS, cors: {cors}}}]}}]}}");
+    let (cors, invalid_cors) = (with_cors("{}"), with_cors("{allowOrigins: [a.b]}"));
     let mirror = format!(
         "{{{SERVICE}, rules: [{{filters: [{{type: RequestMirror, requestMirror: {{backendRef: {{name: web}}}}}}]}}]}}"
     );
@@ -410,6 +413,7 @@ async fn routes_differ_by_group() {
     let policy = [
         (&*backend, Allowed),
         (&*filter, Denied("\"URLRewrite\" is none of")),
+        (&*cors, Denied("\"CORS\" is none of")),
         (&*negative, Denied("is not a duration")),
         (&*shape, Denied("invalid type")),
         (&*see_other, Denied("accepted: 301, 302")),
@@ -418,7 +422,9 @@ async fn routes_differ_by_group() {
     let gateway = [
         (&*backend, Denied("backendRef web is a Service and needs a port")),
         (&*filter, Allowed),
-        (&*cors, Warned("filter CORS is not supported by the mesh")),
+        (&*extension, Warned("filter ExtensionRef is not supported by the mesh")),
+        (&*cors, Allowed),
+        (&*invalid_cors, Denied("origin \"a.b\" is not supported")),
         (
             &*mirror,
             Denied("backendRef web of requestMirror is a Service and needs a port"),

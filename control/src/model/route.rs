@@ -59,6 +59,7 @@ pub enum Filter {
     ResponseHeaders(HeaderModifier),
     Redirect(Redirect),
     UrlRewrite(UrlRewrite),
+    Cors(Cors),
     /// Responds to every request with this status.
     FailHttp {
         status: u16,
@@ -95,6 +96,17 @@ pub struct Redirect {
 pub struct UrlRewrite {
     pub host: Option<String>,
     pub path: Option<PathModifier>,
+}
+
+/// Which cross-origin requests browsers may send. `*` stands for all values of a list.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cors {
+    pub allow_origins: Vec<String>,
+    pub allow_credentials: bool,
+    pub allow_methods: Vec<String>,
+    pub allow_headers: Vec<String>,
+    pub expose_headers: Vec<String>,
+    pub max_age_seconds: u32,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -353,6 +353,7 @@ pub enum Filter {
     Redirect(Redirect),
     UrlRewrite(UrlRewrite),
     Mirror(Mirror),
+    Cors(Cors),
     /// A filter that proxies do not implement. Requests that match its rule fail.
     Unsupported(String),
 }
@@ -428,6 +429,33 @@ impl Mirror {
     }
 }
 
+/// Cross-origin requests that browsers may send (GEP-1767).
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "camelCase", default, deny_unknown_fields)]
+pub struct Cors {
+    pub allow_origins: Vec<String>,
+    pub allow_credentials: bool,
+    pub allow_methods: Vec<String>,
+    pub allow_headers: Vec<String>,
+    pub expose_headers: Vec<String>,
+    /// In seconds.
+    pub max_age: u32,
+}
+
+impl Default for Cors {
+    fn default() -> Self {
+        Self {
+            allow_origins: Vec::new(),
+            allow_credentials: false,
+            allow_methods: Vec::new(),
+            allow_headers: Vec::new(),
+            expose_headers: Vec::new(),
+            // The API's default.
+            max_age: 5,
+        }
+    }
+}
+
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(tag = "type")]
 pub enum PathModifier {
@@ -461,6 +489,7 @@ struct RawFilter {
     request_redirect: Option<Redirect>,
     url_rewrite: Option<UrlRewrite>,
     request_mirror: Option<Mirror>,
+    cors: Option<Cors>,
 }
 
 impl<'de> Deserialize<'de> for Filter {
@@ -479,6 +508,7 @@ impl<'de> Deserialize<'de> for Filter {
             "RequestRedirect" => Self::Redirect(raw.request_redirect.ok_or_else(|| missing("requestRedirect"))?),
             "URLRewrite" => Self::UrlRewrite(raw.url_rewrite.ok_or_else(|| missing("urlRewrite"))?),
             "RequestMirror" => Self::Mirror(raw.request_mirror.ok_or_else(|| missing("requestMirror"))?),
+            "CORS" => Self::Cors(raw.cors.ok_or_else(|| missing("cors"))?),
             _ => Self::Unsupported(raw.kind),
         })
     }

@@ -10,7 +10,7 @@ use regex::RegexBuilder;
 use crate::resources::annotations;
 use crate::resources::policy::reference::GATEWAY_GROUP;
 use crate::resources::route::{
-    BackendRef, Filter, Fraction, GrpcMatch, HeaderModifier, HttpMatch, Mirror, NamedMatch, ParentKind, PathKind,
+    BackendRef, Cors, Filter, Fraction, GrpcMatch, HeaderModifier, HttpMatch, Mirror, NamedMatch, ParentKind, PathKind,
     PathModifier, Redirect, Route, RouteKind, Rule, RuleRetry, RuleTimeouts, Rules, StreamRule, UrlRewrite, ValueKind,
 };
 
@@ -198,11 +198,15 @@ fn check_backend_filters(backends: &[BackendRef], route: RouteKind, parent: Pare
 /// As [`check_filter_support`].
 pub fn check_backend_filter_support(filter: &Filter, route: RouteKind, parent: ParentKind) -> Result<(), String> {
     match filter {
-        Filter::Mirror(_) => {
-            Err("filter RequestMirror is not supported in a backendRef; add it to the filters of the rule".to_owned())
-        }
+        Filter::Mirror(_) => Err(not_in_backend("RequestMirror")),
+        // The backend of a preflight request may be another one than that of the request which follows.
+        Filter::Cors(_) => Err(not_in_backend("CORS")),
         _ => check_filter_support(filter, route, parent),
     }
+}
+
+fn not_in_backend(filter: &str) -> String {
+    format!("filter {filter} is not supported in a backendRef; add it to the filters of the rule")
 }
 
 /// Checks whether a filter is valid, and whether the proxy API can express it.
@@ -227,11 +231,14 @@ pub fn check_filter_support(filter: &Filter, route: RouteKind, parent: ParentKin
         Filter::Mirror(_) if parent == ParentKind::Server => {
             unsupported("RequestMirror", "where the parent is a Server")
         }
+        Filter::Cors(_) if route == RouteKind::Grpc => unsupported("CORS", "in a GRPCRoute"),
+        Filter::Cors(_) if parent == ParentKind::Server => unsupported("CORS", "where the parent is a Server"),
         Filter::RequestHeaders(_)
         | Filter::ResponseHeaders(_)
         | Filter::Redirect(_)
         | Filter::UrlRewrite(_)
-        | Filter::Mirror(_) => check_filter(filter, route),
+        | Filter::Mirror(_)
+        | Filter::Cors(_) => check_filter(filter, route),
     }
 }
 
@@ -291,11 +298,15 @@ fn check_http_match(condition: &HttpMatch) -> Result<(), String> {
             check_absolute_path(&path.value)?;
         }
     }
-    if let Some(method) = &condition.method {
-        http::Method::from_bytes(method.as_bytes()).map_err(|_| format!("{method:?} is not an HTTP method"))?;
-    }
+    condition.method.as_deref().map_or(Ok(()), check_method)?;
     condition.headers.iter().try_for_each(check_header_match)?;
     condition.query_params.iter().try_for_each(check_value_match)
+}
+
+fn check_method(method: &str) -> Result<(), String> {
+    http::Method::from_bytes(method.as_bytes())
+        .map(|_| ())
+        .map_err(|_| format!("{method:?} is not an HTTP method"))
 }
 
 fn check_grpc_match(condition: &GrpcMatch) -> Result<(), String> {
@@ -348,6 +359,8 @@ fn check_filter(filter: &Filter, kind: RouteKind) -> Result<(), String> {
         Filter::UrlRewrite(rewrite) => check_url_rewrite(rewrite),
         Filter::Mirror(_) if kind == RouteKind::PolicyHttp => Err(not_in_policy_route("RequestMirror")),
         Filter::Mirror(mirror) => check_mirror(mirror),
+        Filter::Cors(_) if kind == RouteKind::PolicyHttp => Err(not_in_policy_route("CORS")),
+        Filter::Cors(cors) => check_cors(cors),
         // Gateway API routes can have filters for other implementations. Such a route is valid, and
         // `check_filter_support` decides about it.
         Filter::Unsupported(name) if kind == RouteKind::PolicyHttp => Err(not_in_policy_route(name)),
@@ -395,6 +408,51 @@ pub fn check_mirror(mirror: &Mirror) -> Result<(), String> {
         ));
     }
     Ok(())
+}
+
+fn check_cors(cors: &Cors) -> Result<(), String> {
+    for (field, values) in [
+        ("allowOrigins", &cors.allow_origins),
+        ("allowMethods", &cors.allow_methods),
+        ("allowHeaders", &cors.allow_headers),
+    ] {
+        if values.len() > 1 && values.iter().any(|value| value == "*") {
+            return Err(format!(
+                "cors.{field} has \"*\" and other values; \"*\" is accepted alone"
+            ));
+        }
+    }
+    cors.allow_origins.iter().try_for_each(|origin| check_origin(origin))?;
+    cors.allow_methods.iter().try_for_each(|method| check_method(method))?;
+    let headers = cors.allow_headers.iter().chain(&cors.expose_headers);
+    headers.into_iter().try_for_each(|name| check_header_name(name))?;
+    match cors.max_age {
+        0 => Err("cors.maxAge is 0; at least 1 is accepted".to_owned()),
+        _ => Ok(()),
+    }
+}
+
+/// Checks the form of the CRD, and the port.
+fn check_origin(origin: &str) -> Result<(), String> {
+    let is_label = |label: &str| {
+        let is_valid = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
+        !label.is_empty() && label.bytes().all(is_valid)
+    };
+    let is_port = |port: &str| port.bytes().all(|byte| byte.is_ascii_digit()) && port.parse::<u16>().is_ok();
+    let is_authority = |authority: &str| {
+        let (host, port) = authority.split_once(':').unwrap_or((authority, "80"));
+        let name = host.strip_prefix("*.").unwrap_or(host);
+        (host == "*" || name.split('.').all(is_label)) && is_port(port)
+    };
+    let authority = origin
+        .strip_prefix("http://")
+        .or_else(|| origin.strip_prefix("https://"));
+    match origin == "*" || authority.is_some_and(is_authority) {
+        true => Ok(()),
+        false => Err(format!(
+            "origin {origin:?} is not supported; accepted: \"*\", or http:// or https:// with a host, or with \"*.\" and a suffix"
+        )),
+    }
 }
 
 fn check_path_modifier(modifier: &PathModifier) -> Result<(), String> {
@@ -469,6 +527,10 @@ mod tests {
         serde_json::from_value(json!({"type": "URLRewrite", "urlRewrite": rewrite})).unwrap()
     }
 
+    fn cors(cors: Value) -> Filter {
+        serde_json::from_value(json!({"type": "CORS", "cors": cors})).unwrap()
+    }
+
     fn mirror(fraction: Value) -> Filter {
         let mut mirror = json!({"backendRef": {"name": "web", "port": 80}});
         let fields = fraction.as_object().unwrap().clone();
@@ -477,8 +539,9 @@ mod tests {
     }
 
     #[test]
-    fn rewrites_and_mirrors_are_supported_for_outbound_requests() {
+    fn rewrites_mirrors_and_cors_are_supported_for_outbound_requests() {
         let (host, all) = (rewrite(json!({"hostname": "x"})), mirror(json!({})));
+        let cors = cors(json!({"allowOrigins": ["*"]}));
         for (filter, route, parent, is_supported) in [
             (&host, RouteKind::GatewayHttp, ParentKind::Service, true),
             (&host, RouteKind::GatewayHttp, ParentKind::EgressNetwork, true),
@@ -490,6 +553,11 @@ mod tests {
             (&all, RouteKind::GatewayHttp, ParentKind::Server, false),
             (&all, RouteKind::PolicyHttp, ParentKind::Service, false),
             (&all, RouteKind::Grpc, ParentKind::Service, true),
+            (&cors, RouteKind::GatewayHttp, ParentKind::Service, true),
+            (&cors, RouteKind::GatewayHttp, ParentKind::EgressNetwork, true),
+            (&cors, RouteKind::GatewayHttp, ParentKind::Server, false),
+            (&cors, RouteKind::PolicyHttp, ParentKind::Service, false),
+            (&cors, RouteKind::Grpc, ParentKind::Service, false),
         ] {
             let checked = check_filter_support(filter, route, parent);
             assert_eq!(
@@ -500,7 +568,48 @@ mod tests {
         }
         let in_backend = |filter| check_backend_filter_support(filter, RouteKind::GatewayHttp, ParentKind::Service);
         assert_eq!(in_backend(&host), Ok(()));
-        assert!(in_backend(&all).unwrap_err().contains("the rule"));
+        for filter in [&all, &cors] {
+            assert!(in_backend(filter).unwrap_err().contains("the rule"));
+        }
+    }
+
+    #[test]
+    fn cors_has_origins_and_names_in_the_form_of_the_definition() {
+        let origin = |origin: &str| json!({"allowOrigins": [origin]});
+        for (value, expected) in [
+            (json!({}), ""),
+            (origin("*"), ""),
+            (origin("https://a.b"), ""),
+            (origin("http://*.a.b:8080"), ""),
+            (origin("https://*"), ""),
+            (origin("https://*:443"), ""),
+            (origin("a.b"), "origin \"a.b\" is not supported"),
+            (origin("ftp://a.b"), "origin"),
+            (origin("https://"), "origin"),
+            (origin("https://a.*"), "origin"),
+            (origin("https://*a.b"), "origin"),
+            (origin("https://a.b/"), "origin"),
+            (origin("https://a.b:"), "origin"),
+            (origin("https://a.b:65536"), "origin"),
+            (origin("https://[::1]"), "origin"),
+            (
+                json!({"allowOrigins": ["*", "https://a.b"]}),
+                "cors.allowOrigins has \"*\" and other values",
+            ),
+            (json!({"allowMethods": ["GET", "*"]}), "cors.allowMethods"),
+            (json!({"allowMethods": ["GET", "PUT"]}), ""),
+            (json!({"allowMethods": ["A B"]}), "is not an HTTP method"),
+            (json!({"allowHeaders": ["*", "x-a"]}), "cors.allowHeaders"),
+            (json!({"allowHeaders": ["x a"]}), "is not a header name"),
+            (json!({"exposeHeaders": ["*", "x-a"]}), ""),
+            (json!({"exposeHeaders": ["x a"]}), "is not a header name"),
+            (json!({"maxAge": 0}), "cors.maxAge is 0"),
+        ] {
+            let checked = check_filter(&cors(value.clone()), RouteKind::GatewayHttp);
+            let reason = checked.err().unwrap_or_default();
+            assert_eq!(reason.is_empty(), expected.is_empty(), "{value}: {reason}");
+            assert!(reason.contains(expected), "{value}: {reason}");
+        }
     }
 
     #[test]

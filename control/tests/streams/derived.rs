@@ -212,7 +212,7 @@ async fn unsupported_fields_are_counted_until_they_are_fixed() {
         )
     };
     let route = "---\napiVersion: gateway.networking.k8s.io/v1\nkind: HTTPRoute\nmetadata: {name: r, namespace: shop}\n\
-        spec: {parentRefs: [{group: '', kind: Service, name: web}], rules: [{filters: [{type: CORS, cors: {}}]}]}\n";
+        spec: {parentRefs: [{group: '', kind: Service, name: web}], rules: [{filters: [{type: ExtensionRef}]}]}\n";
     let slice = |name: &str, labels: &str, kind: &str| {
         format!(
             "---\napiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\n\

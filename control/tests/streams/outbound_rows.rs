@@ -198,17 +198,13 @@ async fn requests_with_an_unsupported_filter_fail() {
     )
     .await;
     row("GRPCRoute shop/r", request, "request-headers").await;
-    for (kind, filter) in [
-        ("CORS", "cors: {}"),
-        ("ExtensionRef", "extensionRef: {group: a, kind: b, name: c}"),
-    ] {
-        let cause = format!("fail 500 \"HTTPRoute shop/r: filter {kind} is not supported by the mesh\"");
-        row("HTTPRoute shop/r", &format!("{{type: {kind}, {filter}}}"), &cause).await;
-    }
+    let extension = "{type: ExtensionRef, extensionRef: {group: a, kind: b, name: c}}";
+    let cause = "fail 500 \"HTTPRoute shop/r: filter ExtensionRef is not supported by the mesh\"";
+    row("HTTPRoute shop/r", extension, cause).await;
 }
 
 #[tokio::test]
-async fn rules_rewrite_and_mirror_requests() {
+async fn rules_rewrite_and_mirror_requests_and_set_cors() {
     let row = async |kind: &str, rule: &str, expected: &str| {
         let spec = format!("{{{TO_WEB}, rules: [{{{rule}}}]}}");
         let manifests = format!("{}{}", services("", ""), route(&format!("{kind} shop/r"), "", &spec));
@@ -236,6 +232,17 @@ async fn rules_rewrite_and_mirror_requests() {
             &format!("{expected}{to_web}"),
         )
         .await;
+    }
+    for (cors, expected) in [
+        ("{}", " cors  |  |  |  | 5s"),
+        (
+            "{allowOrigins: ['https://*.a.b', 'http://c:81'], allowCredentials: true, allowMethods: [GET, PUT], \
+             allowHeaders: ['*'], exposeHeaders: [x-a], maxAge: 60}",
+            " cors https://*.a.b,http://c:81 | GET,PUT | * | x-a | 60s credentials",
+        ),
+    ] {
+        let rule = format!("filters: [{{type: CORS, cors: {cors}}}]");
+        row("HTTPRoute", &rule, &format!("{expected}{to_web}")).await;
     }
     // The backends of one rule have their own rewrites.
     let backends = format!(

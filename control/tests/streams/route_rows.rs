@@ -232,8 +232,9 @@ async fn requests_of_unsupported_rules_get_an_error_with_the_cause() {
         assert!(lines[2].starts_with(&cause), "{rule}: {lines:?}");
     };
     let unsupported = |name: &str| format!("500 \"HTTPRoute shop/r: filter {name} is not supported by the mesh\"");
-    let cors = "{type: CORS, cors: {}}";
-    row("HTTPRoute", &format!("{{filters: [{cors}]}}"), &unsupported("CORS")).await;
+    let extension = "{type: ExtensionRef, extensionRef: {group: a, kind: b, name: c}}";
+    let rule = format!("{{filters: [{extension}]}}");
+    row("HTTPRoute", &rule, &unsupported("ExtensionRef")).await;
     for rule in [
         "{matches: [{path: {type: RegularExpression, value: '('}}]}",
         "{matches: [{headers: [{name: a, type: RegularExpression, value: 'a)|(b'}]}]}",
@@ -242,11 +243,13 @@ async fn requests_of_unsupported_rules_get_an_error_with_the_cause() {
         "{filters: [{type: RequestRedirect, requestRedirect: {statusCode: 200}}]}",
         "{filters: [{type: RequestHeaderModifier, requestHeaderModifier: {set: [{name: a, value: \"b\\n\"}]}}]}",
         "{retry: {codes: [399]}}",
+        "{filters: [{type: CORS, cors: {allowOrigins: [a.b]}}]}",
     ] {
         row("HTTPRoute", rule, "500 \"HTTPRoute shop/r: ").await;
     }
     let response = "{type: ResponseHeaderModifier, responseHeaderModifier: {remove: [x]}}";
-    for filter in [response, "{type: URLRewrite, urlRewrite: {hostname: x}}"] {
+    let cors = "{type: CORS, cors: {}}";
+    for filter in [response, "{type: URLRewrite, urlRewrite: {hostname: x}}", cors] {
         row(
             "GRPCRoute",
             &format!("{{filters: [{filter}]}}"),
@@ -262,7 +265,7 @@ async fn requests_of_unsupported_rules_get_an_error_with_the_cause() {
     .await;
     // An unsupported filter of a backend fails its share of the requests.
     let spec = format!(
-        "{{{TO_WEB}, rules: [{{backendRefs: [{{name: web, port: 80}}, {{name: web-v2, port: 80, filters: [{cors}]}}]}}]}}"
+        "{{{TO_WEB}, rules: [{{backendRefs: [{{name: web, port: 80}}, {{name: web-v2, port: 80, filters: [{extension}]}}]}}]}}"
     );
     let manifests = format!("{}{}", services("", ""), route("HTTPRoute shop/r", "", &spec));
     let lines = policy_lines(&manifests, "10.247.0.10:80").await;
@@ -270,7 +273,7 @@ async fn requests_of_unsupported_rules_get_an_error_with_the_cause() {
         lines[1],
         format!(
             "gateway HTTPRoute shop/r -> 1*web.shop:80 | 1*web-v2.shop:80 fail {}",
-            unsupported("CORS")
+            unsupported("ExtensionRef")
         )
     );
 }

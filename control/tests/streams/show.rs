@@ -139,6 +139,17 @@ fn extension(extension: &FilterExtension) -> String {
             });
             format!(" rewrite {}{}", to.host, path.unwrap_or_default())
         }
+        Kind::Cors(cors) => {
+            let lists = [
+                &cors.allow_origins,
+                &cors.allow_methods,
+                &cors.allow_headers,
+                &cors.expose_headers,
+            ];
+            let lists = lists.map(|list| list.join(",")).join(" | ");
+            let credentials = if cors.allow_credentials { " credentials" } else { "" };
+            format!(" cors {lists} | {}s{credentials}", cors.max_age_seconds)
+        }
         Kind::RequestMirror(to) => {
             let ratio = to.ratio.unwrap();
             let to = backends([(None, to.backend.as_ref(), String::new())].into_iter());

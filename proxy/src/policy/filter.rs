@@ -10,12 +10,16 @@ use http::header::{HOST, HeaderName};
 use http::uri::{Authority, PathAndQuery, Scheme};
 use http::{HeaderMap, HeaderValue, StatusCode, Uri};
 
+use crate::policy::cors::Cors;
+
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Filter {
     RequestHeaders(HeaderModifier),
     ResponseHeaders(HeaderModifier),
     Redirect(Redirect),
     UrlRewrite(UrlRewrite),
+    /// Applied before the other filters of a request, and after those of a response: see [`find_cors`].
+    Cors(Box<Cors>),
     Failure(FailureInjector),
     /// The policy or a filter of it cannot be applied, for this reason. Skipping it could permit anything, so no request passes.
     Invalid(Cow<'static, str>),
@@ -121,7 +125,7 @@ pub(crate) fn apply_request(
     for filter in filters {
         match filter {
             Filter::RequestHeaders(modifier) => modifier.apply(head.headers),
-            Filter::ResponseHeaders(_) => {}
+            Filter::ResponseHeaders(_) | Filter::Cors(_) => {}
             Filter::Redirect(redirect) => return Err(redirect.response(head)?),
             Filter::UrlRewrite(rewrite) => rewrite.apply(head)?,
             Filter::Failure(injector) => {
@@ -142,6 +146,14 @@ pub(crate) fn apply_response(filters: &[Filter], headers: &mut HeaderMap) {
             modifier.apply(headers);
         }
     }
+}
+
+/// The CORS filter of a rule.
+pub(crate) fn find_cors(filters: &[Filter]) -> Option<&Cors> {
+    filters.iter().find_map(|filter| match filter {
+        Filter::Cors(cors) => Some(&**cors),
+        _ => None,
+    })
 }
 
 impl HeaderModifier {

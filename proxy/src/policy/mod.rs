@@ -6,6 +6,7 @@
 
 pub(crate) mod authz;
 pub(crate) mod client;
+pub(crate) mod cors;
 pub(crate) mod decode;
 pub(crate) mod endpoint;
 pub(crate) mod filter;

@@ -11,6 +11,7 @@ mod balancing;
 mod breakers;
 mod control_plane;
 mod corner_cases;
+mod cors;
 mod counts;
 mod dashboards;
 mod debug;

@@ -335,7 +335,7 @@ impl ObjectGenerator {
     }
 
     fn filter(&mut self) -> String {
-        match self.0.u8(..6) {
+        match self.0.u8(..7) {
             0 => format!(
                 "{{type: RequestHeaderModifier, requestHeaderModifier: {}}}",
                 self.modifier()
@@ -361,6 +361,20 @@ impl ObjectGenerator {
             }
             3 => "{type: URLRewrite, urlRewrite: {hostname: a.b}}".to_owned(),
             4 => "{type: ExtensionRef, extensionRef: {group: a, kind: B, name: c}}".to_owned(),
+            5 => {
+                let origin = self.one(&[
+                    "*",
+                    "https://a.b",
+                    "http://*.a.b:81",
+                    "https://*",
+                    "a.b",
+                    "https://a:99999",
+                ]);
+                let (method, header) = (self.one(&["*", "GET", "A B"]), self.header());
+                let lists =
+                    format!("allowOrigins: ['{origin}'], allowMethods: ['{method}'], allowHeaders: [\"{header}\"]");
+                format!("{{type: CORS, cors: {{{lists}}}}}")
+            }
             _ => format!(
                 "{{type: RequestMirror, requestMirror: {{backendRef: {{name: {}, port: 80}}}}}}",
                 self.name()

@@ -138,6 +138,14 @@ fn extension(extension: &FilterExtension) -> Value {
             ("host", json!(to.host)),
             ("path", optional(to.path.as_ref(), path_modifier)),
         ]) }),
+        Some(Kind::Cors(cors)) => json!({ "cors": object([
+            ("allowOrigins", json!(cors.allow_origins)),
+            ("allowCredentials", json!(cors.allow_credentials)),
+            ("allowMethods", json!(cors.allow_methods)),
+            ("allowHeaders", json!(cors.allow_headers)),
+            ("exposeHeaders", json!(cors.expose_headers)),
+            ("maxAgeSeconds", json!(cors.max_age_seconds)),
+        ]) }),
         Some(Kind::RequestMirror(mirror)) => json!({ "requestMirror": object([
             ("backend", optional(mirror.backend.as_ref(), backend)),
             ("ratio", optional(mirror.ratio.as_ref(), ratio)),

@@ -6,8 +6,8 @@ use crate::cluster::config::Config;
 use crate::cluster::store::reader::Reader;
 use crate::model::reference::{ObjectRef, Reference};
 use crate::model::route::{
-    Filter, GrpcMatch, HeaderModifier, HostMatch, HttpMatch, NamedMatch, PathMatch, PathModifier, Redirect, UrlRewrite,
-    ValueMatch,
+    Cors, Filter, GrpcMatch, HeaderModifier, HostMatch, HttpMatch, NamedMatch, PathMatch, PathModifier, Redirect,
+    UrlRewrite, ValueMatch,
 };
 use crate::resources::acceptance::{self, AcceptanceSettings, ParentLookup, RouteRejection};
 use crate::resources::meta::NamespacedName;
@@ -359,6 +359,14 @@ fn filter(filter: &raw::Filter) -> Option<Filter> {
         raw::Filter::UrlRewrite(rewrite) => Filter::UrlRewrite(UrlRewrite {
             host: rewrite.hostname.clone(),
             path: rewrite.path.as_ref().map(path_modifier),
+        }),
+        raw::Filter::Cors(cors) => Filter::Cors(Cors {
+            allow_origins: cors.allow_origins.clone(),
+            allow_credentials: cors.allow_credentials,
+            allow_methods: cors.allow_methods.clone(),
+            allow_headers: cors.allow_headers.clone(),
+            expose_headers: cors.expose_headers.clone(),
+            max_age_seconds: cors.max_age,
         }),
         // A mirror is not a filter of the model, and `filters_or_failure_filter` has already replaced unsupported filters.
         raw::Filter::Mirror(_) | raw::Filter::Unsupported(_) => return None,

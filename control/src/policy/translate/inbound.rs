@@ -176,9 +176,11 @@ fn http_filter(filter: &Filter) -> Option<http_route::Filter> {
         Filter::RequestHeaders(modifier) => Kind::RequestHeaderModifier(request_headers(modifier)),
         Filter::Redirect(to) => Kind::Redirect(redirect(to)),
         Filter::FailHttp { status, message } => Kind::FailureInjector(http_failure(*status, message)),
-        Filter::ResponseHeaders(_) | Filter::UrlRewrite(_) | Filter::FailGrpc { .. } | Filter::FailStream { .. } => {
-            return None;
-        }
+        Filter::ResponseHeaders(_)
+        | Filter::UrlRewrite(_)
+        | Filter::Cors(_)
+        | Filter::FailGrpc { .. }
+        | Filter::FailStream { .. } => return None,
     };
     Some(http_route::Filter { kind: Some(kind) })
 }
@@ -207,6 +209,7 @@ fn grpc_filter(filter: &Filter) -> Option<grpc_route::Filter> {
         Filter::ResponseHeaders(_)
         | Filter::Redirect(_)
         | Filter::UrlRewrite(_)
+        | Filter::Cors(_)
         | Filter::FailHttp { .. }
         | Filter::FailStream { .. } => return None,
     };

@@ -5,10 +5,10 @@ use std::time::Duration;
 use tulle_proto::convert::wire_duration;
 use tulle_proto::http_route::{Ratio, Timeouts};
 use tulle_proto::outbound::failure_accrual::{ConsecutiveFailures, Unified};
-use tulle_proto::outbound::filter_extension::{RequestMirror, UrlRewrite};
+use tulle_proto::outbound::filter_extension::{Cors, Kind, RequestMirror, UrlRewrite};
 use tulle_proto::outbound::{
     ExponentialBackoff, FailureAccrual, FilterExtension, GrpcRoute, HttpRoute, OutboundPolicy, ProxyProtocol,
-    failure_accrual, filter_extension, grpc_route, http_route, proxy_protocol,
+    failure_accrual, grpc_route, http_route, proxy_protocol,
 };
 
 use crate::model::outbound as model;
@@ -97,7 +97,7 @@ fn http_filter(filter: &Filter) -> Option<http_route::Filter> {
         Filter::ResponseHeaders(modifier) => Kind::ResponseHeaderModifier(response_headers(modifier)),
         Filter::Redirect(to) => Kind::Redirect(redirect(to)),
         Filter::FailHttp { status, message } => Kind::FailureInjector(http_failure(*status, message)),
-        Filter::UrlRewrite(_) | Filter::FailGrpc { .. } | Filter::FailStream { .. } => return None,
+        Filter::UrlRewrite(_) | Filter::Cors(_) | Filter::FailGrpc { .. } | Filter::FailStream { .. } => return None,
     };
     Some(http_route::Filter { kind: Some(kind) })
 }
@@ -105,7 +105,7 @@ fn http_filter(filter: &Filter) -> Option<http_route::Filter> {
 /// The filters and mirrors of a rule that Linkerd's API does not have.
 fn rule_extensions<M>(rule: &model::Rule<M>) -> Vec<FilterExtension> {
     let mirror = |mirror: &model::Mirror| FilterExtension {
-        kind: Some(filter_extension::Kind::RequestMirror(RequestMirror {
+        kind: Some(Kind::RequestMirror(RequestMirror {
             backend: Some(backend::backend(&mirror.backend)),
             ratio: Some(Ratio {
                 numerator: mirror.numerator,
@@ -119,15 +119,22 @@ fn rule_extensions<M>(rule: &model::Rule<M>) -> Vec<FilterExtension> {
 
 /// `None` for filters that Linkerd's API has.
 fn filter_extension(filter: &Filter) -> Option<FilterExtension> {
-    let Filter::UrlRewrite(rewrite) = filter else {
-        return None;
-    };
-    Some(FilterExtension {
-        kind: Some(filter_extension::Kind::UrlRewrite(UrlRewrite {
+    let kind = match filter {
+        Filter::UrlRewrite(rewrite) => Kind::UrlRewrite(UrlRewrite {
             host: rewrite.host.clone().unwrap_or_default(),
             path: rewrite.path.as_ref().map(path_modifier),
-        })),
-    })
+        }),
+        Filter::Cors(cors) => Kind::Cors(Cors {
+            allow_origins: cors.allow_origins.clone(),
+            allow_credentials: cors.allow_credentials,
+            allow_methods: cors.allow_methods.clone(),
+            allow_headers: cors.allow_headers.clone(),
+            expose_headers: cors.expose_headers.clone(),
+            max_age_seconds: cors.max_age_seconds,
+        }),
+        _ => return None,
+    };
+    Some(FilterExtension { kind: Some(kind) })
 }
 
 fn http_distribution(backends: &Distribution) -> http_route::Distribution {
@@ -201,6 +208,7 @@ fn grpc_filter(filter: &Filter) -> Option<grpc_route::Filter> {
         Filter::ResponseHeaders(_)
         | Filter::Redirect(_)
         | Filter::UrlRewrite(_)
+        | Filter::Cors(_)
         | Filter::FailHttp { .. }
         | Filter::FailStream { .. } => return None,
     };

@@ -182,12 +182,19 @@ fn a_route_with_unsupported_features_is_not_accepted() {
         );
         first_condition(&index, kind, "shop", "r")
     };
-    let cors = json!({"filters": [{"type": "CORS", "cors": {}}]});
+    let extension_ref = json!({"group": "a", "kind": "b", "name": "c"});
+    let extension = json!({"filters": [{"type": "ExtensionRef", "extensionRef": extension_ref}]});
     assert_eq!(
-        condition_of(Kind::GatewayHttpRoute, service_ref("web"), cors.clone()),
-        "False UnsupportedValue: filter CORS is not supported by the mesh"
+        condition_of(Kind::GatewayHttpRoute, service_ref("web"), extension.clone()),
+        "False UnsupportedValue: filter ExtensionRef is not supported by the mesh"
     );
-    let of_backend = json!({"backendRefs": [{"name": "web", "port": 80, "filters": cors["filters"]}]});
+    let cors = json!({"filters": [{"type": "CORS", "cors": {}}]});
+    assert!(condition_of(Kind::GatewayHttpRoute, service_ref("web"), cors.clone()).starts_with("True"));
+    assert_eq!(
+        condition_of(Kind::GatewayHttpRoute, server_ref("srv"), cors),
+        "False UnsupportedValue: filter CORS is not supported where the parent is a Server"
+    );
+    let of_backend = json!({"backendRefs": [{"name": "web", "port": 80, "filters": extension["filters"]}]});
     assert!(
         condition_of(Kind::GatewayHttpRoute, service_ref("web"), of_backend.clone())
             .starts_with("False UnsupportedValue")

@@ -9,13 +9,13 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use http::{Request, Response};
+use http::{HeaderMap, Request, Response, StatusCode};
 use tokio::time::Instant;
 use tulle_core::metrics::Labels;
 
 use crate::{
     http::{body::Body, error::Error, lifecycle::classify, lifecycle::request_timing::RequestTiming},
-    metrics::http::ResponseOutcome,
+    metrics::http::{ResponseEnd, ResponseOutcome},
     outbound::metrics::{BackendSeries, RouteSeries, labels},
     policy::{
         matches::RequestAttributes,
@@ -43,6 +43,21 @@ impl<'a> RouteRequestGuard<'a> {
             host_series,
             is_recorded: false,
         }
+    }
+
+    /// Responds to a preflight request with these headers, and records it.
+    pub(super) fn respond(mut self, headers: HeaderMap) -> Response<Body> {
+        let mut rsp = Response::new(Body::empty());
+        (*rsp.status_mut(), *rsp.headers_mut()) = (StatusCode::NO_CONTENT, headers);
+        self.is_recorded = true;
+        let outcome = ResponseOutcome {
+            status: rsp.status(),
+            grpc: None,
+            success: true,
+            end: ResponseEnd::Complete,
+        };
+        self.series().record(self.timing.started_at(), Instant::now(), &outcome);
+        rsp
     }
 
     pub(super) fn series(&self) -> &Arc<RouteSeries> {

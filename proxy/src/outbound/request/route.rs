@@ -17,7 +17,7 @@ use crate::{
             profile, retry,
         },
     },
-    policy::{client::HeaderOverrides, matches::RequestAttributes, route},
+    policy::{client::HeaderOverrides, cors::CorsRequest, filter, matches::RequestAttributes, route},
 };
 
 /// Sends a request by its route of the policy, or by the ServiceProfile that replaces the routes.
@@ -57,6 +57,13 @@ pub(in crate::outbound) async fn route_and_send(
     } = &found.rule.payload;
     let route_source = RouteSource::Route(&found.route.meta);
     let mut request_guard = RouteRequestGuard::begin(series, outgoing.req);
+    // Boxed because few routes have this filter.
+    let cors = filter::find_cors(&found.rule.filters).map(|cors| Box::new(cors.of_request(outgoing.req.headers())));
+    let preflight =
+        |cors: &Box<CorsRequest<'_>>| cors.preflight_response(outgoing.req.method(), outgoing.req.headers());
+    if let Some(headers) = cors.as_ref().and_then(preflight) {
+        return Ok(request_guard.respond(headers));
+    }
     let result = match filters::apply_request_filters(&found.rule.filters, outgoing.req, found.matched_prefix_len) {
         Err(response) => Err(response),
         // O7–O11
@@ -91,6 +98,9 @@ pub(in crate::outbound) async fn route_and_send(
     request_guard.record_if_failed(&result);
     let mut rsp = result?;
     apply_response_filters(&found.rule.filters, &mut rsp); // O12
+    if let Some(cors) = cors {
+        cors.apply_response(rsp.headers_mut());
+    }
     Ok(rsp)
 }
 

@@ -6,9 +6,10 @@ use http::{HeaderValue, Method, StatusCode};
 use tulle_proto::grpc_route::{GrpcFailureInjector, GrpcRouteMatch};
 use tulle_proto::http_route as proto;
 use tulle_proto::http_types::{self, Headers, HttpMethod, http_method, scheme};
-use tulle_proto::outbound::filter_extension::UrlRewrite;
+use tulle_proto::outbound::filter_extension::{self, UrlRewrite};
 use tulle_proto::tls_route::{SniMatch, sni_match};
 
+use crate::policy::cors::{AllowedNames, Cors, OriginMatch};
 use crate::policy::decode::fields::DecodeError;
 use crate::policy::filter::{
     self, Failure, FailureInjector, Filter, HeaderModifier, PathModifier, Ratio, Redirect, RewrittenHost,
@@ -217,6 +218,48 @@ pub(super) fn url_rewrite(message: UrlRewrite) -> Result<Filter, DecodeError> {
         host,
         path: message.path.map(path_modifier).transpose()?,
     }))
+}
+
+pub(super) fn cors(message: filter_extension::Cors) -> Result<Filter, DecodeError> {
+    let origin = |text: &String| {
+        OriginMatch::parse(text).ok_or_else(|| {
+            DecodeError::invalid("allowed origin", text, "* or an origin, such as https://*.example.com")
+        })
+    };
+    // Browsers do not accept `*` for requests with credentials.
+    let is_exposed = |name: &String| !(message.allow_credentials && name == "*");
+    let exposed_headers = message
+        .expose_headers
+        .into_iter()
+        .filter(is_exposed)
+        .collect::<Vec<_>>();
+    Ok(Filter::Cors(Box::new(Cors {
+        origins: message.allow_origins.iter().map(origin).collect::<Result<_, _>>()?,
+        allows_credentials: message.allow_credentials,
+        methods: allowed_names(&message.allow_methods)?,
+        headers: allowed_names(&message.allow_headers)?,
+        exposed_headers: name_list(&exposed_headers)?,
+        max_age: message.max_age_seconds,
+    })))
+}
+
+fn allowed_names(names: &[String]) -> Result<AllowedNames, DecodeError> {
+    match names.iter().any(|name| name == "*") {
+        true => Ok(AllowedNames::Any),
+        false => name_list(names).map(AllowedNames::Listed),
+    }
+}
+
+/// Methods or headers as the value of a header. `None` for an empty list.
+fn name_list(names: &[String]) -> Result<Option<HeaderValue>, DecodeError> {
+    for name in names {
+        // The syntax of methods and of headers is the same, except that methods are case-sensitive.
+        header_name(name)?;
+    }
+    let list = names.join(", ");
+    let value = HeaderValue::try_from(list.as_str())
+        .map_err(|_| DecodeError::invalid("list of names", list, "names without control characters"))?;
+    Ok(Some(value).filter(|value| !value.is_empty()))
 }
 
 fn redirect_scheme(message: http_types::Scheme) -> Result<Scheme, DecodeError> {

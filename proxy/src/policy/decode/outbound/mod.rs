@@ -20,7 +20,7 @@ use crate::policy::client::{
 use crate::policy::decode::endpoint::endpoint;
 use crate::policy::decode::fields::{DecodeError, client_meta, duration, optional_duration};
 use crate::policy::decode::routes;
-use crate::policy::filter::Filter;
+use crate::policy::filter::{self, Filter};
 use crate::policy::route::{Route, Rule};
 
 /// Decodes the policy of a destination.
@@ -252,6 +252,7 @@ fn rule_extensions(
     for message in messages {
         match message.kind.ok_or(DecodeError::UnknownKind("a filter"))? {
             Kind::UrlRewrite(rewrite) => filters.push(routes::url_rewrite(rewrite)?),
+            Kind::Cors(cors) => filters.push(routes::cors(cors)?),
             Kind::RequestMirror(mirror) => mirrors.push(MirrorSpec {
                 backend: backend(mirror.backend)?,
                 ratio: routes::ratio("mirror ratio", mirror.ratio)?,
@@ -261,19 +262,22 @@ fn rule_extensions(
     Ok(mirrors)
 }
 
-/// Adds the extensions of a backend to its filters. A backend has no mirrors.
+/// Adds the extensions of a backend to its filters. A backend has no mirrors, and no CORS filter.
 fn backend_extensions(
     messages: Vec<proto::FilterExtension>,
     mut filters: Vec<Filter>,
 ) -> Result<Vec<Filter>, DecodeError> {
-    match rule_extensions(messages, &mut filters)?.is_empty() {
-        true => Ok(filters),
-        false => Err(DecodeError::invalid(
-            "filter of a backend",
-            "RequestMirror",
-            "RequestMirror in the rule only",
-        )),
-    }
+    let mirrors = rule_extensions(messages, &mut filters)?;
+    let unsupported = match (mirrors.is_empty(), filter::find_cors(&filters)) {
+        (true, None) => return Ok(filters),
+        (false, _) => "RequestMirror",
+        (true, Some(_)) => "CORS",
+    };
+    Err(DecodeError::invalid(
+        "filter of a backend",
+        unsupported,
+        "this filter in the rule only",
+    ))
 }
 
 fn http_filter(message: proto::http_route::Filter) -> Result<Filter, DecodeError> {

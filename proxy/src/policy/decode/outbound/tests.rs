@@ -2,7 +2,7 @@ use proto::backend::balance_p2c::{Load, PeakEwma, PenaltyPeakEwma};
 use proto::backend::endpoint_discovery::{DestinationGet, Kind as DiscoveryKind};
 use proto::backend::{BalanceP2c, EndpointDiscovery, Kind as BackendKind};
 use proto::failure_accrual::{ConsecutiveFailures, Kind as AccrualKind, Unified};
-use proto::filter_extension::{Kind as ExtensionKind, RequestMirror, UrlRewrite};
+use proto::filter_extension::{Cors, Kind as ExtensionKind, RequestMirror, UrlRewrite};
 use proto::http_route::distribution::{FirstAvailable, Kind as DistributionKind, RandomAvailable};
 use proto::http_route::retry::{Conditions, conditions::StatusRange};
 use proto::proxy_protocol::{Detect, Grpc, Http1, Http2, Kind, Opaque, Tls};
@@ -180,6 +180,21 @@ fn extension(kind: Option<ExtensionKind>) -> Vec<proto::FilterExtension> {
 
 fn with_extension(kind: Option<ExtensionKind>) -> proto::OutboundPolicy {
     with_rule(|rule| rule.filter_extensions = extension(kind))
+}
+
+fn with_backend_extension(kind: ExtensionKind) -> proto::OutboundPolicy {
+    with_rule(|rule| {
+        rule.backends = first(vec![proto::http_route::RouteBackend {
+            filter_extensions: extension(Some(kind)),
+            ..to(backend_of(balance("web.shop:80", Some(peak_ewma()))))
+        }]);
+    })
+}
+
+fn with_cors(edit: impl FnOnce(&mut Cors)) -> proto::OutboundPolicy {
+    let mut cors = Cors::default();
+    edit(&mut cors);
+    with_extension(Some(ExtensionKind::Cors(cors)))
 }
 
 /// A mirror of all requests.
@@ -622,12 +637,19 @@ fn incomplete_messages_are_refused_with_the_reason() {
         ),
         (
             "filter of a backend is \"RequestMirror\"",
-            with_rule(|rule| {
-                rule.backends = first(vec![proto::http_route::RouteBackend {
-                    filter_extensions: extension(Some(request_mirror())),
-                    ..to(backend_of(balance("web.shop:80", Some(peak_ewma()))))
-                }]);
-            }),
+            with_backend_extension(request_mirror()),
+        ),
+        (
+            "filter of a backend is \"CORS\"",
+            with_backend_extension(ExtensionKind::Cors(Cors::default())),
+        ),
+        (
+            "allowed origin is \"a.test\"",
+            with_cors(|cors| cors.allow_origins = vec!["a.test".into()]),
+        ),
+        (
+            "header name is \"A B\"",
+            with_cors(|cors| cors.allow_methods = vec!["A B".into()]),
         ),
         (
             "failure ratio is \"1/0\"",
@@ -692,6 +714,43 @@ fn rewrites_are_filters_and_mirrors_are_backends() {
     );
     let empty = client_policy(with_extension(Some(ExtensionKind::UrlRewrite(UrlRewrite::default())))).unwrap();
     assert!(matches!(empty.protocol, ClientProtocol::Http2(_)));
+}
+
+#[test]
+fn a_cors_filter_has_lists_as_header_values() {
+    use crate::policy::cors::{self, AllowedNames, OriginMatch};
+
+    let decoded = |edit: &dyn Fn(&mut Cors)| {
+        let policy = client_policy(with_cors(edit)).unwrap();
+        let ClientProtocol::Http2(http) = &policy.protocol else {
+            panic!("{policy:?}")
+        };
+        filter::find_cors(&http.routes[0].rules[0].filters).cloned().unwrap()
+    };
+    let strings = |names: &[&str]| names.iter().map(ToString::to_string).collect::<Vec<_>>();
+    let value = |text| Some(http::HeaderValue::from_static(text));
+    let expected = cors::Cors {
+        origins: vec![OriginMatch::parse("https://*.a.test").unwrap()],
+        allows_credentials: false,
+        methods: AllowedNames::Listed(value("GET, PUT")),
+        headers: AllowedNames::Any,
+        exposed_headers: value("*, x-a"),
+        max_age: 7,
+    };
+    let found = decoded(&|cors| {
+        cors.allow_origins = strings(&["https://*.a.test"]);
+        cors.allow_methods = strings(&["GET", "PUT"]);
+        cors.allow_headers = strings(&["*"]);
+        cors.expose_headers = strings(&["*", "x-a"]);
+        cors.max_age_seconds = 7;
+    });
+    assert_eq!(found, expected);
+    let with_credentials = |names: &'static [&str]| {
+        let edit = |cors: &mut Cors| (cors.allow_credentials, cors.expose_headers) = (true, strings(names));
+        decoded(&edit).exposed_headers
+    };
+    assert_eq!(with_credentials(&["*", "x-a"]), value("x-a"));
+    assert_eq!(with_credentials(&["*"]), None);
 }
 
 #[test]
