@@ -59,9 +59,8 @@ pub(in crate::outbound) async fn route_and_send(
     let mut request_guard = RouteRequestGuard::begin(series, outgoing.req);
     // Boxed because few routes have this filter.
     let cors = filter::find_cors(&found.rule.filters).map(|cors| Box::new(cors.of_request(outgoing.req.headers())));
-    let preflight =
-        |cors: &Box<CorsRequest<'_>>| cors.preflight_response(outgoing.req.method(), outgoing.req.headers());
-    if let Some(headers) = cors.as_ref().and_then(preflight) {
+    let preflight = |cors: &CorsRequest<'_>| cors.preflight_response(outgoing.req.method(), outgoing.req.headers());
+    if let Some(headers) = cors.as_deref().and_then(preflight) {
         return Ok(request_guard.respond(headers));
     }
     let result = match filters::apply_request_filters(&found.rule.filters, outgoing.req, found.matched_prefix_len) {
