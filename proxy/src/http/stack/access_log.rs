@@ -105,12 +105,22 @@ impl AccessLog {
         })
     }
 
-    /// Waits until all queued lines are written, for at most [`FLUSH_TIMEOUT`]; does not wait if the queue is full.
+    /// Waits until all queued lines are written, for at most [`FLUSH_TIMEOUT`].
     pub(crate) fn flush(&self) {
+        let deadline = Instant::now() + FLUSH_TIMEOUT;
         let (written_tx, written_rx) = sync_channel(1);
-        let is_late = match self.lines_tx.try_send(LogMessage::Flush(written_tx)) {
-            Ok(()) => written_rx.recv_timeout(FLUSH_TIMEOUT) == Err(RecvTimeoutError::Timeout),
-            Err(error) => matches!(error, TrySendError::Full(_)),
+        let mut message = LogMessage::Flush(written_tx);
+        // The queue has no blocking send with a timeout.
+        let is_late = loop {
+            match self.lines_tx.try_send(message) {
+                Ok(()) => {
+                    let left = deadline.saturating_duration_since(Instant::now());
+                    break written_rx.recv_timeout(left) == Err(RecvTimeoutError::Timeout);
+                }
+                Err(TrySendError::Full(unsent)) if Instant::now() < deadline => message = unsent,
+                Err(error) => break matches!(error, TrySendError::Full(_)),
+            }
+            thread::sleep(FULL_QUEUE_POLL_INTERVAL);
         };
         if is_late {
             tracing::warn!("the access log was not written before the exit; its last lines are lost");
@@ -224,6 +234,7 @@ fn run_writer(mut out: impl Write, lines_rx: &Receiver<LogMessage>) {
 
 const MAX_QUEUED_LINES: usize = 4096;
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
+const FULL_QUEUE_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 #[cfg(test)]
 mod tests {
@@ -345,6 +356,44 @@ mod tests {
     }
 
     #[test]
+    fn a_flush_waits_for_a_full_queue() {
+        /// A log that is blocked until the sender is dropped.
+        struct Blocked(Receiver<()>, Sink);
+        impl Write for Blocked {
+            fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+                let _ = self.0.recv();
+                self.1.write(bytes)
+            }
+
+            fn flush(&mut self) -> std::io::Result<()> {
+                Ok(())
+            }
+        }
+        let (unblock, blocked) = sync_channel(0);
+        let (sink, dropped) = (Sink::default(), Arc::<Counter>::default());
+        let log = AccessLog::start(Format::Apache, Blocked(blocked, sink.clone()), dropped.clone()).unwrap();
+        while dropped.get() == 0 {
+            log.entry(&Request::new(Body::empty()), &responder()).finish(None);
+        }
+        let unblocking = thread::spawn(move || drop(unblock));
+        log.flush();
+        unblocking.join().unwrap();
+        let n_lines = sink.0.lock().iter().filter(|byte| **byte == b'\n').count();
+        assert!(n_lines >= MAX_QUEUED_LINES, "{n_lines}");
+    }
+
+    fn responder() -> Arc<ResponderInfo> {
+        Arc::new(ResponderInfo {
+            direction: "inbound",
+            proxy_identity: "web".into(),
+            target: Addr::Socket(UNUSED_ADDR),
+            client_addr: UNUSED_ADDR,
+            client_id: None,
+            error_labeler: None,
+        })
+    }
+
+    #[test]
     fn a_blocked_reader_does_not_block_requests() {
         struct Stuck;
         impl Write for Stuck {
@@ -360,16 +409,8 @@ mod tests {
         }
         let dropped = Arc::<Counter>::default();
         let log = AccessLog::start(Format::Apache, Stuck, dropped.clone()).unwrap();
-        let responder = Arc::new(ResponderInfo {
-            direction: "inbound",
-            proxy_identity: "web".into(),
-            target: Addr::Socket(UNUSED_ADDR),
-            client_addr: UNUSED_ADDR,
-            client_id: None,
-            error_labeler: None,
-        });
         for _ in 0..2 * MAX_QUEUED_LINES {
-            log.entry(&Request::new(Body::empty()), &responder).finish(None);
+            log.entry(&Request::new(Body::empty()), &responder()).finish(None);
         }
         assert!(dropped.get() >= MAX_QUEUED_LINES as u64 - 1, "{}", dropped.get());
     }
