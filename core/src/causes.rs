@@ -84,7 +84,7 @@ l5d-proxy-cause: no-endpoints; direction=outbound; hop=web.shop.serviceaccount.i
 ```
 
 - `l5d-proxy-error` is for people; where Linkerd has a text for the error, it is the same.
-- `l5d-proxy-cause` starts with a code that does not change between versions. After the code `policy-denied`, a
+- `l5d-proxy-cause` starts with a code that does not change between versions. After the codes `policy-denied` and `forbidden`, a
   colon and the policy that decided can follow. Then there are parameters, separated by semicolons: the side (`direction`) and the
   proxy (`hop`) that failed, the address that it tried to reach (`target`), and further details.
 - The line below each heading of this page starts with the party that can fix the failure: `client` is the sender of the request,

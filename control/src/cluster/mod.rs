@@ -198,7 +198,7 @@ impl Cluster {
     pub async fn remove_unused_encodings(&self) -> Infallible {
         loop {
             sleep(MIN_ENCODING_LIFETIME).await;
-            self.0.recent_encodings.remove_unused();
+            self.0.recent_encodings.remove_unused().await;
         }
     }
 

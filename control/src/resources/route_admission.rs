@@ -140,7 +140,10 @@ fn check_rule<M>(rule: &Rule<M>, route: RouteKind, parent: ParentKind) -> Result
 }
 
 /// Checks the fields of a rule that proxies do not implement for routes of every kind.
-fn check_fields<M>(rule: &Rule<M>, route: RouteKind) -> Result<(), String> {
+///
+/// # Errors
+/// Fails if proxies do not implement a field, or if its value is invalid.
+pub fn check_fields<M>(rule: &Rule<M>, route: RouteKind) -> Result<(), String> {
     match rule.unimplemented_field(route) {
         Some("retry") => Err(format!(
             "rules[].retry is supported only in an HTTPRoute of {GATEWAY_GROUP}; use the annotations retry.linkerd.io/*"

@@ -13,7 +13,7 @@ use k8s_openapi::apimachinery::pkg::util::intstr::IntOrString;
 use tulle_core::names::label;
 use tulle_core::ports::PortSet;
 
-use crate::resources::interning::{intern, intern_opt};
+use crate::resources::interning::{Interner, intern, intern_opt};
 use crate::resources::labels::Labels;
 use crate::resources::meta::{Meta, NamespacedName};
 use crate::resources::port_list;
@@ -446,8 +446,8 @@ impl Address {
             hostname: hostname(endpoint.hostname),
             node: intern_opt(endpoint.node_name),
             zone: intern_opt(endpoint.zone),
-            hint_zones: zones.iter().map(|zone| intern(&zone.name)).collect(),
-            hint_nodes: nodes.iter().map(|node| intern(&node.name)).collect(),
+            hint_zones: NAME_LISTS.intern(Vec::from_iter(zones.iter().map(|zone| intern(&zone.name)))),
+            hint_nodes: NAME_LISTS.intern(Vec::from_iter(nodes.iter().map(|node| intern(&node.name)))),
             target: AddressTarget::from_kubernetes(endpoint.target_ref, namespace),
         }))
     }
@@ -476,6 +476,8 @@ pub fn parse_ip(text: &str, field: &str) -> Result<IpAddr, String> {
     text.parse()
         .map_err(|_| format!("{field}: {text:?} is not an IP address"))
 }
+
+static NAME_LISTS: Interner<[Arc<str>]> = Interner::new();
 
 /// Value of [`label::SLICE_MANAGED_BY`] on slices of external workloads.
 pub const SLICE_MANAGED_BY_VALUE: &str = "linkerd-external-workloads-controller";

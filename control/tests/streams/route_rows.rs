@@ -203,6 +203,13 @@ async fn rules_set_retries() {
         " timeouts request 2s response 1s retry 1x 503-503 each 1s",
     )
     .await;
+    row(
+        "timeout.linkerd.io/response: 1s",
+        "",
+        "retry: {codes: [503]}",
+        " timeouts response 1s retry 1x 503-503",
+    )
+    .await;
     // An annotation of the route takes precedence over the rule, and the rule over the annotations of the parent.
     let rule = "retry: {codes: [503], attempts: 2, backoff: 1s}";
     let of_rule = " retry 2x 503-503 after 1s-10s~1";
@@ -230,6 +237,7 @@ async fn requests_of_unsupported_rules_get_an_error_with_the_cause() {
         assert_eq!(lines[1], format!("gateway {kind} shop/r -> web.shop:80"), "{rule}");
         let cause = format!("gateway {kind} shop/r fail {expected}");
         assert!(lines[2].starts_with(&cause), "{rule}: {lines:?}");
+        assert!(!lines[2].contains(" retry 1x"), "{rule}: {lines:?}");
     };
     let unsupported = |name: &str| format!("500 \"HTTPRoute shop/r: filter {name} is not supported by the mesh\"");
     let extension = "{type: ExtensionRef, extensionRef: {group: a, kind: b, name: c}}";
@@ -243,6 +251,7 @@ async fn requests_of_unsupported_rules_get_an_error_with_the_cause() {
         "{filters: [{type: RequestRedirect, requestRedirect: {statusCode: 200}}]}",
         "{filters: [{type: RequestHeaderModifier, requestHeaderModifier: {set: [{name: a, value: \"b\\n\"}]}}]}",
         "{retry: {codes: [399]}}",
+        "{retry: {codes: [503, 600]}}",
         "{filters: [{type: CORS, cors: {allowOrigins: [a.b]}}]}",
     ] {
         row("HTTPRoute", rule, "500 \"HTTPRoute shop/r: ").await;

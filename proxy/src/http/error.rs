@@ -142,7 +142,7 @@ pub(crate) enum Error {
     InvalidPolicy(String),
     /// A route forbids the opaque connection.
     #[error("the policy forbids the connection")]
-    Forbidden,
+    Forbidden { policy: String },
     #[error("unauthorized request on route")]
     Unauthorized { rule: String, why: &'static str },
     #[error("rate limit exceeded")]
@@ -296,7 +296,7 @@ impl Error {
             | Self::NoBackends
             | Self::InvalidBackend(_)
             | Self::InvalidPolicy(_)
-            | Self::Forbidden
+            | Self::Forbidden { .. }
             | Self::Unauthorized { .. }
             | Self::RateLimited { .. }
             | Self::Redirect { .. }
@@ -409,7 +409,7 @@ impl Error {
             }
             Self::RouteNotFound | Self::GatewayDomain(_) => error_status(StatusCode::NOT_FOUND, grpc::NOT_FOUND, false),
             Self::GatewayLoop => error_status(StatusCode::LOOP_DETECTED, grpc::ABORTED, true),
-            Self::Forbidden | Self::Unauthorized { .. } | Self::TargetForbidden(_) => {
+            Self::Forbidden { .. } | Self::Unauthorized { .. } | Self::TargetForbidden(_) => {
                 error_status(StatusCode::FORBIDDEN, grpc::PERMISSION_DENIED, false)
             }
             Self::RateLimited { .. } => error_status(StatusCode::TOO_MANY_REQUESTS, grpc::RESOURCE_EXHAUSTED, false),
@@ -442,6 +442,7 @@ impl Error {
             Self::GatewayDomain(_) => "gateway domain invalid",
             Self::GatewayLoop => "gateway loop",
             Self::PolicyUnknown => "policy unknown",
+            Self::Forbidden { .. } => "forbidden",
             Self::AmbiguousPath => "ambiguous path",
             Self::Timeout(_) => "response timeout",
             Self::ConnectTimeout(_)
@@ -461,6 +462,7 @@ impl Error {
     pub(crate) fn cause_header(&self) -> String {
         let code = self.cause();
         match self {
+            Self::Forbidden { policy } => format!("{code}:{policy}"),
             Self::Unauthorized { rule, why } => format!("{code}:{rule}; why={why}"),
             Self::RateLimited { limit } => format!("{code}; limit={limit}"),
             Self::TooLargeToResend(error) => format!("{code}; after={}", error.cause()),
@@ -576,7 +578,7 @@ impl Error {
             Self::InvalidBackend(_) | Self::NoBackends => "no-backend",
             Self::PolicyUnknown => "policy_unknown",
             Self::InvalidPolicy(_) => "invalid-policy",
-            Self::Forbidden => "forbidden",
+            Self::Forbidden { .. } => "forbidden",
             Self::Unauthorized { .. } => "policy-denied",
             Self::RateLimited { .. } => "rate-limited",
             Self::Redirect { .. } => "redirect",

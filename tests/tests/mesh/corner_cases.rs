@@ -11,7 +11,7 @@ use futures_util::future::join_all;
 use futures_util::stream;
 use http::{HeaderName, Request, Response, StatusCode, Version};
 use http_body::Frame;
-use http_body_util::StreamBody;
+use http_body_util::{BodyExt as _, StreamBody};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;
@@ -209,6 +209,33 @@ fn an_application_may_answer_before_the_upload_has_ended() {
             .await
             .unwrap();
         assert_eq!((answer.status.as_u16(), answer.text().as_str()), (413, "too much"));
+    });
+}
+
+#[test]
+fn an_application_may_read_the_upload_after_its_response_has_ended() {
+    const LENGTH: usize = 4 << 20;
+    run_without_app(async |mesh: &Mesh| {
+        let n_read = Arc::new(AtomicUsize::new(0));
+        let counted = n_read.clone();
+        let _app = apps::serve_http(mesh.listen("web", HTTP).await, move |req| {
+            let counted = counted.clone();
+            tokio::spawn(async move {
+                let mut body = req.into_body();
+                while let Some(Ok(frame)) = body.frame().await {
+                    counted.fetch_add(frame.into_data().map_or(0, |data| data.len()), Ordering::Relaxed);
+                }
+            });
+            std::future::ready(Response::new(full("early")))
+        });
+        let req = Request::post("http://web.test/").version(Version::HTTP_2);
+        let mut client = Http2::handshake(http(mesh).await).await;
+        let rsp = client.fetch(req.body(full(vec![0; LENGTH])).unwrap()).await.unwrap();
+        assert_eq!(rsp.text(), "early");
+        eventually("the upload is complete", async || {
+            (n_read.load(Ordering::Relaxed) == LENGTH).then_some(())
+        })
+        .await;
     });
 }
 

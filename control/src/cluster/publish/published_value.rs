@@ -7,6 +7,7 @@ use std::sync::{Arc, Weak};
 
 use bytes::Bytes;
 use parking_lot::Mutex;
+use tokio::task::yield_now;
 
 /// A published value. Subscribers with equal encoding keys share the encoded bytes.
 #[derive(Debug)]
@@ -33,11 +34,16 @@ impl Encoder {
 pub(in crate::cluster) struct RecentEncodings(Mutex<Vec<Weak<dyn CachedEncodings>>>);
 
 impl RecentEncodings {
-    /// Removes the encodings that were not used since the last call.
-    pub(in crate::cluster) fn remove_unused(&self) {
-        let mut values = std::mem::take(&mut *self.0.lock());
-        values.retain(|value| value.upgrade().is_some_and(|value| value.remove_unused()));
-        self.0.lock().append(&mut values);
+    /// Removes the encodings that were not used since the last call. Other tasks of this thread run in between.
+    pub(in crate::cluster) async fn remove_unused(&self) {
+        let values = std::mem::take(&mut *self.0.lock());
+        let has_used = |value: &&Weak<dyn CachedEncodings>| value.upgrade().is_some_and(|value| value.remove_unused());
+        let mut used = Vec::new();
+        for values in values.chunks(VALUES_BETWEEN_YIELDS) {
+            used.extend(values.iter().filter(has_used).cloned());
+            yield_now().await;
+        }
+        self.0.lock().append(&mut used);
     }
 }
 
@@ -124,6 +130,7 @@ impl<T: Send + Sync + 'static> PublishedValue<T> {
             return Ok(found.bytes.clone());
         }
         let bytes = encode()?;
+        let is_listed = !all.is_empty();
         // Remove encodings whose previous value was dropped: no subscriber has it any more.
         all.retain(|encoded| {
             encoded
@@ -131,7 +138,7 @@ impl<T: Send + Sync + 'static> PublishedValue<T> {
                 .as_ref()
                 .is_none_or(|previous| previous.strong_count() > 0)
         });
-        if all.is_empty() {
+        if !is_listed {
             let value: Weak<dyn CachedEncodings> = Arc::downgrade(self) as _;
             key.encoder.recent.0.lock().push(value);
         }
@@ -147,6 +154,8 @@ impl<T: Send + Sync + 'static> PublishedValue<T> {
         Ok(bytes)
     }
 }
+
+const VALUES_BETWEEN_YIELDS: usize = 1000;
 
 impl<T: PartialEq> PartialEq for PublishedValue<T> {
     /// Cached encodings are not compared.
@@ -209,9 +218,10 @@ mod tests {
     #[test]
     fn encodings_for_dropped_previous_values_are_removed() {
         let now = Arc::new(PublishedValue::new(0));
+        let recent = Arc::<RecentEncodings>::default();
         let follow = |after: &Arc<PublishedValue<i32>>| {
             let key = EncodingKey {
-                encoder: &Encoder::new(1, Arc::default()),
+                encoder: &Encoder::new(1, recent.clone()),
                 previous: Some(after),
                 zone: None,
             };
@@ -221,10 +231,11 @@ mod tests {
             follow(&Arc::new(PublishedValue::new(n)));
         }
         assert_eq!(now.encodings.lock().len(), 1);
+        assert_eq!(recent.0.lock().len(), 1);
     }
 
-    #[test]
-    fn encodings_are_kept_while_they_are_used() {
+    #[tokio::test]
+    async fn encodings_are_kept_while_they_are_used() {
         let recent = Arc::<RecentEncodings>::default();
         let encoder = Encoder::new(1, recent.clone());
         let (value, dropped) = (Arc::new(PublishedValue::new(1)), Arc::new(PublishedValue::new(2)));
@@ -239,12 +250,12 @@ mod tests {
         assert_eq!((encode(&value), encode(&dropped)), (1, 2));
         drop(dropped);
         for _ in 0..3 {
-            recent.remove_unused();
+            recent.remove_unused().await;
             assert_eq!(encode(&value), 2);
         }
         assert_eq!(recent.0.lock().len(), 1);
-        recent.remove_unused();
-        recent.remove_unused();
+        recent.remove_unused().await;
+        recent.remove_unused().await;
         assert!(value.encodings.lock().is_empty() && recent.0.lock().is_empty());
         assert_eq!(encode(&value), 3);
         assert_eq!(recent.0.lock().len(), 1);

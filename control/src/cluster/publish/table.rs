@@ -1,5 +1,6 @@
 //! Current values of a view by key, each in a `watch::Sender`. A value is computed again when a dependency changes.
 
+use std::hash::Hash;
 use std::sync::Arc;
 
 use ahash::{AHashMap, AHashSet};
@@ -19,8 +20,57 @@ pub(in crate::cluster) struct ViewTable<V: View> {
     dependents: Dependents<V::Key>,
 }
 
-/// The keys for a lookup key, in no order. Most lookup keys have one or two.
-type Dependents<K> = AHashMap<LookupKey, SmallVec<[Arc<K>; 2]>>;
+type Dependents<K> = AHashMap<LookupKey, KeySet<K>>;
+
+/// Distinct keys, in no order. Most lookup keys have one or two.
+struct KeySet<K> {
+    first: SmallVec<[Arc<K>; 2]>,
+    /// All further keys.
+    others: Option<Box<AHashSet<Arc<K>>>>,
+}
+
+impl<K> Default for KeySet<K> {
+    fn default() -> Self {
+        Self {
+            first: SmallVec::new(),
+            others: None,
+        }
+    }
+}
+
+impl<K: Eq + Hash> KeySet<K> {
+    fn insert(&mut self, key: Arc<K>) {
+        if self.first.len() < MAX_LISTED_KEYS {
+            self.first.push(key);
+        } else {
+            self.others.get_or_insert_default().insert(key);
+        }
+    }
+
+    fn remove(&mut self, key: &K) {
+        if let Some(at) = self.first.iter().position(|listed| **listed == *key) {
+            self.first.swap_remove(at);
+        } else if let Some(others) = &mut self.others {
+            others.remove(key);
+            if others.is_empty() {
+                self.others = None;
+            }
+        }
+    }
+
+    fn iter(&self) -> impl Iterator<Item = &Arc<K>> {
+        self.first
+            .iter()
+            .chain(self.others.iter().flat_map(|others| others.iter()))
+    }
+
+    fn is_empty(&self) -> bool {
+        self.first.is_empty() && self.others.is_none()
+    }
+}
+
+/// Longer lists are slower to search than a set.
+const MAX_LISTED_KEYS: usize = 16;
 
 /// Receives the values of a key.
 pub(in crate::cluster) type ValueReceiver<T> = watch::Receiver<Arc<PublishedValue<T>>>;
@@ -58,7 +108,10 @@ impl<V: View> ViewTable<V> {
         let metrics = V::metrics(metrics, key, &value);
         let key = Arc::new(key.clone());
         for dependency in &dependencies {
-            self.dependents.entry(dependency.clone()).or_default().push(key.clone());
+            self.dependents
+                .entry(dependency.clone())
+                .or_default()
+                .insert(key.clone());
         }
         V::update_metrics(&metrics, &value);
         metrics.add_subscriber();
@@ -81,7 +134,7 @@ impl<V: View> ViewTable<V> {
             .iter()
             .chain(&changes.selected_workloads)
             .filter_map(|dependency| self.dependents.get(dependency))
-            .flatten()
+            .flat_map(KeySet::iter)
             .cloned()
             .collect();
         for key in stale {
@@ -94,7 +147,10 @@ impl<V: View> ViewTable<V> {
                 remove_dependent(&mut self.dependents, dependency, &key);
             }
             for dependency in difference(&entry.dependencies, &old) {
-                self.dependents.entry(dependency.clone()).or_default().push(key.clone());
+                self.dependents
+                    .entry(dependency.clone())
+                    .or_default()
+                    .insert(key.clone());
             }
             let changed = {
                 let old = entry.value.borrow();
@@ -117,10 +173,10 @@ impl<V: View> ViewTable<V> {
         let Some(entry) = self.entries.get(key) else { return };
         entry.metrics.remove_subscriber();
         if entry.value.receiver_count() == 0
-            && let Some((key, entry)) = self.entries.remove_entry(key)
+            && let Some(entry) = self.entries.remove(key)
         {
             for dependency in &entry.dependencies {
-                remove_dependent(&mut self.dependents, dependency, &key);
+                remove_dependent(&mut self.dependents, dependency, key);
             }
         }
     }
@@ -146,11 +202,9 @@ fn difference<'a>(dependencies: &'a [LookupKey], others: &'a [LookupKey]) -> imp
         .filter(|dependency| others.binary_search(dependency).is_err())
 }
 
-fn remove_dependent<K>(dependents: &mut Dependents<K>, dependency: &LookupKey, key: &Arc<K>) {
+fn remove_dependent<K: Eq + Hash>(dependents: &mut Dependents<K>, dependency: &LookupKey, key: &K) {
     if let Some(keys) = dependents.get_mut(dependency) {
-        if let Some(at) = keys.iter().position(|dependent| Arc::ptr_eq(dependent, key)) {
-            keys.swap_remove(at);
-        }
+        keys.remove(key);
         if keys.is_empty() {
             dependents.remove(dependency);
         }

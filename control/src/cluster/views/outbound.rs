@@ -333,14 +333,13 @@ impl OutboundContext<'_> {
 
     /// The parts that rules of HTTP and gRPC share. The caller sets `matches` and `filters`.
     fn rule<R, M>(&self, route: &raw::Route, rule: &raw::Rule<R>, parent: &ParentDefaults<'_>) -> Rule<M> {
-        let timeouts = rule_timeouts(route, rule, parent);
         Rule {
             matches: Vec::new(),
             filters: Vec::new(),
             backends: self.backends(route, &rule.backend_refs, parent),
             mirrors: self.mirrors(route, rule, parent),
-            timeouts,
-            retry: rule_retry(route, rule.retry.as_ref(), timeouts.response, parent),
+            timeouts: rule_timeouts(route, rule, parent),
+            retry: rule_retry(route, rule, parent),
         }
     }
 
@@ -598,24 +597,21 @@ fn without_zeros(timeouts: Timeouts) -> Timeouts {
 }
 
 /// An annotation of the route takes precedence over `retry` of its rules, and that over the annotations of the parent.
-fn rule_retry(
-    route: &raw::Route,
-    retry: Option<&RuleRetry>,
-    attempt_timeout: Option<Duration>,
-    parent: &ParentDefaults<'_>,
-) -> Option<Retry> {
+fn rule_retry<R>(route: &raw::Route, rule: &raw::Rule<R>, parent: &ParentDefaults<'_>) -> Option<Retry> {
     if route.kind == RouteKind::Grpc {
         return read_annotation(&route.meta, annotations::parse_grpc_retry).or_else(|| parent.grpc_retry.clone());
     }
-    match (read_annotation(&route.meta, annotations::parse_http_retry), retry) {
+    match (read_annotation(&route.meta, annotations::parse_http_retry), &rule.retry) {
         (Some(annotated), _) => Some(annotated),
-        (None, Some(retry)) => retry_of_rule(retry, attempt_timeout),
+        // Proxies reject a policy with an invalid retry. The requests of the rule fail.
+        (None, Some(_)) if route_admission::check_fields(rule, route.kind).is_err() => None,
+        (None, Some(retry)) => retry_of_rule(retry, &rule.timeouts),
         (None, None) => parent.http_retry.clone(),
     }
 }
 
-/// `None` if the rule permits no retries.
-fn retry_of_rule(retry: &RuleRetry, attempt_timeout: Option<Duration>) -> Option<Retry> {
+/// `None` if the rule permits no retries. An attempt that exceeds the rule's own timeout is retried.
+fn retry_of_rule(retry: &RuleRetry, timeouts: &raw::RuleTimeouts) -> Option<Retry> {
     let limit = retry.attempts.unwrap_or(annotations::DEFAULT_RETRY_LIMIT);
     let codes = match &retry.codes[..] {
         [] => vec![GATEWAY_ERRORS],
@@ -623,7 +619,7 @@ fn retry_of_rule(retry: &RuleRetry, attempt_timeout: Option<Duration>) -> Option
     };
     (limit > 0).then_some(Retry {
         limit,
-        timeout: attempt_timeout,
+        timeout: timeouts.backend_request.filter(|timeout| !timeout.is_zero()),
         backoff: retry.backoff,
         conditions: RetryConditions::Http(codes),
     })

@@ -71,7 +71,7 @@ fn the_errors_page_lists_every_status() {
         Error::GatewayLoop,
         Error::PolicyUnknown,
         Error::InvalidPolicy("unknown filter".into()),
-        Error::Forbidden,
+        Error::Forbidden { policy: String::new() },
         Error::Unauthorized {
             rule: String::new(),
             why: "no-tls",

@@ -3,7 +3,7 @@
 use std::{
     future::{Future, poll_fn},
     net::SocketAddr,
-    pin::{Pin, pin},
+    pin::Pin,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering},
@@ -18,7 +18,7 @@ use h2::{
     Reason, RecvStream,
     client::{self, ResponseFuture, SendRequest},
 };
-use http::{Request, Response};
+use http::{Method, Request, Response, StatusCode};
 use http_body::Body as _;
 use tokio::{
     sync::{oneshot, watch},
@@ -353,7 +353,7 @@ async fn send_request(
     addr: SocketAddr,
 ) -> Result<Response<Body>, Error> {
     let (parts, body) = std::mem::take(req).into_parts();
-    let no_body = body.is_end_stream();
+    let (no_body, method) = (body.is_end_stream(), parts.method.clone());
     let (mut response, stream) = send
         .send_request(Request::from_parts(parts, ()), no_body)
         .map_err(|error| stream_error(error, addr))?;
@@ -380,7 +380,11 @@ async fn send_request(
         .await?;
         if let (Some(sending), true) = (sending, head.is_ok()) {
             let (cancel, cancelled) = oneshot::channel();
-            upload = Some(cancel);
+            // Without a body, the response may be dropped before its end has arrived.
+            let has_body = |head: &Response<RecvStream>| {
+                method != Method::HEAD && !matches!(head.status(), StatusCode::NO_CONTENT | StatusCode::NOT_MODIFIED)
+            };
+            upload = Some(cancel).filter(|_| head.as_ref().is_ok_and(has_body));
             let token = token.clone();
             tokio::spawn(async move {
                 send_rest_unless_cancelled(sending, cancelled).await;
@@ -396,12 +400,11 @@ async fn send_request(
 /// Sends the rest of a request body. If the client cancels the request, its response body is dropped. The request body would
 /// report the cancellation only after the peer has opened its window for the data before.
 async fn send_rest_unless_cancelled(sending: BodySender, cancelled: oneshot::Receiver<()>) {
-    let mut sending = pin!(sending.send_rest());
     tokio::select! {
         biased;
-        () = &mut sending => {}
+        () = sending.send_rest() => {}
         // Dropping the sender resets the stream.
-        result = cancelled => if result.is_err() { sending.await },
+        Ok(()) = cancelled => {}
     }
 }
 

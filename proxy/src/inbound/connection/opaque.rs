@@ -34,7 +34,7 @@ pub(in crate::inbound) struct Permitted {
 }
 
 impl OpaqueForwarder<'_> {
-    /// Authorizes the client under `active_policy`. Returns the labels of its metrics.
+    /// Authorizes the client under `active_policy`.
     fn authorize(&self, active_policy: &ActivePolicy) -> Result<Permitted, (Labels, Denied)> {
         let policy = &active_policy.server_policy;
         let labels = connection_labels(self.client.addrs.target, &self.client.tls, &policy.meta);
@@ -117,8 +117,12 @@ impl OpaqueForwarder<'_> {
         let Some(permitted) = self.authorize_and_record(&current) else {
             return client.reset_on_drop(); // the client sees a refused connection
         };
+        let log_audited = || {
+            let (client, target) = (self.client.addrs.client.0, self.client.addrs.target);
+            tracing::info!(%client, %target, "connection audited");
+        };
         if permitted.is_audited {
-            tracing::info!(client = %self.client.addrs.client.0, target = %self.client.addrs.target, "connection audited");
+            log_audited();
         }
         let upstream = match upstream {
             Some(upstream) => Some(upstream),
@@ -128,6 +132,7 @@ impl OpaqueForwarder<'_> {
             return client.reset_on_drop();
         };
         self.inbound.families.tcp_allow.get(&permitted.labels).inc();
+        let mut was_audited = permitted.is_audited;
         if !client_prefix.is_empty() && upstream.write_all(&client_prefix).await.is_err() {
             return client.reset_on_drop();
         }
@@ -144,9 +149,17 @@ impl OpaqueForwarder<'_> {
                 }
                 changed = self.client.port_policy.wait_changed(&current) => {
                     current = changed;
-                    if let Err((labels, denied)) = self.authorize(&current) {
-                        tracing::info!(client = %self.client.addrs.client.0, %denied, "connection closed by a policy change");
-                        return self.inbound.families.record_tcp_terminated(&labels, denied);
+                    match self.authorize(&current) {
+                        Ok(permitted) => {
+                            if permitted.is_audited && !was_audited {
+                                log_audited();
+                            }
+                            was_audited = permitted.is_audited;
+                        }
+                        Err((labels, denied)) => {
+                            tracing::info!(client = %self.client.addrs.client.0, %denied, "connection closed by a policy change");
+                            return self.inbound.families.record_tcp_terminated(&labels, denied);
+                        }
                     }
                     if current.requires_http {
                         tracing::info!(client = %self.client.addrs.client.0, "connection closed: the changed policy requires HTTP");

@@ -46,7 +46,7 @@ impl Outbound {
         match &snapshot.plan {
             Plan::Opaque(route) | Plan::Detect { opaque: route, .. } => {
                 let opened = opaque::open(route).await;
-                opened.map_err(opaque::OpaqueError::into_http_error)
+                opened.map_err(|error| error.into_http_error(&snapshot))
             }
             Plan::Http1(_) | Plan::Http2(_) | Plan::Tls { .. } => Err(Error::RouteNotFound),
         }

@@ -158,7 +158,7 @@ async fn open_if_opaque(snapshot: &Snapshot) -> Result<Option<Io>, Error> {
         },
         Plan::Http1(_) | Plan::Http2(_) | Plan::Tls { .. } => Ok(None),
     };
-    opened.map_err(OpaqueError::into_http_error)
+    opened.map_err(|error| error.into_http_error(snapshot))
 }
 
 /// Connects the application to the target of a CONNECT request. `client_tunnel` receives the client's connection once the response
@@ -232,7 +232,7 @@ async fn write_and_flush(io: &mut Io, bytes: &[u8]) -> Option<()> {
 fn socks_reply(error: &Error) -> Reply {
     match error {
         error if error.is_connection_refused() => Reply::ConnectionRefused,
-        Error::Forbidden | Error::InvalidPolicy(_) | Error::Unauthorized { .. } | Error::TargetForbidden(_) => {
+        Error::Forbidden { .. } | Error::InvalidPolicy(_) | Error::Unauthorized { .. } | Error::TargetForbidden(_) => {
             Reply::NotAllowed
         }
         Error::NameUnresolved { .. }
@@ -278,7 +278,7 @@ mod tests {
             (Error::NoEndpoints, Reply::HostUnreachable),
             (denied, Reply::NotAllowed),
             (Error::TargetForbidden(Addr::Socket(addr)), Reply::NotAllowed),
-            (Error::Forbidden, Reply::NotAllowed),
+            (Error::Forbidden { policy: String::new() }, Reply::NotAllowed),
             (Error::InvalidPolicy("a reason".to_owned()), Reply::NotAllowed),
             (Error::MaxInFlight, Reply::GeneralFailure),
         ] {

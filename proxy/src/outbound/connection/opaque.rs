@@ -11,7 +11,7 @@ use crate::{
     http::error::{Error, Resendable},
     net::{copy, io::Io},
     outbound::{
-        destination::snapshot::{self, CompiledOpaqueRoute, PolicyRefusal},
+        destination::snapshot::{self, CompiledOpaqueRoute, PolicyRefusal, Snapshot},
         endpoint::Endpoint,
     },
 };
@@ -37,11 +37,13 @@ impl OpaqueError {
         }
     }
 
-    /// The error for HTTP clients.
-    pub(in crate::outbound) fn into_http_error(self) -> Error {
+    /// The error for HTTP clients. `snapshot` is that of the destination.
+    pub(in crate::outbound) fn into_http_error(self, snapshot: &Snapshot) -> Error {
         match self {
             Self::Connect(error) => error,
-            Self::Policy(PolicyRefusal::Forbidden) => Error::Forbidden,
+            Self::Policy(PolicyRefusal::Forbidden) => Error::Forbidden {
+                policy: snapshot.policy.meta.to_string(),
+            },
             Self::Policy(PolicyRefusal::Invalid(reason)) => Error::InvalidPolicy(reason.to_string()),
         }
     }
