@@ -577,7 +577,7 @@ mod tests {
     }
 
     #[test]
-    fn cors_has_origins_and_names_in_the_form_of_the_definition() {
+    fn cors_origins_and_names_have_the_form_of_the_crd() {
         let origin = |origin: &str| json!({"allowOrigins": [origin]});
         for (value, expected) in [
             (json!({}), ""),

@@ -3,7 +3,7 @@
 use std::time::{Duration, SystemTime};
 
 use http::{
-    HeaderMap, HeaderName, Method, Request, Uri, Version,
+    HeaderMap, HeaderName, Method, Request, StatusCode, Uri, Version,
     header::{self, HeaderValue},
     uri::{Authority, Scheme},
 };
@@ -337,6 +337,15 @@ pub(crate) fn header_list_size<B>(req: &Request<B>) -> usize {
         .iter()
         .map(|(name, value)| name.as_str().len() + value.len() + HEADER_OVERHEAD_BYTES);
     target + lines.sum::<usize>()
+}
+
+/// Whether the response has no body, whatever its headers say.
+pub(crate) fn has_no_body(status: StatusCode, method: &Method) -> bool {
+    *method == Method::HEAD
+        || status.is_informational()
+        || status == StatusCode::NO_CONTENT
+        || status == StatusCode::NOT_MODIFIED
+        || (*method == Method::CONNECT && status.is_success())
 }
 
 pub(crate) fn content_length(headers: &HeaderMap) -> Option<u64> {

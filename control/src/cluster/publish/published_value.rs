@@ -155,8 +155,6 @@ impl<T: Send + Sync + 'static> PublishedValue<T> {
     }
 }
 
-const VALUES_BETWEEN_YIELDS: usize = 1000;
-
 impl<T: PartialEq> PartialEq for PublishedValue<T> {
     /// Cached encodings are not compared.
     fn eq(&self, other: &Self) -> bool {
@@ -183,6 +181,9 @@ impl<T> Deref for PublishedValue<T> {
         &self.value
     }
 }
+
+/// Values that are looked at before other tasks of the thread run.
+const VALUES_BETWEEN_YIELDS: usize = 1000;
 
 #[cfg(test)]
 mod tests {

@@ -39,6 +39,7 @@ impl<K> Default for KeySet<K> {
 }
 
 impl<K: Eq + Hash> KeySet<K> {
+    /// Adds a key that the set does not have.
     fn insert(&mut self, key: Arc<K>) {
         if self.first.len() < MAX_LISTED_KEYS {
             self.first.push(key);

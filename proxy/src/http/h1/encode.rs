@@ -19,10 +19,7 @@ use tokio::{
 use crate::http::{
     body::Body,
     error::Error,
-    h1::{
-        head::{self, is_framing},
-        read_buffer,
-    },
+    h1::{head::is_framing, read_buffer},
     header_map_pool, headers,
 };
 
@@ -171,7 +168,7 @@ pub(crate) fn encode_response<B: SendableBody>(
     out.put_slice(if is_10 { b"HTTP/1.0 " } else { b"HTTP/1.1 " });
     put_status(&mut out, parts.status);
     put_headers(&mut out, &parts.headers);
-    let no_body = head::has_no_body(parts.status, request.method);
+    let no_body = headers::has_no_body(parts.status, request.method);
     let ended = no_body || body.is_end_stream();
     let declared = headers::content_length(&parts.headers);
     let framing = match declared.or_else(|| body.size_hint().exact()) {

@@ -13,7 +13,7 @@ use crate::http::{
     error::MAX_HEADERS,
     h1::framing::{ChunkState, Framing, MAX_STACK_HEADERS},
     header_map_pool,
-    headers::parse_decimal,
+    headers::{has_no_body, parse_decimal},
 };
 
 /// Maximum size of a response head.
@@ -337,15 +337,6 @@ fn framing_of_response(response: &Response<()>, method: &Method) -> Result<(Fram
         // The header is hop-by-hop: without it, the receiver could not decode another coding.
         _ => Err("the transfer-encoding is not exactly chunked".into()),
     }
-}
-
-/// Whether the response has no body, whatever its headers say.
-pub(super) fn has_no_body(status: StatusCode, method: &Method) -> bool {
-    *method == Method::HEAD
-        || status.is_informational()
-        || status == StatusCode::NO_CONTENT
-        || status == StatusCode::NOT_MODIFIED
-        || (*method == Method::CONNECT && status.is_success())
 }
 
 /// Whether the connection carries another protocol after a response: by an upgrade or a CONNECT tunnel.

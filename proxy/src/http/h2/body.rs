@@ -22,8 +22,8 @@ pub(crate) struct StreamBody {
     origin: BodyOrigin,
     /// Bytes that are still missing according to `content-length`; `None` without one.
     n_remaining: Option<u64>,
-    /// Told if the body of a response is dropped before its end, while its request body is still being sent.
-    upload: Option<oneshot::Sender<()>>,
+    /// Cancels the request body, which is still being sent, if this response body is dropped before its end.
+    cancel_upload: Option<oneshot::Sender<()>>,
     /// Idle timeout of a client's body; created by the first wait for data.
     idle: Option<Box<IdleTimeout>>,
     /// Counts the stream as open.
@@ -82,12 +82,12 @@ impl IdleTimeout {
 
 impl Drop for StreamBody {
     fn drop(&mut self) {
-        if let Some(upload) = self.upload.take()
+        if let Some(cancel_upload) = self.cancel_upload.take()
             && !self.stream.is_end_stream()
             && self.n_remaining != Some(0)
         {
             // Fails if the upload has ended.
-            let _ = upload.send(());
+            let _ = cancel_upload.send(());
         }
     }
 }
@@ -98,15 +98,15 @@ impl StreamBody {
             stream,
             origin,
             n_remaining,
-            upload: None,
+            cancel_upload: None,
             idle: None,
             _token: token,
         }
     }
 
-    /// Tells the sender of the request body if the response body is dropped before its end.
-    pub(super) fn with_upload(mut self, upload: Option<oneshot::Sender<()>>) -> Self {
-        self.upload = upload;
+    /// Cancels the request body if the response body is dropped before its end.
+    pub(super) fn cancelling_upload(mut self, cancel_upload: Option<oneshot::Sender<()>>) -> Self {
+        self.cancel_upload = cancel_upload;
         self
     }
 

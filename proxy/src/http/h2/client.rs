@@ -18,7 +18,7 @@ use h2::{
     Reason, RecvStream,
     client::{self, ResponseFuture, SendRequest},
 };
-use http::{Method, Request, Response, StatusCode};
+use http::{Request, Response};
 use http_body::Body as _;
 use tokio::{
     sync::{oneshot, watch},
@@ -358,7 +358,7 @@ async fn send_request(
         .send_request(Request::from_parts(parts, ()), no_body)
         .map_err(|error| stream_error(error, addr))?;
     let mut n_interims = 0;
-    let mut upload = None;
+    let mut cancel_upload = None;
     let head = if no_body {
         poll_fn(|cx| poll_head(cx, &mut response, &mut n_interims)).await
     } else {
@@ -378,13 +378,12 @@ async fn send_request(
             Poll::Pending
         })
         .await?;
-        if let (Some(sending), true) = (sending, head.is_ok()) {
+        if let (Some(sending), Ok(response)) = (sending, &head) {
             let (cancel, cancelled) = oneshot::channel();
             // Without a body, the response may be dropped before its end has arrived.
-            let has_body = |head: &Response<RecvStream>| {
-                method != Method::HEAD && !matches!(head.status(), StatusCode::NO_CONTENT | StatusCode::NOT_MODIFIED)
-            };
-            upload = Some(cancel).filter(|_| head.as_ref().is_ok_and(has_body));
+            if !headers::has_no_body(response.status(), &method) {
+                cancel_upload = Some(cancel);
+            }
             let token = token.clone();
             tokio::spawn(async move {
                 send_rest_unless_cancelled(sending, cancelled).await;
@@ -394,7 +393,7 @@ async fn send_request(
         head
     };
     let response = head.map_err(|error| stream_error(error, addr))?;
-    Ok(with_body(response, token).map(|body| Body::from(body.with_upload(upload))))
+    Ok(with_body(response, token).map(|body| Body::from(body.cancelling_upload(cancel_upload))))
 }
 
 /// Sends the rest of a request body. If the client cancels the request, its response body is dropped. The request body would

@@ -717,7 +717,7 @@ fn rewrites_are_filters_and_mirrors_are_backends() {
 }
 
 #[test]
-fn a_cors_filter_has_lists_as_header_values() {
+fn lists_of_a_cors_filter_become_header_values() {
     use crate::policy::cors::{self, AllowedNames, OriginMatch};
 
     let decoded = |edit: &dyn Fn(&mut Cors)| {
