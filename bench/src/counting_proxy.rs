@@ -1,4 +1,5 @@
-//! The proxy with a counting allocator. Allocations per request cannot be observed from outside the process.
+//! The proxy with a counting allocator, which counts allocations under load. callgrind counts them too (`tulle-bench costs`), but
+//! makes the proxy too slow for that.
 //!
 //! It is configured like `tulle-proxy`. Its only argument is a listen address: it answers every connection there with one line that
 //! has the number of allocations and of allocated bytes so far.
@@ -17,7 +18,7 @@ fn main() -> anyhow::Result<()> {
     let addr = std::env::args().nth(1).context("the address to answer on is missing")?;
     let listener = TcpListener::bind(&addr).with_context(|| format!("listening on {addr}"))?;
     std::thread::spawn(move || answer(&listener));
-    let config = env::load(|name| std::env::var(name).ok()).map_err(|errors| {
+    let config = env::load(|name| std::env::var_os(name)).map_err(|errors| {
         anyhow::anyhow!(
             "{}",
             errors.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")

@@ -6,7 +6,7 @@
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
@@ -75,17 +75,14 @@ fn eventually<T>(mut condition: impl FnMut() -> Option<T>) -> T {
     panic!("it did not happen within 20 seconds");
 }
 
-fn output(target: &str, args: &str) -> Output {
-    bench("load")
-        .arg(target)
-        .args(args.split_whitespace())
-        .output()
-        .unwrap()
-}
-
 /// Runs the load generator and returns its reports; the last one is the total.
 fn reports(target: &str, args: &str) -> Vec<Report> {
-    let output = output(target, &format!("{args} --json"));
+    let output = bench("load")
+        .arg(target)
+        .args(args.split_whitespace())
+        .arg("--json")
+        .output()
+        .unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let text = String::from_utf8(output.stdout).unwrap();
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
@@ -268,7 +265,8 @@ fn failures_are_counted_by_kind_and_never_sent_again() {
 #[test]
 fn an_open_loop_measures_latency_from_the_time_a_request_was_due() {
     let server = Server::start(&["--http", "127.0.0.1:0", "--delay", "20ms"]);
-    // One connection carries 50 requests per second, and 100 are due: the last one waits for about half of the run.
+    // One connection carries 50 requests per second, and 100 are due within one second: the requests need two seconds, so the last
+    // one, due after almost one second, waits for about a second.
     let report = load(
         &server.addrs[0].to_string(),
         "--rate 100 --connections 1 --duration 1s --timeout 60s",
@@ -344,20 +342,4 @@ fn a_terminated_load_still_reports() {
     let last: Report = serde_json::from_str(&lines.last().unwrap().unwrap()).unwrap();
     assert!(process.wait().unwrap().success());
     assert_eq!((last.kind, last.failed), (Kind::Total, 0), "{last}");
-}
-
-#[test]
-fn bad_options_are_refused_with_value_and_reason() {
-    for (target, args, value, accepted) in [
-        ("127.0.0.1:1", "--rate 0", "\"0\"", "0.001"),
-        ("127.0.0.1:1", "--header x", "\"x\"", "name: value"),
-        ("nowhere", "", "\"nowhere\"", "HOST:PORT"),
-    ] {
-        let output = output(target, args);
-        let text = String::from_utf8(output.stderr).unwrap();
-        assert!(
-            !output.status.success() && text.contains(value) && text.contains(accepted),
-            "{args}: {text}"
-        );
-    }
 }

@@ -28,22 +28,22 @@ use tulle_core::readiness::{Latch, Readiness};
 use crate::admission::{PolicyValidator, ProfileValidator};
 use crate::cluster::Cluster;
 use crate::config::flags::ListenAddr;
-use crate::config::{Admission, Certificates, Config, LogConfig, ObjectSource, TokenVerification};
+use crate::config::{Admission, Certificates, Config, ListenFailure, LogConfig, ObjectSource, TokenVerification};
 use crate::identity::own_certificate::CertificateRenewer;
 use crate::identity::reviewer::{JoinTokenKeys, Reviewer};
 use crate::identity::server::IdentityService;
 use crate::identity::token_review::TokenReviews;
 use crate::kubernetes::event_recorder::{self, EventRecorder, Reporter};
 use crate::resources::event::EventWriter;
+use crate::serving::Server;
+use crate::serving::limits::{Calls, Limits};
 use crate::serving::metrics::GrpcMetrics;
-use crate::serving::{self, Server};
 use crate::source::kubernetes::kinds::WatchRequirements;
 use crate::source::{self, directory_source};
 use crate::threads::{Heartbeat, MAX_HEARTBEAT_AGE, Threads};
 use crate::tls::mesh_credentials::{ClientCertificates, MeshCredentials};
 use crate::webhook::certificate_controller::{self, CertificateController};
 use crate::webhook::https::{HttpServer, Transport};
-use crate::webhook::metrics::HttpMetrics;
 use crate::webhook::mounted_certificate::MountedCertificate;
 use crate::webhook::server_credentials::ServerCredentials;
 use crate::webhook::{self, ReviewHandler};
@@ -87,10 +87,17 @@ struct Builder {
     /// served.
     freshness: Readiness,
     grpc: GrpcMetrics,
-    http: HttpMetrics,
+    webhooks: webhook::Shared,
     addrs: Addrs,
     drain: Watch,
     tasks: JoinSet<(&'static str, Result<()>)>,
+}
+
+/// A port for proxies.
+struct GrpcPort {
+    service: &'static str,
+    addr: ListenAddr,
+    calls: Calls,
 }
 
 /// Sends the logs of this process to standard error.
@@ -138,7 +145,7 @@ impl App {
         };
         let mut builder = Builder {
             grpc: GrpcMetrics::new(&registry),
-            http: HttpMetrics::new(&registry),
+            webhooks: webhook::Shared::new(memory::limit(), &registry),
             readiness: Readiness::new(),
             freshness: Readiness::new(),
             addrs: Addrs::default(),
@@ -218,7 +225,9 @@ impl Builder {
         let identity = identity.clone();
         if let Reviewer::TokenReview(_) = reviewer {
             let (client, drain) = (self.client()?, self.drain.clone());
-            let latch = self.readiness.latch("the permission to review tokens");
+            let latch = self
+                .readiness
+                .latch("the permission to review tokens is not confirmed yet");
             self.start("checking the permission to review tokens", async move {
                 TokenReviews::wait_for_permission(client, latch, drain.clone()).await;
                 // The task must not end before the drain.
@@ -241,10 +250,12 @@ impl Builder {
         ));
         self.start_renewer(CertificateRenewer::local(creds.clone(), service.clone()));
         let routes = Routes::new(service.server());
-        self.addrs.identity = Some(
-            self.serve("identity", self.config.listen.identity, creds, routes)
-                .await?,
-        );
+        let port = GrpcPort {
+            service: "identity",
+            addr: self.config.listen.identity,
+            calls: Calls::Unary,
+        };
+        self.addrs.identity = Some(self.serve(port, creds, routes).await?);
         Ok(Some(service))
     }
 
@@ -291,8 +302,12 @@ impl Builder {
         if services.destination {
             let config = self.config.destination.clone();
             let routes = Routes::new(destination::server(cluster.clone(), config));
-            let addr = self.serve("destination", self.config.listen.destination, creds.clone(), routes);
-            self.addrs.destination = Some(addr.await?);
+            let port = GrpcPort {
+                service: "destination",
+                addr: self.config.listen.destination,
+                calls: Calls::Streaming,
+            };
+            self.addrs.destination = Some(self.serve(port, creds.clone(), routes).await?);
         }
         if services.telemetry {
             self.start_telemetry(&cluster, creds.clone()).await?;
@@ -302,7 +317,12 @@ impl Builder {
             let inbound = policy::inbound_server(cluster.clone(), client_certificates);
             let outbound = policy::outbound_server(cluster, self.config.policy);
             let routes = Routes::new(inbound).add_service(outbound);
-            self.addrs.policy = Some(self.serve("policy", self.config.listen.policy, creds, routes).await?);
+            let port = GrpcPort {
+                service: "policy",
+                addr: self.config.listen.policy,
+                calls: Calls::Streaming,
+            };
+            self.addrs.policy = Some(self.serve(port, creds, routes).await?);
         }
         Ok(report)
     }
@@ -320,9 +340,11 @@ impl Builder {
         let name = "linkerd-telemetry";
         let (listener, bound) = match bind(self.config.listen.telemetry) {
             Ok(bound) => bound,
-            // Outside of Kubernetes another program can use the port. That must not stop the other services.
-            Err(err) if self.config.source != Some(ObjectSource::Kubernetes) => {
-                warn!(%err, "telemetry is not served; set another port with --telemetry-addr");
+            Err(err) if self.config.telemetry_listen_failure == ListenFailure::OmitServer => {
+                warn!(
+                    error = &*err as &dyn std::error::Error,
+                    "telemetry is not served; set another port with --telemetry-addr"
+                );
                 return Ok(());
             }
             Err(err) => return Err(err).with_context(|| format!("serving {name}")),
@@ -373,7 +395,7 @@ impl Builder {
             }
         };
         let drain = self.drain.clone();
-        let latch = self.readiness.latch("caches");
+        let latch = self.readiness.latch("the objects of the cluster are not loaded yet");
         let cluster = cluster.clone();
         self.start("waiting for caches", async move {
             info!("waiting for caches to sync");
@@ -401,7 +423,8 @@ impl Builder {
 
     fn start_directory_source(&mut self, manifests: PathBuf, cluster: &Cluster) -> directory_source::ManifestReport {
         let report = directory_source::ManifestReport::new(&self.registry);
-        let running = directory_source::run(manifests, cluster.writer(), report.clone(), self.drain.clone());
+        let writer = writeback::add_report(cluster, self.config.statuses_config(), cluster.writer());
+        let running = directory_source::run(manifests, writer, report.clone(), self.drain.clone());
         self.start("reading manifests", async move { running.await.context("--manifests") });
         report
     }
@@ -492,7 +515,7 @@ impl Builder {
             audit,
             report,
         } = parts;
-        let latch = self.readiness.latch("caches");
+        let latch = self.readiness.latch("the owners of pods are not loaded yet");
         let drain = self.drain.clone();
         self.start("reloading the injector configuration", async move {
             reload.run(drain).await;
@@ -527,9 +550,11 @@ impl Builder {
         let (listener, bound) = bind(addr).with_context(|| format!("serving {name}"))?;
         info!(webhook = name, addr = %bound, "serving admission reviews");
         let creds = Arc::new(ServerCredentials::new());
-        let latch = self.readiness.latch(name);
+        let latch = self
+            .readiness
+            .latch(format!("{name}: the certificate is not ready yet"));
         self.manage_server_certificate(certificate, creds.clone(), latch)?;
-        let server = webhook::WebhookServer::new(name, creds, handler, self.http.clone(), &self.registry);
+        let server = webhook::WebhookServer::new(name, creds, handler, self.webhooks.clone());
         self.serve_on_thread("webhooks", name, listener, |listener, drain| {
             server.serve(listener, drain)
         })?;
@@ -680,16 +705,11 @@ impl Builder {
         Ok(())
     }
 
-    async fn serve(
-        &mut self,
-        service: &'static str,
-        addr: ListenAddr,
-        creds: Arc<MeshCredentials>,
-        routes: Routes,
-    ) -> Result<SocketAddr> {
+    async fn serve(&mut self, port: GrpcPort, creds: Arc<MeshCredentials>, routes: Routes) -> Result<SocketAddr> {
+        let GrpcPort { service, addr, calls } = port;
         let (listener, bound) = bind(addr).with_context(|| format!("serving {service}"))?;
         info!(service, addr = %bound, name = creds.name(), "serving gRPC");
-        let limits = serving::Limits::from_resources(descriptors::raise_limit(), memory::limit());
+        let limits = Limits::from_resources(descriptors::raise_limit(), memory::limit(), calls);
         let server = Server::new(creds, routes, self.grpc.clone(), limits, &self.registry);
         let drain = self.drain.clone();
         self.start(service, async move {
@@ -700,7 +720,7 @@ impl Builder {
     }
 
     fn start_renewer(&mut self, renewer: CertificateRenewer) {
-        let latch = self.readiness.latch("certificate");
+        let latch = self.readiness.latch("this process has no certificate yet");
         let drain = self.drain.clone();
         self.start("renewing certificates", async move {
             renewer.run(latch, drain).await;

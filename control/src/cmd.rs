@@ -62,6 +62,11 @@ impl Command {
         Self::try_parse_from(line.into_iter().map(two_dashes))
     }
 
+    /// Whether the command line names telemetry, and not only `all-in-one`.
+    pub(crate) fn names_telemetry(&self) -> bool {
+        self.services.contains(&Name::Telemetry)
+    }
+
     pub(crate) fn services(&self) -> Services {
         let is_named = |name| self.services.contains(&name);
         let is_named_or_all_in_one = |name| is_named(name) || is_named(Name::AllInOne);

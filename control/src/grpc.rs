@@ -4,7 +4,7 @@
 //! plane has tens of thousands of streams, and most of them send the same messages.
 
 use std::convert::Infallible;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -12,7 +12,7 @@ use std::task::{Context, Poll, ready};
 use bytes::{BufMut, Bytes, BytesMut};
 use futures_util::stream::{self, Stream};
 use http::header::CONTENT_TYPE;
-use http::{HeaderMap, HeaderValue, Request, Response};
+use http::{Extensions, HeaderMap, HeaderValue, Request, Response};
 use http_body::{Body as HttpBody, Frame};
 use prost::Message;
 use tonic::body::Body;
@@ -30,6 +30,21 @@ pub enum Caller {
     ThisMachine,
     /// A TLS client with the identities in its certificate. The list is empty without a client certificate.
     Peer { ip: IpAddr, identities: Arc<[Identity]> },
+}
+
+impl Caller {
+    /// The client's address.
+    pub(crate) fn ip(&self) -> IpAddr {
+        match self {
+            Self::ThisMachine => Ipv4Addr::LOCALHOST.into(),
+            Self::Peer { ip, .. } => *ip,
+        }
+    }
+
+    /// The address of the client of a request; loopback for requests within this process.
+    pub(crate) fn ip_of(extensions: &Extensions) -> IpAddr {
+        extensions.get().map_or(IpAddr::V4(Ipv4Addr::LOCALHOST), Self::ip)
+    }
 }
 
 /// The methods of a gRPC service.

@@ -59,8 +59,8 @@ fn parse_filter(filter: &str) -> Result<EnvFilter> {
         .with_context(|| format!("--log-level={filter:?}; expected a level, or a filter such as warn,tulle=debug"))
 }
 
-/// Converts `--log-level` to a filter: a level of Linkerd's controllers applies to our code. Dependencies log warnings and
-/// errors, or only errors if the level is `error` or above.
+/// Converts `--log-level` to a filter. A bare level, as Linkerd's controllers accept it (`panic` to `trace`), sets the level of
+/// tulle's own code. Dependencies log warnings and errors, or only errors if the level is `error` or above.
 pub(crate) fn filter(level: &str) -> String {
     match level {
         "panic" | "fatal" | "error" => "error".to_owned(),

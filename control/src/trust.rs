@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use jsonwebtoken::{Algorithm, EncodingKey, Header};
 use rcgen::{
-    BasicConstraints, CertificateParams, CidrSubnet, DistinguishedName, DnType, ExtendedKeyUsagePurpose,
+    BasicConstraints, Certificate, CertificateParams, CidrSubnet, DistinguishedName, DnType, ExtendedKeyUsagePurpose,
     GeneralSubtree, IsCa, Issuer, KeyPair, KeyUsagePurpose, NameConstraints, SanType,
 };
 use rustls::pki_types::pem::{self, PemObject};
@@ -21,6 +21,8 @@ use time::OffsetDateTime;
 use tulle_core::identity::Identity;
 use tulle_core::issuer_constraints;
 use tulle_core::names::TOKEN_AUDIENCE;
+use x509_parser::certificate::X509Certificate;
+use x509_parser::error::X509Error;
 
 /// A certificate authority: its certificate and its private key, both PEM.
 #[derive(Clone)]
@@ -77,7 +79,19 @@ pub enum Error {
         source: pem::Error,
     },
     #[error("parsing the authority's certificate")]
-    Authority(#[source] x509_parser::error::X509Error),
+    Authority(#[source] X509Error),
+    #[error("the authority's certificate may not sign others; expected an authority (CA, keyCertSign)")]
+    NotAuthority,
+    #[error(
+        "the authority may sign leaf certificates only, no issuers (its path length is 0); expected an authority without this \
+         limit"
+    )]
+    PathLength,
+    #[error(
+        "the subject of the authority cannot be copied unchanged; expected a subject that has each attribute once, and one \
+         attribute for each relative distinguished name"
+    )]
+    Subject,
     #[error("the authority expired at {0}")]
     AuthorityExpired(OffsetDateTime),
     #[error("the authority's private key is not the key of its certificate")]
@@ -124,7 +138,7 @@ pub fn create_anchor(common_name: &str, lifetime: Duration) -> Result<Certificat
 /// It expires with its anchor at the latest, and can sign leaf certificates only.
 ///
 /// # Errors
-/// Fails if the anchor is not a certificate authority or has expired.
+/// Fails if the anchor is not a certificate authority, may not sign other authorities, or has expired.
 pub fn create_issuer(
     common_name: &str,
     lifetime: Duration,
@@ -138,8 +152,8 @@ pub fn create_issuer(
 /// Creates an issuer for one workload outside of clusters. It signs only certificates of this SPIFFE identity.
 ///
 /// Its name constraints exclude addresses and DNS names, which identify workloads of clusters. All X.509 verifiers
-/// enforce these constraints. Verifiers of tulle also accept only certificates of the identity in the issuer's own
-/// certificate (`tulle_core::issuer_constraints`).
+/// enforce these constraints. In addition, tulle's verifiers accept from such an issuer only certificates for the identity
+/// that the issuer's own certificate names (`tulle_core::issuer_constraints`).
 ///
 /// # Errors
 /// Fails if the identity is not a SPIFFE URI with a path, or as [`create_issuer`].
@@ -176,9 +190,12 @@ fn issuer(
     params: impl FnOnce(OffsetDateTime) -> Result<CertificateParams, Error>,
 ) -> Result<CertificateAuthority, Error> {
     let anchor = Signer::new(anchor)?;
+    if anchor.path_length == Some(0) {
+        return Err(Error::PathLength);
+    }
     let key = KeyPair::generate().map_err(Error::Certificate)?;
     let params = params(not_after(lifetime)?.min(anchor.not_after))?;
-    let certificate = params.signed_by(&key, &anchor.issuer).map_err(Error::Certificate)?;
+    let certificate = anchor.sign(&params, &key)?;
     Ok(CertificateAuthority {
         certificate: certificate.pem(),
         key: key.serialize_pem(),
@@ -206,7 +223,7 @@ pub fn create_svid(identity: &str, lifetime: Duration, authority: &CertificateAu
     params.use_authority_key_identifier_extension = true;
     params.not_before = OffsetDateTime::now_utc() - CLOCK_SKEW;
     params.not_after = not_after(lifetime)?.min(signer.not_after);
-    let leaf = params.signed_by(&key, &signer.issuer).map_err(Error::Certificate)?;
+    let leaf = signer.sign(&params, &key)?;
     issuer_constraints::verify_issuers(leaf.der(), signer.chain.iter().map(AsRef::as_ref)).map_err(|source| {
         Error::IdentityNotPermitted {
             identity: identity.to_owned(),
@@ -277,7 +294,7 @@ impl CertificateAuthority {
     /// Writes both files, the key with mode 0600.
     ///
     /// # Errors
-    /// Fails if a file exists, without creating any, or if one cannot be written, which can leave an incomplete file.
+    /// Fails if one of the files exists; then none is written. Fails if writing fails; then an incomplete file can remain.
     pub fn write(&self, certificate: &Path, key: &Path) -> Result<(), Error> {
         write_pair((certificate, &self.certificate), (key, &self.key))
     }
@@ -287,7 +304,7 @@ impl TokenKeys {
     /// Writes both files, the private key with mode 0600.
     ///
     /// # Errors
-    /// Fails if a file exists, without creating any, or if one cannot be written, which can leave an incomplete file.
+    /// Fails if one of the files exists; then none is written. Fails if writing fails; then an incomplete file can remain.
     pub fn write(&self, public: &Path, private: &Path) -> Result<(), Error> {
         write_pair((public, &self.public), (private, &self.private))
     }
@@ -307,6 +324,8 @@ struct Signer {
     chain: Vec<CertificateDer<'static>>,
     issuer: Issuer<'static, KeyPair>,
     not_after: OffsetDateTime,
+    /// Maximum number of further authorities between its certificate and a leaf. `None` if it is not limited.
+    path_length: Option<u32>,
 }
 
 impl Signer {
@@ -321,17 +340,21 @@ impl Signer {
         let key =
             PrivateKeyDer::from_pem_slice(authority.key.as_bytes()).map_err(pem("the authority's private key"))?;
         let key = KeyPair::try_from(&key).map_err(Error::Certificate)?;
-        let (not_after, spki) = {
+        let (not_after, path_length) = {
             let (_, parsed) =
                 x509_parser::parse_x509_certificate(certificate).map_err(|err| Error::Authority(err.into()))?;
+            if rcgen::PublicKeyData::subject_public_key_info(&key) != parsed.public_key().raw {
+                return Err(Error::AuthorityKey);
+            }
+            if !is_authority(&parsed).map_err(Error::Authority)? {
+                return Err(Error::NotAuthority);
+            }
+            let constraints = parsed.basic_constraints().map_err(Error::Authority)?;
             (
                 parsed.validity().not_after.to_datetime(),
-                parsed.public_key().raw.to_vec(),
+                constraints.and_then(|constraints| constraints.value.path_len_constraint),
             )
         };
-        if rcgen::PublicKeyData::subject_public_key_info(&key) != spki {
-            return Err(Error::AuthorityKey);
-        }
         if not_after <= OffsetDateTime::now_utc() {
             return Err(Error::AuthorityExpired(not_after));
         }
@@ -340,8 +363,34 @@ impl Signer {
             chain,
             issuer,
             not_after,
+            path_length,
         })
     }
+
+    fn sign(&self, params: &CertificateParams, key: &KeyPair) -> Result<Certificate, Error> {
+        let certificate = params.signed_by(key, &self.issuer).map_err(Error::Certificate)?;
+        match self.chain.first() {
+            Some(own) if issuer_name_matches(certificate.der(), own) => Ok(certificate),
+            _ => Err(Error::Subject),
+        }
+    }
+}
+
+/// Returns whether a certificate may sign others: it is a CA, and its key usage, if it has one, contains keyCertSign.
+pub(crate) fn is_authority(certificate: &X509Certificate<'_>) -> Result<bool, X509Error> {
+    let usage = certificate.key_usage()?;
+    Ok(certificate.is_ca() && usage.is_none_or(|usage| usage.value.key_cert_sign()))
+}
+
+/// Returns whether the issuer name of a certificate equals the subject of its issuer byte for byte, as peers compare them.
+///
+/// rcgen keeps one value per attribute, so the name differs if an attribute is repeated.
+pub(crate) fn issuer_name_matches(certificate: &CertificateDer<'_>, issuer: &CertificateDer<'_>) -> bool {
+    let parsed = [certificate, issuer].map(|der| x509_parser::parse_x509_certificate(der));
+    let [Ok((_, certificate)), Ok((_, issuer))] = parsed else {
+        return false;
+    };
+    certificate.issuer().as_raw() == issuer.subject().as_raw()
 }
 
 #[derive(Serialize)]
@@ -470,6 +519,67 @@ mod tests {
             "{err}"
         );
         assert!(matches!(create_anchor("x", Duration::MAX), Err(Error::Lifetime(_))));
+    }
+
+    #[test]
+    fn an_authority_whose_chains_are_invalid_is_refused() {
+        // A self-signed authority with unusual parameters.
+        let authority_with = |customize: fn(&mut CertificateParams)| {
+            let key = KeyPair::generate().unwrap();
+            let mut params = ca_params(
+                "root",
+                BasicConstraints::Unconstrained,
+                not_after(ANCHOR_LIFETIME).unwrap(),
+            );
+            customize(&mut params);
+            CertificateAuthority {
+                certificate: params.self_signed(&key).unwrap().pem(),
+                key: key.serialize_pem(),
+            }
+        };
+        let vm = "spiffe://root.test/vm";
+        let issuer_error = |authority: &CertificateAuthority| {
+            let errors = [
+                create_issuer("x", ISSUER_LIFETIME, authority).err(),
+                create_workload_issuer(vm, ISSUER_LIFETIME, authority).err(),
+            ];
+            let [one, other] = errors.map(|err| err.map(|err| err.to_string()));
+            assert_eq!(one, other);
+            one.unwrap_or_default()
+        };
+        let leaf_error = |authority: &CertificateAuthority| {
+            let err = create_svid(vm, ISSUER_LIFETIME, authority).err();
+            err.map(|err| err.to_string()).unwrap_or_default()
+        };
+        type Customize = fn(&mut CertificateParams);
+        let refused: [(Customize, &str); 4] = [
+            (|params| params.is_ca = IsCa::ExplicitNoCa, "may not sign others"),
+            (|params| params.is_ca = IsCa::NoCa, "may not sign others"),
+            (
+                |params| params.key_usages = vec![KeyUsagePurpose::DigitalSignature],
+                "may not sign others",
+            ),
+            (
+                |params| {
+                    params.distinguished_name.push(DnType::OrganizationName, "a");
+                    let organization = DnType::CustomDnType(vec![2, 5, 4, 10]);
+                    params.distinguished_name.push(organization, "b");
+                },
+                "cannot be copied unchanged",
+            ),
+        ];
+        for (customize, expected) in refused {
+            let authority = authority_with(customize);
+            let errors = [issuer_error(&authority), leaf_error(&authority)];
+            assert!(errors.iter().all(|err| err.contains(expected)), "{errors:?}");
+        }
+        let only_for_leaves = authority_with(|params| params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0)));
+        let err = issuer_error(&only_for_leaves);
+        assert!(err.contains("its path length is 0"), "{err}");
+        assert_eq!(leaf_error(&only_for_leaves), "");
+        let without_usages = authority_with(|params| params.key_usages = Vec::new());
+        assert_eq!(issuer_error(&without_usages), "");
+        assert_eq!(leaf_error(&without_usages), "");
     }
 
     #[test]

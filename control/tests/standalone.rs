@@ -331,6 +331,26 @@ async fn an_invalid_manifest_is_reported_and_the_previous_objects_stay() {
     );
 }
 
+#[tokio::test]
+async fn a_route_that_its_parent_does_not_accept_is_counted() {
+    let files = Files::new();
+    let route = "apiVersion: gateway.networking.k8s.io/v1\nkind: HTTPRoute\nmetadata: {name: r, namespace: shop}\n\
+                 spec: {parentRefs: [{group: '', kind: Service, name: gone}], rules: [{}]}\n";
+    files.write("manifests/route.yaml", route);
+    let running = Running::start(&files).await;
+    running.ready().await;
+    let line = "unserved_configuration{kind=\"HTTPRoute\",namespace=\"shop\",name=\"r\",field=\"spec.parentRefs\"}";
+    let is_counted = async || {
+        let (_, page) = get(running.addrs.destination_admin, "/metrics").await;
+        page.contains(&format!("{line} 1"))
+    };
+    eventually(async || is_counted().await.then_some(())).await;
+    files.write("manifests/route.yaml", &route.replace("gone", "web"));
+    eventually(async || (!is_counted().await).then_some(())).await;
+    running.end.send(()).unwrap();
+    timeout(LIMIT, running.task).await.unwrap().unwrap();
+}
+
 /// A process of the built binary.
 struct Process {
     child: Child,
@@ -483,6 +503,12 @@ async fn a_failed_start_reports_its_reason() {
     check(&with("--manifests"), "/does/not/exist is not a directory of manifests").await;
     check(&with("--token-keys"), "--token-keys: reading token keys from").await;
     check(&with("--issuer"), "watching \\\"/does/not/exist\\\" for changes").await;
+    let used = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let addr = format!("--telemetry-addr={}", used.local_addr().unwrap());
+    let mut line = files.line("all-in-one", &[]);
+    line.retain(|arg| !arg.to_string_lossy().starts_with("-telemetry-addr="));
+    line.push(addr.into());
+    check(&line, "serving linkerd-telemetry: listening on 127.0.0.1:").await;
 }
 
 /// One request to an admin server: status and body.

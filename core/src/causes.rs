@@ -134,8 +134,8 @@ pub const ALL: &[Cause] = &[
         "ambiguous_path",
         Responsible::Client,
         "400, INVALID_ARGUMENT",
-        "The port has rules that depend on the path, and applications may interpret the path of the request in different ways. It contains an encoded slash or backslash (`%2f`, `%5c`), a backslash, a semicolon, a dot segment (`.`, `..`, encoded or not), repeated slashes, or a percent sign that encodes nothing.",
-        "Send the path in its normal form. Other encoded characters are no problem: for the rules, `%41` is `A` and `%c3` is `%C3`; the application receives the path unchanged. Ports without HTTPRoutes and GRPCRoutes that match on the path accept every path.",
+        "The port, or the EgressNetwork of the destination, has rules that depend on the path, and applications may interpret the path of the request in different ways. It contains an encoded slash or backslash (`%2f`, `%5c`), a backslash, a semicolon, a dot segment (`.`, `..`, encoded or not), repeated slashes, or a percent sign that encodes nothing.",
+        "Send the path in its normal form. Other encoded characters are no problem: for the rules, `%41` is `A` and `%c3` is `%C3`; the application receives the path unchanged. Ports and EgressNetworks without HTTPRoutes and GRPCRoutes that match on the path accept every path, and so do Services.",
     ),
     cause(
         "head-too-long",
@@ -162,8 +162,8 @@ pub const ALL: &[Cause] = &[
         "no-extended-connect",
         Responsible::Client,
         "501, UNIMPLEMENTED",
-        "The client requested another protocol with an extended CONNECT of HTTP/2 (RFC 8441), and `target` has not announced support for it.",
-        "Let the application announce it (`SETTINGS_ENABLE_CONNECT_PROTOCOL`), or let the client request a WebSocket over HTTP/1.1.",
+        "The client requested another protocol with an extended CONNECT of HTTP/2 (RFC 8441), and `target` has not announced support for it, or its connections already carry as many such streams as this proxy permits, which is half of the streams that `target` permits.",
+        "Let the application announce it (`SETTINGS_ENABLE_CONNECT_PROTOCOL`), or let the client request a WebSocket over HTTP/1.1. If it is announced, raise `SETTINGS_MAX_CONCURRENT_STREAMS` of the application.",
     ),
     cause(
         "client-left",
@@ -196,9 +196,9 @@ pub const ALL: &[Cause] = &[
     cause(
         "connect-timeout",
         Responsible::Server,
-        "504, DEADLINE_EXCEEDED; an opaque connection is reset",
+        "504, DEADLINE_EXCEEDED; 502, UNAVAILABLE if the address is that of the sidecar's own application; an opaque connection is reset",
         "The connection attempt exceeded the connect timeout: packets are dropped, or the accept queue of the listener is full.",
-        "Look for network policies, firewalls, and an application that is too busy to accept. For its own application, a sidecar returns 502.",
+        "Look for network policies, firewalls, and an application that is too busy to accept.",
     ),
     cause(
         "connection-closed",
@@ -211,7 +211,7 @@ pub const ALL: &[Cause] = &[
         "stream-reset",
         Responsible::Server,
         "502, UNAVAILABLE",
-        "The server reset the HTTP/2 stream, or violated HTTP/2. A stream that the server reports as not processed (`REFUSED_STREAM`, or above the last one of a `GOAWAY`) is sent again on a new connection. If its body is too long to be buffered, the stream of an HTTP/2 client is reset with `REFUSED_STREAM`.",
+        "The server reset the HTTP/2 stream, or violated HTTP/2. A stream that the server reports as not processed (`REFUSED_STREAM`, or above the last one of a `GOAWAY`) is sent again on a new connection. If the body of the request is too long to be buffered, it is not sent again, and an HTTP/2 client receives a reset with `REFUSED_STREAM`.",
         "The server's log contains the reason; `l5d-proxy-error` has the code that the server sent.",
     ),
     cause(

@@ -1,34 +1,52 @@
-//! Limits log lines that clients can cause: one line per minute for each kind of line and client address.
+//! Limits log lines that clients can cause: one line per minute for each kind of line and source.
 
 use std::collections::HashMap;
+use std::hash::Hash;
 use std::net::IpAddr;
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::time::Instant;
 
-/// Permits one log line per minute for each kind and client, and counts the suppressed ones.
-#[derive(Default)]
-pub struct LogLimiter {
-    state: Mutex<State>,
+/// Permits one log line per minute for each kind and source, and counts the suppressed ones. The source is the client's address,
+/// or a verified name if many clients share an address.
+pub struct LogLimiter<S = IpAddr> {
+    state: Mutex<State<S>>,
 }
 
-#[derive(Default)]
-struct State {
+struct State<S> {
     /// The start of the current minute.
     window_started_at: Option<Instant>,
-    /// Suppressed lines by kind and client, of the keys that have logged a line in this minute.
-    suppressed: HashMap<(&'static str, IpAddr), u64>,
+    /// Suppressed lines by kind and source, of the keys that have logged a line in this minute.
+    suppressed: HashMap<(&'static str, S), u64>,
     /// Suppressed lines of all other keys.
     suppressed_above_max: u64,
 }
 
-impl LogLimiter {
-    /// Permits a line of this kind about this client, or suppresses it and returns `None`.
+impl<S> Default for LogLimiter<S> {
+    fn default() -> Self {
+        Self {
+            state: Mutex::default(),
+        }
+    }
+}
+
+impl<S> Default for State<S> {
+    fn default() -> Self {
+        Self {
+            window_started_at: None,
+            suppressed: HashMap::new(),
+            suppressed_above_max: 0,
+        }
+    }
+}
+
+impl<S: Eq + Hash> LogLimiter<S> {
+    /// Permits a line of this kind about this source, or suppresses it and returns `None`.
     ///
-    /// `kind` is a constant that identifies the log statement. At most 256 keys (pairs of kind and client) have a line in a
+    /// `kind` is a constant that identifies the log statement. At most 256 keys (pairs of kind and source) have a line in a
     /// minute; lines of further keys are suppressed.
-    pub fn allow(&self, kind: &'static str, client: IpAddr) -> Option<SuppressedLines> {
+    pub fn allow(&self, kind: &'static str, source: S) -> Option<SuppressedLines> {
         let now = Instant::now();
         let mut state = self.state.lock();
         let mut previously_suppressed = 0;
@@ -43,11 +61,12 @@ impl LogLimiter {
             };
         }
         let is_full = state.suppressed.len() >= MAX_KEYS_PER_WINDOW;
-        match state.suppressed.get_mut(&(kind, client)) {
+        let key = (kind, source);
+        match state.suppressed.get_mut(&key) {
             Some(suppressed) => *suppressed += 1,
             None if is_full => state.suppressed_above_max += 1,
             None => {
-                state.suppressed.insert((kind, client), 0);
+                state.suppressed.insert(key, 0);
                 return Some(SuppressedLines(previously_suppressed));
             }
         }
@@ -55,7 +74,7 @@ impl LogLimiter {
     }
 }
 
-/// For the first line of a minute, the number of lines of all kinds and clients that were suppressed in the previous one; for
+/// For the first line of a minute, the number of lines of all kinds and sources that were suppressed in the previous one; for
 /// its other lines 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SuppressedLines(u64);
@@ -67,12 +86,22 @@ impl SuppressedLines {
     }
 }
 
-/// Writes an `info` line about a client if the [`LogLimiter`] permits it; the message is its kind.
+/// Writes an `info` line about a source if the [`LogLimiter`] permits it; the message is its kind.
 #[macro_export]
 macro_rules! info_limited {
-    ($limiter:expr, $client:expr, $message:literal $(, $($fields:tt)+)?) => {
-        if let Some(suppressed) = $limiter.allow($message, $client) {
+    ($limiter:expr, $source:expr, $message:literal $(, $($fields:tt)+)?) => {
+        if let Some(suppressed) = $limiter.allow($message, $source) {
             ::tracing::info!(suppressed = suppressed.count(), $($($fields)+,)? $message);
+        }
+    };
+}
+
+/// As [`info_limited`], at the level `warn`.
+#[macro_export]
+macro_rules! warn_limited {
+    ($limiter:expr, $source:expr, $message:literal $(, $($fields:tt)+)?) => {
+        if let Some(suppressed) = $limiter.allow($message, $source) {
+            ::tracing::warn!(suppressed = suppressed.count(), $($($fields)+,)? $message);
         }
     };
 }
@@ -89,8 +118,8 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn each_kind_and_client_has_a_line_per_minute_and_there_are_at_most_256_lines() {
-        let limiter = LogLimiter::default();
+    async fn each_kind_and_source_has_a_line_per_minute_and_there_are_at_most_256_lines() {
+        let limiter = LogLimiter::<IpAddr>::default();
         let permits = |kind, n: u32| limiter.allow(kind, Ipv4Addr::from(n).into());
         assert_eq!(permits("refused", 1), Some(SuppressedLines(0)));
         assert_eq!(permits("refused", 1), None);

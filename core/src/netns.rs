@@ -91,7 +91,7 @@ pub enum NetnsError {
     #[error("`{program}` is missing (package uidmap); install it, or run as root")]
     NoMapProgram { program: &'static str },
     #[error(
-        "{file} grants no {wanted} subordinate ids to user {user}; run as root, or add the line {user}:100000:65536"
+        "{file} grants user {user} fewer than the {wanted} subordinate ids that are needed; run as root, or add the line {user}:100000:65536"
     )]
     NoSubordinateIds {
         file: &'static str,

@@ -109,7 +109,8 @@ pub struct Accept {
     pub keepalive: Option<Duration>,
     pub user_timeout: Option<Duration>,
     pub backlog: Option<u32>,
-    /// Timeout of protocol detection; outbound also of discovery, inbound also of the TLS handshake. Default 10 s.
+    /// Maximum timeout of protocol detection, also if the policy has a longer one; outbound also of discovery, which has at most
+    /// 10 s; inbound also of the ClientHello, and then of the rest of the TLS handshake. Default 10 s.
     pub detect_timeout: Duration,
 }
 

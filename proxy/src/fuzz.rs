@@ -71,7 +71,7 @@ pub fn socks(bytes: &[u8]) {
     }
 }
 
-/// A path that rules match has no part that applications interpret differently, and its normal form is stable.
+/// If a path has a normal form, it has no ambiguous part, and the normal form of the normal form is the same.
 pub fn paths(bytes: &[u8]) {
     let Ok(path) = std::str::from_utf8(bytes) else { return };
     let Some(normal) = path::normalize(path) else { return };
@@ -307,7 +307,8 @@ fn assert_same_message<T: PartialEq + Debug>(one: &ParsedMessage<T>, other: &Par
     );
 }
 
-/// Maximum number of headers or trailers for hyper and httparse: more than an input of 4 KiB, the default limit, can have.
+/// Maximum number of headers or trailers for hyper and httparse: more than an input of 4 KiB, libFuzzer's default maximum, can
+/// have.
 const MAX_HEADERS: usize = 2000;
 
 fn block_on<F: Future>(future: F) -> F::Output {
@@ -394,8 +395,8 @@ mod tests {
         assert_eq!((theirs.head.as_u16(), &theirs.body[..]), (201, &b"ok"[..]));
     }
 
-    /// Replays all saved inputs of a target, and checks that the target calls the function of its name: no build of this workspace
-    /// compiles it.
+    /// Replays all saved inputs of a target. Also checks that the source of the target calls the function with the target's name,
+    /// because no build of this workspace compiles fuzz targets.
     fn replay(target: &str, check: fn(&[u8])) {
         let fuzz = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz");
         let source = fs::read_to_string(fuzz.join(format!("fuzz_targets/{target}.rs"))).unwrap();

@@ -31,8 +31,7 @@ fn set_malloc_trim_threshold() {}
 
 fn main() -> ExitCode {
     set_malloc_trim_threshold();
-    let lookup = |name: &str| std::env::var(name).ok();
-    let config = match env::load(lookup) {
+    let config = match env::load(|name| std::env::var_os(name)) {
         Ok(config) => config,
         Err(errors) => {
             for error in errors {
@@ -51,7 +50,7 @@ fn main() -> ExitCode {
     for name in &config.unsupported_variables {
         tracing::info!("{name} is set, but it is not supported and has no effect");
     }
-    let context = ProcessContext::with_redirect(Some(log), env::public_variables(std::env::vars()));
+    let context = ProcessContext::with_redirect(Some(log), env::public_variables(std::env::vars_os()));
     match App::build(config, context).and_then(App::run) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

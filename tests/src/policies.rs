@@ -12,6 +12,7 @@ use tokio_stream::{Stream, StreamExt as _};
 use tonic::service::Routes;
 use tonic::{Code, Request, Response, Status};
 use tulle_control::serving;
+use tulle_control::serving::limits::{Calls, Limits};
 use tulle_control::serving::metrics::GrpcMetrics;
 use tulle_control::tls::mesh_credentials::{ClientCertificates, MeshCredentials};
 use tulle_core::drain;
@@ -43,9 +44,10 @@ impl FakePolicyService {
         };
         let routes = Routes::new(InboundServerPoliciesServer::new(policy_server.clone()));
         let registry = Registry::new();
-        let limits = serving::Limits {
+        let limits = Limits {
             connections: 1000,
-            streams_per_client: serving::MAX_STREAMS_PER_CLIENT,
+            calls: Calls::Streaming,
+            request_memory: usize::MAX,
             connection_age: Duration::from_secs(3600),
         };
         let server = serving::Server::new(

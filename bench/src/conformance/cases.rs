@@ -198,7 +198,8 @@ pub const CASES: &[Case] = &[
         &["GET /a/%2e%2E//b?c=d&e=%20 HTTP/1.1\r\nhost: web.test\r\n\r\n"],
         &[request("GET /a/%2e%2E//b?c=d&e=%20 HTTP/1.1", "", &[HOST])],
     ),
-    // Browsers do the same, so an application receives the same target with and without the proxy.
+    // Browsers encode these characters too. Through the proxy, an application receives from other clients what it would receive
+    // from a browser.
     passes(
         "3.2.1",
         "characters that are not allowed in a URI are encoded",

@@ -231,8 +231,7 @@ fn evaluate_requests(
     if n == 0 {
         return (observation.describe(), Some(observation.describe()));
     }
-    let observed = format!("{n} passed, {}", observation.describe());
-    (observed, Some(format!("passes {n}, {}", observation.list_statuses())))
+    passed_in_part(n, observation)
 }
 
 /// Evaluates a request that no proxy may forward. The response must have one of the statuses `wanted`.
@@ -254,8 +253,16 @@ fn evaluate_refusal(wanted: &[u16], requests: &[Message], observation: &ClientOb
     if n == observation.n_ok() {
         return ("passed".to_owned(), Some("passes it".to_owned()));
     }
-    let observed = format!("{n} passed, {}", observation.describe());
-    (observed.clone(), Some(observed))
+    passed_in_part(n, observation)
+}
+
+/// The result if `n` requests reached the application and the client did not get as many successful responses as expected.
+fn passed_in_part(n: usize, observation: &ClientObservation) -> (String, Option<String>) {
+    let received = observation.describe();
+    (
+        format!("{n} passed, {received}"),
+        Some(format!("passes {n}, {received}")),
+    )
 }
 
 impl ClientObservation {
@@ -312,3 +319,101 @@ const WRITE_INTERVAL: Duration = Duration::from_millis(5);
 /// Timeout of the warm-up request and of each case.
 const CASE_TIMEOUT: Duration = Duration::from_secs(5);
 const MAX_ATTEMPTS: u32 = 100;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(first_line: &str, body: &str) -> Message {
+        Message {
+            first_line: first_line.to_owned(),
+            body: body.into(),
+            is_complete: true,
+            ..Message::default()
+        }
+    }
+
+    /// Each deviation, with the terms of the committed document that explain it.
+    #[test]
+    fn the_committed_document_explains_each_deviation() {
+        const WANTED: Request = Request {
+            line: "GET / HTTP/1.1",
+            body: "",
+            lines: &["!x-hop", "a: b"],
+        };
+        let ok = || message("HTTP/1.1 200 OK", "");
+        let refusal = || message("HTTP/1.1 400 Bad Request", "");
+        let get = || message("GET / HTTP/1.1", "");
+        let with_line = |name: &str| Message {
+            lines: vec![(name.to_owned(), "b".to_owned())],
+            ..get()
+        };
+        let cut = Message {
+            is_complete: false,
+            ..ok()
+        };
+        let (one, two) = (&[WANTED; 1][..], &[WANTED; 2][..]);
+        let passed = |expected, requests: &[Message], responses| {
+            let observation = ClientObservation {
+                responses,
+                is_open: false,
+            };
+            evaluate_requests(expected, requests, &observation).1
+        };
+        let refused = |requests: &[Message], responses, is_open| {
+            evaluate_refusal(&[400], requests, &ClientObservation { responses, is_open }).1
+        };
+        for (deviation, expected, terms) in [
+            (passed(one, &[], vec![]), "no answer", &["no answer"][..]),
+            (passed(one, &[], vec![refusal()]), "400", &["status codes"]),
+            (
+                passed(one, &[], vec![message("x", "")]),
+                "other bytes",
+                &["other bytes"],
+            ),
+            (
+                passed(one, &[message("GET /x HTTP/1.1", "")], vec![ok()]),
+                "sends `GET /x HTTP/1.1`",
+                &["sends"],
+            ),
+            (
+                passed(one, &[message("GET / HTTP/1.1", "x")], vec![ok()]),
+                "another body",
+                &["another body"],
+            ),
+            (
+                passed(one, &[with_line("x-hop")], vec![ok()]),
+                "with `x-hop`",
+                &["with"],
+            ),
+            (passed(one, &[get()], vec![ok()]), "without `a: b`", &["without"]),
+            (
+                passed(two, &[get()], vec![ok()]),
+                "passes 1, 200",
+                &["passes N, …", "status codes"],
+            ),
+            (
+                passed(two, &[get()], vec![cut]),
+                "passes 1, 200, cut",
+                &["passes N, …", "cut"],
+            ),
+            (refused(&[get()], vec![ok()], false), "passes it", &["passes it"]),
+            (
+                refused(&[get()], vec![refusal()], false),
+                "passes 1, 400",
+                &["passes N, …"],
+            ),
+            (refused(&[], vec![refusal()], true), "400, left open", &["left open"]),
+        ] {
+            assert_eq!(deviation.as_deref(), Some(expected));
+            for term in terms {
+                assert!(
+                    DOCUMENT.contains(&format!("\n- {term}: ")) || DOCUMENT.contains(&format!("\n- \"{term}\": ")),
+                    "the document does not explain {term:?} of {expected:?}"
+                );
+            }
+        }
+    }
+
+    const DOCUMENT: &str = include_str!("../../../docs/reference/conformance.md");
+}

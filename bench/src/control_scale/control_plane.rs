@@ -19,6 +19,11 @@ pub(super) struct ControlPlane<'a> {
     pub(super) has_policy: bool,
 }
 
+/// CPU time without the thread that answers the liveness probes of this measurement, of which there are fifty a second.
+pub(super) fn cpu_without_probes(process: &Process) -> anyhow::Result<Duration> {
+    process.cpu_without_thread("admin")
+}
+
 /// The ports of a control plane.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Ports {

@@ -21,7 +21,8 @@ use super::{cluster, liveness};
 /// Number of Services whose pods are never replaced, and whose inbound policies have subscribers.
 const STABLE_SERVICES: usize = 20;
 
-/// Changes per day: rollouts, scalings and policy edits of each Service, and lost nodes of the cluster.
+/// Changes per day: policy edits of each Service, rollouts and scalings of each but the first [`STABLE_SERVICES`], and lost nodes
+/// of the cluster.
 const ROLLOUTS: usize = 2;
 const SCALINGS: usize = 2;
 const POLICY_EDITS: usize = 2;

@@ -14,6 +14,7 @@ mod servers;
 mod streams;
 mod views;
 
+use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -24,7 +25,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 use tulle_control::tls::anchors::TrustAnchors;
 
 use crate::control_scale::cluster::{Cluster, ROLLOUT, RolloutSlice, Size};
-use crate::control_scale::control_plane::{ControlPlane, PORTS, Ports};
+use crate::control_scale::control_plane::{ControlPlane, PORTS, Ports, cpu_without_probes};
 use crate::control_scale::day::Day;
 use crate::control_scale::liveness::LivenessProbes;
 use crate::control_scale::streams::{Address, Clients, Streams};
@@ -41,13 +42,13 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     control: Option<PathBuf>,
     /// Loads to measure, in this order.
-    #[arg(long = "profile", value_enum, value_delimiter = ',', default_value = "updates")]
+    #[arg(long = "load", value_enum, value_delimiter = ',', default_value = "updates")]
     loads: Vec<LoadKind>,
-    #[arg(long, default_value_t = 1000)]
-    services: usize,
+    #[arg(long, default_value = "1000")]
+    services: NonZeroUsize,
     /// Endpoints of each Service; each endpoint is a pod.
-    #[arg(long, default_value_t = 10)]
-    endpoints: usize,
+    #[arg(long, default_value = "10")]
+    endpoints: NonZeroUsize,
     /// Additional pods that belong to no Service.
     #[arg(long, default_value_t = 1000)]
     other_pods: usize,
@@ -58,14 +59,14 @@ pub struct Args {
     #[arg(long, default_value_t = 50)]
     streams: usize,
     /// EndpointSlice changes per second of the load `updates`.
-    #[arg(long, default_value_t = 41)]
+    #[arg(long, default_value_t = 41, value_parser = clap::value_parser!(u32).range(1..))]
     rate: u32,
     /// Duration of the changes of each load, in seconds.
-    #[arg(long, value_name = "SECONDS", default_value_t = 20)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
     seconds: u32,
     /// Endpoints of the Service of the load `rollout`; each address changes twice.
-    #[arg(long, value_name = "ENDPOINTS", default_value_t = 1000)]
-    rollout: usize,
+    #[arg(long, value_name = "ENDPOINTS", default_value = "1000")]
+    rollout: NonZeroUsize,
     /// Streams per client that follow the Service of the load `rollout`.
     #[arg(long, value_name = "STREAMS", default_value_t = 5)]
     rollout_streams: usize,
@@ -78,6 +79,10 @@ pub struct Args {
 }
 
 impl Args {
+    fn n_services(&self) -> usize {
+        self.services.get()
+    }
+
     /// The control plane for these loads. With the policy service, it needs the custom resources on the API server.
     fn control_plane(&self) -> ControlPlane<'_> {
         let needs_policy = |load: &LoadKind| matches!(load, LoadKind::Servers | LoadKind::Day);
@@ -117,10 +122,10 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
 async fn run(args: &Args) -> anyhow::Result<()> {
     let has_rollout = args.loads.contains(&LoadKind::Rollout);
     let size = Size {
-        services: args.services,
-        endpoints: args.endpoints,
+        services: args.n_services(),
+        endpoints: args.endpoints.get(),
         other_pods: args.other_pods,
-        rollout: if has_rollout { args.rollout } else { 0 },
+        rollout: if has_rollout { args.rollout.get() } else { 0 },
     };
     let cluster = Cluster::connect(&args.kubeconfig, size).await?;
     if !args.reuse_objects {
@@ -134,7 +139,7 @@ async fn run(args: &Args) -> anyhow::Result<()> {
     println!(
         "ready after {:.1?}, with {:.1?} of CPU; slowest liveness probe {slowest:.1?}",
         start.elapsed(),
-        control.cpu()?
+        cpu_without_probes(&control)?
     );
     sleep(MEMORY_SETTLE_DELAY).await;
     print_memory("with objects", &control)?;
@@ -185,14 +190,14 @@ impl Run<'_> {
             streams: args.streams,
         };
         let probes = LivenessProbes::start(PORTS.metrics);
-        let (cpu, start) = (self.control.cpu()?, Instant::now());
-        let service = |n| cluster::service_name(n % args.services);
+        let (cpu, start) = (cpu_without_probes(&self.control)?, Instant::now());
+        let service = |n| cluster::service_name(n % args.n_services());
         let streams = Streams::open(PORTS.destination, &self.anchors, clients, service).await?;
         println!(
             "{} streams answered in {:.2?}, with {:.2?} of CPU; slowest liveness probe {:.1?}",
             clients.n_streams(),
             start.elapsed(),
-            self.control.cpu()? - cpu,
+            cpu_without_probes(&self.control)? - cpu,
             probes.finish().await?
         );
         Ok(streams)
@@ -200,15 +205,16 @@ impl Run<'_> {
 
     /// Changes one endpoint per Service in turn, at a steady rate.
     async fn measure_updates(&mut self, streams: &mut Streams) -> anyhow::Result<()> {
-        let first_change = self.take_changes(self.args.rate * self.args.seconds);
-        streams.record_watch_latencies(self.cluster.watch().await?);
         let args = self.args;
-        let (services, n_streams) = (args.services as u64, streams.n_streams());
+        let n_changes = args.rate.checked_mul(args.seconds).context("too many changes")?;
+        let first_change = self.take_changes(n_changes);
+        streams.record_watch_latencies(self.cluster.watch().await?);
+        let (services, n_streams) = (args.n_services() as u64, streams.n_streams());
         let load = self.start_load(streams)?;
         let (start, mut writes) = (Instant::now(), Vec::new());
         let mut expected = 0;
-        for n in 0..args.rate * args.seconds {
-            let service = n as usize % args.services;
+        for n in 0..n_changes {
+            let service = n as usize % args.n_services();
             expected += n_streams / services + u64::from((service as u64) < n_streams % services);
             let (cluster, addr, at) = (
                 &self.cluster,
@@ -243,7 +249,7 @@ impl Run<'_> {
         let streams = Streams::open(PORTS.destination, &self.anchors, clients, |_| ROLLOUT.to_owned()).await?;
         let load = self.start_load(&streams)?;
         let slices = self.cluster.rollout_slices();
-        let (n_slices, n_changes) = (slices.len(), 2 * args.rollout);
+        let (n_slices, n_changes) = (slices.len(), 2 * args.rollout.get());
         let interval = Duration::from_secs(args.seconds.into()).div_f64(n_changes as f64);
         let first_change = self.take_changes(u32::try_from(n_changes).context("too many changes")?);
         let start = Instant::now();
@@ -280,20 +286,20 @@ impl Run<'_> {
     /// Edits the Server of each Service once, at a steady rate.
     async fn measure_servers(&mut self) -> anyhow::Result<()> {
         let args = self.args;
-        servers::create(&self.cluster, args.services).await?;
-        let views = Views::open(PORTS, &servers::subscriptions(&self.cluster, args.services)).await?;
-        let (cpu, probes) = (self.control.cpu()?, LivenessProbes::start(PORTS.metrics));
+        servers::create(&self.cluster, args.n_services()).await?;
+        let views = Views::open(PORTS, &servers::subscriptions(&self.cluster, args.n_services())).await?;
+        let (cpu, probes) = (cpu_without_probes(&self.control)?, LivenessProbes::start(PORTS.metrics));
         self.control.reset_peak_rss()?;
         let seconds = Duration::from_secs(args.seconds.into());
-        let latencies = servers::edit_all(&self.cluster, &views, args.services, seconds).await?;
-        let used = self.control.cpu()? - cpu;
+        let latencies = servers::edit_all(&self.cluster, &views, args.n_services(), seconds).await?;
+        let used = cpu_without_probes(&self.control)? - cpu;
         println!(
             "{} Servers edited in {seconds:?}; from write to subscriber p50 {:.1} p99 {:.1} max {:.1} ms; {:.1} µs of CPU per edit",
             args.services,
             millis(latencies.value_at_quantile(0.5)),
             millis(latencies.value_at_quantile(0.99)),
             millis(latencies.max()),
-            used.as_secs_f64() * 1e6 / args.services as f64,
+            used.as_secs_f64() * 1e6 / args.n_services() as f64,
         );
         println!(
             "peak memory {:.1} MB; slowest liveness probe {:.1?}",
@@ -306,8 +312,8 @@ impl Run<'_> {
     /// Makes the changes of a day. Fails if a view, the memory, or the number of tasks or streams is wrong afterwards.
     async fn measure_day(&mut self) -> anyhow::Result<()> {
         let args = self.args;
-        let subscriptions = day::subscriptions(&self.cluster, args.services);
-        let day = Day::new(&self.cluster, args.services);
+        let subscriptions = day::subscriptions(&self.cluster, args.n_services());
+        let day = Day::new(&self.cluster, args.n_services());
         day.create_policies().await.context("creating policies")?;
         let views = Views::open(PORTS, &subscriptions).await?;
         views.settled().await?;
@@ -315,7 +321,7 @@ impl Run<'_> {
         let (gauges, memory, cpu) = (
             day::gauges(PORTS.metrics).await?,
             self.control.rss_kib()?,
-            self.control.cpu()?,
+            cpu_without_probes(&self.control)?,
         );
         let probes = LivenessProbes::start(PORTS.metrics);
         let (start, n_messages) = (Instant::now(), views.n_messages());
@@ -326,7 +332,7 @@ impl Run<'_> {
             start.elapsed(),
             views.n_messages() - n_messages,
             subscriptions.len(),
-            self.control.cpu()? - cpu,
+            cpu_without_probes(&self.control)? - cpu,
             probes.finish().await?
         );
         sleep(MEMORY_SETTLE_DELAY).await;
@@ -372,7 +378,7 @@ impl Run<'_> {
         streams.clear();
         self.control.reset_peak_rss()?;
         Ok(Load {
-            cpu: self.control.cpu()?,
+            cpu: cpu_without_probes(&self.control)?,
             probes: LivenessProbes::start(PORTS.metrics),
         })
     }
@@ -380,7 +386,7 @@ impl Run<'_> {
     /// Waits for the updates that are expected, and prints the latencies and costs of the load.
     async fn finish_load(&self, load: Load, streams: &Streams, expected: u64) -> anyhow::Result<()> {
         streams.wait_for(expected, UPDATE_TIMEOUT).await;
-        let (latencies, used) = (streams.latencies(), self.control.cpu()? - load.cpu);
+        let (latencies, used) = (streams.latencies(), cpu_without_probes(&self.control)? - load.cpu);
         println!(
             "{} of {expected} updates delivered; from write to subscriber p50 {:.1} p99 {:.1} max {:.1} ms; {:.1} µs of CPU per update",
             latencies.len(),

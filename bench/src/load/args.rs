@@ -4,6 +4,8 @@ use std::num::NonZeroUsize;
 use std::str::FromStr;
 use std::time::Duration;
 
+use anyhow::bail;
+use clap::ValueEnum as _;
 use http::{HeaderName, HeaderValue};
 
 #[derive(clap::Args, Clone, Debug)]
@@ -24,32 +26,33 @@ pub struct Args {
     /// Number of connections; by default 1, or 64 in an open loop of a protocol without streams.
     #[arg(long)]
     pub connections: Option<NonZeroUsize>,
-    /// Concurrent streams per HTTP/2 connection; by default 1, or 64 in an open loop.
+    /// Concurrent streams per connection of HTTP/2 or gRPC; by default 1, or 64 in an open loop.
     #[arg(long)]
     pub streams: Option<NonZeroUsize>,
     /// Duration of the run; "10s" if neither this nor --requests is given.
-    #[arg(long, value_parser = tulle_core::duration::parse)]
+    #[arg(long, value_parser = positive_duration)]
     pub duration: Option<Duration>,
     /// Stop after this many requests.
     #[arg(long)]
     pub requests: Option<u64>,
     /// Request timeout. A request that exceeds it counts as a timeout.
-    #[arg(long, default_value = "10s", value_parser = tulle_core::duration::parse)]
+    #[arg(long, default_value = "10s", value_parser = positive_duration)]
     pub timeout: Duration,
     /// A request header "name: value" (repeatable; not for TCP).
     #[arg(long = "header", value_name = "NAME: VALUE")]
     pub headers: Vec<Header>,
-    /// The Host or :authority header of requests; by default the host and port of the target.
+    /// The Host or :authority header of requests (not for TCP); by default the host and port of the target.
     #[arg(long)]
     pub authority: Option<String>,
     /// Payload size of each request or message, in bytes.
     #[arg(long, default_value_t = 0)]
     pub body_size: usize,
-    #[arg(long, value_enum, default_value_t = Method::Unary)]
-    pub grpc_method: Method,
-    /// Messages per gRPC stream.
-    #[arg(long, default_value_t = 1)]
-    pub messages: u32,
+    /// The gRPC method; by default unary.
+    #[arg(long, value_enum)]
+    pub grpc_method: Option<Method>,
+    /// Messages per gRPC stream, for all methods but unary; by default 1.
+    #[arg(long)]
+    pub messages: Option<u32>,
     /// TCP: expect a greeting line that starts with this text from the server. Its last word is taken as the server's name.
     #[arg(long, value_name = "TEXT")]
     pub expect_greeting: Option<String>,
@@ -60,7 +63,7 @@ pub struct Args {
     #[arg(long, default_value = "1")]
     pub threads: NonZeroUsize,
     /// Print a report as one line of JSON at this interval, such as "1s".
-    #[arg(long, value_parser = tulle_core::duration::parse)]
+    #[arg(long, value_parser = positive_duration)]
     pub report_every: Option<Duration>,
     /// Print the final report as one line of JSON.
     #[arg(long)]
@@ -96,6 +99,40 @@ pub enum Method {
 }
 
 impl Args {
+    /// Fails if an option would have no effect with this protocol or gRPC method.
+    pub(super) fn check(&self) -> anyhow::Result<()> {
+        let (protocol, method) = (self.protocol, self.grpc_method());
+        let options = [
+            ("--header", !self.headers.is_empty(), protocol != Protocol::Tcp),
+            ("--authority", self.authority.is_some(), protocol != Protocol::Tcp),
+            ("--streams", self.streams.is_some(), protocol.has_streams()),
+            (
+                "--expect-greeting",
+                self.expect_greeting.is_some(),
+                protocol == Protocol::Tcp,
+            ),
+            ("--grpc-method", self.grpc_method.is_some(), protocol == Protocol::Grpc),
+            ("--messages", self.messages.is_some(), protocol == Protocol::Grpc),
+        ];
+        for (option, is_given, has_effect) in options {
+            if is_given && !has_effect {
+                bail!("{option} has no effect with --protocol {}", protocol.name());
+            }
+        }
+        if self.messages.is_some() && method == Method::Unary {
+            bail!("--messages has no effect with the gRPC method unary");
+        }
+        Ok(())
+    }
+
+    pub(super) fn grpc_method(&self) -> Method {
+        self.grpc_method.unwrap_or(Method::Unary)
+    }
+
+    pub(super) fn messages(&self) -> u32 {
+        self.messages.unwrap_or(1)
+    }
+
     pub(super) fn connections(&self) -> usize {
         let default = if self.rate.is_some() && !self.protocol.has_streams() {
             DEFAULT_OPEN_LOOP_CONCURRENCY
@@ -121,6 +158,21 @@ impl Args {
 impl Protocol {
     pub(super) fn has_streams(self) -> bool {
         matches!(self, Self::Http2 | Self::Grpc)
+    }
+
+    /// The name on the command line.
+    fn name(self) -> String {
+        self.to_possible_value()
+            .map_or_else(String::new, |value| value.get_name().to_owned())
+    }
+}
+
+/// A duration other than 0.
+fn positive_duration(text: &str) -> Result<Duration, String> {
+    match tulle_core::duration::parse(text) {
+        Ok(duration) if duration.is_zero() => Err(format!("{text:?} is zero: give a longer duration, such as 1s")),
+        Ok(duration) => Ok(duration),
+        Err(error) => Err(error.to_string()),
     }
 }
 

@@ -73,7 +73,7 @@ pub async fn run(
     stop: impl Future<Output = ()>,
     mut on_interval: impl FnMut(&Report) -> anyhow::Result<()>,
 ) -> anyhow::Result<Report> {
-    let target = Arc::new(Target::resolve(args).await?);
+    args.check()?;
     let duration = args
         .duration
         .or_else(|| args.requests.is_none().then_some(DEFAULT_DURATION));
@@ -81,7 +81,8 @@ pub async fn run(
         args.rate.map(|rate| (rate, args.arrivals)),
         args.requests,
         duration,
-    ));
+    )?);
+    let target = Arc::new(Target::resolve(args).await?);
     let (stop_tx, stop_rx) = watch::channel(None);
     let start = Instant::now();
     let mut thread_stats = Vec::new();

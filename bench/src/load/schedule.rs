@@ -3,6 +3,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use anyhow::ensure;
+
 use super::args::Arrivals;
 
 /// Hands out requests to the workers of a run.
@@ -36,25 +38,33 @@ pub(super) enum ScheduledRequest {
 
 impl Schedule {
     /// `rate` is in requests per second; `None` is a closed loop. The run ends after `duration` or `requests`.
-    pub(super) fn new(rate: Option<(f64, Arrivals)>, requests: Option<u64>, duration: Option<Duration>) -> Self {
+    ///
+    /// # Errors
+    /// If more than [`MAX_RANDOM_REQUESTS`] would be due at random times.
+    pub(super) fn new(
+        rate: Option<(f64, Arrivals)>,
+        requests: Option<u64>,
+        duration: Option<Duration>,
+    ) -> anyhow::Result<Self> {
         let limit = requests.unwrap_or(u64::MAX);
         let due_times = rate.map(|(rate, arrivals)| match arrivals {
-            Arrivals::Fixed => DueTimes::Regular { rate, group: 1 },
-            Arrivals::Bursts => DueTimes::Regular {
+            Arrivals::Fixed => Ok(DueTimes::Regular { rate, group: 1 }),
+            Arrivals::Bursts => Ok(DueTimes::Regular {
                 rate,
                 group: BURST_SIZE,
-            },
+            }),
             Arrivals::Poisson => DueTimes::random(rate, limit, duration),
         });
+        let due_times = due_times.transpose()?;
         let in_time = match (&due_times, duration) {
             (Some(due_times), Some(duration)) => due_times.n_before(duration),
             _ => u64::MAX,
         };
-        Self {
+        Ok(Self {
             due_times,
             requests: limit.min(in_time),
             next: AtomicU64::new(0),
-        }
+        })
     }
 
     /// The next request, or `None` if all have been handed out.
@@ -81,17 +91,23 @@ impl Schedule {
 
 impl DueTimes {
     /// Exponentially distributed intervals from a fixed seed, so runs with the same rate have the same ones. They are computed
-    /// in advance, so a run has at most [`MAX_RANDOM_REQUESTS`] requests.
-    fn random(rate: f64, limit: u64, duration: Option<Duration>) -> Self {
+    /// in advance, until `limit` or `duration` is reached.
+    fn random(rate: f64, limit: u64, duration: Option<Duration>) -> anyhow::Result<Self> {
         let end = duration.map_or(f64::INFINITY, |duration| duration.as_secs_f64());
+        let expected = (rate * end).min(limit as f64);
+        ensure!(
+            expected <= MAX_RANDOM_REQUESTS,
+            "--arrivals poisson computes the times of all {expected:.0} requests before the run, and at most \
+             {MAX_RANDOM_REQUESTS} are possible; give a smaller --rate, --duration or --requests"
+        );
         let mut random = fastrand::Rng::with_seed(1);
         let mut at = 0.0;
         let mut due = Vec::new();
-        while at < end && (due.len() as u64) < limit.min(MAX_RANDOM_REQUESTS) {
+        while at < end && (due.len() as u64) < limit {
             due.push((at * 1e9).round() as u64);
             at += exponential(&mut random) / rate;
         }
-        Self::Random(due)
+        Ok(Self::Random(due))
     }
 
     /// The due time of request `n`; `None` after the end of a random schedule.
@@ -124,12 +140,17 @@ pub(super) fn exponential(random: &mut fastrand::Rng) -> f64 {
 
 /// Number of requests that [`Arrivals::Bursts`] sends at once.
 const BURST_SIZE: u64 = 50;
-const MAX_RANDOM_REQUESTS: u64 = 10_000_000;
+/// Maximum expected number of requests at random times. Each needs 8 bytes.
+const MAX_RANDOM_REQUESTS: f64 = 1e7;
 const ROUNDING: f64 = 1e-6;
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn open_loop(rate: f64, arrivals: Arrivals, seconds: u64) -> Schedule {
+        Schedule::new(Some((rate, arrivals)), None, Some(Duration::from_secs(seconds))).unwrap()
+    }
 
     fn all_requests(schedule: &Schedule) -> Vec<ScheduledRequest> {
         std::iter::from_fn(|| schedule.next_request()).collect()
@@ -137,7 +158,7 @@ mod tests {
 
     #[test]
     fn open_loop_requests_are_due_at_fixed_times() {
-        let schedule = Schedule::new(Some((4.0, Arrivals::Fixed)), None, Some(Duration::from_secs(1)));
+        let schedule = open_loop(4.0, Arrivals::Fixed, 1);
         let expected = [0, 250, 500, 750].map(|ms| ScheduledRequest::At(Duration::from_millis(ms)));
         assert_eq!(all_requests(&schedule), expected);
     }
@@ -145,7 +166,7 @@ mod tests {
     #[test]
     fn rates_that_do_not_divide_a_second_keep_the_number_of_requests() {
         for rate in [3.0, 7.0, 300.0, 999.0, 1e6 / 3.0] {
-            let schedule = Schedule::new(Some((rate, Arrivals::Fixed)), None, Some(Duration::from_secs(3)));
+            let schedule = open_loop(rate, Arrivals::Fixed, 3);
             assert_eq!(
                 all_requests(&schedule).len() as u64,
                 (rate * 3.0).round() as u64,
@@ -156,7 +177,7 @@ mod tests {
 
     #[test]
     fn bursts_are_due_at_once_and_keep_the_rate() {
-        let schedule = Schedule::new(Some((100.0, Arrivals::Bursts)), None, Some(Duration::from_secs(2)));
+        let schedule = open_loop(100.0, Arrivals::Bursts, 2);
         let due = all_requests(&schedule);
         assert_eq!(due.len(), 200);
         assert_eq!(due[49], ScheduledRequest::At(Duration::ZERO));
@@ -166,7 +187,7 @@ mod tests {
 
     #[test]
     fn random_arrivals_keep_the_rate_and_are_the_same_in_each_run() {
-        let schedule = || Schedule::new(Some((1000.0, Arrivals::Poisson)), None, Some(Duration::from_secs(20)));
+        let schedule = || open_loop(1000.0, Arrivals::Poisson, 20);
         let due = all_requests(&schedule());
         assert!((19_000..21_000).contains(&due.len()), "{}", due.len());
         assert_eq!(due, all_requests(&schedule()));
@@ -176,23 +197,34 @@ mod tests {
     #[test]
     fn the_request_limit_ends_both_loops() {
         assert_eq!(
-            all_requests(&Schedule::new(None, Some(3), None)),
+            all_requests(&Schedule::new(None, Some(3), None).unwrap()),
             [ScheduledRequest::Now; 3]
         );
-        assert_eq!(
-            all_requests(&Schedule::new(
-                Some((1000.0, Arrivals::Fixed)),
-                Some(2),
-                Some(Duration::from_secs(9))
-            ))
-            .len(),
-            2
-        );
+        for arrivals in [Arrivals::Fixed, Arrivals::Poisson] {
+            let schedule = Schedule::new(Some((1000.0, arrivals)), Some(2), Some(Duration::from_secs(9)));
+            assert_eq!(all_requests(&schedule.unwrap()).len(), 2, "{arrivals:?}");
+        }
+    }
+
+    #[test]
+    fn a_random_schedule_that_is_too_long_is_refused() {
+        let schedule = |requests, seconds: Option<u64>| {
+            Schedule::new(
+                Some((1e6, Arrivals::Poisson)),
+                requests,
+                seconds.map(Duration::from_secs),
+            )
+        };
+        for (requests, seconds) in [(None, Some(60)), (Some(20_000_000), None), (None, None)] {
+            let error = schedule(requests, seconds).unwrap_err().to_string();
+            assert!(error.contains("at most 10000000"), "{error}");
+        }
+        assert_eq!(all_requests(&schedule(Some(3), Some(60)).unwrap()).len(), 3);
     }
 
     #[test]
     fn requests_that_were_due_but_never_sent_are_counted() {
-        let schedule = Schedule::new(Some((100.0, Arrivals::Fixed)), None, Some(Duration::from_secs(1)));
+        let schedule = open_loop(100.0, Arrivals::Fixed, 1);
         for _ in 0..30 {
             schedule.next_request();
         }
@@ -203,9 +235,10 @@ mod tests {
 
     #[test]
     fn a_finished_schedule_has_no_unsent_requests() {
-        let schedule = Schedule::new(Some((100.0, Arrivals::Fixed)), Some(10), None);
+        let schedule = Schedule::new(Some((100.0, Arrivals::Fixed)), Some(10), None).unwrap();
         all_requests(&schedule);
         assert_eq!(schedule.n_unsent(Duration::from_secs(60)), 0);
-        assert_eq!(Schedule::new(None, Some(10), None).n_unsent(Duration::from_secs(60)), 0);
+        let schedule = Schedule::new(None, Some(10), None).unwrap();
+        assert_eq!(schedule.n_unsent(Duration::from_secs(60)), 0);
     }
 }

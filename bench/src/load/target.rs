@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 
-use anyhow::{Context as _, bail};
+use anyhow::Context as _;
 use bytes::Bytes;
 use hickory_resolver::{ResolverBuilder, TokioResolver};
 use http::uri::{Authority, PathAndQuery};
@@ -31,9 +31,6 @@ impl Target {
         let (host, path) = split(&args.target, args.protocol);
         let addr = look_up(host).await?;
         let authority = args.authority.as_deref().unwrap_or(host);
-        if args.protocol == Protocol::Tcp && !args.headers.is_empty() {
-            bail!("--header is not supported for TCP");
-        }
         Ok(Self {
             protocol: args.protocol,
             addr,
@@ -47,8 +44,8 @@ impl Target {
                 .map(|header| (header.0.clone(), header.1.clone()))
                 .collect(),
             payload: pattern(args.body_size),
-            method: args.grpc_method,
-            messages: args.messages,
+            method: args.grpc_method(),
+            messages: args.messages(),
             greeting: args.expect_greeting.clone(),
             reconnect: args.reconnect,
         })

@@ -47,7 +47,8 @@ impl Budget {
     }
 }
 
-/// Parses the budgets. Only a subset of TOML is supported: comments, and lines of the form `row.metric = "text"`.
+/// Parses the budgets. The file has comments, and lines of the form `row.metric = "text"`. Unlike in TOML, a key can occur more
+/// than once; then all its budgets apply.
 pub(super) fn parse(text: &str) -> anyhow::Result<Vec<Budget>> {
     let lines = text
         .lines()

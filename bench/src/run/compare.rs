@@ -2,7 +2,7 @@
 //!
 //! Each build has its own testbed, and all are measured in turn with each load, so that other load on the machine affects them
 //! alike.
-//! A result is the ratio of another build to the first, over pairs of the same repeat.
+//! For each repeat, a figure of a build is divided by that of the first build; the result is the median of these ratios.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -19,7 +19,7 @@ use super::rows::{self, Row};
 use super::setup::{Peer, Setup};
 use super::sidecars::Sidecars;
 use super::testbed::{SERVICE, Testbed};
-use super::{peer, tools, tulle};
+use super::{peer, throttle, tools, tulle};
 
 /// Arguments of `tulle-bench compare-builds`.
 #[derive(clap::Args, Clone, Debug)]
@@ -32,16 +32,16 @@ pub struct Args {
     #[arg(long, value_enum, value_delimiter = ',', conflicts_with_all = ["workers", "connections"])]
     rows: Vec<Row>,
     /// Measurements of each load and build.
-    #[arg(long, default_value_t = 3)]
-    repeats: usize,
-    /// Duration of each measurement.
-    #[arg(long, default_value = "2s", value_parser = tulle_core::duration::parse)]
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..))]
+    repeats: u16,
+    /// Duration of each measurement, in whole seconds.
+    #[arg(long, default_value = "2s", value_parser = generators::parse_whole_seconds)]
     duration: Duration,
     /// Numbers of worker threads of a sidecar.
-    #[arg(long, value_delimiter = ',', default_value = "1,2")]
+    #[arg(long, value_delimiter = ',', default_value = "1,2", value_parser = clap::value_parser!(u16).range(1..))]
     workers: Vec<u16>,
     /// Numbers of connections.
-    #[arg(long, value_delimiter = ',', default_value = "1,16,64,256")]
+    #[arg(long, value_delimiter = ',', default_value = "1,16,64,256", value_parser = clap::value_parser!(u32).range(1..))]
     connections: Vec<u32>,
     /// Write the table as Markdown to this file.
     #[arg(long, value_name = "FILE")]
@@ -92,9 +92,10 @@ const FIGURES: [Figure; 3] = [
     |sample| sample[&Metric::ClientCpuUs] + sample[&Metric::ServerCpuUs],
 ];
 
-/// The fraction of the capacity that all loads other than a closed loop use.
-const LOAD_FRACTION: f64 = 0.5;
-/// A ratio that counts as a difference.
+/// The rate of an open loop, as a fraction of the rate of a closed loop. The pause of think time is that between two requests of a
+/// connection at this rate; the response time adds to it, so the rate is between a third and a half of that of a closed loop.
+const RATE_FRACTION: f64 = 0.5;
+/// A ratio that counts as a difference, as does its inverse.
 const DIFFERENCE: f64 = 1.03;
 
 /// Samples by load and build, in the order of the repeats.
@@ -106,6 +107,9 @@ type RunningBuilds<'a> = Vec<(&'a Testbed, Sidecars)>;
 /// Measures all loads and prints the table.
 pub fn main(args: &Args) -> anyhow::Result<()> {
     check_rows(&args.rows)?;
+    if let Some(row) = args.rows.iter().find(|row| row.setup().throttle.is_some()) {
+        throttle::check().with_context(|| format!("--rows {}", row.name()))?;
+    }
     tools::raise_descriptor_limit()?;
     peer::prepare_run(&[Peer::Tulle], &["wrk"])?;
     args.builds.iter().try_for_each(|build| tulle::check(build))?;
@@ -221,7 +225,7 @@ fn measure_http1_loads(
                     ..Http1::get(connections)
                 };
                 let capacity = generators::wrk(testbed, SERVICE, closed, CALIBRATION)?;
-                let rate = capacity.requests as f64 / capacity.seconds * LOAD_FRACTION;
+                let rate = capacity.requests as f64 / capacity.seconds * RATE_FRACTION;
                 for arrivals in ARRIVALS {
                     let load = Http1Load {
                         workers,
@@ -251,13 +255,13 @@ fn samples_of(samples: &mut Samples, load: Load, n_builds: usize) -> &mut [Vec<S
 /// Measures one load with each build. The builds take turns in being first.
 fn measure_in_turn(
     args: &Args,
-    repeat: usize,
+    repeat: u16,
     running: &RunningBuilds<'_>,
     samples_by_build: &mut [Vec<Sample>],
     measure: impl Fn(&Testbed, &Sidecars) -> anyhow::Result<Sample>,
 ) -> anyhow::Result<()> {
     for n in 0..running.len() {
-        let build = (n + repeat) % running.len();
+        let build = (n + usize::from(repeat)) % running.len();
         let (testbed, sidecars) = &running[build];
         let sample = measure(testbed, sidecars)?;
         ensure!(
@@ -322,7 +326,8 @@ fn markdown(builds: &[String], samples: &Samples) -> String {
         }
         let _ = writeln!(
             out,
-            "\n{higher} figures are at least 3 % higher (bold), {lower} at least 3 % lower (italic), by their quartiles.\n"
+            "\n{higher} figures are higher by a factor of at least {DIFFERENCE} (bold), {lower} lower by such a factor (italic), by \
+             their quartiles.\n"
         );
     }
     out
@@ -419,6 +424,29 @@ mod tests {
             .filter(|row| !refused.contains(row))
             .collect();
         check_rows(&usable).unwrap();
+    }
+
+    #[test]
+    fn a_figure_that_is_lower_or_higher_by_the_factor_is_marked_and_counted() {
+        let sample = |p50: f64, p99: f64| {
+            Sample::from([
+                (Metric::P50Us, p50),
+                (Metric::P99Us, p99),
+                (Metric::ClientCpuUs, 1.0),
+                (Metric::ServerCpuUs, 1.0),
+            ])
+        };
+        let samples = Samples::from([(
+            Load::Row(Row::HttpC1),
+            vec![vec![sample(1.03, 1.0)], vec![sample(1.0, 1.03)]],
+        )]);
+        let text = markdown(&["one".to_owned(), "other".to_owned()], &samples);
+        for part in [
+            "| http-c1 | _0.97_ (0.97 to 0.97) | **1.03** (1.03 to 1.03) | 1.00 (1.00 to 1.00) |",
+            "\n1 figures are higher by a factor of at least 1.03 (bold), 1 lower by such a factor (italic), by their quartiles.",
+        ] {
+            assert!(text.contains(part), "no {part:?} in {text}");
+        }
     }
 
     #[test]

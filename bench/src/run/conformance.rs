@@ -153,8 +153,10 @@ Otherwise the cell describes the result:
 - \"no answer\": the client received nothing within five seconds, or before the connection ended;
 - \"cut\": the response was truncated;
 - \"passes it\": the application received a request that the proxy should have refused;
+- \"passes N, …\": the application received N requests, and the client the responses that follow; at least one of the two is wrong;
+- \"another body\": the application or the client received another body than the expected one;
 - \"looks complete\": the client cannot tell that the response was truncated;
-- \"left open\": the connection stays open, and the client waits for the rest of a truncated response;
+- \"left open\": the proxy does not close the connection after it has refused a request, or while the client waits for the rest of a truncated response;
 - \"sends\": the request line that the application received;
 - \"with\": a header line that should have been removed;
 - \"without\": a header line that should have arrived;
@@ -177,6 +179,13 @@ mod tests {
             let ours = format!("| {} | {}{} | ok |", case.section, case.name, mark(case.name));
             assert!(row.starts_with(&ours), "{ours:?} is committed as {row:?}");
         }
+    }
+
+    #[test]
+    fn the_committed_document_begins_with_the_introduction() {
+        let committed = include_str!("../../../docs/reference/conformance.md");
+        let introduction = committed.split_inclusive("\n\n| Proxy |").next().unwrap();
+        assert_eq!(introduction, format!("{INTRODUCTION}\n| Proxy |"));
     }
 
     #[test]

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use serde::Deserialize;
+use tulle_core::duration;
 
 use super::testbed::{HTTP_PORT, TCP_PORT, Testbed};
 use crate::load::stats::Report;
@@ -155,7 +156,7 @@ pub(super) fn ghz(testbed: &Testbed, host: &str, duration: Duration) -> anyhow::
             "--format",
             "json",
         ])
-        .args(["--duration", &format!("{}s", duration.as_secs().max(1)), "--proto"])
+        .args(["--duration", &format!("{}s", duration.as_secs()), "--proto"])
         .arg(testbed.file("echo.proto"))
         .arg(format!("{host}:{HTTP_PORT}"));
     let text = output(command)?;
@@ -293,9 +294,20 @@ fn report(command: Command) -> anyhow::Result<Report> {
     serde_json::from_str(&text).with_context(|| format!("the load generator printed {text:?}"))
 }
 
-/// A command line option in whole seconds, at least one.
+/// Parses the duration of a measurement: whole seconds, because wrk, h2load and ghz would cut other durations.
+pub(super) fn parse_whole_seconds(text: &str) -> Result<Duration, String> {
+    let duration = duration::parse(text).map_err(|error| error.to_string())?;
+    if duration < Duration::from_secs(1) || duration.subsec_nanos() > 0 {
+        return Err(format!(
+            "{text:?} is not a number of whole seconds; expected at least 1s"
+        ));
+    }
+    Ok(duration)
+}
+
+/// A command line option in seconds.
 fn seconds(option: &str, duration: Duration) -> String {
-    format!("{option}{}", duration.as_secs().max(1))
+    format!("{option}{}", duration.as_secs())
 }
 
 fn output(mut command: Command) -> anyhow::Result<String> {

@@ -27,8 +27,9 @@ impl Peer {
     pub(super) fn verify(self, testbed: &Testbed, setup: &Setup) -> anyhow::Result<()> {
         match self {
             Self::Tulle | Self::TulleNoProfile => tulle::verify(testbed, setup.path),
-            // Only the client's sidecar answers at the service's address, and with both sidecars it accepts only certificates of
-            // this run. The row `inbound-only`, without a client's sidecar, is not verified.
+            // No check is needed: the service's address exists only by the redirect to the client's sidecar, and with both
+            // sidecars, that one accepts only a server's sidecar with a certificate of this run. The row `inbound-only`, which dials
+            // the server's address, is not checked.
             Self::Haproxy | Self::Nginx | Self::Envoy | Self::None => Ok(()),
         }
     }
@@ -45,7 +46,8 @@ impl Peer {
         }
     }
 
-    /// Name and version, as the program reports them.
+    /// Name and version, as the program reports them. For tulle, the version is that of this program, and the commit that of the
+    /// current directory.
     pub(super) fn version(self) -> anyhow::Result<String> {
         match self {
             Self::Tulle | Self::TulleNoProfile => {
@@ -113,7 +115,7 @@ pub(super) fn prepare_run(peers: &[Peer], programs: &[&str]) -> anyhow::Result<(
     Ok(())
 }
 
-/// Names and versions of peers and load generators, as they report them.
+/// Names and versions of peers ([`Peer::version`]), and of load generators, as they report them.
 pub(super) fn versions(peers: &[Peer]) -> anyhow::Result<Vec<String>> {
     let peers = peers
         .iter()

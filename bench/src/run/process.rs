@@ -86,8 +86,17 @@ impl Process {
 
     /// CPU time of all running threads, from the scheduler. Its unit is nanoseconds, whereas utime counts clock ticks.
     pub fn cpu(&self) -> anyhow::Result<Duration> {
+        self.cpu_without_thread("")
+    }
+
+    /// Like [`cpu`](Self::cpu), without the threads of this name.
+    pub fn cpu_without_thread(&self, name: &str) -> anyhow::Result<Duration> {
         let mut nanos = 0;
         for thread in self.threads()? {
+            let is_excluded = |thread_name: String| thread_name.trim_end() == name;
+            if self.proc(&format!("task/{thread}/comm")).is_ok_and(is_excluded) {
+                continue;
+            }
             // A thread that has ended is no longer counted. The threads of sidecars do not end.
             let Ok(text) = self.proc(&format!("task/{thread}/schedstat")) else {
                 continue;
@@ -207,13 +216,14 @@ mod tests {
         let mut command = Command::new("sh");
         command.args([
             "-c",
-            "i=0; while [ $i -lt 300000 ]; do i=$((i+1)); done; echo done; sleep 60",
+            "i=0; while [ $i -lt 300000 ]; do i=$((i+1)); done; echo done; sleep 60; :",
         ]);
         let mut process = Process::start("loop", command, dir.path()).unwrap();
         process
             .wait_for("done", |process| Ok(process.log_tail() == "done"))
             .unwrap();
         assert!(process.cpu().unwrap() > Duration::from_millis(1));
+        assert_eq!(process.cpu_without_thread("sh").unwrap(), Duration::ZERO);
         assert!(process.rss_kib().unwrap() > 100);
         let (user, kernel) = process.ticks().unwrap();
         assert!(user + kernel > 0);

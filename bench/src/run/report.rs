@@ -37,7 +37,8 @@ pub(super) struct Machine {
     pub(super) kernel: String,
     /// Load average of the minute before the run.
     pub(super) load: f64,
-    /// Names and versions of peers and load generators, as they report them.
+    /// Names and versions of peers and load generators, as they report them. For tulle, the version is that of this program, and
+    /// the commit that of the current directory.
     pub(super) versions: Vec<String>,
     /// Command line arguments of the run.
     pub(super) command: String,

@@ -81,8 +81,8 @@ impl Row {
             Self::OneWorker | Self::TwoWorkers => !matches!(peer, Peer::None | Peer::Nginx),
             // Without a proxy, the result equals that of the row with both sidecars.
             Self::OutboundOnly | Self::InboundOnly => peer != Peer::None,
-            // Rows that need settings or counters that only the setup of tulle has, or clients without TLS at the server's
-            // sidecar; and the baseline of such rows.
+            // Only tulle: Allocations (counter), Routed and Profiled (rules), HttpC64Baseline (their baseline), SlowHeads (head
+            // timeout), SlowHeads and Hostile (clients without TLS at the server's sidecar).
             Self::Allocations
             | Self::SlowHeads
             | Self::Hostile

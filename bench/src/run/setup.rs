@@ -76,8 +76,8 @@ pub(super) struct Setup {
     pub(super) traffic: Traffic,
     pub(super) path: SidecarPath,
     pub(super) workers: u16,
-    /// CPU limit of each thread of a sidecar, in percent of a core. With it, the workers limit the throughput even if they share
-    /// the machine with the load generator.
+    /// CPU limit of each thread of a sidecar, in percent of a core. With it, the workers are the bottleneck, although the load
+    /// generator uses the same cores.
     pub(super) throttle: Option<u16>,
     pub(super) build: Build,
     /// Timeout of request headers, for peers where it can be set. `None` leaves the default.

@@ -3,24 +3,39 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
 
 use super::process::Process;
 
 /// Active limits. Dropping the value removes them, which requires that the process has ended.
 pub(super) struct Throttle(Vec<PathBuf>);
 
-/// Whether this machine has the cpu controller of cgroup v1.
-pub(super) fn available() -> bool {
-    Path::new(ROOT).join("cpu.cfs_quota_us").exists()
+/// Fails unless this machine has the cpu controller of cgroup v1.
+pub(super) fn check() -> anyhow::Result<()> {
+    check_controller(Path::new(ROOT))
+}
+
+fn check_controller(root: &Path) -> anyhow::Result<()> {
+    ensure!(
+        root.join("cpu.cfs_quota_us").exists(),
+        "limits of threads need the cpu controller of cgroup v1, and {} is not one",
+        root.display()
+    );
+    Ok(())
 }
 
 impl Throttle {
     /// Limits all current threads of the process.
     pub(super) fn threads_of(process: &Process, percent: u16) -> anyhow::Result<Self> {
+        Self::threads(Path::new(ROOT), process.threads()?, percent)
+    }
+
+    /// Limits these threads in groups below the directory of the controller.
+    fn threads(root: &Path, threads: Vec<u64>, percent: u16) -> anyhow::Result<Self> {
+        check_controller(root)?;
         let mut throttle = Self(Vec::new());
-        for thread in process.threads()? {
-            let dir = Path::new(ROOT).join(format!("tulle-bench-{thread}"));
+        for thread in threads {
+            let dir = root.join(format!("tulle-bench-{thread}"));
             let write = |file: &str, value: u64| {
                 fs::write(dir.join(file), value.to_string())
                     .with_context(|| format!("writing {file} of {}", dir.display()))
@@ -49,3 +64,17 @@ impl Drop for Throttle {
 const ROOT: &str = "/sys/fs/cgroup/cpu";
 /// In microseconds. Short, so that a throttled worker continues soon.
 const PERIOD_US: u64 = 10_000;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn without_the_controller_no_group_is_made() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().join("cpu");
+        let error = Throttle::threads(&root, vec![1], 25).err().unwrap().to_string();
+        assert!(error.contains("cgroup v1"), "{error}");
+        assert!(!root.exists());
+    }
+}

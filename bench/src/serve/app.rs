@@ -1,10 +1,13 @@
 use std::time::Duration;
 
+use http::HeaderValue;
 use tokio_rustls::TlsAcceptor;
 
 /// State shared by all connections.
 pub(super) struct App {
     pub(super) name: String,
+    /// The name as the value of `x-replica`.
+    pub(super) replica: HeaderValue,
     pub(super) delay: Duration,
     /// Whether all responses have the same `date`.
     pub(super) fixed_date: bool,

@@ -32,13 +32,9 @@ pub(super) async fn serve<IO>(stream: IO, app: Arc<App>, watch: Watch)
 where
     IO: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
-    let Ok(replica) = HeaderValue::from_str(&app.name) else {
-        return;
-    };
     let handler = Arc::new(ConnectionHandler {
         calls: grpc::service(app.clone()),
         app,
-        replica,
         watch: watch.clone(),
     });
     let service = service_fn(|req| {
@@ -68,7 +64,6 @@ where
 struct ConnectionHandler {
     app: Arc<App>,
     calls: grpc::Service,
-    replica: HeaderValue,
     watch: Watch,
 }
 
@@ -77,7 +72,7 @@ impl ConnectionHandler {
         super::app::delay_response(self.app.delay).await;
         let is_head = req.method() == Method::HEAD;
         let mut rsp = self.route(req).await;
-        rsp.headers_mut().insert(X_REPLICA, self.replica.clone());
+        rsp.headers_mut().insert(X_REPLICA, self.app.replica.clone());
         if self.app.fixed_date {
             let date = HeaderValue::from_static("Sun, 06 Nov 1994 08:49:37 GMT");
             rsp.headers_mut().insert(DATE, date);

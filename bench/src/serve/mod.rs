@@ -15,6 +15,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ::http::HeaderValue;
 use anyhow::Context as _;
 use rustls::ServerConfig;
 use rustls::pki_types::PrivateKeyDer;
@@ -43,8 +44,8 @@ pub struct Args {
     /// Wait this long before every response, such as "50ms".
     #[arg(long, value_name = "DURATION", default_value = "0s", value_parser = tulle_core::duration::parse)]
     pub delay: Duration,
-    /// Send the same `date` in all responses. Otherwise HPACK tables grow each second, and a count of instructions depends on
-    /// the time that it takes.
+    /// Send the same `date` in all responses, for measurements that count instructions: each new date is a new entry in HPACK
+    /// tables, so the count would depend on how long the measurement takes.
     #[arg(long)]
     pub fixed_date: bool,
     /// Server name in `x-replica`, in gRPC replies and in greetings.
@@ -99,6 +100,8 @@ fn signal(kind: tokio::signal::unix::SignalKind) -> anyhow::Result<tokio::signal
 impl Server {
     /// Binds the listeners of `args`.
     pub async fn bind(args: &Args) -> anyhow::Result<Self> {
+        let replica = HeaderValue::from_str(&args.name)
+            .with_context(|| format!("--name {:?} cannot be the value of a header", args.name))?;
         let wanted = (args.http.iter().map(|addr| (Protocol::Http, addr)))
             .chain(args.https.iter().map(|addr| (Protocol::Https, addr)))
             .chain(args.tcp.iter().map(|addr| (Protocol::Tcp, addr)))
@@ -121,6 +124,7 @@ impl Server {
         Ok(Self {
             app: Arc::new(App {
                 name: args.name.clone(),
+                replica,
                 delay: args.delay,
                 fixed_date: args.fixed_date,
                 tls: (!args.https.is_empty()).then(acceptor).transpose()?,
@@ -229,3 +233,25 @@ fn acceptor() -> anyhow::Result<TlsAcceptor> {
 /// Also the timeout of TLS handshakes.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 const ACCEPT_ERROR_BACKOFF: Duration = Duration::from_millis(20);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_name_that_no_header_can_have_is_refused_at_the_start() {
+        let args = |name: &str| Args {
+            http: vec![([127, 0, 0, 1], 0).into()],
+            https: Vec::new(),
+            tcp: Vec::new(),
+            tcp_speaks_first: Vec::new(),
+            delay: Duration::ZERO,
+            fixed_date: false,
+            name: name.to_owned(),
+            ready_file: None,
+        };
+        assert!(Server::bind(&args("one")).await.is_ok());
+        let error = Server::bind(&args("a\nb")).await.err().unwrap();
+        assert_eq!(error.to_string(), "--name \"a\\nb\" cannot be the value of a header");
+    }
+}

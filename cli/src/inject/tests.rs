@@ -108,6 +108,38 @@ fn manual_injection_adds_the_containers_and_uninjection_removes_them() {
 }
 
 #[test]
+fn uninjection_removes_the_volume_of_the_init_container_whatever_its_name() {
+    for (kind, name) in [("Pod", "own-lock"), ("Deployment", "tmp")] {
+        let (api_version, _, pointer) = KINDS.into_iter().find(|(_, other, _)| *other == kind).unwrap();
+        let before = workload(api_version, kind, pointer);
+        let mut object = before.clone();
+        let mut injection = injection(true);
+        injection.config.values.proxy_init.xt_mount_path.name = name.to_owned();
+        injection.apply(&mut object).unwrap();
+        assert!(object.to_string().contains(name), "{kind}");
+        uninject::apply(&mut object);
+        let spec = format!("{pointer}/spec");
+        assert_eq!(object.pointer(&spec), before.pointer(&spec), "{kind}");
+    }
+}
+
+#[test]
+fn uninjection_keeps_volumes_that_the_application_mounts() {
+    let mount = json!({"name": "access", "mountPath": "/var/run/secrets"});
+    let app = json!({"name": "app", "image": "a", "volumeMounts": [mount]});
+    let init =
+        json!({"name": "linkerd-init", "image": "i", "volumeMounts": [mount, {"name": "lock", "mountPath": "/run"}]});
+    let mut pod = json!({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": {
+        "containers": [app], "initContainers": [init], "volumes": [{"name": "access"}, {"name": "lock"}],
+    }});
+    assert!(uninject::apply(&mut pod));
+    assert_eq!(
+        pod["spec"],
+        json!({"containers": [app], "volumes": [{"name": "access"}]})
+    );
+}
+
+#[test]
 fn objects_without_a_sidecar_are_unchanged_and_reported_with_the_reason() {
     let pod = |rest: &str| {
         object(&format!(

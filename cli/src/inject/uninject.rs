@@ -44,10 +44,12 @@ fn remove_from_pod_template(template: &mut Value) {
         restore_probes(spec);
     }
     let added = [PROXY_CONTAINER, INIT_CONTAINER, VALIDATOR_CONTAINER, DEBUG_CONTAINER];
+    let volumes = injected_volumes(template, &added);
+    let volumes: Vec<&str> = volumes.iter().map(String::as_str).collect();
     let lists: [(&str, &[&str]); 3] = [
         ("containers", &added),
         ("initContainers", &added),
-        ("volumes", &INJECTED_VOLUMES),
+        ("volumes", &volumes),
     ];
     for (list, names) in lists {
         let Some(Value::Object(spec)) = template.get_mut("spec") else {
@@ -63,6 +65,27 @@ fn remove_from_pod_template(template: &mut Value) {
             spec.remove(list);
         }
     }
+}
+
+/// The volumes that injection can add, and those that only the init container mounts: a value of the chart can set the name of
+/// its volume.
+fn injected_volumes(template: &Value, injected_containers: &[&str]) -> Vec<String> {
+    let lists = ["containers", "initContainers"].map(|list| template["spec"][list].as_array());
+    let containers = || lists.into_iter().flatten().flatten();
+    let name_of = |object: &Value| object["name"].as_str().unwrap_or_default().to_owned();
+    let mounts_of = |container: &Value| {
+        let mounts = container["volumeMounts"].as_array().into_iter().flatten();
+        mounts.map(name_of).collect::<Vec<_>>()
+    };
+    let of_init = containers().filter(|container| container["name"] == INIT_CONTAINER);
+    let of_others = containers().filter(|container| !injected_containers.contains(&name_of(container).as_str()));
+    let kept: Vec<String> = of_others.flat_map(mounts_of).collect();
+    let only_ours = of_init.flat_map(mounts_of).filter(|name| !kept.contains(name));
+    INJECTED_VOLUMES
+        .map(str::to_owned)
+        .into_iter()
+        .chain(only_ours)
+        .collect()
 }
 
 /// Whether injection added an entry.

@@ -46,7 +46,10 @@ pub(crate) fn stat(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
             titles.push("CAUSES");
         }
         let lines = rows.iter().map(|row| {
-            let mut line = vec![display_name(query, &row.named), format!("{}/{}", row.meshed, row.total)];
+            let mut line = vec![
+                display_name(query, &row.resource),
+                format!("{}/{}", row.meshed, row.total),
+            ];
             line.extend(match row.meshed {
                 0 => vec!["-".to_owned(); golden_titles(output).len()],
                 _ => golden(&row.golden, output),
@@ -56,7 +59,7 @@ pub(crate) fn stat(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
             }
             line
         });
-        Ok(with_namespaces(query, titles, lines, |at| &rows[at].named.namespace))
+        Ok(with_namespaces(query, titles, lines, |at| &rows[at].resource.namespace))
     })
 }
 

@@ -1,9 +1,9 @@
 //! Validates policies, routes and ServiceProfiles before the API server stores them.
 //!
 //! The rules are those with which [`crate::resources`] decodes, so that manifests of a directory and objects of a
-//! cluster are validated alike. This module adds what only requests of the API server need: for policies and routes, it rejects
-//! other kinds, allows routes of other controllers, accepts names that are not generated yet, and returns warnings. It reads no
-//! other objects: conflicts and missing references are reported in the status.
+//! cluster are validated alike. This module adds what only requests of the API server need: [`PolicyValidator`] denies kinds that it does
+//! not know, allows routes of the Gateway API that have no parent in the mesh, accepts an object with `generateName` and no name, and returns
+//! warnings. It reads no other objects: conflicts and missing references are reported in the status.
 //!
 //! Permissions: none.
 

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use crate::resources::policy::reference::{GATEWAY_GROUP, POLICY_GROUP};
 use crate::resources::unreadable::Unreadable;
 use crate::resources::unsupported::{self, UnsupportedPart};
-use crate::resources::{self, KINDS, Kind, Object, route_admission};
+use crate::resources::{self, KINDS, Kind, Object, validation};
 use crate::webhook::review::{AdmissionResponse, Request};
 
 pub(super) fn review(req: Request) -> AdmissionResponse {
@@ -28,7 +28,7 @@ pub(super) fn review(req: Request) -> AdmissionResponse {
         {
             AdmissionResponse::allow()
         }
-        Ok(object) => match validate(&object) {
+        Ok(object) => match validation::validate(&object) {
             Ok(()) => warnings(&object)
                 .into_iter()
                 .fold(AdmissionResponse::allow(), AdmissionResponse::warn),
@@ -46,14 +46,10 @@ fn is_gateway_api_kind(kind: Kind) -> bool {
     kind.info().group == GATEWAY_GROUP
 }
 
-/// Warnings about parts of a route that the mesh does not apply, or that make requests fail. The route is stored, because other
-/// controllers may support them.
+/// Warnings about parts of an object that the mesh does not apply, or that make requests fail. The object is stored, because
+/// other controllers may support parts of a route, and an annotation without effect can be completed later.
 fn warnings(object: &Object) -> Vec<String> {
-    let found = object
-        .route()
-        .map(|_| unsupported::unsupported_parts(object))
-        .unwrap_or_default();
-    found
+    unsupported::unsupported_parts(object)
         .into_iter()
         .map(|UnsupportedPart { field, reason }| format!("the mesh does not apply a part of {field}: {reason}"))
         .collect()
@@ -83,20 +79,4 @@ fn decodable_value(object: DynamicObject, namespace: Option<&str>) -> Value {
         value["spec"] = spec.take();
     }
     value
-}
-
-fn validate(object: &Object) -> Result<(), String> {
-    match object {
-        Object::PolicyHttpRoute(route)
-        | Object::GatewayHttpRoute(route)
-        | Object::GrpcRoute(route)
-        | Object::TlsRoute(route)
-        | Object::TcpRoute(route) => route_admission::validate_route(route),
-        Object::EgressNetwork(_) => match unsupported::unsupported_parts(object).into_iter().next() {
-            Some(UnsupportedPart { reason, .. }) => Err(reason),
-            None => Ok(()),
-        },
-        // Decoding rejects all invalid objects of the other kinds.
-        _ => Ok(()),
-    }
 }

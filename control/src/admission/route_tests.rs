@@ -42,6 +42,10 @@ async fn unsupported_route_fields_produce_warnings() {
             Warned("timeouts has no effect where the parent is a Server"),
         ),
         (
+            &*on_server("{backendRefs: [{name: web, port: 80}]}"),
+            Warned("backendRefs has no effect where the parent is a Server"),
+        ),
+        (
             &*on_service("{retries: 3}"),
             Denied("unknown field `retries`, expected one of"),
         ),
@@ -92,7 +96,7 @@ async fn routes_with_only_gateway_parents_are_allowed() {
     for (kind, version) in [
         ("HTTPRoute", "v1"),
         ("GRPCRoute", "v1"),
-        ("TLSRoute", "v1alpha2"),
+        ("TLSRoute", "v1"),
         ("TCPRoute", "v1alpha2"),
     ] {
         for rules in [

@@ -84,6 +84,19 @@ async fn authorization_policies() {
         ("gateway.networking.k8s.io", "GRPCRoute", "web", Allowed),
         ("core", "Namespace", "shop", Allowed),
         ("\"\"", "Namespace", "other", Denied("only its own, shop")),
+        ("policy.linkerd.io", "Server", "web, namespace: shop", Allowed),
+        (
+            "policy.linkerd.io",
+            "Server",
+            "web, namespace: other",
+            Denied("spec.targetRef refers to the namespace other; only its own, shop"),
+        ),
+        (
+            "gateway.networking.k8s.io",
+            "HTTPRoute",
+            "web, namespace: other",
+            Denied("only its own, shop"),
+        ),
         (
             "core",
             "Service",
@@ -308,8 +321,13 @@ async fn rate_limits() {
         )
         .await;
     }
-    let other = "{targetRef: {kind: Service, name: web}}";
-    let rows = [(other, Denied("accepted: Server"))];
+    let rows = [
+        ("{targetRef: {kind: Service, name: web}}", Denied("accepted: Server")),
+        (
+            "{targetRef: {group: policy.linkerd.io, kind: Server, name: web, namespace: other}}",
+            Denied("spec.targetRef refers to the namespace other; only its own, shop"),
+        ),
+    ];
     check_specs("policy.linkerd.io/v1alpha1", "HTTPLocalRateLimitPolicy", rows).await;
 }
 

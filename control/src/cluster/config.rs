@@ -27,7 +27,7 @@ pub struct Config {
     pub global_egress_namespace: String,
     /// The objects that endpoints are read from. Default EndpointSlices.
     pub endpoints_source: EndpointsSource,
-    /// Whether IPv6 endpoints are served. Default no.
+    /// Whether IPv6 endpoints are served. Default no; the program sets it by `--enable-ipv6`, whose default is yes.
     pub ipv6: Ipv6,
     /// Whether clients are instructed to use HTTP/2 to meshed endpoints. Default yes.
     pub h2_upgrade: H2Upgrade,

@@ -188,6 +188,11 @@ impl Cluster {
         GaugeGuard::new(self.0.metrics.service(namespace, name))
     }
 
+    /// Counts a part of an object in the metric `unserved_configuration` until the guard is dropped.
+    pub fn count_unsupported_part(&self, kind: Kind, name: &NamespacedName, field: &str) -> GaugeGuard {
+        self.0.metrics.unsupported_guard(kind, name, field)
+    }
+
     /// Returns an encoder with an id that no other service uses.
     pub fn new_encoder(&self) -> Encoder {
         let id = self.0.next_encoder_id.fetch_add(1, Ordering::Relaxed);
@@ -283,7 +288,8 @@ impl Shared {
             for event in events {
                 synced |= matches!(event, Event::Synced);
                 log_event(&self.config.log_addr, &state.store, &event);
-                unsupported.extend(state.object_metrics.update_unsupported_parts(&self.metrics, &event));
+                let object_metrics = &mut state.object_metrics;
+                unsupported.extend(object_metrics.update_unsupported_parts(&self.metrics, &self.config, &event));
                 if state.object_metrics.update_unreadable(&self.metrics, &event)
                     && let Event::Unreadable(found) = &event
                 {

@@ -144,37 +144,38 @@ pub(crate) struct Flags {
     #[arg(long, value_name = "DURATION", default_value = "5m")]
     pub(super) audit_interval: String,
 
-    /// Address of destination, identity, sp-validator, proxy-injector or telemetry, if only one of these runs.
+    /// Address of destination, identity, sp-validator, proxy-injector or telemetry, if only one of these runs; rejected
+    /// together with the flag of that service.
     #[arg(long)]
     pub(super) addr: Option<ListenAddr>,
-    /// Address of destination.
-    #[arg(long, default_value_t = ListenAddr::AllInterfaces(port::DESTINATION))]
-    pub(super) destination_addr: ListenAddr,
-    /// Address of identity.
-    #[arg(long, default_value_t = ListenAddr::AllInterfaces(port::IDENTITY))]
-    pub(super) identity_addr: ListenAddr,
+    /// Address of destination; by default :8086.
+    #[arg(long)]
+    pub(super) destination_addr: Option<ListenAddr>,
+    /// Address of identity; by default :8080.
+    #[arg(long)]
+    pub(super) identity_addr: Option<ListenAddr>,
     /// Address of policy.
     #[arg(long, visible_alias = "policy-addr", default_value_t = ListenAddr::AllInterfaces(port::POLICY))]
     pub(super) grpc_addr: ListenAddr,
     /// Address of the webhook for policies.
     #[arg(long, default_value_t = ListenAddr::AllInterfaces(9443))]
     pub(super) server_addr: ListenAddr,
-    /// Address of the webhook for ServiceProfiles.
-    #[arg(long, default_value_t = ListenAddr::AllInterfaces(8443))]
-    pub(super) sp_validator_addr: ListenAddr,
-    /// Address of the proxy injector.
-    #[arg(long, default_value_t = ListenAddr::AllInterfaces(8443))]
-    pub(super) proxy_injector_addr: ListenAddr,
+    /// Address of the webhook for ServiceProfiles; by default :8443.
+    #[arg(long)]
+    pub(super) sp_validator_addr: Option<ListenAddr>,
+    /// Address of the proxy injector; by default :8443.
+    #[arg(long)]
+    pub(super) proxy_injector_addr: Option<ListenAddr>,
     /// Address of telemetry; by default :8089, or 127.0.0.1:8089 without Kubernetes.
     #[arg(long)]
     pub(super) telemetry_addr: Option<ListenAddr>,
     /// Admin address (metrics, readiness, invalid manifests) of destination; by default :9996. In a process without
-    /// destination, that of sp-validator (by default :9997) or of proxy-injector (by default :9995), not of both.
+    /// destination, that of sp-validator (by default :9997) or of proxy-injector (by default :9995); rejected if both run.
     #[arg(long)]
     pub(super) metrics_addr: Option<ListenAddr>,
-    /// Admin address of sp-validator.
-    #[arg(long, default_value_t = ListenAddr::AllInterfaces(9997))]
-    pub(super) sp_validator_metrics_addr: ListenAddr,
+    /// Admin address of sp-validator; by default :9997.
+    #[arg(long)]
+    pub(super) sp_validator_metrics_addr: Option<ListenAddr>,
     /// Admin address of identity, policy, and telemetry without destination.
     #[arg(long, default_value_t = ListenAddr::AllInterfaces(9990))]
     pub(super) admin_addr: ListenAddr,

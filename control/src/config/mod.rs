@@ -51,6 +51,9 @@ pub struct Config {
     pub webhooks: Webhooks,
     pub writeback: Writeback,
     pub listen: ListenAddrs,
+    /// `OmitServer` if only `all-in-one` adds telemetry, without Kubernetes and without --telemetry-addr: another program can
+    /// use its default port, and that must not stop the other services.
+    pub telemetry_listen_failure: ListenFailure,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -83,9 +86,9 @@ pub enum TokenVerification {
 /// Settings of the admission webhooks.
 #[derive(Clone, Debug)]
 pub struct Webhooks {
-    /// Paths of the mounted certificate and key that all webhooks and the telemetry API share. Each of these servers uses
-    /// `<dir>/<its Service>/<file>` instead, if that certificate exists. Without a mounted certificate it keeps its own in a
-    /// Secret.
+    /// Paths of the mounted certificate and key that all webhooks and the telemetry API share. For a path `/a/tls.crt`, each of
+    /// these servers uses `/a/<name of its Service>/tls.crt` instead, if that exists. Without a mounted certificate it keeps its
+    /// own in a Secret.
     pub certificate_paths: webhook::mounted_certificate::Paths,
     /// Whether policies are validated on admission. Default enabled; it has no effect without Kubernetes.
     pub policy_admission: Admission,
@@ -124,6 +127,15 @@ pub struct ListenAddrs {
     pub admin: ListenAddr,
     pub sp_validator_admin: ListenAddr,
     pub proxy_injector_admin: ListenAddr,
+}
+
+/// What happens if a server cannot listen, for example because another program uses its port.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ListenFailure {
+    /// The process does not start.
+    StopProcess,
+    /// The process runs without this server.
+    OmitServer,
 }
 
 #[derive(Clone, Debug)]
@@ -167,6 +179,13 @@ impl Config {
                 patch_timeout: Duration::from_millis(flags.patch_timeout_ms),
             },
             listen,
+            telemetry_listen_failure: match flags.manifests.is_some()
+                && flags.telemetry_addr.is_none()
+                && !command.names_telemetry()
+            {
+                true => ListenFailure::OmitServer,
+                false => ListenFailure::StopProcess,
+            },
         })
     }
 
@@ -187,19 +206,23 @@ impl Config {
         let Services {
             destination, policy, ..
         } = self.services;
-        let statuses = || writeback::config::StatusesConfig {
-            cluster_networks: self.cluster.cluster_networks.clone(),
-            global_egress_namespace: self.cluster.global_egress_namespace.clone(),
-            default_opaque_ports: self.cluster.default_opaque_ports.clone(),
-            patch_timeout: self.writeback.patch_timeout,
-        };
         let write_slices = destination && self.cluster.endpoints_source == EndpointsSource::EndpointSlices;
         writeback::config::Config {
             controller_namespace: self.cluster.controller_namespace.clone(),
             lease_holder: self.pod_name.clone(),
             lease_owner_deployment: self.writeback.lease_owner_deployment.clone(),
             write_slices,
-            statuses: policy.then(statuses),
+            statuses: policy.then(|| self.statuses_config()),
+        }
+    }
+
+    /// The settings of statuses, also for a source without statuses, whose reasons are only reported.
+    pub(crate) fn statuses_config(&self) -> writeback::config::StatusesConfig {
+        writeback::config::StatusesConfig {
+            cluster_networks: self.cluster.cluster_networks.clone(),
+            global_egress_namespace: self.cluster.global_egress_namespace.clone(),
+            default_opaque_ports: self.cluster.default_opaque_ports.clone(),
+            patch_timeout: self.writeback.patch_timeout,
         }
     }
 
@@ -418,19 +441,23 @@ impl Flags {
 
     fn listen(&self, services: Services) -> Result<ListenAddrs> {
         let mut listen = ListenAddrs {
-            destination: self.destination_addr,
-            identity: self.identity_addr,
+            destination: self
+                .destination_addr
+                .unwrap_or(ListenAddr::AllInterfaces(port::DESTINATION)),
+            identity: self.identity_addr.unwrap_or(ListenAddr::AllInterfaces(port::IDENTITY)),
             policy: self.grpc_addr,
             policy_validator: self.server_addr,
-            sp_validator: self.sp_validator_addr,
-            proxy_injector: self.proxy_injector_addr,
+            sp_validator: self.sp_validator_addr.unwrap_or(ListenAddr::AllInterfaces(8443)),
+            proxy_injector: self.proxy_injector_addr.unwrap_or(ListenAddr::AllInterfaces(8443)),
             telemetry: self.telemetry_addr.unwrap_or_else(|| match self.manifests {
                 Some(_) => ListenAddr::Socket((Ipv4Addr::LOCALHOST, port::TELEMETRY).into()),
                 None => ListenAddr::AllInterfaces(port::TELEMETRY),
             }),
             destination_admin: ListenAddr::AllInterfaces(9996),
             admin: self.admin_addr,
-            sp_validator_admin: self.sp_validator_metrics_addr,
+            sp_validator_admin: self
+                .sp_validator_metrics_addr
+                .unwrap_or(ListenAddr::AllInterfaces(9997)),
             proxy_injector_admin: ListenAddr::AllInterfaces(9995),
         };
         if let Some(addr) = self.addr {
@@ -442,22 +469,38 @@ impl Flags {
                 proxy_injector,
                 telemetry,
             } = services;
-            match [destination, identity, sp_validator, proxy_injector, telemetry] {
-                [true, false, false, false, false] => listen.destination = addr,
-                [false, true, false, false, false] => listen.identity = addr,
-                [false, false, true, false, false] => listen.sp_validator = addr,
-                [false, false, false, true, false] => listen.proxy_injector = addr,
-                [false, false, false, false, true] => listen.telemetry = addr,
+            let (service_addr, own) = match [destination, identity, sp_validator, proxy_injector, telemetry] {
+                [true, false, false, false, false] => {
+                    (&mut listen.destination, ("--destination-addr", self.destination_addr))
+                }
+                [false, true, false, false, false] => (&mut listen.identity, ("--identity-addr", self.identity_addr)),
+                [false, false, true, false, false] => (
+                    &mut listen.sp_validator,
+                    ("--sp-validator-addr", self.sp_validator_addr),
+                ),
+                [false, false, false, true, false] => (
+                    &mut listen.proxy_injector,
+                    ("--proxy-injector-addr", self.proxy_injector_addr),
+                ),
+                [false, false, false, false, true] => {
+                    (&mut listen.telemetry, ("--telemetry-addr", self.telemetry_addr))
+                }
                 _ => bail!(
                     "--addr={addr} applies to several services, or to none; expected --destination-addr, --identity-addr, \
                      --grpc-addr, --sp-validator-addr, --proxy-injector-addr or --telemetry-addr"
                 ),
-            }
+            };
+            reject_second_addr(("--addr", addr), own)?;
+            *service_addr = addr;
         }
         if let Some(addr) = self.metrics_addr {
             match (services.destination, services.sp_validator, services.proxy_injector) {
                 (true, _, _) => listen.destination_admin = addr,
-                (false, true, false) => listen.sp_validator_admin = addr,
+                (false, true, false) => {
+                    let own = ("--sp-validator-metrics-addr", self.sp_validator_metrics_addr);
+                    reject_second_addr(("--metrics-addr", addr), own)?;
+                    listen.sp_validator_admin = addr;
+                }
                 (false, false, true) => listen.proxy_injector_admin = addr,
                 (false, _, _) => bail!(
                     "--metrics-addr={addr} applies to several services, or to none; expected --admin-addr for identity, \
@@ -469,20 +512,27 @@ impl Flags {
     }
 
     fn warn_ignored(&self) {
+        let is_set = |value: &Option<String>| value.as_ref().is_some_and(|value| !value.is_empty());
         let ignored = [
             ("--stream-queue-capacity", self.stream_queue_capacity.is_some()),
-            ("--export-queue-metrics", self.export_queue_metrics.is_some()),
-            ("--identity-scheme", self.identity_scheme.is_some()),
-            (
-                "--trace-collector",
-                self.trace_collector.as_ref().is_some_and(|addr| !addr.is_empty()),
-            ),
+            ("--export-queue-metrics", self.export_queue_metrics == Some(true)),
+            ("--identity-scheme", is_set(&self.identity_scheme)),
+            ("--trace-collector", is_set(&self.trace_collector)),
             ("--enable-pprof", self.enable_pprof == Some(true)),
         ];
         for (flag, _) in ignored.iter().filter(|(_, given)| *given) {
             warn!(flag, "this flag has no effect here");
         }
     }
+}
+
+/// Fails if a service gets its address from a flag that several services share, and from its own flag.
+fn reject_second_addr(shared: (&str, ListenAddr), own: (&str, Option<ListenAddr>)) -> Result<()> {
+    if let (own_flag, Some(own_addr)) = own {
+        let (flag, addr) = shared;
+        bail!("{flag}={addr} and {own_flag}={own_addr} set the same address; expected only one of them");
+    }
+    Ok(())
 }
 
 fn parse_duration(flag: &str, text: &str) -> Result<Duration> {

@@ -98,6 +98,59 @@ fn addr_flags_apply_to_the_services_named() {
         listen("proxy-injector").proxy_injector_admin,
         ListenAddr::AllInterfaces(9995)
     );
+    let own_flags = listen("destination sp-validator -metrics-addr :1 --sp-validator-metrics-addr :2");
+    assert_eq!(
+        (own_flags.destination_admin, own_flags.sp_validator_admin),
+        (ListenAddr::AllInterfaces(1), ListenAddr::AllInterfaces(2))
+    );
+    let defaults = listen("destination identity sp-validator");
+    assert_eq!(
+        [
+            defaults.destination,
+            defaults.identity,
+            defaults.sp_validator,
+            defaults.proxy_injector,
+            defaults.sp_validator_admin
+        ],
+        [8086, 8080, 8443, 8443, 9997].map(ListenAddr::AllInterfaces)
+    );
+}
+
+#[test]
+fn a_service_has_its_address_from_one_flag_only() {
+    for (service, own_flag) in [
+        ("destination", "--destination-addr"),
+        ("identity", "--identity-addr"),
+        ("sp-validator", "--sp-validator-addr"),
+        ("proxy-injector", "--proxy-injector-addr"),
+        ("telemetry", "--telemetry-addr"),
+    ] {
+        assert_rejected(
+            &format!("{service} -addr :1 {own_flag} :2"),
+            &format!("--addr=:1 and {own_flag}=:2 set the same address"),
+        );
+    }
+    assert_rejected(
+        "sp-validator -metrics-addr :1 --sp-validator-metrics-addr :2",
+        "--metrics-addr=:1 and --sp-validator-metrics-addr=:2 set the same address",
+    );
+}
+
+#[test]
+fn telemetry_that_nobody_requested_is_omitted_if_it_cannot_listen() {
+    for (line, expected) in [
+        ("all-in-one --manifests m", ListenFailure::OmitServer),
+        ("all-in-one", ListenFailure::StopProcess),
+        (
+            "all-in-one --manifests m --telemetry-addr :8089",
+            ListenFailure::StopProcess,
+        ),
+        ("all-in-one telemetry --manifests m", ListenFailure::StopProcess),
+        ("destination telemetry --manifests m", ListenFailure::StopProcess),
+        ("telemetry --manifests m -addr :1", ListenFailure::StopProcess),
+    ] {
+        assert_eq!(config(line).unwrap().telemetry_listen_failure, expected, "{line}");
+    }
 }
 
 #[test]
@@ -161,7 +214,11 @@ fn flags_without_effect_are_accepted_and_each_is_logged_once() {
         ["--identity-scheme", "--trace-collector", "--enable-pprof"]
     );
     // A flag whose value asks for nothing is not logged.
-    assert_eq!(logged("-trace-collector= -enable-pprof=false"), [""; 0]);
+    assert_eq!(
+        logged("-trace-collector= -enable-pprof=false -export-queue-metrics=false -identity-scheme="),
+        [""; 0]
+    );
+    assert_eq!(logged("-export-queue-metrics"), ["--export-queue-metrics"]);
 }
 
 #[test]

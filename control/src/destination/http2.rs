@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use serde::Deserialize;
+use serde::de::Error as _;
 use tulle_proto::convert::wire_duration;
 use tulle_proto::destination::Http2ClientParams;
 use tulle_proto::destination::http2_client_params::{FlowControl, Internals, KeepAlive};
@@ -53,29 +54,41 @@ struct RawDuration {
 /// Parses the value of `--meshed-http2-client-params`.
 ///
 /// # Errors
-/// Fails if the text is not JSON or has fields that the message does not have.
+/// Fails if the text is not JSON or has fields that the message does not have, and if only one of the keep-alive interval and timeout
+/// is set, or one of them is zero: proxies would ignore both.
 pub fn parse(json: &str) -> Result<Http2ClientParams, serde_json::Error> {
     let params: Params = serde_json::from_str(json)?;
-    let duration = |raw: RawDuration| {
-        // Nanoseconds above one second are added to the seconds.
-        wire_duration(Duration::from_secs(raw.seconds).saturating_add(Duration::from_nanos(raw.nanos.into())))
-    };
     Ok(Http2ClientParams {
         flow_control: params.flow_control.map(|raw| FlowControl {
             initial_connection_window_size: raw.initial_connection_window_size,
             initial_stream_window_size: raw.initial_stream_window_size,
             adaptive_flow_control: raw.adaptive_flow_control,
         }),
-        keep_alive: params.keep_alive.map(|raw| KeepAlive {
-            interval: raw.interval.map(duration),
-            timeout: raw.timeout.map(duration),
-            while_idle: raw.while_idle,
-        }),
+        keep_alive: params.keep_alive.map(keep_alive).transpose()?,
         internals: params.internals.map(|raw| Internals {
             max_concurrent_reset_streams: raw.max_concurrent_reset_streams,
             max_frame_size: raw.max_frame_size,
             max_send_buf_size: raw.max_send_buf_size,
         }),
+    })
+}
+
+fn keep_alive(raw: RawKeepAlive) -> Result<KeepAlive, serde_json::Error> {
+    let duration = |field, raw: Option<RawDuration>| {
+        let raw = raw.unwrap_or_default();
+        // Nanoseconds above one second are added to the seconds.
+        let duration = Duration::from_secs(raw.seconds).saturating_add(Duration::from_nanos(raw.nanos.into()));
+        match duration.is_zero() {
+            true => Err(serde_json::Error::custom(format_args!(
+                "keep_alive.{field} is missing or zero, but keep_alive needs an interval and a timeout above zero"
+            ))),
+            false => Ok(Some(wire_duration(duration))),
+        }
+    };
+    Ok(KeepAlive {
+        interval: duration("interval", raw.interval)?,
+        timeout: duration("timeout", raw.timeout)?,
+        while_idle: raw.while_idle,
     })
 }
 
@@ -93,5 +106,26 @@ mod tests {
         for invalid in ["", "{", r#"{"keepAlive":{}}"#, r#"{"internals":{"max_frame_size":-1}}"#] {
             assert!(parse(invalid).is_err(), "{invalid}");
         }
+    }
+
+    #[test]
+    fn keep_alive_needs_an_interval_and_a_timeout() {
+        for (keep_alive, field) in [
+            (r#"{"interval":{"seconds":10}}"#, "keep_alive.timeout"),
+            (r#"{"timeout":{"seconds":3},"while_idle":true}"#, "keep_alive.interval"),
+            (r#"{"interval":{"seconds":10},"timeout":{}}"#, "keep_alive.timeout"),
+            (
+                r#"{"interval":{"nanos":0},"timeout":{"seconds":3}}"#,
+                "keep_alive.interval",
+            ),
+            ("{}", "keep_alive.interval"),
+        ] {
+            let error = parse(&format!(r#"{{"keep_alive":{keep_alive}}}"#))
+                .unwrap_err()
+                .to_string();
+            assert!(error.starts_with(field), "{keep_alive}: {error}");
+        }
+        let short = r#"{"keep_alive":{"interval":{"nanos":1},"timeout":{"nanos":1}}}"#;
+        assert!(parse(short).is_ok());
     }
 }

@@ -1,5 +1,6 @@
 //! Get and GetProfile streams.
 
+use std::net::IpAddr;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -8,6 +9,8 @@ use http::{Request, Response};
 use tokio::sync::watch;
 use tonic::Status;
 use tonic::body::Body;
+use tulle_core::log_limit::LogLimiter;
+use tulle_core::warn_limited;
 use tulle_proto::destination::destination_server::SERVICE_NAME;
 use tulle_proto::destination::{DestinationProfile, GetDestination};
 
@@ -17,7 +20,7 @@ use crate::cluster::{Cluster, GaugeGuard, Subscription};
 use crate::destination::config::Config;
 use crate::destination::target::{self, ContextToken, Target, TargetError};
 use crate::destination::translate::{self, ClientLocation};
-use crate::grpc::{self, Methods};
+use crate::grpc::{self, Caller, Methods};
 use crate::model::endpoints::{Endpoints, Existence};
 use crate::model::profile::Profile;
 use crate::resources::meta::NamespacedName;
@@ -33,6 +36,7 @@ struct Shared {
     cluster: Cluster,
     config: Config,
     encoder: Encoder,
+    log_limiter: LogLimiter,
 }
 
 impl Service {
@@ -43,6 +47,7 @@ impl Service {
                 cluster,
                 config,
                 encoder,
+                log_limiter: LogLimiter::default(),
             }),
         }
     }
@@ -53,28 +58,45 @@ impl Methods for Service {
 
     async fn call(self, method: &str, req: Request<Body>) -> Response<Body> {
         let Self { shared } = self;
+        let caller = Caller::ip_of(req.extensions());
         match method {
-            "Get" => grpc::stream(req, |request: GetDestination| shared.get(request)).await,
-            "GetProfile" => grpc::stream(req, |request: GetDestination| shared.get_profile(&request)).await,
+            "Get" => grpc::stream(req, |request: GetDestination| shared.get(caller, request)).await,
+            "GetProfile" => grpc::stream(req, |request: GetDestination| shared.get_profile(caller, &request)).await,
             _ => grpc::unimplemented(),
         }
     }
 }
 
 impl Shared {
-    fn parse(&self, request: &GetDestination) -> Result<(Target, ContextToken), Status> {
+    fn parse(&self, caller: IpAddr, request: &GetDestination) -> Result<(Target, ContextToken), Status> {
         if !self.cluster.is_synced() {
             // Proxies cache NotFound responses, but retry after Unavailable.
             return Err(Status::unavailable("the objects of the cluster are not loaded yet"));
         }
         let target = target::parse(&request.path, &self.cluster.config().cluster_domain)
             .map_err(|error| Status::invalid_argument(error.to_string()))?;
-        Ok((target, ContextToken::parse(&request.context_token)))
+        Ok((target, self.parse_token(caller, &request.context_token)))
     }
 
-    fn get(self: Arc<Self>, request: GetDestination) -> Result<impl Stream<Item = Bytes> + Send + use<>, Status> {
+    /// Parses a context token. An invalid token is ignored.
+    fn parse_token(&self, caller: IpAddr, token: &str) -> ContextToken {
+        let log = &self.log_limiter;
+        if ContextToken::is_deprecated(token) {
+            warn_limited!(log, caller, "the context token has the deprecated form `ns:<namespace>`", %caller, token);
+        }
+        ContextToken::parse(token).unwrap_or_else(|reason| {
+            warn_limited!(log, caller, "ignoring an invalid context token", %caller, token, %reason);
+            ContextToken::default()
+        })
+    }
+
+    fn get(
+        self: Arc<Self>,
+        caller: IpAddr,
+        request: GetDestination,
+    ) -> Result<impl Stream<Item = Bytes> + Send + use<>, Status> {
         let (target, client) = self
-            .parse(&request)
+            .parse(caller, &request)
             .map_err(|status| invalid_authority(status, &request.path))?;
         let key = match target {
             Target::Address(addr) => {
@@ -132,9 +154,10 @@ impl Shared {
 
     fn get_profile(
         self: Arc<Self>,
+        caller: IpAddr,
         request: &GetDestination,
     ) -> Result<impl Stream<Item = Bytes> + Send + use<>, Status> {
-        let (target, client) = self.parse(request)?;
+        let (target, client) = self.parse(caller, request)?;
         let client_namespace = client.namespace();
         let key = match target {
             Target::Address(addr) => profiles::Key::Address {

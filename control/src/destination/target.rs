@@ -4,7 +4,6 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use serde::Deserialize;
-use tracing::{error, warn};
 
 use crate::resources::meta::NamespacedName;
 
@@ -81,22 +80,26 @@ pub(super) struct ContextToken {
 }
 
 impl ContextToken {
-    /// Parses a context token. An invalid token is ignored.
-    pub(super) fn parse(token: &str) -> Self {
-        if let Some(namespace) = token.strip_prefix("ns:") {
-            warn!(token, "the context token has the deprecated form `ns:<namespace>`");
-            return Self {
+    /// Parses a context token: JSON, or the deprecated form `ns:<namespace>`.
+    ///
+    /// # Errors
+    /// Fails if the token is neither.
+    pub(super) fn parse(token: &str) -> Result<Self, serde_json::Error> {
+        if let Some(namespace) = token.strip_prefix(DEPRECATED_PREFIX) {
+            return Ok(Self {
                 namespace: namespace.to_owned(),
                 node: String::new(),
-            };
+            });
         }
         if token.is_empty() {
-            return Self::default();
+            return Ok(Self::default());
         }
-        serde_json::from_str(token).unwrap_or_else(|reason| {
-            error!(token, %reason, "ignoring an invalid context token");
-            Self::default()
-        })
+        serde_json::from_str(token)
+    }
+
+    /// Whether a token has the deprecated form.
+    pub(super) fn is_deprecated(token: &str) -> bool {
+        token.starts_with(DEPRECATED_PREFIX)
     }
 
     pub(super) fn namespace(&self) -> Option<Arc<str>> {
@@ -107,6 +110,8 @@ impl ContextToken {
         (!self.node.is_empty()).then_some(self.node.as_str())
     }
 }
+
+const DEPRECATED_PREFIX: &str = "ns:";
 
 #[cfg(test)]
 mod tests {
@@ -167,18 +172,19 @@ mod tests {
     }
 
     #[test]
-    fn tokens_are_json_or_a_namespace_and_never_rejected() {
+    fn tokens_are_json_or_a_namespace() {
         let check = |token: &str, namespace: &str, node: &str| {
             let expected = ContextToken {
                 namespace: namespace.to_owned(),
                 node: node.to_owned(),
             };
-            assert_eq!(ContextToken::parse(token), expected, "{token}");
+            assert_eq!(ContextToken::parse(token).unwrap(), expected, "{token}");
+            assert_eq!(ContextToken::is_deprecated(token), token == "ns:shop");
         };
         check(r#"{"ns":"shop","nodeName":"node-1","pod":"web-1"}"#, "shop", "node-1");
         check(r#"{"ns":"shop"}"#, "shop", "");
         check("ns:shop", "shop", "");
         check("", "", "");
-        check("{", "", "");
+        assert!(ContextToken::parse("{").is_err());
     }
 }

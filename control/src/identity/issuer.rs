@@ -17,6 +17,7 @@ use zeroize::Zeroizing;
 
 use crate::tls;
 use crate::tls::anchors::TrustAnchors;
+use crate::trust;
 
 /// A CA below the trust anchors, with its private key.
 pub(crate) struct Issuer {
@@ -156,7 +157,7 @@ impl Issuer {
                 source,
             },
         })?;
-        if !issuer_name_matches(&probe.leaf, &chain[0]) {
+        if !trust::issuer_name_matches(&probe.leaf, &chain[0]) {
             return Err(IssuerError::Subject { path: cert_path });
         }
         let issuer = Self {
@@ -343,9 +344,7 @@ fn check_chain(chain: &[CertificateDer<'_>], path: &Path) -> Result<(OffsetDateT
         let (_, cert) = x509_parser::parse_x509_certificate(der).map_err(|err| unreadable(err.into()))?;
         ends.push(cert.validity().not_after.to_datetime());
         if i == 0 {
-            let usage = cert.key_usage().map_err(unreadable)?;
-            let may_sign = usage.is_none_or(|usage| usage.value.key_cert_sign());
-            if !cert.is_ca() || !may_sign {
+            if !trust::is_authority(&cert).map_err(unreadable)? {
                 return Err(IssuerError::NotAuthority { path: path.to_owned() });
             }
             spki = cert.public_key().raw.to_vec();
@@ -353,17 +352,6 @@ fn check_chain(chain: &[CertificateDer<'_>], path: &Path) -> Result<(OffsetDateT
     }
     let first_end = ends.into_iter().min().unwrap_or(OffsetDateTime::UNIX_EPOCH);
     Ok((first_end, spki))
-}
-
-/// Returns whether the leaf's issuer name equals the issuer's subject byte for byte, as peers compare them.
-///
-/// rcgen keeps one value per attribute, so the name differs if an attribute is repeated.
-fn issuer_name_matches(leaf: &CertificateDer<'_>, issuer: &CertificateDer<'_>) -> bool {
-    let parsed = [leaf, issuer].map(|der| x509_parser::parse_x509_certificate(der));
-    let [Ok((_, leaf)), Ok((_, issuer))] = parsed else {
-        return false;
-    };
-    leaf.issuer().as_raw() == issuer.subject().as_raw()
 }
 
 /// In bytes. RFC 5280 allows 20; 16 random bytes do not collide in practice.
@@ -378,7 +366,7 @@ mod tests {
     use x509_parser::extensions::GeneralName;
 
     use super::*;
-    use crate::trust::{self, CertificateAuthority};
+    use crate::trust::CertificateAuthority;
 
     const IDENTITY: &str = "linkerd-identity.linkerd.serviceaccount.identity.linkerd.cluster.local";
     const WEB: &str = "web.shop.serviceaccount.identity.linkerd.cluster.local";

@@ -12,7 +12,6 @@ pub mod issuer;
 mod issuer_store;
 mod metrics;
 pub mod own_certificate;
-mod per_client_limiter;
 pub mod reviewer;
 pub mod server;
 pub mod token_review;
@@ -91,6 +90,7 @@ impl IdentityService {
             }),
             validity: config.validity,
             events,
+            logs: Arc::default(),
         };
         let reload = Reload {
             service: service.clone(),

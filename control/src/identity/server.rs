@@ -1,15 +1,16 @@
 //! The Certify method: takes a token and a signing request, returns a certificate.
 
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::SystemTime;
 
 use prost_types::Timestamp;
 use time::OffsetDateTime;
 use tonic::{Code, Request, Response, Status};
-use tracing::info;
 use tulle_core::error_chain::ErrorChain;
 use tulle_core::identity::{self, Identity};
+use tulle_core::info_limited;
+use tulle_core::log_limit::LogLimiter;
 use tulle_proto::identity as proto;
 
 use crate::grpc::Caller;
@@ -31,6 +32,16 @@ pub struct IdentityService {
     pub(super) validity: Validity,
     pub(super) metrics: Metrics,
     pub(super) events: Events,
+    pub(super) logs: Arc<Logs>,
+}
+
+/// Limits the log lines about clients.
+#[derive(Default)]
+pub(super) struct Logs {
+    /// By address: the clients are not verified.
+    refused: LogLimiter,
+    /// By identity: many workloads can share an address.
+    issued: LogLimiter<String>,
 }
 
 /// Derives the identities of service accounts.
@@ -77,10 +88,7 @@ pub(super) enum CertifyError {
 #[tonic::async_trait]
 impl proto::identity_server::Identity for IdentityService {
     async fn certify(&self, req: Request<proto::CertifyRequest>) -> Result<Response<proto::CertifyResponse>, Status> {
-        let client = match req.extensions().get() {
-            Some(Caller::Peer { ip, .. }) => *ip,
-            Some(Caller::ThisMachine) | None => Ipv4Addr::LOCALHOST.into(),
-        };
+        let client = Caller::ip_of(req.extensions());
         let req = req.into_inner();
         match self.issue(&req, client, OffsetDateTime::now_utc()).await {
             Ok(rsp) => {
@@ -89,13 +97,18 @@ impl proto::identity_server::Identity for IdentityService {
             }
             Err(err) => {
                 self.metrics.count_request(err.outcome());
-                info!(
-                    identity = req.identity.chars().take(MAX_LOGGED_NAME_LEN).collect::<String>(),
-                    error = &err as &dyn std::error::Error,
-                    "certificate refused"
-                );
                 let text = ErrorChain(&err).to_string();
-                Err(Status::new(err.code(), &text[..text.floor_char_boundary(MAX_MESSAGE)]))
+                let text = &text[..text.floor_char_boundary(MAX_MESSAGE)];
+                let identity = || req.identity.chars().take(MAX_LOGGED_NAME_LEN).collect::<String>();
+                info_limited!(
+                    self.logs.refused,
+                    client,
+                    "certificate refused",
+                    identity = identity(),
+                    %client,
+                    error = text
+                );
+                Err(Status::new(err.code(), text))
             }
         }
     }
@@ -142,7 +155,14 @@ impl IdentityService {
     ) -> Result<proto::CertifyResponse, SignError> {
         let issued = issuer.sign(subject, self.validity, now)?;
         let valid_until = rfc3339(issued.valid_until);
-        info!(identity = subject.identity, valid_until, "certificate issued");
+        let identity = subject.identity;
+        info_limited!(
+            self.logs.issued,
+            identity.to_owned(),
+            "certificate issued",
+            identity,
+            valid_until
+        );
         let ders = |certs: &[rustls::pki_types::CertificateDer<'_>]| certs.iter().map(|cert| cert.to_vec()).collect();
         Ok(proto::CertifyResponse {
             leaf_certificate: issued.certificate.der().to_vec(),

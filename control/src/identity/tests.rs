@@ -10,6 +10,7 @@ use std::time::{Duration, SystemTime};
 use http_body_util::BodyExt as _;
 use kube::Client;
 use kube::client::Body;
+use parking_lot::Mutex;
 use rcgen::{CertificateParams, DistinguishedName, KeyPair, SanType};
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use serde_json::{Value, json};
@@ -134,6 +135,43 @@ fn csr(names: &[&str], key: &KeyPair) -> Vec<u8> {
         .map(|name| SanType::DnsName((*name).try_into().unwrap()))
         .collect();
     params.serialize_request(key).unwrap().der().to_vec()
+}
+
+#[tokio::test]
+async fn refusals_of_a_client_and_certificates_of_a_workload_are_logged_once_a_minute() {
+    let send_requests = async || {
+        let test = TestService::new();
+        for _ in 0..3 {
+            test.certify(test.good()).await.unwrap();
+            test.certify(proto::CertifyRequest::default()).await.unwrap_err();
+        }
+    };
+    // Registers the tracing call sites. Otherwise a thread without a subscriber could have cached them as disabled.
+    send_requests().await;
+    let log = Log::default();
+    let written = log.clone();
+    let subscriber = tracing_subscriber::fmt().with_writer(move || log.clone()).finish();
+    let guard = tracing::subscriber::set_default(subscriber);
+    send_requests().await;
+    drop(guard);
+    let text = String::from_utf8(written.0.lock().clone()).unwrap();
+    for message in ["certificate issued", "certificate refused"] {
+        assert_eq!(text.matches(message).count(), 1, "{message}: {text}");
+    }
+}
+
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 #[tokio::test]

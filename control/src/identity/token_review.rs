@@ -19,10 +19,10 @@ use tulle_core::connections::client_network;
 use tulle_core::drain::Watch;
 use tulle_core::error_chain::ErrorChain;
 use tulle_core::names::TOKEN_AUDIENCE;
+use tulle_core::per_client_limiter::{Limits, PerClientLimiter, QueueFull};
 use tulle_core::readiness::Latch;
 
 use super::claims::{Audience, Claims, ClaimsError, OWN_TOKEN};
-use super::per_client_limiter::{PerClientLimiter, QueueFull};
 use super::token_review_result::{TokenReviewError, TokenReviewResult};
 use crate::tls::sha256_hex;
 
@@ -71,7 +71,7 @@ impl TokenReviews {
     pub fn new(client: Client) -> Self {
         Self {
             reviews: Api::all(client),
-            limiter: PerClientLimiter::new(MAX_CONCURRENT_REVIEWS),
+            limiter: PerClientLimiter::new(REVIEW_LIMITS),
             rejected: Mutex::default(),
             issuers: Mutex::default(),
             own_token: OWN_TOKEN.into(),
@@ -167,7 +167,7 @@ impl TokenReviews {
         let Ok(token) = std::str::from_utf8(token) else {
             return Ok(invalid(ClaimsError::NotText));
         };
-        let reviewing = self.limiter.run(client, self.request_review(token, audience));
+        let reviewing = self.limiter.run(client, 1, self.request_review(token, audience));
         let review = timeout(REVIEW_TIMEOUT, reviewing)
             .await
             .map_err(|_| TokenReviewError::Timeout(REVIEW_TIMEOUT))?
@@ -263,7 +263,9 @@ impl TokenIssuers {
 /// Converts the status of a TokenReview. `status.audiences` is not required: an API server without audience support
 /// omits it. The token is then for the API server itself, which is accepted too.
 fn evaluate_review(status: TokenReviewStatus) -> TokenReviewResult {
-    if let Some(reason) = status.error.filter(|reason| !reason.is_empty()) {
+    if let Some(mut reason) = status.error.filter(|reason| !reason.is_empty()) {
+        // It can quote the token, and is cached.
+        reason.truncate(reason.floor_char_boundary(MAX_REASON_BYTES));
         return TokenReviewResult::Invalid { reason };
     }
     match (status.authenticated, status.user) {
@@ -285,11 +287,16 @@ const PERMISSION_BACKOFF: Backoff = Backoff {
 /// Less than the proxies' timeout for a certificate, so that they receive the error.
 const REVIEW_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum concurrent TokenReviews.
-const MAX_CONCURRENT_REVIEWS: usize = 16;
+const REVIEW_LIMITS: Limits = Limits {
+    weight: 16,
+    places_per_network: 1,
+    requests_per_network: 64,
+};
 /// How long a rejection is cached. Short, because replicas of the API server learn of a new pod at different times, so
 /// a rejected token can become valid.
 const REJECTED_TOKEN_TTL: Duration = Duration::from_secs(10);
 const MAX_REJECTED_TOKENS: usize = 4096;
+const MAX_REASON_BYTES: usize = 1024;
 const UNKNOWN_ISSUER_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum reviews of tokens of unknown issuers per [`UNKNOWN_ISSUER_INTERVAL`], each of another client.
 const MAX_UNKNOWN_ISSUER_REVIEWS: usize = 16;

@@ -26,7 +26,7 @@ pub(crate) enum TokenReviewError {
     NoKeys { dir: PathBuf },
     #[error("requesting a token review from the API server")]
     Api(#[source] Box<kube::Error>),
-    #[error("the API server did not answer within {0:?}")]
+    #[error("no answer of the API server within {0:?}, including the wait for other reviews")]
     Timeout(Duration),
     #[error("the client's network has too many tokens under review")]
     Busy,

@@ -182,7 +182,8 @@ fn misspelling_warnings(target: &InjectionTarget<'_>) -> Vec<String> {
         .collect()
 }
 
-/// All volumes that injection can add.
+/// All volumes that injection can add. That of the xtables lock has this name by default, and the value
+/// `proxyInit.xtMountPath.name` can set another one.
 pub const INJECTED_VOLUMES: [&str; 4] = [
     "linkerd-proxy-init-xtables-lock",
     containers::END_ENTITY_VOLUME,

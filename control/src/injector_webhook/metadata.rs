@@ -24,8 +24,10 @@ use tokio::sync::watch;
 use tokio::time::timeout;
 use tracing::{debug, warn};
 use tulle_core::drain::Watch;
+use tulle_core::log_limit::LogLimiter;
 use tulle_core::metrics::{Gauge, Labels, Registry};
 use tulle_core::readiness::Latch;
+use tulle_core::warn_limited;
 
 use crate::injection::PodOwner;
 
@@ -37,6 +39,7 @@ pub(super) struct MetadataCache {
     replica_sets: Store<PartialObjectMeta<ReplicaSet>>,
     jobs: Store<PartialObjectMeta<Job>>,
     synced: watch::Receiver<bool>,
+    log_limiter: Arc<LogLimiter<()>>,
 }
 
 /// The watches that fill the cache.
@@ -84,6 +87,7 @@ impl MetadataCache {
             replica_sets: watch_kind(client, registry, &mut streams, drop_labels_and_annotations),
             jobs: watch_kind(client, registry, &mut streams, drop_labels_and_annotations),
             synced,
+            log_limiter: Arc::default(),
         };
         Watches {
             metadata,
@@ -149,6 +153,9 @@ impl MetadataCache {
         if let Some(known) = store.get(&ObjectRef::new(name).within(namespace)) {
             return single_owner(&known.metadata).cloned();
         }
+        if name.len() > MAX_NAME_BYTES {
+            return None; // no object has this name
+        }
         let kind = K::kind(&());
         let api = Api::<K>::namespaced(self.client.clone(), namespace);
         match timeout(LOOKUP_TIMEOUT, api.get_metadata(name)).await {
@@ -156,11 +163,20 @@ impl MetadataCache {
             // Injection continues with the direct owner; only a label is less precise.
             Ok(Err(err)) => {
                 let error: &dyn std::error::Error = &err;
-                warn!(namespace, name, %kind, error, "getting the owner of a pod's owner failed");
+                // Every client that reaches the webhook can send names of objects that do not exist.
+                warn_limited!(self.log_limiter, (), "getting the owner of a pod's owner failed", namespace, name, %kind, error);
                 None
             }
             Err(_) => {
-                warn!(namespace, name, %kind, "getting the owner of a pod's owner took longer than {LOOKUP_TIMEOUT:?}");
+                warn_limited!(
+                    self.log_limiter,
+                    (),
+                    "getting the owner of a pod's owner took too long",
+                    namespace,
+                    name,
+                    %kind,
+                    limit = ?LOOKUP_TIMEOUT
+                );
                 None
             }
         }
@@ -308,5 +324,6 @@ fn drop_labels_and_annotations<K>(object: &mut PartialObjectMeta<K>) {
     object.metadata.annotations = None;
 }
 
+const MAX_NAME_BYTES: usize = 253;
 /// The API server's webhook timeout is 10 seconds; the lookups of namespace and owner must not use it up.
 const LOOKUP_TIMEOUT: Duration = Duration::from_secs(3);

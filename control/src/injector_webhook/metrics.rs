@@ -1,6 +1,7 @@
 //! Metrics of the injector.
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use tulle_core::memory;
 use tulle_core::metrics::{Counter, Family, Gauge, Labels, Registry};
 use tulle_core::names::annotation;
 
@@ -16,15 +17,18 @@ pub(super) struct Metrics {
 
 impl Metrics {
     pub(super) fn new(registry: &Registry) -> Self {
+        let max_series = max_series(memory::limit());
+        let requests = registry.counter(
+            "proxy_inject_admission_requests_total",
+            "Pods that the injector reviewed.",
+        );
+        let responses = registry.counter(
+            "proxy_inject_admission_responses_total",
+            "Pods that the injector reviewed, by decision.",
+        );
         Self {
-            requests: registry.counter(
-                "proxy_inject_admission_requests_total",
-                "Pods that the injector reviewed.",
-            ),
-            responses: registry.counter(
-                "proxy_inject_admission_responses_total",
-                "Pods that the injector reviewed, by decision.",
-            ),
+            requests: requests.limit_series(max_series),
+            responses: responses.limit_series(max_series),
         }
     }
 
@@ -51,6 +55,12 @@ pub(super) fn uninjected_pods(registry: &Registry) -> Family<Gauge> {
     )
 }
 
+/// Maximum number of series for a process that may use `memory` bytes. Every client that reaches the webhook can send labels.
+fn max_series(memory: Option<u64>) -> usize {
+    let max = memory.map_or(u64::MAX, |memory| memory / 64 / BYTES_PER_SERIES);
+    usize::try_from(max).unwrap_or(usize::MAX)
+}
+
 /// The labels of a review. An absent annotation has no label, which Prometheus treats as an empty one.
 pub(super) fn labels(
     owner_kind: &str,
@@ -60,7 +70,7 @@ pub(super) fn labels(
     namespace_annotations: &Annotations,
 ) -> Labels {
     let mut labels = Labels::new()
-        .with("owner_kind", owner_kind)
+        .with("owner_kind", truncate(owner_kind))
         .with("namespace", namespace)
         .with("annotation_at", at.map_or("", AnnotationLocation::as_str));
     let pod_annotations = pod.annotations.iter().flatten();
@@ -70,25 +80,75 @@ pub(super) fn labels(
             .is_none_or(|annotations| !annotations.contains_key(*key))
     });
     for (key, value) in pod_annotations.chain(inherited) {
-        let Some(name) = key.strip_prefix("config.linkerd.io/").and_then(label_name) else {
-            continue;
-        };
+        let Some(name) = label_name(key) else { continue };
         // Metrics are readable by others, and environment variables can contain secrets.
-        let value: String = match key.as_str() {
-            annotation::PROXY_ADDITIONAL_ENV => "set".to_owned(),
-            _ => value.chars().take(MAX_LABEL_VALUE_CHARS).collect(),
+        let value = match key.as_str() {
+            annotation::PROXY_ADDITIONAL_ENV => "set",
+            _ => truncate(value),
         };
         labels = labels.with(&name, value);
     }
     labels
 }
 
-/// Replaces hyphens, which label names cannot contain. Users can set any annotation: returns `None` for a name that has other
-/// characters than lower-case letters and hyphens, or a hyphen at the start, which no annotation of the mesh has.
-fn label_name(annotation: &str) -> Option<String> {
-    let is_valid = annotation.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'-');
-    (is_valid && !annotation.starts_with('-')).then(|| annotation.replace('-', "_"))
+/// The name of the label for an annotation of the mesh; `None` for other annotations. Hyphens are replaced, which label names
+/// cannot contain.
+fn label_name(key: &str) -> Option<String> {
+    let is_known = annotation::ALL.iter().any(|known| known.name == key);
+    let name = key.strip_prefix("config.linkerd.io/").filter(|_| is_known)?;
+    Some(name.replace('-', "_"))
 }
 
-/// Maximum characters of an annotation's value in a label.
-const MAX_LABEL_VALUE_CHARS: usize = 64;
+fn truncate(value: &str) -> &str {
+    &value[..value.floor_char_boundary(MAX_LABEL_VALUE_BYTES)]
+}
+
+const MAX_LABEL_VALUE_BYTES: usize = 64;
+/// Memory of a series with every label.
+const BYTES_PER_SERIES: u64 = 5 * 1024;
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+
+    #[test]
+    fn labels_of_any_review_need_little_memory() {
+        let annotations = |keys: Vec<String>| -> BTreeMap<String, String> {
+            keys.into_iter().map(|key| (key, "x".repeat(1000))).collect()
+        };
+        let known = annotation::ALL.iter().map(|known| known.name.to_owned()).collect();
+        let unknown = (0..1000)
+            .map(|n| format!("config.linkerd.io/{}", "x".repeat(n)))
+            .collect();
+        let pod = ObjectMeta {
+            annotations: Some(annotations(known)),
+            ..ObjectMeta::default()
+        };
+        let all = labels(&"x".repeat(1000), "shop", None, &pod, &annotations(unknown));
+        let n_bytes = all.as_str().len();
+        assert!((1024..BYTES_PER_SERIES as usize).contains(&n_bytes), "{n_bytes}");
+        assert_eq!(max_series(Some(250 << 20)), 800);
+    }
+
+    #[test]
+    fn the_names_of_labels_are_unique_whatever_the_annotations_are() {
+        let of_reviews = ["owner-kind", "namespace", "annotation-at", "skip", "skip-reason"];
+        let keys = of_reviews.map(|name| format!("config.linkerd.io/{name}")).into_iter();
+        let keys = keys.chain(of_reviews.map(|name| format!("config.linkerd.io/{}", name.replace('-', "_"))));
+        let keys = keys.chain(annotation::ALL.iter().map(|known| known.name.to_owned()));
+        let annotations: Annotations = keys.map(|key| (key, "x".to_owned())).collect();
+        let pod = ObjectMeta {
+            annotations: Some(annotations.clone()),
+            ..ObjectMeta::default()
+        };
+        let of_review = labels("pod", "shop", None, &pod, &annotations);
+        let of_decision = of_review.with("skip", true).with("skip_reason", "");
+        let mut names: Vec<_> = of_decision.pairs().into_iter().map(|(name, _)| name).collect();
+        let n_names = names.len();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), n_names, "{of_decision:?}");
+    }
+}

@@ -16,12 +16,14 @@ pub mod settings;
 
 mod metrics;
 
-use k8s_openapi::api::core::v1::{PodSpec, ServiceSpec};
+use k8s_openapi::api::core::v1::{PodSpec, ServiceSpec, Volume};
 use kube::Client;
 use kube::core::DynamicObject;
 use serde_json::Value;
-use tracing::{debug, info};
+use tracing::debug;
+use tulle_core::error_chain::ErrorChain;
 use tulle_core::metrics::Registry;
+use tulle_core::names::annotation;
 
 use self::audit::{Audit, AuditReport};
 use self::metadata::{MetadataCache, MetadataError, Owner, Watches};
@@ -108,12 +110,16 @@ pub async fn open(
 }
 
 impl ReviewHandler for Injector {
+    /// A volume is the largest type in a list. While the list grows, there are two of it, the new one twice as long.
+    const TYPED_BYTES_PER_JSON_OBJECT: usize = 3 * size_of::<Volume>();
+
     async fn review(&self, mut req: Request) -> Result<AdmissionResponse, Failure> {
         let namespace = req.namespace.take().unwrap_or_default();
         let is_protected = self.settings.current().is_protected(&namespace);
+        let kind = req.kind.kind.clone();
         match self.review_object(req, &namespace).await {
             Ok(response) => Ok(response),
-            Err(err) if is_protected => Ok(AdmissionResponse::allow().warn(format!("no proxy was injected: {err}"))),
+            Err(err) if is_protected => Ok(AdmissionResponse::allow().warn(failure_warning(&kind, &err))),
             Err(err) => Err(err.into()),
         }
     }
@@ -162,7 +168,7 @@ impl Injector {
         );
         self.metrics.count_request(&labels);
         self.metrics.count_decision(&labels, &outcome.decision);
-        log(&owner, namespace, &outcome);
+        log(&owner, namespace, &outcome, is_denied);
         // A dry run must have no side effects, so it records no Event.
         if !dry_run {
             self.record_event(owner, &outcome, is_denied);
@@ -219,6 +225,16 @@ impl Injector {
     }
 }
 
+/// The warning about an object of a protected namespace that is admitted although its review failed.
+fn failure_warning(kind: &str, err: &InjectorError) -> String {
+    let err = ErrorChain(err);
+    match kind {
+        "Pod" => format!("no proxy was injected: {err}"),
+        "Service" => format!("the annotation {} was not added: {err}", annotation::OPAQUE_PORTS),
+        _ => format!("the review failed: {err}"),
+    }
+}
+
 fn spec<T: serde::de::DeserializeOwned + Default>(kind: &'static str, data: &mut Value) -> Result<T, InjectorError> {
     match data.get_mut("spec").map(Value::take) {
         None => Ok(T::default()),
@@ -226,22 +242,50 @@ fn spec<T: serde::de::DeserializeOwned + Default>(kind: &'static str, data: &mut
     }
 }
 
-fn log(owner: &Owner, namespace: &str, outcome: &InjectionOutcome) {
+/// Logs a decision. The level is `debug`, because every client that reaches the webhook can cause such lines; the Event on the
+/// workload and the response have the same content.
+fn log(owner: &Owner, namespace: &str, outcome: &InjectionOutcome, is_denied: bool) {
     let (kind, name) = (&owner.workload.kind, &owner.workload.name);
     match &outcome.decision {
-        Decision::Inject(_) => info!(namespace, kind, name, "injecting a proxy"),
+        Decision::Inject(_) => debug!(namespace, kind, name, "injecting a proxy"),
         Decision::Skip(reasons) => {
             let reasons = injection::join_reasons(reasons);
             debug!(namespace, kind, name, reasons, "injecting no proxy");
         }
     }
     if let Some(denial_reason) = &outcome.denial_reason {
-        info!(
-            namespace,
-            kind, name, denial_reason, "the pod is denied; in a protected namespace it is admitted without a proxy"
-        );
+        match is_denied {
+            true => debug!(namespace, kind, name, denial_reason, "the pod is denied"),
+            false => debug!(
+                namespace,
+                kind, name, denial_reason, "the pod is admitted without a proxy, because its namespace is protected"
+            ),
+        }
     }
     for warning in &outcome.warnings {
-        info!(namespace, kind, name, warning, "the injector warns about the pod");
+        debug!(namespace, kind, name, warning, "the injector warns about the pod");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn the_warning_of_a_failed_review_names_what_is_missing_and_the_causes() {
+        let err = spec::<ServiceSpec>("service", &mut json!({"spec": {"ports": 1}})).unwrap_err();
+        let warning = failure_warning("Service", &err);
+        let expected =
+            "the annotation config.linkerd.io/opaque-ports was not added: the service's spec cannot be read: ";
+        assert!(
+            warning.strip_prefix(expected).is_some_and(|cause| !cause.is_empty()),
+            "{warning}"
+        );
+        assert_eq!(
+            failure_warning("Pod", &InjectorError::NoNamespace),
+            "no proxy was injected: the object has no namespace"
+        );
     }
 }

@@ -61,6 +61,28 @@ pub struct EventNote {
     pub message: String,
 }
 
+impl EventNote {
+    /// Limits the memory of the note, whose content can be from a client. Returns whether there can be such an object.
+    fn limit_size(&mut self) -> bool {
+        if self.message.len() > MAX_EVENT_NOTE_BYTES {
+            self.message = truncate_bytes(&self.message, MAX_EVENT_NOTE_BYTES).to_owned();
+        }
+        let ObjectReference {
+            api_version,
+            kind,
+            name,
+            namespace,
+            uid,
+            ..
+        } = &self.regarding;
+        let names = [api_version, kind, name, namespace, uid];
+        names
+            .into_iter()
+            .flatten()
+            .all(|name| name.len() <= MAX_EVENT_NAME_BYTES)
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Severity {
     Normal,
@@ -68,7 +90,7 @@ pub enum Severity {
 }
 
 /// The key of a series: notes with equal keys become one Event.
-#[derive(PartialEq, Eq, Hash)]
+#[derive(Clone, PartialEq, Eq, Hash)]
 struct SeriesKey {
     /// Kind, namespace, name and uid.
     regarding: [Option<String>; 4],
@@ -130,9 +152,9 @@ pub fn new_recorder(client: Client, reporter: Reporter, registry: &Registry) -> 
 
 impl EventRecorder {
     /// Queues a note. Never blocks.
-    pub fn record(&self, note: EventNote) {
+    pub fn record(&self, mut note: EventNote) {
         let Some(queue) = &self.queue else { return };
-        if queue.try_send(note).is_err() {
+        if !note.limit_size() || queue.try_send(note).is_err() {
             self.dropped.inc();
         }
     }
@@ -196,7 +218,7 @@ impl EventPublisher {
         }
         self.metrics.published.inc();
         if self.series.len() >= MAX_SERIES {
-            self.series.clear();
+            self.remove_oldest_series().await;
         }
         let series = EventSeries {
             name: event.metadata.name.unwrap_or_default(),
@@ -210,29 +232,47 @@ impl EventPublisher {
         self.series.insert(key, series);
     }
 
+    /// Removes the series without notes for the longest time, after publishing its count if that has changed.
+    async fn remove_oldest_series(&mut self) {
+        let oldest = self.series.iter_mut().min_by_key(|(_, series)| series.last_seen_at);
+        let Some((key, series)) = oldest else { return };
+        let key = key.clone();
+        // If the drain interrupts this, the series is still there, and the last flush publishes its count.
+        if !series.is_published {
+            series.publish_count(&self.client, &self.metrics).await;
+        }
+        self.series.remove(&key);
+    }
+
     /// Publishes changed counts, and removes series without recent notes.
     async fn flush_counts(&mut self) {
-        let params = PatchParams::default();
         for series in self.series.values_mut().filter(|series| !series.is_published) {
-            let events: Api<Event> = Api::namespaced(self.client.clone(), &series.namespace);
-            let count = json!({ "series": { "count": series.count, "lastObservedTime": MicroTime(series.last_observed_time) } });
-            let patch = Patch::Merge(&count);
-            match with_retries(|| events.patch(&series.name, &params, &patch)).await {
-                Ok(_) => series.is_published = true,
-                Err(err) => {
-                    debug!(
-                        event = series.name,
-                        error = &err as &dyn std::error::Error,
-                        "updating the count of an event failed"
-                    );
-                    self.metrics.failed.inc();
-                    // The Event can have expired at the API server. The next note creates a new one.
-                    series.is_expired = true;
-                }
-            }
+            series.publish_count(&self.client, &self.metrics).await;
         }
         self.series
             .retain(|_, series| !series.is_expired && series.last_seen_at.elapsed() < SERIES_TTL);
+    }
+}
+
+impl EventSeries {
+    async fn publish_count(&mut self, client: &Client, metrics: &Metrics) {
+        let events: Api<Event> = Api::namespaced(client.clone(), &self.namespace);
+        let count =
+            json!({ "series": { "count": self.count, "lastObservedTime": MicroTime(self.last_observed_time) } });
+        let (params, patch) = (PatchParams::default(), Patch::Merge(&count));
+        match with_retries(|| events.patch(&self.name, &params, &patch)).await {
+            Ok(_) => self.is_published = true,
+            Err(err) => {
+                debug!(
+                    event = self.name,
+                    error = &err as &dyn std::error::Error,
+                    "updating the count of an event failed"
+                );
+                metrics.failed.inc();
+                // The Event can have expired at the API server. The next note creates a new one.
+                self.is_expired = true;
+            }
+        }
     }
 }
 
@@ -317,8 +357,10 @@ fn truncate_bytes(text: &str, max: usize) -> &str {
     &text[..text.floor_char_boundary(max)]
 }
 
-/// Maximum notes that wait while earlier ones are published; further ones are dropped. A note takes some hundred bytes.
+/// Maximum notes that wait while earlier ones are published; further ones are dropped. A note takes some hundred bytes, and at
+/// most three kilobytes.
 const EVENT_QUEUE_CAPACITY: usize = 1024;
+/// Maximum series whose counts can still increase. A further series removes the one without notes for the longest time.
 const MAX_SERIES: usize = 4096;
 /// A later note creates a new Event, as with other Kubernetes components.
 const SERIES_TTL: Duration = Duration::from_secs(360);
@@ -436,6 +478,54 @@ mod tests {
             "the drain publishes the remaining counts"
         );
         assert!(requests.recv().await.is_none());
+    }
+
+    #[tokio::test]
+    async fn notes_of_any_size_need_little_memory() {
+        let (client, _requests) = api_server(|_| StatusCode::OK);
+        let (recorder, mut publisher) = new_recorder(client, reporter(), &Registry::new());
+        let long = "x".repeat(1 << 20);
+        recorder.record(note("web", &long));
+        recorder.record(note(&long, "x"));
+        let queued = publisher.queue.try_recv().unwrap();
+        assert_eq!(queued.message.capacity(), MAX_EVENT_NOTE_BYTES);
+        assert!(publisher.queue.try_recv().is_err());
+        assert_eq!(recorder.dropped.get(), 1);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_further_series_removes_only_the_oldest_and_loses_no_count() {
+        let (client, mut requests) = api_server(|_| StatusCode::OK);
+        let (_recorder, mut publisher) = new_recorder(client, reporter(), &Registry::new());
+        let mut sent_requests = || -> Vec<_> { std::iter::from_fn(|| requests.try_recv().ok()).collect() };
+        for name in ["first", "first", "second", "second"] {
+            publisher.handle_note(note(name, "x")).await;
+            tokio::time::advance(Duration::from_millis(1)).await;
+        }
+        for n in 2..MAX_SERIES {
+            publisher.handle_note(note(&n.to_string(), "x")).await;
+        }
+        let created = sent_requests();
+        assert_eq!(created.len(), MAX_SERIES);
+        publisher.handle_note(note("further", "x")).await;
+        let sent = sent_requests();
+        let [(_, further), (line, patch)] = &sent[..] else {
+            panic!("{sent:?}");
+        };
+        assert_eq!(further["regarding"]["name"], "further");
+        let first = created[0].1["metadata"]["name"].as_str().unwrap();
+        assert!(line.starts_with("PATCH ") && line.ends_with(first), "{line}");
+        assert_eq!(patch["series"]["count"], 2);
+        assert_eq!(publisher.series.len(), MAX_SERIES);
+
+        publisher.flush_counts().await;
+        let sent = sent_requests();
+        let [(line, patch)] = &sent[..] else {
+            panic!("{sent:?}");
+        };
+        let second = created[1].1["metadata"]["name"].as_str().unwrap();
+        assert!(line.ends_with(second), "{line}");
+        assert_eq!(patch["series"]["count"], 2);
     }
 
     #[tokio::test(start_paused = true)]

@@ -55,8 +55,8 @@ pub enum RouteRejection {
     /// The reference to a Server has a port or a section, which a Server does not have. The route stays attached, and
     /// its requests fail.
     UnsupportedParentField(&'static str),
-    /// A route of a more specific protocol has the same parent and port.
-    MoreSpecificRoute,
+    /// Routes of kinds that take precedence apply to all ports of the reference.
+    RouteOfPrecedingKind,
     /// This older route of the same kind matches the same connections.
     OlderRoute(NamespacedName),
     /// The route uses a feature that proxies do not support, or has unreadable fields. It stays attached, and the
@@ -96,7 +96,9 @@ impl fmt::Display for RouteRejection {
                 f,
                 "the parentRef has a {field}, which is not supported for a Server; remove it"
             ),
-            Self::MoreSpecificRoute => f.write_str("a route of a more specific protocol has the same parent and port"),
+            Self::RouteOfPrecedingKind => f.write_str(
+                "routes of kinds that take precedence (GRPCRoute, HTTPRoute, TLSRoute, TCPRoute, in this order) apply to all ports of the parentRef",
+            ),
             Self::OlderRoute(name) => write!(f, "{name} is older and matches the same connections"),
             Self::Unsupported(reason) => f.write_str(reason),
         }
@@ -117,13 +119,7 @@ pub fn check_route<'a>(
     check_reference(parents, settings, route, parent)?;
     // Routes of a Server do not conflict: the Server defines the protocol.
     if parent.kind != ParentKind::Server {
-        for competing_route in competing_routes {
-            let accepted_references = competing_route.parents.iter().filter(|other| {
-                (other.kind, &other.name) == (parent.kind, &parent.name)
-                    && check_reference(parents, settings, competing_route, other).is_ok()
-            });
-            check_conflict((route, parent), competing_route, accepted_references)?;
-        }
+        check_conflicts(parents, settings, (route, parent), competing_routes)?;
     }
     match route_admission::unsupported_reason(route, parent.kind) {
         None => Ok(()),
@@ -188,15 +184,19 @@ fn check_reference(
 
 /// Checks whether a port with this protocol uses routes of this kind.
 fn check_port_protocol(kind: RouteKind, port: u16, protocol: DeclaredProtocol) -> Result<(), RouteRejection> {
-    let is_supported = match protocol {
+    match supports(protocol, kind) {
+        true => Ok(()),
+        false => Err(RouteRejection::PortProtocolMismatch(Some((port, protocol)))),
+    }
+}
+
+/// Returns whether a port with this protocol uses routes of this kind.
+fn supports(protocol: DeclaredProtocol, kind: RouteKind) -> bool {
+    match protocol {
         DeclaredProtocol::None => true,
         DeclaredProtocol::Http1 => matches!(kind, RouteKind::PolicyHttp | RouteKind::GatewayHttp),
         DeclaredProtocol::Http2 => matches!(kind, RouteKind::PolicyHttp | RouteKind::GatewayHttp | RouteKind::Grpc),
         DeclaredProtocol::Opaque => kind == RouteKind::Tcp,
-    };
-    match is_supported {
-        true => Ok(()),
-        false => Err(RouteRejection::PortProtocolMismatch(Some((port, protocol)))),
     }
 }
 
@@ -233,32 +233,73 @@ pub fn rate_limit_unsupported_reason(protocol: ProxyProtocol) -> Option<String> 
     is_unsupported.then(|| format!("the Server's proxyProtocol is {protocol}, which does not support rate limits"))
 }
 
-/// Checks whether the competing route takes precedence. `accepted_references` are those of its references to the same parent
-/// that are accepted. A competing route in a third namespace, neither that of the route nor of the parent, does not count,
-/// because it applies only to the clients there.
-fn check_conflict<'a>(
+/// Checks whether competing routes displace the route: an older one that matches the same connections on a shared port, or routes
+/// of preceding kinds on all ports of the reference. A competing route in a third namespace, neither that of the route nor of the
+/// parent, does not count, because it applies only to the clients there.
+fn check_conflicts<'a>(
+    parents: &impl ParentLookup,
+    settings: AcceptanceSettings<'_>,
     (route, parent): (&Route, &Parent),
-    competing_route: &Route,
-    mut accepted_references: impl Iterator<Item = &'a Parent> + Clone,
+    competing_routes: impl IntoIterator<Item = &'a Route>,
 ) -> Result<(), RouteRejection> {
-    let namespace = competing_route.meta.namespace();
-    let counts_for_route = namespace == route.meta.namespace() || *namespace == parent.name.namespace;
-    if !counts_for_route {
-        return Ok(());
-    }
-    if competing_route.kind.takes_precedence_over(route.kind)
-        && accepted_references.clone().any(|other| other.port == parent.port)
-    {
-        return Err(RouteRejection::MoreSpecificRoute);
-    }
-    // A reference without a port refers to all ports.
-    let shares_a_port =
-        accepted_references.any(|other| other.port.is_none() || parent.port.is_none() || other.port == parent.port);
-    let is_older = competing_route.meta.age_order() < route.meta.age_order();
-    if shares_a_port && is_older && matches_same_connections(competing_route, route) {
-        return Err(RouteRejection::OlderRoute(competing_route.meta.name.clone()));
+    let mut remaining_ports = ports_of_reference(parents, settings, route.kind, parent);
+    for competing_route in competing_routes {
+        let namespace = competing_route.meta.namespace();
+        let counts = namespace == route.meta.namespace() || *namespace == parent.name.namespace;
+        let takes_precedence = competing_route.kind.takes_precedence_over(route.kind);
+        let is_older = competing_route.meta.age_order() < route.meta.age_order();
+        let is_older_conflict = is_older && matches_same_connections(competing_route, route);
+        if !counts || !(takes_precedence || is_older_conflict) {
+            continue;
+        }
+        let accepted_references = competing_route.parents.iter().filter(|other| {
+            (other.kind, &other.name) == (parent.kind, &parent.name)
+                && check_reference(parents, settings, competing_route, other).is_ok()
+        });
+        for other in accepted_references {
+            // A reference without a port refers to all ports.
+            if is_older_conflict && (other.port.is_none() || parent.port.is_none() || other.port == parent.port) {
+                return Err(RouteRejection::OlderRoute(competing_route.meta.name.clone()));
+            }
+            if takes_precedence {
+                let applies = |port: Option<u16>, protocol: DeclaredProtocol| {
+                    (other.port.is_none() || other.port == port) && supports(protocol, competing_route.kind)
+                };
+                remaining_ports.retain(|(port, protocol)| !applies(*port, *protocol));
+            }
+        }
+        if remaining_ports.is_empty() {
+            return Err(RouteRejection::RouteOfPrecedingKind);
+        }
     }
     Ok(())
+}
+
+/// Returns the ports to which an accepted reference of a route applies, with their protocols. The port of a reference without one,
+/// to a Service without ports, is `None`.
+fn ports_of_reference(
+    parents: &impl ParentLookup,
+    settings: AcceptanceSettings<'_>,
+    kind: RouteKind,
+    parent: &Parent,
+) -> Vec<(Option<u16>, DeclaredProtocol)> {
+    let service = match parent.kind {
+        ParentKind::Service => parents.service(&parent.name),
+        // An accepted reference has a port that supports the kind of the route.
+        ParentKind::EgressNetwork | ParentKind::Server | ParentKind::Foreign => None,
+    };
+    let protocol = |port| {
+        service.map_or(DeclaredProtocol::None, |service| {
+            service.declared_protocol(port, settings.default_opaque_ports)
+        })
+    };
+    match (parent.port, service) {
+        (None, Some(service)) if !service.ports.is_empty() => {
+            let ports = service.ports.iter().map(|port| (Some(port.port), protocol(port.port)));
+            ports.filter(|(_, protocol)| supports(*protocol, kind)).collect()
+        }
+        (port, _) => vec![(port, port.map_or(DeclaredProtocol::None, protocol))],
+    }
 }
 
 /// Returns whether two routes match the same connections. Two TCPRoutes always do. Two TLSRoutes do if they share a

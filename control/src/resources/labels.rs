@@ -56,7 +56,7 @@ impl Selector {
         self.matches_all(|key| labels.get(key).map(String::as_str))
     }
 
-    /// A label that every selected object has. `None` if no requirement permits a single value.
+    /// A label that every selected object has. `None` if no requirement demands exactly one value.
     pub fn required_label(&self) -> Option<(&str, &str)> {
         self.0.iter().find_map(|requirement| match &requirement.operator {
             LabelOperator::In(values) if values.len() == 1 => Some((&*requirement.key, &*values[0])),

@@ -1,7 +1,7 @@
 //! Decoded Kubernetes objects, reduced to the fields that are used.
 //!
-//! [`decode`] reads objects from any serde deserializer, such as YAML of a directory or JSON of an API server. The
-//! result is immutable. Decoding does not depend on the source. It applies the API's defaults and rejects what admission
+//! [`decode`] reads objects from any serde deserializer, such as YAML of a directory or JSON of an API server;
+//! [`protobuf::decode`] reads those of the most frequent kinds from an API server's protobuf. The result is immutable. Decoding does not depend on the source. It applies the API's defaults and rejects what admission
 //! rejects, except in routes and annotations, which have checks of their own:
 //! [`validate_route`](route_admission::validate_route) and [`unsupported_parts`](unsupported::unsupported_parts).
 
@@ -15,6 +15,7 @@ pub mod meta;
 pub mod policy;
 pub mod port_list;
 mod probe_path;
+pub mod protobuf;
 pub mod route;
 pub mod route_admission;
 pub mod service;
@@ -23,6 +24,7 @@ pub mod status;
 pub mod string_map;
 pub mod unreadable;
 pub mod unsupported;
+pub mod validation;
 pub mod workload;
 
 use std::sync::Arc;
@@ -135,8 +137,8 @@ kinds! {
         POLICY_GROUP, ["v1beta3", "v1beta2", "v1beta1", "v1alpha1"], "HTTPRoute", "policy_httproute", Namespaced;
     GatewayHttpRoute(Route): GATEWAY_GROUP, ["v1", "v1beta1"], "HTTPRoute", "gateway_httproute", Namespaced;
     GrpcRoute(Route): GATEWAY_GROUP, ["v1", "v1alpha2"], "GRPCRoute", "gateway_grpcroute", Namespaced;
-    TlsRoute(Route): GATEWAY_GROUP, ["v1alpha2"], "TLSRoute", "gateway_tlsroute", Namespaced;
-    TcpRoute(Route): GATEWAY_GROUP, ["v1alpha2"], "TCPRoute", "gateway_tcproute", Namespaced;
+    TlsRoute(Route): GATEWAY_GROUP, ["v1", "v1alpha3", "v1alpha2"], "TLSRoute", "gateway_tlsroute", Namespaced;
+    TcpRoute(Route): GATEWAY_GROUP, ["v1", "v1alpha2"], "TCPRoute", "gateway_tcproute", Namespaced;
     ServiceProfile(ServiceProfile):
         "linkerd.io", ["v1alpha2", "v1alpha1"], "ServiceProfile", "serviceprofile", Namespaced;
 }
@@ -213,11 +215,15 @@ impl Kind {
 /// Fails if the object does not have the schema of the kind, or has an invalid value. The checks of routes and annotations are
 /// separate.
 pub fn decode<'de, D: Deserializer<'de>>(kind: Kind, from: D) -> Result<Object, D::Error> {
-    let mut object = decode_kind(kind, from)?;
-    if kind.info().scope == Scope::Cluster {
+    decode_kind(kind, from).map(normalize_scope)
+}
+
+/// Removes the namespace of an object of a cluster-scoped kind.
+fn normalize_scope(mut object: Object) -> Object {
+    if object.kind().info().scope == Scope::Cluster {
         object.meta_mut().name.namespace = "".into();
     }
-    Ok(object)
+    object
 }
 
 fn decode_kind<'de, D: Deserializer<'de>>(kind: Kind, from: D) -> Result<Object, D::Error> {
@@ -226,7 +232,7 @@ fn decode_kind<'de, D: Deserializer<'de>>(kind: Kind, from: D) -> Result<Object,
         Kind::Endpoints => decode_as(from, Endpoints::from_kubernetes, Object::Endpoints),
         Kind::EndpointSlice => decode_as(from, EndpointSlice::from_kubernetes, Object::EndpointSlice),
         Kind::Pod => decode_as(from, Pod::from_kubernetes, Object::Pod),
-        Kind::Node => decode_as(from, Node::from_kubernetes, Object::Node),
+        Kind::Node => decode_as(from, Node::from_raw, Object::Node),
         Kind::Namespace => decode_as(from, PartialObjectMetadata::from_raw, Object::Namespace),
         Kind::ReplicaSet => decode_as(from, PartialObjectMetadata::from_raw, Object::ReplicaSet),
         Kind::Job => decode_as(from, PartialObjectMetadata::from_raw, Object::Job),

@@ -38,8 +38,8 @@ impl RouteKind {
         }
     }
 
-    /// Returns whether this kind takes precedence. On one port of one parent only routes of the most specific protocol
-    /// apply.
+    /// Returns whether this kind takes precedence. The order is GRPCRoute, HTTPRoute, TLSRoute, TCPRoute; on one port of one
+    /// parent, only routes of the first kind apply.
     pub fn takes_precedence_over(self, other: Self) -> bool {
         let rank = |kind| match kind {
             Self::Grpc => 3,
@@ -157,7 +157,7 @@ pub struct Rule<M> {
     pub timeouts: RuleTimeouts,
     pub retry: Option<RuleRetry>,
     /// No proxy implements it.
-    session_persistence: Option<IgnoredAny>,
+    pub(super) session_persistence: Option<IgnoredAny>,
     /// Accepted but not used.
     #[serde(rename = "name", default)]
     _name: IgnoredAny,
@@ -637,6 +637,12 @@ impl Route {
     /// Returns whether a parent is a Server, Service or EgressNetwork. Other routes are ignored.
     pub fn has_mesh_parent(&self) -> bool {
         self.parents.iter().any(|parent| parent.kind != ParentKind::Foreign)
+    }
+
+    /// Returns whether all parents that belong to the mesh are Servers.
+    pub fn has_only_server_parents(&self) -> bool {
+        let mut mesh_parents = self.parents.iter().filter(|parent| parent.kind != ParentKind::Foreign);
+        self.has_mesh_parent() && mesh_parents.all(|parent| parent.kind == ParentKind::Server)
     }
 
     /// Returns the first unreadable part of the route.

@@ -1,7 +1,8 @@
 //! Validates routes without looking up their parents.
 //!
-//! `validate_*` functions are for admission and for directories of manifests. `check_*` functions tell whether the mesh
-//! supports a part, which views and statuses need, too.
+//! `validate_*` functions check whether values are valid, for admission and for directories of manifests. `check_*` functions
+//! check whether the mesh supports a part for the kinds of its route and parent, and whether the values of the part are valid;
+//! views and statuses need them, too.
 
 use http::header::{HeaderName, HeaderValue};
 use http::uri::{Authority, PathAndQuery};
@@ -30,10 +31,10 @@ pub fn validate_route(route: &Route) -> Result<(), String> {
         }
     }
     let outbound = |kind| matches!(kind, ParentKind::Service | ParentKind::EgressNetwork);
-    if route.parents.iter().any(|parent| outbound(parent.kind)) {
-        annotations::parse_http_retry(&route.meta.annotations)?;
-        annotations::parse_grpc_retry(&route.meta.annotations)?;
-        annotations::parse_timeouts(&route.meta.annotations)?;
+    if route.parents.iter().any(|parent| outbound(parent.kind))
+        && let Some(invalid) = annotations::invalid_on_route(&route.meta.annotations).first()
+    {
+        return Err(invalid.to_string());
     }
     for hostname in &route.hostnames {
         let name = hostname.strip_prefix("*.").unwrap_or(hostname);
@@ -47,18 +48,18 @@ pub fn validate_route(route: &Route) -> Result<(), String> {
         Rules::Http(rules) => {
             validate_max_entries("spec.rules", rules.len(), 16)?;
             rules.iter().try_for_each(|rule| {
-                check_http_matches(rule)?;
+                validate_http_matches(rule)?;
                 validate_rule(rule, route.kind)
             })
         }
         Rules::Grpc(rules) => {
             validate_max_entries("spec.rules", rules.len(), 16)?;
             rules.iter().try_for_each(|rule| {
-                check_grpc_matches(rule)?;
+                validate_grpc_matches(rule)?;
                 validate_rule(rule, route.kind)
             })
         }
-        Rules::Stream(rules) => check_single_rule(rules),
+        Rules::Stream(rules) => validate_single_rule(rules),
     }
 }
 
@@ -81,27 +82,28 @@ pub fn unsupported_reason(route: &Route, parent: ParentKind) -> Option<String> {
     check().err()
 }
 
-/// Returns the first rule field that has no effect because all mesh parents are Servers, such as `timeouts`: the
+/// Returns the rule fields that are set but have no effect because all mesh parents are Servers, such as `timeouts`: the
 /// inbound proxy forwards each request once, to the local application, without a timeout.
-pub fn unused_inbound_field(route: &Route) -> Option<&'static str> {
-    let mut mesh_parents = route.parents.iter().filter(|parent| parent.kind != ParentKind::Foreign);
-    if !route.has_mesh_parent() || mesh_parents.any(|parent| parent.kind != ParentKind::Server) {
-        return None;
-    }
-    fn unused<M>(rules: &[Rule<M>], kind: RouteKind) -> Option<&'static str> {
-        let unused_field = |rule: &Rule<M>| {
-            if rule.timeouts != RuleTimeouts::default() {
-                return Some("timeouts");
-            }
-            let retry = rule.retry.as_ref().map(|_| "retry");
-            retry.or_else(|| rule.unimplemented_field(kind))
-        };
-        rules.iter().find_map(unused_field)
+pub fn unused_inbound_fields(route: &Route) -> Vec<&'static str> {
+    fn outbound_fields<M>(rules: &[Rule<M>]) -> Vec<&'static str> {
+        let any_rule = |has_field: fn(&Rule<M>) -> bool| rules.iter().any(has_field);
+        let fields = [
+            ("timeouts", any_rule(|rule| rule.timeouts != RuleTimeouts::default())),
+            ("retry", any_rule(|rule| rule.retry.is_some())),
+            (
+                "sessionPersistence",
+                any_rule(|rule| rule.session_persistence.is_some()),
+            ),
+            ("backendRefs", any_rule(|rule| !rule.backend_refs.is_empty())),
+        ];
+        let set = fields.into_iter().filter(|(_, is_set)| *is_set);
+        set.map(|(field, _)| field).collect()
     }
     match &route.rules {
-        Rules::Http(rules) => unused(rules, route.kind),
-        Rules::Grpc(rules) => unused(rules, route.kind),
-        Rules::Stream(_) => None,
+        Rules::Http(rules) if route.has_only_server_parents() => outbound_fields(rules),
+        Rules::Grpc(rules) if route.has_only_server_parents() => outbound_fields(rules),
+        // No Server supports a TLSRoute or TCPRoute.
+        Rules::Http(_) | Rules::Grpc(_) | Rules::Stream(_) => Vec::new(),
     }
 }
 
@@ -111,7 +113,7 @@ pub fn unused_inbound_field(route: &Route) -> Option<&'static str> {
 /// Fails if the rule is unreadable, or if a field, match or filter is not supported. Requests that match the rule fail then.
 pub fn check_http_rule(rule: &Rule<HttpMatch>, route: RouteKind, parent: ParentKind) -> Result<(), String> {
     check_rule(rule, route, parent)?;
-    check_http_matches(rule)?;
+    validate_http_matches(rule)?;
     rule.filters
         .iter()
         .try_for_each(|filter| check_filter_support(filter, route, parent))
@@ -123,7 +125,7 @@ pub fn check_http_rule(rule: &Rule<HttpMatch>, route: RouteKind, parent: ParentK
 /// As [`check_http_rule`].
 pub fn check_grpc_rule(rule: &Rule<GrpcMatch>, route: RouteKind, parent: ParentKind) -> Result<(), String> {
     check_rule(rule, route, parent)?;
-    check_grpc_matches(rule)?;
+    validate_grpc_matches(rule)?;
     rule.filters
         .iter()
         .try_for_each(|filter| check_filter_support(filter, route, parent))
@@ -139,7 +141,7 @@ fn check_rule<M>(rule: &Rule<M>, route: RouteKind, parent: ParentKind) -> Result
     check_fields(rule, route)
 }
 
-/// Checks the fields of a rule that proxies do not implement for routes of every kind.
+/// Checks `retry` and the other fields of a rule that proxies implement for some kinds of routes only, or not at all.
 ///
 /// # Errors
 /// Fails if proxies do not implement a field, or if its value is invalid.
@@ -149,13 +151,13 @@ pub fn check_fields<M>(rule: &Rule<M>, route: RouteKind) -> Result<(), String> {
             "rules[].retry is supported only in an HTTPRoute of {GATEWAY_GROUP}; use the annotations retry.linkerd.io/*"
         )),
         Some(field) => Err(format!("rules[].{field} is not supported by the mesh; leave it out")),
-        None => rule.retry.as_ref().map_or(Ok(()), check_retry),
+        None => rule.retry.as_ref().map_or(Ok(()), validate_retry),
     }
 }
 
 /// # Errors
 /// Fails if a code is not a status of an error.
-fn check_retry(retry: &RuleRetry) -> Result<(), String> {
+fn validate_retry(retry: &RuleRetry) -> Result<(), String> {
     match retry.codes.iter().find(|code| !(400..=599).contains(*code)) {
         Some(code) => Err(format!("retry code {code}; accepted: 400-599")),
         None => Ok(()),
@@ -167,7 +169,7 @@ fn check_retry(retry: &RuleRetry) -> Result<(), String> {
 /// # Errors
 /// Fails if the rules are not supported. The connections are closed then.
 pub fn check_stream_rules(rules: &[StreamRule]) -> Result<(), String> {
-    check_single_rule(rules)?;
+    validate_single_rule(rules)?;
     match rules.iter().find_map(|rule| rule.unreadable.as_ref()) {
         Some(unreadable) => Err(unreadable.reason.clone()),
         None => Ok(()),
@@ -176,14 +178,14 @@ pub fn check_stream_rules(rules: &[StreamRule]) -> Result<(), String> {
 
 /// # Errors
 /// Fails at the first invalid match.
-pub fn check_http_matches(rule: &Rule<HttpMatch>) -> Result<(), String> {
-    rule.matches.iter().flatten().try_for_each(check_http_match)
+pub fn validate_http_matches(rule: &Rule<HttpMatch>) -> Result<(), String> {
+    rule.matches.iter().flatten().try_for_each(validate_http_match)
 }
 
 /// # Errors
-/// As [`check_http_matches`].
-pub fn check_grpc_matches(rule: &Rule<GrpcMatch>) -> Result<(), String> {
-    rule.matches.iter().flatten().try_for_each(check_grpc_match)
+/// As [`validate_http_matches`].
+pub fn validate_grpc_matches(rule: &Rule<GrpcMatch>) -> Result<(), String> {
+    rule.matches.iter().flatten().try_for_each(validate_grpc_match)
 }
 
 /// Checks the filters of backends. The inbound proxy does not use backends, so the check is skipped for Servers.
@@ -241,11 +243,11 @@ pub fn check_filter_support(filter: &Filter, route: RouteKind, parent: ParentKin
         | Filter::Redirect(_)
         | Filter::UrlRewrite(_)
         | Filter::Mirror(_)
-        | Filter::Cors(_) => check_filter(filter, route),
+        | Filter::Cors(_) => validate_filter(filter, route),
     }
 }
 
-fn check_single_rule(rules: &[StreamRule]) -> Result<(), String> {
+fn validate_single_rule(rules: &[StreamRule]) -> Result<(), String> {
     match rules.len() {
         1 => Ok(()),
         n => Err(format!("spec.rules has {n} entries; exactly one is accepted")),
@@ -279,13 +281,15 @@ fn validate_rule<M>(rule: &Rule<M>, kind: RouteKind) -> Result<(), String> {
     if kind == RouteKind::PolicyHttp {
         check_fields(rule, kind)?;
     }
-    rule.retry.as_ref().map_or(Ok(()), check_retry)?;
-    rule.filters.iter().try_for_each(|filter| check_filter(filter, kind))?;
+    rule.retry.as_ref().map_or(Ok(()), validate_retry)?;
+    rule.filters
+        .iter()
+        .try_for_each(|filter| validate_filter(filter, kind))?;
     for backend in &rule.backend_refs {
         backend
             .filters
             .iter()
-            .try_for_each(|filter| check_filter(filter, kind))?;
+            .try_for_each(|filter| validate_filter(filter, kind))?;
         if kind != RouteKind::PolicyHttp && backend.is_service() && backend.port.is_none() {
             return Err(format!("backendRef {} is a Service and needs a port", backend.name));
         }
@@ -293,26 +297,26 @@ fn validate_rule<M>(rule: &Rule<M>, kind: RouteKind) -> Result<(), String> {
     Ok(())
 }
 
-fn check_http_match(condition: &HttpMatch) -> Result<(), String> {
+fn validate_http_match(condition: &HttpMatch) -> Result<(), String> {
     if let Some(path) = &condition.path {
         if path.kind == PathKind::RegularExpression {
-            check_regex(&path.value)?;
+            validate_regex(&path.value)?;
         } else {
-            check_absolute_path(&path.value)?;
+            validate_absolute_path(&path.value)?;
         }
     }
-    condition.method.as_deref().map_or(Ok(()), check_method)?;
-    condition.headers.iter().try_for_each(check_header_match)?;
-    condition.query_params.iter().try_for_each(check_value_match)
+    condition.method.as_deref().map_or(Ok(()), validate_method)?;
+    condition.headers.iter().try_for_each(validate_header_match)?;
+    condition.query_params.iter().try_for_each(validate_value_match)
 }
 
-fn check_method(method: &str) -> Result<(), String> {
+fn validate_method(method: &str) -> Result<(), String> {
     http::Method::from_bytes(method.as_bytes())
         .map(|_| ())
         .map_err(|_| format!("{method:?} is not an HTTP method"))
 }
 
-fn check_grpc_match(condition: &GrpcMatch) -> Result<(), String> {
+fn validate_grpc_match(condition: &GrpcMatch) -> Result<(), String> {
     if condition
         .method
         .as_ref()
@@ -320,24 +324,24 @@ fn check_grpc_match(condition: &GrpcMatch) -> Result<(), String> {
     {
         return Err("gRPC methods are matched by type Exact only".to_owned());
     }
-    condition.headers.iter().try_for_each(check_header_match)
+    condition.headers.iter().try_for_each(validate_header_match)
 }
 
-fn check_header_match(condition: &NamedMatch) -> Result<(), String> {
-    check_header_name(&condition.name)?;
-    check_value_match(condition)
+fn validate_header_match(condition: &NamedMatch) -> Result<(), String> {
+    validate_header_name(&condition.name)?;
+    validate_value_match(condition)
 }
 
-fn check_value_match(condition: &NamedMatch) -> Result<(), String> {
+fn validate_value_match(condition: &NamedMatch) -> Result<(), String> {
     if condition.kind == ValueKind::RegularExpression {
-        check_regex(&condition.value)
+        validate_regex(&condition.value)
     } else {
         Ok(())
     }
 }
 
 /// Checks a regular expression both as written and between anchors, because proxies compile both forms.
-pub(super) fn check_regex(text: &str) -> Result<(), String> {
+pub(super) fn validate_regex(text: &str) -> Result<(), String> {
     [text, &format!(r"\A(?:{text})\z")].into_iter().try_for_each(|text| {
         let compiled = RegexBuilder::new(text).size_limit(MAX_COMPILED_REGEX_BYTES).build();
         compiled
@@ -346,7 +350,7 @@ pub(super) fn check_regex(text: &str) -> Result<(), String> {
     })
 }
 
-fn check_absolute_path(path: &str) -> Result<(), String> {
+fn validate_absolute_path(path: &str) -> Result<(), String> {
     if path.starts_with('/') {
         Ok(())
     } else {
@@ -354,16 +358,16 @@ fn check_absolute_path(path: &str) -> Result<(), String> {
     }
 }
 
-fn check_filter(filter: &Filter, kind: RouteKind) -> Result<(), String> {
+fn validate_filter(filter: &Filter, kind: RouteKind) -> Result<(), String> {
     match filter {
-        Filter::RequestHeaders(modifier) | Filter::ResponseHeaders(modifier) => check_header_modifier(modifier),
-        Filter::Redirect(redirect) => check_redirect(redirect, kind),
+        Filter::RequestHeaders(modifier) | Filter::ResponseHeaders(modifier) => validate_header_modifier(modifier),
+        Filter::Redirect(redirect) => validate_redirect(redirect, kind),
         Filter::UrlRewrite(_) if kind == RouteKind::PolicyHttp => Err(not_in_policy_route("URLRewrite")),
-        Filter::UrlRewrite(rewrite) => check_url_rewrite(rewrite),
+        Filter::UrlRewrite(rewrite) => validate_url_rewrite(rewrite),
         Filter::Mirror(_) if kind == RouteKind::PolicyHttp => Err(not_in_policy_route("RequestMirror")),
-        Filter::Mirror(mirror) => check_mirror(mirror),
+        Filter::Mirror(mirror) => validate_mirror(mirror),
         Filter::Cors(_) if kind == RouteKind::PolicyHttp => Err(not_in_policy_route("CORS")),
-        Filter::Cors(cors) => check_cors(cors),
+        Filter::Cors(cors) => validate_cors(cors),
         // Gateway API routes can have filters for other implementations. Such a route is valid, and
         // `check_filter_support` decides about it.
         Filter::Unsupported(name) if kind == RouteKind::PolicyHttp => Err(not_in_policy_route(name)),
@@ -378,9 +382,9 @@ fn not_in_policy_route(filter: &str) -> String {
     )
 }
 
-fn check_url_rewrite(rewrite: &UrlRewrite) -> Result<(), String> {
+fn validate_url_rewrite(rewrite: &UrlRewrite) -> Result<(), String> {
     if let Some(path) = &rewrite.path {
-        check_path_modifier(path)?;
+        validate_path_modifier(path)?;
         // The query of the request is kept.
         if path.text().contains(['?', '#']) {
             return Err(format!("path {:?} of urlRewrite has a query or fragment", path.text()));
@@ -389,12 +393,12 @@ fn check_url_rewrite(rewrite: &UrlRewrite) -> Result<(), String> {
     rewrite
         .hostname
         .as_deref()
-        .map_or(Ok(()), |hostname| check_hostname("rewrite", hostname))
+        .map_or(Ok(()), |hostname| validate_hostname("rewrite", hostname))
 }
 
 /// # Errors
 /// Fails if the fraction is not between 0 and 1 or is given twice, or if the backend is a Service without a port.
-pub fn check_mirror(mirror: &Mirror) -> Result<(), String> {
+pub fn validate_mirror(mirror: &Mirror) -> Result<(), String> {
     if mirror.percent.is_some() && mirror.fraction.is_some() {
         return Err("requestMirror has percent and fraction; only one of them is accepted".to_owned());
     }
@@ -413,7 +417,7 @@ pub fn check_mirror(mirror: &Mirror) -> Result<(), String> {
     Ok(())
 }
 
-fn check_cors(cors: &Cors) -> Result<(), String> {
+fn validate_cors(cors: &Cors) -> Result<(), String> {
     for (field, values) in [
         ("allowOrigins", &cors.allow_origins),
         ("allowMethods", &cors.allow_methods),
@@ -425,10 +429,14 @@ fn check_cors(cors: &Cors) -> Result<(), String> {
             ));
         }
     }
-    cors.allow_origins.iter().try_for_each(|origin| check_origin(origin))?;
-    cors.allow_methods.iter().try_for_each(|method| check_method(method))?;
+    cors.allow_origins
+        .iter()
+        .try_for_each(|origin| validate_origin(origin))?;
+    cors.allow_methods
+        .iter()
+        .try_for_each(|method| validate_method(method))?;
     let headers = cors.allow_headers.iter().chain(&cors.expose_headers);
-    headers.into_iter().try_for_each(|name| check_header_name(name))?;
+    headers.into_iter().try_for_each(|name| validate_header_name(name))?;
     match cors.max_age {
         0 => Err("cors.maxAge is 0; at least 1 is accepted".to_owned()),
         _ => Ok(()),
@@ -436,7 +444,7 @@ fn check_cors(cors: &Cors) -> Result<(), String> {
 }
 
 /// Checks the form of the CRD, and the port.
-fn check_origin(origin: &str) -> Result<(), String> {
+fn validate_origin(origin: &str) -> Result<(), String> {
     let is_label = |label: &str| {
         let is_valid = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
         !label.is_empty() && label.bytes().all(is_valid)
@@ -458,47 +466,47 @@ fn check_origin(origin: &str) -> Result<(), String> {
     }
 }
 
-fn check_path_modifier(modifier: &PathModifier) -> Result<(), String> {
+fn validate_path_modifier(modifier: &PathModifier) -> Result<(), String> {
     let path = modifier.text();
     // The empty prefix removes the matched one.
     if matches!(modifier, PathModifier::ReplacePrefixMatch { .. }) && path.is_empty() {
         return Ok(());
     }
-    check_absolute_path(path)?;
+    validate_absolute_path(path)?;
     match PathAndQuery::try_from(path) {
         Ok(_) => Ok(()),
         Err(_) => Err(format!("path {path:?} is not a valid URI path")),
     }
 }
 
-fn check_hostname(filter: &str, hostname: &str) -> Result<(), String> {
+fn validate_hostname(filter: &str, hostname: &str) -> Result<(), String> {
     match hostname.parse::<Authority>() {
         Ok(authority) if authority.host() == hostname => Ok(()),
         _ => Err(format!("{filter} hostname {hostname:?} is not a host name")),
     }
 }
 
-fn check_header_modifier(modifier: &HeaderModifier) -> Result<(), String> {
+fn validate_header_modifier(modifier: &HeaderModifier) -> Result<(), String> {
     for header in modifier.add.iter().chain(&modifier.set) {
-        check_header_name(&header.name)?;
+        validate_header_name(&header.name)?;
         HeaderValue::from_str(&header.value)
             .map_err(|_| format!("header {}: {:?} is not a header value", header.name, header.value))?;
     }
-    modifier.remove.iter().try_for_each(|name| check_header_name(name))
+    modifier.remove.iter().try_for_each(|name| validate_header_name(name))
 }
 
-fn check_header_name(name: &str) -> Result<(), String> {
+fn validate_header_name(name: &str) -> Result<(), String> {
     HeaderName::from_bytes(name.as_bytes())
         .map(|_| ())
         .map_err(|_| format!("{name:?} is not a header name"))
 }
 
-fn check_redirect(redirect: &Redirect, kind: RouteKind) -> Result<(), String> {
-    redirect.path.as_ref().map_or(Ok(()), check_path_modifier)?;
+fn validate_redirect(redirect: &Redirect, kind: RouteKind) -> Result<(), String> {
+    redirect.path.as_ref().map_or(Ok(()), validate_path_modifier)?;
     redirect
         .hostname
         .as_deref()
-        .map_or(Ok(()), |hostname| check_hostname("redirect", hostname))?;
+        .map_or(Ok(()), |hostname| validate_hostname("redirect", hostname))?;
     if let Some(scheme) = &redirect.scheme {
         http::uri::Scheme::try_from(scheme.as_str()).map_err(|_| format!("{scheme:?} is not a URI scheme"))?;
     }
@@ -608,7 +616,7 @@ mod tests {
             (json!({"exposeHeaders": ["x a"]}), "is not a header name"),
             (json!({"maxAge": 0}), "cors.maxAge is 0"),
         ] {
-            let checked = check_filter(&cors(value.clone()), RouteKind::GatewayHttp);
+            let checked = validate_filter(&cors(value.clone()), RouteKind::GatewayHttp);
             let reason = checked.err().unwrap_or_default();
             assert_eq!(reason.is_empty(), expected.is_empty(), "{value}: {reason}");
             assert!(reason.contains(expected), "{value}: {reason}");
@@ -637,7 +645,7 @@ mod tests {
                 panic!("{value}")
             };
             let Fraction { numerator, denominator } = mirror.fraction();
-            match (check_mirror(&mirror), expected) {
+            match (validate_mirror(&mirror), expected) {
                 (Ok(()), Ok(expected)) => assert_eq!((numerator, denominator), expected, "{value}"),
                 (Err(reason), Err(expected)) => assert!(reason.contains(expected), "{value}: {reason}"),
                 (checked, _) => panic!("{value}: {checked:?}"),
@@ -661,7 +669,7 @@ mod tests {
             (full(""), false),
             (full("/x y"), false),
         ] {
-            let checked = check_filter(&rewrite(value.clone()), RouteKind::GatewayHttp);
+            let checked = validate_filter(&rewrite(value.clone()), RouteKind::GatewayHttp);
             assert_eq!(checked.is_ok(), is_valid, "{value}: {checked:?}");
         }
     }

@@ -104,6 +104,19 @@ pub struct ServicePort {
     pub app_protocol: Option<String>,
 }
 
+impl ServicePort {
+    /// Returns the protocol of `appProtocol`. An unknown value means opaque.
+    pub fn declared_protocol(&self) -> DeclaredProtocol {
+        match self.app_protocol.as_deref().map(str::to_ascii_lowercase).as_deref() {
+            None => DeclaredProtocol::None,
+            Some("http") => DeclaredProtocol::Http1,
+            // Kubernetes does not define `grpc`, but other meshes support it.
+            Some("kubernetes.io/h2c" | "grpc") => DeclaredProtocol::Http2,
+            Some(_) => DeclaredProtocol::Opaque,
+        }
+    }
+}
+
 /// The protocol of a port of a Service or an EgressNetwork, as its object declares it to clients.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeclaredProtocol {
@@ -126,20 +139,16 @@ impl fmt::Display for DeclaredProtocol {
 }
 
 impl Service {
-    /// Returns the protocol of a port: that of its `appProtocol`, where an unknown value means opaque. Marking a port as opaque
-    /// has an effect only without `appProtocol`, or with `grpc`.
+    /// Returns the protocol of a port: opaque if the port is marked as opaque, otherwise that of its `appProtocol`.
+    ///
+    /// The mark takes precedence because proxies obey it first: they get it in the profile. With it an operator disables parsing,
+    /// for example if the application terminates TLS, although a manifest of somebody else sets `appProtocol`.
     pub fn declared_protocol(&self, port: u16, default_opaque_ports: &PortSet) -> DeclaredProtocol {
-        let app_protocol = self.port(port).and_then(|port| port.app_protocol.as_deref());
-        match app_protocol.map(str::to_ascii_lowercase).as_deref() {
-            Some("http") => DeclaredProtocol::Http1,
-            Some("kubernetes.io/h2c") => DeclaredProtocol::Http2,
-            // Kubernetes does not define `grpc`, but other meshes support it. A port that is marked as opaque, for example because
-            // its application terminates TLS, stays opaque.
-            Some("grpc") if !self.is_opaque(port, default_opaque_ports) => DeclaredProtocol::Http2,
-            Some(_) => DeclaredProtocol::Opaque,
-            None if self.is_opaque(port, default_opaque_ports) => DeclaredProtocol::Opaque,
-            None => DeclaredProtocol::None,
+        if self.is_opaque(port, default_opaque_ports) {
+            return DeclaredProtocol::Opaque;
         }
+        self.port(port)
+            .map_or(DeclaredProtocol::None, ServicePort::declared_protocol)
     }
 
     /// Returns whether a port is marked as opaque for clients: by the annotation, or else by the cluster's default.

@@ -131,7 +131,7 @@ fn validate_condition(condition: &RequestMatch) -> Result<(), String> {
     match condition {
         RequestMatch::All(all) | RequestMatch::Any(all) => all.iter().try_for_each(validate_condition),
         RequestMatch::Not(condition) => validate_condition(condition),
-        RequestMatch::PathRegex(regex) => route_admission::check_regex(regex),
+        RequestMatch::PathRegex(regex) => route_admission::validate_regex(regex),
         RequestMatch::Method(method) => Method::from_bytes(method.as_bytes())
             .map(|_| ())
             .map_err(|_| format!("{method:?} is not an HTTP method")),

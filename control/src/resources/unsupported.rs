@@ -3,15 +3,17 @@
 //! They are counted in metrics. Admission, if it is enabled, rejects some of them earlier.
 
 use tulle_core::names::{annotation, label};
+use tulle_core::ports::PortSet;
 
 use crate::resources::acceptance::{self, RouteRejection};
-use crate::resources::annotations;
+use crate::resources::annotations::{self, InvalidAnnotation};
 use crate::resources::meta::{Meta, NamespacedName};
+use crate::resources::policy::egress_network::EgressNetwork;
 use crate::resources::policy::server::{AccessPolicy, Server, WorkloadSelector};
 use crate::resources::port_list::{PortList, ResolvedPorts};
 use crate::resources::route::{Parent, ParentKind, Route};
 use crate::resources::route_admission;
-use crate::resources::service::{EndpointSlice, PortRef, Service};
+use crate::resources::service::{DeclaredProtocol, EndpointSlice, PortRef, Service, ServicePort};
 use crate::resources::workload::{ContainerPort, resolve_declared};
 use crate::resources::{Kind, Object};
 
@@ -29,10 +31,9 @@ pub fn unsupported_parts(object: &Object) -> Vec<UnsupportedPart> {
     match object {
         Object::Service(service) => check_service(service),
         Object::EgressNetwork(network) => {
-            let mut found = check_parent_annotations(&network.meta);
-            found.extend(check_port_list(&network.meta, annotation::OPAQUE_PORTS, |list| {
-                list.resolve(|_| Vec::new())
-            }));
+            let mut found = invalid_egress_annotations(network);
+            let unused = annotations::unused(&network.meta.annotations, object.kind().info().name);
+            add_unused(&mut found, unused);
             found
         }
         Object::EndpointSlice(slice) => check_slice(slice),
@@ -122,12 +123,46 @@ fn server_rejection(server: &Server, route: &Route) -> Option<RouteRejection> {
     })
 }
 
+/// Returns the invalid annotations of an EgressNetwork.
+pub(super) fn invalid_egress_annotations(network: &EgressNetwork) -> Vec<UnsupportedPart> {
+    let invalid = annotations::invalid_on_parent(&network.meta.annotations);
+    let mut found: Vec<UnsupportedPart> = invalid.into_iter().map(Into::into).collect();
+    found.extend(check_port_list(&network.meta, annotation::OPAQUE_PORTS, |list| {
+        list.resolve(|_| Vec::new())
+    }));
+    found
+}
+
 fn check_service(service: &Service) -> Vec<UnsupportedPart> {
-    let mut found = check_parent_annotations(&service.meta);
+    let all = &service.meta.annotations;
+    let invalid = annotations::invalid_on_parent(all);
+    let mut found: Vec<UnsupportedPart> = invalid.into_iter().map(Into::into).collect();
+    add_unused(&mut found, annotations::unused(all, Kind::Service.info().name));
     found.extend(check_port_list(&service.meta, annotation::OPAQUE_PORTS, |list| {
         list.resolve(|name| service.ports_named(name))
     }));
     found
+}
+
+/// Returns each `appProtocol` of a Service that has no effect, because its port is marked as opaque.
+pub fn overridden_app_protocols(service: &Service, default_opaque_ports: &PortSet) -> Vec<UnsupportedPart> {
+    let is_overridden = |port: &&ServicePort| {
+        let protocol = port.declared_protocol();
+        matches!(protocol, DeclaredProtocol::Http1 | DeclaredProtocol::Http2)
+            && service.is_opaque(port.port, default_opaque_ports)
+    };
+    let overridden = service.ports.iter().filter(is_overridden);
+    let part = |port: &ServicePort| UnsupportedPart {
+        field: "spec.ports",
+        reason: format!(
+            "appProtocol {} of port {} has no effect, because the port is marked as opaque by the annotation {} or by default; \
+             set the annotation to the ports that are opaque, or remove appProtocol",
+            port.app_protocol.as_deref().unwrap_or_default(),
+            port.port,
+            annotation::OPAQUE_PORTS
+        ),
+    };
+    overridden.map(part).collect()
 }
 
 fn check_slice(slice: &EndpointSlice) -> Vec<UnsupportedPart> {
@@ -142,42 +177,45 @@ fn check_slice(slice: &EndpointSlice) -> Vec<UnsupportedPart> {
     checks.into_iter().filter_map(to_unsupported_part).collect()
 }
 
-fn check_parent_annotations(meta: &Meta) -> Vec<UnsupportedPart> {
-    let all = &meta.annotations;
-    let checks = [
-        (
-            annotation::FAILURE_ACCRUAL,
-            annotations::parse_failure_accrual(all).err(),
-        ),
-        (annotation::PENALIZE_FAILURES, annotations::parse_load_bias(all).err()),
-    ];
-    let mut found = check_route_annotations(meta);
-    found.extend(checks.into_iter().filter_map(to_unsupported_part));
-    found
-}
-
-/// Checks the annotations of a route, which its parents can have, too.
-fn check_route_annotations(meta: &Meta) -> Vec<UnsupportedPart> {
-    let all = &meta.annotations;
-    let checks = [
-        (annotation::RETRY_HTTP, annotations::parse_http_retry(all).err()),
-        (annotation::RETRY_GRPC, annotations::parse_grpc_retry(all).err()),
-        (annotation::TIMEOUT_REQUEST, annotations::parse_timeouts(all).err()),
-    ];
-    checks.into_iter().filter_map(to_unsupported_part).collect()
-}
-
 fn check_route(route: &Route) -> Vec<UnsupportedPart> {
-    let mut found = check_route_annotations(&route.meta);
+    let all = &route.meta.annotations;
+    let invalid = annotations::invalid_on_route(all);
+    let mut found: Vec<UnsupportedPart> = invalid.into_iter().map(Into::into).collect();
+    if route.has_only_server_parents() {
+        let unused = annotations::present(all).map(|key| (key, format!("it {UNUSED_INBOUND}")));
+        add_unused(&mut found, unused);
+    } else if route.has_mesh_parent() {
+        add_unused(&mut found, annotations::unused(all, route.kind.kind()));
+    }
     let parents = [ParentKind::Server, ParentKind::Service, ParentKind::EgressNetwork];
     let is_named = |kind: &ParentKind| route.parents.iter().any(|parent| parent.kind == *kind);
     let mut named_kinds = parents.into_iter().filter(is_named);
     let reason = named_kinds.find_map(|kind| route_admission::unsupported_reason(route, kind));
     found.extend(to_unsupported_part(("spec.rules", reason)));
-    let unused = route_admission::unused_inbound_field(route);
-    let unused = unused.map(|field| format!("{field} has no effect where the parent is a Server"));
-    found.extend(to_unsupported_part(("spec.rules", unused)));
+    let unused = route_admission::unused_inbound_fields(route);
+    found.extend(unused.into_iter().map(|field| UnsupportedPart {
+        field: "spec.rules",
+        reason: format!("{field} {UNUSED_INBOUND}"),
+    }));
     found
+}
+
+/// Adds annotations without effect, each with the reason. One that is found to be invalid is not added again.
+fn add_unused(found: &mut Vec<UnsupportedPart>, unused: impl IntoIterator<Item = (&'static str, String)>) {
+    for (field, reason) in unused {
+        if found.iter().all(|part| part.field != field) {
+            found.push(UnsupportedPart { field, reason });
+        }
+    }
+}
+
+impl From<InvalidAnnotation> for UnsupportedPart {
+    fn from(invalid: InvalidAnnotation) -> Self {
+        Self {
+            field: invalid.key,
+            reason: invalid.to_string(),
+        }
+    }
 }
 
 fn check_workload(meta: &Meta, declared: &[ContainerPort]) -> Vec<UnsupportedPart> {
@@ -214,4 +252,104 @@ fn check_port_list(
 
 fn to_unsupported_part((field, reason): (&'static str, Option<String>)) -> Option<UnsupportedPart> {
     reason.map(|reason| UnsupportedPart { field, reason })
+}
+
+const UNUSED_INBOUND: &str = "has no effect where the parent is a Server";
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::resources::decode;
+
+    fn fields(kind: Kind, annotations: Value, spec: Value) -> Vec<&'static str> {
+        let metadata = json!({"name": "x", "namespace": "shop", "annotations": annotations});
+        let object = decode(kind, &json!({"metadata": metadata, "spec": spec})).unwrap();
+        unsupported_parts(&object).into_iter().map(|part| part.field).collect()
+    }
+
+    #[test]
+    fn annotations_that_are_invalid_or_without_effect_are_found_once() {
+        let idle = json!({"timeout.linkerd.io/idle": "soon"});
+        let limit = json!({"retry.linkerd.io/limit": "many"});
+        let service = json!({"clusterIP": "10.0.0.1", "ports": [{"port": 80}]});
+        let network = json!({"trafficPolicy": "Allow"});
+        let route = |parent: &str| {
+            let group = if parent == "Service" { "" } else { "policy.linkerd.io" };
+            json!({"parentRefs": [{"group": group, "kind": parent, "name": "web"}], "rules": [{}]})
+        };
+        let gateway = json!({"parentRefs": [{"name": "gateway"}], "rules": [{}]});
+        for (kind, spec, idle_count, limit_count) in [
+            (Kind::Service, service, 1, 1),
+            (Kind::EgressNetwork, network, 1, 1),
+            (Kind::GatewayHttpRoute, route("Service"), 1, 1),
+            (Kind::GrpcRoute, route("Service"), 1, 1),
+            (Kind::TcpRoute, route("Service"), 1, 1),
+            (Kind::PolicyHttpRoute, route("Server"), 1, 1),
+            // Other controllers can use such a route.
+            (Kind::GatewayHttpRoute, gateway, 1, 0),
+        ] {
+            let found = fields(kind, idle.clone(), spec.clone());
+            assert_eq!(found, ["timeout.linkerd.io/idle"].repeat(idle_count), "{kind:?}");
+            let found = fields(kind, limit.clone(), spec);
+            assert_eq!(found, ["retry.linkerd.io/limit"].repeat(limit_count), "{kind:?}");
+        }
+    }
+
+    #[test]
+    fn an_app_protocol_has_no_effect_on_an_opaque_port() {
+        let default = "25,3306".parse().unwrap();
+        let check = |annotations: Value, app_protocol: Value, expected: &[u16]| {
+            let port = |name: &str, port: u16| json!({"name": name, "port": port, "appProtocol": app_protocol});
+            let spec = json!({"clusterIP": "10.0.0.1", "ports": [port("a", 80), port("b", 3306)]});
+            let metadata = json!({"name": "x", "namespace": "shop", "annotations": annotations});
+            let object = decode(Kind::Service, &json!({"metadata": metadata, "spec": spec})).unwrap();
+            let Object::Service(service) = object else { panic!() };
+            let found = overridden_app_protocols(&service, &default);
+            let expected: Vec<String> = expected.iter().map(|port| format!("of port {port} ")).collect();
+            assert_eq!(found.len(), expected.len(), "{annotations} {app_protocol}: {found:?}");
+            for (part, expected) in found.iter().zip(expected) {
+                assert!(part.reason.contains(&expected), "{part:?}");
+            }
+        };
+        let marked = |ports: &str| json!({"config.linkerd.io/opaque-ports": ports});
+        check(json!({}), json!("HTTP"), &[3306]);
+        check(json!({}), json!("mysql"), &[]);
+        check(json!({}), Value::Null, &[]);
+        check(marked(""), json!("http"), &[]);
+        check(marked("a"), json!("grpc"), &[80]);
+        check(marked("1-4000"), json!("kubernetes.io/h2c"), &[80, 3306]);
+    }
+
+    #[test]
+    fn outbound_settings_have_no_effect_where_all_parents_are_servers() {
+        let annotations = json!({"retry.linkerd.io/http": "5xx", "timeout.linkerd.io/request": "1s"});
+        let annotated = ["retry.linkerd.io/http", "timeout.linkerd.io/request"];
+        let server = json!({"group": "policy.linkerd.io", "kind": "Server", "name": "web"});
+        let service = json!({"group": "", "kind": "Service", "name": "web"});
+        let rule = |field: &str, value: Value| json!([{field: value}, {field: value}]);
+        for (rules, n_fields) in [
+            (json!([{}]), 0),
+            (rule("timeouts", json!({"request": "1s"})), 1),
+            (rule("retry", json!({"attempts": 2})), 1),
+            (rule("sessionPersistence", json!({})), 1),
+            (rule("backendRefs", json!([{"name": "web", "port": 80}])), 1),
+            (
+                json!([{"timeouts": {"request": "1s"}, "backendRefs": [{"name": "web", "port": 80}]}]),
+                2,
+            ),
+        ] {
+            let spec = json!({"parentRefs": [server], "rules": rules});
+            let expected = [&annotated[..], &["spec.rules"].repeat(n_fields)].concat();
+            assert_eq!(
+                fields(Kind::GatewayHttpRoute, annotations.clone(), spec),
+                expected,
+                "{rules}"
+            );
+        }
+        let rules = json!([{"timeouts": {"request": "1s"}, "backendRefs": [{"name": "web", "port": 80}]}]);
+        let spec = json!({"parentRefs": [server, service], "rules": rules});
+        assert_eq!(fields(Kind::GatewayHttpRoute, annotations, spec), [""; 0]);
+    }
 }

@@ -4,9 +4,7 @@ use std::collections::BTreeSet;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use k8s_openapi::api::core::v1::{
-    Container as KubernetesContainer, Node as KubernetesNode, Pod as KubernetesPod, PodSpec,
-};
+use k8s_openapi::api::core::v1::{Container as KubernetesContainer, Pod as KubernetesPod, PodSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde::Deserialize;
 use serde_json::Value;
@@ -485,8 +483,12 @@ pub struct Node {
 }
 
 impl Node {
-    pub fn from_kubernetes(node: KubernetesNode) -> Result<Self, String> {
-        let meta = Meta::from_kubernetes(node.metadata)?;
+    pub(super) fn from_raw(raw: RawMetadataOnly) -> Result<Self, String> {
+        Self::from_metadata(raw.metadata)
+    }
+
+    pub(super) fn from_metadata(metadata: ObjectMeta) -> Result<Self, String> {
+        let meta = Meta::from_kubernetes(metadata)?;
         let zone = meta.label(label::ZONE).filter(|zone| !zone.is_empty()).map(intern);
         Ok(Self { meta, zone })
     }
@@ -499,15 +501,17 @@ pub struct PartialObjectMetadata {
 }
 
 #[derive(Deserialize)]
-pub(super) struct RawPartialObjectMetadata {
+pub(super) struct RawMetadataOnly {
     metadata: ObjectMeta,
 }
 
 impl PartialObjectMetadata {
-    pub(super) fn from_raw(raw: RawPartialObjectMetadata) -> Result<Self, String> {
-        Ok(Self {
-            meta: Meta::from_kubernetes(raw.metadata)?,
-        })
+    pub(super) fn from_raw(raw: RawMetadataOnly) -> Result<Self, String> {
+        Self::from_metadata(raw.metadata)
+    }
+
+    pub(super) fn from_metadata(metadata: ObjectMeta) -> Result<Self, String> {
+        Meta::from_kubernetes(metadata).map(|meta| Self { meta })
     }
 }
 

@@ -2,9 +2,10 @@
 //!
 //! A connection that starts with a TLS record is served over TLS. Any other connection is served in plaintext if it
 //! comes from loopback, and closed otherwise. Connections are limited in total and shared fairly between clients,
-//! streams are limited per client, and the time to receive a request is limited. A connection has a maximum age, so that
-//! clients spread over new replicas. The caller supplies the services and the server certificate.
+//! streams are limited per client, and the memory and the time to receive requests are limited. A connection has a maximum age,
+//! so that clients spread over new replicas. The caller supplies the services and the server certificate.
 
+pub mod limits;
 pub mod metrics;
 mod request_limits;
 mod response_end;
@@ -12,8 +13,7 @@ mod stream_limiter;
 
 use std::convert::Infallible;
 use std::error::Error as StdError;
-use std::future::Future;
-use std::io;
+use std::future::{Future, ready};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -27,21 +27,22 @@ use socket2::{SockRef, TcpKeepalive};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
 use tokio::time::{sleep, timeout};
-use tokio_rustls::TlsAcceptor;
-use tonic::Status;
 use tonic::body::Body;
 use tonic::service::Routes;
 use tower::{Layer, Service as _};
 use tracing::debug;
 use tulle_core::drain::{self, Watch};
+use tulle_core::fair_budget::Reservation;
 use tulle_core::listener::{AcceptedConnection, Listener};
 use tulle_core::metrics::Registry;
 
 use crate::grpc::Caller;
+use crate::tls::accept::{self, HandshakeError};
 use crate::tls::mesh_credentials::{MeshCredentials, certificate_identities};
+use limits::Limits;
 use metrics::GrpcMetrics;
 use response_end::EndWithConnection;
-use stream_limiter::StreamLimiter;
+use stream_limiter::{AdmittedStream, StreamLimiter, StreamRefused};
 
 /// A gRPC server on one port: its credentials and its services.
 pub struct Server {
@@ -53,48 +54,14 @@ pub struct Server {
     stream_limiter: Arc<StreamLimiter>,
 }
 
-#[derive(Clone, Copy, Debug)]
-pub struct Limits {
-    /// Maximum number of connections, over all clients.
-    pub connections: usize,
-    /// Maximum number of concurrent streams per client, over all its connections: by address for clients with a certificate,
-    /// by network for all others.
-    pub streams_per_client: usize,
-    /// Age at which a connection is closed gracefully, plus or minus a fifth, so that connections that began together do not end
-    /// together.
-    pub connection_age: Duration,
-}
-
-impl Limits {
-    /// Returns the limits of one port for a process that may open `files` files and use `memory` bytes.
-    pub fn from_resources(files: usize, memory: Option<u64>) -> Self {
-        // Half of the memory is for connections, the other half for the requests on them.
-        let max_by_memory = memory.map(|memory| memory / 2 / MAX_GRPC_PORTS / BYTES_PER_CONNECTION);
-        let max_by_memory = max_by_memory.map_or(usize::MAX, |n| usize::try_from(n).unwrap_or(usize::MAX));
-        Self {
-            // The remaining file descriptors are for webhooks, the admin server and outgoing connections.
-            connections: (files / 5).min(max_by_memory).max(1),
-            streams_per_client: MAX_STREAMS_PER_CLIENT,
-            connection_age: CONNECTION_AGE,
-        }
-    }
-
-    fn random_connection_age(&self) -> Duration {
-        self.connection_age
-            .mul_f64(1.0 + CONNECTION_AGE_JITTER * (2.0 * fastrand::f64() - 1.0))
-    }
-}
-
 #[derive(Debug, thiserror::Error)]
 enum ConnectionError {
     #[error("plaintext connection from a remote client; use TLS")]
     Plaintext,
     #[error("the server has no certificate yet")]
     NoCertificate,
-    #[error("the TLS handshake failed")]
-    Handshake(#[source] io::Error),
-    #[error("the TLS handshake took longer than {0:?}")]
-    HandshakeTimeout(Duration),
+    #[error(transparent)]
+    Handshake(#[from] HandshakeError),
     #[error("HTTP/2 failed")]
     Http(#[source] hyper::Error),
 }
@@ -114,7 +81,7 @@ impl Server {
             metrics,
             limits,
             registry: registry.clone(),
-            stream_limiter: StreamLimiter::new(limits.streams_per_client),
+            stream_limiter: StreamLimiter::new(limits),
         }
     }
 
@@ -156,10 +123,7 @@ impl Server {
             };
         }
         let config = self.creds.server_config().ok_or(ConnectionError::NoCertificate)?;
-        let tls = timeout(HANDSHAKE_TIMEOUT, TlsAcceptor::from(config).accept(tcp))
-            .await
-            .map_err(|_| ConnectionError::HandshakeTimeout(HANDSHAKE_TIMEOUT))?
-            .map_err(ConnectionError::Handshake)?;
+        let tls = accept::accept(config, tcp).await?;
         let leaf = tls.get_ref().1.peer_certificates().and_then(|chain| chain.first());
         let identities = leaf.map(certificate_identities).unwrap_or_default();
         if let Some(identity) = identities.first() {
@@ -191,24 +155,30 @@ impl Server {
                 )
             }
         }));
-        let streams = self.stream_limiter.clone();
+        let (streams, max_request_bytes) = (self.stream_limiter.clone(), self.limits.calls.max_request_bytes());
         // The services are always ready. Their futures are boxed, because hyper keeps a task for each stream until its end,
         // and the task would contain the future.
         let service = service_fn(move |req: Request<Incoming>| {
-            let Some(stream_permit) = streams.acquire(&caller) else {
-                let rsp = Status::resource_exhausted("too many open streams from this client").into_http();
-                return Box::pin(std::future::ready(Ok(rsp))) as _;
+            let AdmittedStream { permit, request_memory } = match streams.admit(&caller) {
+                Ok(admitted) => admitted,
+                Err(refused) => return Box::pin(ready(Ok(refused.response()))) as BoxedResponse,
             };
-            let mut req = request_limits::limit_request(req);
+            let mut req = request_limits::limit_request(req, max_request_bytes);
             req.extensions_mut().insert(caller.clone());
-            req.extensions_mut().insert(stream_permit);
-            Box::pin(routes.clone().call(req)) as BoxedResponse
+            req.extensions_mut().insert(permit);
+            let responding = routes.clone().call(req);
+            match request_memory {
+                Some(memory) => Box::pin(respond_while_reserved(responding, memory)),
+                None => Box::pin(responding),
+            }
         });
         let connection = http2::Builder::new(TokioExecutor::new())
             .timer(TokioTimer::new())
             .keep_alive_interval(None)
-            .max_concurrent_streams(MAX_CONCURRENT_STREAMS)
+            .max_concurrent_streams(self.limits.calls.max_streams_per_connection())
             .max_header_list_size(MAX_HEADER_LIST_BYTES)
+            .initial_stream_window_size(WINDOW_BYTES)
+            .initial_connection_window_size(WINDOW_BYTES)
             .serve_connection(TokioIo::new(io), service);
         let mut connection = std::pin::pin!(connection);
         let limit = tokio::select! {
@@ -226,6 +196,19 @@ impl Server {
     }
 }
 
+/// Waits for a response, or until the memory of the request is revoked.
+async fn respond_while_reserved(
+    responding: impl Future<Output = Result<Response<Body>, Infallible>>,
+    memory: Reservation,
+) -> Result<Response<Body>, Infallible> {
+    let revocation = memory.revocation();
+    // Cancel-safe: a call whose memory is revoked has no other effect.
+    tokio::select! {
+        rsp = responding => rsp,
+        () = revocation.wait() => Ok(StreamRefused::Memory.response()),
+    }
+}
+
 type BoxedResponse = Pin<Box<dyn Future<Output = Result<Response<Body>, Infallible>> + Send>>;
 
 /// TCP keep-alive closes connections of hosts that have failed. The server sends no HTTP/2 pings; clients do if
@@ -237,23 +220,13 @@ fn keepalive() -> TcpKeepalive {
         .with_retries(6)
 }
 
-const MAX_GRPC_PORTS: u64 = 3;
-/// Memory of a TLS connection without streams. Measured: 31 KiB, with 2000 connections.
-const BYTES_PER_CONNECTION: u64 = 32 << 10;
-const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Half an hour: a new replica has its share of the clients soon, and a proxy seldom starts its streams again.
-const CONNECTION_AGE: Duration = Duration::from_secs(30 * 60);
-const CONNECTION_AGE_JITTER: f64 = 0.2;
 /// Time for calls in progress on a connection that ends at its age. A token review may take half of it.
 const CALL_TIMEOUT: Duration = Duration::from_secs(20);
 /// Leaves time for the rest of the process within the drain timeout of 5 seconds.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(4);
 const MAX_HEADER_LIST_BYTES: u32 = 16 * 1024;
-/// SETTINGS_MAX_CONCURRENT_STREAMS of a connection. It is above the limit per client address, so that the server
-/// refuses an excess stream with RESOURCE_EXHAUSTED and a message.
-const MAX_CONCURRENT_STREAMS: u32 = 100_000;
-/// A proxy opens three streams for each address that its application connects to.
-pub const MAX_STREAMS_PER_CLIENT: usize = 32_768;
+/// Bytes of requests that a client can send before they are read. It is the default of HTTP/2.
+const WINDOW_BYTES: u32 = 65_535;
 
 #[cfg(test)]
 mod tests;

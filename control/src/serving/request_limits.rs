@@ -1,6 +1,7 @@
 //! Limits on requests: retained headers, body size, time to receive the body.
 //!
 //! Without them a client can use up memory with thousands of streams that have large headers and never send a message.
+//! `stream_limiter` limits the memory of all requests together.
 
 use std::error::Error as StdError;
 use std::future::Future as _;
@@ -18,7 +19,7 @@ use tokio::time::{Sleep, sleep};
 use tonic::body::Body;
 
 /// Removes all but the gRPC headers and limits the body in size and time.
-pub(super) fn limit_request(req: Request<Incoming>) -> Request<Body> {
+pub(super) fn limit_request(req: Request<Incoming>, max_bytes: usize) -> Request<Body> {
     let (mut head, body) = req.into_parts();
     let retained = RETAINED_HEADERS.into_iter().filter_map(|name| {
         let value = head.headers.get(&name)?.clone();
@@ -26,7 +27,7 @@ pub(super) fn limit_request(req: Request<Incoming>) -> Request<Body> {
     });
     head.headers = retained.collect::<HeaderMap>();
     let body = TimeoutBody {
-        body: Limited::new(body, MAX_REQUEST_BYTES),
+        body: Limited::new(body, max_bytes),
         deadline: Box::pin(sleep(REQUEST_TIMEOUT)),
     };
     Request::from_parts(head, Body::new(body))
@@ -77,8 +78,6 @@ const RETAINED_HEADERS: [HeaderName; 5] = [
     HeaderName::from_static("grpc-encoding"),
     HeaderName::from_static("grpc-accept-encoding"),
 ];
-/// Maximum request size, several times that of the largest valid request.
-pub(super) const MAX_REQUEST_BYTES: usize = 256 * 1024;
 /// Maximum time from the request headers to the end of the body.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 

@@ -1,10 +1,13 @@
 //! Tests over real sockets, with the client of this crate and with OpenSSL.
 
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::process::Stdio;
 
+use bytes::Bytes;
 use futures_util::stream::{self, StreamExt as _};
+use http_body::Frame;
+use http_body_util::StreamBody;
 use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DistinguishedName, ExtendedKeyUsagePurpose, IsCa, KeyPair,
     KeyUsagePurpose,
@@ -26,8 +29,10 @@ use tulle_proto::identity as proto;
 use tulle_proto::identity::identity_client::IdentityClient;
 use tulle_proto::identity::identity_server::{Identity, IdentityServer};
 
+use super::limits::{CONNECTION_AGE, Calls};
 use super::*;
 use crate::grpc::{self, Methods};
+use crate::tls::accept::{HANDSHAKE_TIMEOUT, MAX_HANDSHAKE_BYTES};
 use crate::tls::anchors::TrustAnchors;
 use crate::tls::client::{self, Channel, TlsServer};
 use crate::tls::mesh_credentials::{ClientCertificates, LeafWithKey};
@@ -36,6 +41,7 @@ const NAME: &str = "linkerd-identity.linkerd.serviceaccount.identity.linkerd.clu
 const WEB: &str = "web.shop.serviceaccount.identity.linkerd.cluster.local";
 
 const MAX_CONNECTIONS: usize = 8;
+const MAX_REQUESTS: usize = 3;
 
 type Ca = CertifiedIssuer<'static, KeyPair>;
 
@@ -126,6 +132,32 @@ impl TestServer {
         client::connect(&peer, leaf).await
     }
 
+    /// Connects to this server as an unauthenticated client with this address, which is not loopback.
+    async fn connect_from(&self, ip: IpAddr, server: Arc<Server>) -> Channel {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
+        let addr = Addr::Socket(listener.local_addr().unwrap());
+        let limiter = ConnectionLimiter::new("test", 1, SameAddressEviction::Idlest, &Registry::new());
+        tokio::spawn(async move {
+            let (_signal, watch) = drain::channel();
+            let (stream, _) = listener.accept().await.unwrap();
+            let accepted = AcceptedConnection {
+                stream,
+                client: (ip, 5000).into(),
+                permit: limiter.admit(ip).unwrap(),
+                first_byte: 22,
+            };
+            server.accept_and_serve(accepted, watch).await
+        });
+        let anchors = anchors(&self.ca);
+        let peer = TlsServer {
+            addr: &addr,
+            name: NAME,
+            identity: None,
+            anchors: &anchors,
+        };
+        client::connect(&peer, None).await.unwrap()
+    }
+
     async fn openssl(&self, args: &[&str]) -> String {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), self.ca.pem()).unwrap();
@@ -145,7 +177,8 @@ impl TestServer {
 fn build_server(creds: Arc<MeshCredentials>, connection_age: Duration, registry: &Registry) -> Server {
     let limits = Limits {
         connections: MAX_CONNECTIONS,
-        streams_per_client: MAX_STREAMS_PER_CLIENT,
+        calls: Calls::Unary,
+        request_memory: MAX_REQUESTS * Calls::Unary.bytes_per_request(),
         connection_age,
     };
     let routes = Routes::new(IdentityServer::new(Echo)).add_service(grpc::Service(Endless));
@@ -241,7 +274,7 @@ async fn a_client_without_a_certificate_is_refused_where_one_is_required() {
 
 #[test]
 fn connections_are_bounded_by_files_and_by_memory() {
-    let connections = |files, memory| Limits::from_resources(files, memory).connections;
+    let connections = |files, memory| Limits::from_resources(files, memory, Calls::Streaming).connections;
     assert_eq!(connections(1_048_576, Some(250 << 20)), 1333);
     assert_eq!(connections(1024, Some(250 << 20)), 204);
     assert_eq!(connections(1024, None), 204);
@@ -272,6 +305,43 @@ async fn unauthenticated_connections_do_not_evict_an_authenticated_client() {
     for channel in [channel, second_channel] {
         assert_eq!(call_certify(channel).await.unwrap(), "hello");
     }
+}
+
+#[tokio::test]
+async fn unfinished_requests_do_not_prevent_those_of_others() {
+    let fixture = TestServer::start().await;
+    let server = Arc::new(build_server(fixture.creds.clone(), CONNECTION_AGE, &Registry::new()));
+    let from = |last| fixture.connect_from(Ipv4Addr::new(10, 0, 0, last).into(), server.clone());
+    let stranger = from(1).await;
+    let unfinished = || {
+        let body = StreamBody::new(stream::pending::<Result<Frame<Bytes>, Infallible>>());
+        let req =
+            Request::post("/io.linkerd.proxy.identity.Identity/Certify").header("content-type", "application/grpc");
+        stranger.clone().call(req.body(Body::new(body)).unwrap())
+    };
+    // They need all memory for requests. They are sent in the order of the calls.
+    let [oldest, ..] = [(); MAX_REQUESTS].map(|()| tokio::spawn(unfinished()));
+    let refused = call_certify(stranger.clone()).await.unwrap_err();
+    assert_eq!(refused.code(), tonic::Code::ResourceExhausted, "{refused:?}");
+    assert_eq!(call_certify(from(2).await).await.unwrap(), "hello");
+    let revoked = oldest.await.unwrap().unwrap();
+    assert_eq!(revoked.headers()["grpc-status"], "8", "RESOURCE_EXHAUSTED");
+}
+
+#[tokio::test]
+async fn a_connection_for_certificates_has_few_streams() {
+    let server = TestServer::without_certificate().await;
+    let mut client = TcpStream::connect(server.addr).await.unwrap();
+    client.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
+    client.write_all(&[0, 0, 0, 4, 0, 0, 0, 0, 0]).await.unwrap();
+    let mut head = [0; 9];
+    client.read_exact(&mut head).await.unwrap();
+    assert_eq!(head[3], 4, "a SETTINGS frame");
+    let mut settings = vec![0; usize::from(head[2])];
+    client.read_exact(&mut settings).await.unwrap();
+    let (settings, _) = settings.as_chunks::<6>();
+    let max_streams = settings.iter().find(|setting| setting[..2] == [0, 3]).unwrap();
+    assert_eq!(max_streams[2..], 16_u32.to_be_bytes());
 }
 
 #[tokio::test]
@@ -359,11 +429,26 @@ async fn a_stalled_handshake_is_closed() {
 }
 
 #[tokio::test]
+async fn a_handshake_that_is_too_long_is_closed_at_once() {
+    let server = TestServer::start().await;
+    let mut client = TcpStream::connect(server.addr).await.unwrap();
+    // A ClientHello of 60,000 bytes, of which the last ones are missing.
+    let hello = [&[1, 0, 0xea, 0x60][..], &[0; MAX_HANDSHAKE_BYTES + 16_000]].concat();
+    for part in hello.chunks(16_000) {
+        let [high, low] = u16::try_from(part.len()).unwrap().to_be_bytes();
+        // The server may have closed the connection before it has read everything.
+        let _ = client.write_all(&[&[22, 3, 1, high, low], part].concat()).await;
+    }
+    let closed = timeout(HANDSHAKE_TIMEOUT / 2, client.read_to_end(&mut Vec::new())).await;
+    assert!(closed.is_ok());
+}
+
+#[tokio::test]
 async fn a_request_that_is_too_long_is_refused() {
     let server = TestServer::start().await;
     let mut client = IdentityClient::new(server.connect(NAME, None).await.unwrap());
     let req = proto::CertifyRequest {
-        token: vec![0; request_limits::MAX_REQUEST_BYTES + 1],
+        token: vec![0; Calls::Unary.max_request_bytes()],
         ..proto::CertifyRequest::default()
     };
     client.certify(req).await.unwrap_err();
@@ -401,7 +486,7 @@ async fn a_connection_ends_at_its_maximum_age_with_its_streams() {
 
 #[test]
 fn connections_that_began_together_end_at_different_times() {
-    let limits = Limits::from_resources(1024, None);
+    let limits = Limits::from_resources(1024, None, Calls::Streaming);
     let ages: Vec<_> = (0..1000).map(|_| limits.random_connection_age()).collect();
     let minutes = |n: u64| Duration::from_secs(n * 60);
     assert!(ages.iter().all(|age| (minutes(24)..=minutes(36)).contains(age)));

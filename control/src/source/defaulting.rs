@@ -6,9 +6,8 @@ use tulle_core::names::{label, port};
 
 use crate::resources::Object;
 use crate::resources::meta::is_dns_subdomain;
-use crate::resources::route::Route;
-use crate::resources::route_admission;
 use crate::resources::service::{EndpointReadiness, Service, ServiceKind};
+use crate::resources::validation;
 use crate::resources::workload::{CONTROL_PLANE_COMPONENT, Pod, PodNetwork, PodPhase, ProxyContainer};
 
 /// Sets defaults, readiness and addresses that the manifest omits, removes the status of routes, and validates the object as
@@ -32,12 +31,10 @@ pub(super) fn complete_and_validate(object: &mut Object) -> Result<(), String> {
             workload.ready = workload.ready.or(Some(EndpointReadiness::Ready));
             Ok(())
         }
-        Object::PolicyHttpRoute(route)
-        | Object::GatewayHttpRoute(route)
-        | Object::GrpcRoute(route)
-        | Object::TlsRoute(route)
-        | Object::TcpRoute(route) => clear_status_and_validate(Arc::make_mut(route)),
-        _ => Ok(()),
+        object => {
+            clear_status(object);
+            validation::validate(object)
+        }
     }
 }
 
@@ -88,9 +85,4 @@ pub(super) fn clear_status(object: &mut Object) {
     if let Some(route) = object.route_mut() {
         route.clear_status();
     }
-}
-
-fn clear_status_and_validate(route: &mut Route) -> Result<(), String> {
-    route.clear_status();
-    route_admission::validate_route(route)
 }

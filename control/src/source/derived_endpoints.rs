@@ -1,5 +1,5 @@
-//! Derives missing EndpointSlices from Endpoints, or both from the workloads that the Service's selector matches, as the
-//! Kubernetes controllers do.
+//! A Service with Endpoints but no EndpointSlices gets slices derived from them. A Service with neither gets both, derived from
+//! the workloads that its selector matches. The Kubernetes controllers do the same.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;

@@ -19,6 +19,7 @@ use tracing::{error, info, warn};
 use tulle_core::drain;
 use tulle_core::metrics::{Family, Gauge, Labels, Registry};
 
+use crate::resources::KINDS;
 use crate::resources::event::{Event, EventWriter};
 use crate::source::manifest::ManifestError;
 use crate::source::manifest_directory::{ManifestDirectory, Reload};
@@ -31,6 +32,8 @@ pub struct ManifestReport {
     n_unsupported_files: Family<Gauge>,
     /// The files with each unsupported kind, and the gauge that counts them.
     unsupported_kinds: Arc<Mutex<UnsupportedKinds>>,
+    /// Kinds without objects also get a series.
+    _cache_size_gauges: Arc<[Arc<Gauge>]>,
 }
 
 type UnsupportedKinds = BTreeMap<(String, String), (Vec<PathBuf>, Arc<Gauge>)>;
@@ -49,6 +52,7 @@ impl ManifestReport {
                 "Files with documents of an unsupported kind, by kind.",
             ),
             unsupported_kinds: Arc::default(),
+            _cache_size_gauges: KINDS.iter().map(|info| info.kind.cache_size_gauge(registry)).collect(),
         }
     }
 

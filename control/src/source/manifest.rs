@@ -273,6 +273,30 @@ mod tests {
         );
     }
 
+    /// The versions that releases 1.1 to 1.6 of the Gateway API serve, newest first, as the API server is asked for them.
+    #[test]
+    fn routes_are_read_in_every_version_of_the_gateway_api() {
+        for (kind, versions) in [
+            (Kind::GatewayHttpRoute, &["v1", "v1beta1"][..]),
+            (Kind::GrpcRoute, &["v1", "v1alpha2"]),
+            (Kind::TlsRoute, &["v1", "v1alpha3", "v1alpha2"]),
+            (Kind::TcpRoute, &["v1", "v1alpha2"]),
+        ] {
+            let info = kind.info();
+            assert_eq!(info.versions, versions);
+            for version in versions {
+                let file = parse(&format!(
+                    "apiVersion: {}/{version}\nkind: {}\nmetadata: {{name: r, namespace: shop}}\n\
+                     spec: {{parentRefs: [{{kind: Service, group: '', name: web, port: 80}}], rules: [{{}}]}}\n",
+                    info.group, info.name
+                ));
+                assert_eq!(file.error, None, "{version} {kind:?}");
+                let found: Vec<_> = file.manifests.iter().map(|found| found.object.kind()).collect();
+                assert_eq!(found, [kind], "{version}");
+            }
+        }
+    }
+
     #[test]
     fn errors_have_their_line_and_reason() {
         let check = |text: &str, line: usize, reason: &str| {

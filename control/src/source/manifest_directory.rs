@@ -23,7 +23,7 @@ pub(super) struct ManifestDirectory {
     unreadable: BTreeMap<(Kind, NamespacedName), Arc<Unreadable>>,
 }
 
-/// The state of one file. An invalid file keeps its last valid objects.
+/// The state of one file. An invalid file keeps the objects of its last valid version.
 #[derive(Default)]
 struct FileState {
     content_hash: Option<u64>,
@@ -172,7 +172,8 @@ impl FileState {
         }
     }
 
-    /// The last valid version of an invalid file stays in use. Before there is one, the valid objects of the file are used.
+    /// The last valid version of an invalid file stays in use. Before there is one, the valid objects of the file are used. In
+    /// both cases, invalid objects are reported as unreadable: one without a valid version is replaced by its placeholder.
     fn parse_if_changed(&mut self, path: &Path, bytes: &[u8]) {
         let content = hash(bytes);
         if self.content_hash == Some(content) {

@@ -73,7 +73,7 @@ pub(super) async fn watch_client_ca(client: Client, creds: Arc<ServerCredentials
 /// is no longer secret.
 fn handle_update_result(updated: Result<(), Error>, creds: &ServerCredentials) {
     match updated {
-        Ok(()) => info!("clients of the telemetry API are accepted from the API server"),
+        Ok(()) => info!("the telemetry API accepts connections of the API server"),
         Err(err) => {
             creds.reject_all_clients();
             warn!(

@@ -38,7 +38,7 @@ pub struct ResourceName {
 #[serde(rename_all = "camelCase")]
 pub struct WorkloadMetrics {
     #[serde(flatten)]
-    pub named: ResourceName,
+    pub resource: ResourceName,
     /// Number of running pods and external workloads with a sidecar; `total` also counts those without.
     pub meshed: usize,
     pub total: usize,

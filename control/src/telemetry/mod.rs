@@ -26,6 +26,7 @@ use std::sync::Arc;
 use kube::Client;
 use tokio::sync::Semaphore;
 use tulle_core::drain::Watch;
+use tulle_core::log_limit::LogLimiter;
 
 use crate::cluster::Cluster;
 use crate::tls::mesh_credentials::MeshCredentials;
@@ -60,6 +61,7 @@ pub fn open(
         tap_slots: Arc::new(Semaphore::new(MAX_CONCURRENT_TAPS)),
         query_slots: Arc::new(Semaphore::new(MAX_CONCURRENT_QUERIES)),
         allowed_clients,
+        log_limiter: LogLimiter::default(),
     };
     let drain = drain.clone();
     let scrape_task = Box::pin(async move { scraper.run(drain).await });

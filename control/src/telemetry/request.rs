@@ -10,7 +10,7 @@ use tulle_core::names::telemetry::{EDGES, GROUP, ROUTES, TAPS, VERSION, WORKLOAD
 
 use super::events::Headers;
 use super::history::MAX_HISTORY;
-use super::rows::{GroupKind, Selection};
+use super::rows::{self, GroupKind, Selection};
 use super::tap::TapRequest;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -134,9 +134,13 @@ impl Query {
             },
         };
         let mut labels = Vec::new();
-        if let Some(name) = self.take("toName") {
-            let kind = self.take("toKind").unwrap_or_else(|| "deployment".to_owned());
-            labels.push((label(&kind).to_owned(), name));
+        match (self.take("toKind"), self.take("toName")) {
+            (kind, Some(name)) => {
+                let label = destination_label(kind.as_deref().unwrap_or("deployment"))?;
+                labels.push((label.to_owned(), name));
+            }
+            (Some(kind), None) => return Err(Error::Bad(format!("toKind={kind:?} has no effect without toName"))),
+            (None, None) => {}
         }
         if let Some(namespace) = self.take("toNamespace") {
             labels.push(("namespace".to_owned(), namespace));
@@ -165,14 +169,22 @@ impl Query {
     }
 }
 
-/// The endpoint label that names an owner of this kind.
-fn label(kind: &str) -> &str {
+/// The endpoint label that names a resource of this kind.
+fn destination_label(kind: &str) -> Result<&str, Error> {
     match kind {
-        "job" => "k8s_job",
-        "externalworkload" => "external_workload",
-        other => other,
+        "job" => Ok("k8s_job"),
+        "externalworkload" => Ok("external_workload"),
+        other if DESTINATION_KINDS.contains(&other) || rows::OWNERS.contains(&other) => Ok(other),
+        other => Err(Error::Bad(format!(
+            "unknown kind toKind={other:?}; expected {}, {}",
+            DESTINATION_KINDS.join(", "),
+            rows::OWNERS.join(", ")
+        ))),
     }
 }
+
+/// Kinds of destinations, in addition to the owners.
+const DESTINATION_KINDS: [&str; 4] = ["pod", "service", "serviceaccount", "namespace"];
 
 const DEFAULT_WINDOW: Duration = Duration::from_secs(60);
 
@@ -239,6 +251,9 @@ mod tests {
         assert!(refused("/taps").contains("watch=true"));
         assert!(refused("/taps?watch=true&oneIn=0").contains("1 or more"));
         assert!(refused("/taps?watch=true&headers=yes").contains("true or false"));
+        assert!(refused("/taps?watch=true&toKind=pod").contains("without toName"));
+        assert!(refused("/taps?watch=true&toKind=pods&toName=web").contains("expected pod, service"));
+        assert!(parse("/taps?watch=true&toKind=statefulset&toName=db").is_ok());
         assert!(parse("/taps?watch=true&headers=false").is_ok());
     }
 }

@@ -115,8 +115,8 @@ pub(super) fn workloads(observed: &ObservedMembers, selection: &Selection) -> Qu
             }
         }
     }
-    let rows = sums.into_iter().map(|(named, sum)| WorkloadMetrics {
-        named,
+    let rows = sums.into_iter().map(|(resource, sum)| WorkloadMetrics {
+        resource,
         meshed: sum.meshed,
         total: sum.total,
         golden: GoldenMetrics::from(&sum.inbound),
@@ -128,8 +128,9 @@ pub(super) fn workloads(observed: &ObservedMembers, selection: &Selection) -> Qu
 /// Traffic to and from the selected workloads.
 ///
 /// Both sidecars of an edge report it, and one report must be ignored: the server's, if any sidecar with the client's identity
-/// was scraped. If two clients share an identity and only one of them was scraped, the edge of the other is missing, and the
-/// response lists its sidecar as unreachable if the query selects it.
+/// was scraped. A server's report names only the client's identity. If two clients share it and only one was scraped, the
+/// server's report is ignored for both, so the edge of the other client is missing. Its sidecar is in `unreachable` if the query
+/// selects it.
 pub(super) fn edges(observed: &ObservedMembers, selection: &Selection) -> QueryResponse<EdgeMetrics> {
     type Key = (
         ResourceName,
@@ -304,7 +305,7 @@ fn unmeshed() -> ResourceName {
 }
 
 /// Kinds of owners.
-const OWNERS: &[&str] = &[
+pub(super) const OWNERS: &[&str] = &[
     "cronjob",
     "daemonset",
     "deployment",
@@ -395,7 +396,7 @@ mod tests {
             response
                 .rows
                 .into_iter()
-                .map(|row| (row.named.name, row.meshed, row.total))
+                .map(|row| (row.resource.name, row.meshed, row.total))
                 .collect()
         };
         let row = |name: &str, meshed, total| (name.to_owned(), meshed, total);

@@ -1,5 +1,6 @@
 //! Scrapes the metrics page of a sidecar: by mutual TLS, so that policies can authorize this process by its identity. If the
-//! connection fails for any reason, such as a missing certificate, the sidecar of a pod is scraped in plaintext.
+//! connection fails for any reason, such as a missing certificate, or is not open within [`TLS_CONNECT_TIMEOUT`], the sidecar of
+//! a pod is scraped in plaintext.
 //!
 //! The address of a pod comes from the API server and is trusted. The address of an ExternalWorkload is set by an
 //! editor of its namespace, so the request is sent only after the server has proved the identity of the workload.
@@ -47,6 +48,8 @@ pub(super) enum Error {
     Read(#[source] Box<dyn std::error::Error + Send + Sync>),
     #[error("parsing its metrics")]
     Parse(#[source] tokio::task::JoinError),
+    #[error("connecting to its admin port by TLS took longer than {0:?}")]
+    TlsTimeout(Duration),
     #[error("it did not respond within {SCRAPE_TIMEOUT:?}")]
     Timeout,
 }
@@ -56,16 +59,20 @@ pub(super) enum Error {
 /// # Errors
 /// Fails if the sidecar is unreachable or has no metrics page, or, for an ExternalWorkload, has another identity.
 pub(super) async fn scrape(sidecar: &Sidecar, kind: MemberKind, creds: &MeshCredentials) -> Result<Counts, Error> {
-    timeout(SCRAPE_TIMEOUT, scrape_page(sidecar, kind, creds))
-        .await
-        .map_err(|_| Error::Timeout)?
+    let scraping = async {
+        match kind {
+            MemberKind::External => read_over_tls(connect(sidecar, creds).await?).await,
+            MemberKind::Pod => scrape_pod(sidecar, creds, TLS_CONNECT_TIMEOUT).await,
+        }
+    };
+    timeout(SCRAPE_TIMEOUT, scraping).await.map_err(|_| Error::Timeout)?
 }
 
-async fn scrape_page(sidecar: &Sidecar, kind: MemberKind, creds: &MeshCredentials) -> Result<Counts, Error> {
-    match (connect(sidecar, creds).await, kind) {
-        (Ok(channel), _) => read_over_tls(channel).await,
-        (Err(error), MemberKind::External) => Err(error),
-        (Err(error), MemberKind::Pod) => {
+async fn scrape_pod(sidecar: &Sidecar, creds: &MeshCredentials, tls_timeout: Duration) -> Result<Counts, Error> {
+    let connected = timeout(tls_timeout, connect(sidecar, creds)).await;
+    match connected.unwrap_or(Err(Error::TlsTimeout(tls_timeout))) {
+        Ok(channel) => read_over_tls(channel).await,
+        Err(error) => {
             debug!(admin = %sidecar.admin_addr, error = &error as &dyn std::error::Error, "scraping metrics in plaintext");
             read_over_plaintext(sidecar.admin_addr).await
         }
@@ -124,6 +131,8 @@ async fn parse_counts(page: Bytes) -> Result<Counts, Error> {
 /// The page of a busy sidecar is a few MiB large.
 const MAX_PAGE_BYTES: usize = 8 << 20;
 const SCRAPE_TIMEOUT: Duration = Duration::from_secs(3);
+/// Maximum time to connect to a pod's sidecar by TLS. The rest of [`SCRAPE_TIMEOUT`] is for plaintext.
+const TLS_CONNECT_TIMEOUT: Duration = Duration::from_millis(1500);
 
 #[cfg(test)]
 mod tests {
@@ -191,6 +200,35 @@ mod tests {
         assert!(matches!(scraped, Err(Error::Connect(_))), "{scraped:?}");
         assert_eq!(sent[0], 22, "a TLS handshake record");
         assert!(!sent.windows(8).any(|part| part == b"/metrics"));
+    }
+
+    #[tokio::test]
+    async fn a_pod_whose_tls_handshake_hangs_is_scraped_in_plaintext() {
+        let anchor = trust::create_anchor("root", trust::ANCHOR_LIFETIME).unwrap();
+        let ours = creds("telemetry", "spiffe://root.test/telemetry", &anchor);
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let sidecar = sidecar(listener.local_addr().unwrap(), "spiffe://root.test/web");
+        let serving = tokio::spawn(async move {
+            let mut connections = tokio::task::JoinSet::new();
+            loop {
+                let (mut stream, _) = listener.accept().await.unwrap();
+                connections.spawn(async move {
+                    let mut start = [0; 3];
+                    // A TLS client gets no answer: the stream stays open until the client closes it.
+                    while stream.read_exact(&mut start).await.is_ok() {
+                        if &start != b"GET" {
+                            continue;
+                        }
+                        let page = "tulle_failures_total{direction=\"inbound\",cause=\"loop\"} 3\n";
+                        let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n", page.len());
+                        stream.write_all((head + page).as_bytes()).await.unwrap();
+                    }
+                });
+            }
+        });
+        let scraped = scrape_pod(&sidecar, &ours, Duration::from_millis(20)).await;
+        assert_eq!(scraped.unwrap().failures.len(), 1);
+        serving.abort();
     }
 
     #[tokio::test]

@@ -19,8 +19,9 @@ use serde_json::{Value, json};
 use tokio::sync::{Semaphore, mpsc};
 use tokio::task::{JoinError, spawn_blocking};
 use tokio::time::timeout;
-use tracing::info;
 use tulle_core::drain::Watch;
+use tulle_core::info_limited;
+use tulle_core::log_limit::LogLimiter;
 use tulle_core::names::telemetry::{EDGES, GROUP, ROUTES, TAPS, VERSION, WORKLOADS};
 
 use super::request::{self, ApiRequest, MetricsQuery, RequestedResource};
@@ -40,6 +41,8 @@ pub struct Api {
     /// Limits concurrent queries.
     pub(super) query_slots: Arc<Semaphore>,
     pub(super) allowed_clients: AllowedClients,
+    /// By user: all users have the address of the API server.
+    pub(super) log_limiter: LogLimiter<String>,
 }
 
 /// The clients that have access.
@@ -76,7 +79,7 @@ enum QueryError {
 impl RequestHandler for Api {
     type Body = Body;
 
-    async fn respond(&self, req: Request<Incoming>) -> Response<Body> {
+    async fn respond(&self, _client: IpAddr, req: Request<Incoming>) -> Response<Body> {
         self.handle(&req).await.unwrap_or_else(|error| error.response())
     }
 }
@@ -98,7 +101,8 @@ impl Api {
             ApiRequest::Metrics(query) => self.metrics(query).await,
             ApiRequest::Tap(tap) => {
                 let user = req.headers().get("x-remote-user").and_then(|user| user.to_str().ok());
-                info!(user, ?tap, "a tap starts");
+                let source = user.unwrap_or_default().to_owned();
+                info_limited!(self.log_limiter, source, "a tap starts", user, ?tap);
                 self.tap(tap)
             }
         }
@@ -242,6 +246,7 @@ mod tests {
             tap_slots: Arc::new(Semaphore::new(1)),
             query_slots: Arc::new(Semaphore::new(MAX_CONCURRENT_QUERIES)),
             allowed_clients: AllowedClients::ThisMachine,
+            log_limiter: LogLimiter::default(),
         });
         let query = || MetricsQuery {
             resource: RequestedResource::Workloads,

@@ -70,6 +70,8 @@ enum Error {
     Ended(Status),
     #[error("it did not respond within {CONNECT_TIMEOUT:?}")]
     Timeout,
+    #[error("{MAX_WATCHED_SIDECARS} other sidecars are tapped, which is the limit; select fewer workloads")]
+    TooMany,
 }
 
 /// A sidecar whose events are streamed.
@@ -88,6 +90,8 @@ struct RunningTap {
     lines: mpsc::Sender<TapLine>,
     /// The sidecars with a stream.
     watched: HashSet<SidecarKey>,
+    /// The sidecars without a stream because of the limit. The client was told.
+    over_limit: HashSet<SidecarKey>,
     failures: SidecarFailures,
     streams: JoinSet<EndedStream>,
     next_number: u32,
@@ -121,8 +125,8 @@ impl SidecarFailures {
             .is_none_or(|(_, retry_at)| *retry_at <= Instant::now())
     }
 
-    /// Forgets the failures before a stream that was open for [`MIN_STABLE_TIME`].
-    fn record_stream(&mut self, key: &SidecarKey, open_for: Duration) {
+    /// Called when a stream has ended. If it was open for [`MIN_STABLE_TIME`], earlier failures are forgotten.
+    fn record_stream_end(&mut self, key: &SidecarKey, open_for: Duration) {
         if open_for >= MIN_STABLE_TIME {
             self.retries.remove(key);
             self.reported.remove(key);
@@ -156,7 +160,7 @@ impl RunningTap {
         } = ended;
         self.watched.remove(&key);
         if let Some(opened_at) = opened_at {
-            self.failures.record_stream(&key, opened_at.elapsed());
+            self.failures.record_stream_end(&key, opened_at.elapsed());
         }
         let Err(err) = result else {
             self.failures.record_success(&key);
@@ -165,14 +169,19 @@ impl RunningTap {
         if !self.failures.record_failure(&key) {
             return Ok(());
         }
-        let reason = ErrorChain(&err).to_string();
+        self.report_unreachable(workload, &err).await
+    }
+
+    async fn report_unreachable(&self, workload: ResourceName, err: &Error) -> Result<(), ClientGone> {
+        let reason = ErrorChain(err).to_string();
         let unreachable = UnreachableSidecar { workload, reason };
         let sent = self.lines.send(TapLine::Unreachable { unreachable }).await;
         sent.map_err(|_| ClientGone)
     }
 
-    /// Opens a stream to each selected sidecar that has none, unless its next attempt is later.
-    async fn open_streams(&mut self) {
+    /// Opens a stream to each selected sidecar that has none, unless its next attempt is later. Sidecars above the limit are
+    /// reported to the client; they get a stream when another one ends.
+    async fn open_streams(&mut self) -> Result<(), ClientGone> {
         let namespace = self.request.namespace.as_deref();
         let members = match self.tapper.scraper.members(namespace).await {
             Ok(members) => members,
@@ -181,22 +190,31 @@ impl RunningTap {
                     error = &err as &dyn std::error::Error,
                     "looking up the workloads of a tap failed"
                 );
-                return;
+                return Ok(());
             }
         };
+        let reported = std::mem::take(&mut self.over_limit);
         for member in members.iter() {
             let Some(sidecar) = member.sidecar.clone() else {
                 continue;
             };
             let key = (sidecar.tap_addr, member.name.clone());
             let is_selected = !self.request.selection.groups(member).is_empty();
-            if !self.failures.is_due(&key) || !is_selected || self.watched.len() >= MAX_WATCHED_SIDECARS {
+            if !is_selected || !self.failures.is_due(&key) || self.watched.contains(&key) {
                 continue;
             }
-            if self.watched.insert(key.clone()) {
+            if self.watched.len() < MAX_WATCHED_SIDECARS {
+                self.watched.insert(key.clone());
                 self.open_stream(key, member, sidecar);
+                continue;
             }
+            if !reported.contains(&key) {
+                self.report_unreachable(rows::own_resource(member), &Error::TooMany)
+                    .await?;
+            }
+            self.over_limit.insert(key);
         }
+        Ok(())
     }
 
     fn open_stream(&mut self, key: SidecarKey, member: &WorkloadMember, sidecar: Sidecar) {
@@ -224,6 +242,7 @@ impl Tapper {
             request,
             lines: lines.clone(),
             watched: HashSet::new(),
+            over_limit: HashSet::new(),
             failures: SidecarFailures::default(),
             streams: JoinSet::new(),
             next_number: 0,
@@ -241,7 +260,11 @@ impl Tapper {
                         return;
                     }
                 }
-                _ = ticks.tick() => tap.open_streams().await,
+                _ = ticks.tick() => {
+                    if let Err(ClientGone) = tap.open_streams().await {
+                        return;
+                    }
+                }
             }
         }
     }
@@ -376,6 +399,61 @@ mod tests {
     use tokio::time::advance;
 
     use super::*;
+    use crate::telemetry::rows::GroupKind;
+    use crate::telemetry::scraper::tests::cluster;
+    use crate::tls::mesh_credentials::ClientCertificates;
+
+    #[tokio::test]
+    async fn sidecars_above_the_limit_are_reported_once() {
+        let n_above_limit = 3;
+        let n_pods = u32::try_from(MAX_WATCHED_SIDECARS).unwrap() + n_above_limit;
+        let creds = Arc::new(MeshCredentials::new(
+            "telemetry".to_owned(),
+            ClientCertificates::default(),
+        ));
+        let (lines, mut received) = mpsc::channel(16);
+        let mut tap = RunningTap {
+            tapper: Tapper {
+                scraper: Arc::new(SidecarScraper::new(cluster(n_pods, 1), creds.clone())),
+                creds,
+            },
+            request: TapRequest {
+                namespace: None,
+                selection: Selection {
+                    by: GroupKind::Pod,
+                    name: None,
+                },
+                method: None,
+                path: None,
+                authority: None,
+                to: Vec::new(),
+                headers: Headers::Omitted,
+                one_in: 1,
+            },
+            lines,
+            watched: HashSet::new(),
+            over_limit: HashSet::new(),
+            failures: SidecarFailures::default(),
+            streams: JoinSet::new(),
+            next_number: 0,
+        };
+        for n_reported in [n_above_limit, 0] {
+            assert!(tap.open_streams().await.is_ok());
+            assert_eq!(tap.watched.len(), MAX_WATCHED_SIDECARS);
+            for _ in 0..n_reported {
+                let line = received.try_recv().unwrap();
+                let TapLine::Unreachable { unreachable } = line else {
+                    panic!("a sidecar without a stream sent an event")
+                };
+                assert!(
+                    unreachable.reason.contains("500 other sidecars"),
+                    "{}",
+                    unreachable.reason
+                );
+            }
+            assert!(received.try_recv().is_err());
+        }
+    }
 
     #[tokio::test(start_paused = true)]
     async fn a_failure_after_a_long_stream_is_reported_and_retried_soon() {
@@ -386,13 +464,13 @@ mod tests {
         let mut failures = SidecarFailures::default();
         assert!(failures.record_failure(&key));
         for _ in 0..8 {
-            failures.record_stream(&key, MIN_STABLE_TIME - Duration::from_secs(1));
+            failures.record_stream_end(&key, MIN_STABLE_TIME - Duration::from_secs(1));
             assert!(!failures.record_failure(&key));
         }
         let max_first_delay = RECONNECT_BACKOFF.min.mul_f64(1.0 + RECONNECT_BACKOFF.jitter);
         advance(max_first_delay).await;
         assert!(!failures.is_due(&key));
-        failures.record_stream(&key, MIN_STABLE_TIME);
+        failures.record_stream_end(&key, MIN_STABLE_TIME);
         assert!(failures.record_failure(&key));
         advance(max_first_delay).await;
         assert!(failures.is_due(&key));

@@ -310,20 +310,39 @@ async fn with_connect_timeout<T>(addr: &Addr, connecting: impl Future<Output = R
     })
 }
 
-/// Connects to the addresses of a name in turn. Returns the last error.
 async fn dial(addr: &Addr) -> Result<(TcpStream, SocketAddr), Error> {
-    let mut last = Error::NoAddress { addr: addr.clone() };
-    for socket in lookup(addr).await? {
-        match TcpStream::connect(socket).await {
-            Ok(tcp) => {
-                // Reduces the latency of small requests. The connection also works without the option.
-                let _ = tcp.set_nodelay(true);
-                return Ok((tcp, socket));
-            }
-            Err(source) => last = Error::Dial { addr: socket, source },
+    let sockets = lookup(addr).await?;
+    let connected = connect_to_first(&sockets, TcpStream::connect).await;
+    let (tcp, socket) = connected.unwrap_or_else(|| Err(Error::NoAddress { addr: addr.clone() }))?;
+    // Reduces the latency of small requests. The connection also works without the option.
+    let _ = tcp.set_nodelay(true);
+    Ok((tcp, socket))
+}
+
+/// Connects to the addresses in turn. Returns the last error, or `None` without addresses.
+///
+/// Each attempt but the last ends after an equal share of [`CONNECT_TIMEOUT`], so that an address that drops packets does not
+/// prevent the attempts at the others.
+async fn connect_to_first<T, F>(
+    sockets: &[SocketAddr],
+    connect: impl Fn(SocketAddr) -> F,
+) -> Option<Result<(T, SocketAddr), Error>>
+where
+    F: Future<Output = io::Result<T>>,
+{
+    let n_addresses = u32::try_from(sockets.len()).unwrap_or(u32::MAX);
+    let (last, others) = sockets.split_last()?;
+    for socket in others {
+        let connected = timeout(CONNECT_TIMEOUT / n_addresses, connect(*socket)).await;
+        if let Ok(Ok(connected)) = connected {
+            return Some(Ok((connected, *socket)));
         }
     }
-    Err(last)
+    let connected = connect(*last).await;
+    Some(match connected {
+        Ok(connected) => Ok((connected, *last)),
+        Err(source) => Err(Error::Dial { addr: *last, source }),
+    })
 }
 
 async fn lookup(addr: &Addr) -> Result<Vec<SocketAddr>, Error> {
@@ -362,6 +381,27 @@ mod tests {
     use tower::Service as _;
 
     use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn an_address_that_drops_packets_leaves_time_for_the_next_one() {
+        let sockets = [1, 2, 3].map(|n| SocketAddr::from(([10, 0, 0, n], 8080)));
+        let addr = Addr::Socket(sockets[0]);
+        let connecting = with_connect_timeout(&addr, async {
+            let connect = async |socket| match socket == sockets[2] {
+                true => Ok(()),
+                false => pending().await,
+            };
+            connect_to_first(&sockets, connect).await.unwrap()
+        });
+        let ((), connected) = connecting.await.unwrap();
+        assert_eq!(connected, sockets[2]);
+        let refuse = async |_| Err::<(), _>(io::ErrorKind::ConnectionRefused.into());
+        let refused = connect_to_first(&sockets, refuse).await.unwrap();
+        assert!(
+            matches!(refused, Err(Error::Dial { addr, .. }) if addr == sockets[2]),
+            "{refused:?}"
+        );
+    }
 
     #[tokio::test(start_paused = true)]
     async fn an_idle_stream_stays_open_and_ends_when_its_server_is_unreachable() {

@@ -126,8 +126,8 @@ impl MeshCredentials {
         let certified = leaf
             .certified_key()
             .map_err(|source| Error::Key { name: name(), source })?;
-        // Without CA hints every client sends its certificate. A foreign certificate is then rejected, instead of not
-        // being sent.
+        // No CA hints: with them, a client whose certificate is of another CA would send none and count as unauthenticated.
+        // Without them it sends the certificate, and the handshake fails.
         let verifier = WebPkiClientVerifier::builder_with_provider(anchors.roots(), super::crypto_provider());
         let verifier = match self.client_certificates {
             ClientCertificates::Required => verifier,

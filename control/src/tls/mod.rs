@@ -4,6 +4,7 @@
 //! it. A server presents its certificate only for its own SNI. Client certificates are optional or required. A
 //! certificate that is sent is always verified. This module does not depend on the protocol inside the connection.
 
+pub(crate) mod accept;
 pub mod anchors;
 pub mod client;
 pub mod file_watcher;
@@ -11,6 +12,7 @@ pub mod mesh_credentials;
 
 use std::sync::{Arc, LazyLock};
 
+use ::aws_lc_rs::digest;
 use rustls::crypto::{CryptoProvider, aws_lc_rs};
 use rustls::pki_types::CertificateDer;
 use rustls::{CertificateError, OtherError};
@@ -30,13 +32,10 @@ fn verify_issuer_constraints(leaf: &CertificateDer<'_>, issuers: &[CertificateDe
         .map_err(|err| CertificateError::Other(OtherError(Arc::new(err))).into())
 }
 
-/// Returns the SHA-256 hash in hexadecimal, as used for certificate fingerprints. The hash comes from a cipher suite, so that no
-/// other library is needed.
+/// Returns the SHA-256 hash in hexadecimal, as used for certificate fingerprints.
 pub(crate) fn sha256_hex(bytes: &[u8]) -> String {
-    let suite = aws_lc_rs::cipher_suite::TLS13_AES_128_GCM_SHA256.tls13();
-    let hash = suite.map(|suite| suite.common.hash_provider.hash(bytes));
-    let hash = hash.as_ref().map(AsRef::as_ref).unwrap_or_default();
-    hash.iter().map(|byte: &u8| format!("{byte:02x}")).collect()
+    let hash = digest::digest(&digest::SHA256, bytes);
+    hash.as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 static PROVIDER: LazyLock<Arc<CryptoProvider>> = LazyLock::new(|| {

@@ -4,7 +4,7 @@
 use std::convert::Infallible;
 use std::error::Error as StdError;
 use std::future::Future;
-use std::io;
+use std::net::IpAddr;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,20 +19,21 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpListener;
-use tokio::time::{sleep, timeout};
-use tokio_rustls::TlsAcceptor;
+use tokio::time::sleep;
 use tracing::debug;
 use tulle_core::descriptors;
 use tulle_core::drain::Watch;
 use tulle_core::listener::{AcceptedConnection, Listener};
+use tulle_core::memory;
 use tulle_core::metrics::Registry;
 
 use super::server_credentials::ServerCredentials;
+use crate::tls::accept::{self, HandshakeError};
 
 pub trait RequestHandler: Send + Sync + 'static {
-    type Body: Body<Data = Bytes, Error = Infallible> + Send + 'static;
+    type Body: Body<Data = Bytes, Error: StdError + Send + Sync + 'static> + Send + 'static;
 
-    fn respond(&self, req: Request<Incoming>) -> impl Future<Output = Response<Self::Body>> + Send;
+    fn respond(&self, client: IpAddr, req: Request<Incoming>) -> impl Future<Output = Response<Self::Body>> + Send;
 }
 
 /// The transport of a server.
@@ -59,10 +60,8 @@ enum ConnectionError {
     NoCredentials,
     #[error("plaintext is only for clients on this machine")]
     Plaintext,
-    #[error("the TLS handshake failed")]
-    Handshake(#[source] io::Error),
-    #[error("the TLS handshake took longer than {0:?}")]
-    HandshakeTimeout(Duration),
+    #[error(transparent)]
+    Handshake(#[from] HandshakeError),
     #[error("HTTP/1.1 failed")]
     Http(#[source] hyper::Error),
 }
@@ -73,7 +72,7 @@ impl<R: RequestHandler> HttpServer<R> {
     /// their connections are closed.
     pub async fn serve(self, listener: TcpListener, drain: Watch) {
         let _guard = drain.guard();
-        let max = MAX_CONNECTIONS.min(descriptors::raise_limit() / 20);
+        let max = max_connections(descriptors::raise_limit(), memory::limit());
         let listener = Listener::new(self.name, listener, max, &self.registry).with_drain_timeout(DRAIN_TIMEOUT);
         let server = Arc::new(self);
         let end = server.transport.wait_for_end_of_service(&drain);
@@ -102,22 +101,20 @@ impl<R: RequestHandler> HttpServer<R> {
         match &self.transport {
             Transport::Tls(creds) => {
                 let config = creds.current().ok_or(ConnectionError::NoCredentials)?;
-                let tls = timeout(HANDSHAKE_TIMEOUT, TlsAcceptor::from(config).accept(tcp))
-                    .await
-                    .map_err(|_| ConnectionError::HandshakeTimeout(HANDSHAKE_TIMEOUT))?
-                    .map_err(ConnectionError::Handshake)?;
+                let tls = accept::accept(config, tcp).await?;
                 if tls.get_ref().1.peer_certificates().is_some() {
                     permit.set_identity(API_SERVER);
                 }
-                self.http1(tls, drain).await
+                self.http1(client.ip(), tls, drain).await
             }
-            Transport::Loopback if client.ip().is_loopback() => self.http1(tcp, drain).await,
+            Transport::Loopback if client.ip().is_loopback() => self.http1(client.ip(), tcp, drain).await,
             Transport::Loopback => Err(ConnectionError::Plaintext),
         }
     }
 
     async fn http1(
         self: Arc<Self>,
+        client: IpAddr,
         io: impl AsyncRead + AsyncWrite + Unpin + Send,
         drain: Watch,
     ) -> Result<(), ConnectionError> {
@@ -125,7 +122,7 @@ impl<R: RequestHandler> HttpServer<R> {
         let service = service_fn(move |req| {
             let (server, drain) = (server.clone(), watch.clone());
             async move {
-                let mut rsp = server.handler.respond(req).await;
+                let mut rsp = server.handler.respond(client, req).await;
                 if drain.is_signaled() {
                     rsp.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
                 }
@@ -135,6 +132,7 @@ impl<R: RequestHandler> HttpServer<R> {
         let connection = http1::Builder::new()
             .timer(TokioTimer::new())
             .header_read_timeout(IDLE_TIMEOUT)
+            .max_buf_size(MAX_BUFFER_BYTES)
             .serve_connection(TokioIo::new(io), service);
         let mut connection = pin!(connection);
         tokio::select! {
@@ -156,11 +154,23 @@ impl Transport {
     }
 }
 
+/// Returns the maximum number of connections for a process that may open `files` files and use `memory` bytes.
+fn max_connections(files: usize, memory: Option<u64>) -> usize {
+    let by_memory = memory.map_or(u64::MAX, |memory| memory / 32 / BYTES_PER_CONNECTION);
+    let by_memory = usize::try_from(by_memory).unwrap_or(usize::MAX);
+    MAX_CONNECTIONS.min(files / 20).min(by_memory.max(MIN_CONNECTIONS))
+}
+
 /// Identity of clients with a verified certificate. Only the API server's certificate is accepted.
 const API_SERVER: &str = "API server";
-/// Lower if the limit of open files is low.
+/// Lower if the limit of open files or of memory is low.
 const MAX_CONNECTIONS: usize = 1000;
-const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+/// However little memory the process has, an API server needs some connections.
+const MIN_CONNECTIONS: usize = 32;
+/// Memory of a connection without a request body: of TLS, of the head of a request, and of a part of a response.
+const BYTES_PER_CONNECTION: u64 = 64 * 1024;
+/// Maximum bytes of a request head, and of a response that are buffered.
+const MAX_BUFFER_BYTES: usize = 16 * 1024;
 /// More than the 90 seconds after which the API server closes idle connections. If this side closed first, a request
 /// could be lost.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(120);
@@ -168,3 +178,16 @@ const IDLE_TIMEOUT: Duration = Duration::from_secs(120);
 const SHUTDOWN_DELAY: Duration = Duration::from_secs(2);
 /// Leaves time for the rest of the process within the 5 seconds of a drain.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn connections_are_bounded_by_files_and_by_memory() {
+        assert_eq!(max_connections(1_048_576, Some(250 << 20)), 125);
+        assert_eq!(max_connections(1024, Some(250 << 20)), 51);
+        assert_eq!(max_connections(1_048_576, Some(16 << 20)), MIN_CONNECTIONS);
+        assert_eq!(max_connections(1_048_576, None), MAX_CONNECTIONS);
+    }
+}

@@ -12,34 +12,40 @@ pub mod review;
 pub mod server_credentials;
 
 mod certificate;
+mod memory;
 pub mod rotation;
 
 use std::error::Error as StdError;
 use std::future::Future;
+use std::net::IpAddr;
 use std::sync::Arc;
-use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::CONTENT_TYPE;
 use http::{HeaderValue, Method, Request as HttpRequest, Response, StatusCode};
-use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
 use hyper::body::Incoming;
 use tokio::net::TcpListener;
-use tokio::sync::Semaphore;
-use tokio::time::{Instant, timeout};
-use tracing::warn;
+use tokio::time::Instant;
 use tulle_core::drain::Watch;
 use tulle_core::error_chain::ErrorChain;
+use tulle_core::log_limit::LogLimiter;
 use tulle_core::metrics::Registry;
+use tulle_core::open_responses::{OpenResponses, ResponseBody};
+use tulle_core::{info_limited, warn_limited};
 
 use https::{HttpServer, RequestHandler, Transport};
+use memory::{BodyError, ReceivedBody, RequestMemory};
 use metrics::HttpMetrics;
-use review::{AdmissionResponse, InvalidReview, ParsedReview, Request, ReviewId};
+use review::{AdmissionResponse, InvalidReview, Request, ReviewId, ReviewOutline};
 use server_credentials::ServerCredentials;
 
 /// Reviews objects. A request passes `WebhookServer::respond` (HTTP), `handle_review` (the AdmissionReview) and `review` of the
 /// handler (the decision).
 pub trait ReviewHandler: Send + Sync + 'static {
+    /// Maximum memory in bytes of the type that the handler decodes a JSON object to, such as an element of a list. 0 if it is
+    /// a small type, which fits into the memory that decoding to a generic form has freed.
+    const TYPED_BYTES_PER_JSON_OBJECT: usize = 0;
+
     /// An error denies the object; its text is the reason.
     fn review(&self, req: Request) -> impl Future<Output = Result<AdmissionResponse, Failure>> + Send;
 }
@@ -52,10 +58,17 @@ pub struct WebhookServer<H> {
     name: &'static str,
     creds: Arc<ServerCredentials>,
     handler: H,
+    shared: Shared,
+}
+
+/// What the webhooks of a process share. Clones share it too.
+#[derive(Clone)]
+pub struct Shared {
     metrics: HttpMetrics,
+    memory: Arc<RequestMemory>,
+    open_responses: Arc<OpenResponses>,
+    log_limiter: Arc<LogLimiter>,
     registry: Registry,
-    /// Decoding multiplies the memory of an object, so few objects are reviewed at a time.
-    review_permits: Semaphore,
 }
 
 /// Why a request is answered without an AdmissionReview.
@@ -63,34 +76,36 @@ pub struct WebhookServer<H> {
 enum RequestError {
     #[error("not found; expected POST /")]
     NotFound,
-    #[error("the body is larger than {MAX_BODY_BYTES} bytes")]
-    TooLarge,
-    #[error("the body was not received within {0:?}")]
-    BodyTimeout(Duration),
-    #[error("reading the body")]
-    Read(#[source] Failure),
     #[error(transparent)]
-    InvalidReview(InvalidReview),
+    Body(#[from] BodyError),
+    #[error(transparent)]
+    InvalidReview(#[from] InvalidReview),
     #[error("encoding the response")]
     Write(#[source] serde_json::Error),
 }
 
+impl Shared {
+    /// `memory` is the number of bytes that the process may use.
+    pub fn new(memory: Option<u64>, registry: &Registry) -> Self {
+        let max_response_bytes = memory.map_or(u64::MAX, |memory| memory / 16);
+        Self {
+            metrics: HttpMetrics::new(registry),
+            memory: Arc::new(RequestMemory::from_limit(memory)),
+            open_responses: OpenResponses::new(usize::try_from(max_response_bytes).unwrap_or(usize::MAX)),
+            log_limiter: Arc::default(),
+            registry: registry.clone(),
+        }
+    }
+}
+
 impl<H: ReviewHandler> WebhookServer<H> {
-    pub fn new(
-        name: &'static str,
-        creds: Arc<ServerCredentials>,
-        handler: H,
-        metrics: HttpMetrics,
-        registry: &Registry,
-    ) -> Self {
-        metrics::register_untrusted_certificate_gauge(name, creds.clone(), registry);
+    pub fn new(name: &'static str, creds: Arc<ServerCredentials>, handler: H, shared: Shared) -> Self {
+        metrics::register_untrusted_certificate_gauge(name, creds.clone(), &shared.registry);
         Self {
             name,
             creds,
             handler,
-            metrics,
-            registry: registry.clone(),
-            review_permits: Semaphore::new(MAX_CONCURRENT_REVIEWS),
+            shared,
         }
     }
 
@@ -99,72 +114,92 @@ impl<H: ReviewHandler> WebhookServer<H> {
         let server = HttpServer {
             name: self.name,
             transport: Transport::Tls(self.creds.clone()),
-            registry: self.registry.clone(),
+            registry: self.shared.registry.clone(),
             handler: self,
         };
         server.serve(listener, drain).await;
     }
 
-    async fn handle_review(&self, req: HttpRequest<Incoming>) -> Result<Bytes, RequestError> {
+    async fn handle_review(&self, client: IpAddr, req: HttpRequest<Incoming>) -> Result<Bytes, RequestError> {
         if req.uri().path() != "/" || req.method() != Method::POST {
             return Err(RequestError::NotFound);
         }
-        let body = Limited::new(req.into_body(), MAX_BODY_BYTES).collect();
-        let body = timeout(BODY_READ_TIMEOUT, body)
-            .await
-            .map_err(|_| RequestError::BodyTimeout(BODY_READ_TIMEOUT))?
-            .map_err(|err| match err.is::<LengthLimitError>() {
-                true => RequestError::TooLarge,
-                false => RequestError::Read(err),
-            })?
-            .to_bytes();
-        if body.is_empty() {
+        let ReceivedBody { bytes, reservation } = self.shared.memory.receive(client, req.into_body()).await?;
+        if bytes.is_empty() {
             // As Linkerd's webhooks do.
-            return Ok(body);
+            return Ok(bytes);
         }
-        // The semaphore is never closed.
-        let _permit = self.review_permits.acquire().await;
-        let ParsedReview { id, request } = ParsedReview::parse(&body).map_err(RequestError::InvalidReview)?;
-        drop(body);
-        let response = match request {
-            Ok(request) => self.run_handler(&id, *request).await,
-            Err(err) => AdmissionResponse::deny(format!("the object cannot be read: {err}")),
+        let outline = ReviewOutline::parse(bytes)?;
+        let id = outline.id.clone();
+        let n_bytes = outline.decoded_bytes(H::TYPED_BYTES_PER_JSON_OBJECT);
+        let revocation = reservation.revocation();
+        let reviewing = async {
+            let request = outline.decode();
+            drop(reservation);
+            match request {
+                Ok(request) => self.run_handler(client, &id, *request).await,
+                Err(err) => AdmissionResponse::deny(format!("the object cannot be read: {err}")),
+            }
         };
+        let reviewed = tokio::select! {
+            reviewed = self.shared.memory.review(client, n_bytes, reviewing) => reviewed,
+            // Only while the review waits for its turn; later the body is freed.
+            () = revocation.wait() => return Err(BodyError::Busy.into()),
+        };
+        let response =
+            reviewed.unwrap_or_else(|err| AdmissionResponse::deny(format!("the object cannot be read: {err}")));
         response.to_json(&id).map(Bytes::from).map_err(RequestError::Write)
     }
 
     /// An error of the handler denies the object.
-    async fn run_handler(&self, id: &ReviewId, request: Request) -> AdmissionResponse {
+    async fn run_handler(&self, client: IpAddr, id: &ReviewId, request: Request) -> AdmissionResponse {
+        let log = &self.shared.log_limiter;
+        let [kind, namespace] = [
+            request.kind.kind.as_str(),
+            request.namespace.as_deref().unwrap_or_default(),
+        ]
+        .map(truncate);
         match self.handler.review(request).await {
-            Ok(response) => response,
+            Ok(response) => {
+                if let Some(reason) = response.denial_reason().map(truncate) {
+                    info_limited!(
+                        log,
+                        client,
+                        "an object is denied",
+                        webhook = self.name,
+                        kind,
+                        namespace,
+                        reason
+                    );
+                }
+                response
+            }
             Err(err) => {
-                let text = ErrorChain(&*err).to_string();
-                warn!(webhook = self.name, ?id, error = text, "a review failed");
-                AdmissionResponse::deny(text)
+                let (id, error) = (truncate(&format!("{id:?}")), truncate(&ErrorChain(&*err).to_string()));
+                warn_limited!(log, client, "a review failed", webhook = self.name, id, error);
+                AdmissionResponse::deny(error)
             }
         }
     }
 }
 
 impl<H: ReviewHandler> RequestHandler for WebhookServer<H> {
-    type Body = Full<Bytes>;
+    type Body = ResponseBody;
 
-    async fn respond(&self, req: HttpRequest<Incoming>) -> Response<Self::Body> {
+    async fn respond(&self, client: IpAddr, req: HttpRequest<Incoming>) -> Response<Self::Body> {
         let started_at = Instant::now();
         let method = req.method().clone();
-        let (status, body) = match self.handle_review(req).await {
+        let (status, body) = match self.handle_review(client, req).await {
             Ok(body) => (StatusCode::OK, body),
             Err(err) => {
-                warn!(
-                    webhook = self.name,
-                    error = &err as &dyn StdError,
-                    "a request was answered without a review"
-                );
-                (err.status(), format!("{}\n", ErrorChain(&err)).into())
+                let (log, error) = (&self.shared.log_limiter, truncate(&ErrorChain(&err).to_string()));
+                warn_limited!(log, client, "a request was answered without a review", webhook = self.name, %client, error);
+                (err.status(), format!("{error}\n").into())
             }
         };
-        self.metrics.observe(&method, status, started_at.elapsed(), body.len());
-        let mut rsp = Response::new(Full::new(body));
+        let metrics = &self.shared.metrics;
+        metrics.observe(&method, status, started_at.elapsed(), body.len());
+        let mut rsp = Response::new(self.shared.open_responses.add(client, body));
         *rsp.status_mut() = status;
         let content_type = match status {
             StatusCode::OK => HeaderValue::from_static("application/json"),
@@ -179,18 +214,21 @@ impl RequestError {
     fn status(&self) -> StatusCode {
         match self {
             Self::NotFound => StatusCode::NOT_FOUND,
-            Self::TooLarge => StatusCode::PAYLOAD_TOO_LARGE,
-            Self::BodyTimeout(_) => StatusCode::REQUEST_TIMEOUT,
-            Self::Read(_) | Self::InvalidReview(_) => StatusCode::BAD_REQUEST,
+            Self::Body(BodyError::TooLarge { .. }) => StatusCode::PAYLOAD_TOO_LARGE,
+            Self::Body(BodyError::Busy) => StatusCode::SERVICE_UNAVAILABLE,
+            Self::Body(BodyError::Timeout) => StatusCode::REQUEST_TIMEOUT,
+            Self::Body(BodyError::Read(_)) | Self::InvalidReview(_) => StatusCode::BAD_REQUEST,
             Self::Write(_) => StatusCode::INTERNAL_SERVER_ERROR,
         }
     }
 }
 
-/// In bytes. Linkerd's webhooks read 10 MiB; the API server accepts no objects above 3 MiB.
-const MAX_BODY_BYTES: usize = 10 * 1024 * 1024;
-const MAX_CONCURRENT_REVIEWS: usize = 8;
-const BODY_READ_TIMEOUT: Duration = Duration::from_secs(10);
+/// Returns the start of a text that can contain content of the request, for logs and responses.
+fn truncate(text: &str) -> String {
+    text[..text.floor_char_boundary(MAX_TEXT_BYTES)].to_owned()
+}
+
+const MAX_TEXT_BYTES: usize = 1024;
 
 #[cfg(test)]
 mod tests;

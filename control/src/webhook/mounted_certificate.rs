@@ -29,8 +29,8 @@ pub struct Paths {
 }
 
 impl Paths {
-    /// Returns the paths `<dir>/<webhook>/<file>` if that certificate exists, otherwise the shared `<dir>/<file>`, otherwise
-    /// `None`.
+    /// For the paths `/a/tls.crt` and `/a/tls.key`, returns `/a/<webhook>/tls.crt` and `/a/<webhook>/tls.key` if that certificate
+    /// exists, otherwise the paths themselves if their certificate exists, otherwise `None`.
     pub fn of(&self, webhook: &str) -> Option<Self> {
         let webhook_paths = Self {
             certificate: in_subdirectory(&self.certificate, webhook),

@@ -1,25 +1,31 @@
 use std::io;
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use http::Request as HttpRequest;
+use http_body_util::{BodyExt as _, Full};
 use hyper::client::conn::http1::{SendRequest, handshake};
 use hyper_util::rt::TokioIo;
+use parking_lot::Mutex;
 use proptest::prelude::*;
 use rustls::pki_types::ServerName;
 use rustls::version::{TLS12, TLS13};
 use rustls::{ClientConfig, RootCertStore, SupportedProtocolVersion};
 use serde_json::{Value, json};
-use tokio::net::TcpStream;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpSocket, TcpStream};
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
 use tulle_core::drain::{self, Signal};
 use tulle_core::metrics::Registry;
 use tulle_core::readiness::Readiness;
 
 use super::certificate::CertificateKeyPair;
+use super::memory::MAX_BODY_BYTES;
 use super::mounted_certificate::{MountedCertificate, Paths};
 use super::*;
 
@@ -57,6 +63,7 @@ struct TestServer {
     pair: CertificateKeyPair,
     creds: Arc<ServerCredentials>,
     handler: TestHandler,
+    shared: Shared,
     registry: Registry,
     signal: Signal,
     drain: Watch,
@@ -65,6 +72,10 @@ struct TestServer {
 
 impl TestServer {
     async fn start() -> Self {
+        Self::start_with(None).await
+    }
+
+    async fn start_with(memory: Option<u64>) -> Self {
         let pair = CertificateKeyPair::generate(NAME, Duration::from_secs(600)).unwrap();
         let creds = Arc::new(ServerCredentials::new());
         creds.install(&pair).unwrap();
@@ -72,19 +83,15 @@ impl TestServer {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
         let (signal, drain) = drain::channel();
-        let server = WebhookServer::new(
-            "test",
-            creds.clone(),
-            handler.clone(),
-            HttpMetrics::new(&registry),
-            &registry,
-        );
+        let shared = Shared::new(memory, &registry);
+        let server = WebhookServer::new("test", creds.clone(), handler.clone(), shared.clone());
         let serving = tokio::spawn(server.serve(listener, drain.clone()));
         Self {
             addr,
             pair,
             creds,
             handler,
+            shared,
             registry,
             signal,
             drain,
@@ -93,6 +100,17 @@ impl TestServer {
     }
 
     async fn connect(&self, versions: &[&'static SupportedProtocolVersion]) -> io::Result<SendRequest<Full<Bytes>>> {
+        let tls = self.connect_from(Ipv4Addr::LOCALHOST, versions).await?;
+        let (sender, connection) = handshake(TokioIo::new(tls)).await.map_err(io::Error::other)?;
+        tokio::spawn(connection);
+        Ok(sender)
+    }
+
+    async fn connect_from(
+        &self,
+        client: Ipv4Addr,
+        versions: &[&'static SupportedProtocolVersion],
+    ) -> io::Result<TlsStream<TcpStream>> {
         let mut roots = RootCertStore::empty();
         roots.add(self.pair.chain().remove(0)).unwrap();
         let config = ClientConfig::builder_with_provider(Arc::new(rustls::crypto::aws_lc_rs::default_provider()))
@@ -100,12 +118,11 @@ impl TestServer {
             .unwrap()
             .with_root_certificates(roots)
             .with_no_client_auth();
-        let tcp = TcpStream::connect(self.addr).await?;
+        let socket = TcpSocket::new_v4()?;
+        socket.bind((client, 0).into())?;
+        let tcp = socket.connect(self.addr).await?;
         let name = ServerName::try_from(NAME).unwrap();
-        let tls = TlsConnector::from(Arc::new(config)).connect(name, tcp).await?;
-        let (sender, connection) = handshake(TokioIo::new(tls)).await.map_err(io::Error::other)?;
-        tokio::spawn(connection);
-        Ok(sender)
+        TlsConnector::from(Arc::new(config)).connect(name, tcp).await
     }
 
     async fn send(&self, method: Method, path: &str, body: impl Into<Bytes>) -> (StatusCode, Bytes) {
@@ -198,6 +215,103 @@ async fn an_object_that_cannot_be_read_is_refused_and_the_next_one_is_served() {
     let large = json!({"metadata": {"name": "web", "annotations": {"x": "y".repeat(5 << 20)}}}).to_string();
     let answer = server.review("admission.k8s.io/v1", &large).await;
     assert_eq!(answer.pointer("/response/allowed"), Some(&json!(true)));
+}
+
+#[tokio::test]
+async fn an_object_that_needs_too_much_memory_is_denied_before_it_is_decoded() {
+    // Decoded objects may have 8 MiB.
+    let server = TestServer::start_with(Some(64 << 20)).await;
+    let object = |n: usize| {
+        let containers = vec![json!({}); n];
+        json!({"metadata": {"name": "web"}, "spec": {"containers": containers}}).to_string()
+    };
+    let answer = server.review("admission.k8s.io/v1", &object(1000)).await;
+    assert_eq!(answer.pointer("/response/allowed"), Some(&json!(true)));
+    let answer = server.review("admission.k8s.io/v1", &object(10_000)).await;
+    assert_eq!(answer.pointer("/response/allowed"), Some(&json!(false)));
+    let message = answer.pointer("/response/status/message").unwrap().to_string();
+    assert!(message.contains("KiB of memory"), "{message}");
+    assert_eq!(server.handler.n_reviews.load(Ordering::SeqCst), 1);
+}
+
+#[tokio::test]
+async fn reviews_are_served_while_others_upload_as_much_as_they_can() {
+    // Bodies may have 4 MiB.
+    let server = TestServer::start_with(Some(32 << 20)).await;
+    let mut uploads = Vec::new();
+    for _ in 0..8 {
+        let mut tls = server
+            .connect_from(Ipv4Addr::new(127, 0, 0, 2), &[&TLS13])
+            .await
+            .unwrap();
+        let head = format!(
+            "POST / HTTP/1.1\r\nhost: {NAME}\r\ncontent-length: {}\r\n\r\n{{",
+            1 << 20
+        );
+        tls.write_all(head.as_bytes()).await.unwrap();
+        uploads.push(tls);
+    }
+    while server.shared.memory.body_bytes() < 4 << 20 {
+        tokio::task::yield_now().await;
+    }
+    let large = json!({"metadata": {"name": "web", "annotations": {"x": "y".repeat(1 << 19)}}}).to_string();
+    let review =
+        review("admission.k8s.io/v1", &large).replace("\"object\":", &format!("\"oldObject\":{large},\"object\":"));
+    let (status, answer) = server.send(Method::POST, "/", review).await;
+    assert_eq!(status, StatusCode::OK, "{answer:?}");
+    assert!(server.shared.memory.body_bytes() <= 4 << 20);
+    assert_eq!(server.handler.n_reviews.load(Ordering::SeqCst), 1);
+}
+
+#[tokio::test]
+async fn a_head_that_is_too_long_is_refused() {
+    let server = TestServer::start().await;
+    let mut tls = server.connect_from(Ipv4Addr::LOCALHOST, &[&TLS13]).await.unwrap();
+    let head = format!("POST / HTTP/1.1\r\nhost: {NAME}\r\nx: {}", "x".repeat(20_000));
+    tls.write_all(head.as_bytes()).await.unwrap();
+    let mut rsp = Vec::new();
+    // The server closes the connection before it has read everything.
+    let _ = tls.read_to_end(&mut rsp).await;
+    let rsp = String::from_utf8_lossy(&rsp);
+    assert!(rsp.is_empty() || rsp.starts_with("HTTP/1.1 431"), "{rsp}");
+}
+
+#[tokio::test]
+async fn invalid_requests_of_a_client_are_logged_once_a_minute() {
+    let send_invalid_requests = async || {
+        let server = TestServer::start().await;
+        for _ in 0..3 {
+            server.send(Method::GET, "/", "").await;
+            server.review("admission.k8s.io/v1", &named("deny")).await;
+            server.review("admission.k8s.io/v1", "null").await;
+        }
+    };
+    // Registers the tracing call sites. Otherwise a thread without a subscriber could have cached them as disabled.
+    send_invalid_requests().await;
+    let log = Log::default();
+    let written = log.clone();
+    let subscriber = tracing_subscriber::fmt().with_writer(move || log.clone()).finish();
+    let guard = tracing::subscriber::set_default(subscriber);
+    send_invalid_requests().await;
+    drop(guard);
+    let text = String::from_utf8(written.0.lock().clone()).unwrap();
+    for message in ["answered without a review", "an object is denied", "a review failed"] {
+        assert_eq!(text.matches(message).count(), 1, "{message}: {text}");
+    }
+}
+
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 #[tokio::test]
@@ -353,8 +467,9 @@ proptest! {
         let start = start.min(body.len());
         let end = (start + bytes.len()).min(body.len());
         body.splice(start..end, bytes);
-        if let Ok(review) = ParsedReview::parse(&body) {
+        if let Ok(review) = ReviewOutline::parse(body.into()) {
             AdmissionResponse::allow().to_json(&review.id).unwrap();
+            let _ = review.decode();
         }
     }
 }

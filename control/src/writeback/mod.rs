@@ -1,8 +1,8 @@
 //! Writes to the API server: EndpointSlices of external workloads, and statuses of policies, routes and external workloads.
 //!
 //! Each of the two is written by one replica, the holder of its lease. The controllers receive the events of the shared
-//! watches, keep shared references to the objects, and compute the changes with pure functions. A directory source does
-//! not use this module.
+//! watches, keep shared references to the objects, and compute the changes with pure functions. A directory of manifests
+//! has no statuses, and nothing is written: [`add_report`] counts and logs what the statuses would report.
 //!
 //! RBAC: `get`, `create` and `update` on `leases` of `coordination.k8s.io` in the namespace of the control plane, `get`
 //! on `deployments` of `apps` there (the owners of the leases), and the rules in `slices` and `statuses`.
@@ -20,10 +20,12 @@ use tokio::sync::watch;
 use tulle_core::drain::Watch;
 use tulle_core::metrics::Registry;
 
+use crate::cluster::Cluster;
 use crate::kubernetes::lease::timing::LeaseTiming;
 use crate::kubernetes::lease::{self, Candidate};
 use crate::resources::event::{Event, EventWriter};
-use crate::writeback::config::Config;
+use crate::writeback::config::{Config, StatusesConfig};
+use crate::writeback::statuses::report::Report;
 
 /// A task that runs until the drain. The process fails if it ends earlier.
 pub struct Task {
@@ -87,6 +89,13 @@ pub fn add_controllers(
         ));
     }
     (writer, tasks)
+}
+
+/// Adds to the writer of a source without statuses a report of the objects that have no effect because of other objects. They
+/// are counted in the metric `unserved_configuration` of the cluster, and logged.
+pub fn add_report(cluster: &Cluster, settings: StatusesConfig, writer: EventWriter) -> EventWriter {
+    let report = Report::new(cluster.clone(), settings);
+    writer.tee(statuses::Controller::handles, report.writer())
 }
 
 impl Task {

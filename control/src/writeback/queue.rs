@@ -33,8 +33,8 @@ pub(super) enum FailureOutcome {
 /// Limits the rate of the retries of all names, by the generic cell rate algorithm: a token bucket that stores one time.
 #[derive(Default)]
 struct RetryLimiter {
-    /// The theoretical arrival time of the next retry: when it would run if there were no bursts.
-    arrival_at: Option<Instant>,
+    /// The earliest time of the next retry at the steady rate. It lies up to one burst in the past when retries were not used.
+    next_slot_at: Option<Instant>,
 }
 
 impl WorkQueue {
@@ -95,9 +95,9 @@ impl RetryLimiter {
     fn reserve(&mut self, now: Instant) -> Instant {
         // Unused retries are saved up to one burst.
         let earliest = now.checked_sub(RETRY_INTERVAL * RETRY_BURST).unwrap_or(now);
-        let arrival_at = self.arrival_at.unwrap_or(earliest).max(earliest);
-        self.arrival_at = Some(arrival_at + RETRY_INTERVAL);
-        arrival_at.max(now)
+        let slot_at = self.next_slot_at.unwrap_or(earliest).max(earliest);
+        self.next_slot_at = Some(slot_at + RETRY_INTERVAL);
+        slot_at.max(now)
     }
 }
 

@@ -208,7 +208,7 @@ async fn unsupported_fields_are_counted_until_they_are_fixed() {
     let service = |annotation: &str| {
         format!(
             "---\napiVersion: v1\nkind: Service\nmetadata: {{name: web, namespace: shop, annotations: {{{annotation}}}}}\n\
-             spec: {{clusterIP: 10.247.0.10, ports: [{{name: http, port: 80}}]}}\n"
+             spec: {{clusterIP: 10.247.0.10, ports: [{{name: http, port: 80, appProtocol: http}}]}}\n"
         )
     };
     let route = "---\napiVersion: gateway.networking.k8s.io/v1\nkind: HTTPRoute\nmetadata: {name: r, namespace: shop}\n\
@@ -224,7 +224,10 @@ async fn unsupported_fields_are_counted_until_they_are_fixed() {
         slice("no-service", "", "IPv4"),
         slice("names", "kubernetes.io/service-name: web", "FQDN"),
         pod("config.linkerd.io/default-inbound-policy: Deny, config.linkerd.io/opaque-ports: 'data,dat'"),
-        service("retry.linkerd.io/http: sometimes, config.linkerd.io/opaque-ports: 'http,'"),
+        service(
+            "retry.linkerd.io/http: sometimes, timeout.linkerd.io/idle: soon, config.linkerd.io/opaque-ports: 'http,', \
+             balancer.alpha.linkerd.io/load-biaser-penalty: 1s",
+        ),
         route.to_owned(),
     ];
     let mesh = mesh(&bad.concat()).await;
@@ -244,7 +247,10 @@ async fn unsupported_fields_are_counted_until_they_are_fixed() {
         line("HTTPRoute", "r", "spec.rules"),
         line("Pod", "p", "config.linkerd.io/default-inbound-policy"),
         line("Pod", "p", "config.linkerd.io/opaque-ports"),
+        line("Service", "web", "balancer.alpha.linkerd.io/load-biaser-penalty"),
         line("Service", "web", "retry.linkerd.io/http"),
+        line("Service", "web", "spec.ports"),
+        line("Service", "web", "timeout.linkerd.io/idle"),
     ];
     expected.sort();
     let mut found = counted(&mesh);

@@ -2,6 +2,8 @@
 
 use std::os::unix::fs::symlink;
 
+use tulle_control::resources::{KINDS, Kind};
+
 use crate::harness::{Mesh, eventually, mesh, next, short};
 
 fn service(name: &str, pods: &str) -> String {
@@ -51,6 +53,18 @@ async fn an_invalid_file_keeps_its_last_valid_objects_and_is_reported_until_fixe
     eventually(|| mesh.errors().is_empty()).await;
     assert!(mesh.registry.render().contains("manifest_errors 0"));
     assert_eq!(endpoints(&mesh).await, "+10.1.0.2:80");
+}
+
+#[tokio::test]
+async fn objects_are_counted_for_each_kind_of_which_there_are_none_too() {
+    let mesh = mesh(&service("web", "web")).await;
+    let page = mesh.registry.render();
+    for info in KINDS {
+        // A Service without Endpoints gets an object of this kind.
+        let n = i32::from(matches!(info.kind, Kind::Service | Kind::Endpoints));
+        let line = format!("{}_cache_size{{cluster=\"local\"}} {n}", info.metric_prefix);
+        assert!(page.lines().any(|other| other == line), "{line}");
+    }
 }
 
 #[tokio::test]
@@ -168,6 +182,10 @@ async fn manifests_that_admission_refuses_are_reported_with_the_reason() {
     let gateway = |spec: &str| policy("HTTPRoute", "gateway.networking.k8s.io/v1", spec);
     let limit = |spec: &str| policy("HTTPLocalRateLimitPolicy", "policy.linkerd.io/v1alpha1", spec);
     let profile = |spec: &str| policy("ServiceProfile", "linkerd.io/v1alpha2", spec);
+    let annotated_network = |annotation: &str| {
+        let network = policy("EgressNetwork", "policy.linkerd.io/v1alpha1", "trafficPolicy: Allow");
+        network.replace("{name: x}", &format!("{{name: x, annotations: {{{annotation}}}}}"))
+    };
     let web = "targetRef: {group: policy.linkerd.io, kind: Server, name: web}";
     let refused = [
         (
@@ -191,6 +209,13 @@ async fn manifests_that_admission_refuses_are_reported_with_the_reason() {
             "may name one",
         ),
         (authorization(web), "requiredAuthenticationRefs"),
+        (
+            authorization(&format!(
+                "{}, requiredAuthenticationRefs: []",
+                web.replace("name: web", "name: web, namespace: other")
+            )),
+            "spec.targetRef refers to the namespace other",
+        ),
         (mesh_tls("identities: [\"a.*\"]"), "a.*"),
         (mesh_tls("identities: []"), "exactly one of"),
         (
@@ -224,6 +249,14 @@ async fn manifests_that_admission_refuses_are_reported_with_the_reason() {
         (
             policy("EgressNetwork", "policy.linkerd.io/v1alpha1", "trafficPolicy: Maybe"),
             "Maybe",
+        ),
+        (
+            annotated_network("balancer.linkerd.io/failure-accrual: sometimes"),
+            "\"sometimes\" is not supported",
+        ),
+        (
+            annotated_network("config.linkerd.io/opaque-ports: 'many'"),
+            "many is neither a port",
         ),
         (
             server("podSelector: {}, port: 80, accessPolicy: some"),
@@ -288,6 +321,10 @@ async fn manifests_that_admission_refuses_are_reported_with_the_reason() {
         ),
         (gateway("rules: [{backendRefs: [{name: web}]}]"), "needs a port"),
         (limit("targetRef: {kind: Service, name: web}"), "accepted: Server"),
+        (
+            limit(&web.replace("name: web", "name: web, namespace: other")),
+            "spec.targetRef refers to the namespace other",
+        ),
         (limit(&format!("{web}, total: {{requestsPerSecond: 0}}")), "0"),
         (
             limit(&format!(

@@ -155,6 +155,9 @@ async fn the_protocol_comes_from_the_port_or_the_opaque_annotation() {
             Kind::Tls(_) => "tls",
         };
         assert_eq!(found, expected, "{yaml}");
+        // Proxies carry the bytes of a port with an opaque profile, whatever its policy is.
+        let profile = mesh.profile("10.247.0.10:5432").await;
+        assert!(!profile.opaque_protocol || found == "opaque", "{yaml}");
     };
     let app = |protocol: &str| WEB.replace("port: 5432", &format!("port: 5432, appProtocol: {protocol}"));
     let default = Config::default;
@@ -175,6 +178,14 @@ async fn the_protocol_comes_from_the_port_or_the_opaque_annotation() {
     };
     check(WEB.to_owned(), opaque(), "opaque").await;
     check(annotated("config.linkerd.io/opaque-ports: \"\""), opaque(), "detect").await;
+    // A port that is marked as opaque is opaque, whatever its `appProtocol` is.
+    check(app("HTTP"), opaque(), "opaque").await;
+    let marked = app("kubernetes.io/h2c").replacen(
+        "namespace: shop}",
+        "namespace: shop, annotations: {config.linkerd.io/opaque-ports: bytes}}",
+        1,
+    );
+    check(marked, default(), "opaque").await;
 }
 
 #[tokio::test]

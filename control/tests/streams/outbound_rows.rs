@@ -102,6 +102,10 @@ async fn the_most_specific_protocol_of_all_routes_on_a_port_applies() {
     // Routes that the port's protocol excludes do not displace others.
     row(", appProtocol: HTTP", &[&grpc, &http], &[&of("http1"), http_line]).await;
     row(", appProtocol: redis", &[&grpc, &tls, &tcp], &[&of("opaque"), tcp_line]).await;
+    // A reference without a port includes this port.
+    let everywhere = |manifest: &str| manifest.replace(", port: 80}], ", "}], ");
+    row("", &[&everywhere(&http), &tcp], &[&of("detect 10s"), http_line, opaque]).await;
+    row("", &[&everywhere(&grpc), &http], &[&of("grpc"), grpc_line]).await;
     // Routes of one port do not affect others.
     let manifests = format!("{}{tcp}", services("", ""));
     check(

@@ -646,6 +646,27 @@ async fn a_pod_with_two_families_is_one_endpoint() {
 }
 
 #[tokio::test]
+async fn a_terminating_endpoint_is_used_until_one_of_a_served_family_is_ready() {
+    let terminating = "conditions: {ready: false, serving: true, terminating: true}";
+    let slices = format!(
+        "{V4}endpoints: [{{addresses: [10.3.0.1], {terminating}}}]\n---\n\
+         apiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\n\
+         metadata: {{name: web-6, namespace: shop, labels: {{kubernetes.io/service-name: web}}}}\n\
+         addressType: IPv6\nports: [{{name: http, port: 8080}}]\n\
+         endpoints: [{{addresses: [\"fd00::2\"]}}]\n"
+    );
+    for (ipv6, expected) in [(Ipv6::Drop, "+10.3.0.1:8080"), (Ipv6::Serve, "+[fd00::2]:8080")] {
+        let config = Config {
+            ipv6,
+            ..Config::default()
+        };
+        let mesh = mesh_with(&sliced(PORTS, &slices), config).await;
+        let mut stream = mesh.get("web.shop.svc.cluster.local:80").await.unwrap();
+        assert_eq!(short(&next(&mut stream).await), expected, "{ipv6:?}");
+    }
+}
+
+#[tokio::test]
 async fn only_ready_addresses_of_endpoints_objects_are_used() {
     let yaml = sliced(PORTS, &format!("{V4}endpoints: [{{addresses: [10.9.9.9]}}]"))
         + "---\napiVersion: v1\nkind: Endpoints\nmetadata: {name: web, namespace: shop}\nsubsets:\n\

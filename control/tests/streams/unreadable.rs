@@ -152,6 +152,28 @@ async fn valid_objects_of_a_file_with_invalid_ones_apply() {
 }
 
 #[tokio::test]
+async fn a_new_object_with_an_error_denies_also_in_a_file_that_was_valid() {
+    let on = |name: &str, port: u16, more: &str| server(name, &format!("{{podSelector: {{}}, port: {port}{more}}}"));
+    let valid = on("old", 9090, "");
+    let mesh = mesh(POD).await;
+    let mut stream = mesh.ports(WEB, 9090).await.unwrap();
+    assert_eq!(n_authorizations(&next(&mut stream).await), 1);
+    mesh.write("s.yaml", &valid);
+    assert_eq!(n_authorizations(&next(&mut stream).await), 0);
+    let (new, typo) = (on("new", 7070, ""), on("typo", 8080, ", accessPolicy: Nobody"));
+    mesh.write("s.yaml", &[valid.clone(), new, typo].concat());
+    eventually(|| counted(&mesh) == [line("Server", "typo")]).await;
+    // The valid objects are those of the last valid version.
+    for (number, expected) in [(9090, 0), (7070, 1), (8080, 0)] {
+        assert_eq!(n_authorizations(&port(&mesh, number).await), expected, "{number}");
+    }
+    assert_eq!(mesh.errors().len(), 1);
+    mesh.write("s.yaml", &valid);
+    eventually(|| counted(&mesh).is_empty()).await;
+    assert_eq!(n_authorizations(&port(&mesh, 8080).await), 1);
+}
+
+#[tokio::test]
 async fn unreadable_authorizations_and_authentications_permit_no_client() {
     let on_server = "targetRef: {group: policy.linkerd.io, kind: Server, name: s}";
     let network = "{group: policy.linkerd.io, kind: NetworkAuthentication, name: n}";

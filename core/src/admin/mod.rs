@@ -19,7 +19,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::header::{ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_TYPE};
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
-use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
+use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
@@ -34,8 +34,11 @@ use crate::admin::metrics_renderer::{ContentEncoding, MetricsRenderer};
 use crate::descriptors;
 use crate::drain::Watch;
 use crate::listener::{AcceptedConnection, Listener};
+use crate::memory;
 use crate::metrics::Registry;
+use crate::open_responses::{OpenResponses, PART_BYTES, ResponseBody};
 use crate::readiness::Readiness;
+use crate::request_body::{self, ReadError};
 
 /// An admin server that is being configured; [`serve`](Self::serve) starts it.
 pub struct Admin {
@@ -79,6 +82,33 @@ struct Routes {
     /// Paths without authorization, regardless of `authorize`.
     public_paths: HashSet<Cow<'static, str>>,
     authorize: Option<AuthorizeFn>,
+}
+
+/// What the connections of a server share.
+struct Server {
+    routes: Routes,
+    terminate: Option<TlsTerminator>,
+    open_responses: Arc<OpenResponses>,
+}
+
+/// The memory of a server, derived from that of the process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Limits {
+    connections: usize,
+    /// Bytes of the responses that are not sent completely.
+    open_response_bytes: usize,
+}
+
+impl Limits {
+    /// Returns the limits for a process that may open `files` files and use `memory` bytes.
+    fn from_resources(files: usize, memory: Option<u64>) -> Self {
+        let memory = memory.map_or(usize::MAX, |memory| usize::try_from(memory).unwrap_or(usize::MAX));
+        let by_memory = (memory / 32 / BYTES_PER_CONNECTION).max(MIN_CONNECTIONS);
+        Self {
+            connections: MAX_CONNECTIONS.min(files / 8).min(by_memory),
+            open_response_bytes: memory / 16,
+        }
+    }
 }
 
 type Handler = Arc<dyn Fn(AdminRequest) -> HandlerFuture + Send + Sync>;
@@ -177,21 +207,20 @@ impl Admin {
     /// At the connection limit, a new connection replaces an open one, by the rules of [`connections`](crate::connections).
     pub async fn serve(self, listener: TcpListener, drain: Watch) {
         let _drain_guard = drain.guard();
-        let (routes, terminate) = (Arc::new(self.routes), self.terminate);
-        let max = MAX_CONNECTIONS.min(descriptors::raise_limit() / 8);
-        let listener = Listener::new("admin", listener, max, &self.registry);
+        let limits = Limits::from_resources(descriptors::raise_limit(), memory::limit());
+        let server = Arc::new(Server {
+            routes: self.routes,
+            terminate: self.terminate,
+            open_responses: OpenResponses::new(limits.open_response_bytes),
+        });
+        let listener = Listener::new("admin", listener, limits.connections, &self.registry);
         let watch = drain.clone();
-        let serve = move |accepted| serve_connection(accepted, terminate.clone(), routes.clone(), watch.clone());
+        let serve = move |accepted| serve_connection(accepted, server.clone(), watch.clone());
         listener.run(drain.signaled(), serve).await;
     }
 }
 
-async fn serve_connection(
-    accepted: AcceptedConnection,
-    terminate: Option<TlsTerminator>,
-    routes: Arc<Routes>,
-    drain: Watch,
-) {
+async fn serve_connection(accepted: AcceptedConnection, server: Arc<Server>, drain: Watch) {
     let (client, is_tls) = (accepted.client, accepted.is_tls());
     let AcceptedConnection { stream, permit, .. } = accepted;
     let local = match stream.local_addr() {
@@ -199,13 +228,16 @@ async fn serve_connection(
         Err(err) => return debug!(%client, %err, "reading the local address of an admin connection failed"),
     };
     let caller = |tls| Caller { client, local, tls };
-    let opened = match terminate.filter(|_| is_tls) {
+    let opened = match server.terminate.as_ref().filter(|_| is_tls) {
         Some(terminate) => timeout(HANDSHAKE_TIMEOUT, terminate(stream)).await,
         None => timeout(HANDSHAKE_TIMEOUT, detect_version(stream)).await,
     };
+    if let Ok(Ok((_, _, Tls::Terminated { client_id: Some(id) }))) = &opened {
+        permit.set_identity(id.as_str());
+    }
     let served = match opened {
-        Ok(Ok((stream, Version::Http2, tls))) => serve_http2(permit.track(stream), caller(tls), routes, drain).await,
-        Ok(Ok((stream, Version::Http1, tls))) => serve_http1(permit.track(stream), caller(tls), routes, drain).await,
+        Ok(Ok((stream, Version::Http2, tls))) => serve_http2(permit.track(stream), caller(tls), server, drain).await,
+        Ok(Ok((stream, Version::Http1, tls))) => serve_http1(permit.track(stream), caller(tls), server, drain).await,
         Ok(Err(err)) => return debug!(%client, %err, "TLS or protocol detection of an admin connection failed"),
         Err(_) => return debug!(%client, "an admin connection did not finish TLS and protocol detection in time"),
     };
@@ -230,13 +262,14 @@ async fn detect_version(stream: TcpStream) -> io::Result<DetectedStream> {
 async fn serve_http1(
     stream: impl Stream + 'static,
     caller: Caller,
-    routes: Arc<Routes>,
+    server: Arc<Server>,
     drain: Watch,
 ) -> Result<(), hyper::Error> {
-    let service = service_fn(move |req| respond(req, caller.clone(), routes.clone()));
+    let service = service_fn(move |req| respond(req, caller.clone(), server.clone()));
     let conn = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEADER_READ_TIMEOUT)
+        .max_buf_size(MAX_HTTP1_BUFFER_BYTES)
         .serve_connection(TokioIo::new(stream), service);
     let mut conn = std::pin::pin!(conn);
     tokio::select! {
@@ -249,14 +282,18 @@ async fn serve_http1(
 async fn serve_http2(
     stream: impl Stream + 'static,
     caller: Caller,
-    routes: Arc<Routes>,
+    server: Arc<Server>,
     drain: Watch,
 ) -> Result<(), hyper::Error> {
-    let service = service_fn(move |req| respond(req, caller.clone(), routes.clone()));
+    let service = service_fn(move |req| respond(req, caller.clone(), server.clone()));
     let conn = hyper::server::conn::http2::Builder::new(TokioExecutor::new())
         .timer(TokioTimer::new())
         .keep_alive_interval(HTTP2_PING_INTERVAL)
         .max_concurrent_streams(MAX_CONCURRENT_STREAMS)
+        .max_header_list_size(MAX_HEADER_LIST_BYTES)
+        .max_send_buf_size(PART_BYTES)
+        .initial_stream_window_size(HTTP2_WINDOW_BYTES)
+        .initial_connection_window_size(HTTP2_WINDOW_BYTES)
         .serve_connection(TokioIo::new(stream), service);
     let mut conn = std::pin::pin!(conn);
     tokio::select! {
@@ -269,37 +306,46 @@ async fn serve_http2(
 async fn respond(
     req: Request<Incoming>,
     caller: Caller,
-    routes: Arc<Routes>,
-) -> Result<Response<Full<Bytes>>, Infallible> {
-    let (head, body) = req.into_parts();
-    let path = head.uri.path();
-    let Some(handler) = routes.handlers.get(path) else {
-        return Ok(text(StatusCode::NOT_FOUND, "not found\n"));
-    };
-    if let Some(authorize) = &routes.authorize
-        && !routes.public_paths.contains(path)
-        && let Err(status) = authorize(caller.clone(), head.clone()).await
-    {
-        return Ok(text(status, "refused by the policy of this port\n"));
-    }
-    let body = match timeout(BODY_READ_TIMEOUT, Limited::new(body, MAX_BODY_BYTES).collect()).await {
-        Ok(Ok(body)) => body.to_bytes(),
-        Ok(Err(err)) if err.is::<LengthLimitError>() => {
-            return Ok(text(StatusCode::PAYLOAD_TOO_LARGE, "the body is longer than 64 KiB\n"));
+    server: Arc<Server>,
+) -> Result<Response<ResponseBody>, Infallible> {
+    let client = caller.client.ip();
+    let (head, body) = server.routes.respond(req, caller).await.into_parts();
+    let content = body.collect().await?.to_bytes();
+    Ok(Response::from_parts(head, server.open_responses.add(client, content)))
+}
+
+impl Routes {
+    async fn respond(&self, req: Request<Incoming>, caller: Caller) -> Response<Full<Bytes>> {
+        let (head, body) = req.into_parts();
+        let path = head.uri.path();
+        let Some(handler) = self.handlers.get(path) else {
+            return text(StatusCode::NOT_FOUND, "not found\n");
+        };
+        if let Some(authorize) = &self.authorize
+            && !self.public_paths.contains(path)
+            && let Err(status) = authorize(caller.clone(), head.clone()).await
+        {
+            return text(status, "refused by the policy of this port\n");
         }
-        Ok(Err(_)) => return Ok(text(StatusCode::BAD_REQUEST, "reading the body failed\n")),
-        Err(_) => return Ok(text(StatusCode::REQUEST_TIMEOUT, "the body took too long\n")),
-    };
-    let query = head.uri.query().map(str::to_owned);
-    Ok(handler(AdminRequest {
-        client: caller.client,
-        local: caller.local,
-        method: head.method,
-        query,
-        headers: head.headers,
-        body,
-    })
-    .await)
+        let body = match timeout(BODY_READ_TIMEOUT, request_body::read(body, MAX_BODY_BYTES)).await {
+            Ok(Ok(body)) => body,
+            Ok(Err(ReadError::TooLong { .. })) => {
+                return text(StatusCode::PAYLOAD_TOO_LARGE, "the body is longer than 8 KiB\n");
+            }
+            Ok(Err(ReadError::Body(_))) => return text(StatusCode::BAD_REQUEST, "reading the body failed\n"),
+            Err(_) => return text(StatusCode::REQUEST_TIMEOUT, "the body took too long\n"),
+        };
+        let query = head.uri.query().map(str::to_owned);
+        handler(AdminRequest {
+            client: caller.client,
+            local: caller.local,
+            method: head.method,
+            query,
+            headers: head.headers,
+            body,
+        })
+        .await
+    }
 }
 
 /// The response of `/ready`: 200, or one line for each reason why the process is not ready.
@@ -354,11 +400,22 @@ fn is_acceptable_gzip(member: &str) -> bool {
     is_gzip && weight.is_none_or(|weight| weight.is_ok_and(|weight| weight > 0.0))
 }
 
-/// Maximum number of open connections; lower if the limit of open files is low.
+/// Maximum number of open connections; lower if the limit of open files or of memory is low.
 const MAX_CONNECTIONS: usize = 256;
+/// However little memory the process has, probes and metrics need some connections.
+const MIN_CONNECTIONS: usize = 32;
+/// Maximum memory of a connection: of an HTTP/2 connection with as many requests as possible, which have headers, bodies and
+/// unread responses of the maximum size.
+const BYTES_PER_CONNECTION: usize = 192 * 1024;
 /// Maximum number of concurrent requests on an HTTP/2 connection.
-const MAX_CONCURRENT_STREAMS: u32 = 16;
-const MAX_BODY_BYTES: usize = 64 * 1024;
+const MAX_CONCURRENT_STREAMS: u32 = 4;
+const MAX_BODY_BYTES: usize = 8 * 1024;
+/// Maximum length of the headers of a request over HTTP/2.
+const MAX_HEADER_LIST_BYTES: u32 = 8 * 1024;
+/// Maximum bytes of a request head over HTTP/1, and of a response that are buffered.
+const MAX_HTTP1_BUFFER_BYTES: usize = 16 * 1024;
+/// Bytes of requests that a client can send before they are read. It is the default of HTTP/2.
+const HTTP2_WINDOW_BYTES: u32 = 65_535;
 /// Maximum time for the TLS handshake, or without TLS for the detection of the HTTP version.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(60);
 /// Maximum time for receiving a request head, idle time before it included.

@@ -147,6 +147,43 @@ async fn handlers_get_the_whole_request_and_long_bodies_are_refused() {
 }
 
 #[tokio::test]
+async fn long_heads_are_refused() {
+    let running = start().await;
+    let mut stream = TcpStream::connect(running.addr).await.unwrap();
+    let head = format!(
+        "GET /live HTTP/1.1\r\nhost: x\r\nconnection: close\r\nx: {}\r\n\r\n",
+        "a".repeat(2 * MAX_HTTP1_BUFFER_BYTES)
+    );
+    // The server closes the connection before it has read everything.
+    let _ = stream.write_all(head.as_bytes()).await;
+    let mut rsp = Vec::new();
+    let _ = stream.read_to_end(&mut rsp).await;
+    assert!(!rsp.starts_with(b"HTTP/1.1 200"), "{}", String::from_utf8_lossy(&rsp));
+    let mut req = get("http://admin/live");
+    let long = HeaderValue::from_str(&"a".repeat(MAX_HEADER_LIST_BYTES as usize)).unwrap();
+    req.headers_mut().insert("x", long);
+    let stream = TcpStream::connect(running.addr).await.unwrap();
+    let (mut client, conn) = hyper::client::conn::http2::handshake(TokioExecutor::new(), TokioIo::new(stream))
+        .await
+        .unwrap();
+    tokio::spawn(conn);
+    let status = client.send_request(req).await.map(|rsp| rsp.status());
+    assert!(!status.is_ok_and(|status| status.is_success()));
+}
+
+#[test]
+fn connections_and_responses_are_bounded_by_files_and_by_memory() {
+    let limits = |files, memory| {
+        let limits = Limits::from_resources(files, memory);
+        (limits.connections, limits.open_response_bytes)
+    };
+    assert_eq!(limits(1_048_576, Some(250 << 20)), (41, 250 << 16));
+    assert_eq!(limits(1_048_576, Some(20 << 20)), (MIN_CONNECTIONS, 20 << 16));
+    assert_eq!(limits(1024, Some(8 << 30)), (128, 8 << 26));
+    assert_eq!(limits(1_048_576, None).0, MAX_CONNECTIONS);
+}
+
+#[tokio::test]
 async fn a_connection_that_starts_with_tls_goes_to_the_terminator() {
     // This terminator reads one byte and takes the next one as the HTTP version.
     async fn open(mut stream: TcpStream) -> io::Result<(TcpStream, Version, Tls)> {

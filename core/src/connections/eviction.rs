@@ -373,8 +373,9 @@ impl Eviction<'_> {
         Some(connection)
     }
 
-    /// Whether a new connection still gets time to send its first byte. A flood of unused connections gets none, and neither
-    /// does a client or network with too many connections: only rule 4 selects from all connections.
+    /// Whether a new connection still gets time to send its first byte. Only rule 4 ([`Selection::All`]) gives this time.
+    /// Rules 1 to 3 select from a client or network that has too many connections, and a flood of unused connections gets no
+    /// time either.
     fn is_protected(&self, unused: &Connection, selection: Selection<'_>) -> bool {
         let is_new = self.params.now - unused.accepted_at < FIRST_BYTE_GRACE;
         matches!(selection, Selection::All) && is_new && !self.has_many_unused

@@ -5,7 +5,8 @@
 //! 1. a connection of a client address that has more than its fair share;
 //! 2. a connection of a global IPv6 /64 that has at least a quarter of the limit;
 //! 3. an unused or idle connection of an address that has the most connections, if it has more than one;
-//! 4. an unused connection (in its first second only if many are), or else the one that has been idle for the longest time.
+//! 4. an unused connection (one that is younger than a second only if many connections are unused), or else the one that has
+//!    been idle for the longest time.
 //!
 //! The fair share is the limit divided by the number of clients, but at least four connections.
 //!

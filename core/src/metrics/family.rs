@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use parking_lot::RwLock;
@@ -27,6 +27,7 @@ pub(super) struct FamilyStore<M> {
     help: String,
     kind: Kind,
     series: RwLock<HashMap<Labels, Series<M>>>,
+    max_series: AtomicUsize,
     /// Shared by all further label sets once the family is full.
     overflow: Arc<M>,
     /// Number of lookups that returned `overflow`.
@@ -47,6 +48,7 @@ impl<M: Metric> FamilyStore<M> {
             help: help.to_owned(),
             kind,
             series: RwLock::default(),
+            max_series: AtomicUsize::new(MAX_SERIES),
             overflow: Arc::new(M::new(kind)),
             n_overflows: AtomicU64::new(0),
         }
@@ -60,7 +62,7 @@ impl<M: Metric> FamilyStore<M> {
         if let Some(series) = all.get(labels) {
             return series.value.clone();
         }
-        if all.len() >= MAX_SERIES {
+        if all.len() >= self.max_series.load(Ordering::Relaxed) {
             self.n_overflows.fetch_add(1, Ordering::Relaxed);
             return self.overflow.clone();
         }
@@ -76,6 +78,10 @@ impl<M: Metric> FamilyStore<M> {
 }
 
 impl<M> FamilyStore<M> {
+    pub(super) fn limit_series(&self, max: usize) {
+        self.max_series.store(max.min(MAX_SERIES), Ordering::Relaxed);
+    }
+
     /// All series, sorted by their labels.
     pub(super) fn all(&self) -> Vec<(Labels, Arc<M>)> {
         let series = self.series.read();
@@ -110,8 +116,8 @@ impl<M: Metric> AnyFamily for FamilyStore<M> {
     }
 
     fn retire(&self, now: Instant, idle: Duration) {
-        // New handles need this lock, so a strong count of one cannot grow here. The handles of a scrape at the same time only
-        // prolong the life of the series.
+        // New handles need this lock, so a strong count of one cannot grow here. A scrape that runs meanwhile also holds
+        // references to the values; that only keeps a series longer.
         self.series.write().retain(|_, series| {
             let fingerprint = series.value.fingerprint();
             let is_in_use = Arc::strong_count(&series.value) > 1 || fingerprint != series.last_fingerprint;
@@ -132,5 +138,5 @@ impl<M: Metric> AnyFamily for FamilyStore<M> {
     }
 }
 
-/// Maximum number of series in a family. Peers can influence label values, so the number must be bounded.
+/// Maximum number of series in a family, unless it has a lower limit. Peers can influence label values, so the number must be bounded.
 pub(super) const MAX_SERIES: usize = 10_000;

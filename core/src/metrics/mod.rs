@@ -167,6 +167,13 @@ impl<M: Metric> Family<M> {
 }
 
 impl<M> Family<M> {
+    /// Limits the number of series of a family whose labels are long.
+    #[must_use]
+    pub fn limit_series(self, max: usize) -> Self {
+        self.store.limit_series(max);
+        self
+    }
+
     /// All series, sorted by their labels.
     pub fn all(&self) -> Vec<(Labels, Arc<M>)> {
         self.store.all()

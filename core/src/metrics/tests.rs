@@ -139,3 +139,14 @@ fn a_full_family_keeps_counting_in_one_series() {
         "the overflow counter does not disappear"
     );
 }
+
+#[test]
+fn a_family_can_have_a_lower_limit() {
+    let registry = Registry::new();
+    let family = registry.counter("a_total", "A.").limit_series(2);
+    for n in 0..5 {
+        family.get(&Labels::new().with("n", n)).inc();
+    }
+    let text = registry.render();
+    assert!(text.contains("a_total{overflow=\"true\"} 3\n"), "{text}");
+}

@@ -8,7 +8,7 @@ pub struct Annotation {
     /// The word for the rest of the name if `name` is a prefix, otherwise empty.
     pub placeholder: &'static str,
     /// The kinds of objects on which it is read, or on which tulle writes it. Pod includes the pod templates of workloads.
-    /// A Namespace gives its value to its pods without the annotation.
+    /// The value on a Namespace applies to those of its pods that do not have the annotation.
     pub objects: &'static str,
     /// The accepted values.
     pub values: &'static str,
@@ -98,10 +98,10 @@ annotations! {
     OPAQUE_PORTS = "config.linkerd.io/opaque-ports" {
         objects: "Namespace, Pod, ExternalWorkload, Service, EgressNetwork",
         values: "ports, ranges of ports and names of ports that the object declares, such as `3306,8000-8100,mysql`; \
-                 on an EgressNetwork without names; empty for none",
+                 an EgressNetwork accepts no names; an empty value means no ports",
         default: "`proxy.opaquePorts`",
-        meaning: "Ports whose bytes the proxy carries without protocol detection. The injector writes it on pods and \
-                  services without it.",
+        meaning: "Ports whose bytes the proxy carries without protocol detection, whatever the `appProtocol` of a \
+                  Service's port. The injector writes it on pods and services without it.",
     }
     DEFAULT_INBOUND_POLICY = "config.linkerd.io/default-inbound-policy" {
         objects: "Namespace, Pod, ExternalWorkload",
@@ -261,7 +261,8 @@ annotations! {
         objects: "Namespace, Pod",
         values: GO_DURATION,
         default: "`proxy.inboundConnectTimeout`",
-        meaning: "Timeout of the proxy's connections to its own application.",
+        meaning: "Timeout of the proxy's connections to its own application. Shorter times than `4s` are raised to `4s`, with \
+                  a warning.",
     }
     PROXY_OUTBOUND_CONNECT_TIMEOUT = "config.linkerd.io/proxy-outbound-connect-timeout" {
         objects: "Namespace, Pod",

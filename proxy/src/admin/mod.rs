@@ -201,7 +201,7 @@ fn accepts_json(req: &AdminRequest) -> bool {
         .any(|kind| JSON_MEDIA_TYPES.contains(&kind))
 }
 
-/// Never reached: the admin server limits the handshake and the first bytes together to the same time.
+/// Never reached: the admin server's own 60 s have begun earlier, with the handshake.
 const FIRST_REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
 const JSON_MEDIA_TYPES: &[&str] = &["application/json", "application/*", "*/*"];
 

@@ -169,7 +169,7 @@ pub(super) fn pages(
     vec![
         admin::DebugPage::new(
             "/debug/destinations",
-            "original destinations: policies, profiles, services and their endpoints",
+            "dialled addresses and requested names: policies, profiles, services and their endpoints",
             move || discovery.destination_statuses(),
         ),
         admin::DebugPage::new(

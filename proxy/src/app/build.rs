@@ -153,8 +153,8 @@ pub(super) struct ProxyBuilder<'a> {
     pub(super) access_log: Option<&'a AccessLog>,
     pub(super) taps: &'a Arc<TapRegistry>,
     pub(super) memory_pressure: &'a MemoryPressure,
-    /// Maximum number of open files of the process.
-    pub(super) descriptors: usize,
+    /// The limit of accepted connections, of each direction.
+    pub(super) max_connections: usize,
     pub(super) tracers: &'a Tracers,
 }
 
@@ -343,10 +343,9 @@ impl ProxyBuilder<'_> {
     }
 
     fn service_stack(&self, name: &'static str, direction: &DirectionSettings, is_logged: bool) -> ServiceStack {
-        // An accepted connection needs two descriptors, its own and that to the application or peer, and there are two directions.
         let connections = ConnectionLimiter::new(
             name,
-            self.descriptors / 4,
+            self.max_connections,
             SameAddressEviction::UnusedOnly,
             self.registry,
         );

@@ -36,7 +36,7 @@ use crate::{
     inbound::{self, Inbound},
     metrics::http as http_metrics,
     net::{
-        memory::{self, MemoryPressure},
+        memory::{MemoryMonitor, MemoryPressure},
         tcp_metrics,
     },
     outbound::Outbound,
@@ -100,7 +100,7 @@ impl App {
         let tcp = tcp_metrics::Families::new(&registry);
         let access_log = start_access_log(&config, &registry)?;
         let memory_pressure = MemoryPressure::default();
-        let memory = memory::MemoryMonitor::new(config.memory_limit_bytes, memory_pressure.clone(), &registry);
+        let memory = MemoryMonitor::new(config.memory_limit_bytes, memory_pressure.clone(), &registry);
         let (tracers, exporter) = start_tracing(&config, &control, &registry);
         let builder = ProxyBuilder {
             config: &config,
@@ -114,7 +114,7 @@ impl App {
             access_log: access_log.as_ref(),
             taps: &taps,
             memory_pressure: &memory_pressure,
-            descriptors: descriptors::raise_limit(),
+            max_connections: max_connections(memory.as_ref()),
             tracers: &tracers,
         };
         let outbound = builder.outbound();
@@ -249,6 +249,25 @@ impl App {
     }
 }
 
+/// The limit of accepted connections of one direction.
+fn max_connections(memory: Option<&MemoryMonitor>) -> usize {
+    max_connections_of(descriptors::raise_limit(), memory.map(MemoryMonitor::limit))
+}
+
+/// The same for a process that may open `files` files and use `memory` bytes.
+fn max_connections_of(files: usize, memory: Option<u64>) -> usize {
+    // Half of the memory is for the connections of both directions, the other half for the requests on them.
+    let max_by_memory = memory.map_or(u64::MAX, |memory| memory / 4 / BYTES_PER_CONNECTION);
+    let max_by_memory = usize::try_from(max_by_memory).unwrap_or(usize::MAX);
+    // An accepted connection needs two descriptors, its own and that to the application or peer, and there are two directions.
+    (files / 4).min(max_by_memory).max(1)
+}
+
+/// Memory of an idle connection: 6 KiB of HTTP/1 and up to 13 KiB of opaque traffic, with both sides (`docs/reference/benchmarks.md`).
+/// At the limit, idle connections of opaque traffic thus take about 81 % of the memory, besides that of the process without
+/// connections; [`MemoryPressure`] begins at 90 %.
+const BYTES_PER_CONNECTION: u64 = 8 << 10;
+
 fn start_access_log(config: &Config, registry: &Registry) -> anyhow::Result<Option<AccessLog>> {
     let Some(format) = config.log.access_log_format else {
         return Ok(None);
@@ -274,5 +293,18 @@ fn start_tracing(config: &Config, control: &ControlPlaneClients, registry: &Regi
             (tracers, Some(exporter))
         }
         _ => (Tracers::default(), None),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn connections_are_bounded_by_files_and_by_memory() {
+        assert_eq!(max_connections_of(1000, None), 250);
+        assert_eq!(max_connections_of(1 << 20, Some(250 << 20)), 8000);
+        assert_eq!(max_connections_of(1000, Some(u64::MAX)), 250);
+        assert_eq!(max_connections_of(1000, Some(0)), 1);
     }
 }

@@ -1,7 +1,7 @@
 //! Workers: threads that accept connections and serve them.
 
 use std::{
-    net::{SocketAddr, TcpListener},
+    net::{IpAddr, Ipv6Addr, SocketAddr, TcpListener},
     sync::Arc,
 };
 
@@ -147,7 +147,7 @@ impl Worker {
                     }
                 }));
                 if let Some(handle) = eviction_handle {
-                    // Keeps the task that `replace_task` may have set already, so it does not matter which runs first.
+                    // `set_task` does not overwrite the task of an earlier `replace_task`, so it does not matter which runs first.
                     handle.set_task(task.abort_handle());
                 }
             };
@@ -171,7 +171,7 @@ pub(super) fn bind_workers(config: &mut Config, workers: usize) -> anyhow::Resul
         listen::bind(addr, direction.accept.backlog, sharing, accept_options(direction))
             .with_context(|| format!("listening on {addr} ({what})"))
     };
-    skip_absent_families(&mut config.outbound.listen);
+    skip_absent_families(&mut config.outbound.listen, listen::is_local_addr);
     let mut all = Vec::new();
     for _ in 0..workers {
         let mut outbound = Vec::new();
@@ -201,18 +201,46 @@ pub(super) fn bind_workers(config: &mut Config, workers: usize) -> anyhow::Resul
     Ok(all)
 }
 
-/// Removes addresses of a family that this machine does not have.
-fn skip_absent_families(listen: &mut Vec<SocketAddr>) {
+/// Removes IPv6 addresses if this machine has no IPv6. `is_local` is whether the machine has an address.
+fn skip_absent_families(listen: &mut Vec<SocketAddr>, is_local: impl Fn(IpAddr) -> bool) {
     // Charts configure the loopback addresses of both families, even on hosts with only one.
     if listen.len() < 2 {
         return;
     }
-    let is_available = |addr: &&SocketAddr| addr.is_ipv4() || listen::is_local_addr(addr.ip());
+    // With IPv6, another address that the machine does not have is an error, which binding it reports.
+    let has_ipv6 = is_local(Ipv6Addr::LOCALHOST.into());
+    let is_available = |addr: &&SocketAddr| addr.is_ipv4() || has_ipv6 || is_local(addr.ip());
     let (available, others): (Vec<_>, Vec<SocketAddr>) = listen.iter().partition(is_available);
     if !available.is_empty() {
         for addr in others {
             tracing::warn!(%addr, "not listening: this machine has no IPv6");
         }
         *listen = available;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ipv6_addresses_are_left_out_only_on_a_machine_without_ipv6() {
+        let both = ["127.0.0.1:4140", "[::1]:4140"];
+        let foreign = ["127.0.0.1:4140", "[fd00::99]:4140"];
+        let (v4, v6): (IpAddr, IpAddr) = ([127, 0, 0, 1].into(), Ipv6Addr::LOCALHOST.into());
+        for (listen, local, expected) in [
+            (&both[..], &[v4, v6][..], &both[..]),
+            (&both, &[v4], &both[..1]),
+            // Binding this address fails and reports the error.
+            (&foreign, &[v4, v6], &foreign),
+            (&foreign, &[v4], &foreign[..1]),
+            (&foreign, &[v4, "fd00::99".parse().unwrap()], &foreign),
+            (&both[1..], &[v4], &both[1..]),
+        ] {
+            let mut addrs: Vec<SocketAddr> = listen.iter().map(|addr| addr.parse().unwrap()).collect();
+            skip_absent_families(&mut addrs, |ip| local.contains(&ip));
+            let left: Vec<_> = addrs.iter().map(ToString::to_string).collect();
+            assert_eq!(left, expected, "{local:?}");
+        }
     }
 }

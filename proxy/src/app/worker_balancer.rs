@@ -13,7 +13,7 @@ use std::{
 
 use tokio::{net::TcpStream, runtime::Handle};
 
-use crate::net::{io::Tcp, listen::AcceptedClient};
+use crate::net::{io::Tcp, listen::AcceptedSocket};
 
 /// All workers, with their number of connections in one direction.
 pub(super) struct WorkerBalancer(Vec<WorkerLoad>);
@@ -45,7 +45,7 @@ impl WorkerBalancer {
     pub(super) fn assign(
         self: &Arc<Self>,
         worker: usize,
-        client: AcceptedClient,
+        client: AcceptedSocket,
     ) -> io::Result<(WorkerAssignment, Tcp)> {
         let assignment = WorkerAssignment {
             balancer: self.clone(),
@@ -102,7 +102,7 @@ mod tests {
         // Connections that one worker accepts are spread over all.
         for _ in 0..40 {
             let stream = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
-            let client = AcceptedClient {
+            let client = AcceptedSocket {
                 stream: stream.into_std().unwrap(),
                 prefix: Bytes::new(),
             };

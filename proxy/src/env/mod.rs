@@ -4,6 +4,7 @@
 //! Unknown variables are ignored, and an empty variable counts as not set.
 
 use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -42,7 +43,7 @@ mod tests;
 pub struct EnvError {
     /// With its prefix.
     pub name: String,
-    /// The value; `None` if the variable is missing.
+    /// The value, with a replacement character for each part that is not UTF-8; `None` if the variable is missing.
     pub value: Option<String>,
     /// What is wrong, and which values are accepted.
     pub reason: String,
@@ -52,7 +53,8 @@ pub struct EnvError {
 ///
 /// # Errors
 /// All errors, in the order in which the variables are read.
-pub fn load(lookup: impl Fn(&str) -> Option<String>) -> Result<Config, Vec<EnvError>> {
+pub fn load<V: Into<OsString>>(lookup: impl Fn(&str) -> Option<V>) -> Result<Config, Vec<EnvError>> {
+    let lookup = |name: &str| lookup(name).map(Into::into);
     let mut env = Env {
         lookup: &lookup,
         errors: Vec::new(),
@@ -60,15 +62,16 @@ pub fn load(lookup: impl Fn(&str) -> Option<String>) -> Result<Config, Vec<EnvEr
     let config = config(&mut env);
     match config {
         Some(config) if env.errors.is_empty() => Ok(config),
-        // A value is missing only if there is an error.
+        // `config` is `None` only if an error was recorded.
         _ => Err(env.errors),
     }
 }
 
 /// The variables that may be shown publicly: those of the proxy. Others may contain secrets of the workload, and so may the
-/// headers of its probes.
-pub fn public_variables(variables: impl Iterator<Item = (String, String)>) -> BTreeMap<String, String> {
+/// headers of its probes. What is not UTF-8 in a value is replaced.
+pub fn public_variables(variables: impl Iterator<Item = (OsString, OsString)>) -> BTreeMap<String, String> {
     variables
+        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.to_string_lossy().into_owned())))
         .filter(|(name, _)| {
             name.starts_with(LINKERD_PREFIX) || name.starts_with(TULLE_PREFIX) || name == INBOUND_UNKNOWN_POLICY
         })
@@ -466,21 +469,15 @@ fn trace(env: &mut Env<'_>) -> Option<trace::export::Config> {
         return None;
     }
     let mut attributes = env.value_or_default("TRACE_EXTRA_ATTRIBUTES", values::attribute_lines);
-    if let Some(text) = env.unprefixed_value("OTEL_RESOURCE_ATTRIBUTES") {
-        match values::attribute_list(&text) {
-            Ok(more) => attributes.extend(more),
-            Err(reason) => env.errors.push(EnvError {
-                name: "OTEL_RESOURCE_ATTRIBUTES".to_owned(),
-                value: Some(shortened(text)),
-                reason,
-            }),
-        }
-    }
+    attributes.extend(
+        env.get_by_full_name("OTEL_RESOURCE_ATTRIBUTES", values::attribute_list)
+            .unwrap_or_default(),
+    );
     Some(trace::export::Config {
         collector: control_addr(env, "TRACE_COLLECTOR_SVC")?,
         sampling,
         service: env.value_or("TRACE_SERVICE_NAME", values::text, "linkerd-proxy".to_owned()),
-        host: env.unprefixed_value("HOSTNAME"),
+        host: env.get_by_full_name("HOSTNAME", values::text),
         labels: env.get("TRACE_ATTRIBUTES_PATH", values::text).map(PathBuf::from),
         attributes,
     })
@@ -507,27 +504,37 @@ fn stream_limits(env: &mut Env<'_>) -> StreamLimits {
 
 /// The variables, and the errors of those that have been read.
 struct Env<'a> {
-    lookup: &'a dyn Fn(&str) -> Option<String>,
+    lookup: &'a dyn Fn(&str) -> Option<OsString>,
     errors: Vec<EnvError>,
 }
 
 impl Env<'_> {
+    /// The value of a variable, if it is set. What is not UTF-8 in it is replaced; [`Self::get`] then records an error.
     fn value(&self, name: &str) -> Option<String> {
-        (self.lookup)(&full_name(name)).filter(|value| !value.trim().is_empty())
+        let value = self.os_value(&full_name(name))?;
+        Some(value.to_string_lossy().into_owned())
     }
 
-    /// A variable without the prefix.
-    fn unprefixed_value(&self, name: &str) -> Option<String> {
-        (self.lookup)(name).filter(|value| !value.trim().is_empty())
+    fn os_value(&self, full_name: &str) -> Option<OsString> {
+        (self.lookup)(full_name).filter(|value| !value.to_string_lossy().trim().is_empty())
     }
 
     /// The parsed value of a variable that is set; an error is recorded once.
     fn get<T>(&mut self, name: &str, parse: impl Fn(&str) -> Result<T, ParseError>) -> Option<T> {
-        let value = self.value(name)?;
-        match parse(&value) {
+        self.get_by_full_name(&full_name(name), parse)
+    }
+
+    /// As [`Self::get`], with the full name of the variable.
+    fn get_by_full_name<T>(&mut self, full_name: &str, parse: impl Fn(&str) -> Result<T, ParseError>) -> Option<T> {
+        let value = self.os_value(full_name)?;
+        let parsed = match value.to_str() {
+            Some(text) => parse(text),
+            None => Err("it is not UTF-8".to_owned()),
+        };
+        match parsed {
             Ok(parsed) => Some(parsed),
             Err(reason) => {
-                self.push_error(name, Some(value), reason);
+                self.push_error(full_name.to_owned(), Some(value.to_string_lossy().into_owned()), reason);
                 None
             }
         }
@@ -573,18 +580,18 @@ impl Env<'_> {
     }
 
     fn missing(&mut self, name: &str, reason: &str) {
-        self.push_error(name, None, reason.to_owned());
+        self.push_error(full_name(name), None, reason.to_owned());
     }
 
     /// Records that the value of a variable is not supported, or conflicts with another setting.
     fn refuse(&mut self, name: &str, reason: &str) {
         let value = self.value(name);
-        self.push_error(name, value, reason.to_owned());
+        self.push_error(full_name(name), value, reason.to_owned());
     }
 
-    fn push_error(&mut self, name: &str, value: Option<String>, reason: ParseError) {
+    fn push_error(&mut self, name: String, value: Option<String>, reason: ParseError) {
         let error = EnvError {
-            name: full_name(name),
+            name,
             value: value.map(shortened),
             reason,
         };
@@ -638,6 +645,9 @@ const DEFAULT_LOG: &str = "warn,tulle=info,hickory=error";
 const QUEUE_CAPACITY: usize = 10_000;
 const MAX_VALUE_CHARS_IN_ERROR: usize = 80;
 /// Variables of Linkerd that have no effect here.
+///
+/// `INBOUND_PORTS_REQUIRE_IDENTITY` is not among them, although it is not read: injectors set it with the annotation of the same
+/// name, which the control plane turns into the policies of these ports.
 const UNSUPPORTED_VARIABLES: &[&str] = &[
     "OUTBOUND_TCP_QUEUE_CAPACITY",
     "OUTBOUND_TCP_FAILFAST_TIMEOUT",
@@ -645,4 +655,5 @@ const UNSUPPORTED_VARIABLES: &[&str] = &[
     "OUTBOUND_SERVER_HTTP2_ADAPTIVE_FLOW_CONTROL",
     "INBOUND_HTTP_QUEUE_CAPACITY",
     "INBOUND_HTTP_FAILFAST_TIMEOUT",
+    "INBOUND_PORTS_REQUIRE_TLS",
 ];

@@ -223,6 +223,7 @@ const VARIABLES: &[Row] = &[
         NONE,
         "Ports whose policy is watched from the start.",
     ),
+    ("INBOUND_PORTS_REQUIRE_TLS", PORTS, NONE, NO_EFFECT),
     (
         "INBOUND_PORTS_DISABLE_PROTOCOL_DETECTION",
         PORTS,
@@ -368,7 +369,8 @@ const VARIABLES: &[Row] = &[
         "IDENTITY_DIR",
         "path",
         NONE,
-        "The directory of `key.p8` and `csr.der`. Without it the proxy creates its own key.",
+        "The directory of `key.p8` and `csr.der`. It must exist. Without the variable, and if the directory has neither file, the \
+         proxy creates its own key. Not used with a SPIFFE Workload API.",
     ),
     (
         "IDENTITY_MIN_REFRESH",
@@ -534,14 +536,14 @@ const DIRECTION_VARIABLES: &[DirectionVariable] = &[
         "DETECT_TIMEOUT",
         DURATION,
         [Value("10s"), Value("10s")],
-        "Maximum time to detect the protocol of a connection. Outbound also the maximum time of discovery. Inbound also the maximum \
-         time for the first message of a TLS handshake, and for the rest of the handshake.",
+        "Maximum time to detect the protocol of a connection. Outbound also the maximum time of discovery, which is at most 10 s. \
+         Inbound also applies twice to TLS: to the ClientHello, and then to the rest of the handshake.",
     ),
     direction(
         "ACCEPT_KEEPALIVE",
         DURATION,
         [NONE, NONE],
-        "Idle time after which TCP keep-alive probes an accepted connection.",
+        "Idle time after which TCP keep-alive probes an accepted connection. Linux counts whole seconds from 1 to 32767; other values become the nearest of these.",
     ),
     direction(
         "ACCEPT_USER_TIMEOUT",
@@ -565,7 +567,7 @@ const DIRECTION_VARIABLES: &[DirectionVariable] = &[
         "CONNECT_KEEPALIVE",
         DURATION,
         [NONE, NONE],
-        "Idle time after which TCP keep-alive probes a connection that the proxy has dialled.",
+        "Idle time after which TCP keep-alive probes a connection that the proxy has dialled. Linux counts whole seconds from 1 to 32767; other values become the nearest of these.",
     ),
     direction(
         "CONNECT_USER_TIMEOUT",
@@ -735,7 +737,7 @@ const PORTS: &str = "ports and ranges, such as `25,8000-8100`";
 const NAME_DEFAULT: &str = "required, unless the address is loopback";
 const STREAM_WINDOW: &str = "the value of `LINKERD2_PROXY_HTTP2_INITIAL_STREAM_WINDOW_SIZE`";
 const CONNECTION_WINDOW: &str = "the value of `LINKERD2_PROXY_HTTP2_INITIAL_CONNECTION_WINDOW_SIZE`";
-const MAX_FRAME_SIZE: &str = "`65536` for meshed clients, for others that of the HTTP/2 library";
+const MAX_FRAME_SIZE: &str = "`65536` for clients with TLS, for others that of the HTTP/2 library";
 const HEADER_LIST: &str = "four times `TULLE_PROXY_…_HTTP1_MAX_HEAD_SIZE`";
 const NO_EFFECT: &str = "Accepted for compatibility; it has no effect.";
 

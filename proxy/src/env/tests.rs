@@ -1,6 +1,7 @@
 //! Defaults, the syntax of each value, and reporting all errors at once.
 
 use std::collections::HashMap;
+use std::os::unix::ffi::OsStringExt as _;
 
 use tulle_core::logging::Format;
 
@@ -8,6 +9,11 @@ use super::*;
 use crate::identity::IdentitySource;
 use crate::identity::anchors::TrustAnchorSource;
 use crate::tls::tests::Authority;
+
+const TRACE_COLLECTOR: [(&str, &str); 2] = [
+    ("TRACE_COLLECTOR_SVC_ADDR", "collector.obs:4317"),
+    ("TRACE_COLLECTOR_SVC_NAME", "collector.obs"),
+];
 
 /// The variables without a default.
 pub(super) fn required() -> HashMap<String, String> {
@@ -157,7 +163,6 @@ fn values_of_a_chart_are_understood() {
         ("TULLE_PROXY_INBOUND_MODE", "tproxy"),
         ("TULLE_PROXY_EXPLICIT_LISTEN_ADDR", "127.0.0.1:15001"),
         ("INBOUND_PORTS_REQUIRE_IDENTITY", "?"),
-        ("INBOUND_PORTS_REQUIRE_TLS", "?"),
         ("SOMETHING_NEW", "?"),
     ])
     .unwrap();
@@ -248,6 +253,7 @@ fn unsupported_variables_are_reported() {
         ("OUTBOUND_SERVER_HTTP2_ADAPTIVE_FLOW_CONTROL", "true"),
         ("INBOUND_HTTP_QUEUE_CAPACITY", "10"),
         ("INBOUND_HTTP_FAILFAST_TIMEOUT", "1s"),
+        ("INBOUND_PORTS_REQUIRE_TLS", "80"),
     ];
     assert_eq!(
         load_with(&set).unwrap().unsupported_variables,
@@ -257,7 +263,7 @@ fn unsupported_variables_are_reported() {
 
 #[test]
 fn all_problems_are_listed_at_once() {
-    let errors = load(|_| None).unwrap_err();
+    let errors = load(|_| None::<String>).unwrap_err();
     let names: Vec<_> = errors
         .iter()
         .map(|error| error.name.trim_start_matches(LINKERD_PREFIX))
@@ -466,10 +472,43 @@ fn only_our_variables_are_shown() {
         "TULLE_PROXY_PROBES",
         "DATABASE_PASSWORD",
     ];
-    let shown = public_variables(variables.iter().map(|name| ((*name).to_owned(), "x".to_owned())));
+    let shown = public_variables(variables.iter().map(|name| ((*name).into(), "x".into())));
     assert_eq!(
         shown.keys().collect::<Vec<_>>(),
         ["LINKERD2_PROXY_LOG", "TULLE_PROXY_BALANCER"]
+    );
+}
+
+#[test]
+fn values_that_are_not_utf8_are_refused_in_our_variables_only() {
+    let not_utf8 = || OsString::from_vec(b"a\xff".to_vec());
+    for (name, scenario) in [
+        ("LINKERD2_PROXY_INBOUND_PORTS", &[][..]),
+        ("LINKERD2_PROXY_LOG", &[]),
+        ("LINKERD2_PROXY_IDENTITY_TOKEN_FILE", &[]),
+        ("TULLE_PROXY_BALANCER", &[]),
+        ("OTEL_RESOURCE_ATTRIBUTES", &TRACE_COLLECTOR),
+        ("HOSTNAME", &TRACE_COLLECTOR),
+    ] {
+        let mut variables: HashMap<String, OsString> = required()
+            .into_iter()
+            .map(|(name, value)| (name, value.into()))
+            .collect();
+        variables.extend(scenario.iter().map(|(name, value)| (full_name(name), value.into())));
+        variables.insert(name.to_owned(), not_utf8());
+        let errors = load(|name| variables.get(name).cloned()).unwrap_err();
+        let errors: Vec<_> = errors.iter().map(ToString::to_string).collect();
+        assert_eq!(errors, [format!("{name}=\"a\u{fffd}\": it is not UTF-8")]);
+    }
+    let others = [
+        ("LINKERD2_PROXY_UNKNOWN".into(), not_utf8()),
+        ("PATH".into(), not_utf8()),
+        (not_utf8(), "x".into()),
+    ];
+    let shown = public_variables(others.into_iter());
+    assert_eq!(
+        shown,
+        [("LINKERD2_PROXY_UNKNOWN".to_owned(), "a\u{fffd}".to_owned())].into()
     );
 }
 
@@ -521,9 +560,10 @@ fn declared_probes_are_read_or_refused_with_the_reason() {
 
 #[test]
 fn traces_need_a_collector_and_unambiguous_attributes() {
+    let [addr, name] = TRACE_COLLECTOR;
     let collector = [
-        ("TRACE_COLLECTOR_SVC_ADDR", "collector.obs:4317"),
-        ("TRACE_COLLECTOR_SVC_NAME", "collector.obs"),
+        addr,
+        name,
         ("TRACE_EXTRA_ATTRIBUTES", "a=1\n\nb = x=y \n"),
         ("TULLE_PROXY_TRACE_SAMPLING", "0.25"),
     ];

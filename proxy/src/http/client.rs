@@ -173,8 +173,9 @@ impl EndpointClient {
         None
     }
 
-    /// Whether another HTTP/2 connection can be dialled when no stream is free. It cannot at the limit, while the settings of
-    /// a connection are unknown, or if a connection has no streams because its peer permits none.
+    /// Whether another HTTP/2 connection can be dialled. Called when no stream is free: a connection without open streams then
+    /// belongs to a peer that permits none, and another connection would not help. Nor can one be dialled at the limit, or while
+    /// the settings of a connection are unknown.
     fn can_add_http2_connection(&self) -> bool {
         let connections = self.http2.lock();
         connections.len() < MAX_HTTP2_CONNECTIONS

@@ -97,7 +97,7 @@ pub(crate) enum Error {
     ContentLengthMismatch,
     #[error("invalid request: {0}")]
     InvalidRequest(&'static str),
-    #[error("the path is ambiguous, and the policy of this port depends on the path")]
+    #[error("the path is ambiguous, and the policy of its destination depends on the path")]
     AmbiguousPath,
     #[error("the request head has more than {limit} bytes or more than {MAX_HEADERS} header lines")]
     HeaderTooLarge { limit: usize },
@@ -153,7 +153,7 @@ pub(crate) enum Error {
     Injected { status: StatusCode, message: String },
     #[error("{message}")]
     InjectedGrpc { code: i32, message: String },
-    #[error("endpoint is not {required}")]
+    #[error("the endpoint does not have the identity {required}")]
     IdentityMismatch { required: String, actual: Option<Identity> },
     #[error(transparent)]
     Timeout(TimeoutKind),
@@ -167,7 +167,7 @@ pub(crate) enum Error {
     },
     #[error("the proxy does not forward to {0}")]
     TargetForbidden(Addr),
-    #[error("the limit of {limit} names in use is reached")]
+    #[error("{limit} names of destinations are in use, which is the limit")]
     TooManyNames { limit: usize },
 }
 

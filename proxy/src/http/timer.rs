@@ -26,7 +26,7 @@ struct SleepEntry {
 
 thread_local! {
     /// Sleeps of dropped timers. They stay in the timer wheel for reuse, because each insertion and each removal locks the
-    /// wheel, and the first insertion also wakes the worker. A spare sleep keeps the waker of the task that polled it last: if
+    /// wheel, and an insertion that is earlier than all others also wakes the worker. A spare sleep keeps the waker of the task that polled it last: if
     /// it fires, that task is woken without need. The memory of a task that has ended is freed only when the sleep fires or
     /// another task polls it.
     static SPARE: RefCell<Vec<SleepEntry>> = const { RefCell::new(Vec::new()) };

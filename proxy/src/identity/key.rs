@@ -43,6 +43,8 @@ pub(crate) enum KeyError {
         #[source]
         source: io::Error,
     },
+    #[error("the directory {} does not exist", .path.display())]
+    NoDirectory { path: PathBuf },
     #[error("{} is there without {}, both or neither are needed", .found.display(), .missing.display())]
     IncompletePair { found: PathBuf, missing: PathBuf },
     #[error("{} cannot be used, expected an ECDSA P-256 key in PKCS#8 DER", .path.display())]
@@ -62,12 +64,17 @@ pub(crate) enum KeyError {
 }
 
 impl Key {
-    /// The files in `dir` if they exist, else a new key pair.
+    /// The files in `dir` if they exist, else a new key pair: injectors name a directory that is empty unless another program has
+    /// written the files.
+    ///
+    /// # Errors
+    /// The directory does not exist, one of the two files is missing, or they cannot be used.
     pub(crate) fn load(dir: Option<&Path>, id: &Identity) -> Result<Self, KeyError> {
         let Some(dir) = dir else { return Self::generate(id) };
         let (key_path, csr_path) = (dir.join(KEY_FILE), dir.join(CSR_FILE));
         match (read(&key_path)?, read(&csr_path)?) {
-            (None, None) => Self::generate(id),
+            (None, None) if dir.is_dir() => Self::generate(id),
+            (None, None) => Err(KeyError::NoDirectory { path: dir.to_owned() }),
             (Some(_), None) => Err(KeyError::IncompletePair {
                 found: key_path,
                 missing: csr_path,

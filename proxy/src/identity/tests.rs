@@ -424,6 +424,8 @@ fn key_files_are_used_if_they_exist_and_match() {
     let (dir, given) = (TempDir::new().unwrap(), Key::generate(&id()).unwrap());
     let path = Some(dir.path());
     assert_ne!(Key::load(path, &id()).unwrap().csr, given.csr, "an empty directory");
+    let absent = dir.path().join("absent");
+    assert!(matches!(Key::load(Some(&absent), &id()), Err(KeyError::NoDirectory { path }) if path == absent));
     write(dir.path(), given.pkcs8.secret_pkcs8_der(), &given.csr);
     assert_eq!(Key::load(path, &id()).unwrap().csr, given.csr);
 

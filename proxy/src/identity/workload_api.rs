@@ -5,6 +5,7 @@
 
 use std::io;
 use std::path::PathBuf;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -15,7 +16,7 @@ use parking_lot::Mutex;
 use rustls::pki_types::{CertificateDer, PrivatePkcs8KeyDer};
 use tokio::net::UnixStream;
 use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Interval, sleep, timeout};
 use tonic::body::Body;
 use tonic::metadata::MetadataValue;
 use tonic::{Status, Streaming};
@@ -42,6 +43,8 @@ pub(crate) struct WorkloadApiClient {
     socket: PathBuf,
     /// Additional trust anchors.
     extra_anchors: Option<TrustAnchorSource>,
+    /// The last valid content of `extra_anchors`.
+    last_extra_anchors: Option<TrustAnchors>,
     /// Reports a file of additional anchors that cannot be used.
     invalid_anchors_reporter: Option<InvalidUpdateReporter>,
     creds: Credentials,
@@ -88,6 +91,7 @@ impl WorkloadApiClient {
         Self {
             socket,
             invalid_anchors_reporter: extra_anchors.as_ref().map(|added| added.reporter(registry)),
+            last_extra_anchors: extra_anchors.as_ref().and_then(|added| added.read().ok()),
             extra_anchors,
             creds,
             metrics: Metrics::new(registry),
@@ -111,10 +115,11 @@ impl WorkloadApiClient {
     }
 
     async fn watch(&mut self, state: &Mutex<IssuanceState>) {
+        let mut reload_interval = interval_without_bursts(ANCHORS_RELOAD_INTERVAL);
         let mut delays = RECONNECT_BACKOFF.start();
         loop {
             let generation_before = self.creds.generation();
-            let error = match self.stream(state).await {
+            let error = match self.stream(state, &mut reload_interval).await {
                 Ok(never) => match never {},
                 Err(error) => error,
             };
@@ -125,31 +130,40 @@ impl WorkloadApiClient {
             let delay = delays.next_delay();
             debug!(error = %ErrorChain(&error), ?delay, "the Workload API failed");
             state.lock().failed(&error);
-            sleep(delay).await;
+            self.reload_anchors_during(sleep(delay), &mut reload_interval).await;
+        }
+    }
+
+    /// Waits for `future`. Meanwhile, reads the file of additional trust anchors again at each tick, so that a root that is removed
+    /// from it loses its trust even while the API is down.
+    async fn reload_anchors_during<T>(&mut self, future: impl Future<Output = T>, reload_interval: &mut Interval) -> T {
+        let mut future = pin!(future);
+        loop {
+            tokio::select! {
+                output = &mut future => return output,
+                // Cancel-safe.
+                _ = reload_interval.tick() => self.reload_anchors_file(),
+            }
         }
     }
 
     /// Reads one stream of updates until it fails.
-    async fn stream(&mut self, state: &Mutex<IssuanceState>) -> Result<std::convert::Infallible, FetchError> {
+    async fn stream(
+        &mut self,
+        state: &Mutex<IssuanceState>,
+        reload_interval: &mut Interval,
+    ) -> Result<std::convert::Infallible, FetchError> {
         // Dropped at the end of the stream, which closes the connection.
         let mut connection = JoinSet::new();
-        let connecting = connect(&self.socket, &mut connection);
-        let mut updates = timeout(RESPONSE_TIMEOUT, connecting)
-            .await
-            .map_err(|_| FetchError::Timeout {
-                path: self.socket.clone(),
-            })??;
-        let mut reload_interval = interval_without_bursts(ANCHORS_RELOAD_INTERVAL);
+        let path = self.socket.clone();
+        let connecting = timeout(RESPONSE_TIMEOUT, connect(&path, &mut connection));
+        let connected = self.reload_anchors_during(connecting, reload_interval).await;
+        let mut updates = connected.map_err(|_| FetchError::Timeout { path: path.clone() })??;
         loop {
-            // Both branches are cancel-safe: a message is read completely or not at all.
-            tokio::select! {
-                update = updates.message() => {
-                    let update = update.map_err(FetchError::Failed)?.ok_or(FetchError::Ended)?;
-                    self.install(update)?;
-                    state.lock().succeeded();
-                }
-                _ = reload_interval.tick() => self.reload_anchors_file(),
-            }
+            let update = self.reload_anchors_during(updates.message(), reload_interval).await;
+            let update = update.map_err(FetchError::Failed)?.ok_or(FetchError::Ended)?;
+            self.install(update)?;
+            state.lock().succeeded();
         }
     }
 
@@ -177,22 +191,39 @@ impl WorkloadApiClient {
         Ok(())
     }
 
-    fn with_extra_anchors(&self, bundle: &TrustAnchors) -> Result<TrustAnchors, FetchError> {
-        match &self.extra_anchors {
-            Some(added) => bundle
-                .union(&added.read().map_err(FetchError::ExtraAnchors)?)
-                .map_err(FetchError::Anchors),
+    /// The bundle and the additional trust anchors. If these cannot be read now, the last valid ones stay, and the failure is
+    /// reported: a broken file must not delay the next certificate.
+    ///
+    /// # Errors
+    /// No valid additional trust anchors have been read yet, or the anchors cannot be used together.
+    fn with_extra_anchors(&mut self, bundle: &TrustAnchors) -> Result<TrustAnchors, FetchError> {
+        let Some(added) = &self.extra_anchors else {
+            return Ok(bundle.clone());
+        };
+        match added.read() {
+            Ok(read) => self.last_extra_anchors = Some(read),
+            Err(error) if self.last_extra_anchors.is_none() => return Err(FetchError::ExtraAnchors(error)),
+            Err(error) => self.report_invalid_anchors(&error),
+        }
+        match &self.last_extra_anchors {
+            Some(added) => bundle.union(added).map_err(FetchError::Anchors),
             None => Ok(bundle.clone()),
+        }
+    }
+
+    fn report_invalid_anchors(&mut self, error: &dyn std::error::Error) {
+        if let Some(reporter) = &mut self.invalid_anchors_reporter {
+            reporter.report(error);
         }
     }
 
     /// Reads the file of additional trust anchors again, and uses changed ones.
     fn reload_anchors_file(&mut self) {
-        let (Some(TrustAnchorSource::File(_)), Some(bundle)) = (&self.extra_anchors, &self.bundle) else {
+        let (Some(TrustAnchorSource::File(_)), Some(bundle)) = (&self.extra_anchors, self.bundle.clone()) else {
             return;
         };
         let replaced = self
-            .with_extra_anchors(bundle)
+            .with_extra_anchors(&bundle)
             .and_then(|anchors| match anchors == self.creds.anchors() {
                 true => Ok(false),
                 false => self
@@ -205,11 +236,7 @@ impl WorkloadApiClient {
             Ok(true) => info!("trust anchors have changed"),
             Ok(false) => {}
             // The old anchors stay.
-            Err(error) => {
-                if let Some(reporter) = &mut self.invalid_anchors_reporter {
-                    reporter.report(&error);
-                }
-            }
+            Err(error) => self.report_invalid_anchors(&error),
         }
     }
 }

@@ -169,7 +169,7 @@ async fn certificate_key_and_anchors_come_from_the_socket_and_updates_take_effec
     assert!(fixture.creds.anchors() == one.anchors());
     assert_eq!(fixture.creds.generation(), 1);
 
-    // A new root is placed before the certificate that it signs.
+    // A new root is published before the first certificate that it signs.
     let mut both = svid(&one, VM, in_an_hour());
     both.bundle.extend_from_slice(two.certificate.der());
     stream.send(update(vec![both])).await.unwrap();
@@ -259,4 +259,49 @@ async fn trust_anchors_of_the_environment_are_added_to_those_of_the_socket() {
         .until(|fixture| fixture.creds.anchors() == own.anchors().union(&next.anchors()).unwrap())
         .await;
     assert_eq!(fixture.creds.generation(), 1, "the certificate is the same");
+}
+
+#[tokio::test]
+async fn a_broken_file_of_trust_anchors_does_not_delay_the_next_certificate() {
+    let (own, mesh) = (Authority::new(), Authority::named("mesh"));
+    let fixture = fixture(Some(&mesh));
+    let stream = fixture.stream().await;
+    stream.send(update(vec![svid(&own, VM, in_an_hour())])).await.unwrap();
+    fixture.until(|fixture| fixture.readiness.is_ready()).await;
+    fs::write(fixture.dir.path().join("added.pem"), "no certificate").unwrap();
+    stream.send(update(vec![svid(&own, VM, in_an_hour())])).await.unwrap();
+    fixture.until(|fixture| fixture.creds.generation() == 2).await;
+    assert!(fixture.creds.anchors() == own.anchors().union(&mesh.anchors()).unwrap());
+    let metrics = fixture.registry.render();
+    let count = "tulle_unreadable_updates_total{kind=\"trust_anchors\"} ";
+    assert!(
+        metrics
+            .lines()
+            .any(|line| line.strip_prefix(count).is_some_and(|n| n != "0")),
+        "{metrics}"
+    );
+}
+
+#[tokio::test]
+async fn the_file_of_trust_anchors_is_watched_while_the_api_is_down() {
+    let (own, mesh, next) = (Authority::new(), Authority::named("mesh"), Authority::named("next"));
+    let fixture = fixture(Some(&mesh));
+    let stream = fixture.stream().await;
+    stream.send(update(vec![svid(&own, VM, in_an_hour())])).await.unwrap();
+    fixture.until(|fixture| fixture.readiness.is_ready()).await;
+    let [server, _] = &fixture.tasks;
+    server.abort();
+    drop(stream);
+    fs::remove_file(fixture.dir.path().join("api.sock")).unwrap();
+    let errors = "control_identity_cert_refreshes_total{result=\"error\"} ";
+    let has_failed = |line: &str| line.strip_prefix(errors).is_some_and(|count| count != "0");
+    fixture
+        .until(|fixture| fixture.registry.render().lines().any(has_failed))
+        .await;
+
+    tokio::time::pause(); // nothing but time is waited for
+    fs::write(fixture.dir.path().join("added.pem"), next.certificate.pem()).unwrap();
+    fixture
+        .until(|fixture| fixture.creds.anchors() == own.anchors().union(&next.anchors()).unwrap())
+        .await;
 }

@@ -82,24 +82,50 @@ impl AppClients {
     }
 
     fn new_client(&self, app: AppTarget) -> EndpointClient {
-        let AppTarget {
-            addr: target,
-            source_ip,
-        } = app;
-        let (config, metrics) = (self.connect, self.connection_metrics(target));
+        let (config, metrics) = (self.connect, self.connection_metrics(app.addr));
         let open = move |_: Protocol| -> Pin<Box<dyn Future<Output = _> + Send>> {
             let metrics = metrics.clone();
-            Box::pin(async move {
-                let stream = connect::dial_from(source_ip, target, &config)
-                    .await
-                    .map_err(Error::from_connect)?;
-                Ok(Io::tcp(Tcp::new(stream)).count(metrics))
-            })
+            Box::pin(async move { Ok(dial(app, &config).await?.count(metrics)) })
         };
-        EndpointClient::new(target, Box::new(open), self.http2, self.pool)
+        EndpointClient::new(app.addr, Box::new(open), self.http2, self.pool)
     }
+}
+
+async fn dial(app: AppTarget, config: &connect::Config) -> Result<Io, Error> {
+    let stream = connect::dial_from(app.source_ip, app.addr, config)
+        .await
+        .map_err(Error::from_connect)?;
+    Ok(Io::tcp(Tcp::new(stream).with_local_peer()))
 }
 
 /// If a worker has this many HTTP clients for applications, unused ones are removed before one is added. Otherwise a peer that
 /// scans ports would make the map grow without limit.
 const SWEEP_APP_CLIENTS_AT: usize = 64;
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use tokio::net::TcpListener;
+
+    use super::*;
+    use crate::net::connect::SocketOptions;
+
+    /// As with `source_ip`, the two addresses of the connection differ: the kernel dials 127.0.0.2 from 127.0.0.1.
+    #[tokio::test]
+    async fn an_application_is_local_whatever_the_source_address_is() {
+        let listener = TcpListener::bind("127.0.0.2:0").await.unwrap();
+        let app = AppTarget {
+            addr: listener.local_addr().unwrap(),
+            source_ip: None,
+        };
+        let config = connect::Config {
+            timeout: Duration::from_secs(10),
+            options: SocketOptions::default(),
+            own_port: None,
+        };
+        let io = dial(app, &config).await.unwrap();
+        assert_eq!(listener.accept().await.unwrap().1.ip().to_string(), "127.0.0.1");
+        assert!(io.is_local(app.addr.ip()));
+    }
+}

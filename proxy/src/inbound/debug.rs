@@ -71,7 +71,9 @@ impl PortStatus {
                 (false, FallbackOrigin::Unknown) => {
                     "unknown: the control plane has not answered, and connections are refused"
                 }
-                (false, FallbackOrigin::EnvironmentDefault) => "environment default, until the control plane answers",
+                (false, FallbackOrigin::OwnDefault) => {
+                    "the proxy's own default policy (LINKERD2_PROXY_INBOUND_DEFAULT_POLICY), until the control plane answers"
+                }
             },
             protocol: match &policy.protocol {
                 ServerProtocol::Detect { .. } => "detect",

@@ -43,7 +43,8 @@ pub(crate) struct PortPolicies {
     invalid_updates: invalid_updates::Families,
     /// Applies to a port until the control plane sends its policy.
     initial_policy: InitialPolicy,
-    /// Detection timeout of ports whose policy cannot be decoded; HTTP requests to them get an error response.
+    /// The proxy's own setting: maximum of the detection timeouts of policies, and the timeout of ports whose policy cannot be
+    /// decoded; HTTP requests to them get an error response.
     detect_timeout: Duration,
     /// Ports whose watch never ends.
     always_watched: PortSet,
@@ -110,7 +111,7 @@ pub(super) enum FallbackOrigin {
     /// The control plane; the last policy of an earlier watch.
     LastKnown,
     /// The proxy's own default policy.
-    EnvironmentDefault,
+    OwnDefault,
 }
 
 /// A policy and its runtime state.
@@ -131,10 +132,11 @@ impl ActivePolicy {
     }
 
     /// Refuses every client, until the control plane has sent a policy.
-    fn unknown() -> Arc<Self> {
+    fn unknown(max_detect_timeout: Duration) -> Arc<Self> {
+        let policy = ServerPolicy::unknown().with_max_detect_timeout(max_detect_timeout);
         Arc::new(Self {
             is_unknown: true,
-            ..Self::with_limiter(ServerPolicy::unknown(), None)
+            ..Self::with_limiter(policy, None)
         })
     }
 
@@ -179,17 +181,10 @@ impl ActivePolicy {
             PathRules::ProbesOnly => path::normalize(attributes.path),
             PathRules::UserDefined => Some(path::normalize(attributes.path).ok_or(Error::AmbiguousPath)?),
         };
-        let Some(normalized_path) = normalized_path else {
-            return Ok(route::find(&http.routes, &attributes));
-        };
-        let found = route::find(
-            &http.routes,
-            &RequestAttributes {
-                path: &normalized_path,
-                ..attributes
-            },
-        );
-        Ok(found.map(|found| found.map_matched_prefix_len(|length| path::original_len(attributes.path, length))))
+        Ok(match normalized_path {
+            Some(path) => route::find_by_normalized_path(&http.routes, &attributes, &path),
+            None => route::find(&http.routes, &attributes),
+        })
     }
 }
 
@@ -293,7 +288,7 @@ impl PortPolicies {
         let began_at = match port_policy.fallback_origin {
             // With a last known policy, connections wait only during the first [`MAX_POLICY_WAIT`] of the watch.
             FallbackOrigin::LastKnown => port_policy.watched_since,
-            FallbackOrigin::Unknown | FallbackOrigin::EnvironmentDefault => Instant::now(),
+            FallbackOrigin::Unknown | FallbackOrigin::OwnDefault => Instant::now(),
         };
         let deadline = began_at + MAX_POLICY_WAIT;
         // Asks the watch or poll to retry, again and again, until connections need not wait or the time is over.
@@ -313,7 +308,7 @@ impl PortPolicies {
             && match port_policy.fallback_origin {
                 FallbackOrigin::Unknown => true,
                 FallbackOrigin::LastKnown => self.api.is_reachable(),
-                FallbackOrigin::EnvironmentDefault => false,
+                FallbackOrigin::OwnDefault => false,
             }
     }
 
@@ -353,7 +348,7 @@ impl PortPolicies {
         last_known: Option<Arc<ActivePolicy>>,
         now: Instant,
     ) -> PortPolicy {
-        let timeout = self.detect_timeout;
+        let detect_timeout = self.detect_timeout;
         let latest = Mutex::new(last_known.clone());
         let retry_signal = RetrySignal::default();
         let mut reporter = self
@@ -364,8 +359,9 @@ impl PortPolicies {
         let policy_rx = self.api.inbound(port, mode, retry_signal.clone(), move |update| {
             let policy = decode::inbound::server_policy(update).unwrap_or_else(|error| {
                 reporter.report(&error); // connections are refused until a valid policy arrives
-                ServerPolicy::invalid(timeout)
+                ServerPolicy::invalid(detect_timeout)
             });
+            let policy = policy.with_max_detect_timeout(detect_timeout);
             let mut latest = latest.lock();
             let current = ActivePolicy::updated_from(latest.as_ref(), policy);
             *latest = Some(current.clone());
@@ -376,13 +372,13 @@ impl PortPolicies {
         });
         let (fallback, fallback_origin) = match (last_known, &self.initial_policy) {
             (Some(last_known), _) => (last_known, FallbackOrigin::LastKnown),
-            (None, InitialPolicy::Refuse) => (ActivePolicy::unknown(), FallbackOrigin::Unknown),
+            (None, InitialPolicy::Refuse) => (ActivePolicy::unknown(detect_timeout), FallbackOrigin::Unknown),
             (None, InitialPolicy::Default(defaults)) => {
                 let current = match defaults.opaque_ports.contains(port) {
                     true => defaults.opaque.clone(),
                     false => defaults.detect.clone(),
                 };
-                (current, FallbackOrigin::EnvironmentDefault)
+                (current, FallbackOrigin::OwnDefault)
             }
         };
         PortPolicy {
@@ -504,6 +500,7 @@ mod tests {
     use tonic::{Request, Response, Status};
     use tulle_core::{backoff::Backoff, metrics::Registry};
     use tulle_proto::{
+        convert::wire_duration,
         inbound::{
             Authn, Authz, Network, PortSpec, ProxyProtocol, Server as Answer, authn,
             inbound_server_policies_server::{InboundServerPolicies, InboundServerPoliciesServer},
@@ -528,7 +525,8 @@ mod tests {
         tls::tests::Authority,
     };
 
-    /// A policy service that permits every client on even ports and none on odd ports.
+    /// A policy service that permits every client on even ports and none on odd ports. All are opaque, except port 5000, whose
+    /// protocol is detected for up to an hour.
     #[derive(Clone, Default)]
     struct Service {
         n_watches: Arc<AtomicUsize>,
@@ -564,10 +562,15 @@ mod tests {
             labels: BTreeMap::from([("name".to_owned(), "default:all-unauthenticated".to_owned())]),
             metadata: None,
         };
-        Answer {
-            protocol: Some(ProxyProtocol {
-                kind: Some(proxy_protocol::Kind::Opaque(proxy_protocol::Opaque {})),
+        let kind = match port {
+            5000 => proxy_protocol::Kind::Detect(proxy_protocol::Detect {
+                timeout: Some(wire_duration(Duration::from_secs(3600))),
+                ..Default::default()
             }),
+            _ => proxy_protocol::Kind::Opaque(proxy_protocol::Opaque {}),
+        };
+        Answer {
+            protocol: Some(ProxyProtocol { kind: Some(kind) }),
             server_ips: Vec::new(),
             authorizations: if port.is_multiple_of(2) {
                 vec![permit_all]
@@ -617,14 +620,18 @@ mod tests {
             },
         );
         let invalid_updates = invalid_updates::Families::new(&Registry::new());
-        let limit = Duration::from_secs(10);
         let config = PortPoliciesConfig {
             initial_policy,
-            detect_timeout: limit,
+            detect_timeout: Duration::from_secs(10),
             always_watched: PortSet::default(),
             idle_timeout: idle,
         };
         PortPolicies::new(policies, config, invalid_updates)
+    }
+
+    async fn start_server(authority: &Authority, service: Service) -> Server {
+        let (addr, creds) = (([127, 0, 0, 1], 0).into(), authority.credentials(CONTROL));
+        Server::start(addr, Some(creds), InboundServerPoliciesServer::new(service)).await
     }
 
     /// Whether a client is authorized; `None` if the policy is unknown.
@@ -679,9 +686,7 @@ mod tests {
     #[tokio::test]
     async fn watches_of_restrictive_ports_are_evicted_last() {
         let authority = Authority::new();
-        let creds = authority.credentials(CONTROL);
-        let addr = ([127, 0, 0, 1], 0).into();
-        let server = Server::start(addr, Some(creds), InboundServerPoliciesServer::new(Service::default())).await;
+        let server = start_server(&authority, Service::default()).await;
         let ports = ports_of(&server, &authority, InitialPolicy::Refuse, Duration::from_secs(3600));
         assert_eq!(authorize_client(&ports, 1).await, Some(false));
         let n_even = u16::try_from(MAX_ON_DEMAND_WATCHES).unwrap() + 10;
@@ -702,10 +707,8 @@ mod tests {
     #[tokio::test]
     async fn ports_above_the_watch_limit_are_polled_and_authorized() {
         let authority = Authority::new();
-        let creds = authority.credentials(CONTROL);
-        let addr = ([127, 0, 0, 1], 0).into();
         let service = Service::default();
-        let server = Server::start(addr, Some(creds), InboundServerPoliciesServer::new(service.clone())).await;
+        let server = start_server(&authority, service.clone()).await;
         let mut ports = ports_of(&server, &authority, InitialPolicy::Refuse, Duration::from_secs(3600));
         ports.poll_interval = MIN_RETRY_DELAY;
         let most = u16::try_from(MAX_ON_DEMAND_WATCHES).unwrap();
@@ -741,9 +744,7 @@ mod tests {
     #[tokio::test]
     async fn the_proxys_own_default_policy_applies_without_waiting() {
         let authority = Authority::new();
-        let addr = ([127, 0, 0, 1], 0).into();
-        let creds = authority.credentials(CONTROL);
-        let server = Server::start(addr, Some(creds), InboundServerPoliciesServer::new(Service::default())).await;
+        let server = start_server(&authority, Service::default()).await;
         let permit_all = || ActivePolicy::new(decode::inbound::server_policy(answer(0)).unwrap());
         let defaults = DefaultPolicies {
             detect: permit_all(),
@@ -755,6 +756,20 @@ mod tests {
         let began_at = Instant::now();
         assert_eq!(authorize_client(&ports, 1).await, Some(true));
         assert!(began_at.elapsed() < MAX_POLICY_WAIT);
+    }
+
+    #[tokio::test]
+    async fn the_proxys_own_setting_caps_the_detection_timeout_of_policies() {
+        let authority = Authority::new();
+        let server = start_server(&authority, Service::default()).await;
+        let ports = ports_of(&server, &authority, InitialPolicy::Refuse, Duration::ZERO);
+        let (port, own) = (ports.get_or_watch(5000), ports.detect_timeout);
+        ports.wait_until_received(&port).await;
+        let protocol = port.current().server_policy.protocol.clone();
+        assert!(
+            matches!(protocol, ServerProtocol::Detect { timeout, .. } if timeout == own),
+            "{protocol:?}"
+        );
     }
 
     #[test]

@@ -347,7 +347,7 @@ mod tests {
                 "{n}"
             );
         }
-        // At the limit, a name out of scope is not one that may get a profile later.
+        // At the limit, a name that cannot have a profile is still reported as such, not as `ProfileLimitReached`.
         let out_of_scope = profiles.get_or_watch(b"example.com:80", ClientTrust::Trusted);
         assert!(matches!(out_of_scope, Ok(None)));
         let held = profiles.get_or_watch(b"web.shop.svc.cluster.local:80", ClientTrust::Untrusted);

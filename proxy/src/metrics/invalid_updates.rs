@@ -13,7 +13,7 @@ pub(crate) enum UpdateKind {
     OutboundPolicy,
     InboundPolicy,
     Profile,
-    /// One endpoint of a set.
+    /// One endpoint of a set, or its keep-alive settings.
     Endpoint,
     /// A file of trust anchors.
     TrustAnchors,
@@ -34,7 +34,7 @@ impl Families {
     pub(crate) fn new(registry: &Registry) -> Self {
         Self(registry.counter(
             "tulle_unreadable_updates_total",
-            "Updates of the control plane or of a file that cannot be decoded, by kind. The last valid one stays in force, except for an invalid inbound policy: then the port refuses all connections and requests",
+            "Updates of the control plane or of a file that cannot be decoded, by kind. The last valid one stays in force, with two exceptions: with an invalid inbound policy the port refuses all connections and requests, and an invalid endpoint is left out. An endpoint with incomplete HTTP/2 keep-alive settings counts too, and is used without them",
         ))
     }
 

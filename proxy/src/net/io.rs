@@ -32,6 +32,8 @@ pub(crate) struct Tcp {
     corked: bool,
     /// Whether a write returned a reset. The kernel reports a reset once, so a later read would only see the end of the stream.
     was_reset: bool,
+    /// Whether the peer is known to be a process of this host.
+    has_local_peer: bool,
     /// The permit of an accepted connection; held while the socket is open, even after the connection changes protocol.
     permit: Option<ConnectionPermit>,
 }
@@ -74,6 +76,7 @@ impl Tcp {
             write_buffering: false,
             corked: false,
             was_reset: false,
+            has_local_peer: false,
             permit: None,
         }
     }
@@ -84,6 +87,12 @@ impl Tcp {
         if !self.prefix.is_empty() {
             self.mark_active();
         }
+        self
+    }
+
+    /// For a dialled application, whose address can differ from the local one, for example with the client's source address.
+    pub(crate) fn with_local_peer(mut self) -> Self {
+        self.has_local_peer = true;
         self
     }
 
@@ -108,7 +117,7 @@ impl Tcp {
         &self.stream
     }
 
-    /// Puts bytes that were read back in front.
+    /// Puts bytes that were already read in front of the stream again.
     pub(crate) fn prepend(mut self, bytes: Bytes) -> Self {
         self.prefix = concat_prefix(bytes, self.prefix);
         self
@@ -264,12 +273,13 @@ impl Io {
         self.transport().permit.as_ref().map(ConnectionPermit::handle)
     }
 
-    /// Whether `peer`, the remote address, is this host: it then equals the local address. False under TLS.
+    /// Whether `peer`, the remote address, is this host. Its address then usually equals the local one; where it does not, the
+    /// connection was created [`with_local_peer`](Tcp::with_local_peer). False under TLS.
     pub(crate) fn is_local(&self, peer: IpAddr) -> bool {
-        let Stream::Tcp(Tcp { stream, .. }) = &self.stream else {
+        let Stream::Tcp(tcp) = &self.stream else {
             return false;
         };
-        stream.local_addr().is_ok_and(|local| local.ip() == peer)
+        tcp.has_local_peer || tcp.stream.local_addr().is_ok_and(|local| local.ip() == peer)
     }
 
     /// Waits until the kernel reports an error on the connection, even after the peer's FIN; returns immediately under TLS.

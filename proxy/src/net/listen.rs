@@ -107,7 +107,7 @@ pub(crate) async fn accept_loop(
     listener: std::net::TcpListener,
     burst_timer: ShortTimer,
     stop: impl Future<Output = ()>,
-    serve: impl Fn(AcceptedClient, ClientAddr),
+    serve: impl Fn(AcceptedSocket, ClientAddr),
 ) {
     let mut acceptor = Acceptor::new(&listener, serve);
     let mut warned_at: Option<Instant> = None;
@@ -135,7 +135,7 @@ pub(crate) async fn accept_loop(
 }
 
 /// An accepted client, with the bytes read from it so far. It is not registered with a runtime yet.
-pub(crate) struct AcceptedClient {
+pub(crate) struct AcceptedSocket {
     pub(crate) stream: std::net::TcpStream,
     pub(crate) prefix: Bytes,
 }
@@ -150,7 +150,7 @@ struct Acceptor<'l, S> {
 
 /// An accepted client that is not served yet.
 struct WaitingClient {
-    client: AcceptedClient,
+    client: AcceptedSocket,
     addr: ClientAddr,
     accepted_at: Instant,
 }
@@ -162,7 +162,7 @@ enum QueueState {
     Empty,
 }
 
-impl<'l, S: Fn(AcceptedClient, ClientAddr)> Acceptor<'l, S> {
+impl<'l, S: Fn(AcceptedSocket, ClientAddr)> Acceptor<'l, S> {
     fn new(listener: &'l std::net::TcpListener, serve: S) -> Self {
         Self {
             listener,
@@ -257,7 +257,7 @@ impl<'l, S: Fn(AcceptedClient, ClientAddr)> Acceptor<'l, S> {
             let accepted = self.listener.accept();
             match accepted.and_then(|(stream, addr)| stream.set_nonblocking(true).map(|()| (stream, addr))) {
                 Ok((stream, addr)) => self.waiting_clients.push(WaitingClient {
-                    client: AcceptedClient {
+                    client: AcceptedSocket {
                         stream,
                         prefix: Bytes::new(),
                     },
@@ -441,7 +441,7 @@ mod tests {
     struct TestAcceptor {
         addr: SocketAddr,
         stop: tokio::sync::oneshot::Sender<()>,
-        served: tokio::sync::mpsc::UnboundedReceiver<(AcceptedClient, usize)>,
+        served: tokio::sync::mpsc::UnboundedReceiver<(AcceptedSocket, usize)>,
         n_released: Arc<AtomicUsize>,
     }
 

@@ -71,6 +71,11 @@ impl MemoryMonitor {
         })
     }
 
+    /// In bytes.
+    pub(crate) fn limit(&self) -> u64 {
+        self.limit
+    }
+
     pub(crate) async fn run(self) {
         loop {
             let used = self.check();

@@ -38,8 +38,10 @@ impl ShortTimer {
         Ok(Self { timer, time })
     }
 
+    /// Never ends with a duration of zero.
+    ///
     /// # Errors
-    /// The duration is zero, or the runtime shuts down.
+    /// The runtime shuts down.
     pub(crate) async fn wait(&self) -> io::Result<()> {
         let once = Expiration::OneShot(TimeSpec::from_duration(self.time));
         self.timer.get_ref().0.set(once, TimerSetTimeFlags::empty())?;

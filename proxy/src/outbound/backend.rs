@@ -381,3 +381,37 @@ const DEFAULT_LOAD_PARAMS: LoadParams = LoadParams::PeakEwma {
     default_rtt: std::time::Duration::from_millis(30),
     decay: std::time::Duration::from_secs(10),
 };
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use tulle_core::metrics::{Labels, Registry};
+
+    use super::*;
+    use crate::balance::endpoint_set::DiscoveryState;
+
+    impl Backend {
+        /// A service with these endpoints.
+        pub(in crate::outbound) fn of_endpoints(endpoints: &[Arc<Endpoint>]) -> Self {
+            let queue = Queue {
+                capacity: 1,
+                failfast_timeout: Duration::from_secs(1),
+            };
+            let balancer = Balancer::new(Strategy::PeakEwma, queue);
+            balancer.publish(DiscoveryState::Endpoints(endpoints.into()));
+            let service = BalancedService {
+                authority: "web.test:80".into(),
+                balancer: Arc::new(balancer),
+                params: BalancerParams {
+                    load: DEFAULT_LOAD_PARAMS,
+                    queue,
+                    accrual: None,
+                },
+                _endpoint_watch: watch::channel(WatchState::Pending).1,
+            };
+            let series = balancers::Families::new(&Registry::new(), "http").series(&Labels::new());
+            Self::Balanced(Arc::new(service), series)
+        }
+    }
+}

@@ -4,7 +4,6 @@ use std::{
     collections::BTreeSet,
     net::IpAddr,
     sync::{Arc, OnceLock},
-    time::Duration,
 };
 
 use http::Version;
@@ -171,7 +170,6 @@ fn http2_params(defaults: &h2::Http2Config, spec: &EndpointSpec) -> h2::Http2Con
         connection_window: discovered.connection_window.unwrap_or(defaults.connection_window),
         keep_alive: discovered
             .keep_alive
-            .filter(|pings| pings.interval > Duration::ZERO && pings.timeout > Duration::ZERO)
             .map(|pings| h2::KeepAlive {
                 interval: pings.interval,
                 timeout: pings.timeout,
@@ -192,6 +190,8 @@ fn http2_params(defaults: &h2::Http2Config, spec: &EndpointSpec) -> h2::Http2Con
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
     use crate::policy::endpoint::{Http2Params, KeepAlive};
 

@@ -8,7 +8,7 @@ use tulle_core::backoff::Backoff;
 
 use crate::policy::endpoint::EndpointSpec;
 use crate::policy::filter::{Filter, Ratio};
-use crate::policy::matches::{self, HostMatch};
+use crate::policy::matches::{self, HostMatch, RequestMatch};
 use crate::policy::meta::Meta;
 use crate::policy::route::{Route, Rule};
 
@@ -16,6 +16,14 @@ use crate::policy::route::{Route, Rule};
 pub(crate) struct ClientPolicy {
     pub(crate) meta: Arc<Meta>,
     pub(crate) protocol: ClientProtocol,
+}
+
+impl ClientPolicy {
+    /// Whether requests are compared with the rules by the normal form of their path, as at a Server. An EgressNetwork can deny
+    /// traffic, so a path that the destination takes for another one must not pass.
+    pub(crate) fn compares_normalized_paths(&self) -> bool {
+        matches!(&*self.meta, Meta::Resource(resource) if &*resource.kind == "EgressNetwork")
+    }
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -33,6 +41,28 @@ pub(crate) enum ClientProtocol {
     /// Without a route, connections are refused.
     Opaque(Option<OpaqueRoute>),
     Tls(Arc<[TlsRoute]>),
+}
+
+impl ClientProtocol {
+    /// Converts all matches so that they can be compared with normalized paths.
+    pub(crate) fn normalize_path_matches(&mut self) {
+        let http = match self {
+            Self::Detect { http1, http2, .. } => vec![http1, http2],
+            Self::Http1(http) | Self::Http2(http) | Self::Grpc(http) => vec![http],
+            Self::Opaque(_) | Self::Tls(_) => Vec::new(),
+        };
+        for http in http {
+            let routes = http.routes.iter().map(|route| {
+                let mut route = route.clone();
+                for rule in &mut route.rules {
+                    let matches = std::mem::take(&mut rule.matches);
+                    rule.matches = matches.into_iter().map(RequestMatch::for_normalized_paths).collect();
+                }
+                route
+            });
+            http.routes = routes.collect();
+        }
+    }
 }
 
 #[derive(Clone, Debug, PartialEq)]

@@ -90,6 +90,7 @@ pub(crate) struct Http2Params {
     pub(crate) max_send_buf_size: Option<u32>,
 }
 
+/// Pings to the endpoint. Both times are above zero.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct KeepAlive {
     pub(crate) interval: Duration,

@@ -201,12 +201,12 @@ impl Redirect {
 
         let request_scheme = head.uri.scheme().unwrap_or(&Scheme::HTTP);
         let scheme = self.scheme.as_ref().unwrap_or(request_scheme);
-        // With the same scheme the request's port stays, also for another host. With another scheme it is dropped, because that
-        // scheme has another default port.
-        let port = match self.port {
-            Some(port) => Some(port),
-            None if self.scheme.is_none() || scheme == request_scheme => port,
-            None => None,
+        // The Gateway API demands that a redirect with a scheme and without a port goes to the default port of the scheme, even if it
+        // is the request's scheme. Without a scheme the request's port stays, also for another host.
+        let port = match (self.port, &self.scheme) {
+            (Some(port), _) => Some(port),
+            (None, Some(_)) => None,
+            (None, None) => port,
         };
         let port = port.filter(|port| default_port(scheme) != Some(*port));
 
@@ -215,6 +215,7 @@ impl Redirect {
             write!(location, ":{port}").expect("writing to a string cannot fail");
         }
         match &self.path {
+            _ if !has_path(head.uri) => {}
             None => location.push_str(head.uri.path()),
             Some(path) => location.push_str(&path.replace(head)?),
         }
@@ -238,8 +239,7 @@ impl UrlRewrite {
             return Ok(()); // the target of CONNECT is an address
         };
         let mut matched_prefix_len = head.matched_prefix_len;
-        // `OPTIONS *` has no path.
-        if let Some(modifier) = self.path.as_ref().filter(|_| path_and_query.path() != "*") {
+        if let Some(modifier) = self.path.as_ref().filter(|_| has_path(head.uri)) {
             let mut target = modifier.replace(head)?;
             if let Some(query) = path_and_query.query() {
                 target.push('?');
@@ -300,6 +300,11 @@ impl PathModifier {
             Self::Prefix(replacement) => Some(replacement.trim_end_matches('/').len()),
         }
     }
+}
+
+/// False for `OPTIONS *` and for CONNECT: filters do not change their path, and a redirect of them has none.
+fn has_path(uri: &Uri) -> bool {
+    uri.path().starts_with('/')
 }
 
 /// A new prefix before the rest of the path, with one slash between them.
@@ -458,6 +463,16 @@ mod tests {
                 "http://web:8080/a",
                 "https://web/a",
             ),
+            // Also with the scheme of the request.
+            (with(|r| r.scheme = Some(Scheme::HTTP)), "/a", "http://web/a"),
+            (
+                with(|r| {
+                    r.scheme = Some(Scheme::HTTP);
+                    r.port = Some(81);
+                }),
+                "/a",
+                "http://web:81/a",
+            ),
             (with(|r| r.port = Some(81)), "http://web/a", "http://web:81/a"),
             (with(|r| r.port = Some(80)), "http://web:8080/a", "http://web/a"),
             (
@@ -599,7 +614,19 @@ mod tests {
             let (connect, result) = apply(filter(), "web:443", Some(0));
             assert_eq!((connect.uri(), result), (&Uri::from_static("web:443"), Ok(())));
             assert_eq!(connect.headers()[HOST], "web:8080");
+            let redirect = Redirect {
+                port: Some(81),
+                path: Some(path),
+                ..redirect()
+            };
+            assert_eq!(location(&redirect, "*", Some(0)), Ok("http://web:81".to_owned()));
+            assert_eq!(location(&redirect, "web:443", Some(0)), Ok("http://web:81".to_owned()));
         }
+        let to_port = Redirect {
+            port: Some(81),
+            ..redirect()
+        };
+        assert_eq!(location(&to_port, "*", None), Ok("http://web:81".to_owned()));
     }
 
     #[test]

@@ -82,7 +82,7 @@ pub(crate) struct RetryBudget {
     pub(crate) ratio: f32,
     /// Retries a second that are always allowed.
     pub(crate) min_per_second: u32,
-    /// How long a request counts towards the budget.
+    /// How long a request counts towards the budget; at least a second.
     pub(crate) ttl: Duration,
 }
 

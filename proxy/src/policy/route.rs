@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::policy::filter::Filter;
-use crate::policy::matches::{self, HostMatch, HostScore, RequestAttributes, RequestMatch, Score};
+use crate::policy::matches::{self, HostMatch, HostScore, RequestAttributes, RequestMatch, Score, path};
 use crate::policy::meta::Meta;
 
 /// Rules for some hosts; an empty list means all hosts.
@@ -34,12 +34,27 @@ pub(crate) struct RouteMatch<'a, T> {
 
 impl<T> RouteMatch<'_, T> {
     /// The same match, with another length of the matched prefix.
-    pub(crate) fn map_matched_prefix_len(self, map: impl FnOnce(usize) -> usize) -> Self {
+    fn map_matched_prefix_len(self, map: impl FnOnce(usize) -> usize) -> Self {
         Self {
             matched_prefix_len: self.matched_prefix_len.map(map),
             ..self
         }
     }
+}
+
+/// Like [`find`], but compares the normal form of the path. The rules must be
+/// [for normalized paths](RequestMatch::for_normalized_paths).
+pub(crate) fn find_by_normalized_path<'a, T>(
+    routes: &'a [Route<T>],
+    attributes: &RequestAttributes<'_>,
+    normalized_path: &str,
+) -> Option<RouteMatch<'a, T>> {
+    let normalized = RequestAttributes {
+        path: normalized_path,
+        ..*attributes
+    };
+    let found = find(routes, &normalized)?;
+    Some(found.map_matched_prefix_len(|length| path::original_len(attributes.path, length)))
 }
 
 /// The most specific rule for a request, or `None` if the request has no route.
@@ -89,6 +104,21 @@ impl<T> Route<T> {
                 payload,
             }],
         }
+    }
+
+    /// Whether a rule for this host depends on the path.
+    pub(crate) fn depends_on_path_for(&self, attributes: &RequestAttributes<'_>) -> bool {
+        let is_for_host = || {
+            let host = attributes.host();
+            self.hosts.is_empty() || host.is_some_and(|host| matches::best_host(&self.hosts, host).is_some())
+        };
+        self.depends_on_path() && is_for_host()
+    }
+
+    /// Whether a rule depends on the path.
+    pub(crate) fn depends_on_path(&self) -> bool {
+        let mut matches = self.rules.iter().flat_map(|rule| &rule.matches);
+        matches.any(RequestMatch::depends_on_path)
     }
 
     pub(crate) fn matches_all_requests(&self) -> bool {

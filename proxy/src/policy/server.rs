@@ -8,7 +8,6 @@ use ipnet::IpNet;
 
 use crate::policy::authz::{self, Authentication, Authorization, ConnTls};
 use crate::policy::filter::Filter;
-use crate::policy::matches::RequestMatch;
 use crate::policy::meta::{self, Meta};
 use crate::policy::rate_limit::RateLimit;
 use crate::policy::route::{Route, Rule};
@@ -114,6 +113,14 @@ impl ServerPolicy {
         }
     }
 
+    /// The same policy, with at most this timeout of protocol detection: the proxy's own setting.
+    pub(crate) fn with_max_detect_timeout(mut self, max: Duration) -> Self {
+        if let ServerProtocol::Detect { timeout, .. } = &mut self.protocol {
+            *timeout = max.min(*timeout);
+        }
+        self
+    }
+
     /// Whether connections must be HTTP: either the policy says so, or it restricts requests, which opaque bytes would bypass.
     pub(crate) fn requires_http(&self) -> bool {
         match &self.protocol {
@@ -160,11 +167,7 @@ impl ServerHttp {
 
     /// Which rules depend on the path.
     pub(crate) fn path_rules(&self) -> PathRules {
-        let looks_at_path = |route: &&Route<Arc<[Authorization]>>| {
-            let mut matches = route.rules.iter().flat_map(|rule| &rule.matches);
-            matches.any(RequestMatch::depends_on_path)
-        };
-        let mut path_routes = self.routes.iter().filter(looks_at_path).peekable();
+        let mut path_routes = self.routes.iter().filter(|route| route.depends_on_path()).peekable();
         if path_routes.peek().is_none() {
             PathRules::None
         } else if path_routes.any(is_user_defined) {
@@ -268,7 +271,7 @@ mod tests {
     use http::Method;
 
     use super::*;
-    use crate::policy::matches::{HttpMatch, PathMatch};
+    use crate::policy::matches::{HttpMatch, PathMatch, RequestMatch};
     use crate::policy::meta::Resource;
 
     fn user_defined(name: &str) -> Arc<Meta> {
@@ -308,8 +311,8 @@ mod tests {
     #[test]
     fn only_rules_that_restrict_requests_require_http() {
         let root = || route(Meta::default_named("default"), PathMatch::prefix("/"));
-        let mut redirected = root();
-        redirected.rules[0].filters = vec![Filter::unknown()];
+        let mut filtered = root();
+        filtered.rules[0].filters = vec![Filter::unknown()];
         let mut of_a_host = root();
         of_a_host.hosts = vec![crate::policy::matches::HostMatch::exact("a.test")];
         let limit = Arc::new(RateLimit {
@@ -336,7 +339,7 @@ mod tests {
             ),
             ("probes alone", vec![probe()], None, true, PathRules::ProbesOnly),
             ("no routes", vec![], None, true, PathRules::None),
-            ("a filter", vec![redirected], None, true, PathRules::None),
+            ("a filter", vec![filtered], None, true, PathRules::None),
             ("one host", vec![of_a_host], None, true, PathRules::None),
             ("a rate limit", vec![root()], Some(limit), true, PathRules::None),
             (

@@ -55,7 +55,7 @@ struct Service {
 /// The server of the tap API.
 #[derive(Clone)]
 pub(crate) struct TapServer {
-    /// Identities that may tap, besides clients on this host.
+    /// Identities that may tap, besides plaintext clients with a loopback address.
     clients: Arc<[Identity]>,
     taps: Arc<TapRegistry>,
     creds: Credentials,

@@ -8,7 +8,7 @@ use rustls::{AlertDescription, CertificateError, Error};
 /// Why a handshake failed, as operators need to distinguish it.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
 pub(crate) enum HandshakeFailure {
-    /// A certificate is needed and the peer presented none.
+    /// A certificate is needed, and the peer presented none, or the peer says that this proxy presented none.
     NoCertificate,
     /// The certificate does not chain to the trust anchors.
     UnknownCa,

@@ -135,9 +135,22 @@ async fn every_kind_is_stored_in_every_version_with_its_defaults() {
         )
         .await;
     }
-    for kind in ["TLSRoute", "TCPRoute"] {
-        let spec = "{parentRefs: [{name: web, kind: Service, group: core, port: 80}], rules: [{backendRefs: [{name: web, port: 80}]}]}";
-        check("gateway.networking.k8s.io/v1alpha2", kind, spec, &weight).await;
+    for (kind, version) in [
+        ("TLSRoute", "v1alpha2"),
+        ("TLSRoute", "v1alpha3"),
+        ("TLSRoute", "v1"),
+        ("TCPRoute", "v1alpha2"),
+    ] {
+        // Newer versions of TLSRoute require host names.
+        let hostnames = match version {
+            "v1alpha2" => "",
+            _ => "hostnames: [a.b], ",
+        };
+        let spec = format!(
+            "{{{hostnames}parentRefs: [{{name: web, kind: Service, group: core, port: 80}}], \
+             rules: [{{backendRefs: [{{name: web, port: 80}}]}}]}}"
+        );
+        check(&format!("gateway.networking.k8s.io/{version}"), kind, &spec, &weight).await;
     }
 
     let spec = "{routes: [{name: a, condition: {method: GET, pathRegex: /a, not: {method: PUT}}, isRetryable: true, timeout: 1s, \

@@ -1,4 +1,5 @@
-//! The Gateway API definitions of `tulle-crds` equal those of the Gateway API, without descriptions.
+//! The Gateway API definitions of `tulle-crds` equal those of the Gateway API, without descriptions. The control plane reads
+//! each version that the Gateway API serves.
 //!
 //! They are read from the Go module that `tools/gateway-api` pins, which generates them from its types.
 //! `TULLE_WRITE_CRDS=1 cargo nextest run -p tulle-tests --test charts gateway_crds` rewrites the files.
@@ -8,6 +9,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use serde_json::{Value, json};
+use tulle_control::resources::KINDS;
+use tulle_control::resources::policy::reference::GATEWAY_GROUP;
 
 struct Version {
     name: &'static str,
@@ -45,17 +48,51 @@ fn the_gateway_api_definitions_are_those_of_the_pinned_module() {
     }
 }
 
+#[test]
+fn the_control_plane_reads_each_served_version_of_both_channels() {
+    let module = module();
+    for info in KINDS.iter().filter(|info| info.group == GATEWAY_GROUP) {
+        for channel in ["standard", "experimental"] {
+            let Some(definition) = definition(&module, channel, &info.plural()) else {
+                assert_eq!(
+                    (channel, info.name),
+                    ("standard", "TCPRoute"),
+                    "the definition is missing"
+                );
+                continue;
+            };
+            let all = definition["spec"]["versions"].as_array().into_iter().flatten();
+            for version in all.filter(|version| version["served"] == true) {
+                let name = version["name"].as_str().expect("a name");
+                assert!(info.versions.contains(&name), "{channel} {} {name}", info.name);
+            }
+        }
+    }
+}
+
 fn kinds() -> [Kind; 4] {
     const HTTP: &[Version] = &[Version::stored("v1"), Version::served("v1beta1")];
     // The module no longer has v1alpha2 of GRPCRoute. The schema of that version was the same as that of v1.
-    const GRPC: &[Version] = &[Version::stored("v1"), Version::deprecated("v1alpha2", "v1")];
-    const ALPHA: &[Version] = &[Version::stored("v1alpha2")];
+    const GRPC: &[Version] = &[
+        Version::stored("v1"),
+        Version {
+            schema: "v1",
+            ..Version::deprecated("v1alpha2", "v1")
+        },
+    ];
+    // Linkerd's control plane reads v1alpha2.
+    const TLS: &[Version] = &[
+        Version::stored("v1"),
+        Version::deprecated("v1alpha3", "v1"),
+        Version::deprecated("v1alpha2", "v1"),
+    ];
+    const TCP: &[Version] = &[Version::stored("v1alpha2")];
     let module = module();
     [
         Kind::read(&module, "httproutes", "enableHttpRoutes", HTTP),
         Kind::read(&module, "grpcroutes", "enableHttpRoutes", GRPC),
-        Kind::read(&module, "tlsroutes", "enableTlsRoutes", ALPHA),
-        Kind::read(&module, "tcproutes", "enableTcpRoutes", ALPHA),
+        Kind::read(&module, "tlsroutes", "enableTlsRoutes", TLS),
+        Kind::read(&module, "tcproutes", "enableTcpRoutes", TCP),
     ]
 }
 
@@ -77,6 +114,13 @@ fn module() -> PathBuf {
     downloaded["Dir"].as_str().expect("a directory").into()
 }
 
+/// The definition of a kind in a channel of the module. `None` if the channel does not have it.
+fn definition(module: &Path, channel: &str, plural: &str) -> Option<Value> {
+    let file = format!("config/crd/{channel}/{GATEWAY_GROUP}_{plural}.yaml");
+    let text = fs::read_to_string(module.join(file)).ok()?;
+    Some(serde_yaml_ng::from_str(&text).expect("a definition is YAML"))
+}
+
 impl Version {
     const fn stored(name: &'static str) -> Self {
         Self {
@@ -96,7 +140,6 @@ impl Version {
 
     const fn deprecated(name: &'static str, instead: &'static str) -> Self {
         Self {
-            schema: instead,
             instead: Some(instead),
             ..Self::served(name)
         }
@@ -105,10 +148,8 @@ impl Version {
 
 impl Kind {
     fn read(module: &Path, plural: &str, value: &'static str, versions: &'static [Version]) -> Self {
-        let file = format!("config/crd/experimental/gateway.networking.k8s.io_{plural}.yaml");
-        let text = fs::read_to_string(module.join(file)).expect("the module has the definition");
         Self {
-            definition: serde_yaml_ng::from_str(&text).expect("a definition is YAML"),
+            definition: definition(module, "experimental", plural).expect("the module has the definition"),
             value,
             versions,
         }

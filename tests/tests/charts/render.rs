@@ -228,6 +228,23 @@ fn a_value_that_does_not_exist_or_has_the_wrong_type_is_refused_by_its_name() {
     );
     check(
         "tulle-control-plane",
+        "--set=proxy.accessLog=nginx",
+        &["/proxy/accessLog", "apache", "json"],
+    );
+    // Connections of the proxy's user are not redirected, and many applications run as root.
+    check("tulle-control-plane", "--set=proxy.uid=0", &["/proxy/uid", "want 1"]);
+    check(
+        "tulle-control-plane",
+        "--set=proxy.securityContext.runAsUser=0",
+        &["/proxy/securityContext/runAsUser", "want 1"],
+    );
+    check(
+        "tulle-control-plane",
+        "--set-json=proxy.additionalEnv=[{\"name\": \"A\", \"value\": 1}]",
+        &["/proxy/additionalEnv/0/value", "got number"],
+    );
+    check(
+        "tulle-control-plane",
         "--set=proxy.defaultInboundPolicy=allow",
         &["/proxy/defaultInboundPolicy", "audit"],
     );

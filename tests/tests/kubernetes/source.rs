@@ -7,7 +7,10 @@ use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use tonic::{Status, Streaming};
 use tulle_control::cluster::Cluster;
+use tulle_control::resources::event::{Event, EventWriter};
+use tulle_control::resources::labels::Labels;
 use tulle_control::resources::service::EndpointsSource;
+use tulle_control::resources::{self, Kind, Object};
 use tulle_control::source::kubernetes::kinds::WatchRequirements;
 use tulle_control::source::kubernetes::{self, SourceError};
 use tulle_control::{destination, kubernetes as client};
@@ -349,4 +352,150 @@ async fn requests_are_counted_and_no_secret_is_requested() {
     }
     assert!(!page.contains("secret_cache_size"), "{page}");
     assert!(page.contains(r#"tulle_kind_is_stale{kind="servers"} 0"#), "{page}");
+}
+
+/// Reads an object as JSON, and removes what the source removes: the version of these kinds, and labels that are not used.
+async fn decode_json(api: &ApiServer, kind: Kind, name: &str) -> Object {
+    let json = api
+        .kubectl(&["get", "-n", "shop", kind.info().name, name, "-o", "json"])
+        .await
+        .unwrap();
+    let mut object = resources::decode(kind, &mut serde_json::Deserializer::from_str(&json)).unwrap();
+    object.meta_mut().version = String::new();
+    if !matches!(kind, Kind::Pod | Kind::Node) {
+        object.meta_mut().labels = Labels::default();
+    }
+    object
+}
+
+/// Each kind that is read in protobuf: the decoded objects of a list and of a watch equal those decoded from JSON.
+#[tokio::test]
+async fn objects_in_protobuf_equal_those_in_json() {
+    let api = ApiServer::start().await.unwrap();
+    api.create_namespace("shop").await.unwrap();
+    let objects = [
+        json!({
+            "apiVersion": "v1", "kind": "Pod",
+            "metadata": {
+                "name": "web", "namespace": "shop",
+                "labels": { "app": "web", "linkerd.io/control-plane-ns": "linkerd" },
+                "annotations": { "config.linkerd.io/opaque-ports": "25", "other.example/note": "x" },
+                "ownerReferences": [{ "apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "web", "uid": "u", "controller": true }],
+            },
+            "spec": {
+                "hostname": "web-0", "subdomain": "peers", "nodeName": "node-a",
+                "initContainers": [{
+                    "name": "linkerd-proxy", "image": "proxy", "restartPolicy": "Always",
+                    "env": [
+                        { "name": "LINKERD2_PROXY_ADMIN_LISTEN_ADDR", "value": "0.0.0.0:4191" },
+                        { "name": "LINKERD2_PROXY_CONTROL_LISTEN_ADDR", "value": "0.0.0.0:4190" },
+                        { "name": "LINKERD2_PROXY_INBOUND_LISTEN_ADDR", "value": "0.0.0.0:4143" },
+                        { "name": "EMPTY" },
+                    ],
+                }],
+                "containers": [{
+                    "name": "web", "image": "web",
+                    "ports": [
+                        { "containerPort": 8080, "name": "http", "hostPort": 8081 },
+                        { "containerPort": 53, "protocol": "UDP" },
+                        { "containerPort": 9000 },
+                    ],
+                    "livenessProbe": { "httpGet": { "path": "/live?x=1", "port": "http" } },
+                    "readinessProbe": { "httpGet": { "port": 9000 } },
+                    "startupProbe": { "tcpSocket": { "port": 9000 } },
+                }],
+            },
+            "status": {
+                "phase": "Running", "podIP": "10.1.0.5", "podIPs": [{ "ip": "10.1.0.5" }, { "ip": "fd00::5" }],
+                "hostIP": "10.0.0.1", "hostIPs": [{ "ip": "10.0.0.1" }],
+                "conditions": [{ "type": "Ready", "status": "True" }],
+            },
+        }),
+        json!({
+            "apiVersion": "v1", "kind": "Pod", "metadata": { "name": "bare", "namespace": "shop" },
+            "spec": { "hostNetwork": true, "containers": [{ "name": "a", "image": "a" }] },
+        }),
+        json!({
+            "apiVersion": "v1", "kind": "Node",
+            "metadata": { "name": "node-a", "labels": { "topology.kubernetes.io/zone": "east" } },
+        }),
+        json!({
+            "apiVersion": "batch/v1", "kind": "Job", "metadata": { "name": "once", "namespace": "shop" },
+            "spec": { "template": { "spec": { "restartPolicy": "Never", "containers": [{ "name": "a", "image": "a" }] } } },
+        }),
+        json!({
+            "apiVersion": "apps/v1", "kind": "ReplicaSet",
+            "metadata": {
+                "name": "web", "namespace": "shop",
+                "ownerReferences": [{ "apiVersion": "apps/v1", "kind": "Deployment", "name": "web", "uid": "u", "controller": true }],
+            },
+            "spec": {
+                "selector": { "matchLabels": { "app": "web" } },
+                "template": {
+                    "metadata": { "labels": { "app": "web" } },
+                    "spec": { "containers": [{ "name": "a", "image": "a" }] },
+                },
+            },
+        }),
+    ];
+    for object in &objects {
+        apply(&api, object).await;
+    }
+    let (events, mut reported) = tokio::sync::mpsc::unbounded_channel();
+    let writer = EventWriter::new(move |batch| {
+        // Fails only after the end of the test.
+        batch.into_iter().for_each(|event| drop(events.send(event)));
+    });
+    let access = client::Config {
+        kubeconfig: Some(api.kubeconfig()),
+        ..client::Config::default()
+    };
+    let config = kubernetes::Config {
+        requirements: WatchRequirements {
+            destination: true,
+            policy: false,
+            endpoints_source: EndpointsSource::EndpointSlices,
+        },
+        log_addr: ":8086".to_owned(),
+        freshness: Readiness::new(),
+    };
+    let (_signal, drain) = drain::channel();
+    let client = client::client(&access, &Registry::new()).await.unwrap();
+    let source = tokio::spawn(kubernetes::run(client, config, writer, Registry::new(), drain));
+    let mut applied = Vec::new(); // the kinds are reported in any order
+    for change in ["listed", "watched"] {
+        for object in &objects {
+            let (kind, name) = (
+                object["kind"].as_str().unwrap(),
+                object["metadata"]["name"].as_str().unwrap(),
+            );
+            if change == "watched" {
+                let label = format!("change={change}");
+                api.kubectl(&["label", "-n", "shop", kind, name, &label]).await.unwrap();
+                // The labels of other kinds are not kept.
+                if kind != "Pod" && kind != "Node" {
+                    continue;
+                }
+            }
+            let known_kind = Kind::find(object["apiVersion"].as_str().unwrap(), kind).unwrap();
+            let expected = decode_json(&api, known_kind, name).await;
+            let receiving = async {
+                while !applied.contains(&expected) {
+                    if let Some(Event::Applied(object)) = reported.recv().await {
+                        applied.push(object);
+                    }
+                }
+            };
+            let received = timeout(Duration::from_secs(60), receiving).await;
+            assert!(received.is_ok(), "{expected:#?} was not {change}, only {applied:#?}");
+        }
+    }
+    api.kubectl(&["delete", "-n", "shop", "pod", "web", "--force", "--grace-period=0"])
+        .await
+        .unwrap();
+    with_timeout(async {
+        while !matches!(reported.recv().await, Some(Event::Deleted(Kind::Pod, name)) if &*name.name == "web") {}
+    })
+    .await;
+    source.abort();
 }

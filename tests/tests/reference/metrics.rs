@@ -65,7 +65,8 @@ async fn control_plane_metrics(server: &ApiServer) -> BTreeSet<Description> {
             format!(
                 "destination policy sp-validator identity telemetry -kubeconfig {kubeconfig} -issuer {dir}/issuer {LOOPBACK}"
             ),
-            "tulle_kind_is_stale",
+            // The source registers the kinds in their order, and this metric belongs to the last one.
+            "serviceprofiles_informer_lag_seconds",
         ),
         (
             format!(

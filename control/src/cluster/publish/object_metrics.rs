@@ -6,6 +6,7 @@ use std::sync::Arc;
 use ahash::{AHashMap, AHashSet};
 use tulle_core::metrics::{Gauge, Labels};
 
+use crate::cluster::config::Config;
 use crate::cluster::metrics::{GaugeGuard, Metrics};
 use crate::cluster::store::objects::{CountChange, LookupKey, Store};
 use crate::resources::event::Event;
@@ -76,13 +77,18 @@ impl ObjectMetrics {
     pub(in crate::cluster) fn update_unsupported_parts(
         &mut self,
         metrics: &Metrics,
+        config: &Config,
         event: &Event,
     ) -> Vec<(Kind, NamespacedName, UnsupportedPart)> {
         let (id, found) = match event {
-            Event::Applied(object) => (
-                (object.kind(), object.meta().name.clone()),
-                unsupported::unsupported_parts(object),
-            ),
+            Event::Applied(object) => {
+                let mut found = unsupported::unsupported_parts(object);
+                if let Object::Service(service) = object {
+                    let opaque = &config.default_opaque_ports;
+                    found.extend(unsupported::overridden_app_protocols(service, opaque));
+                }
+                ((object.kind(), object.meta().name.clone()), found)
+            }
             Event::Deleted(kind, name) => ((*kind, name.clone()), Vec::new()),
             // The last readable version stays in effect, with its unsupported parts.
             Event::Unreadable(_) | Event::Synced => return Vec::new(),

@@ -37,13 +37,17 @@ impl RecentEncodings {
     /// Removes the encodings that were not used since the last call. Other tasks of this thread run in between.
     pub(in crate::cluster) async fn remove_unused(&self) {
         let values = std::mem::take(&mut *self.0.lock());
-        let has_used = |value: &&Weak<dyn CachedEncodings>| value.upgrade().is_some_and(|value| value.remove_unused());
-        let mut used = Vec::new();
+        let mut values_with_encodings = Vec::new();
         for values in values.chunks(VALUES_BETWEEN_YIELDS) {
-            used.extend(values.iter().filter(has_used).cloned());
+            for value in values {
+                let has_rest = value.upgrade().is_some_and(|value| value.remove_unused());
+                if has_rest {
+                    values_with_encodings.push(value.clone());
+                }
+            }
             yield_now().await;
         }
-        self.0.lock().append(&mut used);
+        self.0.lock().append(&mut values_with_encodings);
     }
 }
 

@@ -14,15 +14,10 @@ use crate::resources::{Kind, Object};
 /// The Servers that select their port by name. Updated incrementally from changed pods, external workloads and Servers.
 #[derive(Default)]
 pub(in crate::cluster) struct UndeclaredPortNames {
-    servers: AHashMap<NamespacedName, SelectedWorkloads>,
-}
-
-/// The workloads that a Server selects.
-#[derive(Default)]
-struct SelectedWorkloads {
-    /// Whether each workload declares the Server's port.
-    workloads: AHashMap<(Kind, NamespacedName), bool>,
-    gauge_guard: Option<GaugeGuard>,
+    /// By Server: whether each workload that it selects declares its port.
+    servers: AHashMap<NamespacedName, AHashMap<(Kind, NamespacedName), bool>>,
+    /// The Servers that apply to no port, each with the unsupported part that is counted.
+    counted: AHashMap<NamespacedName, (UnsupportedPart, GaugeGuard)>,
 }
 
 impl UndeclaredPortNames {
@@ -48,17 +43,15 @@ impl UndeclaredPortNames {
                 affected_servers.insert(server.meta.name.clone());
             }
         }
-        let affected_servers = affected_servers.iter().filter_map(|name| {
-            let Some(Object::Server(server)) = store.object(Kind::Server, name) else {
-                return None;
-            };
-            let found = self.update_metric(metrics, server)?;
-            Some((Kind::Server, name.clone(), found))
+        let affected_servers = affected_servers.into_iter().filter_map(|name| {
+            let found = self.undeclared_port_name(store, &name);
+            let new = self.update_metric(metrics, &name, found)?;
+            Some((Kind::Server, name, new))
         });
         affected_servers.collect()
     }
 
-    /// Removes the state of changed Servers, which is built again, and returns their names.
+    /// Removes the selected workloads of changed Servers, which are found again, and returns the names of these Servers.
     fn remove_changed_servers(&mut self, changed_keys: &AHashSet<LookupKey>) -> AHashSet<NamespacedName> {
         let mut servers = AHashSet::new();
         for key in changed_keys {
@@ -93,29 +86,46 @@ impl UndeclaredPortNames {
         if port_match != PortNameMatch::NotSelected {
             let selected = self.servers.entry(name.clone()).or_default();
             let declares_port = port_match == PortNameMatch::Declared;
-            selected.workloads.insert(workload, declares_port);
+            selected.insert(workload, declares_port);
             return;
         }
         if let Some(selected) = self.servers.get_mut(name) {
-            selected.workloads.remove(&workload);
-            if selected.workloads.is_empty() {
+            selected.remove(&workload);
+            if selected.is_empty() {
                 self.servers.remove(name);
             }
         }
     }
 
-    /// Counts a Server that applies to no port. Returns the reason if it was not counted before.
-    fn update_metric(&mut self, metrics: &Metrics, server: &Server) -> Option<UnsupportedPart> {
-        let selected = self.servers.get_mut(&server.meta.name)?;
-        if selected.workloads.values().any(|declares_port| *declares_port) {
-            selected.gauge_guard = None;
+    /// Returns the unsupported part of a Server that applies to no port. Otherwise, or if the Server does not exist, returns
+    /// `None`.
+    fn undeclared_port_name(&self, store: &Store, name: &NamespacedName) -> Option<UnsupportedPart> {
+        let Some(Object::Server(server)) = store.object(Kind::Server, name) else {
+            return None;
+        };
+        let is_declared = self.servers.get(name)?.values().any(|declares_port| *declares_port);
+        match is_declared {
+            true => None,
+            false => Some(unsupported::undeclared_port_name(server.port_name()?)),
+        }
+    }
+
+    /// Counts a Server that applies to no port. Returns the unsupported part if the same part was not counted before.
+    fn update_metric(
+        &mut self,
+        metrics: &Metrics,
+        name: &NamespacedName,
+        found: Option<UnsupportedPart>,
+    ) -> Option<UnsupportedPart> {
+        let Some(found) = found else {
+            self.counted.remove(name);
+            return None;
+        };
+        if self.counted.get(name).is_some_and(|(counted, _)| *counted == found) {
             return None;
         }
-        if selected.gauge_guard.is_some() {
-            return None;
-        }
-        let found = unsupported::undeclared_port_name(server.port_name()?);
-        selected.gauge_guard = Some(metrics.unsupported_guard(Kind::Server, &server.meta.name, found.field));
+        let guard = metrics.unsupported_guard(Kind::Server, name, found.field);
+        self.counted.insert(name.clone(), (found.clone(), guard));
         Some(found)
     }
 }
@@ -128,4 +138,52 @@ fn servers_with_port_names<'a>(store: &'a Store, namespace: &Arc<str>) -> Vec<&'
         _ => None,
     });
     servers.filter(|server| server.port_name().is_some()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+    use tulle_core::metrics::Registry;
+
+    use super::*;
+    use crate::cluster::store::objects::Changes;
+    use crate::resources::decode;
+    use crate::resources::event::Event;
+
+    #[test]
+    fn a_server_that_applies_to_no_port_is_reported_again_only_if_its_port_changes() {
+        let registry = Registry::new();
+        let metrics = Metrics::new(&registry);
+        let (mut store, mut undeclared) = (Store::default(), UndeclaredPortNames::default());
+        let mut update = |event: Event| {
+            let mut changes = Changes::default();
+            store.apply(event, &mut changes);
+            let reported = undeclared.update(&metrics, &store, &changes.keys);
+            let is_counted = registry.render().contains("field=\"spec.port\"} 1");
+            (
+                reported.into_iter().map(|(.., part)| part.reason).collect::<Vec<_>>(),
+                is_counted,
+            )
+        };
+        let object = |kind: Kind, name: &str, spec: Value| {
+            let metadata = json!({"name": name, "namespace": "shop"});
+            Event::Applied(decode(kind, &json!({"metadata": metadata, "spec": spec})).unwrap())
+        };
+        let server = |port: &str, policy: &str| {
+            let spec = json!({"podSelector": {}, "port": port, "accessPolicy": policy});
+            object(Kind::Server, "web", spec)
+        };
+        let reason = |port: &str| unsupported::undeclared_port_name(port).reason;
+        let none = Vec::<String>::new;
+        let ports = |name: &str| json!({"containers": [{"name": "a", "ports": [{"name": name, "containerPort": 80}]}]});
+        assert_eq!(update(object(Kind::Pod, "web-0", ports("http"))), (none(), false));
+        assert_eq!(update(server("htpp", "deny")), (vec![reason("htpp")], true));
+        assert_eq!(update(server("htpp", "audit")), (none(), true));
+        assert_eq!(update(server("htttp", "audit")), (vec![reason("htttp")], true));
+        assert_eq!(update(object(Kind::Pod, "web-1", ports("htttp"))), (none(), false));
+        assert_eq!(update(server("htpp", "audit")), (vec![reason("htpp")], true));
+        let name = NamespacedName::new("shop", "web");
+        assert_eq!(update(Event::Deleted(Kind::Server, name)), (none(), false));
+        assert_eq!(update(server("htpp", "audit")), (vec![reason("htpp")], true));
+    }
 }

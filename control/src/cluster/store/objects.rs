@@ -38,8 +38,8 @@ pub(in crate::cluster) enum LookupKey {
 #[derive(Default)]
 pub(in crate::cluster) struct Changes {
     pub(in crate::cluster) keys: AHashSet<LookupKey>,
-    /// Lookup keys of the workloads that changed Servers select, or selected before. A value computed from the Servers of a
-    /// workload depends on the workload's lookup key, so it is computed again.
+    /// Lookup keys of the workloads that a changed Server selects, or selected before its change. A value computed from the
+    /// Servers of a workload depends on the workload's lookup key, so it is computed again.
     pub(in crate::cluster) selected_workloads: AHashSet<LookupKey>,
 }
 

@@ -58,8 +58,12 @@ impl View for EndpointsView {
                 meta,
                 service_port: key.port,
             };
-            let is_candidate =
-                |address: &&Address| address.ready != EndpointReadiness::NotReady && matches_hostname(address, key);
+            // IPv6 addresses are left out here, because they must not replace terminating IPv4 endpoints if IPv6 is off.
+            let is_candidate = |address: &&Address| {
+                address.ready != EndpointReadiness::NotReady
+                    && matches_hostname(address, key)
+                    && (address.ip.is_ipv4() || config.ipv6 == Ipv6::Serve)
+            };
             for address in subset.addresses.iter().filter(is_candidate) {
                 if let Some((endpoint, state)) = resolve_endpoint(reader, config, address, port, &listing) {
                     let target_map = match (state, service.not_ready_addresses) {
@@ -76,7 +80,7 @@ impl View for EndpointsView {
         if addresses.is_empty() {
             addresses = terminating;
         }
-        apply_ip_family(config, &mut addresses);
+        prefer_ipv6(&mut addresses);
         let is_hinted = |endpoint: &Arc<Endpoint>| !endpoint.hint_nodes.is_empty();
         let scope = match service.internal_traffic_policy {
             InternalTrafficPolicy::Local => TrafficScope::Node,
@@ -239,17 +243,12 @@ impl Listing<'_> {
     }
 }
 
-/// Removes IPv6 addresses if IPv6 is off, or else the IPv4 addresses of workloads that have both families.
-fn apply_ip_family(config: &Config, addresses: &mut BTreeMap<std::net::SocketAddr, Arc<Endpoint>>) {
-    match config.ipv6 {
-        Ipv6::Drop => addresses.retain(|addr, _| addr.is_ipv4()),
-        Ipv6::Serve => {
-            let ipv6_workloads: HashSet<EndpointWorkload> = addresses
-                .values()
-                .filter(|endpoint| endpoint.addr.is_ipv6() && endpoint.workload != EndpointWorkload::Unknown)
-                .map(|endpoint| endpoint.workload.clone())
-                .collect();
-            addresses.retain(|addr, endpoint| addr.is_ipv6() || !ipv6_workloads.contains(&endpoint.workload));
-        }
-    }
+/// Removes the IPv4 addresses of workloads that have both families.
+fn prefer_ipv6(addresses: &mut BTreeMap<std::net::SocketAddr, Arc<Endpoint>>) {
+    let ipv6_workloads: HashSet<EndpointWorkload> = addresses
+        .values()
+        .filter(|endpoint| endpoint.addr.is_ipv6() && endpoint.workload != EndpointWorkload::Unknown)
+        .map(|endpoint| endpoint.workload.clone())
+        .collect();
+    addresses.retain(|addr, endpoint| addr.is_ipv6() || !ipv6_workloads.contains(&endpoint.workload));
 }

@@ -126,8 +126,8 @@ impl PortContext<'_> {
     }
 
     /// The default policy of the workload's annotations, or of the cluster. An invalid policy denies all clients, because the
-    /// intended restriction is unknown. So does an invalid entry in the list of ports that require an identity, if the list does
-    /// not contain this port: the entry could mean it.
+    /// intended restriction is unknown. If the list of ports that require an identity has an invalid entry and does not contain
+    /// this port, the policy also denies all clients, because the invalid entry may stand for this port.
     fn default_policy(&self) -> AccessPolicy {
         let mut policy = match self.workload.meta().annotation(annotation::DEFAULT_INBOUND_POLICY) {
             Some(text) => text.parse().unwrap_or(AccessPolicy::Deny),

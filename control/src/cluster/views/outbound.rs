@@ -17,7 +17,7 @@ use crate::model::outbound::{
 use crate::model::reference::{ObjectRef, Reference};
 use crate::model::route::{Filter, GrpcMatch, HttpMatch};
 use crate::resources::acceptance;
-use crate::resources::annotations;
+use crate::resources::annotations::{self, InvalidAnnotation};
 use crate::resources::meta::{Meta, NamespacedName};
 use crate::resources::policy::egress_network::{EgressNetwork, TrafficPolicy};
 use crate::resources::policy::reference::POLICY_GROUP;
@@ -373,7 +373,8 @@ impl OutboundContext<'_> {
     }
 
     /// The mirrors of a rule. A mirror whose backend does not exist or is not supported is left out and fails no request; the
-    /// status of the route reports it. An invalid mirror is left out too, but its rule has a filter that makes the requests fail.
+    /// status of the route reports it, or for a directory of manifests the metric `unserved_configuration`. An invalid mirror is
+    /// left out too, but its rule has a filter that makes the requests fail.
     fn mirrors<R>(&self, route: &raw::Route, rule: &raw::Rule<R>, parent: &ParentDefaults<'_>) -> Vec<Mirror> {
         let model_mirror = |mirror: &raw::Mirror| {
             let raw::Fraction { numerator, denominator } = mirror.fraction();
@@ -383,7 +384,7 @@ impl OutboundContext<'_> {
                 denominator,
             }
         };
-        let is_valid = |mirror: &&raw::Mirror| route_admission::check_mirror(mirror).is_ok();
+        let is_valid = |mirror: &&raw::Mirror| route_admission::validate_mirror(mirror).is_ok();
         let has_backend = |mirror: &Mirror| mirror.backend.target != BackendTarget::FiltersOnly;
         let mirrors = rule.mirrors().filter(is_valid).map(model_mirror);
         mirrors.filter(has_backend).collect()
@@ -626,7 +627,7 @@ fn retry_of_rule(retry: &RuleRetry, timeouts: &raw::RuleTimeouts) -> Option<Retr
 }
 
 /// An invalid annotation disables only its own feature.
-fn read_annotation<T>(meta: &Meta, read: impl FnOnce(&StringMap) -> Result<Option<T>, String>) -> Option<T> {
+fn read_annotation<T>(meta: &Meta, read: impl FnOnce(&StringMap) -> Result<Option<T>, InvalidAnnotation>) -> Option<T> {
     read(&meta.annotations).unwrap_or_default()
 }
 

@@ -157,7 +157,7 @@ pub(super) fn hosts(route: &Route) -> Vec<HostMatch> {
 /// filters make the requests fail.
 pub(super) fn http_matches(rule: &raw::Rule<raw::HttpMatch>) -> Vec<HttpMatch> {
     let matches: Vec<_> = rule.matches.iter().flatten().map(http_match).collect();
-    if matches.is_empty() || route_admission::check_http_matches(rule).is_err() {
+    if matches.is_empty() || route_admission::validate_http_matches(rule).is_err() {
         vec![HttpMatch::match_all()]
     } else {
         matches
@@ -182,7 +182,7 @@ fn http_match(matched: &raw::HttpMatch) -> HttpMatch {
 /// filters make the requests fail.
 pub(super) fn grpc_matches(rule: &raw::Rule<raw::GrpcMatch>) -> Vec<GrpcMatch> {
     let matches: Vec<_> = rule.matches.iter().flatten().map(grpc_match).collect();
-    if matches.is_empty() || route_admission::check_grpc_matches(rule).is_err() {
+    if matches.is_empty() || route_admission::validate_grpc_matches(rule).is_err() {
         vec![GrpcMatch::default()]
     } else {
         matches
@@ -302,10 +302,10 @@ fn find_unusable_match<'a>(routes: &[ServerRoute<'a>]) -> Option<&'a Arc<Route>>
     let has_unusable_match = |route: &&Arc<Route>| {
         let in_rules = match &route.rules {
             raw::Rules::Http(rules) => rules.iter().any(|rule| {
-                is_unreadable(rule.unreadable.as_ref()) || route_admission::check_http_matches(rule).is_err()
+                is_unreadable(rule.unreadable.as_ref()) || route_admission::validate_http_matches(rule).is_err()
             }),
             raw::Rules::Grpc(rules) => rules.iter().any(|rule| {
-                is_unreadable(rule.unreadable.as_ref()) || route_admission::check_grpc_matches(rule).is_err()
+                is_unreadable(rule.unreadable.as_ref()) || route_admission::validate_grpc_matches(rule).is_err()
             }),
             raw::Rules::Stream(_) => false,
         };

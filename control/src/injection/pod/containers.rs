@@ -101,13 +101,17 @@ fn lifecycle(values: &Values) -> Option<Lifecycle> {
     })
 }
 
+/// A configured security context replaces the default one, except for what the redirection requires: the user and group that
+/// the init container excludes, and `NET_RAW` for `tproxy`.
 fn proxy_security_context(values: &Values) -> SecurityContext {
     let proxy = &values.proxy;
-    if let Some(security) = &proxy.security_context {
-        return security.clone();
+    let default = || restricted_security_context(drop_all());
+    let mut security = proxy.security_context.clone().unwrap_or_else(default);
+    if let Some(capabilities) = &proxy.capabilities {
+        security.capabilities = Some(capabilities.clone());
     }
-    let mut capabilities = proxy.capabilities.clone().unwrap_or_else(drop_all);
     if proxy.inbound_mode == InboundMode::Tproxy {
+        let capabilities = security.capabilities.get_or_insert_default();
         let added = capabilities.add.get_or_insert_default();
         if !added.iter().any(|name| name == NET_RAW) {
             added.push(NET_RAW.to_owned());
@@ -116,7 +120,7 @@ fn proxy_security_context(values: &Values) -> SecurityContext {
     SecurityContext {
         run_as_user: Some(proxy.uid),
         run_as_group: (proxy.gid >= 0).then_some(proxy.gid),
-        ..restricted_security_context(capabilities)
+        ..security
     }
 }
 
@@ -162,7 +166,11 @@ fn init_args(values: &Values) -> Vec<String> {
     if proxy.gid >= 0 {
         arg("--proxy-gid", &proxy.gid.to_string());
     }
-    let mut skipped = format!("{},{}", proxy.ports.control, proxy.ports.admin);
+    // Without tap the proxy does not listen on the control port, and the application can.
+    let mut skipped = match proxy.tap.enabled {
+        true => format!("{},{}", proxy.ports.control, proxy.ports.admin),
+        false => proxy.ports.admin.to_string(),
+    };
     if !init.ignore_inbound_ports.is_empty() {
         skipped = format!("{skipped},{}", init.ignore_inbound_ports);
     }
@@ -192,8 +200,8 @@ fn init_args(values: &Values) -> Vec<String> {
 fn init_security_context(values: &Values, target: &InjectionTarget<'_>) -> SecurityContext {
     let init = &values.proxy_init;
     let redirecting = ["NET_ADMIN", NET_RAW].map(str::to_owned);
-    // Pod Security checks every container and can require `drop: [ALL]`. The application's containers have what it requires, so
-    // the init container gets the capabilities of the first of them.
+    // Pod Security can require `drop: [ALL]` of every container. If it does, the application's containers have it, so the init
+    // container copies the capabilities of the first of them.
     let first = target.spec.containers.first();
     let security = first.and_then(|container| container.security_context.as_ref());
     let first_capabilities = security

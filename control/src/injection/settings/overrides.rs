@@ -215,7 +215,13 @@ fn apply_behaviour_annotation(values: &mut Values, key: &str, text: &str) -> Res
         annotation::REWRITE_PROBES => proxy.rewrite_probes = boolean(text)?,
         annotation::PROXY_METRICS_HOSTNAME_LABELS => proxy.metrics.hostname_labels = boolean(text)?,
         annotation::PROXY_OUTBOUND_CONNECT_TIMEOUT => proxy.outbound_connect_timeout = duration_as_millis(text)?,
-        annotation::PROXY_INBOUND_CONNECT_TIMEOUT => proxy.inbound_connect_timeout = duration_as_millis(text)?,
+        annotation::PROXY_INBOUND_CONNECT_TIMEOUT => {
+            let timeout = duration(text)?;
+            proxy.inbound_connect_timeout = as_millis(timeout.max(MIN_INBOUND_CONNECT_TIMEOUT));
+            if timeout < MIN_INBOUND_CONNECT_TIMEOUT {
+                return Err(InvalidValue::Prevented("the minimum, 4s, applies"));
+            }
+        }
         annotation::PROXY_OUTBOUND_DISCOVERY_CACHE_TIMEOUT => {
             proxy.outbound_discovery_cache_unused_timeout = duration_as_seconds(text)?;
         }
@@ -388,7 +394,7 @@ fn gid(text: &str) -> Result<i64, Expected> {
     match (text, text.parse::<u32>()) {
         ("-1", _) => Ok(-1),
         (_, Ok(gid)) if gid <= MAX_ID => Ok(gid.into()),
-        _ => Err("a group id from 0 to 2147483647, or -1 for none"),
+        _ => Err("a group id from 0 to 2147483647, or -1 for that of the image"),
     }
 }
 
@@ -412,7 +418,11 @@ fn duration(text: &str) -> Result<Duration, Expected> {
 }
 
 fn duration_as_millis(text: &str) -> Result<String, Expected> {
-    duration(text).map(|duration| format!("{}ms", duration.as_millis()))
+    duration(text).map(as_millis)
+}
+
+fn as_millis(duration: Duration) -> String {
+    format!("{}ms", duration.as_millis())
 }
 
 fn duration_as_seconds(text: &str) -> Result<String, Expected> {
@@ -424,6 +434,9 @@ const RESTRICTING_ANNOTATIONS: [&str; 2] = [
     annotation::DEFAULT_INBOUND_POLICY,
     annotation::REQUIRE_IDENTITY_INBOUND_PORTS,
 ];
+
+/// The proxy raises shorter timeouts to this one.
+const MIN_INBOUND_CONNECT_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// Maximum user or group id that the API server accepts.
 const MAX_ID: u32 = i32::MAX.unsigned_abs();

@@ -23,6 +23,7 @@ const EFFECTS: &[(&str, &str, &str, &str)] = &[
     ("admin-port", "14191", "/readinessProbe/httpGet/port", "14191"),
     ("admin-port", "14191", "init --inbound-ports-to-ignore", "4190,14191"),
     ("control-port", "14190", "env CONTROL_LISTEN_ADDR", "0.0.0.0:14190"),
+    ("control-port", "14190", "init --inbound-ports-to-ignore", "14190,4191"),
     (
         "skip-inbound-ports",
         "22, 80-90",
@@ -329,6 +330,25 @@ fn invalid_values_are_ignored_with_a_warning() {
 }
 
 #[test]
+fn an_inbound_connect_timeout_below_the_minimum_is_raised_with_a_warning() {
+    let key = annotation::PROXY_INBOUND_CONNECT_TIMEOUT;
+    let case = Case::pod("")
+        .values("proxy: {inboundConnectTimeout: 10s}")
+        .annotate(&[(key, "3999ms")]);
+    let outcome = case.outcome();
+    let [warning] = &outcome.warnings[..] else {
+        panic!("{:?}", outcome.warnings);
+    };
+    assert_eq!(
+        *warning,
+        format!("{key}: \"3999ms\" is ignored; the minimum, 4s, applies")
+    );
+    assert_eq!(case.patched(&outcome).env("INBOUND_CONNECT_TIMEOUT"), Some("4000ms"));
+    let least = Case::pod("").annotate(&[(key, "4s")]).injected();
+    assert_eq!(least.env("INBOUND_CONNECT_TIMEOUT"), Some("4000ms"));
+}
+
+#[test]
 fn invalid_values_that_restrict_access_refuse_the_pod() {
     for (name, value, reason) in [
         (
@@ -457,6 +477,9 @@ fn renamed_annotations_and_those_of_other_containers_work() {
         Some("linkerd-destination.linkerd.serviceaccount.identity.linkerd.cluster.local")
     );
     assert_eq!(tap("true").env("TAP_SVC_NAME"), None);
+    // Without tap an application can listen on the control port, so the port is redirected.
+    assert_eq!(tap("false").init_flag("--inbound-ports-to-ignore"), Some("4190,4191"));
+    assert_eq!(tap("true").init_flag("--inbound-ports-to-ignore"), Some("4191"));
 }
 
 #[test]

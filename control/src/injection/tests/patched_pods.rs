@@ -168,7 +168,7 @@ fn the_init_container_gets_the_iptables_mode() {
 }
 
 #[test]
-fn the_init_container_may_redirect_and_nothing_else() {
+fn the_init_container_may_redirect_and_do_what_the_first_container_may() {
     let security = |case: Case| case.injected().container(INIT_CONTAINER)["securityContext"].clone();
     let usual = parse(
         "{allowPrivilegeEscalation: false, privileged: false, readOnlyRootFilesystem: true, runAsNonRoot: true, \
@@ -392,6 +392,7 @@ fn values_of_the_chart_shape_the_sidecar() {
         assert_eq!(injected.env(name), Some(expected), "{name}");
     }
     assert_eq!(injected.env("TAP_SVC_NAME"), None);
+    assert_eq!(injected.init_flag("--inbound-ports-to-ignore"), Some("4191"));
     // Settings for the policy of a port become annotations of the pod; the pod's own annotation takes precedence.
     let key = annotation::REQUIRE_IDENTITY_INBOUND_PORTS;
     assert_eq!(injected.annotation(key), Some("8080"));
@@ -422,6 +423,49 @@ fn empty_security_contexts_in_values_keep_the_defaults() {
         containers(empty),
         containers("{cniEnabled: true, debugContainer: {image: {name: debug}}}")
     );
+}
+
+#[test]
+fn a_configured_security_context_keeps_what_the_redirection_requires() {
+    let values = |more: &str| {
+        format!("proxy: {{uid: 5, gid: 6, securityContext: {{runAsUser: 3000, privileged: false}}{more}}}")
+    };
+    let ids = |case: Case| {
+        let injected = case.injected();
+        let security = &injected.container(PROXY_CONTAINER)["securityContext"];
+        let of_proxy = ["runAsUser", "runAsGroup"].map(|field| security[field].as_i64());
+        let of_init = ["--proxy-uid", "--proxy-gid"].map(|flag| injected.init_flag(flag)?.parse().ok());
+        assert_eq!(
+            of_proxy, of_init,
+            "the ids in force are the ones that are not redirected"
+        );
+        of_proxy
+    };
+    assert_eq!(ids(Case::pod("").values(&values(""))), [Some(3000), Some(6)]);
+    let annotated = [(annotation::PROXY_UID, "3001"), (annotation::PROXY_GID, "-1")];
+    let case = || Case::pod("").values(&values("")).annotate(&annotated);
+    assert_eq!(ids(case()), [Some(3001), None]);
+    assert_eq!(
+        case().injected().container(PROXY_CONTAINER)["securityContext"],
+        parse("{runAsUser: 3001, privileged: false}")
+    );
+    let only_group = Case::pod("").values("proxy: {securityContext: {runAsGroup: 7}}");
+    assert_eq!(ids(only_group), [Some(2102), Some(7)]);
+    let same_user = "spec: {containers: [{name: app, securityContext: {runAsUser: 3000}}]}";
+    let denial_reason = Case::pod(same_user)
+        .values(&values(""))
+        .outcome()
+        .denial_reason
+        .unwrap();
+    assert!(denial_reason.contains("user 3000"), "{denial_reason}");
+
+    let capabilities = |more: &str| {
+        let injected = Case::pod("").values(&values(more)).injected();
+        injected.container(PROXY_CONTAINER)["securityContext"]["capabilities"].clone()
+    };
+    assert_eq!(capabilities(""), Value::Null);
+    assert_eq!(capabilities(", inboundMode: tproxy"), parse("add: [NET_RAW]"));
+    assert_eq!(capabilities(", capabilities: {drop: [CHOWN]}"), parse("drop: [CHOWN]"));
 }
 
 #[test]

@@ -27,6 +27,7 @@ pub enum ValuesError {
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub struct Values {
+    #[serde(deserialize_with = "string_or_scalar")]
     pub linkerd_version: String,
     pub cluster_domain: String,
     /// CIDRs, comma separated.
@@ -59,13 +60,15 @@ pub struct Proxy {
     pub image: Image,
     pub log_level: String,
     pub log_format: String,
-    #[serde(rename = "logHTTPHeaders")]
+    /// `off` or `insecure`.
+    #[serde(rename = "logHTTPHeaders", deserialize_with = "log_http_headers")]
     pub log_http_headers: String,
     /// `apache` or `json`; no access log when empty.
+    #[serde(deserialize_with = "access_log")]
     pub access_log: String,
     pub ports: Ports,
     pub uid: i64,
-    /// Negative means no group.
+    /// Negative means that of the image.
     pub gid: i64,
     /// Deprecated in favour of `runtime.workers.minimum`.
     #[serde(deserialize_with = "string_or_scalar")]
@@ -110,7 +113,7 @@ pub struct Proxy {
     pub tap: Tap,
     pub additional_env: Vec<EnvVar>,
     pub experimental_env: Vec<EnvVar>,
-    /// Replaces the sidecar's security context, unless it is empty.
+    /// Replaces the sidecar's security context, unless it is empty. Its user and group become `uid` and `gid`.
     #[serde(deserialize_with = "none_if_empty")]
     pub security_context: Option<SecurityContext>,
     /// Replaces the capabilities in the sidecar's security context, unless it is empty.
@@ -222,6 +225,7 @@ pub struct Tracing {
     pub enabled: bool,
     pub trace_service_name: String,
     /// Attributes of every trace.
+    #[serde(deserialize_with = "strings_or_scalars")]
     pub labels: BTreeMap<String, String>,
     pub collector: Collector,
 }
@@ -347,6 +351,13 @@ impl Values {
         if image.name.is_empty() {
             PROXY_IMAGE.clone_into(&mut image.name);
         }
+        let security = values.proxy.security_context.as_ref();
+        let [user, group] = [
+            security.and_then(|security| security.run_as_user),
+            security.and_then(|security| security.run_as_group),
+        ];
+        values.proxy.uid = user.unwrap_or(values.proxy.uid);
+        values.proxy.gid = group.unwrap_or(values.proxy.gid);
         Ok(values)
     }
 
@@ -391,6 +402,31 @@ fn string_or_scalar<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Err
         Value::Bool(flag) => Ok(flag.to_string()),
         other => Err(D::Error::custom(format!("{other} is not a string, number or boolean"))),
     }
+}
+
+fn strings_or_scalars<'de, D: Deserializer<'de>>(from: D) -> Result<BTreeMap<String, String>, D::Error> {
+    let map = BTreeMap::<String, Value>::deserialize(from)?;
+    let entries = map.into_iter().map(|(key, value)| {
+        let value = string_or_scalar(value).map_err(D::Error::custom)?;
+        Ok((key, value))
+    });
+    entries.collect()
+}
+
+/// In YAML 1.1, `off` without quotes is the boolean `false`.
+fn log_http_headers<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
+    let text = string_or_scalar(from)?;
+    Ok(if text == "false" { "off".to_owned() } else { text })
+}
+
+/// `false` and `none` mean no access log.
+fn access_log<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
+    let text = string_or_scalar(from)?;
+    Ok(if text == "false" || text == "none" {
+        String::new()
+    } else {
+        text
+    })
 }
 
 impl TryFrom<String> for InboundMode {
@@ -472,6 +508,88 @@ mod tests {
             ("2", "25", "1.5")
         );
         assert_eq!(proxy.resources.cpu.limit, "2");
+    }
+
+    #[test]
+    fn values_that_turn_logs_off_are_those_of_the_chart() {
+        for (headers, access) in [("off", "false"), ("false", "none"), ("'off'", "''")] {
+            let yaml = format!("proxy: {{logHTTPHeaders: {headers}, accessLog: {access}}}");
+            let proxy = Values::from_yaml(&yaml).unwrap().proxy;
+            assert_eq!((&*proxy.log_http_headers, &*proxy.access_log), ("off", ""), "{yaml}");
+        }
+    }
+
+    #[test]
+    fn every_type_that_the_chart_permits_can_be_decoded() {
+        let path = concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/../charts/tulle-control-plane/values.schema.json"
+        );
+        let schema: Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+        let samples = samples(&schema, &schema);
+        assert!(samples.len() > 300, "{}", samples.len());
+        for sample in samples {
+            if let Err(err) = Values::from_yaml(&sample.to_string()) {
+                panic!("{sample}: {:#}", anyhow::Error::new(err));
+            }
+        }
+    }
+
+    /// Values that a part of a JSON schema permits: for each type, and each property, at least one.
+    fn samples(schema: &Value, part: &Value) -> Vec<Value> {
+        if let Some(name) = part["$ref"].as_str() {
+            let name = name.strip_prefix("#/definitions/").unwrap();
+            return samples(schema, &schema["definitions"][name]);
+        }
+        if let Some(choices) = part["enum"].as_array() {
+            return choices.clone();
+        }
+        if let Some(parts) = part["anyOf"].as_array() {
+            return parts.iter().flat_map(|part| samples(schema, part)).collect();
+        }
+        let types = part["type"].as_array().cloned();
+        let types = types.unwrap_or_else(|| vec![part["type"].clone()]);
+        types
+            .iter()
+            .flat_map(|kind| samples_of_type(schema, part, kind))
+            .collect()
+    }
+
+    fn samples_of_type(schema: &Value, part: &Value, kind: &Value) -> Vec<Value> {
+        let number = |limit: &str, default: i32| part[limit].as_i64().unwrap_or_else(|| default.into());
+        match kind.as_str().unwrap() {
+            "string" => vec!["x".into()],
+            "number" => vec![1.5.into()],
+            "integer" => vec![number("minimum", -1).into(), number("maximum", i32::MAX).into()],
+            "boolean" => vec![true.into(), false.into()],
+            "null" => vec![Value::Null],
+            "array" => {
+                let items = part.get("items").map(|item| samples(schema, item));
+                let lists = items.into_iter().flatten().map(|item| Value::Array(vec![item]));
+                lists.chain([Value::Array(Vec::new())]).collect()
+            }
+            "object" => {
+                let required = part["required"].as_array().into_iter().flatten();
+                let least: serde_json::Map<_, _> = required
+                    .map(|key| (key.as_str().unwrap().to_owned(), "x".into()))
+                    .collect();
+                let properties = part["properties"].as_object().cloned().unwrap_or_default();
+                let others = part["additionalProperties"]
+                    .is_object()
+                    .then(|| &part["additionalProperties"]);
+                let all = properties.iter().map(|(key, part)| (&**key, part));
+                let with_one = all.chain(others.map(|part| ("x", part))).flat_map(|(key, part)| {
+                    let with = |value| {
+                        let mut object = least.clone();
+                        object.insert(key.to_owned(), value);
+                        Value::Object(object)
+                    };
+                    samples(schema, part).into_iter().map(with).collect::<Vec<_>>()
+                });
+                with_one.chain([Value::Object(least.clone())]).collect()
+            }
+            other => panic!("{other}"),
+        }
     }
 
     #[test]

@@ -70,10 +70,10 @@ impl Election {
             self.renewed_at = None;
         }
         if self.observed.as_ref().is_none_or(|seen| seen.record != record) {
-            // The holder renewed at some time between the previous request and this read. `duration` is counted from the
-            // previous request, but from at most one retry interval (with jitter) ago, so the wait can be shorter than
-            // `duration` by as much. That is safe, because a holder stops leading after `renew_deadline`, which is shorter than
-            // `duration` by more than this interval.
+            // The holder renewed at some time between the previous request and this read. The wait is counted from the previous
+            // request, but never from earlier than one retry interval (with jitter) before this read. So after the renewal it
+            // can be up to one such interval shorter than `duration`. That is safe, because a holder stops leading after
+            // `renew_deadline`, which is shorter than `duration` by more than this interval.
             let earliest = asked_at - self.timing.retry_interval.mul_f64(1.0 + JITTER);
             self.observed = Some(ObservedRecord {
                 record,

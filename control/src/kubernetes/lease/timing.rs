@@ -23,7 +23,8 @@ impl LeaseTiming {
         retry_interval: Duration::from_secs(2),
     };
 
-    /// Like [`FREQUENT`](Self::FREQUENT) for candidates, with a fifth of the renewals.
+    /// Candidates wait and read as with [`FREQUENT`](Self::FREQUENT). The holder renews a fifth as often, and stops leading after
+    /// 20 s without a renewal.
     pub const SPARSE: Self = Self {
         renew_interval: Duration::from_secs(10),
         renew_deadline: Duration::from_secs(20),

@@ -8,7 +8,8 @@ use tulle_core::networks::NetworkMatch;
 use crate::resources::labels::Selector;
 use crate::resources::meta::{Meta, NamespacedName};
 use crate::resources::policy::reference::{
-    GATEWAY_GROUP, MeshClient, POLICY_GROUP, RawNetwork, RawReference, RawResource, parse_networks,
+    GATEWAY_GROUP, MeshClient, POLICY_GROUP, RawNetwork, RawReference, RawResource, other_namespace_error,
+    parse_networks,
 };
 use crate::resources::route::RouteKind;
 
@@ -79,14 +80,13 @@ impl AuthorizationPolicy {
 }
 
 fn parse_target(reference: &RawReference, namespace: &Arc<str>) -> Result<AuthorizationTarget, String> {
+    reference.check_own_namespace("spec.targetRef", namespace)?;
     let name = Arc::from(reference.name.as_str());
     if reference.is_kind(POLICY_GROUP, "Server") {
         Ok(AuthorizationTarget::Server(name))
     } else if reference.is_kind("", "Namespace") {
         if name != *namespace {
-            return Err(format!(
-                "spec.targetRef refers to the namespace {name}; only its own, {namespace}, is supported"
-            ));
+            return Err(other_namespace_error("spec.targetRef", &name, namespace));
         }
         Ok(AuthorizationTarget::Namespace)
     } else if reference.is_kind(POLICY_GROUP, "HTTPRoute") {

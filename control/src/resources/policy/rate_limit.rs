@@ -72,6 +72,7 @@ impl RateLimitPolicy {
         if !target_ref.is_kind(POLICY_GROUP, "Server") {
             return Err(target_ref.unsupported_kind_error("spec.targetRef", "Server"));
         }
+        target_ref.check_own_namespace("spec.targetRef", meta.namespace())?;
         let total = total.map(|limit| limit.requests_per_second);
         let within_total = |field: &str, limit: NonZeroU32| match total {
             Some(total) if limit > total => Err(format!("{field} of {limit} is above the total of {total}")),
@@ -110,7 +111,8 @@ impl RateLimitPolicy {
         })
     }
 
-    /// Creates the placeholder for an unreadable rate limit. Returns `None` if it does not refer to a Server.
+    /// Creates the placeholder for an unreadable rate limit: for the Server of this name in its own namespace, even if the
+    /// reference names another one. Returns `None` if it does not refer to a Server.
     pub(in crate::resources) fn placeholder(object: &Value, meta: Meta, reason: &str) -> Option<Self> {
         let target = RawReference::deserialize(&object["spec"]["targetRef"]).ok()?;
         target.is_kind(POLICY_GROUP, "Server").then(|| Self {

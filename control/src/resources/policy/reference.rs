@@ -57,10 +57,25 @@ impl RawReference {
         )
     }
 
+    /// # Errors
+    /// Fails if the reference names another namespace than that of its own object.
+    pub(super) fn check_own_namespace(&self, field: &str, own_namespace: &str) -> Result<(), String> {
+        match self.namespace.as_deref() {
+            Some(namespace) if !namespace.is_empty() && namespace != own_namespace => {
+                Err(other_namespace_error(field, namespace, own_namespace))
+            }
+            _ => Ok(()),
+        }
+    }
+
     pub(super) fn unsupported_kind_error(&self, field: &str, accepted: &str) -> String {
         let group = if self.group.is_empty() { "core" } else { &self.group };
         format!("{field} names a {} of group {group}; accepted: {accepted}", self.kind)
     }
+}
+
+pub(super) fn other_namespace_error(field: &str, namespace: &str, own_namespace: &str) -> String {
+    format!("{field} refers to the namespace {namespace}; only its own, {own_namespace}, is supported")
 }
 
 /// Compares groups and kinds, ignoring case. The empty group is `core`.

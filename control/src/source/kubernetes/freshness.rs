@@ -22,8 +22,8 @@ struct Shared {
     stale: Arc<Gauge>,
     all_kinds: Readiness,
     state: Mutex<State>,
-    /// Notified when the time limit of a kind without a watch begins.
-    limit_began: Notify,
+    /// Notified when the time at which a kind without a watch becomes stale is set or moved.
+    stale_deadline_changed: Notify,
 }
 
 struct State {
@@ -62,7 +62,7 @@ impl Freshness {
             stale,
             all_kinds: all_kinds.clone(),
             state: Mutex::new(state),
-            limit_began: Notify::new(),
+            stale_deadline_changed: Notify::new(),
         }))
     }
 
@@ -71,8 +71,8 @@ impl Freshness {
         self.0.mark_stale(&mut self.0.state.lock(), reason);
     }
 
-    /// Records that the known state is that of the API server at this time. The kind is then no longer stale, unless that is too
-    /// long ago.
+    /// Records that the known state is that of the API server at this time. The kind is then no longer stale, unless `at` is
+    /// `MAX_TIME_WITHOUT_WATCH` ago or more.
     pub(super) fn mark_up_to_date(&self, at: Instant) {
         let mut state = self.0.state.lock();
         state.up_to_date_at = at;
@@ -82,7 +82,7 @@ impl Freshness {
         }
         // An open watch has no time limit, and calls this for each change.
         if !state.watch_is_open {
-            self.0.limit_began.notify_one();
+            self.0.stale_deadline_changed.notify_one();
         }
     }
 
@@ -98,7 +98,7 @@ impl Freshness {
         if cause == WatchEndCause::Server && state.latch.is_none() {
             state.up_to_date_at = Instant::now();
         }
-        self.0.limit_began.notify_one();
+        self.0.stale_deadline_changed.notify_one();
     }
 
     /// Marks the kind as stale when it has been without a watch for too long. Never returns.
@@ -110,9 +110,9 @@ impl Freshness {
                 has_limit.then_some(state.up_to_date_at + MAX_TIME_WITHOUT_WATCH)
             };
             match stale_at {
-                None => self.0.limit_began.notified().await,
+                None => self.0.stale_deadline_changed.notified().await,
                 Some(at) if at > Instant::now() => tokio::select! {
-                    () = self.0.limit_began.notified() => {}
+                    () = self.0.stale_deadline_changed.notified() => {}
                     () = sleep_until(at) => {}
                 },
                 Some(_) => {

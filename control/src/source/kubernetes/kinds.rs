@@ -1,7 +1,5 @@
 //! Which kinds the services of a process watch, and how much of each object.
 
-use tulle_core::names::label;
-
 use crate::resources::service::EndpointsSource;
 use crate::resources::{KINDS, Kind};
 
@@ -17,8 +15,6 @@ pub struct WatchRequirements {
 pub(super) struct WatchedKind {
     pub(super) kind: Kind,
     pub(super) detail: ObjectDetail,
-    /// Only objects with this label are watched.
-    pub(super) required_label: Option<&'static str>,
 }
 
 /// How much of each object is requested.
@@ -40,12 +36,7 @@ pub(super) fn watched_kinds(requirements: &WatchRequirements) -> Vec<WatchedKind
         let Some(detail) = destination.max(policy) else {
             continue;
         };
-        watched.push(WatchedKind {
-            kind,
-            detail,
-            // The policy service needs meshed pods only. The destination service needs all pods.
-            required_label: (kind == Kind::Pod && destination.is_none()).then_some(label::CONTROL_PLANE_NS),
-        });
+        watched.push(WatchedKind { kind, detail });
     }
     watched
 }
@@ -71,7 +62,8 @@ fn destination_detail(kind: Kind, endpoints_source: EndpointsSource) -> Option<O
     })
 }
 
-/// How the policy service watches a kind. `None` if it does not. It needs all kinds of policies and routes.
+/// How the policy service watches a kind. `None` if it does not. It needs all kinds of policies and routes, and all pods,
+/// because the status of an ExternalWorkload names the pod that has its address.
 fn policy_detail(kind: Kind) -> Option<ObjectDetail> {
     match kind {
         Kind::Endpoints
@@ -115,11 +107,7 @@ mod tests {
             } else {
                 ""
             };
-            let label = watched
-                .required_label
-                .map(|label| format!(" with {label}"))
-                .unwrap_or_default();
-            format!("{}{detail}{label}", watched.kind.info().plural())
+            format!("{}{detail}", watched.kind.info().plural())
         };
         watched_kinds(&requirements).into_iter().map(line).collect()
     }
@@ -153,16 +141,12 @@ mod tests {
     }
 
     #[test]
-    fn policy_alone_watches_meshed_pods_and_no_endpoints() {
+    fn policy_alone_watches_all_pods_and_no_endpoints() {
         let alone = watched(false, true, EndpointsSource::EndpointSlices);
-        assert!(
-            alone.contains(&"pods with linkerd.io/control-plane-ns".to_owned()),
-            "{alone:?}"
-        );
+        assert!(alone.contains(&"pods".to_owned()), "{alone:?}");
         assert!(alone.contains(&"httplocalratelimitpolicies".to_owned()), "{alone:?}");
         for none in ["endpoints", "endpointslices", "nodes", "serviceprofiles"] {
             assert!(!alone.iter().any(|line| line.starts_with(none)), "{none} in {alone:?}");
         }
-        assert!(watched(true, true, EndpointsSource::EndpointSlices).contains(&"pods".to_owned()));
     }
 }

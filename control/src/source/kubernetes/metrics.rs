@@ -22,8 +22,7 @@ impl InformerLag {
             Kind::ServiceProfile => "serviceprofiles_informer_lag_seconds",
             _ => return Self(None),
         };
-        let help =
-            "Age of a change on arrival, since the newest `Update` in its managed fields, which has whole seconds.";
+        let help = "Time from the newest `Update` in the object's managed fields, which have whole seconds, until the change arrives.";
         Self(Some(registry.histogram(name, help, BUCKETS).get(&Labels::new())))
     }
 

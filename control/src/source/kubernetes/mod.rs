@@ -120,6 +120,38 @@ fn watch_ended_error(ended: Result<Kind, tokio::task::JoinError>) -> SourceError
     }
 }
 
+/// Decodes bytes as the response to a list and as that to a watch of each kind.
+#[cfg(any(test, fuzzing))]
+pub(crate) fn decode_response(bytes: &[u8]) -> Vec<crate::resources::Object> {
+    use response::{EncodedObject, FrameBuffer, ListPage, RawObject, WatchEncoding, WatchEvent};
+
+    let body = bytes::Bytes::copy_from_slice(bytes);
+    let mut decoded = Vec::new();
+    let mut decode = |object: EncodedObject<'_>| {
+        let Ok(object) = RawObject::parse(object) else { return };
+        object.last_updated_at();
+        for kind in crate::resources::KINDS.iter().map(|info| info.kind) {
+            match object.decode(kind, kinds::ObjectDetail::Full) {
+                Ok(object) => decoded.push(object),
+                Err(err) => drop(object.unreadable(kind, &err.to_string())),
+            }
+        }
+    };
+    if let Ok(page) = ListPage::parse(&body) {
+        page.items.into_iter().for_each(&mut decode);
+    }
+    for encoding in [WatchEncoding::Json, WatchEncoding::Protobuf] {
+        let mut frames = FrameBuffer::new(encoding);
+        frames.push(bytes);
+        while let Ok(Some(frame)) = frames.next_frame() {
+            if let Ok(event) = WatchEvent::parse(&frame, encoding) {
+                decode(event.object);
+            }
+        }
+    }
+    decoded
+}
+
 /// Interval between log messages about kinds that are not listed yet.
 const START_LOG_INTERVAL: Duration = Duration::from_secs(60);
 

@@ -12,12 +12,12 @@ use http::{Request, Response, StatusCode};
 use http_body_util::{BodyExt, Limited};
 use kube::Client;
 use kube::client::Body;
-use serde_json::value::RawValue;
 use tokio::sync::mpsc;
 use tokio::task::yield_now;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tracing::{debug, info, warn};
 use tulle_core::backoff::Backoff;
+use tulle_core::error_chain::ErrorChain;
 
 use crate::resources::Kind;
 use crate::resources::event::{Event, EventWriter};
@@ -28,8 +28,8 @@ use crate::source::kubernetes::kinds::WatchedKind;
 use crate::source::kubernetes::metrics::InformerLag;
 use crate::source::kubernetes::request;
 use crate::source::kubernetes::response::{
-    ApiGroupList, ApiResourceList, LineBuffer, ListMeta, ListPage, ObjectHead, RawObject, StatusError, WatchEvent,
-    WatchEventType,
+    ApiGroupList, ApiResourceList, DecodeError, EncodedObject, FrameBuffer, ListPage, ObjectHead, RawObject,
+    StatusError, WatchEncoding, WatchEvent, WatchEventType,
 };
 
 pub(super) struct Reflector {
@@ -72,7 +72,7 @@ enum Error {
     #[error("the API server responded with {status}: {message}")]
     Status { status: StatusCode, message: String },
     #[error("decoding the response")]
-    Decode(#[source] serde_json::Error),
+    Decode(#[source] DecodeError),
     #[error("the API server has the kind in discovery, but its list returns 404")]
     DiscoveryMismatch,
 }
@@ -222,7 +222,7 @@ impl Reflector {
                         error = &err as &dyn StdError,
                         "list failed, the last known state stays in use"
                     );
-                    self.freshness.mark_stale(&err.to_string());
+                    self.freshness.mark_stale(&ErrorChain(&err).to_string());
                     sleep(retries.next_delay()).await;
                 }
             }
@@ -299,7 +299,7 @@ impl Reflector {
                 let bytes = self
                     .read_response(request::discovery_request("/apis").map_err(Error::Request)?)
                     .await?;
-                let groups: ApiGroupList = serde_json::from_slice(&bytes).map_err(Error::Decode)?;
+                let groups: ApiGroupList = serde_json::from_slice(&bytes).map_err(|err| Error::Decode(err.into()))?;
                 groups.group_versions(group)
             }
         };
@@ -312,7 +312,7 @@ impl Reflector {
             let bytes = self
                 .read_response(request::discovery_request(&path).map_err(Error::Request)?)
                 .await?;
-            let resources: ApiResourceList = serde_json::from_slice(&bytes).map_err(Error::Decode)?;
+            let resources: ApiResourceList = serde_json::from_slice(&bytes).map_err(|err| Error::Decode(err.into()))?;
             if resources.contains(&info.plural()) {
                 return Ok(true);
             }
@@ -324,44 +324,40 @@ impl Reflector {
         let mut list = List::default();
         let mut bytes = self.read_page(api_version, None).await?;
         loop {
-            let page: ListPage<'_> = serde_json::from_slice(&bytes).map_err(Error::Decode)?;
-            let ListMeta {
-                r#continue: token,
-                resource_version,
-            } = page.metadata;
-            let decoding = self.decode_page(page.items.unwrap_or_default(), &mut list);
-            if token.is_empty() {
+            let page = ListPage::parse(&bytes).map_err(Error::Decode)?;
+            let decoding = self.decode_page(page.items, &mut list);
+            if page.next_page.is_empty() {
                 decoding.await;
                 self.apply_list(list).await;
-                return Ok(resource_version);
+                return Ok(page.resource_version);
             }
             // The API server encodes the next page meanwhile.
-            let (next_page, ()) = tokio::join!(self.read_page(api_version, Some(&token)), decoding);
+            let (next_page, ()) = tokio::join!(self.read_page(api_version, Some(&page.next_page)), decoding);
             bytes = next_page?;
         }
     }
 
     /// Adds the objects of a page to the list. Other tasks of this thread run in between.
-    async fn decode_page(&self, items: Vec<&RawValue>, list: &mut List) {
-        for objects in items.chunks(OBJECTS_BETWEEN_YIELDS) {
-            yield_now().await;
-            for object in objects {
-                let item = match RawObject::parse(object) {
-                    Ok(item) => item,
-                    Err(err) => {
-                        let error = &err as &dyn StdError;
-                        warn!(kind = self.kind_name(), error, "skipping an object without metadata");
-                        continue;
-                    }
-                };
-                let Some((name, version_hash)) = self.name_and_version_hash(&item.head) else {
-                    continue;
-                };
-                if self.known_versions.get(&name) != Some(&version_hash) {
-                    list.events.push(self.decode_event(&name, &item));
-                }
-                list.versions.insert(name, version_hash);
+    async fn decode_page(&self, items: Vec<EncodedObject<'_>>, list: &mut List) {
+        for (i, object) in items.into_iter().enumerate() {
+            if i.is_multiple_of(OBJECTS_BETWEEN_YIELDS) {
+                yield_now().await;
             }
+            let item = match RawObject::parse(object) {
+                Ok(item) => item,
+                Err(err) => {
+                    let error = &err as &dyn StdError;
+                    warn!(kind = self.kind_name(), error, "skipping an object without metadata");
+                    continue;
+                }
+            };
+            let Some((name, version_hash)) = self.name_and_version_hash(&item.head) else {
+                continue;
+            };
+            if self.known_versions.get(&name) != Some(&version_hash) {
+                list.events.push(self.decode_event(&name, &item));
+            }
+            list.versions.insert(name, version_hash);
         }
     }
 
@@ -443,8 +439,8 @@ impl Reflector {
             .watched
             .watch_request(self.api_version, &position.resource_version, seconds)
             .map_err(Error::Request)?;
-        let body = match self.send(request).await {
-            Ok(response) => response.into_body(),
+        let response = match self.send(request).await {
+            Ok(response) => response,
             Err(Error::Status { status, .. }) if status == StatusCode::GONE => return Ok(WatchEnd::Relist),
             Err(err) => return Err(err),
         };
@@ -453,7 +449,7 @@ impl Reflector {
         // that has failed.
         let limit = Duration::from_secs(seconds) + RESPONSE_TIMEOUT;
         let mut batch = EventBatch::default();
-        let reading = timeout(limit, self.read_watch(body, position, &mut batch)).await;
+        let reading = timeout(limit, self.read_watch(response, position, &mut batch)).await;
         let reading = reading.unwrap_or(Err(Error::WatchTimeout(limit)));
         let is_timeout = reading.as_ref().is_err_and(Error::is_timeout);
         self.freshness.watch_ended(match is_timeout {
@@ -468,11 +464,13 @@ impl Reflector {
     /// Reports the changes of a watch until it ends. Changes that arrive in quick succession are reported together.
     async fn read_watch(
         &mut self,
-        mut body: Body,
+        response: Response<Body>,
         position: &mut WatchPosition,
         batch: &mut EventBatch,
     ) -> Result<WatchEnd, Error> {
-        let mut lines = LineBuffer::default();
+        let encoding = WatchEncoding::from_headers(response.headers());
+        let mut frames = FrameBuffer::new(encoding);
+        let mut body = response.into_body();
         loop {
             let relist_at = position.changed_at + RELIST_INTERVAL;
             // Dropping the body ends the watch. The next watch continues at `position`, so no change is lost.
@@ -491,21 +489,21 @@ impl Reflector {
             let Ok(data) = frame.map_err(|err| Error::Read(err.into()))?.into_data() else {
                 continue;
             };
-            lines.push(&data);
-            let mut ended = None;
-            lines.drain_lines(|line| {
-                if ended.is_none() && !line.is_empty() {
-                    ended = self.handle_line(line, position, &mut batch.events).transpose();
+            frames.push(&data);
+            while let Some(frame) = frames.next_frame().map_err(Error::Decode)? {
+                if frame.is_empty() {
+                    continue;
                 }
-            });
-            if let Some(ended) = ended {
-                return ended;
+                let change = WatchEvent::parse(&frame, encoding).map_err(Error::Decode)?;
+                if let Some(ended) = self.handle_change(change, position, &mut batch.events)? {
+                    return Ok(ended);
+                }
             }
         }
     }
 
     /// Reports the events of a batch. The next batch waits as long as this report took, but at most `MAX_BATCH_DELAY`. So
-    /// frequent changes leave the thread about half of its time, unless a report takes longer than that.
+    /// reports take at most about half of the thread's time, unless one report takes longer than `MAX_BATCH_DELAY`.
     async fn apply_batch(&mut self, batch: &mut EventBatch) {
         if batch.events.is_empty() {
             return;
@@ -516,16 +514,15 @@ impl Reflector {
         batch.apply_at = Instant::now() + started_at.elapsed().min(MAX_BATCH_DELAY);
     }
 
-    /// Turns a line of a watch into an event. Returns how the watch ended if the line ends it.
-    fn handle_line(
+    /// Turns a change of a watch into an event. Returns how the watch ended if the change ends it.
+    fn handle_change(
         &mut self,
-        line: &[u8],
+        change: WatchEvent<'_>,
         position: &mut WatchPosition,
         events: &mut Vec<Event>,
     ) -> Result<Option<WatchEnd>, Error> {
-        let change: WatchEvent<'_> = serde_json::from_slice(line).map_err(Error::Decode)?;
         if change.r#type == WatchEventType::Error {
-            let error: StatusError = serde_json::from_str(change.object.get()).unwrap_or_default();
+            let error = StatusError::from_object(change.object);
             let status = StatusCode::from_u16(error.code).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
             let message = error.message;
             return match status {
@@ -635,8 +632,7 @@ impl Reflector {
             .and_then(Result::ok)
             .map(|body| body.to_bytes())
             .unwrap_or_default();
-        let error: StatusError = serde_json::from_slice(&bytes).unwrap_or_default();
-        let message = error.message;
+        let message = StatusError::from_body(&bytes).message;
         Err(Error::Status { status, message })
     }
 }

@@ -4,6 +4,7 @@ use http::Request;
 use http::header::ACCEPT;
 use kube::client::Body;
 
+use crate::resources::protobuf;
 use crate::source::kubernetes::kinds::{ObjectDetail, WatchedKind};
 
 impl WatchedKind {
@@ -13,36 +14,31 @@ impl WatchedKind {
         if let Some(page) = page {
             query += &format!("continue={}&", percent_encode(page));
         }
-        query += &self.selector();
         query += &format!("limit={LIST_PAGE_SIZE}");
         self.build_request(version, &query, "PartialObjectMetadataList")
     }
 
     /// Builds the request for changes after resource version `since`, with a timeout in seconds.
     pub(super) fn watch_request(&self, version: &str, since: &str, seconds: u64) -> Result<Request<Body>, http::Error> {
-        let selector = self.selector();
         let query = format!(
-            "allowWatchBookmarks=true&{selector}resourceVersion={since}&timeout={}&timeoutSeconds={seconds}&watch=true",
+            "allowWatchBookmarks=true&resourceVersion={since}&timeout={}&timeoutSeconds={seconds}&watch=true",
             format_go_duration(seconds),
             since = percent_encode(since),
         );
         self.build_request(version, &query, "PartialObjectMetadata")
     }
 
-    fn selector(&self) -> String {
-        let label = self
-            .required_label
-            .map(|label| format!("labelSelector={}&", percent_encode(label)));
-        label.unwrap_or_default()
-    }
-
     fn build_request(&self, version: &str, query: &str, metadata: &str) -> Result<Request<Body>, http::Error> {
         let info = self.kind.info();
         let path = format!("{}/{}?{query}", api_path(info.group, version), info.plural());
-        let accept = match self.detail {
-            ObjectDetail::Metadata => format!("application/json;as={metadata};g=meta.k8s.io;v=v1"),
-            ObjectDetail::Full => "application/json".to_owned(),
+        let parameters = match self.detail {
+            ObjectDetail::Metadata => format!(";as={metadata};g=meta.k8s.io;v=v1"),
+            ObjectDetail::Full => String::new(),
         };
+        let mut accept = format!("application/json{parameters}");
+        if protobuf::is_decodable(self.kind) {
+            accept = format!("application/vnd.kubernetes.protobuf{parameters},{accept}");
+        }
         Request::get(path).header(ACCEPT, accept).body(Body::empty())
     }
 }
@@ -91,11 +87,7 @@ mod tests {
 
     #[test]
     fn requests_are_those_of_client_go() {
-        let watched = |kind, detail| WatchedKind {
-            kind,
-            detail,
-            required_label: (kind == Kind::Pod).then_some("linkerd.io/control-plane-ns"),
-        };
+        let watched = |kind, detail| WatchedKind { kind, detail };
         let slices = watched(Kind::EndpointSlice, ObjectDetail::Full);
         let req = slices.watch_request("v1", "751", 284).unwrap();
         assert_eq!(
@@ -110,12 +102,14 @@ mod tests {
         assert_eq!(req.uri(), "/api/v1/nodes?continue=a%3D%2F&limit=250");
         assert_eq!(
             req.headers()[ACCEPT],
-            "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
+            "application/vnd.kubernetes.protobuf;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,\
+             application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
         );
         let req = watched(Kind::Pod, ObjectDetail::Full).list_request("v1", None).unwrap();
+        assert_eq!(req.uri(), "/api/v1/pods?limit=250");
         assert_eq!(
-            req.uri(),
-            "/api/v1/pods?labelSelector=linkerd.io%2Fcontrol-plane-ns&limit=250"
+            req.headers()[ACCEPT],
+            "application/vnd.kubernetes.protobuf,application/json"
         );
         assert_eq!(format_go_duration(59), "59s");
     }

@@ -590,4 +590,18 @@ async fn a_start_without_lists_is_not_ready_and_names_the_kinds() {
     );
 }
 
+#[tokio::test(start_paused = true)]
+async fn the_reason_why_a_kind_is_stale_includes_the_causes_of_the_error() {
+    let source = start_scripted(|_, _| text_response(200, "garbage"));
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let reasons = source.freshness.reasons();
+    let [reason] = &reasons[..] else {
+        panic!("{reasons:?}");
+    };
+    assert!(
+        reason.starts_with("servers: decoding the response: expected value"),
+        "{reason}"
+    );
+}
+
 mod schedules;

@@ -188,8 +188,8 @@ fn fill_changed_slices(changed: &mut [SliceUpdate<'_>], new_endpoints: &mut VecD
     }
 }
 
-/// Adds the endpoints that do not fill a new slice to the fullest unchanged slice that has room for all of them. Returns its
-/// update.
+/// New endpoints are put into full new slices; the remainder goes to the fullest unchanged slice with room for all of it.
+/// Returns the update of that slice.
 fn add_rest_to_unchanged_slice<'a>(
     mut unchanged: Vec<SliceUpdate<'a>>,
     new_endpoints: &mut VecDeque<Endpoint>,

@@ -32,7 +32,7 @@ pub(super) fn route_condition(result: Result<(), RouteRejection>, generation: Op
         | RouteRejection::OtherNamespace
         | RouteRejection::ProtocolMismatch(_)
         | RouteRejection::PortProtocolMismatch(_) => NO_MATCHING_PARENT,
-        RouteRejection::MoreSpecificRoute | RouteRejection::OlderRoute(_) => ROUTE_REASON_CONFLICTED,
+        RouteRejection::RouteOfPrecedingKind | RouteRejection::OlderRoute(_) => ROUTE_REASON_CONFLICTED,
         RouteRejection::UnsupportedParentField(_) | RouteRejection::Unsupported(_) => UNSUPPORTED_VALUE,
     };
     condition_false(ACCEPTED, reason, rejection.to_string(), generation)

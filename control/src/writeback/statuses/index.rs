@@ -8,15 +8,19 @@ use ahash::AHashMap;
 use serde_json::{Value, json};
 use tulle_core::names::annotation;
 
-use crate::resources::acceptance::{self, AcceptanceSettings, ParentLookup};
+use crate::resources::acceptance::{self, AcceptanceSettings, ParentLookup, RouteRejection};
+use crate::resources::event::Event;
 use crate::resources::meta::NamespacedName;
 use crate::resources::policy::egress_network::EgressNetwork;
 use crate::resources::policy::rate_limit::RateLimitPolicy;
 use crate::resources::policy::server::Server;
 use crate::resources::route::{Parent, ParentKind, Route};
 use crate::resources::service::{Service, ServiceKind, ServicePort};
-use crate::resources::status::{ACCEPTED, CONTROLLER_NAME, Condition, ParentRef, ParentStatus, PolicyStatus};
+use crate::resources::status::{
+    ACCEPTED, CONTROLLER_NAME, Condition, ParentRef, ParentStatus, PolicyStatus, UNSUPPORTED_VALUE,
+};
 use crate::resources::unreadable::Unreadable;
+use crate::resources::unsupported::UnsupportedPart;
 use crate::resources::workload::ExternalWorkload;
 use crate::resources::{Kind, Object};
 use crate::writeback::config::StatusesConfig;
@@ -82,10 +86,20 @@ impl StatusIndex {
         }
     }
 
+    /// Applies an event. Returns the objects whose status can change.
+    pub(super) fn apply_event(&mut self, event: &Event) -> BTreeSet<ObjectId> {
+        match event {
+            Event::Applied(object) => self.apply(object),
+            Event::Deleted(kind, name) => self.delete(&ObjectId::new(*kind, name.clone())),
+            Event::Unreadable(unreadable) => self.apply_unreadable(unreadable),
+            Event::Synced => BTreeSet::new(),
+        }
+    }
+
     /// Adds or replaces an object. Returns the objects whose status can change.
     pub(super) fn apply(&mut self, object: &Object) -> BTreeSet<ObjectId> {
         let id = ObjectId::new(object.kind(), object.meta().name.clone());
-        // Any version but the replaced one contains the write, or a later change.
+        // An event with another version than the one that our patch replaced contains our write, or something newer.
         let is_confirmed = |(replaced, _): &(String, Status)| *replaced != object.meta().version;
         if self.unconfirmed_writes.get(&id).is_some_and(is_confirmed) {
             self.unconfirmed_writes.remove(&id);
@@ -328,7 +342,13 @@ impl StatusIndex {
                 let parents: Vec<&ParentStatus> = foreign.iter().chain(ours).collect();
                 json!({ "parents": parents })
             }
-            Status::Policy(status) => json!(status),
+            Status::Policy(ours) => {
+                body["metadata"]["resourceVersion"] = json!(version);
+                json!(PolicyStatus {
+                    conditions: [self.foreign_policy_conditions(id), ours.conditions.clone()].concat(),
+                    target_ref: ours.target_ref.clone(),
+                })
+            }
             Status::Workload(ours) => {
                 body["metadata"]["resourceVersion"] = json!(version);
                 let conditions = self
@@ -360,11 +380,11 @@ impl StatusIndex {
         let (meta, status, foreign) = match id.kind {
             Kind::RateLimitPolicy => {
                 let limit = self.rate_limits.get(&id.name)?;
-                (&limit.meta, Status::Policy(limit.status.clone()), Vec::new())
+                (&limit.meta, our_policy_status(&limit.status), Vec::new())
             }
             Kind::EgressNetwork => {
                 let network = self.egress_networks.get(&id.name)?;
-                (&network.meta, Status::Policy(network.status.clone()), Vec::new())
+                (&network.meta, our_policy_status(&network.status), Vec::new())
             }
             Kind::ExternalWorkload => {
                 let workload = self.external_workloads.get(&id.name)?;
@@ -385,6 +405,17 @@ impl StatusIndex {
             _ => status,
         };
         Some((meta.version.clone(), status, foreign))
+    }
+
+    /// Returns the conditions of other controllers in the status of a rate limit or an egress network.
+    fn foreign_policy_conditions(&self, id: &ObjectId) -> Vec<Condition> {
+        let status = match id.kind {
+            Kind::RateLimitPolicy => self.rate_limits.get(&id.name).map(|limit| &limit.status),
+            _ => self.egress_networks.get(&id.name).map(|network| &network.status),
+        };
+        let conditions = status.map(|status| &*status.conditions).unwrap_or_default();
+        let foreign = conditions.iter().filter(|condition| condition.kind != ACCEPTED);
+        foreign.cloned().collect()
     }
 
     /// Returns our part of the status without times.
@@ -438,14 +469,10 @@ impl StatusIndex {
             let Some(kind) = parent_kind(parent.kind) else {
                 continue;
             };
-            let competing = self.routes_of_parent(parent);
-            let settings = AcceptanceSettings {
-                cluster_networks: &self.settings.cluster_networks,
-                global_egress_namespace: &self.settings.global_egress_namespace,
-                default_opaque_ports: &self.settings.default_opaque_ports,
-            };
-            let accepted = acceptance::check_route(self, settings, route, parent, competing);
-            let mut found = vec![conditions::route_condition(accepted, route.generation)];
+            let mut found = vec![conditions::route_condition(
+                self.check_parent(route, parent),
+                route.generation,
+            )];
             if parent.kind != ParentKind::Server {
                 found.push(self.resolved_refs_condition(route));
             }
@@ -468,6 +495,72 @@ impl StatusIndex {
             }
         }
         statuses
+    }
+
+    /// Checks whether a parent accepts a route.
+    fn check_parent(&self, route: &Route, parent: &Parent) -> Result<(), RouteRejection> {
+        let settings = AcceptanceSettings {
+            cluster_networks: &self.settings.cluster_networks,
+            global_egress_namespace: &self.settings.global_egress_namespace,
+            default_opaque_ports: &self.settings.default_opaque_ports,
+        };
+        acceptance::check_route(self, settings, route, parent, self.routes_of_parent(parent))
+    }
+
+    /// Returns the parts of an object that have no effect because of other objects, each with the reason in its status.
+    ///
+    /// Unsupported parts, and those that the protocol of the Server does not support, are left out: `cluster` counts them for all
+    /// sources.
+    pub(super) fn parts_without_effect(&self, id: &ObjectId) -> Vec<UnsupportedPart> {
+        if let Some(route) = self.routes.get(id) {
+            return self.route_parts_without_effect(route);
+        }
+        let (field, conditions) = match (id.kind, self.desired_status(id)) {
+            (Kind::RateLimitPolicy, Some(Status::Policy(status))) => ("spec.targetRef", status.conditions),
+            (Kind::EgressNetwork, Some(Status::Policy(status))) => ("spec.networks", status.conditions),
+            (Kind::ExternalWorkload, Some(Status::Workload(Some(condition)))) => ("spec.workloadIPs", vec![condition]),
+            _ => return Vec::new(),
+        };
+        let has_no_effect =
+            |condition: &Condition| condition.status == "False" && condition.reason != UNSUPPORTED_VALUE;
+        let conditions = conditions.into_iter().filter(has_no_effect);
+        conditions
+            .map(|Condition { message: reason, .. }| UnsupportedPart { field, reason })
+            .collect()
+    }
+
+    fn route_parts_without_effect(&self, route: &Route) -> Vec<UnsupportedPart> {
+        let mut found = Vec::new();
+        let is_in_mesh = |parent: &&Parent| parent.kind != ParentKind::Foreign;
+        for parent in route.parents.iter().filter(is_in_mesh) {
+            let rejection = match self.check_parent(route, parent) {
+                Ok(())
+                | Err(
+                    RouteRejection::Unsupported(_)
+                    | RouteRejection::UnsupportedParentField(_)
+                    | RouteRejection::ProtocolMismatch(_),
+                ) => continue,
+                Err(rejection) => rejection,
+            };
+            let port = parent.port.map(|port| format!(":{port}")).unwrap_or_default();
+            let part = UnsupportedPart {
+                field: "spec.parentRefs",
+                reason: format!("{} {}{port}: {rejection}", parent.kind.name(), parent.name),
+            };
+            // As in a status, a parent that is referenced twice counts once.
+            if !found.contains(&part) {
+                found.push(part);
+            }
+        }
+        let uses_backends = |parent: &Parent| matches!(parent.kind, ParentKind::Service | ParentKind::EgressNetwork);
+        let condition = self.resolved_refs_condition(route);
+        if route.parents.iter().any(uses_backends) && condition.status == "False" {
+            found.push(UnsupportedPart {
+                field: "spec.rules",
+                reason: format!("backends: {}", condition.message),
+            });
+        }
+        found
     }
 
     fn routes_of_parent(&self, parent: &Parent) -> impl Iterator<Item = &Route> {
@@ -565,6 +658,13 @@ impl Status {
         }
         self
     }
+}
+
+/// Returns the part of a policy's status that this controller writes.
+fn our_policy_status(status: &PolicyStatus) -> Status {
+    let mut ours = status.clone();
+    ours.conditions.retain(|condition| condition.kind == ACCEPTED);
+    Status::Policy(ours)
 }
 
 /// Returns whether this controller writes a condition of an external workload.

@@ -13,6 +13,7 @@
 mod conditions;
 mod index;
 mod object_id;
+pub(super) mod report;
 #[cfg(test)]
 mod tests;
 
@@ -105,13 +106,8 @@ impl Controller {
     fn apply(&self, events: Vec<Event>) {
         let state = &mut *self.0.state.lock();
         let mut affected = BTreeSet::new();
-        for event in events {
-            affected.extend(match event {
-                Event::Applied(object) => state.index.apply(&object),
-                Event::Deleted(kind, name) => state.index.delete(&ObjectId::new(kind, name)),
-                Event::Unreadable(unreadable) => state.index.apply_unreadable(&unreadable),
-                Event::Synced => continue,
-            });
+        for event in &events {
+            affected.extend(state.index.apply_event(event));
         }
         self.enqueue_changed(state, affected);
     }

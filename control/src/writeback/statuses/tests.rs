@@ -1,5 +1,6 @@
 //! Tests of statuses: tables, preserved entries, and the objects that a change affects.
 
+mod report;
 mod route_acceptance;
 
 use serde_json::{Value, json};
@@ -465,6 +466,41 @@ fn the_oldest_rate_limit_of_a_server_is_accepted() {
         });
         index.apply(Kind::Server, server);
         assert_eq!(reason(&index, "young"), "False UnsupportedValue", "{protocol}");
+    }
+}
+
+#[test]
+fn conditions_of_other_controllers_are_kept_in_policies() {
+    let foreign = json!({
+        "type": "Ready", "status": "True", "reason": "Probed", "message": "", "lastTransitionTime": "2025-05-05T00:00:00Z",
+    });
+    let target = json!({"group": POLICY, "kind": "Server", "name": "srv"});
+    for (kind, spec) in [
+        (
+            Kind::EgressNetwork,
+            json!({"trafficPolicy": "Allow", "networks": [{"cidr": "192.0.2.0/24"}]}),
+        ),
+        (
+            Kind::RateLimitPolicy,
+            json!({"targetRef": target, "total": {"requestsPerSecond": 5}}),
+        ),
+    ] {
+        let mut index = TestIndex::new();
+        let policy = |version: &str, status: &Value| {
+            let metadata = json!({"name": "p", "namespace": "shop", "generation": 4, "resourceVersion": version});
+            json!({"metadata": metadata, "spec": spec, "status": status})
+        };
+        index.apply(kind, policy("7", &json!({"conditions": [foreign]})));
+        let body = index.patch(kind, "p").unwrap();
+        let conditions = body["status"]["conditions"].as_array().unwrap();
+        assert_eq!((conditions.len(), &conditions[0]), (2, &foreign), "{kind:?}");
+        assert_eq!(conditions[1]["type"], "Accepted");
+        assert_eq!(
+            body["metadata"]["resourceVersion"], "7",
+            "concurrent changes of other controllers are not overwritten"
+        );
+        index.apply(kind, policy("8", &body["status"]));
+        assert_eq!(index.patch(kind, "p"), None, "{kind:?}");
     }
 }
 

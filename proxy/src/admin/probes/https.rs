@@ -222,7 +222,7 @@ impl RequestTarget {
         let (Some(scheme), Some(authority)) = (parts.scheme, parts.authority) else {
             return invalid_location();
         };
-        // Like the kubelet, whatever the scheme is.
+        // A redirect to another host is not followed, whatever its scheme is, as in the kubelet.
         if authority.host().trim_matches(['[', ']']).parse() != Ok(host) {
             return RedirectOutcome::Done;
         }

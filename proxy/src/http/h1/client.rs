@@ -156,8 +156,8 @@ pub(crate) struct Exchange {
     connection: ClientConnection,
     message: encode::OutgoingMessage<Body>,
     is_sending: bool,
-    /// Also true for a resent message, whose body was encoded with its head. Its connection is new, so nothing depends on
-    /// it.
+    /// Also true for a resent message with a body, which is encoded together with the head. This does no harm: the value is used
+    /// only on reused connections, and a resend uses a new one.
     has_no_body: bool,
     method: Method,
     addr: SocketAddr,

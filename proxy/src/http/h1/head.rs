@@ -258,7 +258,7 @@ fn parse_headers(bytes: &Bytes, lines: &[httparse::Header<'_>]) -> Result<Header
 
 /// Allows at most one host. The authority of an absolute target replaces it, so that no later hop sees another one.
 ///
-/// Source: RFC 9112 §3.2. A request without a host is accepted: it can go to its original destination, as without a
+/// Source: RFC 9112 §3.2, and RFC 9110 §4.2.4 about userinfo. A request without a host is accepted: it can go to its original destination, as without a
 /// proxy.
 fn check_host(request: &mut Request<()>) -> Result<(), HeadError> {
     let mut hosts = request.headers().get_all(header::HOST).iter();
@@ -270,11 +270,13 @@ fn check_host(request: &mut Request<()>) -> Result<(), HeadError> {
     if host.is_some_and(|host| !host.as_bytes().iter().all(is_authority_char)) {
         return Err("the host is not a valid authority".into());
     }
-    let target_authority = match request.uri().authority() {
+    let target_host = match request.uri().authority() {
+        Some(authority) if authority.as_str().contains('@') => {
+            return Err("the request target contains userinfo".into());
+        }
         Some(authority) if request.uri().scheme().is_some() => authority.as_str(),
         _ => return Ok(()),
     };
-    let target_host = target_authority.rsplit('@').next().unwrap_or(target_authority);
     if host.is_none_or(|host| host != target_host) {
         let host = HeaderValue::from_str(target_host).map_err(|_| "the request target is invalid")?;
         request.headers_mut().insert(header::HOST, host);
@@ -622,6 +624,9 @@ mod tests {
             "GET http://we<b>.test/ HTTP/1.1",
             "GET <a> HTTP/1.1",
             "CONNECT a<b>:80 HTTP/1.1",
+            // The credentials would reach the next hop.
+            "GET http://me@a:80/x HTTP/1.1",
+            "CONNECT me:password@a:80 HTTP/1.1",
         ] {
             let text = format!("{line}\r\n\r\n");
             assert_ne!(parse_request(&text).expect_err(&text), HeadError::TooLarge);
@@ -632,7 +637,7 @@ mod tests {
     fn the_host_of_an_absolute_target_replaces_the_host_header() {
         for (lines, host) in [
             ("http://a/x HTTP/1.1\r\nhost: b", "a"),
-            ("http://me@a:80/x HTTP/1.1", "a:80"),
+            ("http://a:80/x HTTP/1.1", "a:80"),
             ("/x HTTP/1.1\r\nhost: b", "b"),
         ] {
             let head = parse_request(&format!("GET {lines}\r\n\r\n")).unwrap().unwrap();

@@ -87,8 +87,8 @@ impl ClosedConnection {
 
 impl ServerKeepAlive {
     /// Records a connection that was idle since `idle_since` and that the server has closed. A server that exits closes all
-    /// connections at once, whatever their age. So an age counts as its keep-alive timeout only if a connection that became
-    /// idle later was closed too.
+    /// connections at once, whatever their age. So an age counts as its keep-alive timeout only if a second connection, which
+    /// became idle after the first closure was noticed, was closed too.
     fn record_closed(&mut self, idle_since: Instant, now: Instant) {
         let age = now - idle_since;
         if age < MIN_OBSERVED_IDLE_AGE {

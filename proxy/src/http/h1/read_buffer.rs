@@ -42,7 +42,8 @@ where
     })
 }
 
-/// Inline storage for short reads: `Bytes` on top of it needs one allocation, also when it is shared.
+/// The bytes of a short read, stored in the owner of their `Bytes`: one allocation in total. A `Bytes` made from a `Vec` needs a
+/// second one when it is cloned.
 struct FixedBuffer {
     bytes: [u8; FIXED_BUFFER_BYTES],
     len: usize,

@@ -54,7 +54,8 @@ pub(crate) struct Http1Config {
 
 /// Why the server reads no further request. Ordinary ends are errors too, so that `?` ends the connection.
 enum ConnectionEnd {
-    /// The server closes it: the client closed it, it was idle for too long, its last response is written, or the proxy drains.
+    /// This proxy closes the connection, because the client has closed it, it was idle for too long, its last response is written,
+    /// or the proxy drains.
     Closed,
     /// The client gets an error response to a request that the service did not get.
     Refused(Error),

@@ -9,7 +9,7 @@ pub(crate) struct Http2Config {
     pub(crate) connection_window: u32,
     pub(crate) keep_alive: Option<KeepAlive>,
     /// Maximum frame size to receive, in bytes. `None` is [`DEFAULT_MAX_FRAME_SIZE`](Self::DEFAULT_MAX_FRAME_SIZE) for
-    /// meshed clients and for servers, and the protocol's default (16 KiB) for other clients.
+    /// clients with TLS and for servers, and the protocol's default (16 KiB) for other clients.
     pub(crate) max_frame_size: Option<u32>,
     /// `SETTINGS_MAX_CONCURRENT_STREAMS` sent to clients; `None` sends no limit. Not used on connections to servers.
     pub(crate) max_concurrent_streams: Option<u32>,
@@ -51,7 +51,7 @@ impl Default for Http2Config {
 
 impl Http2Config {
     /// Large body chunks fit into one frame: 4 % less CPU in bulk transfers than with the protocol's 16 KiB. Clients
-    /// outside the mesh get 16 KiB, as from most servers.
+    /// without TLS get 16 KiB, as from most servers.
     pub(crate) const DEFAULT_MAX_FRAME_SIZE: u32 = 64 << 10;
 
     /// 16 MiB: about 16,000 requests of usual size. A peer's proxy sends all requests of one of its workers on one

@@ -1,4 +1,5 @@
-//! HTTP/2 server and client, directly on the `h2` crate: no channel and no task between a request and its connection.
+//! HTTP/2 server and client, directly on the `h2` crate: the future of a request calls it without a channel. One task per
+//! connection does the I/O.
 
 pub(super) mod body;
 pub(crate) mod client;

@@ -77,14 +77,14 @@ impl BodySender {
     /// Ready when the body is handed to `h2`, or the peer wants no more of it.
     ///
     /// # Errors
-    /// The body fails, and the stream is reset or ended with a gRPC status. Or the peer resets the stream.
+    /// The body fails, and the stream is reset or ended with a gRPC status. Or the connection fails.
     pub(super) fn poll_send(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
         loop {
             if !self.chunk.is_empty() {
                 self.stream.reserve_capacity(self.chunk.len());
                 let capacity = match self.stream.poll_capacity(cx) {
                     Poll::Ready(Some(capacity)) => capacity.map_err(Error::H2)?,
-                    Poll::Ready(None) => return Poll::Ready(Ok(())), // the peer closed its side of the stream
+                    Poll::Ready(None) => return Poll::Ready(Ok(())), // the stream was reset or has ended
                     Poll::Pending => {
                         let timeout_error = ready!(self.body.poll_deadline(self.chunk.len(), cx));
                         return Poll::Ready(Err(self.abort(timeout_error)));

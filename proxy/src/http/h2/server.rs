@@ -49,8 +49,8 @@ use crate::{
     net::io::Io,
 };
 
-/// Serves a connection until it ends. Ends it gracefully when `drain` or `closer` signals, or when there was no request
-/// for the idle timeout of HTTP/1, or no first one for the header timeout.
+/// Serves a connection until it ends. Ends it gracefully when `drain` or `closer` signals, when it has had no request for
+/// the idle timeout of HTTP/1, or when its first request has not arrived within the header timeout.
 ///
 /// # Errors
 /// The connection fails, or the client violates HTTP/2, or does not send its preface or answer a ping in time.
@@ -74,8 +74,8 @@ where
         // limit.
         .max_header_list_size(params.max_header_list_bytes.saturating_mul(2))
         .enable_connect_protocol();
-    let meshed_default = || io.is_encrypted().then_some(Http2Config::DEFAULT_MAX_FRAME_SIZE);
-    if let Some(size) = params.max_frame_size.or_else(meshed_default) {
+    let tls_default = || io.is_encrypted().then_some(Http2Config::DEFAULT_MAX_FRAME_SIZE);
+    if let Some(size) = params.max_frame_size.or_else(tls_default) {
         builder.max_frame_size(size);
     }
     if let Some(streams) = params.max_concurrent_streams {
@@ -88,7 +88,12 @@ where
         builder.max_pending_accept_reset_streams(streams);
     }
     let io = tokio::select! {
-        result = read_preface(io) => result?,
+        // As in HTTP/1, bytes that are not HTTP count as a refused request.
+        result = read_preface(io) => result.inspect_err(|error| {
+            if let Error::InvalidRequest(_) = error {
+                service.record_refused(error);
+            }
+        })?,
         () = wait_for_close(&closer, drain) => return Ok(()),
         () = sleep(PREFACE_TIMEOUT) => return Err(Error::HeaderReadTimeout(PREFACE_TIMEOUT)),
     };
@@ -146,11 +151,14 @@ async fn read_preface(mut io: Io) -> Result<Io, Error> {
     let mut seen = BytesMut::with_capacity(PREFACE.len());
     while seen.len() < PREFACE.len() {
         let n = io.read_buf(&mut seen).await.map_err(Error::ClientIo)?;
-        if n == 0 || !PREFACE.starts_with(&seen[..seen.len().min(PREFACE.len())]) {
-            linger::close(&mut io).await.map_err(Error::ClientIo)?;
-            return Err(Error::InvalidRequest(
-                "the connection does not begin with the HTTP/2 preface",
-            ));
+        let is_invalid = !PREFACE.starts_with(&seen[..seen.len().min(PREFACE.len())]);
+        if n == 0 || is_invalid {
+            // It does not matter whether the client waits for the end.
+            let _ = linger::close(&mut io).await;
+            return Err(match is_invalid {
+                true => Error::InvalidRequest("the connection does not begin with the HTTP/2 preface"),
+                false => Error::ClientClosed,
+            });
         }
     }
     Ok(io.prepend(seen.freeze()))

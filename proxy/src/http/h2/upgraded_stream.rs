@@ -74,7 +74,7 @@ impl UpgradedStream {
         while room == 0 {
             room = match ready!(self.send.poll_capacity(cx)) {
                 Some(room) => room?,
-                None => return Poll::Ready(Ok(0)), // the peer closed its side of the stream
+                None => return Poll::Ready(Ok(0)), // the stream was reset or has ended
             };
         }
         let part = Bytes::copy_from_slice(&buf[..room.min(buf.len())]);

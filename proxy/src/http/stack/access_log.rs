@@ -1,4 +1,4 @@
-//! The access log: one line per request, in a format like Apache's common log or as JSON.
+//! The access log: one line per response head, in a format like Apache's common log or as JSON.
 //!
 //! A dedicated thread writes the lines, so that a slow or stuck reader does not block requests.
 

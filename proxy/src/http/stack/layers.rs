@@ -380,8 +380,8 @@ impl<S> ErrorToResponse<S> {
         self.responder.totals.requests.inc();
     }
 
-    /// Counts, by its error label, a response of this service that is not sent because its body has failed. The request and the
-    /// cause of the failure are counted already.
+    /// Counts the error of a response whose body failed before its first byte was sent, by its label only. The request and the
+    /// cause are counted already.
     pub(crate) fn record_unsent_response(&self, error: &Error) {
         self.responder.record_error(error);
     }

@@ -77,8 +77,8 @@ impl OpaqueForwarder<'_> {
         }
     }
 
-    /// Records why a connection that is not HTTP is refused on a port whose policy requires HTTP: the client is not authorized, or
-    /// otherwise, it is not HTTP. The caller resets the connection.
+    /// Records why a connection that is not HTTP is refused on a port whose policy requires HTTP: records a denial if the client is
+    /// not authorized, and otherwise that the connection is not HTTP. The caller resets the connection.
     pub(super) fn record_denied_or_not_http(&self, active_policy: &ActivePolicy) {
         if self.authorize_and_record(active_policy).is_some() {
             let (client, target) = (self.client.addrs.client.0, self.client.addrs.target);

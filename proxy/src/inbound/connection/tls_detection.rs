@@ -58,10 +58,7 @@ impl Connection {
         let tls_deadline = Instant::now() + self.inbound.detect_timeout;
         let mut stream = stream;
         let first = if let ServerProtocol::Detect { timeout, .. } = &active_policy.server_policy.protocol {
-            let detect_limit = (*timeout).min(self.inbound.detect_timeout);
-            let detected = self
-                .detect_protocol(&mut stream, client, active_policy, detect_limit)
-                .await;
+            let detected = self.detect_protocol(&mut stream, client, active_policy, *timeout).await;
             let remaining = tls_deadline - Instant::now();
             let detected = match detected {
                 // The policy's timeout has passed, but TLS may still begin.

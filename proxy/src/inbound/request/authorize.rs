@@ -33,17 +33,16 @@ impl HttpConnection {
         let policy = &current.server_policy;
         let labels = || connection_labels(self.addrs.target, &self.tls, &policy.meta);
         let Some(http) = policy.protocol.http() else {
-            return Err(Error::InvalidPolicy(
-                "the changed policy of this port is not HTTP".into(),
-            ));
+            // The policy has changed, or the client's proxy has announced HTTP.
+            return Err(Error::InvalidPolicy("the policy of this port is not HTTP".into()));
         };
         let attributes = RequestAttributes::of(req.method(), req.uri(), req.headers());
         let found = current.find_route(http, attributes)?.ok_or_else(|| {
             if current.is_unknown {
                 return Error::PolicyUnknown;
             }
-            // For a gateway connection, the error response is counted instead (`ErrorLabeler`): that also counts the same error
-            // when the gateway itself returns it.
+            // Not counted here for a gateway connection: the gateway can return this error too, so `ErrorLabeler` counts it in both
+            // cases, when it becomes a response.
             if matches!(self.upstream, Upstream::App(_)) {
                 self.inbound.families.record_route_not_found(&labels());
             }

@@ -77,7 +77,7 @@ impl Families {
             ),
             mirrored: registry.counter(
                 "tulle_outbound_mirrored_requests_total",
-                "Copies of requests for mirrors, by result; dropped ones were too many, or too large for a slow mirror",
+                "Copies of requests for mirrors, by result; `dropped`: too many copies were in flight, or the mirror was too slow for the size of the body",
             ),
         }
     }

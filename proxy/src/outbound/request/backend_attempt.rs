@@ -397,8 +397,8 @@ impl EndpointObserver {
         }
     }
 
-    /// If the status is a failure, records it in the load, to which the policy may add a penalty. Keeps `Retry-After` of an
-    /// unavailable endpoint for its breaker.
+    /// Records a failed status in the endpoint's load; with `PenaltyPeakEwma` it counts as slower than it was. Keeps `Retry-After`
+    /// of an unavailable endpoint for its breaker.
     fn record_failed_status(&mut self, rsp: &Response<Body>) {
         let status = rsp.status();
         let code = classify::grpc_status(rsp.headers());
@@ -531,16 +531,16 @@ mod tests {
             peer_proxy_error(&rsp.body(()).unwrap())
         };
         let (grpc, unavailable) = (("content-type", "application/grpc"), ("grpc-status", "14"));
-        let (code, error) = ("l5d-proxy-cause", ("l5d-proxy-error", "refused"));
+        let (cause, error) = ("l5d-proxy-cause", ("l5d-proxy-error", "refused"));
         let linkerd = ("l5d-proxy-error", "client error (Connect)");
         let refused = Some(("connect-refused", Resendable::Always));
         let timed_out = Some(("connect-timeout", Resendable::Always));
         let gone = Some(("connection-closed", Resendable::IfIdempotent));
         for (status, headers, expected) in [
-            (502, vec![error, (code, "connect-refused")], refused),
-            (504, vec![error, (code, "connect-timeout")], timed_out),
-            (200, vec![grpc, unavailable, error, (code, "connect-refused")], refused),
-            (502, vec![error, (code, "connect-timeout")], timed_out),
+            (502, vec![error, (cause, "connect-refused")], refused),
+            (504, vec![error, (cause, "connect-timeout")], timed_out),
+            (200, vec![grpc, unavailable, error, (cause, "connect-refused")], refused),
+            (502, vec![error, (cause, "connect-timeout")], timed_out),
             (502, vec![linkerd], refused),
             (504, vec![linkerd], timed_out),
             (
@@ -550,15 +550,15 @@ mod tests {
             ),
             (502, vec![("l5d-proxy-error", "client error (SendRequest)")], None),
             (504, vec![("l5d-proxy-error", "HTTP response timeout after 1s")], None),
-            (502, vec![(code, "connect-refused")], None),
-            (502, vec![error, (code, "connection-closed; direction=inbound")], None),
+            (502, vec![(cause, "connect-refused")], None),
+            (502, vec![error, (cause, "connection-closed; direction=inbound")], None),
             (
                 502,
-                vec![error, (code, "connection-closed; then=connect-refused")],
+                vec![error, (cause, "connection-closed; then=connect-refused")],
                 gone,
             ),
             (502, vec![], None),
-            (200, vec![error, (code, "connect-refused")], None),
+            (200, vec![error, (cause, "connect-refused")], None),
         ] {
             assert_eq!(proxy_error(status, &headers), expected, "{status} {headers:?}");
         }

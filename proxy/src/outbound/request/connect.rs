@@ -128,7 +128,8 @@ impl RequestConnector<'_> {
         needs: ConnectionRequirements,
     ) -> Result<(Arc<Endpoint>, ReadyConnection), Error> {
         let mut dials: SmallVec<[PendingDial; MAX_ENDPOINTS_PER_ATTEMPT]> = SmallVec::new();
-        let mut hedge_at = Some(start_dial(&mut dials, endpoint, self.worker, needs));
+        let first_hedge_at = start_dial(&mut dials, endpoint, self.worker, needs);
+        let mut hedge_at = self.can_use_another_endpoint(tried, &dials).then_some(first_hedge_at);
         if let Some(connected) = self.find_shared_connection(tried, &dials, needs).await {
             return Ok(connected);
         }
@@ -157,7 +158,7 @@ impl RequestConnector<'_> {
                 return Ok((next, ready));
             }
             let next_hedge_at = start_dial(&mut dials, next, self.worker, needs);
-            hedge_at = (dials.len() < MAX_ENDPOINTS_PER_ATTEMPT).then_some(next_hedge_at);
+            hedge_at = self.can_use_another_endpoint(tried, &dials).then_some(next_hedge_at);
         }
     }
 
@@ -174,14 +175,14 @@ impl RequestConnector<'_> {
         dials: &[PendingDial],
     ) -> Result<Option<Arc<Endpoint>>, Error> {
         let may_try_another = error.resendable() == Resendable::Always && self.can_try_another_endpoint(tried.len());
-        if !may_try_another {
-            return if dials.is_empty() { Err(error) } else { Ok(None) };
-        }
         tried.push(failed);
         let cause = error.cause();
         if !dials.is_empty() {
             self.count_resend(cause);
             return Ok(None);
+        }
+        if !may_try_another {
+            return Err(error);
         }
         if matches!(error, Error::StreamLimit { .. }) {
             // The dial has already waited for a free stream. The request does not also wait until another endpoint is available.
@@ -198,14 +199,17 @@ impl RequestConnector<'_> {
         Ok(Some(other))
     }
 
-    /// Another endpoint with an open HTTP/2 connection. HTTP/1 connections carry one request at a time: that all those of an
-    /// endpoint are in use is normal, and no reason to choose another endpoint.
+    /// Another endpoint with an open HTTP/2 connection. Not for HTTP/1: there every request in progress occupies a connection, so
+    /// it is normal that an endpoint has no free one.
     async fn find_shared_connection(
         &self,
         tried: &TriedEndpoints,
         dials: &[PendingDial],
         needs: ConnectionRequirements,
     ) -> Option<(Arc<Endpoint>, ReadyConnection)> {
+        if !self.can_use_another_endpoint(tried, dials) {
+            return None;
+        }
         let other = self.backend.pick_where(|other| {
             needs.request_protocol(other) == Protocol::Http2
                 && other.client(self.worker).has_http2_connection()
@@ -213,6 +217,11 @@ impl RequestConnector<'_> {
         })?;
         let ready = self.reuse_connection(&other, needs).await?;
         Some((other, ready))
+    }
+
+    /// Whether this attempt may use one more endpoint than it has tried and is dialling.
+    fn can_use_another_endpoint(&self, tried: &TriedEndpoints, dials: &[PendingDial]) -> bool {
+        tried.len() - self.n_tried_before + dials.len() < MAX_ENDPOINTS_PER_ATTEMPT
     }
 
     /// Whether the request may be given to another endpoint of the backend. `n_tried` as in [`Self::may_send_again`].
@@ -338,6 +347,7 @@ const HEDGED_DIAL_DELAY: Duration = Duration::from_millis(20);
 mod tests {
     use std::collections::BTreeSet;
 
+    use tokio::net::TcpSocket;
     use tulle_core::metrics::Registry;
 
     use super::*;
@@ -395,7 +405,6 @@ mod tests {
 
     /// An endpoint with this identity, or one that is not meshed.
     fn endpoint(context: &EndpointContext, identity: Option<&str>) -> Arc<Endpoint> {
-        let (now, ms) = (Instant::now(), Duration::from_millis(1));
         let spec = EndpointSpec {
             tls: identity.map(|identity| EndpointTls {
                 identity: identity.parse().unwrap(),
@@ -403,6 +412,11 @@ mod tests {
             }),
             ..EndpointSpec::plain(([192, 0, 2, 1], 80).into())
         };
+        endpoint_of(context, spec)
+    }
+
+    fn endpoint_of(context: &EndpointContext, spec: EndpointSpec) -> Arc<Endpoint> {
+        let (now, ms) = (Instant::now(), Duration::from_millis(1));
         let params = LoadParams::PeakEwma {
             default_rtt: ms,
             decay: ms,
@@ -415,6 +429,53 @@ mod tests {
             Load::new(params, now),
             breaker,
         ))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_attempt_is_sent_to_or_dials_at_most_three_endpoints() {
+        // The accept queue is full, so the kernel drops the packets of further connections.
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.bind(([127, 0, 0, 1], 0).into()).unwrap();
+        let listener = socket.listen(0).unwrap();
+        let addr = listener.local_addr().unwrap();
+        let _queued = std::net::TcpStream::connect(addr).unwrap();
+
+        let mut context = context();
+        context.connect.timeout = HEDGED_DIAL_DELAY * 3 / 2;
+        let req = Request::get("http://web.test/").body(Body::empty()).unwrap();
+        let needs = ConnectionRequirements::of_request(&req, false);
+        // Endpoints that earlier attempts have tried, and those to which this attempt was sent before.
+        for (n_tried_before, n_sent) in [(0, 0), (4, 0), (0, 1), (0, 2), (4, 2)] {
+            let endpoints: Vec<_> = (0..10)
+                .map(|_| endpoint_of(&context, EndpointSpec::plain(addr)))
+                .collect();
+            let backend = Backend::of_endpoints(&endpoints);
+            let connector = RequestConnector {
+                worker: 0,
+                backend: &backend,
+                required_identity: None,
+                families: &context.families,
+                n_tried_before,
+            };
+            let mut tried: TriedEndpoints = endpoints[..n_tried_before + n_sent].iter().cloned().collect();
+            let connected = connector.connect_endpoint(&mut tried, needs).await;
+            assert!(
+                matches!(connected, Err(Error::ConnectTimeout(_))),
+                "{n_tried_before} {n_sent}"
+            );
+            let is_dialled = |endpoint: &&Arc<Endpoint>| endpoint.breaker().dial_failure_cause().is_some();
+            let n_dialled = endpoints.iter().filter(is_dialled).count();
+            assert_eq!(
+                n_sent + n_dialled,
+                MAX_ENDPOINTS_PER_ATTEMPT,
+                "{n_tried_before} {n_sent}"
+            );
+            assert_eq!(
+                tried.len(),
+                n_tried_before + MAX_ENDPOINTS_PER_ATTEMPT,
+                "{n_tried_before} {n_sent}"
+            );
+        }
     }
 
     #[tokio::test]

@@ -5,7 +5,8 @@
 //! A request is recorded once in the series of its route:
 //!
 //! - if it fails or is cancelled: by [`RouteRequestGuard`];
-//! - if it gets a response: at the end of the response, by what [`ResponseRecorder`] names.
+//! - if it gets a response: at the end of the response, by the [`RouteAttemptGuard`] or the
+//!   [`RouteResponseObserver`](crate::outbound::metrics::RouteResponseObserver); [`ResponseRecorder`] says which.
 
 use std::{collections::BTreeMap, sync::Arc};
 

@@ -17,7 +17,13 @@ use crate::{
             profile, retry,
         },
     },
-    policy::{client::HeaderOverrides, cors::CorsRequest, filter, matches::RequestAttributes, route},
+    policy::{
+        client::{ClientPolicy, HeaderOverrides},
+        cors::CorsRequest,
+        filter,
+        matches::{RequestAttributes, path},
+        route::{self, Route, RouteMatch},
+    },
 };
 
 /// Sends a request by its route of the policy, or by the ServiceProfile that replaces the routes.
@@ -48,7 +54,7 @@ pub(in crate::outbound) async fn route_and_send(
         }
     };
     let attributes = RequestAttributes::of(outgoing.req.method(), outgoing.req.uri(), outgoing.req.headers());
-    let found = route::find(routes, &attributes).ok_or(Error::RouteNotFound)?; // O6
+    let found = find_route(&snapshot.policy, routes, &attributes)?.ok_or(Error::RouteNotFound)?; // O6
     let CompiledAction {
         backends,
         mirrors,
@@ -103,6 +109,22 @@ pub(in crate::outbound) async fn route_and_send(
     Ok(rsp)
 }
 
+/// Finds the rule that matches a request.
+///
+/// # Errors
+/// The path is ambiguous, and rules of an EgressNetwork for this host depend on the path.
+fn find_route<'a, T>(
+    policy: &ClientPolicy,
+    routes: &'a [Route<T>],
+    attributes: &RequestAttributes<'_>,
+) -> Result<Option<RouteMatch<'a, T>>, Error> {
+    if !policy.compares_normalized_paths() || !routes.iter().any(|route| route.depends_on_path_for(attributes)) {
+        return Ok(route::find(routes, attributes));
+    }
+    let normalized_path = path::normalize(attributes.path).ok_or(Error::AmbiguousPath)?;
+    Ok(route::find_by_normalized_path(routes, attributes, &normalized_path))
+}
+
 fn select_router(plan: &Plan, version: Version) -> Result<&Router, Error> {
     match plan {
         Plan::Detect { http2, .. } if version == Version::HTTP_2 => Ok(http2),
@@ -117,4 +139,98 @@ fn take_required_identity(req: &mut Request<Body>) -> Option<String> {
     headers::get(req.headers(), &names::L5D_REQUIRE_ID)?;
     let required = req.headers_mut().remove(names::L5D_REQUIRE_ID)?;
     Some(String::from_utf8_lossy(required.as_bytes()).into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use http::{HeaderMap, Method, Uri};
+    use tulle_proto::{
+        http_route::{self, HostMatch, HttpRouteMatch, PathMatch, host_match},
+        meta::{Metadata, Resource, metadata},
+        outbound::{OutboundPolicy, ProxyProtocol, http_route as proto, proxy_protocol},
+    };
+
+    use super::*;
+    use crate::policy::{client::ClientProtocol, decode};
+
+    fn metadata(kind: &str) -> Option<Metadata> {
+        let resource = Resource {
+            group: "policy.linkerd.io".into(),
+            kind: kind.into(),
+            name: "out".into(),
+            namespace: "shop".into(),
+            ..Resource::default()
+        };
+        Some(Metadata {
+            kind: Some(metadata::Kind::Resource(resource)),
+        })
+    }
+
+    /// A policy with one route, for paths of `a.test` that begin with `/public`.
+    fn policy_of(kind: &str) -> ClientPolicy {
+        let path = http_route::path_match::Kind::Prefix("/%70ublic".into());
+        let rule = proto::Rule {
+            matches: vec![HttpRouteMatch {
+                path: Some(PathMatch { kind: Some(path) }),
+                ..HttpRouteMatch::default()
+            }],
+            backends: Some(proto::Distribution {
+                kind: Some(proto::distribution::Kind::Empty(proto::distribution::Empty {})),
+            }),
+            ..proto::Rule::default()
+        };
+        let host = HostMatch {
+            r#match: Some(host_match::Match::Exact("a.test".into())),
+        };
+        let route = tulle_proto::outbound::HttpRoute {
+            metadata: metadata("HTTPRoute"),
+            hosts: vec![host],
+            rules: vec![rule],
+        };
+        let http = proxy_protocol::Http1 {
+            routes: vec![route],
+            failure_accrual: None,
+        };
+        let message = OutboundPolicy {
+            metadata: metadata(kind),
+            protocol: Some(ProxyProtocol {
+                kind: Some(proxy_protocol::Kind::Http1(http)),
+            }),
+        };
+        decode::outbound::client_policy(message).unwrap()
+    }
+
+    #[test]
+    fn rules_of_an_egress_network_are_compared_with_the_normal_form_of_the_path() {
+        for (kind, path, expected) in [
+            ("EgressNetwork", "/public/a", Some(true)),
+            ("EgressNetwork", "/%70ublic/a", Some(true)),
+            ("EgressNetwork", "/admin", Some(false)),
+            ("EgressNetwork", "/public/../admin", None),
+            ("EgressNetwork", "/public/%2e%2e/admin", None),
+            ("EgressNetwork", "/public//a", None),
+            ("EgressNetwork", "/other//a", Some(false)), // of another host
+            // Routes of Services permit nothing.
+            ("Service", "/%70ublic/../admin", Some(true)),
+            ("Service", "/public/a", Some(false)),
+        ] {
+            let policy = policy_of(kind);
+            let ClientProtocol::Http1(http) = &policy.protocol else {
+                panic!("{policy:?}");
+            };
+            let host = if path.starts_with("/other") { "b.test" } else { "a.test" };
+            let uri: Uri = format!("http://{host}{path}").parse().unwrap();
+            let headers = HeaderMap::new();
+            let found = find_route(
+                &policy,
+                &http.routes,
+                &RequestAttributes::of(&Method::GET, &uri, &headers),
+            );
+            let found = found.map(|found| found.is_some());
+            match expected {
+                Some(expected) => assert_eq!(found.unwrap(), expected, "{kind} {path}"),
+                None => assert!(matches!(found, Err(Error::AmbiguousPath)), "{kind} {path}"),
+            }
+        }
+    }
 }

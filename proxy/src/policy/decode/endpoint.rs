@@ -9,14 +9,14 @@ use tulle_core::identity::Identity;
 use tulle_proto::destination as proto;
 use tulle_proto::net::TcpAddress;
 
-use crate::policy::decode::fields::{DecodeError, client_meta, optional_duration};
+use crate::policy::decode::fields::{DecodeError, client_meta, duration};
 use crate::policy::endpoint::{
     EndpointSpec, EndpointTls, EndpointUpdate, FRAME_SIZES, Http2Params, KeepAlive, Locality, MAX_WINDOW, ProtocolHint,
     Weight,
 };
 
-/// Decodes a change to a set of endpoints. An endpoint that cannot be decoded is left out, and
-/// `on_invalid` is called with the reason.
+/// Decodes a change to a set of endpoints. An endpoint that cannot be decoded is left out. One with incomplete keep-alive settings
+/// is used without them. In both cases `on_invalid` is called with the reason.
 ///
 /// # Errors
 /// The message is empty or has an unknown update.
@@ -38,7 +38,14 @@ pub(crate) fn endpoint_update(
                     false => Ok(spec),
                 }
             };
-            let decode = |message| decode(message).map_err(&mut on_invalid).ok();
+            let decode = |message: proto::WeightedAddr| {
+                let keep_alive_message = message.http2.and_then(|http2| http2.keep_alive);
+                let decoded = decode(message);
+                if let Some(Err(error)) = keep_alive_message.map(keep_alive) {
+                    on_invalid(error);
+                }
+                decoded.map_err(&mut on_invalid).ok()
+            };
             Ok(EndpointUpdate::Add(set.addrs.into_iter().filter_map(decode).collect()))
         }
         proto::update::Update::Remove(set) => {
@@ -75,7 +82,7 @@ pub(super) fn endpoint(
             let port = hint
                 .opaque_transport
                 .and_then(|transport| u16::try_from(transport.inbound_port).ok())
-                .filter(|port| *port < u16::MAX); // Linkerd's proxies do not accept 65535 either
+                .filter(|port| *port < u16::MAX); // 65535 is ignored, as in Linkerd's proxy
             let hint = match hint.protocol {
                 Some(proto::protocol_hint::Protocol::H2(_)) => ProtocolHint::H2,
                 Some(proto::protocol_hint::Protocol::Opaque(_)) => ProtocolHint::Opaque,
@@ -157,7 +164,7 @@ fn http2_params(message: proto::Http2ClientParams) -> Http2Params {
     Http2Params {
         connection_window: non_zero(flow_control.initial_connection_window_size).map(|size| size.min(MAX_WINDOW)),
         stream_window: non_zero(flow_control.initial_stream_window_size).map(|size| size.min(MAX_WINDOW)),
-        keep_alive: message.keep_alive.and_then(keep_alive),
+        keep_alive: message.keep_alive.and_then(|message| keep_alive(message).ok()),
         max_concurrent_reset_streams: non_zero(internals.max_concurrent_reset_streams),
         max_frame_size: non_zero(internals.max_frame_size)
             .map(|size| size.clamp(*FRAME_SIZES.start(), *FRAME_SIZES.end())),
@@ -165,11 +172,20 @@ fn http2_params(message: proto::Http2ClientParams) -> Http2Params {
     }
 }
 
-fn keep_alive(message: proto::http2_client_params::KeepAlive) -> Option<KeepAlive> {
-    let duration = |message| optional_duration("keep-alive", message).ok().flatten();
-    Some(KeepAlive {
-        interval: duration(message.interval)?,
-        timeout: duration(message.timeout)?,
+/// # Errors
+/// The interval or the timeout is missing, zero or invalid. Then the endpoint is used without keep-alive settings of its own, as by
+/// Linkerd's proxy.
+fn keep_alive(message: proto::http2_client_params::KeepAlive) -> Result<KeepAlive, DecodeError> {
+    let above_zero = |field, message| {
+        let duration = duration(field, message)?;
+        match duration.is_zero() {
+            true => Err(DecodeError::invalid(field, "0s", "more than 0")),
+            false => Ok(duration),
+        }
+    };
+    Ok(KeepAlive {
+        interval: above_zero("HTTP/2 keep-alive interval of an endpoint", message.interval)?,
+        timeout: above_zero("HTTP/2 keep-alive timeout of an endpoint", message.timeout)?,
     })
 }
 
@@ -284,14 +300,13 @@ mod tests {
     #[test]
     fn http2_settings_and_the_authority_are_read() {
         let seconds = |seconds| Some(prost_types::Duration { seconds, nanos: 0 });
-        let keep_alive = |interval| proto::http2_client_params::KeepAlive {
-            interval,
-            timeout: seconds(3),
-            while_idle: true,
-        };
         let spec = read(|addr| {
             addr.http2 = Some(proto::Http2ClientParams {
-                keep_alive: Some(keep_alive(seconds(10))),
+                keep_alive: Some(proto::http2_client_params::KeepAlive {
+                    interval: seconds(10),
+                    timeout: seconds(3),
+                    while_idle: true,
+                }),
                 ..Default::default()
             });
             addr.authority_override = Some(proto::AuthorityOverride {
@@ -302,14 +317,68 @@ mod tests {
         assert_eq!(spec.http2.keep_alive, Some(KeepAlive { interval, timeout }));
         assert_eq!(spec.http2.stream_window, None);
         assert_eq!(spec.authority_override.unwrap(), "web:80");
-        let spec = read(|addr| {
-            addr.http2 = Some(proto::Http2ClientParams {
-                keep_alive: Some(keep_alive(None)),
-                ..Default::default()
-            });
-            addr.authority_override = Some(proto::AuthorityOverride::default());
-        });
+        let spec = read(|addr| addr.authority_override = Some(proto::AuthorityOverride::default()));
         assert_eq!((spec.http2.keep_alive, spec.authority_override), (None, None));
+    }
+
+    #[test]
+    fn incomplete_keep_alive_settings_are_reported_and_the_endpoint_is_used() {
+        let seconds = |seconds| Some(prost_types::Duration { seconds, nanos: 0 });
+        for (interval, timeout, expected) in [
+            (seconds(10), seconds(3), None),
+            (
+                None,
+                seconds(3),
+                Some("HTTP/2 keep-alive interval of an endpoint is missing"),
+            ),
+            (
+                seconds(10),
+                None,
+                Some("HTTP/2 keep-alive timeout of an endpoint is missing"),
+            ),
+            (None, None, Some("HTTP/2 keep-alive interval of an endpoint is missing")),
+            (
+                seconds(0),
+                seconds(3),
+                Some("HTTP/2 keep-alive interval of an endpoint is \"0s\"; expected more than 0"),
+            ),
+            (
+                seconds(10),
+                seconds(0),
+                Some("HTTP/2 keep-alive timeout of an endpoint is \"0s\"; expected more than 0"),
+            ),
+            (
+                seconds(10),
+                seconds(-1),
+                Some("invalid HTTP/2 keep-alive timeout of an endpoint"),
+            ),
+        ] {
+            let addr = weighted(|addr| {
+                addr.http2 = Some(proto::Http2ClientParams {
+                    keep_alive: Some(proto::http2_client_params::KeepAlive {
+                        interval,
+                        timeout,
+                        while_idle: true,
+                    }),
+                    ..Default::default()
+                });
+            });
+            let set = proto::WeightedAddrSet {
+                addrs: vec![addr],
+                ..Default::default()
+            };
+            let update = proto::Update {
+                update: Some(proto::update::Update::Add(set)),
+            };
+            let mut reasons = Vec::new();
+            let Ok(EndpointUpdate::Add(specs)) = endpoint_update(update, |error| reasons.push(error.to_string()))
+            else {
+                panic!()
+            };
+            assert_eq!(specs.len(), 1);
+            assert_eq!(specs[0].http2.keep_alive.is_some(), expected.is_none());
+            assert_eq!(reasons, Vec::from_iter(expected));
+        }
     }
 
     #[test]

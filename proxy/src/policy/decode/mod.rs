@@ -2,8 +2,9 @@
 //!
 //! A message that lacks a required field or has an invalid value is refused as a whole, with the reason: half a policy could
 //! permit what the whole one forbids, and half a profile could send requests elsewhere. An invalid endpoint in an update of
-//! endpoints is left out and reported; the other endpoints are used. Unknown fields are ignored. An unknown variant counts as
-//! missing; if it is a filter of a server policy or a kind of backend, only the requests to which it applies are refused.
+//! endpoints is left out and reported; the other endpoints are used. Unknown fields are ignored. An unknown variant counts as a
+//! missing field, so the message is refused. Two exceptions refuse only the requests they apply to: an unknown filter in a server
+//! policy, and an unknown kind of backend.
 
 pub(crate) mod endpoint;
 mod fields;

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use tulle_core::addr::NameAddr;
 use tulle_proto::destination as proto;
@@ -110,9 +111,13 @@ fn retry_budget(message: &proto::RetryBudget) -> Result<RetryBudget, DecodeError
     Ok(RetryBudget {
         ratio: message.retry_ratio,
         min_per_second: message.min_retries_per_second,
-        ttl: duration("ttl of a retry budget", message.ttl)?,
+        ttl: duration("ttl of a retry budget", message.ttl)?.max(MIN_BUDGET_TTL),
     })
 }
+
+/// A shorter `ttl` of a retry budget counts as this: with it, the budget always allows as many retries a second as it says. Linkerd's
+/// proxy ignores budgets with a shorter one.
+const MIN_BUDGET_TTL: Duration = Duration::from_secs(1);
 
 /// `service` is the name of the profile's service.
 fn destination(message: proto::WeightedDst, service: Option<&str>) -> Result<WeightedDestination, DecodeError> {
@@ -341,22 +346,29 @@ mod tests {
     fn a_retry_budget_has_bounds() {
         let seconds = |seconds| Some(prost_types::Duration { seconds, nanos: 0 });
         for (retry_ratio, ttl, expected) in [
-            (0.2, seconds(10), true),
-            (0.0, seconds(0), true),
-            (1000.5, seconds(3600), true),
-            (f32::NAN, seconds(10), false),
-            (f32::INFINITY, seconds(10), false),
-            (-0.1, seconds(10), false),
-            (0.2, seconds(-1), false),
-            (0.2, None, false),
+            (0.2, seconds(10), Some(10)),
+            (0.0, seconds(0), Some(1)), // such a ttl would permit no retry
+            (1000.5, seconds(3600), Some(3600)),
+            (f32::NAN, seconds(10), None),
+            (f32::INFINITY, seconds(10), None),
+            (-0.1, seconds(10), None),
+            (0.2, seconds(-1), None),
+            (0.2, None, None),
         ] {
             let budget = proto::RetryBudget {
                 retry_ratio,
                 min_retries_per_second: 10,
                 ttl,
             };
-            let is_read = !is_refused(|profile| profile.retry_budget = Some(budget));
-            assert_eq!(is_read, expected, "{budget:?}");
+            let edit = |profile: &mut proto::DestinationProfile| profile.retry_budget = Some(budget);
+            assert_eq!(is_refused(edit), expected.is_none(), "{budget:?}");
+            if let Some(ttl) = expected {
+                let decoded = decode(edit).retry_budget.unwrap();
+                assert_eq!(
+                    (decoded.ratio, decoded.min_per_second, decoded.ttl.as_secs()),
+                    (retry_ratio, 10, ttl)
+                );
+            }
         }
     }
 

@@ -126,7 +126,7 @@ pub(super) async fn upgrade(guide: &mut Guide) {
     guide.run(PAGE, "3. Upgrade the custom resources", 0).await;
     guide.run(PAGE, "4. Upgrade the control plane", 0).await;
     let upgraded = guide.run(PAGE, "5. Upgrade the proxies", 0).await;
-    assert!(upgraded.contains("0.1.0"), "{upgraded}");
+    assert!(upgraded.contains(env!("CARGO_PKG_VERSION")), "{upgraded}");
     guide.run(PAGE, "Undo", 0).await;
     guide.bash(ROLLED_OUT).await.unwrap();
     revision(guide).await;
@@ -147,7 +147,7 @@ pub(super) async fn external_issuer(guide: &mut Guide) {
     let begun = guide.begin_load().await;
     let rendered = guide.run("how-to/gitops.md", "1. Check what is rendered", 0).await;
     assert!(rendered.contains("kind: Deployment"), "{rendered}");
-    // The page: "do step 4 first, with `--reuse-values` and without the wait, and steps 2 and 3 right after it".
+    // The page: "do step 4 after step 1, with `--reuse-values` and without the wait, and steps 2 and 3 right after it".
     let install = guide.commands(PAGE, "4. Install the control plane", 0);
     let (install, wait) = install.split_once("kubectl rollout").expect("a wait");
     guide
@@ -162,10 +162,8 @@ pub(super) async fn external_issuer(guide: &mut Guide) {
     assert!(!checked.contains('×'), "{checked}");
     guide.run("how-to/gitops.md", "Conflicts of server-side apply", 0).await;
     guide.bash(CONTROL_PLANE_ROLLED_OUT).await.unwrap();
-    // The page: "Delete Certificate, Secret and ConfigMap first".
-    let delete = "kubectl delete -n linkerd secret/linkerd-identity-issuer configmap/linkerd-identity-trust-roots";
-    guide.bash(delete).await.unwrap();
     guide.run(PAGE, "Undo", 0).await;
+    guide.run(PAGE, "Undo", 1).await;
     guide.bash(CONTROL_PLANE_ROLLED_OUT).await.unwrap();
     guide.nothing_failed_since(begun, "an issuer of cert-manager").await;
 }

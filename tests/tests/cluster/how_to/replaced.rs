@@ -89,7 +89,18 @@ pub(super) const REPLACEMENTS: &[Replacement] = &[
         "@charts/tulle-control-plane",
         SAME_VERSION,
     ),
-    replaced("how-to/upgrade.md", "=OLD", "=0.1.0", SAME_VERSION),
+    replaced(
+        "how-to/upgrade.md",
+        "=OLD",
+        concat!("=", env!("CARGO_PKG_VERSION")),
+        SAME_VERSION,
+    ),
+    replaced(
+        "how-to/cert-manager.md",
+        "certificate/linkerd-identity-issuer secret/",
+        "secret/",
+        "the test creates the Secret without cert-manager",
+    ),
     replaced(
         "how-to/",
         "REVISION",

@@ -1,4 +1,5 @@
-//! The attackers: clients with or without an identity that hold connections open at low cost.
+//! The attackers: clients that hold connections open at low cost. [`tls_attackers`](super::tls_attackers) has those that
+//! complete a TLS handshake.
 
 use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpStream};
@@ -6,12 +7,13 @@ use std::sync::{Arc, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use rustls::pki_types::ServerName;
-use rustls::{ClientConfig, ClientConnection, StreamOwned};
 use socket2::{Domain, Socket, Type};
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Behaviour {
+use super::tls_attackers::{TlsAttack, TlsBehaviour, TlsFlood};
+
+/// What an attacker does on its connection.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Behaviour<'a> {
     Silent,
     /// A request, one byte per second.
     Slow,
@@ -24,8 +26,7 @@ pub(crate) enum Behaviour {
     OpenStreams,
     /// A request that gets its response, and nothing more.
     Idle,
-    /// TLS with a verified identity, and HTTP/2 without a request.
-    Verified,
+    InsideTls(&'a TlsAttack, TlsBehaviour),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,34 +35,28 @@ pub(crate) enum Sources {
     TwoHundred,
 }
 
-pub(crate) struct Flood {
-    connections: Arc<Vec<OpenConnection>>,
-    slow: Option<ByteSender>,
+impl Sources {
+    pub(crate) const ALL: &[Self] = &[Self::OneAddress, Self::TwoHundred];
 }
 
-/// The identity of peers, and the server that they connect to.
-#[derive(Clone)]
-pub(crate) struct Peers {
-    pub(crate) tls: Arc<ClientConfig>,
-    pub(crate) server: ServerName<'static>,
-}
-
-enum OpenConnection {
-    Tcp(TcpStream),
-    Tls {
-        _stream: Box<StreamOwned<ClientConnection, TcpStream>>,
+/// The open connections of one flood.
+pub(crate) enum Flood {
+    Plain {
+        connections: Arc<Vec<TcpStream>>,
+        slow: Option<ByteSender>,
     },
+    InsideTls(TlsFlood),
 }
 
 /// Sends one byte per second on every connection until it is dropped.
-struct ByteSender {
+pub(crate) struct ByteSender {
     stop: Option<mpsc::Sender<()>>,
     sent_bytes: mpsc::Receiver<()>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Behaviour {
-    pub(crate) const OF_UNMESHED_CLIENTS: [Self; 7] = [
+impl Behaviour<'_> {
+    pub(crate) const WITHOUT_TLS: [Self; 7] = [
         Self::Silent,
         Self::Slow,
         Self::SlowTls,
@@ -71,14 +66,14 @@ impl Behaviour {
         Self::Idle,
     ];
 
-    pub(crate) fn sends_byte_per_second(self) -> bool {
+    fn sends_byte_per_second(self) -> bool {
         matches!(self, Self::Slow | Self::SlowTls)
     }
 
     /// The bytes to send at once; slow behaviours send them one at a time.
     fn bytes(self) -> Vec<u8> {
         match self {
-            Self::Silent | Self::Verified => Vec::new(),
+            Self::Silent | Self::InsideTls(..) => Vec::new(),
             Self::Slow => b"GET /live HTTP/1.1\r\n".to_vec(),
             Self::Garbage => (0..=255).rev().collect(),
             // A record of 512 bytes that begins a ClientHello and is never completed.
@@ -89,18 +84,12 @@ impl Behaviour {
     }
 }
 
-/// The HTTP/2 preface and a SETTINGS frame.
-fn preface() -> Vec<u8> {
-    let mut bytes = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
-    bytes.extend(frame(SETTINGS, 0, 0, &[]));
-    bytes
-}
-
-/// The HTTP/2 preface and ten HEADERS frames.
+/// The HTTP/2 preface, a SETTINGS frame and ten HEADERS frames.
 fn streams() -> Vec<u8> {
     // POST http://x/, from the static table of HPACK.
     let head = [0x83, 0x86, 0x84, 0x41, 1, b'x'];
-    let mut bytes = preface();
+    let mut bytes = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
+    bytes.extend(frame(SETTINGS, 0, 0, &[]));
     for n in 0..10 {
         bytes.extend(frame(HEADERS, END_HEADERS, 2 * n + 1, &head));
     }
@@ -114,13 +103,7 @@ fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
 
 impl Flood {
     /// Opens `n` connections. Connections that the server does not accept, or closes, are ignored.
-    pub(crate) fn start(
-        addr: SocketAddr,
-        behaviour: Behaviour,
-        from: Sources,
-        n: usize,
-        peers: Option<&Peers>,
-    ) -> Self {
+    pub(crate) fn start(addr: SocketAddr, behaviour: Behaviour<'_>, from: Sources, n: usize) -> Self {
         let bytes = behaviour.bytes();
         let first = match behaviour.sends_byte_per_second() {
             true => &bytes[..1],
@@ -131,39 +114,47 @@ impl Flood {
                 Sources::OneAddress => 0,
                 Sources::TwoHundred => n % 200,
             };
-            let source = source(addr, u8::try_from(attacker).unwrap());
-            match (behaviour, peers) {
-                (Behaviour::Verified, Some(peers)) => peers.connect(source, addr),
-                _ => {
-                    let mut stream = connect(source, addr)?;
-                    stream.set_nonblocking(true).ok()?;
-                    stream.write_all(first).ok()?;
-                    Some(OpenConnection::Tcp(stream))
-                }
-            }
+            connect(source(addr, u8::try_from(attacker).unwrap()), addr)
         };
-        let connections: Arc<Vec<OpenConnection>> = Arc::new((0..n).filter_map(connect).collect());
+        if let Behaviour::InsideTls(attack, behaviour) = behaviour {
+            return Self::InsideTls(TlsFlood::start(attack, behaviour, (0..n).filter_map(connect)));
+        }
+        let send_first = |mut stream: TcpStream| {
+            stream.set_nonblocking(true).ok()?;
+            stream.write_all(first).ok()?;
+            Some(stream)
+        };
+        let connections: Vec<_> = (0..n).filter_map(|n| send_first(connect(n)?)).collect();
+        let connections = Arc::new(connections);
         let slow = behaviour
             .sends_byte_per_second()
             .then(|| ByteSender::start(connections.clone(), bytes[1..].to_vec()));
-        Self { connections, slow }
+        Self::Plain { connections, slow }
     }
 
-    /// For slow behaviours, waits until the next byte was sent on every connection.
-    pub(crate) fn wait_for_byte(&self) {
-        if let Some(slow) = &self.slow {
-            slow.sent_bytes.recv().expect("there are more bytes than rounds");
+    /// Waits before a round of requests. For slow behaviours, until the next byte was sent on every connection. Inside TLS, from
+    /// the second round on, until the attackers send no more: they have sent everything, or the server does not read it.
+    pub(crate) fn wait_before_round(&self, round: usize) {
+        match self {
+            Self::Plain { slow: Some(slow), .. } => {
+                slow.sent_bytes.recv().expect("there are more bytes than rounds");
+            }
+            Self::InsideTls(flood) if round > 0 => flood.wait_until_stalled(),
+            Self::Plain { slow: None, .. } | Self::InsideTls(_) => {}
         }
     }
 
     /// The number of connections that were established.
     pub(crate) fn n_connections(&self) -> usize {
-        self.connections.len()
+        match self {
+            Self::Plain { connections, .. } => connections.len(),
+            Self::InsideTls(flood) => flood.n_connections(),
+        }
     }
 }
 
 impl ByteSender {
-    fn start(connections: Arc<Vec<OpenConnection>>, bytes: Vec<u8>) -> Self {
+    fn start(connections: Arc<Vec<TcpStream>>, bytes: Vec<u8>) -> Self {
         let (stop_tx, stop_rx) = mpsc::channel();
         let (byte_sent_tx, sent_bytes) = mpsc::channel();
         let thread = thread::spawn(move || {
@@ -171,10 +162,8 @@ impl ByteSender {
                 if stop_rx.recv_timeout(BYTE_INTERVAL) != Err(mpsc::RecvTimeoutError::Timeout) {
                     return;
                 }
-                for connection in &*connections {
-                    if let OpenConnection::Tcp(stream) = connection {
-                        let _ = (&*stream).write(&[byte]);
-                    }
+                for mut stream in &*connections {
+                    let _ = stream.write(&[byte]);
                 }
                 let _ = byte_sent_tx.send(());
             }
@@ -187,27 +176,12 @@ impl ByteSender {
     }
 }
 
-impl Drop for Flood {
+impl Drop for ByteSender {
     fn drop(&mut self) {
-        let Some(slow) = &mut self.slow else { return };
-        drop(slow.stop.take());
-        if let Some(thread) = slow.thread.take() {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
-    }
-}
-
-impl Peers {
-    fn connect(&self, source: IpAddr, addr: SocketAddr) -> Option<OpenConnection> {
-        let stream = connect(source, addr)?;
-        stream.set_read_timeout(Some(CONNECT_TIMEOUT)).ok()?;
-        let tls = ClientConnection::new(self.tls.clone(), self.server.clone()).ok()?;
-        let mut stream = StreamOwned::new(tls, stream);
-        stream.write_all(&preface()).ok()?;
-        stream.flush().ok()?;
-        Some(OpenConnection::Tls {
-            _stream: Box::new(stream),
-        })
     }
 }
 

@@ -6,8 +6,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use rustls::pki_types::ServerName;
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use tonic::Streaming;
 use tulle_control::tls::anchors::TrustAnchors;
 use tulle_control::tls::client::{self, Channel, TlsServer};
 use tulle_control::tls::mesh_credentials::LeafWithKey;
@@ -19,7 +22,12 @@ use tulle_proto::identity::CertifyRequest;
 use tulle_proto::identity::identity_client::IdentityClient;
 use tulle_proto::inbound::PortSpec;
 use tulle_proto::inbound::inbound_server_policies_client::InboundServerPoliciesClient;
+use tulle_proto::tap::observe_request::r#match::http::{StringMatch, string_match};
+use tulle_proto::tap::observe_request::{self, Match};
+use tulle_proto::tap::tap_client::TapClient;
+use tulle_proto::tap::{ObserveRequest, TapEvent};
 
+use super::insecure_tls;
 use super::webhooks::ReviewRequest;
 
 /// A well-behaved client and its location.
@@ -35,12 +43,27 @@ pub(crate) struct NormalClient<'a> {
 enum ClientRequest<'a> {
     /// A path, and the expected status.
     Http(&'a str, u16),
-    /// The expected answer is the SETTINGS frame of HTTP/2.
-    Http2,
-    Certify(&'a TrustAnchors),
-    Destination(&'a TrustAnchors, &'a LeafWithKey),
-    Policy(&'a TrustAnchors, &'a LeafWithKey),
+    Grpc(GrpcClient<'a>, GrpcRequest),
     ReviewRequest(ReviewRequest),
+    /// A request of the API server to the aggregated API, with its client certificate.
+    Telemetry(&'a LeafWithKey),
+}
+
+/// The identity of a client of gRPC, and of its server.
+#[derive(Clone)]
+pub(crate) struct GrpcClient<'a> {
+    /// Identity of the server.
+    pub(crate) server: String,
+    pub(crate) anchors: &'a TrustAnchors,
+    pub(crate) leaf: Option<&'a LeafWithKey>,
+}
+
+#[derive(Clone, Copy)]
+pub(crate) enum GrpcRequest {
+    Certify,
+    Destination,
+    Policy,
+    Tap,
 }
 
 impl<'a> NormalClient<'a> {
@@ -52,34 +75,21 @@ impl<'a> NormalClient<'a> {
         Self::new(None, addr, ClientRequest::Http(path, status))
     }
 
-    pub(crate) fn http2(host: &'a Arc<Namespace>, addr: SocketAddr) -> Self {
-        Self::new(Some(host), addr, ClientRequest::Http2)
-    }
-
-    pub(crate) fn certify(host: &'a Arc<Namespace>, addr: SocketAddr, anchors: &'a TrustAnchors) -> Self {
-        Self::new(Some(host), addr, ClientRequest::Certify(anchors))
-    }
-
-    pub(crate) fn destination(
+    pub(crate) fn grpc(
         host: &'a Arc<Namespace>,
         addr: SocketAddr,
-        anchors: &'a TrustAnchors,
-        leaf: &'a LeafWithKey,
+        client: GrpcClient<'a>,
+        request: GrpcRequest,
     ) -> Self {
-        Self::new(Some(host), addr, ClientRequest::Destination(anchors, leaf))
-    }
-
-    pub(crate) fn policy(
-        host: &'a Arc<Namespace>,
-        addr: SocketAddr,
-        anchors: &'a TrustAnchors,
-        leaf: &'a LeafWithKey,
-    ) -> Self {
-        Self::new(Some(host), addr, ClientRequest::Policy(anchors, leaf))
+        Self::new(Some(host), addr, ClientRequest::Grpc(client, request))
     }
 
     pub(crate) fn review(addr: SocketAddr, review: ReviewRequest) -> Self {
         Self::new(None, addr, ClientRequest::ReviewRequest(review))
+    }
+
+    pub(crate) fn telemetry(addr: SocketAddr, leaf: &'a LeafWithKey) -> Self {
+        Self::new(None, addr, ClientRequest::Telemetry(leaf))
     }
 
     fn new(host: Option<&'a Arc<Namespace>>, addr: SocketAddr, request: ClientRequest<'a>) -> Self {
@@ -101,42 +111,90 @@ impl<'a> NormalClient<'a> {
         }
     }
 
-    async fn answer(&self) -> anyhow::Result<()> {
+    pub(crate) async fn answer(&self) -> anyhow::Result<()> {
         match &self.request {
             ClientRequest::Http(path, expected_status) => {
-                let mut stream = TcpStream::connect(self.addr).await?;
-                let request = format!(
-                    "GET {path} HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n\r\n",
-                    self.addr
-                );
-                stream.write_all(request.as_bytes()).await?;
-                let mut answer = String::new();
-                stream.read_to_string(&mut answer).await?;
-                let status = answer.split(' ').nth(1).and_then(|status| status.parse::<u16>().ok());
-                ensure!(
-                    status == Some(*expected_status),
-                    "expected {expected_status}: {answer:?}"
-                );
+                let stream = TcpStream::connect(self.addr).await?;
+                let status = get(stream, path, self.addr).await?;
+                ensure!(status == *expected_status, "expected {expected_status}: {status}");
+                Ok(())
             }
-            ClientRequest::Http2 => {
-                let mut stream = TcpStream::connect(self.addr).await?;
-                stream
-                    .write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0")
-                    .await?;
-                let mut head = [0; 9];
-                stream.read_exact(&mut head).await?;
-                ensure!(head[3] == 4, "{head:?} are no settings");
+            ClientRequest::Grpc(client, request) => request.send(client.connect(self.addr).await?).await,
+            ClientRequest::ReviewRequest(review) => review.ask(self.addr).await,
+            ClientRequest::Telemetry(leaf) => {
+                let tcp = TcpStream::connect(self.addr).await?;
+                let name = ServerName::try_from("linkerd-telemetry.linkerd.svc")?;
+                let connector = TlsConnector::from(Arc::new(insecure_tls::config(Some(leaf))));
+                let tls = connector.connect(name, tcp).await?;
+                let status = get(tls, TELEMETRY_PATH, self.addr).await?;
+                ensure!(status == 200, "{status}");
+                Ok(())
             }
-            ClientRequest::Certify(anchors) => {
-                let channel = self.connect("linkerd-identity", anchors, None).await?;
-                let refused = IdentityClient::new(channel).certify(CertifyRequest::default()).await;
+        }
+    }
+}
+
+/// Sends GET on a new connection; returns the status.
+async fn get(mut stream: impl AsyncRead + AsyncWrite + Unpin, path: &str, host: SocketAddr) -> anyhow::Result<u16> {
+    // The API server names the user.
+    let head = format!("GET {path} HTTP/1.1\r\nhost: {host}\r\nx-remote-user: me\r\nconnection: close\r\n\r\n");
+    stream.write_all(head.as_bytes()).await?;
+    let mut answer = Vec::new();
+    // A connection that ends without a TLS close_notify has also ended.
+    if let Err(error) = stream.read_to_end(&mut answer).await {
+        ensure!(error.kind() == std::io::ErrorKind::UnexpectedEof, "{error}");
+    }
+    let answer = String::from_utf8_lossy(&answer);
+    let status = answer.split(' ').nth(1).and_then(|status| status.parse().ok());
+    status.with_context(|| format!("no response: {answer:?}"))
+}
+
+impl GrpcClient<'_> {
+    pub(crate) async fn connect(&self, addr: SocketAddr) -> anyhow::Result<Channel> {
+        let peer = TlsServer {
+            addr: &Addr::Socket(addr),
+            name: &self.server,
+            identity: None,
+            anchors: self.anchors,
+        };
+        Ok(client::connect(&peer, self.leaf.cloned()).await?)
+    }
+}
+
+/// Taps the requests with [`TAPPED_PATH`].
+pub(crate) async fn tap(channel: Channel) -> anyhow::Result<Streaming<TapEvent>> {
+    let path = StringMatch {
+        r#match: Some(string_match::Match::Exact(TAPPED_PATH.to_owned())),
+    };
+    let path = observe_request::r#match::Http {
+        r#match: Some(observe_request::r#match::http::Match::Path(path)),
+    };
+    let request = ObserveRequest {
+        limit: u32::MAX,
+        r#match: Some(Match {
+            r#match: Some(observe_request::r#match::Match::Http(path)),
+        }),
+        ..ObserveRequest::default()
+    };
+    Ok(TapClient::new(channel).observe(request).await?.into_inner())
+}
+
+impl GrpcRequest {
+    /// Sends the request, and checks the response.
+    pub(crate) async fn send(self, channel: Channel) -> anyhow::Result<()> {
+        match self {
+            Self::Certify => {
+                // As long as a valid request.
+                let request = CertifyRequest {
+                    token: vec![b'x'; 1500],
+                    certificate_signing_request: vec![0; 400],
+                    ..CertifyRequest::default()
+                };
+                let refused = IdentityClient::new(channel).certify(request).await;
                 let status = refused.err().context("a request without a name was certified")?;
                 ensure!(status.message().contains("the request has no identity"), "{status:?}");
             }
-            ClientRequest::Destination(anchors, leaf) => {
-                let channel = self
-                    .connect("linkerd-destination", anchors, Some((*leaf).clone()))
-                    .await?;
+            Self::Destination => {
                 let request = GetDestination {
                     path: "server.shop.svc.cluster.local:8080".to_owned(),
                     ..GetDestination::default()
@@ -144,38 +202,17 @@ impl<'a> NormalClient<'a> {
                 let mut updates = DestinationClient::new(channel).get(request).await?.into_inner();
                 updates.message().await?.context("the stream has ended")?;
             }
-            ClientRequest::Policy(anchors, leaf) => {
-                let channel = self
-                    .connect("linkerd-destination", anchors, Some((*leaf).clone()))
-                    .await?;
+            Self::Policy => {
                 let spec = PortSpec {
                     workload: r#"{"ns":"shop","external_workload":"server"}"#.to_owned(),
                     port: super::testbed::HTTP.into(),
                 };
-                let mut updates = InboundServerPoliciesClient::new(channel)
-                    .watch_port(spec)
-                    .await?
-                    .into_inner();
-                updates.message().await?.context("the stream has ended")?;
+                let updates = InboundServerPoliciesClient::new(channel).watch_port(spec).await?;
+                updates.into_inner().message().await?.context("the stream has ended")?;
             }
-            ClientRequest::ReviewRequest(review) => review.ask(self.addr).await?,
+            Self::Tap => drop(tap(channel).await?),
         }
         Ok(())
-    }
-
-    async fn connect(
-        &self,
-        account: &str,
-        anchors: &TrustAnchors,
-        leaf: Option<LeafWithKey>,
-    ) -> anyhow::Result<Channel> {
-        let peer = TlsServer {
-            addr: &Addr::Socket(self.addr),
-            name: &tulle_tests::credentials::control_plane_identity(account),
-            identity: None,
-            anchors,
-        };
-        Ok(client::connect(&peer, leaf).await?)
     }
 }
 
@@ -183,15 +220,20 @@ impl fmt::Display for NormalClient<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let request = match &self.request {
             ClientRequest::Http(path, _) => return write!(f, "GET {}{path}", self.addr),
-            ClientRequest::Http2 => "HTTP/2",
-            ClientRequest::Certify(_) => "Certify",
-            ClientRequest::Destination(..) => "Get",
-            ClientRequest::Policy(..) => "WatchPort",
+            ClientRequest::Grpc(_, GrpcRequest::Certify) => "Certify",
+            ClientRequest::Grpc(_, GrpcRequest::Destination) => "Get",
+            ClientRequest::Grpc(_, GrpcRequest::Policy) => "WatchPort",
+            ClientRequest::Grpc(_, GrpcRequest::Tap) => "Observe",
+            ClientRequest::Telemetry(_) => "the telemetry API",
             ClientRequest::ReviewRequest(_) => "a review",
         };
         write!(f, "{request} at {}", self.addr)
     }
 }
 
+/// A path that only tapped clients request.
+pub(crate) const TAPPED_PATH: &str = "/ready";
+/// The resources of the aggregated API.
+pub(crate) const TELEMETRY_PATH: &str = "/apis/telemetry.tulle.dev/v1alpha1";
 /// A client without a response after this time has failed.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(5);

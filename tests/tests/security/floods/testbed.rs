@@ -9,6 +9,7 @@ use std::process::Command;
 use std::sync::Arc;
 
 use nix::unistd::Uid;
+use rustls::ClientConfig;
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use tempfile::TempDir;
@@ -17,17 +18,21 @@ use tulle_control::tls::anchors::TrustAnchors;
 use tulle_control::tls::mesh_credentials::LeafWithKey;
 use tulle_core::names::port;
 use tulle_core::netns::{self, Namespace, VirtualNetwork};
+use tulle_proto::transport::session_protocol::{Http2, Kind};
 use tulle_tests::credentials::{Credentials, Validity, control_plane_identity, identity};
 use tulle_tests::hosts::{admin_get, command};
 use tulle_tests::programs::{self, built_binary};
 
-use super::attackers::Peers;
 use super::insecure_tls;
+use super::tls_attackers::{self, TlsAttack, TlsBehaviour};
 
 /// The mesh and its hosts. Dropping it removes everything.
 pub(crate) struct Testbed {
     // Fields drop in this order: processes, then their namespaces, then the files.
-    _processes: Vec<Process>,
+    /// The control plane, which all services of this test share.
+    pub(crate) control_plane: Process,
+    pub(crate) sidecar: Process,
+    _applications: [Process; 2],
     pub(crate) control: Arc<Namespace>,
     pub(crate) server: Arc<Namespace>,
     pub(crate) client: Arc<Namespace>,
@@ -35,8 +40,10 @@ pub(crate) struct Testbed {
     pub(crate) anchors: TrustAnchors,
     /// A certificate with the identity of the server.
     pub(crate) leaf: LeafWithKey,
-    /// The identity of attackers in the mesh, for floods of the destination and policy services.
-    pub(crate) peers: Peers,
+    /// The certificate of the only client that may tap.
+    pub(crate) tap_leaf: LeafWithKey,
+    /// A certificate of attackers in the mesh.
+    attacker_leaf: LeafWithKey,
     _network: VirtualNetwork,
     _dir: TempDir,
 }
@@ -78,32 +85,112 @@ impl Testbed {
             .collect();
         attackers.ip(&others).unwrap();
         let applications = [&server, &client].map(|host| application(host, dir.path()));
-        let mut processes = vec![control_plane(&control, &credentials, dir.path())];
-        processes.extend(applications);
+        let control_plane = control_plane(&control, &credentials, dir.path());
         redirect(&server);
-        processes.push(sidecar(&server, &credentials, dir.path()));
-        let peers = Peers {
-            tls: Arc::new(insecure_tls::config(Some(&leaf_of("attacker", &credentials)))),
-            server: ServerName::try_from(control_plane_identity("linkerd-destination")).unwrap(),
-        };
+        let sidecar = sidecar(&server, &credentials, dir.path());
         Self {
-            _processes: processes,
+            control_plane,
+            sidecar,
+            _applications: applications,
             control,
             server,
             client,
             attackers,
             anchors: TrustAnchors::read(&credentials.anchors()).unwrap(),
-            leaf: leaf_of("server", &credentials),
-            peers,
+            leaf: leaf_of(&identity("server"), &credentials),
+            tap_leaf: leaf_of(&control_plane_identity("tap"), &credentials),
+            attacker_leaf: leaf_of(&identity("attacker"), &credentials),
             _network: virtual_network,
             _dir: dir,
         }
     }
+
+    /// Attackers without a certificate on a port of the control plane; `account` is the service account of its server.
+    pub(crate) fn strangers_of_control(account: &str, path: &'static str) -> TlsAttack {
+        TlsAttack {
+            who: "strangers",
+            config: Arc::new(insecure_tls::config(None)),
+            server: server_name(control_plane_identity(account)),
+            prefix: Vec::new(),
+            behaviours: tls_attackers::ON_HTTP2,
+            path,
+            stream_bytes: STREAM_BYTES,
+        }
+    }
+
+    /// Attackers without a certificate on a port of the server's proxy.
+    pub(crate) fn strangers_of_server(path: &'static str) -> TlsAttack {
+        TlsAttack {
+            who: "strangers",
+            config: Arc::new(insecure_tls::config(None)),
+            server: server_name(identity("server")),
+            prefix: Vec::new(),
+            behaviours: tls_attackers::ON_HTTP2,
+            path,
+            stream_bytes: 1,
+        }
+    }
+
+    /// Attackers with a certificate of the mesh. They send small bodies, because only strangers have a limit of memory.
+    pub(crate) fn peers(&self, strangers: &TlsAttack) -> TlsAttack {
+        TlsAttack {
+            who: "peers",
+            config: Arc::new(insecure_tls::config(Some(&self.attacker_leaf))),
+            stream_bytes: 1,
+            ..strangers.clone()
+        }
+    }
+
+    /// The TLS configuration of a well-behaved workload.
+    pub(crate) fn client_config(&self) -> Arc<ClientConfig> {
+        Arc::new(insecure_tls::config(Some(&self.leaf)))
+    }
+}
+
+/// Attackers on the proxy's own inbound port.
+pub(crate) fn direct(redirected: TlsAttack, behaviours: &'static [TlsBehaviour]) -> TlsAttack {
+    TlsAttack {
+        config: direct_config(redirected.config),
+        prefix: tls_attackers::transport_header(HTTP, Kind::Http2(Http2 {})),
+        behaviours,
+        ..redirected
+    }
+}
+
+/// A configuration for connections with a transport header.
+pub(crate) fn direct_config(mut config: Arc<ClientConfig>) -> Arc<ClientConfig> {
+    Arc::make_mut(&mut config).alpn_protocols = vec![tls_attackers::TRANSPORT_HEADER.to_vec()];
+    config
+}
+
+pub(crate) fn server_name(name: String) -> ServerName<'static> {
+    ServerName::try_from(name).unwrap()
+}
+
+/// Limits the resources of the command line that follows: open files, and the memory of the machine as far as the process sees it.
+/// The command must be `unshare`.
+pub(crate) fn add_limits(unshare: &mut Command, dir: &Path, files: usize) {
+    let meminfo = dir.join("meminfo");
+    fs::write(&meminfo, format!("MemTotal: {MEMORY_KIB} kB\n")).unwrap();
+    unshare.args([
+        "--mount",
+        "sh",
+        "-c",
+        "mount --bind \"$0\" /proc/meminfo && exec \"$@\"",
+    ]);
+    unshare.arg(meminfo).arg("prlimit").arg(format!("--nofile={files}"));
+}
+
+/// Asserts that a process never had more memory than [`add_limits`] shows it.
+pub(crate) fn assert_memory_limit(process: &Process) {
+    let peak = process.peak_rss_kib().unwrap();
+    eprintln!("{}: at most {peak} KiB", process.name());
+    assert!(peak < MEMORY_KIB, "{}: {peak} KiB of {MEMORY_KIB}", process.name());
 }
 
 /// A certificate of the mesh.
-fn leaf_of(service_account: &str, credentials: &Credentials) -> LeafWithKey {
-    let leaf = credentials.leaf(&identity(service_account), Validity::Current);
+fn leaf_of(name: &str, credentials: &Credentials) -> LeafWithKey {
+    let leaf = credentials.leaf(name, Validity::Current);
     let certificates = [&leaf.certificate, &leaf.chain];
     LeafWithKey {
         chain: certificates
@@ -115,8 +202,8 @@ fn leaf_of(service_account: &str, credentials: &Credentials) -> LeafWithKey {
 }
 
 fn control_plane(host: &Arc<Namespace>, credentials: &Credentials, dir: &Path) -> Process {
-    let mut command = command(host, &[], &PathBuf::from("prlimit"));
-    command.arg(format!("--nofile={FILES}"));
+    let mut command = command(host, &[], Path::new("unshare"));
+    add_limits(&mut command, dir, FILES);
     command.arg(built_binary("tulle-control").unwrap()).arg("all-in-one");
     for (flag, path) in [
         ("--manifests", dir.join("manifests")),
@@ -166,17 +253,15 @@ fn sidecar(host: &Arc<Namespace>, credentials: &Credentials, dir: &Path) -> Proc
     command.env_clear().env("PATH", path);
     command.envs(credentials.sidecar_variables("server", CONTROL, "10.0.0.0/8"));
     for (variable, value) in [
-        ("OUTBOUND_LISTEN_ADDR", format!("0.0.0.0:{}", port::OUTBOUND)),
+        ("OUTBOUND_LISTEN_ADDR", format!("[::]:{}", port::OUTBOUND)),
         ("ADMIN_LISTEN_ADDR", format!("[::]:{}", port::ADMIN)),
-        ("CONTROL_LISTEN_ADDR", format!("0.0.0.0:{}", port::TAP)),
-        (
-            "TAP_SVC_NAME",
-            "tap.linkerd.serviceaccount.identity.linkerd.cluster.local".into(),
-        ),
+        ("CONTROL_LISTEN_ADDR", format!("[::]:{}", port::TAP)),
+        ("TAP_SVC_NAME", control_plane_identity("tap")),
         ("INBOUND_PORTS", HTTP.to_string()),
     ] {
         command.env(format!("LINKERD2_PROXY_{variable}"), value);
     }
+    command.env("TULLE_PROXY_MEMORY_LIMIT", (MEMORY_KIB << 10).to_string());
     start_ready(host, command, dir)
 }
 
@@ -226,3 +311,7 @@ const PREFIX: &str = "fl-";
 /// Maximum open files. The sidecar uses a quarter of them for connections of one direction, the control plane a fifth
 /// for connections of one port.
 const FILES: usize = 1500;
+/// The memory limit of the components in `charts/tulle-control-plane/values-ha.yaml`.
+const MEMORY_KIB: u64 = 250 << 10;
+/// Bytes of a gRPC message that is not complete. All streams of a connection have less than HTTP/2 permits before the server reads.
+const STREAM_BYTES: usize = 60_000;

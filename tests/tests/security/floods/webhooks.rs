@@ -1,4 +1,4 @@
-//! Floods of the webhooks, with a real API server. Attackers use loopback addresses.
+//! Floods of the webhooks and of telemetry, with a real API server. Attackers use loopback addresses.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -6,18 +6,22 @@ use std::process::Command;
 use std::sync::Arc;
 
 use anyhow::{Context as _, ensure};
-use rustls::pki_types::ServerName;
+use rustls::pki_types::pem::PemObject as _;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tulle_bench::run::process::Process;
+use tulle_control::tls::mesh_credentials::LeafWithKey;
 use tulle_control::trust;
 use tulle_tests::cluster::ApiServer;
 use tulle_tests::eventually::eventually;
 use tulle_tests::programs::built_binary;
 
+use super::attackers::Sources;
 use super::clients::NormalClient;
+use super::tls_attackers::{self, TlsAttack};
 use super::{FloodedPort, flood_cases, insecure_tls, prepend, raise_open_file_limit, run, testbed};
 
 /// A request of an API server to a webhook.
@@ -32,7 +36,7 @@ pub(crate) enum ReviewRequest {
 }
 
 #[test]
-fn webhooks_answer_during_floods() {
+fn webhooks_and_telemetry_answer_during_floods() {
     if !testbed::can_run() {
         return;
     }
@@ -52,9 +56,10 @@ fn webhooks_answer_during_floods() {
         server.kubectl(&apply).await.unwrap();
         server
     });
-    let processes = start_webhooks(&server);
+    let processes = start_services(&server);
+    let front_proxy = front_proxy_leaf(&server);
     let at = |port| SocketAddr::from(([127, 0, 0, 1], port));
-    let [injector, validator, policies] = [&INJECTOR, &PROFILES, &POLICIES].map(|webhook| at(webhook.port));
+    let [injector, validator, policies, telemetry] = SERVICES.map(|service| at(service.port));
     for (addr, review) in [
         (injector, ReviewRequest::Injection),
         (validator, ReviewRequest::Profile),
@@ -62,107 +67,162 @@ fn webhooks_answer_during_floods() {
     ] {
         runtime.block_on(eventually("the webhook answers", async || review.ask(addr).await.ok()));
     }
-    let probes = |webhook: &Webhook| {
-        let get = |path| NormalClient::http_here(at(webhook.admin), path, 200);
+    let telemetry_client = NormalClient::telemetry(telemetry, &front_proxy);
+    runtime.block_on(eventually("telemetry answers", async || {
+        telemetry_client.answer().await.ok()
+    }));
+    let probes = |service: &Service| {
+        let get = |path| NormalClient::http_here(at(service.admin), path, 200);
         vec![get("/live"), get("/ready"), get("/metrics")]
     };
-    let port = |name, addr, clients| FloodedPort {
+    let port = |name, listener, addr, clients| FloodedPort {
         name,
         addr,
+        listener,
         clients,
-        peers: None,
+        held: Vec::new(),
+        tls: Vec::new(),
+        sources: Sources::ALL,
+    };
+    let strangers = TlsAttack {
+        who: "strangers",
+        config: Arc::new(insecure_tls::config(None)),
+        server: testbed::server_name("webhook.linkerd.svc".to_owned()),
+        prefix: Vec::new(),
+        behaviours: tls_attackers::ON_HTTP1,
+        path: "/",
+        stream_bytes: 1,
+    };
+    let in_tls = |name, listener, addr, clients| FloodedPort {
+        tls: vec![strangers.clone()],
+        ..port(name, listener, addr, clients)
     };
     let ports = [
-        port(
+        in_tls(
             "8443, injector",
+            "injector",
             injector,
             prepend(
                 NormalClient::review(injector, ReviewRequest::Injection),
                 probes(&INJECTOR)[..2].to_vec(),
             ),
         ),
-        port(
+        in_tls(
             "8443, sp-validator",
+            "sp-validator",
             validator,
             vec![NormalClient::review(validator, ReviewRequest::Profile)],
         ),
-        port(
+        in_tls(
             "9443, policy validator",
+            "policy",
             policies,
             vec![NormalClient::review(policies, ReviewRequest::Policy)],
         ),
-        port("9995, admin of the injector", at(INJECTOR.admin), probes(&INJECTOR)),
-        port("9997, admin of the sp-validator", at(PROFILES.admin), probes(&PROFILES)),
+        in_tls("8089, telemetry", "telemetry", telemetry, vec![telemetry_client]),
+        port(
+            "9995, admin of the injector",
+            "injector",
+            at(INJECTOR.admin),
+            probes(&INJECTOR),
+        ),
+        port(
+            "9997, admin of the sp-validator",
+            "9997",
+            at(PROFILES.admin),
+            probes(&PROFILES),
+        ),
     ];
     let floods = ports
         .iter()
         .flat_map(|port| flood_cases(port, port.name == "8443, injector"));
     run(floods.collect(), |flood| flood());
-    drop(processes);
+    processes.iter().for_each(testbed::assert_memory_limit);
 }
 
-/// A webhook, its ports in this test, and the kind and name of its configuration.
-struct Webhook {
-    service: &'static str,
+/// A service, and its ports in this test.
+struct Service {
+    name: &'static str,
     addr_flag: &'static str,
     port: u16,
     admin_flag: &'static str,
     admin: u16,
-    configuration: (&'static str, &'static str),
+    /// The kind and the name of the configuration of a webhook.
+    webhook: Option<(&'static str, &'static str)>,
 }
 
-/// Configurations as a chart writes them, without a CA bundle. Their rules are for the group `floods.test`, which has no
-/// objects, so the API server never calls the webhooks.
+/// Configurations as a chart writes them, without a CA bundle. The rules of webhooks are for the group `floods.test`, which has no
+/// objects, so the API server never calls them. The APIService has no Service, so the API server does not call telemetry either.
 fn webhook_configurations() -> String {
-    let configurations = [&INJECTOR, &PROFILES, &POLICIES].map(|webhook| {
-        let (kind, name) = webhook.configuration;
-        json!({
+    let webhooks = SERVICES.iter().filter_map(|service| {
+        let (kind, name) = service.webhook?;
+        let configuration = json!({
             "apiVersion": "admissionregistration.k8s.io/v1",
             "kind": kind,
             "metadata": {"name": name},
             "webhooks": [{
                 "name": name.replace("-webhook-config", ".linkerd.io"),
-                "clientConfig": {"url": format!("https://localhost:{}/", webhook.port)},
+                "clientConfig": {"url": format!("https://localhost:{}/", service.port)},
                 "admissionReviewVersions": ["v1"],
                 "sideEffects": "None",
                 "rules": [{"operations": ["CREATE"], "apiGroups": ["floods.test"], "apiVersions": ["*"], "resources": ["*"]}],
             }],
-        })
-        .to_string()
+        });
+        Some(configuration.to_string())
     });
+    let telemetry = json!({
+        "apiVersion": "apiregistration.k8s.io/v1", "kind": "APIService",
+        "metadata": {"name": "v1alpha1.telemetry.tulle.dev"},
+        "spec": {
+            "group": "telemetry.tulle.dev", "version": "v1alpha1",
+            "groupPriorityMinimum": 1000, "versionPriority": 100,
+            "service": {"name": "linkerd-telemetry", "namespace": "linkerd", "port": 8089},
+        },
+    });
+    let configurations: Vec<_> = webhooks.chain([telemetry.to_string()]).collect();
     configurations.join("\n---\n")
 }
 
-/// The webhooks as the chart starts them, with the ports of this test.
-fn start_webhooks(server: &ApiServer) -> [Process; 3] {
+/// The services as the chart starts them, with the ports of this test.
+fn start_services(server: &ApiServer) -> [Process; 4] {
     let anchor = trust::create_anchor("root", trust::ANCHOR_LIFETIME).unwrap();
     let at = |name: &str| server.dir().join(name);
     std::fs::write(at("anchors.pem"), anchor.certificate).unwrap();
     std::fs::write(at("values.yaml"), VALUES).unwrap();
-    [&INJECTOR, &PROFILES, &POLICIES].map(|webhook| {
-        let mut command = Command::new("prlimit");
-        command
-            .arg(format!("--nofile={FILES}"))
-            .arg(built_binary("tulle-control").unwrap());
-        command.arg(webhook.service);
-        for (flag, port) in [(webhook.addr_flag, webhook.port), (webhook.admin_flag, webhook.admin)] {
+    SERVICES.map(|service| {
+        let mut command = Command::new("unshare");
+        testbed::add_limits(&mut command, server.dir(), FILES);
+        command.arg(built_binary("tulle-control").unwrap());
+        command.arg(service.name);
+        for (flag, port) in [(service.addr_flag, service.port), (service.admin_flag, service.admin)] {
             command.arg(flag).arg(format!("127.0.0.1:{port}"));
         }
         command.args(["-linkerd-namespace", "linkerd"]);
         for (flag, path) in [
             ("-kubeconfig", &*server.kubeconfig()),
-            ("-values", &at("values.yaml")),
             ("-trust-anchors", &at("anchors.pem")),
         ] {
             command.arg(flag).arg::<&Path>(path);
         }
-        if webhook.service == "policy" {
+        if service.webhook.is_some() {
+            command.arg("-values").arg(at("values.yaml"));
+        }
+        if service.name == "policy" {
             command.args(["-grpc-addr", "127.0.0.1:0"]);
         }
-        let mut process = Process::start(webhook.service, command, server.dir()).unwrap();
-        process.wait_for_ports(&[webhook.port, webhook.admin]).unwrap();
+        let mut process = Process::start(service.name, command, server.dir()).unwrap();
+        process.wait_for_ports(&[service.port, service.admin]).unwrap();
         process
     })
+}
+
+/// The client certificate of the API server for aggregated APIs.
+fn front_proxy_leaf(server: &ApiServer) -> LeafWithKey {
+    let file = |ending: &str| server.ca().with_file_name(format!("front-proxy-client.{ending}"));
+    LeafWithKey {
+        chain: vec![CertificateDer::from_pem_file(file("crt")).unwrap()],
+        key: PrivateKeyDer::from_pem_file(file("key")).unwrap(),
+    }
 }
 
 impl ReviewRequest {
@@ -232,32 +292,41 @@ impl ReviewRequest {
     }
 }
 
-const INJECTOR: Webhook = Webhook {
-    service: "proxy-injector",
+const SERVICES: [&Service; 4] = [&INJECTOR, &PROFILES, &POLICIES, &TELEMETRY];
+const INJECTOR: Service = Service {
+    name: "proxy-injector",
     addr_flag: "-addr",
     port: 28443,
     admin_flag: "-metrics-addr",
     admin: 29995,
-    configuration: ("MutatingWebhookConfiguration", "linkerd-proxy-injector-webhook-config"),
+    webhook: Some(("MutatingWebhookConfiguration", "linkerd-proxy-injector-webhook-config")),
 };
-const PROFILES: Webhook = Webhook {
-    service: "sp-validator",
+const PROFILES: Service = Service {
+    name: "sp-validator",
     addr_flag: "-addr",
     port: 28444,
     admin_flag: "-metrics-addr",
     admin: 29997,
-    configuration: ("ValidatingWebhookConfiguration", "linkerd-sp-validator-webhook-config"),
+    webhook: Some(("ValidatingWebhookConfiguration", "linkerd-sp-validator-webhook-config")),
 };
-const POLICIES: Webhook = Webhook {
-    service: "policy",
+const POLICIES: Service = Service {
+    name: "policy",
     addr_flag: "-server-addr",
     port: 29443,
     admin_flag: "-admin-addr",
     admin: 29990,
-    configuration: (
+    webhook: Some((
         "ValidatingWebhookConfiguration",
         "linkerd-policy-validator-webhook-config",
-    ),
+    )),
+};
+const TELEMETRY: Service = Service {
+    name: "telemetry",
+    addr_flag: "-telemetry-addr",
+    port: 28089,
+    admin_flag: "-admin-addr",
+    admin: 29991,
+    webhook: None,
 };
 /// Maximum open files. The connection limit of a webhook is a twentieth of them: fewer than one flood opens, and more than the
 /// 200 addresses of attackers.

@@ -290,5 +290,5 @@ fn certificate(text: &str) -> CertificateDer<'static> {
 /// The path that routes of the table match. `own` is also a gRPC service with the method `Call`.
 const PATH: &str = "/own/Call";
 const CONNECT_LIMIT: Duration = Duration::from_secs(3);
-/// Longer than any time limit of the sidecar.
-const ANSWER_LIMIT: Duration = Duration::from_secs(8);
+/// Longer than any time limit of the sidecar: it waits 10 seconds for the start of HTTP/2.
+const ANSWER_LIMIT: Duration = Duration::from_secs(14);

@@ -10,9 +10,11 @@ use std::thread;
 use futures_util::future::join_all;
 use parking_lot::Mutex;
 use tokio::sync::Semaphore;
+use tulle_core::netns::Namespace;
 
 use super::application::{self, ReceivedTokens};
 use super::client::{Client, Observed};
+use super::counts::ExpectedCounts;
 use super::table::{self, ClientInput, Family, Header, Identity, InputKind, State};
 use super::testbed::{self, Ipv6Rules, Testbed};
 use super::words::words;
@@ -24,14 +26,14 @@ use super::{MAX_CONCURRENT_WAITING_CELLS, MIN_RESTARTS, runtime};
 /// are not varied, because applications send none.
 const EXPECTED_RESULTS: &str = "
 sent        none  allow  deny    http-route  other-route  tls-route  tcp-route
-http1       ok    ok     403     ok          403          closed     ok
-http2       ok    ok     403     ok          403          closed     ok
-grpc        ok    ok     403     ok          403          closed     ok
-lowercase   ok    ok     closed  closed      closed       closed     ok
+http1       ok    ok     403     ok          403          no-name    ok
+http2       ok    ok     403     ok          403          no-name    ok
+grpc        ok    ok     403     ok          403          no-name    ok
+lowercase   ok    ok     closed  closed      closed       no-name    ok
 tls         ok    ok     closed  closed      closed       ok         ok
-raw         ok    ok     closed  closed      closed       closed     ok
-silence     ok    ok     closed  closed      closed       closed     ok
-incomplete  late  late   late    late        late         closed     ok
+raw         ok    ok     closed  closed      closed       no-name    ok
+silence     ok    ok     closed  closed      closed       no-name    ok
+incomplete  late  late   late    late        late         no-name    ok
 ";
 
 /// The knowledge of the sidecar in each state of the control plane.
@@ -73,9 +75,11 @@ words! {
         /// HTTP status 403, or the matching gRPC status.
         Forbidden = "403",
         Closed = "closed",
+        /// Closed, because a TLSRoute needs a server name.
+        ClosedWithoutName = "no-name",
         /// The request does not complete; the client's sidecar answers 408 or the matching gRPC status after its time limit.
         Late = "late",
-        /// 503 with `discovery-timeout`, or closed: the policy is not known.
+        /// Refused, because the policy is not known: with 503 or the matching gRPC status if it is HTTP, otherwise closed.
         Unknown = "unknown",
     }
 }
@@ -114,7 +118,7 @@ fn while_the_control_plane_restarts_egress_networks_are_enforced() {
     let (testbed, n_restarts) = (Mutex::new(testbed), Mutex::new(0));
     let (testbed, n_restarts) = (&testbed, &n_restarts);
     let is_over = || *n_restarts.lock() >= MIN_RESTARTS;
-    let faults = thread::scope(|scope| {
+    let (mut faults, n_runs) = thread::scope(|scope| {
         let (requested_tx, requested_rx) = mpsc::channel();
         let restarting = scope.spawn(move || {
             // The policies must be known before the first restart. If the requests panic, the sender is dropped.
@@ -127,19 +131,22 @@ fn while_the_control_plane_restarts_egress_networks_are_enforced() {
                 let reached = application::serve(listeners);
                 let mut faults = faults_of(&cells, &client, &reached).await;
                 requested_tx.send(()).unwrap();
+                let mut n_runs = 1;
                 loop {
                     let is_last = is_over() || restarting.is_finished();
                     faults.extend(faults_of(&cells, &client, &reached).await);
+                    n_runs += 1;
                     if is_last {
-                        return faults;
+                        return (faults, n_runs);
                     }
                 }
             })
         };
-        let faults = host.run(run).unwrap();
+        let result = host.run(run).unwrap();
         restarting.join().unwrap();
-        faults
+        result
     });
+    faults.extend(faults_of_counts(&host, &[(&cells, n_runs)]));
     super::report(cells.len(), &faults, &testbed.lock());
 }
 
@@ -213,7 +220,8 @@ fn check(states: &[State], bring_up: fn(&mut Testbed), changes: fn(&mut Testbed)
             faults
         })
     };
-    let faults = host.run(run).unwrap();
+    let mut faults = host.run(run).unwrap();
+    faults.extend(faults_of_counts(&host, &[(&requested_before, 1), (&cells, 1)]));
     super::report(cells.len(), &faults, &testbed);
 }
 
@@ -248,6 +256,19 @@ async fn faults_of(cells: &[Cell], client: &Client, reached: &ReceivedTokens) ->
     join_all(results).await.into_iter().flatten().collect()
 }
 
+/// The counters of the sidecar must equal the number of cells, for each cause. Each group of cells comes with the number of times
+/// that it was tried.
+fn faults_of_counts(host: &Namespace, tried: &[(&[Cell], u64)]) -> Vec<String> {
+    let causes: Vec<_> = Expected::ALL.iter().filter_map(|expected| expected.cause()).collect();
+    let mut counts = ExpectedCounts::none("outbound", &causes);
+    for (cells, n) in tried {
+        for cause in cells.iter().filter_map(|cell| cell.expected().cause()) {
+            counts.add(cause, *n);
+        }
+    }
+    counts.faults(host)
+}
+
 impl Cell {
     async fn fault(&self, n: usize, client: &Client, reached: &ReceivedTokens) -> Option<String> {
         let to = SocketAddr::new(self.policy.address(self.state.is_requested_before(), self.family), PORT);
@@ -259,7 +280,7 @@ impl Cell {
             Expected::Permitted => {
                 observed == Observed::Application && (reached || self.sent.what == InputKind::Silence)
             }
-            _ => !reached && expected.fits(&observed),
+            _ => !reached && expected.fits(&observed, self.sent),
         };
         (!fits).then(|| format!("{self}\n    expected: {expected:?}\n    result: {observed:?}, reached: {reached}"))
     }
@@ -287,22 +308,35 @@ impl fmt::Display for Cell {
 }
 
 impl Expected {
-    /// Whether a client with this expectation may observe `observed`.
-    fn fits(self, observed: &Observed) -> bool {
-        let (expected, expected_grpc, expected_cause) = match self {
-            Self::Permitted => return *observed == Observed::Application,
-            Self::Closed => return *observed == Observed::Closed,
-            Self::Forbidden => (403, 9, "injected"),
-            Self::Late => (408, 4, "head-timeout"),
-            Self::Unknown => (503, 14, "discovery-timeout"),
+    /// Whether a client that sends this and is refused may observe `observed`.
+    fn fits(self, observed: &Observed, sent: ClientInput) -> bool {
+        let (expected_status, expected_grpc) = match self {
+            Self::Permitted => return false,
+            Self::Closed | Self::ClosedWithoutName => return *observed == Observed::Closed,
+            Self::Unknown if !sent.is_request() => return *observed == Observed::Closed,
+            Self::Forbidden => (403, 9),
+            Self::Late => (408, 4),
+            Self::Unknown => (503, 14),
         };
-        match observed {
-            Observed::Status { status, grpc, cause } => {
-                let status = grpc.map_or(*status == expected, |grpc| grpc == expected_grpc);
-                status && cause.as_deref() == Some(expected_cause)
-            }
-            Observed::Closed => self == Self::Unknown,
-            Observed::Application | Observed::Timeout | Observed::Unreachable => false,
+        let Observed::Status { status, grpc, cause } = observed else {
+            return false;
+        };
+        let is_status = match sent.what {
+            InputKind::Grpc => *grpc == Some(expected_grpc),
+            _ => *status == expected_status && grpc.is_none(),
+        };
+        is_status && cause.as_deref() == self.cause()
+    }
+
+    /// The cause that the sidecar counts; `None` if it permits.
+    fn cause(self) -> Option<&'static str> {
+        match self {
+            Self::Permitted => None,
+            Self::Forbidden => Some("injected"),
+            Self::Closed => Some("forbidden"),
+            Self::ClosedWithoutName => Some("no-server-name"),
+            Self::Late => Some("head-timeout"),
+            Self::Unknown => Some("discovery-timeout"),
         }
     }
 }

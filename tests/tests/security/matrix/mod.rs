@@ -6,6 +6,7 @@
 
 mod application;
 mod client;
+mod counts;
 mod egress;
 mod manifests;
 mod outage;
@@ -15,17 +16,16 @@ mod words;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
-use std::time::Duration;
 
 use futures_util::future::join_all;
 use parking_lot::Mutex;
 use tokio::runtime::Builder;
 use tokio::sync::Semaphore;
-use tokio::time::Instant;
 
 use self::application::ReceivedTokens;
 use self::client::{Client, Observed};
-use self::table::{Cause, Cell, Expected, Family, Identity, InputKind, Policy, State};
+use self::counts::ExpectedCounts;
+use self::table::{Answer, Cause, Cell, ClientInput, Expected, Family, Identity, InputKind, Policy, Refusal, State};
 use self::testbed::{Ipv6Rules, Testbed};
 
 #[test]
@@ -68,25 +68,28 @@ fn while_the_control_plane_restarts_each_port_enforces_its_policy() {
     let (outside, client) = (testbed.outside.clone(), Client::new(&testbed.credentials));
     let (testbed, n_restarts) = (Mutex::new(testbed), Mutex::new(0));
     let is_over = || *n_restarts.lock() >= MIN_RESTARTS;
-    let faults = std::thread::scope(|scope| {
+    let (mut faults, n_runs) = std::thread::scope(|scope| {
         let restarting = scope.spawn(|| testbed::restart_until(&testbed, &n_restarts, is_over));
-        let faults = outside.run(|| {
+        let result = outside.run(|| {
             runtime().block_on(async {
                 let reached = application::serve(listeners);
-                let mut faults = Vec::new();
+                let (mut faults, mut n_runs) = (Vec::new(), 0);
                 loop {
                     let is_last = is_over() || restarting.is_finished();
                     faults.extend(faults_of(&cells, &client, &reached).await);
+                    n_runs += 1;
                     if is_last {
-                        return faults;
+                        return (faults, n_runs);
                     }
                 }
             })
         });
         restarting.join().unwrap();
-        faults.unwrap()
+        result.unwrap()
     });
-    report(cells.len(), &faults, &testbed.lock());
+    let testbed = testbed.into_inner();
+    faults.extend(faults_of_counts(&testbed, &[(&cells, n_runs)]));
+    report(cells.len(), &faults, &testbed);
 }
 
 /// Without redirect rules for IPv6, IPv6 traffic must not bypass the proxy.
@@ -117,7 +120,8 @@ fn without_ipv6_redirect_rules_no_ipv6_reaches_the_application() {
     cells
         .iter_mut()
         .for_each(|cell_at_port| cell_at_port.expected = expected(&cell_at_port.cell));
-    let faults = run_once(&testbed, &cells, listeners);
+    let mut faults = run_once(&testbed, &cells, listeners);
+    faults.extend(faults_of_counts(&testbed, &[(&cells, 1)]));
     report(cells.len(), &faults, &testbed);
 }
 
@@ -133,7 +137,7 @@ fn check(states: &[State], set_up: fn(&mut Testbed)) {
     } = run;
     set_up(&mut testbed);
     let mut faults = run_once(&testbed, &cells, listeners);
-    faults.extend(faults_of_counts(&testbed, &cells));
+    faults.extend(faults_of_counts(&testbed, &[(&cells, 1)]));
     report(cells.len(), &faults, &testbed);
 }
 
@@ -214,7 +218,7 @@ async fn faults_of(cells: &[CellAtPort], client: &Client, reached: &ReceivedToke
         let waits = matches!(
             cell_at_port.cell.sent.what,
             InputKind::Silence | InputKind::IncompleteHead
-        ) || cell_at_port.expected == UNKNOWN;
+        ) || matches!(cell_at_port.expected, Expected::Refused(refusal) if refusal.cause == Cause::Unknown);
         let permits = if waits { &waiting } else { &quick };
         let _permit = permits.acquire().await.unwrap();
         cell_at_port.fault(n, client, reached).await
@@ -248,11 +252,13 @@ impl CellAtPort {
         let is_silent = sent.what == InputKind::Silence;
         let fits = match self.expected {
             Expected::Permitted => observed == Observed::Application && (reached || is_silent),
-            Expected::Refused(cause) => !reached && cause.matches(&observed, identity),
-            Expected::ByPolicyOrUnknown { refusal: None } if observed == Observed::Application => reached || is_silent,
-            Expected::ByPolicyOrUnknown { refusal } => {
-                let is_refusal = refusal.is_some_and(|cause| cause.matches(&observed, identity));
-                !reached && (is_refusal || Cause::Unknown.matches(&observed, identity))
+            Expected::Refused(refusal) => !reached && refusal.fits(&observed, sent, identity),
+            Expected::ByPolicyOrUnknown { refusal: None, .. } if observed == Observed::Application => {
+                reached || is_silent
+            }
+            Expected::ByPolicyOrUnknown { refusal, unknown } => {
+                let mut refusals = refusal.into_iter().chain([unknown]);
+                !reached && refusals.any(|refusal| refusal.fits(&observed, sent, identity))
             }
             Expected::Dropped => !reached && observed == Observed::Unreachable,
         };
@@ -266,103 +272,91 @@ impl CellAtPort {
     }
 }
 
-impl Cause {
-    /// Whether a client that is refused for this cause may observe `observed`.
-    fn matches(self, observed: &Observed, identity: Identity) -> bool {
-        match observed {
-            Observed::Application | Observed::Unreachable => false,
-            Observed::Closed => true,
-            Observed::Timeout => self == Self::Silent,
-            Observed::Status { status, grpc, cause } => {
+impl Refusal {
+    /// Whether a client that is refused in this way may observe `observed`.
+    fn fits(self, observed: &Observed, sent: ClientInput, identity: Identity) -> bool {
+        match (self.answer, observed) {
+            (Answer::Closed, Observed::Closed) => true,
+            (Answer::Status, Observed::Status { status, grpc, cause }) => {
+                let (expected_status, expected_grpc) = self.cause.codes();
+                let is_status = match sent.what {
+                    InputKind::Grpc => *grpc == Some(expected_grpc),
+                    _ => *status == expected_status && grpc.is_none(),
+                };
                 // Clients without an identity do not get the cause.
-                let expected_cause = identity.is_proven().then_some(self.word());
-                let status = grpc.map_or(self.status() == *status, |code| self.grpc() == code);
-                status && cause.as_deref() == expected_cause
+                let expected_cause = identity.is_proven().then_some(self.cause.word());
+                is_status && cause.as_deref() == expected_cause
             }
-        }
-    }
-
-    fn status(self) -> u16 {
-        match self {
-            Self::Denied => 403,
-            Self::NoRoute => 404,
-            Self::Limited => 429,
-            Self::Late => 408,
-            Self::HttpNotAllowed => 500,
-            Self::Unknown => 503,
-            // The connection ends without a response, except that `bad-request` may be a 400.
-            Self::BadRequest | Self::Silent | Self::Expired | Self::Untrusted | Self::Handshake => 400,
-        }
-    }
-
-    fn grpc(self) -> u16 {
-        match self {
-            Self::Denied => 7,
-            Self::NoRoute => 5,
-            Self::Limited => 8,
-            Self::HttpNotAllowed => 13,
-            Self::Unknown => 14,
-            Self::Late => 4,
-            Self::BadRequest | Self::Silent | Self::Expired | Self::Untrusted | Self::Handshake => 3,
+            _ => false,
         }
     }
 }
 
-/// The counters of the sidecar must equal the number of cells, for each cause and for each reason of each policy. They
-/// may be higher only by cells for which [`Cell::may_count_as_denied`] holds.
-fn faults_of_counts(testbed: &Testbed, cells: &[CellAtPort]) -> Vec<String> {
-    // The minimum count, and by how much the counter may exceed it.
-    let mut expected = BTreeMap::<_, (u64, u64)>::new();
-    let by_cause = |cause: Cause| {
-        let labels = ["direction=\"inbound\"".to_owned(), format!("cause=\"{cause}\"")];
-        ("tulle_failures_total", labels)
-    };
-    let by_reason = |cell_at_port: &CellAtPort, why: &str| {
-        let labels = [
-            format!("target_port=\"{}\"", cell_at_port.port),
-            format!("reason=\"{why}\""),
-        ];
-        ("tulle_inbound_denied_total", labels)
-    };
-    for cause in COUNTED {
-        expected.insert(by_cause(*cause), (0, 0));
-    }
-    for cell_at_port in cells {
-        match cell_at_port.expected {
-            Expected::Refused(cause) if COUNTED.contains(&cause) => {
-                expected.entry(by_cause(cause)).or_default().0 += 1;
-                if cause == Cause::Denied {
-                    expected
-                        .entry(by_reason(cell_at_port, cell_at_port.cell.denial_reason()))
-                        .or_default()
-                        .0 += 1;
-                }
+impl Cause {
+    /// The HTTP status and the gRPC status of its responses.
+    fn codes(self) -> (u16, u16) {
+        match self {
+            Self::Denied => (403, 7),
+            Self::NoRoute => (404, 5),
+            Self::Limited => (429, 8),
+            Self::Late => (408, 4),
+            Self::HttpNotAllowed => (500, 13),
+            Self::Unknown => (503, 14),
+            Self::BadRequest => (400, 3),
+            Self::NotHttp | Self::Silent | Self::Idle | Self::Expired | Self::Untrusted | Self::Handshake => {
+                panic!("{self} has no responses")
             }
-            _ if cell_at_port.cell.may_count_as_denied() => {
-                expected.entry(by_cause(Cause::Denied)).or_default().1 += 1;
-                expected.entry(by_reason(cell_at_port, "network")).or_default().1 += 1;
-            }
-            _ => {}
         }
     }
-    // A client may see the end of its connection before it is counted.
-    let deadline = Instant::now() + COUNT_LIMIT;
-    loop {
-        let metrics = Testbed::metrics(&testbed.server);
-        let count = |(family, labels): &(&str, [String; 2])| {
-            testbed::sum(&metrics, family, &labels.each_ref().map(|label| &**label))
+}
+
+/// The counters of the sidecar must equal the number of cells, for each cause and for each reason of each policy. Each group of
+/// cells comes with the number of times that it was tried.
+fn faults_of_counts(testbed: &Testbed, tried: &[(&[CellAtPort], u64)]) -> Vec<String> {
+    let causes = Cause::ALL.iter().filter(|cause| **cause != Cause::Idle);
+    let causes: Vec<_> = causes.map(|cause| cause.word()).collect();
+    let mut counts = ExpectedCounts::none("inbound", &causes);
+    for (cells, n) in tried {
+        for cell_at_port in *cells {
+            cell_at_port.add_to(&mut counts, *n);
+        }
+    }
+    counts.faults(&testbed.server)
+}
+
+impl CellAtPort {
+    /// Adds what the sidecar counts if the cell is tried `n` times.
+    fn add_to(&self, counts: &mut ExpectedCounts, n: u64) {
+        let Self { cell, expected, port } = *self;
+        let refusals = match expected {
+            Expected::Permitted | Expected::Dropped => return,
+            Expected::Refused(refusal) => vec![refusal],
+            Expected::ByPolicyOrUnknown { refusal, unknown } => refusal.into_iter().chain([unknown]).collect(),
         };
-        let wrong = expected.iter().map(|(key, n)| (key, *n, count(key)));
-        let wrong = wrong.filter(|(_, (n, more), counted)| !(*n..=n + more).contains(counted));
-        let wrong: Vec<_> = wrong.collect();
-        if wrong.is_empty() || Instant::now() > deadline {
-            let describe = |((family, labels), (n, more), counted): &(&(&str, [String; 2]), (u64, u64), u64)| {
-                let labels = labels.join(",");
-                format!("{family}{{{labels}}} is {counted}; {n} cells expect it, and {more} may")
-            };
-            return wrong.iter().map(describe).collect();
+        let mut causes: BTreeSet<_> = refusals.iter().map(|refusal| refusal.cause).collect();
+        let may_count_as_denied = causes.iter().any(|cause| cell.may_count_as_denied(*cause));
+        if may_count_as_denied {
+            causes.insert(Cause::Denied);
         }
-        std::thread::sleep(COUNT_PAUSE);
+        let is_always_counted =
+            !causes.remove(&Cause::Idle) && !matches!(expected, Expected::ByPolicyOrUnknown { refusal: None, .. });
+        let words: Vec<_> = causes.iter().map(|cause| cause.word()).collect();
+        match (&words[..], is_always_counted) {
+            ([cause], true) => counts.add(cause, n),
+            (causes, true) => counts.add_one_of(causes, n),
+            (causes, false) => causes.iter().for_each(|cause| counts.permit(cause, n)),
+        }
+        if causes.contains(&Cause::Denied) {
+            let reason = if may_count_as_denied {
+                "network"
+            } else {
+                cell.denial_reason()
+            };
+            match (causes.len(), is_always_counted) {
+                (1, true) => counts.add_denials(port, reason, n),
+                _ => counts.permit_denials(port, reason, n),
+            }
+        }
     }
 }
 
@@ -376,16 +370,6 @@ fn report(n_cells: usize, faults: &[String], testbed: &Testbed) {
     );
 }
 
-const UNKNOWN: Expected = Expected::Refused(Cause::Unknown);
-/// Causes that count exactly one failure for each connection.
-const COUNTED: &[Cause] = &[
-    Cause::Denied,
-    Cause::Unknown,
-    Cause::NoRoute,
-    Cause::Limited,
-    Cause::Expired,
-    Cause::Untrusted,
-];
 /// Ports whose policies the sidecar watches from its start, one for each policy.
 const DECLARED_PORTS_START: u16 = 10_000;
 /// Ports whose policies the sidecar does not request before a connection.
@@ -397,5 +381,3 @@ const MAX_CONCURRENT_WAITING_CELLS: usize = 200;
 /// Maximum number of requests until the rate limit of one per second refuses one.
 const MAX_UNLIMITED: usize = 5;
 const MIN_RESTARTS: u32 = 4;
-const COUNT_LIMIT: Duration = Duration::from_secs(10);
-const COUNT_PAUSE: Duration = Duration::from_millis(50);

@@ -34,26 +34,39 @@ tls                   tls         ok        ok           ok        ok
 /// For connections to the proxy's own port, the part before the colon is the protocol in the transport header: `1` for
 /// HTTP/1, `2` for HTTP/2, `-` for none.
 const HANDLINGS: &str = "
-sent          detect    routes    own-routes     http1     http2     grpc      opaque            tls               unknown
-http1         request   request   request        request   not-http  not-http  bytes             in-tls            unknown
-http2         request   request   request        upgraded  request   request   bytes             in-tls            unknown
-grpc          request   request   request        upgraded  request   request   bytes             in-tls            unknown
-lowercase     bytes     not-http  only-requests  request   not-http  not-http  bytes             in-tls            unknown
-tls           bytes     not-http  only-requests  not-http  not-http  not-http  bytes             bytes             unknown
-raw           bytes     not-http  only-requests  not-http  not-http  not-http  bytes             in-tls            unknown
-silence       bytes     no-input  no-input       no-input  no-input  no-input  bytes             in-tls            unknown
-incomplete    late      late      late           late      not-http  not-http  bytes             in-tls            late
-1:http1       request   request   request        request   request   request   http-not-allowed  http-not-allowed  unknown
-2:http2       request   request   request        request   request   request   http-not-allowed  http-not-allowed  unknown
-2:grpc        request   request   request        request   request   request   http-not-allowed  http-not-allowed  unknown
-1:raw         not-http  not-http  not-http       not-http  not-http  not-http  not-http          not-http          not-http
--:http1       bytes     request   request        request   not-http  not-http  bytes             bytes             unknown
--:http2       bytes     request   request        request   request   request   bytes             bytes             unknown
--:lowercase   bytes     not-http  only-requests  request   not-http  not-http  bytes             bytes             unknown
--:tls         bytes     not-http  only-requests  not-http  not-http  not-http  bytes             bytes             unknown
--:raw         bytes     not-http  only-requests  not-http  not-http  not-http  bytes             bytes             unknown
--:silence     bytes     no-input  no-input       no-input  no-input  no-input  bytes             bytes             unknown
--:incomplete  bytes     late      late           late      not-http  not-http  bytes             bytes             late
+sent          detect       routes       own-routes     http1        http2        grpc         opaque            tls               unknown
+http1         request      request      request        request      no-preface   no-preface   bytes             in-tls            unknown
+http2         request      request      request        upgraded     request      request      bytes             in-tls            unknown
+grpc          request      request      request        upgraded     request      request      bytes             in-tls            unknown
+lowercase     bytes        not-http     only-requests  request      no-preface   no-preface   bytes             in-tls            unknown
+tls           bytes        not-http     only-requests  bad-request  no-preface   no-preface   bytes             bytes             unknown
+raw           bytes        not-http     only-requests  bad-request  no-preface   no-preface   bytes             in-tls            unknown
+silence       bytes        no-input     no-input       idle         idle         idle         bytes             in-tls            unknown
+incomplete    late         late         late           late         no-preface   no-preface   bytes             in-tls            late
+1:http1       request      request      request        request      request      request      http-not-allowed  http-not-allowed  unknown
+1:http2       bad-request  bad-request  bad-request    bad-request  bad-request  bad-request  bad-request       bad-request       bad-request
+1:grpc        bad-request  bad-request  bad-request    bad-request  bad-request  bad-request  bad-request       bad-request       bad-request
+1:lowercase   request      request      request        request      request      no-route     http-not-allowed  http-not-allowed  unknown
+1:tls         bad-request  bad-request  bad-request    bad-request  bad-request  bad-request  bad-request       bad-request       bad-request
+1:raw         bad-request  bad-request  bad-request    bad-request  bad-request  bad-request  bad-request       bad-request       bad-request
+1:silence     idle         idle         idle           idle         idle         idle         idle              idle              idle
+1:incomplete  late         late         late           late         late         late         late              late              late
+2:http1       no-preface   no-preface   no-preface     no-preface   no-preface   no-preface   no-preface        no-preface        no-preface
+2:http2       request      request      request        request      request      request      http-not-allowed  http-not-allowed  unknown
+2:grpc        request      request      request        request      request      request      http-not-allowed  http-not-allowed  unknown
+2:lowercase   no-preface   no-preface   no-preface     no-preface   no-preface   no-preface   no-preface        no-preface        no-preface
+2:tls         no-preface   no-preface   no-preface     no-preface   no-preface   no-preface   no-preface        no-preface        no-preface
+2:raw         no-preface   no-preface   no-preface     no-preface   no-preface   no-preface   no-preface        no-preface        no-preface
+2:silence     idle         idle         idle           idle         idle         idle         idle              idle              idle
+2:incomplete  no-preface   no-preface   no-preface     no-preface   no-preface   no-preface   no-preface        no-preface        no-preface
+-:http1       bytes        request      request        request      no-preface   no-preface   bytes             bytes             unknown
+-:http2       bytes        request      request        request      request      request      bytes             bytes             unknown
+-:grpc        bytes        request      request        request      request      request      bytes             bytes             unknown
+-:lowercase   bytes        not-http     only-requests  request      no-preface   no-preface   bytes             bytes             unknown
+-:tls         bytes        not-http     only-requests  bad-request  no-preface   no-preface   bytes             bytes             unknown
+-:raw         bytes        not-http     only-requests  bad-request  no-preface   no-preface   bytes             bytes             unknown
+-:silence     bytes        no-input     no-input       idle         idle         idle         bytes             bytes             unknown
+-:incomplete  bytes        late         late           late         no-preface   no-preface   bytes             bytes             late
 ";
 
 /// Cells that are left out because others give the same result, with the reason and the cells that cover them.
@@ -64,7 +77,7 @@ const SKIPPED_CELLS: &[SkippedCells] = &[
     },
     SkippedCells {
         reason: "a failed handshake ends before the input (covered by `http1` and `1:http1`)",
-        skips: |cell| cell.identity.is_invalid() && cell.sent.what != InputKind::Http1,
+        skips: |cell| cell.cause_of_tls().is_some() && cell.sent.what != InputKind::Http1,
     },
     SkippedCells {
         reason: "the handshake on the proxy's own port does not depend on the transport header (covered by `1:http1`)",
@@ -97,12 +110,24 @@ const SKIPPED_CELLS: &[SkippedCells] = &[
         },
     },
     SkippedCells {
-        reason: "a known policy does not depend on the state of the control plane (covered by each way into the proxy, as HTTP \
-                 and as bytes)",
+        reason: "a policy that is known before the connection does not depend on the state of the control plane (covered by \
+                 each way into the proxy, as HTTP and as bytes)",
         skips: |cell| {
-            let tried = ["http1", "raw", "silence", "1:http1", "-:http1", "-:raw"].map(ClientInput::of);
-            !matches!(cell.state, State::Up | State::NotYet) && !tried.contains(&cell.sent)
+            let is_known = cell.state.is_requested_before() && cell.state != State::Up;
+            is_known && !ClientInput::tried_in_all_states().contains(&cell.sent)
         },
+    },
+    SkippedCells {
+        reason: "a port does not depend on why its policy is unknown (covered by all inputs before the control plane is up)",
+        skips: |cell| {
+            let is_unknown = matches!(cell.state, State::DownBefore | State::NotFoundBefore);
+            is_unknown && !ClientInput::tried_in_all_states().contains(&cell.sent)
+        },
+    },
+    SkippedCells {
+        reason: "during a restart, the first connection to a port waits for the policy as in the two states without restarts \
+                 (covered by all inputs as first connection, and before the control plane is up)",
+        skips: |cell| cell.state == State::RestartingFirst && !ClientInput::tried_in_all_states().contains(&cell.sent),
     },
 ];
 
@@ -256,14 +281,22 @@ words! {
         InTls = "in-tls",
         /// A request if the proxy terminated mesh TLS, because a peer's proxy may have upgraded it. Otherwise it is not HTTP.
         Upgraded = "upgraded",
-        /// Refused, because it is not HTTP, or not the HTTP version of the port.
+        /// Refused, because it is not HTTP.
         NotHttp = "not-http",
+        /// An HTTP/1 server reads it, and refuses it.
+        BadRequest = "bad-request",
+        /// An HTTP/2 server reads it, and refuses it.
+        NoPreface = "no-preface",
+        /// A request that no route matches, because routes for gRPC match only `POST`.
+        NoRoute = "no-route",
         /// A request that does not complete.
         Late = "late",
         /// Not a request, and only requests are authorized.
         OnlyRequestsAllowed = "only-requests",
-        /// No input, so there is nothing to authorize and no response.
+        /// Refused without an input, because the port requires HTTP.
         NoInput = "no-input",
+        /// As `no-input` without TLS. An HTTP server inside TLS waits for a request until its time limit.
+        Idle = "idle",
         /// Refused, because the port does not accept requests.
         HttpNotAllowed = "http-not-allowed",
         /// Refused, because the policy of the port is not known.
@@ -292,12 +325,13 @@ words! {
         Unknown = "policy_unknown",
         NoRoute = "no-route",
         Limited = "rate-limited",
-        /// A connection that is not HTTP may also end without a response, with the cause `not-http`.
         BadRequest = "bad-request",
+        NotHttp = "not-http",
         HttpNotAllowed = "invalid-policy",
         Late = "head-timeout",
-        /// The client sent nothing.
         Silent = "detect-timeout",
+        /// An HTTP connection without a request, which is not a failure.
+        Idle = "idle",
         Expired = "tls-expired",
         Untrusted = "tls-untrusted",
         Handshake = "tls-handshake",
@@ -309,14 +343,30 @@ pub(super) enum Expected {
     /// The application receives the input, and the client gets its response.
     Permitted,
     /// The application receives nothing.
-    Refused(Cause),
+    Refused(Refusal),
     /// The result of the policy, or refused as unknown, because the control plane may or may not answer in time.
     ByPolicyOrUnknown {
         /// The result of the policy; `None` if it permits.
-        refusal: Option<Cause>,
+        refusal: Option<Refusal>,
+        unknown: Refusal,
     },
     /// The connection is not established.
     Dropped,
+}
+
+/// A refusal, as the client sees it and as the sidecar counts it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Refusal {
+    pub(super) cause: Cause,
+    pub(super) answer: Answer,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Answer {
+    /// A response with the status of the cause.
+    Status,
+    /// The connection ends without a response that the client can read.
+    Closed,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -356,20 +406,25 @@ pub(super) fn cells(state: State) -> Vec<Cell> {
 
 impl Cell {
     pub(super) fn expected(&self) -> Expected {
-        let refused = |port| self.refused_by_tls().or_else(|| self.refusal_cause(port));
-        let cause = match self.state.knowledge() {
-            Knowledge::Known => refused(self.policy.port()),
-            Knowledge::Unknown => refused(PortKind::Unknown),
+        let refusal = |port| match self.cause_of_tls() {
+            Some(cause) => Some(Refusal::closed(cause)),
+            None => self.refusal_after_tls(port),
+        };
+        let refusal = match self.state.knowledge() {
+            Knowledge::Known => refusal(self.policy.port()),
+            Knowledge::Unknown => refusal(PortKind::Unknown),
             Knowledge::Maybe => {
                 return Expected::ByPolicyOrUnknown {
-                    refusal: refused(self.policy.port()),
+                    refusal: refusal(self.policy.port()),
+                    unknown: refusal(PortKind::Unknown).expect("an unknown port permits nothing"),
                 };
             }
         };
-        cause.map_or(Expected::Permitted, Expected::Refused)
+        refusal.map_or(Expected::Permitted, Expected::Refused)
     }
 
-    fn refused_by_tls(&self) -> Option<Cause> {
+    /// The cause if the TLS handshake refuses the client.
+    fn cause_of_tls(&self) -> Option<Cause> {
         match self.identity {
             Identity::Expired => Some(Cause::Expired),
             Identity::OtherTrustDomain => Some(Cause::Untrusted),
@@ -378,20 +433,37 @@ impl Cell {
         }
     }
 
-    /// The cause with which a port of this kind refuses it, if any.
-    fn refusal_cause(&self, port: PortKind) -> Option<Cause> {
+    /// The refusal by a port of this kind, if any.
+    fn refusal_after_tls(&self, port: PortKind) -> Option<Refusal> {
         let in_tls = self.identity != Identity::Absent;
+        let by_decision = |refusal: fn(Cause) -> Refusal| self.decision().cause().map(refusal);
         match self.handling(port) {
-            Handling::Request | Handling::Bytes => self.decision().cause(),
-            Handling::InTls | Handling::Upgraded if in_tls => self.decision().cause(),
-            Handling::InTls if self.sent.what == InputKind::Silence => Some(Cause::Silent),
-            Handling::InTls => Some(Cause::Denied),
-            Handling::Upgraded | Handling::NotHttp => Some(Cause::BadRequest),
-            Handling::Late => Some(Cause::Late),
-            Handling::OnlyRequestsAllowed => Some(Cause::Denied),
-            Handling::NoInput => Some(Cause::Silent),
-            Handling::HttpNotAllowed => Some(Cause::HttpNotAllowed),
-            Handling::Unknown => Some(Cause::Unknown),
+            Handling::Request => by_decision(Refusal::status),
+            Handling::Upgraded if in_tls => by_decision(Refusal::status),
+            Handling::Bytes => by_decision(Refusal::closed),
+            Handling::InTls if in_tls => by_decision(Refusal::closed),
+            Handling::InTls if self.sent.what == InputKind::Silence => Some(Refusal::closed(Cause::Silent)),
+            Handling::InTls => Some(Refusal::closed(Cause::Denied)),
+            // No HTTP server reads TLS for another server name.
+            Handling::BadRequest | Handling::NoPreface if !in_tls && self.sent.what == InputKind::Tls => {
+                Some(Refusal::closed(Cause::NotHttp))
+            }
+            // A client of HTTP/2 cannot read the response.
+            Handling::Upgraded | Handling::BadRequest if self.sent.what.is_http2() => {
+                Some(Refusal::closed(Cause::BadRequest))
+            }
+            Handling::Upgraded | Handling::BadRequest => Some(Refusal::status(Cause::BadRequest)),
+            Handling::NoPreface => Some(Refusal::closed(Cause::BadRequest)),
+            Handling::NotHttp => Some(Refusal::closed(Cause::NotHttp)),
+            Handling::NoRoute => Some(Refusal::status(Cause::NoRoute)),
+            Handling::Late => Some(Refusal::status(Cause::Late)),
+            Handling::OnlyRequestsAllowed => Some(Refusal::closed(Cause::Denied)),
+            Handling::NoInput | Handling::Idle if !in_tls => Some(Refusal::closed(Cause::Silent)),
+            Handling::NoInput => Some(Refusal::closed(Cause::NotHttp)),
+            Handling::Idle => Some(Refusal::closed(Cause::Idle)),
+            Handling::HttpNotAllowed => Some(Refusal::status(Cause::HttpNotAllowed)),
+            Handling::Unknown if self.sent.is_request() => Some(Refusal::status(Cause::Unknown)),
+            Handling::Unknown => Some(Refusal::closed(Cause::Unknown)),
         }
     }
 
@@ -409,11 +481,11 @@ impl Cell {
         reason.word()
     }
 
-    /// Whether the refusal may be counted as denied. On a port whose Server authorizes no client, the counter depends
-    /// on how many bytes the proxy read.
-    pub(super) fn may_count_as_denied(&self) -> bool {
+    /// Whether a refusal for this cause may be counted as denied instead. On a port whose Server authorizes no client, the
+    /// counter depends on how many bytes the proxy read.
+    pub(super) fn may_count_as_denied(&self, cause: Cause) -> bool {
         let authorizes_no_client = matches!(self.policy, Policy::OwnHttpRoute | Policy::OwnGrpcRoute);
-        authorizes_no_client && matches!(self.expected(), Expected::Refused(Cause::BadRequest | Cause::Silent))
+        authorizes_no_client && matches!(cause, Cause::BadRequest | Cause::NotHttp | Cause::Silent | Cause::Idle)
     }
 
     fn decision(&self) -> Decision {
@@ -454,6 +526,22 @@ impl Decision {
     }
 }
 
+impl Refusal {
+    fn status(cause: Cause) -> Self {
+        Self {
+            cause,
+            answer: Answer::Status,
+        }
+    }
+
+    fn closed(cause: Cause) -> Self {
+        Self {
+            cause,
+            answer: Answer::Closed,
+        }
+    }
+}
+
 /// What the proxy can know about a policy.
 enum Knowledge {
     Known,
@@ -484,12 +572,13 @@ impl State {
     }
 }
 
-impl Identity {
-    /// Whether the TLS handshake refuses it, so that the policy does not matter.
-    fn is_invalid(self) -> bool {
-        matches!(self, Self::Expired | Self::OtherTrustDomain)
+impl InputKind {
+    fn is_http2(self) -> bool {
+        matches!(self, Self::Http2 | Self::Grpc)
     }
+}
 
+impl Identity {
     /// Whether the client's certificate is accepted.
     pub(super) fn is_proven(self) -> bool {
         matches!(self, Self::Permitted | Self::Other)
@@ -518,6 +607,20 @@ impl ClientInput {
         header: Header::Absent,
         what: InputKind::Http1,
     };
+
+    /// Whether a port that serves every kind of request serves it as one. The transport header for HTTP/1 permits any method.
+    pub(super) fn is_request(self) -> bool {
+        match self.what {
+            InputKind::Http1 | InputKind::Http2 | InputKind::Grpc => true,
+            InputKind::LowercaseMethod => self.header == Header::Http1,
+            _ => false,
+        }
+    }
+
+    /// One input as HTTP, and one as bytes, for each way into the proxy; and one that sends nothing.
+    fn tried_in_all_states() -> [Self; 6] {
+        ["http1", "raw", "silence", "1:http1", "-:http1", "-:raw"].map(Self::of)
+    }
 
     fn all() -> impl Iterator<Item = Self> {
         rows(HANDLINGS).map(|row| Self::of(row[0]))

@@ -264,7 +264,9 @@ impl Testbed {
             command.env(format!("LINKERD2_PROXY_{variable}"), value);
         }
         for direction in ["INBOUND", "OUTBOUND"] {
-            command.env(format!("TULLE_PROXY_{direction}_HTTP1_HEAD_TIMEOUT"), "2s");
+            for timeout in ["HEAD", "IDLE"] {
+                command.env(format!("TULLE_PROXY_{direction}_HTTP1_{timeout}_TIMEOUT"), "2s");
+            }
         }
         let mut sidecar = self.start(&format!("sidecar-{name}"), command);
         let is_ready = |_: &Process| Ok(admin_get(host, "/ready").is_ok());

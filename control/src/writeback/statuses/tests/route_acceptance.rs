@@ -20,6 +20,73 @@ fn a_route_with_a_rejected_reference_displaces_no_other_route() {
 }
 
 #[test]
+fn a_route_is_displaced_only_by_routes_of_preceding_kinds_on_all_its_ports() {
+    const HTTP: Kind = Kind::GatewayHttpRoute;
+    const GRPC: Kind = Kind::GrpcRoute;
+    const TLS: Kind = Kind::TlsRoute;
+    const TCP: Kind = Kind::TcpRoute;
+    /// Kind and port of the reference of a route.
+    type Reference = (Kind, Option<u16>);
+    let mut index = TestIndex::new();
+    let ports = |all: &[(&str, u16, Option<&str>)]| {
+        let port =
+            |(name, port, app): &(&str, u16, Option<&str>)| json!({"name": name, "port": port, "appProtocol": app});
+        all.iter().map(port).collect::<Vec<_>>()
+    };
+    let one = ports(&[("a", 80, None)]);
+    let two = ports(&[("a", 80, None), ("b", 90, None)]);
+    let h2c = ports(&[("a", 80, Some("kubernetes.io/h2c"))]);
+    let http_and_opaque = ports(&[("a", 80, Some("http")), ("b", 90, Some("redis"))]);
+    // The ports of the Service, the routes that take precedence, a route, and whether it is accepted.
+    let rows: [(&[Value], &[Reference], Reference, bool); 14] = [
+        // A reference without a port includes all ports.
+        (&two, &[(HTTP, None)], (TCP, Some(80)), false),
+        (&two, &[(GRPC, None)], (HTTP, Some(80)), false),
+        (&two, &[(HTTP, None)], (TLS, None), false),
+        // A port on which nothing takes precedence is enough.
+        (&two, &[(HTTP, Some(80))], (TCP, None), true),
+        (&two, &[(HTTP, Some(80)), (GRPC, Some(80))], (TCP, None), true),
+        (&two, &[(HTTP, Some(80)), (TLS, Some(90))], (TCP, None), false),
+        (&one, &[(HTTP, Some(80))], (TCP, None), false),
+        (&two, &[(HTTP, Some(90))], (TCP, Some(80)), true),
+        (&two, &[(TCP, None)], (HTTP, Some(80)), true),
+        // A port that the Service does not list.
+        (&two, &[(HTTP, None)], (TCP, Some(70)), false),
+        (&two, &[(HTTP, Some(80)), (HTTP, Some(90))], (TCP, Some(70)), true),
+        // Routes displace no others on ports whose protocol does not support their kind.
+        (&http_and_opaque, &[(HTTP, None)], (TCP, Some(90)), true),
+        (&http_and_opaque, &[(HTTP, None)], (TCP, None), true),
+        (&h2c, &[(GRPC, None)], (HTTP, Some(80)), false),
+    ];
+    for (ports, preceding, (kind, port), is_accepted) in rows {
+        let row = format!("{ports:?} {preceding:?} {kind:?} {port:?}");
+        let metadata = json!({"name": "web", "namespace": "shop"});
+        let spec = json!({"clusterIP": "10.96.0.7", "ports": ports});
+        index.apply(Kind::Service, json!({"metadata": metadata, "spec": spec}));
+        let parent = |port: Option<u16>| {
+            let mut parent = service_ref("web");
+            parent["port"] = json!(port);
+            json!([parent])
+        };
+        for (n, (kind, port)) in preceding.iter().enumerate() {
+            index.route(*kind, &format!("other-{n}"), parent(*port), json!([]));
+        }
+        index.route(kind, "r", parent(port), json!([]));
+        let condition = first_condition(&index, kind, "shop", "r");
+        let expected = match is_accepted {
+            true => "True Accepted: ",
+            false => "False RouteReasonConflicted: ",
+        };
+        assert!(condition.starts_with(expected), "{row}: {condition}");
+        index.0.delete(&ObjectId::new(kind, NamespacedName::new("shop", "r")));
+        for (n, (kind, _)) in preceding.iter().enumerate() {
+            let name = NamespacedName::new("shop", format!("other-{n}"));
+            index.0.delete(&ObjectId::new(*kind, name));
+        }
+    }
+}
+
+#[test]
 fn the_oldest_route_for_the_same_connections_is_accepted() {
     let metadata = |namespace: &str, name: &str, day: u8| json!({"name": name, "namespace": namespace, "creationTimestamp": format!("2026-01-0{day}T00:00:00Z")});
     let web = |port: Option<u16>| {
@@ -170,16 +237,20 @@ fn a_route_is_accepted_only_if_the_protocol_of_a_port_supports_its_kind() {
     let opaque = |ports: &str| json!({"config.linkerd.io/opaque-ports": ports});
     /// Annotations and `appProtocol` of the Service, the port of the reference, and the accepted kinds.
     type Row = (Value, Option<&'static str>, Option<u16>, &'static [Kind]);
-    let rows: [Row; 11] = [
+    let rows: [Row; 14] = [
         (json!({}), None, Some(80), &ALL),
         (json!({}), Some("http"), Some(80), &[HTTP]),
         (json!({}), Some("kubernetes.io/h2c"), Some(80), &[HTTP, GRPC]),
         (json!({}), Some("grpc"), Some(80), &[HTTP, GRPC]),
         (json!({}), Some("redis"), Some(80), &[TCP]),
         (opaque("80"), None, Some(80), &[TCP]),
+        // The mark takes precedence over `appProtocol`, as in proxies.
         (opaque("a"), Some("grpc"), Some(80), &[TCP]),
+        (opaque("80"), Some("http"), Some(80), &[TCP]),
         // By the cluster's default, unless the annotation says otherwise.
         (json!({}), None, Some(3306), &[TCP]),
+        (json!({}), Some("kubernetes.io/h2c"), Some(3306), &[TCP]),
+        (opaque(""), Some("http"), Some(3306), &[HTTP]),
         (opaque(""), None, Some(3306), &[HTTP, GRPC, TLS, TCP]),
         // Without a port in the reference, one port is enough.
         (json!({}), None, None, &ALL),

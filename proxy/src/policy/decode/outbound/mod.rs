@@ -64,7 +64,11 @@ pub(crate) fn client_policy(message: proto::OutboundPolicy) -> Result<ClientPoli
         }) => ClientProtocol::Grpc(grpc(routes, failure_accrual)?),
         Kind::Tls(tls) => ClientProtocol::Tls(tls.routes.into_iter().map(tls_route).collect::<Result<_, _>>()?),
     };
-    Ok(ClientPolicy { meta, protocol })
+    let mut policy = ClientPolicy { meta, protocol };
+    if policy.compares_normalized_paths() {
+        policy.protocol.normalize_path_matches();
+    }
+    Ok(policy)
 }
 
 fn http(messages: Vec<proto::HttpRoute>, accrual: Option<proto::FailureAccrual>) -> Result<ClientHttp, DecodeError> {
@@ -328,12 +332,12 @@ fn random_available<F>(
     let mut backends = backends?;
     match backends.len() {
         0 => Err(DecodeError::Missing("backends")),
-        // The weight of a single backend has no effect.
+        // All weights are zero: this rule gets no backend. Other rules are not affected.
+        _ if backends.iter().all(|(_, weight)| *weight == 0) => Ok(Distribution::Empty),
+        // Any other weight of a single backend has no effect.
         1 => Ok(Distribution::FirstAvailable(
             backends.drain(..).map(|(backend, _)| backend).collect(),
         )),
-        // All weights are zero: this rule gets no backend. Other rules are not affected.
-        _ if backends.iter().all(|(_, weight)| *weight == 0) => Ok(Distribution::Empty),
         _ => Ok(Distribution::RandomAvailable(backends.into())),
     }
 }

@@ -1,0 +1,90 @@
+//! The limits of a port, derived from the files and the memory of the process.
+
+use std::time::Duration;
+
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Maximum number of connections, over all clients.
+    pub connections: usize,
+    pub calls: Calls,
+    /// Bytes of memory for the requests that [`Calls`] counts.
+    pub request_memory: usize,
+    /// Age at which a connection is closed gracefully, plus or minus a fifth, so that connections that began together do not end
+    /// together.
+    pub connection_age: Duration,
+}
+
+/// The calls that a port serves, which determine how many of them clients need, and how much memory a request needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Calls {
+    /// Calls with one response, by clients that are usually not verified yet. Each request counts until its response begins.
+    Unary,
+    /// Streams of responses without an end, by clients that are usually verified. The requests of the others count until their
+    /// responses begin.
+    Streaming,
+}
+
+impl Limits {
+    /// Returns the limits of one port for a process that may open `files` files and use `memory` bytes.
+    pub fn from_resources(files: usize, memory: Option<u64>, calls: Calls) -> Self {
+        // Half of the memory is for connections, the other half for the requests on them.
+        let memory = memory.map_or(u64::MAX, |memory| memory / 2 / MAX_GRPC_PORTS);
+        let memory = usize::try_from(memory).unwrap_or(usize::MAX);
+        Self {
+            // The remaining file descriptors are for webhooks, the admin server and outgoing connections.
+            connections: (files / 5).min(memory / BYTES_PER_CONNECTION).max(1),
+            calls,
+            request_memory: memory,
+            connection_age: CONNECTION_AGE,
+        }
+    }
+
+    pub(super) fn random_connection_age(&self) -> Duration {
+        self.connection_age
+            .mul_f64(1.0 + CONNECTION_AGE_JITTER * (2.0 * fastrand::f64() - 1.0))
+    }
+}
+
+impl Calls {
+    /// Maximum number of concurrent streams per client, over all its connections: by address for clients with a certificate, by
+    /// network for all others.
+    pub(super) fn max_streams_per_client(self) -> usize {
+        match self {
+            // As many as the queue for token reviews takes of a client. Pods can share the address of their node.
+            Self::Unary => 64,
+            // A proxy opens three streams for each address that its application connects to.
+            Self::Streaming => 32_768,
+        }
+    }
+
+    /// SETTINGS_MAX_CONCURRENT_STREAMS of a connection.
+    pub(super) fn max_streams_per_connection(self) -> u32 {
+        match self {
+            // A proxy sends one request at a time.
+            Self::Unary => 16,
+            // Above the limit per client, so that the server refuses an excess stream with RESOURCE_EXHAUSTED and a message.
+            Self::Streaming => 100_000,
+        }
+    }
+
+    /// Maximum request size in bytes, several times that of the largest valid request.
+    pub(super) fn max_request_bytes(self) -> usize {
+        match self {
+            // Above the limit of the identity service, so that its refusal has a message.
+            Self::Unary => 72 * 1024,
+            Self::Streaming => 16 * 1024,
+        }
+    }
+
+    /// Maximum memory of a request: its bytes, the buffer in which they are decoded, and the stream.
+    pub(super) fn bytes_per_request(self) -> usize {
+        self.max_request_bytes() + 16 * 1024
+    }
+}
+
+const MAX_GRPC_PORTS: u64 = 3;
+/// Memory of a TLS connection without streams. Measured: 31 KiB, with 2000 connections.
+const BYTES_PER_CONNECTION: usize = 32 << 10;
+/// Half an hour: a new replica has its share of the clients soon, and a proxy seldom starts its streams again.
+pub(super) const CONNECTION_AGE: Duration = Duration::from_secs(30 * 60);
+const CONNECTION_AGE_JITTER: f64 = 0.2;

@@ -1,0 +1,86 @@
+//! What statuses would report, for a source without statuses: the parts of objects that have no effect because of other objects.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use ahash::AHashMap;
+use parking_lot::Mutex;
+use tracing::warn;
+
+use crate::cluster::{Cluster, GaugeGuard};
+use crate::resources::event::{Event, EventWriter};
+use crate::resources::unsupported::UnsupportedPart;
+use crate::writeback::config::StatusesConfig;
+use crate::writeback::statuses::index::StatusIndex;
+use crate::writeback::statuses::object_id::ObjectId;
+
+/// The report. Clones share their state.
+#[derive(Clone)]
+pub(in crate::writeback) struct Report(Arc<Shared>);
+
+struct Shared {
+    cluster: Cluster,
+    state: Mutex<State>,
+}
+
+struct State {
+    index: StatusIndex,
+    /// The counted parts of each object.
+    counted: AHashMap<ObjectId, Vec<(UnsupportedPart, GaugeGuard)>>,
+}
+
+impl Report {
+    pub(in crate::writeback) fn new(cluster: Cluster, settings: StatusesConfig) -> Self {
+        Self(Arc::new(Shared {
+            cluster,
+            state: Mutex::new(State {
+                index: StatusIndex::new(settings),
+                counted: AHashMap::new(),
+            }),
+        }))
+    }
+
+    pub(in crate::writeback) fn writer(&self) -> EventWriter {
+        let report = self.clone();
+        EventWriter::new(move |events| report.apply(&events))
+    }
+
+    fn apply(&self, events: &[Event]) {
+        let mut new = Vec::new();
+        {
+            let state = &mut *self.0.state.lock();
+            let mut affected = BTreeSet::new();
+            for event in events {
+                affected.extend(state.index.apply_event(event));
+                if let Event::Deleted(kind, name) = event {
+                    affected.insert(ObjectId::new(*kind, name.clone()));
+                }
+            }
+            for id in affected {
+                let parts = state.update(&self.0.cluster, &id);
+                new.extend(parts.into_iter().map(|part| (id.clone(), part)));
+            }
+        }
+        for (ObjectId { kind, name }, UnsupportedPart { field, reason }) in new {
+            warn!(kind = kind.info().name, object = %name, field, reason, "a part of the object has no effect");
+        }
+    }
+}
+
+impl State {
+    /// Counts the parts of an object that have no effect. Returns those that were not counted before.
+    fn update(&mut self, cluster: &Cluster, id: &ObjectId) -> Vec<UnsupportedPart> {
+        let found = self.index.parts_without_effect(id);
+        let before = self.counted.remove(id).unwrap_or_default();
+        let is_new = |part: &&UnsupportedPart| !before.iter().any(|(old, _)| old == *part);
+        let new = found.iter().filter(is_new).cloned().collect();
+        if !found.is_empty() {
+            let counted = found.into_iter().map(|part| {
+                let guard = cluster.count_unsupported_part(id.kind, &id.name, part.field);
+                (part, guard)
+            });
+            self.counted.insert(id.clone(), counted.collect());
+        }
+        new
+    }
+}

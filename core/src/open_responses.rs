@@ -1,0 +1,203 @@
+//! Response bodies that clients receive slowly: the memory of all of them is bounded.
+//!
+//! A client that does not read keeps the content of its response in memory, for example one metrics page for each request. If
+//! the contents need too much memory, the oldest responses to the client network with the most bytes end early.
+
+use std::collections::{BTreeMap, HashMap};
+use std::net::IpAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use hyper::body::{Body, Frame, SizeHint};
+use parking_lot::Mutex;
+
+use crate::connections::client_network;
+
+/// The responses of a server that are not sent completely.
+pub struct OpenResponses {
+    max_bytes: usize,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    next_id: u64,
+    n_bytes: usize,
+    /// By id: the oldest first.
+    responses: BTreeMap<u64, OpenResponse>,
+}
+
+struct OpenResponse {
+    network: IpAddr,
+    content: SharedContent,
+    n_bytes: usize,
+}
+
+/// The content of a response; `None` once the response has to end early.
+type SharedContent = Arc<Mutex<Option<Bytes>>>;
+
+/// A response body. It passes copies of small parts to the server, so that the content is not kept by what a client has not
+/// received yet.
+pub struct ResponseBody {
+    responses: Arc<OpenResponses>,
+    id: u64,
+    content: SharedContent,
+    n_sent: usize,
+    n_bytes: usize,
+}
+
+/// The response ends early, because open responses need too much memory.
+#[derive(Debug, thiserror::Error)]
+#[error("open responses need too much memory")]
+pub struct ResponseEnded;
+
+impl OpenResponses {
+    /// Responses that together need at most `max_bytes`, or as much as one response.
+    pub fn new(max_bytes: usize) -> Arc<Self> {
+        Arc::new(Self {
+            max_bytes,
+            state: Mutex::default(),
+        })
+    }
+
+    /// Adds a response to this client; ends others if all together need too much memory.
+    pub fn add(self: &Arc<Self>, client: IpAddr, content: Bytes) -> ResponseBody {
+        let (network, n_bytes) = (client_network(client), content.len());
+        let content = Arc::new(Mutex::new(Some(content)));
+        let mut state = self.state.lock();
+        let id = state.next_id;
+        state.next_id += 1;
+        state.n_bytes += n_bytes;
+        let response = OpenResponse {
+            network,
+            content: content.clone(),
+            n_bytes,
+        };
+        state.responses.insert(id, response);
+        while state.n_bytes > self.max_bytes
+            && let Some(ended) = state.select_ended(id)
+        {
+            state.remove(ended);
+        }
+        drop(state);
+        ResponseBody {
+            responses: self.clone(),
+            id,
+            content,
+            n_sent: 0,
+            n_bytes,
+        }
+    }
+}
+
+impl State {
+    /// Selects a response to end, other than the newest one, which has this id: the oldest to the network with the most bytes.
+    fn select_ended(&self, newest: u64) -> Option<u64> {
+        let mut by_network = HashMap::<IpAddr, usize>::new();
+        for response in self.responses.values() {
+            *by_network.entry(response.network).or_default() += response.n_bytes;
+        }
+        let candidates = self
+            .responses
+            .iter()
+            .filter(|(id, response)| **id != newest && response.n_bytes > 0);
+        // Of equal keys, `max_by_key` returns the last one: in reverse order the oldest.
+        let ended = candidates
+            .rev()
+            .max_by_key(|(_, response)| by_network[&response.network]);
+        ended.map(|(id, _)| *id)
+    }
+
+    fn remove(&mut self, id: u64) {
+        if let Some(response) = self.responses.remove(&id) {
+            self.n_bytes -= response.n_bytes;
+            *response.content.lock() = None;
+        }
+    }
+}
+
+impl Body for ResponseBody {
+    type Data = Bytes;
+    type Error = ResponseEnded;
+
+    fn poll_frame(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, ResponseEnded>>> {
+        let this = &mut *self;
+        if this.is_end_stream() {
+            return Poll::Ready(None);
+        }
+        let content = this.content.lock();
+        let Some(content) = &*content else {
+            return Poll::Ready(Some(Err(ResponseEnded)));
+        };
+        let end = this.n_bytes.min(this.n_sent + PART_BYTES);
+        let part = Bytes::copy_from_slice(&content[this.n_sent..end]);
+        this.n_sent = end;
+        Poll::Ready(Some(Ok(Frame::data(part))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.n_sent == self.n_bytes
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        SizeHint::with_exact((self.n_bytes - self.n_sent) as u64)
+    }
+}
+
+impl Drop for ResponseBody {
+    fn drop(&mut self) {
+        self.responses.state.lock().remove(self.id);
+    }
+}
+
+/// Bytes that the server buffers of a response.
+pub const PART_BYTES: usize = 16 * 1024;
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use http_body_util::BodyExt;
+
+    use super::*;
+
+    fn ip(last: u8) -> IpAddr {
+        Ipv4Addr::new(10, 0, 0, last).into()
+    }
+
+    fn page(kilobytes: usize) -> Bytes {
+        vec![b'x'; kilobytes * 1000].into()
+    }
+
+    #[tokio::test]
+    async fn clients_that_do_not_read_keep_a_bounded_number_of_pages() {
+        let responses = OpenResponses::new(100_000);
+        let mut unread: Vec<_> = (0..50).map(|_| responses.add(ip(1), page(20))).collect();
+        assert_eq!(responses.state.lock().n_bytes, 100_000);
+        let read = responses.add(ip(2), page(20));
+        for _ in 0..50 {
+            unread.push(responses.add(ip(1), page(20)));
+        }
+        assert_eq!(read.collect().await.unwrap().to_bytes(), page(20));
+        let n_open = unread.iter().filter(|body| body.content.lock().is_some()).count();
+        assert_eq!(n_open, 4);
+        assert!(unread.remove(0).frame().await.unwrap().is_err());
+        let last = unread.pop().unwrap();
+        assert_eq!(last.collect().await.unwrap().to_bytes(), page(20));
+        drop(unread);
+        assert_eq!(responses.state.lock().n_bytes, 0);
+        assert!(responses.state.lock().responses.is_empty());
+    }
+
+    #[tokio::test]
+    async fn one_page_is_sent_however_large_it_is() {
+        let responses = OpenResponses::new(1000);
+        let empty = responses.add(ip(1), Bytes::new());
+        assert!(empty.is_end_stream());
+        let body = responses.add(ip(1), page(50));
+        assert_eq!(body.size_hint().exact(), Some(50_000));
+        assert_eq!(body.collect().await.unwrap().to_bytes(), page(50));
+    }
+}

@@ -1,0 +1,180 @@
+//! Limits concurrent work fairly by client network (an IPv4 address or an IPv6 prefix), so that one client does not delay the
+//! work for others.
+
+use std::collections::HashMap;
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use tokio::sync::Semaphore;
+
+use crate::connections::client_network;
+
+/// Each client network has few requests in the global queue; its other requests wait behind those.
+pub struct PerClientLimiter {
+    limits: Limits,
+    global: Semaphore,
+    by_network: Mutex<HashMap<IpAddr, ClientQueue>>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Maximum weight of the requests that run at a time, over all clients.
+    pub weight: usize,
+    /// Maximum number of requests of a network that run or are in the global queue.
+    pub places_per_network: usize,
+    /// Maximum number of requests of a network, waiting or running.
+    pub requests_per_network: usize,
+}
+
+struct ClientQueue {
+    /// Requests that wait or run.
+    n_requests: usize,
+    /// The requests that have a permit are in the global queue, or run.
+    places: Arc<Semaphore>,
+}
+
+/// The client network has as many requests as it may.
+#[derive(Debug, PartialEq, Eq)]
+pub struct QueueFull;
+
+impl PerClientLimiter {
+    pub fn new(limits: Limits) -> Self {
+        Self {
+            limits,
+            global: Semaphore::new(limits.weight),
+            by_network: Mutex::default(),
+        }
+    }
+
+    /// The largest weight of a request.
+    pub fn max_weight(&self) -> usize {
+        self.limits.weight
+    }
+
+    /// Runs `work` after the earlier requests of this client's network, and within the global limit. The weight is at most
+    /// [`max_weight`](Self::max_weight).
+    ///
+    /// # Errors
+    /// Fails if the network has [`Limits::requests_per_network`] already.
+    pub async fn run<T>(&self, client: IpAddr, weight: u32, work: impl Future<Output = T>) -> Result<T, QueueFull> {
+        let request = self.enter(client_network(client)).ok_or(QueueFull)?;
+        // The semaphores are never closed, and give permits in FIFO order.
+        let _place = request.places.acquire().await;
+        let _global = self.global.acquire_many(weight).await;
+        Ok(work.await)
+    }
+
+    fn enter(&self, network: IpAddr) -> Option<CountedRequest<'_>> {
+        let mut by_network = self.by_network.lock();
+        let queue = by_network.entry(network).or_insert_with(|| ClientQueue {
+            n_requests: 0,
+            places: Arc::new(Semaphore::new(self.limits.places_per_network)),
+        });
+        if queue.n_requests == self.limits.requests_per_network {
+            return None;
+        }
+        queue.n_requests += 1;
+        Some(CountedRequest {
+            limiter: self,
+            network,
+            places: queue.places.clone(),
+        })
+    }
+}
+
+/// A request that waits or runs. Dropping the last one of a network removes the network.
+struct CountedRequest<'a> {
+    limiter: &'a PerClientLimiter,
+    network: IpAddr,
+    places: Arc<Semaphore>,
+}
+
+impl Drop for CountedRequest<'_> {
+    fn drop(&mut self) {
+        let mut by_network = self.limiter.by_network.lock();
+        if let Some(queue) = by_network.get_mut(&self.network) {
+            queue.n_requests -= 1;
+            if queue.n_requests == 0 {
+                by_network.remove(&self.network);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Ipv4Addr;
+
+    use tokio::task::JoinSet;
+    use tokio::time::{Duration, Instant, sleep};
+
+    use super::*;
+
+    const LIMITS: Limits = Limits {
+        weight: 2,
+        places_per_network: 1,
+        requests_per_network: 64,
+    };
+
+    fn ip(last: u8) -> IpAddr {
+        Ipv4Addr::new(10, 0, 0, last).into()
+    }
+
+    /// Starts requests of these clients. Returns when all of them wait or run.
+    async fn start(
+        limiter: &Arc<PerClientLimiter>,
+        clients: impl IntoIterator<Item = u8>,
+        takes: Duration,
+    ) -> JoinSet<Result<(), QueueFull>> {
+        let mut requests = JoinSet::new();
+        for last in clients {
+            let limiter = limiter.clone();
+            requests.spawn(async move { limiter.run(ip(last), 1, sleep(takes)).await });
+        }
+        let n_entered = || {
+            limiter
+                .by_network
+                .lock()
+                .values()
+                .map(|queue| queue.n_requests)
+                .sum::<usize>()
+        };
+        while n_entered() < requests.len() {
+            tokio::task::yield_now().await;
+        }
+        requests
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_request_does_not_wait_for_a_flood_from_other_clients() {
+        let limiter = Arc::new(PerClientLimiter::new(LIMITS));
+        let takes = Duration::from_secs(1);
+        let _flood = start(&limiter, (0..60).flat_map(|_| [1, 2, 3]), takes).await;
+        let began_at = Instant::now();
+        limiter.run(ip(9), 1, sleep(takes)).await.unwrap();
+        let took = began_at.elapsed();
+        assert!(took <= 3 * takes, "{took:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_weight_of_running_requests_is_bounded() {
+        let limiter = Arc::new(PerClientLimiter::new(LIMITS));
+        let takes = Duration::from_secs(1);
+        let _light = start(&limiter, [1], takes).await;
+        let began_at = Instant::now();
+        let heavy = limiter.run(ip(2), 2, async { began_at.elapsed() });
+        let waited = heavy.await.unwrap();
+        assert!(waited >= takes, "{waited:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_queue_of_an_address_is_bounded_and_removed_when_empty() {
+        let limiter = Arc::new(PerClientLimiter::new(LIMITS));
+        let mut waiting = start(&limiter, vec![1; LIMITS.requests_per_network], Duration::MAX).await;
+        let refused = limiter.run(ip(1), 1, async {}).await;
+        assert_eq!(refused, Err(QueueFull));
+        waiting.shutdown().await;
+        assert_eq!(limiter.by_network.lock().len(), 0);
+    }
+}
