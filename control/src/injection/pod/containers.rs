@@ -119,7 +119,7 @@ fn proxy_security_context(values: &Values) -> SecurityContext {
     }
     SecurityContext {
         run_as_user: Some(proxy.uid),
-        run_as_group: (proxy.gid >= 0).then_some(proxy.gid),
+        run_as_group: (proxy.gid >= 0).then_some(proxy.gid).or(security.run_as_group),
         ..security
     }
 }

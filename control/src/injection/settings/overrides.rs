@@ -25,6 +25,8 @@ enum InvalidValue {
     Expected(Expected),
     /// Another setting prevents it: a sentence with the reason and the fix.
     Prevented(&'static str),
+    /// Below this minimum, which is used instead.
+    Raised(&'static str),
 }
 
 impl From<Expected> for InvalidValue {
@@ -36,7 +38,7 @@ impl From<Expected> for InvalidValue {
 /// Problems with annotations, one sentence each.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(in crate::injection) struct AnnotationProblems {
-    /// Ignored values.
+    /// Values that are ignored or raised.
     pub(in crate::injection) ignored: Vec<String>,
     /// Invalid values of annotations that restrict access to the pod.
     pub(in crate::injection) restriction_errors: Vec<String>,
@@ -129,6 +131,11 @@ impl AnnotationProblems {
             Ok(()) => return,
             Err(InvalidValue::Expected(expected)) => format!("expected {expected}"),
             Err(InvalidValue::Prevented(reason)) => reason.to_owned(),
+            Err(InvalidValue::Raised(minimum)) => {
+                self.ignored
+                    .push(format!("{key}: {text:?} is below the minimum; {minimum} is used"));
+                return;
+            }
         };
         match RESTRICTING_ANNOTATIONS.contains(&key) {
             true => self
@@ -219,7 +226,7 @@ fn apply_behaviour_annotation(values: &mut Values, key: &str, text: &str) -> Res
             let timeout = duration(text)?;
             proxy.inbound_connect_timeout = as_millis(timeout.max(MIN_INBOUND_CONNECT_TIMEOUT));
             if timeout < MIN_INBOUND_CONNECT_TIMEOUT {
-                return Err(InvalidValue::Prevented("the minimum, 4s, applies"));
+                return Err(InvalidValue::Raised("4s"));
             }
         }
         annotation::PROXY_OUTBOUND_DISCOVERY_CACHE_TIMEOUT => {

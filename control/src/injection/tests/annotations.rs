@@ -339,10 +339,7 @@ fn an_inbound_connect_timeout_below_the_minimum_is_raised_with_a_warning() {
     let [warning] = &outcome.warnings[..] else {
         panic!("{:?}", outcome.warnings);
     };
-    assert_eq!(
-        *warning,
-        format!("{key}: \"3999ms\" is ignored; the minimum, 4s, applies")
-    );
+    assert_eq!(*warning, format!("{key}: \"3999ms\" is below the minimum; 4s is used"));
     assert_eq!(case.patched(&outcome).env("INBOUND_CONNECT_TIMEOUT"), Some("4000ms"));
     let least = Case::pod("").annotate(&[(key, "4s")]).injected();
     assert_eq!(least.env("INBOUND_CONNECT_TIMEOUT"), Some("4000ms"));

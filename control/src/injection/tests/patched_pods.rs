@@ -449,8 +449,14 @@ fn a_configured_security_context_keeps_what_the_redirection_requires() {
         case().injected().container(PROXY_CONTAINER)["securityContext"],
         parse("{runAsUser: 3001, privileged: false}")
     );
-    let only_group = Case::pod("").values("proxy: {securityContext: {runAsGroup: 7}}");
-    assert_eq!(ids(only_group), [Some(2102), Some(7)]);
+    let only_group = Case::pod("")
+        .values("proxy: {securityContext: {runAsGroup: 7}}")
+        .injected();
+    let security = &only_group.container(PROXY_CONTAINER)["securityContext"];
+    let ids_in_force = ["runAsUser", "runAsGroup"].map(|field| security[field].as_i64());
+    assert_eq!(ids_in_force, [Some(2102), Some(7)]);
+    // Applications can have the same group, and their connections must be redirected.
+    assert_eq!(only_group.init_flag("--proxy-gid"), None);
     let same_user = "spec: {containers: [{name: app, securityContext: {runAsUser: 3000}}]}";
     let denial_reason = Case::pod(same_user)
         .values(&values(""))

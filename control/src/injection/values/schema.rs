@@ -113,7 +113,7 @@ pub struct Proxy {
     pub tap: Tap,
     pub additional_env: Vec<EnvVar>,
     pub experimental_env: Vec<EnvVar>,
-    /// Replaces the sidecar's security context, unless it is empty. Its user and group become `uid` and `gid`.
+    /// Replaces the sidecar's security context, unless it is empty. Its user becomes `uid`.
     #[serde(deserialize_with = "none_if_empty")]
     pub security_context: Option<SecurityContext>,
     /// Replaces the capabilities in the sidecar's security context, unless it is empty.
@@ -351,13 +351,10 @@ impl Values {
         if image.name.is_empty() {
             PROXY_IMAGE.clone_into(&mut image.name);
         }
+        // Not its group: the redirection excludes `proxy.gid`, and other containers can run as the group of a security context.
         let security = values.proxy.security_context.as_ref();
-        let [user, group] = [
-            security.and_then(|security| security.run_as_user),
-            security.and_then(|security| security.run_as_group),
-        ];
+        let user = security.and_then(|security| security.run_as_user);
         values.proxy.uid = user.unwrap_or(values.proxy.uid);
-        values.proxy.gid = group.unwrap_or(values.proxy.gid);
         Ok(values)
     }
 
