@@ -156,7 +156,7 @@ impl Transport {
 
 /// Returns the maximum number of connections for a process that may open `files` files and use `memory` bytes.
 fn max_connections(files: usize, memory: Option<u64>) -> usize {
-    let by_memory = memory.map_or(u64::MAX, |memory| memory / 32 / BYTES_PER_CONNECTION);
+    let by_memory = memory.map_or(u64::MAX, |memory| memory / 8 / BYTES_PER_CONNECTION);
     let by_memory = usize::try_from(by_memory).unwrap_or(usize::MAX);
     MAX_CONNECTIONS.min(files / 20).min(by_memory.max(MIN_CONNECTIONS))
 }
@@ -165,8 +165,9 @@ fn max_connections(files: usize, memory: Option<u64>) -> usize {
 const API_SERVER: &str = "API server";
 /// Lower if the limit of open files or of memory is low.
 const MAX_CONNECTIONS: usize = 1000;
-/// However little memory the process has, an API server needs some connections.
-const MIN_CONNECTIONS: usize = 32;
+/// However little memory the process has, an API server needs a connection for each of its reviews at a time, and admits 200
+/// changes at a time by default.
+const MIN_CONNECTIONS: usize = 256;
 /// Memory of a connection without a request body: of TLS, of the head of a request, and of a part of a response.
 const BYTES_PER_CONNECTION: u64 = 64 * 1024;
 /// Maximum bytes of a request head, and of a response that are buffered.
@@ -185,7 +186,7 @@ mod tests {
 
     #[test]
     fn connections_are_bounded_by_files_and_by_memory() {
-        assert_eq!(max_connections(1_048_576, Some(250 << 20)), 125);
+        assert_eq!(max_connections(1_048_576, Some(250 << 20)), 500);
         assert_eq!(max_connections(1024, Some(250 << 20)), 51);
         assert_eq!(max_connections(1_048_576, Some(16 << 20)), MIN_CONNECTIONS);
         assert_eq!(max_connections(1_048_576, None), MAX_CONNECTIONS);

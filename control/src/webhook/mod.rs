@@ -42,7 +42,7 @@ use server_credentials::ServerCredentials;
 /// Reviews objects. A request passes `WebhookServer::respond` (HTTP), `handle_review` (the AdmissionReview) and `review` of the
 /// handler (the decision).
 pub trait ReviewHandler: Send + Sync + 'static {
-    /// Maximum memory in bytes of the type that the handler decodes a JSON object to, such as an element of a list. 0 if it is
+    /// Maximum memory in bytes of the type that the handler decodes a JSON object in `spec` to, such as an element of a list. 0 if it is
     /// a small type, which fits into the memory that decoding to a generic form has freed.
     const TYPED_BYTES_PER_JSON_OBJECT: usize = 0;
 

@@ -31,6 +31,8 @@ pub struct AdmissionResponse {
 pub(crate) struct ReviewOutline {
     pub(crate) id: ReviewId,
     object_size: JsonSize,
+    /// The JSON objects in `spec`, or all if `spec` is not unique.
+    n_spec_objects: usize,
     body: Bytes,
 }
 
@@ -128,29 +130,35 @@ impl ReviewOutline {
                 kind: outline.kind,
             });
         }
+        let object = outline.request.object.map(RawValue::get);
+        let object_size = object.map(JsonSize::of).unwrap_or_default();
+        let n_spec_objects = match object.map(serde_json::from_str::<RawObject<'_>>) {
+            None => 0,
+            Some(Ok(RawObject { spec })) => spec.map_or(0, |spec| JsonSize::of(spec.get()).n_objects),
+            // For example two members `spec`.
+            Some(Err(_)) => object_size.n_objects,
+        };
         Ok(Self {
             id: ReviewId {
                 api_version: outline.api_version,
                 uid: outline.request.uid,
             },
-            object_size: outline
-                .request
-                .object
-                .map(|object| JsonSize::of(object.get()))
-                .unwrap_or_default(),
+            object_size,
+            n_spec_objects,
             body,
         })
     }
 
-    /// Maximum memory of the decoded object in bytes, if a handler decodes each JSON object in it to types of this size.
-    pub(crate) fn decoded_bytes(&self, typed_bytes_per_json_object: usize) -> usize {
+    /// Maximum memory of the decoded object in bytes, if a handler decodes each JSON object in its `spec` to types of this size.
+    pub(crate) fn decoded_bytes(&self, typed_bytes_per_spec_object: usize) -> usize {
         let JsonSize {
             n_bytes,
             n_objects,
             n_values,
         } = self.object_size;
         n_bytes * COPIES_OF_TEXT
-            + n_objects * (BYTES_PER_JSON_OBJECT + typed_bytes_per_json_object)
+            + n_objects * BYTES_PER_JSON_OBJECT
+            + self.n_spec_objects * typed_bytes_per_spec_object
             + n_values * BYTES_PER_JSON_VALUE
     }
 
@@ -194,6 +202,12 @@ fn skip_string(bytes: &mut impl Iterator<Item = u8>) {
             _ => {}
         }
     }
+}
+
+#[derive(Deserialize)]
+struct RawObject<'a> {
+    #[serde(borrow)]
+    spec: Option<&'a RawValue>,
 }
 
 #[derive(Deserialize)]
@@ -278,5 +292,26 @@ mod tests {
         check(r#"{"a": [1, {"b": "c"}], "d": {}}"#, 3, 3);
         check(r#"{"a,[{": "{\"[,\\"}"#, 1, 0);
         check(r#"{"unfinished \"#, 1, 0);
+    }
+
+    #[test]
+    fn only_objects_in_the_spec_become_large_types() {
+        let decoded_bytes = |object: &str, typed_bytes| {
+            let body = format!(
+                r#"{{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview","request":{{"uid":"1","object":{object}}}}}"#
+            );
+            ReviewOutline::parse(body.into()).unwrap().decoded_bytes(typed_bytes)
+        };
+        for (object, n_typed) in [
+            (
+                r#"{"metadata":{"managedFields":[{},{}]},"spec":{"containers":[{}]}}"#,
+                2,
+            ),
+            (r#"{"metadata":{}}"#, 0),
+            (r#"{"spec":{},"spec":{"containers":[{}]}}"#, 4),
+        ] {
+            let typed_bytes = decoded_bytes(object, 1000) - decoded_bytes(object, 0);
+            assert_eq!(typed_bytes, n_typed * 1000, "{object}");
+        }
     }
 }

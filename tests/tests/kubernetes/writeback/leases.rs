@@ -41,8 +41,11 @@ async fn a_killed_leader_is_replaced_within_thirty_seconds_and_a_stopped_one_at_
     assert_eq!(lease.spec.unwrap().lease_duration_seconds, Some(30));
 
     let second = Replica::start(&server.client(), "second");
-    // Long enough for several attempts of the second replica.
-    sleep(Duration::from_secs(7)).await;
+    // A candidate reads the lease as often as the holder renews it, so the second replica tries several times.
+    wait_for_renewals(&server, ENDPOINT_LEASE, 3).await;
+    for lease in [ENDPOINT_LEASE, STATUS_LEASE] {
+        assert_eq!(holder(&server, lease).await.as_deref(), Some("first"), "{lease}");
+    }
     let killed_at = Instant::now();
     first.kill();
     for lease in [ENDPOINT_LEASE, STATUS_LEASE] {
@@ -60,17 +63,36 @@ async fn a_killed_leader_is_replaced_within_thirty_seconds_and_a_stopped_one_at_
     }
 
     let third = Replica::start(&server.client(), "third");
-    sleep(Duration::from_secs(3)).await;
+    wait_for_renewals(&server, ENDPOINT_LEASE, 2).await;
     second.end().await;
+    let ended_at = Instant::now();
     for lease in [ENDPOINT_LEASE, STATUS_LEASE] {
         wait_for_leader(&server, lease, "third").await;
     }
+    // A lease that was not released would expire after 27 seconds or more.
+    let waited = ended_at.elapsed();
+    println!("taken over {waited:?} after the end");
+    assert!(waited < Duration::from_secs(10), "{waited:?}");
     third.end().await;
     assert_eq!(
         holder(&server, ENDPOINT_LEASE).await,
         None,
         "the lease must be released"
     );
+}
+
+/// Waits until the holder of a lease has renewed it `n` times.
+async fn wait_for_renewals(server: &ApiServer, lease: &str, n: usize) {
+    let leases = Api::<Lease>::namespaced(server.client(), "linkerd");
+    let renewed_at = async || leases.get(lease).await.unwrap().spec.unwrap().renew_time;
+    let mut seen = renewed_at().await;
+    for _ in 0..n {
+        let renewed = eventually("the lease is renewed", async || {
+            let now = renewed_at().await;
+            (now != seen).then_some(now)
+        });
+        seen = renewed.await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -29,6 +29,7 @@ pub(crate) struct MeshedClient<'a> {
     host: &'a Arc<Namespace>,
     addr: SocketAddr,
     usage: Usage<'a>,
+    n_connections: usize,
 }
 
 #[derive(Clone)]
@@ -91,11 +92,24 @@ impl<'a> MeshedClient<'a> {
     }
 
     fn new(host: &'a Arc<Namespace>, addr: SocketAddr, usage: Usage<'a>) -> Self {
-        Self { host, addr, usage }
+        Self {
+            host,
+            addr,
+            usage,
+            // More than each of two hundred attackers, so that these would be evicted first if their identity did not count.
+            n_connections: 3,
+        }
     }
 
-    /// Opens the connections. There are more of them than of each of two hundred attackers, so that they would be evicted first if
-    /// their identity did not count.
+    /// A client with one connection, on a port where identities do not count: an attacker with more connections loses one.
+    pub(crate) fn with_one_connection(self) -> Self {
+        Self {
+            n_connections: 1,
+            ..self
+        }
+    }
+
+    /// Opens the connections.
     pub(crate) fn open(&self) -> anyhow::Result<HeldConnections<'a>> {
         // Its threads are in the namespace, too.
         let open = || {
@@ -105,7 +119,7 @@ impl<'a> MeshedClient<'a> {
                 .build()?;
             let open_all = async {
                 let mut connections = Vec::new();
-                for _ in 0..N_CONNECTIONS {
+                for _ in 0..self.n_connections {
                     connections.push(Mutex::new(self.connect().await?));
                 }
                 anyhow::Ok(connections)
@@ -215,5 +229,4 @@ impl fmt::Display for HeldConnections<'_> {
     }
 }
 
-const N_CONNECTIONS: usize = 3;
 const LIMIT: Duration = Duration::from_secs(5);

@@ -1,5 +1,5 @@
 //! Floods of every listening port: while attackers hold as many connections as they can, well-behaved clients get every
-//! response, connections of meshed clients stay open, and no process uses more memory than a pod has.
+//! response, open connections of meshed clients stay open, and no process uses more memory than a pod has.
 //! With `TULLE_TEST_FULL=1` floods run one after another, and each response takes less than a second, if nothing else runs on the
 //! machine.
 //!
@@ -22,7 +22,9 @@ use std::thread;
 use std::time::Duration;
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
+use parking_lot::Mutex;
 use tokio::time::Instant;
+use tulle_bench::run::process::Process;
 use tulle_proto::transport::session_protocol::{Http1, Kind};
 use tulle_tests::credentials::{control_plane_identity, identity};
 
@@ -94,7 +96,7 @@ fn every_port_answers_other_clients_during_floods() {
             prefix,
             path,
         };
-        vec![MeshedClient::http(client, addr, http)]
+        MeshedClient::http(client, addr, http)
     };
     let held_in_tls = |addr, path| held_http(addr, path, testbed.client_config(), Vec::new());
     let held_direct = held_http(
@@ -124,7 +126,7 @@ fn every_port_answers_other_clients_during_floods() {
         ..port
     };
     let admin = |name, addr| {
-        let held = held_in_tls(addr, "/ready");
+        let held = vec![held_in_tls(addr, "/ready")];
         in_tls(
             name,
             "admin",
@@ -145,15 +147,16 @@ fn every_port_answers_other_clients_during_floods() {
         in_tls(name, "admin", addr, clients, held, tls)
     };
     let inbound = |name, addr| {
+        let held = vec![held_in_tls(addr, "/").with_one_connection()];
         let tls = both(Testbed::strangers_of_server("/echo"));
-        in_tls(name, "inbound", addr, application(addr), held_in_tls(addr, "/"), tls)
+        in_tls(name, "inbound", addr, application(addr), held, tls)
     };
     let direct = in_tls(
         "4143, itself",
         "inbound",
         of_server(4143),
         application(of_server(testbed::HTTP)),
-        held_direct,
+        vec![held_direct.with_one_connection()],
         vec![
             testbed::direct(
                 testbed.peers(&Testbed::strangers_of_server("/echo")),
@@ -236,9 +239,10 @@ fn every_port_answers_other_clients_during_floods() {
     let floods = ports
         .iter()
         .flat_map(|port| flood_cases(port, many.contains(&port.name)));
-    run(floods.collect(), |flood| testbed.attackers.run(flood).unwrap());
-    testbed::assert_memory_limit(&testbed.control_plane);
-    testbed::assert_memory_limit(&testbed.sidecar);
+    let flooded = [&testbed.control_plane, &testbed.sidecar];
+    run(floods.collect(), &flooded, |flood| {
+        testbed.attackers.run(flood).unwrap()
+    });
 }
 
 fn prepend<'a>(first: NormalClient<'a>, others: Vec<NormalClient<'a>>) -> Vec<NormalClient<'a>> {
@@ -272,9 +276,13 @@ pub(crate) fn flood_cases<'r, 'a>(port: &'r FloodedPort<'a>, many: bool) -> Vec<
     cases
 }
 
-/// Runs floods and asserts that well-behaved clients get responses meanwhile. `start` starts a flood in the namespace
-/// of the attackers.
-pub(crate) fn run(cases: Vec<FloodCase<'_, '_>>, start: impl Fn(&mut (dyn FnMut() + Send)) + Sync) {
+/// Runs floods of some processes, and asserts that well-behaved clients get responses meanwhile, and that the processes do not use
+/// too much memory. `start` starts a flood in the namespace of the attackers.
+pub(crate) fn run(
+    cases: Vec<FloodCase<'_, '_>>,
+    flooded: &[&Process],
+    start: impl Fn(&mut (dyn FnMut() + Send)) + Sync,
+) {
     let began_at = Instant::now();
     let mut by_listener = BTreeMap::<_, Vec<_>>::new();
     for case in &cases {
@@ -282,7 +290,7 @@ pub(crate) fn run(cases: Vec<FloodCase<'_, '_>>, start: impl Fn(&mut (dyn FnMut(
     }
     let run_all =
         |cases: &[&FloodCase<'_, '_>]| -> Vec<String> { cases.iter().flat_map(|case| case.run(&start)).collect() };
-    let failures: Vec<_> = match is_full_run() {
+    let mut failures: Vec<_> = match is_full_run() {
         true => by_listener.values().flat_map(|cases| run_all(cases)).collect(),
         false => thread::scope(|scope| {
             let running: Vec<_> = by_listener
@@ -294,11 +302,14 @@ pub(crate) fn run(cases: Vec<FloodCase<'_, '_>>, start: impl Fn(&mut (dyn FnMut(
         }),
     };
     eprintln!("{} floods in {:?}", cases.len(), began_at.elapsed());
+    failures.extend(flooded.iter().filter_map(|process| testbed::memory_fault(process)));
+    let log_tail = |process: &&Process| format!("end of the log of {}:\n{}", process.name(), process.log_tail());
     assert!(
         failures.is_empty(),
-        "{} of them:\n{}",
+        "{} of them:\n{}\n\n{}",
         failures.len(),
-        failures[..failures.len().min(MAX_LISTED_FAILURES)].join("\n")
+        failures[..failures.len().min(MAX_LISTED_FAILURES)].join("\n"),
+        flooded.iter().map(log_tail).collect::<Vec<_>>().join("\n\n"),
     );
 }
 

@@ -136,8 +136,7 @@ fn webhooks_and_telemetry_answer_during_floods() {
     let floods = ports
         .iter()
         .flat_map(|port| flood_cases(port, port.name == "8443, injector"));
-    run(floods.collect(), |flood| flood());
-    processes.iter().for_each(testbed::assert_memory_limit);
+    run(floods.collect(), &processes.each_ref(), |flood| flood());
 }
 
 /// A service, and its ports in this test.
