@@ -101,14 +101,6 @@ impl<'a> MeshedClient<'a> {
         }
     }
 
-    /// A client with one connection, on a port where identities do not count: an attacker with more connections loses one.
-    pub(crate) fn with_one_connection(self) -> Self {
-        Self {
-            n_connections: 1,
-            ..self
-        }
-    }
-
     /// Opens the connections.
     pub(crate) fn open(&self) -> anyhow::Result<HeldConnections<'a>> {
         // Its threads are in the namespace, too.

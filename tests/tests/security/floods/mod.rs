@@ -22,10 +22,8 @@ use std::thread;
 use std::time::Duration;
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use parking_lot::Mutex;
 use tokio::time::Instant;
 use tulle_bench::run::process::Process;
-use tulle_proto::transport::session_protocol::{Http1, Kind};
 use tulle_tests::credentials::{control_plane_identity, identity};
 
 use attackers::{Behaviour, Flood, Sources};
@@ -99,12 +97,6 @@ fn every_port_answers_other_clients_during_floods() {
         MeshedClient::http(client, addr, http)
     };
     let held_in_tls = |addr, path| held_http(addr, path, testbed.client_config(), Vec::new());
-    let held_direct = held_http(
-        of_server(4143),
-        "/",
-        testbed::direct_config(testbed.client_config()),
-        tls_attackers::transport_header(testbed::HTTP, Kind::Http1(Http1 {})),
-    );
     let both = |strangers: TlsAttack| vec![testbed.peers(&strangers), strangers];
     let port = |name, listener, addr, clients| FloodedPort {
         name,
@@ -147,16 +139,16 @@ fn every_port_answers_other_clients_during_floods() {
         in_tls(name, "admin", addr, clients, held, tls)
     };
     let inbound = |name, addr| {
-        let held = vec![held_in_tls(addr, "/").with_one_connection()];
         let tls = both(Testbed::strangers_of_server("/echo"));
-        in_tls(name, "inbound", addr, application(addr), held, tls)
+        // No identity counts on this port, so a flood can end an idle connection of a meshed client.
+        in_tls(name, "inbound", addr, application(addr), Vec::new(), tls)
     };
     let direct = in_tls(
         "4143, itself",
         "inbound",
         of_server(4143),
         application(of_server(testbed::HTTP)),
-        vec![held_direct.with_one_connection()],
+        Vec::new(),
         vec![
             testbed::direct(
                 testbed.peers(&Testbed::strangers_of_server("/echo")),
