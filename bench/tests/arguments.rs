@@ -86,6 +86,29 @@ fn options_that_have_no_effect_together_are_refused() {
 }
 
 #[test]
+fn tcp_requests_that_exchange_nothing_are_refused() {
+    for arguments in [
+        "load 127.0.0.1:1 --protocol tcp",
+        "load 127.0.0.1:1 --protocol tcp --body-size 0 --rate 10",
+        "load 127.0.0.1:1 --protocol tcp --expect-greeting hello",
+    ] {
+        check(arguments, &["--body-size", "--reconnect"]);
+    }
+}
+
+#[test]
+fn loads_that_need_the_pods_that_a_day_replaces_are_refused_after_it() {
+    for (loads, refused) in [
+        ("day,updates", "updates"),
+        ("updates,day,servers", "servers"),
+        ("day,rollout,reconnect,day", "day"),
+    ] {
+        let message = format!("--load {refused} after day");
+        check(&format!("control-scale --kubeconfig x --load {loads}"), &[&message]);
+    }
+}
+
+#[test]
 fn the_loads_of_the_scale_test_are_named_load() {
     check(
         "control-scale --kubeconfig x --load weekend",

@@ -242,7 +242,7 @@ fn a_greeting_is_read_and_names_the_server() {
         "--protocol tcp --expect-greeting hello --body-size 64 --requests 10",
     );
     assert_eq!((report.succeeded, report.replicas), (10, counts("greeter", 10)));
-    let report = load(&target, "--protocol tcp --expect-greeting 220 --requests 3");
+    let report = load(&target, "--protocol tcp --expect-greeting 220 --reconnect --requests 3");
     assert_eq!(report.outcomes, counts("wrong answer", 3));
 }
 

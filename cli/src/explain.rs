@@ -168,10 +168,6 @@ fn render(reported: &ReportedCause<'_>, output: Output) -> anyhow::Result<String
         });
         return Ok(serde_json::to_string_pretty(&value).context("writing JSON")? + "\n");
     }
-    let statuses = match statuses.is_empty() {
-        true => "the connection is closed",
-        false => statuses,
-    };
     let mut text = format!("{code}: {meaning}\n\n");
     let mut line = |title: &str, value: &str| {
         let _ = writeln!(text, "{title:<14}{value}");

@@ -42,7 +42,7 @@ use crate::source::kubernetes::kinds::WatchRequirements;
 use crate::source::{self, directory_source};
 use crate::threads::{Heartbeat, MAX_HEARTBEAT_AGE, Threads};
 use crate::tls::mesh_credentials::{ClientCertificates, MeshCredentials};
-use crate::webhook::certificate_controller::{self, CertificateController};
+use crate::webhook::certificate_controller::{self, CertificateController, UnreadyWhenUntrusted};
 use crate::webhook::https::{HttpServer, Transport};
 use crate::webhook::mounted_certificate::MountedCertificate;
 use crate::webhook::server_credentials::ServerCredentials;
@@ -213,7 +213,7 @@ impl Builder {
         };
         let reviewer = match (tokens, &self.client) {
             (TokenVerification::PublicKeyDir(dir), _) => {
-                Reviewer::JoinTokenKeys(JoinTokenKeys::open(dir.clone()).context("--token-keys")?)
+                Reviewer::JoinTokenKeys(JoinTokenKeys::open(dir.clone(), &self.registry).context("--token-keys")?)
             }
             (TokenVerification::TokenReview, Some(client)) => {
                 Reviewer::TokenReview(Box::new(TokenReviews::new(client.clone())))
@@ -301,7 +301,8 @@ impl Builder {
         let services = self.config.services;
         if services.destination {
             let config = self.config.destination.clone();
-            let routes = Routes::new(destination::server(cluster.clone(), config));
+            let client_certificates = self.config.client_certificates;
+            let routes = Routes::new(destination::server(cluster.clone(), client_certificates, config));
             let port = GrpcPort {
                 service: "destination",
                 addr: self.config.listen.destination,
@@ -315,7 +316,7 @@ impl Builder {
         if services.policy {
             let client_certificates = self.config.client_certificates;
             let inbound = policy::inbound_server(cluster.clone(), client_certificates);
-            let outbound = policy::outbound_server(cluster, self.config.policy);
+            let outbound = policy::outbound_server(cluster, client_certificates, self.config.policy);
             let routes = Routes::new(inbound).add_service(outbound);
             let port = GrpcPort {
                 service: "policy",
@@ -442,7 +443,11 @@ impl Builder {
             freshness: self.freshness.clone(),
         };
         let (client, registry, drain) = (self.client()?, self.registry.clone(), self.drain.clone());
-        let writer = self.start_write_back(&client, cluster.writer());
+        let writer = match self.config.writeback_config().write_slices {
+            true => writeback::add_port_report(cluster, cluster.writer()),
+            false => cluster.writer(),
+        };
+        let writer = self.start_write_back(&client, writer);
         let running = source::kubernetes::run(client, config, writer, registry, drain);
         self.start("watching the API server", async move { Ok(running.await?) });
         Ok(())
@@ -532,8 +537,11 @@ impl Builder {
             Ok(())
         });
         self.audit_report = Some(report);
-        let certificate =
+        let mut certificate =
             certificate_controller::Config::proxy_injector(self.config.cluster.controller_namespace.clone());
+        if !self.config.services.is_injector_only() {
+            certificate.unready_when_untrusted = UnreadyWhenUntrusted::BeforeFirst;
+        }
         let addr = self.config.listen.proxy_injector;
         self.addrs.proxy_injector = Some(self.start_webhook(injector, addr, certificate).await?);
         Ok(())
@@ -570,7 +578,7 @@ impl Builder {
     ) -> Result<()> {
         let drain = self.drain.clone();
         if let Some(files) = self.config.webhooks.certificate_paths.of(certificate.service) {
-            let mounted = MountedCertificate::watch(files, creds).context("--server-tls-certs")?;
+            let mounted = MountedCertificate::watch(files, creds, &self.registry).context("--server-tls-certs")?;
             self.start("reading a certificate for the API server", async move {
                 mounted.run(latch, drain).await;
                 Ok(())

@@ -51,6 +51,15 @@ impl Services {
     pub fn need_source(self) -> bool {
         self.destination || self.policy || self.telemetry
     }
+
+    /// Whether the proxy injector is the only service, so that only the API server uses the process.
+    pub(crate) fn is_injector_only(self) -> bool {
+        let injector = Self {
+            proxy_injector: true,
+            ..Self::default()
+        };
+        self == injector
+    }
 }
 
 impl Command {
@@ -149,6 +158,20 @@ mod tests {
         check("all-in-one", [true, true, true, false, false, true]);
         for invalid in ["", "--log-level debug", "proxy"] {
             assert!(parse(invalid).is_err(), "{invalid}");
+        }
+    }
+
+    #[test]
+    fn the_injector_is_the_only_service_if_no_other_is_named() {
+        let is_injector_only = |line: &str| parse(line).unwrap().services().is_injector_only();
+        assert!(is_injector_only("proxy-injector"));
+        for line in [
+            "destination",
+            "destination policy proxy-injector",
+            "proxy-injector sp-validator",
+            "all-in-one proxy-injector",
+        ] {
+            assert!(!is_injector_only(line), "{line}");
         }
     }
 

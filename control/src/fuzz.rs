@@ -85,6 +85,7 @@ pub fn review(bytes: &[u8]) {
         assert_eq!(response["response"]["uid"], review.id.uid);
         assert_eq!(response["response"]["allowed"], false);
         let _ = review.decode();
+        let _ = review.decode_head();
     }
 }
 

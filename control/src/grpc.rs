@@ -43,7 +43,12 @@ impl Caller {
 
     /// The address of the client of a request; loopback for requests within this process.
     pub(crate) fn ip_of(extensions: &Extensions) -> IpAddr {
-        extensions.get().map_or(IpAddr::V4(Ipv4Addr::LOCALHOST), Self::ip)
+        Self::ip_or_loopback(extensions.get())
+    }
+
+    /// The address of a client; loopback for requests within this process.
+    pub(crate) fn ip_or_loopback(caller: Option<&Self>) -> IpAddr {
+        caller.map_or(IpAddr::V4(Ipv4Addr::LOCALHOST), Self::ip)
     }
 }
 

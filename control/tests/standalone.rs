@@ -8,15 +8,20 @@ use std::fs;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::sync::Arc;
 use std::time::Duration;
 
 use rcgen::{CertificateParams, DistinguishedName, KeyPair};
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer};
+use rustls::crypto::aws_lc_rs;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName};
+use rustls::version::TLS13;
+use rustls::{ClientConfig, RootCertStore};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader, Lines};
 use tokio::net::TcpStream;
 use tokio::process::{Child, ChildStderr, Command};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
+use tokio_rustls::TlsConnector;
 use tonic::{Code, Streaming};
 use tulle_control::app::{Addrs, App};
 use tulle_control::config::Config;
@@ -38,6 +43,16 @@ const DB: &str = "db.shop.serviceaccount.identity.linkerd.cluster.local";
 const WEB: &str = "web.shop.serviceaccount.identity.linkerd.cluster.local";
 const IDENTITY: &str = "linkerd-identity.linkerd.serviceaccount.identity.linkerd.cluster.local";
 const DESTINATION: &str = "linkerd-destination.linkerd.serviceaccount.identity.linkerd.cluster.local";
+
+const WEBHOOK: &str = "linkerd-sp-validator.linkerd.svc";
+const KUBECONFIG: &str = "\
+apiVersion: v1
+kind: Config
+current-context: none
+contexts: [{name: none, context: {cluster: none, user: none}}]
+clusters: [{name: none, cluster: {server: 'http://127.0.0.1:1'}}]
+users: [{name: none, user: {}}]
+";
 
 const SERVICE: &str = "\
 apiVersion: v1
@@ -163,7 +178,11 @@ struct Running {
 
 impl Running {
     async fn start(files: &Files) -> Self {
-        let line = std::iter::once("tulle-control".into()).chain(files.line("all-in-one", &[]));
+        Self::start_line(files.line("all-in-one", &[])).await
+    }
+
+    async fn start_line(line: Vec<OsString>) -> Self {
+        let line = std::iter::once("tulle-control".into()).chain(line);
         let command = tulle_control::cmd::Command::parse_from_line(line).unwrap();
         let mut app = App::build(Config::from_command(&command).unwrap()).await.unwrap();
         let addrs = app.addrs();
@@ -240,7 +259,7 @@ async fn a_workload_gets_its_certificate_endpoints_and_policy() {
     let destination = files
         .connect(running.addrs.destination, DESTINATION, Some(copy(&leaf)))
         .await;
-    let mut updates = get_endpoints(destination).await;
+    let mut updates = get_endpoints(destination.clone()).await;
     assert_eq!(added(&mut updates).await, [8080]);
     files.write("manifests/web-2.yaml", &workload("web-2", "10.77.0.12"));
     assert_eq!(added(&mut updates).await, [8080]);
@@ -276,8 +295,27 @@ async fn a_workload_gets_its_certificate_endpoints_and_policy() {
         source_workload: r#"{"ns":"shop","external_workload":"web-1"}"#.to_owned(),
         target: Some(traffic_spec::Target::Authority(target().path)),
     };
-    let outbound = OutboundPoliciesClient::new(policy).get(spec).await.unwrap();
+    let outbound = OutboundPoliciesClient::new(policy.clone())
+        .get(spec.clone())
+        .await
+        .unwrap();
     assert!(outbound.into_inner().protocol.is_some());
+    // Nor the profiles and outbound policies of another namespace.
+    let mut profile = GetDestination {
+        context_token: r#"{"ns":"shop"}"#.to_owned(),
+        ..target()
+    };
+    let mut destination = DestinationClient::new(destination);
+    destination.get_profile(profile.clone()).await.unwrap();
+    profile.context_token = r#"{"ns":"billing"}"#.to_owned();
+    let refused = destination.get_profile(profile).await.unwrap_err();
+    assert_eq!(refused.code(), Code::PermissionDenied, "{refused:?}");
+    let spec = TrafficSpec {
+        source_workload: r#"{"ns":"billing","pod":"web-1"}"#.to_owned(),
+        ..spec
+    };
+    let refused = OutboundPoliciesClient::new(policy).get(spec).await.unwrap_err();
+    assert_eq!(refused.code(), Code::PermissionDenied, "{refused:?}");
 
     let (status, metrics) = get(running.addrs.destination_admin, "/metrics").await;
     assert_eq!(status, 200);
@@ -333,19 +371,35 @@ async fn an_invalid_manifest_is_reported_and_the_previous_objects_stay() {
 
 #[tokio::test]
 async fn a_route_that_its_parent_does_not_accept_is_counted() {
-    let files = Files::new();
     let route = "apiVersion: gateway.networking.k8s.io/v1\nkind: HTTPRoute\nmetadata: {name: r, namespace: shop}\n\
                  spec: {parentRefs: [{group: '', kind: Service, name: gone}], rules: [{}]}\n";
-    files.write("manifests/route.yaml", route);
+    let part = "kind=\"HTTPRoute\",namespace=\"shop\",name=\"r\",field=\"spec.parentRefs\"";
+    check_counted(route, &route.replace("gone", "web"), part).await;
+}
+
+#[tokio::test]
+async fn an_external_workload_without_the_target_port_is_counted() {
+    let manifests = "apiVersion: workload.linkerd.io/v1beta1\nkind: ExternalWorkload\n\
+                     metadata: {name: vm, namespace: shop, labels: {app: db}}\n\
+                     spec: {meshTLS: {identity: vm.shop, serverName: vm.shop}, ports: [{name: sql, port: 5432}], workloadIPs: [{ip: 192.0.2.1}]}\n\
+                     ---\napiVersion: v1\nkind: Service\nmetadata: {name: db, namespace: shop}\n\
+                     spec: {clusterIP: 10.96.7.7, selector: {app: db}, ports: [{port: 80, targetPort: slq}]}\n";
+    let part = "kind=\"ExternalWorkload\",namespace=\"shop\",name=\"vm\",field=\"spec.ports\"";
+    check_counted(manifests, &manifests.replace("slq", "sql"), part).await;
+}
+
+/// Checks that a part of an object is counted until its manifests are corrected.
+async fn check_counted(manifests: &str, corrected: &str, part: &str) {
+    let files = Files::new();
+    files.write("manifests/counted.yaml", manifests);
     let running = Running::start(&files).await;
     running.ready().await;
-    let line = "unserved_configuration{kind=\"HTTPRoute\",namespace=\"shop\",name=\"r\",field=\"spec.parentRefs\"}";
     let is_counted = async || {
         let (_, page) = get(running.addrs.destination_admin, "/metrics").await;
-        page.contains(&format!("{line} 1"))
+        page.contains(&format!("unserved_configuration{{{part}}} 1"))
     };
     eventually(async || is_counted().await.then_some(())).await;
-    files.write("manifests/route.yaml", &route.replace("gone", "web"));
+    files.write("manifests/counted.yaml", corrected);
     eventually(async || (!is_counted().await).then_some(())).await;
     running.end.send(()).unwrap();
     timeout(LIMIT, running.task).await.unwrap().unwrap();
@@ -509,6 +563,71 @@ async fn a_failed_start_reports_its_reason() {
     line.retain(|arg| !arg.to_string_lossy().starts_with("-telemetry-addr="));
     line.push(addr.into());
     check(&line, "serving linkerd-telemetry: listening on 127.0.0.1:").await;
+}
+
+/// Webhooks have a thread of their own: reviews wait for no work of the thread that serves proxies, and do not delay it.
+#[tokio::test]
+async fn a_review_is_answered_while_the_main_thread_is_busy() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name);
+    let key = KeyPair::generate().unwrap();
+    let cert = CertificateParams::new([WEBHOOK.to_owned()])
+        .unwrap()
+        .self_signed(&key)
+        .unwrap();
+    fs::write(at("tls.crt"), cert.pem()).unwrap();
+    fs::write(at("tls.key"), key.serialize_pem()).unwrap();
+    // The certificate is mounted, so this validator sends no request to the API server.
+    fs::write(at("kubeconfig"), KUBECONFIG).unwrap();
+    let mut line: Vec<OsString> = ["sp-validator", "--addr=127.0.0.1:0", "--metrics-addr=127.0.0.1:0"]
+        .map(OsString::from)
+        .into();
+    for (flag, name) in [
+        ("--kubeconfig", "kubeconfig"),
+        ("--server-tls-certs", "tls.crt"),
+        ("--server-tls-key", "tls.key"),
+    ] {
+        line.extend([flag.into(), at(name).into()]);
+    }
+    let running = Running::start_line(line).await;
+    let (addr, admin) = (running.addrs.sp_validator.unwrap(), running.addrs.sp_validator_admin);
+    eventually(async || (get(admin, "/ready").await.0 == 200).then_some(())).await;
+    let client = std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        let reviewing = async { timeout(LIMIT, review_profile(addr, cert.der().clone())).await };
+        runtime.unwrap().block_on(reviewing)
+    });
+    // Blocks the runtime of the control plane.
+    let rsp = client.join().unwrap().expect("a response within 10 seconds");
+    assert!(rsp.starts_with("HTTP/1.1 200"), "{rsp}");
+    assert!(rsp.contains(r#""allowed":true"#), "{rsp}");
+    running.end.send(()).unwrap();
+    running.task.await.unwrap();
+}
+
+/// Sends an empty ServiceProfile for review, and returns the response.
+async fn review_profile(addr: SocketAddr, root: CertificateDer<'static>) -> String {
+    let mut roots = RootCertStore::empty();
+    roots.add(root).unwrap();
+    let config = ClientConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()))
+        .with_protocol_versions(&[&TLS13])
+        .unwrap()
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    let tcp = TcpStream::connect(addr).await.unwrap();
+    let name = ServerName::try_from(WEBHOOK).unwrap();
+    let mut tls = TlsConnector::from(Arc::new(config)).connect(name, tcp).await.unwrap();
+    let body = r#"{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview","request":{"uid":"u","namespace":"shop",
+        "kind":{"group":"linkerd.io","version":"v1alpha2","kind":"ServiceProfile"},"object":{"apiVersion":"linkerd.io/v1alpha2",
+        "kind":"ServiceProfile","metadata":{"name":"web.shop.svc.cluster.local"},"spec":{"routes":[]}}}}"#;
+    let head = format!(
+        "POST / HTTP/1.1\r\nhost: {WEBHOOK}\r\nconnection: close\r\ncontent-length: {}\r\n\r\n",
+        body.len()
+    );
+    tls.write_all((head + body).as_bytes()).await.unwrap();
+    let mut rsp = String::new();
+    tls.read_to_string(&mut rsp).await.unwrap();
+    rsp
 }
 
 /// One request to an admin server: status and body.

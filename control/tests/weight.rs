@@ -176,9 +176,18 @@ async fn an_idle_stream_uses_less_than_a_kilobyte() {
     let service = decode(Kind::Service, &mut serde_json::Deserializer::from_str(SERVICE)).unwrap();
     let writer = cluster.writer();
     writer.apply(vec![Event::Applied(service), slice("10.2.0.1"), Event::Synced]);
-    let mut gets = destination::server(cluster.clone(), destination::config::Config::default());
-    let mut profiles = destination::server(cluster.clone(), destination::config::Config::default());
-    let mut policies = policy::outbound_server(cluster, policy::config::Config::default());
+    let mut gets = destination::server(
+        cluster.clone(),
+        ClientCertificates::Optional,
+        destination::config::Config::default(),
+    );
+    let mut profiles = destination::server(
+        cluster.clone(),
+        ClientCertificates::Optional,
+        destination::config::Config::default(),
+    );
+    let mut policies =
+        policy::outbound_server(cluster, ClientCertificates::Optional, policy::config::Config::default());
     let destination = GetDestination {
         path: "web.shop.svc.cluster.local:80".to_owned(),
         context_token: r#"{"ns": "shop", "nodeName": "a-node", "pod": "a-client"}"#.to_owned(),
@@ -243,7 +252,11 @@ async fn objects_and_values_are_small() {
     let with_services = in_use();
     check("Service", with_services - with_pods, N_SERVICES, MAX_BYTES_PER_SERVICE);
     writer.apply(vec![Event::Synced]);
-    let mut gets = destination::server(cluster.clone(), destination::config::Config::default());
+    let mut gets = destination::server(
+        cluster.clone(),
+        ClientCertificates::Optional,
+        destination::config::Config::default(),
+    );
     let mut streams = Vec::with_capacity(N_SERVICES);
     for service in 0..N_SERVICES {
         let get = GetDestination {
@@ -311,7 +324,11 @@ async fn an_idle_stream_over_http2_uses_less_than_four_kilobytes() {
     let cluster = Cluster::new(Config::default(), &Registry::new());
     let service = decode(Kind::Service, &mut serde_json::Deserializer::from_str(SERVICE)).unwrap();
     cluster.writer().apply(vec![Event::Applied(service), Event::Synced]);
-    let routes = Routes::new(destination::server(cluster, destination::config::Config::default()));
+    let routes = Routes::new(destination::server(
+        cluster,
+        ClientCertificates::Optional,
+        destination::config::Config::default(),
+    ));
     let creds = Arc::new(MeshCredentials::new("control".to_owned(), ClientCertificates::Optional));
     let registry = Registry::new();
     let limits = Limits::from_resources(1024, None, Calls::Streaming);

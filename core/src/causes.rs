@@ -22,7 +22,7 @@ pub enum Responsible {
 pub struct Cause {
     pub code: &'static str,
     pub responsible: Responsible,
-    /// HTTP status and gRPC status name of the response, or how the connection ends; empty if it is closed without a response.
+    /// HTTP status and gRPC status name of the response, or how the connection ends.
     pub statuses: &'static str,
     /// Markdown on one line, because `tulle explain` lists it in a table.
     pub meaning: &'static str,
@@ -58,10 +58,6 @@ pub fn markdown() -> String {
             meaning,
             advice,
         } = cause;
-        let statuses = match statuses.is_empty() {
-            true => "the connection is closed",
-            false => statuses,
-        };
         let _ = write!(
             page,
             "\n## {code}\n\n*{}; {statuses}*\n\n{meaning}\n\n**What to do.** {advice}\n",
@@ -98,6 +94,9 @@ l5d-proxy-cause: no-endpoints; direction=outbound; hop=web.shop.serviceaccount.i
 - Clients without an identity receive only a status. A gRPC stream that is aborted has the reason in its trailers, however.
 
 `tulle_failures_total{direction,cause}` counts failures, including those of opaque connections.
+
+A connection to the inbound or outbound port that the proxy refuses or stops without a response ends with a TCP reset. After a failed
+TLS handshake, the reset follows a TLS alert. A connection that must begin with HTTP/2 and begins with other bytes is closed.
 
 The log has a line of level `info` for each refusal by inbound policy and for each failed TLS handshake of a client. The proxy writes
 at most one line per minute for each client address and kind, and for at most 256 such pairs, so that clients cannot fill the log.
@@ -148,7 +147,7 @@ pub const ALL: &[Cause] = &[
         "head-timeout",
         Responsible::Client,
         "408, DEADLINE_EXCEEDED",
-        "The client did not send the complete request line and headers within 30 seconds. During protocol detection, the proxy waits for the rest of an incomplete request line (`P`, `PO`, `GET ` alone) until the detection timeout (10 seconds). Then the connection counts as HTTP/1 if it starts with a method, and as opaque otherwise.",
+        "The client did not send the complete request line and headers within 30 seconds. During protocol detection, the proxy waits for the rest of an incomplete request line (`P`, `PO`, `GET ` alone) until the detection timeout (10 seconds). Then the connection counts as HTTP/1 if it starts with a method, and as opaque otherwise. If a connection must begin with HTTP/2, its preface has a limit of 10 seconds; if the client has sent a part of it by then, the connection is reset.",
         "Look for a client that stalls, or that does so on purpose. `TULLE_PROXY_INBOUND_HTTP1_HEAD_TIMEOUT` or its outbound counterpart is the limit.",
     ),
     cause(
@@ -175,14 +174,14 @@ pub const ALL: &[Cause] = &[
     cause(
         "detect-timeout",
         Responsible::Client,
-        "the connection is closed; without TLS it is reset",
+        "the connection is reset",
         "The client sent nothing although the proxy needed its first bytes, or it started a TLS handshake and did not complete it. Each of the two has the limit `LINKERD2_PROXY_INBOUND_DETECT_TIMEOUT` (10 seconds).",
         "Mark ports on which the server sends first as opaque (`config.linkerd.io/opaque-ports`); otherwise look for the client that stalls.",
     ),
     cause(
         "no-server-name",
         Responsible::Client,
-        "",
+        "the connection is reset",
         "The routes match on the server name of TLS, and the client sent none.",
         "Let the client send SNI (`openssl s_client -servername`), or use a route that does not match on it.",
     ),
@@ -406,7 +405,7 @@ pub const ALL: &[Cause] = &[
     cause(
         "bad-transport-header",
         Responsible::Mesh,
-        "",
+        "the connection is reset",
         "A connection to port 4143 did not start with the transport header of a proxy.",
         "Only proxies connect to this port; look for a client that connects to it directly.",
     ),
@@ -422,7 +421,7 @@ pub const ALL: &[Cause] = &[
         Responsible::Mesh,
         "503, UNAVAILABLE",
         "The control plane did not resolve the destination in time.",
-        "Check `linkerd-destination` and the path to it (`tulle check`). Destinations that are already known continue to work.",
+        "Check `linkerd-destination` and the path to it (`tulle check`). Destinations that are already known continue to work. If only some proxies have this cause, compare the namespace in their `LINKERD2_PROXY_DESTINATION_CONTEXT` and `LINKERD2_PROXY_POLICY_WORKLOAD` with their certificate: the control plane refuses requests for another namespace with PERMISSION_DENIED, which the proxy logs as a warning, once a minute.",
     ),
     cause(
         "name-unresolved",
@@ -443,7 +442,7 @@ pub const ALL: &[Cause] = &[
         Responsible::Mesh,
         "503, UNAVAILABLE",
         "The proxy has reached a limit: of requests in flight, names of destinations, connections, or header lists.",
-        "Find out why requests take so long, or which client opens so many connections. Add replicas, or raise the limit:\n\n- requests in flight: `LINKERD2_PROXY_INBOUND_MAX_IN_FLIGHT`, or its outbound counterpart;\n- names of destinations: 4096 in use at a time, a fixed limit;\n- connections in one direction: a quarter of the files that the proxy may open (`ulimit -n`). At this limit, most new connections replace others, which `tulle_connections_closed_total{cause=\"evicted\"}` counts; the section \"Eviction of connections\" of `docs/explanation/security.md` has the rules;\n- header lists on one HTTP/2 connection: 16 MiB for all requests in flight; further requests are reset with `REFUSED_STREAM`.\n\nA tunnel (WebSocket, CONNECT) continues to count as the connection or request that it was before.",
+        "Find out why requests take so long, or which client opens so many connections. Add replicas, or raise the limit:\n\n- requests in flight: `LINKERD2_PROXY_INBOUND_MAX_IN_FLIGHT`, or its outbound counterpart;\n- names of destinations: 4096 in use at a time, a fixed limit;\n- connections in one direction: a quarter of the files that the proxy may open (`ulimit -n`), or 32 for each MiB of the memory limit, if that is less. At this limit, most new connections replace others, which `tulle_connections_closed_total{cause=\"evicted\"}` counts; the section \"Eviction of connections\" of `docs/explanation/security.md` has the rules;\n- header lists on one HTTP/2 connection: 16 MiB for all requests in flight; further requests are reset with `REFUSED_STREAM`.\n\nA tunnel (WebSocket, CONNECT) continues to count as the connection or request that it was before.",
     ),
     cause(
         "memory-short",

@@ -35,6 +35,19 @@ impl Identity {
             Self::Dns(name) | Self::Uri(name) => name,
         }
     }
+
+    /// The namespace of the service account that [`service_account`] names. `None` for all other identities, also those of
+    /// another control plane or trust domain.
+    pub fn service_account_namespace(&self, control_ns: &str, trust_domain: &str) -> Option<&str> {
+        let Self::Dns(name) = self else {
+            return None;
+        };
+        let rest = strip_suffix_ignore_case(name, trust_domain)?.strip_suffix('.')?;
+        let rest = strip_suffix_ignore_case(rest, control_ns)?.strip_suffix(".serviceaccount.identity.")?;
+        // The name of a service account may have dots, that of a namespace has none.
+        let (sa, ns) = rest.rsplit_once('.')?;
+        (!sa.is_empty() && !ns.is_empty()).then_some(ns)
+    }
 }
 
 impl fmt::Display for Identity {
@@ -57,6 +70,12 @@ impl FromStr for Identity {
             reason,
         })
     }
+}
+
+/// DNS identities are in lower case, configured names may be not.
+fn strip_suffix_ignore_case<'a>(text: &'a str, suffix: &str) -> Option<&'a str> {
+    let (rest, end) = text.split_at_checked(text.len().checked_sub(suffix.len())?)?;
+    end.eq_ignore_ascii_case(suffix).then_some(rest)
 }
 
 pub(crate) fn check_dns(name: &str) -> Result<(), &'static str> {
@@ -123,6 +142,31 @@ mod tests {
         let uri = "spiffe://root.example/ns/Shop/web";
         assert_eq!(uri.parse(), Ok(Identity::Uri(uri.into())));
         assert_eq!(uri.parse::<Identity>().unwrap().to_string(), uri);
+    }
+
+    #[test]
+    fn the_identity_of_a_service_account_names_its_namespace() {
+        let check = |identity: &str, expected: Option<&str>| {
+            let identity: Identity = identity.parse().unwrap();
+            let found = identity.service_account_namespace("linkerd", "Cluster.local");
+            assert_eq!(found, expected, "{identity}");
+        };
+        check("web.shop.serviceaccount.identity.linkerd.cluster.local", Some("shop"));
+        check("WEB.Shop.serviceaccount.identity.linkerd.cluster.local", Some("shop"));
+        check("a.b.shop.serviceaccount.identity.linkerd.cluster.local", Some("shop"));
+        for other in [
+            "web.shop.serviceaccount.identity.mesh.cluster.local",
+            "web.shop.serviceaccount.identity.linkerd.example.org",
+            "web.shop.serviceaccount.identity.linkerd.cluster.local.example.org",
+            "web.shop.serviceaccount.identity.linkerdcluster.local",
+            "web.shop.external.identity.linkerd.cluster.local",
+            "shop.serviceaccount.identity.linkerd.cluster.local",
+            "cluster.local",
+            "local",
+            "spiffe://cluster.local/web.shop.serviceaccount.identity.linkerd.cluster.local",
+        ] {
+            check(other, None);
+        }
     }
 
     #[test]

@@ -20,7 +20,22 @@ pub struct Listener {
     tcp: TcpListener,
     limiter: Arc<ConnectionLimiter>,
     drain_timeout: Duration,
+    closed: ClosedConnections,
+}
+
+/// Connections that were closed for a reason which the client does not choose.
+#[derive(Clone)]
+struct ClosedConnections {
     first_byte_timeouts: Arc<Counter>,
+    failed: Arc<Counter>,
+}
+
+/// How a connection ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ConnectionEnd {
+    Closed,
+    /// The TLS handshake or the protocol failed, or the client was lost.
+    Failed,
 }
 
 /// An accepted connection whose first byte was peeked, not consumed.
@@ -47,7 +62,10 @@ impl Listener {
             tcp,
             limiter: ConnectionLimiter::new(name, max, SameAddressEviction::Idlest, registry),
             drain_timeout: DRAIN_TIMEOUT,
-            first_byte_timeouts: connections::closed_counter(name, "first_byte_timeout", registry),
+            closed: ClosedConnections {
+                first_byte_timeouts: connections::closed_counter(name, "first_byte_timeout", registry),
+                failed: connections::closed_counter(name, "failed", registry),
+            },
         }
     }
 
@@ -63,7 +81,7 @@ impl Listener {
         stop: impl Future<Output = ()>,
         serve: impl Fn(AcceptedConnection) -> F + Send + Sync + 'static,
     ) where
-        F: Future<Output = ()> + Send + 'static,
+        F: Future<Output = ConnectionEnd> + Send + 'static,
     {
         let (serve, mut connections) = (Arc::new(serve), JoinSet::new());
         let mut stop = std::pin::pin!(stop);
@@ -113,13 +131,14 @@ impl Listener {
         serve: &Arc<S>,
     ) where
         S: Fn(AcceptedConnection) -> F + Send + Sync + 'static,
-        F: Future<Output = ()> + Send + 'static,
+        F: Future<Output = ConnectionEnd> + Send + 'static,
     {
         let Some(permit) = self.limiter.admit(client.ip()) else {
+            reset(&stream);
             return debug!(%client, server = self.name, "connection limit reached, connection refused");
         };
         let handle = permit.handle();
-        let (name, serve, first_byte_timeouts) = (self.name, serve.clone(), self.first_byte_timeouts.clone());
+        let (name, serve, closed) = (self.name, serve.clone(), self.closed.clone());
         let task = connections.spawn(async move {
             let mut first = [0];
             match timeout(FIRST_BYTE_TIMEOUT, stream.peek(&mut first)).await {
@@ -132,16 +151,26 @@ impl Listener {
                         permit,
                         first_byte,
                     };
-                    serve(accepted).await;
+                    if serve(accepted).await == ConnectionEnd::Failed {
+                        closed.failed.inc();
+                    }
                 }
                 Ok(Err(err)) => debug!(%client, server = name, %err, "reading the first byte failed"),
                 Err(_) => {
-                    first_byte_timeouts.inc();
+                    closed.first_byte_timeouts.inc();
+                    reset(&stream);
                     debug!(%client, server = name, "the client sent no byte within {FIRST_BYTE_TIMEOUT:?}");
                 }
             }
         });
         handle.set_task(task);
+    }
+}
+
+/// Makes a refused connection end with a reset when it is dropped.
+fn reset(stream: &TcpStream) {
+    if let Err(err) = stream.set_zero_linger() {
+        debug!(%err, "setting SO_LINGER failed, the connection ends without a reset");
     }
 }
 
@@ -156,6 +185,8 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
 #[cfg(test)]
 mod tests {
+    use std::io::ErrorKind;
+
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::sync::mpsc;
 
@@ -173,6 +204,33 @@ mod tests {
             std::future::pending()
         }));
         (addr, accepted_rx, registry)
+    }
+
+    #[tokio::test]
+    async fn failed_connections_are_counted() {
+        let registry = Registry::new();
+        let tcp = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let addr = tcp.local_addr().unwrap();
+        let (stop_tx, stop_rx) = tokio::sync::oneshot::channel::<()>();
+        let listener = Listener::new("test", tcp, 4, &registry);
+        let serving = tokio::spawn(listener.run(
+            async move { drop(stop_rx.await) },
+            async |accepted: AcceptedConnection| match accepted.is_tls() {
+                true => ConnectionEnd::Failed,
+                false => ConnectionEnd::Closed,
+            },
+        ));
+        for first in [22, b'G', 22] {
+            let mut client = TcpStream::connect(addr).await.unwrap();
+            client.write_all(&[first]).await.unwrap();
+            // The server closes it with the byte unread.
+            let _ = client.read(&mut [0]).await;
+        }
+        drop(stop_tx);
+        serving.await.unwrap();
+        let text = registry.render();
+        let line = "tulle_connections_closed_total{server=\"test\",cause=\"failed\"} 2\n";
+        assert!(text.contains(line), "{text}");
     }
 
     #[tokio::test]
@@ -198,12 +256,24 @@ mod tests {
         assert!(text.contains(line), "{text}");
     }
 
+    #[tokio::test]
+    async fn a_connection_over_the_limit_is_reset() {
+        let (addr, mut accepted_rx, _registry) = start(1).await;
+        let mut client = TcpStream::connect(addr).await.unwrap();
+        client.write_all(b"G").await.unwrap();
+        let accepted = accepted_rx.recv().await.unwrap();
+        accepted.permit.set_identity("a peer");
+        let mut refused = TcpStream::connect(addr).await.unwrap();
+        let read = refused.read(&mut [0]).await;
+        assert_eq!(read.unwrap_err().kind(), ErrorKind::ConnectionReset);
+    }
+
     #[tokio::test(start_paused = true)]
-    async fn a_connection_without_a_byte_is_closed_after_five_seconds() {
+    async fn a_connection_without_a_byte_is_reset_after_five_seconds() {
         let (addr, _accepted_rx, registry) = start(4).await;
         let mut client = TcpStream::connect(addr).await.unwrap();
-        let closed = timeout(2 * FIRST_BYTE_TIMEOUT, client.read(&mut [0])).await;
-        assert_eq!(closed.unwrap().unwrap(), 0);
+        let read = timeout(2 * FIRST_BYTE_TIMEOUT, client.read(&mut [0])).await;
+        assert_eq!(read.unwrap().unwrap_err().kind(), ErrorKind::ConnectionReset);
         let text = registry.render();
         let line = "tulle_connections_closed_total{server=\"test\",cause=\"first_byte_timeout\"} 1\n";
         assert!(text.contains(line), "{text}");

@@ -83,6 +83,8 @@ pub enum NetnsError {
         link: &'static str,
         state: String,
     },
+    #[error("{name} has no local route for its address {addr} after {LINK_UP_TIMEOUT:?}")]
+    NoLocalRoute { name: String, addr: String },
     #[error("reading the names in {RUN_NETNS}")]
     List {
         #[source]
@@ -161,27 +163,61 @@ impl Namespace {
         command
     }
 
-    /// Runs lines of `ip -batch` inside the namespace (`link add …`, `route add …`), until one fails.
+    /// Runs lines of `ip -batch` inside the namespace (`link add …`, `route add …`), until one fails. IPv6 addresses that they add
+    /// with `nodad` to a link that is up can be used at once.
     ///
     /// # Errors
-    /// If `ip` fails, with its output.
+    /// If `ip` fails, with its output, or if the kernel does not make an address usable in time.
     pub fn ip(&self, lines: &str) -> Result<(), NetnsError> {
-        ip(self.command(IP), lines)
+        ip(self.command(IP), lines)?;
+        match lines.contains("nodad") {
+            true => self.wait_for_ipv6_addresses(),
+            false => Ok(()),
+        }
     }
 
-    /// Waits until the kernel reports a link and its peer as up.
+    /// Waits until the kernel has a local route for each global IPv6 address of a link that is up.
     ///
-    /// The kernel does this after `ip` has returned, and then changes the IPv6 routes of the link. Until then, connections to
-    /// the namespace's own IPv6 addresses may be sent out on the link.
-    fn wait_for_link(&self, link: &'static str) -> Result<(), NetnsError> {
+    /// The kernel adds these routes in a task of its own, after `ip` has returned. Until then, connections to the namespace's own
+    /// addresses are sent out on the link.
+    fn wait_for_ipv6_addresses(&self) -> Result<(), NetnsError> {
         let deadline = Instant::now() + LINK_UP_TIMEOUT;
         loop {
-            let mut command = self.command(IP);
-            command.args(["-br", "link", "show", link]);
-            let output = command
-                .output()
-                .map_err(|source| NetnsError::Program { program: IP, source })?;
-            let state = String::from_utf8_lossy(&output.stdout);
+            let routes = self.output(&["-6", "route", "show", "table", "local"])?;
+            let has_route = |addr: &&str| {
+                routes
+                    .lines()
+                    .any(|route| route.split_whitespace().nth(1) == Some(*addr))
+            };
+            let links = self.output(&["-6", "addr", "show", "scope", "global"])?;
+            let Some(missing) = addresses_of_links_that_are_up(&links).find(|addr| !has_route(addr)) else {
+                return Ok(());
+            };
+            if Instant::now() >= deadline {
+                return Err(NetnsError::NoLocalRoute {
+                    name: self.name.clone(),
+                    addr: missing.to_owned(),
+                });
+            }
+            thread::sleep(LINK_UP_INTERVAL);
+        }
+    }
+
+    /// Runs `ip` with these arguments inside the namespace and returns what it prints.
+    fn output(&self, args: &[&str]) -> Result<String, NetnsError> {
+        let output = self.command(IP).args(args).output();
+        let output = output.map_err(|source| NetnsError::Program { program: IP, source })?;
+        Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    }
+
+    /// Waits until the kernel reports a link and its peer as up, which it does after `ip` has returned.
+    ///
+    /// # Errors
+    /// If the link is not up in time.
+    pub fn wait_for_link(&self, link: &'static str) -> Result<(), NetnsError> {
+        let deadline = Instant::now() + LINK_UP_TIMEOUT;
+        loop {
+            let state = self.output(&["-br", "link", "show", link])?;
             if state.split_whitespace().nth(1) == Some("UP") {
                 return Ok(());
             }
@@ -290,6 +326,19 @@ impl Drop for VirtualNetwork {
             remove_name(&host.name);
         }
     }
+}
+
+/// The addresses in the output of `ip -6 addr show` that belong to links which are up and connected.
+fn addresses_of_links_that_are_up(shown: &str) -> impl Iterator<Item = &str> {
+    let mut is_up = false;
+    shown.lines().filter_map(move |line| {
+        if !line.starts_with(' ') {
+            is_up = line.contains("LOWER_UP") && !line.contains("state DOWN");
+            return None;
+        }
+        let addr = line.trim_start().strip_prefix("inet6 ")?.split('/').next()?;
+        is_up.then_some(addr)
+    })
 }
 
 /// Removes namespaces that a killed process left behind, and returns their names.
@@ -563,7 +612,7 @@ fn before_exec(command: &mut Command, step: impl FnMut() -> io::Result<()> + Sen
 
 const IP: &str = "ip";
 const RUN_NETNS: &str = "/run/netns";
-const LINK_UP_TIMEOUT: Duration = Duration::from_secs(5);
+const LINK_UP_TIMEOUT: Duration = Duration::from_secs(30);
 const LINK_UP_INTERVAL: Duration = Duration::from_millis(1);
 /// `si_code` of a signal from the kernel, such as that of Ctrl-C.
 const SI_KERNEL: i32 = 0x80;
@@ -582,6 +631,18 @@ mod tests {
             eprintln!("SKIPPED: network namespaces need root");
         }
         is_root
+    }
+
+    #[test]
+    fn addresses_of_a_link_without_carrier_are_not_waited_for() {
+        let shown = "1: lo: <LOOPBACK,UP,LOWER_UP> mtu 65536 state UNKNOWN qlen 1000\n    \
+                     inet6 fd99::1/128 scope global nodad \n       valid_lft forever preferred_lft forever\n\
+                     2: eth0@if2: <NO-CARRIER,BROADCAST,MULTICAST,UP> mtu 1500 state LOWERLAYERDOWN qlen 1000\n    \
+                     inet6 fd77::1/64 scope global nodad tentative \n       valid_lft forever preferred_lft forever\n\
+                     3: eth1@if3: <BROADCAST,MULTICAST,UP,LOWER_UP> mtu 1500 state UP qlen 1000\n    \
+                     inet6 fd77::2/64 scope global nodad \n    inet6 fd77::3/64 scope global nodad \n";
+        let found: Vec<&str> = addresses_of_links_that_are_up(shown).collect();
+        assert_eq!(found, ["fd99::1", "fd77::2", "fd77::3"]);
     }
 
     #[test]

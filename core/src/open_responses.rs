@@ -1,8 +1,10 @@
 //! Response bodies that clients receive slowly: the memory of all of them is bounded.
 //!
-//! A client that does not read keeps the content of its response in memory, for example one metrics page for each request. If
-//! the contents need too much memory, the oldest responses to the client network with the most bytes end early.
+//! A client that does not read keeps the content of its response in memory, for example a metrics page. Responses can share a
+//! content, such as one page for concurrent requests; it counts once. If the contents need too much memory, the oldest responses
+//! to the client network with the most bytes end early.
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
 use std::pin::Pin;
@@ -24,7 +26,10 @@ pub struct OpenResponses {
 #[derive(Default)]
 struct State {
     next_id: u64,
+    /// Bytes of all contents.
     n_bytes: usize,
+    /// The number of responses with each content.
+    sharers: HashMap<ContentId, usize>,
     /// By id: the oldest first.
     responses: BTreeMap<u64, OpenResponse>,
 }
@@ -32,6 +37,13 @@ struct State {
 struct OpenResponse {
     network: IpAddr,
     content: SharedContent,
+    content_id: ContentId,
+}
+
+/// Address and length of a content. Unique while a response has the content.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+struct ContentId {
+    addr: usize,
     n_bytes: usize,
 }
 
@@ -64,20 +76,21 @@ impl OpenResponses {
 
     /// Adds a response to this client; ends others if all together need too much memory.
     pub fn add(self: &Arc<Self>, client: IpAddr, content: Bytes) -> ResponseBody {
-        let (network, n_bytes) = (client_network(client), content.len());
-        let content = Arc::new(Mutex::new(Some(content)));
-        let mut state = self.state.lock();
-        let id = state.next_id;
-        state.next_id += 1;
-        state.n_bytes += n_bytes;
-        let response = OpenResponse {
-            network,
-            content: content.clone(),
+        let n_bytes = content.len();
+        let content_id = ContentId {
+            addr: content.as_ptr() as usize,
             n_bytes,
         };
-        state.responses.insert(id, response);
+        let content = Arc::new(Mutex::new(Some(content)));
+        let response = OpenResponse {
+            network: client_network(client),
+            content: content.clone(),
+            content_id,
+        };
+        let mut state = self.state.lock();
+        let id = state.insert(response);
         while state.n_bytes > self.max_bytes
-            && let Some(ended) = state.select_ended(id)
+            && let Some(ended) = state.select_ended(content_id)
         {
             state.remove(ended);
         }
@@ -93,16 +106,30 @@ impl OpenResponses {
 }
 
 impl State {
-    /// Selects a response to end, other than the newest one, which has this id: the oldest to the network with the most bytes.
-    fn select_ended(&self, newest: u64) -> Option<u64> {
+    fn insert(&mut self, response: OpenResponse) -> u64 {
+        let id = self.next_id;
+        self.next_id += 1;
+        let sharers = self.sharers.entry(response.content_id).or_default();
+        *sharers += 1;
+        if *sharers == 1 {
+            self.n_bytes += response.content_id.n_bytes;
+        }
+        self.responses.insert(id, response);
+        id
+    }
+
+    /// Selects a response to end: the oldest to the network with the most bytes, of which each response has a share of its content.
+    /// The newest response stays, which has this content, and so do others with the content, because their end would free nothing.
+    fn select_ended(&self, newest: ContentId) -> Option<u64> {
         let mut by_network = HashMap::<IpAddr, usize>::new();
         for response in self.responses.values() {
-            *by_network.entry(response.network).or_default() += response.n_bytes;
+            let ContentId { n_bytes, .. } = response.content_id;
+            *by_network.entry(response.network).or_default() += n_bytes / self.sharers[&response.content_id];
         }
         let candidates = self
             .responses
             .iter()
-            .filter(|(id, response)| **id != newest && response.n_bytes > 0);
+            .filter(|(_, response)| response.content_id != newest && response.content_id.n_bytes > 0);
         // Of equal keys, `max_by_key` returns the last one: in reverse order the oldest.
         let ended = candidates
             .rev()
@@ -111,10 +138,18 @@ impl State {
     }
 
     fn remove(&mut self, id: u64) {
-        if let Some(response) = self.responses.remove(&id) {
-            self.n_bytes -= response.n_bytes;
-            *response.content.lock() = None;
+        let Some(ended) = self.responses.remove(&id) else {
+            return;
+        };
+        let content_id = ended.content_id;
+        if let Entry::Occupied(mut sharers) = self.sharers.entry(content_id) {
+            *sharers.get_mut() -= 1;
+            if *sharers.get() == 0 {
+                sharers.remove();
+                self.n_bytes -= content_id.n_bytes;
+            }
         }
+        *ended.content.lock() = None;
     }
 }
 
@@ -189,6 +224,27 @@ mod tests {
         drop(unread);
         assert_eq!(responses.state.lock().n_bytes, 0);
         assert!(responses.state.lock().responses.is_empty());
+    }
+
+    #[tokio::test]
+    async fn a_page_that_responses_share_counts_once() {
+        let responses = OpenResponses::new(100_000);
+        let n_bytes = || responses.state.lock().n_bytes;
+        let shared = page(60);
+        let mut unread: Vec<_> = (1..=5).map(|n| responses.add(ip(n), shared.clone())).collect();
+        assert_eq!(n_bytes(), 60_000);
+        let ended = responses.add(ip(6), page(30));
+        // The end of a response with the shared page would free nothing.
+        let slow = responses.add(ip(7), page(20));
+        assert_eq!(n_bytes(), 80_000);
+        assert!(ended.collect().await.is_err());
+        unread.push(responses.add(ip(7), shared.clone()));
+        for body in unread {
+            assert_eq!(body.collect().await.unwrap().to_bytes(), shared);
+        }
+        assert_eq!(n_bytes(), 20_000);
+        drop(slow);
+        assert!(responses.state.lock().sharers.is_empty());
     }
 
     #[tokio::test]

@@ -109,8 +109,8 @@ pub struct Accept {
     pub keepalive: Option<Duration>,
     pub user_timeout: Option<Duration>,
     pub backlog: Option<u32>,
-    /// Maximum timeout of protocol detection, also if the policy has a longer one; outbound also of discovery, which has at most
-    /// 10 s; inbound also of the ClientHello, and then of the rest of the TLS handshake. Default 10 s.
+    /// Maximum timeout of protocol detection, also if the policy has a longer one. The outbound value also limits discovery (to at
+    /// most 10 s). The inbound value also limits the ClientHello, and once more the rest of the TLS handshake. Default 10 s.
     pub detect_timeout: Duration,
 }
 

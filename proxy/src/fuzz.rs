@@ -140,7 +140,7 @@ pub fn policies(bytes: &[u8]) {
         let _ = decode::inbound::server_policy(message);
     }
     if let Ok(message) = destination::DestinationProfile::decode(bytes) {
-        let _ = decode::profile::profile(message);
+        let _ = decode::profile::profile(message, drop);
     }
     if let Ok(message) = destination::Update::decode(bytes) {
         let _ = decode::endpoint::endpoint_update(message, drop);

@@ -20,10 +20,14 @@ pub fn inbound_policy(message: inbound::Server) -> anyhow::Result<()> {
 }
 
 /// # Errors
-/// Why the profile cannot be decoded.
+/// Why the profile, or the keep-alive settings of its endpoint, cannot be decoded.
 pub fn profile(message: destination::DestinationProfile) -> anyhow::Result<()> {
-    decode::profile::profile(message)?;
-    Ok(())
+    let mut left_out = None;
+    decode::profile::profile(message, |error| left_out = Some(error))?;
+    match left_out {
+        Some(error) => Err(error.into()),
+        None => Ok(()),
+    }
 }
 
 /// # Errors

@@ -18,7 +18,7 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use anyhow::{Context as _, ensure};
+use anyhow::{Context as _, bail, ensure};
 use clap::ValueEnum;
 use futures_util::future::try_join_all;
 use tokio::time::{Instant, sleep, sleep_until};
@@ -41,7 +41,7 @@ pub struct Args {
     /// The tulle-control binary to measure; by default the one beside this program.
     #[arg(long, value_name = "FILE")]
     control: Option<PathBuf>,
-    /// Loads to measure, in this order.
+    /// Loads to measure, in this order. After `day`, which replaces pods, only `rollout` and `reconnect` are possible.
     #[arg(long = "load", value_enum, value_delimiter = ',', default_value = "updates")]
     loads: Vec<LoadKind>,
     #[arg(long, default_value = "1000")]
@@ -70,7 +70,8 @@ pub struct Args {
     /// Streams per client that follow the Service of the load `rollout`.
     #[arg(long, value_name = "STREAMS", default_value_t = 5)]
     rollout_streams: usize,
-    /// Use the objects of an earlier run instead of creating them.
+    /// Use the objects of an earlier run, with the same numbers, instead of creating them. The load `rollout` needs a run that had
+    /// it; `updates`, `servers` and `day` need one without `day`.
     #[arg(long)]
     reuse_objects: bool,
     /// Determines the changes of the load `day`.
@@ -79,6 +80,20 @@ pub struct Args {
 }
 
 impl Args {
+    /// Fails if a load would use objects that an earlier load deletes.
+    fn check(&self) -> anyhow::Result<()> {
+        let after_day = self.loads.iter().skip_while(|load| **load != LoadKind::Day).skip(1);
+        for load in after_day {
+            if load.needs_initial_pods() {
+                bail!(
+                    "--load {} after day: a day replaces the pods that this load needs; measure it before, or with a new API server",
+                    load.name()
+                );
+            }
+        }
+        Ok(())
+    }
+
     fn n_services(&self) -> usize {
         self.services.get()
     }
@@ -109,11 +124,28 @@ enum LoadKind {
     Day,
 }
 
+impl LoadKind {
+    /// Whether the load writes or follows the pods with which the Services were created.
+    fn needs_initial_pods(self) -> bool {
+        match self {
+            Self::Updates | Self::Servers | Self::Day => true,
+            Self::Rollout | Self::Reconnect => false,
+        }
+    }
+
+    /// The name on the command line.
+    fn name(self) -> String {
+        self.to_possible_value()
+            .map_or_else(String::new, |value| value.get_name().to_owned())
+    }
+}
+
 /// Runs the scale test and prints the results.
 ///
 /// # Errors
-/// Fails if the setup fails, a connection or stream fails, or an update is not delivered.
+/// Fails if the loads contradict each other, if the setup fails, a connection or stream fails, or an update is not delivered.
 pub fn main(args: &Args) -> anyhow::Result<()> {
+    args.check()?;
     tokio::runtime::Runtime::new()
         .context("starting a runtime")?
         .block_on(run(args))
@@ -155,10 +187,7 @@ async fn run(args: &Args) -> anyhow::Result<()> {
     sleep(MEMORY_SETTLE_DELAY).await;
     print_memory("with streams", &run.control)?;
     for load in &args.loads {
-        println!(
-            "load {}:",
-            load.to_possible_value().expect("no load is hidden").get_name()
-        );
+        println!("load {}:", load.name());
         match load {
             LoadKind::Updates => run.measure_updates(&mut streams).await?,
             LoadKind::Rollout => run.measure_rollout().await?,

@@ -44,7 +44,7 @@ pub struct Args {
     /// The Host or :authority header of requests (not for TCP); by default the host and port of the target.
     #[arg(long)]
     pub authority: Option<String>,
-    /// Payload size of each request or message, in bytes.
+    /// Payload size of each request or message, in bytes. TCP needs at least 1, except with --reconnect.
     #[arg(long, default_value_t = 0)]
     pub body_size: usize,
     /// The gRPC method; by default unary.
@@ -99,7 +99,7 @@ pub enum Method {
 }
 
 impl Args {
-    /// Fails if an option would have no effect with this protocol or gRPC method.
+    /// Fails if an option would have no effect with this protocol or gRPC method, or if requests would exchange nothing.
     pub(super) fn check(&self) -> anyhow::Result<()> {
         let (protocol, method) = (self.protocol, self.grpc_method());
         let options = [
@@ -121,6 +121,12 @@ impl Args {
         }
         if self.messages.is_some() && method == Method::Unary {
             bail!("--messages has no effect with the gRPC method unary");
+        }
+        // On an open connection, such a request would succeed without a byte from the server.
+        if protocol == Protocol::Tcp && self.body_size == 0 && !self.reconnect {
+            bail!(
+                "--protocol tcp needs a --body-size of at least 1, or --reconnect to measure connections without a payload"
+            );
         }
         Ok(())
     }

@@ -326,8 +326,8 @@ fn markdown(builds: &[String], samples: &Samples) -> String {
         }
         let _ = writeln!(
             out,
-            "\n{higher} figures are higher by a factor of at least {DIFFERENCE} (bold), {lower} lower by such a factor (italic), by \
-             their quartiles.\n"
+            "\n{higher} figures are higher (bold: even the lower quartile is at least {DIFFERENCE}), {lower} are lower (italic: even the \
+             upper quartile is at most 1/{DIFFERENCE}).\n"
         );
     }
     out
@@ -443,7 +443,7 @@ mod tests {
         let text = markdown(&["one".to_owned(), "other".to_owned()], &samples);
         for part in [
             "| http-c1 | _0.97_ (0.97 to 0.97) | **1.03** (1.03 to 1.03) | 1.00 (1.00 to 1.00) |",
-            "\n1 figures are higher by a factor of at least 1.03 (bold), 1 lower by such a factor (italic), by their quartiles.",
+            "\n1 figures are higher (bold: even the lower quartile is at least 1.03), 1 are lower (italic: even the upper quartile is at most 1/1.03).",
         ] {
             assert!(text.contains(part), "no {part:?} in {text}");
         }

@@ -260,7 +260,14 @@ async fn server_authorizations() {
             "{server: {name: web}, client: {networks: [{cidr: 10.0.0.0/8}], unauthenticated: true}}",
             Allowed,
         ),
-        ("{server: {name: web}, client: {}}", Allowed),
+        (
+            "{server: {name: web}, client: {}}",
+            Warned("spec.client: it names no client"),
+        ),
+        (
+            "{server: {name: web}, client: {unauthenticated: true, networks: []}}",
+            Warned("spec.client.networks: it is empty"),
+        ),
         (
             "{server: {name: web}, client: {unauthenticated: true, meshTLS: {identities: ['*']}}}",
             Denied("one of unauthenticated and meshTLS"),

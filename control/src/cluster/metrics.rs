@@ -7,6 +7,7 @@ use tulle_core::metrics::{Counter, Family, Gauge, Histogram, Labels, Registry};
 
 use crate::resources::Kind;
 use crate::resources::meta::NamespacedName;
+use crate::resources::unsupported;
 
 pub(super) struct Metrics {
     pub(super) registry: Registry,
@@ -20,6 +21,7 @@ pub(super) struct Metrics {
     workload_updates: Family<Counter>,
     profile_subscribers: Family<Gauge>,
     profile_updates: Family<Counter>,
+    pub(super) invalid_context_tokens: Arc<Counter>,
     service_subscribers: Family<Gauge>,
     policy_subscribers: Family<Gauge>,
     policy_updates: Family<Counter>,
@@ -66,6 +68,12 @@ impl Metrics {
             workload_updates: registry.counter("workload_updates", "Changes of the profile of an address."),
             profile_subscribers: registry.gauge("profile_subscribers", "Streams that follow the profile of a service."),
             profile_updates: registry.counter("profile_updates", "Changes of the profile of a service."),
+            invalid_context_tokens: registry
+                .counter(
+                    "tulle_invalid_context_tokens_total",
+                    "Requests to the destination service with an invalid context token. They are served as if they had none: namespace and zone of the client are unknown.",
+                )
+                .get(&Labels::new()),
             service_subscribers: registry.gauge(
                 "service_subscribers",
                 "Streams that follow the profile of a service, by the name of the Service.",
@@ -75,10 +83,7 @@ impl Metrics {
                 "policy_updates",
                 "Changes of policies that streams follow, by direction.",
             ),
-            unsupported: registry.gauge(
-                "unserved_configuration",
-                "Parts of an object that are invalid or not supported, by annotation or field. They have no effect, or their requests fail.",
-            ),
+            unsupported: unsupported::metric_family(registry),
             unreadable: registry.gauge(
                 "tulle_unreadable_objects",
                 "1 for each unreadable object. Its last readable version applies; without one, traffic that it could restrict is denied.",

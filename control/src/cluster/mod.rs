@@ -6,7 +6,9 @@
 //! the current value immediately; a slow subscriber skips to the latest one. Encoded responses are cached with the value. No
 //! view does I/O or reads the clock, and nothing here uses protobuf.
 
+pub mod client_namespace;
 mod config;
+mod endpoint_log;
 mod metrics;
 pub mod publish;
 mod store;
@@ -21,7 +23,7 @@ use std::time::Duration;
 use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
-use tracing::{debug, error, warn};
+use tracing::warn;
 use tulle_core::identity::service_account;
 use tulle_core::metrics::Registry;
 
@@ -32,6 +34,7 @@ use crate::cluster::publish::object_metrics::ObjectMetrics;
 use crate::cluster::publish::published_value::{Encoder, PublishedValue, RecentEncodings};
 use crate::cluster::publish::table::{ValueReceiver, ViewTable};
 use crate::cluster::publish::undeclared_port_names::UndeclaredPortNames;
+use crate::cluster::publish::unresolved_references::UnresolvedReferences;
 use crate::cluster::store::objects::{Changes, LookupKey, Store};
 use crate::cluster::store::reader::Reader;
 use crate::cluster::views::endpoints::EndpointsView;
@@ -44,11 +47,11 @@ use crate::model::endpoints::Endpoints;
 use crate::model::inbound::InboundPolicy;
 use crate::model::outbound::Outbound;
 use crate::model::profile::Profile;
+use crate::resources::Kind;
 use crate::resources::event::{Event, EventWriter};
 use crate::resources::meta::NamespacedName;
 use crate::resources::unreadable::Unreadable;
 use crate::resources::unsupported::UnsupportedPart;
-use crate::resources::{Kind, Object};
 
 /// A handle to the cluster state; clones share it.
 #[derive(Clone)]
@@ -69,6 +72,7 @@ struct State {
     store: Store,
     object_metrics: ObjectMetrics,
     undeclared_port_names: UndeclaredPortNames,
+    unresolved_references: UnresolvedReferences,
     endpoints: ViewTable<EndpointsView>,
     profiles: ViewTable<ProfileView>,
     inbound: ViewTable<InboundView>,
@@ -188,6 +192,11 @@ impl Cluster {
         GaugeGuard::new(self.0.metrics.service(namespace, name))
     }
 
+    /// Counts a request with an invalid context token in the metric `tulle_invalid_context_tokens_total`.
+    pub fn count_invalid_context_token(&self) {
+        self.0.metrics.invalid_context_tokens.inc();
+    }
+
     /// Counts a part of an object in the metric `unserved_configuration` until the guard is dropped.
     pub fn count_unsupported_part(&self, kind: Kind, name: &NamespacedName, field: &str) -> GaugeGuard {
         self.0.metrics.unsupported_guard(kind, name, field)
@@ -282,12 +291,13 @@ impl Shared {
         let mut synced = false;
         let mut unsupported = Vec::new();
         let mut unreadable = Vec::new();
+        let mut endpoint_log = Vec::new();
         {
             let state = &mut *self.lock();
             let mut changes = Changes::default();
             for event in events {
                 synced |= matches!(event, Event::Synced);
-                log_event(&self.config.log_addr, &state.store, &event);
+                endpoint_log::collect(&state.store, &event, &mut endpoint_log);
                 let object_metrics = &mut state.object_metrics;
                 unsupported.extend(object_metrics.update_unsupported_parts(&self.metrics, &self.config, &event));
                 if state.object_metrics.update_unreadable(&self.metrics, &event)
@@ -309,6 +319,13 @@ impl Shared {
                     .undeclared_port_names
                     .update(&self.metrics, &state.store, &changes.keys),
             );
+            let is_synced = synced || *self.synced.borrow();
+            unsupported.extend(state.unresolved_references.update(
+                &self.metrics,
+                &state.store,
+                &changes.keys,
+                is_synced,
+            ));
             state
                 .object_metrics
                 .update_service_metrics(&self.metrics, &state.store, &changes.keys);
@@ -320,6 +337,9 @@ impl Shared {
             if changes.keys.iter().any(is_node) {
                 self.nodes_changed.send_replace(());
             }
+        }
+        for line in endpoint_log {
+            line.write(&self.config.log_addr);
         }
         for (kind, name, UnsupportedPart { field, reason }) in unsupported {
             warn!(kind = kind.info().name, object = %name, field, reason, "a part of the object is not supported");
@@ -340,44 +360,6 @@ fn fallback_description(store: &Store, unreadable: &Unreadable) -> &'static str 
         _ if store.is_readable(unreadable.kind, &unreadable.name) => "the last readable version",
         Some(_) => "a placeholder that denies",
         None => "nothing",
-    }
-}
-
-/// Logs changes of endpoints with the messages of Linkerd, which operators search for.
-fn log_event(addr: &str, store: &Store, event: &Event) {
-    let component = "service-publisher";
-    if let Event::Applied(Object::EndpointSlice(slice)) = event
-        && slice.service.is_none()
-    {
-        let name = &slice.meta.name;
-        error!(addr, component, slice = %name, "an EndpointSlice names no service: it has neither the label nor an owner");
-    }
-    if !tracing::enabled!(tracing::Level::DEBUG) {
-        return;
-    }
-    match event {
-        Event::Applied(Object::EndpointSlice(slice)) => {
-            let name = &slice.meta.name;
-            let verb = if store.object(Kind::EndpointSlice, name).is_some() {
-                "Updating"
-            } else {
-                "Adding"
-            };
-            let svc = slice.service.as_ref().map_or("", |service| &*service.name);
-            debug!(addr, component, ns = %name.namespace, svc, "{verb} ES {name}");
-        }
-        Event::Applied(Object::Service(service)) => {
-            let name = &service.meta.name;
-            debug!(addr, component, ns = %name.namespace, svc = %name.name, "Updating service for {name}");
-        }
-        Event::Deleted(Kind::EndpointSlice, name) => {
-            let svc = match store.object(Kind::EndpointSlice, name) {
-                Some(Object::EndpointSlice(slice)) => slice.service.as_ref().map_or("", |service| &*service.name),
-                _ => "",
-            };
-            debug!(addr, component, ns = %name.namespace, svc, "Deleting ES {name}");
-        }
-        Event::Applied(_) | Event::Deleted(..) | Event::Unreadable(_) | Event::Synced => {}
     }
 }
 

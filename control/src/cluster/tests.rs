@@ -1,11 +1,13 @@
 //! Subscriptions receive changed values, and only those.
 
+use std::io;
+
 use proptest::prelude::*;
 use serde_yaml_ng::Value;
 
 use super::*;
 use crate::model::endpoints::Existence;
-use crate::resources::decode;
+use crate::resources::{Object, decode};
 
 /// Objects of a small mesh; some names have two versions.
 const OBJECTS: &str = "
@@ -212,6 +214,82 @@ async fn the_cluster_is_synced_when_its_source_says_so() {
     assert!(!cluster.is_synced());
     cluster.writer().apply(vec![Event::Synced]);
     cluster.synced().await;
+}
+
+/// A slow reader of the log must not delay streams.
+#[test]
+fn nothing_is_logged_while_the_state_is_locked() {
+    let slice = |spec: &str| {
+        let text = format!("{{metadata: {{name: s, namespace: default}}, addressType: IPv4, endpoints: [], {spec}}}");
+        decode(Kind::EndpointSlice, serde_yaml_ng::from_str::<Value>(&text).unwrap()).unwrap()
+    };
+    let unreadable = Unreadable {
+        kind: Kind::Server,
+        name: NamespacedName::new("default", "unreadable"),
+        reason: "it is invalid".to_owned(),
+        placeholder: None,
+    };
+    let unreadable = Event::Unreadable(Arc::new(unreadable));
+    // Each line of the log, and whether the state was locked.
+    let lines_of_changes = || {
+        let (cluster, lines) = (cluster(Config::default()), Arc::new(Mutex::new(Vec::new())));
+        let writer = {
+            let (cluster, lines) = (cluster.clone(), lines.clone());
+            move || LineWriter {
+                lines: lines.clone(),
+                is_locked: cluster.0.state.is_locked(),
+            }
+        };
+        let subscriber = tracing_subscriber::fmt()
+            .with_max_level(tracing::Level::TRACE)
+            .with_writer(writer)
+            .finish();
+        tracing::subscriber::with_default(subscriber, || {
+            let _subscriptions = AllSubscriptions::of(&cluster);
+            apply(&cluster, objects());
+            apply(&cluster, [slice("ports: []")]);
+            delete(&cluster, Kind::EndpointSlice, "web-1");
+            cluster.writer().apply(vec![unreadable.clone(), Event::Synced]);
+        });
+        std::mem::take(&mut *lines.lock())
+    };
+    // The first call registers the tracing call sites. Otherwise a thread without a subscriber could have cached them as disabled.
+    lines_of_changes();
+    let lines = lines_of_changes();
+    for message in [
+        "an EndpointSlice names no service",
+        "Adding ES default/web-1",
+        "Updating ES default/web-1",
+        "Updating service for default/web",
+        "Deleting ES default/web-1",
+        "a part of the object is not supported",
+        "an object cannot be read",
+    ] {
+        assert!(
+            lines.iter().any(|(line, _)| line.contains(message)),
+            "{message}: {lines:#?}"
+        );
+    }
+    let locked: Vec<_> = lines.iter().filter(|(_, is_locked)| *is_locked).collect();
+    assert!(locked.is_empty(), "{locked:#?}");
+}
+
+/// Writes a line of the log. Created for each line.
+struct LineWriter {
+    lines: Arc<Mutex<Vec<(String, bool)>>>,
+    is_locked: bool,
+}
+
+impl io::Write for LineWriter {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let line = String::from_utf8_lossy(bytes).into_owned();
+        self.lines.lock().push((line, self.is_locked));
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 /// Subscriptions to values of every view.

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use tracing::{error, warn};
+use tracing::warn;
 use tulle_core::identity::{self, Identity};
 use tulle_core::logging::Format;
 use tulle_core::names::port;
@@ -364,14 +364,7 @@ impl Flags {
             transport: match self.outbound_transport_mode.as_str() {
                 "transparent" => TransportMode::Transparent,
                 "transport-header" => TransportMode::TransportHeader,
-                mode => {
-                    // An unknown mode, as in a newer chart, must not prevent the start.
-                    error!(
-                        mode,
-                        "--outbound-transport-mode is neither transparent nor transport-header; using transparent"
-                    );
-                    TransportMode::Transparent
-                }
+                mode => bail!("--outbound-transport-mode={mode:?} is unknown; accepted: transparent, transport-header"),
             },
             log_addr: listen.destination.to_string(),
         })

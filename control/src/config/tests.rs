@@ -53,8 +53,7 @@ fn flags_that_charts_pass_to_linkerd_are_accepted() {
     };
     assert_eq!(remote.addr.to_string(), "linkerd-identity-headless.mesh.svc.a.b:8080");
     assert_eq!(remote.name, "linkerd-identity.mesh.serviceaccount.identity.mesh.c.d");
-    // An unknown mode is logged, but does not prevent the start.
-    let config = self::config("destination --manifests m -outbound-transport-mode=tunnel").unwrap();
+    let config = self::config("destination --manifests m -outbound-transport-mode=transparent").unwrap();
     assert_eq!(config.cluster.transport, TransportMode::Transparent);
 }
 
@@ -240,6 +239,10 @@ fn an_invalid_value_is_rejected_with_the_expected_form() {
     assert_rejected(
         &format!("policy {rest} -default-opaque-ports 70000"),
         "--default-opaque-ports: ",
+    );
+    assert_rejected(
+        &format!("destination {rest} -outbound-transport-mode=tunnel"),
+        "accepted: transparent, transport-header",
     );
     assert_rejected(&format!("policy {rest} -cluster-domain a..b"), "is not a DNS name");
     assert_rejected(&format!("policy {rest} -controller-namespace A"), "is not a namespace");

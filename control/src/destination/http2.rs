@@ -54,8 +54,8 @@ struct RawDuration {
 /// Parses the value of `--meshed-http2-client-params`.
 ///
 /// # Errors
-/// Fails if the text is not JSON or has fields that the message does not have, and if only one of the keep-alive interval and timeout
-/// is set, or one of them is zero: proxies would ignore both.
+/// Fails if the text is not JSON or has fields that the message does not have, and if `keep_alive` is set without an interval and a
+/// timeout above zero: proxies would ignore it.
 pub fn parse(json: &str) -> Result<Http2ClientParams, serde_json::Error> {
     let params: Params = serde_json::from_str(json)?;
     Ok(Http2ClientParams {

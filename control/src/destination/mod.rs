@@ -13,8 +13,10 @@ use crate::cluster::Cluster;
 use crate::destination::config::Config;
 use crate::destination::server::Service;
 use crate::grpc;
+use crate::tls::mesh_credentials::ClientCertificates;
 
-/// Creates the service. Its streams end with their connections.
-pub fn server(cluster: Cluster, config: Config) -> grpc::Service<Service> {
-    grpc::Service(Service::new(cluster, config))
+/// Creates the service. Its streams end with their connections. If client certificates are required, a client can name only its own
+/// namespace in its context token.
+pub fn server(cluster: Cluster, client_certificates: ClientCertificates, config: Config) -> grpc::Service<Service> {
+    grpc::Service(Service::new(cluster, client_certificates, config))
 }

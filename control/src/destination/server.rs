@@ -24,6 +24,7 @@ use crate::grpc::{self, Caller, Methods};
 use crate::model::endpoints::{Endpoints, Existence};
 use crate::model::profile::Profile;
 use crate::resources::meta::NamespacedName;
+use crate::tls::mesh_credentials::ClientCertificates;
 
 /// The service. Clones share its state.
 #[derive(Clone)]
@@ -34,17 +35,19 @@ pub struct Service {
 /// The state that all streams share.
 struct Shared {
     cluster: Cluster,
+    client_certificates: ClientCertificates,
     config: Config,
     encoder: Encoder,
     log_limiter: LogLimiter,
 }
 
 impl Service {
-    pub(super) fn new(cluster: Cluster, config: Config) -> Self {
+    pub(super) fn new(cluster: Cluster, client_certificates: ClientCertificates, config: Config) -> Self {
         let encoder = cluster.new_encoder();
         Self {
             shared: Arc::new(Shared {
                 cluster,
+                client_certificates,
                 config,
                 encoder,
                 log_limiter: LogLimiter::default(),
@@ -58,7 +61,8 @@ impl Methods for Service {
 
     async fn call(self, method: &str, req: Request<Body>) -> Response<Body> {
         let Self { shared } = self;
-        let caller = Caller::ip_of(req.extensions());
+        let caller = req.extensions().get::<Caller>().cloned();
+        let caller = caller.as_ref();
         match method {
             "Get" => grpc::stream(req, |request: GetDestination| shared.get(caller, request)).await,
             "GetProfile" => grpc::stream(req, |request: GetDestination| shared.get_profile(caller, &request)).await,
@@ -68,23 +72,32 @@ impl Methods for Service {
 }
 
 impl Shared {
-    fn parse(&self, caller: IpAddr, request: &GetDestination) -> Result<(Target, ContextToken), Status> {
+    fn parse(&self, caller: Option<&Caller>, request: &GetDestination) -> Result<(Target, ContextToken), Status> {
         if !self.cluster.is_synced() {
             // Proxies cache NotFound responses, but retry after Unavailable.
             return Err(Status::unavailable("the objects of the cluster are not loaded yet"));
         }
         let target = target::parse(&request.path, &self.cluster.config().cluster_domain)
             .map_err(|error| Status::invalid_argument(error.to_string()))?;
-        Ok((target, self.parse_token(caller, &request.context_token)))
+        let client = self.parse_token(Caller::ip_or_loopback(caller), &request.context_token);
+        if let (Some(namespace), Some(identities)) =
+            (client.namespace(), self.client_certificates.identities_to_check(caller))
+        {
+            self.cluster
+                .check_client_namespace(&namespace, identities)
+                .map_err(|error| Status::permission_denied(error.to_string()))?;
+        }
+        Ok((target, client))
     }
 
-    /// Parses a context token. An invalid token is ignored.
+    /// Parses a context token. An invalid token is counted and ignored.
     fn parse_token(&self, caller: IpAddr, token: &str) -> ContextToken {
         let log = &self.log_limiter;
         if ContextToken::is_deprecated(token) {
             warn_limited!(log, caller, "the context token has the deprecated form `ns:<namespace>`", %caller, token);
         }
         ContextToken::parse(token).unwrap_or_else(|reason| {
+            self.cluster.count_invalid_context_token();
             warn_limited!(log, caller, "ignoring an invalid context token", %caller, token, %reason);
             ContextToken::default()
         })
@@ -92,7 +105,7 @@ impl Shared {
 
     fn get(
         self: Arc<Self>,
-        caller: IpAddr,
+        caller: Option<&Caller>,
         request: GetDestination,
     ) -> Result<impl Stream<Item = Bytes> + Send + use<>, Status> {
         let (target, client) = self
@@ -154,7 +167,7 @@ impl Shared {
 
     fn get_profile(
         self: Arc<Self>,
-        caller: IpAddr,
+        caller: Option<&Caller>,
         request: &GetDestination,
     ) -> Result<impl Stream<Item = Bytes> + Send + use<>, Status> {
         let (target, client) = self.parse(caller, request)?;

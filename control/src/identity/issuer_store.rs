@@ -7,11 +7,13 @@ use parking_lot::Mutex;
 use tokio::sync::watch;
 use tracing::{info, warn};
 use tulle_core::error_chain::ErrorChain;
+use tulle_core::metrics::Registry;
 
 use super::events::Events;
 use super::issuer::{Issuer, IssuerError, rfc3339};
 use crate::tls::anchors::{self, TrustAnchors};
 use crate::tls::file_watcher::WatchPath;
+use crate::tls::unserved_files::UnservedFiles;
 
 /// Holds the issuer; `None` until valid files exist.
 pub(crate) struct IssuerStore {
@@ -23,6 +25,7 @@ pub(crate) struct IssuerStore {
     /// The last load error, so that it is logged once.
     last_error: Mutex<Option<String>>,
     events: Events,
+    unserved: UnservedFiles,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -35,7 +38,13 @@ pub(crate) enum LoadError {
 }
 
 impl IssuerStore {
-    pub(crate) fn new(issuer_dir: PathBuf, anchors_path: PathBuf, name: String, events: Events) -> Self {
+    pub(crate) fn new(
+        issuer_dir: PathBuf,
+        anchors_path: PathBuf,
+        name: String,
+        events: Events,
+        registry: &Registry,
+    ) -> Self {
         Self {
             issuer_dir,
             anchors_path,
@@ -43,12 +52,18 @@ impl IssuerStore {
             current: watch::Sender::new(None),
             last_error: Mutex::new(None),
             events,
+            unserved: UnservedFiles::new(registry, "issuer"),
         }
     }
 
-    /// Loads the files. If they are invalid, the previous issuer stays.
+    /// Loads the files. If they are invalid, the previous issuer stays, and they are counted in `unserved_configuration`.
     pub(crate) fn reload(&self) {
-        match self.load() {
+        let loaded = self.load();
+        self.unserved.set(loaded.as_ref().err().map(|err| match err {
+            LoadError::Anchors(_) => &*self.anchors_path,
+            LoadError::Issuer(_) => &*self.issuer_dir,
+        }));
+        match loaded {
             Ok(issuer) => {
                 self.last_error.lock().take();
                 self.replace(issuer);

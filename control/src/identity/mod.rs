@@ -71,6 +71,7 @@ impl IdentityService {
             config.trust_anchors.clone(),
             name,
             events.clone(),
+            registry,
         ));
         let [issuer, anchors] = issuer_store.watch_paths();
         // The watch starts before the files are read, so that no change is missed.

@@ -16,10 +16,12 @@ use jsonwebtoken::{Algorithm, DecodingKey, Validation};
 use rcgen::{PublicKeyData, SubjectPublicKeyInfo};
 use serde::Deserialize;
 use tracing::{info, warn};
+use tulle_core::metrics::Registry;
 use tulle_core::names::TOKEN_AUDIENCE;
 
 use super::token_review::TokenReviews;
 use super::token_review_result::{TokenReviewError, TokenReviewResult};
+use crate::tls::unserved_files::UnservedFiles;
 
 pub enum Reviewer {
     /// Join tokens, verified with public keys.
@@ -55,6 +57,7 @@ pub enum KeysError {
 pub struct JoinTokenKeys {
     dir: PathBuf,
     by_file: ArcSwap<KeysByFile>,
+    unserved: UnservedFiles,
 }
 
 type KeysByFile = BTreeMap<PathBuf, Arc<[DecodingKey]>>;
@@ -93,14 +96,15 @@ impl Reviewer {
 }
 
 impl JoinTokenKeys {
-    /// Reads the keys of a directory. Invalid files are logged and skipped.
+    /// Reads the keys of a directory. Invalid files are logged, counted in `unserved_configuration`, and skipped.
     ///
     /// # Errors
     /// Fails if the directory cannot be read.
-    pub fn open(dir: PathBuf) -> Result<Self, KeysError> {
+    pub fn open(dir: PathBuf, registry: &Registry) -> Result<Self, KeysError> {
         let keys = Self {
             dir,
             by_file: ArcSwap::default(),
+            unserved: UnservedFiles::new(registry, "token keys"),
         };
         keys.reload()?;
         Ok(keys)
@@ -111,8 +115,9 @@ impl JoinTokenKeys {
     /// If a file is invalid, its previous keys stay. If it is removed, its keys are removed: this revokes a key.
     pub(crate) fn reload(&self) -> Result<(), KeysError> {
         let before = self.by_file.load();
-        let mut after = KeysByFile::new();
-        for path in pem_files(&self.dir)? {
+        let (mut after, mut invalid) = (KeysByFile::new(), Vec::new());
+        let paths = pem_files(&self.dir).inspect_err(|_| self.unserved.set([&*self.dir]))?;
+        for path in paths {
             match read_keys(&path) {
                 Ok(keys) => {
                     after.insert(path, keys);
@@ -123,11 +128,13 @@ impl JoinTokenKeys {
                         "reading a token key file failed; its previous keys stay"
                     );
                     if let Some(keys) = before.get(&path) {
-                        after.insert(path, keys.clone());
+                        after.insert(path.clone(), keys.clone());
                     }
+                    invalid.push(path);
                 }
             }
         }
+        self.unserved.set(invalid.iter().map(PathBuf::as_path));
         // Compares only file names: a changed key in a file is not logged.
         if before.keys().ne(after.keys()) {
             info!(dir = %self.dir.display(), n_files = after.len(), "the set of token key files changed");
@@ -268,12 +275,18 @@ mod tests {
     }
 
     fn open(files: &[(&str, &str)]) -> (tempfile::TempDir, JoinTokenKeys) {
+        let (dir, keys, _) = open_with_registry(files);
+        (dir, keys)
+    }
+
+    fn open_with_registry(files: &[(&str, &str)]) -> (tempfile::TempDir, JoinTokenKeys, Registry) {
         let dir = tempfile::tempdir().unwrap();
         for (name, text) in files {
             fs::write(dir.path().join(name), text).unwrap();
         }
-        let keys = JoinTokenKeys::open(dir.path().to_owned()).unwrap();
-        (dir, keys)
+        let registry = Registry::new();
+        let keys = JoinTokenKeys::open(dir.path().to_owned(), &registry).unwrap();
+        (dir, keys, registry)
     }
 
     #[test]
@@ -364,7 +377,7 @@ mod tests {
         let (_dir, reviewer) = open(&[("README", "hello")]);
         assert!(matches!(reviewer.review(b"x"), Err(TokenReviewError::NoKeys { .. })));
         assert!(matches!(
-            JoinTokenKeys::open("/does/not/exist".into()),
+            JoinTokenKeys::open("/does/not/exist".into(), &Registry::new()),
             Err(KeysError::Read { .. })
         ));
     }
@@ -372,7 +385,12 @@ mod tests {
     #[test]
     fn keys_come_and_go_with_their_files_and_bad_files_change_nothing() {
         let (one, two) = (trust::create_token_keys().unwrap(), trust::create_token_keys().unwrap());
-        let (dir, reviewer) = open(&[("one.pem", &one.public)]);
+        let (dir, reviewer, registry) = open_with_registry(&[("one.pem", &one.public)]);
+        let is_counted = |file: &str| {
+            registry
+                .render()
+                .contains(&format!("{file}\",field=\"token keys\"}} 1"))
+        };
         let accepts = |keys: &TokenKeys| {
             matches!(
                 reviewer.review(&sign(keys, &good())),
@@ -387,13 +405,16 @@ mod tests {
         fs::write(dir.path().join("one.pem"), "").unwrap();
         reviewer.reload().unwrap();
         assert!(accepts(&one) && !accepts(&two));
+        assert!(is_counted("one.pem") && is_counted("two.pem"));
         fs::write(dir.path().join("two.pem"), &two.public).unwrap();
         fs::remove_file(dir.path().join("one.pem")).unwrap();
         reviewer.reload().unwrap();
         assert!(!accepts(&one) && accepts(&two));
+        assert!(!is_counted("one.pem") && !is_counted("two.pem"));
         fs::remove_dir_all(dir.path()).unwrap();
         assert!(reviewer.reload().is_err());
         assert!(accepts(&two));
+        assert!(is_counted(&dir.path().display().to_string()));
     }
 
     #[test]

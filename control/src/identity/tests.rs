@@ -48,7 +48,7 @@ impl TestService {
     /// Applies `change` to the files before the service reads them.
     fn with(change: impl FnOnce(&Path)) -> Self {
         Self::build(change, |keys| {
-            Reviewer::JoinTokenKeys(JoinTokenKeys::open(keys).unwrap())
+            Reviewer::JoinTokenKeys(JoinTokenKeys::open(keys, &Registry::new()).unwrap())
         })
     }
 
@@ -146,15 +146,18 @@ async fn refusals_of_a_client_and_certificates_of_a_workload_are_logged_once_a_m
             test.certify(proto::CertifyRequest::default()).await.unwrap_err();
         }
     };
-    // Registers the tracing call sites. Otherwise a thread without a subscriber could have cached them as disabled.
-    send_requests().await;
-    let log = Log::default();
-    let written = log.clone();
-    let subscriber = tracing_subscriber::fmt().with_writer(move || log.clone()).finish();
-    let guard = tracing::subscriber::set_default(subscriber);
-    send_requests().await;
-    drop(guard);
-    let text = String::from_utf8(written.0.lock().clone()).unwrap();
+    let log_of_requests = async || {
+        let log = Log::default();
+        let written = log.clone();
+        let subscriber = tracing_subscriber::fmt().with_writer(move || log.clone()).finish();
+        let guard = tracing::subscriber::set_default(subscriber);
+        send_requests().await;
+        drop(guard);
+        String::from_utf8(written.0.lock().clone()).unwrap()
+    };
+    // The first call registers the tracing call sites. Otherwise a thread without a subscriber could have cached them as disabled.
+    log_of_requests().await;
+    let text = log_of_requests().await;
     for message in ["certificate issued", "certificate refused"] {
         assert_eq!(text.matches(message).count(), 1, "{message}: {text}");
     }
@@ -431,8 +434,12 @@ async fn a_new_issuer_signs_at_once_and_a_bad_one_changes_nothing() {
     let taken = issuer().chain()[0].clone();
     service.issuer_store.reload();
     assert_eq!(issuer().chain()[0], taken);
+    let registry = test.registry.clone();
+    let is_counted = || registry.render().contains("/issuer\",field=\"issuer\"} 1");
+    assert!(is_counted());
     fs::write(&bundle, [anchor.certificate, other.certificate].concat()).unwrap();
     eventually(|| issuer().chain()[0] != taken).await;
+    assert!(!is_counted());
     assert_eq!(issuer().anchors().certs().len(), 2);
 
     signal.drain().await;

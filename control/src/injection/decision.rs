@@ -56,7 +56,7 @@ pub(super) fn decide(config: &Config, target: &InjectionTarget<'_>) -> Decision 
     if has_sidecar(target.spec) {
         reasons.push(SkipReason::SidecarExists);
     }
-    let mode = mode_from_annotations(target).unwrap_or_else(|reason| {
+    let mode = mode_from_annotations(target.namespace_annotations, target.annotations()).unwrap_or_else(|reason| {
         reasons.push(reason);
         ProxyMode::Standard
     });
@@ -89,9 +89,12 @@ enum AnnotationSetting {
     Unset,
 }
 
-fn mode_from_annotations(target: &InjectionTarget<'_>) -> Result<ProxyMode, SkipReason> {
-    let namespace = annotation_setting(Some(target.namespace_annotations)).ok_or(SkipReason::InvalidAtNamespace)?;
-    let pod = annotation_setting(target.annotations()).ok_or(SkipReason::InvalidAtWorkload)?;
+pub(super) fn mode_from_annotations(
+    namespace: &Annotations,
+    pod: Option<&Annotations>,
+) -> Result<ProxyMode, SkipReason> {
+    let namespace = annotation_setting(Some(namespace)).ok_or(SkipReason::InvalidAtNamespace)?;
+    let pod = annotation_setting(pod).ok_or(SkipReason::InvalidAtWorkload)?;
     match (namespace, pod) {
         (_, AnnotationSetting::Enabled) | (AnnotationSetting::Enabled, AnnotationSetting::Unset) => {
             Ok(ProxyMode::Standard)

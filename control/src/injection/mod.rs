@@ -139,6 +139,11 @@ pub fn check_annotation(key: &str, value: &str) -> Result<(), String> {
     all.next().map_or(Ok(()), Err)
 }
 
+/// Whether the annotations of the pod and its namespace request a sidecar.
+pub fn is_requested(namespace_annotations: &Annotations, pod_annotations: &Annotations) -> bool {
+    decision::mode_from_annotations(namespace_annotations, Some(pod_annotations)).is_ok()
+}
+
 /// Decides on a pod without the checks for which [`inject_pod`] denies it, and without making a patch.
 pub fn decide(config: &Config, target: &InjectionTarget<'_>) -> Decision {
     decision::decide(config, target)

@@ -256,6 +256,7 @@ mod tests {
 
     use super::*;
     use crate::injector_webhook::settings::{self, Files};
+    use crate::kubernetes::event_recorder::EventRecorder;
 
     /// Returns the response of an API server with pods in the namespaces `gone` and `shop`, of which only `shop` exists.
     fn answer(path: &str) -> (StatusCode, Value) {
@@ -297,8 +298,9 @@ mod tests {
             control_plane_namespace: "linkerd".to_owned(),
         };
         std::fs::write(&files.values, "identityTrustAnchorsPEM: anchors").unwrap();
-        let (settings, _reload) = settings::open(files).await.unwrap();
         let (client, registry) = (client(), Registry::new());
+        let opened = settings::open(files, EventRecorder::default(), &registry).await;
+        let (settings, _reload) = opened.unwrap();
         let metadata = MetadataCache::watches(&client, &registry).metadata();
         let config = Config {
             interval: Duration::from_secs(300),

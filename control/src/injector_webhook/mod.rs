@@ -16,9 +16,11 @@ pub mod settings;
 
 mod metrics;
 
+use std::collections::BTreeMap;
+
 use k8s_openapi::api::core::v1::{PodSpec, ServiceSpec, Volume};
 use kube::Client;
-use kube::core::DynamicObject;
+use kube::core::{DynamicObject, GroupVersionKind};
 use serde_json::Value;
 use tracing::debug;
 use tulle_core::error_chain::ErrorChain;
@@ -26,12 +28,12 @@ use tulle_core::metrics::Registry;
 use tulle_core::names::annotation;
 
 use self::audit::{Audit, AuditReport};
-use self::metadata::{MetadataCache, MetadataError, Owner, Watches};
+use self::metadata::{MetadataCache, MetadataError, NamespaceMeta, Owner, Watches};
 use self::metrics::Metrics;
 use self::settings::{ConfigReloader, Files, Settings, SettingsError};
 use crate::injection::{self, Decision, InjectionOutcome, InjectionTarget};
 use crate::kubernetes::event_recorder::{EventNote, EventRecorder, Severity};
-use crate::webhook::review::{AdmissionResponse, Request};
+use crate::webhook::review::{AdmissionResponse, Request, RequestHead};
 use crate::webhook::{Failure, ReviewHandler};
 
 #[derive(Clone, Debug)]
@@ -84,7 +86,7 @@ pub async fn open(
     recorder: EventRecorder,
     registry: &Registry,
 ) -> Result<InjectorParts, SettingsError> {
-    let (settings, reload) = settings::open(config.files).await?;
+    let (settings, reload) = settings::open(config.files, recorder.clone(), registry).await?;
     let watches = MetadataCache::watches(client, registry);
     let metadata = watches.metadata();
     let (audit, report) = Audit::new(
@@ -119,8 +121,23 @@ impl ReviewHandler for Injector {
         let kind = req.kind.kind.clone();
         match self.review_object(req, &namespace).await {
             Ok(response) => Ok(response),
-            Err(err) if is_protected => Ok(AdmissionResponse::allow().warn(failure_warning(&kind, &err))),
+            Err(err) if is_protected => {
+                Ok(AdmissionResponse::allow().warn(failure_warning(&kind, &ErrorChain(&err).to_string())))
+            }
             Err(err) => Err(err.into()),
+        }
+    }
+
+    async fn review_undecoded(&self, head: RequestHead, reason: String) -> AdmissionResponse {
+        let namespace = head.namespace.as_deref().unwrap_or_default();
+        let config = self.settings.current();
+        let namespace_meta = match config.is_protected(namespace) {
+            true => Ok(NamespaceMeta::default()),
+            false => self.metadata.namespace(namespace).await,
+        };
+        match namespace_meta {
+            Ok(meta) => decide_undecoded(&config, &meta.annotations, &head, reason),
+            Err(_) => AdmissionResponse::deny(reason),
         }
     }
 }
@@ -225,13 +242,35 @@ impl Injector {
     }
 }
 
-/// The warning about an object of a protected namespace that is admitted although its review failed.
-fn failure_warning(kind: &str, err: &InjectorError) -> String {
-    let err = ErrorChain(err);
+/// Denies an object that cannot be decoded, because its sidecar could enforce restrictions. Exceptions are objects of protected
+/// namespaces, and pods that request no sidecar.
+fn decide_undecoded(
+    config: &injection::Config,
+    namespace_annotations: &BTreeMap<String, String>,
+    head: &RequestHead,
+    reason: String,
+) -> AdmissionResponse {
+    let GroupVersionKind { group, kind, .. } = &head.kind;
+    let is_protected = config.is_protected(head.namespace.as_deref().unwrap_or_default());
+    let annotations = head.inject_annotation().map(inject_annotation).unwrap_or_default();
+    let is_without_sidecar =
+        (group.as_str(), kind.as_str()) == ("", "Pod") && !injection::is_requested(namespace_annotations, &annotations);
+    match is_protected || is_without_sidecar {
+        true => AdmissionResponse::allow().warn(failure_warning(kind, &reason)),
+        false => AdmissionResponse::deny(reason),
+    }
+}
+
+fn inject_annotation(value: &str) -> BTreeMap<String, String> {
+    BTreeMap::from([(annotation::INJECT.to_owned(), value.to_owned())])
+}
+
+/// The warning about an object that is admitted although its review failed.
+fn failure_warning(kind: &str, cause: &str) -> String {
     match kind {
-        "Pod" => format!("no proxy was injected: {err}"),
-        "Service" => format!("the annotation {} was not added: {err}", annotation::OPAQUE_PORTS),
-        _ => format!("the review failed: {err}"),
+        "Pod" => format!("no proxy was injected: {cause}"),
+        "Service" => format!("the annotation {} was not added: {cause}", annotation::OPAQUE_PORTS),
+        _ => format!("the review failed: {cause}"),
     }
 }
 
@@ -272,11 +311,13 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+    use crate::injection::InjectionOrigin;
+    use crate::injection::values::Values;
 
     #[test]
     fn the_warning_of_a_failed_review_names_what_is_missing_and_the_causes() {
         let err = spec::<ServiceSpec>("service", &mut json!({"spec": {"ports": 1}})).unwrap_err();
-        let warning = failure_warning("Service", &err);
+        let warning = failure_warning("Service", &ErrorChain(&err).to_string());
         let expected =
             "the annotation config.linkerd.io/opaque-ports was not added: the service's spec cannot be read: ";
         assert!(
@@ -284,8 +325,44 @@ mod tests {
             "{warning}"
         );
         assert_eq!(
-            failure_warning("Pod", &InjectorError::NoNamespace),
+            failure_warning("Pod", &InjectorError::NoNamespace.to_string()),
             "no proxy was injected: the object has no namespace"
         );
+    }
+
+    #[test]
+    fn an_object_that_is_not_decoded_is_denied_only_if_it_could_need_a_sidecar() {
+        let config = injection::Config {
+            values: Values::default(),
+            control_plane_namespace: "linkerd".to_owned(),
+            origin: InjectionOrigin::Webhook,
+        };
+        let check = |kind: &str, namespace: &str, [of_namespace, of_pod]: [Option<&str>; 2], is_denied: bool| {
+            let annotations = |inject: Option<&str>| inject.map(inject_annotation).unwrap_or_default();
+            let head = json!({
+                "kind": {"group": "", "version": "v1", "kind": kind}, "namespace": namespace,
+                "object": {"metadata": {"annotations": annotations(of_pod)}},
+            });
+            let head: RequestHead = serde_json::from_value(head).unwrap();
+            let answer = decide_undecoded(&config, &annotations(of_namespace), &head, "too large".to_owned());
+            let row = format!("{kind} {namespace} {of_namespace:?} {of_pod:?}: {answer:?}");
+            match is_denied {
+                true => assert_eq!(answer.denial_reason(), Some("too large"), "{row}"),
+                false => {
+                    assert_eq!(answer.denial_reason(), None, "{row}");
+                    assert!(answer.warnings()[0].ends_with(": too large"), "{row}");
+                }
+            }
+        };
+        let (enabled, disabled) = (Some("enabled"), Some("disabled"));
+        check("Pod", "shop", [None, enabled], true);
+        check("Pod", "shop", [enabled, None], true);
+        check("Pod", "shop", [None, Some("ingress")], true);
+        check("Pod", "shop", [None, None], false);
+        check("Pod", "shop", [enabled, disabled], false);
+        check("Pod", "linkerd", [enabled, enabled], false);
+        check("Pod", "kube-system", [None, enabled], false);
+        check("Service", "shop", [None, None], true);
+        check("Service", "kube-system", [None, None], false);
     }
 }

@@ -7,13 +7,17 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
+use k8s_openapi::api::core::v1::ObjectReference;
 use tokio::fs;
 use tracing::{info, warn};
 use tulle_core::drain::Watch;
+use tulle_core::metrics::Registry;
 
 use crate::injection::values::{Values, ValuesError};
 use crate::injection::{Config, InjectionOrigin};
+use crate::kubernetes::event_recorder::{EventNote, EventRecorder, Severity};
 use crate::tls::file_watcher::{FileWatcher, WatchError, WatchPath};
+use crate::tls::unserved_files::UnservedFiles;
 
 /// The files of the configuration, and the control plane's namespace, which is in none of them.
 #[derive(Clone, Debug)]
@@ -36,6 +40,8 @@ pub struct ConfigReloader {
     files: Files,
     settings: Settings,
     changes: FileWatcher,
+    recorder: EventRecorder,
+    unserved: UnservedFiles,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -69,7 +75,11 @@ impl Settings {
 ///
 /// # Errors
 /// Fails if a file is missing or invalid.
-pub(super) async fn open(files: Files) -> Result<(Settings, ConfigReloader), SettingsError> {
+pub(super) async fn open(
+    files: Files,
+    recorder: EventRecorder,
+    registry: &Registry,
+) -> Result<(Settings, ConfigReloader), SettingsError> {
     // The watch starts before the files are read, so that no change is missed.
     let mut watched = vec![WatchPath::File(&files.values)];
     if files.trust_anchors.parent().is_some_and(Path::is_dir) {
@@ -83,12 +93,15 @@ pub(super) async fn open(files: Files) -> Result<(Settings, ConfigReloader), Set
         files,
         settings: settings.clone(),
         changes,
+        recorder,
+        unserved: UnservedFiles::new(registry, "values"),
     };
     Ok((settings, reload))
 }
 
 impl ConfigReloader {
-    /// Reloads the files on every change until the drain. If they are invalid, the previous settings stay.
+    /// Reloads the files on every change until the drain. If they are invalid, the previous settings stay; the invalid file is
+    /// counted in `unserved_configuration`, and an Event on the Deployment has the reason.
     pub async fn run(mut self, drain: Watch) {
         let mut last_error = None;
         loop {
@@ -96,7 +109,9 @@ impl ConfigReloader {
                 () = drain.signaled() => return,
                 () = self.changes.wait_for_change() => {}
             }
-            match read(&self.files).await {
+            let read = read(&self.files).await;
+            self.unserved.set(read.as_ref().err().map(|err| err.path(&self.files)));
+            match read {
                 Ok(config) if config == *self.settings.current() => last_error = None,
                 Ok(config) => {
                     info!(path = ?self.files.values, "the injection settings have changed");
@@ -105,16 +120,45 @@ impl ConfigReloader {
                 }
                 Err(err) => {
                     let text = format!("{:#}", anyhow::Error::new(err));
-                    // Each error is logged once.
+                    // Each error is reported once.
                     if last_error.as_ref() != Some(&text) {
                         warn!(
                             error = text,
                             "reloading the injection settings failed; the previous ones stay"
                         );
+                        self.record_skipped(&text);
                         last_error = Some(text);
                     }
                 }
             }
+        }
+    }
+}
+
+impl ConfigReloader {
+    fn record_skipped(&self, error: &str) {
+        self.recorder.record(EventNote {
+            regarding: ObjectReference {
+                kind: Some("Deployment".to_owned()),
+                api_version: Some("apps/v1".to_owned()),
+                namespace: Some(self.files.control_plane_namespace.clone()),
+                name: Some(DEPLOYMENT.to_owned()),
+                ..ObjectReference::default()
+            },
+            severity: Severity::Warning,
+            reason: "ConfigUpdateSkipped",
+            action: "Reload",
+            message: format!("the injection settings are invalid; the previous ones stay: {error}"),
+        });
+    }
+}
+
+impl SettingsError {
+    /// The file that is missing or invalid.
+    fn path<'a>(&'a self, files: &'a Files) -> &'a Path {
+        match self {
+            Self::Read { path, .. } | Self::Values { path, .. } | Self::NoTrustAnchors(path) => path,
+            Self::Watch(_) => &files.values,
         }
     }
 }
@@ -146,6 +190,9 @@ async fn read(files: &Files) -> Result<Config, SettingsError> {
     })
 }
 
+/// The Deployment of the injector.
+const DEPLOYMENT: &str = "linkerd-proxy-injector";
+
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
@@ -168,28 +215,33 @@ mod tests {
             std::fs::write(&new, text).unwrap();
             std::fs::rename(&new, dir.path().join(name)).unwrap();
         };
-        let missing = open(files.clone()).await.err().unwrap();
+        let registry = Registry::new();
+        let open = async || open(files.clone(), EventRecorder::default(), &registry).await;
+        let missing = open().await.err().unwrap();
         assert!(missing.to_string().contains("values"), "{missing}");
         write("values", "clusterDomain: a.test");
-        let missing = open(files.clone()).await.err().unwrap();
+        let missing = open().await.err().unwrap();
         assert!(missing.to_string().contains("no trust anchors"), "{missing}");
 
         write("ca.crt", "first");
-        let (settings, reload) = open(files.clone()).await.unwrap();
+        let (settings, reload) = open().await.unwrap();
         let (signal, drain) = drain::channel();
         let running = tokio::spawn(reload.run(drain));
+        let is_counted = || registry.render().contains("/values\",field=\"values\"} 1");
         let domain = || settings.current().values.cluster_domain.clone();
         assert_eq!(domain(), "a.test");
         write("ca.crt", "second");
         write("values", "clusterDomain: b.test");
         until(|| domain() == "b.test").await;
         assert_eq!(settings.current().values.identity_trust_anchors_pem, "second");
-        // Invalid values are an error, and the previous settings stay.
+        // Invalid values are counted, and the previous settings stay.
+        assert!(!is_counted());
         write("values", "proxy: 5");
-        assert!(read(&files).await.is_err());
+        until(is_counted).await;
         assert_eq!(domain(), "b.test");
         write("values", "clusterDomain: c.test");
         until(|| domain() == "c.test").await;
+        assert!(!is_counted());
         signal.drain().await;
         running.await.unwrap();
     }

@@ -1,6 +1,5 @@
 //! The service for server policies, with GetPort and WatchPort.
 
-use std::fmt;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -12,6 +11,7 @@ use tulle_core::identity::Identity;
 use tulle_proto::inbound::PortSpec;
 use tulle_proto::inbound::inbound_server_policies_server::SERVICE_NAME;
 
+use crate::cluster::client_namespace::IdentityList;
 use crate::cluster::publish::published_value::{Encoder, EncodingKey, PublishedValue};
 use crate::cluster::views::inbound as view;
 use crate::cluster::{Cluster, Subscription};
@@ -62,12 +62,8 @@ impl InboundPolicyService {
 
     /// Fails if the client is not the workload in its request. Applies only if client certificates are required.
     fn check_caller(&self, caller: Option<&Caller>, workload: &view::WorkloadId) -> Result<(), Status> {
-        let identities = match (self.client_certificates, caller) {
-            (ClientCertificates::Optional, _) | (ClientCertificates::Required, Some(Caller::ThisMachine)) => {
-                return Ok(());
-            }
-            (ClientCertificates::Required, Some(Caller::Peer { identities, .. })) => &**identities,
-            (ClientCertificates::Required, None) => &[],
+        let Some(identities) = self.client_certificates.identities_to_check(caller) else {
+            return Ok(());
         };
         let Some(expected) = self.cluster.workload_identity(workload) else {
             return Err(Status::not_found("unknown server")); // the workload does not exist
@@ -112,19 +108,6 @@ impl Methods for InboundPolicyService {
             }
             "WatchPort" => grpc::stream(req, |spec: PortSpec| self.watch(&spec, caller)).await,
             _ => grpc::unimplemented(),
-        }
-    }
-}
-
-/// Formats identities for error messages.
-struct IdentityList<'a>(&'a [Identity]);
-
-impl fmt::Display for IdentityList<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            [] => f.write_str("no identity"),
-            [name] => f.write_str(name.as_str()),
-            [name, others @ ..] => write!(f, "{name} and {} more", others.len()),
         }
     }
 }

@@ -24,7 +24,16 @@ pub fn inbound_server(
     Service(inbound::InboundPolicyService::new(cluster, client_certificates))
 }
 
-/// Creates the service for client policies. Its streams end with their connections.
-pub fn outbound_server(cluster: Cluster, config: Config) -> Service<outbound::OutboundPolicyService> {
-    Service(outbound::OutboundPolicyService::new(cluster, config))
+/// Creates the service for client policies. Its streams end with their connections. If client certificates are required, a client
+/// can read only the policies for clients in its own namespace.
+pub fn outbound_server(
+    cluster: Cluster,
+    client_certificates: ClientCertificates,
+    config: Config,
+) -> Service<outbound::OutboundPolicyService> {
+    Service(outbound::OutboundPolicyService::new(
+        cluster,
+        client_certificates,
+        config,
+    ))
 }

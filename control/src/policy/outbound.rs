@@ -14,31 +14,34 @@ use tulle_proto::outbound::{TrafficSpec, traffic_spec};
 use crate::cluster::publish::published_value::{Encoder, EncodingKey, PublishedValue};
 use crate::cluster::views::outbound::{Key, Target};
 use crate::cluster::{Cluster, Subscription};
-use crate::grpc::{self, Methods};
+use crate::grpc::{self, Caller, Methods};
 use crate::model::outbound::Outbound;
 use crate::policy::config::Config;
 use crate::policy::{messages, translate, workload};
 use crate::resources::meta::NamespacedName;
+use crate::tls::mesh_credentials::ClientCertificates;
 
 /// The service. Clones share its state.
 #[derive(Clone)]
 pub struct OutboundPolicyService {
     cluster: Cluster,
+    client_certificates: ClientCertificates,
     config: Config,
     encoder: Encoder,
 }
 
 impl OutboundPolicyService {
-    pub(super) fn new(cluster: Cluster, config: Config) -> Self {
+    pub(super) fn new(cluster: Cluster, client_certificates: ClientCertificates, config: Config) -> Self {
         let encoder = cluster.new_encoder();
         Self {
             cluster,
+            client_certificates,
             config,
             encoder,
         }
     }
 
-    fn subscribe(&self, spec: TrafficSpec) -> Result<(Subscription<Outbound>, Bytes), Status> {
+    fn subscribe(&self, spec: TrafficSpec, caller: Option<&Caller>) -> Result<(Subscription<Outbound>, Bytes), Status> {
         let client =
             workload::parse(&spec.source_workload).map_err(|error| Status::invalid_argument(error.to_string()))?;
         let target = match spec.target {
@@ -58,8 +61,14 @@ impl OutboundPolicyService {
         if !self.cluster.is_synced() {
             return Err(Status::unavailable("the objects of the cluster are not loaded yet"));
         }
+        let client_namespace = client.name().namespace.clone();
+        if let Some(identities) = self.client_certificates.identities_to_check(caller) {
+            self.cluster
+                .check_client_namespace(&client_namespace, identities)
+                .map_err(|error| Status::permission_denied(error.to_string()))?;
+        }
         let key = Key {
-            client_namespace: client.name().namespace.clone(),
+            client_namespace,
             target,
         };
         let mut subscription = self.cluster.outbound(key);
@@ -70,8 +79,12 @@ impl OutboundPolicyService {
         }
     }
 
-    fn watch(self, spec: TrafficSpec) -> Result<impl Stream<Item = Bytes> + Send + use<>, Status> {
-        let (subscription, first) = self.subscribe(spec)?;
+    fn watch(
+        self,
+        spec: TrafficSpec,
+        caller: Option<&Caller>,
+    ) -> Result<impl Stream<Item = Bytes> + Send + use<>, Status> {
+        let (subscription, first) = self.subscribe(spec, caller)?;
         Ok(messages::message_stream(subscription, first, move |outbound| {
             self.message(outbound)
         }))
@@ -94,9 +107,16 @@ impl Methods for OutboundPolicyService {
     const SERVICE: &'static str = SERVICE_NAME;
 
     async fn call(self, method: &str, req: Request<Body>) -> Response<Body> {
+        let caller = req.extensions().get::<Caller>().cloned();
+        let caller = caller.as_ref();
         match method {
-            "Get" => grpc::unary(req, |spec: TrafficSpec| self.subscribe(spec).map(|(_, policy)| policy)).await,
-            "Watch" => grpc::stream(req, |spec: TrafficSpec| self.watch(spec)).await,
+            "Get" => {
+                grpc::unary(req, |spec: TrafficSpec| {
+                    self.subscribe(spec, caller).map(|(_, policy)| policy)
+                })
+                .await
+            }
+            "Watch" => grpc::stream(req, |spec: TrafficSpec| self.watch(spec, caller)).await,
             _ => grpc::unimplemented(),
         }
     }

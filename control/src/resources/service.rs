@@ -327,9 +327,8 @@ pub enum EndpointsSource {
 pub enum AddressTarget {
     Pod(NamespacedName),
     ExternalWorkload(NamespacedName),
-    Unset,
-    /// A kind that the mesh does not support. The address is omitted.
-    UnsupportedKind,
+    /// None, or an object of another kind, such as a Node.
+    Other,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -464,7 +463,7 @@ impl Address {
 
 impl AddressTarget {
     fn from_kubernetes(target: Option<ObjectReference>, namespace: &Arc<str>) -> Self {
-        let Some(target) = target else { return Self::Unset };
+        let Some(target) = target else { return Self::Other };
         let namespace = target
             .namespace
             .map_or_else(|| namespace.clone(), |namespace| intern(&namespace));
@@ -472,7 +471,7 @@ impl AddressTarget {
         match target.kind.as_deref() {
             Some("Pod") => Self::Pod(name),
             Some("ExternalWorkload") => Self::ExternalWorkload(name),
-            _ => Self::UnsupportedKind,
+            _ => Self::Other,
         }
     }
 }

@@ -2,19 +2,21 @@
 //!
 //! They are counted in metrics. Admission, if it is enabled, rejects some of them earlier.
 
+use tulle_core::metrics::{Family, Gauge, Registry};
 use tulle_core::names::{annotation, label};
 use tulle_core::ports::PortSet;
 
 use crate::resources::acceptance::{self, RouteRejection};
 use crate::resources::annotations::{self, InvalidAnnotation};
 use crate::resources::meta::{Meta, NamespacedName};
+use crate::resources::policy::authorization::{ServerAuthorization, ServerClient};
 use crate::resources::policy::egress_network::EgressNetwork;
 use crate::resources::policy::server::{AccessPolicy, Server, WorkloadSelector};
 use crate::resources::port_list::{PortList, ResolvedPorts};
 use crate::resources::route::{Parent, ParentKind, Route};
 use crate::resources::route_admission;
 use crate::resources::service::{DeclaredProtocol, EndpointSlice, PortRef, Service, ServicePort};
-use crate::resources::workload::{ContainerPort, resolve_declared};
+use crate::resources::workload::{ContainerPort, Pod, resolve_declared};
 use crate::resources::{Kind, Object};
 
 /// A part of an object that the mesh does not apply, and the reason. The part is ignored, or the requests that it matches
@@ -24,6 +26,14 @@ pub struct UnsupportedPart {
     /// The annotation, or the field of the spec.
     pub field: &'static str,
     pub reason: String,
+}
+
+/// The metric of parts that the mesh does not apply.
+pub fn metric_family(registry: &Registry) -> Family<Gauge> {
+    registry.gauge(
+        "unserved_configuration",
+        "Parts of an object that are invalid or not supported, by annotation or field. They have no effect, or their requests fail. An invalid file of the control plane has the kind `File`; its last valid version stays in force.",
+    )
 }
 
 /// Returns all parts of an object that the mesh does not apply, considering this object alone.
@@ -36,8 +46,13 @@ pub fn unsupported_parts(object: &Object) -> Vec<UnsupportedPart> {
             add_unused(&mut found, unused);
             found
         }
+        Object::ServerAuthorization(authorization) => check_server_authorization(authorization),
         Object::EndpointSlice(slice) => check_slice(slice),
-        Object::Pod(pod) => check_workload(&pod.meta, &pod.ports),
+        Object::Pod(pod) => {
+            let mut found = check_workload(&pod.meta, &pod.ports);
+            found.extend(check_proxy(pod));
+            found
+        }
         Object::ExternalWorkload(workload) => check_workload(&workload.meta, &workload.ports),
         object => object.route().map(|route| check_route(route)).unwrap_or_default(),
     }
@@ -165,6 +180,23 @@ pub fn overridden_app_protocols(service: &Service, default_opaque_ports: &PortSe
     overridden.map(part).collect()
 }
 
+/// Returns the part of a ServerAuthorization because of which it authorizes no client.
+fn check_server_authorization(authorization: &ServerAuthorization) -> Vec<UnsupportedPart> {
+    let has_no_network = authorization.networks.as_ref().is_some_and(Vec::is_empty);
+    let without_networks = has_no_network.then(|| {
+        "it is empty, so no client is authorized; remove it to authorize clients in the cluster networks".to_owned()
+    });
+    let without_client = (authorization.client == ServerClient::NoClient).then(|| {
+        "it names no client, so no client is authorized; set unauthenticated, or identities or serviceAccounts of meshTLS"
+            .to_owned()
+    });
+    let checks = [
+        ("spec.client.networks", without_networks),
+        ("spec.client", without_client),
+    ];
+    checks.into_iter().filter_map(to_unsupported_part).collect()
+}
+
 fn check_slice(slice: &EndpointSlice) -> Vec<UnsupportedPart> {
     let without_service = slice.service.is_none().then(|| {
         let label = label::SERVICE_NAME;
@@ -235,6 +267,18 @@ fn check_workload(meta: &Meta, declared: &[ContainerPort]) -> Vec<UnsupportedPar
     found
 }
 
+/// Checks that the proxy of a meshed pod is known. Without it, clients could only send plaintext to the pod.
+fn check_proxy(pod: &Pod) -> Option<UnsupportedPart> {
+    let reason = pod.lacks_proxy().then(|| {
+        format!(
+            "the pod has the label {}, but no container linkerd-proxy with valid addresses in LINKERD2_PROXY_ADMIN_LISTEN_ADDR and \
+             LINKERD2_PROXY_CONTROL_LISTEN_ADDR, so its Services do not have it as an endpoint; inject the proxy, or remove the label",
+            label::CONTROL_PLANE_NS
+        )
+    });
+    to_unsupported_part(("spec.containers", reason))
+}
+
 fn check_port_list(
     meta: &Meta,
     key: &'static str,
@@ -294,6 +338,46 @@ mod tests {
             assert_eq!(found, ["timeout.linkerd.io/idle"].repeat(idle_count), "{kind:?}");
             let found = fields(kind, limit.clone(), spec);
             assert_eq!(found, ["retry.linkerd.io/limit"].repeat(limit_count), "{kind:?}");
+        }
+    }
+
+    #[test]
+    fn a_meshed_pod_without_a_known_proxy_is_found() {
+        let addr = |name: &str| json!({"name": format!("LINKERD2_PROXY_{name}_LISTEN_ADDR"), "value": "0.0.0.0:4190"});
+        let proxy = |env: Value| json!([{"name": "web"}, {"name": "linkerd-proxy", "env": env}]);
+        let complete = proxy(json!([addr("ADMIN"), addr("CONTROL")]));
+        let meshed = json!({"linkerd.io/control-plane-ns": "linkerd"});
+        let of_control_plane =
+            json!({"linkerd.io/control-plane-ns": "linkerd", "linkerd.io/control-plane-component": "x"});
+        for (labels, containers, n_found) in [
+            (&meshed, complete, 0),
+            (&meshed, proxy(json!([addr("ADMIN")])), 1),
+            (&meshed, json!([{"name": "web"}]), 1),
+            (&of_control_plane, json!([{"name": "web"}]), 0),
+            (&json!({}), json!([{"name": "web"}]), 0),
+        ] {
+            let metadata = json!({"name": "x", "namespace": "shop", "labels": labels});
+            let manifest = json!({"metadata": metadata, "spec": {"containers": containers}});
+            let found = unsupported_parts(&decode(Kind::Pod, &manifest).unwrap());
+            let found: Vec<_> = found.into_iter().map(|part| part.field).collect();
+            assert_eq!(found, ["spec.containers"].repeat(n_found), "{manifest}");
+        }
+    }
+
+    #[test]
+    fn a_server_authorization_that_authorizes_no_client_is_found() {
+        for (client, expected) in [
+            (json!({"unauthenticated": true}), &[][..]),
+            (json!({"meshTLS": {"identities": ["*"]}}), &[]),
+            (
+                json!({"unauthenticated": true, "networks": []}),
+                &["spec.client.networks"],
+            ),
+            (json!({}), &["spec.client"]),
+            (json!({"meshTLS": {"identities": []}}), &["spec.client"]),
+        ] {
+            let spec = json!({"server": {"name": "web"}, "client": client});
+            assert_eq!(fields(Kind::ServerAuthorization, json!({}), spec), expected, "{client}");
         }
     }
 

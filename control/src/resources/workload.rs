@@ -188,6 +188,19 @@ impl Pod {
         pod_ips.chain(host_ips).copied()
     }
 
+    /// Returns whether the pod has the label of meshed pods, but no proxy whose ports are known. Such a pod is no endpoint. A pod of
+    /// the control plane needs no proxy.
+    pub fn lacks_proxy(&self) -> bool {
+        let control_plane = self.meta.label(label::CONTROL_PLANE_NS);
+        let is_meshed = control_plane.is_some_and(|namespace| !namespace.is_empty());
+        is_meshed
+            && match self.proxy {
+                ProxyContainer::Present { .. } => false,
+                ProxyContainer::Absent => self.meta.label(CONTROL_PLANE_COMPONENT).is_none(),
+                ProxyContainer::Invalid => true,
+            }
+    }
+
     /// Returns whether the pod is running and is not being deleted.
     pub fn is_serving(&self) -> bool {
         self.phase == Some(PodPhase::Running) && !self.meta.terminating

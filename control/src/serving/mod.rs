@@ -33,7 +33,7 @@ use tower::{Layer, Service as _};
 use tracing::debug;
 use tulle_core::drain::{self, Watch};
 use tulle_core::fair_budget::Reservation;
-use tulle_core::listener::{AcceptedConnection, Listener};
+use tulle_core::listener::{AcceptedConnection, ConnectionEnd, Listener};
 use tulle_core::metrics::Registry;
 
 use crate::grpc::Caller;
@@ -96,11 +96,15 @@ impl Server {
         listener.run(drain.signaled(), serve).await;
     }
 
-    async fn run_connection(self: Arc<Self>, accepted: AcceptedConnection, drain: Watch) {
+    async fn run_connection(self: Arc<Self>, accepted: AcceptedConnection, drain: Watch) -> ConnectionEnd {
         let client = accepted.client;
-        if let Err(err) = self.accept_and_serve(accepted, drain).await {
-            let name = self.creds.name();
-            debug!(%client, name, error = &err as &dyn StdError, "connection failed");
+        match self.accept_and_serve(accepted, drain).await {
+            Ok(()) => ConnectionEnd::Closed,
+            Err(err) => {
+                let name = self.creds.name();
+                debug!(%client, name, error = &err as &dyn StdError, "connection failed");
+                ConnectionEnd::Failed
+            }
         }
     }
 

@@ -322,7 +322,8 @@ async fn dial(addr: &Addr) -> Result<(TcpStream, SocketAddr), Error> {
 /// Connects to the addresses in turn. Returns the last error, or `None` without addresses.
 ///
 /// Each attempt but the last ends after an equal share of [`CONNECT_TIMEOUT`], so that an address that drops packets does not
-/// prevent the attempts at the others.
+/// prevent the attempts at the others. With many addresses an attempt has [`MIN_ATTEMPT_TIMEOUT`], and the time can end before
+/// the last ones.
 async fn connect_to_first<T, F>(
     sockets: &[SocketAddr],
     connect: impl Fn(SocketAddr) -> F,
@@ -332,8 +333,9 @@ where
 {
     let n_addresses = u32::try_from(sockets.len()).unwrap_or(u32::MAX);
     let (last, others) = sockets.split_last()?;
+    let attempt_timeout = (CONNECT_TIMEOUT / n_addresses).max(MIN_ATTEMPT_TIMEOUT);
     for socket in others {
-        let connected = timeout(CONNECT_TIMEOUT / n_addresses, connect(*socket)).await;
+        let connected = timeout(attempt_timeout, connect(*socket)).await;
         if let Ok(Ok(connected)) = connected {
             return Some(Ok((connected, *socket)));
         }
@@ -362,6 +364,8 @@ async fn lookup(addr: &Addr) -> Result<Vec<SocketAddr>, Error> {
 }
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// The kernel repeats a lost first packet (SYN) after a second.
+const MIN_ATTEMPT_TIMEOUT: Duration = Duration::from_millis(1200);
 /// Idle time before a ping, and maximum time until its acknowledgement.
 const HTTP2_KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 
@@ -378,6 +382,7 @@ mod tests {
     use hyper::server::conn::http2 as server;
     use hyper::service::service_fn;
     use tokio::sync::Notify;
+    use tokio::time::sleep;
     use tower::Service as _;
 
     use super::*;
@@ -401,6 +406,17 @@ mod tests {
             matches!(refused, Err(Error::Dial { addr, .. }) if addr == sockets[2]),
             "{refused:?}"
         );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_lost_packet_does_not_end_an_attempt_at_one_of_many_addresses() {
+        let sockets: Vec<_> = (1..=20).map(|n| SocketAddr::from(([10, 0, 0, n], 8080))).collect();
+        let connect = async |_| {
+            sleep(Duration::from_millis(1150)).await;
+            Ok(())
+        };
+        let ((), connected) = connect_to_first(&sockets, connect).await.unwrap().unwrap();
+        assert_eq!(connected, sockets[0]);
     }
 
     #[tokio::test(start_paused = true)]

@@ -19,6 +19,7 @@ use x509_parser::prelude::{FromDer, GeneralName, X509Certificate};
 use zeroize::Zeroize as _;
 
 use super::anchors::TrustAnchors;
+use crate::grpc::Caller;
 
 /// A certificate with its chain and private key. The key is overwritten on drop.
 pub struct LeafWithKey {
@@ -69,6 +70,18 @@ pub enum ClientCertificates {
     Required,
     /// A client may have no certificate, as Linkerd's proxies before their first one. The identity service always uses this rule.
     Optional,
+}
+
+impl ClientCertificates {
+    /// The identities against which a request's claims about its client are checked. `None` if they are not checked: certificates
+    /// are optional, or the client is a process on this host.
+    pub(crate) fn identities_to_check(self, caller: Option<&Caller>) -> Option<&[Identity]> {
+        match (self, caller) {
+            (Self::Optional, _) | (Self::Required, Some(Caller::ThisMachine)) => None,
+            (Self::Required, Some(Caller::Peer { identities, .. })) => Some(identities),
+            (Self::Required, None) => Some(&[]),
+        }
+    }
 }
 
 /// The credentials for one server name. Empty until the first certificate is installed.

@@ -9,6 +9,7 @@ pub mod anchors;
 pub mod client;
 pub mod file_watcher;
 pub mod mesh_credentials;
+pub(crate) mod unserved_files;
 
 use std::sync::{Arc, LazyLock};
 

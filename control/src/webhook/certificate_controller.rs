@@ -7,8 +7,8 @@
 //!
 //! If the configuration does not own the Secret, or cert-manager manages it, its certificate is served, and neither the
 //! Secret nor `caBundle` is written. The process is then ready when the API server's bundle verifies the served
-//! certificate. If the bundle stops verifying it, a metric and the log report it, and the injector, which has its own
-//! pod, becomes unready.
+//! certificate. If the bundle stops verifying it, a metric and the log report it, and the injector becomes unready if it
+//! is the only service of the process, as in the chart.
 //!
 //! Permissions: `create`, `patch`, `list`, `watch`, `update` of Secrets in the namespace of the control plane by name
 //! (they are created by server-side apply, because RBAC cannot restrict a POST by name); `list`, `watch`, `patch` of
@@ -64,7 +64,7 @@ pub enum UnreadyWhenUntrusted {
     /// Only until the API server trusts the first certificate. Afterwards the process stays ready, because proxies need it
     /// too.
     BeforeFirst,
-    /// At any time. Proxies are not affected, because only the API server uses this process.
+    /// At any time. Only for a process that proxies do not need: the injector without other services.
     Always,
 }
 
@@ -154,6 +154,7 @@ enum Error {
 }
 
 impl Config {
+    /// For a process that runs the injector only. With other services, set [`UnreadyWhenUntrusted::BeforeFirst`].
     pub fn proxy_injector(namespace: String) -> Self {
         let configuration = BundleTarget::Mutating("linkerd-proxy-injector-webhook-config");
         Self {

@@ -23,7 +23,7 @@ use tokio::time::sleep;
 use tracing::debug;
 use tulle_core::descriptors;
 use tulle_core::drain::Watch;
-use tulle_core::listener::{AcceptedConnection, Listener};
+use tulle_core::listener::{AcceptedConnection, ConnectionEnd, Listener};
 use tulle_core::memory;
 use tulle_core::metrics::Registry;
 
@@ -81,10 +81,14 @@ impl<R: RequestHandler> HttpServer<R> {
         listener.run(end, serve).await;
     }
 
-    async fn connection(self: Arc<Self>, accepted: AcceptedConnection, drain: Watch) {
+    async fn connection(self: Arc<Self>, accepted: AcceptedConnection, drain: Watch) -> ConnectionEnd {
         let (name, client) = (self.name, accepted.client);
-        if let Err(err) = self.handle(accepted, drain).await {
-            debug!(%client, port = name, error = &err as &dyn StdError, "a connection failed");
+        match self.handle(accepted, drain).await {
+            Ok(()) => ConnectionEnd::Closed,
+            Err(err) => {
+                debug!(%client, port = name, error = &err as &dyn StdError, "a connection failed");
+                ConnectionEnd::Failed
+            }
         }
     }
 

@@ -12,7 +12,7 @@ use http_body::Body;
 use tokio::time::{Instant, timeout_at};
 use tulle_core::connections::client_network;
 use tulle_core::fair_budget::{FairBudget, Reservation};
-use tulle_core::per_client_limiter::{Limits, PerClientLimiter, QueueFull};
+use tulle_core::per_client_limiter::{Limits, PerClientLimiter};
 use tulle_core::request_body::{self, ReadError};
 
 /// The memory for the requests to all webhooks of a process.
@@ -39,6 +39,17 @@ pub(super) enum BodyError {
     Timeout,
     #[error("reading the body")]
     Read(#[source] hyper::Error),
+}
+
+/// Memory of a decoded object, at most what all objects may have.
+#[derive(Clone, Copy)]
+pub(super) struct ObjectSize {
+    kibibytes: u32,
+}
+
+impl ObjectSize {
+    /// An object that is not decoded.
+    pub(super) const UNDECODED: Self = Self { kibibytes: 0 };
 }
 
 /// The decoded object would need more memory than all objects may have.
@@ -93,25 +104,22 @@ impl RequestMemory {
         }
     }
 
-    /// Runs a review when there is memory for its decoded object, which needs up to `n_bytes`.
-    pub(super) async fn review<T>(
-        &self,
-        client: IpAddr,
-        n_bytes: usize,
-        review: impl Future<Output = T>,
-    ) -> Result<T, ObjectTooLarge> {
-        let too_large = ObjectTooLarge {
-            needed: n_bytes.div_ceil(1024),
-            max: self.decoded.max_weight(),
-        };
-        match u32::try_from(too_large.needed) {
-            Ok(weight) if too_large.needed <= too_large.max => {
-                let reviewing = self.decoded.run(client, weight, review);
-                // The number of requests is not limited.
-                reviewing.await.map_err(|QueueFull| too_large)
-            }
-            _ => Err(too_large),
+    /// The size of an object that needs up to `n_bytes`.
+    ///
+    /// # Errors
+    /// Fails if it is too large for this process.
+    pub(super) fn object_size(&self, n_bytes: usize) -> Result<ObjectSize, ObjectTooLarge> {
+        let (needed, max) = (n_bytes.div_ceil(1024), self.decoded.max_weight());
+        match u32::try_from(needed) {
+            Ok(kibibytes) if needed <= max => Ok(ObjectSize { kibibytes }),
+            _ => Err(ObjectTooLarge { needed, max }),
         }
+    }
+
+    /// Runs a review when there is memory for its decoded object.
+    pub(super) async fn review<T>(&self, client: IpAddr, size: ObjectSize, review: impl Future<Output = T>) -> T {
+        let reviewed = self.decoded.run(client, size.kibibytes, review).await;
+        reviewed.expect("the number of requests is not limited")
     }
 
     /// Bytes that are reserved for bodies.

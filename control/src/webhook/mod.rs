@@ -34,20 +34,26 @@ use tulle_core::open_responses::{OpenResponses, ResponseBody};
 use tulle_core::{info_limited, warn_limited};
 
 use https::{HttpServer, RequestHandler, Transport};
-use memory::{BodyError, ReceivedBody, RequestMemory};
+use memory::{BodyError, ObjectSize, ReceivedBody, RequestMemory};
 use metrics::HttpMetrics;
-use review::{AdmissionResponse, InvalidReview, Request, ReviewId, ReviewOutline};
+use review::{AdmissionResponse, InvalidReview, Request, RequestHead, ReviewId, ReviewOutline};
 use server_credentials::ServerCredentials;
 
 /// Reviews objects. A request passes `WebhookServer::respond` (HTTP), `handle_review` (the AdmissionReview) and `review` of the
 /// handler (the decision).
 pub trait ReviewHandler: Send + Sync + 'static {
-    /// Maximum memory in bytes of the type that the handler decodes a JSON object in `spec` to, such as an element of a list. 0 if it is
-    /// a small type, which fits into the memory that decoding to a generic form has freed.
+    /// Maximum size in bytes of the type to which the handler decodes a JSON object in `spec`, for example an element of a
+    /// list. 0 for small types: they fit into the buffers that decoding to `DynamicObject` needed and has freed, which
+    /// `BYTES_PER_JSON_OBJECT` in `review.rs` counts already.
     const TYPED_BYTES_PER_JSON_OBJECT: usize = 0;
 
     /// An error denies the object; its text is the reason.
     fn review(&self, req: Request) -> impl Future<Output = Result<AdmissionResponse, Failure>> + Send;
+
+    /// Decides about an object that cannot be decoded for this reason, for example because it needs too much memory.
+    fn review_undecoded(&self, _head: RequestHead, reason: String) -> impl Future<Output = AdmissionResponse> + Send {
+        std::future::ready(AdmissionResponse::deny(reason))
+    }
 }
 
 /// Why a handler failed.
@@ -132,22 +138,35 @@ impl<H: ReviewHandler> WebhookServer<H> {
         let outline = ReviewOutline::parse(bytes)?;
         let id = outline.id.clone();
         let n_bytes = outline.decoded_bytes(H::TYPED_BYTES_PER_JSON_OBJECT);
+        // More memory than there is for all objects is never free, so a later attempt would not help.
+        let (size, too_large) = match self.shared.memory.object_size(n_bytes) {
+            Ok(size) => (size, None),
+            Err(err) => (ObjectSize::UNDECODED, Some(err)),
+        };
         let revocation = reservation.revocation();
         let reviewing = async {
-            let request = outline.decode();
-            drop(reservation);
-            match request {
+            let decoded = match too_large {
+                None => outline.decode().map_err(|err| err.to_string()),
+                Some(err) => Err(err.to_string()),
+            };
+            let decoded = decoded.map_err(|reason| (outline.decode_head(), reason));
+            drop((outline, reservation));
+            match decoded {
                 Ok(request) => self.run_handler(client, &id, *request).await,
-                Err(err) => AdmissionResponse::deny(format!("the object cannot be read: {err}")),
+                Err((head, reason)) => {
+                    let reason = format!("the object cannot be read: {reason}");
+                    match head {
+                        Ok(head) => self.handler.review_undecoded(head, reason).await,
+                        Err(_) => AdmissionResponse::deny(reason),
+                    }
+                }
             }
         };
-        let reviewed = tokio::select! {
-            reviewed = self.shared.memory.review(client, n_bytes, reviewing) => reviewed,
+        let response = tokio::select! {
+            response = self.shared.memory.review(client, size, reviewing) => response,
             // Only while the review waits for its turn; later the body is freed.
             () = revocation.wait() => return Err(BodyError::Busy.into()),
         };
-        let response =
-            reviewed.unwrap_or_else(|err| AdmissionResponse::deny(format!("the object cannot be read: {err}")));
         response.to_json(&id).map(Bytes::from).map_err(RequestError::Write)
     }
 

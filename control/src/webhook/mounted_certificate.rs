@@ -8,17 +8,20 @@ use std::sync::Arc;
 
 use tracing::{info, warn};
 use tulle_core::drain::Watch;
+use tulle_core::metrics::Registry;
 use tulle_core::readiness::Latch;
 
 use super::certificate::{self, CertificateKeyPair};
 use super::server_credentials::ServerCredentials;
 use crate::tls::file_watcher::{FileWatcher, WatchError, WatchPath};
+use crate::tls::unserved_files::UnservedFiles;
 
 /// Serves the certificate of the files.
 pub struct MountedCertificate {
     paths: Paths,
     creds: Arc<ServerCredentials>,
     changes: FileWatcher,
+    unserved: UnservedFiles,
 }
 
 /// Paths of certificate and key, both PEM.
@@ -73,18 +76,25 @@ impl MountedCertificate {
     ///
     /// # Errors
     /// Fails if a directory cannot be watched.
-    pub fn watch(paths: Paths, creds: Arc<ServerCredentials>) -> Result<Self, WatchError> {
+    pub fn watch(paths: Paths, creds: Arc<ServerCredentials>, registry: &Registry) -> Result<Self, WatchError> {
         let changes = FileWatcher::watch(&[WatchPath::File(&paths.certificate), WatchPath::File(&paths.key)])?;
-        Ok(Self { paths, creds, changes })
+        Ok(Self {
+            paths,
+            creds,
+            changes,
+            unserved: UnservedFiles::new(registry, "certificate"),
+        })
     }
 
     /// Reads the files until the drain. The first certificate releases the latch; an invalid one leaves the previous
-    /// one.
+    /// one, and is counted in `unserved_configuration` until it is valid.
     pub async fn run(mut self, latch: Latch, drain: Watch) {
         let mut latch = Some(latch);
         let mut served = None;
         loop {
-            match self.load(served.as_ref()) {
+            let loaded = self.load(served.as_ref());
+            self.unserved.set(loaded.is_err().then_some(&*self.paths.certificate));
+            match loaded {
                 Ok(None) => {}
                 Ok(Some(pair)) => {
                     info!(path = ?self.paths.certificate, until = %pair.not_after, "serving a certificate");

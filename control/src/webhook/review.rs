@@ -19,6 +19,30 @@ pub struct Request {
     pub object: Option<DynamicObject>,
 }
 
+/// The parts of a review that handlers read if its object cannot be decoded.
+#[derive(Debug, Deserialize)]
+pub struct RequestHead {
+    pub kind: GroupVersionKind,
+    pub namespace: Option<String>,
+    object: Option<ObjectHead>,
+}
+
+#[derive(Debug, Deserialize)]
+struct ObjectHead {
+    metadata: Option<MetadataHead>,
+}
+
+#[derive(Debug, Deserialize)]
+struct MetadataHead {
+    annotations: Option<AnnotationsHead>,
+}
+
+#[derive(Debug, Deserialize)]
+struct AnnotationsHead {
+    #[serde(rename = "linkerd.io/inject")]
+    inject: Option<String>,
+}
+
 /// The decision about an object, which becomes the `response` of the AdmissionReview.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct AdmissionResponse {
@@ -58,6 +82,14 @@ pub(crate) enum InvalidReview {
     Decode(#[source] serde_json::Error),
     #[error("{api_version} {kind} is not supported; expected admission.k8s.io/v1 or v1beta1 AdmissionReview")]
     Version { api_version: String, kind: String },
+}
+
+impl RequestHead {
+    /// The value of the annotation `linkerd.io/inject` of the object.
+    pub fn inject_annotation(&self) -> Option<&str> {
+        let metadata = self.object.as_ref()?.metadata.as_ref()?;
+        metadata.annotations.as_ref()?.inject.as_deref()
+    }
 }
 
 impl AdmissionResponse {
@@ -162,12 +194,18 @@ impl ReviewOutline {
             + n_values * BYTES_PER_JSON_VALUE
     }
 
-    /// Decodes the request, and frees the body.
+    /// # Errors
+    /// Fails if the object cannot be decoded. The handler then decides by [`Self::decode_head`], in a regular response.
+    pub(crate) fn decode(&self) -> Result<Box<Request>, serde_json::Error> {
+        serde_json::from_slice(&self.body).map(|DecodedReview { request }| request)
+    }
+
+    /// Decodes only the head, without recursion, and in little memory.
     ///
     /// # Errors
-    /// Fails if the object cannot be decoded. It is denied in a regular response.
-    pub(crate) fn decode(self) -> Result<Box<Request>, serde_json::Error> {
-        serde_json::from_slice(&self.body).map(|DecodedReview { request }| request)
+    /// Fails if the head itself cannot be decoded.
+    pub(crate) fn decode_head(&self) -> Result<RequestHead, serde_json::Error> {
+        serde_json::from_slice(&self.body).map(|DecodedHead { request }| request)
     }
 }
 
@@ -229,6 +267,11 @@ struct RawRequest<'b> {
 #[derive(Deserialize)]
 struct DecodedReview {
     request: Box<Request>,
+}
+
+#[derive(Deserialize)]
+struct DecodedHead {
+    request: RequestHead,
 }
 
 #[derive(Serialize)]

@@ -56,6 +56,13 @@ impl ReviewHandler for TestHandler {
             _ => Ok(AdmissionResponse::allow().patch(serde_json::from_value(json!([]))?)),
         }
     }
+
+    async fn review_undecoded(&self, head: RequestHead, reason: String) -> AdmissionResponse {
+        match (head.kind.kind.as_str(), head.inject_annotation()) {
+            ("Service", Some("disabled")) => AdmissionResponse::allow().warn(reason),
+            _ => AdmissionResponse::deny(reason),
+        }
+    }
 }
 
 struct TestServer {
@@ -235,6 +242,25 @@ async fn an_object_that_needs_too_much_memory_is_denied_before_it_is_decoded() {
 }
 
 #[tokio::test]
+async fn the_handler_decides_about_an_object_that_is_not_decoded() {
+    let server = TestServer::start_with(Some(64 << 20)).await;
+    let metadata = r#"{"annotations":{"linkerd.io/inject":"disabled"},"name":"web"}"#;
+    let too_large = format!(r#"{{"metadata":{metadata},"spec":[{}]}}"#, vec!["{}"; 10_000].join(","));
+    let too_deep = format!(
+        r#"{{"metadata":{metadata},"spec":{}{}}}"#,
+        "[".repeat(5000),
+        "]".repeat(5000)
+    );
+    for object in [too_large, too_deep] {
+        let answer = server.review("admission.k8s.io/v1", &object).await;
+        assert_eq!(answer.pointer("/response/allowed"), Some(&json!(true)));
+        let warning = answer.pointer("/response/warnings/0").and_then(Value::as_str).unwrap();
+        assert!(warning.starts_with("the object cannot be read: "), "{warning}");
+    }
+    assert_eq!(server.handler.n_reviews.load(Ordering::SeqCst), 0);
+}
+
+#[tokio::test]
 async fn reviews_are_served_while_others_upload_as_much_as_they_can() {
     // Bodies may have 4 MiB.
     let server = TestServer::start_with(Some(32 << 20)).await;
@@ -286,15 +312,18 @@ async fn invalid_requests_of_a_client_are_logged_once_a_minute() {
             server.review("admission.k8s.io/v1", "null").await;
         }
     };
-    // Registers the tracing call sites. Otherwise a thread without a subscriber could have cached them as disabled.
-    send_invalid_requests().await;
-    let log = Log::default();
-    let written = log.clone();
-    let subscriber = tracing_subscriber::fmt().with_writer(move || log.clone()).finish();
-    let guard = tracing::subscriber::set_default(subscriber);
-    send_invalid_requests().await;
-    drop(guard);
-    let text = String::from_utf8(written.0.lock().clone()).unwrap();
+    let log_of_requests = async || {
+        let log = Log::default();
+        let written = log.clone();
+        let subscriber = tracing_subscriber::fmt().with_writer(move || log.clone()).finish();
+        let guard = tracing::subscriber::set_default(subscriber);
+        send_invalid_requests().await;
+        drop(guard);
+        String::from_utf8(written.0.lock().clone()).unwrap()
+    };
+    // The first call registers the tracing call sites. Otherwise a thread without a subscriber could have cached them as disabled.
+    log_of_requests().await;
+    let text = log_of_requests().await;
     for message in ["answered without a review", "an object is denied", "a review failed"] {
         assert_eq!(text.matches(message).count(), 1, "{message}: {text}");
     }
@@ -437,7 +466,9 @@ async fn a_mounted_certificate_is_served_and_replaced_and_an_invalid_one_is_igno
         key: path_of("tls.key"),
     };
     let readiness = Readiness::new();
-    let mounted = MountedCertificate::watch(paths, server.creds.clone()).unwrap();
+    let registry = Registry::new();
+    let is_counted = || registry.render().contains("/tls.crt\",field=\"certificate\"} 1");
+    let mounted = MountedCertificate::watch(paths, server.creds.clone(), &registry).unwrap();
     tokio::spawn(mounted.run(readiness.latch("certificate"), server.drain.clone()));
     let mut assert_served = async |pair: CertificateKeyPair| {
         server.pair = pair;
@@ -454,10 +485,19 @@ async fn a_mounted_certificate_is_served_and_replaced_and_an_invalid_one_is_igno
     };
     assert_served(again(&first)).await;
     assert!(readiness.is_ready());
+    assert!(!is_counted());
     mount("..2", &second, &first.key_pem);
+    timeout(Duration::from_secs(20), async {
+        while !is_counted() {
+            sleep(Duration::from_millis(10)).await;
+        }
+    })
+    .await
+    .unwrap();
     assert_served(again(&first)).await;
     mount("..3", &second, &second.key_pem);
     assert_served(second).await;
+    assert!(!is_counted());
 }
 
 proptest! {

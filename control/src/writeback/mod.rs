@@ -25,6 +25,7 @@ use crate::kubernetes::lease::timing::LeaseTiming;
 use crate::kubernetes::lease::{self, Candidate};
 use crate::resources::event::{Event, EventWriter};
 use crate::writeback::config::{Config, StatusesConfig};
+use crate::writeback::slices::undeclared_ports::UndeclaredPorts;
 use crate::writeback::statuses::report::Report;
 
 /// A task that runs until the drain. The process fails if it ends earlier.
@@ -95,7 +96,14 @@ pub fn add_controllers(
 /// are counted in the metric `unserved_configuration` of the cluster, and logged.
 pub fn add_report(cluster: &Cluster, settings: StatusesConfig, writer: EventWriter) -> EventWriter {
     let report = Report::new(cluster.clone(), settings);
-    writer.tee(statuses::Controller::handles, report.writer())
+    add_port_report(cluster, writer.tee(statuses::Controller::handles, report.writer()))
+}
+
+/// Adds to the writer of a source a report of the ports of Services that a selected external workload does not declare, counted and
+/// logged like those of [`add_report`].
+pub fn add_port_report(cluster: &Cluster, writer: EventWriter) -> EventWriter {
+    let report = UndeclaredPorts::new(cluster.clone());
+    writer.tee(UndeclaredPorts::handles, report.writer())
 }
 
 impl Task {

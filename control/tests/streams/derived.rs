@@ -299,3 +299,34 @@ async fn servers_without_effect_are_counted_with_the_effective_one() {
     assert_eq!(next(&mut stream).await.labels["name"], "b");
     eventually(|| counted().is_empty()).await;
 }
+
+#[tokio::test]
+async fn authorizations_of_missing_objects_are_counted_until_the_objects_exist() {
+    let object = |kind: &str, version: &str, name: &str, spec: &str| {
+        format!(
+            "---\napiVersion: policy.linkerd.io/{version}\nkind: {kind}\nmetadata: {{name: {name}, namespace: shop}}\nspec: {spec}\n"
+        )
+    };
+    let policy = object(
+        "AuthorizationPolicy",
+        "v1alpha1",
+        "p",
+        "{targetRef: {group: policy.linkerd.io, kind: Server, name: web}, \
+          requiredAuthenticationRefs: [{group: policy.linkerd.io, kind: MeshTLSAuthentication, name: clients}]}",
+    );
+    let server = object("Server", "v1beta3", "web", "{podSelector: {}, port: 80}");
+    let clients = object("MeshTLSAuthentication", "v1alpha1", "clients", "{identities: ['*']}");
+    let mesh = mesh(&policy).await;
+    let counted = |field: &str| {
+        let line = format!(
+            "unserved_configuration{{kind=\"AuthorizationPolicy\",namespace=\"shop\",name=\"p\",field=\"{field}\"}} 1"
+        );
+        mesh.registry.render().contains(&line)
+    };
+    assert!(counted("spec.targetRef") && counted("spec.requiredAuthenticationRefs"));
+    mesh.write("server.yaml", &server);
+    eventually(|| !counted("spec.targetRef")).await;
+    assert!(counted("spec.requiredAuthenticationRefs"));
+    mesh.write("clients.yaml", &clients);
+    eventually(|| !counted("spec.requiredAuthenticationRefs")).await;
+}

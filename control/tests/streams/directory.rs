@@ -56,7 +56,7 @@ async fn an_invalid_file_keeps_its_last_valid_objects_and_is_reported_until_fixe
 }
 
 #[tokio::test]
-async fn objects_are_counted_for_each_kind_of_which_there_are_none_too() {
+async fn kinds_without_objects_are_counted_too() {
     let mesh = mesh(&service("web", "web")).await;
     let page = mesh.registry.render();
     for info in KINDS {

@@ -395,3 +395,14 @@ async fn series_of_profiles_are_removed_with_their_last_subscriber() {
         }
     }
 }
+
+#[tokio::test]
+async fn requests_with_an_invalid_context_token_are_counted_and_served() {
+    let mesh = mesh(&format!("{WEB}{}", pod("web-1", "10.1.0.1", ""))).await;
+    for (token, n_counted) in [("", 0), (r#"{"ns":"shop"}"#, 0), ("ns:shop", 0), ("{", 1), ("shop", 2)] {
+        let update = next(&mut mesh.get_from(HTTP, token).await.unwrap()).await;
+        assert_eq!(short(&update), "+10.1.0.1:8080", "{token}");
+        let line = format!("tulle_invalid_context_tokens_total {n_counted}\n");
+        assert!(mesh.registry.render().contains(&line), "no {line} with {token}");
+    }
+}

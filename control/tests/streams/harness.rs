@@ -84,7 +84,11 @@ impl Mesh {
         &self,
         config: destination::config::Config,
     ) -> DestinationClient<Service<destination::server::Service>> {
-        DestinationClient::new(destination::server(self.cluster.clone(), config))
+        DestinationClient::new(destination::server(
+            self.cluster.clone(),
+            ClientCertificates::Optional,
+            config,
+        ))
     }
 
     pub(crate) async fn get(&self, path: &str) -> Result<Streaming<Update>, Status> {
@@ -155,7 +159,7 @@ impl Mesh {
 
     pub(crate) async fn policies(&self, workload: &str, target: &str) -> Result<Streaming<OutboundPolicy>, Status> {
         let config = policy::config::Config::default();
-        let server = policy::outbound_server(self.cluster.clone(), config);
+        let server = policy::outbound_server(self.cluster.clone(), ClientCertificates::Optional, config);
         let target = match target.parse::<std::net::SocketAddr>() {
             Ok(addr) => traffic_spec::Target::Addr(addr.into()),
             Err(_) => traffic_spec::Target::Authority(target.to_owned()),

@@ -3,6 +3,7 @@
 #![allow(clippy::too_many_lines)]
 #![cfg(test)]
 
+mod client_namespaces;
 mod derived;
 mod directory;
 mod endpoints;

@@ -1,7 +1,7 @@
 //! Responses of the destination service's `GetProfile` to manifests.
 
 use tonic::Code;
-use tulle_control::cluster::Config;
+use tulle_control::cluster::{Config, TransportMode};
 use tulle_core::ports::PortSet;
 use tulle_proto::destination::protocol_hint::Protocol;
 use tulle_proto::destination::{DestinationProfile, request_match, response_match};
@@ -9,6 +9,7 @@ use tulle_proto::http_types::http_method;
 use tulle_proto::meta::{Metadata, metadata};
 
 use crate::harness::{mesh, mesh_with, next};
+use crate::rows::{MESHED, check, profile};
 
 pub(crate) const MESH: &str = "
 apiVersion: v1
@@ -123,7 +124,7 @@ async fn a_port_that_a_service_does_not_define_has_an_empty_profile() {
 }
 
 #[tokio::test]
-async fn an_address_has_the_profile_of_its_pod_or_service() {
+async fn an_address_has_the_profile_of_its_pod_or_external_workload() {
     let mesh = mesh(MESH).await;
     let check = async |path: &str, addr: &str, meshed: bool, opaque: bool| {
         let profile = mesh.profile(path).await;
@@ -161,13 +162,152 @@ async fn a_pod_in_its_host_s_network_is_found_by_the_ports_it_declares() {
     let pod = "
 apiVersion: v1
 kind: Pod
-metadata: {name: agent, namespace: shop, labels: {linkerd.io/control-plane-ns: linkerd}}
-spec: {hostNetwork: true, containers: [{name: agent, ports: [{containerPort: 9100}]}]}
+metadata:
+  name: agent
+  namespace: shop
+  labels: {linkerd.io/control-plane-ns: linkerd}
+  annotations: {config.linkerd.io/opaque-ports: \"9101\"}
+spec: {hostNetwork: true, containers: [{name: agent, ports: [{containerPort: 9100}, {containerPort: 9101}]}]}
 status: {podIP: 192.168.0.2}
 ";
     let mesh = mesh(pod).await;
     assert!(endpoint(&mesh.profile("192.168.0.2:9100").await).2);
     assert!(!endpoint(&mesh.profile("192.168.0.2:22").await).2);
+    // The address of the pod is the node's, so clients can connect to the pod's proxy.
+    let opaque = profile(&mesh, "192.168.0.2:9101").await;
+    check("an opaque port", &opaque, "opaque opaque-protocol transport=4143");
+}
+
+#[tokio::test]
+async fn settings_of_ports_apply_to_the_container_port_of_a_host_port() {
+    let (skip, opaque) = ("config.linkerd.io/skip-inbound-ports", "config.linkerd.io/opaque-ports");
+    let annotated = |key: &str, ports: &str| format!("{MESHED}, annotations: {{{key}: \"{ports}\"}}");
+    let meshed = || MESHED.to_owned();
+    let tls = "tls=default.shop.serviceaccount.identity.linkerd.cluster.local";
+    let h2 = format!("h2 http2 {tls} !opaque !transport");
+    let opaque_with_tls = format!("opaque opaque-protocol http2 {tls} !transport");
+    let (h2, opaque_with_tls) = (h2.as_str(), opaque_with_tls.as_str());
+    let selected = "labels: {linkerd.io/control-plane-ns: linkerd, app: db}".to_owned();
+    // Container ports and host ports are different, and each row has the node 192.168.0.<number of the row>.
+    let rows = [
+        ("no settings", meshed(), 8080, 18080, h2),
+        (
+            "a skipped container port",
+            annotated(skip, "8080"),
+            8080,
+            18080,
+            "pod !h2 !tls !opaque",
+        ),
+        (
+            "a skipped port by name",
+            annotated(skip, "main"),
+            8080,
+            18080,
+            "pod !h2 !tls !opaque",
+        ),
+        (
+            "the number of the host port is skipped",
+            annotated(skip, "18080"),
+            8080,
+            18080,
+            h2,
+        ),
+        (
+            "an opaque container port",
+            annotated(opaque, "8080"),
+            8080,
+            18080,
+            opaque_with_tls,
+        ),
+        (
+            "the number of the host port is opaque",
+            annotated(opaque, "18080"),
+            8080,
+            18080,
+            h2,
+        ),
+        (
+            "a container port that is opaque by default",
+            meshed(),
+            3306,
+            13306,
+            opaque_with_tls,
+        ),
+        (
+            "the number of the host port is opaque by default",
+            meshed(),
+            8080,
+            3306,
+            h2,
+        ),
+        (
+            "a Server with an opaque port",
+            selected.clone(),
+            5000,
+            15000,
+            opaque_with_tls,
+        ),
+        ("a Server with the number of the host port", selected, 8080, 5000, h2),
+        (
+            "a pod without a sidecar",
+            "labels: {}".to_owned(),
+            3306,
+            13306,
+            "pod opaque-protocol !h2 !tls",
+        ),
+        (
+            "a pod with an unreadable sidecar",
+            format!("{MESHED}, annotations: {{unreadable: \"\"}}"),
+            3306,
+            13306,
+            "opaque-protocol !pod !h2 !tls",
+        ),
+    ];
+    let mut yaml = "apiVersion: policy.linkerd.io/v1beta3\nkind: Server\nmetadata: {name: db, namespace: shop}\n\
+        spec: {podSelector: {matchLabels: {app: db}}, port: 5000, proxyProtocol: opaque}\n"
+        .to_owned();
+    for (n, (_, metadata, container_port, host_port, _)) in rows.iter().enumerate() {
+        let sidecar = if metadata.contains("unreadable") {
+            ", {name: linkerd-proxy}"
+        } else {
+            ""
+        };
+        yaml += &format!(
+            "---\napiVersion: v1\nkind: Pod\nmetadata: {{name: p{n}, namespace: shop, {metadata}}}\n\
+             spec: {{containers: [{{name: app, ports: [{{name: main, containerPort: {container_port}, \
+             hostPort: {host_port}}}]}}{sidecar}]}}\n\
+             status: {{podIP: 10.1.0.{n}, hostIP: 192.168.0.{n}, phase: Running}}\n"
+        );
+    }
+    let config = || Config {
+        default_opaque_ports: "3306".parse().unwrap(),
+        ..Config::default()
+    };
+    let mesh = mesh_with(&yaml, config()).await;
+    for (n, (what, _, _, host_port, expected)) in rows.iter().enumerate() {
+        let addr = format!("192.168.0.{n}:{host_port}");
+        let expected = format!("{addr} {}", expected.replace("pod ", &format!("pod=p{n} ")));
+        check(what, &profile(&mesh, &addr).await, &expected);
+    }
+    let forcing = Config {
+        transport: TransportMode::TransportHeader,
+        ..config()
+    };
+    let mesh = mesh_with(&yaml, forcing).await;
+    for (n, (what, _, container_port, host_port, _)) in rows.iter().enumerate() {
+        check(
+            what,
+            &profile(&mesh, &format!("192.168.0.{n}:{host_port}")).await,
+            "!transport",
+        );
+        if *what == "no settings" {
+            check(
+                "the address of the pod",
+                &profile(&mesh, &format!("10.1.0.{n}:{container_port}")).await,
+                "h2 transport=4143",
+            );
+        }
+    }
 }
 
 #[tokio::test]

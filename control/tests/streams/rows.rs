@@ -427,7 +427,7 @@ async fn slices_determine_the_addresses() {
             "a target that is neither a pod nor a workload",
             endpoints("{addresses: [10.3.0.1], targetRef: {kind: Node, name: node-a}}"),
             80,
-            "1",
+            "+10.3.0.1:8080",
         ),
         (
             "the owner of the slice names the service",
@@ -689,7 +689,7 @@ async fn only_ready_addresses_of_endpoints_objects_are_used() {
 }
 
 #[tokio::test]
-async fn an_address_is_resolved_to_its_pod_service_or_workload() {
+async fn an_address_is_resolved_to_its_pod_or_external_workload() {
     let hosted = |name: &str, ip: &str, phase: &str| {
         format!(
             "---\napiVersion: v1\nkind: Pod\nmetadata: {{name: {name}, namespace: shop, {MESHED}}}\n\

@@ -82,7 +82,11 @@ fn get(path: &str, node: &str) -> GetDestination {
 fn destination(
     mesh: &Mesh,
 ) -> impl Service<Request<Body>, Response = http::Response<Body>, Error = std::convert::Infallible> {
-    destination::server(mesh.cluster.clone(), destination::config::Config::default())
+    destination::server(
+        mesh.cluster.clone(),
+        ClientCertificates::Optional,
+        destination::config::Config::default(),
+    )
 }
 
 #[tokio::test]
@@ -120,7 +124,7 @@ async fn services_with_other_settings_do_not_share() {
         zone_weights: destination::config::ZoneWeights::PreferLocal,
         ..destination::config::Config::default()
     };
-    let mut other = destination::server(mesh.cluster.clone(), config);
+    let mut other = destination::server(mesh.cluster.clone(), ClientCertificates::Optional, config);
     assert!(!are_shared(
         &first,
         &data(&mut open(&mut other, "Get", &near).await).await
@@ -145,7 +149,11 @@ async fn profiles_and_policies_are_shared_by_all() {
     let mut once = open(&mut inbound, "GetPort", &port).await;
     assert!(are_shared(&data(&mut followed).await, &data(&mut once).await));
 
-    let mut outbound = policy::outbound_server(mesh.cluster.clone(), policy::config::Config::default());
+    let mut outbound = policy::outbound_server(
+        mesh.cluster.clone(),
+        ClientCertificates::Optional,
+        policy::config::Config::default(),
+    );
     let traffic = TrafficSpec {
         source_workload: "shop:client".to_owned(),
         target: Some(traffic_spec::Target::Authority(WEB.to_owned())),

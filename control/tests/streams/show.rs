@@ -269,7 +269,7 @@ fn tls(route: &TlsRoute) -> Vec<String> {
     stream_lines!(route, tls_route, about)
 }
 
-/// `weight*target`, the object of the target if it differs, and the filters of the backend.
+/// `weight*target`, or `nothing` with the object that the reference names if there is no target, and the filters of the backend.
 fn backends<'a>(all: impl Iterator<Item = (Option<u32>, Option<&'a Backend>, String)>) -> String {
     let shown = all.map(|(weight, backend, filters)| {
         let backend = backend.unwrap();

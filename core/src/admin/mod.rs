@@ -33,7 +33,7 @@ use crate::admin::access::{AuthorizeFn, Caller, Tls};
 use crate::admin::metrics_renderer::{ContentEncoding, MetricsRenderer};
 use crate::descriptors;
 use crate::drain::Watch;
-use crate::listener::{AcceptedConnection, Listener};
+use crate::listener::{AcceptedConnection, ConnectionEnd, Listener};
 use crate::memory;
 use crate::metrics::Registry;
 use crate::open_responses::{OpenResponses, PART_BYTES, ResponseBody};
@@ -220,12 +220,15 @@ impl Admin {
     }
 }
 
-async fn serve_connection(accepted: AcceptedConnection, server: Arc<Server>, drain: Watch) {
+async fn serve_connection(accepted: AcceptedConnection, server: Arc<Server>, drain: Watch) -> ConnectionEnd {
     let (client, is_tls) = (accepted.client, accepted.is_tls());
     let AcceptedConnection { stream, permit, .. } = accepted;
     let local = match stream.local_addr() {
         Ok(local) => canonical(local),
-        Err(err) => return debug!(%client, %err, "reading the local address of an admin connection failed"),
+        Err(err) => {
+            debug!(%client, %err, "reading the local address of an admin connection failed");
+            return ConnectionEnd::Failed;
+        }
     };
     let caller = |tls| Caller { client, local, tls };
     let opened = match server.terminate.as_ref().filter(|_| is_tls) {
@@ -238,11 +241,21 @@ async fn serve_connection(accepted: AcceptedConnection, server: Arc<Server>, dra
     let served = match opened {
         Ok(Ok((stream, Version::Http2, tls))) => serve_http2(permit.track(stream), caller(tls), server, drain).await,
         Ok(Ok((stream, Version::Http1, tls))) => serve_http1(permit.track(stream), caller(tls), server, drain).await,
-        Ok(Err(err)) => return debug!(%client, %err, "TLS or protocol detection of an admin connection failed"),
-        Err(_) => return debug!(%client, "an admin connection did not finish TLS and protocol detection in time"),
+        Ok(Err(err)) => {
+            debug!(%client, %err, "TLS or protocol detection of an admin connection failed");
+            return ConnectionEnd::Failed;
+        }
+        Err(_) => {
+            debug!(%client, "an admin connection did not finish TLS and protocol detection in time");
+            return ConnectionEnd::Failed;
+        }
     };
-    if let Err(err) = served {
-        debug!(%client, %err, "serving an admin connection failed");
+    match served {
+        Ok(()) => ConnectionEnd::Closed,
+        Err(err) => {
+            debug!(%client, %err, "serving an admin connection failed");
+            ConnectionEnd::Failed
+        }
     }
 }
 

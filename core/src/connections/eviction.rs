@@ -36,6 +36,8 @@ pub(super) struct Connection {
     /// Shared count of the listener's connections that have never carried bytes.
     n_unused: Arc<AtomicUsize>,
     pub(super) is_closed: AtomicBool,
+    /// Whether the connection must end with a reset.
+    pub(super) must_reset: AtomicBool,
     pub(super) task: Mutex<Option<AbortHandle>>,
     keys: Mutex<IndexKeys>,
 }
@@ -133,6 +135,7 @@ impl Connection {
         self.stop_counting_as_unused();
         let task = self.task.lock();
         self.is_closed.store(true, Ordering::Relaxed);
+        self.must_reset.store(true, Ordering::Relaxed);
         if let Some(task) = &*task {
             task.abort();
         }
@@ -193,6 +196,7 @@ impl Connections {
             state: AtomicU8::new(UNUSED),
             n_unused: self.n_unused.clone(),
             is_closed: AtomicBool::new(false),
+            must_reset: AtomicBool::new(false),
             task: Mutex::default(),
             keys: Mutex::new(keys),
         });

@@ -156,6 +156,12 @@ impl ConnectionPermit {
         ConnectionHandle(self.connection.clone())
     }
 
+    /// Whether the connection must end with a reset: it was evicted, or [`ConnectionHandle::reset_on_drop`] was called. The owner
+    /// of the socket resets it.
+    pub fn must_reset(&self) -> bool {
+        self.connection.must_reset.load(Ordering::Relaxed)
+    }
+
     /// Wraps the stream so that its reads and writes are recorded as activity.
     pub fn track<S>(&self, stream: S) -> TrackedStream<S> {
         TrackedStream {
@@ -181,6 +187,11 @@ impl ConnectionHandle {
     /// Records that bytes were read or written.
     pub fn record_activity(&self) {
         self.0.record_activity();
+    }
+
+    /// Makes the connection end with a reset when it is dropped, because its server stops it.
+    pub fn reset_on_drop(&self) {
+        self.0.must_reset.store(true, Ordering::Relaxed);
     }
 
     /// Sets the first task that serves the connection; eviction aborts it.
@@ -218,7 +229,7 @@ impl fmt::Debug for ConnectionHandle {
 pub(crate) fn closed_counter(server: &str, cause: &str, registry: &Registry) -> Arc<Counter> {
     let family = registry.counter(
         "tulle_connections_closed_total",
-        "Connections closed because the limit was reached or the client sent no data",
+        "Connections closed because the limit was reached (`evicted`), the client sent no data (`first_byte_timeout`), or the TLS handshake or the protocol failed or the client was lost (`failed`)",
     );
     family.get(&Labels::new().with("server", server).with("cause", cause))
 }

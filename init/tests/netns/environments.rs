@@ -370,7 +370,7 @@ fn inbound_ipv6_that_is_enabled_later_is_dropped_unless_it_is_allowed() {
             let check = [more, &["--check"]].concat();
             assert_eq!(fixture.code(&flags(backend, &check)), 0, "{backend}, {more:?}");
             fixture.sysctl("net/ipv6/conf/all/disable_ipv6", "0");
-            fixture.sh("ip addr replace fd77::2/64 dev eth0 nodad");
+            fixture.pod.ip("addr replace fd77::2/64 dev eth0 nodad\n").unwrap();
             // A skipped port: the address is reachable.
             expect(&fixture.peer, ROOT, (ip, 4191), "app", backend);
             if is_dropped {

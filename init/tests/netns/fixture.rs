@@ -140,12 +140,14 @@ impl Fixture {
     pub(crate) fn inner(&mut self) -> Arc<Namespace> {
         let inner = self.network.add_isolated("inner").unwrap();
         let name = inner.name().to_owned();
-        let pod = format!(
-            "link add eth1 type veth peer name eth0 netns {name}\naddr add 10.79.0.1/24 dev eth1\n\
-             addr add fd79::1/64 dev eth1 nodad\nlink set eth1 up\n"
-        );
-        self.pod.ip(&pod).unwrap();
-        let lines = "addr add 10.79.0.2/24 dev eth0\naddr add fd79::2/64 dev eth0 nodad\nlink set eth0 up\n\
+        let link = format!("link add eth1 type veth peer name eth0 netns {name}\nlink set eth1 up\n");
+        self.pod.ip(&link).unwrap();
+        inner.ip("link set eth0 up\n").unwrap();
+        inner.wait_for_link("eth0").unwrap();
+        self.pod.wait_for_link("eth1").unwrap();
+        let pod = "addr add 10.79.0.1/24 dev eth1\naddr add fd79::1/64 dev eth1 nodad\n";
+        self.pod.ip(pod).unwrap();
+        let lines = "addr add 10.79.0.2/24 dev eth0\naddr add fd79::2/64 dev eth0 nodad\n\
                      route add default via 10.79.0.1\nroute add default via fd79::1\n";
         inner.ip(lines).unwrap();
         self.sysctl("net/ipv4/ip_forward", "1");

@@ -97,7 +97,7 @@ pub(crate) fn server(config: &Config, params: AdminParams) -> Admin {
 
 /// Accepts TLS; the admin server limits the time.
 async fn accept_tls(stream: TcpStream, creds: Credentials) -> io::Result<(Io, Version, Tls)> {
-    let (tls, peer_tls) = tls_server::accept(Tcp::new(stream), &creds, Alpn::Unset)
+    let (tls, peer_tls) = tls_server::accept_or_reset(Tcp::new(stream), &creds, Alpn::Unset)
         .await
         .map_err(io::Error::other)?;
     let (mut io, mut seen) = (Io::tls_server(tls), BytesMut::new());

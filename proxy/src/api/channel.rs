@@ -21,14 +21,15 @@ use tokio::net::TcpStream;
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, timeout};
-use tonic::Status;
 use tonic::body::Body;
+use tonic::{Code, Status};
 use tower::Service;
 use tracing::{debug, info, warn};
 use tulle_core::addr::Addr;
 use tulle_core::backoff::Backoff;
 use tulle_core::error_chain::ErrorChain;
 use tulle_core::identity::Identity;
+use tulle_core::log_limit::LogLimiter;
 use tulle_core::metrics::{Counter, Histogram, Labels};
 
 use crate::api::dns::{DnsError, Resolver};
@@ -112,6 +113,8 @@ struct Shared {
     retry: RetrySignal,
     connection_wait_timeout: Duration,
     metrics: ChannelMetrics,
+    /// Limits log lines about refused streams.
+    log_limiter: LogLimiter<Code>,
 }
 
 #[derive(Clone)]
@@ -161,6 +164,7 @@ impl Connector {
             failing: AtomicBool::new(false),
             retry: RetrySignal::default(),
             connection_wait_timeout: config.connection_wait_timeout,
+            log_limiter: LogLimiter::default(),
             metrics: ChannelMetrics::new(&self.metrics, config.metrics_prefix, &target),
             target,
         });
@@ -179,6 +183,10 @@ impl Connector {
 }
 
 impl Channel {
+    pub(super) fn log_limiter(&self) -> &LogLimiter<Code> {
+        &self.shared.log_limiter
+    }
+
     pub(crate) fn target(&self) -> &ControlAddr {
         &self.shared.target
     }

@@ -144,8 +144,7 @@ impl Destinations {
 
     /// Watches the profile of a target; `None` if the target cannot have one.
     ///
-    /// A refusal means that there is no profile for now; with `FailedPrecondition` the control plane does not know the owner of
-    /// the address yet.
+    /// A refusal means that there is no profile for now; with `FailedPrecondition`, several workloads have the address.
     pub(crate) fn profile<T: Send + Sync + 'static>(
         &self,
         target: &Addr,

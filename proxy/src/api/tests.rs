@@ -380,6 +380,22 @@ async fn a_refused_target_is_retried_until_it_is_known() {
 }
 
 #[tokio::test]
+async fn a_refusal_because_of_the_certificate_of_the_proxy_is_logged_once_a_minute() {
+    const KIND: &str = "the control plane refuses a watch stream, opening it again";
+    let steps = [
+        Step::Refuse(Code::PermissionDenied),
+        Step::Refuse(Code::Unavailable),
+        Step::Send(vec![added(1)]),
+    ];
+    let (_script, _server, channel) = scripted(steps).await;
+    let mut watch = endpoints(channel.clone(), StreamLimits::default());
+    wait_endpoints(&mut watch, (Position::First, 1)).await;
+    let has_logged = |code| channel.log_limiter().allow(KIND, code).is_none();
+    assert!(has_logged(Code::PermissionDenied));
+    assert!(!has_logged(Code::Unavailable));
+}
+
+#[tokio::test]
 async fn a_refusal_does_not_replace_a_known_value() {
     let steps = [
         Step::Send(vec![added(1)]),

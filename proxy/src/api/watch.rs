@@ -11,6 +11,8 @@ use tokio::time::{Instant, timeout_at};
 use tonic::{Code, Response, Status, Streaming};
 use tracing::debug;
 use tulle_core::backoff::Backoff;
+use tulle_core::log_limit::LogLimiter;
+use tulle_core::warn_limited;
 
 use crate::api::channel::Channel;
 use crate::api::retry_signal::RetrySignal;
@@ -112,7 +114,7 @@ where
                         }
                     }
                 };
-                ended.log(&params.description, delay);
+                ended.log(&params.description, delay, params.channel.log_limiter());
                 params.retry.wait(delay).await;
             }
         };
@@ -205,9 +207,22 @@ fn refusal(params: &WatchParams, ended: &StreamEnd) -> Option<Refusal> {
 }
 
 impl StreamEnd {
-    fn log(&self, description: &str, delay: Duration) {
+    fn log(&self, description: &str, delay: Duration, log: &LogLimiter<Code>) {
         match self {
             Self::Closed(reason) => debug!(description, reason, ?delay, "watch stream closed, reopening it"),
+            // The certificate or the settings of this proxy are wrong; waiting does not help.
+            Self::Failed(status) if matches!(status.code(), Code::PermissionDenied | Code::Unauthenticated) => {
+                let (code, message) = (status.code(), status.message());
+                warn_limited!(
+                    log,
+                    code,
+                    "the control plane refuses a watch stream, opening it again",
+                    description,
+                    ?code,
+                    message,
+                    ?delay
+                );
+            }
             Self::Failed(status) => {
                 debug!(description, code = ?status.code(), message = status.message(), ?delay, "watch stream failed, reopening it");
             }

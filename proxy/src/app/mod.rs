@@ -263,9 +263,9 @@ fn max_connections_of(files: usize, memory: Option<u64>) -> usize {
     (files / 4).min(max_by_memory).max(1)
 }
 
-/// Memory of an idle connection: 6 KiB of HTTP/1 and up to 13 KiB of opaque traffic, with both sides (`docs/reference/benchmarks.md`).
-/// At the limit, idle connections of opaque traffic thus take about 81 % of the memory, besides that of the process without
-/// connections; [`MemoryPressure`] begins at 90 %.
+/// Memory that is reserved for each connection. An idle one takes from 6 KiB (HTTP/1) to 13 KiB (opaque traffic) with both sides
+/// (`docs/reference/benchmarks.md`), so this is a value between the two. At the limit, idle connections of opaque traffic thus take
+/// about 81 % of the memory, besides that of the process without connections; [`MemoryPressure`] begins at 90 %.
 const BYTES_PER_CONNECTION: u64 = 8 << 10;
 
 fn start_access_log(config: &Config, registry: &Registry) -> anyhow::Result<Option<AccessLog>> {

@@ -536,8 +536,8 @@ const DIRECTION_VARIABLES: &[DirectionVariable] = &[
         "DETECT_TIMEOUT",
         DURATION,
         [Value("10s"), Value("10s")],
-        "Maximum time to detect the protocol of a connection. Outbound also the maximum time of discovery, which is at most 10 s. \
-         Inbound also applies twice to TLS: to the ClientHello, and then to the rest of the handshake.",
+        "Maximum time to detect the protocol of a connection. The outbound variable also limits discovery (to at most 10 s). \
+         The inbound variable also limits the ClientHello, and once more the rest of the TLS handshake.",
     ),
     direction(
         "ACCEPT_KEEPALIVE",
@@ -586,8 +586,8 @@ const DIRECTION_VARIABLES: &[DirectionVariable] = &[
         "CONNECT_EXP_BACKOFF_MAX",
         DURATION,
         [Value("10s"), Value("60s")],
-        "Maximum delay before a stream of the control plane is opened again, or, up to 5 s, the control plane is dialled again. \
-         Must be set together with the first delay.",
+        "Maximum delay before a stream of the control plane is opened again, and before the control plane is dialled again; for \
+         the latter, a value above 5 s counts as 5 s. Must be set together with the first delay.",
     ),
     direction(
         "CONNECT_EXP_BACKOFF_JITTER",

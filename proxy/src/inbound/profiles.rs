@@ -160,7 +160,7 @@ impl Profiles {
         let mut reporter = self.invalid_updates.reporter(UpdateKind::Profile, dst.clone());
         let mut last = Arc::new(ProfileRoutes::new(&families, &dst, Profile::default()));
         self.destinations.profile(&Addr::Name(name), move |message| {
-            match decode::profile::profile(message) {
+            match decode::profile::profile(message, |error| drop(reporter.report(&error))) {
                 Ok(profile) => last = Arc::new(ProfileRoutes::new(&families, &dst, profile)),
                 Err(error) => drop(reporter.report(&error)),
             }

@@ -5,7 +5,10 @@ use std::{
     net::IpAddr,
     os::fd::AsRawFd as _,
     pin::Pin,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     task::{Context, Poll, ready},
     time::Duration,
 };
@@ -34,6 +37,8 @@ pub(crate) struct Tcp {
     was_reset: bool,
     /// Whether the peer is known to be a process of this host.
     has_local_peer: bool,
+    /// Whether the connection ends with a reset.
+    must_reset: AtomicBool,
     /// The permit of an accepted connection; held while the socket is open, even after the connection changes protocol.
     permit: Option<ConnectionPermit>,
 }
@@ -77,6 +82,7 @@ impl Tcp {
             corked: false,
             was_reset: false,
             has_local_peer: false,
+            must_reset: AtomicBool::new(false),
             permit: None,
         }
     }
@@ -98,9 +104,12 @@ impl Tcp {
 
     /// Makes the connection end with a reset when it is dropped.
     pub(crate) fn reset_on_drop(&self) {
-        if let Err(error) = SockRef::from(&self.stream).set_linger(Some(Duration::ZERO)) {
-            tracing::debug!(%error, "setting SO_LINGER failed, the connection ends without a reset");
-        }
+        self.must_reset.store(true, Ordering::Relaxed);
+    }
+
+    /// Undoes [`Self::reset_on_drop`].
+    pub(crate) fn close_on_drop(&self) {
+        self.must_reset.store(false, Ordering::Relaxed);
     }
 
     pub(crate) fn has_permit(&self) -> bool {
@@ -119,7 +128,7 @@ impl Tcp {
 
     /// Puts bytes that were already read in front of the stream again.
     pub(crate) fn prepend(mut self, bytes: Bytes) -> Self {
-        self.prefix = concat_prefix(bytes, self.prefix);
+        self.prefix = concat_prefix(bytes, self.prefix.split_off(0));
         self
     }
 
@@ -151,6 +160,17 @@ impl Tcp {
     /// until the owner disables buffering and flushes.
     fn must_buffer(&self, len: usize) -> bool {
         self.write_buffering && len < MAX_BUFFERED_BYTES
+    }
+}
+
+impl Drop for Tcp {
+    fn drop(&mut self) {
+        let is_stopped = self.permit.as_ref().is_some_and(ConnectionPermit::must_reset);
+        if (is_stopped || self.must_reset.load(Ordering::Relaxed))
+            && let Err(error) = SockRef::from(&self.stream).set_linger(Some(Duration::ZERO))
+        {
+            tracing::debug!(%error, "setting SO_LINGER failed, the connection ends without a reset");
+        }
     }
 }
 
@@ -492,8 +512,45 @@ mod tests {
         io::{AsyncReadExt as _, AsyncWriteExt as _},
         net::TcpListener,
     };
+    use tulle_core::{
+        connections::{ConnectionLimiter, SameAddressEviction},
+        metrics::Registry,
+    };
 
     use super::*;
+
+    /// Accepts a connection, ends it, and returns what its peer reads.
+    async fn end_of(drop_connection: impl FnOnce(Tcp)) -> io::Result<usize> {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let mut peer = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        drop_connection(Tcp::new(listener.accept().await.unwrap().0));
+        peer.read(&mut [0]).await
+    }
+
+    #[tokio::test]
+    async fn a_refused_or_stopped_connection_is_reset_and_any_other_is_closed() {
+        let limiter = ConnectionLimiter::new("test", 1, SameAddressEviction::Idlest, &Registry::new());
+        let admit = |last| limiter.admit(IpAddr::from([10, 0, 0, last]));
+        assert_eq!(end_of(drop).await.unwrap(), 0);
+        assert_eq!(end_of(|tcp| drop(tcp.with_permit(admit(1)))).await.unwrap(), 0);
+        let refused = end_of(|tcp| tcp.reset_on_drop()).await;
+        let stopped = end_of(|tcp| {
+            let tcp = tcp.with_permit(admit(1));
+            Io::tcp(tcp).handle().unwrap().reset_on_drop();
+        });
+        let evicted = end_of(|tcp| {
+            let tcp = tcp.with_permit(admit(1));
+            drop((admit(2), tcp));
+        });
+        for reset in [refused, stopped.await, evicted.await] {
+            assert_eq!(reset.unwrap_err().kind(), io::ErrorKind::ConnectionReset);
+        }
+        let permitted = end_of(|tcp| {
+            tcp.reset_on_drop();
+            tcp.close_on_drop();
+        });
+        assert_eq!(permitted.await.unwrap(), 0);
+    }
 
     #[tokio::test]
     async fn a_reset_seen_by_a_write_is_an_error_for_the_reader() {

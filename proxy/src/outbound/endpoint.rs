@@ -192,8 +192,48 @@ fn http2_params(defaults: &h2::Http2Config, spec: &EndpointSpec) -> h2::Http2Con
 mod tests {
     use std::time::Duration;
 
+    use tulle_core::metrics::Registry;
+
     use super::*;
-    use crate::policy::endpoint::{Http2Params, KeepAlive};
+    use crate::{
+        http::h1::pool::ResendPolicy,
+        metrics::http as http_metrics,
+        net::{connect::SocketOptions, tcp_metrics},
+        policy::endpoint::{Http2Params, KeepAlive},
+        tls::tests::Authority,
+    };
+
+    impl EndpointContext {
+        /// Settings of one worker, with a new registry and a certificate of a new authority.
+        pub(in crate::outbound) fn with_defaults() -> Self {
+            let registry = Registry::new();
+            Self {
+                creds: Authority::new().credentials("web.shop.serviceaccount.identity.linkerd.cluster.local"),
+                connect: connect::Config {
+                    timeout: Duration::from_secs(1),
+                    options: SocketOptions::default(),
+                    own_port: None,
+                },
+                http2: h2::Http2Config::default(),
+                pool: PoolConfig {
+                    idle_timeout: Duration::from_secs(1),
+                    max_idle: 1,
+                    resend: ResendPolicy::Never,
+                },
+                families: Families::new(
+                    &registry,
+                    http_metrics::Families::with_prefix(&registry, "", ""),
+                    tcp_metrics::Families::new(&registry),
+                    None,
+                ),
+                local_ips: BTreeSet::new(),
+                workers: 1,
+                taps: Arc::new(TapRegistry::default()),
+                tracer: None,
+                mode: Mode::Sidecar,
+            }
+        }
+    }
 
     #[test]
     fn http2_settings_from_discovery_override_the_defaults() {

@@ -19,10 +19,15 @@ pub(crate) struct ClientPolicy {
 }
 
 impl ClientPolicy {
-    /// Whether requests are compared with the rules by the normal form of their path, as at a Server. An EgressNetwork can deny
-    /// traffic, so a path that the destination takes for another one must not pass.
-    pub(crate) fn compares_normalized_paths(&self) -> bool {
+    /// Whether this is the policy of an EgressNetwork, which can deny traffic. Other policies only route it.
+    pub(crate) fn is_of_egress_network(&self) -> bool {
         matches!(&*self.meta, Meta::Resource(resource) if &*resource.kind == "EgressNetwork")
+    }
+
+    /// Whether requests are compared with the rules by the normal form of their path, as at a Server: if the policy can deny
+    /// traffic, a path that the destination takes for another one must not pass.
+    pub(crate) fn compares_normalized_paths(&self) -> bool {
+        self.is_of_egress_network()
     }
 }
 

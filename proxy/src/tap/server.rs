@@ -20,7 +20,7 @@ use tulle_core::{
     drain,
     identity::Identity,
     info_limited,
-    listener::{AcceptedConnection, Listener},
+    listener::{AcceptedConnection, ConnectionEnd, Listener},
     log_limit::LogLimiter,
     metrics::Registry,
 };
@@ -91,7 +91,7 @@ impl TapServer {
     }
 }
 
-async fn connection(accepted: AcceptedConnection, server: TapServer) {
+async fn connection(accepted: AcceptedConnection, server: TapServer) -> ConnectionEnd {
     let TapServer {
         clients,
         taps,
@@ -106,7 +106,7 @@ async fn connection(accepted: AcceptedConnection, server: TapServer) {
         let is_permitted = client.ip().is_loopback();
         return http2(permit.track(stream), Service { taps, is_permitted }).await;
     }
-    let handshake = tls_server::accept(Tcp::new(stream), &creds, Alpn::Unset);
+    let handshake = tls_server::accept_or_reset(Tcp::new(stream), &creds, Alpn::Unset);
     match tokio::time::timeout(HANDSHAKE_TIMEOUT, handshake).await {
         Ok(Ok((stream, peer))) => {
             let permitted = peer.client_id.as_ref().filter(|id| clients.contains(id));
@@ -117,17 +117,18 @@ async fn connection(accepted: AcceptedConnection, server: TapServer) {
                     info_limited!(log, client.ip(), "tap refused, the client is not authorized", %client, id = ?peer.client_id)
                 }
             }
-            http2(permit.track(stream), Service { taps, is_permitted }).await;
+            http2(permit.track(stream), Service { taps, is_permitted }).await
         }
         Ok(Err(error)) => {
             info_limited!(log, client.ip(), "TLS handshake with a client of tap failed", %client, %error);
+            ConnectionEnd::Failed
         }
-        Err(_) => {}
+        Err(_) => ConnectionEnd::Failed,
     }
 }
 
 /// Serves a client; an unauthorized one gets an error and is then disconnected.
-async fn http2(io: impl AsyncRead + AsyncWrite + Unpin, service: Service) {
+async fn http2(io: impl AsyncRead + AsyncWrite + Unpin, service: Service) -> ConnectionEnd {
     let limit = match service.is_permitted {
         true => Duration::MAX,
         false => UNAUTHORIZED_TIMEOUT,
@@ -139,8 +140,13 @@ async fn http2(io: impl AsyncRead + AsyncWrite + Unpin, service: Service) {
         .max_concurrent_streams(MAX_CONCURRENT_STREAMS);
     let service = TowerToHyperService::new(tap_server::TapServer::new(service));
     let serving = server.serve_connection(TokioIo::new(io), service);
-    if let Ok(Err(error)) = tokio::time::timeout(limit, serving).await {
-        tracing::debug!(%error, "tap connection ended");
+    match tokio::time::timeout(limit, serving).await {
+        Ok(Err(error)) => {
+            tracing::debug!(%error, "tap connection failed");
+            ConnectionEnd::Failed
+        }
+        // An unauthorized client is disconnected after its error.
+        Ok(Ok(())) | Err(_) => ConnectionEnd::Closed,
     }
 }
 

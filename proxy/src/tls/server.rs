@@ -7,6 +7,7 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 use tulle_core::identity::Identity;
 
+use crate::net::io::Tcp;
 use crate::tls::certificate;
 use crate::tls::credentials::{Alpn, Credentials};
 use crate::tls::handshake_failure::HandshakeFailure;
@@ -90,6 +91,18 @@ where
     };
     let alpn = Alpn::negotiated(session.alpn_protocol());
     Ok((stream, PeerTls { client_id, alpn }))
+}
+
+/// Terminates TLS as [`accept`] does. If that fails or is cancelled, the connection ends with a reset, which may follow an alert.
+pub(crate) async fn accept_or_reset(
+    tcp: Tcp,
+    creds: &Credentials,
+    alpn: Alpn,
+) -> Result<(TlsStream<Tcp>, PeerTls), AcceptError> {
+    tcp.reset_on_drop();
+    let (stream, peer_tls) = accept(tcp, creds, alpn).await?;
+    stream.get_ref().0.close_on_drop();
+    Ok((stream, peer_tls))
 }
 
 impl AcceptError {

@@ -47,7 +47,7 @@ pub(crate) struct Exporter {
 }
 
 struct Metrics {
-    /// Linkerd's metric. Spans are sent by unary calls: 1, and 1 more after each failed batch.
+    /// 1 plus the number of failed batches. In Linkerd, the streams that were opened; spans are sent by unary calls here.
     streams: Arc<Counter>,
     requests: Arc<Counter>,
     spans: Arc<Counter>,
@@ -76,7 +76,7 @@ impl Config {
             metrics: Metrics {
                 streams: counter(
                     "opentelemetry_span_export_streams",
-                    "Linkerd's metric: 1, and 1 more after each failed batch (spans are sent by unary calls)",
+                    "1 plus the number of failed batches; in Linkerd, the streams that were opened, which tulle does not have: it sends spans by unary calls",
                 ),
                 requests: counter("opentelemetry_span_export_requests", "Batches of spans sent"),
                 spans: counter("opentelemetry_span_exports", "Spans sent"),

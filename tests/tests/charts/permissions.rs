@@ -125,6 +125,34 @@ const SECRETS: [(&str, &str); 4] = [
     (INJECTOR, "linkerd-proxy-injector-k8s-tls"),
 ];
 
+/// Resource, namespace, name, and the verbs that `linkerd-destination` may use. It may use no other verbs, and the other accounts
+/// may use none.
+const DESTINATION_ACCESS: [(&str, &str, &str, &[&str]); 13] = [
+    (
+        API_SERVICES,
+        "",
+        "v1alpha1.telemetry.tulle.dev",
+        &["list", "watch", "patch"],
+    ),
+    (API_SERVICES, "", "another", &[]),
+    (API_SERVICES, "", "", &[]),
+    (
+        "configmaps",
+        "kube-system",
+        "extension-apiserver-authentication",
+        &["list", "watch"],
+    ),
+    ("configmaps", "kube-system", "another", &[]),
+    ("configmaps", "kube-system", "", &[]),
+    ("configmaps", "linkerd", "extension-apiserver-authentication", &[]),
+    ("externalworkloads.workload.linkerd.io", "shop", "", &["list", "watch"]),
+    ("externalworkloads.workload.linkerd.io/status", "shop", "", &["patch"]),
+    ("deployments.apps", "linkerd", "linkerd-destination", &["get"]),
+    ("deployments.apps", "linkerd", "another", &[]),
+    ("deployments.apps", "linkerd", "", &[]),
+    ("deployments.apps", "shop", "linkerd-destination", &[]),
+];
+
 /// Service account, verbs, resource, namespace, name, whether it is permitted.
 type Row = (
     &'static str,
@@ -271,6 +299,20 @@ async fn service_accounts_have_the_permissions_of_the_table() {
             ask(review, expected).await;
         }
     }
+    for (resource, namespace, name, verbs) in DESTINATION_ACCESS {
+        for account in ACCOUNTS {
+            for verb in VERBS {
+                let review = AccessReview {
+                    account,
+                    verb,
+                    resource,
+                    namespace,
+                    name,
+                };
+                ask(review, account == DESTINATION && verbs.contains(&verb)).await;
+            }
+        }
+    }
     // Each account has access to its own Secrets by name, and no account to another's, to the issuer's, or to all Secrets.
     let names = SECRETS.map(|(_, name)| name);
     let others = ["", "linkerd-identity-issuer", "cluster-credentials-west"];
@@ -320,6 +362,7 @@ async fn service_accounts_have_the_permissions_of_the_table() {
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
+const API_SERVICES: &str = "apiservices.apiregistration.k8s.io";
 const MUTATING: &str = "mutatingwebhookconfigurations.admissionregistration.k8s.io";
 const VALIDATING: &str = "validatingwebhookconfigurations.admissionregistration.k8s.io";
 

@@ -407,6 +407,13 @@ fn without_telemetry_none_of_its_objects_are_rendered() {
 }
 
 #[test]
+fn queries_of_an_api_server_reach_one_replica_of_telemetry() {
+    let objects = render(&[]).unwrap();
+    let service = find(&objects, "Service", "linkerd-telemetry");
+    assert_eq!(service["spec"]["sessionAffinity"], "ClientIP");
+}
+
+#[test]
 fn pods_may_do_no_more_than_they_need() {
     for deployment in render(&[])
         .unwrap()

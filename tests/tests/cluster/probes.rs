@@ -65,7 +65,7 @@ struct Expected {
 enum BecomesGood {
     /// And stays good.
     Soon,
-    /// Not before [`BEHAVIOUR_CHANGE_AT_SECONDS`].
+    /// Not before [`BEHAVIOUR_CHANGE_AT_SECONDS`], and then stays good.
     Late,
     Never,
     /// And ceases to be good later.
@@ -219,11 +219,13 @@ impl Row {
         let expected = self.expected();
         let is_right = (expected.restarts || seen.restarts == 0)
             && match expected.becomes_good {
-                BecomesGood::Soon | BecomesGood::Temporarily => true,
-                // Kubernetes reports times in whole seconds.
-                BecomesGood::Late => seen
-                    .first_good_at
-                    .is_none_or(|age| age >= BEHAVIOUR_CHANGE_AT_SECONDS - 1),
+                BecomesGood::Soon => !seen.ceased_to_be_good,
+                BecomesGood::Temporarily => true,
+                BecomesGood::Late => {
+                    // Kubernetes reports times in whole seconds.
+                    let is_late = |age| age >= BEHAVIOUR_CHANGE_AT_SECONDS - 1;
+                    !seen.ceased_to_be_good && seen.first_good_at.is_none_or(is_late)
+                }
                 BecomesGood::Never => seen.first_good_at.is_none(),
             };
         (!is_right).then(|| format!("{}: {expected:?}: {seen:?}", self.name()))
@@ -295,7 +297,7 @@ fn pod(namespace: &str, application: Application) -> Value {
                 probe
             };
             // A pod that listens late needs a higher failure threshold.
-            let failures_allowed = if application == Application::ListensLate { 60 } else { 5 };
+            let failures_allowed = if application == Application::ListensLate { 60 } else { 6 };
             let mut container = json!({
                 "image": Image::Workload.reference(),
                 "command": ["/bin/sh", "-c", script(application, &format!("/tulle-bench serve --{flag}=0.0.0.0:{port}"))],
@@ -308,7 +310,8 @@ fn pod(namespace: &str, application: Application) -> Value {
                 }
                 false => {
                     container["name"] = format!("{kind}-ready").into();
-                    container["readinessProbe"] = probe(1);
+                    // A container that stays good must not cease to be good because of one probe that the machine delays.
+                    container["readinessProbe"] = probe(2);
                     container["livenessProbe"] = probe(failures_allowed);
                 }
             }
@@ -366,8 +369,8 @@ async fn assert_rollout_loses_nothing(meshed: &MeshedCluster) {
 /// Minimum duration of the load during a rollout.
 const MIN_LOAD_DURATION: Duration = Duration::from_secs(20);
 const BEHAVIOUR_CHANGE_AT_SECONDS: i64 = 10;
-/// How long a container that must not restart is observed, in seconds; liveness probes fail after 5.
-const OBSERVATION_SECONDS: i64 = BEHAVIOUR_CHANGE_AT_SECONDS + 9;
+/// How long a container that must not restart is observed, in seconds; liveness probes fail after 6.
+const OBSERVATION_SECONDS: i64 = BEHAVIOUR_CHANGE_AT_SECONDS + 10;
 
 const SHOP: &str = "
 apiVersion: v1

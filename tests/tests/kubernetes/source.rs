@@ -13,6 +13,7 @@ use tulle_control::resources::service::EndpointsSource;
 use tulle_control::resources::{self, Kind, Object};
 use tulle_control::source::kubernetes::kinds::WatchRequirements;
 use tulle_control::source::kubernetes::{self, SourceError};
+use tulle_control::tls::mesh_credentials::ClientCertificates;
 use tulle_control::{destination, kubernetes as client};
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
@@ -102,7 +103,11 @@ async fn apply(api: &ApiServer, object: &Value) {
 impl DestinationFixture {
     fn destination(&self) -> DestinationClient<tulle_control::grpc::Service<destination::server::Service>> {
         let config = destination::config::Config::default();
-        DestinationClient::new(destination::server(self.cluster.clone(), config))
+        DestinationClient::new(destination::server(
+            self.cluster.clone(),
+            ClientCertificates::Optional,
+            config,
+        ))
     }
 
     async fn get(&self, path: &str) -> Result<Streaming<Update>, Status> {

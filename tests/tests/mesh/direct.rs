@@ -1,5 +1,6 @@
 //! Transport headers at a proxy's inbound port: complete ones in any fragmentation, and invalid ones.
 
+use std::io::ErrorKind;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -24,24 +25,52 @@ async fn connect(mesh: &Mesh) -> TlsStream<TcpStream> {
 
 /// Performs a TLS handshake with the proxy of `web`, with these ALPN protocols.
 pub(crate) async fn tls_connect(mesh: &Mesh, stream: TcpStream, protocols: &[&[u8]]) -> TlsStream<TcpStream> {
+    connect_with(config(mesh, Certificate::OfPeer, protocols), stream).await
+}
+
+/// The certificate of a client.
+enum Certificate {
+    OfPeer,
+    Absent,
+}
+
+fn config(mesh: &Mesh, certificate: Certificate, protocols: &[&[u8]]) -> ClientConfig {
     let mut roots = RootCertStore::empty();
     let anchors = CertificateDer::pem_slice_iter(mesh.files().anchors.as_bytes());
     roots.add_parsable_certificates(anchors.map(Result::unwrap));
-    let svid = trust::create_svid("spiffe://a.test/peer", trust::ISSUER_LIFETIME, &mesh.files().anchor).unwrap();
-    let chain = svid.chain.into_iter().map(CertificateDer::from).collect();
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
-    let mut config = ClientConfig::builder_with_provider(provider)
+    let builder = ClientConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()
         .unwrap()
-        .with_root_certificates(roots)
-        .with_client_auth_cert(chain, PrivateKeyDer::try_from(svid.key).unwrap())
-        .unwrap();
+        .with_root_certificates(roots);
+    let mut config = match certificate {
+        Certificate::Absent => builder.with_no_client_auth(),
+        Certificate::OfPeer => {
+            let anchor = &mesh.files().anchor;
+            let svid = trust::create_svid("spiffe://a.test/peer", trust::ISSUER_LIFETIME, anchor).unwrap();
+            let chain = svid.chain.into_iter().map(CertificateDer::from).collect();
+            let key = PrivateKeyDer::try_from(svid.key).unwrap();
+            builder.with_client_auth_cert(chain, key).unwrap()
+        }
+    };
     config.alpn_protocols = protocols.iter().map(|name| name.to_vec()).collect();
+    config
+}
+
+async fn connect_with(config: ClientConfig, stream: TcpStream) -> TlsStream<TcpStream> {
     let name = ServerName::try_from(identity("web")).unwrap();
     TlsConnector::from(Arc::new(config))
         .connect(name, stream)
         .await
         .unwrap()
+}
+
+/// Reads until the connection is reset; nothing precedes the reset.
+async fn assert_reset(stream: &mut TlsStream<TcpStream>, name: &str) {
+    let mut read = Vec::new();
+    let ended = stream.read_to_end(&mut read).await;
+    let kind = ended.map_err(|error| error.kind());
+    assert_eq!((kind, &*read), (Err(ErrorKind::ConnectionReset), &b""[..]), "{name}");
 }
 
 /// Reads until the connection ends, by a close or a reset.
@@ -86,7 +115,7 @@ fn a_transport_header_may_arrive_byte_by_byte() {
 }
 
 #[test]
-fn invalid_transport_headers_close_their_connections() {
+fn invalid_transport_headers_reset_their_connections() {
     mesh().workload("web").run(async |mesh: &Mesh| {
         apps::start_echo(mesh, "web").await;
         let whole = header(3, &port_field(HTTP));
@@ -104,7 +133,7 @@ fn invalid_transport_headers_close_their_connections() {
             if whole.starts_with(&wrong) {
                 peer.shutdown().await.unwrap();
             }
-            assert_eq!(read_to_end(&mut peer).await, "", "{wrong:?}");
+            assert_reset(&mut peer, &format!("{wrong:?}")).await;
             eventually("the connection is counted", async || {
                 let cause = ["cause=\"bad-transport-header\""];
                 (mesh.metric("web", "tulle_failures_total", &cause).await == f64::from(n)).then_some(())
@@ -114,6 +143,23 @@ fn invalid_transport_headers_close_their_connections() {
         let error = ["error=\"transport header\""];
         mesh.wait_for_metric("web", "inbound_tcp_errors_total", &error, 6.)
             .await;
+    });
+}
+
+#[test]
+fn a_client_without_a_certificate_or_without_the_alpn_protocol_is_reset() {
+    mesh().workload("web").run(async |mesh: &Mesh| {
+        let transport_header: &[&[u8]] = &[b"transport.l5d.io/v1"];
+        for (certificate, protocols, cause) in [
+            (Certificate::Absent, transport_header, "tls-handshake"),
+            (Certificate::OfPeer, &[], "bad-transport-header"),
+        ] {
+            let stream = TcpStream::connect((mesh.ip("web"), port::INBOUND)).await.unwrap();
+            let mut client = connect_with(config(mesh, certificate, protocols), stream).await;
+            assert_reset(&mut client, cause).await;
+            let cause = format!("cause=\"{cause}\"");
+            mesh.wait_for_metric("web", "tulle_failures_total", &[&cause], 1.).await;
+        }
     });
 }
 
@@ -133,9 +179,9 @@ fn a_transport_header_that_is_late_is_refused_after_the_detect_timeout() {
                 break;
             }
         }
-        for late in [&mut silent, &mut slow] {
-            assert_eq!(read_to_end(late).await, "");
-        }
+        assert_reset(&mut silent, "silent").await;
+        // A failed write may have reported the reset already.
+        assert_eq!(read_to_end(&mut slow).await, "");
         let cause = ["cause=\"detect-timeout\""];
         eventually("they are counted", async || {
             (mesh.metric("web", "tulle_failures_total", &cause).await == 2.).then_some(())

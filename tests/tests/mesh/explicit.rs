@@ -1,6 +1,7 @@
 //! Explicit proxying: without redirect rules, applications name their destination. curl does so in four ways.
 
 use std::fs;
+use std::io::ErrorKind;
 use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 use std::process::Stdio;
@@ -199,6 +200,16 @@ fn unreachable_targets_are_reported_in_the_clients_protocol() {
         );
         let (received, _) = curl(&["--proxytunnel", "--proxy", &http, &format!("http://{PROXY}/")]).await;
         assert!(received.starts_with("HTTP/1.1 502 "), "{received}");
+    });
+}
+
+#[test]
+fn bytes_that_are_neither_http_nor_socks_are_reset() {
+    forward_proxy_mesh().run(async |_: &Mesh| {
+        let mut stream = TcpStream::connect(PROXY).await.unwrap();
+        stream.write_all(b"\x01neither HTTP nor SOCKS\n").await.unwrap();
+        let ended = stream.read(&mut [0]).await;
+        assert_eq!(ended.unwrap_err().kind(), ErrorKind::ConnectionReset);
     });
 }
 

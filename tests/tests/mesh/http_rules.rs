@@ -184,11 +184,13 @@ fn a_connection_that_is_refused_is_reset() {
     mesh.run(async |mesh: &Mesh| {
         let bytes = b"not HTTP, and long enough to know\r\n";
         let hello = client_hello("elsewhere.test");
+        let own_hello = client_hello(&identity("web"));
         for (port, sent) in [
             (ROUTED, &bytes[..]),
             (ROUTED, &hello),
             (ROUTED, &hello[..20]),
             (ROUTED, b""),
+            (ROUTED, &own_hello), // an incomplete handshake
             (HTTP1, &hello),
             (HTTP1, b""),
             (TLS, bytes),

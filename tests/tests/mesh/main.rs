@@ -18,6 +18,7 @@ mod debug;
 mod direct;
 mod discovery;
 mod drain;
+mod egress;
 mod explicit;
 mod failure;
 mod http1;

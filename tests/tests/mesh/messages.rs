@@ -91,10 +91,12 @@ impl DecodedCounts {
         let client = r#"{"ns":"front","pod":"front-0"}"#.to_owned();
         let mut outbound = OutboundPoliciesClient::new(policy::outbound_server(
             cluster.clone(),
+            ClientCertificates::Optional,
             policy::config::Config::default(),
         ));
         let mut destinations = DestinationClient::new(destination::server(
             cluster.clone(),
+            ClientCertificates::Optional,
             destination::config::Config::default(),
         ));
         for target in targets() {

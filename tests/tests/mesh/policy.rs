@@ -1,11 +1,13 @@
 //! Inbound policy: enforced before the application is dialled, and again when the policy changes.
 
+use std::io::ErrorKind;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
+use tokio::sync::mpsc;
 use tulle_tests::apps::{self, App};
 use tulle_tests::client::{self, Http1, Http2, read_until, request, request2};
 use tulle_tests::eventually::eventually;
@@ -311,7 +313,7 @@ fn a_policy_change_to_deny_closes_tunnels_and_responses() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
         let _app = upgrade_and_partial_response_app(mesh).await;
         let dst = mesh.service_addr("web", HTTP);
-        let mut open = Vec::new();
+        let mut open = Vec::new(); // through the client's proxy, and directly, each once as a response and as a tunnel
         for (upgrade, begun) in [
             ("", "begun\n"),
             ("connection: upgrade\r\nupgrade: echo\r\n", "\r\n\r\n"),
@@ -341,14 +343,52 @@ fn a_policy_change_to_deny_closes_tunnels_and_responses() {
                 .expect("a permitted tunnel stays open");
         }
         mesh.write("server", &server("web-http", HTTP, "deny"));
-        for mut stream in open {
-            let cut = async { while !ends_without_data(&mut stream).await {} };
-            tokio::time::timeout(Duration::from_secs(5), cut)
-                .await
-                .expect("the connection is closed");
+        for (index, mut stream) in open.into_iter().enumerate() {
+            let mut rest = Vec::new();
+            let reading = tokio::time::timeout(Duration::from_secs(5), stream.read_to_end(&mut rest));
+            let ended = reading.await.expect("the connection is closed");
+            let is_direct = index % 2 == 1;
+            if is_direct {
+                assert_eq!(ended.unwrap_err().kind(), ErrorKind::ConnectionReset, "{index}");
+            }
         }
         mesh.wait_for_metric("web", "inbound_tcp_authz_terminate_total", &[], 4.)
             .await;
+    });
+}
+
+#[test]
+fn a_request_without_a_response_is_reset_when_the_policy_changes_to_deny() {
+    mesh().workload("web").run(async |mesh: &Mesh| {
+        let (received_tx, mut received_rx) = mpsc::channel(2);
+        let _app = apps::serve_http(mesh.listen("web", HTTP).await, move |_| {
+            let received_tx = received_tx.clone();
+            async move {
+                received_tx.send(()).await.unwrap();
+                std::future::pending().await
+            }
+        });
+        let mut http1 = mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await;
+        http1
+            .write_all(b"GET / HTTP/1.1\r\nhost: web.test\r\n\r\n")
+            .await
+            .unwrap();
+        let http2 = mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await;
+        let (mut client, connection) = h2::client::handshake(http2).await.unwrap();
+        let http2_end = tokio::spawn(connection);
+        let req = http::Request::get("http://web.test/").body(()).unwrap();
+        let _response = client.send_request(req, true).unwrap();
+        for _ in 0..2 {
+            received_rx.recv().await.expect("the application receives the request");
+        }
+        mesh.write("server", &server("web-http", HTTP, "deny"));
+        let http1_end = http1.read(&mut [0]).await.expect_err("the connection is reset");
+        let http2_end = http2_end.await.unwrap().expect_err("the connection is reset");
+        let http2_end = http2_end.get_io().map(std::io::Error::kind);
+        assert_eq!(
+            (Some(http1_end.kind()), http2_end),
+            (Some(ErrorKind::ConnectionReset), Some(ErrorKind::ConnectionReset))
+        );
     });
 }
 

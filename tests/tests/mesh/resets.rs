@@ -1,4 +1,4 @@
-//! A reset of a byte stream is passed on as a reset, and a failed dial as a failure, never as a clean end.
+//! A reset of a byte stream is passed on as a reset, and a failed dial or handshake ends with one, never with a clean end.
 
 use std::io::{self, ErrorKind};
 use std::net::SocketAddr;
@@ -11,9 +11,12 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
+use tulle_core::names::port;
 use tulle_tests::apps;
 use tulle_tests::client::{self, full, read_until};
-use tulle_tests::mesh::{Builder, HTTP, Mesh, OPAQUE, TCP, UNMESHED_IP, mesh};
+use tulle_tests::mesh::{Builder, HTTP, Mesh, OPAQUE, TCP, UNMESHED_IP, identity, mesh};
+
+use crate::scripted_policies::client_hello;
 
 fn workloads() -> Builder {
     mesh().workload("client").workload("web").unmeshed("legacy")
@@ -157,6 +160,22 @@ fn full_listener(addr: SocketAddr) -> (Socket, Vec<Socket>) {
     });
     let waiting = waiting.collect();
     (listener, waiting)
+}
+
+#[test]
+fn a_tls_handshake_that_fails_ends_with_a_reset_on_every_port() {
+    let mesh = mesh().workload("web").env("TAP_SVC_NAME", &identity("client"));
+    mesh.run(async |mesh: &Mesh| {
+        let mut streams = vec![("redirected", mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await)];
+        for (name, port) in [("direct", port::INBOUND), ("admin", port::ADMIN), ("tap", port::TAP)] {
+            streams.push((name, TcpStream::connect((mesh.ip("web"), port)).await.unwrap()));
+        }
+        let invalid = [&client_hello(&identity("web"))[..], b"not a TLS record"].concat();
+        for (name, mut stream) in streams {
+            stream.write_all(&invalid).await.unwrap();
+            assert_eq!(end(&mut stream).await, Err(ErrorKind::ConnectionReset), "{name}");
+        }
+    });
 }
 
 #[test]

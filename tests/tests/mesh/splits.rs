@@ -156,6 +156,9 @@ fn retries_of_a_profile_are_split_too_and_end_with_its_budget() {
             let count = async |name: &str| mesh.metric("client", name, &["rt_route=\"all\""]).await;
             assert_eq!(count("route_request_total").await, 500.);
             assert_eq!(count("route_actual_request_total").await, n_attempts as f64);
+            for family in ["route_actual_response_total", "route_actual_response_latency_ms_count"] {
+                assert_eq!(count(family).await, n_attempts as f64, "{family}");
+            }
             assert!(count("route_retryable_total").await >= 1.);
         },
     );

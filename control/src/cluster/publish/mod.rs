@@ -4,3 +4,4 @@ pub(super) mod object_metrics;
 pub mod published_value;
 pub(super) mod table;
 pub(super) mod undeclared_port_names;
+pub(super) mod unresolved_references;

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use ahash::{AHashMap, AHashSet, RandomState};
 use hashbrown::HashTable;
 use smallvec::SmallVec;
+use tulle_core::identity::Identity;
 
 use crate::cluster::store::server_index::ServerIndex;
 use crate::resources::event::Event;
@@ -32,6 +33,8 @@ pub(in crate::cluster) enum LookupKey {
     HostIp(IpAddr),
     EndpointSlices(NamespacedName),
     Routes(ParentKind, NamespacedName),
+    /// External workloads of a namespace with this identity, as `Identity` spells it.
+    Identity(Arc<str>, Arc<str>),
 }
 
 /// What a batch of events changed.
@@ -298,7 +301,12 @@ fn pod_keys(pod: &Pod) -> Vec<LookupKey> {
 }
 
 fn workload_keys(workload: &ExternalWorkload) -> Vec<LookupKey> {
-    workload.ips.iter().map(|ip| LookupKey::Ip(*ip)).collect()
+    let mut keys: Vec<_> = workload.ips.iter().map(|ip| LookupKey::Ip(*ip)).collect();
+    if let Ok(identity) = workload.identity.parse::<Identity>() {
+        let namespace = workload.meta.namespace().clone();
+        keys.push(LookupKey::Identity(namespace, identity.as_str().into()));
+    }
+    keys
 }
 
 fn route_keys(route: &Route) -> Vec<LookupKey> {

@@ -80,7 +80,12 @@ impl<'a> Reader<'a> {
         server_authorizations: ServerAuthorization(ServerAuthorization);
         authorization_policies: AuthorizationPolicy(AuthorizationPolicy);
         rate_limits: RateLimitPolicy(RateLimitPolicy);
+        servers: Server(Server);
         egress_networks: EgressNetwork(EgressNetwork);
+    }
+
+    pub(in crate::cluster) fn exists(&self, kind: Kind, name: &NamespacedName) -> bool {
+        self.object(kind, name).is_some()
     }
 
     /// All Servers that select a workload, and possibly others of its namespace. The caller must keep only those that select it,

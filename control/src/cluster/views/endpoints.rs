@@ -1,7 +1,7 @@
 //! View: the endpoints of a service port.
 
 use std::collections::{BTreeMap, HashSet};
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use tulle_core::names::{annotation, label};
@@ -10,7 +10,7 @@ use crate::cluster::config::{Config, H2Upgrade, Ipv6};
 use crate::cluster::metrics::{EntryMetrics, Metrics};
 use crate::cluster::store::reader::Reader;
 use crate::cluster::views::view::View;
-use crate::cluster::views::workload::{TRAITS, external_endpoint, has_address_conflict, pod_endpoint};
+use crate::cluster::views::workload::{PodAddress, TRAITS, external_endpoint, has_address_conflict, pod_endpoint};
 use crate::model::endpoints::{
     Endpoint, EndpointTraits, EndpointWorkload, Endpoints, Existence, Http2Params, ProtocolHint, TlsIdentity,
     TrafficScope,
@@ -178,7 +178,8 @@ fn resolve_endpoint(
             if pod.meta.terminating {
                 state = EndpointState::Terminating;
             }
-            pod_endpoint(reader, config, pod, address.ip, port)?
+            let address = PodAddress::Pod(SocketAddr::new(address.ip, port));
+            pod_endpoint(reader, config, pod, address)?
         }
         AddressTarget::ExternalWorkload(name) => {
             let workload = reader.external_workload(name)?;
@@ -187,8 +188,7 @@ fn resolve_endpoint(
             }
             external_endpoint(reader, config, workload, address.ip, port)
         }
-        AddressTarget::Unset => listing.endpoint_without_target(config, address.ip, port),
-        AddressTarget::UnsupportedKind => return None,
+        AddressTarget::Other => listing.endpoint_without_workload(config, address.ip, port),
     };
     endpoint.node = endpoint.node.or_else(|| address.node.clone());
     endpoint.zone = address.zone.clone();
@@ -204,9 +204,9 @@ struct Listing<'a> {
 }
 
 impl Listing<'_> {
-    /// The endpoint at an address without `targetRef`, described by the annotations and labels of the listing. Mirrored
-    /// Services list the gateway of the other cluster in this way.
-    fn endpoint_without_target(&self, config: &Config, ip: IpAddr, port: u16) -> Endpoint {
+    /// The endpoint at an address whose `targetRef` names no workload, described by the annotations and labels of the listing.
+    /// Mirrored Services list the gateway of the other cluster in this way.
+    fn endpoint_without_workload(&self, config: &Config, ip: IpAddr, port: u16) -> Endpoint {
         let mut traits = EndpointTraits::default();
         let annotated = |key| self.meta.annotation(key).filter(|text| !text.is_empty());
         let remote_name = annotated(annotation::REMOTE_SERVICE_NAME);
@@ -244,7 +244,7 @@ impl Listing<'_> {
 }
 
 /// Removes the IPv4 addresses of workloads that have both families.
-fn prefer_ipv6(addresses: &mut BTreeMap<std::net::SocketAddr, Arc<Endpoint>>) {
+fn prefer_ipv6(addresses: &mut BTreeMap<SocketAddr, Arc<Endpoint>>) {
     let ipv6_workloads: HashSet<EndpointWorkload> = addresses
         .values()
         .filter(|endpoint| endpoint.addr.is_ipv6() && endpoint.workload != EndpointWorkload::Unknown)

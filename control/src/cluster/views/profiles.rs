@@ -9,7 +9,7 @@ use crate::cluster::store::reader::Reader;
 use crate::cluster::views::endpoints::service_subsets;
 use crate::cluster::views::view::View;
 use crate::cluster::views::workload::{
-    WorkloadRef, declares_port, external_endpoint, has_address_conflict, pod_endpoint, publishes_host_port,
+    PodAddress, WorkloadRef, declares_port, external_endpoint, has_address_conflict, pod_endpoint,
 };
 use crate::model::endpoints::{Endpoint, ProtocolHint};
 use crate::model::profile::{self, DstOverride, Profile, RetryBudget};
@@ -180,7 +180,8 @@ fn instance_profile(
         if let AddressTarget::Pod(name) = &address.target
             && let Some(pod) = reader.pod(name)
         {
-            return pod_profile(reader, config, pod, SocketAddr::new(address.ip, port));
+            let address = PodAddress::Pod(SocketAddr::new(address.ip, port));
+            return pod_profile(reader, config, pod, address);
         }
     }
     Profile::HostnameMissing
@@ -195,25 +196,25 @@ fn endpoint_profile(reader: &Reader<'_>, config: &Config, addr: SocketAddr) -> P
     let pods: Vec<_> = pods.iter().filter(alive).collect();
     match *pods {
         [] => {}
-        [pod] => return pod_profile(reader, config, pod, addr),
+        [pod] => return pod_profile(reader, config, pod, PodAddress::Pod(addr)),
         [..] => return Profile::Ambiguous(format!("several pods have the address {ip}")),
     }
     let host_port_pods = reader.pods_using_host_ip(ip);
     let host_port_pods: Vec<_> = host_port_pods
         .iter()
         .filter(alive)
-        .filter(|pod| publishes_host_port(pod, port))
+        .filter_map(|pod| Some((pod, PodAddress::from_host_port(pod, addr)?)))
         .collect();
     match *host_port_pods {
         [] => {}
-        [pod] => return pod_profile(reader, config, pod, addr),
+        [(pod, address)] => return pod_profile(reader, config, pod, address),
         [..] => return Profile::Ambiguous(format!("several pods use the host port {addr}")),
     }
     let mut workloads = reader.external_workloads_at(ip).into_iter();
     let workload =
         workloads.find(|workload| declares_port(&workload.ports, port) && !has_address_conflict(reader, workload, ip));
     match workload {
-        None => unmeshed_profile(config, addr),
+        None => unmeshed_profile(config, addr, port),
         Some(workload) => {
             let mut endpoint = external_endpoint(reader, config, workload, ip, port);
             add_namespace_label(&mut endpoint, workload.meta.namespace());
@@ -223,12 +224,13 @@ fn endpoint_profile(reader: &Reader<'_>, config: &Config, addr: SocketAddr) -> P
     }
 }
 
-fn pod_profile(reader: &Reader<'_>, config: &Config, pod: &Pod, addr: SocketAddr) -> Profile {
+fn pod_profile(reader: &Reader<'_>, config: &Config, pod: &Pod, address: PodAddress) -> Profile {
+    let port = address.container_port();
     if !pod.is_serving() {
-        return unmeshed_profile(config, addr);
+        return unmeshed_profile(config, address.addr(), port);
     }
-    let Some(mut endpoint) = pod_endpoint(reader, config, pod, addr.ip(), addr.port()) else {
-        return unmeshed_profile(config, addr);
+    let Some(mut endpoint) = pod_endpoint(reader, config, pod, address) else {
+        return unmeshed_profile(config, address.addr(), port);
     };
     add_namespace_label(&mut endpoint, pod.meta.namespace());
     let node = pod
@@ -238,7 +240,7 @@ fn pod_profile(reader: &Reader<'_>, config: &Config, pod: &Pod, addr: SocketAddr
     endpoint.zone = node.and_then(|node| node.zone.clone());
     Profile::Endpoint {
         endpoint,
-        is_opaque: WorkloadRef::Pod(pod).is_opaque(reader, config, addr.port()),
+        is_opaque: WorkloadRef::Pod(pod).is_opaque(reader, config, port),
     }
 }
 
@@ -255,10 +257,11 @@ fn profile_from_endpoint(endpoint: Endpoint) -> Profile {
     }
 }
 
-fn unmeshed_profile(config: &Config, addr: SocketAddr) -> Profile {
+/// The profile of an address without a workload that serves there. `port` is the one at which an application listens.
+fn unmeshed_profile(config: &Config, addr: SocketAddr, port: u16) -> Profile {
     Profile::Endpoint {
         endpoint: Endpoint::from_addr(addr),
-        is_opaque: config.default_opaque_ports.contains(addr.port()),
+        is_opaque: config.default_opaque_ports.contains(port),
     }
 }
 

@@ -15,9 +15,7 @@ use crate::resources::interning::{Interner, intern};
 use crate::resources::meta::{Meta, NamespacedName, Owner};
 use crate::resources::policy::server::{ProxyProtocol, Server};
 use crate::resources::port_list::{self, PortList, ResolvedPorts};
-use crate::resources::workload::{
-    CONTROL_PLANE_COMPONENT, ContainerPort, ExternalWorkload, Pod, ProxyContainer, resolve_declared,
-};
+use crate::resources::workload::{ContainerPort, ExternalWorkload, Pod, PodNetwork, ProxyContainer, resolve_declared};
 
 /// A workload that policies apply to.
 #[derive(Clone, Copy)]
@@ -100,20 +98,59 @@ impl<'a> WorkloadRef<'a> {
     }
 }
 
+/// Where clients reach a port of a pod. Settings of ports, such as annotations and Servers, apply to the port in the pod's network.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum PodAddress {
+    /// An address in the pod's network.
+    Pod(SocketAddr),
+    /// A port of the node, which forwards it to a port of the pod and no other port.
+    HostPort { addr: SocketAddr, container_port: u16 },
+}
+
+impl PodAddress {
+    /// The address of a pod by its host port; `None` if the pod does not have this host port.
+    pub(super) fn from_host_port(pod: &Pod, addr: SocketAddr) -> Option<Self> {
+        let declared = pod.ports.iter().find(|port| port.host_port == Some(addr.port()))?;
+        Some(match pod.network {
+            PodNetwork::Host => Self::Pod(addr),
+            PodNetwork::Pod => Self::HostPort {
+                addr,
+                container_port: declared.port,
+            },
+        })
+    }
+
+    /// The address that clients connect to.
+    pub(super) fn addr(self) -> SocketAddr {
+        match self {
+            Self::Pod(addr) | Self::HostPort { addr, .. } => addr,
+        }
+    }
+
+    /// The port in the pod's network.
+    pub(super) fn container_port(self) -> u16 {
+        match self {
+            Self::Pod(addr) => addr.port(),
+            Self::HostPort { container_port, .. } => container_port,
+        }
+    }
+}
+
 /// The endpoint of a pod's port; `None` if the pod is meshed and its proxy container is missing or invalid.
-pub(super) fn pod_endpoint(reader: &Reader<'_>, config: &Config, pod: &Pod, ip: IpAddr, port: u16) -> Option<Endpoint> {
+pub(super) fn pod_endpoint(reader: &Reader<'_>, config: &Config, pod: &Pod, address: PodAddress) -> Option<Endpoint> {
     Some(Endpoint {
         workload: EndpointWorkload::Pod {
             namespace: pod.meta.namespace().clone(),
             name: pod.meta.name.name.clone(),
         },
         node: pod.node.clone(),
-        traits: TRAITS.intern(pod_traits(reader, config, pod, port)?),
-        ..Endpoint::from_addr(SocketAddr::new(ip, port))
+        traits: TRAITS.intern(pod_traits(reader, config, pod, address)?),
+        ..Endpoint::from_addr(address.addr())
     })
 }
 
-fn pod_traits(reader: &Reader<'_>, config: &Config, pod: &Pod, port: u16) -> Option<EndpointTraits> {
+fn pod_traits(reader: &Reader<'_>, config: &Config, pod: &Pod, address: PodAddress) -> Option<EndpointTraits> {
+    let port = address.container_port();
     let mut traits = EndpointTraits {
         labels: pod_labels(reader, pod),
         ..EndpointTraits::default()
@@ -132,9 +169,9 @@ fn pod_traits(reader: &Reader<'_>, config: &Config, pod: &Pod, port: u16) -> Opt
             admin,
             control,
         } => (inbound, admin, control),
+        ProxyContainer::Absent | ProxyContainer::Invalid if pod.lacks_proxy() => return None,
         // The control plane terminates TLS itself and needs no sidecar.
-        ProxyContainer::Absent if pod.meta.label(CONTROL_PLANE_COMPONENT).is_some() => return Some(traits),
-        ProxyContainer::Absent | ProxyContainer::Invalid => return None,
+        ProxyContainer::Absent | ProxyContainer::Invalid => return Some(traits),
     };
     let opaque = workload.is_opaque(reader, config, port);
     traits.protocol = match (opaque, config.h2_upgrade) {
@@ -143,9 +180,11 @@ fn pod_traits(reader: &Reader<'_>, config: &Config, pod: &Pod, port: u16) -> Opt
         (false, H2Upgrade::Omit) => None,
     };
     let forced = config.transport == TransportMode::TransportHeader;
-    if (forced || opaque) && port != admin && port != control {
-        traits.opaque_transport_port = inbound;
-    }
+    traits.opaque_transport_port = match address {
+        PodAddress::Pod(_) if (forced || opaque) && port != admin && port != control => inbound,
+        // The inbound port of the proxy cannot be reached at the node's address.
+        PodAddress::Pod(_) | PodAddress::HostPort { .. } => None,
+    };
     traits.identity = pod_identity(config, pod);
     traits.http2 = Http2Params::Configured;
     Some(traits)
@@ -285,8 +324,4 @@ fn is_pod_or_service_ip(reader: &Reader<'_>, ip: IpAddr) -> bool {
     !reader.services_at(ip).is_empty()
         || reader.pods_at(ip).into_iter().any(claims)
         || reader.pods_using_host_ip(ip).into_iter().any(claims)
-}
-
-pub(super) fn publishes_host_port(pod: &Pod, port: u16) -> bool {
-    pod.ports.iter().any(|declared| declared.host_port == Some(port))
 }

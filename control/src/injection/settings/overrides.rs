@@ -35,7 +35,8 @@ impl From<Expected> for InvalidValue {
     }
 }
 
-/// Problems with annotations, one sentence each.
+/// Problems with annotations, one sentence each. Each is reported once, although a pod can inherit an annotation that is also read
+/// from the namespace.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(in crate::injection) struct AnnotationProblems {
     /// Values that are ignored or raised.
@@ -77,7 +78,6 @@ pub(in crate::injection) fn apply_annotations(
             None => problems.record(key, text, apply_annotation(values, key, text.trim())),
         }
     }
-    problems.ignored.dedup();
     problems
 }
 
@@ -132,25 +132,32 @@ impl AnnotationProblems {
             Err(InvalidValue::Expected(expected)) => format!("expected {expected}"),
             Err(InvalidValue::Prevented(reason)) => reason.to_owned(),
             Err(InvalidValue::Raised(minimum)) => {
-                self.ignored
-                    .push(format!("{key}: {text:?} is below the minimum; {minimum} is used"));
-                return;
+                let raised = format!("{key}: {text:?} is below the minimum; {minimum} is used");
+                return push_new(&mut self.ignored, raised);
             }
         };
         match RESTRICTING_ANNOTATIONS.contains(&key) {
-            true => self
-                .restriction_errors
-                .push(format!("{key}: {text:?} is invalid; {reason}")),
-            false => self.ignored.push(format!("{key}: {text:?} is ignored; {reason}")),
+            true => push_new(
+                &mut self.restriction_errors,
+                format!("{key}: {text:?} is invalid; {reason}"),
+            ),
+            false => push_new(&mut self.ignored, format!("{key}: {text:?} is ignored; {reason}")),
         }
     }
 
     fn record_unknown_port(&mut self, key: &str, part: &str, names: PortNames) {
         let problem = unknown_port(key, part, names);
         match RESTRICTING_ANNOTATIONS.contains(&key) {
-            true => self.restriction_errors.push(problem),
-            false => self.ignored.push(problem),
+            true => push_new(&mut self.restriction_errors, problem),
+            false => push_new(&mut self.ignored, problem),
         }
+    }
+}
+
+/// Adds a problem unless the list contains it.
+fn push_new(problems: &mut Vec<String>, problem: String) {
+    if !problems.contains(&problem) {
+        problems.push(problem);
     }
 }
 

@@ -499,6 +499,25 @@ fn additional_variables_are_merged_by_name_from_chart_to_namespace_to_pod() {
     assert_eq!(last, expected);
 }
 
+#[test]
+fn each_invalid_value_has_one_warning() {
+    let (env, log, ports) = (
+        annotation::PROXY_ADDITIONAL_ENV,
+        annotation::ACCESS_LOG,
+        annotation::OPAQUE_PORTS,
+    );
+    // The pod inherits the variables of the namespace. The access log comes before them in the order of keys.
+    let case = Case::pod("")
+        .namespace(&[(env, "nonsense")])
+        .annotate(&[(log, "nginx"), (ports, "a b,80,a b")]);
+    let warnings = case.outcome().warnings;
+    let keys: Vec<_> = warnings
+        .iter()
+        .map(|warning| warning.split(':').next().unwrap())
+        .collect();
+    assert_eq!(keys, [env, log, ports], "{warnings:?}");
+}
+
 fn effective_value(injected: &Injected, place: &str) -> String {
     if let Some(name) = place.strip_prefix("env ") {
         return injected.env(name).unwrap_or("absent").to_owned();

@@ -151,7 +151,7 @@ impl SliceIndex {
     }
 }
 
-fn in_namespace<'a, T>(
+pub(super) fn in_namespace<'a, T>(
     objects: &'a BTreeMap<NamespacedName, T>,
     namespace: &'a Arc<str>,
 ) -> impl Iterator<Item = &'a T> {

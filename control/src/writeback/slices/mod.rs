@@ -12,6 +12,7 @@ mod index;
 mod reconcile;
 #[cfg(test)]
 mod tests;
+pub(in crate::writeback) mod undeclared_ports;
 mod write_tracker;
 
 use std::collections::BTreeSet;

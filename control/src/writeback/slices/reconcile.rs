@@ -10,7 +10,6 @@ use std::sync::Arc;
 use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::api::discovery::v1::{Endpoint, EndpointConditions, EndpointPort, EndpointSlice};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{ObjectMeta, OwnerReference};
-use tracing::error;
 use tulle_core::names::label;
 
 use crate::resources::service::{
@@ -260,17 +259,9 @@ impl SlicePort {
 
 /// Resolves the ports of the Service for one workload. Ports that the workload does not declare are omitted.
 fn resolve_ports(service: &Service, workload: &ExternalWorkload) -> Ports {
-    let tcp_ports = service.ports.iter().map(|port| (None, port));
-    let non_tcp_ports = service
-        .non_tcp_ports
-        .iter()
-        .map(|(protocol, port)| (Some(*protocol), port));
     let mut ports = Ports::new();
-    for (protocol, port) in tcp_ports.chain(non_tcp_ports) {
+    for (protocol, port) in all_ports(service) {
         let Some(declared) = declared_port(workload, protocol, port) else {
-            let ServicePort { port, target, .. } = port;
-            let (service, workload) = (&service.meta.name, &workload.meta.name);
-            error!(%service, %workload, port, ?target, "the workload does not declare the target port; its endpoint does not have this port");
             continue;
         };
         ports.insert(SlicePort {
@@ -281,6 +272,24 @@ fn resolve_ports(service: &Service, workload: &ExternalWorkload) -> Ports {
         });
     }
     ports
+}
+
+/// Returns the number and the target of each port of the Service that the workload does not declare.
+pub(super) fn undeclared_ports<'a>(service: &'a Service, workload: &ExternalWorkload) -> Vec<(u16, &'a PortRef)> {
+    all_ports(service)
+        .filter(|(protocol, port)| declared_port(workload, *protocol, port).is_none())
+        .map(|(_, port)| (port.port, &port.target))
+        .collect()
+}
+
+/// Returns the ports of a Service. `None` as the protocol means TCP.
+fn all_ports(service: &Service) -> impl Iterator<Item = (Option<NonTcpProtocol>, &ServicePort)> {
+    let tcp_ports = service.ports.iter().map(|port| (None, port));
+    let non_tcp_ports = service
+        .non_tcp_ports
+        .iter()
+        .map(|(protocol, port)| (Some(*protocol), port));
+    tcp_ports.chain(non_tcp_ports)
 }
 
 /// Resolves a port of the Service for one workload. `None` as the protocol means TCP.

@@ -87,15 +87,8 @@ where
     if let Some(streams) = params.max_pending_reset_streams {
         builder.max_pending_accept_reset_streams(streams);
     }
-    let io = tokio::select! {
-        // As in HTTP/1, bytes that are not HTTP count as a refused request.
-        result = read_preface(io) => result.inspect_err(|error| {
-            if let Error::InvalidRequest(_) = error {
-                service.record_refused(error);
-            }
-        })?,
-        () = wait_for_close(&closer, drain) => return Ok(()),
-        () = sleep(PREFACE_TIMEOUT) => return Err(Error::HeaderReadTimeout(PREFACE_TIMEOUT)),
+    let Some(io) = wait_for_preface(io, &service, wait_for_close(&closer, drain)).await? else {
+        return Ok(());
     };
     let (io, batch) = batch_writes(io);
     let mut connection = builder.handshake::<_, Bytes>(io).await.map_err(Error::H2)?;
@@ -146,22 +139,57 @@ where
     .await
 }
 
-/// Reads the client preface and puts it back. A client that sends anything else gets a FIN instead of a reset.
-async fn read_preface(mut io: Io) -> Result<Io, Error> {
-    let mut seen = BytesMut::with_capacity(PREFACE.len());
-    while seen.len() < PREFACE.len() {
-        let n = io.read_buf(&mut seen).await.map_err(Error::ClientIo)?;
-        let is_invalid = !PREFACE.starts_with(&seen[..seen.len().min(PREFACE.len())]);
-        if n == 0 || is_invalid {
-            // It does not matter whether the client waits for the end.
+/// Waits for the client preface, and puts it back. `None` if `close_signal` completes first. As in HTTP/1, other bytes and a part of
+/// the preface count as a refused request, silence does not.
+///
+/// # Errors
+/// The client sends other bytes, or not the whole preface in time, or the connection ends.
+async fn wait_for_preface<S>(
+    mut io: Io,
+    service: &ErrorToResponse<S>,
+    close_signal: impl Future<Output = ()>,
+) -> Result<Option<Io>, Error> {
+    let mut preface = BytesMut::with_capacity(PREFACE.len());
+    let read = tokio::select! {
+        read = read_preface(&mut io, &mut preface) => read,
+        () = close_signal => return Ok(None),
+        () = sleep(PREFACE_TIMEOUT) => Err(Error::HeaderReadTimeout(PREFACE_TIMEOUT)),
+    };
+    let Err(error) = read else {
+        return Ok(Some(io.prepend(preface.freeze())));
+    };
+    match &error {
+        Error::InvalidRequest(_) => {
+            service.record_refused(&error);
+            // FIN, because h2spec does not accept a reset. It does not matter whether the client waits for the end.
             let _ = linger::close(&mut io).await;
-            return Err(match is_invalid {
-                true => Error::InvalidRequest("the connection does not begin with the HTTP/2 preface"),
-                false => Error::ClientClosed,
-            });
+        }
+        Error::HeaderReadTimeout(_) if !preface.is_empty() => {
+            service.record_refused(&error);
+            io.reset_on_drop();
+        }
+        _ => {}
+    }
+    Err(error)
+}
+
+/// Reads the client preface into `preface`. More bytes may follow it there.
+///
+/// # Errors
+/// The client sends other bytes, or the connection ends.
+async fn read_preface(io: &mut Io, preface: &mut BytesMut) -> Result<(), Error> {
+    while preface.len() < PREFACE.len() {
+        let n = io.read_buf(preface).await.map_err(Error::ClientIo)?;
+        if !PREFACE.starts_with(&preface[..preface.len().min(PREFACE.len())]) {
+            return Err(Error::InvalidRequest(
+                "the connection does not begin with the HTTP/2 preface",
+            ));
+        }
+        if n == 0 {
+            return Err(Error::ClientClosed);
         }
     }
-    Ok(io.prepend(seen.freeze()))
+    Ok(())
 }
 
 /// Maximum time to wait for the client preface.
@@ -536,7 +564,74 @@ where
 
 #[cfg(test)]
 mod tests {
+    use tokio::{
+        io::AsyncWriteExt as _,
+        net::{TcpListener, TcpStream},
+    };
+    use tulle_core::metrics::{Registry, samples::Samples};
+
     use super::*;
+    use crate::{
+        http::{
+            h1::server::Http1Config,
+            stack::error_response::ErrorDetail,
+            stack::layers::tests::{responder_info, service_stack},
+        },
+        net::io::Tcp,
+    };
+
+    /// Serves a connection whose first bytes are `received` until the client has seen its end. Returns what the client read, or the
+    /// kind of the error, and what was counted by then.
+    async fn serve_until_end(received: &'static [u8]) -> (Result<usize, std::io::ErrorKind>, Samples) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let stream = Tcp::with_prefix(listener.accept().await.unwrap().0, Bytes::from_static(received));
+        let registry = Registry::new();
+        let service = service_stack(&registry).build(
+            |_| async { Ok::<_, Error>(Response::new(Body::empty())) },
+            ErrorDetail::Omit,
+            responder_info(),
+            ConnectionCloser::default(),
+        );
+        let limit = Duration::from_secs(3600);
+        let config = ServerConfig {
+            http1: Http1Config {
+                max_header_bytes: 1000,
+                header_read_timeout: limit,
+                idle_timeout: limit,
+            },
+            http2: Http2Config::default(),
+        };
+        let serving = tokio::spawn(async move {
+            let (_signal, drain) = drain::channel();
+            serve(Io::tcp(stream), service, &config, ConnectionCloser::default(), &drain).await
+        });
+        let ended = client.read(&mut [0]).await.map_err(|error| error.kind());
+        let counted = Samples::parse(&registry.render());
+        client.shutdown().await.ok();
+        drop(client);
+        serving.await.unwrap().unwrap_err();
+        (ended, counted)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_invalid_or_late_preface_is_counted_before_the_client_sees_the_end_and_silence_is_not() {
+        use std::io::ErrorKind::ConnectionReset;
+        for (received, expected_end, cause, n) in [
+            (&b"GET / HTTP/1.1\r\n\r\n"[..], Ok(0), "bad-request", 1.),
+            (b"PRI * HTTP/2.0\r\n", Err(ConnectionReset), "head-timeout", 1.),
+            (b"", Ok(0), "head-timeout", 0.),
+        ] {
+            let (ended, counted) = serve_until_end(received).await;
+            assert_eq!(ended, expected_end, "{received:?}");
+            let n_failures = |labels: &[(&str, &str)]| counted.sum("tulle_failures_total", labels);
+            assert_eq!(
+                (n_failures(&[("cause", cause)]), n_failures(&[])),
+                (n, n),
+                "{received:?}"
+            );
+        }
+    }
 
     const S: Duration = Duration::from_secs(1);
 

@@ -57,7 +57,8 @@ impl Connection {
     }
 
     /// Terminates TLS. Returns `None` if the handshake fails or takes too long, or if its ALPN protocol is not `alpn`: that of the
-    /// transport header for direct connections, [`Alpn::Unset`] for others. These failures are counted by reason.
+    /// transport header for direct connections, [`Alpn::Unset`] for others. These failures are counted by reason, and reset the
+    /// connection.
     pub(super) async fn terminate_tls(
         &self,
         stream: Tcp,
@@ -65,9 +66,10 @@ impl Connection {
         addrs: &ConnectionAddrs,
         alpn: Alpn,
     ) -> Option<(Io, ServerTls)> {
-        let handshake = tls_server::accept(stream.prepend(prefix), &self.inbound.creds, alpn);
+        let handshake = tls_server::accept_or_reset(stream.prepend(prefix), &self.inbound.creds, alpn);
         match tokio::time::timeout(self.inbound.detect_timeout, handshake).await {
-            Ok(Ok((_, peer_tls))) if peer_tls.alpn != alpn => {
+            Ok(Ok((tls, peer_tls))) if peer_tls.alpn != alpn => {
+                tls.get_ref().0.reset_on_drop();
                 let families = &self.inbound.families;
                 families.record_tcp_error(addrs.target, "transport header", "bad-transport-header");
                 let client = addrs.client.0;

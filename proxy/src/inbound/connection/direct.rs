@@ -102,10 +102,11 @@ impl Connection {
         }))
     }
 
-    /// Reads and records the transport header. Clients without a certificate are refused.
+    /// Reads and records the transport header. Resets the connection if it is missing or invalid, or if the client has no
+    /// certificate.
     async fn read_header(
         &self,
-        io: Io,
+        mut io: Io,
         addrs: &ConnectionAddrs,
         tls: &ServerTls,
         deadline: Instant,
@@ -116,18 +117,21 @@ impl Connection {
             let failure = HandshakeFailure::NoCertificate;
             families.record_handshake_failure(local, failure);
             info_limited!(log, client.ip(), "direct connection refused", %client, %failure);
+            io.reset_on_drop();
             return None;
         };
-        let reading = read_transport_header(io, self.inbound.gateway.is_some());
-        let (io, header) = match tokio::time::timeout_at(deadline, reading).await {
+        let reading = read_transport_header(&mut io, self.inbound.gateway.is_some());
+        let (header, rest) = match tokio::time::timeout_at(deadline, reading).await {
             Ok(Ok(read)) => read,
             Ok(Err(error)) => {
                 families.record_tcp_error(local, "transport header", "bad-transport-header");
                 info_limited!(log, client.ip(), "direct connection refused", %client, %error);
+                io.reset_on_drop();
                 return None;
             }
             Err(_) => {
                 families.record_tcp_error(local, "transport header timeout", "detect-timeout");
+                io.reset_on_drop();
                 return None;
             }
         };
@@ -135,7 +139,7 @@ impl Connection {
         let label = header.name.as_ref();
         let label = label.filter(|name| label_names.add(&name.name, HostSource::Trusted));
         record_transport_header(families, &header, label, tls);
-        Some((io, header))
+        Some((io.prepend(rest), header))
     }
 
     /// Opens an opaque connection to `name` through the gateway, if the client is authorized.
@@ -190,11 +194,11 @@ impl DirectTarget {
     }
 }
 
-/// Reads the transport header. Bytes after it are put back in front of the stream.
+/// Reads the transport header. Returns the bytes after it, too.
 ///
 /// # Errors
 /// The header is missing or invalid, or it names a service and this proxy is not a gateway.
-async fn read_transport_header(mut io: Io, is_gateway: bool) -> Result<(Io, DirectTarget), DirectError> {
+async fn read_transport_header(io: &mut Io, is_gateway: bool) -> Result<(DirectTarget, Bytes), DirectError> {
     let mut bytes = BytesMut::new();
     loop {
         match TransportHeader::decode(&bytes) {
@@ -203,13 +207,13 @@ async fn read_transport_header(mut io: Io, is_gateway: bool) -> Result<(Io, Dire
                 let target = DirectTarget::from_header(header)?;
                 match target.name {
                     Some(name) if !is_gateway => return Err(DirectError::NotAGateway { name }),
-                    _ => return Ok((io.prepend(bytes.freeze()), target)),
+                    _ => return Ok((target, bytes.freeze())),
                 }
             }
             Decoded::Invalid(reason) => return Err(reason.into()),
             Decoded::Incomplete => {}
         }
-        if detect::read_some(&mut io, &mut bytes).await.map_err(DirectError::Io)? == 0 {
+        if detect::read_some(io, &mut bytes).await.map_err(DirectError::Io)? == 0 {
             return Err(DirectError::ClientClosed);
         }
     }

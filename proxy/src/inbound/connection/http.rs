@@ -5,7 +5,7 @@ use std::sync::Arc;
 use futures_util::FutureExt as _;
 use http::HeaderValue;
 use parking_lot::Mutex;
-use tulle_core::addr::Addr;
+use tulle_core::{addr::Addr, connections::ConnectionHandle};
 
 use crate::{
     http::{
@@ -85,7 +85,7 @@ impl Connection {
             client_id,
             error_labeler: Some(connection.clone()),
         };
-        let stop_when_denied = connection.clone().wait_until_denied();
+        let stop_when_denied = reset_when_denied(connection.clone(), io.handle());
         let serve = move |mut req| {
             let connection = connection.clone();
             async move { connection.serve(&mut req).await }
@@ -103,5 +103,13 @@ impl Connection {
                 tracing::debug!(client = %addrs.client.0, %error, "HTTP connection ended");
             }
         })
+    }
+}
+
+/// Waits until a changed policy denies a request in progress. The connection then ends with a reset when it is dropped.
+async fn reset_when_denied(connection: Arc<HttpConnection>, handle: Option<ConnectionHandle>) {
+    connection.wait_until_denied().await;
+    if let Some(handle) = handle {
+        handle.reset_on_drop();
     }
 }

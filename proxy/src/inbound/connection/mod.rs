@@ -39,6 +39,7 @@ impl Inbound {
             Ok(target) => target,
             Err(error) => {
                 tracing::debug!(client = %client.0, %error, "reading the original destination failed");
+                stream.reset_on_drop();
                 return None;
             }
         };

@@ -125,7 +125,11 @@ impl Connection {
                 io = io.prepend(prefix.freeze());
                 match detection {
                     Ok(detect::Detection::Detected(DetectedProtocol::Http2)) => Protocol::Http2,
-                    Ok(detect::Detection::Closed) | Err(_) => return None,
+                    Ok(detect::Detection::Closed) => return None,
+                    Err(_) => {
+                        io.reset_on_drop(); // the client has failed
+                        return None;
+                    }
                     Ok(_) => Protocol::Http1,
                 }
             }

@@ -51,6 +51,7 @@ impl Outbound {
             self.families
                 .record_tcp_error(&listener, refusal.label(), refusal.cause());
             tracing::debug!(client = %addr.0, %refusal, "connection refused");
+            stream.reset_on_drop();
             return None;
         }
         let (mut io, mut prefix) = (Io::tcp(stream), BytesMut::new());
@@ -64,9 +65,14 @@ impl Outbound {
             }
             Ok(Detection::Detected(_)) => {
                 tracing::info!(client = %addr.0, "refused: the first bytes are neither SOCKS5 nor HTTP");
+                io.reset_on_drop();
                 return None;
             }
-            Ok(Detection::TimedOut | Detection::Closed) | Err(_) => return None,
+            Ok(Detection::Closed) => return None,
+            Ok(Detection::TimedOut) | Err(_) => {
+                io.reset_on_drop();
+                return None;
+            }
         };
         let connection = HttpConnection {
             outbound: self.clone(),
@@ -114,7 +120,11 @@ impl Outbound {
                 tracing::info!(client = %client.0, %error, "SOCKS request refused");
                 error.reply()
             }
-            Ok(Err(SocksFailure::ClientClosed)) | Err(_) => return None,
+            Ok(Err(SocksFailure::ClientClosed)) => return None,
+            Err(_) => {
+                io.reset_on_drop();
+                return None;
+            }
         };
         write_and_flush(&mut io, &refusal).await?;
         // Closing a socket with unread bytes sends a reset, and the client could lose the reply. So read its bytes first.

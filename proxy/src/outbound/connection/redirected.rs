@@ -45,6 +45,7 @@ impl Outbound {
             Ok(dst) => dst,
             Err(error) => {
                 tracing::debug!(client = %client.0, %error, "cannot read the original destination");
+                stream.reset_on_drop();
                 return None;
             }
         };
@@ -294,7 +295,11 @@ impl Connection {
             Ok(Detection::Detected(_) | Detection::TimedOut) => {
                 Some(ClassifiedConnection::Http(io.prepend(prefix.freeze()), Protocol::Http1))
             }
-            Ok(Detection::Closed) | Err(_) => None,
+            Ok(Detection::Closed) => None,
+            Err(_) => {
+                io.reset_on_drop();
+                None
+            }
         }
     }
 

@@ -58,7 +58,7 @@ impl Compiler<'_> {
 
     fn plan(&self) -> Plan {
         let protocol = &self.policy.protocol;
-        if let Some(profile) = self.profile.filter(|profile| profile.is_opaque) {
+        if let Some(profile) = self.overriding_profile().filter(|profile| profile.is_opaque) {
             return Plan::Opaque(self.compile_opaque_profile(profile));
         }
         let http = |routes| Arc::new(self.router(StatusKind::Http, routes));
@@ -103,6 +103,12 @@ impl Compiler<'_> {
         }
     }
 
+    /// The profile, if it may override the policy. No profile overrides the policy of an EgressNetwork: its traffic policy and its
+    /// routes would be bypassed.
+    fn overriding_profile(&self) -> Option<&Profile> {
+        self.profile.filter(|_| !self.policy.is_of_egress_network())
+    }
+
     /// The route of a port that the profile declares as opaque, whatever protocol the policy names.
     fn compile_opaque_profile(&self, profile: &Profile) -> Arc<CompiledOpaqueRoute> {
         match &self.policy.protocol {
@@ -122,7 +128,10 @@ impl Compiler<'_> {
     }
 
     fn router(&self, kind: StatusKind, http: &ClientHttp) -> Router {
-        if let Some(profile) = self.profile.filter(|profile| profile.overrides_http_policy()) {
+        if let Some(profile) = self
+            .overriding_profile()
+            .filter(|profile| profile.overrides_http_policy())
+        {
             return self.profile_router(profile, http.failure_accrual);
         }
         let parent = &self.policy.meta;
@@ -215,7 +224,10 @@ impl Compiler<'_> {
         protocol: DestinationProtocol,
     ) -> Arc<CompiledOpaqueRoute> {
         let refused = route.and_then(|route| policy_refusal(&route.filters));
-        let (refusal, backends) = match (self.profile.filter(|profile| profile.overrides_opaque_policy()), route) {
+        let traffic_split = self
+            .overriding_profile()
+            .filter(|profile| profile.overrides_opaque_policy());
+        let (refusal, backends) = match (traffic_split, route) {
             (Some(profile), _) => (refused, self.traffic_split_backends(profile, None, protocol)),
             (None, Some(route)) => {
                 let scope = self.metric_scope(&self.policy.meta, protocol);
@@ -304,3 +316,159 @@ impl Compiler<'_> {
 
 /// Stands for every version of HTTP in the metric scope of balancers: their metrics distinguish HTTP, opaque and TLS only.
 const ANY_HTTP: DestinationProtocol = DestinationProtocol::Http1;
+
+#[cfg(test)]
+mod tests {
+    use std::{sync::LazyLock, time::Duration};
+
+    use parking_lot::Mutex;
+    use tulle_core::metrics::Registry;
+    use tulle_proto::destination::DestinationProfile;
+
+    use super::*;
+    use crate::{
+        api::tests::profiles_of,
+        balance::balancer::Strategy,
+        metrics::invalid_updates,
+        outbound::endpoint::EndpointContext,
+        policy::{
+            client::{Distribution, TlsRoute},
+            endpoint::EndpointSpec,
+            meta::Resource,
+            profile::WeightedDestination,
+        },
+    };
+
+    static DST: LazyLock<Addr> = LazyLock::new(|| "10.1.2.3:3306".parse().unwrap());
+    const DETECT_TIMEOUT: Duration = Duration::from_secs(10);
+    const QUEUE: Queue = Queue {
+        capacity: 1,
+        failfast_timeout: Duration::from_secs(1),
+    };
+
+    async fn factory() -> BackendFactory {
+        let (_, _, destinations) = profiles_of(DestinationProfile::default()).await;
+        BackendFactory {
+            endpoint_context: Arc::new(EndpointContext::with_defaults()),
+            destinations,
+            strategy: Strategy::PeakEwma,
+            min_queue_capacity: 1,
+            invalid_updates: invalid_updates::Families::new(&Registry::new()),
+            services: Mutex::default(),
+            fixed_endpoints: Mutex::default(),
+        }
+    }
+
+    fn meta(kind: &str) -> Arc<Meta> {
+        Arc::new(Meta::Resource(Resource {
+            group: "policy.linkerd.io".into(),
+            kind: kind.into(),
+            namespace: "shop".into(),
+            name: "out".into(),
+            section: "".into(),
+            port: None,
+        }))
+    }
+
+    /// The profile of an opaque port of a pod, or of an address without a pod whose port is opaque by default.
+    fn opaque_profile() -> Profile {
+        Profile {
+            is_opaque: true,
+            endpoint: Some(Arc::new(EndpointSpec::plain(([10, 1, 2, 3], 3306).into()))),
+            ..Profile::default()
+        }
+    }
+
+    /// The profile of a service with a traffic split.
+    fn split_profile() -> Profile {
+        let destination = WeightedDestination {
+            destination: "other.shop.svc.cluster.local:3306".parse().unwrap(),
+            weight: 1,
+            backend: None,
+        };
+        Profile {
+            name: Some("web.shop.svc.cluster.local".into()),
+            traffic_split: [destination].into(),
+            ..Profile::default()
+        }
+    }
+
+    fn denied() -> OpaqueRoute {
+        OpaqueRoute {
+            meta: Meta::default_named("egress-deny"),
+            filters: vec![OpaqueFilter::Forbidden],
+            backends: Distribution::Empty,
+        }
+    }
+
+    /// A protocol of each kind that an EgressNetwork can have, and that of its plan.
+    fn denying_protocols() -> Vec<(ClientProtocol, DestinationProtocol)> {
+        let http = || ClientHttp {
+            routes: Arc::default(),
+            failure_accrual: None,
+        };
+        let detect = ClientProtocol::Detect {
+            timeout: DETECT_TIMEOUT,
+            http1: http(),
+            http2: http(),
+            opaque: Some(denied()),
+        };
+        let tls_route = TlsRoute {
+            snis: Vec::new(),
+            route: denied(),
+        };
+        vec![
+            (ClientProtocol::Tls([tls_route].into()), DestinationProtocol::Tls),
+            (ClientProtocol::Grpc(http()), DestinationProtocol::Http2),
+            (ClientProtocol::Http1(http()), DestinationProtocol::Http1),
+            (ClientProtocol::Http2(http()), DestinationProtocol::Http2),
+            (detect, DestinationProtocol::Detect),
+            (ClientProtocol::Opaque(Some(denied())), DestinationProtocol::Opaque),
+        ]
+    }
+
+    fn plan_of(factory: &BackendFactory, kind: &str, protocol: &ClientProtocol, profile: &Profile) -> Plan {
+        let compiler = Compiler {
+            factory,
+            policy: ClientPolicy {
+                meta: meta(kind),
+                protocol: protocol.clone(),
+            },
+            profile: Some(profile),
+            queue: QUEUE,
+            dst: &DST,
+            previous: None,
+        };
+        compiler.compile().plan
+    }
+
+    #[tokio::test]
+    async fn no_profile_overrides_the_policy_of_an_egress_network() {
+        let factory = factory().await;
+        for (protocol, expected) in denying_protocols() {
+            for profile in [opaque_profile(), split_profile()] {
+                let plan = plan_of(&factory, "EgressNetwork", &protocol, &profile);
+                assert_eq!(plan.protocol(), expected, "{protocol:?} {profile:?}");
+                let is_by_policy = |router: &Router| matches!(router, Router::Routes(_));
+                assert!(plan.routers().all(is_by_policy), "{protocol:?} {profile:?}");
+                let (Plan::Opaque(opaque) | Plan::Detect { opaque, .. }) = &plan else {
+                    if let Plan::Tls { compiled, .. } = &plan {
+                        assert_eq!(compiled[0].refusal, Some(PolicyRefusal::Forbidden));
+                    }
+                    continue;
+                };
+                assert_eq!(opaque.refusal, Some(PolicyRefusal::Forbidden));
+                assert!(matches!(opaque.backends, Backends::None), "{protocol:?} {profile:?}");
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn an_opaque_profile_overrides_the_protocol_of_other_policies() {
+        let factory = factory().await;
+        for (protocol, _) in denying_protocols() {
+            let plan = plan_of(&factory, "Service", &protocol, &opaque_profile());
+            assert_eq!(plan.protocol(), DestinationProtocol::Opaque, "{protocol:?}");
+        }
+    }
+}

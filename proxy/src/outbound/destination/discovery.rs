@@ -168,7 +168,7 @@ fn watch_profile(
     let mut reporter = invalid_updates.reporter(UpdateKind::Profile, target.to_string());
     let (update_errors, mut last) = (destination.update_errors.clone(), None);
     destinations.profile(target, move |message| {
-        match decode::profile::profile(message) {
+        match decode::profile::profile(message, |error| drop(reporter.report(&error))) {
             Ok(profile) => {
                 *update_errors.profile.lock() = None;
                 last = Some(profile);

@@ -1,6 +1,7 @@
 //! Metrics of the attempts of a request: the interface that routes and profiles implement.
 
 use http::Response;
+use tokio::time::Instant;
 
 use crate::http::{body::Body, error::Error};
 
@@ -8,8 +9,14 @@ use crate::http::{body::Body, error::Error};
 /// `RouteAttemptGuard` counts attempts.
 pub(in crate::outbound) trait AttemptMetrics {
     fn attempt_started(&self) {}
-    /// An attempt has ended. `grpc_status` is the status of a gRPC response, if it is known.
-    fn attempt_ended(&self, _result: &Result<Response<Body>, Error>, _grpc_status: Option<i32>) {}
+    /// Counts an attempt without a response, or observes the response until its end. `started_at` is the start of the attempt.
+    fn observe_attempt(
+        &self,
+        result: Result<Response<Body>, Error>,
+        _started_at: Instant,
+    ) -> Result<Response<Body>, Error> {
+        result
+    }
     fn retry_started(&self) {}
     fn retry_succeeded(&self) {}
     fn retry_limit_exceeded(&self) {}

@@ -38,7 +38,10 @@ impl Families {
                 "route_actual_",
                 ", by route of the ServiceProfile, each attempt counted",
             ),
-            retryable: registry.counter("route_retryable_total", "Requests that could have been retried"),
+            retryable: registry.counter(
+                "route_retryable_total",
+                "Retries that were not made because the retry budget was empty, by route of the ServiceProfile",
+            ),
         }
     }
 

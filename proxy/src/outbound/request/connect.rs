@@ -345,10 +345,7 @@ const HEDGED_DIAL_DELAY: Duration = Duration::from_millis(20);
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
-
     use tokio::net::TcpSocket;
-    use tulle_core::metrics::Registry;
 
     use super::*;
     use crate::{
@@ -356,52 +353,15 @@ mod tests {
             breaker::{Breaker, BreakerGroup},
             load::Load,
         },
-        http::{client::PoolConfig, h1::pool::ResendPolicy, h2::Http2Config},
-        metrics::http as http_metrics,
-        net::{
-            connect::{Config, SocketOptions},
-            tcp_metrics,
-        },
-        outbound::{endpoint::EndpointContext, mode::Mode},
+        outbound::endpoint::EndpointContext,
         policy::{
             client::LoadParams,
             endpoint::{EndpointSpec, EndpointTls},
         },
-        tap::TapRegistry,
-        tls::tests::Authority,
     };
 
     const WEB: &str = "web.shop.serviceaccount.identity.linkerd.cluster.local";
     const OTHER: &str = "other.shop.serviceaccount.identity.linkerd.cluster.local";
-
-    fn context() -> EndpointContext {
-        let registry = Registry::new();
-        EndpointContext {
-            creds: Authority::new().credentials(WEB),
-            connect: Config {
-                timeout: Duration::from_secs(1),
-                options: SocketOptions::default(),
-                own_port: None,
-            },
-            http2: Http2Config::default(),
-            pool: PoolConfig {
-                idle_timeout: Duration::from_secs(1),
-                max_idle: 1,
-                resend: ResendPolicy::Never,
-            },
-            families: Families::new(
-                &registry,
-                http_metrics::Families::with_prefix(&registry, "", ""),
-                tcp_metrics::Families::new(&registry),
-                None,
-            ),
-            local_ips: BTreeSet::new(),
-            workers: 1,
-            taps: Arc::new(TapRegistry::default()),
-            tracer: None,
-            mode: Mode::Sidecar,
-        }
-    }
 
     /// An endpoint with this identity, or one that is not meshed.
     fn endpoint(context: &EndpointContext, identity: Option<&str>) -> Arc<Endpoint> {
@@ -440,7 +400,7 @@ mod tests {
         let addr = listener.local_addr().unwrap();
         let _queued = std::net::TcpStream::connect(addr).unwrap();
 
-        let mut context = context();
+        let mut context = EndpointContext::with_defaults();
         context.connect.timeout = HEDGED_DIAL_DELAY * 3 / 2;
         let req = Request::get("http://web.test/").body(Body::empty()).unwrap();
         let needs = ConnectionRequirements::of_request(&req, false);
@@ -480,7 +440,7 @@ mod tests {
 
     #[tokio::test]
     async fn an_endpoint_without_the_required_identity_is_no_alternative_to_a_dial_in_progress() {
-        let context = context();
+        let context = EndpointContext::with_defaults();
         let connector = |required_identity| RequestConnector {
             worker: 0,
             backend: &Backend::Fail,

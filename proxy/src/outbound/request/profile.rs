@@ -1,6 +1,9 @@
 //! Sends a request by a ServiceProfile: its routes, their metrics and timeouts, and retries within a budget.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{
+    Arc,
+    atomic::{AtomicBool, Ordering},
+};
 
 use http::Response;
 use tokio::time::Instant;
@@ -14,7 +17,7 @@ use crate::{
         lifecycle::deadlines::RequestTimeouts,
         lifecycle::replay,
     },
-    metrics::http::{ResponseEnd, ResponseOutcome},
+    metrics::http::Series,
     outbound::{
         destination::profile::CompiledProfile,
         metrics::{attempts::AttemptMetrics, profiles::ProfileRouteMetrics},
@@ -26,7 +29,7 @@ use crate::{
     },
     policy::{
         matches::RequestAttributes,
-        profile::{self, Class, ProfileRoute},
+        profile::{self, ProfileRoute},
     },
 };
 
@@ -80,21 +83,7 @@ pub(super) async fn send_by_profile(
         retry::send_with_retries(sender, outgoing, params, &request_metrics).await
     };
     request_metrics.is_recorded = true;
-    match result {
-        Ok(rsp) => {
-            let class = route.and_then(|route| route.classify(rsp.status()));
-            let series = metrics.logical.clone();
-            Ok(classify::observe(
-                rsp,
-                started_at,
-                ProfileResponseObserver { series, class },
-            ))
-        }
-        Err(error) => {
-            metrics.logical.record_response(classify::failed_outcome(&error));
-            Err(error)
-        }
-    }
+    request_metrics.observe(result, started_at, &metrics.logical)
 }
 
 /// Records one request and its attempts in the metrics of its route.
@@ -115,6 +104,29 @@ impl<'a> ProfileRequestMetrics<'a> {
             metrics,
             attempt_in_progress: AtomicBool::new(false),
             is_recorded: false,
+        }
+    }
+
+    /// Counts a failure in `series`, or observes a response for it until its end: only then is its gRPC status known, and whether
+    /// it is complete.
+    fn observe(
+        &self,
+        result: Result<Response<Body>, Error>,
+        started_at: Instant,
+        series: &Arc<Series>,
+    ) -> Result<Response<Body>, Error> {
+        match result {
+            Ok(rsp) => {
+                let observer = ProfileResponseObserver {
+                    series: series.clone(),
+                    class: self.route.and_then(|route| route.classify(rsp.status())),
+                };
+                Ok(classify::observe(rsp, started_at, observer))
+            }
+            Err(error) => {
+                series.record_response(classify::failed_outcome(&error));
+                Err(error)
+            }
         }
     }
 }
@@ -139,26 +151,99 @@ impl AttemptMetrics for ProfileRequestMetrics<'_> {
         self.metrics.attempts.record_request();
     }
 
-    fn attempt_ended(&self, result: &Result<Response<Body>, Error>, grpc_status: Option<i32>) {
+    fn observe_attempt(
+        &self,
+        result: Result<Response<Body>, Error>,
+        started_at: Instant,
+    ) -> Result<Response<Body>, Error> {
+        // From here on, the observer of the response counts a cancelled attempt.
         self.attempt_in_progress.store(false, Ordering::Relaxed);
-        self.metrics.attempts.record_response(match result {
-            Ok(rsp) => {
-                let class = self.route.and_then(|route| route.classify(rsp.status()));
-                ResponseOutcome {
-                    status: rsp.status(),
-                    grpc: grpc_status,
-                    success: class.map_or_else(
-                        || classify::is_success(rsp.status(), grpc_status),
-                        |class| class == Class::Success,
-                    ),
-                    end: ResponseEnd::Complete,
-                }
-            }
-            Err(error) => classify::failed_outcome(error),
-        });
+        self.observe(result, started_at, &self.metrics.attempts)
     }
 
     fn budget_exhausted(&self) {
         self.metrics.no_budget.inc();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{collections::VecDeque, time::Duration};
+
+    use bytes::Bytes;
+    use http::{HeaderMap, HeaderValue};
+    use http_body_util::BodyExt as _;
+    use tulle_core::metrics::Registry;
+
+    use super::*;
+    use crate::outbound::metrics::profiles::Families;
+
+    /// A gRPC response with data and with this status in its trailers.
+    fn grpc_response(code: u16) -> Response<Body> {
+        let trailers = HeaderMap::from_iter([(classify::GRPC_STATUS, HeaderValue::from(code))]);
+        let data = VecDeque::from([Bytes::from_static(b"data")]);
+        Response::new(Body::buffered(data, Some(trailers)))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn attempts_are_counted_at_the_end_of_their_responses() {
+        let registry = Registry::new();
+        let metrics = Families::new(&registry).route("web:80", None);
+        let mut request = ProfileRequestMetrics::begin(None, &metrics);
+        let series = |name: &str, labels: &str| {
+            let line = format!("{name}{{direction=\"outbound\",dst=\"web:80\",{labels}}} ");
+            let page = registry.render();
+            let mut values = page.lines().filter_map(|page_line| page_line.strip_prefix(&*line));
+            values.next().map(str::to_owned)
+        };
+        let responses = |labels: &str| series("route_actual_response_total", labels);
+        let (ok, failed) = (
+            "status_code=\"200\",classification=\"success\"",
+            "status_code=\"200\",classification=\"failure\",grpc_status=\"14\"",
+        );
+
+        let started_at = Instant::now();
+        request.attempt_started();
+        let rsp = request.observe_attempt(Ok(grpc_response(14)), started_at).unwrap();
+        assert_eq!(
+            (responses(ok), responses(failed)),
+            (None, None),
+            "the status is not known yet"
+        );
+        tokio::time::advance(Duration::from_millis(7)).await;
+        rsp.into_body().collect().await.unwrap();
+        assert_eq!((responses(ok), responses(failed).as_deref()), (None, Some("1")));
+        let latency = |name: &str| {
+            series(
+                &format!("route_actual_response_latency_ms_{name}"),
+                "status_code=\"200\"",
+            )
+        };
+        assert_eq!(
+            (latency("count").as_deref(), latency("sum").as_deref()),
+            (Some("1"), Some("7"))
+        );
+
+        request.attempt_started();
+        let rsp = request.observe_attempt(Ok(grpc_response(14)), Instant::now()).unwrap();
+        drop(rsp);
+        let cancelled = "status_code=\"200\",classification=\"failure\",error=\"client-left\"";
+        assert_eq!((responses(ok), responses(cancelled).as_deref()), (None, Some("1")));
+
+        request.attempt_started();
+        let no_response = request.observe_attempt(Err(Error::ClientClosed), Instant::now());
+        assert!(no_response.is_err());
+        request.is_recorded = true;
+        drop(request);
+        let counted = registry.render();
+        let counted = counted
+            .lines()
+            .filter(|line| line.starts_with("route_actual_response_total{"));
+        assert_eq!(
+            counted.count(),
+            3,
+            "each attempt is counted once: {}",
+            registry.render()
+        );
     }
 }

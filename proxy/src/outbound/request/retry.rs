@@ -127,8 +127,7 @@ pub(super) async fn send_upgrade(
         may_resend: true,
     };
     let result = sender.send_attempt(outgoing, &mut tried, attempt_params).await;
-    metrics.attempt_ended(&result, grpc_status_in_head(&result));
-    result
+    metrics.observe_attempt(result, started_at)
 }
 
 /// How a request is sent: start of the first attempt, timeouts, and retries.
@@ -178,8 +177,8 @@ pub(super) async fn send_with_retries(
             may_resend: true,
         };
         let result = sender.send_attempt(outgoing, &mut tried, attempt_params).await;
+        let result = metrics.observe_attempt(result, started_at);
         let (result, grpc_status) = read_grpc_status(result, deadlines.as_mut().filter(|_| needs_grpc_status)).await;
-        metrics.attempt_ended(&result, grpc_status);
         let is_retryable = retry_params.is_some_and(|params| params.retry_on.matches(&result, is_grpc, grpc_status));
         if !is_retryable {
             if n_retries > 0 && result.is_ok() {

@@ -26,27 +26,11 @@ pub(crate) fn endpoint_update(
 ) -> Result<EndpointUpdate, DecodeError> {
     match message.update.ok_or(DecodeError::Missing("update"))? {
         proto::update::Update::Add(set) => {
-            let decode = |message| {
-                let spec = endpoint(message, &set.metric_labels)?;
-                match addr::is_link_local(spec.addr.ip()) {
-                    // Otherwise, write access to endpoints would be enough to send clients to these addresses.
-                    true => Err(DecodeError::invalid(
-                        ADDRESS,
-                        spec.addr,
-                        "an address that is not link-local",
-                    )),
-                    false => Ok(spec),
-                }
-            };
-            let decode = |message: proto::WeightedAddr| {
-                let keep_alive_message = message.http2.and_then(|http2| http2.keep_alive);
-                let decoded = decode(message);
-                if let Some(Err(error)) = keep_alive_message.map(keep_alive) {
-                    on_invalid(error);
-                }
-                decoded.map_err(&mut on_invalid).ok()
-            };
-            Ok(EndpointUpdate::Add(set.addrs.into_iter().filter_map(decode).collect()))
+            let specs = set.addrs.into_iter().filter_map(|message| {
+                let spec = endpoint(message, &set.metric_labels, &mut on_invalid);
+                spec.and_then(reject_link_local).map_err(&mut on_invalid).ok()
+            });
+            Ok(EndpointUpdate::Add(specs.collect()))
         }
         proto::update::Update::Remove(set) => {
             // An address that cannot be decoded was never added.
@@ -61,7 +45,21 @@ pub(crate) fn endpoint_update(
     }
 }
 
-/// Decodes one endpoint; `set_labels` are the labels of its set.
+/// # Errors
+/// The address is link-local. Otherwise, write access to endpoints would be enough to send clients to these addresses.
+fn reject_link_local(spec: EndpointSpec) -> Result<EndpointSpec, DecodeError> {
+    match addr::is_link_local(spec.addr.ip()) {
+        true => Err(DecodeError::invalid(
+            ADDRESS,
+            spec.addr,
+            "an address that is not link-local",
+        )),
+        false => Ok(spec),
+    }
+}
+
+/// Decodes one endpoint; `set_labels` are the labels of its set. If its keep-alive settings are incomplete, `on_incomplete` is
+/// called with the reason, and the endpoint has none of its own, as in Linkerd's proxy.
 ///
 /// # Errors
 /// The address is missing or cannot be dialled, or the identity, server name or authority is invalid. Such an endpoint is never
@@ -69,6 +67,7 @@ pub(crate) fn endpoint_update(
 pub(super) fn endpoint(
     message: proto::WeightedAddr,
     set_labels: &BTreeMap<String, String>,
+    on_incomplete: impl FnMut(DecodeError),
 ) -> Result<EndpointSpec, DecodeError> {
     let mut labels = set_labels.clone();
     labels.extend(message.metric_labels);
@@ -105,7 +104,10 @@ pub(super) fn endpoint(
         hint,
         opaque_transport,
         authority_override: authority.transpose()?,
-        http2: message.http2.map(http2_params).unwrap_or_default(),
+        http2: message
+            .http2
+            .map(|message| http2_params(message, on_incomplete))
+            .unwrap_or_default(),
         locality,
         resource: client_meta(message.resource_ref).ok(),
     })
@@ -157,14 +159,16 @@ fn tls(message: proto::TlsIdentity) -> Result<EndpointTls, DecodeError> {
 }
 
 /// HTTP/2 settings, limited to the ranges that HTTP/2 allows: the control plane does not check them.
-fn http2_params(message: proto::Http2ClientParams) -> Http2Params {
+fn http2_params(message: proto::Http2ClientParams, on_incomplete: impl FnMut(DecodeError)) -> Http2Params {
     let non_zero = |value: u32| Some(value).filter(|value| *value > 0);
     let flow_control = message.flow_control.unwrap_or_default();
     let internals = message.internals.unwrap_or_default();
     Http2Params {
         connection_window: non_zero(flow_control.initial_connection_window_size).map(|size| size.min(MAX_WINDOW)),
         stream_window: non_zero(flow_control.initial_stream_window_size).map(|size| size.min(MAX_WINDOW)),
-        keep_alive: message.keep_alive.and_then(|message| keep_alive(message).ok()),
+        keep_alive: message
+            .keep_alive
+            .and_then(|message| keep_alive(message).map_err(on_incomplete).ok()),
         max_concurrent_reset_streams: non_zero(internals.max_concurrent_reset_streams),
         max_frame_size: non_zero(internals.max_frame_size)
             .map(|size| size.clamp(*FRAME_SIZES.start(), *FRAME_SIZES.end())),
@@ -173,8 +177,7 @@ fn http2_params(message: proto::Http2ClientParams) -> Http2Params {
 }
 
 /// # Errors
-/// The interval or the timeout is missing, zero or invalid. Then the endpoint is used without keep-alive settings of its own, as by
-/// Linkerd's proxy.
+/// The interval or the timeout is missing, zero or invalid.
 fn keep_alive(message: proto::http2_client_params::KeepAlive) -> Result<KeepAlive, DecodeError> {
     let above_zero = |field, message| {
         let duration = duration(field, message)?;
@@ -217,14 +220,14 @@ mod tests {
     }
 
     fn read(edit: impl FnOnce(&mut proto::WeightedAddr)) -> EndpointSpec {
-        endpoint(weighted(edit), &BTreeMap::new()).unwrap()
+        endpoint(weighted(edit), &BTreeMap::new(), drop).unwrap()
     }
 
     #[test]
     fn labels_of_the_endpoint_win_over_those_of_the_set() {
         let mut set = label("zone", "a");
         set.extend(label("service", "web"));
-        let spec = endpoint(weighted(|addr| addr.metric_labels = label("zone", "b")), &set).unwrap();
+        let spec = endpoint(weighted(|addr| addr.metric_labels = label("zone", "b")), &set, drop).unwrap();
         assert_eq!(spec.labels["zone"], "b");
         assert_eq!(spec.labels["service"], "web");
         assert_eq!((spec.weight.get(), spec.locality), (10_000, Locality::Unknown));
@@ -265,6 +268,7 @@ mod tests {
             let found = endpoint(
                 weighted(|addr| addr.tls_identity = Some(message.clone())),
                 &BTreeMap::new(),
+                drop,
             );
             let found = found.ok().map(|spec| spec.tls.expect("an identity"));
             let found = found.as_ref().map(|tls| (tls.identity.as_str(), &*tls.server_name));

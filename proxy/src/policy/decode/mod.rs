@@ -2,7 +2,8 @@
 //!
 //! A message that lacks a required field or has an invalid value is refused as a whole, with the reason: half a policy could
 //! permit what the whole one forbids, and half a profile could send requests elsewhere. An invalid endpoint in an update of
-//! endpoints is left out and reported; the other endpoints are used. Unknown fields are ignored. An unknown variant counts as a
+//! endpoints is left out and reported; the other endpoints are used. Incomplete keep-alive settings of an endpoint in such an update
+//! or in a profile are reported, and the endpoint is used without them. Unknown fields are ignored. An unknown variant counts as a
 //! missing field, so the message is refused. Two exceptions refuse only the requests they apply to: an unknown filter in a server
 //! policy, and an unknown kind of backend.
 

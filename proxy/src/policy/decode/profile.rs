@@ -14,11 +14,15 @@ use crate::policy::profile::{
     Class, Profile, ProfileRoute, RequestCondition, ResponseClass, ResponseCondition, RetryBudget, WeightedDestination,
 };
 
-/// Decodes a profile.
+/// Decodes a profile. If the keep-alive settings of its endpoint are incomplete, `on_incomplete` is called with the reason, and the
+/// endpoint is used without them.
 ///
 /// # Errors
 /// A field is invalid; then the whole message is refused.
-pub(crate) fn profile(message: proto::DestinationProfile) -> Result<Profile, DecodeError> {
+pub(crate) fn profile(
+    message: proto::DestinationProfile,
+    on_incomplete: impl FnMut(DecodeError),
+) -> Result<Profile, DecodeError> {
     let name = Some(message.fully_qualified_name).filter(|name| !name.is_empty());
     let traffic_split = message.dst_overrides.into_iter().filter(|dst| dst.weight > 0);
     let traffic_split = traffic_split.map(|dst| destination(dst, name.as_deref()));
@@ -31,7 +35,7 @@ pub(crate) fn profile(message: proto::DestinationProfile) -> Result<Profile, Dec
         retry_budget: message.retry_budget.map(|budget| retry_budget(&budget)).transpose()?,
         traffic_split: traffic_split.collect::<Result<_, _>>()?,
         endpoint: endpoint_message
-            .map(|message| endpoint(message, &BTreeMap::new()))
+            .map(|message| endpoint(message, &BTreeMap::new(), on_incomplete))
             .transpose()?
             .map(Arc::new),
         parent: client_meta(message.parent_ref).ok(),
@@ -196,13 +200,13 @@ mod tests {
             ..Default::default()
         };
         edit(&mut message);
-        profile(message).unwrap()
+        profile(message, |error| panic!("{error}")).unwrap()
     }
 
     fn is_refused(edit: impl FnOnce(&mut proto::DestinationProfile)) -> bool {
         let mut message = proto::DestinationProfile::default();
         edit(&mut message);
-        profile(message).is_err()
+        profile(message, drop).is_err()
     }
 
     #[test]
@@ -228,6 +232,38 @@ mod tests {
             ..Default::default()
         };
         assert!(is_refused(|profile| profile.endpoint = Some(without_identity)));
+    }
+
+    #[test]
+    fn incomplete_keep_alive_settings_are_reported_and_the_endpoint_is_used() {
+        let seconds = |seconds| Some(prost_types::Duration { seconds, nanos: 0 });
+        for (timeout, expected) in [
+            (seconds(3), None),
+            (None, Some("HTTP/2 keep-alive timeout of an endpoint is missing")),
+        ] {
+            let keep_alive = proto::http2_client_params::KeepAlive {
+                interval: seconds(10),
+                timeout,
+                while_idle: true,
+            };
+            let endpoint = proto::WeightedAddr {
+                addr: Some(SocketAddr::from(([10, 0, 0, 1], 80)).into()),
+                http2: Some(proto::Http2ClientParams {
+                    keep_alive: Some(keep_alive),
+                    ..Default::default()
+                }),
+                ..Default::default()
+            };
+            let message = proto::DestinationProfile {
+                endpoint: Some(endpoint),
+                ..Default::default()
+            };
+            let mut reasons = Vec::new();
+            let decoded = profile(message, |error| reasons.push(error.to_string())).unwrap();
+            let keep_alive = decoded.endpoint.unwrap().http2.keep_alive;
+            assert_eq!(keep_alive.is_some(), expected.is_none());
+            assert_eq!(reasons, Vec::from_iter(expected));
+        }
     }
 
     #[test]

@@ -37,7 +37,8 @@ fn recorded_policies_of_ports_are_read() {
 #[test]
 fn recorded_profiles_and_endpoints_are_read() {
     compare("destination", |recording| match &*recording.kind {
-        "profile" => recording.decode_all(|message| profile_lines(&profile::profile(message).unwrap())),
+        "profile" => recording
+            .decode_all(|message| profile_lines(&profile::profile(message, |error| panic!("{error}")).unwrap())),
         _ => recording.decode_all(|message: destination::Update| {
             endpoint_update_lines(&endpoint::endpoint_update(message, |error| panic!("{error}")).unwrap())
         }),

@@ -1,5 +1,5 @@
-//! The normal form of request paths. If rules of an inbound policy depend on the path, it is compared with them in its normal
-//! form; the request is forwarded with its original path.
+//! The normal form of request paths. If rules of an inbound policy or of an EgressNetwork depend on the path, it is compared with
+//! them in its normal form; the request is forwarded with its original path.
 //!
 //! Applications normalize paths in different ways. A path that they could understand differently is ambiguous and has no normal
 //! form: if user-defined rules depend on the path, the request is refused, otherwise its original path is compared. A path is

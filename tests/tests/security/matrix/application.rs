@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
+use tulle_core::descriptors;
 use tulle_core::netns::Namespace;
 
 /// The start of an answer that is not HTTP.
@@ -43,6 +44,8 @@ impl ReceivedTokens {
 
 /// Opens a listener for both families on each port.
 pub(super) fn listen(host: &Namespace, ports: &[u16]) -> Vec<TcpListener> {
+    // A state can need more ports than the default limit permits.
+    descriptors::raise_limit();
     let bind = |port: &u16| {
         let listener = TcpListener::bind(SocketAddr::from((Ipv6Addr::UNSPECIFIED, *port))).unwrap();
         listener.set_nonblocking(true).unwrap();

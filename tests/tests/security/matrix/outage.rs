@@ -98,7 +98,8 @@ async fn wait_until_permitted(client: &Client, port: u16) -> Duration {
     }
 }
 
-/// The maximum time until policies apply after the control plane is back.
+/// The maximum time until policies apply after the control plane is back. While a connection waits for a policy, the sidecar
+/// shortens its backoff to 200 ms.
 fn max_recovery_time() -> Duration {
     match std::env::var_os("TULLE_TEST_FULL") {
         Some(_) => Duration::from_secs(1),

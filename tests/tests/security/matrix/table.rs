@@ -105,9 +105,14 @@ const SKIPPED_CELLS: &[SkippedCells] = &[
         reason: "an unknown policy has no effect (covered by one that denies, one that permits all, one with routes and \
                  an opaque one)",
         skips: |cell| {
-            let tried = [Policy::Deny, Policy::Audit, Policy::OwnHttpRoute, Policy::Opaque];
-            !cell.state.is_requested_before() && !tried.contains(&cell.policy)
+            let is_unknown = matches!(cell.state.knowledge(), Knowledge::Unknown);
+            is_unknown && !Policy::tried_while_unknown().contains(&cell.policy)
         },
+    },
+    SkippedCells {
+        reason: "a policy applies to the first connection to its port as to later ones (covered by one policy of each kind of \
+                 port, and one that denies)",
+        skips: |cell| cell.state == State::First && !Policy::tried_on_first_connection().contains(&cell.policy),
     },
     SkippedCells {
         reason: "a policy that is known before the connection does not depend on the state of the control plane (covered by \
@@ -126,8 +131,12 @@ const SKIPPED_CELLS: &[SkippedCells] = &[
     },
     SkippedCells {
         reason: "during a restart, the first connection to a port waits for the policy as in the two states without restarts \
-                 (covered by all inputs as first connection, and before the control plane is up)",
-        skips: |cell| cell.state == State::RestartingFirst && !ClientInput::tried_in_all_states().contains(&cell.sent),
+                 (covered by all inputs and more policies as first connection, and before the control plane is up)",
+        skips: |cell| {
+            let is_tried = ClientInput::tried_in_all_states().contains(&cell.sent)
+                && Policy::tried_while_unknown().contains(&cell.policy);
+            cell.state == State::RestartingFirst && !is_tried
+        },
     },
 ];
 
@@ -512,6 +521,26 @@ impl fmt::Display for Cell {
 impl Policy {
     pub(super) fn port(self) -> PortKind {
         PortKind::of(at(DECISIONS, self.word(), "port"))
+    }
+
+    /// One that denies, one that permits all, one with routes, and an opaque one.
+    fn tried_while_unknown() -> [Self; 4] {
+        [Self::Deny, Self::Audit, Self::OwnHttpRoute, Self::Opaque]
+    }
+
+    /// One for each kind of port, and one that denies.
+    fn tried_on_first_connection() -> [Self; 9] {
+        [
+            Self::Deny,
+            Self::Audit,
+            Self::OtherRoute,
+            Self::OwnHttpRoute,
+            Self::Http1,
+            Self::Http2,
+            Self::OwnGrpcRoute,
+            Self::Opaque,
+            Self::Tls,
+        ]
     }
 }
 

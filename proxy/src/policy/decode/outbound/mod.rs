@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use tulle_core::backoff::Backoff;
 use tulle_core::retry;
+use tulle_proto::destination::WeightedAddr;
 use tulle_proto::http_route::{self, HostMatch};
 use tulle_proto::meta::Metadata;
 use tulle_proto::outbound as proto;
@@ -20,6 +21,7 @@ use crate::policy::client::{
 use crate::policy::decode::endpoint::endpoint;
 use crate::policy::decode::fields::{DecodeError, client_meta, duration, optional_duration};
 use crate::policy::decode::routes;
+use crate::policy::endpoint::EndpointSpec;
 use crate::policy::filter::{self, Filter};
 use crate::policy::route::{Route, Rule};
 
@@ -347,9 +349,7 @@ fn backend(message: Option<proto::Backend>) -> Result<Arc<BackendSpec>, DecodeEr
     let meta = client_meta(message.metadata)?;
     let decode = || {
         let target = match message.kind {
-            Some(proto::backend::Kind::Forward(message)) => {
-                BackendTarget::Forward(Arc::new(endpoint(message, &BTreeMap::new())?))
-            }
+            Some(proto::backend::Kind::Forward(message)) => BackendTarget::Forward(Arc::new(fixed_endpoint(message)?)),
             Some(proto::backend::Kind::Balancer(message)) => balancer(message)?,
             None => BackendTarget::Fail,
         };
@@ -363,6 +363,14 @@ fn backend(message: Option<proto::Backend>) -> Result<Arc<BackendSpec>, DecodeEr
     decode()
         .map(Arc::new)
         .map_err(|error: DecodeError| error.in_resource(&meta))
+}
+
+/// # Errors
+/// As [`endpoint`], or the keep-alive settings are incomplete.
+fn fixed_endpoint(message: WeightedAddr) -> Result<EndpointSpec, DecodeError> {
+    let mut incomplete = None;
+    let spec = endpoint(message, &BTreeMap::new(), |error| incomplete = Some(error))?;
+    incomplete.map_or(Ok(spec), Err)
 }
 
 fn balancer(message: proto::backend::BalanceP2c) -> Result<BackendTarget, DecodeError> {

@@ -6,7 +6,7 @@ use proto::filter_extension::{Cors, Kind as ExtensionKind, RequestMirror, UrlRew
 use proto::http_route::distribution::{FirstAvailable, Kind as DistributionKind, RandomAvailable};
 use proto::http_route::retry::{Conditions, conditions::StatusRange};
 use proto::proxy_protocol::{Detect, Grpc, Http1, Http2, Kind, Opaque, Tls};
-use tulle_proto::destination::WeightedAddr;
+use tulle_proto::destination::{Http2ClientParams, WeightedAddr, http2_client_params};
 use tulle_proto::http_route::{HttpFailureInjector, PathModifier, Ratio, RequestRedirect, path_modifier};
 use tulle_proto::meta::{Resource, metadata};
 
@@ -518,6 +518,23 @@ fn incomplete_messages_are_refused_with_the_reason() {
             "address of an endpoint is missing",
             with_backend(|backend| {
                 backend.kind = Some(BackendKind::Forward(WeightedAddr::default()));
+            }),
+        ),
+        (
+            "HTTP/2 keep-alive timeout of an endpoint is missing",
+            with_backend(|backend| {
+                let keep_alive = http2_client_params::KeepAlive {
+                    interval: seconds(10),
+                    ..Default::default()
+                };
+                backend.kind = Some(BackendKind::Forward(WeightedAddr {
+                    addr: Some(std::net::SocketAddr::from(([10, 0, 0, 1], 80)).into()),
+                    http2: Some(Http2ClientParams {
+                        keep_alive: Some(keep_alive),
+                        ..Default::default()
+                    }),
+                    ..Default::default()
+                }));
             }),
         ),
         ("failure accrual is missing", with_accrual(None)),
