@@ -308,7 +308,7 @@ const VARIABLES: &[Row] = &[
         super::ACCESS_LOG_DIRECTIONS,
         "`inbound`, `outbound` or `both`",
         Value("inbound"),
-        "Which requests are in the access log.",
+        "Which requests are in the access log. Requests that are refused because their head is invalid, late or too long have no line; see `tulle_failures_total`.",
     ),
     (
         "SHUTDOWN_GRACE_PERIOD",

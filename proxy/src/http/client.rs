@@ -90,8 +90,8 @@ pub(crate) enum ConnectionUse {
     Pooled,
     /// HTTP/1: a new connection for this request only, such as for upgrades and HTTP/1.0. HTTP/2: as [`Self::Pooled`].
     NewConnection,
-    /// A stream of a shared HTTP/2 connection that carries another protocol. If none is available, an HTTP/1 request gets a
-    /// new HTTP/1 connection.
+    /// A stream of a shared HTTP/2 connection that carries another protocol. If none is available, an HTTP/1 request does not
+    /// wait for one but gets a new HTTP/1 connection.
     ExtendedConnect,
 }
 
@@ -209,15 +209,19 @@ impl EndpointClient {
     /// Dials a connection. Concurrent requests share one HTTP/2 dial.
     ///
     /// # Errors
-    /// Dialling or the handshake fails, or no HTTP/2 stream becomes free in time. Nothing of the request was sent.
+    /// Dialling or the handshake fails, or no HTTP/2 stream becomes free in time for an HTTP/2 request. Nothing of the request
+    /// was sent.
     pub(crate) async fn dial(
         &self,
         protocol: Protocol,
         connection_use: ConnectionUse,
     ) -> Result<ReadyConnection, Error> {
         if connection_use == ConnectionUse::ExtendedConnect {
-            // Only makes sure that there is a connection: the stream that this reserves is released again.
-            self.stream_on_shared_connection().await?;
+            // Only makes sure that there is a connection: a stream that this reserves is released again.
+            match protocol {
+                Protocol::Http1 => drop(self.free_stream_on_shared_connection().await?),
+                Protocol::Http2 => drop(self.stream_on_shared_connection().await?),
+            }
             match self.extended_connect_connection().await {
                 Some(ready) => return Ok(ready),
                 None if protocol == Protocol::Http2 => return Ok(ReadyConnection::NoExtendedConnectStream),
@@ -248,29 +252,35 @@ impl EndpointClient {
     async fn stream_on_shared_connection(&self) -> Result<ReadyConnection, Error> {
         let started_at = Instant::now();
         loop {
-            let n_failed_before = self.failed_dials.lock().count;
-            {
-                let _dial_guard = self.dial_lock.lock().await;
-                if let Some(ready) = self.existing_http2() {
-                    return Ok(ready); // another request has dialled in the meantime
-                }
-                let FailedDials {
-                    count: n_failed,
-                    last_cause: cause,
-                } = *self.failed_dials.lock();
-                if n_failed != n_failed_before {
-                    // The dial that this request waited for has failed.
-                    return Err(Error::DialFailed { addr: self.addr, cause });
-                }
-                if self.can_add_http2_connection() {
-                    return self.dial_http2().await;
-                }
+            if let Some(ready) = self.free_stream_on_shared_connection().await? {
+                return Ok(ready);
             }
             let (addr, limit) = (self.addr, http2::STREAM_TIMEOUT);
             let waited = timeout_at(started_at + limit, self.wait_for_free_stream()).await;
             let sent = false;
             waited.map_err(|_| Error::StreamLimit { addr, limit, sent })?;
         }
+    }
+
+    /// Reserves a stream on a shared HTTP/2 connection. Dials one if no stream is free; `None` if none can be added.
+    async fn free_stream_on_shared_connection(&self) -> Result<Option<ReadyConnection>, Error> {
+        let n_failed_before = self.failed_dials.lock().count;
+        let _dial_guard = self.dial_lock.lock().await;
+        if let Some(ready) = self.existing_http2() {
+            return Ok(Some(ready)); // another request has dialled in the meantime
+        }
+        let FailedDials {
+            count: n_failed,
+            last_cause: cause,
+        } = *self.failed_dials.lock();
+        if n_failed != n_failed_before {
+            // The dial that this request waited for has failed.
+            return Err(Error::DialFailed { addr: self.addr, cause });
+        }
+        if !self.can_add_http2_connection() {
+            return Ok(None);
+        }
+        self.dial_http2().await.map(Some)
     }
 
     /// Waits until a stream may be free or another connection can be dialled.
@@ -698,8 +708,8 @@ mod tests {
         assert_eq!(client.http2.lock()[0].n_streams(), 0);
     }
 
-    /// The connections that a WebSocket and an extended CONNECT get to an HTTP/2 server.
-    async fn connections_to(server: &h2::server::Builder) -> [ReadyConnection; 2] {
+    /// A client of an HTTP/2 server.
+    async fn client_of(server: &h2::server::Builder) -> EndpointClient {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
         let server = server.clone();
@@ -713,7 +723,12 @@ mod tests {
                 });
             }
         });
-        let client = new_client(addr, connect_to(addr), 1);
+        new_client(addr, connect_to(addr), 1)
+    }
+
+    /// The connections that a WebSocket and an extended CONNECT get to an HTTP/2 server.
+    async fn connections_to(server: &h2::server::Builder) -> [ReadyConnection; 2] {
+        let client = client_of(server).await;
         let websocket = client
             .connection(Protocol::Http1, ConnectionUse::ExtendedConnect)
             .await
@@ -725,6 +740,22 @@ mod tests {
                 .await
                 .unwrap(),
         ]
+    }
+
+    #[tokio::test]
+    async fn a_websocket_does_not_wait_for_a_free_stream() {
+        let mut server = h2::server::Builder::new();
+        server.enable_connect_protocol().max_concurrent_streams(0);
+        let client = client_of(&server).await;
+        let connect_websocket = async || {
+            let ready = client.connection(Protocol::Http1, ConnectionUse::ExtendedConnect).await;
+            assert!(matches!(ready, Ok(ReadyConnection::Http1(_, None))));
+        };
+        connect_websocket().await; // dials the connection whose settings permit no stream
+        tokio::time::pause();
+        let started_at = Instant::now();
+        connect_websocket().await;
+        assert!(started_at.elapsed().is_zero());
     }
 
     #[tokio::test]

@@ -16,8 +16,9 @@ use nix::{
 use tokio::net::TcpStream;
 use tulle_core::addr::{self, OrigDst};
 
-/// Looks up the original destination of an accepted connection, given its socket and its peer's address. It is a
-/// value, because in tproxy mode and in tests the address does not come from the kernel's connection tracking.
+/// Looks up the original destination of an accepted connection, given its socket and its peer's address. The lookup is passed
+/// as a value, because it differs by mode: in tproxy mode and in tests, the address does not come from the kernel's connection
+/// tracking.
 pub type OrigDstLookup = Arc<dyn Fn(&TcpStream, SocketAddr) -> io::Result<OrigDst> + Send + Sync>;
 
 /// Asks the kernel's connection tracking for the address that the peer dialled. A connection without an entry was not

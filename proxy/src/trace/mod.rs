@@ -67,7 +67,7 @@ impl Tracer {
             None if self.sampling > 0.0 && !Context::is_marked_unsampled(req.headers()) => {
                 let is_sampled = fastrand::f64() < self.sampling;
                 let context = Context::new_trace(fastrand::u128(1..).to_be_bytes(), is_sampled);
-                // That of an invalid `traceparent` belongs to another trace.
+                // A `tracestate` that came with an invalid `traceparent` belongs to another trace.
                 req.headers_mut().remove(TRACESTATE);
                 if !is_sampled {
                     // Later hops must not decide differently.

@@ -34,9 +34,10 @@ pub(super) struct HttpGetAction {
 #[derive(Clone, Debug, PartialEq)]
 struct RequestTarget {
     scheme: Scheme,
-    port: u16,
+    /// The port in the URL; `None` for the default of the scheme.
+    port: Option<u16>,
     path_and_query: PathAndQuery,
-    /// The value of the `Host` header; `None` for the probed address.
+    /// The value of the probe's `Host` header; `None` for the address in the URL.
     host: Option<Authority>,
 }
 
@@ -48,14 +49,14 @@ pub(super) async fn send(
 ) -> Result<StatusCode, ProbeError> {
     let mut request_target = RequestTarget {
         scheme: Scheme::HTTPS,
-        port: addr.port(),
+        port: Some(addr.port()),
         path_and_query: action.path_and_query.clone(),
         host: action.host.clone(),
     };
     for _ in 0..MAX_REQUESTS {
         let rsp = send_request(
             action,
-            SocketAddr::new(addr.ip(), request_target.port),
+            SocketAddr::new(addr.ip(), request_target.port()),
             &request_target,
             user_agent,
         )
@@ -182,9 +183,22 @@ impl RequestTarget {
         req
     }
 
+    fn port(&self) -> u16 {
+        let default_port = if self.scheme == Scheme::HTTP { 80 } else { 443 };
+        self.port.unwrap_or(default_port)
+    }
+
+    /// The host of the request to `addr`, with a port only if the URL has one.
     fn authority(&self, addr: SocketAddr) -> Authority {
-        let probed_addr = || Authority::try_from(addr.to_string()).expect("an address is an authority");
-        self.host.clone().unwrap_or_else(probed_addr)
+        let host_in_url = || {
+            let text = match (self.port, addr.ip()) {
+                (Some(_), _) => addr.to_string(),
+                (None, IpAddr::V4(ip)) => ip.to_string(),
+                (None, IpAddr::V6(ip)) => format!("[{ip}]"),
+            };
+            Authority::try_from(text).expect("an address is an authority")
+        };
+        self.host.clone().unwrap_or_else(host_in_url)
     }
 
     /// Whether to follow the response, and to which target.
@@ -192,7 +206,7 @@ impl RequestTarget {
         let location = rsp
             .headers()
             .get(LOCATION)
-            .filter(|_| REDIRECTS.contains(&rsp.status()));
+            .filter(|location| REDIRECTS.contains(&rsp.status()) && !location.is_empty());
         let Some(location) = location else {
             return RedirectOutcome::Done;
         };
@@ -202,9 +216,10 @@ impl RequestTarget {
             return invalid_location();
         };
         let text = text.split('#').next().unwrap_or_default();
-        let absolute = match text.strip_prefix("//") {
-            Some(rest) => Some(format!("{}://{rest}", self.scheme)),
-            None => is_absolute(text).then(|| text.to_owned()),
+        // As Go does, the probe's `Host` stays unless the reference has a scheme.
+        let (absolute, next_host) = match text.strip_prefix("//") {
+            Some(rest) => (Some(format!("{}://{rest}", self.scheme)), self.host.clone()),
+            None => (is_absolute(text).then(|| text.to_owned()), None),
         };
         let Some(absolute) = absolute else {
             return match self.join(text).parse() {
@@ -226,33 +241,59 @@ impl RequestTarget {
         if authority.host().trim_matches(['[', ']']).parse() != Ok(host) {
             return RedirectOutcome::Done;
         }
-        let default_port = match scheme.as_str() {
-            "http" => 80,
-            "https" => 443,
-            // Other schemes cannot be followed.
-            _ => return invalid_location(),
+        // Other schemes cannot be followed.
+        if scheme != Scheme::HTTP && scheme != Scheme::HTTPS {
+            return invalid_location();
+        }
+        let (path, query) = parts
+            .path_and_query
+            .as_ref()
+            .map_or(("/", None), |target| (target.path(), target.query()));
+        let Ok(path_and_query) = to_target(path, query).parse() else {
+            return invalid_location();
         };
         RedirectOutcome::Follow(Self {
-            port: authority.port_u16().unwrap_or(default_port),
-            path_and_query: parts.path_and_query.unwrap_or_else(|| PathAndQuery::from_static("/")),
+            port: authority.port_u16(),
+            path_and_query,
             scheme,
-            host: None,
+            host: next_host,
         })
     }
 
     /// Resolves a relative reference against the current target.
     fn join(&self, reference: &str) -> String {
-        let path = self.path_and_query.path();
-        match reference.chars().next() {
-            None => self.path_and_query.to_string(),
-            Some('/') => reference.to_owned(),
-            Some('?') => format!("{path}{reference}"),
+        let base = self.path_and_query.path();
+        let (path, query) = match reference.split_once('?') {
+            Some((path, query)) => (path, Some(query)),
+            None => (reference, None),
+        };
+        match path.chars().next() {
+            None => to_target(base, query.or_else(|| self.path_and_query.query())),
+            Some('/') => to_target(path, query),
             Some(_) => {
-                let dir = &path[..=path.rfind('/').unwrap_or(0)];
-                format!("{dir}{reference}")
+                let dir = &base[..=base.rfind('/').unwrap_or(0)];
+                to_target(&format!("{dir}{path}"), query)
             }
         }
     }
+}
+
+/// The request target of a redirect: without the path's dot segments (RFC 3986 section 5.2.4). Like Go, it keeps encoded ones,
+/// which a URL parser for browsers removes too.
+fn to_target(path: &str, query: Option<&str>) -> String {
+    let mut segments = Vec::new();
+    for segment in path.split('/').skip(1) {
+        match segment {
+            "." => {}
+            ".." => drop(segments.pop()),
+            _ => segments.push(segment),
+        }
+    }
+    if path.ends_with("/.") || path.ends_with("/..") {
+        segments.push("");
+    }
+    let query = query.map_or_else(String::new, |query| format!("?{query}"));
+    format!("/{}{query}", segments.join("/"))
 }
 
 /// The target of a request for a probe's path, as the kubelet makes it: with a leading slash, without a fragment, and
@@ -394,7 +435,7 @@ mod tests {
         fn any_path_and_any_redirect_are_used_or_refused(path in ".{0,40}", location in "[ -~]{0,40}", text in any::<Vec<u8>>()) {
             let path_and_query = path_to_target(&path).unwrap();
             prop_assert!(path_and_query.as_str().starts_with('/'));
-            let request_target = RequestTarget { scheme: Scheme::HTTPS, port: 1, path_and_query, host: None };
+            let request_target = RequestTarget { scheme: Scheme::HTTPS, port: Some(1), path_and_query, host: None };
             for location in [location.as_bytes(), format!("https://{location}").as_bytes(), &text] {
                 let Ok(location) = HeaderValue::from_bytes(location) else { continue };
                 let rsp = Response::builder().status(302).header(LOCATION, location).body(()).unwrap();
@@ -424,17 +465,82 @@ mod tests {
         assert!(path_to_target(&"é".repeat(20_000)).is_err());
     }
 
+    /// The first rows are from RFC 3986 section 5.4.
+    #[test]
+    fn a_redirect_has_no_dot_segments() {
+        let request_target = RequestTarget {
+            scheme: Scheme::HTTPS,
+            port: None,
+            path_and_query: PathAndQuery::from_static("/b/c/d;p?q"),
+            host: None,
+        };
+        for (reference, expected) in [
+            ("g", "/b/c/g"),
+            ("./g", "/b/c/g"),
+            ("g/", "/b/c/g/"),
+            ("/g", "/g"),
+            ("?y", "/b/c/d;p?y"),
+            ("g?y", "/b/c/g?y"),
+            ("", "/b/c/d;p?q"),
+            (".", "/b/c/"),
+            ("./", "/b/c/"),
+            ("..", "/b/"),
+            ("../", "/b/"),
+            ("../g", "/b/g"),
+            ("../..", "/"),
+            ("../../g", "/g"),
+            ("../../../g", "/g"),
+            ("/./g", "/g"),
+            ("/../g", "/g"),
+            ("g.", "/b/c/g."),
+            ("..g", "/b/c/..g"),
+            ("./g/.", "/b/c/g/"),
+            ("g/../h", "/b/c/h"),
+            ("g?y/../x", "/b/c/g?y/../x"),
+            ("/a//../b", "/a/b"),
+            ("/a/%2e%2e/b", "/a/%2e%2e/b"),
+        ] {
+            assert_eq!(request_target.join(reference), expected, "{reference}");
+        }
+    }
+
+    /// As Go does: only a probe's `Host` replaces the host in the URL, which is sent as it is there.
+    #[test]
+    fn a_port_is_sent_if_the_url_has_one() {
+        for (location, addr, expected) in [
+            ("/x", "10.0.0.1:8443", "10.0.0.1:8443"),
+            ("https://10.0.0.1/x", "10.0.0.1:443", "10.0.0.1"),
+            ("https://10.0.0.1:443/x", "10.0.0.1:443", "10.0.0.1:443"),
+            ("http://10.0.0.1/x", "10.0.0.1:80", "10.0.0.1"),
+            ("//[fd00::1]/x", "[fd00::1]:443", "[fd00::1]"),
+            ("//[fd00::1]:82/x", "[fd00::1]:82", "[fd00::1]:82"),
+        ] {
+            let addr: SocketAddr = addr.parse().unwrap();
+            let request_target = RequestTarget {
+                scheme: Scheme::HTTPS,
+                port: Some(8443),
+                path_and_query: PathAndQuery::from_static("/"),
+                host: None,
+            };
+            let rsp = Response::builder().status(302).header(LOCATION, location);
+            let RedirectOutcome::Follow(next) = request_target.follow(addr.ip(), &rsp.body(()).unwrap()) else {
+                panic!("{location}");
+            };
+            assert_eq!((next.port(), next.authority(addr).as_str()), (addr.port(), expected));
+        }
+    }
+
     #[test]
     fn redirects_are_followed_on_the_same_host_only() {
         let request_target = RequestTarget {
             scheme: Scheme::HTTPS,
-            port: 8443,
+            port: Some(8443),
             path_and_query: PathAndQuery::from_static("/a/b?c"),
             host: Some(Authority::from_static("web.test")),
         };
-        let target_at = |scheme: Scheme, port, target: &'static str, host: Option<&'static str>| RequestTarget {
+        let target_at = |scheme: Scheme, port: u16, target: &'static str, host: Option<&'static str>| RequestTarget {
             scheme,
-            port,
+            port: (port > 0).then_some(port),
             path_and_query: PathAndQuery::from_static(target),
             host: host.map(Authority::from_static),
         };
@@ -459,7 +565,7 @@ mod tests {
             (
                 308,
                 Some("https://10.0.0.1/x#y"),
-                Some(target_at(Scheme::HTTPS, 443, "/x", None)),
+                Some(target_at(Scheme::HTTPS, 0, "/x", None)),
             ),
             (
                 303,
@@ -469,8 +575,20 @@ mod tests {
             (
                 302,
                 Some("//10.0.0.1:82/x"),
-                Some(target_at(Scheme::HTTPS, 82, "/x", None)),
+                Some(target_at(Scheme::HTTPS, 82, "/x", host)),
             ),
+            (
+                302,
+                Some("../login?next=/x/../y"),
+                Some(target_at(Scheme::HTTPS, 8443, "/login?next=/x/../y", host)),
+            ),
+            (
+                302,
+                Some("https://10.0.0.1/x/../y"),
+                Some(target_at(Scheme::HTTPS, 0, "/y", None)),
+            ),
+            (302, Some("#y"), Some(target_at(Scheme::HTTPS, 8443, "/a/b?c", host))),
+            (302, Some(""), None),
             (302, Some("https://web.test/login"), None),
             (302, Some("https://10.0.0.2:8443/login"), None),
             (302, Some("app://login.test/x"), None),

@@ -48,7 +48,7 @@ impl WriteBatch {
         let mut shared = self.0.lock();
         shared.io.set_write_buffering(false);
         // A write that the batching refused has registered no waker. So the task wakes itself after the flush, unless the flush
-        // is pending: then the socket wakes it. `h2` sees an error at its next read.
+        // is pending: then the socket wakes it. An error of the flush is ignored here: `h2` gets it at its next read.
         let flushed = Pin::new(&mut shared.io).poll_flush(cx);
         if std::mem::take(&mut shared.write_blocked) && flushed.is_ready() {
             cx.waker().wake_by_ref();

@@ -40,8 +40,9 @@ pub(crate) struct CopyMonitor(Option<Arc<Mutex<PendingCopy>>>);
 
 /// Returns the body to send, a copy of it that receives the frames as they are sent, and the monitor of the copy.
 ///
-/// The original does not wait for the receiver of the copy. When much is waiting, it yields once after each poll of the receiver.
-/// The copy fails if the original fails or is dropped before its end, or if the receiver is too slow.
+/// The original does not wait for the receiver of the copy. While much is waiting, it pauses so that the receiver can run: once,
+/// and then again only after the receiver has polled. The copy fails if the original fails or is dropped before its end, or if
+/// the receiver is too slow.
 pub(crate) fn copy_while_sent(body: Body, memory: Arc<CopyMemory>) -> (Body, Body, CopyMonitor) {
     if body.is_end_stream() {
         return (body, Body::empty(), CopyMonitor(None));

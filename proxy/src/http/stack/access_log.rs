@@ -1,4 +1,5 @@
-//! The access log: one line per response head, in a format like Apache's common log or as JSON.
+//! The access log: one line per request that reaches the service, in a format like Apache's common log or as JSON. A request
+//! that is refused before, because its head is invalid, late or too long, has no line.
 //!
 //! A dedicated thread writes the lines, so that a slow or stuck reader does not block requests.
 
