@@ -342,7 +342,7 @@ pub const ALL: &[Cause] = &[
     cause(
         "forbidden",
         Responsible::Policy,
-        "403, PERMISSION_DENIED; an opaque connection is closed",
+        "403, PERMISSION_DENIED; an opaque connection is reset",
         "A route forbids the outbound connection; usually an EgressNetwork denies traffic to destinations outside the cluster.",
         "Permit it by a route of the EgressNetwork, or by its `trafficPolicy: Allow`.",
     ),

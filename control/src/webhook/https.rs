@@ -85,6 +85,8 @@ impl<R: RequestHandler> HttpServer<R> {
         let (name, client) = (self.name, accepted.client);
         match self.handle(accepted, drain).await {
             Ok(()) => ConnectionEnd::Closed,
+            // The timeout of a request head also ends idle connections.
+            Err(ConnectionError::Http(err)) if err.is_timeout() => ConnectionEnd::Closed,
             Err(err) => {
                 debug!(%client, port = name, error = &err as &dyn StdError, "a connection failed");
                 ConnectionEnd::Failed

@@ -252,6 +252,8 @@ async fn serve_connection(accepted: AcceptedConnection, server: Arc<Server>, dra
     };
     match served {
         Ok(()) => ConnectionEnd::Closed,
+        // The timeout of a request head also ends idle connections.
+        Err(err) if err.is_timeout() => ConnectionEnd::Closed,
         Err(err) => {
             debug!(%client, %err, "serving an admin connection failed");
             ConnectionEnd::Failed

@@ -41,7 +41,7 @@ headers! {
     L5D_CLIENT_ID = "l5d-client-id" {
         direction: "from the server's proxy to its application",
         values: "an identity such as `web.shop.serviceaccount.identity.linkerd.cluster.local`, or a SPIFFE ID",
-        meaning: "The mTLS identity of the client. The inbound proxy sets it and removes values that clients send.",
+        meaning: "The mTLS identity of the client. The inbound proxy sets it and removes values that clients send, in requests that it handles as HTTP; bytes that it does not detect as HTTP pass unchanged.",
     }
     L5D_DST_OVERRIDE = "l5d-dst-override" {
         direction: APPLICATION_TO_PROXY,

@@ -130,12 +130,13 @@ impl ServerPolicy {
         }
     }
 
-    /// Whether the client may make at least one request.
+    /// Whether the client may make at least one request, other than those of probes, which all clients may make.
     pub(crate) fn permits_some_request(&self, client: IpAddr, tls: ConnTls<'_>) -> bool {
         let permits = |authorizations: &[Authorization]| authz::authorize(authorizations, client, tls).is_ok();
         let routes = || self.protocol.http().into_iter().flat_map(|http| http.routes.iter());
         permits(&self.authorizations)
             || routes()
+                .filter(|route| !is_generated_probe(route))
                 .flat_map(|route| &route.rules)
                 .any(|rule| permits(&rule.payload))
     }
@@ -190,6 +191,11 @@ impl ServerHttp {
 /// Whether the route comes from a resource of the user, and was not generated.
 fn is_user_defined<T>(route: &Route<T>) -> bool {
     !route.meta.is_default()
+}
+
+/// Whether it is the route that the control plane generates for the probes of a pod.
+fn is_generated_probe<T>(route: &Route<T>) -> bool {
+    matches!(&*route.meta, Meta::Default(name) if &**name == "probe")
 }
 
 /// Rules that depend on the path of a request.
@@ -306,6 +312,29 @@ mod tests {
             matches.method = Some(Method::GET);
         }
         probe
+    }
+
+    #[test]
+    fn a_route_for_probes_permits_no_client_the_limits_of_an_authorized_one() {
+        let everybody: Arc<[Authorization]> = DefaultPolicy::AllUnauthenticated
+            .detect(Duration::ZERO, &[])
+            .authorizations;
+        assert!(!everybody.is_empty());
+        let permits = |mut route: Route<Arc<[Authorization]>>| {
+            route.rules[0].payload = everybody.clone();
+            let http = ServerHttp {
+                routes: [route].into(),
+                rate_limit: None,
+            };
+            let policy = ServerPolicy {
+                meta: Meta::default_named("test"),
+                protocol: ServerProtocol::Http1(http),
+                authorizations: Arc::new([]),
+            };
+            policy.permits_some_request(IpAddr::from([10, 0, 0, 1]), ConnTls::NotTerminated)
+        };
+        assert!(!permits(probe()));
+        assert!(permits(route(user_defined("some"), PathMatch::prefix("/some"))));
     }
 
     #[test]
