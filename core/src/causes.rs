@@ -175,7 +175,7 @@ pub const ALL: &[Cause] = &[
         "detect-timeout",
         Responsible::Client,
         "the connection is reset",
-        "The client sent nothing although the proxy needed its first bytes, or it started a TLS handshake and did not complete it. Each of the two has the limit `LINKERD2_PROXY_INBOUND_DETECT_TIMEOUT` (10 seconds).",
+        "The client sent nothing although the proxy needed its first bytes, or it started a TLS handshake and did not complete it. Each of the two has the limit `LINKERD2_PROXY_INBOUND_DETECT_TIMEOUT` (10 seconds). A client of HTTP/2 over TLS that sends nothing after the handshake is not counted, and its connection is closed without a reset.",
         "Mark ports on which the server sends first as opaque (`config.linkerd.io/opaque-ports`); otherwise look for the client that stalls.",
     ),
     cause(

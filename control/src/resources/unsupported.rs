@@ -32,8 +32,23 @@ pub struct UnsupportedPart {
 pub fn metric_family(registry: &Registry) -> Family<Gauge> {
     registry.gauge(
         "unserved_configuration",
-        "Parts of an object that are invalid or not supported, by annotation or field. They have no effect, or their requests fail. An invalid file of the control plane has the kind `File`; its last valid version stays in force.",
+        "Parts of an object that are invalid, not supported, or refer to an object that does not exist, by annotation or field. They have no effect, or their requests fail. An invalid file of the control plane has the kind `File`; its last valid version stays in force.",
     )
+}
+
+/// The parts that the metric counts once, sorted, as `name field`.
+#[cfg(test)]
+pub(crate) fn counted_parts(registry: &Registry) -> Vec<String> {
+    let page = registry.render();
+    let parts = page.lines().filter_map(|line| {
+        let line = line.strip_prefix("unserved_configuration{")?.strip_suffix("} 1")?;
+        let (_, name) = line.split_once("name=\"")?;
+        let (name, field) = name.split_once("\",field=\"")?;
+        Some(format!("{name} {}", field.trim_end_matches('"')))
+    });
+    let mut parts: Vec<_> = parts.collect();
+    parts.sort();
+    parts
 }
 
 /// Returns all parts of an object that the mesh does not apply, considering this object alone.

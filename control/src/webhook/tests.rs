@@ -22,6 +22,7 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 use tulle_core::drain::{self, Signal};
 use tulle_core::metrics::Registry;
+use tulle_core::names::annotation;
 use tulle_core::readiness::Readiness;
 
 use super::certificate::CertificateKeyPair;
@@ -244,7 +245,7 @@ async fn an_object_that_needs_too_much_memory_is_denied_before_it_is_decoded() {
 #[tokio::test]
 async fn the_handler_decides_about_an_object_that_is_not_decoded() {
     let server = TestServer::start_with(Some(64 << 20)).await;
-    let metadata = r#"{"annotations":{"linkerd.io/inject":"disabled"},"name":"web"}"#;
+    let metadata = json!({"annotations": {(annotation::INJECT): "disabled"}, "name": "web"});
     let too_large = format!(r#"{{"metadata":{metadata},"spec":[{}]}}"#, vec!["{}"; 10_000].join(","));
     let too_deep = format!(
         r#"{{"metadata":{metadata},"spec":{}{}}}"#,

@@ -102,6 +102,11 @@ impl Meta {
     pub(crate) fn is_audit(&self) -> bool {
         matches!(self, Self::Default(name) if &**name == AUDIT)
     }
+
+    /// Whether this is the route that the control plane generates for the probes of a pod.
+    pub(crate) fn is_probe(&self) -> bool {
+        matches!(self, Self::Default(name) if &**name == "probe")
+    }
 }
 
 impl Display for Meta {

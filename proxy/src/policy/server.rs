@@ -136,7 +136,7 @@ impl ServerPolicy {
         let routes = || self.protocol.http().into_iter().flat_map(|http| http.routes.iter());
         permits(&self.authorizations)
             || routes()
-                .filter(|route| !is_generated_probe(route))
+                .filter(|route| !route.meta.is_probe())
                 .flat_map(|route| &route.rules)
                 .any(|rule| permits(&rule.payload))
     }
@@ -191,11 +191,6 @@ impl ServerHttp {
 /// Whether the route comes from a resource of the user, and was not generated.
 fn is_user_defined<T>(route: &Route<T>) -> bool {
     !route.meta.is_default()
-}
-
-/// Whether it is the route that the control plane generates for the probes of a pod.
-fn is_generated_probe<T>(route: &Route<T>) -> bool {
-    matches!(&*route.meta, Meta::Default(name) if &**name == "probe")
 }
 
 /// Rules that depend on the path of a request.

@@ -207,8 +207,8 @@ mod tests {
 
     use super::*;
     use crate::cluster::store::objects::Changes;
-    use crate::resources::decode;
     use crate::resources::event::Event;
+    use crate::resources::{decode, unsupported};
 
     struct TestCluster {
         registry: Registry,
@@ -247,18 +247,8 @@ mod tests {
             reported
         }
 
-        /// The counted references, as `name field`.
         fn counted(&self) -> Vec<String> {
-            let page = self.registry.render();
-            let lines = page.lines().filter_map(|line| {
-                let line = line.strip_prefix("unserved_configuration{")?.strip_suffix("} 1")?;
-                let (_, name) = line.split_once("name=\"")?;
-                let (name, field) = name.split_once("\",field=\"")?;
-                Some(format!("{name} {}", field.trim_end_matches('"')))
-            });
-            let mut lines: Vec<_> = lines.collect();
-            lines.sort();
-            lines
+            unsupported::counted_parts(&self.registry)
         }
     }
 

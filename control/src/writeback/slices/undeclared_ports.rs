@@ -93,6 +93,12 @@ impl State {
             }
             Event::Applied(Object::ExternalWorkload(workload)) => {
                 let before = self.workloads.insert(workload.meta.name.clone(), workload.clone());
+                if before
+                    .as_ref()
+                    .is_some_and(|before| declares_the_same(before, workload))
+                {
+                    return BTreeSet::new();
+                }
                 let mut affected = self.selecting_services(workload);
                 affected.extend(before.iter().flat_map(|before| self.selecting_services(before)));
                 affected
@@ -145,6 +151,13 @@ impl State {
         }
         new
     }
+}
+
+/// Whether the same Services select both versions of a workload, which declare the same ports. Most updates change the status only.
+fn declares_the_same(before: &ExternalWorkload, workload: &ExternalWorkload) -> bool {
+    before.meta.labels == workload.meta.labels
+        && before.ports == workload.ports
+        && before.non_tcp_ports == workload.non_tcp_ports
 }
 
 fn selects_workloads(service: &Service) -> bool {
@@ -214,6 +227,7 @@ mod tests {
         check(service(json!(8080)), false);
         check(workload("web", json!([{"port": 9090}])), true);
         check(workload("api", json!([{"port": 9090}])), false);
+        check(workload("web", json!([{"port": 9090}])), true);
         check(workload("web", json!([{"port": 9090}])), true);
         check(deleted(Kind::Service, "web"), false);
         check(service(json!(8080)), true);

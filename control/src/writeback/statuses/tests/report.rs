@@ -4,6 +4,7 @@ use tulle_core::metrics::Registry;
 
 use super::*;
 use crate::cluster::{self, Cluster};
+use crate::resources::unsupported;
 use crate::writeback::statuses::report::Report;
 
 struct TestReport {
@@ -24,18 +25,8 @@ impl TestReport {
         self.writer.apply(objects.iter().map(event).collect());
     }
 
-    /// The counted parts, as `name field`.
     fn counted(&self) -> Vec<String> {
-        let page = self.registry.render();
-        let lines = page.lines().filter_map(|line| {
-            let line = line.strip_prefix("unserved_configuration{")?.strip_suffix("} 1")?;
-            let (_, name) = line.split_once("name=\"")?;
-            let (name, field) = name.split_once("\",field=\"")?;
-            Some(format!("{name} {}", field.trim_end_matches('"')))
-        });
-        let mut lines: Vec<_> = lines.collect();
-        lines.sort();
-        lines
+        unsupported::counted_parts(&self.registry)
     }
 }
 
