@@ -45,12 +45,6 @@ use crate::{
     trace::export::Exporter,
 };
 
-/// Number of I/O events that a worker processes before it polls for more. Data for the same peer is sent together after them,
-/// and the peer is idle until then: a higher number saves system calls, and a lower one keeps all CPUs busy. Measured requests
-/// per second at 64 connections, relative to HAProxy in the same runs: 0.81 to 0.87 without a limit, 0.91 to 0.98 with 16, 0.89
-/// to 0.94 with 8, 12, 20, 24 and 32.
-const MAX_IO_EVENTS_PER_TICK: usize = 16;
-
 /// A proxy whose sockets are bound, ready to run.
 pub struct App {
     config: Config,
@@ -195,13 +189,7 @@ impl App {
         let (runtime, admin) = (self.admin_runtime, self.admin);
         let run_admin = move || runtime.block_on(admin.run(certificate_latch, registry, idle, shutdown));
         thread::Builder::new().name("admin".into()).spawn(run_admin)?;
-        let build = |_: &WorkerListeners| {
-            let mut builder = Builder::new_current_thread();
-            builder
-                .enable_all()
-                .max_io_events_per_tick(MAX_IO_EVENTS_PER_TICK)
-                .build()
-        };
+        let build = |_: &WorkerListeners| Builder::new_current_thread().enable_all().build();
         let runtimes: Vec<Runtime> = self
             .sockets
             .iter()

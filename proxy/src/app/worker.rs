@@ -19,7 +19,6 @@ use crate::{
         copy::CopyFuture,
         io::Tcp,
         listen::{self, PortSharing},
-        short_timer::ShortTimer,
         transparent,
     },
     outbound::Outbound,
@@ -118,7 +117,6 @@ impl Worker {
     where
         F: Future<Output = Option<CopyFuture>> + Send + 'static,
     {
-        let burst_timer = ShortTimer::new(listen::BURST_MAX_WAIT)?;
         let (index, drain) = (self.index, self.drain.clone());
         let AcceptContext { balancer, admission } = context;
         // The drain ends only after the queued connections are accepted.
@@ -151,7 +149,7 @@ impl Worker {
                     handle.set_task(task.abort_handle());
                 }
             };
-            listen::accept_loop(listener, burst_timer, stop.signaled(), spawn).await;
+            listen::accept_loop(listener, stop.signaled(), spawn).await;
             drop(accept_guard);
         })
     }

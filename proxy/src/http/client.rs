@@ -26,7 +26,7 @@ use crate::{
         upgrade::http1_over_http2,
         upgrade::websocket,
     },
-    net::{io::Io, pending_responses::PendingResponse},
+    net::io::Io,
 };
 
 /// Opens a connection to the endpoint for one HTTP version. The future is boxed once per connection, not per request.
@@ -324,8 +324,7 @@ impl EndpointClient {
     /// # Errors
     /// The request gets no response head. [`Error::resendable`] says whether it can be sent again.
     pub(crate) async fn send(&self, ready: ReadyConnection, req: &mut Request<Body>) -> Result<Response<Body>, Error> {
-        let pending_response = PendingResponse::register();
-        let result = match ready {
+        match ready {
             ReadyConnection::Http1(connection, pool) => {
                 let mut exchange = connection.send(req, self.addr, pool);
                 match exchange.head().await {
@@ -337,10 +336,7 @@ impl EndpointClient {
             ReadyConnection::Http2(send) => http2::send(send, req, self.addr).await,
             ReadyConnection::ExtendedConnect(sender) => Box::pin(self.send_extended_connect(*sender, req)).await,
             ReadyConnection::NoExtendedConnectStream => Err(Error::NoExtendedConnectStream { addr: self.addr }),
-        };
-        // During a burst of clients, responses are forwarded a few at a time.
-        pending_response.wait_for_release().await;
-        result
+        }
     }
 
     /// Sends an extended CONNECT. If the shared connection has just closed, an HTTP/1 upgrade request is sent on a new

@@ -14,8 +14,6 @@ pub(crate) mod listen;
 pub(crate) mod memory;
 pub(crate) mod orig_dst;
 mod peer_socket;
-pub(crate) mod pending_responses;
-pub(crate) mod short_timer;
 pub(crate) mod socks;
 pub(crate) mod tcp_metrics;
 pub(crate) mod transparent;
