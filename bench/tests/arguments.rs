@@ -42,9 +42,13 @@ fn invalid_values_are_refused() {
         (
             "costs --row workers-1",
             "'workers-1'",
-            "http-c1, new-http, routed, profiled",
+            "http-c1, new-http, routed, rewritten, profiled",
         ),
-        ("costs --row grpc", "'grpc'", "http-c1, new-http, routed, profiled"),
+        (
+            "costs --row grpc",
+            "'grpc'",
+            "http-c1, new-http, routed, rewritten, profiled",
+        ),
         ("costs --tap-one-in 0", "'0'", "--tap-one-in"),
         ("conformance --peers tulle,none", "none", "sidecars"),
         ("control-scale --kubeconfig x --services 0", "'0'", "--services"),

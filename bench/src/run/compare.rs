@@ -188,6 +188,7 @@ fn why_not_comparable(row: Row) -> Option<&'static str> {
         | Row::NewMtls
         | Row::HttpC64Baseline
         | Row::Routed
+        | Row::Rewritten
         | Row::Profiled
         | Row::OneWorker
         | Row::TwoWorkers => None,

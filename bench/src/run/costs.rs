@@ -49,6 +49,7 @@ enum CostRow {
     HttpC1,
     NewHttp,
     Routed,
+    Rewritten,
     Profiled,
 }
 
@@ -58,6 +59,7 @@ impl CostRow {
             Self::HttpC1 => Row::HttpC1,
             Self::NewHttp => Row::NewHttp,
             Self::Routed => Row::Routed,
+            Self::Rewritten => Row::Rewritten,
             Self::Profiled => Row::Profiled,
         }
     }
@@ -263,7 +265,9 @@ fn measure<const N: usize>(args: &Args, requests: u32, tapped: [Option<u32>; N])
     // The warm-up opens connections, completes discovery, and lets buffers grow to their final size.
     let send_requests: SendRequests = match args.row {
         CostRow::NewHttp => generators::send_requests_on_new_connections,
-        CostRow::HttpC1 | CostRow::Routed | CostRow::Profiled => generators::send_sequential_requests,
+        CostRow::HttpC1 | CostRow::Routed | CostRow::Rewritten | CostRow::Profiled => {
+            generators::send_sequential_requests
+        }
     };
     send_requests(&testbed, SERVICE, WARM_UP)?;
     let run = CostRun {

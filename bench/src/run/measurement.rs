@@ -67,6 +67,7 @@ pub(super) fn measure(
         | Row::InboundOnly
         | Row::HttpC64Baseline
         | Row::Routed
+        | Row::Rewritten
         | Row::Profiled
         | Row::OneWorker
         | Row::TwoWorkers => http1(Http1::get(64)),

@@ -53,11 +53,13 @@ pub(crate) enum Row {
     OutboundOnly,
     /// HTTP/1 on 64 connections through the server's sidecar only; the client has none.
     InboundOnly,
-    /// HTTP/1 on 64 connections without routes, measured directly before the two scenarios that are compared with it, because
+    /// HTTP/1 on 64 connections without routes, measured directly before the scenarios that are compared with it, because
     /// the speed of the machine varies over time.
     HttpC64Baseline,
     /// HTTP/1 on 64 connections, with routes that have retries, timeouts, a filter and their own authorization.
     Routed,
+    /// Like `routed`, with a URLRewrite of host and path.
+    Rewritten,
     /// HTTP/1 on 64 connections, with a ServiceProfile that has retries and a timeout.
     Profiled,
     /// HTTP/1 on 64 connections, with one worker per sidecar, limited to a quarter of a core.
@@ -81,13 +83,14 @@ impl Row {
             Self::OneWorker | Self::TwoWorkers => !matches!(peer, Peer::None | Peer::Nginx),
             // Without a proxy, the result equals that of the row with both sidecars.
             Self::OutboundOnly | Self::InboundOnly => peer != Peer::None,
-            // Only tulle: Allocations (counter), Routed and Profiled (rules), HttpC64Baseline (their baseline), SlowHeads (head
+            // Only tulle: Allocations (counter), Routed, Rewritten and Profiled (rules), HttpC64Baseline (their baseline), SlowHeads (head
             // timeout), SlowHeads and Hostile (clients without TLS at the server's sidecar).
             Self::Allocations
             | Self::SlowHeads
             | Self::Hostile
             | Self::HttpC64Baseline
             | Self::Routed
+            | Self::Rewritten
             | Self::Profiled => peer == Peer::Tulle,
             _ => true,
         }
@@ -149,6 +152,10 @@ impl Row {
             },
             Self::Routed => Setup {
                 rules: Rules::Routes,
+                ..both
+            },
+            Self::Rewritten => Setup {
+                rules: Rules::Rewrite,
                 ..both
             },
             Self::Profiled => Setup {

@@ -67,6 +67,7 @@ pub(super) enum Build {
 pub(super) enum Rules {
     Default,
     Routes,
+    Rewrite,
     Profile,
 }
 

@@ -44,9 +44,10 @@ pub(super) fn start(testbed: &Testbed, setup: &Setup, program: &str) -> anyhow::
         SidecarPath::Outbound | SidecarPath::Inbound => include_str!("../../peers/mesh-plain.yaml"),
     };
     let rules = match setup.rules {
-        Rules::Default => "",
-        Rules::Routes => include_str!("../../peers/mesh-routed.yaml"),
-        Rules::Profile => include_str!("../../peers/mesh-profiled.yaml"),
+        Rules::Default => String::new(),
+        Rules::Routes => with_inbound_route(include_str!("../../peers/mesh-routed.yaml")),
+        Rules::Rewrite => with_inbound_route(include_str!("../../peers/mesh-rewritten.yaml")),
+        Rules::Profile => include_str!("../../peers/mesh-profiled.yaml").to_owned(),
     };
     let mesh = Mesh::create(testbed.dir.path(), &format!("{manifests}---\n{rules}"))?;
     let mut command = testbed.control.command(tools::sibling_binary(CONTROL_PLANE)?);
@@ -60,6 +61,11 @@ pub(super) fn start(testbed: &Testbed, setup: &Setup, program: &str) -> anyhow::
         program,
     };
     Sidecars::start(testbed, setup, Some(control), |side| proxies.start(side))
+}
+
+/// Adds the server's route to the manifests of a client's route.
+fn with_inbound_route(outbound: &str) -> String {
+    format!("{outbound}---\n{}", include_str!("../../peers/mesh-inbound-route.yaml"))
 }
 
 /// The generated files of one mesh.
