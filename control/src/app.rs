@@ -22,13 +22,15 @@ use tulle_core::descriptors;
 use tulle_core::drain::{self, Signal, Watch};
 use tulle_core::logging;
 use tulle_core::memory;
-use tulle_core::metrics::{Registry, register_process_metrics, register_runtime_metrics};
+use tulle_core::metrics::{Gauge, Registry, register_process_metrics, register_runtime_metrics};
 use tulle_core::readiness::{Latch, Readiness};
 
 use crate::admission::{PolicyValidator, ProfileValidator};
 use crate::cluster::Cluster;
 use crate::config::flags::ListenAddr;
-use crate::config::{Admission, Certificates, Config, ListenFailure, LogConfig, ObjectSource, TokenVerification};
+use crate::config::{
+    Admission, Certificates, Config, ListenFailure, LogConfig, ObjectSource, TokenVerification, unsupported_flags,
+};
 use crate::identity::own_certificate::CertificateRenewer;
 use crate::identity::reviewer::{JoinTokenKeys, Reviewer};
 use crate::identity::server::IdentityService;
@@ -55,6 +57,7 @@ pub struct App {
     signal: Signal,
     tasks: JoinSet<(&'static str, Result<()>)>,
     _threads: Threads,
+    _unsupported_flags: Vec<Arc<Gauge>>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -138,6 +141,7 @@ impl App {
         let registry = Registry::new();
         register_process_metrics(&registry);
         register_runtime_metrics(&registry, vec![Handle::current().metrics()]);
+        let unsupported_flags = unsupported_flags::register(&registry, &config.unsupported_flags);
         let (signal, drain) = drain::channel();
         let client = match config.needs_kubernetes() {
             true => Some(kubernetes::client(&config.kubernetes, &registry).await?),
@@ -169,6 +173,7 @@ impl App {
             signal,
             tasks: builder.tasks,
             _threads: builder.threads,
+            _unsupported_flags: unsupported_flags,
         })
     }
 

@@ -277,6 +277,36 @@ async fn objects_and_values_are_small() {
     check("value", with_streams - with_services, N_SERVICES, MAX_BYTES_PER_VALUE);
 }
 
+/// A client can name Services that do not exist. No other stream has their policies.
+#[tokio::test(start_paused = true)]
+async fn a_policy_of_a_missing_service_is_small() {
+    let cluster = Cluster::new(Config::default(), &Registry::new());
+    cluster.writer().apply(vec![Event::Synced]);
+    let mut policies = policy::outbound_server(
+        cluster.clone(),
+        ClientCertificates::Optional,
+        policy::config::Config::default(),
+    );
+    let before = IN_USE.load(Ordering::Relaxed);
+    let mut streams = Vec::with_capacity(N_SERVICES);
+    for n in 0..N_SERVICES {
+        let traffic = TrafficSpec {
+            source_workload: r#"{"ns": "shop", "pod": "a-client"}"#.to_owned(),
+            target: Some(traffic_spec::Target::Authority(format!("{n:0>200}.shop.svc:80"))),
+        };
+        let mut stream = policies.call(request("x/Watch", &traffic)).await.unwrap().into_body();
+        ready_message(&mut stream).unwrap();
+        streams.push(stream);
+    }
+    let removing = cluster.remove_unused_encodings();
+    tokio::time::timeout(Duration::from_secs(60), removing)
+        .await
+        .unwrap_err();
+    let weight = (IN_USE.load(Ordering::Relaxed) - before) / N_SERVICES;
+    eprintln!("policy of a missing Service: {weight} bytes");
+    assert!(weight < 4_000, "{weight} bytes");
+}
+
 /// The frames of a gRPC call whose request is one message.
 fn call_frames(stream_id: u32, path: &str, message: &[u8]) -> Vec<u8> {
     // HPACK with the static table and literals without indexing.

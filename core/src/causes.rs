@@ -100,7 +100,9 @@ TLS handshake, the reset follows a TLS alert. A connection that must begin with 
 
 The log has a line of level `info` for each refusal by inbound policy and for each failed TLS handshake of a client. The proxy writes
 at most one line per minute for each client address and kind, and for at most 256 such pairs, so that clients cannot fill the log.
-`suppressed`, in the first line of a minute, is the number of lines suppressed in the previous one; the counter includes them.
+The same holds for each target and cause of outbound connections that are refused and of handshakes that fail, and for each client
+address and port that the authorization `audit` permits.
+`suppressed`, in the first line of a minute, is the number of lines suppressed in the previous one; the counters include them.
 ";
 
 const fn cause(
@@ -315,15 +317,15 @@ pub const ALL: &[Cause] = &[
         "policy_unknown",
         Responsible::Mesh,
         "503, UNAVAILABLE",
-        "The control plane has not sent the policy of this port yet, so the proxy refuses all clients. A connection waits 3 seconds for the policy. Then it is refused: with this response if the client has started an HTTP request, otherwise with a reset. A policy that was received stays in force without a control plane.",
-        "Check `linkerd-destination` (its port 8090) and the path to it: `tulle check`, and `control plane is not reachable` in the proxy's log. The proxy requests the policies of the ports in `LINKERD2_PROXY_INBOUND_PORTS` when it starts; the injector sets it to the declared ports. With `TULLE_INBOUND_UNKNOWN_POLICY=default`, the proxy's own default policy (`LINKERD2_PROXY_INBOUND_DEFAULT_POLICY`) applies to such connections, as in Linkerd's proxy.",
+        "The control plane has not sent the policy of this port yet, so the proxy refuses all clients. A connection waits 3 seconds for the policy. Then it is refused: with this response if the client has started an HTTP request, otherwise with a reset. A policy that was received stays in force without a control plane. The proxy refuses connections with this cause, too, if clients connect to many ports that the pod does not declare and on which no application listens, because it requests the policies of few of these: for each client network (an IPv4 address or the /64 of a global IPv6 address) of 16 at once and then of one a second, and for all clients of 64 at once and then of 20 a second.",
+        "Check `linkerd-destination` (its port 8090) and the path to it: `tulle check`, and `control plane is not reachable` in the proxy's log. The proxy requests the policies of the ports in `LINKERD2_PROXY_INBOUND_PORTS` when it starts; the injector sets it to the declared ports. With `TULLE_INBOUND_UNKNOWN_POLICY=default`, the proxy's own default policy (`LINKERD2_PROXY_INBOUND_DEFAULT_POLICY`) applies to such connections, as in Linkerd's proxy. If the log says that clients connect to many ports on which no application listens, and they do not scan ports, look for applications that have not started or have ended, or declare their ports (`containerPort`).",
     ),
     cause(
         "invalid-policy",
         Responsible::Policy,
         "500, INTERNAL",
         "The proxy cannot decode a policy or profile, or the control plane rejected the proxy's request for one. Inbound: all requests and connections of the port are refused until the policy is fixed, even if an earlier one was valid. Outbound (a policy or a profile): the last valid one stays in force; requests are refused only if there was none. Inbound, a rule with an unknown filter refuses its own requests only; outbound, an unknown filter makes the whole update invalid.",
-        "`l5d-proxy-error`, the proxy's log and `/debug/destinations` name the reason; `tulle check` and the status of routes and policies help as well. `tulle_unreadable_updates_total` counts the updates that cannot be decoded.",
+        "`l5d-proxy-error`, the proxy's log and `/debug/destinations` name the reason; `tulle check` and the status of routes and policies help as well. `tulle_unreadable_updates_total` counts the updates that cannot be decoded. If the reason is PermissionDenied, compare the namespace in the proxy's `LINKERD2_PROXY_DESTINATION_CONTEXT` and `LINKERD2_PROXY_POLICY_WORKLOAD` with its certificate: the control plane refuses requests for another namespace, and the proxy logs this as a warning, once a minute.",
     ),
     cause(
         "not-http",
@@ -336,14 +338,14 @@ pub const ALL: &[Cause] = &[
         "policy-denied",
         Responsible::Policy,
         "403, PERMISSION_DENIED; an opaque connection is reset",
-        "No authorization permits this client. After the colon: the Server or default policy that decided, as in `policy-denied:server/web-http`. `why` is the reason: no authorization has the client's `network` or its `identity`, or the authorizations require TLS (`no-tls`) or an identity (`no-identity`), which the client does not have.",
-        "`no-tls` and `no-identity`: mesh the client, or permit clients without identity. Otherwise add the client to the AuthorizationPolicy (`tulle diagnostics policy` shows the policies in force).",
+        "No authorization permits this client. After the colon: the Server or default policy that decided, as in `policy-denied:server/web-http`. `why` is the reason: no authorization has the client's `network` or its `identity`, or the authorizations require TLS (`no-tls`) or an identity (`no-identity`), which the client does not have. `connect-tunnel`: authorizations permit the client, but the request opens a tunnel (`CONNECT`), and rules of the port would not see the bytes in it.",
+        "`no-tls` and `no-identity`: mesh the client, or permit clients without identity. Otherwise add the client to the AuthorizationPolicy (`tulle diagnostics policy` shows the policies in force). `connect-tunnel`: to permit tunnels, add an HTTPRoute with `method: CONNECT`.",
     ),
     cause(
         "forbidden",
         Responsible::Policy,
         "403, PERMISSION_DENIED; an opaque connection is reset",
-        "A route forbids the outbound connection; usually an EgressNetwork denies traffic to destinations outside the cluster.",
+        "A route forbids the outbound connection; usually an EgressNetwork denies traffic to destinations outside the cluster. An EgressNetwork with routes forbids tunnels (`CONNECT`), except by a rule with `method: CONNECT`.",
         "Permit it by a route of the EgressNetwork, or by its `trafficPolicy: Allow`.",
     ),
     cause(
@@ -421,7 +423,7 @@ pub const ALL: &[Cause] = &[
         Responsible::Mesh,
         "503, UNAVAILABLE",
         "The control plane did not resolve the destination in time.",
-        "Check `linkerd-destination` and the path to it (`tulle check`). Destinations that are already known continue to work. If only some proxies have this cause, compare the namespace in their `LINKERD2_PROXY_DESTINATION_CONTEXT` and `LINKERD2_PROXY_POLICY_WORKLOAD` with their certificate: the control plane refuses requests for another namespace with PERMISSION_DENIED, which the proxy logs as a warning, once a minute.",
+        "Check `linkerd-destination` and the path to it (`tulle check`). Destinations that are already known continue to work.",
     ),
     cause(
         "name-unresolved",
@@ -441,14 +443,14 @@ pub const ALL: &[Cause] = &[
         "overload",
         Responsible::Mesh,
         "503, UNAVAILABLE",
-        "The proxy has reached a limit: of requests in flight, names of destinations, connections, or header lists.",
-        "Find out why requests take so long, or which client opens so many connections. Add replicas, or raise the limit:\n\n- requests in flight: `LINKERD2_PROXY_INBOUND_MAX_IN_FLIGHT`, or its outbound counterpart;\n- names of destinations: 4096 in use at a time, a fixed limit;\n- connections in one direction: a quarter of the files that the proxy may open (`ulimit -n`), or 32 for each MiB of the memory limit, if that is less. At this limit, most new connections replace others, which `tulle_connections_closed_total{cause=\"evicted\"}` counts; the section \"Eviction of connections\" of `docs/explanation/security.md` has the rules;\n- header lists on one HTTP/2 connection: 16 MiB for all requests in flight; further requests are reset with `REFUSED_STREAM`.\n\nA tunnel (WebSocket, CONNECT) continues to count as the connection or request that it was before.",
+        "The proxy has reached a limit: of requests in flight, names of destinations, connections, header lists, or memory for incomplete request heads.",
+        "Find out why requests take so long, or which client opens so many connections. Add replicas, or raise the limit:\n\n- requests in flight: `LINKERD2_PROXY_INBOUND_MAX_IN_FLIGHT`, or its outbound counterpart;\n- names of destinations: 4096 in use at a time, a fixed limit;\n- connections in one direction: a quarter of the files that the proxy may open (`ulimit -n`), or 32 for each MiB of the memory limit, if that is less. At this limit, most new connections replace others, which `tulle_connections_closed_total{cause=\"evicted\"}` counts; the section \"Eviction of connections\" of `docs/explanation/security.md` has the rules;\n- header lists on one HTTP/2 connection: 16 MiB for all requests in flight; further requests are reset with `REFUSED_STREAM`;\n- incomplete request heads of more than 8 KiB in HTTP/1, and incomplete header blocks of HTTP/2: an eighth of the memory limit for all clients, or 64 MiB without a limit, of which each client has a share; the HTTP/2 connection of a refused one is closed.\n\nA tunnel (WebSocket, CONNECT) continues to count as the connection or request that it was before.",
     ),
     cause(
         "memory-short",
         Responsible::Mesh,
         "503, UNAVAILABLE",
-        "The proxy is under memory pressure: it uses 90 % of its memory limit (`TULLE_PROXY_MEMORY_LIMIT`, or the limit of its container) and refuses new requests and connections, so that the kernel does not kill it. Below 85 % it accepts them again.",
+        "The proxy is under memory pressure: it uses 90 % of its memory limit (`TULLE_PROXY_MEMORY_LIMIT`, or the limit of its container) and refuses new requests and connections, and large request heads that are not complete, so that the kernel does not kill it. Below 85 % it accepts them again.",
         "Give the proxy more memory (`config.linkerd.io/proxy-memory-limit`), or add replicas. `tulle_memory_limit_bytes` and `process_resident_memory_bytes` show the limit and the usage.",
     ),
 ];

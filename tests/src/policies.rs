@@ -47,6 +47,7 @@ impl FakePolicyService {
         let limits = Limits {
             connections: 1000,
             calls: Calls::Streaming,
+            streams_per_client: usize::MAX,
             request_memory: usize::MAX,
             connection_age: Duration::from_secs(3600),
         };

@@ -322,7 +322,7 @@ impl Shared {
             let is_synced = synced || *self.synced.borrow();
             unsupported.extend(state.unresolved_references.update(
                 &self.metrics,
-                &state.store,
+                (&state.store, &self.config),
                 &changes.keys,
                 is_synced,
             ));

@@ -3,6 +3,7 @@
 pub mod flags;
 #[cfg(test)]
 mod tests;
+pub(crate) mod unsupported_flags;
 
 use std::net::Ipv4Addr;
 use std::path::PathBuf;
@@ -54,6 +55,8 @@ pub struct Config {
     /// `OmitServer` if only `all-in-one` adds telemetry, without Kubernetes and without --telemetry-addr: another program can
     /// use its default port, and that must not stop the other services.
     pub telemetry_listen_failure: ListenFailure,
+    /// Flags with no effect in this control plane; each is logged at start.
+    pub unsupported_flags: Vec<&'static str>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -151,7 +154,10 @@ impl Config {
     /// Fails on an invalid value. The error has the flag, the value and the accepted form.
     pub fn from_command(command: &Command) -> Result<Self> {
         let (flags, services) = (&command.flags, command.services());
-        flags.warn_ignored();
+        let unsupported_flags = unsupported_flags::find(flags);
+        for flag in &unsupported_flags {
+            warn!(flag, "this flag has no effect here");
+        }
         let domains = flags.domains()?;
         let listen = flags.listen(services)?;
         let source = || match &flags.manifests {
@@ -186,6 +192,7 @@ impl Config {
                 true => ListenFailure::OmitServer,
                 false => ListenFailure::StopProcess,
             },
+            unsupported_flags,
         })
     }
 
@@ -219,6 +226,7 @@ impl Config {
     /// The settings of statuses, also for a source without statuses, whose reasons are only reported.
     pub(crate) fn statuses_config(&self) -> writeback::config::StatusesConfig {
         writeback::config::StatusesConfig {
+            cluster_domain: self.cluster.cluster_domain.clone(),
             cluster_networks: self.cluster.cluster_networks.clone(),
             global_egress_namespace: self.cluster.global_egress_namespace.clone(),
             default_opaque_ports: self.cluster.default_opaque_ports.clone(),
@@ -502,20 +510,6 @@ impl Flags {
             }
         }
         Ok(listen)
-    }
-
-    fn warn_ignored(&self) {
-        let is_set = |value: &Option<String>| value.as_ref().is_some_and(|value| !value.is_empty());
-        let ignored = [
-            ("--stream-queue-capacity", self.stream_queue_capacity.is_some()),
-            ("--export-queue-metrics", self.export_queue_metrics == Some(true)),
-            ("--identity-scheme", is_set(&self.identity_scheme)),
-            ("--trace-collector", is_set(&self.trace_collector)),
-            ("--enable-pprof", self.enable_pprof == Some(true)),
-        ];
-        for (flag, _) in ignored.iter().filter(|(_, given)| *given) {
-            warn!(flag, "this flag has no effect here");
-        }
     }
 }
 

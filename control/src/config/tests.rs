@@ -2,6 +2,8 @@
 
 use std::ffi::OsString;
 
+use tulle_core::metrics::Registry;
+
 use super::*;
 use crate::logs;
 
@@ -194,19 +196,24 @@ fn policy_controller_flags_set_their_config_fields() {
 }
 
 #[test]
-fn flags_without_effect_are_accepted_and_each_is_logged_once() {
+fn flags_without_effect_are_accepted_and_each_is_logged_once_and_has_a_metric() {
     let logged = |flags: &str| {
         let line = format!("identity --token-keys k {flags}");
         // The first call registers the tracing call sites. Otherwise a thread without a subscriber could have cached
         // them as disabled.
         config(&line).unwrap();
+        let mut in_metric = Vec::new();
         let lines = logs::tests::lines_of(|| {
-            config(&line).unwrap();
+            in_metric = flags_in_metric(&config(&line).unwrap());
         });
         let logged = lines
             .iter()
             .filter_map(|line| line.split_once("no effect here\" flag="));
-        logged.map(|(_, flag)| flag.to_owned()).collect::<Vec<_>>()
+        let mut logged: Vec<_> = logged.map(|(_, flag)| flag.to_owned()).collect();
+        let in_order = logged.clone();
+        logged.sort();
+        assert_eq!(in_metric, logged, "{flags}");
+        in_order
     };
     assert_eq!(
         logged("-trace-collector=collector:55678 -enable-pprof=true -identity-scheme=kubernetes.io/tls"),
@@ -218,6 +225,20 @@ fn flags_without_effect_are_accepted_and_each_is_logged_once() {
         [""; 0]
     );
     assert_eq!(logged("-export-queue-metrics"), ["--export-queue-metrics"]);
+}
+
+/// The flags that the metric reports, sorted.
+fn flags_in_metric(config: &Config) -> Vec<String> {
+    let registry = Registry::new();
+    let _gauges = unsupported_flags::register(&registry, &config.unsupported_flags);
+    let page = registry.render();
+    let flags = page.lines().filter_map(|line| {
+        let line = line.strip_prefix("tulle_unsupported_flag{name=\"")?;
+        Some(line.strip_suffix("\"} 1")?.to_owned())
+    });
+    let mut flags: Vec<_> = flags.collect();
+    flags.sort();
+    flags
 }
 
 #[test]

@@ -48,6 +48,10 @@ pub(super) fn parse(path: &str, cluster_domain: &str) -> Result<Target, TargetEr
             _ => return Err(invalid()),
         },
     };
+    // A stream keeps the names of its target.
+    if host.len() > MAX_NAME_BYTES {
+        return Err(invalid());
+    }
     if let Ok(ip) = host.parse::<IpAddr>() {
         return Ok(Target::Address(SocketAddr::new(ip, port)));
     }
@@ -103,15 +107,22 @@ impl ContextToken {
     }
 
     pub(super) fn namespace(&self) -> Option<Arc<str>> {
-        (!self.namespace.is_empty()).then(|| self.namespace.as_str().into())
+        is_name(&self.namespace).then(|| self.namespace.as_str().into())
     }
 
     pub(super) fn node(&self) -> Option<&str> {
-        (!self.node.is_empty()).then_some(self.node.as_str())
+        is_name(&self.node).then_some(self.node.as_str())
     }
 }
 
+/// Returns whether an object can have a name of this length. A stream keeps the names in its token.
+fn is_name(text: &str) -> bool {
+    (1..=MAX_NAME_BYTES).contains(&text.len())
+}
+
 const DEPRECATED_PREFIX: &str = "ns:";
+/// The longest DNS name, and name of an object.
+const MAX_NAME_BYTES: usize = 253;
 
 #[cfg(test)]
 mod tests {
@@ -169,6 +180,7 @@ mod tests {
         ] {
             check(invalid, None);
         }
+        check(&format!("{}.db.shop.svc.cluster.local:80", "a".repeat(230)), None);
     }
 
     #[test]
@@ -186,5 +198,8 @@ mod tests {
         check("ns:shop", "shop", "");
         check("", "", "");
         assert!(ContextToken::parse("{").is_err());
+        let long = "a".repeat(MAX_NAME_BYTES + 1);
+        let token = ContextToken::parse(&format!(r#"{{"ns":"{long}","nodeName":"{long}"}}"#)).unwrap();
+        assert_eq!((token.namespace(), token.node()), (None, None));
     }
 }

@@ -166,7 +166,7 @@ impl Audit {
         if config.is_protected(namespace) {
             return Ok(false);
         }
-        let namespace_meta = match self.metadata.namespace(namespace).await {
+        let namespace_meta = match self.metadata.namespace(namespace, None).await {
             Ok(meta) => meta,
             // The namespace was deleted after its pods were listed.
             Err(err) if err.is_not_found() => return Ok(false),

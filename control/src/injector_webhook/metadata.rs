@@ -5,8 +5,8 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
+use std::net::IpAddr;
 use std::sync::Arc;
-use std::time::Duration;
 
 use futures_util::{Stream, StreamExt};
 use k8s_openapi::NamespaceResourceScope;
@@ -29,7 +29,9 @@ use tulle_core::metrics::{Gauge, Labels, Registry};
 use tulle_core::readiness::Latch;
 use tulle_core::warn_limited;
 
+use super::lookups::{LOOKUP_TIMEOUT, LookupError, LookupLimiter};
 use crate::injection::PodOwner;
+use crate::resources::meta::is_dns_subdomain;
 
 /// Cached metadata. Clones share it.
 #[derive(Clone)]
@@ -39,6 +41,7 @@ pub(super) struct MetadataCache {
     replica_sets: Store<PartialObjectMeta<ReplicaSet>>,
     jobs: Store<PartialObjectMeta<Job>>,
     synced: watch::Receiver<bool>,
+    lookups: Arc<LookupLimiter>,
     log_limiter: Arc<LogLimiter<()>>,
 }
 
@@ -59,20 +62,17 @@ pub(super) struct NamespaceMeta {
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Owner {
     pub(super) workload: PodOwner,
-    /// The object that Events are about; `None` for a pod without a name.
+    /// The object that Events are about; `None` for a pod without a name, and for a ReplicaSet or Job that is not found.
     pub(super) reference: Option<ObjectReference>,
+    /// Whether the object of the reference is known to exist. Only ReplicaSets and Jobs are watched, and name their owners.
+    pub(super) is_verified: bool,
 }
 
 #[derive(Debug, thiserror::Error)]
-pub(super) enum MetadataError {
-    #[error("getting namespace {name}")]
-    Namespace {
-        name: String,
-        #[source]
-        source: Box<kube::Error>,
-    },
-    #[error("getting namespace {name} took longer than {LOOKUP_TIMEOUT:?}")]
-    Timeout { name: String },
+#[error("getting namespace {name}")]
+pub(super) struct MetadataError {
+    name: String,
+    source: LookupError,
 }
 
 impl MetadataCache {
@@ -87,6 +87,7 @@ impl MetadataCache {
             replica_sets: watch_kind(client, registry, &mut streams, drop_labels_and_annotations),
             jobs: watch_kind(client, registry, &mut streams, drop_labels_and_annotations),
             synced,
+            lookups: Arc::new(LookupLimiter::new()),
             log_limiter: Arc::default(),
         };
         Watches {
@@ -96,18 +97,18 @@ impl MetadataCache {
         }
     }
 
-    pub(super) async fn namespace(&self, name: &str) -> Result<NamespaceMeta, MetadataError> {
+    /// The metadata of a namespace that the review of this client names; without a client, this process needs it.
+    pub(super) async fn namespace(&self, name: &str, client: Option<IpAddr>) -> Result<NamespaceMeta, MetadataError> {
         if let Some(known) = self.namespaces.get(&ObjectRef::new(name)) {
             return Ok(NamespaceMeta::of(&known.metadata));
         }
         let api = Api::<Namespace>::all(self.client.clone());
-        match timeout(LOOKUP_TIMEOUT, api.get_metadata(name)).await {
-            Ok(Ok(found)) => Ok(NamespaceMeta::of(&found.metadata)),
-            Ok(Err(source)) => Err(MetadataError::Namespace {
+        match self.get(api, name, client).await {
+            Ok(found) => Ok(NamespaceMeta::of(&found)),
+            Err(source) => Err(MetadataError {
                 name: name.to_owned(),
-                source: Box::new(source),
+                source,
             }),
-            Err(_) => Err(MetadataError::Timeout { name: name.to_owned() }),
         }
     }
 
@@ -117,69 +118,99 @@ impl MetadataCache {
         let _ = self.synced.clone().wait_for(|synced| *synced).await;
     }
 
-    /// The workload of a pod with this metadata.
+    /// The workload of a pod with this metadata, in a namespace that exists.
     ///
     /// Pods without an owner or with several are their own workload. A ReplicaSet is replaced by its owner, a Job by
     /// its CronJob.
-    pub(super) async fn owner(&self, namespace: &str, pod: &ObjectMeta) -> Owner {
+    pub(super) async fn owner(&self, namespace: &str, pod: &ObjectMeta, client: Option<IpAddr>) -> Owner {
         let Some(owner) = single_owner(pod) else {
             return Owner::pod(namespace, pod);
         };
-        let parent = match owner.kind.as_str() {
-            "ReplicaSet" => {
-                self.parent::<ReplicaSet>(&self.replica_sets, namespace, &owner.name)
+        let group = owner.api_version.split_once('/').map_or("", |(group, _)| group);
+        let found = match (group, owner.kind.as_str()) {
+            ("apps", "ReplicaSet") => {
+                self.find::<ReplicaSet>(&self.replica_sets, namespace, &owner.name, client)
                     .await
             }
-            "Job" => self.parent::<Job>(&self.jobs, namespace, &owner.name).await,
-            _ => None,
+            ("batch", "Job") => self.find::<Job>(&self.jobs, namespace, &owner.name, client).await,
+            _ => return Owner::of(namespace, owner),
         };
-        let is_top_level = |parent: &OwnerReference| match owner.kind.as_str() {
+        let Some(found) = found else {
+            return Owner {
+                reference: None,
+                ..Owner::of(namespace, owner)
+            };
+        };
+        let is_top_level = |parent: &&OwnerReference| match owner.kind.as_str() {
             "ReplicaSet" => ["Job", "StatefulSet", "DaemonSet", "Deployment"].contains(&parent.kind.as_str()),
             _ => true,
         };
-        let parent = parent.filter(is_top_level);
-        Owner::of(namespace, parent.as_ref().unwrap_or(owner))
+        let parent = single_owner(&found).filter(is_top_level);
+        let workload = Owner::of(namespace, parent.unwrap_or(owner));
+        // A client can name any uid.
+        match found.uid.as_ref() == Some(&owner.uid) {
+            true => Owner {
+                is_verified: true,
+                ..workload
+            },
+            false => Owner {
+                reference: None,
+                ..workload
+            },
+        }
     }
 
-    async fn parent<K>(
+    async fn find<K>(
         &self,
         store: &Store<PartialObjectMeta<K>>,
         namespace: &str,
         name: &str,
-    ) -> Option<OwnerReference>
+        client: Option<IpAddr>,
+    ) -> Option<ObjectMeta>
     where
         K: Resource<DynamicType = (), Scope = NamespaceResourceScope> + Clone + Debug + DeserializeOwned,
     {
         if let Some(known) = store.get(&ObjectRef::new(name).within(namespace)) {
-            return single_owner(&known.metadata).cloned();
+            return Some(known.metadata.clone());
         }
-        if name.len() > MAX_NAME_BYTES {
-            return None; // no object has this name
-        }
-        let kind = K::kind(&());
         let api = Api::<K>::namespaced(self.client.clone(), namespace);
-        match timeout(LOOKUP_TIMEOUT, api.get_metadata(name)).await {
-            Ok(Ok(found)) => single_owner(&found.metadata).cloned(),
-            // Injection continues with the direct owner; only a label is less precise.
-            Ok(Err(err)) => {
+        match self.get(api, name, client).await {
+            Ok(found) => Some(found),
+            // Injection continues with the direct owner; a label is less precise, and there is no Event.
+            Err(err) => {
+                let (kind, name) = (K::kind(&()), truncate(name));
                 let error: &dyn std::error::Error = &err;
                 // Every client that reaches the webhook can send names of objects that do not exist.
                 warn_limited!(self.log_limiter, (), "getting the owner of a pod's owner failed", namespace, name, %kind, error);
                 None
             }
-            Err(_) => {
-                warn_limited!(
-                    self.log_limiter,
-                    (),
-                    "getting the owner of a pod's owner took too long",
-                    namespace,
-                    name,
-                    %kind,
-                    limit = ?LOOKUP_TIMEOUT
-                );
-                None
-            }
         }
+    }
+
+    /// Gets the metadata of an object that the watch has not delivered.
+    async fn get<K>(&self, api: Api<K>, name: &str, client: Option<IpAddr>) -> Result<ObjectMeta, LookupError>
+    where
+        K: Clone + Debug + DeserializeOwned,
+    {
+        // Other texts could make the request one for something else, such as the list `shop/pods`.
+        if !is_dns_subdomain(name) {
+            return Err(LookupError::InvalidName);
+        }
+        let getting = async {
+            let found = api.get_metadata(name).await;
+            found
+                .map(|found| found.metadata)
+                .map_err(|err| LookupError::Api(Box::new(err)))
+        };
+        let getting = async {
+            match client {
+                Some(client) => self.lookups.run(client, getting).await,
+                None => getting.await,
+            }
+        };
+        timeout(LOOKUP_TIMEOUT, getting)
+            .await
+            .unwrap_or(Err(LookupError::Timeout))
     }
 }
 
@@ -214,9 +245,9 @@ impl Watches {
 impl MetadataError {
     /// Returns whether the namespace does not exist.
     pub(super) fn is_not_found(&self) -> bool {
-        match self {
-            Self::Namespace { source, .. } => matches!(&**source, kube::Error::Api(status) if status.is_not_found()),
-            Self::Timeout { .. } => false,
+        match &self.source {
+            LookupError::Api(err) => matches!(&**err, kube::Error::Api(status) if status.is_not_found()),
+            _ => false,
         }
     }
 }
@@ -246,6 +277,7 @@ impl Owner {
                 name: pod.name.clone().unwrap_or_default(),
             },
             reference,
+            is_verified: false,
         }
     }
 
@@ -263,6 +295,7 @@ impl Owner {
                 uid: Some(owner.uid.clone()),
                 ..ObjectReference::default()
             }),
+            is_verified: false,
         }
     }
 }
@@ -324,6 +357,111 @@ fn drop_labels_and_annotations<K>(object: &mut PartialObjectMeta<K>) {
     object.metadata.annotations = None;
 }
 
+/// The start of a name, which can be of any length, for a log line.
+fn truncate(name: &str) -> &str {
+    &name[..name.floor_char_boundary(MAX_NAME_BYTES)]
+}
+
 const MAX_NAME_BYTES: usize = 253;
-/// The API server's webhook timeout is 10 seconds; the lookups of namespace and owner must not use it up.
-const LOOKUP_TIMEOUT: Duration = Duration::from_secs(3);
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+    use std::net::Ipv4Addr;
+
+    use http::{Request, Response, StatusCode};
+    use kube::client::Body;
+    use parking_lot::Mutex;
+    use serde_json::json;
+
+    use super::*;
+    use crate::injector_webhook::lookups::UNSUCCESSFUL_LOOKUP_RATE;
+
+    const STRANGER: Option<IpAddr> = Some(IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1)));
+    const API_SERVER: Option<IpAddr> = Some(IpAddr::V4(Ipv4Addr::new(10, 0, 0, 2)));
+
+    /// Returns metadata that knows nothing yet, of an API server with the namespace `shop` and the ReplicaSet `web-1` of the
+    /// Deployment `web`, and the paths of the requests.
+    fn metadata() -> (MetadataCache, Arc<Mutex<Vec<String>>>) {
+        let requests = Arc::new(Mutex::new(Vec::new()));
+        let seen = requests.clone();
+        let service = tower::service_fn(move |req: Request<Body>| {
+            let path = req.uri().path().to_owned();
+            let (status, body) = match &*path {
+                "/api/v1/namespaces/shop" => (StatusCode::OK, json!({"metadata": {"name": "shop"}})),
+                "/apis/apps/v1/namespaces/shop/replicasets/web-1" => {
+                    let owner = json!({"apiVersion": "apps/v1", "kind": "Deployment", "name": "web", "uid": "2"});
+                    let meta = json!({"name": "web-1", "uid": "1", "ownerReferences": [owner]});
+                    (StatusCode::OK, json!({"metadata": meta}))
+                }
+                _ => (
+                    StatusCode::NOT_FOUND,
+                    json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}),
+                ),
+            };
+            seen.lock().push(path);
+            let rsp = Response::builder().status(status);
+            let rsp = rsp.body(Body::from(body.to_string().into_bytes()));
+            std::future::ready(Ok::<_, Infallible>(rsp.unwrap()))
+        });
+        let client = Client::new(service, "default");
+        (MetadataCache::watches(&client, &Registry::new()).metadata(), requests)
+    }
+
+    fn owned_by(api_version: &str, kind: &str, name: &str, uid: &str) -> ObjectMeta {
+        let owner = json!({"apiVersion": api_version, "kind": kind, "name": name, "uid": uid});
+        serde_json::from_value(json!({"name": "web-1-x", "ownerReferences": [owner]})).unwrap()
+    }
+
+    #[tokio::test]
+    async fn events_are_only_about_owners_that_are_not_known_to_be_missing() {
+        let (metadata, requests) = metadata();
+        let check = async |owner: [&str; 4], expected: Option<(&str, bool)>, n_requests: usize| {
+            let [api_version, kind, name, uid] = owner;
+            let found = metadata
+                .owner("shop", &owned_by(api_version, kind, name, uid), API_SERVER)
+                .await;
+            let reference = found.reference.as_ref().and_then(|object| object.kind.as_deref());
+            let event = reference.map(|kind| (kind, found.is_verified));
+            assert_eq!(event, expected, "{owner:?}");
+            assert_eq!(requests.lock().drain(..).count(), n_requests, "{owner:?}");
+        };
+        check(["apps/v1", "ReplicaSet", "web-1", "1"], Some(("Deployment", true)), 1).await;
+        check(["apps/v1", "ReplicaSet", "web-1", "other"], None, 1).await;
+        check(["apps/v1", "ReplicaSet", "web-2", "1"], None, 1).await;
+        check(["batch/v1", "Job", "web-1", "1"], None, 1).await;
+        check(["apps/v1", "StatefulSet", "web", "1"], Some(("StatefulSet", false)), 0).await;
+        check(["batch.volcano.sh/v1", "Job", "web", "1"], Some(("Job", false)), 0).await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_client_can_name_few_objects_that_do_not_exist() {
+        let (metadata, requests) = metadata();
+        for n in 0..100 {
+            let pod = owned_by("apps/v1", "ReplicaSet", &format!("none-{n}"), "1");
+            metadata.owner("shop", &pod, STRANGER).await;
+            metadata.namespace(&format!("none-{n}"), STRANGER).await.unwrap_err();
+        }
+        let n_requests = requests.lock().len();
+        assert_eq!(n_requests, UNSUCCESSFUL_LOOKUP_RATE.burst as usize);
+        // Other clients are not limited by that, nor by lookups that succeed.
+        let pod = owned_by("apps/v1", "ReplicaSet", "web-1", "1");
+        for _ in 0..100 {
+            metadata.namespace("shop", API_SERVER).await.unwrap();
+            assert!(metadata.owner("shop", &pod, API_SERVER).await.is_verified);
+        }
+    }
+
+    #[tokio::test]
+    async fn only_names_of_objects_are_requested() {
+        let (metadata, requests) = metadata();
+        for name in ["shop/pods", "..", "?watch=1", "", &"a".repeat(300)] {
+            let refused = metadata.namespace(name, API_SERVER).await.unwrap_err();
+            assert!(matches!(refused.source, LookupError::InvalidName), "{refused:?}");
+            metadata
+                .owner("shop", &owned_by("apps/v1", "ReplicaSet", name, "1"), API_SERVER)
+                .await;
+        }
+        assert!(requests.lock().is_empty(), "{requests:?}");
+    }
+}

@@ -14,9 +14,13 @@ pub mod audit;
 pub mod metadata;
 pub mod settings;
 
+mod lookups;
 mod metrics;
+mod rate_limiter;
 
 use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::time::Duration;
 
 use k8s_openapi::api::core::v1::{PodSpec, ServiceSpec, Volume};
 use kube::Client;
@@ -30,6 +34,7 @@ use tulle_core::names::annotation;
 use self::audit::{Audit, AuditReport};
 use self::metadata::{MetadataCache, MetadataError, NamespaceMeta, Owner, Watches};
 use self::metrics::Metrics;
+use self::rate_limiter::{Rate, RateLimiter};
 use self::settings::{ConfigReloader, Files, Settings, SettingsError};
 use crate::injection::{self, Decision, InjectionOutcome, InjectionTarget};
 use crate::kubernetes::event_recorder::{EventNote, EventRecorder, Severity};
@@ -47,6 +52,10 @@ pub struct Injector {
     settings: Settings,
     metadata: MetadataCache,
     recorder: EventRecorder,
+    /// Limits Events about objects that are known to exist.
+    verified_events: RateLimiter,
+    /// Limits all other Events, whose number the objects of the cluster do not bound.
+    unverified_events: RateLimiter,
     metrics: Metrics,
 }
 
@@ -100,6 +109,8 @@ pub async fn open(
         settings,
         metadata,
         recorder,
+        verified_events: RateLimiter::new(VERIFIED_EVENT_RATE),
+        unverified_events: RateLimiter::new(UNVERIFIED_EVENT_RATE),
         metrics: Metrics::new(registry),
     };
     Ok(InjectorParts {
@@ -133,7 +144,7 @@ impl ReviewHandler for Injector {
         let config = self.settings.current();
         let namespace_meta = match config.is_protected(namespace) {
             true => Ok(NamespaceMeta::default()),
-            false => self.metadata.namespace(namespace).await,
+            false => self.metadata.namespace(namespace, head.client).await,
         };
         match namespace_meta {
             Ok(meta) => decide_undecoded(&config, &meta.annotations, &head, reason),
@@ -149,8 +160,8 @@ impl Injector {
             return Err(InjectorError::NoNamespace);
         }
         match (req.kind.group.as_str(), req.kind.kind.as_str()) {
-            ("", "Pod") => self.review_pod(object, namespace, req.dry_run).await,
-            ("", "Service") => self.review_service(object, namespace).await,
+            ("", "Pod") => self.review_pod(object, namespace, req.dry_run, req.client).await,
+            ("", "Service") => self.review_service(object, namespace, req.client).await,
             // Other kinds that a webhook configuration selects are allowed unchanged.
             _ => Ok(AdmissionResponse::allow()),
         }
@@ -161,10 +172,11 @@ impl Injector {
         mut object: DynamicObject,
         namespace: &str,
         dry_run: bool,
+        client: Option<IpAddr>,
     ) -> Result<AdmissionResponse, InjectorError> {
         let spec: PodSpec = spec("pod", &mut object.data)?;
-        let namespace_meta = self.metadata.namespace(namespace).await?;
-        let owner = self.metadata.owner(namespace, &object.metadata).await;
+        let namespace_meta = self.metadata.namespace(namespace, client).await?;
+        let owner = self.metadata.owner(namespace, &object.metadata, client).await;
         let config = self.settings.current();
         let target = InjectionTarget {
             pointer: &[],
@@ -188,7 +200,7 @@ impl Injector {
         log(&owner, namespace, &outcome, is_denied);
         // A dry run must have no side effects, so it records no Event.
         if !dry_run {
-            self.record_event(owner, &outcome, is_denied);
+            self.record_event(owner, &outcome, is_denied, client);
         }
         let response = match outcome.denial_reason {
             Some(denial_reason) if is_denied => AdmissionResponse::deny(denial_reason),
@@ -202,18 +214,27 @@ impl Injector {
         &self,
         mut object: DynamicObject,
         namespace: &str,
+        client: Option<IpAddr>,
     ) -> Result<AdmissionResponse, InjectorError> {
         let spec: ServiceSpec = spec("service", &mut object.data)?;
-        let namespace_meta = self.metadata.namespace(namespace).await?;
+        let namespace_meta = self.metadata.namespace(namespace, client).await?;
         let config = self.settings.current();
         let ports = spec.ports.unwrap_or_default();
         let patch = injection::annotate_service(&config, Some(&object.metadata), &ports, &namespace_meta.annotations);
         Ok(AdmissionResponse::allow().patch(patch))
     }
 
-    /// Records the decision as an Event on the workload.
-    fn record_event(&self, owner: Owner, outcome: &InjectionOutcome, is_denied: bool) {
+    /// Records the decision as an Event on the workload, unless the client has caused too many Events.
+    fn record_event(&self, owner: Owner, outcome: &InjectionOutcome, is_denied: bool, client: Option<IpAddr>) {
         let Some(regarding) = owner.reference else { return };
+        let limiter = match owner.is_verified {
+            true => &self.verified_events,
+            false => &self.unverified_events,
+        };
+        if client.is_some_and(|client| !limiter.try_take(client)) {
+            self.recorder.count_dropped();
+            return;
+        }
         let severity = match outcome.has_misspelled_annotation || outcome.denial_reason.is_some() {
             true => Severity::Warning,
             false => Severity::Normal,
@@ -306,13 +327,103 @@ fn log(owner: &Owner, namespace: &str, outcome: &InjectionOutcome, is_denied: bo
     }
 }
 
+/// Equal Events are aggregated to one, with a count.
+const VERIFIED_EVENT_RATE: Rate = Rate {
+    burst: 100,
+    interval: Duration::from_millis(200),
+};
+/// An API server causes few of these: about StatefulSets, DaemonSets, other kinds, and pods without an owner.
+const UNVERIFIED_EVENT_RATE: Rate = Rate {
+    burst: 20,
+    interval: Duration::from_secs(1),
+};
+
 #[cfg(test)]
 mod tests {
+    use std::convert::Infallible;
+    use std::net::Ipv4Addr;
+
+    use http::{Method, Request as HttpRequest, Response};
+    use http_body_util::BodyExt as _;
+    use kube::client::Body;
     use serde_json::json;
+    use tokio::sync::mpsc;
+    use tulle_core::drain;
 
     use super::*;
     use crate::injection::InjectionOrigin;
     use crate::injection::values::Values;
+    use crate::kubernetes::event_recorder::{self, Reporter};
+
+    /// Returns a client whose API server has every namespace, and a receiver of the names that its Events are about.
+    fn api_server() -> (Client, mpsc::UnboundedReceiver<String>) {
+        let (seen, events) = mpsc::unbounded_channel();
+        let service = tower::service_fn(move |req: HttpRequest<Body>| {
+            let seen = seen.clone();
+            async move {
+                let body = match *req.method() {
+                    Method::POST => {
+                        let event = req.into_body().collect().await.unwrap().to_bytes();
+                        let object: Value = serde_json::from_slice(&event).unwrap();
+                        let _ = seen.send(object["regarding"]["name"].as_str().unwrap().to_owned());
+                        event.to_vec()
+                    }
+                    _ => json!({"metadata": {}}).to_string().into_bytes(),
+                };
+                Ok::<_, Infallible>(Response::new(Body::from(body)))
+            }
+        });
+        (Client::new(service, "default"), events)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_client_causes_few_events_about_owners_that_may_not_exist() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = Files {
+            values: dir.path().join("values"),
+            trust_anchors: dir.path().join("ca.crt"),
+            control_plane_namespace: "linkerd".to_owned(),
+        };
+        std::fs::write(&files.values, "identityTrustAnchorsPEM: anchors").unwrap();
+        let config = Config {
+            files,
+            audit: audit::Config {
+                interval: Duration::from_secs(300),
+            },
+        };
+        let ((client, mut events), registry) = (api_server(), Registry::new());
+        let reporter = Reporter {
+            controller: "linkerd-proxy-injector".to_owned(),
+            instance: "linkerd-proxy-injector-0".to_owned(),
+        };
+        let (recorder, publisher) = event_recorder::new_recorder(client.clone(), reporter, &registry);
+        let (signal, drain) = drain::channel();
+        let publishing = tokio::spawn(publisher.run(drain));
+        let InjectorParts { injector, .. } = open(config, &client, recorder, &registry).await.unwrap();
+        let review = async |client: [u8; 4], owner: String| {
+            let owner = json!({"apiVersion": "apps/v1", "kind": "Deployment", "name": owner, "uid": "1"});
+            let review = json!({
+                "kind": {"group": "", "version": "v1", "kind": "Pod"}, "namespace": "shop",
+                "object": {"metadata": {"ownerReferences": [owner]}, "spec": {"containers": []}},
+            });
+            let mut review: Request = serde_json::from_value(review).unwrap();
+            review.client = Some(Ipv4Addr::from(client).into());
+            injector.review(review).await.unwrap();
+        };
+        for n in 0..200 {
+            review([10, 0, 0, 1], format!("none-{n}")).await;
+        }
+        review([10, 0, 0, 2], "web".to_owned()).await;
+        for n in 0..UNVERIFIED_EVENT_RATE.burst {
+            assert_eq!(events.recv().await.unwrap(), format!("none-{n}"));
+        }
+        assert_eq!(events.recv().await.unwrap(), "web");
+        signal.drain().await;
+        publishing.await.unwrap();
+        assert!(events.try_recv().is_err());
+        let metrics = registry.render();
+        assert!(metrics.contains("outcome=\"dropped\"} 180"), "{metrics}");
+    }
 
     #[test]
     fn the_warning_of_a_failed_review_names_what_is_missing_and_the_causes() {

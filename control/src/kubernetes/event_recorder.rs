@@ -155,8 +155,13 @@ impl EventRecorder {
     pub fn record(&self, mut note: EventNote) {
         let Some(queue) = &self.queue else { return };
         if !note.limit_size() || queue.try_send(note).is_err() {
-            self.dropped.inc();
+            self.count_dropped();
         }
+    }
+
+    /// Counts a note that the caller does not record, because there are too many.
+    pub fn count_dropped(&self) {
+        self.dropped.inc();
     }
 }
 

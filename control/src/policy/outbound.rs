@@ -140,6 +140,10 @@ fn parse_authority(authority: &str, cluster_domain: &str) -> Result<(NamespacedN
         return Err(invalid());
     }
     let host = host.strip_suffix('.').unwrap_or(host);
+    // A stream keeps the names of its target, also of a Service that does not exist.
+    if host.len() > MAX_HOST_BYTES {
+        return Err(Status::not_found("No such service"));
+    }
     let mut labels = host.splitn(4, '.');
     let (name, namespace, svc, domain) = (labels.next(), labels.next(), labels.next(), labels.next());
     match (name, namespace, svc, domain) {
@@ -151,6 +155,9 @@ fn parse_authority(authority: &str, cluster_domain: &str) -> Result<(NamespacedN
         _ => Err(Status::not_found("No such service")),
     }
 }
+
+/// The longest DNS name.
+const MAX_HOST_BYTES: usize = 253;
 
 #[cfg(test)]
 mod tests {
@@ -181,6 +188,7 @@ mod tests {
         check("web.shop.example:80", Err(Code::NotFound));
         check("web.shop.svc.example.org", Err(Code::NotFound));
         check("web", Err(Code::NotFound));
+        check(&format!("{}.shop.svc", "a".repeat(250)), Err(Code::NotFound));
         check("", Err(Code::InvalidArgument));
         check(":80", Err(Code::InvalidArgument));
         check("web.shop.svc:0", Err(Code::InvalidArgument));

@@ -21,6 +21,10 @@ pub(super) struct InvalidWorkload(String);
 /// Parses the JSON form, or the older form `<namespace>:<pod>`.
 pub(super) fn parse(text: &str) -> Result<WorkloadId, InvalidWorkload> {
     let invalid = || InvalidWorkload(text.to_owned());
+    // A stream keeps the names of its client.
+    if text.len() > MAX_WORKLOAD_BYTES {
+        return Err(invalid());
+    }
     if !text.trim_start().starts_with('{') {
         return match text.split_once(':') {
             Some((namespace, pod)) if !namespace.is_empty() && !pod.is_empty() => {
@@ -41,6 +45,9 @@ pub(super) fn parse(text: &str) -> Result<WorkloadId, InvalidWorkload> {
         _ => Err(invalid()),
     }
 }
+
+/// Above two names of 253 bytes, with further fields that clients send.
+const MAX_WORKLOAD_BYTES: usize = 1024;
 
 #[cfg(test)]
 mod tests {
@@ -80,5 +87,6 @@ mod tests {
             assert!(parse(invalid).is_err(), "{invalid}");
         }
         assert!(parse(r#"{"ns":"a","pod":"b","external_workload":"c"}"#).is_err());
+        assert!(parse(&format!("a:{}", "b".repeat(1024))).is_err());
     }
 }

@@ -2,9 +2,11 @@
 //!
 //! Used by write-back for the statuses, and by the views where they do not rely on the status.
 
+use std::collections::BTreeSet;
 use std::fmt;
 
-use ipnet::IpNet;
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+use tulle_core::networks::NetworkMatch;
 use tulle_core::ports::PortSet;
 
 use crate::resources::meta::NamespacedName;
@@ -323,4 +325,144 @@ pub fn overlaps_cluster_networks(network: &EgressNetwork, cluster_networks: &[Ip
             .any(|cluster| cluster.contains(net) || net.contains(cluster))
     };
     network.networks.iter().flatten().any(|network| overlaps(&network.net))
+}
+
+/// Returns the EgressNetworks that apply to all addresses of this one, so that it is never used. The set is empty if it applies to
+/// some address. `others` are the EgressNetworks of its namespace, which can include itself.
+///
+/// Other namespaces do not matter: a namespace without EgressNetworks, which uses the global ones, can always be created.
+pub fn overriding_networks<'a>(
+    network: &EgressNetwork,
+    others: impl IntoIterator<Item = &'a EgressNetwork>,
+    cluster_networks: &[IpNet],
+) -> BTreeSet<&'a NamespacedName> {
+    let own_parts = network_parts(network, cluster_networks);
+    let others = others.into_iter().filter(|other| other.meta.name != network.meta.name);
+    let others: Vec<_> = others
+        .map(|other| (other, network_parts(other, cluster_networks)))
+        .collect();
+    let mut overriding = BTreeSet::new();
+    for part in &own_parts {
+        // The part does not apply to its exceptions, nor to smaller parts of the same EgressNetwork, which have their own turn.
+        let smaller_parts = own_parts.iter().filter(|own| own.except.is_empty());
+        let smaller_parts = smaller_parts.filter(|own| own.net.prefix_len() > part.net.prefix_len());
+        let mut covered: Vec<IpNet> = part.except.clone();
+        covered.extend(smaller_parts.map(|own| own.net));
+        for (other, other_parts) in &others {
+            let is_older = other.meta.age_order() < network.meta.age_order();
+            for other_part in other_parts.iter().filter(|other| part.net.contains(&other.net)) {
+                let has_precedence = other_part.net.prefix_len() > part.net.prefix_len() || is_older;
+                let is_excepted = |except: &IpNet| part.except.iter().any(|own| own.contains(except));
+                if has_precedence && other_part.except.iter().all(is_excepted) {
+                    covered.push(other_part.net);
+                    overriding.insert(&other.meta.name);
+                }
+            }
+        }
+        if !IpNet::aggregate(&covered).iter().any(|net| net.contains(&part.net)) {
+            return BTreeSet::new();
+        }
+    }
+    overriding
+}
+
+/// The networks of an EgressNetwork, also of one without `spec.networks`, which selects everything outside the cluster.
+fn network_parts(network: &EgressNetwork, cluster_networks: &[IpNet]) -> Vec<NetworkMatch> {
+    let outside_cluster = |net: IpNet| NetworkMatch {
+        net,
+        except: cluster_networks.to_vec(),
+    };
+    match &network.networks {
+        Some(networks) => networks.clone(),
+        None => [IpNet::from(Ipv4Net::default()), IpNet::from(Ipv6Net::default())]
+            .map(outside_cluster)
+            .into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::resources::{Kind, Object, decode};
+
+    /// An EgressNetwork of a day. Each network is a CIDR, then its exceptions after `!`; without networks it selects everything
+    /// outside the cluster.
+    fn network(name: &str, day: u8, networks: &[&str]) -> EgressNetwork {
+        let to_json = |text: &&str| {
+            let mut parts = text.split('!');
+            json!({"cidr": parts.next(), "except": parts.collect::<Vec<_>>()})
+        };
+        let created = format!("2026-01-0{day}T00:00:00Z");
+        let mut spec = json!({"trafficPolicy": "Deny"});
+        if !networks.is_empty() {
+            spec["networks"] = networks.iter().map(to_json).collect();
+        }
+        let metadata = json!({"name": name, "namespace": "shop", "creationTimestamp": created});
+        match decode(Kind::EgressNetwork, json!({"metadata": metadata, "spec": spec})).unwrap() {
+            Object::EgressNetwork(network) => (*network).clone(),
+            object => panic!("{object:?}"),
+        }
+    }
+
+    #[test]
+    fn a_network_is_overridden_if_others_apply_to_all_its_addresses() {
+        let check = |own: &[&str], others: &[(u8, &[&str])], expected: &[&str]| {
+            let own = network("own", 5, own);
+            let names = ["a", "b"];
+            let others = names.iter().zip(others);
+            let mut all: Vec<_> = others.map(|(name, (day, nets))| network(name, *day, nets)).collect();
+            all.push(own.clone());
+            let cluster_networks: [IpNet; 2] = ["10.0.0.0/8".parse().unwrap(), "fd00::/8".parse().unwrap()];
+            let found = overriding_networks(&own, &all, &cluster_networks);
+            let found: Vec<&str> = found.iter().map(|name| &*name.name).collect();
+            assert_eq!(found, expected, "{all:?}");
+        };
+        let net = "203.0.113.0/24";
+        check(&[net], &[], &[]);
+        check(&[net], &[(1, &[net])], &["a"]);
+        check(&[net], &[(9, &[net])], &[]);
+        // The same age: the name decides.
+        check(&[net], &[(5, &[net])], &["a"]);
+        // Everything outside the cluster.
+        check(&[], &[(1, &[])], &["a"]);
+        check(&[], &[(9, &[])], &[]);
+        check(&[], &[(1, &["0.0.0.0/0"])], &[]);
+        check(&[], &[(1, &["0.0.0.0/0", "::/0"])], &["a"]);
+        // A longer prefix takes precedence, whatever the age, and a shorter one never does.
+        check(&[net], &[(1, &["203.0.0.0/16"]), (1, &[])], &[]);
+        check(&[net], &[(9, &["203.0.113.0/25"])], &[]);
+        check(
+            &[net],
+            &[(9, &["203.0.113.0/25"]), (9, &["203.0.113.128/25"])],
+            &["a", "b"],
+        );
+        check(&[net], &[(9, &["203.0.113.0/25", "203.0.113.128/25"])], &["a"]);
+        // Exceptions.
+        check(&[net], &[(1, &["203.0.113.0/24!203.0.113.8/29"])], &[]);
+        check(
+            &["203.0.113.0/24!203.0.113.0/28"],
+            &[(1, &["203.0.113.0/24!203.0.113.8/29"])],
+            &["a"],
+        );
+        check(
+            &["203.0.113.0/24!203.0.113.128/25"],
+            &[(9, &["203.0.113.0/25"])],
+            &["a"],
+        );
+        // Each network counts.
+        check(&[net, "198.51.100.0/24"], &[(1, &[net])], &[]);
+        check(
+            &[net, "198.51.100.0/24"],
+            &[(1, &[net]), (1, &["198.51.100.0/24"])],
+            &["a", "b"],
+        );
+        check(&[net, "203.0.113.0/25"], &[(1, &["203.0.113.0/25"])], &[]);
+        check(
+            &[net, "203.0.113.0/25"],
+            &[(1, &["203.0.113.0/25", "203.0.113.128/25"])],
+            &["a"],
+        );
+    }
 }

@@ -8,8 +8,9 @@ use serde::Deserialize;
 
 use crate::model::profile::{DstOverride, RequestMatch, ResponseClass, ResponseMatch, RetryBudget, Route};
 use crate::resources::go_duration;
-use crate::resources::meta::{Meta, is_dns_subdomain};
+use crate::resources::meta::{Meta, NamespacedName, is_dns_subdomain};
 use crate::resources::policy::reference::RawResource;
+use crate::resources::route::RouteKind;
 use crate::resources::route_admission;
 
 #[derive(Clone, Debug, PartialEq)]
@@ -95,6 +96,33 @@ impl OverrideDestination {
 }
 
 impl ServiceProfile {
+    /// Returns the Service that the profile is named after. `None` if its name is not that of a Service in this cluster domain.
+    pub fn service(&self, cluster_domain: &str) -> Option<NamespacedName> {
+        let name = &self.meta.name.name;
+        let labels = name.strip_suffix(cluster_domain)?.strip_suffix(".svc.")?;
+        let (service, namespace) = labels.split_once('.')?;
+        (!namespace.contains('.')).then(|| NamespacedName::new(namespace, service))
+    }
+
+    /// Returns whether proxies use this profile instead of the routes of this kind that refer to the Service.
+    pub fn replaces_routes(&self, kind: RouteKind) -> bool {
+        match kind {
+            RouteKind::PolicyHttp | RouteKind::GatewayHttp | RouteKind::Grpc => {
+                !self.routes.is_empty() || !self.overrides.is_empty()
+            }
+            RouteKind::Tls | RouteKind::Tcp => !self.overrides.is_empty(),
+        }
+    }
+
+    /// Says that the profile replaces the routes of this Service.
+    pub fn replacement_message(&self, service: &NamespacedName) -> String {
+        format!(
+            "ServiceProfile {} replaces the route for Service {service}, because it has routes or dstOverrides; remove the route, or \
+             these fields",
+            self.meta.name
+        )
+    }
+
     /// Checks for values that have the schema, but that proxies refuse or ignore.
     ///
     /// # Errors

@@ -32,7 +32,7 @@ pub struct UnsupportedPart {
 pub fn metric_family(registry: &Registry) -> Family<Gauge> {
     registry.gauge(
         "unserved_configuration",
-        "Parts of an object that are invalid, not supported, or refer to an object that does not exist, by annotation or field. They have no effect, or their requests fail. An invalid file of the control plane has the kind `File`; its last valid version stays in force.",
+        "Parts of an object that are invalid, not supported, replaced by another object, or refer to an object that does not exist, by annotation or field. They have no effect, or their requests fail. An invalid file of the control plane has the kind `File`; its last valid version stays in force.",
     )
 }
 

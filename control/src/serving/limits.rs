@@ -7,6 +7,9 @@ pub struct Limits {
     /// Maximum number of connections, over all clients.
     pub connections: usize,
     pub calls: Calls,
+    /// Maximum number of concurrent streams per client, over all its connections: by address for clients with a certificate, by
+    /// network for all others.
+    pub streams_per_client: usize,
     /// Bytes of memory for the requests that [`Calls`] counts.
     pub request_memory: usize,
     /// Age at which a connection is closed gracefully, plus or minus a fifth, so that connections that began together do not end
@@ -19,14 +22,16 @@ pub struct Limits {
 pub enum Calls {
     /// Calls with one response, by clients that are usually not verified yet. Each request counts until its response begins.
     Unary,
-    /// Streams of responses without an end, by clients that are usually verified. The requests of the others count until their
-    /// responses begin.
+    /// Streams of responses without an end, by clients that are usually verified. Requests count until their responses begin, those
+    /// of verified clients only if they are not complete at once. Verified clients have half of the memory, all others have the
+    /// other half.
     Streaming,
 }
 
 impl Limits {
     /// Returns the limits of one port for a process that may open `files` files and use `memory` bytes.
     pub fn from_resources(files: usize, memory: Option<u64>, calls: Calls) -> Self {
+        let streams_per_client = calls.max_streams_per_client(memory);
         // Half of the memory is for connections, the other half for the requests on them.
         let memory = memory.map_or(u64::MAX, |memory| memory / 2 / MAX_GRPC_PORTS);
         let memory = usize::try_from(memory).unwrap_or(usize::MAX);
@@ -34,6 +39,7 @@ impl Limits {
             // The remaining file descriptors are for webhooks, the admin server and outgoing connections.
             connections: (files / 5).min(memory / BYTES_PER_CONNECTION).max(1),
             calls,
+            streams_per_client,
             request_memory: memory,
             connection_age: CONNECTION_AGE,
         }
@@ -46,14 +52,16 @@ impl Limits {
 }
 
 impl Calls {
-    /// Maximum number of concurrent streams per client, over all its connections: by address for clients with a certificate, by
-    /// network for all others.
-    pub(super) fn max_streams_per_client(self) -> usize {
+    /// The limit of streams per client for a process that may use `memory` bytes.
+    pub(super) fn max_streams_per_client(self, memory: Option<u64>) -> usize {
         match self {
             // As many as the queue for token reviews takes of a client. Pods can share the address of their node.
             Self::Unary => 64,
-            // A proxy opens three streams for each address that its application connects to.
-            Self::Streaming => 32_768,
+            Self::Streaming => {
+                let max = memory.map_or(u64::MAX, |memory| memory / 8 / STREAMING_PORTS / BYTES_PER_STREAM);
+                let max = usize::try_from(max).unwrap_or(usize::MAX);
+                max.clamp(MIN_STREAMS_PER_CLIENT, MAX_STREAMS_PER_CLIENT)
+            }
         }
     }
 
@@ -83,6 +91,15 @@ impl Calls {
 }
 
 const MAX_GRPC_PORTS: u64 = 3;
+/// Destination and policy.
+const STREAMING_PORTS: u64 = 2;
+/// Memory of a stream over HTTP/2, without values that no other stream follows. Measured: 3.6 KB.
+const BYTES_PER_STREAM: u64 = 4 << 10;
+/// A proxy opens at most two streams on a port for each address that its application connects to, and one for each port that it
+/// receives connections on. A client of each pod of a cluster, such as Prometheus, has a stream on each port for each pod.
+const MAX_STREAMS_PER_CLIENT: usize = 32_768;
+/// However little memory the process has, a sidecar can have the streams for some hundred addresses.
+const MIN_STREAMS_PER_CLIENT: usize = 1_000;
 /// Memory of a TLS connection without streams. Measured: 31 KiB, with 2000 connections.
 const BYTES_PER_CONNECTION: usize = 32 << 10;
 /// Half an hour: a new replica has its share of the clients soon, and a proxy seldom starts its streams again.

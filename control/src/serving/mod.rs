@@ -18,6 +18,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::FutureExt as _;
 use http::{Request, Response};
 use hyper::body::Incoming;
 use hyper::server::conn::http2;
@@ -42,7 +43,7 @@ use crate::tls::mesh_credentials::{MeshCredentials, certificate_identities};
 use limits::Limits;
 use metrics::GrpcMetrics;
 use response_end::EndWithConnection;
-use stream_limiter::{AdmittedStream, StreamLimiter, StreamRefused};
+use stream_limiter::{AdmittedStream, ClientShare, RequestMemory, StreamLimiter, StreamRefused};
 
 /// A gRPC server on one port: its credentials and its services.
 pub struct Server {
@@ -172,8 +173,9 @@ impl Server {
             req.extensions_mut().insert(permit);
             let responding = routes.clone().call(req);
             match request_memory {
-                Some(memory) => Box::pin(respond_while_reserved(responding, memory)),
-                None => Box::pin(responding),
+                RequestMemory::Uncounted => Box::pin(responding),
+                RequestMemory::Reserved(memory) => Box::pin(respond_while_reserved(responding, memory)),
+                RequestMemory::ReservedIfIncomplete(share) => Box::pin(respond_or_reserve(responding, share)),
             }
         });
         let connection = http2::Builder::new(TokioExecutor::new())
@@ -197,6 +199,20 @@ impl Server {
             .await
             .unwrap_or(Ok(()))
             .map_err(ConnectionError::Http)
+    }
+}
+
+/// Returns the response if the request is complete; otherwise reserves memory for the request, and waits.
+async fn respond_or_reserve(
+    mut responding: impl Future<Output = Result<Response<Body>, Infallible>> + Unpin,
+    share: ClientShare,
+) -> Result<Response<Body>, Infallible> {
+    if let Some(rsp) = (&mut responding).now_or_never() {
+        return rsp;
+    }
+    match share.reserve() {
+        Ok(memory) => respond_while_reserved(responding, memory).await,
+        Err(refused) => Ok(refused.response()),
     }
 }
 

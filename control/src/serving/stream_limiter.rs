@@ -17,16 +17,34 @@ use crate::grpc::Caller;
 
 /// The open streams of one port.
 pub(super) struct StreamLimiter {
-    calls: Calls,
+    limits: Limits,
     by_client: Mutex<HashMap<IpAddr, usize>>,
     request_memory: Arc<FairBudget>,
+    /// Memory of requests that are not complete at once, by clients with a certificate on a port for them.
+    verified_request_memory: Arc<FairBudget>,
 }
 
 /// A stream that may begin.
 pub(super) struct AdmittedStream {
     pub(super) permit: StreamPermit,
-    /// Memory of the request, until the response begins; `None` for requests that are not counted.
-    pub(super) request_memory: Option<Reservation>,
+    pub(super) request_memory: RequestMemory,
+}
+
+/// The memory of a request, until the response begins.
+pub(super) enum RequestMemory {
+    /// The request is not counted.
+    Uncounted,
+    Reserved(Reservation),
+    /// The request is counted only if it is not complete at once, so that the many complete requests of a new connection, which
+    /// arrive together, are not refused.
+    ReservedIfIncomplete(ClientShare),
+}
+
+/// What a client can reserve for one request.
+pub(super) struct ClientShare {
+    budget: Arc<FairBudget>,
+    client: IpAddr,
+    n_bytes: usize,
 }
 
 /// A slot for an open stream, released when the last clone is dropped.
@@ -57,14 +75,19 @@ impl StreamRefused {
 
 impl StreamLimiter {
     pub(super) fn new(limits: Limits) -> Arc<Self> {
+        let (others, verified) = match limits.calls {
+            Calls::Unary => (limits.request_memory, 0),
+            Calls::Streaming => (limits.request_memory / 2, limits.request_memory / 2),
+        };
         Arc::new(Self {
-            calls: limits.calls,
+            limits,
             by_client: Mutex::default(),
-            request_memory: FairBudget::new(limits.request_memory),
+            request_memory: FairBudget::new(others),
+            verified_request_memory: FairBudget::new(verified),
         })
     }
 
-    /// Counts a stream and reserves the memory of its request. Loopback clients have no limit.
+    /// Counts a stream, and reserves the memory of its request if that is counted at once. Loopback clients have no limit.
     ///
     /// # Errors
     /// Fails if the client has reached the limit of streams, or has its share of the memory. If it has not, and no memory is free,
@@ -78,13 +101,17 @@ impl StreamLimiter {
             Caller::Peer { ip, .. } => (Some(client_network(*ip)), false),
         };
         let permit = self.count(client)?;
-        let is_counted = self.calls == Calls::Unary || !is_verified;
-        let request_memory = match client.filter(|_| is_counted) {
-            Some(client) => {
-                let reserved = self.request_memory.try_reserve(client, self.calls.bytes_per_request());
-                Some(reserved.ok_or(StreamRefused::Memory)?)
+        let share = |budget: &Arc<FairBudget>, client| ClientShare {
+            budget: budget.clone(),
+            client,
+            n_bytes: self.limits.calls.bytes_per_request(),
+        };
+        let request_memory = match (client, self.limits.calls) {
+            (None, _) => RequestMemory::Uncounted,
+            (Some(client), Calls::Streaming) if is_verified => {
+                RequestMemory::ReservedIfIncomplete(share(&self.verified_request_memory, client))
             }
-            None => None,
+            (Some(client), _) => RequestMemory::Reserved(share(&self.request_memory, client).reserve()?),
         };
         Ok(AdmittedStream { permit, request_memory })
     }
@@ -93,7 +120,7 @@ impl StreamLimiter {
         if let Some(client) = client {
             let mut by_client = self.by_client.lock();
             let n = by_client.entry(client).or_default();
-            if *n >= self.calls.max_streams_per_client() {
+            if *n >= self.limits.streams_per_client {
                 return Err(StreamRefused::Streams);
             }
             *n += 1;
@@ -103,6 +130,15 @@ impl StreamLimiter {
             client,
         };
         Ok(StreamPermit { _count: Arc::new(open) })
+    }
+}
+
+impl ClientShare {
+    /// # Errors
+    /// Fails if the client has its share of the memory, as for [`StreamLimiter::admit`].
+    pub(super) fn reserve(&self) -> Result<Reservation, StreamRefused> {
+        let reserved = self.budget.try_reserve(self.client, self.n_bytes);
+        reserved.ok_or(StreamRefused::Memory)
     }
 }
 
@@ -153,7 +189,7 @@ mod tests {
     fn streams_are_limited_per_client_address() {
         let streams = limiter(Calls::Unary, 1_000_000);
         let one = stranger("10.0.0.1");
-        let max = Calls::Unary.max_streams_per_client();
+        let max = Calls::Unary.max_streams_per_client(None);
         let mut open: Vec<_> = (0..max).map(|_| streams.admit(&one).unwrap()).collect();
         assert_eq!(streams.admit(&one).err(), Some(StreamRefused::Streams));
         assert!(streams.admit(&stranger("10.0.0.2")).is_ok());
@@ -179,15 +215,20 @@ mod tests {
     }
 
     #[test]
-    fn only_requests_of_strangers_are_counted_on_a_port_for_verified_clients() {
-        let streams = limiter(Calls::Streaming, 2);
+    fn strangers_and_verified_clients_have_separate_memory_on_a_port_for_verified_clients() {
+        let streams = limiter(Calls::Streaming, 4);
         let [first, _second] = [(); 2].map(|()| streams.admit(&stranger("10.0.0.1")).unwrap());
         assert_eq!(streams.admit(&stranger("10.0.0.1")).err(), Some(StreamRefused::Memory));
         drop(first.request_memory);
         assert!(streams.admit(&stranger("10.0.0.1")).is_ok());
-        let open: Vec<_> = (0..100)
-            .map(|_| streams.admit(&workload("10.0.0.2")).unwrap())
-            .collect();
-        assert!(open.iter().all(|stream| stream.request_memory.is_none()));
+        let share = |ip| match streams.admit(&workload(ip)).unwrap().request_memory {
+            RequestMemory::ReservedIfIncomplete(share) => share,
+            _ => panic!("the request is counted at once, or never"),
+        };
+        // Complete requests need no memory.
+        let shares = [(); 100].map(|()| share("10.0.0.2"));
+        let _incomplete = [0, 1].map(|n: usize| shares[n].reserve().unwrap());
+        assert_eq!(shares[2].reserve().err(), Some(StreamRefused::Memory));
+        assert!(share("10.0.0.3").reserve().is_ok());
     }
 }

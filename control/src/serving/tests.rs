@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::process::Stdio;
 
 use bytes::Bytes;
+use futures_util::future;
 use futures_util::stream::{self, StreamExt as _};
 use http_body::Frame;
 use http_body_util::StreamBody;
@@ -106,7 +107,7 @@ impl TestServer {
     async fn start_with_age(clients: ClientCertificates, connection_age: Duration) -> Self {
         let creds = Arc::new(MeshCredentials::new(NAME.to_owned(), clients));
         let registry = Registry::new();
-        let server = build_server(creds.clone(), connection_age, &registry);
+        let server = build_server(creds.clone(), Calls::Unary, connection_age, &registry);
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let addr = listener.local_addr().unwrap();
         let (signal, watch) = drain::channel();
@@ -132,8 +133,8 @@ impl TestServer {
         client::connect(&peer, leaf).await
     }
 
-    /// Connects to this server as an unauthenticated client with this address, which is not loopback.
-    async fn connect_from(&self, ip: IpAddr, server: Arc<Server>) -> Channel {
+    /// Connects to this server as a client with this address, which is not loopback.
+    async fn connect_from(&self, ip: IpAddr, leaf: Option<LeafWithKey>, server: Arc<Server>) -> Channel {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let addr = Addr::Socket(listener.local_addr().unwrap());
         let limiter = ConnectionLimiter::new("test", 1, SameAddressEviction::Idlest, &Registry::new());
@@ -155,7 +156,7 @@ impl TestServer {
             identity: None,
             anchors: &anchors,
         };
-        client::connect(&peer, None).await.unwrap()
+        client::connect(&peer, leaf).await.unwrap()
     }
 
     async fn openssl(&self, args: &[&str]) -> String {
@@ -174,11 +175,16 @@ impl TestServer {
     }
 }
 
-fn build_server(creds: Arc<MeshCredentials>, connection_age: Duration, registry: &Registry) -> Server {
+fn build_server(creds: Arc<MeshCredentials>, calls: Calls, connection_age: Duration, registry: &Registry) -> Server {
+    let n_budgets = match calls {
+        Calls::Unary => 1,
+        Calls::Streaming => 2,
+    };
     let limits = Limits {
         connections: MAX_CONNECTIONS,
-        calls: Calls::Unary,
-        request_memory: MAX_REQUESTS * Calls::Unary.bytes_per_request(),
+        calls,
+        streams_per_client: calls.max_streams_per_client(None),
+        request_memory: n_budgets * MAX_REQUESTS * calls.bytes_per_request(),
         connection_age,
     };
     let routes = Routes::new(IdentityServer::new(Echo)).add_service(grpc::Service(Endless));
@@ -307,24 +313,62 @@ async fn unauthenticated_connections_do_not_evict_an_authenticated_client() {
     }
 }
 
+#[test]
+fn streams_of_a_client_are_bounded_by_memory() {
+    let streams = |calls, memory| Limits::from_resources(1024, memory, calls).streams_per_client;
+    assert_eq!(streams(Calls::Streaming, Some(250 << 20)), 4_000);
+    assert_eq!(streams(Calls::Streaming, Some(16 << 20)), 1_000);
+    assert_eq!(streams(Calls::Streaming, Some(16 << 30)), 32_768);
+    assert_eq!(streams(Calls::Streaming, None), 32_768);
+    assert_eq!(streams(Calls::Unary, Some(16 << 30)), 64);
+}
+
+/// Sends a request whose body does not end.
+fn send_unfinished(client: &Channel) -> impl Future<Output = hyper::Result<Response<Incoming>>> + Send + use<> {
+    let body = StreamBody::new(stream::pending::<Result<Frame<Bytes>, Infallible>>());
+    let req = Request::post("/io.linkerd.proxy.identity.Identity/Certify").header("content-type", "application/grpc");
+    client.clone().call(req.body(Body::new(body)).unwrap())
+}
+
 #[tokio::test]
 async fn unfinished_requests_do_not_prevent_those_of_others() {
     let fixture = TestServer::start().await;
-    let server = Arc::new(build_server(fixture.creds.clone(), CONNECTION_AGE, &Registry::new()));
-    let from = |last| fixture.connect_from(Ipv4Addr::new(10, 0, 0, last).into(), server.clone());
+    let server = build_server(fixture.creds.clone(), Calls::Unary, CONNECTION_AGE, &Registry::new());
+    let server = Arc::new(server);
+    let from = |last| fixture.connect_from(Ipv4Addr::new(10, 0, 0, last).into(), None, server.clone());
     let stranger = from(1).await;
-    let unfinished = || {
-        let body = StreamBody::new(stream::pending::<Result<Frame<Bytes>, Infallible>>());
-        let req =
-            Request::post("/io.linkerd.proxy.identity.Identity/Certify").header("content-type", "application/grpc");
-        stranger.clone().call(req.body(Body::new(body)).unwrap())
-    };
     // They need all memory for requests. They are sent in the order of the calls.
-    let [oldest, ..] = [(); MAX_REQUESTS].map(|()| tokio::spawn(unfinished()));
+    let [oldest, ..] = [(); MAX_REQUESTS].map(|()| tokio::spawn(send_unfinished(&stranger)));
     let refused = call_certify(stranger.clone()).await.unwrap_err();
     assert_eq!(refused.code(), tonic::Code::ResourceExhausted, "{refused:?}");
     assert_eq!(call_certify(from(2).await).await.unwrap(), "hello");
     let revoked = oldest.await.unwrap().unwrap();
+    assert_eq!(revoked.headers()["grpc-status"], "8", "RESOURCE_EXHAUSTED");
+}
+
+#[tokio::test]
+async fn unfinished_requests_of_a_workload_have_a_share_of_the_memory() {
+    let fixture = TestServer::start().await;
+    let server = build_server(
+        fixture.creds.clone(),
+        Calls::Streaming,
+        CONNECTION_AGE,
+        &Registry::new(),
+    );
+    let server = Arc::new(server);
+    let from = |last| {
+        let leaf = leaf_for_one_day(&fixture.ca, WEB);
+        fixture.connect_from(Ipv4Addr::new(10, 0, 0, last).into(), Some(leaf), server.clone())
+    };
+    let first = from(1).await;
+    let held = [(); MAX_REQUESTS].map(|()| tokio::spawn(send_unfinished(&first)));
+    let refused = send_unfinished(&first).await.unwrap();
+    assert_eq!(refused.headers()["grpc-status"], "8", "RESOURCE_EXHAUSTED");
+    // A request of another workload gets the memory of one of them.
+    let second = from(2).await;
+    let _other = tokio::spawn(send_unfinished(&second));
+    let (revoked, _, _) = future::select_all(held).await;
+    let revoked = revoked.unwrap().unwrap();
     assert_eq!(revoked.headers()["grpc-status"], "8", "RESOURCE_EXHAUSTED");
 }
 
@@ -398,7 +442,7 @@ async fn plaintext_is_served_on_loopback_only() {
     let channel = client::connect_plaintext(&Addr::Socket(server.addr)).await.unwrap();
     assert_eq!(call_certify(channel).await.unwrap(), "hello");
 
-    let server = build_server(server.creds.clone(), CONNECTION_AGE, &Registry::new());
+    let server = build_server(server.creds.clone(), Calls::Unary, CONNECTION_AGE, &Registry::new());
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
     client.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();

@@ -156,7 +156,10 @@ impl<H: ReviewHandler> WebhookServer<H> {
                 Err((head, reason)) => {
                     let reason = format!("the object cannot be read: {reason}");
                     match head {
-                        Ok(head) => self.handler.review_undecoded(head, reason).await,
+                        Ok(mut head) => {
+                            head.client = Some(client);
+                            self.handler.review_undecoded(head, reason).await
+                        }
                         Err(_) => AdmissionResponse::deny(reason),
                     }
                 }
@@ -171,7 +174,8 @@ impl<H: ReviewHandler> WebhookServer<H> {
     }
 
     /// An error of the handler denies the object.
-    async fn run_handler(&self, client: IpAddr, id: &ReviewId, request: Request) -> AdmissionResponse {
+    async fn run_handler(&self, client: IpAddr, id: &ReviewId, mut request: Request) -> AdmissionResponse {
+        request.client = Some(client);
         let log = &self.shared.log_limiter;
         let [kind, namespace] = [
             request.kind.kind.as_str(),

@@ -1,5 +1,7 @@
 //! AdmissionReviews in `v1` and `v1beta1`: parses one and responds in the same version.
 
+use std::net::IpAddr;
+
 use bytes::Bytes;
 use json_patch::Patch;
 use k8s_openapi::ByteString;
@@ -17,6 +19,9 @@ pub struct Request {
     pub dry_run: bool,
     /// Absent in the review of a deletion.
     pub object: Option<DynamicObject>,
+    /// The client that sent the review; `None` within this process.
+    #[serde(skip)]
+    pub client: Option<IpAddr>,
 }
 
 /// The parts of a review that handlers read if its object cannot be decoded.
@@ -25,6 +30,9 @@ pub struct RequestHead {
     pub kind: GroupVersionKind,
     pub namespace: Option<String>,
     object: Option<ObjectHead>,
+    /// The client that sent the review; `None` within this process.
+    #[serde(skip)]
+    pub client: Option<IpAddr>,
 }
 
 #[derive(Debug, Deserialize)]

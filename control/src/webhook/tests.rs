@@ -50,6 +50,7 @@ impl ReviewHandler for TestHandler {
                 let patch = json!([{"op": "add", "path": "/x", "value": 1}]);
                 Ok(AdmissionResponse::allow().patch(serde_json::from_value(patch)?))
             }
+            Some("client") => Ok(AdmissionResponse::allow().warn(format!("{:?}", req.client))),
             Some("wait") => {
                 self.resume.notified().await;
                 Ok(AdmissionResponse::allow())
@@ -59,6 +60,7 @@ impl ReviewHandler for TestHandler {
     }
 
     async fn review_undecoded(&self, head: RequestHead, reason: String) -> AdmissionResponse {
+        assert!(head.client.is_some());
         match (head.kind.kind.as_str(), head.inject_annotation()) {
             ("Service", Some("disabled")) => AdmissionResponse::allow().warn(reason),
             _ => AdmissionResponse::deny(reason),
@@ -188,6 +190,13 @@ async fn responses_have_the_version_of_the_review() {
         )
         .await;
     }
+}
+
+#[tokio::test]
+async fn a_handler_gets_the_address_of_the_client() {
+    let server = TestServer::start().await;
+    let answer = server.review("admission.k8s.io/v1", &named("client")).await;
+    assert_eq!(answer.pointer("/response/warnings/0"), Some(&json!("Some(127.0.0.1)")));
 }
 
 #[tokio::test]

@@ -21,6 +21,8 @@ pub struct Config {
 
 #[derive(Clone, Debug)]
 pub struct StatusesConfig {
+    /// Domain of Service names, and so of the names of ServiceProfiles. Default `cluster.local`.
+    pub cluster_domain: String,
     /// Networks that an EgressNetwork must not overlap. Default 10/8, 100.64/10, 172.16/12, 192.168/16.
     pub cluster_networks: Vec<IpNet>,
     /// Namespace of the EgressNetworks that apply to namespaces without their own. Default `linkerd-egress`.

@@ -311,6 +311,43 @@ async fn settings_of_ports_apply_to_the_container_port_of_a_host_port() {
 }
 
 #[tokio::test]
+async fn a_pod_that_is_being_deleted_keeps_its_identity_until_it_has_ended() {
+    let hosted = |name: &str, ip: &str, phase: &str| {
+        format!(
+            "---\napiVersion: v1\nkind: Pod\nmetadata: {{name: {name}, namespace: shop, {MESHED}}}\n\
+             spec: {{containers: [{{name: app, ports: [{{containerPort: 80, hostPort: 8080}}]}}]}}\n\
+             status: {{podIP: 10.1.0.{ip}, hostIP: 192.168.0.{ip}, phase: {phase}}}\n"
+        )
+    };
+    let deleted = |name: &str, ip: &str, phase: &str| {
+        let deletion = "namespace: shop, deletionTimestamp: '2025-01-01T00:00:00Z',";
+        hosted(name, ip, phase).replace("namespace: shop,", deletion)
+    };
+    let slice = "---\napiVersion: v1\nkind: Service\nmetadata: {name: db, namespace: shop}\n\
+        spec: {clusterIP: None, ports: [{port: 5432}]}\n---\napiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\n\
+        metadata: {name: db-1, namespace: shop, labels: {kubernetes.io/service-name: db}}\n\
+        addressType: IPv4\nports: [{name: \"\", port: 5432}]\n\
+        endpoints: [{addresses: [10.1.0.1], hostname: db-0, targetRef: {kind: Pod, name: leaving, namespace: shop}}]\n";
+    let yaml = deleted("leaving", "1", "Running")
+        + &deleted("ended", "2", "Succeeded")
+        + &deleted("before", "3", "Running")
+        + &hosted("after", "3", "Running")
+        + slice;
+    let mesh = mesh(&yaml).await;
+    let leaving = "pod=leaving h2 tls=default.shop.serviceaccount.identity.linkerd.cluster.local";
+    for (what, path, expected) in [
+        ("by its address", "10.1.0.1:80", leaving),
+        ("by its host port", "192.168.0.1:8080", leaving),
+        ("by its hostname", "db-0.db.shop.svc.cluster.local:5432", leaving),
+        ("after its end", "10.1.0.2:80", "10.1.0.2:80 !pod !h2 !tls"),
+        ("if another pod has its address", "10.1.0.3:80", "pod=after h2"),
+        ("if another pod has its host port", "192.168.0.3:8080", "pod=after h2"),
+    ] {
+        check(what, &profile(&mesh, path).await, expected);
+    }
+}
+
+#[tokio::test]
 async fn unknown_addresses_follow_the_default_opaque_ports() {
     let opaque = "25,3306".parse::<PortSet>().unwrap();
     let mesh = mesh_with(

@@ -728,11 +728,7 @@ async fn an_address_is_resolved_to_its_pod_or_external_workload() {
             "192.168.0.1:80 !pod !h2",
         ),
         ("a pod that has ended", "10.1.0.2:80", "10.1.0.2:80 !pod !h2 !tls"),
-        (
-            "a pod that does not run yet",
-            "10.1.0.3:80",
-            "10.1.0.3:80 !pod !h2 !tls",
-        ),
+        ("a pod that does not run yet", "10.1.0.3:80", "10.1.0.3:80 pod=p3 h2"),
         (
             "an external workload",
             "10.2.0.1:80",

@@ -157,7 +157,7 @@ impl ConnectionPermit {
     }
 
     /// Whether the connection must end with a reset: it was evicted, or [`ConnectionHandle::reset_on_drop`] was called. The owner
-    /// of the socket resets it.
+    /// of the socket resets it, unless data that it has written has not arrived yet.
     pub fn must_reset(&self) -> bool {
         self.connection.must_reset.load(Ordering::Relaxed)
     }

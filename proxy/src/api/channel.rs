@@ -19,7 +19,7 @@ use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::runtime::Handle;
-use tokio::sync::{Notify, watch};
+use tokio::sync::{Notify, futures::Notified, watch};
 use tokio::time::{Instant, timeout};
 use tonic::body::Body;
 use tonic::{Code, Status};
@@ -113,6 +113,8 @@ struct Shared {
     retry: RetrySignal,
     connection_wait_timeout: Duration,
     metrics: ChannelMetrics,
+    /// Notifies denied streams that the service permits requests of this proxy again.
+    permitted: Notify,
     /// Limits log lines about refused streams.
     log_limiter: LogLimiter<Code>,
 }
@@ -164,6 +166,7 @@ impl Connector {
             failing: AtomicBool::new(false),
             retry: RetrySignal::default(),
             connection_wait_timeout: config.connection_wait_timeout,
+            permitted: Notify::new(),
             log_limiter: LogLimiter::default(),
             metrics: ChannelMetrics::new(&self.metrics, config.metrics_prefix, &target),
             target,
@@ -185,6 +188,16 @@ impl Connector {
 impl Channel {
     pub(super) fn log_limiter(&self) -> &LogLimiter<Code> {
         &self.shared.log_limiter
+    }
+
+    /// Wakes the streams that wait after a denial.
+    pub(super) fn notify_denied(&self) {
+        self.shared.permitted.notify_waiters();
+    }
+
+    /// Completes when a stream of this channel is permitted after this call.
+    pub(super) fn permitted(&self) -> Notified<'_> {
+        self.shared.permitted.notified()
     }
 
     pub(crate) fn target(&self) -> &ControlAddr {

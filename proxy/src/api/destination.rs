@@ -207,14 +207,21 @@ impl Destinations {
     }
 }
 
-/// Codes that mean "no profile": the name is not served, or the control plane does not know it.
+/// Codes that mean "no profile": the name is not served, or the control plane does not know it. `PERMISSION_DENIED` means that
+/// the proxy may not read it.
 const PROFILE_REFUSAL_CODES: &[Code] = &[
     Code::InvalidArgument,
     Code::FailedPrecondition,
     Code::NotFound,
+    Code::PermissionDenied,
     Code::Unimplemented,
 ];
-const ENDPOINT_REFUSAL_CODES: &[Code] = &[Code::InvalidArgument, Code::FailedPrecondition, Code::Unimplemented];
+const ENDPOINT_REFUSAL_CODES: &[Code] = &[
+    Code::InvalidArgument,
+    Code::FailedPrecondition,
+    Code::PermissionDenied,
+    Code::Unimplemented,
+];
 
 #[cfg(test)]
 mod tests {

@@ -173,6 +173,7 @@ const OUTBOUND_REFUSAL_CODES: &[Code] = &[
     Code::InvalidArgument,
     Code::FailedPrecondition,
     Code::NotFound,
+    Code::PermissionDenied,
     Code::Unimplemented,
 ];
 

@@ -396,6 +396,42 @@ async fn a_refusal_because_of_the_certificate_of_the_proxy_is_logged_once_a_minu
 }
 
 #[tokio::test]
+async fn a_denied_stream_is_opened_again_as_soon_as_another_one_is_permitted() {
+    let (cancelled_tx, _cancelled_rx) = oneshot::channel();
+    let denials = std::iter::repeat_with(|| Step::Refuse(Code::PermissionDenied)).take(4);
+    let permitted = [Step::Hold(vec![added(1)], cancelled_tx), Step::Send(vec![added(2)])];
+    let (script, _server, channel) = scripted(denials.chain(permitted)).await;
+    let mut denied = endpoints(channel.clone(), StreamLimits::default());
+    with_timeout(denied.wait_for(|value| matches!(value, WatchState::Refused(refusal) if refusal.is_denial())))
+        .await
+        .unwrap();
+    // The next delay is four seconds or more.
+    script.wait_requests(4).await;
+    let mut other = endpoints(channel, StreamLimits::default());
+    wait_endpoints(&mut other, (Position::First, 1)).await;
+    let known = |value: &Endpoints| *value == WatchState::Known((Position::First, 2));
+    timeout(Duration::from_secs(2), denied.wait_for(known))
+        .await
+        .unwrap()
+        .unwrap();
+}
+
+#[tokio::test]
+async fn a_denial_does_not_replace_an_answer_about_the_target() {
+    let steps = [Code::InvalidArgument, Code::PermissionDenied].map(Step::Refuse);
+    let (script, _server, channel) = scripted(steps).await;
+    let mut watch = endpoints(channel, StreamLimits::default());
+    let is_refused = |value: &Endpoints| matches!(value, WatchState::Refused(_));
+    with_timeout(watch.wait_for(is_refused)).await.unwrap();
+    // The third request follows the publication of the second refusal.
+    script.wait_requests(3).await;
+    let WatchState::Refused(refusal) = watch.borrow().clone() else {
+        panic!("no refusal")
+    };
+    assert_eq!(refusal.code, Code::InvalidArgument);
+}
+
+#[tokio::test]
 async fn a_refusal_does_not_replace_a_known_value() {
     let steps = [
         Step::Send(vec![added(1)]),

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tokio::runtime::Handle;
 use tokio::sync::watch;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, sleep, timeout_at};
 use tonic::{Code, Response, Status, Streaming};
 use tracing::debug;
 use tulle_core::backoff::Backoff;
@@ -15,7 +15,7 @@ use tulle_core::log_limit::LogLimiter;
 use tulle_core::warn_limited;
 
 use crate::api::channel::Channel;
-use crate::api::retry_signal::RetrySignal;
+use crate::api::retry_signal::{MIN_RETRY_DELAY, RetrySignal};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum WatchState<T> {
@@ -35,6 +35,13 @@ pub(crate) struct Refusal {
     pub description: String,
     pub code: Code,
     pub message: String,
+}
+
+impl Refusal {
+    /// Whether the control plane denies the request because of the identity of this proxy, for all targets.
+    pub(crate) fn is_denial(&self) -> bool {
+        self.code == Code::PermissionDenied
+    }
 }
 
 /// When a stream is closed and reopened; no limits by default.
@@ -93,8 +100,13 @@ where
             loop {
                 params.channel.wait_until_connected().await;
                 let mut position = Position::First;
+                let permitted = params.channel.permitted();
                 let opening = open();
                 let ended = read_stream(&params.limits, opening, |message| {
+                    // The service denies by the identity of this proxy, which all streams share.
+                    if position == Position::First && params.refusal_codes.contains(&Code::PermissionDenied) {
+                        params.channel.notify_denied();
+                    }
                     state_tx.send_replace(WatchState::Known(decode(position, message)));
                     position = Position::Later;
                 });
@@ -103,7 +115,9 @@ where
                     delays.reset();
                     delays_of_refused.reset();
                 }
-                let delay = match refusal(&params, &ended) {
+                let refusal = refusal(&params, &ended);
+                let is_denied = refusal.as_ref().is_some_and(Refusal::is_denial);
+                let delay = match refusal {
                     None => delays.next_delay(),
                     Some(refusal) => {
                         let is_transient = refusal.code == Code::FailedPrecondition;
@@ -115,7 +129,10 @@ where
                     }
                 };
                 ended.log(&params.description, delay, params.channel.log_limiter());
-                params.retry.wait(delay).await;
+                tokio::select! {
+                    () = params.retry.wait(delay) => {}
+                    () = async { sleep(MIN_RETRY_DELAY).await; permitted.await }, if is_denied => {}
+                }
             }
         };
         // Dropping `resuming` drops the stream, which cancels it at the server.
@@ -127,13 +144,14 @@ where
     state_rx
 }
 
-/// Publishes a refusal if no value is known; the same refusal again notifies no receiver.
+/// Publishes a refusal if no value is known; the same refusal again notifies no receiver. A denial does not replace an answer about
+/// the target.
 fn publish_refusal<T>(state_tx: &watch::Sender<WatchState<T>>, refusal: Refusal) {
     state_tx.send_if_modified(|watched| {
         let is_new = match watched {
             WatchState::Pending => true,
             WatchState::Known(_) => false,
-            WatchState::Refused(known) => *known != refusal,
+            WatchState::Refused(known) => *known != refusal && (known.is_denial() || !refusal.is_denial()),
         };
         if is_new {
             *watched = WatchState::Refused(refusal);
@@ -231,7 +249,7 @@ impl StreamEnd {
 }
 
 /// Backoff after a refusal. A target that does not exist may be created at any time. `FAILED_PRECONDITION` is retried with the
-/// backoff of other failures.
+/// backoff of other failures. A denied stream is also retried when another one of its channel is permitted.
 const REFUSAL_BACKOFF: Backoff = Backoff {
     min: Duration::from_millis(500),
     max: Duration::from_secs(30),

@@ -30,6 +30,7 @@ use crate::{
         stack::access_log::AccessLog,
         stack::admission::Admission,
         stack::error_response::ErrorDetail,
+        stack::head_memory::HeadMemory,
         stack::layers::{CountLayer, ErrorMetrics, ServiceStack},
     },
     identity::IdentitySource,
@@ -40,6 +41,7 @@ use crate::{
         http_server_configs::HttpServerConfigs,
         metrics as inbound_metrics,
         policy::{ActivePolicy, DefaultPolicies, InitialPolicy, PortPolicies, PortPoliciesConfig},
+        port_labels::PortLabels,
         profiles::{self, Profiles},
     },
     metrics::{
@@ -48,13 +50,14 @@ use crate::{
         http as http_metrics, invalid_updates,
     },
     net::{
+        app_listeners,
         connect::{self, SocketOptions},
         memory::MemoryPressure,
         orig_dst, tcp_metrics,
     },
     outbound::{
-        Mode, Outbound, backend::BackendFactory, destination::discovery::Discovery, endpoint::EndpointContext,
-        metrics as outbound_metrics,
+        Mode, Outbound, backend::BackendFactory, connector::ConnectorConfig, destination::discovery::Discovery,
+        endpoint::EndpointContext, metrics as outbound_metrics,
     },
     policy::client::{LocalPolicyConfig, Queue},
     tap::TapRegistry,
@@ -153,6 +156,7 @@ pub(super) struct ProxyBuilder<'a> {
     pub(super) access_log: Option<&'a AccessLog>,
     pub(super) taps: &'a Arc<TapRegistry>,
     pub(super) memory_pressure: &'a MemoryPressure,
+    pub(super) head_memory: &'a Arc<HeadMemory>,
     /// The limit of accepted connections, of each direction.
     pub(super) max_connections: usize,
     pub(super) tracers: &'a Tracers,
@@ -171,9 +175,13 @@ impl ProxyBuilder<'_> {
             Mode::Ingress => HostSource::Untrusted,
         });
         let families = outbound_metrics::Families::new(registry, self.http.clone(), self.tcp.clone(), hostname_source);
+        let target_log_limiter = Arc::<LogLimiter<_>>::default();
         let common = EndpointContext {
             creds: self.creds.clone(),
-            connect: connect_config(direction, None),
+            connector: ConnectorConfig {
+                connect: connect_config(direction, None),
+                log_limiter: target_log_limiter.clone(),
+            },
             http2: http2_client(direction),
             pool: pool(direction),
             families: families.clone(),
@@ -209,11 +217,13 @@ impl ProxyBuilder<'_> {
             mode,
             identity_name: self.creds.id().as_str().into(),
             log_limiter: LogLimiter::default(),
+            target_log_limiter,
         })
     }
 
     /// Discovery of destinations; it also updates the gauges of their endpoints.
     fn discovery(&self, direction: &DirectionSettings, common: EndpointContext) -> Arc<Discovery> {
+        let log_limiter = common.connector.log_limiter.clone();
         let invalid_update_families = invalid_updates::Families::new(self.registry);
         let factory = BackendFactory {
             endpoint_context: Arc::new(common),
@@ -244,6 +254,7 @@ impl ProxyBuilder<'_> {
             idle_timeout: direction.discovery_idle_timeout,
             runtime: self.control.runtime.clone(),
             cache: Mutex::default(),
+            log_limiter,
         };
         let discovery = Arc::new(discovery);
         let measured = Arc::downgrade(&discovery);
@@ -274,6 +285,15 @@ impl ProxyBuilder<'_> {
         if !config.admin.listen.ip().is_loopback() {
             watched_ports.insert(config.admin.listen.port()); // scrapes need not wait for the policy
         }
+        let mut labelled_ports = watched_ports.clone();
+        labelled_ports.insert(own_port);
+        labelled_ports.insert(config.admin.listen.port());
+        let families = inbound_metrics::Families::new(
+            registry,
+            self.http.clone(),
+            self.tcp.clone(),
+            PortLabels::new(labelled_ports, app_listeners::is_listening),
+        );
         let (orig_dst, dial_as) = match config.inbound.mode {
             InboundMode::Redirect => (self.context.orig_dst.clone(), SourceAddress::Proxy),
             InboundMode::Tproxy => (orig_dst::local_addr_lookup(own_port), SourceAddress::Client),
@@ -290,6 +310,7 @@ impl ProxyBuilder<'_> {
                     detect_timeout,
                     always_watched: watched_ports,
                     idle_timeout: direction.discovery_idle_timeout,
+                    is_listening: app_listeners::is_listening,
                 },
                 invalid_updates::Families::new(registry),
             )),
@@ -308,12 +329,13 @@ impl ProxyBuilder<'_> {
                 http2: http2_server(direction),
             }),
             service_stack: self.service_stack("inbound", direction, config.log.access_directions.includes_inbound()),
-            families: inbound_metrics::Families::new(registry, self.http.clone(), self.tcp.clone()),
+            families: families.clone(),
             taps: self.taps.clone(),
             tracer: self.tracers.inbound.clone(),
             identity_name: self.creds.id().as_str().into(),
             server_name_labels: HostMap::default(),
             log_limiter: LogLimiter::default(),
+            audit_log_limiter: LogLimiter::default(),
             authority_labels: (config.inbound.authority_labels == Visibility::Shown).then(HostMap::default),
             gateway,
             app_clients: AppClients {
@@ -321,7 +343,7 @@ impl ProxyBuilder<'_> {
                 source_address: dial_as,
                 http2: http2_client(direction),
                 pool: pool(direction),
-                tcp_families: self.tcp.clone(),
+                families,
                 by_worker: (0..self.workers).map(|_| Mutex::new(HashMap::new())).collect(),
             },
         })
@@ -358,6 +380,7 @@ impl ProxyBuilder<'_> {
                 self.memory_pressure.clone(),
                 failures,
             ),
+            head_memory: self.head_memory.clone(),
             count_layer: CountLayer::new(self.registry, name),
             error_metrics: errors(self.registry, name),
         }

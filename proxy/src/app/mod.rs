@@ -32,7 +32,7 @@ use self::{
 use crate::{
     admin::AdminParams,
     config::Config,
-    http::stack::access_log::AccessLog,
+    http::stack::{access_log::AccessLog, head_memory::HeadMemory},
     inbound::{self, Inbound},
     metrics::http as http_metrics,
     net::{
@@ -85,9 +85,7 @@ impl App {
             .build()
             .context("starting the admin runtime")?;
 
-        let anchors = config.identity.source.anchors().context("reading trust anchors")?;
-        let creds = Credentials::new(config.identity.id.clone(), &config.identity.server_name, anchors)
-            .context("using trust anchors")?;
+        let creds = credentials(&config)?;
         let control = ControlPlaneClients::new(&config, &creds, &registry, runtime.handle());
         let identity = IdentityTask::build(&config, &control, &creds, &registry)?;
         let http = http_metrics::Families::new(&registry);
@@ -95,6 +93,7 @@ impl App {
         let access_log = start_access_log(&config, &registry)?;
         let memory_pressure = MemoryPressure::default();
         let memory = MemoryMonitor::new(config.memory_limit_bytes, memory_pressure.clone(), &registry);
+        let head_memory = HeadMemory::new(memory.as_ref().map(MemoryMonitor::limit), memory_pressure.clone());
         let (tracers, exporter) = start_tracing(&config, &control, &registry);
         let builder = ProxyBuilder {
             config: &config,
@@ -108,6 +107,7 @@ impl App {
             access_log: access_log.as_ref(),
             taps: &taps,
             memory_pressure: &memory_pressure,
+            head_memory: &head_memory,
             max_connections: max_connections(memory.as_ref()),
             tracers: &tracers,
         };
@@ -244,7 +244,8 @@ fn max_connections(memory: Option<&MemoryMonitor>) -> usize {
 
 /// The same for a process that may open `files` files and use `memory` bytes.
 fn max_connections_of(files: usize, memory: Option<u64>) -> usize {
-    // Half of the memory is for the connections of both directions, the other half for the requests on them.
+    // Half of the memory is for the connections of both directions, the other half for the requests on them. `HeadMemory` has
+    // the share of heads that are not complete.
     let max_by_memory = memory.map_or(u64::MAX, |memory| memory / 4 / BYTES_PER_CONNECTION);
     let max_by_memory = usize::try_from(max_by_memory).unwrap_or(usize::MAX);
     // An accepted connection needs two descriptors, its own and that to the application or peer, and there are two directions.
@@ -255,6 +256,12 @@ fn max_connections_of(files: usize, memory: Option<u64>) -> usize {
 /// (`docs/reference/benchmarks.md`), so this is a value between the two. At the limit, idle connections of opaque traffic thus take
 /// about 81 % of the memory, besides that of the process without connections; [`MemoryPressure`] begins at 90 %.
 const BYTES_PER_CONNECTION: u64 = 8 << 10;
+
+fn credentials(config: &Config) -> anyhow::Result<Credentials> {
+    let identity = &config.identity;
+    let anchors = identity.source.anchors().context("reading trust anchors")?;
+    Credentials::new(identity.id.clone(), &identity.server_name, anchors).context("using trust anchors")
+}
 
 fn start_access_log(config: &Config, registry: &Registry) -> anyhow::Result<Option<AccessLog>> {
     let Some(format) = config.log.access_log_format else {

@@ -124,6 +124,8 @@ pub(crate) enum Error {
     MaxInFlight,
     #[error("the requests in flight on one HTTP/2 connection have header lists of more than {limit} bytes")]
     HeaderListsTooLarge { limit: usize },
+    #[error("request heads that are large and not complete take {limit} bytes, which is the limit")]
+    HeadMemoryUsedUp { limit: usize },
     #[error("memory is about to run out")]
     MemoryPressure,
     #[error("the limit of {limit} connections is reached")]
@@ -280,6 +282,7 @@ impl Error {
             Self::AttemptCancelled
             | Self::MaxInFlight
             | Self::HeaderListsTooLarge { .. }
+            | Self::HeadMemoryUsedUp { .. }
             | Self::MemoryPressure
             | Self::TooManyConnections { .. }
             | Self::QueueFull
@@ -386,6 +389,7 @@ impl Error {
             | Self::StreamLimit { .. }
             | Self::MaxInFlight
             | Self::HeaderListsTooLarge { .. }
+            | Self::HeadMemoryUsedUp { .. }
             | Self::MemoryPressure
             | Self::TooManyConnections { .. }
             | Self::TooManyNames { .. }
@@ -429,6 +433,7 @@ impl Error {
             Self::TooLargeToResend(error) => error.label(),
             Self::MaxInFlight
             | Self::HeaderListsTooLarge { .. }
+            | Self::HeadMemoryUsedUp { .. }
             | Self::StreamLimit { .. }
             | Self::MemoryPressure
             | Self::TooManyConnections { .. }
@@ -506,6 +511,7 @@ impl Error {
             Self::QueueTimeout(..) => "FAIL_FAST",
             Self::MaxInFlight
             | Self::HeaderListsTooLarge { .. }
+            | Self::HeadMemoryUsedUp { .. }
             | Self::StreamLimit { .. }
             | Self::MemoryPressure
             | Self::TooManyConnections { .. }
@@ -569,6 +575,7 @@ impl Error {
             Self::QueueFull => "queue-full",
             Self::MaxInFlight
             | Self::HeaderListsTooLarge { .. }
+            | Self::HeadMemoryUsedUp { .. }
             | Self::TooManyConnections { .. }
             | Self::TooManyNames { .. } => "overload",
             Self::MemoryPressure => "memory-short",

@@ -166,14 +166,29 @@ pub(crate) fn is_upgrade_request<B>(req: &Request<B>) -> bool {
     if req.version() != Version::HTTP_11 {
         return false;
     }
-    // A list that contains `h2c` does not count either: the application could choose it, and HTTP/2 would bypass the proxy.
-    let is_h2c = |value: &HeaderValue| {
+    // A list that contains such a protocol does not count either: the application could choose it, and requests in the tunnel would
+    // bypass the proxy.
+    let names_http = |value: &HeaderValue| {
         let mut protocols = value.as_bytes().split(|b| *b == b',');
-        protocols.any(|protocol| protocol.trim_ascii().eq_ignore_ascii_case(b"h2c"))
+        protocols.any(|protocol| carries_http(protocol.trim_ascii()))
     };
     let headers = req.headers();
     *req.method() == Method::CONNECT
-        || (headers.contains_key(header::UPGRADE) && !headers.get_all(header::UPGRADE).iter().any(is_h2c))
+        || (headers.contains_key(header::UPGRADE) && !headers.get_all(header::UPGRADE).iter().any(names_http))
+}
+
+/// Whether requests follow an upgrade to this protocol: `h2c`, a version of HTTP, or one of TLS (RFC 2817).
+fn carries_http(protocol: &[u8]) -> bool {
+    let name = protocol.split(|b| *b == b'/').next().unwrap_or_default();
+    [&b"h2c"[..], b"http", b"tls"]
+        .iter()
+        .any(|http| name.eq_ignore_ascii_case(http))
+}
+
+/// Whether a request opens a tunnel and has no path: the method CONNECT, but not an extended CONNECT (RFC 8441), whose path the rules
+/// of a policy see.
+pub(crate) fn is_connect_tunnel<B>(req: &Request<B>) -> bool {
+    *req.method() == Method::CONNECT && req.extensions().get::<h2::ext::Protocol>().is_none()
 }
 
 /// Removes the hop-by-hop headers except those of an upgrade: `upgrade`, and `connection` if it lists `upgrade`.
@@ -593,7 +608,10 @@ mod tests {
         };
         assert!(is_upgrade_request(&req("websocket")));
         assert!(!is_upgrade_request(&req("h2c")));
-        assert!(!is_upgrade_request(&req("websocket, H2C")));
+        for protocol in ["websocket, H2C", "HTTP/2.0", "http/1.1", "TLS/1.2, websocket", "tls"] {
+            assert!(!is_upgrade_request(&req(protocol)), "{protocol}");
+        }
+        assert!(is_upgrade_request(&req("httpx/1, tlsv")));
         assert!(!is_upgrade_request(&Request::get("/").body(Body::empty()).unwrap()));
     }
 

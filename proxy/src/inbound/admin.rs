@@ -11,10 +11,7 @@ use tulle_core::{
 
 use crate::{
     http::{body::Body, error::Error, stack::filters},
-    inbound::{
-        context::Inbound,
-        metrics::{connection_labels, with_meta},
-    },
+    inbound::{context::Inbound, metrics::with_meta},
     policy::{authz, matches::RequestAttributes},
     tls::status::{NoServerTls, ServerTls},
 };
@@ -43,11 +40,11 @@ impl Inbound {
         if client.is_loopback() || self.local_ips.contains(&client) {
             return Ok(());
         }
-        let port_policy = self.port_policies.get_or_watch(caller.local.port());
-        self.port_policies.wait_until_received(&port_policy).await;
+        let port_policy = self.port_policies.wait_for_policy(caller.local, client).await;
         let current = port_policy.current();
         if current.is_unknown {
-            self.port_policies.warn_unknown_policy(caller.local.port());
+            let port = caller.local.port();
+            self.port_policies.warn_unknown_policy(port, &port_policy, client);
             return Err(Error::PolicyUnknown);
         }
         let tls = match &caller.tls {
@@ -57,7 +54,7 @@ impl Inbound {
             },
         };
         let policy = &current.server_policy;
-        let labels = || connection_labels(caller.local, &tls, &policy.meta);
+        let labels = || self.families.connection_labels(caller.local, &tls, &policy.meta);
         let unauthorized = |why: &'static str| Error::Unauthorized {
             rule: policy.meta.to_string(),
             why,

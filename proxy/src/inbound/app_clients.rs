@@ -15,11 +15,10 @@ use crate::{
         error::Error,
         h2,
     },
-    inbound::{connection_addrs::ConnectionAddrs, metrics::target_labels},
+    inbound::{connection_addrs::ConnectionAddrs, metrics::Families},
     net::{
         connect,
         io::{Io, Tcp},
-        tcp_metrics::{self, ConnectionMetrics},
     },
 };
 
@@ -29,7 +28,7 @@ pub(crate) struct AppClients {
     pub(crate) source_address: SourceAddress,
     pub(crate) http2: h2::Http2Config,
     pub(crate) pool: PoolConfig,
-    pub(crate) tcp_families: tcp_metrics::Families,
+    pub(crate) families: Families,
     /// HTTP clients, by worker and target.
     pub(crate) by_worker: Vec<Mutex<HashMap<AppTarget, Arc<EndpointClient>>>>,
 }
@@ -75,14 +74,8 @@ impl AppClients {
         }
     }
 
-    /// The metrics of connections to `target`.
-    pub(super) fn connection_metrics(&self, target: SocketAddr) -> Arc<ConnectionMetrics> {
-        let labels = target_labels(target).with("peer", "dst").with("tls", "no_identity");
-        self.tcp_families.series(labels.with("no_tls_reason", "loopback"))
-    }
-
     fn new_client(&self, app: AppTarget) -> EndpointClient {
-        let (config, metrics) = (self.connect, self.connection_metrics(app.addr));
+        let (config, metrics) = (self.connect, self.families.app_connection_metrics(app.addr));
         let open = move |_: Protocol| -> Pin<Box<dyn Future<Output = _> + Send>> {
             let metrics = metrics.clone();
             Box::pin(async move { Ok(dial(app, &config).await?.count(metrics)) })

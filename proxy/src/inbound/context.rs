@@ -9,7 +9,7 @@ use crate::{
         connection_addrs::ConnectionAddrs,
         gateway::Gateway,
         http_server_configs::HttpServerConfigs,
-        metrics::{Families, connection_labels},
+        metrics::Families,
         policy::{ActivePolicy, PortPolicies},
         profiles::Profiles,
     },
@@ -46,6 +46,8 @@ pub(crate) struct Inbound {
     pub(crate) gateway: Option<Arc<dyn Gateway>>,
     /// Limits log lines about refused clients.
     pub(crate) log_limiter: LogLimiter,
+    /// Limits log lines about clients that the authorization `audit` permits, by client and port.
+    pub(crate) audit_log_limiter: LogLimiter<(IpAddr, u16)>,
     pub(crate) app_clients: AppClients,
 }
 
@@ -57,7 +59,8 @@ impl Inbound {
         tls: &ServerTls,
         active_policy: &ActivePolicy,
     ) -> Arc<ConnectionMetrics> {
-        let labels = connection_labels(addrs.target, tls, &active_policy.server_policy.meta).with("peer", "src");
-        self.families.tcp.series(labels)
+        let server = &active_policy.server_policy.meta;
+        let labels = self.families.connection_labels(addrs.target, tls, server);
+        self.families.tcp.series(labels.with("peer", "src"))
     }
 }

@@ -25,6 +25,8 @@ impl HttpServerConfigs {
             .http2
             .max_header_list_bytes
             .min(MAX_UNAUTHORIZED_HEADER_LIST_BYTES);
+        let frame_size = meshed.http2.max_frame_size.unwrap_or(MAX_UNAUTHORIZED_FRAME_BYTES);
+        unauthorized.http2.max_frame_size = Some(frame_size.min(MAX_UNAUTHORIZED_FRAME_BYTES));
         unauthorized.http2.stream_window = meshed.http2.stream_window.min(MAX_UNAUTHORIZED_WINDOW_BYTES);
         unauthorized.http2.connection_window = meshed.http2.connection_window.min(MAX_UNAUTHORIZED_WINDOW_BYTES);
         unauthorized.http1.header_read_timeout = meshed.http1.header_read_timeout.min(UNAUTHORIZED_IDLE_TIMEOUT);
@@ -49,6 +51,10 @@ const MAX_UNAUTHORIZED_HEADER_LIST_BYTES: u32 = 32 << 10;
 /// Flow-control windows of an HTTP/2 connection of an unauthorized client, and of each of its request bodies, in bytes: the default
 /// of HTTP/2 (RFC 9113, section 6.9.2).
 const MAX_UNAUTHORIZED_WINDOW_BYTES: u32 = (1 << 16) - 1;
+
+/// Maximum frame of an unauthorized client: the default of HTTP/2 (RFC 9113, section 6.5.2). The h2 crate keeps a frame until it is
+/// complete, whatever the flow-control windows are.
+const MAX_UNAUTHORIZED_FRAME_BYTES: u32 = 1 << 14;
 
 /// Maximum idle time of a connection of an unauthorized client, and maximum time for a request head.
 const UNAUTHORIZED_IDLE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -81,6 +87,7 @@ mod tests {
         let n_streams = http2.max_concurrent_streams.unwrap_or(u32::MAX);
         assert!(2 * n_streams * http2.max_header_list_bytes <= 1 << 20);
         assert!(http2.stream_window < 1 << 16 && http2.connection_window < 1 << 16);
+        assert_eq!(http2.max_frame_size, Some(16 << 10));
         assert_eq!(
             (http1.header_read_timeout, http1.idle_timeout),
             (UNAUTHORIZED_IDLE_TIMEOUT, UNAUTHORIZED_IDLE_TIMEOUT)

@@ -7,12 +7,16 @@ use tulle_core::metrics::{Counter, Family, Histogram, Labels, Registry};
 
 use crate::{
     http::lifecycle::request_timing::RequestTiming,
+    inbound::port_labels::PortLabels,
     metrics::{
         failures::Failures,
         http::{self as http_metrics, ResponseOutcome},
         routes::{self, StatusKind, StatusSeries, Statuses},
     },
-    net::{detect_metrics, tcp_metrics},
+    net::{
+        detect_metrics,
+        tcp_metrics::{self, ConnectionMetrics},
+    },
     policy::{authz::Denied, meta::Meta, rate_limit::RateLimited},
     tls::{handshake_failure::HandshakeFailure, status::ServerTls},
 };
@@ -32,10 +36,11 @@ pub(crate) struct Families {
     handshake_failures: Family<Counter>,
     failures: Failures,
     denied: Family<Counter>,
-    pub(super) transport_header: Family<Counter>,
+    transport_header: Family<Counter>,
     detected: detect_metrics::Families,
     http_routes: RouteFamilies,
     grpc_routes: RouteFamilies,
+    port_labels: Arc<PortLabels>,
 }
 
 /// Families of HTTP routes or of gRPC routes.
@@ -107,9 +112,15 @@ impl RouteSeries {
 }
 
 impl Families {
-    pub(crate) fn new(registry: &Registry, http: http_metrics::Families, tcp: tcp_metrics::Families) -> Self {
+    pub(crate) fn new(
+        registry: &Registry,
+        http: http_metrics::Families,
+        tcp: tcp_metrics::Families,
+        port_labels: PortLabels,
+    ) -> Self {
         let counter = |name, help| registry.counter(name, help);
         Self {
+            port_labels: Arc::new(port_labels),
             detected: detect_metrics::Families::new(registry, "inbound"),
             http_routes: RouteFamilies::new(registry, StatusKind::Http),
             grpc_routes: RouteFamilies::new(registry, StatusKind::Grpc),
@@ -154,13 +165,19 @@ impl Families {
         }
     }
 
-    /// The series of a route of the server at `port`.
-    pub(super) fn route_series(&self, kind: StatusKind, server: &Meta, port: u16, route: &Meta) -> Arc<RouteSeries> {
+    /// The series of a route of the server at `target`.
+    pub(super) fn route_series(
+        &self,
+        kind: StatusKind,
+        server: &Meta,
+        target: SocketAddr,
+        route: &Meta,
+    ) -> Arc<RouteSeries> {
         let families = match kind {
             StatusKind::Http => &self.http_routes,
             StatusKind::Grpc => &self.grpc_routes,
         };
-        let labels = with_meta(Labels::new(), "parent", server).with("parent_port", port);
+        let labels = with_meta(Labels::new(), "parent", server).with("parent_port", self.port_labels.label(target));
         let labels = with_meta(labels, "route", route);
         Arc::new(RouteSeries {
             requests: families.requests.get(&labels),
@@ -172,12 +189,14 @@ impl Families {
         })
     }
 
-    /// The protocol detection series of `port` under the policy of `server`.
-    pub(super) fn detect_series(&self, server: &Meta, port: u16) -> detect_metrics::Series {
-        self.detected.series(with_server(Labels::new(), server, port))
+    /// The protocol detection series of the port of `target` under the policy of `server`.
+    pub(super) fn detect_series(&self, server: &Meta, target: SocketAddr) -> detect_metrics::Series {
+        let labels = with_server(Labels::new(), server, self.port_labels.label(target));
+        self.detected.series(labels)
     }
 
     pub(super) fn record_handshake_failure(&self, target: SocketAddr, failure: HandshakeFailure) {
+        let target = self.label_target(target);
         let labels = Labels::new().with("target_addr", target).with("reason", failure);
         self.handshake_failures.get(&labels).inc();
         self.failures.count(failure.cause());
@@ -185,7 +204,8 @@ impl Families {
 
     /// Counts a connection that failed before it was served, by Linkerd's `error` label and by cause.
     pub(super) fn record_tcp_error(&self, target: SocketAddr, error: &'static str, cause: &'static str) {
-        self.tcp_errors.get(&target_labels(target).with("error", error)).inc();
+        let labels = target_labels(self.label_target(target)).with("error", error);
+        self.tcp_errors.get(&labels).inc();
         self.failures.count(cause);
     }
 
@@ -240,10 +260,45 @@ impl Families {
         let labels = with_meta(labels, "ratelimit", limit).with("ratelimit_scope", scope);
         self.rate_limited.get(&labels).inc();
     }
+
+    /// Labels of a target address, and of the server whose policy applies to it.
+    pub(super) fn server_labels(&self, target: SocketAddr, server: &Meta) -> Labels {
+        let target = self.label_target(target);
+        with_server(target_labels(target), server, target.port())
+    }
+
+    /// Labels of everything on one connection under one policy.
+    pub(super) fn connection_labels(&self, target: SocketAddr, tls: &ServerTls, server: &Meta) -> Labels {
+        let target = self.label_target(target);
+        with_server(tls.metric_labels(target_labels(target)), server, target.port())
+    }
+
+    /// The metrics of connections to the application at `target`.
+    pub(super) fn app_connection_metrics(&self, target: SocketAddr) -> Arc<ConnectionMetrics> {
+        let labels = target_labels(self.label_target(target)).with("peer", "dst");
+        let labels = labels.with("tls", "no_identity").with("no_tls_reason", "loopback");
+        self.tcp.series(labels)
+    }
+
+    /// The target in labels: its port may stand for all ports that are no labels.
+    fn label_target(&self, mut target: SocketAddr) -> SocketAddr {
+        target.set_port(self.port_labels.label(target));
+        target
+    }
+
+    /// Counts a direct connection by the fields of its transport header.
+    pub(super) fn record_transport_header(&self, protocol: &str, target: SocketAddr, name: &str, tls: &ServerTls) {
+        let labels = Labels::new()
+            .with("session_protocol", protocol)
+            .with("target_port", self.port_labels.label(target))
+            .with("target_name", name)
+            .with("client_id", tls.client_id().map_or("", |id| id.as_str()));
+        self.transport_header.get(&labels).inc();
+    }
 }
 
-/// Labels of a target address.
-pub(super) fn target_labels(target: SocketAddr) -> Labels {
+/// Labels of a target address, as [`Families::label_target`] returns it.
+fn target_labels(target: SocketAddr) -> Labels {
     Labels::new()
         .with("direction", "inbound")
         .with("target_addr", target)
@@ -251,13 +306,8 @@ pub(super) fn target_labels(target: SocketAddr) -> Labels {
         .with("target_port", target.port())
 }
 
-/// Labels of everything on one connection under one policy.
-pub(super) fn connection_labels(target: SocketAddr, tls: &ServerTls, server: &Arc<Meta>) -> Labels {
-    with_server(tls.metric_labels(target_labels(target)), server, target.port())
-}
-
 /// Adds the server whose policy applies to `port`.
-pub(super) fn with_server(labels: Labels, server: &Meta, port: u16) -> Labels {
+fn with_server(labels: Labels, server: &Meta, port: u16) -> Labels {
     with_meta(labels, "srv", server).with("srv_port", port)
 }
 
@@ -276,4 +326,50 @@ pub(super) fn with_meta(labels: Labels, prefix: &str, meta: &Meta) -> Labels {
     pairs
         .into_iter()
         .fold(labels, |labels, (key, value)| labels.with(&key, value))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tls::status::NoServerTls;
+
+    #[test]
+    fn clients_that_scan_ports_do_not_use_up_the_series_of_other_clients() {
+        let registry = Registry::new();
+        let (http, tcp) = (
+            http_metrics::Families::new(&registry),
+            tcp_metrics::Families::new(&registry),
+        );
+        let port_labels = PortLabels::new("8080".parse().unwrap(), |target| target.port() == 30_000);
+        let families = Families::new(&registry, http, tcp.clone(), port_labels);
+        let (server, route) = (Meta::default_named("server"), Meta::default_named("route"));
+        let tls = ServerTls::Plain(NoServerTls::NoTlsFromRemote);
+        // More ports than a family has series.
+        for port in 1..=20_000 {
+            let target = SocketAddr::from(([10, 0, 0, 1], port));
+            let labels = families.connection_labels(target, &tls, &server);
+            drop(families.tcp.series(labels.clone().with("peer", "src")));
+            families.http_allow.get(&labels).inc();
+            families.record_tcp_denied(&labels, Denied::NoTls);
+            families.record_tcp_error(target, "i/o", "client-left");
+            families.record_handshake_failure(target, HandshakeFailure::Closed);
+            families.record_transport_header("", target, "", &tls);
+            drop(families.route_series(StatusKind::Http, &server, target, &route));
+            drop(families.detect_series(&server, target));
+        }
+        drop(families.app_connection_metrics(([10, 0, 0, 1], 30_000).into()));
+        drop(tcp.series(Labels::new().with("direction", "outbound")));
+        let page = registry.render();
+        assert!(!page.contains("overflow="), "no family is full");
+        for expected in [
+            r#"tcp_open_total{direction="inbound",target_addr="10.0.0.1:8080","#,
+            r#"tcp_open_total{direction="inbound",target_addr="10.0.0.1:30000","#,
+            r#"inbound_tcp_authz_deny_total{direction="inbound",target_addr="10.0.0.1:0","#,
+            r#"srv_port="0""#,
+        ] {
+            assert!(page.contains(expected), "{expected}");
+        }
+        let n_series = page.lines().filter(|line| line.starts_with("tcp_open_total{")).count();
+        assert!(n_series < 100, "{n_series}");
+    }
 }

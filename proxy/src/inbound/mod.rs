@@ -13,6 +13,7 @@ pub(crate) mod gateway;
 pub(crate) mod http_server_configs;
 pub(crate) mod metrics;
 pub(crate) mod policy;
+pub(crate) mod port_labels;
 pub(crate) mod profiles;
 mod request;
 mod run_until;

@@ -1,7 +1,14 @@
 //! Other listeners in this network namespace. A draining proxy uses this to learn whether its application still accepts
-//! traffic.
+//! traffic, and the inbound side to distinguish ports of the application from those that clients scan.
 
-use std::fs;
+use std::{
+    fs,
+    net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+};
+
+use tulle_core::addr::canonical;
+
+use crate::net::peer_socket;
 
 /// Kernel tables of the TCP sockets in this namespace.
 const TABLES: [&str; 2] = ["/proc/net/tcp", "/proc/net/tcp6"];
@@ -18,6 +25,23 @@ pub(crate) fn application_listens(own: &[u16]) -> bool {
         .any(|text| listening_ports(&text).any(|port| !own.contains(&port)))
 }
 
+/// Whether a program listens on `addr`, or on all addresses with this port. False if the kernel gives no answer.
+pub(crate) fn is_listening(addr: SocketAddr) -> bool {
+    let addr = canonical(addr);
+    let any_ip = match addr {
+        SocketAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+        SocketAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
+    };
+    // No connection has this remote address, so the kernel finds a listening socket or none.
+    match peer_socket::query_inode(addr, SocketAddr::new(any_ip, 0)) {
+        Ok(inode) => inode.is_some(),
+        Err(error) => {
+            tracing::debug!(%addr, %error, "querying a listening socket failed");
+            false
+        }
+    }
+}
+
 fn listening_ports(table: &str) -> impl Iterator<Item = u16> + '_ {
     table.lines().skip(1).filter_map(|line| {
         let mut fields = line.split_ascii_whitespace().skip(1);
@@ -32,6 +56,8 @@ fn listening_ports(table: &str) -> impl Iterator<Item = u16> + '_ {
 
 #[cfg(test)]
 mod tests {
+    use std::net::{TcpListener, TcpStream};
+
     use super::*;
 
     const TABLE: &str = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid\n   \
@@ -42,6 +68,25 @@ mod tests {
     #[test]
     fn only_listening_sockets_count() {
         assert_eq!(listening_ports(TABLE).collect::<Vec<_>>(), [0x102F, 0x1F90]);
+    }
+
+    #[test]
+    fn a_listener_is_found_by_its_address_or_if_it_has_all_addresses() {
+        for (listens, is_found_by) in [
+            ("127.0.0.1:0", [true, false]),
+            ("0.0.0.0:0", [true, true]),
+            ("[::]:0", [true, true]),
+        ] {
+            let Ok(listener) = TcpListener::bind(listens) else {
+                continue; // a machine without IPv6
+            };
+            let port = listener.local_addr().unwrap().port();
+            let addrs = [[127, 0, 0, 1], [127, 0, 0, 2]].map(|ip| SocketAddr::from((ip, port)));
+            assert_eq!(addrs.map(is_listening), is_found_by, "{listens}");
+            let _open_connection = TcpStream::connect(addrs[0]).unwrap();
+            drop(listener);
+            assert!(!is_listening(addrs[0]), "{listens}");
+        }
     }
 
     #[test]

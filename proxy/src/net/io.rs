@@ -166,9 +166,11 @@ impl Tcp {
 impl Drop for Tcp {
     fn drop(&mut self) {
         let is_stopped = self.permit.as_ref().is_some_and(ConnectionPermit::must_reset);
-        if (is_stopped || self.must_reset.load(Ordering::Relaxed))
-            && let Err(error) = SockRef::from(&self.stream).set_linger(Some(Duration::ZERO))
-        {
+        // A reset discards what the peer has not received. A response that is sent completely must arrive even if its connection
+        // is evicted or stopped then; the owner of an incomplete one calls `reset_on_drop` if a FIN would look like its end.
+        let must_reset =
+            self.must_reset.load(Ordering::Relaxed) || is_stopped && unacknowledged_bytes(&self.stream) == Some(0);
+        if must_reset && let Err(error) = SockRef::from(&self.stream).set_linger(Some(Duration::ZERO)) {
             tracing::debug!(%error, "setting SO_LINGER failed, the connection ends without a reset");
         }
     }
@@ -320,15 +322,11 @@ impl Io {
     }
 
     /// Bytes written that the peer's kernel has not acknowledged; `None` under TLS.
-    #[expect(unsafe_code, reason = "no crate wraps this ioctl")]
     pub(crate) fn unacknowledged_bytes(&self) -> Option<usize> {
-        let Stream::Tcp(Tcp { stream, .. }) = &self.stream else {
-            return None;
-        };
-        let mut n: libc::c_int = 0;
-        // SAFETY: the socket is open, and the kernel writes one integer, which outlives the call.
-        let status = unsafe { libc::ioctl(stream.as_raw_fd(), libc::TIOCOUTQ, &raw mut n) };
-        usize::try_from(n).ok().filter(|_| status == 0)
+        match &self.stream {
+            Stream::Tcp(Tcp { stream, .. }) => unacknowledged_bytes(stream),
+            Stream::TlsClient(_) | Stream::TlsServer(_) => None,
+        }
     }
 
     fn record_error<T>(&mut self, result: &io::Result<T>) {
@@ -354,6 +352,15 @@ impl std::fmt::Debug for Io {
             Stream::TlsServer(_) => "Io::TlsServer",
         })
     }
+}
+
+/// Bytes written that the peer's kernel has not acknowledged; `None` if the kernel does not know.
+#[expect(unsafe_code, reason = "no crate wraps this ioctl")]
+fn unacknowledged_bytes(stream: &TcpStream) -> Option<usize> {
+    let mut n: libc::c_int = 0;
+    // SAFETY: the socket is open, and the kernel writes one integer, which outlives the call.
+    let status = unsafe { libc::ioctl(stream.as_raw_fd(), libc::TIOCOUTQ, &raw mut n) };
+    usize::try_from(n).ok().filter(|_| status == 0)
 }
 
 fn concat_prefix(bytes: Bytes, prefix: Bytes) -> Bytes {
@@ -550,6 +557,34 @@ mod tests {
             tcp.close_on_drop();
         });
         assert_eq!(permitted.await.unwrap(), 0);
+    }
+
+    #[tokio::test]
+    async fn an_evicted_connection_with_unsent_data_delivers_it_and_one_that_must_be_reset_does_not() {
+        let limiter = ConnectionLimiter::new("test", 1, SameAddressEviction::Idlest, &Registry::new());
+        for must_reset in [false, true] {
+            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let socket = tokio::net::TcpSocket::new_v4().unwrap();
+            socket.set_recv_buffer_size(4096).unwrap();
+            let mut peer = socket.connect(listener.local_addr().unwrap()).await.unwrap();
+            let tcp = Tcp::new(listener.accept().await.unwrap().0).with_permit(limiter.admit([10, 0, 0, 1].into()));
+            // Fills the peer's receive buffer and the send buffer.
+            let mut n_written = 0;
+            while let Ok(n) = SockRef::from(&tcp.stream).send(&[b'x'; 1 << 16]) {
+                n_written += n;
+            }
+            assert!(unacknowledged_bytes(&tcp.stream).unwrap() > 0);
+            if must_reset {
+                tcp.reset_on_drop();
+            }
+            drop((limiter.admit([10, 0, 0, 2].into()), tcp));
+            let mut all = Vec::new();
+            let read = peer.read_to_end(&mut all).await.map_err(|error| error.kind());
+            match must_reset {
+                false => assert_eq!(read, Ok(n_written)),
+                true => assert_eq!(read, Err(io::ErrorKind::ConnectionReset)),
+            }
+        }
     }
 
     #[tokio::test]

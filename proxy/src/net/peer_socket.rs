@@ -41,7 +41,7 @@ pub(super) fn is_closed(stream: &TcpStream) -> Option<bool> {
 }
 
 /// The inode of a TCP socket of this host, 0 if it is closed; `None` if there is no such socket.
-fn query_inode(from: SocketAddr, to: SocketAddr) -> io::Result<Option<u32>> {
+pub(super) fn query_inode(from: SocketAddr, to: SocketAddr) -> io::Result<Option<u32>> {
     let netlink = socket(
         AddressFamily::Netlink,
         SockType::Datagram,

@@ -4,6 +4,7 @@ use std::{net::SocketAddr, num::NonZeroU16, sync::Arc};
 
 use bytes::BytesMut;
 use tokio::{io::AsyncWriteExt, time::Instant};
+use tulle_core::{addr::Addr, info_limited, log_limit::LogLimiter};
 
 use crate::{
     http::{client::Protocol, error::Error},
@@ -26,8 +27,16 @@ pub(crate) struct Connector {
     addr: SocketAddr,
     tls: Option<(Credentials, EndpointTls)>,
     header: Option<TransportHeaderFields>,
-    connect: connect::Config,
+    config: ConnectorConfig,
     metrics: Arc<ConnectionMetrics>,
+}
+
+/// Settings that all connectors share.
+#[derive(Clone)]
+pub(crate) struct ConnectorConfig {
+    pub(crate) connect: connect::Config,
+    /// Limits log lines about failures, by target and cause.
+    pub(crate) log_limiter: Arc<LogLimiter<(Addr, &'static str)>>,
 }
 
 /// Fields of the transport header, except the protocol.
@@ -43,7 +52,7 @@ impl Connector {
     pub(super) fn new(
         spec: &EndpointSpec,
         creds: Option<&Credentials>,
-        connect: connect::Config,
+        config: ConnectorConfig,
         metrics: Arc<ConnectionMetrics>,
     ) -> Self {
         let tls = creds.cloned().zip(spec.tls.clone());
@@ -71,7 +80,7 @@ impl Connector {
             addr,
             tls,
             header,
-            connect,
+            config,
             metrics,
         }
     }
@@ -86,8 +95,9 @@ impl Connector {
     /// The endpoint refuses the connection, dialling and the TLS handshake together exceed the timeout, the handshake fails, or the
     /// endpoint has a different identity.
     pub(crate) async fn open(&self, protocol: Option<Protocol>) -> Result<Io, Error> {
-        let deadline = Instant::now() + self.connect.timeout;
-        let stream = connect::dial(self.addr, &self.connect)
+        let config = &self.config;
+        let deadline = Instant::now() + config.connect.timeout;
+        let stream = connect::dial(self.addr, &config.connect)
             .await
             .map_err(Error::from_connect)?;
         let Some((creds, peer)) = &self.tls else {
@@ -103,7 +113,9 @@ impl Connector {
             Ok(Ok(tls)) => tls,
             Ok(Err(source)) => {
                 let failure = source.failure();
-                tracing::info!(addr = %self.addr, reason = %failure, "TLS handshake with an endpoint failed");
+                let (addr, reason) = (self.addr, failure.as_str());
+                let target_and_cause = (Addr::Socket(addr), reason);
+                info_limited!(config.log_limiter, target_and_cause, "TLS handshake with an endpoint failed", %addr, reason);
                 return Err(Error::Tls {
                     addr: self.addr,
                     cause: failure.cause(),
@@ -113,7 +125,7 @@ impl Connector {
             Err(_) => {
                 return Err(Error::from_connect(connect::ConnectError::Timeout {
                     addr: self.addr,
-                    limit: self.connect.timeout,
+                    limit: config.connect.timeout,
                 }));
             }
         };
@@ -150,9 +162,13 @@ impl TransportHeaderFields {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
+    use std::{
+        sync::atomic::{AtomicUsize, Ordering},
+        time::Duration,
+    };
 
-    use tokio::net::{TcpSocket, TcpStream};
+    use tokio::net::{TcpListener, TcpSocket, TcpStream};
+    use tracing::{Event, Level, Metadata, Subscriber, span};
     use tulle_core::metrics::{Labels, Registry};
 
     use super::*;
@@ -163,13 +179,19 @@ mod tests {
 
     const WEB: &str = "web.shop.serviceaccount.identity.linkerd.cluster.local";
 
-    #[tokio::test]
-    async fn the_connect_timeout_covers_tcp_and_tls_together() {
-        let socket = TcpSocket::new_v4().unwrap();
-        socket.bind(([127, 0, 0, 1], 0).into()).unwrap();
-        let listener = socket.listen(0).unwrap();
-        let addr = listener.local_addr().unwrap();
-        let _queued = TcpStream::connect(addr).await.unwrap();
+    fn config(timeout: Duration) -> ConnectorConfig {
+        ConnectorConfig {
+            connect: connect::Config {
+                timeout,
+                options: SocketOptions::default(),
+                own_port: None,
+            },
+            log_limiter: Arc::default(),
+        }
+    }
+
+    /// A connector with mTLS to `addr`.
+    fn connector_to(addr: SocketAddr, config: &ConnectorConfig) -> Connector {
         let spec = EndpointSpec {
             tls: Some(EndpointTls {
                 identity: WEB.parse().unwrap(),
@@ -178,13 +200,60 @@ mod tests {
             ..EndpointSpec::plain(addr)
         };
         let creds = Authority::new().credentials(WEB);
-        let config = connect::Config {
-            timeout: Duration::from_millis(1500),
-            options: SocketOptions::default(),
-            own_port: None,
-        };
         let metrics = tcp_metrics::Families::new(&Registry::new()).series(Labels::new());
-        let connector = Connector::new(&spec, Some(&creds), config, metrics);
+        Connector::new(&spec, Some(&creds), config.clone(), metrics)
+    }
+
+    /// Counts log lines of the level `info`.
+    struct InfoLineCounter(Arc<AtomicUsize>);
+
+    impl Subscriber for InfoLineCounter {
+        fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+            *metadata.level() == Level::INFO
+        }
+
+        fn event(&self, _: &Event<'_>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+
+        fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
+            span::Id::from_u64(1)
+        }
+
+        fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
+
+        fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
+
+        fn enter(&self, _: &span::Id) {}
+
+        fn exit(&self, _: &span::Id) {}
+    }
+
+    #[tokio::test]
+    async fn failed_handshakes_with_an_endpoint_cause_one_log_line_a_minute() {
+        let n_lines = Arc::new(AtomicUsize::new(0));
+        let _logged = tracing::subscriber::set_default(InfoLineCounter(n_lines.clone()));
+        let config = config(Duration::from_secs(10));
+        for n_endpoints in 1..=2 {
+            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let connector = connector_to(listener.local_addr().unwrap(), &config);
+            for _ in 0..5 {
+                let close = async { drop(listener.accept().await.unwrap()) };
+                let (opened, ()) = tokio::join!(connector.open(None), close);
+                assert!(matches!(opened, Err(Error::Tls { .. })));
+            }
+            assert_eq!(n_lines.load(Ordering::Relaxed), n_endpoints);
+        }
+    }
+
+    #[tokio::test]
+    async fn the_connect_timeout_covers_tcp_and_tls_together() {
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.bind(([127, 0, 0, 1], 0).into()).unwrap();
+        let listener = socket.listen(0).unwrap();
+        let addr = listener.local_addr().unwrap();
+        let _queued = TcpStream::connect(addr).await.unwrap();
+        let connector = connector_to(addr, &config(Duration::from_millis(1500)));
         let began_at = Instant::now();
         // The accept queue is full, so the kernel drops the first SYN and accepts the second one, a second later. The TLS handshake
         // then gets no answer.

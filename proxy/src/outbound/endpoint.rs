@@ -16,9 +16,8 @@ use crate::{
         h2,
     },
     metrics::http::Series,
-    net::connect,
     outbound::{
-        connector::Connector,
+        connector::{Connector, ConnectorConfig},
         metrics::{Families, labels::endpoint_labels},
         mode::Mode,
     },
@@ -34,7 +33,7 @@ use crate::{
 /// Settings that all endpoints of the process share.
 pub(crate) struct EndpointContext {
     pub(crate) creds: Credentials,
-    pub(crate) connect: connect::Config,
+    pub(crate) connector: ConnectorConfig,
     pub(crate) http2: h2::Http2Config,
     pub(crate) pool: PoolConfig,
     pub(crate) families: Families,
@@ -101,7 +100,7 @@ impl Endpoint {
             spec
         };
         Self {
-            connector: Arc::new(Connector::new(&spec, creds, context.connect, metrics)),
+            connector: Arc::new(Connector::new(&spec, creds, context.connector.clone(), metrics)),
             http2: http2_params(&context.http2, &spec),
             pool: context.pool,
             clients: (0..context.workers).map(|_| OnceLock::new()).collect(),
@@ -198,7 +197,10 @@ mod tests {
     use crate::{
         http::h1::pool::ResendPolicy,
         metrics::http as http_metrics,
-        net::{connect::SocketOptions, tcp_metrics},
+        net::{
+            connect::{self, SocketOptions},
+            tcp_metrics,
+        },
         policy::endpoint::{Http2Params, KeepAlive},
         tls::tests::Authority,
     };
@@ -209,10 +211,13 @@ mod tests {
             let registry = Registry::new();
             Self {
                 creds: Authority::new().credentials("web.shop.serviceaccount.identity.linkerd.cluster.local"),
-                connect: connect::Config {
-                    timeout: Duration::from_secs(1),
-                    options: SocketOptions::default(),
-                    own_port: None,
+                connector: ConnectorConfig {
+                    connect: connect::Config {
+                        timeout: Duration::from_secs(1),
+                        options: SocketOptions::default(),
+                        own_port: None,
+                    },
+                    log_limiter: Arc::default(),
                 },
                 http2: h2::Http2Config::default(),
                 pool: PoolConfig {

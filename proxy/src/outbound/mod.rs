@@ -6,7 +6,7 @@
 
 pub(crate) mod backend;
 mod connection;
-mod connector;
+pub(crate) mod connector;
 mod debug;
 pub(crate) mod destination;
 pub(crate) mod endpoint;

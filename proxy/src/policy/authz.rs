@@ -50,7 +50,8 @@ pub(crate) enum ConnTls<'a> {
     },
 }
 
-/// Why no authorization permits a client: the reason of the one that came closest. A later variant is closer to a permit.
+/// Why a client is not permitted. Of several authorizations that do not permit it, the reason is that of the one that came closest: a
+/// later variant is closer to a permit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
 pub(crate) enum Denied {
     #[error("no authorization permits this network")]
@@ -61,6 +62,9 @@ pub(crate) enum Denied {
     NoIdentity,
     #[error("no authorization permits this client identity")]
     Identity,
+    /// Authorizations permit the client, but the bytes of its tunnel would bypass the rules for requests.
+    #[error("no rule with the method CONNECT permits this tunnel")]
+    ConnectTunnel,
 }
 
 impl Denied {
@@ -71,6 +75,7 @@ impl Denied {
             Self::NoTls => "no-tls",
             Self::NoIdentity => "no-identity",
             Self::Identity => "identity",
+            Self::ConnectTunnel => "connect-tunnel",
         }
     }
 }

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use http::Method;
+
 use crate::policy::filter::Filter;
 use crate::policy::matches::{self, HostMatch, HostScore, RequestAttributes, RequestMatch, Score, path};
 use crate::policy::meta::Meta;
@@ -33,6 +35,12 @@ pub(crate) struct RouteMatch<'a, T> {
 }
 
 impl<T> RouteMatch<'_, T> {
+    /// Whether the rule matches the request by a match that names its method.
+    pub(crate) fn names_method_of(&self, attributes: &RequestAttributes<'_>) -> bool {
+        let mut matches = self.rule.matches.iter();
+        matches.any(|candidate| candidate.names_method(attributes.method) && candidate.score(attributes).is_some())
+    }
+
     /// The same match, with another length of the matched prefix.
     fn map_matched_prefix_len(self, map: impl FnOnce(usize) -> usize) -> Self {
         Self {
@@ -115,6 +123,17 @@ impl<T> Route<T> {
         self.depends_on_path() && is_for_host()
     }
 
+    /// Whether a rule names this method.
+    pub(crate) fn names_method(&self, method: &Method) -> bool {
+        let mut matches = self.rules.iter().flat_map(|rule| &rule.matches);
+        matches.any(|candidate| candidate.names_method(method))
+    }
+
+    /// Whether the route comes from a resource of the user, and was not generated.
+    pub(crate) fn is_user_defined(&self) -> bool {
+        !self.meta.is_default()
+    }
+
     /// Whether a rule depends on the path.
     pub(crate) fn depends_on_path(&self) -> bool {
         let mut matches = self.rules.iter().flat_map(|rule| &rule.matches);
@@ -159,7 +178,7 @@ impl<T> Rule<T> {
 #[cfg(test)]
 mod tests {
     use http::header::HeaderName;
-    use http::{HeaderMap, Method, Uri};
+    use http::{HeaderMap, Uri};
 
     use super::*;
     use crate::policy::matches::{GrpcMatch, HeaderMatch, HttpMatch, PathMatch, Pattern, QueryMatch, ValueMatch};

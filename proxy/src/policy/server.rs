@@ -4,6 +4,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use http::Method;
 use ipnet::IpNet;
 
 use crate::policy::authz::{self, Authentication, Authorization, ConnTls};
@@ -158,12 +159,19 @@ impl ServerHttp {
     /// others.
     fn restricts_requests(&self) -> bool {
         let has_filters = |route: &Route<_>| route.rules.iter().any(|rule| !rule.filters.is_empty());
-        self.rate_limit.is_some()
-            || self
-                .routes
-                .iter()
-                .any(|route| is_user_defined(route) || has_filters(route))
+        self.has_user_defined_rules()
+            || self.routes.iter().any(has_filters)
             || !self.routes.iter().any(Route::matches_all_requests)
+    }
+
+    /// Whether it has a rate limit or a user-defined route. The bytes of a CONNECT tunnel would bypass them.
+    pub(crate) fn has_user_defined_rules(&self) -> bool {
+        self.rate_limit.is_some() || self.routes.iter().any(Route::is_user_defined)
+    }
+
+    /// Whether CONNECT tunnels are refused, whatever the client and the host.
+    pub(crate) fn forbids_tunnels(&self) -> bool {
+        self.has_user_defined_rules() && !self.routes.iter().any(|route| route.names_method(&Method::CONNECT))
     }
 
     /// Which rules depend on the path.
@@ -171,7 +179,7 @@ impl ServerHttp {
         let mut path_routes = self.routes.iter().filter(|route| route.depends_on_path()).peekable();
         if path_routes.peek().is_none() {
             PathRules::None
-        } else if path_routes.any(is_user_defined) {
+        } else if path_routes.any(Route::is_user_defined) {
             PathRules::UserDefined
         } else {
             PathRules::ProbesOnly
@@ -186,11 +194,6 @@ impl ServerHttp {
             rate_limit: None,
         }
     }
-}
-
-/// Whether the route comes from a resource of the user, and was not generated.
-fn is_user_defined<T>(route: &Route<T>) -> bool {
-    !route.meta.is_default()
 }
 
 /// Rules that depend on the path of a request.
@@ -269,8 +272,6 @@ impl DefaultPolicy {
 
 #[cfg(test)]
 mod tests {
-    use http::Method;
-
     use super::*;
     use crate::policy::matches::{HttpMatch, PathMatch, RequestMatch};
     use crate::policy::meta::Resource;

@@ -178,9 +178,13 @@ fn ask(host: &Namespace, from: Option<IpAddr>, to: SocketAddr, words: &str) -> S
         socket.connect_timeout(&to.into(), READ_TIMEOUT)?;
         let mut stream = TcpStream::from(socket);
         stream.set_read_timeout(Some(READ_TIMEOUT))?;
-        stream.write_all(words.as_bytes())?;
         let mut answer = String::new();
-        match stream.read_to_string(&mut answer) {
+        let mut write_and_read = || {
+            stream.write_all(words.as_bytes())?;
+            stream.read_to_string(&mut answer)
+        };
+        match write_and_read() {
+            // The proxy can refuse a connection before the client has written.
             Err(error) if error.kind() != ErrorKind::ConnectionReset => Err(error),
             _ => Ok(answer),
         }

@@ -569,11 +569,6 @@ async fn replicas_share_a_certificate_and_do_not_change_an_external_one() {
         .delete(POLICIES, &DeleteParams::default())
         .await
         .unwrap();
-    fixture
-        .secrets()
-        .delete(SECRET, &DeleteParams::default())
-        .await
-        .unwrap();
     let supplied = Secret {
         metadata: kube::api::ObjectMeta {
             name: Some(SECRET.to_owned()),
@@ -581,11 +576,16 @@ async fn replicas_share_a_certificate_and_do_not_change_an_external_one() {
         },
         ..Secret::default()
     };
-    let supplied = fixture
-        .secrets()
-        .create(&PostParams::default(), &supplied)
-        .await
-        .unwrap();
+    // A replica that has read the configuration before can still write the Secret once.
+    let supplied = eventually("our Secret in place of theirs", async || {
+        fixture
+            .secrets()
+            .delete(SECRET, &DeleteParams::default())
+            .await
+            .unwrap();
+        fixture.secrets().create(&PostParams::default(), &supplied).await.ok()
+    })
+    .await;
     fixture.register(POLICIES, &["policy.linkerd.io"], 1).await;
     // Both controllers check at the same interval. So when the sp-validator's controller has restored its Secret, the policy
     // validator's has checked, too.

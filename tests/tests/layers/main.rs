@@ -1,4 +1,5 @@
-//! Tests of the structure: modules import only from lower layers, and no file exceeds the maximum length.
+//! Tests of the structure: modules import only from lower layers, no file exceeds the maximum length, and log lines about traffic
+//! are limited.
 //!
 //! The tables below are those of `ARCHITECTURE.md`.
 //! A file imports from its own top-level module and from lower layers, never from a higher or equal one.
@@ -8,6 +9,7 @@
 mod cycles;
 mod documented;
 mod imports;
+mod log_lines;
 
 use std::collections::BTreeSet;
 use std::fs;

@@ -350,6 +350,46 @@ fn ambiguous_paths_are_refused_where_rules_differ_by_path() {
 }
 
 #[test]
+fn a_connect_tunnel_needs_a_rule_with_its_method_where_a_port_has_rules() {
+    let connect_route = route("tunnel", HTTP1, "/").replace("path: {type: PathPrefix, value: /}", "method: CONNECT");
+    let rules = [manifests(), route("all", ROUTED, "/"), connect_route].concat();
+    let mesh = mesh().workload("web").manifest("rules", &rules);
+    mesh.run(async |mesh: &Mesh| {
+        let mut apps = Vec::new();
+        for port in [ROUTED, LIMITED, HTTP1, DEFAULT] {
+            let listener = TcpListener::bind(at(mesh, port)).await.unwrap();
+            apps.push(apps::serve_tcp(listener, |mut stream| async move {
+                // Like a server that answers every method and takes what follows for the next request.
+                for _ in 0..2 {
+                    read_until(&mut stream, "\r\n\r\n").await;
+                    let _ = stream.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await;
+                }
+            }));
+        }
+        for (port, status) in [(ROUTED, "403"), (LIMITED, "403"), (HTTP1, "200"), (DEFAULT, "200")] {
+            let mut stream = mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, port)).await;
+            let head = b"CONNECT other.test:443 HTTP/1.1\r\nhost: other.test:443\r\n\r\n";
+            stream.write_all(head).await.unwrap();
+            let answered = read_until(&mut stream, "\r\n\r\n").await;
+            assert!(
+                answered.starts_with(&format!("HTTP/1.1 {status} ")),
+                "{port}: {answered}"
+            );
+            if status == "200" {
+                stream
+                    .write_all(b"GET /secret HTTP/1.1\r\nhost: web\r\n\r\n")
+                    .await
+                    .unwrap();
+                read_until(&mut stream, "\r\n\r\n").await;
+            }
+        }
+        let reason = ["reason=\"connect-tunnel\""];
+        mesh.wait_for_metric("web", "tulle_inbound_denied_total", &reason, 2.)
+            .await;
+    });
+}
+
+#[test]
 fn proxy_headers_of_other_clients_are_removed_in_every_spelling() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {

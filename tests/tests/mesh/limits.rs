@@ -1,9 +1,11 @@
 //! Clients that exceed a limit are refused or closed, and other clients are not affected.
 
+use std::net::Ipv4Addr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use http::Response;
 use http_body_util::BodyExt as _;
 use nix::sys::resource::{Resource, setrlimit};
@@ -141,8 +143,9 @@ fn the_listen_backlog_of_the_environment_is_used() {
 }
 
 #[test]
-fn connections_to_many_ports_do_not_block_other_ports() {
+fn a_client_that_connects_to_many_closed_ports_is_refused_and_blocks_neither_open_ports_nor_other_clients() {
     const MAX_WATCHED: u16 = 256;
+    const OTHER_CLIENT: Ipv4Addr = Ipv4Addr::new(10, 66, 9, 10);
     mesh().workload("web").run(async |mesh: &Mesh| {
         apps::start_echo(mesh, "web").await;
         let at = |port| (mesh.ip("web"), port).into();
@@ -152,10 +155,27 @@ fn connections_to_many_ports_do_not_block_other_ports() {
         }
         let listener = TcpListener::bind((mesh.ip("web"), 30_000)).await.unwrap();
         let _app = apps::serve_http(listener, |_| async { Response::new(empty()) });
-        let further = client::get(mesh.dial_inbound_as(UNMESHED_IP, "web", at(30_000)).await, "/").await;
-        assert_eq!(further.status, 200);
+        let get = |from, port| {
+            let dst = at(port);
+            async move {
+                let stream = mesh.dial_inbound_as(from, "web", dst).await;
+                client::get(stream, "/").await.status.as_u16()
+            }
+        };
+        let statuses = join_all((21_000..21_040).map(|port| get(UNMESHED_IP, port))).await;
+        let n_refused = statuses.iter().filter(|status| **status == 503).count();
+        assert!(n_refused >= 30, "too many closed ports: {statuses:?}");
+        assert_eq!(get(UNMESHED_IP, 30_000).await, 200, "open");
         let declared = client::get(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await, "/").await;
         assert_eq!(declared.status, 200);
+        assert_eq!(
+            get(OTHER_CLIENT, 22_000).await,
+            502,
+            "closed, but the policy permits the client"
+        );
+        let unknown = ["direction=\"inbound\"", "cause=\"policy_unknown\""];
+        mesh.wait_for_metric_at_least("web", "tulle_failures_total", &unknown, 30.)
+            .await;
         let refused = mesh.metric("web", "inbound_tcp_errors_total", &["error=\"loadshed\""]);
         assert_eq!(refused.await, 0.);
     });

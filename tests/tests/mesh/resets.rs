@@ -29,8 +29,15 @@ fn reset(stream: TcpStream) {
 
 /// Reads to the end; returns the number of bytes, or the kind of the error.
 async fn end(stream: &mut TcpStream) -> Result<usize, ErrorKind> {
+    let (all, end) = read_to_end(stream).await;
+    end.map(|()| all.len())
+}
+
+/// Reads to the end; returns the bytes, also those before an error.
+async fn read_to_end(stream: &mut TcpStream) -> (Vec<u8>, Result<(), ErrorKind>) {
     let mut all = Vec::new();
-    stream.read_to_end(&mut all).await.map_err(|error| error.kind())
+    let end = stream.read_to_end(&mut all).await.map_err(|error| error.kind());
+    (all, end.map(drop))
 }
 
 /// A path of a byte stream through the mesh.
@@ -162,6 +169,24 @@ fn full_listener(addr: SocketAddr) -> (Socket, Vec<Socket>) {
     (listener, waiting)
 }
 
+/// Type and length of the last TLS record; `None` if there is none, or if it is incomplete.
+fn last_record(mut bytes: &[u8]) -> Option<(u8, usize)> {
+    let mut last = None;
+    while !bytes.is_empty() {
+        let [kind, _, _, high, low, rest @ ..] = bytes else {
+            return None;
+        };
+        let len = usize::from(u16::from_be_bytes([*high, *low]));
+        bytes = rest.get(len..)?;
+        last = Some((*kind, len));
+    }
+    last
+}
+
+/// Type and length of a TLS 1.3 record with an alert: two bytes, the inner type and the tag of the cipher. Encrypted records of the
+/// handshake are longer.
+const ENCRYPTED_ALERT: (u8, usize) = (23, 2 + 1 + 16);
+
 #[test]
 fn a_tls_handshake_that_fails_ends_with_a_reset_on_every_port() {
     let mesh = mesh().workload("web").env("TAP_SVC_NAME", &identity("client"));
@@ -173,7 +198,9 @@ fn a_tls_handshake_that_fails_ends_with_a_reset_on_every_port() {
         let invalid = [&client_hello(&identity("web"))[..], b"not a TLS record"].concat();
         for (name, mut stream) in streams {
             stream.write_all(&invalid).await.unwrap();
-            assert_eq!(end(&mut stream).await, Err(ErrorKind::ConnectionReset), "{name}");
+            let (received, end) = read_to_end(&mut stream).await;
+            assert_eq!(end, Err(ErrorKind::ConnectionReset), "{name}");
+            assert_eq!(last_record(&received), Some(ENCRYPTED_ALERT), "{name}: {received:?}");
         }
     });
 }

@@ -199,6 +199,7 @@ impl TestObjects {
             lease_owner_deployment: "linkerd-destination".to_owned(),
             write_slices: false,
             statuses: Some(writeback::config::StatusesConfig {
+                cluster_domain: tulle_control::cluster::Config::default().cluster_domain,
                 cluster_networks: tulle_control::cluster::Config::default().cluster_networks,
                 global_egress_namespace: tulle_control::cluster::Config::default().global_egress_namespace,
                 default_opaque_ports: tulle_control::cluster::Config::default().default_opaque_ports,

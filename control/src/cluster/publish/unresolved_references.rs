@@ -1,66 +1,73 @@
-//! Finds authorizations that authorize no client because another object does not exist: their target or an authentication that
-//! they require.
+//! Finds references that have no effect because of other objects: those of authorizations whose target or authentication does not
+//! exist, or whose target is a route of no Server; of ServiceProfiles that are named after no Service; and of routes to a Service
+//! whose ServiceProfile replaces them.
 
 use ahash::{AHashMap, AHashSet};
 
+use crate::cluster::config::Config;
 use crate::cluster::metrics::{GaugeGuard, Metrics};
 use crate::cluster::store::objects::{LookupKey, Store};
 use crate::cluster::store::reader::Reader;
+use crate::cluster::views::profiles;
 use crate::resources::meta::NamespacedName;
 use crate::resources::policy::authorization::{
     AuthorizationPolicy, AuthorizationTarget, RequiredAuthentication, ServerAuthorization, ServerSelector,
 };
-use crate::resources::route::RouteKind;
+use crate::resources::route::{Parent, ParentKind, Route, RouteKind};
+use crate::resources::service::ServiceKind;
+use crate::resources::service_profile::ServiceProfile;
 use crate::resources::unsupported::UnsupportedPart;
 use crate::resources::{Kind, Object};
 
-/// The AuthorizationPolicies and ServerAuthorizations. Only those that depend on a changed object are checked again.
+/// The authorizations, ServiceProfiles and routes. Only those that depend on a changed object are checked again.
 #[derive(Default)]
 pub(in crate::cluster) struct UnresolvedReferences {
     is_synced: bool,
-    authorizations: AHashMap<AuthorizationId, CheckedAuthorization>,
-    /// For each lookup key, the authorizations that depend on its objects.
-    dependents: AHashMap<LookupKey, AHashSet<AuthorizationId>>,
+    objects: AHashMap<ObjectId, CheckedObject>,
+    /// For each lookup key, the checked objects that depend on its objects.
+    dependents: AHashMap<LookupKey, AHashSet<ObjectId>>,
 }
 
-type AuthorizationId = (Kind, NamespacedName);
+type ObjectId = (Kind, NamespacedName);
 
-struct CheckedAuthorization {
+struct CheckedObject {
     dependencies: AHashSet<LookupKey>,
-    /// The references to objects that do not exist, as they are counted.
+    /// The references without effect, as they are counted.
     unresolved: Vec<(UnsupportedPart, GaugeGuard)>,
 }
 
 impl UnresolvedReferences {
-    /// Checks the authorizations that depend on changed objects, counts those with unresolved references, and returns the
-    /// references that were not reported before.
+    /// Checks the objects that depend on changed objects, counts their references without effect, and returns the references that
+    /// were not reported before.
     ///
     /// Until the source is synced it does nothing, because objects that are not listed yet would count as missing.
     pub(in crate::cluster) fn update(
         &mut self,
         metrics: &Metrics,
-        store: &Store,
+        (store, config): (&Store, &Config),
         changed_keys: &AHashSet<LookupKey>,
         is_synced: bool,
     ) -> Vec<(Kind, NamespacedName, UnsupportedPart)> {
         let affected = match (self.is_synced, is_synced) {
             (true, _) => self.affected(changed_keys),
-            (false, true) => all_authorizations(store),
+            (false, true) => all_checked(store),
             (false, false) => return Vec::new(),
         };
         self.is_synced = true;
         let mut new = Vec::new();
         for id in affected {
-            let found = self.check(metrics, store, &id);
+            let found = self.check(metrics, store, config, &id);
             new.extend(found.into_iter().map(|part| (id.0, id.1.clone(), part)));
         }
         new
     }
 
-    fn affected(&self, changed_keys: &AHashSet<LookupKey>) -> AHashSet<AuthorizationId> {
+    fn affected(&self, changed_keys: &AHashSet<LookupKey>) -> AHashSet<ObjectId> {
         let mut affected = AHashSet::new();
         for key in changed_keys {
-            if let LookupKey::Object(kind @ (Kind::AuthorizationPolicy | Kind::ServerAuthorization), name) = key {
+            if let LookupKey::Object(kind, name) = key
+                && is_checked(*kind)
+            {
                 affected.insert((*kind, name.clone()));
             }
             affected.extend(self.dependents.get(key).into_iter().flatten().cloned());
@@ -69,12 +76,15 @@ impl UnresolvedReferences {
     }
 
     /// Returns the unresolved references that were not counted before.
-    fn check(&mut self, metrics: &Metrics, store: &Store, id: &AuthorizationId) -> Vec<UnsupportedPart> {
+    fn check(&mut self, metrics: &Metrics, store: &Store, config: &Config, id: &ObjectId) -> Vec<UnsupportedPart> {
         let before = self.remove(id);
         let reader = Reader::new(store);
-        let found = match store.object(id.0, &id.1) {
-            Some(Object::AuthorizationPolicy(policy)) => check_policy(&reader, policy),
-            Some(Object::ServerAuthorization(authorization)) => check_server_authorization(&reader, authorization),
+        let object = store.object(id.0, &id.1);
+        let found = match (object, object.and_then(Object::route)) {
+            (Some(Object::AuthorizationPolicy(policy)), _) => check_policy(&reader, policy),
+            (Some(Object::ServerAuthorization(authorization)), _) => check_server_authorization(&reader, authorization),
+            (Some(Object::ServiceProfile(profile)), _) => check_service_profile(&reader, config, profile),
+            (_, Some(route)) => check_route(&reader, config, route),
             _ => return Vec::new(),
         };
         let dependencies = reader.into_dependencies();
@@ -87,17 +97,17 @@ impl UnresolvedReferences {
             let guard = metrics.unsupported_guard(id.0, &id.1, part.field);
             (part, guard)
         });
-        let checked = CheckedAuthorization {
+        let checked = CheckedObject {
             dependencies,
             unresolved: counted.collect(),
         };
-        self.authorizations.insert(id.clone(), checked);
+        self.objects.insert(id.clone(), checked);
         new
     }
 
-    /// Removes an authorization. Returns the references that are counted.
-    fn remove(&mut self, id: &AuthorizationId) -> Vec<(UnsupportedPart, GaugeGuard)> {
-        let Some(before) = self.authorizations.remove(id) else {
+    /// Removes an object. Returns the references that are counted.
+    fn remove(&mut self, id: &ObjectId) -> Vec<(UnsupportedPart, GaugeGuard)> {
+        let Some(before) = self.objects.remove(id) else {
             return Vec::new();
         };
         for key in &before.dependencies {
@@ -112,13 +122,16 @@ impl UnresolvedReferences {
     }
 }
 
-fn all_authorizations(store: &Store) -> AHashSet<AuthorizationId> {
-    let is_authorization =
-        |object: &&Object| matches!(object, Object::AuthorizationPolicy(_) | Object::ServerAuthorization(_));
-    let authorizations = store.all().filter(is_authorization);
-    authorizations
+fn all_checked(store: &Store) -> AHashSet<ObjectId> {
+    let checked = store.all().filter(|object| is_checked(object.kind()));
+    checked
         .map(|object| (object.kind(), object.meta().name.clone()))
         .collect()
+}
+
+fn is_checked(kind: Kind) -> bool {
+    let is_authorization = matches!(kind, Kind::AuthorizationPolicy | Kind::ServerAuthorization);
+    is_authorization || kind == Kind::ServiceProfile || kind.is_route()
 }
 
 fn check_policy(reader: &Reader<'_>, policy: &AuthorizationPolicy) -> Vec<UnsupportedPart> {
@@ -130,11 +143,10 @@ fn check_policy(reader: &Reader<'_>, policy: &AuthorizationPolicy) -> Vec<Unsupp
             Kind::Server,
             &NamespacedName::new(namespace.clone(), name.clone()),
         ),
-        AuthorizationTarget::Route(kind, name) => missing_object(
-            reader,
-            route_kind(*kind),
-            &NamespacedName::new(namespace.clone(), name.clone()),
-        ),
+        AuthorizationTarget::Route(kind, name) => {
+            let (kind, name) = (route_kind(*kind), NamespacedName::new(namespace.clone(), name.clone()));
+            missing_object(reader, kind, &name).or_else(|| missing_server(reader, kind, &name))
+        }
         AuthorizationTarget::Namespace => reader
             .servers(namespace)
             .is_empty()
@@ -177,6 +189,70 @@ fn check_server_authorization(reader: &Reader<'_>, authorization: &ServerAuthori
         reason: format!("{missing}, so the ServerAuthorization has no effect"),
     });
     part.into_iter().collect()
+}
+
+/// Finds a ServiceProfile whose name is not that of a Service with profiles.
+fn check_service_profile(reader: &Reader<'_>, config: &Config, profile: &ServiceProfile) -> Vec<UnsupportedPart> {
+    let domain = &config.cluster_domain;
+    let reason = match profile.service(domain) {
+        None => Some(format!(
+            "it is not <service>.<namespace>.svc.{domain}; only Services of the cluster have profiles"
+        )),
+        Some(name) => match reader.service(&name) {
+            None => Some(format!("Service {name} does not exist or cannot be read")),
+            Some(service) if service.kind == ServiceKind::ExternalName => {
+                Some(format!("Service {name} has the type ExternalName, and no profile"))
+            }
+            Some(_) => None,
+        },
+    };
+    let part = reason.map(|reason| UnsupportedPart {
+        field: "metadata.name",
+        reason: format!("{reason}, so the ServiceProfile has no effect"),
+    });
+    part.into_iter().collect()
+}
+
+/// Finds references of a route to Services whose ServiceProfile replaces it.
+///
+/// The profile is the one for clients in the route's namespace. Clients in a namespace with its own profile of the Service can
+/// differ: these are not reported.
+fn check_route(reader: &Reader<'_>, config: &Config, route: &Route) -> Vec<UnsupportedPart> {
+    let is_service = |parent: &&Parent| parent.kind == ParentKind::Service;
+    let mut found = Vec::new();
+    for parent in route.parents.iter().filter(is_service) {
+        let namespace = Some(route.meta.namespace());
+        let profile = reader
+            .service(&parent.name)
+            .and_then(|service| profiles::find_service_profile(reader, config, &service.meta.name, namespace));
+        if let Some(profile) = profile.filter(|profile| profile.replaces_routes(route.kind)) {
+            let part = UnsupportedPart {
+                field: "spec.parentRefs",
+                reason: profile.replacement_message(&parent.name),
+            };
+            // A parent that is referenced twice counts once.
+            if !found.contains(&part) {
+                found.push(part);
+            }
+        }
+    }
+    found
+}
+
+/// Describes that an existing route has no Server as a parent. `None` if it has one.
+fn missing_server(reader: &Reader<'_>, kind: Kind, name: &NamespacedName) -> Option<String> {
+    let route = reader.route(kind, name)?;
+    let is_server = |parent: &Parent| {
+        let is_in_namespace = parent.kind == ParentKind::Server && parent.name.namespace == name.namespace;
+        is_in_namespace && reader.exists(Kind::Server, &parent.name)
+    };
+    let has_server = route.parents.iter().any(is_server);
+    (!has_server).then(|| {
+        format!(
+            "{} {name} has no parentRef to a Server that exists in its namespace",
+            kind.info().name
+        )
+    })
 }
 
 /// Describes an object that does not exist. `None` if it exists.
@@ -236,9 +312,12 @@ mod tests {
             for event in events {
                 self.store.apply(event, &mut changes);
             }
-            let reported = self
-                .unresolved
-                .update(&self.metrics, &self.store, &changes.keys, self.is_synced);
+            let reported = self.unresolved.update(
+                &self.metrics,
+                (&self.store, &Config::default()),
+                &changes.keys,
+                self.is_synced,
+            );
             let line = |(_, name, part): (Kind, NamespacedName, UnsupportedPart)| {
                 format!("{} {}: {}", name.name, part.field, part.reason)
             };
@@ -303,6 +382,18 @@ mod tests {
         )
     }
 
+    fn route(kind: Kind, name: &str, parent: Value) -> Event {
+        object(kind, name, json!({}), json!({"parentRefs": [parent], "rules": [{}]}))
+    }
+
+    fn server_ref(name: &str) -> Value {
+        json!({"group": "policy.linkerd.io", "kind": "Server", "name": name})
+    }
+
+    fn service(name: &str, spec: Value) -> Event {
+        object(Kind::Service, name, json!({}), spec)
+    }
+
     fn deleted(kind: Kind, name: &str) -> Event {
         Event::Deleted(kind, NamespacedName::new("shop", name))
     }
@@ -318,7 +409,15 @@ mod tests {
             policy("of-server", "Server/wbe", &[]),
             policy("of-route", "GRPCRoute/calls", &[]),
             policy("of-policy-route", "HTTPRoute/pages", &[]),
+            policy("of-outbound-route", "GRPCRoute/outbound", &[]),
+            policy("of-lost-route", "GRPCRoute/lost", &[]),
             policy("of-namespace", "Namespace/shop", &[]),
+            route(
+                Kind::GrpcRoute,
+                "outbound",
+                json!({"group": "", "kind": "Service", "name": "web"}),
+            ),
+            route(Kind::GrpcRoute, "lost", server_ref("wbe")),
             server_authorization("old-name", json!({"name": "wbe"})),
             server_authorization("old-labels", json!({"selector": {"matchLabels": {"app": "wbe"}}})),
             server_authorization("old-good", json!({"selector": {"matchLabels": {"app": "web"}}})),
@@ -326,6 +425,8 @@ mod tests {
         let expected = [
             "clients spec.requiredAuthenticationRefs",
             "networks spec.requiredAuthenticationRefs",
+            "of-lost-route spec.targetRef",
+            "of-outbound-route spec.targetRef",
             "of-policy-route spec.targetRef",
             "of-route spec.targetRef",
             "of-server spec.targetRef",
@@ -339,15 +440,23 @@ mod tests {
              does not exist or cannot be read, so the policy authorizes no client"
         );
         assert_eq!(reported.len(), expected.len());
+        assert!(
+            reported.contains(
+                &"of-outbound-route spec.targetRef: GRPCRoute shop/outbound has no parentRef to a Server that exists in its \
+                  namespace, so the policy has no effect"
+                    .to_owned()
+            ),
+            "{reported:?}"
+        );
 
-        let rules = json!({"parentRefs": [], "rules": []});
         let reported = cluster.apply(vec![
             mesh_tls("web-clients"),
             networks("lan"),
             server("wbe"),
-            object(Kind::GrpcRoute, "calls", json!({}), rules.clone()),
+            route(Kind::GrpcRoute, "calls", server_ref("web")),
+            route(Kind::GrpcRoute, "outbound", server_ref("web")),
             // A route of the same name in another group is another object.
-            object(Kind::GatewayHttpRoute, "pages", json!({}), rules),
+            route(Kind::GatewayHttpRoute, "pages", server_ref("web")),
         ]);
         assert_eq!(reported, [""; 0]);
         assert_eq!(cluster.counted(), ["of-policy-route spec.targetRef"]);
@@ -372,6 +481,8 @@ mod tests {
             deleted(Kind::AuthorizationPolicy, "of-server"),
             deleted(Kind::AuthorizationPolicy, "of-route"),
             deleted(Kind::AuthorizationPolicy, "of-policy-route"),
+            deleted(Kind::AuthorizationPolicy, "of-outbound-route"),
+            deleted(Kind::AuthorizationPolicy, "of-lost-route"),
             deleted(Kind::AuthorizationPolicy, "of-namespace"),
             deleted(Kind::ServerAuthorization, "old-name"),
             deleted(Kind::ServerAuthorization, "old-labels"),
@@ -379,6 +490,109 @@ mod tests {
         ]);
         assert_eq!(cluster.counted(), [""; 0]);
         assert!(cluster.unresolved.dependents.is_empty());
+    }
+
+    #[test]
+    fn profiles_of_no_service_are_counted() {
+        let mut cluster = TestCluster::new();
+        let profile = |name: &str| object(Kind::ServiceProfile, name, json!({}), json!({}));
+        let reported = cluster.apply(vec![
+            service("web", json!({"clusterIP": "10.0.0.1", "ports": [{"port": 80}]})),
+            service("alias", json!({"type": "ExternalName", "externalName": "example.org"})),
+            profile("web.shop.svc.cluster.local"),
+            profile("wbe.shop.svc.cluster.local"),
+            profile("alias.shop.svc.cluster.local"),
+            profile("web.shop.svc.example.org"),
+            profile("web-0.web.shop.svc.cluster.local"),
+            profile("example.org"),
+        ]);
+        let expected = [
+            "alias.shop.svc.cluster.local metadata.name",
+            "example.org metadata.name",
+            "wbe.shop.svc.cluster.local metadata.name",
+            "web-0.web.shop.svc.cluster.local metadata.name",
+            "web.shop.svc.example.org metadata.name",
+        ];
+        assert_eq!(cluster.counted(), expected);
+        assert_eq!(
+            reported[1..3],
+            [
+                "example.org metadata.name: it is not <service>.<namespace>.svc.cluster.local; only Services of the cluster have \
+                 profiles, so the ServiceProfile has no effect",
+                "wbe.shop.svc.cluster.local metadata.name: Service shop/wbe does not exist or cannot be read, so the \
+                 ServiceProfile has no effect",
+            ]
+        );
+        cluster.apply(vec![service(
+            "wbe",
+            json!({"clusterIP": "10.0.0.2", "ports": [{"port": 80}]}),
+        )]);
+        assert!(!cluster.counted().contains(&expected[2].to_owned()));
+        cluster.apply(vec![deleted(Kind::Service, "web")]);
+        assert!(
+            cluster
+                .counted()
+                .contains(&"web.shop.svc.cluster.local metadata.name".to_owned())
+        );
+    }
+
+    #[test]
+    fn routes_that_a_profile_replaces_are_counted() {
+        let mut cluster = TestCluster::new();
+        let in_namespace = |namespace: &str, kind: Kind, name: &str, spec: Value| {
+            let metadata = json!({"name": name, "namespace": namespace});
+            Event::Applied(decode(kind, &json!({"metadata": metadata, "spec": spec})).unwrap())
+        };
+        let profile = |namespace: &str, spec: Value| {
+            in_namespace(namespace, Kind::ServiceProfile, "web.shop.svc.cluster.local", spec)
+        };
+        let web = json!({"group": "", "kind": "Service", "name": "web", "namespace": "shop", "port": 80});
+        let routes = json!({"routes": [{"name": "get", "condition": {"method": "GET"}}]});
+        let split = json!({"dstOverrides": [{"authority": "web.shop.svc.cluster.local", "weight": "1"}]});
+        let backends = json!([{"backendRefs": [{"name": "web", "port": 80}]}]);
+        cluster.apply(vec![
+            service("web", json!({"clusterIP": "10.0.0.1", "ports": [{"port": 80}]})),
+            route(Kind::GatewayHttpRoute, "http", web.clone()),
+            route(Kind::GrpcRoute, "grpc", web.clone()),
+            route(Kind::PolicyHttpRoute, "inbound", server_ref("web")),
+            object(
+                Kind::TcpRoute,
+                "tcp",
+                json!({}),
+                json!({"parentRefs": [web], "rules": backends}),
+            ),
+            in_namespace(
+                "front",
+                Kind::GatewayHttpRoute,
+                "consumer",
+                json!({"parentRefs": [web], "rules": [{}]}),
+            ),
+        ]);
+        assert_eq!(cluster.counted(), [""; 0]);
+        let reported = cluster.apply(vec![profile("shop", routes)]);
+        assert_eq!(
+            cluster.counted(),
+            [
+                "consumer spec.parentRefs",
+                "grpc spec.parentRefs",
+                "http spec.parentRefs"
+            ]
+        );
+        assert_eq!(
+            reported[2],
+            "http spec.parentRefs: ServiceProfile shop/web.shop.svc.cluster.local replaces the route for Service shop/web, because \
+             it has routes or dstOverrides; remove the route, or these fields"
+        );
+        // Clients in `front` have their own profile, which replaces no route.
+        cluster.apply(vec![profile("front", json!({}))]);
+        assert_eq!(cluster.counted(), ["grpc spec.parentRefs", "http spec.parentRefs"]);
+        cluster.apply(vec![profile("shop", split)]);
+        assert_eq!(
+            cluster.counted(),
+            ["grpc spec.parentRefs", "http spec.parentRefs", "tcp spec.parentRefs"]
+        );
+        cluster.apply(vec![profile("shop", json!({}))]);
+        assert_eq!(cluster.counted(), [""; 0]);
     }
 
     #[test]

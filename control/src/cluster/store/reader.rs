@@ -84,6 +84,10 @@ impl<'a> Reader<'a> {
         egress_networks: EgressNetwork(EgressNetwork);
     }
 
+    pub(in crate::cluster) fn route(&self, kind: Kind, name: &NamespacedName) -> Option<&'a Arc<Route>> {
+        self.object(kind, name)?.route()
+    }
+
     pub(in crate::cluster) fn exists(&self, kind: Kind, name: &NamespacedName) -> bool {
         self.object(kind, name).is_some()
     }

@@ -149,7 +149,7 @@ fn service_profile(
 }
 
 /// A profile in the client's namespace takes precedence over one in the Service's namespace.
-fn find_service_profile<'a>(
+pub(in crate::cluster) fn find_service_profile<'a>(
     reader: &Reader<'a>,
     config: &Config,
     service: &NamespacedName,
@@ -190,43 +190,58 @@ fn instance_profile(
 /// The profile of a pod by its address, of a pod by its host's address and port, of an external workload, or of an unmeshed
 /// address.
 fn endpoint_profile(reader: &Reader<'_>, config: &Config, addr: SocketAddr) -> Profile {
+    if let Some(profile) = profile_of_pod_at(reader, config, addr, |pod| !pod.meta.terminating) {
+        return profile;
+    }
     let (ip, port) = (addr.ip(), addr.port());
-    let alive = |pod: &&&Arc<Pod>| pod.phase != Some(PodPhase::Terminated) && !pod.meta.terminating;
-    let pods = reader.pods_at(ip);
-    let pods: Vec<_> = pods.iter().filter(alive).collect();
-    match *pods {
-        [] => {}
-        [pod] => return pod_profile(reader, config, pod, PodAddress::Pod(addr)),
-        [..] => return Profile::Ambiguous(format!("several pods have the address {ip}")),
-    }
-    let host_port_pods = reader.pods_using_host_ip(ip);
-    let host_port_pods: Vec<_> = host_port_pods
-        .iter()
-        .filter(alive)
-        .filter_map(|pod| Some((pod, PodAddress::from_host_port(pod, addr)?)))
-        .collect();
-    match *host_port_pods {
-        [] => {}
-        [(pod, address)] => return pod_profile(reader, config, pod, address),
-        [..] => return Profile::Ambiguous(format!("several pods use the host port {addr}")),
-    }
     let mut workloads = reader.external_workloads_at(ip).into_iter();
     let workload =
         workloads.find(|workload| declares_port(&workload.ports, port) && !has_address_conflict(reader, workload, ip));
-    match workload {
-        None => unmeshed_profile(config, addr, port),
-        Some(workload) => {
-            let mut endpoint = external_endpoint(reader, config, workload, ip, port);
-            add_namespace_label(&mut endpoint, workload.meta.namespace());
-            endpoint.zone = workload.meta.label(tulle_core::names::label::ZONE).map(intern);
-            profile_from_endpoint(endpoint)
-        }
+    if let Some(workload) = workload {
+        let mut endpoint = external_endpoint(reader, config, workload, ip, port);
+        add_namespace_label(&mut endpoint, workload.meta.namespace());
+        endpoint.zone = workload.meta.label(tulle_core::names::label::ZONE).map(intern);
+        return profile_from_endpoint(endpoint);
     }
+    // A pod that is being deleted keeps its address until it ends. Without its identity, clients would send it plaintext.
+    profile_of_pod_at(reader, config, addr, |pod| pod.meta.terminating)
+        .unwrap_or_else(|| unmeshed_profile(config, addr, port))
+}
+
+/// The profile of the pod that has this address, or else this host port. `None` if no pod that meets the condition has it. A pod
+/// that has ended has released its address.
+fn profile_of_pod_at(
+    reader: &Reader<'_>,
+    config: &Config,
+    addr: SocketAddr,
+    condition: impl Fn(&Pod) -> bool,
+) -> Option<Profile> {
+    let ip = addr.ip();
+    let is_candidate = |pod: &&Arc<Pod>| !has_ended(pod) && condition(pod);
+    let pods: Vec<_> = reader.pods_at(ip).into_iter().filter(is_candidate).collect();
+    match *pods {
+        [] => {}
+        [pod] => return Some(pod_profile(reader, config, pod, PodAddress::Pod(addr))),
+        [..] => return Some(Profile::Ambiguous(format!("several pods have the address {ip}"))),
+    }
+    let host_port_pods = reader.pods_using_host_ip(ip).into_iter().filter(is_candidate);
+    let host_port_pods: Vec<_> = host_port_pods
+        .filter_map(|pod| Some((pod, PodAddress::from_host_port(pod, addr)?)))
+        .collect();
+    match *host_port_pods {
+        [] => None,
+        [(pod, address)] => Some(pod_profile(reader, config, pod, address)),
+        [..] => Some(Profile::Ambiguous(format!("several pods use the host port {addr}"))),
+    }
+}
+
+fn has_ended(pod: &Pod) -> bool {
+    pod.phase == Some(PodPhase::Terminated)
 }
 
 fn pod_profile(reader: &Reader<'_>, config: &Config, pod: &Pod, address: PodAddress) -> Profile {
     let port = address.container_port();
-    if !pod.is_serving() {
+    if has_ended(pod) {
         return unmeshed_profile(config, address.addr(), port);
     }
     let Some(mut endpoint) = pod_endpoint(reader, config, pod, address) else {
@@ -257,7 +272,7 @@ fn profile_from_endpoint(endpoint: Endpoint) -> Profile {
     }
 }
 
-/// The profile of an address without a workload that serves there. `port` is the one at which an application listens.
+/// The profile of an address that no workload has. `port` is the one at which an application listens.
 fn unmeshed_profile(config: &Config, addr: SocketAddr, port: u16) -> Profile {
     Profile::Endpoint {
         endpoint: Endpoint::from_addr(addr),

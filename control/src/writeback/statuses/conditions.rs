@@ -1,7 +1,9 @@
 //! The conditions that the controller writes, with the reasons that other tools expect.
 
+use std::collections::BTreeSet;
 use std::net::IpAddr;
 
+use crate::resources::Kind;
 use crate::resources::acceptance::RouteRejection;
 use crate::resources::meta::NamespacedName;
 use crate::resources::status::{ACCEPTED, Condition, UNSUPPORTED_VALUE};
@@ -16,6 +18,15 @@ pub(super) enum RateLimitRejection<'a> {
     Protocol(String),
     /// An older rate limit for the same Server takes precedence.
     OlderRateLimit(&'a NamespacedName),
+}
+
+/// Why an EgressNetwork is not accepted.
+pub(super) enum EgressNetworkRejection<'a> {
+    /// It cannot be decoded.
+    Unreadable(&'a str),
+    OverlapsClusterNetworks,
+    /// These EgressNetworks apply to all its addresses.
+    Overridden(BTreeSet<&'a NamespacedName>),
 }
 
 pub(super) fn route_condition(result: Result<(), RouteRejection>, generation: Option<i64>) -> Condition {
@@ -59,22 +70,41 @@ pub(super) fn foreign_network_condition(name: &NamespacedName, generation: Optio
     condition_false(RESOLVED_REFS, "InvalidKind", message, generation)
 }
 
+/// The `Overridden` condition, which exists only if a ServiceProfile replaces the route.
+pub(super) fn overridden_condition(message: String, generation: Option<i64>) -> Condition {
+    Condition {
+        message,
+        reason: Kind::ServiceProfile.info().name.to_owned(),
+        ..condition_true("Overridden", generation)
+    }
+}
+
 pub(super) fn egress_network_condition(
-    unreadable_reason: Option<&str>,
-    overlaps: bool,
+    rejection: Option<EgressNetworkRejection<'_>>,
     generation: Option<i64>,
 ) -> Condition {
-    if let Some(reason) = unreadable_reason {
-        return condition_false(ACCEPTED, UNSUPPORTED_VALUE, reason.to_owned(), generation);
+    match rejection {
+        None => condition_true(ACCEPTED, generation),
+        Some(EgressNetworkRejection::Unreadable(reason)) => {
+            condition_false(ACCEPTED, UNSUPPORTED_VALUE, reason.to_owned(), generation)
+        }
+        Some(EgressNetworkRejection::OverlapsClusterNetworks) => {
+            let message =
+                "spec.networks overlaps clusterNetworks; use networks outside the cluster. Until then the routes of this EgressNetwork \
+                 are ignored, and its trafficPolicy Deny also applies inside the cluster"
+                    .to_owned();
+            condition_false(ACCEPTED, "EgressReasonNetworkOverlap", message, generation)
+        }
+        Some(EgressNetworkRejection::Overridden(networks)) => {
+            let names: Vec<String> = networks.iter().map(ToString::to_string).collect();
+            let message = format!(
+                "this EgressNetwork and its routes have no effect, because a longer prefix, or the older of two EgressNetworks with the \
+                 same prefix, applies to each of its addresses: {}",
+                names.join(", ")
+            );
+            condition_false(ACCEPTED, "EgressReasonConflicted", message, generation)
+        }
     }
-    if !overlaps {
-        return condition_true(ACCEPTED, generation);
-    }
-    let message =
-        "spec.networks overlaps clusterNetworks; use networks outside the cluster. Until then the routes of this EgressNetwork \
-         are ignored, and its trafficPolicy Deny also applies inside the cluster"
-            .to_owned();
-    condition_false(ACCEPTED, "EgressReasonNetworkOverlap", message, generation)
 }
 
 pub(super) fn rate_limit_condition(rejection: Option<RateLimitRejection<'_>>, generation: Option<i64>) -> Condition {

@@ -16,6 +16,7 @@ use crate::resources::policy::rate_limit::RateLimitPolicy;
 use crate::resources::policy::server::Server;
 use crate::resources::route::{Parent, ParentKind, Route};
 use crate::resources::service::{Service, ServiceKind, ServicePort};
+use crate::resources::service_profile::ServiceProfile;
 use crate::resources::status::{
     ACCEPTED, CONTROLLER_NAME, Condition, ParentRef, ParentStatus, PolicyStatus, UNSUPPORTED_VALUE,
 };
@@ -24,7 +25,7 @@ use crate::resources::unsupported::UnsupportedPart;
 use crate::resources::workload::ExternalWorkload;
 use crate::resources::{Kind, Object};
 use crate::writeback::config::StatusesConfig;
-use crate::writeback::statuses::conditions;
+use crate::writeback::statuses::conditions::{self, EgressNetworkRejection};
 use crate::writeback::statuses::object_id::ObjectId;
 
 /// Returns the parts of a Service that determine which routes it accepts.
@@ -39,6 +40,8 @@ pub(super) struct StatusIndex {
     servers: AHashMap<NamespacedName, Arc<Server>>,
     services: AHashMap<NamespacedName, Arc<Service>>,
     egress_networks: AHashMap<NamespacedName, Arc<EgressNetwork>>,
+    /// Empty if the process does not watch ServiceProfiles, which only destination needs.
+    profiles: AHashMap<NamespacedName, Arc<ServiceProfile>>,
     routes: AHashMap<ObjectId, Arc<Route>>,
     rate_limits: AHashMap<NamespacedName, Arc<RateLimitPolicy>>,
     external_workloads: AHashMap<NamespacedName, Arc<ExternalWorkload>>,
@@ -76,6 +79,7 @@ impl StatusIndex {
             servers: AHashMap::new(),
             services: AHashMap::new(),
             egress_networks: AHashMap::new(),
+            profiles: AHashMap::new(),
             routes: AHashMap::new(),
             rate_limits: AHashMap::new(),
             external_workloads: AHashMap::new(),
@@ -110,8 +114,14 @@ impl StatusIndex {
         match object {
             Object::RateLimitPolicy(limit) => self.apply_rate_limit(id, limit),
             Object::EgressNetwork(network) => {
-                self.egress_networks.insert(id.name.clone(), network.clone());
+                let before = self.egress_networks.insert(id.name.clone(), network.clone());
                 let mut affected = self.dependents_of(&id);
+                let has_same_precedence = before.is_some_and(|before| {
+                    (&before.networks, before.meta.created_at) == (&network.networks, network.meta.created_at)
+                });
+                if !has_same_precedence {
+                    affected.extend(self.egress_networks_of(id.name.namespace.clone()));
+                }
                 affected.insert(id);
                 affected
             }
@@ -143,6 +153,10 @@ impl StatusIndex {
                 self.update_addresses(&id, &old, &addresses)
             }
             Object::ExternalWorkload(workload) => self.apply_external_workload(id, workload),
+            Object::ServiceProfile(profile) => {
+                self.profiles.insert(id.name, profile.clone());
+                self.dependents_of_profile(profile)
+            }
             _ => BTreeSet::new(),
         }
     }
@@ -185,7 +199,13 @@ impl StatusIndex {
             }
             Kind::EgressNetwork => {
                 self.egress_networks.remove(&id.name);
-                self.dependents_of(id)
+                let mut affected = self.dependents_of(id);
+                affected.extend(self.egress_networks_of(id.name.namespace.clone()));
+                affected
+            }
+            Kind::ServiceProfile => {
+                let old = self.profiles.remove(&id.name);
+                old.map(|old| self.dependents_of_profile(&old)).unwrap_or_default()
             }
             Kind::RateLimitPolicy => {
                 let old = self.rate_limits.remove(&id.name);
@@ -198,6 +218,13 @@ impl StatusIndex {
         };
         affected.remove(id);
         affected
+    }
+
+    /// Returns the EgressNetworks of a namespace, which compete for addresses.
+    fn egress_networks_of(&self, namespace: Arc<str>) -> impl Iterator<Item = ObjectId> {
+        let names = self.egress_networks.keys();
+        let names = names.filter(move |name| name.namespace == namespace);
+        names.map(|name| ObjectId::new(Kind::EgressNetwork, name.clone()))
     }
 
     /// Replaces the addresses of an object. Returns the external workloads that have one of them.
@@ -306,6 +333,13 @@ impl StatusIndex {
 
     fn dependents_of(&self, id: &ObjectId) -> BTreeSet<ObjectId> {
         self.dependents.get(id).cloned().unwrap_or_default()
+    }
+
+    /// Returns the objects that depend on the Service of a ServiceProfile.
+    fn dependents_of_profile(&self, profile: &ServiceProfile) -> BTreeSet<ObjectId> {
+        let service = profile.service(&self.settings.cluster_domain);
+        let dependents = service.map(|name| self.dependents_of(&ObjectId::new(Kind::Service, name)));
+        dependents.unwrap_or_default()
     }
 
     /// Returns all objects that have a status from this controller.
@@ -424,13 +458,9 @@ impl StatusIndex {
             Kind::RateLimitPolicy => self.rate_limit_status(self.rate_limits.get(&id.name)?),
             Kind::EgressNetwork => {
                 let network = self.egress_networks.get(&id.name)?;
-                let overlaps = acceptance::overlaps_cluster_networks(network, &self.settings.cluster_networks);
+                let rejection = self.egress_network_rejection(network);
                 Some(Status::Policy(PolicyStatus {
-                    conditions: vec![conditions::egress_network_condition(
-                        network.unreadable.as_deref(),
-                        overlaps,
-                        network.generation,
-                    )],
+                    conditions: vec![conditions::egress_network_condition(rejection, network.generation)],
                     target_ref: None,
                 }))
             }
@@ -451,6 +481,21 @@ impl StatusIndex {
         }
     }
 
+    /// Returns why an EgressNetwork is not accepted, or `None` if it is.
+    fn egress_network_rejection<'a>(&'a self, network: &'a EgressNetwork) -> Option<EgressNetworkRejection<'a>> {
+        if let Some(reason) = &network.unreadable {
+            return Some(EgressNetworkRejection::Unreadable(reason));
+        }
+        let cluster_networks = &self.settings.cluster_networks;
+        if acceptance::overlaps_cluster_networks(network, cluster_networks) {
+            return Some(EgressNetworkRejection::OverlapsClusterNetworks);
+        }
+        let all = self.egress_networks.values().map(|other| &**other);
+        let of_namespace = all.filter(|other| other.meta.namespace() == network.meta.namespace());
+        let overriding = acceptance::overriding_networks(network, of_namespace, cluster_networks);
+        (!overriding.is_empty()).then_some(EgressNetworkRejection::Overridden(overriding))
+    }
+
     /// Returns the object that takes precedence for an address of an external workload: a Service, a Pod, or another
     /// external workload.
     fn address_owner(&self, ip: IpAddr, workload: &ExternalWorkload) -> Option<ObjectId> {
@@ -469,13 +514,15 @@ impl StatusIndex {
             let Some(kind) = parent_kind(parent.kind) else {
                 continue;
             };
-            let mut found = vec![conditions::route_condition(
-                self.check_parent(route, parent),
-                route.generation,
-            )];
+            let checked = self.check_parent(route, parent);
+            let profile = self.replacing_profile(route, parent).filter(|_| checked.is_ok());
+            let mut found = vec![conditions::route_condition(checked, route.generation)];
             if parent.kind != ParentKind::Server {
                 found.push(self.resolved_refs_condition(route));
             }
+            found.extend(profile.map(|profile| {
+                conditions::overridden_condition(profile.replacement_message(&parent.name), route.generation)
+            }));
             let parent_ref = ParentRef {
                 // The core group is the empty string, as in the Gateway API.
                 group: Some(kind.info().group.to_owned()),
@@ -495,6 +542,21 @@ impl StatusIndex {
             }
         }
         statuses
+    }
+
+    /// Returns the ServiceProfile that replaces a route, for clients in the namespace of the route.
+    fn replacing_profile(&self, route: &Route, parent: &Parent) -> Option<&ServiceProfile> {
+        if parent.kind != ParentKind::Service || self.profiles.is_empty() {
+            return None;
+        }
+        let NamespacedName { namespace, name } = &parent.name;
+        let profile_name: Arc<str> = format!("{name}.{namespace}.svc.{}", self.settings.cluster_domain).into();
+        let in_namespace = |namespace: &Arc<str>| {
+            let name = NamespacedName::new(namespace.clone(), profile_name.clone());
+            self.profiles.get(&name)
+        };
+        let profile = in_namespace(route.meta.namespace()).or_else(|| in_namespace(namespace))?;
+        profile.replaces_routes(route.kind).then_some(&**profile)
     }
 
     /// Checks whether a parent accepts a route.

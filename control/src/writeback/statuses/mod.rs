@@ -94,6 +94,7 @@ impl Controller {
                 Kind::Service
                     | Kind::Server
                     | Kind::EgressNetwork
+                    | Kind::ServiceProfile
                     | Kind::RateLimitPolicy
                     | Kind::Pod
                     | Kind::ExternalWorkload

@@ -16,6 +16,7 @@ struct TestIndex(StatusIndex);
 
 fn settings() -> StatusesConfig {
     StatusesConfig {
+        cluster_domain: "cluster.local".to_owned(),
         cluster_networks: vec!["10.0.0.0/8".parse().unwrap()],
         global_egress_namespace: "linkerd-egress".to_owned(),
         default_opaque_ports: "3306".parse().unwrap(),
@@ -422,6 +423,75 @@ fn routes_of_a_network_are_accepted_with_it() {
         message.starts_with("spec.networks overlaps clusterNetworks; "),
         "{message}"
     );
+}
+
+#[test]
+fn a_network_that_others_override_is_not_accepted() {
+    let mut index = TestIndex::new();
+    let network = |name: &str, day: u8| {
+        let created = format!("2026-01-0{day}T00:00:00Z");
+        let metadata = json!({"name": name, "namespace": "shop", "creationTimestamp": created, "generation": 4});
+        json!({"metadata": metadata, "spec": {"trafficPolicy": "Deny"}})
+    };
+    let reason_of = |index: &TestIndex, name: &str| {
+        let condition = &index.patch(Kind::EgressNetwork, name).unwrap()["status"]["conditions"][0];
+        let [status, reason] = ["status", "reason"].map(|field| condition[field].as_str().unwrap().to_owned());
+        (
+            format!("{status} {reason}"),
+            condition["message"].as_str().unwrap().to_owned(),
+        )
+    };
+    assert_eq!(index.apply(Kind::EgressNetwork, network("young", 2)), ["young"]);
+    assert_eq!(reason_of(&index, "young").0, "True Accepted");
+    assert_eq!(index.apply(Kind::EgressNetwork, network("old", 1)), ["old", "young"]);
+    assert_eq!(reason_of(&index, "old").0, "True Accepted");
+    let (reason, message) = reason_of(&index, "young");
+    assert_eq!(reason, "False EgressReasonConflicted");
+    assert!(
+        message.ends_with(" applies to each of its addresses: shop/old"),
+        "{message}"
+    );
+    assert_eq!(
+        index.apply(Kind::EgressNetwork, network("old", 1)),
+        ["old"],
+        "nothing has changed"
+    );
+    let old = ObjectId::new(Kind::EgressNetwork, NamespacedName::new("shop", "old"));
+    let young = ObjectId::new(Kind::EgressNetwork, NamespacedName::new("shop", "young"));
+    assert_eq!(index.0.delete(&old), BTreeSet::from([young]));
+    assert_eq!(reason_of(&index, "young").0, "True Accepted");
+}
+
+#[test]
+fn a_route_that_a_profile_replaces_is_overridden() {
+    let mut index = TestIndex::new();
+    index.service("web", "10.96.0.7");
+    index.route(
+        Kind::GatewayHttpRoute,
+        "r",
+        json!([service_ref("web"), service_ref("gone")]),
+        json!([]),
+    );
+    let profile = |name: &str, spec: Value| json!({"metadata": {"name": name, "namespace": "shop"}, "spec": spec});
+    let routes = json!({"routes": [{"name": "get", "condition": {"method": "GET"}}]});
+    let overridden = |index: &TestIndex| {
+        let mut found = index.conditions_of(Kind::GatewayHttpRoute, "r");
+        found.retain(|condition| condition.contains("Overridden"));
+        found
+    };
+    let name = "web.shop.svc.cluster.local";
+    assert_eq!(index.apply(Kind::ServiceProfile, profile(name, json!({}))), ["r"]);
+    assert_eq!(overridden(&index), [""; 0]);
+    for name in ["gone.shop.svc.cluster.local", "web.shop.svc.example.org"] {
+        index.apply(Kind::ServiceProfile, profile(name, routes.clone()));
+        assert_eq!(overridden(&index), [""; 0], "{name}");
+    }
+    assert_eq!(index.apply(Kind::ServiceProfile, profile(name, routes)), ["r"]);
+    assert_eq!(overridden(&index), ["/Service/web:80: Overridden=True ServiceProfile"]);
+    assert!(index.conditions_of(Kind::GatewayHttpRoute, "r")[0].contains("Accepted=True"));
+    let id = ObjectId::new(Kind::ServiceProfile, NamespacedName::new("shop", name));
+    assert_eq!(index.0.delete(&id).len(), 1);
+    assert_eq!(overridden(&index), [""; 0]);
 }
 
 #[test]

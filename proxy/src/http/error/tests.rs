@@ -65,6 +65,7 @@ fn the_errors_page_lists_every_status() {
         Error::QueueFull,
         Error::MaxInFlight,
         Error::HeaderListsTooLarge { limit: 1 },
+        Error::HeadMemoryUsedUp { limit: 1 },
         Error::MemoryPressure,
         Error::RouteNotFound,
         Error::GatewayDomain("other.test".into()),

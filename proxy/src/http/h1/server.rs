@@ -33,6 +33,7 @@ use crate::{
         },
         headers, linger,
         stack::error_response::ErrorFormat,
+        stack::head_memory::{ClientHeadMemory, HeadReservation},
         stack::layers::ErrorToResponse,
         timer::ResettableTimer,
         upgrade::interim,
@@ -95,18 +96,14 @@ where
     async move {
         let mut drain_signal = pin!(drain.signaled());
         let end = loop {
-            let mut head_reader = HeadReader {
-                config,
-                idle_deadline: None,
-                head_deadline: None,
-                n_scanned: 0,
-                is_draining: false,
+            let head = {
+                let mut head_reader = HeadReader::new(config, service.head_memory());
+                poll_fn(|cx| head_reader.poll_head(cx, &mut connection.lock(), drain_signal.as_mut())).await
             };
-            let head =
-                match poll_fn(|cx| head_reader.poll_head(cx, &mut connection.lock(), drain_signal.as_mut())).await {
-                    Ok(head) => head,
-                    Err(end) => break end,
-                };
+            let head = match head {
+                Ok(head) => head,
+                Err(end) => break end,
+            };
             if head.target_encoded {
                 service.record_encoded_target();
             }
@@ -153,7 +150,11 @@ where
 /// Writes an error response and closes the connection. A separate function, so that its state does not enlarge the
 /// connection's future.
 async fn write_error(connection: SharedConnection, rsp: Response<Body>) -> Result<(), Error> {
-    connection.lock().request_state = RequestBodyState::NotRead;
+    {
+        let mut connection = connection.lock();
+        connection.request_state = RequestBodyState::NotRead;
+        connection.read_buffer = Bytes::new(); // a refused head does not take memory while the client reads the response
+    }
     let (mut message, _) = encode::encode_response(rsp, ASSUMED_REQUEST_LINE, ConnectionReuse::Close);
     let written = poll_fn(|cx| message.poll_write(cx, &mut ConnectionIo(&connection))).await;
     written?;
@@ -362,6 +363,9 @@ const ASSUMED_REQUEST_LINE: RequestLine<'static> = RequestLine {
 /// Reads a request head within its time limits.
 struct HeadReader<'a> {
     config: &'a Http1Config,
+    memory: &'a ClientHeadMemory,
+    /// Memory for a head that is large and not complete.
+    reserved: Option<Box<HeadReservation>>,
     idle_deadline: Option<Instant>,
     head_deadline: Option<Instant>,
     /// Bytes already searched for the end of the head.
@@ -370,7 +374,19 @@ struct HeadReader<'a> {
     is_draining: bool,
 }
 
-impl HeadReader<'_> {
+impl<'a> HeadReader<'a> {
+    fn new(config: &'a Http1Config, memory: &'a ClientHeadMemory) -> Self {
+        Self {
+            config,
+            memory,
+            reserved: None,
+            idle_deadline: None,
+            head_deadline: None,
+            n_scanned: 0,
+            is_draining: false,
+        }
+    }
+
     fn poll_head(
         &mut self,
         cx: &mut Context<'_>,
@@ -397,6 +413,9 @@ impl HeadReader<'_> {
                 Poll::Pending => break,
             }
         }
+        self.memory
+            .reserve(cx, read_buffer.len(), &mut self.reserved)
+            .map_err(ConnectionEnd::Refused)?;
         let is_idle = read_buffer.is_empty();
         if is_idle && (self.is_draining || drain_signal.poll(cx).is_ready()) {
             self.is_draining = true;
@@ -455,6 +474,7 @@ impl HeadReader<'_> {
 mod tests {
     use std::io::Write as _;
 
+    use futures_util::{StreamExt as _, stream::FuturesUnordered};
     use http_body::{Frame, SizeHint};
     use tokio::{
         io::AsyncReadExt as _,
@@ -467,10 +487,12 @@ mod tests {
         http::{
             body::ReceivedBody,
             connection_closer::ConnectionCloser,
-            stack::error_response::ErrorDetail,
+            stack::error_response::{ErrorDetail, ResponderInfo},
+            stack::head_memory::{ClientAddress, HeadMemory},
+            stack::layers::ServiceStack,
             stack::layers::tests::{responder_info, service_stack},
         },
-        net::io::Tcp,
+        net::{io::Tcp, memory::MemoryPressure},
     };
 
     /// A response body of five bytes that fails when it is polled.
@@ -533,6 +555,76 @@ mod tests {
         }
     }
 
+    /// Connects to a server with these layers. `client` is the last byte of the address that the client seems to have.
+    async fn connect(stack: &ServiceStack, client: u8) -> TcpStream {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let connected = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (stream, _) = listener.accept().await.unwrap();
+        let info = ResponderInfo {
+            client_addr: ([10, 0, 0, client], 4321).into(),
+            ..responder_info()
+        };
+        let service = stack.build(
+            |_| async { Ok::<_, Error>(Response::new(Body::empty())) },
+            ErrorDetail::Omit,
+            info,
+            ConnectionCloser::default(),
+        );
+        tokio::spawn(async move {
+            let config = Http1Config {
+                max_header_bytes: 64 << 10,
+                header_read_timeout: Duration::from_secs(10),
+                idle_timeout: Duration::from_secs(10),
+            };
+            let (_signal, drain) = drain::channel();
+            drop(serve(Io::tcp(Tcp::new(stream)), service, &config, &drain).await);
+        });
+        connected
+    }
+
+    async fn status_of(client: &mut TcpStream) -> String {
+        let mut status = vec![0; "HTTP/1.1 200".len()];
+        client.read_exact(&mut status).await.unwrap();
+        String::from_utf8(status).unwrap()
+    }
+
+    #[tokio::test]
+    async fn large_heads_that_do_not_end_take_limited_memory_and_other_clients_are_answered() {
+        let registry = Registry::new();
+        let stack = ServiceStack {
+            // 1 MiB: 16 heads.
+            head_memory: HeadMemory::new(Some(8 << 20), MemoryPressure::default()),
+            ..service_stack(&registry)
+        };
+        let head_start = [&b"GET / HTTP/1.1\r\nhost: web\r\nx: "[..], &[b'x'; 60_000]].concat();
+        let mut unfinished = FuturesUnordered::new();
+        for _ in 0..40 {
+            let mut client = connect(&stack, 1).await;
+            client.write_all(&head_start).await.unwrap();
+            unfinished.push(async move { (status_of(&mut client).await, client) });
+        }
+        let mut refused = Vec::new();
+        for _ in 0..40 - 16 {
+            refused.extend(unfinished.next().await);
+        }
+
+        let mut other = connect(&stack, 2).await;
+        other.write_all(b"GET / HTTP/1.1\r\nhost: web\r\n\r\n").await.unwrap();
+        assert_eq!(status_of(&mut other).await, "HTTP/1.1 200");
+        let mut other = connect(&stack, 3).await;
+        other.write_all(&head_start).await.unwrap();
+        refused.extend(unfinished.next().await); // the other client gets the memory of this head
+        other.write_all(b"\r\n\r\n").await.unwrap();
+        assert_eq!(status_of(&mut other).await, "HTTP/1.1 200");
+
+        assert!(
+            refused.iter().all(|(status, _)| status == "HTTP/1.1 503"),
+            "{refused:?}"
+        );
+        let counted = Samples::parse(&registry.render());
+        assert_eq!(counted.sum("tulle_failures_total", &[("cause", "overload")]), 25.);
+    }
+
     #[tokio::test]
     async fn a_request_in_the_socket_buffer_is_served_during_drain() {
         for ends_by in ["drain", "idle timeout"] {
@@ -556,13 +648,9 @@ mod tests {
                 header_read_timeout: Duration::from_secs(3600),
                 idle_timeout: limit,
             };
-            let mut head_reader = HeadReader {
-                config: &config,
-                idle_deadline: None,
-                head_deadline: None,
-                n_scanned: 0,
-                is_draining: false,
-            };
+            let memory = HeadMemory::new(None, MemoryPressure::default());
+            let memory = ClientHeadMemory::new(memory, ([10, 0, 0, 2], 4321).into(), ClientAddress::Unverified);
+            let mut head_reader = HeadReader::new(&config, &memory);
             let (drain_tx, drain_rx) = oneshot::channel::<()>();
             let mut drain_signal = pin!(async { drop(drain_rx.await) });
             if is_drain {

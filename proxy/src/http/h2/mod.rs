@@ -5,6 +5,7 @@ pub(super) mod body;
 pub(crate) mod client;
 mod config;
 pub(crate) mod flow_control;
+mod header_block;
 mod keep_alive;
 mod send_body;
 pub(crate) mod server;

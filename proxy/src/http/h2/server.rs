@@ -34,6 +34,7 @@ use crate::{
             body::{BodyOrigin, ResponseProgress, StreamBody},
             config::Http2Config,
             flow_control::{FlowControlWindows, StreamToken},
+            header_block,
             keep_alive::wait_ping_timeout,
             send_body::{self, BodySender},
             upgraded_stream::UpgradedStream,
@@ -52,8 +53,11 @@ use crate::{
 /// Serves a connection until it ends. Ends it gracefully when `drain` or `closer` signals, when it has had no request for
 /// the idle timeout of HTTP/1, or when its first request has not arrived within the header timeout.
 ///
+/// A header block that is not complete reserves the memory that `h2` may hold for it.
+///
 /// # Errors
-/// The connection fails, or the client violates HTTP/2, or does not send its preface or answer a ping in time.
+/// The connection fails, or the client violates HTTP/2, or does not send its preface or answer a ping in time, or too little memory
+/// is left for its header block.
 pub(in crate::http) async fn serve<S>(
     io: Io,
     service: ErrorToResponse<S>,
@@ -66,31 +70,16 @@ where
     S::Future: Send,
 {
     let params = &config.http2;
-    let mut builder = server::Builder::new();
-    builder
-        .initial_window_size(params.stream_window)
-        .initial_connection_window_size(params.connection_window)
-        // Over this limit, `h2` refuses a request without a reason or closes the connection. So it is twice our own
-        // limit.
-        .max_header_list_size(params.max_header_list_bytes.saturating_mul(2))
-        .enable_connect_protocol();
     let tls_default = || io.is_encrypted().then_some(Http2Config::DEFAULT_MAX_FRAME_SIZE);
-    if let Some(size) = params.max_frame_size.or_else(tls_default) {
-        builder.max_frame_size(size);
-    }
-    if let Some(streams) = params.max_concurrent_streams {
-        builder.max_concurrent_streams(streams);
-    }
-    if let Some(size) = params.max_send_buffer_bytes {
-        builder.max_send_buffer_size(size);
-    }
-    if let Some(streams) = params.max_pending_reset_streams {
-        builder.max_pending_accept_reset_streams(streams);
-    }
+    let max_frame_size = params.max_frame_size.or_else(tls_default);
+    let builder = connection_builder(params, max_frame_size);
     let Some(io) = wait_for_preface(io, &service, wait_for_close(&closer, drain)).await? else {
         return Ok(());
     };
     let (io, batch) = batch_writes(io);
+    let max_block_bytes = header_block::max_bytes(params, max_frame_size).min(service.head_memory().max_reservation());
+    let (io, header_block) = header_block::track(io);
+    let mut reserved = None;
     let mut connection = builder.handshake::<_, Bytes>(io).await.map_err(Error::H2)?;
     let mut windows = FlowControlWindows::new(params, StreamToken::default());
     let task_pool = RequestTaskPool::new(service, windows.token(), config);
@@ -120,6 +109,16 @@ where
         if polled.is_ready() {
             return polled;
         }
+        if header_block.is_unfinished() || reserved.is_some() {
+            let n_bytes = match header_block.is_unfinished() {
+                true => max_block_bytes,
+                false => 0,
+            };
+            if let Err(error) = task_pool.service.head_memory().reserve(cx, n_bytes, &mut reserved) {
+                task_pool.service.record_refused(&error);
+                return Poll::Ready(Err(error));
+            }
+        }
         let mut is_idle_timeout = false;
         while check_timer.poll_tick(cx).is_ready() {
             task_pool.end_spare_tasks();
@@ -137,6 +136,30 @@ where
         ping_timeout.as_mut().poll(cx).map(|()| Err(Error::ClientClosed))
     })
     .await
+}
+
+fn connection_builder(params: &Http2Config, max_frame_size: Option<u32>) -> server::Builder {
+    let mut builder = server::Builder::new();
+    builder
+        .initial_window_size(params.stream_window)
+        .initial_connection_window_size(params.connection_window)
+        // Over this limit, `h2` refuses a request without a reason or closes the connection. So it is twice our own
+        // limit.
+        .max_header_list_size(params.max_header_list_bytes.saturating_mul(2))
+        .enable_connect_protocol();
+    if let Some(size) = max_frame_size {
+        builder.max_frame_size(size);
+    }
+    if let Some(streams) = params.max_concurrent_streams {
+        builder.max_concurrent_streams(streams);
+    }
+    if let Some(size) = params.max_send_buffer_bytes {
+        builder.max_send_buffer_size(size);
+    }
+    if let Some(streams) = params.max_pending_reset_streams {
+        builder.max_pending_accept_reset_streams(streams);
+    }
+    builder
 }
 
 /// Waits for the client preface, and puts it back. `None` if `close_signal` completes first. As in HTTP/1, other bytes and a part of
@@ -564,6 +587,7 @@ where
 
 #[cfg(test)]
 mod tests {
+    use futures_util::{StreamExt as _, stream::FuturesUnordered};
     use tokio::{
         io::AsyncWriteExt as _,
         net::{TcpListener, TcpStream},
@@ -574,10 +598,12 @@ mod tests {
     use crate::{
         http::{
             h1::server::Http1Config,
-            stack::error_response::ErrorDetail,
+            stack::error_response::{ErrorDetail, ResponderInfo},
+            stack::head_memory::HeadMemory,
+            stack::layers::ServiceStack,
             stack::layers::tests::{responder_info, service_stack},
         },
-        net::io::Tcp,
+        net::{io::Tcp, memory::MemoryPressure},
     };
 
     /// Serves a connection whose first bytes are `received` until the client has seen its end. Returns what the client read, or the
@@ -631,6 +657,80 @@ mod tests {
                 "{received:?}"
             );
         }
+    }
+
+    /// Connects to a server with these layers. `client` is the last byte of the address that the client seems to have.
+    async fn connect(stack: &ServiceStack, client: u8) -> TcpStream {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let connected = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (stream, _) = listener.accept().await.unwrap();
+        let info = ResponderInfo {
+            client_addr: ([10, 0, 0, client], 4321).into(),
+            ..responder_info()
+        };
+        let service = stack.build(
+            |_| async { Ok::<_, Error>(Response::new(Body::empty())) },
+            ErrorDetail::Omit,
+            info,
+            ConnectionCloser::default(),
+        );
+        let limit = Duration::from_secs(10);
+        let config = ServerConfig {
+            http1: Http1Config {
+                max_header_bytes: 1000,
+                header_read_timeout: limit,
+                idle_timeout: limit,
+            },
+            http2: Http2Config::default(),
+        };
+        tokio::spawn(async move {
+            let (_signal, drain) = drain::channel();
+            let io = Io::tcp(Tcp::new(stream));
+            drop(serve(io, service, &config, ConnectionCloser::default(), &drain).await);
+        });
+        connected
+    }
+
+    #[tokio::test]
+    async fn header_blocks_that_do_not_end_take_limited_memory_and_other_clients_are_answered() {
+        const SETTINGS: &[u8] = &[0, 0, 0, 4, 0, 0, 0, 0, 0];
+        /// `GET`, without END_HEADERS.
+        const BLOCK_START: &[u8] = &[0, 0, 1, 1, 1, 0, 0, 0, 1, 0x82];
+        /// The rest of `http://x/`, with END_HEADERS.
+        const BLOCK_END: &[u8] = &[0, 0, 5, 9, 4, 0, 0, 0, 1, 0x86, 0x84, 0x41, 1, b'x'];
+        let registry = Registry::new();
+        let stack = ServiceStack {
+            // 4 MiB: four header blocks of the default limit.
+            head_memory: HeadMemory::new(Some(32 << 20), MemoryPressure::default()),
+            ..service_stack(&registry)
+        };
+        let unfinished_request = [PREFACE, SETTINGS, BLOCK_START].concat();
+        let mut unfinished = FuturesUnordered::new();
+        for _ in 0..6 {
+            let mut client = connect(&stack, 1).await;
+            client.write_all(&unfinished_request).await.unwrap();
+            // Until the server closes or resets the connection.
+            unfinished.push(async move { drop(client.read_to_end(&mut Vec::new()).await) });
+        }
+        for _ in 0..6 - 4 {
+            unfinished.next().await;
+        }
+
+        let mut other = connect(&stack, 2).await;
+        other.write_all(&unfinished_request).await.unwrap();
+        unfinished.next().await; // the other client gets the memory of this block
+        other.write_all(BLOCK_END).await.unwrap();
+        let mut received = Vec::new();
+        // The kind and the stream of HEADERS.
+        while !received
+            .windows(6)
+            .any(|bytes| bytes[0] == 1 && bytes[2..] == [0, 0, 0, 1])
+        {
+            assert_ne!(other.read_buf(&mut received).await.unwrap(), 0, "{received:?}");
+        }
+
+        let counted = Samples::parse(&registry.render());
+        assert_eq!(counted.sum("tulle_failures_total", &[("cause", "overload")]), 3.);
     }
 
     const S: Duration = Duration::from_secs(1);

@@ -25,6 +25,7 @@ use crate::{
         stack::access_log::{AccessLog, AccessLogEntry},
         stack::admission::{Admission, InFlightSlot, ShedReason},
         stack::error_response::{self, ErrorDetail, ErrorFormat, ResponderInfo},
+        stack::head_memory::{ClientAddress, ClientHeadMemory, HeadMemory},
     },
     metrics::failures::Failures,
 };
@@ -32,6 +33,7 @@ use crate::{
 /// The layers of one direction, shared by its connections.
 pub(crate) struct ServiceStack {
     pub(crate) admission: Arc<Admission>,
+    pub(crate) head_memory: Arc<HeadMemory>,
     pub(crate) count_layer: CountLayer,
     pub(crate) error_metrics: ErrorMetrics,
     pub(crate) access_log: Option<AccessLog>,
@@ -246,13 +248,19 @@ struct ErrorResponder {
     closer: ConnectionCloser,
     errors: ErrorMetrics,
     totals: Arc<RequestTotals>,
+    head_memory: ClientHeadMemory,
     access_log: Option<AccessLog>,
 }
 
 impl ErrorToResponseLayer {
     /// `closer` closes the connection if an error requires it.
     fn new(detail: ErrorDetail, info: ResponderInfo, closer: ConnectionCloser, stack: &ServiceStack) -> Self {
+        let address = match &info.client_id {
+            Some(_) => ClientAddress::Verified,
+            None => ClientAddress::Unverified,
+        };
         Self(Arc::new(ErrorResponder {
+            head_memory: ClientHeadMemory::new(stack.head_memory.clone(), info.client_addr, address),
             error_detail: detail,
             info: Arc::new(info),
             closer,
@@ -369,6 +377,11 @@ impl<S> ErrorToResponse<S> {
         self.responder.error_detail
     }
 
+    /// The memory for heads of this client.
+    pub(in crate::http) fn head_memory(&self) -> &ClientHeadMemory {
+        &self.responder.head_memory
+    }
+
     /// The counter of responses with this status. The server counts a response when it sends its head.
     pub(crate) fn response_counter(&self, status: StatusCode) -> &Counter {
         self.responder.totals.response_counter(status)
@@ -439,6 +452,7 @@ pub(in crate::http) mod tests {
         let connections = ConnectionLimiter::new("test", 1, SameAddressEviction::Idlest, registry);
         ServiceStack {
             admission: Admission::new(1, connections, MemoryPressure::default(), failures.clone()),
+            head_memory: HeadMemory::new(None, MemoryPressure::default()),
             count_layer: CountLayer::new(registry, "inbound"),
             error_metrics: ErrorMetrics::new(
                 registry.counter("inbound_http_errors_total", ""),

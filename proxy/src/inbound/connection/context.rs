@@ -28,16 +28,16 @@ pub(in crate::inbound) struct Connection {
 }
 
 impl Connection {
-    /// Returns the policy of the target port. Waits up to `MAX_POLICY_WAIT` if it has not been received yet.
+    /// Returns the policy of the target port. Waits for it, for a bounded time, if it has not been received yet.
     pub(super) async fn wait_port_policy(&self, addrs: &ConnectionAddrs) -> (Arc<PortPolicy>, Arc<ActivePolicy>) {
-        let ports = &self.inbound.port_policies;
-        let port_policy = ports.get_or_watch(addrs.target.port());
-        if !port_policy.is_received() {
-            Box::pin(ports.wait_until_received(&port_policy)).await;
-        }
+        let (ports, target, client_ip) = (&self.inbound.port_policies, addrs.target, addrs.client.0.ip());
+        let port_policy = match ports.get(target.port()) {
+            Some(port_policy) if port_policy.is_received() => port_policy,
+            _ => Box::pin(ports.wait_for_policy(target, client_ip)).await,
+        };
         let active_policy = port_policy.current();
         if active_policy.is_unknown {
-            ports.warn_unknown_policy(addrs.target.port());
+            ports.warn_unknown_policy(target.port(), &port_policy, client_ip);
         }
         (port_policy, active_policy)
     }
@@ -109,7 +109,7 @@ impl Connection {
     ) {
         if let ServerProtocol::Detect { .. } = &active_policy.server_policy.protocol {
             let families = &self.inbound.families;
-            let series = families.detect_series(&active_policy.server_policy.meta, addrs.target.port());
+            let series = families.detect_series(&active_policy.server_policy.meta, addrs.target);
             series.record(first, began_at.elapsed());
         }
     }

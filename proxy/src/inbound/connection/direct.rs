@@ -7,7 +7,6 @@ use tokio::time::Instant;
 use tulle_core::{
     addr::{self, ClientAddr, NameAddr, ParseAddrError},
     info_limited,
-    metrics::Labels,
 };
 
 use crate::{
@@ -19,7 +18,6 @@ use crate::{
         },
         connection_addrs::ConnectionAddrs,
         gateway,
-        metrics::Families,
         policy::ActivePolicy,
     },
     metrics::hosts::HostSource,
@@ -138,7 +136,13 @@ impl Connection {
         let label_names = &self.inbound.server_name_labels;
         let label = header.name.as_ref();
         let label = label.filter(|name| label_names.add(&name.name, HostSource::Trusted));
-        record_transport_header(families, &header, label, tls);
+        let protocol = match header.protocol {
+            Some(SessionProtocol::Http1) => "http/1",
+            Some(SessionProtocol::Http2) => "http/2",
+            None => "",
+        };
+        let label = label.map_or("", |name| &name.name);
+        families.record_transport_header(protocol, target_addr(local, &header), label, tls);
         Some((io.prepend(rest), header))
     }
 
@@ -217,21 +221,6 @@ async fn read_transport_header(io: &mut Io, is_gateway: bool) -> Result<(DirectT
             return Err(DirectError::ClientClosed);
         }
     }
-}
-
-/// Counts a direct connection by the fields of its header.
-fn record_transport_header(families: &Families, target: &DirectTarget, name: Option<&NameAddr>, tls: &ServerTls) {
-    let protocol = match target.protocol {
-        Some(SessionProtocol::Http1) => "http/1",
-        Some(SessionProtocol::Http2) => "http/2",
-        None => "",
-    };
-    let labels = Labels::new()
-        .with("session_protocol", protocol)
-        .with("target_port", target.port)
-        .with("target_name", name.map_or("", |name| &name.name))
-        .with("client_id", tls.client_id().map_or("", |id| id.as_str()));
-    families.transport_header.get(&labels).inc();
 }
 
 /// The application's address: the local address of the connection, with the port of the header.

@@ -8,10 +8,7 @@ use tulle_core::{info_limited, metrics::Labels};
 use crate::{
     http::error::Error,
     inbound::{
-        app_clients::AppTarget,
-        connection::classified_connection::PortClient,
-        context::Inbound,
-        metrics::{connection_labels, with_meta},
+        app_clients::AppTarget, connection::classified_connection::PortClient, context::Inbound, metrics::with_meta,
         policy::ActivePolicy,
     },
     net::{
@@ -37,7 +34,8 @@ impl OpaqueForwarder<'_> {
     /// Authorizes the client under `active_policy`.
     fn authorize(&self, active_policy: &ActivePolicy) -> Result<Permitted, (Labels, Denied)> {
         let policy = &active_policy.server_policy;
-        let labels = connection_labels(self.client.addrs.target, &self.client.tls, &policy.meta);
+        let families = &self.inbound.families;
+        let labels = families.connection_labels(self.client.addrs.target, &self.client.tls, &policy.meta);
         match authz::authorize(
             &policy.authorizations,
             self.client.addrs.client.0.ip(),
@@ -93,7 +91,7 @@ impl OpaqueForwarder<'_> {
             source_ip,
         } = self.inbound.app_clients.target(&self.client.addrs);
         match connect::dial_from(source_ip, target, &self.inbound.app_clients.connect).await {
-            Ok(stream) => Some(Io::tcp(Tcp::new(stream)).count(self.inbound.app_clients.connection_metrics(target))),
+            Ok(stream) => Some(Io::tcp(Tcp::new(stream)).count(self.inbound.families.app_connection_metrics(target))),
             Err(error) => {
                 tracing::debug!(%target, %error, "application cannot be reached");
                 self.inbound.families.record_tcp_error(target, "i/o", error.cause());
@@ -119,7 +117,8 @@ impl OpaqueForwarder<'_> {
         };
         let log_audited = || {
             let (client, target) = (self.client.addrs.client.0, self.client.addrs.target);
-            tracing::info!(%client, %target, "connection audited");
+            let client_and_port = (client.ip(), target.port());
+            info_limited!(self.inbound.audit_log_limiter, client_and_port, "connection audited", %client, %target);
         };
         if permitted.is_audited {
             log_audited();
@@ -149,6 +148,7 @@ impl OpaqueForwarder<'_> {
                 }
                 changed = self.client.port_policy.wait_changed(&current) => {
                     current = changed;
+                    let (client, log) = (self.client.addrs.client.0, &self.inbound.log_limiter);
                     match self.authorize(&current) {
                         Ok(permitted) => {
                             if permitted.is_audited && !was_audited {
@@ -157,12 +157,12 @@ impl OpaqueForwarder<'_> {
                             was_audited = permitted.is_audited;
                         }
                         Err((labels, denied)) => {
-                            tracing::info!(client = %self.client.addrs.client.0, %denied, "connection closed by a policy change");
+                            info_limited!(log, client.ip(), "connection closed by a policy change", %client, %denied);
                             return self.inbound.families.record_tcp_terminated(&labels, denied);
                         }
                     }
                     if current.requires_http {
-                        tracing::info!(client = %self.client.addrs.client.0, "connection closed: the changed policy requires HTTP");
+                        info_limited!(log, client.ip(), "connection closed: the changed policy requires HTTP", %client);
                         return self.inbound.families.record_not_http(self.client.addrs.target);
                     }
                 }

@@ -15,7 +15,6 @@ use crate::{
             tls_detection::{TLS_DETECTION_TIMEOUT_ERROR, TlsDetection, is_not_client_hello},
         },
         connection_addrs::ConnectionAddrs,
-        metrics,
         policy::ActivePolicy,
     },
     metrics::hosts::HostSource,
@@ -204,8 +203,9 @@ impl Connection {
     /// Records a connection without TLS to a port that requires TLS.
     fn record_not_tls(&self, client: &PortClient, active_policy: &ActivePolicy) {
         let addrs = &client.addrs;
-        let labels = metrics::connection_labels(addrs.target, &client.tls, &active_policy.server_policy.meta);
-        self.inbound.families.record_tcp_denied(&labels, Denied::NoTls);
+        let families = &self.inbound.families;
+        let labels = families.connection_labels(addrs.target, &client.tls, &active_policy.server_policy.meta);
+        families.record_tcp_denied(&labels, Denied::NoTls);
         let (client, target) = (addrs.client.0, addrs.target);
         info_limited!(self.inbound.log_limiter, client.ip(), "connection refused: this port requires TLS", %client, %target);
     }

@@ -8,9 +8,9 @@ use tokio::time::Instant;
 use tulle_core::{info_limited, metrics::Labels};
 
 use crate::{
-    http::{body::Body, error::Error, lifecycle::classify, stack::filters},
+    http::{body::Body, error::Error, headers, lifecycle::classify, stack::filters},
     inbound::{
-        metrics::{connection_labels, with_meta},
+        metrics::with_meta,
         policy::ActivePolicy,
         request::{
             context::{HttpConnection, Upstream},
@@ -22,16 +22,18 @@ use crate::{
         authz::{self, Authorization, Denied},
         matches::RequestAttributes,
         route,
-        server::{ServerPolicy, ServerProtocol},
+        server::{ServerHttp, ServerPolicy, ServerProtocol},
     },
 };
 
 impl HttpConnection {
-    /// Finds the route, authorizes the client, and applies the request filters of the route and the rate limit.
+    /// Finds the route, authorizes the client, and applies the request filters of the route and the rate limit. On a port with
+    /// user-defined rules, a CONNECT tunnel needs a rule with this method.
     pub(super) fn authorize(&self, req: &mut Request<Body>) -> Result<RequestMetrics, Error> {
         let current = self.port_policy.current();
         let policy = &current.server_policy;
-        let labels = || connection_labels(self.addrs.target, &self.tls, &policy.meta);
+        let families = &self.inbound.families;
+        let labels = || families.connection_labels(self.addrs.target, &self.tls, &policy.meta);
         let Some(http) = policy.protocol.http() else {
             // The policy has changed, or the client's proxy has announced HTTP.
             return Err(Error::InvalidPolicy("the policy of this port is not HTTP".into()));
@@ -48,7 +50,14 @@ impl HttpConnection {
             }
             Error::RouteNotFound
         })?;
+        // The application may read the bytes of a tunnel as requests, which no rule would see.
+        let bypasses_rules =
+            headers::is_connect_tunnel(req) && http.has_user_defined_rules() && !found.names_method_of(&attributes);
         let permitted = authz::authorize(&found.rule.payload, self.addrs.client.0.ip(), self.tls.to_conn_tls());
+        let permitted = permitted.and_then(|authorization| match bypasses_rules {
+            true => Err(Denied::ConnectTunnel),
+            false => Ok(authorization),
+        });
         let authorization = permitted.map_err(|denied| {
             let labels = with_meta(labels(), "route", &found.route.meta);
             self.inbound.families.record_http_denied(&labels, denied);
@@ -60,7 +69,9 @@ impl HttpConnection {
             }
         })?;
         if authorization.meta.is_audit() {
-            tracing::info!(client = %self.addrs.client.0, target = %self.addrs.target, "request audited");
+            let (client, target) = (self.addrs.client.0, self.addrs.target);
+            let client_and_port = (client.ip(), target.port());
+            info_limited!(self.inbound.audit_log_limiter, client_and_port, "request audited", %client, %target);
         }
         let route_metrics = self.route_metrics(&current, found.route, authorization);
         let host_series = self.host_series(&route_metrics, req);
@@ -111,10 +122,10 @@ impl HttpConnection {
             return known.metrics.clone();
         }
         authorized_routes.retain(|known| Arc::ptr_eq(&known.policy, current) || known.is_in_progress());
-        let labels = connection_labels(self.addrs.target, &self.tls, &current.server_policy.meta);
+        let families = &self.inbound.families;
+        let labels = families.connection_labels(self.addrs.target, &self.tls, &current.server_policy.meta);
         let labels = with_meta(labels, "route", &route.meta);
         let labels: Labels = with_meta(labels, "authz", &authorization.meta);
-        let families = &self.inbound.families;
         let kind = match &current.server_policy.protocol {
             ServerProtocol::Grpc(_) => StatusKind::Grpc,
             _ => StatusKind::Http,
@@ -124,7 +135,7 @@ impl HttpConnection {
             authorization_meta: authorization.meta.clone(),
             allowed: families.http_allow.get(&labels),
             series: families.http.series(labels),
-            route: families.route_series(kind, &current.server_policy.meta, self.addrs.target.port(), &route.meta),
+            route: families.route_series(kind, &current.server_policy.meta, self.addrs.target, &route.meta),
             last_host_series: Mutex::default(),
         });
         authorized_routes.push(AuthorizedRoute {
@@ -170,9 +181,35 @@ impl HttpConnection {
                 closer.notify_one();
             }
             if let Some(denied) = self.check_in_progress(&current.server_policy) {
-                let labels = connection_labels(self.addrs.target, &self.tls, &current.server_policy.meta);
-                self.inbound.families.record_tcp_terminated(&labels, denied);
-                return tracing::info!(client = %self.addrs.client.0, %denied, "requests ended by a policy change");
+                let families = &self.inbound.families;
+                let labels = families.connection_labels(self.addrs.target, &self.tls, &current.server_policy.meta);
+                families.record_tcp_terminated(&labels, denied);
+                let client = self.addrs.client.0;
+                let log = &self.inbound.log_limiter;
+                info_limited!(log, client.ip(), "requests ended by a policy change", %client, %denied);
+                return;
+            }
+            self.port_policy.wait_changed(&current).await;
+        }
+    }
+
+    /// Waits until the rules of a changed policy forbid CONNECT tunnels.
+    pub(in crate::inbound) async fn wait_until_tunnels_forbidden(&self) {
+        loop {
+            let current = self.port_policy.current();
+            if current
+                .server_policy
+                .protocol
+                .http()
+                .is_some_and(ServerHttp::forbids_tunnels)
+            {
+                let families = &self.inbound.families;
+                let labels = families.connection_labels(self.addrs.target, &self.tls, &current.server_policy.meta);
+                let (denied, client) = (Denied::ConnectTunnel, self.addrs.client.0);
+                families.record_tcp_terminated(&labels, denied);
+                let log = &self.inbound.log_limiter;
+                info_limited!(log, client.ip(), "tunnel ended by a policy change", %client, %denied);
+                return;
             }
             self.port_policy.wait_changed(&current).await;
         }

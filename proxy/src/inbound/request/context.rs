@@ -17,7 +17,6 @@ use crate::{
         connection_addrs::ConnectionAddrs,
         context::Inbound,
         gateway::{Gateway, GatewayConnection},
-        metrics::{target_labels, with_server},
         policy::PortPolicy,
         profiles::{ProfileEntry, ProfileLimitReached},
         request::observe::AuthorizedRoutes,
@@ -84,13 +83,10 @@ impl ErrorLabeler for HttpConnection {
             Error::RouteNotFound => matches!(self.upstream, Upstream::App(_)),
             _ => false,
         };
-        let target = self.addrs.target;
         let labels = || {
-            with_server(
-                target_labels(target),
-                &self.port_policy.current().server_policy.meta,
-                target.port(),
-            )
+            let current = self.port_policy.current();
+            let families = &self.inbound.families;
+            families.server_labels(self.addrs.target, &current.server_policy.meta)
         };
         (!is_already_counted).then(labels)
     }

@@ -84,6 +84,7 @@ impl HttpConnection {
         // The HTTP/1 client resends requests by itself.
         let copy = (protocol == Protocol::Http2 && upgrade.is_none())
             .then(|| ReplayableRequest::of_request(req, replay::DEFAULT_MAX_REPLAY_BYTES));
+        let is_connect_tunnel = headers::is_connect_tunnel(req);
         let ready = app
             .connection(protocol, connection_use)
             .await
@@ -99,11 +100,23 @@ impl HttpConnection {
             (Some(client_tunnel), Some(app_tunnel)) => {
                 let (connection, route_metrics) = (self.clone(), route_metrics.clone());
                 let stop_when_denied = async move {
-                    match connection.protocol {
-                        // The client's connection is now the tunnel, so nothing else stops it.
-                        Protocol::Http1 => connection.wait_until_denied().await,
-                        // The tunnel is a stream of the client's connection, which is closed when the client is denied.
-                        Protocol::Http2 => std::future::pending().await,
+                    let denied = async {
+                        match connection.protocol {
+                            // The client's connection is now the tunnel, so nothing else stops it.
+                            Protocol::Http1 => connection.clone().wait_until_denied().await,
+                            // The tunnel is a stream of the client's connection, which is closed when the client is denied.
+                            Protocol::Http2 => std::future::pending().await,
+                        }
+                    };
+                    let forbidden = async {
+                        match is_connect_tunnel {
+                            true => connection.wait_until_tunnels_forbidden().await,
+                            false => std::future::pending().await,
+                        }
+                    };
+                    tokio::select! {
+                        () = denied => {}
+                        () = forbidden => {}
                     }
                     drop(route_metrics); // the tunnel counts as in progress until here
                 };

@@ -35,8 +35,10 @@ pub(crate) struct Outbound {
     pub(crate) mode: Mode,
     /// The identity of this proxy.
     pub(crate) identity_name: Arc<str>,
-    /// Limits the log messages about refused clients.
+    /// Limits the log messages about clients that are refused for what they send, by the client's address.
     pub(crate) log_limiter: LogLimiter,
+    /// Limits the log messages about targets that cannot be reached, by target and cause.
+    pub(crate) target_log_limiter: Arc<LogLimiter<(Addr, &'static str)>>,
 }
 
 /// A client whose connection was accepted.

@@ -12,7 +12,7 @@ use tokio::{
 };
 use tulle_core::{
     addr::{Addr, ClientAddr},
-    drain,
+    drain, info_limited,
 };
 
 use crate::{
@@ -64,7 +64,8 @@ impl Outbound {
                 return Box::pin(connection.serve(io, server)).await;
             }
             Ok(Detection::Detected(_)) => {
-                tracing::info!(client = %addr.0, "refused: the first bytes are neither SOCKS5 nor HTTP");
+                let client = addr.0;
+                info_limited!(self.log_limiter, client.ip(), "refused: the first bytes are neither SOCKS5 nor HTTP", %client);
                 io.reset_on_drop();
                 return None;
             }
@@ -111,13 +112,24 @@ impl Outbound {
                     return Some((io.prepend(prefix.freeze()), destination, server));
                 }
                 Err(error) => {
-                    self.families.record_tcp_error(&target, error.label(), error.cause());
-                    tracing::info!(client = %client.0, %target, cause = error.cause(), %error, "SOCKS request refused");
+                    let (client, cause) = (client.0, error.cause());
+                    self.families.record_tcp_error(&target, error.label(), cause);
+                    let target_and_cause = (target.clone(), cause);
+                    info_limited!(
+                        self.target_log_limiter,
+                        target_and_cause,
+                        "SOCKS request refused",
+                        %client,
+                        %target,
+                        cause,
+                        %error
+                    );
                     socks_reply(&error).bytes().to_vec()
                 }
             },
             Ok(Err(SocksFailure::Protocol(error))) => {
-                tracing::info!(client = %client.0, %error, "SOCKS request refused");
+                let client = client.0;
+                info_limited!(self.log_limiter, client.ip(), "SOCKS request refused", %client, %error);
                 error.reply()
             }
             Ok(Err(SocksFailure::ClientClosed)) => return None,

@@ -65,7 +65,8 @@ impl Outbound {
         let destination = match self.discovery.get(dst.clone(), self.detect_timeout).await {
             Ok(destination) => destination,
             Err(error) => {
-                tracing::info!(%dst, %error, "connection refused");
+                let target_and_cause = (dst.clone(), error.cause());
+                info_limited!(self.target_log_limiter, target_and_cause, "connection refused", %dst, %error);
                 // Boxed because it is rare and would make the future of all connections larger.
                 let client = AcceptedClient {
                     worker,
@@ -321,8 +322,9 @@ impl Connection {
                     OpaqueError::Connect(error) => (error.label(), error.cause()),
                 };
                 route_counters.record_close(error.route_label());
-                self.outbound.families.record_tcp_error(self.dst(), label, cause);
-                tracing::info!(dst = %self.dst(), %error, "connection refused");
+                let (outbound, dst) = (&self.outbound, self.dst());
+                outbound.families.record_tcp_error(dst, label, cause);
+                info_limited!(outbound.target_log_limiter, (dst.clone(), cause), "connection refused", %dst, %error);
                 io.reset_on_drop();
                 return None;
             }

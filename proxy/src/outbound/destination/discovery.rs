@@ -4,7 +4,11 @@ use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use parking_lot::Mutex;
 use tokio::{runtime::Handle, sync::watch, time::Instant};
-use tulle_core::addr::{Addr, NameAddr};
+use tulle_core::{
+    addr::{Addr, NameAddr},
+    log_limit::LogLimiter,
+    warn_limited,
+};
 
 use crate::{
     api::{
@@ -46,6 +50,8 @@ pub(crate) struct Discovery {
     /// Runs the watch tasks of destinations.
     pub(crate) runtime: Handle,
     pub(crate) cache: Mutex<DestinationCache>,
+    /// Limits log lines about refusals, by target and cause.
+    pub(crate) log_limiter: Arc<LogLimiter<(Addr, &'static str)>>,
 }
 
 /// A destination, and the other addresses to try if it cannot be reached.
@@ -210,14 +216,23 @@ fn build_snapshot(
     policy_watch: &watch::Receiver<WatchState<ClientPolicy>>,
 ) -> Option<Snapshot> {
     let profile_state = profile_watch.map(|profile| profile.borrow());
+    if let Some(denial) = profile_state.as_deref().and_then(denial) {
+        let reason = denial.to_string();
+        *destination.update_errors.profile.lock() = Some(reason.clone());
+        return Some(refuse_all(discovery, destination, reason));
+    }
+    if let Some(denial) = denial(&policy_watch.borrow()) {
+        let reason = denial.to_string();
+        *destination.update_errors.policy.lock() = Some(reason.clone());
+        return Some(refuse_all(discovery, destination, reason));
+    }
     let (profile, is_shared_address) = match profile_state.as_deref() {
         None => (None, false),
         Some(WatchState::Pending) => return None,
         Some(WatchState::Known(Some(profile))) => (Some(profile), false),
         Some(WatchState::Known(None)) => {
             let reason = destination.update_errors.profile.lock().clone().unwrap_or_default();
-            let invalid = ClientPolicy::invalid(reason, discovery.local_policy_config.detect_timeout);
-            return Some(compile_snapshot(discovery, destination, invalid, None));
+            return Some(refuse_all(discovery, destination, reason));
         }
         // Linkerd's code for an address that several workloads have.
         Some(WatchState::Refused(refusal)) => (None, refusal.code == tonic::Code::FailedPrecondition),
@@ -238,7 +253,15 @@ fn build_snapshot(
             policy_of_unknown_destination(target, endpoint, discovery.local_policy_config)
         }
         WatchState::Refused(refusal) => {
-            tracing::warn!(dst = %target, code = ?refusal.code, message = refusal.message, "refused by the control plane");
+            let target_and_cause = (target.clone(), "invalid-policy");
+            warn_limited!(
+                discovery.log_limiter,
+                target_and_cause,
+                "refused by the control plane",
+                dst = %target,
+                code = ?refusal.code,
+                message = refusal.message
+            );
             let reason = format!("the control plane refuses the destination: {}", refusal.message);
             *destination.update_errors.policy.lock() = Some(reason.clone());
             ClientPolicy::invalid(reason, discovery.local_policy_config.detect_timeout)
@@ -249,6 +272,21 @@ fn build_snapshot(
         is_unknown_name,
         ..compiled
     })
+}
+
+/// The refusal of a control plane that denies this proxy what it has requested. It says nothing about the destination, so it must
+/// not be treated as unknown.
+fn denial<T>(state: &WatchState<T>) -> Option<&Refusal> {
+    match state {
+        WatchState::Refused(refusal) if refusal.is_denial() => Some(refusal),
+        _ => None,
+    }
+}
+
+/// A snapshot that refuses all requests and connections, for this reason.
+fn refuse_all(discovery: &Discovery, destination: &Destination, reason: String) -> Snapshot {
+    let policy = ClientPolicy::invalid(reason, discovery.local_policy_config.detect_timeout);
+    compile_snapshot(discovery, destination, policy, None)
 }
 
 /// The policy of a destination for which the control plane has none. `endpoint` is the one in its profile.
@@ -327,6 +365,29 @@ mod tests {
             }],
             ..Default::default()
         }
+    }
+
+    #[test]
+    fn only_a_denial_refuses_a_destination_whatever_else_is_known_of_it() {
+        use tonic::Code;
+        for code in [
+            Code::PermissionDenied,
+            Code::NotFound,
+            Code::InvalidArgument,
+            Code::FailedPrecondition,
+            Code::Unimplemented,
+        ] {
+            let refusal = Refusal {
+                description: "policy of web.shop:80".to_owned(),
+                code,
+                message: "only clients in namespace shop".to_owned(),
+            };
+            let state = WatchState::<()>::Refused(refusal.clone());
+            let expected = (code == Code::PermissionDenied).then_some(&refusal);
+            assert_eq!(denial(&state), expected, "{code:?}");
+        }
+        assert_eq!(denial(&WatchState::Known(())), None);
+        assert_eq!(denial(&WatchState::<()>::Pending), None);
     }
 
     #[tokio::test]

@@ -401,7 +401,7 @@ mod tests {
         let _queued = std::net::TcpStream::connect(addr).unwrap();
 
         let mut context = EndpointContext::with_defaults();
-        context.connect.timeout = HEDGED_DIAL_DELAY * 3 / 2;
+        context.connector.connect.timeout = HEDGED_DIAL_DELAY * 3 / 2;
         let req = Request::get("http://web.test/").body(Body::empty()).unwrap();
         let needs = ConnectionRequirements::of_request(&req, false);
         // Endpoints that earlier attempts have tried, and those to which this attempt was sent before.

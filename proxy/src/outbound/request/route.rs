@@ -55,6 +55,9 @@ pub(in crate::outbound) async fn route_and_send(
     };
     let attributes = RequestAttributes::of(outgoing.req.method(), outgoing.req.uri(), outgoing.req.headers());
     let found = find_route(&snapshot.policy, routes, &attributes)?.ok_or(Error::RouteNotFound)?; // O6
+    if headers::is_connect_tunnel(outgoing.req) {
+        check_tunnel(&snapshot.policy, routes, &attributes, &found)?;
+    }
     let CompiledAction {
         backends,
         mirrors,
@@ -125,6 +128,25 @@ fn find_route<'a, T>(
     Ok(route::find_by_normalized_path(routes, attributes, &normalized_path))
 }
 
+/// Checks that no rules of an EgressNetwork are bypassed by the bytes of a CONNECT tunnel, for which `found` is the rule.
+///
+/// # Errors
+/// The EgressNetwork has routes, and `found` is not for the method CONNECT.
+fn check_tunnel<T>(
+    policy: &ClientPolicy,
+    routes: &[Route<T>],
+    attributes: &RequestAttributes<'_>,
+    found: &RouteMatch<'_, T>,
+) -> Result<(), Error> {
+    if !policy.is_of_egress_network() || found.names_method_of(attributes) || !routes.iter().any(Route::is_user_defined)
+    {
+        return Ok(());
+    }
+    Err(Error::Forbidden {
+        policy: policy.meta.to_string(),
+    })
+}
+
 fn select_router(plan: &Plan, version: Version) -> Result<&Router, Error> {
     match plan {
         Plan::Detect { http2, .. } if version == Version::HTTP_2 => Ok(http2),
@@ -151,7 +173,12 @@ mod tests {
     };
 
     use super::*;
-    use crate::policy::{client::ClientProtocol, decode};
+    use crate::policy::{
+        client::ClientProtocol,
+        decode,
+        matches::{HttpMatch, RequestMatch},
+        route::Rule,
+    };
 
     fn metadata(kind: &str) -> Option<Metadata> {
         let resource = Resource {
@@ -231,6 +258,42 @@ mod tests {
                 Some(expected) => assert_eq!(found.unwrap(), expected, "{kind} {path}"),
                 None => assert!(matches!(found, Err(Error::AmbiguousPath)), "{kind} {path}"),
             }
+        }
+    }
+
+    #[test]
+    fn a_connect_tunnel_does_not_bypass_rules_of_an_egress_network() {
+        for (kind, adds_connect_rule, is_permitted) in [
+            ("EgressNetwork", false, false),
+            ("EgressNetwork", true, true),
+            ("Service", false, true),
+        ] {
+            let policy = policy_of(kind);
+            let ClientProtocol::Http1(http) = &policy.protocol else {
+                panic!("{policy:?}");
+            };
+            let mut routes = http.routes.to_vec();
+            let rule = Rule {
+                matches: match adds_connect_rule {
+                    true => vec![RequestMatch::Http(HttpMatch {
+                        method: Some(Method::CONNECT),
+                        ..HttpMatch::default()
+                    })],
+                    false => Vec::new(),
+                },
+                filters: Vec::new(),
+                payload: routes[0].rules[0].payload.clone(),
+            };
+            routes.push(Route {
+                hosts: Vec::new(),
+                rules: vec![rule],
+                ..routes[0].clone()
+            });
+            let (uri, headers) = (Uri::from_static("a.test:443"), HeaderMap::new());
+            let attributes = RequestAttributes::of(&Method::CONNECT, &uri, &headers);
+            let found = find_route(&policy, &routes, &attributes).unwrap().unwrap();
+            let checked = check_tunnel(&policy, &routes, &attributes, &found);
+            assert_eq!(checked.is_ok(), is_permitted, "{kind} {adds_connect_rule}");
         }
     }
 }

@@ -292,6 +292,11 @@ impl RequestMatch {
         }
     }
 
+    /// Whether it matches only requests with this method.
+    pub(crate) fn names_method(&self, method: &Method) -> bool {
+        matches!(self, Self::Http(HttpMatch { method: Some(named), .. }) if named == method)
+    }
+
     /// Whether every HTTP request matches.
     pub(crate) fn matches_all(&self) -> bool {
         matches!(self, Self::Http(HttpMatch { path, method: None, headers, query })

@@ -41,6 +41,7 @@ impl Replica {
             lease_owner_deployment: "linkerd-destination".to_owned(),
             write_slices: true,
             statuses: Some(writeback::config::StatusesConfig {
+                cluster_domain: "cluster.local".to_owned(),
                 cluster_networks: vec!["10.0.0.0/8".parse().unwrap()],
                 global_egress_namespace: "linkerd-egress".to_owned(),
                 default_opaque_ports: PortSet::default(),

@@ -7,7 +7,7 @@ use std::sync::{Arc, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use socket2::{Domain, Socket, Type};
+use socket2::{Domain, SockRef, Socket, Type};
 
 use super::tls_attackers::{TlsAttack, TlsBehaviour, TlsFlood};
 
@@ -26,6 +26,11 @@ pub(crate) enum Behaviour<'a> {
     OpenStreams,
     /// A request that gets its response, and nothing more.
     Idle,
+    /// The start of a request whose head is almost as large as the limit. All connections are open before the first head grows,
+    /// because under memory pressure no more are accepted.
+    LargeHead,
+    /// The same over HTTP/2: a header block without its end.
+    LargeHeaderBlock,
     InsideTls(&'a TlsAttack, TlsBehaviour),
 }
 
@@ -66,6 +71,8 @@ impl Behaviour<'_> {
         Self::Idle,
     ];
 
+    pub(crate) const LARGE_HEADS: [Self; 2] = [Self::LargeHead, Self::LargeHeaderBlock];
+
     fn sends_byte_per_second(self) -> bool {
         matches!(self, Self::Slow | Self::SlowTls)
     }
@@ -80,6 +87,8 @@ impl Behaviour<'_> {
             Self::BeginTls | Self::SlowTls => vec![0x16, 3, 1, 2, 0, 1, 0, 1, 0xfc, 3, 3],
             Self::OpenStreams => streams(),
             Self::Idle => b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n".to_vec(),
+            Self::LargeHead => [&b"GET / HTTP/1.1\r\nhost: x\r\nx: "[..], &[b'x'; LARGE_HEAD_BYTES]].concat(),
+            Self::LargeHeaderBlock => header_block(),
         }
     }
 }
@@ -92,6 +101,20 @@ fn streams() -> Vec<u8> {
     bytes.extend(frame(SETTINGS, 0, 0, &[]));
     for n in 0..10 {
         bytes.extend(frame(HEADERS, END_HEADERS, 2 * n + 1, &head));
+    }
+    bytes
+}
+
+/// The HTTP/2 preface, a SETTINGS frame, and the start of a header field.
+fn header_block() -> Vec<u8> {
+    // The name x, and a length of the value, 65,662, that is more than follows.
+    let start = [0, 1, b'x', 0x7f, 0xff, 0xff, 0x03];
+    let part = [b'x'; LARGE_HEAD_BYTES / 4];
+    let mut bytes = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
+    bytes.extend(frame(SETTINGS, 0, 0, &[]));
+    bytes.extend(frame(HEADERS, 0, 1, &[&start[..], &part].concat()));
+    for _ in 0..3 {
+        bytes.extend(frame(CONTINUATION, 0, 1, &part));
     }
     bytes
 }
@@ -120,11 +143,18 @@ impl Flood {
             return Self::InsideTls(TlsFlood::start(attack, behaviour, (0..n).filter_map(connect)));
         }
         let send_first = |mut stream: TcpStream| {
+            SockRef::from(&stream).set_send_buffer_size(SEND_BUFFER_BYTES).ok()?;
             stream.set_nonblocking(true).ok()?;
             stream.write_all(first).ok()?;
             Some(stream)
         };
-        let connections: Vec<_> = (0..n).filter_map(|n| send_first(connect(n)?)).collect();
+        let connections: Vec<_> = match behaviour {
+            Behaviour::LargeHead | Behaviour::LargeHeaderBlock => {
+                let opened: Vec<_> = (0..n).filter_map(connect).collect();
+                opened.into_iter().filter_map(send_first).collect()
+            }
+            _ => (0..n).filter_map(|n| send_first(connect(n)?)).collect(),
+        };
         let connections = Arc::new(connections);
         let slow = behaviour
             .sends_byte_per_second()
@@ -203,6 +233,11 @@ fn connect(source: IpAddr, addr: SocketAddr) -> Option<TcpStream> {
 
 const SETTINGS: u8 = 4;
 const HEADERS: u8 = 1;
+const CONTINUATION: u8 = 9;
 const END_HEADERS: u8 = 4;
+/// The limit of HTTP/1 is 64 KiB.
+const LARGE_HEAD_BYTES: usize = 60_000;
+/// What a connection sends at once fits into this, so that sending does not wait for the server.
+const SEND_BUFFER_BYTES: usize = 128 << 10;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 const BYTE_INTERVAL: Duration = Duration::from_secs(1);

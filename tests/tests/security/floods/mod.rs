@@ -7,6 +7,8 @@
 //! TLS are also flooded by attackers that complete the handshake, with and without an identity. Floods of different listeners run
 //! at the same time, those of one listener one after another: eviction starts with clients that have several connections, and the
 //! well-behaved clients share one address.
+//!
+//! Large request heads that do not end need more connections, so they flood a sidecar that may open more files.
 
 mod attackers;
 mod clients;
@@ -60,7 +62,12 @@ fn every_port_answers_other_clients_during_floods() {
         return;
     }
     raise_open_file_limit();
-    let testbed = Testbed::build();
+    let mut testbed = Testbed::build();
+    flood_every_port(&testbed);
+    flood_with_large_heads(&mut testbed);
+}
+
+fn flood_every_port(testbed: &Testbed) {
     let (client, server, control) = (&testbed.client, &testbed.server, &testbed.control);
     let of_server = |port| (SERVER, port).into();
     let of_server6 = |port| (v6(SERVER), port).into();
@@ -231,10 +238,38 @@ fn every_port_answers_other_clients_during_floods() {
     let floods = ports
         .iter()
         .flat_map(|port| flood_cases(port, many.contains(&port.name)));
-    let flooded = [&testbed.control_plane, &testbed.sidecar];
-    run(floods.collect(), &flooded, |flood| {
+    run(floods.collect(), &testbed.flooded(), |flood| {
         testbed.attackers.run(flood).unwrap()
     });
+}
+
+/// Floods the inbound port on almost as many connections as it permits. In total their heads are larger than the memory of the
+/// sidecar, if it may open 18,000 files.
+fn flood_with_large_heads(testbed: &mut Testbed) {
+    let max_connections = testbed.restart_sidecar_with_many_files();
+    let addr = (SERVER, testbed::HTTP).into();
+    let port = FloodedPort {
+        name: "4143, with many connections",
+        addr,
+        listener: "inbound",
+        clients: vec![NormalClient::http(&testbed.client, addr, "/", 200)],
+        held: Vec::new(),
+        tls: Vec::new(),
+        sources: Sources::ALL,
+    };
+    let cases_from = |from: &Sources| {
+        Behaviour::LARGE_HEADS.map(|behaviour| FloodCase {
+            port: &port,
+            behaviour,
+            from: *from,
+            n: max_connections.saturating_sub(N_CONNECTIONS_OF_OTHERS),
+        })
+    };
+    run(
+        port.sources.iter().flat_map(cases_from).collect(),
+        &testbed.flooded(),
+        |flood| testbed.attackers.run(flood).unwrap(),
+    );
 }
 
 fn prepend<'a>(first: NormalClient<'a>, others: Vec<NormalClient<'a>>) -> Vec<NormalClient<'a>> {
@@ -382,4 +417,6 @@ fn is_full_run() -> bool {
 /// Requests of each well-behaved client during a flood; for slow floods, one after each further byte.
 const ROUNDS: usize = 2;
 const N_IDLE_CONNECTIONS: usize = 4000;
+/// Connections below the limit of a port that are left for well-behaved clients.
+const N_CONNECTIONS_OF_OTHERS: usize = 100;
 const MAX_LISTED_FAILURES: usize = 50;

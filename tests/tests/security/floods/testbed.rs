@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
+use nix::sys::resource::{Resource, getrlimit};
 use nix::unistd::Uid;
 use rustls::ClientConfig;
 use rustls::pki_types::pem::PemObject as _;
@@ -31,7 +32,8 @@ pub(crate) struct Testbed {
     // Fields drop in this order: processes, then their namespaces, then the files.
     /// The control plane, which all services of this test share.
     pub(crate) control_plane: Process,
-    pub(crate) sidecar: Process,
+    /// `None` only while it is replaced.
+    sidecar: Option<Process>,
     _applications: [Process; 2],
     pub(crate) control: Arc<Namespace>,
     pub(crate) server: Arc<Namespace>,
@@ -44,8 +46,9 @@ pub(crate) struct Testbed {
     pub(crate) tap_leaf: LeafWithKey,
     /// A certificate of attackers in the mesh.
     attacker_leaf: LeafWithKey,
+    credentials: Credentials,
     _network: VirtualNetwork,
-    _dir: TempDir,
+    dir: TempDir,
 }
 
 /// Whether the test has the rights it needs; prints a message if not. In CI missing rights are an error.
@@ -87,10 +90,11 @@ impl Testbed {
         let applications = [&server, &client].map(|host| application(host, dir.path()));
         let control_plane = control_plane(&control, &credentials, dir.path());
         redirect(&server);
-        let sidecar = sidecar(&server, &credentials, dir.path());
+        programs::install(PROXY, dir.path()).unwrap();
+        let sidecar = sidecar(&server, &credentials, dir.path(), FILES);
         Self {
             control_plane,
-            sidecar,
+            sidecar: Some(sidecar),
             _applications: applications,
             control,
             server,
@@ -100,9 +104,27 @@ impl Testbed {
             leaf: leaf_of(&identity("server"), &credentials),
             tap_leaf: leaf_of(&control_plane_identity("tap"), &credentials),
             attacker_leaf: leaf_of(&identity("attacker"), &credentials),
+            credentials,
             _network: virtual_network,
-            _dir: dir,
+            dir,
         }
+    }
+
+    /// Replaces the sidecar by one that may open as many files as this process. Returns its limit of connections to one direction.
+    ///
+    /// With 20,000 files these are 5,000, and their heads could take more than the memory of the sidecar.
+    pub(crate) fn restart_sidecar_with_many_files(&mut self) -> usize {
+        let (_, files) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+        let files = usize::try_from(files).unwrap().min(MANY_FILES);
+        drop(self.sidecar.take());
+        self.sidecar = Some(sidecar(&self.server, &self.credentials, self.dir.path(), files));
+        files / 4
+    }
+
+    /// The sidecar, and the control plane.
+    pub(crate) fn flooded(&self) -> [&Process; 2] {
+        let sidecar = self.sidecar.as_ref().expect("the sidecar is not being replaced");
+        [&self.control_plane, sidecar]
     }
 
     /// Attackers without a certificate on a port of the control plane; `account` is the service account of its server.
@@ -131,12 +153,12 @@ impl Testbed {
         }
     }
 
-    /// Attackers with a certificate of the mesh. They send small bodies, because only strangers have a limit of memory.
+    /// Attackers with a certificate of the mesh.
     pub(crate) fn peers(&self, strangers: &TlsAttack) -> TlsAttack {
         TlsAttack {
             who: "peers",
             config: Arc::new(insecure_tls::config(Some(&self.attacker_leaf))),
-            stream_bytes: 1,
+            stream_bytes: strangers.stream_bytes.min(PEER_STREAM_BYTES),
             ..strangers.clone()
         }
     }
@@ -247,12 +269,11 @@ fn redirect(host: &Namespace) {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// A sidecar with so few file descriptors that a flood reaches its connection limit.
-fn sidecar(host: &Arc<Namespace>, credentials: &Credentials, dir: &Path) -> Process {
+fn sidecar(host: &Arc<Namespace>, credentials: &Credentials, dir: &Path, files: usize) -> Process {
     let user = [format!("--reuid={PROXY_UID}"), format!("--regid={PROXY_UID}")];
     let mut command = command(host, &[&user[0], &user[1], "--clear-groups"], &PathBuf::from("prlimit"));
-    command.arg(format!("--nofile={FILES}"));
-    command.arg(programs::install("tulle-proxy", dir).unwrap());
+    command.arg(format!("--nofile={files}"));
+    command.arg(dir.join(PROXY));
     let path = std::env::var_os("PATH").unwrap_or_default();
     command.env_clear().env("PATH", path);
     command.envs(credentials.sidecar_variables("server", CONTROL, "10.0.0.0/8"));
@@ -309,13 +330,18 @@ pub(crate) const CONTROL: Ipv4Addr = Ipv4Addr::new(10, 78, 0, 30);
 pub(crate) const SERVER: Ipv4Addr = Ipv4Addr::new(10, 78, 0, 20);
 pub(crate) const CLIENT: Ipv4Addr = Ipv4Addr::new(10, 78, 0, 40);
 pub(crate) const HTTP: u16 = 8080;
+const PROXY: &str = "tulle-proxy";
 /// The user id of the proxy, whose traffic is not redirected.
 const PROXY_UID: u32 = 2102;
 const PREFIX: &str = "fl-";
-/// Maximum open files. The sidecar uses a quarter of them for connections of one direction, the control plane a fifth
-/// for connections of one port.
+/// Maximum open files, so few that a flood reaches the connection limits. The sidecar uses a quarter of them for connections of one
+/// direction, the control plane a fifth for connections of one port.
 const FILES: usize = 1500;
+/// For 8,000 connections of one direction, as many as the memory of the sidecar permits.
+const MANY_FILES: usize = 32_000;
 /// The memory limit of the components in `charts/tulle-control-plane/values-ha.yaml`.
 const MEMORY_KIB: u64 = 250 << 10;
 /// Bytes of a gRPC message that is not complete. All streams of a connection have less than HTTP/2 permits before the server reads.
 const STREAM_BYTES: usize = 60_000;
+/// Bytes of a message to 8086 and 8090 that is as long as it may be, and does not end.
+const PEER_STREAM_BYTES: usize = 16_000;

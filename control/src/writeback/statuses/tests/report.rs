@@ -130,6 +130,7 @@ fn other_objects_without_effect_are_counted() {
         limit("c-limit", "gone"),
         network("inside", "10.1.0.0/16"),
         network("outside", "203.0.113.0/24"),
+        network("overridden", "203.0.113.0/24"),
         service("web", "192.0.2.1"),
         workload("vm-1", "192.0.2.1"),
         workload("vm-2", "192.0.2.2"),
@@ -138,6 +139,7 @@ fn other_objects_without_effect_are_counted() {
         "b-limit spec.targetRef",
         "c-limit spec.targetRef",
         "inside spec.networks",
+        "overridden spec.networks",
         "vm-1 spec.workloadIPs",
     ];
     assert_eq!(report.counted(), expected);
@@ -147,5 +149,8 @@ fn other_objects_without_effect_are_counted() {
         network("inside", "203.0.113.0/25"),
         service("web", "192.0.2.3"),
     ]);
+    assert_eq!(report.counted(), ["c-limit spec.targetRef", "overridden spec.networks"]);
+    let outside = NamespacedName::new("shop", "outside");
+    report.writer.apply(vec![Event::Deleted(Kind::EgressNetwork, outside)]);
     assert_eq!(report.counted(), ["c-limit spec.targetRef"]);
 }

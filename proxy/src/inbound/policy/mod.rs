@@ -4,9 +4,15 @@
 //! polled. Unless the proxy's own default policy applies, connections wait up to [`MAX_POLICY_WAIT`] for the first policy, then
 //! they are refused. When a watch ends, its policy is stored as the last known one of the port, as long as the process runs. It
 //! applies if a new watch has no answer within [`MAX_POLICY_WAIT`], or while the control plane is unreachable.
+//!
+//! Before an undeclared port on which no application listens gets a watch or poll, the client waits for its turn
+//! ([`watch_limiter`]). If that does not come within [`MAX_POLICY_WAIT`], the connection is refused.
+
+mod watch_limiter;
 
 use std::{
     collections::HashMap,
+    net::{IpAddr, SocketAddr},
     sync::{Arc, Weak},
     time::Duration,
 };
@@ -16,8 +22,9 @@ use tokio::{
     sync::watch,
     time::{Instant, sleep_until, timeout_at},
 };
-use tulle_core::ports::PortSet;
+use tulle_core::{log_limit::LogLimiter, ports::PortSet, warn_limited};
 
+use self::watch_limiter::{Rate, Rates, WatchLimiter};
 use crate::{
     api::{
         policies::{Policies, WatchMode},
@@ -52,9 +59,15 @@ pub(crate) struct PortPolicies {
     idle_timeout: Duration,
     /// Interval between polls of one port that is not watched.
     poll_interval: Duration,
+    /// Limits new watches and polls of ports on which no application listens.
+    watch_limiter: WatchLimiter,
+    /// Whether an application listens on an address.
+    is_listening: fn(SocketAddr) -> bool,
     table: Arc<Mutex<PortTable>>,
-    /// Time of the last log line about an unknown policy.
-    logged_at: Mutex<Option<Instant>>,
+    /// The policy of connections that have no turn to start a watch: it refuses every client.
+    not_watched: Arc<PortPolicy>,
+    /// Limits log lines about unknown policies.
+    log_limiter: LogLimiter<()>,
 }
 
 /// What applies to a port until the control plane sends its policy.
@@ -108,6 +121,9 @@ pub(crate) struct PortPolicy {
 pub(super) enum FallbackOrigin {
     /// No policy is known: every client is refused.
     Unknown,
+    /// The port is not watched, because no application listens on it, and clients connect to many such ports: every client is
+    /// refused.
+    NotWatched,
     /// The control plane; the last policy of an earlier watch.
     LastKnown,
     /// The proxy's own default policy.
@@ -195,6 +211,8 @@ pub(crate) struct PortPoliciesConfig {
     pub(crate) always_watched: PortSet,
     /// Other watches end after this time without a connection.
     pub(crate) idle_timeout: Duration,
+    /// Whether an application listens on an address.
+    pub(crate) is_listening: fn(SocketAddr) -> bool,
 }
 
 impl PortPolicies {
@@ -207,26 +225,54 @@ impl PortPolicies {
             always_watched: config.always_watched,
             idle_timeout: config.idle_timeout,
             poll_interval: POLL_INTERVAL,
+            watch_limiter: WatchLimiter::new(NEW_WATCH_RATES),
+            is_listening: config.is_listening,
             table: Arc::default(),
-            logged_at: Mutex::default(),
+            not_watched: Arc::new(PortPolicy::not_watched(config.detect_timeout)),
+            log_limiter: LogLimiter::default(),
         };
         for port in ports.always_watched.ranges().flatten() {
-            ports.get_or_watch(port);
+            ports.watch(port);
         }
         ports
     }
 
+    /// Returns the policy of a port that is watched or polled.
+    pub(super) fn get(&self, port: u16) -> Option<Arc<PortPolicy>> {
+        self.table.lock().get(port, Instant::now())
+    }
+
+    /// Returns the policy of the port of `target` for a connection of `client`, and waits for it up to [`MAX_POLICY_WAIT`].
+    ///
+    /// If no application listens there, and the port is not watched or polled yet, it first waits as long for the client's turn;
+    /// if that does not come, the returned policy refuses every client.
+    ///
+    /// The caller applies the current policy, which refuses every client if it is still unknown.
+    pub(super) async fn wait_for_policy(&self, target: SocketAddr, client: IpAddr) -> Arc<PortPolicy> {
+        let port = target.port();
+        let port_policy = match self.get(port) {
+            Some(port_policy) => port_policy,
+            None if (self.is_listening)(target) => self.watch(port),
+            // While the control plane is unreachable, a new watch or poll opens no stream.
+            None if !self.api.is_reachable() => self.watch(port),
+            None if self.watch_limiter.wait_for_turn(client, MAX_POLICY_WAIT).await => self.watch(port),
+            // Another client may have had its turn meanwhile.
+            None => self.get(port).unwrap_or_else(|| self.not_watched.clone()),
+        };
+        self.wait_until_received(&port_policy).await;
+        port_policy
+    }
+
     /// Returns the policy of a port. The port is watched until it is idle, or polled if too many other ports are in use. The
     /// limit protects the control plane from clients that scan ports: it serves one stream for each watched port.
-    pub(super) fn get_or_watch(&self, port: u16) -> Arc<PortPolicy> {
+    fn watch(&self, port: u16) -> Arc<PortPolicy> {
         let now = Instant::now();
         let mut table = self.table.lock();
-        if let Some(watched) = table.watched.get_mut(&port) {
-            watched.used_at = now;
-            return watched.port_policy.clone();
+        if let Some(known) = table.get(port, now) {
+            return known;
         }
         if !self.always_watched.contains(port) && !self.make_room_for_watch(&mut table, now) {
-            return self.get_or_poll(&mut table, port, now);
+            return self.poll(&mut table, port, now);
         }
         let last_known = table.last_known.get(&port).cloned();
         let port_policy = Arc::new(self.watch_port(port, WatchMode::Watch, last_known, now));
@@ -239,10 +285,7 @@ impl PortPolicies {
     }
 
     /// Returns the policy of a port that is polled while it has connections.
-    fn get_or_poll(&self, table: &mut PortTable, port: u16, now: Instant) -> Arc<PortPolicy> {
-        if let Some(polled) = table.polled.get(&port).and_then(Weak::upgrade) {
-            return polled;
-        }
+    fn poll(&self, table: &mut PortTable, port: u16, now: Instant) -> Arc<PortPolicy> {
         table.polled.retain(|_, polled| polled.strong_count() > 0);
         let n_polled = u32::try_from(table.polled.len()).unwrap_or(u32::MAX);
         let interval = self.poll_interval.max(MIN_TIME_BETWEEN_POLLS.saturating_mul(n_polled));
@@ -278,9 +321,7 @@ impl PortPolicies {
     }
 
     /// Waits up to [`MAX_POLICY_WAIT`] for the policy of a port.
-    ///
-    /// The caller then applies the current policy, which refuses every client if it is still unknown.
-    pub(super) async fn wait_until_received(&self, port_policy: &PortPolicy) {
+    async fn wait_until_received(&self, port_policy: &PortPolicy) {
         if !self.must_wait(port_policy) {
             return;
         }
@@ -288,7 +329,7 @@ impl PortPolicies {
         let began_at = match port_policy.fallback_origin {
             // With a last known policy, connections wait only during the first [`MAX_POLICY_WAIT`] of the watch.
             FallbackOrigin::LastKnown => port_policy.watched_since,
-            FallbackOrigin::Unknown | FallbackOrigin::OwnDefault => Instant::now(),
+            FallbackOrigin::Unknown | FallbackOrigin::NotWatched | FallbackOrigin::OwnDefault => Instant::now(),
         };
         let deadline = began_at + MAX_POLICY_WAIT;
         // Asks the watch or poll to retry, again and again, until connections need not wait or the time is over.
@@ -308,20 +349,27 @@ impl PortPolicies {
             && match port_policy.fallback_origin {
                 FallbackOrigin::Unknown => true,
                 FallbackOrigin::LastKnown => self.api.is_reachable(),
-                FallbackOrigin::OwnDefault => false,
+                FallbackOrigin::NotWatched | FallbackOrigin::OwnDefault => false,
             }
     }
 
-    /// Logs, at most once a minute, that connections are refused because the policy of `port` is unknown.
-    pub(super) fn warn_unknown_policy(&self, port: u16) {
-        let now = Instant::now();
-        let mut logged_at = self.logged_at.lock();
-        if logged_at.is_none_or(|logged_at| now.duration_since(logged_at) >= UNKNOWN_LOG_INTERVAL) {
-            *logged_at = Some(now);
-            tracing::warn!(
+    /// Logs, at most once a minute for each reason, that connections are refused because the policy of `port` is unknown.
+    pub(super) fn warn_unknown_policy(&self, port: u16, port_policy: &PortPolicy, client: IpAddr) {
+        let log = &self.log_limiter;
+        match port_policy.fallback_origin {
+            FallbackOrigin::NotWatched => warn_limited!(
+                log,
+                (),
+                "connections are refused (policy_unknown): clients connect to many ports on which no application listens",
                 port,
-                "connections are refused (policy_unknown): the control plane has not sent the policy of this port"
-            );
+                %client
+            ),
+            _ => warn_limited!(
+                log,
+                (),
+                "connections are refused (policy_unknown): the control plane has not sent the policy of this port",
+                port
+            ),
         }
     }
 
@@ -394,6 +442,15 @@ impl PortPolicies {
 }
 
 impl PortTable {
+    /// Returns the policy of a port that is watched or polled.
+    fn get(&mut self, port: u16, now: Instant) -> Option<Arc<PortPolicy>> {
+        if let Some(watched) = self.watched.get_mut(&port) {
+            watched.used_at = now;
+            return Some(watched.port_policy.clone());
+        }
+        self.polled.get(&port).and_then(Weak::upgrade)
+    }
+
     /// Ends the watch of a port, and stores its policy as the last known one.
     fn end_watch(&mut self, port: u16) {
         let Some(WatchedPort { port_policy, .. }) = self.watched.remove(&port) else {
@@ -429,6 +486,20 @@ impl PortTable {
 }
 
 impl PortPolicy {
+    /// Refuses every client, and never changes.
+    fn not_watched(max_detect_timeout: Duration) -> Self {
+        let (_, policy_rx) = watch::channel(WatchState::Pending);
+        Self {
+            policy_rx,
+            fallback: ActivePolicy::unknown(max_detect_timeout),
+            fallback_origin: FallbackOrigin::NotWatched,
+            retry_signal: RetrySignal::default(),
+            watched_since: Instant::now(),
+            learned_speaker_without_tls: LearnedSpeaker::default(),
+            learned_speaker_inside_tls: LearnedSpeaker::default(),
+        }
+    }
+
     pub(super) fn current(&self) -> Arc<ActivePolicy> {
         match &*self.policy_rx.borrow() {
             WatchState::Known(current) => current.clone(),
@@ -484,316 +555,23 @@ const POLL_INTERVAL: Duration = Duration::from_secs(30);
 /// Minimum average interval between polls of all ports. With many polled ports, each is polled less often.
 const MIN_TIME_BETWEEN_POLLS: Duration = Duration::from_millis(50);
 
-/// Minimum interval between log lines about unknown policies.
-const UNKNOWN_LOG_INTERVAL: Duration = Duration::from_secs(60);
+/// Rates of new watches and polls of undeclared ports on which no application listens.
+///
+/// Clients legitimately connect to a handful of them, because the application has not started yet or has ended, and all clients
+/// share their watches. So 16 new ports at once, and then one a second, are enough for a client network. All networks together
+/// cause at most as many new streams as polls.
+/// Scans from up to 20 networks leave tokens to other clients; scans from up to 60 delay the first connection of another client
+/// by at most [`MAX_POLICY_WAIT`].
+const NEW_WATCH_RATES: Rates = Rates {
+    per_network: Rate {
+        burst: 16,
+        interval: Duration::from_secs(1),
+    },
+    total: Rate {
+        burst: 64,
+        interval: MIN_TIME_BETWEEN_POLLS,
+    },
+};
 
 #[cfg(test)]
-mod tests {
-    use std::{
-        collections::BTreeMap,
-        pin::Pin,
-        sync::atomic::{AtomicBool, AtomicUsize, Ordering},
-    };
-
-    use futures_util::{Stream, StreamExt, stream};
-    use tokio::{runtime::Handle, time::timeout};
-    use tonic::{Request, Response, Status};
-    use tulle_core::{backoff::Backoff, metrics::Registry};
-    use tulle_proto::{
-        convert::wire_duration,
-        inbound::{
-            Authn, Authz, Network, PortSpec, ProxyProtocol, Server as Answer, authn,
-            inbound_server_policies_server::{InboundServerPolicies, InboundServerPoliciesServer},
-            proxy_protocol,
-        },
-        net::{IPv6, IpAddress, IpNetwork, ip_address},
-    };
-
-    use super::*;
-    use crate::{
-        api::{
-            policies,
-            tests::{CLIENT, CONTROL, Server, connector, mutual_tls, test_config},
-            watch::StreamLimits,
-        },
-        policy::{
-            authz::{ConnTls, authorize},
-            meta::Meta,
-            rate_limit::RateLimit,
-            server::ServerProtocol,
-        },
-        tls::tests::Authority,
-    };
-
-    /// A policy service that permits every client on even ports and none on odd ports. All are opaque, except port 5000, whose
-    /// protocol is detected for up to an hour.
-    #[derive(Clone, Default)]
-    struct Service {
-        n_watches: Arc<AtomicUsize>,
-        /// Permits on odd ports instead.
-        is_inverted: Arc<AtomicBool>,
-    }
-
-    struct WatchCountGuard(Arc<AtomicUsize>);
-
-    impl Drop for WatchCountGuard {
-        fn drop(&mut self) {
-            self.0.fetch_sub(1, Ordering::Relaxed);
-        }
-    }
-
-    fn answer(port: u32) -> Answer {
-        let all = |ip| Network {
-            net: Some(IpNetwork {
-                ip: Some(IpAddress { ip: Some(ip) }),
-                prefix_len: 0,
-            }),
-            except: Vec::new(),
-        };
-        let any_network = [
-            ip_address::Ip::Ipv4(0),
-            ip_address::Ip::Ipv6(IPv6 { first: 0, last: 0 }),
-        ];
-        let permit_all = Authz {
-            networks: any_network.map(all).to_vec(),
-            authentication: Some(Authn {
-                permit: Some(authn::Permit::Unauthenticated(authn::PermitUnauthenticated {})),
-            }),
-            labels: BTreeMap::from([("name".to_owned(), "default:all-unauthenticated".to_owned())]),
-            metadata: None,
-        };
-        let kind = match port {
-            5000 => proxy_protocol::Kind::Detect(proxy_protocol::Detect {
-                timeout: Some(wire_duration(Duration::from_secs(3600))),
-                ..Default::default()
-            }),
-            _ => proxy_protocol::Kind::Opaque(proxy_protocol::Opaque {}),
-        };
-        Answer {
-            protocol: Some(ProxyProtocol { kind: Some(kind) }),
-            server_ips: Vec::new(),
-            authorizations: if port.is_multiple_of(2) {
-                vec![permit_all]
-            } else {
-                vec![]
-            },
-            labels: BTreeMap::from([("name".to_owned(), "default:test".to_owned())]),
-        }
-    }
-
-    #[tonic::async_trait]
-    impl InboundServerPolicies for Service {
-        type WatchPortStream = Pin<Box<dyn Stream<Item = Result<Answer, Status>> + Send>>;
-
-        async fn get_port(&self, _: Request<PortSpec>) -> Result<Response<Answer>, Status> {
-            Err(Status::unimplemented("proxies watch"))
-        }
-
-        async fn watch_port(&self, req: Request<PortSpec>) -> Result<Response<Self::WatchPortStream>, Status> {
-            self.n_watches.fetch_add(1, Ordering::Relaxed);
-            let watching = WatchCountGuard(self.n_watches.clone());
-            let port = req.into_inner().port + u32::from(self.is_inverted.load(Ordering::Relaxed));
-            let answers = stream::iter([Ok(answer(port))]).chain(stream::pending());
-            Ok(Response::new(Box::pin(answers.inspect(move |_| {
-                let _until_dropped = &watching;
-            }))))
-        }
-    }
-
-    fn ports_of(server: &Server, authority: &Authority, initial_policy: InitialPolicy, idle: Duration) -> PortPolicies {
-        let backoff = Backoff {
-            min: Duration::from_secs(3600),
-            max: Duration::from_secs(3600),
-            jitter: 0.0,
-        };
-        let channel = connector(authority.credentials(CLIENT), &Registry::new());
-        let mut config = test_config();
-        config.backoff = backoff;
-        let policies = Policies::new(
-            channel.channel(server.target(mutual_tls()), config),
-            Handle::current(),
-            policies::Config {
-                workload: "web".to_owned(),
-                limits: StreamLimits::default(),
-                inbound_backoff: backoff,
-                outbound_backoff: backoff,
-            },
-        );
-        let invalid_updates = invalid_updates::Families::new(&Registry::new());
-        let config = PortPoliciesConfig {
-            initial_policy,
-            detect_timeout: Duration::from_secs(10),
-            always_watched: PortSet::default(),
-            idle_timeout: idle,
-        };
-        PortPolicies::new(policies, config, invalid_updates)
-    }
-
-    async fn start_server(authority: &Authority, service: Service) -> Server {
-        let (addr, creds) = (([127, 0, 0, 1], 0).into(), authority.credentials(CONTROL));
-        Server::start(addr, Some(creds), InboundServerPoliciesServer::new(service)).await
-    }
-
-    /// Whether a client is authorized; `None` if the policy is unknown.
-    async fn authorize_client(ports: &PortPolicies, number: u16) -> Option<bool> {
-        let port = ports.get_or_watch(number);
-        ports.wait_until_received(&port).await;
-        let current = port.current();
-        let client = [10, 0, 0, 1].into();
-        let authorized = authorize(&current.server_policy.authorizations, client, ConnTls::NotTerminated);
-        (!current.is_unknown).then_some(authorized.is_ok())
-    }
-
-    #[tokio::test]
-    async fn policies_of_three_hundred_ports_hold_while_the_control_plane_is_down() {
-        let authority = Authority::new();
-        let creds = authority.credentials(CONTROL);
-        let service = Service::default();
-        let n_watches = service.n_watches.clone();
-        let start = |addr| {
-            Server::start(
-                addr,
-                Some(creds.clone()),
-                InboundServerPoliciesServer::new(service.clone()),
-            )
-        };
-        let server = start(([127, 0, 0, 1], 0).into()).await;
-        let addr = server.addr;
-        // An idle timeout of zero: every port is idle immediately.
-        let ports = ports_of(&server, &authority, InitialPolicy::Refuse, Duration::ZERO);
-        for port in 1000..1300 {
-            assert_eq!(authorize_client(&ports, port).await, Some(port % 2 == 0), "{port}");
-        }
-        assert!(n_watches.load(Ordering::Relaxed) <= MAX_ON_DEMAND_WATCHES);
-        server.stop().await;
-        for round in 0..2 {
-            for port in 1000..1300 {
-                let permitted = timeout(2 * MAX_POLICY_WAIT, authorize_client(&ports, port)).await;
-                assert_eq!(permitted, Ok(Some(port % 2 == 0)), "{port}, round {round}");
-            }
-        }
-        let began_at = Instant::now();
-        assert_eq!(authorize_client(&ports, 2000).await, None, "no policy is known");
-        assert!(began_at.elapsed() >= MAX_POLICY_WAIT && began_at.elapsed() < 2 * MAX_POLICY_WAIT);
-
-        let _server = start(addr).await;
-        for port in [2000, 2001, 1000, 1001] {
-            let permitted = timeout(Duration::from_secs(1), authorize_client(&ports, port)).await;
-            assert_eq!(permitted, Ok(Some(port % 2 == 0)), "{port}, within a second");
-        }
-    }
-
-    #[tokio::test]
-    async fn watches_of_restrictive_ports_are_evicted_last() {
-        let authority = Authority::new();
-        let server = start_server(&authority, Service::default()).await;
-        let ports = ports_of(&server, &authority, InitialPolicy::Refuse, Duration::from_secs(3600));
-        assert_eq!(authorize_client(&ports, 1).await, Some(false));
-        let n_even = u16::try_from(MAX_ON_DEMAND_WATCHES).unwrap() + 10;
-        for port in 1..=n_even {
-            assert_eq!(authorize_client(&ports, 2 * port).await, Some(true), "{port}");
-        }
-        let mut watched = ports.map_ports(|number, _| number);
-        watched.sort_unstable();
-        assert_eq!((watched.len(), watched[0]), (MAX_ON_DEMAND_WATCHES, 1));
-        assert!(
-            !watched.contains(&2),
-            "the least recently used port that permits every client"
-        );
-        assert_eq!(ports.table.lock().interned.len(), 1, "equal policies are stored once");
-        assert_eq!(authorize_client(&ports, 2).await, Some(true));
-    }
-
-    #[tokio::test]
-    async fn ports_above_the_watch_limit_are_polled_and_authorized() {
-        let authority = Authority::new();
-        let service = Service::default();
-        let server = start_server(&authority, service.clone()).await;
-        let mut ports = ports_of(&server, &authority, InitialPolicy::Refuse, Duration::from_secs(3600));
-        ports.poll_interval = MIN_RETRY_DELAY;
-        let most = u16::try_from(MAX_ON_DEMAND_WATCHES).unwrap();
-        let held: Vec<_> = (1..=most).map(|port| ports.get_or_watch(port)).collect();
-        for port in &held {
-            ports.wait_until_received(port).await;
-        }
-        for port in 1000..1020 {
-            assert_eq!(authorize_client(&ports, port).await, Some(port % 2 == 0), "{port}");
-        }
-        let (port, same) = (ports.get_or_watch(1000), ports.get_or_watch(1000));
-        assert!(Arc::ptr_eq(&port, &same), "one poll for each port");
-        ports.wait_until_received(&port).await;
-        let seen = port.current();
-        service.is_inverted.store(true, Ordering::Relaxed);
-        timeout(Duration::from_secs(5), port.wait_changed(&seen)).await.unwrap();
-        assert_eq!(authorize_client(&ports, 1000).await, Some(false));
-        drop((port, same));
-        server.stop().await;
-        assert_eq!(
-            authorize_client(&ports, 1000).await,
-            Some(false),
-            "the last known policy"
-        );
-        assert_eq!(
-            authorize_client(&ports, 1002).await,
-            Some(true),
-            "each port has its own last known policy"
-        );
-        assert_eq!(ports.map_ports(|_, _| ()).len(), MAX_ON_DEMAND_WATCHES);
-    }
-
-    #[tokio::test]
-    async fn the_proxys_own_default_policy_applies_without_waiting() {
-        let authority = Authority::new();
-        let server = start_server(&authority, Service::default()).await;
-        let permit_all = || ActivePolicy::new(decode::inbound::server_policy(answer(0)).unwrap());
-        let defaults = DefaultPolicies {
-            detect: permit_all(),
-            opaque: permit_all(),
-            opaque_ports: PortSet::default(),
-        };
-        let ports = ports_of(&server, &authority, InitialPolicy::Default(defaults), Duration::ZERO);
-        server.stop().await;
-        let began_at = Instant::now();
-        assert_eq!(authorize_client(&ports, 1).await, Some(true));
-        assert!(began_at.elapsed() < MAX_POLICY_WAIT);
-    }
-
-    #[tokio::test]
-    async fn the_proxys_own_setting_caps_the_detection_timeout_of_policies() {
-        let authority = Authority::new();
-        let server = start_server(&authority, Service::default()).await;
-        let ports = ports_of(&server, &authority, InitialPolicy::Refuse, Duration::ZERO);
-        let (port, own) = (ports.get_or_watch(5000), ports.detect_timeout);
-        ports.wait_until_received(&port).await;
-        let protocol = port.current().server_policy.protocol.clone();
-        assert!(
-            matches!(protocol, ServerProtocol::Detect { timeout, .. } if timeout == own),
-            "{protocol:?}"
-        );
-    }
-
-    #[test]
-    fn rate_limiter_state_survives_unrelated_policy_changes() {
-        let limited = |total, timeout| {
-            let mut policy = ServerPolicy::invalid(Duration::from_secs(timeout));
-            if let ServerProtocol::Detect { http, .. } = &mut policy.protocol {
-                http.rate_limit = Some(Arc::new(RateLimit {
-                    meta: Meta::default_named("limit"),
-                    total: Some(total),
-                    per_identity: None,
-                    overrides: Vec::new(),
-                }));
-            }
-            policy
-        };
-        let now = Instant::now();
-        let is_free = |current: &ActivePolicy| current.rate_limiter.as_ref().unwrap().check(None, now).is_ok();
-        let first = ActivePolicy::new(limited(1, 1));
-        assert!(is_free(&first) && !is_free(&first));
-        let same = ActivePolicy::updated_from(Some(&first), limited(1, 1));
-        assert!(Arc::ptr_eq(&same, &first));
-        let changed = ActivePolicy::updated_from(Some(&first), limited(1, 2));
-        assert!(!Arc::ptr_eq(&changed, &first) && !is_free(&changed));
-        assert!(is_free(&ActivePolicy::updated_from(Some(&first), limited(2, 2))));
-    }
-}
+mod tests;

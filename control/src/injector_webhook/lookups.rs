@@ -1,0 +1,69 @@
+//! Limits the requests for objects that the watches do not have. Every client that reaches the webhook can name such objects, and
+//! the client of the API server sends a limited number of requests per second.
+
+use std::net::IpAddr;
+use std::time::Duration;
+
+use tulle_core::per_client_limiter::{Limits, PerClientLimiter};
+
+use super::rate_limiter::{Rate, RateLimiter};
+
+/// Limits the lookups of each client network that find nothing. All lookups take turns by network.
+pub(super) struct LookupLimiter {
+    unsuccessful: RateLimiter,
+    queue: PerClientLimiter,
+}
+
+/// Why an object is not found.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum LookupError {
+    #[error("no object can have this name")]
+    InvalidName,
+    #[error("the client has named too many objects that do not exist; retry later")]
+    TooManyUnsuccessful,
+    #[error("the API server did not respond within {LOOKUP_TIMEOUT:?}")]
+    Timeout,
+    #[error(transparent)]
+    Api(Box<kube::Error>),
+}
+
+impl LookupLimiter {
+    pub(super) fn new() -> Self {
+        Self {
+            unsuccessful: RateLimiter::new(UNSUCCESSFUL_LOOKUP_RATE),
+            queue: PerClientLimiter::new(LOOKUP_LIMITS),
+        }
+    }
+
+    /// Runs a lookup of a client when it is the turn of its network. A lookup that is cancelled counts as unsuccessful.
+    ///
+    /// # Errors
+    /// Fails if the lookup does, or if the network has had too many unsuccessful ones.
+    pub(super) async fn run<T>(
+        &self,
+        client: IpAddr,
+        lookup: impl Future<Output = Result<T, LookupError>>,
+    ) -> Result<T, LookupError> {
+        if !self.unsuccessful.try_take(client) {
+            return Err(LookupError::TooManyUnsuccessful);
+        }
+        let looked_up = self.queue.run(client, 1, lookup).await;
+        let found = looked_up.unwrap_or(Err(LookupError::TooManyUnsuccessful))?;
+        self.unsuccessful.put_back(client);
+        Ok(found)
+    }
+}
+
+/// The API server's webhook timeout is 10 seconds; the lookups of namespace and owner must not use it up.
+pub(super) const LOOKUP_TIMEOUT: Duration = Duration::from_secs(3);
+/// More at once than a client network has reviews at a time. The objects that an API server names exist, except for owners that were
+/// deleted.
+pub(super) const UNSUCCESSFUL_LOOKUP_RATE: Rate = Rate {
+    burst: 20,
+    interval: Duration::from_secs(1),
+};
+const LOOKUP_LIMITS: Limits = Limits {
+    weight: 32,
+    places_per_network: 2,
+    requests_per_network: usize::MAX,
+};

@@ -1,0 +1,218 @@
+//! Memory for request heads that are large and not complete. All connections of the process share it, and clients have equal
+//! shares: if it is used up, the client that has the most loses its oldest reservation to a client that has less.
+//!
+//! A usual request reserves nothing: only a head that has not arrived completely when the proxy has to wait for more of it, and
+//! of which the proxy holds more than the memory of the connection covers, reserves memory. The reservation ends with the head.
+
+use std::{
+    net::{IpAddr, SocketAddr},
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+};
+
+use tulle_core::{
+    connections::client_network,
+    fair_budget::{FairBudget, Reservation},
+};
+
+use crate::{http::error::Error, net::memory::MemoryPressure};
+
+/// The memory of the process.
+pub(crate) struct HeadMemory {
+    budget: Arc<FairBudget>,
+    /// In bytes.
+    limit: usize,
+    pressure: MemoryPressure,
+}
+
+/// Reserves memory for the heads of one client.
+pub(in crate::http) struct ClientHeadMemory {
+    memory: Arc<HeadMemory>,
+    client: IpAddr,
+}
+
+/// Whether the address of a client is verified by its identity.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::http) enum ClientAddress {
+    Verified,
+    Unverified,
+}
+
+/// The memory of one head, which is returned on drop.
+pub(in crate::http) struct HeadReservation {
+    n_bytes: usize,
+    /// Ends when another client gets the memory.
+    revoked: Pin<Box<dyn Future<Output = ()> + Send>>,
+    _reservation: Reservation,
+}
+
+impl HeadMemory {
+    /// `memory` is the memory limit of the process in bytes, if it has one.
+    pub(crate) fn new(memory: Option<u64>, pressure: MemoryPressure) -> Arc<Self> {
+        let limit = memory.map_or(DEFAULT_HEAD_MEMORY_BYTES, |memory| memory / MEMORY_DIVISOR);
+        let limit = usize::try_from(limit).unwrap_or(usize::MAX).max(MIN_HEAD_MEMORY_BYTES);
+        Arc::new(Self {
+            budget: FairBudget::new(limit),
+            limit,
+            pressure,
+        })
+    }
+}
+
+impl ClientHeadMemory {
+    pub(in crate::http) fn new(memory: Arc<HeadMemory>, addr: SocketAddr, address: ClientAddress) -> Self {
+        let client = match address {
+            ClientAddress::Verified => addr.ip().to_canonical(),
+            ClientAddress::Unverified => client_network(addr.ip()),
+        };
+        Self { memory, client }
+    }
+
+    /// Called when the proxy waits for more of a head: reserves memory for the `n_bytes` that the proxy holds of it, or that it can
+    /// hold soon. `reserved` is what was reserved for this head before. The task is woken when another client gets the memory.
+    ///
+    /// # Errors
+    /// The memory is used up, or another client has got it, or the process is under memory pressure. The connection must then drop
+    /// the head.
+    pub(in crate::http) fn reserve(
+        &self,
+        cx: &mut Context<'_>,
+        n_bytes: usize,
+        reserved: &mut Option<Box<HeadReservation>>,
+    ) -> Result<(), Error> {
+        if n_bytes <= UNRESERVED_HEAD_BYTES {
+            *reserved = None;
+            return Ok(());
+        }
+        self.reserve_large(cx, n_bytes, reserved)
+    }
+
+    #[cold]
+    fn reserve_large(
+        &self,
+        cx: &mut Context<'_>,
+        n_bytes: usize,
+        reserved: &mut Option<Box<HeadReservation>>,
+    ) -> Result<(), Error> {
+        if self.memory.pressure.is_active() {
+            return Err(Error::MemoryPressure);
+        }
+        let used_up = || Error::HeadMemoryUsedUp {
+            limit: self.memory.limit,
+        };
+        let mut reservation = match reserved.take() {
+            Some(reservation) if reservation.n_bytes >= n_bytes => reservation,
+            // A smaller reservation is returned first, so that the head does not count twice.
+            smaller => {
+                drop(smaller);
+                Box::new(self.try_reserve(n_bytes).ok_or_else(used_up)?)
+            }
+        };
+        match reservation.revoked.as_mut().poll(cx) {
+            Poll::Ready(()) => Err(used_up()),
+            Poll::Pending => {
+                *reserved = Some(reservation);
+                Ok(())
+            }
+        }
+    }
+
+    fn try_reserve(&self, n_bytes: usize) -> Option<HeadReservation> {
+        let budget = &self.memory.budget;
+        let rounded = n_bytes.max(MIN_RESERVATION_BYTES).checked_next_power_of_two()?;
+        let n_bytes = n_bytes.max(rounded.min(budget.max_reservation()));
+        let reservation = budget.try_reserve(self.client, n_bytes)?;
+        let revocation = reservation.revocation();
+        Some(HeadReservation {
+            n_bytes,
+            revoked: Box::pin(async move { revocation.wait().await }),
+            _reservation: reservation,
+        })
+    }
+
+    /// The largest reservation, in bytes.
+    pub(in crate::http) fn max_reservation(&self) -> usize {
+        self.memory.budget.max_reservation()
+    }
+}
+
+/// The memory of a connection covers this much of a head: `BYTES_PER_CONNECTION` in `app/mod.rs`.
+pub(in crate::http) const UNRESERVED_HEAD_BYTES: usize = 8 << 10;
+
+/// A large head usually grows to this size, the default limit of HTTP/1. It also keeps the buffer of one read, 60 KiB, whatever part
+/// of it is used.
+const MIN_RESERVATION_BYTES: usize = 64 << 10;
+
+/// The share of the memory limit. Half of the memory is for connections, so with this share at least three eighths remain for the
+/// process and for requests that are complete. 250 MiB are 31 MiB for heads: 500 of HTTP/1, or 31 of HTTP/2.
+const MEMORY_DIVISOR: u64 = 8;
+/// Without a memory limit: 1024 heads of HTTP/1, or 64 of HTTP/2.
+const DEFAULT_HEAD_MEMORY_BYTES: u64 = 64 << 20;
+/// With less, a head of the default limit would always be refused.
+const MIN_HEAD_MEMORY_BYTES: usize = 1 << 20;
+
+#[cfg(test)]
+mod tests {
+    use std::task::Waker;
+
+    use super::*;
+
+    fn memory_of(memory: &Arc<HeadMemory>, client: u8) -> ClientHeadMemory {
+        ClientHeadMemory::new(
+            memory.clone(),
+            ([10, 0, 0, client], 80).into(),
+            ClientAddress::Unverified,
+        )
+    }
+
+    #[test]
+    fn only_large_heads_reserve_memory_and_it_follows_the_limit_of_the_process() {
+        for (limit, n_heads) in [(None, 1024), (Some(250 << 20), 500), (Some(0), 16)] {
+            let memory = HeadMemory::new(limit, MemoryPressure::default());
+            let client = memory_of(&memory, 1);
+            let cx = &mut Context::from_waker(Waker::noop());
+            let mut reserve = |n_bytes| {
+                let mut reserved = None;
+                client.reserve(cx, n_bytes, &mut reserved).map(|()| reserved)
+            };
+            assert!(reserve(UNRESERVED_HEAD_BYTES).unwrap().is_none());
+            assert_eq!(memory.budget.used(), 0);
+            let large: Vec<_> = (0..n_heads).map_while(|_| reserve(60_000).ok()).collect();
+            assert_eq!(large.len(), n_heads, "{limit:?}");
+            let error = reserve(60_000).err().unwrap();
+            assert_eq!(error.cause(), "overload");
+            drop(large);
+            assert_eq!(memory.budget.used(), 0);
+        }
+    }
+
+    #[test]
+    fn a_head_that_grows_counts_once_and_loses_its_memory_to_a_client_that_has_less() {
+        let memory = HeadMemory::new(Some(8 << 20), MemoryPressure::default());
+        let (first, second) = (memory_of(&memory, 1), memory_of(&memory, 2));
+        let cx = &mut Context::from_waker(Waker::noop());
+        let (mut grown, mut small, mut other) = (None, None, None);
+        for (n_bytes, used) in [
+            (10_000, 64 << 10),
+            (65_536, 64 << 10),
+            (65_537, 128 << 10),
+            (300_000, 512 << 10),
+        ] {
+            first.reserve(cx, n_bytes, &mut grown).unwrap();
+            assert_eq!(memory.budget.used(), used, "{n_bytes}");
+        }
+        first.reserve(cx, 300_000, &mut small).unwrap();
+        assert!(
+            first.reserve(cx, 10_000, &mut None).is_err(),
+            "its own memory is not revoked"
+        );
+        second.reserve(cx, 10_000, &mut other).unwrap();
+        assert!(first.reserve(cx, 300_001, &mut grown).is_err(), "the oldest is revoked");
+        assert!(grown.is_none());
+        first.reserve(cx, 300_001, &mut small).unwrap();
+        second.reserve(cx, 10_001, &mut other).unwrap();
+        first.reserve(cx, 0, &mut small).unwrap();
+        assert_eq!(memory.budget.used(), 64 << 10);
+    }
+}

@@ -1,0 +1,99 @@
+//! The ports that are metric labels. Clients choose the ports that they connect to, so the number of ports is limited on which no
+//! application listens; connections to further ones are counted together.
+
+use std::{collections::HashSet, net::SocketAddr};
+
+use parking_lot::Mutex;
+use tulle_core::ports::PortSet;
+
+/// The ports that the workload declares, and a bounded number of others.
+pub(crate) struct PortLabels {
+    declared: PortSet,
+    undeclared: Mutex<UndeclaredPorts>,
+    /// Whether an application listens on an address.
+    is_listening: fn(SocketAddr) -> bool,
+}
+
+#[derive(Default)]
+struct UndeclaredPorts {
+    /// An application has listened on them.
+    served: HashSet<u16>,
+    /// No application has listened on them. They have a separate limit, so that clients cannot use up that of the others.
+    unserved: HashSet<u16>,
+}
+
+impl PortLabels {
+    pub(crate) fn new(declared: PortSet, is_listening: fn(SocketAddr) -> bool) -> Self {
+        Self {
+            declared,
+            undeclared: Mutex::default(),
+            is_listening,
+        }
+    }
+
+    /// The port for the labels of a connection to `target`: its own, or [`OTHER_PORTS`].
+    pub(super) fn label(&self, target: SocketAddr) -> u16 {
+        let port = target.port();
+        if self.declared.contains(port) || self.undeclared.lock().contains(port) {
+            return port;
+        }
+        let is_served = (self.is_listening)(target);
+        let mut undeclared = self.undeclared.lock();
+        let (ports, max_ports) = match is_served {
+            true => (&mut undeclared.served, MAX_SERVED_PORTS),
+            false => (&mut undeclared.unserved, MAX_UNSERVED_PORTS),
+        };
+        if ports.len() >= max_ports {
+            return OTHER_PORTS;
+        }
+        ports.insert(port);
+        port
+    }
+}
+
+impl UndeclaredPorts {
+    fn contains(&self, port: u16) -> bool {
+        self.served.contains(&port) || self.unserved.contains(&port)
+    }
+}
+
+/// Stands for all ports that are no labels; no connection has this port.
+const OTHER_PORTS: u16 = 0;
+
+/// As many as there may be host names from the local application.
+const MAX_SERVED_PORTS: usize = 1_000;
+/// As many as there may be host names from clients without an identity.
+const MAX_UNSERVED_PORTS: usize = 64;
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    fn label(ports: &PortLabels, port: u16) -> u16 {
+        ports.label(([10, 0, 0, 1], port).into())
+    }
+
+    #[test]
+    fn ports_that_clients_scan_share_a_label_and_take_none_from_ports_of_the_application() {
+        let ports = PortLabels::new("8080,9000-9100".parse().unwrap(), |target| target.port() >= 65_500);
+        let scan = || (1..=u16::MAX).map(|port| label(&ports, port)).collect::<BTreeSet<_>>();
+        let (n_declared, n_served) = (102, 36);
+        let scanned = scan();
+        assert_eq!(scanned.len(), n_declared + n_served + MAX_UNSERVED_PORTS + 1);
+        assert!(scanned.contains(&OTHER_PORTS));
+        for port in [8080, 9000, 9100, 65_500, u16::MAX] {
+            assert_eq!(label(&ports, port), port);
+        }
+        assert_eq!(label(&ports, 30_000), OTHER_PORTS);
+        assert_eq!(scan(), scanned, "the ports stay");
+    }
+
+    #[test]
+    fn the_number_of_ports_of_the_application_is_limited() {
+        let ports = PortLabels::new(PortSet::default(), |_| true);
+        let labels: BTreeSet<_> = (1..=u16::MAX).map(|port| label(&ports, port)).collect();
+        assert_eq!(labels.len(), MAX_SERVED_PORTS + 1);
+    }
+}
