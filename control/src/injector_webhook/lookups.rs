@@ -8,7 +8,7 @@ use tulle_core::per_client_limiter::{Limits, PerClientLimiter};
 
 use super::rate_limiter::{Rate, RateLimiter};
 
-/// Limits the lookups of each client network that find nothing. All lookups take turns by network.
+/// Limits the lookups of each client network that find nothing, or that the client cancels. All lookups take turns by network.
 pub(super) struct LookupLimiter {
     unsuccessful: RateLimiter,
     queue: PerClientLimiter,
@@ -25,6 +25,12 @@ pub(super) enum LookupError {
     Timeout,
     #[error(transparent)]
     Api(Box<kube::Error>),
+}
+
+impl LookupError {
+    fn is_not_found(&self) -> bool {
+        matches!(self, Self::Api(error) if matches!(&**error, kube::Error::Api(status) if status.code == 404))
+    }
 }
 
 impl LookupLimiter {
@@ -48,9 +54,11 @@ impl LookupLimiter {
             return Err(LookupError::TooManyUnsuccessful);
         }
         let looked_up = self.queue.run(client, 1, lookup).await;
-        let found = looked_up.unwrap_or(Err(LookupError::TooManyUnsuccessful))?;
-        self.unsuccessful.put_back(client);
-        Ok(found)
+        let found = looked_up.unwrap_or(Err(LookupError::TooManyUnsuccessful));
+        if !found.as_ref().is_err_and(LookupError::is_not_found) {
+            self.unsuccessful.put_back(client);
+        }
+        found
     }
 }
 
@@ -64,6 +72,6 @@ pub(super) const UNSUCCESSFUL_LOOKUP_RATE: Rate = Rate {
 };
 const LOOKUP_LIMITS: Limits = Limits {
     weight: 32,
-    places_per_network: 2,
+    places_per_network: 8, // as many as a network has reviews at a time
     requests_per_network: usize::MAX,
 };

@@ -328,7 +328,8 @@ pub fn overlaps_cluster_networks(network: &EgressNetwork, cluster_networks: &[Ip
 }
 
 /// Returns the EgressNetworks that apply to all addresses of this one, so that it is never used. The set is empty if it applies to
-/// some address. `others` are the EgressNetworks of its namespace, which can include itself.
+/// some address, or if the EgressNetworks have too many networks to compare. `others` are the EgressNetworks of its namespace, which
+/// can include itself.
 ///
 /// Other namespaces do not matter: a namespace without EgressNetworks, which uses the global ones, can always be created.
 pub fn overriding_networks<'a>(
@@ -336,16 +337,23 @@ pub fn overriding_networks<'a>(
     others: impl IntoIterator<Item = &'a EgressNetwork>,
     cluster_networks: &[IpNet],
 ) -> BTreeSet<&'a NamespacedName> {
-    let own_parts = network_parts(network, cluster_networks);
     let others = others.into_iter().filter(|other| other.meta.name != network.meta.name);
+    let others: Vec<_> = others.collect();
+    let n_parts = |network: &EgressNetwork| network.networks.as_ref().map_or(1, Vec::len);
+    if n_parts(network) + others.iter().map(|other| n_parts(other)).sum::<usize>() > MAX_COMPARED_NETWORKS {
+        return BTreeSet::new();
+    }
+    let own_parts = network_parts(network, cluster_networks);
     let others: Vec<_> = others
+        .into_iter()
         .map(|other| (other, network_parts(other, cluster_networks)))
         .collect();
     let mut overriding = BTreeSet::new();
     for part in &own_parts {
         // The part does not apply to its exceptions, nor to smaller parts of the same EgressNetwork, which have their own turn.
         let smaller_parts = own_parts.iter().filter(|own| own.except.is_empty());
-        let smaller_parts = smaller_parts.filter(|own| own.net.prefix_len() > part.net.prefix_len());
+        let smaller_parts =
+            smaller_parts.filter(|own| own.net.prefix_len() > part.net.prefix_len() && part.net.contains(&own.net));
         let mut covered: Vec<IpNet> = part.except.clone();
         covered.extend(smaller_parts.map(|own| own.net));
         for (other, other_parts) in &others {
@@ -365,6 +373,10 @@ pub fn overriding_networks<'a>(
     }
     overriding
 }
+
+/// Maximum number of networks in the EgressNetworks of a namespace that are compared. Comparing takes time by the square of their
+/// number, and whoever may create them in one namespace must not delay others.
+pub const MAX_COMPARED_NETWORKS: usize = 200;
 
 /// The networks of an EgressNetwork, also of one without `spec.networks`, which selects everything outside the cluster.
 fn network_parts(network: &EgressNetwork, cluster_networks: &[IpNet]) -> Vec<NetworkMatch> {
@@ -464,5 +476,20 @@ mod tests {
             &[(1, &["203.0.113.0/25", "203.0.113.128/25"])],
             &["a"],
         );
+    }
+
+    #[test]
+    fn too_many_networks_are_not_compared() {
+        for (n_others, is_overridden) in [(MAX_COMPARED_NETWORKS - 1, true), (MAX_COMPARED_NETWORKS, false)] {
+            let own = network("own", 5, &["203.0.113.0/24"]);
+            let others: Vec<_> = (0..n_others)
+                .map(|n| network(&format!("a{n}"), 1, &["203.0.113.0/24"]))
+                .collect();
+            assert_eq!(
+                !overriding_networks(&own, &others, &[]).is_empty(),
+                is_overridden,
+                "{n_others}"
+            );
+        }
     }
 }

@@ -42,6 +42,11 @@ impl Refusal {
     pub(crate) fn is_denial(&self) -> bool {
         self.code == Code::PermissionDenied
     }
+
+    /// Whether it is about the target, so that the control plane has permitted the identity of this proxy.
+    fn is_of_permitted_client(&self) -> bool {
+        matches!(self.code, Code::NotFound | Code::FailedPrecondition)
+    }
 }
 
 /// When a stream is closed and reopened; no limits by default.
@@ -117,6 +122,11 @@ where
                 }
                 let refusal = refusal(&params, &ended);
                 let is_denied = refusal.as_ref().is_some_and(Refusal::is_denial);
+                if refusal.as_ref().is_some_and(Refusal::is_of_permitted_client)
+                    && params.refusal_codes.contains(&Code::PermissionDenied)
+                {
+                    params.channel.notify_denied();
+                }
                 let delay = match refusal {
                     None => delays.next_delay(),
                     Some(refusal) => {

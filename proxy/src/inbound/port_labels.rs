@@ -34,8 +34,17 @@ impl PortLabels {
     /// The port for the labels of a connection to `target`: its own, or [`OTHER_PORTS`].
     pub(super) fn label(&self, target: SocketAddr) -> u16 {
         let port = target.port();
-        if self.declared.contains(port) || self.undeclared.lock().contains(port) {
+        if self.declared.contains(port) {
             return port;
+        }
+        {
+            let undeclared = self.undeclared.lock();
+            if undeclared.contains(port) {
+                return port;
+            }
+            if undeclared.is_full() {
+                return OTHER_PORTS;
+            }
         }
         let is_served = (self.is_listening)(target);
         let mut undeclared = self.undeclared.lock();
@@ -52,6 +61,10 @@ impl PortLabels {
 }
 
 impl UndeclaredPorts {
+    fn is_full(&self) -> bool {
+        self.served.len() >= MAX_SERVED_PORTS && self.unserved.len() >= MAX_UNSERVED_PORTS
+    }
+
     fn contains(&self, port: u16) -> bool {
         self.served.contains(&port) || self.unserved.contains(&port)
     }

@@ -218,12 +218,14 @@ fn check_service_profile(reader: &Reader<'_>, config: &Config, profile: &Service
 /// The profile is the one for clients in the route's namespace. Clients in a namespace with its own profile of the Service can
 /// differ: these are not reported.
 fn check_route(reader: &Reader<'_>, config: &Config, route: &Route) -> Vec<UnsupportedPart> {
-    let is_service = |parent: &&Parent| parent.kind == ParentKind::Service;
+    // A route for a part of a Service is not attached, and says so in its status.
+    let is_service = |parent: &&Parent| parent.kind == ParentKind::Service && parent.section.is_none();
     let mut found = Vec::new();
     for parent in route.parents.iter().filter(is_service) {
         let namespace = Some(route.meta.namespace());
         let profile = reader
             .service(&parent.name)
+            .filter(|service| service.kind == ServiceKind::ClusterIp)
             .and_then(|service| profiles::find_service_profile(reader, config, &service.meta.name, namespace));
         if let Some(profile) = profile.filter(|profile| profile.replaces_routes(route.kind)) {
             let part = UnsupportedPart {

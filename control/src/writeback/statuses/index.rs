@@ -120,7 +120,7 @@ impl StatusIndex {
                     (&before.networks, before.meta.created_at) == (&network.networks, network.meta.created_at)
                 });
                 if !has_same_precedence {
-                    affected.extend(self.egress_networks_of(id.name.namespace.clone()));
+                    affected.extend(self.egress_networks_of(&id.name.namespace));
                 }
                 affected.insert(id);
                 affected
@@ -200,7 +200,7 @@ impl StatusIndex {
             Kind::EgressNetwork => {
                 self.egress_networks.remove(&id.name);
                 let mut affected = self.dependents_of(id);
-                affected.extend(self.egress_networks_of(id.name.namespace.clone()));
+                affected.extend(self.egress_networks_of(&id.name.namespace));
                 affected
             }
             Kind::ServiceProfile => {
@@ -220,11 +220,15 @@ impl StatusIndex {
         affected
     }
 
-    /// Returns the EgressNetworks of a namespace, which compete for addresses.
-    fn egress_networks_of(&self, namespace: Arc<str>) -> impl Iterator<Item = ObjectId> {
+    /// Returns the EgressNetworks of a namespace, which compete for addresses; none if they are too many to compare.
+    fn egress_networks_of(&self, namespace: &str) -> Vec<ObjectId> {
         let names = self.egress_networks.keys();
-        let names = names.filter(move |name| name.namespace == namespace);
-        names.map(|name| ObjectId::new(Kind::EgressNetwork, name.clone()))
+        let names: Vec<_> = names.filter(|name| *name.namespace == *namespace).collect();
+        if names.len() > acceptance::MAX_COMPARED_NETWORKS {
+            return Vec::new();
+        }
+        let names = names.into_iter().cloned();
+        names.map(|name| ObjectId::new(Kind::EgressNetwork, name)).collect()
     }
 
     /// Replaces the addresses of an object. Returns the external workloads that have one of them.
@@ -491,7 +495,9 @@ impl StatusIndex {
             return Some(EgressNetworkRejection::OverlapsClusterNetworks);
         }
         let all = self.egress_networks.values().map(|other| &**other);
-        let of_namespace = all.filter(|other| other.meta.namespace() == network.meta.namespace());
+        // The last readable version of an unreadable one stays in force, and is not known here.
+        let readable = all.filter(|other| other.unreadable.is_none());
+        let of_namespace = readable.filter(|other| other.meta.namespace() == network.meta.namespace());
         let overriding = acceptance::overriding_networks(network, of_namespace, cluster_networks);
         (!overriding.is_empty()).then_some(EgressNetworkRejection::Overridden(overriding))
     }

@@ -253,8 +253,6 @@ impl PortPolicies {
         let port_policy = match self.get(port) {
             Some(port_policy) => port_policy,
             None if (self.is_listening)(target) => self.watch(port),
-            // While the control plane is unreachable, a new watch or poll opens no stream.
-            None if !self.api.is_reachable() => self.watch(port),
             None if self.watch_limiter.wait_for_turn(client, MAX_POLICY_WAIT).await => self.watch(port),
             // Another client may have had its turn meanwhile.
             None => self.get(port).unwrap_or_else(|| self.not_watched.clone()),

@@ -235,7 +235,10 @@ fn build_snapshot(
             return Some(refuse_all(discovery, destination, reason));
         }
         // Linkerd's code for an address that several workloads have.
-        Some(WatchState::Refused(refusal)) => (None, refusal.code == tonic::Code::FailedPrecondition),
+        Some(WatchState::Refused(refusal)) => {
+            *destination.update_errors.profile.lock() = None;
+            (None, refusal.code == tonic::Code::FailedPrecondition)
+        }
     };
     let target = &destination.target;
     let mut is_unknown_name = false;
