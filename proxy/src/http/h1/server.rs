@@ -33,7 +33,7 @@ use crate::{
         },
         headers, linger,
         stack::error_response::ErrorFormat,
-        stack::head_memory::{ClientHeadMemory, HeadReservation},
+        stack::head_memory::{ClientHeadMemory, HeadReservation, UNRESERVED_HEAD_BYTES},
         stack::layers::ErrorToResponse,
         timer::ResettableTimer,
         upgrade::interim,
@@ -412,6 +412,10 @@ impl<'a> HeadReader<'a> {
                 Poll::Ready(Err(error)) => return Poll::Ready(Err(io_error(error))),
                 Poll::Pending => break,
             }
+        }
+        if read_buffer.len() <= UNRESERVED_HEAD_BYTES {
+            // A few bytes would keep the whole buffer of the read that they arrived with.
+            *read_buffer = Bytes::copy_from_slice(read_buffer);
         }
         self.memory
             .reserve(cx, read_buffer.len(), &mut self.reserved)
