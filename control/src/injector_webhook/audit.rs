@@ -292,11 +292,7 @@ mod tests {
     #[tokio::test]
     async fn pods_of_a_deleted_namespace_are_skipped() {
         let dir = tempfile::tempdir().unwrap();
-        let files = Files {
-            values: dir.path().join("values"),
-            trust_anchors: dir.path().join("ca.crt"),
-            control_plane_namespace: "linkerd".to_owned(),
-        };
+        let files = Files::in_dir(dir.path());
         std::fs::write(&files.values, "identityTrustAnchorsPEM: anchors").unwrap();
         let (client, registry) = (client(), Registry::new());
         let opened = settings::open(files, EventRecorder::default(), &registry).await;

@@ -28,8 +28,9 @@ pub(super) enum LookupError {
 }
 
 impl LookupError {
-    fn is_not_found(&self) -> bool {
-        matches!(self, Self::Api(error) if matches!(&**error, kube::Error::Api(status) if status.code == 404))
+    /// Whether the object does not exist.
+    pub(super) fn is_not_found(&self) -> bool {
+        matches!(self, Self::Api(error) if matches!(&**error, kube::Error::Api(status) if status.is_not_found()))
     }
 }
 
@@ -41,7 +42,7 @@ impl LookupLimiter {
         }
     }
 
-    /// Runs a lookup of a client when it is the turn of its network. A lookup that is cancelled counts as unsuccessful.
+    /// Runs a lookup of a client when it is the turn of its network. It counts as unsuccessful if it finds nothing or is cancelled.
     ///
     /// # Errors
     /// Fails if the lookup does, or if the network has had too many unsuccessful ones.

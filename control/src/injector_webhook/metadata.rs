@@ -176,7 +176,7 @@ impl MetadataCache {
         let api = Api::<K>::namespaced(self.client.clone(), namespace);
         match self.get(api, name, client).await {
             Ok(found) => Some(found),
-            // Injection continues with the direct owner; a label is less precise, and there is no Event.
+            // Injection continues with the direct owner: the label of the workload is less precise, and there is no Event.
             Err(err) => {
                 let (kind, name) = (K::kind(&()), truncate(name));
                 let error: &dyn std::error::Error = &err;
@@ -245,10 +245,7 @@ impl Watches {
 impl MetadataError {
     /// Returns whether the namespace does not exist.
     pub(super) fn is_not_found(&self) -> bool {
-        match &self.source {
-            LookupError::Api(err) => matches!(&**err, kube::Error::Api(status) if status.is_not_found()),
-            _ => false,
-        }
+        self.source.is_not_found()
     }
 }
 

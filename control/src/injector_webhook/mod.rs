@@ -380,11 +380,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_client_causes_few_events_about_owners_that_may_not_exist() {
         let dir = tempfile::tempdir().unwrap();
-        let files = Files {
-            values: dir.path().join("values"),
-            trust_anchors: dir.path().join("ca.crt"),
-            control_plane_namespace: "linkerd".to_owned(),
-        };
+        let files = Files::in_dir(dir.path());
         std::fs::write(&files.values, "identityTrustAnchorsPEM: anchors").unwrap();
         let config = Config {
             files,

@@ -29,6 +29,18 @@ pub struct Files {
     pub control_plane_namespace: String,
 }
 
+#[cfg(test)]
+impl Files {
+    /// The files that a test writes to this directory.
+    pub(super) fn in_dir(dir: &Path) -> Self {
+        Self {
+            values: dir.join("values"),
+            trust_anchors: dir.join("ca.crt"),
+            control_plane_namespace: "linkerd".to_owned(),
+        }
+    }
+}
+
 /// The current settings. Clones share them.
 #[derive(Clone)]
 pub(super) struct Settings {
@@ -205,11 +217,7 @@ mod tests {
     #[tokio::test]
     async fn values_are_reloaded_when_they_change_and_kept_when_they_are_invalid() {
         let dir = tempfile::tempdir().unwrap();
-        let files = Files {
-            values: dir.path().join("values"),
-            trust_anchors: dir.path().join("ca.crt"),
-            control_plane_namespace: "linkerd".to_owned(),
-        };
+        let files = Files::in_dir(dir.path());
         let write = |name: &str, text: &str| {
             let new = dir.path().join("new");
             std::fs::write(&new, text).unwrap();

@@ -35,8 +35,8 @@ pub(super) enum RequestMemory {
     /// The request is not counted.
     Uncounted,
     Reserved(Reservation),
-    /// The request is counted only if it is not complete at once, as the requests of a new connection usually are. Of some thousand
-    /// that arrive together, some can be incomplete, and are refused and sent again.
+    /// The request is counted only if it is not complete at once, as the requests of a new connection usually are. If thousands
+    /// arrive together, some can be incomplete; of these, clients retry the ones that are refused.
     ReservedIfIncomplete(ClientShare),
 }
 

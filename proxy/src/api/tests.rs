@@ -397,23 +397,31 @@ async fn a_refusal_because_of_the_certificate_of_the_proxy_is_logged_once_a_minu
 
 #[tokio::test]
 async fn a_denied_stream_is_opened_again_as_soon_as_another_one_is_permitted() {
-    let (cancelled_tx, _cancelled_rx) = oneshot::channel();
-    let denials = std::iter::repeat_with(|| Step::Refuse(Code::PermissionDenied)).take(4);
-    let permitted = [Step::Hold(vec![added(1)], cancelled_tx), Step::Send(vec![added(2)])];
-    let (script, _server, channel) = scripted(denials.chain(permitted)).await;
-    let mut denied = endpoints(channel.clone(), StreamLimits::default());
-    with_timeout(denied.wait_for(|value| matches!(value, WatchState::Refused(refusal) if refusal.is_denial())))
-        .await
-        .unwrap();
-    // The next delay is four seconds or more.
-    script.wait_requests(4).await;
-    let mut other = endpoints(channel, StreamLimits::default());
-    wait_endpoints(&mut other, (Position::First, 1)).await;
-    let known = |value: &Endpoints| *value == WatchState::Known((Position::First, 2));
-    timeout(Duration::from_secs(2), denied.wait_for(known))
-        .await
-        .unwrap()
-        .unwrap();
+    let hold = |n| Step::Hold(vec![added(n)], oneshot::channel().0);
+    // A message permits the client, and so does an answer about the target.
+    for answer in [hold(1), Step::Refuse(Code::FailedPrecondition)] {
+        let denials = std::iter::repeat_with(|| Step::Refuse(Code::PermissionDenied)).take(4);
+        let (script, _server, channel) = scripted(denials.chain([answer, hold(2)])).await;
+        let mut denied = endpoints(channel.clone(), StreamLimits::default());
+        with_timeout(denied.wait_for(|value| matches!(value, WatchState::Refused(refusal) if refusal.is_denial())))
+            .await
+            .unwrap();
+        // The next delay is four seconds or more.
+        script.wait_requests(4).await;
+        let mut other = endpoints(channel, StreamLimits::default());
+        let is_permitted = |value: &Endpoints| match value {
+            WatchState::Pending => false,
+            WatchState::Known(known) => *known == (Position::First, 1),
+            WatchState::Refused(refusal) => refusal.code == Code::FailedPrecondition,
+        };
+        with_timeout(other.wait_for(is_permitted)).await.unwrap();
+        drop(other); // is not opened again
+        let known = |value: &Endpoints| *value == WatchState::Known((Position::First, 2));
+        timeout(Duration::from_secs(2), denied.wait_for(known))
+            .await
+            .unwrap()
+            .unwrap();
+    }
 }
 
 #[tokio::test]

@@ -38,7 +38,7 @@ pub(crate) struct Refusal {
 }
 
 impl Refusal {
-    /// Whether the control plane denies the request because of the identity of this proxy, for all targets.
+    /// Whether the control plane refuses the identity of this proxy, whatever the target.
     pub(crate) fn is_denial(&self) -> bool {
         self.code == Code::PermissionDenied
     }
@@ -101,6 +101,8 @@ where
     let (state_tx, state_rx) = watch::channel(WatchState::Pending);
     runtime.spawn(async move {
         let resuming = async {
+            // Whether the service denies these streams by the identity of this proxy, which all streams share.
+            let can_be_denied = params.refusal_codes.contains(&Code::PermissionDenied);
             let (mut delays, mut delays_of_refused) = (params.backoff.start(), REFUSAL_BACKOFF.start());
             loop {
                 params.channel.wait_until_connected().await;
@@ -108,8 +110,7 @@ where
                 let permitted = params.channel.permitted();
                 let opening = open();
                 let ended = read_stream(&params.limits, opening, |message| {
-                    // The service denies by the identity of this proxy, which all streams share.
-                    if position == Position::First && params.refusal_codes.contains(&Code::PermissionDenied) {
+                    if position == Position::First && can_be_denied {
                         params.channel.notify_denied();
                     }
                     state_tx.send_replace(WatchState::Known(decode(position, message)));
@@ -122,9 +123,7 @@ where
                 }
                 let refusal = refusal(&params, &ended);
                 let is_denied = refusal.as_ref().is_some_and(Refusal::is_denial);
-                if refusal.as_ref().is_some_and(Refusal::is_of_permitted_client)
-                    && params.refusal_codes.contains(&Code::PermissionDenied)
-                {
+                if can_be_denied && refusal.as_ref().is_some_and(Refusal::is_of_permitted_client) {
                     params.channel.notify_denied();
                 }
                 let delay = match refusal {

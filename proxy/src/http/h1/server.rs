@@ -491,10 +491,10 @@ mod tests {
         http::{
             body::ReceivedBody,
             connection_closer::ConnectionCloser,
-            stack::error_response::{ErrorDetail, ResponderInfo},
+            stack::error_response::ErrorDetail,
             stack::head_memory::{ClientAddress, HeadMemory},
-            stack::layers::ServiceStack,
             stack::layers::tests::{responder_info, service_stack},
+            stack::layers::{self, ServiceStack},
         },
         net::{io::Tcp, memory::MemoryPressure},
     };
@@ -559,21 +559,9 @@ mod tests {
         }
     }
 
-    /// Connects to a server with these layers. `client` is the last byte of the address that the client seems to have.
+    /// Connects to a server with these layers.
     async fn connect(stack: &ServiceStack, client: u8) -> TcpStream {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let connected = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
-        let (stream, _) = listener.accept().await.unwrap();
-        let info = ResponderInfo {
-            client_addr: ([10, 0, 0, client], 4321).into(),
-            ..responder_info()
-        };
-        let service = stack.build(
-            |_| async { Ok::<_, Error>(Response::new(Body::empty())) },
-            ErrorDetail::Omit,
-            info,
-            ConnectionCloser::default(),
-        );
+        let (connected, io, service) = layers::tests::connect(stack, client).await;
         tokio::spawn(async move {
             let config = Http1Config {
                 max_header_bytes: 64 << 10,
@@ -581,7 +569,7 @@ mod tests {
                 idle_timeout: Duration::from_secs(10),
             };
             let (_signal, drain) = drain::channel();
-            drop(serve(Io::tcp(Tcp::new(stream)), service, &config, &drain).await);
+            drop(serve(io, service, &config, &drain).await);
         });
         connected
     }
@@ -629,22 +617,55 @@ mod tests {
         assert_eq!(counted.sum("tulle_failures_total", &[("cause", "overload")]), 25.);
     }
 
+    /// A connection that waits for a request, of which it has read `read_buffer`.
+    fn waiting_connection(stream: TcpStream, read_buffer: Bytes) -> ServerConnection {
+        ServerConnection {
+            io: Io::tcp(Tcp::new(stream)),
+            read_buffer,
+            unsent_interims: BytesMut::new(),
+            request_state: RequestBodyState::Complete,
+            wrote_at: None,
+            next_close_check: None,
+            server_waker: None,
+            timer: ResettableTimer::default(),
+        }
+    }
+
+    #[tokio::test]
+    async fn a_small_part_of_a_head_does_not_keep_the_buffer_of_its_read() {
+        for n_bytes in [0, 1, UNRESERVED_HEAD_BYTES] {
+            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let _client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+            let (stream, _) = listener.accept().await.unwrap();
+            let read = Bytes::from(vec![b'G'; 60_000]);
+            let mut connection = waiting_connection(stream, read.slice(read.len() - n_bytes..));
+            let config = Http1Config {
+                max_header_bytes: 64 << 10,
+                header_read_timeout: Duration::from_secs(3600),
+                idle_timeout: Duration::from_secs(3600),
+            };
+            let memory = HeadMemory::new(None, MemoryPressure::default());
+            let memory = ClientHeadMemory::new(memory, ([10, 0, 0, 2], 4321).into(), ClientAddress::Unverified);
+            let mut head_reader = HeadReader::new(&config, &memory);
+            let mut no_drain = pin!(std::future::pending());
+            poll_fn(|cx| {
+                let polled = head_reader.poll_head(cx, &mut connection, no_drain.as_mut());
+                assert!(polled.is_pending(), "{n_bytes}");
+                Poll::Ready(())
+            })
+            .await;
+            assert_eq!(connection.read_buffer.len(), n_bytes);
+            assert!(read.is_unique(), "{n_bytes}");
+        }
+    }
+
     #[tokio::test]
     async fn a_request_in_the_socket_buffer_is_served_during_drain() {
         for ends_by in ["drain", "idle timeout"] {
             let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
             let mut client = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
             let (stream, _) = listener.accept().await.unwrap();
-            let mut connection = ServerConnection {
-                io: Io::tcp(Tcp::new(stream)),
-                read_buffer: Bytes::new(),
-                unsent_interims: BytesMut::new(),
-                request_state: RequestBodyState::Complete,
-                wrote_at: None,
-                next_close_check: None,
-                server_waker: None,
-                timer: ResettableTimer::default(),
-            };
+            let mut connection = waiting_connection(stream, Bytes::new());
             let is_drain = ends_by == "drain";
             let limit = Duration::from_secs(if is_drain { 3600 } else { 0 });
             let config = Http1Config {

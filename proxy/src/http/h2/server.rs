@@ -598,13 +598,25 @@ mod tests {
     use crate::{
         http::{
             h1::server::Http1Config,
-            stack::error_response::{ErrorDetail, ResponderInfo},
+            stack::error_response::ErrorDetail,
             stack::head_memory::HeadMemory,
-            stack::layers::ServiceStack,
             stack::layers::tests::{responder_info, service_stack},
+            stack::layers::{self, ServiceStack},
         },
         net::{io::Tcp, memory::MemoryPressure},
     };
+
+    /// Clients may be silent for this time.
+    fn config(limit: Duration) -> ServerConfig {
+        ServerConfig {
+            http1: Http1Config {
+                max_header_bytes: 1000,
+                header_read_timeout: limit,
+                idle_timeout: limit,
+            },
+            http2: Http2Config::default(),
+        }
+    }
 
     /// Serves a connection whose first bytes are `received` until the client has seen its end. Returns what the client read, or the
     /// kind of the error, and what was counted by then.
@@ -619,15 +631,7 @@ mod tests {
             responder_info(),
             ConnectionCloser::default(),
         );
-        let limit = Duration::from_secs(3600);
-        let config = ServerConfig {
-            http1: Http1Config {
-                max_header_bytes: 1000,
-                header_read_timeout: limit,
-                idle_timeout: limit,
-            },
-            http2: Http2Config::default(),
-        };
+        let config = config(Duration::from_secs(3600));
         let serving = tokio::spawn(async move {
             let (_signal, drain) = drain::channel();
             serve(Io::tcp(stream), service, &config, ConnectionCloser::default(), &drain).await
@@ -659,33 +663,12 @@ mod tests {
         }
     }
 
-    /// Connects to a server with these layers. `client` is the last byte of the address that the client seems to have.
+    /// Connects to a server with these layers.
     async fn connect(stack: &ServiceStack, client: u8) -> TcpStream {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let connected = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
-        let (stream, _) = listener.accept().await.unwrap();
-        let info = ResponderInfo {
-            client_addr: ([10, 0, 0, client], 4321).into(),
-            ..responder_info()
-        };
-        let service = stack.build(
-            |_| async { Ok::<_, Error>(Response::new(Body::empty())) },
-            ErrorDetail::Omit,
-            info,
-            ConnectionCloser::default(),
-        );
-        let limit = Duration::from_secs(10);
-        let config = ServerConfig {
-            http1: Http1Config {
-                max_header_bytes: 1000,
-                header_read_timeout: limit,
-                idle_timeout: limit,
-            },
-            http2: Http2Config::default(),
-        };
+        let (connected, io, service) = layers::tests::connect(stack, client).await;
+        let config = config(Duration::from_secs(10));
         tokio::spawn(async move {
             let (_signal, drain) = drain::channel();
-            let io = Io::tcp(Tcp::new(stream));
             drop(serve(io, service, &config, ConnectionCloser::default(), &drain).await);
         });
         connected

@@ -438,13 +438,20 @@ fn is_stream_error(error: &Error) -> bool {
 
 #[cfg(test)]
 pub(in crate::http) mod tests {
+    use tokio::net::{TcpListener, TcpStream};
     use tulle_core::{
         addr::Addr,
         connections::{ConnectionLimiter, SameAddressEviction},
     };
 
     use super::*;
-    use crate::net::memory::MemoryPressure;
+    use crate::net::{
+        io::{Io, Tcp},
+        memory::MemoryPressure,
+    };
+
+    type EmptyResponses = fn(Request<Body>) -> std::future::Ready<Result<Response<Body>, Error>>;
+    pub(in crate::http) type TestService = ErrorToResponse<CountService<AdmissionService<ServiceFn<EmptyResponses>>>>;
 
     /// The layers of the inbound side, for one request at a time.
     pub(in crate::http) fn service_stack(registry: &Registry) -> ServiceStack {
@@ -472,6 +479,21 @@ pub(in crate::http) mod tests {
             client_id: None,
             error_labeler: None,
         }
+    }
+
+    /// Connects to a server with these layers, which answers with empty responses. `client` is the last byte of the client's
+    /// address, as the server sees it. Returns the client's connection, and that of the server with its service.
+    pub(in crate::http) async fn connect(stack: &ServiceStack, client: u8) -> (TcpStream, Io, TestService) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let connected = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (stream, _) = listener.accept().await.unwrap();
+        let info = ResponderInfo {
+            client_addr: ([10, 0, 0, client], 4321).into(),
+            ..responder_info()
+        };
+        let respond: EmptyResponses = |_| std::future::ready(Ok(Response::new(Body::empty())));
+        let service = stack.build(respond, ErrorDetail::Omit, info, ConnectionCloser::default());
+        (connected, Io::tcp(Tcp::new(stream)), service)
     }
 
     #[test]
