@@ -149,7 +149,7 @@ pub const ALL: &[Cause] = &[
         "head-timeout",
         Responsible::Client,
         "408, DEADLINE_EXCEEDED",
-        "The client did not send the complete request line and headers within 30 seconds. During protocol detection, the proxy waits for the rest of an incomplete request line (`P`, `PO`, `GET ` alone) until the detection timeout (10 seconds). Then the connection counts as HTTP/1 if it starts with a method, and as opaque otherwise. If a connection must begin with HTTP/2, its preface has a limit of 10 seconds; if the client has sent a part of it by then, the connection is reset.",
+        "The client did not send the complete request line and headers within 30 seconds. During protocol detection, the proxy waits for the rest of an incomplete request line (`P`, `PO`, `GET ` alone) until the detection timeout (10 seconds). Then the connection counts as HTTP/1 if it starts with a method, and as opaque otherwise. If a connection must begin with HTTP/2, its preface has a limit of 10 seconds; if the client has sent a part of it by then, the connection is reset. A header block of HTTP/2 has the same limit as a head of HTTP/1; after it, the connection ends with GOAWAY.",
         "Look for a client that stalls, or that does so on purpose. `TULLE_PROXY_INBOUND_HTTP1_HEAD_TIMEOUT` or its outbound counterpart is the limit.",
     ),
     cause(
@@ -317,15 +317,22 @@ pub const ALL: &[Cause] = &[
         "policy_unknown",
         Responsible::Mesh,
         "503, UNAVAILABLE",
-        "The control plane has not sent the policy of this port yet, so the proxy refuses all clients. A connection waits 3 seconds for the policy. Then it is refused: with this response if the client has started an HTTP request, otherwise with a reset. A policy that was received stays in force without a control plane. The proxy refuses connections with this cause, too, if clients connect to many ports that the pod does not declare and on which no application listens, because it requests the policies of few of these: for each client network (an IPv4 address or the /64 of a global IPv6 address) of 16 at once and then of one a second, and for all clients of 64 at once and then of 20 a second.",
-        "Check `linkerd-destination` (its port 8090) and the path to it: `tulle check`, and `control plane is not reachable` in the proxy's log. The proxy requests the policies of the ports in `LINKERD2_PROXY_INBOUND_PORTS` when it starts; the injector sets it to the declared ports. With `TULLE_INBOUND_UNKNOWN_POLICY=default`, the proxy's own default policy (`LINKERD2_PROXY_INBOUND_DEFAULT_POLICY`) applies to connections whose policy has not arrived, as in Linkerd's proxy, but not to those of many ports without an application. If the log says that clients connect to many ports on which no application listens, and they do not scan ports, look for applications that have not started or have ended, or declare their ports (`containerPort`).",
+        "The control plane has not sent the policy of this port yet, so the proxy refuses all clients. A connection waits 3 seconds for the policy. Then it is refused: with this response if the client has started an HTTP request, otherwise with a reset. A policy that was received stays in force without a control plane.",
+        "Check `linkerd-destination` (its port 8090) and the path to it: `tulle check`, and `control plane is not reachable` in the proxy's log. The proxy requests the policies of the ports in `LINKERD2_PROXY_INBOUND_PORTS` when it starts; the injector sets it to the declared ports. With `TULLE_INBOUND_UNKNOWN_POLICY=default`, the proxy's own default policy (`LINKERD2_PROXY_INBOUND_DEFAULT_POLICY`) applies to connections whose policy has not arrived, as in Linkerd's proxy.",
+    ),
+    cause(
+        "port-not-watched",
+        Responsible::Client,
+        "503, UNAVAILABLE",
+        "Clients connect to many ports that the pod does not declare and on which no application listens; usually they scan ports. The proxy requests the policies of few of these ports: for each client network (an IPv4 address or the /64 of a global IPv6 address) of 16 at once and then of one a second, and for all clients of 64 at once and then of 20 a second. A connection beyond that waits 3 seconds for its turn. Then it is refused: with this response if the client has started an HTTP request, otherwise with a reset.",
+        "The proxy's log names a client and a port, once a minute. If the clients do not scan ports, look for applications that have not started or have ended, or declare their ports (`containerPort`). `TULLE_INBOUND_UNKNOWN_POLICY=default` does not permit these connections.",
     ),
     cause(
         "invalid-policy",
         Responsible::Policy,
         "500, INTERNAL",
         "The proxy cannot decode a policy or profile, or the control plane rejected the proxy's request for one. Inbound: all requests and connections of the port are refused until the policy is fixed, even if an earlier one was valid. Outbound (a policy or a profile): the last valid one stays in force; requests are refused only if there was none. Inbound, a rule with an unknown filter refuses its own requests only; outbound, an unknown filter makes the whole update invalid.",
-        "`l5d-proxy-error`, the proxy's log and `/debug/destinations` name the reason; `tulle check` and the status of routes and policies help as well. `tulle_unreadable_updates_total` counts the updates that cannot be decoded. If the reason is PermissionDenied, compare the namespace in the proxy's `LINKERD2_PROXY_DESTINATION_CONTEXT` and `LINKERD2_PROXY_POLICY_WORKLOAD` with its certificate: the control plane refuses requests for another namespace, and the proxy logs this as a warning, once a minute.",
+        "`l5d-proxy-error`, the proxy's log and `/debug/destinations` name the reason; `tulle check` and the status of routes and policies help as well. `tulle_unreadable_updates_total` counts the updates that cannot be decoded.",
     ),
     cause(
         "not-http",
@@ -424,6 +431,13 @@ pub const ALL: &[Cause] = &[
         "503, UNAVAILABLE",
         "The control plane did not resolve the destination in time.",
         "Check `linkerd-destination` and the path to it (`tulle check`). Destinations that are already known continue to work.",
+    ),
+    cause(
+        "discovery-denied",
+        Responsible::Mesh,
+        "503, UNAVAILABLE",
+        "The control plane denies this proxy a policy or a profile (`PermissionDenied`), because the certificate of the proxy is for another workload or namespace than its settings. Inbound: a connection waits 3 seconds for the policy of the port, as for `policy_unknown`, and is then refused. Outbound: requests and connections to new destinations are refused at once. Policies and profiles that the proxy has received stay in force. The proxy repeats a denied request within 9 seconds, or as soon as the control plane permits another one.",
+        "The proxy logs a warning with the reason, once a minute; outbound, `l5d-proxy-error` and `/debug/destinations` have it too. Compare the namespace and the workload in the proxy's `LINKERD2_PROXY_DESTINATION_CONTEXT` and `LINKERD2_PROXY_POLICY_WORKLOAD` with its certificate. The proxy of a machine outside the cluster needs an ExternalWorkload with its identity in this namespace.",
     ),
     cause(
         "name-unresolved",

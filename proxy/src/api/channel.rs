@@ -77,6 +77,15 @@ pub(crate) enum ClientCertificate {
     Optional,
 }
 
+/// How the control plane checks the identity of this proxy. It denies and permits all streams with the same check.
+#[derive(Copy, Clone, Debug, PartialEq, Eq)]
+pub(crate) enum IdentityCheck {
+    /// The identity belongs to the namespace in the request.
+    Namespace,
+    /// The identity is that of the workload in the request.
+    Workload,
+}
+
 #[derive(Clone)]
 pub(crate) struct Connector {
     pub creds: Credentials,
@@ -113,8 +122,9 @@ struct Shared {
     retry: RetrySignal,
     connection_wait_timeout: Duration,
     metrics: ChannelMetrics,
-    /// Notifies denied streams that the service permits requests of this proxy again.
-    permitted: Notify,
+    /// Notify denied streams that the service permits requests of this proxy again, by the check of the stream.
+    namespace_permitted: Notify,
+    workload_permitted: Notify,
     /// Limits log lines about refused streams.
     log_limiter: LogLimiter<Code>,
 }
@@ -166,7 +176,8 @@ impl Connector {
             failing: AtomicBool::new(false),
             retry: RetrySignal::default(),
             connection_wait_timeout: config.connection_wait_timeout,
-            permitted: Notify::new(),
+            namespace_permitted: Notify::new(),
+            workload_permitted: Notify::new(),
             log_limiter: LogLimiter::default(),
             metrics: ChannelMetrics::new(&self.metrics, config.metrics_prefix, &target),
             target,
@@ -190,14 +201,21 @@ impl Channel {
         &self.shared.log_limiter
     }
 
-    /// Wakes the streams that wait after a denial.
-    pub(super) fn notify_denied(&self) {
-        self.shared.permitted.notify_waiters();
+    /// Wakes the streams with this check that wait after a denial.
+    pub(super) fn notify_denied(&self, check: IdentityCheck) {
+        self.permit_signal(check).notify_waiters();
     }
 
-    /// Completes when a stream of this channel is permitted after this call.
-    pub(super) fn permitted(&self) -> Notified<'_> {
-        self.shared.permitted.notified()
+    /// Completes when a stream of this channel with this check is permitted after this call.
+    pub(super) fn permitted(&self, check: IdentityCheck) -> Notified<'_> {
+        self.permit_signal(check).notified()
+    }
+
+    fn permit_signal(&self, check: IdentityCheck) -> &Notify {
+        match check {
+            IdentityCheck::Namespace => &self.shared.namespace_permitted,
+            IdentityCheck::Workload => &self.shared.workload_permitted,
+        }
     }
 
     pub(crate) fn target(&self) -> &ControlAddr {

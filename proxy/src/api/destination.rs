@@ -13,7 +13,7 @@ use tulle_core::backoff::Backoff;
 use tulle_proto::destination as proto;
 use tulle_proto::destination::destination_client::DestinationClient;
 
-use crate::api::channel::{Channel, MAX_MESSAGE_BYTES, Security};
+use crate::api::channel::{Channel, IdentityCheck, MAX_MESSAGE_BYTES, Security};
 use crate::api::retry_signal::RetrySignal;
 use crate::api::watch::{self as stream, Position, StreamLimits, WatchParams, WatchState};
 
@@ -202,6 +202,7 @@ impl Destinations {
             limits: *limits,
             backoff: *backoff,
             retry: RetrySignal::default(),
+            identity_check: IdentityCheck::Namespace,
             refusal_codes: refusals,
         }
     }

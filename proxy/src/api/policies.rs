@@ -14,7 +14,7 @@ use tulle_proto::outbound;
 use tulle_proto::outbound::outbound_policies_client::OutboundPoliciesClient;
 use tulle_proto::outbound::traffic_spec::Target;
 
-use crate::api::channel::{Channel, MAX_MESSAGE_BYTES, Security};
+use crate::api::channel::{Channel, IdentityCheck, MAX_MESSAGE_BYTES, Security};
 use crate::api::retry_signal::RetrySignal;
 use crate::api::watch::{self as stream, StreamLimits, WatchParams, WatchState};
 
@@ -105,6 +105,7 @@ impl Policies {
             INBOUND_REFUSAL_CODES,
             retry,
         );
+        params.identity_check = IdentityCheck::Workload;
         if let WatchMode::Poll(interval) = mode {
             // The stream is closed after its first message, and opened again after the interval.
             params.limits.idle = Some(Duration::ZERO);
@@ -160,6 +161,7 @@ impl Policies {
             limits: self.shared.config.limits,
             backoff,
             retry,
+            identity_check: IdentityCheck::Namespace,
             refusal_codes: refusals,
         }
     }
@@ -168,7 +170,7 @@ impl Policies {
 /// Maximum fraction that is added to the interval of a poll. The configured jitter is not used: it may be 100, and a changed
 /// policy must take effect soon.
 const POLL_JITTER: f64 = 0.1;
-const INBOUND_REFUSAL_CODES: &[Code] = &[Code::InvalidArgument, Code::FailedPrecondition];
+const INBOUND_REFUSAL_CODES: &[Code] = &[Code::InvalidArgument, Code::FailedPrecondition, Code::PermissionDenied];
 const OUTBOUND_REFUSAL_CODES: &[Code] = &[
     Code::InvalidArgument,
     Code::FailedPrecondition,

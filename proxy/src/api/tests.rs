@@ -8,7 +8,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::{Stream, StreamExt, stream};
+use futures_util::{FutureExt, Stream, StreamExt, stream};
 use http::{Request, Response};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
@@ -31,7 +31,7 @@ use tulle_core::metrics::Registry;
 use tulle_proto::destination::destination_server::{Destination, DestinationServer};
 use tulle_proto::destination::{self as proto, update};
 
-use crate::api::channel::{Channel, ClientCertificate, Config, Connector, ControlAddr, Security};
+use crate::api::channel::{Channel, ClientCertificate, Config, Connector, ControlAddr, IdentityCheck, Security};
 use crate::api::destination::{self, Destinations, ProfileScope};
 use crate::api::dns;
 use crate::api::metrics::Metrics;
@@ -422,6 +422,16 @@ async fn a_denied_stream_is_opened_again_as_soon_as_another_one_is_permitted() {
             .unwrap()
             .unwrap();
     }
+}
+
+#[tokio::test]
+async fn a_permitted_stream_does_not_wake_denied_ones_with_another_check() {
+    let (_script, _server, channel) = scripted([]).await;
+    let namespace = channel.permitted(IdentityCheck::Namespace);
+    let workload = channel.permitted(IdentityCheck::Workload);
+    channel.notify_denied(IdentityCheck::Namespace);
+    assert_eq!(namespace.now_or_never(), Some(()));
+    assert_eq!(workload.now_or_never(), None);
 }
 
 #[tokio::test]

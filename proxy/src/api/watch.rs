@@ -10,11 +10,11 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout_at};
 use tonic::{Code, Response, Status, Streaming};
 use tracing::debug;
-use tulle_core::backoff::Backoff;
+use tulle_core::backoff::{Backoff, BackoffDelays};
 use tulle_core::log_limit::LogLimiter;
 use tulle_core::warn_limited;
 
-use crate::api::channel::Channel;
+use crate::api::channel::{Channel, IdentityCheck};
 use crate::api::retry_signal::{MIN_RETRY_DELAY, RetrySignal};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -38,7 +38,7 @@ pub(crate) struct Refusal {
 }
 
 impl Refusal {
-    /// Whether the control plane refuses the identity of this proxy, whatever the target.
+    /// Whether the control plane refuses the identity of this proxy, whatever the target or port.
     pub(crate) fn is_denial(&self) -> bool {
         self.code == Code::PermissionDenied
     }
@@ -78,6 +78,7 @@ pub(crate) struct WatchParams {
     pub backoff: Backoff,
     /// Shortens the backoff before the next stream.
     pub retry: RetrySignal,
+    pub identity_check: IdentityCheck,
     /// Codes that count as answers while no value is known. A value that was received once is kept even if the control plane
     /// refuses it later.
     pub refusal_codes: &'static [Code],
@@ -101,17 +102,15 @@ where
     let (state_tx, state_rx) = watch::channel(WatchState::Pending);
     runtime.spawn(async move {
         let resuming = async {
-            // Whether the service denies these streams by the identity of this proxy, which all streams share.
-            let can_be_denied = params.refusal_codes.contains(&Code::PermissionDenied);
-            let (mut delays, mut delays_of_refused) = (params.backoff.start(), REFUSAL_BACKOFF.start());
+            let mut delays = RetryDelays::new(params.backoff);
             loop {
                 params.channel.wait_until_connected().await;
                 let mut position = Position::First;
-                let permitted = params.channel.permitted();
+                let permitted = params.channel.permitted(params.identity_check);
                 let opening = open();
                 let ended = read_stream(&params.limits, opening, |message| {
-                    if position == Position::First && can_be_denied {
-                        params.channel.notify_denied();
+                    if position == Position::First {
+                        params.channel.notify_denied(params.identity_check);
                     }
                     state_tx.send_replace(WatchState::Known(decode(position, message)));
                     position = Position::Later;
@@ -119,24 +118,16 @@ where
                 let ended = ended.await;
                 if position == Position::Later {
                     delays.reset();
-                    delays_of_refused.reset();
                 }
                 let refusal = refusal(&params, &ended);
                 let is_denied = refusal.as_ref().is_some_and(Refusal::is_denial);
-                if can_be_denied && refusal.as_ref().is_some_and(Refusal::is_of_permitted_client) {
-                    params.channel.notify_denied();
+                if refusal.as_ref().is_some_and(Refusal::is_of_permitted_client) {
+                    params.channel.notify_denied(params.identity_check);
                 }
-                let delay = match refusal {
-                    None => delays.next_delay(),
-                    Some(refusal) => {
-                        let is_transient = refusal.code == Code::FailedPrecondition;
-                        publish_refusal(&state_tx, refusal);
-                        match is_transient {
-                            true => delays.next_delay(),
-                            false => delays_of_refused.next_delay(),
-                        }
-                    }
-                };
+                let delay = delays.next_delay(refusal.as_ref());
+                if let Some(refusal) = refusal {
+                    publish_refusal(&state_tx, refusal);
+                }
                 ended.log(&params.description, delay, params.channel.log_limiter());
                 tokio::select! {
                     () = params.retry.wait(delay) => {}
@@ -151,6 +142,40 @@ where
         }
     });
     state_rx
+}
+
+/// The delays before the next stream, by the end of the last one.
+struct RetryDelays {
+    after_failure: BackoffDelays,
+    after_refusal: BackoffDelays,
+    after_denial: BackoffDelays,
+}
+
+impl RetryDelays {
+    /// `backoff` is that of failures.
+    fn new(backoff: Backoff) -> Self {
+        Self {
+            after_failure: backoff.start(),
+            after_refusal: REFUSAL_BACKOFF.start(),
+            after_denial: DENIAL_BACKOFF.start(),
+        }
+    }
+
+    fn reset(&mut self) {
+        self.after_failure.reset();
+        self.after_refusal.reset();
+        self.after_denial.reset();
+    }
+
+    /// `refusal` is that of the last stream, `None` if it ended in another way.
+    fn next_delay(&mut self, refusal: Option<&Refusal>) -> Duration {
+        let delays = match refusal.map(|refusal| refusal.code) {
+            None | Some(Code::FailedPrecondition) => &mut self.after_failure,
+            Some(Code::PermissionDenied) => &mut self.after_denial,
+            Some(_) => &mut self.after_refusal,
+        };
+        delays.next_delay()
+    }
 }
 
 /// Publishes a refusal if no value is known; the same refusal again notifies no receiver. A denial does not replace an answer about
@@ -258,9 +283,52 @@ impl StreamEnd {
 }
 
 /// Backoff after a refusal. A target that does not exist may be created at any time. `FAILED_PRECONDITION` is retried with the
-/// backoff of other failures. A denied stream is also retried when another one of its channel is permitted.
+/// backoff of other failures.
 const REFUSAL_BACKOFF: Backoff = Backoff {
     min: Duration::from_millis(500),
     max: Duration::from_secs(30),
     jitter: 0.5,
 };
+
+/// Backoff after a denial, at most 9 s with the jitter. A denied stream is also retried when another one of its channel with the
+/// same check is permitted, but a proxy may have only one.
+const DENIAL_BACKOFF: Backoff = Backoff {
+    max: Duration::from_secs(6),
+    ..REFUSAL_BACKOFF
+};
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_denial_is_retried_sooner_than_another_refusal_and_a_value_starts_all_delays_over() {
+        let second = Duration::from_secs(1);
+        let mut delays = RetryDelays::new(Backoff {
+            min: second,
+            max: second,
+            jitter: 0.0,
+        });
+        let refused = |code| Refusal {
+            description: "policy of port 80".to_owned(),
+            code,
+            message: String::new(),
+        };
+        for (code, expected) in [
+            (Code::PermissionDenied, 5..10),
+            (Code::NotFound, 30..45),
+            (Code::InvalidArgument, 30..45),
+            (Code::FailedPrecondition, 1..2),
+        ] {
+            let refusal = refused(code);
+            let longest = (0..20).map(|_| delays.next_delay(Some(&refusal))).last();
+            let is_expected = longest.is_some_and(|longest| expected.contains(&longest.as_secs()));
+            assert!(is_expected, "{code:?}: {longest:?}");
+        }
+        assert_eq!(delays.next_delay(None), second);
+        delays.reset();
+        for code in [Code::PermissionDenied, Code::NotFound] {
+            assert!(delays.next_delay(Some(&refused(code))) < second, "{code:?}");
+        }
+    }
+}

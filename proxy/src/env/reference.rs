@@ -681,7 +681,7 @@ const DIRECTION_VARIABLES: &[DirectionVariable] = &[
         DURATION,
         "30s",
         "In HTTP/1, maximum time of a request head from its first byte (cause `head-timeout`); in HTTP/2, maximum time for the \
-         first request of a connection.",
+         first request of a connection, and for each header block.",
     ),
     tulle_only(
         "HTTP1_IDLE_TIMEOUT",

@@ -140,6 +140,12 @@ pub(crate) enum Error {
     InvalidBackend(&'static str),
     #[error("the control plane has not sent the policy of this port")]
     PolicyUnknown,
+    /// No application listens on the port, and clients connect to many such ports.
+    #[error("the proxy does not request the policy of this port")]
+    PortNotWatched,
+    /// The control plane denies this proxy a policy or a profile.
+    #[error("{0}")]
+    DiscoveryDenied(String),
     #[error("{0}")]
     InvalidPolicy(String),
     /// A route forbids the opaque connection.
@@ -288,7 +294,9 @@ impl Error {
             | Self::QueueFull
             | Self::DiscoveryTimeout(_)
             | Self::TooManyNames { .. }
-            | Self::PolicyUnknown => Side::Proxy,
+            | Self::PolicyUnknown
+            | Self::PortNotWatched
+            | Self::DiscoveryDenied(_) => Side::Proxy,
             Self::NoEndpoints
             | Self::NameUnresolved { .. }
             | Self::QueueTimeout(..)
@@ -395,6 +403,8 @@ impl Error {
             | Self::TooManyNames { .. }
             | Self::NameUnresolved { .. }
             | Self::PolicyUnknown
+            | Self::PortNotWatched
+            | Self::DiscoveryDenied(_)
             | Self::DiscoveryTimeout(_) => error_status(StatusCode::SERVICE_UNAVAILABLE, grpc::UNAVAILABLE, true),
             Self::ReadRequestBody(_) | Self::InvalidRequest(_) | Self::ClientClosed | Self::ClientIo(_) => {
                 error_status(StatusCode::BAD_REQUEST, grpc::INVALID_ARGUMENT, true)
@@ -446,7 +456,8 @@ impl Error {
             Self::IdentityMismatch { .. } => "identity required",
             Self::GatewayDomain(_) => "gateway domain invalid",
             Self::GatewayLoop => "gateway loop",
-            Self::PolicyUnknown => "policy unknown",
+            Self::PolicyUnknown | Self::PortNotWatched => "policy unknown",
+            Self::DiscoveryDenied(_) => "discovery denied",
             Self::Forbidden { .. } => "forbidden",
             Self::AmbiguousPath => "ambiguous path",
             Self::Timeout(_) => "response timeout",
@@ -584,6 +595,8 @@ impl Error {
             Self::GatewayLoop => "gateway-loop",
             Self::InvalidBackend(_) | Self::NoBackends => "no-backend",
             Self::PolicyUnknown => "policy_unknown",
+            Self::PortNotWatched => "port-not-watched",
+            Self::DiscoveryDenied(_) => "discovery-denied",
             Self::InvalidPolicy(_) => "invalid-policy",
             Self::Forbidden { .. } => "forbidden",
             Self::Unauthorized { .. } => "policy-denied",

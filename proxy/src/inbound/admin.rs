@@ -45,7 +45,7 @@ impl Inbound {
         if current.is_unknown {
             let port = caller.local.port();
             self.port_policies.warn_unknown_policy(port, &port_policy, client);
-            return Err(Error::PolicyUnknown);
+            return Err(port_policy.unknown_policy_error());
         }
         let tls = match &caller.tls {
             Tls::None => ServerTls::Plain(NoServerTls::NoTlsFromRemote),

@@ -68,6 +68,9 @@ impl PortStatus {
             source: match (port_policy.is_received(), port_policy.fallback_origin()) {
                 (true, _) => "control plane",
                 (false, FallbackOrigin::LastKnown) => "control plane, last known; the current watch has no answer yet",
+                (false, FallbackOrigin::Unknown) if port_policy.denial().is_some() => {
+                    "unknown: the control plane denies it to this proxy, and connections are refused"
+                }
                 (false, FallbackOrigin::Unknown | FallbackOrigin::NotWatched) => {
                     "unknown: the control plane has not answered, and connections are refused"
                 }

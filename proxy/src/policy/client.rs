@@ -247,6 +247,8 @@ pub(crate) struct TlsRoute {
 pub(crate) enum OpaqueFilter {
     /// Refuses connections, for this reason.
     Invalid(Arc<str>),
+    /// Refuses connections, because the control plane denies this proxy the policy or the profile.
+    DiscoveryDenied(Arc<str>),
     Forbidden,
 }
 
@@ -300,14 +302,26 @@ impl ClientPolicy {
 
     /// For a policy that cannot be used, for this reason: HTTP requests get 500, other connections are closed.
     pub(crate) fn invalid(reason: String, detect_timeout: Duration) -> Self {
-        let meta = Meta::default_named("invalid");
+        let opaque = OpaqueFilter::Invalid(reason.as_str().into());
+        Self::refuse("invalid", Filter::Invalid(reason.into()), opaque, detect_timeout)
+    }
+
+    /// For a destination that the control plane denies this proxy, for this reason: HTTP requests get 503, other connections are
+    /// closed.
+    pub(crate) fn denied(reason: &str, detect_timeout: Duration) -> Self {
+        let reason = Arc::<str>::from(reason);
+        let opaque = OpaqueFilter::DiscoveryDenied(reason.clone());
+        Self::refuse("denied", Filter::DiscoveryDenied(reason), opaque, detect_timeout)
+    }
+
+    fn refuse(name: &str, http: Filter, opaque: OpaqueFilter, detect_timeout: Duration) -> Self {
+        let meta = Meta::default_named(name);
         let opaque = OpaqueRoute {
             meta: meta.clone(),
-            filters: vec![OpaqueFilter::Invalid(reason.as_str().into())],
+            filters: vec![opaque],
             backends: Distribution::Empty,
         };
-        let refuse = vec![Filter::Invalid(reason.into())];
-        Self::catch_all(meta, refuse, Distribution::Empty, opaque, detect_timeout)
+        Self::catch_all(meta, vec![http], Distribution::Empty, opaque, detect_timeout)
     }
 
     fn catch_all(

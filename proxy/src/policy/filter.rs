@@ -23,6 +23,8 @@ pub(crate) enum Filter {
     Failure(FailureInjector),
     /// The policy or a filter of it cannot be applied, for this reason. Skipping it could permit anything, so no request passes.
     Invalid(Cow<'static, str>),
+    /// The control plane denies this proxy the policy or the profile, for this reason, so no request passes.
+    DiscoveryDenied(Arc<str>),
 }
 
 impl Filter {
@@ -102,6 +104,8 @@ pub(crate) enum FilterResponse {
     Failure(Failure),
     /// The filters cannot be applied; the response is 500.
     Invalid(Cow<'static, str>),
+    /// The response is 503.
+    DiscoveryDenied(Arc<str>),
 }
 
 /// A request, as filters need it.
@@ -134,6 +138,7 @@ pub(crate) fn apply_request(
                 }
             }
             Filter::Invalid(reason) => return Err(FilterResponse::Invalid(reason.clone())),
+            Filter::DiscoveryDenied(reason) => return Err(FilterResponse::DiscoveryDenied(reason.clone())),
         }
     }
     Ok(())

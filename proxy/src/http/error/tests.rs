@@ -71,6 +71,8 @@ fn the_errors_page_lists_every_status() {
         Error::GatewayDomain("other.test".into()),
         Error::GatewayLoop,
         Error::PolicyUnknown,
+        Error::PortNotWatched,
+        Error::DiscoveryDenied("only clients in namespace shop".into()),
         Error::InvalidPolicy("unknown filter".into()),
         Error::Forbidden { policy: String::new() },
         Error::Unauthorized {

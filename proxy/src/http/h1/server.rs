@@ -565,8 +565,8 @@ mod tests {
         tokio::spawn(async move {
             let config = Http1Config {
                 max_header_bytes: 64 << 10,
-                header_read_timeout: Duration::from_secs(10),
-                idle_timeout: Duration::from_secs(10),
+                header_read_timeout: Duration::from_secs(3600),
+                idle_timeout: Duration::from_secs(3600),
             };
             let (_signal, drain) = drain::channel();
             drop(serve(io, service, &config, &drain).await);

@@ -1,29 +1,56 @@
-//! Follows the frames that a client sends, because `h2` does not tell that it holds a header block that is not complete.
+//! Limits the memory and the time of a header block that is not complete. `h2` has no such limits and does not tell that it holds
+//! one, so this follows the frames that the client sends.
 
 use std::{
+    future::Future as _,
     io,
+    num::NonZeroU64,
     pin::Pin,
     sync::{
         Arc,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicU64, Ordering},
     },
     task::{Context, Poll, ready},
+    time::Duration,
 };
 
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    time::{Sleep, sleep},
+};
 
-use crate::http::{h2::config::Http2Config, stack::head_memory::UNRESERVED_HEAD_BYTES};
+use crate::http::{
+    error::Error,
+    h2::config::Http2Config,
+    stack::head_memory::{ClientHeadMemory, HeadReservation, UNRESERVED_HEAD_BYTES},
+};
 
 /// The I/O object of a connection, which `h2` reads from its preface on.
 pub(super) struct TrackedIo<T> {
     io: T,
     tracker: HeaderBlockTracker,
-    state: HeaderBlockState,
+    unfinished_block: UnfinishedBlock,
 }
 
-/// Whether `h2` holds a header block of the client that is not complete.
+/// Limits the header block that is not complete.
+pub(super) struct HeaderBlockLimits {
+    unfinished_block: UnfinishedBlock,
+    /// Memory that `h2` may hold for the block.
+    max_bytes: usize,
+    reserved: Option<Box<HeadReservation>>,
+    /// Maximum time until the block is complete.
+    timeout: Duration,
+    deadline: Option<BlockDeadline>,
+}
+
+struct BlockDeadline {
+    block: NonZeroU64,
+    sleep: Pin<Box<Sleep>>,
+}
+
+/// The number of the header block that `h2` holds and that is not complete; 0 if there is none.
 #[derive(Clone, Default)]
-pub(super) struct HeaderBlockState(Arc<AtomicBool>);
+struct UnfinishedBlock(Arc<AtomicU64>);
 
 /// The position in the bytes of the client.
 struct HeaderBlockTracker {
@@ -32,6 +59,8 @@ struct HeaderBlockTracker {
     /// Bytes that follow before the next frame header.
     n_left: usize,
     block: HeaderBlock,
+    /// Number of header blocks that have begun.
+    n_blocks: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,14 +73,22 @@ enum HeaderBlock {
     EndsWithFrame,
 }
 
-pub(super) fn track<T>(io: T) -> (TrackedIo<T>, HeaderBlockState) {
-    let state = HeaderBlockState::default();
+/// `h2` may hold `max_bytes` for one header block, which must be complete within `timeout`.
+pub(super) fn track<T>(io: T, max_bytes: usize, timeout: Duration) -> (TrackedIo<T>, HeaderBlockLimits) {
+    let unfinished_block = UnfinishedBlock::default();
     let tracked = TrackedIo {
         io,
         tracker: HeaderBlockTracker::new(),
-        state: state.clone(),
+        unfinished_block: unfinished_block.clone(),
     };
-    (tracked, state)
+    let limits = HeaderBlockLimits {
+        unfinished_block,
+        max_bytes,
+        reserved: None,
+        timeout,
+        deadline: None,
+    };
+    (tracked, limits)
 }
 
 /// Memory that `h2` may hold for a header block that is not complete: decoded fields up to twice the limit of the header list, of
@@ -63,9 +100,43 @@ pub(super) fn max_bytes(params: &Http2Config, max_frame_size: Option<u32>) -> us
     decoded.max(frames)
 }
 
-impl HeaderBlockState {
+impl HeaderBlockLimits {
     pub(super) fn is_unfinished(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
+        self.unfinished_block.get().is_some()
+    }
+
+    /// Called when `h2` waits for more bytes of the client.
+    ///
+    /// # Errors
+    /// Too little memory is left for the block, or it is not complete in time.
+    pub(super) fn check(&mut self, cx: &mut Context<'_>, memory: &ClientHeadMemory) -> Result<(), Error> {
+        let Some(block) = self.unfinished_block.get() else {
+            self.reserved = None;
+            self.deadline = None;
+            return Ok(());
+        };
+        memory.reserve(cx, self.max_bytes, &mut self.reserved)?;
+        let deadline = match &mut self.deadline {
+            Some(deadline) if deadline.block == block => deadline,
+            other => other.insert(BlockDeadline {
+                block,
+                sleep: Box::pin(sleep(self.timeout)),
+            }),
+        };
+        match deadline.sleep.as_mut().poll(cx) {
+            Poll::Ready(()) => Err(Error::HeaderReadTimeout(self.timeout)),
+            Poll::Pending => Ok(()),
+        }
+    }
+}
+
+impl UnfinishedBlock {
+    fn get(&self) -> Option<NonZeroU64> {
+        NonZeroU64::new(self.0.load(Ordering::Relaxed))
+    }
+
+    fn set(&self, block: Option<NonZeroU64>) {
+        self.0.store(block.map_or(0, NonZeroU64::get), Ordering::Relaxed);
     }
 }
 
@@ -76,6 +147,7 @@ impl HeaderBlockTracker {
             n_frame_header: 0,
             n_left: PREFACE_BYTES,
             block: HeaderBlock::None,
+            n_blocks: 0,
         }
     }
 
@@ -102,6 +174,9 @@ impl HeaderBlockTracker {
         self.n_frame_header = 0;
         self.n_left = u32::from_be_bytes([0, length_1, length_2, length_3]) as usize;
         let counts = self.block == HeaderBlock::Continues || self.n_left > UNRESERVED_HEAD_BYTES;
+        if matches!(kind, HEADERS | PUSH_PROMISE) {
+            self.n_blocks += 1;
+        }
         self.block = match kind {
             HEADERS | PUSH_PROMISE | CONTINUATION if flags & END_HEADERS == 0 => HeaderBlock::Continues,
             HEADERS | PUSH_PROMISE | CONTINUATION if counts => HeaderBlock::EndsWithFrame,
@@ -110,12 +185,13 @@ impl HeaderBlockTracker {
         };
     }
 
-    fn is_unfinished(&self) -> bool {
-        match self.block {
+    fn unfinished_block(&self) -> Option<NonZeroU64> {
+        let is_unfinished = match self.block {
             HeaderBlock::None => false,
             HeaderBlock::Continues => true,
             HeaderBlock::EndsWithFrame => self.n_left > 0,
-        }
+        };
+        NonZeroU64::new(self.n_blocks).filter(|_| is_unfinished)
     }
 }
 
@@ -125,7 +201,7 @@ impl<T: AsyncRead + Unpin> AsyncRead for TrackedIo<T> {
         let n_before = buf.filled().len();
         ready!(Pin::new(&mut this.io).poll_read(cx, buf))?;
         this.tracker.record(&buf.filled()[n_before..]);
-        this.state.0.store(this.tracker.is_unfinished(), Ordering::Relaxed);
+        this.unfinished_block.set(this.tracker.unfinished_block());
         Poll::Ready(Ok(()))
     }
 }
@@ -167,7 +243,15 @@ const END_HEADERS: u8 = 4;
 
 #[cfg(test)]
 mod tests {
+    use std::net::Ipv4Addr;
+
+    use futures_util::task::noop_waker_ref;
+
     use super::*;
+    use crate::{
+        http::stack::head_memory::{ClientAddress, HeadMemory},
+        net::memory::MemoryPressure,
+    };
 
     const DATA: u8 = 0;
 
@@ -182,17 +266,17 @@ mod tests {
     fn header_blocks_are_unfinished_until_their_last_byte() {
         let usual = 100;
         let large = 16_000;
-        // Each frame, and whether a block is unfinished just before the end of the frame and after it.
-        let cases: &[(u8, u8, u16, [bool; 2])] = &[
-            (DATA, 0, large, [false, false]),
-            (HEADERS, END_HEADERS, usual, [false, false]),
-            (HEADERS, END_HEADERS | 1, large, [true, false]),
-            (HEADERS, 1, usual, [true, true]),
-            (CONTINUATION, 0, large, [true, true]),
-            (CONTINUATION, END_HEADERS, usual, [true, false]),
-            (PUSH_PROMISE, 0, usual, [true, true]),
-            (CONTINUATION, END_HEADERS, large, [true, false]),
-            (DATA, END_HEADERS, usual, [false, false]),
+        // Each frame, and the number of the block that is unfinished just before the end of the frame and after it, or 0.
+        let cases: &[(u8, u8, u16, [u64; 2])] = &[
+            (DATA, 0, large, [0, 0]),
+            (HEADERS, END_HEADERS, usual, [0, 0]),
+            (HEADERS, END_HEADERS | 1, large, [2, 0]),
+            (HEADERS, 1, usual, [3, 3]),
+            (CONTINUATION, 0, large, [3, 3]),
+            (CONTINUATION, END_HEADERS, usual, [3, 0]),
+            (PUSH_PROMISE, 0, usual, [4, 4]),
+            (CONTINUATION, END_HEADERS, large, [4, 0]),
+            (DATA, END_HEADERS, usual, [0, 0]),
         ];
         for n_at_once in [1, 7, 1000, usize::MAX] {
             let mut tracker = HeaderBlockTracker::new();
@@ -202,14 +286,36 @@ mod tests {
                 let bytes = frame(kind, flags, length);
                 let (last, most) = bytes.split_last().unwrap();
                 most.chunks(n_at_once).for_each(|part| tracker.record(part));
-                let before_end = tracker.is_unfinished();
+                let before_end = tracker.unfinished_block();
                 tracker.record(&[*last]);
                 assert_eq!(
-                    [before_end, tracker.is_unfinished()],
+                    [before_end, tracker.unfinished_block()].map(|block| block.map_or(0, NonZeroU64::get)),
                     expected,
                     "{case:?} by {n_at_once}"
                 );
             }
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn each_header_block_has_the_whole_timeout() {
+        let timeout = Duration::from_secs(10);
+        let memory = HeadMemory::new(None, MemoryPressure::default());
+        let client = (Ipv4Addr::LOCALHOST, 1).into();
+        let memory = ClientHeadMemory::new(memory, client, ClientAddress::Unverified);
+        let (_io, mut limits) = track(tokio::io::empty(), 1 << 20, timeout);
+        let mut is_permitted = |block| {
+            limits.unfinished_block.set(NonZeroU64::new(block));
+            let checked = limits.check(&mut Context::from_waker(noop_waker_ref()), &memory);
+            assert_eq!(limits.reserved.is_some(), block != 0);
+            checked.is_ok()
+        };
+        // Seconds from one check to the next, and the block that is unfinished then, or 0.
+        for (seconds, block) in [(0, 1), (9, 1), (2, 2), (9, 2), (2, 0), (60, 0), (60, 3), (9, 3)] {
+            tokio::time::advance(Duration::from_secs(seconds)).await;
+            assert!(is_permitted(block), "{block}");
+        }
+        tokio::time::advance(Duration::from_secs(2)).await;
+        assert!(!is_permitted(3));
     }
 }

@@ -56,8 +56,8 @@ use crate::{
 /// A header block that is not complete reserves the memory that `h2` may hold for it.
 ///
 /// # Errors
-/// The connection fails, or the client violates HTTP/2, or does not send its preface or answer a ping in time, or too little memory
-/// is left for its header block.
+/// The connection fails, or the client violates HTTP/2, or does not send its preface or a whole header block or answer a ping in
+/// time, or too little memory is left for its header block.
 pub(in crate::http) async fn serve<S>(
     io: Io,
     service: ErrorToResponse<S>,
@@ -78,8 +78,7 @@ where
     };
     let (io, batch) = batch_writes(io);
     let max_block_bytes = header_block::max_bytes(params, max_frame_size).min(service.head_memory().max_reservation());
-    let (io, header_block) = header_block::track(io);
-    let mut reserved = None;
+    let (io, mut header_block_limits) = header_block::track(io, max_block_bytes, config.http1.header_read_timeout);
     let mut connection = builder.handshake::<_, Bytes>(io).await.map_err(Error::H2)?;
     let mut windows = FlowControlWindows::new(params, StreamToken::default());
     let task_pool = RequestTaskPool::new(service, windows.token(), config);
@@ -109,20 +108,21 @@ where
         if polled.is_ready() {
             return polled;
         }
-        if header_block.is_unfinished() || reserved.is_some() {
-            let n_bytes = match header_block.is_unfinished() {
-                true => max_block_bytes,
-                false => 0,
-            };
-            if let Err(error) = task_pool.service.head_memory().reserve(cx, n_bytes, &mut reserved) {
-                task_pool.service.record_refused(&error);
-                return Poll::Ready(Err(error));
-            }
+        if let Err(error) = header_block_limits.check(cx, task_pool.service.head_memory()) {
+            task_pool.service.record_refused(&error);
+            connection.abrupt_shutdown(Reason::ENHANCE_YOUR_CALM);
+            // Sends GOAWAY if the socket takes it.
+            let _ = batch.poll_and_flush(cx, |cx| connection.poll_closed(cx));
+            return Poll::Ready(Err(error));
         }
         let mut is_idle_timeout = false;
         while check_timer.poll_tick(cx).is_ready() {
             task_pool.end_spare_tasks();
-            match idle_tracker.update(task_pool.take_activity()) {
+            let activity = match header_block_limits.is_unfinished() {
+                true => ConnectionActivity::Busy, // it has its own timeout
+                false => task_pool.take_activity(),
+            };
+            match idle_tracker.update(activity) {
                 IdleState::BelowLimit => {}
                 IdleState::LimitExceeded if goaway_sent => return Poll::Ready(Ok(())),
                 IdleState::LimitReached | IdleState::LimitExceeded => is_idle_timeout = true,
@@ -663,10 +663,11 @@ mod tests {
         }
     }
 
-    /// Connects to a server with these layers.
-    async fn connect(stack: &ServiceStack, client: u8) -> TcpStream {
+    /// Connects to a server with these layers and this timeout of header blocks. Clients may be silent for an hour.
+    async fn connect(stack: &ServiceStack, client: u8, header_read_timeout: Duration) -> TcpStream {
         let (connected, io, service) = layers::tests::connect(stack, client).await;
-        let config = config(Duration::from_secs(10));
+        let mut config = config(Duration::from_secs(3600));
+        config.http1.header_read_timeout = header_read_timeout;
         tokio::spawn(async move {
             let (_signal, drain) = drain::channel();
             drop(serve(io, service, &config, ConnectionCloser::default(), &drain).await);
@@ -674,23 +675,41 @@ mod tests {
         connected
     }
 
+    const SETTINGS: &[u8] = &[0, 0, 0, 4, 0, 0, 0, 0, 0];
+
+    /// `GET`, without END_HEADERS.
+    fn block_start(stream: u8) -> [u8; 10] {
+        [0, 0, 1, 1, 1, 0, 0, 0, stream, 0x82]
+    }
+
+    /// The rest of `http://x/`, with END_HEADERS.
+    fn block_end(stream: u8) -> [u8; 14] {
+        [0, 0, 5, 9, 4, 0, 0, 0, stream, 0x86, 0x84, 0x41, 1, b'x']
+    }
+
+    async fn wait_for_response(client: &mut TcpStream, stream: u8) {
+        let mut received = Vec::new();
+        // The kind and the stream of HEADERS.
+        while !received
+            .windows(6)
+            .any(|bytes| bytes[0] == 1 && bytes[2..] == [0, 0, 0, stream])
+        {
+            assert_ne!(client.read_buf(&mut received).await.unwrap(), 0, "{received:?}");
+        }
+    }
+
     #[tokio::test]
     async fn header_blocks_that_do_not_end_take_limited_memory_and_other_clients_are_answered() {
-        const SETTINGS: &[u8] = &[0, 0, 0, 4, 0, 0, 0, 0, 0];
-        /// `GET`, without END_HEADERS.
-        const BLOCK_START: &[u8] = &[0, 0, 1, 1, 1, 0, 0, 0, 1, 0x82];
-        /// The rest of `http://x/`, with END_HEADERS.
-        const BLOCK_END: &[u8] = &[0, 0, 5, 9, 4, 0, 0, 0, 1, 0x86, 0x84, 0x41, 1, b'x'];
         let registry = Registry::new();
         let stack = ServiceStack {
             // 4 MiB: four header blocks of the default limit.
             head_memory: HeadMemory::new(Some(32 << 20), MemoryPressure::default()),
             ..service_stack(&registry)
         };
-        let unfinished_request = [PREFACE, SETTINGS, BLOCK_START].concat();
+        let unfinished_request = [PREFACE, SETTINGS, &block_start(1)].concat();
         let mut unfinished = FuturesUnordered::new();
         for _ in 0..6 {
-            let mut client = connect(&stack, 1).await;
+            let mut client = connect(&stack, 1, 3600 * S).await;
             client.write_all(&unfinished_request).await.unwrap();
             // Until the server closes or resets the connection.
             unfinished.push(async move { drop(client.read_to_end(&mut Vec::new()).await) });
@@ -699,21 +718,25 @@ mod tests {
             unfinished.next().await;
         }
 
-        let mut other = connect(&stack, 2).await;
+        let mut other = connect(&stack, 2, 3600 * S).await;
         other.write_all(&unfinished_request).await.unwrap();
         unfinished.next().await; // the other client gets the memory of this block
-        other.write_all(BLOCK_END).await.unwrap();
-        let mut received = Vec::new();
-        // The kind and the stream of HEADERS.
-        while !received
-            .windows(6)
-            .any(|bytes| bytes[0] == 1 && bytes[2..] == [0, 0, 0, 1])
-        {
-            assert_ne!(other.read_buf(&mut received).await.unwrap(), 0, "{received:?}");
-        }
+        other.write_all(&block_end(1)).await.unwrap();
+        wait_for_response(&mut other, 1).await;
 
         let counted = Samples::parse(&registry.render());
         assert_eq!(counted.sum("tulle_failures_total", &[("cause", "overload")]), 3.);
+    }
+
+    #[tokio::test]
+    async fn a_header_block_that_does_not_end_in_time_is_refused_also_after_other_requests() {
+        let registry = Registry::new();
+        let mut client = connect(&service_stack(&registry), 1, S).await;
+        let sent = [PREFACE, SETTINGS, &block_start(1), &block_end(1), &block_start(3)].concat();
+        client.write_all(&sent).await.unwrap();
+        drop(client.read_to_end(&mut Vec::new()).await); // closed or reset
+        let counted = Samples::parse(&registry.render());
+        assert_eq!(counted.sum("tulle_failures_total", &[("cause", "head-timeout")]), 1.);
     }
 
     const S: Duration = Duration::from_secs(1);

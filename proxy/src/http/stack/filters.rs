@@ -10,7 +10,8 @@ use crate::{
 /// Applies the request filters of a route rule or a backend. Returns `matched_prefix_len`, which a rewrite of the path updates.
 ///
 /// # Errors
-/// A filter responds itself (redirect or injected failure), or the policy contains an unknown filter.
+/// A filter responds itself (redirect or injected failure), the policy contains an unknown filter, or the control plane denies the
+/// policy.
 pub(crate) fn apply_request_filters(
     filters: &[Filter],
     req: &mut Request<Body>,
@@ -38,5 +39,6 @@ pub(crate) fn apply_request_filters(
             message: message.to_string(),
         },
         FilterResponse::Invalid(reason) => Error::InvalidPolicy(reason.into_owned()),
+        FilterResponse::DiscoveryDenied(reason) => Error::DiscoveryDenied(reason.to_string()),
     })
 }

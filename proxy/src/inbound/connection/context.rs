@@ -31,7 +31,7 @@ impl Connection {
     /// Returns the policy of the target port. Waits for it, for a bounded time, if it has not been received yet.
     pub(super) async fn wait_port_policy(&self, addrs: &ConnectionAddrs) -> (Arc<PortPolicy>, Arc<ActivePolicy>) {
         let (ports, target, client_ip) = (&self.inbound.port_policies, addrs.target, addrs.client.0.ip());
-        let port_policy = match ports.get(target.port()) {
+        let port_policy = match ports.get_watched(target.port()) {
             Some(port_policy) if port_policy.is_received() => port_policy,
             _ => Box::pin(ports.wait_for_policy(target, client_ip)).await,
         };

@@ -6,7 +6,6 @@ use tokio::io::AsyncWriteExt;
 use tulle_core::{info_limited, metrics::Labels};
 
 use crate::{
-    http::error::Error,
     inbound::{
         app_clients::AppTarget, connection::classified_connection::PortClient, context::Inbound, metrics::with_meta,
         policy::ActivePolicy,
@@ -60,7 +59,7 @@ impl OpaqueForwarder<'_> {
         match self.authorize(active_policy) {
             Ok(permitted) => Some(permitted),
             Err(_) if active_policy.is_unknown => {
-                let error = Error::PolicyUnknown;
+                let error = self.client.port_policy.unknown_policy_error();
                 self.inbound
                     .families
                     .record_tcp_error(self.client.addrs.target, error.label(), error.cause());

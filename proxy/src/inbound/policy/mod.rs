@@ -1,7 +1,7 @@
 //! The current policy of each port.
 //!
 //! A port in use is watched. If [`MAX_ON_DEMAND_WATCHES`] watched ports have connections, the policy of a further port is
-//! polled. Unless the proxy's own default policy applies, connections wait up to [`MAX_POLICY_WAIT`] for the first policy, then
+//! polled, until it has a new connection and another port has none. Unless the proxy's own default policy applies, connections wait up to [`MAX_POLICY_WAIT`] for the first policy, then
 //! they are refused. When a watch ends, its policy is stored as the last known one of the port, as long as the process runs. It
 //! applies if a new watch has no answer within [`MAX_POLICY_WAIT`], or while the control plane is unreachable.
 //!
@@ -29,7 +29,7 @@ use crate::{
     api::{
         policies::{Policies, WatchMode},
         retry_signal::{MIN_RETRY_DELAY, RetrySignal},
-        watch::WatchState,
+        watch::{Refusal, WatchState},
     },
     http::error::Error,
     metrics::invalid_updates::{self, UpdateKind},
@@ -237,9 +237,9 @@ impl PortPolicies {
         ports
     }
 
-    /// Returns the policy of a port that is watched or polled.
-    pub(super) fn get(&self, port: u16) -> Option<Arc<PortPolicy>> {
-        self.table.lock().get(port, Instant::now())
+    /// Returns the policy of a port that is watched.
+    pub(super) fn get_watched(&self, port: u16) -> Option<Arc<PortPolicy>> {
+        self.table.lock().get_watched(port, Instant::now())
     }
 
     /// Returns the policy of the port of `target` for a connection of `client`, and waits for it up to [`MAX_POLICY_WAIT`].
@@ -250,12 +250,15 @@ impl PortPolicies {
     /// The caller applies the current policy, which refuses every client if it is still unknown.
     pub(super) async fn wait_for_policy(&self, target: SocketAddr, client: IpAddr) -> Arc<PortPolicy> {
         let port = target.port();
-        let port_policy = match self.get(port) {
-            Some(port_policy) => port_policy,
-            None if (self.is_listening)(target) => self.watch(port),
-            None if self.watch_limiter.wait_for_turn(client, MAX_POLICY_WAIT).await => self.watch(port),
-            // Another client may have had its turn meanwhile.
-            None => self.get(port).unwrap_or_else(|| self.not_watched.clone()),
+        let is_in_use = || self.table.lock().is_in_use(port);
+        // Another client may have its turn while this one waits.
+        let is_permitted = is_in_use()
+            || (self.is_listening)(target)
+            || self.watch_limiter.wait_for_turn(client, MAX_POLICY_WAIT).await
+            || is_in_use();
+        let port_policy = match is_permitted {
+            true => self.watch(port),
+            false => self.not_watched.clone(),
         };
         self.wait_until_received(&port_policy).await;
         port_policy
@@ -266,11 +269,13 @@ impl PortPolicies {
     fn watch(&self, port: u16) -> Arc<PortPolicy> {
         let now = Instant::now();
         let mut table = self.table.lock();
-        if let Some(known) = table.get(port, now) {
-            return known;
+        if let Some(watched) = table.get_watched(port, now) {
+            return watched;
         }
         if !self.always_watched.contains(port) && !self.make_room_for_watch(&mut table, now) {
-            return self.poll(&mut table, port, now);
+            return table
+                .get_polled(port)
+                .unwrap_or_else(|| self.poll(&mut table, port, now));
         }
         let last_known = table.last_known.get(&port).cloned();
         let port_policy = Arc::new(self.watch_port(port, WatchMode::Watch, last_known, now));
@@ -354,15 +359,22 @@ impl PortPolicies {
     /// Logs, at most once a minute for each reason, that connections are refused because the policy of `port` is unknown.
     pub(super) fn warn_unknown_policy(&self, port: u16, port_policy: &PortPolicy, client: IpAddr) {
         let log = &self.log_limiter;
-        match port_policy.fallback_origin {
-            FallbackOrigin::NotWatched => warn_limited!(
+        match (port_policy.fallback_origin, port_policy.denial()) {
+            (FallbackOrigin::NotWatched, _) => warn_limited!(
                 log,
                 (),
-                "connections are refused (policy_unknown): clients connect to many ports on which no application listens",
+                "connections are refused (port-not-watched): clients connect to many ports on which no application listens",
                 port,
                 %client
             ),
-            _ => warn_limited!(
+            (_, Some(denial)) => warn_limited!(
+                log,
+                (),
+                "connections are refused (discovery-denied): the control plane denies this proxy the policy of this port",
+                port,
+                message = denial.message
+            ),
+            (_, None) => warn_limited!(
                 log,
                 (),
                 "connections are refused (policy_unknown): the control plane has not sent the policy of this port",
@@ -440,13 +452,19 @@ impl PortPolicies {
 }
 
 impl PortTable {
-    /// Returns the policy of a port that is watched or polled.
-    fn get(&mut self, port: u16, now: Instant) -> Option<Arc<PortPolicy>> {
-        if let Some(watched) = self.watched.get_mut(&port) {
-            watched.used_at = now;
-            return Some(watched.port_policy.clone());
-        }
+    fn get_watched(&mut self, port: u16, now: Instant) -> Option<Arc<PortPolicy>> {
+        let watched = self.watched.get_mut(&port)?;
+        watched.used_at = now;
+        Some(watched.port_policy.clone())
+    }
+
+    fn get_polled(&self, port: u16) -> Option<Arc<PortPolicy>> {
         self.polled.get(&port).and_then(Weak::upgrade)
+    }
+
+    /// Whether a port is watched or polled.
+    fn is_in_use(&self, port: u16) -> bool {
+        self.watched.contains_key(&port) || self.get_polled(port).is_some()
     }
 
     /// Ends the watch of a port, and stores its policy as the last known one.
@@ -508,6 +526,26 @@ impl PortPolicy {
     /// Whether the control plane has sent a policy since this watch or poll began.
     pub(super) fn is_received(&self) -> bool {
         matches!(&*self.policy_rx.borrow(), WatchState::Known(_))
+    }
+
+    /// The refusal of a control plane that denies this proxy the policy, and has not sent one before.
+    pub(super) fn denial(&self) -> Option<Refusal> {
+        match &*self.policy_rx.borrow() {
+            WatchState::Refused(refusal) if refusal.is_denial() => Some(refusal.clone()),
+            _ => None,
+        }
+    }
+
+    /// The error of clients that are refused because the policy is unknown. It does not contain the message of the control plane,
+    /// which is about this proxy.
+    pub(super) fn unknown_policy_error(&self) -> Error {
+        match self.fallback_origin {
+            FallbackOrigin::NotWatched => Error::PortNotWatched,
+            _ if self.denial().is_some() => {
+                Error::DiscoveryDenied("the control plane denies the server's proxy the policy of this port".to_owned())
+            }
+            _ => Error::PolicyUnknown,
+        }
     }
 
     /// The source of the policy in force before the control plane answers.

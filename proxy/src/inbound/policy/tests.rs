@@ -44,6 +44,8 @@ struct Service {
     n_opened: Arc<AtomicUsize>,
     /// Permits on odd ports instead.
     is_inverted: Arc<AtomicBool>,
+    /// Denies all policies to the proxy.
+    denies: Arc<AtomicBool>,
 }
 
 struct WatchCountGuard(Arc<AtomicUsize>);
@@ -104,6 +106,10 @@ impl InboundServerPolicies for Service {
     async fn watch_port(&self, req: Request<PortSpec>) -> Result<Response<Self::WatchPortStream>, Status> {
         self.n_watches.fetch_add(1, Ordering::Relaxed);
         self.n_opened.fetch_add(1, Ordering::Relaxed);
+        if self.denies.load(Ordering::Relaxed) {
+            self.n_watches.fetch_sub(1, Ordering::Relaxed);
+            return Err(Status::permission_denied("another workload"));
+        }
         let watching = WatchCountGuard(self.n_watches.clone());
         let port = req.into_inner().port + u32::from(self.is_inverted.load(Ordering::Relaxed));
         let answers = stream::iter([Ok(answer(port))]).chain(stream::pending());
@@ -258,6 +264,35 @@ async fn ports_above_the_watch_limit_are_polled_and_authorized() {
 }
 
 #[tokio::test]
+async fn a_polled_port_is_watched_as_soon_as_there_is_room_and_needs_no_turn() {
+    let authority = Authority::new();
+    let service = Service::default();
+    let server = start_server(&authority, service.clone()).await;
+    let mut ports = ports_of(&server, &authority, InitialPolicy::Refuse, Duration::from_secs(3600));
+    ports.poll_interval = Duration::from_secs(3600);
+    let most = u16::try_from(MAX_ON_DEMAND_WATCHES).unwrap();
+    let mut held: Vec<_> = (1..=most).map(|port| ports.watch(port)).collect();
+    let polled = ports.watch(1000);
+    ports.wait_until_received(&polled).await;
+    let no_turn = Rate {
+        burst: 0,
+        interval: Duration::from_secs(3600),
+    };
+    ports.watch_limiter = WatchLimiter::new(Rates {
+        per_network: no_turn,
+        total: no_turn,
+    });
+    ports.is_listening = |_| false;
+    assert_eq!(authorize_client(&ports, 1000).await, Some(true), "polled");
+    assert_eq!(authorize_client(&ports, 1002).await, None, "neither watched nor polled");
+
+    held.pop();
+    assert_eq!(authorize_client(&ports, 1000).await, Some(true));
+    assert!(ports.get_watched(1000).is_some());
+    assert_eq!(ports.map_ports(|number, _| number).len(), MAX_ON_DEMAND_WATCHES);
+}
+
+#[tokio::test]
 async fn a_client_that_scans_ports_causes_few_streams_and_is_refused_beyond_them() {
     const BURST: u32 = 16;
     let authority = Authority::new();
@@ -278,6 +313,7 @@ async fn a_client_that_scans_ports_causes_few_streams_and_is_refused_beyond_them
         let scanned = join_all((1000..2000).map(|port| authorize(&ports, scanner, port))).await;
         let n_known = scanned.iter().flatten().count();
         assert_eq!(n_known, BURST as usize, "the others are refused");
+        assert_eq!(ports.not_watched.unknown_policy_error().cause(), "port-not-watched");
         assert_eq!(authorize(&ports, other, 3000).await, Some(true));
         assert_eq!(authorize(&ports, scanner, 3000).await, Some(true), "already watched");
         let n_opened = service.n_opened.load(Ordering::Relaxed);
@@ -288,6 +324,27 @@ async fn a_client_that_scans_ports_causes_few_streams_and_is_refused_beyond_them
             "an application listens"
         );
     }
+}
+
+#[tokio::test]
+async fn a_denied_port_has_a_cause_of_its_own_until_the_control_plane_permits_it() {
+    let authority = Authority::new();
+    let service = Service::default();
+    let server = start_server(&authority, service.clone()).await;
+    let ports = ports_of(&server, &authority, InitialPolicy::Refuse, Duration::from_secs(3600));
+    service.denies.store(true, Ordering::Relaxed);
+    let port = ports.watch(2000);
+    assert_eq!(port.unknown_policy_error().cause(), "policy_unknown", "no answer yet");
+    let mut policy_rx = port.policy_rx.clone();
+    let refused = policy_rx.wait_for(|state| matches!(state, WatchState::Refused(_)));
+    drop(timeout(Duration::from_secs(5), refused).await.unwrap().unwrap());
+    assert!(port.current().is_unknown);
+    let error = port.unknown_policy_error();
+    assert_eq!(error.cause(), "discovery-denied");
+    assert!(!error.to_string().contains("another workload"), "{error}");
+
+    service.denies.store(false, Ordering::Relaxed);
+    assert_eq!(authorize_client(&ports, 2000).await, Some(true));
 }
 
 fn own_defaults() -> InitialPolicy {

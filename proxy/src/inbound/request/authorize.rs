@@ -41,7 +41,7 @@ impl HttpConnection {
         let attributes = RequestAttributes::of(req.method(), req.uri(), req.headers());
         let found = current.find_route(http, attributes)?.ok_or_else(|| {
             if current.is_unknown {
-                return Error::PolicyUnknown;
+                return self.port_policy.unknown_policy_error();
             }
             // Not counted here for a gateway connection: the gateway can return this error too, so `ErrorLabeler` counts it in both
             // cases, when it becomes a response.

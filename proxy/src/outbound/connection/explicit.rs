@@ -254,9 +254,11 @@ async fn write_and_flush(io: &mut Io, bytes: &[u8]) -> Option<()> {
 fn socks_reply(error: &Error) -> Reply {
     match error {
         error if error.is_connection_refused() => Reply::ConnectionRefused,
-        Error::Forbidden { .. } | Error::InvalidPolicy(_) | Error::Unauthorized { .. } | Error::TargetForbidden(_) => {
-            Reply::NotAllowed
-        }
+        Error::Forbidden { .. }
+        | Error::InvalidPolicy(_)
+        | Error::DiscoveryDenied(_)
+        | Error::Unauthorized { .. }
+        | Error::TargetForbidden(_) => Reply::NotAllowed,
         Error::NameUnresolved { .. }
         | Error::DiscoveryTimeout(_)
         | Error::ConnectTimeout(_)
@@ -302,6 +304,7 @@ mod tests {
             (Error::TargetForbidden(Addr::Socket(addr)), Reply::NotAllowed),
             (Error::Forbidden { policy: String::new() }, Reply::NotAllowed),
             (Error::InvalidPolicy("a reason".to_owned()), Reply::NotAllowed),
+            (Error::DiscoveryDenied("a reason".to_owned()), Reply::NotAllowed),
             (Error::MaxInFlight, Reply::GeneralFailure),
         ] {
             assert_eq!(socks_reply(&error), expected, "{error:?}");

@@ -45,6 +45,7 @@ impl OpaqueError {
                 policy: snapshot.policy.meta.to_string(),
             },
             Self::Policy(PolicyRefusal::Invalid(reason)) => Error::InvalidPolicy(reason.to_string()),
+            Self::Policy(PolicyRefusal::DiscoveryDenied(reason)) => Error::DiscoveryDenied(reason.to_string()),
         }
     }
 }
@@ -117,17 +118,32 @@ mod tests {
     use crate::policy::client::{ClientPolicy, ClientProtocol};
 
     #[test]
-    fn the_error_of_an_opaque_connection_says_why_the_policy_is_invalid() {
-        let policy = ClientPolicy::invalid("it has no backends".into(), Duration::from_secs(1));
-        let ClientProtocol::Detect {
-            opaque: Some(route), ..
-        } = policy.protocol
-        else {
-            panic!("{policy:?}");
-        };
-        let refusal = snapshot::policy_refusal(&route.filters).unwrap();
-        let error = OpaqueError::Policy(refusal);
-        assert_eq!(error.to_string(), "the policy is invalid: it has no backends");
-        assert_eq!(error.route_label(), "invalid_policy");
+    fn the_error_of_an_opaque_connection_says_why_the_policy_cannot_be_used() {
+        let (second, reason) = (Duration::from_secs(1), "it has no backends");
+        for (policy, text, cause, label) in [
+            (
+                ClientPolicy::invalid(reason.to_owned(), second),
+                "the policy is invalid: it has no backends",
+                "invalid-policy",
+                "invalid_policy",
+            ),
+            (
+                ClientPolicy::denied("only clients in namespace shop", second),
+                "only clients in namespace shop",
+                "discovery-denied",
+                "discovery_denied",
+            ),
+        ] {
+            let ClientProtocol::Detect {
+                opaque: Some(route), ..
+            } = policy.protocol
+            else {
+                panic!("{policy:?}");
+            };
+            let refusal = snapshot::policy_refusal(&route.filters).unwrap();
+            assert_eq!(refusal.cause(), cause);
+            let error = OpaqueError::Policy(refusal);
+            assert_eq!((error.to_string().as_str(), error.route_label()), (text, label));
+        }
     }
 }

@@ -216,15 +216,19 @@ fn build_snapshot(
     policy_watch: &watch::Receiver<WatchState<ClientPolicy>>,
 ) -> Option<Snapshot> {
     let profile_state = profile_watch.map(|profile| profile.borrow());
+    let timeout = discovery.local_policy_config.detect_timeout;
+    let refuse_all = |policy| Some(compile_snapshot(discovery, destination, policy, None));
     if let Some(denial) = profile_state.as_deref().and_then(denial) {
         let reason = denial.to_string();
-        *destination.update_errors.profile.lock() = Some(reason.clone());
-        return Some(refuse_all(discovery, destination, reason));
+        let policy = ClientPolicy::denied(&reason, timeout);
+        *destination.update_errors.profile.lock() = Some(reason);
+        return refuse_all(policy);
     }
     if let Some(denial) = denial(&policy_watch.borrow()) {
         let reason = denial.to_string();
-        *destination.update_errors.policy.lock() = Some(reason.clone());
-        return Some(refuse_all(discovery, destination, reason));
+        let policy = ClientPolicy::denied(&reason, timeout);
+        *destination.update_errors.policy.lock() = Some(reason);
+        return refuse_all(policy);
     }
     let (profile, is_shared_address) = match profile_state.as_deref() {
         None => (None, false),
@@ -232,7 +236,7 @@ fn build_snapshot(
         Some(WatchState::Known(Some(profile))) => (Some(profile), false),
         Some(WatchState::Known(None)) => {
             let reason = destination.update_errors.profile.lock().clone().unwrap_or_default();
-            return Some(refuse_all(discovery, destination, reason));
+            return refuse_all(ClientPolicy::invalid(reason, timeout));
         }
         // Linkerd's code for an address that several workloads have.
         Some(WatchState::Refused(refusal)) => {
@@ -267,7 +271,7 @@ fn build_snapshot(
             );
             let reason = format!("the control plane refuses the destination: {}", refusal.message);
             *destination.update_errors.policy.lock() = Some(reason.clone());
-            ClientPolicy::invalid(reason, discovery.local_policy_config.detect_timeout)
+            ClientPolicy::invalid(reason, timeout)
         }
     };
     let compiled = compile_snapshot(discovery, destination, policy, profile);
@@ -284,12 +288,6 @@ fn denial<T>(state: &WatchState<T>) -> Option<&Refusal> {
         WatchState::Refused(refusal) if refusal.is_denial() => Some(refusal),
         _ => None,
     }
-}
-
-/// A snapshot that refuses all requests and connections, for this reason.
-fn refuse_all(discovery: &Discovery, destination: &Destination, reason: String) -> Snapshot {
-    let policy = ClientPolicy::invalid(reason, discovery.local_policy_config.detect_timeout);
-    compile_snapshot(discovery, destination, policy, None)
 }
 
 /// The policy of a destination for which the control plane has none. `endpoint` is the one in its profile.

@@ -160,6 +160,8 @@ pub(crate) enum PolicyRefusal {
     Forbidden,
     #[error("the policy is invalid: {0}")]
     Invalid(Arc<str>),
+    #[error("{0}")]
+    DiscoveryDenied(Arc<str>),
 }
 
 impl PolicyRefusal {
@@ -168,6 +170,7 @@ impl PolicyRefusal {
         match self {
             Self::Forbidden => "forbidden",
             Self::Invalid(_) => "invalid-policy",
+            Self::DiscoveryDenied(_) => "discovery-denied",
         }
     }
 
@@ -176,6 +179,7 @@ impl PolicyRefusal {
         match self {
             Self::Forbidden => "forbidden",
             Self::Invalid(_) => "invalid_policy",
+            Self::DiscoveryDenied(_) => "discovery_denied",
         }
     }
 }
@@ -207,5 +211,6 @@ pub(in crate::outbound) fn policy_refusal(filters: &[OpaqueFilter]) -> Option<Po
     filters.first().map(|filter| match filter {
         OpaqueFilter::Forbidden => PolicyRefusal::Forbidden,
         OpaqueFilter::Invalid(reason) => PolicyRefusal::Invalid(reason.clone()),
+        OpaqueFilter::DiscoveryDenied(reason) => PolicyRefusal::DiscoveryDenied(reason.clone()),
     })
 }
