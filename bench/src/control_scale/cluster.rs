@@ -192,7 +192,7 @@ impl Cluster {
 }
 
 /// Sends up to 32 requests at a time.
-async fn run_concurrently(
+pub(super) async fn run_concurrently(
     requests: impl Stream<Item = impl Future<Output = anyhow::Result<()>>>,
 ) -> anyhow::Result<()> {
     let mut answers = std::pin::pin!(requests.buffer_unordered(32));

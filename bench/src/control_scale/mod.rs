@@ -70,6 +70,9 @@ pub struct Args {
     /// Streams per client that follow the Service of the load `rollout`.
     #[arg(long, value_name = "STREAMS", default_value_t = 5)]
     rollout_streams: usize,
+    /// Servers of the load `servers`, for the pods of as many Services; by default, each Service has one.
+    #[arg(long)]
+    servers: Option<NonZeroUsize>,
     /// Use the objects of an earlier run, with the same numbers, instead of creating them. The load `rollout` needs a run that had
     /// it; `updates`, `servers` and `day` need one without `day`.
     #[arg(long)]
@@ -80,7 +83,7 @@ pub struct Args {
 }
 
 impl Args {
-    /// Fails if a load would use objects that an earlier load deletes.
+    /// Fails if a load would use objects that do not exist, or that an earlier load deletes.
     fn check(&self) -> anyhow::Result<()> {
         let after_day = self.loads.iter().skip_while(|load| **load != LoadKind::Day).skip(1);
         for load in after_day {
@@ -91,11 +94,20 @@ impl Args {
                 );
             }
         }
+        let (n_servers, n_services) = (self.n_servers(), self.n_services());
+        ensure!(
+            n_servers <= n_services,
+            "--servers {n_servers}: there are {n_services} Services, each with at most one"
+        );
         Ok(())
     }
 
     fn n_services(&self) -> usize {
         self.services.get()
+    }
+
+    fn n_servers(&self) -> usize {
+        self.servers.unwrap_or(self.services).get()
     }
 
     /// The control plane for these loads. With the policy service, it needs the custom resources on the API server.
@@ -117,7 +129,7 @@ enum LoadKind {
     Rollout,
     /// All clients lose their connections and connect again at once.
     Reconnect,
-    /// The Server of each Service is edited once. Its inbound policy has one subscriber.
+    /// Each Server is edited once. Its inbound policy has one subscriber.
     Servers,
     /// The changes of a day: rollouts, scaling, lost nodes, and edits of policies. At the end the subscribers' views are compared
     /// with those of a new process.
@@ -312,23 +324,24 @@ impl Run<'_> {
         Ok(streams)
     }
 
-    /// Edits the Server of each Service once, at a steady rate.
+    /// Edits each Server once, at a steady rate.
     async fn measure_servers(&mut self) -> anyhow::Result<()> {
-        let args = self.args;
-        servers::create(&self.cluster, args.n_services()).await?;
-        let views = Views::open(PORTS, &servers::subscriptions(&self.cluster, args.n_services())).await?;
+        let (args, n_servers) = (self.args, self.args.n_servers());
+        servers::create(&self.cluster, n_servers).await?;
+        let views = Views::open(PORTS, &servers::subscriptions(&self.cluster, n_servers)).await?;
+        views.settled().await?; // the first policy of a stream may be that without its Server
         let (cpu, probes) = (cpu_without_probes(&self.control)?, LivenessProbes::start(PORTS.metrics));
         self.control.reset_peak_rss()?;
         let seconds = Duration::from_secs(args.seconds.into());
-        let latencies = servers::edit_all(&self.cluster, &views, args.n_services(), seconds).await?;
+        let latencies = servers::edit_all(&self.cluster, &views, n_servers, seconds).await?;
         let used = cpu_without_probes(&self.control)? - cpu;
         println!(
             "{} Servers edited in {seconds:?}; from write to subscriber p50 {:.1} p99 {:.1} max {:.1} ms; {:.1} µs of CPU per edit",
-            args.services,
+            n_servers,
             millis(latencies.value_at_quantile(0.5)),
             millis(latencies.value_at_quantile(0.99)),
             millis(latencies.max()),
-            used.as_secs_f64() * 1e6 / args.n_services() as f64,
+            used.as_secs_f64() * 1e6 / n_servers as f64,
         );
         println!(
             "peak memory {:.1} MB; slowest liveness probe {:.1?}",

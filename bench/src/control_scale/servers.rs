@@ -4,36 +4,34 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use futures_util::future::try_join_all;
+use futures_util::stream::{self, StreamExt as _};
 use hdrhistogram::Histogram;
 use tokio::time::{Instant, sleep_until};
 
-use super::cluster::Cluster;
+use super::cluster::{Cluster, run_concurrently};
 use super::streams::MAX_LATENCY_US;
 use super::views::{Subscription, Views};
 
-/// Creates a Server for the pods of each Service.
-pub(super) async fn create(cluster: &Cluster, n_services: usize) -> anyhow::Result<()> {
-    for service in 0..n_services {
-        cluster.apply_server(service, "HTTP/1").await?;
-    }
-    Ok(())
+/// Creates a Server for the pods of each of the first Services.
+pub(super) async fn create(cluster: &Cluster, n_servers: usize) -> anyhow::Result<()> {
+    run_concurrently(stream::iter(0..n_servers).map(|service| cluster.apply_server(service, "HTTP/1"))).await
 }
 
-/// Returns a stream for the first pod of each Service.
-pub(super) fn subscriptions(cluster: &Cluster, n_services: usize) -> Vec<Subscription> {
-    (0..n_services).map(|service| subscription(cluster, service)).collect()
+/// Returns a stream for the first pod of each of the first Services.
+pub(super) fn subscriptions(cluster: &Cluster, n_servers: usize) -> Vec<Subscription> {
+    (0..n_servers).map(|service| subscription(cluster, service)).collect()
 }
 
 /// Edits each Server once within `duration`. Returns the latencies from write to subscriber, in microseconds.
 pub(super) async fn edit_all(
     cluster: &Cluster,
     views: &Views,
-    n_services: usize,
+    n_servers: usize,
     duration: Duration,
 ) -> anyhow::Result<Histogram<u64>> {
     let start = Instant::now();
-    let interval = duration.div_f64(n_services as f64);
-    let edits = (0..n_services).map(async |service| {
+    let interval = duration.div_f64(n_servers as f64);
+    let edits = (0..n_servers).map(async |service| {
         let subscription = subscription(cluster, service);
         let before = views.view(subscription);
         sleep_until(start + interval * u32::try_from(service).context("too many Services")?).await;

@@ -149,6 +149,7 @@ impl Views {
                 }
                 _ => {}
             }
+            self.check_open()?;
             sleep(POLL_INTERVAL).await;
         }
     }

@@ -20,6 +20,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use ahash::AHashSet;
 use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
@@ -35,7 +36,7 @@ use crate::cluster::publish::published_value::{Encoder, PublishedValue, RecentEn
 use crate::cluster::publish::table::{ValueReceiver, ViewTable};
 use crate::cluster::publish::undeclared_port_names::UndeclaredPortNames;
 use crate::cluster::publish::unresolved_references::UnresolvedReferences;
-use crate::cluster::store::objects::{Changes, LookupKey, Store};
+use crate::cluster::store::objects::{LookupKey, Store};
 use crate::cluster::store::reader::Reader;
 use crate::cluster::views::endpoints::EndpointsView;
 use crate::cluster::views::inbound::InboundView;
@@ -294,7 +295,7 @@ impl Shared {
         let mut endpoint_log = Vec::new();
         {
             let state = &mut *self.lock();
-            let mut changes = Changes::default();
+            let mut changed_keys = AHashSet::new();
             for event in events {
                 synced |= matches!(event, Event::Synced);
                 endpoint_log::collect(&state.store, &event, &mut endpoint_log);
@@ -306,35 +307,35 @@ impl Shared {
                     let fallback = fallback_description(&state.store, found);
                     unreadable.push((found.clone(), fallback));
                 }
-                let change = state.store.apply(event, &mut changes);
+                let change = state.store.apply(event, &mut changed_keys);
                 state.object_metrics.apply_count_change(&self.metrics, &change);
             }
             unsupported.extend(state.object_metrics.update_parts_unsupported_by_servers(
                 &self.metrics,
                 &state.store,
-                &changes.keys,
+                &changed_keys,
             ));
             unsupported.extend(
                 state
                     .undeclared_port_names
-                    .update(&self.metrics, &state.store, &changes.keys),
+                    .update(&self.metrics, &state.store, &changed_keys),
             );
             let is_synced = synced || *self.synced.borrow();
             unsupported.extend(state.unresolved_references.update(
                 &self.metrics,
                 (&state.store, &self.config),
-                &changes.keys,
+                &changed_keys,
                 is_synced,
             ));
             state
                 .object_metrics
-                .update_service_metrics(&self.metrics, &state.store, &changes.keys);
-            state.endpoints.refresh(&state.store, &self.config, &changes);
-            state.profiles.refresh(&state.store, &self.config, &changes);
-            state.inbound.refresh(&state.store, &self.config, &changes);
-            state.outbound.refresh(&state.store, &self.config, &changes);
+                .update_service_metrics(&self.metrics, &state.store, &changed_keys);
+            state.endpoints.refresh(&state.store, &self.config, &changed_keys);
+            state.profiles.refresh(&state.store, &self.config, &changed_keys);
+            state.inbound.refresh(&state.store, &self.config, &changed_keys);
+            state.outbound.refresh(&state.store, &self.config, &changed_keys);
             let is_node = |key: &LookupKey| matches!(key, LookupKey::Object(Kind::Node, _));
-            if changes.keys.iter().any(is_node) {
+            if changed_keys.iter().any(is_node) {
                 self.nodes_changed.send_replace(());
             }
         }

@@ -10,7 +10,7 @@ use tokio::sync::watch;
 use crate::cluster::config::Config;
 use crate::cluster::metrics::{EntryMetrics, Metrics};
 use crate::cluster::publish::published_value::PublishedValue;
-use crate::cluster::store::objects::{Changes, LookupKey, Store};
+use crate::cluster::store::objects::{LookupKey, Store};
 use crate::cluster::store::reader::Reader;
 use crate::cluster::views::view::View;
 
@@ -129,11 +129,9 @@ impl<V: View> ViewTable<V> {
     }
 
     /// Computes the values that depend on changed objects again. Equal values are not sent.
-    pub(in crate::cluster) fn refresh(&mut self, store: &Store, config: &Config, changes: &Changes) {
-        let stale: AHashSet<Arc<V::Key>> = changes
-            .keys
+    pub(in crate::cluster) fn refresh(&mut self, store: &Store, config: &Config, changed_keys: &AHashSet<LookupKey>) {
+        let stale: AHashSet<Arc<V::Key>> = changed_keys
             .iter()
-            .chain(&changes.selected_workloads)
             .filter_map(|dependency| self.dependents.get(dependency))
             .flat_map(KeySet::iter)
             .cloned()

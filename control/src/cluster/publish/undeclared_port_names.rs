@@ -1,11 +1,12 @@
 //! Finds Servers whose port name no selected workload declares. Such a Server applies to no port.
 
+use std::collections::hash_map::Entry;
 use std::sync::Arc;
 
 use ahash::{AHashMap, AHashSet};
 
 use crate::cluster::metrics::{GaugeGuard, Metrics};
-use crate::cluster::store::objects::{LookupKey, Store};
+use crate::cluster::store::objects::{LookupKey, Store, server_keys};
 use crate::resources::meta::NamespacedName;
 use crate::resources::policy::server::Server;
 use crate::resources::unsupported::{self, PortNameMatch, UnsupportedPart};
@@ -15,10 +16,14 @@ use crate::resources::{Kind, Object};
 #[derive(Default)]
 pub(in crate::cluster) struct UndeclaredPortNames {
     /// By Server: whether each workload that it selects declares its port.
-    servers: AHashMap<NamespacedName, AHashMap<(Kind, NamespacedName), bool>>,
+    servers: AHashMap<NamespacedName, AHashMap<WorkloadId, bool>>,
+    /// The Servers that select a workload.
+    servers_of_workload: AHashMap<WorkloadId, AHashSet<NamespacedName>>,
     /// The Servers that apply to no port, each with the unsupported part that is counted.
     counted: AHashMap<NamespacedName, (UnsupportedPart, GaugeGuard)>,
 }
+
+type WorkloadId = (Kind, NamespacedName);
 
 impl UndeclaredPortNames {
     /// Evaluates the changed objects, counts Servers that apply to no port, and returns those not reported before.
@@ -34,12 +39,12 @@ impl UndeclaredPortNames {
             let LookupKey::Object(kind @ (Kind::Pod | Kind::ExternalWorkload), name) = key else {
                 continue;
             };
-            let workload = store.object(*kind, name);
-            for server in servers_with_port_names(store, &name.namespace) {
-                let port_match = workload.map_or(PortNameMatch::NotSelected, |workload| {
-                    unsupported::match_port_name(server, workload)
-                });
-                self.update_workload(server, (*kind, name.clone()), port_match);
+            affected_servers.extend(self.remove_workload(&(*kind, name.clone())));
+            let Some(workload) = store.object(*kind, name) else {
+                continue;
+            };
+            for server in servers_with_port_names(store, workload) {
+                self.match_workload(server, workload);
                 affected_servers.insert(server.meta.name.clone());
             }
         }
@@ -56,8 +61,29 @@ impl UndeclaredPortNames {
         let mut servers = AHashSet::new();
         for key in changed_keys {
             if let LookupKey::Object(Kind::Server, name) = key {
-                self.servers.remove(name);
+                for workload in self.servers.remove(name).unwrap_or_default().into_keys() {
+                    if let Entry::Occupied(mut selecting) = self.servers_of_workload.entry(workload) {
+                        selecting.get_mut().remove(name);
+                        if selecting.get().is_empty() {
+                            selecting.remove();
+                        }
+                    }
+                }
                 servers.insert(name.clone());
+            }
+        }
+        servers
+    }
+
+    /// Removes a workload from the Servers that select it, and returns them.
+    fn remove_workload(&mut self, workload: &WorkloadId) -> AHashSet<NamespacedName> {
+        let servers = self.servers_of_workload.remove(workload).unwrap_or_default();
+        for server in &servers {
+            if let Entry::Occupied(mut selected) = self.servers.entry(server.clone()) {
+                selected.get_mut().remove(workload);
+                if selected.get().is_empty() {
+                    selected.remove();
+                }
             }
         }
         servers
@@ -69,32 +95,26 @@ impl UndeclaredPortNames {
             let Some(Object::Server(server)) = store.object(Kind::Server, name) else {
                 continue;
             };
-            if server.port_name().is_none() {
-                continue;
-            }
-            for workload in store.workloads(&name.namespace) {
-                let port_match = unsupported::match_port_name(server, workload);
-                if port_match != PortNameMatch::NotSelected {
-                    self.update_workload(server, (workload.kind(), workload.meta().name.clone()), port_match);
+            if server.port_name().is_some() {
+                for workload in store.workloads(&name.namespace) {
+                    self.match_workload(server, workload);
                 }
             }
         }
     }
 
-    fn update_workload(&mut self, server: &Server, workload: (Kind, NamespacedName), port_match: PortNameMatch) {
-        let name = &server.meta.name;
-        if port_match != PortNameMatch::NotSelected {
-            let selected = self.servers.entry(name.clone()).or_default();
-            let declares_port = port_match == PortNameMatch::Declared;
-            selected.insert(workload, declares_port);
+    /// Adds the workload to the Server if it selects it.
+    fn match_workload(&mut self, server: &Server, workload: &Object) {
+        let port_match = unsupported::match_port_name(server, workload);
+        if port_match == PortNameMatch::NotSelected {
             return;
         }
-        if let Some(selected) = self.servers.get_mut(name) {
-            selected.remove(&workload);
-            if selected.is_empty() {
-                self.servers.remove(name);
-            }
-        }
+        let name = &server.meta.name;
+        let id = (workload.kind(), workload.meta().name.clone());
+        let selecting = self.servers_of_workload.entry(id.clone()).or_default();
+        selecting.insert(name.clone());
+        let selected = self.servers.entry(name.clone()).or_default();
+        selected.insert(id, port_match == PortNameMatch::Declared);
     }
 
     /// Returns the unsupported part of a Server that applies to no port. Otherwise, or if the Server does not exist, returns
@@ -130,14 +150,15 @@ impl UndeclaredPortNames {
     }
 }
 
-/// Servers of a namespace that select their port by name.
-fn servers_with_port_names<'a>(store: &'a Store, namespace: &Arc<str>) -> Vec<&'a Arc<Server>> {
-    let all = LookupKey::Namespace(Kind::Server, namespace.clone());
-    let servers = store.find(&all).filter_map(|object| match object {
+/// The Servers that select their port by name and may select this workload.
+fn servers_with_port_names<'a>(store: &'a Store, workload: &'a Object) -> impl Iterator<Item = &'a Arc<Server>> {
+    let meta = workload.meta();
+    let candidates = server_keys(meta.namespace(), &meta.labels).flat_map(|key| store.find(&key));
+    let servers = candidates.filter_map(|object| match object {
         Object::Server(server) => Some(server),
         _ => None,
     });
-    servers.filter(|server| server.port_name().is_some()).collect()
+    servers.filter(|server| server.port_name().is_some())
 }
 
 #[cfg(test)]
@@ -146,7 +167,6 @@ mod tests {
     use tulle_core::metrics::Registry;
 
     use super::*;
-    use crate::cluster::store::objects::Changes;
     use crate::resources::decode;
     use crate::resources::event::Event;
 
@@ -156,9 +176,9 @@ mod tests {
         let metrics = Metrics::new(&registry);
         let (mut store, mut undeclared) = (Store::default(), UndeclaredPortNames::default());
         let mut update = |event: Event| {
-            let mut changes = Changes::default();
-            store.apply(event, &mut changes);
-            let reported = undeclared.update(&metrics, &store, &changes.keys);
+            let mut changed_keys = AHashSet::new();
+            store.apply(event, &mut changed_keys);
+            let reported = undeclared.update(&metrics, &store, &changed_keys);
             let is_counted = registry.render().contains("field=\"spec.port\"} 1");
             (
                 reported.into_iter().map(|(.., part)| part.reason).collect::<Vec<_>>(),

@@ -284,7 +284,6 @@ mod tests {
     use tulle_core::metrics::Registry;
 
     use super::*;
-    use crate::cluster::store::objects::Changes;
     use crate::resources::event::Event;
     use crate::resources::{decode, unsupported};
 
@@ -310,14 +309,14 @@ mod tests {
 
         /// Applies events. Returns the reported references, as `name field: reason`.
         fn apply(&mut self, events: Vec<Event>) -> Vec<String> {
-            let mut changes = Changes::default();
+            let mut changed_keys = AHashSet::new();
             for event in events {
-                self.store.apply(event, &mut changes);
+                self.store.apply(event, &mut changed_keys);
             }
             let reported = self.unresolved.update(
                 &self.metrics,
                 (&self.store, &Config::default()),
-                &changes.keys,
+                &changed_keys,
                 self.is_synced,
             );
             let line = |(_, name, part): (Kind, NamespacedName, UnsupportedPart)| {

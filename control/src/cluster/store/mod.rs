@@ -2,4 +2,3 @@
 
 pub(super) mod objects;
 pub(super) mod reader;
-mod server_index;

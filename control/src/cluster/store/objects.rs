@@ -8,11 +8,10 @@ use hashbrown::HashTable;
 use smallvec::SmallVec;
 use tulle_core::identity::Identity;
 
-use crate::cluster::store::server_index::ServerIndex;
 use crate::resources::event::Event;
+use crate::resources::interning::intern;
 use crate::resources::labels::Labels;
 use crate::resources::meta::NamespacedName;
-use crate::resources::policy::server::Server;
 use crate::resources::route::{ParentKind, Route};
 use crate::resources::service::{EndpointSlice, Service};
 use crate::resources::workload::{ExternalWorkload, Pod, PodNetwork};
@@ -33,17 +32,10 @@ pub(in crate::cluster) enum LookupKey {
     HostIp(IpAddr),
     EndpointSlices(NamespacedName),
     Routes(ParentKind, NamespacedName),
+    /// Servers of a namespace that require this label, as `name=value`; empty for those that require none.
+    Servers(Arc<str>, Arc<str>),
     /// External workloads of a namespace with this identity, as `Identity` spells it.
     Identity(Arc<str>, Arc<str>),
-}
-
-/// What a batch of events changed.
-#[derive(Default)]
-pub(in crate::cluster) struct Changes {
-    pub(in crate::cluster) keys: AHashSet<LookupKey>,
-    /// Lookup keys of the workloads that a changed Server selects, or selected before its change. A value computed from the
-    /// Servers of a workload depends on the workload's lookup key, so it is computed again.
-    pub(in crate::cluster) selected_workloads: AHashSet<LookupKey>,
 }
 
 /// Change of the number of objects in a namespace.
@@ -58,36 +50,31 @@ pub(in crate::cluster) struct Store {
     objects: ObjectTable,
     /// Sorted by kind, namespace and name. There is about one key per pod, and most keys have one object.
     index: AHashMap<LookupKey, SmallVec<[Object; 1]>>,
-    servers: ServerIndex,
     /// Names of pods and external workloads, by namespace.
     workloads: AHashMap<Arc<str>, AHashSet<(Kind, Arc<str>)>>,
 }
 
 impl Store {
-    /// Applies one event and adds what it changed to `changes`. An equal object changes nothing.
-    pub(in crate::cluster) fn apply(&mut self, event: Event, changes: &mut Changes) -> CountChange {
+    /// Applies one event and adds the keys of what it changed to `changed_keys`. An equal object changes nothing.
+    pub(in crate::cluster) fn apply(&mut self, event: Event, changed_keys: &mut AHashSet<LookupKey>) -> CountChange {
         match event {
             Event::Applied(object) => {
                 let (kind, name) = (object.kind(), object.meta().name.clone());
                 if self.object(kind, &name) == Some(&object) {
                     return CountChange::None;
                 }
-                let existed = self.remove(kind, &name, changes);
+                let existed = self.remove(kind, &name, changed_keys);
                 for key in lookup_keys(&object) {
                     let listed = self.index.entry(key.clone()).or_default();
                     if let Err(at) = search(listed, id(&object)) {
                         listed.insert(at, object.clone());
                     }
-                    changes.keys.insert(key);
+                    changed_keys.insert(key);
                 }
-                changes.keys.insert(LookupKey::Object(kind, name.clone()));
-                self.add_selected_workloads(&object, changes);
+                changed_keys.insert(LookupKey::Object(kind, name.clone()));
                 if is_workload(kind) {
                     let names = self.workloads.entry(name.namespace.clone()).or_default();
                     names.insert((kind, name.name));
-                }
-                if let Object::Server(server) = &object {
-                    self.servers.insert(server);
                 }
                 self.objects.insert_new(object);
                 if existed {
@@ -97,7 +84,7 @@ impl Store {
                 }
             }
             Event::Deleted(kind, name) => {
-                if self.remove(kind, &name, changes) {
+                if self.remove(kind, &name, changed_keys) {
                     CountChange::Removed(kind, name.namespace)
                 } else {
                     CountChange::None
@@ -105,7 +92,7 @@ impl Store {
             }
             Event::Unreadable(unreadable) => match &unreadable.placeholder {
                 Some(object) if !self.is_readable(unreadable.kind, &unreadable.name) => {
-                    self.apply(Event::Applied(object.clone()), changes)
+                    self.apply(Event::Applied(object.clone()), changed_keys)
                 }
                 _ => CountChange::None,
             },
@@ -118,7 +105,7 @@ impl Store {
         self.object(kind, name).is_some_and(|object| !object.is_placeholder())
     }
 
-    fn remove(&mut self, kind: Kind, name: &NamespacedName, changes: &mut Changes) -> bool {
+    fn remove(&mut self, kind: Kind, name: &NamespacedName, changed_keys: &mut AHashSet<LookupKey>) -> bool {
         let Some(object) = self.objects.remove((kind, name)) else {
             return false;
         };
@@ -131,13 +118,9 @@ impl Store {
                     self.index.remove(&key);
                 }
             }
-            changes.keys.insert(key);
+            changed_keys.insert(key);
         }
-        changes.keys.insert(LookupKey::Object(kind, name.clone()));
-        self.add_selected_workloads(&object, changes);
-        if let Object::Server(server) = &object {
-            self.servers.remove(server);
-        }
+        changed_keys.insert(LookupKey::Object(kind, name.clone()));
         if is_workload(kind)
             && let Some(names) = self.workloads.get_mut(&name.namespace)
         {
@@ -149,31 +132,10 @@ impl Store {
         true
     }
 
-    /// Adds the workloads that a Server selects. Does nothing for other kinds.
-    fn add_selected_workloads(&self, object: &Object, changes: &mut Changes) {
-        if let Object::Server(server) = object {
-            let selected = self
-                .workloads(server.meta.namespace())
-                .filter(|workload| selects(server, workload));
-            let keys = selected.map(|workload| LookupKey::Object(workload.kind(), workload.meta().name.clone()));
-            changes.selected_workloads.extend(keys);
-        }
-    }
-
     /// The pods and external workloads of a namespace, in no order.
     pub(in crate::cluster) fn workloads(&self, namespace: &Arc<str>) -> impl Iterator<Item = &Object> {
         let names = self.workloads.get(namespace).into_iter().flatten();
         names.filter_map(|(kind, name)| self.object(*kind, &NamespacedName::new(namespace.clone(), name.clone())))
-    }
-
-    /// All Servers that select a workload with these labels, and possibly others of its namespace.
-    pub(in crate::cluster) fn server_candidates(&self, namespace: &Arc<str>, labels: &Labels) -> Vec<&Arc<Server>> {
-        let names = self.servers.candidates(namespace, labels);
-        let server = |name| match self.object(Kind::Server, &name) {
-            Some(Object::Server(server)) => Some(server),
-            _ => None,
-        };
-        names.filter_map(server).collect()
     }
 
     pub(in crate::cluster) fn object(&self, kind: Kind, name: &NamespacedName) -> Option<&Object> {
@@ -183,9 +145,8 @@ impl Store {
     /// Builds a store that contains only these objects.
     pub(in crate::cluster) fn from_objects(objects: Vec<Object>) -> Self {
         let mut store = Self::default();
-        let mut changes = Changes::default();
         for object in objects {
-            store.apply(Event::Applied(object), &mut changes);
+            store.apply(Event::Applied(object), &mut AHashSet::new());
         }
         store
     }
@@ -195,7 +156,7 @@ impl Store {
     }
 
     /// Objects with this key, sorted by kind, namespace and name.
-    pub(in crate::cluster) fn find(&self, key: &LookupKey) -> impl Iterator<Item = &Object> {
+    pub(in crate::cluster) fn find<'a>(&'a self, key: &LookupKey) -> impl Iterator<Item = &'a Object> + use<'a> {
         self.index.get(key).into_iter().flatten()
     }
 }
@@ -239,13 +200,19 @@ fn is_workload(kind: Kind) -> bool {
     matches!(kind, Kind::Pod | Kind::ExternalWorkload)
 }
 
-/// Whether a Server selects a workload in its namespace, on any port.
-fn selects(server: &Server, workload: &Object) -> bool {
-    match workload {
-        Object::Pod(pod) => server.workloads.selects_pod(&pod.meta.labels),
-        Object::ExternalWorkload(workload) => server.workloads.selects_external_workload(&workload.meta.labels),
-        _ => false,
-    }
+/// The keys of all Servers that select a workload with these labels, and possibly of others of its namespace.
+pub(in crate::cluster) fn server_keys<'a>(
+    namespace: &'a Arc<str>,
+    labels: &'a Labels,
+) -> impl Iterator<Item = LookupKey> {
+    let labels = labels.iter().map(|(name, value)| label_key(name, value));
+    labels
+        .chain([intern("")])
+        .map(|label| LookupKey::Servers(namespace.clone(), label))
+}
+
+fn label_key(name: &str, value: &str) -> Arc<str> {
+    intern(&format!("{name}={value}"))
 }
 
 /// The keys under which an object is indexed. `LookupKey::Object` is not among them, because objects are stored by it.
@@ -260,8 +227,16 @@ fn lookup_keys(object: &Object) -> Vec<LookupKey> {
         | Object::GrpcRoute(route)
         | Object::TlsRoute(route)
         | Object::TcpRoute(route) => route_keys(route),
-        Object::Server(_)
-        | Object::ServerAuthorization(_)
+        Object::Server(server) => {
+            let namespace = server.meta.namespace();
+            let required = server.workloads.required_label();
+            let label = required.map_or_else(|| intern(""), |(name, value)| label_key(name, value));
+            vec![
+                LookupKey::Namespace(Kind::Server, namespace.clone()),
+                LookupKey::Servers(namespace.clone(), label),
+            ]
+        }
+        Object::ServerAuthorization(_)
         | Object::AuthorizationPolicy(_)
         | Object::RateLimitPolicy(_)
         | Object::EgressNetwork(_) => vec![LookupKey::Namespace(object.kind(), object.meta().namespace().clone())],

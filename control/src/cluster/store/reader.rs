@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use ahash::AHashSet;
 
-use crate::cluster::store::objects::{LookupKey, Store};
+use crate::cluster::store::objects::{LookupKey, Store, server_keys};
 use crate::resources::meta::{Meta, NamespacedName};
 use crate::resources::policy::authentication::{MeshTlsAuthentication, NetworkAuthentication};
 use crate::resources::policy::authorization::{AuthorizationPolicy, ServerAuthorization};
@@ -92,12 +92,16 @@ impl<'a> Reader<'a> {
         self.object(kind, name).is_some()
     }
 
-    /// All Servers that select a workload, and possibly others of its namespace. The caller must keep only those that select it,
-    /// because the value is computed again only when these change: see `Changes::selected_workloads`.
-    pub(in crate::cluster) fn server_candidates(&self, kind: Kind, workload: &Meta) -> Vec<&'a Arc<Server>> {
-        let key = LookupKey::Object(kind, workload.name.clone());
-        self.dependencies.borrow_mut().insert(key);
-        self.store.server_candidates(workload.namespace(), &workload.labels)
+    /// All Servers that select a workload, and possibly others of its namespace.
+    pub(in crate::cluster) fn server_candidates(&self, workload: &Meta) -> Vec<&'a Arc<Server>> {
+        let keys = server_keys(workload.namespace(), &workload.labels);
+        let servers = keys.flat_map(|key| {
+            self.find(key, |object| match object {
+                Object::Server(server) => Some(server),
+                _ => None,
+            })
+        });
+        servers.collect()
     }
 
     pub(in crate::cluster) fn services_at(&self, ip: IpAddr) -> Vec<&'a Arc<Service>> {
@@ -161,5 +165,77 @@ fn as_pod(object: &Object) -> Option<&Arc<Pod>> {
     match object {
         Object::Pod(pod) => Some(pod),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ahash::AHashMap;
+    use proptest::prelude::*;
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::resources::decode;
+    use crate::resources::event::Event;
+    use crate::resources::labels::Labels;
+
+    const SELECTORS: [&str; 6] = [
+        r#"{"podSelector":{}}"#,
+        r#"{"podSelector":{"matchLabels":{"app":"web"}}}"#,
+        r#"{"podSelector":{"matchLabels":{"app":"web","tier":"front"}}}"#,
+        r#"{"podSelector":{"matchExpressions":[{"key":"app","operator":"In","values":["web","api"]}]}}"#,
+        r#"{"podSelector":{"matchExpressions":[{"key":"tier","operator":"Exists"}]}}"#,
+        r#"{"externalWorkloadSelector":{"matchLabels":{"tier":"front"}}}"#,
+    ];
+
+    fn server(name: usize, selector: usize) -> Arc<Server> {
+        let mut spec: Value = serde_json::from_str(SELECTORS[selector]).unwrap();
+        spec["port"] = json!(80);
+        let object = json!({"metadata": {"name": format!("s{name}"), "namespace": "shop"}, "spec": spec}).to_string();
+        match decode(Kind::Server, &mut serde_json::Deserializer::from_str(&object)).unwrap() {
+            Object::Server(server) => server,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn selects(server: &Server, labels: &Labels) -> bool {
+        server.workloads.selects_pod(labels) || server.workloads.selects_external_workload(labels)
+    }
+
+    proptest! {
+        #[test]
+        fn the_candidates_contain_each_server_that_selects_the_workload_once(
+            steps in prop::collection::vec((0..4usize, 0..SELECTORS.len(), any::<bool>()), 1..30),
+            app in prop::option::of(prop::sample::select(vec!["web", "api", "db"])),
+            tier in prop::option::of(prop::sample::select(vec!["front", "back"])),
+        ) {
+            let (mut store, mut held) = (Store::default(), AHashMap::<usize, Arc<Server>>::new());
+            for (name, selector, is_applied) in steps {
+                let server = server(name, selector);
+                let event = match is_applied {
+                    true => {
+                        held.insert(name, server.clone());
+                        Event::Applied(Object::Server(server))
+                    }
+                    false => {
+                        held.remove(&name);
+                        Event::Deleted(Kind::Server, server.meta.name.clone())
+                    }
+                };
+                store.apply(event, &mut AHashSet::new());
+            }
+            let pairs = [("app", app), ("tier", tier)];
+            let labels: Labels = pairs.into_iter().filter_map(|(key, value)| Some((key, value?))).collect();
+            let workload = Meta { name: NamespacedName::new("shop", "web-1"), labels, ..Meta::default() };
+            let candidates = Reader::new(&store).server_candidates(&workload);
+            let mut candidates: Vec<_> = candidates.into_iter().map(|server| &server.meta.name).collect();
+            candidates.sort();
+            for server in held.values().filter(|server| selects(server, &workload.labels)) {
+                prop_assert!(candidates.contains(&&server.meta.name), "{:?}", server.workloads);
+            }
+            let n_candidates = candidates.len();
+            candidates.dedup();
+            prop_assert_eq!(candidates.len(), n_candidates);
+        }
     }
 }

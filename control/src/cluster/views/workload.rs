@@ -10,7 +10,6 @@ use tulle_core::names::{annotation, label, port as proxy_port};
 use crate::cluster::config::{Config, H2Upgrade, TransportMode};
 use crate::cluster::store::reader::Reader;
 use crate::model::endpoints::{Endpoint, EndpointTraits, EndpointWorkload, Http2Params, ProtocolHint, TlsIdentity};
-use crate::resources::Kind;
 use crate::resources::interning::{Interner, intern};
 use crate::resources::meta::{Meta, NamespacedName, Owner};
 use crate::resources::policy::server::{ProxyProtocol, Server};
@@ -29,13 +28,6 @@ impl<'a> WorkloadRef<'a> {
         match self {
             Self::Pod(pod) => &pod.meta,
             Self::External(workload) => &workload.meta,
-        }
-    }
-
-    fn kind(self) -> Kind {
-        match self {
-            Self::Pod(_) => Kind::Pod,
-            Self::External(_) => Kind::ExternalWorkload,
         }
     }
 
@@ -67,7 +59,7 @@ impl<'a> WorkloadRef<'a> {
 
     /// The Servers that select a port, oldest first. The oldest Server applies.
     pub(super) fn servers<'r>(self, reader: &Reader<'r>, port: u16) -> Vec<&'r Arc<Server>> {
-        let mut servers = reader.server_candidates(self.kind(), self.meta());
+        let mut servers = reader.server_candidates(self.meta());
         servers.retain(|server| self.is_selected_by(server, port));
         servers.sort_by(|a, b| a.meta.age_order().cmp(&b.meta.age_order()));
         servers
