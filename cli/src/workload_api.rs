@@ -53,7 +53,7 @@ pub(crate) struct Args {
     #[arg(long = "uid", value_name = "UID")]
     uids: Vec<u32>,
     /// The lifetime of certificates; they are renewed after half of it
-    #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = crate::trust::lifetime)]
+    #[arg(long, value_name = "DURATION", default_value = "1h", value_parser = tulle_core::duration::parse_lifetime)]
     lifetime: Duration,
 }
 

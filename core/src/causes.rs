@@ -324,7 +324,7 @@ pub const ALL: &[Cause] = &[
         "port-not-watched",
         Responsible::Client,
         "503, UNAVAILABLE",
-        "Clients connect to many ports that the pod does not declare and on which no application listens; usually they scan ports. The proxy requests the policies of few of these ports: for each client network (an IPv4 address or the /64 of a global IPv6 address) of 16 at once and then of one a second, and for all clients of 64 at once and then of 20 a second. A connection beyond that waits 3 seconds for its turn. Then it is refused: with this response if the client has started an HTTP request, otherwise with a reset.",
+        "Clients connect to many ports that the pod does not declare and on which no application listens; usually they scan ports. The proxy requests the policies of few of these ports: for each client network (an IPv4 address or the /64 of a global IPv6 address) of 16 at once and then of one a second, and for all clients of 64 at once and then of 20 a second. A connection beyond that waits up to 3 seconds for its turn, or is refused at once if that would come later: with this response if the client has started an HTTP request, otherwise with a reset.",
         "The proxy's log names a client and a port, once a minute. If the clients do not scan ports, look for applications that have not started or have ended, or declare their ports (`containerPort`). `TULLE_INBOUND_UNKNOWN_POLICY=default` does not permit these connections.",
     ),
     cause(
@@ -436,7 +436,7 @@ pub const ALL: &[Cause] = &[
         "discovery-denied",
         Responsible::Mesh,
         "503, UNAVAILABLE",
-        "The control plane denies this proxy a policy or a profile (`PermissionDenied`), because the certificate of the proxy is for another workload or namespace than its settings. Inbound: a connection waits 3 seconds for the policy of the port, as for `policy_unknown`, and is then refused. Outbound: requests and connections to new destinations are refused at once. Policies and profiles that the proxy has received stay in force. The proxy repeats a denied request within 9 seconds, or as soon as the control plane permits another one.",
+        "The control plane denies this proxy a policy or a profile (`PermissionDenied`), because the certificate of the proxy is for another workload or namespace than its settings. Inbound: a connection waits 3 seconds for the policy of the port, as for `policy_unknown`, and is then refused, unless `TULLE_INBOUND_UNKNOWN_POLICY=default` applies. Outbound: requests and connections to new destinations are refused at once. Policies and profiles that the proxy has received stay in force. The proxy repeats a denied request within 9 seconds, or as soon as the control plane permits another one.",
         "The proxy logs a warning with the reason, once a minute; outbound, `l5d-proxy-error` and `/debug/destinations` have it too. Compare the namespace and the workload in the proxy's `LINKERD2_PROXY_DESTINATION_CONTEXT` and `LINKERD2_PROXY_POLICY_WORKLOAD` with its certificate. The proxy of a machine outside the cluster needs an ExternalWorkload with its identity in this namespace.",
     ),
     cause(

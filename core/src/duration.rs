@@ -35,6 +35,18 @@ fn parse_millis(text: &str) -> Option<u64> {
     number.checked_mul(millis)
 }
 
+/// Parses the lifetime of a certificate, which is not zero.
+///
+/// # Errors
+/// Returns why the text is not a lifetime.
+pub fn parse_lifetime(text: &str) -> Result<Duration, String> {
+    match parse(text) {
+        Ok(lifetime) if !lifetime.is_zero() => Ok(lifetime),
+        Ok(_) => Err("the lifetime is zero; expected one such as 24h or 365d".to_owned()),
+        Err(err) => Err(err.to_string()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -71,5 +83,11 @@ mod tests {
         ] {
             assert!(parse(text).is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn lifetimes_are_positive_durations() {
+        assert_eq!(parse_lifetime("2d"), Ok(Duration::from_secs(172_800)));
+        assert!(parse_lifetime("0").is_err() && parse_lifetime("soon").is_err());
     }
 }

@@ -51,7 +51,7 @@ async fn a_client_whose_node_changes_zone_gets_new_endpoints() {
     let moved = "apiVersion: v1\nkind: Node\nmetadata: {name: node-a, labels: {topology.kubernetes.io/zone: b}}\n";
     let yaml = sliced(PORTS, &format!("{V4}endpoints: [{hinted}]"));
     let others = yaml.replace("name: node-a, labels: {topology.kubernetes.io/zone: a}", "name: node-z");
-    mesh.write("mesh.yaml", &format!("{others}---\n{moved}"));
+    mesh.manifests.write("mesh.yaml", &format!("{others}---\n{moved}"));
     let update = next(&mut stream).await;
     assert_eq!(short(&update), "+10.3.0.2:8080");
     check("in its zone", &add(update)[0], "zone_locality=local");
@@ -256,7 +256,7 @@ async fn unsupported_fields_are_counted_until_they_are_fixed() {
     let mut found = counted(&mesh);
     found.sort();
     assert_eq!(found, expected);
-    mesh.write(
+    mesh.manifests.write(
         "mesh.yaml",
         &[pod("config.linkerd.io/opaque-ports: 'data'"), service("")].concat(),
     );
@@ -288,14 +288,16 @@ async fn servers_without_effect_are_counted_with_the_effective_one() {
     };
     let line = |name: &str, by: &str| format!("{{namespace=\"shop\",name=\"{name}\",by=\"{by}\"}} 1");
     let (a, b) = (server("a", 2, 5000), server("b", 1, 5000));
-    mesh.write("mesh.yaml", &format!("{pod}{a}{b}{}", server("c", 3, 5001)));
+    mesh.manifests
+        .write("mesh.yaml", &format!("{pod}{a}{b}{}", server("c", 3, 5001)));
     assert_eq!(next(&mut stream).await.labels["name"], "b");
     eventually(|| counted() == [line("a", "b")]).await;
     // Of Servers with the same age, the first by name decides.
-    mesh.write("mesh.yaml", &format!("{pod}{}{}", server("a", 1, 5000), b));
+    mesh.manifests
+        .write("mesh.yaml", &format!("{pod}{}{}", server("a", 1, 5000), b));
     assert_eq!(next(&mut stream).await.labels["name"], "a");
     eventually(|| counted() == [line("b", "a")]).await;
-    mesh.write("mesh.yaml", &format!("{pod}{b}"));
+    mesh.manifests.write("mesh.yaml", &format!("{pod}{b}"));
     assert_eq!(next(&mut stream).await.labels["name"], "b");
     eventually(|| counted().is_empty()).await;
 }
@@ -324,9 +326,9 @@ async fn authorizations_of_missing_objects_are_counted_until_the_objects_exist()
         mesh.registry.render().contains(&line)
     };
     assert!(counted("spec.targetRef") && counted("spec.requiredAuthenticationRefs"));
-    mesh.write("server.yaml", &server);
+    mesh.manifests.write("server.yaml", &server);
     eventually(|| !counted("spec.targetRef")).await;
     assert!(counted("spec.requiredAuthenticationRefs"));
-    mesh.write("clients.yaml", &clients);
+    mesh.manifests.write("clients.yaml", &clients);
     eventually(|| !counted("spec.requiredAuthenticationRefs")).await;
 }

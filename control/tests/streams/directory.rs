@@ -28,7 +28,7 @@ async fn endpoints(mesh: &Mesh) -> String {
 
 /// The reported errors, without the path of the directory.
 fn errors(mesh: &Mesh) -> Vec<String> {
-    let dir = format!("{}/", mesh.path().display());
+    let dir = format!("{}/", mesh.manifests.path().display());
     mesh.errors().iter().map(|error| error.replace(&dir, "")).collect()
 }
 
@@ -36,9 +36,9 @@ fn errors(mesh: &Mesh) -> Vec<String> {
 async fn an_invalid_file_keeps_its_last_valid_objects_and_is_reported_until_fixed() {
     let mesh = mesh("").await;
     let good = format!("{}{}", service("web", "web"), pod("web-1", "10.1.0.1"));
-    mesh.write("web.yaml", &good);
+    mesh.manifests.write("web.yaml", &good);
     eventually(|| mesh.registry.render().contains("pod_cache_size{cluster=\"local\"} 1")).await;
-    mesh.write("web.yaml", &good.replace("10.1.0.1", "10.1.0"));
+    mesh.manifests.write("web.yaml", &good.replace("10.1.0.1", "10.1.0"));
     eventually(|| !mesh.errors().is_empty()).await;
     assert_eq!(errors(&mesh).len(), 1);
     assert!(errors(&mesh)[0].starts_with("web.yaml:6: "), "{:?}", errors(&mesh));
@@ -49,7 +49,7 @@ async fn an_invalid_file_keeps_its_last_valid_objects_and_is_reported_until_fixe
     );
     assert!(mesh.registry.render().contains("manifest_errors 1"));
     assert_eq!(endpoints(&mesh).await, "+10.1.0.1:80");
-    mesh.write("web.yaml", &good.replace("10.1.0.1", "10.1.0.2"));
+    mesh.manifests.write("web.yaml", &good.replace("10.1.0.1", "10.1.0.2"));
     eventually(|| mesh.errors().is_empty()).await;
     assert!(mesh.registry.render().contains("manifest_errors 0"));
     assert_eq!(endpoints(&mesh).await, "+10.1.0.2:80");
@@ -70,7 +70,7 @@ async fn kinds_without_objects_are_counted_too() {
 #[tokio::test]
 async fn a_file_that_was_never_valid_does_not_affect_other_files() {
     let mesh = mesh(&format!("{}{}", service("web", "web"), pod("web-1", "10.1.0.1"))).await;
-    mesh.write("broken.yml", "kind: [");
+    mesh.manifests.write("broken.yml", "kind: [");
     eventually(|| mesh.errors().len() == 1).await;
     assert_eq!(endpoints(&mesh).await, "+10.1.0.1:80");
 }
@@ -80,24 +80,28 @@ async fn files_in_subdirectories_count_and_their_deletion_deletes() {
     let mesh = mesh(&service("web", "web")).await;
     let mut stream = mesh.get(WEB).await.unwrap();
     assert_eq!(short(&next(&mut stream).await), "1");
-    std::fs::create_dir_all(mesh.path().join("a/b")).unwrap();
-    std::fs::write(mesh.path().join("a/b/pods.yaml"), pod("web-1", "10.1.0.1")).unwrap();
+    std::fs::create_dir_all(mesh.manifests.path().join("a/b")).unwrap();
+    std::fs::write(mesh.manifests.path().join("a/b/pods.yaml"), pod("web-1", "10.1.0.1")).unwrap();
     assert_eq!(short(&next(&mut stream).await), "+10.1.0.1:80");
-    std::fs::remove_dir_all(mesh.path().join("a")).unwrap();
+    std::fs::remove_dir_all(mesh.manifests.path().join("a")).unwrap();
     assert_eq!(short(&next(&mut stream).await), "-10.1.0.1:80");
 }
 
 #[tokio::test]
 async fn an_object_that_moves_to_another_file_is_never_removed() {
     let mesh = mesh(&service("web", "web")).await;
-    mesh.write("a.yaml", &pod("web-1", "10.1.0.1"));
+    mesh.manifests.write("a.yaml", &pod("web-1", "10.1.0.1"));
     let mut stream = mesh.get(WEB).await.unwrap();
     // The stream may have started before the file was read.
     if short(&next(&mut stream).await) == "1" {
         assert_eq!(short(&next(&mut stream).await), "+10.1.0.1:80");
     }
-    std::fs::rename(mesh.path().join("a.yaml"), mesh.path().join("b.yaml")).unwrap();
-    mesh.write("c.yaml", &pod("web-2", "10.1.0.2"));
+    std::fs::rename(
+        mesh.manifests.path().join("a.yaml"),
+        mesh.manifests.path().join("b.yaml"),
+    )
+    .unwrap();
+    mesh.manifests.write("c.yaml", &pod("web-2", "10.1.0.2"));
     assert_eq!(short(&next(&mut stream).await), "+10.1.0.2:80");
 }
 
@@ -105,14 +109,18 @@ async fn an_object_that_moves_to_another_file_is_never_removed() {
 async fn a_replaced_symbolic_link_changes_all_its_objects_together() {
     let mesh = mesh(&service("web", "web")).await;
     let version = |version: &str, ip: &str| {
-        let dir = mesh.path().join(version);
+        let dir = mesh.manifests.path().join(version);
         std::fs::create_dir(&dir).unwrap();
         std::fs::write(dir.join("pods.yaml"), pod("web-1", ip)).unwrap();
-        symlink(version, mesh.path().join("..new")).unwrap();
-        std::fs::rename(mesh.path().join("..new"), mesh.path().join("..data")).unwrap();
+        symlink(version, mesh.manifests.path().join("..new")).unwrap();
+        std::fs::rename(
+            mesh.manifests.path().join("..new"),
+            mesh.manifests.path().join("..data"),
+        )
+        .unwrap();
     };
     version("..1", "10.1.0.1");
-    symlink("..data/pods.yaml", mesh.path().join("pods.yaml")).unwrap();
+    symlink("..data/pods.yaml", mesh.manifests.path().join("pods.yaml")).unwrap();
     let mut stream = mesh.get(WEB).await.unwrap();
     if short(&next(&mut stream).await) == "1" {
         assert_eq!(short(&next(&mut stream).await), "+10.1.0.1:80");
@@ -128,21 +136,21 @@ async fn a_symbolic_link_that_briefly_dangles_keeps_its_objects() {
     let behind = tempfile::tempdir().unwrap();
     let target = behind.path().join("pods.yaml");
     std::fs::write(&target, pod("web-1", "10.1.0.1")).unwrap();
-    symlink(&target, mesh.path().join("pods.yaml")).unwrap();
+    symlink(&target, mesh.manifests.path().join("pods.yaml")).unwrap();
     let mut stream = mesh.get(WEB).await.unwrap();
     if short(&next(&mut stream).await) == "1" {
         assert_eq!(short(&next(&mut stream).await), "+10.1.0.1:80");
     }
     std::fs::remove_file(&target).unwrap();
     // Changes of other files are read meanwhile.
-    mesh.write("more.yaml", &pod("web-2", "10.1.0.2"));
+    mesh.manifests.write("more.yaml", &pod("web-2", "10.1.0.2"));
     assert_eq!(short(&next(&mut stream).await), "+10.1.0.2:80");
     eventually(|| errors(&mesh).iter().any(|error| error.contains("pods.yaml"))).await;
     std::fs::write(&target, pod("web-1", "10.1.0.3")).unwrap();
-    mesh.write("more.yaml", &pod("web-2", "10.1.0.4"));
+    mesh.manifests.write("more.yaml", &pod("web-2", "10.1.0.4"));
     assert_eq!(short(&next(&mut stream).await), "+10.1.0.3:80,10.1.0.4:80");
     // Without the link, its objects are removed.
-    std::fs::remove_file(mesh.path().join("pods.yaml")).unwrap();
+    std::fs::remove_file(mesh.manifests.path().join("pods.yaml")).unwrap();
     eventually(|| mesh.registry.render().contains("pod_cache_size{cluster=\"local\"} 1")).await;
     assert!(mesh.errors().is_empty());
 }
@@ -150,8 +158,8 @@ async fn a_symbolic_link_that_briefly_dangles_keeps_its_objects() {
 #[tokio::test]
 async fn the_first_file_wins_for_a_duplicate_object() {
     let mesh = mesh(&service("web", "web")).await;
-    mesh.write("a.yaml", &pod("web-1", "10.1.0.1"));
-    mesh.write("b.yaml", &pod("web-1", "10.1.0.9"));
+    mesh.manifests.write("a.yaml", &pod("web-1", "10.1.0.1"));
+    mesh.manifests.write("b.yaml", &pod("web-1", "10.1.0.9"));
     eventually(|| !mesh.errors().is_empty()).await;
     assert!(
         errors(&mesh)[0].starts_with("b.yaml:2: Pod default/web-1 is already in "),
@@ -375,7 +383,7 @@ async fn manifests_that_admission_refuses_are_reported_with_the_reason() {
     ];
     let mesh = mesh("").await;
     for (index, (text, _)) in refused.iter().enumerate() {
-        mesh.write(&format!("{index:02}.yaml"), text);
+        mesh.manifests.write(&format!("{index:02}.yaml"), text);
     }
     eventually(|| mesh.errors().len() == refused.len()).await;
     for (error, (text, reason)) in errors(&mesh).iter().zip(&refused) {

@@ -115,9 +115,9 @@ async fn a_port_is_opaque_while_an_opaque_server_selects_it() {
     assert!(!is_opaque(&added(next(&mut stream).await)));
     let server = "apiVersion: policy.linkerd.io/v1beta3\nkind: Server\nmetadata: {name: web, namespace: shop}\n\
         spec: {podSelector: {}, port: 8080, proxyProtocol: opaque}\n";
-    mesh.write("server.yaml", server);
+    mesh.manifests.write("server.yaml", server);
     assert!(is_opaque(&added(next(&mut stream).await)));
-    mesh.remove("server.yaml");
+    mesh.manifests.remove("server.yaml");
     assert!(!is_opaque(&added(next(&mut stream).await)));
 }
 
@@ -161,15 +161,17 @@ async fn additions_come_before_removals_and_an_empty_set_is_sent_immediately() {
     let mesh = mesh(&format!("{WEB}{}", pod("web-1", "10.1.0.1", ""))).await;
     let mut stream = mesh.get(HTTP).await.unwrap();
     assert_eq!(short(&next(&mut stream).await), "+10.1.0.1:8080");
-    mesh.write("mesh.yaml", &format!("{WEB}{}", pod("web-2", "10.1.0.2", "")));
+    mesh.manifests
+        .write("mesh.yaml", &format!("{WEB}{}", pod("web-2", "10.1.0.2", "")));
     assert_eq!(short(&next(&mut stream).await), "+10.1.0.2:8080");
     assert_eq!(short(&next(&mut stream).await), "-10.1.0.1:8080");
-    mesh.write("mesh.yaml", WEB);
+    mesh.manifests.write("mesh.yaml", WEB);
     assert_eq!(short(&next(&mut stream).await), "-10.1.0.2:8080");
     assert_eq!(short(&next(&mut stream).await), "1");
-    mesh.write("mesh.yaml", "");
+    mesh.manifests.write("mesh.yaml", "");
     assert_eq!(short(&next(&mut stream).await), "0");
-    mesh.write("mesh.yaml", &format!("{WEB}{}", pod("web-3", "10.1.0.3", "")));
+    mesh.manifests
+        .write("mesh.yaml", &format!("{WEB}{}", pod("web-3", "10.1.0.3", "")));
     assert_eq!(short(&next(&mut stream).await), "+10.1.0.3:8080");
 }
 
@@ -254,7 +256,8 @@ async fn external_workloads_are_endpoints_with_their_own_identity() {
     let tls = addrs[0].tls_identity.as_ref().unwrap();
     assert!(matches!(&tls.strategy, Some(Strategy::UriLikeIdentity(uri)) if uri.uri == "spiffe://root/vm"));
     assert_eq!(tls.server_name.as_ref().unwrap().name, "vm.shop");
-    mesh.write("mesh.yaml", &format!("{WEB}{}", workload("vm.shop.example")));
+    mesh.manifests
+        .write("mesh.yaml", &format!("{WEB}{}", workload("vm.shop.example")));
     let addrs = added(next(&mut stream).await);
     let tls = addrs[0].tls_identity.as_ref().unwrap();
     assert!(matches!(&tls.strategy, Some(Strategy::DnsLikeIdentity(name)) if name.name == "vm.shop.example"));

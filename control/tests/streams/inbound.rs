@@ -418,9 +418,9 @@ spec:
         other => panic!("no HTTP/1: {other:?}"),
     };
     assert_eq!(total().await, 2);
-    mesh.write("old.yaml", &limit("b", "2024-01-01T00:00:00Z", 1));
+    mesh.manifests.write("old.yaml", &limit("b", "2024-01-01T00:00:00Z", 1));
     assert_eq!(total().await, 1);
-    mesh.remove("old.yaml");
+    mesh.manifests.remove("old.yaml");
     assert_eq!(total().await, 2);
 }
 
@@ -447,11 +447,11 @@ async fn a_watch_follows_changes_and_ends_with_its_pod() {
     let mesh = mesh(POD).await;
     let mut stream = mesh.ports("shop:web-0", 8080).await.unwrap();
     assert_eq!(next(&mut stream).await.labels["kind"], "default");
-    mesh.write("policy.yaml", &SERVER.replace("\n---", ""));
+    mesh.manifests.write("policy.yaml", &SERVER.replace("\n---", ""));
     assert_eq!(next(&mut stream).await.labels["kind"], "server");
-    mesh.write("policy.yaml", "");
+    mesh.manifests.write("policy.yaml", "");
     assert_eq!(next(&mut stream).await.labels["kind"], "default");
-    mesh.write("mesh.yaml", "");
+    mesh.manifests.write("mesh.yaml", "");
     assert!(soon(stream.message()).await.unwrap().is_none());
 }
 
@@ -483,11 +483,12 @@ async fn a_server_whose_port_no_workload_declares_is_counted() {
     let line = "unserved_configuration{kind=\"Server\",namespace=\"shop\",name=\"web\",field=\"spec.port\"}";
     let is_counted = || mesh.registry.render().contains(&format!("{line} 1"));
     assert!(server.contains("htpp") && is_counted());
-    mesh.write("mesh.yaml", &format!("{POD}{SERVER}"));
+    mesh.manifests.write("mesh.yaml", &format!("{POD}{SERVER}"));
     crate::harness::eventually(|| !is_counted()).await;
-    mesh.write("mesh.yaml", &format!("{POD}{server}"));
+    mesh.manifests.write("mesh.yaml", &format!("{POD}{server}"));
     crate::harness::eventually(is_counted).await;
     // Without a selected workload, it is unknown whether the port is declared.
-    mesh.write("mesh.yaml", server.trim_start().trim_start_matches("---"));
+    mesh.manifests
+        .write("mesh.yaml", server.trim_start().trim_start_matches("---"));
     crate::harness::eventually(|| !is_counted()).await;
 }

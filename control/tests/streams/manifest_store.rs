@@ -9,8 +9,6 @@ use tulle_control::source::directory_source::{self, ManifestReport};
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
 
-use crate::harness::Mesh;
-
 pub(crate) struct ManifestStore {
     dir: TempDir,
     report: ManifestReport,
@@ -41,9 +39,7 @@ impl ManifestStore {
     pub(crate) fn errors(&self) -> Vec<String> {
         self.report.errors().iter().map(ToString::to_string).collect()
     }
-}
 
-impl Mesh {
     /// Replaces a file atomically, by a rename.
     pub(crate) fn write(&self, name: &str, text: &str) {
         let path = self.path().join(name);
@@ -57,6 +53,6 @@ impl Mesh {
     }
 
     pub(crate) fn path(&self) -> &Path {
-        self.manifests.dir.path()
+        self.dir.path()
     }
 }

@@ -193,7 +193,8 @@ async fn names_of_missing_services_have_a_policy_too() {
     let mesh = mesh("").await;
     let mut stream = mesh.policies(CLIENT, "web.shop.svc.cluster.local:5432").await.unwrap();
     assert_eq!(names(http(&next(&mut stream).await)), ["http"]);
-    mesh.write("mesh.yaml", &annotated("config.linkerd.io/opaque-ports: \"5432\""));
+    mesh.manifests
+        .write("mesh.yaml", &annotated("config.linkerd.io/opaque-ports: \"5432\""));
     assert!(matches!(kind(&next(&mut stream).await), Kind::Opaque(_)));
 }
 
@@ -548,7 +549,7 @@ async fn a_stream_ends_when_its_address_is_no_longer_known() {
     let mesh = mesh(&network).await;
     let mut stream = mesh.policies(CLIENT, "10.77.0.5:80").await.unwrap();
     next(&mut stream).await;
-    mesh.write("mesh.yaml", "");
+    mesh.manifests.write("mesh.yaml", "");
     assert!(crate::harness::soon(stream.message()).await.unwrap().is_none());
 }
 

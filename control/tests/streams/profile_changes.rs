@@ -10,7 +10,7 @@ async fn a_stopped_pod_becomes_a_plain_address() {
     let mesh = mesh(MESH).await;
     let mut stream = mesh.profiles("10.1.0.1:8080", "").await.unwrap();
     assert!(endpoint(&next(&mut stream).await).2);
-    mesh.write(
+    mesh.manifests.write(
         "mesh.yaml",
         &MESH.replace("{podIP: 10.1.0.1,", "{phase: Failed, podIP: 10.1.0.1,"),
     );
@@ -18,7 +18,7 @@ async fn a_stopped_pod_becomes_a_plain_address() {
         endpoint(&next(&mut stream).await),
         ("10.1.0.1:8080".to_owned(), None, false)
     );
-    mesh.write("mesh.yaml", MESH);
+    mesh.manifests.write("mesh.yaml", MESH);
     assert!(endpoint(&next(&mut stream).await).2);
 }
 
@@ -27,9 +27,10 @@ async fn an_added_or_removed_profile_is_sent_immediately() {
     let mesh = mesh(MESH).await;
     let mut stream = mesh.profiles(WEB, "").await.unwrap();
     assert!(next(&mut stream).await.routes.is_empty());
-    mesh.write("profile.yaml", &PROFILE.replace("NAMESPACE", "shop"));
+    mesh.manifests
+        .write("profile.yaml", &PROFILE.replace("NAMESPACE", "shop"));
     assert_eq!(next(&mut stream).await.routes.len(), 1);
-    mesh.remove("profile.yaml");
+    mesh.manifests.remove("profile.yaml");
     assert!(next(&mut stream).await.routes.is_empty());
 }
 

@@ -106,7 +106,7 @@ async fn clients_in_one_zone_share_every_message_and_others_do_not() {
     let elsewhere = [data(far).await, data(unknown).await];
     assert!(elsewhere.iter().all(|theirs| !are_shared(&first, theirs)));
 
-    mesh.write("second.yaml", SECOND);
+    mesh.manifests.write("second.yaml", SECOND);
     let (first, second) = (data(one).await, data(other).await);
     assert_eq!(update(&first), "+10.1.0.2:8080");
     assert!(are_shared(&first, &second));

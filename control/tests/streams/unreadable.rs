@@ -119,22 +119,22 @@ async fn the_last_readable_version_applies_until_the_object_is_fixed_or_deleted(
     let mesh = mesh(POD).await;
     let mut stream = mesh.ports(WEB, 8080).await.unwrap();
     assert_eq!(n_authorizations(&next(&mut stream).await), 1);
-    mesh.write("s.yaml", &more);
+    mesh.manifests.write("s.yaml", &more);
     assert_eq!(next(&mut stream).await.authorizations[0].labels["name"], "audit");
-    mesh.write("s.yaml", &bad);
+    mesh.manifests.write("s.yaml", &bad);
     eventually(|| counted(&mesh) == [line("Server", "s")]).await;
     assert_eq!(port(&mesh, 8080).await.authorizations[0].labels["name"], "audit");
     // The version in force is applied again.
-    mesh.write("s.yaml", &more);
+    mesh.manifests.write("s.yaml", &more);
     eventually(|| counted(&mesh).is_empty()).await;
-    mesh.write("s.yaml", &bad);
+    mesh.manifests.write("s.yaml", &bad);
     eventually(|| counted(&mesh) == [line("Server", "s")]).await;
-    mesh.write("s.yaml", &good);
+    mesh.manifests.write("s.yaml", &good);
     assert_eq!(n_authorizations(&next(&mut stream).await), 0);
     assert!(counted(&mesh).is_empty());
-    mesh.write("s.yaml", &bad);
+    mesh.manifests.write("s.yaml", &bad);
     eventually(|| counted(&mesh) == [line("Server", "s")]).await;
-    mesh.remove("s.yaml");
+    mesh.manifests.remove("s.yaml");
     assert_eq!(n_authorizations(&next(&mut stream).await), 1);
     eventually(|| counted(&mesh).is_empty()).await;
 }
@@ -146,7 +146,7 @@ async fn valid_objects_of_a_file_with_invalid_ones_apply() {
     let mut stream = mesh.ports(WEB, 8080).await.unwrap();
     assert_eq!(n_authorizations(&next(&mut stream).await), 1);
     // The second document is not YAML.
-    mesh.write("s.yaml", &format!("{denied}---\nkind: ["));
+    mesh.manifests.write("s.yaml", &format!("{denied}---\nkind: ["));
     assert_eq!(n_authorizations(&next(&mut stream).await), 0);
     assert_eq!(mesh.errors().len(), 1);
 }
@@ -158,17 +158,17 @@ async fn a_new_object_with_an_error_denies_also_in_a_file_that_was_valid() {
     let mesh = mesh(POD).await;
     let mut stream = mesh.ports(WEB, 9090).await.unwrap();
     assert_eq!(n_authorizations(&next(&mut stream).await), 1);
-    mesh.write("s.yaml", &valid);
+    mesh.manifests.write("s.yaml", &valid);
     assert_eq!(n_authorizations(&next(&mut stream).await), 0);
     let (new, typo) = (on("new", 7070, ""), on("typo", 8080, ", accessPolicy: Nobody"));
-    mesh.write("s.yaml", &[valid.clone(), new, typo].concat());
+    mesh.manifests.write("s.yaml", &[valid.clone(), new, typo].concat());
     eventually(|| counted(&mesh) == [line("Server", "typo")]).await;
     // The valid objects are those of the last valid version.
     for (number, expected) in [(9090, 0), (7070, 1), (8080, 0)] {
         assert_eq!(n_authorizations(&port(&mesh, number).await), expected, "{number}");
     }
     assert_eq!(mesh.errors().len(), 1);
-    mesh.write("s.yaml", &valid);
+    mesh.manifests.write("s.yaml", &valid);
     eventually(|| counted(&mesh).is_empty()).await;
     assert_eq!(n_authorizations(&port(&mesh, 8080).await), 1);
 }
@@ -460,9 +460,9 @@ async fn unsupported_kinds_in_a_directory_are_reported() {
         mesh.registry.render()
     );
     assert!(mesh.errors().is_empty());
-    mesh.write("more.yaml", config);
+    mesh.manifests.write("more.yaml", config);
     eventually(|| mesh.registry.render().contains(&metric(2))).await;
-    mesh.write("more.yaml", &misspelt);
+    mesh.manifests.write("more.yaml", &misspelt);
     eventually(|| mesh.errors().len() == 1).await;
     let error = mesh.errors().concat();
     assert!(

@@ -109,6 +109,7 @@ impl Policies {
         if let WatchMode::Poll(interval) = mode {
             // The stream is closed after its first message, and opened again after the interval.
             params.limits.idle = Some(Duration::ZERO);
+            params.refusal_codes = POLL_REFUSAL_CODES;
             params.backoff = Backoff {
                 min: interval,
                 max: interval,
@@ -170,6 +171,8 @@ impl Policies {
 /// Maximum fraction that is added to the interval of a poll. The configured jitter is not used: it may be 100, and a changed
 /// policy must take effect soon.
 const POLL_JITTER: f64 = 0.1;
+/// A denied poll waits for its interval, as after other failures.
+const POLL_REFUSAL_CODES: &[Code] = &[Code::InvalidArgument, Code::FailedPrecondition];
 const INBOUND_REFUSAL_CODES: &[Code] = &[Code::InvalidArgument, Code::FailedPrecondition, Code::PermissionDenied];
 const OUTBOUND_REFUSAL_CODES: &[Code] = &[
     Code::InvalidArgument,

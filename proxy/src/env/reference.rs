@@ -202,8 +202,8 @@ const VARIABLES: &[Row] = &[
         "`refuse` or `default`",
         Value("refuse"),
         "What happens to connections to a port whose policy the control plane has not sent yet. `refuse`: they wait up to 3 s, \
-         and then fail with the cause `policy_unknown`. `default`: the policy of `LINKERD2_PROXY_INBOUND_DEFAULT_POLICY` applies, \
-         as in Linkerd's proxy.",
+         and then fail with the cause `policy_unknown`, or `discovery-denied` if the control plane denies it. `default`: the \
+         policy of `LINKERD2_PROXY_INBOUND_DEFAULT_POLICY` applies, as in Linkerd's proxy.",
     ),
     (
         "INBOUND_DEFAULT_POLICY",

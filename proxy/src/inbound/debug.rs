@@ -67,8 +67,11 @@ impl PortStatus {
             policy: policy.meta.to_string(),
             source: match (port_policy.is_received(), port_policy.fallback_origin()) {
                 (true, _) => "control plane",
+                (false, FallbackOrigin::LastKnown) if port_policy.is_denied() => {
+                    "control plane, last known; the control plane denies the current one to this proxy"
+                }
                 (false, FallbackOrigin::LastKnown) => "control plane, last known; the current watch has no answer yet",
-                (false, FallbackOrigin::Unknown) if port_policy.denial().is_some() => {
+                (false, FallbackOrigin::Unknown) if port_policy.is_denied() => {
                     "unknown: the control plane denies it to this proxy, and connections are refused"
                 }
                 (false, FallbackOrigin::Unknown | FallbackOrigin::NotWatched) => {

@@ -64,6 +64,8 @@ impl Scope {
                         };
                         scope.read(&after[..length], &children, found);
                         at += length;
+                    } else {
+                        self.read(&trees(attribute.stream()), &children, found);
                     }
                 }
                 (TokenTree::Ident(word), [name, TokenTree::Group(body), ..]) if word == "mod" => {

@@ -103,11 +103,18 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Frames<S> {
         frames
     }
 
-    async fn client_handshake(mut stream: S) -> Self {
-        stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
-        let mut frames = Self(stream);
-        frames.send([Frame::new(SETTINGS, 0, 0, b"")]).await;
-        frames
+    async fn client_handshake(stream: S) -> Self {
+        Self::client_handshake_with(stream, None).await
+    }
+
+    /// The client side of a connection, which sends a frame together with its preface.
+    async fn client_handshake_with(mut stream: S, frame: Option<Frame>) -> Self {
+        let mut sent = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
+        sent.extend(Frame::new(SETTINGS, 0, 0, b"").bytes());
+        sent.extend(frame.into_iter().flat_map(|frame| frame.bytes()));
+        stream.write_all(&sent).await.unwrap();
+        stream.flush().await.unwrap();
+        Self(stream)
     }
 
     /// Sends frames in one packet if they fit.
@@ -361,16 +368,12 @@ fn a_missing_first_request_times_out() {
         assert_eq!(served.fetch(request2("/")).await.unwrap().status, 200);
         for (sends_partial_head, reason) in [(false, Reason::NO_ERROR), (true, Reason::ENHANCE_YOUR_CALM)] {
             for stream in [dial().await, mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await] {
-                let mut client = Frames::client_handshake(stream).await;
-                if sends_partial_head {
-                    let flags = 0; // END_HEADERS is not set
-                    client
-                        .send([Frame {
-                            flags,
-                            ..Frame::request(1, "/")
-                        }])
-                        .await;
-                }
+                let partial_head = Frame {
+                    flags: 0, // END_HEADERS is not set
+                    ..Frame::request(1, "/")
+                };
+                let partial_head = sends_partial_head.then_some(partial_head);
+                let mut client = Frames::client_handshake_with(stream, partial_head).await;
                 assert_eq!(client.goaway_reason().await, reason);
                 // The client ignores the GOAWAY frame.
                 while client.next().await.is_some() {}

@@ -296,7 +296,7 @@ async fn drive(
         ended = drive_frames => if let Err(error) = ended {
             tracing::debug!(%error, "HTTP/2 connection ended");
         },
-        () = wait_ping_timeout(keep_alive, pings) => tracing::debug!("HTTP/2 peer did not answer a ping in time"),
+        () = wait_ping_timeout(keep_alive, pings, || false) => tracing::debug!("HTTP/2 peer did not answer a ping in time"),
     }
 }
 

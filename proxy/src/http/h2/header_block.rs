@@ -44,13 +44,22 @@ pub(super) struct HeaderBlockLimits {
 }
 
 struct BlockDeadline {
-    block: NonZeroU64,
+    number: u64,
     sleep: Pin<Box<Sleep>>,
 }
 
-/// The number of the header block that `h2` holds and that is not complete; 0 if there is none.
+/// The header block of the client that is not complete, if there is one. Shared by the I/O object and the limits.
 #[derive(Clone, Default)]
-struct UnfinishedBlock(Arc<AtomicU64>);
+pub(super) struct UnfinishedBlock(Arc<AtomicU64>);
+
+/// A header block that is not complete.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Unfinished {
+    /// Which one of the connection it is.
+    number: u64,
+    /// Whether `h2` may hold more of it than the memory of the connection covers.
+    needs_memory: bool,
+}
 
 /// The position in the bytes of the client.
 struct HeaderBlockTracker {
@@ -69,8 +78,11 @@ enum HeaderBlock {
     /// Another frame has to follow. `h2` decodes what it has: a few bytes can refer to many entries of a table, so their number does
     /// not matter.
     Continues,
-    /// It ends with this frame, which is not its first one, or larger than what the connection covers.
-    EndsWithFrame,
+    /// It ends with this frame.
+    EndsWithFrame {
+        /// Whether the frame is not the first one, or larger than what the connection covers.
+        needs_memory: bool,
+    },
 }
 
 /// `h2` may hold `max_bytes` for one header block, which must be complete within `timeout`.
@@ -101,25 +113,29 @@ pub(super) fn max_bytes(params: &Http2Config, max_frame_size: Option<u32>) -> us
 }
 
 impl HeaderBlockLimits {
-    pub(super) fn is_unfinished(&self) -> bool {
-        self.unfinished_block.get().is_some()
+    pub(super) fn unfinished_block(&self) -> &UnfinishedBlock {
+        &self.unfinished_block
     }
 
-    /// Called when `h2` waits for more bytes of the client.
+    /// Called when `h2` cannot continue, usually because it waits for more bytes of the client.
     ///
     /// # Errors
     /// Too little memory is left for the block, or it is not complete in time.
     pub(super) fn check(&mut self, cx: &mut Context<'_>, memory: &ClientHeadMemory) -> Result<(), Error> {
-        let Some(block) = self.unfinished_block.get() else {
+        let Some(unfinished) = self.unfinished_block.get() else {
             self.reserved = None;
             self.deadline = None;
             return Ok(());
         };
-        memory.reserve(cx, self.max_bytes, &mut self.reserved)?;
+        let n_bytes = match unfinished.needs_memory {
+            true => self.max_bytes,
+            false => 0,
+        };
+        memory.reserve(cx, n_bytes, &mut self.reserved)?;
         let deadline = match &mut self.deadline {
-            Some(deadline) if deadline.block == block => deadline,
+            Some(deadline) if deadline.number == unfinished.number => deadline,
             other => other.insert(BlockDeadline {
-                block,
+                number: unfinished.number,
                 sleep: Box::pin(sleep(self.timeout)),
             }),
         };
@@ -131,12 +147,21 @@ impl HeaderBlockLimits {
 }
 
 impl UnfinishedBlock {
-    fn get(&self) -> Option<NonZeroU64> {
-        NonZeroU64::new(self.0.load(Ordering::Relaxed))
+    pub(super) fn exists(&self) -> bool {
+        self.get().is_some()
     }
 
-    fn set(&self, block: Option<NonZeroU64>) {
-        self.0.store(block.map_or(0, NonZeroU64::get), Ordering::Relaxed);
+    fn get(&self) -> Option<Unfinished> {
+        let value = NonZeroU64::new(self.0.load(Ordering::Relaxed))?.get();
+        Some(Unfinished {
+            number: value >> 1,
+            needs_memory: value & 1 == 1,
+        })
+    }
+
+    fn set(&self, block: Option<Unfinished>) {
+        let value = block.map_or(0, |block| block.number << 1 | u64::from(block.needs_memory));
+        self.0.store(value, Ordering::Relaxed);
     }
 }
 
@@ -173,25 +198,28 @@ impl HeaderBlockTracker {
         let [length_1, length_2, length_3, kind, flags, ..] = self.frame_header;
         self.n_frame_header = 0;
         self.n_left = u32::from_be_bytes([0, length_1, length_2, length_3]) as usize;
-        let counts = self.block == HeaderBlock::Continues || self.n_left > UNRESERVED_HEAD_BYTES;
+        let needs_memory = self.block == HeaderBlock::Continues || self.n_left > UNRESERVED_HEAD_BYTES;
         if matches!(kind, HEADERS | PUSH_PROMISE) {
             self.n_blocks += 1;
         }
         self.block = match kind {
             HEADERS | PUSH_PROMISE | CONTINUATION if flags & END_HEADERS == 0 => HeaderBlock::Continues,
-            HEADERS | PUSH_PROMISE | CONTINUATION if counts => HeaderBlock::EndsWithFrame,
+            HEADERS | PUSH_PROMISE | CONTINUATION => HeaderBlock::EndsWithFrame { needs_memory },
             // Other frames within a header block end the connection.
             _ => HeaderBlock::None,
         };
     }
 
-    fn unfinished_block(&self) -> Option<NonZeroU64> {
-        let is_unfinished = match self.block {
-            HeaderBlock::None => false,
+    fn unfinished(&self) -> Option<Unfinished> {
+        let needs_memory = match self.block {
             HeaderBlock::Continues => true,
-            HeaderBlock::EndsWithFrame => self.n_left > 0,
+            HeaderBlock::EndsWithFrame { needs_memory } if self.n_left > 0 => needs_memory,
+            HeaderBlock::EndsWithFrame { .. } | HeaderBlock::None => return None,
         };
-        NonZeroU64::new(self.n_blocks).filter(|_| is_unfinished)
+        Some(Unfinished {
+            number: self.n_blocks,
+            needs_memory,
+        })
     }
 }
 
@@ -201,7 +229,7 @@ impl<T: AsyncRead + Unpin> AsyncRead for TrackedIo<T> {
         let n_before = buf.filled().len();
         ready!(Pin::new(&mut this.io).poll_read(cx, buf))?;
         this.tracker.record(&buf.filled()[n_before..]);
-        this.unfinished_block.set(this.tracker.unfinished_block());
+        this.unfinished_block.set(this.tracker.unfinished());
         Poll::Ready(Ok(()))
     }
 }
@@ -266,17 +294,29 @@ mod tests {
     fn header_blocks_are_unfinished_until_their_last_byte() {
         let usual = 100;
         let large = 16_000;
-        // Each frame, and the number of the block that is unfinished just before the end of the frame and after it, or 0.
-        let cases: &[(u8, u8, u16, [u64; 2])] = &[
-            (DATA, 0, large, [0, 0]),
-            (HEADERS, END_HEADERS, usual, [0, 0]),
-            (HEADERS, END_HEADERS | 1, large, [2, 0]),
-            (HEADERS, 1, usual, [3, 3]),
-            (CONTINUATION, 0, large, [3, 3]),
-            (CONTINUATION, END_HEADERS, usual, [3, 0]),
-            (PUSH_PROMISE, 0, usual, [4, 4]),
-            (CONTINUATION, END_HEADERS, large, [4, 0]),
-            (DATA, END_HEADERS, usual, [0, 0]),
+        let covered = |number| {
+            Some(Unfinished {
+                number,
+                needs_memory: false,
+            })
+        };
+        let large_block = |number| {
+            Some(Unfinished {
+                number,
+                needs_memory: true,
+            })
+        };
+        // Each frame, and the block that is unfinished just before the end of the frame and after it.
+        let cases: &[(u8, u8, u16, [Option<Unfinished>; 2])] = &[
+            (DATA, 0, large, [None, None]),
+            (HEADERS, END_HEADERS, usual, [covered(1), None]),
+            (HEADERS, END_HEADERS | 1, large, [large_block(2), None]),
+            (HEADERS, 1, usual, [large_block(3), large_block(3)]),
+            (CONTINUATION, 0, large, [large_block(3), large_block(3)]),
+            (CONTINUATION, END_HEADERS, usual, [large_block(3), None]),
+            (PUSH_PROMISE, 0, usual, [large_block(4), large_block(4)]),
+            (CONTINUATION, END_HEADERS, large, [large_block(4), None]),
+            (DATA, END_HEADERS, usual, [None, None]),
         ];
         for n_at_once in [1, 7, 1000, usize::MAX] {
             let mut tracker = HeaderBlockTracker::new();
@@ -286,13 +326,9 @@ mod tests {
                 let bytes = frame(kind, flags, length);
                 let (last, most) = bytes.split_last().unwrap();
                 most.chunks(n_at_once).for_each(|part| tracker.record(part));
-                let before_end = tracker.unfinished_block();
+                let before_end = tracker.unfinished();
                 tracker.record(&[*last]);
-                assert_eq!(
-                    [before_end, tracker.unfinished_block()].map(|block| block.map_or(0, NonZeroU64::get)),
-                    expected,
-                    "{case:?} by {n_at_once}"
-                );
+                assert_eq!([before_end, tracker.unfinished()], expected, "{case:?} by {n_at_once}");
             }
         }
     }
@@ -304,10 +340,12 @@ mod tests {
         let client = (Ipv4Addr::LOCALHOST, 1).into();
         let memory = ClientHeadMemory::new(memory, client, ClientAddress::Unverified);
         let (_io, mut limits) = track(tokio::io::empty(), 1 << 20, timeout);
-        let mut is_permitted = |block| {
-            limits.unfinished_block.set(NonZeroU64::new(block));
+        let mut is_permitted = |number: u64| {
+            let needs_memory = number.is_multiple_of(2);
+            let unfinished = (number > 0).then_some(Unfinished { number, needs_memory });
+            limits.unfinished_block.set(unfinished);
             let checked = limits.check(&mut Context::from_waker(noop_waker_ref()), &memory);
-            assert_eq!(limits.reserved.is_some(), block != 0);
+            assert_eq!(limits.reserved.is_some(), unfinished.is_some() && needs_memory);
             checked.is_ok()
         };
         // Seconds from one check to the next, and the block that is unfinished then, or 0.

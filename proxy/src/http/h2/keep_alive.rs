@@ -1,20 +1,35 @@
 //! Detects dead peers with HTTP/2 pings.
 
-use h2::PingPong;
+use std::future::{pending, poll_fn};
+
+use h2::{Ping, PingPong};
+use tokio::time::{sleep, timeout};
 
 use crate::http::h2::config::KeepAlive;
 
 /// Ready when the peer has not answered a ping in time. Never ready without keep-alive.
-pub(super) async fn wait_ping_timeout(keep_alive: Option<KeepAlive>, pings: Option<PingPong>) {
+///
+/// While `cannot_answer` is true, the peer has more time.
+pub(super) async fn wait_ping_timeout(
+    keep_alive: Option<KeepAlive>,
+    pings: Option<PingPong>,
+    cannot_answer: impl Fn() -> bool,
+) {
     let Some((keep_alive, mut pings)) = keep_alive.zip(pings) else {
-        return std::future::pending().await;
+        return pending().await;
     };
     loop {
-        tokio::time::sleep(keep_alive.interval).await;
-        match tokio::time::timeout(keep_alive.timeout, pings.ping(h2::Ping::opaque())).await {
-            Ok(Ok(_)) => {}
-            Ok(Err(_)) => std::future::pending().await, // the connection is ending and reports the error
-            Err(_) => return,
+        sleep(keep_alive.interval).await;
+        if pings.send_ping(Ping::opaque()).is_err() {
+            return pending().await; // the connection is ending and reports the error
+        }
+        loop {
+            match timeout(keep_alive.timeout, poll_fn(|cx| pings.poll_pong(cx))).await {
+                Ok(Ok(_)) => break,
+                Ok(Err(_)) => return pending().await,
+                Err(_) if cannot_answer() => {}
+                Err(_) => return,
+            }
         }
     }
 }

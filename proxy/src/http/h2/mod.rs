@@ -6,6 +6,7 @@ pub(crate) mod client;
 mod config;
 pub(crate) mod flow_control;
 mod header_block;
+mod idle_tracker;
 mod keep_alive;
 mod send_body;
 pub(crate) mod server;

@@ -35,6 +35,7 @@ use crate::{
             config::Http2Config,
             flow_control::{FlowControlWindows, StreamToken},
             header_block,
+            idle_tracker::{ConnectionActivity, IdleState, IdleTracker},
             keep_alive::wait_ping_timeout,
             send_body::{self, BodySender},
             upgraded_stream::UpgradedStream,
@@ -82,7 +83,14 @@ where
     let mut connection = builder.handshake::<_, Bytes>(io).await.map_err(Error::H2)?;
     let mut windows = FlowControlWindows::new(params, StreamToken::default());
     let task_pool = RequestTaskPool::new(service, windows.token(), config);
-    let mut ping_timeout = pin!(wait_ping_timeout(params.keep_alive, connection.ping_pong()));
+    // Within a header block a client cannot send other frames.
+    let unfinished_block = header_block_limits.unfinished_block().clone();
+    let cannot_answer = || unfinished_block.exists();
+    let mut ping_timeout = pin!(wait_ping_timeout(
+        params.keep_alive,
+        connection.ping_pong(),
+        cannot_answer
+    ));
     let mut close_signal = pin!(wait_for_close(&closer, drain));
     let mut goaway_sent = false;
     let mut idle_tracker = IdleTracker::new(config.http1.header_read_timeout, config.http1.idle_timeout);
@@ -118,11 +126,10 @@ where
         let mut is_idle_timeout = false;
         while check_timer.poll_tick(cx).is_ready() {
             task_pool.end_spare_tasks();
-            let activity = match header_block_limits.is_unfinished() {
-                true => ConnectionActivity::Busy, // it has its own timeout
-                false => task_pool.take_activity(),
-            };
-            match idle_tracker.update(activity) {
+            if unfinished_block.exists() {
+                continue; // it has its own timeout
+            }
+            match idle_tracker.update(task_pool.take_activity()) {
                 IdleState::BelowLimit => {}
                 IdleState::LimitExceeded if goaway_sent => return Poll::Ready(Ok(())),
                 IdleState::LimitReached | IdleState::LimitExceeded => is_idle_timeout = true,
@@ -227,53 +234,6 @@ async fn wait_for_close(closer: &ConnectionCloser, drain: &drain::Watch) {
     }
 }
 
-/// Measures how long a connection has had no request.
-struct IdleTracker {
-    check_interval: Duration,
-    idle_for: Duration,
-    /// Maximum idle time now. Before the first request, at most the header timeout.
-    current_limit: Duration,
-    limit_after_first_request: Duration,
-}
-
-/// How long a connection has been idle.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum IdleState {
-    /// Not at all, or for less than the limit.
-    BelowLimit,
-    /// For the limit: GOAWAY must be sent.
-    LimitReached,
-    /// For one more interval: the connection is closed if GOAWAY was sent.
-    LimitExceeded,
-}
-
-impl IdleTracker {
-    fn new(head_timeout: Duration, idle_timeout: Duration) -> Self {
-        let current_limit = head_timeout.min(idle_timeout);
-        Self {
-            check_interval: CHECK_INTERVAL.min(current_limit).max(Duration::from_millis(1)),
-            idle_for: Duration::ZERO,
-            current_limit,
-            limit_after_first_request: idle_timeout,
-        }
-    }
-
-    fn update(&mut self, activity: ConnectionActivity) -> IdleState {
-        match activity {
-            ConnectionActivity::Idle => self.idle_for += self.check_interval,
-            ConnectionActivity::Busy => {
-                self.idle_for = Duration::ZERO;
-                self.current_limit = self.limit_after_first_request;
-            }
-        }
-        match self.idle_for {
-            idle_for if idle_for < self.current_limit => IdleState::BelowLimit,
-            idle_for if idle_for < self.current_limit.saturating_add(self.check_interval) => IdleState::LimitReached,
-            _ => IdleState::LimitExceeded,
-        }
-    }
-}
-
 /// A request and the handle for its response.
 struct PendingRequest {
     req: Request<Body>,
@@ -340,20 +300,10 @@ struct RequestTask {
     progress: Arc<ResponseProgress>,
 }
 
-/// Activity of a connection since the last check.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum ConnectionActivity {
-    Idle,
-    Busy,
-}
-
 /// Tokens that belong to no stream: that of the windows and that of the task pool.
 const N_TOKENS_WITHOUT_STREAMS: usize = 2;
 /// Maximum number of idle tasks of one connection.
 const MAX_IDLE_TASKS: usize = 64;
-/// Interval in which unneeded idle tasks are ended and the activity is checked. Shorter if a timeout is shorter.
-const CHECK_INTERVAL: Duration = Duration::from_secs(10);
-
 impl<S> RequestTaskPool<S>
 where
     S: Service<Request<Body>, Response = Response<Body>, Error = Error> + Clone + Send + 'static,
@@ -598,6 +548,7 @@ mod tests {
     use crate::{
         http::{
             h1::server::Http1Config,
+            h2::config::KeepAlive,
             stack::error_response::ErrorDetail,
             stack::head_memory::HeadMemory,
             stack::layers::tests::{responder_info, service_stack},
@@ -605,6 +556,8 @@ mod tests {
         },
         net::{io::Tcp, memory::MemoryPressure},
     };
+
+    const S: Duration = Duration::from_secs(1);
 
     /// Clients may be silent for this time.
     fn config(limit: Duration) -> ServerConfig {
@@ -668,6 +621,11 @@ mod tests {
         let (connected, io, service) = layers::tests::connect(stack, client).await;
         let mut config = config(Duration::from_secs(3600));
         config.http1.header_read_timeout = header_read_timeout;
+        // Shorter, as with the values of the chart.
+        config.http2.keep_alive = Some(KeepAlive {
+            interval: header_read_timeout / 10,
+            timeout: header_read_timeout / 10,
+        });
         tokio::spawn(async move {
             let (_signal, drain) = drain::channel();
             drop(serve(io, service, &config, ConnectionCloser::default(), &drain).await);
@@ -737,62 +695,5 @@ mod tests {
         drop(client.read_to_end(&mut Vec::new()).await); // closed or reset
         let counted = Samples::parse(&registry.render());
         assert_eq!(counted.sum("tulle_failures_total", &[("cause", "head-timeout")]), 1.);
-    }
-
-    const S: Duration = Duration::from_secs(1);
-
-    #[test]
-    fn an_idle_connection_gets_go_away_and_is_then_closed() {
-        use ConnectionActivity::{Busy, Idle};
-        use IdleState::{BelowLimit, LimitExceeded, LimitReached};
-        let cases: [(_, _, &[_]); 4] = [
-            (
-                30 * S,
-                3600 * S,
-                &[
-                    (Idle, BelowLimit),
-                    (Idle, BelowLimit),
-                    (Idle, LimitReached),
-                    (Idle, LimitExceeded),
-                ],
-            ),
-            // After the first request, the longer timeout applies.
-            (
-                10 * S,
-                30 * S,
-                &[
-                    (Busy, BelowLimit),
-                    (Idle, BelowLimit),
-                    (Idle, BelowLimit),
-                    (Idle, LimitReached),
-                    (Busy, BelowLimit),
-                ],
-            ),
-            // Activity after GOAWAY keeps the connection open.
-            (
-                10 * S,
-                20 * S,
-                &[
-                    (Idle, LimitReached),
-                    (Busy, BelowLimit),
-                    (Idle, BelowLimit),
-                    (Idle, LimitReached),
-                    (Idle, LimitExceeded),
-                ],
-            ),
-            (S / 5, S / 10, &[(Idle, LimitReached), (Idle, LimitExceeded)]),
-        ];
-        for (head, idle, steps) in cases {
-            let mut idle_tracker = IdleTracker::new(head, idle);
-            for (activity, expected) in steps {
-                assert_eq!(
-                    idle_tracker.update(*activity),
-                    *expected,
-                    "{head:?}, {idle:?}: {steps:?}"
-                );
-            }
-        }
-        assert_eq!(IdleTracker::new(30 * S, 3600 * S).check_interval, CHECK_INTERVAL);
-        assert!(IdleTracker::new(Duration::ZERO, Duration::ZERO).check_interval > Duration::ZERO);
     }
 }

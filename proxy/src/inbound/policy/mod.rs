@@ -298,13 +298,16 @@ impl PortPolicies {
         port_policy
     }
 
+    /// Whether a watched port has no connections. Those from before a polled port was watched still have the polled policy.
+    fn can_end_watch(&self, table: &PortTable, port: u16, watched: &WatchedPort) -> bool {
+        let is_polled = table.get_polled(port).is_some();
+        !self.always_watched.contains(port) && Arc::strong_count(&watched.port_policy) == 1 && !is_polled
+    }
+
     /// Ends idle watches, and one more if the limit is still reached. Returns whether another port can be watched.
     fn make_room_for_watch(&self, table: &mut PortTable, now: Instant) -> bool {
-        let can_end = |port: u16, watched: &WatchedPort| {
-            !self.always_watched.contains(port) && Arc::strong_count(&watched.port_policy) == 1
-        };
         let idle = table.watched.iter().filter(|(port, watched)| {
-            can_end(**port, watched) && now.duration_since(watched.used_at) >= self.idle_timeout
+            self.can_end_watch(table, **port, watched) && now.duration_since(watched.used_at) >= self.idle_timeout
         });
         for port in idle.map(|(port, _)| *port).collect::<Vec<_>>() {
             table.end_watch(port);
@@ -315,7 +318,8 @@ impl PortPolicies {
             .filter(|port| !self.always_watched.contains(**port))
             .count();
         if n_on_demand >= MAX_ON_DEMAND_WATCHES {
-            let evictable = table.watched.iter().filter(|(port, watched)| can_end(**port, watched));
+            let watches = table.watched.iter();
+            let evictable = watches.filter(|(port, watched)| self.can_end_watch(table, **port, watched));
             let evicted = evictable.min_by_key(|(_, watched)| (watched.port_policy.eviction_rank(), watched.used_at));
             let Some((&port, _)) = evicted else { return false };
             table.end_watch(port);
@@ -536,12 +540,16 @@ impl PortPolicy {
         }
     }
 
+    pub(super) fn is_denied(&self) -> bool {
+        matches!(&*self.policy_rx.borrow(), WatchState::Refused(refusal) if refusal.is_denial())
+    }
+
     /// The error of clients that are refused because the policy is unknown. It does not contain the message of the control plane,
     /// which is about this proxy.
     pub(super) fn unknown_policy_error(&self) -> Error {
         match self.fallback_origin {
             FallbackOrigin::NotWatched => Error::PortNotWatched,
-            _ if self.denial().is_some() => {
+            _ if self.is_denied() => {
                 Error::DiscoveryDenied("the control plane denies the server's proxy the policy of this port".to_owned())
             }
             _ => Error::PolicyUnknown,

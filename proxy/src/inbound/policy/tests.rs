@@ -293,6 +293,30 @@ async fn a_polled_port_is_watched_as_soon_as_there_is_room_and_needs_no_turn() {
 }
 
 #[tokio::test]
+async fn polled_ports_with_connections_do_not_take_each_others_watch() {
+    let authority = Authority::new();
+    let service = Service::default();
+    let server = start_server(&authority, service.clone()).await;
+    let mut ports = ports_of(&server, &authority, InitialPolicy::Refuse, Duration::from_secs(3600));
+    ports.poll_interval = Duration::from_secs(3600);
+    let most = u16::try_from(MAX_ON_DEMAND_WATCHES).unwrap();
+    let mut held: Vec<_> = (1..=most).map(|port| ports.watch(port)).collect();
+    for port in &held {
+        ports.wait_until_received(port).await;
+    }
+    let _polled = [ports.watch(1000), ports.watch(1002)];
+    held.pop();
+    for _ in 0..10 {
+        for port in [1000, 1002] {
+            assert_eq!(authorize_client(&ports, port).await, Some(true));
+        }
+    }
+    assert!(ports.get_watched(1000).is_some() && ports.get_watched(1002).is_none());
+    let n_opened = service.n_opened.load(Ordering::Relaxed);
+    assert_eq!(n_opened, MAX_ON_DEMAND_WATCHES + 3, "two polls, and one more watch");
+}
+
+#[tokio::test]
 async fn a_client_that_scans_ports_causes_few_streams_and_is_refused_beyond_them() {
     const BURST: u32 = 16;
     let authority = Authority::new();

@@ -13,6 +13,9 @@ use tulle_tests::{commands, programs};
 use super::pages::{self, Block, Id};
 use super::replaced::REPLACEMENTS;
 
+/// Waits until the Deployments of the application are rolled out.
+pub(super) const ROLLED_OUT: &str = "kubectl rollout status deployment -n shop --timeout=5m";
+
 pub(super) struct Guide {
     pub(super) cluster: Cluster,
     files: TempDir,

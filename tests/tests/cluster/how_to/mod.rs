@@ -12,7 +12,7 @@ mod replaced;
 use tokio::time::Instant;
 use tulle_tests::cluster::Cluster;
 
-use self::guide::Guide;
+use self::guide::{Guide, ROLLED_OUT};
 use self::objects::APPLICATION;
 use self::pages::Run;
 
@@ -94,5 +94,3 @@ async fn uninstall(guide: &mut Guide) {
     assert!(!definitions.contains("linkerd.io"), "{definitions}");
     assert!(definitions.contains("gateway.networking.k8s.io"), "{definitions}");
 }
-
-const ROLLED_OUT: &str = "kubectl rollout status deployment -n shop --timeout=5m";

@@ -2,8 +2,8 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use super::guide::Guide;
-use super::{ROLLED_OUT, objects};
+use super::guide::{Guide, ROLLED_OUT};
+use super::objects;
 
 /// All Deployments with a proxy; the control plane has none.
 const PROXIES: [&str; 4] = [

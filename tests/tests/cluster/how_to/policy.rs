@@ -1,7 +1,7 @@
 //! `policy.md`, `debug-a-request.md`, and the part of `monitoring.md` on strict policies.
 
-use super::guide::Guide;
-use super::{ROLLED_OUT, objects};
+use super::guide::{Guide, ROLLED_OUT};
+use super::objects;
 
 const POLICY: &str = "how-to/policy.md";
 const DEBUG: &str = "how-to/debug-a-request.md";

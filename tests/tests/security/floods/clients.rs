@@ -28,7 +28,7 @@ use tulle_proto::tap::tap_client::TapClient;
 use tulle_proto::tap::{ObserveRequest, TapEvent};
 
 use super::insecure_tls;
-use super::webhooks::ReviewRequest;
+use super::reviews::ReviewRequest;
 
 /// A well-behaved client and its location.
 #[derive(Clone)]

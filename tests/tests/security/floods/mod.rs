@@ -14,6 +14,7 @@ mod attackers;
 mod clients;
 mod held;
 mod insecure_tls;
+mod reviews;
 mod testbed;
 mod tls_attackers;
 mod webhooks;

@@ -1,7 +1,7 @@
 //! The manifests of each policy.
 
-use super::table::{Policy, v6};
-use super::testbed::{OUTSIDE, identity};
+use super::table::Policy;
+use super::testbed::{OUTSIDE, identity, v6};
 
 /// The workload and the objects that policies refer to, without the policies of ports.
 pub(super) fn workload() -> String {

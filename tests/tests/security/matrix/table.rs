@@ -1,7 +1,7 @@
 //! The table: which clients a policy permits, how their bytes are handled, and which cells are equivalent.
 
 use std::fmt;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::net::IpAddr;
 
 use super::words::words;
 
@@ -618,17 +618,9 @@ impl Family {
     pub(super) fn server(self) -> IpAddr {
         match self {
             Self::V4 => super::testbed::SERVER.into(),
-            Self::V6 => v6(super::testbed::SERVER).into(),
+            Self::V6 => super::testbed::v6(super::testbed::SERVER).into(),
         }
     }
-}
-
-/// The IPv6 address of a host: fd79::20 for 10.79.0.20. The decimal digits are reused as hexadecimal digits.
-pub(super) fn v6(ip: Ipv4Addr) -> Ipv6Addr {
-    let [_, network, _, host] = ip
-        .octets()
-        .map(|octet| u16::from_str_radix(&octet.to_string(), 16).unwrap());
-    Ipv6Addr::new(0xfd00 + network, 0, 0, 0, 0, 0, 0, host)
 }
 
 impl ClientInput {

@@ -2,7 +2,7 @@
 //! each state of the control plane.
 
 use std::fs::{self, Permissions};
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, Ipv6Addr};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::PathBuf;
 use std::process::Command;
@@ -23,12 +23,18 @@ pub(super) use tulle_tests::credentials::identity;
 use tulle_tests::hosts::{self, admin_get, command};
 use tulle_tests::programs::{self, built_binary};
 
-use super::table::v6;
-
 pub(super) const CONTROL: Ipv4Addr = Ipv4Addr::new(10, 79, 0, 30);
 pub(super) const CLIENT: Ipv4Addr = Ipv4Addr::new(10, 79, 0, 10);
 pub(super) const SERVER: Ipv4Addr = Ipv4Addr::new(10, 79, 0, 20);
 pub(super) const OUTSIDE: Ipv4Addr = Ipv4Addr::new(10, 79, 0, 40);
+
+/// The IPv6 address of a host: fd79::20 for 10.79.0.20. The decimal digits are reused as hexadecimal digits.
+pub(super) fn v6(ip: Ipv4Addr) -> Ipv6Addr {
+    let [_, network, _, host] = ip
+        .octets()
+        .map(|octet| u16::from_str_radix(&octet.to_string(), 16).unwrap());
+    Ipv6Addr::new(0xfd00 + network, 0, 0, 0, 0, 0, 0, host)
+}
 
 /// The hosts and their processes. Dropping it removes everything.
 pub(super) struct Testbed {
