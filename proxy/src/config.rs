@@ -95,7 +95,7 @@ pub struct DirectionSettings {
     pub http1_pool: Http1Pool,
     /// Which requests are sent again; default idempotent ones.
     pub resend_policy: ResendPolicy,
-    pub http1_server: Http1Server,
+    pub http_server: HttpServer,
     pub http2_server: Http2Server,
     pub http2_client: Http2Windows,
     /// Maximum concurrent HTTP requests; further ones are shed. Default 100 000.
@@ -143,10 +143,10 @@ pub enum ResendPolicy {
     IdempotentMethods,
 }
 
-/// Settings of HTTP/1 servers; the timeouts also apply to HTTP/2.
+/// Settings of HTTP servers.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Http1Server {
-    /// Maximum size of a request head, in bytes; default 64 KiB.
+pub struct HttpServer {
+    /// Maximum size of a request head in HTTP/1, in bytes; default 64 KiB.
     pub max_header_bytes: usize,
     /// Timeout of a request head, from its first byte, or of the first request of an HTTP/2 connection; default 30 s.
     pub header_read_timeout: Duration,
@@ -175,7 +175,7 @@ pub struct Http2Server {
     pub max_concurrent_streams: u32,
     /// In bytes; default 64 KiB for clients over TLS, 16 KiB for others.
     pub max_frame_size: Option<u32>,
-    /// In bytes; default four times [`Http1Server::max_header_bytes`].
+    /// In bytes; default four times [`HttpServer::max_header_bytes`].
     pub max_header_list_bytes: Option<u32>,
     /// Default that of `h2`.
     pub max_pending_reset_streams: Option<usize>,

@@ -205,7 +205,7 @@ impl Proxies<'_> {
         }
         if let Some(timeout) = setup.head_timeout {
             for side in ["INBOUND", "OUTBOUND"] {
-                let variable = format!("TULLE_PROXY_{side}_HTTP1_HEAD_TIMEOUT");
+                let variable = format!("TULLE_PROXY_{side}_HTTP_HEAD_TIMEOUT");
                 command.env(variable, format!("{}ms", timeout.as_millis()));
             }
         }

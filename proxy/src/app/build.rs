@@ -24,9 +24,9 @@ use crate::{
     gateway::OutboundGateway,
     http::{
         client::PoolConfig,
-        h1::{self, pool::ResendPolicy},
+        h1::pool::ResendPolicy,
         h2,
-        server_config::ServerConfig,
+        server_config::{HttpLimits, ServerConfig},
         stack::access_log::AccessLog,
         stack::admission::Admission,
         stack::error_response::ErrorDetail,
@@ -204,7 +204,7 @@ impl ProxyBuilder<'_> {
             discovery,
             detect_timeout: direction.accept.detect_timeout,
             server: ServerConfig {
-                http1: http1_server(direction),
+                limits: http_limits(direction),
                 http2: http2_server(direction),
             },
             service_stack: self.service_stack("outbound", direction, config.log.access_directions.includes_outbound()),
@@ -325,7 +325,7 @@ impl ProxyBuilder<'_> {
             ),
             detect_timeout,
             server_configs: HttpServerConfigs::new(ServerConfig {
-                http1: http1_server(direction),
+                limits: http_limits(direction),
                 http2: http2_server(direction),
             }),
             service_stack: self.service_stack("inbound", direction, config.log.access_directions.includes_inbound()),
@@ -429,9 +429,9 @@ fn pool(direction: &DirectionSettings) -> PoolConfig {
     }
 }
 
-fn http1_server(direction: &DirectionSettings) -> h1::server::Http1Config {
-    let server = &direction.http1_server;
-    h1::server::Http1Config {
+fn http_limits(direction: &DirectionSettings) -> HttpLimits {
+    let server = &direction.http_server;
+    HttpLimits {
         max_header_bytes: server.max_header_bytes,
         header_read_timeout: server.header_read_timeout,
         idle_timeout: server.idle_timeout,
@@ -463,7 +463,7 @@ fn http2_server(direction: &DirectionSettings) -> h2::Http2Config {
         max_reset_streams: None,
         max_header_list_bytes: server
             .max_header_list_bytes
-            .unwrap_or_else(|| h2::Http2Config::header_list_limit_for(direction.http1_server.max_header_bytes)),
+            .unwrap_or_else(|| h2::Http2Config::header_list_limit_for(direction.http_server.max_header_bytes)),
         max_total_header_list_bytes: h2::Http2Config::DEFAULT_TOTAL_HEADER_LIST_BYTES,
     }
 }

@@ -21,7 +21,7 @@ use crate::api::channel::{ControlAddr, Security};
 use crate::api::destination::{ProfileScope, Suffixes};
 use crate::api::watch::StreamLimits;
 use crate::config::{
-    Accept, Config, Connect, Control, DirectionSettings, Http1Pool, Http1Server, Http2Server, Http2Windows, Inbound,
+    Accept, Config, Connect, Control, DirectionSettings, Http1Pool, Http2Server, Http2Windows, HttpServer, Inbound,
     InboundMode, IngressMode, KeepAlive, LoadBalancing, Log, MissingPolicyAction, Outbound, ResendPolicy, Visibility,
     Workers,
 };
@@ -258,7 +258,7 @@ fn direction(env: &mut Env<'_>, dir: &str, defaults: &DirectionDefaults) -> Dire
             values::resend,
             ResendPolicy::IdempotentMethods,
         ),
-        http1_server: http1_server(env, &name("HTTP1")),
+        http_server: http_server(env, &name("HTTP")),
         http2_server: http2_server(env, &name("SERVER_HTTP2"), windows),
         http2_client: windows,
         max_in_flight_requests: env.value_or(&name("MAX_IN_FLIGHT"), values::at_least_one, 100_000),
@@ -291,9 +291,9 @@ fn windows(env: &mut Env<'_>) -> Http2Windows {
     }
 }
 
-fn http1_server(env: &mut Env<'_>, prefix: &str) -> Http1Server {
+fn http_server(env: &mut Env<'_>, prefix: &str) -> HttpServer {
     let name = |rest: &str| format!("{TULLE_PREFIX}{prefix}_{rest}");
-    Http1Server {
+    HttpServer {
         max_header_bytes: env.value_or(&name("MAX_HEAD_SIZE"), values::at_least_one, 64 * 1024),
         header_read_timeout: env.value_or(&name("HEAD_TIMEOUT"), values::duration, Duration::from_secs(30)),
         idle_timeout: env.value_or(&name("IDLE_TIMEOUT"), values::duration, Duration::from_secs(3600)),

@@ -670,24 +670,24 @@ const DIRECTION_VARIABLES: &[DirectionVariable] = &[
         "Maximum number of buffered bytes of each stream to clients.",
     ),
     tulle_only(
-        "HTTP1_MAX_HEAD_SIZE",
+        "HTTP_MAX_HEAD_SIZE",
         COUNT,
         "65536",
         "Maximum size of an HTTP/1 request head, in bytes. Longer ones, and those of more than 4096 lines, fail with the cause \
          `head-too-long`. By default, header lists of HTTP/2 requests can be four times as long.",
     ),
     tulle_only(
-        "HTTP1_HEAD_TIMEOUT",
+        "HTTP_HEAD_TIMEOUT",
         DURATION,
         "30s",
         "In HTTP/1, maximum time of a request head from its first byte (cause `head-timeout`); in HTTP/2, maximum time for the \
          first request of a connection, and for each header block.",
     ),
     tulle_only(
-        "HTTP1_IDLE_TIMEOUT",
+        "HTTP_IDLE_TIMEOUT",
         DURATION,
         "1h",
-        "In HTTP/1 and in HTTP/2, despite its name: maximum time of a connection without a request, and, while a request \
+        "Maximum time of a connection without a request, and, while a request \
          body is received, maximum time without bytes in either direction (cause `body-timeout`).",
     ),
     tulle_only(
@@ -738,7 +738,7 @@ const NAME_DEFAULT: &str = "required, unless the address is loopback";
 const STREAM_WINDOW: &str = "the value of `LINKERD2_PROXY_HTTP2_INITIAL_STREAM_WINDOW_SIZE`";
 const CONNECTION_WINDOW: &str = "the value of `LINKERD2_PROXY_HTTP2_INITIAL_CONNECTION_WINDOW_SIZE`";
 const MAX_FRAME_SIZE: &str = "`65536` for clients with TLS, for others that of the HTTP/2 library";
-const HEADER_LIST: &str = "four times `TULLE_PROXY_…_HTTP1_MAX_HEAD_SIZE`";
+const HEADER_LIST: &str = "four times `TULLE_PROXY_…_HTTP_MAX_HEAD_SIZE`";
 const NO_EFFECT: &str = "Accepted for compatibility; it has no effect.";
 
 #[cfg(test)]

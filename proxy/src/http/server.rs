@@ -30,7 +30,7 @@ where
     S::Future: Send,
 {
     match protocol {
-        Protocol::Http1 => Either::Left(h1::server::serve(io, service, &config.http1, drain)),
+        Protocol::Http1 => Either::Left(h1::server::serve(io, service, &config.limits, drain)),
         // Boxed: most idle connections are HTTP/1, and this keeps their future small.
         Protocol::Http2 => Either::Right(Box::pin(h2::server::serve(io, service, config, closer, drain))),
     }

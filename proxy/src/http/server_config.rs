@@ -1,8 +1,22 @@
-use crate::http::{h1::server::Http1Config, h2::Http2Config};
+use std::time::Duration;
+
+use crate::http::h2::Http2Config;
 
 /// Settings of an HTTP server.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ServerConfig {
-    pub(crate) http1: Http1Config,
+    pub(crate) limits: HttpLimits,
     pub(crate) http2: Http2Config,
+}
+
+/// Limits of both versions of HTTP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct HttpLimits {
+    /// Maximum size of a request head in HTTP/1.
+    pub(crate) max_header_bytes: usize,
+    /// Maximum time to read a request head or a header block, from its first byte, and in HTTP/2 also until the first request.
+    pub(crate) header_read_timeout: Duration,
+    /// Maximum time a connection waits for a request, and maximum time without transferred bytes while a request body
+    /// is read.
+    pub(crate) idle_timeout: Duration,
 }

@@ -29,8 +29,8 @@ impl HttpServerConfigs {
         unauthorized.http2.max_frame_size = Some(frame_size.min(MAX_UNAUTHORIZED_FRAME_BYTES));
         unauthorized.http2.stream_window = meshed.http2.stream_window.min(MAX_UNAUTHORIZED_WINDOW_BYTES);
         unauthorized.http2.connection_window = meshed.http2.connection_window.min(MAX_UNAUTHORIZED_WINDOW_BYTES);
-        unauthorized.http1.header_read_timeout = meshed.http1.header_read_timeout.min(UNAUTHORIZED_IDLE_TIMEOUT);
-        unauthorized.http1.idle_timeout = meshed.http1.idle_timeout.min(UNAUTHORIZED_IDLE_TIMEOUT);
+        unauthorized.limits.header_read_timeout = meshed.limits.header_read_timeout.min(UNAUTHORIZED_IDLE_TIMEOUT);
+        unauthorized.limits.idle_timeout = meshed.limits.idle_timeout.min(UNAUTHORIZED_IDLE_TIMEOUT);
         Self {
             meshed,
             unmeshed,
@@ -62,12 +62,12 @@ const UNAUTHORIZED_IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::http::{h1, h2};
+    use crate::http::{h2, server_config::HttpLimits};
 
     #[test]
     fn unauthorized_clients_get_reduced_limits() {
         let peers = ServerConfig {
-            http1: h1::server::Http1Config {
+            limits: HttpLimits {
                 max_header_bytes: 64 << 10,
                 header_read_timeout: Duration::from_secs(30),
                 idle_timeout: Duration::from_secs(3600),
@@ -83,13 +83,13 @@ mod tests {
             servers.unmeshed.http2.max_concurrent_streams,
             Some(MAX_UNMESHED_STREAMS)
         );
-        let ServerConfig { http1, http2 } = servers.unauthorized;
+        let ServerConfig { limits, http2 } = servers.unauthorized;
         let n_streams = http2.max_concurrent_streams.unwrap_or(u32::MAX);
         assert!(2 * n_streams * http2.max_header_list_bytes <= 1 << 20);
         assert!(http2.stream_window < 1 << 16 && http2.connection_window < 1 << 16);
         assert_eq!(http2.max_frame_size, Some(16 << 10));
         assert_eq!(
-            (http1.header_read_timeout, http1.idle_timeout),
+            (limits.header_read_timeout, limits.idle_timeout),
             (UNAUTHORIZED_IDLE_TIMEOUT, UNAUTHORIZED_IDLE_TIMEOUT)
         );
         let narrow = ServerConfig {

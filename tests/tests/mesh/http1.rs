@@ -113,8 +113,8 @@ fn long_heads_pass_and_longer_ones_are_refused() {
 #[test]
 fn each_direction_has_its_own_head_size_limit() {
     let mesh = mesh().workload("client").workload("web");
-    let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP1_MAX_HEAD_SIZE", "1000");
-    let mesh = mesh.env("TULLE_PROXY_INBOUND_HTTP1_MAX_HEAD_SIZE", "3000");
+    let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP_MAX_HEAD_SIZE", "1000");
+    let mesh = mesh.env("TULLE_PROXY_INBOUND_HTTP_MAX_HEAD_SIZE", "3000");
     mesh.run(async |mesh: &Mesh| {
         apps::start_echo(mesh, "web").await;
         for (is_inbound, limit) in [(false, 1000), (true, 3000)] {
@@ -142,7 +142,7 @@ fn each_direction_has_its_own_head_size_limit() {
 #[test]
 fn a_missing_head_times_out() {
     let mesh = mesh().workload("client").workload("web");
-    let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP1_HEAD_TIMEOUT", "200ms");
+    let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP_HEAD_TIMEOUT", "200ms");
     mesh.run(async |mesh: &Mesh| {
         apps::start_echo(mesh, "web").await;
         let mut client = dial(mesh).await;
@@ -160,7 +160,7 @@ fn a_missing_head_times_out() {
 fn an_incomplete_request_line_times_out_as_http() {
     let mut mesh = mesh().workload("client").workload("web");
     for direction in ["INBOUND", "OUTBOUND"] {
-        mesh = mesh.env(&format!("TULLE_PROXY_{direction}_HTTP1_HEAD_TIMEOUT"), "200ms");
+        mesh = mesh.env(&format!("TULLE_PROXY_{direction}_HTTP_HEAD_TIMEOUT"), "200ms");
         mesh = mesh.env(&format!("{direction}_DETECT_TIMEOUT"), "200ms");
     }
     mesh.run(async |mesh: &Mesh| {
@@ -181,8 +181,8 @@ fn an_incomplete_request_line_times_out_as_http() {
 fn slow_heads_time_out_and_do_not_delay_other_clients() {
     const CLIENTS: usize = 100;
     let mesh = mesh().workload("client").workload("web");
-    let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP1_HEAD_TIMEOUT", "1s");
-    let mesh = mesh.env("TULLE_PROXY_INBOUND_HTTP1_HEAD_TIMEOUT", "1s");
+    let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP_HEAD_TIMEOUT", "1s");
+    let mesh = mesh.env("TULLE_PROXY_INBOUND_HTTP_HEAD_TIMEOUT", "1s");
     mesh.run(async |mesh: &Mesh| {
         apps::start_echo(mesh, "web").await;
         let mut clients = JoinSet::new();
@@ -230,7 +230,7 @@ async fn send_slowly(mut stream: TcpStream) -> String {
 #[test]
 fn a_connection_without_requests_is_closed_in_time() {
     let mesh = mesh().workload("client").workload("web");
-    let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP1_IDLE_TIMEOUT", "200ms");
+    let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP_IDLE_TIMEOUT", "200ms");
     mesh.run(async |mesh: &Mesh| {
         apps::start_echo(mesh, "web").await;
         let mut client = dial(mesh).await;
@@ -257,7 +257,7 @@ async fn answer(req: Request<Incoming>) -> Response<AnyBody> {
 #[test]
 fn stalled_uploads_time_out_and_others_do_not() {
     let mesh = mesh().workload("client").workload("web");
-    let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP1_IDLE_TIMEOUT", "1s");
+    let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP_IDLE_TIMEOUT", "1s");
     mesh.run(async |mesh: &Mesh| {
         let _app = apps::serve_http(mesh.listen("web", HTTP).await, answer);
         let upload = async |path: &str, length: usize, first: &str| {
@@ -292,7 +292,7 @@ fn stalled_uploads_time_out_and_others_do_not() {
 fn an_upload_that_waits_for_its_response_does_not_time_out() {
     const PIECES: usize = 20;
     let mesh = mesh().workload("client").workload("web");
-    let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP1_IDLE_TIMEOUT", "1s");
+    let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP_IDLE_TIMEOUT", "1s");
     mesh.run(async |mesh: &Mesh| {
         let _app = apps::serve_http(mesh.listen("web", HTTP).await, |_| async {
             apps::slow_response(PIECES, Duration::from_millis(100))

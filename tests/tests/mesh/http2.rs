@@ -317,7 +317,7 @@ fn the_send_buffer_of_a_stream_is_limited() {
 fn mesh_with_short_timeout(variable: &str) -> Builder {
     let mesh = mesh().workload("client").workload("web");
     ["INBOUND", "OUTBOUND"].iter().fold(mesh, |mesh, direction| {
-        mesh.env(&format!("TULLE_PROXY_{direction}_HTTP1_{variable}"), "300ms")
+        mesh.env(&format!("TULLE_PROXY_{direction}_HTTP_{variable}"), "300ms")
     })
 }
 
@@ -506,8 +506,8 @@ fn stalled_uploads_time_out_and_others_do_not() {
     const PIECES: usize = 20;
     let each = Duration::from_millis(100);
     let mesh = mesh().workload("client").workload("web");
-    let mesh = mesh.env("TULLE_PROXY_INBOUND_HTTP1_IDLE_TIMEOUT", "1s");
-    mesh.env("TULLE_PROXY_OUTBOUND_HTTP1_IDLE_TIMEOUT", "1s")
+    let mesh = mesh.env("TULLE_PROXY_INBOUND_HTTP_IDLE_TIMEOUT", "1s");
+    mesh.env("TULLE_PROXY_OUTBOUND_HTTP_IDLE_TIMEOUT", "1s")
         .run(async |mesh: &Mesh| {
             let _app = apps::serve_http(mesh.listen("web", HTTP).await, move |req| async move {
                 match req.uri().path() {

@@ -87,7 +87,7 @@ fn every_kind_of_message_of_every_length_is_echoed() {
 
 #[test]
 fn an_idle_websocket_keeps_its_shared_connection_open() {
-    let mesh = meshed().env("TULLE_PROXY_INBOUND_HTTP1_IDLE_TIMEOUT", "300ms");
+    let mesh = meshed().env("TULLE_PROXY_INBOUND_HTTP_IDLE_TIMEOUT", "300ms");
     mesh.run(async |mesh: &Mesh| {
         let _app = server(mesh, echo).await;
         let mut socket = connect(mesh).await;

@@ -32,6 +32,7 @@ use crate::{
             server_connection::{ConnectionIo, RequestBodyState, ServerConnection, SharedConnection},
         },
         headers, linger,
+        server_config::HttpLimits,
         stack::error_response::ErrorFormat,
         stack::head_memory::{ClientHeadMemory, HeadReservation, UNRESERVED_HEAD_BYTES},
         stack::layers::ErrorToResponse,
@@ -41,17 +42,6 @@ use crate::{
     },
     net::io::Io,
 };
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Http1Config {
-    /// Maximum size of a request head.
-    pub(crate) max_header_bytes: usize,
-    /// Maximum time to read a request head, from its first byte.
-    pub(crate) header_read_timeout: Duration,
-    /// Maximum time a connection waits for a request, and maximum time without transferred bytes while a request body
-    /// is read.
-    pub(crate) idle_timeout: Duration,
-}
 
 /// Why the server reads no further request. Ordinary ends are errors too, so that `?` ends the connection.
 enum ConnectionEnd {
@@ -77,7 +67,7 @@ enum ConnectionEnd {
 pub(in crate::http) fn serve<S>(
     io: Io,
     mut service: ErrorToResponse<S>,
-    config: &Http1Config,
+    config: &HttpLimits,
     drain: &drain::Watch,
 ) -> impl Future<Output = Result<(), Error>>
 where
@@ -362,7 +352,7 @@ const ASSUMED_REQUEST_LINE: RequestLine<'static> = RequestLine {
 
 /// Reads a request head within its time limits.
 struct HeadReader<'a> {
-    config: &'a Http1Config,
+    config: &'a HttpLimits,
     memory: &'a ClientHeadMemory,
     /// Memory for a head that is large and not complete.
     reserved: Option<Box<HeadReservation>>,
@@ -375,7 +365,7 @@ struct HeadReader<'a> {
 }
 
 impl<'a> HeadReader<'a> {
-    fn new(config: &'a Http1Config, memory: &'a ClientHeadMemory) -> Self {
+    fn new(config: &'a HttpLimits, memory: &'a ClientHeadMemory) -> Self {
         Self {
             config,
             memory,
@@ -529,7 +519,7 @@ mod tests {
             ConnectionCloser::default(),
         );
         let limit = Duration::from_secs(3600);
-        let config = Http1Config {
+        let config = HttpLimits {
             max_header_bytes: 1000,
             header_read_timeout: limit,
             idle_timeout: limit,
@@ -563,7 +553,7 @@ mod tests {
     async fn connect(stack: &ServiceStack, client: u8) -> TcpStream {
         let (connected, io, service) = layers::tests::connect(stack, client).await;
         tokio::spawn(async move {
-            let config = Http1Config {
+            let config = HttpLimits {
                 max_header_bytes: 64 << 10,
                 header_read_timeout: Duration::from_secs(3600),
                 idle_timeout: Duration::from_secs(3600),
@@ -639,7 +629,7 @@ mod tests {
             let (stream, _) = listener.accept().await.unwrap();
             let read = Bytes::from(vec![b'G'; 60_000]);
             let mut connection = waiting_connection(stream, read.slice(read.len() - n_bytes..));
-            let config = Http1Config {
+            let config = HttpLimits {
                 max_header_bytes: 64 << 10,
                 header_read_timeout: Duration::from_secs(3600),
                 idle_timeout: Duration::from_secs(3600),
@@ -668,7 +658,7 @@ mod tests {
             let mut connection = waiting_connection(stream, Bytes::new());
             let is_drain = ends_by == "drain";
             let limit = Duration::from_secs(if is_drain { 3600 } else { 0 });
-            let config = Http1Config {
+            let config = HttpLimits {
                 max_header_bytes: 1000,
                 header_read_timeout: Duration::from_secs(3600),
                 idle_timeout: limit,

@@ -79,7 +79,7 @@ where
     };
     let (io, batch) = batch_writes(io);
     let max_block_bytes = header_block::max_bytes(params, max_frame_size).min(service.head_memory().max_reservation());
-    let (io, mut header_block_limits) = header_block::track(io, max_block_bytes, config.http1.header_read_timeout);
+    let (io, mut header_block_limits) = header_block::track(io, max_block_bytes, config.limits.header_read_timeout);
     let mut connection = builder.handshake::<_, Bytes>(io).await.map_err(Error::H2)?;
     let mut windows = FlowControlWindows::new(params, StreamToken::default());
     let task_pool = RequestTaskPool::new(service, windows.token(), config);
@@ -93,7 +93,7 @@ where
     ));
     let mut close_signal = pin!(wait_for_close(&closer, drain));
     let mut goaway_sent = false;
-    let mut idle_tracker = IdleTracker::new(config.http1.header_read_timeout, config.http1.idle_timeout);
+    let mut idle_tracker = IdleTracker::new(config.limits.header_read_timeout, config.limits.idle_timeout);
     let mut check_timer = interval_at(
         Instant::now() + idle_tracker.check_interval,
         idle_tracker.check_interval,
@@ -323,7 +323,7 @@ where
             token,
             max_header_list_bytes: config.http2.max_header_list_bytes as usize,
             max_total_header_list_bytes: config.http2.max_total_header_list_bytes,
-            idle_timeout: config.http1.idle_timeout,
+            idle_timeout: config.limits.idle_timeout,
             state: Arc::new(Mutex::new(state)),
         }
     }
@@ -547,8 +547,8 @@ mod tests {
     use super::*;
     use crate::{
         http::{
-            h1::server::Http1Config,
             h2::config::KeepAlive,
+            server_config::HttpLimits,
             stack::error_response::ErrorDetail,
             stack::head_memory::HeadMemory,
             stack::layers::tests::{responder_info, service_stack},
@@ -562,7 +562,7 @@ mod tests {
     /// Clients may be silent for this time.
     fn config(limit: Duration) -> ServerConfig {
         ServerConfig {
-            http1: Http1Config {
+            limits: HttpLimits {
                 max_header_bytes: 1000,
                 header_read_timeout: limit,
                 idle_timeout: limit,
@@ -620,7 +620,7 @@ mod tests {
     async fn connect(stack: &ServiceStack, client: u8, header_read_timeout: Duration) -> TcpStream {
         let (connected, io, service) = layers::tests::connect(stack, client).await;
         let mut config = config(Duration::from_secs(3600));
-        config.http1.header_read_timeout = header_read_timeout;
+        config.limits.header_read_timeout = header_read_timeout;
         // Shorter, as with the values of the chart.
         config.http2.keep_alive = Some(KeepAlive {
             interval: header_read_timeout / 10,

@@ -271,7 +271,7 @@ impl Testbed {
         }
         for direction in ["INBOUND", "OUTBOUND"] {
             for timeout in ["HEAD", "IDLE"] {
-                command.env(format!("TULLE_PROXY_{direction}_HTTP1_{timeout}_TIMEOUT"), "2s");
+                command.env(format!("TULLE_PROXY_{direction}_HTTP_{timeout}_TIMEOUT"), "2s");
             }
         }
         let mut sidecar = self.start(&format!("sidecar-{name}"), command);
