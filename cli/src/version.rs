@@ -7,6 +7,7 @@ use anyhow::anyhow;
 use k8s_openapi::api::core::v1::Pod;
 use kube::api::ListParams;
 use kube::{Api, ResourceExt as _};
+use tulle_core::names::{annotation, label};
 
 use crate::kubernetes::{self, reason};
 use crate::{config, runtime};
@@ -82,8 +83,8 @@ fn proxy_versions(pods: &[Pod]) -> BTreeMap<&str, usize> {
     let mut versions = BTreeMap::new();
     for pod in pods {
         // Pods of the control plane have no proxy.
-        if let Some(version) = pod.annotations().get("linkerd.io/proxy-version")
-            && !pod.labels().contains_key("linkerd.io/control-plane-component")
+        if let Some(version) = pod.annotations().get(annotation::PROXY_VERSION)
+            && !pod.labels().contains_key(label::CONTROL_PLANE_COMPONENT)
         {
             *versions.entry(version.as_str()).or_default() += 1;
         }
@@ -102,10 +103,10 @@ mod tests {
         let pod = |version: &str, component: Option<&str>| {
             let mut pod = Pod::default();
             pod.annotations_mut()
-                .insert("linkerd.io/proxy-version".to_owned(), version.to_owned());
+                .insert(annotation::PROXY_VERSION.to_owned(), version.to_owned());
             if let Some(component) = component {
-                let label = "linkerd.io/control-plane-component";
-                pod.labels_mut().insert(label.to_owned(), component.to_owned());
+                pod.labels_mut()
+                    .insert(label::CONTROL_PLANE_COMPONENT.to_owned(), component.to_owned());
             }
             pod
         };

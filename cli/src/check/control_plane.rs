@@ -508,7 +508,7 @@ fn cni_is_ready(snapshot: &Snapshot) -> CheckResult {
     ))
 }
 
-pub(super) const COMPONENT: &str = "linkerd.io/control-plane-component";
+pub(super) const COMPONENT: &str = tulle_core::names::label::CONTROL_PLANE_COMPONENT;
 pub(super) const COMPONENTS: &[&str] = &["destination", "identity", "proxy-injector"];
 const DEPLOYMENTS: [&str; 3] = ["linkerd-destination", "linkerd-identity", "linkerd-proxy-injector"];
 pub(super) const INJECTOR_WEBHOOK: &str = "linkerd-proxy-injector-webhook-config";

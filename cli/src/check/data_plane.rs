@@ -272,7 +272,7 @@ fn proxy_versions_match(snapshot: &Snapshot, against: ReferenceVersion) -> Check
     let other: Vec<_> = meshed(snapshot)?
         .iter()
         .filter_map(|pod| {
-            let version = pod.annotations().get(PROXY_VERSION)?;
+            let version = pod.annotations().get(annotation::PROXY_VERSION)?;
             (*version != wanted).then(|| format!("{} runs {version}", full_name(pod)))
         })
         .collect();
@@ -512,4 +512,3 @@ fn target_port(pod: &Pod, target: Option<&IntOrString>, port: u16) -> Option<u16
 }
 
 const PROXY: &str = "linkerd-proxy";
-const PROXY_VERSION: &str = "linkerd.io/proxy-version";

@@ -11,7 +11,7 @@ use tonic::Status;
 use tulle_control::tls::client::{self, Channel};
 use tulle_core::addr::Addr;
 use tulle_core::duration;
-use tulle_core::names::port;
+use tulle_core::names::{label, port};
 
 use crate::kubernetes::forward::{self, ForwardedPort};
 use crate::kubernetes::resource::{Kind, ResourceRef};
@@ -127,10 +127,7 @@ async fn destination_pod(cluster: &Cluster) -> anyhow::Result<String> {
     };
     let pods = all.pods(cluster, &cluster.control_plane_namespace).await?;
     let ready = pods.iter().find(|pod| {
-        let component = pod
-            .labels()
-            .get("linkerd.io/control-plane-component")
-            .map(String::as_str);
+        let component = pod.labels().get(label::CONTROL_PLANE_COMPONENT).map(String::as_str);
         let conditions = pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
         let ready = conditions
             .into_iter()

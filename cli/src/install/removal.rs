@@ -7,6 +7,7 @@ use k8s_openapi::api::core::v1::{Namespace, Pod};
 use kube::api::{ApiResource, DynamicObject, GroupVersionKind, ListParams};
 use kube::{Api, ResourceExt as _};
 use serde_json::{Value, json};
+use tulle_core::names::label::{CONTROL_PLANE_COMPONENT, CONTROL_PLANE_NS};
 
 use super::charts::{CRDS, Helm};
 use super::manifests::{Output, control_plane, key, keys, overrides, show};
@@ -96,7 +97,7 @@ fn is_credential(object: &Value) -> bool {
 async fn ensure_unused(cluster: &Cluster) -> anyhow::Result<()> {
     let namespace = &cluster.control_plane_namespace;
     let api: Api<Pod> = Api::all(cluster.client.clone());
-    let injected = format!("linkerd.io/control-plane-ns={namespace},!linkerd.io/control-plane-component");
+    let injected = format!("{CONTROL_PLANE_NS}={namespace},!{CONTROL_PLANE_COMPONENT}");
     let pods = cluster.list(&api, &ListParams::default().labels(&injected)).await;
     let pods = pods.map_err(|error| anyhow!("listing injected pods: {}", reason(&error)))?;
     let names: Vec<_> = pods

@@ -7,6 +7,7 @@ use std::process::ExitCode;
 
 use k8s_openapi::api::core::v1::{Container, Pod};
 use kube::ResourceExt as _;
+use tulle_core::names::label;
 
 use self::obfuscate::Obfuscation;
 use crate::kubernetes::resource::{self, Kind, ResourceRef};
@@ -62,7 +63,7 @@ pub(crate) fn controllers(flags: &kubernetes::Flags) -> anyhow::Result<ExitCode>
             name: None,
         };
         let mut pods = all.pods(&cluster, &cluster.control_plane_namespace).await?;
-        pods.retain(|pod| pod.labels().contains_key("linkerd.io/control-plane-component"));
+        pods.retain(|pod| pod.labels().contains_key(label::CONTROL_PLANE_COMPONENT));
         let pages = pods.iter().flat_map(|pod| {
             containers(pod).flat_map(move |container| {
                 let admin = resource::ports(container).filter(|(name, _)| name.ends_with("-admin"));

@@ -2,8 +2,9 @@
 //! traffic, and the inbound side to distinguish ports of the application from those that clients scan.
 
 use std::{
-    fs,
+    fs, io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr},
+    sync::Once,
 };
 
 use tulle_core::addr::canonical;
@@ -25,7 +26,8 @@ pub(crate) fn application_listens(own: &[u16]) -> bool {
         .any(|text| listening_ports(&text).any(|port| !own.contains(&port)))
 }
 
-/// Whether a program listens on `addr`, or on all addresses with this port. False if the kernel gives no answer.
+/// Whether a program listens on `addr`, or on all addresses with this port. True if the kernel gives no answer, so that the ports of
+/// an application are not taken for ports that clients scan.
 pub(crate) fn is_listening(addr: SocketAddr) -> bool {
     let addr = canonical(addr);
     let any_ip = match addr {
@@ -33,13 +35,18 @@ pub(crate) fn is_listening(addr: SocketAddr) -> bool {
         SocketAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
     };
     // No connection has this remote address, so the kernel finds a listening socket or none.
-    match peer_socket::query_inode(addr, SocketAddr::new(any_ip, 0)) {
-        Ok(inode) => inode.is_some(),
-        Err(error) => {
-            tracing::debug!(%addr, %error, "querying a listening socket failed");
-            false
-        }
-    }
+    has_listener(peer_socket::query_inode(addr, SocketAddr::new(any_ip, 0)))
+}
+
+/// Interprets the answer of the kernel.
+fn has_listener(inode: io::Result<Option<u32>>) -> bool {
+    inode.map(|inode| inode.is_some()).unwrap_or_else(|error| {
+        static WARNING: Once = Once::new();
+        WARNING.call_once(|| {
+            tracing::warn!(%error, "the kernel does not tell on which ports applications listen, so scans of ports are not limited");
+        });
+        true
+    })
 }
 
 fn listening_ports(table: &str) -> impl Iterator<Item = u16> + '_ {
@@ -87,6 +94,15 @@ mod tests {
             drop(listener);
             assert!(!is_listening(addrs[0]), "{listens}");
         }
+    }
+
+    #[test]
+    fn a_port_counts_as_listened_on_if_the_kernel_gives_no_answer() {
+        let unsupported = io::Error::from(io::ErrorKind::Unsupported);
+        assert_eq!(
+            [Ok(Some(7)), Ok(None), Err(unsupported)].map(has_listener),
+            [true, false, true]
+        );
     }
 
     #[test]

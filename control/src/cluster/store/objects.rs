@@ -32,7 +32,8 @@ pub(in crate::cluster) enum LookupKey {
     HostIp(IpAddr),
     EndpointSlices(NamespacedName),
     Routes(ParentKind, NamespacedName),
-    /// Servers of a namespace that require this label, as `name=value`; empty for those that require none.
+    /// Servers of a namespace that require a label with this value, which is empty for those that require none. The name of the label
+    /// is left out, because the value alone is a string that already exists, and hardly ever belongs to several labels.
     Servers(Arc<str>, Arc<str>),
     /// External workloads of a namespace with this identity, as `Identity` spells it.
     Identity(Arc<str>, Arc<str>),
@@ -201,18 +202,18 @@ fn is_workload(kind: Kind) -> bool {
 }
 
 /// The keys of all Servers that select a workload with these labels, and possibly of others of its namespace.
-pub(in crate::cluster) fn server_keys<'a>(
-    namespace: &'a Arc<str>,
-    labels: &'a Labels,
-) -> impl Iterator<Item = LookupKey> {
-    let labels = labels.iter().map(|(name, value)| label_key(name, value));
-    labels
-        .chain([intern("")])
-        .map(|label| LookupKey::Servers(namespace.clone(), label))
-}
-
-fn label_key(name: &str, value: &str) -> Arc<str> {
-    intern(&format!("{name}={value}"))
+pub(in crate::cluster) fn server_keys(
+    namespace: &Arc<str>,
+    labels: &Labels,
+) -> impl Iterator<Item = LookupKey> + use<> {
+    let values = labels.entries().iter().map(|(_, value)| value.clone());
+    let mut values: SmallVec<[Arc<str>; 8]> = values.chain([intern("")]).collect();
+    values.sort_unstable();
+    values.dedup();
+    let namespace = namespace.clone();
+    values
+        .into_iter()
+        .map(move |value| LookupKey::Servers(namespace.clone(), value))
 }
 
 /// The keys under which an object is indexed. `LookupKey::Object` is not among them, because objects are stored by it.
@@ -229,11 +230,10 @@ fn lookup_keys(object: &Object) -> Vec<LookupKey> {
         | Object::TcpRoute(route) => route_keys(route),
         Object::Server(server) => {
             let namespace = server.meta.namespace();
-            let required = server.workloads.required_label();
-            let label = required.map_or_else(|| intern(""), |(name, value)| label_key(name, value));
+            let value = server.workloads.required_label().map_or("", |(_, value)| value);
             vec![
                 LookupKey::Namespace(Kind::Server, namespace.clone()),
-                LookupKey::Servers(namespace.clone(), label),
+                LookupKey::Servers(namespace.clone(), intern(value)),
             ]
         }
         Object::ServerAuthorization(_)
