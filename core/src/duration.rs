@@ -35,7 +35,7 @@ fn parse_millis(text: &str) -> Option<u64> {
     number.checked_mul(millis)
 }
 
-/// Parses the lifetime of a certificate, which is not zero.
+/// Parses the lifetime of a certificate or token. It must not be zero.
 ///
 /// # Errors
 /// Returns why the text is not a lifetime.

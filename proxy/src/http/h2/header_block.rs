@@ -29,12 +29,12 @@ use crate::http::{
 pub(super) struct TrackedIo<T> {
     io: T,
     tracker: HeaderBlockTracker,
-    unfinished_block: UnfinishedBlock,
+    block_state: HeaderBlockState,
 }
 
 /// Limits the header block that is not complete.
 pub(super) struct HeaderBlockLimits {
-    unfinished_block: UnfinishedBlock,
+    block_state: HeaderBlockState,
     /// Memory that `h2` may hold for the block.
     max_bytes: usize,
     reserved: Option<Box<HeadReservation>>,
@@ -48,13 +48,13 @@ struct BlockDeadline {
     sleep: Pin<Box<Sleep>>,
 }
 
-/// The header block of the client that is not complete, if there is one. Shared by the I/O object and the limits.
+/// Whether a header block of the client is not complete, and which. Shared by the I/O object and the limits.
 #[derive(Clone, Default)]
-pub(super) struct UnfinishedBlock(Arc<AtomicU64>);
+pub(super) struct HeaderBlockState(Arc<AtomicU64>);
 
 /// A header block that is not complete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Unfinished {
+struct UnfinishedBlock {
     /// Which one of the connection it is.
     number: u64,
     /// Whether `h2` may hold more of it than the memory of the connection covers.
@@ -87,14 +87,14 @@ enum HeaderBlock {
 
 /// `h2` may hold `max_bytes` for one header block, which must be complete within `timeout`.
 pub(super) fn track<T>(io: T, max_bytes: usize, timeout: Duration) -> (TrackedIo<T>, HeaderBlockLimits) {
-    let unfinished_block = UnfinishedBlock::default();
+    let block_state = HeaderBlockState::default();
     let tracked = TrackedIo {
         io,
         tracker: HeaderBlockTracker::new(),
-        unfinished_block: unfinished_block.clone(),
+        block_state: block_state.clone(),
     };
     let limits = HeaderBlockLimits {
-        unfinished_block,
+        block_state,
         max_bytes,
         reserved: None,
         timeout,
@@ -113,8 +113,8 @@ pub(super) fn max_bytes(params: &Http2Config, max_frame_size: Option<u32>) -> us
 }
 
 impl HeaderBlockLimits {
-    pub(super) fn unfinished_block(&self) -> &UnfinishedBlock {
-        &self.unfinished_block
+    pub(super) fn block_state(&self) -> &HeaderBlockState {
+        &self.block_state
     }
 
     /// Called when `h2` cannot continue, usually because it waits for more bytes of the client.
@@ -122,7 +122,7 @@ impl HeaderBlockLimits {
     /// # Errors
     /// Too little memory is left for the block, or it is not complete in time.
     pub(super) fn check(&mut self, cx: &mut Context<'_>, memory: &ClientHeadMemory) -> Result<(), Error> {
-        let Some(unfinished) = self.unfinished_block.get() else {
+        let Some(unfinished) = self.block_state.get() else {
             self.reserved = None;
             self.deadline = None;
             return Ok(());
@@ -146,20 +146,20 @@ impl HeaderBlockLimits {
     }
 }
 
-impl UnfinishedBlock {
-    pub(super) fn exists(&self) -> bool {
+impl HeaderBlockState {
+    pub(super) fn is_unfinished(&self) -> bool {
         self.get().is_some()
     }
 
-    fn get(&self) -> Option<Unfinished> {
+    fn get(&self) -> Option<UnfinishedBlock> {
         let value = NonZeroU64::new(self.0.load(Ordering::Relaxed))?.get();
-        Some(Unfinished {
+        Some(UnfinishedBlock {
             number: value >> 1,
             needs_memory: value & 1 == 1,
         })
     }
 
-    fn set(&self, block: Option<Unfinished>) {
+    fn set(&self, block: Option<UnfinishedBlock>) {
         let value = block.map_or(0, |block| block.number << 1 | u64::from(block.needs_memory));
         self.0.store(value, Ordering::Relaxed);
     }
@@ -210,13 +210,13 @@ impl HeaderBlockTracker {
         };
     }
 
-    fn unfinished(&self) -> Option<Unfinished> {
+    fn unfinished(&self) -> Option<UnfinishedBlock> {
         let needs_memory = match self.block {
             HeaderBlock::Continues => true,
             HeaderBlock::EndsWithFrame { needs_memory } if self.n_left > 0 => needs_memory,
             HeaderBlock::EndsWithFrame { .. } | HeaderBlock::None => return None,
         };
-        Some(Unfinished {
+        Some(UnfinishedBlock {
             number: self.n_blocks,
             needs_memory,
         })
@@ -229,7 +229,7 @@ impl<T: AsyncRead + Unpin> AsyncRead for TrackedIo<T> {
         let n_before = buf.filled().len();
         ready!(Pin::new(&mut this.io).poll_read(cx, buf))?;
         this.tracker.record(&buf.filled()[n_before..]);
-        this.unfinished_block.set(this.tracker.unfinished());
+        this.block_state.set(this.tracker.unfinished());
         Poll::Ready(Ok(()))
     }
 }
@@ -295,19 +295,19 @@ mod tests {
         let usual = 100;
         let large = 16_000;
         let covered = |number| {
-            Some(Unfinished {
+            Some(UnfinishedBlock {
                 number,
                 needs_memory: false,
             })
         };
         let large_block = |number| {
-            Some(Unfinished {
+            Some(UnfinishedBlock {
                 number,
                 needs_memory: true,
             })
         };
         // Each frame, and the block that is unfinished just before the end of the frame and after it.
-        let cases: &[(u8, u8, u16, [Option<Unfinished>; 2])] = &[
+        let cases: &[(u8, u8, u16, [Option<UnfinishedBlock>; 2])] = &[
             (DATA, 0, large, [None, None]),
             (HEADERS, END_HEADERS, usual, [covered(1), None]),
             (HEADERS, END_HEADERS | 1, large, [large_block(2), None]),
@@ -342,8 +342,8 @@ mod tests {
         let (_io, mut limits) = track(tokio::io::empty(), 1 << 20, timeout);
         let mut is_permitted = |number: u64| {
             let needs_memory = number.is_multiple_of(2);
-            let unfinished = (number > 0).then_some(Unfinished { number, needs_memory });
-            limits.unfinished_block.set(unfinished);
+            let unfinished = (number > 0).then_some(UnfinishedBlock { number, needs_memory });
+            limits.block_state.set(unfinished);
             let checked = limits.check(&mut Context::from_waker(noop_waker_ref()), &memory);
             assert_eq!(limits.reserved.is_some(), unfinished.is_some() && needs_memory);
             checked.is_ok()

@@ -84,8 +84,8 @@ where
     let mut windows = FlowControlWindows::new(params, StreamToken::default());
     let task_pool = RequestTaskPool::new(service, windows.token(), config);
     // Within a header block a client cannot send other frames.
-    let unfinished_block = header_block_limits.unfinished_block().clone();
-    let cannot_answer = || unfinished_block.exists();
+    let block_state = header_block_limits.block_state().clone();
+    let cannot_answer = || block_state.is_unfinished();
     let mut ping_timeout = pin!(wait_ping_timeout(
         params.keep_alive,
         connection.ping_pong(),
@@ -126,7 +126,7 @@ where
         let mut is_idle_timeout = false;
         while check_timer.poll_tick(cx).is_ready() {
             task_pool.end_spare_tasks();
-            if unfinished_block.exists() {
+            if block_state.is_unfinished() {
                 continue; // it has its own timeout
             }
             match idle_tracker.update(task_pool.take_activity()) {

@@ -1,8 +1,8 @@
 //! The current policy of each port.
 //!
 //! A port in use is watched. If [`MAX_ON_DEMAND_WATCHES`] watched ports have connections, the policy of a further port is
-//! polled, until it has a new connection and another port has none. Unless the proxy's own default policy applies, connections wait up to [`MAX_POLICY_WAIT`] for the first policy, then
-//! they are refused. When a watch ends, its policy is stored as the last known one of the port, as long as the process runs. It
+//! polled; it is watched from its first new connection on for which a watch is free. Unless the proxy's own default policy applies,
+//! connections wait up to [`MAX_POLICY_WAIT`] for the first policy, then they are refused. When a watch ends, its policy is stored as the last known one of the port, as long as the process runs. It
 //! applies if a new watch has no answer within [`MAX_POLICY_WAIT`], or while the control plane is unreachable.
 //!
 //! Before an undeclared port on which no application listens gets a watch or poll, the client waits for its turn

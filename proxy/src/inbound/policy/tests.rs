@@ -149,6 +149,17 @@ fn ports_of(server: &Server, authority: &Authority, initial_policy: InitialPolic
     PortPolicies::new(policies, config, invalid_updates)
 }
 
+/// Ports 1 to 256 are watched, by the returned policies.
+async fn ports_without_free_watches(server: &Server, authority: &Authority) -> (PortPolicies, Vec<Arc<PortPolicy>>) {
+    let ports = ports_of(server, authority, InitialPolicy::Refuse, Duration::from_secs(3600));
+    let most = u16::try_from(MAX_ON_DEMAND_WATCHES).unwrap();
+    let held: Vec<_> = (1..=most).map(|port| ports.watch(port)).collect();
+    for port in &held {
+        ports.wait_until_received(port).await;
+    }
+    (ports, held)
+}
+
 async fn start_server(authority: &Authority, service: Service) -> Server {
     let (addr, creds) = (([127, 0, 0, 1], 0).into(), authority.credentials(CONTROL));
     Server::start(addr, Some(creds), InboundServerPoliciesServer::new(service)).await
@@ -231,13 +242,8 @@ async fn ports_above_the_watch_limit_are_polled_and_authorized() {
     let authority = Authority::new();
     let service = Service::default();
     let server = start_server(&authority, service.clone()).await;
-    let mut ports = ports_of(&server, &authority, InitialPolicy::Refuse, Duration::from_secs(3600));
+    let (mut ports, _held) = ports_without_free_watches(&server, &authority).await;
     ports.poll_interval = MIN_RETRY_DELAY;
-    let most = u16::try_from(MAX_ON_DEMAND_WATCHES).unwrap();
-    let held: Vec<_> = (1..=most).map(|port| ports.watch(port)).collect();
-    for port in &held {
-        ports.wait_until_received(port).await;
-    }
     for port in 1000..1020 {
         assert_eq!(authorize_client(&ports, port).await, Some(port % 2 == 0), "{port}");
     }
@@ -268,10 +274,8 @@ async fn a_polled_port_is_watched_as_soon_as_there_is_room_and_needs_no_turn() {
     let authority = Authority::new();
     let service = Service::default();
     let server = start_server(&authority, service.clone()).await;
-    let mut ports = ports_of(&server, &authority, InitialPolicy::Refuse, Duration::from_secs(3600));
+    let (mut ports, mut held) = ports_without_free_watches(&server, &authority).await;
     ports.poll_interval = Duration::from_secs(3600);
-    let most = u16::try_from(MAX_ON_DEMAND_WATCHES).unwrap();
-    let mut held: Vec<_> = (1..=most).map(|port| ports.watch(port)).collect();
     let polled = ports.watch(1000);
     ports.wait_until_received(&polled).await;
     let no_turn = Rate {
@@ -297,13 +301,8 @@ async fn polled_ports_with_connections_do_not_take_each_others_watch() {
     let authority = Authority::new();
     let service = Service::default();
     let server = start_server(&authority, service.clone()).await;
-    let mut ports = ports_of(&server, &authority, InitialPolicy::Refuse, Duration::from_secs(3600));
+    let (mut ports, mut held) = ports_without_free_watches(&server, &authority).await;
     ports.poll_interval = Duration::from_secs(3600);
-    let most = u16::try_from(MAX_ON_DEMAND_WATCHES).unwrap();
-    let mut held: Vec<_> = (1..=most).map(|port| ports.watch(port)).collect();
-    for port in &held {
-        ports.wait_until_received(port).await;
-    }
     let _polled = [ports.watch(1000), ports.watch(1002)];
     held.pop();
     for _ in 0..10 {
