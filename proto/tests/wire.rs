@@ -2,8 +2,6 @@
 //!
 //! Wire types: 0 is a varint, 1 is 64 bits, 2 is a length and bytes, 5 is 32 bits.
 
-#![allow(clippy::too_many_lines)]
-
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::net::{IpAddr, SocketAddr};
@@ -170,10 +168,8 @@ fn update_has_its_numbers() {
 }
 
 #[test]
-fn outbound_policy_has_its_numbers() {
+fn outbound_backend_has_its_numbers() {
     use outbound::backend::{self, BalanceP2c, EndpointDiscovery, balance_p2c, endpoint_discovery};
-    use outbound::http_route::{Distribution, Retry, RouteBackend, Rule, WeightedRouteBackend, distribution, retry};
-    use outbound::{failure_accrual, proxy_protocol};
 
     let dst = endpoint_discovery::DestinationGet { path: "d".into() };
     let ewma = balance_p2c::PeakEwma {
@@ -206,6 +202,11 @@ fn outbound_policy_has_its_numbers() {
     ]
     .concat();
     check(&backend, &backend_bytes);
+}
+
+#[test]
+fn outbound_rule_has_its_numbers() {
+    use outbound::http_route::{Distribution, Retry, RouteBackend, Rule, WeightedRouteBackend, distribution, retry};
 
     let weighted = WeightedRouteBackend {
         backend: Some(RouteBackend {
@@ -262,6 +263,11 @@ fn outbound_policy_has_its_numbers() {
         &[0x38, 1],
     ];
     check(&rule, &rule_bytes.concat());
+}
+
+#[test]
+fn outbound_policy_has_its_numbers() {
+    use outbound::{failure_accrual, proxy_protocol};
 
     let consecutive = failure_accrual::ConsecutiveFailures {
         max_failures: 7,
@@ -271,7 +277,7 @@ fn outbound_policy_has_its_numbers() {
         routes: vec![outbound::HttpRoute {
             metadata: None,
             hosts: vec![],
-            rules: vec![Rule::default()],
+            rules: vec![outbound::http_route::Rule::default()],
         }],
         failure_accrual: Some(outbound::FailureAccrual {
             kind: Some(failure_accrual::Kind::ConsecutiveFailures(consecutive)),

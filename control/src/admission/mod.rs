@@ -33,6 +33,8 @@ impl ReviewHandler for ProfileValidator {
 }
 
 #[cfg(test)]
+mod profile_tests;
+#[cfg(test)]
 mod route_tests;
 #[cfg(test)]
 mod tests;

@@ -3,18 +3,23 @@
 use crate::admission::tests::ExpectedAnswer::{Allowed, Denied, Warned};
 use crate::admission::tests::{SERVICE, check_specs};
 
+const RETRY: &str = "{retry: {attempts: 3}}";
+const SESSION: &str = "{sessionPersistence: {type: Cookie}}";
+const TIMEOUTS: &str = "{timeouts: {request: 1s}}";
+
+fn on_service(rule: &str) -> String {
+    format!("{{{SERVICE}, rules: [{rule}]}}")
+}
+
+fn on_server(rule: &str) -> String {
+    format!("{{parentRefs: [{{group: policy.linkerd.io, kind: Server, name: web}}], rules: [{rule}]}}")
+}
+
 #[tokio::test]
 async fn unsupported_route_fields_produce_warnings() {
-    let on_service = |rule: &str| format!("{{{SERVICE}, rules: [{rule}]}}");
-    let on_server = |rule: &str| {
-        format!("{{parentRefs: [{{group: policy.linkerd.io, kind: Server, name: web}}], rules: [{rule}]}}")
-    };
-    let retry = "{retry: {attempts: 3}}";
-    let session = "{sessionPersistence: {type: Cookie}}";
-    let timeouts = "{timeouts: {request: 1s}}";
     let gateway = [
         (&*on_service("{name: all}"), Allowed),
-        (&*on_service(retry), Allowed),
+        (&*on_service(RETRY), Allowed),
         (
             &*on_service("{retry: {codes: [503, 399]}}"),
             Denied("retry code 399; accepted: 400-599"),
@@ -29,16 +34,16 @@ async fn unsupported_route_fields_produce_warnings() {
         ),
         (&*on_service("{retry: {tries: 1}}"), Denied("unknown field `tries`")),
         (
-            &*on_service(session),
+            &*on_service(SESSION),
             Warned("rules[].sessionPersistence is not supported"),
         ),
-        (&*on_service(timeouts), Allowed),
+        (&*on_service(TIMEOUTS), Allowed),
         (
-            &*on_server(retry),
+            &*on_server(RETRY),
             Warned("retry has no effect where the parent is a Server"),
         ),
         (
-            &*on_server(timeouts),
+            &*on_server(TIMEOUTS),
             Warned("timeouts has no effect where the parent is a Server"),
         ),
         (
@@ -61,28 +66,33 @@ async fn unsupported_route_fields_produce_warnings() {
         (&*format!("{{{SERVICE}, useDefaultGateways: All}}"), Allowed),
     ];
     check_specs("gateway.networking.k8s.io/v1", "HTTPRoute", gateway).await;
+}
+
+/// An HTTPRoute of `policy.linkerd.io`, and a GRPCRoute.
+#[tokio::test]
+async fn unsupported_route_fields_of_other_kinds_produce_warnings_or_denials() {
     let policy = [
         (
-            &*on_service(retry),
+            &*on_service(RETRY),
             Denied("rules[].retry is supported only in an HTTPRoute of gateway.networking.k8s.io"),
         ),
         (
-            &*on_service(session),
+            &*on_service(SESSION),
             Denied("rules[].sessionPersistence is not supported"),
         ),
         (
-            &*on_server(timeouts),
+            &*on_server(TIMEOUTS),
             Warned("timeouts has no effect where the parent is a Server"),
         ),
     ];
     check_specs("policy.linkerd.io/v1beta3", "HTTPRoute", policy).await;
     let grpc = [
         (
-            &*on_service(retry),
+            &*on_service(RETRY),
             Warned("rules[].retry is supported only in an HTTPRoute of gateway.networking.k8s.io"),
         ),
         (
-            &*on_service(session),
+            &*on_service(SESSION),
             Warned("rules[].sessionPersistence is not supported"),
         ),
         (&*on_service("{matches: [{path: /}]}"), Denied("unknown field `path`")),

@@ -17,7 +17,7 @@ pub(super) enum ExpectedAnswer {
 
 use ExpectedAnswer::{Allowed, Denied, Warned};
 
-async fn review(
+pub(super) async fn review(
     api_version: &str,
     kind: &str,
     metadata: &str,
@@ -39,7 +39,7 @@ async fn review(
     handler.review(serde_json::from_value(req).unwrap()).await.unwrap()
 }
 
-fn assert_answer(row: &str, answer: &AdmissionResponse, expected: ExpectedAnswer) {
+pub(super) fn assert_answer(row: &str, answer: &AdmissionResponse, expected: ExpectedAnswer) {
     match (expected, answer.denial_reason(), answer.warnings()) {
         (Allowed, None, []) => {}
         (Denied(text), Some(reason), _) if reason.contains(text) => {}
@@ -573,134 +573,6 @@ async fn other_kinds_and_reviews_without_objects_are_denied() {
         .await
         .unwrap();
     assert_answer("", &answer, Denied("no object"));
-}
-
-#[tokio::test]
-async fn service_profiles() {
-    let budget = |fields: &str| format!("retryBudget: {{{fields}}}");
-    let route = |fields: &str| format!("routes: [{{name: a, condition: {{method: GET}}, {fields}}}]");
-    let condition = |fields: &str| format!("routes: [{{name: a, condition: {fields}}}]");
-    let class = |fields: &str| route(&format!("responseClasses: [{fields}]"));
-    let rows = [
-        ("{}".to_owned(), Allowed),
-        ("routes: []".to_owned(), Allowed),
-        (route("isRetryable: true, timeout: 1.5s"), Allowed),
-        // Strict decoding.
-        ("rout: []".to_owned(), Denied("unknown field `rout`")),
-        (route("isretryable: true"), Denied("unknown field `isretryable`")),
-        (condition("{path: /a}"), Denied("unknown field `path`")),
-        (
-            class("{condition: {status: {minimum: 1}}}"),
-            Denied("unknown field `minimum`"),
-        ),
-        (route("isRetryable: 7"), Denied("invalid type")),
-        (condition("{not: [{method: GET}]}"), Denied("invalid")),
-        ("opaquePorts: ['80']".to_owned(), Denied("spec.opaquePorts is not read")),
-        // Routes.
-        ("routes: [null]".to_owned(), Denied("invalid type: null")),
-        (
-            "routes: [{condition: {method: GET}}]".to_owned(),
-            Denied("missing field `name`"),
-        ),
-        (
-            "routes: [{name: '', condition: {method: GET}}]".to_owned(),
-            Denied("name is empty"),
-        ),
-        // Conditions of requests.
-        ("routes: [{name: a}]".to_owned(), Denied("missing field `condition`")),
-        (condition("{}"), Denied("route \"a\": condition sets none of")),
-        (condition("{all: [null]}"), Denied("invalid type: null")),
-        (condition("{any: [null]}"), Denied("invalid type: null")),
-        (condition("{all: [{any: [{}]}]}"), Denied("sets none of")),
-        (condition("{not: {not: {}}}"), Denied("sets none of")),
-        (
-            condition("{not: {pathRegex: /a}, method: GET, all: [{method: GET}]}"),
-            Allowed,
-        ),
-        // Timeouts.
-        (route("timeout: ''"), Allowed),
-        (route("timeout: soon"), Denied("timeout: \"soon\" is not a duration")),
-        (route("timeout: '5'"), Denied("timeout")),
-        // Conditions of responses.
-        (class("null"), Denied("invalid type: null")),
-        (class("{isFailure: true}"), Denied("missing field `condition`")),
-        (class("{condition: {}}"), Denied("response condition sets none of")),
-        (
-            class("{condition: {not: {}}}"),
-            Denied("response condition sets none of"),
-        ),
-        (
-            class("{condition: {any: [{status: {min: 500}}, {not: {status: {max: 499}}}]}, isFailure: true}"),
-            Allowed,
-        ),
-        // Statuses.
-        (
-            class("{condition: {status: {min: 99}}}"),
-            Denied("99 is not in 100-599"),
-        ),
-        (
-            class("{condition: {status: {max: 600}}}"),
-            Denied("600 is not in 100-599"),
-        ),
-        (
-            class("{condition: {status: {min: 500, max: 400}}}"),
-            Denied("ends at 400, before its start 500"),
-        ),
-        (class("{condition: {status: {min: 0, max: 0}}}"), Allowed),
-        (
-            class("{condition: {all: [{status: {min: 1}}]}}"),
-            Denied("is not in 100-599"),
-        ),
-        // Retry budgets.
-        (budget("retryRatio: 0.2, minRetriesPerSecond: 10, ttl: 10s"), Allowed),
-        (
-            budget("retryRatio: -0.1, minRetriesPerSecond: 10, ttl: 10s"),
-            Denied("retryRatio -0.1 is negative"),
-        ),
-        (
-            budget("retryRatio: 0.2, minRetriesPerSecond: 10"),
-            Denied("missing field `ttl`"),
-        ),
-        (
-            budget("retryRatio: 0.2, minRetriesPerSecond: 10, ttl: soon"),
-            Denied("retryBudget.ttl"),
-        ),
-        // Traffic splits.
-        (
-            "dstOverrides: [{authority: a.b.svc.cluster.local, weight: 500m}, {authority: c.d, weight: 1}]".to_owned(),
-            Allowed,
-        ),
-        (
-            "dstOverrides: [{authority: a, weight: some}]".to_owned(),
-            Denied("weight \"some\""),
-        ),
-    ];
-    for version in ["linkerd.io/v1alpha1", "linkerd.io/v1alpha2"] {
-        for (spec, expected) in &rows {
-            let metadata = "{name: web.shop.svc.cluster.local, namespace: shop}";
-            let answer = review(version, "ServiceProfile", metadata, spec, ProfileValidator).await;
-            assert_answer(spec, &answer, *expected);
-        }
-    }
-    // Names.
-    for (name, expected) in [
-        ("web.shop.svc.cluster.local", Allowed),
-        ("www.example.com", Allowed),
-        ("Web", Denied("ServiceProfile \"Web\": metadata.name is not a DNS name")),
-        ("a_b", Denied("ServiceProfile \"a_b\"")),
-        ("a..b", Denied("metadata.name")),
-    ] {
-        let metadata = format!("{{name: {name}, namespace: shop}}");
-        let answer = review(
-            "linkerd.io/v1alpha2",
-            "ServiceProfile",
-            &metadata,
-            "{}",
-            ProfileValidator,
-        )
-        .await;
-        assert_answer(name, &answer, expected);
-    }
 }
 
 /// Field names of the validated kinds.

@@ -212,6 +212,26 @@ async fn a_workload_that_proves_its_identity_gets_a_certificate_for_it() {
     assert!((364.0..=365.0).contains(&days), "{days}");
 }
 
+type Change = fn(&mut proto::CertifyRequest);
+
+/// Changes that make a request invalid, and a part of the reason.
+const INVALID_REQUESTS: &[(Change, &str)] = &[
+    (|req| req.identity.clear(), "no identity"),
+    (|req| req.token.clear(), "no token"),
+    (
+        |req| req.certificate_signing_request.clear(),
+        "no certificate signing request",
+    ),
+    (|req| req.identity = "a b".to_owned(), "expected a DNS name"),
+    (|req| req.identity = "ä".repeat(30_000), "as identity"),
+    (|req| req.identity = "spiffe://a/b".to_owned(), "expected a DNS name"),
+    (
+        |req| req.certificate_signing_request = b"hello".to_vec(),
+        "expected PKCS#10",
+    ),
+    (|req| req.token = b"a.b.c".to_vec(), "not a JSON Web Token"),
+];
+
 #[tokio::test]
 async fn each_refusal_has_its_code_and_its_reason() {
     use Code::{FailedPrecondition, Internal, InvalidArgument};
@@ -219,36 +239,9 @@ async fn each_refusal_has_its_code_and_its_reason() {
     let key = KeyPair::generate().unwrap();
     let other = "api.shop.serviceaccount.identity.linkerd.cluster.local";
 
-    test.assert_refused(|req| req.identity.clear(), InvalidArgument, "no identity")
-        .await;
-    test.assert_refused(|req| req.token.clear(), InvalidArgument, "no token")
-        .await;
-    test.assert_refused(
-        |req| req.certificate_signing_request.clear(),
-        InvalidArgument,
-        "no certificate signing request",
-    )
-    .await;
-    test.assert_refused(
-        |req| req.identity = "a b".to_owned(),
-        InvalidArgument,
-        "expected a DNS name",
-    )
-    .await;
-    test.assert_refused(|req| req.identity = "ä".repeat(30_000), InvalidArgument, "as identity")
-        .await;
-    test.assert_refused(
-        |req| req.identity = "spiffe://a/b".to_owned(),
-        InvalidArgument,
-        "expected a DNS name",
-    )
-    .await;
-    test.assert_refused(
-        |req| req.certificate_signing_request = b"hello".to_vec(),
-        InvalidArgument,
-        "expected PKCS#10",
-    )
-    .await;
+    for &(change, message) in INVALID_REQUESTS {
+        test.assert_refused(change, InvalidArgument, message).await;
+    }
     test.assert_refused(
         |req| req.certificate_signing_request = csr(&[WEB, other], &key),
         FailedPrecondition,
@@ -259,12 +252,6 @@ async fn each_refusal_has_its_code_and_its_reason() {
         |req| req.certificate_signing_request = csr(&[other], &key),
         FailedPrecondition,
         "asks for the DNS name",
-    )
-    .await;
-    test.assert_refused(
-        |req| req.token = b"a.b.c".to_vec(),
-        InvalidArgument,
-        "not a JSON Web Token",
     )
     .await;
     let theirs = TestService::new().token("web", "shop");

@@ -177,87 +177,209 @@ async fn endpoints_objects_replace_derived_slices() {
     assert_eq!(self::endpoints(&mesh).await, "+10.9.0.1:8080");
 }
 
+/// Specs that admission refuses, each with a part of the reason. `SERVER` stands for a reference to a Server.
+struct RefusedSpecs {
+    kind: &'static str,
+    api_version: &'static str,
+    specs: &'static [(&'static str, &'static str)],
+}
+
+const REFUSED_SPECS: &[RefusedSpecs] = &[
+    RefusedSpecs {
+        kind: "AuthorizationPolicy",
+        api_version: "policy.linkerd.io/v1alpha1",
+        specs: &[
+            (
+                "targetRef: {kind: Pod, name: a}, requiredAuthenticationRefs: []",
+                "accepted: Server",
+            ),
+            (
+                "targetRef: {kind: Namespace, name: a}, requiredAuthenticationRefs: []",
+                "only its own",
+            ),
+            (
+                "targetRef: SERVER, requiredAuthenticationRefs: [{kind: Secret, name: a}]",
+                "Secret",
+            ),
+            (
+                "targetRef: SERVER, requiredAuthenticationRefs: [{kind: ServiceAccount, name: a}, {kind: ServiceAccount, name: b}]",
+                "may name one",
+            ),
+            ("targetRef: SERVER", "requiredAuthenticationRefs"),
+            (
+                "targetRef: {group: policy.linkerd.io, kind: Server, name: web, namespace: other}, requiredAuthenticationRefs: []",
+                "spec.targetRef refers to the namespace other",
+            ),
+        ],
+    },
+    RefusedSpecs {
+        kind: "MeshTLSAuthentication",
+        api_version: "policy.linkerd.io/v1alpha1",
+        specs: &[
+            ("identities: [\"a.*\"]", "a.*"),
+            ("identities: []", "exactly one of"),
+            (
+                "identities: [a], identityRefs: [{kind: ServiceAccount, name: a}]",
+                "exactly one of",
+            ),
+            (
+                "identityRefs: [{kind: Namespace, name: a, namespace: b}]",
+                "accepts no namespace field",
+            ),
+        ],
+    },
+    RefusedSpecs {
+        kind: "NetworkAuthentication",
+        api_version: "policy.linkerd.io/v1alpha1",
+        specs: &[
+            ("networks: []", "empty"),
+            ("networks: [{cidr: 10.0.0.0/8, except: [11.0.0.0/8]}]", "not inside"),
+        ],
+    },
+    RefusedSpecs {
+        kind: "EgressNetwork",
+        api_version: "policy.linkerd.io/v1alpha1",
+        specs: &[
+            ("trafficPolicy: Allow, networks: []", "empty"),
+            ("trafficPolicy: Maybe", "Maybe"),
+        ],
+    },
+    RefusedSpecs {
+        kind: "Server",
+        api_version: "policy.linkerd.io/v1beta3",
+        specs: &[
+            (
+                "podSelector: {}, port: 80, accessPolicy: some",
+                "\"some\" is not an access policy",
+            ),
+            ("podSelector: {}, port: 80, proxyProtocol: SMTP", "SMTP"),
+            ("podSelector: {}, port: 80, colour: red", "colour"),
+            (
+                "podSelector: {matchExpressions: [{key: a, operator: Like}]}, port: 80",
+                "Like",
+            ),
+            (
+                "podSelector: {}, externalWorkloadSelector: {}, port: 80",
+                "exactly one of",
+            ),
+            ("podSelector: {}, port: 65536", "65536"),
+        ],
+    },
+    RefusedSpecs {
+        kind: "ServerAuthorization",
+        api_version: "policy.linkerd.io/v1beta1",
+        specs: &[
+            (
+                "server: {name: web}, client: {unauthenticated: true, meshTLS: {identities: [a]}}",
+                "one of",
+            ),
+            (
+                "server: {name: web}, client: {meshTLS: {unauthenticatedTLS: true, identities: [a]}}",
+                "not both",
+            ),
+            ("server: {}, client: {unauthenticated: true}", "exactly one of"),
+        ],
+    },
+    RefusedSpecs {
+        kind: "HTTPRoute",
+        api_version: "policy.linkerd.io/v1beta3",
+        specs: &[
+            ("parentRefs: [{kind: EgressNetwork, name: a}]", "needs a port"),
+            ("rules: [{matches: [{path: {value: a}}]}]", "does not start with /"),
+            (
+                "rules: [{matches: [{path: {type: RegularExpression, value: \"(\"}}]}]",
+                "regular expression",
+            ),
+            ("rules: [{timeouts: {request: 1s, backendRequest: 2s}}]", "longer than"),
+            ("rules: [{timeouts: {request: -1s}}]", "-1s"),
+            ("rules: [{filters: [{type: URLRewrite}]}]", "urlRewrite"),
+            (
+                "rules: [{filters: [{type: RequestRedirect, requestRedirect: {statusCode: 307}}]}]",
+                "301, 302",
+            ),
+            (
+                "rules: [{filters: [{type: RequestHeaderModifier, requestHeaderModifier: {set: [{name: \"a b\", value: c}]}}]}]",
+                "not a header name",
+            ),
+        ],
+    },
+    RefusedSpecs {
+        kind: "HTTPRoute",
+        api_version: "gateway.networking.k8s.io/v1",
+        specs: &[
+            ("rules: [{timeouts: {request: 1.5h}}]", "1.5h"),
+            ("rules: [{timeouts: {backendRequest: \"10\"}}]", "such as 1h30m"),
+            (
+                "rules: [{filters: [{type: RequestMirror, requestMirror: \
+                 {backendRef: {name: web, port: 80}, fraction: {numerator: 4, denominator: 3}}}]}]",
+                "requestMirror copies 4 of 3 requests; accepted are fractions from 0 to 1",
+            ),
+            ("rules: [{backendRefs: [{name: web}]}]", "needs a port"),
+        ],
+    },
+    RefusedSpecs {
+        kind: "HTTPLocalRateLimitPolicy",
+        api_version: "policy.linkerd.io/v1alpha1",
+        specs: &[
+            ("targetRef: {kind: Service, name: web}", "accepted: Server"),
+            (
+                "targetRef: {group: policy.linkerd.io, kind: Server, name: web, namespace: other}",
+                "spec.targetRef refers to the namespace other",
+            ),
+            ("targetRef: SERVER, total: {requestsPerSecond: 0}", "0"),
+            (
+                "targetRef: SERVER, total: {requestsPerSecond: 5}, identity: {requestsPerSecond: 6}",
+                "above the total",
+            ),
+            (
+                "targetRef: SERVER, overrides: [{requestsPerSecond: 5, clientRefs: [{kind: Pod, name: a}]}]",
+                "accepted: ServiceAccount",
+            ),
+        ],
+    },
+    RefusedSpecs {
+        kind: "ServiceProfile",
+        api_version: "linkerd.io/v1alpha2",
+        specs: &[
+            ("routes: [{name: a}]", "condition"),
+            ("routes: [{name: a, condition: {}}]", "sets none of"),
+            ("routes: [{name: a, condition: {method: GET}, timeout: soon}]", "soon"),
+            (
+                "routes: [{name: a, condition: {method: GET}, responseClasses: [{condition: {status: {min: 99}}}]}]",
+                "99",
+            ),
+            (
+                "retryBudget: {retryRatio: -1, minRetriesPerSecond: 1, ttl: 10s}",
+                "negative",
+            ),
+            ("retryBudget: {retryRatio: 1, minRetriesPerSecond: 1}", "ttl"),
+            (
+                "retryBudget: {retryRatio: 1, minRetriesPerSecond: 1, ttl: 61s}",
+                "1s-60s",
+            ),
+            (
+                "routes: [{name: a, condition: {pathRegex: \"(\"}}]",
+                "regular expression",
+            ),
+        ],
+    },
+];
+
 #[tokio::test]
 async fn manifests_that_admission_refuses_are_reported_with_the_reason() {
-    let policy = |kind: &str, version: &str, spec: &str| {
-        format!("apiVersion: {version}\nkind: {kind}\nmetadata: {{name: x}}\nspec: {{{spec}}}\n")
+    let manifest = |kind: &str, version: &str, metadata: &str, spec: &str| {
+        format!("apiVersion: {version}\nkind: {kind}\nmetadata: {{{metadata}}}\nspec: {{{spec}}}\n")
     };
-    let authorization = |spec: &str| policy("AuthorizationPolicy", "policy.linkerd.io/v1alpha1", spec);
-    let mesh_tls = |spec: &str| policy("MeshTLSAuthentication", "policy.linkerd.io/v1alpha1", spec);
-    let server = |spec: &str| policy("Server", "policy.linkerd.io/v1beta3", spec);
-    let saz = |spec: &str| policy("ServerAuthorization", "policy.linkerd.io/v1beta1", spec);
-    let route = |spec: &str| policy("HTTPRoute", "policy.linkerd.io/v1beta3", spec);
-    let gateway = |spec: &str| policy("HTTPRoute", "gateway.networking.k8s.io/v1", spec);
-    let limit = |spec: &str| policy("HTTPLocalRateLimitPolicy", "policy.linkerd.io/v1alpha1", spec);
-    let profile = |spec: &str| policy("ServiceProfile", "linkerd.io/v1alpha2", spec);
     let annotated_network = |annotation: &str| {
-        let network = policy("EgressNetwork", "policy.linkerd.io/v1alpha1", "trafficPolicy: Allow");
-        network.replace("{name: x}", &format!("{{name: x, annotations: {{{annotation}}}}}"))
+        let metadata = format!("name: x, annotations: {{{annotation}}}");
+        manifest(
+            "EgressNetwork",
+            "policy.linkerd.io/v1alpha1",
+            &metadata,
+            "trafficPolicy: Allow",
+        )
     };
-    let web = "targetRef: {group: policy.linkerd.io, kind: Server, name: web}";
-    let refused = [
-        (
-            authorization("targetRef: {kind: Pod, name: a}, requiredAuthenticationRefs: []"),
-            "accepted: Server",
-        ),
-        (
-            authorization("targetRef: {kind: Namespace, name: a}, requiredAuthenticationRefs: []"),
-            "only its own",
-        ),
-        (
-            authorization(&format!(
-                "{web}, requiredAuthenticationRefs: [{{kind: Secret, name: a}}]"
-            )),
-            "Secret",
-        ),
-        (
-            authorization(&format!(
-                "{web}, requiredAuthenticationRefs: [{{kind: ServiceAccount, name: a}}, {{kind: ServiceAccount, name: b}}]"
-            )),
-            "may name one",
-        ),
-        (authorization(web), "requiredAuthenticationRefs"),
-        (
-            authorization(&format!(
-                "{}, requiredAuthenticationRefs: []",
-                web.replace("name: web", "name: web, namespace: other")
-            )),
-            "spec.targetRef refers to the namespace other",
-        ),
-        (mesh_tls("identities: [\"a.*\"]"), "a.*"),
-        (mesh_tls("identities: []"), "exactly one of"),
-        (
-            mesh_tls("identities: [a], identityRefs: [{kind: ServiceAccount, name: a}]"),
-            "exactly one of",
-        ),
-        (
-            mesh_tls("identityRefs: [{kind: Namespace, name: a, namespace: b}]"),
-            "accepts no namespace field",
-        ),
-        (
-            policy("NetworkAuthentication", "policy.linkerd.io/v1alpha1", "networks: []"),
-            "empty",
-        ),
-        (
-            policy(
-                "NetworkAuthentication",
-                "policy.linkerd.io/v1alpha1",
-                "networks: [{cidr: 10.0.0.0/8, except: [11.0.0.0/8]}]",
-            ),
-            "not inside",
-        ),
-        (
-            policy(
-                "EgressNetwork",
-                "policy.linkerd.io/v1alpha1",
-                "trafficPolicy: Allow, networks: []",
-            ),
-            "empty",
-        ),
-        (
-            policy("EgressNetwork", "policy.linkerd.io/v1alpha1", "trafficPolicy: Maybe"),
-            "Maybe",
-        ),
+    let mut refused = vec![
         (
             annotated_network("balancer.linkerd.io/failure-accrual: sometimes"),
             "\"sometimes\" is not supported",
@@ -267,113 +389,12 @@ async fn manifests_that_admission_refuses_are_reported_with_the_reason() {
             "many is neither a port",
         ),
         (
-            server("podSelector: {}, port: 80, accessPolicy: some"),
-            "\"some\" is not an access policy",
-        ),
-        (server("podSelector: {}, port: 80, proxyProtocol: SMTP"), "SMTP"),
-        (server("podSelector: {}, port: 80, colour: red"), "colour"),
-        (
-            server("podSelector: {matchExpressions: [{key: a, operator: Like}]}, port: 80"),
-            "Like",
-        ),
-        (
-            server("podSelector: {}, externalWorkloadSelector: {}, port: 80"),
-            "exactly one of",
-        ),
-        (server("podSelector: {}, port: 65536"), "65536"),
-        (
-            saz("server: {name: web}, client: {unauthenticated: true, meshTLS: {identities: [a]}}"),
-            "one of",
-        ),
-        (
-            saz("server: {name: web}, client: {meshTLS: {unauthenticatedTLS: true, identities: [a]}}"),
-            "not both",
-        ),
-        (saz("server: {}, client: {unauthenticated: true}"), "exactly one of"),
-        (route("parentRefs: [{kind: EgressNetwork, name: a}]"), "needs a port"),
-        (
-            route("rules: [{matches: [{path: {value: a}}]}]"),
-            "does not start with /",
-        ),
-        (
-            route("rules: [{matches: [{path: {type: RegularExpression, value: \"(\"}}]}]"),
-            "regular expression",
-        ),
-        (
-            route("rules: [{timeouts: {request: 1s, backendRequest: 2s}}]"),
-            "longer than",
-        ),
-        (route("rules: [{timeouts: {request: -1s}}]"), "-1s"),
-        (gateway("rules: [{timeouts: {request: 1.5h}}]"), "1.5h"),
-        (
-            gateway("rules: [{timeouts: {backendRequest: \"10\"}}]"),
-            "such as 1h30m",
-        ),
-        (route("rules: [{filters: [{type: URLRewrite}]}]"), "urlRewrite"),
-        (
-            gateway(
-                "rules: [{filters: [{type: RequestMirror, requestMirror: \
-                 {backendRef: {name: web, port: 80}, fraction: {numerator: 4, denominator: 3}}}]}]",
+            manifest(
+                "ServiceProfile",
+                "linkerd.io/v1alpha2",
+                "name: x.shop.svc.test",
+                "dstOverrides: [{authority: \"www.example.com:80\", weight: 1}]",
             ),
-            "requestMirror copies 4 of 3 requests; accepted are fractions from 0 to 1",
-        ),
-        (
-            route("rules: [{filters: [{type: RequestRedirect, requestRedirect: {statusCode: 307}}]}]"),
-            "301, 302",
-        ),
-        (
-            route(
-                "rules: [{filters: [{type: RequestHeaderModifier, requestHeaderModifier: {set: [{name: \"a b\", value: c}]}}]}]",
-            ),
-            "not a header name",
-        ),
-        (gateway("rules: [{backendRefs: [{name: web}]}]"), "needs a port"),
-        (limit("targetRef: {kind: Service, name: web}"), "accepted: Server"),
-        (
-            limit(&web.replace("name: web", "name: web, namespace: other")),
-            "spec.targetRef refers to the namespace other",
-        ),
-        (limit(&format!("{web}, total: {{requestsPerSecond: 0}}")), "0"),
-        (
-            limit(&format!(
-                "{web}, total: {{requestsPerSecond: 5}}, identity: {{requestsPerSecond: 6}}"
-            )),
-            "above the total",
-        ),
-        (
-            limit(&format!(
-                "{web}, overrides: [{{requestsPerSecond: 5, clientRefs: [{{kind: Pod, name: a}}]}}]"
-            )),
-            "accepted: ServiceAccount",
-        ),
-        (profile("routes: [{name: a}]"), "condition"),
-        (profile("routes: [{name: a, condition: {}}]"), "sets none of"),
-        (
-            profile("routes: [{name: a, condition: {method: GET}, timeout: soon}]"),
-            "soon",
-        ),
-        (
-            profile(
-                "routes: [{name: a, condition: {method: GET}, responseClasses: [{condition: {status: {min: 99}}}]}]",
-            ),
-            "99",
-        ),
-        (
-            profile("retryBudget: {retryRatio: -1, minRetriesPerSecond: 1, ttl: 10s}"),
-            "negative",
-        ),
-        (profile("retryBudget: {retryRatio: 1, minRetriesPerSecond: 1}"), "ttl"),
-        (
-            profile("retryBudget: {retryRatio: 1, minRetriesPerSecond: 1, ttl: 61s}"),
-            "1s-60s",
-        ),
-        (
-            profile("routes: [{name: a, condition: {pathRegex: \"(\"}}]"),
-            "regular expression",
-        ),
-        (
-            profile("dstOverrides: [{authority: \"www.example.com:80\", weight: 1}]")
-                .replace("name: x", "name: x.shop.svc.test"),
             "expected <service>.<namespace>.svc.test:<port>",
         ),
         (
@@ -381,6 +402,12 @@ async fn manifests_that_admission_refuses_are_reported_with_the_reason() {
             "lower-case",
         ),
     ];
+    for group in REFUSED_SPECS {
+        for &(spec, reason) in group.specs {
+            let spec = spec.replace("SERVER", "{group: policy.linkerd.io, kind: Server, name: web}");
+            refused.push((manifest(group.kind, group.api_version, "name: x", &spec), reason));
+        }
+    }
     let mesh = mesh("").await;
     for (index, (text, _)) in refused.iter().enumerate() {
         mesh.manifests.write(&format!("{index:02}.yaml"), text);

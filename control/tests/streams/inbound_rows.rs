@@ -152,152 +152,123 @@ fn authorizations(server: &Server) -> Vec<String> {
     found
 }
 
+/// Default policies that permit clients, and their authorizations.
+const PERMISSIVE_POLICIES: [(&str, &str); 5] = [
+    (
+        "all-unauthenticated",
+        "default/all-unauthenticated: any client from all",
+    ),
+    ("all-authenticated", "default/all-authenticated: *. from all"),
+    (
+        "cluster-unauthenticated",
+        "default/cluster-unauthenticated: any client from cluster",
+    ),
+    (
+        "cluster-authenticated",
+        "default/cluster-authenticated: *. from cluster",
+    ),
+    ("audit", "default/audit: any client from all"),
+];
+
+const DETECT: &str = "detect 10s default*1[]";
+const ANY_CLIENT: &str = "default/all-unauthenticated: any client from all";
+const AUTHENTICATED: &str = "default/all-authenticated: *. from all";
+
+/// Checks a port of workloads with these annotations, in a cluster with this default policy.
+async fn check_annotated(cluster: &str, annotations: &str, port: u32, expected_protocol: &str, expected: &[&str]) {
+    for workload in [WEB, VM] {
+        let config = Config {
+            default_policy: cluster.parse().unwrap(),
+            default_opaque_ports: "25,3300-3306".parse().unwrap(),
+            ..Config::default()
+        };
+        let policy = get_policy(&workloads(annotations), config, workload, port).await;
+        assert_eq!(authorizations(&policy), expected, "{cluster} / {annotations} / {port}");
+        assert_eq!(
+            protocol(&policy),
+            expected_protocol,
+            "{cluster} / {annotations} / {port}"
+        );
+    }
+}
+
 #[tokio::test]
 async fn annotations_of_workloads_replace_the_cluster_s_defaults() {
-    let row = async |cluster: &str, annotations: &str, port: u32, expected_protocol: &str, expected: &[&str]| {
-        for workload in [WEB, VM] {
-            let config = Config {
-                default_policy: cluster.parse().unwrap(),
-                default_opaque_ports: "25,3300-3306".parse().unwrap(),
-                ..Config::default()
-            };
-            let policy = get_policy(&workloads(annotations), config, workload, port).await;
-            assert_eq!(authorizations(&policy), expected, "{cluster} / {annotations} / {port}");
-            assert_eq!(
-                protocol(&policy),
-                expected_protocol,
-                "{cluster} / {annotations} / {port}"
-            );
-        }
+    let row = async |cluster: &str, annotations: &str, expected: &[&str]| {
+        check_annotated(cluster, annotations, 9000, DETECT, expected).await;
     };
-    let detect = "detect 10s default*1[]";
-    let any_client = "default/all-unauthenticated: any client from all";
-    row("all-unauthenticated", "", 9000, detect, &[any_client]).await;
-    row(
-        "all-authenticated",
-        "",
-        9000,
-        detect,
-        &["default/all-authenticated: *. from all"],
-    )
-    .await;
-    row(
-        "cluster-unauthenticated",
-        "",
-        9000,
-        detect,
-        &["default/cluster-unauthenticated: any client from cluster"],
-    )
-    .await;
-    row(
-        "cluster-authenticated",
-        "",
-        9000,
-        detect,
-        &["default/cluster-authenticated: *. from cluster"],
-    )
-    .await;
-    row("deny", "", 9000, detect, &[]).await;
-    row("audit", "", 9000, detect, &["default/audit: any client from all"]).await;
-    let policy = "config.linkerd.io/default-inbound-policy";
-    row(
-        "deny",
-        &format!("{policy}: all-unauthenticated"),
-        9000,
-        detect,
-        &[any_client],
-    )
-    .await;
-    row("all-unauthenticated", &format!("{policy}: deny"), 9000, detect, &[]).await;
+    for (cluster, expected) in PERMISSIVE_POLICIES {
+        row(cluster, "", &[expected]).await;
+    }
+    row("deny", "", &[]).await;
+    let policy = |value: &str| format!("config.linkerd.io/default-inbound-policy: {value}");
+    row("deny", &policy("all-unauthenticated"), &[ANY_CLIENT]).await;
+    row("all-unauthenticated", &policy("deny"), &[]).await;
     // With the line break of a YAML block, which the injector ignores, too.
-    row(
-        "deny",
-        &format!("{policy}: \" all-unauthenticated\\n\""),
-        9000,
-        detect,
-        &[any_client],
-    )
-    .await;
+    row("deny", &policy("\" all-unauthenticated\\n\""), &[ANY_CLIENT]).await;
     // An invalid value denies all clients.
     for unreadable in ["all", "Deny", "'deny,'"] {
-        row(
-            "all-unauthenticated",
-            &format!("{policy}: {unreadable}"),
-            9000,
-            detect,
-            &[],
-        )
-        .await;
+        row("all-unauthenticated", &policy(unreadable), &[]).await;
     }
-    // On ports that require an identity, the default policy permits only authenticated clients.
-    let needs = "config.linkerd.io/proxy-require-identity-inbound-ports: '9000,9100-9200'";
-    row(
-        "all-unauthenticated",
-        needs,
-        9000,
-        detect,
-        &["default/all-authenticated: *. from all"],
-    )
-    .await;
+}
+
+/// On these ports, the default policy permits only authenticated clients.
+#[tokio::test]
+async fn annotations_of_workloads_require_an_identity_on_ports() {
+    let row = async |cluster: &str, ports: &str, port: u32, expected: &[&str]| {
+        let annotation = format!("config.linkerd.io/proxy-require-identity-inbound-ports: '{ports}'");
+        check_annotated(cluster, &annotation, port, DETECT, expected).await;
+    };
+    let ports = "9000,9100-9200";
+    row("all-unauthenticated", ports, 9000, &[AUTHENTICATED]).await;
     row(
         "cluster-unauthenticated",
-        needs,
+        ports,
         9150,
-        detect,
         &["default/cluster-authenticated: *. from cluster"],
     )
     .await;
-    row("all-unauthenticated", needs, 9001, detect, &[any_client]).await;
-    row("deny", needs, 9000, detect, &[]).await;
-    let authenticated = "default/all-authenticated: *. from all";
-    row("audit", needs, 9000, detect, &[authenticated]).await;
-    let needs = |list: &str| format!("config.linkerd.io/proxy-require-identity-inbound-ports: '{list}'");
-    for list in ["9000,", ",9000", "80,, 9000 ,", "http,9000", "8000 - 9100"] {
-        row("all-unauthenticated", &needs(list), 9000, detect, &[authenticated]).await;
-        row("all-unauthenticated", &needs(list), 7999, detect, &[any_client]).await;
+    row("all-unauthenticated", ports, 9001, &[ANY_CLIENT]).await;
+    row("deny", ports, 9000, &[]).await;
+    row("audit", ports, 9000, &[AUTHENTICATED]).await;
+    for ports in ["9000,", ",9000", "80,, 9000 ,", "http,9000", "8000 - 9100"] {
+        row("all-unauthenticated", ports, 9000, &[AUTHENTICATED]).await;
+        row("all-unauthenticated", ports, 7999, &[ANY_CLIENT]).await;
     }
-    row("all-unauthenticated", &needs("http"), 8080, detect, &[authenticated]).await;
+    row("all-unauthenticated", "http", 8080, &[AUTHENTICATED]).await;
     // An invalid entry may have meant any port, so other ports deny all clients. Valid entries keep their meaning.
-    for list in ["9000;9001", "htpp", "900O,80", "70000", "9000-", "80,9001-9000"] {
-        row("all-unauthenticated", &needs(list), 9000, detect, &[]).await;
+    for ports in ["9000;9001", "htpp", "900O,80", "70000", "9000-", "80,9001-9000"] {
+        row("all-unauthenticated", ports, 9000, &[]).await;
     }
-    row(
-        "all-unauthenticated",
-        &needs("9000,90O1"),
-        9000,
-        detect,
-        &[authenticated],
-    )
-    .await;
-    row("audit", &needs("90O1"), 9000, detect, &[]).await;
-    row("all-unauthenticated", &needs(" , "), 9000, detect, &[any_client]).await;
-    // Opaque ports of the annotation replace those of the cluster.
-    row("all-unauthenticated", "", 3301, "opaque", &[any_client]).await;
-    let opaque = |ports: &str| format!("config.linkerd.io/opaque-ports: '{ports}'");
-    row(
-        "all-unauthenticated",
-        &opaque("9000,9100-9200"),
-        9150,
-        "opaque",
-        &[any_client],
-    )
-    .await;
-    row("all-unauthenticated", &opaque("9000"), 25, detect, &[any_client]).await;
-    for list in ["http", "http,9000", "http,", "9000, http", "900O,8080"] {
-        row("all-unauthenticated", &opaque(list), 8080, "opaque", &[any_client]).await;
+    row("all-unauthenticated", "9000,90O1", 9000, &[AUTHENTICATED]).await;
+    row("audit", "90O1", 9000, &[]).await;
+    row("all-unauthenticated", " , ", 9000, &[ANY_CLIENT]).await;
+}
+
+#[tokio::test]
+async fn annotations_of_workloads_replace_the_cluster_s_opaque_ports() {
+    check_annotated("all-unauthenticated", "", 3301, "opaque", &[ANY_CLIENT]).await;
+    let row = async |ports: &str, port: u32, expected_protocol: &str| {
+        let annotation = format!("config.linkerd.io/opaque-ports: '{ports}'");
+        check_annotated(
+            "all-unauthenticated",
+            &annotation,
+            port,
+            expected_protocol,
+            &[ANY_CLIENT],
+        )
+        .await;
+    };
+    row("9000,9100-9200", 9150, "opaque").await;
+    row("9000", 25, DETECT).await;
+    for ports in ["http", "http,9000", "http,", "9000, http", "900O,8080"] {
+        row(ports, 8080, "opaque").await;
     }
-    row("all-unauthenticated", &opaque("http,"), 9000, detect, &[any_client]).await;
+    row("http,", 9000, DETECT).await;
     // Without a valid entry, those of the cluster apply; an empty list is valid.
-    row("all-unauthenticated", &opaque("unknown"), 25, "opaque", &[any_client]).await;
-    row(
-        "all-unauthenticated",
-        &opaque("unknown,9000"),
-        25,
-        detect,
-        &[any_client],
-    )
-    .await;
-    row("all-unauthenticated", &opaque(""), 25, detect, &[any_client]).await;
+    row("unknown", 25, "opaque").await;
+    row("unknown,9000", 25, DETECT).await;
+    row("", 25, DETECT).await;
 }
 
 #[tokio::test]
@@ -384,12 +355,8 @@ async fn a_server_is_chosen_by_labels_port_and_age() {
 async fn authorizations_of_a_server() {
     let target = "targetRef: {group: policy.linkerd.io, kind: Server, name: web}";
     let policy = |refs: &str| {
-        object(
-            "v1alpha1",
-            "AuthorizationPolicy",
-            "p",
-            &format!("{{{target}, requiredAuthenticationRefs: [{refs}]}}"),
-        )
+        let spec = format!("{{{target}, requiredAuthenticationRefs: [{refs}]}}");
+        object("v1alpha1", "AuthorizationPolicy", "p", &spec)
     };
     let mesh_tls = |fields: &str| object("v1alpha1", "MeshTLSAuthentication", "m", &format!("{{{fields}}}"));
     let network = object(
@@ -399,12 +366,8 @@ async fn authorizations_of_a_server() {
         "{networks: [{cidr: 10.7.0.0/16}]}",
     );
     let old = |client: &str| {
-        object(
-            "v1beta1",
-            "ServerAuthorization",
-            "s",
-            &format!("{{server: {{name: web}}, client: {{{client}}}}}"),
-        )
+        let spec = format!("{{server: {{name: web}}, client: {{{client}}}}}");
+        object("v1beta1", "ServerAuthorization", "s", &spec)
     };
     let (m, n) = (
         "{group: policy.linkerd.io, kind: MeshTLSAuthentication, name: m}",
@@ -416,102 +379,48 @@ async fn authorizations_of_a_server() {
         assert_eq!(authorizations(&policy), expected, "{access} {objects}");
     };
     row("", String::new(), &[]).await;
-    for (access, expected) in [
-        (
-            "all-unauthenticated",
-            "default/all-unauthenticated: any client from all",
-        ),
-        ("all-authenticated", "default/all-authenticated: *. from all"),
-        (
-            "cluster-unauthenticated",
-            "default/cluster-unauthenticated: any client from cluster",
-        ),
-        (
-            "cluster-authenticated",
-            "default/cluster-authenticated: *. from cluster",
-        ),
-        ("audit", "default/audit: any client from all"),
-    ] {
-        row(&format!(", accessPolicy: {access}"), String::new(), &[expected]).await;
+    for (access, expected) in PERMISSIVE_POLICIES {
+        let access = format!(", accessPolicy: {access}");
+        row(&access, String::new(), &[expected]).await;
         let both = [expected, "serverauthorization/s: any client from cluster"];
-        row(
-            &format!(", accessPolicy: {access}"),
-            old("unauthenticated: true"),
-            &both,
-        )
-        .await;
+        row(&access, old("unauthenticated: true"), &both).await;
     }
-    row("", policy(""), &["authorizationpolicy/p: any client from all"]).await;
-    row(
-        "",
-        policy(n) + &network,
-        &["authorizationpolicy/p: any client from 10.7.0.0/16"],
-    )
-    .await;
-    row(
-        "",
-        policy("{kind: ServiceAccount, name: a}"),
-        &["authorizationpolicy/p: a.shop from all"],
-    )
-    .await;
-    row(
-        "",
-        policy(&format!("{{kind: ServiceAccount, name: a, namespace: b}}, {n}")) + &network,
-        &["authorizationpolicy/p: a.b from 10.7.0.0/16"],
-    )
-    .await;
     let account = mesh_tls("identityRefs: [{kind: ServiceAccount, name: a}, {kind: Namespace, name: b}]");
-    row(
-        "",
-        policy(m) + &account,
-        &["authorizationpolicy/p: a.shop,*.b from all"],
-    )
-    .await;
-    row(
-        "",
-        policy(m) + &mesh_tls("identities: ['*']"),
-        &["authorizationpolicy/p: *. from all"],
-    )
-    .await;
-    row(
-        "",
-        policy(m) + &mesh_tls("identities: ['*.a.b', 'spiffe://r/w']"),
-        &["authorizationpolicy/p: spiffe://r/w,*.a.b from all"],
-    )
-    .await;
+    for (objects, clients) in [
+        (policy(""), "any client from all"),
+        (policy(n) + &network, "any client from 10.7.0.0/16"),
+        (policy("{kind: ServiceAccount, name: a}"), "a.shop from all"),
+        (
+            policy(&format!("{{kind: ServiceAccount, name: a, namespace: b}}, {n}")) + &network,
+            "a.b from 10.7.0.0/16",
+        ),
+        (policy(m) + &account, "a.shop,*.b from all"),
+        (policy(m) + &mesh_tls("identities: ['*']"), "*. from all"),
+        (
+            policy(m) + &mesh_tls("identities: ['*.a.b', 'spiffe://r/w']"),
+            "spiffe://r/w,*.a.b from all",
+        ),
+    ] {
+        row("", objects, &[&format!("authorizationpolicy/p: {clients}")]).await;
+    }
     // All required authentications must exist.
     row("", policy(m), &[]).await;
     row("", policy(&format!("{m}, {n}")) + &mesh_tls("identities: ['*']"), &[]).await;
-    row(
-        "",
-        old("unauthenticated: true"),
-        &["serverauthorization/s: any client from cluster"],
-    )
-    .await;
-    row(
-        "",
-        old("unauthenticated: true, networks: [{cidr: 10.7.0.0/16}]"),
-        &["serverauthorization/s: any client from 10.7.0.0/16"],
-    )
-    .await;
-    row(
-        "",
-        old("meshTLS: {unauthenticatedTLS: true}"),
-        &["serverauthorization/s: tls from cluster"],
-    )
-    .await;
-    row(
-        "",
-        old("meshTLS: {identities: ['*']}"),
-        &["serverauthorization/s: *. from cluster"],
-    )
-    .await;
-    row(
-        "",
-        old("meshTLS: {serviceAccounts: [{name: a}, {name: a, namespace: b}]}"),
-        &["serverauthorization/s: a.shop,a.b from cluster"],
-    )
-    .await;
+    for (client, clients) in [
+        ("unauthenticated: true", "any client from cluster"),
+        (
+            "unauthenticated: true, networks: [{cidr: 10.7.0.0/16}]",
+            "any client from 10.7.0.0/16",
+        ),
+        ("meshTLS: {unauthenticatedTLS: true}", "tls from cluster"),
+        ("meshTLS: {identities: ['*']}", "*. from cluster"),
+        (
+            "meshTLS: {serviceAccounts: [{name: a}, {name: a, namespace: b}]}",
+            "a.shop,a.b from cluster",
+        ),
+    ] {
+        row("", old(client), &[&format!("serverauthorization/s: {clients}")]).await;
+    }
     row("", old("networks: [{cidr: 10.7.0.0/16}]"), &[]).await;
     row("", old("unauthenticated: false"), &[]).await;
     // Without networks, no client matches.

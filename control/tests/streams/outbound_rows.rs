@@ -372,6 +372,79 @@ async fn the_narrowest_then_the_oldest_egress_network_applies() {
     .await;
 }
 
+/// Annotations of the service and of its route, a rule of the route, and the retries and timeouts of the rule.
+const RETRIES_AND_TIMEOUTS: &[(&str, &str, &str, &str)] = &[
+    // Retries of the service; those of the route replace them.
+    ("retry.linkerd.io/http: 5xx", "", "{}", " retry 1x 500-599"),
+    (
+        "retry.linkerd.io/http: 'gateway-error,429,404-405'",
+        "",
+        "{}",
+        " retry 1x 502-504,429-429,404-405",
+    ),
+    (
+        "retry.linkerd.io/http: 5xx, retry.linkerd.io/limit: '0'",
+        "",
+        "{}",
+        " retry 1x 500-599",
+    ),
+    (
+        "retry.linkerd.io/http: 5xx, retry.linkerd.io/limit: '65535'",
+        "",
+        "{}",
+        " retry 65535x 500-599",
+    ),
+    (
+        "retry.linkerd.io/http: 5xx, retry.linkerd.io/timeout: 300ms",
+        "",
+        "{}",
+        " retry 1x 500-599 each 300ms",
+    ),
+    ("retry.linkerd.io/limit: '3'", "", "{}", ""),
+    (
+        "retry.linkerd.io/http: 5xx, retry.linkerd.io/limit: '3'",
+        "retry.linkerd.io/http: '503'",
+        "{}",
+        " retry 1x 503-503",
+    ),
+    // Timeouts.
+    (
+        "timeout.linkerd.io/request: 1h, timeout.linkerd.io/response: 2m, timeout.linkerd.io/idle: 1d",
+        "",
+        "{}",
+        " timeouts request 3600s response 120s idle 86400s",
+    ),
+    ("timeout.linkerd.io/request: '0'", "", "{}", ""),
+    (
+        "timeout.linkerd.io/idle: 5s",
+        "",
+        "{timeouts: {request: 2s, backendRequest: 1s}}",
+        " timeouts request 2s response 1s",
+    ),
+    // Each annotation of a route takes precedence over the field of its rules.
+    (
+        "",
+        "timeout.linkerd.io/request: 3s",
+        "{timeouts: {request: 2s, backendRequest: 1s}}",
+        " timeouts request 3s response 1s",
+    ),
+    (
+        "",
+        "timeout.linkerd.io/idle: 3s",
+        "{timeouts: {request: 2s, backendRequest: 1s}}",
+        " timeouts request 2s response 1s idle 3s",
+    ),
+    ("timeout.linkerd.io/request: 9s", "", "{timeouts: {request: 0s}}", ""),
+    ("", "timeout.linkerd.io/request: '0'", "{timeouts: {request: 2s}}", ""),
+    (
+        "timeout.linkerd.io/idle: 5s",
+        "timeout.linkerd.io/request: 3s",
+        "{}",
+        " timeouts request 3s",
+    ),
+    ("", "", "{timeouts: {request: 0s}}", ""),
+];
+
 #[tokio::test]
 async fn annotations_set_retries_and_timeouts_within_bounds() {
     let row = async |service: &str, on_route: &str, rule: &str, expected: &str| {
@@ -386,44 +459,9 @@ async fn annotations_set_retries_and_timeouts_within_bounds() {
             .0;
         assert_eq!(found, expected, "{service} / {on_route} / {rule}");
     };
-    // Retries of the service; those of the route replace them.
-    row("retry.linkerd.io/http: 5xx", "", "{}", " retry 1x 500-599").await;
-    row(
-        "retry.linkerd.io/http: 'gateway-error,429,404-405'",
-        "",
-        "{}",
-        " retry 1x 502-504,429-429,404-405",
-    )
-    .await;
-    row(
-        "retry.linkerd.io/http: 5xx, retry.linkerd.io/limit: '0'",
-        "",
-        "{}",
-        " retry 1x 500-599",
-    )
-    .await;
-    row(
-        "retry.linkerd.io/http: 5xx, retry.linkerd.io/limit: '65535'",
-        "",
-        "{}",
-        " retry 65535x 500-599",
-    )
-    .await;
-    row(
-        "retry.linkerd.io/http: 5xx, retry.linkerd.io/timeout: 300ms",
-        "",
-        "{}",
-        " retry 1x 500-599 each 300ms",
-    )
-    .await;
-    row("retry.linkerd.io/limit: '3'", "", "{}", "").await;
-    row(
-        "retry.linkerd.io/http: 5xx, retry.linkerd.io/limit: '3'",
-        "retry.linkerd.io/http: '503'",
-        "{}",
-        " retry 1x 503-503",
-    )
-    .await;
+    for &(service, on_route, rule, expected) in RETRIES_AND_TIMEOUTS {
+        row(service, on_route, rule, expected).await;
+    }
     // An invalid value disables its feature.
     for bad in [
         "retry.linkerd.io/http: 6xx",
@@ -440,51 +478,9 @@ async fn annotations_set_retries_and_timeouts_within_bounds() {
         )
         .await;
     }
-    // Timeouts.
-    row(
-        "timeout.linkerd.io/request: 1h, timeout.linkerd.io/response: 2m, timeout.linkerd.io/idle: 1d",
-        "",
-        "{}",
-        " timeouts request 3600s response 120s idle 86400s",
-    )
-    .await;
-    row("timeout.linkerd.io/request: '0'", "", "{}", "").await;
     for bad in ["1.5s", "-1s", "+1s", "5", "1h30m", "1w", ""] {
         row(&format!("timeout.linkerd.io/request: '{bad}'"), "", "{}", "").await;
     }
-    let rule = "{timeouts: {request: 2s, backendRequest: 1s}}";
-    row(
-        "timeout.linkerd.io/idle: 5s",
-        "",
-        rule,
-        " timeouts request 2s response 1s",
-    )
-    .await;
-    // Each annotation of a route takes precedence over the field of its rules.
-    row(
-        "",
-        "timeout.linkerd.io/request: 3s",
-        rule,
-        " timeouts request 3s response 1s",
-    )
-    .await;
-    row(
-        "",
-        "timeout.linkerd.io/idle: 3s",
-        rule,
-        " timeouts request 2s response 1s idle 3s",
-    )
-    .await;
-    row("timeout.linkerd.io/request: 9s", "", "{timeouts: {request: 0s}}", "").await;
-    row("", "timeout.linkerd.io/request: '0'", "{timeouts: {request: 2s}}", "").await;
-    row(
-        "timeout.linkerd.io/idle: 5s",
-        "timeout.linkerd.io/request: 3s",
-        "{}",
-        " timeouts request 3s",
-    )
-    .await;
-    row("", "", "{timeouts: {request: 0s}}", "").await;
 }
 
 #[tokio::test]

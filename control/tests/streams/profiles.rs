@@ -178,102 +178,119 @@ status: {podIP: 192.168.0.2}
     check("an opaque port", &opaque, "opaque opaque-protocol transport=4143");
 }
 
+const HTTP2_WITH_TLS: &str =
+    "h2 http2 tls=default.shop.serviceaccount.identity.linkerd.cluster.local !opaque !transport";
+const OPAQUE_WITH_TLS: &str =
+    "opaque opaque-protocol http2 tls=default.shop.serviceaccount.identity.linkerd.cluster.local !transport";
+
+/// Labels and annotations of a pod, its container port and host port, and words of the endpoint at the host port.
+/// Container ports and host ports are different, and each row has the node 192.168.0.<number of the row>.
+const HOST_PORTS: &[(&str, &str, &str, u16, u16, &str)] = &[
+    ("no settings", MESHED, "", 8080, 18080, HTTP2_WITH_TLS),
+    (
+        "a skipped container port",
+        MESHED,
+        "config.linkerd.io/skip-inbound-ports: \"8080\"",
+        8080,
+        18080,
+        "pod !h2 !tls !opaque",
+    ),
+    (
+        "a skipped port by name",
+        MESHED,
+        "config.linkerd.io/skip-inbound-ports: \"main\"",
+        8080,
+        18080,
+        "pod !h2 !tls !opaque",
+    ),
+    (
+        "the number of the host port is skipped",
+        MESHED,
+        "config.linkerd.io/skip-inbound-ports: \"18080\"",
+        8080,
+        18080,
+        HTTP2_WITH_TLS,
+    ),
+    (
+        "an opaque container port",
+        MESHED,
+        "config.linkerd.io/opaque-ports: \"8080\"",
+        8080,
+        18080,
+        OPAQUE_WITH_TLS,
+    ),
+    (
+        "the number of the host port is opaque",
+        MESHED,
+        "config.linkerd.io/opaque-ports: \"18080\"",
+        8080,
+        18080,
+        HTTP2_WITH_TLS,
+    ),
+    (
+        "a container port that is opaque by default",
+        MESHED,
+        "",
+        3306,
+        13306,
+        OPAQUE_WITH_TLS,
+    ),
+    (
+        "the number of the host port is opaque by default",
+        MESHED,
+        "",
+        8080,
+        3306,
+        HTTP2_WITH_TLS,
+    ),
+    (
+        "a Server with an opaque port",
+        "labels: {linkerd.io/control-plane-ns: linkerd, app: db}",
+        "",
+        5000,
+        15000,
+        OPAQUE_WITH_TLS,
+    ),
+    (
+        "a Server with the number of the host port",
+        "labels: {linkerd.io/control-plane-ns: linkerd, app: db}",
+        "",
+        8080,
+        5000,
+        HTTP2_WITH_TLS,
+    ),
+    (
+        "a pod without a sidecar",
+        "labels: {}",
+        "",
+        3306,
+        13306,
+        "pod opaque-protocol !h2 !tls",
+    ),
+    (
+        "a pod with an unreadable sidecar",
+        MESHED,
+        "unreadable: \"\"",
+        3306,
+        13306,
+        "opaque-protocol !pod !h2 !tls",
+    ),
+];
+
 #[tokio::test]
 async fn settings_of_ports_apply_to_the_container_port_of_a_host_port() {
-    let (skip, opaque) = ("config.linkerd.io/skip-inbound-ports", "config.linkerd.io/opaque-ports");
-    let annotated = |key: &str, ports: &str| format!("{MESHED}, annotations: {{{key}: \"{ports}\"}}");
-    let meshed = || MESHED.to_owned();
-    let tls = "tls=default.shop.serviceaccount.identity.linkerd.cluster.local";
-    let h2 = format!("h2 http2 {tls} !opaque !transport");
-    let opaque_with_tls = format!("opaque opaque-protocol http2 {tls} !transport");
-    let (h2, opaque_with_tls) = (h2.as_str(), opaque_with_tls.as_str());
-    let selected = "labels: {linkerd.io/control-plane-ns: linkerd, app: db}".to_owned();
-    // Container ports and host ports are different, and each row has the node 192.168.0.<number of the row>.
-    let rows = [
-        ("no settings", meshed(), 8080, 18080, h2),
-        (
-            "a skipped container port",
-            annotated(skip, "8080"),
-            8080,
-            18080,
-            "pod !h2 !tls !opaque",
-        ),
-        (
-            "a skipped port by name",
-            annotated(skip, "main"),
-            8080,
-            18080,
-            "pod !h2 !tls !opaque",
-        ),
-        (
-            "the number of the host port is skipped",
-            annotated(skip, "18080"),
-            8080,
-            18080,
-            h2,
-        ),
-        (
-            "an opaque container port",
-            annotated(opaque, "8080"),
-            8080,
-            18080,
-            opaque_with_tls,
-        ),
-        (
-            "the number of the host port is opaque",
-            annotated(opaque, "18080"),
-            8080,
-            18080,
-            h2,
-        ),
-        (
-            "a container port that is opaque by default",
-            meshed(),
-            3306,
-            13306,
-            opaque_with_tls,
-        ),
-        (
-            "the number of the host port is opaque by default",
-            meshed(),
-            8080,
-            3306,
-            h2,
-        ),
-        (
-            "a Server with an opaque port",
-            selected.clone(),
-            5000,
-            15000,
-            opaque_with_tls,
-        ),
-        ("a Server with the number of the host port", selected, 8080, 5000, h2),
-        (
-            "a pod without a sidecar",
-            "labels: {}".to_owned(),
-            3306,
-            13306,
-            "pod opaque-protocol !h2 !tls",
-        ),
-        (
-            "a pod with an unreadable sidecar",
-            format!("{MESHED}, annotations: {{unreadable: \"\"}}"),
-            3306,
-            13306,
-            "opaque-protocol !pod !h2 !tls",
-        ),
-    ];
     let mut yaml = "apiVersion: policy.linkerd.io/v1beta3\nkind: Server\nmetadata: {name: db, namespace: shop}\n\
         spec: {podSelector: {matchLabels: {app: db}}, port: 5000, proxyProtocol: opaque}\n"
         .to_owned();
-    for (n, (_, metadata, container_port, host_port, _)) in rows.iter().enumerate() {
-        let sidecar = if metadata.contains("unreadable") {
+    for (n, (_, labels, annotations, container_port, host_port, _)) in HOST_PORTS.iter().enumerate() {
+        let sidecar = if annotations.contains("unreadable") {
             ", {name: linkerd-proxy}"
         } else {
             ""
         };
         yaml += &format!(
-            "---\napiVersion: v1\nkind: Pod\nmetadata: {{name: p{n}, namespace: shop, {metadata}}}\n\
+            "---\napiVersion: v1\nkind: Pod\n\
+             metadata: {{name: p{n}, namespace: shop, {labels}, annotations: {{{annotations}}}}}\n\
              spec: {{containers: [{{name: app, ports: [{{name: main, containerPort: {container_port}, \
              hostPort: {host_port}}}]}}{sidecar}]}}\n\
              status: {{podIP: 10.1.0.{n}, hostIP: 192.168.0.{n}, phase: Running}}\n"
@@ -284,7 +301,7 @@ async fn settings_of_ports_apply_to_the_container_port_of_a_host_port() {
         ..Config::default()
     };
     let mesh = mesh_with(&yaml, config()).await;
-    for (n, (what, _, _, host_port, expected)) in rows.iter().enumerate() {
+    for (n, (what, _, _, _, host_port, expected)) in HOST_PORTS.iter().enumerate() {
         let addr = format!("192.168.0.{n}:{host_port}");
         let expected = format!("{addr} {}", expected.replace("pod ", &format!("pod=p{n} ")));
         check(what, &profile(&mesh, &addr).await, &expected);
@@ -294,7 +311,7 @@ async fn settings_of_ports_apply_to_the_container_port_of_a_host_port() {
         ..config()
     };
     let mesh = mesh_with(&yaml, forcing).await;
-    for (n, (what, _, container_port, host_port, _)) in rows.iter().enumerate() {
+    for (n, (what, _, _, container_port, host_port, _)) in HOST_PORTS.iter().enumerate() {
         check(
             what,
             &profile(&mesh, &format!("192.168.0.{n}:{host_port}")).await,

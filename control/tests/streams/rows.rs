@@ -131,141 +131,157 @@ async fn owners_are_labels() {
     }
 }
 
+const NATIVE_SIDECAR: &str = "{name: linkerd-proxy, env: [\
+    {name: LINKERD2_PROXY_INBOUND_LISTEN_ADDR, value: \"[::]:14143\"}, \
+    {name: LINKERD2_PROXY_ADMIN_LISTEN_ADDR, value: \"[::]:14191\"}, \
+    {name: LINKERD2_PROXY_CONTROL_LISTEN_ADDR, value: \"0.0.0.0:4190\"}]}";
+
+const SIDECAR_WITH_INVALID_ADMIN_ADDRESS: &str = "{name: linkerd-proxy, env: [\
+    {name: LINKERD2_PROXY_INBOUND_LISTEN_ADDR, value: \"[::]:14143\"}, \
+    {name: LINKERD2_PROXY_ADMIN_LISTEN_ADDR, value: \"nowhere\"}, \
+    {name: LINKERD2_PROXY_CONTROL_LISTEN_ADDR, value: \"0.0.0.0:4190\"}]}";
+
+/// Labels, annotations and init containers of a pod, one of its ports, and words of the endpoint.
+const PODS: &[(&str, &str, &str, &str, u16, &str)] = &[
+    (
+        "meshed",
+        MESHED,
+        "",
+        "",
+        80,
+        "h2 http2 !transport tls=web.shop.serviceaccount.identity.linkerd.cluster.local control_plane_ns=linkerd",
+    ),
+    (
+        "not meshed",
+        "labels: {}",
+        "",
+        "",
+        80,
+        "!h2 !http2 !tls !control_plane_ns pod=p",
+    ),
+    (
+        "of another control plane",
+        "labels: {linkerd.io/control-plane-ns: other, pod-template-hash: 5d}",
+        "",
+        "",
+        80,
+        "h2 !tls control_plane_ns=other pod_template_hash=5d",
+    ),
+    (
+        "of the control plane itself",
+        "labels: {linkerd.io/control-plane-ns: linkerd, linkerd.io/control-plane-component: identity}",
+        "",
+        "",
+        80,
+        "!h2 !tls pod=p",
+    ),
+    (
+        "a skipped port",
+        MESHED,
+        "config.linkerd.io/skip-inbound-ports: \"70-90\"",
+        "",
+        80,
+        "!h2 !tls !http2 pod=p",
+    ),
+    (
+        "a port that is not skipped",
+        MESHED,
+        "config.linkerd.io/skip-inbound-ports: data",
+        "",
+        80,
+        "h2 tls=web.shop.serviceaccount.identity.linkerd.cluster.local",
+    ),
+    (
+        "a skipped port by name",
+        MESHED,
+        "config.linkerd.io/skip-inbound-ports: data",
+        "",
+        5000,
+        "!h2 !tls",
+    ),
+    (
+        "opaque by number",
+        MESHED,
+        "config.linkerd.io/opaque-ports: \"80\"",
+        "",
+        80,
+        "opaque transport=4143 opaque-protocol !h2",
+    ),
+    (
+        "opaque by name",
+        MESHED,
+        "config.linkerd.io/opaque-ports: data",
+        "",
+        5000,
+        "opaque transport=4143",
+    ),
+    (
+        "opaque by range",
+        MESHED,
+        "config.linkerd.io/opaque-ports: \"1-3,79-81\"",
+        "",
+        80,
+        "opaque",
+    ),
+    (
+        "opaque by default",
+        MESHED,
+        "",
+        "",
+        3306,
+        "opaque transport=4143 opaque-protocol",
+    ),
+    (
+        "explicitly not opaque",
+        MESHED,
+        "config.linkerd.io/opaque-ports: \"\"",
+        "",
+        3306,
+        "h2 !opaque",
+    ),
+    (
+        "opaque, of a native sidecar",
+        MESHED,
+        "config.linkerd.io/opaque-ports: \"80,14191\"",
+        NATIVE_SIDECAR,
+        80,
+        "opaque transport=14143",
+    ),
+    (
+        "opaque, but the sidecar's own port",
+        MESHED,
+        "config.linkerd.io/opaque-ports: \"80,14191\"",
+        NATIVE_SIDECAR,
+        14191,
+        "opaque !transport",
+    ),
+    (
+        "of a sidecar with an invalid admin address",
+        MESHED,
+        "",
+        SIDECAR_WITH_INVALID_ADMIN_ADDRESS,
+        80,
+        "!h2 !tls !pod",
+    ),
+];
+
 #[tokio::test]
 async fn pods_determine_how_they_are_reached() {
-    let name = "tls=web.shop.serviceaccount.identity.linkerd.cluster.local";
-    let annotated = |text: &str| format!("{MESHED}, annotations: {{{text}}}");
-    let container = format!("serviceAccountName: web, {CONTAINER}");
-    let env = |inbound: &str, admin: &str| {
-        format!(
-            "{{name: linkerd-proxy, env: [{{name: LINKERD2_PROXY_INBOUND_LISTEN_ADDR, value: \"{inbound}\"}}, \
-             {{name: LINKERD2_PROXY_ADMIN_LISTEN_ADDR, value: \"{admin}\"}}, \
-             {{name: LINKERD2_PROXY_CONTROL_LISTEN_ADDR, value: \"0.0.0.0:4190\"}}]}}"
-        )
-    };
-    let native = format!("initContainers: [{}], {container}", env("[::]:14143", "[::]:14191"));
-    let silent = format!("initContainers: [{}], {container}", env("[::]:14143", "nowhere"));
-    let other = "labels: {linkerd.io/control-plane-ns: other, pod-template-hash: 5d}".to_owned();
-    let component = "labels: {linkerd.io/control-plane-ns: linkerd, linkerd.io/control-plane-component: identity}";
-    let skip = "config.linkerd.io/skip-inbound-ports";
-    let opaque = "config.linkerd.io/opaque-ports";
-    let rows = [
-        (
-            "meshed",
-            MESHED.to_owned(),
-            &container,
-            80,
-            format!("h2 http2 !transport {name} control_plane_ns=linkerd"),
-        ),
-        (
-            "not meshed",
-            "labels: {}".to_owned(),
-            &container,
-            80,
-            "!h2 !http2 !tls !control_plane_ns pod=p".to_owned(),
-        ),
-        (
-            "of another control plane",
-            other,
-            &container,
-            80,
-            "h2 !tls control_plane_ns=other pod_template_hash=5d".to_owned(),
-        ),
-        (
-            "of the control plane itself",
-            component.to_owned(),
-            &container,
-            80,
-            "!h2 !tls pod=p".to_owned(),
-        ),
-        (
-            "a skipped port",
-            annotated(&format!("{skip}: \"70-90\"")),
-            &container,
-            80,
-            "!h2 !tls !http2 pod=p".to_owned(),
-        ),
-        (
-            "a port that is not skipped",
-            annotated(&format!("{skip}: data")),
-            &container,
-            80,
-            format!("h2 {name}"),
-        ),
-        (
-            "a skipped port by name",
-            annotated(&format!("{skip}: data")),
-            &container,
-            5000,
-            "!h2 !tls".to_owned(),
-        ),
-        (
-            "opaque by number",
-            annotated(&format!("{opaque}: \"80\"")),
-            &container,
-            80,
-            "opaque transport=4143 opaque-protocol !h2".to_owned(),
-        ),
-        (
-            "opaque by name",
-            annotated(&format!("{opaque}: data")),
-            &container,
-            5000,
-            "opaque transport=4143".to_owned(),
-        ),
-        (
-            "opaque by range",
-            annotated(&format!("{opaque}: \"1-3,79-81\"")),
-            &container,
-            80,
-            "opaque".to_owned(),
-        ),
-        (
-            "opaque by default",
-            MESHED.to_owned(),
-            &container,
-            3306,
-            "opaque transport=4143 opaque-protocol".to_owned(),
-        ),
-        (
-            "explicitly not opaque",
-            annotated(&format!("{opaque}: \"\"")),
-            &container,
-            3306,
-            "h2 !opaque".to_owned(),
-        ),
-        (
-            "opaque, of a native sidecar",
-            annotated(&format!("{opaque}: \"80,14191\"")),
-            &native,
-            80,
-            "opaque transport=14143".to_owned(),
-        ),
-        (
-            "opaque, but the sidecar's own port",
-            annotated(&format!("{opaque}: \"80,14191\"")),
-            &native,
-            14191,
-            "opaque !transport".to_owned(),
-        ),
-        (
-            "of a sidecar with an invalid admin address",
-            MESHED.to_owned(),
-            &silent,
-            80,
-            "!h2 !tls !pod".to_owned(),
-        ),
-    ];
     let mut yaml = String::new();
-    for (n, (_, metadata, spec, ..)) in rows.iter().enumerate() {
-        yaml += &pod("p", &format!("10.1.0.{}", n + 1), metadata, spec).replace("name: p,", &format!("name: p{n},"));
+    for (n, (_, labels, annotations, sidecar, ..)) in PODS.iter().enumerate() {
+        yaml += &pod(
+            &format!("p{n}"),
+            &format!("10.1.0.{}", n + 1),
+            &format!("{labels}, annotations: {{{annotations}}}"),
+            &format!("initContainers: [{sidecar}], serviceAccountName: web, {CONTAINER}"),
+        );
     }
     let config = || Config {
         default_opaque_ports: "25,3306".parse().unwrap(),
         ..Config::default()
     };
     let mesh = mesh_with(&yaml, config()).await;
-    for (n, (what, _, _, port, expected)) in rows.iter().enumerate() {
+    for (n, (what, _, _, _, port, expected)) in PODS.iter().enumerate() {
         let words = profile(&mesh, &format!("10.1.0.{}:{port}", n + 1)).await;
         check(what, &words, &expected.replace("pod=p", &format!("pod=p{n}")));
     }
@@ -277,7 +293,7 @@ async fn pods_determine_how_they_are_reached() {
     check(
         "without HTTP/2",
         &profile(&mesh, "10.1.0.1:80").await,
-        &format!("!h2 !opaque {name}"),
+        "!h2 !opaque tls=web.shop.serviceaccount.identity.linkerd.cluster.local",
     );
     let forcing = Config {
         transport: TransportMode::TransportHeader,
@@ -310,267 +326,205 @@ pub(crate) fn sliced(service: &str, slice: &str) -> String {
 pub(crate) const PORTS: &str = "ports: [{name: http, port: 80, targetPort: 1}, {name: admin, port: 81}]";
 pub(crate) const V4: &str = "addressType: IPv4\nports: [{name: http, port: 8080}]\n";
 
+/// Endpoints of the slice of a service, and the addresses at the service's port 80.
+const ENDPOINTS: &[(&str, &str, &str)] = &[
+    (
+        "the slice's port counts, not the target port",
+        "{addresses: [10.3.0.1]}",
+        "+10.3.0.1:8080",
+    ),
+    (
+        "without conditions it is ready",
+        "{addresses: [10.3.0.1], conditions: {}}",
+        "+10.3.0.1:8080",
+    ),
+    (
+        "only readiness counts",
+        "{addresses: [10.3.0.1], conditions: {ready: true, terminating: true, serving: false}}",
+        "+10.3.0.1:8080",
+    ),
+    (
+        "not ready",
+        "{addresses: [10.3.0.1], conditions: {ready: false, serving: true}}",
+        "1",
+    ),
+    (
+        "no endpoint is ready, and a terminating one still serves",
+        "{addresses: [10.3.0.1], conditions: {ready: false, serving: true, terminating: true}}, \
+         {addresses: [10.3.0.2], conditions: {ready: false, serving: false, terminating: true}}",
+        "+10.3.0.1:8080",
+    ),
+    (
+        "one that is terminating, and one that is ready",
+        "{addresses: [10.3.0.1], conditions: {ready: false, serving: true, terminating: true}}, {addresses: [10.3.0.2]}",
+        "+10.3.0.2:8080",
+    ),
+    (
+        "of several addresses of an endpoint the first stands for all",
+        "{addresses: [10.3.0.2, 10.3.0.1]}, {addresses: [10.3.0.3]}",
+        "+10.3.0.2:8080,10.3.0.3:8080",
+    ),
+    (
+        "a pod that is not known",
+        "{addresses: [10.3.0.1], targetRef: {kind: Pod, name: gone, namespace: shop}}",
+        "1",
+    ),
+    (
+        "a target that is neither a pod nor a workload",
+        "{addresses: [10.3.0.1], targetRef: {kind: Node, name: node-a}}",
+        "+10.3.0.1:8080",
+    ),
+];
+
 #[tokio::test]
 async fn slices_determine_the_addresses() {
-    let one = |slice: &str| sliced(PORTS, slice);
-    let endpoints = |endpoints: &str| one(&format!("{V4}endpoints: [{endpoints}]"));
-    let of_pod = |service: &str, others: &str| {
-        let endpoint = "{addresses: [10.3.0.1], targetRef: {kind: Pod, name: web, namespace: shop}}";
-        sliced(service, &format!("{V4}endpoints: [{endpoint}{others}]\n"))
+    let row = async |what: &str, yaml: &str, port: u16, expected: &str| {
+        let mesh = mesh(yaml).await;
+        let path = format!("web.shop.svc.cluster.local:{port}");
+        let found = short(&next(&mut mesh.get(&path).await.unwrap()).await);
+        assert_eq!(found, expected, "{what}");
     };
+    let slice_of = |service: &str, endpoints: &str| sliced(service, &format!("{V4}endpoints: [{endpoints}]\n"));
+    for &(what, endpoints, expected) in ENDPOINTS {
+        row(what, &slice_of(PORTS, endpoints), 80, expected).await;
+    }
+    let one = slice_of(PORTS, "{addresses: [10.3.0.1]}");
+    row("a port that the slice does not name", &one, 81, "1").await;
+    row("a port that the service does not list", &one, 9999, "+10.3.0.1:9999").await;
+    let owned = one.replace(
+        "labels: {kubernetes.io/service-name: web}",
+        "ownerReferences: [{apiVersion: v1, kind: Service, name: web, uid: u}]",
+    );
+    row("the owner of the slice names the service", &owned, 80, "+10.3.0.1:8080").await;
+    let nameless = sliced(
+        "ports: [{port: 80}]",
+        "addressType: IPv4\nports: [{name: \"\", port: 8080}]\nendpoints: [{addresses: [10.3.0.1]}]",
+    );
+    row("a service without a port name", &nameless, 80, "+10.3.0.1:8080").await;
+    let portless = sliced(PORTS, "addressType: IPv4\nendpoints: [{addresses: [10.3.0.1]}]");
+    row("a slice without ports", &portless, 80, "1").await;
+    let of_names = sliced(
+        PORTS,
+        "addressType: FQDN\nports: [{name: http, port: 8080}]\nendpoints: [{addresses: [example.org]}]",
+    );
+    row("a slice of DNS names", &of_names, 80, "1").await;
+
     let deleted = pod(
         "web",
         "10.3.0.1",
         "deletionTimestamp: '2025-01-01T00:00:00Z'",
         "containers: []",
     );
-    let rows = [
-        (
-            "the slice's port counts, not the target port",
-            endpoints("{addresses: [10.3.0.1]}"),
-            80,
-            "+10.3.0.1:8080",
-        ),
-        (
-            "a port that the slice does not name",
-            endpoints("{addresses: [10.3.0.1]}"),
-            81,
-            "1",
-        ),
-        (
-            "a port that the service does not list",
-            endpoints("{addresses: [10.3.0.1]}"),
-            9999,
-            "+10.3.0.1:9999",
-        ),
-        (
-            "without conditions it is ready",
-            endpoints("{addresses: [10.3.0.1], conditions: {}}"),
-            80,
-            "+10.3.0.1:8080",
-        ),
-        (
-            "only readiness counts",
-            endpoints("{addresses: [10.3.0.1], conditions: {ready: true, terminating: true, serving: false}}"),
-            80,
-            "+10.3.0.1:8080",
-        ),
-        (
-            "not ready",
-            endpoints("{addresses: [10.3.0.1], conditions: {ready: false, serving: true}}"),
-            80,
-            "1",
-        ),
-        (
-            "no endpoint is ready, and a terminating one still serves",
-            endpoints(
-                "{addresses: [10.3.0.1], conditions: {ready: false, serving: true, terminating: true}}, \
-                 {addresses: [10.3.0.2], conditions: {ready: false, serving: false, terminating: true}}",
-            ),
-            80,
-            "+10.3.0.1:8080",
-        ),
-        (
-            "one that is terminating, and one that is ready",
-            endpoints(
-                "{addresses: [10.3.0.1], conditions: {ready: false, serving: true, terminating: true}}, {addresses: [10.3.0.2]}",
-            ),
-            80,
-            "+10.3.0.2:8080",
-        ),
-        (
-            "of several addresses of an endpoint the first stands for all",
-            endpoints("{addresses: [10.3.0.2, 10.3.0.1]}, {addresses: [10.3.0.3]}"),
-            80,
-            "+10.3.0.2:8080,10.3.0.3:8080",
-        ),
-        (
-            "a slice without ports",
-            one("addressType: IPv4\nendpoints: [{addresses: [10.3.0.1]}]"),
-            80,
-            "1",
-        ),
-        (
-            "a slice of DNS names",
-            one("addressType: FQDN\nports: [{name: http, port: 8080}]\nendpoints: [{addresses: [example.org]}]"),
-            80,
-            "1",
-        ),
-        (
-            "a pod that is not known",
-            endpoints("{addresses: [10.3.0.1], targetRef: {kind: Pod, name: gone, namespace: shop}}"),
-            80,
-            "1",
-        ),
+    let endpoint = "{addresses: [10.3.0.1], targetRef: {kind: Pod, name: web, namespace: shop}}";
+    let both = format!("{endpoint}, {{addresses: [10.3.0.2]}}");
+    let publishing = format!("{PORTS}, publishNotReadyAddresses: true");
+    for (what, service, endpoints, expected) in [
         (
             "a pod that is being deleted, and another",
-            of_pod(PORTS, ", {addresses: [10.3.0.2]}") + &deleted,
-            80,
+            PORTS,
+            &*both,
             "+10.3.0.2:8080",
         ),
-        (
-            "only a pod that is being deleted",
-            of_pod(PORTS, "") + &deleted,
-            80,
-            "+10.3.0.1:8080",
-        ),
+        ("only a pod that is being deleted", PORTS, endpoint, "+10.3.0.1:8080"),
         (
             "a pod that is being deleted, of a service that publishes such pods",
-            of_pod(
-                &format!("{PORTS}, publishNotReadyAddresses: true"),
-                ", {addresses: [10.3.0.2]}",
-            ) + &deleted,
-            80,
+            &publishing,
+            &both,
             "+10.3.0.1:8080,10.3.0.2:8080",
         ),
-        (
-            "a target that is neither a pod nor a workload",
-            endpoints("{addresses: [10.3.0.1], targetRef: {kind: Node, name: node-a}}"),
-            80,
-            "+10.3.0.1:8080",
-        ),
-        (
-            "the owner of the slice names the service",
-            endpoints("{addresses: [10.3.0.1]}").replace(
-                "labels: {kubernetes.io/service-name: web}",
-                "ownerReferences: [{apiVersion: v1, kind: Service, name: web, uid: u}]",
-            ),
-            80,
-            "+10.3.0.1:8080",
-        ),
-        (
-            "a service without a port name",
-            sliced(
-                "ports: [{port: 80}]",
-                "addressType: IPv4\nports: [{name: \"\", port: 8080}]\nendpoints: [{addresses: [10.3.0.1]}]",
-            ),
-            80,
-            "+10.3.0.1:8080",
-        ),
-    ];
-    for (what, yaml, port, expected) in rows {
-        let mesh = mesh(&yaml).await;
-        let path = format!("web.shop.svc.cluster.local:{port}");
-        assert_eq!(
-            short(&next(&mut mesh.get(&path).await.unwrap()).await),
-            expected,
-            "{what}"
-        );
+    ] {
+        row(what, &(slice_of(service, endpoints) + &deleted), 80, expected).await;
     }
 }
 
 pub(crate) const A: &str = r#"{"ns":"shop","nodeName":"node-a","pod":"client"}"#;
 
+const ONE_IN_EACH_ZONE: &str = "{addresses: [10.3.0.1], hints: {forZones: [{name: a}]}}, \
+    {addresses: [10.3.0.2], hints: {forZones: [{name: b}]}}";
+
+/// Endpoints, the token of the client, and the addresses that it gets.
+const HINTS: &[(&str, &str, &str, &str)] = &[
+    ("the client's zone", ONE_IN_EACH_ZONE, A, "+10.3.0.1:8080"),
+    (
+        "a client that does not say where it is",
+        ONE_IN_EACH_ZONE,
+        "",
+        "+10.3.0.1:8080,10.3.0.2:8080",
+    ),
+    (
+        "a token that cannot be read",
+        ONE_IN_EACH_ZONE,
+        "{",
+        "+10.3.0.1:8080,10.3.0.2:8080",
+    ),
+    (
+        "an old token",
+        ONE_IN_EACH_ZONE,
+        "ns:shop",
+        "+10.3.0.1:8080,10.3.0.2:8080",
+    ),
+    (
+        "one endpoint for both zones",
+        "{addresses: [10.3.0.1], hints: {forZones: [{name: a}, {name: b}]}}, \
+         {addresses: [10.3.0.2], hints: {forZones: [{name: b}]}}",
+        A,
+        "+10.3.0.1:8080",
+    ),
+    (
+        "if one endpoint has no hints, all endpoints are used",
+        "{addresses: [10.3.0.1], hints: {forZones: [{name: a}]}}, \
+         {addresses: [10.3.0.2], hints: {forZones: [{name: b}]}}, {addresses: [10.3.0.3]}",
+        A,
+        "+10.3.0.1:8080,10.3.0.2:8080,10.3.0.3:8080",
+    ),
+    (
+        "if hints exclude all endpoints, all are used",
+        "{addresses: [10.3.0.2], hints: {forZones: [{name: b}]}}",
+        A,
+        "+10.3.0.2:8080",
+    ),
+    (
+        "the client's node",
+        "{addresses: [10.3.0.1], hints: {forNodes: [{name: node-a}], forZones: [{name: a}]}}, \
+         {addresses: [10.3.0.2], hints: {forNodes: [{name: node-c}], forZones: [{name: a}]}}",
+        A,
+        "+10.3.0.1:8080",
+    ),
+    (
+        "nothing for the client's node, and something for its zone",
+        "{addresses: [10.3.0.1], hints: {forNodes: [{name: node-b}], forZones: [{name: b}]}}, \
+         {addresses: [10.3.0.2], hints: {forNodes: [{name: node-c}], forZones: [{name: a}]}}",
+        A,
+        "+10.3.0.2:8080",
+    ),
+    (
+        "if one endpoint has no hints of nodes, all endpoints are used",
+        "{addresses: [10.3.0.1], hints: {forNodes: [{name: node-a}]}}, {addresses: [10.3.0.2]}",
+        A,
+        "+10.3.0.1:8080,10.3.0.2:8080",
+    ),
+];
+
 #[tokio::test]
 async fn hints_and_traffic_policies_choose_endpoints() {
-    let hinted = |ip: u8, zones: &str| format!("{{addresses: [10.3.0.{ip}], hints: {{forZones: [{zones}]}}}}");
-    let both = format!("{}, {}", hinted(1, "{name: a}"), hinted(2, "{name: b}"));
+    let on_node =
+        |name: &str, ip: &str, node: &str| pod(name, ip, "labels: {}", &format!("nodeName: {node}, {CONTAINER}"));
+    let pods = on_node("p1", "10.1.0.1", "node-a") + &on_node("p2", "10.1.0.2", "node-b");
+    let row = async |what: &str, service: &str, endpoints: &str, token: &str, expected: &str| {
+        let mesh = mesh(&(sliced(service, &format!("{V4}endpoints: [{endpoints}]")) + &pods)).await;
+        let mut stream = mesh.get_from("web.shop.svc.cluster.local:80", token).await.unwrap();
+        assert_eq!(short(&next(&mut stream).await), expected, "{what}");
+    };
+    for &(what, endpoints, token, expected) in HINTS {
+        row(what, PORTS, endpoints, token, expected).await;
+    }
     let local = format!("internalTrafficPolicy: Local, {PORTS}");
     let on_nodes = "{addresses: [10.1.0.1], nodeName: node-a, targetRef: {kind: Pod, name: p1, namespace: shop}}, \
         {addresses: [10.1.0.2], nodeName: node-b, targetRef: {kind: Pod, name: p2, namespace: shop}}, \
         {addresses: [10.3.0.3], nodeName: node-a}";
-    let rows = [
-        ("the client's zone", PORTS, both.clone(), A, "+10.3.0.1:8080"),
-        (
-            "a client that does not say where it is",
-            PORTS,
-            both.clone(),
-            "",
-            "+10.3.0.1:8080,10.3.0.2:8080",
-        ),
-        (
-            "a token that cannot be read",
-            PORTS,
-            both.clone(),
-            "{",
-            "+10.3.0.1:8080,10.3.0.2:8080",
-        ),
-        (
-            "an old token",
-            PORTS,
-            both.clone(),
-            "ns:shop",
-            "+10.3.0.1:8080,10.3.0.2:8080",
-        ),
-        (
-            "one endpoint for both zones",
-            PORTS,
-            format!("{}, {}", hinted(1, "{name: a}, {name: b}"), hinted(2, "{name: b}")),
-            A,
-            "+10.3.0.1:8080",
-        ),
-        (
-            "if one endpoint has no hints, all endpoints are used",
-            PORTS,
-            format!("{both}, {{addresses: [10.3.0.3]}}"),
-            A,
-            "+10.3.0.1:8080,10.3.0.2:8080,10.3.0.3:8080",
-        ),
-        (
-            "if hints exclude all endpoints, all are used",
-            PORTS,
-            hinted(2, "{name: b}"),
-            A,
-            "+10.3.0.2:8080",
-        ),
-        (
-            "the client's node",
-            PORTS,
-            "{addresses: [10.3.0.1], hints: {forNodes: [{name: node-a}], forZones: [{name: a}]}}, \
-             {addresses: [10.3.0.2], hints: {forNodes: [{name: node-c}], forZones: [{name: a}]}}"
-                .to_owned(),
-            A,
-            "+10.3.0.1:8080",
-        ),
-        (
-            "nothing for the client's node, and something for its zone",
-            PORTS,
-            "{addresses: [10.3.0.1], hints: {forNodes: [{name: node-b}], forZones: [{name: b}]}}, \
-             {addresses: [10.3.0.2], hints: {forNodes: [{name: node-c}], forZones: [{name: a}]}}"
-                .to_owned(),
-            A,
-            "+10.3.0.2:8080",
-        ),
-        (
-            "if one endpoint has no hints of nodes, all endpoints are used",
-            PORTS,
-            "{addresses: [10.3.0.1], hints: {forNodes: [{name: node-a}]}}, {addresses: [10.3.0.2]}".to_owned(),
-            A,
-            "+10.3.0.1:8080,10.3.0.2:8080",
-        ),
-        (
-            "local traffic goes to pods of the node only",
-            &local,
-            on_nodes.to_owned(),
-            A,
-            "+10.1.0.1:8080",
-        ),
-        (
-            "and nowhere when the node is not known",
-            &local,
-            on_nodes.to_owned(),
-            "",
-            "1",
-        ),
-    ];
-    for (what, service, endpoints, token, expected) in rows {
-        let yaml = sliced(service, &format!("{V4}endpoints: [{endpoints}]"))
-            + &pod(
-                "p1",
-                "10.1.0.1",
-                "labels: {}",
-                &format!("nodeName: node-a, {CONTAINER}"),
-            )
-            + &pod(
-                "p2",
-                "10.1.0.2",
-                "labels: {}",
-                &format!("nodeName: node-b, {CONTAINER}"),
-            );
-        let mesh = mesh(&yaml).await;
-        let mut stream = mesh.get_from("web.shop.svc.cluster.local:80", token).await.unwrap();
-        assert_eq!(short(&next(&mut stream).await), expected, "{what}");
-    }
+    let what = "local traffic goes to pods of the node only";
+    row(what, &local, on_nodes, A, "+10.1.0.1:8080").await;
+    row("and nowhere when the node is not known", &local, on_nodes, "", "1").await;
 }
 
 pub(crate) fn add(update: Update) -> Vec<Vec<String>> {

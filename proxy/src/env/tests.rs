@@ -118,54 +118,56 @@ fn loopback_control_addresses_are_plaintext_and_others_name_an_identity() {
     assert!(matches!(config.control.destination.security, Security::MutualTls(_)));
 }
 
+/// Values of many variables, as a chart may set them.
+const CHART: &[(&str, &str)] = &[
+    ("OUTBOUND_LISTEN_ADDR", "127.0.0.1:9999"),
+    ("OUTBOUND_LISTEN_ADDRS", "127.0.0.1:4140,[::1]:4140"),
+    ("INBOUND_LISTEN_ADDR", "[::]:4143"),
+    ("INBOUND_ACCEPT_KEEPALIVE", "10000ms"),
+    ("OUTBOUND_CONNECT_USER_TIMEOUT", "30s"),
+    ("OUTBOUND_CONNECT_EXP_BACKOFF_MIN", "50ms"),
+    ("OUTBOUND_CONNECT_EXP_BACKOFF_MAX", "5s"),
+    ("INBOUND_SERVER_HTTP2_KEEP_ALIVE_INTERVAL", "10s"),
+    ("INBOUND_SERVER_HTTP2_KEEP_ALIVE_TIMEOUT", "3s"),
+    ("INBOUND_SERVER_HTTP2_INITIAL_STREAM_WINDOW_SIZE", "70000"),
+    ("INBOUND_SERVER_HTTP2_INITIAL_CONNECTION_WINDOW_SIZE", "80000"),
+    ("MAX_IDLE_CONNS_PER_ENDPOINT", "7"),
+    ("CONTROL_STREAM_INITIAL_TIMEOUT", "3s"),
+    ("CONTROL_STREAM_IDLE_TIMEOUT", "5m"),
+    ("CONTROL_STREAM_LIFETIME", "1h"),
+    ("INBOUND_PORTS", "80,8000-8002"),
+    (
+        "INBOUND_PORTS_DISABLE_PROTOCOL_DETECTION",
+        "25,587,3306,4444,5432,6379,9300,11211",
+    ),
+    ("INBOUND_IPS", "10.0.0.7,fd00::7"),
+    ("INBOUND_DEFAULT_POLICY", "cluster-authenticated"),
+    ("POLICY_CLUSTER_NETWORKS", "10.0.0.0/8,192.168.0.1"),
+    ("DESTINATION_PROFILE_NETWORKS", "10.0.0.0/8"),
+    ("INGRESS_MODE", "true"),
+    ("CORES", "3"),
+    ("CORES_MIN", "2"),
+    ("CORES_MAX_RATIO", "0.5"),
+    ("LOG_FORMAT", "JSON"),
+    ("LOG", ""),
+    ("INBOUND_METRICS_AUTHORITY_LABELS", "unsafe"),
+    (
+        "TAP_SVC_NAME",
+        "tap.linkerd-viz.serviceaccount.identity.linkerd.cluster.local",
+    ),
+    ("TULLE_INBOUND_UNKNOWN_POLICY", "default"),
+    ("TULLE_PROXY_BALANCER", "round-robin"),
+    ("TULLE_PROXY_INBOUND_MODE", "tproxy"),
+    ("TULLE_PROXY_EXPLICIT_LISTEN_ADDR", "127.0.0.1:15001"),
+    ("INBOUND_PORTS_REQUIRE_IDENTITY", "?"),
+    ("SOMETHING_NEW", "?"),
+];
+
 #[test]
 fn values_of_a_chart_are_understood() {
     let anchors = Authority::new().certificate.pem();
-    let config = load_with(&[
-        ("OUTBOUND_LISTEN_ADDR", "127.0.0.1:9999"),
-        ("OUTBOUND_LISTEN_ADDRS", "127.0.0.1:4140,[::1]:4140"),
-        ("INBOUND_LISTEN_ADDR", "[::]:4143"),
-        ("INBOUND_ACCEPT_KEEPALIVE", "10000ms"),
-        ("OUTBOUND_CONNECT_USER_TIMEOUT", "30s"),
-        ("OUTBOUND_CONNECT_EXP_BACKOFF_MIN", "50ms"),
-        ("OUTBOUND_CONNECT_EXP_BACKOFF_MAX", "5s"),
-        ("INBOUND_SERVER_HTTP2_KEEP_ALIVE_INTERVAL", "10s"),
-        ("INBOUND_SERVER_HTTP2_KEEP_ALIVE_TIMEOUT", "3s"),
-        ("INBOUND_SERVER_HTTP2_INITIAL_STREAM_WINDOW_SIZE", "70000"),
-        ("INBOUND_SERVER_HTTP2_INITIAL_CONNECTION_WINDOW_SIZE", "80000"),
-        ("MAX_IDLE_CONNS_PER_ENDPOINT", "7"),
-        ("CONTROL_STREAM_INITIAL_TIMEOUT", "3s"),
-        ("CONTROL_STREAM_IDLE_TIMEOUT", "5m"),
-        ("CONTROL_STREAM_LIFETIME", "1h"),
-        ("INBOUND_PORTS", "80,8000-8002"),
-        (
-            "INBOUND_PORTS_DISABLE_PROTOCOL_DETECTION",
-            "25,587,3306,4444,5432,6379,9300,11211",
-        ),
-        ("INBOUND_IPS", "10.0.0.7,fd00::7"),
-        ("INBOUND_DEFAULT_POLICY", "cluster-authenticated"),
-        ("POLICY_CLUSTER_NETWORKS", "10.0.0.0/8,192.168.0.1"),
-        ("DESTINATION_PROFILE_NETWORKS", "10.0.0.0/8"),
-        ("IDENTITY_TRUST_ANCHORS", &anchors),
-        ("INGRESS_MODE", "true"),
-        ("CORES", "3"),
-        ("CORES_MIN", "2"),
-        ("CORES_MAX_RATIO", "0.5"),
-        ("LOG_FORMAT", "JSON"),
-        ("LOG", ""),
-        ("INBOUND_METRICS_AUTHORITY_LABELS", "unsafe"),
-        (
-            "TAP_SVC_NAME",
-            "tap.linkerd-viz.serviceaccount.identity.linkerd.cluster.local",
-        ),
-        ("TULLE_INBOUND_UNKNOWN_POLICY", "default"),
-        ("TULLE_PROXY_BALANCER", "round-robin"),
-        ("TULLE_PROXY_INBOUND_MODE", "tproxy"),
-        ("TULLE_PROXY_EXPLICIT_LISTEN_ADDR", "127.0.0.1:15001"),
-        ("INBOUND_PORTS_REQUIRE_IDENTITY", "?"),
-        ("SOMETHING_NEW", "?"),
-    ])
-    .unwrap();
+    let trust_anchors = ("IDENTITY_TRUST_ANCHORS", anchors.as_str());
+    let config = load_with(&[CHART, &[trust_anchors]].concat()).unwrap();
     assert_eq!(
         config.outbound.listen,
         ["127.0.0.1:4140".parse().unwrap(), "[::1]:4140".parse().unwrap()]
@@ -286,87 +288,90 @@ fn all_problems_are_listed_at_once() {
     );
 }
 
+/// Variables with a bad value, and a part of the reason.
+const BAD_VALUES: &[(&str, &str, &str)] = &[
+    (
+        "INBOUND_DETECT_TIMEOUT",
+        "10",
+        "expected digits and one of ms, s, m, h, d",
+    ),
+    ("SHUTDOWN_ENDPOINT_ENABLED", "yes", "expected true or false"),
+    (
+        "INBOUND_LISTEN_ADDR",
+        "localhost:4143",
+        "expected <ip>:<port> or [<ipv6>]:<port>",
+    ),
+    (
+        "OUTBOUND_LISTEN_ADDRS",
+        "1.1.1.1:1,1.1.1.1:2,1.1.1.1:3",
+        "expected one or two addresses, found 3",
+    ),
+    ("INBOUND_PORTS", "80-", "80-"),
+    ("INBOUND_IPS", "10.0.0.1,web", "found \"web\""),
+    (
+        "DESTINATION_PROFILE_NETWORKS",
+        "10.0.0.0/40",
+        "expected a comma-separated list of CIDRs",
+    ),
+    (
+        "DESTINATION_PROFILE_SUFFIXES",
+        "svc..local",
+        "expected a comma-separated list of DNS suffixes",
+    ),
+    ("INBOUND_DEFAULT_POLICY", "allow", "expected deny or all-authenticated"),
+    (
+        "INBOUND_DEFAULT_POLICY",
+        "audit",
+        "needs LINKERD2_PROXY_POLICY_CLUSTER_NETWORKS",
+    ),
+    ("TULLE_INBOUND_UNKNOWN_POLICY", "allow", "expected refuse or default"),
+    ("CORES", "0", "at least 1"),
+    ("CORES_MAX_RATIO", "1.5", "above 0 and at most 1"),
+    ("CORES_MAX_RATIO", "NaN", "above 0 and at most 1"),
+    ("HTTP2_INITIAL_STREAM_WINDOW_SIZE", "2147483648", "1 to 2147483647"),
+    ("INBOUND_SERVER_HTTP2_MAX_FRAME_SIZE", "100", "16384 to 16777215"),
+    ("OUTBOUND_TCP_LISTEN_BACKLOG", "-1", "not negative"),
+    ("LOG_FORMAT", "xml", "expected plain or json"),
+    ("INBOUND_METRICS_AUTHORITY_LABELS", "true", "expected unsafe"),
+    (
+        "IDENTITY_TRUST_ANCHORS",
+        "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----",
+        "certificate 1",
+    ),
+    ("IDENTITY_LOCAL_NAME", "a b", "is not an identity"),
+    ("IDENTITY_DISABLED", "1", "unset this variable"),
+    (
+        "IDENTITY_SPIRE_SOCKET",
+        "tcp://127.0.0.1:80",
+        "expected unix:///<absolute path of a socket>",
+    ),
+    (
+        "IDENTITY_SPIRE_WORKLOAD_API_ADDRESS",
+        "unix:///run/spire.sock",
+        "needs LINKERD2_PROXY_IDENTITY_SERVER_ID, a spiffe:// URI",
+    ),
+    ("TULLE_PROXY_BALANCER", "random", "expected peak-ewma or round-robin"),
+    ("TULLE_PROXY_INBOUND_MODE", "transparent", "expected redirect or tproxy"),
+    (
+        "TULLE_PROXY_OUTBOUND_RESEND",
+        "always",
+        "expected never or safe or idempotent",
+    ),
+    (
+        "TULLE_PROXY_EXPLICIT_LISTEN_ADDR",
+        "0.0.0.0:15001",
+        "expected a loopback address",
+    ),
+    (
+        "IDENTITY_MIN_REFRESH",
+        "2d",
+        "above LINKERD2_PROXY_IDENTITY_MAX_REFRESH",
+    ),
+];
+
 #[test]
 fn bad_values_are_refused_with_value_reason_and_what_is_accepted() {
-    for (name, value, expected) in [
-        (
-            "INBOUND_DETECT_TIMEOUT",
-            "10",
-            "expected digits and one of ms, s, m, h, d",
-        ),
-        ("SHUTDOWN_ENDPOINT_ENABLED", "yes", "expected true or false"),
-        (
-            "INBOUND_LISTEN_ADDR",
-            "localhost:4143",
-            "expected <ip>:<port> or [<ipv6>]:<port>",
-        ),
-        (
-            "OUTBOUND_LISTEN_ADDRS",
-            "1.1.1.1:1,1.1.1.1:2,1.1.1.1:3",
-            "expected one or two addresses, found 3",
-        ),
-        ("INBOUND_PORTS", "80-", "80-"),
-        ("INBOUND_IPS", "10.0.0.1,web", "found \"web\""),
-        (
-            "DESTINATION_PROFILE_NETWORKS",
-            "10.0.0.0/40",
-            "expected a comma-separated list of CIDRs",
-        ),
-        (
-            "DESTINATION_PROFILE_SUFFIXES",
-            "svc..local",
-            "expected a comma-separated list of DNS suffixes",
-        ),
-        ("INBOUND_DEFAULT_POLICY", "allow", "expected deny or all-authenticated"),
-        (
-            "INBOUND_DEFAULT_POLICY",
-            "audit",
-            "needs LINKERD2_PROXY_POLICY_CLUSTER_NETWORKS",
-        ),
-        ("TULLE_INBOUND_UNKNOWN_POLICY", "allow", "expected refuse or default"),
-        ("CORES", "0", "at least 1"),
-        ("CORES_MAX_RATIO", "1.5", "above 0 and at most 1"),
-        ("CORES_MAX_RATIO", "NaN", "above 0 and at most 1"),
-        ("HTTP2_INITIAL_STREAM_WINDOW_SIZE", "2147483648", "1 to 2147483647"),
-        ("INBOUND_SERVER_HTTP2_MAX_FRAME_SIZE", "100", "16384 to 16777215"),
-        ("OUTBOUND_TCP_LISTEN_BACKLOG", "-1", "not negative"),
-        ("LOG_FORMAT", "xml", "expected plain or json"),
-        ("INBOUND_METRICS_AUTHORITY_LABELS", "true", "expected unsafe"),
-        (
-            "IDENTITY_TRUST_ANCHORS",
-            "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----",
-            "certificate 1",
-        ),
-        ("IDENTITY_LOCAL_NAME", "a b", "is not an identity"),
-        ("IDENTITY_DISABLED", "1", "unset this variable"),
-        (
-            "IDENTITY_SPIRE_SOCKET",
-            "tcp://127.0.0.1:80",
-            "expected unix:///<absolute path of a socket>",
-        ),
-        (
-            "IDENTITY_SPIRE_WORKLOAD_API_ADDRESS",
-            "unix:///run/spire.sock",
-            "needs LINKERD2_PROXY_IDENTITY_SERVER_ID, a spiffe:// URI",
-        ),
-        ("TULLE_PROXY_BALANCER", "random", "expected peak-ewma or round-robin"),
-        ("TULLE_PROXY_INBOUND_MODE", "transparent", "expected redirect or tproxy"),
-        (
-            "TULLE_PROXY_OUTBOUND_RESEND",
-            "always",
-            "expected never or safe or idempotent",
-        ),
-        (
-            "TULLE_PROXY_EXPLICIT_LISTEN_ADDR",
-            "0.0.0.0:15001",
-            "expected a loopback address",
-        ),
-        (
-            "IDENTITY_MIN_REFRESH",
-            "2d",
-            "above LINKERD2_PROXY_IDENTITY_MAX_REFRESH",
-        ),
-    ] {
+    for &(name, value, expected) in BAD_VALUES {
         let errors = load_with(&[(name, value)]).unwrap_err();
         let [error] = &errors[..] else {
             panic!("{name}={value}: {errors:?}")

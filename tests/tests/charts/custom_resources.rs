@@ -34,26 +34,35 @@ async fn apply(server: &ApiServer, api_version: &str, kind: &str, spec: &str) ->
     Ok(serde_json::from_str(&server.kubectl(&args).await?)?)
 }
 
+/// Applies an object and compares values of the stored object, each with its JSON pointer.
+async fn assert_stored(server: &ApiServer, api_version: &str, kind: &str, spec: &str, expected: &[(&str, Value)]) {
+    let stored = apply(server, api_version, kind, spec)
+        .await
+        .unwrap_or_else(|err| panic!("{api_version} {kind}: {err:#}"));
+    for (pointer, value) in expected {
+        assert_eq!(
+            stored.pointer(pointer),
+            Some(value),
+            "{api_version} {kind} {pointer}: {stored:#}"
+        );
+    }
+}
+
 #[tokio::test]
 async fn every_kind_is_stored_in_every_version_with_its_defaults() {
     let server = start().await;
-    let check = async |api_version: &str, kind: &str, spec: &str, expected: &[(&str, Value)]| {
-        let stored = apply(&server, api_version, kind, spec)
-            .await
-            .unwrap_or_else(|err| panic!("{api_version} {kind}: {err:#}"));
-        for (pointer, value) in expected {
-            assert_eq!(
-                stored.pointer(pointer),
-                Some(value),
-                "{api_version} {kind} {pointer}: {stored:#}"
-            );
-        }
-    };
+    policies_are_stored(&server).await;
+    routes_are_stored(&server).await;
+    profiles_and_external_workloads_are_stored(&server).await;
+}
+
+async fn policies_are_stored(server: &ApiServer) {
     let unknown = ("/spec/proxyProtocol", json!("unknown"));
     let deny = ("/spec/accessPolicy", json!("deny"));
     let selector = "{podSelector: {matchLabels: {app: web}}, port: http}";
     for version in ["v1alpha1", "v1beta1", "v1beta2"] {
-        check(
+        assert_stored(
+            server,
             &format!("policy.linkerd.io/{version}"),
             "Server",
             selector,
@@ -61,13 +70,21 @@ async fn every_kind_is_stored_in_every_version_with_its_defaults() {
         )
         .await;
     }
-    check("policy.linkerd.io/v1beta3", "Server", selector, &[unknown, deny]).await;
+    assert_stored(
+        server,
+        "policy.linkerd.io/v1beta3",
+        "Server",
+        selector,
+        &[unknown, deny],
+    )
+    .await;
     let external = "{externalWorkloadSelector: {matchExpressions: [{key: a, operator: In, values: [b]}]}, port: 80}";
-    check("policy.linkerd.io/v1beta3", "Server", external, &[]).await;
+    assert_stored(server, "policy.linkerd.io/v1beta3", "Server", external, &[]).await;
     for version in ["v1alpha1", "v1beta1"] {
         let spec = "{server: {name: web}, client: {networks: [{cidr: 10.0.0.0/8, except: [10.1.0.0/16]}], \
                      meshTLS: {identities: ['*'], serviceAccounts: [{name: a, namespace: b}]}}}";
-        check(
+        assert_stored(
+            server,
             &format!("policy.linkerd.io/{version}"),
             "ServerAuthorization",
             spec,
@@ -75,25 +92,30 @@ async fn every_kind_is_stored_in_every_version_with_its_defaults() {
         )
         .await;
     }
-    let spec = "{targetRef: {group: policy.linkerd.io, kind: Server, name: web}, \
-                 requiredAuthenticationRefs: [{kind: ServiceAccount, name: a, namespace: b}]}";
-    check("policy.linkerd.io/v1alpha1", "AuthorizationPolicy", spec, &[]).await;
-    let identities = "{identities: ['spiffe://mesh/web', '*.web']}";
-    check("policy.linkerd.io/v1alpha1", "MeshTLSAuthentication", identities, &[]).await;
-    let networks = "{networks: [{cidr: 10.0.0.0/8, except: [10.1.0.0/16]}]}";
-    check("policy.linkerd.io/v1alpha1", "NetworkAuthentication", networks, &[]).await;
-    let spec = "{targetRef: {group: policy.linkerd.io, kind: Server, name: web}, total: {requestsPerSecond: 100}, \
-                 identity: {requestsPerSecond: 10}, \
-                 overrides: [{requestsPerSecond: 20, clientRefs: [{kind: ServiceAccount, name: a}]}]}";
-    check("policy.linkerd.io/v1alpha1", "HTTPLocalRateLimitPolicy", spec, &[]).await;
-    check(
-        "policy.linkerd.io/v1alpha1",
-        "EgressNetwork",
-        "{trafficPolicy: Deny}",
-        &[],
-    )
-    .await;
+    for (kind, spec) in [
+        (
+            "AuthorizationPolicy",
+            "{targetRef: {group: policy.linkerd.io, kind: Server, name: web}, \
+             requiredAuthenticationRefs: [{kind: ServiceAccount, name: a, namespace: b}]}",
+        ),
+        ("MeshTLSAuthentication", "{identities: ['spiffe://mesh/web', '*.web']}"),
+        (
+            "NetworkAuthentication",
+            "{networks: [{cidr: 10.0.0.0/8, except: [10.1.0.0/16]}]}",
+        ),
+        (
+            "HTTPLocalRateLimitPolicy",
+            "{targetRef: {group: policy.linkerd.io, kind: Server, name: web}, total: {requestsPerSecond: 100}, \
+             identity: {requestsPerSecond: 10}, \
+             overrides: [{requestsPerSecond: 20, clientRefs: [{kind: ServiceAccount, name: a}]}]}",
+        ),
+        ("EgressNetwork", "{trafficPolicy: Deny}"),
+    ] {
+        assert_stored(server, "policy.linkerd.io/v1alpha1", kind, spec, &[]).await;
+    }
+}
 
+async fn routes_are_stored(server: &ApiServer) {
     let route = "{parentRefs: [{name: web, kind: Server}], rules: [{backendRefs: [{name: web, port: 80}]}]}";
     let defaults = |group: &str| {
         [
@@ -109,7 +131,8 @@ async fn every_kind_is_stored_in_every_version_with_its_defaults() {
         ]
     };
     for version in ["v1alpha1", "v1beta1", "v1beta2", "v1beta3"] {
-        check(
+        assert_stored(
+            server,
             &format!("policy.linkerd.io/{version}"),
             "HTTPRoute",
             route,
@@ -118,16 +141,24 @@ async fn every_kind_is_stored_in_every_version_with_its_defaults() {
         .await;
     }
     let timeouts = "{rules: [{timeouts: {request: 10s, backendRequest: 500ms}}]}";
-    check("policy.linkerd.io/v1beta3", "HTTPRoute", timeouts, &[]).await;
+    assert_stored(server, "policy.linkerd.io/v1beta3", "HTTPRoute", timeouts, &[]).await;
     for version in ["v1beta1", "v1"] {
         let api_version = format!("gateway.networking.k8s.io/{version}");
-        check(&api_version, "HTTPRoute", route, &defaults("gateway.networking.k8s.io")).await;
+        assert_stored(
+            server,
+            &api_version,
+            "HTTPRoute",
+            route,
+            &defaults("gateway.networking.k8s.io"),
+        )
+        .await;
     }
     let weight = [("/spec/rules/0/backendRefs/0/weight", json!(1))];
     for version in ["v1alpha2", "v1"] {
         let spec = "{parentRefs: [{name: web, kind: Service, group: core, port: 80}], \
                      rules: [{matches: [{method: {service: a.B, method: C}}], backendRefs: [{name: web, port: 80}]}]}";
-        check(
+        assert_stored(
+            server,
             &format!("gateway.networking.k8s.io/{version}"),
             "GRPCRoute",
             spec,
@@ -150,21 +181,30 @@ async fn every_kind_is_stored_in_every_version_with_its_defaults() {
             "{{{hostnames}parentRefs: [{{name: web, kind: Service, group: core, port: 80}}], \
              rules: [{{backendRefs: [{{name: web, port: 80}}]}}]}}"
         );
-        check(&format!("gateway.networking.k8s.io/{version}"), kind, &spec, &weight).await;
+        assert_stored(
+            server,
+            &format!("gateway.networking.k8s.io/{version}"),
+            kind,
+            &spec,
+            &weight,
+        )
+        .await;
     }
+}
 
+async fn profiles_and_external_workloads_are_stored(server: &ApiServer) {
     let spec = "{routes: [{name: a, condition: {method: GET, pathRegex: /a, not: {method: PUT}}, isRetryable: true, timeout: 1s, \
                  responseClasses: [{condition: {status: {min: 500, max: 599}}, isFailure: true}]}]}";
-    check("linkerd.io/v1alpha1", "ServiceProfile", spec, &[]).await;
+    assert_stored(server, "linkerd.io/v1alpha1", "ServiceProfile", spec, &[]).await;
     let spec = "{retryBudget: {retryRatio: 0.2, minRetriesPerSecond: 10, ttl: 10s}, \
                  dstOverrides: [{authority: a.b, weight: 500m}, {authority: c.d, weight: 1}]}";
-    check("linkerd.io/v1alpha2", "ServiceProfile", spec, &[]).await;
+    assert_stored(server, "linkerd.io/v1alpha2", "ServiceProfile", spec, &[]).await;
     let tcp = [("/spec/ports/0/protocol", json!("TCP"))];
     let spec = "{meshTls: {identity: 'spiffe://mesh/vm', serverName: vm}, ports: [{port: 80}], workloadIPs: [{ip: 192.0.2.1}]}";
-    check("workload.linkerd.io/v1alpha1", "ExternalWorkload", spec, &tcp).await;
+    assert_stored(server, "workload.linkerd.io/v1alpha1", "ExternalWorkload", spec, &tcp).await;
     let spec = "{meshTLS: {identity: 'spiffe://mesh/vm', serverName: vm}, ports: [{port: 80}], \
                  workloadIPs: [{ip: 192.0.2.1}, {ip: '2001:db8::1'}]}";
-    check("workload.linkerd.io/v1beta1", "ExternalWorkload", spec, &tcp).await;
+    assert_stored(server, "workload.linkerd.io/v1beta1", "ExternalWorkload", spec, &tcp).await;
 }
 
 /// There is no conversion between versions: the API server only changes the version of the object.
@@ -214,6 +254,88 @@ async fn an_external_workload_of_either_version_is_complete_as_v1beta1() {
     }
 }
 
+/// Values of `spec` that the API server refuses, each with a part of the refusal.
+type RefusedSpecs = &'static [(&'static str, &'static str)];
+
+/// API version, kind, and values that are out of its bounds.
+const OUT_OF_BOUNDS: &[(&str, &str, RefusedSpecs)] = &[
+    (
+        "policy.linkerd.io/v1beta3",
+        "Server",
+        &[
+            ("{podSelector: {}}", "spec.port: Required"),
+            ("{port: 80}", "must validate one and only one schema (oneOf)"),
+            (
+                "{port: 80, podSelector: {}, externalWorkloadSelector: {}}",
+                "must validate one and only one schema (oneOf)",
+            ),
+            ("{port: 80, podSelector: {}, protocol: TLS}", "spec.protocol"),
+        ],
+    ),
+    (
+        "policy.linkerd.io/v1alpha1",
+        "MeshTLSAuthentication",
+        &[
+            ("{identities: []}", "spec.identities"),
+            (
+                "{identities: ['*'], identityRefs: [{kind: ServiceAccount, name: a}]}",
+                "oneOf",
+            ),
+        ],
+    ),
+    (
+        "policy.linkerd.io/v1alpha1",
+        "EgressNetwork",
+        &[("{trafficPolicy: Maybe}", "\"Allow\", \"Deny\"")],
+    ),
+    (
+        "policy.linkerd.io/v1alpha1",
+        "AuthorizationPolicy",
+        &[("{requiredAuthenticationRefs: []}", "spec.targetRef")],
+    ),
+    (
+        "policy.linkerd.io/v1beta3",
+        "HTTPRoute",
+        &[
+            ("{parentRefs: [{name: a, port: 0}]}", "spec.parentRefs[0].port"),
+            (
+                "{rules: [{filters: [{type: URLRewrite}]}]}",
+                "spec.rules[0].filters[0].type",
+            ),
+        ],
+    ),
+    (
+        "policy.linkerd.io/v1beta2",
+        "HTTPRoute",
+        &[("{rules: [{timeouts: {request: 1s}}]}", "timeouts")],
+    ),
+    (
+        "gateway.networking.k8s.io/v1",
+        "HTTPRoute",
+        &[("{rules: [{backendRefs: [{name: a, weight: -1}]}]}", "weight")],
+    ),
+    (
+        "workload.linkerd.io/v1beta1",
+        "ExternalWorkload",
+        &[
+            (
+                "{meshTLS: {identity: a, serverName: a}, workloadIPs: [{ip: a}, {ip: b}, {ip: c}]}",
+                "must have at most 2 items",
+            ),
+            ("{meshTLS: {identity: '', serverName: a}}", "spec.meshTLS.identity"),
+            (
+                "{meshTLS: {identity: a, serverName: a}, ports: [{port: 65536}]}",
+                "spec.ports[0].port",
+            ),
+        ],
+    ),
+    (
+        "linkerd.io/v1alpha2",
+        "ServiceProfile",
+        &[("{routes: [{name: a}]}", "spec.routes[0].condition")],
+    ),
+];
+
 #[tokio::test]
 async fn values_out_of_bounds_are_refused_with_their_field() {
     let server = start().await;
@@ -222,111 +344,15 @@ async fn values_out_of_bounds_are_refused_with_their_field() {
         let refusal = format!("{refusal:#}");
         assert!(refusal.contains(expected), "{kind} {spec}: {refusal}");
     };
-    let server_kind = ("policy.linkerd.io/v1beta3", "Server");
-    check(server_kind.0, server_kind.1, "{podSelector: {}}", "spec.port: Required").await;
-    check(
-        server_kind.0,
-        server_kind.1,
-        "{port: 80}",
-        "must validate one and only one schema (oneOf)",
-    )
-    .await;
-    let both = "{port: 80, podSelector: {}, externalWorkloadSelector: {}}";
-    check(
-        server_kind.0,
-        server_kind.1,
-        both,
-        "must validate one and only one schema (oneOf)",
-    )
-    .await;
-    check(
-        server_kind.0,
-        server_kind.1,
-        "{port: 80, podSelector: {}, protocol: TLS}",
-        "spec.protocol",
-    )
-    .await;
-    let authentication = ("policy.linkerd.io/v1alpha1", "MeshTLSAuthentication");
-    check(
-        authentication.0,
-        authentication.1,
-        "{identities: []}",
-        "spec.identities",
-    )
-    .await;
-    let both = "{identities: ['*'], identityRefs: [{kind: ServiceAccount, name: a}]}";
-    check(authentication.0, authentication.1, both, "oneOf").await;
-    check(
-        "policy.linkerd.io/v1alpha1",
-        "EgressNetwork",
-        "{trafficPolicy: Maybe}",
-        "\"Allow\", \"Deny\"",
-    )
-    .await;
-    check(
-        "policy.linkerd.io/v1alpha1",
-        "AuthorizationPolicy",
-        "{requiredAuthenticationRefs: []}",
-        "spec.targetRef",
-    )
-    .await;
-    let route = ("policy.linkerd.io/v1beta3", "HTTPRoute");
+    for &(api_version, kind, specs) in OUT_OF_BOUNDS {
+        for &(spec, expected) in specs {
+            check(api_version, kind, spec, expected).await;
+        }
+    }
     let names = format!("{{hostnames: [{}]}}", vec!["a.b"; 17].join(", "));
-    check(route.0, route.1, &names, "must have at most 16 items").await;
-    check(
-        route.0,
-        route.1,
-        "{parentRefs: [{name: a, port: 0}]}",
-        "spec.parentRefs[0].port",
-    )
-    .await;
-    check(
-        route.0,
-        route.1,
-        "{rules: [{filters: [{type: URLRewrite}]}]}",
-        "spec.rules[0].filters[0].type",
-    )
-    .await;
-    check(
-        "policy.linkerd.io/v1beta2",
-        route.1,
-        "{rules: [{timeouts: {request: 1s}}]}",
-        "timeouts",
-    )
-    .await;
-    let gateway = ("gateway.networking.k8s.io/v1", "HTTPRoute");
-    check(
-        gateway.0,
-        gateway.1,
-        "{rules: [{backendRefs: [{name: a, weight: -1}]}]}",
-        "weight",
-    )
-    .await;
-    check(gateway.0, gateway.1, &names, "spec.hostnames").await;
-    let workload = ("workload.linkerd.io/v1beta1", "ExternalWorkload");
-    let three = "{meshTLS: {identity: a, serverName: a}, workloadIPs: [{ip: a}, {ip: b}, {ip: c}]}";
-    check(workload.0, workload.1, three, "must have at most 2 items").await;
-    check(
-        workload.0,
-        workload.1,
-        "{meshTLS: {identity: '', serverName: a}}",
-        "spec.meshTLS.identity",
-    )
-    .await;
-    check(
-        workload.0,
-        workload.1,
-        "{meshTLS: {identity: a, serverName: a}, ports: [{port: 65536}]}",
-        "spec.ports[0].port",
-    )
-    .await;
-    check(
-        "linkerd.io/v1alpha2",
-        "ServiceProfile",
-        "{routes: [{name: a}]}",
-        "spec.routes[0].condition",
-    )
-    .await;
+    let too_many = "must have at most 16 items";
+    check("policy.linkerd.io/v1beta3", "HTTPRoute", &names, too_many).await;
+    check("gateway.networking.k8s.io/v1", "HTTPRoute", &names, "spec.hostnames").await;
 }
 
 /// The policies of the demo are written for a directory; an API server accepts the same files.

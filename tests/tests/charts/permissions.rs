@@ -163,131 +163,145 @@ type Row = (
     bool,
 );
 
-#[tokio::test(flavor = "multi_thread")]
-async fn service_accounts_have_the_permissions_of_the_table() {
-    let server = start_with_chart(&[]).await;
-    let rows: &[Row] = &[
-        (
-            IDENTITY,
-            &["create"],
-            "tokenreviews.authentication.k8s.io",
-            "",
-            "",
-            true,
-        ),
-        (IDENTITY, &["create", "patch"], "events.events.k8s.io", "shop", "", true),
-        (IDENTITY, &["get", "list", "watch"], "pods", "", "", false),
-        (IDENTITY, &["get", "list"], "configmaps", "linkerd", "", false),
-        (DESTINATION, &["list", "watch"], "pods", "", "", true),
-        (
-            DESTINATION,
-            &["list", "watch"],
-            "servers.policy.linkerd.io",
-            "",
-            "",
-            true,
-        ),
-        (
-            DESTINATION,
-            &["patch"],
-            "httproutes.policy.linkerd.io/status",
-            "shop",
-            "",
-            true,
-        ),
-        (
-            DESTINATION,
-            &["patch", "update"],
-            "httproutes.policy.linkerd.io",
-            "shop",
-            "",
-            false,
-        ),
-        (
-            DESTINATION,
-            &["create", "update", "delete"],
-            "endpointslices.discovery.k8s.io",
-            "shop",
-            "",
-            true,
-        ),
-        (
-            DESTINATION,
-            &["create", "update", "patch", "delete"],
-            "pods",
-            "shop",
-            "",
-            false,
-        ),
-        (
-            DESTINATION,
-            &["create"],
-            "tokenreviews.authentication.k8s.io",
-            "",
-            "",
-            false,
-        ),
-        (
-            DESTINATION,
-            &["get", "update"],
-            "leases.coordination.k8s.io",
-            "linkerd",
-            "policy-controller-write",
-            true,
-        ),
-        (
-            DESTINATION,
-            &["get", "update"],
-            "leases.coordination.k8s.io",
-            "linkerd",
-            "another",
-            false,
-        ),
-        (
-            DESTINATION,
-            &["get", "list"],
-            "leases.coordination.k8s.io",
-            "kube-system",
-            "",
-            false,
-        ),
-        (INJECTOR, &["get", "list", "watch"], "namespaces", "", "", true),
-        (INJECTOR, &["list"], "pods", "", "", true),
-        (
-            INJECTOR,
-            &["create", "update", "patch", "delete"],
-            "pods",
-            "shop",
-            "",
-            false,
-        ),
-        (
-            INJECTOR,
-            &["patch"],
-            MUTATING,
-            "",
-            "linkerd-proxy-injector-webhook-config",
-            true,
-        ),
-        (INJECTOR, &["patch"], MUTATING, "", "another", false),
-        (INJECTOR, &["create", "update", "delete"], MUTATING, "", "", false),
-        (
-            DESTINATION,
-            &["patch"],
-            VALIDATING,
-            "",
-            "linkerd-sp-validator-webhook-config",
-            true,
-        ),
-        (DESTINATION, &["patch"], VALIDATING, "", "another", false),
-    ];
-    let mut wrong = Vec::new();
-    let mut ask = async |review: AccessReview, expected: bool| {
-        if review.is_allowed(&server).await != expected {
-            wrong.push(format!("{review:?}: expected {expected}"));
-        }
-    };
-    for &(account, verbs, resource, namespace, name, expected) in rows {
+/// Verbs that an account may or may not use on single resources.
+const PERMISSIONS: &[Row] = &[
+    (
+        IDENTITY,
+        &["create"],
+        "tokenreviews.authentication.k8s.io",
+        "",
+        "",
+        true,
+    ),
+    (IDENTITY, &["create", "patch"], "events.events.k8s.io", "shop", "", true),
+    (IDENTITY, &["get", "list", "watch"], "pods", "", "", false),
+    (IDENTITY, &["get", "list"], "configmaps", "linkerd", "", false),
+    (DESTINATION, &["list", "watch"], "pods", "", "", true),
+    (
+        DESTINATION,
+        &["list", "watch"],
+        "servers.policy.linkerd.io",
+        "",
+        "",
+        true,
+    ),
+    (
+        DESTINATION,
+        &["patch"],
+        "httproutes.policy.linkerd.io/status",
+        "shop",
+        "",
+        true,
+    ),
+    (
+        DESTINATION,
+        &["patch", "update"],
+        "httproutes.policy.linkerd.io",
+        "shop",
+        "",
+        false,
+    ),
+    (
+        DESTINATION,
+        &["create", "update", "delete"],
+        "endpointslices.discovery.k8s.io",
+        "shop",
+        "",
+        true,
+    ),
+    (
+        DESTINATION,
+        &["create", "update", "patch", "delete"],
+        "pods",
+        "shop",
+        "",
+        false,
+    ),
+    (
+        DESTINATION,
+        &["create"],
+        "tokenreviews.authentication.k8s.io",
+        "",
+        "",
+        false,
+    ),
+    (
+        DESTINATION,
+        &["get", "update"],
+        "leases.coordination.k8s.io",
+        "linkerd",
+        "policy-controller-write",
+        true,
+    ),
+    (
+        DESTINATION,
+        &["get", "update"],
+        "leases.coordination.k8s.io",
+        "linkerd",
+        "another",
+        false,
+    ),
+    (
+        DESTINATION,
+        &["get", "list"],
+        "leases.coordination.k8s.io",
+        "kube-system",
+        "",
+        false,
+    ),
+    (INJECTOR, &["get", "list", "watch"], "namespaces", "", "", true),
+    (INJECTOR, &["list"], "pods", "", "", true),
+    (
+        INJECTOR,
+        &["create", "update", "patch", "delete"],
+        "pods",
+        "shop",
+        "",
+        false,
+    ),
+    (
+        INJECTOR,
+        &["patch"],
+        MUTATING,
+        "",
+        "linkerd-proxy-injector-webhook-config",
+        true,
+    ),
+    (INJECTOR, &["patch"], MUTATING, "", "another", false),
+    (INJECTOR, &["create", "update", "delete"], MUTATING, "", "", false),
+    (
+        DESTINATION,
+        &["patch"],
+        VALIDATING,
+        "",
+        "linkerd-sp-validator-webhook-config",
+        true,
+    ),
+    (DESTINATION, &["patch"], VALIDATING, "", "another", false),
+];
+
+/// Verbs and resources that would allow privilege escalation.
+const ESCALATIONS: [(&str, &str); 11] = [
+    ("create", "pods/exec"),
+    ("create", "pods"),
+    ("create", "serviceaccounts/token"),
+    ("impersonate", "users"),
+    ("get", "nodes/proxy"),
+    ("escalate", "clusterroles.rbac.authorization.k8s.io"),
+    ("bind", "clusterroles.rbac.authorization.k8s.io"),
+    ("create", "clusterrolebindings.rbac.authorization.k8s.io"),
+    ("create", "rolebindings.rbac.authorization.k8s.io"),
+    ("create", "certificatesigningrequests.certificates.k8s.io"),
+    ("*", "*"),
+];
+
+/// An access review and whether it must be allowed.
+type Expectation = (AccessReview, bool);
+
+/// The rows of [`PERMISSIONS`], verb by verb.
+fn single_permissions() -> Vec<Expectation> {
+    let mut expected = Vec::new();
+    for &(account, verbs, resource, namespace, name, is_allowed) in PERMISSIONS {
         for &verb in verbs {
             let review = AccessReview {
                 account,
@@ -296,9 +310,15 @@ async fn service_accounts_have_the_permissions_of_the_table() {
                 namespace,
                 name,
             };
-            ask(review, expected).await;
+            expected.push((review, is_allowed));
         }
     }
+    expected
+}
+
+/// Every verb of every account for the rows of [`DESTINATION_ACCESS`].
+fn access_of_destination_only() -> Vec<Expectation> {
+    let mut expected = Vec::new();
     for (resource, namespace, name, verbs) in DESTINATION_ACCESS {
         for account in ACCOUNTS {
             for verb in VERBS {
@@ -309,13 +329,18 @@ async fn service_accounts_have_the_permissions_of_the_table() {
                     namespace,
                     name,
                 };
-                ask(review, account == DESTINATION && verbs.contains(&verb)).await;
+                expected.push((review, account == DESTINATION && verbs.contains(&verb)));
             }
         }
     }
-    // Each account has access to its own Secrets by name, and no account to another's, to the issuer's, or to all Secrets.
+    expected
+}
+
+/// Each account has access to its own Secrets by name, and no account to another's, to the issuer's, or to all Secrets.
+fn access_to_secrets() -> Vec<Expectation> {
     let names = SECRETS.map(|(_, name)| name);
     let others = ["", "linkerd-identity-issuer", "cluster-credentials-west"];
+    let mut expected = Vec::new();
     for account in ACCOUNTS {
         for verb in VERBS {
             for (namespace, name) in names.into_iter().chain(others).map(|name| ("linkerd", name)).chain([
@@ -330,25 +355,20 @@ async fn service_accounts_have_the_permissions_of_the_table() {
                     namespace,
                     name,
                 };
-                let is_expected =
+                let is_allowed =
                     namespace == "linkerd" && SECRETS.contains(&(account, name)) && SECRET_VERBS.contains(&verb);
-                ask(review, is_expected).await;
+                expected.push((review, is_allowed));
             }
         }
-        // Requests that would allow privilege escalation.
-        for (verb, resource) in [
-            ("create", "pods/exec"),
-            ("create", "pods"),
-            ("create", "serviceaccounts/token"),
-            ("impersonate", "users"),
-            ("get", "nodes/proxy"),
-            ("escalate", "clusterroles.rbac.authorization.k8s.io"),
-            ("bind", "clusterroles.rbac.authorization.k8s.io"),
-            ("create", "clusterrolebindings.rbac.authorization.k8s.io"),
-            ("create", "rolebindings.rbac.authorization.k8s.io"),
-            ("create", "certificatesigningrequests.certificates.k8s.io"),
-            ("*", "*"),
-        ] {
+    }
+    expected
+}
+
+/// No account may use any of [`ESCALATIONS`].
+fn privilege_escalations() -> Vec<Expectation> {
+    let mut expected = Vec::new();
+    for account in ACCOUNTS {
+        for (verb, resource) in ESCALATIONS {
             let review = AccessReview {
                 account,
                 verb,
@@ -356,7 +376,25 @@ async fn service_accounts_have_the_permissions_of_the_table() {
                 namespace: "linkerd",
                 name: "",
             };
-            ask(review, false).await;
+            expected.push((review, false));
+        }
+    }
+    expected
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn service_accounts_have_the_permissions_of_the_table() {
+    let server = start_with_chart(&[]).await;
+    let expectations = [
+        single_permissions(),
+        access_of_destination_only(),
+        access_to_secrets(),
+        privilege_escalations(),
+    ];
+    let mut wrong = Vec::new();
+    for (review, expected) in expectations.concat() {
+        if review.is_allowed(&server).await != expected {
+            wrong.push(format!("{review:?}: expected {expected}"));
         }
     }
     assert!(wrong.is_empty(), "{wrong:#?}");

@@ -135,31 +135,13 @@ async fn the_tutorial_meshes_an_application_with_exactly_the_needed_permissions(
         "ConfigMap/kube-root-ca.crt",
         "ServiceAccount/default",
     ];
-    let assert_only_left = async |allowed: &[&str]| {
-        let is_cleaned_up = async || {
-            let after = all_objects(&cluster).await;
-            let remaining = after.difference(&before);
-            let (definitions, others): (Vec<_>, Vec<_>) =
-                remaining.partition(|name| name.contains("gateway.networking.k8s.io"));
-            let others: BTreeSet<&str> = others.iter().map(|name| name.split_once(' ').unwrap().1).collect();
-            ensure!(others == allowed.iter().copied().collect(), "{others:?} are left");
-            // They stay, because other users may need them.
-            ensure!(
-                definitions.len() == 4,
-                "definitions of the Gateway API: {definitions:?}"
-            );
-            Ok(())
-        };
-        let what = "only objects that are kept remain";
-        cluster.wait_until(what, is_cleaned_up).await.unwrap();
-    };
     let namespace = "kubectl delete namespace linkerd";
     let (uninstall, rest) = clean_up.split_once(namespace).expect("the namespace goes last");
     assert_eq!(rest.trim(), "");
     run(uninstall).await;
-    assert_only_left(&of_namespace).await;
+    assert_only_left(&cluster, &before, &of_namespace).await;
     run(namespace).await;
-    assert_only_left(&[]).await;
+    assert_only_left(&cluster, &before, &[]).await;
 }
 
 /// Checks destination's log lines about watches, EndpointSlices and the lease, and its watches and renewals in the audit log.
@@ -356,6 +338,26 @@ async fn exercise_control_plane(cluster: &Cluster) {
         let broken = r#"{"data": {"tls.crt": "YnJva2Vu"}}"#;
         kubectl(&["patch", "-n", "linkerd", &secret, "--type=merge", "-p", broken]).await;
     }
+}
+
+/// Waits until these kinds and names are all that is left of the installation, besides the definitions of the Gateway API, which
+/// stay because other users may need them.
+async fn assert_only_left(cluster: &Cluster, before: &BTreeSet<String>, allowed: &[&str]) {
+    let is_cleaned_up = async || {
+        let after = all_objects(cluster).await;
+        let remaining = after.difference(before);
+        let (definitions, others): (Vec<_>, Vec<_>) =
+            remaining.partition(|name| name.contains("gateway.networking.k8s.io"));
+        let others: BTreeSet<&str> = others.iter().map(|name| name.split_once(' ').unwrap().1).collect();
+        ensure!(others == allowed.iter().copied().collect(), "{others:?} are left");
+        ensure!(
+            definitions.len() == 4,
+            "definitions of the Gateway API: {definitions:?}"
+        );
+        Ok(())
+    };
+    let what = "only objects that are kept remain";
+    cluster.wait_until(what, is_cleaned_up).await.unwrap();
 }
 
 /// All objects that an installation can create, as namespace, kind and name.

@@ -21,6 +21,14 @@ const UNMESHED: Client = Client {
 #[tokio::test(flavor = "multi_thread")]
 async fn the_demo_s_workloads_reach_each_other_by_every_name_and_protocol() {
     let meshed = MeshedCluster::start().await.unwrap();
+    start_demo(&meshed).await;
+    every_edge_is_answered(&meshed).await;
+    clients_without_an_identity_are_refused(&meshed).await;
+    both_sides_have_verified_each_other(&meshed).await;
+}
+
+/// Applies the demo and waits until its workloads are available.
+async fn start_demo(meshed: &MeshedCluster) {
     let manifests = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/kubernetes-demo");
     meshed.apply_files(&manifests).await.unwrap();
     meshed
@@ -33,7 +41,10 @@ async fn the_demo_s_workloads_reach_each_other_by_every_name_and_protocol() {
     }
     let status = "rollout status -n demo statefulset/ws --timeout=60s";
     meshed.kubectl(status).await.unwrap();
+}
 
+/// Sends requests to every name of the demo's services, and waits until all expected replicas have answered.
+async fn every_edge_is_answered(meshed: &MeshedCluster) {
     let replicas = meshed.pods("demo", "app=web").await.unwrap();
     let ips = "get pods -n demo -l app=web -o jsonpath={.items[*].status.podIP}";
     let ips = meshed.kubectl(ips).await.unwrap();
@@ -87,8 +98,10 @@ async fn the_demo_s_workloads_reach_each_other_by_every_name_and_protocol() {
         meshed.cluster.wait_until(what, all_answer).await.unwrap();
         assert!(expected.is_empty() || answered == expected, "{what}: {answered:?}");
     }
+}
 
-    // A client without an identity is refused, in the form of each protocol. The path of a probe is open to all clients.
+/// Checks the refusal of each protocol, and that the path of a probe is open to all clients.
+async fn clients_without_an_identity_are_refused(meshed: &MeshedCluster) {
     for target in ["web.demo:80/", "web.demo:9090/", "ws.demo:8080/"] {
         let report = meshed
             .load(UNMESHED, &format!("{target} --rate=20 --requests=20"))
@@ -104,8 +117,10 @@ async fn the_demo_s_workloads_reach_each_other_by_every_name_and_protocol() {
         .await
         .unwrap();
     assert_all_ok(&probe, "a probe");
+}
 
-    // Both sides have verified each other, on one node and across nodes and zones.
+/// Checks the identities that the proxies count, on one node and across nodes and zones.
+async fn both_sides_have_verified_each_other(meshed: &MeshedCluster) {
     let load = &meshed.pods("demo", "app=load").await.unwrap()[0];
     let identity = |account: &str| format!("{account}.demo.serviceaccount.identity.linkerd.cluster.local");
     for account in ["web", "ws", "tcp"] {

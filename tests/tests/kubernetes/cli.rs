@@ -188,30 +188,43 @@ async fn a_server_is_reached_by_the_name_of_its_host() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_control_plane_is_installed_checked_upgraded_pruned_and_removed() {
     let server = ApiServer::start().await.unwrap();
-    let refused = tulle(&server, "install").await;
+    let installed = install(&server).await;
+    check_without_pods(&server).await;
+    upgrade(&server, &installed).await;
+    prune_an_old_service(&server).await;
+    prune_with_external_credentials(&server).await;
+    uninstall(&server).await;
+}
+
+/// Installs a control plane with log level `debug`, and returns its manifests.
+async fn install(server: &ApiServer) -> String {
+    let refused = tulle(server, "install").await;
     assert!(!refused.success);
     assert_contains(&refused.err, &["tulle install --crds | kubectl apply -f -"]);
-    let refused = tulle(&server, "install --crds").await;
+    let refused = tulle(server, "install --crds").await;
     assert_contains(&refused.err, &["--set installGatewayAPI=true"]);
 
-    let crds = tulle(&server, "install --crds --set installGatewayAPI=true").await;
+    let crds = tulle(server, "install --crds --set installGatewayAPI=true").await;
     assert!(crds.success, "{}", crds.err);
-    kubectl(&server, "apply -f -", &crds.out).await;
-    let checked = tulle(&server, "check --crds").await;
+    kubectl(server, "apply -f -", &crds.out).await;
+    let checked = tulle(server, "check --crds").await;
     assert!(checked.success, "{}", checked.out);
 
-    let installed = tulle(&server, "install --set controllerLogLevel=debug").await;
+    let installed = tulle(server, "install --set controllerLogLevel=debug").await;
     assert!(installed.success, "{}", installed.err);
     assert_contains(&installed.err, &["made a trust anchor and an issuer"]);
-    kubectl(&server, "apply -f -", &installed.out).await;
-    let again = tulle(&server, "install").await;
+    kubectl(server, "apply -f -", &installed.out).await;
+    let again = tulle(server, "install").await;
     assert_contains(
         &again.err,
         &["there is a control plane in namespace linkerd already", "tulle upgrade"],
     );
+    installed.out
+}
 
-    // No node runs the pods, and no component creates the certificates of webhooks; everything else passes.
-    let half = tulle(&server, "check --wait 0").await;
+/// No node runs the pods, and no component creates the certificates of webhooks; everything else passes.
+async fn check_without_pods(server: &ApiServer) {
+    let half = tulle(server, "check --wait 0").await;
     assert!(!half.success);
     assert_contains(
         &half.out,
@@ -228,50 +241,57 @@ async fn a_control_plane_is_installed_checked_upgraded_pruned_and_removed() {
         ],
     );
     // A pending check is printed only when its message changes.
-    let waited = tulle(&server, "check --wait 3s").await;
+    let waited = tulle(server, "check --wait 3s").await;
     let mut progress: Vec<_> = waited.err.lines().filter(|line| line.starts_with("waiting")).collect();
     assert_contains(&progress.join("\n"), &["control plane pods are ready"]);
     let all = progress.len();
     progress.dedup();
     assert_eq!(progress.len(), all, "{}", waited.err);
+}
 
-    let before = tulle(&server, "upgrade").await;
-    let upgraded = tulle(&server, "upgrade --controller-replicas 2").await;
+/// An upgrade keeps the issuer and the values of the installed manifests.
+async fn upgrade(server: &ApiServer, installed: &str) {
+    let before = tulle(server, "upgrade").await;
+    let upgraded = tulle(server, "upgrade --controller-replicas 2").await;
     assert!(upgraded.success, "{}", upgraded.err);
-    assert_eq!(before.out, tulle(&server, "upgrade").await.out);
+    assert_eq!(before.out, tulle(server, "upgrade").await.out);
     let issuer = |text: &str| {
         let at = text.find("crt.pem: ").expect("an issuer");
         text[at..].lines().next().unwrap().to_owned()
     };
-    assert_eq!(issuer(&upgraded.out), issuer(&installed.out));
-    kubectl(&server, "apply -f -", &upgraded.out).await;
+    assert_eq!(issuer(&upgraded.out), issuer(installed));
+    kubectl(server, "apply -f -", &upgraded.out).await;
     let replicas = "get deployment linkerd-destination -n linkerd -o jsonpath={.spec.replicas}";
-    assert_eq!(kubectl(&server, replicas, "").await, "2");
-    let log_level = kubectl(&server, "get configmap linkerd-config -n linkerd -o yaml", "").await;
+    assert_eq!(kubectl(server, replicas, "").await, "2");
+    let log_level = kubectl(server, "get configmap linkerd-config -n linkerd -o yaml", "").await;
     assert_contains(&log_level, &["controllerLogLevel: debug", "controllerReplicas: 2"]);
+}
 
-    assert_eq!(tulle(&server, "prune").await.out, "");
-    kubectl(&server, "create service clusterip old -n linkerd --tcp=80", "").await;
+async fn prune_an_old_service(server: &ApiServer) {
+    assert_eq!(tulle(server, "prune").await.out, "");
+    kubectl(server, "create service clusterip old -n linkerd --tcp=80", "").await;
     kubectl(
-        &server,
+        server,
         "label service old -n linkerd linkerd.io/control-plane-ns=linkerd",
         "",
     )
     .await;
-    let pruned = tulle(&server, "prune").await;
+    let pruned = tulle(server, "prune").await;
     assert_contains(&pruned.out, &["kind: Service", "name: old"]);
     assert_eq!(pruned.out.matches("kind:").count(), 1, "{}", pruned.out);
+}
 
-    // External credentials are still in use, and the objects that the chart created for them keep their labels.
-    let external = tulle(&server, "upgrade --identity-external-issuer --identity-external-ca").await;
+/// External credentials are still in use, and the objects that the chart created for them keep their labels.
+async fn prune_with_external_credentials(server: &ApiServer) {
+    let external = tulle(server, "upgrade --identity-external-issuer --identity-external-ca").await;
     assert!(external.success, "{}", external.err);
-    kubectl(&server, "apply -f -", &external.out).await;
-    let policies = tulle(&server, "upgrade --set networkPolicies.enabled=true").await;
+    kubectl(server, "apply -f -", &external.out).await;
+    let policies = tulle(server, "upgrade --set networkPolicies.enabled=true").await;
     let documents = policies.out.split("---\n");
     let policies: Vec<_> = documents.filter(|text| text.contains("kind: NetworkPolicy")).collect();
     assert!(!policies.is_empty());
-    kubectl(&server, "apply -f -", &policies.join("---\n")).await;
-    let pruned = tulle(&server, "prune").await;
+    kubectl(server, "apply -f -", &policies.join("---\n")).await;
+    let pruned = tulle(server, "prune").await;
     for used in ["linkerd-identity-issuer", "linkerd-identity-trust-roots"] {
         assert!(!pruned.out.contains(used), "{}", pruned.out);
     }
@@ -281,15 +301,19 @@ async fn a_control_plane_is_installed_checked_upgraded_pruned_and_removed() {
         "{}",
         pruned.out
     );
+    // The policies and the old Service.
     assert_eq!(
         pruned.out.matches("kind:").count(),
         policies.len() + 1,
         "{}",
         pruned.out
     );
+}
 
-    kubectl(&server, "create namespace shop", "").await;
-    kubectl(&server, "create serviceaccount default -n shop", "").await;
+/// Removes the control plane, which is refused as long as a pod has one of its proxies.
+async fn uninstall(server: &ApiServer) {
+    kubectl(server, "create namespace shop", "").await;
+    kubectl(server, "create serviceaccount default -n shop", "").await;
     let pod = "\
 apiVersion: v1
 kind: Pod
@@ -297,24 +321,24 @@ metadata: {name: web, namespace: shop, labels: {linkerd.io/control-plane-ns: lin
 spec: {containers: [{name: linkerd-proxy, image: none}]}
 ";
     // The webhook has no CA bundle yet and lets pods pass.
-    kubectl(&server, "apply -f -", pod).await;
-    let refused = tulle(&server, "uninstall").await;
+    kubectl(server, "apply -f -", pod).await;
+    let refused = tulle(server, "uninstall").await;
     assert!(!refused.success);
     assert_contains(
         &refused.err,
         &["1 pod has a proxy of this control plane (shop/web)", "--force"],
     );
-    kubectl(&server, "delete pod web -n shop --force --grace-period=0", "").await;
+    kubectl(server, "delete pod web -n shop --force --grace-period=0", "").await;
 
-    let all = tulle(&server, "uninstall").await;
+    let all = tulle(server, "uninstall").await;
     assert!(all.success, "{}", all.err);
-    kubectl(&server, "delete --wait=false -f -", &all.out).await;
+    kubectl(server, "delete --wait=false -f -", &all.out).await;
     eventually("nothing of the control plane is left", async || {
         let left = "get clusterrole,clusterrolebinding,crd,role,rolebinding -A -o name";
-        (!kubectl(&server, left, "").await.contains("linkerd")).then_some(())
+        (!kubectl(server, left, "").await.contains("linkerd")).then_some(())
     })
     .await;
-    let gone = tulle(&server, "upgrade").await;
+    let gone = tulle(server, "upgrade").await;
     assert_contains(&gone.err, &["there is no control plane in namespace linkerd"]);
 }
 

@@ -40,6 +40,41 @@ struct InjectorFixture {
 async fn pods_of_every_workload_are_injected_and_their_owners_get_events() {
     let fixture = InjectorFixture::start(Controllers::All).await;
     let pod = json!({"containers": [{"name": "app", "image": "app:1", "ports": [{"containerPort": 3306}]}]});
+    create_workloads(&fixture, &pod).await;
+    // The pods of a DaemonSet need nodes, and there are none.
+    for (prefix, label) in [
+        ("deploy-", Some(("linkerd.io/proxy-deployment", "deploy"))),
+        ("stateful-", Some(("linkerd.io/proxy-statefulset", "stateful"))),
+        ("job-", Some(("linkerd.io/proxy-job", "job"))),
+        ("cron-1-", None),
+        ("bare", None),
+    ] {
+        assert_injected(&fixture, prefix, label).await;
+    }
+    for (kind, name) in [
+        ("Deployment", "deploy"),
+        ("StatefulSet", "stateful"),
+        ("Job", "job"),
+        ("CronJob", "cron"),
+        ("Pod", "bare"),
+    ] {
+        let note = fixture.event("shop", kind, name, "Injected").await;
+        assert_eq!(note, "the sidecar proxy was injected", "{kind}");
+    }
+    skipped_and_refused_pods_get_events(&fixture, &pod).await;
+
+    let ports = json!({"ports": [{"name": "http", "port": 80}, {"name": "db", "port": 33, "targetPort": 3306}]});
+    fixture.create("v1", "Service", "db", &ports).await;
+    let db = Api::<Service>::namespaced(fixture.server.client(), "shop")
+        .get("db")
+        .await
+        .unwrap();
+    assert_eq!(db.metadata.annotations.unwrap()["config.linkerd.io/opaque-ports"], "33");
+    assert_reviews_counted(&fixture.admin("/metrics").await);
+}
+
+/// Creates a workload of each kind, whose pods have this spec.
+async fn create_workloads(fixture: &InjectorFixture, pod: &Value) {
     let template = |restart: &str| {
         let mut spec = pod.clone();
         spec["restartPolicy"] = restart.into();
@@ -57,66 +92,54 @@ async fn pods_of_every_workload_are_injected_and_their_owners_get_events() {
     fixture.create("apps/v1", "StatefulSet", "stateful", &set).await;
     fixture.create("batch/v1", "Job", "job", &job).await;
     fixture.create("batch/v1", "CronJob", "cron", &cron_job).await;
-    fixture.create("v1", "Pod", "bare", &pod).await;
+    fixture.create("v1", "Pod", "bare", pod).await;
     let from = ["create", "job", "cron-1", "-n", "shop", "--from=cronjob/cron"];
     fixture.server.kubectl(&from).await.unwrap();
+}
 
-    // The pods of a DaemonSet need nodes, and there are none.
-    for (prefix, label) in [
-        ("deploy-", Some(("linkerd.io/proxy-deployment", "deploy"))),
-        ("stateful-", Some(("linkerd.io/proxy-statefulset", "stateful"))),
-        ("job-", Some(("linkerd.io/proxy-job", "job"))),
-        ("cron-1-", None),
-        ("bare", None),
-    ] {
-        let pods = fixture.pods("shop");
-        let pod = eventually(prefix, async || {
-            let all = pods.list(&ListParams::default()).await.unwrap();
-            all.into_iter()
-                .find(|pod| pod.metadata.name.as_deref().unwrap().starts_with(prefix))
-        })
-        .await;
-        let init: Vec<_> = pod
-            .spec
-            .as_ref()
-            .unwrap()
-            .init_containers
-            .iter()
-            .flatten()
-            .map(|one| &*one.name)
-            .collect();
-        assert_eq!(init, ["linkerd-init", "linkerd-proxy"], "{prefix}");
-        let labels = pod.metadata.labels.as_ref().unwrap();
-        assert_eq!(labels["linkerd.io/control-plane-ns"], "linkerd", "{prefix}");
-        assert_eq!(labels["linkerd.io/workload-ns"], "shop", "{prefix}");
-        match label {
-            Some((key, name)) => assert_eq!(labels.get(key).map(String::as_str), Some(name), "{prefix}"),
-            None => assert!(
-                !labels.keys().any(|key| key.starts_with("linkerd.io/proxy-")),
-                "{prefix}: {labels:?}"
-            ),
-        }
-        let annotations = pod.metadata.annotations.as_ref().unwrap();
-        assert_eq!(annotations["config.linkerd.io/opaque-ports"], "3306", "{prefix}");
-        assert_eq!(
-            annotations["linkerd.io/inject"], "enabled",
-            "{prefix}: inherited from the namespace"
-        );
+/// Waits for a pod whose name starts with `prefix`, and checks its sidecar, its labels (`owner_label` names its workload) and its
+/// annotations.
+async fn assert_injected(fixture: &InjectorFixture, prefix: &str, owner_label: Option<(&str, &str)>) {
+    let pods = fixture.pods("shop");
+    let pod = eventually(prefix, async || {
+        let all = pods.list(&ListParams::default()).await.unwrap();
+        all.into_iter()
+            .find(|pod| pod.metadata.name.as_deref().unwrap().starts_with(prefix))
+    })
+    .await;
+    let init: Vec<_> = pod
+        .spec
+        .as_ref()
+        .unwrap()
+        .init_containers
+        .iter()
+        .flatten()
+        .map(|one| &*one.name)
+        .collect();
+    assert_eq!(init, ["linkerd-init", "linkerd-proxy"], "{prefix}");
+    let labels = pod.metadata.labels.as_ref().unwrap();
+    assert_eq!(labels["linkerd.io/control-plane-ns"], "linkerd", "{prefix}");
+    assert_eq!(labels["linkerd.io/workload-ns"], "shop", "{prefix}");
+    match owner_label {
+        Some((key, name)) => assert_eq!(labels.get(key).map(String::as_str), Some(name), "{prefix}"),
+        None => assert!(
+            !labels.keys().any(|key| key.starts_with("linkerd.io/proxy-")),
+            "{prefix}: {labels:?}"
+        ),
     }
-    for (kind, name) in [
-        ("Deployment", "deploy"),
-        ("StatefulSet", "stateful"),
-        ("Job", "job"),
-        ("CronJob", "cron"),
-        ("Pod", "bare"),
-    ] {
-        let note = fixture.event("shop", kind, name, "Injected").await;
-        assert_eq!(note, "the sidecar proxy was injected", "{kind}");
-    }
+    let annotations = pod.metadata.annotations.as_ref().unwrap();
+    assert_eq!(annotations["config.linkerd.io/opaque-ports"], "3306", "{prefix}");
+    assert_eq!(
+        annotations["linkerd.io/inject"], "enabled",
+        "{prefix}: inherited from the namespace"
+    );
+}
+
+async fn skipped_and_refused_pods_get_events(fixture: &InjectorFixture, pod: &Value) {
     // A misspelt annotation injects nothing, and an event reports it.
     fixture.server.create_namespace("plain").await.unwrap();
     let misspelt = json!({"linkerd.io/injected": "enabled"});
-    fixture.create_pod("plain", "typo", &misspelt, &pod).await.unwrap();
+    fixture.create_pod("plain", "typo", &misspelt, pod).await.unwrap();
     let note = fixture.event("plain", "Pod", "typo", "InjectionSkipped").await;
     assert!(note.contains("the key is linkerd.io/inject"), "{note}");
     let stored = fixture.pods("plain").get("typo").await.unwrap();
@@ -149,16 +172,9 @@ async fn pods_of_every_workload_are_injected_and_their_owners_get_events() {
     );
     let note = fixture.event("shop", "Pod", "as-proxy", "InjectionRefused").await;
     assert!(note.contains("runs as user 2102"), "{note}");
+}
 
-    let ports = json!({"ports": [{"name": "http", "port": 80}, {"name": "db", "port": 33, "targetPort": 3306}]});
-    fixture.create("v1", "Service", "db", &ports).await;
-    let db = Api::<Service>::namespaced(fixture.server.client(), "shop")
-        .get("db")
-        .await
-        .unwrap();
-    assert_eq!(db.metadata.annotations.unwrap()["config.linkerd.io/opaque-ports"], "33");
-
-    let metrics = fixture.admin("/metrics").await;
+fn assert_reviews_counted(metrics: &str) {
     let assert_counted = |name: &str, owner: &str, rest: &str| {
         let start = format!("{name}{{owner_kind=\"{owner}\",namespace=\"shop\",annotation_at=\"namespace\"{rest}");
         assert!(
@@ -188,37 +204,11 @@ async fn an_audit_after_an_outage_lists_exactly_the_pods_that_were_missed() {
     for namespace in ["other", "kept-out"] {
         fixture.server.create_namespace(namespace).await.unwrap();
     }
-    let label = [
-        "label",
-        "ns",
-        "kept-out",
-        "config.linkerd.io/admission-webhooks=disabled",
-    ];
-    fixture.server.kubectl(&label).await.unwrap();
     // Pods need a service account, and without controllers no component creates it.
     fixture.server.token("kube-system", "default", &[]).await.unwrap();
     let enabled = json!({"linkerd.io/inject": "enabled"});
     let spec = json!({"containers": [{"name": "app", "image": "app:1"}]});
-    // The API server does not call the injector for these pods, or they need no sidecar.
-    for (namespace, name, annotations, spec) in [
-        ("other", "unannotated", json!({}), spec.clone()),
-        (
-            "shop",
-            "disabled",
-            json!({"linkerd.io/inject": "disabled"}),
-            spec.clone(),
-        ),
-        (
-            "shop",
-            "host",
-            json!({}),
-            json!({"hostNetwork": true, "containers": spec["containers"]}),
-        ),
-        ("kept-out", "annotated", enabled.clone(), spec.clone()),
-        ("kube-system", "annotated", enabled.clone(), spec.clone()),
-    ] {
-        fixture.create_pod(namespace, name, &annotations, &spec).await.unwrap();
-    }
+    create_pods_that_need_no_sidecar(&fixture, &enabled, &spec).await;
 
     let created = (0..300).map(|n| {
         let (namespace, annotations) = match n % 3 {
@@ -239,16 +229,7 @@ async fn an_audit_after_an_outage_lists_exactly_the_pods_that_were_missed() {
     fixture.kill();
     tasks.join_all().await;
 
-    let mut missing = BTreeSet::new();
-    for namespace in ["shop", "other"] {
-        for pod in fixture.pods(namespace).list(&ListParams::default()).await.unwrap() {
-            let name = pod.metadata.name.unwrap();
-            let is_injected = pod.spec.unwrap().init_containers.is_some();
-            if name.starts_with("pod-") && !is_injected {
-                missing.insert((namespace.to_owned(), name));
-            }
-        }
-    }
+    let missing = missed_pods(&fixture).await;
     assert!(
         (1..300).contains(&missing.len()),
         "{} of 300 were missed",
@@ -281,6 +262,58 @@ async fn an_audit_after_an_outage_lists_exactly_the_pods_that_were_missed() {
     .await;
 }
 
+/// Creates pods that need no sidecar, or for which the API server does not call the injector.
+async fn create_pods_that_need_no_sidecar(fixture: &InjectorFixture, enabled: &Value, spec: &Value) {
+    let label = [
+        "label",
+        "ns",
+        "kept-out",
+        "config.linkerd.io/admission-webhooks=disabled",
+    ];
+    fixture.server.kubectl(&label).await.unwrap();
+    let (none, disabled) = (json!({}), json!({"linkerd.io/inject": "disabled"}));
+    let host_network = json!({"hostNetwork": true, "containers": spec["containers"]});
+    for (namespace, name, annotations, spec) in [
+        ("other", "unannotated", &none, spec),
+        ("shop", "disabled", &disabled, spec),
+        ("shop", "host", &none, &host_network),
+        ("kept-out", "annotated", enabled, spec),
+        ("kube-system", "annotated", enabled, spec),
+    ] {
+        fixture.create_pod(namespace, name, annotations, spec).await.unwrap();
+    }
+}
+
+/// Namespace and name of each pod `pod-<n>` that was stored without a sidecar.
+async fn missed_pods(fixture: &InjectorFixture) -> BTreeSet<(String, String)> {
+    let mut missing = BTreeSet::new();
+    for namespace in ["shop", "other"] {
+        for pod in fixture.pods(namespace).list(&ListParams::default()).await.unwrap() {
+            let name = pod.metadata.name.unwrap();
+            let is_injected = pod.spec.unwrap().init_containers.is_some();
+            if name.starts_with("pod-") && !is_injected {
+                missing.insert((namespace.to_owned(), name));
+            }
+        }
+    }
+    missing
+}
+
+/// Values of the chart, for every form of sidecar.
+const SIDECAR_VALUES: &[&str] = &[
+    "{}",
+    "cniEnabled: true",
+    "disableIPv6: false",
+    "identity: {serviceAccountTokenProjection: false}",
+    "proxy: {nativeSidecar: false}",
+    "proxy: {nativeSidecar: false, await: false, waitBeforeExitSeconds: 5}",
+    "proxy: {await: false, gid: 2103, resources: {cpu: {request: 100m, limit: 1}, memory: {limit: 250Mi}}}",
+    "{cniEnabled: true, proxy: {tracing: {enabled: true, \
+     collector: {endpoint: 'c:4317', meshIdentity: {serviceAccountName: c, namespace: o}}}}}",
+    "proxyInit: {runAsRoot: true, closeWaitTimeoutSecs: 5, iptablesMode: native}",
+    "proxyInit: {privileged: true, iptablesMode: legacy}",
+];
+
 #[tokio::test]
 async fn every_form_of_sidecar_is_accepted_by_the_api_server() {
     let server = ApiServer::start().await.unwrap();
@@ -307,48 +340,15 @@ async fn every_form_of_sidecar_is_accepted_by_the_api_server() {
                 "securityContext": {"capabilities": {"drop": ["ALL"]}}}],
         },
     });
-    let tracing = "tracing: {enabled: true, collector: {endpoint: 'c:4317', meshIdentity: {serviceAccountName: c, namespace: o}}}";
-    for values in [
-        "{}".to_owned(),
-        "cniEnabled: true".to_owned(),
-        "disableIPv6: false".to_owned(),
-        "identity: {serviceAccountTokenProjection: false}".to_owned(),
-        "proxy: {nativeSidecar: false}".to_owned(),
-        "proxy: {nativeSidecar: false, await: false, waitBeforeExitSeconds: 5}".to_owned(),
-        "proxy: {await: false, gid: 2103, resources: {cpu: {request: 100m, limit: 1}, memory: {limit: 250Mi}}}"
-            .to_owned(),
-        format!("{{cniEnabled: true, proxy: {{{tracing}}}}}"),
-        "proxyInit: {runAsRoot: true, closeWaitTimeoutSecs: 5, iptablesMode: native}".to_owned(),
-        "proxyInit: {privileged: true, iptablesMode: legacy}".to_owned(),
-    ] {
+    for values in SIDECAR_VALUES {
         for debug in ["true", "false"] {
             let mut manifest = manifest.clone();
             manifest["metadata"]["annotations"]["config.linkerd.io/enable-debug-sidecar"] = debug.into();
-            let pod: Pod = serde_json::from_value(manifest.clone()).unwrap();
-            let config = injection::Config {
-                values: Values::from_yaml(&values).unwrap(),
-                control_plane_namespace: "linkerd".to_owned(),
-                origin: InjectionOrigin::CommandLine,
-            };
-            let subject = InjectionTarget {
-                pointer: &[],
-                metadata: Some(&pod.metadata),
-                spec: pod.spec.as_ref().unwrap(),
-                namespace: "shop",
-                namespace_annotations: &BTreeMap::new(),
-                owner: Some(PodOwner {
-                    kind: "deployment".to_owned(),
-                    name: "web".to_owned(),
-                }),
-            };
-            let outcome = injection::inject_pod(&config, &subject);
-            assert!(matches!(outcome.decision, Decision::Inject(_)), "{values}: {outcome:?}");
-            json_patch::patch(&mut manifest, &outcome.patch).unwrap();
+            let pod = inject(values, manifest);
             let dry_run = PostParams {
                 dry_run: true,
                 ..PostParams::default()
             };
-            let pod: Pod = serde_json::from_value(manifest).unwrap();
             let stored = pods
                 .create(&dry_run, &pod)
                 .await
@@ -366,6 +366,31 @@ async fn every_form_of_sidecar_is_accepted_by_the_api_server() {
             assert_eq!(containers(&stored), containers(&pod), "{values}");
         }
     }
+}
+
+/// Injects a sidecar into a pod of Deployment `web`, as the chart's values configure it.
+fn inject(values: &str, mut manifest: Value) -> Pod {
+    let pod: Pod = serde_json::from_value(manifest.clone()).unwrap();
+    let config = injection::Config {
+        values: Values::from_yaml(values).unwrap(),
+        control_plane_namespace: "linkerd".to_owned(),
+        origin: InjectionOrigin::CommandLine,
+    };
+    let subject = InjectionTarget {
+        pointer: &[],
+        metadata: Some(&pod.metadata),
+        spec: pod.spec.as_ref().unwrap(),
+        namespace: "shop",
+        namespace_annotations: &BTreeMap::new(),
+        owner: Some(PodOwner {
+            kind: "deployment".to_owned(),
+            name: "web".to_owned(),
+        }),
+    };
+    let outcome = injection::inject_pod(&config, &subject);
+    assert!(matches!(outcome.decision, Decision::Inject(_)), "{values}: {outcome:?}");
+    json_patch::patch(&mut manifest, &outcome.patch).unwrap();
+    serde_json::from_value(manifest).unwrap()
 }
 
 #[tokio::test]

@@ -373,12 +373,9 @@ async fn decode_json(api: &ApiServer, kind: Kind, name: &str) -> Object {
     object
 }
 
-/// Each kind that is read in protobuf: the decoded objects of a list and of a watch equal those decoded from JSON.
-#[tokio::test]
-async fn objects_in_protobuf_equal_those_in_json() {
-    let api = ApiServer::start().await.unwrap();
-    api.create_namespace("shop").await.unwrap();
-    let objects = [
+/// Objects of each kind that is read in protobuf.
+fn objects_read_in_protobuf() -> [Value; 5] {
+    [
         json!({
             "apiVersion": "v1", "kind": "Pod",
             "metadata": {
@@ -442,7 +439,15 @@ async fn objects_in_protobuf_equal_those_in_json() {
                 },
             },
         }),
-    ];
+    ]
+}
+
+/// Each kind that is read in protobuf: the decoded objects of a list and of a watch equal those decoded from JSON.
+#[tokio::test]
+async fn objects_in_protobuf_equal_those_in_json() {
+    let api = ApiServer::start().await.unwrap();
+    api.create_namespace("shop").await.unwrap();
+    let objects = objects_read_in_protobuf();
     for object in &objects {
         apply(&api, object).await;
     }

@@ -254,12 +254,13 @@ fn server_named(name: &str) -> DynamicObject {
     )
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn valid_objects_are_stored_and_others_are_refused_with_a_reason() {
-    let fixture = WebhookFixture::start(RotationTimes::default()).await;
+/// API version, kind, `spec`, and the reason if such an object is refused.
+type Review = (&'static str, &'static str, Value, Result<(), &'static str>);
+
+fn reviews() -> [Review; 12] {
     let parent = |kind: &str| json!([{"group": "policy.linkerd.io", "kind": kind, "name": "x"}]);
     let deep = (0..500).fold(json!({}), |inner, _| json!({"all": [inner]}));
-    let rows: [(&str, &str, Value, Result<(), &str>); 12] = [
+    [
         (
             "policy.linkerd.io/v1beta3",
             "Server",
@@ -323,8 +324,13 @@ async fn valid_objects_are_stored_and_others_are_refused_with_a_reason() {
             json!({"routes": [{"name": "a", "condition": deep}]}),
             Err("recursion limit"),
         ),
-    ];
-    for (i, (api_version, kind, spec, expected)) in rows.into_iter().enumerate() {
+    ]
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn valid_objects_are_stored_and_others_are_refused_with_a_reason() {
+    let fixture = WebhookFixture::start(RotationTimes::default()).await;
+    for (i, (api_version, kind, spec, expected)) in reviews().into_iter().enumerate() {
         let object = object(api_version, kind, json!({"name": format!("row-{i}")}), spec.clone());
         let found = fixture.create(&object).await;
         match (&found, expected) {

@@ -7,9 +7,8 @@ use tulle_tests::client::{Http1, full};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, TCP, UNMESHED_IP, mesh};
 
-#[test]
-fn requests_are_counted_by_their_routes_on_both_sides_and_by_their_backends() {
-    let manifests = "\
+/// A route of the client and a route of the server, for the same requests.
+const ROUTES: &str = "\
 apiVersion: gateway.networking.k8s.io/v1
 kind: HTTPRoute
 metadata: {name: out, namespace: shop}
@@ -29,7 +28,10 @@ spec:
   parentRefs: [{group: policy.linkerd.io, kind: Server, name: web-http}]
   rules: [{matches: [{path: {type: PathPrefix, value: /}}]}]
 ";
-    let mesh = mesh().workload("client").workload("web").manifest("routes", manifests);
+
+#[test]
+fn requests_are_counted_by_their_routes_on_both_sides_and_by_their_backends() {
+    let mesh = mesh().workload("client").workload("web").manifest("routes", ROUTES);
     mesh.run(async |mesh: &Mesh| {
         apps::start_echo(mesh, "web").await;
         let route = ["route_name=\"in\"", "parent_name=\"web-http\"", "parent_port=\"8080\""];

@@ -399,10 +399,9 @@ mod tests {
         Event::Deleted(kind, NamespacedName::new("shop", name))
     }
 
-    #[test]
-    fn references_are_counted_while_their_object_does_not_exist() {
-        let mut cluster = TestCluster::new();
-        let reported = cluster.apply(vec![
+    /// A Server `web`, and authorizations that refer to objects that exist and to objects that do not exist.
+    fn authorizations() -> Vec<Event> {
+        vec![
             server("web"),
             policy("clients", "Server/web", &[("MeshTLSAuthentication", "web-clients")]),
             policy("networks", "Server/web", &[("NetworkAuthentication", "lan")]),
@@ -422,7 +421,13 @@ mod tests {
             server_authorization("old-name", json!({"name": "wbe"})),
             server_authorization("old-labels", json!({"selector": {"matchLabels": {"app": "wbe"}}})),
             server_authorization("old-good", json!({"selector": {"matchLabels": {"app": "web"}}})),
-        ]);
+        ]
+    }
+
+    #[test]
+    fn references_are_counted_while_their_object_does_not_exist() {
+        let mut cluster = TestCluster::new();
+        let reported = cluster.apply(authorizations());
         let expected = [
             "clients spec.requiredAuthenticationRefs",
             "networks spec.requiredAuthenticationRefs",

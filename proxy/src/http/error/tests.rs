@@ -1,22 +1,30 @@
+use std::net::{IpAddr, Ipv4Addr};
+
 use tulle_core::causes;
 
 use super::*;
 use crate::metrics::routes::grpc_code_name;
 
-#[test]
-fn the_errors_page_lists_every_status() {
-    let (addr, limit) = (SocketAddr::from(([10, 0, 0, 1], 80)), Duration::from_secs(1));
-    let refused = || ConnectError::Io {
-        addr,
+const ADDR: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1)), 80);
+const LIMIT: Duration = Duration::from_secs(1);
+
+fn refused() -> ConnectError {
+    ConnectError::Io {
+        addr: ADDR,
         source: std::io::ErrorKind::ConnectionRefused.into(),
-    };
+    }
+}
+
+/// Errors at the side of the peer.
+fn errors_of_peers() -> Vec<Error> {
+    let (addr, limit) = (ADDR, LIMIT);
     let tls = |cause| Error::Tls {
         addr,
         cause,
         source: "handshake".into(),
     };
     let dial_failed = |cause| Error::DialFailed { addr, cause };
-    for error in [
+    vec![
         Error::ConnectTimeout(ConnectError::Timeout { addr, limit }),
         Error::Connect(refused()),
         Error::Connect(ConnectError::OwnListener { addr }),
@@ -47,39 +55,6 @@ fn the_errors_page_lists_every_status() {
         Error::ServerIo(std::io::ErrorKind::UnexpectedEof.into()),
         Error::InvalidResponse("the content-length is not a number"),
         Error::ContentLengthMismatch,
-        Error::from_client("gone"),
-        Error::InvalidRequest("the request target is invalid"),
-        Error::AmbiguousPath,
-        Error::HeaderTooLarge { limit: 1 },
-        Error::HeaderReadTimeout(limit),
-        Error::NoExtendedConnectStream { addr },
-        Error::BodyIdleTimeout(limit),
-        Error::ClientClosed,
-        Error::NoEndpoints,
-        Error::QueueTimeout(limit, UnavailableCause::Unreachable { after: None }),
-        Error::QueueTimeout(limit, UnavailableCause::Ejected),
-        Error::FailingFast(UnavailableCause::Unreachable { after: None }),
-        Error::FailingFast(UnavailableCause::Ejected),
-        Error::NoBackends,
-        Error::InvalidBackend("the policy gives it no dispatcher"),
-        Error::QueueFull,
-        Error::MaxInFlight,
-        Error::HeaderListsTooLarge { limit: 1 },
-        Error::HeadMemoryUsedUp { limit: 1 },
-        Error::MemoryPressure,
-        Error::RouteNotFound,
-        Error::GatewayDomain("other.test".into()),
-        Error::GatewayLoop,
-        Error::PolicyUnknown,
-        Error::PortNotWatched,
-        Error::DiscoveryDenied("only clients in namespace shop".into()),
-        Error::InvalidPolicy("unknown filter".into()),
-        Error::Forbidden { policy: String::new() },
-        Error::Unauthorized {
-            rule: String::new(),
-            why: "no-tls",
-        },
-        Error::RateLimited { limit: String::new() },
         Error::IdentityMismatch {
             required: String::new(),
             actual: None,
@@ -89,15 +64,77 @@ fn the_errors_page_lists_every_status() {
         Error::Timeout(TimeoutKind::Response(limit)),
         Error::Timeout(TimeoutKind::Idle(limit)),
         Error::Timeout(TimeoutKind::Profile(limit)),
-        Error::DiscoveryTimeout(Addr::Socket(addr)),
-        Error::TargetForbidden(Addr::Socket(addr)),
+    ]
+}
+
+/// Errors at the side of the client.
+fn errors_of_clients() -> Vec<Error> {
+    vec![
+        Error::from_client("gone"),
+        Error::InvalidRequest("the request target is invalid"),
+        Error::AmbiguousPath,
+        Error::HeaderTooLarge { limit: 1 },
+        Error::HeaderReadTimeout(LIMIT),
+        Error::NoExtendedConnectStream { addr: ADDR },
+        Error::BodyIdleTimeout(LIMIT),
+        Error::ClientClosed,
+        Error::TargetForbidden(Addr::Socket(ADDR)),
+    ]
+}
+
+/// Errors at the side of the proxy.
+fn errors_of_the_proxy() -> Vec<Error> {
+    vec![
+        Error::QueueFull,
+        Error::MaxInFlight,
+        Error::HeaderListsTooLarge { limit: 1 },
+        Error::HeadMemoryUsedUp { limit: 1 },
+        Error::MemoryPressure,
+        Error::PolicyUnknown,
+        Error::PortNotWatched,
+        Error::DiscoveryDenied("only clients in namespace shop".into()),
+        Error::DiscoveryTimeout(Addr::Socket(ADDR)),
         Error::TooManyConnections { limit: 1 },
         Error::TooManyNames { limit: 1 },
+    ]
+}
+
+/// Errors at the side of the policy.
+fn errors_of_policies() -> Vec<Error> {
+    vec![
+        Error::NoEndpoints,
+        Error::QueueTimeout(LIMIT, UnavailableCause::Unreachable { after: None }),
+        Error::QueueTimeout(LIMIT, UnavailableCause::Ejected),
+        Error::FailingFast(UnavailableCause::Unreachable { after: None }),
+        Error::FailingFast(UnavailableCause::Ejected),
+        Error::NoBackends,
+        Error::InvalidBackend("the policy gives it no dispatcher"),
+        Error::RouteNotFound,
+        Error::GatewayDomain("other.test".into()),
+        Error::GatewayLoop,
+        Error::InvalidPolicy("unknown filter".into()),
+        Error::Forbidden { policy: String::new() },
+        Error::Unauthorized {
+            rule: String::new(),
+            why: "no-tls",
+        },
+        Error::RateLimited { limit: String::new() },
         Error::NameUnresolved {
             name: "files.example".into(),
             source: "no name server responds".into(),
         },
-    ] {
+    ]
+}
+
+#[test]
+fn the_errors_page_lists_every_status() {
+    let errors = [
+        errors_of_peers(),
+        errors_of_clients(),
+        errors_of_the_proxy(),
+        errors_of_policies(),
+    ];
+    for error in errors.into_iter().flatten() {
         let cause = causes::find(error.cause()).unwrap_or_else(|| panic!("{error:?}: {}", error.cause()));
         let status = error.status();
         let code = grpc_code_name(u16::try_from(status.grpc_code).ok());
@@ -121,11 +158,7 @@ fn the_errors_page_lists_every_status() {
 /// HTTP status, gRPC code, and whether the connection is closed, as in Linkerd's proxy.
 #[test]
 fn statuses_match_linkerd() {
-    let (addr, limit) = (SocketAddr::from(([10, 0, 0, 1], 80)), Duration::from_secs(1));
-    let refused = || ConnectError::Io {
-        addr,
-        source: std::io::ErrorKind::ConnectionRefused.into(),
-    };
+    let (addr, limit) = (ADDR, LIMIT);
     let status = |status| StatusCode::from_u16(status).unwrap();
     let redirect = Error::Redirect {
         status: status(302),
@@ -201,7 +234,7 @@ fn statuses_match_linkerd() {
 /// The `error` labels of `*_http_errors_total` that Linkerd's dashboards use.
 #[test]
 fn error_labels_match_linkerd() {
-    let (addr, limit) = (SocketAddr::from(([10, 0, 0, 1], 80)), Duration::from_secs(1));
+    let (addr, limit) = (ADDR, LIMIT);
     let dial_failed = Error::DialFailed {
         addr,
         cause: "connect-refused",

@@ -478,147 +478,7 @@ mod tests {
         assert!(matches!(policy.protocol, ServerProtocol::Http1(_)));
     }
 
-    #[test]
-    fn incomplete_messages_are_refused_with_the_reason() {
-        let cases: Vec<(&str, Server)> = vec![
-            (
-                "protocol is missing",
-                server(|server, _| server.protocol = Some(ProxyProtocol { kind: None })),
-            ),
-            (
-                "protocol is missing",
-                Server {
-                    protocol: None,
-                    ..server(|_, _| ())
-                },
-            ),
-            ("detect timeout is missing", server(|_, detect| detect.timeout = None)),
-            ("label name is missing", server(|server, _| server.labels.clear())),
-            (
-                "authorization.networks is missing",
-                server(|server, _| {
-                    server.authorizations[0].networks.clear();
-                }),
-            ),
-            (
-                "network is missing",
-                server(|server, _| server.authorizations[0].networks[0].net = None),
-            ),
-            (
-                "prefix length 33",
-                server(|server, _| {
-                    server.authorizations[0].networks[0].net.as_mut().unwrap().prefix_len = 33;
-                }),
-            ),
-            (
-                "authentication is missing",
-                server(|server, _| server.authorizations[0].authentication = None),
-            ),
-            (
-                "authentication is missing",
-                server(|server, _| {
-                    server.authorizations[0].authentication = Some(Authn { permit: None });
-                }),
-            ),
-            (
-                "authentication.mesh_tls.clients is missing",
-                server(|server, _| {
-                    server.authorizations[0].authentication = permit(Permit::MeshTls(PermitMeshTls { clients: None }));
-                }),
-            ),
-            (
-                "label name is missing",
-                server(|server, _| server.authorizations[0].labels.clear()),
-            ),
-            (
-                "metadata is missing",
-                server(|server, _| {
-                    server.authorizations[0].metadata = Some(Metadata { kind: None });
-                }),
-            ),
-            (
-                "metadata is missing",
-                server(|_, detect| detect.http_routes[0].metadata = None),
-            ),
-            (
-                "metadata.name is missing",
-                server(|_, detect| detect.http_routes[0].metadata = resource("")),
-            ),
-            (
-                "label name is missing",
-                server(|_, detect| {
-                    detect.http_routes[0].authorizations = vec![Authz {
-                        labels: labels(&[]),
-                        ..authz()
-                    }];
-                }),
-            ),
-            (
-                "metadata.group is missing",
-                server(|_, detect| {
-                    detect.http_routes[0].metadata = edited(resource("r"), |resource| resource.group.clear());
-                }),
-            ),
-            (
-                "metadata.kind is missing",
-                server(|_, detect| {
-                    detect.http_routes[0].metadata = edited(resource("r"), |resource| resource.kind.clear());
-                }),
-            ),
-            (
-                "metadata.port is \"65536\"",
-                server(|_, detect| {
-                    detect.http_routes[0].metadata = edited(resource("r"), |resource| resource.port = 65_536);
-                }),
-            ),
-            (
-                "prefix length 33",
-                server(|server, _| {
-                    let except = &mut server.authorizations[0].networks[0].except;
-                    except.extend(net("10.1.0.0/16"));
-                    except[0].prefix_len = 33;
-                }),
-            ),
-            (
-                "metadata is missing",
-                server(|_, detect| detect.http_local_rate_limit = Some(Default::default())),
-            ),
-            (
-                "host match is missing",
-                server(|_, detect| {
-                    detect.http_routes[0].hosts = vec![HostMatch { r#match: None }];
-                }),
-            ),
-            (
-                "metadata is missing",
-                server_with_protocol(Kind::Http1(http1(proto::HttpRoute {
-                    metadata: None,
-                    ..route()
-                }))),
-            ),
-            (
-                "metadata is missing",
-                server_with_protocol(Kind::Grpc(grpc_of(proto::GrpcRoute::default()))),
-            ),
-            (
-                "path match is missing",
-                server(|_, detect| {
-                    detect.http_routes[0].rules[0].matches[0].path =
-                        Some(tulle_proto::http_route::PathMatch { kind: None });
-                }),
-            ),
-            (
-                "limit of a rate limit override is missing",
-                server(|_, detect| {
-                    let overrides = vec![Override::default()];
-                    detect.http_local_rate_limit = Some(proto::HttpLocalRateLimit {
-                        metadata: resource("l"),
-                        overrides,
-                        ..proto::HttpLocalRateLimit::default()
-                    });
-                }),
-            ),
-        ];
+    fn assert_refused(cases: impl IntoIterator<Item = (&'static str, Server)>) {
         for (reason, message) in cases {
             let error = anyhow::Error::new(server_policy(message).unwrap_err());
             assert!(
@@ -626,6 +486,139 @@ mod tests {
                 "{error:#} does not say {reason:?}"
             );
         }
+    }
+
+    #[test]
+    fn incomplete_messages_are_refused_with_the_reason() {
+        let with_authorization = |edit: fn(&mut Authz)| server(|server, _| edit(&mut server.authorizations[0]));
+        let no_protocol = Server {
+            protocol: None,
+            ..server(|_, _| ())
+        };
+        let no_kind = ProxyProtocol { kind: None };
+        assert_refused([
+            ("protocol is missing", no_protocol),
+            (
+                "protocol is missing",
+                server(|server, _| server.protocol = Some(no_kind)),
+            ),
+            ("detect timeout is missing", server(|_, detect| detect.timeout = None)),
+            ("label name is missing", server(|server, _| server.labels.clear())),
+            (
+                "authorization.networks is missing",
+                with_authorization(|authz| authz.networks.clear()),
+            ),
+            (
+                "network is missing",
+                with_authorization(|authz| authz.networks[0].net = None),
+            ),
+            (
+                "prefix length 33",
+                with_authorization(|authz| authz.networks[0].net.as_mut().unwrap().prefix_len = 33),
+            ),
+            (
+                "prefix length 33",
+                with_authorization(|authz| {
+                    let except = &mut authz.networks[0].except;
+                    except.extend(net("10.1.0.0/16"));
+                    except[0].prefix_len = 33;
+                }),
+            ),
+            (
+                "authentication is missing",
+                with_authorization(|authz| authz.authentication = None),
+            ),
+            (
+                "authentication is missing",
+                with_authorization(|authz| authz.authentication = Some(Authn { permit: None })),
+            ),
+            (
+                "authentication.mesh_tls.clients is missing",
+                with_authorization(|authz| {
+                    authz.authentication = permit(Permit::MeshTls(PermitMeshTls { clients: None }));
+                }),
+            ),
+            (
+                "label name is missing",
+                with_authorization(|authz| authz.labels.clear()),
+            ),
+            (
+                "metadata is missing",
+                with_authorization(|authz| authz.metadata = Some(Metadata { kind: None })),
+            ),
+        ]);
+    }
+
+    #[test]
+    fn incomplete_routes_and_rate_limits_are_refused_with_the_reason() {
+        let with_route = |edit: fn(&mut proto::HttpRoute)| server(|_, detect| edit(&mut detect.http_routes[0]));
+        let with_resource = |edit: fn(&mut proto_meta::Resource)| {
+            server(|_, detect| detect.http_routes[0].metadata = edited(resource("r"), edit))
+        };
+        let no_metadata = proto::HttpRoute {
+            metadata: None,
+            ..route()
+        };
+        assert_refused([
+            ("metadata is missing", with_route(|route| route.metadata = None)),
+            (
+                "metadata is missing",
+                server_with_protocol(Kind::Http1(http1(no_metadata))),
+            ),
+            (
+                "metadata is missing",
+                server_with_protocol(Kind::Grpc(grpc_of(proto::GrpcRoute::default()))),
+            ),
+            (
+                "metadata.name is missing",
+                with_resource(|resource| resource.name.clear()),
+            ),
+            (
+                "metadata.group is missing",
+                with_resource(|resource| resource.group.clear()),
+            ),
+            (
+                "metadata.kind is missing",
+                with_resource(|resource| resource.kind.clear()),
+            ),
+            (
+                "metadata.port is \"65536\"",
+                with_resource(|resource| resource.port = 65_536),
+            ),
+            (
+                "label name is missing",
+                with_route(|route| {
+                    route.authorizations = vec![Authz {
+                        labels: labels(&[]),
+                        ..authz()
+                    }];
+                }),
+            ),
+            (
+                "host match is missing",
+                with_route(|route| route.hosts = vec![HostMatch { r#match: None }]),
+            ),
+            (
+                "path match is missing",
+                with_route(|route| {
+                    route.rules[0].matches[0].path = Some(tulle_proto::http_route::PathMatch { kind: None });
+                }),
+            ),
+            (
+                "metadata is missing",
+                server(|_, detect| detect.http_local_rate_limit = Some(Default::default())),
+            ),
+            (
+                "limit of a rate limit override is missing",
+                server(|_, detect| {
+                    detect.http_local_rate_limit = Some(proto::HttpLocalRateLimit {
+                        metadata: resource("l"),
+                        overrides: vec![Override::default()],
+                        ..proto::HttpLocalRateLimit::default()
+                    });
+                }),
+            ),
+        ]);
     }
 
     #[test]

@@ -14,40 +14,25 @@ mod attackers;
 mod clients;
 mod held;
 mod insecure_tls;
+mod ports;
 mod reviews;
 mod testbed;
 mod tls_attackers;
 mod webhooks;
 
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
 use std::thread;
 use std::time::Duration;
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use tokio::time::Instant;
 use tulle_bench::run::process::Process;
-use tulle_tests::credentials::{control_plane_identity, identity};
 
 use attackers::{Behaviour, Flood, Sources};
-use clients::{GrpcClient, GrpcRequest, NormalClient};
-use held::{HeldConnections, MeshedClient, MeshedHttp};
-use testbed::{CONTROL, SERVER, Testbed, v6};
-use tls_attackers::{TlsAttack, TlsBehaviour};
-
-/// One port: the target of the flood, and the well-behaved clients.
-pub(crate) struct FloodedPort<'a> {
-    pub(crate) name: &'static str,
-    pub(crate) addr: SocketAddr,
-    /// Ports with the same name here share a connection limit, or a well-behaved client.
-    pub(crate) listener: &'static str,
-    pub(crate) clients: Vec<NormalClient<'a>>,
-    /// Clients whose connections are open before each flood.
-    pub(crate) held: Vec<MeshedClient<'a>>,
-    /// Attackers that use TLS.
-    pub(crate) tls: Vec<TlsAttack>,
-    pub(crate) sources: &'static [Sources],
-}
+use clients::NormalClient;
+use held::HeldConnections;
+use ports::{FloodedPort, ports_of_the_control_plane, ports_of_the_sidecar};
+use testbed::{SERVER, Testbed};
 
 /// One flood of a port.
 pub(crate) struct FloodCase<'r, 'a> {
@@ -69,172 +54,8 @@ fn every_port_answers_other_clients_during_floods() {
 }
 
 fn flood_every_port(testbed: &Testbed) {
-    let (client, server, control) = (&testbed.client, &testbed.server, &testbed.control);
-    let of_server = |port| (SERVER, port).into();
-    let of_server6 = |port| (v6(SERVER), port).into();
-    let of_control = |port| (CONTROL, port).into();
-    let of_control6 = |port| (v6(CONTROL), port).into();
-    let get = |addr, path| NormalClient::http(client, addr, path, 200);
-    let probes = |addr| vec![get(addr, "/live"), get(addr, "/ready")];
-    let application = |addr| vec![get(addr, "/")];
-    let grpc = |server, leaf| GrpcClient {
-        server,
-        anchors: &testbed.anchors,
-        leaf,
-    };
-    let identity_client = grpc(control_plane_identity("linkerd-identity"), None);
-    let proxy = grpc(control_plane_identity("linkerd-destination"), Some(&testbed.leaf));
-    let tap = grpc(identity("server"), Some(&testbed.tap_leaf));
-    let certify = |addr| {
-        vec![NormalClient::grpc(
-            client,
-            addr,
-            identity_client.clone(),
-            GrpcRequest::Certify,
-        )]
-    };
-    let of_proxy = |addr, request| NormalClient::grpc(client, addr, proxy.clone(), request);
-    let held_grpc = |addr, request| vec![MeshedClient::grpc(client, addr, proxy.clone(), request)];
-    let held_http = |addr, path, config, prefix| {
-        let http = MeshedHttp {
-            config,
-            server: testbed::server_name(identity("server")),
-            prefix,
-            path,
-        };
-        MeshedClient::http(client, addr, http)
-    };
-    let held_in_tls = |addr, path| held_http(addr, path, testbed.client_config(), Vec::new());
-    let both = |strangers: TlsAttack| vec![testbed.peers(&strangers), strangers];
-    let port = |name, listener, addr, clients| FloodedPort {
-        name,
-        addr,
-        listener,
-        clients,
-        held: Vec::new(),
-        tls: Vec::new(),
-        sources: Sources::ALL,
-    };
-    let in_tls = |name, listener, addr, clients, held, tls| FloodedPort {
-        held,
-        tls,
-        ..port(name, listener, addr, clients)
-    };
-    // What depends on the address family is the network of a client.
-    let ipv6 = |port| FloodedPort {
-        sources: &[Sources::TwoHundred],
-        ..port
-    };
-    let admin = |name, addr| {
-        let held = vec![held_in_tls(addr, "/ready")];
-        in_tls(
-            name,
-            "admin",
-            addr,
-            probes(addr),
-            held,
-            both(Testbed::strangers_of_server("/live")),
-        )
-    };
-    let taps = |name, addr| {
-        let clients = prepend(
-            NormalClient::grpc(client, addr, tap.clone(), GrpcRequest::Tap),
-            probes(of_server(4191)),
-        );
-        let tapped = get(of_server(testbed::HTTP), clients::TAPPED_PATH);
-        let held = vec![MeshedClient::tap(client, addr, tap.clone(), tapped)];
-        let tls = both(Testbed::strangers_of_server("/io.linkerd.proxy.tap.Tap/Observe"));
-        in_tls(name, "admin", addr, clients, held, tls)
-    };
-    let inbound = |name, addr| {
-        let tls = both(Testbed::strangers_of_server("/echo"));
-        // No identity counts on this port, so a flood can end an idle connection of a meshed client.
-        in_tls(name, "inbound", addr, application(addr), Vec::new(), tls)
-    };
-    let direct = in_tls(
-        "4143, itself",
-        "inbound",
-        of_server(4143),
-        application(of_server(testbed::HTTP)),
-        Vec::new(),
-        vec![
-            testbed::direct(
-                testbed.peers(&Testbed::strangers_of_server("/echo")),
-                tls_attackers::ON_HTTP2,
-            ),
-            testbed::direct(Testbed::strangers_of_server("/echo"), &[TlsBehaviour::Silent]),
-        ],
-    );
-    let outbound = |name, addr| {
-        let to_client = NormalClient::http(server, (testbed::CLIENT, testbed::HTTP).into(), "/", 200);
-        port(name, "outbound", addr, vec![to_client])
-    };
-    let identity_port = |name, addr| {
-        let tls = Testbed::strangers_of_control("linkerd-identity", "/io.linkerd.proxy.identity.Identity/Certify");
-        in_tls(name, "identity", addr, certify(addr), Vec::new(), vec![tls])
-    };
-    let destination = |name, addr| {
-        let clients = prepend(of_proxy(addr, GrpcRequest::Destination), probes(of_control(9996)));
-        let held = held_grpc(addr, GrpcRequest::Destination);
-        let tls = Testbed::strangers_of_control("linkerd-destination", "/io.linkerd.proxy.destination.Destination/Get");
-        in_tls(name, "destination", addr, clients, held, both(tls))
-    };
-    let policy = |name, addr| {
-        let held = held_grpc(addr, GrpcRequest::Policy);
-        let path = "/io.linkerd.proxy.inbound.InboundServerPolicies/WatchPort";
-        let tls = both(Testbed::strangers_of_control("linkerd-destination", path));
-        in_tls(
-            name,
-            "policy",
-            addr,
-            vec![of_proxy(addr, GrpcRequest::Policy)],
-            held,
-            tls,
-        )
-    };
-    let telemetry = NormalClient::http(control, ([127, 0, 0, 1], 8089).into(), "/", 404);
-    let ports = [
-        admin("4191, admin", of_server(4191)),
-        admin("4191, by IPv6", of_server6(4191)),
-        taps("4190, tap", of_server(4190)),
-        ipv6(taps("4190, by IPv6", of_server6(4190))),
-        inbound("4143, by redirect", of_server(testbed::HTTP)),
-        inbound("4143, by redirect of IPv6", of_server6(testbed::HTTP)),
-        direct,
-        outbound("4140, itself", of_server(4140)),
-        ipv6(outbound("4140, by IPv6", of_server6(4140))),
-        identity_port("8080, identity", of_control(8080)),
-        ipv6(identity_port("8080, by IPv6", of_control6(8080))),
-        destination("8086, destination", of_control(8086)),
-        ipv6(destination("8086, by IPv6", of_control6(8086))),
-        policy("8090, policy", of_control(8090)),
-        ipv6(policy("8090, by IPv6", of_control6(8090))),
-        port(
-            "9990, admin of identity and policy",
-            "9990",
-            of_control(9990),
-            probes(of_control(9990)),
-        ),
-        ipv6(port(
-            "9990, by IPv6",
-            "9990",
-            of_control6(9990),
-            probes(of_control6(9990)),
-        )),
-        port(
-            "9996, admin of destination",
-            "destination",
-            of_control(9996),
-            probes(of_control(9996)),
-        ),
-        ipv6(port(
-            "9996, by IPv6",
-            "destination",
-            of_control6(9996),
-            probes(of_control6(9996)),
-        )),
-        port("8089, telemetry", "telemetry", of_control(8089), vec![telemetry]),
-    ];
+    let mut ports = ports_of_the_sidecar(testbed);
+    ports.extend(ports_of_the_control_plane(testbed));
     let many = ["4191, admin", "4190, tap", "8086, destination"];
     let floods = ports
         .iter()
@@ -255,15 +76,8 @@ fn flood_with_large_heads(testbed: &mut Testbed) {
         false => n_connections.min(N_LARGE_HEADS),
     };
     let addr = (SERVER, testbed::HTTP).into();
-    let port = FloodedPort {
-        name: "4143, with many connections",
-        addr,
-        listener: "inbound",
-        clients: vec![NormalClient::http(&testbed.client, addr, "/", 200)],
-        held: Vec::new(),
-        tls: Vec::new(),
-        sources: Sources::ALL,
-    };
+    let clients = vec![NormalClient::http(&testbed.client, addr, "/", 200)];
+    let port = FloodedPort::new("4143, with many connections", "inbound", addr, clients);
     let cases_from = |from: &Sources| {
         Behaviour::LARGE_HEADS.map(|behaviour| FloodCase {
             port: &port,
@@ -277,10 +91,6 @@ fn flood_with_large_heads(testbed: &mut Testbed) {
         &testbed.flooded(),
         |flood| testbed.attackers.run(flood).unwrap(),
     );
-}
-
-fn prepend<'a>(first: NormalClient<'a>, others: Vec<NormalClient<'a>>) -> Vec<NormalClient<'a>> {
-    [first].into_iter().chain(others).collect()
 }
 
 /// All floods of a port; `many` adds 4,000 idle connections.

@@ -1,6 +1,6 @@
 //! Floods of the webhooks and of telemetry, with a real API server. Attackers use loopback addresses.
 
-use std::net::SocketAddr;
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
@@ -15,11 +15,11 @@ use tulle_tests::cluster::ApiServer;
 use tulle_tests::eventually::eventually;
 use tulle_tests::programs::built_binary;
 
-use super::attackers::Sources;
 use super::clients::NormalClient;
+use super::ports::{FloodedPort, prepend};
 use super::reviews::ReviewRequest;
 use super::tls_attackers::{self, TlsAttack};
-use super::{FloodedPort, flood_cases, insecure_tls, prepend, raise_open_file_limit, run, testbed};
+use super::{flood_cases, insecure_tls, raise_open_file_limit, run, testbed};
 
 #[test]
 fn webhooks_and_telemetry_answer_during_floods() {
@@ -28,47 +28,50 @@ fn webhooks_and_telemetry_answer_during_floods() {
     }
     raise_open_file_limit();
     let runtime = tokio::runtime::Runtime::new().unwrap();
-    let server = runtime.block_on(async {
-        let server = ApiServer::start().await.unwrap();
-        for namespace in ["linkerd", "shop"] {
-            server.create_namespace(namespace).await.unwrap();
-        }
-        let annotate = ["annotate", "ns", "shop", "linkerd.io/inject=enabled"];
-        server.kubectl(&annotate).await.unwrap();
-        // Without a configuration the API server does not call a webhook, and the webhook creates no certificate.
-        let configurations = server.dir().join("configurations.yaml");
-        std::fs::write(&configurations, webhook_configurations()).unwrap();
-        let apply = ["apply", "-f", configurations.to_str().unwrap()];
-        server.kubectl(&apply).await.unwrap();
-        server
-    });
+    let server = runtime.block_on(start_api_server());
     let processes = start_services(&server);
     let front_proxy = front_proxy_leaf(&server);
-    let at = |port| SocketAddr::from(([127, 0, 0, 1], port));
-    let [injector, validator, policies, telemetry] = SERVICES.map(|service| at(service.port));
-    for (addr, review) in [
-        (injector, ReviewRequest::Injection),
-        (validator, ReviewRequest::Profile),
-        (policies, ReviewRequest::Policy),
+    for (service, review) in [
+        (&INJECTOR, ReviewRequest::Injection),
+        (&PROFILES, ReviewRequest::Profile),
+        (&POLICIES, ReviewRequest::Policy),
     ] {
+        let addr = loopback(service.port);
         runtime.block_on(eventually("the webhook answers", async || review.ask(addr).await.ok()));
     }
-    let telemetry_client = NormalClient::telemetry(telemetry, &front_proxy);
+    let telemetry_client = NormalClient::telemetry(loopback(TELEMETRY.port), &front_proxy);
     runtime.block_on(eventually("telemetry answers", async || {
         telemetry_client.answer().await.ok()
     }));
+    let ports = flooded_ports(telemetry_client);
+    let floods = ports
+        .iter()
+        .flat_map(|port| flood_cases(port, port.name == "8443, injector"));
+    run(floods.collect(), &processes.each_ref(), |flood| flood());
+}
+
+/// Starts an API server with the namespaces and the configurations that the services need.
+async fn start_api_server() -> ApiServer {
+    let server = ApiServer::start().await.unwrap();
+    for namespace in ["linkerd", "shop"] {
+        server.create_namespace(namespace).await.unwrap();
+    }
+    let annotate = ["annotate", "ns", "shop", "linkerd.io/inject=enabled"];
+    server.kubectl(&annotate).await.unwrap();
+    // Without a configuration the API server does not call a webhook, and the webhook creates no certificate.
+    let configurations = server.dir().join("configurations.yaml");
+    std::fs::write(&configurations, webhook_configurations()).unwrap();
+    let apply = ["apply", "-f", configurations.to_str().unwrap()];
+    server.kubectl(&apply).await.unwrap();
+    server
+}
+
+/// The ports of the services, with their clients.
+fn flooded_ports(telemetry_client: NormalClient<'_>) -> [FloodedPort<'_>; 6] {
+    let review = |service: &Service, review| NormalClient::review(loopback(service.port), review);
     let probes = |service: &Service| {
-        let get = |path| NormalClient::http_here(at(service.admin), path, 200);
+        let get = |path| NormalClient::http_here(loopback(service.admin), path, 200);
         vec![get("/live"), get("/ready"), get("/metrics")]
-    };
-    let port = |name, listener, addr, clients| FloodedPort {
-        name,
-        addr,
-        listener,
-        clients,
-        held: Vec::new(),
-        tls: Vec::new(),
-        sources: Sources::ALL,
     };
     let strangers = TlsAttack {
         who: "strangers",
@@ -79,50 +82,42 @@ fn webhooks_and_telemetry_answer_during_floods() {
         path: "/",
         stream_bytes: 1,
     };
-    let in_tls = |name, listener, addr, clients| FloodedPort {
+    let in_tls = |name, listener, service: &Service, clients| FloodedPort {
         tls: vec![strangers.clone()],
-        ..port(name, listener, addr, clients)
+        ..FloodedPort::new(name, listener, loopback(service.port), clients)
     };
-    let ports = [
+    let admin =
+        |name, listener, service: &Service| FloodedPort::new(name, listener, loopback(service.admin), probes(service));
+    [
         in_tls(
             "8443, injector",
             "injector",
-            injector,
+            &INJECTOR,
             prepend(
-                NormalClient::review(injector, ReviewRequest::Injection),
+                review(&INJECTOR, ReviewRequest::Injection),
                 probes(&INJECTOR)[..2].to_vec(),
             ),
         ),
         in_tls(
             "8443, sp-validator",
             "sp-validator",
-            validator,
-            vec![NormalClient::review(validator, ReviewRequest::Profile)],
+            &PROFILES,
+            vec![review(&PROFILES, ReviewRequest::Profile)],
         ),
         in_tls(
             "9443, policy validator",
             "policy",
-            policies,
-            vec![NormalClient::review(policies, ReviewRequest::Policy)],
+            &POLICIES,
+            vec![review(&POLICIES, ReviewRequest::Policy)],
         ),
-        in_tls("8089, telemetry", "telemetry", telemetry, vec![telemetry_client]),
-        port(
-            "9995, admin of the injector",
-            "injector",
-            at(INJECTOR.admin),
-            probes(&INJECTOR),
-        ),
-        port(
-            "9997, admin of the sp-validator",
-            "9997",
-            at(PROFILES.admin),
-            probes(&PROFILES),
-        ),
-    ];
-    let floods = ports
-        .iter()
-        .flat_map(|port| flood_cases(port, port.name == "8443, injector"));
-    run(floods.collect(), &processes.each_ref(), |flood| flood());
+        in_tls("8089, telemetry", "telemetry", &TELEMETRY, vec![telemetry_client]),
+        admin("9995, admin of the injector", "injector", &INJECTOR),
+        admin("9997, admin of the sp-validator", "9997", &PROFILES),
+    ]
+}
+
+fn loopback(port: u16) -> SocketAddr {
+    (Ipv4Addr::LOCALHOST, port).into()
 }
 
 /// A service, and its ports in this test.

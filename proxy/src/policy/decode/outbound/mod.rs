@@ -593,6 +593,8 @@ const MAX_MIN_REQUESTS: u32 = 1_000_000;
 const MAX_JITTER: f64 = 100.0;
 
 #[cfg(test)]
+mod incomplete_tests;
+#[cfg(test)]
 mod table_tests;
 #[cfg(test)]
 mod tests;

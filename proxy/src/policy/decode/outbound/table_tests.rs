@@ -18,6 +18,14 @@ fn reason(message: proto::OutboundPolicy) -> String {
         .map_or_else(String::new, |error| format!("{:#}", anyhow::Error::new(error)))
 }
 
+fn assert_reasons(cases: impl IntoIterator<Item = (proto::OutboundPolicy, &'static str)>) {
+    for (message, expected) in cases {
+        let reason = reason(message);
+        assert_eq!(reason.is_empty(), expected.is_empty(), "{expected:?}: {reason}");
+        assert!(reason.contains(expected), "{reason} does not say {expected:?}");
+    }
+}
+
 /// A resource needs four fields for its name.
 #[test]
 fn resources_are_named_in_full() {
@@ -197,38 +205,74 @@ fn values_out_of_range_are_refused() {
 }
 
 #[test]
-fn filters_and_matches_are_read_or_refused_with_the_reason() {
-    use http_route::{
-        HeaderMatch, HttpRouteMatch, PathMatch, QueryParamMatch, RequestHeaderModifier, ResponseHeaderModifier,
-        header_match, path_match, query_param_match,
-    };
-    use proto::http_route::filter::Kind as FilterKind;
-    use tulle_proto::http_types::{Headers, HttpMethod, Scheme, headers::Header, http_method, scheme};
+fn matches_are_read_or_refused_with_the_reason() {
+    use http_route::header_match::Value as HeaderValue;
+    use http_route::path_match::Kind as Path;
+    use http_route::query_param_match::Value as QueryValue;
+    use http_route::{HeaderMatch, HttpRouteMatch, PathMatch, QueryParamMatch};
+    use tulle_proto::http_types::{HttpMethod, http_method::Type as Method};
 
-    let matching = |edit: &dyn Fn(&mut HttpRouteMatch)| {
-        let mut found = HttpRouteMatch::default();
-        edit(&mut found);
-        with_rule(|rule| rule.matches = vec![found])
-    };
-    let path = |kind: Option<path_match::Kind>| matching(&|found| found.path = Some(PathMatch { kind: kind.clone() }));
-    let header = |name: &str, value: Option<header_match::Value>| {
-        matching(&|found| {
-            found.headers = vec![HeaderMatch {
-                name: name.into(),
-                value: value.clone(),
-            }];
+    let matching = |found: HttpRouteMatch| with_rule(|rule| rule.matches = vec![found]);
+    let path = |kind| {
+        matching(HttpRouteMatch {
+            path: Some(PathMatch { kind }),
+            ..Default::default()
         })
     };
-    let query = |value: Option<query_param_match::Value>| {
-        matching(&|found| {
-            found.query_params = vec![QueryParamMatch {
-                name: "q".into(),
-                value: value.clone(),
-            }];
+    let header = |name: &str, value| {
+        let name = name.into();
+        matching(HttpRouteMatch {
+            headers: vec![HeaderMatch { name, value }],
+            ..Default::default()
         })
     };
-    let method =
-        |kind: Option<http_method::Type>| matching(&|found| found.method = Some(HttpMethod { r#type: kind.clone() }));
+    let query = |value| {
+        let name = "q".into();
+        matching(HttpRouteMatch {
+            query_params: vec![QueryParamMatch { name, value }],
+            ..Default::default()
+        })
+    };
+    let method = |kind| {
+        matching(HttpRouteMatch {
+            method: Some(HttpMethod { r#type: kind }),
+            ..Default::default()
+        })
+    };
+    assert_reasons([
+        (matching(HttpRouteMatch::default()), ""),
+        (path(None), "path match is missing"),
+        (path(Some(Path::Exact("/a".into()))), ""),
+        (path(Some(Path::Prefix("/a".into()))), ""),
+        (path(Some(Path::Regex("/a+".into()))), ""),
+        (path(Some(Path::Regex("(".into()))), "path match is \"(\""),
+        (header("x-a", None), "value of a header match is missing"),
+        (
+            header("x a", Some(HeaderValue::Exact(b"v".to_vec()))),
+            "header name is \"x a\"",
+        ),
+        (header("x-a", Some(HeaderValue::Exact(b"v".to_vec()))), ""),
+        (
+            header("x-a", Some(HeaderValue::Regex("[".into()))),
+            "header match is \"[\"",
+        ),
+        (query(None), "value of a query match is missing"),
+        (query(Some(QueryValue::Exact("v".into()))), ""),
+        (query(Some(QueryValue::Regex("[".into()))), "query match is \"[\""),
+        (method(None), "method is missing"),
+        (method(Some(Method::Registered(8))), ""),
+        (method(Some(Method::Registered(9))), "method is \"9\""),
+        (method(Some(Method::Unregistered("PROPFIND".into()))), ""),
+        (method(Some(Method::Unregistered("A B".into()))), "method is \"A B\""),
+    ]);
+}
+
+#[test]
+fn filters_are_read_or_refused_with_the_reason() {
+    use http_route::{RequestHeaderModifier, ResponseHeaderModifier};
+    use proto::http_route::filter::Kind as FilterKind;
+    use tulle_proto::http_types::{Headers, Scheme, headers::Header, scheme};
+
     let headers = |name: &str, value: &[u8]| Headers {
         headers: vec![Header {
             name: name.into(),
@@ -254,37 +298,7 @@ fn filters_and_matches_are_read_or_refused_with_the_reason() {
         with_filter(Some(FilterKind::Redirect(redirect)))
     };
     let to_scheme = |kind: Option<scheme::Type>| redirect(&|to| to.scheme = Some(Scheme { r#type: kind.clone() }));
-    for (message, expected) in [
-        (matching(&|_| ()), ""),
-        (path(None), "path match is missing"),
-        (path(Some(path_match::Kind::Exact("/a".into()))), ""),
-        (path(Some(path_match::Kind::Prefix("/a".into()))), ""),
-        (path(Some(path_match::Kind::Regex("/a+".into()))), ""),
-        (path(Some(path_match::Kind::Regex("(".into()))), "path match is \"(\""),
-        (header("x-a", None), "value of a header match is missing"),
-        (
-            header("x a", Some(header_match::Value::Exact(b"v".to_vec()))),
-            "header name is \"x a\"",
-        ),
-        (header("x-a", Some(header_match::Value::Exact(b"v".to_vec()))), ""),
-        (
-            header("x-a", Some(header_match::Value::Regex("[".into()))),
-            "header match is \"[\"",
-        ),
-        (query(None), "value of a query match is missing"),
-        (query(Some(query_param_match::Value::Exact("v".into()))), ""),
-        (
-            query(Some(query_param_match::Value::Regex("[".into()))),
-            "query match is \"[\"",
-        ),
-        (method(None), "method is missing"),
-        (method(Some(http_method::Type::Registered(8))), ""),
-        (method(Some(http_method::Type::Registered(9))), "method is \"9\""),
-        (method(Some(http_method::Type::Unregistered("PROPFIND".into()))), ""),
-        (
-            method(Some(http_method::Type::Unregistered("A B".into()))),
-            "method is \"A B\"",
-        ),
+    assert_reasons([
         (adding("x-a", b"v"), ""),
         (adding("x a", b"v"), "header name is \"x a\""),
         (adding("x-a", b"\n"), "header value is"),
@@ -310,9 +324,5 @@ fn filters_and_matches_are_read_or_refused_with_the_reason() {
             to_scheme(Some(scheme::Type::Unregistered(":".into()))),
             "scheme is \":\"",
         ),
-    ] {
-        let reason = reason(message);
-        assert_eq!(reason.is_empty(), expected.is_empty(), "{expected:?}: {reason}");
-        assert!(reason.contains(expected), "{reason} does not say {expected:?}");
-    }
+    ]);
 }

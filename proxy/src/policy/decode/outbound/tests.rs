@@ -6,8 +6,8 @@ use proto::filter_extension::{Cors, Kind as ExtensionKind, RequestMirror, UrlRew
 use proto::http_route::distribution::{FirstAvailable, Kind as DistributionKind, RandomAvailable};
 use proto::http_route::retry::{Conditions, conditions::StatusRange};
 use proto::proxy_protocol::{Detect, Grpc, Http1, Http2, Kind, Opaque, Tls};
-use tulle_proto::destination::{Http2ClientParams, WeightedAddr, http2_client_params};
-use tulle_proto::http_route::{HttpFailureInjector, PathModifier, Ratio, RequestRedirect, path_modifier};
+use tulle_proto::destination::WeightedAddr;
+use tulle_proto::http_route::{PathModifier, path_modifier};
 use tulle_proto::meta::{Resource, metadata};
 
 use super::*;
@@ -55,14 +55,14 @@ pub(super) fn backend_of(kind: Option<BackendKind>) -> proto::Backend {
     }
 }
 
-fn to(backend: proto::Backend) -> proto::http_route::RouteBackend {
+pub(super) fn to(backend: proto::Backend) -> proto::http_route::RouteBackend {
     proto::http_route::RouteBackend {
         backend: Some(backend),
         ..Default::default()
     }
 }
 
-fn first(backends: Vec<proto::http_route::RouteBackend>) -> Option<proto::http_route::Distribution> {
+pub(super) fn first(backends: Vec<proto::http_route::RouteBackend>) -> Option<proto::http_route::Distribution> {
     let kind = Some(DistributionKind::FirstAvailable(FirstAvailable { backends }));
     Some(proto::http_route::Distribution { kind })
 }
@@ -86,7 +86,7 @@ fn rule() -> proto::http_route::Rule {
     }
 }
 
-fn opaque(rules: usize, routes: usize) -> Opaque {
+pub(super) fn opaque(rules: usize, routes: usize) -> Opaque {
     let kind = Some(proto::opaque_route::distribution::Kind::Empty(Default::default()));
     let rule = proto::opaque_route::Rule {
         backends: Some(proto::opaque_route::Distribution { kind }),
@@ -98,6 +98,15 @@ fn opaque(rules: usize, routes: usize) -> Opaque {
     };
     Opaque {
         routes: vec![route; routes],
+    }
+}
+
+pub(super) fn detect() -> Detect {
+    Detect {
+        timeout: seconds(10),
+        opaque: Some(opaque(1, 1)),
+        http1: Some(Http1::default()),
+        http2: Some(Http2::default()),
     }
 }
 
@@ -164,7 +173,7 @@ pub(super) fn with_rule(edit: impl FnOnce(&mut proto::http_route::Rule)) -> prot
     })))
 }
 
-fn with_backend(edit: impl FnOnce(&mut proto::Backend)) -> proto::OutboundPolicy {
+pub(super) fn with_backend(edit: impl FnOnce(&mut proto::Backend)) -> proto::OutboundPolicy {
     let mut backend = backend_of(balance("web.shop:80", Some(peak_ewma())));
     edit(&mut backend);
     with_rule(|rule| rule.backends = first(vec![to(backend)]))
@@ -174,31 +183,22 @@ pub(super) fn with_filter(kind: Option<proto::http_route::filter::Kind>) -> prot
     with_rule(|rule| rule.filters = vec![proto::http_route::Filter { kind }])
 }
 
-fn extension(kind: Option<ExtensionKind>) -> Vec<proto::FilterExtension> {
+pub(super) fn extension(kind: Option<ExtensionKind>) -> Vec<proto::FilterExtension> {
     vec![proto::FilterExtension { kind }]
 }
 
-fn with_extension(kind: Option<ExtensionKind>) -> proto::OutboundPolicy {
+pub(super) fn with_extension(kind: Option<ExtensionKind>) -> proto::OutboundPolicy {
     with_rule(|rule| rule.filter_extensions = extension(kind))
 }
 
-fn with_backend_extension(kind: ExtensionKind) -> proto::OutboundPolicy {
-    with_rule(|rule| {
-        rule.backends = first(vec![proto::http_route::RouteBackend {
-            filter_extensions: extension(Some(kind)),
-            ..to(backend_of(balance("web.shop:80", Some(peak_ewma()))))
-        }]);
-    })
-}
-
-fn with_cors(edit: impl FnOnce(&mut Cors)) -> proto::OutboundPolicy {
+pub(super) fn with_cors(edit: impl FnOnce(&mut Cors)) -> proto::OutboundPolicy {
     let mut cors = Cors::default();
     edit(&mut cors);
     with_extension(Some(ExtensionKind::Cors(cors)))
 }
 
 /// A mirror of all requests.
-fn request_mirror() -> ExtensionKind {
+pub(super) fn request_mirror() -> ExtensionKind {
     ExtensionKind::RequestMirror(RequestMirror {
         backend: Some(backend_of(balance("copy.shop:80", Some(peak_ewma())))),
         ratio: None,
@@ -223,12 +223,6 @@ fn only_backend(message: proto::OutboundPolicy) -> Arc<BackendSpec> {
 
 #[test]
 fn a_complete_policy_is_read() {
-    let detect = || Detect {
-        timeout: seconds(10),
-        opaque: Some(opaque(1, 1)),
-        http1: Some(Http1::default()),
-        http2: Some(Http2::default()),
-    };
     let policy = client_policy(policy_of(Some(Kind::Detect(detect())))).unwrap();
     assert_eq!(policy.meta.to_string(), "Service/web.shop");
     let ClientProtocol::Detect {
@@ -385,317 +379,6 @@ fn failure_accrual_is_read() {
     let window = Duration::from_secs(10);
     let unified = accrual(unified(|_| ())).kind;
     assert!(matches!(unified, crate::policy::client::AccrualKind::Unified { window: found, .. } if found == window));
-}
-
-#[test]
-fn incomplete_messages_are_refused_with_the_reason() {
-    let detect = |edit: fn(&mut Detect)| {
-        let mut detect = Detect {
-            timeout: seconds(10),
-            opaque: Some(opaque(1, 1)),
-            http1: Some(Http1::default()),
-            http2: Some(Http2::default()),
-        };
-        edit(&mut detect);
-        policy_of(Some(Kind::Detect(detect)))
-    };
-    let consecutive = |backoff| {
-        with_accrual(Some(AccrualKind::ConsecutiveFailures(ConsecutiveFailures {
-            max_failures: 1,
-            backoff,
-        })))
-    };
-    let backoff_of = |edit: fn(&mut proto::ExponentialBackoff)| {
-        let mut message = backoff().unwrap();
-        edit(&mut message);
-        consecutive(Some(message))
-    };
-    let with_retry = |edit: fn(&mut proto::http_route::Retry)| with_rule(|rule| rule.retry = retry_of(edit));
-    let redirect = |replace| {
-        let path = Some(PathModifier { replace });
-        let redirect = RequestRedirect {
-            path,
-            ..Default::default()
-        };
-        with_filter(Some(proto::http_route::filter::Kind::Redirect(redirect)))
-    };
-    let failure = |status, ratio| {
-        let injector = HttpFailureInjector {
-            status,
-            message: String::new(),
-            ratio,
-        };
-        with_filter(Some(proto::http_route::filter::Kind::FailureInjector(injector)))
-    };
-    let no_namespace = {
-        let mut policy = policy_of(Some(Kind::Opaque(opaque(1, 1))));
-        let Some(Metadata {
-            kind: Some(metadata::Kind::Resource(resource)),
-        }) = &mut policy.metadata
-        else {
-            panic!()
-        };
-        resource.namespace.clear();
-        policy
-    };
-    let no_load = with_backend(|backend| backend.kind = balance("web:80", None));
-    let no_decay = Some(Load::PeakEwma(PeakEwma {
-        default_rtt: seconds(1),
-        decay: None,
-    }));
-    let negative = Some(Load::PeakEwma(PeakEwma {
-        default_rtt: seconds(-1),
-        decay: seconds(1),
-    }));
-
-    let cases: Vec<(&str, proto::OutboundPolicy)> = vec![
-        (
-            "metadata is missing",
-            proto::OutboundPolicy {
-                metadata: None,
-                ..policy_of(None)
-            },
-        ),
-        ("metadata.namespace is missing", no_namespace),
-        ("protocol is missing", policy_of(None)),
-        ("detect timeout is missing", detect(|detect| detect.timeout = None)),
-        ("protocol.detect.http1 is missing", detect(|detect| detect.http1 = None)),
-        ("protocol.detect.http2 is missing", detect(|detect| detect.http2 = None)),
-        (
-            "protocol.detect.opaque is missing",
-            detect(|detect| detect.opaque = None),
-        ),
-        (
-            "number of opaque routes is \"2\"",
-            policy_of(Some(Kind::Opaque(opaque(1, 2)))),
-        ),
-        ("number of rules is \"0\"", policy_of(Some(Kind::Opaque(opaque(0, 1))))),
-        ("number of rules is \"2\"", policy_of(Some(Kind::Opaque(opaque(2, 1))))),
-        ("backends is missing", with_rule(|rule| rule.backends = None)),
-        ("backends is missing", with_rule(|rule| rule.backends = first(vec![]))),
-        ("backends is missing", with_rule(|rule| rule.backends = random(&[]))),
-        (
-            "backend is missing",
-            with_rule(|rule| rule.backends = first(vec![Default::default()])),
-        ),
-        ("metadata is missing", with_backend(|backend| backend.metadata = None)),
-        ("queue is missing", with_backend(|backend| backend.queue = None)),
-        (
-            "failfast timeout is missing",
-            with_backend(|backend| {
-                backend.queue = Some(proto::Queue {
-                    capacity: 1,
-                    failfast_timeout: None,
-                });
-            }),
-        ),
-        ("balancer.load is missing", no_load),
-        (
-            "decay is missing",
-            with_backend(|backend| backend.kind = balance("web:80", no_decay)),
-        ),
-        (
-            "invalid default RTT",
-            with_backend(|backend| backend.kind = balance("web:80", negative)),
-        ),
-        (
-            "balancer.discovery.path is missing",
-            with_backend(|backend| {
-                backend.kind = balance("", Some(peak_ewma()));
-            }),
-        ),
-        (
-            "balancer.discovery is missing",
-            with_backend(|backend| {
-                let balancer = BalanceP2c {
-                    discovery: None,
-                    load: Some(peak_ewma()),
-                };
-                backend.kind = Some(BackendKind::Balancer(balancer));
-            }),
-        ),
-        (
-            "address of an endpoint is missing",
-            with_backend(|backend| {
-                backend.kind = Some(BackendKind::Forward(WeightedAddr::default()));
-            }),
-        ),
-        (
-            "HTTP/2 keep-alive timeout of an endpoint is missing",
-            with_backend(|backend| {
-                let keep_alive = http2_client_params::KeepAlive {
-                    interval: seconds(10),
-                    ..Default::default()
-                };
-                backend.kind = Some(BackendKind::Forward(WeightedAddr {
-                    addr: Some(std::net::SocketAddr::from(([10, 0, 0, 1], 80)).into()),
-                    http2: Some(Http2ClientParams {
-                        keep_alive: Some(keep_alive),
-                        ..Default::default()
-                    }),
-                    ..Default::default()
-                }));
-            }),
-        ),
-        ("failure accrual is missing", with_accrual(None)),
-        ("failure_accrual.backoff is missing", consecutive(None)),
-        (
-            "min backoff is missing",
-            backoff_of(|backoff| backoff.min_backoff = None),
-        ),
-        (
-            "max backoff is missing",
-            backoff_of(|backoff| backoff.max_backoff = None),
-        ),
-        (
-            "max backoff is \"500ms\"",
-            backoff_of(|backoff| {
-                backoff.max_backoff = Some(prost_types::Duration {
-                    seconds: 0,
-                    nanos: 500_000_000,
-                });
-            }),
-        ),
-        (
-            "jitter ratio is \"NaN\"",
-            backoff_of(|backoff| backoff.jitter_ratio = f32::NAN),
-        ),
-        (
-            "jitter ratio is \"-1\"",
-            backoff_of(|backoff| backoff.jitter_ratio = -1.0),
-        ),
-        (
-            "success rate threshold is \"1.5\"",
-            with_accrual(unified(|unified| unified.success_rate_threshold = 1.5)),
-        ),
-        (
-            "decay of a failure accrual is \"0ns\"",
-            with_accrual(unified(|unified| unified.decay = seconds(0))),
-        ),
-        (
-            "min requests is \"1000001\"",
-            with_accrual(unified(|unified| unified.min_requests = 1_000_001)),
-        ),
-        (
-            "failure_accrual.backoff is missing",
-            with_accrual(unified(|unified| unified.backoff = None)),
-        ),
-        (
-            "retry.conditions is missing",
-            with_retry(|retry| retry.conditions = None),
-        ),
-        (
-            "max retries is \"65536\"",
-            with_retry(|retry| retry.max_retries = 65_536),
-        ),
-        (
-            "status range of a retry is \"0-599\"",
-            with_retry(|retry| {
-                retry.conditions = Some(Conditions {
-                    status_ranges: vec![StatusRange { start: 0, end: 599 }],
-                });
-            }),
-        ),
-        (
-            "status range of a retry is \"500-600\"",
-            with_retry(|retry| {
-                retry.conditions = Some(Conditions {
-                    status_ranges: vec![StatusRange { start: 500, end: 600 }],
-                });
-            }),
-        ),
-        (
-            "kind of a filter is missing or unknown to this proxy",
-            with_filter(None),
-        ),
-        ("replacement of a path is missing", redirect(None)),
-        (
-            "replacement of a path is \"x\"",
-            redirect(Some(path_modifier::Replace::Full("x".into()))),
-        ),
-        (
-            "replacement of a path is \"\"",
-            redirect(Some(path_modifier::Replace::Prefix(String::new()))),
-        ),
-        ("injected status is \"99\"", failure(99, None)),
-        (
-            "kind of a filter is missing or unknown to this proxy",
-            with_extension(None),
-        ),
-        (
-            "rewritten host is \"a b\"",
-            with_extension(Some(ExtensionKind::UrlRewrite(UrlRewrite {
-                host: "a b".into(),
-                path: None,
-            }))),
-        ),
-        (
-            "replacement of a path is \"x\"",
-            with_extension(Some(ExtensionKind::UrlRewrite(UrlRewrite {
-                host: String::new(),
-                path: Some(PathModifier {
-                    replace: Some(path_modifier::Replace::Prefix("x".into())),
-                }),
-            }))),
-        ),
-        (
-            "backend is missing",
-            with_extension(Some(ExtensionKind::RequestMirror(RequestMirror::default()))),
-        ),
-        (
-            "mirror ratio is \"3/2\"",
-            with_extension(Some(ExtensionKind::RequestMirror(RequestMirror {
-                backend: Some(backend_of(balance("web.shop:80", Some(peak_ewma())))),
-                ratio: Some(Ratio {
-                    numerator: 3,
-                    denominator: 2,
-                }),
-            }))),
-        ),
-        (
-            "filter of a backend is \"RequestMirror\"",
-            with_backend_extension(request_mirror()),
-        ),
-        (
-            "filter of a backend is \"CORS\"",
-            with_backend_extension(ExtensionKind::Cors(Cors::default())),
-        ),
-        (
-            "allowed origin is \"a.test\"",
-            with_cors(|cors| cors.allow_origins = vec!["a.test".into()]),
-        ),
-        (
-            "header name is \"A B\"",
-            with_cors(|cors| cors.allow_methods = vec!["A B".into()]),
-        ),
-        (
-            "failure ratio is \"1/0\"",
-            failure(
-                503,
-                Some(Ratio {
-                    numerator: 1,
-                    denominator: 0,
-                }),
-            ),
-        ),
-        (
-            "failure ratio is \"2/1\"",
-            failure(
-                503,
-                Some(Ratio {
-                    numerator: 2,
-                    denominator: 1,
-                }),
-            ),
-        ),
-    ];
-    for (reason, message) in cases {
-        let error = anyhow::Error::new(client_policy(message).unwrap_err());
-        assert!(
-            format!("{error:#}").contains(reason),
-            "{error:#} does not say {reason:?}"
-        );
-    }
 }
 
 #[test]

@@ -1,0 +1,193 @@
+//! The ports of the testbed, each with its well-behaved clients and its attackers.
+
+use std::net::SocketAddr;
+
+use tulle_control::tls::mesh_credentials::LeafWithKey;
+use tulle_tests::credentials::{control_plane_identity, identity};
+
+use super::attackers::Sources;
+use super::clients::{self, GrpcClient, GrpcRequest, NormalClient};
+use super::held::{MeshedClient, MeshedHttp};
+use super::testbed::{self, CONTROL, SERVER, Testbed, v6};
+use super::tls_attackers::{self, TlsAttack, TlsBehaviour};
+
+/// One port: the target of the flood, and the well-behaved clients.
+pub(crate) struct FloodedPort<'a> {
+    pub(crate) name: &'static str,
+    pub(crate) addr: SocketAddr,
+    /// Ports with the same name here share a connection limit, or a well-behaved client.
+    pub(crate) listener: &'static str,
+    pub(crate) clients: Vec<NormalClient<'a>>,
+    /// Clients whose connections are open before each flood.
+    pub(crate) held: Vec<MeshedClient<'a>>,
+    /// Attackers that use TLS.
+    pub(crate) tls: Vec<TlsAttack>,
+    pub(crate) sources: &'static [Sources],
+}
+
+impl<'a> FloodedPort<'a> {
+    /// A port without attackers that use TLS, and without connections that are open before each flood.
+    pub(crate) fn new(
+        name: &'static str,
+        listener: &'static str,
+        addr: SocketAddr,
+        clients: Vec<NormalClient<'a>>,
+    ) -> Self {
+        Self {
+            name,
+            addr,
+            listener,
+            clients,
+            held: Vec::new(),
+            tls: Vec::new(),
+            sources: Sources::ALL,
+        }
+    }
+}
+
+/// The ports of the sidecar of the server.
+pub(crate) fn ports_of_the_sidecar(testbed: &Testbed) -> Vec<FloodedPort<'_>> {
+    let client = &testbed.client;
+    let at = |port: u16| SocketAddr::from((SERVER, port));
+    let at6 = |port: u16| SocketAddr::from((v6(SERVER), port));
+    let application = |addr| vec![NormalClient::http(client, addr, "/", 200)];
+    let admin = |name, addr| {
+        let http = MeshedHttp {
+            config: testbed.client_config(),
+            server: testbed::server_name(identity("server")),
+            prefix: Vec::new(),
+            path: "/ready",
+        };
+        FloodedPort {
+            held: vec![MeshedClient::http(client, addr, http)],
+            tls: peers_and_strangers(testbed, Testbed::strangers_of_server("/live")),
+            ..FloodedPort::new(name, "admin", addr, probes(testbed, addr))
+        }
+    };
+    let tap_client = grpc_client(testbed, identity("server"), Some(&testbed.tap_leaf));
+    let tap = |name, addr| {
+        let observe = NormalClient::grpc(client, addr, tap_client.clone(), GrpcRequest::Tap);
+        let tapped = NormalClient::http(client, at(testbed::HTTP), clients::TAPPED_PATH, 200);
+        let strangers = Testbed::strangers_of_server("/io.linkerd.proxy.tap.Tap/Observe");
+        FloodedPort {
+            held: vec![MeshedClient::tap(client, addr, tap_client.clone(), tapped)],
+            tls: peers_and_strangers(testbed, strangers),
+            ..FloodedPort::new(name, "admin", addr, prepend(observe, probes(testbed, at(4191))))
+        }
+    };
+    let inbound = |name, addr| FloodedPort {
+        // No identity counts on this port, so a flood can end an idle connection of a meshed client: none is held.
+        tls: peers_and_strangers(testbed, Testbed::strangers_of_server("/echo")),
+        ..FloodedPort::new(name, "inbound", addr, application(addr))
+    };
+    let strangers = Testbed::strangers_of_server("/echo");
+    let direct = FloodedPort {
+        tls: vec![
+            testbed::direct(testbed.peers(&strangers), tls_attackers::ON_HTTP2),
+            testbed::direct(strangers, &[TlsBehaviour::Silent]),
+        ],
+        ..FloodedPort::new("4143, itself", "inbound", at(4143), application(at(testbed::HTTP)))
+    };
+    let outbound = |name, addr| {
+        let to_client = NormalClient::http(&testbed.server, (testbed::CLIENT, testbed::HTTP).into(), "/", 200);
+        FloodedPort::new(name, "outbound", addr, vec![to_client])
+    };
+    vec![
+        admin("4191, admin", at(4191)),
+        admin("4191, by IPv6", at6(4191)),
+        tap("4190, tap", at(4190)),
+        from_two_hundred_addresses(tap("4190, by IPv6", at6(4190))),
+        inbound("4143, by redirect", at(testbed::HTTP)),
+        inbound("4143, by redirect of IPv6", at6(testbed::HTTP)),
+        direct,
+        outbound("4140, itself", at(4140)),
+        from_two_hundred_addresses(outbound("4140, by IPv6", at6(4140))),
+    ]
+}
+
+pub(crate) fn ports_of_the_control_plane(testbed: &Testbed) -> Vec<FloodedPort<'_>> {
+    let client = &testbed.client;
+    let at = |port: u16| SocketAddr::from((CONTROL, port));
+    let at6 = |port: u16| SocketAddr::from((v6(CONTROL), port));
+    let new_proxy = grpc_client(testbed, control_plane_identity("linkerd-identity"), None);
+    let proxy = grpc_client(
+        testbed,
+        control_plane_identity("linkerd-destination"),
+        Some(&testbed.leaf),
+    );
+    let identity_port = |name, addr| {
+        let certify = NormalClient::grpc(client, addr, new_proxy.clone(), GrpcRequest::Certify);
+        let path = "/io.linkerd.proxy.identity.Identity/Certify";
+        FloodedPort {
+            tls: vec![Testbed::strangers_of_control("linkerd-identity", path)],
+            ..FloodedPort::new(name, "identity", addr, vec![certify])
+        }
+    };
+    let destination = |name, addr| {
+        let get = NormalClient::grpc(client, addr, proxy.clone(), GrpcRequest::Destination);
+        let held = MeshedClient::grpc(client, addr, proxy.clone(), GrpcRequest::Destination);
+        let path = "/io.linkerd.proxy.destination.Destination/Get";
+        let strangers = Testbed::strangers_of_control("linkerd-destination", path);
+        FloodedPort {
+            held: vec![held],
+            tls: peers_and_strangers(testbed, strangers),
+            ..FloodedPort::new(name, "destination", addr, prepend(get, probes(testbed, at(9996))))
+        }
+    };
+    let policy = |name, addr| {
+        let watch = NormalClient::grpc(client, addr, proxy.clone(), GrpcRequest::Policy);
+        let held = MeshedClient::grpc(client, addr, proxy.clone(), GrpcRequest::Policy);
+        let path = "/io.linkerd.proxy.inbound.InboundServerPolicies/WatchPort";
+        let strangers = Testbed::strangers_of_control("linkerd-destination", path);
+        FloodedPort {
+            held: vec![held],
+            tls: peers_and_strangers(testbed, strangers),
+            ..FloodedPort::new(name, "policy", addr, vec![watch])
+        }
+    };
+    let admin = |name, listener, addr| FloodedPort::new(name, listener, addr, probes(testbed, addr));
+    let telemetry = NormalClient::http(&testbed.control, ([127, 0, 0, 1], 8089).into(), "/", 404);
+    vec![
+        identity_port("8080, identity", at(8080)),
+        from_two_hundred_addresses(identity_port("8080, by IPv6", at6(8080))),
+        destination("8086, destination", at(8086)),
+        from_two_hundred_addresses(destination("8086, by IPv6", at6(8086))),
+        policy("8090, policy", at(8090)),
+        from_two_hundred_addresses(policy("8090, by IPv6", at6(8090))),
+        admin("9990, admin of identity and policy", "9990", at(9990)),
+        from_two_hundred_addresses(admin("9990, by IPv6", "9990", at6(9990))),
+        admin("9996, admin of destination", "destination", at(9996)),
+        from_two_hundred_addresses(admin("9996, by IPv6", "destination", at6(9996))),
+        FloodedPort::new("8089, telemetry", "telemetry", at(8089), vec![telemetry]),
+    ]
+}
+
+/// A port by IPv6: what depends on the address family is the network of a client, so a flood from one address is left out.
+fn from_two_hundred_addresses(port: FloodedPort<'_>) -> FloodedPort<'_> {
+    FloodedPort {
+        sources: &[Sources::TwoHundred],
+        ..port
+    }
+}
+
+fn probes(testbed: &Testbed, addr: SocketAddr) -> Vec<NormalClient<'_>> {
+    let get = |path| NormalClient::http(&testbed.client, addr, path, 200);
+    vec![get("/live"), get("/ready")]
+}
+
+fn grpc_client<'a>(testbed: &'a Testbed, server: String, leaf: Option<&'a LeafWithKey>) -> GrpcClient<'a> {
+    GrpcClient {
+        server,
+        anchors: &testbed.anchors,
+        leaf,
+    }
+}
+
+/// These attackers, after the same ones with a certificate of the mesh.
+fn peers_and_strangers(testbed: &Testbed, strangers: TlsAttack) -> Vec<TlsAttack> {
+    vec![testbed.peers(&strangers), strangers]
+}
+
+pub(crate) fn prepend<'a>(first: NormalClient<'a>, others: Vec<NormalClient<'a>>) -> Vec<NormalClient<'a>> {
+    [first].into_iter().chain(others).collect()
+}
