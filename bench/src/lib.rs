@@ -1,7 +1,6 @@
 //! Workloads and benchmarks: echo servers, a load generator, and measurements of tulle and other proxies.
 
-#![cfg_attr(test, allow(clippy::too_many_lines))]
-
+pub mod cli;
 pub mod conformance;
 pub mod control_scale;
 pub mod load;

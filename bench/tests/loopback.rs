@@ -1,6 +1,5 @@
 //! `tulle-bench serve` and `tulle-bench load` as processes that talk to each other over loopback.
 
-#![allow(clippy::too_many_lines)]
 #![allow(clippy::unwrap_used)] // test helpers
 
 use std::io::{Read as _, Write as _};

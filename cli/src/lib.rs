@@ -1,6 +1,5 @@
 //! The `tulle` command: credentials, diagnostics, clusters, and the demo.
 
-#![cfg_attr(test, allow(clippy::too_many_lines))]
 #![allow(clippy::print_stdout, clippy::print_stderr)] // this is what a command does
 
 pub mod app;

@@ -1,7 +1,5 @@
 //! The demo as users start it: the built binaries in network namespaces, from start to cleanup.
 
-#![allow(clippy::too_many_lines)]
-
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::sleep;

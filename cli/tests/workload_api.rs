@@ -1,6 +1,5 @@
 //! Tests the Workload API as a process; every user of the machine may connect to its socket.
 
-#![allow(clippy::too_many_lines)]
 #![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
 use std::io::{Read, Write};

@@ -1,7 +1,5 @@
 //! The control plane of tulle: destination, policy and identity services, webhooks, and telemetry.
 
-#![cfg_attr(test, allow(clippy::too_many_lines))]
-
 pub mod admission;
 pub mod app;
 pub mod cluster;

@@ -9,6 +9,7 @@ use tracing::error;
 use tulle_control::app::{self, App};
 use tulle_control::cmd::Command;
 use tulle_control::config::{Config, LogConfig};
+use tulle_core::names::variable;
 
 #[global_allocator]
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
@@ -39,7 +40,7 @@ fn main() -> ExitCode {
 fn runtime() -> io::Result<Runtime> {
     let n_threads = thread::available_parallelism().map_or(1, usize::from) / 4;
     let mut builder = match n_threads {
-        _ if env::var_os("TOKIO_WORKER_THREADS").is_some() => Builder::new_multi_thread(),
+        _ if env::var_os(variable::WORKER_THREADS).is_some() => Builder::new_multi_thread(),
         0 | 1 => Builder::new_current_thread(),
         _ => {
             let mut builder = Builder::new_multi_thread();

@@ -1,6 +1,5 @@
 //! A complete control plane without Kubernetes, tested through its clients: in this process, and as the built binary.
 
-#![allow(clippy::too_many_lines)]
 #![allow(clippy::unwrap_used, clippy::expect_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
 use std::ffi::OsString;

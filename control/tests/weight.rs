@@ -1,6 +1,5 @@
 //! Memory of objects, values and idle streams, counted by the allocator. A control plane has tens of thousands of each.
 
-#![allow(clippy::too_many_lines)]
 #![cfg(test)]
 
 use std::alloc::{GlobalAlloc, Layout, System};

@@ -465,7 +465,7 @@ pub const ALL: &[Cause] = &[
         Responsible::Mesh,
         "503, UNAVAILABLE",
         "The proxy is under memory pressure: it uses 90 % of its memory limit (`TULLE_PROXY_MEMORY_LIMIT`, or the limit of its container) and refuses new requests and connections, and large request heads that are not complete, so that the kernel does not kill it. Below 85 % it accepts them again.",
-        "Give the proxy more memory (`config.linkerd.io/proxy-memory-limit`), or add replicas. `tulle_memory_limit_bytes` and `process_resident_memory_bytes` show the limit and the usage.",
+        "Give the proxy more memory (`config.linkerd.io/proxy-memory-limit`), or add replicas. `tulle_memory_short` is 1 while the proxy refuses. `tulle_memory_limit_bytes` is the limit; with a limit of the container, its usage counts (without the page cache), otherwise `process_resident_memory_bytes`.",
     ),
 ];
 

@@ -4,8 +4,6 @@
 //! the proxy or the control plane; names, probes and failure causes are here because several binaries share them.
 //! It does not read the environment: the binaries do, and pass values in.
 
-#![cfg_attr(test, allow(clippy::too_many_lines))]
-
 pub mod addr;
 pub mod admin;
 pub mod backoff;

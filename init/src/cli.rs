@@ -7,6 +7,7 @@ use std::time::Duration;
 use clap::{ArgGroup, Args, Parser, Subcommand, ValueEnum};
 use tulle_core::duration;
 use tulle_core::logging::Format;
+use tulle_core::names::variable;
 
 use crate::iptables::{DEFAULT_WAIT_SECS, Flavour};
 use crate::options::{
@@ -190,7 +191,7 @@ pub struct ValidateArgs {
     /// Format of log lines
     #[arg(
         long,
-        env = "LINKERD_NETWORK_VALIDATOR_LOG_FORMAT",
+        env = variable::VALIDATOR_LOG_FORMAT,
         value_name = "plain|json",
         default_value = "plain",
         overrides_with = "log_format"
@@ -199,7 +200,7 @@ pub struct ValidateArgs {
     /// Minimum level of log lines
     #[arg(
         long,
-        env = "LINKERD_NETWORK_VALIDATOR_LOG_LEVEL",
+        env = variable::VALIDATOR_LOG_LEVEL,
         value_name = "LEVEL",
         default_value = "info",
         overrides_with = "log_level"

@@ -5,8 +5,6 @@
 //! tests the rules that it has applied; [`validate`] is a command of its own, which knows no rules, only two addresses. This
 //! crate depends on nothing of the proxy except its ports.
 
-#![cfg_attr(test, allow(clippy::too_many_lines))]
-
 pub mod cli;
 pub mod iptables;
 mod iptables_chains;

@@ -5,8 +5,6 @@
 //! API, which has no package, is module `workload`. The OpenTelemetry collector is module `trace`, and gRPC health checks
 //! are module `health`.
 
-#![cfg_attr(test, allow(clippy::too_many_lines))]
-
 pub mod codec;
 pub mod convert;
 

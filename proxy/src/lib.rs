@@ -1,7 +1,5 @@
 //! The data plane: a sidecar proxy that carries a workload's traffic, with identity, policy and load balancing.
 
-#![cfg_attr(test, allow(clippy::too_many_lines))]
-
 mod admin;
 mod api;
 pub mod app;
@@ -14,6 +12,7 @@ mod gateway;
 mod http;
 mod identity;
 mod inbound;
+pub mod linkerd_await;
 pub mod messages;
 mod metrics;
 mod net;

@@ -1,6 +1,5 @@
 //! Failed starts of the proxy: exit codes and error messages.
 
-#![allow(clippy::too_many_lines)]
 #![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
 use std::net::TcpListener;

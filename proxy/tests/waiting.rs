@@ -1,6 +1,5 @@
 //! `linkerd-await` as hooks and jobs call it, with an admin server in place of a proxy.
 
-#![allow(clippy::too_many_lines)]
 #![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
 use std::io::{BufRead as _, BufReader, Write as _};

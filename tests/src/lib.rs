@@ -1,7 +1,5 @@
 //! The test harness: a control plane, proxies and applications in one process, or real Kubernetes.
 
-#![allow(clippy::too_many_lines)]
-
 pub mod apps;
 pub mod charts;
 pub mod client;

@@ -23,6 +23,7 @@ use clap::ValueEnum;
 use futures_util::future::try_join_all;
 use tokio::time::{Instant, sleep, sleep_until};
 use tulle_control::tls::anchors::TrustAnchors;
+use tulle_core::names::variable;
 
 use crate::control_scale::cluster::{Cluster, ROLLOUT, RolloutSlice, Size};
 use crate::control_scale::control_plane::{ControlPlane, PORTS, Ports, cpu_without_probes};
@@ -36,7 +37,7 @@ use crate::run::process::Process;
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Kubeconfig of the API server. The run owns the namespace `scale` there.
-    #[arg(long, env = "KUBECONFIG", value_name = "FILE")]
+    #[arg(long, env = variable::KUBECONFIG, value_name = "FILE")]
     kubeconfig: PathBuf,
     /// The tulle-control binary to measure; by default the one beside this program.
     #[arg(long, value_name = "FILE")]

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use serde::Deserialize;
 use tulle_core::duration;
+use tulle_core::names::annotation;
 
 /// Everything that the demo builds, with the addresses from the manifests.
 #[derive(Clone, Debug)]
@@ -252,10 +253,10 @@ impl RawWorkload {
                  <service account>.<namespace>.serviceaccount.identity.linkerd.<trust domain>"
             )));
         }
-        let delay = match self.metadata.annotations.get(DELAY_ANNOTATION) {
+        let delay = match self.metadata.annotations.get(annotation::DEMO_DELAY) {
             None => Duration::ZERO,
             Some(text) => {
-                duration::parse(text).map_err(|err| refuse(format!("annotation {DELAY_ANNOTATION}: {err}")))?
+                duration::parse(text).map_err(|err| refuse(format!("annotation {}: {err}", annotation::DEMO_DELAY)))?
             }
         };
         let app = match self.metadata.labels.get(APP_LABEL).map(String::as_str) {
@@ -351,7 +352,6 @@ pub(super) const CONTROL_NAMESPACE: &str = "linkerd";
 pub(super) const NETWORK: &str = "10.77.0.0/24";
 const IDENTITY_INFIX: &str = ".serviceaccount.identity.linkerd.";
 const APP_LABEL: &str = "app";
-const DELAY_ANNOTATION: &str = "demo.tulle.dev/delay";
 const MAX_NAME_LENGTH: usize = 20;
 
 #[cfg(test)]

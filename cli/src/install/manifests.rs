@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use anyhow::{Context as _, bail};
 use clap::ValueEnum;
 use serde_json::{Value, json};
+use tulle_core::names::{annotation, label};
 
 use super::charts::{CONTROL_PLANE, Helm};
 use super::existing::{self, ExistingInstallation};
@@ -25,11 +26,11 @@ pub(super) fn control_plane(helm: &Helm, values: &Value, flags: &kubernetes::Fla
         "metadata": {
             "name": namespace,
             // Pods of the control plane must start while no webhook is available.
-            "annotations": { "linkerd.io/inject": "disabled" },
+            "annotations": { annotation::INJECT: "disabled" },
             "labels": {
-                "config.linkerd.io/admission-webhooks": "disabled",
-                "linkerd.io/control-plane-ns": namespace,
-                "linkerd.io/is-control-plane": "true",
+                label::ADMISSION_WEBHOOKS: "disabled",
+                label::CONTROL_PLANE_NS: namespace,
+                label::IS_CONTROL_PLANE: "true",
             },
         },
     })];
@@ -40,7 +41,7 @@ pub(super) fn control_plane(helm: &Helm, values: &Value, flags: &kubernetes::Fla
         "metadata": {
             "name": existing::OVERRIDES,
             "namespace": namespace,
-            "labels": { "linkerd.io/control-plane-ns": namespace },
+            "labels": { label::CONTROL_PLANE_NS: namespace },
         },
         "stringData": { existing::OVERRIDES: serde_yaml_ng::to_string(values).context("writing the values")? },
     }));

@@ -7,7 +7,7 @@ use k8s_openapi::api::core::v1::{Namespace, Pod};
 use kube::api::{ApiResource, DynamicObject, GroupVersionKind, ListParams};
 use kube::{Api, ResourceExt as _};
 use serde_json::{Value, json};
-use tulle_core::names::label::{CONTROL_PLANE_COMPONENT, CONTROL_PLANE_NS};
+use tulle_core::names::label::{CONTROL_PLANE_COMPONENT, CONTROL_PLANE_NS, EXTENSION};
 
 use super::charts::{CRDS, Helm};
 use super::manifests::{Output, control_plane, key, keys, overrides, show};
@@ -118,9 +118,7 @@ async fn ensure_unused(cluster: &Cluster) -> anyhow::Result<()> {
         if pods.len() > names.len() { ", …" } else { "" }
     );
     let api: Api<Namespace> = Api::all(cluster.client.clone());
-    let extensions = cluster
-        .list(&api, &ListParams::default().labels("linkerd.io/extension"))
-        .await;
+    let extensions = cluster.list(&api, &ListParams::default().labels(EXTENSION)).await;
     let extensions = extensions.map_err(|error| anyhow!("listing namespaces: {}", reason(&error)))?;
     let names: Vec<_> = extensions.iter().map(|namespace| namespace.name_any()).collect();
     ensure!(

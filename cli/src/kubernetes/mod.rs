@@ -15,6 +15,7 @@ use serde::de::DeserializeOwned;
 use tulle_control::kubernetes::connect;
 use tulle_core::addr::Addr;
 use tulle_core::logging;
+use tulle_core::names::variable;
 
 #[derive(clap::Args, Clone, Debug)]
 #[command(next_help_heading = "Cluster options")]
@@ -24,7 +25,7 @@ pub(crate) struct Flags {
         short = 'L',
         long,
         global = true,
-        env = "LINKERD_NAMESPACE",
+        env = variable::NAMESPACE,
         value_name = "NAMESPACE",
         default_value = "linkerd"
     )]

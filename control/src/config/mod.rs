@@ -13,7 +13,7 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use tracing::warn;
 use tulle_core::identity::{self, Identity};
 use tulle_core::logging::Format;
-use tulle_core::names::port;
+use tulle_core::names::{port, variable};
 use tulle_core::networks::parse_networks;
 
 use crate::cluster::{self, H2Upgrade, Ipv6, TransportMode};
@@ -253,7 +253,7 @@ impl LogConfig {
 /// Returns the name of this pod, or the host name outside of Kubernetes.
 fn pod_name() -> String {
     let hostname = || std::fs::read_to_string("/proc/sys/kernel/hostname").ok();
-    let name = std::env::var("HOSTNAME")
+    let name = std::env::var(variable::HOSTNAME)
         .ok()
         .filter(|name| !name.is_empty())
         .or_else(hostname);

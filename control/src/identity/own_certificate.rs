@@ -166,7 +166,11 @@ impl CertificateRenewer {
                 remote,
                 last_anchors_pem,
                 ..
-            } => request_certificate(remote, last_anchors_pem, name, &key).await?,
+            } => {
+                *last_anchors_pem = None;
+                let pem = last_anchors_pem.insert(read_anchors(&remote.trust_anchors)?);
+                request_certificate(remote, pem, name, &key).await?
+            }
         };
         let valid_until = rsp
             .valid_until
@@ -229,21 +233,14 @@ fn sign_locally(
     Ok((rsp, issuer.anchors().clone()))
 }
 
-/// Requests a certificate, and stores the trust anchors of the request in `last_anchors_pem`.
+/// Requests a certificate from a server that these trust anchors verify.
 async fn request_certificate(
     remote: &RemoteIdentity,
-    last_anchors_pem: &mut Option<Vec<u8>>,
+    anchors_pem: &[u8],
     name: &str,
     key: &KeyPair,
 ) -> Result<(proto::CertifyResponse, TrustAnchors), RenewError> {
-    let path = &remote.trust_anchors;
-    *last_anchors_pem = None;
-    let pem = std::fs::read(path).map_err(|source| RenewError::AnchorsFile {
-        path: path.clone(),
-        source,
-    })?;
-    let pem = &*last_anchors_pem.insert(pem);
-    let anchors = TrustAnchors::parse(pem, path).map_err(RenewError::Anchors)?;
+    let anchors = TrustAnchors::parse(anchors_pem, &remote.trust_anchors).map_err(RenewError::Anchors)?;
     let token = read_token(&remote.token).await?;
     let server = TlsServer {
         addr: &remote.addr,
@@ -263,6 +260,13 @@ async fn request_certificate(
         .map_err(|_| RenewError::Timeout(CERTIFY_TIMEOUT))?
         .map_err(|status| RenewError::Rejected(Box::new(status)))?;
     Ok((rsp.into_inner(), anchors))
+}
+
+fn read_anchors(path: &Path) -> Result<Vec<u8>, RenewError> {
+    std::fs::read(path).map_err(|source| RenewError::AnchorsFile {
+        path: path.to_owned(),
+        source,
+    })
 }
 
 async fn read_token(path: &Path) -> Result<Vec<u8>, RenewError> {

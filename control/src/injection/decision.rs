@@ -1,4 +1,5 @@
-//! Decides whether a pod gets a sidecar, with all reasons against it.
+//! Decides by a pod and the annotations whether the pod gets a sidecar, with all reasons against it. `inject_pod` adds the reasons for
+//! which a pod is refused.
 
 use std::fmt;
 

@@ -330,8 +330,12 @@ impl CertificateController {
             // Cancel-safe: all branches only wait, and dropping the `next` of a stream loses no event.
             tokio::select! {
                 () = drain.signaled() => return,
-                Some(seen) = secrets.next() => update(&mut self.secret, seen, self.config.secret),
-                Some(seen) = configurations.next() => update(&mut self.configuration, seen, name),
+                Some(seen) = secrets.next() => {
+                    self.secret = watched_object(seen, self.config.secret).or_else(|| self.secret.take());
+                }
+                Some(seen) = configurations.next() => {
+                    self.configuration = watched_object(seen, name).or_else(|| self.configuration.take());
+                }
                 () = due.wait() => {}
             }
         }
@@ -628,12 +632,11 @@ fn webhooks(configuration: &DynamicObject) -> impl Iterator<Item = &Value> {
     webhooks.into_iter().flatten()
 }
 
-/// Stores the object of a watch event. After an error the watch continues, and the known object stays.
-fn update<T>(known: &mut Option<Option<T>>, seen: Result<Option<T>, watcher::Error>, name: &str) {
-    match seen {
-        Ok(seen) => *known = Some(seen),
-        Err(err) => warn!(name, error = &err as &dyn std::error::Error, "watching failed"),
-    }
+/// Returns the object of a watch event, which is `Some(None)` if it does not exist. Returns `None` after an error, after which the watch
+/// continues.
+fn watched_object<T>(seen: Result<Option<T>, watcher::Error>, name: &str) -> Option<Option<T>> {
+    seen.inspect_err(|err| warn!(name, error = err as &dyn std::error::Error, "watching failed"))
+        .ok()
 }
 
 const RECONCILE_BACKOFF: Backoff = Backoff {

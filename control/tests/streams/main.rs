@@ -1,6 +1,5 @@
 //! Manifests in a directory to the messages that proxies get.
 
-#![allow(clippy::too_many_lines)]
 #![cfg(test)]
 
 mod client_namespaces;

@@ -206,7 +206,7 @@ annotations! {
         objects: "Namespace, Pod",
         values: GO_DURATION,
         default: "`proxy.shutdownGracePeriod`",
-        meaning: "Maximum time for open requests to end after SIGTERM.",
+        meaning: "Maximum time for open requests to end. It begins at most 10 s after SIGTERM, and ends early with the pod's `terminationGracePeriodSeconds`.",
     }
     PROXY_ADMIN_SHUTDOWN = "config.linkerd.io/proxy-admin-shutdown" {
         objects: "Namespace, Pod",
@@ -558,6 +558,14 @@ annotations! {
         values: "64 hexadecimal digits",
         default: "none",
         meaning: "The SHA-256 of the trust anchors with which the pod was injected.",
+    }
+
+    // The demo
+    DEMO_DELAY = "demo.tulle.dev/delay" {
+        objects: "ExternalWorkload of the demo",
+        values: "duration, such as `50ms`",
+        default: "none",
+        meaning: "How long the demo's application delays its responses. Not in Linkerd.",
     }
 
     // Without effect

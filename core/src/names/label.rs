@@ -66,6 +66,16 @@ labels! {
         set_by: "the charts",
         meaning: "The component of the control plane, such as `destination`. Its pods and services are never injected.",
     }
+    IS_CONTROL_PLANE = "linkerd.io/is-control-plane" {
+        objects: "Namespace",
+        set_by: "`tulle install`, with the value `true`",
+        meaning: "Marks the namespace of the control plane.",
+    }
+    EXTENSION = "linkerd.io/extension" {
+        objects: "Namespace",
+        set_by: "the charts of extensions",
+        meaning: "The name of the extension in the namespace, such as `viz`. `tulle uninstall` refuses while there are extensions.",
+    }
     CNI_RESOURCE = "linkerd.io/cni-resource" {
         objects: "Pod, Service",
         set_by: "the chart of the CNI plugin",

@@ -1,10 +1,11 @@
-//! Externally visible names and numbers (headers, ports, annotations, labels), each defined once.
+//! Externally visible names and numbers (headers, ports, annotations, labels, environment variables), each defined once.
 //!
-//! Annotations, labels and headers carry their documentation as data.
+//! Annotations, labels, headers and variables carry their documentation as data.
 
 pub mod annotation;
 pub mod header;
 pub mod label;
+pub mod variable;
 
 /// The ALPN protocol of a TLS handshake that is followed by a transport header.
 pub const TRANSPORT_ALPN: &[u8] = b"transport.l5d.io/v1";
@@ -65,14 +66,20 @@ pub mod telemetry {
 mod tests {
     use std::collections::BTreeSet;
 
-    use super::{annotation, header, label};
+    use super::{annotation, header, label, variable};
 
     #[test]
     fn names_are_unique_in_their_table() {
         let annotations = annotation::ALL.iter().map(|row| row.name);
         let labels = label::ALL.iter().map(|row| row.name);
         let headers = header::ALL.iter().map(|row| row.name);
-        for names in [Vec::from_iter(annotations), labels.collect(), headers.collect()] {
+        let variables = variable::ALL.iter().map(|row| row.name);
+        for names in [
+            Vec::from_iter(annotations),
+            labels.collect(),
+            headers.collect(),
+            variables.collect(),
+        ] {
             let mut seen = BTreeSet::new();
             let repeated: Vec<_> = names.iter().filter(|name| !seen.insert(**name)).collect();
             assert!(repeated.is_empty(), "more than once: {repeated:?}");
@@ -90,7 +97,10 @@ mod tests {
         let headers = header::ALL
             .iter()
             .map(|row| vec![row.name, row.direction, row.values, row.meaning]);
-        for row in annotations.chain(labels).chain(headers) {
+        let variables = variable::ALL
+            .iter()
+            .map(|row| vec![row.name, row.programs, row.values, row.default, row.meaning]);
+        for row in annotations.chain(labels).chain(headers).chain(variables) {
             for text in &row {
                 assert!(!text.is_empty(), "{row:?} has an empty text");
                 assert!(!text.contains(['|', '\n']), "{text:?} would end its cell");
@@ -106,6 +116,7 @@ mod tests {
             (include_str!("annotation.rs"), [].as_slice()),
             (include_str!("label.rs"), &[]),
             (include_str!("header.rs"), &["CREDENTIALS:"]),
+            (include_str!("variable.rs"), &[]),
         ] {
             let constants = source.lines().filter_map(|line| line.strip_prefix("pub const "));
             let undocumented: Vec<_> = constants

@@ -2,7 +2,6 @@
 //!
 //! Each test iterates over backends and families itself, so that several cases share a namespace.
 
-#![allow(clippy::too_many_lines)]
 #![allow(clippy::unwrap_used)] // clippy exempts only functions marked as tests
 
 mod direct;

@@ -27,6 +27,17 @@ pub(crate) enum WatchState<T> {
     Refused(Refusal),
 }
 
+impl<T> WatchState<T> {
+    /// The refusal of a control plane that denies this proxy what it has requested. It says nothing about the target, so the
+    /// target must not be treated as unknown or as one without endpoints.
+    pub(crate) fn denial(&self) -> Option<&Refusal> {
+        match self {
+            Self::Refused(refusal) if refusal.is_denial() => Some(refusal),
+            _ => None,
+        }
+    }
+}
+
 /// A refusal instead of a value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the control plane refuses the {description} ({code:?}): {message}")]

@@ -9,11 +9,10 @@ use std::{
 use bytes::Bytes;
 use http::HeaderMap;
 use http_body::{Body as _, Frame, SizeHint};
-use tokio::sync::oneshot;
 
 use crate::http::{
     error::Error, h2::body::StreamBody, h2::upgraded_stream::UpgradedStream, stack::admission::InFlightSlot,
-    upgrade::tunnel::TunnelEnd,
+    upgrade::client_side::ClientSide, upgrade::tunnel::TunnelEnd,
 };
 
 /// A request or response body.
@@ -23,8 +22,7 @@ pub(crate) struct Body {
     observer: Option<Box<dyn BodyObserver>>,
     /// In-flight slot, released when the body is dropped.
     slot: Option<InFlightSlot>,
-    /// Receives the client's side of the tunnel after the upgrade response is sent.
-    client_tunnel: Option<oneshot::Receiver<TunnelEnd>>,
+    client_side: ClientSide,
 }
 
 #[derive(Default)]
@@ -118,15 +116,15 @@ impl Body {
         Self::from_source(BodySource::Dyn(source))
     }
 
-    /// Makes this the body of an upgrade request.
-    pub(crate) fn with_client_tunnel(mut self, tunnel_rx: oneshot::Receiver<TunnelEnd>) -> Self {
-        self.client_tunnel = Some(tunnel_rx);
+    /// Makes this the body of a request with this client's side.
+    pub(crate) fn with_client_side(mut self, client_side: ClientSide) -> Self {
+        self.client_side = client_side;
         self
     }
 
-    /// Takes the receiver of the client's side of the tunnel. Returns `None` on the second call.
-    pub(crate) fn take_client_tunnel(&mut self) -> Option<oneshot::Receiver<TunnelEnd>> {
-        self.client_tunnel.take()
+    /// Takes the client's side of the request. Returns an empty one on the second call.
+    pub(crate) fn take_client_side(&mut self) -> ClientSide {
+        std::mem::take(&mut self.client_side)
     }
 
     /// The body of a response that accepts an extended CONNECT.
@@ -167,7 +165,7 @@ impl Body {
             source,
             observer: None,
             slot: None,
-            client_tunnel: None,
+            client_side: ClientSide::default(),
         }
     }
 

@@ -24,6 +24,7 @@ use crate::{
         },
         h2::{Http2Config, client as http2, flow_control::StreamWaiters},
         upgrade::http1_over_http2,
+        upgrade::interim::InterimSender,
         upgrade::websocket,
     },
     net::io::Io,
@@ -319,22 +320,29 @@ impl EndpointClient {
         Ok(ReadyConnection::Http2(sender))
     }
 
-    /// Takes the request out of `req` and sends it on a connection of this client.
+    /// Takes the request out of `req` and sends it on a connection of this client. Interim responses go to `interims`.
     ///
     /// # Errors
     /// The request gets no response head. [`Error::resendable`] says whether it can be sent again.
-    pub(crate) async fn send(&self, ready: ReadyConnection, req: &mut Request<Body>) -> Result<Response<Body>, Error> {
+    pub(crate) async fn send(
+        &self,
+        ready: ReadyConnection,
+        req: &mut Request<Body>,
+        interims: Option<&InterimSender>,
+    ) -> Result<Response<Body>, Error> {
         match ready {
             ReadyConnection::Http1(connection, pool) => {
-                let mut exchange = connection.send(req, self.addr, pool);
+                let mut exchange = connection.send(req, self.addr, pool, interims.cloned());
                 match exchange.head().await {
                     Ok(head) => Ok(exchange.into_response(head)),
                     // Boxed: rare, and much larger than the rest of this future.
                     Err(head_error) => Box::pin(self.resend(exchange, head_error)).await,
                 }
             }
-            ReadyConnection::Http2(send) => http2::send(send, req, self.addr).await,
-            ReadyConnection::ExtendedConnect(sender) => Box::pin(self.send_extended_connect(*sender, req)).await,
+            ReadyConnection::Http2(send) => http2::send(send, req, self.addr, interims).await,
+            ReadyConnection::ExtendedConnect(sender) => {
+                Box::pin(self.send_extended_connect(*sender, req, interims)).await
+            }
             ReadyConnection::NoExtendedConnectStream => Err(Error::NoExtendedConnectStream { addr: self.addr }),
         }
     }
@@ -345,11 +353,13 @@ impl EndpointClient {
         &self,
         sender: http2::ExtendedConnectSender,
         req: &mut Request<Body>,
+        interims: Option<&InterimSender>,
     ) -> Result<Response<Body>, Error> {
         if req.version() == Version::HTTP_2 {
-            return http2::send_extended_connect(sender, std::mem::take(req), self.addr).await;
+            return http2::send_extended_connect(sender, std::mem::take(req), self.addr, interims).await;
         }
-        match http2::send_extended_connect(sender, http1_over_http2::to_extended_connect(req)?, self.addr).await {
+        let connect = http1_over_http2::to_extended_connect(req)?;
+        match http2::send_extended_connect(sender, connect, self.addr, interims).await {
             Ok(mut rsp) => {
                 if websocket::is_tunnel_response(&rsp) {
                     websocket::set_handshake_response(req, &mut rsp);
@@ -362,7 +372,7 @@ impl EndpointClient {
             Err(error) => {
                 let io = (self.connect)(Protocol::Http1).await;
                 let io = io.map_err(|dial_error| self.reconnect_error(&error, dial_error))?;
-                let mut exchange = http1::ClientConnection::new(io).send(req, self.addr, None);
+                let mut exchange = http1::ClientConnection::new(io).send(req, self.addr, None, interims.cloned());
                 match exchange.head().await {
                     Ok(head) => Ok(exchange.into_response(head)),
                     Err(head_error) => Err(exchange.into_failure(head_error, self.resend_policy()).await.error),
@@ -527,7 +537,7 @@ mod tests {
             tokio::select! {
                 biased; // an application that closes immediately does so before the request is sent
                 () = close_and_answer => unreachable!(),
-                sent = client.send(ready, &mut req) => sent,
+                sent = client.send(ready, &mut req, None) => sent,
             }
         };
         (sent, is_resent)
@@ -657,7 +667,7 @@ mod tests {
         let send_get = async || {
             let ready = client.connection(Protocol::Http1, ConnectionUse::Pooled).await.unwrap();
             let mut get = Request::get("/").body(Body::empty()).unwrap();
-            let (sent, server) = tokio::join!(client.send(ready, &mut get), async {
+            let (sent, server) = tokio::join!(client.send(ready, &mut get, None), async {
                 let (mut server, _) = listener.accept().await.unwrap();
                 let head = b"HTTP/1.1 204 No Content\r\nkeep-alive: timeout=40\r\n\r\n";
                 server.write_all(head).await.unwrap();

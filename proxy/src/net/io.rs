@@ -50,6 +50,10 @@ const CORK_FLAGS: libc::c_int = libc::MSG_MORE | libc::MSG_NOSIGNAL;
 /// given.
 const MAX_BUFFERED_BYTES: usize = 48 * 1024;
 
+/// How long the kernel keeps the unsent bytes of an evicted or stopped connection whose peer reads none of them. Clients that do
+/// not read could otherwise fill the kernel's memory with connections that no limit counts any more.
+const STOPPED_SEND_TIMEOUT: Duration = Duration::from_secs(5);
+
 /// Any connection of the proxy, in either direction.
 pub(crate) struct Io {
     stream: Stream,
@@ -170,8 +174,14 @@ impl Drop for Tcp {
         // is evicted or stopped then; the owner of an incomplete one calls `reset_on_drop` if a FIN would look like its end.
         let must_reset =
             self.must_reset.load(Ordering::Relaxed) || is_stopped && unacknowledged_bytes(&self.stream) == Some(0);
-        if must_reset && let Err(error) = SockRef::from(&self.stream).set_linger(Some(Duration::ZERO)) {
-            tracing::debug!(%error, "setting SO_LINGER failed, the connection ends without a reset");
+        let socket = SockRef::from(&self.stream);
+        let result = match (must_reset, is_stopped) {
+            (true, _) => socket.set_linger(Some(Duration::ZERO)),
+            (false, true) => socket.set_tcp_user_timeout(Some(STOPPED_SEND_TIMEOUT)),
+            (false, false) => Ok(()),
+        };
+        if let Err(error) = result {
+            tracing::debug!(%error, must_reset, "setting a socket option failed, the connection is closed without it");
         }
     }
 }
@@ -559,21 +569,27 @@ mod tests {
         assert_eq!(permitted.await.unwrap(), 0);
     }
 
+    /// A connection with a full send buffer whose peer does not read, and the peer.
+    async fn unread_connection() -> (Tcp, TcpStream, usize) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let socket = tokio::net::TcpSocket::new_v4().unwrap();
+        socket.set_recv_buffer_size(4096).unwrap();
+        let peer = socket.connect(listener.local_addr().unwrap()).await.unwrap();
+        let tcp = Tcp::new(listener.accept().await.unwrap().0);
+        let mut n_written = 0;
+        while let Ok(n) = SockRef::from(&tcp.stream).send(&[b'x'; 1 << 16]) {
+            n_written += n;
+        }
+        assert!(unacknowledged_bytes(&tcp.stream).unwrap() > 0);
+        (tcp, peer, n_written)
+    }
+
     #[tokio::test]
     async fn an_evicted_connection_with_unsent_data_delivers_it_and_one_that_must_be_reset_does_not() {
         let limiter = ConnectionLimiter::new("test", 1, SameAddressEviction::Idlest, &Registry::new());
         for must_reset in [false, true] {
-            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-            let socket = tokio::net::TcpSocket::new_v4().unwrap();
-            socket.set_recv_buffer_size(4096).unwrap();
-            let mut peer = socket.connect(listener.local_addr().unwrap()).await.unwrap();
-            let tcp = Tcp::new(listener.accept().await.unwrap().0).with_permit(limiter.admit([10, 0, 0, 1].into()));
-            // Fills the peer's receive buffer and the send buffer.
-            let mut n_written = 0;
-            while let Ok(n) = SockRef::from(&tcp.stream).send(&[b'x'; 1 << 16]) {
-                n_written += n;
-            }
-            assert!(unacknowledged_bytes(&tcp.stream).unwrap() > 0);
+            let (tcp, mut peer, n_written) = unread_connection().await;
+            let tcp = tcp.with_permit(limiter.admit([10, 0, 0, 1].into()));
             if must_reset {
                 tcp.reset_on_drop();
             }
@@ -584,6 +600,20 @@ mod tests {
                 false => assert_eq!(read, Ok(n_written)),
                 true => assert_eq!(read, Err(io::ErrorKind::ConnectionReset)),
             }
+        }
+    }
+
+    #[tokio::test]
+    async fn the_unsent_data_of_an_evicted_connection_is_dropped_if_its_peer_does_not_read() {
+        let limiter = ConnectionLimiter::new("test", 1, SameAddressEviction::Idlest, &Registry::new());
+        let (tcp, peer, _) = unread_connection().await;
+        let (from, to) = (tcp.stream.local_addr().unwrap(), peer.local_addr().unwrap());
+        drop((
+            tcp.with_permit(limiter.admit([10, 0, 0, 1].into())),
+            limiter.admit([10, 0, 0, 2].into()),
+        ));
+        while peer_socket::query_inode(from, to).unwrap().is_some() {
+            tokio::time::sleep(Duration::from_millis(50)).await;
         }
     }
 

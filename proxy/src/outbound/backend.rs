@@ -67,7 +67,7 @@ pub(crate) struct BalancedService {
     pub(super) authority: Arc<str>,
     pub(super) balancer: Arc<Balancer<Endpoint>>,
     params: BalancerParams,
-    _endpoint_watch: watch::Receiver<WatchState<()>>,
+    endpoint_watch: watch::Receiver<WatchState<()>>,
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -275,8 +275,17 @@ impl BackendFactory {
             authority: authority.clone(),
             balancer,
             params,
-            _endpoint_watch: endpoint_watch,
+            endpoint_watch,
         }
+    }
+}
+
+impl BalancedService {
+    /// The refusal of a control plane that denies the endpoints and has never sent any.
+    pub(super) fn denial(&self) -> Option<Error> {
+        let state = self.endpoint_watch.borrow();
+        let denial = state.denial()?;
+        Some(Error::DiscoveryDenied(denial.to_string()))
     }
 }
 
@@ -341,20 +350,11 @@ impl Backend {
     /// No endpoint becomes available in time, or the backend has none.
     pub(super) async fn pick(&self, tried: &[Arc<Endpoint>]) -> Result<Arc<Endpoint>, Error> {
         match self {
-            Self::Balanced(balanced, series) => {
-                balanced
-                    .balancer
-                    .pick(tried, series)
-                    .await
-                    .map_err(|error| match error {
-                        PickError::NoEndpoints => Error::NoEndpoints,
-                        PickError::QueueTimeout(waited, reason) => {
-                            Error::QueueTimeout(waited, unavailable_cause(reason))
-                        }
-                        PickError::FailingFast(reason) => Error::FailingFast(unavailable_cause(reason)),
-                        PickError::QueueFull(_) => Error::QueueFull,
-                    })
-            }
+            Self::Balanced(balanced, series) => balanced
+                .balancer
+                .pick(tried, series)
+                .await
+                .map_err(|error| balanced.denial().unwrap_or_else(|| error_of_pick(error))),
             Self::Forward(endpoint) => Ok(endpoint.clone()),
             Self::Fail => Err(Error::InvalidBackend("it names neither a Service nor an address")),
         }
@@ -366,6 +366,15 @@ impl Backend {
             Self::Balanced(balanced, _) => balanced.balancer.pick_where(Instant::now(), is_allowed),
             Self::Forward(_) | Self::Fail => None,
         }
+    }
+}
+
+fn error_of_pick(error: PickError) -> Error {
+    match error {
+        PickError::NoEndpoints => Error::NoEndpoints,
+        PickError::QueueTimeout(waited, reason) => Error::QueueTimeout(waited, unavailable_cause(reason)),
+        PickError::FailingFast(reason) => Error::FailingFast(unavailable_cause(reason)),
+        PickError::QueueFull(_) => Error::QueueFull,
     }
 }
 
@@ -389,17 +398,21 @@ mod tests {
     use tulle_core::metrics::{Labels, Registry};
 
     use super::*;
-    use crate::balance::endpoint_set::DiscoveryState;
+    use crate::{api::watch::Refusal, balance::endpoint_set::DiscoveryState};
 
     impl Backend {
         /// A service with these endpoints.
         pub(in crate::outbound) fn of_endpoints(endpoints: &[Arc<Endpoint>]) -> Self {
+            Self::of_discovery(DiscoveryState::Endpoints(endpoints.into()), WatchState::Known(()))
+        }
+
+        fn of_discovery(discovered: DiscoveryState<Endpoint>, watch_state: WatchState<()>) -> Self {
             let queue = Queue {
                 capacity: 1,
                 failfast_timeout: Duration::from_secs(1),
             };
             let balancer = Balancer::new(Strategy::PeakEwma, queue);
-            balancer.publish(DiscoveryState::Endpoints(endpoints.into()));
+            balancer.publish(discovered);
             let service = BalancedService {
                 authority: "web.test:80".into(),
                 balancer: Arc::new(balancer),
@@ -408,10 +421,30 @@ mod tests {
                     queue,
                     accrual: None,
                 },
-                _endpoint_watch: watch::channel(WatchState::Pending).1,
+                endpoint_watch: watch::channel(watch_state).1,
             };
             let series = balancers::Families::new(&Registry::new(), "http").series(&Labels::new());
             Self::Balanced(Arc::new(service), series)
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_request_fails_with_the_denial_of_its_endpoints() {
+        let refusal = |code| {
+            WatchState::Refused(Refusal {
+                description: "endpoints of web.test:80".to_owned(),
+                code,
+                message: "only clients in namespace shop".to_owned(),
+            })
+        };
+        for (watch_state, cause) in [
+            (refusal(tonic::Code::PermissionDenied), "discovery-denied"),
+            (refusal(tonic::Code::FailedPrecondition), "endpoints-unready"),
+            (WatchState::Pending, "endpoints-unready"),
+        ] {
+            let backend = Backend::of_discovery(DiscoveryState::Unknown, watch_state);
+            let error = backend.pick(&[]).await.err().expect("no endpoint is known");
+            assert_eq!(error.cause(), cause, "{error}");
         }
     }
 }

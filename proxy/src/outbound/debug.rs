@@ -42,7 +42,7 @@ pub(crate) struct DestinationStatus {
 #[derive(Serialize)]
 struct ServiceStatus {
     name: Arc<str>,
-    /// `no answer yet`, `no endpoints` or `has endpoints`.
+    /// `no answer yet`, `denied by the control plane`, `no endpoints` or `has endpoints`.
     discovery: &'static str,
     fails_fast: bool,
     endpoints: Vec<EndpointStatus>,
@@ -182,6 +182,7 @@ impl ServiceStatus {
     fn from_balanced(balanced: &BalancedService, now: Instant) -> Self {
         let (discovered, fails_fast) = balanced.balancer.status();
         let (discovery, endpoints) = match &*discovered {
+            DiscoveryState::Unknown if balanced.denial().is_some() => ("denied by the control plane", &[][..]),
             DiscoveryState::Unknown => ("no answer yet", &[][..]),
             DiscoveryState::NoEndpoints => ("no endpoints", &[][..]),
             DiscoveryState::Endpoints(endpoints) => ("has endpoints", &**endpoints),

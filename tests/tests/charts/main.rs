@@ -1,6 +1,5 @@
 //! The Helm charts: their renderings, and how an API server handles them.
 
-#![allow(clippy::too_many_lines)]
 #![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
 mod contract;

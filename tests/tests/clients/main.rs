@@ -4,7 +4,6 @@
 //! Each test has its own hosts: network namespaces on one bridge.
 //! With `TULLE_TEST_FULL=1` loads have their full size, which needs optimised binaries.
 
-#![allow(clippy::too_many_lines)]
 #![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
 mod costs;

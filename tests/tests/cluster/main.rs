@@ -1,6 +1,5 @@
 //! Tests that need nodes: pods of a real cluster.
 
-#![allow(clippy::too_many_lines)]
 #![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
 mod chaos;

@@ -1,6 +1,5 @@
 //! Tests that need an API server but no nodes.
 
-#![allow(clippy::too_many_lines)]
 #![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
 mod cli;

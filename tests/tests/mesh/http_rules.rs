@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use http::{Request, Response, Version};
+use http::{Method, Request, Response, Version};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::Instant;
@@ -385,6 +385,47 @@ fn a_connect_tunnel_needs_a_rule_with_its_method_where_a_port_has_rules() {
         }
         let reason = ["reason=\"connect-tunnel\""];
         mesh.wait_for_metric("web", "tulle_inbound_denied_total", &reason, 2.)
+            .await;
+    });
+}
+
+#[test]
+fn connect_tunnels_end_when_new_rules_forbid_them() {
+    let mesh = mesh().workload("web").manifest("rules", &manifests());
+    mesh.run(async |mesh: &Mesh| {
+        let listener = TcpListener::bind(at(mesh, HTTP1)).await.unwrap();
+        let _http1 = apps::serve_tcp(listener, |mut stream| async move {
+            read_until(&mut stream, "\r\n\r\n").await;
+            stream.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await.unwrap();
+            let (mut from, mut to) = stream.split();
+            let _ = tokio::io::copy(&mut from, &mut to).await;
+        });
+        let listener = TcpListener::bind(at(mesh, HTTP2)).await.unwrap();
+        let _http2 = apps::serve_tcp(listener, |stream| async move {
+            let mut connection = h2::server::handshake(stream).await.unwrap();
+            let mut tunnels = Vec::new();
+            while let Some(Ok((req, mut respond))) = connection.accept().await {
+                assert_eq!(req.method(), Method::CONNECT);
+                tunnels.push((req, respond.send_response(Response::new(()), false).unwrap()));
+            }
+        });
+        let mut tunnel = mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, HTTP1)).await;
+        let head = b"CONNECT other.test:443 HTTP/1.1\r\nhost: other.test:443\r\n\r\n";
+        tunnel.write_all(head).await.unwrap();
+        let answered = read_until(&mut tunnel, "\r\n\r\n").await;
+        assert!(answered.starts_with("HTTP/1.1 200 "), "{answered}");
+        let stream = mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, HTTP2)).await;
+        let (client, connection) = h2::client::handshake(stream).await.unwrap();
+        tokio::spawn(connection);
+        let req = Request::connect("other.test:443").body(()).unwrap();
+        let (rsp, _request_body) = client.ready().await.unwrap().send_request(req, false).unwrap();
+        let mut rsp = rsp.await.unwrap();
+        assert_eq!(rsp.status(), 200);
+        let rules = [route("http1", HTTP1, "/"), route("http2", HTTP2, "/")].concat();
+        mesh.write("rules", &(manifests() + &rules));
+        assert!(tunnel.read(&mut [0]).await.is_err(), "must be reset");
+        assert!(rsp.body_mut().data().await.is_none_or(|data| data.is_err()));
+        mesh.wait_for_metric("web", "inbound_tcp_authz_terminate_total", &[], 2.)
             .await;
     });
 }

@@ -2,7 +2,6 @@
 //!
 //! The tests are one program, because each program would be linked separately.
 
-#![allow(clippy::too_many_lines)]
 #![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
 mod admin_policy;

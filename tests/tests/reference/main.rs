@@ -1,6 +1,6 @@
 //! The generated pages of `docs/reference` match the code. `./run docs` writes them.
 
-#![allow(clippy::too_many_lines, clippy::unwrap_used)]
+#![allow(clippy::unwrap_used)]
 
 mod chart_values;
 mod metrics;
@@ -11,8 +11,10 @@ use std::path::{Path, PathBuf};
 
 use clap::CommandFactory as _;
 use tulle_core::causes;
-use tulle_core::names::{annotation, header, label};
+use tulle_core::names::{annotation, header, label, variable};
 use tulle_proxy::env::reference::{Fallback, Variable, variables};
+
+use crate::metrics::rust_files;
 
 /// Writes a page if `TULLE_WRITE_DOCS` is set; otherwise fails if its file has another text.
 fn check_page(name: &str, text: &str) {
@@ -71,17 +73,82 @@ fn environment_variables() {
         ]
     };
     let page = heading(
-        "Environment variables of the proxy",
-        "proxy/src/env/reference.rs",
-        "The injector sets these variables from chart values and annotations. An empty variable counts as not set. The proxy reports \
+        "Environment variables",
+        "proxy/src/env/reference.rs and core/src/names/variable.rs",
+        "The injector sets the variables of the proxy from chart values and annotations. An empty variable counts as not set. The proxy reports \
          all invalid values at once and does not start. Variables with the prefix `LINKERD2_PROXY_` are those of Linkerd's proxy; \
-         those with `TULLE_` exist only here.",
+         those with `TULLE_` exist only here. The variables of the other programs are [below](#other-programs).",
     ) + &table(
         ["Variable", "Values", "Default", "Meaning"],
         variables().into_iter().map(row),
-    );
+    ) + "\n## Other programs\n\n"
+        + &table(
+            ["Variable", "Programs", "Values", "Default", "Meaning"],
+            variable::ALL.iter().map(|variable| {
+                [
+                    format!("`{}`", variable.name),
+                    variable.programs.to_owned(),
+                    variable.values.to_owned(),
+                    variable.default.to_owned(),
+                    variable.meaning.to_owned(),
+                ]
+            }),
+        );
     check_page("environment.md", &page);
 }
+
+/// The code of the programs without its tests: pairs of the path and the text of each file.
+fn sources() -> impl Iterator<Item = (PathBuf, String)> {
+    let crates = ["core", "proxy", "control", "init", "cli", "bench"].into_iter();
+    let files = crates.flat_map(|name| rust_files(&root().join(name).join("src")));
+    files.map(|path| {
+        let text = fs::read_to_string(&path).unwrap();
+        let code = text.split("#[cfg(test)]").next().unwrap_or_default(); // tests are at the end of a file
+        (path, code.to_owned())
+    })
+}
+
+#[test]
+fn every_variable_that_a_program_reads_by_name_is_declared() {
+    let mut undeclared = Vec::new();
+    for (path, code) in sources() {
+        for call in ["env::var(\"", "env::var_os(\"", "env = \""] {
+            let names = code.split(call).skip(1).filter_map(|rest| rest.split('"').next());
+            undeclared.extend(names.map(|name| format!("{}: {name}", path.display())));
+        }
+    }
+    // The path of Helm is found as a shell finds it.
+    undeclared.retain(|found| !found.ends_with("cli/src/install/charts.rs: PATH"));
+    assert!(
+        undeclared.is_empty(),
+        "declare them in core/src/names/variable.rs: {undeclared:#?}"
+    );
+}
+
+#[test]
+fn every_annotation_and_label_that_a_program_names_is_declared() {
+    let prefixes = ["linkerd.io/", "tulle.dev/"];
+    let mut undeclared = Vec::new();
+    for (path, code) in sources() {
+        for literal in code.split('"').filter(|text| !text.contains(char::is_whitespace)) {
+            let Some((_, name)) = prefixes.iter().find_map(|prefix| literal.split_once(prefix)) else {
+                continue;
+            };
+            let is_api_version = name.starts_with("v1");
+            let is_prefix = name.is_empty() || name.ends_with('-');
+            let is_declared = annotation::ALL.iter().any(|row| literal.starts_with(row.name))
+                || label::ALL.iter().any(|row| literal.starts_with(row.name));
+            if !is_api_version && !is_prefix && !is_declared && !NAMES_OF_OTHER_THINGS.contains(&literal) {
+                undeclared.push(format!("{}: {literal}", path.display()));
+            }
+        }
+    }
+    assert!(undeclared.is_empty(), "declare them in core/src/names: {undeclared:#?}");
+}
+
+/// Names with the syntax of annotations: the controller in a status, the type of a Secret, and a common misspelling that
+/// `tulle check` finds.
+const NAMES_OF_OTHER_THINGS: [&str; 3] = ["linkerd.io/policy-controller", "linkerd.io/tls", "linkerd.io/injected"];
 
 #[test]
 fn annotations_and_labels() {
@@ -139,6 +206,8 @@ fn flags() {
         tulle_cli::app::Cli::command().name("tulle"),
         tulle_control::cmd::Command::command().name("tulle-control"),
         tulle_init::cli::Cli::command().name("tulle-init"),
+        tulle_proxy::linkerd_await::Args::command(),
+        tulle_bench::cli::Args::command(),
     ];
     let mut page = heading(
         "Command-line flags",

@@ -159,10 +159,14 @@ fn a_longer_name_does_not_document_a_metric() {
     );
 }
 
-fn rust_files(dir: &Path) -> Vec<PathBuf> {
+/// The files below a directory that are not tests.
+pub(crate) fn rust_files(dir: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
     let (dirs, files): (Vec<_>, Vec<_>) = entries.partition(|path| path.is_dir());
-    let is_tests = |path: &Path| path.file_stem().is_some_and(|stem| stem == "tests");
+    let is_tests = |path: &Path| {
+        path.file_stem()
+            .is_some_and(|stem| stem.to_string_lossy().ends_with("tests"))
+    };
     let sources = files
         .into_iter()
         .filter(|path| path.extension().is_some_and(|end| end == "rs"));

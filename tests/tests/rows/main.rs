@@ -1,7 +1,6 @@
 //! Runs the table tests of `tulle-control` again, with an API server instead of a directory as the source. `manifest_store`
 //! replaces their module of that name.
 
-#![allow(clippy::too_many_lines)]
 #![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
 #[path = "../../../control/tests/streams/harness.rs"]

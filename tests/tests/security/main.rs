@@ -2,7 +2,6 @@
 //!
 //! `cargo nextest run -p tulle-tests security` runs all of these tests.
 
-#![allow(clippy::too_many_lines)]
 #![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
 /// Test names begin with `security::`, so that the filter `security` selects them.

@@ -39,6 +39,7 @@ pub(super) fn route_condition(result: Result<(), RouteRejection>, generation: Op
         | RouteRejection::ParentHasNoSections
         | RouteRejection::NoPort
         | RouteRejection::OverlapsClusterNetworks
+        | RouteRejection::EgressNetworkOverridden
         | RouteRejection::NoClusterIp
         | RouteRejection::OtherNamespace
         | RouteRejection::ProtocolMismatch(_)

@@ -120,7 +120,7 @@ impl StatusIndex {
                     (&before.networks, before.meta.created_at) == (&network.networks, network.meta.created_at)
                 });
                 if !has_same_precedence {
-                    affected.extend(self.egress_networks_of(&id.name.namespace));
+                    affected.extend(self.egress_networks_and_routes_of(&id.name.namespace));
                 }
                 affected.insert(id);
                 affected
@@ -200,7 +200,7 @@ impl StatusIndex {
             Kind::EgressNetwork => {
                 self.egress_networks.remove(&id.name);
                 let mut affected = self.dependents_of(id);
-                affected.extend(self.egress_networks_of(&id.name.namespace));
+                affected.extend(self.egress_networks_and_routes_of(&id.name.namespace));
                 affected
             }
             Kind::ServiceProfile => {
@@ -220,15 +220,18 @@ impl StatusIndex {
         affected
     }
 
-    /// Returns the EgressNetworks of a namespace, which compete for addresses; none if they are too many to compare.
-    fn egress_networks_of(&self, namespace: &str) -> Vec<ObjectId> {
+    /// Returns the EgressNetworks of a namespace, which compete for addresses, and their routes; none if they are too many to compare.
+    fn egress_networks_and_routes_of(&self, namespace: &str) -> Vec<ObjectId> {
         let names = self.egress_networks.keys();
         let names: Vec<_> = names.filter(|name| *name.namespace == *namespace).collect();
         if names.len() > acceptance::MAX_COMPARED_NETWORKS {
             return Vec::new();
         }
-        let names = names.into_iter().cloned();
-        names.map(|name| ObjectId::new(Kind::EgressNetwork, name)).collect()
+        let ids = names
+            .into_iter()
+            .map(|name| ObjectId::new(Kind::EgressNetwork, name.clone()));
+        ids.flat_map(|id| self.dependents_of(&id).into_iter().chain([id]))
+            .collect()
     }
 
     /// Replaces the addresses of an object. Returns the external workloads that have one of them.
@@ -572,7 +575,14 @@ impl StatusIndex {
             global_egress_namespace: &self.settings.global_egress_namespace,
             default_opaque_ports: &self.settings.default_opaque_ports,
         };
-        acceptance::check_route(self, settings, route, parent, self.routes_of_parent(parent))
+        acceptance::check_route(self, settings, route, parent, self.routes_of_parent(parent))?;
+        let network = self
+            .egress_network(&parent.name)
+            .filter(|_| parent.kind == ParentKind::EgressNetwork);
+        match network.and_then(|network| self.egress_network_rejection(network)) {
+            Some(EgressNetworkRejection::Overridden(_)) => Err(RouteRejection::EgressNetworkOverridden),
+            _ => Ok(()),
+        }
     }
 
     /// Returns the parts of an object that have no effect because of other objects, each with the reason in its status.

@@ -443,7 +443,19 @@ fn a_network_that_others_override_is_not_accepted() {
     };
     assert_eq!(index.apply(Kind::EgressNetwork, network("young", 2)), ["young"]);
     assert_eq!(reason_of(&index, "young").0, "True Accepted");
-    assert_eq!(index.apply(Kind::EgressNetwork, network("old", 1)), ["old", "young"]);
+    let parent = json!({"group": POLICY, "kind": "EgressNetwork", "name": "young", "port": 443});
+    index.route(Kind::TcpRoute, "r", json!([parent]), json!([]));
+    let accepted = |index: &TestIndex| index.conditions_of(Kind::TcpRoute, "r")[0].clone();
+    assert!(accepted(&index).contains("Accepted=True"), "{}", accepted(&index));
+    assert_eq!(
+        index.apply(Kind::EgressNetwork, network("old", 1)),
+        ["old", "r", "young"]
+    );
+    assert!(
+        accepted(&index).contains("Accepted=False NoMatchingParent"),
+        "{}",
+        accepted(&index)
+    );
     assert_eq!(reason_of(&index, "old").0, "True Accepted");
     let (reason, message) = reason_of(&index, "young");
     assert_eq!(reason, "False EgressReasonConflicted");
@@ -458,8 +470,10 @@ fn a_network_that_others_override_is_not_accepted() {
     );
     let old = ObjectId::new(Kind::EgressNetwork, NamespacedName::new("shop", "old"));
     let young = ObjectId::new(Kind::EgressNetwork, NamespacedName::new("shop", "young"));
-    assert_eq!(index.0.delete(&old), BTreeSet::from([young]));
+    let route = ObjectId::new(Kind::TcpRoute, NamespacedName::new("shop", "r"));
+    assert_eq!(index.0.delete(&old), BTreeSet::from([young, route]));
     assert_eq!(reason_of(&index, "young").0, "True Accepted");
+    assert!(accepted(&index).contains("Accepted=True"), "{}", accepted(&index));
 }
 
 #[test]

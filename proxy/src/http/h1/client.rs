@@ -31,7 +31,7 @@ use crate::{
             read_buffer,
         },
         headers,
-        upgrade::interim,
+        upgrade::interim::{self, InterimSender},
         upgrade::tunnel::TunnelEnd,
     },
     net::io::Io,
@@ -51,10 +51,16 @@ pub(crate) struct FailedExchange {
     pub(crate) request: Option<ResendableRequest>,
 }
 
-/// A request that was written in one short piece, or not at all.
-pub(crate) struct ResendableRequest {
+/// A request of which nothing is written on its connection.
+struct UnsentRequest {
     message: encode::OutgoingMessage<Body>,
     method: Method,
+    interims: Option<InterimSender>,
+}
+
+/// A request that was written in one short piece, or not at all.
+pub(crate) struct ResendableRequest {
+    unsent: UnsentRequest,
     pub(crate) target: ResendTarget,
     /// The connection, if the server ended it with FIN. A reset may follow.
     closed_io: Option<Box<Io>>,
@@ -113,11 +119,26 @@ impl ClientConnection {
         pool.put(self.io);
     }
 
-    /// Takes the request out of `req` and starts to send it. The connection returns to `pool` after the response body.
-    pub(crate) fn send(self, req: &mut Request<Body>, addr: SocketAddr, pool: Option<Arc<ConnectionPool>>) -> Exchange {
+    /// Takes the request out of `req` and starts to send it. The connection returns to `pool` after the response body. Interim
+    /// responses go to `interims`.
+    pub(crate) fn send(
+        self,
+        req: &mut Request<Body>,
+        addr: SocketAddr,
+        pool: Option<Arc<ConnectionPool>>,
+        interims: Option<InterimSender>,
+    ) -> Exchange {
         let method = req.method().clone();
         let message = encode::encode_request(std::mem::take(req));
-        self.exchange(message, method, addr, pool)
+        self.exchange(
+            UnsentRequest {
+                message,
+                method,
+                interims,
+            },
+            addr,
+            pool,
+        )
     }
 
     /// Starts to send a request that got no response on another connection.
@@ -127,22 +148,22 @@ impl ClientConnection {
         addr: SocketAddr,
         pool: Option<Arc<ConnectionPool>>,
     ) -> Exchange {
-        self.exchange(request.message, request.method, addr, pool)
+        self.exchange(request.unsent, addr, pool)
     }
 
-    fn exchange(
-        self,
-        message: encode::OutgoingMessage<Body>,
-        method: Method,
-        addr: SocketAddr,
-        pool: Option<Arc<ConnectionPool>>,
-    ) -> Exchange {
+    fn exchange(self, request: UnsentRequest, addr: SocketAddr, pool: Option<Arc<ConnectionPool>>) -> Exchange {
+        let UnsentRequest {
+            message,
+            method,
+            interims,
+        } = request;
         Exchange {
             has_no_body: message.is_body_encoded(),
             connection: self,
             message,
             is_sending: true,
             method,
+            interims,
             addr,
             pool,
             read_buffer: Bytes::new(),
@@ -160,6 +181,7 @@ pub(crate) struct Exchange {
     /// only on reused connections, and a resend uses a new one.
     has_no_body: bool,
     method: Method,
+    interims: Option<InterimSender>,
     addr: SocketAddr,
     pool: Option<Arc<ConnectionPool>>,
     read_buffer: Bytes,
@@ -205,8 +227,27 @@ impl Exchange {
                 Poll::Pending => {}
             }
         }
-        let (read_buffer, progress) = (&mut self.read_buffer, &mut self.head_progress);
-        poll_head(cx, io, read_buffer, progress, &self.method)
+        loop {
+            let head = ready!(poll_any_head(
+                cx,
+                io,
+                &mut self.read_buffer,
+                &mut self.head_progress,
+                &self.method
+            ))?;
+            let status = head.response.status();
+            if !status.is_informational() || status == StatusCode::SWITCHING_PROTOCOLS {
+                return Poll::Ready(Ok(head));
+            }
+            self.head_progress.n_scanned = 0;
+            self.head_progress.n_interims += 1;
+            if self.head_progress.n_interims > interim::MAX_INTERIM_RESPONSES {
+                return Poll::Ready(Err(Error::InvalidResponse("too many interim responses").into()));
+            }
+            if let Some(interims) = &self.interims {
+                interim::send(interims, head.response);
+            }
+        }
     }
 
     /// Converts a missing response head to an error, with the request if it may be sent again. `policy` selects the
@@ -261,8 +302,11 @@ impl Exchange {
                 sent: !matches!(delivery, Delivery::NotWritten | Delivery::DiscardedUnread),
             },
             request: target.zip(message).map(|(target, message)| ResendableRequest {
-                message,
-                method: self.method,
+                unsent: UnsentRequest {
+                    message,
+                    method: self.method,
+                    interims: self.interims,
+                },
                 target,
                 closed_io: got_fin.then_some(io),
             }),
@@ -378,8 +422,8 @@ async fn was_discarded(io: &Io) -> bool {
     io.take_broken_pipe_error()
 }
 
-/// Reads until a final response head is complete. Forwards interim responses.
-fn poll_head(
+/// Reads until the head of an interim or of the final response is complete.
+fn poll_any_head(
     cx: &mut Context<'_>,
     io: &mut Io,
     read_buffer: &mut Bytes,
@@ -391,16 +435,6 @@ fn poll_head(
             && (progress.n_scanned == 0 || framing::has_new_empty_line(read_buffer, progress.n_scanned))
             && let Some(head) = head::parse_response_head(read_buffer, method).map_err(invalid_head_error)?
         {
-            let status = head.response.status();
-            if status.is_informational() && status != StatusCode::SWITCHING_PROTOCOLS {
-                progress.n_scanned = 0;
-                progress.n_interims += 1;
-                if progress.n_interims > interim::MAX_INTERIM_RESPONSES {
-                    return Poll::Ready(Err(Error::InvalidResponse("too many interim responses").into()));
-                }
-                interim::forward(head.response);
-                continue;
-            }
             return Poll::Ready(Ok(head));
         }
         if read_buffer.len() > MAX_RESPONSE_HEAD_BYTES {

@@ -24,10 +24,33 @@ use crate::http::{
 pub(crate) struct RequestBody {
     pub(super) connection: SharedConnection,
     pub(super) framing: Framing,
-    pub(super) idle_timeout: Duration,
-    /// Deadline for the next bytes; `None` unless the body waits for data.
-    pub(super) idle_deadline: Option<Instant>,
+    pub(super) idle: IdleDeadline,
     pub(super) is_ended: bool,
+}
+
+/// Limits the time in which no byte of the request is received and no byte of the response is written.
+pub(super) struct IdleDeadline {
+    pub(super) limit: Duration,
+    /// `None` unless the body waits for data.
+    pub(super) at: Option<Instant>,
+}
+
+impl IdleDeadline {
+    /// Ready when the limit has passed.
+    fn poll(&mut self, cx: &mut Context<'_>, connection: &mut ServerConnection) -> Poll<()> {
+        loop {
+            let mut at = self.at.unwrap_or_else(|| Instant::now() + self.limit);
+            if let Some(wrote_at) = connection.wrote_at.take() {
+                at = at.max(wrote_at + self.limit);
+            }
+            self.at = Some(at);
+            connection.timer.set(at);
+            ready!(connection.timer.poll(cx));
+            if connection.wrote_at.is_none() {
+                return Poll::Ready(());
+            }
+        }
+    }
 }
 
 impl RequestBody {
@@ -47,30 +70,11 @@ impl RequestBody {
         Self {
             connection: connection.clone(),
             framing,
-            idle_timeout,
-            idle_deadline: None,
+            idle: IdleDeadline {
+                limit: idle_timeout,
+                at: None,
+            },
             is_ended: false,
-        }
-    }
-
-    /// Ready when, for `limit`, no byte of the request was received and no byte of the response was written.
-    fn poll_idle_timeout(
-        deadline: &mut Option<Instant>,
-        limit: Duration,
-        cx: &mut Context<'_>,
-        connection: &mut ServerConnection,
-    ) -> Poll<()> {
-        loop {
-            let mut new_deadline = deadline.unwrap_or_else(|| Instant::now() + limit);
-            if let Some(wrote_at) = connection.wrote_at.take() {
-                new_deadline = new_deadline.max(wrote_at + limit);
-            }
-            *deadline = Some(new_deadline);
-            connection.timer.set(new_deadline);
-            ready!(connection.timer.poll(cx));
-            if connection.wrote_at.is_none() {
-                return Poll::Ready(());
-            }
         }
     }
 }
@@ -103,20 +107,15 @@ impl ReceivedBody for RequestBody {
                             return fail(connection, error, RequestBodyState::ConnectionLost);
                         }
                         Poll::Ready(Ok(_)) => {
-                            self.idle_deadline = None;
+                            self.idle.at = None;
                             continue;
                         }
                         Poll::Ready(Err(error)) => {
                             return fail(connection, Error::from_client(error), RequestBodyState::ConnectionLost);
                         }
                         Poll::Pending => {
-                            ready!(Self::poll_idle_timeout(
-                                &mut self.idle_deadline,
-                                self.idle_timeout,
-                                cx,
-                                connection
-                            ));
-                            let error = Error::BodyIdleTimeout(self.idle_timeout);
+                            ready!(self.idle.poll(cx, connection));
+                            let error = Error::BodyIdleTimeout(self.idle.limit);
                             return fail(connection, error, RequestBodyState::NotRead);
                         }
                     }

@@ -13,7 +13,7 @@ use std::{
 };
 
 use bytes::{Buf as _, Bytes, BytesMut};
-use http::{Method, Request, Response, Version, header};
+use http::{Method, Request, Response, Version};
 use parking_lot::Mutex;
 use tokio::{io::AsyncWriteExt as _, sync::oneshot, time::Instant};
 use tower::Service;
@@ -22,6 +22,7 @@ use tulle_core::{drain, metrics::Counter};
 use crate::{
     http::{
         body::Body,
+        connection_closer::CloseAfterResponse,
         error::Error,
         h1::{
             encode::{self, ConnectionReuse, OutgoingMessage, RequestLine},
@@ -37,7 +38,7 @@ use crate::{
         stack::head_memory::{ClientHeadMemory, HeadReservation, UNRESERVED_HEAD_BYTES},
         stack::layers::ErrorToResponse,
         timer::ResettableTimer,
-        upgrade::interim,
+        upgrade::client_side::ClientSide,
         upgrade::tunnel::TunnelEnd,
     },
     net::io::Io,
@@ -76,6 +77,7 @@ where
     let connection = Arc::new(Mutex::new(ServerConnection {
         io,
         read_buffer: Bytes::new(),
+        received_interims: Vec::new(),
         unsent_interims: BytesMut::new(),
         request_state: RequestBodyState::Complete,
         wrote_at: None,
@@ -183,10 +185,10 @@ impl PendingExchange {
                     Body::received(Box::new(received))
                 }
             };
-            match upgrade_rx {
-                Some(upgrade_rx) => body.with_client_tunnel(upgrade_rx),
-                None => body,
-            }
+            body.with_client_side(ClientSide {
+                upgrade: upgrade_rx,
+                interims: Some(connection.clone()),
+            })
         });
         let exchange = Self {
             version,
@@ -210,16 +212,12 @@ impl PendingExchange {
         connection: &SharedConnection,
         response_future: Pin<&mut impl Future<Output = Result<Response<Body>, Error>>>,
     ) -> Poll<Result<Response<Body>, Error>> {
-        let (polled, interims) = interim::poll_and_take(|| response_future.poll(cx));
-        for rsp in interims {
-            connection.lock().write_interim(cx, &rsp, self.version);
-        }
+        let polled = response_future.poll(cx);
+        let mut connection = connection.lock();
+        connection.write_interims(cx, self.version);
         match polled {
             Poll::Ready(result) => Poll::Ready(result),
-            Poll::Pending => connection
-                .lock()
-                .poll_client_closed(cx, self.watches_for_close())
-                .map(Err),
+            Poll::Pending => connection.poll_client_closed(cx, self.watches_for_close()).map(Err),
         }
     }
 
@@ -232,10 +230,7 @@ impl PendingExchange {
         drain: &drain::Watch,
     ) -> Result<(), ConnectionEnd> {
         let is_switching = head::switches_protocol(rsp.status(), &self.method);
-        let asks_to_close = rsp
-            .headers()
-            .get(header::CONNECTION)
-            .is_some_and(|value| value == "close");
+        let asks_to_close = rsp.extensions().get::<CloseAfterResponse>().is_some();
         let is_body_lost = {
             let mut connection = connection.lock();
             connection.stop_awaiting_continue(rsp.status());
@@ -355,7 +350,7 @@ struct HeadReader<'a> {
     config: &'a HttpLimits,
     memory: &'a ClientHeadMemory,
     /// Memory for a head that is large and not complete.
-    reserved: Option<Box<HeadReservation>>,
+    reserved: HeadReservation,
     idle_deadline: Option<Instant>,
     head_deadline: Option<Instant>,
     /// Bytes already searched for the end of the head.
@@ -369,7 +364,7 @@ impl<'a> HeadReader<'a> {
         Self {
             config,
             memory,
-            reserved: None,
+            reserved: HeadReservation::default(),
             idle_deadline: None,
             head_deadline: None,
             n_scanned: 0,
@@ -407,8 +402,8 @@ impl<'a> HeadReader<'a> {
             // A few bytes would keep the whole buffer of the read that they arrived with.
             *read_buffer = Bytes::copy_from_slice(read_buffer);
         }
-        self.memory
-            .reserve(cx, read_buffer.len(), &mut self.reserved)
+        self.reserved
+            .update(cx, self.memory, read_buffer.len())
             .map_err(ConnectionEnd::Refused)?;
         let is_idle = read_buffer.is_empty();
         if is_idle && (self.is_draining || drain_signal.poll(cx).is_ready()) {
@@ -612,6 +607,7 @@ mod tests {
         ServerConnection {
             io: Io::tcp(Tcp::new(stream)),
             read_buffer,
+            received_interims: Vec::new(),
             unsent_interims: BytesMut::new(),
             request_state: RequestBodyState::Complete,
             wrote_at: None,

@@ -21,7 +21,7 @@ use crate::{
         error::Error,
         h1::{encode, read_buffer},
         timer::ResettableTimer,
-        upgrade::interim,
+        upgrade::interim::{self, InterimReceiver},
     },
     net::io::Io,
 };
@@ -31,6 +31,8 @@ pub(super) struct ServerConnection {
     pub(super) io: Io,
     /// Bytes read but not parsed yet.
     pub(super) read_buffer: Bytes,
+    /// Interim responses that the HTTP client has received and the server has not encoded yet.
+    pub(super) received_interims: Vec<Response<()>>,
     pub(super) unsent_interims: BytesMut,
     pub(super) request_state: RequestBodyState,
     /// Last write of response bytes while the request is incomplete; the request body takes it for its idle timeout.
@@ -51,6 +53,12 @@ pub(super) struct CloseCheck {
 }
 
 pub(super) type SharedConnection = Arc<Mutex<ServerConnection>>;
+
+impl InterimReceiver for Mutex<ServerConnection> {
+    fn receive_interim(&self, response: Response<()>) {
+        self.lock().received_interims.push(response);
+    }
+}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum RequestBodyState {
@@ -147,16 +155,18 @@ impl ServerConnection {
         written
     }
 
-    /// Writes an interim response; HTTP/1.0 clients get none.
-    pub(super) fn write_interim(&mut self, cx: &mut Context<'_>, rsp: &Response<()>, version: Version) {
-        if interim::is_continue(rsp) {
-            if self.request_state != RequestBodyState::AwaitingContinue {
-                return;
+    /// Writes the received interim responses; HTTP/1.0 clients get none.
+    pub(super) fn write_interims(&mut self, cx: &mut Context<'_>, version: Version) {
+        for rsp in std::mem::take(&mut self.received_interims) {
+            if interim::is_continue(&rsp) {
+                if self.request_state != RequestBodyState::AwaitingContinue {
+                    continue;
+                }
+                self.request_state = RequestBodyState::Receiving;
             }
-            self.request_state = RequestBodyState::Receiving;
-        }
-        if version == Version::HTTP_11 {
-            encode::encode_interim(rsp, &mut self.unsent_interims);
+            if version == Version::HTTP_11 {
+                encode::encode_interim(&rsp, &mut self.unsent_interims);
+            }
         }
         // Unwritten bytes are written before the response. An error occurs again then.
         let _ = self.poll_interims(cx);

@@ -39,7 +39,7 @@ use crate::{
             write_batch::{BatchedIo, WriteBatch, batch_writes},
         },
         headers,
-        upgrade::interim,
+        upgrade::interim::{self, InterimSender},
         upgrade::websocket,
     },
     net::io::Io,
@@ -300,7 +300,8 @@ async fn drive(
     }
 }
 
-/// Takes the request out of `req`, sends it on a connection with a free stream, and waits for the response head.
+/// Takes the request out of `req`, sends it on a connection with a free stream, and waits for the response head. Interim responses
+/// go to `interims`.
 ///
 /// Until the response head arrives, this future sends the request body. After that, a new task sends the rest.
 ///
@@ -314,14 +315,15 @@ pub(crate) async fn send(
     }: StreamSender,
     req: &mut Request<Body>,
     addr: SocketAddr,
+    interims: Option<&InterimSender>,
 ) -> Result<Response<Body>, Error> {
     let Some(settings_wait) = settings_wait else {
-        return send_request(send, token, req, addr).await;
+        return send_request(send, token, req, addr, interims).await;
     };
     // Boxed because it is rare and its timer is large.
     Box::pin(async {
         tokio::select! {
-            sent = send_request(send, token, req, addr) => sent,
+            sent = send_request(send, token, req, addr, interims) => sent,
             () = settings_wait.wait_stream_timeout() => Err(Error::StreamLimit { addr, limit: STREAM_TIMEOUT, sent: true }),
         }
     })
@@ -351,20 +353,24 @@ async fn send_request(
     token: StreamToken,
     req: &mut Request<Body>,
     addr: SocketAddr,
+    interims: Option<&InterimSender>,
 ) -> Result<Response<Body>, Error> {
     let (parts, body) = std::mem::take(req).into_parts();
     let (no_body, method) = (body.is_end_stream(), parts.method.clone());
     let (mut response, stream) = send
         .send_request(Request::from_parts(parts, ()), no_body)
         .map_err(|error| stream_error(error, addr))?;
-    let mut n_interims = 0;
+    let mut interims = InterimForwarder {
+        n_received: 0,
+        interims,
+    };
     let mut cancel_upload = None;
     let head = if no_body {
-        poll_fn(|cx| poll_head(cx, &mut response, &mut n_interims)).await
+        poll_fn(|cx| interims.poll_head(cx, &mut response)).await
     } else {
         let mut sending = Some(BodySender::new(body, stream));
         let head = poll_fn(|cx| {
-            if let Poll::Ready(head) = poll_head(cx, &mut response, &mut n_interims) {
+            if let Poll::Ready(head) = interims.poll_head(cx, &mut response) {
                 return Poll::Ready(Ok(head));
             }
             if let Some(body) = &mut sending {
@@ -416,11 +422,15 @@ pub(crate) async fn send_extended_connect(
     ExtendedConnectSender { mut send, token, guard }: ExtendedConnectSender,
     req: Request<Body>,
     addr: SocketAddr,
+    interims: Option<&InterimSender>,
 ) -> Result<Response<Body>, Error> {
     let sent = send.send_request(req.map(drop), false);
     let (mut response, mut stream) = sent.map_err(|error| stream_error(error, addr))?;
-    let mut n_interims = 0;
-    let head = poll_fn(|cx| poll_head(cx, &mut response, &mut n_interims)).await;
+    let mut interims = InterimForwarder {
+        n_received: 0,
+        interims,
+    };
+    let head = poll_fn(|cx| interims.poll_head(cx, &mut response)).await;
     let response = head.map_err(|error| stream_error(error, addr))?;
     if websocket::is_tunnel_response(&response) {
         return Ok(
@@ -437,20 +447,30 @@ fn with_body(response: Response<RecvStream>, token: StreamToken) -> Response<Str
     response.map(|stream| StreamBody::new(stream, BodyOrigin::Server, content_length, token))
 }
 
-/// Polls for the final response head. Forwards interim responses.
-fn poll_head(
-    cx: &mut Context<'_>,
-    response: &mut ResponseFuture,
-    n_interims: &mut usize,
-) -> Poll<Result<Response<RecvStream>, h2::Error>> {
-    while let Poll::Ready(Some(Ok(interim))) = response.poll_informational(cx) {
-        *n_interims += 1;
-        if *n_interims > interim::MAX_INTERIM_RESPONSES {
-            return Poll::Ready(Err(Reason::ENHANCE_YOUR_CALM.into()));
+/// Forwards the interim responses to one request.
+struct InterimForwarder<'a> {
+    n_received: usize,
+    interims: Option<&'a InterimSender>,
+}
+
+impl InterimForwarder<'_> {
+    /// Polls for the final response head.
+    fn poll_head(
+        &mut self,
+        cx: &mut Context<'_>,
+        response: &mut ResponseFuture,
+    ) -> Poll<Result<Response<RecvStream>, h2::Error>> {
+        while let Poll::Ready(Some(Ok(interim))) = response.poll_informational(cx) {
+            self.n_received += 1;
+            if self.n_received > interim::MAX_INTERIM_RESPONSES {
+                return Poll::Ready(Err(Reason::ENHANCE_YOUR_CALM.into()));
+            }
+            if let Some(interims) = self.interims {
+                interim::send(interims, interim);
+            }
         }
-        interim::forward(interim);
+        Pin::new(response).poll(cx)
     }
-    Pin::new(response).poll(cx)
 }
 
 /// Distinguishes a lost connection from a reset stream.

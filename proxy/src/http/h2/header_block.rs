@@ -37,7 +37,7 @@ pub(super) struct HeaderBlockLimits {
     block_state: HeaderBlockState,
     /// Memory that `h2` may hold for the block.
     max_bytes: usize,
-    reserved: Option<Box<HeadReservation>>,
+    reserved: HeadReservation,
     /// Maximum time until the block is complete.
     timeout: Duration,
     deadline: Option<BlockDeadline>,
@@ -96,7 +96,7 @@ pub(super) fn track<T>(io: T, max_bytes: usize, timeout: Duration) -> (TrackedIo
     let limits = HeaderBlockLimits {
         block_state,
         max_bytes,
-        reserved: None,
+        reserved: HeadReservation::default(),
         timeout,
         deadline: None,
     };
@@ -123,7 +123,7 @@ impl HeaderBlockLimits {
     /// Too little memory is left for the block, or it is not complete in time.
     pub(super) fn check(&mut self, cx: &mut Context<'_>, memory: &ClientHeadMemory) -> Result<(), Error> {
         let Some(unfinished) = self.block_state.get() else {
-            self.reserved = None;
+            self.reserved = HeadReservation::default();
             self.deadline = None;
             return Ok(());
         };
@@ -131,7 +131,7 @@ impl HeaderBlockLimits {
             true => self.max_bytes,
             false => 0,
         };
-        memory.reserve(cx, n_bytes, &mut self.reserved)?;
+        self.reserved.update(cx, memory, n_bytes)?;
         let deadline = match &mut self.deadline {
             Some(deadline) if deadline.number == unfinished.number => deadline,
             other => other.insert(BlockDeadline {
@@ -345,7 +345,7 @@ mod tests {
             let unfinished = (number > 0).then_some(UnfinishedBlock { number, needs_memory });
             limits.block_state.set(unfinished);
             let checked = limits.check(&mut Context::from_waker(noop_waker_ref()), &memory);
-            assert_eq!(limits.reserved.is_some(), unfinished.is_some() && needs_memory);
+            assert_eq!(!limits.reserved.is_empty(), unfinished.is_some() && needs_memory);
             checked.is_ok()
         };
         // Seconds from one check to the next, and the block that is unfinished then, or 0.

@@ -45,7 +45,8 @@ use crate::{
         server_config::ServerConfig,
         stack::error_response::ErrorFormat,
         stack::layers::ErrorToResponse,
-        upgrade::interim,
+        upgrade::client_side::ClientSide,
+        upgrade::interim::InterimReceiver,
         upgrade::tunnel::TunnelEnd,
     },
     net::io::Io,
@@ -297,7 +298,18 @@ struct TaskPoolState {
 struct RequestTask {
     request: Mutex<Option<PendingRequest>>,
     wake: Notify,
+    interims: Arc<InterimQueue>,
     progress: Arc<ResponseProgress>,
+}
+
+/// The interim responses to the request of a task that the HTTP client has received and the server has not sent yet.
+#[derive(Default)]
+struct InterimQueue(Mutex<Vec<Response<()>>>);
+
+impl InterimReceiver for InterimQueue {
+    fn receive_interim(&self, response: Response<()>) {
+        self.0.lock().push(response);
+    }
 }
 
 /// Tokens that belong to no stream: that of the windows and that of the task pool.
@@ -354,21 +366,29 @@ where
         let is_extended = *req.method() == Method::CONNECT && req.extensions().get::<Protocol>().is_some();
         let token = || self.token.clone();
         let mut extended = None;
-        let req = req.map(|stream| match stream.is_end_stream() {
-            _ if is_extended => {
-                let (tunnel_tx, tunnel_rx) = oneshot::channel();
-                extended = Some(Box::new(ExtendedConnect {
-                    received: stream,
-                    token: token(),
-                    tunnel_tx,
-                }));
-                Body::empty().with_client_tunnel(tunnel_rx)
-            }
-            true => Body::empty(),
-            false => {
-                let origin = BodyOrigin::Client(task.progress.clone());
-                Body::from(StreamBody::new(stream, origin, content_length, token()))
-            }
+        let req = req.map(|stream| {
+            let mut upgrade = None;
+            let body = match stream.is_end_stream() {
+                _ if is_extended => {
+                    let (tunnel_tx, tunnel_rx) = oneshot::channel();
+                    upgrade = Some(tunnel_rx);
+                    extended = Some(Box::new(ExtendedConnect {
+                        received: stream,
+                        token: token(),
+                        tunnel_tx,
+                    }));
+                    Body::empty()
+                }
+                true => Body::empty(),
+                false => {
+                    let origin = BodyOrigin::Client(task.progress.clone());
+                    Body::from(StreamBody::new(stream, origin, content_length, token()))
+                }
+            };
+            body.with_client_side(ClientSide {
+                upgrade,
+                interims: Some(task.interims.clone()),
+            })
         });
         *task.request.lock() = Some(PendingRequest {
             req,
@@ -390,6 +410,7 @@ impl RequestTask {
         Self {
             request: Mutex::default(),
             wake: Notify::new(),
+            interims: Arc::default(),
             progress: Arc::new(ResponseProgress {
                 sent_since_check: AtomicBool::new(false),
                 idle_timeout,
@@ -446,7 +467,7 @@ async fn run_task<S>(
         let list_size = pending.list_size;
         match list_size > max_list {
             true => send_header_too_large(&service, max_list, pending),
-            false => serve_request(&mut service, pending, &task.progress).await,
+            false => serve_request(&mut service, pending, &task).await,
         }
         {
             let mut state = state.lock();
@@ -475,7 +496,7 @@ fn send_header_too_large<S>(service: &ErrorToResponse<S>, limit: usize, mut pend
 }
 
 /// Serves one request, unless the client resets its stream.
-async fn serve_request<S>(service: &mut ErrorToResponse<S>, pending: PendingRequest, progress: &Arc<ResponseProgress>)
+async fn serve_request<S>(service: &mut ErrorToResponse<S>, pending: PendingRequest, task: &RequestTask)
 where
     S: Service<Request<Body>, Response = Response<Body>, Error = Error>,
 {
@@ -492,8 +513,8 @@ where
     let result = {
         let mut response_future = pin!(service.call(req));
         poll_fn(|cx| {
-            let (polled, interims) = interim::poll_and_take(|| response_future.as_mut().poll(cx));
-            for rsp in interims {
+            let polled = response_future.as_mut().poll(cx);
+            for rsp in std::mem::take(&mut *task.interims.0.lock()) {
                 if let Err(error) = respond.send_informational(rsp) {
                     tracing::debug!(%error, "interim response not sent");
                 }
@@ -528,9 +549,9 @@ where
         Some(extended) => extended.open_tunnel(stream),
         None if ended => {}
         None => {
-            progress.record_sent();
+            task.progress.record_sent();
             let sending = BodySender::new(body, stream).with_grpc_error_detail(grpc_error_detail);
-            sending.with_progress(progress.clone()).send_rest().await;
+            sending.with_progress(task.progress.clone()).send_rest().await;
         }
     }
 }

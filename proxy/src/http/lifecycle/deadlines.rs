@@ -113,7 +113,7 @@ impl AttemptDeadlines {
     /// Returns `polled`, or a timeout error if it is pending and a deadline for the response head has expired. Without
     /// `deadlines` there is no timeout.
     pub(crate) fn check_head_deadline<T>(
-        deadlines: &mut Option<&mut Self>,
+        deadlines: Option<&mut Self>,
         polled: Poll<Result<T, Error>>,
         cx: &mut Context<'_>,
     ) -> Poll<Result<T, Error>> {
@@ -126,16 +126,16 @@ impl AttemptDeadlines {
     /// `read` fails, or a deadline expires.
     pub(crate) async fn with_deadline<T>(&mut self, read: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
         self.progress.lock().last_data_at = Instant::now();
-        let (mut read, mut deadlines) = (pin!(read), Some(self));
+        let mut read = pin!(read);
         poll_fn(|cx| {
             let polled = read.as_mut().poll(cx);
-            Self::poll_within(&mut deadlines, ResponsePhase::Body, polled, cx)
+            Self::poll_within(Some(&mut *self), ResponsePhase::Body, polled, cx)
         })
         .await
     }
 
     fn poll_within<T>(
-        deadlines: &mut Option<&mut Self>,
+        deadlines: Option<&mut Self>,
         phase: ResponsePhase,
         polled: Poll<Result<T, Error>>,
         cx: &mut Context<'_>,
@@ -411,10 +411,8 @@ mod tests {
 
     /// Waits for a response head that does not arrive.
     async fn wait(limits: &mut AttemptDeadlines) -> TimeoutKind {
-        let mut limits = Some(limits);
-        match poll_fn(|cx| AttemptDeadlines::check_head_deadline(&mut limits, Poll::<Result<(), Error>>::Pending, cx))
-            .await
-        {
+        let pending = || Poll::<Result<(), Error>>::Pending;
+        match poll_fn(|cx| AttemptDeadlines::check_head_deadline(Some(&mut *limits), pending(), cx)).await {
             Err(Error::Timeout(expired)) => expired,
             other => panic!("{other:?}"),
         }

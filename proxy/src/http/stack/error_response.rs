@@ -8,7 +8,9 @@ use http::{
 };
 use tulle_core::{addr::Addr, metrics::Labels, names::header as names};
 
-use crate::http::{body::Body, error::Error, headers, lifecycle::classify::GRPC_STATUS};
+use crate::http::{
+    body::Body, connection_closer::CloseAfterResponse, error::Error, headers, lifecycle::classify::GRPC_STATUS,
+};
 
 const GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
 
@@ -87,8 +89,7 @@ pub(crate) fn error_response(
     }
     if status.closes_connection {
         if format.version <= Version::HTTP_11 {
-            rsp.headers_mut()
-                .insert(header::CONNECTION, HeaderValue::from_static("close"));
+            rsp.extensions_mut().insert(CloseAfterResponse);
         }
         if detail == ErrorDetail::Include {
             rsp.headers_mut()

@@ -39,8 +39,12 @@ pub(in crate::http) enum ClientAddress {
     Unverified,
 }
 
-/// The memory of one head, which is returned on drop.
-pub(in crate::http) struct HeadReservation {
+/// The memory that is reserved for one head, none at first. It is returned on drop.
+#[derive(Default)]
+pub(in crate::http) struct HeadReservation(Option<Box<LargeHead>>);
+
+/// The memory of a head that is larger than [`UNRESERVED_HEAD_BYTES`].
+struct LargeHead {
     n_bytes: usize,
     /// Ends when another client gets the memory.
     revoked: Pin<Box<dyn Future<Output = ()> + Send>>,
@@ -69,62 +73,13 @@ impl ClientHeadMemory {
         Self { memory, client }
     }
 
-    /// Called when the proxy waits for more of a head: reserves memory for the `n_bytes` that the proxy holds of it, or that it can
-    /// hold soon. `reserved` is what was reserved for this head before. The task is woken when another client gets the memory.
-    ///
-    /// # Errors
-    /// The memory is used up, or another client has got it, or the process is under memory pressure. The connection must then drop
-    /// the head.
-    pub(in crate::http) fn reserve(
-        &self,
-        cx: &mut Context<'_>,
-        n_bytes: usize,
-        reserved: &mut Option<Box<HeadReservation>>,
-    ) -> Result<(), Error> {
-        if n_bytes <= UNRESERVED_HEAD_BYTES {
-            *reserved = None;
-            return Ok(());
-        }
-        self.reserve_large(cx, n_bytes, reserved)
-    }
-
-    #[cold]
-    fn reserve_large(
-        &self,
-        cx: &mut Context<'_>,
-        n_bytes: usize,
-        reserved: &mut Option<Box<HeadReservation>>,
-    ) -> Result<(), Error> {
-        if self.memory.pressure.is_active() {
-            return Err(Error::MemoryPressure);
-        }
-        let used_up = || Error::HeadMemoryUsedUp {
-            limit: self.memory.limit,
-        };
-        let mut reservation = match reserved.take() {
-            Some(reservation) if reservation.n_bytes >= n_bytes => reservation,
-            // A smaller reservation is returned first, so that the head does not count twice.
-            smaller => {
-                drop(smaller);
-                Box::new(self.try_reserve(n_bytes).ok_or_else(used_up)?)
-            }
-        };
-        match reservation.revoked.as_mut().poll(cx) {
-            Poll::Ready(()) => Err(used_up()),
-            Poll::Pending => {
-                *reserved = Some(reservation);
-                Ok(())
-            }
-        }
-    }
-
-    fn try_reserve(&self, n_bytes: usize) -> Option<HeadReservation> {
+    fn try_reserve(&self, n_bytes: usize) -> Option<LargeHead> {
         let budget = &self.memory.budget;
         let rounded = n_bytes.max(MIN_RESERVATION_BYTES).checked_next_power_of_two()?;
         let n_bytes = n_bytes.max(rounded.min(budget.max_reservation()));
         let reservation = budget.try_reserve(self.client, n_bytes)?;
         let revocation = reservation.revocation();
-        Some(HeadReservation {
+        Some(LargeHead {
             n_bytes,
             revoked: Box::pin(async move { revocation.wait().await }),
             _reservation: reservation,
@@ -152,6 +107,56 @@ const DEFAULT_HEAD_MEMORY_BYTES: u64 = 64 << 20;
 /// With less, a head of the default limit would always be refused.
 const MIN_HEAD_MEMORY_BYTES: usize = 1 << 20;
 
+impl HeadReservation {
+    /// Called when the proxy waits for more of a head: reserves memory for the `n_bytes` that the proxy holds of it, or that it can
+    /// hold soon. The task is woken when another client gets the memory.
+    ///
+    /// # Errors
+    /// The memory is used up, or another client has got it, or the process is under memory pressure. The connection must then drop
+    /// the head.
+    pub(in crate::http) fn update(
+        &mut self,
+        cx: &mut Context<'_>,
+        memory: &ClientHeadMemory,
+        n_bytes: usize,
+    ) -> Result<(), Error> {
+        if n_bytes <= UNRESERVED_HEAD_BYTES {
+            self.0 = None;
+            return Ok(());
+        }
+        self.update_large(cx, memory, n_bytes)
+    }
+
+    #[cold]
+    fn update_large(&mut self, cx: &mut Context<'_>, memory: &ClientHeadMemory, n_bytes: usize) -> Result<(), Error> {
+        let HeadMemory { limit, pressure, .. } = &*memory.memory;
+        if pressure.is_active() {
+            return Err(Error::MemoryPressure);
+        }
+        let used_up = || Error::HeadMemoryUsedUp { limit: *limit };
+        let mut large = match self.0.take() {
+            Some(large) if large.n_bytes >= n_bytes => large,
+            // A smaller reservation is returned first, so that the head does not count twice.
+            smaller => {
+                drop(smaller);
+                Box::new(memory.try_reserve(n_bytes).ok_or_else(used_up)?)
+            }
+        };
+        match large.revoked.as_mut().poll(cx) {
+            Poll::Ready(()) => Err(used_up()),
+            Poll::Pending => {
+                self.0 = Some(large);
+                Ok(())
+            }
+        }
+    }
+
+    #[cfg(test)]
+    pub(in crate::http) fn is_empty(&self) -> bool {
+        self.0.is_none()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::task::Waker;
@@ -173,10 +178,10 @@ mod tests {
             let client = memory_of(&memory, 1);
             let cx = &mut Context::from_waker(Waker::noop());
             let mut reserve = |n_bytes| {
-                let mut reserved = None;
-                client.reserve(cx, n_bytes, &mut reserved).map(|()| reserved)
+                let mut reserved = HeadReservation::default();
+                reserved.update(cx, &client, n_bytes).map(|()| reserved)
             };
-            assert!(reserve(UNRESERVED_HEAD_BYTES).unwrap().is_none());
+            assert!(reserve(UNRESERVED_HEAD_BYTES).unwrap().is_empty());
             assert_eq!(memory.budget.used(), 0);
             let large: Vec<_> = (0..n_heads).map_while(|_| reserve(60_000).ok()).collect();
             assert_eq!(large.len(), n_heads, "{limit:?}");
@@ -192,27 +197,28 @@ mod tests {
         let memory = HeadMemory::new(Some(8 << 20), MemoryPressure::default());
         let (first, second) = (memory_of(&memory, 1), memory_of(&memory, 2));
         let cx = &mut Context::from_waker(Waker::noop());
-        let (mut grown, mut small, mut other) = (None, None, None);
+        let new = HeadReservation::default;
+        let (mut grown, mut small, mut other) = (new(), new(), new());
         for (n_bytes, used) in [
             (10_000, 64 << 10),
             (65_536, 64 << 10),
             (65_537, 128 << 10),
             (300_000, 512 << 10),
         ] {
-            first.reserve(cx, n_bytes, &mut grown).unwrap();
+            grown.update(cx, &first, n_bytes).unwrap();
             assert_eq!(memory.budget.used(), used, "{n_bytes}");
         }
-        first.reserve(cx, 300_000, &mut small).unwrap();
+        small.update(cx, &first, 300_000).unwrap();
         assert!(
-            first.reserve(cx, 10_000, &mut None).is_err(),
+            new().update(cx, &first, 10_000).is_err(),
             "its own memory is not revoked"
         );
-        second.reserve(cx, 10_000, &mut other).unwrap();
-        assert!(first.reserve(cx, 300_001, &mut grown).is_err(), "the oldest is revoked");
-        assert!(grown.is_none());
-        first.reserve(cx, 300_001, &mut small).unwrap();
-        second.reserve(cx, 10_001, &mut other).unwrap();
-        first.reserve(cx, 0, &mut small).unwrap();
+        other.update(cx, &second, 10_000).unwrap();
+        assert!(grown.update(cx, &first, 300_001).is_err(), "the oldest is revoked");
+        assert!(grown.is_empty());
+        small.update(cx, &first, 300_001).unwrap();
+        other.update(cx, &second, 10_001).unwrap();
+        small.update(cx, &first, 0).unwrap();
         assert_eq!(memory.budget.used(), 64 << 10);
     }
 }

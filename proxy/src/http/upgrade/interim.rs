@@ -1,24 +1,24 @@
 //! Passes interim responses (1xx) from the HTTP client to the HTTP server of the same request.
-//!
-//! The server polls the client's future directly, and a future yields one response only. So the client stores interim
-//! responses in a thread-local list while it is polled, and the server takes them after each poll. A queue in the request would cost
-//! an allocation per request; with this list, a request without interim responses costs nothing.
 
-use std::{cell::RefCell, task::Poll};
+use std::sync::Arc;
 
 use http::{Response, StatusCode, Version, header};
 
 use crate::http::headers;
 
-thread_local! {
-    static RECEIVED: RefCell<Vec<Response<()>>> = const { RefCell::new(Vec::new()) };
+/// The HTTP server of a request. It writes the interim responses after it has polled the future of the final response.
+pub(crate) trait InterimReceiver: Send + Sync {
+    fn receive_interim(&self, response: Response<()>);
 }
+
+/// Where the HTTP client of a request sends interim responses.
+pub(crate) type InterimSender = Arc<dyn InterimReceiver>;
 
 /// Maximum number of interim responses per request. It bounds the bytes that wait for a client that does not read.
 pub(crate) const MAX_INTERIM_RESPONSES: usize = 32;
 
-/// Stores an interim response for the server that polls the current request.
-pub(crate) fn forward(mut response: Response<()>) {
+/// Sends an interim response, without the headers that concern one connection only.
+pub(crate) fn send(sender: &InterimSender, mut response: Response<()>) {
     // 101 is a final response: it ends HTTP on the connection.
     if response.status() == StatusCode::SWITCHING_PROTOCOLS {
         return;
@@ -29,13 +29,7 @@ pub(crate) fn forward(mut response: Response<()>) {
     headers::strip_hop_by_hop(response.headers_mut());
     headers::strip_proxy_headers(response.headers_mut());
     *response.version_mut() = Version::HTTP_11;
-    RECEIVED.with_borrow_mut(|received| received.push(response));
-}
-
-/// Calls `poll` and returns its result with the interim responses that it stored.
-pub(crate) fn poll_and_take<T>(poll: impl FnOnce() -> Poll<T>) -> (Poll<T>, Vec<Response<()>>) {
-    let polled = poll();
-    (polled, RECEIVED.take())
+    sender.receive_interim(response);
 }
 
 /// Whether the client may now send the request body.

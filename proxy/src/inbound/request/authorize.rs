@@ -51,8 +51,8 @@ impl HttpConnection {
             Error::RouteNotFound
         })?;
         // The application may read the bytes of a tunnel as requests, which no rule would see.
-        let bypasses_rules =
-            headers::is_connect_tunnel(req) && http.has_user_defined_rules() && !found.names_method_of(&attributes);
+        let is_connect_tunnel = headers::is_connect_tunnel(req);
+        let bypasses_rules = is_connect_tunnel && http.has_user_defined_rules() && !found.names_method_of(&attributes);
         let permitted = authz::authorize(&found.rule.payload, self.addrs.client.0.ip(), self.tls.to_conn_tls());
         let permitted = permitted.and_then(|authorization| match bypasses_rules {
             true => Err(Denied::ConnectTunnel),
@@ -73,7 +73,7 @@ impl HttpConnection {
             let client_and_port = (client.ip(), target.port());
             info_limited!(self.inbound.audit_log_limiter, client_and_port, "request audited", %client, %target);
         }
-        let route_metrics = self.route_metrics(&current, found.route, authorization);
+        let route_metrics = self.route_metrics(&current, found.route, authorization, is_connect_tunnel);
         let host_series = self.host_series(&route_metrics, req);
         let request_metrics = RequestMetrics {
             route_metrics,
@@ -107,6 +107,7 @@ impl HttpConnection {
         current: &Arc<ActivePolicy>,
         route: &route::Route<T>,
         authorization: &Authorization,
+        is_connect_tunnel: bool,
     ) -> Arc<AuthorizedRouteMetrics> {
         let (route_addr, authorization_addr) = (
             std::ptr::from_ref(route).addr(),
@@ -117,6 +118,7 @@ impl HttpConnection {
             Arc::ptr_eq(&known.policy, current)
                 && known.route_addr == route_addr
                 && known.authorization_addr == authorization_addr
+                && known.is_connect_tunnel == is_connect_tunnel
         });
         if let Some(known) = known {
             return known.metrics.clone();
@@ -142,6 +144,7 @@ impl HttpConnection {
             policy: current.clone(),
             route_addr,
             authorization_addr,
+            is_connect_tunnel,
             metrics: route_metrics.clone(),
         });
         route_metrics
@@ -193,37 +196,20 @@ impl HttpConnection {
         }
     }
 
-    /// Waits until the rules of a changed policy forbid CONNECT tunnels.
-    pub(in crate::inbound) async fn wait_until_tunnels_forbidden(&self) {
-        loop {
-            let current = self.port_policy.current();
-            if current
-                .server_policy
-                .protocol
-                .http()
-                .is_some_and(ServerHttp::forbids_tunnels)
-            {
-                let families = &self.inbound.families;
-                let labels = families.connection_labels(self.addrs.target, &self.tls, &current.server_policy.meta);
-                let (denied, client) = (Denied::ConnectTunnel, self.addrs.client.0);
-                families.record_tcp_terminated(&labels, denied);
-                let log = &self.inbound.log_limiter;
-                info_limited!(log, client.ip(), "tunnel ended by a policy change", %client, %denied);
-                return;
-            }
-            self.port_policy.wait_changed(&current).await;
-        }
-    }
-
     /// Returns the reason if `policy` denies a request or tunnel in progress. It is permitted if any rule of the route with the
-    /// same name permits it, or, if the policy has no such route, if the authorizations of the server do.
+    /// same name permits it, or, if the policy has no such route, if the authorizations of the server do. A CONNECT tunnel is also
+    /// denied if the rules forbid them.
     fn check_in_progress(&self, policy: &ServerPolicy) -> Option<Denied> {
         let (client, tls) = (self.addrs.client.0.ip(), self.tls.to_conn_tls());
         let permit = |authorizations: &[Authorization]| authz::authorize(authorizations, client, tls).map(drop);
         let routes = || policy.protocol.http().into_iter().flat_map(|http| http.routes.iter());
         let authorized_routes = self.authorized_routes.lock();
         let mut in_progress = authorized_routes.iter().filter(|route| route.is_in_progress());
+        let forbids_tunnels = policy.protocol.http().is_some_and(ServerHttp::forbids_tunnels);
         in_progress.find_map(|in_progress| {
+            if in_progress.is_connect_tunnel && forbids_tunnels {
+                return Some(Denied::ConnectTunnel);
+            }
             let same_route = routes().filter(|route| route.meta == in_progress.metrics.route_meta);
             let by_rule = same_route
                 .flat_map(|route| &route.rules)

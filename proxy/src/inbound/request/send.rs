@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use http::{Request, Response, Version};
-use tokio::{sync::oneshot, time::Instant};
+use tokio::time::Instant;
 use tulle_core::names::header as names;
 
 use crate::{
@@ -14,7 +14,9 @@ use crate::{
         headers,
         lifecycle::classify,
         lifecycle::replay::{self, ReplayableRequest},
-        upgrade::tunnel::{self, TunnelEnd},
+        upgrade::client_side::ClientSide,
+        upgrade::interim::InterimSender,
+        upgrade::tunnel,
     },
     inbound::{
         gateway::{self, Gateway, GatewayConnection},
@@ -67,7 +69,7 @@ impl HttpConnection {
         self: &Arc<Self>,
         app: &EndpointClient,
         req: &mut Request<Body>,
-        upgrade: Option<oneshot::Receiver<TunnelEnd>>,
+        ClientSide { upgrade, interims }: ClientSide,
         route_metrics: &Arc<AuthorizedRouteMetrics>,
     ) -> Result<Response<Body>, Error> {
         let protocol = if req.version() == Version::HTTP_2 {
@@ -84,14 +86,13 @@ impl HttpConnection {
         // The HTTP/1 client resends requests by itself.
         let copy = (protocol == Protocol::Http2 && upgrade.is_none())
             .then(|| ReplayableRequest::of_request(req, replay::DEFAULT_MAX_REPLAY_BYTES));
-        let is_connect_tunnel = headers::is_connect_tunnel(req);
         let ready = app
             .connection(protocol, connection_use)
             .await
             .map_err(timeout_as_connect_error)?;
-        let mut rsp = match app.send(ready, req).await {
+        let mut rsp = match app.send(ready, req, interims.as_ref()).await {
             Err(error) => match copy {
-                Some(copy) => Box::pin(resend(app, copy, error)).await?,
+                Some(copy) => Box::pin(resend(app, copy, interims.as_ref(), error)).await?,
                 None => return Err(timeout_as_connect_error(error)),
             },
             Ok(rsp) => rsp,
@@ -100,23 +101,11 @@ impl HttpConnection {
             (Some(client_tunnel), Some(app_tunnel)) => {
                 let (connection, route_metrics) = (self.clone(), route_metrics.clone());
                 let stop_when_denied = async move {
-                    let denied = async {
-                        match connection.protocol {
-                            // The client's connection is now the tunnel, so nothing else stops it.
-                            Protocol::Http1 => connection.clone().wait_until_denied().await,
-                            // The tunnel is a stream of the client's connection, which is closed when the client is denied.
-                            Protocol::Http2 => std::future::pending().await,
-                        }
-                    };
-                    let forbidden = async {
-                        match is_connect_tunnel {
-                            true => connection.wait_until_tunnels_forbidden().await,
-                            false => std::future::pending().await,
-                        }
-                    };
-                    tokio::select! {
-                        () = denied => {}
-                        () = forbidden => {}
+                    match connection.protocol {
+                        // The client's connection is now the tunnel, so nothing else stops it.
+                        Protocol::Http1 => connection.wait_until_denied().await,
+                        // The tunnel is a stream of the client's connection, which is closed when the client is denied.
+                        Protocol::Http2 => std::future::pending().await,
                     }
                     drop(route_metrics); // the tunnel counts as in progress until here
                 };
@@ -139,7 +128,12 @@ impl HttpConnection {
 ///
 /// # Errors
 /// The server may have processed the request, its body is too long to be buffered, or every send failed.
-async fn resend(app: &EndpointClient, mut copy: ReplayableRequest, mut error: Error) -> Result<Response<Body>, Error> {
+async fn resend(
+    app: &EndpointClient,
+    mut copy: ReplayableRequest,
+    interims: Option<&InterimSender>,
+    mut error: Error,
+) -> Result<Response<Body>, Error> {
     for _ in 1..MAX_HTTP2_SENDS {
         let may_send = match error.resendable() {
             Resendable::Always => true,
@@ -154,7 +148,10 @@ async fn resend(app: &EndpointClient, mut copy: ReplayableRequest, mut error: Er
         };
         copy = ReplayableRequest::of_request(&mut req, replay::DEFAULT_MAX_REPLAY_BYTES);
         let ready = app.connection(Protocol::Http2, ConnectionUse::Pooled).await;
-        error = match app.send(ready.map_err(timeout_as_connect_error)?, &mut req).await {
+        error = match app
+            .send(ready.map_err(timeout_as_connect_error)?, &mut req, interims)
+            .await
+        {
             Ok(rsp) => return Ok(rsp),
             Err(error) => error,
         };

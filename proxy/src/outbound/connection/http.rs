@@ -65,9 +65,9 @@ impl HttpConnection {
     /// Carries one request from the application to a backend.
     pub(super) async fn serve(&self, req: &mut Request<Body>) -> Result<Response<Body>, Error> {
         headers::check_request(req)?;
-        let upgrade = req.body_mut().take_client_tunnel();
+        let client_side = req.body_mut().take_client_side();
         if req.version() <= Version::HTTP_11 {
-            match upgrade {
+            match client_side.upgrade {
                 None => headers::strip_hop_by_hop(req.headers_mut()),
                 Some(_) => headers::strip_hop_by_hop_except_upgrade(req.headers_mut()),
             }
@@ -76,7 +76,7 @@ impl HttpConnection {
             TargetSource::Fixed(destination) => {
                 let mut outgoing = OutgoingRequest {
                     req,
-                    upgrade,
+                    client_side,
                     is_copied: false,
                 };
                 return route::route_and_send(self.client_context(), destination, &mut outgoing).await;
@@ -86,14 +86,14 @@ impl HttpConnection {
             TargetSource::RequestTarget { on_connect }
                 if *req.method() == Method::CONNECT && req.uri().scheme().is_none() =>
             {
-                return on_connect(self, req, upgrade).await;
+                return on_connect(self, req, client_side.upgrade).await;
             }
             TargetSource::RequestTarget { .. } => Box::pin(self.resolve_request_target(req)).await?,
             TargetSource::DiscoveryFailed(target) => return Err(Error::DiscoveryTimeout(target.clone())),
         };
         let mut outgoing = OutgoingRequest {
             req,
-            upgrade,
+            client_side,
             is_copied: false,
         };
         match fallback_addrs.is_empty() {

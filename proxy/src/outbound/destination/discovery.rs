@@ -218,13 +218,13 @@ fn build_snapshot(
     let profile_state = profile_watch.map(|profile| profile.borrow());
     let timeout = discovery.local_policy_config.detect_timeout;
     let refuse_all = |policy| Some(compile_snapshot(discovery, destination, policy, None));
-    if let Some(denial) = profile_state.as_deref().and_then(denial) {
+    if let Some(denial) = profile_state.as_deref().and_then(WatchState::denial) {
         let reason = denial.to_string();
         let policy = ClientPolicy::denied(&reason, timeout);
         *destination.update_errors.profile.lock() = Some(reason);
         return refuse_all(policy);
     }
-    if let Some(denial) = denial(&policy_watch.borrow()) {
+    if let Some(denial) = policy_watch.borrow().denial() {
         let reason = denial.to_string();
         let policy = ClientPolicy::denied(&reason, timeout);
         *destination.update_errors.policy.lock() = Some(reason);
@@ -279,15 +279,6 @@ fn build_snapshot(
         is_unknown_name,
         ..compiled
     })
-}
-
-/// The refusal of a control plane that denies this proxy what it has requested. It says nothing about the destination, so it must
-/// not be treated as unknown.
-fn denial<T>(state: &WatchState<T>) -> Option<&Refusal> {
-    match state {
-        WatchState::Refused(refusal) if refusal.is_denial() => Some(refusal),
-        _ => None,
-    }
 }
 
 /// The policy of a destination for which the control plane has none. `endpoint` is the one in its profile.
@@ -385,10 +376,10 @@ mod tests {
             };
             let state = WatchState::<()>::Refused(refusal.clone());
             let expected = (code == Code::PermissionDenied).then_some(&refusal);
-            assert_eq!(denial(&state), expected, "{code:?}");
+            assert_eq!(state.denial(), expected, "{code:?}");
         }
-        assert_eq!(denial(&WatchState::Known(())), None);
-        assert_eq!(denial(&WatchState::<()>::Pending), None);
+        assert_eq!(WatchState::Known(()).denial(), None);
+        assert_eq!(WatchState::<()>::Pending.denial(), None);
     }
 
     #[tokio::test]

@@ -17,6 +17,7 @@ use crate::{
     http::{
         body::Body,
         client::Protocol,
+        connection_closer::CloseAfterResponse,
         error::{Error, Resendable, Side, TimeoutKind, grpc},
         headers,
         lifecycle::classify::{self, ResponseObserver},
@@ -112,12 +113,12 @@ impl BackendAttempt<'_> {
         tried: &mut TriedEndpoints,
         mut deadlines: Option<&mut AttemptDeadlines>,
     ) -> Result<(Response<Body>, SentRequest), Error> {
-        let needs = ConnectionRequirements::of_request(outgoing.req, outgoing.upgrade.is_some());
-        let needs_own_copy = self.may_resend && outgoing.upgrade.is_none() && self.retry_copy.is_none();
+        let needs = ConnectionRequirements::of_request(outgoing.req, outgoing.client_side.upgrade.is_some());
+        let needs_own_copy = self.may_resend && outgoing.client_side.upgrade.is_none() && self.retry_copy.is_none();
         let make_copy = |req: &mut Request<Body>| ReplayableRequest::of_request(req, replay::DEFAULT_MAX_REPLAY_BYTES);
         let mut own_copy = needs_own_copy.then(|| make_copy(outgoing.req));
         loop {
-            let (sent, result) = self.send_once(outgoing.req, tried, needs, &mut deadlines).await?;
+            let (sent, result) = self.send_once(outgoing, tried, needs, deadlines.as_deref_mut()).await?;
             let endpoint = sent.endpoint.clone();
             let copy = own_copy.as_ref().or(self.retry_copy);
             let cause = match self.may_resend {
@@ -143,16 +144,18 @@ impl BackendAttempt<'_> {
     /// Connects to an endpoint and sends the request to it. The inner result is that of the endpoint.
     async fn send_once(
         &self,
-        req: &mut Request<Body>,
+        outgoing: &mut OutgoingRequest<'_>,
         tried: &mut TriedEndpoints,
         needs: ConnectionRequirements,
-        deadlines: &mut Option<&mut AttemptDeadlines>,
+        mut deadlines: Option<&mut AttemptDeadlines>,
     ) -> Result<(SentRequest, Result<Response<Body>, Error>), Error> {
+        let req = &mut *outgoing.req;
         let mut connected_at_once = tried.is_empty();
         let (endpoint, ready) = {
             let mut connecting = pin!(self.connector.connect_endpoint(tried, needs));
             let connected = poll_fn(|cx| {
-                let polled = AttemptDeadlines::check_head_deadline(deadlines, connecting.as_mut().poll(cx), cx);
+                let polled =
+                    AttemptDeadlines::check_head_deadline(deadlines.as_deref_mut(), connecting.as_mut().poll(cx), cx);
                 connected_at_once &= polled.is_ready(); // stays true only if the first poll is ready: nothing was waited for
                 polled
             });
@@ -172,8 +175,12 @@ impl BackendAttempt<'_> {
         let tapped = sampled.and_then(|sampled| self.start_tap(&sampled, req, &endpoint));
         let span = trace::start_client_span(endpoint.tracer.as_ref(), req);
         let result = {
-            let mut response = pin!(endpoint.client(self.client.worker).send(ready, req));
-            poll_fn(|cx| AttemptDeadlines::check_head_deadline(deadlines, response.as_mut().poll(cx), cx)).await
+            let client = endpoint.client(self.client.worker);
+            let mut response = pin!(client.send(ready, req, outgoing.client_side.interims.as_ref()));
+            poll_fn(|cx| {
+                AttemptDeadlines::check_head_deadline(deadlines.as_deref_mut(), response.as_mut().poll(cx), cx)
+            })
+            .await
         };
         trace::finish(span, &result);
         let result = match tapped {
@@ -235,7 +242,7 @@ impl BackendAttempt<'_> {
         let may_close_client = is_meshed && matches!(self.connector.backend, Backend::Forward(_));
         finish_response(&mut rsp, sent.protocol, sent.client_version, may_close_client);
         let server_tunnel = rsp.body_mut().take_server_tunnel();
-        if server_tunnel.is_some() && outgoing.upgrade.is_none() {
+        if server_tunnel.is_some() && outgoing.client_side.upgrade.is_none() {
             let error = Error::InvalidResponse("the server switched protocols without an upgrade request");
             sent.observer.record_error(&error);
             return Err(error);
@@ -243,7 +250,7 @@ impl BackendAttempt<'_> {
         if !is_meshed {
             headers::strip_proxy_headers(rsp.headers_mut());
         }
-        if let (Some(client_tunnel), Some(server_tunnel)) = (outgoing.upgrade.take(), server_tunnel) {
+        if let (Some(client_tunnel), Some(server_tunnel)) = (outgoing.client_side.upgrade.take(), server_tunnel) {
             tunnel::spawn_tunnel(client_tunnel, server_tunnel, self.client.drain, std::future::pending());
         }
         Ok((rsp, sent))
@@ -330,8 +337,7 @@ fn finish_response(rsp: &mut Response<Body>, protocol: Protocol, client_version:
     }
     let is_http1 = client_version <= Version::HTTP_11 && !was_converted_to_http2;
     if proxy_headers.closes_connection && may_close_client && is_http1 {
-        rsp.headers_mut()
-            .insert(header::CONNECTION, HeaderValue::from_static("close"));
+        rsp.extensions_mut().insert(CloseAfterResponse);
     }
 }
 
@@ -513,7 +519,7 @@ mod tests {
             let mut rsp = rsp.body(Body::empty()).unwrap();
             finish_response(&mut rsp, protocol, version, may_close_client);
             assert_eq!(
-                rsp.headers().contains_key("connection"),
+                rsp.extensions().get::<CloseAfterResponse>().is_some(),
                 closes,
                 "{protocol:?} {version:?}"
             );

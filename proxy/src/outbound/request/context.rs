@@ -3,11 +3,10 @@
 use std::net::SocketAddr;
 
 use http::Request;
-use tokio::sync::oneshot;
 use tulle_core::drain;
 
 use crate::{
-    http::{body::Body, upgrade::tunnel::TunnelEnd},
+    http::{body::Body, upgrade::client_side::ClientSide},
     outbound::metrics::Families,
 };
 
@@ -23,8 +22,8 @@ pub(in crate::outbound) struct ClientContext<'a> {
 /// A request on its way to a backend.
 pub(in crate::outbound) struct OutgoingRequest<'a> {
     pub(in crate::outbound) req: &'a mut Request<Body>,
-    /// The client's side of the upgrade that it requests. It is taken when the upgrade succeeds.
-    pub(in crate::outbound) upgrade: Option<oneshot::Receiver<TunnelEnd>>,
+    /// Its tunnel is taken when an upgrade succeeds.
+    pub(in crate::outbound) client_side: ClientSide,
     /// Whether the mirrors have got their copies. Each gets only one, even if the request is sent to a further address.
     pub(in crate::outbound) is_copied: bool,
 }

@@ -1,6 +1,6 @@
 //! Sends copies of a request to the mirrors of its rule (O7).
 
-use std::{future::poll_fn, mem::take, net::SocketAddr, pin::pin, sync::Arc, time::Duration};
+use std::{mem::take, net::SocketAddr, sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use http::{Method, Request};
@@ -15,7 +15,7 @@ use crate::{
         error::Error,
         lifecycle::classify,
         lifecycle::tee::{self, CopyMemory, CopyMonitor},
-        upgrade::interim,
+        upgrade::client_side::ClientSide,
     },
     outbound::{
         mirror::{CopyResult, Mirror},
@@ -46,7 +46,7 @@ pub(super) fn send_copies(
     // After an upgrade or CONNECT there are bytes without requests, which cannot be copied.
     if mirrors.is_empty()
         || outgoing.is_copied
-        || outgoing.upgrade.is_some()
+        || outgoing.client_side.upgrade.is_some()
         || *outgoing.req.method() == Method::CONNECT
     {
         return;
@@ -109,13 +109,10 @@ async fn send_copy(
     };
     let mut outgoing = OutgoingRequest {
         req: &mut copy,
-        upgrade: None,
+        client_side: ClientSide::default(),
         is_copied: true,
     };
-    let mut exchange = pin!(timeout(MAX_COPY_DURATION, send_and_discard(&sender, &mut outgoing)));
-    // Discards interim responses. Otherwise the next request that this thread polls would forward them to its client.
-    let exchanged = poll_fn(|cx| interim::poll_and_take(|| exchange.as_mut().poll(cx)).0).await;
-    match exchanged {
+    match timeout(MAX_COPY_DURATION, send_and_discard(&sender, &mut outgoing)).await {
         Ok(Ok(true)) => CopyResult::Success,
         Ok(Ok(false) | Err(_)) | Err(_) => CopyResult::Failure,
     }

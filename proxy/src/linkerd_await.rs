@@ -1,0 +1,135 @@
+//! The program `linkerd-await`: waits until the proxy of this pod is ready, then becomes the given program; what post-start hooks and
+//! jobs call.
+
+use std::{
+    net::{Ipv4Addr, SocketAddr},
+    os::unix::process::{CommandExt as _, ExitStatusExt as _},
+    process::{Command, ExitCode},
+    time::Duration,
+};
+
+use clap::Parser;
+use tokio::{
+    io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader},
+    net::TcpStream,
+    time::{sleep, timeout},
+};
+use tulle_core::{duration, names::variable};
+
+/// Waits until the proxy of this pod is ready, then runs a program, if one is given.
+///
+/// If LINKERD_AWAIT_DISABLED or LINKERD_DISABLED is set and not empty, it neither waits nor shuts the proxy down.
+#[derive(Debug, Parser)]
+#[command(name = "linkerd-await", version)]
+pub struct Args {
+    /// The proxy's admin port, on loopback
+    #[arg(short, long, value_name = "PORT", default_value_t = 4191)]
+    port: u16,
+    /// Time between two readiness checks
+    #[arg(short, long, value_name = "DURATION", default_value = "1s", value_parser = duration::parse)]
+    backoff: Duration,
+    /// Maximum time to wait [default: no limit]
+    #[arg(short, long, value_name = "DURATION", value_parser = duration::parse)]
+    timeout: Option<Duration>,
+    /// Whether to exit with code 69 after --timeout; if false, continue as if the proxy were ready
+    #[arg(long, value_name = "true|false", num_args = 0..=1, default_value_t = true, default_missing_value = "true", require_equals = true, action = clap::ArgAction::Set)]
+    timeout_fatal: bool,
+    /// Shut the proxy down after the program has ended, so that a Job can complete
+    #[arg(short = 'S', long, requires = "program")]
+    shutdown: bool,
+    /// Print the result of each failed readiness check
+    #[arg(short, long, action = clap::ArgAction::Count)]
+    verbose: u8,
+    /// What to run, with its arguments
+    #[arg(trailing_var_arg = true, value_name = "PROGRAM")]
+    program: Vec<String>,
+}
+
+/// Waits, and runs the program. Returns its exit code.
+pub fn run(args: &Args) -> ExitCode {
+    let disabled = [variable::AWAIT_DISABLED, variable::DISABLED]
+        .iter()
+        .any(|name| std::env::var_os(name).is_some_and(|reason| !reason.is_empty()));
+    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => return fail(format_args!("starting: {error}")),
+    };
+    if !disabled
+        && let Err(limit) = runtime.block_on(wait(args))
+        && args.timeout_fatal
+    {
+        eprintln!(
+            "linkerd-await: the proxy's port {} was not ready within {limit:?}",
+            args.port
+        );
+        return ExitCode::from(EX_UNAVAILABLE);
+    }
+    let Some((program, arguments)) = args.program.split_first() else {
+        return ExitCode::SUCCESS;
+    };
+    let mut command = Command::new(program);
+    command.args(arguments);
+    if disabled || !args.shutdown {
+        return fail(format_args!("running {program}: {}", command.exec()));
+    }
+    let ended = command.status();
+    if let Err(error) = runtime.block_on(ask(args.port, "POST /shutdown")) {
+        eprintln!("linkerd-await: shutting the proxy down: {error}");
+    }
+    match ended {
+        Ok(status) => {
+            let code = status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0));
+            ExitCode::from(u8::try_from(code).unwrap_or(u8::MAX))
+        }
+        Err(error) => fail(format_args!("running {program}: {error}")),
+    }
+}
+
+/// Waits until the proxy is ready.
+///
+/// # Errors
+/// The time limit, if the proxy was not ready within it.
+async fn wait(args: &Args) -> Result<(), Duration> {
+    let ready = async {
+        loop {
+            match ask(args.port, "GET /ready").await {
+                Ok(200) => return,
+                answer if args.verbose > 0 => eprintln!("linkerd-await: not ready: {answer:?}"),
+                _ => {}
+            }
+            sleep(args.backoff).await;
+        }
+    };
+    match args.timeout {
+        Some(limit) => timeout(limit, ready).await.map_err(|_| limit),
+        None => {
+            ready.await;
+            Ok(())
+        }
+    }
+}
+
+/// The status that the admin server answers with.
+async fn ask(port: u16, what: &str) -> std::io::Result<u16> {
+    let exchange = async {
+        let mut stream = TcpStream::connect(SocketAddr::from((Ipv4Addr::LOCALHOST, port))).await?;
+        let request =
+            format!("{what} HTTP/1.1\r\nhost: localhost:{port}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n");
+        stream.write_all(request.as_bytes()).await?;
+        let mut head = String::new();
+        BufReader::new(stream).read_line(&mut head).await?;
+        let status = head.split(' ').nth(1).and_then(|status| status.parse::<u16>().ok());
+        status.ok_or_else(|| std::io::Error::other(format!("no HTTP answer: {head:?}")))
+    };
+    timeout(ASK_LIMIT, exchange).await?
+}
+
+fn fail(what: std::fmt::Arguments<'_>) -> ExitCode {
+    eprintln!("linkerd-await: {what}");
+    ExitCode::FAILURE
+}
+
+/// A proxy that does not answer in this time is not ready.
+const ASK_LIMIT: Duration = Duration::from_secs(1);
+/// The exit code of `sysexits.h` for a service that is not there.
+const EX_UNAVAILABLE: u8 = 69;
