@@ -1,5 +1,5 @@
-//! The proxy with a counting allocator, which counts allocations under load. callgrind counts them too (`tulle-bench costs`), but
-//! makes the proxy too slow for that.
+//! The proxy with an allocator that counts allocations, for the row `allocations`. callgrind counts them too (`tulle-bench costs`),
+//! but a proxy under callgrind is too slow to be put under load.
 //!
 //! It is configured like `tulle-proxy`. Its only argument is a listen address: it answers every connection there with one line that
 //! has the number of allocations and of allocated bytes so far.
@@ -37,7 +37,7 @@ fn answer(listener: &TcpListener) {
 }
 
 /// The system allocator with counters. A reallocation counts as one allocation of the new size.
-struct Counting;
+struct CountingAllocator;
 
 static CALLS: AtomicU64 = AtomicU64::new(0);
 static BYTES: AtomicU64 = AtomicU64::new(0);
@@ -49,7 +49,7 @@ fn count(bytes: usize) {
 
 // SAFETY: every call is forwarded unchanged to the system allocator; counting neither allocates nor touches the memory.
 #[allow(unsafe_code)]
-unsafe impl GlobalAlloc for Counting {
+unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size());
         // SAFETY: the caller upholds the contract of `alloc`.
@@ -75,4 +75,4 @@ unsafe impl GlobalAlloc for Counting {
 }
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator;

@@ -71,7 +71,10 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
             });
         }
         let values = config::values(&cluster).await.unwrap_or_else(|error| {
-            eprintln!("tulle: the cluster's default policy, networks and opaque ports are assumed: {error:#}");
+            eprintln!(
+                "tulle: using built-in defaults for the default policy, cluster networks and opaque ports, because the control \
+                 plane's configuration cannot be read: {error:#}"
+            );
             Value::Null
         });
         let rows = rows(settings(&cluster.control_plane_namespace, &values)?, events, pods)?;
@@ -180,7 +183,7 @@ fn rows(
         events.push(Event::Applied(Object::Pod(pod.into())));
     }
     let state = State::new(config, &Registry::default());
-    state.writer().apply(events);
+    state.sink().apply(events);
     let mut rows = BTreeSet::new();
     for (name, ports) in workloads {
         for port in ports {

@@ -125,7 +125,7 @@ pub(crate) async fn fetch_certificate_chain(
     );
     // A forwarded port is a connection to loopback inside the pod. The inbound port does not serve it without a client
     // certificate. The admin port presents the proxy's certificate to every client.
-    handshake(cluster, namespace, &name, resource::admin_port(proxy), &identity).await
+    presented_chain(cluster, namespace, &name, resource::admin_port(proxy), &identity).await
 }
 
 /// The certificate chain that a pod presents on a port, with the leaf first.
@@ -134,7 +134,7 @@ pub(crate) async fn fetch_certificate_chain(
 ///
 /// # Errors
 /// Fails if the port cannot be reached or does not speak TLS.
-pub(crate) async fn handshake(
+pub(crate) async fn presented_chain(
     cluster: &Cluster,
     namespace: &str,
     pod: &str,

@@ -79,10 +79,10 @@ pub(crate) struct Token {
     /// The workload's namespace
     #[arg(long, value_name = "NAME", default_value = "default")]
     namespace: String,
-    /// The private key that signs tokens; created together with its public key if it does not exist
+    /// The private key that signs tokens; created if it does not exist, with its public key in --public-key
     #[arg(long, value_name = "FILE", default_value = "token.key")]
     key: PathBuf,
-    /// The public key, in the directory from which the control plane reads token keys
+    /// Where to write the public key if --key is created; the control plane reads this directory (its --token-keys)
     #[arg(long, value_name = "FILE", default_value = "token-keys/token.pem")]
     public_key: PathBuf,
     /// Where to write the token; readable by you only
@@ -114,7 +114,7 @@ fn create_anchor(args: &Anchor) -> anyhow::Result<()> {
 fn create_issuer(args: &Issuer) -> anyhow::Result<()> {
     let anchor = CertificateAuthority::read(&args.anchor_cert, &args.anchor_key)?;
     let issuer = match &args.identity {
-        Some(identity) => trust::create_workload_issuer(identity, args.lifetime, &anchor)?,
+        Some(identity) => trust::create_single_identity_issuer(identity, args.lifetime, &anchor)?,
         None => trust::create_issuer(&args.common_name, args.lifetime, &anchor)?,
     };
     make_directory(&args.dir)?;

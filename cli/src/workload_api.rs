@@ -460,7 +460,7 @@ mod tests {
 
     fn credentials(dir: &Path) {
         let anchor = trust::create_anchor("root", trust::ANCHOR_LIFETIME).unwrap();
-        let issuer = trust::create_workload_issuer("spiffe://root/vm", trust::ISSUER_LIFETIME, &anchor).unwrap();
+        let issuer = trust::create_single_identity_issuer("spiffe://root/vm", trust::ISSUER_LIFETIME, &anchor).unwrap();
         fs::create_dir(dir.join("issuer")).unwrap();
         anchor.write(&dir.join("ca.crt"), &dir.join("ca.key")).unwrap();
         issuer

@@ -24,7 +24,7 @@ impl Server {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
         let anchor = trust::create_anchor("root", trust::ANCHOR_LIFETIME).unwrap();
-        let issuer = trust::create_workload_issuer("spiffe://root/vm", trust::ISSUER_LIFETIME, &anchor).unwrap();
+        let issuer = trust::create_single_identity_issuer("spiffe://root/vm", trust::ISSUER_LIFETIME, &anchor).unwrap();
         std::fs::create_dir(at("issuer")).unwrap();
         anchor.write(&at("ca.crt"), &at("ca.key")).unwrap();
         issuer.write(&at("issuer/crt.pem"), &at("issuer/key.pem")).unwrap();

@@ -36,9 +36,9 @@ use crate::identity::reviewer::{JoinTokenKeys, Reviewer};
 use crate::identity::server::IdentityService;
 use crate::identity::token_review::TokenReviews;
 use crate::kubernetes::event_recorder::{self, EventRecorder, Reporter};
-use crate::resources::event::EventWriter;
+use crate::resources::event::EventSink;
 use crate::serving::Server;
-use crate::serving::limits::{Calls, Limits};
+use crate::serving::limits::{CallKind, Limits};
 use crate::serving::metrics::GrpcMetrics;
 use crate::source::kubernetes::kinds::WatchRequirements;
 use crate::source::{self, directory_source};
@@ -86,9 +86,8 @@ struct Builder {
     audit_report: Option<injector_webhook::audit::AuditReport>,
     registry: Registry,
     readiness: Readiness,
-    /// Ready while no kind is stale. It does not affect `readiness`: while the API server fails, the last known state is
-    /// served.
-    freshness: Readiness,
+    /// The reason of each stale kind. It does not affect `readiness`: while the API server fails, the last known state is served.
+    stale_kinds: Readiness,
     grpc: GrpcMetrics,
     webhooks: webhook::Shared,
     addrs: Addrs,
@@ -100,7 +99,7 @@ struct Builder {
 struct GrpcPort {
     service: &'static str,
     addr: ListenAddr,
-    calls: Calls,
+    call_kind: CallKind,
 }
 
 /// Sends the logs of this process to standard error.
@@ -151,7 +150,7 @@ impl App {
             grpc: GrpcMetrics::new(&registry),
             webhooks: webhook::Shared::new(memory::limit(), &registry),
             readiness: Readiness::new(),
-            freshness: Readiness::new(),
+            stale_kinds: Readiness::new(),
             addrs: Addrs::default(),
             tasks: JoinSet::new(),
             config,
@@ -258,7 +257,7 @@ impl Builder {
         let port = GrpcPort {
             service: "identity",
             addr: self.config.listen.identity,
-            calls: Calls::Unary,
+            call_kind: CallKind::Unary,
         };
         self.addrs.identity = Some(self.serve(port, creds, routes).await?);
         Ok(Some(service))
@@ -311,7 +310,7 @@ impl Builder {
             let port = GrpcPort {
                 service: "destination",
                 addr: self.config.listen.destination,
-                calls: Calls::Streaming,
+                call_kind: CallKind::Streaming,
             };
             self.addrs.destination = Some(self.serve(port, creds.clone(), routes).await?);
         }
@@ -326,7 +325,7 @@ impl Builder {
             let port = GrpcPort {
                 service: "policy",
                 addr: self.config.listen.policy,
-                calls: Calls::Streaming,
+                call_kind: CallKind::Streaming,
             };
             self.addrs.policy = Some(self.serve(port, creds, routes).await?);
         }
@@ -381,7 +380,7 @@ impl Builder {
             task.await;
             Ok(())
         });
-        // Proxies do not need telemetry, so its certificate does not affect readiness.
+        // Proxies do not need telemetry, so its certificate does not affect the readiness of the process: nothing reads this one.
         let latch = Readiness::new().latch("telemetry");
         let certificate = certificate_controller::Config::telemetry(self.config.cluster.controller_namespace.clone());
         self.manage_server_certificate(certificate, creds.clone(), latch)?;
@@ -429,8 +428,8 @@ impl Builder {
 
     fn start_directory_source(&mut self, manifests: PathBuf, cluster: &Cluster) -> directory_source::ManifestReport {
         let report = directory_source::ManifestReport::new(&self.registry);
-        let writer = writeback::add_report(cluster, self.config.statuses_config(), cluster.writer());
-        let running = directory_source::run(manifests, writer, report.clone(), self.drain.clone());
+        let sink = writeback::add_report(cluster, self.config.statuses_config(), cluster.sink());
+        let running = directory_source::run(manifests, sink, report.clone(), self.drain.clone());
         self.start("reading manifests", async move { running.await.context("--manifests") });
         report
     }
@@ -445,25 +444,25 @@ impl Builder {
                 endpoints_source: self.config.cluster.endpoints_source,
             },
             log_addr: self.config.cluster.log_addr.clone(),
-            freshness: self.freshness.clone(),
+            stale_kinds: self.stale_kinds.clone(),
         };
         let (client, registry, drain) = (self.client()?, self.registry.clone(), self.drain.clone());
-        let writer = match self.config.writeback_config().write_slices {
-            true => writeback::add_port_report(cluster, cluster.writer()),
-            false => cluster.writer(),
+        let sink = match self.config.writeback_config().write_slices {
+            true => writeback::add_port_report(cluster, cluster.sink()),
+            false => cluster.sink(),
         };
-        let writer = self.start_write_back(&client, writer);
-        let running = source::kubernetes::run(client, config, writer, registry, drain);
+        let sink = self.start_write_back(&client, sink);
+        let running = source::kubernetes::run(client, config, sink, registry, drain);
         self.start("watching the API server", async move { Ok(running.await?) });
         Ok(())
     }
 
-    /// Starts the write-back controllers. Returns the writer that also passes events to them.
-    fn start_write_back(&mut self, client: &Client, writer: EventWriter) -> EventWriter {
-        let (writer, tasks) = writeback::add_controllers(
+    /// Starts the write-back controllers. Returns the sink that also passes events to them.
+    fn start_write_back(&mut self, client: &Client, sink: EventSink) -> EventSink {
+        let (sink, tasks) = writeback::add_controllers(
             client,
             self.config.writeback_config(),
-            writer,
+            sink,
             &self.registry,
             &self.drain,
         );
@@ -473,7 +472,7 @@ impl Builder {
                 Ok(())
             });
         }
-        writer
+        sink
     }
 
     async fn start_webhooks(&mut self) -> Result<()> {
@@ -648,7 +647,7 @@ impl Builder {
         report: Option<&directory_source::ManifestReport>,
     ) -> Result<SocketAddr> {
         let (listener, bound) = bind(addr)?;
-        let (readiness, freshness) = (self.readiness.clone(), self.freshness.clone());
+        let (readiness, stale_kinds) = (self.readiness.clone(), self.stale_kinds.clone());
         let live = |heartbeat: Heartbeat, answer: &'static str| {
             move |_: AdminRequest| {
                 std::future::ready(match heartbeat.is_alive() {
@@ -664,7 +663,7 @@ impl Builder {
             .route("/ping", live(self.heartbeat.clone(), "pong\n"))
             .public_route("/live", live(self.heartbeat.clone(), "live\n"))
             .route("/ready", move |_| {
-                let (missing, stale) = (readiness.reasons(), freshness.reasons());
+                let (missing, stale) = (readiness.reasons(), stale_kinds.reasons());
                 let (status, first) = match missing.is_empty() {
                     true => (StatusCode::OK, "ok"),
                     false => (StatusCode::INTERNAL_SERVER_ERROR, "not ready"),
@@ -719,10 +718,14 @@ impl Builder {
     }
 
     async fn serve(&mut self, port: GrpcPort, creds: Arc<MeshCredentials>, routes: Routes) -> Result<SocketAddr> {
-        let GrpcPort { service, addr, calls } = port;
+        let GrpcPort {
+            service,
+            addr,
+            call_kind,
+        } = port;
         let (listener, bound) = bind(addr).with_context(|| format!("serving {service}"))?;
         info!(service, addr = %bound, name = creds.name(), "serving gRPC");
-        let limits = Limits::from_resources(descriptors::raise_limit(), memory::limit(), calls);
+        let limits = Limits::from_resources(descriptors::raise_limit(), memory::limit(), call_kind);
         let server = Server::new(creds, routes, self.grpc.clone(), limits, &self.registry);
         let drain = self.drain.clone();
         self.start(service, async move {

@@ -5,7 +5,7 @@ use crate::identity::claims::Claims;
 use crate::identity::csr::SigningRequest;
 use crate::resources::event::Event;
 use crate::source;
-use crate::telemetry::counts::Counts;
+use crate::telemetry::counts::SidecarValues;
 use crate::webhook::review::{AdmissionResponse, ReviewOutline};
 
 /// Parsing a manifest file is deterministic, and errors have a valid line number.
@@ -37,11 +37,11 @@ pub fn api_server_response(bytes: &[u8]) {
 /// Parsing metrics never panics. The rates between a page and itself are 0, and the rates since an empty page equal the counts
 /// of the page.
 pub fn metrics(bytes: &[u8]) {
-    let counts = Counts::parse(&String::from_utf8_lossy(bytes));
+    let counts = SidecarValues::parse(&String::from_utf8_lossy(bytes));
     for rates in counts.rates_since(&counts, 1.0).per_second.sources.values() {
         assert_eq!(rates.requests(), 0.0);
     }
-    let all = counts.rates_since(&Counts::default(), 1.0).per_second;
+    let all = counts.rates_since(&SidecarValues::default(), 1.0).per_second;
     assert_eq!(all, counts);
     for rates in all
         .sources

@@ -24,6 +24,8 @@ use tulle_core::names::TOKEN_AUDIENCE;
 use x509_parser::certificate::X509Certificate;
 use x509_parser::error::X509Error;
 
+use crate::resources::meta::is_dns_label;
+
 /// A certificate authority: its certificate and its private key, both PEM.
 #[derive(Clone)]
 pub struct CertificateAuthority {
@@ -149,7 +151,7 @@ pub fn create_issuer(
     })
 }
 
-/// Creates an issuer for one workload outside of clusters. It signs only certificates of this SPIFFE identity.
+/// Creates a single-identity issuer, for one workload outside of clusters. It signs only certificates of this SPIFFE identity.
 ///
 /// Its name constraints exclude addresses and DNS names, which identify workloads of clusters. All X.509 verifiers
 /// enforce these constraints. In addition, tulle's verifiers accept from such an issuer only certificates for the identity
@@ -157,7 +159,7 @@ pub fn create_issuer(
 ///
 /// # Errors
 /// Fails if the identity is not a SPIFFE URI with a path, or as [`create_issuer`].
-pub fn create_workload_issuer(
+pub fn create_single_identity_issuer(
     identity: &str,
     lifetime: Duration,
     anchor: &CertificateAuthority,
@@ -169,7 +171,7 @@ pub fn create_workload_issuer(
         return Err(Error::Spiffe(identity.to_owned()));
     }
     issuer(lifetime, anchor, |end| {
-        let mut params = ca_params(WORKLOAD_ISSUER, BasicConstraints::Constrained(0), end);
+        let mut params = ca_params(SINGLE_IDENTITY_ISSUER_NAME, BasicConstraints::Constrained(0), end);
         params.subject_alt_names = vec![SanType::URI(identity.try_into().map_err(Error::Certificate)?)];
         params.name_constraints = Some(NameConstraints {
             permitted_subtrees: Vec::new(),
@@ -420,12 +422,6 @@ fn not_after(lifetime: Duration) -> Result<OffsetDateTime, Error> {
         .ok_or(Error::Lifetime(lifetime))
 }
 
-/// Returns whether a text is one DNS label, as required for namespaces, and for service accounts with an identity.
-pub(crate) fn is_dns_label(text: &str) -> bool {
-    let inner = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-';
-    (1..=63).contains(&text.len()) && text.bytes().all(inner) && !text.starts_with('-') && !text.ends_with('-')
-}
-
 fn read(path: &Path) -> Result<String, Error> {
     fs::read_to_string(path).map_err(|source| Error::Read {
         path: path.to_owned(),
@@ -463,8 +459,8 @@ fn write_new(path: &Path, text: &str, mode: u32) -> Result<(), Error> {
     })
 }
 
-/// The common name of issuers for one workload. Their identity is in the subject alternative names.
-const WORKLOAD_ISSUER: &str = "tulle workload issuer";
+/// The common name of single-identity issuers. Their identity is in the subject alternative names.
+const SINGLE_IDENTITY_ISSUER_NAME: &str = "tulle workload issuer";
 
 /// Maximum clock skew of hosts that verify a new certificate.
 const CLOCK_SKEW: Duration = Duration::from_secs(60);
@@ -541,7 +537,7 @@ mod tests {
         let issuer_error = |authority: &CertificateAuthority| {
             let errors = [
                 create_issuer("x", ISSUER_LIFETIME, authority).err(),
-                create_workload_issuer(vm, ISSUER_LIFETIME, authority).err(),
+                create_single_identity_issuer(vm, ISSUER_LIFETIME, authority).err(),
             ];
             let [one, other] = errors.map(|err| err.map(|err| err.to_string()));
             assert_eq!(one, other);
@@ -607,10 +603,10 @@ mod tests {
         let anchor = create_anchor("root", ANCHOR_LIFETIME).unwrap();
         let hour = Duration::from_secs(3600);
         for invalid in ["spiffe://root.test", "vm", "spiffe://"] {
-            let made = create_workload_issuer(invalid, hour, &anchor);
+            let made = create_single_identity_issuer(invalid, hour, &anchor);
             assert!(matches!(made, Err(Error::Spiffe(_))), "{invalid}");
         }
-        let issuer = create_workload_issuer("spiffe://root.test/vm", hour, &anchor).unwrap();
+        let issuer = create_single_identity_issuer("spiffe://root.test/vm", hour, &anchor).unwrap();
         let other = create_svid("spiffe://root.test/other", hour, &issuer);
         assert!(matches!(other, Err(Error::IdentityNotPermitted { .. })));
     }

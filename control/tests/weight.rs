@@ -23,7 +23,7 @@ use tulle_control::cluster::{Cluster, Config};
 use tulle_control::resources::event::Event;
 use tulle_control::resources::{Kind, decode};
 use tulle_control::serving::Server;
-use tulle_control::serving::limits::{Calls, Limits};
+use tulle_control::serving::limits::{CallKind, Limits};
 use tulle_control::serving::metrics::GrpcMetrics;
 use tulle_control::tls::mesh_credentials::{ClientCertificates, MeshCredentials};
 use tulle_control::{destination, policy};
@@ -173,8 +173,8 @@ fn ready_message(body: &mut Body) -> Option<Bytes> {
 async fn an_idle_stream_uses_less_than_a_kilobyte() {
     let cluster = Cluster::new(Config::default(), &Registry::new());
     let service = decode(Kind::Service, &mut serde_json::Deserializer::from_str(SERVICE)).unwrap();
-    let writer = cluster.writer();
-    writer.apply(vec![Event::Applied(service), slice("10.2.0.1"), Event::Synced]);
+    let sink = cluster.sink();
+    sink.apply(vec![Event::Applied(service), slice("10.2.0.1"), Event::Synced]);
     let mut gets = destination::server(
         cluster.clone(),
         ClientCertificates::Optional,
@@ -219,7 +219,7 @@ async fn an_idle_stream_uses_less_than_a_kilobyte() {
                 weight < MAX_BYTES_PER_STREAM,
                 "{name} uses {weight} bytes in round {round}"
             );
-            writer.apply(vec![slice(&format!("10.2.1.{round}"))]);
+            sink.apply(vec![slice(&format!("10.2.1.{round}"))]);
         }
     };
     check("Get", &mut || gets.call(request("x/Get", &destination))).await;
@@ -233,7 +233,7 @@ async fn an_idle_stream_uses_less_than_a_kilobyte() {
 #[tokio::test(start_paused = true)]
 async fn objects_and_values_are_small() {
     let cluster = Cluster::new(Config::default(), &Registry::new());
-    let writer = cluster.writer();
+    let sink = cluster.sink();
     let in_use = || IN_USE.load(Ordering::Relaxed);
     let check = |what: &str, size: usize, n: usize, max: usize| {
         eprintln!("{what}: {} bytes", size / n);
@@ -241,16 +241,16 @@ async fn objects_and_values_are_small() {
     };
     let start = in_use();
     for service in 0..N_SERVICES {
-        writer.apply((0..10).map(|n| pod(service, 10 * service + n)).collect());
+        sink.apply((0..10).map(|n| pod(service, 10 * service + n)).collect());
     }
     let with_pods = in_use();
     check("pod", with_pods - start, 10 * N_SERVICES, MAX_BYTES_PER_POD);
     for service in 0..N_SERVICES {
-        writer.apply(service_and_slice(service));
+        sink.apply(service_and_slice(service));
     }
     let with_services = in_use();
     check("Service", with_services - with_pods, N_SERVICES, MAX_BYTES_PER_SERVICE);
-    writer.apply(vec![Event::Synced]);
+    sink.apply(vec![Event::Synced]);
     let mut gets = destination::server(
         cluster.clone(),
         ClientCertificates::Optional,
@@ -280,7 +280,7 @@ async fn objects_and_values_are_small() {
 #[tokio::test(start_paused = true)]
 async fn a_policy_of_a_missing_service_is_small() {
     let cluster = Cluster::new(Config::default(), &Registry::new());
-    cluster.writer().apply(vec![Event::Synced]);
+    cluster.sink().apply(vec![Event::Synced]);
     let mut policies = policy::outbound_server(
         cluster.clone(),
         ClientCertificates::Optional,
@@ -352,7 +352,7 @@ async fn read_messages(io: &mut TcpStream, n_streams: usize) {
 async fn an_idle_stream_over_http2_uses_less_than_four_kilobytes() {
     let cluster = Cluster::new(Config::default(), &Registry::new());
     let service = decode(Kind::Service, &mut serde_json::Deserializer::from_str(SERVICE)).unwrap();
-    cluster.writer().apply(vec![Event::Applied(service), Event::Synced]);
+    cluster.sink().apply(vec![Event::Applied(service), Event::Synced]);
     let routes = Routes::new(destination::server(
         cluster,
         ClientCertificates::Optional,
@@ -360,7 +360,7 @@ async fn an_idle_stream_over_http2_uses_less_than_four_kilobytes() {
     ));
     let creds = Arc::new(MeshCredentials::new("control".to_owned(), ClientCertificates::Optional));
     let registry = Registry::new();
-    let limits = Limits::from_resources(1024, None, Calls::Streaming);
+    let limits = Limits::from_resources(1024, None, CallKind::Streaming);
     let server = Server::new(creds, routes, GrpcMetrics::new(&registry), limits, &registry);
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let addr = listener.local_addr().unwrap();

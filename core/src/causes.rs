@@ -102,7 +102,8 @@ The log has a line of level `info` for each refusal by inbound policy and for ea
 at most one line per minute for each client address and kind, and for at most 256 such pairs, so that clients cannot fill the log.
 The same holds for each target and cause of outbound connections that are refused and of handshakes that fail, and for each client
 address and port that the authorization `audit` permits.
-`suppressed`, in the first line of a minute, is the number of lines suppressed in the previous one; the counters include them.
+`suppressed_all_kinds`, in the first line of a minute, is the number of lines that were suppressed in the minute before: of this
+kind, and of all others that share its limit. The counters include them.
 ";
 
 const fn cause(
@@ -163,7 +164,7 @@ pub const ALL: &[Cause] = &[
         "no-extended-connect",
         Responsible::Client,
         "501, UNIMPLEMENTED",
-        "The client requested another protocol with an extended CONNECT of HTTP/2 (RFC 8441), and `target` has not announced support for it, or its connections already carry as many such streams as this proxy permits, which is half of the streams that `target` permits.",
+        "The client requested another protocol with an extended CONNECT of HTTP/2 (RFC 8441), and `target` has not announced support for it, or such streams already use half of the streams that `target` permits on each connection, which is the most that this proxy gives them.",
         "Let the application announce it (`SETTINGS_ENABLE_CONNECT_PROTOCOL`), or let the client request a WebSocket over HTTP/1.1. If it is announced, raise `SETTINGS_MAX_CONCURRENT_STREAMS` of the application.",
     ),
     cause(
@@ -324,7 +325,7 @@ pub const ALL: &[Cause] = &[
         "port-not-watched",
         Responsible::Client,
         "503, UNAVAILABLE",
-        "Clients connect to many ports that the pod does not declare and on which no application listens; usually they scan ports. The proxy requests the policies of few of these ports: for each client network (an IPv4 address or the /64 of a global IPv6 address) of 16 at once and then of one a second, and for all clients of 64 at once and then of 20 a second. A connection beyond that waits up to 3 seconds for its turn, or is refused at once if that would come later: with this response if the client has started an HTTP request, otherwise with a reset.",
+        "Clients connect to many ports that the pod does not declare and on which no application listens; usually they scan ports. The proxy limits for how many such ports it requests a policy: for each client network (an IPv4 address or the /64 of a global IPv6 address) a burst of 16 ports, then 1 a second; for all clients together a burst of 64, then 20 a second. A connection beyond that waits up to 3 seconds for its turn, or is refused at once if that would come later: with this response if the client has started an HTTP request, otherwise with a reset.",
         "The proxy's log names a client and a port, once a minute. If the clients do not scan ports, look for applications that have not started or have ended, or declare their ports (`containerPort`). `TULLE_INBOUND_UNKNOWN_POLICY=default` does not permit these connections.",
     ),
     cause(

@@ -1,5 +1,5 @@
-//! A budget that clients share, such as bytes of memory. If it is used up, a client that has more than another one would have
-//! loses reservations to it, the oldest first.
+//! A budget that clients share, such as bytes of memory. When it is used up and client A asks for more, other clients lose
+//! their oldest reservations to A, but only those that have more than A would have afterwards.
 //!
 //! So `n` clients that use all they can have `1 / n` of the budget each, and a further one gets `1 / (n + 1)` at once.
 

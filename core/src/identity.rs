@@ -7,7 +7,7 @@ use std::sync::Arc;
 /// A TLS identity. Two identities are equal if they have the same kind and spelling.
 ///
 /// DNS names are kept in lower case.
-/// Source: `TlsIdentity` in `destination.proto`.
+/// Corresponds to the message `TlsIdentity` in `destination.proto`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Identity {
     /// A DNS name, such as `web.shop.serviceaccount.identity.linkerd.cluster.local`.

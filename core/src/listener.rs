@@ -20,12 +20,13 @@ pub struct Listener {
     tcp: TcpListener,
     limiter: Arc<ConnectionLimiter>,
     drain_timeout: Duration,
-    closed: ClosedConnections,
+    closed: CloseCounters,
 }
 
-/// Connections that were closed for a reason which the client does not choose.
+/// Counts the connections that the server ends: no first byte in time, or a failed TLS handshake or protocol. Those that end
+/// regularly are not counted.
 #[derive(Clone)]
-struct ClosedConnections {
+struct CloseCounters {
     first_byte_timeouts: Arc<Counter>,
     failed: Arc<Counter>,
 }
@@ -62,7 +63,7 @@ impl Listener {
             tcp,
             limiter: ConnectionLimiter::new(name, max, SameAddressEviction::Idlest, registry),
             drain_timeout: DRAIN_TIMEOUT,
-            closed: ClosedConnections {
+            closed: CloseCounters {
                 first_byte_timeouts: connections::closed_counter(name, "first_byte_timeout", registry),
                 failed: connections::closed_counter(name, "failed", registry),
             },

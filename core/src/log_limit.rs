@@ -74,8 +74,8 @@ impl<S: Eq + Hash> LogLimiter<S> {
     }
 }
 
-/// For the first line of a minute, the number of lines of all kinds and sources that were suppressed in the previous one; for
-/// its other lines 0.
+/// The number of lines, of all kinds and sources, that the limiter suppressed in the minute before. Only the first line of a
+/// minute carries it; the others have 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SuppressedLines(u64);
 
@@ -91,7 +91,7 @@ impl SuppressedLines {
 macro_rules! info_limited {
     ($limiter:expr, $source:expr, $message:literal $(, $($fields:tt)+)?) => {
         if let Some(suppressed) = $limiter.allow($message, $source) {
-            ::tracing::info!(suppressed = suppressed.count(), $($($fields)+,)? $message);
+            ::tracing::info!(suppressed_all_kinds = suppressed.count(), $($($fields)+,)? $message);
         }
     };
 }
@@ -101,7 +101,7 @@ macro_rules! info_limited {
 macro_rules! warn_limited {
     ($limiter:expr, $source:expr, $message:literal $(, $($fields:tt)+)?) => {
         if let Some(suppressed) = $limiter.allow($message, $source) {
-            ::tracing::warn!(suppressed = suppressed.count(), $($($fields)+,)? $message);
+            ::tracing::warn!(suppressed_all_kinds = suppressed.count(), $($($fields)+,)? $message);
         }
     };
 }

@@ -90,9 +90,9 @@ impl OpenResponses {
         let mut state = self.state.lock();
         let id = state.insert(response);
         while state.n_bytes > self.max_bytes
-            && let Some(ended) = state.select_ended(content_id)
+            && let Some(victim) = state.select_victim(content_id)
         {
-            state.remove(ended);
+            state.remove(victim);
         }
         drop(state);
         ResponseBody {
@@ -118,9 +118,9 @@ impl State {
         id
     }
 
-    /// Selects a response to end: the oldest to the network with the most bytes, of which each response has a share of its content.
-    /// The newest response stays, which has this content, and so do others with the content, because their end would free nothing.
-    fn select_ended(&self, newest: ContentId) -> Option<u64> {
+    /// Selects the response to end: the oldest one of the network with the most bytes. A content that `k` responses share counts
+    /// as `1 / k` for each. Responses with the content of the newest response stay, because ending them would free nothing.
+    fn select_victim(&self, newest: ContentId) -> Option<u64> {
         let mut by_network = HashMap::<IpAddr, usize>::new();
         for response in self.responses.values() {
             let ContentId { n_bytes, .. } = response.content_id;
@@ -131,10 +131,10 @@ impl State {
             .iter()
             .filter(|(_, response)| response.content_id != newest && response.content_id.n_bytes > 0);
         // Of equal keys, `max_by_key` returns the last one: in reverse order the oldest.
-        let ended = candidates
+        let victim = candidates
             .rev()
             .max_by_key(|(_, response)| by_network[&response.network]);
-        ended.map(|(id, _)| *id)
+        victim.map(|(id, _)| *id)
     }
 
     fn remove(&mut self, id: u64) {

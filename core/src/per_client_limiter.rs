@@ -20,10 +20,10 @@ pub struct PerClientLimiter {
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Maximum weight of the requests that run at a time, over all clients.
-    pub weight: usize,
-    /// Maximum number of requests of a network that run or are in the global queue.
-    pub places_per_network: usize,
-    /// Maximum number of requests of a network, waiting or running.
+    pub total_weight: usize,
+    /// Maximum number of requests of a network that are in the global queue, or run.
+    pub globally_queued_per_network: usize,
+    /// Maximum number of requests of a network that wait for the global queue, are in it, or run.
     pub requests_per_network: usize,
 }
 
@@ -31,7 +31,7 @@ struct ClientQueue {
     /// Requests that wait or run.
     n_requests: usize,
     /// The requests that have a permit are in the global queue, or run.
-    places: Arc<Semaphore>,
+    globally_queued: Arc<Semaphore>,
 }
 
 /// The client network has as many requests as it may.
@@ -42,14 +42,14 @@ impl PerClientLimiter {
     pub fn new(limits: Limits) -> Self {
         Self {
             limits,
-            global: Semaphore::new(limits.weight),
+            global: Semaphore::new(limits.total_weight),
             by_network: Mutex::default(),
         }
     }
 
     /// The largest weight of a request.
     pub fn max_weight(&self) -> usize {
-        self.limits.weight
+        self.limits.total_weight
     }
 
     /// Runs `work` after the earlier requests of this client's network, and within the global limit. The weight is at most
@@ -60,7 +60,7 @@ impl PerClientLimiter {
     pub async fn run<T>(&self, client: IpAddr, weight: u32, work: impl Future<Output = T>) -> Result<T, QueueFull> {
         let request = self.enter(client_network(client)).ok_or(QueueFull)?;
         // The semaphores are never closed, and give permits in FIFO order.
-        let _place = request.places.acquire().await;
+        let _queued = request.globally_queued.acquire().await;
         let _global = self.global.acquire_many(weight).await;
         Ok(work.await)
     }
@@ -69,7 +69,7 @@ impl PerClientLimiter {
         let mut by_network = self.by_network.lock();
         let queue = by_network.entry(network).or_insert_with(|| ClientQueue {
             n_requests: 0,
-            places: Arc::new(Semaphore::new(self.limits.places_per_network)),
+            globally_queued: Arc::new(Semaphore::new(self.limits.globally_queued_per_network)),
         });
         if queue.n_requests == self.limits.requests_per_network {
             return None;
@@ -78,7 +78,7 @@ impl PerClientLimiter {
         Some(CountedRequest {
             limiter: self,
             network,
-            places: queue.places.clone(),
+            globally_queued: queue.globally_queued.clone(),
         })
     }
 }
@@ -87,7 +87,7 @@ impl PerClientLimiter {
 struct CountedRequest<'a> {
     limiter: &'a PerClientLimiter,
     network: IpAddr,
-    places: Arc<Semaphore>,
+    globally_queued: Arc<Semaphore>,
 }
 
 impl Drop for CountedRequest<'_> {
@@ -112,8 +112,8 @@ mod tests {
     use super::*;
 
     const LIMITS: Limits = Limits {
-        weight: 2,
-        places_per_network: 1,
+        total_weight: 2,
+        globally_queued_per_network: 1,
         requests_per_network: 64,
     };
 

@@ -16,8 +16,8 @@ pub enum ReadError<E> {
 /// Reads a body of at most `max_bytes`. The rest of a longer body is received and discarded, so that its client reads the
 /// response.
 ///
-/// The memory is at most the announced length, or twice what was received if none is announced: the parts of the body are copied. An HTTP server returns each part in a buffer that
-/// has room for kilobytes, also if a client sends the body byte by byte.
+/// Copies each frame, because hyper hands it over in a buffer of several KiB even if it holds one byte. So the memory is at most
+/// the `content-length`, or without one, twice the bytes received.
 ///
 /// # Errors
 /// Fails if the body is longer, or cannot be received.

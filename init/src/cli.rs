@@ -223,7 +223,7 @@ pub struct Validator {
 #[derive(Clone, Copy, Debug, ValueEnum)]
 enum BackendArg {
     Auto,
-    #[value(alias = "native")]
+    #[value(aliases = ["nftables", "native"])]
     Nft,
     IptablesNft,
     IptablesLegacy,
@@ -354,7 +354,7 @@ impl RedirectArgs {
 
     fn inbound(&self) -> Result<(InboundMode, Scope), OptionError> {
         match (self.inbound_mode, self.inbound_scope) {
-            (InboundModeArg::Tproxy, ScopeArg::All) => Err(OptionError {
+            (InboundModeArg::Tproxy, ScopeArg::All) => Err(OptionError::Invalid {
                 flag: "--inbound-scope",
                 value: "all".to_owned(),
                 reason: "cannot be combined with --inbound-mode tproxy: replies to forwarded connections come from \
@@ -370,7 +370,7 @@ impl RedirectArgs {
     /// The permitted backends, in order of preference.
     fn backends(&self) -> Result<Vec<Backend>, OptionError> {
         let flavour = match (self.backend, self.flavour()?) {
-            (Some(BackendArg::Nft), _) => return self.single_backend(Backend::Native),
+            (Some(BackendArg::Nft), _) => return self.single_backend(Backend::Nftables),
             (Some(BackendArg::IptablesNft), _) => return self.single_backend(Backend::Iptables(Flavour::Nft)),
             (Some(BackendArg::IptablesLegacy), _) => return self.single_backend(Backend::Iptables(Flavour::Legacy)),
             (Some(BackendArg::Iptables), _) => return self.single_backend(Backend::Iptables(Flavour::Plain)),
@@ -384,19 +384,19 @@ impl RedirectArgs {
             .map(Backend::Iptables);
         let mut backends: Vec<Backend> = flavour.into_iter().map(Backend::Iptables).chain(others).collect();
         match flavour {
-            Some(_) => backends.push(Backend::Native),
-            None => backends.insert(0, Backend::Native),
+            Some(_) => backends.push(Backend::Nftables),
+            None => backends.insert(0, Backend::Nftables),
         }
         if self.priority != DEFAULT_PRIORITY {
-            backends.retain(|backend| *backend == Backend::Native); // iptables has fixed priorities
+            backends.retain(|backend| *backend == Backend::Nftables); // iptables has fixed priorities
         }
         Ok(backends)
     }
 
     /// A backend that a flag selects; fails if it does not support the priority.
     fn single_backend(&self, backend: Backend) -> Result<Vec<Backend>, OptionError> {
-        if backend != Backend::Native && self.priority != DEFAULT_PRIORITY {
-            return Err(OptionError {
+        if backend != Backend::Nftables && self.priority != DEFAULT_PRIORITY {
+            return Err(OptionError::Invalid {
                 flag: "--priority",
                 value: self.priority.to_string(),
                 reason: format!(
@@ -412,7 +412,7 @@ impl RedirectArgs {
         let mode = self.iptables_mode.as_deref().unwrap_or_default();
         let program = self.firewall_bin_path.as_deref().unwrap_or_default();
         let refused = |flag, value: &str, expected: &str| {
-            Err(OptionError {
+            Err(OptionError::Invalid {
                 flag,
                 value: value.to_owned(),
                 reason: format!("is unknown; expected {expected}"),
@@ -527,7 +527,7 @@ mod tests {
         assert_eq!(job.ipv6, Ipv6::Off);
         assert_eq!(job.close_wait_secs, Some(5));
         assert_eq!(job.backends.first(), Some(&Backend::Iptables(Flavour::Nft)));
-        assert_eq!(job.backends.last(), Some(&Backend::Native));
+        assert_eq!(job.backends.last(), Some(&Backend::Nftables));
         let Mode::ApplyAndVerify(options) = job.mode else {
             panic!("{:?}", job.mode)
         };
@@ -577,19 +577,22 @@ mod tests {
     fn backends_are_tried_in_order_of_preference() {
         let backends = |flags: &str| job(&format!("-p 4143 -o 4140 {flags}")).backends;
         let [nft, plain, legacy] = [Flavour::Nft, Flavour::Plain, Flavour::Legacy].map(Backend::Iptables);
-        assert_eq!(backends("--ipv6"), [Backend::Native, nft, plain, legacy]);
+        assert_eq!(backends("--ipv6"), [Backend::Nftables, nft, plain, legacy]);
         assert_eq!(
             backends("--iptables-mode legacy"),
-            [legacy, nft, plain, Backend::Native]
+            [legacy, nft, plain, Backend::Nftables]
         );
         assert_eq!(
             backends("--iptables-mode plain --firewall-bin-path iptables-nft")[0],
             plain
         );
-        assert_eq!(backends("--backend native --iptables-mode nft"), [Backend::Native]);
+        for name in ["nft", "nftables", "native"] {
+            let flags = format!("--backend {name} --iptables-mode nft");
+            assert_eq!(backends(&flags), [Backend::Nftables], "{name}");
+        }
         assert_eq!(backends("--backend iptables-legacy"), [legacy]);
-        assert_eq!(backends("--backend auto --iptables-mode nft")[0], Backend::Native);
-        assert_eq!(backends("--priority -101"), [Backend::Native]);
+        assert_eq!(backends("--backend auto --iptables-mode nft")[0], Backend::Nftables);
+        assert_eq!(backends("--priority -101"), [Backend::Nftables]);
     }
 
     #[test]

@@ -3,18 +3,18 @@
 use std::fmt::Write;
 
 use crate::options::Family;
-use crate::rules::{Action, COMMENT_PREFIX, Chain, Direction, Match, Rule, Rules, STATE_CHAIN, Side, TABLE};
+use crate::rules::{Action, COMMENT_PREFIX, Chain, Direction, HASH_CHAIN, Match, Rule, Rules, Side, TABLE};
 
 /// A script that replaces our table, whether or not it exists.
 #[must_use]
 pub fn script(rules: &Rules) -> String {
     let body = body(rules);
-    let state = format!(
-        "\tchain {STATE_CHAIN} {{\n\t\treturn comment \"{}\"\n\t}}\n",
+    let hash_chain = format!(
+        "\tchain {HASH_CHAIN} {{\n\t\treturn comment \"{}\"\n\t}}\n",
         hash_of(&body)
     );
     // The table is declared first, because deleting a table that does not exist fails.
-    format!("table inet {TABLE}\ndelete table inet {TABLE}\ntable inet {TABLE} {{\n{body}{state}}}\n")
+    format!("table inet {TABLE}\ndelete table inet {TABLE}\ntable inet {TABLE} {{\n{body}{hash_chain}}}\n")
 }
 
 /// Identifies the rules: a hash that changes with every detail of them.
@@ -25,8 +25,8 @@ pub fn hash(rules: &Rules) -> String {
 
 fn body(rules: &Rules) -> String {
     let mut text = String::new();
-    for test in rules.list.iter().flat_map(|rule| &rule.matches) {
-        if let Some((name, kind, elements)) = set(test) {
+    for criterion in rules.list.iter().flat_map(|rule| &rule.matches) {
+        if let Some((name, kind, elements)) = set(criterion) {
             // Writing to a String cannot fail; the same holds below.
             let _ = writeln!(
                 text,
@@ -55,11 +55,14 @@ fn body(rules: &Rules) -> String {
 fn line(rule: &Rule) -> String {
     let mut words: Vec<String> = Vec::new();
     // Address matches contain the family.
-    let by_address = rule.matches.iter().any(|test| matches!(test, Match::Nets { .. }));
+    let by_address = rule
+        .matches
+        .iter()
+        .any(|criterion| matches!(criterion, Match::Nets { .. }));
     if let Some(family) = rule.family.filter(|_| !by_address) {
         words.push(format!("meta nfproto {}", family.name()));
     }
-    words.extend(rule.matches.iter().map(|test| condition(test, rule.family)));
+    words.extend(rule.matches.iter().map(|criterion| match_words(criterion, rule.family)));
     words.push("counter".to_owned());
     words.push(match rule.action {
         Action::Return => "return".to_owned(),
@@ -74,8 +77,8 @@ fn line(rule: &Rule) -> String {
     words.join(" ")
 }
 
-fn condition(test: &Match, family: Option<Family>) -> String {
-    match test {
+fn match_words(criterion: &Match, family: Option<Family>) -> String {
+    match criterion {
         Match::Tcp => "meta l4proto tcp".to_owned(),
         Match::NewConnection => "tcp flags & (fin|syn|rst|ack) == syn".to_owned(),
         Match::ToLocal => "fib daddr type local".to_owned(),
@@ -102,8 +105,8 @@ fn condition(test: &Match, family: Option<Family>) -> String {
     }
 }
 
-fn set(test: &Match) -> Option<(&'static str, &'static str, String)> {
-    match test {
+fn set(criterion: &Match) -> Option<(&'static str, &'static str, String)> {
+    match criterion {
         Match::Ports { set, ports } => Some((set, "inet_service", ports.to_string().replace(',', ", "))),
         Match::Nets { set, nets, .. } => {
             let kind = match nets.first().map(Family::of) {
@@ -166,7 +169,7 @@ table inet l5d_init {{
 		type nat hook output priority -100; policy accept;
 		tcp flags & (fin|syn|rst|ack) == syn counter jump outbound comment "proxy-init/install-proxy-init-output"
 	}}
-	chain state {{
+	chain rules_hash {{
 		return comment "{}"
 	}}
 }}

@@ -116,13 +116,17 @@ impl Family {
     }
 }
 
-/// A flag with an invalid value.
+/// A flag with an invalid value, or a required flag that is missing.
 #[derive(Debug, thiserror::Error)]
-#[error("{flag} {value:?} {reason}")]
-pub struct OptionError {
-    pub flag: &'static str,
-    pub value: String,
-    pub reason: String,
+pub enum OptionError {
+    #[error("{flag} {value:?} {reason}")]
+    Invalid {
+        flag: &'static str,
+        value: String,
+        reason: String,
+    },
+    #[error("{flag} is required; expected a TCP port number, 1 to 65535")]
+    MissingPort { flag: &'static str },
 }
 
 /// Handling of invalid list entries.
@@ -147,10 +151,13 @@ pub const DEFAULT_PRIORITY: i32 = -100;
 /// Parses a proxy port.
 ///
 /// # Errors
-/// If the value is not between 1 and 65535. Linkerd's init uses -1 for an absent flag.
+/// If the value is not between 1 and 65535, or the flag is absent, for which Linkerd's init uses -1.
 pub fn proxy_port(flag: &'static str, value: i64) -> Result<NonZeroU16, OptionError> {
+    if value == -1 {
+        return Err(OptionError::MissingPort { flag });
+    }
     let port = u16::try_from(value).ok().and_then(NonZeroU16::new);
-    port.ok_or_else(|| OptionError {
+    port.ok_or_else(|| OptionError::Invalid {
         flag,
         value: value.to_string(),
         reason: "must be a valid TCP port number, 1 to 65535".to_owned(),
@@ -165,7 +172,7 @@ pub fn user_or_group_id(flag: &'static str, value: i64) -> Result<Option<u32>, O
     match (value, u32::try_from(value)) {
         (-1, _) => Ok(None),
         (_, Ok(id)) if id != u32::MAX => Ok(Some(id)),
-        _ => Err(OptionError {
+        _ => Err(OptionError::Invalid {
             flag,
             value: value.to_string(),
             reason: "is not an id; expected 0 to 4294967294, or -1 for none".to_owned(),
@@ -186,7 +193,7 @@ pub fn ports(flag: &'static str, lists: &[String], on_invalid: OnInvalidEntry) -
                 tracing::warn!(flag, entry, "skipped: not a port or a range of ports")
             }
             _ => {
-                return Err(OptionError {
+                return Err(OptionError::Invalid {
                     flag,
                     value: entry.to_owned(),
                     reason: "is not a port or a range; expected a comma-separated list of ports from 1 to 65535, \
@@ -207,7 +214,7 @@ pub fn networks(flag: &'static str, lists: &[String]) -> Result<Vec<IpNet>, Opti
     let mut all = Vec::new();
     for entry in lists.iter().flat_map(|list| list.split(',')) {
         let parsed = networks::parse_networks(entry).ok().filter(|parsed| !parsed.is_empty());
-        let parsed = parsed.ok_or_else(|| OptionError {
+        let parsed = parsed.ok_or_else(|| OptionError::Invalid {
             flag,
             value: entry.to_owned(),
             reason: "is not a valid CIDR address; expected a comma-separated list such as 10.0.0.0/8,fd00::/8"
@@ -250,6 +257,8 @@ mod tests {
         for bad in [-1, 0, 65536] {
             assert!(proxy_port("--p", bad).is_err(), "{bad}");
         }
+        let missing = proxy_port("--p", -1).unwrap_err().to_string();
+        assert!(missing.starts_with("--p is required"), "{missing}");
         assert_eq!(user_or_group_id("--u", -1).unwrap(), None);
         assert_eq!(user_or_group_id("--u", 0).unwrap(), Some(0));
         assert!(user_or_group_id("--u", -2).is_err() && user_or_group_id("--u", 1 << 32).is_err());

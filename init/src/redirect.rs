@@ -16,7 +16,7 @@ use crate::options::{DEFAULT_PRIORITY, Families, Family, Options};
 use crate::report::{Counts, Report};
 use crate::rules::{self, Rules};
 use crate::verify::{self, Verdict};
-use crate::{lock, netns_settings, nft_script};
+use crate::{lock, namespace, nft_script};
 
 /// One run of `tulle-init`.
 #[derive(Debug)]
@@ -51,7 +51,7 @@ pub enum CleanMode {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backend {
     /// nftables over netlink.
-    Native,
+    Nftables,
     Iptables(Flavour),
 }
 
@@ -78,7 +78,7 @@ pub enum Outcome {
 #[derive(Debug, thiserror::Error)]
 enum BackendError {
     #[error(transparent)]
-    Native(#[from] NetlinkError),
+    Nftables(#[from] NetlinkError),
     #[error(transparent)]
     Iptables(#[from] IptablesError),
 }
@@ -90,7 +90,7 @@ enum BackendError {
 pub fn run(job: Job, report: &mut Report) -> anyhow::Result<Outcome> {
     let started = Instant::now();
     if let (Some(path), false) = (&job.netns, matches!(job.mode, Mode::Simulate(_))) {
-        netns_settings::enter(path)?;
+        namespace::enter(path)?;
     }
     let outcome = match &job.mode {
         Mode::Simulate(options) => {
@@ -132,7 +132,7 @@ fn apply(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Op
     describe(&options, &rules, report);
     let _lock = take_lock(job.wait, report)?;
     if let Some(seconds) = job.close_wait_secs {
-        netns_settings::set_close_wait(seconds)?;
+        namespace::set_close_wait(seconds)?;
     }
     let started = Instant::now();
     // Routes before rules: marked packets need the routes, and the routes alone change nothing.
@@ -186,7 +186,7 @@ fn apply_to_best(job: &Job, rules: &Rules, report: &mut Report) -> anyhow::Resul
         // A netlink error other than "not supported", usually a missing permission, would occur with the other backends too. Of
         // the errors of iptables programs, only a held lock would.
         let is_final = match &error {
-            BackendError::Native(error) => !error.is_unsupported(),
+            BackendError::Nftables(error) => !error.is_unsupported(),
             BackendError::Iptables(error) => error.is_lock_held(),
         };
         if is_final || job.backends.len() == 1 {
@@ -202,7 +202,7 @@ fn apply_to_best(job: &Job, rules: &Rules, report: &mut Report) -> anyhow::Resul
 /// Whether an error can mean that the kernel or the programs have no IPv6. Temporary errors, such as a lock that is held, do not.
 fn lacks_ipv6(error: &anyhow::Error) -> bool {
     match error.downcast_ref::<BackendError>() {
-        Some(BackendError::Native(error)) => error.is_unsupported(),
+        Some(BackendError::Nftables(error)) => error.is_unsupported(),
         Some(BackendError::Iptables(error)) => error.lacks_ipv6(),
         None => false,
     }
@@ -210,7 +210,7 @@ fn lacks_ipv6(error: &anyhow::Error) -> bool {
 
 fn apply_to(backend: Backend, rules: &Rules, wait: Duration, report: &mut Report) -> Result<Change, BackendError> {
     match backend {
-        Backend::Native => {
+        Backend::Nftables => {
             let applied = nftables::apply(&mut Socket::open()?, rules, wait)?;
             applied.warnings.into_iter().for_each(|warning| report.warn(warning));
             Ok(applied.change)
@@ -219,12 +219,13 @@ fn apply_to(backend: Backend, rules: &Rules, wait: Duration, report: &mut Report
     }
 }
 
-/// Removes our rules from the other backends; they would only cost time.
+/// Removes the rules of earlier runs from the other backends. After the new rules have redirected a connection, they would have
+/// no effect, only cost time.
 fn remove_others(job: &Job, active_backend: Backend, report: &mut Report) {
     let rules_to_remove = match active_backend {
-        Backend::Native => OurRules::IptablesNft,
+        Backend::Nftables => OurRules::IptablesNft,
         // The plain programs may be the nft flavour, whose rules must stay.
-        Backend::Iptables(Flavour::Nft | Flavour::Plain) => OurRules::Native,
+        Backend::Iptables(Flavour::Nft | Flavour::Plain) => OurRules::Nftables,
         Backend::Iptables(Flavour::Legacy) => OurRules::All,
     };
     match Socket::open().and_then(|mut socket| nftables::remove(&mut socket, job.wait, rules_to_remove)) {
@@ -258,7 +259,7 @@ fn remove_routing(report: &mut Report) {
 /// rules are correct for all other processes.
 fn warn_about_proxy_uid_processes(options: &Options, report: &mut Report) {
     let Some(uid) = options.proxy_uid else { return };
-    let programs = netns_settings::processes_of_user(uid);
+    let programs = namespace::processes_of_user(uid);
     if !programs.is_empty() {
         report.warn(format!(
             "the connections of {} bypass the proxy: they run as --proxy-uid {uid}; run them as another user, or the proxy as \
@@ -367,7 +368,7 @@ fn closest_backend(job: &Job, rules: &Rules) -> anyhow::Result<(Comparison, Back
 
 fn check_in(backend: Backend, rules: &Rules) -> Result<Comparison, BackendError> {
     match backend {
-        Backend::Native => Ok(nftables::check(&mut Socket::open()?, rules)?),
+        Backend::Nftables => Ok(nftables::check(&mut Socket::open()?, rules)?),
         // The legacy programs create tables when they list them.
         Backend::Iptables(Flavour::Legacy) if !iptables::legacy_in_use() => Ok(Comparison::Absent),
         Backend::Iptables(flavour) => Ok(iptables::check(flavour, rules)?),
@@ -376,7 +377,7 @@ fn check_in(backend: Backend, rules: &Rules) -> Result<Comparison, BackendError>
 
 fn is_backend_missing(error: &BackendError) -> bool {
     match error {
-        BackendError::Native(error) => error.is_unsupported(),
+        BackendError::Nftables(error) => error.is_unsupported(),
         BackendError::Iptables(error) => matches!(error, IptablesError::Missing { .. }),
     }
 }
@@ -455,7 +456,7 @@ fn options_for_namespace(
     options: &Options,
     report: &mut Report,
 ) -> anyhow::Result<(Options, Option<Options>)> {
-    let has_ipv6 = netns_settings::has_ipv6();
+    let has_ipv6 = namespace::has_ipv6();
     let with_families = |families| Options {
         families,
         ..options.clone()
@@ -532,7 +533,7 @@ fn describe(options: &Options, rules: &Rules, report: &mut Report) {
 impl std::fmt::Display for Backend {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Native => f.write_str("nftables"),
+            Self::Nftables => f.write_str("nftables"),
             Self::Iptables(flavour) => flavour.fmt(f),
         }
     }

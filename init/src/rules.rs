@@ -1,8 +1,8 @@
 //! Converts options to one ordered list of rules; a pure function. All backends render the same list.
 //!
-//! Two chains decide (inbound and outbound), and two base chains jump to them (prerouting and output). Only the first
-//! segment of a connection is matched. So a connection that was open before the rules is not affected; rules for all
-//! packets would match it halfway and reset it.
+//! Chains that decide, such as inbound and outbound, are reached by jumps from chains with a hook, such as prerouting and
+//! output. Only the first segment of a connection is matched. So a connection that was open before the rules is not affected;
+//! rules for all packets would match it halfway and reset it.
 //!
 //! In tproxy mode nothing is translated. The first segment marks the connection, and packets of marked connections are
 //! delivered to the proxy's socket. The proxy dials the application from the client's address, so the application's replies
@@ -48,14 +48,14 @@ pub enum Chain {
     TproxyInbound,
     /// Jumps to [`Chain::TproxyInbound`], then delivers packets of marked connections to the proxy's socket; hooked before
     /// routing.
-    Tproxy,
+    TproxyPrerouting,
     /// Marks the application's replies to connections that the proxy dialled from the client's address; hooked at local
     /// output.
     TproxyReplies,
     /// Drops inbound connections of a family that is not redirected, except skipped ports and networks.
     UnredirectedInbound,
     /// Jumps to [`Chain::UnredirectedInbound`]; hooked before routing.
-    Unredirected,
+    UnredirectedPrerouting,
     /// Drops packets in an invalid connection tracking state; hooked before routing, before NAT.
     Invalid,
 }
@@ -194,20 +194,25 @@ fn tproxy(options: &Options, new_inbound: Vec<Match>) -> Vec<Rule> {
     let rules = [
         // Connections that the proxy opens here are for the application.
         (
-            Chain::Tproxy,
+            Chain::TproxyPrerouting,
             vec![Match::FromLoopback],
             Action::Return,
             "ignore-loopback",
         ),
         (
-            Chain::Tproxy,
+            Chain::TproxyPrerouting,
             new_inbound,
             Action::Jump(Chain::TproxyInbound),
             "match-inbound-syn",
         ),
-        (Chain::Tproxy, inbound_packets(), tproxy, "tproxy-inbound"),
+        (Chain::TproxyPrerouting, inbound_packets(), tproxy, "tproxy-inbound"),
         // If the proxy does not listen, the packet must not reach the application.
-        (Chain::Tproxy, inbound_packets(), Action::Drop, "drop-without-proxy"),
+        (
+            Chain::TproxyPrerouting,
+            inbound_packets(),
+            Action::Drop,
+            "drop-without-proxy",
+        ),
         (
             Chain::TproxyReplies,
             proxy_connections,
@@ -237,7 +242,7 @@ fn inbound(options: &Options) -> Vec<Rule> {
         .into_iter()
         .filter(|(family, _)| options.families.redirects(*family));
     list.extend(skip_nets(chain, sets, Side::Source, &options.inbound_skip_nets));
-    let (test, comment) = match &options.inbound {
+    let (criterion, comment) = match &options.inbound {
         Inbound::All => (Match::Tcp, "redirect-all-incoming-to-proxy-port"),
         Inbound::Listed(ports) => (
             Match::Ports {
@@ -248,8 +253,8 @@ fn inbound(options: &Options) -> Vec<Rule> {
         ),
     };
     list.push(match tproxy {
-        true => rule(chain, test, Action::MarkConnection(INBOUND_MARK), "mark-inbound"),
-        false => rule(chain, test, Action::Redirect(options.inbound_port.get()), comment),
+        true => rule(chain, criterion, Action::MarkConnection(INBOUND_MARK), "mark-inbound"),
+        false => rule(chain, criterion, Action::Redirect(options.inbound_port.get()), comment),
     });
     list
 }
@@ -269,7 +274,7 @@ fn drop_unredirected(options: &Options) -> Vec<Rule> {
         },
     };
     list.push(rule(chain, dropped, Action::Drop, "drop-unredirected-ipv6"));
-    let hook = Chain::Unredirected;
+    let hook = Chain::UnredirectedPrerouting;
     list.push(rule(hook, Match::FromLoopback, Action::Return, "ignore-loopback"));
     list.push(Rule {
         matches: vec![Match::NewConnection, Match::ToLocal],
@@ -307,11 +312,11 @@ fn outbound(options: &Options) -> Vec<Rule> {
     list
 }
 
-fn rule(chain: Chain, test: Match, action: Action, comment: &str) -> Rule {
+fn rule(chain: Chain, criterion: Match, action: Action, comment: &str) -> Rule {
     Rule {
         chain,
         family: None,
-        matches: vec![test],
+        matches: vec![criterion],
         action,
         comment: comment.to_owned(),
     }
@@ -357,7 +362,7 @@ impl Rules {
 
     #[must_use]
     pub fn is_tproxy(&self) -> bool {
-        self.list.iter().any(|rule| rule.chain == Chain::Tproxy)
+        self.list.iter().any(|rule| rule.chain == Chain::TproxyPrerouting)
     }
 
     /// The rules without the match on local destinations, for kernels that lack it; `None` if it is not used, or is
@@ -371,7 +376,7 @@ impl Rules {
         rules
             .list
             .iter_mut()
-            .for_each(|rule| rule.matches.retain(|condition| *condition != Match::ToLocal));
+            .for_each(|rule| rule.matches.retain(|criterion| *criterion != Match::ToLocal));
         (rules != *self).then_some(rules)
     }
 }
@@ -395,9 +400,9 @@ impl Chain {
         Self::UnredirectedInbound,
         Self::Prerouting,
         Self::Output,
-        Self::Tproxy,
+        Self::TproxyPrerouting,
         Self::TproxyReplies,
-        Self::Unredirected,
+        Self::UnredirectedPrerouting,
         Self::Invalid,
     ];
 
@@ -408,10 +413,10 @@ impl Chain {
             Self::Prerouting => "prerouting",
             Self::Output => "output",
             Self::TproxyInbound => "tproxy_inbound",
-            Self::Tproxy => "tproxy_prerouting",
+            Self::TproxyPrerouting => "tproxy_prerouting",
             Self::TproxyReplies => "tproxy_replies",
             Self::UnredirectedInbound => "unredirected_inbound",
-            Self::Unredirected => "unredirected",
+            Self::UnredirectedPrerouting => "unredirected_prerouting",
             Self::Invalid => "invalid",
         }
     }
@@ -430,7 +435,9 @@ impl Chain {
             Self::Inbound | Self::Outbound | Self::TproxyInbound | Self::UnredirectedInbound => None,
             Self::Prerouting => at("nat", prerouting, priority),
             Self::Output => at("nat", output, priority),
-            Self::Tproxy | Self::Unredirected | Self::Invalid => at("filter", prerouting, MANGLE_PRIORITY),
+            Self::TproxyPrerouting | Self::UnredirectedPrerouting | Self::Invalid => {
+                at("filter", prerouting, MANGLE_PRIORITY)
+            }
             Self::TproxyReplies => at("route", output, MANGLE_PRIORITY),
         }
     }
@@ -439,7 +446,7 @@ impl Chain {
 /// The name of our table.
 pub const TABLE: &str = "l5d_init";
 /// A chain without a hook; the comment of its only rule holds the hash.
-pub(crate) const STATE_CHAIN: &str = "state";
+pub(crate) const HASH_CHAIN: &str = "rules_hash";
 /// After connection tracking (-200), before NAT (-100).
 const MANGLE_PRIORITY: i32 = -150;
 /// The mark of inbound connections that the proxy accepts.
@@ -534,10 +541,10 @@ pub(crate) mod tests {
                 &(Chain::TproxyInbound, "ignore-subnet"),
                 &(Chain::TproxyInbound, "ignore-subnet"),
                 &(Chain::TproxyInbound, "mark-inbound"),
-                &(Chain::Tproxy, "ignore-loopback"),
-                &(Chain::Tproxy, "match-inbound-syn"),
-                &(Chain::Tproxy, "tproxy-inbound"),
-                &(Chain::Tproxy, "drop-without-proxy"),
+                &(Chain::TproxyPrerouting, "ignore-loopback"),
+                &(Chain::TproxyPrerouting, "match-inbound-syn"),
+                &(Chain::TproxyPrerouting, "tproxy-inbound"),
+                &(Chain::TproxyPrerouting, "drop-without-proxy"),
                 &(Chain::TproxyReplies, "mark-connections-from-client-address"),
                 &(Chain::TproxyReplies, "mark-replies-for-proxy"),
             ]
@@ -573,8 +580,8 @@ pub(crate) mod tests {
                 (Chain::UnredirectedInbound, "ignore-port"),
                 (Chain::UnredirectedInbound, "ignore-subnet"),
                 (Chain::UnredirectedInbound, "drop-unredirected-ipv6"),
-                (Chain::Unredirected, "ignore-loopback"),
-                (Chain::Unredirected, "match-inbound-ipv6-syn"),
+                (Chain::UnredirectedPrerouting, "ignore-loopback"),
+                (Chain::UnredirectedPrerouting, "match-inbound-ipv6-syn"),
             ]
         );
         let v4 = build_rules(&Options {
@@ -596,8 +603,8 @@ pub(crate) mod tests {
             let rules = build_rules(&Options { inbound_skip_nets, ..example() });
             for family in [Family::V4, Family::V6] {
                 for rule in rules.of(family) {
-                    for test in &rule.matches {
-                        if let Match::Nets { nets, .. } = test {
+                    for criterion in &rule.matches {
+                        if let Match::Nets { nets, .. } = criterion {
                             prop_assert!(nets.iter().all(|net| Family::of(net) == family));
                         }
                     }

@@ -44,7 +44,7 @@ fn verify_replies(family: Family) -> Verdict {
     let client = addresses(family)[0];
     // The local address that would be used towards the client.
     let local = UdpSocket::bind(SocketAddr::new(unspecified(family), 0)).and_then(|socket| {
-        socket.connect(SocketAddr::new(client, PORTS[0]))?;
+        socket.connect(SocketAddr::new(client, TEST_PORTS[0]))?;
         socket.local_addr()
     });
     let local = match local {
@@ -137,13 +137,14 @@ fn addresses(family: Family) -> [IpAddr; 2] {
 fn target(options: &Options, family: Family) -> Option<SocketAddr> {
     let is_skipped = |ip: &IpAddr| options.outbound_skip_nets.iter().any(|net| net.contains(ip));
     let ip = addresses(family).into_iter().find(|ip| !is_skipped(ip))?;
-    let port = PORTS
+    let port = TEST_PORTS
         .into_iter()
         .find(|port| !options.outbound_skip_ports.contains(*port))?;
     Some(SocketAddr::new(ip, port))
 }
 
-const PORTS: [u16; 3] = [1404, 20001, 9];
+/// Destination ports of the test; the first that the options do not skip is used. 20001 is that of Linkerd's validator.
+const TEST_PORTS: [u16; 3] = [1404, 20001, 9];
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 const ACCEPT_LIMIT_MILLIS: u16 = 500;
 const NO_ROUTE: [io::ErrorKind; 3] = [

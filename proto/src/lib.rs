@@ -87,7 +87,7 @@ generated!(
     "io.linkerd.proxy.tls_route"
 );
 generated!(
-    /// Trace spans, for OpenTelemetry collectors.
+    /// The trace service of OpenTelemetry collectors (OTLP), and its spans.
     trace,
     "opentelemetry.proto.collector.trace.v1"
 );
@@ -97,7 +97,7 @@ generated!(
     "transport.l5d.io"
 );
 generated!(
-    /// Keys and certificates from a SPIFFE Workload API.
+    /// The SPIFFE Workload API, from which a proxy gets its key and certificates; no messages about pods or ExternalWorkloads.
     workload,
     "_"
 );

@@ -20,7 +20,7 @@ use tokio::task::{JoinHandle, JoinSet};
 use tulle_bench::serve;
 
 use crate::client::{AnyBody, any, full};
-use crate::mesh::{self, HTTP, Mesh, OPAQUE, TCP};
+use crate::mesh::{self, DETECTED_TCP, HTTP, Mesh, OPAQUE};
 
 /// A running application. Dropping it stops it and closes its connections.
 pub struct App(JoinHandle<()>);
@@ -43,12 +43,13 @@ impl App {
     }
 }
 
-/// Starts echo servers on all ports of a workload: HTTP/1, HTTP/2, gRPC and WebSocket on [`HTTP`], bytes on [`TCP`] and [`OPAQUE`].
+/// Starts echo servers on all ports of a workload: HTTP/1, HTTP/2, gRPC and WebSocket on [`HTTP`], bytes on [`DETECTED_TCP`] and
+/// [`OPAQUE`].
 pub async fn start_echo(mesh: &Mesh, workload: &str) {
     let ip = mesh.ip(workload);
     serve(serve::Args {
         http: vec![mesh.app_addr(workload, HTTP)],
-        tcp: vec![(ip, TCP).into(), (ip, OPAQUE).into()],
+        tcp: vec![(ip, DETECTED_TCP).into(), (ip, OPAQUE).into()],
         https: Vec::new(),
         tcp_speaks_first: Vec::new(),
         delay: Duration::ZERO,
@@ -59,8 +60,9 @@ pub async fn start_echo(mesh: &Mesh, workload: &str) {
     .await;
 }
 
-/// Runs a test with `client` and the echo server `web`, both meshed, once for each `ProxyTransport`.
-pub fn run_with_pair(test: impl AsyncFn(&Mesh) + Send + Sync) {
+/// Runs a test with `client` and the echo server `web`, both meshed, twice: with transport headers between the proxies,
+/// and without.
+pub fn run_with_client_and_web(test: impl AsyncFn(&Mesh) + Send + Sync) {
     for mesh in [mesh::mesh(), mesh::mesh().transparent()] {
         mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
             start_echo(mesh, "web").await;
@@ -224,7 +226,7 @@ impl ReceivedRequest {
 
 /// Answers a gRPC request with response headers, and sends nothing after them.
 ///
-/// Reads the whole request first: until it is sent, the proxy does not wait for the gRPC status in trailers.
+/// Reads the whole request first, because the proxy waits for the gRPC status in trailers only after it has sent the request.
 pub async fn grpc_headers_only(req: Request<Incoming>) -> Response<AnyBody> {
     // An incomplete request gets the same response.
     let _ = req.into_body().collect().await;

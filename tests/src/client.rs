@@ -151,7 +151,7 @@ pub fn request(path: &str) -> Request<AnyBody> {
 }
 
 /// `GET` for HTTP/2, where the authority is part of the target.
-pub fn request2(path: &str) -> Request<AnyBody> {
+pub fn http2_request(path: &str) -> Request<AnyBody> {
     let req = Request::get(format!("http://web.test{path}")).version(Version::HTTP_2);
     req.body(empty()).expect("a path")
 }

@@ -23,7 +23,7 @@ pub async fn eventually<T>(what: &str, mut ask: impl AsyncFnMut() -> Option<T>) 
 ///
 /// # Panics
 /// Panics if it does not hold within 20 seconds; the message contains `what`.
-pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
+pub fn eventually_blocking(what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + WAIT_TIMEOUT;
     while !condition() {
         assert!(Instant::now() < deadline, "not within {WAIT_TIMEOUT:?}: {what}");

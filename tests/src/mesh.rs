@@ -33,9 +33,9 @@ use crate::eventually::eventually;
 pub const NS: &str = "shop";
 /// HTTP port of applications.
 pub const HTTP: u16 = 8080;
-/// Port of applications whose protocol is not declared, so the proxy detects it.
-pub const TCP: u16 = 9000;
-/// Port of applications that is marked opaque.
+/// Port of the TCP echo server. It is not marked opaque, so the proxy tries to detect a protocol.
+pub const DETECTED_TCP: u16 = 9000;
+/// Port of the TCP echo server that is marked opaque, so the proxy detects no protocol.
 pub const OPAQUE: u16 = 3306;
 /// An address that belongs to no workload.
 pub const UNMESHED_IP: Ipv4Addr = Ipv4Addr::new(10, 66, 9, 9);
@@ -349,7 +349,7 @@ spec:
   - name: app
     ports:
     - {{name: http, containerPort: {HTTP}}}
-    - {{name: tcp, containerPort: {TCP}}}
+    - {{name: tcp, containerPort: {DETECTED_TCP}}}
     - {{name: opaque, containerPort: {OPAQUE}}}
 status: {{podIP: {ip}}}
 "
@@ -371,7 +371,7 @@ status: {{podIP: {ip}}}
             ("ADMIN_LISTEN_ADDR", format!("{ip}:4191")),
             ("CONTROL_LISTEN_ADDR", format!("{ip}:4190")),
             ("INBOUND_IPS", ip.to_string()),
-            ("INBOUND_PORTS", format!("{HTTP},{TCP},{OPAQUE}")),
+            ("INBOUND_PORTS", format!("{HTTP},{DETECTED_TCP},{OPAQUE}")),
             ("INBOUND_PORTS_DISABLE_PROTOCOL_DETECTION", OPAQUE.to_string()),
             ("DESTINATION_SVC_ADDR", format!("{CONTROL_IP}:8086")),
             ("DESTINATION_SVC_NAME", control("linkerd-destination")),
@@ -501,13 +501,13 @@ impl Mesh {
 
     /// A connection from an address without a proxy to a port of `workload`, through the proxy of `workload`.
     pub async fn dial_inbound(&self, from: Ipv4Addr, workload: &str, port: u16) -> TcpStream {
-        self.dial_inbound_as(from, workload, self.app_addr(workload, port))
+        self.dial_inbound_with_orig_dst(from, workload, self.app_addr(workload, port))
             .await
     }
 
     /// A connection to the proxy of `workload` with any original destination.
-    pub async fn dial_inbound_as(&self, from: Ipv4Addr, workload: &str, dst: SocketAddr) -> TcpStream {
-        self.connect(from, dst, self.proxies[workload].inbound).await
+    pub async fn dial_inbound_with_orig_dst(&self, from: Ipv4Addr, workload: &str, orig_dst: SocketAddr) -> TcpStream {
+        self.connect(from, orig_dst, self.proxies[workload].inbound).await
     }
 
     /// Sends `GET` on its own connection, from the application of `workload` to `dst`.
@@ -735,7 +735,7 @@ spec:
   selector: {{app: {app}}}
   ports:
   - {{name: http, port: {HTTP}, targetPort: {HTTP}}}
-  - {{name: tcp, port: {TCP}, targetPort: {TCP}}}
+  - {{name: tcp, port: {DETECTED_TCP}, targetPort: {DETECTED_TCP}}}
   - {{name: opaque, port: {OPAQUE}, targetPort: {OPAQUE}}}
 "
     )

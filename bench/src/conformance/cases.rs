@@ -56,7 +56,7 @@ const fn request(line: &'static str, body: &'static str, lines: &'static [&'stat
 }
 
 /// A case whose requests must reach the application.
-const fn passes(
+const fn forwarded(
     section: &'static str,
     name: &'static str,
     sends: &'static [&'static str],
@@ -125,14 +125,14 @@ macro_rules! get {
 
 pub const CASES: &[Case] = &[
     // Lines
-    passes("2.1", "a plain request", GET, &[AT_ROOT]),
-    passes(
+    forwarded("2.1", "a plain request", GET, &[AT_ROOT]),
+    forwarded(
         "2.2",
         "an empty line before the request line is ignored",
         &["\r\nGET / HTTP/1.1\r\nhost: web.test\r\n\r\n"],
         &[AT_ROOT],
     ),
-    passes(
+    forwarded(
         "2.2",
         "LF alone ends a header line",
         &["GET / HTTP/1.1\nhost: web.test\n\n"],
@@ -162,7 +162,7 @@ pub const CASES: &[Case] = &[
         "a version in lower case",
         &["GET / http/1.1\r\nhost: web.test\r\n\r\n"],
     ),
-    passes(
+    forwarded(
         "2.3",
         "HTTP/1.0",
         &["GET / HTTP/1.0\r\nhost: web.test\r\n\r\n"],
@@ -181,7 +181,7 @@ pub const CASES: &[Case] = &[
     ),
     refused("3", "no target", &["GET HTTP/1.1\r\nhost: web.test\r\n\r\n"]),
     refused("3", "no version", &["GET /\r\nhost: web.test\r\n\r\n"]),
-    passes(
+    forwarded(
         "3.1",
         "an unknown method",
         &["FROB / HTTP/1.1\r\nhost: web.test\r\n\r\n"],
@@ -192,7 +192,7 @@ pub const CASES: &[Case] = &[
         "a method that is not a token",
         &["G(T / HTTP/1.1\r\nhost: web.test\r\n\r\n"],
     ),
-    passes(
+    forwarded(
         "3.2.1",
         "a target with a query",
         &["GET /a/%2e%2E//b?c=d&e=%20 HTTP/1.1\r\nhost: web.test\r\n\r\n"],
@@ -200,7 +200,7 @@ pub const CASES: &[Case] = &[
     ),
     // Browsers encode these characters too. Through the proxy, an application receives from other clients what it would receive
     // from a browser.
-    passes(
+    forwarded(
         "3.2.1",
         "characters that are not allowed in a URI are encoded",
         &["GET /a<b>?d=\"e\"&f=<g> HTTP/1.1\r\nhost: web.test\r\n\r\n"],
@@ -211,7 +211,7 @@ pub const CASES: &[Case] = &[
         "a target with a fragment",
         &["GET /a#b HTTP/1.1\r\nhost: web.test\r\n\r\n"],
     ),
-    passes(
+    forwarded(
         "3.2.2",
         "the host of an absolute target overrides the Host header",
         &["GET http://other.test/a HTTP/1.1\r\nhost: web.test\r\n\r\n"],
@@ -241,14 +241,14 @@ pub const CASES: &[Case] = &[
         "CONNECT with a chunked body",
         &["CONNECT web.test:80 HTTP/1.1\r\nhost: web.test:80\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n"],
     ),
-    passes(
+    forwarded(
         "3.2.4",
         "OPTIONS with an asterisk as the target",
         &["OPTIONS * HTTP/1.1\r\nhost: web.test\r\n\r\n"],
         &[request("OPTIONS * HTTP/1.1", "", &[HOST])],
     ),
     // The proxy forwards the request to its original destination, as without a proxy. The application decides whether to refuse it.
-    passes(
+    forwarded(
         "3.2",
         "no Host header",
         &["GET / HTTP/1.1\r\n\r\n"],
@@ -284,39 +284,39 @@ pub const CASES: &[Case] = &[
     ),
     refused("5.2", "a folded header line", get!("a: b\r\n c")),
     refused("5.5", "NUL in a header value", get!("a: b\0c")),
-    passes(
+    forwarded(
         "5.1",
         "spaces and tabs around a header value are removed",
         get!("a: \t b c \t\r\nd:e\r\nf:"),
         &[request("GET / HTTP/1.1", "", &["a: b c", "d: e", "f: "])],
     ),
-    passes(
+    forwarded(
         "5.5",
         "non-ASCII bytes in a header value",
         get!("a: \u{e4}\u{f6}"),
         &[request("GET / HTTP/1.1", "", &["a: \u{e4}\u{f6}"])],
     ),
-    passes(
+    forwarded(
         "5.3",
         "header lines of one name keep their order",
         get!("a: 1\r\nb: 2\r\na: 3"),
         &[request("GET / HTTP/1.1", "", &["a: 1", "a: 3", "b: 2"])],
     ),
     // Framing
-    passes("6.2", "content-length", post!("content-length: 5", "hello"), HELLO),
-    passes(
+    forwarded("6.2", "content-length", post!("content-length: 5", "hello"), HELLO),
+    forwarded(
         "6.2",
         "content-length with leading zeros",
         post!("content-length: 005", "hello"),
         HELLO,
     ),
-    passes(
+    forwarded(
         "6.2",
         "content-length of zero",
         post!("content-length: 0", ""),
         &[request("POST / HTTP/1.1", "", &["content-length: 0"])],
     ),
-    passes(
+    forwarded(
         "6.2",
         "a body in several writes",
         &[
@@ -437,19 +437,19 @@ pub const CASES: &[Case] = &[
         &["POST / HTTP/1.0\r\nhost: web.test\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"],
     ),
     // Chunks
-    passes(
+    forwarded(
         "7.1",
         "a chunked body",
         post!("transfer-encoding: chunked", "2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"),
         HELLO,
     ),
-    passes(
+    forwarded(
         "7.1",
         "chunked in upper case",
         post!("Transfer-Encoding: CHUNKED", "0005\r\nhello\r\n00\r\n\r\n"),
         HELLO,
     ),
-    passes(
+    forwarded(
         "7.1",
         "a chunked body in many small writes",
         &[
@@ -469,13 +469,13 @@ pub const CASES: &[Case] = &[
         ],
         HELLO,
     ),
-    passes(
+    forwarded(
         "7.1.1",
         "chunk extensions are removed",
         post!("transfer-encoding: chunked", "5;a=b;c=\"d e\"\r\nhello\r\n0;f\r\n\r\n"),
         HELLO,
     ),
-    passes(
+    forwarded(
         "7.1.2",
         "trailers",
         post!(
@@ -484,7 +484,7 @@ pub const CASES: &[Case] = &[
         ),
         &[request("POST / HTTP/1.1", "hello", &["a: b"])],
     ),
-    passes(
+    forwarded(
         "7.1.2",
         "trailers about framing or routing are removed",
         post!(
@@ -558,7 +558,7 @@ pub const CASES: &[Case] = &[
         post!("transfer-encoding: chunked", "5\r\nhello\r\n0\r\na: b\n\n"),
     ),
     // Connections
-    passes(
+    forwarded(
         "9.3.2",
         "three requests in one write",
         &[
@@ -570,7 +570,7 @@ pub const CASES: &[Case] = &[
             request("GET /3 HTTP/1.1", "", &[]),
         ],
     ),
-    passes(
+    forwarded(
         "2.2",
         "an empty line after a body is not part of the next request",
         &[
@@ -581,7 +581,7 @@ pub const CASES: &[Case] = &[
             request("GET /2 HTTP/1.1", "", &[]),
         ],
     ),
-    passes(
+    forwarded(
         "6.3",
         "a body that looks like a request stays a body",
         post!("content-length: 37", "GET /a HTTP/1.1\r\nhost: other.test\r\n\r\n"),
@@ -591,25 +591,25 @@ pub const CASES: &[Case] = &[
             &[],
         )],
     ),
-    passes(
+    forwarded(
         "6.3",
         "a GET with a body",
         &["GET / HTTP/1.1\r\nhost: web.test\r\ncontent-length: 2\r\n\r\nhiGET / HTTP/1.1\r\nhost: web.test\r\n\r\n"],
         &[request("GET / HTTP/1.1", "hi", &[]), AT_ROOT],
     ),
-    passes(
+    forwarded(
         "7.6.1 of RFC 9110",
         "hop-by-hop headers of a request are removed",
         get!("connection: keep-alive, x-hop\r\nkeep-alive: timeout=5\r\nx-hop: 1\r\nx-end: 2"),
         &[request("GET / HTTP/1.1", "", &["x-end: 2", "!x-hop", "!keep-alive"])],
     ),
-    passes(
+    forwarded(
         "7.6.1 of RFC 9110",
         "a Connection header cannot remove Host or content-length",
         post!("connection: host, content-length\r\ncontent-length: 5", "hello"),
         HELLO,
     ),
-    passes(
+    forwarded(
         "9.6",
         "a request with \"connection: close\"",
         get!("connection: close"),

@@ -226,12 +226,12 @@ fn evaluate_requests(
             line.or_else(|| (got.body != latin1(wanted.body)).then(|| "another body".to_owned()))
                 .or_else(|| got.first_unmet_condition(wanted.lines).map(unmet_condition))
         });
-        return ("passed".to_owned(), deviation);
+        return ("forwarded".to_owned(), deviation);
     }
     if n == 0 {
         return (observation.describe(), Some(observation.describe()));
     }
-    passed_in_part(n, observation)
+    forwarded_in_part(n, observation)
 }
 
 /// Evaluates a request that no proxy may forward. The response must have one of the statuses `wanted`.
@@ -251,17 +251,17 @@ fn evaluate_refusal(wanted: &[u16], requests: &[Message], observation: &ClientOb
         return (observed, deviation);
     }
     if n == observation.n_ok() {
-        return ("passed".to_owned(), Some("passes it".to_owned()));
+        return ("forwarded".to_owned(), Some("forwards it".to_owned()));
     }
-    passed_in_part(n, observation)
+    forwarded_in_part(n, observation)
 }
 
 /// The result if `n` requests reached the application and the client did not get as many successful responses as expected.
-fn passed_in_part(n: usize, observation: &ClientObservation) -> (String, Option<String>) {
+fn forwarded_in_part(n: usize, observation: &ClientObservation) -> (String, Option<String>) {
     let received = observation.describe();
     (
-        format!("{n} passed, {received}"),
-        Some(format!("passes {n}, {received}")),
+        format!("{n} forwarded, {received}"),
+        Some(format!("forwards {n}, {received}")),
     )
 }
 
@@ -353,7 +353,7 @@ mod tests {
             ..ok()
         };
         let (one, two) = (&[WANTED; 1][..], &[WANTED; 2][..]);
-        let passed = |expected, requests: &[Message], responses| {
+        let forwarded = |expected, requests: &[Message], responses| {
             let observation = ClientObservation {
                 responses,
                 is_open: false,
@@ -364,44 +364,44 @@ mod tests {
             evaluate_refusal(&[400], requests, &ClientObservation { responses, is_open }).1
         };
         for (deviation, expected, terms) in [
-            (passed(one, &[], vec![]), "no answer", &["no answer"][..]),
-            (passed(one, &[], vec![refusal()]), "400", &["status codes"]),
+            (forwarded(one, &[], vec![]), "no answer", &["no answer"][..]),
+            (forwarded(one, &[], vec![refusal()]), "400", &["status codes"]),
             (
-                passed(one, &[], vec![message("x", "")]),
+                forwarded(one, &[], vec![message("x", "")]),
                 "other bytes",
                 &["other bytes"],
             ),
             (
-                passed(one, &[message("GET /x HTTP/1.1", "")], vec![ok()]),
+                forwarded(one, &[message("GET /x HTTP/1.1", "")], vec![ok()]),
                 "sends `GET /x HTTP/1.1`",
                 &["sends"],
             ),
             (
-                passed(one, &[message("GET / HTTP/1.1", "x")], vec![ok()]),
+                forwarded(one, &[message("GET / HTTP/1.1", "x")], vec![ok()]),
                 "another body",
                 &["another body"],
             ),
             (
-                passed(one, &[with_line("x-hop")], vec![ok()]),
+                forwarded(one, &[with_line("x-hop")], vec![ok()]),
                 "with `x-hop`",
                 &["with"],
             ),
-            (passed(one, &[get()], vec![ok()]), "without `a: b`", &["without"]),
+            (forwarded(one, &[get()], vec![ok()]), "without `a: b`", &["without"]),
             (
-                passed(two, &[get()], vec![ok()]),
-                "passes 1, 200",
-                &["passes N, …", "status codes"],
+                forwarded(two, &[get()], vec![ok()]),
+                "forwards 1, 200",
+                &["forwards N, …", "status codes"],
             ),
             (
-                passed(two, &[get()], vec![cut]),
-                "passes 1, 200, cut",
-                &["passes N, …", "cut"],
+                forwarded(two, &[get()], vec![cut]),
+                "forwards 1, 200, cut",
+                &["forwards N, …", "cut"],
             ),
-            (refused(&[get()], vec![ok()], false), "passes it", &["passes it"]),
+            (refused(&[get()], vec![ok()], false), "forwards it", &["forwards it"]),
             (
                 refused(&[get()], vec![refusal()], false),
-                "passes 1, 400",
-                &["passes N, …"],
+                "forwards 1, 400",
+                &["forwards N, …"],
             ),
             (refused(&[], vec![refusal()], true), "400, left open", &["left open"]),
         ] {

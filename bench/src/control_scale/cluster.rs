@@ -16,7 +16,7 @@ use super::streams::Address;
 
 /// Numbers of objects.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Size {
+pub(super) struct ObjectCounts {
     pub(super) services: usize,
     pub(super) endpoints: usize,
     pub(super) other_pods: usize,
@@ -27,24 +27,24 @@ pub(super) struct Size {
 #[derive(Clone)]
 pub(super) struct Cluster {
     client: Client,
-    size: Size,
+    counts: ObjectCounts,
 }
 
 impl Cluster {
-    pub(super) async fn connect(kubeconfig: &Path, size: Size) -> anyhow::Result<Self> {
+    pub(super) async fn connect(kubeconfig: &Path, counts: ObjectCounts) -> anyhow::Result<Self> {
         let config = kubernetes::Config {
             kubeconfig: Some(kubeconfig.to_owned()),
             request_rate: RequestRate { qps: 1e5, burst: 1000 },
         };
         let client = kubernetes::client(&config, &Registry::new()).await?;
-        Ok(Self { client, size })
+        Ok(Self { client, counts })
     }
 
     /// Creates all objects, with up to 32 concurrent requests.
     pub(super) async fn create(&self) -> anyhow::Result<()> {
         self.post("/api/v1/namespaces", &json!({"metadata": {"name": "scale"}}))
             .await?;
-        let services = 0..self.size.services;
+        let services = 0..self.counts.services;
         self.post_all(
             services
                 .clone()
@@ -53,12 +53,12 @@ impl Cluster {
         .await?;
         let slices = services.map(|n| (SLICES, slice_of_service(n, &self.initial_endpoints(n))));
         self.post_all(slices).await?;
-        if self.size.rollout > 0 {
+        if self.counts.rollout > 0 {
             self.create_rollout_service().await?;
         }
         let n_pods = self.n_pods();
         // The API server does not admit a pod without a service account.
-        let accounts = (0..n_pods.div_ceil(self.size.endpoints)).map(|n| {
+        let accounts = (0..n_pods.div_ceil(self.counts.endpoints)).map(|n| {
             let path = "/api/v1/namespaces/scale/serviceaccounts";
             (path, json!({"metadata": {"name": app(n)}}))
         });
@@ -68,13 +68,13 @@ impl Cluster {
     }
 
     pub(super) fn n_pods(&self) -> usize {
-        self.size.first_rollout_pod() + self.size.rollout
+        self.counts.first_rollout_pod() + self.counts.rollout
     }
 
     /// The n-th pod. Each Service has `endpoints` pods, in this order; later pods have the number of a Service that does not
     /// exist.
     pub(super) fn initial_pod(&self, n: usize) -> Pod {
-        let service = n / self.size.endpoints;
+        let service = n / self.counts.endpoints;
         Pod { n, service }
     }
 
@@ -130,8 +130,8 @@ impl Cluster {
 
     /// The EndpointSlices of the Service `rollout`, with the addresses of its pods.
     pub(super) fn rollout_slices(&self) -> Vec<RolloutSlice> {
-        let first = self.size.first_rollout_pod();
-        let pods: Vec<usize> = (first..first + self.size.rollout).collect();
+        let first = self.counts.first_rollout_pod();
+        let pods: Vec<usize> = (first..first + self.counts.rollout).collect();
         let slices = pods
             .chunks(MAX_ENDPOINTS_PER_SLICE)
             .enumerate()
@@ -157,8 +157,8 @@ impl Cluster {
     }
 
     pub(super) fn initial_endpoints(&self, service: usize) -> Vec<Endpoint> {
-        let first = service * self.size.endpoints;
-        let pods = first..first + self.size.endpoints;
+        let first = service * self.counts.endpoints;
+        let pods = first..first + self.counts.endpoints;
         pods.map(|n| Endpoint::ready(self.initial_pod(n))).collect()
     }
 
@@ -202,7 +202,7 @@ pub(super) async fn run_concurrently(
     Ok(())
 }
 
-impl Size {
+impl ObjectCounts {
     fn first_rollout_pod(&self) -> usize {
         self.services * self.endpoints + self.other_pods
     }

@@ -1,6 +1,6 @@
-//! A day of a cluster in a few minutes: rollouts, scaling, lost nodes and edits of policies.
+//! The churn of a day, compressed into a few minutes: rollouts, scaling, lost nodes and edits of policies.
 //!
-//! At the end each subscriber must have the same view as a subscriber of a new process, and the control plane must have the
+//! At the end each subscriber must have the same state as a subscriber of a new process, and the control plane must have the
 //! memory, tasks and streams of the beginning.
 
 use std::collections::BTreeMap;
@@ -15,17 +15,18 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
 
 use super::cluster::{Cluster, Endpoint, EndpointCondition, N_NODES, Pod};
-use super::views::{Subscription, View};
+use super::subscribers::{ReceivedState, Subscription};
 use super::{cluster, liveness};
 
 /// Number of Services whose pods are never replaced, and whose inbound policies have subscribers.
 const STABLE_SERVICES: usize = 20;
 
-/// Changes per day: policy edits of each Service, rollouts and scalings of each but the first [`STABLE_SERVICES`], and lost nodes
-/// of the cluster.
+/// Changes per day of each Service that is not among the first [`STABLE_SERVICES`].
 const ROLLOUTS: usize = 2;
 const SCALINGS: usize = 2;
+/// Changes per day of each Service.
 const POLICY_EDITS: usize = 2;
+/// Changes per day of the cluster.
 const LOST_NODES: usize = 10;
 
 /// Changes that are in progress at the same time.
@@ -94,22 +95,22 @@ pub(super) async fn gauges(metrics_port: u16) -> anyhow::Result<BTreeMap<&'stati
     Ok(GAUGES.map(sum).into_iter().collect())
 }
 
-/// Fails with the first differences if the views of the subscribers differ from those of a new process.
+/// Fails with the first differences if the states of the subscribers differ from those of a new process.
 pub(super) fn compare(
-    followed: &BTreeMap<Subscription, View>,
-    new: &BTreeMap<Subscription, View>,
+    followed: &BTreeMap<Subscription, ReceivedState>,
+    new: &BTreeMap<Subscription, ReceivedState>,
 ) -> anyhow::Result<()> {
     let differing = followed
         .iter()
-        .filter(|(subscription, view)| new.get(subscription) != Some(view));
+        .filter(|(subscription, state)| new.get(subscription) != Some(state));
     let differing: Vec<_> = differing.collect();
-    let examples = differing.iter().take(2).map(|(subscription, view)| {
+    let examples = differing.iter().take(2).map(|(subscription, state)| {
         let new = new.get(subscription);
-        format!("{subscription:?}:\n  followed {view:?}\n  new {new:?}\n")
+        format!("{subscription:?}:\n  followed {state:?}\n  new {new:?}\n")
     });
     ensure!(
         differing.is_empty(),
-        "{} of {} views differ from those of a new process, such as\n{}",
+        "{} of {} subscribers have another state than those of a new process, such as\n{}",
         differing.len(),
         followed.len(),
         examples.collect::<String>()
@@ -248,7 +249,8 @@ impl Day {
         Ok(())
     }
 
-    /// Creates, changes or deletes a policy of a workload.
+    /// Creates, changes or deletes a policy of a workload. Of all edits, half set the protocol of the Server, a sixth delete it,
+    /// a sixth set the timeout of the route (as do deletions without a Server), and a twelfth each set and remove opaque ports.
     async fn edit_policies(&self, workload: &mut Workload, choice: usize) -> anyhow::Result<()> {
         match choice % 6 {
             0..3 => self.apply_server(workload, PROTOCOLS[choice % PROTOCOLS.len()]).await,

@@ -12,7 +12,7 @@ mod day;
 mod liveness;
 mod servers;
 mod streams;
-mod views;
+mod subscribers;
 
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -25,12 +25,12 @@ use tokio::time::{Instant, sleep, sleep_until};
 use tulle_control::tls::anchors::TrustAnchors;
 use tulle_core::names::variable;
 
-use crate::control_scale::cluster::{Cluster, ROLLOUT, RolloutSlice, Size};
+use crate::control_scale::cluster::{Cluster, ObjectCounts, ROLLOUT, RolloutSlice};
 use crate::control_scale::control_plane::{ControlPlane, PORTS, Ports, cpu_without_probes};
 use crate::control_scale::day::Day;
 use crate::control_scale::liveness::LivenessProbes;
-use crate::control_scale::streams::{Address, Clients, Streams};
-use crate::control_scale::views::Views;
+use crate::control_scale::streams::{Address, ClientCounts, Streams};
+use crate::control_scale::subscribers::Subscribers;
 use crate::run::process::Process;
 
 /// Numbers of objects, clients and changes.
@@ -132,8 +132,9 @@ enum LoadKind {
     Reconnect,
     /// Each Server is edited once. Its inbound policy has one subscriber.
     Servers,
-    /// The changes of a day: rollouts, scaling, lost nodes, and edits of policies. At the end the subscribers' views are compared
-    /// with those of a new process.
+    /// The churn of a day, compressed into --seconds: rollouts, scaling, lost nodes, and edits of policies. At the end the states
+    /// of the subscribers are compared with those of a new process.
+    #[value(alias = "churn")]
     Day,
 }
 
@@ -166,13 +167,13 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
 
 async fn run(args: &Args) -> anyhow::Result<()> {
     let has_rollout = args.loads.contains(&LoadKind::Rollout);
-    let size = Size {
+    let counts = ObjectCounts {
         services: args.n_services(),
         endpoints: args.endpoints.get(),
         other_pods: args.other_pods,
         rollout: if has_rollout { args.rollout.get() } else { 0 },
     };
-    let cluster = Cluster::connect(&args.kubeconfig, size).await?;
+    let cluster = Cluster::connect(&args.kubeconfig, counts).await?;
     if !args.reuse_objects {
         let start = Instant::now();
         cluster.create().await.context("creating objects")?;
@@ -227,17 +228,17 @@ impl Run<'_> {
     /// Opens the streams of all clients at once. They follow all Services in turn.
     async fn open_streams(&mut self) -> anyhow::Result<Streams> {
         let args = self.args;
-        let clients = Clients {
-            clients: args.clients,
-            streams: args.streams,
+        let counts = ClientCounts {
+            n_clients: args.clients,
+            streams_per_client: args.streams,
         };
         let probes = LivenessProbes::start(PORTS.metrics);
         let (cpu, start) = (cpu_without_probes(&self.control)?, Instant::now());
         let service = |n| cluster::service_name(n % args.n_services());
-        let streams = Streams::open(PORTS.destination, &self.anchors, clients, service).await?;
+        let streams = Streams::open(PORTS.destination, &self.anchors, counts, service).await?;
         println!(
             "{} streams answered in {:.2?}, with {:.2?} of CPU; slowest liveness probe {:.1?}",
-            clients.n_streams(),
+            counts.n_streams(),
             start.elapsed(),
             cpu_without_probes(&self.control)? - cpu,
             probes.finish().await?
@@ -252,7 +253,7 @@ impl Run<'_> {
         let first_change = self.take_changes(n_changes);
         streams.record_watch_latencies(self.cluster.watch().await?);
         let (services, n_streams) = (args.n_services() as u64, streams.n_streams());
-        let load = self.start_load(streams)?;
+        let before = self.start_load(streams)?;
         let (start, mut writes) = (Instant::now(), Vec::new());
         let mut expected = 0;
         for n in 0..n_changes {
@@ -271,7 +272,7 @@ impl Run<'_> {
             });
         }
         try_join_all(writes).await?;
-        self.finish_load(load, streams, expected).await?;
+        self.finish_load(before, streams, expected).await?;
         let watch_latencies = streams.watch_latencies();
         println!(
             "from write to a watch of the API server p50 {:.1} p99 {:.1} ms",
@@ -284,12 +285,12 @@ impl Run<'_> {
     /// Replaces all endpoints of the large Service twice, slice by slice.
     async fn measure_rollout(&mut self) -> anyhow::Result<()> {
         let args = self.args;
-        let clients = Clients {
-            clients: args.clients,
-            streams: args.rollout_streams,
+        let counts = ClientCounts {
+            n_clients: args.clients,
+            streams_per_client: args.rollout_streams,
         };
-        let streams = Streams::open(PORTS.destination, &self.anchors, clients, |_| ROLLOUT.to_owned()).await?;
-        let load = self.start_load(&streams)?;
+        let streams = Streams::open(PORTS.destination, &self.anchors, counts, |_| ROLLOUT.to_owned()).await?;
+        let before = self.start_load(&streams)?;
         let slices = self.cluster.rollout_slices();
         let (n_slices, n_changes) = (slices.len(), 2 * args.rollout.get());
         let interval = Duration::from_secs(args.seconds.into()).div_f64(n_changes as f64);
@@ -312,7 +313,7 @@ impl Run<'_> {
             });
         try_join_all(writes).await?;
         println!("{n_changes} changes written in {:.1?}", start.elapsed());
-        self.finish_load(load, &streams, n_changes as u64 * streams.n_streams())
+        self.finish_load(before, &streams, n_changes as u64 * streams.n_streams())
             .await
     }
 
@@ -329,12 +330,12 @@ impl Run<'_> {
     async fn measure_servers(&mut self) -> anyhow::Result<()> {
         let (args, n_servers) = (self.args, self.args.n_servers());
         servers::create(&self.cluster, n_servers).await?;
-        let views = Views::open(PORTS, &servers::subscriptions(&self.cluster, n_servers)).await?;
-        views.settled().await?; // the first policy of a stream may be that without its Server
+        let subscribers = Subscribers::open(PORTS, &servers::subscriptions(&self.cluster, n_servers)).await?;
+        subscribers.settled().await?; // the first policy of a stream may be that without its Server
         let (cpu, probes) = (cpu_without_probes(&self.control)?, LivenessProbes::start(PORTS.metrics));
         self.control.reset_peak_rss()?;
         let seconds = Duration::from_secs(args.seconds.into());
-        let latencies = servers::edit_all(&self.cluster, &views, n_servers, seconds).await?;
+        let latencies = servers::edit_all(&self.cluster, &subscribers, n_servers, seconds).await?;
         let used = cpu_without_probes(&self.control)? - cpu;
         println!(
             "{} Servers edited in {seconds:?}; from write to subscriber p50 {:.1} p99 {:.1} max {:.1} ms; {:.1} µs of CPU per edit",
@@ -352,14 +353,14 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Makes the changes of a day. Fails if a view, the memory, or the number of tasks or streams is wrong afterwards.
+    /// Makes the changes of a day. Fails if a state, the memory, or the number of tasks or streams is wrong afterwards.
     async fn measure_day(&mut self) -> anyhow::Result<()> {
         let args = self.args;
         let subscriptions = day::subscriptions(&self.cluster, args.n_services());
         let day = Day::new(&self.cluster, args.n_services());
         day.create_policies().await.context("creating policies")?;
-        let views = Views::open(PORTS, &subscriptions).await?;
-        views.settled().await?;
+        let subscribers = Subscribers::open(PORTS, &subscriptions).await?;
+        subscribers.settled().await?;
         sleep(MEMORY_SETTLE_DELAY).await;
         let (gauges, memory, cpu) = (
             day::gauges(PORTS.metrics).await?,
@@ -367,13 +368,13 @@ impl Run<'_> {
             cpu_without_probes(&self.control)?,
         );
         let probes = LivenessProbes::start(PORTS.metrics);
-        let (start, n_messages) = (Instant::now(), views.n_messages());
+        let (start, n_messages) = (Instant::now(), subscribers.n_messages());
         let n_changes = day.run(Duration::from_secs(args.seconds.into()), args.seed).await?;
-        let followed = views.settled().await?;
+        let followed = subscribers.settled().await?;
         println!(
             "{n_changes} changes in {:.1?}; {} messages to {} streams; {:.1?} of CPU; slowest liveness probe {:.1?}",
             start.elapsed(),
-            views.n_messages() - n_messages,
+            subscribers.n_messages() - n_messages,
             subscriptions.len(),
             cpu_without_probes(&self.control)? - cpu,
             probes.finish().await?
@@ -394,10 +395,10 @@ impl Run<'_> {
             metrics: PORTS.metrics + 1,
         };
         let (new, _) = args.control_plane().start(dir.path(), ports).await?;
-        let expected = Views::open(ports, &subscriptions).await?.settled().await?;
+        let expected = Subscribers::open(ports, &subscriptions).await?.settled().await?;
         day::compare(&followed, &expected)?;
         println!(
-            "all {} views equal those of a new process, which has {:.1} MB",
+            "all {} states equal those of a new process, which has {:.1} MB",
             followed.len(),
             megabytes(new.rss_kib()?)
         );
@@ -417,19 +418,19 @@ impl Run<'_> {
         first
     }
 
-    fn start_load(&self, streams: &Streams) -> anyhow::Result<Load> {
+    fn start_load(&self, streams: &Streams) -> anyhow::Result<LoadBaseline> {
         streams.clear();
         self.control.reset_peak_rss()?;
-        Ok(Load {
+        Ok(LoadBaseline {
             cpu: cpu_without_probes(&self.control)?,
             probes: LivenessProbes::start(PORTS.metrics),
         })
     }
 
     /// Waits for the updates that are expected, and prints the latencies and costs of the load.
-    async fn finish_load(&self, load: Load, streams: &Streams, expected: u64) -> anyhow::Result<()> {
+    async fn finish_load(&self, before: LoadBaseline, streams: &Streams, expected: u64) -> anyhow::Result<()> {
         streams.wait_for(expected, UPDATE_TIMEOUT).await;
-        let (latencies, used) = (streams.latencies(), cpu_without_probes(&self.control)? - load.cpu);
+        let (latencies, used) = (streams.latencies(), cpu_without_probes(&self.control)? - before.cpu);
         println!(
             "{} of {expected} updates delivered; from write to subscriber p50 {:.1} p99 {:.1} max {:.1} ms; {:.1} µs of CPU per update",
             latencies.len(),
@@ -441,15 +442,15 @@ impl Run<'_> {
         println!(
             "peak memory {:.1} MB; slowest liveness probe {:.1?}",
             megabytes(self.control.peak_rss_kib()?),
-            load.probes.finish().await?
+            before.probes.finish().await?
         );
         ensure!(latencies.len() == expected, "updates were lost");
         Ok(())
     }
 }
 
-/// The state before a load.
-struct Load {
+/// Readings before a load, and the probes that run during it.
+struct LoadBaseline {
     cpu: Duration,
     probes: LivenessProbes,
 }

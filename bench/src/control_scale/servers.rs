@@ -10,7 +10,7 @@ use tokio::time::{Instant, sleep_until};
 
 use super::cluster::{Cluster, run_concurrently};
 use super::streams::MAX_LATENCY_US;
-use super::views::{Subscription, Views};
+use super::subscribers::{Subscribers, Subscription};
 
 /// Creates a Server for the pods of each of the first Services.
 pub(super) async fn create(cluster: &Cluster, n_servers: usize) -> anyhow::Result<()> {
@@ -25,7 +25,7 @@ pub(super) fn subscriptions(cluster: &Cluster, n_servers: usize) -> Vec<Subscrip
 /// Edits each Server once within `duration`. Returns the latencies from write to subscriber, in microseconds.
 pub(super) async fn edit_all(
     cluster: &Cluster,
-    views: &Views,
+    subscribers: &Subscribers,
     n_servers: usize,
     duration: Duration,
 ) -> anyhow::Result<Histogram<u64>> {
@@ -33,13 +33,13 @@ pub(super) async fn edit_all(
     let interval = duration.div_f64(n_servers as f64);
     let edits = (0..n_servers).map(async |service| {
         let subscription = subscription(cluster, service);
-        let before = views.view(subscription);
+        let before = subscribers.state(subscription);
         sleep_until(start + interval * u32::try_from(service).context("too many Services")?).await;
         let written_at = Instant::now();
         cluster.apply_server(service, "HTTP/2").await?;
-        let changed_at = views.changed_since(subscription, written_at).await?;
+        let changed_at = subscribers.changed_since(subscription, written_at).await?;
         ensure!(
-            views.view(subscription) != before,
+            subscribers.state(subscription) != before,
             "the policy of {subscription:?} is the same after the edit of its Server"
         );
         anyhow::Ok(changed_at - written_at)

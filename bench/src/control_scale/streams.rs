@@ -42,17 +42,16 @@ pub(super) struct Streams {
     tasks: JoinSet<()>,
 }
 
-/// Clients, each with its own connection, and their streams.
+/// The number of clients, each with its own connection, and of their streams.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Clients {
-    pub(super) clients: usize,
-    /// Streams of each client.
-    pub(super) streams: usize,
+pub(super) struct ClientCounts {
+    pub(super) n_clients: usize,
+    pub(super) streams_per_client: usize,
 }
 
-impl Clients {
+impl ClientCounts {
     pub(super) fn n_streams(&self) -> usize {
-        self.clients * self.streams
+        self.n_clients * self.streams_per_client
     }
 }
 
@@ -68,7 +67,7 @@ impl Streams {
     pub(super) async fn open(
         port: u16,
         anchors: &TrustAnchors,
-        clients: Clients,
+        counts: ClientCounts,
         service: impl Fn(usize) -> String,
     ) -> anyhow::Result<Self> {
         // A fixed maximum, because `saturating_record` clamps values and does not resize the histogram.
@@ -79,9 +78,9 @@ impl Streams {
             latencies: Mutex::new(latencies),
         });
         let (mut opening, mut tasks) = (JoinSet::new(), JoinSet::new());
-        for client in 0..clients.clients {
-            let first = client * clients.streams;
-            let subscribed: Vec<String> = (first..first + clients.streams).map(&service).collect();
+        for client in 0..counts.n_clients {
+            let first = client * counts.streams_per_client;
+            let subscribed: Vec<String> = (first..first + counts.streams_per_client).map(&service).collect();
             let anchors = anchors.clone();
             opening.spawn(async move { open_client(port, &anchors, client, subscribed).await });
         }
@@ -97,7 +96,7 @@ impl Streams {
         }
         Ok(Self {
             shared,
-            n_streams: clients.n_streams() as u64,
+            n_streams: counts.n_streams() as u64,
             tasks,
         })
     }

@@ -152,8 +152,8 @@ Otherwise the cell describes the result:
 - status codes: those that the client received;
 - \"no answer\": the client received nothing within five seconds, or before the connection ended;
 - \"cut\": the response was truncated;
-- \"passes it\": the application received a request that the proxy should have refused;
-- \"passes N, …\": the application received N requests, and the client the responses that follow; at least one of the two is wrong;
+- \"forwards it\": the application received a request that the proxy should have refused;
+- \"forwards N, …\": the application received N requests, and the client the responses that follow; at least one of the two is wrong;
 - \"another body\": the application or the client received another body than the expected one;
 - \"looks complete\": the client cannot tell that the response was truncated;
 - \"left open\": the proxy does not close the connection after it has refused a request, or while the client waits for the rest of a truncated response;
@@ -193,7 +193,7 @@ mod tests {
         let outcomes = |instead: Option<&str>| {
             let outcome = |case: &crate::conformance::cases::Case| Outcome {
                 case: *case,
-                observed: "passed".to_owned(),
+                observed: "forwarded".to_owned(),
                 deviation: instead.map(str::to_owned),
                 deviation_details: None,
             };

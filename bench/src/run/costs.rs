@@ -30,12 +30,12 @@ pub struct Args {
     /// that reduces the cost. Only for the default row.
     #[arg(long)]
     write: bool,
-    /// Also copy the callgrind files to this directory. "callgrind_annotate client.2" shows the calls; client.4 is a repetition of
-    /// the same measurement.
+    /// Also copy callgrind's files to this directory, as client.N and server.N, one for each repetition (N = 2, 4, …).
+    /// "callgrind_annotate client.2" shows the calls.
     #[arg(long, value_name = "DIRECTORY")]
     dumps: Option<PathBuf>,
-    /// Sends plain HTTP/1 requests one at a time through the sidecars as this row configures them. Only `new-http` changes the
-    /// requests: a new connection for each. The baseline file holds the costs of `http-c1`.
+    /// The row whose configuration the sidecars get. The requests are always plain HTTP/1, one at a time; with `new-http`, each has
+    /// a new connection. The baseline file holds the costs of `http-c1` only; those of other rows are printed.
     #[arg(long, value_enum, default_value_t = CostRow::HttpC1)]
     row: CostRow,
     /// Measure the overhead of a tap of one in this many requests at both sidecars, instead of comparing with the baseline.

@@ -27,7 +27,7 @@ pub(super) enum Metric {
     /// Resident memory after the load; in the row `hostile`, its maximum.
     ClientRssMib,
     ServerRssMib,
-    /// Growth of the resident memory per idle or slow client.
+    /// Growth of the resident memory per client that is idle, or in the rows with slow clients, slow.
     ClientIdleKib,
     ServerIdleKib,
     /// Allocations per request.

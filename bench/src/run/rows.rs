@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::setup::{Build, Peer, Rules, Setup, SidecarPath, Traffic};
 
-/// A row of the benchmark. Rows run in this order. Adjacent rows that need the same sidecars share them.
+/// A row of the benchmark: a scenario. Rows run in this order. Adjacent rows that need the same sidecars share them.
 #[derive(
     clap::ValueEnum, serde::Serialize, serde::Deserialize, Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd,
 )]
@@ -168,7 +168,7 @@ impl Row {
                 ..both
             },
             Self::Allocations => Setup {
-                build: Build::Counting,
+                build: Build::CountingAllocations,
                 ..both
             },
         }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-/// A kind of sidecar.
+/// A kind of sidecar to compare; not the other end of a connection.
 #[derive(clap::ValueEnum, serde::Serialize, serde::Deserialize, Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Peer {
@@ -57,7 +57,7 @@ pub(super) enum SidecarPath {
 pub(super) enum Build {
     Shipped,
     /// The build that counts allocations.
-    Counting,
+    CountingAllocations,
     /// The shipped build under callgrind.
     Callgrind,
 }

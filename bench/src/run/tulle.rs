@@ -160,7 +160,7 @@ impl Proxies<'_> {
         let installed = |program| copy_executable(program, testbed.dir.path());
         let mut command = match setup.build {
             Build::Shipped => testbed::as_proxy(namespace, installed(program)?),
-            Build::Counting => {
+            Build::CountingAllocations => {
                 let mut command = testbed::as_proxy(namespace, installed(COUNTING_PROXY)?);
                 command.arg(ALLOCATION_COUNTER_ADDR);
                 command

@@ -35,11 +35,11 @@ pub(super) async fn snapshot(cluster: Result<&Cluster, &str>, scope: &Scope) -> 
     };
     match version(cluster).await {
         Ok((version, date)) => {
-            snapshot.kubernetes = Ok(version);
+            snapshot.kubernetes_version = Ok(version);
             snapshot.now = date.unwrap_or(snapshot.now);
         }
         Err(why) => {
-            snapshot.kubernetes = Err(why);
+            snapshot.kubernetes_version = Err(why);
             return snapshot;
         }
     }
@@ -107,7 +107,7 @@ fn replace_pods(pods: &mut ListResult<Pod>, namespace: &str, listed: ListResult<
 /// Reads what the mode needs besides lists: permissions, or certificates and the injection audit from pods.
 async fn fetch_mode_specific(cluster: &Cluster, snapshot: &mut Snapshot) {
     match snapshot.scope.mode {
-        Mode::Pre => snapshot.access = check_access(cluster).await,
+        Mode::Pre => snapshot.permissions = check_permissions(cluster).await,
         Mode::Crds => {}
         Mode::Installed => snapshot.webhook_certificates = webhook_certificates(cluster, snapshot).await,
         Mode::Proxy => {
@@ -227,11 +227,11 @@ async fn list_all<K: Clone + DeserializeOwned + Debug>(
     })
 }
 
-async fn check_access(cluster: &Cluster) -> BTreeMap<Permission, Result<bool, String>> {
+async fn check_permissions(cluster: &Cluster) -> BTreeMap<Permission, Result<bool, String>> {
     let api: Api<SelfSubjectAccessReview> = Api::all(cluster.client.clone());
-    let reviews = platform::required_permissions().into_iter().map(|access| {
+    let reviews = platform::required_permissions().into_iter().map(|permission| {
         let api = api.clone();
-        let namespace = match access.scope {
+        let namespace = match permission.scope {
             PermissionScope::Cluster => None,
             PermissionScope::Namespace => Some(cluster.control_plane_namespace.clone()),
         };
@@ -239,9 +239,9 @@ async fn check_access(cluster: &Cluster) -> BTreeMap<Permission, Result<bool, St
             let review = SelfSubjectAccessReview {
                 spec: SelfSubjectAccessReviewSpec {
                     resource_attributes: Some(ResourceAttributes {
-                        verb: Some(access.verb.to_owned()),
-                        group: Some(access.group.to_owned()),
-                        resource: Some(access.resource.to_owned()),
+                        verb: Some(permission.verb.to_owned()),
+                        group: Some(permission.group.to_owned()),
+                        resource: Some(permission.resource.to_owned()),
                         namespace,
                         ..ResourceAttributes::default()
                     }),
@@ -251,7 +251,7 @@ async fn check_access(cluster: &Cluster) -> BTreeMap<Permission, Result<bool, St
             };
             let answer = api.create(&PostParams::default(), &review).await;
             let allowed = answer.map(|review| review.status.is_some_and(|status| status.allowed));
-            (access, allowed.map_err(|error| reason(&error)))
+            (permission, allowed.map_err(|error| reason(&error)))
         }
     });
     stream::iter(reviews)
@@ -270,19 +270,20 @@ fn find_running_pod<'a>(snapshot: &'a Snapshot, component: &str) -> Option<&'a P
 
 /// Reads the certificate of a running pod of each webhook. If none runs, the checks use the Secret.
 async fn webhook_certificates(cluster: &Cluster, snapshot: &Snapshot) -> BTreeMap<String, Result<Certificate, String>> {
-    let handshakes = WEBHOOKS.iter().filter_map(|webhook| {
+    let requests = WEBHOOKS.iter().filter_map(|webhook| {
         let pod = find_running_pod(snapshot, webhook.component)?.name_any();
         let name = format!("{}.{}.svc", webhook.service, cluster.control_plane_namespace);
         Some(async move {
-            let chain = identity::handshake(cluster, &cluster.control_plane_namespace, &pod, webhook.port, &name).await;
+            let chain =
+                identity::presented_chain(cluster, &cluster.control_plane_namespace, &pod, webhook.port, &name).await;
             let leaf = chain
                 .map(|mut chain| chain.remove(0))
                 .map_err(|error| format!("{error:#}"));
             (webhook.service.to_owned(), leaf)
         })
     });
-    let handshakes: Vec<_> = handshakes.collect();
-    stream::iter(handshakes)
+    let requests: Vec<_> = requests.collect();
+    stream::iter(requests)
         .buffer_unordered(MAX_CONCURRENT_REQUESTS)
         .collect()
         .await

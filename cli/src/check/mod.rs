@@ -116,7 +116,9 @@ async fn run(cluster: Result<&Cluster, &str>, scope: &Scope, args: &Args) -> any
     let mut last_message = None;
     for category in categories(&snapshot) {
         let CategoryRun {
-            report, failure_mode, ..
+            report,
+            has_fatal_failure,
+            ..
         } = loop {
             let run = run_category(&category, &snapshot);
             let Some(what) = run.first_retryable_failure.filter(|_| Instant::now() < deadline) else {
@@ -138,7 +140,7 @@ async fn run(cluster: Result<&Cluster, &str>, scope: &Scope, args: &Args) -> any
         };
         crate::print(&text)?;
         reports.push(report);
-        if failure_mode == FailureMode::Abort {
+        if has_fatal_failure {
             break;
         }
     }
@@ -150,14 +152,14 @@ struct CategoryRun {
     report: CategoryReport,
     /// The description of the first failed check that can succeed later.
     first_retryable_failure: Option<&'static str>,
-    /// `Abort` after the failure of a check without which the others make no sense.
-    failure_mode: FailureMode,
+    /// Whether a check failed without which the others make no sense.
+    has_fatal_failure: bool,
 }
 
 /// Runs the checks of a category and stops after a fatal failure.
 fn run_category(category: &Category, snapshot: &Snapshot) -> CategoryRun {
     let mut first_retryable_failure = None;
-    let mut failure_mode = FailureMode::Continue;
+    let mut has_fatal_failure = false;
     let mut checks = Vec::new();
     for check in &category.checks {
         let result = (check.run)(snapshot);
@@ -169,7 +171,7 @@ fn run_category(category: &Category, snapshot: &Snapshot) -> CategoryRun {
             first_retryable_failure.get_or_insert(check.description);
         }
         if failed && check.on_failure == FailureMode::Abort {
-            failure_mode = FailureMode::Abort;
+            has_fatal_failure = true;
             break;
         }
     }
@@ -180,7 +182,7 @@ fn run_category(category: &Category, snapshot: &Snapshot) -> CategoryRun {
     CategoryRun {
         report,
         first_retryable_failure,
-        failure_mode,
+        has_fatal_failure,
     }
 }
 

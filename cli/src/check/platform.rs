@@ -120,7 +120,7 @@ fn client(snapshot: &Snapshot) -> CheckResult {
 }
 
 fn reachable(snapshot: &Snapshot) -> CheckResult {
-    match &snapshot.kubernetes {
+    match &snapshot.kubernetes_version {
         Ok(_) => Ok(()),
         Err(why) => Err(error(
             why.clone(),
@@ -130,7 +130,7 @@ fn reachable(snapshot: &Snapshot) -> CheckResult {
 }
 
 fn version(snapshot: &Snapshot) -> CheckResult {
-    let Ok(version) = &snapshot.kubernetes else {
+    let Ok(version) = &snapshot.kubernetes_version else {
         return Ok(());
     };
     match parse_version(version) {
@@ -202,14 +202,14 @@ fn namespace_is_free(snapshot: &Snapshot) -> CheckResult {
 
 fn has_permissions(snapshot: &Snapshot, wanted: &[Permission]) -> CheckResult {
     let mut denied = Vec::new();
-    for access in wanted {
-        let name = match access.group {
-            "" => access.resource.to_owned(),
-            group => format!("{}.{group}", access.resource),
+    for permission in wanted {
+        let name = match permission.group {
+            "" => permission.resource.to_owned(),
+            group => format!("{}.{group}", permission.resource),
         };
-        match snapshot.access.get(access) {
+        match snapshot.permissions.get(permission) {
             Some(Ok(true)) => {}
-            Some(Ok(false)) => denied.push((access, name)),
+            Some(Ok(false)) => denied.push((permission, name)),
             Some(Err(why)) => return Err(warning(format!("unknown: {why}"), "kubectl auth can-i --list")),
             None => {
                 return Err(warning(
@@ -224,7 +224,7 @@ fn has_permissions(snapshot: &Snapshot, wanted: &[Permission]) -> CheckResult {
     };
     let what = denied
         .iter()
-        .map(|(access, name)| format!("{} {name}", access.verb))
+        .map(|(permission, name)| format!("{} {name}", permission.verb))
         .collect::<Vec<_>>();
     Err(error(
         format!("you may not {}", what.join(", ")),

@@ -38,9 +38,9 @@ pub(super) struct Snapshot {
     /// Whether a Kubernetes client could be created.
     pub(super) client: Result<(), String>,
     /// The version of Kubernetes, such as `v1.34.2`.
-    pub(super) kubernetes: Result<String, String>,
+    pub(super) kubernetes_version: Result<String, String>,
     /// Whether the user has each permission that an installation needs.
-    pub(super) access: BTreeMap<Permission, Result<bool, String>>,
+    pub(super) permissions: BTreeMap<Permission, Result<bool, String>>,
     /// Certificates that webhooks present, by Service name.
     pub(super) webhook_certificates: BTreeMap<String, Result<Certificate, String>>,
     /// Certificate chains that proxies present, by `namespace/pod`.
@@ -105,8 +105,8 @@ impl Snapshot {
             scope,
             now,
             client: Ok(()),
-            kubernetes: Ok(String::new()),
-            access: BTreeMap::new(),
+            kubernetes_version: Ok(String::new()),
+            permissions: BTreeMap::new(),
             webhook_certificates: BTreeMap::new(),
             proxy_certificates: BTreeMap::new(),
             injection_audit: None,

@@ -17,7 +17,7 @@ pub(super) enum Target {
     /// The application of this workload.
     Replica(String),
     /// The issuer, replaced at this Unix time in seconds.
-    Certificate {
+    Issuer {
         replaced_at: f64,
     },
 }
@@ -27,7 +27,7 @@ impl Target {
         match self {
             Self::ControlPlane => "the control plane",
             Self::Replica(name) => name,
-            Self::Certificate { .. } => "the issuer",
+            Self::Issuer { .. } => "the issuer",
         }
     }
 
@@ -36,7 +36,7 @@ impl Target {
         match self {
             Self::ControlPlane => "the control plane is down".to_owned(),
             Self::Replica(name) => format!("{name}'s application is down"),
-            Self::Certificate { .. } => "not all sidecars hold certificates of the new issuer".to_owned(),
+            Self::Issuer { .. } => "not all sidecars hold certificates of the new issuer".to_owned(),
         }
     }
 
@@ -45,7 +45,7 @@ impl Target {
         match self {
             Self::ControlPlane => Some("control".to_owned()),
             Self::Replica(name) => Some(format!("{name}-app")),
-            Self::Certificate { .. } => None,
+            Self::Issuer { .. } => None,
         }
     }
 
@@ -53,7 +53,7 @@ impl Target {
         match self {
             Self::ControlPlane => "control plane ready again".to_owned(),
             Self::Replica(name) => format!("{name}'s application started again"),
-            Self::Certificate { .. } => "all sidecars hold certificates of the new issuer".to_owned(),
+            Self::Issuer { .. } => "all sidecars hold certificates of the new issuer".to_owned(),
         }
     }
 }

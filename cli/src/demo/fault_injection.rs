@@ -28,7 +28,7 @@ impl Demo {
         let what = match request.fault {
             Fault::ControlPlane => Target::ControlPlane,
             Fault::Replica => Target::Replica(self.select_replica().context("web has no replica to break")?),
-            Fault::Certificate => Target::Certificate {
+            Fault::Issuer => Target::Issuer {
                 replaced_at: unix_time(),
             },
         };
@@ -59,7 +59,7 @@ impl Demo {
                     Some(Instant::now() + length),
                 )
             }
-            Target::Certificate { .. } => {
+            Target::Issuer { .. } => {
                 self.mesh.credentials.rotate_issuer(&self.mesh.topology)?;
                 (
                     "issuer replaced; sidecars take certificates of the new one as they renew theirs".to_owned(),
@@ -99,7 +99,7 @@ impl Demo {
                     let stopped = match &broken.target {
                         Target::ControlPlane => Some(&mut self.mesh.control),
                         Target::Replica(name) => self.mesh.apps.get_mut(name),
-                        Target::Certificate { .. } => None,
+                        Target::Issuer { .. } => None,
                     };
                     if let Some(process) = stopped {
                         process.restart(&logs)?;
@@ -112,7 +112,7 @@ impl Demo {
             let works = match &broken.target {
                 Target::ControlPlane => self.mesh.control.is_ready().await,
                 Target::Replica(_) => true,
-                Target::Certificate { replaced_at } => self.all_renewed_since(*replaced_at),
+                Target::Issuer { replaced_at } => self.all_renewed_since(*replaced_at),
             };
             if works {
                 let failed = self.failed() - broken.failed_before;

@@ -20,7 +20,8 @@ pub(super) enum Fault {
     /// Kill the application of one of web's replicas, and restart it later.
     Replica,
     /// Replace the issuer; every sidecar gets a certificate from the new one.
-    Certificate,
+    #[value(name = "certificate", alias = "issuer")]
+    Issuer,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize, Serialize)]

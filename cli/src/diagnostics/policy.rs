@@ -19,7 +19,8 @@ use crate::kubernetes::resource::{Kind, ResourceRef};
 
 #[derive(clap::Args, Clone, Debug)]
 pub(super) struct Args {
-    /// deploy/web or another resource with pods, <namespace>/<name> of a workload, or svc/web for the policy of its clients
+    /// To show who may connect to PORT: deploy/web or another resource with pods, or <namespace>/<name> of a pod or
+    /// ExternalWorkload. To show how requests to PORT of a Service are routed: svc/web
     #[arg(required_unless_present = "outbound", conflicts_with = "outbound", requires = "port")]
     resource: Option<String>,
     /// A port of the resource

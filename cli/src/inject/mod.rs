@@ -288,10 +288,10 @@ const FATAL_SKIP_REASONS: [SkipReason; 3] = [
     SkipReason::SidecarExists,
     SkipReason::NoServiceAccountToken,
 ];
-const NAMESPACES_NOT_READ: &str = "tulle: the annotations of namespaces were not read. An injector in the cluster \
-     still copies config.linkerd.io/default-inbound-policy and \
-     config.linkerd.io/proxy-require-identity-inbound-ports from the namespace when a pod is created. Write the other \
-     annotations of the namespace into the manifests; without an injector, write all of them";
+const NAMESPACES_NOT_READ: &str = "tulle: the annotations of namespaces were not read. Copy the \
+     config.linkerd.io/* annotations of each namespace into the pod templates. If an injector runs in the cluster, two can be \
+     omitted, because it copies them from the namespace when a pod is created: config.linkerd.io/default-inbound-policy and \
+     config.linkerd.io/proxy-require-identity-inbound-ports";
 const NO_ANCHORS: &str = "no trust anchors given, and a proxy does not start without them: remove --ignore-cluster, or pass a \
      file with identityTrustAnchorsPEM by --values";
 

@@ -29,7 +29,7 @@ pub(super) struct Helm {
     program: PathBuf,
     charts: TempDir,
     namespace: String,
-    kubernetes: String,
+    kubernetes_version: String,
 }
 
 impl Helm {
@@ -60,7 +60,7 @@ impl Helm {
             program,
             charts,
             namespace: namespace.to_owned(),
-            kubernetes: MINIMUM_KUBERNETES.to_owned(),
+            kubernetes_version: MINIMUM_KUBERNETES.to_owned(),
         })
     }
 
@@ -68,7 +68,7 @@ impl Helm {
     pub(super) fn for_kubernetes(self, version: Option<&str>) -> Self {
         let known = version.filter(|version| version.starts_with('v'));
         Self {
-            kubernetes: known.unwrap_or(MINIMUM_KUBERNETES).to_owned(),
+            kubernetes_version: known.unwrap_or(MINIMUM_KUBERNETES).to_owned(),
             ..self
         }
     }
@@ -113,7 +113,12 @@ impl Helm {
             .arg("template")
             .arg(chart.release)
             .arg(self.charts.path().join(chart.name))
-            .args(["--namespace", &self.namespace, "--kube-version", &self.kubernetes])
+            .args([
+                "--namespace",
+                &self.namespace,
+                "--kube-version",
+                &self.kubernetes_version,
+            ])
             .args(args)
             .output()
             .with_context(|| format!("running {:?}", self.program))?;

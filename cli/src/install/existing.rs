@@ -16,7 +16,7 @@ use crate::kubernetes::{Cluster, reason};
 #[derive(Debug)]
 pub(super) struct ExistingInstallation {
     /// The version of Kubernetes, such as `v1.34.2`; empty if unknown.
-    pub(super) kubernetes: String,
+    pub(super) kubernetes_version: String,
     /// Whether the namespace has a control plane.
     pub(super) is_installed: bool,
     /// The values passed to `tulle install` and to upgrades.
@@ -62,7 +62,7 @@ pub(super) async fn read_cluster(cluster: &Cluster) -> anyhow::Result<ExistingIn
     let overrides = overrides.map(|bytes| parse_overrides(&bytes.0)).transpose()?;
     let bundle = roots.and_then(|mut map| map.data.as_mut()?.remove("ca-bundle.crt"));
     Ok(ExistingInstallation {
-        kubernetes: version.git_version,
+        kubernetes_version: version.git_version,
         is_installed: config.is_some(),
         overrides,
         crds: crds.iter().map(|crd| crd.name_any()).collect(),
@@ -102,7 +102,7 @@ pub(super) fn from_manifests(path: &Path, namespace: &str) -> anyhow::Result<Exi
     };
     let bundle = find("ConfigMap", TRUST_ROOTS).and_then(|map| map["data"]["ca-bundle.crt"].as_str());
     Ok(ExistingInstallation {
-        kubernetes: String::new(),
+        kubernetes_version: String::new(),
         is_installed: find("ConfigMap", CONFIG).is_some(),
         overrides,
         crds: Vec::new(),

@@ -71,7 +71,7 @@ pub(crate) fn install(args: &InstallArgs, flags: &kubernetes::Flags) -> anyhow::
         true => None,
         false => Some(runtime()?.block_on(async { existing::read_cluster(&flags.connect().await?).await })?),
     };
-    let helm = helm.for_kubernetes(existing.as_ref().map(|existing| existing.kubernetes.as_str()));
+    let helm = helm.for_kubernetes(existing.as_ref().map(|existing| existing.kubernetes_version.as_str()));
     let given = values::merge(&helm, &args.values, None)?;
     if args.crds {
         if let Some(existing) = &existing {
@@ -99,7 +99,7 @@ pub(crate) fn upgrade(args: &UpgradeArgs, flags: &kubernetes::Flags) -> anyhow::
         Some(path) => existing::from_manifests(path, &flags.linkerd_namespace)?,
         None => runtime()?.block_on(async { existing::read_cluster(&flags.connect().await?).await })?,
     };
-    let helm = helm.for_kubernetes(Some(&existing.kubernetes));
+    let helm = helm.for_kubernetes(Some(&existing.kubernetes_version));
     if args.crds {
         let given = values::merge(&helm, &args.values, None)?;
         crate::print(&show(&helm.render(&CRDS, &given)?, args.output)?)?;
@@ -308,7 +308,7 @@ mod tests {
 
     fn existing(anchors: Option<&str>) -> ExistingInstallation {
         ExistingInstallation {
-            kubernetes: "v1.34.0".to_owned(),
+            kubernetes_version: "v1.34.0".to_owned(),
             is_installed: true,
             overrides: None,
             crds: Vec::new(),

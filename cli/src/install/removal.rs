@@ -68,7 +68,7 @@ pub(crate) fn prune(args: &PruneArgs, flags: &kubernetes::Flags) -> anyhow::Resu
             list_labelled_objects(&cluster).await?,
         ))
     })?;
-    let helm = helm.for_kubernetes(Some(&existing.kubernetes));
+    let helm = helm.for_kubernetes(Some(&existing.kubernetes_version));
     let values = values::merge(&helm, &values::Flags::default(), Some(overrides(&existing, flags)?))?;
     let mut current = control_plane(&helm, &values, flags)?;
     // With all CRDs, so that none of them is ever listed for deletion.

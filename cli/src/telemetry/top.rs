@@ -78,13 +78,20 @@ struct Top {
     pending: PendingRequests,
 }
 
-/// Requests without an end event, and whether their response is a success so far.
+/// A request without an end event.
+struct PendingRequest {
+    key: RequestKey,
+    /// Whether the response has begun with a status of success.
+    response_is_success: bool,
+}
+
+/// Requests without an end event.
 ///
 /// The oldest requests are dropped when there are too many: streams can last for days, and a slow tap loses end events.
 #[derive(Default)]
 struct PendingRequests {
-    newer: BTreeMap<(String, StreamId), (RequestKey, bool)>,
-    older: BTreeMap<(String, StreamId), (RequestKey, bool)>,
+    newer: BTreeMap<(String, StreamId), PendingRequest>,
+    older: BTreeMap<(String, StreamId), PendingRequest>,
 }
 
 impl PendingRequests {
@@ -92,14 +99,18 @@ impl PendingRequests {
         if self.newer.len() >= MAX_PENDING_REQUESTS / 2 {
             self.older = mem::take(&mut self.newer);
         }
-        self.newer.insert(id, (key, false));
+        let request = PendingRequest {
+            key,
+            response_is_success: false,
+        };
+        self.newer.insert(id, request);
     }
 
-    fn find(&mut self, id: &(String, StreamId)) -> Option<&mut (RequestKey, bool)> {
+    fn find(&mut self, id: &(String, StreamId)) -> Option<&mut PendingRequest> {
         self.newer.get_mut(id).or_else(|| self.older.get_mut(id))
     }
 
-    fn end(&mut self, id: &(String, StreamId)) -> Option<(RequestKey, bool)> {
+    fn end(&mut self, id: &(String, StreamId)) -> Option<PendingRequest> {
         self.newer.remove(id).or_else(|| self.older.remove(id))
     }
 }
@@ -121,59 +132,66 @@ impl Top {
             };
             self.pending.begin(of(init.id), key);
         } else if let Some(init) = &event.response_init_event {
-            if let Some((_, success)) = self.pending.find(&of(init.id)) {
-                *success = init.http_status < 500;
+            if let Some(request) = self.pending.find(&of(init.id)) {
+                request.response_is_success = init.http_status < 500;
             }
         } else if let Some(end) = &event.response_end_event
-            && let Some((key, success)) = self.pending.end(&of(end.id))
+            && let Some(PendingRequest {
+                key,
+                response_is_success,
+            }) = self.pending.end(&of(end.id))
         {
             let failed = end.reset_error_code.is_some() || end.grpc_status_code.is_some_and(|code| code != 0);
             let latency = end.since_request_init.micros();
             if self.stats.len() >= MAX_TRACKED_KEYS && !self.stats.contains_key(&key) {
                 self.evict_less_frequent_half();
             }
-            let sum = self.stats.entry(key).or_default();
-            sum.best = if sum.count == 0 { latency } else { sum.best.min(latency) };
-            sum.worst = sum.worst.max(latency);
-            sum.last = latency;
-            sum.count += 1;
-            sum.succeeded += u64::from(success && !failed);
+            let stats = self.stats.entry(key).or_default();
+            stats.best = if stats.count == 0 {
+                latency
+            } else {
+                stats.best.min(latency)
+            };
+            stats.worst = stats.worst.max(latency);
+            stats.last = latency;
+            stats.count += 1;
+            stats.succeeded += u64::from(response_is_success && !failed);
         }
     }
 
     /// Removes the less frequent half of the entries, because paths can contain names that never occur again.
     fn evict_less_frequent_half(&mut self) {
         let n_kept = self.stats.len() / 2;
-        let mut counts: Vec<_> = self.stats.values().map(|sum| sum.count).collect();
+        let mut counts: Vec<_> = self.stats.values().map(|stats| stats.count).collect();
         counts.sort_unstable_by_key(|count| Reverse(*count));
         let Some(&least) = counts[..n_kept].last() else { return };
         // Of the entries with the least count, only as many are kept as fit into the half.
         let mut n_kept_with_least = counts[..n_kept].iter().filter(|count| **count == least).count();
-        self.stats.retain(|_, sum| {
-            if sum.count == least && n_kept_with_least > 0 {
+        self.stats.retain(|_, stats| {
+            if stats.count == least && n_kept_with_least > 0 {
                 n_kept_with_least -= 1;
                 return true;
             }
-            sum.count > least
+            stats.count > least
         });
     }
 
     /// Formats the table, most frequent requests first.
     fn table(&self, lines: usize) -> String {
-        let mut sums: Vec<_> = self.stats.iter().collect();
-        sums.sort_by_key(|(_, sum)| Reverse(sum.count));
+        let mut entries: Vec<_> = self.stats.iter().collect();
+        entries.sort_by_key(|(_, stats)| Reverse(stats.count));
         let ms = |micros: i64| format!("{:.1}ms", micros as f64 / 1e3);
-        let rows = sums.into_iter().take(lines).map(|(key, sum)| {
+        let rows = entries.into_iter().take(lines).map(|(key, stats)| {
             [
                 key.source.clone(),
                 key.destination.clone(),
                 key.method.clone(),
                 key.path.clone(),
-                sum.count.to_string(),
-                ms(sum.best),
-                ms(sum.worst),
-                ms(sum.last),
-                format!("{:.2}%", sum.succeeded as f64 / sum.count as f64 * 100.0),
+                stats.count.to_string(),
+                ms(stats.best),
+                ms(stats.worst),
+                ms(stats.last),
+                format!("{:.2}%", stats.succeeded as f64 / stats.count as f64 * 100.0),
             ]
         });
         table::text(&TITLES, rows)
@@ -271,7 +289,8 @@ mod tests {
         assert!(open.newer.len() + open.older.len() <= MAX_PENDING_REQUESTS);
         assert!(open.find(&id(0)).is_none());
         for stream in [last, last - MAX_PENDING_REQUESTS as u64 / 2] {
-            assert_eq!(open.end(&id(stream)), Some((key(stream), false)));
+            let ended = open.end(&id(stream)).unwrap();
+            assert_eq!(ended.key, key(stream));
         }
     }
 

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use crate::resources::policy::reference::{GATEWAY_GROUP, POLICY_GROUP};
 use crate::resources::unreadable::Unreadable;
-use crate::resources::unsupported::{self, UnsupportedPart};
+use crate::resources::unserved::{self, UnservedPart};
 use crate::resources::{self, KINDS, Kind, Object, validation};
 use crate::webhook::review::{AdmissionResponse, Request};
 
@@ -46,12 +46,12 @@ fn is_gateway_api_kind(kind: Kind) -> bool {
     kind.info().group == GATEWAY_GROUP
 }
 
-/// Warnings about parts of an object that the mesh does not apply, or that make requests fail. The object is stored, because
-/// other controllers may support parts of a route, and an annotation without effect can be completed later.
+/// Warnings about the unserved parts of an object. The object is stored, because other controllers may support parts of a route, and
+/// an annotation without effect can be completed later.
 fn warnings(object: &Object) -> Vec<String> {
-    unsupported::unsupported_parts(object)
+    unserved::unserved_parts(object)
         .into_iter()
-        .map(|UnsupportedPart { field, reason }| format!("the mesh does not apply a part of {field}: {reason}"))
+        .map(|UnservedPart { field, reason }| format!("the mesh does not apply a part of {field}: {reason}"))
         .collect()
 }
 

@@ -1,4 +1,4 @@
-//! Checks the namespace that a request names as that of its client against the client's certificate.
+//! A request says in which namespace its client is. This module checks that against the client's certificate.
 //!
 //! Consumer routes, EgressNetworks and ServiceProfiles of a namespace apply to its clients only, so only they can read them. A pod
 //! is not looked up: its certificate names its namespace, and the cluster state may not contain a new pod yet.
@@ -84,7 +84,7 @@ mod tests {
             "spec": {"meshTLS": {"identity": identity, "serverName": "vm.example.org"}, "workloadIPs": [{"ip": "10.77.0.1"}]},
         });
         let workload = decode(Kind::ExternalWorkload, workload).unwrap();
-        cluster.writer().apply(vec![Event::Applied(workload)]);
+        cluster.sink().apply(vec![Event::Applied(workload)]);
         cluster
     }
 
@@ -136,9 +136,7 @@ mod tests {
         let (cluster, identities) = (cluster("spiffe://example.org/vm"), parse(&["spiffe://example.org/vm"]));
         assert!(cluster.check_client_namespace("vms", &identities).is_ok());
         let name = NamespacedName::new("vms", "vm");
-        cluster
-            .writer()
-            .apply(vec![Event::Deleted(Kind::ExternalWorkload, name)]);
+        cluster.sink().apply(vec![Event::Deleted(Kind::ExternalWorkload, name)]);
         assert!(cluster.check_client_namespace("vms", &identities).is_err());
     }
 

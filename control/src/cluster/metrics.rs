@@ -7,7 +7,7 @@ use tulle_core::metrics::{Counter, Family, Gauge, Histogram, Labels, Registry};
 
 use crate::resources::Kind;
 use crate::resources::meta::NamespacedName;
-use crate::resources::unsupported;
+use crate::resources::unserved;
 
 pub(super) struct Metrics {
     pub(super) registry: Registry,
@@ -26,7 +26,7 @@ pub(super) struct Metrics {
     policy_subscribers: Family<Gauge>,
     policy_updates: Family<Counter>,
     /// Exported as `unserved_configuration`.
-    unsupported: Family<Gauge>,
+    unserved: Family<Gauge>,
     pub(super) unreadable: Family<Gauge>,
     overridden: Family<Gauge>,
     pub(super) service_addresses: Arc<Gauge>,
@@ -37,14 +37,14 @@ pub(super) struct Metrics {
 }
 
 impl Metrics {
-    /// Counts one unsupported part of an object until the guard is dropped.
-    pub(super) fn unsupported_guard(&self, kind: Kind, name: &NamespacedName, field: &str) -> GaugeGuard {
+    /// Counts one unserved part of an object until the guard is dropped.
+    pub(super) fn unserved_guard(&self, kind: Kind, name: &NamespacedName, field: &str) -> GaugeGuard {
         let labels = Labels::new()
             .with("kind", kind.info().name)
             .with("namespace", &name.namespace)
             .with("name", &name.name)
             .with("field", field);
-        GaugeGuard::new(self.unsupported.get(&labels))
+        GaugeGuard::new(self.unserved.get(&labels))
     }
 
     pub(super) fn new(registry: &Registry) -> Self {
@@ -83,7 +83,7 @@ impl Metrics {
                 "policy_updates",
                 "Changes of policies that streams follow, by direction.",
             ),
-            unsupported: unsupported::metric_family(registry),
+            unserved: unserved::metric_family(registry),
             unreadable: registry.gauge(
                 "tulle_unreadable_objects",
                 "1 for each unreadable object. Its last readable version applies; without one, traffic that it could restrict is denied.",

@@ -8,6 +8,7 @@
 
 pub mod client_namespace;
 mod config;
+mod diagnostics;
 mod endpoint_log;
 mod metrics;
 pub mod publish;
@@ -30,12 +31,12 @@ use tulle_core::metrics::Registry;
 
 pub use self::config::{Config, H2Upgrade, Ipv6, TransportMode};
 pub use self::metrics::GaugeGuard;
+use crate::cluster::diagnostics::ineffective_references::IneffectiveReferences;
+use crate::cluster::diagnostics::object_metrics::ObjectMetrics;
+use crate::cluster::diagnostics::server_port_names::ServerPortNames;
 use crate::cluster::metrics::Metrics;
-use crate::cluster::publish::object_metrics::ObjectMetrics;
-use crate::cluster::publish::published_value::{Encoder, PublishedValue, RecentEncodings};
+use crate::cluster::publish::published_value::{EncodingCache, PublishedValue, RecentEncodings};
 use crate::cluster::publish::table::{ValueReceiver, ViewTable};
-use crate::cluster::publish::undeclared_port_names::UndeclaredPortNames;
-use crate::cluster::publish::unresolved_references::UnresolvedReferences;
 use crate::cluster::store::objects::{LookupKey, Store};
 use crate::cluster::store::reader::Reader;
 use crate::cluster::views::endpoints::EndpointsView;
@@ -43,16 +44,16 @@ use crate::cluster::views::inbound::InboundView;
 use crate::cluster::views::outbound::OutboundView;
 use crate::cluster::views::profiles::ProfileView;
 use crate::cluster::views::view::View;
-use crate::cluster::views::{endpoints, inbound, outbound, profiles, workload_members};
+use crate::cluster::views::{endpoints, inbound, outbound, profiles, workload_list};
 use crate::model::endpoints::Endpoints;
 use crate::model::inbound::InboundPolicy;
 use crate::model::outbound::Outbound;
 use crate::model::profile::Profile;
 use crate::resources::Kind;
-use crate::resources::event::{Event, EventWriter};
+use crate::resources::event::{Event, EventSink};
 use crate::resources::meta::NamespacedName;
 use crate::resources::unreadable::Unreadable;
-use crate::resources::unsupported::UnsupportedPart;
+use crate::resources::unserved::UnservedPart;
 
 /// A handle to the cluster state; clones share it.
 #[derive(Clone)]
@@ -64,7 +65,7 @@ struct Shared {
     state: Mutex<State>,
     synced: watch::Sender<bool>,
     nodes_changed: watch::Sender<()>,
-    next_encoder_id: AtomicUsize,
+    next_encoding_cache_id: AtomicUsize,
     recent_encodings: Arc<RecentEncodings>,
 }
 
@@ -72,8 +73,8 @@ struct Shared {
 struct State {
     store: Store,
     object_metrics: ObjectMetrics,
-    undeclared_port_names: UndeclaredPortNames,
-    unresolved_references: UnresolvedReferences,
+    server_port_names: ServerPortNames,
+    ineffective_references: IneffectiveReferences,
     endpoints: ViewTable<EndpointsView>,
     profiles: ViewTable<ProfileView>,
     inbound: ViewTable<InboundView>,
@@ -146,7 +147,7 @@ impl Cluster {
             state: Mutex::default(),
             synced: watch::Sender::new(false),
             nodes_changed: watch::Sender::new(()),
-            next_encoder_id: AtomicUsize::new(0),
+            next_encoding_cache_id: AtomicUsize::new(0),
             recent_encodings: Arc::default(),
         }))
     }
@@ -155,10 +156,10 @@ impl Cluster {
         &self.0.config
     }
 
-    /// The writer for the source of objects.
-    pub fn writer(&self) -> EventWriter {
+    /// The sink of the events of the source.
+    pub fn sink(&self) -> EventSink {
         let shared = self.0.clone();
-        EventWriter::new(move |events| shared.apply(events))
+        EventSink::new(move |events| shared.apply(events))
     }
 
     /// Waits until the source has reported its initial list of objects.
@@ -199,14 +200,14 @@ impl Cluster {
     }
 
     /// Counts a part of an object in the metric `unserved_configuration` until the guard is dropped.
-    pub fn count_unsupported_part(&self, kind: Kind, name: &NamespacedName, field: &str) -> GaugeGuard {
-        self.0.metrics.unsupported_guard(kind, name, field)
+    pub fn count_unserved_part(&self, kind: Kind, name: &NamespacedName, field: &str) -> GaugeGuard {
+        self.0.metrics.unserved_guard(kind, name, field)
     }
 
-    /// Returns an encoder with an id that no other service uses.
-    pub fn new_encoder(&self) -> Encoder {
-        let id = self.0.next_encoder_id.fetch_add(1, Ordering::Relaxed);
-        Encoder::new(id, self.0.recent_encodings.clone())
+    /// Returns a cache of encodings with an id that no other service uses.
+    pub fn new_encoding_cache(&self) -> EncodingCache {
+        let id = self.0.next_encoding_cache_id.fetch_add(1, Ordering::Relaxed);
+        EncodingCache::new(id, self.0.recent_encodings.clone())
     }
 
     /// Removes encodings after they were not used for `MIN_ENCODING_LIFETIME`. Never returns.
@@ -249,9 +250,9 @@ impl Cluster {
     /// The current pods and external workloads of a namespace, or of all namespaces.
     ///
     /// Takes milliseconds for thousands of workloads. The lock is held only while the objects are copied.
-    pub fn workload_members(&self, namespace: Option<&str>) -> Vec<workload_members::WorkloadMember> {
-        let objects = workload_members::input_objects(&self.0.state.lock().store, namespace);
-        workload_members::list(&Store::from_objects(objects), &self.0.config, namespace)
+    pub fn workloads(&self, namespace: Option<&str>) -> Vec<workload_list::Workload> {
+        let objects = workload_list::input_objects(&self.0.state.lock().store, namespace);
+        workload_list::list(&Store::from_objects(objects), &self.0.config, namespace)
     }
 
     fn subscribe<V: View>(&self, key: &V::Key) -> Subscription<V::Value>
@@ -290,7 +291,7 @@ impl Shared {
 
     fn apply(&self, events: Vec<Event>) {
         let mut synced = false;
-        let mut unsupported = Vec::new();
+        let mut unserved = Vec::new();
         let mut unreadable = Vec::new();
         let mut endpoint_log = Vec::new();
         {
@@ -300,7 +301,7 @@ impl Shared {
                 synced |= matches!(event, Event::Synced);
                 endpoint_log::collect(&state.store, &event, &mut endpoint_log);
                 let object_metrics = &mut state.object_metrics;
-                unsupported.extend(object_metrics.update_unsupported_parts(&self.metrics, &self.config, &event));
+                unserved.extend(object_metrics.update_unserved_parts(&self.metrics, &self.config, &event));
                 if state.object_metrics.update_unreadable(&self.metrics, &event)
                     && let Event::Unreadable(found) = &event
                 {
@@ -310,18 +311,18 @@ impl Shared {
                 let change = state.store.apply(event, &mut changed_keys);
                 state.object_metrics.apply_count_change(&self.metrics, &change);
             }
-            unsupported.extend(state.object_metrics.update_parts_unsupported_by_servers(
+            unserved.extend(state.object_metrics.update_parts_unsupported_by_servers(
                 &self.metrics,
                 &state.store,
                 &changed_keys,
             ));
-            unsupported.extend(
+            unserved.extend(
                 state
-                    .undeclared_port_names
+                    .server_port_names
                     .update(&self.metrics, &state.store, &changed_keys),
             );
             let is_synced = synced || *self.synced.borrow();
-            unsupported.extend(state.unresolved_references.update(
+            unserved.extend(state.ineffective_references.update(
                 &self.metrics,
                 (&state.store, &self.config),
                 &changed_keys,
@@ -342,8 +343,8 @@ impl Shared {
         for line in endpoint_log {
             line.write(&self.config.log_addr);
         }
-        for (kind, name, UnsupportedPart { field, reason }) in unsupported {
-            warn!(kind = kind.info().name, object = %name, field, reason, "a part of the object is not supported");
+        for (kind, name, UnservedPart { field, reason }) in unserved {
+            warn!(kind = kind.info().name, object = %name, field, reason, "a part of the object is not served");
         }
         for (found, fallback) in unreadable {
             let Unreadable { kind, name, reason, .. } = &*found;

@@ -99,14 +99,12 @@ fn cluster(config: Config) -> Cluster {
 }
 
 fn apply(cluster: &Cluster, objects: impl IntoIterator<Item = Object>) {
-    cluster
-        .writer()
-        .apply(objects.into_iter().map(Event::Applied).collect());
+    cluster.sink().apply(objects.into_iter().map(Event::Applied).collect());
 }
 
 fn delete(cluster: &Cluster, kind: Kind, name: &str) {
     cluster
-        .writer()
+        .sink()
         .apply(vec![Event::Deleted(kind, NamespacedName::new("default", name))]);
 }
 
@@ -211,7 +209,7 @@ async fn the_cluster_is_synced_when_its_source_says_so() {
     let cluster = cluster(Config::default());
     apply(&cluster, objects());
     assert!(!cluster.is_synced());
-    cluster.writer().apply(vec![Event::Synced]);
+    cluster.sink().apply(vec![Event::Synced]);
     cluster.synced().await;
 }
 
@@ -248,7 +246,7 @@ fn nothing_is_logged_while_the_state_is_locked() {
             apply(&cluster, objects());
             apply(&cluster, [slice("ports: []")]);
             delete(&cluster, Kind::EndpointSlice, "web-1");
-            cluster.writer().apply(vec![unreadable.clone(), Event::Synced]);
+            cluster.sink().apply(vec![unreadable.clone(), Event::Synced]);
         });
         std::mem::take(&mut *lines.lock())
     };
@@ -261,7 +259,7 @@ fn nothing_is_logged_while_the_state_is_locked() {
         "Updating ES default/web-1",
         "Updating service for default/web",
         "Deleting ES default/web-1",
-        "a part of the object is not supported",
+        "a part of the object is not served",
         "an object cannot be read",
     ] {
         assert!(
@@ -372,7 +370,7 @@ proptest! {
             } else {
                 Event::Deleted(object.kind(), object.meta().name.clone())
             };
-            updated.writer().apply(vec![event]);
+            updated.sink().apply(vec![event]);
             let fresh = cluster(Config::default());
             let state = updated.0.state.lock();
             let held: Vec<_> = state.store.all().cloned().collect();

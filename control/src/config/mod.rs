@@ -29,6 +29,7 @@ use crate::kubernetes::request_layer::RequestRate;
 use crate::policy;
 use crate::policy::config::L5dHeaders;
 use crate::resources::go_duration;
+use crate::resources::meta::is_dns_label;
 use crate::resources::service::EndpointsSource;
 use crate::tls::mesh_credentials::ClientCertificates;
 use crate::webhook;
@@ -268,7 +269,7 @@ struct Domains {
 impl Flags {
     fn domains(&self) -> Result<Domains> {
         ensure!(
-            crate::trust::is_dns_label(&self.controller_namespace),
+            is_dns_label(&self.controller_namespace),
             "--controller-namespace={:?} is not a namespace; expected at most 63 lower-case letters, digits and '-', with no \
              '-' at the start or end",
             self.controller_namespace
@@ -431,7 +432,7 @@ impl Flags {
             self.audit_interval
         );
         Ok(injector_webhook::Config {
-            files: injector_webhook::settings::Files {
+            files: injector_webhook::config_reload::Files {
                 values: self.values.clone(),
                 trust_anchors: self.trust_anchors.clone(),
                 control_plane_namespace: self.controller_namespace.clone(),

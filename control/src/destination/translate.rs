@@ -17,11 +17,11 @@ use tulle_proto::meta::{Metadata, Resource, metadata};
 use crate::destination::config::{Config, ZoneWeights};
 use crate::model::endpoints as model;
 use crate::model::endpoints::{
-    Endpoint, EndpointTraits, EndpointWorkload, Endpoints, Existence, Http2Params, TrafficScope,
+    Endpoint, EndpointWorkload, Endpoints, Existence, Http2Params, SharedEndpointFields, TrafficScope,
 };
 use crate::model::profile;
+use crate::proto_http_method::http_method;
 use crate::resources::meta::NamespacedName;
-use crate::wire::http_method;
 
 /// Node and zone of the client. They decide which endpoints it may use and which are local.
 #[derive(Clone, Debug, Default)]
@@ -175,8 +175,8 @@ fn weighted_addr(endpoint: &Endpoint, location: &ClientLocation, config: &Config
 
 /// Returns the message for an endpoint, without the parts that depend on the client.
 fn endpoint_addr(endpoint: &Endpoint, config: &Config) -> WeightedAddr {
-    let traits = &endpoint.traits;
-    let mut labels: BTreeMap<String, String> = traits
+    let shared = &endpoint.shared;
+    let mut labels: BTreeMap<String, String> = shared
         .labels
         .iter()
         .map(|(key, value)| (key.to_string(), value.to_string()))
@@ -195,12 +195,12 @@ fn endpoint_addr(endpoint: &Endpoint, config: &Config) -> WeightedAddr {
         addr: Some(endpoint.addr.into()),
         weight: DEFAULT_WEIGHT,
         metric_labels: labels,
-        tls_identity: traits.identity.as_ref().map(tls_identity),
-        protocol_hint: protocol_hint(traits),
-        authority_override: traits.authority_override.as_ref().map(|authority| AuthorityOverride {
+        tls_identity: shared.identity.as_ref().map(tls_identity),
+        protocol_hint: protocol_hint(shared),
+        authority_override: shared.authority_override.as_ref().map(|authority| AuthorityOverride {
             authority_override: authority.to_string(),
         }),
-        http2: match traits.http2 {
+        http2: match shared.http2 {
             Http2Params::Configured => config.http2,
             Http2Params::Unset => None,
         },
@@ -208,12 +208,12 @@ fn endpoint_addr(endpoint: &Endpoint, config: &Config) -> WeightedAddr {
     }
 }
 
-fn protocol_hint(traits: &EndpointTraits) -> Option<ProtocolHint> {
-    let protocol = traits.protocol.map(|hint| match hint {
+fn protocol_hint(shared: &SharedEndpointFields) -> Option<ProtocolHint> {
+    let protocol = shared.protocol.map(|hint| match hint {
         model::ProtocolHint::H2 => Protocol::H2(H2 {}),
         model::ProtocolHint::Opaque => Protocol::Opaque(Opaque {}),
     });
-    let opaque_transport = traits.opaque_transport_port.map(|port| OpaqueTransport {
+    let opaque_transport = shared.opaque_transport_port.map(|port| OpaqueTransport {
         inbound_port: port.into(),
     });
     if protocol.is_none() && opaque_transport.is_none() {

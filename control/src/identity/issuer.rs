@@ -27,7 +27,7 @@ pub(crate) struct Issuer {
     signer: rcgen::Issuer<'static, KeyPair>,
     /// Earliest expiry of a certificate in the chain.
     expires_at: OffsetDateTime,
-    probe: Probe,
+    test_leaf: TestLeaf,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -40,7 +40,7 @@ pub struct Validity {
 
 /// The content of a leaf.
 #[derive(Debug)]
-pub(crate) struct Subject<'a> {
+pub(crate) struct LeafContent<'a> {
     pub(crate) identity: &'a str,
     /// Also sets the common name, for software that does not read subject alternative names.
     pub(crate) with_common_name: bool,
@@ -128,7 +128,7 @@ pub(crate) enum SignError {
 }
 
 /// A leaf that is signed at load time. If the trust anchors verify it, they accept the leaves of this issuer.
-struct Probe {
+struct TestLeaf {
     name: ServerName<'static>,
     leaf: CertificateDer<'static>,
 }
@@ -147,17 +147,17 @@ impl Issuer {
             path: cert_path.clone(),
             source,
         })?;
-        let probe = Probe::sign(&signer, name, expires_at).map_err(|err| match err {
-            ProbeError::Name(source) => IssuerError::Name {
+        let test_leaf = TestLeaf::sign(&signer, name, expires_at).map_err(|err| match err {
+            TestLeafError::Name(source) => IssuerError::Name {
                 name: name.to_owned(),
                 source,
             },
-            ProbeError::Sign(source) => IssuerError::Signer {
+            TestLeafError::Sign(source) => IssuerError::Signer {
                 path: cert_path.clone(),
                 source,
             },
         })?;
-        if !trust::issuer_name_matches(&probe.leaf, &chain[0]) {
+        if !trust::issuer_name_matches(&test_leaf.leaf, &chain[0]) {
             return Err(IssuerError::Subject { path: cert_path });
         }
         let issuer = Self {
@@ -165,7 +165,7 @@ impl Issuer {
             chain,
             signer,
             expires_at,
-            probe,
+            test_leaf,
         };
         match issuer.verify(OffsetDateTime::now_utc()) {
             Ok(()) => Ok(issuer),
@@ -181,7 +181,7 @@ impl Issuer {
         let since_epoch = Duration::from_secs(now.unix_timestamp().try_into().unwrap_or(0));
         let now = UnixTime::since_unix_epoch(since_epoch);
         self.anchors
-            .verify(&self.probe.leaf, &self.chain, &self.probe.name, now)
+            .verify(&self.test_leaf.leaf, &self.chain, &self.test_leaf.name, now)
     }
 
     /// Signs a leaf for the requested lifetime, but at most until the chain expires.
@@ -189,7 +189,7 @@ impl Issuer {
     /// It is valid from `now` minus the clock skew until the lifetime plus the clock skew, in whole seconds.
     pub(crate) fn sign(
         &self,
-        subject: &Subject<'_>,
+        content: &LeafContent<'_>,
         validity: Validity,
         now: OffsetDateTime,
     ) -> Result<Issued, SignError> {
@@ -202,19 +202,19 @@ impl Issuer {
         // Serial numbers must be positive.
         serial[0] &= 0x7f;
         let sign_error = |source| SignError::Sign {
-            identity: subject.identity.to_owned(),
+            identity: content.identity.to_owned(),
             source,
         };
-        let mut params = leaf_params(subject.identity).map_err(sign_error)?;
-        if subject.with_common_name {
+        let mut params = leaf_params(content.identity).map_err(sign_error)?;
+        if content.with_common_name {
             params
                 .distinguished_name
-                .push(DnType::CommonName, subject.identity.to_owned());
+                .push(DnType::CommonName, content.identity.to_owned());
         }
         params.serial_number = Some(SerialNumber::from_slice(&serial));
         (params.not_before, params.not_after) = validity.around(now);
         params.not_after = params.not_after.min(self.expires_at);
-        let certificate = params.signed_by(subject.key, &self.signer).map_err(sign_error)?;
+        let certificate = params.signed_by(content.key, &self.signer).map_err(sign_error)?;
         Ok(Issued {
             certificate,
             valid_until: params.not_after,
@@ -250,20 +250,20 @@ impl Validity {
     }
 }
 
-enum ProbeError {
+enum TestLeafError {
     Name(InvalidDnsNameError),
     Sign(rcgen::Error),
 }
 
-impl Probe {
-    fn sign(signer: &rcgen::Issuer<'_, KeyPair>, name: &str, until: OffsetDateTime) -> Result<Self, ProbeError> {
-        let server_name = ServerName::try_from(name.to_owned()).map_err(ProbeError::Name)?;
-        let mut params = leaf_params(name).map_err(ProbeError::Sign)?;
+impl TestLeaf {
+    fn sign(signer: &rcgen::Issuer<'_, KeyPair>, name: &str, until: OffsetDateTime) -> Result<Self, TestLeafError> {
+        let server_name = ServerName::try_from(name.to_owned()).map_err(TestLeafError::Name)?;
+        let mut params = leaf_params(name).map_err(TestLeafError::Sign)?;
         params.not_before = OffsetDateTime::UNIX_EPOCH;
         params.not_after = until;
-        // The private key is dropped, so the probe's identity cannot be used.
-        let key = KeyPair::generate().map_err(ProbeError::Sign)?;
-        let leaf = params.signed_by(&key, signer).map_err(ProbeError::Sign)?;
+        // The private key is dropped, so the identity of the test leaf cannot be used.
+        let key = KeyPair::generate().map_err(TestLeafError::Sign)?;
+        let leaf = params.signed_by(&key, signer).map_err(TestLeafError::Sign)?;
         Ok(Self {
             name: server_name,
             leaf: leaf.der().clone(),
@@ -415,12 +415,12 @@ mod tests {
     fn sign(issuer: &Issuer, validity: Validity, now: OffsetDateTime) -> Issued {
         let key = KeyPair::generate().unwrap();
         let key = SubjectPublicKeyInfo::from_der(&key.subject_public_key_info()).unwrap();
-        let subject = Subject {
+        let content = LeafContent {
             identity: WEB,
             with_common_name: true,
             key: &key,
         };
-        issuer.sign(&subject, validity, now).unwrap()
+        issuer.sign(&content, validity, now).unwrap()
     }
 
     #[test]
@@ -491,12 +491,12 @@ mod tests {
         let issuer = load(&[("crt.pem", &ca.certificate), ("key.pem", &ca.key)], &root).unwrap();
         let key = KeyPair::generate().unwrap();
         let spki = SubjectPublicKeyInfo::from_der(&key.subject_public_key_info()).unwrap();
-        let subject = Subject {
+        let content = LeafContent {
             identity: WEB,
             with_common_name: false,
             key: &spki,
         };
-        let leaf = issuer.sign(&subject, DAY, OffsetDateTime::now_utc()).unwrap();
+        let leaf = issuer.sign(&content, DAY, OffsetDateTime::now_utc()).unwrap();
 
         let check = |cert: &str, key: &str, expected: &str| {
             let err = load(&[("crt.pem", cert), ("key.pem", key)], &root).err().unwrap();

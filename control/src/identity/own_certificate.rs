@@ -20,7 +20,7 @@ use tulle_core::wall_clock::{Clock, Deadline};
 use tulle_proto::identity as proto;
 use tulle_proto::identity::identity_client::IdentityClient;
 
-use super::issuer::{Issuer, SignError, Subject, rfc3339};
+use super::issuer::{Issuer, LeafContent, SignError, rfc3339};
 use super::server::IdentityService;
 use crate::tls::anchors::{self, TrustAnchors};
 use crate::tls::client::{self, TlsServer};
@@ -224,12 +224,12 @@ fn sign_locally(
     );
     service.verify(&issuer, now).map_err(RenewError::Issuer)?;
     let key = SubjectPublicKeyInfo::from_der(&key.subject_public_key_info()).map_err(RenewError::Key)?;
-    let subject = Subject {
+    let content = LeafContent {
         identity: name,
         with_common_name: true,
         key: &key,
     };
-    let rsp = service.sign(&issuer, &subject, now).map_err(RenewError::Sign)?;
+    let rsp = service.sign(&issuer, &content, now).map_err(RenewError::Sign)?;
     Ok((rsp, issuer.anchors().clone()))
 }
 

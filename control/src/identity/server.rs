@@ -14,10 +14,11 @@ use tulle_core::log_limit::LogLimiter;
 use tulle_proto::identity as proto;
 
 use crate::grpc::Caller;
+use crate::resources::meta::is_dns_label;
 
 use super::csr::{KeyError, MalformedError, NameError, SigningRequest};
 use super::events::{AuthenticatedServiceAccount, Events};
-use super::issuer::{Issuer, SignError, Subject, Validity, rfc3339};
+use super::issuer::{Issuer, LeafContent, SignError, Validity, rfc3339};
 use super::issuer_store::IssuerStore;
 use super::metrics::Metrics;
 use super::reviewer::Reviewer;
@@ -64,7 +65,7 @@ pub(super) enum CertifyError {
     Issuer(#[source] rustls::Error),
     #[error(transparent)]
     Names(NameError),
-    #[error("the token is refused: {0}")]
+    #[error("the token is invalid: {0}")]
     InvalidToken(String),
     #[error("the token is not authenticated: {0}")]
     Unauthenticated(String),
@@ -128,12 +129,12 @@ impl IdentityService {
         csr.check_names(&req.identity).map_err(CertifyError::Names)?;
         let service_account = self.authenticate(req, client).await?;
         let key = csr.public_key().map_err(CertifyError::Key)?;
-        let subject = Subject {
+        let content = LeafContent {
             identity: &req.identity,
             with_common_name: csr.has_common_name(),
             key: &key,
         };
-        let rsp = self.sign(&issuer, &subject, now).map_err(CertifyError::Sign)?;
+        let rsp = self.sign(&issuer, &content, now).map_err(CertifyError::Sign)?;
         self.events.issued(&service_account, summary(&req.identity, &rsp));
         Ok(rsp)
     }
@@ -150,12 +151,12 @@ impl IdentityService {
     pub(super) fn sign(
         &self,
         issuer: &Issuer,
-        subject: &Subject<'_>,
+        content: &LeafContent<'_>,
         now: OffsetDateTime,
     ) -> Result<proto::CertifyResponse, SignError> {
-        let issued = issuer.sign(subject, self.validity, now)?;
+        let issued = issuer.sign(content, self.validity, now)?;
         let valid_until = rfc3339(issued.valid_until);
-        let identity = subject.identity;
+        let identity = content.identity;
         info_limited!(
             self.logs.issued,
             identity.to_owned(),
@@ -202,7 +203,7 @@ impl IdentityNames {
         else {
             return Err(CertifyError::Username(username.to_owned()));
         };
-        if !crate::trust::is_dns_label(ns) || !crate::trust::is_dns_label(sa) {
+        if !is_dns_label(ns) || !is_dns_label(sa) {
             return Err(CertifyError::NotDnsLabel {
                 namespace: ns.to_owned(),
                 service_account: sa.to_owned(),

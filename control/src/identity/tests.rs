@@ -368,7 +368,7 @@ async fn the_status_of_a_token_review_decides_the_code() {
     check(
         Some(json!({"authenticated": false, "error": "it has expired"})),
         Code::InvalidArgument,
-        "the token is refused: it has expired",
+        "the token is invalid: it has expired",
     )
     .await;
     check(None, Code::Internal, "the token could not be reviewed").await;

@@ -286,10 +286,10 @@ const PERMISSION_BACKOFF: Backoff = Backoff {
 };
 /// Less than the proxies' timeout for a certificate, so that they receive the error.
 const REVIEW_TIMEOUT: Duration = Duration::from_secs(10);
-/// Maximum concurrent TokenReviews.
+/// At most 16 reviews at a time, one of each client network; up to 63 more of a network wait for their turn.
 const REVIEW_LIMITS: Limits = Limits {
-    weight: 16,
-    places_per_network: 1,
+    total_weight: 16,
+    globally_queued_per_network: 1,
     requests_per_network: 64,
 };
 /// How long a rejection is cached. Short, because replicas of the API server learn of a new pod at different times, so

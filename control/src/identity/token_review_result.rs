@@ -11,10 +11,10 @@ pub(crate) enum TokenReviewResult {
         /// UID of the ServiceAccount object, if there is one.
         uid: Option<String>,
     },
-    /// The reviewer can read the token and does not authenticate it, for example because another cluster issued it.
+    /// The reviewer does not know who signed the token, for example because another cluster issued it.
     Unauthenticated { reason: String },
-    /// The token is rejected with a reason: it is malformed, expired, not valid yet, or for another audience, or the API server
-    /// reported an error for it. Some of these tokens can be accepted later.
+    /// The token cannot be accepted as it is now: it is malformed, expired, not valid yet, or for another audience, or the API
+    /// server reported an error for it. Some of these tokens can be accepted later.
     Invalid { reason: String },
 }
 

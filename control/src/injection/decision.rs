@@ -17,7 +17,7 @@ use crate::injection::values::Values;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Decision {
     Inject(ProxyMode),
-    /// Never empty.
+    /// No sidecar is added: the pod stays without one, or is denied. Never empty.
     Skip(Vec<SkipReason>),
 }
 
@@ -41,12 +41,13 @@ pub enum SkipReason {
     NoServiceAccountToken,
     /// The pod runs on Windows nodes. There is no proxy for Windows.
     Windows,
+    // The following ones only together with `InjectionOutcome::denial_reason`, from `inject_pod`.
     /// An annotation that restricts access to the pod is invalid.
     InvalidRestriction,
     /// The application runs as the proxy's user or group.
     RunsAsProxyUser,
     /// The identity service does not issue certificates for this service account name.
-    ServiceAccount,
+    InvalidServiceAccount,
 }
 
 pub(super) fn decide(config: &Config, target: &InjectionTarget<'_>) -> Decision {
@@ -203,7 +204,7 @@ impl SkipReason {
             Self::Windows => "windows_node",
             Self::InvalidRestriction => "invalid_restriction",
             Self::RunsAsProxyUser => "runs_as_proxy_user",
-            Self::ServiceAccount => "invalid_service_account",
+            Self::InvalidServiceAccount => "invalid_service_account",
         }
     }
 
@@ -224,7 +225,7 @@ impl SkipReason {
             Self::Windows => "the pod is for Windows nodes, and the proxy runs only on Linux",
             Self::InvalidRestriction => "an annotation that restricts who may reach the pod is invalid",
             Self::RunsAsProxyUser => "a container runs as the proxy's user or group, whose connections bypass the mesh",
-            Self::ServiceAccount => "the name of the pod's service account cannot be part of an identity",
+            Self::InvalidServiceAccount => "the name of the pod's service account cannot be part of an identity",
         }
     }
 }

@@ -9,7 +9,7 @@ mod checks;
 mod decision;
 mod patch;
 mod pod;
-mod settings;
+mod ports;
 mod target;
 pub mod values;
 
@@ -28,7 +28,6 @@ use self::patch::PatchBuilder;
 use self::pod::metadata::Metadata;
 pub use self::pod::probes::restore_probes;
 use self::pod::{containers, metadata};
-use self::settings::{overrides, ports};
 use self::target::PodInputs;
 pub use self::target::{
     Config, DEBUG_CONTAINER, INIT_CONTAINER, InjectionOrigin, InjectionTarget, PROXY_CONTAINER, PodOwner, ProxyMode,
@@ -78,7 +77,7 @@ pub fn inject_pod(config: &Config, target: &InjectionTarget<'_>) -> InjectionOut
     let mut annotations = metadata::inherited_annotations(target);
     annotations.extend(target.annotations().cloned().unwrap_or_default());
     let mut values = config.values.clone();
-    let problems = overrides::apply_annotations(&mut values, target.namespace_annotations, &annotations, target.spec);
+    let problems = annotations::apply_annotations(&mut values, target.namespace_annotations, &annotations, target.spec);
     warnings.extend(problems.ignored);
     warnings.extend(proxy_user::init_container_warnings(&values, target.spec));
     if values.debug_container.enabled && values.debug_container.image.name.is_empty() {
@@ -93,7 +92,7 @@ pub fn inject_pod(config: &Config, target: &InjectionTarget<'_>) -> InjectionOut
         (SkipReason::InvalidRestriction, problems.restriction_errors),
         (SkipReason::RunsAsProxyUser, runs_as_proxy.into_iter().collect()),
         (
-            SkipReason::ServiceAccount,
+            SkipReason::InvalidServiceAccount,
             service_account::name_error(target.spec).into_iter().collect(),
         ),
     ];
@@ -131,10 +130,10 @@ pub fn check_annotation(key: &str, value: &str) -> Result<(), String> {
     values.proxy_init.run_as_root = true;
     let annotations = Annotations::from([(key.to_owned(), value.to_owned())]);
     // Port names cannot be checked without the pod.
-    if let Some(checked) = overrides::check_ports(key, value) {
+    if let Some(checked) = annotations::check_ports(key, value) {
         return checked;
     }
-    let problems = overrides::apply_annotations(&mut values, &Annotations::new(), &annotations, &PodSpec::default());
+    let problems = annotations::apply_annotations(&mut values, &Annotations::new(), &annotations, &PodSpec::default());
     let mut all = problems.restriction_errors.into_iter().chain(problems.ignored);
     all.next().map_or(Ok(()), Err)
 }

@@ -32,7 +32,7 @@ pub enum InjectionOrigin {
     CommandLine,
 }
 
-/// A pod, or the pod template of a workload.
+/// A pod, or the pod template of an owner such as a Deployment.
 #[derive(Clone, Debug)]
 pub struct InjectionTarget<'a> {
     /// JSON pointer to the template in the patched object; empty for a pod.

@@ -20,9 +20,9 @@ use tulle_core::drain::Watch;
 use tulle_core::metrics::{Family, Gauge, Labels, Registry};
 use tulle_core::names::label;
 
+use super::config_reload::CurrentConfig;
 use super::metadata::{MetadataCache, MetadataError};
 use super::metrics;
-use super::settings::Settings;
 use crate::injection::values::ProxyInjector;
 use crate::injection::{self, Decision, InjectionTarget};
 
@@ -36,7 +36,7 @@ pub struct Config {
 pub struct Audit {
     config: Config,
     client: Client,
-    settings: Settings,
+    current_config: CurrentConfig,
     metadata: MetadataCache,
     gauge: Family<Gauge>,
     report: AuditReport,
@@ -82,7 +82,7 @@ impl Audit {
     pub(super) fn new(
         config: Config,
         client: Client,
-        settings: Settings,
+        current_config: CurrentConfig,
         metadata: MetadataCache,
         registry: &Registry,
     ) -> (Self, AuditReport) {
@@ -90,7 +90,7 @@ impl Audit {
         let audit = Self {
             config,
             client,
-            settings,
+            current_config,
             metadata,
             gauge: metrics::uninjected_pods(registry),
             report: report.clone(),
@@ -161,7 +161,7 @@ impl Audit {
             return Ok(false);
         }
         let namespace = meta.namespace.as_deref().unwrap_or_default();
-        let config = self.settings.current();
+        let config = self.current_config.get();
         // The chart exempts these namespaces from the webhook, whatever the selectors are.
         if config.is_protected(namespace) {
             return Ok(false);
@@ -255,7 +255,7 @@ mod tests {
     use serde_json::{Value, json};
 
     use super::*;
-    use crate::injector_webhook::settings::{self, Files};
+    use crate::injector_webhook::config_reload::{self, Files};
     use crate::kubernetes::event_recorder::EventRecorder;
 
     /// Returns the response of an API server with pods in the namespaces `gone` and `shop`, of which only `shop` exists.
@@ -295,13 +295,13 @@ mod tests {
         let files = Files::in_dir(dir.path());
         std::fs::write(&files.values, "identityTrustAnchorsPEM: anchors").unwrap();
         let (client, registry) = (client(), Registry::new());
-        let opened = settings::open(files, EventRecorder::default(), &registry).await;
-        let (settings, _reload) = opened.unwrap();
+        let opened = config_reload::open(files, EventRecorder::default(), &registry).await;
+        let (current_config, _reload) = opened.unwrap();
         let metadata = MetadataCache::watches(&client, &registry).metadata();
         let config = Config {
             interval: Duration::from_secs(300),
         };
-        let (audit, _) = Audit::new(config, client, settings, metadata, &registry);
+        let (audit, _) = Audit::new(config, client, current_config, metadata, &registry);
         let expected = UninjectedPod {
             namespace: "shop".to_owned(),
             name: "web".to_owned(),

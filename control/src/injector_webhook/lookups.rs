@@ -72,7 +72,7 @@ pub(super) const UNSUCCESSFUL_LOOKUP_RATE: Rate = Rate {
     interval: Duration::from_secs(1),
 };
 const LOOKUP_LIMITS: Limits = Limits {
-    weight: 32,
-    places_per_network: 8, // as many as a network has reviews at a time
+    total_weight: 32,
+    globally_queued_per_network: 8, // as many as a network has reviews at a time
     requests_per_network: usize::MAX,
 };

@@ -58,10 +58,10 @@ pub(super) struct NamespaceMeta {
     pub(super) annotations: BTreeMap<String, String>,
 }
 
-/// The top-level workload of a pod.
+/// The top-level owner of a pod, with its reference for Events.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Owner {
-    pub(super) workload: PodOwner,
+    pub(super) top_owner: PodOwner,
     /// The object that Events are about; `None` for a pod without a name, and for a ReplicaSet or Job that is not found.
     pub(super) reference: Option<ObjectReference>,
     /// Whether the object of the reference is known to exist. Only ReplicaSets and Jobs are watched, and name their owners.
@@ -97,7 +97,8 @@ impl MetadataCache {
         }
     }
 
-    /// The metadata of a namespace that the review of this client names; without a client, this process needs it.
+    /// The metadata of a namespace. `client` sent the review that names it, and limits its look-ups; `None` if this process asks
+    /// for itself.
     pub(super) async fn namespace(&self, name: &str, client: Option<IpAddr>) -> Result<NamespaceMeta, MetadataError> {
         if let Some(known) = self.namespaces.get(&ObjectRef::new(name)) {
             return Ok(NamespaceMeta::of(&known.metadata));
@@ -118,9 +119,9 @@ impl MetadataCache {
         let _ = self.synced.clone().wait_for(|synced| *synced).await;
     }
 
-    /// The workload of a pod with this metadata, in a namespace that exists.
+    /// The top-level owner of a pod with this metadata, in a namespace that exists.
     ///
-    /// Pods without an owner or with several are their own workload. A ReplicaSet is replaced by its owner, a Job by
+    /// Pods without an owner or with several are their own owner. A ReplicaSet is replaced by its owner, a Job by
     /// its CronJob.
     pub(super) async fn owner(&self, namespace: &str, pod: &ObjectMeta, client: Option<IpAddr>) -> Owner {
         let Some(owner) = single_owner(pod) else {
@@ -146,16 +147,16 @@ impl MetadataCache {
             _ => true,
         };
         let parent = single_owner(&found).filter(is_top_level);
-        let workload = Owner::of(namespace, parent.unwrap_or(owner));
+        let top_owner = Owner::of(namespace, parent.unwrap_or(owner));
         // A client can name any uid.
         match found.uid.as_ref() == Some(&owner.uid) {
             true => Owner {
                 is_verified: true,
-                ..workload
+                ..top_owner
             },
             false => Owner {
                 reference: None,
-                ..workload
+                ..top_owner
             },
         }
     }
@@ -176,7 +177,7 @@ impl MetadataCache {
         let api = Api::<K>::namespaced(self.client.clone(), namespace);
         match self.get(api, name, client).await {
             Ok(found) => Some(found),
-            // Injection continues with the direct owner: the label of the workload is less precise, and there is no Event.
+            // Injection continues with the direct owner: the label of the owner is less precise, and there is no Event.
             Err(err) => {
                 let (kind, name) = (K::kind(&()), truncate(name));
                 let error: &dyn std::error::Error = &err;
@@ -269,7 +270,7 @@ impl Owner {
             ..ObjectReference::default()
         });
         Self {
-            workload: PodOwner {
+            top_owner: PodOwner {
                 kind: "pod".to_owned(),
                 name: pod.name.clone().unwrap_or_default(),
             },
@@ -280,7 +281,7 @@ impl Owner {
 
     fn of(namespace: &str, owner: &OwnerReference) -> Self {
         Self {
-            workload: PodOwner {
+            top_owner: PodOwner {
                 kind: owner.kind.to_lowercase(),
                 name: owner.name.clone(),
             },

@@ -1,7 +1,7 @@
 //! The proxy injector: reviews new pods and services, and audits pods without a sidecar.
 //!
-//! `injection/` decides about a pod. This module supplies its input: the namespace's annotations, the pod's workload
-//! ([`metadata`]) and the chart's values ([`settings`]). It records the decision in metrics and in an Event. A pod is
+//! `injection/` decides about a pod. This module supplies its input: the namespace's annotations, the pod's owner
+//! ([`metadata`]) and the chart's values ([`config_reload`]). It records the decision in metrics and in an Event. A pod is
 //! denied with the reason if its sidecar would not enforce a required restriction, would be bypassed by the application,
 //! or would never get a certificate. A pod of the control plane's namespace or of `kube-system` is never denied, because
 //! the cluster needs these pods to recover.
@@ -11,8 +11,8 @@
 //! with values and trust anchors are mounted.
 
 pub mod audit;
+pub mod config_reload;
 pub mod metadata;
-pub mod settings;
 
 mod lookups;
 mod metrics;
@@ -32,10 +32,10 @@ use tulle_core::metrics::Registry;
 use tulle_core::names::annotation;
 
 use self::audit::{Audit, AuditReport};
+use self::config_reload::{ConfigError, ConfigReloader, CurrentConfig, Files};
 use self::metadata::{MetadataCache, MetadataError, NamespaceMeta, Owner, Watches};
 use self::metrics::Metrics;
 use self::rate_limiter::{Rate, RateLimiter};
-use self::settings::{ConfigReloader, Files, Settings, SettingsError};
 use crate::injection::{self, Decision, InjectionOutcome, InjectionTarget};
 use crate::kubernetes::event_recorder::{EventNote, EventRecorder, Severity};
 use crate::webhook::review::{AdmissionResponse, Request, RequestHead};
@@ -49,7 +49,7 @@ pub struct Config {
 
 /// The review handler; see [`open`].
 pub struct Injector {
-    settings: Settings,
+    current_config: CurrentConfig,
     metadata: MetadataCache,
     recorder: EventRecorder,
     /// Limits Events about objects that are known to exist.
@@ -94,19 +94,19 @@ pub async fn open(
     client: &Client,
     recorder: EventRecorder,
     registry: &Registry,
-) -> Result<InjectorParts, SettingsError> {
-    let (settings, reload) = settings::open(config.files, recorder.clone(), registry).await?;
+) -> Result<InjectorParts, ConfigError> {
+    let (current_config, reload) = config_reload::open(config.files, recorder.clone(), registry).await?;
     let watches = MetadataCache::watches(client, registry);
     let metadata = watches.metadata();
     let (audit, report) = Audit::new(
         config.audit,
         client.clone(),
-        settings.clone(),
+        current_config.clone(),
         metadata.clone(),
         registry,
     );
     let injector = Injector {
-        settings,
+        current_config,
         metadata,
         recorder,
         verified_events: RateLimiter::new(VERIFIED_EVENT_RATE),
@@ -123,12 +123,13 @@ pub async fn open(
 }
 
 impl ReviewHandler for Injector {
-    /// A volume is the largest type in a list. While the list grows, there are two of it, the new one twice as long.
+    /// `Volume` is the largest type in a list of a `PodSpec`. While a `Vec` grows, its old buffer and the new one, twice as long,
+    /// exist together: three times the size for each element.
     const TYPED_BYTES_PER_JSON_OBJECT: usize = 3 * size_of::<Volume>();
 
     async fn review(&self, mut req: Request) -> Result<AdmissionResponse, Failure> {
         let namespace = req.namespace.take().unwrap_or_default();
-        let is_protected = self.settings.current().is_protected(&namespace);
+        let is_protected = self.current_config.get().is_protected(&namespace);
         let kind = req.kind.kind.clone();
         match self.review_object(req, &namespace).await {
             Ok(response) => Ok(response),
@@ -141,7 +142,7 @@ impl ReviewHandler for Injector {
 
     async fn review_undecoded(&self, head: RequestHead, reason: String) -> AdmissionResponse {
         let namespace = head.namespace.as_deref().unwrap_or_default();
-        let config = self.settings.current();
+        let config = self.current_config.get();
         let namespace_meta = match config.is_protected(namespace) {
             true => Ok(NamespaceMeta::default()),
             false => self.metadata.namespace(namespace, head.client).await,
@@ -177,19 +178,19 @@ impl Injector {
         let spec: PodSpec = spec("pod", &mut object.data)?;
         let namespace_meta = self.metadata.namespace(namespace, client).await?;
         let owner = self.metadata.owner(namespace, &object.metadata, client).await;
-        let config = self.settings.current();
+        let config = self.current_config.get();
         let target = InjectionTarget {
             pointer: &[],
             metadata: Some(&object.metadata),
             spec: &spec,
             namespace,
             namespace_annotations: &namespace_meta.annotations,
-            owner: Some(owner.workload.clone()),
+            owner: Some(owner.top_owner.clone()),
         };
         let outcome = injection::inject_pod(&config, &target);
         let is_denied = outcome.denial_reason.is_some() && !config.is_protected(namespace);
         let labels = metrics::labels(
-            &owner.workload.kind,
+            &owner.top_owner.kind,
             namespace,
             outcome.annotation_location,
             &object.metadata,
@@ -218,13 +219,13 @@ impl Injector {
     ) -> Result<AdmissionResponse, InjectorError> {
         let spec: ServiceSpec = spec("service", &mut object.data)?;
         let namespace_meta = self.metadata.namespace(namespace, client).await?;
-        let config = self.settings.current();
+        let config = self.current_config.get();
         let ports = spec.ports.unwrap_or_default();
         let patch = injection::annotate_service(&config, Some(&object.metadata), &ports, &namespace_meta.annotations);
         Ok(AdmissionResponse::allow().patch(patch))
     }
 
-    /// Records the decision as an Event on the workload, unless the client has caused too many Events.
+    /// Records the decision as an Event on the owner, unless the client has caused too many Events.
     fn record_event(&self, owner: Owner, outcome: &InjectionOutcome, is_denied: bool, client: Option<IpAddr>) {
         let Some(regarding) = owner.reference else { return };
         let limiter = match owner.is_verified {
@@ -263,8 +264,8 @@ impl Injector {
     }
 }
 
-/// Denies an object that cannot be decoded, because its sidecar could enforce restrictions. Exceptions are objects of protected
-/// namespaces, and pods that request no sidecar.
+/// Denies an object that cannot be decoded: if it were admitted without a sidecar, nothing would enforce its restrictions.
+/// Exceptions are objects of protected namespaces, and pods that request no sidecar.
 fn decide_undecoded(
     config: &injection::Config,
     namespace_annotations: &BTreeMap<String, String>,
@@ -303,9 +304,9 @@ fn spec<T: serde::de::DeserializeOwned + Default>(kind: &'static str, data: &mut
 }
 
 /// Logs a decision. The level is `debug`, because every client that reaches the webhook can cause such lines; the Event on the
-/// workload and the response have the same content.
+/// owner and the response have the same content.
 fn log(owner: &Owner, namespace: &str, outcome: &InjectionOutcome, is_denied: bool) {
-    let (kind, name) = (&owner.workload.kind, &owner.workload.name);
+    let (kind, name) = (&owner.top_owner.kind, &owner.top_owner.name);
     match &outcome.decision {
         Decision::Inject(_) => debug!(namespace, kind, name, "injecting a proxy"),
         Decision::Skip(reasons) => {

@@ -62,11 +62,15 @@ pub struct EventNote {
 }
 
 impl EventNote {
-    /// Limits the memory of the note, whose content can be from a client. Returns whether there can be such an object.
-    fn limit_size(&mut self) -> bool {
+    /// Limits the memory of the message, which can be from a client.
+    fn truncate_message(&mut self) {
         if self.message.len() > MAX_EVENT_NOTE_BYTES {
             self.message = truncate_bytes(&self.message, MAX_EVENT_NOTE_BYTES).to_owned();
         }
+    }
+
+    /// Returns whether there can be such an object. A client has invented a name that is longer than those of objects.
+    fn has_possible_names(&self) -> bool {
         let ObjectReference {
             api_version,
             kind,
@@ -154,7 +158,8 @@ impl EventRecorder {
     /// Queues a note. Never blocks.
     pub fn record(&self, mut note: EventNote) {
         let Some(queue) = &self.queue else { return };
-        if !note.limit_size() || queue.try_send(note).is_err() {
+        note.truncate_message();
+        if !note.has_possible_names() || queue.try_send(note).is_err() {
             self.count_dropped();
         }
     }

@@ -53,17 +53,17 @@ pub struct Endpoint {
     pub workload: EndpointWorkload,
     pub node: Option<Arc<str>>,
     pub zone: Option<Arc<str>>,
-    /// Zones whose clients should use this endpoint. If an endpoint has none, the zones of all endpoints are ignored.
+    /// Zones whose clients should use this endpoint. Ignored unless every endpoint of the port has at least one.
     pub hint_zones: Arc<[Arc<str>]>,
-    /// Nodes whose clients should use this endpoint. If an endpoint has none, the nodes of all endpoints are ignored.
+    /// Nodes whose clients should use this endpoint. Ignored unless every endpoint of the port has at least one.
     pub hint_nodes: Arc<[Arc<str>]>,
-    /// Shared by the replicas of a workload.
-    pub traits: Arc<EndpointTraits>,
+    /// Shared by the replicas of an owner.
+    pub shared: Arc<SharedEndpointFields>,
 }
 
-/// What the replicas of a workload usually have in common.
+/// What the replicas of an owner usually have in common.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
-pub struct EndpointTraits {
+pub struct SharedEndpointFields {
     /// Metric labels, as a list because a map needs more memory. The labels for the name of the workload, `zone` and
     /// `zone_locality` are added in the message. If a name occurs twice, the later entry counts.
     pub labels: Vec<(Cow<'static, str>, Arc<str>)>,
@@ -131,7 +131,7 @@ impl Endpoint {
             zone: None,
             hint_zones: Arc::default(),
             hint_nodes: Arc::default(),
-            traits: Arc::default(),
+            shared: Arc::default(),
         }
     }
 }

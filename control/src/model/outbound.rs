@@ -11,7 +11,7 @@ use crate::model::route::{Filter, GrpcMatch, HostMatch, HttpMatch};
 pub enum Outbound {
     Policy(Box<Policy>),
     /// No policy for this address: the proxy uses the profile of the address, from the destination service.
-    Unknown,
+    NoPolicy,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -97,8 +97,8 @@ pub enum BackendTarget {
         load: Load,
     },
     Forward(SocketAddr),
-    /// No target, because the filters respond.
-    FiltersOnly,
+    /// No target: the failure filter responds.
+    Failing,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -12,7 +12,7 @@ use tulle_proto::inbound::PortSpec;
 use tulle_proto::inbound::inbound_server_policies_server::SERVICE_NAME;
 
 use crate::cluster::client_namespace::IdentityList;
-use crate::cluster::publish::published_value::{Encoder, EncodingKey, PublishedValue};
+use crate::cluster::publish::published_value::{EncodingCache, EncodingKey, PublishedValue};
 use crate::cluster::views::inbound as view;
 use crate::cluster::{Cluster, Subscription};
 use crate::grpc::{self, Caller, Methods};
@@ -25,16 +25,16 @@ use crate::tls::mesh_credentials::ClientCertificates;
 pub struct InboundPolicyService {
     cluster: Cluster,
     client_certificates: ClientCertificates,
-    encoder: Encoder,
+    encoding_cache: EncodingCache,
 }
 
 impl InboundPolicyService {
     pub(super) fn new(cluster: Cluster, client_certificates: ClientCertificates) -> Self {
-        let encoder = cluster.new_encoder();
+        let encoding_cache = cluster.new_encoding_cache();
         Self {
             cluster,
             client_certificates,
-            encoder,
+            encoding_cache,
         }
     }
 
@@ -54,7 +54,7 @@ impl InboundPolicyService {
         self.check_caller(caller, &workload)?;
         let mut subscription = self.cluster.inbound(view::Key { workload, port });
         let first = subscription.current();
-        match message(&first, &self.encoder) {
+        match message(&first, &self.encoding_cache) {
             Some(message) => Ok((subscription, message)),
             None => Err(Status::not_found("unknown server")),
         }
@@ -86,9 +86,9 @@ impl InboundPolicyService {
         caller: Option<&Caller>,
     ) -> Result<impl Stream<Item = Bytes> + Send + use<>, Status> {
         let (subscription, first) = self.subscribe(spec, caller)?;
-        let encoder = self.encoder;
+        let encoding_cache = self.encoding_cache;
         Ok(messages::message_stream(subscription, first, move |server| {
-            message(server, &encoder)
+            message(server, &encoding_cache)
         }))
     }
 }
@@ -113,9 +113,11 @@ impl Methods for InboundPolicyService {
 }
 
 /// Returns the message for a policy. Streams with the same policy share the bytes.
-fn message(server: &Arc<PublishedValue<Option<InboundPolicy>>>, encoder: &Encoder) -> Option<Bytes> {
+fn message(server: &Arc<PublishedValue<Option<InboundPolicy>>>, encoding_cache: &EncodingCache) -> Option<Bytes> {
     let model = Option::as_ref(server)?;
-    Some(server.encode_cached(&EncodingKey::for_all_subscribers(encoder), || {
-        grpc::encode(&[translate::inbound::server(model)])
-    }))
+    Some(
+        server.encode_cached(&EncodingKey::for_all_subscribers(encoding_cache), || {
+            grpc::encode(&[translate::inbound::server(model)])
+        }),
+    )
 }

@@ -13,7 +13,7 @@ use crate::resources::meta::NamespacedName;
 use crate::resources::policy::egress_network::EgressNetwork;
 use crate::resources::policy::server::{ProxyProtocol, Server};
 use crate::resources::route::{Parent, ParentKind, Route, RouteKind};
-use crate::resources::route_admission;
+use crate::resources::route_support;
 use crate::resources::service::{DeclaredProtocol, Service, ServiceKind};
 
 /// Looks up the parents of routes.
@@ -128,7 +128,7 @@ pub fn check_route<'a>(
     if parent.kind != ParentKind::Server {
         check_conflicts(parents, settings, (route, parent), competing_routes)?;
     }
-    match route_admission::unsupported_reason(route, parent.kind) {
+    match route_support::unsupported_reason(route, parent.kind) {
         None => Ok(()),
         Some(reason) => Err(RouteRejection::Unsupported(reason)),
     }
@@ -332,9 +332,9 @@ pub fn overlaps_cluster_networks(network: &EgressNetwork, cluster_networks: &[Ip
     network.networks.iter().flatten().any(|network| overlaps(&network.net))
 }
 
-/// Returns the EgressNetworks that apply to all addresses of this one, so that it is never used. The set is empty if it applies to
-/// some address, or if the EgressNetworks have too many networks to compare. `others` are the EgressNetworks of its namespace, which
-/// can include itself.
+/// Returns the other EgressNetworks that together apply to all addresses of `network`, so that it is never used. The set is empty
+/// if `network` applies to some address, or if there are too many networks to compare. `others` are the EgressNetworks of the
+/// namespace, and can include `network`.
 ///
 /// Other namespaces do not matter: a namespace without EgressNetworks, which uses the global ones, can always be created.
 pub fn overriding_networks<'a>(
@@ -344,35 +344,36 @@ pub fn overriding_networks<'a>(
 ) -> BTreeSet<&'a NamespacedName> {
     let others = others.into_iter().filter(|other| other.meta.name != network.meta.name);
     let others: Vec<_> = others.collect();
-    let n_parts = |network: &EgressNetwork| network.networks.as_ref().map_or(1, Vec::len);
-    if n_parts(network) + others.iter().map(|other| n_parts(other)).sum::<usize>() > MAX_COMPARED_NETWORKS {
+    let n_networks = |network: &EgressNetwork| network.networks.as_ref().map_or(1, Vec::len);
+    if n_networks(network) + others.iter().map(|other| n_networks(other)).sum::<usize>() > MAX_COMPARED_NETWORKS {
         return BTreeSet::new();
     }
-    let own_parts = network_parts(network, cluster_networks);
+    let own_networks = networks_of(network, cluster_networks);
     let others: Vec<_> = others
         .into_iter()
-        .map(|other| (other, network_parts(other, cluster_networks)))
+        .map(|other| (other, networks_of(other, cluster_networks)))
         .collect();
     let mut overriding = BTreeSet::new();
-    for part in &own_parts {
-        // The part does not apply to its exceptions, nor to smaller parts of the same EgressNetwork, which have their own turn.
-        let smaller_parts = own_parts.iter().filter(|own| own.except.is_empty());
-        let smaller_parts =
-            smaller_parts.filter(|own| own.net.prefix_len() > part.net.prefix_len() && part.net.contains(&own.net));
-        let mut covered: Vec<IpNet> = part.except.clone();
-        covered.extend(smaller_parts.map(|own| own.net));
-        for (other, other_parts) in &others {
+    for own in &own_networks {
+        // `own` does not apply to its exceptions, nor to smaller networks of the same EgressNetwork, which the loop checks
+        // separately.
+        let smaller = own_networks.iter().filter(|smaller| smaller.except.is_empty());
+        let smaller =
+            smaller.filter(|smaller| smaller.net.prefix_len() > own.net.prefix_len() && own.net.contains(&smaller.net));
+        let mut covered: Vec<IpNet> = own.except.clone();
+        covered.extend(smaller.map(|smaller| smaller.net));
+        for (other, other_networks) in &others {
             let is_older = other.meta.age_order() < network.meta.age_order();
-            for other_part in other_parts.iter().filter(|other| part.net.contains(&other.net)) {
-                let has_precedence = other_part.net.prefix_len() > part.net.prefix_len() || is_older;
-                let is_excepted = |except: &IpNet| part.except.iter().any(|own| own.contains(except));
-                if has_precedence && other_part.except.iter().all(is_excepted) {
-                    covered.push(other_part.net);
+            for other_network in other_networks.iter().filter(|other| own.net.contains(&other.net)) {
+                let has_precedence = other_network.net.prefix_len() > own.net.prefix_len() || is_older;
+                let is_excepted = |except: &IpNet| own.except.iter().any(|net| net.contains(except));
+                if has_precedence && other_network.except.iter().all(is_excepted) {
+                    covered.push(other_network.net);
                     overriding.insert(&other.meta.name);
                 }
             }
         }
-        if !IpNet::aggregate(&covered).iter().any(|net| net.contains(&part.net)) {
+        if !IpNet::aggregate(&covered).iter().any(|net| net.contains(&own.net)) {
             return BTreeSet::new();
         }
     }
@@ -384,7 +385,7 @@ pub fn overriding_networks<'a>(
 pub const MAX_COMPARED_NETWORKS: usize = 200;
 
 /// The networks of an EgressNetwork, also of one without `spec.networks`, which selects everything outside the cluster.
-fn network_parts(network: &EgressNetwork, cluster_networks: &[IpNet]) -> Vec<NetworkMatch> {
+fn networks_of(network: &EgressNetwork, cluster_networks: &[IpNet]) -> Vec<NetworkMatch> {
     let outside_cluster = |net: IpNet| NetworkMatch {
         net,
         except: cluster_networks.to_vec(),

@@ -19,9 +19,9 @@ pub enum Event {
 
 /// Receives batches of events in order. The views are recomputed once per batch.
 #[derive(Clone)]
-pub struct EventWriter(Arc<dyn Fn(Vec<Event>) + Send + Sync>);
+pub struct EventSink(Arc<dyn Fn(Vec<Event>) + Send + Sync>);
 
-impl EventWriter {
+impl EventSink {
     pub fn new(apply: impl Fn(Vec<Event>) + Send + Sync + 'static) -> Self {
         Self(Arc::new(apply))
     }
@@ -30,7 +30,7 @@ impl EventWriter {
         (self.0)(events);
     }
 
-    /// Returns a writer that applies each batch to `self`, then passes the events that `wants` selects to `other`.
+    /// Returns a sink that applies each batch to `self`, then passes the events that `wants` selects to `other`.
     #[must_use]
     pub fn tee(self, wants: impl Fn(&Event) -> bool + Send + Sync + 'static, other: Self) -> Self {
         Self::new(move |events| {

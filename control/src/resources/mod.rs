@@ -1,9 +1,14 @@
 //! Decoded Kubernetes objects, reduced to the fields that are used.
 //!
 //! [`decode`] reads objects from any serde deserializer, such as YAML of a directory or JSON of an API server;
-//! [`protobuf::decode`] reads those of the most frequent kinds from an API server's protobuf. The result is immutable. Decoding does not depend on the source. It applies the API's defaults and rejects what admission
-//! rejects, except in routes and annotations, which have checks of their own:
-//! [`validate_route`](route_admission::validate_route) and [`unsupported_parts`](unsupported::unsupported_parts).
+//! [`protobuf::decode`] reads those of the most frequent kinds from an API server's protobuf. The result is immutable. Decoding
+//! does not depend on the source. It applies the API's defaults and rejects what admission rejects, except in routes and
+//! annotations, which have checks of their own:
+//!
+//! - [`validation`]: whether an object is valid, for admission and for directories of manifests
+//! - [`route_support`]: which parts of a route are valid, and which the mesh supports
+//! - [`acceptance`]: whether routes and EgressNetworks are accepted, which depends on other objects
+//! - [`unserved`]: which parts of an object the mesh does not apply, for the metric `unserved_configuration`
 
 pub mod acceptance;
 pub mod annotations;
@@ -17,13 +22,13 @@ pub mod port_list;
 mod probe_path;
 pub mod protobuf;
 pub mod route;
-pub mod route_admission;
+pub mod route_support;
 pub mod service;
 pub mod service_profile;
 pub mod status;
 pub mod string_map;
 pub mod unreadable;
-pub mod unsupported;
+pub mod unserved;
 pub mod validation;
 pub mod workload;
 

@@ -11,7 +11,7 @@ use crate::resources::go_duration;
 use crate::resources::meta::{Meta, NamespacedName, is_dns_subdomain};
 use crate::resources::policy::reference::RawResource;
 use crate::resources::route::RouteKind;
-use crate::resources::route_admission;
+use crate::resources::route_support;
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct ServiceProfile {
@@ -159,7 +159,7 @@ fn validate_condition(condition: &RequestMatch) -> Result<(), String> {
     match condition {
         RequestMatch::All(all) | RequestMatch::Any(all) => all.iter().try_for_each(validate_condition),
         RequestMatch::Not(condition) => validate_condition(condition),
-        RequestMatch::PathRegex(regex) => route_admission::validate_regex(regex),
+        RequestMatch::PathRegex(regex) => route_support::validate_regex(regex),
         RequestMatch::Method(method) => Method::from_bytes(method.as_bytes())
             .map(|_| ())
             .map_err(|_| format!("{method:?} is not an HTTP method")),

@@ -35,7 +35,7 @@ pub struct Pod {
     pub hostname: Option<Box<str>>,
     pub subdomain: Option<Box<str>>,
     /// Interned, because replicas declare the same ports.
-    pub ports: Arc<[ContainerPort]>,
+    pub ports: Arc<[DeclaredPort]>,
     /// Ports and paths of HTTP probes, sorted and interned.
     pub probes: Arc<[(u16, Arc<str>)]>,
     pub proxy: ProxyContainer,
@@ -55,9 +55,9 @@ pub enum PodPhase {
     Pending,
 }
 
-/// A TCP port that a container or an external workload declares.
+/// A port that a container or an external workload declares; a TCP port unless its list says otherwise.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct ContainerPort {
+pub struct DeclaredPort {
     pub name: Option<Arc<str>>,
     pub port: u16,
     pub host_port: Option<u16>,
@@ -227,14 +227,14 @@ pub fn resolve_ports(list: &PortList, spec: &PodSpec) -> ResolvedPorts {
 }
 
 /// Resolves a list of ports for a workload that declares these ports.
-pub fn resolve_declared(list: &PortList, declared: &[ContainerPort]) -> ResolvedPorts {
+pub fn resolve_declared(list: &PortList, declared: &[DeclaredPort]) -> ResolvedPorts {
     list.resolve(|name| {
         let named = declared.iter().filter(|port| port.name.as_deref() == Some(name));
         named.map(|port| port.port).collect()
     })
 }
 
-fn target_port(ports: &[ContainerPort], port: &PortRef) -> Option<u16> {
+fn target_port(ports: &[DeclaredPort], port: &PortRef) -> Option<u16> {
     match port {
         PortRef::Number(number) => Some(*number),
         PortRef::Name(name) => ports
@@ -244,7 +244,7 @@ fn target_port(ports: &[ContainerPort], port: &PortRef) -> Option<u16> {
     }
 }
 
-fn resolve_port(ports: &[ContainerPort], port: &PortRef) -> BTreeSet<u16> {
+fn resolve_port(ports: &[DeclaredPort], port: &PortRef) -> BTreeSet<u16> {
     match port {
         PortRef::Number(number) => BTreeSet::from([*number]),
         PortRef::Name(name) => ports
@@ -255,7 +255,7 @@ fn resolve_port(ports: &[ContainerPort], port: &PortRef) -> BTreeSet<u16> {
     }
 }
 
-fn container_ports(container: &KubernetesContainer) -> Result<Vec<ContainerPort>, String> {
+fn container_ports(container: &KubernetesContainer) -> Result<Vec<DeclaredPort>, String> {
     let mut ports = Vec::new();
     for port in container
         .ports
@@ -264,7 +264,7 @@ fn container_ports(container: &KubernetesContainer) -> Result<Vec<ContainerPort>
         .filter(|port| is_tcp(port.protocol.as_deref()))
     {
         let in_container = |error| format!("container {}: {error}", container.name);
-        ports.push(ContainerPort {
+        ports.push(DeclaredPort {
             name: intern_opt(port.name.clone()),
             port: port_number(port.container_port).map_err(in_container)?,
             host_port: port
@@ -280,7 +280,7 @@ fn container_ports(container: &KubernetesContainer) -> Result<Vec<ContainerPort>
 
 /// Returns the HTTP probes of a container, as port and path. The path is the one that the kubelet requests, without its
 /// query.
-fn container_probes(container: &KubernetesContainer, ports: &[ContainerPort]) -> Vec<(u16, Arc<str>)> {
+fn container_probes(container: &KubernetesContainer, ports: &[DeclaredPort]) -> Vec<(u16, Arc<str>)> {
     let probes = [
         &container.liveness_probe,
         &container.readiness_probe,
@@ -329,9 +329,9 @@ pub struct ExternalWorkload {
     pub identity: String,
     pub server_name: String,
     pub ips: Vec<IpAddr>,
-    pub ports: Vec<ContainerPort>,
+    pub ports: Vec<DeclaredPort>,
     /// Ports of other protocols. Proxies do not serve them, but EndpointSlices list them.
-    pub non_tcp_ports: Vec<(NonTcpProtocol, ContainerPort)>,
+    pub non_tcp_ports: Vec<(NonTcpProtocol, DeclaredPort)>,
     /// `None` if the object has no status.
     pub ready: Option<EndpointReadiness>,
     /// The conditions of the status, unchanged, including those of other controllers.
@@ -428,7 +428,7 @@ impl ExternalWorkload {
         let mut ports = Vec::new();
         let mut other_ports = Vec::new();
         for raw in raw.spec.ports {
-            let port = ContainerPort {
+            let port = DeclaredPort {
                 name: intern_opt(raw.name),
                 port: port_number(raw.port)?,
                 host_port: None,
@@ -476,7 +476,7 @@ impl ExternalWorkload {
         if oldest.meta.namespace() != self.meta.namespace() {
             return Some(oldest);
         }
-        let is_shared_port = |port: &ContainerPort| self.ports.iter().any(|ours| ours.port == port.port);
+        let is_shared_port = |port: &DeclaredPort| self.ports.iter().any(|ours| ours.port == port.port);
         let conflicts =
             |other: &&Self| other.meta.namespace() == self.meta.namespace() && other.ports.iter().any(is_shared_port);
         older.into_iter().find(conflicts)
@@ -528,7 +528,7 @@ impl PartialObjectMetadata {
     }
 }
 
-static PORT_LISTS: Interner<[ContainerPort]> = Interner::new();
+static PORT_LISTS: Interner<[DeclaredPort]> = Interner::new();
 static PROBE_LISTS: Interner<[(u16, Arc<str>)]> = Interner::new();
 
 /// Label of the control plane's own pods, which terminate TLS themselves and need no sidecar.

@@ -6,20 +6,20 @@ use std::time::Duration;
 pub struct Limits {
     /// Maximum number of connections, over all clients.
     pub connections: usize,
-    pub calls: Calls,
+    pub call_kind: CallKind,
     /// Maximum number of concurrent streams per client, over all its connections: by address for clients with a certificate, by
     /// network for all others.
     pub streams_per_client: usize,
-    /// Bytes of memory for the requests that [`Calls`] counts.
+    /// Bytes of memory for the requests that [`CallKind`] counts.
     pub request_memory: usize,
     /// Age at which a connection is closed gracefully, plus or minus a fifth, so that connections that began together do not end
     /// together.
     pub connection_age: Duration,
 }
 
-/// The calls that a port serves, which determine how many of them clients need, and how much memory a request needs.
+/// The kind of calls on a port. The limits depend on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Calls {
+pub enum CallKind {
     /// Calls with one response, by clients that are usually not verified yet. Each request counts until its response begins.
     Unary,
     /// Streams of responses without an end, by clients that are usually verified. Requests count until their responses begin, those
@@ -30,15 +30,15 @@ pub enum Calls {
 
 impl Limits {
     /// Returns the limits of one port for a process that may open `files` files and use `memory` bytes.
-    pub fn from_resources(files: usize, memory: Option<u64>, calls: Calls) -> Self {
-        let streams_per_client = calls.max_streams_per_client(memory);
+    pub fn from_resources(files: usize, memory: Option<u64>, call_kind: CallKind) -> Self {
+        let streams_per_client = call_kind.max_streams_per_client(memory);
         // Half of the memory is for connections, the other half for the requests on them.
         let memory = memory.map_or(u64::MAX, |memory| memory / 2 / MAX_GRPC_PORTS);
         let memory = usize::try_from(memory).unwrap_or(usize::MAX);
         Self {
             // The remaining file descriptors are for webhooks, the admin server and outgoing connections.
             connections: (files / 5).min(memory / BYTES_PER_CONNECTION).max(1),
-            calls,
+            call_kind,
             streams_per_client,
             request_memory: memory,
             connection_age: CONNECTION_AGE,
@@ -51,7 +51,7 @@ impl Limits {
     }
 }
 
-impl Calls {
+impl CallKind {
     /// The limit of streams per client for a process that may use `memory` bytes.
     pub(super) fn max_streams_per_client(self, memory: Option<u64>) -> usize {
         match self {
@@ -96,7 +96,7 @@ const STREAMING_PORTS: u64 = 2;
 /// Memory of a stream over HTTP/2, without values that no other stream follows. Measured: 3.6 KB.
 const BYTES_PER_STREAM: u64 = 4 << 10;
 /// A proxy opens at most two streams on a port for each address that its application connects to, and one for each port that it
-/// receives connections on. A client of each pod of a cluster, such as Prometheus, has a stream on each port for each pod.
+/// receives connections on. A client that connects to all pods, such as Prometheus, has one stream on each port for each pod.
 const MAX_STREAMS_PER_CLIENT: usize = 32_768;
 /// However little memory the process has, a sidecar can have the streams for some hundred addresses.
 const MIN_STREAMS_PER_CLIENT: usize = 1_000;

@@ -43,7 +43,7 @@ use crate::tls::mesh_credentials::{MeshCredentials, certificate_identities};
 use limits::Limits;
 use metrics::GrpcMetrics;
 use response_end::EndWithConnection;
-use stream_limiter::{AdmittedStream, ClientShare, RequestMemory, StreamLimiter, StreamRefused};
+use stream_limiter::{AdmittedStream, PendingReservation, RequestMemory, StreamLimiter, StreamRefused};
 
 /// A gRPC server on one port: its credentials and its services.
 pub struct Server {
@@ -160,7 +160,7 @@ impl Server {
                 )
             }
         }));
-        let (streams, max_request_bytes) = (self.stream_limiter.clone(), self.limits.calls.max_request_bytes());
+        let (streams, max_request_bytes) = (self.stream_limiter.clone(), self.limits.call_kind.max_request_bytes());
         // The services are always ready. Their futures are boxed, because hyper keeps a task for each stream until its end,
         // and the task would contain the future.
         let service = service_fn(move |req: Request<Incoming>| {
@@ -175,13 +175,13 @@ impl Server {
             match request_memory {
                 RequestMemory::Uncounted => Box::pin(responding),
                 RequestMemory::Reserved(memory) => Box::pin(respond_while_reserved(responding, memory)),
-                RequestMemory::ReservedIfIncomplete(share) => Box::pin(respond_or_reserve(responding, share)),
+                RequestMemory::ReservedIfIncomplete(pending) => Box::pin(respond_or_reserve(responding, pending)),
             }
         });
         let connection = http2::Builder::new(TokioExecutor::new())
             .timer(TokioTimer::new())
             .keep_alive_interval(None)
-            .max_concurrent_streams(self.limits.calls.max_streams_per_connection())
+            .max_concurrent_streams(self.limits.call_kind.max_streams_per_connection())
             .max_header_list_size(MAX_HEADER_LIST_BYTES)
             .initial_stream_window_size(WINDOW_BYTES)
             .initial_connection_window_size(WINDOW_BYTES)
@@ -205,12 +205,12 @@ impl Server {
 /// Returns the response if the request is complete; otherwise reserves memory for the request, and waits.
 async fn respond_or_reserve(
     mut responding: impl Future<Output = Result<Response<Body>, Infallible>> + Unpin,
-    share: ClientShare,
+    pending: PendingReservation,
 ) -> Result<Response<Body>, Infallible> {
     if let Some(rsp) = (&mut responding).now_or_never() {
         return rsp;
     }
-    match share.reserve() {
+    match pending.reserve() {
         Ok(memory) => respond_while_reserved(responding, memory).await,
         Err(refused) => Ok(refused.response()),
     }

@@ -12,16 +12,17 @@ use tonic::body::Body;
 use tulle_core::connections::client_network;
 use tulle_core::fair_budget::{FairBudget, Reservation};
 
-use super::limits::{Calls, Limits};
+use super::limits::{CallKind, Limits};
 use crate::grpc::Caller;
 
 /// The open streams of one port.
 pub(super) struct StreamLimiter {
     limits: Limits,
     by_client: Mutex<HashMap<IpAddr, usize>>,
-    request_memory: Arc<FairBudget>,
-    /// Memory of requests that are not complete at once, by clients with a certificate on a port for them.
-    verified_request_memory: Arc<FairBudget>,
+    /// Memory for requests of clients without a certificate; on a port with [`CallKind::Unary`], of all clients.
+    unverified_budget: Arc<FairBudget>,
+    /// Memory for requests of clients with a certificate that do not arrive at once; zero on a port with [`CallKind::Unary`].
+    verified_budget: Arc<FairBudget>,
 }
 
 /// A stream that may begin.
@@ -37,11 +38,11 @@ pub(super) enum RequestMemory {
     Reserved(Reservation),
     /// The request is counted only if it is not complete at once, as the requests of a new connection usually are. If thousands
     /// arrive together, some can be incomplete; of these, clients retry the ones that are refused.
-    ReservedIfIncomplete(ClientShare),
+    ReservedIfIncomplete(PendingReservation),
 }
 
-/// What a client can reserve for one request.
-pub(super) struct ClientShare {
+/// The reservation for one request of a client, which is not made yet.
+pub(super) struct PendingReservation {
     budget: Arc<FairBudget>,
     client: IpAddr,
     n_bytes: usize,
@@ -75,15 +76,15 @@ impl StreamRefused {
 
 impl StreamLimiter {
     pub(super) fn new(limits: Limits) -> Arc<Self> {
-        let (others, verified) = match limits.calls {
-            Calls::Unary => (limits.request_memory, 0),
-            Calls::Streaming => (limits.request_memory / 2, limits.request_memory / 2),
+        let (unverified, verified) = match limits.call_kind {
+            CallKind::Unary => (limits.request_memory, 0),
+            CallKind::Streaming => (limits.request_memory / 2, limits.request_memory / 2),
         };
         Arc::new(Self {
             limits,
             by_client: Mutex::default(),
-            request_memory: FairBudget::new(others),
-            verified_request_memory: FairBudget::new(verified),
+            unverified_budget: FairBudget::new(unverified),
+            verified_budget: FairBudget::new(verified),
         })
     }
 
@@ -101,17 +102,17 @@ impl StreamLimiter {
             Caller::Peer { ip, .. } => (Some(client_network(*ip)), false),
         };
         let permit = self.count(client)?;
-        let share = |budget: &Arc<FairBudget>, client| ClientShare {
+        let pending = |budget: &Arc<FairBudget>, client| PendingReservation {
             budget: budget.clone(),
             client,
-            n_bytes: self.limits.calls.bytes_per_request(),
+            n_bytes: self.limits.call_kind.bytes_per_request(),
         };
-        let request_memory = match (client, self.limits.calls) {
+        let request_memory = match (client, self.limits.call_kind) {
             (None, _) => RequestMemory::Uncounted,
-            (Some(client), Calls::Streaming) if is_verified => {
-                RequestMemory::ReservedIfIncomplete(share(&self.verified_request_memory, client))
+            (Some(client), CallKind::Streaming) if is_verified => {
+                RequestMemory::ReservedIfIncomplete(pending(&self.verified_budget, client))
             }
-            (Some(client), _) => RequestMemory::Reserved(share(&self.request_memory, client).reserve()?),
+            (Some(client), _) => RequestMemory::Reserved(pending(&self.unverified_budget, client).reserve()?),
         };
         Ok(AdmittedStream { permit, request_memory })
     }
@@ -133,7 +134,7 @@ impl StreamLimiter {
     }
 }
 
-impl ClientShare {
+impl PendingReservation {
     /// # Errors
     /// Fails if the client has its share of the memory, as for [`StreamLimiter::admit`].
     pub(super) fn reserve(&self) -> Result<Reservation, StreamRefused> {
@@ -161,10 +162,10 @@ mod tests {
 
     use super::*;
 
-    fn limiter(calls: Calls, n_requests: usize) -> Arc<StreamLimiter> {
+    fn limiter(call_kind: CallKind, n_requests: usize) -> Arc<StreamLimiter> {
         StreamLimiter::new(Limits {
-            request_memory: n_requests * calls.bytes_per_request(),
-            ..Limits::from_resources(1024, None, calls)
+            request_memory: n_requests * call_kind.bytes_per_request(),
+            ..Limits::from_resources(1024, None, call_kind)
         })
     }
 
@@ -187,9 +188,9 @@ mod tests {
 
     #[test]
     fn streams_are_limited_per_client_address() {
-        let streams = limiter(Calls::Unary, 1_000_000);
+        let streams = limiter(CallKind::Unary, 1_000_000);
         let one = stranger("10.0.0.1");
-        let max = Calls::Unary.max_streams_per_client(None);
+        let max = CallKind::Unary.max_streams_per_client(None);
         let mut open: Vec<_> = (0..max).map(|_| streams.admit(&one).unwrap()).collect();
         assert_eq!(streams.admit(&one).err(), Some(StreamRefused::Streams));
         assert!(streams.admit(&stranger("10.0.0.2")).is_ok());
@@ -198,12 +199,12 @@ mod tests {
         assert!(streams.admit(&one).is_ok());
         open.clear();
         assert!(streams.by_client.lock().is_empty());
-        assert_eq!(streams.request_memory.used(), 0);
+        assert_eq!(streams.unverified_budget.used(), 0);
     }
 
     #[test]
     fn requests_for_certificates_leave_memory_for_those_of_others() {
-        let streams = limiter(Calls::Unary, 12);
+        let streams = limiter(CallKind::Unary, 12);
         let admit_all = |caller: Caller| -> Vec<_> { std::iter::from_fn(|| streams.admit(&caller).ok()).collect() };
         let first = admit_all(stranger("10.0.0.1"));
         assert_eq!(first.len(), 12);
@@ -211,24 +212,27 @@ mod tests {
         let second = admit_all(workload("10.0.0.2"));
         assert_eq!(second.len(), 6);
         let _third = streams.admit(&stranger("10.0.0.3")).unwrap();
-        assert_eq!(streams.request_memory.used(), 12 * Calls::Unary.bytes_per_request());
+        assert_eq!(
+            streams.unverified_budget.used(),
+            12 * CallKind::Unary.bytes_per_request()
+        );
     }
 
     #[test]
     fn strangers_and_verified_clients_have_separate_memory_on_a_port_for_verified_clients() {
-        let streams = limiter(Calls::Streaming, 4);
+        let streams = limiter(CallKind::Streaming, 4);
         let [first, _second] = [(); 2].map(|()| streams.admit(&stranger("10.0.0.1")).unwrap());
         assert_eq!(streams.admit(&stranger("10.0.0.1")).err(), Some(StreamRefused::Memory));
         drop(first.request_memory);
         assert!(streams.admit(&stranger("10.0.0.1")).is_ok());
-        let share = |ip| match streams.admit(&workload(ip)).unwrap().request_memory {
-            RequestMemory::ReservedIfIncomplete(share) => share,
+        let pending = |ip| match streams.admit(&workload(ip)).unwrap().request_memory {
+            RequestMemory::ReservedIfIncomplete(pending) => pending,
             _ => panic!("the request is counted at once, or never"),
         };
         // Complete requests need no memory.
-        let shares = [(); 100].map(|()| share("10.0.0.2"));
-        let _incomplete = [0, 1].map(|n: usize| shares[n].reserve().unwrap());
-        assert_eq!(shares[2].reserve().err(), Some(StreamRefused::Memory));
-        assert!(share("10.0.0.3").reserve().is_ok());
+        let of_one = [(); 100].map(|()| pending("10.0.0.2"));
+        let _incomplete = [0, 1].map(|n: usize| of_one[n].reserve().unwrap());
+        assert_eq!(of_one[2].reserve().err(), Some(StreamRefused::Memory));
+        assert!(pending("10.0.0.3").reserve().is_ok());
     }
 }

@@ -30,7 +30,7 @@ use tulle_proto::identity as proto;
 use tulle_proto::identity::identity_client::IdentityClient;
 use tulle_proto::identity::identity_server::{Identity, IdentityServer};
 
-use super::limits::{CONNECTION_AGE, Calls};
+use super::limits::{CONNECTION_AGE, CallKind};
 use super::*;
 use crate::grpc::{self, Methods};
 use crate::tls::accept::{HANDSHAKE_TIMEOUT, MAX_HANDSHAKE_BYTES};
@@ -107,7 +107,7 @@ impl TestServer {
     async fn start_with_age(clients: ClientCertificates, connection_age: Duration) -> Self {
         let creds = Arc::new(MeshCredentials::new(NAME.to_owned(), clients));
         let registry = Registry::new();
-        let server = build_server(creds.clone(), Calls::Unary, connection_age, &registry);
+        let server = build_server(creds.clone(), CallKind::Unary, connection_age, &registry);
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let addr = listener.local_addr().unwrap();
         let (signal, watch) = drain::channel();
@@ -175,16 +175,21 @@ impl TestServer {
     }
 }
 
-fn build_server(creds: Arc<MeshCredentials>, calls: Calls, connection_age: Duration, registry: &Registry) -> Server {
-    let n_budgets = match calls {
-        Calls::Unary => 1,
-        Calls::Streaming => 2,
+fn build_server(
+    creds: Arc<MeshCredentials>,
+    call_kind: CallKind,
+    connection_age: Duration,
+    registry: &Registry,
+) -> Server {
+    let n_budgets = match call_kind {
+        CallKind::Unary => 1,
+        CallKind::Streaming => 2,
     };
     let limits = Limits {
         connections: MAX_CONNECTIONS,
-        calls,
-        streams_per_client: calls.max_streams_per_client(None),
-        request_memory: n_budgets * MAX_REQUESTS * calls.bytes_per_request(),
+        call_kind,
+        streams_per_client: call_kind.max_streams_per_client(None),
+        request_memory: n_budgets * MAX_REQUESTS * call_kind.bytes_per_request(),
         connection_age,
     };
     let routes = Routes::new(IdentityServer::new(Echo)).add_service(grpc::Service(Endless));
@@ -280,7 +285,7 @@ async fn a_client_without_a_certificate_is_refused_where_one_is_required() {
 
 #[test]
 fn connections_are_bounded_by_files_and_by_memory() {
-    let connections = |files, memory| Limits::from_resources(files, memory, Calls::Streaming).connections;
+    let connections = |files, memory| Limits::from_resources(files, memory, CallKind::Streaming).connections;
     assert_eq!(connections(1_048_576, Some(250 << 20)), 1333);
     assert_eq!(connections(1024, Some(250 << 20)), 204);
     assert_eq!(connections(1024, None), 204);
@@ -315,12 +320,12 @@ async fn unauthenticated_connections_do_not_evict_an_authenticated_client() {
 
 #[test]
 fn streams_of_a_client_are_bounded_by_memory() {
-    let streams = |calls, memory| Limits::from_resources(1024, memory, calls).streams_per_client;
-    assert_eq!(streams(Calls::Streaming, Some(250 << 20)), 4_000);
-    assert_eq!(streams(Calls::Streaming, Some(16 << 20)), 1_000);
-    assert_eq!(streams(Calls::Streaming, Some(16 << 30)), 32_768);
-    assert_eq!(streams(Calls::Streaming, None), 32_768);
-    assert_eq!(streams(Calls::Unary, Some(16 << 30)), 64);
+    let streams = |call_kind, memory| Limits::from_resources(1024, memory, call_kind).streams_per_client;
+    assert_eq!(streams(CallKind::Streaming, Some(250 << 20)), 4_000);
+    assert_eq!(streams(CallKind::Streaming, Some(16 << 20)), 1_000);
+    assert_eq!(streams(CallKind::Streaming, Some(16 << 30)), 32_768);
+    assert_eq!(streams(CallKind::Streaming, None), 32_768);
+    assert_eq!(streams(CallKind::Unary, Some(16 << 30)), 64);
 }
 
 /// Sends a request whose body does not end.
@@ -333,7 +338,7 @@ fn send_unfinished(client: &Channel) -> impl Future<Output = hyper::Result<Respo
 #[tokio::test]
 async fn unfinished_requests_do_not_prevent_those_of_others() {
     let fixture = TestServer::start().await;
-    let server = build_server(fixture.creds.clone(), Calls::Unary, CONNECTION_AGE, &Registry::new());
+    let server = build_server(fixture.creds.clone(), CallKind::Unary, CONNECTION_AGE, &Registry::new());
     let server = Arc::new(server);
     let from = |last| fixture.connect_from(Ipv4Addr::new(10, 0, 0, last).into(), None, server.clone());
     let stranger = from(1).await;
@@ -351,7 +356,7 @@ async fn unfinished_requests_of_a_workload_have_a_share_of_the_memory() {
     let fixture = TestServer::start().await;
     let server = build_server(
         fixture.creds.clone(),
-        Calls::Streaming,
+        CallKind::Streaming,
         CONNECTION_AGE,
         &Registry::new(),
     );
@@ -442,7 +447,7 @@ async fn plaintext_is_served_on_loopback_only() {
     let channel = client::connect_plaintext(&Addr::Socket(server.addr)).await.unwrap();
     assert_eq!(call_certify(channel).await.unwrap(), "hello");
 
-    let server = build_server(server.creds.clone(), Calls::Unary, CONNECTION_AGE, &Registry::new());
+    let server = build_server(server.creds.clone(), CallKind::Unary, CONNECTION_AGE, &Registry::new());
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
     client.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
@@ -492,7 +497,7 @@ async fn a_request_that_is_too_long_is_refused() {
     let server = TestServer::start().await;
     let mut client = IdentityClient::new(server.connect(NAME, None).await.unwrap());
     let req = proto::CertifyRequest {
-        token: vec![0; Calls::Unary.max_request_bytes()],
+        token: vec![0; CallKind::Unary.max_request_bytes()],
         ..proto::CertifyRequest::default()
     };
     client.certify(req).await.unwrap_err();
@@ -530,7 +535,7 @@ async fn a_connection_ends_at_its_maximum_age_with_its_streams() {
 
 #[test]
 fn connections_that_began_together_end_at_different_times() {
-    let limits = Limits::from_resources(1024, None, Calls::Streaming);
+    let limits = Limits::from_resources(1024, None, CallKind::Streaming);
     let ages: Vec<_> = (0..1000).map(|_| limits.random_connection_age()).collect();
     let minutes = |n: u64| Duration::from_secs(n * 60);
     assert!(ages.iter().all(|age| (minutes(24)..=minutes(36)).contains(age)));

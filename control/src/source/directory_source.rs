@@ -20,7 +20,7 @@ use tulle_core::drain;
 use tulle_core::metrics::{Family, Gauge, Labels, Registry};
 
 use crate::resources::KINDS;
-use crate::resources::event::{Event, EventWriter};
+use crate::resources::event::{Event, EventSink};
 use crate::source::manifest::ManifestError;
 use crate::source::manifest_directory::{ManifestDirectory, Reload};
 
@@ -119,7 +119,7 @@ pub enum DirectoryError {
 /// Fails if `root` is not a directory. Later errors are only added to the report.
 pub async fn run(
     root: PathBuf,
-    writer: EventWriter,
+    sink: EventSink,
     report: ManifestReport,
     drain: drain::Watch,
 ) -> Result<(), DirectoryError> {
@@ -151,7 +151,7 @@ pub async fn run(
         }
         if !events.is_empty() {
             info!(directory = %root.display(), n_events, "manifests read");
-            writer.apply(events);
+            sink.apply(events);
         }
         tokio::select! {
             () = debounce(&mut changes) => {}

@@ -1,6 +1,6 @@
 //! Sources of Kubernetes objects: an API server, or a directory of manifests.
 //!
-//! A source reads objects and reports them as events to an [`EventWriter`](crate::resources::event::EventWriter). It
+//! A source reads objects and reports them as events to an [`EventSink`](crate::resources::event::EventSink). It
 //! sends `Synced` after all existing objects.
 
 mod defaulting;

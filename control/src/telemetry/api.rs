@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::counts::{Direction, RequestCounts};
+use super::counts::{Direction, TrafficValues};
 
 /// The response to a query for golden metrics.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -20,11 +20,12 @@ pub struct QueryResponse<Row> {
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct UnreachableSidecar {
+    /// The pod or external workload, not its owner.
     pub workload: ResourceName,
     pub reason: String,
 }
 
-/// What a row is about: a workload, service, namespace or address, or the service account or identity of a certificate.
+/// What a row is about: a workload, owner, service, namespace or address, or the service account or identity of a certificate.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct ResourceName {
     #[serde(default, skip_serializing_if = "String::is_empty")]
@@ -33,7 +34,7 @@ pub struct ResourceName {
     pub name: String,
 }
 
-/// Golden metrics of a workload's inbound traffic.
+/// Golden metrics of the inbound traffic of an owner, or of another kind of group. The API calls both a workload.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct WorkloadMetrics {
@@ -49,7 +50,7 @@ pub struct WorkloadMetrics {
     pub causes: BTreeMap<String, f64>,
 }
 
-/// Traffic from one workload to another.
+/// Traffic from the workloads of one owner to those of another.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct EdgeMetrics {
@@ -67,10 +68,11 @@ pub struct EdgeMetrics {
     pub golden: GoldenMetrics,
 }
 
-/// A route of a workload: inbound, or used for its outbound requests.
+/// A route of a group: inbound, or used for its outbound requests.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RouteMetrics {
+    /// The group: an owner, unless the query names another kind.
     pub workload: ResourceName,
     pub direction: Direction,
     /// The Server, Service or ServiceProfile of the route.
@@ -96,8 +98,8 @@ pub struct GoldenMetrics {
     pub write_bytes_per_second: f64,
 }
 
-impl From<&RequestCounts> for GoldenMetrics {
-    fn from(rates: &RequestCounts) -> Self {
+impl From<&TrafficValues> for GoldenMetrics {
+    fn from(rates: &TrafficValues) -> Self {
         Self {
             success_rate: rates.success_rate(),
             requests_per_second: rates.requests(),

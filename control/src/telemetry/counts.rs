@@ -5,14 +5,14 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use tulle_core::metrics::samples::{self, Sample};
 
-/// Counters of one sidecar since it started, or per second in [`Rates`].
+/// Values of one sidecar: counters since it started, or increases per second in [`Rates`].
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Counts {
+pub struct SidecarValues {
     /// Inbound traffic by client.
-    pub sources: BTreeMap<PeerTls, RequestCounts>,
+    pub sources: BTreeMap<PeerTls, TrafficValues>,
     /// Outbound traffic.
-    pub destinations: BTreeMap<Destination, RequestCounts>,
-    pub routes: BTreeMap<Route, RequestCounts>,
+    pub destinations: BTreeMap<Destination, TrafficValues>,
+    pub routes: BTreeMap<Route, TrafficValues>,
     /// Failures by direction and cause.
     pub failures: BTreeMap<(Direction, String), f64>,
     /// Start time of the sidecar, in seconds since 1970.
@@ -22,7 +22,7 @@ pub struct Counts {
 /// Increase of the counters per second between two pages. Connections are those of the later page.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Rates {
-    pub per_second: Counts,
+    pub per_second: SidecarValues,
 }
 
 /// Direction of traffic as the sidecar sees it.
@@ -60,9 +60,9 @@ pub struct Route {
     pub name: String,
 }
 
-/// Requests, connections and bytes: as counters, or per second in [`Rates`].
+/// Requests, connections and bytes: counters since the start of the sidecar, or increases per second in [`Rates`].
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct RequestCounts {
+pub struct TrafficValues {
     pub success: f64,
     pub failure: f64,
     /// Requests and TCP connections denied by policy.
@@ -75,7 +75,7 @@ pub struct RequestCounts {
     pub written_bytes: f64,
 }
 
-impl Counts {
+impl SidecarValues {
     /// Parses a metrics page. Metric families that are not needed and invalid samples are ignored.
     pub fn parse(page: &str) -> Self {
         let mut counts = Self::default();
@@ -140,12 +140,12 @@ impl Counts {
     #[must_use]
     pub fn rates_since(&self, earlier: &Self, seconds: f64) -> Rates {
         fn rates<K: Ord + Clone>(
-            now: &BTreeMap<K, RequestCounts>,
-            before: &BTreeMap<K, RequestCounts>,
+            now: &BTreeMap<K, TrafficValues>,
+            before: &BTreeMap<K, TrafficValues>,
             seconds: f64,
-        ) -> BTreeMap<K, RequestCounts> {
-            let nothing = RequestCounts::default();
-            let rate = |(key, counts): (&K, &RequestCounts)| {
+        ) -> BTreeMap<K, TrafficValues> {
+            let nothing = TrafficValues::default();
+            let rate = |(key, counts): (&K, &TrafficValues)| {
                 let before = before.get(key).unwrap_or(&nothing);
                 (key.clone(), counts.per_second_since(before, seconds))
             };
@@ -173,7 +173,7 @@ impl Counts {
     }
 }
 
-impl RequestCounts {
+impl TrafficValues {
     fn per_second_since(&self, earlier: &Self, seconds: f64) -> Self {
         let rate = |now: f64, before: f64| increase(now, before) / seconds;
         let latency = self.latency.iter().map(|(bound, now)| {
@@ -342,13 +342,13 @@ fn is_needed(name: &str) -> bool {
 }
 
 /// Adds a sample under a key. Keys beyond [`MAX_KEYS`] are ignored.
-fn count<K: Ord>(counts_by_key: &mut BTreeMap<K, RequestCounts>, key: K, sample: &Sample) {
+fn count<K: Ord>(counts_by_key: &mut BTreeMap<K, TrafficValues>, key: K, sample: &Sample) {
     if counts_by_key.len() < MAX_KEYS || counts_by_key.contains_key(&key) {
         add(counts_by_key.entry(key).or_default(), sample);
     }
 }
 
-fn add(counts: &mut RequestCounts, sample: &Sample) {
+fn add(counts: &mut TrafficValues, sample: &Sample) {
     // Keeps sums finite for any page.
     let value = sample.value.clamp(0.0, 1e15);
     let is_success = || match sample.label("classification") {
@@ -470,7 +470,7 @@ inbound_http_authz_deny_total{direction=\"inbound\",tls=\"true\",client_id=\"a.s
 
     #[test]
     fn a_page_is_grouped_by_peer_destination_and_route() {
-        let counts = Counts::parse(PAGE);
+        let counts = SidecarValues::parse(PAGE);
         let from_client = &counts.sources[&client()];
         assert_eq!(
             (from_client.success, from_client.failure, from_client.denied),
@@ -508,8 +508,8 @@ inbound_http_authz_deny_total{direction=\"inbound\",tls=\"true\",client_id=\"a.s
 
     #[test]
     fn rates_are_per_second_and_a_restart_counts_from_0() {
-        let earlier = Counts::parse(PAGE);
-        let mut later = Counts::parse(&PAGE.replace("} 90\n", "} 110\n").replace("} 10\n", "} 2\n"));
+        let earlier = SidecarValues::parse(PAGE);
+        let mut later = SidecarValues::parse(&PAGE.replace("} 90\n", "} 110\n").replace("} 10\n", "} 2\n"));
         let from_client = &later.rates_since(&earlier, 10.0).per_second.sources[&client()];
         assert_eq!(
             (from_client.success, from_client.failure),
@@ -524,26 +524,26 @@ inbound_http_authz_deny_total{direction=\"inbound\",tls=\"true\",client_id=\"a.s
             (11.0, 0.2),
             "the earlier page does not count after a restart"
         );
-        let new = later.rates_since(&Counts::default(), 10.0).per_second;
+        let new = later.rates_since(&SidecarValues::default(), 10.0).per_second;
         assert_eq!(new.sources[&client()].success, 11.0);
     }
 
     #[test]
     fn quantiles_lie_within_their_buckets() {
-        let counts = &Counts::parse(PAGE).sources[&client()];
+        let counts = &SidecarValues::parse(PAGE).sources[&client()];
         for (share, expected) in [(0.25, 5.0), (0.5, 10.0), (0.7, 15.0), (0.9, 20.0), (0.99, 20.0)] {
             assert_eq!(counts.quantile_ms(share), Some(expected), "{share}");
         }
-        assert_eq!(RequestCounts::default().quantile_ms(0.5), None);
+        assert_eq!(TrafficValues::default().quantile_ms(0.5), None);
     }
 
     #[test]
     fn request_counts_add_up() {
-        let one = Counts::parse(PAGE).sources[&client()].clone();
+        let one = SidecarValues::parse(PAGE).sources[&client()].clone();
         let mut sum = one.clone();
         sum.add(&one);
         assert_eq!((sum.success, sum.connections), (180.0, 6.0));
         assert_eq!(sum.quantile_ms(0.5), one.quantile_ms(0.5));
-        assert!(!sum.is_idle() && RequestCounts::default().is_idle());
+        assert!(!sum.is_idle() && TrafficValues::default().is_idle());
     }
 }

@@ -25,7 +25,7 @@ pub enum TapLine {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct TapEvent {
-    /// The workload whose sidecar reported the event.
+    /// The pod or external workload whose sidecar reported the event.
     pub workload: ResourceName,
     pub source: TapEndpoint,
     pub destination: TapEndpoint,

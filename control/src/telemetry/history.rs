@@ -6,17 +6,17 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::counts::{Counts, Rates};
+use super::counts::{Rates, SidecarValues};
 
 /// Pages of one sidecar, oldest first. Recent pages are closer together than older ones, so that a long window needs
 /// few pages.
 #[derive(Clone, Debug, Default)]
-pub(super) struct History(VecDeque<(Instant, Arc<Counts>)>);
+pub(super) struct History(VecDeque<(Instant, Arc<SidecarValues>)>);
 
 impl History {
     /// Adds a page read at `now`. Removes pages that are too old or too close to another, and the oldest beyond
     /// `max_pages`.
-    pub(super) fn push(&mut self, now: Instant, counts: Counts, max_pages: usize) {
+    pub(super) fn push(&mut self, now: Instant, counts: SidecarValues, max_pages: usize) {
         let mut last = None;
         self.0.retain(|(at, _)| {
             let age = now - *at;
@@ -71,8 +71,8 @@ const OLDER_SAMPLE_INTERVAL: Duration = Duration::from_secs(60);
 mod tests {
     use super::*;
 
-    fn page(n: u64) -> Counts {
-        Counts::parse(&format!(
+    fn page(n: u64) -> SidecarValues {
+        SidecarValues::parse(&format!(
             "tulle_failures_total{{direction=\"inbound\",cause=\"loop\"}} {n}\n"
         ))
     }

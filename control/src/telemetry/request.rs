@@ -8,6 +8,8 @@ use std::time::Duration;
 use http::Uri;
 use tulle_core::names::telemetry::{EDGES, GROUP, ROUTES, TAPS, VERSION, WORKLOADS};
 
+use crate::resources::meta::is_dns_label;
+
 use super::events::Headers;
 use super::history::MAX_HISTORY;
 use super::rows::{self, GroupKind, Selection};
@@ -57,9 +59,7 @@ impl ApiRequest {
         let (namespace, resource) = match rest.as_slice() {
             [] => return Ok(Self::Resources),
             [resource] => (None, *resource),
-            ["namespaces", namespace, resource] if crate::trust::is_dns_label(namespace) => {
-                (Some(*namespace), *resource)
-            }
+            ["namespaces", namespace, resource] if is_dns_label(namespace) => (Some(*namespace), *resource),
             _ => return Err(Error::NotFound),
         };
         let namespace = namespace.map(str::to_owned);

@@ -2,14 +2,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::cluster::views::workload_members::{MemberKind, WorkloadMember};
+use crate::cluster::views::workload_list::{Workload, WorkloadKind};
 use crate::model::endpoints::TlsIdentity;
 
 use super::api::{
     EdgeMetrics, GoldenMetrics, QueryResponse, ResourceName, RouteMetrics, UnreachableSidecar, WorkloadMetrics,
 };
-use super::counts::{self, Counts, Direction, PeerTls, Rates, RequestCounts};
-use super::scraper::ObservedMembers;
+use super::counts::{self, Direction, PeerTls, Rates, SidecarValues, TrafficValues};
+use super::scraper::ObservedWorkloads;
 
 /// The workloads that a query selects.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,12 +19,12 @@ pub(super) struct Selection {
     pub(super) name: Option<String>,
 }
 
-/// How members are grouped into rows.
+/// How workloads are grouped into rows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum GroupKind {
-    /// The owner of a pod, of any kind.
+    /// The owner of a workload, of any kind; the API calls it `workload`.
     Workload,
-    /// The owner of a pod, if it is of this kind.
+    /// The owner of a workload, if it is of this kind.
     Owner(&'static str),
     Pod,
     Service,
@@ -52,22 +52,22 @@ impl GroupKind {
 }
 
 impl Selection {
-    /// The groups that a member counts towards; none if it is not selected.
-    pub(super) fn groups(&self, member: &WorkloadMember) -> Vec<ResourceName> {
+    /// The groups that a workload counts towards; none if it is not selected.
+    pub(super) fn groups(&self, workload: &Workload) -> Vec<ResourceName> {
         let in_namespace = |kind: &str, name: &str| ResourceName {
-            namespace: member.name.namespace.to_string(),
+            namespace: workload.name.namespace.to_string(),
             kind: kind.to_owned(),
             name: name.to_owned(),
         };
         let mut groups = match &self.by {
-            GroupKind::Workload => vec![owner(member)],
+            GroupKind::Workload => vec![owner(workload)],
             GroupKind::Owner(kind) => {
-                let owner = owner(member);
+                let owner = owner(workload);
                 if owner.kind == *kind { vec![owner] } else { Vec::new() }
             }
-            GroupKind::Pod if member.kind == MemberKind::Pod => vec![in_namespace("pod", &member.name.name)],
+            GroupKind::Pod if workload.kind == WorkloadKind::Pod => vec![in_namespace("pod", &workload.name.name)],
             GroupKind::Pod => Vec::new(),
-            GroupKind::Service => member
+            GroupKind::Service => workload
                 .services
                 .iter()
                 .map(|name| in_namespace("service", name))
@@ -75,33 +75,33 @@ impl Selection {
             GroupKind::Namespace => vec![ResourceName {
                 namespace: String::new(),
                 kind: "namespace".to_owned(),
-                name: member.name.namespace.to_string(),
+                name: workload.name.namespace.to_string(),
             }],
         };
         groups.retain(|group| self.name.as_ref().is_none_or(|name| *name == group.name));
         groups
     }
 
-    fn selects(&self, member: &WorkloadMember) -> bool {
-        !self.groups(member).is_empty()
+    fn selects(&self, workload: &Workload) -> bool {
+        !self.groups(workload).is_empty()
     }
 }
 
 /// Golden metrics of the selected workloads.
-pub(super) fn workloads(observed: &ObservedMembers, selection: &Selection) -> QueryResponse<WorkloadMetrics> {
+pub(super) fn workloads(observed: &ObservedWorkloads, selection: &Selection) -> QueryResponse<WorkloadMetrics> {
     #[derive(Default)]
-    struct AggregatedCounts {
+    struct AggregatedValues {
         meshed: usize,
         total: usize,
-        inbound: RequestCounts,
+        inbound: TrafficValues,
         causes: BTreeMap<String, f64>,
     }
-    let mut sums: BTreeMap<ResourceName, AggregatedCounts> = BTreeMap::new();
-    for (member, rates) in &observed.members {
-        for group in selection.groups(member) {
+    let mut sums: BTreeMap<ResourceName, AggregatedValues> = BTreeMap::new();
+    for (workload, rates) in &observed.workloads {
+        for group in selection.groups(workload) {
             let sum = sums.entry(group).or_default();
             sum.total += 1;
-            sum.meshed += usize::from(member.sidecar.is_some());
+            sum.meshed += usize::from(workload.sidecar.is_some());
             let Some(Rates { per_second }) = rates else { continue };
             for inbound in per_second.sources.values() {
                 sum.inbound.add(inbound);
@@ -131,7 +131,7 @@ pub(super) fn workloads(observed: &ObservedMembers, selection: &Selection) -> Qu
 /// was scraped. A server's report names only the client's identity. If two clients share it and only one was scraped, the
 /// server's report is ignored for both, so the edge of the other client is missing. Its sidecar is in `unreachable` if the query
 /// selects it.
-pub(super) fn edges(observed: &ObservedMembers, selection: &Selection) -> QueryResponse<EdgeMetrics> {
+pub(super) fn edges(observed: &ObservedWorkloads, selection: &Selection) -> QueryResponse<EdgeMetrics> {
     type Key = (
         ResourceName,
         ResourceName,
@@ -139,46 +139,46 @@ pub(super) fn edges(observed: &ObservedMembers, selection: &Selection) -> QueryR
         Option<String>,
         Option<String>,
     );
-    let mut sums: BTreeMap<Key, RequestCounts> = BTreeMap::new();
+    let mut sums: BTreeMap<Key, TrafficValues> = BTreeMap::new();
     let scraped_identities: BTreeSet<_> = observed
-        .members
+        .workloads
         .iter()
-        .filter_map(|(member, rates)| rates.as_ref().and_then(|_| identity(member)))
+        .filter_map(|(workload, rates)| rates.as_ref().and_then(|_| identity(workload)))
         .collect();
     let selected: BTreeSet<_> = observed
-        .members
+        .workloads
         .iter()
-        .filter(|(member, _)| selection.selects(member))
-        .map(|(member, _)| owner(member))
+        .filter(|(workload, _)| selection.selects(workload))
+        .map(|(workload, _)| owner(workload))
         .collect();
-    for (member, per_second) in scraped_members(observed) {
-        let member_owner = owner(member);
+    for (workload, per_second) in scraped_workloads(observed) {
+        let workload_owner = owner(workload);
         for (target, rates) in per_second.destinations.iter().filter(|(_, rates)| !rates.is_idle()) {
             let destination = ResourceName {
                 namespace: target.namespace.clone(),
                 kind: kind(&target.kind).to_owned(),
                 name: target.name.clone(),
             };
-            if !selection.selects(member) && !selected.contains(&destination) {
+            if !selection.selects(workload) && !selected.contains(&destination) {
                 continue;
             }
             let (client_id, server_id, no_tls_reason) = match &target.peer {
-                PeerTls::Meshed(id) => (identity(member), Some(id.clone()), None),
+                PeerTls::Meshed(id) => (identity(workload), Some(id.clone()), None),
                 PeerTls::Plain(why) => (None, None, Some(why.clone())),
             };
-            let key = (member_owner.clone(), destination, client_id, server_id, no_tls_reason);
+            let key = (workload_owner.clone(), destination, client_id, server_id, no_tls_reason);
             sums.entry(key).or_default().add(rates);
         }
-        if !selection.selects(member) {
+        if !selection.selects(workload) {
             continue;
         }
         for (peer, rates) in per_second.sources.iter().filter(|(_, rates)| !rates.is_idle()) {
             let (source, client_id, server_id, no_tls_reason) = match peer {
                 PeerTls::Meshed(id) if scraped_identities.contains(id) => continue,
-                PeerTls::Meshed(id) => (resource_of_identity(id), Some(id.clone()), identity(member), None),
+                PeerTls::Meshed(id) => (resource_of_identity(id), Some(id.clone()), identity(workload), None),
                 PeerTls::Plain(why) => (unmeshed(), None, None, Some(why.clone())),
             };
-            let key = (source, member_owner.clone(), client_id, server_id, no_tls_reason);
+            let key = (source, workload_owner.clone(), client_id, server_id, no_tls_reason);
             sums.entry(key).or_default().add(rates);
         }
     }
@@ -197,10 +197,10 @@ pub(super) fn edges(observed: &ObservedMembers, selection: &Selection) -> QueryR
 }
 
 /// Inbound and outbound routes of the selected workloads.
-pub(super) fn routes(observed: &ObservedMembers, selection: &Selection) -> QueryResponse<RouteMetrics> {
-    let mut sums: BTreeMap<(ResourceName, counts::Route), RequestCounts> = BTreeMap::new();
-    for (member, per_second) in scraped_members(observed) {
-        for group in selection.groups(member) {
+pub(super) fn routes(observed: &ObservedWorkloads, selection: &Selection) -> QueryResponse<RouteMetrics> {
+    let mut sums: BTreeMap<(ResourceName, counts::Route), TrafficValues> = BTreeMap::new();
+    for (workload, per_second) in scraped_workloads(observed) {
+        for group in selection.groups(workload) {
             for (route, rates) in &per_second.routes {
                 sums.entry((group.clone(), route.clone())).or_default().add(rates);
             }
@@ -219,19 +219,19 @@ pub(super) fn routes(observed: &ObservedMembers, selection: &Selection) -> Query
     response(observed, selection, rows.collect())
 }
 
-/// The members whose sidecars were scraped, with their rates per second.
-fn scraped_members(observed: &ObservedMembers) -> impl Iterator<Item = (&WorkloadMember, &Counts)> {
-    let members = observed.members.iter();
-    members.filter_map(|(member, rates)| Some((member, &rates.as_ref()?.per_second)))
+/// The workloads whose sidecars were scraped, with their rates per second.
+fn scraped_workloads(observed: &ObservedWorkloads) -> impl Iterator<Item = (&Workload, &SidecarValues)> {
+    let workloads = observed.workloads.iter();
+    workloads.filter_map(|(workload, rates)| Some((workload, &rates.as_ref()?.per_second)))
 }
 
-fn response<Row>(observed: &ObservedMembers, selection: &Selection, rows: Vec<Row>) -> QueryResponse<Row> {
+fn response<Row>(observed: &ObservedWorkloads, selection: &Selection, rows: Vec<Row>) -> QueryResponse<Row> {
     let unreachable = observed
         .unreachable
         .iter()
-        .filter(|(member, _)| selection.selects(member));
-    let unreachable = unreachable.map(|(member, reason)| UnreachableSidecar {
-        workload: own_resource(member),
+        .filter(|(workload, _)| selection.selects(workload));
+    let unreachable = unreachable.map(|(workload, reason)| UnreachableSidecar {
+        workload: own_resource(workload),
         reason: reason.clone(),
     });
     QueryResponse {
@@ -241,24 +241,24 @@ fn response<Row>(observed: &ObservedMembers, selection: &Selection, rows: Vec<Ro
     }
 }
 
-/// The resource of the member itself, not of its owner.
-pub(super) fn own_resource(member: &WorkloadMember) -> ResourceName {
-    let kind = match member.kind {
-        MemberKind::Pod => "pod",
-        MemberKind::External => "externalworkload",
+/// The resource of the workload itself, not of its owner.
+pub(super) fn own_resource(workload: &Workload) -> ResourceName {
+    let kind = match workload.kind {
+        WorkloadKind::Pod => "pod",
+        WorkloadKind::External => "externalworkload",
     };
     ResourceName {
-        namespace: member.name.namespace.to_string(),
+        namespace: workload.name.namespace.to_string(),
         kind: kind.to_owned(),
-        name: member.name.name.to_string(),
+        name: workload.name.name.to_string(),
     }
 }
 
-fn owner(member: &WorkloadMember) -> ResourceName {
+fn owner(workload: &Workload) -> ResourceName {
     ResourceName {
-        namespace: member.name.namespace.to_string(),
-        kind: kind(&member.owner.0).to_owned(),
-        name: member.owner.1.to_string(),
+        namespace: workload.name.namespace.to_string(),
+        kind: kind(&workload.owner.0).to_owned(),
+        name: workload.owner.1.to_string(),
     }
 }
 
@@ -271,8 +271,8 @@ fn kind(label: &str) -> &str {
     }
 }
 
-fn identity(member: &WorkloadMember) -> Option<String> {
-    let identity = member.sidecar.as_ref()?.identity.as_ref()?;
+fn identity(workload: &Workload) -> Option<String> {
+    let identity = workload.sidecar.as_ref()?.identity.as_ref()?;
     Some(match identity {
         TlsIdentity::Dns { name, .. } => name.to_string(),
         TlsIdentity::Uri { uri, .. } => uri.to_string(),
@@ -321,15 +321,15 @@ mod tests {
     use std::net::SocketAddr;
 
     use super::*;
-    use crate::cluster::views::workload_members::Sidecar;
+    use crate::cluster::views::workload_list::Sidecar;
     use crate::resources::meta::NamespacedName;
 
-    fn member(name: &str, deployment: &str) -> WorkloadMember {
+    fn workload(name: &str, deployment: &str) -> Workload {
         let addr: SocketAddr = ([127, 0, 0, 1], 1).into();
         let id = format!("{deployment}.shop.serviceaccount.identity.linkerd.cluster.local");
-        WorkloadMember {
+        Workload {
             name: NamespacedName::new("shop", name),
-            kind: MemberKind::Pod,
+            kind: WorkloadKind::Pod,
             owner: ("deployment".into(), deployment.into()),
             services: vec![deployment.into()],
             sidecar: Some(Sidecar {
@@ -345,12 +345,12 @@ mod tests {
 
     fn rates(page: &str) -> Rates {
         Rates {
-            per_second: Counts::parse(page),
+            per_second: SidecarValues::parse(page),
         }
     }
 
     /// Two pods of `web`, one without a sidecar, and `client`, which calls `web` and an address outside the mesh.
-    fn observed() -> ObservedMembers {
+    fn observed() -> ObservedWorkloads {
         let id = "client.shop.serviceaccount.identity.linkerd.cluster.local";
         let web = format!(
             "response_total{{direction=\"inbound\",tls=\"true\",client_id=\"{id}\",classification=\"success\"}} 8\n\
@@ -362,15 +362,15 @@ mod tests {
              dst_deployment=\"web\",classification=\"success\"} 8\n\
              tcp_open_connections{direction=\"outbound\",peer=\"dst\",target_addr=\"1.1.1.1:443\",tls=\"no_identity\",\
              no_tls_reason=\"not_provided_by_service_discovery\"} 1\n";
-        let plain = WorkloadMember {
+        let plain = Workload {
             sidecar: None,
-            ..member("web-2", "web")
+            ..workload("web-2", "web")
         };
-        let unreachable = (member("web-3", "web"), "gone".to_owned());
-        ObservedMembers {
-            members: vec![
-                (member("client-1", "client"), Some(rates(client))),
-                (member("web-1", "web"), Some(rates(&web))),
+        let unreachable = (workload("web-3", "web"), "gone".to_owned());
+        ObservedWorkloads {
+            workloads: vec![
+                (workload("client-1", "client"), Some(rates(client))),
+                (workload("web-1", "web"), Some(rates(&web))),
                 (plain, None),
             ],
             seconds: 10.0,

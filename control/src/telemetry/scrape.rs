@@ -22,8 +22,8 @@ use tower::Service as _;
 use tracing::debug;
 use tulle_core::addr::Addr;
 
-use super::counts::Counts;
-use crate::cluster::views::workload_members::{MemberKind, Sidecar};
+use super::counts::SidecarValues;
+use crate::cluster::views::workload_list::{Sidecar, WorkloadKind};
 use crate::tls::client::{self, Channel, TlsServer};
 use crate::tls::mesh_credentials::MeshCredentials;
 
@@ -58,17 +58,21 @@ pub(super) enum Error {
 ///
 /// # Errors
 /// Fails if the sidecar is unreachable or has no metrics page, or, for an ExternalWorkload, has another identity.
-pub(super) async fn scrape(sidecar: &Sidecar, kind: MemberKind, creds: &MeshCredentials) -> Result<Counts, Error> {
+pub(super) async fn scrape(
+    sidecar: &Sidecar,
+    kind: WorkloadKind,
+    creds: &MeshCredentials,
+) -> Result<SidecarValues, Error> {
     let scraping = async {
         match kind {
-            MemberKind::External => read_over_tls(connect(sidecar, creds).await?).await,
-            MemberKind::Pod => scrape_pod(sidecar, creds, TLS_CONNECT_TIMEOUT).await,
+            WorkloadKind::External => read_over_tls(connect(sidecar, creds).await?).await,
+            WorkloadKind::Pod => scrape_pod(sidecar, creds, TLS_CONNECT_TIMEOUT).await,
         }
     };
     timeout(SCRAPE_TIMEOUT, scraping).await.map_err(|_| Error::Timeout)?
 }
 
-async fn scrape_pod(sidecar: &Sidecar, creds: &MeshCredentials, tls_timeout: Duration) -> Result<Counts, Error> {
+async fn scrape_pod(sidecar: &Sidecar, creds: &MeshCredentials, tls_timeout: Duration) -> Result<SidecarValues, Error> {
     let connected = timeout(tls_timeout, connect(sidecar, creds)).await;
     match connected.unwrap_or(Err(Error::TlsTimeout(tls_timeout))) {
         Ok(channel) => read_over_tls(channel).await,
@@ -92,13 +96,13 @@ async fn connect(sidecar: &Sidecar, creds: &MeshCredentials) -> Result<Channel, 
     client::connect(&server, Some(leaf)).await.map_err(Error::Connect)
 }
 
-async fn read_over_tls(mut channel: Channel) -> Result<Counts, Error> {
+async fn read_over_tls(mut channel: Channel) -> Result<SidecarValues, Error> {
     let request = Request::get("/metrics").body(Body::empty()).map_err(Error::Request)?;
     let rsp = channel.call(request).await.map_err(Error::Http)?;
     parse_counts(read_body(rsp).await?).await
 }
 
-async fn read_over_plaintext(admin: SocketAddr) -> Result<Counts, Error> {
+async fn read_over_plaintext(admin: SocketAddr) -> Result<SidecarValues, Error> {
     let stream = TcpStream::connect(admin).await.map_err(Error::Dial)?;
     let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(Error::Http)?;
     let request = Request::get("/metrics")
@@ -122,9 +126,9 @@ async fn read_body(rsp: Response<Incoming>) -> Result<Bytes, Error> {
     Ok(body.await.map_err(Error::Read)?.to_bytes())
 }
 
-async fn parse_counts(page: Bytes) -> Result<Counts, Error> {
+async fn parse_counts(page: Bytes) -> Result<SidecarValues, Error> {
     // Not on this thread, which also serves the other queries and taps.
-    let parsed = tokio::task::spawn_blocking(move || Counts::parse(&String::from_utf8_lossy(&page)));
+    let parsed = tokio::task::spawn_blocking(move || SidecarValues::parse(&String::from_utf8_lossy(&page)));
     parsed.await.map_err(Error::Parse)
 }
 
@@ -196,7 +200,7 @@ mod tests {
             sent.truncate(n);
             sent
         };
-        let (scraped, sent) = tokio::join!(scrape(&sidecar, MemberKind::External, &ours), listening);
+        let (scraped, sent) = tokio::join!(scrape(&sidecar, WorkloadKind::External, &ours), listening);
         assert!(matches!(scraped, Err(Error::Connect(_))), "{scraped:?}");
         assert_eq!(sent[0], 22, "a TLS handshake record");
         assert!(!sent.windows(8).any(|part| part == b"/metrics"));
@@ -253,7 +257,7 @@ mod tests {
                 // Returns when the client closes the connection.
                 let _ = connection.await;
             };
-            let (scraped, ()) = tokio::join!(scrape(&sidecar, MemberKind::External, &ours), serving);
+            let (scraped, ()) = tokio::join!(scrape(&sidecar, WorkloadKind::External, &ours), serving);
             match expected {
                 true => assert_eq!(scraped.unwrap().failures.len(), 1),
                 false => assert!(matches!(scraped, Err(Error::Connect(_))), "{scraped:?}"),

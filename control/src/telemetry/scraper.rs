@@ -21,7 +21,7 @@ use super::counts::Rates;
 use super::history::{History, RECENT_SAMPLE_INTERVAL};
 use super::scrape::scrape;
 use crate::cluster::Cluster;
-use crate::cluster::views::workload_members::{MemberKind, Sidecar, WorkloadMember};
+use crate::cluster::views::workload_list::{Sidecar, Workload, WorkloadKind};
 use crate::tls::mesh_credentials::MeshCredentials;
 
 /// Recent metrics of sidecars.
@@ -30,7 +30,7 @@ pub(super) struct SidecarScraper {
     /// Credentials for mutual TLS with sidecars.
     creds: Arc<MeshCredentials>,
     state: Mutex<State>,
-    /// Serializes lookups of members, so that concurrent queries share one result.
+    /// Serializes lookups of workloads, so that concurrent queries share one result.
     lookup_lock: Semaphore,
 }
 
@@ -41,8 +41,8 @@ type Key = (SocketAddr, Arc<str>);
 struct State {
     /// Time of the last query of a namespace, or of all.
     last_queried: HashMap<Namespace, Instant>,
-    /// Members of a namespace, and when they were looked up.
-    members: HashMap<Namespace, (Instant, Arc<[WorkloadMember]>)>,
+    /// Workloads of a namespace, and when they were looked up.
+    workloads: HashMap<Namespace, (Instant, Arc<[Workload]>)>,
     histories: HashMap<Key, History>,
 }
 
@@ -53,17 +53,17 @@ type Namespace = Option<Arc<str>>;
 pub(super) enum Error {
     #[error("{found} sidecars exceed the limit of {MAX_SIDECARS} for one query; query one namespace")]
     TooMany { found: usize },
-    #[error("looking up the members of the mesh, or computing their rates")]
+    #[error("looking up the workloads of the mesh, or computing their rates")]
     Failed(#[from] JoinError),
 }
 
-/// Members, and the rates per second of their sidecars.
-pub(super) struct ObservedMembers {
-    pub(super) members: Vec<(WorkloadMember, Option<Rates>)>,
+/// Workloads, and the rates per second of their sidecars.
+pub(super) struct ObservedWorkloads {
+    pub(super) workloads: Vec<(Workload, Option<Rates>)>,
     /// Length of the measured interval in seconds; the longest if they differ between sidecars.
     pub(super) seconds: f64,
     /// Sidecars that could not be scraped, with the reason.
-    pub(super) unreachable: Vec<(WorkloadMember, String)>,
+    pub(super) unreachable: Vec<(Workload, String)>,
 }
 
 impl SidecarScraper {
@@ -76,30 +76,29 @@ impl SidecarScraper {
         }
     }
 
-    /// Members of a namespace, or of all, from a lookup that is at most [`MAX_SCRAPE_AGE`] old.
-    pub(super) async fn members(&self, namespace: Option<&str>) -> Result<Arc<[WorkloadMember]>, Error> {
+    /// Workloads of a namespace, or of all, from a lookup that is at most [`MAX_SCRAPE_AGE`] old.
+    pub(super) async fn workloads(&self, namespace: Option<&str>) -> Result<Arc<[Workload]>, Error> {
         // The semaphore is never closed.
         let _turn = self.lookup_lock.acquire().await;
         let key: Namespace = namespace.map(Arc::from);
-        if let Some((at, members)) = self.state.lock().members.get(&key)
+        if let Some((at, workloads)) = self.state.lock().workloads.get(&key)
             && at.elapsed() < MAX_SCRAPE_AGE
         {
-            return Ok(members.clone());
+            return Ok(workloads.clone());
         }
         let (cluster, namespace) = (self.cluster.clone(), key.clone());
         // Not on this thread, which also serves the other queries and taps.
-        let members: Arc<[WorkloadMember]> =
-            spawn_blocking(move || cluster.workload_members(namespace.as_deref()).into()).await?;
+        let workloads: Arc<[Workload]> = spawn_blocking(move || cluster.workloads(namespace.as_deref()).into()).await?;
         let mut state = self.state.lock();
-        state.members.retain(|_, (at, _)| at.elapsed() < MAX_SCRAPE_AGE);
-        state.members.insert(key, (Instant::now(), members.clone()));
-        Ok(members)
+        state.workloads.retain(|_, (at, _)| at.elapsed() < MAX_SCRAPE_AGE);
+        state.workloads.insert(key, (Instant::now(), workloads.clone()));
+        Ok(workloads)
     }
 
     /// Rates of a namespace, or of all, over an interval as close to `window` as the stored pages allow.
-    pub(super) async fn observe(&self, namespace: Option<&str>, window: Duration) -> Result<ObservedMembers, Error> {
-        let members = self.members(namespace).await?;
-        let found = members.iter().filter(|member| member.sidecar.is_some()).count();
+    pub(super) async fn observe(&self, namespace: Option<&str>, window: Duration) -> Result<ObservedWorkloads, Error> {
+        let workloads = self.workloads(namespace).await?;
+        let found = workloads.iter().filter(|workload| workload.sidecar.is_some()).count();
         if found > MAX_SIDECARS {
             return Err(Error::TooMany { found });
         }
@@ -107,30 +106,30 @@ impl SidecarScraper {
             let now = Instant::now();
             self.state.lock().last_queried.insert(namespace.map(Arc::from), now);
         }
-        let mut unreachable = self.scrape_stale(&members).await;
-        if !self.all_have_two_pages(&members) {
+        let mut unreachable = self.scrape_stale(&workloads).await;
+        if !self.all_have_two_pages(&workloads) {
             sleep(FIRST_QUERY_WINDOW).await;
-            unreachable = self.scrape_stale(&members).await;
+            unreachable = self.scrape_stale(&workloads).await;
         }
         // Rates are computed without the lock and on a blocking thread; pages are shared by reference.
         let histories: Vec<Option<History>> = {
             let state = self.state.lock();
-            let history = |member| state.histories.get(&key(member)?).cloned();
-            members.iter().map(history).collect()
+            let history = |workload| state.histories.get(&key(workload)?).cloned();
+            workloads.iter().map(history).collect()
         };
         let observed = spawn_blocking(move || {
             let mut seconds = 0.0_f64;
-            let members_with_rates = members.iter().zip(histories).map(|(member, history)| {
+            let workloads_with_rates = workloads.iter().zip(histories).map(|(workload, history)| {
                 let rates = history.and_then(|history| history.rates(window));
                 let rates = rates.map(|(rates, measured)| {
                     seconds = seconds.max(measured);
                     rates
                 });
-                (member.clone(), rates)
+                (workload.clone(), rates)
             });
-            let members = members_with_rates.collect();
-            ObservedMembers {
-                members,
+            let workloads = workloads_with_rates.collect();
+            ObservedWorkloads {
+                workloads,
                 seconds,
                 unreachable,
             }
@@ -161,8 +160,8 @@ impl SidecarScraper {
             };
             for namespace in last_queried {
                 let scraping = async {
-                    let members = self.members(namespace.as_deref()).await?;
-                    self.scrape_stale(&members).await;
+                    let workloads = self.workloads(namespace.as_deref()).await?;
+                    self.scrape_stale(&workloads).await;
                     Ok::<_, Error>(())
                 };
                 tokio::select! {
@@ -176,19 +175,19 @@ impl SidecarScraper {
     }
 
     /// Scrapes sidecars whose latest page is older than [`MAX_SCRAPE_AGE`]. Returns those that failed, with the reason.
-    async fn scrape_stale(&self, members: &[WorkloadMember]) -> Vec<(WorkloadMember, String)> {
+    async fn scrape_stale(&self, workloads: &[Workload]) -> Vec<(Workload, String)> {
         let due: Vec<_> = {
             let state = self.state.lock();
             let is_due = |target: &ScrapeTarget| {
                 let read_at = state.histories.get(&target.key).and_then(History::latest);
                 read_at.is_none_or(|at| at.elapsed() >= MAX_SCRAPE_AGE)
             };
-            let all = members.iter().enumerate().filter_map(|(member_index, member)| {
+            let all = workloads.iter().enumerate().filter_map(|(workload_index, workload)| {
                 Some(ScrapeTarget {
-                    member_index,
-                    key: key(member)?,
-                    kind: member.kind,
-                    sidecar: member.sidecar.clone()?,
+                    workload_index,
+                    key: key(workload)?,
+                    kind: workload.kind,
+                    sidecar: workload.sidecar.clone()?,
                 })
             });
             all.filter(is_due).collect()
@@ -196,49 +195,51 @@ impl SidecarScraper {
         let mut pages = stream::iter(due)
             .map(|target: ScrapeTarget| async move {
                 let page = scrape(&target.sidecar, target.kind, &self.creds).await;
-                (target.member_index, target.key, page)
+                (target.workload_index, target.key, page)
             })
             .buffer_unordered(MAX_CONCURRENT_SCRAPES);
         let mut unreachable = Vec::new();
-        while let Some((member_index, key, page)) = pages.next().await {
+        while let Some((workload_index, key, page)) = pages.next().await {
             match page {
                 Ok(counts) => {
                     let mut state = self.state.lock();
                     if state.histories.len() >= MAX_SIDECARS && !state.histories.contains_key(&key) {
                         let reason =
                             format!("the metrics of {MAX_SIDECARS} other sidecars are stored, which is the limit");
-                        unreachable.push((members[member_index].clone(), reason));
+                        unreachable.push((workloads[workload_index].clone(), reason));
                         continue;
                     }
                     let max_pages = MAX_METRICS_PAGES / state.histories.len().max(1);
                     let history = state.histories.entry(key).or_default();
                     history.push(Instant::now(), counts, max_pages.max(2));
                 }
-                Err(err) => unreachable.push((members[member_index].clone(), ErrorChain(&err).to_string())),
+                Err(err) => unreachable.push((workloads[workload_index].clone(), ErrorChain(&err).to_string())),
             }
         }
         unreachable
     }
 
     /// Returns whether every sidecar with a page has at least two.
-    fn all_have_two_pages(&self, members: &[WorkloadMember]) -> bool {
+    fn all_have_two_pages(&self, workloads: &[Workload]) -> bool {
         let state = self.state.lock();
-        let mut histories = members.iter().filter_map(|member| state.histories.get(&key(member)?));
+        let mut histories = workloads
+            .iter()
+            .filter_map(|workload| state.histories.get(&key(workload)?));
         histories.all(History::has_two_pages)
     }
 }
 
 struct ScrapeTarget {
-    /// Index in the list of members.
-    member_index: usize,
+    /// Index in the list of workloads.
+    workload_index: usize,
     key: Key,
-    kind: MemberKind,
+    kind: WorkloadKind,
     sidecar: Sidecar,
 }
 
-fn key(member: &WorkloadMember) -> Option<Key> {
-    let sidecar = member.sidecar.as_ref()?;
-    Some((sidecar.admin_addr, member.name.name.clone()))
+fn key(workload: &Workload) -> Option<Key> {
+    let sidecar = workload.sidecar.as_ref()?;
+    Some((sidecar.admin_addr, workload.name.name.clone()))
 }
 
 /// Maximum concurrent scrapes of one query.
@@ -247,7 +248,7 @@ const MAX_CONCURRENT_SCRAPES: usize = 16;
 const MAX_SIDECARS: usize = 2000;
 /// Maximum pages stored over all sidecars, but at least two for each sidecar. A page takes a few KiB.
 const MAX_METRICS_PAGES: usize = 2000;
-/// Maximum age of a page, or of a lookup of members, that is used again.
+/// Maximum age of a page, or of a lookup of workloads, that is used again.
 const MAX_SCRAPE_AGE: Duration = Duration::from_secs(1);
 /// Interval between the two scrapes of the first query.
 const FIRST_QUERY_WINDOW: Duration = Duration::from_secs(2);
@@ -289,7 +290,7 @@ status:
             let yaml = serde_yaml_ng::Deserializer::from_str(&yaml);
             Event::Applied(resources::decode(Kind::Pod, yaml).unwrap())
         });
-        cluster.writer().apply(pods.collect());
+        cluster.sink().apply(pods.collect());
         cluster
     }
 
@@ -321,11 +322,11 @@ status:
     #[tokio::test]
     async fn concurrent_queries_share_one_lookup_of_members() {
         let scraper = scraper(3);
-        let (one, other) = tokio::join!(scraper.members(Some("shop")), scraper.members(Some("shop")));
+        let (one, other) = tokio::join!(scraper.workloads(Some("shop")), scraper.workloads(Some("shop")));
         let (one, other) = (one.unwrap(), other.unwrap());
         assert!(Arc::ptr_eq(&one, &other));
         assert_eq!(one.len(), 3);
-        assert!(scraper.members(Some("other")).await.unwrap().is_empty());
+        assert!(scraper.workloads(Some("other")).await.unwrap().is_empty());
     }
 
     #[tokio::test]

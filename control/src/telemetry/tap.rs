@@ -24,7 +24,7 @@ use super::api::{ResourceName, UnreachableSidecar};
 use super::events::{Headers, TapEvent, TapLine};
 use super::rows::{self, Selection};
 use super::scraper::SidecarScraper;
-use crate::cluster::views::workload_members::{Sidecar, WorkloadMember};
+use crate::cluster::views::workload_list::{Sidecar, Workload};
 use crate::resources::meta::NamespacedName;
 use crate::tls::client::{self, TlsServer};
 use crate::tls::mesh_credentials::MeshCredentials;
@@ -77,7 +77,7 @@ enum Error {
 /// A sidecar whose events are streamed.
 struct WatchedSidecar {
     key: SidecarKey,
-    member: WorkloadMember,
+    workload: Workload,
     sidecar: Sidecar,
     /// Distinguishes the sidecars of one tap.
     number: u32,
@@ -183,8 +183,8 @@ impl RunningTap {
     /// reported to the client; they get a stream when another one ends.
     async fn open_streams(&mut self) -> Result<(), ClientGone> {
         let namespace = self.request.namespace.as_deref();
-        let members = match self.tapper.scraper.members(namespace).await {
-            Ok(members) => members,
+        let workloads = match self.tapper.scraper.workloads(namespace).await {
+            Ok(workloads) => workloads,
             Err(err) => {
                 warn!(
                     error = &err as &dyn std::error::Error,
@@ -194,22 +194,22 @@ impl RunningTap {
             }
         };
         let reported = std::mem::take(&mut self.over_limit);
-        for member in members.iter() {
-            let Some(sidecar) = member.sidecar.clone() else {
+        for workload in workloads.iter() {
+            let Some(sidecar) = workload.sidecar.clone() else {
                 continue;
             };
-            let key = (sidecar.tap_addr, member.name.clone());
-            let is_selected = !self.request.selection.groups(member).is_empty();
+            let key = (sidecar.tap_addr, workload.name.clone());
+            let is_selected = !self.request.selection.groups(workload).is_empty();
             if !is_selected || !self.failures.is_due(&key) || self.watched.contains(&key) {
                 continue;
             }
             if self.watched.len() < MAX_WATCHED_SIDECARS {
                 self.watched.insert(key.clone());
-                self.open_stream(key, member, sidecar);
+                self.open_stream(key, workload, sidecar);
                 continue;
             }
             if !reported.contains(&key) {
-                self.report_unreachable(rows::own_resource(member), &Error::TooMany)
+                self.report_unreachable(rows::own_resource(workload), &Error::TooMany)
                     .await?;
             }
             self.over_limit.insert(key);
@@ -217,10 +217,10 @@ impl RunningTap {
         Ok(())
     }
 
-    fn open_stream(&mut self, key: SidecarKey, member: &WorkloadMember, sidecar: Sidecar) {
+    fn open_stream(&mut self, key: SidecarKey, workload: &Workload, sidecar: Sidecar) {
         let watched = WatchedSidecar {
             key,
-            member: member.clone(),
+            workload: workload.clone(),
             sidecar,
             number: self.next_number,
         };
@@ -272,11 +272,11 @@ impl Tapper {
     async fn watch(self, watched: WatchedSidecar, tap: TapRequest, lines: mpsc::Sender<TapLine>) -> EndedStream {
         let WatchedSidecar {
             key,
-            member,
+            workload,
             sidecar,
             number,
         } = watched;
-        let workload = rows::own_resource(&member);
+        let workload = rows::own_resource(&workload);
         let headers = tap.headers;
         let mut opened_at = None;
         let watching = async {

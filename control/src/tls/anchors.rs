@@ -180,11 +180,11 @@ mod tests {
     }
 
     #[test]
-    fn a_workload_issuer_cannot_issue_for_other_identities() {
+    fn a_single_identity_issuer_cannot_issue_for_other_identities() {
         let anchor = trust::create_anchor("root", trust::ANCHOR_LIFETIME).unwrap();
         let anchors = TrustAnchors::parse(anchor.certificate.as_bytes(), Path::new("ca.crt")).unwrap();
         let (vm, hour) = ("spiffe://root.test/vm", Duration::from_secs(3600));
-        let issuer = trust::create_workload_issuer(vm, trust::ISSUER_LIFETIME, &anchor).unwrap();
+        let issuer = trust::create_single_identity_issuer(vm, trust::ISSUER_LIFETIME, &anchor).unwrap();
         anchors
             .verify_chain(&trust::create_svid(vm, hour, &issuer).unwrap().chain)
             .unwrap();

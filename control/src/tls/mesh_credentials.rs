@@ -199,8 +199,8 @@ impl fmt::Debug for MeshCredentials {
     }
 }
 
-/// Verifies client certificates, and that their issuers are allowed to issue them. Workload issuers, those for workloads
-/// outside of clusters, may issue for one identity only.
+/// Verifies client certificates, and that their issuers are allowed to issue them. A single-identity issuer, which
+/// is that of a workload outside of clusters, may issue for its identity only.
 #[derive(Debug)]
 struct MeshClientVerifier(Arc<dyn ClientCertVerifier>);
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use tulle_core::metrics::{Family, Gauge, Labels, Registry};
 
-use crate::resources::unsupported;
+use crate::resources::unserved;
 
 /// The invalid files of one reader. Their last valid versions, if there are any, stay in force.
 pub(crate) struct UnservedFiles {
@@ -19,7 +19,7 @@ pub(crate) struct UnservedFiles {
 impl UnservedFiles {
     pub(crate) fn new(registry: &Registry, content: &'static str) -> Self {
         Self {
-            family: unsupported::metric_family(registry),
+            family: unserved::metric_family(registry),
             content,
             counted: Mutex::default(),
         }

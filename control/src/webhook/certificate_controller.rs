@@ -320,9 +320,7 @@ impl CertificateController {
                         ),
                     }
                     // The previously served certificate stays.
-                    readiness.set_unready(UnreadyWhenUntrusted::BeforeFirst, || {
-                        format!("{webhook}: {}", ErrorChain(&err))
-                    });
+                    readiness.set_unready_before_first(|| format!("{webhook}: {}", ErrorChain(&err)));
                     retries.next_delay()
                 }
             };
@@ -440,7 +438,7 @@ impl CertificateController {
         let webhook = self.config.service;
         let text = ErrorChain(err).to_string();
         self.creds.set_untrusted(true);
-        readiness.set_unready(self.config.unready_when_untrusted, || format!("{webhook}: {text}"));
+        readiness.set_untrusted(self.config.unready_when_untrusted, || format!("{webhook}: {text}"));
         if self.reported_problem.as_ref() != Some(&text) {
             warn!(webhook, error = text, "the API server cannot call this webhook");
             self.reported_problem = Some(text);
@@ -608,9 +606,16 @@ impl CertificateReadiness {
         self.was_ready = true;
     }
 
-    fn set_unready(&self, when: UnreadyWhenUntrusted, reason: impl FnOnce() -> String) {
-        if !self.was_ready || when == UnreadyWhenUntrusted::Always {
+    fn set_unready_before_first(&self, reason: impl FnOnce() -> String) {
+        if !self.was_ready {
             self.latch.set_reason(reason());
+        }
+    }
+
+    fn set_untrusted(&self, when: UnreadyWhenUntrusted, reason: impl FnOnce() -> String) {
+        match when {
+            UnreadyWhenUntrusted::BeforeFirst => self.set_unready_before_first(reason),
+            UnreadyWhenUntrusted::Always => self.latch.set_reason(reason()),
         }
     }
 }
@@ -706,11 +711,11 @@ mod tests {
                 latch: process.latch("webhook"),
                 was_ready: false,
             };
-            readiness.set_unready(when, || "no bundle".to_owned());
+            readiness.set_untrusted(when, || "no bundle".to_owned());
             assert_eq!(process.reasons(), ["no bundle"]);
             readiness.set_ready();
             assert!(process.is_ready());
-            readiness.set_unready(when, || "another bundle".to_owned());
+            readiness.set_untrusted(when, || "another bundle".to_owned());
             assert_eq!(process.is_ready(), expected, "{when:?}");
             readiness.set_ready();
             assert!(process.is_ready());

@@ -18,7 +18,7 @@ use tulle_core::request_body::{self, ReadError};
 /// The memory for the requests to all webhooks of a process.
 pub(super) struct RequestMemory {
     bodies: Arc<FairBudget>,
-    /// Its weights are kibibytes.
+    /// Limits the objects that are decoded at a time. The weight of a request is the size of its object in kibibytes.
     decoded: PerClientLimiter,
 }
 
@@ -70,8 +70,8 @@ impl RequestMemory {
         Self {
             bodies: FairBudget::new(part),
             decoded: PerClientLimiter::new(Limits {
-                weight: (part / 1024).min(u32::MAX as usize),
-                places_per_network: MAX_CONCURRENT_REVIEWS_PER_NETWORK,
+                total_weight: (part / 1024).min(u32::MAX as usize),
+                globally_queued_per_network: MAX_CONCURRENT_REVIEWS_PER_NETWORK,
                 requests_per_network: usize::MAX,
             }),
         }

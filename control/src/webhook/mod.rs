@@ -42,9 +42,8 @@ use server_credentials::ServerCredentials;
 /// Reviews objects. A request passes `WebhookServer::respond` (HTTP), `handle_review` (the AdmissionReview) and `review` of the
 /// handler (the decision).
 pub trait ReviewHandler: Send + Sync + 'static {
-    /// Maximum size in bytes of the type to which the handler decodes a JSON object in `spec`, for example an element of a
-    /// list. 0 for small types: they fit into the buffers that decoding to `DynamicObject` needed and has freed, which
-    /// `BYTES_PER_JSON_OBJECT` in `review.rs` counts already.
+    /// Maximum memory in bytes that the handler needs for each JSON object in `spec`, in addition to that for `DynamicObject`. 0 if
+    /// its types are small: they reuse memory that `BYTES_PER_JSON_OBJECT` in `review.rs` counts already.
     const TYPED_BYTES_PER_JSON_OBJECT: usize = 0;
 
     /// An error denies the object; its text is the reason.

@@ -23,9 +23,9 @@ use tulle_core::metrics::Registry;
 use crate::cluster::Cluster;
 use crate::kubernetes::lease::timing::LeaseTiming;
 use crate::kubernetes::lease::{self, Candidate};
-use crate::resources::event::{Event, EventWriter};
+use crate::resources::event::{Event, EventSink};
 use crate::writeback::config::{Config, StatusesConfig};
-use crate::writeback::slices::undeclared_ports::UndeclaredPorts;
+use crate::writeback::slices::service_ports_report::ServicePortsReport;
 use crate::writeback::statuses::report::Report;
 
 /// A task that runs until the drain. The process fails if it ends earlier.
@@ -34,19 +34,19 @@ pub struct Task {
     pub run: Pin<Box<dyn Future<Output = ()> + Send>>,
 }
 
-/// Adds the controllers to the writer of the source's events. Returns the combined writer and the tasks to run.
+/// Adds the controllers to the sink of the source's events. Returns the combined sink and the tasks to run.
 pub fn add_controllers(
     client: &Client,
     config: Config,
-    writer: EventWriter,
+    sink: EventSink,
     registry: &Registry,
     drain: &Watch,
-) -> (EventWriter, Vec<Task>) {
+) -> (EventSink, Vec<Task>) {
     let mut tasks = Vec::new();
     let (synced_sender, synced) = watch::channel(false);
-    let mut writer = writer.tee(
+    let mut sink = sink.tee(
         |event| matches!(event, Event::Synced),
-        EventWriter::new(move |_| {
+        EventSink::new(move |_| {
             synced_sender.send_replace(true);
         }),
     );
@@ -60,7 +60,7 @@ pub fn add_controllers(
     };
     if config.write_slices {
         let controller = slices::Controller::new(client.clone(), registry);
-        writer = writer.tee(slices::Controller::handles, controller.writer());
+        sink = sink.tee(slices::Controller::handles, controller.sink());
         let lease = lease("linkerd-destination-endpoint-write", LeaseTiming::FREQUENT);
         let (candidate, leadership) = lease::new_candidate(client, lease, registry);
         tasks.push(Task::new(
@@ -74,7 +74,7 @@ pub fn add_controllers(
     }
     if let Some(settings) = config.statuses {
         let controller = statuses::Controller::new(client.clone(), settings, registry);
-        writer = writer.tee(statuses::Controller::handles, controller.writer());
+        sink = sink.tee(statuses::Controller::handles, controller.sink());
         let lease = lease::Config {
             field_manager: Some("policy-controller"),
             ..lease("policy-controller-write", LeaseTiming::SPARSE)
@@ -89,21 +89,21 @@ pub fn add_controllers(
             run_until_drain(drain.clone(), controller.run(leadership)),
         ));
     }
-    (writer, tasks)
+    (sink, tasks)
 }
 
-/// Adds to the writer of a source without statuses a report of the objects that have no effect because of other objects. They
-/// are counted in the metric `unserved_configuration` of the cluster, and logged.
-pub fn add_report(cluster: &Cluster, settings: StatusesConfig, writer: EventWriter) -> EventWriter {
+/// Adds to the sink of a source without statuses a report of the parts of objects that are unserved because of other objects.
+/// They are counted in the metric `unserved_configuration` of the cluster, and logged.
+pub fn add_report(cluster: &Cluster, settings: StatusesConfig, sink: EventSink) -> EventSink {
     let report = Report::new(cluster.clone(), settings);
-    add_port_report(cluster, writer.tee(statuses::Controller::handles, report.writer()))
+    add_port_report(cluster, sink.tee(statuses::Controller::handles, report.sink()))
 }
 
-/// Adds to the writer of a source a report of the ports of Services that a selected external workload does not declare, counted and
+/// Adds to the sink of a source a report of the ports of Services that a selected external workload does not declare, counted and
 /// logged like those of [`add_report`].
-pub fn add_port_report(cluster: &Cluster, writer: EventWriter) -> EventWriter {
-    let report = UndeclaredPorts::new(cluster.clone());
-    writer.tee(UndeclaredPorts::handles, report.writer())
+pub fn add_port_report(cluster: &Cluster, sink: EventSink) -> EventSink {
+    let report = ServicePortsReport::new(cluster.clone());
+    sink.tee(ServicePortsReport::handles, report.sink())
 }
 
 impl Task {

@@ -45,7 +45,7 @@ pub(crate) async fn mesh_with(yaml: &str, config: Config) -> Mesh {
     let (signal, drain) = drain::channel();
     let manifests = ManifestStore::new(yaml, &registry).await;
     let cluster = Cluster::new(config.clone(), &registry);
-    let source = manifests.source(&config, cluster.writer(), &registry, drain).await;
+    let source = manifests.source(&config, cluster.sink(), &registry, drain).await;
     let source = tokio::spawn(source);
     soon(cluster.synced()).await;
     Mesh {

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use tempfile::TempDir;
 use tulle_control::cluster::Config;
-use tulle_control::resources::event::EventWriter;
+use tulle_control::resources::event::EventSink;
 use tulle_control::source::directory_source::{self, ManifestReport};
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
@@ -28,11 +28,11 @@ impl ManifestStore {
     pub(crate) async fn source(
         &self,
         _config: &Config,
-        writer: EventWriter,
+        sink: EventSink,
         _registry: &Registry,
         drain: drain::Watch,
     ) -> impl Future<Output = ()> + Send + use<> {
-        let source = directory_source::run(self.dir.path().to_owned(), writer, self.report.clone(), drain);
+        let source = directory_source::run(self.dir.path().to_owned(), sink, self.report.clone(), drain);
         async { source.await.unwrap() }
     }
 

@@ -601,7 +601,7 @@ pub(crate) fn store(mesh: &Mesh, manifests: &str) {
         let kind = Kind::find(value["apiVersion"].as_str().unwrap(), value["kind"].as_str().unwrap()).unwrap();
         Event::Applied(decode(kind, value).unwrap())
     });
-    mesh.cluster.writer().apply(events.collect());
+    mesh.cluster.sink().apply(events.collect());
 }
 
 #[tokio::test]

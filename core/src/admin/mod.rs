@@ -44,7 +44,7 @@ use crate::request_body::{self, ReadError};
 pub struct Admin {
     registry: Registry,
     routes: Routes,
-    terminate: Option<TlsTerminator>,
+    tls_terminator: Option<TlsTerminator>,
 }
 
 /// The input of a handler.
@@ -87,11 +87,11 @@ struct Routes {
 /// What the connections of a server share.
 struct Server {
     routes: Routes,
-    terminate: Option<TlsTerminator>,
+    tls_terminator: Option<TlsTerminator>,
     open_responses: Arc<OpenResponses>,
 }
 
-/// The memory of a server, derived from that of the process.
+/// Limits of a server, derived from the file and memory limits of the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Limits {
     connections: usize,
@@ -136,7 +136,7 @@ impl Admin {
         let admin = Self {
             registry: registry.clone(),
             routes: Routes::default(),
-            terminate: None,
+            tls_terminator: None,
         };
         let pages = Arc::new(MetricsRenderer::new(registry));
         admin
@@ -191,7 +191,7 @@ impl Admin {
         F: Future<Output = io::Result<(S, Version, Tls)>> + Send + 'static,
         S: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
-        self.terminate = Some(Arc::new(move |stream| {
+        self.tls_terminator = Some(Arc::new(move |stream| {
             let terminating = terminate(stream);
             Box::pin(async move {
                 let (stream, version, tls) = terminating.await?;
@@ -210,7 +210,7 @@ impl Admin {
         let limits = Limits::from_resources(descriptors::raise_limit(), memory::limit());
         let server = Arc::new(Server {
             routes: self.routes,
-            terminate: self.terminate,
+            tls_terminator: self.tls_terminator,
             open_responses: OpenResponses::new(limits.open_response_bytes),
         });
         let listener = Listener::new("admin", listener, limits.connections, &self.registry);
@@ -231,7 +231,7 @@ async fn serve_connection(accepted: AcceptedConnection, server: Arc<Server>, dra
         }
     };
     let caller = |tls| Caller { client, local, tls };
-    let opened = match server.terminate.as_ref().filter(|_| is_tls) {
+    let opened = match server.tls_terminator.as_ref().filter(|_| is_tls) {
         Some(terminate) => timeout(HANDSHAKE_TIMEOUT, terminate(stream)).await,
         None => timeout(HANDSHAKE_TIMEOUT, detect_version(stream)).await,
     };

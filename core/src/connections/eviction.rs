@@ -95,10 +95,11 @@ enum ClientGroup {
 /// Connections in eviction order.
 type Queue = BTreeMap<EvictionRank, Arc<Connection>>;
 
-/// Sort key for eviction: unused connections first, then by the time of the last activity check, oldest first.
+/// Sort key for eviction: connections not yet seen used first, then by the time of the last activity check, oldest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct EvictionRank {
-    is_used: bool,
+    /// Whether the last check has seen the connection used. One that is used later has `false` until a search moves it.
+    was_used: bool,
     position: u64,
 }
 
@@ -175,7 +176,7 @@ impl Connection {
 }
 
 impl Connections {
-    pub(super) fn n(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         self.unverified.all.len() + self.verified.all.len()
     }
 
@@ -185,7 +186,7 @@ impl Connections {
         self.next_position += 1;
         let keys = IndexKeys {
             rank: EvictionRank {
-                is_used: false,
+                was_used: false,
                 position: self.next_position,
             },
             identity: None,
@@ -390,7 +391,7 @@ impl Eviction<'_> {
     fn first_unused(&mut self, index: &mut ConnectionIndex, selection: Selection<'_>) -> Option<Arc<Connection>> {
         for _ in 0..MAX_EVICTION_CANDIDATES {
             let (rank, first) = index.queue(selection)?.first_key_value()?;
-            if rank.is_used {
+            if rank.was_used {
                 return None;
             }
             let first = first.clone();
@@ -436,7 +437,7 @@ impl Eviction<'_> {
         index.remove(connection);
         *self.next_position += 1;
         connection.keys.lock().rank = EvictionRank {
-            is_used: true,
+            was_used: true,
             position: *self.next_position,
         };
         index.insert(connection.clone());
@@ -490,7 +491,8 @@ impl<K: Clone + Ord + Hash> ConnectionsByKey<K> {
         self.by_count.last().map(|(count, key)| (*count, key))
     }
 
-    /// All keys that have the largest number of connections, round robin in descending order: those after `last_checked` first.
+    /// All keys with the largest number of connections, in descending order: it starts with the next smaller key than
+    /// `last_checked` and wraps around, so `last_checked` itself comes last.
     fn largest_keys_after<'a>(&'a self, last_checked: Option<&'a K>) -> impl Iterator<Item = &'a K> {
         let largest_count = self.by_count.last().map_or(0, |(count, _)| *count);
         let after = last_checked.map(|last| self.by_count.range(..(largest_count, last.clone())).rev());
@@ -551,9 +553,9 @@ pub(super) fn global_network(client: IpAddr) -> Option<Ipv6Addr> {
 const UNUSED: u8 = 0;
 const ACTIVE: u8 = 1;
 const IDLE: u8 = 2;
-/// The lowest rank of connections that have carried bytes.
+/// The lowest rank of connections that a check has seen used.
 const FIRST_USED_RANK: EvictionRank = EvictionRank {
-    is_used: true,
+    was_used: true,
     position: 0,
 };
 /// Minimum fair share. Lets a client open a new connection before it closes an old one.

@@ -5,8 +5,8 @@
 //! 1. a connection of a client address that has more than its fair share;
 //! 2. a connection of a global IPv6 /64 that has at least a quarter of the limit;
 //! 3. an unused or idle connection of an address that has the most connections, if it has more than one;
-//! 4. an unused connection (one that is younger than a second only if many connections are unused), or else the one that has
-//!    been idle for the longest time.
+//! 4. an unused connection, but not one in its first second unless many connections are unused; if there is none, the one that
+//!    has been idle for the longest time.
 //!
 //! The fair share is the limit divided by the number of clients, but at least four connections.
 //!
@@ -16,7 +16,7 @@
 //!
 //! A connection with a verified identity is evicted in two cases only:
 //! - Unverified connections are fewer than a quarter of the limit, and a verified client or identity has more than its fair
-//!   share. It loses a connection, so verified connections never keep unverified ones out of the last quarter.
+//!   share. It loses a connection, so verified connections never keep unverified ones out of their quarter of the limit.
 //! - All connections are verified, and no client has more than its fair share. The client with the most connections loses one;
 //!   if each client has one, the new connection is refused.
 
@@ -99,7 +99,7 @@ impl ConnectionLimiter {
         };
         let mut state = self.state.lock();
         let mut victim = None;
-        if state.n() >= self.max {
+        if state.len() >= self.max {
             victim = state.evict_for(client, params);
             if victim.is_none() {
                 drop(state);
@@ -128,7 +128,7 @@ impl ConnectionLimiter {
 
     /// The number of admitted connections.
     pub fn n_connections(&self) -> usize {
-        self.state.lock().n()
+        self.state.lock().len()
     }
 
     fn warn(&self, client: IpAddr) {
@@ -229,7 +229,7 @@ impl fmt::Debug for ConnectionHandle {
 pub(crate) fn closed_counter(server: &str, cause: &str, registry: &Registry) -> Arc<Counter> {
     let family = registry.counter(
         "tulle_connections_closed_total",
-        "Connections closed because the limit was reached (`evicted`), the client sent no data (`first_byte_timeout`), or the TLS handshake or the protocol failed or the client was lost (`failed`)",
+        "Connections that the server closed. At the connection limit: an open one for a new one (`evicted`), or the new one, because no open one may be closed for it (`limit_reached`). Else: the client sent no data (`first_byte_timeout`), or the TLS handshake or the protocol failed or the client was lost (`failed`)",
     );
     family.get(&Labels::new().with("server", server).with("cause", cause))
 }

@@ -25,6 +25,7 @@ use crate::rules::Rules;
 /// The flavour of the iptables programs, which determines the kernel interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flavour {
+    /// iptables-nft, whose rules are in nftables.
     Nft,
     Legacy,
     /// The programs without a suffix; their flavour depends on the system.

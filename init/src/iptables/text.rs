@@ -15,7 +15,7 @@ use crate::rules::{Action, COMMENT_PREFIX, Chain, Direction, Match, Rule, Rules,
 /// The output of `iptables-save` for the tables that tulle uses.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct SavedRules {
-    sections: BTreeMap<&'static str, Vec<String>>,
+    lines_by_table: BTreeMap<&'static str, Vec<String>>,
 }
 
 /// One rule line, with its table and chain.
@@ -36,7 +36,7 @@ impl SavedRules {
             if let Some(name) = line.strip_prefix('*') {
                 table = TABLES.iter().map(|(table, _)| *table).find(|table| *table == name);
             } else if let Some(table) = table.filter(|_| line.starts_with(':') || line.starts_with('-')) {
-                saved.sections.entry(table).or_default().push(line.to_owned());
+                saved.lines_by_table.entry(table).or_default().push(line.to_owned());
             }
         }
         saved
@@ -52,12 +52,12 @@ impl SavedRules {
     pub(crate) fn has_our_rules(&self) -> bool {
         TABLES
             .iter()
-            .any(|(table, _)| !self.chains(table).is_empty() || self.jumps(table).next().is_some())
+            .any(|(table, _)| !self.own_chains(table).is_empty() || self.jumps_to_own_chains(table).next().is_some())
     }
 
     /// Whether one table contains any chain or jump of tulle or Linkerd.
     fn has_our_rules_in(&self, table: &str) -> bool {
-        !self.chains(table).is_empty() || self.jumps(table).next().is_some()
+        !self.own_chains(table).is_empty() || self.jumps_to_own_chains(table).next().is_some()
     }
 
     /// The ports to which our rules redirect.
@@ -80,10 +80,11 @@ impl SavedRules {
     }
 
     fn lines(&self, table: &str) -> impl Iterator<Item = &str> {
-        self.sections.get(table).into_iter().flatten().map(String::as_str)
+        self.lines_by_table.get(table).into_iter().flatten().map(String::as_str)
     }
 
-    fn chains(&self, table: &str) -> Vec<&str> {
+    /// The chains of tulle and Linkerd in a table.
+    fn own_chains(&self, table: &str) -> Vec<&str> {
         let declared = self
             .lines(table)
             .filter_map(|line| line.strip_prefix(':')?.split(' ').next());
@@ -91,7 +92,7 @@ impl SavedRules {
     }
 
     /// Rules in other chains that jump to ours.
-    fn jumps(&self, table: &str) -> impl Iterator<Item = &str> {
+    fn jumps_to_own_chains(&self, table: &str) -> impl Iterator<Item = &str> {
         self.lines(table)
             .filter(|line| line.starts_with("-A ") && !is_own_chain(chain_of(line)) && is_own_chain(target_of(line)))
     }
@@ -146,7 +147,7 @@ pub(crate) fn bypass_script(saved: &SavedRules) -> String {
     let mut text = String::new();
     for (table, _) in TABLES.iter().filter(|(table, _)| saved.has_our_rules_in(table)) {
         let chains: Vec<&str> = saved
-            .chains(table)
+            .own_chains(table)
             .into_iter()
             .filter(|chain| *chain != TPROXY_REPLIES)
             .collect();
@@ -186,7 +187,7 @@ fn table_matches(wanted: &[&Line], table: &str, saved: &SavedRules) -> bool {
             .take_while(|line| *line != jump)
             .all(|line| is_own_chain(target_of(line)))
     };
-    expected == shown && saved.jumps(table).all(precedes_foreign_rules)
+    expected == shown && saved.jumps_to_own_chains(table).all(precedes_foreign_rules)
 }
 
 fn write_table(text: &mut String, table: &str, saved: &SavedRules, wanted: &[&Line]) {
@@ -194,12 +195,12 @@ fn write_table(text: &mut String, table: &str, saved: &SavedRules, wanted: &[&Li
     let of_table = TABLES.iter().filter(|(name, _)| *name == table);
     let (used, unused): (Vec<&str>, Vec<&str>) =
         of_table.flat_map(|(_, chains)| chains.iter().copied()).partition(used);
-    let existing = saved.chains(table);
+    let existing = saved.own_chains(table);
     let deleted: Vec<&str> = unused.into_iter().filter(|chain| existing.contains(chain)).collect();
     // Writing to a String cannot fail; the same holds below.
     let _ = writeln!(text, "*{table}");
     write_declarations(text, used.into_iter().chain(deleted.iter().copied()));
-    for jump in saved.jumps(table) {
+    for jump in saved.jumps_to_own_chains(table) {
         let _ = writeln!(text, "-D {}", jump.trim_start_matches("-A "));
     }
     for line in wanted {
@@ -215,11 +216,11 @@ fn write_table(text: &mut String, table: &str, saved: &SavedRules, wanted: &[&Li
 
 fn write_removal(text: &mut String, table: &str, saved: &SavedRules) {
     let _ = writeln!(text, "*{table}");
-    write_declarations(text, saved.chains(table).iter().copied());
-    for jump in saved.jumps(table) {
+    write_declarations(text, saved.own_chains(table).iter().copied());
+    for jump in saved.jumps_to_own_chains(table) {
         let _ = writeln!(text, "-D {}", jump.trim_start_matches("-A "));
     }
-    for chain in saved.chains(table) {
+    for chain in saved.own_chains(table) {
         let _ = writeln!(text, "-X {chain}");
     }
     text.push_str("COMMIT\n");
@@ -255,10 +256,10 @@ fn location(chain: Chain) -> (&'static str, &'static str) {
         Chain::Prerouting => ("nat", "PREROUTING"),
         Chain::Output => ("nat", "OUTPUT"),
         Chain::TproxyInbound => ("mangle", iptables_chains::TPROXY_INBOUND),
-        Chain::Tproxy => ("mangle", iptables_chains::TPROXY),
+        Chain::TproxyPrerouting => ("mangle", iptables_chains::TPROXY),
         Chain::TproxyReplies => ("mangle", TPROXY_REPLIES),
         Chain::UnredirectedInbound => ("mangle", iptables_chains::UNREDIRECTED_INBOUND),
-        Chain::Unredirected => ("mangle", iptables_chains::UNREDIRECTED),
+        Chain::UnredirectedPrerouting => ("mangle", iptables_chains::UNREDIRECTED),
         Chain::Invalid => ("mangle", iptables_chains::INVALID),
     }
 }
@@ -300,13 +301,13 @@ fn rule_lines(rule: &Rule, family: Family) -> Vec<Line> {
             .iter()
             .map(|net| line(&address(*side, net), &format!("{comment}-{net}")))
             .collect(),
-        matches => vec![line(&conditions(matches), comment)],
+        matches => vec![line(&match_words(matches), comment)],
     }
 }
 
-fn conditions(matches: &[Match]) -> String {
+fn match_words(matches: &[Match]) -> String {
     let (mut interface, mut tcp) = ("", "");
-    let words = matches.iter().map(|condition| match condition {
+    let words = matches.iter().map(|criterion| match criterion {
         Match::Tcp => {
             tcp = "-p tcp";
             String::new()
@@ -410,7 +411,7 @@ fn target_of(line: &str) -> &str {
 /// Jumps from built-in chains to ours: the chain in the rules, the built-in chain, our chain's name, and the comment.
 const HOOKED_CHAINS: [(Chain, &str, &str, &str); 4] = [
     (
-        Chain::Tproxy,
+        Chain::TproxyPrerouting,
         "PREROUTING",
         iptables_chains::TPROXY,
         "install-proxy-init-tproxy",
@@ -422,7 +423,7 @@ const HOOKED_CHAINS: [(Chain, &str, &str, &str); 4] = [
         "install-proxy-init-tproxy-replies",
     ),
     (
-        Chain::Unredirected,
+        Chain::UnredirectedPrerouting,
         "PREROUTING",
         iptables_chains::UNREDIRECTED,
         "install-proxy-init-unredirected",
@@ -588,14 +589,18 @@ COMMIT
     /// The state after running a script in an empty namespace.
     fn made_by(script: &str) -> SavedRules {
         let mut saved = SavedRules::parse(script);
-        for lines in saved.sections.values_mut() {
+        for lines in saved.lines_by_table.values_mut() {
             lines.retain(|line| !line.starts_with("-I "));
         }
         let mut table = "";
         for line in script.lines() {
             table = line.strip_prefix('*').unwrap_or(table);
             if let Some(rule) = line.strip_prefix("-I ") {
-                saved.sections.get_mut(table).unwrap().insert(0, format!("-A {rule}"));
+                saved
+                    .lines_by_table
+                    .get_mut(table)
+                    .unwrap()
+                    .insert(0, format!("-A {rule}"));
             }
         }
         saved

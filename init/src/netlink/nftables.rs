@@ -186,7 +186,7 @@ pub fn bypass_new_connections(socket: &mut Socket, wait: Duration) -> Result<Vec
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OurRules {
     /// Only our own nftables table.
-    Native,
+    Nftables,
     /// Only rules made by iptables-nft.
     IptablesNft,
     All,
@@ -198,7 +198,7 @@ fn find_rules(socket: &mut Socket, which: OurRules) -> Result<(Vec<u8>, Vec<Ipta
     } else {
         families_with_our_table(socket)?
     };
-    let iptables_nft_tables = if which == OurRules::Native {
+    let iptables_nft_tables = if which == OurRules::Nftables {
         Vec::new()
     } else {
         iptables_nft::find_tables(socket)?
@@ -207,9 +207,8 @@ fn find_rules(socket: &mut Socket, which: OurRules) -> Result<(Vec<u8>, Vec<Ipta
 }
 
 fn names(families: &[u8], iptables_nft_tables: &[IptablesNftTable]) -> Vec<String> {
-    let native = (!families.is_empty()).then(|| "native".to_owned());
-    native
-        .into_iter()
+    let own = (!families.is_empty()).then(|| "nftables".to_owned());
+    own.into_iter()
         .chain(iptables_nft_tables.iter().map(IptablesNftTable::name))
         .collect()
 }
@@ -349,7 +348,7 @@ mod tests {
                         "{form:?}"
                     );
                 }
-                assert_eq!(remove(&mut socket, wait, OurRules::All).unwrap(), ["native"]);
+                assert_eq!(remove(&mut socket, wait, OurRules::All).unwrap(), ["nftables"]);
                 assert_eq!(check(&mut socket, &rules).unwrap(), Comparison::Absent);
             })
             .unwrap();

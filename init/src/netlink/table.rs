@@ -11,9 +11,7 @@ use tulle_core::ports::PortSet;
 use crate::netlink::attr::{self, Attrs};
 use crate::netlink::socket::{Message, NFNL_SUBSYS_NFTABLES, NLM_F_APPEND, NLM_F_CREATE};
 use crate::options::Family;
-use crate::rules::{
-    self, Action, COMMENT_PREFIX, Chain, Direction, Hook, Match, Rule, Rules, STATE_CHAIN, Side, TABLE,
-};
+use crate::rules::{self, Action, COMMENT_PREFIX, Chain, Direction, HASH_CHAIN, Hook, Match, Rule, Rules, Side, TABLE};
 
 /// The number of tables that hold the rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -114,21 +112,25 @@ fn table(family: u8, rules: &Rules, list: Vec<&Rule>, hash: &str) -> Table {
     let mut chains: Vec<Message> = used
         .map(|name| chain(family, name.name(), name.hook(rules.priority).as_ref()))
         .collect();
-    chains.push(chain(family, STATE_CHAIN, None));
+    chains.push(chain(family, HASH_CHAIN, None));
     let mut messages: Vec<Message> = Chain::ALL
         .into_iter()
         .flat_map(|chain| list.iter().filter(move |rule| rule.chain == chain))
         .map(|rule| {
-            let mut expressions = family_condition(rule, family);
-            expressions.extend(rule.matches.iter().flat_map(|test| condition(test, rule.family)));
+            let mut expressions = family_expressions(rule, family);
+            expressions.extend(
+                rule.matches
+                    .iter()
+                    .flat_map(|criterion| match_expressions(criterion, rule.family)),
+            );
             expressions.push(expression("counter", Attrs::new()));
             expressions.extend(action(rule.action, family));
             let comment = format!("{COMMENT_PREFIX}{}", rule.comment);
             rule_message(family, TABLE, rule.chain.name(), &expressions, &comment)
         })
         .collect();
-    let state_rule = [verdict(NFT_RETURN, None)];
-    messages.push(rule_message(family, TABLE, STATE_CHAIN, &state_rule, hash));
+    let hash_rule = [verdict(NFT_RETURN, None)];
+    messages.push(rule_message(family, TABLE, HASH_CHAIN, &hash_rule, hash));
     Table {
         family,
         sets,
@@ -140,7 +142,7 @@ fn table(family: u8, rules: &Rules, list: Vec<&Rule>, hash: &str) -> Table {
 /// The chain that must stay while connections drain, in tproxy mode: it routes replies to the proxy.
 pub(crate) fn tproxy_replies(family: u8) -> [Message; 2] {
     let hook = Chain::TproxyReplies.hook(0);
-    let mut mark_replies = condition(&Match::Marked(rules::TPROXY_CLIENT_MARK, Direction::Reply), None);
+    let mut mark_replies = match_expressions(&Match::Marked(rules::TPROXY_CLIENT_MARK, Direction::Reply), None);
     mark_replies.extend(action(Action::MarkPacket(rules::TPROXY_CLIENT_MARK), family));
     [
         chain(family, Chain::TproxyReplies.name(), hook.as_ref()),
@@ -149,7 +151,7 @@ pub(crate) fn tproxy_replies(family: u8) -> [Message; 2] {
 }
 
 /// A table for both families needs a match on the family.
-fn family_condition(rule: &Rule, table: u8) -> Vec<Attrs> {
+fn family_expressions(rule: &Rule, table: u8) -> Vec<Attrs> {
     match rule.family {
         Some(family) if table == NFPROTO_INET => vec![meta(NFT_META_NFPROTO), compare(NFT_CMP_EQ, &[nfproto(family)])],
         _ => Vec::new(),
@@ -204,8 +206,8 @@ struct RangeSet {
     ranges: Vec<(Vec<u8>, Vec<u8>)>,
 }
 
-fn range_set(test: &Match) -> Option<RangeSet> {
-    match test {
+fn range_set(criterion: &Match) -> Option<RangeSet> {
+    match criterion {
         Match::Ports { set, ports } => Some(RangeSet {
             name: set,
             kind: TYPE_INET_SERVICE,
@@ -320,7 +322,8 @@ fn elements(family: u8, set: &Set) -> Vec<Message> {
 
 /// Parses the bounds in a listing of elements.
 ///
-/// The `nft` program starts every set with an end at zero, which has no meaning and is skipped.
+/// The `nft` program puts an element with the key 0 and the flag `INTERVAL_END` first into every set; it ends no range, and is
+/// skipped.
 pub(crate) fn shown_bounds(attrs: &[u8]) -> Vec<(Vec<u8>, bool)> {
     let list = attr::find(attrs, NFTA_SET_ELEM_LIST_ELEMENTS).unwrap_or_default();
     let bounds = attr::parse(list).filter_map(|(_, element)| {
@@ -333,9 +336,9 @@ pub(crate) fn shown_bounds(attrs: &[u8]) -> Vec<(Vec<u8>, bool)> {
         .collect()
 }
 
-fn condition(test: &Match, family: Option<Family>) -> Vec<Attrs> {
+fn match_expressions(criterion: &Match, family: Option<Family>) -> Vec<Attrs> {
     let tcp = || [meta(NFT_META_L4PROTO), compare(NFT_CMP_EQ, &[IPPROTO_TCP])];
-    match test {
+    match criterion {
         Match::Tcp => tcp().into(),
         Match::NewConnection => tcp()
             .into_iter()

@@ -97,7 +97,7 @@ pub(crate) fn server(config: &Config, params: AdminParams) -> Admin {
 
 /// Accepts TLS; the admin server limits the time.
 async fn accept_tls(stream: TcpStream, creds: Credentials) -> io::Result<(Io, Version, Tls)> {
-    let (tls, peer_tls) = tls_server::accept_or_reset(Tcp::new(stream), &creds, Alpn::Unset)
+    let (tls, client_handshake) = tls_server::accept_or_reset(Tcp::new(stream), &creds, Alpn::Unset)
         .await
         .map_err(io::Error::other)?;
     let (mut io, mut seen) = (Io::tls_server(tls), BytesMut::new());
@@ -107,7 +107,7 @@ async fn accept_tls(stream: TcpStream, creds: Credentials) -> io::Result<(Io, Ve
         Detection::Detected(_) | Detection::TimedOut => Version::Http1,
     };
     let tls = Tls::Terminated {
-        client_id: peer_tls.client_id,
+        client_id: client_handshake.client_id,
     };
     Ok((io.prepend(seen.freeze()), version, tls))
 }

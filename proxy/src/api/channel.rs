@@ -77,7 +77,7 @@ pub(crate) enum ClientCertificate {
     Optional,
 }
 
-/// How the control plane checks the identity of this proxy. It denies and permits all streams with the same check.
+/// How the control plane checks the identity of this proxy. Streams with the same check are denied together and permitted together.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub(crate) enum IdentityCheck {
     /// The identity belongs to the namespace in the request.
@@ -201,8 +201,8 @@ impl Channel {
         &self.shared.log_limiter
     }
 
-    /// Wakes the streams with this check that wait after a denial.
-    pub(super) fn notify_denied(&self, check: IdentityCheck) {
+    /// Tells that a stream with this check is permitted: wakes those that wait after a denial.
+    pub(super) fn notify_permitted(&self, check: IdentityCheck) {
         self.permit_signal(check).notify_waiters();
     }
 

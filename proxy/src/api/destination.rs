@@ -15,7 +15,7 @@ use tulle_proto::destination::destination_client::DestinationClient;
 
 use crate::api::channel::{Channel, IdentityCheck, MAX_MESSAGE_BYTES, Security};
 use crate::api::retry_signal::RetrySignal;
-use crate::api::watch::{self as stream, Position, StreamLimits, WatchParams, WatchState};
+use crate::api::watch::{Position, StreamLimits, WatchParams, WatchState, spawn_watch};
 
 /// DNS suffixes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -159,7 +159,7 @@ impl Destinations {
             async move { client.get_profile(req).await }
         };
         let params = self.watch_params(format!("profile of {target}"), PROFILE_REFUSAL_CODES);
-        Some(stream::spawn(&self.shared.runtime, params, open, move |_, message| {
+        Some(spawn_watch(&self.shared.runtime, params, open, move |_, message| {
             decode(message)
         }))
     }
@@ -177,7 +177,7 @@ impl Destinations {
             let (mut client, req) = (client.clone(), req.clone());
             async move { client.get(req).await }
         };
-        stream::spawn(
+        spawn_watch(
             &self.shared.runtime,
             self.watch_params(format!("endpoints of {path}"), ENDPOINT_REFUSAL_CODES),
             open,

@@ -16,7 +16,7 @@ use tulle_proto::outbound::traffic_spec::Target;
 
 use crate::api::channel::{Channel, IdentityCheck, MAX_MESSAGE_BYTES, Security};
 use crate::api::retry_signal::RetrySignal;
-use crate::api::watch::{self as stream, StreamLimits, WatchParams, WatchState};
+use crate::api::watch::{StreamLimits, WatchParams, WatchState, spawn_watch};
 
 /// A client of the policy service; clones share its channel.
 #[derive(Clone)]
@@ -116,7 +116,7 @@ impl Policies {
                 jitter: POLL_JITTER,
             };
         }
-        stream::spawn(&self.shared.runtime, params, open, move |_, message| decode(message))
+        spawn_watch(&self.shared.runtime, params, open, move |_, message| decode(message))
     }
 
     /// Watches the policy of an outbound target.
@@ -146,7 +146,7 @@ impl Policies {
             OUTBOUND_REFUSAL_CODES,
             RetrySignal::default(),
         );
-        stream::spawn(&self.shared.runtime, params, open, move |_, message| decode(message))
+        spawn_watch(&self.shared.runtime, params, open, move |_, message| decode(message))
     }
 
     fn watch_params(

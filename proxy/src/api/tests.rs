@@ -429,7 +429,7 @@ async fn a_permitted_stream_does_not_wake_denied_ones_with_another_check() {
     let (_script, _server, channel) = scripted([]).await;
     let namespace = channel.permitted(IdentityCheck::Namespace);
     let workload = channel.permitted(IdentityCheck::Workload);
-    channel.notify_denied(IdentityCheck::Namespace);
+    channel.notify_permitted(IdentityCheck::Namespace);
     assert_eq!(namespace.now_or_never(), Some(()));
     assert_eq!(workload.now_or_never(), None);
 }

@@ -1,6 +1,8 @@
 //! A server stream as a `watch` value. The stream is reopened while there are receivers, and the last value is kept.
 //!
-//! A refusal is not final: the control plane may answer later, so the stream is retried with a backoff.
+//! A *refusal* is the answer of the control plane that it sends no value; a *denial* is a refusal with `PERMISSION_DENIED`, which
+//! is about the identity of this proxy and says nothing about the target. Neither is final: the control plane may answer later, so
+//! the stream is retried with a backoff.
 
 use std::future::Future;
 use std::time::Duration;
@@ -54,8 +56,8 @@ impl Refusal {
         self.code == Code::PermissionDenied
     }
 
-    /// Whether it is about the target, so that the control plane has permitted the identity of this proxy.
-    fn is_of_permitted_client(&self) -> bool {
+    /// Whether the refusal is about the target, so that the control plane has permitted the identity of this proxy.
+    fn shows_identity_is_permitted(&self) -> bool {
         matches!(self.code, Code::NotFound | Code::FailedPrecondition)
     }
 }
@@ -99,7 +101,7 @@ pub(crate) struct WatchParams {
 ///
 /// While the channel has no connection, no stream is opened, so that the backoff does not grow. `decode` gets every message of
 /// every stream, in order; its result is published.
-pub(crate) fn spawn<M, T, O>(
+pub(crate) fn spawn_watch<M, T, O>(
     runtime: &Handle,
     mut params: WatchParams,
     mut open: impl FnMut() -> O + Send + 'static,
@@ -121,7 +123,7 @@ where
                 let opening = open();
                 let ended = read_stream(&params.limits, opening, |message| {
                     if position == Position::First {
-                        params.channel.notify_denied(params.identity_check);
+                        params.channel.notify_permitted(params.identity_check);
                     }
                     state_tx.send_replace(WatchState::Known(decode(position, message)));
                     position = Position::Later;
@@ -132,8 +134,8 @@ where
                 }
                 let refusal = refusal(&params, &ended);
                 let is_denied = refusal.as_ref().is_some_and(Refusal::is_denial);
-                if refusal.as_ref().is_some_and(Refusal::is_of_permitted_client) {
-                    params.channel.notify_denied(params.identity_check);
+                if refusal.as_ref().is_some_and(Refusal::shows_identity_is_permitted) {
+                    params.channel.notify_permitted(params.identity_check);
                 }
                 let delay = delays.next_delay(refusal.as_ref());
                 if let Some(refusal) = refusal {

@@ -357,8 +357,8 @@ impl ProxyBuilder<'_> {
         match config.inbound.missing_policy_action {
             config::MissingPolicyAction::Refuse => InitialPolicy::Refuse,
             config::MissingPolicyAction::Default => InitialPolicy::Default(DefaultPolicies {
-                detect: ActivePolicy::new(policy.detect(detect_timeout, networks)),
-                opaque: ActivePolicy::new(policy.opaque(networks)),
+                detect: ActivePolicy::new(policy.policy_for_detected_port(detect_timeout, networks)),
+                opaque: ActivePolicy::new(policy.policy_for_opaque_port(networks)),
                 opaque_ports: config.inbound.opaque_ports.clone(),
             }),
         }

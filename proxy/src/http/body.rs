@@ -190,8 +190,8 @@ impl Body {
         self
     }
 
-    /// Drops a body before its end and reports `result` to its observers.
-    pub(crate) fn finish(mut self, result: Result<(), &Error>) {
+    /// Discards the rest of the body and reports `result` to its observers as its end.
+    pub(crate) fn discard_as(mut self, result: Result<(), &Error>) {
         self.report_end(result);
         let inner = match self.source {
             BodySource::Replayed(replayed) => Some(replayed.rest),
@@ -199,7 +199,7 @@ impl Body {
             _ => None,
         };
         if let Some(inner) = inner {
-            inner.finish(result);
+            inner.discard_as(result);
         }
     }
 

@@ -32,11 +32,11 @@ use crate::{
 
 /// Opens a connection to the endpoint for one HTTP version. The future is boxed once per connection, not per request.
 pub(crate) type ConnectFn =
-    Box<dyn Fn(Protocol) -> Pin<Box<dyn Future<Output = Result<Io, Error>> + Send>> + Send + Sync>;
+    Box<dyn Fn(HttpVersion) -> Pin<Box<dyn Future<Output = Result<Io, Error>> + Send>> + Send + Sync>;
 
 /// HTTP version of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Protocol {
+pub(crate) enum HttpVersion {
     Http1,
     Http2,
 }
@@ -73,14 +73,14 @@ pub(crate) struct PoolConfig {
 /// Maximum number of HTTP/2 connections of one worker to one endpoint.
 const MAX_HTTP2_CONNECTIONS: usize = 64;
 
-/// What a request is sent on.
-pub(crate) enum ReadyConnection {
+/// The result of connecting for one request: what it is sent on, or that no stream is available for it.
+pub(crate) enum ConnectOutcome {
     Http1(http1::ClientConnection, Option<Arc<ConnectionPool>>),
     Http2(http2::StreamSender),
     /// For an extended CONNECT, a stream that carries another protocol (RFC 8441).
     ExtendedConnect(Box<http2::ExtendedConnectSender>),
-    /// No connection: no extended CONNECT stream is available, for example because the peer does not support them, or because
-    /// half of the streams that it permits carry other protocols already. [`EndpointClient::send`] returns this as an error.
+    /// No extended CONNECT stream is available, for example because the peer does not support them, or because half of the streams
+    /// that it permits carry other protocols already. [`EndpointClient::send`] returns this as an error.
     NoExtendedConnectStream,
 }
 
@@ -89,8 +89,8 @@ pub(crate) enum ReadyConnection {
 pub(crate) enum ConnectionUse {
     /// HTTP/1: an idle connection of the pool, or a new one that joins it. HTTP/2: a stream of a shared connection.
     Pooled,
-    /// HTTP/1: a new connection for this request only, such as for upgrades and HTTP/1.0. HTTP/2: as [`Self::Pooled`].
-    NewConnection,
+    /// HTTP/1: a new connection for this request only, such as for upgrades and HTTP/1.0. HTTP/2 has none, so as [`Self::Pooled`].
+    Unpooled,
     /// A stream of a shared HTTP/2 connection that carries another protocol. If none is available, an HTTP/1 request does not
     /// wait for one but gets a new HTTP/1 connection.
     ExtendedConnect,
@@ -121,9 +121,9 @@ impl EndpointClient {
     /// As [`EndpointClient::dial`].
     pub(crate) async fn connection(
         &self,
-        protocol: Protocol,
+        protocol: HttpVersion,
         connection_use: ConnectionUse,
-    ) -> Result<ReadyConnection, Error> {
+    ) -> Result<ConnectOutcome, Error> {
         match self.existing_connection(protocol, connection_use).await {
             Some(ready) => Ok(ready),
             // Boxed: rare, for the first request or after a connection was closed.
@@ -134,23 +134,23 @@ impl EndpointClient {
     /// Returns an open connection that the request can use, if there is one.
     pub(crate) async fn existing_connection(
         &self,
-        protocol: Protocol,
+        protocol: HttpVersion,
         connection_use: ConnectionUse,
-    ) -> Option<ReadyConnection> {
+    ) -> Option<ConnectOutcome> {
         match (protocol, connection_use) {
             (_, ConnectionUse::ExtendedConnect) => Box::pin(self.extended_connect_connection()).await,
-            (Protocol::Http1, ConnectionUse::NewConnection) => None,
-            (Protocol::Http1, ConnectionUse::Pooled) => Some(ReadyConnection::Http1(
+            (HttpVersion::Http1, ConnectionUse::Unpooled) => None,
+            (HttpVersion::Http1, ConnectionUse::Pooled) => Some(ConnectOutcome::Http1(
                 http1::ClientConnection::reused(self.pool.take()?),
                 Some(self.pool.clone()),
             )),
-            (Protocol::Http2, _) => self.existing_http2(),
+            (HttpVersion::Http2, _) => self.existing_http2(),
         }
     }
 
     /// Reserves a stream on the first HTTP/2 connection that has a free one. Drops closed connections, and the last
     /// connection if it is surplus.
-    fn existing_http2(&self) -> Option<ReadyConnection> {
+    fn existing_http2(&self) -> Option<ConnectOutcome> {
         let mut connections = self.http2.lock();
         let mut index = 0;
         while let Some(connection) = connections.get_mut(index) {
@@ -167,7 +167,7 @@ impl EndpointClient {
                 {
                     connections.pop();
                 }
-                return Some(ReadyConnection::Http2(sender));
+                return Some(ConnectOutcome::Http2(sender));
             }
             index += 1;
         }
@@ -186,7 +186,7 @@ impl EndpointClient {
     }
 
     /// Reserves an extended CONNECT stream on the first shared connection on which one is available.
-    async fn extended_connect_connection(&self) -> Option<ReadyConnection> {
+    async fn extended_connect_connection(&self) -> Option<ConnectOutcome> {
         let waits: SmallVec<[http2::ExtendedConnectWait; 1]> = {
             let connections = self.http2.lock();
             connections
@@ -196,7 +196,7 @@ impl EndpointClient {
         };
         for wait in waits {
             if let Some(sender) = wait.sender().await {
-                return Some(ReadyConnection::ExtendedConnect(Box::new(sender)));
+                return Some(ConnectOutcome::ExtendedConnect(Box::new(sender)));
             }
         }
         None
@@ -214,31 +214,31 @@ impl EndpointClient {
     /// was sent.
     pub(crate) async fn dial(
         &self,
-        protocol: Protocol,
+        protocol: HttpVersion,
         connection_use: ConnectionUse,
-    ) -> Result<ReadyConnection, Error> {
+    ) -> Result<ConnectOutcome, Error> {
         if connection_use == ConnectionUse::ExtendedConnect {
             // Only makes sure that there is a connection: a stream that this reserves is released again.
             match protocol {
-                Protocol::Http1 => drop(self.free_stream_on_shared_connection().await?),
-                Protocol::Http2 => drop(self.stream_on_shared_connection().await?),
+                HttpVersion::Http1 => drop(self.free_stream_on_shared_connection().await?),
+                HttpVersion::Http2 => drop(self.stream_on_shared_connection().await?),
             }
             match self.extended_connect_connection().await {
                 Some(ready) => return Ok(ready),
-                None if protocol == Protocol::Http2 => return Ok(ReadyConnection::NoExtendedConnectStream),
+                None if protocol == HttpVersion::Http2 => return Ok(ConnectOutcome::NoExtendedConnectStream),
                 None => {}
             }
-        } else if protocol == Protocol::Http2 {
+        } else if protocol == HttpVersion::Http2 {
             return self.stream_on_shared_connection().await;
         }
-        let connection = http1::ClientConnection::new((self.connect)(Protocol::Http1).await?);
+        let connection = http1::ClientConnection::new((self.connect)(HttpVersion::Http1).await?);
         let pool = (connection_use == ConnectionUse::Pooled).then(|| self.pool.clone());
-        Ok(ReadyConnection::Http1(connection, pool))
+        Ok(ConnectOutcome::Http1(connection, pool))
     }
 
     /// Returns an unused HTTP/1 connection to the pool.
-    pub(crate) fn return_to_pool(&self, ready: ReadyConnection) {
-        if let ReadyConnection::Http1(connection, Some(pool)) = ready {
+    pub(crate) fn return_to_pool(&self, ready: ConnectOutcome) {
+        if let ConnectOutcome::Http1(connection, Some(pool)) = ready {
             connection.return_to_pool(&pool);
         }
     }
@@ -250,21 +250,24 @@ impl EndpointClient {
 
     /// Reserves a stream on a shared HTTP/2 connection. Dials one if no stream is free; if none can be added, waits for a free
     /// stream.
-    async fn stream_on_shared_connection(&self) -> Result<ReadyConnection, Error> {
+    async fn stream_on_shared_connection(&self) -> Result<ConnectOutcome, Error> {
         let started_at = Instant::now();
         loop {
             if let Some(ready) = self.free_stream_on_shared_connection().await? {
                 return Ok(ready);
             }
-            let (addr, limit) = (self.addr, http2::STREAM_TIMEOUT);
-            let waited = timeout_at(started_at + limit, self.wait_for_free_stream()).await;
-            let sent = false;
-            waited.map_err(|_| Error::StreamLimit { addr, limit, sent })?;
+            let waited = http2::FREE_STREAM_TIMEOUT;
+            let freed = timeout_at(started_at + waited, self.wait_for_free_stream()).await;
+            freed.map_err(|_| Error::NoFreeStream {
+                addr: self.addr,
+                waited,
+                may_be_processed: false,
+            })?;
         }
     }
 
     /// Reserves a stream on a shared HTTP/2 connection. Dials one if no stream is free; `None` if none can be added.
-    async fn free_stream_on_shared_connection(&self) -> Result<Option<ReadyConnection>, Error> {
+    async fn free_stream_on_shared_connection(&self) -> Result<Option<ConnectOutcome>, Error> {
         let n_failed_before = self.failed_dials.lock().count;
         let _dial_guard = self.dial_lock.lock().await;
         if let Some(ready) = self.existing_http2() {
@@ -296,10 +299,10 @@ impl EndpointClient {
         }
     }
 
-    async fn dial_http2(&self) -> Result<ReadyConnection, Error> {
+    async fn dial_http2(&self) -> Result<ConnectOutcome, Error> {
         let dialled = {
             let _dialling = DialGuard::start(&self.dial_started_at);
-            match (self.connect)(Protocol::Http2).await {
+            match (self.connect)(HttpVersion::Http2).await {
                 Ok(io) => http2::connect(io, &self.params, &self.stream_waiters).await,
                 Err(error) => Err(error),
             }
@@ -312,12 +315,12 @@ impl EndpointClient {
             return Err(Error::ConnectionClosed {
                 addr: self.addr,
                 reused: false,
-                sent: false,
+                may_be_processed: false,
             });
         }
         let sender = shared.sender();
         self.http2.lock().push(shared);
-        Ok(ReadyConnection::Http2(sender))
+        Ok(ConnectOutcome::Http2(sender))
     }
 
     /// Takes the request out of `req` and sends it on a connection of this client. Interim responses go to `interims`.
@@ -326,12 +329,12 @@ impl EndpointClient {
     /// The request gets no response head. [`Error::resendable`] says whether it can be sent again.
     pub(crate) async fn send(
         &self,
-        ready: ReadyConnection,
+        ready: ConnectOutcome,
         req: &mut Request<Body>,
         interims: Option<&InterimSender>,
     ) -> Result<Response<Body>, Error> {
         match ready {
-            ReadyConnection::Http1(connection, pool) => {
+            ConnectOutcome::Http1(connection, pool) => {
                 let mut exchange = connection.send(req, self.addr, pool, interims.cloned());
                 match exchange.head().await {
                     Ok(head) => Ok(exchange.into_response(head)),
@@ -339,11 +342,11 @@ impl EndpointClient {
                     Err(head_error) => Box::pin(self.resend(exchange, head_error)).await,
                 }
             }
-            ReadyConnection::Http2(send) => http2::send(send, req, self.addr, interims).await,
-            ReadyConnection::ExtendedConnect(sender) => {
+            ConnectOutcome::Http2(send) => http2::send(send, req, self.addr, interims).await,
+            ConnectOutcome::ExtendedConnect(sender) => {
                 Box::pin(self.send_extended_connect(*sender, req, interims)).await
             }
-            ReadyConnection::NoExtendedConnectStream => Err(Error::NoExtendedConnectStream { addr: self.addr }),
+            ConnectOutcome::NoExtendedConnectStream => Err(Error::NoExtendedConnectStream { addr: self.addr }),
         }
     }
 
@@ -370,7 +373,7 @@ impl EndpointClient {
             }
             Err(error) if !self.can_resend(&error) => Err(error),
             Err(error) => {
-                let io = (self.connect)(Protocol::Http1).await;
+                let io = (self.connect)(HttpVersion::Http1).await;
                 let io = io.map_err(|dial_error| self.reconnect_error(&error, dial_error))?;
                 let mut exchange = http1::ClientConnection::new(io).send(req, self.addr, None, interims.cloned());
                 match exchange.head().await {
@@ -408,7 +411,7 @@ impl EndpointClient {
     /// to another endpoint; otherwise returns `error`. Dials only to learn whether the application still listens; the
     /// connection is not used.
     async fn error_after_port_check(&self, mut request: ResendableRequest, error: Error) -> Error {
-        match (self.connect)(Protocol::Http1).await {
+        match (self.connect)(HttpVersion::Http1).await {
             Err(dial_error) if dial_error.is_connection_refused() && request.was_discarded_or_reset().await => {
                 self.reconnect_error(&error, dial_error)
             }
@@ -423,7 +426,7 @@ impl EndpointClient {
         error: Error,
         pool: Option<Arc<ConnectionPool>>,
     ) -> Result<Response<Body>, Error> {
-        let io = (self.connect)(Protocol::Http1).await;
+        let io = (self.connect)(HttpVersion::Http1).await;
         let io = io.map_err(|dial_error| self.reconnect_error(&error, dial_error))?;
         let mut exchange = http1::ClientConnection::new(io).resend(request, self.addr, pool);
         match exchange.head().await {
@@ -521,7 +524,10 @@ mod tests {
             })
         });
         let client = new_client(addr, connect, 1);
-        let ready = client.connection(Protocol::Http1, ConnectionUse::Pooled).await.unwrap();
+        let ready = client
+            .connection(HttpVersion::Http1, ConnectionUse::Pooled)
+            .await
+            .unwrap();
         let (application, _) = listener.accept().await.unwrap();
         let mut is_resent = false;
         let sent = {
@@ -665,7 +671,10 @@ mod tests {
         let addr = listener.local_addr().unwrap();
         let client = new_client(addr, connect_to(addr), 60);
         let send_get = async || {
-            let ready = client.connection(Protocol::Http1, ConnectionUse::Pooled).await.unwrap();
+            let ready = client
+                .connection(HttpVersion::Http1, ConnectionUse::Pooled)
+                .await
+                .unwrap();
             let mut get = Request::get("/").body(Body::empty()).unwrap();
             let (sent, server) = tokio::join!(client.send(ready, &mut get, None), async {
                 let (mut server, _) = listener.accept().await.unwrap();
@@ -680,7 +689,9 @@ mod tests {
             let _server = send_get().await;
             tokio::time::pause();
             tokio::time::advance(Duration::from_secs(idle)).await;
-            let open = client.existing_connection(Protocol::Http1, ConnectionUse::Pooled).await;
+            let open = client
+                .existing_connection(HttpVersion::Http1, ConnectionUse::Pooled)
+                .await;
             assert_eq!(open.is_some(), is_open, "{idle} s");
             tokio::time::resume();
         }
@@ -692,7 +703,7 @@ mod tests {
         let connect: ConnectFn = Box::new(|_| Box::pin(std::future::pending()));
         let client = new_client(addr, connect, 1);
         {
-            let mut dial = pin!(client.dial(Protocol::Http2, ConnectionUse::Pooled));
+            let mut dial = pin!(client.dial(HttpVersion::Http2, ConnectionUse::Pooled));
             assert!(futures_util::poll!(&mut dial).is_pending());
             assert!(client.dial_started_at().is_some());
         }
@@ -705,7 +716,7 @@ mod tests {
         let addr = listener.local_addr().unwrap();
         let client = new_client(addr, connect_to(addr), 1);
         // The server sends no settings.
-        let mut waiting = pin!(client.connection(Protocol::Http2, ConnectionUse::ExtendedConnect));
+        let mut waiting = pin!(client.connection(HttpVersion::Http2, ConnectionUse::ExtendedConnect));
         while client.http2.lock().is_empty() {
             assert!(futures_util::poll!(&mut waiting).is_pending());
             tokio::task::yield_now().await;
@@ -733,19 +744,11 @@ mod tests {
     }
 
     /// The connections that a WebSocket and an extended CONNECT get to an HTTP/2 server.
-    async fn connections_to(server: &h2::server::Builder) -> [ReadyConnection; 2] {
+    async fn connections_to(server: &h2::server::Builder) -> [ConnectOutcome; 2] {
         let client = client_of(server).await;
-        let websocket = client
-            .connection(Protocol::Http1, ConnectionUse::ExtendedConnect)
-            .await
-            .unwrap();
-        [
-            websocket,
-            client
-                .connection(Protocol::Http2, ConnectionUse::ExtendedConnect)
-                .await
-                .unwrap(),
-        ]
+        let connection_use = ConnectionUse::ExtendedConnect;
+        let connect = async |version| client.connection(version, connection_use).await.unwrap();
+        [connect(HttpVersion::Http1).await, connect(HttpVersion::Http2).await]
     }
 
     #[tokio::test]
@@ -754,8 +757,10 @@ mod tests {
         server.enable_connect_protocol().max_concurrent_streams(0);
         let client = client_of(&server).await;
         let connect_websocket = async || {
-            let ready = client.connection(Protocol::Http1, ConnectionUse::ExtendedConnect).await;
-            assert!(matches!(ready, Ok(ReadyConnection::Http1(_, None))));
+            let ready = client
+                .connection(HttpVersion::Http1, ConnectionUse::ExtendedConnect)
+                .await;
+            assert!(matches!(ready, Ok(ConnectOutcome::Http1(_, None))));
         };
         connect_websocket().await; // dials the connection whose settings permit no stream
         tokio::time::pause();
@@ -766,39 +771,22 @@ mod tests {
 
     #[tokio::test]
     async fn extended_connect_is_used_if_the_peer_supports_it_and_has_free_streams() {
+        use ConnectOutcome::{ExtendedConnect, Http1, NoExtendedConnectStream};
+
         let mut server = h2::server::Builder::new();
-        assert!(matches!(
-            connections_to(&server).await,
-            [
-                ReadyConnection::Http1(_, None),
-                ReadyConnection::NoExtendedConnectStream
-            ]
-        ));
+        let connections = connections_to(&server).await;
+        assert!(matches!(connections, [Http1(_, None), NoExtendedConnectStream]));
         server.enable_connect_protocol();
-        assert!(matches!(
-            connections_to(&server).await,
-            [ReadyConnection::ExtendedConnect(_), ReadyConnection::ExtendedConnect(_)]
-        ));
+        let connections = connections_to(&server).await;
+        assert!(matches!(connections, [ExtendedConnect(_), ExtendedConnect(_)]));
         server.max_concurrent_streams(4);
-        assert!(matches!(
-            connections_to(&server).await,
-            [ReadyConnection::ExtendedConnect(_), ReadyConnection::ExtendedConnect(_)]
-        ));
+        let connections = connections_to(&server).await;
+        assert!(matches!(connections, [ExtendedConnect(_), ExtendedConnect(_)]));
         server.max_concurrent_streams(2);
-        assert!(matches!(
-            connections_to(&server).await,
-            [
-                ReadyConnection::ExtendedConnect(_),
-                ReadyConnection::NoExtendedConnectStream
-            ]
-        ));
+        let connections = connections_to(&server).await;
+        assert!(matches!(connections, [ExtendedConnect(_), NoExtendedConnectStream]));
         server.max_concurrent_streams(1);
-        assert!(matches!(
-            connections_to(&server).await,
-            [
-                ReadyConnection::Http1(_, None),
-                ReadyConnection::NoExtendedConnectStream
-            ]
-        ));
+        let connections = connections_to(&server).await;
+        assert!(matches!(connections, [Http1(_, None), NoExtendedConnectStream]));
     }
 }

@@ -14,7 +14,7 @@ pub(crate) enum Side {
     /// The client sent an invalid request or closed the connection.
     Client,
     /// The other end of the upstream connection.
-    Peer,
+    Upstream,
     /// The configuration from the control plane.
     Policy,
     /// This proxy.
@@ -58,8 +58,8 @@ pub(crate) enum Error {
     ConnectionClosed {
         addr: SocketAddr,
         reused: bool,
-        /// Whether the server may have read a part of the request.
-        sent: bool,
+        /// Whether the server may have read a part of the request, and so may have processed it.
+        may_be_processed: bool,
     },
     /// The request may have been processed.
     #[error("connection to {addr} closed before a response, and reconnecting failed ({cause})")]
@@ -71,12 +71,12 @@ pub(crate) enum Error {
     /// The request may have been processed.
     #[error("HTTP/2 connection to {addr} ended before a response")]
     Http2ConnectionEnded { addr: SocketAddr },
-    #[error("{addr} had no free HTTP/2 stream within {limit:?}")]
-    StreamLimit {
+    #[error("{addr} had no free HTTP/2 stream within {waited:?}")]
+    NoFreeStream {
         addr: SocketAddr,
-        limit: Duration,
-        /// Whether a part of the request may have been sent.
-        sent: bool,
+        waited: Duration,
+        /// Whether a part of the request may have been sent, so that the server may have processed it.
+        may_be_processed: bool,
     },
     #[error("HTTP/2 error")]
     H2(#[source] ::h2::Error),
@@ -140,8 +140,8 @@ pub(crate) enum Error {
     InvalidBackend(&'static str),
     #[error("the control plane has not sent the policy of this port")]
     PolicyUnknown,
-    /// No application listens on the port, and clients connect to many such ports.
-    #[error("the proxy does not request the policy of this port")]
+    /// The proxy does not request the policy of the port.
+    #[error("no application listens on this port, and clients connect to too many such ports")]
     PortNotWatched,
     /// The control plane denies this proxy a policy or a profile.
     #[error("{0}")]
@@ -278,13 +278,13 @@ impl Error {
             | Self::ConnectionClosed { .. }
             | Self::ReconnectFailed { .. }
             | Self::Http2ConnectionEnded { .. }
-            | Self::StreamLimit { .. }
+            | Self::NoFreeStream { .. }
             | Self::H2(_)
             | Self::ServerIo(_)
             | Self::InvalidResponse(_)
             | Self::ContentLengthMismatch
             | Self::IdentityMismatch { .. }
-            | Self::Timeout(_) => Side::Peer,
+            | Self::Timeout(_) => Side::Upstream,
             Self::AttemptCancelled
             | Self::MaxInFlight
             | Self::HeaderListsTooLarge { .. }
@@ -324,11 +324,12 @@ impl Error {
         )
     }
 
-    /// Whether the peer of an HTTP/2 connection reports that it has not processed the stream: with `REFUSED_STREAM`, or
-    /// with a GOAWAY whose last stream is lower. The request can be sent again on a new connection.
-    pub(crate) fn is_unprocessed(&self) -> bool {
+    /// Whether the peer of an HTTP/2 connection reports that it has not processed the stream: with `REFUSED_STREAM`, or with a
+    /// GOAWAY whose last stream is lower. The request can be sent again on a new connection, as after other errors for which
+    /// [`Self::resendable`] is `Always`.
+    pub(crate) fn is_refused_stream(&self) -> bool {
         match self {
-            Self::TooLargeToResend(error) => error.is_unprocessed(),
+            Self::TooLargeToResend(error) => error.is_refused_stream(),
             // Only streams above the last stream of a GOAWAY fail with it; the others continue.
             Self::H2(error) => {
                 error.reason() == Some(Reason::REFUSED_STREAM) || (error.is_go_away() && error.is_remote())
@@ -345,8 +346,15 @@ impl Error {
     pub(crate) fn resendable(&self) -> Resendable {
         match self {
             error if error.is_dial_error() => Resendable::Always,
-            error if error.is_unprocessed() => Resendable::Always,
-            Self::ConnectionClosed { sent: false, .. } | Self::StreamLimit { sent: false, .. } => Resendable::Always,
+            error if error.is_refused_stream() => Resendable::Always,
+            Self::ConnectionClosed {
+                may_be_processed: false,
+                ..
+            }
+            | Self::NoFreeStream {
+                may_be_processed: false,
+                ..
+            } => Resendable::Always,
             Self::ConnectionClosed { reused: true, .. }
             | Self::ReconnectFailed { .. }
             | Self::Http2ConnectionEnded { .. } => Resendable::IfIdempotent,
@@ -394,7 +402,7 @@ impl Error {
             | Self::NoBackends
             | Self::FailingFast(_)
             | Self::QueueFull
-            | Self::StreamLimit { .. }
+            | Self::NoFreeStream { .. }
             | Self::MaxInFlight
             | Self::HeaderListsTooLarge { .. }
             | Self::HeadMemoryUsedUp { .. }
@@ -444,7 +452,7 @@ impl Error {
             Self::MaxInFlight
             | Self::HeaderListsTooLarge { .. }
             | Self::HeadMemoryUsedUp { .. }
-            | Self::StreamLimit { .. }
+            | Self::NoFreeStream { .. }
             | Self::MemoryPressure
             | Self::TooManyConnections { .. }
             | Self::TooManyNames { .. }
@@ -500,7 +508,7 @@ impl Error {
             | Self::ConnectionClosed { addr, .. }
             | Self::ReconnectFailed { addr, .. }
             | Self::Http2ConnectionEnded { addr }
-            | Self::StreamLimit { addr, .. }
+            | Self::NoFreeStream { addr, .. }
             | Self::NoExtendedConnectStream { addr } => Some(*addr),
             Self::TooLargeToResend(error) => error.failed_addr(),
             _ => None,
@@ -523,7 +531,7 @@ impl Error {
             Self::MaxInFlight
             | Self::HeaderListsTooLarge { .. }
             | Self::HeadMemoryUsedUp { .. }
-            | Self::StreamLimit { .. }
+            | Self::NoFreeStream { .. }
             | Self::MemoryPressure
             | Self::TooManyConnections { .. }
             | Self::TooManyNames { .. }
@@ -567,7 +575,7 @@ impl Error {
             | Self::ReconnectFailed { .. }
             | Self::Http2ConnectionEnded { .. }
             | Self::AttemptCancelled => "connection-closed",
-            Self::StreamLimit { .. } => "no-free-stream",
+            Self::NoFreeStream { .. } => "no-free-stream",
             Self::H2(_) => "stream-reset",
             Self::ServerIo(_) | Self::InvalidResponse(_) | Self::ContentLengthMismatch => "bad-response",
             Self::ReadRequestBody(_) | Self::InvalidRequest(_) => "bad-request",

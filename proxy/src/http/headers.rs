@@ -82,8 +82,8 @@ pub(crate) fn strip_hop_by_hop(headers: &mut HeaderMap) {
     }
 }
 
-/// [`strip_hop_by_hop`] and [`strip_underscore_aliases`] with one scan, for requests from a peer's proxy.
-pub(crate) fn strip_from_peer_request(headers: &mut HeaderMap) {
+/// [`strip_hop_by_hop`] and [`strip_underscore_aliases`] with one scan, for inbound HTTP/1 requests that are no upgrades.
+pub(crate) fn strip_from_inbound_request(headers: &mut HeaderMap) {
     let removable = RemovableHeaders::scan(headers);
     if removable.has_underscore_names {
         strip_underscore_aliases(headers);

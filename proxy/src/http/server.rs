@@ -6,8 +6,8 @@ use tower::Service;
 
 use crate::{
     http::{
-        body::Body, client::Protocol, connection_closer::CloseSignals, error::Error, h1, h2,
-        server_config::ServerConfig, stack::layers::ErrorToResponse,
+        body::Body, client::HttpVersion, connection_closer::CloseSignals, error::Error, h1, h2,
+        server_config::ServerConfig, stack::layers::RequestService,
     },
     net::io::Io,
 };
@@ -20,8 +20,8 @@ use crate::{
 /// The connection fails, or the client closes it during a request; in HTTP/1 also if `service` or a response body fails.
 pub(crate) fn serve<S>(
     io: Io,
-    protocol: Protocol,
-    service: ErrorToResponse<S>,
+    protocol: HttpVersion,
+    service: RequestService<S>,
     config: &ServerConfig,
     CloseSignals { closer, drain }: CloseSignals<'_>,
 ) -> impl Future<Output = Result<(), Error>>
@@ -30,8 +30,8 @@ where
     S::Future: Send,
 {
     match protocol {
-        Protocol::Http1 => Either::Left(h1::server::serve(io, service, &config.limits, drain)),
+        HttpVersion::Http1 => Either::Left(h1::server::serve(io, service, &config.limits, drain)),
         // Boxed: most idle connections are HTTP/1, and this keeps their future small.
-        Protocol::Http2 => Either::Right(Box::pin(h2::server::serve(io, service, config, closer, drain))),
+        HttpVersion::Http2 => Either::Right(Box::pin(h2::server::serve(io, service, config, closer, drain))),
     }
 }

@@ -71,7 +71,7 @@ impl Inbound {
             self.families.record_route_not_found(&labels());
             Error::RouteNotFound
         })?;
-        authz::authorize(&found.rule.payload, client, tls.to_conn_tls()).map_err(|denied| {
+        authz::authorize(&found.rule.action, client, tls.to_conn_tls()).map_err(|denied| {
             let labels = with_meta(labels(), "route", &found.route.meta);
             self.families.record_http_denied(&labels, denied);
             unauthorized(denied.name())

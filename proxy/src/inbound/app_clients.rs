@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 
 use crate::{
     http::{
-        client::{EndpointClient, PoolConfig, Protocol},
+        client::{EndpointClient, HttpVersion, PoolConfig},
         error::Error,
         h2,
     },
@@ -76,7 +76,7 @@ impl AppClients {
 
     fn new_client(&self, app: AppTarget) -> EndpointClient {
         let (config, metrics) = (self.connect, self.families.app_connection_metrics(app.addr));
-        let open = move |_: Protocol| -> Pin<Box<dyn Future<Output = _> + Send>> {
+        let open = move |_: HttpVersion| -> Pin<Box<dyn Future<Output = _> + Send>> {
             let metrics = metrics.clone();
             Box::pin(async move { Ok(dial(app, &config).await?.count(metrics)) })
         };

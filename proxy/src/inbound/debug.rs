@@ -100,7 +100,7 @@ impl PortStatus {
                     rules: route
                         .rules
                         .iter()
-                        .map(|rule| authorization_statuses(&rule.payload))
+                        .map(|rule| authorization_statuses(&rule.action))
                         .collect(),
                 };
                 http.routes.iter().map(route).collect()

@@ -169,13 +169,13 @@ impl Tcp {
 
 impl Drop for Tcp {
     fn drop(&mut self) {
-        let is_stopped = self.permit.as_ref().is_some_and(ConnectionPermit::must_reset);
-        // A reset discards what the peer has not received. A response that is sent completely must arrive even if its connection
-        // is evicted or stopped then; the owner of an incomplete one calls `reset_on_drop` if a FIN would look like its end.
-        let must_reset =
-            self.must_reset.load(Ordering::Relaxed) || is_stopped && unacknowledged_bytes(&self.stream) == Some(0);
+        let asked_by_owner = self.must_reset.load(Ordering::Relaxed);
+        let evicted_or_stopped = self.permit.as_ref().is_some_and(ConnectionPermit::must_reset);
+        // An evicted or stopped connection is reset only if the peer has acknowledged everything: a reset would discard a complete
+        // response in flight. If a FIN could be taken for the end of an incomplete response, its owner has called `reset_on_drop`.
+        let must_reset = asked_by_owner || evicted_or_stopped && unacknowledged_bytes(&self.stream) == Some(0);
         let socket = SockRef::from(&self.stream);
-        let result = match (must_reset, is_stopped) {
+        let result = match (must_reset, evicted_or_stopped) {
             (true, _) => socket.set_linger(Some(Duration::ZERO)),
             (false, true) => socket.set_tcp_user_timeout(Some(STOPPED_SEND_TIMEOUT)),
             (false, false) => Ok(()),

@@ -7,7 +7,7 @@ use tokio::{io::AsyncWriteExt, time::Instant};
 use tulle_core::{addr::Addr, info_limited, log_limit::LogLimiter};
 
 use crate::{
-    http::{client::Protocol, error::Error},
+    http::{client::HttpVersion, error::Error},
     net::{
         connect,
         io::{Io, Tcp},
@@ -94,7 +94,7 @@ impl Connector {
     /// # Errors
     /// The endpoint refuses the connection, dialling and the TLS handshake together exceed the timeout, the handshake fails, or the
     /// endpoint has a different identity.
-    pub(crate) async fn open(&self, protocol: Option<Protocol>) -> Result<Io, Error> {
+    pub(crate) async fn open(&self, protocol: Option<HttpVersion>) -> Result<Io, Error> {
         let config = &self.config;
         let deadline = Instant::now() + config.connect.timeout;
         let stream = connect::dial(self.addr, &config.connect)
@@ -138,7 +138,7 @@ impl Connector {
             let lost = Error::ConnectionClosed {
                 addr: self.addr,
                 reused: false,
-                sent: false,
+                may_be_processed: false,
             };
             io.write_all(&bytes).await.map_err(|_| lost)?;
         }
@@ -147,10 +147,10 @@ impl Connector {
 }
 
 impl TransportHeaderFields {
-    fn with_protocol(&self, protocol: Option<Protocol>) -> TransportHeader {
+    fn with_protocol(&self, protocol: Option<HttpVersion>) -> TransportHeader {
         let protocol = protocol.filter(|_| self.sends_protocol).map(|protocol| match protocol {
-            Protocol::Http1 => SessionProtocol::Http1,
-            Protocol::Http2 => SessionProtocol::Http2,
+            HttpVersion::Http1 => SessionProtocol::Http1,
+            HttpVersion::Http2 => SessionProtocol::Http2,
         });
         TransportHeader {
             port: self.port,

@@ -147,8 +147,8 @@ impl PlanSummary {
                 for route in routes {
                     self.routes.push(route.meta.to_string());
                     for rule in &route.rules {
-                        self.add_backends(&rule.payload.backends);
-                        for mirror in &rule.payload.mirrors {
+                        self.add_backends(&rule.action.backends);
+                        for mirror in &rule.action.mirrors {
                             self.add_backends(&mirror.backends);
                         }
                     }

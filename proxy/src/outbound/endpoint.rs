@@ -12,7 +12,7 @@ use tulle_core::identity::Identity;
 use crate::{
     balance::{breaker::Breaker, candidate::Candidate, load::Load},
     http::{
-        client::{EndpointClient, PoolConfig, Protocol},
+        client::{EndpointClient, HttpVersion, PoolConfig},
         h2,
     },
     metrics::http::Series,
@@ -128,12 +128,12 @@ impl Endpoint {
 
     /// The HTTP version in which a request of `version` is sent to this endpoint. `requires_http1`: it cannot be converted to
     /// HTTP/2.
-    pub(super) fn protocol(&self, version: Version, requires_http1: bool) -> Protocol {
+    pub(super) fn protocol(&self, version: Version, requires_http1: bool) -> HttpVersion {
         match version {
-            _ if requires_http1 => Protocol::Http1,
-            Version::HTTP_2 => Protocol::Http2,
-            _ if self.spec.hint == ProtocolHint::H2 => Protocol::Http2,
-            _ => Protocol::Http1,
+            _ if requires_http1 => HttpVersion::Http1,
+            Version::HTTP_2 => HttpVersion::Http2,
+            _ if self.spec.hint == ProtocolHint::H2 => HttpVersion::Http2,
+            _ => HttpVersion::Http1,
         }
     }
 

@@ -24,8 +24,9 @@ impl ClientPolicy {
         matches!(&*self.meta, Meta::Resource(resource) if &*resource.kind == "EgressNetwork")
     }
 
-    /// Whether requests are compared with the rules by the normal form of their path, as at a Server: if the policy can deny
-    /// traffic, a path that the destination takes for another one must not pass.
+    /// Whether requests are compared with the rules by the normal form of their path, as at a Server. An EgressNetwork can deny
+    /// traffic: otherwise a client could write a denied path in a form that matches no rule but that the destination reads as that
+    /// path (`/a%64min`).
     pub(crate) fn compares_normalized_paths(&self) -> bool {
         self.is_of_egress_network()
     }
@@ -331,7 +332,7 @@ impl ClientPolicy {
         opaque: OpaqueRoute,
         timeout: Duration,
     ) -> Self {
-        let payload = RouteAction {
+        let action = RouteAction {
             backends,
             mirrors: Vec::new(),
             timeouts: Timeouts::default(),
@@ -341,7 +342,7 @@ impl ClientPolicy {
         let rule = Rule {
             matches: Vec::new(),
             filters,
-            payload,
+            action,
         };
         let route = Route {
             meta: meta.clone(),

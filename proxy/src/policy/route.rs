@@ -16,12 +16,13 @@ pub(crate) struct Route<T> {
     pub(crate) rules: Vec<Rule<T>>,
 }
 
-/// The payload for requests that match any of `matches`; an empty list means every request.
+/// What applies to requests that match any of `matches`; an empty list means every request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Rule<T> {
     pub(crate) matches: Vec<RequestMatch>,
     pub(crate) filters: Vec<Filter>,
-    pub(crate) payload: T,
+    /// The authorizations of an inbound rule, or the action of an outbound one.
+    pub(crate) action: T,
 }
 
 /// The rule that a request matched.
@@ -102,14 +103,14 @@ pub(crate) fn find<'a, T>(routes: &'a [Route<T>], attributes: &RequestAttributes
 
 impl<T> Route<T> {
     /// A route for all hosts and requests.
-    pub(crate) fn catch_all(meta: Arc<Meta>, payload: T) -> Self {
+    pub(crate) fn catch_all(meta: Arc<Meta>, action: T) -> Self {
         Self {
             meta,
             hosts: Vec::new(),
             rules: vec![Rule {
                 matches: Vec::new(),
                 filters: Vec::new(),
-                payload,
+                action,
             }],
         }
     }
@@ -145,12 +146,12 @@ impl<T> Route<T> {
         self.hosts.is_empty() && self.rules.iter().any(is_for_all)
     }
 
-    /// The same route with another payload behind each rule, such as compiled backends.
-    pub(crate) fn map<U>(&self, mut payload: impl FnMut(&Rule<T>) -> U) -> Route<U> {
+    /// The same route with another action for each rule, such as a compiled one.
+    pub(crate) fn map<U>(&self, mut action: impl FnMut(&Rule<T>) -> U) -> Route<U> {
         let rules = self.rules.iter().map(|rule| Rule {
             matches: rule.matches.clone(),
             filters: rule.filters.clone(),
-            payload: payload(rule),
+            action: action(rule),
         });
         Route {
             meta: self.meta.clone(),
@@ -223,11 +224,11 @@ mod tests {
         })
     }
 
-    fn route(hosts: &[HostMatch], matches: Vec<RequestMatch>, payload: usize) -> Route<usize> {
+    fn route(hosts: &[HostMatch], matches: Vec<RequestMatch>, action: usize) -> Route<usize> {
         let rule = Rule {
             matches,
             filters: Vec::new(),
-            payload,
+            action,
         };
         Route {
             meta: Meta::default_named("test"),
@@ -242,7 +243,7 @@ mod tests {
         let mut headers = HeaderMap::new();
         headers.insert("x-a", "1".parse().unwrap());
         headers.insert("x-b", "1".parse().unwrap());
-        find(routes, &RequestAttributes::of(&method, &uri, &headers)).map(|found| found.rule.payload)
+        find(routes, &RequestAttributes::of(&method, &uri, &headers)).map(|found| found.rule.action)
     }
 
     /// The first of each pair must win over the second, in either order.
@@ -314,7 +315,7 @@ mod tests {
             within.rules.push(Rule {
                 matches: better,
                 filters: Vec::new(),
-                payload: 1,
+                action: 1,
             });
             assert_eq!(
                 winner(&[within], Method::POST, "/x/y?p=1&q=1"),
@@ -385,7 +386,7 @@ mod tests {
 
     #[test]
     fn a_mapped_route_matches_as_before() {
-        let routes = [route(&[HostMatch::exact("a.b.c")], vec![prefix("/x")], 1).map(|rule| rule.payload + 1)];
+        let routes = [route(&[HostMatch::exact("a.b.c")], vec![prefix("/x")], 1).map(|rule| rule.action + 1)];
         assert_eq!(winner(&routes, Method::GET, "/x/y"), Some(2));
         assert_eq!(winner(&routes, Method::GET, "/y"), None);
     }

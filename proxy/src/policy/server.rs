@@ -77,7 +77,7 @@ impl ServerPolicy {
             filters: vec![Filter::Invalid(
                 "the proxy cannot decode the policy of this port; its log has the reason".into(),
             )],
-            payload: authorizations,
+            action: authorizations,
         };
         let route = Route {
             meta: meta.clone(),
@@ -139,7 +139,7 @@ impl ServerPolicy {
             || routes()
                 .filter(|route| !route.meta.is_probe())
                 .flat_map(|route| &route.rules)
-                .any(|rule| permits(&rule.payload))
+                .any(|rule| permits(&rule.action))
     }
 
     /// Whether every client may connect, with any identity and from any address.
@@ -216,7 +216,7 @@ impl DefaultPolicy {
     ];
 
     /// The policy of a port whose protocol is detected; `cluster` are the cluster's networks.
-    pub(crate) fn detect(self, timeout: Duration, cluster: &[IpNet]) -> ServerPolicy {
+    pub(crate) fn policy_for_detected_port(self, timeout: Duration, cluster: &[IpNet]) -> ServerPolicy {
         let authorizations = self.authorizations(cluster);
         let http = ServerHttp::catch_all(authorizations.clone());
         ServerPolicy {
@@ -227,7 +227,7 @@ impl DefaultPolicy {
     }
 
     /// The policy of an opaque port.
-    pub(crate) fn opaque(self, cluster: &[IpNet]) -> ServerPolicy {
+    pub(crate) fn policy_for_opaque_port(self, cluster: &[IpNet]) -> ServerPolicy {
         let authorizations = self.authorizations(cluster);
         ServerPolicy {
             meta: self.meta(),
@@ -296,7 +296,7 @@ mod tests {
             rules: vec![Rule {
                 matches: vec![RequestMatch::Http(matches)],
                 filters: Vec::new(),
-                payload: Arc::new([]),
+                action: Arc::new([]),
             }],
             ..Route::catch_all(meta, Arc::new([]) as Arc<[_]>)
         }
@@ -313,11 +313,11 @@ mod tests {
     #[test]
     fn a_route_for_probes_permits_no_client_the_limits_of_an_authorized_one() {
         let everybody: Arc<[Authorization]> = DefaultPolicy::AllUnauthenticated
-            .detect(Duration::ZERO, &[])
+            .policy_for_detected_port(Duration::ZERO, &[])
             .authorizations;
         assert!(!everybody.is_empty());
         let permits = |mut route: Route<Arc<[Authorization]>>| {
-            route.rules[0].payload = everybody.clone();
+            route.rules[0].action = everybody.clone();
             let http = ServerHttp {
                 routes: [route].into(),
                 rate_limit: None,
@@ -402,8 +402,8 @@ mod tests {
         }
         assert!(ServerPolicy::invalid(Duration::ZERO).requires_http() && ServerPolicy::unknown().requires_http());
         for default in DefaultPolicy::ALL {
-            assert!(!default.detect(Duration::ZERO, &[]).requires_http());
-            assert!(!default.opaque(&[]).requires_http());
+            assert!(!default.policy_for_detected_port(Duration::ZERO, &[]).requires_http());
+            assert!(!default.policy_for_opaque_port(&[]).requires_http());
         }
     }
 }

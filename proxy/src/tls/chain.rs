@@ -364,7 +364,7 @@ mod tests {
     fn the_issuer_of_a_virtual_machine_cannot_issue_other_identities() {
         let authority = Authority::new();
         let vm = "spiffe://root.linkerd.cluster.local/vm-1";
-        let issuer = authority.workload_issuer(vm);
+        let issuer = authority.single_identity_issuer(vm);
         let roots = authority.anchors().roots();
         let provider = Arc::new(aws_lc_rs::default_provider());
         let server = ServerChainVerifier::new(roots.clone(), &provider);

@@ -25,9 +25,9 @@ pub(crate) enum ParsedHello {
     },
 }
 
-/// What the handshake showed about the client.
+/// What the TLS handshake shows about the client.
 #[derive(Clone, Debug, Eq, PartialEq)]
-pub(crate) struct PeerTls {
+pub(crate) struct ClientHandshake {
     /// The first DNS or URI name of its certificate; `None` without a certificate.
     pub client_id: Option<Identity>,
     /// The negotiated protocol.
@@ -72,7 +72,11 @@ pub(crate) fn parse_client_hello(bytes: &[u8]) -> ParsedHello {
 
 /// Terminates TLS. A client may have no certificate; if it presents one, the certificate must chain to the trust anchors and
 /// have an identity. Callers limit the time, inbound connections by their `detect_timeout`.
-pub(crate) async fn accept<IO>(io: IO, creds: &Credentials, alpn: Alpn) -> Result<(TlsStream<IO>, PeerTls), AcceptError>
+pub(crate) async fn accept<IO>(
+    io: IO,
+    creds: &Credentials,
+    alpn: Alpn,
+) -> Result<(TlsStream<IO>, ClientHandshake), AcceptError>
 where
     IO: AsyncRead + AsyncWrite + Unpin,
 {
@@ -90,7 +94,7 @@ where
         }
     };
     let alpn = Alpn::negotiated(session.alpn_protocol());
-    Ok((stream, PeerTls { client_id, alpn }))
+    Ok((stream, ClientHandshake { client_id, alpn }))
 }
 
 /// Terminates TLS as [`accept`] does. If that fails or is cancelled, the connection ends with a reset, which may follow an alert.
@@ -98,11 +102,11 @@ pub(crate) async fn accept_or_reset(
     tcp: Tcp,
     creds: &Credentials,
     alpn: Alpn,
-) -> Result<(TlsStream<Tcp>, PeerTls), AcceptError> {
+) -> Result<(TlsStream<Tcp>, ClientHandshake), AcceptError> {
     tcp.reset_on_drop();
-    let (stream, peer_tls) = accept(tcp, creds, alpn).await?;
+    let (stream, client_handshake) = accept(tcp, creds, alpn).await?;
     stream.get_ref().0.close_on_drop();
-    Ok((stream, peer_tls))
+    Ok((stream, client_handshake))
 }
 
 impl AcceptError {

@@ -48,12 +48,14 @@ impl Authority {
     }
 
     /// An intermediate authority that is limited to one workload.
-    pub(crate) fn workload_issuer(&self, identity: &str) -> Self {
+    pub(crate) fn single_identity_issuer(&self, identity: &str) -> Self {
         let mut params = CertificateParams::default();
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
         params.subject_alt_names = vec![san(identity)];
-        params.distinguished_name.push(DnType::CommonName, "workload issuer");
+        params
+            .distinguished_name
+            .push(DnType::CommonName, "single-identity issuer");
         params.name_constraints = Some(NameConstraints {
             permitted_subtrees: Vec::new(),
             excluded_subtrees: vec![GeneralSubtree::DnsName(String::new())],
@@ -109,7 +111,7 @@ const CLIENT: &str = "vote-bot.emojivoto.serviceaccount.identity.linkerd.cluster
 const SERVER_NAME: &str = SERVER;
 
 type Connected = Result<tokio_rustls::client::TlsStream<DuplexStream>, client::TlsConnectError>;
-type Accepted = Result<(tokio_rustls::server::TlsStream<DuplexStream>, server::PeerTls), server::AcceptError>;
+type Accepted = Result<(tokio_rustls::server::TlsStream<DuplexStream>, server::ClientHandshake), server::AcceptError>;
 
 async fn handshake(
     client: &Credentials,

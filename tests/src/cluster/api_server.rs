@@ -18,8 +18,8 @@ use tokio::time::{Instant, sleep};
 
 use super::audit::{AuditPolicy, AuditRecord};
 use super::component::{Component, ProcessLifetime};
-use super::control_plane::{API_PORT, ComponentContext, check_ready, wait_for_default_account};
 use super::kubeconfig;
+use super::kubernetes_components::{API_PORT, ComponentContext, check_ready, wait_for_default_account};
 use crate::{commands, programs};
 
 /// etcd and an API server. Dropping it stops both and removes all files that they wrote.
@@ -283,7 +283,7 @@ fn named(name: &str) -> ObjectMeta {
 /// A loopback address that no other server uses, from the process id (22 bits) and a counter.
 fn free_addr() -> anyhow::Result<IpAddr> {
     for _ in 0..4 {
-        let n = SERVERS.fetch_add(1, Ordering::Relaxed) % 4;
+        let n = NEXT_ADDRESS.fetch_add(1, Ordering::Relaxed) % 4;
         let [_, b, c, d] = (process::id() << 2 | n).to_be_bytes();
         let addr = IpAddr::from(Ipv4Addr::new(127, b, c, d));
         if TcpListener::bind((addr, API_PORT)).is_ok() {
@@ -318,4 +318,4 @@ const ADVERTISED_IP: IpAddr = IpAddr::V4(Ipv4Addr::new(192, 0, 2, 1));
 /// Disables the controllers that delete pods without a live node.
 const CONTROLLERS_WITHOUT_NODES: &str =
     "*,-pod-garbage-collector-controller,-node-lifecycle-controller,-taint-eviction-controller";
-static SERVERS: AtomicU32 = AtomicU32::new(0);
+static NEXT_ADDRESS: AtomicU32 = AtomicU32::new(0);

@@ -1,4 +1,4 @@
-//! A complete cluster: a control plane, nodes in network namespaces, and DNS.
+//! A complete cluster: Kubernetes' control plane, nodes in network namespaces, and DNS.
 
 use std::fs;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -19,10 +19,10 @@ use tokio::time::{Instant, sleep};
 use tulle_core::netns::{Namespace, VirtualNetwork};
 
 use super::audit::{AuditPolicy, AuditRecord};
+use super::cleanup;
 use super::component::{Component, ProcessLifetime, START_TIMEOUT};
-use super::control_plane::{API_PORT, ComponentContext, check_ready, wait_for_default_account};
 use super::kubeconfig;
-use super::leftovers;
+use super::kubernetes_components::{API_PORT, ComponentContext, check_ready, wait_for_default_account};
 use super::node::{self, Node, node_addr};
 use super::pki::Pki;
 use super::slot::{self, Slot, SlotLock};
@@ -39,7 +39,7 @@ pub struct Cluster {
     components: Vec<Component>,
     nodes: Vec<Node>,
     network: Option<VirtualNetwork>,
-    images: usize,
+    n_loaded_images: usize,
     lock: SlotLock,
 }
 
@@ -113,7 +113,7 @@ impl Cluster {
             !slot.has_detached_cluster()?,
             "a detached cluster is running; `./run cluster down` stops it"
         );
-        leftovers::remove(&slot).context("removing leftovers of an earlier cluster")?;
+        cleanup::stop_and_remove(&slot).context("removing leftovers of an earlier cluster")?;
         let dir = slot.dir();
         fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
         if life == ProcessLifetime::Detached {
@@ -151,7 +151,7 @@ impl Cluster {
             components: Vec::new(),
             nodes,
             network: Some(virtual_network),
-            images: 0,
+            n_loaded_images: 0,
             lock,
         };
         cluster.start_components(&context, &pki).await?;
@@ -222,7 +222,7 @@ impl Cluster {
         self.client.clone()
     }
 
-    /// The nodes; the control plane runs on the first.
+    /// The nodes; Kubernetes' control plane runs on the first.
     pub fn nodes(&self) -> &[Node] {
         &self.nodes
     }
@@ -293,8 +293,8 @@ impl Cluster {
     /// # Errors
     /// Fails if the image cannot be built, or a node refuses it.
     pub async fn load(&mut self, image: Image) -> anyhow::Result<()> {
-        let archive = self.dir().join(format!("image-{}.tar", self.images));
-        self.images += 1;
+        let archive = self.dir().join(format!("image-{}.tar", self.n_loaded_images));
+        self.n_loaded_images += 1;
         images::write(image, &programs::static_binaries_dir()?, &archive)?;
         self.load_archive(&archive).await
     }
@@ -367,7 +367,7 @@ impl Cluster {
     /// # Errors
     /// Fails if the log cannot be read.
     pub fn audit_log(&self) -> anyhow::Result<Vec<AuditRecord>> {
-        super::audit::read(&self.dir().join(super::control_plane::AUDIT_LOG))
+        super::audit::read(&self.dir().join(super::kubernetes_components::AUDIT_LOG))
     }
 }
 
@@ -380,7 +380,7 @@ impl Drop for Cluster {
         self.components.clear();
         self.nodes.clear();
         self.network = None;
-        if let Err(error) = leftovers::remove(&self.lock.slot) {
+        if let Err(error) = cleanup::stop_and_remove(&self.lock.slot) {
             eprintln!("ending the cluster: {error:#}; `./run cluster down` tries again");
         }
     }
@@ -394,10 +394,10 @@ pub async fn stop() -> anyhow::Result<()> {
     let detached = Slot::detached();
     // A detached cluster holds no lock. The cluster of a running test holds it until the test ends.
     let _lock = detached.lock().await?;
-    leftovers::remove(&detached)?;
+    cleanup::stop_and_remove(&detached)?;
     for slot in Slot::all().filter(|slot| *slot != detached) {
         if let Some(_lock) = slot.try_lock()? {
-            leftovers::remove(&slot)?;
+            cleanup::stop_and_remove(&slot)?;
         }
     }
     Ok(())

@@ -8,12 +8,12 @@
 mod api_server;
 mod audit;
 mod cgroups;
+mod cleanup;
 #[expect(clippy::module_inception, reason = "the main type of the module")]
 mod cluster;
 mod component;
-mod control_plane;
 mod kubeconfig;
-mod leftovers;
+mod kubernetes_components;
 mod node;
 mod pki;
 mod processes;

@@ -13,7 +13,7 @@ use tulle_core::netns::{Host, Namespace, VirtualNetwork};
 
 use super::cgroups;
 use super::component::Component;
-use super::control_plane::ComponentContext;
+use super::kubernetes_components::ComponentContext;
 use super::pki::{Pki, Subject};
 use super::slot::Slot;
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tulle_core::netns::Namespace;
-use tulle_tests::eventually::wait_until;
+use tulle_tests::eventually::eventually_blocking;
 
 use crate::testbed::{HTTP, Testbed, service, start_testbed};
 
@@ -29,11 +29,11 @@ fn after_sigterm_a_sidecar_serves_without_failures_while_its_application_listens
             })
         })
         .collect();
-    wait_until("requests are answered", || n_ok.load(Ordering::Relaxed) > 20);
+    eventually_blocking("requests are answered", || n_ok.load(Ordering::Relaxed) > 20);
     // Clients may not know yet that the sidecar is shutting down, so it still accepts connections.
     terminate(&testbed, "sidecar-server");
     let n_ok_at_sigterm = n_ok.load(Ordering::Relaxed);
-    wait_until("requests go on", || n_ok.load(Ordering::Relaxed) > n_ok_at_sigterm + 50);
+    eventually_blocking("requests go on", || n_ok.load(Ordering::Relaxed) > n_ok_at_sigterm + 50);
     stop.store(true, Ordering::Relaxed);
     load.into_iter().for_each(join);
     // A second SIGTERM starts the drain; requests in flight still complete.
@@ -58,7 +58,7 @@ fn assert_graceful_exit(testbed: &Testbed, sidecar: &str, n_counted_before: u64)
     testbed.wait_for_count("request_total", &labels, n_counted_before + 8);
     let pid = terminate(testbed, sidecar);
     in_flight.into_iter().for_each(join);
-    wait_until("the sidecar has ended", || {
+    eventually_blocking("the sidecar has ended", || {
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
         // A process that has exited, whose parent has not yet read its status, is a zombie.
         stat.is_empty() || stat.contains(") Z ")

@@ -9,7 +9,7 @@ use std::time::Duration;
 use tulle_bench::run::process::Process;
 use tulle_control::trust;
 use tulle_core::netns::Namespace;
-use tulle_tests::eventually::wait_until;
+use tulle_tests::eventually::eventually_blocking;
 use tulle_tests::hosts::admin_get;
 use tulle_tests::machine::{ExternalMachine, IDENTITY};
 
@@ -78,7 +78,7 @@ fn a_machine_set_up_as_in_the_guide_receives_and_sends_mutual_tls() {
     );
     testbed.manifest("vm-policy.yaml", machine.file("policy.yaml"));
     testbed.manifest("vm-may-use-restricted.yaml", PERMISSION);
-    wait_until("the policy permits the machine", || {
+    eventually_blocking("the policy permits the machine", || {
         ask(&testbed.outside, testbed::service(RESTRICTED)).contains("200 OK")
     });
     let allowed = testbed.series("inbound_http_authz_allow_total", &["target_port=\"8081\""], "client_id");
@@ -90,7 +90,7 @@ fn a_machine_set_up_as_in_the_guide_receives_and_sends_mutual_tls() {
     for (name, text) in [("key.pem", &issuer.key), ("crt.pem", &issuer.certificate)] {
         fs::write(machine.at("/etc/tulle/issuer").join(name), text).unwrap();
     }
-    wait_until("the certificate is renewed", || {
+    eventually_blocking("the certificate is renewed", || {
         let answer = ask(&testbed.client, (SERVICE, 80).into());
         assert!(answer.contains("200 OK"), "{answer}");
         renewals(&testbed) > before
@@ -116,7 +116,7 @@ fn a_process_of_another_user_gets_no_identity() {
     let other = unit["ExecStart"].replace("--uid 2102", "--uid 2103");
     let _workload_api = machine.serve_workload_api(&other).unwrap();
     let proxy = machine.start("tulle-proxy.service").unwrap();
-    wait_until("the reason is logged", || {
+    eventually_blocking("the reason is logged", || {
         let log = proxy.log_tail();
         log.contains("no identity for user 2102") && log.contains("no certificate from the Workload API")
     });

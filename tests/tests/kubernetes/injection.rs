@@ -18,7 +18,7 @@ use tulle_control::cmd::Command;
 use tulle_control::config::Config;
 use tulle_control::injection::values::Values;
 use tulle_control::injection::{self, Decision, InjectionOrigin, InjectionTarget, PodOwner};
-use tulle_control::injector_webhook::{self, Injector, audit, settings};
+use tulle_control::injector_webhook::{self, Injector, audit, config_reload};
 use tulle_control::kubernetes::event_recorder::EventRecorder;
 use tulle_control::webhook::ReviewHandler as _;
 use tulle_core::drain;
@@ -470,12 +470,12 @@ async fn open_injector(server: &ApiServer, drain: drain::Watch) -> Injector {
     parts.injector
 }
 
-fn files(server: &ApiServer) -> settings::Files {
+fn files(server: &ApiServer) -> config_reload::Files {
     let dir = server.dir().join("config");
     fs::create_dir_all(&dir).unwrap();
     let values = dir.join("values");
     fs::write(&values, "{linkerdVersion: edge-1, identityTrustAnchorsPEM: anchors}").unwrap();
-    settings::Files {
+    config_reload::Files {
         values,
         trust_anchors: dir.join("none"),
         control_plane_namespace: "linkerd".to_owned(),

@@ -7,7 +7,7 @@ use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use tonic::{Status, Streaming};
 use tulle_control::cluster::Cluster;
-use tulle_control::resources::event::{Event, EventWriter};
+use tulle_control::resources::event::{Event, EventSink};
 use tulle_control::resources::labels::Labels;
 use tulle_control::resources::service::EndpointsSource;
 use tulle_control::resources::{self, Kind, Object};
@@ -59,10 +59,10 @@ async fn start_fixture(objects: &[Value]) -> DestinationFixture {
             endpoints_source: EndpointsSource::EndpointSlices,
         },
         log_addr: ":8086".to_owned(),
-        freshness: Readiness::new(),
+        stale_kinds: Readiness::new(),
     };
     let client = client::client(&access, &registry).await.unwrap();
-    let source = kubernetes::run(client, config, cluster.writer(), registry.clone(), drain);
+    let source = kubernetes::run(client, config, cluster.sink(), registry.clone(), drain);
     let source = tokio::spawn(source);
     with_timeout(cluster.synced()).await;
     DestinationFixture {
@@ -452,7 +452,7 @@ async fn objects_in_protobuf_equal_those_in_json() {
         apply(&api, object).await;
     }
     let (events, mut reported) = tokio::sync::mpsc::unbounded_channel();
-    let writer = EventWriter::new(move |batch| {
+    let sink = EventSink::new(move |batch| {
         // Fails only after the end of the test.
         batch.into_iter().for_each(|event| drop(events.send(event)));
     });
@@ -467,11 +467,11 @@ async fn objects_in_protobuf_equal_those_in_json() {
             endpoints_source: EndpointsSource::EndpointSlices,
         },
         log_addr: ":8086".to_owned(),
-        freshness: Readiness::new(),
+        stale_kinds: Readiness::new(),
     };
     let (_signal, drain) = drain::channel();
     let client = client::client(&access, &Registry::new()).await.unwrap();
-    let source = tokio::spawn(kubernetes::run(client, config, writer, Registry::new(), drain));
+    let source = tokio::spawn(kubernetes::run(client, config, sink, Registry::new(), drain));
     let mut applied = Vec::new(); // the kinds are reported in any order
     for change in ["listed", "watched"] {
         for object in &objects {

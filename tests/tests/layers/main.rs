@@ -40,6 +40,7 @@ const PROXY: CrateLayers = CrateLayers {
         ("config", TOP_LAYER),
         ("env", TOP_LAYER),
         ("fuzz", TOP_LAYER),
+        ("linkerd_await", TOP_LAYER),
         ("messages", TOP_LAYER),
     ],
 };
@@ -49,10 +50,10 @@ const CONTROL: CrateLayers = CrateLayers {
     modules: &[
         ("model", 0),
         ("resources", 1),
-        ("wire", 1),
-        ("trust", 1),
+        ("proto_http_method", 1),
         ("kubernetes", 1),
         ("grpc", 1),
+        ("trust", 2),
         ("injection", 2),
         ("source", 2),
         ("cluster", 2),

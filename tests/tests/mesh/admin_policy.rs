@@ -7,8 +7,8 @@ use tokio::net::TcpSocket;
 use tokio::time::{Instant, timeout};
 use tulle_tests::client;
 use tulle_tests::eventually::eventually;
+use tulle_tests::fake_policy_service::{FakePolicyService, POLICY_ADDR};
 use tulle_tests::mesh::{Builder, Mesh, UNMESHED_IP, mesh};
-use tulle_tests::policies::{self, FakePolicyService};
 
 use crate::invalid_policy::allow_all_server;
 
@@ -76,7 +76,7 @@ fn the_policy_of_the_admin_port_applies_except_to_probes() {
 
 #[test]
 fn the_admin_port_shows_nothing_to_others_before_its_policy_is_known() {
-    let mesh = web().workload_env("POLICY_SVC_ADDR", policies::ADDR);
+    let mesh = web().workload_env("POLICY_SVC_ADDR", POLICY_ADDR);
     mesh.run(async |mesh: &Mesh| {
         let asked_at = Instant::now();
         let probed = timeout(Duration::from_secs(1), ask(mesh, UNMESHED_IP, "/live")).await;

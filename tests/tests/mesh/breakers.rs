@@ -11,7 +11,7 @@ use hyper::body::Incoming;
 use socket2::SockRef;
 use tokio::io::AsyncWriteExt as _;
 use tulle_tests::apps::{self, App, unfinished_response};
-use tulle_tests::client::{Http1, Http2, full, read_until, request, request2};
+use tulle_tests::client::{Http1, Http2, full, http2_request, read_until, request};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{Builder, HTTP, Mesh, mesh};
 
@@ -249,7 +249,7 @@ fn an_http2_client_disconnect_is_not_an_endpoint_failure() {
                     let (mut client, connection) = h2::client::handshake(stream).await.unwrap();
                     tokio::spawn(connection);
                     let is_upload = path == "/upload";
-                    let mut req = request2(path).map(drop);
+                    let mut req = http2_request(path).map(drop);
                     if is_upload {
                         *req.method_mut() = Method::POST;
                     }

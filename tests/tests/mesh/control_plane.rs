@@ -6,11 +6,11 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpListener;
 use tokio::time::{interval, timeout};
 use tulle_tests::apps;
-use tulle_tests::client::{Http1, Http2, request, request2};
+use tulle_tests::client::{Http1, Http2, http2_request, request};
 use tulle_tests::eventually::eventually;
+use tulle_tests::fake_policy_service::POLICY_ADDR;
 use tulle_tests::load::load;
-use tulle_tests::mesh::{HTTP, Mesh, TCP, mesh};
-use tulle_tests::policies;
+use tulle_tests::mesh::{DETECTED_TCP, HTTP, Mesh, mesh};
 
 #[test]
 fn traffic_continues_without_the_control_plane_and_follows_it_when_it_is_back() {
@@ -118,16 +118,16 @@ spec: {podSelector: {}, port: 8080, accessPolicy: deny}
 fn http_is_answered_while_the_control_plane_is_connected_but_silent() {
     let mesh = mesh()
         .workload("client")
-        .workload_env("POLICY_SVC_ADDR", policies::ADDR)
+        .workload_env("POLICY_SVC_ADDR", POLICY_ADDR)
         .workload_env("OUTBOUND_DETECT_TIMEOUT", "300ms")
         .workload("web");
     mesh.run(async |mesh: &Mesh| {
         apps::start_echo(mesh, "web").await;
-        let _silent = TcpListener::bind(policies::ADDR).await.unwrap();
+        let _silent = TcpListener::bind(POLICY_ADDR).await.unwrap();
         let dst = mesh.service_addr("web", HTTP);
         let mut http1 = Http1::handshake(mesh.dial("client", dst).await).await;
         let mut http2 = Http2::handshake(mesh.dial("client", dst).await).await;
-        for answer in [http1.fetch(request("/")).await, http2.fetch(request2("/")).await] {
+        for answer in [http1.fetch(request("/")).await, http2.fetch(http2_request("/")).await] {
             let answer = answer.unwrap();
             assert_eq!((answer.status.as_u16(), answer.cause()), (503, "discovery-timeout"));
         }
@@ -135,7 +135,7 @@ fn http_is_answered_while_the_control_plane_is_connected_but_silent() {
             (!http1.is_open() && !http2.is_open()).then_some(())
         })
         .await;
-        let mut bytes = mesh.dial("client", mesh.service_addr("web", TCP)).await;
+        let mut bytes = mesh.dial("client", mesh.service_addr("web", DETECTED_TCP)).await;
         bytes.write_all(b"not HTTP, and long enough to know\n").await.unwrap();
         assert!(matches!(bytes.read(&mut [0]).await, Ok(0) | Err(_)));
         let cause = ["direction=\"outbound\"", "cause=\"discovery-timeout\""];

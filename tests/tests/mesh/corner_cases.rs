@@ -17,7 +17,7 @@ use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tulle_tests::apps;
-use tulle_tests::client::{Http1, Http2, any, full, request, request2};
+use tulle_tests::client::{Http1, Http2, any, full, http2_request, request};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh, UNMESHED_IP, mesh};
 
@@ -47,12 +47,12 @@ async fn fixed_response_app(mesh: &Mesh, answer: &'static str) -> apps::App {
 
 #[test]
 fn two_hundred_streams_share_a_connection() {
-    apps::run_with_pair(async |mesh: &Mesh| {
+    apps::run_with_client_and_web(async |mesh: &Mesh| {
         let client = Http2::handshake(http(mesh).await).await;
         let answers = join_all((0..200).map(|_| {
             let mut client = client.clone();
             async move {
-                let answer = client.fetch(request2("/delay/100")).await.unwrap();
+                let answer = client.fetch(http2_request("/delay/100")).await.unwrap();
                 let error_headers =
                     ["l5d-proxy-error", "l5d-proxy-cause"].map(|name| answer.headers.get(name).cloned());
                 assert_eq!(answer.status, 200, "{error_headers:?}");
@@ -75,7 +75,7 @@ fn long_http2_heads_pass_and_longer_ones_are_refused() {
         let of_unmeshed = Http2::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
         for (mut client, cause) in [(of_peer, Some("head-too-long")), (of_unmeshed, None)] {
             for (n_lines, status) in [(25, 200), (35, 431), (1, 200)] {
-                let mut req = request2("/");
+                let mut req = http2_request("/");
                 for n in 0..n_lines {
                     let name = HeaderName::try_from(format!("x-line-{n}")).unwrap();
                     req.headers_mut().insert(name, "b".repeat(8000).try_into().unwrap());
@@ -130,7 +130,7 @@ fn targets_arrive_as_they_were_sent() {
 
 #[test]
 fn heads_of_24_kib_pass() {
-    apps::run_with_pair(async |mesh: &Mesh| {
+    apps::run_with_client_and_web(async |mesh: &Mesh| {
         let cookie = "c".repeat(12 << 10);
         let mut req = Request::get("/headers").header("host", "web.test");
         for name in ["x-1", "x-2"] {
@@ -264,7 +264,7 @@ fn a_request_cancelled_by_its_client_ends_at_the_application() {
         });
         let mut http1 = Http1::handshake(http(mesh).await).await;
         let mut http2 = Http2::handshake(http(mesh).await).await;
-        let both = async { tokio::join!(http1.fetch(request("/")), http2.fetch(request2("/"))) };
+        let both = async { tokio::join!(http1.fetch(request("/")), http2.fetch(http2_request("/"))) };
         let arrived = eventually("both requests wait", async || {
             (n_waiting.load(Ordering::Relaxed) == 2).then_some(())
         });
@@ -335,7 +335,7 @@ fn grpc_clients_get_failures_as_grpc_statuses() {
 /// Sends more small frames at once than the TLS write buffer holds.
 #[test]
 fn frames_are_flushed_without_further_frames() {
-    apps::run_with_pair(async |mesh: &Mesh| {
+    apps::run_with_client_and_web(async |mesh: &Mesh| {
         let mut client = Http2::handshake(http(mesh).await).await;
         for _ in 0..3 {
             let frames = (0..600).map(|_| Ok::<_, Infallible>(Frame::data(Bytes::from_static(&[b'x'; 500]))));

@@ -5,7 +5,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tulle_tests::apps;
 use tulle_tests::client::{Http1, full};
 use tulle_tests::eventually::eventually;
-use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, TCP, UNMESHED_IP, mesh};
+use tulle_tests::mesh::{DETECTED_TCP, HTTP, Mesh, OPAQUE, UNMESHED_IP, mesh};
 
 /// A route of the client and a route of the server, for the same requests.
 const ROUTES: &str = "\
@@ -104,7 +104,7 @@ fn connections_and_their_bytes_are_counted_on_both_sides() {
         let mut stream = mesh.dial("client", mesh.service_addr("web", OPAQUE)).await;
         stream.write_all(&[b'x'; 1000]).await.unwrap();
         stream.read_exact(&mut [0; 1000]).await.unwrap();
-        let mut unmeshed = mesh.dial_inbound(UNMESHED_IP, "web", TCP).await;
+        let mut unmeshed = mesh.dial_inbound(UNMESHED_IP, "web", DETECTED_TCP).await;
         unmeshed.write_all(&[b'x'; 1000]).await.unwrap();
         unmeshed.read_exact(&mut [0; 1000]).await.unwrap();
         let plain = [

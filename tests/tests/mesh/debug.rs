@@ -8,7 +8,7 @@ use serde_json::Value;
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::time::timeout;
 use tulle_tests::apps;
-use tulle_tests::client::{CollectedResponse, Http1, Http2, empty, request, request2};
+use tulle_tests::client::{CollectedResponse, Http1, Http2, empty, http2_request, request};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, UNMESHED_IP, identity, mesh};
 
@@ -131,7 +131,7 @@ fn a_blocked_worker_delays_no_pages_policies_or_certificates() {
         apps::start_echo(mesh, "web").await;
         let mut client = Http2::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
         let mut served = async || {
-            timeout(Duration::from_millis(200), client.fetch(request2("/")))
+            timeout(Duration::from_millis(200), client.fetch(http2_request("/")))
                 .await
                 .ok()
         };

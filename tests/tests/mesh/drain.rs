@@ -6,7 +6,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio_tungstenite::tungstenite::Message;
 use tulle_tests::apps;
-use tulle_tests::client::{Http1, Http2, request, request2};
+use tulle_tests::client::{Http1, Http2, http2_request, request};
 use tulle_tests::eventually::eventually;
 use tulle_tests::load::load;
 use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, mesh};
@@ -49,7 +49,10 @@ fn a_draining_client_proxy_answers_and_closes() {
             .await;
             mesh.shut_down("client");
         };
-        let responses = join(http1.fetch(request("/delay/500")), http2.fetch(request2("/delay/500")));
+        let responses = join(
+            http1.fetch(request("/delay/500")),
+            http2.fetch(http2_request("/delay/500")),
+        );
         let ((one, two), ()) = join(responses, end).await;
         assert_eq!((one.unwrap().status.as_u16(), two.unwrap().status.as_u16()), (200, 200));
         mesh.wait_for_exit("client").await;

@@ -9,8 +9,8 @@ use tulle_proto::outbound::proxy_protocol::{Kind, Tls};
 use tulle_proto::outbound::{Backend, OutboundPolicy, ProxyProtocol, TlsRoute, tls_route};
 use tulle_proto::tls_route::{SniMatch, sni_match};
 use tulle_tests::apps;
+use tulle_tests::fake_policy_service::FakePolicyService;
 use tulle_tests::mesh::{Mesh, OPAQUE};
-use tulle_tests::policies::FakePolicyService;
 
 use crate::scripted_policies::{client_hello, endpoint, forward, run_with_policies};
 

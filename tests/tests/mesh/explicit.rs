@@ -12,7 +12,7 @@ use tokio::process::{Child, Command};
 use tulle_tests::apps;
 use tulle_tests::client::{AnyBody, Http1, Http2, empty};
 use tulle_tests::eventually::eventually;
-use tulle_tests::mesh::{Builder, HTTP, Mesh, OPAQUE, TCP, identity, mesh};
+use tulle_tests::mesh::{Builder, DETECTED_TCP, HTTP, Mesh, OPAQUE, identity, mesh};
 use tulle_tests::programs::find;
 
 const PROXY: &str = "127.0.0.1:15001";
@@ -148,7 +148,7 @@ fn byte_streams_pass_whichever_side_sends_first() {
     forward_proxy_mesh().run(async |mesh: &Mesh| {
         echo(mesh).await;
         apps::start_greeting_server("web", mesh.app_addr("web", 9001)).await;
-        for (host, port) in [("web", TCP), ("legacy", OPAQUE), ("web", OPAQUE)] {
+        for (host, port) in [("web", DETECTED_TCP), ("legacy", OPAQUE), ("web", OPAQUE)] {
             let (mut stream, code) = socks(&format!("{host}.shop.svc.cluster.local"), port).await;
             assert_eq!(code, 0, "{host} {port}");
             stream.write_all(b"\x01no HTTP at all\n").await.unwrap();

@@ -10,10 +10,10 @@ use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, Buf
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::time::{Instant, timeout};
 use tulle_tests::apps;
-use tulle_tests::client::{AnyBody, Http1, Http2, full, request, request2};
+use tulle_tests::client::{AnyBody, Http1, Http2, full, http2_request, request};
 use tulle_tests::eventually::eventually;
 use tulle_tests::load::load;
-use tulle_tests::mesh::{HTTP, Mesh, TCP, UNMESHED_IP, mesh};
+use tulle_tests::mesh::{DETECTED_TCP, HTTP, Mesh, UNMESHED_IP, mesh};
 
 #[test]
 fn a_service_without_endpoints_is_refused_at_once() {
@@ -76,7 +76,7 @@ endpoints: [{{addresses: [{UNMESHED_IP}]}}, {{addresses: ['@legacy']}}]
             let all = async {
                 for _ in 0..20 {
                     assert_eq!(client.fetch(request("/")).await.unwrap().text(), "legacy\n");
-                    assert_eq!(client2.fetch(request2("/")).await.unwrap().text(), "legacy\n");
+                    assert_eq!(client2.fetch(http2_request("/")).await.unwrap().text(), "legacy\n");
                 }
             };
             timeout(Duration::from_secs(20), all)
@@ -129,7 +129,7 @@ fn the_queue_limit_of_the_environment_is_used() {
         // The limit is 100 in the policy and 10,000 in the environment.
         let requests = (0..200).map(|_| {
             let mut client = client.clone();
-            async move { client.fetch(request2("/")).await.unwrap() }
+            async move { client.fetch(http2_request("/")).await.unwrap() }
         });
         let answers = join_all(requests).await;
         let waited = answers.iter().filter(|answer| answer.cause() == "endpoints-unready");
@@ -183,7 +183,7 @@ fn an_application_that_refuses_connections_is_a_bad_gateway_with_its_cause() {
 #[test]
 fn byte_streams_without_a_listener_are_closed() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
-        let mut client = mesh.dial("client", mesh.service_addr("web", TCP)).await;
+        let mut client = mesh.dial("client", mesh.service_addr("web", DETECTED_TCP)).await;
         client.write_all(b"not HTTP, and long enough to know\n").await.unwrap();
         assert!(matches!(client.read(&mut [0]).await, Ok(0) | Err(_)));
     });

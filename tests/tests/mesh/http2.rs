@@ -12,7 +12,7 @@ use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tulle_tests::apps;
-use tulle_tests::client::{Http2, any, full, request2};
+use tulle_tests::client::{Http2, any, full, http2_request};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{Builder, HTTP, Mesh, UNMESHED_IP, mesh};
 
@@ -215,7 +215,7 @@ fn settings_of_the_environment_are_announced_and_enforced() {
         ] {
             let mut client = Http2::handshake(stream).await;
             for (length, status) in [(4_000, 200), (5_000, 431)] {
-                let mut req = request2("/");
+                let mut req = http2_request("/");
                 req.headers_mut().insert("x-long", "x".repeat(length).parse().unwrap());
                 assert_eq!(client.fetch(req).await.unwrap().status, status, "{length}");
             }
@@ -336,7 +336,7 @@ fn connections_without_requests_get_a_goaway() {
         busy.wait_until_processed().await;
         for _ in 0..3 {
             let mut client = Http2::handshake(dial().await).await;
-            assert_eq!(client.fetch(request2("/")).await.unwrap().status, 200);
+            assert_eq!(client.fetch(http2_request("/")).await.unwrap().status, 200);
             eventually("the connection gets a GOAWAY", async || {
                 (!client.is_open()).then_some(())
             })
@@ -365,7 +365,7 @@ fn a_missing_first_request_times_out() {
         apps::start_echo(mesh, "web").await;
         let dial = async || mesh.dial("client", mesh.service_addr("web", HTTP)).await;
         let mut served = Http2::handshake(dial().await).await;
-        assert_eq!(served.fetch(request2("/")).await.unwrap().status, 200);
+        assert_eq!(served.fetch(http2_request("/")).await.unwrap().status, 200);
         for (sends_partial_head, reason) in [(false, Reason::NO_ERROR), (true, Reason::ENHANCE_YOUR_CALM)] {
             for stream in [dial().await, mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await] {
                 let partial_head = Frame {
@@ -380,7 +380,7 @@ fn a_missing_first_request_times_out() {
             }
         }
         assert_eq!(
-            served.fetch(request2("/")).await.unwrap().status,
+            served.fetch(http2_request("/")).await.unwrap().status,
             200,
             "its first request has arrived"
         );
@@ -474,7 +474,7 @@ fn a_host_header_that_differs_from_the_authority_is_refused() {
         ] {
             let (client, connection) = h2::client::handshake(stream).await.unwrap();
             tokio::spawn(connection);
-            let mut req = request2("/").map(drop);
+            let mut req = http2_request("/").map(drop);
             req.headers_mut().insert("host", host.parse().unwrap());
             let rsp = client.ready().await.unwrap().send_request(req, true).unwrap().0;
             assert_eq!(rsp.await.unwrap().status(), status, "{host}");
@@ -490,7 +490,7 @@ fn the_original_protocol_header_is_accepted_from_peers_only() {
             Response::new(full(format!("{:?} {mark}", req.version())))
         });
         let mut client = Http2::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
-        let mut req = request2("/");
+        let mut req = http2_request("/");
         req.headers_mut().insert("l5d-orig-proto", "HTTP/1.1".parse().unwrap());
         assert_eq!(client.fetch(req).await.unwrap().text(), "HTTP/2.0 false");
         // A peer may use the header.
@@ -582,7 +582,7 @@ fn header_lists_in_flight_on_one_connection_are_bounded() {
         tokio::spawn(connection);
         let mut client = client.ready().await.unwrap();
         let mut send = || {
-            let mut req = request2("/").map(drop);
+            let mut req = http2_request("/").map(drop);
             req.headers_mut().insert("x-long", "x".repeat(EACH).parse().unwrap());
             client.send_request(req, true).unwrap().0
         };
@@ -652,7 +652,7 @@ fn a_stream_reset_keeps_its_error_code() {
         ] {
             let (mut client, connection) = h2::client::handshake(stream).await.unwrap();
             tokio::spawn(connection);
-            let mut send = |path| client.send_request(request2(path).map(drop), true).unwrap().0;
+            let mut send = |path| client.send_request(http2_request(path).map(drop), true).unwrap().0;
             let error = send("/at-once").await.unwrap_err();
             assert_eq!(
                 (error.is_reset(), error.reason()),

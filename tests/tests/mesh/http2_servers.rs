@@ -10,7 +10,7 @@ use http::Response;
 use tokio::net::TcpStream;
 use tokio::sync::Barrier;
 use tulle_tests::apps;
-use tulle_tests::client::{Http2, full, request2};
+use tulle_tests::client::{Http2, full, http2_request};
 use tulle_tests::mesh::{HTTP, Mesh, UNMESHED_IP, mesh};
 
 use crate::http2::{END_HEADERS, END_STREAM, Frame, Frames, GOAWAY, HEADERS, OK};
@@ -83,7 +83,7 @@ fn an_unprocessed_stream_that_cannot_be_resent_is_refused() {
             let mut client = client.ready().await.unwrap();
             assert_eq!(
                 client
-                    .send_request(request2("/").map(drop), true)
+                    .send_request(http2_request("/").map(drop), true)
                     .unwrap()
                     .0
                     .await
@@ -168,7 +168,7 @@ fn possibly_processed_requests_are_resent_as_configured() {
                     })
                     .await;
                     let before = requests.load(Ordering::Relaxed);
-                    let mut req = request2("/");
+                    let mut req = http2_request("/");
                     *req.method_mut() = method.parse().unwrap();
                     assert_eq!(client.fetch(req).await.unwrap().status, 502);
                     assert_eq!(
@@ -219,7 +219,7 @@ fn a_server_that_permits_few_streams_has_more_connections() {
             for _ in 0..3 {
                 let calls = (0..TOGETHER).map(|_| {
                     let mut client = client.clone();
-                    async move { client.fetch(request2("/")).await }
+                    async move { client.fetch(http2_request("/")).await }
                 });
                 for answer in join_all(calls).await {
                     assert_eq!(answer.unwrap().status, 200);
@@ -247,7 +247,7 @@ fn waiting_for_a_server_that_permits_no_streams_times_out() {
             let client = Http2::handshake(stream).await;
             let calls = (0..3).map(|_| {
                 let mut client = client.clone();
-                async move { client.fetch(request2("/")).await }
+                async move { client.fetch(http2_request("/")).await }
             });
             for answer in join_all(calls).await {
                 assert_eq!(answer.unwrap().status, 503, "{workload}");

@@ -12,7 +12,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::Instant;
 use tulle_tests::apps;
-use tulle_tests::client::{AnyBody, Http1, Http2, empty, full, read_until, request, request2};
+use tulle_tests::client::{AnyBody, Http1, Http2, empty, full, http2_request, read_until, request};
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{Mesh, UNMESHED_IP, identity, mesh};
 
@@ -150,7 +150,12 @@ fn a_port_with_http_rules_never_carries_opaque_bytes() {
         ];
         for port in PORTS_WITH_HTTP_RULES {
             for words in &words {
-                send_and_read_all(mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, port)).await, words).await;
+                send_and_read_all(
+                    mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, port))
+                        .await,
+                    words,
+                )
+                .await;
             }
             // The client's proxy announces opaque bytes.
             send_and_read_all(mesh.dial("client", ([10, 66, 2, 7], port).into()).await, &unsupported).await;
@@ -165,7 +170,7 @@ fn a_port_with_http_rules_never_carries_opaque_bytes() {
             let _ = tokio::io::copy(&mut from, &mut to).await;
         }));
         let unmeshed = mesh
-            .dial_inbound_as(UNMESHED_IP, "web", at(mesh, DETECT_WITHOUT_RULES))
+            .dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, DETECT_WITHOUT_RULES))
             .await;
         let peers = mesh.dial("client", ([10, 66, 2, 7], DETECT_WITHOUT_RULES).into()).await;
         for mut stream in [unmeshed, peers] {
@@ -199,7 +204,9 @@ fn a_connection_that_is_refused_is_reset() {
             (DENIED, &hello),
             (DENIED, b""),
         ] {
-            let mut stream = mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, port)).await;
+            let mut stream = mesh
+                .dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, port))
+                .await;
             stream.write_all(sent).await.unwrap();
             let ended = stream.read_to_end(&mut Vec::new()).await;
             let kind = ended.map_err(|error| error.kind());
@@ -243,7 +250,7 @@ fn opaque_connections_are_closed_when_their_port_gets_rules_for_requests() {
             let _ = tokio::io::copy(&mut from, &mut to).await;
         });
         let mut stream = mesh
-            .dial_inbound_as(UNMESHED_IP, "web", at(mesh, DETECT_WITHOUT_RULES))
+            .dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, DETECT_WITHOUT_RULES))
             .await;
         stream.write_all(b"not HTTP, and long enough to know\n").await.unwrap();
         read_until(&mut stream, "know\n").await;
@@ -300,7 +307,8 @@ fn ambiguous_paths_are_refused_where_rules_differ_by_path() {
         let ask = async |port: u16, path: &str| {
             let head = format!("GET {path} HTTP/1.1\r\nhost: web\r\nconnection: close\r\n\r\n");
             let received = send_and_read_all(
-                mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, port)).await,
+                mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, port))
+                    .await,
                 head.as_bytes(),
             )
             .await;
@@ -367,7 +375,9 @@ fn a_connect_tunnel_needs_a_rule_with_its_method_where_a_port_has_rules() {
             }));
         }
         for (port, status) in [(ROUTED, "403"), (LIMITED, "403"), (HTTP1, "200"), (DEFAULT, "200")] {
-            let mut stream = mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, port)).await;
+            let mut stream = mesh
+                .dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, port))
+                .await;
             let head = b"CONNECT other.test:443 HTTP/1.1\r\nhost: other.test:443\r\n\r\n";
             stream.write_all(head).await.unwrap();
             let answered = read_until(&mut stream, "\r\n\r\n").await;
@@ -409,12 +419,16 @@ fn connect_tunnels_end_when_new_rules_forbid_them() {
                 tunnels.push((req, respond.send_response(Response::new(()), false).unwrap()));
             }
         });
-        let mut tunnel = mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, HTTP1)).await;
+        let mut tunnel = mesh
+            .dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, HTTP1))
+            .await;
         let head = b"CONNECT other.test:443 HTTP/1.1\r\nhost: other.test:443\r\n\r\n";
         tunnel.write_all(head).await.unwrap();
         let answered = read_until(&mut tunnel, "\r\n\r\n").await;
         assert!(answered.starts_with("HTTP/1.1 200 "), "{answered}");
-        let stream = mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, HTTP2)).await;
+        let stream = mesh
+            .dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, HTTP2))
+            .await;
         let (client, connection) = h2::client::handshake(stream).await.unwrap();
         tokio::spawn(connection);
         let req = Request::connect("other.test:443").body(()).unwrap();
@@ -481,12 +495,23 @@ async fn announced_settings(mut stream: TcpStream) -> (Option<u32>, Option<u32>)
 fn unauthorized_connections_have_small_header_limits() {
     let mesh = mesh().workload("web").manifest("rules", &manifests());
     mesh.run(async |mesh: &Mesh| {
-        let (streams, list) =
-            announced_settings(mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, DENIED)).await).await;
+        let (streams, list) = announced_settings(
+            mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, DENIED))
+                .await,
+        )
+        .await;
         assert!(streams.unwrap() * list.unwrap() <= 1 << 20, "{streams:?} {list:?}");
-        let (streams, _) = announced_settings(mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, DEFAULT)).await).await;
+        let (streams, _) = announced_settings(
+            mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, DEFAULT))
+                .await,
+        )
+        .await;
         assert_eq!(streams, Some(1024));
-        let mut denied = Http1::handshake(mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, DENIED)).await).await;
+        let mut denied = Http1::handshake(
+            mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, DENIED))
+                .await,
+        )
+        .await;
         assert_eq!(denied.fetch(request("/")).await.unwrap().status, 403);
         eventually("the idle connection is closed", async || {
             (!denied.is_open()).then_some(())
@@ -494,8 +519,12 @@ fn unauthorized_connections_have_small_header_limits() {
         .await;
 
         let permitted = manifests().replace("accessPolicy: deny", "accessPolicy: all-unauthenticated");
-        let mut waiting = Http2::handshake(mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, DENIED)).await).await;
-        assert_eq!(waiting.fetch(request2("/")).await.unwrap().status, 403);
+        let mut waiting = Http2::handshake(
+            mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, DENIED))
+                .await,
+        )
+        .await;
+        assert_eq!(waiting.fetch(http2_request("/")).await.unwrap().status, 403);
         let refused_at = Instant::now();
         mesh.write("rules", &permitted);
         eventually("the connection is closed to get larger limits", async || {
@@ -503,7 +532,11 @@ fn unauthorized_connections_have_small_header_limits() {
         })
         .await;
         assert!(refused_at.elapsed() < UNAUTHORIZED_IDLE, "{:?}", refused_at.elapsed());
-        let (streams, _) = announced_settings(mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, DENIED)).await).await;
+        let (streams, _) = announced_settings(
+            mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, DENIED))
+                .await,
+        )
+        .await;
         assert_eq!(streams, Some(1024));
     });
 }

@@ -29,7 +29,7 @@ fn request_with_forged_identity() -> Request<client::AnyBody> {
 
 #[test]
 fn the_application_gets_the_identity_of_its_client() {
-    apps::run_with_pair(async |mesh: &Mesh| {
+    apps::run_with_client_and_web(async |mesh: &Mesh| {
         let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         let seen: serde_json::Value =
             serde_json::from_slice(&client.fetch(request_with_forged_identity()).await.unwrap().body).unwrap();
@@ -50,7 +50,7 @@ fn an_unauthenticated_client_cannot_forge_an_identity() {
 
 #[test]
 fn both_proxies_count_mutual_tls_with_the_peers_name() {
-    apps::run_with_pair(async |mesh: &Mesh| {
+    apps::run_with_client_and_web(async |mesh: &Mesh| {
         assert_eq!(
             mesh.get("client", mesh.service_addr("web", HTTP), "/").await.status,
             200
@@ -166,7 +166,7 @@ fn connections_wait_in_the_kernel_for_the_first_certificate() {
 /// Like a meshed Prometheus: the admin port is not redirected, and the pod has an identity.
 #[test]
 fn metrics_are_scraped_under_mutual_tls_through_the_proxy_of_the_client() {
-    apps::run_with_pair(async |mesh: &Mesh| {
+    apps::run_with_client_and_web(async |mesh: &Mesh| {
         let page = mesh
             .get("client", (mesh.ip("web"), port::ADMIN).into(), "/metrics")
             .await;
@@ -181,7 +181,7 @@ fn metrics_are_scraped_under_mutual_tls_through_the_proxy_of_the_client() {
 /// Like commands that print the certificates of pods: they connect from the pod's loopback, without a client certificate.
 #[test]
 fn the_admin_port_presents_the_certificate_of_the_proxy() {
-    apps::run_with_pair(async |mesh: &Mesh| {
+    apps::run_with_client_and_web(async |mesh: &Mesh| {
         let stream = tls_handshake(mesh, port::ADMIN)
             .await
             .expect("the certificate names web");

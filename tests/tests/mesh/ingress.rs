@@ -7,7 +7,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tulle_tests::apps;
 use tulle_tests::client::{AnyBody, CollectedResponse, Http1, Http2, empty};
 use tulle_tests::eventually::eventually;
-use tulle_tests::mesh::{Builder, HTTP, Mesh, OPAQUE, TCP, mesh};
+use tulle_tests::mesh::{Builder, DETECTED_TCP, HTTP, Mesh, OPAQUE, mesh};
 
 /// A controller in ingress mode, and services for its requests.
 fn ingress() -> Builder {
@@ -146,7 +146,7 @@ fn an_unknown_name_is_refused_and_ingress_clients_do_not_get_the_cause() {
 fn byte_streams_go_to_the_original_destination() {
     ingress().run(async |mesh: &Mesh| {
         echo(mesh).await;
-        for port in [TCP, OPAQUE] {
+        for port in [DETECTED_TCP, OPAQUE] {
             let mut client = mesh.dial("ingress", mesh.app_addr("web", port)).await;
             client.write_all(b"\x01no HTTP at all\n").await.unwrap();
             let mut read = [0; 16];

@@ -8,8 +8,8 @@ use tulle_proto::net::{IpAddress, IpNetwork, ip_address};
 use tulle_tests::apps;
 use tulle_tests::client::{Http1, request};
 use tulle_tests::eventually::eventually;
+use tulle_tests::fake_policy_service::{FakePolicyService, POLICY_ADDR};
 use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, UNMESHED_IP, mesh};
-use tulle_tests::policies::{self, FakePolicyService};
 
 /// A Server that permits all clients.
 pub(crate) fn allow_all_server() -> Server {
@@ -44,7 +44,7 @@ pub(crate) fn allow_all_server() -> Server {
 
 #[test]
 fn an_invalid_update_denies_requests_and_closes_connections() {
-    let mesh = mesh().workload("web").workload_env("POLICY_SVC_ADDR", policies::ADDR);
+    let mesh = mesh().workload("web").workload_env("POLICY_SVC_ADDR", POLICY_ADDR);
     mesh.run(async |mesh: &Mesh| {
         let policies = FakePolicyService::serve().await;
         policies.set_port_policy(Ok(allow_all_server()));

@@ -15,7 +15,7 @@ use tokio::time::timeout;
 use tulle_tests::apps;
 use tulle_tests::client::{self, Http1, empty, full, read_until, request};
 use tulle_tests::eventually::eventually;
-use tulle_tests::mesh::{HTTP, Mesh, TCP, UNMESHED_IP, mesh};
+use tulle_tests::mesh::{DETECTED_TCP, HTTP, Mesh, UNMESHED_IP, mesh};
 
 #[test]
 fn a_proxy_short_of_memory_refuses_requests_until_memory_is_free() {
@@ -36,7 +36,7 @@ fn a_proxy_short_of_memory_refuses_requests_until_memory_is_free() {
             let answer = client.fetch(request("/")).await.unwrap();
             assert_eq!((answer.status.as_u16(), answer.cause()), (503, "memory-short"));
             // The connection may be reset before the dial returns.
-            if let Ok(mut stream) = mesh.try_dial("client", mesh.service_addr("web", TCP)).await {
+            if let Ok(mut stream) = mesh.try_dial("client", mesh.service_addr("web", DETECTED_TCP)).await {
                 assert!(matches!(stream.read(&mut [0]).await, Ok(0) | Err(_)), "must be closed");
             }
             drop(allocation);
@@ -151,14 +151,14 @@ fn a_client_that_connects_to_many_closed_ports_is_refused_and_blocks_neither_ope
         let at = |port| (mesh.ip("web"), port).into();
         let mut held = Vec::new();
         for port in 20_000..=20_000 + MAX_WATCHED {
-            held.push(mesh.dial_inbound_as(UNMESHED_IP, "web", at(port)).await);
+            held.push(mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(port)).await);
         }
         let listener = TcpListener::bind((mesh.ip("web"), 30_000)).await.unwrap();
         let _app = apps::serve_http(listener, |_| async { Response::new(empty()) });
         let get = |from, port| {
             let dst = at(port);
             async move {
-                let stream = mesh.dial_inbound_as(from, "web", dst).await;
+                let stream = mesh.dial_inbound_with_orig_dst(from, "web", dst).await;
                 client::get(stream, "/").await.status.as_u16()
             }
         };

@@ -81,7 +81,7 @@ impl DecodedCounts {
         };
         let cluster = Cluster::new(config, &registry);
         let report = ManifestReport::new(&registry);
-        let source = directory_source::run(dir.path().to_owned(), cluster.writer(), report, drain);
+        let source = directory_source::run(dir.path().to_owned(), cluster.sink(), report, drain);
         let source = tokio::spawn(source);
         with_timeout(cluster.synced()).await;
 

@@ -9,9 +9,9 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 use tulle_tests::apps::{self, App};
-use tulle_tests::client::{self, Http1, Http2, read_until, request, request2};
+use tulle_tests::client::{self, Http1, Http2, http2_request, read_until, request};
 use tulle_tests::eventually::eventually;
-use tulle_tests::mesh::{Builder, HTTP, Mesh, OPAQUE, TCP, UNMESHED_IP, identity, mesh};
+use tulle_tests::mesh::{Builder, DETECTED_TCP, HTTP, Mesh, OPAQUE, UNMESHED_IP, identity, mesh};
 
 fn server(name: &str, port: u16, access_policy: &str) -> String {
     format!(
@@ -68,7 +68,7 @@ async fn ends_without_data(stream: &mut TcpStream) -> bool {
 fn plaintext_is_refused_before_the_application_is_dialled() {
     authenticated().run(async |mesh: &Mesh| {
         let dialled = Arc::new(AtomicUsize::new(0));
-        let apps = [HTTP, TCP, OPAQUE].map(|port| {
+        let apps = [HTTP, DETECTED_TCP, OPAQUE].map(|port| {
             let dialled = dialled.clone();
             async move {
                 apps::serve_tcp(mesh.listen("web", port).await, move |_| {
@@ -82,15 +82,15 @@ fn plaintext_is_refused_before_the_application_is_dialled() {
         let answer = http1.fetch(request("/")).await.unwrap();
         assert_eq!((answer.status.as_u16(), answer.header("l5d-proxy-error")), (403, ""));
         let mut http2 = Http2::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
-        assert_eq!(http2.fetch(request2("/")).await.unwrap().status, 403);
-        for port in [TCP, OPAQUE] {
+        assert_eq!(http2.fetch(http2_request("/")).await.unwrap().status, 403);
+        for port in [DETECTED_TCP, OPAQUE] {
             let mut unmeshed = mesh.dial_inbound(UNMESHED_IP, "web", port).await;
             // The write fails if the connection was refused before.
             let _sent = unmeshed.write_all(b"not HTTP, and long enough to know\n").await;
             assert!(ends_without_data(&mut unmeshed).await, "port {port}");
         }
         // Detection must not dial the application for an unauthorized client that sends nothing.
-        let mut silent = mesh.dial_inbound(UNMESHED_IP, "web", TCP).await;
+        let mut silent = mesh.dial_inbound(UNMESHED_IP, "web", DETECTED_TCP).await;
         silent.shutdown().await.unwrap();
         assert!(ends_without_data(&mut silent).await);
         assert_eq!(dialled.load(Ordering::Relaxed), 0);

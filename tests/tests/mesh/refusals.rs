@@ -175,7 +175,7 @@ fn connections_for_other_workloads_are_closed() {
         // Destinations that are not this workload, by mistake or to bypass a policy.
         for dst in [mesh.app_addr("client", HTTP), (UNMESHED_IP, HTTP).into()] {
             assert!(
-                request_is_closed(mesh.dial_inbound_as(UNMESHED_IP, "web", dst).await).await,
+                request_is_closed(mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", dst).await).await,
                 "{dst}"
             );
         }

@@ -14,7 +14,7 @@ use tokio::time::Instant;
 use tulle_core::names::port;
 use tulle_tests::apps;
 use tulle_tests::client::{self, full, read_until};
-use tulle_tests::mesh::{Builder, HTTP, Mesh, OPAQUE, TCP, UNMESHED_IP, identity, mesh};
+use tulle_tests::mesh::{Builder, DETECTED_TCP, HTTP, Mesh, OPAQUE, UNMESHED_IP, identity, mesh};
 
 use crate::scripted_policies::client_hello;
 
@@ -52,13 +52,13 @@ enum ConnectionPath {
 }
 
 const CONNECTION_PATHS: [ConnectionPath; 8] = [
-    ConnectionPath::Service("web", TCP),
+    ConnectionPath::Service("web", DETECTED_TCP),
     ConnectionPath::Service("web", OPAQUE),
-    ConnectionPath::Service("legacy", TCP),
+    ConnectionPath::Service("legacy", DETECTED_TCP),
     ConnectionPath::Service("legacy", OPAQUE),
-    ConnectionPath::Address("web", TCP),
-    ConnectionPath::Address("legacy", TCP),
-    ConnectionPath::Outside(TCP),
+    ConnectionPath::Address("web", DETECTED_TCP),
+    ConnectionPath::Address("legacy", DETECTED_TCP),
+    ConnectionPath::Outside(DETECTED_TCP),
     ConnectionPath::Outside(OPAQUE),
 ];
 
@@ -77,7 +77,7 @@ fn a_reset_of_the_application_is_a_reset_for_its_client() {
     workloads().run(async |mesh: &Mesh| {
         let mut apps = Vec::new();
         for workload in ["web", "legacy"] {
-            for port in [TCP, OPAQUE] {
+            for port in [DETECTED_TCP, OPAQUE] {
                 let app = apps::serve_tcp(mesh.listen(workload, port).await, |mut stream| async move {
                     read_until(&mut stream, "\n").await;
                     stream.write_all(b"half of it").await.unwrap();
@@ -103,7 +103,7 @@ fn a_reset_of_the_client_is_a_reset_for_the_application() {
         let (end_tx, mut end_rx) = mpsc::channel(1);
         let mut apps = Vec::new();
         for workload in ["web", "legacy"] {
-            for port in [TCP, OPAQUE] {
+            for port in [DETECTED_TCP, OPAQUE] {
                 let end_tx = end_tx.clone();
                 let app = apps::serve_tcp(mesh.listen(workload, port).await, move |mut stream| {
                     let end_tx = end_tx.clone();
@@ -208,7 +208,7 @@ fn a_tls_handshake_that_fails_ends_with_a_reset_on_every_port() {
 #[test]
 fn an_address_that_does_not_answer_is_dialled_once() {
     workloads().run(async |mesh: &Mesh| {
-        let addr = SocketAddr::from(([10, 66, 7, 1], TCP));
+        let addr = SocketAddr::from(([10, 66, 7, 1], DETECTED_TCP));
         let _full = full_listener(addr);
         for sent in [&b"\x01no HTTP at all\n"[..], b""] {
             let began_at = Instant::now();
@@ -245,7 +245,7 @@ fn half_closes_are_still_passed_on() {
     workloads().run(async |mesh: &Mesh| {
         let mut apps = Vec::new();
         for workload in ["web", "legacy"] {
-            for port in [TCP, OPAQUE] {
+            for port in [DETECTED_TCP, OPAQUE] {
                 let app = apps::serve_tcp(mesh.listen(workload, port).await, |mut stream| async move {
                     let mut all = Vec::new();
                     stream.read_to_end(&mut all).await.unwrap();

@@ -25,8 +25,8 @@ use tulle_proto::outbound::{ExponentialBackoff, http_route};
 use tulle_tests::apps::{self, App, slow_response, unfinished_response};
 use tulle_tests::client::{AnyBody, CollectedResponse, Http1, Http2, any, empty, full};
 use tulle_tests::eventually::eventually;
+use tulle_tests::fake_policy_service::FakePolicyService;
 use tulle_tests::mesh::{Builder, HTTP, Mesh, mesh};
-use tulle_tests::policies::FakePolicyService;
 
 use crate::scripted_policies;
 

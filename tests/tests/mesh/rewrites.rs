@@ -2,7 +2,7 @@
 
 use http::{Request, Version};
 use tulle_tests::apps::Recorder;
-use tulle_tests::client::{Http1, Http2, empty, full, request, request2};
+use tulle_tests::client::{Http1, Http2, empty, full, http2_request, request};
 use tulle_tests::mesh::{HTTP, Mesh, mesh};
 
 use crate::routing::http_route;
@@ -55,7 +55,7 @@ fn backends_receive_the_new_path_and_host() {
             ("/foobar", "/all/foobar", "other.test"),
         ] {
             assert_eq!(http1.fetch(request(path)).await.unwrap().status, 200, "{path}");
-            assert_eq!(http2.fetch(request2(path)).await.unwrap().status, 200, "{path}");
+            assert_eq!(http2.fetch(http2_request(path)).await.unwrap().status, 200, "{path}");
             n_sent += 2;
             let received = web.requests();
             assert_eq!(received.len(), n_sent);

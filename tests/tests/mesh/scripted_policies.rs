@@ -26,11 +26,11 @@ use tulle_proto::outbound::{
 use tulle_proto::tls_route::{SniMatch, sni_match};
 use tulle_tests::apps::{self, App};
 use tulle_tests::client::{
-    AnyBody, CollectedResponse, Http1 as Client1, Http2 as Client2, full, read_until, request, request2,
+    AnyBody, CollectedResponse, Http1 as Client1, Http2 as Client2, full, http2_request, read_until, request,
 };
 use tulle_tests::eventually::eventually;
+use tulle_tests::fake_policy_service::{FakePolicyService, POLICY_ADDR};
 use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, UNMESHED_IP, identity, mesh};
-use tulle_tests::policies::{self, FakePolicyService};
 
 /// The original destination of the application; no server has this address.
 pub(crate) const ORIG_DST: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::new(10, 66, 7, 7)), HTTP);
@@ -135,7 +135,7 @@ pub(crate) fn http1(rule: http_route::Rule) -> OutboundPolicy {
 pub(crate) fn run_with_policies(test: impl AsyncFnOnce(&Mesh, &FakePolicyService) + Send) {
     let mesh = mesh()
         .workload("client")
-        .workload_env("POLICY_SVC_ADDR", policies::ADDR)
+        .workload_env("POLICY_SVC_ADDR", POLICY_ADDR)
         .unmeshed("legacy");
     mesh.run(async |mesh: &Mesh| {
         let policies = FakePolicyService::serve().await;
@@ -344,7 +344,7 @@ fn the_protocol_of_a_policy_replaces_detection() {
         }));
         policies.set_destination_policy(Ok(http2));
         let mut client = Client2::handshake(mesh.dial("client", at(3)).await).await;
-        assert_eq!(client.fetch(request2("/")).await.unwrap().text(), "HTTP/2.0");
+        assert_eq!(client.fetch(http2_request("/")).await.unwrap().text(), "HTTP/2.0");
         let refused = echoed_request(mesh.dial("client", at(3)).await).await;
         assert!(!refused.contains("HTTP/1.1"), "{refused}");
 
@@ -363,7 +363,7 @@ fn the_protocol_of_a_policy_replaces_detection() {
         policies.set_destination_policy(Ok(detect));
         assert_eq!(mesh.get("client", at(4), "/").await.text(), "HTTP/1.1");
         let mut client = Client2::handshake(mesh.dial("client", at(4)).await).await;
-        assert_eq!(client.fetch(request2("/")).await.unwrap().text(), "HTTP/2.0");
+        assert_eq!(client.fetch(http2_request("/")).await.unwrap().text(), "HTTP/2.0");
         let mut stream = mesh.dial("client", at(4)).await;
         stream.write_all(b"HELO mail.test\r\n\r\n").await.unwrap();
         assert_eq!(read_until(&mut stream, "\r\n\r\n").await, "HELO mail.test\r\n\r\n");
@@ -545,7 +545,7 @@ fn a_stream_that_an_endpoint_resets_is_a_bad_gateway_for_http_1() {
 fn run_with_gateway(suffixes: &str, test: impl AsyncFnOnce(&Mesh, &FakePolicyService, WeightedAddr) + Send) {
     let mesh = mesh()
         .workload("client")
-        .workload_env("POLICY_SVC_ADDR", policies::ADDR)
+        .workload_env("POLICY_SVC_ADDR", POLICY_ADDR)
         .workload("web")
         .workload_env("INBOUND_GATEWAY_SUFFIXES", suffixes)
         .workload("other");
@@ -706,7 +706,7 @@ fn server(kind: inbound::proxy_protocol::Kind) -> Server {
 #[test]
 fn ports_use_the_protocol_of_their_policy() {
     use inbound::proxy_protocol::{Grpc, Http1, Http2, Kind, Opaque};
-    let mesh = mesh().workload("web").workload_env("POLICY_SVC_ADDR", policies::ADDR);
+    let mesh = mesh().workload("web").workload_env("POLICY_SVC_ADDR", POLICY_ADDR);
     mesh.run(async |mesh: &Mesh| {
         let policies = FakePolicyService::serve().await;
         let _app = request_echo_server(mesh.listen("web", OPAQUE).await).await;
@@ -743,7 +743,7 @@ fn ports_use_the_protocol_of_their_policy() {
 
         set_protocol("http2", Kind::Http2(Http2::default())).await;
         let mut client = Client2::handshake(mesh.dial_inbound(UNMESHED_IP, "web", 8888).await).await;
-        assert_eq!(client.fetch(request2("/")).await.unwrap().text(), "HTTP/2.0");
+        assert_eq!(client.fetch(http2_request("/")).await.unwrap().text(), "HTTP/2.0");
         let refused = echoed_request(mesh.dial_inbound(UNMESHED_IP, "web", 8888).await).await;
         assert!(!refused.contains("HTTP/1.1"), "{refused}");
 
@@ -755,7 +755,7 @@ fn ports_use_the_protocol_of_their_policy() {
 
 #[test]
 fn a_tls_port_accepts_nothing_else() {
-    let mesh = mesh().workload("web").workload_env("POLICY_SVC_ADDR", policies::ADDR);
+    let mesh = mesh().workload("web").workload_env("POLICY_SVC_ADDR", POLICY_ADDR);
     mesh.run(async |mesh: &Mesh| {
         let policies = FakePolicyService::serve().await;
         let tls = inbound::proxy_protocol::Kind::Tls(Default::default());

@@ -14,9 +14,9 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_tungstenite::tungstenite::Message;
 use tulle_proto::inbound::{ProxyProtocol, proxy_protocol};
 use tulle_tests::apps;
-use tulle_tests::client::{AnyBody, Http1, Http2, any, empty, full, read_until, request, request2};
-use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, TCP, UNMESHED_IP, identity, mesh};
-use tulle_tests::policies::{self, FakePolicyService};
+use tulle_tests::client::{AnyBody, Http1, Http2, any, empty, full, http2_request, read_until, request};
+use tulle_tests::fake_policy_service::{FakePolicyService, POLICY_ADDR};
+use tulle_tests::mesh::{DETECTED_TCP, HTTP, Mesh, OPAQUE, UNMESHED_IP, identity, mesh};
 
 use crate::invalid_policy::allow_all_server;
 use crate::scripted_policies::client_hello;
@@ -27,7 +27,7 @@ async fn http(mesh: &Mesh) -> TcpStream {
 
 #[test]
 fn http1_requests_pass_on_a_kept_connection() {
-    apps::run_with_pair(async |mesh: &Mesh| {
+    apps::run_with_client_and_web(async |mesh: &Mesh| {
         let mut client = Http1::handshake(http(mesh).await).await;
         for _ in 0..10 {
             let answer = client.fetch(request("/")).await.unwrap();
@@ -45,10 +45,10 @@ fn http1_requests_pass_on_a_kept_connection() {
 
 #[test]
 fn http2_requests_pass_on_one_connection() {
-    apps::run_with_pair(async |mesh: &Mesh| {
+    apps::run_with_client_and_web(async |mesh: &Mesh| {
         let mut client = Http2::handshake(http(mesh).await).await;
         for _ in 0..10 {
-            let answer = client.fetch(request2("/")).await.unwrap();
+            let answer = client.fetch(http2_request("/")).await.unwrap();
             assert_eq!((answer.status.as_u16(), answer.text().as_str()), (200, "web\n"));
         }
     });
@@ -56,7 +56,7 @@ fn http2_requests_pass_on_one_connection() {
 
 #[test]
 fn http10_responses_end_with_their_connection() {
-    apps::run_with_pair(async |mesh: &Mesh| {
+    apps::run_with_client_and_web(async |mesh: &Mesh| {
         for head in ["GET / HTTP/1.0\r\n\r\n", "GET / HTTP/1.0\r\nhost: web.test\r\n\r\n"] {
             let mut client = http(mesh).await;
             client.write_all(head.as_bytes()).await.unwrap();
@@ -80,7 +80,7 @@ fn connections_pass_to_and_from_workloads_without_a_proxy() {
             "legacy\n"
         );
         let mut client = Http2::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
-        assert_eq!(client.fetch(request2("/")).await.unwrap().text(), "web\n");
+        assert_eq!(client.fetch(http2_request("/")).await.unwrap().text(), "web\n");
         let mut client = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
         assert_eq!(client.fetch(request("/")).await.unwrap().text(), "web\n");
     });
@@ -118,7 +118,7 @@ fn call(method: &str, body: AnyBody) -> Request<AnyBody> {
 
 #[test]
 fn grpc_calls_end_with_their_trailers() {
-    apps::run_with_pair(async |mesh: &Mesh| {
+    apps::run_with_client_and_web(async |mesh: &Mesh| {
         let mut client = Http2::handshake(http(mesh).await).await;
         let answer = client.fetch(call("Unary", full(message(b"hello")))).await.unwrap();
         assert_eq!(answer.trailers["grpc-status"], "0");
@@ -133,7 +133,7 @@ fn grpc_calls_end_with_their_trailers() {
 
 #[test]
 fn grpc_streams_alternate_in_both_directions() {
-    apps::run_with_pair(async |mesh: &Mesh| {
+    apps::run_with_client_and_web(async |mesh: &Mesh| {
         let mut client = Http2::handshake(http(mesh).await).await;
         let (frame_tx, frame_rx) = mpsc::channel::<Result<Frame<Bytes>, std::convert::Infallible>>(1);
         let rsp = client
@@ -195,7 +195,7 @@ fn chunked_requests_and_responses_keep_their_trailers() {
 
 #[test]
 fn responses_without_a_body_leave_the_connection_usable() {
-    apps::run_with_pair(async |mesh: &Mesh| {
+    apps::run_with_client_and_web(async |mesh: &Mesh| {
         let mut client = Http1::handshake(http(mesh).await).await;
         let mut ask = async |method: Method, path: &str| {
             let req = Request::builder().method(method).uri(path).header("host", "web.test");
@@ -217,7 +217,7 @@ fn responses_without_a_body_leave_the_connection_usable() {
 
 #[test]
 fn large_bodies_pass_both_ways_at_once() {
-    apps::run_with_pair(async |mesh: &Mesh| {
+    apps::run_with_client_and_web(async |mesh: &Mesh| {
         let body = Bytes::from_iter((0..8 << 20).map(|n: u32| (n % 251) as u8));
         let mut http1 = Http1::handshake(http(mesh).await).await;
         let req = Request::post("/echo")
@@ -258,7 +258,7 @@ fn clients_that_wait_for_100_continue_get_it() {
 
 #[test]
 fn a_client_that_asks_to_close_is_closed_after_its_response() {
-    apps::run_with_pair(async |mesh: &Mesh| {
+    apps::run_with_client_and_web(async |mesh: &Mesh| {
         let mut client = http(mesh).await;
         let head = "GET / HTTP/1.1\r\nhost: web.test\r\nconnection: close\r\n\r\n";
         client.write_all(head.as_bytes()).await.unwrap();
@@ -271,7 +271,7 @@ fn a_client_that_asks_to_close_is_closed_after_its_response() {
 
 #[test]
 fn requests_in_one_write_are_answered_in_order() {
-    apps::run_with_pair(async |mesh: &Mesh| {
+    apps::run_with_client_and_web(async |mesh: &Mesh| {
         let mut client = http(mesh).await;
         let requests = ["a", "b", "c"]
             .map(|word| format!("POST /echo HTTP/1.1\r\nhost: web.test\r\ncontent-length: 1\r\n\r\n{word}"));
@@ -290,7 +290,7 @@ fn requests_in_one_write_are_answered_in_order() {
 
 #[test]
 fn a_hundred_websocket_messages_pass() {
-    apps::run_with_pair(async |mesh: &Mesh| {
+    apps::run_with_client_and_web(async |mesh: &Mesh| {
         let (mut socket, rsp) = tokio_tungstenite::client_async("ws://web.test/ws", http(mesh).await)
             .await
             .unwrap();
@@ -309,7 +309,7 @@ fn a_hundred_websocket_messages_pass() {
 fn bytes_pass_until_both_sides_have_ended() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
         apps::start_echo(mesh, "web").await;
-        for port in [TCP, OPAQUE] {
+        for port in [DETECTED_TCP, OPAQUE] {
             let mut client = mesh.dial("client", mesh.service_addr("web", port)).await;
             let sent: Vec<u8> = (0..1 << 20).map(|n: u32| (n % 241) as u8).collect();
             let (mut read, mut write) = client.split();
@@ -335,9 +335,12 @@ fn the_greeting_of_a_server_speaks_first_protocol_arrives_before_detection_ends(
         .unmeshed("legacy")
         .run(async |mesh: &Mesh| {
             for workload in ["web", "legacy"] {
-                apps::start_greeting_server(workload, (mesh.ip(workload), TCP).into()).await;
+                apps::start_greeting_server(workload, (mesh.ip(workload), DETECTED_TCP).into()).await;
             }
-            for dst in [mesh.service_addr("web", TCP), mesh.service_addr("legacy", TCP)] {
+            for dst in [
+                mesh.service_addr("web", DETECTED_TCP),
+                mesh.service_addr("legacy", DETECTED_TCP),
+            ] {
                 for _ in 0..2 {
                     let mut client = mesh.dial("client", dst).await;
                     let greeting = tokio::time::timeout(DETECTION / 4, read_until(&mut client, "\n")).await;
@@ -346,7 +349,7 @@ fn the_greeting_of_a_server_speaks_first_protocol_arrives_before_detection_ends(
                     read_until(&mut client, "and back").await;
                 }
             }
-            let mut unmeshed = mesh.dial_inbound(UNMESHED_IP, "web", TCP).await;
+            let mut unmeshed = mesh.dial_inbound(UNMESHED_IP, "web", DETECTED_TCP).await;
             tokio::time::timeout(DETECTION / 4, read_until(&mut unmeshed, "hello from web\n"))
                 .await
                 .unwrap();
@@ -358,7 +361,7 @@ fn a_connection_without_bytes_becomes_opaque_after_the_detection_timeout() {
     let mesh = mesh().workload("web").workload_env("INBOUND_DETECT_TIMEOUT", "1s");
     mesh.run(async |mesh: &Mesh| {
         apps::start_echo(mesh, "web").await;
-        let mut client = mesh.dial_inbound(UNMESHED_IP, "web", TCP).await;
+        let mut client = mesh.dial_inbound(UNMESHED_IP, "web", DETECTED_TCP).await;
         let silent = [r#"result="read_timeout""#];
         mesh.wait_for_metric("web", "inbound_tcp_detect_http_results_total", &silent, 1.)
             .await;
@@ -385,7 +388,7 @@ fn a_slow_http_client_is_not_counted_as_an_opaque_connection() {
         mesh.wait_for_metric("web", "inbound_http_authz_allow_total", &[], 1.)
             .await;
         assert_eq!(mesh.metric("web", OPAQUE_CONNECTIONS, &[]).await, 0.);
-        let mut client = mesh.dial_inbound(UNMESHED_IP, "web", TCP).await;
+        let mut client = mesh.dial_inbound(UNMESHED_IP, "web", DETECTED_TCP).await;
         client.write_all(b"a word\n").await.unwrap();
         read_until(&mut client, "a word\n").await;
         mesh.wait_for_metric("web", OPAQUE_CONNECTIONS, &[], 1.).await;
@@ -395,7 +398,7 @@ fn a_slow_http_client_is_not_counted_as_an_opaque_connection() {
 #[test]
 fn a_greeting_after_the_timeout_of_the_policy_arrives_before_the_detection_timeout() {
     const POLICY_TIMEOUT: Duration = Duration::from_millis(500);
-    let mesh = mesh().workload("web").workload_env("POLICY_SVC_ADDR", policies::ADDR);
+    let mesh = mesh().workload("web").workload_env("POLICY_SVC_ADDR", POLICY_ADDR);
     mesh.run(async |mesh: &Mesh| {
         let policies = FakePolicyService::serve().await;
         let detect = proxy_protocol::Detect {
@@ -407,7 +410,7 @@ fn a_greeting_after_the_timeout_of_the_policy_arrives_before_the_detection_timeo
             kind: Some(proxy_protocol::Kind::Detect(detect)),
         });
         policies.set_port_policy(Ok(port_policy));
-        let _app = apps::serve_tcp(mesh.listen("web", TCP).await, |mut stream| async move {
+        let _app = apps::serve_tcp(mesh.listen("web", DETECTED_TCP).await, |mut stream| async move {
             // A server that greets clients only if they have been silent for a while.
             let spoken = tokio::time::timeout(4 * POLICY_TIMEOUT, stream.read_u8()).await;
             assert!(spoken.is_err(), "{spoken:?}");
@@ -415,7 +418,7 @@ fn a_greeting_after_the_timeout_of_the_policy_arrives_before_the_detection_timeo
             // A reset is also an end.
             let _ = stream.read_to_end(&mut Vec::new()).await;
         });
-        let mut client = mesh.dial_inbound(UNMESHED_IP, "web", TCP).await;
+        let mut client = mesh.dial_inbound(UNMESHED_IP, "web", DETECTED_TCP).await;
         let greeting = tokio::time::timeout(DETECTION / 2, read_until(&mut client, "\n")).await;
         assert_eq!(greeting.unwrap(), "a late greeting\n");
     });

@@ -8,7 +8,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpListener;
 use tokio::time::{Instant, timeout};
 use tulle_tests::apps::{self, App};
-use tulle_tests::client::{self, Http1, Http2, full, request, request2};
+use tulle_tests::client::{self, Http1, Http2, full, http2_request, request};
 use tulle_tests::mesh::{HTTP, Mesh, UNMESHED_IP, mesh};
 
 /// A port that the pod does not declare, so that its first connection causes the request for its policy.
@@ -41,10 +41,14 @@ async fn applications(mesh: &Mesh) -> Vec<App> {
 }
 
 async fn status(mesh: &Mesh, port: u16) -> u16 {
-    client::get(mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, port)).await, "/")
-        .await
-        .status
-        .as_u16()
+    client::get(
+        mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, port))
+            .await,
+        "/",
+    )
+    .await
+    .status
+    .as_u16()
 }
 
 async fn wait_for_unknown(mesh: &Mesh, n: f64) {
@@ -60,20 +64,26 @@ fn an_unknown_port_is_refused_without_the_control_plane_and_follows_it_when_it_i
         mesh.stop_control().await;
         let came_at = Instant::now();
         let http1 = async {
-            let stream = mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, UNDECLARED)).await;
+            let stream = mesh
+                .dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, UNDECLARED))
+                .await;
             Http1::handshake(stream).await.fetch(request("/")).await.unwrap().status
         };
         let http2 = async {
-            let stream = mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, UNDECLARED)).await;
+            let stream = mesh
+                .dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, UNDECLARED))
+                .await;
             Http2::handshake(stream)
                 .await
-                .fetch(request2("/"))
+                .fetch(http2_request("/"))
                 .await
                 .unwrap()
                 .status
         };
         let bytes = async |words: &[u8]| {
-            let mut stream = mesh.dial_inbound_as(UNMESHED_IP, "web", at(mesh, UNDECLARED)).await;
+            let mut stream = mesh
+                .dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, UNDECLARED))
+                .await;
             stream.write_all(words).await.unwrap();
             let mut response = Vec::new();
             // A reset is also an end.

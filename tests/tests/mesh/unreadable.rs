@@ -4,8 +4,8 @@ use tulle_proto::destination::TlsIdentity;
 use tulle_proto::outbound::Backend;
 use tulle_tests::apps;
 use tulle_tests::eventually::eventually;
+use tulle_tests::fake_policy_service::FakePolicyService;
 use tulle_tests::mesh::{HTTP, Mesh};
-use tulle_tests::policies::FakePolicyService;
 
 use crate::scripted_policies::{
     ORIG_DST, destination_status, endpoint, forward, http1, rule, run_with_policies, wait_for_response,

@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
-use std::path::{Path, PathBuf};
 use std::thread;
 
 use tulle_control::cmd::Command;
@@ -14,7 +13,7 @@ use tulle_tests::charts::install_custom_resources;
 use tulle_tests::cluster::ApiServer;
 use tulle_tests::eventually::eventually;
 
-use super::{check_page, heading, root, table};
+use super::{check_page, heading, root, rust_files, table};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn metrics_of_the_proxy_and_of_the_control_plane() {
@@ -157,19 +156,4 @@ fn a_longer_name_does_not_document_a_metric() {
         !missing.contains("tcp_open_total") && missing.contains("tcp_close_total"),
         "{missing:?}"
     );
-}
-
-/// The files below a directory that are not tests.
-pub(crate) fn rust_files(dir: &Path) -> Vec<PathBuf> {
-    let entries = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
-    let (dirs, files): (Vec<_>, Vec<_>) = entries.partition(|path| path.is_dir());
-    let is_tests = |path: &Path| {
-        path.file_stem()
-            .is_some_and(|stem| stem.to_string_lossy().ends_with("tests"))
-    };
-    let sources = files
-        .into_iter()
-        .filter(|path| path.extension().is_some_and(|end| end == "rs"));
-    let nested = dirs.iter().filter(|dir| !is_tests(dir)).flat_map(|dir| rust_files(dir));
-    sources.filter(|path| !is_tests(path)).chain(nested).collect()
 }

@@ -5,7 +5,7 @@ use std::rc::Rc;
 
 use tulle_control::cluster::Config;
 use tulle_control::kubernetes as client;
-use tulle_control::resources::event::EventWriter;
+use tulle_control::resources::event::EventSink;
 use tulle_control::source::kubernetes;
 use tulle_control::source::kubernetes::kinds::WatchRequirements;
 use tulle_core::drain;
@@ -54,7 +54,7 @@ impl ManifestStore {
     pub(crate) async fn source(
         &self,
         config: &Config,
-        writer: EventWriter,
+        sink: EventSink,
         registry: &Registry,
         drain: drain::Watch,
     ) -> impl Future<Output = ()> + Send + use<> {
@@ -70,9 +70,9 @@ impl ManifestStore {
                 endpoints_source: config.endpoints_source,
             },
             log_addr: ":8086".to_owned(),
-            freshness: Readiness::new(),
+            stale_kinds: Readiness::new(),
         };
-        let source = kubernetes::run(client, config, writer, registry.clone(), drain);
+        let source = kubernetes::run(client, config, sink, registry.clone(), drain);
         async { source.await.unwrap() }
     }
 

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use serde_yaml_ng::Deserializer;
 use tokio::task::JoinSet;
 use tokio::time::sleep;
-use tulle_control::resources::event::EventWriter;
+use tulle_control::resources::event::EventSink;
 use tulle_control::resources::service::EndpointsSource;
 use tulle_control::resources::{Kind, Scope};
 use tulle_control::source::kubernetes::kinds::WatchRequirements;
@@ -206,8 +206,8 @@ impl TestObjects {
                 patch_timeout: Duration::from_secs(5),
             }),
         };
-        let (writer, controllers) =
-            writeback::add_controllers(&self.client, config, EventWriter::new(|_| {}), &registry, &drain);
+        let (sink, controllers) =
+            writeback::add_controllers(&self.client, config, EventSink::new(|_| {}), &registry, &drain);
         let mut tasks = JoinSet::new();
         for controller in controllers {
             tasks.spawn(controller.run);
@@ -219,9 +219,9 @@ impl TestObjects {
                 endpoints_source: EndpointsSource::EndpointSlices,
             },
             log_addr: ":8086".to_owned(),
-            freshness: Readiness::new(),
+            stale_kinds: Readiness::new(),
         };
-        let watching = kubernetes::run(self.client.clone(), source, writer, registry.clone(), drain);
+        let watching = kubernetes::run(self.client.clone(), source, sink, registry.clone(), drain);
         tasks.spawn(async move { watching.await.expect("the watches last as long as the controller") });
         for (api, name) in without_status {
             let has_status = async || {

@@ -33,7 +33,7 @@ fn now() -> i64 {
 /// A cluster with these objects. A later object replaces an earlier one of the same name.
 fn cluster(mode: Mode, objects: &[Value]) -> Snapshot {
     let mut snapshot = Snapshot::empty(scope(mode), now());
-    snapshot.kubernetes = Ok("v1.34.2".to_owned());
+    snapshot.kubernetes_version = Ok("v1.34.2".to_owned());
     for object in objects {
         put(&mut snapshot, object);
     }
@@ -244,7 +244,7 @@ fn findings(snapshot: &Snapshot) -> Vec<(Outcome, String)> {
                 findings.push((check.result, text));
             }
         }
-        if run.failure_mode == FailureMode::Abort {
+        if run.has_fatal_failure {
             break;
         }
     }
@@ -629,7 +629,7 @@ fn an_old_or_unknown_kubernetes_is_found() {
         ("nightly", Some(Outcome::Warning)),
     ] {
         let mut snapshot = cluster(Mode::Crds, &installed(&authorities(100)));
-        snapshot.kubernetes = Ok(version.to_owned());
+        snapshot.kubernetes_version = Ok(version.to_owned());
         let found = findings(&snapshot).first().map(|(outcome, _)| *outcome);
         assert_eq!(found, outcome, "{version}");
     }
@@ -638,7 +638,7 @@ fn an_old_or_unknown_kubernetes_is_found() {
 #[test]
 fn a_cluster_that_cannot_be_reached_is_the_only_finding() {
     let mut snapshot = cluster(Mode::Installed, &[]);
-    snapshot.kubernetes = Err("connection refused".to_owned());
+    snapshot.kubernetes_version = Err("connection refused".to_owned());
     assert_finding(
         &snapshot,
         Outcome::Error,
@@ -669,9 +669,9 @@ fn missing_permissions_are_reported_with_the_skipped_checks() {
 
 fn ready_to_install() -> Snapshot {
     let mut snapshot = cluster(Mode::Pre, &[]);
-    snapshot.access = platform::required_permissions()
+    snapshot.permissions = platform::required_permissions()
         .into_iter()
-        .map(|access| (access, Ok(true)))
+        .map(|permission| (permission, Ok(true)))
         .collect();
     snapshot
 }
@@ -691,13 +691,13 @@ fn before_an_installation_the_namespace_must_be_free() {
 #[test]
 fn before_an_installation_the_user_must_have_the_rights() {
     let mut snapshot = ready_to_install();
-    let access = Permission {
+    let permission = Permission {
         verb: "create",
         group: "apps",
         resource: "deployments",
         scope: PermissionScope::Namespace,
     };
-    assert!(snapshot.access.insert(access, Ok(false)).is_some());
+    assert!(snapshot.permissions.insert(permission, Ok(false)).is_some());
     let fix = "kubectl auth can-i create deployments.apps -n linkerd";
     assert_finding(&snapshot, Outcome::Error, &["you may not create deployments.apps", fix]);
 }

@@ -49,7 +49,7 @@ pub(in crate::cluster) enum CountChange {
 #[derive(Default)]
 pub(in crate::cluster) struct Store {
     objects: ObjectTable,
-    /// Sorted by kind, namespace and name. There is about one key per pod, and most keys have one object.
+    /// Each list is sorted by kind, namespace and name. There is about one key per pod, and most keys have one object.
     index: AHashMap<LookupKey, SmallVec<[Object; 1]>>,
     /// Names of pods and external workloads, by namespace.
     workloads: AHashMap<Arc<str>, AHashSet<(Kind, Arc<str>)>>,

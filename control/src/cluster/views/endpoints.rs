@@ -10,9 +10,11 @@ use crate::cluster::config::{Config, H2Upgrade, Ipv6};
 use crate::cluster::metrics::{EntryMetrics, Metrics};
 use crate::cluster::store::reader::Reader;
 use crate::cluster::views::view::View;
-use crate::cluster::views::workload::{PodAddress, TRAITS, external_endpoint, has_address_conflict, pod_endpoint};
+use crate::cluster::views::workload::{
+    PodAddress, SHARED_FIELDS, external_endpoint, has_address_conflict, pod_endpoint,
+};
 use crate::model::endpoints::{
-    Endpoint, EndpointTraits, EndpointWorkload, Endpoints, Existence, Http2Params, ProtocolHint, TlsIdentity,
+    Endpoint, EndpointWorkload, Endpoints, Existence, Http2Params, ProtocolHint, SharedEndpointFields, TlsIdentity,
     TrafficScope,
 };
 use crate::resources::meta::{Meta, NamespacedName};
@@ -58,7 +60,8 @@ impl View for EndpointsView {
                 meta,
                 service_port: key.port,
             };
-            // IPv6 addresses are left out here, because they must not replace terminating IPv4 endpoints if IPv6 is off.
+            // If IPv6 is off, its addresses are left out before `addresses` is tested for being empty: otherwise a ready IPv6
+            // address would replace the terminating IPv4 endpoints.
             let is_candidate = |address: &&Address| {
                 address.ready != EndpointReadiness::NotReady
                     && matches_hostname(address, key)
@@ -207,21 +210,21 @@ impl Listing<'_> {
     /// The endpoint at an address whose `targetRef` names no workload, described by the annotations and labels of the listing.
     /// Mirrored Services list the gateway of the other cluster in this way.
     fn endpoint_without_workload(&self, config: &Config, ip: IpAddr, port: u16) -> Endpoint {
-        let mut traits = EndpointTraits::default();
+        let mut shared = SharedEndpointFields::default();
         let annotated = |key| self.meta.annotation(key).filter(|text| !text.is_empty());
         let remote_name = annotated(annotation::REMOTE_SERVICE_NAME);
-        traits.authority_override = remote_name.map(|name| format!("{name}:{}", self.service_port).into());
+        shared.authority_override = remote_name.map(|name| format!("{name}:{}", self.service_port).into());
         if let Some(identity) = annotated(annotation::REMOTE_GATEWAY_IDENTITY) {
             let name: Arc<str> = identity.into();
-            traits.identity = Some(TlsIdentity::Dns {
+            shared.identity = Some(TlsIdentity::Dns {
                 server_name: name.clone(),
                 name,
             });
-            traits.protocol = (config.h2_upgrade == H2Upgrade::Offer).then_some(ProtocolHint::H2);
-            traits.http2 = Http2Params::Configured;
+            shared.protocol = (config.h2_upgrade == H2Upgrade::Offer).then_some(ProtocolHint::H2);
+            shared.http2 = Http2Params::Configured;
         }
         if let Some(cluster) = self.meta.label(label::MIRRORED_CLUSTER) {
-            traits.labels.push(("target_cluster".into(), cluster.into()));
+            shared.labels.push(("target_cluster".into(), cluster.into()));
             // Service and namespace come before `svc`. In the name of one pod of a headless Service, the pod's hostname
             // comes first.
             let dns_labels: Vec<&str> = remote_name.unwrap_or_default().split('.').collect();
@@ -230,14 +233,14 @@ impl Listing<'_> {
                 .position(|label| *label == "svc")
                 .and_then(|svc_index| svc_index.checked_sub(2));
             if let Some([service, namespace]) = service_index.and_then(|index| dns_labels.get(index..index + 2)) {
-                traits.labels.push(("target_service".into(), (*service).into()));
-                traits
+                shared.labels.push(("target_service".into(), (*service).into()));
+                shared
                     .labels
                     .push(("target_service_namespace".into(), (*namespace).into()));
             }
         }
         Endpoint {
-            traits: TRAITS.intern(traits),
+            shared: SHARED_FIELDS.intern(shared),
             ..Endpoint::from_addr((ip, port).into())
         }
     }

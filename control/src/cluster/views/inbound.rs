@@ -31,7 +31,7 @@ use crate::resources::policy::reference::{MeshClient, POLICY_GROUP};
 use crate::resources::policy::server::{
     AccessPolicy, AccessPolicyClients as PolicyClients, AccessPolicyNetworks as PolicyNetworks, ProxyProtocol, Server,
 };
-use crate::resources::route::{self as raw, Rules};
+use crate::resources::route::{self as resource, Rules};
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Key {
@@ -241,7 +241,7 @@ impl PortContext<'_> {
         found
     }
 
-    fn route_authorizations(&self, route: &raw::Route) -> Vec<Authorization> {
+    fn route_authorizations(&self, route: &resource::Route) -> Vec<Authorization> {
         let policies = self.reader.authorization_policies(route.meta.namespace());
         let is_target = |policy: &&&Arc<AuthorizationPolicy>| {
             matches!(&policy.target, AuthorizationTarget::Route(kind, name)
@@ -370,7 +370,7 @@ impl PortContext<'_> {
 
     /// A route that answers all requests of the Server with an error, because it is unknown which requests `route` is meant to
     /// restrict.
-    fn failing_route<M>(&self, route: &raw::Route, failure: Filter, match_all: M) -> Route<M> {
+    fn failing_route<M>(&self, route: &resource::Route, failure: Filter, match_all: M) -> Route<M> {
         let rule = Rule {
             matches: vec![match_all],
             filters: vec![failure],
@@ -401,7 +401,7 @@ impl PortContext<'_> {
         self.replace_filters_if_rate_limit_unsupported(server, ErrorForm::Grpc, found)
     }
 
-    fn route<M>(&self, route: &raw::Route, rules: Vec<Rule<M>>) -> Route<M> {
+    fn route<M>(&self, route: &resource::Route, rules: Vec<Rule<M>>) -> Route<M> {
         Route {
             reference: routes::reference(route),
             hosts: routes::hosts(route),

@@ -7,4 +7,4 @@ pub mod profiles;
 mod routes;
 pub(super) mod view;
 mod workload;
-pub mod workload_members;
+pub mod workload_list;

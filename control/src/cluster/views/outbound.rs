@@ -21,8 +21,8 @@ use crate::resources::annotations::{self, InvalidAnnotation};
 use crate::resources::meta::{Meta, NamespacedName};
 use crate::resources::policy::egress_network::{EgressNetwork, TrafficPolicy};
 use crate::resources::policy::reference::POLICY_GROUP;
-use crate::resources::route::{self as raw, BackendRef, ParentKind, RouteKind, RuleRetry, Rules};
-use crate::resources::route_admission;
+use crate::resources::route::{self as resource, BackendRef, ParentKind, RouteKind, RuleRetry, Rules};
+use crate::resources::route_support;
 use crate::resources::service::DeclaredProtocol;
 use crate::resources::string_map::StringMap;
 
@@ -64,7 +64,7 @@ impl View for OutboundView {
                 Reference::Object(object) if object.kind == ParentKind::Service.name() => Some(&*object.namespace),
                 _ => None,
             },
-            Outbound::Unknown => None,
+            Outbound::NoPolicy => None,
         };
         metrics.outbound(service_namespace)
     }
@@ -103,7 +103,7 @@ impl OutboundContext<'_> {
             return Outbound::Policy(Box::new(self.egress_network_policy(network, addr)));
         }
         if self.config.cluster_networks.iter().any(|net| net.contains(&addr.ip())) {
-            return Outbound::Unknown;
+            return Outbound::NoPolicy;
         }
         Outbound::Policy(Box::new(egress_fallback_policy(addr)))
     }
@@ -294,16 +294,16 @@ impl OutboundContext<'_> {
     /// TLSRoutes or TCPRoutes. Of several routes that match the same connections the oldest is served, because proxies reject a
     /// message with more than one.
     fn stream_routes(&self, parent: &ParentDefaults<'_>, kind: RouteKind) -> Vec<StreamRoute> {
-        let mut served: Vec<&Arc<raw::Route>> = Vec::new();
+        let mut served: Vec<&Arc<resource::Route>> = Vec::new();
         let mut found = Vec::new();
         for route in self.visible_routes(parent) {
             let Rules::Stream(rules) = &route.rules else { continue };
-            let conflicts = |older: &&Arc<raw::Route>| acceptance::matches_same_connections(older, route);
+            let conflicts = |older: &&Arc<resource::Route>| acceptance::matches_same_connections(older, route);
             if route.kind != kind || served.iter().any(conflicts) {
                 continue;
             }
             served.push(route);
-            let backends = match (&rules[..], route_admission::unsupported_reason(route, parent.kind)) {
+            let backends = match (&rules[..], route_support::unsupported_reason(route, parent.kind)) {
                 ([rule], None) => self.backends(route, &rule.backend_refs, parent),
                 (_, reason) => {
                     let reason = reason.as_deref().unwrap_or("it cannot be served");
@@ -322,7 +322,7 @@ impl OutboundContext<'_> {
     }
 
     /// Routes in the parent's namespace apply to all clients; routes in another namespace only to clients in that namespace.
-    fn visible_routes(&self, parent: &ParentDefaults<'_>) -> Vec<&Arc<raw::Route>> {
+    fn visible_routes(&self, parent: &ParentDefaults<'_>) -> Vec<&Arc<resource::Route>> {
         let mut found = routes::attached_routes(self.reader, self.config, parent.kind, parent.name, Some(parent.port));
         found.retain(|route| {
             let namespace = route.meta.namespace();
@@ -332,7 +332,7 @@ impl OutboundContext<'_> {
     }
 
     /// The parts that rules of HTTP and gRPC share. The caller sets `matches` and `filters`.
-    fn rule<R, M>(&self, route: &raw::Route, rule: &raw::Rule<R>, parent: &ParentDefaults<'_>) -> Rule<M> {
+    fn rule<R, M>(&self, route: &resource::Route, rule: &resource::Rule<R>, parent: &ParentDefaults<'_>) -> Rule<M> {
         Rule {
             matches: Vec::new(),
             filters: Vec::new(),
@@ -343,7 +343,12 @@ impl OutboundContext<'_> {
         }
     }
 
-    fn backends(&self, route: &raw::Route, references: &[BackendRef], parent: &ParentDefaults<'_>) -> Distribution {
+    fn backends(
+        &self,
+        route: &resource::Route,
+        references: &[BackendRef],
+        parent: &ParentDefaults<'_>,
+    ) -> Distribution {
         if references.is_empty() {
             let default = match route.kind {
                 RouteKind::Tls | RouteKind::Tcp => parent.stream_backend(),
@@ -375,22 +380,27 @@ impl OutboundContext<'_> {
     /// The mirrors of a rule. A mirror whose backend does not exist or is not supported is left out and fails no request; the
     /// status of the route reports it, or for a directory of manifests the metric `unserved_configuration`. An invalid mirror is
     /// left out too, but its rule has a filter that makes the requests fail.
-    fn mirrors<R>(&self, route: &raw::Route, rule: &raw::Rule<R>, parent: &ParentDefaults<'_>) -> Vec<Mirror> {
-        let model_mirror = |mirror: &raw::Mirror| {
-            let raw::Fraction { numerator, denominator } = mirror.fraction();
+    fn mirrors<R>(
+        &self,
+        route: &resource::Route,
+        rule: &resource::Rule<R>,
+        parent: &ParentDefaults<'_>,
+    ) -> Vec<Mirror> {
+        let model_mirror = |mirror: &resource::Mirror| {
+            let resource::Fraction { numerator, denominator } = mirror.fraction();
             Mirror {
                 backend: self.backend(route, &mirror.backend_ref, parent),
                 numerator,
                 denominator,
             }
         };
-        let is_valid = |mirror: &&raw::Mirror| route_admission::validate_mirror(mirror).is_ok();
-        let has_backend = |mirror: &Mirror| mirror.backend.target != BackendTarget::FiltersOnly;
+        let is_valid = |mirror: &&resource::Mirror| route_support::validate_mirror(mirror).is_ok();
+        let has_backend = |mirror: &Mirror| mirror.backend.target != BackendTarget::Failing;
         let mirrors = rule.mirrors().filter(is_valid).map(model_mirror);
         mirrors.filter(has_backend).collect()
     }
 
-    fn backend(&self, route: &raw::Route, reference: &BackendRef, parent: &ParentDefaults<'_>) -> Backend {
+    fn backend(&self, route: &resource::Route, reference: &BackendRef, parent: &ParentDefaults<'_>) -> Backend {
         let name = reference.resolve(route.meta.namespace());
         match (reference.is_service(), reference.port) {
             (true, Some(port)) if self.reader.service(&name).is_none() => failing_backend(
@@ -565,7 +575,7 @@ impl<'a> ParentDefaults<'a> {
     }
 }
 
-fn route_with_rules<M>(route: &raw::Route, rules: Vec<Rule<M>>) -> Route<M> {
+fn route_with_rules<M>(route: &resource::Route, rules: Vec<Rule<M>>) -> Route<M> {
     Route {
         reference: routes::reference(route),
         hosts: routes::hosts(route),
@@ -574,9 +584,9 @@ fn route_with_rules<M>(route: &raw::Route, rules: Vec<Rule<M>>) -> Route<M> {
 }
 
 /// Timeouts of a route replace all timeouts of its parent. Annotations of the route take precedence over its rules.
-fn rule_timeouts<R>(route: &raw::Route, rule: &raw::Rule<R>, parent: &ParentDefaults<'_>) -> Timeouts {
+fn rule_timeouts<R>(route: &resource::Route, rule: &resource::Rule<R>, parent: &ParentDefaults<'_>) -> Timeouts {
     let annotated = read_annotation(&route.meta, annotations::parse_timeouts);
-    if annotated.is_none() && rule.timeouts == raw::RuleTimeouts::default() {
+    if annotated.is_none() && rule.timeouts == resource::RuleTimeouts::default() {
         return parent.timeouts;
     }
     let annotated = annotated.unwrap_or_default();
@@ -598,21 +608,21 @@ fn without_zeros(timeouts: Timeouts) -> Timeouts {
 }
 
 /// An annotation of the route takes precedence over `retry` of its rules, and that over the annotations of the parent.
-fn rule_retry<R>(route: &raw::Route, rule: &raw::Rule<R>, parent: &ParentDefaults<'_>) -> Option<Retry> {
+fn rule_retry<R>(route: &resource::Route, rule: &resource::Rule<R>, parent: &ParentDefaults<'_>) -> Option<Retry> {
     if route.kind == RouteKind::Grpc {
         return read_annotation(&route.meta, annotations::parse_grpc_retry).or_else(|| parent.grpc_retry.clone());
     }
     match (read_annotation(&route.meta, annotations::parse_http_retry), &rule.retry) {
         (Some(annotated), _) => Some(annotated),
         // Proxies reject a policy with an invalid retry. The requests of the rule fail.
-        (None, Some(_)) if route_admission::check_fields(rule, route.kind).is_err() => None,
+        (None, Some(_)) if route_support::check_fields(rule, route.kind).is_err() => None,
         (None, Some(retry)) => retry_of_rule(retry, &rule.timeouts),
         (None, None) => parent.http_retry.clone(),
     }
 }
 
 /// `None` if the rule permits no retries. An attempt that exceeds the rule's own timeout is retried.
-fn retry_of_rule(retry: &RuleRetry, timeouts: &raw::RuleTimeouts) -> Option<Retry> {
+fn retry_of_rule(retry: &RuleRetry, timeouts: &resource::RuleTimeouts) -> Option<Retry> {
     let limit = retry.attempts.unwrap_or(annotations::DEFAULT_RETRY_LIMIT);
     let codes = match &retry.codes[..] {
         [] => vec![GATEWAY_ERRORS],
@@ -655,7 +665,7 @@ fn egress_network_reference(name: &NamespacedName, port: Option<u16>) -> Referen
 fn failing_backend(reference: Reference, kind: RouteKind, message: &str) -> Backend {
     Backend {
         reference,
-        target: BackendTarget::FiltersOnly,
+        target: BackendTarget::Failing,
         filters: vec![routes::failure_filter(kind.into(), message.to_owned())],
     }
 }

@@ -261,13 +261,13 @@ fn pod_profile(reader: &Reader<'_>, config: &Config, pod: &Pod, address: PodAddr
 
 /// Profiles of addresses have the label, which the endpoints of Services need not repeat.
 fn add_namespace_label(endpoint: &mut Endpoint, namespace: &Arc<str>) {
-    let labels = &mut Arc::make_mut(&mut endpoint.traits).labels;
+    let labels = &mut Arc::make_mut(&mut endpoint.shared).labels;
     labels.push(("namespace".into(), namespace.clone()));
 }
 
 fn profile_from_endpoint(endpoint: Endpoint) -> Profile {
     Profile::Endpoint {
-        is_opaque: endpoint.traits.protocol == Some(ProtocolHint::Opaque),
+        is_opaque: endpoint.shared.protocol == Some(ProtocolHint::Opaque),
         endpoint,
     }
 }

@@ -13,9 +13,9 @@ use crate::resources::acceptance::{self, AcceptanceSettings, ParentLookup, Route
 use crate::resources::meta::NamespacedName;
 use crate::resources::policy::egress_network::EgressNetwork;
 use crate::resources::policy::server::Server;
-use crate::resources::route as raw;
+use crate::resources::route as resource;
 use crate::resources::route::{Acceptance, Parent, ParentKind, Route, RouteKind};
-use crate::resources::route_admission;
+use crate::resources::route_support;
 use crate::resources::service::Service;
 
 /// Routes that apply to a port of the parent, oldest first.
@@ -155,20 +155,20 @@ pub(super) fn hosts(route: &Route) -> Vec<HostMatch> {
 
 /// Matches of an HTTP rule. A rule without matches matches all requests. So does one with an unreadable or invalid match, whose
 /// filters make the requests fail.
-pub(super) fn http_matches(rule: &raw::Rule<raw::HttpMatch>) -> Vec<HttpMatch> {
+pub(super) fn http_matches(rule: &resource::Rule<resource::HttpMatch>) -> Vec<HttpMatch> {
     let matches: Vec<_> = rule.matches.iter().flatten().map(http_match).collect();
-    if matches.is_empty() || route_admission::validate_http_matches(rule).is_err() {
+    if matches.is_empty() || route_support::validate_http_matches(rule).is_err() {
         vec![HttpMatch::match_all()]
     } else {
         matches
     }
 }
 
-fn http_match(matched: &raw::HttpMatch) -> HttpMatch {
+fn http_match(matched: &resource::HttpMatch) -> HttpMatch {
     let path = matched.path.as_ref().map(|path| match path.kind {
-        raw::PathKind::Exact => PathMatch::Exact(path.value.clone()),
-        raw::PathKind::PathPrefix => PathMatch::Prefix(path.value.clone()),
-        raw::PathKind::RegularExpression => PathMatch::Regex(path.value.clone()),
+        resource::PathKind::Exact => PathMatch::Exact(path.value.clone()),
+        resource::PathKind::PathPrefix => PathMatch::Prefix(path.value.clone()),
+        resource::PathKind::RegularExpression => PathMatch::Regex(path.value.clone()),
     });
     HttpMatch {
         path: path.or_else(|| HttpMatch::match_all().path),
@@ -180,16 +180,16 @@ fn http_match(matched: &raw::HttpMatch) -> HttpMatch {
 
 /// Matches of a gRPC rule. A rule without matches matches all requests. So does one with an unreadable or invalid match, whose
 /// filters make the requests fail.
-pub(super) fn grpc_matches(rule: &raw::Rule<raw::GrpcMatch>) -> Vec<GrpcMatch> {
+pub(super) fn grpc_matches(rule: &resource::Rule<resource::GrpcMatch>) -> Vec<GrpcMatch> {
     let matches: Vec<_> = rule.matches.iter().flatten().map(grpc_match).collect();
-    if matches.is_empty() || route_admission::validate_grpc_matches(rule).is_err() {
+    if matches.is_empty() || route_support::validate_grpc_matches(rule).is_err() {
         vec![GrpcMatch::default()]
     } else {
         matches
     }
 }
 
-fn grpc_match(matched: &raw::GrpcMatch) -> GrpcMatch {
+fn grpc_match(matched: &resource::GrpcMatch) -> GrpcMatch {
     let method = matched.method.as_ref();
     GrpcMatch {
         service: method.and_then(|method| method.service.clone()),
@@ -199,15 +199,15 @@ fn grpc_match(matched: &raw::GrpcMatch) -> GrpcMatch {
 }
 
 /// The first match for a name applies; header names are case-insensitive.
-fn header_matches(matches: &[raw::NamedMatch]) -> Vec<NamedMatch> {
+fn header_matches(matches: &[resource::NamedMatch]) -> Vec<NamedMatch> {
     deduplicate_by_name(matches, str::eq_ignore_ascii_case)
 }
 
-fn query_matches(matches: &[raw::NamedMatch]) -> Vec<NamedMatch> {
+fn query_matches(matches: &[resource::NamedMatch]) -> Vec<NamedMatch> {
     deduplicate_by_name(matches, |one, other| one == other)
 }
 
-fn deduplicate_by_name(matches: &[raw::NamedMatch], is_same: impl Fn(&str, &str) -> bool) -> Vec<NamedMatch> {
+fn deduplicate_by_name(matches: &[resource::NamedMatch], is_same: impl Fn(&str, &str) -> bool) -> Vec<NamedMatch> {
     let mut kept: Vec<NamedMatch> = Vec::new();
     for matched in matches {
         if !kept.iter().any(|earlier| is_same(&earlier.name, &matched.name)) {
@@ -217,10 +217,10 @@ fn deduplicate_by_name(matches: &[raw::NamedMatch], is_same: impl Fn(&str, &str)
     kept
 }
 
-fn named_match(matched: &raw::NamedMatch) -> NamedMatch {
+fn named_match(matched: &resource::NamedMatch) -> NamedMatch {
     let value = match matched.kind {
-        raw::ValueKind::Exact => ValueMatch::Exact(matched.value.clone()),
-        raw::ValueKind::RegularExpression => ValueMatch::Regex(matched.value.clone()),
+        resource::ValueKind::Exact => ValueMatch::Exact(matched.value.clone()),
+        resource::ValueKind::RegularExpression => ValueMatch::Regex(matched.value.clone()),
     };
     NamedMatch {
         name: matched.name.clone(),
@@ -229,26 +229,34 @@ fn named_match(matched: &raw::NamedMatch) -> NamedMatch {
 }
 
 /// Filters of an HTTPRoute rule. A rule that is not supported gets one filter that makes its requests fail.
-pub(super) fn http_filters(route: &Route, rule: &raw::Rule<raw::HttpMatch>, parent: ParentKind) -> Vec<Filter> {
-    let support = route_admission::check_http_rule(rule, route.kind, parent);
+pub(super) fn http_filters(
+    route: &Route,
+    rule: &resource::Rule<resource::HttpMatch>,
+    parent: ParentKind,
+) -> Vec<Filter> {
+    let support = route_support::check_http_rule(rule, route.kind, parent);
     filters_or_failure_filter(route, &rule.filters, support)
 }
 
 /// Filters of a GRPCRoute rule. A rule that is not supported gets one filter that makes its requests fail.
-pub(super) fn grpc_filters(route: &Route, rule: &raw::Rule<raw::GrpcMatch>, parent: ParentKind) -> Vec<Filter> {
-    let support = route_admission::check_grpc_rule(rule, route.kind, parent);
+pub(super) fn grpc_filters(
+    route: &Route,
+    rule: &resource::Rule<resource::GrpcMatch>,
+    parent: ParentKind,
+) -> Vec<Filter> {
+    let support = route_support::check_grpc_rule(rule, route.kind, parent);
     filters_or_failure_filter(route, &rule.filters, support)
 }
 
 /// Filters of a backend. Filters that are not supported are replaced by one that makes the requests fail.
-pub(super) fn backend_filters(route: &Route, filters: &[raw::Filter], parent: ParentKind) -> Vec<Filter> {
+pub(super) fn backend_filters(route: &Route, filters: &[resource::Filter], parent: ParentKind) -> Vec<Filter> {
     let mut filters_to_check = filters.iter();
-    let support = filters_to_check
-        .try_for_each(|filter| route_admission::check_backend_filter_support(filter, route.kind, parent));
+    let support =
+        filters_to_check.try_for_each(|filter| route_support::check_backend_filter_support(filter, route.kind, parent));
     filters_or_failure_filter(route, filters, support)
 }
 
-fn filters_or_failure_filter(route: &Route, filters: &[raw::Filter], support: Result<(), String>) -> Vec<Filter> {
+fn filters_or_failure_filter(route: &Route, filters: &[resource::Filter], support: Result<(), String>) -> Vec<Filter> {
     let support = match &route.unreadable {
         Some(unreadable) => Err(unreadable.reason.clone()),
         None => support,
@@ -264,7 +272,10 @@ fn route_failure_filter(route: &Route, form: ErrorForm, reason: &str) -> Filter 
 }
 
 /// Filters of an HTTPRoute rule attached to a Server.
-pub(super) fn inbound_http_filters(server_route: &ServerRoute<'_>, rule: &raw::Rule<raw::HttpMatch>) -> Vec<Filter> {
+pub(super) fn inbound_http_filters(
+    server_route: &ServerRoute<'_>,
+    rule: &resource::Rule<resource::HttpMatch>,
+) -> Vec<Filter> {
     match server_route.rejection_filter() {
         Some(failure) => vec![failure],
         None => http_filters(server_route.route, rule, ParentKind::Server),
@@ -272,7 +283,10 @@ pub(super) fn inbound_http_filters(server_route: &ServerRoute<'_>, rule: &raw::R
 }
 
 /// Filters of a GRPCRoute rule attached to a Server.
-pub(super) fn inbound_grpc_filters(server_route: &ServerRoute<'_>, rule: &raw::Rule<raw::GrpcMatch>) -> Vec<Filter> {
+pub(super) fn inbound_grpc_filters(
+    server_route: &ServerRoute<'_>,
+    rule: &resource::Rule<resource::GrpcMatch>,
+) -> Vec<Filter> {
     match server_route.rejection_filter() {
         Some(failure) => vec![failure],
         None => grpc_filters(server_route.route, rule, ParentKind::Server),
@@ -290,7 +304,7 @@ pub(super) fn find_server_wide_failure<'a>(
         return Some((route, route_failure_filter(route, form, &reason)));
     }
     let route = find_unusable_match(routes)?;
-    let reason = route_admission::unsupported_reason(route, ParentKind::Server);
+    let reason = route_support::unsupported_reason(route, ParentKind::Server);
     let reason = reason.as_deref().unwrap_or("it cannot be served");
     Some((route, route_failure_filter(route, form, reason)))
 }
@@ -298,16 +312,16 @@ pub(super) fn find_server_wide_failure<'a>(
 /// The first route with an unreadable or invalid match, so that it is unknown which requests the route applies to.
 fn find_unusable_match<'a>(routes: &[ServerRoute<'a>]) -> Option<&'a Arc<Route>> {
     let is_unreadable =
-        |part: Option<&raw::UnreadablePart>| part.is_some_and(|unreadable| !unreadable.matches_are_readable);
+        |part: Option<&resource::UnreadablePart>| part.is_some_and(|unreadable| !unreadable.matches_are_readable);
     let has_unusable_match = |route: &&Arc<Route>| {
         let in_rules = match &route.rules {
-            raw::Rules::Http(rules) => rules.iter().any(|rule| {
-                is_unreadable(rule.unreadable.as_ref()) || route_admission::validate_http_matches(rule).is_err()
+            resource::Rules::Http(rules) => rules.iter().any(|rule| {
+                is_unreadable(rule.unreadable.as_ref()) || route_support::validate_http_matches(rule).is_err()
             }),
-            raw::Rules::Grpc(rules) => rules.iter().any(|rule| {
-                is_unreadable(rule.unreadable.as_ref()) || route_admission::validate_grpc_matches(rule).is_err()
+            resource::Rules::Grpc(rules) => rules.iter().any(|rule| {
+                is_unreadable(rule.unreadable.as_ref()) || route_support::validate_grpc_matches(rule).is_err()
             }),
-            raw::Rules::Stream(_) => false,
+            resource::Rules::Stream(_) => false,
         };
         in_rules || is_unreadable(route.unreadable.as_ref())
     };
@@ -345,22 +359,22 @@ pub(super) fn failure_filter(form: ErrorForm, message: String) -> Filter {
     }
 }
 
-fn filter(filter: &raw::Filter) -> Option<Filter> {
+fn filter(filter: &resource::Filter) -> Option<Filter> {
     Some(match filter {
-        raw::Filter::RequestHeaders(modifier) => Filter::RequestHeaders(header_modifier(modifier)),
-        raw::Filter::ResponseHeaders(modifier) => Filter::ResponseHeaders(header_modifier(modifier)),
-        raw::Filter::Redirect(redirect) => Filter::Redirect(Redirect {
+        resource::Filter::RequestHeaders(modifier) => Filter::RequestHeaders(header_modifier(modifier)),
+        resource::Filter::ResponseHeaders(modifier) => Filter::ResponseHeaders(header_modifier(modifier)),
+        resource::Filter::Redirect(redirect) => Filter::Redirect(Redirect {
             scheme: redirect.scheme.clone(),
             host: redirect.hostname.clone(),
             path: redirect.path.as_ref().map(path_modifier),
             port: redirect.port,
             status: redirect.status_code,
         }),
-        raw::Filter::UrlRewrite(rewrite) => Filter::UrlRewrite(UrlRewrite {
+        resource::Filter::UrlRewrite(rewrite) => Filter::UrlRewrite(UrlRewrite {
             host: rewrite.hostname.clone(),
             path: rewrite.path.as_ref().map(path_modifier),
         }),
-        raw::Filter::Cors(cors) => Filter::Cors(Cors {
+        resource::Filter::Cors(cors) => Filter::Cors(Cors {
             allow_origins: cors.allow_origins.clone(),
             allow_credentials: cors.allow_credentials,
             allow_methods: cors.allow_methods.clone(),
@@ -369,22 +383,24 @@ fn filter(filter: &raw::Filter) -> Option<Filter> {
             max_age_seconds: cors.max_age,
         }),
         // A mirror is not a filter of the model, and `filters_or_failure_filter` has already replaced unsupported filters.
-        raw::Filter::Mirror(_) | raw::Filter::Unsupported(_) => return None,
+        resource::Filter::Mirror(_) | resource::Filter::Unsupported(_) => return None,
     })
 }
 
-fn path_modifier(modifier: &raw::PathModifier) -> PathModifier {
+fn path_modifier(modifier: &resource::PathModifier) -> PathModifier {
     match modifier {
-        raw::PathModifier::ReplaceFullPath { path } => PathModifier::Full(path.clone()),
+        resource::PathModifier::ReplaceFullPath { path } => PathModifier::Full(path.clone()),
         // An empty prefix and `/` are equivalent; proxies accept `/` only.
-        raw::PathModifier::ReplacePrefixMatch { prefix } if prefix.is_empty() => PathModifier::Prefix("/".to_owned()),
-        raw::PathModifier::ReplacePrefixMatch { prefix } => PathModifier::Prefix(prefix.clone()),
+        resource::PathModifier::ReplacePrefixMatch { prefix } if prefix.is_empty() => {
+            PathModifier::Prefix("/".to_owned())
+        }
+        resource::PathModifier::ReplacePrefixMatch { prefix } => PathModifier::Prefix(prefix.clone()),
     }
 }
 
-fn header_modifier(modifier: &raw::HeaderModifier) -> HeaderModifier {
+fn header_modifier(modifier: &resource::HeaderModifier) -> HeaderModifier {
     // The first header of a name applies.
-    let pairs = |headers: &[raw::Header]| {
+    let pairs = |headers: &[resource::Header]| {
         let mut kept: Vec<(String, String)> = Vec::new();
         for header in headers {
             if !kept.iter().any(|(name, _)| name.eq_ignore_ascii_case(&header.name)) {

@@ -9,12 +9,14 @@ use tulle_core::names::{annotation, label, port as proxy_port};
 
 use crate::cluster::config::{Config, H2Upgrade, TransportMode};
 use crate::cluster::store::reader::Reader;
-use crate::model::endpoints::{Endpoint, EndpointTraits, EndpointWorkload, Http2Params, ProtocolHint, TlsIdentity};
+use crate::model::endpoints::{
+    Endpoint, EndpointWorkload, Http2Params, ProtocolHint, SharedEndpointFields, TlsIdentity,
+};
 use crate::resources::interning::{Interner, intern};
 use crate::resources::meta::{Meta, NamespacedName, Owner};
 use crate::resources::policy::server::{ProxyProtocol, Server};
 use crate::resources::port_list::{self, PortList, ResolvedPorts};
-use crate::resources::workload::{ContainerPort, ExternalWorkload, Pod, PodNetwork, ProxyContainer, resolve_declared};
+use crate::resources::workload::{DeclaredPort, ExternalWorkload, Pod, PodNetwork, ProxyContainer, resolve_declared};
 
 /// A workload that policies apply to.
 #[derive(Clone, Copy)]
@@ -31,7 +33,7 @@ impl<'a> WorkloadRef<'a> {
         }
     }
 
-    fn ports(self) -> &'a [ContainerPort] {
+    fn ports(self) -> &'a [DeclaredPort] {
         match self {
             Self::Pod(pod) => &pod.ports,
             Self::External(workload) => &workload.ports,
@@ -136,24 +138,29 @@ pub(super) fn pod_endpoint(reader: &Reader<'_>, config: &Config, pod: &Pod, addr
             name: pod.meta.name.name.clone(),
         },
         node: pod.node.clone(),
-        traits: TRAITS.intern(pod_traits(reader, config, pod, address)?),
+        shared: SHARED_FIELDS.intern(shared_fields_of_pod(reader, config, pod, address)?),
         ..Endpoint::from_addr(address.addr())
     })
 }
 
-fn pod_traits(reader: &Reader<'_>, config: &Config, pod: &Pod, address: PodAddress) -> Option<EndpointTraits> {
+fn shared_fields_of_pod(
+    reader: &Reader<'_>,
+    config: &Config,
+    pod: &Pod,
+    address: PodAddress,
+) -> Option<SharedEndpointFields> {
     let port = address.container_port();
-    let mut traits = EndpointTraits {
+    let mut shared = SharedEndpointFields {
         labels: pod_labels(reader, pod),
-        ..EndpointTraits::default()
+        ..SharedEndpointFields::default()
     };
     if pod.meta.label(label::CONTROL_PLANE_NS).is_none_or(str::is_empty) {
-        return Some(traits);
+        return Some(shared);
     }
     let workload = WorkloadRef::Pod(pod);
     let skipped = workload.annotated_ports(annotation::SKIP_INBOUND_PORTS);
     if skipped.is_some_and(|skipped| skipped.to_set().contains(port)) {
-        return Some(traits);
+        return Some(shared);
     }
     let (inbound, admin, control) = match pod.proxy {
         ProxyContainer::Present {
@@ -163,23 +170,23 @@ fn pod_traits(reader: &Reader<'_>, config: &Config, pod: &Pod, address: PodAddre
         } => (inbound, admin, control),
         ProxyContainer::Absent | ProxyContainer::Invalid if pod.lacks_proxy() => return None,
         // The control plane terminates TLS itself and needs no sidecar.
-        ProxyContainer::Absent | ProxyContainer::Invalid => return Some(traits),
+        ProxyContainer::Absent | ProxyContainer::Invalid => return Some(shared),
     };
     let opaque = workload.is_opaque(reader, config, port);
-    traits.protocol = match (opaque, config.h2_upgrade) {
+    shared.protocol = match (opaque, config.h2_upgrade) {
         (true, _) => Some(ProtocolHint::Opaque),
         (false, H2Upgrade::Offer) => Some(ProtocolHint::H2),
         (false, H2Upgrade::Omit) => None,
     };
     let forced = config.transport == TransportMode::TransportHeader;
-    traits.opaque_transport_port = match address {
+    shared.opaque_transport_port = match address {
         PodAddress::Pod(_) if (forced || opaque) && port != admin && port != control => inbound,
         // The inbound port of the proxy cannot be reached at the node's address.
         PodAddress::Pod(_) | PodAddress::HostPort { .. } => None,
     };
-    traits.identity = pod_identity(config, pod);
-    traits.http2 = Http2Params::Configured;
-    Some(traits)
+    shared.identity = pod_identity(config, pod);
+    shared.http2 = Http2Params::Configured;
+    Some(shared)
 }
 
 /// Identity of a pod's sidecar; `None` if this control plane does not issue its certificate.
@@ -207,27 +214,27 @@ pub(super) fn external_endpoint(
 ) -> Endpoint {
     let name = &workload.meta.name;
     let opaque = WorkloadRef::External(workload).is_opaque(reader, config, port);
-    let mut traits = EndpointTraits {
+    let mut shared = SharedEndpointFields {
         labels: owner(reader, &workload.meta).into_iter().collect(),
         // As in Linkerd, `config.h2_upgrade` does not apply to external workloads.
         protocol: Some(if opaque { ProtocolHint::Opaque } else { ProtocolHint::H2 }),
         identity: Some(external_identity(workload)),
         http2: Http2Params::Configured,
-        ..EndpointTraits::default()
+        ..SharedEndpointFields::default()
     };
     if opaque || config.transport == TransportMode::TransportHeader {
         let named = workload
             .ports
             .iter()
             .find(|port| port.name.as_deref() == Some("linkerd-proxy"));
-        traits.opaque_transport_port = Some(named.map_or(proxy_port::INBOUND, |port| port.port));
+        shared.opaque_transport_port = Some(named.map_or(proxy_port::INBOUND, |port| port.port));
     }
     Endpoint {
         workload: EndpointWorkload::External {
             namespace: name.namespace.clone(),
             name: name.name.clone(),
         },
-        traits: TRAITS.intern(traits),
+        shared: SHARED_FIELDS.intern(shared),
         ..Endpoint::from_addr(SocketAddr::new(ip, port))
     }
 }
@@ -291,12 +298,12 @@ fn owner_label(kind: &str) -> Option<Cow<'static, str>> {
     }))
 }
 
-pub(super) static TRAITS: Interner<EndpointTraits> = Interner::new();
+pub(super) static SHARED_FIELDS: Interner<SharedEndpointFields> = Interner::new();
 
 /// Labels that have another meaning for endpoints or Services.
 const RESERVED_LABELS: &[&str] = &["namespace", "pod", "service", "serviceaccount", "zone"];
 
-pub(super) fn declares_port(ports: &[ContainerPort], port: u16) -> bool {
+pub(super) fn declares_port(ports: &[DeclaredPort], port: u16) -> bool {
     ports.iter().any(|declared| declared.port == port)
 }
 

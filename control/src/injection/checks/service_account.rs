@@ -2,7 +2,7 @@
 
 use k8s_openapi::api::core::v1::PodSpec;
 
-use crate::trust::is_dns_label;
+use crate::resources::meta::is_dns_label;
 
 /// The error if the service account name of a pod cannot be part of an identity.
 ///

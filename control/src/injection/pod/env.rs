@@ -8,7 +8,7 @@ use tulle_core::names::{self, annotation, label, port};
 
 use crate::injection::annotations::Annotations;
 use crate::injection::pod::probes::{self, RewrittenProbe};
-use crate::injection::settings::ports;
+use crate::injection::ports;
 use crate::injection::target::{Config, InjectionTarget, PROXY_CONTAINER, PodInputs, ProxyMode};
 use crate::injection::values::{InboundMode, ProtocolParameters, Values};
 

@@ -7,7 +7,7 @@ use tulle_core::names::{annotation, label};
 
 use crate::injection::annotations::Annotations;
 use crate::injection::pod::containers;
-use crate::injection::settings::ports;
+use crate::injection::ports;
 use crate::injection::target::{Config, InjectionOrigin, InjectionTarget, has_injected_containers};
 use crate::injection::values::Values;
 
@@ -86,7 +86,7 @@ pub(in crate::injection) fn skipped_metadata(config: &Config, target: &Injection
     }
 }
 
-/// Annotations that restrict access to the pod and that it does not have: from its namespace or the chart. The control plane
+/// The access-restricting annotations that the pod lacks, with the values of its namespace, or else of the chart. The control plane
 /// computes the policy of a port from the annotations of the pod.
 fn inherited_policy_annotations(config: &Config, target: &InjectionTarget<'_>) -> Annotations {
     let chart_ports = &config.values.proxy.require_identity_on_inbound_ports;

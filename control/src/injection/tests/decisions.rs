@@ -175,7 +175,7 @@ fn an_invalid_service_account_name_is_refused_with_both_fixes() {
         let outcome = Case::pod(&format!("spec: {{{fields}}}")).outcome();
         assert_eq!(
             outcome.decision,
-            Decision::Skip(vec![SkipReason::ServiceAccount]),
+            Decision::Skip(vec![SkipReason::InvalidServiceAccount]),
             "{fields}"
         );
         let text = outcome.denial_reason.unwrap();

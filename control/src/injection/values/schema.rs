@@ -290,8 +290,10 @@ pub enum InboundMode {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
 pub enum IptablesMode {
+    /// `iptables-nft`: the iptables programs on nftables.
     #[default]
     Nft,
+    /// `iptables-legacy`: the iptables programs on the kernel's iptables.
     Legacy,
     /// nftables over netlink, without the iptables programs.
     Native,
@@ -351,7 +353,8 @@ impl Values {
         if image.name.is_empty() {
             PROXY_IMAGE.clone_into(&mut image.name);
         }
-        // Not its group: the redirection excludes `proxy.gid`, and other containers can run as the group of a security context.
+        // The user of the security context becomes the proxy's, but its group does not: the redirection excludes `proxy.gid`, and
+        // other containers can run as the group of a security context.
         let security = values.proxy.security_context.as_ref();
         let user = security.and_then(|security| security.run_as_user);
         values.proxy.uid = user.unwrap_or(values.proxy.uid);

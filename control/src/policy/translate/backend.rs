@@ -23,7 +23,7 @@ pub(super) fn backend(backend: &model::Backend) -> Backend {
             };
             Some(backend::Kind::Forward(forward))
         }
-        BackendTarget::FiltersOnly => None,
+        BackendTarget::Failing => None,
     };
     Backend {
         metadata: Some(metadata(&backend.reference)),

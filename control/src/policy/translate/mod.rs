@@ -16,7 +16,7 @@ use tulle_proto::meta::{Metadata, Resource, metadata};
 
 use crate::model::reference::{ObjectRef, Reference};
 use crate::model::route;
-use crate::wire::http_method;
+use crate::proto_http_method::http_method;
 
 fn metadata(reference: &Reference) -> Metadata {
     match reference {

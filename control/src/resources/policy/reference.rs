@@ -114,7 +114,7 @@ impl MeshClient {
             Some(rest) => (true, rest.strip_prefix('.').ok_or_else(invalid)?),
             None => (false, text),
         };
-        if !labels.split('.').all(is_dns_label) {
+        if !labels.split('.').all(is_label_of_any_length) {
             return Err(invalid());
         }
         Ok(if wildcard {
@@ -125,7 +125,8 @@ impl MeshClient {
     }
 }
 
-fn is_dns_label(label: &str) -> bool {
+/// Returns whether the characters are those of a DNS label, whose length is not limited here.
+fn is_label_of_any_length(label: &str) -> bool {
     let alphanumeric = |byte: &u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
     let bytes = label.as_bytes();
     bytes.first().is_some_and(alphanumeric)

@@ -20,15 +20,16 @@ struct Shared {
     kind: String,
     /// 1 while the kind is stale.
     stale: Arc<Gauge>,
-    all_kinds: Readiness,
+    /// The reasons of all stale kinds.
+    stale_kinds: Readiness,
     state: Mutex<State>,
     /// Notified when the time at which a kind without a watch becomes stale is set or moved.
     stale_deadline_changed: Notify,
 }
 
 struct State {
-    /// Latch of `all_kinds`, held while the kind is stale. It does not affect the readiness of the process.
-    latch: Option<Latch>,
+    /// The reason in `stale_kinds`, held while the kind is stale. It does not affect the readiness of the process.
+    reason: Option<Latch>,
     watch_is_open: bool,
     /// The last time at which the known state was that of the API server.
     up_to_date_at: Instant,
@@ -44,8 +45,8 @@ pub(super) enum WatchEndCause {
 }
 
 impl Freshness {
-    /// Creates the state of a kind that is not listed yet, and therefore stale. `all_kinds` is ready while no kind is stale.
-    pub(super) fn new(registry: &Registry, all_kinds: &Readiness, kind: Kind) -> Self {
+    /// Creates the state of a kind that is not listed yet, and therefore stale. `stale_kinds` has a reason for each stale kind.
+    pub(super) fn new(registry: &Registry, stale_kinds: &Readiness, kind: Kind) -> Self {
         let kind = kind.info().plural();
         let help = "1 while the last known state of a kind is served because the API server cannot be read.";
         let stale = registry
@@ -53,14 +54,14 @@ impl Freshness {
             .get(&Labels::new().with("kind", &kind));
         stale.set(1);
         let state = State {
-            latch: Some(all_kinds.latch(format!("{kind}: not listed yet"))),
+            reason: Some(stale_kinds.latch(format!("{kind}: not listed yet"))),
             watch_is_open: false,
             up_to_date_at: Instant::now(),
         };
         Self(Arc::new(Shared {
             kind,
             stale,
-            all_kinds: all_kinds.clone(),
+            stale_kinds: stale_kinds.clone(),
             state: Mutex::new(state),
             stale_deadline_changed: Notify::new(),
         }))
@@ -77,7 +78,7 @@ impl Freshness {
         let mut state = self.0.state.lock();
         state.up_to_date_at = at;
         if at.elapsed() < MAX_TIME_WITHOUT_WATCH {
-            state.latch = None;
+            state.reason = None;
             self.0.stale.set(0);
         }
         // An open watch has no time limit, and calls this for each change.
@@ -95,7 +96,7 @@ impl Freshness {
         let mut state = self.0.state.lock();
         state.watch_is_open = false;
         // The watch of a stale kind can end before it has caught up.
-        if cause == WatchEndCause::Server && state.latch.is_none() {
+        if cause == WatchEndCause::Server && state.reason.is_none() {
             state.up_to_date_at = Instant::now();
         }
         self.0.stale_deadline_changed.notify_one();
@@ -106,7 +107,7 @@ impl Freshness {
         loop {
             let stale_at = {
                 let state = self.0.state.lock();
-                let has_limit = !state.watch_is_open && state.latch.is_none();
+                let has_limit = !state.watch_is_open && state.reason.is_none();
                 has_limit.then_some(state.up_to_date_at + MAX_TIME_WITHOUT_WATCH)
             };
             match stale_at {
@@ -131,9 +132,9 @@ impl Shared {
     fn mark_stale(&self, state: &mut State, reason: &str) {
         self.stale.set(1);
         let reason = format!("{}: {reason}", self.kind);
-        match &state.latch {
+        match &state.reason {
             Some(latch) => latch.set_reason(reason),
-            None => state.latch = Some(self.all_kinds.latch(reason)),
+            None => state.reason = Some(self.stale_kinds.latch(reason)),
         }
     }
 }

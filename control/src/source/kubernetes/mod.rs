@@ -24,7 +24,7 @@ use tulle_core::metrics::Registry;
 use tulle_core::readiness::Readiness;
 
 use crate::resources::Kind;
-use crate::resources::event::{Event, EventWriter};
+use crate::resources::event::{Event, EventSink};
 use crate::resources::service::EndpointsSource;
 use crate::source::kubernetes::freshness::Freshness;
 use crate::source::kubernetes::kinds::{WatchRequirements, WatchedKind};
@@ -37,8 +37,8 @@ pub struct Config {
     pub requirements: WatchRequirements,
     /// The address of the destination service in log lines.
     pub log_addr: String,
-    /// Holds a latch with a reason for each stale kind. `/ready` shows the reasons. It is not the readiness of the process.
-    pub freshness: Readiness,
+    /// The reason of each stale kind, which `/ready` shows. It does not affect the readiness of the process.
+    pub stale_kinds: Readiness,
 }
 
 #[derive(Debug, thiserror::Error)]
@@ -55,7 +55,7 @@ pub enum SourceError {
 pub async fn run(
     client: Client,
     config: Config,
-    writer: EventWriter,
+    sink: EventSink,
     registry: Registry,
     drain: drain::Watch,
 ) -> Result<(), SourceError> {
@@ -81,9 +81,9 @@ pub async fn run(
         unlisted.push(kind);
         let metrics = KindMetrics {
             lag: InformerLag::new(&registry, kind),
-            freshness: Freshness::new(&registry, &config.freshness, kind),
+            freshness: Freshness::new(&registry, &config.stale_kinds, kind),
         };
-        let reflector = Reflector::new(client.clone(), watched, writer.clone(), metrics, listed.clone());
+        let reflector = Reflector::new(client.clone(), watched, sink.clone(), metrics, listed.clone());
         tasks.spawn(async move {
             reflector.run().await;
             kind
@@ -106,7 +106,7 @@ pub async fn run(
             }
         }
     }
-    writer.apply(vec![Event::Synced]);
+    sink.apply(vec![Event::Synced]);
     tokio::select! {
         Some(ended) = tasks.join_next() => Err(watch_ended_error(ended)),
         // Dropping the `JoinSet` aborts the tasks.
@@ -123,12 +123,14 @@ fn watch_ended_error(ended: Result<Kind, tokio::task::JoinError>) -> SourceError
 /// Decodes bytes as the response to a list and as that to a watch of each kind.
 #[cfg(any(test, fuzzing))]
 pub(crate) fn decode_response(bytes: &[u8]) -> Vec<crate::resources::Object> {
-    use response::{EncodedObject, FrameBuffer, ListPage, RawObject, WatchEncoding, WatchEvent};
+    use response::{EncodedObject, FrameBuffer, ListPage, PartlyDecodedObject, WatchEncoding, WatchEvent};
 
     let body = bytes::Bytes::copy_from_slice(bytes);
     let mut decoded = Vec::new();
     let mut decode = |object: EncodedObject<'_>| {
-        let Ok(object) = RawObject::parse(object) else { return };
+        let Ok(object) = PartlyDecodedObject::parse(object) else {
+            return;
+        };
         object.last_updated_at();
         for kind in crate::resources::KINDS.iter().map(|info| info.kind) {
             match object.decode(kind, kinds::ObjectDetail::Full) {

@@ -20,7 +20,7 @@ use tulle_core::backoff::Backoff;
 use tulle_core::error_chain::ErrorChain;
 
 use crate::resources::Kind;
-use crate::resources::event::{Event, EventWriter};
+use crate::resources::event::{Event, EventSink};
 use crate::resources::interning::intern;
 use crate::resources::meta::NamespacedName;
 use crate::source::kubernetes::freshness::{Freshness, WatchEndCause};
@@ -28,14 +28,14 @@ use crate::source::kubernetes::kinds::WatchedKind;
 use crate::source::kubernetes::metrics::InformerLag;
 use crate::source::kubernetes::request;
 use crate::source::kubernetes::response::{
-    ApiGroupList, ApiResourceList, DecodeError, EncodedObject, FrameBuffer, ListPage, ObjectHead, RawObject,
+    ApiGroupList, ApiResourceList, DecodeError, EncodedObject, FrameBuffer, ListPage, ObjectHead, PartlyDecodedObject,
     StatusError, WatchEncoding, WatchEvent, WatchEventType,
 };
 
 pub(super) struct Reflector {
     client: Client,
     watched: WatchedKind,
-    writer: EventWriter,
+    sink: EventSink,
     lag: InformerLag,
     freshness: Freshness,
     /// Receives the kind after its first list. `None` afterwards.
@@ -138,7 +138,7 @@ impl Default for EventBatch {
 
 struct WatchPosition {
     resource_version: String,
-    /// Time of the last change, or of the list before the first change.
+    /// Time of the last change, or of the list until a change arrives.
     changed_at: Instant,
 }
 
@@ -152,7 +152,7 @@ impl Reflector {
     pub(super) fn new(
         client: Client,
         watched: WatchedKind,
-        writer: EventWriter,
+        sink: EventSink,
         metrics: KindMetrics,
         listed: mpsc::Sender<Kind>,
     ) -> Self {
@@ -161,7 +161,7 @@ impl Reflector {
         Self {
             client,
             watched,
-            writer,
+            sink,
             lag,
             freshness,
             first_list: Some(listed),
@@ -343,7 +343,7 @@ impl Reflector {
             if i.is_multiple_of(OBJECTS_BETWEEN_YIELDS) {
                 yield_now().await;
             }
-            let item = match RawObject::parse(object) {
+            let item = match PartlyDecodedObject::parse(object) {
                 Ok(item) => item,
                 Err(err) => {
                     let error = &err as &dyn StdError;
@@ -383,7 +383,7 @@ impl Reflector {
             if batch.is_empty() {
                 return;
             }
-            self.writer.apply(batch);
+            self.sink.apply(batch);
             yield_now().await;
         }
     }
@@ -456,7 +456,7 @@ impl Reflector {
             true => WatchEndCause::Timeout,
             false => WatchEndCause::Server,
         });
-        // `position` is after these events.
+        // The next watch starts after these events, so they are reported even if this watch failed.
         self.apply_batch(&mut batch).await;
         reading
     }
@@ -509,7 +509,7 @@ impl Reflector {
             return;
         }
         let started_at = Instant::now();
-        self.writer.apply(std::mem::take(&mut batch.events));
+        self.sink.apply(std::mem::take(&mut batch.events));
         yield_now().await; // until the subscribers on this thread have sent the changes
         batch.apply_at = Instant::now() + started_at.elapsed().min(MAX_BATCH_DELAY);
     }
@@ -530,7 +530,7 @@ impl Reflector {
                 status => Err(Error::Status { status, message }),
             };
         }
-        let item = RawObject::parse(change.object).map_err(Error::Decode)?;
+        let item = PartlyDecodedObject::parse(change.object).map_err(Error::Decode)?;
         self.freshness.mark_up_to_date(Instant::now());
         let resource_version = &*item.head.resource_version;
         if !resource_version.is_empty() {
@@ -577,7 +577,7 @@ impl Reflector {
 
     /// Decodes the object, and replaces its name by the equal one in `known_versions`, so that both share memory. Reports an
     /// object that cannot be decoded as unreadable.
-    fn decode_event(&self, name: &NamespacedName, item: &RawObject<'_>) -> Event {
+    fn decode_event(&self, name: &NamespacedName, item: &PartlyDecodedObject<'_>) -> Event {
         match item.decode(self.watched.kind, self.watched.detail) {
             Ok(mut decoded) => {
                 decoded.meta_mut().name = name.clone();

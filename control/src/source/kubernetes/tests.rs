@@ -119,7 +119,7 @@ struct ScriptedSource {
 
 struct RunningSource {
     /// Ready while no kind is stale.
-    freshness: Readiness,
+    stale_kinds: Readiness,
     registry: Registry,
     running: JoinHandle<Result<(), SourceError>>,
 }
@@ -183,19 +183,19 @@ fn start_with_discovery(
         std::future::ready(Ok::<_, Infallible>(response(answer, &uri)))
     });
     let written = batches.clone();
-    let writer = EventWriter::new(move |events| {
+    let sink = EventSink::new(move |events| {
         let events: Vec<_> = events.iter().map(summarize).collect();
         written.lock().push(events.join(" "));
     });
     ScriptedSource {
         requests,
         batches,
-        source: start_source(service, writer),
+        source: start_source(service, sink),
     }
 }
 
 /// Runs a source of the kinds that policy needs. `service` is the API server.
-fn start_source<S, E>(service: S, writer: EventWriter) -> RunningSource
+fn start_source<S, E>(service: S, sink: EventSink) -> RunningSource
 where
     S: Service<Request<Body>, Response = Response<TestBody>, Error = E, Future: Send> + Send + 'static,
     E: Into<BoxError>,
@@ -207,18 +207,18 @@ where
             endpoints_source: EndpointsSource::EndpointSlices,
         },
         log_addr: ":8086".to_owned(),
-        freshness: Readiness::new(),
+        stale_kinds: Readiness::new(),
     };
-    let (freshness, registry) = (config.freshness.clone(), Registry::new());
+    let (stale_kinds, registry) = (config.stale_kinds.clone(), Registry::new());
     let counted = registry.clone();
     let (signal, drain) = drain::channel();
     let client = Client::new(service, "default");
     let running = tokio::spawn(async move {
         let _signal = signal;
-        run(client, config, writer, counted, drain).await
+        run(client, config, sink, counted, drain).await
     });
     RunningSource {
-        freshness,
+        stale_kinds,
         registry,
         running,
     }
@@ -397,7 +397,7 @@ async fn kinds_are_empty_while_their_crd_is_not_installed() {
         "kinds that are not installed do not delay readiness"
     );
     source.wait_for_stale(0).await;
-    assert!(source.freshness.is_ready());
+    assert!(source.stale_kinds.is_ready());
 }
 
 #[tokio::test(start_paused = true)]
@@ -412,11 +412,11 @@ async fn a_few_404s_delete_nothing_and_mark_the_kind_stale() {
     });
     source.wait_for_batches(&["+a@5"]).await;
     source.wait_for_stale(1).await;
-    let reasons = source.freshness.reasons();
+    let reasons = source.stale_kinds.reasons();
     assert_eq!(reasons, ["servers: the API server does not have this kind"]);
     source.wait_for_batches(&["+a@5", "+b@29"]).await;
     source.wait_for_stale(0).await;
-    assert!(source.freshness.is_ready());
+    assert!(source.stale_kinds.is_ready());
 }
 
 #[tokio::test(start_paused = true)]
@@ -441,7 +441,7 @@ async fn objects_are_deleted_only_when_discovery_omits_the_kind() {
         tokio::time::sleep(Duration::from_secs(3600)).await;
         source.wait_for_batches(&["+a@5"]).await;
         source.wait_for_stale(1).await;
-        assert!(!source.freshness.is_ready(), "{what}");
+        assert!(!source.stale_kinds.is_ready(), "{what}");
     }
     let gone = start_with_discovery(|_, uri| discovery_response(uri, false), one_server_then_404);
     gone.wait_for_batches(&["+a@5", "-a"]).await;
@@ -583,7 +583,7 @@ async fn a_start_without_lists_is_not_ready_and_names_the_kinds() {
     assert!(!source.running.is_finished());
     assert!(source.batches.lock().is_empty(), "{:?}", source.batches.lock());
     source.wait_for_stale(1).await;
-    let reasons = source.freshness.reasons();
+    let reasons = source.stale_kinds.reasons();
     assert_eq!(
         reasons,
         ["servers: the API server responded with 403 Forbidden: servers is forbidden"]
@@ -594,7 +594,7 @@ async fn a_start_without_lists_is_not_ready_and_names_the_kinds() {
 async fn the_reason_why_a_kind_is_stale_includes_the_causes_of_the_error() {
     let source = start_scripted(|_, _| text_response(200, "garbage"));
     tokio::time::sleep(Duration::from_secs(1)).await;
-    let reasons = source.freshness.reasons();
+    let reasons = source.stale_kinds.reasons();
     let [reason] = &reasons[..] else {
         panic!("{reasons:?}");
     };

@@ -86,7 +86,7 @@ impl SliceIndex {
         if self.service_by_slice.get(name).is_some_and(|before| *before != service) {
             affected.extend(self.slice_deleted(name));
             affected.insert(service.clone());
-        } else if self.tracker.is_external_change(&service, managed) {
+        } else if self.tracker.is_change_by_others(&service, managed) {
             affected.insert(service.clone());
         }
         self.service_by_slice.insert(name.clone(), service.clone());

@@ -10,9 +10,9 @@
 
 mod index;
 mod reconcile;
+pub(in crate::writeback) mod service_ports_report;
 #[cfg(test)]
 mod tests;
-pub(in crate::writeback) mod undeclared_ports;
 mod write_tracker;
 
 use std::collections::BTreeSet;
@@ -30,7 +30,7 @@ use tracing::{debug, error, trace, warn};
 use tulle_core::metrics::Registry;
 
 use crate::kubernetes::lease::{Leadership, Role};
-use crate::resources::event::{Event, EventWriter};
+use crate::resources::event::{Event, EventSink};
 use crate::resources::meta::NamespacedName;
 use crate::resources::{Kind, Object};
 use crate::writeback::metrics::QueueMetrics;
@@ -84,9 +84,9 @@ impl Controller {
         }))
     }
 
-    pub(super) fn writer(&self) -> EventWriter {
+    pub(super) fn sink(&self) -> EventSink {
         let controller = self.clone();
-        EventWriter::new(move |events| controller.apply(events))
+        EventSink::new(move |events| controller.apply(events))
     }
 
     pub(super) fn handles(event: &Event) -> bool {

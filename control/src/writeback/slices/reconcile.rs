@@ -15,7 +15,7 @@ use tulle_core::names::label;
 use crate::resources::service::{
     EndpointReadiness, IpFamily, NonTcpProtocol, PortRef, SLICE_MANAGED_BY_VALUE, Service, ServiceKind, ServicePort,
 };
-use crate::resources::workload::{ContainerPort, ExternalWorkload};
+use crate::resources::workload::{DeclaredPort, ExternalWorkload};
 
 /// The writes to execute, in this order.
 #[derive(Debug, Default, PartialEq)]
@@ -297,8 +297,8 @@ fn declared_port<'a>(
     workload: &'a ExternalWorkload,
     protocol: Option<NonTcpProtocol>,
     port: &ServicePort,
-) -> Option<&'a ContainerPort> {
-    let is_target = |declared: &ContainerPort| match &port.target {
+) -> Option<&'a DeclaredPort> {
+    let is_target = |declared: &DeclaredPort| match &port.target {
         PortRef::Number(number) => declared.port == *number,
         PortRef::Name(name) => declared.name.as_deref() == Some(name),
     };

@@ -67,7 +67,7 @@ impl WriteTracker {
     }
 
     /// Returns whether another client has changed a slice that the watch reports.
-    pub(super) fn is_external_change(&self, service: &NamespacedName, slice: &EndpointSlice) -> bool {
+    pub(super) fn is_change_by_others(&self, service: &NamespacedName, slice: &EndpointSlice) -> bool {
         let uid = slice.metadata.uid.as_ref();
         let expected = uid.and_then(|uid| self.0.get(service)?.get(uid));
         match expected.map(|expectation| expectation.state) {
@@ -153,24 +153,24 @@ mod tests {
         advance(Duration::from_millis(1)).await;
         assert!(!tracker.is_stale(&service, &cached));
         // If the watch reports such a slice later, its Service is reconciled again.
-        assert!(tracker.is_external_change(&service, &slice("a", 1)));
-        assert!(!tracker.is_external_change(&service, &slice("b", 2)));
+        assert!(tracker.is_change_by_others(&service, &slice("a", 1)));
+        assert!(!tracker.is_change_by_others(&service, &slice("b", 2)));
     }
 
     #[test]
     fn only_changes_by_others_are_external() {
         let service = NamespacedName::new("ns", "web");
         let mut tracker = WriteTracker::default();
-        assert!(tracker.is_external_change(&service, &slice("a", 1)));
+        assert!(tracker.is_change_by_others(&service, &slice("a", 1)));
         tracker.record_write(&service, &slice("a", 2));
-        assert!(!tracker.is_external_change(&service, &slice("a", 1)), "an older state");
-        assert!(!tracker.is_external_change(&service, &slice("a", 2)), "our own write");
-        assert!(tracker.is_external_change(&service, &slice("a", 3)));
+        assert!(!tracker.is_change_by_others(&service, &slice("a", 1)), "an older state");
+        assert!(!tracker.is_change_by_others(&service, &slice("a", 2)), "our own write");
+        assert!(tracker.is_change_by_others(&service, &slice("a", 3)));
         assert!(
             !tracker.record_observed_deletion(&service, &slice("a", 2)),
             "deleted by another client"
         );
         tracker.record_delete(&service, &slice("a", 3));
-        assert!(!tracker.is_external_change(&service, &slice("a", 3)));
+        assert!(!tracker.is_change_by_others(&service, &slice("a", 3)));
     }
 }

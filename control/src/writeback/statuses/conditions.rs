@@ -99,8 +99,8 @@ pub(super) fn egress_network_condition(
         Some(EgressNetworkRejection::Overridden(networks)) => {
             let names: Vec<String> = networks.iter().map(ToString::to_string).collect();
             let message = format!(
-                "this EgressNetwork and its routes have no effect, because a longer prefix, or the older of two EgressNetworks with the \
-                 same prefix, applies to each of its addresses: {}",
+                "this EgressNetwork and its routes have no effect: other EgressNetworks ({}) cover all of its addresses, and have \
+                 longer prefixes, or are older and have the same ones",
                 names.join(", ")
             );
             condition_false(ACCEPTED, "EgressReasonConflicted", message, generation)

@@ -21,7 +21,7 @@ use crate::resources::status::{
     ACCEPTED, CONTROLLER_NAME, Condition, ParentRef, ParentStatus, PolicyStatus, UNSUPPORTED_VALUE,
 };
 use crate::resources::unreadable::Unreadable;
-use crate::resources::unsupported::UnsupportedPart;
+use crate::resources::unserved::UnservedPart;
 use crate::resources::workload::ExternalWorkload;
 use crate::resources::{Kind, Object};
 use crate::writeback::config::StatusesConfig;
@@ -585,13 +585,13 @@ impl StatusIndex {
         }
     }
 
-    /// Returns the parts of an object that have no effect because of other objects, each with the reason in its status.
+    /// Returns the parts of an object that are unserved because of other objects, each with the reason in its status.
     ///
     /// Unsupported parts, and those that the protocol of the Server does not support, are left out: `cluster` counts them for all
     /// sources.
-    pub(super) fn parts_without_effect(&self, id: &ObjectId) -> Vec<UnsupportedPart> {
+    pub(super) fn unserved_parts(&self, id: &ObjectId) -> Vec<UnservedPart> {
         if let Some(route) = self.routes.get(id) {
-            return self.route_parts_without_effect(route);
+            return self.unserved_route_parts(route);
         }
         let (field, conditions) = match (id.kind, self.desired_status(id)) {
             (Kind::RateLimitPolicy, Some(Status::Policy(status))) => ("spec.targetRef", status.conditions),
@@ -599,15 +599,14 @@ impl StatusIndex {
             (Kind::ExternalWorkload, Some(Status::Workload(Some(condition)))) => ("spec.workloadIPs", vec![condition]),
             _ => return Vec::new(),
         };
-        let has_no_effect =
-            |condition: &Condition| condition.status == "False" && condition.reason != UNSUPPORTED_VALUE;
-        let conditions = conditions.into_iter().filter(has_no_effect);
+        let is_unserved = |condition: &Condition| condition.status == "False" && condition.reason != UNSUPPORTED_VALUE;
+        let conditions = conditions.into_iter().filter(is_unserved);
         conditions
-            .map(|Condition { message: reason, .. }| UnsupportedPart { field, reason })
+            .map(|Condition { message: reason, .. }| UnservedPart { field, reason })
             .collect()
     }
 
-    fn route_parts_without_effect(&self, route: &Route) -> Vec<UnsupportedPart> {
+    fn unserved_route_parts(&self, route: &Route) -> Vec<UnservedPart> {
         let mut found = Vec::new();
         let is_in_mesh = |parent: &&Parent| parent.kind != ParentKind::Foreign;
         for parent in route.parents.iter().filter(is_in_mesh) {
@@ -621,7 +620,7 @@ impl StatusIndex {
                 Err(rejection) => rejection,
             };
             let port = parent.port.map(|port| format!(":{port}")).unwrap_or_default();
-            let part = UnsupportedPart {
+            let part = UnservedPart {
                 field: "spec.parentRefs",
                 reason: format!("{} {}{port}: {rejection}", parent.kind.name(), parent.name),
             };
@@ -633,7 +632,7 @@ impl StatusIndex {
         let uses_backends = |parent: &Parent| matches!(parent.kind, ParentKind::Service | ParentKind::EgressNetwork);
         let condition = self.resolved_refs_condition(route);
         if route.parents.iter().any(uses_backends) && condition.status == "False" {
-            found.push(UnsupportedPart {
+            found.push(UnservedPart {
                 field: "spec.rules",
                 reason: format!("backends: {}", condition.message),
             });

@@ -35,7 +35,7 @@ use tulle_core::metrics::Registry;
 
 use crate::kubernetes::lease::{Leadership, Role};
 use crate::resources::Kind;
-use crate::resources::event::{Event, EventWriter};
+use crate::resources::event::{Event, EventSink};
 use crate::resources::status::CONTROLLER_NAME;
 use crate::writeback::config::StatusesConfig;
 use crate::writeback::metrics::StatusMetrics;
@@ -82,9 +82,9 @@ impl Controller {
         }))
     }
 
-    pub(super) fn writer(&self) -> EventWriter {
+    pub(super) fn sink(&self) -> EventSink {
         let controller = self.clone();
-        EventWriter::new(move |events| controller.apply(events))
+        EventSink::new(move |events| controller.apply(events))
     }
 
     pub(super) fn handles(event: &Event) -> bool {

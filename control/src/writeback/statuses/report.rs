@@ -1,4 +1,4 @@
-//! What statuses would report, for a source without statuses: the parts of objects that have no effect because of other objects.
+//! What statuses would report, for a source without statuses: the parts of objects that are unserved because of other objects.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -8,8 +8,8 @@ use parking_lot::Mutex;
 use tracing::warn;
 
 use crate::cluster::{Cluster, GaugeGuard};
-use crate::resources::event::{Event, EventWriter};
-use crate::resources::unsupported::UnsupportedPart;
+use crate::resources::event::{Event, EventSink};
+use crate::resources::unserved::UnservedPart;
 use crate::writeback::config::StatusesConfig;
 use crate::writeback::statuses::index::StatusIndex;
 use crate::writeback::statuses::object_id::ObjectId;
@@ -26,7 +26,7 @@ struct Shared {
 struct State {
     index: StatusIndex,
     /// The counted parts of each object.
-    counted: AHashMap<ObjectId, Vec<(UnsupportedPart, GaugeGuard)>>,
+    counted: AHashMap<ObjectId, Vec<(UnservedPart, GaugeGuard)>>,
 }
 
 impl Report {
@@ -40,9 +40,9 @@ impl Report {
         }))
     }
 
-    pub(in crate::writeback) fn writer(&self) -> EventWriter {
+    pub(in crate::writeback) fn sink(&self) -> EventSink {
         let report = self.clone();
-        EventWriter::new(move |events| report.apply(&events))
+        EventSink::new(move |events| report.apply(&events))
     }
 
     fn apply(&self, events: &[Event]) {
@@ -61,22 +61,22 @@ impl Report {
                 new.extend(parts.into_iter().map(|part| (id.clone(), part)));
             }
         }
-        for (ObjectId { kind, name }, UnsupportedPart { field, reason }) in new {
-            warn!(kind = kind.info().name, object = %name, field, reason, "a part of the object has no effect");
+        for (ObjectId { kind, name }, UnservedPart { field, reason }) in new {
+            warn!(kind = kind.info().name, object = %name, field, reason, "a part of the object is not served");
         }
     }
 }
 
 impl State {
-    /// Counts the parts of an object that have no effect. Returns those that were not counted before.
-    fn update(&mut self, cluster: &Cluster, id: &ObjectId) -> Vec<UnsupportedPart> {
-        let found = self.index.parts_without_effect(id);
+    /// Counts the unserved parts of an object. Returns those that were not counted before.
+    fn update(&mut self, cluster: &Cluster, id: &ObjectId) -> Vec<UnservedPart> {
+        let found = self.index.unserved_parts(id);
         let before = self.counted.remove(id).unwrap_or_default();
-        let is_new = |part: &&UnsupportedPart| !before.iter().any(|(old, _)| old == *part);
+        let is_new = |part: &&UnservedPart| !before.iter().any(|(old, _)| old == *part);
         let new = found.iter().filter(is_new).cloned().collect();
         if !found.is_empty() {
             let counted = found.into_iter().map(|part| {
-                let guard = cluster.count_unsupported_part(id.kind, &id.name, part.field);
+                let guard = cluster.count_unserved_part(id.kind, &id.name, part.field);
                 (part, guard)
             });
             self.counted.insert(id.clone(), counted.collect());

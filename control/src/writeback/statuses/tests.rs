@@ -449,7 +449,7 @@ fn a_network_that_others_override_is_not_accepted() {
     assert!(accepted(&index).contains("Accepted=True"), "{}", accepted(&index));
     assert_eq!(
         index.apply(Kind::EgressNetwork, network("old", 1)),
-        ["old", "r", "young"]
+        ["old", "young", "r"]
     );
     assert!(
         accepted(&index).contains("Accepted=False NoMatchingParent"),
@@ -460,7 +460,7 @@ fn a_network_that_others_override_is_not_accepted() {
     let (reason, message) = reason_of(&index, "young");
     assert_eq!(reason, "False EgressReasonConflicted");
     assert!(
-        message.ends_with(" applies to each of its addresses: shop/old"),
+        message.contains(": other EgressNetworks (shop/old) cover all of its addresses, "),
         "{message}"
     );
     assert_eq!(

@@ -39,17 +39,17 @@ fn errors_of_peers() -> Vec<Error> {
         Error::ConnectionClosed {
             addr,
             reused: false,
-            sent: true,
+            may_be_processed: true,
         },
         Error::ReconnectFailed {
             addr,
             cause: "connect-refused",
         },
         Error::Http2ConnectionEnded { addr },
-        Error::StreamLimit {
+        Error::NoFreeStream {
             addr,
-            limit,
-            sent: false,
+            waited: limit,
+            may_be_processed: false,
         },
         Error::H2(Reason::INTERNAL_ERROR.into()),
         Error::ServerIo(std::io::ErrorKind::UnexpectedEof.into()),
@@ -183,7 +183,7 @@ fn statuses_match_linkerd() {
     let closed = Error::ConnectionClosed {
         addr,
         reused: false,
-        sent: true,
+        may_be_processed: true,
     };
     for (error, expected) in [
         (Error::InvalidPolicy(String::new()), (500, 13, true)),

@@ -47,7 +47,7 @@ pub(crate) struct ClientConnection {
 /// A request that got no response.
 pub(crate) struct FailedExchange {
     pub(crate) error: Error,
-    /// The request, if it may be sent again.
+    /// The request, if it may be resent.
     pub(crate) request: Option<ResendableRequest>,
 }
 
@@ -76,14 +76,15 @@ impl ResendableRequest {
     }
 }
 
-/// Where a request may be sent again.
+/// Where a request may be resent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ResendTarget {
-    /// A new connection to the same endpoint: the request was not read, or it may be repeated and the connection was
-    /// idle before.
+    /// A new connection to the same endpoint: the request was not read, or the resend policy permits a resend and the connection
+    /// was idle before.
     SameEndpoint,
-    /// Another endpoint only, if the port is closed, and the kernel discarded the request or the connection was reset. While
-    /// the port is open, the request itself may be what makes the application close connections.
+    /// Not this endpoint. Another one, but only if both hold: the port of this endpoint is closed now; and the kernel discarded the
+    /// request, or the connection was reset. While the port is open, the request itself may be what makes the application close
+    /// connections.
     OtherEndpointIfPortClosed,
 }
 
@@ -130,15 +131,13 @@ impl ClientConnection {
     ) -> Exchange {
         let method = req.method().clone();
         let message = encode::encode_request(std::mem::take(req));
-        self.exchange(
-            UnsentRequest {
-                message,
-                method,
-                interims,
-            },
-            addr,
-            pool,
-        )
+        let has_no_body = message.is_body_encoded();
+        let request = UnsentRequest {
+            message,
+            method,
+            interims,
+        };
+        self.exchange(request, has_no_body, addr, pool)
     }
 
     /// Starts to send a request that got no response on another connection.
@@ -148,20 +147,26 @@ impl ClientConnection {
         addr: SocketAddr,
         pool: Option<Arc<ConnectionPool>>,
     ) -> Exchange {
-        self.exchange(request.unsent, addr, pool)
+        self.exchange(request.unsent, false, addr, pool)
     }
 
-    fn exchange(self, request: UnsentRequest, addr: SocketAddr, pool: Option<Arc<ConnectionPool>>) -> Exchange {
+    fn exchange(
+        self,
+        request: UnsentRequest,
+        can_resend_after_idle_close: bool,
+        addr: SocketAddr,
+        pool: Option<Arc<ConnectionPool>>,
+    ) -> Exchange {
         let UnsentRequest {
             message,
             method,
             interims,
         } = request;
         Exchange {
-            has_no_body: message.is_body_encoded(),
             connection: self,
             message,
             is_sending: true,
+            can_resend_after_idle_close,
             method,
             interims,
             addr,
@@ -177,9 +182,9 @@ pub(crate) struct Exchange {
     connection: ClientConnection,
     message: encode::OutgoingMessage<Body>,
     is_sending: bool,
-    /// Also true for a resent message with a body, which is encoded together with the head. This does no harm: the value is used
-    /// only on reused connections, and a resend uses a new one.
-    has_no_body: bool,
+    /// Whether the request has no body and is sent for the first time, so that a resend is possible if the server has closed the
+    /// idle connection.
+    can_resend_after_idle_close: bool,
     method: Method,
     interims: Option<InterimSender>,
     addr: SocketAddr,
@@ -250,14 +255,14 @@ impl Exchange {
         }
     }
 
-    /// Converts a missing response head to an error, with the request if it may be sent again. `policy` selects the
-    /// requests that may be repeated. The first case that applies decides:
+    /// Converts a missing response head to an error, with the request if it may be resent. `policy` permits the resend of a request
+    /// that the server may have processed. The first case that applies decides:
     ///
-    /// | Case | May be sent again |
+    /// | Case | May be resent |
     /// |---|---|
-    /// | The connection was idle before, the request has no body and may be repeated | to the same endpoint |
+    /// | The connection was idle before, the request has no body, and `policy` permits it | to the same endpoint |
     /// | A local application has not read the request | to the same endpoint |
-    /// | A local application may have read it, and it may be repeated | as [`ResendTarget::OtherEndpointIfPortClosed`] says |
+    /// | A local application may have read it, and `policy` permits it | as [`ResendTarget::OtherEndpointIfPortClosed`] says |
     /// | The endpoint is remote, and nothing of the request was written | to another endpoint, as [`Error::resendable`] says |
     /// | Any other | no |
     ///
@@ -269,9 +274,9 @@ impl Exchange {
             return FailedExchange { error, request: None };
         }
         let (addr, ClientConnection { io, reused }) = (self.addr, self.connection);
-        let (is_local, may_repeat) = (io.is_local(addr.ip()), policy.allows(&self.method));
+        let (is_local, is_permitted) = (io.is_local(addr.ip()), policy.allows(&self.method));
         // A server may close an idle connection at any time.
-        let may_be_idle_close = may_repeat && reused && self.has_no_body && self.pool.is_some();
+        let may_be_idle_close = is_permitted && reused && self.can_resend_after_idle_close && self.pool.is_some();
         let got_fin = matches!(head_error, ResponseHeadError::Eof);
         let was_written = self.message.has_begun();
         let message = self.message.into_resendable(Body::empty());
@@ -281,7 +286,7 @@ impl Exchange {
             Delivery::Read
         } else if got_fin
             && is_local
-            && !may_be_idle_close // it is sent again in any case
+            && !may_be_idle_close // it is resent in any case
             && let Some(message) = &message
             && arrived_after_close(&io, message.n_unsent()).await
         {
@@ -292,14 +297,14 @@ impl Exchange {
         let target = match delivery {
             _ if may_be_idle_close => Some(ResendTarget::SameEndpoint),
             Delivery::NotWritten | Delivery::DiscardedUnread if is_local => Some(ResendTarget::SameEndpoint),
-            Delivery::MaybeRead if is_local && may_repeat => Some(ResendTarget::OtherEndpointIfPortClosed),
+            Delivery::MaybeRead if is_local && is_permitted => Some(ResendTarget::OtherEndpointIfPortClosed),
             _ => None,
         };
         FailedExchange {
             error: Error::ConnectionClosed {
                 addr,
                 reused,
-                sent: !matches!(delivery, Delivery::NotWritten | Delivery::DiscardedUnread),
+                may_be_processed: !matches!(delivery, Delivery::NotWritten | Delivery::DiscardedUnread),
             },
             request: target.zip(message).map(|(target, message)| ResendableRequest {
                 unsent: UnsentRequest {

@@ -42,8 +42,8 @@ where
     })
 }
 
-/// The bytes of a short read, stored in the owner of their `Bytes`: one allocation in total. A `Bytes` made from a `Vec` needs a
-/// second one when it is cloned.
+/// The bytes of a short read, as the owner type for `Bytes::from_owner`: bytes and reference count are one allocation, while
+/// `Bytes::from(Vec)` allocates a reference count at its first clone.
 struct FixedBuffer {
     bytes: [u8; FIXED_BUFFER_BYTES],
     len: usize,

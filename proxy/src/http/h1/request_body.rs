@@ -16,13 +16,13 @@ use crate::http::{
     h1::{
         framing::{DecodeStep, Framing},
         read_buffer,
-        server_connection::{RequestBodyState, ServerConnection, SharedConnection},
+        server_connection::{RequestBodyState, ServerConnection, SharedServerConnection},
     },
 };
 
 /// The body of a request, read from its connection as it is polled.
 pub(crate) struct RequestBody {
-    pub(super) connection: SharedConnection,
+    pub(super) connection: SharedServerConnection,
     pub(super) framing: Framing,
     pub(super) idle: IdleDeadline,
     pub(super) is_ended: bool,
@@ -55,7 +55,7 @@ impl IdleDeadline {
 
 impl RequestBody {
     pub(super) fn new(
-        connection: &SharedConnection,
+        connection: &SharedServerConnection,
         framing: Framing,
         expects_continue: bool,
         idle_timeout: Duration,
@@ -87,10 +87,10 @@ impl ReceivedBody for RequestBody {
         let connection = &mut *self.connection.lock();
         if matches!(
             connection.request_state,
-            RequestBodyState::NotRead | RequestBodyState::ConnectionLost
+            RequestBodyState::Abandoned | RequestBodyState::ConnectionLost
         ) {
             return Poll::Ready(Some(Err(Error::from_client(
-                "the response was sent before the request body was read",
+                "the request body cannot be read any more",
             ))));
         }
         loop {
@@ -116,11 +116,11 @@ impl ReceivedBody for RequestBody {
                         Poll::Pending => {
                             ready!(self.idle.poll(cx, connection));
                             let error = Error::BodyIdleTimeout(self.idle.limit);
-                            return fail(connection, error, RequestBodyState::NotRead);
+                            return fail(connection, error, RequestBodyState::Abandoned);
                         }
                     }
                 }
-                Err(wrong) => return fail(connection, Error::from_client(wrong), RequestBodyState::NotRead),
+                Err(wrong) => return fail(connection, Error::from_client(wrong), RequestBodyState::Abandoned),
             };
             if is_end {
                 self.is_ended = true;
@@ -173,7 +173,7 @@ impl Drop for RequestBody {
         connection.set_request_state(if is_complete {
             RequestBodyState::Complete
         } else {
-            RequestBodyState::NotRead
+            RequestBodyState::Abandoned
         });
     }
 }

@@ -30,13 +30,13 @@ use crate::{
             head::{self, HeadError, RequestHead},
             read_buffer,
             request_body::RequestBody,
-            server_connection::{ConnectionIo, RequestBodyState, ServerConnection, SharedConnection},
+            server_connection::{ConnectionIo, RequestBodyState, ServerConnection, SharedServerConnection},
         },
         headers, linger,
         server_config::HttpLimits,
         stack::error_response::ErrorFormat,
         stack::head_memory::{ClientHeadMemory, HeadReservation, UNRESERVED_HEAD_BYTES},
-        stack::layers::ErrorToResponse,
+        stack::layers::RequestService,
         timer::ResettableTimer,
         upgrade::client_side::ClientSide,
         upgrade::tunnel::TunnelEnd,
@@ -67,7 +67,7 @@ enum ConnectionEnd {
 /// The connection, `service` or a response body fails, or the client closes the connection within a request.
 pub(in crate::http) fn serve<S>(
     io: Io,
-    mut service: ErrorToResponse<S>,
+    mut service: RequestService<S>,
     config: &HttpLimits,
     drain: &drain::Watch,
 ) -> impl Future<Output = Result<(), Error>>
@@ -141,10 +141,10 @@ where
 
 /// Writes an error response and closes the connection. A separate function, so that its state does not enlarge the
 /// connection's future.
-async fn write_error(connection: SharedConnection, rsp: Response<Body>) -> Result<(), Error> {
+async fn write_error(connection: SharedServerConnection, rsp: Response<Body>) -> Result<(), Error> {
     {
         let mut connection = connection.lock();
-        connection.request_state = RequestBodyState::NotRead;
+        connection.request_state = RequestBodyState::Abandoned;
         connection.read_buffer = Bytes::new(); // a refused head does not take memory while the client reads the response
     }
     let (mut message, _) = encode::encode_response(rsp, ASSUMED_REQUEST_LINE, ConnectionReuse::Close);
@@ -164,7 +164,7 @@ struct PendingExchange {
 
 impl PendingExchange {
     /// Splits a request into the state for its response and the request for the service.
-    fn start(head: RequestHead, connection: &SharedConnection, idle_timeout: Duration) -> (Self, Request<Body>) {
+    fn start(head: RequestHead, connection: &SharedServerConnection, idle_timeout: Duration) -> (Self, Request<Body>) {
         let RequestHead {
             request,
             framing,
@@ -209,7 +209,7 @@ impl PendingExchange {
     fn poll_response(
         &self,
         cx: &mut Context<'_>,
-        connection: &SharedConnection,
+        connection: &SharedServerConnection,
         response_future: Pin<&mut impl Future<Output = Result<Response<Body>, Error>>>,
     ) -> Poll<Result<Response<Body>, Error>> {
         let polled = response_future.poll(cx);
@@ -224,7 +224,7 @@ impl PendingExchange {
     /// Writes the response, which `counter` counts, and waits until the request body is complete or dropped.
     async fn write_response(
         self,
-        connection: &SharedConnection,
+        connection: &SharedServerConnection,
         rsp: Response<Body>,
         counter: &Counter,
         drain: &drain::Watch,
@@ -236,7 +236,7 @@ impl PendingExchange {
             connection.stop_awaiting_continue(rsp.status());
             matches!(
                 connection.request_state,
-                RequestBodyState::NotRead | RequestBodyState::ConnectionLost
+                RequestBodyState::Abandoned | RequestBodyState::ConnectionLost
             )
         };
         let must_close = !is_switching && (!self.keep_alive || asks_to_close || is_body_lost || drain.is_signaled());
@@ -269,7 +269,7 @@ impl PendingExchange {
 /// Writes a response unless the client closes the connection. If the response body fails before the first byte is
 /// written, the client gets an error response. Otherwise `counter` counts the response.
 fn write_message(
-    connection: &SharedConnection,
+    connection: &SharedServerConnection,
     message: OutgoingMessage<Body>,
     counter: &Counter,
     check_close: bool,
@@ -309,7 +309,7 @@ fn write_message(
 
 /// A response that is being written; it can be dropped at any time.
 struct ResponseWrite<'a> {
-    connection: &'a SharedConnection,
+    connection: &'a SharedServerConnection,
     message: OutgoingMessage<Body>,
 }
 
@@ -323,7 +323,7 @@ impl Drop for ResponseWrite<'_> {
 }
 
 /// Closes a connection after its last response.
-async fn close(connection: SharedConnection) -> Result<(), Error> {
+async fn close(connection: SharedServerConnection) -> Result<(), Error> {
     let is_done = {
         let connection = connection.lock();
         connection.request_state == RequestBodyState::Complete && connection.read_buffer.is_empty()
@@ -478,7 +478,7 @@ mod tests {
             connection_closer::ConnectionCloser,
             stack::error_response::ErrorDetail,
             stack::head_memory::{ClientAddress, HeadMemory},
-            stack::layers::tests::{responder_info, service_stack},
+            stack::layers::tests::{connection_info, service_stack},
             stack::layers::{self, ServiceStack},
         },
         net::{io::Tcp, memory::MemoryPressure},
@@ -510,7 +510,7 @@ mod tests {
         let service = service_stack(&registry).build(
             |_| async { Ok::<_, Error>(Response::new(Body::received(Box::new(BrokenBody)))) },
             ErrorDetail::Omit,
-            responder_info(),
+            connection_info(),
             ConnectionCloser::default(),
         );
         let limit = Duration::from_secs(3600);

@@ -52,7 +52,7 @@ pub(super) struct CloseCheck {
     next_delay: Duration,
 }
 
-pub(super) type SharedConnection = Arc<Mutex<ServerConnection>>;
+pub(super) type SharedServerConnection = Arc<Mutex<ServerConnection>>;
 
 impl InterimReceiver for Mutex<ServerConnection> {
     fn receive_interim(&self, response: Response<()>) {
@@ -68,8 +68,8 @@ pub(super) enum RequestBodyState {
     Receiving,
     /// The client waits for `100 Continue` before it sends the body.
     AwaitingContinue,
-    /// The rest of the body is not read, so the connection cannot carry another request.
-    NotRead,
+    /// The rest of the request will not be read, so the connection cannot carry another one.
+    Abandoned,
     /// The connection ended or failed within the body.
     ConnectionLost,
 }
@@ -86,7 +86,7 @@ impl ServerConnection {
             RequestBodyState::Complete if check_close && self.read_buffer.is_empty() => {}
             RequestBodyState::Complete => return Poll::Pending,
             // The request body changes the state when it ends or is dropped.
-            RequestBodyState::Receiving | RequestBodyState::AwaitingContinue | RequestBodyState::NotRead => {
+            RequestBodyState::Receiving | RequestBodyState::AwaitingContinue | RequestBodyState::Abandoned => {
                 self.server_waker = Some(cx.waker().clone());
                 return Poll::Pending;
             }
@@ -135,7 +135,7 @@ impl ServerConnection {
             // `100 Continue`. With any other, the body is not read; if it arrives, it must not be parsed as a request.
             self.request_state = match status.is_success() {
                 true => RequestBodyState::Receiving,
-                false => RequestBodyState::NotRead,
+                false => RequestBodyState::Abandoned,
             };
         }
     }
@@ -189,7 +189,7 @@ impl ServerConnection {
 }
 
 /// I/O on the connection; locks it for each call.
-pub(super) struct ConnectionIo<'a>(pub(super) &'a SharedConnection);
+pub(super) struct ConnectionIo<'a>(pub(super) &'a SharedServerConnection);
 
 impl AsyncRead for ConnectionIo<'_> {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {

@@ -161,10 +161,10 @@ pub(crate) struct ExtendedConnectWait {
 
 impl ExtendedConnectWait {
     /// Reserves a stream for another protocol, if the connection is open and the peer's settings permit one more. Waits up to
-    /// [`STREAM_TIMEOUT`] for the settings: a busy peer may need longer for them than for its TLS handshake.
+    /// [`FREE_STREAM_TIMEOUT`] for the settings: a busy peer may need longer for them than for its TLS handshake.
     pub(crate) async fn sender(mut self) -> Option<ExtendedConnectSender> {
         let received = async { self.settings_rx.wait_for(|received| *received).await.is_ok() };
-        let received = timeout(STREAM_TIMEOUT, received).await;
+        let received = timeout(FREE_STREAM_TIMEOUT, received).await;
         if received != Ok(true) || !self.send.is_extended_connect_protocol_enabled() || is_closed(&mut self.send) {
             return None;
         }
@@ -189,7 +189,7 @@ fn is_closed(send: &mut SendRequest<Bytes>) -> bool {
 const UNKNOWN_MAX_STREAMS: usize = usize::MAX - 1;
 /// Maximum time a request waits for a free stream when no further connection can be dialled. Also the maximum time an extended
 /// CONNECT waits for the peer's settings.
-pub(crate) const STREAM_TIMEOUT: Duration = Duration::from_secs(3);
+pub(crate) const FREE_STREAM_TIMEOUT: Duration = Duration::from_secs(3);
 /// Time after which an additional connection that is not needed is closed.
 const SURPLUS_CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -206,7 +206,7 @@ pub(crate) async fn connect(
     builder
         .initial_window_size(params.stream_window)
         .initial_connection_window_size(params.connection_window)
-        .max_frame_size(params.max_frame_size.unwrap_or(Http2Config::DEFAULT_MAX_FRAME_SIZE))
+        .max_frame_size(params.max_frame_size.unwrap_or(Http2Config::LARGE_FRAME_SIZE))
         .max_header_list_size(params.max_header_list_bytes)
         .initial_max_send_streams(UNKNOWN_MAX_STREAMS)
         .enable_push(false);
@@ -324,15 +324,19 @@ pub(crate) async fn send(
     Box::pin(async {
         tokio::select! {
             sent = send_request(send, token, req, addr, interims) => sent,
-            () = settings_wait.wait_stream_timeout() => Err(Error::StreamLimit { addr, limit: STREAM_TIMEOUT, sent: true }),
+            () = settings_wait.wait_free_stream_timeout() => Err(Error::NoFreeStream {
+                addr,
+                waited: FREE_STREAM_TIMEOUT,
+                may_be_processed: true,
+            }),
         }
     })
     .await
 }
 
 impl SettingsWait {
-    /// Ready when the peer's settings permit no stream, and still none after [`STREAM_TIMEOUT`].
-    async fn wait_stream_timeout(mut self) {
+    /// Ready when the peer's settings permit no stream, and still none after [`FREE_STREAM_TIMEOUT`].
+    async fn wait_free_stream_timeout(mut self) {
         if self.settings_rx.wait_for(|received| *received).await.is_err() {
             std::future::pending::<()>().await; // the connection has ended; `send_request` returns its error
         }
@@ -340,7 +344,7 @@ impl SettingsWait {
             if self.limit.streams() > 0 {
                 std::future::pending::<()>().await;
             }
-            sleep(STREAM_TIMEOUT).await;
+            sleep(FREE_STREAM_TIMEOUT).await;
             if self.limit.streams() == 0 {
                 return;
             }
@@ -402,8 +406,8 @@ async fn send_request(
     Ok(with_body(response, token).map(|body| Body::from(body.cancelling_upload(cancel_upload))))
 }
 
-/// Sends the rest of a request body. If the client cancels the request, its response body is dropped. The request body would
-/// report the cancellation only after the peer has opened its window for the data before.
+/// Sends the rest of a request body. A cancelled request is noticed by its dropped response body: its request body is not polled,
+/// and so reports nothing, while data waits for the peer's window.
 async fn send_rest_unless_cancelled(sending: BodySender, cancelled: oneshot::Receiver<()>) {
     tokio::select! {
         biased;

@@ -8,8 +8,8 @@ pub(crate) struct Http2Config {
     /// Flow-control window of a connection, in bytes.
     pub(crate) connection_window: u32,
     pub(crate) keep_alive: Option<KeepAlive>,
-    /// Maximum frame size to receive, in bytes. `None` is [`DEFAULT_MAX_FRAME_SIZE`](Self::DEFAULT_MAX_FRAME_SIZE) for
-    /// clients with TLS and for servers, and the protocol's default (16 KiB) for other clients.
+    /// Maximum frame size to receive, in bytes. `None`: [`LARGE_FRAME_SIZE`](Self::LARGE_FRAME_SIZE) on connections to servers and
+    /// on TLS connections from clients; 16 KiB, the protocol's default, on plaintext connections from clients.
     pub(crate) max_frame_size: Option<u32>,
     /// `SETTINGS_MAX_CONCURRENT_STREAMS` sent to clients; `None` sends no limit. Not used on connections to servers.
     pub(crate) max_concurrent_streams: Option<u32>,
@@ -50,9 +50,9 @@ impl Default for Http2Config {
 }
 
 impl Http2Config {
-    /// Large body chunks fit into one frame: 4 % less CPU in bulk transfers than with the protocol's 16 KiB. Clients
-    /// without TLS get 16 KiB, as from most servers.
-    pub(crate) const DEFAULT_MAX_FRAME_SIZE: u32 = 64 << 10;
+    /// Large body chunks fit into one frame: 4 % less CPU in bulk transfers than with the protocol's 16 KiB. Plaintext clients
+    /// get 16 KiB, as from most servers.
+    pub(crate) const LARGE_FRAME_SIZE: u32 = 64 << 10;
 
     /// 16 MiB: about 16,000 requests of usual size. A peer's proxy sends all requests of one of its workers on one
     /// connection.

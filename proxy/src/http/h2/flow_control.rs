@@ -171,9 +171,11 @@ fn initial_streams(params: &Http2Config) -> usize {
     (params.connection_window / params.stream_window.max(1)).max(1) as usize
 }
 
-/// Windows for this number of streams. Streams that opened earlier may have filled the larger windows of that time. So the
-/// connection window starts at its configured size, and each doubling of the number of streams adds, for each additional stream,
-/// one window of the stream size after the doubling.
+/// Windows for this number of streams.
+///
+/// Each stream that was opened when windows were larger may still hold such a window unread. So the connection window is the sum of
+/// the windows with which the streams were opened: the configured size for the first [`initial_streams`]; for those of each later
+/// doubling, the stream window after that doubling.
 fn window_sizes(params: &Http2Config, n_streams: usize) -> WindowSizes {
     let stream = |n_streams: usize| {
         let stream_share = u32::try_from(SHARED_STREAM_WINDOW_BYTES / n_streams).unwrap_or(u32::MAX);

@@ -48,7 +48,7 @@ struct BlockDeadline {
     sleep: Pin<Box<Sleep>>,
 }
 
-/// Whether a header block of the client is not complete, and which. Shared by the I/O object and the limits.
+/// The client's incomplete header block, if there is one. Shared by the I/O object and the limits.
 #[derive(Clone, Default)]
 pub(super) struct HeaderBlockState(Arc<AtomicU64>);
 
@@ -57,7 +57,7 @@ pub(super) struct HeaderBlockState(Arc<AtomicU64>);
 struct UnfinishedBlock {
     /// Which one of the connection it is.
     number: u64,
-    /// Whether `h2` may hold more of it than the memory of the connection covers.
+    /// Whether `h2` may hold more of it than [`UNRESERVED_HEAD_BYTES`].
     needs_memory: bool,
 }
 
@@ -75,12 +75,12 @@ struct HeaderBlockTracker {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum HeaderBlock {
     None,
-    /// Another frame has to follow. `h2` decodes what it has: a few bytes can refer to many entries of a table, so their number does
-    /// not matter.
+    /// Another frame has to follow. Always reserves memory, however few bytes arrived: a few bytes can refer to large fields of
+    /// HPACK's dynamic table, and `h2` holds them decoded.
     Continues,
     /// It ends with this frame.
     EndsWithFrame {
-        /// Whether the frame is not the first one, or larger than what the connection covers.
+        /// Whether the frame is not the first one, or larger than [`UNRESERVED_HEAD_BYTES`].
         needs_memory: bool,
     },
 }
@@ -103,9 +103,11 @@ pub(super) fn track<T>(io: T, max_bytes: usize, timeout: Duration) -> (TrackedIo
     (tracked, limits)
 }
 
-/// Memory that `h2` may hold for a header block that is not complete: decoded fields up to twice the limit of the header list, of
-/// which a short one takes about twice the size that counts. Or a field that is not decoded: of up to six frames, or 1.25 times as many
-/// as twice the limit needs.
+/// Upper bound of what `h2` holds for an incomplete header block: the larger of two cases.
+///
+/// - Decoded fields: `h2` accepts twice `max_header_list_bytes`, as its builder in `server.rs` sets it, and a short field takes
+///   about twice the bytes that it counts. So 4 times the limit.
+/// - One undecoded field: `h2` accepts up to six frames, or as many as hold 2.5 times the limit, which the first case covers.
 pub(super) fn max_bytes(params: &Http2Config, max_frame_size: Option<u32>) -> usize {
     let decoded = (params.max_header_list_bytes as usize).saturating_mul(4);
     let frames = (max_frame_size.unwrap_or(MIN_MAX_FRAME_SIZE) as usize).saturating_mul(6);

@@ -135,7 +135,7 @@ impl BodySender {
 /// Reason to reset a stream: that of the stream that failed, if there is one.
 pub(super) fn reset_reason(error: &Error, otherwise: Reason) -> Reason {
     match error {
-        error if error.is_unprocessed() => Reason::REFUSED_STREAM,
+        error if error.is_refused_stream() => Reason::REFUSED_STREAM,
         Error::H2(error) => error.reason().unwrap_or(otherwise),
         _ => otherwise,
     }

@@ -44,7 +44,7 @@ use crate::{
         headers, linger,
         server_config::ServerConfig,
         stack::error_response::ErrorFormat,
-        stack::layers::ErrorToResponse,
+        stack::layers::RequestService,
         upgrade::client_side::ClientSide,
         upgrade::interim::InterimReceiver,
         upgrade::tunnel::TunnelEnd,
@@ -62,7 +62,7 @@ use crate::{
 /// time, or too little memory is left for its header block.
 pub(in crate::http) async fn serve<S>(
     io: Io,
-    service: ErrorToResponse<S>,
+    service: RequestService<S>,
     config: &ServerConfig,
     closer: ConnectionCloser,
     drain: &drain::Watch,
@@ -72,7 +72,7 @@ where
     S::Future: Send,
 {
     let params = &config.http2;
-    let tls_default = || io.is_encrypted().then_some(Http2Config::DEFAULT_MAX_FRAME_SIZE);
+    let tls_default = || io.is_encrypted().then_some(Http2Config::LARGE_FRAME_SIZE);
     let max_frame_size = params.max_frame_size.or_else(tls_default);
     let builder = connection_builder(params, max_frame_size);
     let Some(io) = wait_for_preface(io, &service, wait_for_close(&closer, drain)).await? else {
@@ -177,7 +177,7 @@ fn connection_builder(params: &Http2Config, max_frame_size: Option<u32>) -> serv
 /// The client sends other bytes, or not the whole preface in time, or the connection ends.
 async fn wait_for_preface<S>(
     mut io: Io,
-    service: &ErrorToResponse<S>,
+    service: &RequestService<S>,
     close_signal: impl Future<Output = ()>,
 ) -> Result<Option<Io>, Error> {
     let mut preface = BytesMut::with_capacity(PREFACE.len());
@@ -269,7 +269,7 @@ impl ExtendedConnect {
 /// A new task for each request would cost more than most of its work: several kilobytes are allocated, initialized and
 /// freed. So a finished task waits for the next request, until it is spare or the connection ends.
 struct RequestTaskPool<S> {
-    service: ErrorToResponse<S>,
+    service: RequestService<S>,
     token: StreamToken,
     /// Maximum header list size of one request.
     max_header_list_bytes: usize,
@@ -321,7 +321,7 @@ where
     S: Service<Request<Body>, Response = Response<Body>, Error = Error> + Clone + Send + 'static,
     S::Future: Send,
 {
-    fn new(service: ErrorToResponse<S>, token: StreamToken, config: &ServerConfig) -> Self {
+    fn new(service: RequestService<S>, token: StreamToken, config: &ServerConfig) -> Self {
         let state = TaskPoolState {
             idle_tasks: Vec::new(),
             n_busy: 0,
@@ -454,7 +454,7 @@ impl<S> Drop for RequestTaskPool<S> {
 
 /// Serves requests one at a time, until the connection ends or enough tasks are idle.
 async fn run_task<S>(
-    mut service: ErrorToResponse<S>,
+    mut service: RequestService<S>,
     max_list: usize,
     task: Arc<RequestTask>,
     state: Arc<Mutex<TaskPoolState>>,
@@ -484,7 +484,7 @@ async fn run_task<S>(
 
 /// Refuses a request whose header list is too large.
 #[cold]
-fn send_header_too_large<S>(service: &ErrorToResponse<S>, limit: usize, mut pending: PendingRequest) {
+fn send_header_too_large<S>(service: &RequestService<S>, limit: usize, mut pending: PendingRequest) {
     let error = Error::HeaderTooLarge { limit };
     service.record_refused(&error);
     let (head, _) = service
@@ -496,7 +496,7 @@ fn send_header_too_large<S>(service: &ErrorToResponse<S>, limit: usize, mut pend
 }
 
 /// Serves one request, unless the client resets its stream.
-async fn serve_request<S>(service: &mut ErrorToResponse<S>, pending: PendingRequest, task: &RequestTask)
+async fn serve_request<S>(service: &mut RequestService<S>, pending: PendingRequest, task: &RequestTask)
 where
     S: Service<Request<Body>, Response = Response<Body>, Error = Error>,
 {
@@ -572,7 +572,7 @@ mod tests {
             server_config::HttpLimits,
             stack::error_response::ErrorDetail,
             stack::head_memory::HeadMemory,
-            stack::layers::tests::{responder_info, service_stack},
+            stack::layers::tests::{connection_info, service_stack},
             stack::layers::{self, ServiceStack},
         },
         net::{io::Tcp, memory::MemoryPressure},
@@ -602,7 +602,7 @@ mod tests {
         let service = service_stack(&registry).build(
             |_| async { Ok::<_, Error>(Response::new(Body::empty())) },
             ErrorDetail::Omit,
-            responder_info(),
+            connection_info(),
             ConnectionCloser::default(),
         );
         let config = config(Duration::from_secs(3600));

@@ -258,7 +258,7 @@ impl DeadlineBody {
     fn end(&mut self, expired: TimeoutKind) -> Error {
         let expired = Error::Timeout(expired);
         if let DeadlineBodyState::Response { body, .. } = std::mem::replace(&mut self.0, DeadlineBodyState::Ended) {
-            body.finish(Err(&expired));
+            body.discard_as(Err(&expired));
         }
         expired
     }

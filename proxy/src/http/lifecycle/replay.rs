@@ -67,7 +67,7 @@ pub(crate) fn record_body(body: Body, limit: usize) -> (Body, ReplayBuffer) {
 }
 
 impl ReplayableRequest {
-    /// Copies the head of `req`, and records up to `max_body` bytes of its body while it is sent.
+    /// Keeps the head of `req`, and records up to `max_body` bytes of its body while it is sent.
     pub(crate) fn of_request(req: &mut Request<Body>, max_body: usize) -> Self {
         let body = if req.body().is_end_stream() {
             None
@@ -94,13 +94,13 @@ impl ReplayableRequest {
         self.body.as_ref().is_none_or(ReplayBuffer::can_replay)
     }
 
-    /// Whether the request has no body. Then [`to_request`](Self::to_request) works more than once.
+    /// Whether the request has no body. Then [`take_request`](Self::take_request) works more than once.
     pub(crate) fn has_no_body(&self) -> bool {
         self.body.is_none()
     }
 
-    /// A copy of the request. `None` if its body is not kept, or was taken before.
-    pub(crate) fn to_request(&self) -> Option<Request<Body>> {
+    /// The request, with its body. `None` if the body is not kept, or was taken before.
+    pub(crate) fn take_request(&self) -> Option<Request<Body>> {
         let body = match &self.body {
             None => Body::empty(),
             Some(kept) => kept.take_body()?,

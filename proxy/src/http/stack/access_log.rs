@@ -19,7 +19,7 @@ use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 use tokio::time::Instant;
 use tulle_core::{metrics::Counter, names::header as names};
 
-use crate::http::{body::Body, stack::error_response::ResponderInfo, upgrade::websocket};
+use crate::http::{body::Body, stack::error_response::ConnectionInfo, upgrade::websocket};
 
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub enum Format {
@@ -44,7 +44,7 @@ enum LogMessage {
 /// The log entry of a request that waits for its response.
 pub(crate) struct AccessLogEntry {
     log: AccessLog,
-    responder: Arc<ResponderInfo>,
+    connection: Arc<ConnectionInfo>,
     timestamp: OffsetDateTime,
     started_at: Instant,
     /// Time that the polls of the request took, until its response head.
@@ -81,12 +81,12 @@ impl AccessLog {
     }
 
     /// Starts the entry of a new request.
-    pub(crate) fn entry(&self, req: &Request<Body>, responder: &Arc<ResponderInfo>) -> Box<AccessLogEntry> {
+    pub(crate) fn entry(&self, req: &Request<Body>, connection: &Arc<ConnectionInfo>) -> Box<AccessLogEntry> {
         let headers = req.headers();
         let is_websocket = websocket::is_extended_connect_from_proxy(req);
         Box::new(AccessLogEntry {
             log: self.clone(),
-            responder: responder.clone(),
+            connection: connection.clone(),
             timestamp: OffsetDateTime::now_utc(),
             started_at: Instant::now(),
             processing_time: Duration::ZERO,
@@ -156,7 +156,7 @@ impl AccessLogEntry {
     fn apache(&self, status: Option<StatusCode>) -> String {
         let Self { method, uri, .. } = self;
         let version = self.version();
-        let (client, id) = (self.responder.client_addr, self.client_id());
+        let (client, id) = (self.connection.client_addr, self.client_id());
         // The URI is quoted in the line.
         let uri = uri.to_string().replace('\\', "\\\\").replace('"', "\\\"");
         let status = status.map_or_else(|| "-".to_owned(), |status| status.as_u16().to_string());
@@ -174,9 +174,9 @@ impl AccessLogEntry {
         };
         let mut line = Map::new();
         let mut add_field = |name: &str, value: Value| drop(line.insert(name.to_owned(), value));
-        add_field("client.addr", json!(self.responder.client_addr.to_string()));
+        add_field("client.addr", json!(self.connection.client_addr.to_string()));
         add_field("client.id", json!(self.client_id()));
-        add_field("direction", json!(self.responder.direction));
+        add_field("direction", json!(self.connection.direction));
         add_field("timestamp", json!(self.timestamp()));
         add_field("method", json!(self.method.as_str()));
         add_field("uri", json!(self.uri.to_string()));
@@ -205,7 +205,7 @@ impl AccessLogEntry {
     }
 
     fn client_id(&self) -> &str {
-        let id = self.responder.client_id.as_ref().and_then(|id| id.to_str().ok());
+        let id = self.connection.client_id.as_ref().and_then(|id| id.to_str().ok());
         id.unwrap_or("-")
     }
 
@@ -278,7 +278,7 @@ mod tests {
     fn written(format: Format, client_id: Option<&'static str>, req: &Request<Body>, rsp: &Response<Body>) -> String {
         let sink = Sink::default();
         let log = AccessLog::start(format, sink.clone(), Arc::default()).unwrap();
-        let responder = Arc::new(ResponderInfo {
+        let connection = Arc::new(ConnectionInfo {
             direction: "inbound",
             proxy_identity: "web".into(),
             target: Addr::Socket(UNUSED_ADDR),
@@ -286,7 +286,7 @@ mod tests {
             client_id: client_id.map(HeaderValue::from_static),
             error_labeler: None,
         });
-        log.entry(req, &responder).finish(Some(rsp));
+        log.entry(req, &connection).finish(Some(rsp));
         log.flush();
         let written = sink.0.lock().clone();
         String::from_utf8(written).unwrap()
@@ -374,7 +374,7 @@ mod tests {
         let (sink, dropped) = (Sink::default(), Arc::<Counter>::default());
         let log = AccessLog::start(Format::Apache, Blocked(blocked, sink.clone()), dropped.clone()).unwrap();
         while dropped.get() == 0 {
-            log.entry(&Request::new(Body::empty()), &responder()).finish(None);
+            log.entry(&Request::new(Body::empty()), &connection()).finish(None);
         }
         let unblocking = thread::spawn(move || drop(unblock));
         log.flush();
@@ -383,8 +383,8 @@ mod tests {
         assert!(n_lines >= MAX_QUEUED_LINES, "{n_lines}");
     }
 
-    fn responder() -> Arc<ResponderInfo> {
-        Arc::new(ResponderInfo {
+    fn connection() -> Arc<ConnectionInfo> {
+        Arc::new(ConnectionInfo {
             direction: "inbound",
             proxy_identity: "web".into(),
             target: Addr::Socket(UNUSED_ADDR),
@@ -411,7 +411,7 @@ mod tests {
         let dropped = Arc::<Counter>::default();
         let log = AccessLog::start(Format::Apache, Stuck, dropped.clone()).unwrap();
         for _ in 0..2 * MAX_QUEUED_LINES {
-            log.entry(&Request::new(Body::empty()), &responder()).finish(None);
+            log.entry(&Request::new(Body::empty()), &connection()).finish(None);
         }
         assert!(dropped.get() >= MAX_QUEUED_LINES as u64 - 1, "{}", dropped.get());
     }

@@ -45,9 +45,9 @@ impl ErrorFormat {
     }
 }
 
-/// The proxy and the connection that an error response comes from.
+/// A client connection and its proxy, for error responses and the access log.
 #[derive(Clone)]
-pub(crate) struct ResponderInfo {
+pub(crate) struct ConnectionInfo {
     pub(crate) direction: &'static str,
     pub(crate) proxy_identity: Arc<str>,
     /// The address that the client wants to reach.
@@ -69,11 +69,11 @@ pub(crate) fn error_response(
     error: &Error,
     format: ErrorFormat,
     detail: ErrorDetail,
-    responder: &ResponderInfo,
+    connection: &ConnectionInfo,
 ) -> Response<Body> {
     let status = error.status();
     let mut rsp = Response::new(Body::empty());
-    let headers = put_error_headers(&mut rsp, error, detail, responder);
+    let headers = put_error_headers(&mut rsp, error, detail, connection);
     if format.grpc {
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
         headers.insert(GRPC_STATUS, HeaderValue::from(status.grpc_code));
@@ -113,7 +113,7 @@ fn put_error_headers<'a>(
     rsp: &'a mut Response<Body>,
     error: &Error,
     detail: ErrorDetail,
-    responder: &ResponderInfo,
+    connection: &ConnectionInfo,
 ) -> &'a mut HeaderMap {
     let headers = rsp.headers_mut();
     headers.insert(header::CONTENT_LENGTH, HeaderValue::from_static("0"));
@@ -121,12 +121,12 @@ fn put_error_headers<'a>(
         headers.insert(names::L5D_PROXY_ERROR, header_text(&error.to_string()));
         let target = error
             .failed_addr()
-            .map_or_else(|| responder.target.clone(), Addr::Socket);
-        let ResponderInfo {
+            .map_or_else(|| connection.target.clone(), Addr::Socket);
+        let ConnectionInfo {
             direction,
             proxy_identity: hop,
             ..
-        } = responder;
+        } = connection;
         let cause = format!(
             "{}; direction={direction}; hop={hop}; target={target}",
             error.cause_header()
@@ -169,8 +169,8 @@ mod tests {
         }
     }
 
-    fn responder() -> ResponderInfo {
-        ResponderInfo {
+    fn connection() -> ConnectionInfo {
+        ConnectionInfo {
             direction: "outbound",
             proxy_identity: "web.shop".into(),
             target: Addr::Socket(([10, 0, 0, 1], 80).into()),
@@ -191,7 +191,7 @@ mod tests {
             &Error::MaxInFlight,
             ErrorFormat::of_request(&req),
             ErrorDetail::Include,
-            &responder(),
+            &connection(),
         );
         assert_eq!(
             (rsp.status(), &rsp.headers()["grpc-status"]),
@@ -208,7 +208,7 @@ mod tests {
             rule: "Server/x".into(),
             why: "no-tls",
         };
-        let rsp = error_response(&denied, ErrorFormat::of_request(&req), ErrorDetail::Omit, &responder());
+        let rsp = error_response(&denied, ErrorFormat::of_request(&req), ErrorDetail::Omit, &connection());
         assert_eq!(rsp.status(), StatusCode::FORBIDDEN);
         assert!(!rsp.headers().contains_key("l5d-proxy-error"));
         assert!(!rsp.headers().contains_key("l5d-proxy-cause"));
@@ -221,7 +221,7 @@ mod tests {
             &denied,
             ErrorFormat::of_request(&req),
             ErrorDetail::Include,
-            &responder(),
+            &connection(),
         );
         let headers = "policy-denied:Server/x; why=no-tls; direction=outbound; hop=web.shop; target=10.0.0.1:80";
         assert_eq!(rsp.headers()["l5d-proxy-cause"], headers);

@@ -1,8 +1,8 @@
 //! Memory for request heads that are large and not complete. All connections of the process share it, and clients have equal
 //! shares: if it is used up, the client that has the most loses its oldest reservation to a client that has less.
 //!
-//! A usual request reserves nothing: only a head that has not arrived completely when the proxy has to wait for more of it, and
-//! of which the proxy holds more than the memory of the connection covers, reserves memory. The reservation ends with the head.
+//! A usual request reserves nothing. Each connection has [`UNRESERVED_HEAD_BYTES`] for a head: only one that is larger, and for
+//! whose rest the proxy has to wait, reserves memory, until it is complete.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -92,11 +92,11 @@ impl ClientHeadMemory {
     }
 }
 
-/// The memory of a connection covers this much of a head: `BYTES_PER_CONNECTION` in `app/mod.rs`.
+/// What a connection may hold of a head without a reservation, because it has this memory: `BYTES_PER_CONNECTION` in `app/mod.rs`.
 pub(in crate::http) const UNRESERVED_HEAD_BYTES: usize = 8 << 10;
 
-/// A large head usually grows to this size, the default limit of HTTP/1. It also keeps the buffer of one read, 60 KiB, whatever part
-/// of it is used.
+/// A large head usually grows to this size, the default limit of HTTP/1; and even a small remainder keeps the 60 KiB buffer of the
+/// read that it arrived with.
 const MIN_RESERVATION_BYTES: usize = 64 << 10;
 
 /// The share of the memory limit. Half of the memory is for connections, so with this share at least three eighths remain for the

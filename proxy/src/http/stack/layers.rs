@@ -1,6 +1,6 @@
 //! Tower layers around the request services of both directions. They do not depend on routing or policy.
 //!
-//! From the outside in: [`ErrorToResponse`] turns errors into responses, [`CountService`] counts requests,
+//! From the outside in: [`RequestService`] writes the access log and turns errors into responses, [`CountService`] counts requests,
 //! [`AdmissionService`] enters the in-flight limit or sheds. The HTTP servers count responses when they send them.
 
 use std::{
@@ -24,7 +24,7 @@ use crate::{
         error::Error,
         stack::access_log::{AccessLog, AccessLogEntry},
         stack::admission::{Admission, InFlightSlot, ShedReason},
-        stack::error_response::{self, ErrorDetail, ErrorFormat, ResponderInfo},
+        stack::error_response::{self, ConnectionInfo, ErrorDetail, ErrorFormat},
         stack::head_memory::{ClientAddress, ClientHeadMemory, HeadMemory},
     },
     metrics::failures::Failures,
@@ -45,15 +45,15 @@ impl ServiceStack {
         &self,
         serve: H,
         detail: ErrorDetail,
-        info: ResponderInfo,
+        info: ConnectionInfo,
         closer: ConnectionCloser,
-    ) -> ErrorToResponse<CountService<AdmissionService<ServiceFn<H>>>>
+    ) -> RequestService<CountService<AdmissionService<ServiceFn<H>>>>
     where
         H: FnMut(Request<Body>) -> F,
         F: Future<Output = Result<Response<Body>, Error>>,
     {
         ServiceBuilder::new()
-            .layer(ErrorToResponseLayer::new(detail, info, closer, self))
+            .layer(RequestLayer::new(detail, info, closer, self))
             .layer(self.count_layer.clone())
             .layer(AdmissionLayer(self.admission.clone()))
             .service_fn(serve)
@@ -129,7 +129,7 @@ impl<F: Future<Output = Result<Response<Body>, Error>>> Future for AdmissionFutu
             Ok(rsp) => Poll::Ready(Ok(rsp.map(|body| body.with_slot(slot)))),
             Err(error) => {
                 if let Some(slot) = &mut slot {
-                    slot.is_recorded = true; // ErrorToResponse counts the error
+                    slot.is_recorded = true; // RequestService counts the error
                 }
                 Poll::Ready(Err(error))
             }
@@ -227,7 +227,7 @@ impl ErrorMetrics {
     }
 
     /// Counts an error by its label.
-    fn record_label(&self, error: &Error, info: &ResponderInfo) {
+    fn record_label(&self, error: &Error, info: &ConnectionInfo) {
         let labels = match &info.error_labeler {
             Some(labeler) => labeler.labels(error),
             None => Some(Labels::clone(&self.labels)),
@@ -238,13 +238,14 @@ impl ErrorMetrics {
     }
 }
 
-/// Turns errors into responses.
+/// Makes the [`RequestService`] of one client connection.
 #[derive(Clone)]
-struct ErrorToResponseLayer(Arc<ErrorResponder>);
+struct RequestLayer(Arc<ConnectionContext>);
 
-struct ErrorResponder {
+/// What the requests of one client connection share: its memory for heads, counters, access log and error responses.
+struct ConnectionContext {
     error_detail: ErrorDetail,
-    info: Arc<ResponderInfo>,
+    info: Arc<ConnectionInfo>,
     closer: ConnectionCloser,
     errors: ErrorMetrics,
     totals: Arc<RequestTotals>,
@@ -252,14 +253,14 @@ struct ErrorResponder {
     access_log: Option<AccessLog>,
 }
 
-impl ErrorToResponseLayer {
+impl RequestLayer {
     /// `closer` closes the connection if an error requires it.
-    fn new(detail: ErrorDetail, info: ResponderInfo, closer: ConnectionCloser, stack: &ServiceStack) -> Self {
+    fn new(detail: ErrorDetail, info: ConnectionInfo, closer: ConnectionCloser, stack: &ServiceStack) -> Self {
         let address = match &info.client_id {
             Some(_) => ClientAddress::Verified,
             None => ClientAddress::Unverified,
         };
-        Self(Arc::new(ErrorResponder {
+        Self(Arc::new(ConnectionContext {
             head_memory: ClientHeadMemory::new(stack.head_memory.clone(), info.client_addr, address),
             error_detail: detail,
             info: Arc::new(info),
@@ -271,42 +272,44 @@ impl ErrorToResponseLayer {
     }
 }
 
+/// The outermost service of one client connection. Writes the access log, counts errors and turns them into responses, and gives
+/// the HTTP server the limits and counters of the connection.
 #[derive(Clone)]
-pub(crate) struct ErrorToResponse<S> {
+pub(crate) struct RequestService<S> {
     inner: S,
-    responder: Arc<ErrorResponder>,
+    context: Arc<ConnectionContext>,
 }
 
-impl<S> Layer<S> for ErrorToResponseLayer {
-    type Service = ErrorToResponse<S>;
+impl<S> Layer<S> for RequestLayer {
+    type Service = RequestService<S>;
 
-    fn layer(&self, inner: S) -> ErrorToResponse<S> {
-        ErrorToResponse {
+    fn layer(&self, inner: S) -> RequestService<S> {
+        RequestService {
             inner,
-            responder: self.0.clone(),
+            context: self.0.clone(),
         }
     }
 }
 
 pin_project! {
-    pub(crate) struct ErrorToResponseFuture<F> {
+    pub(crate) struct RequestFuture<F> {
         #[pin]
         inner: F,
         format: ErrorFormat,
         version: Version,
-        responder: Arc<ErrorResponder>,
+        context: Arc<ConnectionContext>,
         // None without an access log.
         entry: Option<Box<AccessLogEntry>>,
     }
 }
 
-impl<S> Service<Request<Body>> for ErrorToResponse<S>
+impl<S> Service<Request<Body>> for RequestService<S>
 where
     S: Service<Request<Body>, Response = Response<Body>, Error = Error>,
 {
     type Response = Response<Body>;
     type Error = Error;
-    type Future = ErrorToResponseFuture<S::Future>;
+    type Future = RequestFuture<S::Future>;
 
     fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Error>> {
         Poll::Ready(Ok(()))
@@ -314,19 +317,19 @@ where
 
     fn call(&mut self, req: Request<Body>) -> Self::Future {
         let (format, version) = (ErrorFormat::of_request(&req), req.version());
-        let log = self.responder.access_log.as_ref();
-        let entry = log.map(|log| log.entry(&req, &self.responder.info));
-        ErrorToResponseFuture {
+        let log = self.context.access_log.as_ref();
+        let entry = log.map(|log| log.entry(&req, &self.context.info));
+        RequestFuture {
             inner: self.inner.call(req),
             format,
             version,
-            responder: self.responder.clone(),
+            context: self.context.clone(),
             entry,
         }
     }
 }
 
-impl<F: Future<Output = Result<Response<Body>, Error>>> Future for ErrorToResponseFuture<F> {
+impl<F: Future<Output = Result<Response<Body>, Error>>> Future for RequestFuture<F> {
     type Output = Result<Response<Body>, Error>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
@@ -348,66 +351,66 @@ impl<F: Future<Output = Result<Response<Body>, Error>>> Future for ErrorToRespon
     }
 }
 
-impl<F: Future<Output = Result<Response<Body>, Error>>> ErrorToResponseFuture<F> {
+impl<F: Future<Output = Result<Response<Body>, Error>>> RequestFuture<F> {
     fn poll_response(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<Response<Body>, Error>> {
         let this = self.project();
         let error = match ready!(this.inner.poll(cx)) {
             Ok(rsp) => return Poll::Ready(Ok(rsp)),
             Err(error) => error,
         };
-        this.responder.record(&error);
+        this.context.record(&error);
         if *this.version == Version::HTTP_2 && is_stream_error(&error) {
             return Poll::Ready(Err(error)); // the server resets the stream, unless the client has reset it
         }
         if error.status().closes_connection {
-            this.responder.closer.notify_one();
+            this.context.closer.notify_one();
         }
-        Poll::Ready(Ok(this.responder.respond(&error, *this.format)))
+        Poll::Ready(Ok(this.context.respond(&error, *this.format)))
     }
 }
 
-impl<S> ErrorToResponse<S> {
+impl<S> RequestService<S> {
     /// Counts a request whose target contained characters that this proxy percent-encoded.
     pub(crate) fn record_encoded_target(&self) {
-        self.responder.totals.encoded_targets.inc();
+        self.context.totals.encoded_targets.inc();
     }
 
     /// What error responses to this client contain.
     pub(crate) fn error_detail(&self) -> ErrorDetail {
-        self.responder.error_detail
+        self.context.error_detail
     }
 
     /// The memory for heads of this client.
     pub(in crate::http) fn head_memory(&self) -> &ClientHeadMemory {
-        &self.responder.head_memory
+        &self.context.head_memory
     }
 
     /// The counter of responses with this status. The server counts a response when it sends its head.
     pub(crate) fn response_counter(&self, status: StatusCode) -> &Counter {
-        self.responder.totals.response_counter(status)
+        self.context.totals.response_counter(status)
     }
 
     /// Counts a request that is refused before this service gets it, and its error.
     pub(crate) fn record_refused(&self, error: &Error) {
-        self.responder.record(error);
-        self.responder.totals.requests.inc();
+        self.context.record(error);
+        self.context.totals.requests.inc();
     }
 
     /// Counts the error of a response whose body failed before its first byte was sent, by its label only. The request and the
     /// cause are counted already.
     pub(crate) fn record_unsent_response(&self, error: &Error) {
-        self.responder.record_error(error);
+        self.context.record_error(error);
     }
 
     /// Returns the response to an error, and counts the response. The caller counts the error.
     pub(crate) fn error_response(&self, error: &Error, format: ErrorFormat) -> Response<Body> {
-        let rsp = self.responder.respond(error, format);
+        let rsp = self.context.respond(error, format);
         self.response_counter(rsp.status()).inc();
         rsp
     }
 }
 
-impl ErrorResponder {
+impl ConnectionContext {
     fn respond(&self, error: &Error, format: ErrorFormat) -> Response<Body> {
         error_response::error_response(error, format, self.error_detail, &self.info)
     }
@@ -429,7 +432,7 @@ impl ErrorResponder {
 fn is_stream_error(error: &Error) -> bool {
     match error {
         // The client can send the request again.
-        error if error.is_unprocessed() => true,
+        error if error.is_refused_stream() => true,
         Error::H2(error) => error.is_reset(),
         Error::ReadRequestBody(source) => source.downcast_ref().is_some_and(h2::Error::is_reset),
         _ => false,
@@ -451,7 +454,7 @@ pub(in crate::http) mod tests {
     };
 
     type EmptyResponses = fn(Request<Body>) -> std::future::Ready<Result<Response<Body>, Error>>;
-    pub(in crate::http) type TestService = ErrorToResponse<CountService<AdmissionService<ServiceFn<EmptyResponses>>>>;
+    pub(in crate::http) type TestService = RequestService<CountService<AdmissionService<ServiceFn<EmptyResponses>>>>;
 
     /// The layers of the inbound side, for one request at a time.
     pub(in crate::http) fn service_stack(registry: &Registry) -> ServiceStack {
@@ -470,8 +473,8 @@ pub(in crate::http) mod tests {
         }
     }
 
-    pub(in crate::http) fn responder_info() -> ResponderInfo {
-        ResponderInfo {
+    pub(in crate::http) fn connection_info() -> ConnectionInfo {
+        ConnectionInfo {
             direction: "inbound",
             proxy_identity: "web.shop".into(),
             target: Addr::Socket(([10, 0, 0, 1], 80).into()),
@@ -487,9 +490,9 @@ pub(in crate::http) mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let connected = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (stream, _) = listener.accept().await.unwrap();
-        let info = ResponderInfo {
+        let info = ConnectionInfo {
             client_addr: ([10, 0, 0, client], 4321).into(),
-            ..responder_info()
+            ..connection_info()
         };
         let respond: EmptyResponses = |_| std::future::ready(Ok(Response::new(Body::empty())));
         let service = stack.build(respond, ErrorDetail::Omit, info, ConnectionCloser::default());
@@ -499,7 +502,12 @@ pub(in crate::http) mod tests {
     #[test]
     fn a_request_that_is_refused_without_a_response_is_counted() {
         let stack = service_stack(&Registry::new());
-        let layer = ErrorToResponseLayer::new(ErrorDetail::Omit, responder_info(), ConnectionCloser::default(), &stack);
+        let layer = RequestLayer::new(
+            ErrorDetail::Omit,
+            connection_info(),
+            ConnectionCloser::default(),
+            &stack,
+        );
         layer.layer(()).record_refused(&Error::HeaderListsTooLarge { limit: 1 });
         assert_eq!(stack.count_layer.0.requests.get(), 1);
     }

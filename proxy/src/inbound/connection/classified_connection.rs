@@ -6,7 +6,7 @@ use bytes::Bytes;
 use tulle_core::addr::NameAddr;
 
 use crate::{
-    http::client::Protocol,
+    http::client::HttpVersion,
     inbound::{connection_addrs::ConnectionAddrs, policy::PortPolicy},
     net::io::Io,
     tls::status::ServerTls,
@@ -60,7 +60,7 @@ pub(super) struct ClassifiedOpaque {
 
 pub(super) struct ClassifiedHttp {
     pub(super) io: Io,
-    pub(super) protocol: Protocol,
+    pub(super) protocol: HttpVersion,
     pub(super) client: PortClient,
     /// The service in the transport header, if this proxy is a gateway.
     pub(super) gateway_name: Option<NameAddr>,

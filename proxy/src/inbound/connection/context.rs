@@ -68,7 +68,7 @@ impl Connection {
     ) -> Option<(Io, ServerTls)> {
         let handshake = tls_server::accept_or_reset(stream.prepend(prefix), &self.inbound.creds, alpn);
         match tokio::time::timeout(self.inbound.detect_timeout, handshake).await {
-            Ok(Ok((tls, peer_tls))) if peer_tls.alpn != alpn => {
+            Ok(Ok((tls, client_handshake))) if client_handshake.alpn != alpn => {
                 tls.get_ref().0.reset_on_drop();
                 let families = &self.inbound.families;
                 families.record_tcp_error(addrs.target, "transport header", "bad-transport-header");
@@ -76,10 +76,10 @@ impl Connection {
                 info_limited!(self.inbound.log_limiter, client.ip(), "connection refused: unexpected ALPN protocol", %client);
                 None
             }
-            Ok(Ok((tls, peer_tls))) => Some((
+            Ok(Ok((tls, client_handshake))) => Some((
                 Io::tls_server(tls),
                 ServerTls::Terminated {
-                    client_id: peer_tls.client_id,
+                    client_id: client_handshake.client_id,
                 },
             )),
             Ok(Err(error)) => {

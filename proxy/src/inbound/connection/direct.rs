@@ -10,7 +10,7 @@ use tulle_core::{
 };
 
 use crate::{
-    http::{client::Protocol, error::Error},
+    http::{client::HttpVersion, error::Error},
     inbound::{
         connection::{
             classified_connection::{ClassifiedConnection, ClassifiedHttp, ClassifiedOpaque, PortClient},
@@ -65,8 +65,8 @@ impl Connection {
         };
         // Without a protocol in the header, the client's proxy treats the connection as opaque.
         let protocol = match (header.protocol, &header.name) {
-            (Some(SessionProtocol::Http1), _) => Protocol::Http1,
-            (Some(SessionProtocol::Http2), _) => Protocol::Http2,
+            (Some(SessionProtocol::Http1), _) => HttpVersion::Http1,
+            (Some(SessionProtocol::Http2), _) => HttpVersion::Http2,
             // For this workload, on a port whose policy requires HTTP: the connection may be HTTP nevertheless.
             (None, None) if active_policy.requires_http => {
                 return self.classify_after_tls(io, client, active_policy).await;

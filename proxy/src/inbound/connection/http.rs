@@ -11,7 +11,7 @@ use crate::{
     http::{
         connection_closer::{CloseSignals, ConnectionCloser},
         server,
-        stack::error_response::{ErrorDetail, ResponderInfo},
+        stack::error_response::{ConnectionInfo, ErrorDetail},
     },
     inbound::{
         connection::{
@@ -77,7 +77,7 @@ impl Connection {
             unauthorized_closer: (!is_authorized).then(|| closer.clone()),
             drain: self.drain.clone(),
         });
-        let responder = ResponderInfo {
+        let info = ConnectionInfo {
             direction: "inbound",
             proxy_identity: inbound.identity_name.clone(),
             target,
@@ -90,9 +90,7 @@ impl Connection {
             let connection = connection.clone();
             async move { connection.serve(&mut req).await }
         };
-        let service = inbound
-            .service_stack
-            .build(serve, error_detail, responder, closer.clone());
+        let service = inbound.service_stack.build(serve, error_detail, info, closer.clone());
         let signals = CloseSignals {
             closer,
             drain: &self.drain,

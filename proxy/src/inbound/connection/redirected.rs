@@ -7,7 +7,7 @@ use tokio::time::Instant;
 use tulle_core::info_limited;
 
 use crate::{
-    http::client::Protocol,
+    http::client::HttpVersion,
     inbound::{
         connection::{
             classified_connection::{ClassifiedConnection, ClassifiedHttp, ClassifiedOpaque, PortClient},
@@ -123,16 +123,16 @@ impl Connection {
                 let detection = detect::detect(&mut io, &mut prefix, self.inbound.detect_timeout).await;
                 io = io.prepend(prefix.freeze());
                 match detection {
-                    Ok(detect::Detection::Detected(DetectedProtocol::Http2)) => Protocol::Http2,
+                    Ok(detect::Detection::Detected(DetectedProtocol::Http2)) => HttpVersion::Http2,
                     Ok(detect::Detection::Closed) => return None,
                     Err(_) => {
                         io.reset_on_drop(); // the client has failed
                         return None;
                     }
-                    Ok(_) => Protocol::Http1,
+                    Ok(_) => HttpVersion::Http1,
                 }
             }
-            ServerProtocol::Http2(_) | ServerProtocol::Grpc(_) => Protocol::Http2,
+            ServerProtocol::Http2(_) | ServerProtocol::Grpc(_) => HttpVersion::Http2,
             ServerProtocol::Opaque | ServerProtocol::Tls => return Some(ClassifiedConnection::opaque(io, client)),
         };
         Some(ClassifiedConnection::Http(ClassifiedHttp {
@@ -160,9 +160,11 @@ impl Connection {
             FirstBytes::Client(client_bytes, detected, app_io) => (client_bytes, detected, app_io),
         };
         let protocol = match (&active_policy.server_policy.protocol, detected) {
-            (ServerProtocol::Http1(_), _) | (ServerProtocol::Detect { .. }, DetectedProtocol::Http1) => Protocol::Http1,
+            (ServerProtocol::Http1(_), _) | (ServerProtocol::Detect { .. }, DetectedProtocol::Http1) => {
+                HttpVersion::Http1
+            }
             (ServerProtocol::Http2(_) | ServerProtocol::Grpc(_), _)
-            | (ServerProtocol::Detect { .. }, DetectedProtocol::Http2) => Protocol::Http2,
+            | (ServerProtocol::Detect { .. }, DetectedProtocol::Http2) => HttpVersion::Http2,
             _ if active_policy.requires_http => {
                 self.opaque_forwarder(&client).record_denied_or_not_http(&active_policy);
                 io.reset_on_drop();

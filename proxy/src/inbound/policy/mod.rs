@@ -1,9 +1,11 @@
 //! The current policy of each port.
 //!
-//! A port in use is watched. If [`MAX_ON_DEMAND_WATCHES`] watched ports have connections, the policy of a further port is
-//! polled; it is watched from its first new connection on for which a watch is free. Unless the proxy's own default policy applies,
-//! connections wait up to [`MAX_POLICY_WAIT`] for the first policy, then they are refused. When a watch ends, its policy is stored as the last known one of the port, as long as the process runs. It
-//! applies if a new watch has no answer within [`MAX_POLICY_WAIT`], or while the control plane is unreachable.
+//! A port in use is watched. If [`MAX_ON_DEMAND_WATCHES`] watched ports have connections, the policy of a further port is polled;
+//! the next new connection turns the poll into a watch, if one is free by then. Unless the proxy's own default policy applies,
+//! connections wait up to [`MAX_POLICY_WAIT`] for the first policy, then they are refused.
+//!
+//! When a watch ends, its policy is stored as the last known one of the port, as long as the process runs. It applies if a new
+//! watch has no answer within [`MAX_POLICY_WAIT`], or while the control plane is unreachable.
 //!
 //! Before an undeclared port on which no application listens gets a watch or poll, the client waits for its turn
 //! ([`watch_limiter`]). If that does not come within [`MAX_POLICY_WAIT`], the connection is refused.
@@ -278,7 +280,7 @@ impl PortPolicies {
                 .unwrap_or_else(|| self.poll(&mut table, port, now));
         }
         let last_known = table.last_known.get(&port).cloned();
-        let port_policy = Arc::new(self.watch_port(port, WatchMode::Watch, last_known, now));
+        let port_policy = Arc::new(self.open_policy_stream(port, WatchMode::Watch, last_known, now));
         let watched = WatchedPort {
             port_policy: port_policy.clone(),
             used_at: now,
@@ -293,12 +295,13 @@ impl PortPolicies {
         let n_polled = u32::try_from(table.polled.len()).unwrap_or(u32::MAX);
         let interval = self.poll_interval.max(MIN_TIME_BETWEEN_POLLS.saturating_mul(n_polled));
         let last_known = table.last_known.get(&port).cloned();
-        let port_policy = Arc::new(self.watch_port(port, WatchMode::Poll(interval), last_known, now));
+        let port_policy = Arc::new(self.open_policy_stream(port, WatchMode::Poll(interval), last_known, now));
         table.polled.insert(port, Arc::downgrade(&port_policy));
         port_policy
     }
 
-    /// Whether a watched port has no connections. Those from before a polled port was watched still have the polled policy.
+    /// Whether no connection uses the watch. A connection that began while the port was still polled holds the polled policy
+    /// instead; it counts too.
     fn can_end_watch(&self, table: &PortTable, port: u16, watched: &WatchedPort) -> bool {
         let is_polled = table.get_polled(port).is_some();
         !self.always_watched.contains(port) && Arc::strong_count(&watched.port_policy) == 1 && !is_polled
@@ -403,7 +406,8 @@ impl PortPolicies {
         all.map(|(port, port_policy)| map(port, &port_policy)).collect()
     }
 
-    fn watch_port(
+    /// Starts to watch or poll the policy of a port.
+    fn open_policy_stream(
         &self,
         port: u16,
         mode: WatchMode,
@@ -602,16 +606,16 @@ const MIN_TIME_BETWEEN_POLLS: Duration = Duration::from_millis(50);
 /// Rates of new watches and polls of undeclared ports on which no application listens.
 ///
 /// Clients legitimately connect to a handful of them, because the application has not started yet or has ended, and all clients
-/// share their watches. So 16 new ports at once, and then one a second, are enough for a client network. All networks together
-/// cause at most as many new streams as polls.
-/// Scans from up to 20 networks leave tokens to other clients; scans from up to 60 delay the first connection of another client
-/// by at most [`MAX_POLICY_WAIT`].
+/// share their watches. So 16 new ports at once, and then one a second, are enough for a client network. After 64 at once, all
+/// networks together cause at most one new stream per [`MIN_TIME_BETWEEN_POLLS`], the same rate as for polls. Scans from up to 20
+/// networks leave tokens to other clients; scans from up to 60 delay the first connection of another client by at most
+/// [`MAX_POLICY_WAIT`].
 const NEW_WATCH_RATES: Rates = Rates {
     per_network: Rate {
         burst: 16,
         interval: Duration::from_secs(1),
     },
-    total: Rate {
+    shared: Rate {
         burst: 64,
         interval: MIN_TIME_BETWEEN_POLLS,
     },

@@ -284,7 +284,7 @@ async fn a_polled_port_is_watched_as_soon_as_there_is_room_and_needs_no_turn() {
     };
     ports.watch_limiter = WatchLimiter::new(Rates {
         per_network: no_turn,
-        total: no_turn,
+        shared: no_turn,
     });
     ports.is_listening = |_| false;
     assert_eq!(authorize_client(&ports, 1000).await, Some(true), "polled");
@@ -330,7 +330,7 @@ async fn a_client_that_scans_ports_causes_few_streams_and_is_refused_beyond_them
         };
         ports.watch_limiter = WatchLimiter::new(Rates {
             per_network: rate(BURST),
-            total: rate(2 * BURST),
+            shared: rate(2 * BURST),
         });
         ports.is_listening = |target| target.port() >= 4000;
         let scanned = join_all((1000..2000).map(|port| authorize(&ports, scanner, port))).await;

@@ -13,19 +13,20 @@ use tulle_core::{
     per_client_limiter::{Limits, PerClientLimiter},
 };
 
-/// The tokens of each client network, and of all together. A new watch or poll takes one of both.
+/// A token bucket of each client network, and one that all share. A new watch or poll takes one token from each: from the bucket of
+/// its network, then from the shared one.
 pub(super) struct WatchLimiter {
     rates: Rates,
-    total: Mutex<Bucket>,
+    shared: Mutex<Bucket>,
     by_network: Mutex<HashMap<IpAddr, Bucket>>,
-    /// At most one client of each network waits for the total.
+    /// At most one client of each network waits for the shared bucket.
     queue: PerClientLimiter,
 }
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rates {
     pub(super) per_network: Rate,
-    pub(super) total: Rate,
+    pub(super) shared: Rate,
 }
 
 /// The size of a token bucket, and the time in which it gets a token.
@@ -45,13 +46,13 @@ impl WatchLimiter {
     pub(super) fn new(rates: Rates) -> Self {
         Self {
             rates,
-            total: Mutex::new(Bucket {
+            shared: Mutex::new(Bucket {
                 full_at: Instant::now(),
             }),
             by_network: Mutex::default(),
             queue: PerClientLimiter::new(Limits {
-                weight: 1,
-                places_per_network: 1,
+                total_weight: 1,
+                globally_queued_per_network: 1,
                 requests_per_network: MAX_WAITING_PER_NETWORK,
             }),
         }
@@ -61,14 +62,17 @@ impl WatchLimiter {
     /// tokens of the client's network come too late.
     pub(super) async fn wait_for_turn(&self, client: IpAddr, max_wait: Duration) -> bool {
         let deadline = Instant::now() + max_wait;
-        let Some(turn_at) = self.reserve_of_network(client_network(client), deadline) else {
+        let Some(turn_at) = self.take_network_token(client_network(client), deadline) else {
             return false;
         };
         wait_until(turn_at).await;
-        // Only the head of the queue reserves, so a network with many waiting clients does not overtake others.
-        let reserve_of_total = async {
-            let reserved = self.total.lock().reserve(self.rates.total, Instant::now(), deadline);
-            match reserved {
+        // Only the head of the queue takes a token, so a network with many waiting clients does not overtake others.
+        let take_shared_token = async {
+            let taken = self
+                .shared
+                .lock()
+                .take_token(self.rates.shared, Instant::now(), deadline);
+            match taken {
                 Some(turn_at) => {
                     wait_until(turn_at).await;
                     true
@@ -76,11 +80,11 @@ impl WatchLimiter {
                 None => false,
             }
         };
-        let queued = self.queue.run(client, 1, reserve_of_total);
+        let queued = self.queue.run(client, 1, take_shared_token);
         matches!(timeout_at(deadline, queued).await, Ok(Ok(true)))
     }
 
-    fn reserve_of_network(&self, network: IpAddr, deadline: Instant) -> Option<Instant> {
+    fn take_network_token(&self, network: IpAddr, deadline: Instant) -> Option<Instant> {
         let now = Instant::now();
         let mut buckets = self.by_network.lock();
         if buckets.len() >= MAX_NETWORKS && !buckets.contains_key(&network) {
@@ -91,13 +95,13 @@ impl WatchLimiter {
             }
         }
         let bucket = buckets.entry(network).or_insert(Bucket { full_at: now });
-        bucket.reserve(self.rates.per_network, now, deadline)
+        bucket.take_token(self.rates.per_network, now, deadline)
     }
 }
 
 impl Bucket {
-    /// Takes a token that is in the bucket at the returned time; `None`, and takes none, if that is after `deadline`.
-    fn reserve(&mut self, rate: Rate, now: Instant, deadline: Instant) -> Option<Instant> {
+    /// Takes the next token and returns when it becomes available. Takes none and returns `None` if that is after `deadline`.
+    fn take_token(&mut self, rate: Rate, now: Instant, deadline: Instant) -> Option<Instant> {
         let full_at = self.full_at.max(now) + rate.interval;
         let turn_at = full_at
             .checked_sub(rate.interval.saturating_mul(rate.burst))
@@ -116,7 +120,7 @@ async fn wait_until(at: Instant) {
     }
 }
 
-/// Maximum number of clients of a network that wait for the total. The tokens of the network limit them further.
+/// Maximum number of clients of a network that wait for the shared bucket. The tokens of the network limit them further.
 const MAX_WAITING_PER_NETWORK: usize = 64;
 
 /// Maximum number of networks with a bucket that is not full; clients of further networks are refused. An entry takes about 50
@@ -136,7 +140,7 @@ mod tests {
             burst: 4,
             interval: Duration::from_secs(1),
         },
-        total: Rate {
+        shared: Rate {
             burst: 8,
             interval: Duration::from_millis(100),
         },
@@ -196,7 +200,7 @@ mod tests {
         let scans = ask(&limiter, (0..200).map(|n| 1 + n % 20));
         let (scanned, first_connection) = tokio::join!(scans, ask(&limiter, [99]));
         let (is_permitted, waited) = first_connection[0];
-        assert!(is_permitted && waited <= 21 * RATES.total.interval, "{waited:?}");
+        assert!(is_permitted && waited <= 21 * RATES.shared.interval, "{waited:?}");
         let in_total = 8 + usize::try_from(MAX_WAIT.as_millis() / 100).unwrap() + 1;
         assert!(n_permitted(&scanned) <= in_total, "{}", n_permitted(&scanned));
     }
@@ -205,12 +209,12 @@ mod tests {
     async fn the_number_of_buckets_is_limited_and_full_ones_are_removed() {
         let limiter = WatchLimiter::new(RATES);
         let deadline = Instant::now() + MAX_WAIT;
-        let reserve = |n| limiter.reserve_of_network(ip(n), deadline).is_some();
+        let has_token = |n| limiter.take_network_token(ip(n), deadline).is_some();
         let max = u32::try_from(MAX_NETWORKS).unwrap();
-        assert_eq!((0..max + 100).filter(|n| reserve(*n)).count(), MAX_NETWORKS);
-        assert!(reserve(0), "a known network");
+        assert_eq!((0..max + 100).filter(|n| has_token(*n)).count(), MAX_NETWORKS);
+        assert!(has_token(0), "a known network");
         tokio::time::advance(Duration::from_secs(2)).await;
-        assert!(reserve(max));
+        assert!(has_token(max));
         assert_eq!(limiter.by_network.lock().len(), 1);
     }
 }

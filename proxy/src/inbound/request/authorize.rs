@@ -53,7 +53,7 @@ impl HttpConnection {
         // The application may read the bytes of a tunnel as requests, which no rule would see.
         let is_connect_tunnel = headers::is_connect_tunnel(req);
         let bypasses_rules = is_connect_tunnel && http.has_user_defined_rules() && !found.names_method_of(&attributes);
-        let permitted = authz::authorize(&found.rule.payload, self.addrs.client.0.ip(), self.tls.to_conn_tls());
+        let permitted = authz::authorize(&found.rule.action, self.addrs.client.0.ip(), self.tls.to_conn_tls());
         let permitted = permitted.and_then(|authorization| match bypasses_rules {
             true => Err(Denied::ConnectTunnel),
             false => Ok(authorization),
@@ -109,15 +109,15 @@ impl HttpConnection {
         authorization: &Authorization,
         is_connect_tunnel: bool,
     ) -> Arc<AuthorizedRouteMetrics> {
-        let (route_addr, authorization_addr) = (
+        let (route_ptr, authorization_ptr) = (
             std::ptr::from_ref(route).addr(),
             std::ptr::from_ref(authorization).addr(),
         );
         let mut authorized_routes = self.authorized_routes.lock();
         let known = authorized_routes.iter().find(|known| {
             Arc::ptr_eq(&known.policy, current)
-                && known.route_addr == route_addr
-                && known.authorization_addr == authorization_addr
+                && known.route_ptr == route_ptr
+                && known.authorization_ptr == authorization_ptr
                 && known.is_connect_tunnel == is_connect_tunnel
         });
         if let Some(known) = known {
@@ -142,8 +142,8 @@ impl HttpConnection {
         });
         authorized_routes.push(AuthorizedRoute {
             policy: current.clone(),
-            route_addr,
-            authorization_addr,
+            route_ptr,
+            authorization_ptr,
             is_connect_tunnel,
             metrics: route_metrics.clone(),
         });
@@ -213,7 +213,7 @@ impl HttpConnection {
             let same_route = routes().filter(|route| route.meta == in_progress.metrics.route_meta);
             let by_rule = same_route
                 .flat_map(|route| &route.rules)
-                .map(|rule| permit(&rule.payload));
+                .map(|rule| permit(&rule.action));
             let by_route = by_rule.reduce(Result::or);
             by_route.unwrap_or_else(|| permit(&policy.authorizations)).err()
         })

@@ -8,7 +8,7 @@ use tulle_core::{drain, metrics::Labels};
 
 use crate::{
     http::{
-        client::{EndpointClient, Protocol},
+        client::{EndpointClient, HttpVersion},
         connection_closer::ConnectionCloser,
         error::Error,
         stack::error_response::ErrorLabeler,
@@ -30,7 +30,7 @@ pub(in crate::inbound) struct HttpConnection {
     pub(in crate::inbound) tls: ServerTls,
     pub(in crate::inbound) port_policy: Arc<PortPolicy>,
     /// The protocol of the client's connection.
-    pub(in crate::inbound) protocol: Protocol,
+    pub(in crate::inbound) protocol: HttpVersion,
     pub(in crate::inbound) upstream: Upstream,
     /// Value of `l5d-client-id` in every request; `None` if the client has no identity.
     pub(in crate::inbound) client_id: Option<HeaderValue>,

@@ -111,7 +111,7 @@ impl HttpConnection {
     fn clean_headers(&self, req: &mut Request<Body>, is_upgrade: bool) {
         let is_http1 = req.version() <= Version::HTTP_11;
         if is_http1 && !is_upgrade {
-            headers::strip_from_peer_request(req.headers_mut());
+            headers::strip_from_inbound_request(req.headers_mut());
         } else {
             headers::strip_underscore_aliases(req.headers_mut());
             if is_http1 {

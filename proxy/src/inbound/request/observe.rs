@@ -89,10 +89,10 @@ pub(in crate::inbound) type AuthorizedRoutes = SmallVec<[AuthorizedRoute; 1]>;
 
 /// A route, and the authorization that permitted requests on it.
 pub(in crate::inbound) struct AuthorizedRoute {
-    /// The policy that owns the route and the authorization: while it is held, their addresses identify them.
+    /// The policy that owns the route and the authorization: while it is held, their addresses in memory identify them.
     pub(super) policy: Arc<ActivePolicy>,
-    pub(super) route_addr: usize,
-    pub(super) authorization_addr: usize,
+    pub(super) route_ptr: usize,
+    pub(super) authorization_ptr: usize,
     /// Whether the requests are CONNECT tunnels, which the rules of a port can forbid. Their bytes may be requests that no rule sees.
     pub(super) is_connect_tunnel: bool,
     pub(super) metrics: Arc<AuthorizedRouteMetrics>,

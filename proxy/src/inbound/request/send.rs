@@ -9,7 +9,7 @@ use tulle_core::names::header as names;
 use crate::{
     http::{
         body::Body,
-        client::{ConnectionUse, EndpointClient, Protocol},
+        client::{ConnectionUse, EndpointClient, HttpVersion},
         error::{Error, Resendable},
         headers,
         lifecycle::classify,
@@ -73,26 +73,26 @@ impl HttpConnection {
         route_metrics: &Arc<AuthorizedRouteMetrics>,
     ) -> Result<Response<Body>, Error> {
         let protocol = if req.version() == Version::HTTP_2 {
-            Protocol::Http2
+            HttpVersion::Http2
         } else {
-            Protocol::Http1
+            HttpVersion::Http1
         };
         let connection_use = match (protocol, &upgrade) {
-            (Protocol::Http2, Some(_)) => ConnectionUse::ExtendedConnect,
-            (Protocol::Http1, Some(_)) => ConnectionUse::NewConnection,
-            (_, None) if req.version() == Version::HTTP_10 => ConnectionUse::NewConnection,
+            (HttpVersion::Http2, Some(_)) => ConnectionUse::ExtendedConnect,
+            (HttpVersion::Http1, Some(_)) => ConnectionUse::Unpooled,
+            (_, None) if req.version() == Version::HTTP_10 => ConnectionUse::Unpooled,
             (_, None) => ConnectionUse::Pooled,
         };
         // The HTTP/1 client resends requests by itself.
-        let copy = (protocol == Protocol::Http2 && upgrade.is_none())
+        let kept_request = (protocol == HttpVersion::Http2 && upgrade.is_none())
             .then(|| ReplayableRequest::of_request(req, replay::DEFAULT_MAX_REPLAY_BYTES));
         let ready = app
             .connection(protocol, connection_use)
             .await
             .map_err(timeout_as_connect_error)?;
         let mut rsp = match app.send(ready, req, interims.as_ref()).await {
-            Err(error) => match copy {
-                Some(copy) => Box::pin(resend(app, copy, interims.as_ref(), error)).await?,
+            Err(error) => match kept_request {
+                Some(kept_request) => Box::pin(resend(app, kept_request, interims.as_ref(), error)).await?,
                 None => return Err(timeout_as_connect_error(error)),
             },
             Ok(rsp) => rsp,
@@ -103,9 +103,9 @@ impl HttpConnection {
                 let stop_when_denied = async move {
                     match connection.protocol {
                         // The client's connection is now the tunnel, so nothing else stops it.
-                        Protocol::Http1 => connection.wait_until_denied().await,
+                        HttpVersion::Http1 => connection.wait_until_denied().await,
                         // The tunnel is a stream of the client's connection, which is closed when the client is denied.
-                        Protocol::Http2 => std::future::pending().await,
+                        HttpVersion::Http2 => std::future::pending().await,
                     }
                     drop(route_metrics); // the tunnel counts as in progress until here
                 };
@@ -130,24 +130,24 @@ impl HttpConnection {
 /// The server may have processed the request, its body is too long to be buffered, or every send failed.
 async fn resend(
     app: &EndpointClient,
-    mut copy: ReplayableRequest,
+    mut kept_request: ReplayableRequest,
     interims: Option<&InterimSender>,
     mut error: Error,
 ) -> Result<Response<Body>, Error> {
     for _ in 1..MAX_HTTP2_SENDS {
         let may_send = match error.resendable() {
             Resendable::Always => true,
-            Resendable::IfIdempotent => app.resend_policy().allows(copy.method()),
+            Resendable::IfIdempotent => app.resend_policy().allows(kept_request.method()),
             Resendable::Never => false,
         };
         if !may_send {
             break;
         }
-        let Some(mut req) = copy.to_request() else {
+        let Some(mut req) = kept_request.take_request() else {
             return Err(Error::TooLargeToResend(Box::new(error)));
         };
-        copy = ReplayableRequest::of_request(&mut req, replay::DEFAULT_MAX_REPLAY_BYTES);
-        let ready = app.connection(Protocol::Http2, ConnectionUse::Pooled).await;
+        kept_request = ReplayableRequest::of_request(&mut req, replay::DEFAULT_MAX_REPLAY_BYTES);
+        let ready = app.connection(HttpVersion::Http2, ConnectionUse::Pooled).await;
         error = match app
             .send(ready.map_err(timeout_as_connect_error)?, &mut req, interims)
             .await

@@ -16,7 +16,7 @@ use tulle_core::{
 };
 
 use crate::{
-    http::{body::Body, client::Protocol, error::Error, upgrade::tunnel::TunnelEnd},
+    http::{body::Body, client::HttpVersion, error::Error, upgrade::tunnel::TunnelEnd},
     net::{
         copy::CopyFuture,
         detect::{self, DetectedProtocol, Detection},
@@ -56,8 +56,8 @@ impl Outbound {
         }
         let (mut io, mut prefix) = (Io::tcp(stream), BytesMut::new());
         let protocol = match detect::detect(&mut io, &mut prefix, CLIENT_HANDSHAKE_TIMEOUT).await {
-            Ok(Detection::Detected(DetectedProtocol::Http1)) => Protocol::Http1,
-            Ok(Detection::Detected(DetectedProtocol::Http2)) => Protocol::Http2,
+            Ok(Detection::Detected(DetectedProtocol::Http1)) => HttpVersion::Http1,
+            Ok(Detection::Detected(DetectedProtocol::Http2)) => HttpVersion::Http2,
             Ok(Detection::Detected(_)) if prefix.first() == Some(&socks::VERSION) => {
                 let (io, destination, server) = self.socks_handshake(io.prepend(prefix.freeze()), addr).await?;
                 let connection = self.new_connection(client, destination);

@@ -14,11 +14,11 @@ use tulle_core::{
 use crate::{
     http::{
         body::Body,
-        client::Protocol,
+        client::HttpVersion,
         connection_closer::{CloseSignals, ConnectionCloser},
         error::Error,
         headers, server,
-        stack::error_response::{ErrorDetail, ResponderInfo},
+        stack::error_response::{ConnectionInfo, ErrorDetail},
         upgrade::http1_over_http2,
         upgrade::tunnel::TunnelEnd,
     },
@@ -77,7 +77,7 @@ impl HttpConnection {
                 let mut outgoing = OutgoingRequest {
                     req,
                     client_side,
-                    is_copied: false,
+                    mirrors_started: false,
                 };
                 return route::route_and_send(self.client_context(), destination, &mut outgoing).await;
             }
@@ -94,7 +94,7 @@ impl HttpConnection {
         let mut outgoing = OutgoingRequest {
             req,
             client_side,
-            is_copied: false,
+            mirrors_started: false,
         };
         match fallback_addrs.is_empty() {
             true => route::route_and_send(self.client_context(), &destination, &mut outgoing).await,
@@ -185,13 +185,13 @@ impl Outbound {
     /// Serves the requests of an HTTP connection. `target` is the destination named in error responses.
     pub(super) fn serve_http<'a>(
         &'a self,
-        (io, protocol): (Io, Protocol),
+        (io, protocol): (Io, HttpVersion),
         connection: HttpConnection,
         target: &'a Addr,
         drain: &'a drain::Watch,
     ) -> impl Future<Output = ()> {
         let closer = ConnectionCloser::default();
-        let responder = ResponderInfo {
+        let info = ConnectionInfo {
             direction: "outbound",
             proxy_identity: self.identity_name.clone(),
             target: target.clone(),
@@ -213,9 +213,7 @@ impl Outbound {
                 result
             }
         };
-        let service = self
-            .service_stack
-            .build(serve, self.error_detail, responder, closer.clone());
+        let service = self.service_stack.build(serve, self.error_detail, info, closer.clone());
         let signals = CloseSignals { closer, drain };
         server::serve(io, protocol, service, &self.server, signals).map(move |served| {
             if let Err(error) = served {

@@ -10,7 +10,7 @@ use tulle_core::{
 };
 
 use crate::{
-    http::{client::Protocol, error::Error},
+    http::{client::HttpVersion, error::Error},
     net::{
         copy::CopyFuture,
         detect::{self, DetectedProtocol, Detection},
@@ -97,8 +97,8 @@ impl Outbound {
     ) {
         let (mut io, mut prefix) = (Io::tcp(stream), BytesMut::new());
         let protocol = match detect::detect(&mut io, &mut prefix, REFUSAL_DETECT_TIMEOUT).await {
-            Ok(Detection::Detected(DetectedProtocol::Http1)) => Protocol::Http1,
-            Ok(Detection::Detected(DetectedProtocol::Http2)) => Protocol::Http2,
+            Ok(Detection::Detected(DetectedProtocol::Http1)) => HttpVersion::Http1,
+            Ok(Detection::Detected(DetectedProtocol::Http2)) => HttpVersion::Http2,
             _ => {
                 self.families.record_tcp_error(&dst, "discovery timeout", error.cause());
                 return io.reset_on_drop();
@@ -137,7 +137,7 @@ enum ServerDial {
 
 /// A connection whose protocol is known. If it is opaque, it is connected to the server, and the future copies its bytes.
 enum ClassifiedConnection {
-    Http(Io, Protocol),
+    Http(Io, HttpVersion),
     Opaque(CopyFuture),
 }
 
@@ -178,8 +178,8 @@ impl Connection {
             Plan::Http1(_) | Plan::Http2(_) if self.outbound.mode == Mode::Ingress => {
                 self.detect_ingress_http(io).await
             }
-            Plan::Http1(_) => Some(ClassifiedConnection::Http(io, Protocol::Http1)),
-            Plan::Http2(_) => Some(ClassifiedConnection::Http(io, Protocol::Http2)),
+            Plan::Http1(_) => Some(ClassifiedConnection::Http(io, HttpVersion::Http1)),
+            Plan::Http2(_) => Some(ClassifiedConnection::Http(io, HttpVersion::Http2)),
             Plan::Opaque(opaque) => self.connect_opaque((io, Bytes::new()), opaque, None, server).await,
             Plan::Tls { routes, compiled } => self.connect_tls(io, routes, compiled).await,
             Plan::Detect {
@@ -270,10 +270,10 @@ impl Connection {
         match first {
             FirstBytes::Closed => None,
             FirstBytes::Client(prefix, DetectedProtocol::Http1, _) => {
-                Some(ClassifiedConnection::Http(io.prepend(prefix), Protocol::Http1))
+                Some(ClassifiedConnection::Http(io.prepend(prefix), HttpVersion::Http1))
             }
             FirstBytes::Client(prefix, DetectedProtocol::Http2, _) => {
-                Some(ClassifiedConnection::Http(io.prepend(prefix), Protocol::Http2))
+                Some(ClassifiedConnection::Http(io.prepend(prefix), HttpVersion::Http2))
             }
             FirstBytes::Client(prefix, _, connected) => {
                 let server = connected.map_or(server, ServerDial::Connected);
@@ -290,12 +290,14 @@ impl Connection {
     async fn detect_ingress_http(&self, mut io: Io) -> Option<ClassifiedConnection> {
         let mut prefix = BytesMut::new();
         match detect::detect(&mut io, &mut prefix, self.outbound.detect_timeout).await {
-            Ok(Detection::Detected(DetectedProtocol::Http2)) => {
-                Some(ClassifiedConnection::Http(io.prepend(prefix.freeze()), Protocol::Http2))
-            }
-            Ok(Detection::Detected(_) | Detection::TimedOut) => {
-                Some(ClassifiedConnection::Http(io.prepend(prefix.freeze()), Protocol::Http1))
-            }
+            Ok(Detection::Detected(DetectedProtocol::Http2)) => Some(ClassifiedConnection::Http(
+                io.prepend(prefix.freeze()),
+                HttpVersion::Http2,
+            )),
+            Ok(Detection::Detected(_) | Detection::TimedOut) => Some(ClassifiedConnection::Http(
+                io.prepend(prefix.freeze()),
+                HttpVersion::Http1,
+            )),
             Ok(Detection::Closed) => None,
             Err(_) => {
                 io.reset_on_drop();
@@ -337,7 +339,7 @@ impl Connection {
         })))
     }
 
-    fn serve_http(&self, io: Io, protocol: Protocol) -> impl Future<Output = ()> {
+    fn serve_http(&self, io: Io, protocol: HttpVersion) -> impl Future<Output = ()> {
         let outbound = &self.outbound;
         let connection = HttpConnection {
             outbound: outbound.clone(),

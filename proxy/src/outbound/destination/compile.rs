@@ -141,11 +141,11 @@ impl Compiler<'_> {
             route.map(|rule| CompiledAction {
                 backends: self
                     .factory
-                    .backends(&rule.payload.backends, http.failure_accrual, &scope, |meta| {
+                    .backends(&rule.action.backends, http.failure_accrual, &scope, |meta| {
                         Some(series.backend(meta))
                     }),
                 mirrors: self.mirrors(rule, &route.meta, &scope),
-                timeouts_and_retries: TimeoutsAndRetries::from_action(&rule.payload, || {
+                timeouts_and_retries: TimeoutsAndRetries::from_action(&rule.action, || {
                     self.previous_budget(&route.meta, &rule.matches)
                 }),
                 series: series.clone(),
@@ -155,7 +155,7 @@ impl Compiler<'_> {
     }
 
     fn mirrors(&self, rule: &Rule<RouteAction>, route: &Arc<Meta>, scope: &MetricScope<'_>) -> Vec<Arc<Mirror>> {
-        if rule.payload.mirrors.is_empty() {
+        if rule.action.mirrors.is_empty() {
             return Vec::new();
         }
         let endpoint_context = &self.factory.endpoint_context;
@@ -175,7 +175,7 @@ impl Compiler<'_> {
                     .unwrap_or_default(),
             })
         };
-        rule.payload.mirrors.iter().enumerate().map(compile).collect()
+        rule.action.mirrors.iter().enumerate().map(compile).collect()
     }
 
     /// Routes of a ServiceProfile. They replace the routes of the policy, whose filters and backends could contradict
@@ -214,7 +214,7 @@ impl Compiler<'_> {
         });
         let same_route = routes.flatten().filter(|previous| previous.meta == *route);
         let mut rules = same_route.flat_map(|previous| &previous.rules);
-        rules.find(|rule| rule.matches == matches).map(|rule| &rule.payload)
+        rules.find(|rule| rule.matches == matches).map(|rule| &rule.action)
     }
 
     /// Compiles an opaque or TLS route. The profile may override its backends.

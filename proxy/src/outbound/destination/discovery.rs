@@ -264,7 +264,7 @@ fn build_snapshot(
             warn_limited!(
                 discovery.log_limiter,
                 target_and_cause,
-                "refused by the control plane",
+                "the control plane refuses the policy of a destination",
                 dst = %target,
                 code = ?refusal.code,
                 message = refusal.message

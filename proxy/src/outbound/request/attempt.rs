@@ -39,8 +39,8 @@ pub(super) struct AttemptSender<'a> {
 pub(super) struct AttemptParams<'a> {
     pub(super) started_at: Instant,
     pub(super) deadlines: Option<&'a mut AttemptDeadlines>,
-    /// The copy of the request that the caller keeps for retries, if it does.
-    pub(super) retry_copy: Option<&'a ReplayableRequest>,
+    /// The request that the caller keeps for retries, if it does.
+    pub(super) kept_for_retry: Option<&'a ReplayableRequest>,
     /// Whether the attempt may resend the request.
     pub(super) may_resend: bool,
 }
@@ -51,7 +51,7 @@ impl AttemptParams<'_> {
         Self {
             started_at,
             deadlines: None,
-            retry_copy: None,
+            kept_for_retry: None,
             may_resend: true,
         }
     }
@@ -71,7 +71,7 @@ impl AttemptSender<'_> {
         let AttemptParams {
             started_at,
             deadlines,
-            retry_copy,
+            kept_for_retry,
             may_resend,
         } = params;
         let choice = self.backends.choose()?;
@@ -91,9 +91,9 @@ impl AttemptSender<'_> {
             },
             route_source: self.route_source,
             started_at,
-            // The caller's copy was made before the backend's filters changed the request and before the deadlines wrapped its
+            // The caller has kept the request before the backend's filters changed it and before the deadlines wrapped its
             // body. So it equals the request only if the backend has no filters and the body is empty.
-            retry_copy: retry_copy.filter(|copy| choice.filters.is_empty() && copy.has_no_body()),
+            kept_for_retry: kept_for_retry.filter(|kept| choice.filters.is_empty() && kept.has_no_body()),
             may_resend,
         };
         let mut rsp = attempt.run(outgoing, tried, deadlines, route_attempt).await?;

@@ -16,7 +16,7 @@ use crate::{
     },
     http::{
         body::Body,
-        client::Protocol,
+        client::HttpVersion,
         connection_closer::CloseAfterResponse,
         error::{Error, Resendable, Side, TimeoutKind, grpc},
         headers,
@@ -47,8 +47,8 @@ pub(super) struct BackendAttempt<'a> {
     pub(super) connector: RequestConnector<'a>,
     pub(super) route_source: RouteSource<'a>,
     pub(super) started_at: Instant,
-    /// The copy that the caller keeps for retries, if it equals the request that is sent; `None` otherwise.
-    pub(super) retry_copy: Option<&'a ReplayableRequest>,
+    /// The request that the caller keeps for retries, if it equals the one that is sent; `None` otherwise.
+    pub(super) kept_for_retry: Option<&'a ReplayableRequest>,
     pub(super) may_resend: bool,
 }
 
@@ -70,7 +70,7 @@ struct SentRequest {
     observer: EndpointObserver,
     started_at: Instant,
     /// As [`ConnectionRequirements::request_protocol`].
-    protocol: Protocol,
+    protocol: HttpVersion,
     /// The HTTP version of the client's request.
     client_version: Version,
 }
@@ -105,8 +105,8 @@ impl BackendAttempt<'_> {
 
     /// Sends a request to endpoints in turn, until one processes it or it may not be sent again.
     ///
-    /// A resend needs a copy of the request as it was sent: the caller's, or one that is made here. An upgrade request has no
-    /// copy and is sent once.
+    /// A resend needs the request as it was sent: the caller keeps it, or it is kept here. An upgrade request is not kept and is
+    /// sent once.
     async fn send_until_processed(
         &self,
         outgoing: &mut OutgoingRequest<'_>,
@@ -114,30 +114,32 @@ impl BackendAttempt<'_> {
         mut deadlines: Option<&mut AttemptDeadlines>,
     ) -> Result<(Response<Body>, SentRequest), Error> {
         let needs = ConnectionRequirements::of_request(outgoing.req, outgoing.client_side.upgrade.is_some());
-        let needs_own_copy = self.may_resend && outgoing.client_side.upgrade.is_none() && self.retry_copy.is_none();
-        let make_copy = |req: &mut Request<Body>| ReplayableRequest::of_request(req, replay::DEFAULT_MAX_REPLAY_BYTES);
-        let mut own_copy = needs_own_copy.then(|| make_copy(outgoing.req));
+        let must_keep_request =
+            self.may_resend && outgoing.client_side.upgrade.is_none() && self.kept_for_retry.is_none();
+        let keep_request =
+            |req: &mut Request<Body>| ReplayableRequest::of_request(req, replay::DEFAULT_MAX_REPLAY_BYTES);
+        let mut own_kept_request = must_keep_request.then(|| keep_request(outgoing.req));
         loop {
             let (sent, result) = self.send_once(outgoing, tried, needs, deadlines.as_deref_mut()).await?;
             let endpoint = sent.endpoint.clone();
-            let copy = own_copy.as_ref().or(self.retry_copy);
+            let kept_request = own_kept_request.as_ref().or(self.kept_for_retry);
             let cause = match self.may_resend {
-                true => self.resend_cause(&result, &endpoint, copy, tried.len()),
+                true => self.resend_cause(&result, &endpoint, kept_request, tried.len()),
                 false => None,
             };
             tried.push(endpoint);
             let Some(cause) = cause else {
                 return self.finish(outgoing, sent, result);
             };
-            let Some(req) = copy.and_then(ReplayableRequest::to_request) else {
-                // The body was too large for the copy, or an upgrade request has no copy.
+            let Some(req) = kept_request.and_then(ReplayableRequest::take_request) else {
+                // The body was too large to be kept, or the request is an upgrade, which is not kept.
                 let result = result.map_err(|error| Error::TooLargeToResend(Box::new(error)));
                 return self.finish(outgoing, sent, result);
             };
             self.connector.count_resend(cause);
             sent.discard(result);
             *outgoing.req = req;
-            own_copy = needs_own_copy.then(|| make_copy(outgoing.req));
+            own_kept_request = must_keep_request.then(|| keep_request(outgoing.req));
         }
     }
 
@@ -208,16 +210,16 @@ impl BackendAttempt<'_> {
         &self,
         result: &Result<Response<Body>, Error>,
         endpoint: &Endpoint,
-        copy: Option<&ReplayableRequest>,
-        n_tried: usize,
+        kept_request: Option<&ReplayableRequest>,
+        n_tried_before_this: usize,
     ) -> Option<&'static str> {
         match result {
             // Only a meshed endpoint has a proxy that can report an error of its own.
-            Ok(rsp) if endpoint.identity().is_some() && self.connector.can_try_another_endpoint(n_tried) => {
+            Ok(rsp) if endpoint.identity().is_some() && self.connector.may_use_other_endpoint(n_tried_before_this) => {
                 let (cause, resendable) = peer_proxy_error(rsp)?;
-                self.allows_resend(resendable, endpoint, copy).then_some(cause)
+                self.allows_resend(resendable, endpoint, kept_request).then_some(cause)
             }
-            Err(error) if self.can_resend(error, endpoint, copy, n_tried) => Some(error.cause()),
+            Err(error) if self.can_resend(error, endpoint, kept_request, n_tried_before_this) => Some(error.cause()),
             _ => None,
         }
     }
@@ -274,29 +276,40 @@ impl BackendAttempt<'_> {
         endpoint.taps.show(sampled, request_info)
     }
 
-    fn can_resend(&self, error: &Error, endpoint: &Endpoint, copy: Option<&ReplayableRequest>, n_tried: usize) -> bool {
-        // An unprocessed request can also be sent on a new connection to the same endpoint.
-        let may_send = match error.is_unprocessed() {
-            true => self.connector.may_send_again(n_tried),
-            false => self.connector.can_try_another_endpoint(n_tried),
+    fn can_resend(
+        &self,
+        error: &Error,
+        endpoint: &Endpoint,
+        kept_request: Option<&ReplayableRequest>,
+        n_tried_before_this: usize,
+    ) -> bool {
+        // After a refused stream, the request can also be sent on a new connection to the same endpoint.
+        let may_send = match error.is_refused_stream() {
+            true => self.connector.may_resend_to_any_endpoint(n_tried_before_this),
+            false => self.connector.may_use_other_endpoint(n_tried_before_this),
         };
-        may_send && copy.is_some() && self.allows_resend(error.resendable(), endpoint, copy)
+        may_send && kept_request.is_some() && self.allows_resend(error.resendable(), endpoint, kept_request)
     }
 
-    fn allows_resend(&self, resendable: Resendable, endpoint: &Endpoint, copy: Option<&ReplayableRequest>) -> bool {
+    fn allows_resend(
+        &self,
+        resendable: Resendable,
+        endpoint: &Endpoint,
+        kept_request: Option<&ReplayableRequest>,
+    ) -> bool {
         match resendable {
             Resendable::Never => false,
             Resendable::Always => true,
             Resendable::IfIdempotent => {
                 let resend = endpoint.client(self.client.worker).resend_policy();
-                copy.is_some_and(|copy| resend.allows(copy.method()))
+                kept_request.is_some_and(|kept| resend.allows(kept.method()))
             }
         }
     }
 }
 
 /// Applies the endpoint's authority override, and converts HTTP/1 to HTTP/2 if `protocol` requires it.
-fn prepare_request(req: &mut Request<Body>, endpoint: &Endpoint, protocol: Protocol) -> Result<(), Error> {
+fn prepare_request(req: &mut Request<Body>, endpoint: &Endpoint, protocol: HttpVersion) -> Result<(), Error> {
     if let Some(authority) = &endpoint.spec.authority_override {
         req.headers_mut().remove(header::HOST);
         req.headers_mut().remove(names::L5D_DST_CANONICAL);
@@ -307,11 +320,11 @@ fn prepare_request(req: &mut Request<Body>, endpoint: &Endpoint, protocol: Proto
             .path_and_query
             .or_else(|| Some(http::uri::PathAndQuery::from_static("/")));
         *req.uri_mut() = Uri::from_parts(parts).map_err(|_| Error::InvalidRequest("the request target is invalid"))?;
-        if protocol == Protocol::Http1 {
+        if protocol == HttpVersion::Http1 {
             http1_over_http2::set_origin_form(req);
         }
     }
-    if protocol == Protocol::Http2 && req.version() != Version::HTTP_2 {
+    if protocol == HttpVersion::Http2 && req.version() != Version::HTTP_2 {
         return http1_over_http2::request_to_http2(req);
     }
     Ok(())
@@ -321,11 +334,11 @@ fn prepare_request(req: &mut Request<Body>, endpoint: &Endpoint, protocol: Proto
 ///
 /// `may_close_client` is whether the peer's proxy may close the client's connection: only if its endpoint is the only one of the
 /// backend.
-fn finish_response(rsp: &mut Response<Body>, protocol: Protocol, client_version: Version, may_close_client: bool) {
-    let was_converted_to_http2 = client_version != Version::HTTP_2 && protocol == Protocol::Http2;
+fn finish_response(rsp: &mut Response<Body>, protocol: HttpVersion, client_version: Version, may_close_client: bool) {
+    let was_converted_to_http2 = client_version != Version::HTTP_2 && protocol == HttpVersion::Http2;
     if was_converted_to_http2 {
         http1_over_http2::response_to_http1(rsp);
-    } else if protocol == Protocol::Http1 {
+    } else if protocol == HttpVersion::Http1 {
         match rsp.status() {
             StatusCode::SWITCHING_PROTOCOLS => headers::strip_hop_by_hop_except_upgrade(rsp.headers_mut()),
             _ => headers::strip_hop_by_hop(rsp.headers_mut()),
@@ -383,9 +396,9 @@ impl SentRequest {
             Err(error) => self.observer.record_error(&error),
             Ok(rsp) => {
                 self.observer.record_failed_status(&rsp);
-                // Ending the body records the result of this endpoint.
+                // Discarding the body records the result of this endpoint.
                 let rsp = classify::observe(rsp, self.started_at, self.observer);
-                rsp.into_body().finish(Ok(()));
+                rsp.into_body().discard_as(Ok(()));
             }
         }
     }
@@ -437,7 +450,7 @@ impl EndpointObserver {
             error if error.is_graceful_go_away() => false,
             // Other endpoints may have used up the timeout of the request.
             Error::Timeout(TimeoutKind::Request(_) | TimeoutKind::Profile(_)) => self.connected_at_once,
-            error => error.side() == Side::Peer && !error.is_request_body_error(),
+            error => error.side() == Side::Upstream && !error.is_request_body_error(),
         };
         if !is_endpoint_failure {
             return;
@@ -510,10 +523,10 @@ mod tests {
     #[test]
     fn l5d_proxy_connection_close_ends_the_http1_connection() {
         for (protocol, version, may_close_client, closes) in [
-            (Protocol::Http1, Version::HTTP_11, true, true),
-            (Protocol::Http2, Version::HTTP_2, true, false), // HTTP/2 has no Connection header
-            (Protocol::Http2, Version::HTTP_11, true, false), // other clients may share the connection to the peer
-            (Protocol::Http1, Version::HTTP_11, false, false),
+            (HttpVersion::Http1, Version::HTTP_11, true, true),
+            (HttpVersion::Http2, Version::HTTP_2, true, false), // HTTP/2 has no Connection header
+            (HttpVersion::Http2, Version::HTTP_11, true, false), // other clients may share the connection to the peer
+            (HttpVersion::Http1, Version::HTTP_11, false, false),
         ] {
             let rsp = Response::builder().header("l5d-proxy-connection", "close");
             let mut rsp = rsp.body(Body::empty()).unwrap();

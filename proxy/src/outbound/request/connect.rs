@@ -23,7 +23,7 @@ use crate::{
     balance::candidate::Candidate,
     http::{
         body::Body,
-        client::{ConnectionUse, Protocol, ReadyConnection},
+        client::{ConnectOutcome, ConnectionUse, HttpVersion},
         error::{Error, Resendable},
         headers,
         upgrade::websocket,
@@ -36,7 +36,7 @@ pub(super) type TriedEndpoints = SmallVec<[Arc<Endpoint>; MAX_ENDPOINTS_PER_ATTE
 
 struct PendingDial {
     endpoint: Arc<Endpoint>,
-    result_rx: oneshot::Receiver<Result<ReadyConnection, Error>>,
+    result_rx: oneshot::Receiver<Result<ConnectOutcome, Error>>,
 }
 
 /// Connects a request to an endpoint of its backend.
@@ -71,7 +71,7 @@ impl RequestConnector<'_> {
         &self,
         tried: &mut TriedEndpoints,
         needs: ConnectionRequirements,
-    ) -> Result<(Arc<Endpoint>, ReadyConnection), Error> {
+    ) -> Result<(Arc<Endpoint>, ConnectOutcome), Error> {
         let endpoint = self.backend.pick(tried).await?;
         self.check_identity(&endpoint)?;
         match self.reuse_connection(&endpoint, needs).await {
@@ -108,7 +108,7 @@ impl RequestConnector<'_> {
         &self,
         endpoint: &Arc<Endpoint>,
         needs: ConnectionRequirements,
-    ) -> Option<ReadyConnection> {
+    ) -> Option<ConnectOutcome> {
         let client = endpoint.client(self.worker);
         let ready = client
             .existing_connection(needs.request_protocol(endpoint), needs.connection_use(endpoint))
@@ -126,10 +126,10 @@ impl RequestConnector<'_> {
         endpoint: Arc<Endpoint>,
         tried: &mut TriedEndpoints,
         needs: ConnectionRequirements,
-    ) -> Result<(Arc<Endpoint>, ReadyConnection), Error> {
+    ) -> Result<(Arc<Endpoint>, ConnectOutcome), Error> {
         let mut dials: SmallVec<[PendingDial; MAX_ENDPOINTS_PER_ATTEMPT]> = SmallVec::new();
         let first_hedge_at = start_dial(&mut dials, endpoint, self.worker, needs);
-        let mut hedge_at = self.can_use_another_endpoint(tried, &dials).then_some(first_hedge_at);
+        let mut hedge_at = self.has_room_for_endpoint(tried, &dials).then_some(first_hedge_at);
         if let Some(connected) = self.find_shared_connection(tried, &dials, needs).await {
             return Ok(connected);
         }
@@ -158,7 +158,7 @@ impl RequestConnector<'_> {
                 return Ok((next, ready));
             }
             let next_hedge_at = start_dial(&mut dials, next, self.worker, needs);
-            hedge_at = self.can_use_another_endpoint(tried, &dials).then_some(next_hedge_at);
+            hedge_at = self.has_room_for_endpoint(tried, &dials).then_some(next_hedge_at);
         }
     }
 
@@ -174,7 +174,7 @@ impl RequestConnector<'_> {
         tried: &mut TriedEndpoints,
         dials: &[PendingDial],
     ) -> Result<Option<Arc<Endpoint>>, Error> {
-        let may_try_another = error.resendable() == Resendable::Always && self.can_try_another_endpoint(tried.len());
+        let may_try_another = error.resendable() == Resendable::Always && self.may_use_other_endpoint(tried.len());
         tried.push(failed);
         let cause = error.cause();
         if !dials.is_empty() {
@@ -184,7 +184,7 @@ impl RequestConnector<'_> {
         if !may_try_another {
             return Err(error);
         }
-        if matches!(error, Error::StreamLimit { .. }) {
+        if matches!(error, Error::NoFreeStream { .. }) {
             // The dial has already waited for a free stream. The request does not also wait until another endpoint is available.
             let available = self
                 .backend
@@ -206,12 +206,12 @@ impl RequestConnector<'_> {
         tried: &TriedEndpoints,
         dials: &[PendingDial],
         needs: ConnectionRequirements,
-    ) -> Option<(Arc<Endpoint>, ReadyConnection)> {
-        if !self.can_use_another_endpoint(tried, dials) {
+    ) -> Option<(Arc<Endpoint>, ConnectOutcome)> {
+        if !self.has_room_for_endpoint(tried, dials) {
             return None;
         }
         let other = self.backend.pick_where(|other| {
-            needs.request_protocol(other) == Protocol::Http2
+            needs.request_protocol(other) == HttpVersion::Http2
                 && other.client(self.worker).has_http2_connection()
                 && self.is_alternative(other, tried, dials)
         })?;
@@ -219,20 +219,21 @@ impl RequestConnector<'_> {
         Some((other, ready))
     }
 
-    /// Whether this attempt may use one more endpoint than it has tried and is dialling.
-    fn can_use_another_endpoint(&self, tried: &TriedEndpoints, dials: &[PendingDial]) -> bool {
+    /// Whether this attempt may use one endpoint besides those that it has tried and is dialling.
+    fn has_room_for_endpoint(&self, tried: &TriedEndpoints, dials: &[PendingDial]) -> bool {
         tried.len() - self.n_tried_before + dials.len() < MAX_ENDPOINTS_PER_ATTEMPT
     }
 
-    /// Whether the request may be given to another endpoint of the backend. `n_tried` as in [`Self::may_send_again`].
-    pub(super) fn can_try_another_endpoint(&self, n_tried: usize) -> bool {
-        self.may_send_again(n_tried) && !matches!(self.backend, Backend::Forward(_))
+    /// Whether the request may be sent to another endpoint of the backend, after the one that it now failed at.
+    /// `n_tried_before_this` as in [`Self::may_resend_to_any_endpoint`].
+    pub(super) fn may_use_other_endpoint(&self, n_tried_before_this: usize) -> bool {
+        self.may_resend_to_any_endpoint(n_tried_before_this) && !matches!(self.backend, Backend::Forward(_))
     }
 
-    /// Whether the request may be sent once more in this attempt, possibly to the same endpoint. `n_tried` is the number of tried
-    /// endpoints in all attempts, without the current endpoint.
-    pub(super) fn may_send_again(&self, n_tried: usize) -> bool {
-        let n_in_this_attempt = n_tried + 1 - self.n_tried_before; // with the current endpoint
+    /// Whether the request may be sent once more in this attempt, to the endpoint that it now failed at or another one.
+    /// `n_tried_before_this` is the number of endpoints that all attempts tried before that endpoint.
+    pub(super) fn may_resend_to_any_endpoint(&self, n_tried_before_this: usize) -> bool {
+        let n_in_this_attempt = n_tried_before_this + 1 - self.n_tried_before;
         n_in_this_attempt < MAX_ENDPOINTS_PER_ATTEMPT
     }
 
@@ -252,7 +253,7 @@ impl ConnectionRequirements {
         let connection_use = if is_upgrade && can_use_extended_connect() {
             ConnectionUse::ExtendedConnect
         } else if is_upgrade || has_no_host || version == Version::HTTP_10 {
-            ConnectionUse::NewConnection
+            ConnectionUse::Unpooled
         } else {
             ConnectionUse::Pooled
         };
@@ -268,7 +269,7 @@ impl ConnectionRequirements {
         match self.connection_use {
             // Other endpoints do not convert an extended CONNECT back to an HTTP/1 upgrade.
             ConnectionUse::ExtendedConnect if self.requires_http1 && !endpoint.restores_http1() => {
-                ConnectionUse::NewConnection
+                ConnectionUse::Unpooled
             }
             connection_use => connection_use,
         }
@@ -276,7 +277,7 @@ impl ConnectionRequirements {
 
     /// The HTTP version of the request that is passed to [`EndpointClient`](crate::http::client::EndpointClient). A WebSocket
     /// upgrade of HTTP/1 is still HTTP/1 here, even if that sends it as an extended CONNECT on an HTTP/2 connection.
-    pub(super) fn request_protocol(&self, endpoint: &Endpoint) -> Protocol {
+    pub(super) fn request_protocol(&self, endpoint: &Endpoint) -> HttpVersion {
         endpoint.protocol(self.version, self.requires_http1)
     }
 }
@@ -303,7 +304,7 @@ fn start_dial(
             .dial(needs.request_protocol(&dialled), needs.connection_use(&dialled))
             .await;
         match &result {
-            Ok(_) | Err(Error::StreamLimit { .. }) => dialled.breaker().record_connected(),
+            Ok(_) | Err(Error::NoFreeStream { .. }) => dialled.breaker().record_connected(),
             Err(error) => {
                 tracing::debug!(addr = %dialled.spec.addr, %error, "endpoint cannot be reached");
                 dialled.breaker().record_dial_failure(error.cause(), Instant::now());
@@ -323,7 +324,7 @@ fn start_dial(
 /// Waits for the first dial that completes, and removes it from `dials`, which must not be empty.
 async fn first_completed(
     dials: &mut SmallVec<[PendingDial; MAX_ENDPOINTS_PER_ATTEMPT]>,
-) -> (Arc<Endpoint>, Result<ReadyConnection, Error>) {
+) -> (Arc<Endpoint>, Result<ConnectOutcome, Error>) {
     let poll = |cx: &mut Context<'_>| {
         for index in 0..dials.len() {
             if let Poll::Ready(result) = Pin::new(&mut dials[index].result_rx).poll(cx) {

@@ -25,5 +25,5 @@ pub(in crate::outbound) struct OutgoingRequest<'a> {
     /// Its tunnel is taken when an upgrade succeeds.
     pub(in crate::outbound) client_side: ClientSide,
     /// Whether the mirrors have got their copies. Each gets only one, even if the request is sent to a further address.
-    pub(in crate::outbound) is_copied: bool,
+    pub(in crate::outbound) mirrors_started: bool,
 }

@@ -45,13 +45,13 @@ pub(super) fn send_copies(
 ) {
     // After an upgrade or CONNECT there are bytes without requests, which cannot be copied.
     if mirrors.is_empty()
-        || outgoing.is_copied
+        || outgoing.mirrors_started
         || outgoing.client_side.upgrade.is_some()
         || *outgoing.req.method() == Method::CONNECT
     {
         return;
     }
-    outgoing.is_copied = true;
+    outgoing.mirrors_started = true;
     for guard in mirrors.iter().filter_map(Mirror::start_copy) {
         let (mut copy, monitor) = copy_request(outgoing.req, &guard.mirror().usage.memory);
         if overrides == HeaderOverrides::Allow {
@@ -110,7 +110,7 @@ async fn send_copy(
     let mut outgoing = OutgoingRequest {
         req: &mut copy,
         client_side: ClientSide::default(),
-        is_copied: true,
+        mirrors_started: true,
     };
     match timeout(MAX_COPY_DURATION, send_and_discard(&sender, &mut outgoing)).await {
         Ok(Ok(true)) => CopyResult::Success,
@@ -136,7 +136,7 @@ async fn send_and_discard(sender: &AttemptSender<'_>, outgoing: &mut OutgoingReq
         n_bytes += frame.data_ref().map_or(0, Bytes::len);
         grpc_status = grpc_status.or_else(|| classify::grpc_status(frame.trailers_ref()?));
         if n_bytes > MAX_RESPONSE_BYTES {
-            body.finish(Ok(()));
+            body.discard_as(Ok(()));
             break;
         }
     }

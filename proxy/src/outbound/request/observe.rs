@@ -25,7 +25,7 @@ use crate::{
     },
 };
 
-/// Records a request that fails or is cancelled in the series of its route.
+/// Records, in the series of its route, a request that fails or is cancelled.
 pub(super) struct RouteRequestGuard<'a> {
     route: &'a Arc<RouteSeries>,
     /// Series of the request's host, if requests are counted by host.

@@ -123,7 +123,7 @@ pub(super) async fn send_upgrade(
     let attempt_params = AttemptParams {
         started_at,
         deadlines: Some(&mut deadlines),
-        retry_copy: None,
+        kept_for_retry: None,
         may_resend: true,
     };
     let result = sender.send_attempt(outgoing, &mut tried, attempt_params).await;
@@ -160,7 +160,7 @@ pub(super) async fn send_with_retries(
     let mut n_retries = 0;
     loop {
         let params_if_not_last = retry_params.filter(|params| n_retries < params.max_retries);
-        let retry_copy =
+        let kept_for_retry =
             params_if_not_last.map(|params| ReplayableRequest::of_request(outgoing.req, params.max_body_bytes));
         let attempt_timeouts = RequestTimeouts {
             response_headers_timeout: params_if_not_last.and_then(|params| params.attempt_timeout),
@@ -173,7 +173,7 @@ pub(super) async fn send_with_retries(
         let attempt_params = AttemptParams {
             started_at,
             deadlines: deadlines.as_mut(),
-            retry_copy: retry_copy.as_ref(),
+            kept_for_retry: kept_for_retry.as_ref(),
             may_resend: true,
         };
         let result = sender.send_attempt(outgoing, &mut tried, attempt_params).await;
@@ -186,7 +186,7 @@ pub(super) async fn send_with_retries(
             }
             return with_deadlines(result, deadlines);
         }
-        let Some((params, retry_copy)) = params_if_not_last.zip(retry_copy) else {
+        let Some((params, kept_for_retry)) = params_if_not_last.zip(kept_for_retry) else {
             metrics.retry_limit_exceeded();
             return with_deadlines(result, deadlines);
         };
@@ -194,7 +194,7 @@ pub(super) async fn send_with_retries(
         let is_in_time = timeouts
             .request_deadline
             .is_none_or(|(at, _)| Instant::now() + delay < at);
-        let take_retry = || params.take_retry(retry_copy, sender, metrics);
+        let take_retry = || params.take_retry(kept_for_retry, sender, metrics);
         let Some(next_req) = is_in_time.then(take_retry).flatten() else {
             return with_deadlines(result, deadlines);
         };
@@ -224,7 +224,7 @@ async fn read_grpc_status(
                 Ok(grpc_status) => (Ok(rsp), grpc_status),
                 Err(error) => {
                     // Reports an expired timeout to the observers of the response.
-                    rsp.into_body().finish(Err(&error));
+                    rsp.into_body().discard_as(Err(&error));
                     (Err(error), None)
                 }
             }
@@ -267,11 +267,11 @@ impl RetryParams<'_> {
     /// The budget is asked last, so that it pays only for retries that are sent.
     fn take_retry(
         &self,
-        retry_copy: ReplayableRequest,
+        kept_for_retry: ReplayableRequest,
         sender: &AttemptSender<'_>,
         metrics: &impl AttemptMetrics,
     ) -> Option<Request<Body>> {
-        if !retry_copy.can_replay() {
+        if !kept_for_retry.can_replay() {
             return None;
         }
         // The result of this attempt says more than an error that no endpoint is available.
@@ -283,7 +283,7 @@ impl RetryParams<'_> {
             metrics.budget_exhausted();
             return None;
         }
-        retry_copy.to_request()
+        kept_for_retry.take_request()
     }
 }
 
@@ -299,13 +299,13 @@ impl RetryOn<'_> {
             (Self::Statuses(_), Err(Error::QueueTimeout(..) | Error::Timeout(TimeoutKind::ResponseHeaders(_)))) => true,
             // Never retried: another timeout expired, the endpoint has another identity, or the length of a body is wrong.
             (_, Err(Error::Timeout(_) | Error::IdentityMismatch { .. } | Error::ContentLengthMismatch)) => false,
-            (Self::Statuses(conditions), Err(error)) if error.side() == Side::Peer => {
+            (Self::Statuses(conditions), Err(error)) if error.side() == Side::Upstream => {
                 let status = error.status();
                 contains_status(&conditions.http, status.status.as_u16())
                     || (is_grpc && conditions.grpc.contains(&status.grpc_code))
             }
             (Self::RouteFailures(route), Ok(rsp)) => is_route_failure(route, rsp.status(), grpc_status),
-            (Self::RouteFailures(route), Err(error)) if error.side() == Side::Peer => {
+            (Self::RouteFailures(route), Err(error)) if error.side() == Side::Upstream => {
                 let status = error.status();
                 is_route_failure(route, status.status, is_grpc.then_some(status.grpc_code))
             }
@@ -344,7 +344,7 @@ fn discard_body(mut body: Body) {
             None => break,
         }
     }
-    body.finish(Ok(()));
+    body.discard_as(Ok(()));
 }
 
 fn contains_status(ranges: &[RangeInclusive<u16>], status: u16) -> bool {

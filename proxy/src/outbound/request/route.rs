@@ -63,7 +63,7 @@ pub(in crate::outbound) async fn route_and_send(
         mirrors,
         timeouts_and_retries,
         series,
-    } = &found.rule.payload;
+    } = &found.rule.action;
     let route_source = RouteSource::Route(&found.route.meta);
     let mut request_guard = RouteRequestGuard::begin(series, outgoing.req);
     // Boxed because few routes have this filter.
@@ -282,7 +282,7 @@ mod tests {
                     false => Vec::new(),
                 },
                 filters: Vec::new(),
-                payload: routes[0].rules[0].payload.clone(),
+                action: routes[0].rules[0].action.clone(),
             };
             routes.push(Route {
                 hosts: Vec::new(),

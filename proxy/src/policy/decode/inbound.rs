@@ -93,12 +93,12 @@ fn http(
                 authorizations,
             },
             server_authorizations,
-            |payload| {
+            |authorizations| {
                 let rule = |rule: proto::http_route::Rule| {
                     Ok(Rule {
                         matches: for_normalized_paths(routes::http_matches(rule.matches)?),
                         filters: rule.filters.into_iter().map(http_filter).collect::<Result<_, _>>()?,
-                        payload: payload.clone(),
+                        action: authorizations.clone(),
                     })
                 };
                 rules.into_iter().map(rule).collect()
@@ -129,12 +129,12 @@ fn grpc(messages: Vec<proto::GrpcRoute>, server_authorizations: &Authorizations)
                 authorizations,
             },
             server_authorizations,
-            |payload| {
+            |authorizations| {
                 let rule = |rule: proto::grpc_route::Rule| {
                     Ok(Rule {
                         matches: routes::grpc_matches(rule.matches)?,
                         filters: rule.filters.into_iter().map(grpc_filter).collect::<Result<_, _>>()?,
-                        payload: payload.clone(),
+                        action: authorizations.clone(),
                     })
                 };
                 rules.into_iter().map(rule).collect()
@@ -458,7 +458,7 @@ mod tests {
         assert_eq!((policy.meta.kind(), policy.meta.name()), ("server", "web"));
         let names = |list: &[Authorization]| list.iter().map(|a| a.meta.name().to_owned()).collect::<Vec<_>>();
         assert_eq!(names(&policy.authorizations), ["everybody", "localhost"]);
-        let own = &http.routes[0].rules[0].payload;
+        let own = &http.routes[0].rules[0].action;
         assert_eq!(names(own), ["audit", "everybody", "localhost"]);
         assert!(own[0].meta.is_audit() && !own[1].meta.is_audit());
         assert_eq!(policy, server_policy(message).unwrap(), "equal updates are equal");
@@ -468,7 +468,7 @@ mod tests {
     fn without_routes_a_default_route_matches_everything() {
         let (policy, http) = detected(server(|_, detect| detect.http_routes.clear()));
         assert_eq!(http.routes[0].meta.name(), "default");
-        assert_eq!(http.routes[0].rules[0].payload, policy.authorizations);
+        assert_eq!(http.routes[0].rules[0].action, policy.authorizations);
         let http1 = Kind::Http1(proto::proxy_protocol::Http1 {
             routes: vec![],
             local_rate_limit: None,
@@ -685,7 +685,7 @@ mod tests {
                 panic!()
             };
             assert_eq!(http.routes[0].meta.name(), name);
-            assert_eq!(http.routes[0].rules[0].payload, policy.authorizations);
+            assert_eq!(http.routes[0].rules[0].action, policy.authorizations);
         }
     }
 

@@ -119,8 +119,8 @@ fn retry_budget(message: &proto::RetryBudget) -> Result<RetryBudget, DecodeError
     })
 }
 
-/// A shorter `ttl` of a retry budget counts as this: with it, the budget always allows as many retries a second as it says. Linkerd's
-/// proxy ignores budgets with a shorter one.
+/// Shorter values of a retry budget's `ttl` are raised to this: with less than a second, it would allow fewer retries than
+/// `min_retries_per_second`. Linkerd's proxy ignores such budgets.
 const MIN_BUDGET_TTL: Duration = Duration::from_secs(1);
 
 /// `service` is the name of the profile's service.

@@ -134,14 +134,14 @@ fn http_lines(http: &ClientHttp) -> Vec<String> {
     accrual.chain(routes).collect()
 }
 
-/// The lines of a route, with those of its rules' payloads.
-fn route_lines<T>(route: &Route<T>, payload: impl Fn(&T) -> Vec<String>) -> Vec<String> {
+/// The lines of a route, with those of its rules' actions.
+fn route_lines<T>(route: &Route<T>, action_lines: impl Fn(&T) -> Vec<String>) -> Vec<String> {
     let mut lines = vec![format!("route {} {:?}", route.meta, route.hosts)];
     for rule in &route.rules {
         lines.push("- rule".to_owned());
         lines.extend(indented(rule.matches.iter().map(|one| format!("{one:?}"))));
         lines.extend(indented(rule.filters.iter().map(|one| format!("{one:?}"))));
-        lines.extend(indented(payload(&rule.payload)));
+        lines.extend(indented(action_lines(&rule.action)));
     }
     lines
 }

@@ -11,7 +11,7 @@ use kube::api::Api;
 use kube::{Client, ResourceExt};
 use serde_json::Value;
 use tokio::task::JoinSet;
-use tulle_control::resources::event::EventWriter;
+use tulle_control::resources::event::EventSink;
 use tulle_control::resources::service::EndpointsSource;
 use tulle_control::source::kubernetes::kinds::WatchRequirements;
 use tulle_control::source::kubernetes::{self, Config};
@@ -48,8 +48,8 @@ impl Replica {
                 patch_timeout: Duration::from_secs(5),
             }),
         };
-        let no_other_receiver = EventWriter::new(|_| {});
-        let (writer, controllers) = writeback::add_controllers(client, config, no_other_receiver, &registry, &drain);
+        let no_other_receiver = EventSink::new(|_| {});
+        let (sink, controllers) = writeback::add_controllers(client, config, no_other_receiver, &registry, &drain);
         let mut tasks = JoinSet::new();
         for controller in controllers {
             tasks.spawn(controller.run);
@@ -61,9 +61,9 @@ impl Replica {
                 endpoints_source: EndpointsSource::EndpointSlices,
             },
             log_addr: ":8086".to_owned(),
-            freshness: Readiness::new(),
+            stale_kinds: Readiness::new(),
         };
-        let watching = kubernetes::run(client.clone(), source, writer, registry.clone(), drain);
+        let watching = kubernetes::run(client.clone(), source, sink, registry.clone(), drain);
         tasks.spawn(async move { watching.await.expect("the watches last as long as the replica") });
         Self {
             registry,

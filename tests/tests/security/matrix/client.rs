@@ -150,7 +150,7 @@ async fn http1(stream: Box<dyn Stream>, token: &str) -> Observed {
 /// Sends an HTTP/2 request with prior knowledge.
 async fn http2(stream: Box<dyn Stream>, token: &str) -> Observed {
     let req = Request::post(format!("http://server{PATH}"));
-    request2(stream, req.header(TOKEN, format!("{token}.")), None).await
+    http2_request(stream, req.header(TOKEN, format!("{token}.")), None).await
 }
 
 /// Sends a unary gRPC call.
@@ -158,7 +158,7 @@ async fn grpc(stream: Box<dyn Stream>, token: &str) -> Observed {
     let req = Request::post(format!("http://server{PATH}"));
     let req = req.header("content-type", GRPC).header("te", "trailers");
     let message = Bytes::from_static(&[0; 5]);
-    request2(stream, req.header(TOKEN, format!("{token}.")), Some(message)).await
+    http2_request(stream, req.header(TOKEN, format!("{token}.")), Some(message)).await
 }
 
 /// Sends a request with a lower-case method.
@@ -239,7 +239,7 @@ fn of_head(status: u16, headers: &HeaderMap) -> Observed {
     }
 }
 
-async fn request2(stream: Box<dyn Stream>, req: http::request::Builder, message: Option<Bytes>) -> Observed {
+async fn http2_request(stream: Box<dyn Stream>, req: http::request::Builder, message: Option<Bytes>) -> Observed {
     let exchange = async {
         let (mut sender, connection) = h2::client::handshake(stream).await?;
         // The task ends with the runtime or the connection.

@@ -12,7 +12,9 @@ use serde::de::value::{Error as UnknownVariant, StrDeserializer};
 use serde_json::value::RawValue;
 
 pub(super) use crate::source::kubernetes::response::frames::{FrameBuffer, WatchEncoding};
-pub(super) use crate::source::kubernetes::response::object::{DecodeError, EncodedObject, ObjectHead, RawObject};
+pub(super) use crate::source::kubernetes::response::object::{
+    DecodeError, EncodedObject, ObjectHead, PartlyDecodedObject,
+};
 
 /// A page of a list.
 pub(super) struct ListPage<'a> {

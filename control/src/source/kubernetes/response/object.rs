@@ -43,7 +43,7 @@ pub(crate) enum EncodedObject<'a> {
 }
 
 /// An object of which only the head is decoded.
-pub(crate) struct RawObject<'a> {
+pub(crate) struct PartlyDecodedObject<'a> {
     pub(crate) head: ObjectHead<'a>,
     content: Content<'a>,
 }
@@ -91,7 +91,7 @@ struct ManagedField<'a> {
     time: Cow<'a, str>,
 }
 
-impl<'a> RawObject<'a> {
+impl<'a> PartlyDecodedObject<'a> {
     pub(crate) fn parse(object: EncodedObject<'a>) -> Result<Self, DecodeError> {
         match object {
             EncodedObject::Json(object) => {
@@ -210,7 +210,7 @@ fn prune(kind: Kind, detail: ObjectDetail, object: &mut Object) {
     }
 }
 
-/// The operation of a managed field that says when an object was written as a whole.
+/// The operation in managed fields of all writes except those by server-side apply, which have `Apply`.
 const UPDATE: &str = "Update";
 
 #[cfg(test)]
@@ -222,7 +222,7 @@ mod tests {
     }
 
     fn decode(kind: Kind, detail: ObjectDetail, object: &RawValue) -> Object {
-        RawObject::parse(EncodedObject::Json(object))
+        PartlyDecodedObject::parse(EncodedObject::Json(object))
             .unwrap()
             .decode(kind, detail)
             .unwrap()
@@ -258,13 +258,13 @@ mod tests {
                {"operation":"Apply","time":"2025-06-01T00:00:09Z"}]}}"#);
         let expected = OffsetDateTime::parse("2025-06-01T00:00:03Z", &Rfc3339).unwrap();
         assert_eq!(
-            RawObject::parse(EncodedObject::Json(&object))
+            PartlyDecodedObject::parse(EncodedObject::Json(&object))
                 .unwrap()
                 .last_updated_at(),
             Some(expected)
         );
         assert_eq!(
-            RawObject::parse(EncodedObject::Json(&raw(r#"{"metadata":{}}"#)))
+            PartlyDecodedObject::parse(EncodedObject::Json(&raw(r#"{"metadata":{}}"#)))
                 .unwrap()
                 .last_updated_at(),
             None

@@ -524,12 +524,12 @@ async fn run_schedule(seed: u64) {
     let view = Arc::new(Mutex::new(View::new()));
     let (requested, reported, written) = (server.clone(), server.clone(), view.clone());
     let service = service_fn(move |req: Request<Body>| respond(requested.clone(), req.uri().to_string()));
-    let writer = EventWriter::new(move |events| {
+    let sink = EventSink::new(move |events| {
         let server = reported.0.lock();
         let mut view = written.lock();
         events.iter().for_each(|event| apply_to_view(&server, &mut view, event));
     });
-    let source = start_source(service, writer);
+    let source = start_source(service, sink);
     let start = Instant::now();
     let mut next_condition_at = start;
     while start.elapsed() < CHAOS_TIME {
@@ -543,7 +543,7 @@ async fn run_schedule(seed: u64) {
             if server.rng.u8(..3) == 0 {
                 server.change_random_object();
             }
-            check_ages(&server, &view.lock(), &source.freshness.reasons(), MAX_UNNOTICED_AGE);
+            check_ages(&server, &view.lock(), &source.stale_kinds.reasons(), MAX_UNNOTICED_AGE);
         }
         server.1.notify_waiters();
         sleep(Duration::from_secs(1)).await;
@@ -552,7 +552,7 @@ async fn run_schedule(seed: u64) {
     server.0.lock().set_condition(Condition::Healthy);
     server.1.notify_waiters();
     sleep(RECOVERY_TIME).await;
-    assert_eq!(source.freshness.reasons(), [""; 0], "after recovery");
+    assert_eq!(source.stale_kinds.reasons(), [""; 0], "after recovery");
     check_ages(&server.0.lock(), &view.lock(), &[], Duration::ZERO);
 }
 

@@ -4,29 +4,29 @@ use tulle_core::metrics::Registry;
 
 use super::*;
 use crate::cluster::{self, Cluster};
-use crate::resources::unsupported;
+use crate::resources::unserved;
 use crate::writeback::statuses::report::Report;
 
 struct TestReport {
     registry: Registry,
-    writer: EventWriter,
+    sink: EventSink,
 }
 
 impl TestReport {
     fn new() -> Self {
         let registry = Registry::new();
         let cluster = Cluster::new(cluster::Config::default(), &registry);
-        let writer = Report::new(cluster, settings()).writer();
-        Self { registry, writer }
+        let sink = Report::new(cluster, settings()).sink();
+        Self { registry, sink }
     }
 
     fn apply(&self, objects: &[(Kind, Value)]) {
         let event = |(kind, manifest): &(Kind, Value)| Event::Applied(resources::decode(*kind, manifest).unwrap());
-        self.writer.apply(objects.iter().map(event).collect());
+        self.sink.apply(objects.iter().map(event).collect());
     }
 
     fn counted(&self) -> Vec<String> {
-        unsupported::counted_parts(&self.registry)
+        unserved::counted_parts(&self.registry)
     }
 }
 
@@ -98,7 +98,7 @@ fn routes_without_effect_are_counted_until_they_have_one() {
     ];
     assert_eq!(report.counted(), expected);
     let deleted = |kind: Kind, name: &str| Event::Deleted(kind, NamespacedName::new("shop", name));
-    report.writer.apply(vec![
+    report.sink.apply(vec![
         deleted(Kind::GatewayHttpRoute, "with-section"),
         deleted(Kind::GatewayHttpRoute, "of-other-server"),
         deleted(Kind::TcpRoute, "displaced"),
@@ -151,6 +151,6 @@ fn other_objects_without_effect_are_counted() {
     ]);
     assert_eq!(report.counted(), ["c-limit spec.targetRef", "overridden spec.networks"]);
     let outside = NamespacedName::new("shop", "outside");
-    report.writer.apply(vec![Event::Deleted(Kind::EgressNetwork, outside)]);
+    report.sink.apply(vec![Event::Deleted(Kind::EgressNetwork, outside)]);
     assert_eq!(report.counted(), ["c-limit spec.targetRef"]);
 }

@@ -145,7 +145,7 @@ fn http_rule(message: proto::http_route::Rule) -> Result<Rule<RouteAction>, Deco
     Ok(Rule {
         matches: routes::http_matches(message.matches)?,
         filters,
-        payload: RouteAction {
+        action: RouteAction {
             backends: distribution!(
                 http_route,
                 |backend: &mut proto::http_route::RouteBackend| {
@@ -168,7 +168,7 @@ fn grpc_rule(message: proto::grpc_route::Rule) -> Result<Rule<RouteAction>, Deco
     Ok(Rule {
         matches: routes::grpc_matches(message.matches)?,
         filters,
-        payload: RouteAction {
+        action: RouteAction {
             backends: distribution!(
                 grpc_route,
                 |backend: &mut proto::grpc_route::RouteBackend| {
@@ -282,7 +282,7 @@ fn backend_extensions(
     Err(DecodeError::invalid(
         "filter of a backend",
         unsupported,
-        "this filter in the rule only",
+        "a filter other than RequestMirror and CORS, which only rules can have",
     ))
 }
 

@@ -211,7 +211,7 @@ fn action(message: proto::OutboundPolicy) -> RouteAction {
     let ClientProtocol::Http2(http) = policy.protocol else {
         panic!("{policy:?}")
     };
-    http.routes[0].rules[0].payload.clone()
+    http.routes[0].rules[0].action.clone()
 }
 
 fn only_backend(message: proto::OutboundPolicy) -> Arc<BackendSpec> {
@@ -405,7 +405,7 @@ fn rewrites_are_filters_and_mirrors_are_backends() {
         path: Some(filter::PathModifier::Prefix("/new".into())),
     });
     assert_eq!(rule.filters, [expected]);
-    let [mirror] = &rule.payload.mirrors[..] else {
+    let [mirror] = &rule.action.mirrors[..] else {
         panic!("{rule:?}")
     };
     assert_eq!(mirror.ratio, filter::Ratio::ALWAYS);

@@ -1,4 +1,4 @@
-//! Validates routes without looking up their parents.
+//! Checks which parts of routes are valid, and which the mesh supports, without looking up their parents.
 //!
 //! `validate_*` functions check whether values are valid, for admission and for directories of manifests. `check_*` functions
 //! check whether the mesh supports a part for the kinds of its route and parent, and whether the values of the part are valid;

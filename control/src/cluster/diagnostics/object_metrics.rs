@@ -1,4 +1,4 @@
-//! Metrics of stored objects: their number, and their unsupported or unreadable parts.
+//! Metrics of stored objects: their number, and their unserved or unreadable parts.
 
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::resources::event::Event;
 use crate::resources::meta::NamespacedName;
 use crate::resources::route::ParentKind;
 use crate::resources::unreadable::Unreadable;
-use crate::resources::unsupported::{self, UnsupportedPart};
+use crate::resources::unserved::{self, UnservedPart};
 use crate::resources::{Kind, Object};
 
 /// Counts stored objects by kind, some kinds also by namespace, and the addresses of Services and the Services with routes.
@@ -25,8 +25,8 @@ pub(in crate::cluster) struct ObjectMetrics {
     addresses: AHashSet<LookupKey>,
     /// Keys of Services with routes.
     routes: AHashMap<LookupKey, GaugeGuard>,
-    /// Unsupported parts by object.
-    unsupported: AHashMap<(Kind, NamespacedName), Vec<(UnsupportedPart, GaugeGuard)>>,
+    /// Unserved parts by object.
+    unserved: AHashMap<(Kind, NamespacedName), Vec<(UnservedPart, GaugeGuard)>>,
     /// By Server: parts of routes and rate limits that the Server does not support.
     unsupported_by_server: AHashMap<NamespacedName, Vec<PartUnsupportedByServer>>,
     /// Unreadable objects, with the reason.
@@ -35,7 +35,7 @@ pub(in crate::cluster) struct ObjectMetrics {
 
 /// A part of an object that its Server does not support.
 struct PartUnsupportedByServer {
-    part: (Kind, NamespacedName, UnsupportedPart),
+    part: (Kind, NamespacedName, UnservedPart),
     _gauge_guard: GaugeGuard,
 }
 
@@ -73,28 +73,28 @@ impl ObjectMetrics {
         }
     }
 
-    /// Updates the metric of unsupported parts of an object. Returns the parts that were not reported before.
-    pub(in crate::cluster) fn update_unsupported_parts(
+    /// Updates the metric of unserved parts of an object. Returns the parts that were not reported before.
+    pub(in crate::cluster) fn update_unserved_parts(
         &mut self,
         metrics: &Metrics,
         config: &Config,
         event: &Event,
-    ) -> Vec<(Kind, NamespacedName, UnsupportedPart)> {
+    ) -> Vec<(Kind, NamespacedName, UnservedPart)> {
         let (id, found) = match event {
             Event::Applied(object) => {
-                let mut found = unsupported::unsupported_parts(object);
+                let mut found = unserved::unserved_parts(object);
                 if let Object::Service(service) = object {
                     let opaque = &config.default_opaque_ports;
-                    found.extend(unsupported::overridden_app_protocols(service, opaque));
+                    found.extend(unserved::overridden_app_protocols(service, opaque));
                 }
                 ((object.kind(), object.meta().name.clone()), found)
             }
             Event::Deleted(kind, name) => ((*kind, name.clone()), Vec::new()),
-            // The last readable version stays in effect, with its unsupported parts.
+            // The last readable version stays in effect, with its unserved parts.
             Event::Unreadable(_) | Event::Synced => return Vec::new(),
         };
-        let before = self.unsupported.remove(&id).unwrap_or_default();
-        let is_new = |part: &&UnsupportedPart| !before.iter().any(|(old, _)| old == *part);
+        let before = self.unserved.remove(&id).unwrap_or_default();
+        let is_new = |part: &&UnservedPart| !before.iter().any(|(old, _)| old == *part);
         let new = found
             .iter()
             .filter(is_new)
@@ -102,11 +102,11 @@ impl ObjectMetrics {
             .collect();
         if !found.is_empty() {
             let counted = found.into_iter().map(|part| {
-                let guard = metrics.unsupported_guard(id.0, &id.1, part.field);
+                let guard = metrics.unserved_guard(id.0, &id.1, part.field);
                 (part, guard)
             });
             let counted = counted.collect();
-            self.unsupported.insert(id, counted);
+            self.unserved.insert(id, counted);
         }
         new
     }
@@ -118,7 +118,7 @@ impl ObjectMetrics {
         metrics: &Metrics,
         store: &Store,
         changed_keys: &AHashSet<LookupKey>,
-    ) -> Vec<(Kind, NamespacedName, UnsupportedPart)> {
+    ) -> Vec<(Kind, NamespacedName, UnservedPart)> {
         let mut servers: AHashSet<NamespacedName> = AHashSet::new();
         for key in changed_keys {
             match key {
@@ -140,12 +140,12 @@ impl ObjectMetrics {
             };
             let routes = LookupKey::Routes(ParentKind::Server, name.clone());
             let limits = LookupKey::Namespace(Kind::RateLimitPolicy, name.namespace.clone());
-            let found = unsupported::unsupported_by_server(server, store.find(&routes).chain(store.find(&limits)));
-            let is_new = |part: &&(Kind, NamespacedName, UnsupportedPart)| !before.iter().any(|old| old.part == **part);
+            let found = unserved::unsupported_by_server(server, store.find(&routes).chain(store.find(&limits)));
+            let is_new = |part: &&(Kind, NamespacedName, UnservedPart)| !before.iter().any(|old| old.part == **part);
             new.extend(found.iter().filter(is_new).cloned());
             if !found.is_empty() {
                 let counted = found.into_iter().map(|part| PartUnsupportedByServer {
-                    _gauge_guard: metrics.unsupported_guard(part.0, &part.1, part.2.field),
+                    _gauge_guard: metrics.unserved_guard(part.0, &part.1, part.2.field),
                     part,
                 });
                 self.unsupported_by_server.insert(name, counted.collect());

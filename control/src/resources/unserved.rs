@@ -1,4 +1,4 @@
-//! Finds parts of stored objects that the mesh does not apply, such as invalid annotations and unsupported parts of routes.
+//! Finds unserved parts of stored objects, such as invalid annotations, and parts of routes that the mesh does not support.
 //!
 //! They are counted in metrics. Admission, if it is enabled, rejects some of them earlier.
 
@@ -14,21 +14,20 @@ use crate::resources::policy::egress_network::EgressNetwork;
 use crate::resources::policy::server::{AccessPolicy, Server, WorkloadSelector};
 use crate::resources::port_list::{PortList, ResolvedPorts};
 use crate::resources::route::{Parent, ParentKind, Route};
-use crate::resources::route_admission;
+use crate::resources::route_support;
 use crate::resources::service::{DeclaredProtocol, EndpointSlice, PortRef, Service, ServicePort};
-use crate::resources::workload::{ContainerPort, Pod, resolve_declared};
+use crate::resources::workload::{DeclaredPort, Pod, resolve_declared};
 use crate::resources::{Kind, Object};
 
-/// A part of an object that the mesh does not apply, and the reason. The part is ignored, or the requests that it matches
-/// fail.
+/// A part of an object that the mesh does not apply, and the reason. The part is ignored, or the requests that it matches fail.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct UnsupportedPart {
+pub struct UnservedPart {
     /// The annotation, or the field of the spec.
     pub field: &'static str,
     pub reason: String,
 }
 
-/// The metric of parts that the mesh does not apply.
+/// The metric of unserved parts.
 pub fn metric_family(registry: &Registry) -> Family<Gauge> {
     registry.gauge(
         "unserved_configuration",
@@ -51,8 +50,8 @@ pub(crate) fn counted_parts(registry: &Registry) -> Vec<String> {
     parts
 }
 
-/// Returns all parts of an object that the mesh does not apply, considering this object alone.
-pub fn unsupported_parts(object: &Object) -> Vec<UnsupportedPart> {
+/// Returns all unserved parts of an object, considering this object alone.
+pub fn unserved_parts(object: &Object) -> Vec<UnservedPart> {
     match object {
         Object::Service(service) => check_service(service),
         Object::EgressNetwork(network) => {
@@ -105,9 +104,9 @@ pub fn match_port_name(server: &Server, workload: &Object) -> PortNameMatch {
     }
 }
 
-/// Returns the unsupported part of a Server that has this port name, which no workload declares.
-pub fn undeclared_port_name(port_name: &str) -> UnsupportedPart {
-    UnsupportedPart {
+/// Returns the unserved part of a Server that has this port name, which no workload declares.
+pub fn undeclared_port_name(port_name: &str) -> UnservedPart {
+    UnservedPart {
         field: "spec.port",
         reason: format!(
             "no workload that the Server selects declares a port {port_name:?}, so the Server has no effect"
@@ -119,7 +118,7 @@ pub fn undeclared_port_name(port_name: &str) -> UnsupportedPart {
 pub fn unsupported_by_server<'a>(
     server: &Server,
     objects: impl IntoIterator<Item = &'a Object>,
-) -> Vec<(Kind, NamespacedName, UnsupportedPart)> {
+) -> Vec<(Kind, NamespacedName, UnservedPart)> {
     let check = |object: &Object| {
         let (field, reason) = match (object, object.route()) {
             (_, Some(route)) => ("spec.parentRefs", server_rejection(server, route)?.to_string()),
@@ -132,7 +131,7 @@ pub fn unsupported_by_server<'a>(
         Some((
             object.kind(),
             object.meta().name.clone(),
-            UnsupportedPart { field, reason },
+            UnservedPart { field, reason },
         ))
     };
     objects.into_iter().filter_map(check).collect()
@@ -154,19 +153,19 @@ fn server_rejection(server: &Server, route: &Route) -> Option<RouteRejection> {
 }
 
 /// Returns the invalid annotations of an EgressNetwork.
-pub(super) fn invalid_egress_annotations(network: &EgressNetwork) -> Vec<UnsupportedPart> {
+pub(super) fn invalid_egress_annotations(network: &EgressNetwork) -> Vec<UnservedPart> {
     let invalid = annotations::invalid_on_parent(&network.meta.annotations);
-    let mut found: Vec<UnsupportedPart> = invalid.into_iter().map(Into::into).collect();
+    let mut found: Vec<UnservedPart> = invalid.into_iter().map(Into::into).collect();
     found.extend(check_port_list(&network.meta, annotation::OPAQUE_PORTS, |list| {
         list.resolve(|_| Vec::new())
     }));
     found
 }
 
-fn check_service(service: &Service) -> Vec<UnsupportedPart> {
+fn check_service(service: &Service) -> Vec<UnservedPart> {
     let all = &service.meta.annotations;
     let invalid = annotations::invalid_on_parent(all);
-    let mut found: Vec<UnsupportedPart> = invalid.into_iter().map(Into::into).collect();
+    let mut found: Vec<UnservedPart> = invalid.into_iter().map(Into::into).collect();
     add_unused(&mut found, annotations::unused(all, Kind::Service.info().name));
     found.extend(check_port_list(&service.meta, annotation::OPAQUE_PORTS, |list| {
         list.resolve(|name| service.ports_named(name))
@@ -175,14 +174,14 @@ fn check_service(service: &Service) -> Vec<UnsupportedPart> {
 }
 
 /// Returns each `appProtocol` of a Service that has no effect, because its port is marked as opaque.
-pub fn overridden_app_protocols(service: &Service, default_opaque_ports: &PortSet) -> Vec<UnsupportedPart> {
+pub fn overridden_app_protocols(service: &Service, default_opaque_ports: &PortSet) -> Vec<UnservedPart> {
     let is_overridden = |port: &&ServicePort| {
         let protocol = port.declared_protocol();
         matches!(protocol, DeclaredProtocol::Http1 | DeclaredProtocol::Http2)
             && service.is_opaque(port.port, default_opaque_ports)
     };
     let overridden = service.ports.iter().filter(is_overridden);
-    let part = |port: &ServicePort| UnsupportedPart {
+    let part = |port: &ServicePort| UnservedPart {
         field: "spec.ports",
         reason: format!(
             "appProtocol {} of port {} has no effect, because the port is marked as opaque by the annotation {} or by default; \
@@ -196,7 +195,7 @@ pub fn overridden_app_protocols(service: &Service, default_opaque_ports: &PortSe
 }
 
 /// Returns the part of a ServerAuthorization because of which it authorizes no client.
-fn check_server_authorization(authorization: &ServerAuthorization) -> Vec<UnsupportedPart> {
+fn check_server_authorization(authorization: &ServerAuthorization) -> Vec<UnservedPart> {
     let has_no_network = authorization.networks.as_ref().is_some_and(Vec::is_empty);
     let without_networks = has_no_network.then(|| {
         "it is empty, so no client is authorized; remove it to authorize clients in the cluster networks".to_owned()
@@ -209,10 +208,10 @@ fn check_server_authorization(authorization: &ServerAuthorization) -> Vec<Unsupp
         ("spec.client.networks", without_networks),
         ("spec.client", without_client),
     ];
-    checks.into_iter().filter_map(to_unsupported_part).collect()
+    checks.into_iter().filter_map(to_unserved_part).collect()
 }
 
-fn check_slice(slice: &EndpointSlice) -> Vec<UnsupportedPart> {
+fn check_slice(slice: &EndpointSlice) -> Vec<UnservedPart> {
     let without_service = slice.service.is_none().then(|| {
         let label = label::SERVICE_NAME;
         format!("no Service: the slice needs the label {label}, or a Service as its only owner")
@@ -221,13 +220,13 @@ fn check_slice(slice: &EndpointSlice) -> Vec<UnsupportedPart> {
         .has_fqdn_addresses
         .then(|| "FQDN is not supported; use IPv4 or IPv6".to_owned());
     let checks = [("metadata.labels", without_service), ("addressType", fqdn_addresses)];
-    checks.into_iter().filter_map(to_unsupported_part).collect()
+    checks.into_iter().filter_map(to_unserved_part).collect()
 }
 
-fn check_route(route: &Route) -> Vec<UnsupportedPart> {
+fn check_route(route: &Route) -> Vec<UnservedPart> {
     let all = &route.meta.annotations;
     let invalid = annotations::invalid_on_route(all);
-    let mut found: Vec<UnsupportedPart> = invalid.into_iter().map(Into::into).collect();
+    let mut found: Vec<UnservedPart> = invalid.into_iter().map(Into::into).collect();
     if route.has_only_server_parents() {
         let unused = annotations::present(all).map(|key| (key, format!("it {UNUSED_INBOUND}")));
         add_unused(&mut found, unused);
@@ -237,10 +236,10 @@ fn check_route(route: &Route) -> Vec<UnsupportedPart> {
     let parents = [ParentKind::Server, ParentKind::Service, ParentKind::EgressNetwork];
     let is_named = |kind: &ParentKind| route.parents.iter().any(|parent| parent.kind == *kind);
     let mut named_kinds = parents.into_iter().filter(is_named);
-    let reason = named_kinds.find_map(|kind| route_admission::unsupported_reason(route, kind));
-    found.extend(to_unsupported_part(("spec.rules", reason)));
-    let unused = route_admission::unused_inbound_fields(route);
-    found.extend(unused.into_iter().map(|field| UnsupportedPart {
+    let reason = named_kinds.find_map(|kind| route_support::unsupported_reason(route, kind));
+    found.extend(to_unserved_part(("spec.rules", reason)));
+    let unused = route_support::unused_inbound_fields(route);
+    found.extend(unused.into_iter().map(|field| UnservedPart {
         field: "spec.rules",
         reason: format!("{field} {UNUSED_INBOUND}"),
     }));
@@ -248,15 +247,15 @@ fn check_route(route: &Route) -> Vec<UnsupportedPart> {
 }
 
 /// Adds annotations without effect, each with the reason. One that is found to be invalid is not added again.
-fn add_unused(found: &mut Vec<UnsupportedPart>, unused: impl IntoIterator<Item = (&'static str, String)>) {
+fn add_unused(found: &mut Vec<UnservedPart>, unused: impl IntoIterator<Item = (&'static str, String)>) {
     for (field, reason) in unused {
         if found.iter().all(|part| part.field != field) {
-            found.push(UnsupportedPart { field, reason });
+            found.push(UnservedPart { field, reason });
         }
     }
 }
 
-impl From<InvalidAnnotation> for UnsupportedPart {
+impl From<InvalidAnnotation> for UnservedPart {
     fn from(invalid: InvalidAnnotation) -> Self {
         Self {
             field: invalid.key,
@@ -265,11 +264,11 @@ impl From<InvalidAnnotation> for UnsupportedPart {
     }
 }
 
-fn check_workload(meta: &Meta, declared: &[ContainerPort]) -> Vec<UnsupportedPart> {
+fn check_workload(meta: &Meta, declared: &[DeclaredPort]) -> Vec<UnservedPart> {
     let policy = meta.annotation(annotation::DEFAULT_INBOUND_POLICY);
     let policy = policy.and_then(|text| text.parse::<AccessPolicy>().err());
     let policy = policy.map(|error| error.to_string());
-    let mut found: Vec<UnsupportedPart> = to_unsupported_part((annotation::DEFAULT_INBOUND_POLICY, policy))
+    let mut found: Vec<UnservedPart> = to_unserved_part((annotation::DEFAULT_INBOUND_POLICY, policy))
         .into_iter()
         .collect();
     for key in [
@@ -283,7 +282,7 @@ fn check_workload(meta: &Meta, declared: &[ContainerPort]) -> Vec<UnsupportedPar
 }
 
 /// Checks that the proxy of a meshed pod is known. Without it, clients could only send plaintext to the pod.
-fn check_proxy(pod: &Pod) -> Option<UnsupportedPart> {
+fn check_proxy(pod: &Pod) -> Option<UnservedPart> {
     let reason = pod.lacks_proxy().then(|| {
         format!(
             "the pod has the label {}, but no container linkerd-proxy with valid addresses in LINKERD2_PROXY_ADMIN_LISTEN_ADDR and \
@@ -291,14 +290,14 @@ fn check_proxy(pod: &Pod) -> Option<UnsupportedPart> {
             label::CONTROL_PLANE_NS
         )
     });
-    to_unsupported_part(("spec.containers", reason))
+    to_unserved_part(("spec.containers", reason))
 }
 
 fn check_port_list(
     meta: &Meta,
     key: &'static str,
     resolve: impl FnOnce(&PortList) -> ResolvedPorts,
-) -> Option<UnsupportedPart> {
+) -> Option<UnservedPart> {
     let unknown = resolve(&PortList::parse(meta.annotation(key)?)).unknown;
     let reason = (!unknown.is_empty()).then(|| {
         format!(
@@ -306,11 +305,11 @@ fn check_port_list(
             unknown.join(", ")
         )
     });
-    to_unsupported_part((key, reason))
+    to_unserved_part((key, reason))
 }
 
-fn to_unsupported_part((field, reason): (&'static str, Option<String>)) -> Option<UnsupportedPart> {
-    reason.map(|reason| UnsupportedPart { field, reason })
+fn to_unserved_part((field, reason): (&'static str, Option<String>)) -> Option<UnservedPart> {
+    reason.map(|reason| UnservedPart { field, reason })
 }
 
 const UNUSED_INBOUND: &str = "has no effect where the parent is a Server";
@@ -325,7 +324,7 @@ mod tests {
     fn fields(kind: Kind, annotations: Value, spec: Value) -> Vec<&'static str> {
         let metadata = json!({"name": "x", "namespace": "shop", "annotations": annotations});
         let object = decode(kind, &json!({"metadata": metadata, "spec": spec})).unwrap();
-        unsupported_parts(&object).into_iter().map(|part| part.field).collect()
+        unserved_parts(&object).into_iter().map(|part| part.field).collect()
     }
 
     #[test]
@@ -373,7 +372,7 @@ mod tests {
         ] {
             let metadata = json!({"name": "x", "namespace": "shop", "labels": labels});
             let manifest = json!({"metadata": metadata, "spec": {"containers": containers}});
-            let found = unsupported_parts(&decode(Kind::Pod, &manifest).unwrap());
+            let found = unserved_parts(&decode(Kind::Pod, &manifest).unwrap());
             let found: Vec<_> = found.into_iter().map(|part| part.field).collect();
             assert_eq!(found, ["spec.containers"].repeat(n_found), "{manifest}");
         }

@@ -1,4 +1,4 @@
-//! Starts etcd, the API server, the controller manager and the scheduler.
+//! Starts the components of Kubernetes' control plane: etcd, the API server, the controller manager and the scheduler.
 
 use std::fs;
 use std::net::IpAddr;
@@ -16,7 +16,7 @@ use super::kubeconfig;
 use super::pki::{Pki, Subject};
 use crate::programs;
 
-/// Settings shared by the components of a control plane.
+/// Settings shared by the components of Kubernetes' control plane.
 pub(super) struct ComponentContext<'a> {
     /// Holds certificates, logs, data and kubeconfigs.
     pub(super) dir: &'a Path,
@@ -28,7 +28,7 @@ pub(super) struct ComponentContext<'a> {
 }
 
 impl ComponentContext<'_> {
-    /// Creates the directories, the CA, and the credentials of the control plane and its administrator.
+    /// Creates the directories, the CA, and the credentials of the components and of an administrator.
     pub(super) fn prepare(&self, audit: AuditPolicy) -> anyhow::Result<Pki> {
         for name in ["log", "etcd"] {
             let dir = self.dir.join(name);

@@ -20,20 +20,20 @@ use crate::resources::labels::Labels;
 use crate::resources::meta::NamespacedName;
 use crate::resources::workload::{ExternalWorkload, Pod, ProxyContainer};
 
-/// A member of a workload such as a Deployment: a running pod or an external workload.
+/// A running pod or an external workload.
 #[derive(Clone, Debug)]
-pub struct WorkloadMember {
+pub struct Workload {
     pub name: NamespacedName,
-    pub kind: MemberKind,
-    /// Kind of the owner, as metric labels spell it, and its name. The workload itself if it has no owner.
+    pub kind: WorkloadKind,
+    /// Kind of the owner, as metric labels spell it, and its name. The pod or external workload itself if it has no owner.
     pub owner: (Cow<'static, str>, Arc<str>),
-    /// The Services that select the workload, sorted by name.
+    /// The Services that select it, sorted by name.
     pub services: Vec<Arc<str>>,
     pub sidecar: Option<Sidecar>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum MemberKind {
+pub enum WorkloadKind {
     Pod,
     External,
 }
@@ -60,24 +60,26 @@ pub(in crate::cluster) fn input_objects(store: &Store, namespace: Option<&str>) 
     store.all().filter(is_needed).cloned().collect()
 }
 
-/// The members in a namespace, or in all namespaces, sorted by name.
-pub(in crate::cluster) fn list(store: &Store, config: &Config, namespace: Option<&str>) -> Vec<WorkloadMember> {
+/// The workloads in a namespace, or in all namespaces, sorted by name.
+pub(in crate::cluster) fn list(store: &Store, config: &Config, namespace: Option<&str>) -> Vec<Workload> {
     let reader = Reader::new(store);
     let namespaces_by_ip = namespaces_by_ip(store);
-    let mut members = Vec::new();
+    let mut workloads = Vec::new();
     let mut services: HashMap<_, Vec<_>> = HashMap::new();
     for object in store.all() {
         if namespace.is_some_and(|namespace| *namespace != **object.meta().namespace()) {
             continue;
         }
         match object {
-            Object::Pod(pod) if pod.is_serving() => members.push((pod_member(&reader, config, pod), &pod.meta.labels)),
-            Object::ExternalWorkload(workload) => {
-                let mut member = external_member(&reader, workload);
-                member.sidecar = member
+            Object::Pod(pod) if pod.is_serving() => {
+                workloads.push((pod_workload(&reader, config, pod), &pod.meta.labels))
+            }
+            Object::ExternalWorkload(external) => {
+                let mut workload = external_workload(&reader, external);
+                workload.sidecar = workload
                     .sidecar
-                    .filter(|sidecar| belongs_to_namespace(workload, sidecar, &namespaces_by_ip));
-                members.push((member, &workload.meta.labels));
+                    .filter(|sidecar| belongs_to_namespace(external, sidecar, &namespaces_by_ip));
+                workloads.push((workload, &external.meta.labels));
             }
             Object::Service(service) if !service.selector.is_empty() => {
                 services.entry(service.meta.namespace()).or_default().push(service);
@@ -88,13 +90,13 @@ pub(in crate::cluster) fn list(store: &Store, config: &Config, namespace: Option
     for services in services.values_mut() {
         services.sort_by(|a, b| a.meta.name.cmp(&b.meta.name));
     }
-    members.sort_by(|(a, _), (b, _)| a.name.cmp(&b.name));
-    let with_services = members.into_iter().map(|(mut member, labels)| {
+    workloads.sort_by(|(a, _), (b, _)| a.name.cmp(&b.name));
+    let with_services = workloads.into_iter().map(|(mut workload, labels)| {
         let selects = |selector: &Labels| selector.iter().all(|(key, value)| labels.get(key) == Some(value));
-        let selecting = services.get(&member.name.namespace).into_iter().flatten();
+        let selecting = services.get(&workload.name.namespace).into_iter().flatten();
         let selecting = selecting.filter(|service| selects(&service.selector));
-        member.services = selecting.map(|service| service.meta.name.name.clone()).collect();
-        member
+        workload.services = selecting.map(|service| service.meta.name.name.clone()).collect();
+        workload
     });
     with_services.collect()
 }
@@ -141,7 +143,7 @@ fn belongs_to_namespace(workload: &ExternalWorkload, sidecar: &Sidecar, namespac
     kind != Some("serviceaccount") || account_namespace == Some(&**namespace)
 }
 
-fn pod_member(reader: &Reader<'_>, config: &Config, pod: &Pod) -> WorkloadMember {
+fn pod_workload(reader: &Reader<'_>, config: &Config, pod: &Pod) -> Workload {
     let sidecar = match (pod.proxy, pod.ips.first()) {
         (ProxyContainer::Present { admin, control, .. }, Some(ip)) => Some(Sidecar {
             admin_addr: SocketAddr::new(*ip, admin),
@@ -150,16 +152,16 @@ fn pod_member(reader: &Reader<'_>, config: &Config, pod: &Pod) -> WorkloadMember
         }),
         _ => None,
     };
-    WorkloadMember {
+    Workload {
         name: pod.meta.name.clone(),
-        kind: MemberKind::Pod,
+        kind: WorkloadKind::Pod,
         owner: owner(reader, &pod.meta).unwrap_or_else(|| ("pod".into(), pod.meta.name.name.clone())),
         services: Vec::new(),
         sidecar,
     }
 }
 
-fn external_member(reader: &Reader<'_>, workload: &ExternalWorkload) -> WorkloadMember {
+fn external_workload(reader: &Reader<'_>, workload: &ExternalWorkload) -> Workload {
     let port = |name: &str, default: u16| {
         let named = workload.ports.iter().find(|port| port.name.as_deref() == Some(name));
         named.map_or(default, |port| port.port)
@@ -170,9 +172,9 @@ fn external_member(reader: &Reader<'_>, workload: &ExternalWorkload) -> Workload
         identity: Some(external_identity(workload)),
     });
     let itself = || ("external_workload".into(), workload.meta.name.name.clone());
-    WorkloadMember {
+    Workload {
         name: workload.meta.name.clone(),
-        kind: MemberKind::External,
+        kind: WorkloadKind::External,
         owner: owner(reader, &workload.meta).unwrap_or_else(itself),
         services: Vec::new(),
         sidecar,

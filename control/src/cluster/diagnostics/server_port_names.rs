@@ -9,30 +9,30 @@ use crate::cluster::metrics::{GaugeGuard, Metrics};
 use crate::cluster::store::objects::{LookupKey, Store, server_keys};
 use crate::resources::meta::NamespacedName;
 use crate::resources::policy::server::Server;
-use crate::resources::unsupported::{self, PortNameMatch, UnsupportedPart};
+use crate::resources::unserved::{self, PortNameMatch, UnservedPart};
 use crate::resources::{Kind, Object};
 
 /// The Servers that select their port by name. Updated incrementally from changed pods, external workloads and Servers.
 #[derive(Default)]
-pub(in crate::cluster) struct UndeclaredPortNames {
+pub(in crate::cluster) struct ServerPortNames {
     /// By Server: whether each workload that it selects declares its port.
     servers: AHashMap<NamespacedName, AHashMap<WorkloadId, bool>>,
     /// The Servers that select a workload.
     servers_of_workload: AHashMap<WorkloadId, AHashSet<NamespacedName>>,
-    /// The Servers that apply to no port, each with the unsupported part that is counted.
-    counted: AHashMap<NamespacedName, (UnsupportedPart, GaugeGuard)>,
+    /// The Servers that apply to no port, each with the unserved part that is counted.
+    counted: AHashMap<NamespacedName, (UnservedPart, GaugeGuard)>,
 }
 
 type WorkloadId = (Kind, NamespacedName);
 
-impl UndeclaredPortNames {
+impl ServerPortNames {
     /// Evaluates the changed objects, counts Servers that apply to no port, and returns those not reported before.
     pub(in crate::cluster) fn update(
         &mut self,
         metrics: &Metrics,
         store: &Store,
         changed_keys: &AHashSet<LookupKey>,
-    ) -> Vec<(Kind, NamespacedName, UnsupportedPart)> {
+    ) -> Vec<(Kind, NamespacedName, UnservedPart)> {
         let mut affected_servers = self.remove_changed_servers(changed_keys);
         self.match_workloads(store, &affected_servers);
         for key in changed_keys {
@@ -105,7 +105,7 @@ impl UndeclaredPortNames {
 
     /// Adds the workload to the Server if it selects it.
     fn match_workload(&mut self, server: &Server, workload: &Object) {
-        let port_match = unsupported::match_port_name(server, workload);
+        let port_match = unserved::match_port_name(server, workload);
         if port_match == PortNameMatch::NotSelected {
             return;
         }
@@ -117,26 +117,26 @@ impl UndeclaredPortNames {
         selected.insert(id, port_match == PortNameMatch::Declared);
     }
 
-    /// Returns the unsupported part of a Server that applies to no port. Otherwise, or if the Server does not exist, returns
+    /// Returns the unserved part of a Server that applies to no port. Otherwise, or if the Server does not exist, returns
     /// `None`.
-    fn undeclared_port_name(&self, store: &Store, name: &NamespacedName) -> Option<UnsupportedPart> {
+    fn undeclared_port_name(&self, store: &Store, name: &NamespacedName) -> Option<UnservedPart> {
         let Some(Object::Server(server)) = store.object(Kind::Server, name) else {
             return None;
         };
         let is_declared = self.servers.get(name)?.values().any(|declares_port| *declares_port);
         match is_declared {
             true => None,
-            false => Some(unsupported::undeclared_port_name(server.port_name()?)),
+            false => Some(unserved::undeclared_port_name(server.port_name()?)),
         }
     }
 
-    /// Counts a Server that applies to no port. Returns the unsupported part if the same part was not counted before.
+    /// Counts a Server that applies to no port. Returns the unserved part if the same part was not counted before.
     fn update_metric(
         &mut self,
         metrics: &Metrics,
         name: &NamespacedName,
-        found: Option<UnsupportedPart>,
-    ) -> Option<UnsupportedPart> {
+        found: Option<UnservedPart>,
+    ) -> Option<UnservedPart> {
         let Some(found) = found else {
             self.counted.remove(name);
             return None;
@@ -144,7 +144,7 @@ impl UndeclaredPortNames {
         if self.counted.get(name).is_some_and(|(counted, _)| *counted == found) {
             return None;
         }
-        let guard = metrics.unsupported_guard(Kind::Server, name, found.field);
+        let guard = metrics.unserved_guard(Kind::Server, name, found.field);
         self.counted.insert(name.clone(), (found.clone(), guard));
         Some(found)
     }
@@ -174,7 +174,7 @@ mod tests {
     fn a_server_that_applies_to_no_port_is_reported_again_only_if_its_port_changes() {
         let registry = Registry::new();
         let metrics = Metrics::new(&registry);
-        let (mut store, mut undeclared) = (Store::default(), UndeclaredPortNames::default());
+        let (mut store, mut undeclared) = (Store::default(), ServerPortNames::default());
         let mut update = |event: Event| {
             let mut changed_keys = AHashSet::new();
             store.apply(event, &mut changed_keys);
@@ -193,7 +193,7 @@ mod tests {
             let spec = json!({"podSelector": {}, "port": port, "accessPolicy": policy});
             object(Kind::Server, "web", spec)
         };
-        let reason = |port: &str| unsupported::undeclared_port_name(port).reason;
+        let reason = |port: &str| unserved::undeclared_port_name(port).reason;
         let none = Vec::<String>::new;
         let ports = |name: &str| json!({"containers": [{"name": "a", "ports": [{"name": name, "containerPort": 80}]}]});
         assert_eq!(update(object(Kind::Pod, "web-0", ports("http"))), (none(), false));

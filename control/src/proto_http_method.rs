@@ -1,4 +1,4 @@
-//! Protobuf messages that several services send.
+//! The protobuf message of an HTTP method, which several services send.
 
 use tulle_proto::http_types::{HttpMethod, http_method};
 

@@ -1,4 +1,4 @@
-//! Injection settings from files: the chart's values and the trust anchors. They are reloaded when the files change.
+//! The configuration of injection from files: the chart's values and the trust anchors. It is reloaded when the files change.
 //!
 //! Both are mounted from ConfigMaps, which the kubelet updates by replacing the whole directory.
 
@@ -41,16 +41,16 @@ impl Files {
     }
 }
 
-/// The current settings. Clones share them.
+/// The current configuration of injection. Clones share it.
 #[derive(Clone)]
-pub(super) struct Settings {
+pub(super) struct CurrentConfig {
     current: Arc<ArcSwap<Config>>,
 }
 
-/// Reloads the settings when the files change.
+/// Reloads the configuration when the files change.
 pub struct ConfigReloader {
     files: Files,
-    settings: Settings,
+    current_config: CurrentConfig,
     changes: FileWatcher,
     recorder: EventRecorder,
     unserved: UnservedFiles,
@@ -58,7 +58,7 @@ pub struct ConfigReloader {
 
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum SettingsError {
+pub enum ConfigError {
     #[error("reading {path:?}")]
     Read {
         path: PathBuf,
@@ -77,8 +77,8 @@ pub enum SettingsError {
     Watch(#[from] WatchError),
 }
 
-impl Settings {
-    pub(super) fn current(&self) -> Arc<Config> {
+impl CurrentConfig {
+    pub(super) fn get(&self) -> Arc<Config> {
         self.current.load_full()
     }
 }
@@ -91,29 +91,29 @@ pub(super) async fn open(
     files: Files,
     recorder: EventRecorder,
     registry: &Registry,
-) -> Result<(Settings, ConfigReloader), SettingsError> {
+) -> Result<(CurrentConfig, ConfigReloader), ConfigError> {
     // The watch starts before the files are read, so that no change is missed.
     let mut watched = vec![WatchPath::File(&files.values)];
     if files.trust_anchors.parent().is_some_and(Path::is_dir) {
         watched.push(WatchPath::File(&files.trust_anchors));
     }
     let changes = FileWatcher::watch(&watched)?;
-    let settings = Settings {
+    let current_config = CurrentConfig {
         current: Arc::new(ArcSwap::from_pointee(read(&files).await?)),
     };
     let reload = ConfigReloader {
         files,
-        settings: settings.clone(),
+        current_config: current_config.clone(),
         changes,
         recorder,
         unserved: UnservedFiles::new(registry, "values"),
     };
-    Ok((settings, reload))
+    Ok((current_config, reload))
 }
 
 impl ConfigReloader {
-    /// Reloads the files on every change until the drain. If they are invalid, the previous settings stay; the invalid file is
-    /// counted in `unserved_configuration`, and an Event on the Deployment has the reason.
+    /// Reloads the files on every change until the drain. If they are invalid, the previous configuration stays; the invalid file
+    /// is counted in `unserved_configuration`, and an Event on the Deployment has the reason.
     pub async fn run(mut self, drain: Watch) {
         let mut last_error = None;
         loop {
@@ -124,10 +124,10 @@ impl ConfigReloader {
             let read = read(&self.files).await;
             self.unserved.set(read.as_ref().err().map(|err| err.path(&self.files)));
             match read {
-                Ok(config) if config == *self.settings.current() => last_error = None,
+                Ok(config) if config == *self.current_config.get() => last_error = None,
                 Ok(config) => {
-                    info!(path = ?self.files.values, "the injection settings have changed");
-                    self.settings.current.store(Arc::new(config));
+                    info!(path = ?self.files.values, "the configuration of injection has changed");
+                    self.current_config.current.store(Arc::new(config));
                     last_error = None;
                 }
                 Err(err) => {
@@ -136,7 +136,7 @@ impl ConfigReloader {
                     if last_error.as_ref() != Some(&text) {
                         warn!(
                             error = text,
-                            "reloading the injection settings failed; the previous ones stay"
+                            "reloading the configuration of injection failed; the previous one stays"
                         );
                         self.record_skipped(&text);
                         last_error = Some(text);
@@ -160,12 +160,12 @@ impl ConfigReloader {
             severity: Severity::Warning,
             reason: "ConfigUpdateSkipped",
             action: "Reload",
-            message: format!("the injection settings are invalid; the previous ones stay: {error}"),
+            message: format!("the configuration of injection is invalid; the previous one stays: {error}"),
         });
     }
 }
 
-impl SettingsError {
+impl ConfigError {
     /// The file that is missing or invalid.
     fn path<'a>(&'a self, files: &'a Files) -> &'a Path {
         match self {
@@ -175,25 +175,25 @@ impl SettingsError {
     }
 }
 
-async fn read(files: &Files) -> Result<Config, SettingsError> {
+async fn read(files: &Files) -> Result<Config, ConfigError> {
     let read = async |path: &Path| {
-        fs::read_to_string(path).await.map_err(|source| SettingsError::Read {
+        fs::read_to_string(path).await.map_err(|source| ConfigError::Read {
             path: path.to_owned(),
             source,
         })
     };
     let text = read(&files.values).await?;
-    let mut values = Values::from_yaml(&text).map_err(|source| SettingsError::Values {
+    let mut values = Values::from_yaml(&text).map_err(|source| ConfigError::Values {
         path: files.values.clone(),
         source,
     })?;
     match read(&files.trust_anchors).await {
         Ok(anchors) => values.identity_trust_anchors_pem = anchors,
-        Err(SettingsError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => {}
+        Err(ConfigError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => {}
         Err(err) => return Err(err),
     }
     if values.identity_trust_anchors_pem.trim().is_empty() {
-        return Err(SettingsError::NoTrustAnchors(files.trust_anchors.clone()));
+        return Err(ConfigError::NoTrustAnchors(files.trust_anchors.clone()));
     }
     Ok(Config {
         values,
@@ -232,17 +232,17 @@ mod tests {
         assert!(missing.to_string().contains("no trust anchors"), "{missing}");
 
         write("ca.crt", "first");
-        let (settings, reload) = open().await.unwrap();
+        let (current_config, reload) = open().await.unwrap();
         let (signal, drain) = drain::channel();
         let running = tokio::spawn(reload.run(drain));
         let is_counted = || registry.render().contains("/values\",field=\"values\"} 1");
-        let domain = || settings.current().values.cluster_domain.clone();
+        let domain = || current_config.get().values.cluster_domain.clone();
         assert_eq!(domain(), "a.test");
         write("ca.crt", "second");
         write("values", "clusterDomain: b.test");
         until(|| domain() == "b.test").await;
-        assert_eq!(settings.current().values.identity_trust_anchors_pem, "second");
-        // Invalid values are counted, and the previous settings stay.
+        assert_eq!(current_config.get().values.identity_trust_anchors_pem, "second");
+        // Invalid values are counted, and the previous configuration stays.
         assert!(!is_counted());
         write("values", "proxy: 5");
         until(is_counted).await;

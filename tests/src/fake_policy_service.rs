@@ -12,7 +12,7 @@ use tokio_stream::{Stream, StreamExt as _};
 use tonic::service::Routes;
 use tonic::{Code, Request, Response, Status};
 use tulle_control::serving;
-use tulle_control::serving::limits::{Calls, Limits};
+use tulle_control::serving::limits::{CallKind, Limits};
 use tulle_control::serving::metrics::GrpcMetrics;
 use tulle_control::tls::mesh_credentials::{ClientCertificates, MeshCredentials};
 use tulle_core::drain;
@@ -22,8 +22,8 @@ use tulle_proto::inbound::{PortSpec, Server};
 use tulle_proto::outbound::outbound_policies_server::{OutboundPolicies, OutboundPoliciesServer};
 use tulle_proto::outbound::{OutboundPolicy, TrafficSpec};
 
-/// The `POLICY_SVC_ADDR` of a workload that uses this service.
-pub const ADDR: &str = "127.0.0.1:8090";
+/// The address on which the service listens. Workloads that use it get it as `POLICY_SVC_ADDR`.
+pub const POLICY_ADDR: &str = "127.0.0.1:8090";
 
 /// The answer for every port, and the answer for every destination: a policy or an error status.
 pub struct FakePolicyService {
@@ -46,7 +46,7 @@ impl FakePolicyService {
         let registry = Registry::new();
         let limits = Limits {
             connections: 1000,
-            calls: Calls::Streaming,
+            call_kind: CallKind::Streaming,
             streams_per_client: usize::MAX,
             request_memory: usize::MAX,
             connection_age: Duration::from_secs(3600),
@@ -58,7 +58,7 @@ impl FakePolicyService {
             limits,
             &registry,
         );
-        let addr: SocketAddr = ADDR.parse().expect("an address");
+        let addr: SocketAddr = POLICY_ADDR.parse().expect("an address");
         assert_eq!(addr.ip(), Ipv4Addr::LOCALHOST, "plaintext is trusted on loopback only");
         let listener = TcpListener::bind(addr).await.expect("each port is listened on once");
         let (signal, drain) = drain::channel();

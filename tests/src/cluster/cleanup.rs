@@ -17,8 +17,8 @@ use tulle_core::netns;
 use super::slot::{self, Slot};
 use super::{cgroups, node, processes};
 
-/// Removes everything of the cluster in `slot`; succeeds if there is none.
-pub(super) fn remove(slot: &Slot) -> anyhow::Result<()> {
+/// Stops the cluster in `slot` and removes everything it created; succeeds if there is none.
+pub(super) fn stop_and_remove(slot: &Slot) -> anyhow::Result<()> {
     let dir = slot.dir();
     // Components that start pods stop before the pods.
     kill_processes("components", || processes::in_directory(dir))?;

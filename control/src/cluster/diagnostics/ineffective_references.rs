@@ -16,12 +16,12 @@ use crate::resources::policy::authorization::{
 use crate::resources::route::{Parent, ParentKind, Route, RouteKind};
 use crate::resources::service::ServiceKind;
 use crate::resources::service_profile::ServiceProfile;
-use crate::resources::unsupported::UnsupportedPart;
+use crate::resources::unserved::UnservedPart;
 use crate::resources::{Kind, Object};
 
 /// The authorizations, ServiceProfiles and routes. Only those that depend on a changed object are checked again.
 #[derive(Default)]
-pub(in crate::cluster) struct UnresolvedReferences {
+pub(in crate::cluster) struct IneffectiveReferences {
     is_synced: bool,
     objects: AHashMap<ObjectId, CheckedObject>,
     /// For each lookup key, the checked objects that depend on its objects.
@@ -33,10 +33,10 @@ type ObjectId = (Kind, NamespacedName);
 struct CheckedObject {
     dependencies: AHashSet<LookupKey>,
     /// The references without effect, as they are counted.
-    unresolved: Vec<(UnsupportedPart, GaugeGuard)>,
+    ineffective: Vec<(UnservedPart, GaugeGuard)>,
 }
 
-impl UnresolvedReferences {
+impl IneffectiveReferences {
     /// Checks the objects that depend on changed objects, counts their references without effect, and returns the references that
     /// were not reported before.
     ///
@@ -47,7 +47,7 @@ impl UnresolvedReferences {
         (store, config): (&Store, &Config),
         changed_keys: &AHashSet<LookupKey>,
         is_synced: bool,
-    ) -> Vec<(Kind, NamespacedName, UnsupportedPart)> {
+    ) -> Vec<(Kind, NamespacedName, UnservedPart)> {
         let affected = match (self.is_synced, is_synced) {
             (true, _) => self.affected(changed_keys),
             (false, true) => all_checked(store),
@@ -75,8 +75,8 @@ impl UnresolvedReferences {
         affected
     }
 
-    /// Returns the unresolved references that were not counted before.
-    fn check(&mut self, metrics: &Metrics, store: &Store, config: &Config, id: &ObjectId) -> Vec<UnsupportedPart> {
+    /// Returns the references without effect that were not counted before.
+    fn check(&mut self, metrics: &Metrics, store: &Store, config: &Config, id: &ObjectId) -> Vec<UnservedPart> {
         let before = self.remove(id);
         let reader = Reader::new(store);
         let object = store.object(id.0, &id.1);
@@ -91,22 +91,22 @@ impl UnresolvedReferences {
         for key in &dependencies {
             self.dependents.entry(key.clone()).or_default().insert(id.clone());
         }
-        let is_new = |part: &&UnsupportedPart| !before.iter().any(|(counted, _)| counted == *part);
+        let is_new = |part: &&UnservedPart| !before.iter().any(|(counted, _)| counted == *part);
         let new = found.iter().filter(is_new).cloned().collect();
         let counted = found.into_iter().map(|part| {
-            let guard = metrics.unsupported_guard(id.0, &id.1, part.field);
+            let guard = metrics.unserved_guard(id.0, &id.1, part.field);
             (part, guard)
         });
         let checked = CheckedObject {
             dependencies,
-            unresolved: counted.collect(),
+            ineffective: counted.collect(),
         };
         self.objects.insert(id.clone(), checked);
         new
     }
 
     /// Removes an object. Returns the references that are counted.
-    fn remove(&mut self, id: &ObjectId) -> Vec<(UnsupportedPart, GaugeGuard)> {
+    fn remove(&mut self, id: &ObjectId) -> Vec<(UnservedPart, GaugeGuard)> {
         let Some(before) = self.objects.remove(id) else {
             return Vec::new();
         };
@@ -118,7 +118,7 @@ impl UnresolvedReferences {
                 }
             }
         }
-        before.unresolved
+        before.ineffective
     }
 }
 
@@ -134,7 +134,7 @@ fn is_checked(kind: Kind) -> bool {
     is_authorization || kind == Kind::ServiceProfile || kind.is_route()
 }
 
-fn check_policy(reader: &Reader<'_>, policy: &AuthorizationPolicy) -> Vec<UnsupportedPart> {
+fn check_policy(reader: &Reader<'_>, policy: &AuthorizationPolicy) -> Vec<UnservedPart> {
     let mut found = Vec::new();
     let namespace = policy.meta.namespace();
     let missing_target = match &policy.target {
@@ -152,7 +152,7 @@ fn check_policy(reader: &Reader<'_>, policy: &AuthorizationPolicy) -> Vec<Unsupp
             .is_empty()
             .then(|| format!("the namespace {namespace} has no Server")),
     };
-    found.extend(missing_target.map(|missing| UnsupportedPart {
+    found.extend(missing_target.map(|missing| UnservedPart {
         field: "spec.targetRef",
         reason: format!("{missing}, so the policy has no effect"),
     }));
@@ -163,14 +163,14 @@ fn check_policy(reader: &Reader<'_>, policy: &AuthorizationPolicy) -> Vec<Unsupp
         // Service accounts are not watched.
         Some(RequiredAuthentication::ServiceAccount(_)) | None => None,
     };
-    found.extend(network.into_iter().chain(client).map(|missing| UnsupportedPart {
+    found.extend(network.into_iter().chain(client).map(|missing| UnservedPart {
         field: "spec.requiredAuthenticationRefs",
         reason: format!("{missing}, so the policy authorizes no client"),
     }));
     found
 }
 
-fn check_server_authorization(reader: &Reader<'_>, authorization: &ServerAuthorization) -> Vec<UnsupportedPart> {
+fn check_server_authorization(reader: &Reader<'_>, authorization: &ServerAuthorization) -> Vec<UnservedPart> {
     let namespace = authorization.meta.namespace();
     let missing = match &authorization.servers {
         ServerSelector::Name(name) => missing_object(
@@ -184,7 +184,7 @@ fn check_server_authorization(reader: &Reader<'_>, authorization: &ServerAuthori
             (!is_selected).then(|| format!("the selector matches no Server of the namespace {namespace}"))
         }
     };
-    let part = missing.map(|missing| UnsupportedPart {
+    let part = missing.map(|missing| UnservedPart {
         field: "spec.server",
         reason: format!("{missing}, so the ServerAuthorization has no effect"),
     });
@@ -192,7 +192,7 @@ fn check_server_authorization(reader: &Reader<'_>, authorization: &ServerAuthori
 }
 
 /// Finds a ServiceProfile whose name is not that of a Service with profiles.
-fn check_service_profile(reader: &Reader<'_>, config: &Config, profile: &ServiceProfile) -> Vec<UnsupportedPart> {
+fn check_service_profile(reader: &Reader<'_>, config: &Config, profile: &ServiceProfile) -> Vec<UnservedPart> {
     let domain = &config.cluster_domain;
     let reason = match profile.service(domain) {
         None => Some(format!(
@@ -200,13 +200,13 @@ fn check_service_profile(reader: &Reader<'_>, config: &Config, profile: &Service
         )),
         Some(name) => match reader.service(&name) {
             None => Some(format!("Service {name} does not exist or cannot be read")),
-            Some(service) if service.kind == ServiceKind::ExternalName => {
-                Some(format!("Service {name} has the type ExternalName, and no profile"))
-            }
+            Some(service) if service.kind == ServiceKind::ExternalName => Some(format!(
+                "Service {name} has the type ExternalName, to which no ServiceProfile applies"
+            )),
             Some(_) => None,
         },
     };
-    let part = reason.map(|reason| UnsupportedPart {
+    let part = reason.map(|reason| UnservedPart {
         field: "metadata.name",
         reason: format!("{reason}, so the ServiceProfile has no effect"),
     });
@@ -217,7 +217,7 @@ fn check_service_profile(reader: &Reader<'_>, config: &Config, profile: &Service
 ///
 /// The profile is the one for clients in the route's namespace. Clients in a namespace with its own profile of the Service can
 /// differ: these are not reported.
-fn check_route(reader: &Reader<'_>, config: &Config, route: &Route) -> Vec<UnsupportedPart> {
+fn check_route(reader: &Reader<'_>, config: &Config, route: &Route) -> Vec<UnservedPart> {
     // A route for a part of a Service is not attached, and says so in its status.
     let is_service = |parent: &&Parent| parent.kind == ParentKind::Service && parent.section.is_none();
     let mut found = Vec::new();
@@ -228,7 +228,7 @@ fn check_route(reader: &Reader<'_>, config: &Config, route: &Route) -> Vec<Unsup
             .filter(|service| service.kind == ServiceKind::ClusterIp)
             .and_then(|service| profiles::find_service_profile(reader, config, &service.meta.name, namespace));
         if let Some(profile) = profile.filter(|profile| profile.replaces_routes(route.kind)) {
-            let part = UnsupportedPart {
+            let part = UnservedPart {
                 field: "spec.parentRefs",
                 reason: profile.replacement_message(&parent.name),
             };
@@ -285,13 +285,13 @@ mod tests {
 
     use super::*;
     use crate::resources::event::Event;
-    use crate::resources::{decode, unsupported};
+    use crate::resources::{decode, unserved};
 
     struct TestCluster {
         registry: Registry,
         metrics: Metrics,
         store: Store,
-        unresolved: UnresolvedReferences,
+        ineffective: IneffectiveReferences,
         is_synced: bool,
     }
 
@@ -302,7 +302,7 @@ mod tests {
                 metrics: Metrics::new(&registry),
                 registry,
                 store: Store::default(),
-                unresolved: UnresolvedReferences::default(),
+                ineffective: IneffectiveReferences::default(),
                 is_synced: true,
             }
         }
@@ -313,13 +313,13 @@ mod tests {
             for event in events {
                 self.store.apply(event, &mut changed_keys);
             }
-            let reported = self.unresolved.update(
+            let reported = self.ineffective.update(
                 &self.metrics,
                 (&self.store, &Config::default()),
                 &changed_keys,
                 self.is_synced,
             );
-            let line = |(_, name, part): (Kind, NamespacedName, UnsupportedPart)| {
+            let line = |(_, name, part): (Kind, NamespacedName, UnservedPart)| {
                 format!("{} {}: {}", name.name, part.field, part.reason)
             };
             let mut reported: Vec<_> = reported.into_iter().map(line).collect();
@@ -328,7 +328,7 @@ mod tests {
         }
 
         fn counted(&self) -> Vec<String> {
-            unsupported::counted_parts(&self.registry)
+            unserved::counted_parts(&self.registry)
         }
     }
 
@@ -495,7 +495,7 @@ mod tests {
             deleted(Kind::ServerAuthorization, "old-good"),
         ]);
         assert_eq!(cluster.counted(), [""; 0]);
-        assert!(cluster.unresolved.dependents.is_empty());
+        assert!(cluster.ineffective.dependents.is_empty());
     }
 
     #[test]

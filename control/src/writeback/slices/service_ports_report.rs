@@ -8,11 +8,11 @@ use parking_lot::Mutex;
 use tracing::warn;
 
 use crate::cluster::{Cluster, GaugeGuard};
-use crate::resources::event::{Event, EventWriter};
+use crate::resources::event::{Event, EventSink};
 use crate::resources::labels::Selector;
 use crate::resources::meta::NamespacedName;
 use crate::resources::service::{PortRef, Service, ServiceKind};
-use crate::resources::unsupported::UnsupportedPart;
+use crate::resources::unserved::UnservedPart;
 use crate::resources::workload::ExternalWorkload;
 use crate::resources::{Kind, Object};
 use crate::writeback::slices::SKIPPED_NAMESPACE;
@@ -21,7 +21,7 @@ use crate::writeback::slices::reconcile::undeclared_ports;
 
 /// The report. It does not depend on leadership. Clones share their state.
 #[derive(Clone)]
-pub(in crate::writeback) struct UndeclaredPorts(Arc<Shared>);
+pub(in crate::writeback) struct ServicePortsReport(Arc<Shared>);
 
 struct Shared {
     cluster: Cluster,
@@ -39,11 +39,11 @@ struct State {
 
 struct UndeclaredPort {
     workload: NamespacedName,
-    part: UnsupportedPart,
+    part: UnservedPart,
     _gauge_guard: GaugeGuard,
 }
 
-impl UndeclaredPorts {
+impl ServicePortsReport {
     pub(in crate::writeback) fn new(cluster: Cluster) -> Self {
         Self(Arc::new(Shared {
             cluster,
@@ -51,9 +51,9 @@ impl UndeclaredPorts {
         }))
     }
 
-    pub(in crate::writeback) fn writer(&self) -> EventWriter {
+    pub(in crate::writeback) fn sink(&self) -> EventSink {
         let report = self.clone();
-        EventWriter::new(move |events| report.apply(&events))
+        EventSink::new(move |events| report.apply(&events))
     }
 
     pub(in crate::writeback) fn handles(event: &Event) -> bool {
@@ -69,8 +69,8 @@ impl UndeclaredPorts {
                 new.extend(state.update(&self.0.cluster, &service));
             }
         }
-        for (workload, UnsupportedPart { field, reason }) in new {
-            warn!(kind = Kind::ExternalWorkload.info().name, object = %workload, field, reason, "a part of the object has no effect");
+        for (workload, UnservedPart { field, reason }) in new {
+            warn!(kind = Kind::ExternalWorkload.info().name, object = %workload, field, reason, "a part of the object is not served");
         }
     }
 }
@@ -121,7 +121,7 @@ impl State {
     }
 
     /// Counts the undeclared ports of a Service. Returns those that were not counted before.
-    fn update(&mut self, cluster: &Cluster, name: &NamespacedName) -> Vec<(NamespacedName, UnsupportedPart)> {
+    fn update(&mut self, cluster: &Cluster, name: &NamespacedName) -> Vec<(NamespacedName, UnservedPart)> {
         let before = self.counted.remove(name).unwrap_or_default();
         let Some(service) = self.services.get(name) else {
             return Vec::new();
@@ -129,13 +129,13 @@ impl State {
         let selector = Selector::from_match_labels(&service.selector);
         let selected =
             in_namespace(&self.workloads, &name.namespace).filter(|workload| selector.matches(&workload.meta.labels));
-        let found: Vec<(NamespacedName, UnsupportedPart)> = selected
+        let found: Vec<(NamespacedName, UnservedPart)> = selected
             .flat_map(|workload| {
                 let parts = undeclared_parts(service, workload);
                 parts.into_iter().map(|part| (workload.meta.name.clone(), part))
             })
             .collect();
-        let is_new = |(workload, part): &&(NamespacedName, UnsupportedPart)| {
+        let is_new = |(workload, part): &&(NamespacedName, UnservedPart)| {
             !before
                 .iter()
                 .any(|counted| counted.workload == *workload && counted.part == *part)
@@ -143,7 +143,7 @@ impl State {
         let new = found.iter().filter(is_new).cloned().collect();
         if !found.is_empty() {
             let counted = found.into_iter().map(|(workload, part)| UndeclaredPort {
-                _gauge_guard: cluster.count_unsupported_part(Kind::ExternalWorkload, &workload, part.field),
+                _gauge_guard: cluster.count_unserved_part(Kind::ExternalWorkload, &workload, part.field),
                 workload,
                 part,
             });
@@ -166,14 +166,14 @@ fn selects_workloads(service: &Service) -> bool {
         && **service.meta.namespace() != *SKIPPED_NAMESPACE
 }
 
-fn undeclared_parts(service: &Service, workload: &ExternalWorkload) -> Vec<UnsupportedPart> {
+fn undeclared_parts(service: &Service, workload: &ExternalWorkload) -> Vec<UnservedPart> {
     let undeclared = undeclared_ports(service, workload);
     let part = |(port, target): (u16, &PortRef)| {
         let target = match target {
             PortRef::Number(number) => number.to_string(),
             PortRef::Name(name) => format!("{name:?}"),
         };
-        UnsupportedPart {
+        UnservedPart {
             field: "spec.ports",
             reason: format!(
                 "Service {} selects the workload, which does not declare the target port {target} of the Service's port {port}, \
@@ -198,7 +198,7 @@ mod tests {
     fn a_workload_is_counted_while_it_does_not_declare_a_port_of_its_service() {
         let registry = Registry::new();
         let cluster = Cluster::new(cluster::Config::default(), &registry);
-        let report = UndeclaredPorts::new(cluster);
+        let report = ServicePortsReport::new(cluster);
         let object = |kind: Kind, name: &str, labels: Value, spec: Value| {
             let metadata = json!({"name": name, "namespace": "shop", "labels": labels});
             Event::Applied(decode(kind, &json!({"metadata": metadata, "spec": spec})).unwrap())

@@ -1,4 +1,4 @@
-//! What subscribers know, to compare it with subscribers of a new process.
+//! What subscribers have received, to compare it with subscribers of a new process.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -42,24 +42,24 @@ pub(super) enum Subscription {
     },
 }
 
-/// The state that a stream has delivered.
+/// The last state that a stream has delivered.
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum View {
+pub(super) enum ReceivedState {
     Endpoints(BTreeMap<SocketAddr, WeightedAddr>),
     Profile(Box<DestinationProfile>),
     OutboundPolicy(Box<OutboundPolicy>),
     InboundPolicy(Box<Server>),
 }
 
-/// Open streams, and the state that each has delivered.
-pub(super) struct Views {
+/// The open streams of all subscriptions, and the last state that each has delivered.
+pub(super) struct Subscribers {
     received: Arc<Mutex<Received>>,
     _tasks: JoinSet<()>,
 }
 
 #[derive(Default)]
 struct Received {
-    views: BTreeMap<Subscription, View>,
+    states: BTreeMap<Subscription, ReceivedState>,
     /// Time of the last message of each stream.
     received_at: BTreeMap<Subscription, Instant>,
     n_messages: u64,
@@ -67,7 +67,7 @@ struct Received {
     ended: Vec<String>,
 }
 
-impl Views {
+impl Subscribers {
     /// Opens all streams and waits until each has a state.
     pub(super) async fn open(ports: Ports, subscriptions: &[Subscription]) -> anyhow::Result<Self> {
         let received = Arc::new(Mutex::new(Received::default()));
@@ -92,15 +92,15 @@ impl Views {
                 });
             }
         }
-        let views = Self {
+        let subscribers = Self {
             received,
             _tasks: tasks,
         };
         let deadline = Instant::now() + OPEN_TIMEOUT;
-        while views.received.lock().views.len() < subscriptions.len() {
-            views.check_open()?;
+        while subscribers.received.lock().states.len() < subscriptions.len() {
+            subscribers.check_open()?;
             if Instant::now() > deadline {
-                let n_received = views.received.lock().views.len();
+                let n_received = subscribers.received.lock().states.len();
                 bail!(
                     "{n_received} of {} streams have a message after {OPEN_TIMEOUT:?}",
                     subscriptions.len()
@@ -108,11 +108,11 @@ impl Views {
             }
             sleep(POLL_INTERVAL).await;
         }
-        Ok(views)
+        Ok(subscribers)
     }
 
     /// Waits until no message has arrived for two seconds, then returns the state of each stream.
-    pub(super) async fn settled(&self) -> anyhow::Result<BTreeMap<Subscription, View>> {
+    pub(super) async fn settled(&self) -> anyhow::Result<BTreeMap<Subscription, ReceivedState>> {
         let mut n_messages = self.n_messages();
         let mut quiet_since = Instant::now();
         while quiet_since.elapsed() < QUIET_TIME {
@@ -123,7 +123,7 @@ impl Views {
             }
         }
         self.check_open()?;
-        Ok(self.received.lock().views.clone())
+        Ok(self.received.lock().states.clone())
     }
 
     pub(super) fn n_messages(&self) -> u64 {
@@ -131,8 +131,8 @@ impl Views {
     }
 
     /// Returns the state of a stream.
-    pub(super) fn view(&self, subscription: Subscription) -> Option<View> {
-        self.received.lock().views.get(&subscription).cloned()
+    pub(super) fn state(&self, subscription: Subscription) -> Option<ReceivedState> {
+        self.received.lock().states.get(&subscription).cloned()
     }
 
     /// Waits for a message of a stream after `written_at`. Returns the time of the last.
@@ -184,14 +184,14 @@ impl Channels {
                 let mut endpoints = BTreeMap::new();
                 store(subscription, received, updates, |update| {
                     apply_update(&mut endpoints, update);
-                    View::Endpoints(endpoints.clone())
+                    ReceivedState::Endpoints(endpoints.clone())
                 })
                 .await
             }
             Subscription::Profile { service } => {
                 let profiles = destination.get_profile(request(service, 0)).await?.into_inner();
                 store(subscription, received, profiles, |profile| {
-                    View::Profile(Box::new(profile))
+                    ReceivedState::Profile(Box::new(profile))
                 })
                 .await
             }
@@ -203,7 +203,7 @@ impl Channels {
                 let mut policies = OutboundPoliciesClient::new(self.policy.clone());
                 let policies = policies.watch(request).await?.into_inner();
                 store(subscription, received, policies, |policy| {
-                    View::OutboundPolicy(Box::new(policy))
+                    ReceivedState::OutboundPolicy(Box::new(policy))
                 })
                 .await
             }
@@ -215,7 +215,7 @@ impl Channels {
                 let mut policies = InboundServerPoliciesClient::new(self.policy.clone());
                 let policies = policies.watch_port(request).await?.into_inner();
                 store(subscription, received, policies, |server| {
-                    View::InboundPolicy(Box::new(server))
+                    ReceivedState::InboundPolicy(Box::new(server))
                 })
                 .await
             }
@@ -228,14 +228,14 @@ async fn store<M>(
     subscription: Subscription,
     received: &Mutex<Received>,
     mut messages: impl Stream<Item = Result<M, tonic::Status>> + Unpin,
-    mut view: impl FnMut(M) -> View,
+    mut state_of: impl FnMut(M) -> ReceivedState,
 ) -> Result<(), tonic::Status> {
     while let Some(message) = messages.next().await {
-        let view = view(message?);
+        let state = state_of(message?);
         let mut received = received.lock();
         received.n_messages += 1;
         received.received_at.insert(subscription, Instant::now());
-        received.views.insert(subscription, view);
+        received.states.insert(subscription, state);
     }
     Ok(())
 }
