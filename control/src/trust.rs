@@ -18,13 +18,12 @@ use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use serde::Serialize;
 use time::OffsetDateTime;
+use tulle_core::dns_names::is_dns_label;
 use tulle_core::identity::Identity;
 use tulle_core::issuer_constraints;
 use tulle_core::names::TOKEN_AUDIENCE;
 use x509_parser::certificate::X509Certificate;
 use x509_parser::error::X509Error;
-
-use crate::resources::meta::is_dns_label;
 
 /// A certificate authority: its certificate and its private key, both PEM.
 #[derive(Clone)]

@@ -3,18 +3,22 @@
 use std::error::Error;
 use std::fmt;
 
-/// Shows an error and its sources on one line: `loading the issuer: reading crt.pem: no such file`.
+/// Shows an error and its sources on one line: `loading the issuer: reading crt.pem: no such file`. Some errors repeat their source in
+/// their own text; such a source is left out.
 pub struct ErrorChain<'a>(pub &'a (dyn Error + 'a));
 
 impl fmt::Display for ErrorChain<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.0)?;
+        let mut text = self.0.to_string();
         let mut source = self.0.source();
         while let Some(cause) = source {
-            write!(f, ": {cause}")?;
+            let cause_text = cause.to_string();
+            if !text.contains(&cause_text) {
+                text = format!("{text}: {cause_text}");
+            }
             source = cause.source();
         }
-        Ok(())
+        f.write_str(&text)
     }
 }
 
@@ -28,10 +32,16 @@ mod tests {
     #[error("reading the bundle")]
     struct ReadError(#[source] io::Error);
 
+    #[derive(Debug, thiserror::Error)]
+    #[error("writing: {0}")]
+    struct RepeatingError(#[source] io::Error);
+
     #[test]
     fn all_causes_are_shown_in_order() {
         let error = ReadError(io::Error::other("the disk is full"));
         assert_eq!(ErrorChain(&error).to_string(), "reading the bundle: the disk is full");
         assert_eq!(ErrorChain(&io::Error::other("alone")).to_string(), "alone");
+        let repeated = RepeatingError(io::Error::other("the disk is full"));
+        assert_eq!(ErrorChain(&repeated).to_string(), "writing: the disk is full");
     }
 }

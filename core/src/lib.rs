@@ -12,6 +12,7 @@ pub mod capabilities;
 pub mod causes;
 pub mod connections;
 pub mod descriptors;
+pub mod dns_names;
 pub mod drain;
 pub mod duration;
 pub mod error_chain;

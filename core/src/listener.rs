@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 use tracing::{debug, warn};
 
 use crate::addr::canonical;
@@ -87,6 +87,7 @@ impl Listener {
         let (serve, mut connections) = (Arc::new(serve), JoinSet::new());
         let mut stop = std::pin::pin!(stop);
         let mut n_accepted = 0_usize;
+        let mut warned_at: Option<Instant> = None;
         loop {
             // All branches only wait; an accepted connection is never lost, because `accept` is cancel-safe.
             tokio::select! {
@@ -103,7 +104,10 @@ impl Listener {
                         }
                     }
                     Err(err) => {
-                        warn!(%err, server = self.name, "accepting a connection failed");
+                        if warned_at.is_none_or(|at| at.elapsed() >= ACCEPT_WARNING_INTERVAL) {
+                            warned_at = Some(Instant::now());
+                            warn!(%err, server = self.name, "accepting a connection failed");
+                        }
                         // The usual reason is that no file descriptor is left; an immediate retry would only use CPU.
                         sleep(ACCEPT_ERROR_BACKOFF).await;
                     }
@@ -182,6 +186,8 @@ const TLS_RECORD_HANDSHAKE: u8 = 22;
 /// Number of connections accepted before the accept loop yields to other tasks.
 const MAX_ACCEPTS_BEFORE_YIELD: usize = 16;
 const ACCEPT_ERROR_BACKOFF: Duration = Duration::from_millis(100);
+/// Minimum interval between warnings of one listener.
+const ACCEPT_WARNING_INTERVAL: Duration = Duration::from_secs(60);
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
 #[cfg(test)]

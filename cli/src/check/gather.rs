@@ -116,6 +116,10 @@ async fn fetch_mode_specific(cluster: &Cluster, snapshot: &mut Snapshot) {
             snapshot.injection_audit = injection_audit(cluster, snapshot).await;
         }
     }
+    // A certificate that was renewed since the first request is not valid before then.
+    if let Ok((_, Some(date))) = version(cluster).await {
+        snapshot.now = date;
+    }
 }
 
 fn system_time() -> i64 {
@@ -368,6 +372,23 @@ mod tests {
         };
         replace_pods(&mut snapshot.pods, "linkerd", Err(failed));
         assert_eq!(namespaces_to_refresh(&snapshot), None);
+    }
+
+    #[tokio::test]
+    async fn a_refresh_reads_the_time_again() {
+        let service = tower::service_fn(|_: Request<kube::client::Body>| {
+            let answer = http::Response::builder().header(http::header::DATE, "Sat, 21 Nov 2026 12:00:00 GMT");
+            let body = kube::client::Body::from(b"{}".to_vec());
+            std::future::ready(Ok::<_, std::convert::Infallible>(answer.body(body).unwrap()))
+        });
+        let cluster = Cluster {
+            client: kube::Client::new(service, "default"),
+            control_plane_namespace: "linkerd".to_owned(),
+            namespace: "default".to_owned(),
+        };
+        let mut snapshot = Snapshot::empty(super::super::tests::scope(Mode::Crds), 0);
+        Box::pin(refresh(&cluster, &mut snapshot)).await;
+        assert_eq!(snapshot.now, 1_795_262_400);
     }
 
     #[test]

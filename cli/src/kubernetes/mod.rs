@@ -14,6 +14,7 @@ use kube::{Api, Client, Config};
 use serde::de::DeserializeOwned;
 use tulle_control::kubernetes::connect;
 use tulle_core::addr::Addr;
+use tulle_core::error_chain::ErrorChain;
 use tulle_core::logging;
 use tulle_core::names::variable;
 
@@ -132,23 +133,9 @@ impl Cluster {
 pub(crate) fn reason(error: &kube::Error) -> String {
     match error {
         kube::Error::Api(status) if !status.message.is_empty() => status.message.clone(),
-        kube::Error::Service(source) => chain(source.as_ref()),
-        other => chain(other),
+        kube::Error::Service(source) => ErrorChain(source.as_ref()).to_string(),
+        other => ErrorChain(other).to_string(),
     }
-}
-
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(cause) = next {
-        let cause_text = cause.to_string();
-        // Some errors repeat their cause in their own text.
-        if !text.contains(&cause_text) {
-            text = format!("{text}: {cause_text}");
-        }
-        next = cause.source();
-    }
-    text
 }
 
 const LIST_PAGE_SIZE: u32 = 500;

@@ -12,6 +12,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context as _, bail, ensure};
 use clap::ValueEnum;
+use tulle_core::dns_names::is_dns_label;
 
 use self::model::{Metadata, Profile, Spec};
 use crate::kubernetes;
@@ -116,11 +117,6 @@ fn read(path: &Path) -> anyhow::Result<String> {
         return Ok(text);
     }
     std::fs::read_to_string(path).with_context(|| format!("reading {path:?}"))
-}
-
-fn is_dns_label(text: &str) -> bool {
-    let inner = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-';
-    (1..=63).contains(&text.len()) && text.bytes().all(inner) && !text.starts_with('-') && !text.ends_with('-')
 }
 
 fn template(name: &str, namespace: &str) -> String {

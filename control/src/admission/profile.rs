@@ -2,8 +2,8 @@
 
 use kube::core::DynamicObject;
 use serde_json::json;
+use tulle_core::dns_names::is_dns_subdomain;
 
-use crate::resources::meta::is_dns_subdomain;
 use crate::resources::{self, Kind};
 use crate::webhook::review::{AdmissionResponse, Request};
 

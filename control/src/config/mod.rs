@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use tracing::warn;
+use tulle_core::dns_names::is_dns_label;
 use tulle_core::identity::{self, Identity};
 use tulle_core::logging::Format;
 use tulle_core::names::{port, variable};
@@ -29,7 +30,6 @@ use crate::kubernetes::request_layer::RequestRate;
 use crate::policy;
 use crate::policy::config::L5dHeaders;
 use crate::resources::go_duration;
-use crate::resources::meta::is_dns_label;
 use crate::resources::service::EndpointsSource;
 use crate::tls::mesh_credentials::ClientCertificates;
 use crate::webhook;

@@ -7,6 +7,7 @@ use std::time::SystemTime;
 use prost_types::Timestamp;
 use time::OffsetDateTime;
 use tonic::{Code, Request, Response, Status};
+use tulle_core::dns_names::is_dns_label;
 use tulle_core::error_chain::ErrorChain;
 use tulle_core::identity::{self, Identity};
 use tulle_core::info_limited;
@@ -14,7 +15,6 @@ use tulle_core::log_limit::LogLimiter;
 use tulle_proto::identity as proto;
 
 use crate::grpc::Caller;
-use crate::resources::meta::is_dns_label;
 
 use super::csr::{KeyError, MalformedError, NameError, SigningRequest};
 use super::events::{AuthenticatedServiceAccount, Events};

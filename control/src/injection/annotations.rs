@@ -78,6 +78,10 @@ pub(in crate::injection) fn apply_annotations(
                     .iter()
                     .for_each(|part| problems.record_unknown_port(key, part, names));
             }
+            None if is_unknown(key) => push_new(
+                &mut problems.ignored,
+                format!("{key} is not known and has no effect; check its spelling"),
+            ),
             None => problems.record(key, text, apply_annotation(values, key, text.trim())),
         }
     }
@@ -164,7 +168,7 @@ fn push_new(problems: &mut Vec<String>, problem: String) {
     }
 }
 
-/// Applies one annotation. Unknown keys change nothing.
+/// Applies one annotation. Others change nothing.
 fn apply_annotation(values: &mut Values, key: &str, text: &str) -> Result<(), InvalidValue> {
     let proxy = &mut values.proxy;
     match key {
@@ -446,11 +450,27 @@ fn duration_as_seconds(text: &str) -> Result<String, Expected> {
     duration(text).map(|duration| format!("{}s", duration.as_secs()))
 }
 
-/// Annotations that restrict access to a pod.
-const RESTRICTING_ANNOTATIONS: [&str; 2] = [
+/// Annotations that can restrict access to a pod or its proxy.
+const RESTRICTING_ANNOTATIONS: [&str; 5] = [
     annotation::DEFAULT_INBOUND_POLICY,
     annotation::REQUIRE_IDENTITY_INBOUND_PORTS,
+    annotation::UNREDIRECTED_IPV6,
+    annotation::DISABLE_TAP,
+    annotation::PROXY_ADMIN_SHUTDOWN,
 ];
+
+/// The beginnings of annotations that only the mesh reads.
+const CONFIGURATION_PREFIXES: [&str; 3] = ["config.linkerd.io/", "config.alpha.linkerd.io/", "config.tulle.dev/"];
+
+/// Whether an annotation looks like one of the mesh and is none, for example because its key is misspelled.
+fn is_unknown(key: &str) -> bool {
+    let is_of_mesh = CONFIGURATION_PREFIXES.iter().any(|prefix| key.starts_with(prefix));
+    let is_known = |known: &annotation::Annotation| match known.placeholder {
+        "" => key == known.name,
+        _ => key.starts_with(known.name),
+    };
+    is_of_mesh && !annotation::ALL.iter().any(is_known)
+}
 
 /// The proxy raises shorter timeouts to this one.
 const MIN_INBOUND_CONNECT_TIMEOUT: Duration = Duration::from_secs(4);

@@ -114,6 +114,26 @@ pub(super) fn mode_from_annotations(
     }
 }
 
+/// Warnings about values of the annotation that are none: the pod runs without a sidecar.
+pub(super) fn invalid_inject_warnings(target: &InjectionTarget<'_>) -> Vec<String> {
+    let annotated = [
+        ("namespace", Some(target.namespace_annotations)),
+        ("pod", target.annotations()),
+    ];
+    let invalid = annotated
+        .into_iter()
+        .filter(|(_, annotations)| annotation_setting(*annotations).is_none());
+    let warning = |(what, annotations): (&str, Option<&Annotations>)| {
+        let value = annotations.and_then(|all| all.get(annotation::INJECT));
+        format!(
+            "the {what}'s annotation {} is {:?}, so the pod has no sidecar; expected enabled, ingress or disabled",
+            annotation::INJECT,
+            value.map_or("", String::as_str)
+        )
+    };
+    invalid.map(warning).collect()
+}
+
 fn annotation_setting(annotations: Option<&Annotations>) -> Option<AnnotationSetting> {
     match annotations
         .and_then(|all| all.get(annotation::INJECT))

@@ -42,10 +42,8 @@ pub struct InjectionOutcome {
     pub annotation_location: Option<AnnotationLocation>,
     /// Empty when nothing changes.
     pub patch: Patch,
-    /// Messages about ignored or misspelled annotations, and about init containers that bypass the mesh.
+    /// Messages about annotations that are ignored, misspelled or invalid, and about init containers that bypass the mesh.
     pub warnings: Vec<String>,
-    /// Whether one of the warnings is about a misspelled annotation.
-    pub has_misspelled_annotation: bool,
     /// The reason to deny the pod: its sidecar would not enforce a restriction, would be bypassed, or would never be ready. If it
     /// is set, `decision` is `Skip` and the patch adds no sidecar, so that the caller can admit the pod anyway: pods of protected
     /// namespaces are never denied.
@@ -57,7 +55,7 @@ pub fn inject_pod(config: &Config, target: &InjectionTarget<'_>) -> InjectionOut
     let decision = decision::decide(config, target);
     let annotated_at = decision::annotation_location(target);
     let mut warnings = misspelling_warnings(target);
-    let has_misspelled_annotation = !warnings.is_empty();
+    warnings.extend(decision::invalid_inject_warnings(target));
     let skipped_outcome = |decision, warnings, denial_reason| {
         let mut patch = PatchBuilder::at(target.pointer);
         patch.add_metadata(target.metadata, &metadata::skipped_metadata(config, target));
@@ -66,7 +64,6 @@ pub fn inject_pod(config: &Config, target: &InjectionTarget<'_>) -> InjectionOut
             annotation_location: annotated_at,
             patch: patch.into_patch(),
             warnings,
-            has_misspelled_annotation,
             denial_reason,
         }
     };
@@ -115,7 +112,6 @@ pub fn inject_pod(config: &Config, target: &InjectionTarget<'_>) -> InjectionOut
         annotation_location: annotated_at,
         patch: patch::pod_patch(inputs, &added),
         warnings,
-        has_misspelled_annotation,
         denial_reason: None,
     }
 }

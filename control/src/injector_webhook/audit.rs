@@ -24,7 +24,7 @@ use super::config_reload::CurrentConfig;
 use super::metadata::{MetadataCache, MetadataError};
 use super::metrics;
 use crate::injection::values::ProxyInjector;
-use crate::injection::{self, Decision, InjectionTarget};
+use crate::injection::{self, Decision, InjectionTarget, SkipReason};
 
 #[derive(Clone, Copy, Debug)]
 pub struct Config {
@@ -185,7 +185,13 @@ impl Audit {
             namespace_annotations: &namespace_meta.annotations,
             owner: None,
         };
-        Ok(matches!(injection::decide(&config, &target), Decision::Inject(_)))
+        Ok(match injection::decide(&config, &target) {
+            Decision::Inject(_) => true,
+            // Somebody wanted a sidecar, or none, and nobody can tell.
+            Decision::Skip(reasons) => reasons
+                .iter()
+                .all(|reason| matches!(reason, SkipReason::InvalidAtNamespace | SkipReason::InvalidAtWorkload)),
+        })
     }
 
     fn publish(&self, uninjected: BTreeSet<UninjectedPod>, gauges: &mut BTreeMap<String, Arc<Gauge>>) {

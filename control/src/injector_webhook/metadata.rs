@@ -23,6 +23,7 @@ use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use tokio::time::timeout;
 use tracing::{debug, warn};
+use tulle_core::dns_names::is_dns_subdomain;
 use tulle_core::drain::Watch;
 use tulle_core::log_limit::LogLimiter;
 use tulle_core::metrics::{Gauge, Labels, Registry};
@@ -31,7 +32,6 @@ use tulle_core::warn_limited;
 
 use super::lookups::{LOOKUP_TIMEOUT, LookupError, LookupLimiter};
 use crate::injection::PodOwner;
-use crate::resources::meta::is_dns_subdomain;
 
 /// Cached metadata. Clones share it.
 #[derive(Clone)]

@@ -236,7 +236,7 @@ impl Injector {
             self.recorder.count_dropped();
             return;
         }
-        let severity = match outcome.has_misspelled_annotation || outcome.denial_reason.is_some() {
+        let severity = match !outcome.warnings.is_empty() || outcome.denial_reason.is_some() {
             true => Severity::Warning,
             false => Severity::Normal,
         };

@@ -45,8 +45,6 @@ pub enum RouteRejection {
     NoPort,
     /// The EgressNetwork contains addresses of the cluster, and is not accepted itself.
     OverlapsClusterNetworks,
-    /// Other EgressNetworks apply to all addresses of the EgressNetwork, which is not accepted itself.
-    EgressNetworkOverridden,
     /// The Service has no ClusterIP, so clients cannot connect to it by address.
     NoClusterIp,
     /// The parent is in another namespace and accepts only routes of its own namespace.
@@ -80,9 +78,6 @@ impl fmt::Display for RouteRejection {
             Self::OverlapsClusterNetworks => f.write_str(
                 "spec.networks of the EgressNetwork overlaps clusterNetworks; use networks outside the cluster",
             ),
-            Self::EgressNetworkOverridden => {
-                f.write_str("other EgressNetworks apply to each address of this one, as its status says")
-            }
             Self::NoClusterIp => f.write_str("parent service must have a ClusterIP"),
             Self::OtherNamespace => {
                 f.write_str("the parent is in another namespace and accepts only routes of its own namespace")

@@ -108,21 +108,3 @@ fn is_used_annotation(annotation: &str) -> bool {
 
 /// The suffix of the domains of all annotations that destination and policy read.
 const MESH_DOMAIN_SUFFIX: &str = ".linkerd.io";
-
-/// Returns whether a text is one DNS label, as required for namespaces, and for service accounts with an identity.
-pub fn is_dns_label(text: &str) -> bool {
-    let inner = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-';
-    (1..=63).contains(&text.len()) && text.bytes().all(inner) && !text.starts_with('-') && !text.ends_with('-')
-}
-
-/// Returns whether a name is a DNS-1123 subdomain, which Kubernetes requires for object names.
-pub fn is_dns_subdomain(name: &str) -> bool {
-    let alphanumeric = |byte: &u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
-    name.len() <= 253
-        && name.split('.').all(|label| {
-            let bytes = label.as_bytes();
-            bytes.first().is_some_and(alphanumeric)
-                && bytes.last().is_some_and(alphanumeric)
-                && bytes.iter().all(|byte| alphanumeric(byte) || *byte == b'-')
-        })
-}

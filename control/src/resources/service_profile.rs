@@ -5,10 +5,11 @@ use std::time::Duration;
 use http::Method;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use serde::Deserialize;
+use tulle_core::dns_names::is_dns_subdomain;
 
 use crate::model::profile::{DstOverride, RequestMatch, ResponseClass, ResponseMatch, RetryBudget, Route};
 use crate::resources::go_duration;
-use crate::resources::meta::{Meta, NamespacedName, is_dns_subdomain};
+use crate::resources::meta::{Meta, NamespacedName};
 use crate::resources::policy::reference::RawResource;
 use crate::resources::route::RouteKind;
 use crate::resources::route_support;

@@ -10,11 +10,12 @@ use serde::Deserialize;
 use serde_json::Value;
 use smallvec::SmallVec;
 use tulle_core::addr;
+use tulle_core::dns_names::is_dns_subdomain;
 use tulle_core::identity::Identity;
 use tulle_core::names::label;
 
 use crate::resources::interning::{Interner, intern, intern_opt};
-use crate::resources::meta::{Meta, is_dns_subdomain};
+use crate::resources::meta::Meta;
 use crate::resources::port_list::{PortList, ResolvedPorts};
 use crate::resources::probe_path;
 use crate::resources::service::{EndpointReadiness, NonTcpProtocol, PortRef, is_tcp, parse_ip, port_number};

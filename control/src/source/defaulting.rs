@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
+use tulle_core::dns_names::is_dns_subdomain;
 use tulle_core::names::{label, port};
 
 use crate::resources::Object;
-use crate::resources::meta::is_dns_subdomain;
 use crate::resources::service::{EndpointReadiness, Service, ServiceKind};
 use crate::resources::validation;
 use crate::resources::workload::{CONTROL_PLANE_COMPONENT, Pod, PodNetwork, PodPhase, ProxyContainer};

@@ -6,9 +6,8 @@
 use std::time::Duration;
 
 use http::Uri;
+use tulle_core::dns_names::is_dns_label;
 use tulle_core::names::telemetry::{EDGES, GROUP, ROUTES, TAPS, VERSION, WORKLOADS};
-
-use crate::resources::meta::is_dns_label;
 
 use super::events::Headers;
 use super::history::MAX_HISTORY;

@@ -395,17 +395,17 @@ async fn an_unreadable_egress_network_or_rate_limit_denies_its_requests() {
     assert!(!shown("198.51.100.1:443").await.contains("fail"));
     assert_eq!(counted(&mesh), [line("EgressNetwork", "lab")]);
 
-    let limit = object(
-        "policy.linkerd.io/v1alpha1",
-        "HTTPLocalRateLimitPolicy",
-        "l",
+    for spec in [
         "{targetRef: {group: policy.linkerd.io, kind: Server, name: s}, total: {requestsPerSecond: 0}}",
-    );
-    let mesh = crate::harness::mesh(&format!("{POD}{}{limit}", server("s", "{podSelector: {}, port: 8080}"))).await;
-    let failures = failures(&port(&mesh, 8080).await);
-    let message = failures[0].1.as_deref().unwrap();
-    assert!(message.starts_with("HTTPLocalRateLimitPolicy shop/l: "), "{message}");
-    assert_eq!(counted(&mesh), [line("HTTPLocalRateLimitPolicy", "l")]);
+        "{targetRef: {group: policy.linkerd.io, kind: Server, name: s, sectionName: x}, total: {requestsPerSecond: 5}}",
+    ] {
+        let limit = object("policy.linkerd.io/v1alpha1", "HTTPLocalRateLimitPolicy", "l", spec);
+        let mesh = crate::harness::mesh(&format!("{POD}{}{limit}", server("s", "{podSelector: {}, port: 8080}"))).await;
+        let failures = failures(&port(&mesh, 8080).await);
+        let message = failures[0].1.as_deref().unwrap();
+        assert!(message.starts_with("HTTPLocalRateLimitPolicy shop/l: "), "{message}");
+        assert_eq!(counted(&mesh), [line("HTTPLocalRateLimitPolicy", "l")]);
+    }
 }
 
 /// An API server refuses such names.

@@ -126,6 +126,55 @@ headers! {
         meaning: "The logical name of the destination, for ServiceProfiles. The server's proxy forwards it, and \
                   ignores it from clients without an identity.",
     }
+
+    // Traces
+    TRACEPARENT = "traceparent" {
+        direction: IN_REQUESTS,
+        values: "ids in hexadecimal, as in W3C Trace Context",
+        meaning: "The trace and the parent span of a request. A proxy with traces replaces the parent by its own span.",
+    }
+    TRACESTATE = "tracestate" {
+        direction: IN_REQUESTS,
+        values: "as in W3C Trace Context",
+        meaning: "Kept and exported with `traceparent`; removed if `traceparent` is invalid.",
+    }
+    GRPC_TRACE = "grpc-trace-bin" {
+        direction: IN_REQUESTS,
+        values: "base64",
+        meaning: "As `traceparent`, in the form of gRPC with OpenCensus.",
+    }
+    B3_TRACE = "x-b3-traceid" {
+        direction: IN_REQUESTS,
+        values: "32 or 16 hexadecimal digits",
+        meaning: "The trace of a request, in the form of Zipkin. It is used if there is neither `traceparent` nor `grpc-trace-bin`.",
+    }
+    B3_SPAN = "x-b3-spanid" {
+        direction: IN_REQUESTS,
+        values: "16 hexadecimal digits",
+        meaning: "The parent span, with `x-b3-traceid`. A proxy with traces replaces it by its own span.",
+    }
+    B3_PARENT = "x-b3-parentspanid" {
+        direction: IN_REQUESTS,
+        values: "16 hexadecimal digits",
+        meaning: "The parent of the span in `x-b3-spanid`.",
+    }
+    B3_SAMPLED = "x-b3-sampled" {
+        direction: IN_REQUESTS,
+        values: "`1` or `0`",
+        meaning: "Whether spans of the trace are exported, with `x-b3-traceid`.",
+    }
+    B3_FLAGS = "x-b3-flags" {
+        direction: IN_REQUESTS,
+        values: "`1`",
+        meaning: "Debug: spans of the trace are exported, whatever `x-b3-sampled` says.",
+    }
+
+    // Gateways
+    FORWARDED = "forwarded" {
+        direction: "from a gateway to the next proxy",
+        values: "`by=IDENTITY;for=IDENTITY;host=NAME;proto=https` (RFC 7239)",
+        meaning: "A gateway appends itself, and refuses requests that it has appended itself to before (`loop`).",
+    }
 }
 
 /// Headers that can contain credentials: taps show their names without their values.
@@ -136,6 +185,7 @@ pub const CREDENTIALS: [HeaderName; 4] = [
     http::header::SET_COOKIE,
 ];
 
+const IN_REQUESTS: &str = "in requests, from any client to any server";
 const APPLICATION_TO_PROXY: &str = "from the application to its proxy";
 const APPLICATION_TO_PROXY_IF_ENABLED: &str =
     "from the application to its proxy, if the policy service has the flag `--allow-l5d-request-headers`";

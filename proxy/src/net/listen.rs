@@ -24,7 +24,7 @@ use crate::net::{
 /// Backoff of an accept loop after the process ran out of descriptors or memory.
 const ACCEPT_ERROR_BACKOFF: Duration = Duration::from_millis(50);
 /// Minimum interval between warnings of one accept loop.
-const ACCEPT_WARNING_INTERVAL: Duration = Duration::from_secs(10);
+const ACCEPT_WARNING_INTERVAL: Duration = Duration::from_secs(60);
 /// Maximum number of clients that are accepted in a row; then they are served, and other tasks run.
 const ACCEPT_BATCH_SIZE: usize = 128;
 /// Default size of the accept queue.

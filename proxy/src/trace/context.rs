@@ -8,6 +8,7 @@ use base64::{
     engine::{DecodePaddingMode, GeneralPurpose, GeneralPurposeConfig},
 };
 use http::{HeaderMap, HeaderName, HeaderValue};
+use tulle_core::names::header::{B3_FLAGS, B3_PARENT, B3_SAMPLED, B3_SPAN, B3_TRACE, GRPC_TRACE, TRACEPARENT};
 
 /// A span of a trace, and whether the trace is sampled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -192,13 +193,6 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
-const GRPC_TRACE: HeaderName = HeaderName::from_static("grpc-trace-bin");
-const B3_TRACE: HeaderName = HeaderName::from_static("x-b3-traceid");
-const B3_SPAN: HeaderName = HeaderName::from_static("x-b3-spanid");
-const B3_PARENT: HeaderName = HeaderName::from_static("x-b3-parentspanid");
-const B3_SAMPLED: HeaderName = HeaderName::from_static("x-b3-sampled");
-const B3_FLAGS: HeaderName = HeaderName::from_static("x-b3-flags");
 /// gRPC metadata may have padding or not.
 const BASE64: GeneralPurpose = GeneralPurpose::new(
     &STANDARD,

@@ -68,7 +68,7 @@ impl Tracer {
                 let is_sampled = fastrand::f64() < self.sampling;
                 let context = Context::new_trace(fastrand::u128(1..).to_be_bytes(), is_sampled);
                 // A `tracestate` that came with an invalid `traceparent` belongs to another trace.
-                req.headers_mut().remove(TRACESTATE);
+                req.headers_mut().remove(names::TRACESTATE);
                 if !is_sampled {
                     // Later hops must not decide differently.
                     context.write(new_span_id(), req.headers_mut());
@@ -161,7 +161,10 @@ impl Drop for RequestSpan {
 ///
 /// Source: W3C Trace Context, section 3.3.1.5.
 fn tracestate(headers: &HeaderMap) -> String {
-    let lines = headers.get_all(TRACESTATE).iter().filter_map(|line| line.to_str().ok());
+    let lines = headers
+        .get_all(names::TRACESTATE)
+        .iter()
+        .filter_map(|line| line.to_str().ok());
     let state = lines.collect::<Vec<_>>().join(",");
     if state.len() > MAX_TRACESTATE_BYTES {
         String::new()
@@ -246,7 +249,6 @@ fn now() -> u64 {
 
 /// Maximum length of an attribute, in bytes.
 const MAX_ATTRIBUTE_BYTES: usize = 1024;
-const TRACESTATE: &str = "tracestate";
 
 /// Maximum length of `tracestate`, in bytes.
 const MAX_TRACESTATE_BYTES: usize = 512;
@@ -359,10 +361,10 @@ mod tests {
     fn a_new_trace_has_no_state_of_an_unreadable_one() {
         let (tracer, mut sent) = tracer(1.0);
         let mut req = request(Some("00-invalid"));
-        req.headers_mut().insert(TRACESTATE, "shop=1".parse().unwrap());
+        req.headers_mut().insert(names::TRACESTATE, "shop=1".parse().unwrap());
         drop(tracer.server_span(&mut req).unwrap());
         assert_eq!(sent.try_recv().unwrap().trace_state, "");
-        assert!(!req.headers().contains_key(TRACESTATE));
+        assert!(!req.headers().contains_key(names::TRACESTATE));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use crate::{files_below, root};
 /// Modules of the proxy that handle connections and requests.
 const TRAFFIC: &[&str] = &["gateway", "inbound", "outbound"];
 
-/// A file with lines that have another limit: at most one in each interval of failed lookups of a name.
+/// A file with lines that have another limit: one a minute for each name.
 const LIMITED_OTHERWISE: &str = "outbound/destination/dns_addresses.rs";
 
 #[test]

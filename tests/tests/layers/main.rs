@@ -53,7 +53,7 @@ const CONTROL: CrateLayers = CrateLayers {
         ("proto_http_method", 1),
         ("kubernetes", 1),
         ("grpc", 1),
-        ("trust", 2),
+        ("trust", 1),
         ("injection", 2),
         ("source", 2),
         ("cluster", 2),

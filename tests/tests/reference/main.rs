@@ -117,7 +117,7 @@ fn sources() -> impl Iterator<Item = (PathBuf, String)> {
     let files = crates.flat_map(|name| rust_files(&root().join(name).join("src")));
     files.map(|path| {
         let text = fs::read_to_string(&path).unwrap();
-        let code = text.split("#[cfg(test)]").next().unwrap_or_default(); // tests are at the end of a file
+        let code = text.split("#[cfg(test)]\nmod tests {").next().unwrap_or_default();
         (path, code.to_owned())
     })
 }
@@ -158,6 +158,34 @@ fn every_annotation_and_label_that_a_program_names_is_declared() {
         }
     }
     assert!(undeclared.is_empty(), "declare them in core/src/names: {undeclared:#?}");
+}
+
+#[test]
+fn every_header_that_a_program_names_is_declared() {
+    // Of HTTP and gRPC, with their usual meaning.
+    let standard = [
+        "keep-alive",
+        "proxy-connection",
+        "grpc-accept-encoding",
+        "grpc-encoding",
+        "grpc-message",
+        "grpc-status",
+        "grpc-timeout",
+    ];
+    let mut undeclared = Vec::new();
+    for (path, code) in sources() {
+        let names = code.split("HeaderName::from_static(\"").skip(1);
+        for name in names.filter_map(|rest| rest.split('"').next()) {
+            let is_of_echo_servers = name == "x-replica";
+            if !standard.contains(&name) && !is_of_echo_servers && header::ALL.iter().all(|row| row.name != name) {
+                undeclared.push(format!("{}: {name}", path.display()));
+            }
+        }
+    }
+    assert!(
+        undeclared.is_empty(),
+        "declare them in core/src/names/header.rs: {undeclared:#?}"
+    );
 }
 
 /// Names with the syntax of annotations: the controller in a status, the type of a Secret, and a common misspelling that

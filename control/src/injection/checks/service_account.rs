@@ -1,8 +1,7 @@
 //! Service account names that the identity service does not issue certificates for.
 
 use k8s_openapi::api::core::v1::PodSpec;
-
-use crate::resources::meta::is_dns_label;
+use tulle_core::dns_names::is_dns_label;
 
 /// The error if the service account name of a pod cannot be part of an identity.
 ///

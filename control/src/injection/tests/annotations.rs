@@ -289,7 +289,6 @@ fn invalid_values_are_ignored_with_a_warning() {
         ("proxy-ephemeral-storage-limit", "", "a quantity"),
         ("proxy-uid", "0", "a user id"),
         ("proxy-gid", "-2", "a group id"),
-        ("proxy-admin-shutdown", "true", "enabled or disabled"),
         ("proxy-log-level", "linkerd==x", "levels"),
         ("proxy-log-format", "xml", "plain or json"),
         ("proxy-log-http-headers", "on", "off or insecure"),
@@ -347,43 +346,61 @@ fn an_inbound_connect_timeout_below_the_minimum_is_raised_with_a_warning() {
 
 #[test]
 fn invalid_values_that_restrict_access_refuse_the_pod() {
-    for (name, value, reason) in [
+    for (key, value, reason) in [
         (
-            "default-inbound-policy",
+            annotation::DEFAULT_INBOUND_POLICY,
             "allow",
             "\"allow\" is invalid; expected all-unauthenticated",
         ),
-        ("default-inbound-policy", "", "expected all-unauthenticated"),
+        (annotation::DEFAULT_INBOUND_POLICY, "", "expected all-unauthenticated"),
         (
-            "proxy-require-identity-inbound-ports",
+            annotation::REQUIRE_IDENTITY_INBOUND_PORTS,
             "8080,unknown",
             "\"unknown\" is neither a port",
         ),
         (
-            "proxy-require-identity-inbound-ports",
+            annotation::REQUIRE_IDENTITY_INBOUND_PORTS,
             "80-",
             "\"80-\" is neither a port",
         ),
+        (annotation::UNREDIRECTED_IPV6, "Drop", "expected "),
+        (annotation::PROXY_ADMIN_SHUTDOWN, "true", "expected enabled or disabled"),
+        (annotation::DISABLE_TAP, "yes", "expected true or false"),
     ] {
-        let key = format!("config.linkerd.io/{name}");
         for case in [
-            Case::pod("").annotate(&[(&key, value)]),
-            Case::pod("").namespace(&[(&key, value)]),
+            Case::pod("").annotate(&[(key, value)]),
+            Case::pod("").namespace(&[(key, value)]),
         ] {
             let outcome = case.outcome();
             assert_eq!(outcome.decision, Decision::Skip(vec![SkipReason::InvalidRestriction]));
             let denial_reason = outcome.denial_reason.clone().unwrap();
             assert!(
-                denial_reason.starts_with(&key) && denial_reason.contains(reason),
+                denial_reason.starts_with(key) && denial_reason.contains(reason),
                 "{denial_reason}"
             );
             // If the caller does not refuse the pod, it has no sidecar.
             assert_eq!(case.patched(&outcome).container(PROXY_CONTAINER), &Value::Null);
         }
         assert!(
-            check_annotation(&key, value).is_err() || value.contains("unknown"),
-            "{name}: {value}"
+            check_annotation(key, value).is_err() || value.contains("unknown"),
+            "{key}: {value}"
         );
+    }
+}
+
+#[test]
+fn unknown_keys_of_the_mesh_are_reported() {
+    for (key, is_reported) in [
+        ("config.linkerd.io/default-inbound-policies", true),
+        ("config.tulle.dev/inbound-modus", true),
+        ("config.linkerd.io/proxy-await", false),
+        ("example.org/default-inbound-policies", false),
+        ("linkerd.io/inject", false),
+    ] {
+        let warnings = Case::pod("").annotate(&[(key, "enabled")]).outcome().warnings;
+        let is_named = warnings.iter().any(|warning| warning.starts_with(key));
+        assert_eq!(is_named, is_reported, "{key}: {warnings:?}");
+        assert_eq!(check_annotation(key, "enabled").is_err(), is_reported, "{key}");
     }
 }
 

@@ -41,6 +41,12 @@ fn annotations_of_namespace_and_pod_decide_together() {
         case = case.namespace(&Vec::from_iter(namespace.map(|value| (annotation::INJECT, value))));
         case = case.annotate(&Vec::from_iter(pod.map(|value| (annotation::INJECT, value))));
         assert_eq!(reasons(&case), expected, "namespace {namespace:?}, pod {pod:?}");
+        let is_invalid = [AT_NAMESPACE, AT_WORKLOAD].contains(&expected);
+        assert_eq!(
+            !case.outcome().warnings.is_empty(),
+            is_invalid,
+            "{namespace:?}, {pod:?}"
+        );
     }
 }
 

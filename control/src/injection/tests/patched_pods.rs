@@ -212,8 +212,8 @@ fn inbound_ipv6_that_is_not_redirected_passes_only_where_it_is_allowed() {
     let redirected = Case::pod("").values("disableIPv6: false").annotate(&by_annotation);
     assert!(!init(redirected).contains("unredirected"));
     let refused = Case::pod("").annotate(&[(annotation::UNREDIRECTED_IPV6, "true")]);
-    let warnings = refused.outcome().warnings;
-    assert!(warnings[0].contains("drop or allow"), "{warnings:?}");
+    let denial_reason = refused.outcome().denial_reason.unwrap();
+    assert!(denial_reason.contains("drop or allow"), "{denial_reason}");
 }
 
 #[test]

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use ipnet::IpNet;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use serde::Deserialize;
+use tulle_core::dns_names::is_dns_label_of_any_length;
 use tulle_core::identity::Identity;
 use tulle_core::networks::NetworkMatch;
 
@@ -114,7 +115,7 @@ impl MeshClient {
             Some(rest) => (true, rest.strip_prefix('.').ok_or_else(invalid)?),
             None => (false, text),
         };
-        if !labels.split('.').all(is_label_of_any_length) {
+        if !labels.split('.').all(is_dns_label_of_any_length) {
             return Err(invalid());
         }
         Ok(if wildcard {
@@ -123,15 +124,6 @@ impl MeshClient {
             Self::Identity(text.to_owned())
         })
     }
-}
-
-/// Returns whether the characters are those of a DNS label, whose length is not limited here.
-fn is_label_of_any_length(label: &str) -> bool {
-    let alphanumeric = |byte: &u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
-    let bytes = label.as_bytes();
-    bytes.first().is_some_and(alphanumeric)
-        && bytes.last().is_some_and(alphanumeric)
-        && bytes.iter().all(|byte| alphanumeric(byte) || *byte == b'-')
 }
 
 #[derive(Clone, Debug, Deserialize)]

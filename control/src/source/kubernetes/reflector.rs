@@ -327,30 +327,26 @@ impl Reflector {
             let page = ListPage::parse(&bytes).map_err(Error::Decode)?;
             let decoding = self.decode_page(page.items, &mut list);
             if page.next_page.is_empty() {
-                decoding.await;
+                decoding.await?;
                 self.apply_list(list).await;
                 return Ok(page.resource_version);
             }
             // The API server encodes the next page meanwhile.
-            let (next_page, ()) = tokio::join!(self.read_page(api_version, Some(&page.next_page)), decoding);
-            bytes = next_page?;
+            let next_page = self.read_page(api_version, Some(&page.next_page));
+            (bytes, ()) = tokio::try_join!(next_page, decoding)?;
         }
     }
 
     /// Adds the objects of a page to the list. Other tasks of this thread run in between.
-    async fn decode_page(&self, items: Vec<EncodedObject<'_>>, list: &mut List) {
+    ///
+    /// # Errors
+    /// The metadata of an object cannot be read. The object cannot be left out, because then one of this name would count as deleted.
+    async fn decode_page(&self, items: Vec<EncodedObject<'_>>, list: &mut List) -> Result<(), Error> {
         for (i, object) in items.into_iter().enumerate() {
             if i.is_multiple_of(OBJECTS_BETWEEN_YIELDS) {
                 yield_now().await;
             }
-            let item = match PartlyDecodedObject::parse(object) {
-                Ok(item) => item,
-                Err(err) => {
-                    let error = &err as &dyn StdError;
-                    warn!(kind = self.kind_name(), error, "skipping an object without metadata");
-                    continue;
-                }
-            };
+            let item = PartlyDecodedObject::parse(object).map_err(Error::Decode)?;
             let Some((name, version_hash)) = self.name_and_version_hash(&item.head) else {
                 continue;
             };
@@ -359,6 +355,7 @@ impl Reflector {
             }
             list.versions.insert(name, version_hash);
         }
+        Ok(())
     }
 
     /// Reports a list: its events, and the deletion of all objects that are not in it. A long list is reported in batches, between

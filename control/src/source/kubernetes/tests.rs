@@ -510,6 +510,19 @@ async fn an_undecodable_object_does_not_block_others() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_list_with_an_object_without_metadata_deletes_nothing() {
+    let source = start_scripted(|n, uri| match n {
+        0 => list(7, &[&server("a", 5)]),
+        1 => watch(&[], AfterChunks::End),
+        _ if uri.contains("watch=true") => text_response(410, r#"{"code":410,"message":"expired"}"#),
+        // The list after it: `a` is the object that cannot be read.
+        2..9 => list(8, &[r#"{"metadata":"a"}"#, &server("b", 6)]),
+        _ => list(9, &[&server("a", 5), &server("b", 6)]),
+    });
+    source.wait_for_batches(&["+a@5", "+b@6"]).await;
+}
+
+#[tokio::test(start_paused = true)]
 async fn failures_are_retried_with_backoff() {
     let source = start_scripted(|n, _| match n {
         0..=2 => text_response(500, r#"{"code":500,"message":"etcd is away"}"#),

@@ -1,6 +1,7 @@
 //! The conditions that the controller writes, with the reasons that other tools expect.
 
 use std::collections::BTreeSet;
+use std::fmt::Display;
 use std::net::IpAddr;
 
 use crate::resources::Kind;
@@ -39,7 +40,6 @@ pub(super) fn route_condition(result: Result<(), RouteRejection>, generation: Op
         | RouteRejection::ParentHasNoSections
         | RouteRejection::NoPort
         | RouteRejection::OverlapsClusterNetworks
-        | RouteRejection::EgressNetworkOverridden
         | RouteRejection::NoClusterIp
         | RouteRejection::OtherNamespace
         | RouteRejection::ProtocolMismatch(_)
@@ -71,13 +71,23 @@ pub(super) fn foreign_network_condition(name: &NamespacedName, generation: Optio
     condition_false(RESOLVED_REFS, "InvalidKind", message, generation)
 }
 
-/// The `Overridden` condition, which exists only if a ServiceProfile replaces the route.
-pub(super) fn overridden_condition(message: String, generation: Option<i64>) -> Condition {
+/// The `Overridden` condition, which exists only if objects of this kind make the route ineffective.
+pub(super) fn overridden_condition(by: Kind, message: String, generation: Option<i64>) -> Condition {
     Condition {
         message,
-        reason: Kind::ServiceProfile.info().name.to_owned(),
+        reason: by.info().name.to_owned(),
         ..condition_true("Overridden", generation)
     }
+}
+
+/// Says that these EgressNetworks make another one ineffective.
+pub(super) fn overriding_networks_message(overridden: impl Display, by: &BTreeSet<&NamespacedName>) -> String {
+    let names: Vec<String> = by.iter().map(ToString::to_string).collect();
+    format!(
+        "{overridden} and its routes have no effect: other EgressNetworks ({}) cover all of its addresses, and have longer prefixes, \
+         or are older and have the same ones",
+        names.join(", ")
+    )
 }
 
 pub(super) fn egress_network_condition(
@@ -97,12 +107,7 @@ pub(super) fn egress_network_condition(
             condition_false(ACCEPTED, "EgressReasonNetworkOverlap", message, generation)
         }
         Some(EgressNetworkRejection::Overridden(networks)) => {
-            let names: Vec<String> = networks.iter().map(ToString::to_string).collect();
-            let message = format!(
-                "this EgressNetwork and its routes have no effect: other EgressNetworks ({}) cover all of its addresses, and have \
-                 longer prefixes, or are older and have the same ones",
-                names.join(", ")
-            );
+            let message = overriding_networks_message("this EgressNetwork", &networks);
             condition_false(ACCEPTED, "EgressReasonConflicted", message, generation)
         }
     }

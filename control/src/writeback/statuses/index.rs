@@ -26,6 +26,9 @@ use crate::resources::workload::ExternalWorkload;
 use crate::resources::{Kind, Object};
 use crate::writeback::config::StatusesConfig;
 use crate::writeback::statuses::conditions::{self, EgressNetworkRejection};
+use crate::writeback::statuses::dependencies::{
+    depends_on, parent_kind, parent_object_id, rate_limit_server, reference_fields,
+};
 use crate::writeback::statuses::object_id::ObjectId;
 
 /// Returns the parts of a Service that determine which routes it accepts.
@@ -524,14 +527,15 @@ impl StatusIndex {
                 continue;
             };
             let checked = self.check_parent(route, parent);
-            let profile = self.replacing_profile(route, parent).filter(|_| checked.is_ok());
+            let overridden = checked
+                .is_ok()
+                .then(|| self.overridden_condition(route, parent))
+                .flatten();
             let mut found = vec![conditions::route_condition(checked, route.generation)];
             if parent.kind != ParentKind::Server {
                 found.push(self.resolved_refs_condition(route));
             }
-            found.extend(profile.map(|profile| {
-                conditions::overridden_condition(profile.replacement_message(&parent.name), route.generation)
-            }));
+            found.extend(overridden);
             let parent_ref = ParentRef {
                 // The core group is the empty string, as in the Gateway API.
                 group: Some(kind.info().group.to_owned()),
@@ -551,6 +555,32 @@ impl StatusIndex {
             }
         }
         statuses
+    }
+
+    /// Returns the condition of a route that a ServiceProfile replaces, or whose EgressNetwork is not used. Such a route stays
+    /// accepted, so that it is in force as soon as its EgressNetwork is.
+    fn overridden_condition(&self, route: &Route, parent: &Parent) -> Option<Condition> {
+        if let Some(profile) = self.replacing_profile(route, parent) {
+            let message = profile.replacement_message(&parent.name);
+            return Some(conditions::overridden_condition(
+                Kind::ServiceProfile,
+                message,
+                route.generation,
+            ));
+        }
+        if parent.kind != ParentKind::EgressNetwork {
+            return None;
+        }
+        let network = self.egress_network(&parent.name)?;
+        let Some(EgressNetworkRejection::Overridden(networks)) = self.egress_network_rejection(network) else {
+            return None;
+        };
+        let message = conditions::overriding_networks_message(format_args!("EgressNetwork {}", parent.name), &networks);
+        Some(conditions::overridden_condition(
+            Kind::EgressNetwork,
+            message,
+            route.generation,
+        ))
     }
 
     /// Returns the ServiceProfile that replaces a route, for clients in the namespace of the route.
@@ -575,14 +605,7 @@ impl StatusIndex {
             global_egress_namespace: &self.settings.global_egress_namespace,
             default_opaque_ports: &self.settings.default_opaque_ports,
         };
-        acceptance::check_route(self, settings, route, parent, self.routes_of_parent(parent))?;
-        let network = self
-            .egress_network(&parent.name)
-            .filter(|_| parent.kind == ParentKind::EgressNetwork);
-        match network.and_then(|network| self.egress_network_rejection(network)) {
-            Some(EgressNetworkRejection::Overridden(_)) => Err(RouteRejection::EgressNetworkOverridden),
-            _ => Ok(()),
-        }
+        acceptance::check_route(self, settings, route, parent, self.routes_of_parent(parent))
     }
 
     /// Returns the parts of an object that are unserved because of other objects, each with the reason in its status.
@@ -747,41 +770,4 @@ fn our_policy_status(status: &PolicyStatus) -> Status {
 /// Returns whether this controller writes a condition of an external workload.
 fn is_managed(condition: &Value) -> bool {
     condition["type"] == ACCEPTED
-}
-
-/// Returns the objects on which the status of a route depends.
-fn depends_on(route: &Route) -> BTreeSet<ObjectId> {
-    let mut targets: BTreeSet<ObjectId> = route.parents.iter().filter_map(parent_object_id).collect();
-    for backend in route.rules.backend_refs() {
-        let name = backend.resolve(route.meta.namespace());
-        if backend.is_service() {
-            targets.insert(ObjectId::new(Kind::Service, name));
-        } else if backend.is_egress_network() {
-            targets.insert(ObjectId::new(Kind::EgressNetwork, name));
-        }
-    }
-    targets
-}
-
-/// All fields of a reference to a parent, without the acceptance in the status.
-fn reference_fields(parent: &Parent) -> (ParentKind, &NamespacedName, Option<u16>, Option<&str>) {
-    (parent.kind, &parent.name, parent.port, parent.section.as_deref())
-}
-
-fn parent_object_id(parent: &Parent) -> Option<ObjectId> {
-    Some(ObjectId::new(parent_kind(parent.kind)?, parent.name.clone()))
-}
-
-fn parent_kind(kind: ParentKind) -> Option<Kind> {
-    match kind {
-        ParentKind::Server => Some(Kind::Server),
-        ParentKind::Service => Some(Kind::Service),
-        ParentKind::EgressNetwork => Some(Kind::EgressNetwork),
-        ParentKind::Foreign => None,
-    }
-}
-
-fn rate_limit_server(limit: &RateLimitPolicy) -> ObjectId {
-    let name = NamespacedName::new(limit.meta.namespace().clone(), limit.server.clone());
-    ObjectId::new(Kind::Server, name)
 }

@@ -11,6 +11,7 @@
 //! the watches.
 
 mod conditions;
+mod dependencies;
 mod index;
 mod object_id;
 pub(super) mod report;

@@ -156,7 +156,7 @@ pub(crate) fn encode_request<B: SendableBody>(req: Request<B>) -> OutgoingMessag
     }
 }
 
-/// Encodes the head of a response. Also returns `reuse`, or `Close` if the body ends when the connection closes.
+/// Encodes the head of a response. Also returns `reuse`, or `Close` if the body ends when the connection closes or the head says so.
 pub(crate) fn encode_response<B: SendableBody>(
     rsp: Response<B>,
     request: RequestLine<'_>,
@@ -188,12 +188,12 @@ pub(crate) fn encode_response<B: SendableBody>(
     if framing == BodyFraming::UntilClose {
         reuse = ConnectionReuse::Close;
     }
-    if parts.status != StatusCode::SWITCHING_PROTOCOLS && !parts.headers.contains_key(header::CONNECTION) {
-        match (reuse, is_10) {
-            (ConnectionReuse::Close, false) => out.put_slice(b"connection: close\r\n"),
-            (ConnectionReuse::KeepAlive, true) => out.put_slice(b"connection: keep-alive\r\n"),
-            _ => {}
-        }
+    match (parts.headers.get(header::CONNECTION), reuse, is_10) {
+        _ if parts.status == StatusCode::SWITCHING_PROTOCOLS => {}
+        (Some(set_by_filter), ..) if set_by_filter == "close" => reuse = ConnectionReuse::Close,
+        (None, ConnectionReuse::Close, false) => out.put_slice(b"connection: close\r\n"),
+        (None, ConnectionReuse::KeepAlive, true) => out.put_slice(b"connection: keep-alive\r\n"),
+        _ => {}
     }
     out.put_slice(b"\r\n");
     header_map_pool::put(parts.headers);
@@ -734,6 +734,19 @@ mod tests {
         let (mut message, _) = encode_response(Response::new(body), request_line, ConnectionReuse::KeepAlive);
         let error = poll_fn(|cx| message.poll_write(cx, &mut ours)).await.unwrap_err();
         assert!(matches!(error, Error::ClientIo(_)), "{error:?}");
+    }
+
+    #[test]
+    fn a_connection_closes_after_a_response_that_says_so() {
+        let request_line = RequestLine {
+            version: Version::HTTP_11,
+            method: &Method::GET,
+        };
+        for (value, expected) in [("close", ConnectionReuse::Close), ("x", ConnectionReuse::KeepAlive)] {
+            let rsp = Response::builder().header("connection", value).body(Body::empty());
+            let (_, reuse) = encode_response(rsp.unwrap(), request_line, ConnectionReuse::KeepAlive);
+            assert_eq!(reuse, expected, "{value}");
+        }
     }
 
     #[tokio::test]

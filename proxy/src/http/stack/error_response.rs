@@ -202,6 +202,24 @@ mod tests {
     }
 
     #[test]
+    fn the_connection_of_an_http1_client_closes_after_some_errors() {
+        let closing = Error::InvalidRequest("not HTTP");
+        assert!(closing.status().closes_connection);
+        for (version, closes) in [(Version::HTTP_11, true), (Version::HTTP_2, false)] {
+            let mut req = Request::new(Body::empty());
+            *req.version_mut() = version;
+            let rsp = error_response(
+                &closing,
+                ErrorFormat::of_request(&req),
+                ErrorDetail::Omit,
+                &connection(),
+            );
+            let is_closing = rsp.extensions().get::<CloseAfterResponse>().is_some();
+            assert_eq!(is_closing, closes, "{version:?}");
+        }
+    }
+
+    #[test]
     fn unmeshed_clients_get_no_error_detail() {
         let req = Request::get("/").body(Body::empty()).unwrap();
         let denied = Error::Unauthorized {
@@ -212,7 +230,7 @@ mod tests {
         assert_eq!(rsp.status(), StatusCode::FORBIDDEN);
         assert!(!rsp.headers().contains_key("l5d-proxy-error"));
         assert!(!rsp.headers().contains_key("l5d-proxy-cause"));
-        assert!(!rsp.headers().contains_key("connection"));
+        assert!(rsp.extensions().get::<CloseAfterResponse>().is_none());
         let trailers = grpc_error_trailers(&denied, ErrorDetail::Omit);
         assert_eq!(trailers["grpc-status"], HeaderValue::from(7));
         assert!(!trailers.contains_key("grpc-message"));

@@ -35,6 +35,7 @@ impl Inbound {
         client: ClientAddr,
         drain: drain::Watch,
     ) -> Option<CopyFuture> {
+        // I1
         let OrigDst(target) = match (self.orig_dst_lookup)(stream.socket(), client.0) {
             Ok(target) => target,
             Err(error) => {
@@ -62,16 +63,16 @@ impl Inbound {
             drain,
         };
         let classified = if target.port() == connection.inbound.own_port {
-            Box::pin(connection.classify_direct(stream, client, target)).await
+            Box::pin(connection.classify_direct(stream, client, target)).await // I2
         } else {
             connection
-                .classify_redirected(stream, ConnectionAddrs { client, target })
+                .classify_redirected(stream, ConnectionAddrs { client, target }) // I3 to I5
                 .await
         };
         // Awaited here and not inside the detection future, so that an idle connection does not hold the state of detection.
         let serving = match classified? {
-            ClassifiedConnection::Http(http) => connection.serve_http(http),
-            ClassifiedConnection::Opaque(opaque) => return Some(Box::pin(connection.serve_opaque(opaque))),
+            ClassifiedConnection::Http(http) => connection.serve_http(http), // I7
+            ClassifiedConnection::Opaque(opaque) => return Some(Box::pin(connection.serve_opaque(opaque))), // I6
         };
         serving.await;
         None

@@ -37,7 +37,7 @@ impl Connection {
         stream: Tcp,
         addrs: ConnectionAddrs,
     ) -> Option<ClassifiedConnection> {
-        let (port_policy, active_policy) = self.wait_port_policy(&addrs).await;
+        let (port_policy, active_policy) = self.wait_port_policy(&addrs).await; // I3
         let client = |tls| PortClient {
             addrs,
             tls,
@@ -50,6 +50,7 @@ impl Connection {
         }
         let plaintext_client = client(ServerTls::Plain(NoServerTls::NoTlsFromRemote));
         let began_at = Instant::now();
+        // I4
         let (stream, detection) = match self.detect_tls(stream, &plaintext_client, &active_policy).await {
             Ok(detected) => detected,
             Err(error) => {
@@ -61,7 +62,7 @@ impl Connection {
             TlsDetection::Terminate(prefix) => {
                 let (io, tls) = self.terminate_tls(stream, prefix, &addrs, Alpn::Unset).await?;
                 let io = io.count(self.inbound.client_connection_metrics(&addrs, &tls, &active_policy));
-                self.classify_after_tls(io, client(tls), active_policy).await
+                self.classify_after_tls(io, client(tls), active_policy).await // I5
             }
             TlsDetection::PassThrough { prefix, sni } => {
                 let is_label = self.inbound.server_name_labels.add(&sni, HostSource::Untrusted);

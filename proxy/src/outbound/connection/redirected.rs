@@ -41,6 +41,7 @@ impl Outbound {
         client: ClientAddr,
         drain: drain::Watch,
     ) -> Option<CopyFuture> {
+        // O1
         let dst = match (self.orig_dst_lookup)(stream.socket(), client.0) {
             Ok(dst) => dst,
             Err(error) => {
@@ -62,6 +63,7 @@ impl Outbound {
             stream.reset_on_drop();
             return None;
         }
+        // O2
         let destination = match self.discovery.get(dst.clone(), self.detect_timeout).await {
             Ok(destination) => destination,
             Err(error) => {
@@ -158,11 +160,12 @@ impl Connection {
         let io = io.count(metrics.clone());
         let server = server.map_or(ServerDial::NotDialled, ServerDial::Connected);
         // Awaited here and not inside the detection future, so that an idle connection does not hold the state of detection.
+        // O3
         let serving = match self.detect_and_connect(io, server).await? {
             ClassifiedConnection::Http(io, protocol) => self.serve_http(io, protocol),
             ClassifiedConnection::Opaque(copy_future) => return Some(copy_future),
         };
-        serving.await;
+        serving.await; // O4
         None
     }
 

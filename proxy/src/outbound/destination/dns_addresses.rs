@@ -31,6 +31,8 @@ struct DnsAnswer {
     expires_at: Option<Instant>,
     /// Error of the last lookup, if there are no addresses.
     failure: Option<Arc<str>>,
+    /// Last warning about a failed lookup.
+    warned_at: Option<Instant>,
     next_index: usize,
 }
 
@@ -99,7 +101,10 @@ impl DnsAnswer {
             self.expires_at = Some(Instant::now() + NEGATIVE_CACHE_TTL);
             return Err(self.unresolved_error(name));
         }
-        tracing::warn!(%name, error = %source, "DNS lookup failed, the last addresses stay in use");
+        if self.warned_at.is_none_or(|at| at.elapsed() >= WARNING_INTERVAL) {
+            self.warned_at = Some(Instant::now());
+            tracing::warn!(%name, error = %source, "DNS lookup failed, the last addresses stay in use");
+        }
         self.expires_at = Some(Instant::now() + LOOKUP_RETRY_INTERVAL);
         Ok(())
     }
@@ -135,6 +140,8 @@ const REFRESH_LOOKUP_TIMEOUT: Duration = Duration::from_secs(1);
 const NEGATIVE_CACHE_TTL: Duration = Duration::from_secs(1);
 /// Delay before the next lookup after a failed one, if addresses are cached.
 const LOOKUP_RETRY_INTERVAL: Duration = Duration::from_secs(5);
+/// Minimum interval between warnings about one name.
+const WARNING_INTERVAL: Duration = Duration::from_secs(60);
 
 #[cfg(test)]
 mod tests {

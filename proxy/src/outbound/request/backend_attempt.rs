@@ -92,7 +92,7 @@ impl BackendAttempt<'_> {
         match self.send_until_processed(outgoing, tried, deadlines).await {
             Ok((rsp, mut sent)) => {
                 sent.observer.route_attempt = route_attempt;
-                Ok(classify::observe(rsp, sent.started_at, sent.observer))
+                Ok(classify::observe(rsp, sent.started_at, sent.observer)) // O11
             }
             Err(error) => {
                 if let Some(mut route_attempt) = route_attempt {
@@ -154,7 +154,7 @@ impl BackendAttempt<'_> {
         let req = &mut *outgoing.req;
         let mut connected_at_once = tried.is_empty();
         let (endpoint, ready) = {
-            let mut connecting = pin!(self.connector.connect_endpoint(tried, needs));
+            let mut connecting = pin!(self.connector.connect_endpoint(tried, needs)); // O8, O9
             let connected = poll_fn(|cx| {
                 let polled =
                     AttemptDeadlines::check_head_deadline(deadlines.as_deref_mut(), connecting.as_mut().poll(cx), cx);
@@ -178,7 +178,7 @@ impl BackendAttempt<'_> {
         let span = trace::start_client_span(endpoint.tracer.as_ref(), req);
         let result = {
             let client = endpoint.client(self.client.worker);
-            let mut response = pin!(client.send(ready, req, outgoing.client_side.interims.as_ref()));
+            let mut response = pin!(client.send(ready, req, outgoing.client_side.interims.as_ref())); // O10
             poll_fn(|cx| {
                 AttemptDeadlines::check_head_deadline(deadlines.as_deref_mut(), response.as_mut().poll(cx), cx)
             })

@@ -13,8 +13,6 @@ use tokio::time::{sleep, sleep_until};
 use super::*;
 use crate::resources::meta::NamespacedName;
 
-const SCHEDULES: std::ops::Range<u64> = 0..1000;
-
 /// Time with random failures. After it, the server has `RECOVERY_TIME` to become healthy.
 const CHAOS_TIME: Duration = Duration::from_secs(600);
 const RECOVERY_TIME: Duration = Duration::from_secs(90);
@@ -556,24 +554,37 @@ async fn run_schedule(seed: u64) {
     check_ages(&server.0.lock(), &view.lock(), &[], Duration::ZERO);
 }
 
+/// Runs the schedules of these seeds.
+fn run_schedules(seeds: std::ops::Range<u64>) {
+    for seed in seeds {
+        fastrand::seed(seed);
+        let runtime = tokio::runtime::Builder::new_current_thread();
+        let runtime = { runtime }.enable_time().start_paused(true).build().unwrap();
+        let schedule = std::panic::AssertUnwindSafe(|| runtime.block_on(run_schedule(seed)));
+        if std::panic::catch_unwind(schedule).is_err() {
+            panic!("the schedule of seed {seed} failed");
+        }
+    }
+}
+
+// Four tests, so that none of them takes minutes while other tests use the CPUs.
+
 #[test]
 fn views_follow_an_api_server_with_random_failures() {
-    let threads: Vec<_> = (0..2)
-        .map(|thread| {
-            std::thread::spawn(move || {
-                for seed in SCHEDULES.filter(|seed| seed % 2 == thread) {
-                    fastrand::seed(seed);
-                    let runtime = tokio::runtime::Builder::new_current_thread();
-                    let runtime = { runtime }.enable_time().start_paused(true).build().unwrap();
-                    let schedule = std::panic::AssertUnwindSafe(|| runtime.block_on(run_schedule(seed)));
-                    if std::panic::catch_unwind(schedule).is_err() {
-                        panic!("the schedule of seed {seed} failed");
-                    }
-                }
-            })
-        })
-        .collect();
-    for thread in threads {
-        thread.join().unwrap();
-    }
+    run_schedules(0..250);
+}
+
+#[test]
+fn views_follow_an_api_server_with_more_random_failures() {
+    run_schedules(250..500);
+}
+
+#[test]
+fn views_follow_an_api_server_with_further_random_failures() {
+    run_schedules(500..750);
+}
+
+#[test]
+fn views_follow_an_api_server_with_the_last_random_failures() {
+    run_schedules(750..1000);
 }
