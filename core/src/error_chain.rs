@@ -3,8 +3,8 @@
 use std::error::Error;
 use std::fmt;
 
-/// Shows an error and its sources on one line: `loading the issuer: reading crt.pem: no such file`. Some errors repeat their source in
-/// their own text; such a source is left out.
+/// Shows an error and its sources on one line: `loading the issuer: reading crt.pem: no such file`. A source that the error
+/// repeats in its own text is left out.
 pub struct ErrorChain<'a>(pub &'a (dyn Error + 'a));
 
 impl fmt::Display for ErrorChain<'_> {

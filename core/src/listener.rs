@@ -7,12 +7,14 @@ use std::time::Duration;
 
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{sleep, timeout};
 use tracing::{debug, warn};
 
 use crate::addr::canonical;
 use crate::connections::{self, ConnectionLimiter, ConnectionPermit, SameAddressEviction};
+use crate::log_limit::LogLimiter;
 use crate::metrics::{Counter, Registry};
+use crate::warn_limited;
 
 /// A listening socket with its connection limit.
 pub struct Listener {
@@ -87,7 +89,7 @@ impl Listener {
         let (serve, mut connections) = (Arc::new(serve), JoinSet::new());
         let mut stop = std::pin::pin!(stop);
         let mut n_accepted = 0_usize;
-        let mut warned_at: Option<Instant> = None;
+        let log_limiter = LogLimiter::<()>::default();
         loop {
             // All branches only wait; an accepted connection is never lost, because `accept` is cancel-safe.
             tokio::select! {
@@ -104,10 +106,7 @@ impl Listener {
                         }
                     }
                     Err(err) => {
-                        if warned_at.is_none_or(|at| at.elapsed() >= ACCEPT_WARNING_INTERVAL) {
-                            warned_at = Some(Instant::now());
-                            warn!(%err, server = self.name, "accepting a connection failed");
-                        }
+                        warn_limited!(log_limiter, (), "accepting a connection failed", %err, server = self.name);
                         // The usual reason is that no file descriptor is left; an immediate retry would only use CPU.
                         sleep(ACCEPT_ERROR_BACKOFF).await;
                     }
@@ -186,8 +185,6 @@ const TLS_RECORD_HANDSHAKE: u8 = 22;
 /// Number of connections accepted before the accept loop yields to other tasks.
 const MAX_ACCEPTS_BEFORE_YIELD: usize = 16;
 const ACCEPT_ERROR_BACKOFF: Duration = Duration::from_millis(100);
-/// Minimum interval between warnings of one listener.
-const ACCEPT_WARNING_INTERVAL: Duration = Duration::from_secs(60);
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! The program `linkerd-await`: waits until the proxy of this pod is ready, then becomes the given program; what post-start hooks and
-//! jobs call.
+//! The program `linkerd-await`, for post-start hooks and jobs: waits until the proxy of this pod is ready, then becomes the
+//! given program.
 
 use std::{
     net::{Ipv4Addr, SocketAddr},

@@ -116,7 +116,7 @@ async fn fetch_mode_specific(cluster: &Cluster, snapshot: &mut Snapshot) {
             snapshot.injection_audit = injection_audit(cluster, snapshot).await;
         }
     }
-    // A certificate that was renewed since the first request is not valid before then.
+    // Read last: by an earlier time, a certificate that was renewed meanwhile would not be valid yet.
     if let Ok((_, Some(date))) = version(cluster).await {
         snapshot.now = date;
     }

@@ -168,7 +168,7 @@ fn push_new(problems: &mut Vec<String>, problem: String) {
     }
 }
 
-/// Applies one annotation. Others change nothing.
+/// Applies one annotation. Those that the injector does not read change nothing.
 fn apply_annotation(values: &mut Values, key: &str, text: &str) -> Result<(), InvalidValue> {
     let proxy = &mut values.proxy;
     match key {
@@ -459,17 +459,13 @@ const RESTRICTING_ANNOTATIONS: [&str; 5] = [
     annotation::PROXY_ADMIN_SHUTDOWN,
 ];
 
-/// The beginnings of annotations that only the mesh reads.
+/// Prefixes of annotations that only the mesh reads.
 const CONFIGURATION_PREFIXES: [&str; 3] = ["config.linkerd.io/", "config.alpha.linkerd.io/", "config.tulle.dev/"];
 
-/// Whether an annotation looks like one of the mesh and is none, for example because its key is misspelled.
+/// Whether a key has a prefix of the mesh but is not one of its annotations; usually it is misspelled.
 fn is_unknown(key: &str) -> bool {
-    let is_of_mesh = CONFIGURATION_PREFIXES.iter().any(|prefix| key.starts_with(prefix));
-    let is_known = |known: &annotation::Annotation| match known.placeholder {
-        "" => key == known.name,
-        _ => key.starts_with(known.name),
-    };
-    is_of_mesh && !annotation::ALL.iter().any(is_known)
+    let has_prefix = CONFIGURATION_PREFIXES.iter().any(|prefix| key.starts_with(prefix));
+    has_prefix && annotation::find(key).is_none()
 }
 
 /// The proxy raises shorter timeouts to this one.

@@ -1,5 +1,5 @@
-//! Decides by a pod and the annotations whether the pod gets a sidecar, with all reasons against it. `inject_pod` adds the reasons for
-//! which a pod is refused.
+//! Decides by a pod and the annotations whether the pod gets a sidecar, with all reasons against it. `inject_pod` adds the reasons
+//! for which a pod is refused.
 
 use std::fmt;
 
@@ -41,7 +41,7 @@ pub enum SkipReason {
     NoServiceAccountToken,
     /// The pod runs on Windows nodes. There is no proxy for Windows.
     Windows,
-    // The following ones only together with `InjectionOutcome::denial_reason`, from `inject_pod`.
+    // `inject_pod` gives these reasons, and only together with `InjectionOutcome::denial_reason`.
     /// An annotation that restricts access to the pod is invalid.
     InvalidRestriction,
     /// The application runs as the proxy's user or group.
@@ -114,7 +114,7 @@ pub(super) fn mode_from_annotations(
     }
 }
 
-/// Warnings about values of the annotation that are none: the pod runs without a sidecar.
+/// Warnings about invalid values of `linkerd.io/inject`, with which a pod has no sidecar.
 pub(super) fn invalid_inject_warnings(target: &InjectionTarget<'_>) -> Vec<String> {
     let annotated = [
         ("namespace", Some(target.namespace_annotations)),

@@ -150,7 +150,7 @@ impl Audit {
         }
     }
 
-    /// Returns whether this pod would get a sidecar, or be denied, if it were created now.
+    /// Returns whether this pod would get a sidecar, or be denied, if it were created now, or is annotated with an invalid value.
     async fn should_have_sidecar(&self, pod: &Pod) -> Result<bool, AuditError> {
         let (meta, Some(spec)) = (&pod.metadata, &pod.spec) else {
             return Ok(false);
@@ -187,7 +187,6 @@ impl Audit {
         };
         Ok(match injection::decide(&config, &target) {
             Decision::Inject(_) => true,
-            // Somebody wanted a sidecar, or none, and nobody can tell.
             Decision::Skip(reasons) => reasons
                 .iter()
                 .all(|reason| matches!(reason, SkipReason::InvalidAtNamespace | SkipReason::InvalidAtWorkload)),
@@ -264,12 +263,22 @@ mod tests {
     use crate::injector_webhook::config_reload::{self, Files};
     use crate::kubernetes::event_recorder::EventRecorder;
 
-    /// Returns the response of an API server with pods in the namespaces `gone` and `shop`, of which only `shop` exists.
+    /// Returns the response of an API server with pods in the namespaces `gone` and `shop`, of which only `shop` exists. It is
+    /// annotated for injection; two of its pods have a value of their own.
     fn answer(path: &str) -> (StatusCode, Value) {
         let pod = |namespace: &str| json!({"metadata": {"name": "web", "namespace": namespace}, "spec": {}});
+        let annotated = |name: &str, inject: &str| {
+            let annotations = json!({"linkerd.io/inject": inject});
+            json!({"metadata": {"name": name, "namespace": "shop", "annotations": annotations}, "spec": {}})
+        };
         match path {
             "/api/v1/pods" => {
-                let pods = [pod("gone"), pod("shop")];
+                let pods = [
+                    pod("gone"),
+                    pod("shop"),
+                    annotated("misspelled", "true"),
+                    annotated("plain", "disabled"),
+                ];
                 let list = json!({"apiVersion": "v1", "kind": "PodList", "metadata": {}, "items": pods});
                 (StatusCode::OK, list)
             }
@@ -296,7 +305,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn pods_of_a_deleted_namespace_are_skipped() {
+    async fn pods_of_existing_namespaces_that_have_or_may_want_an_annotation_for_injection_are_found() {
         let dir = tempfile::tempdir().unwrap();
         let files = Files::in_dir(dir.path());
         std::fs::write(&files.values, "identityTrustAnchorsPEM: anchors").unwrap();
@@ -308,10 +317,10 @@ mod tests {
             interval: Duration::from_secs(300),
         };
         let (audit, _) = Audit::new(config, client, current_config, metadata, &registry);
-        let expected = UninjectedPod {
+        let expected = ["misspelled", "web"].map(|name| UninjectedPod {
             namespace: "shop".to_owned(),
-            name: "web".to_owned(),
-        };
-        assert_eq!(audit.audit().await.unwrap(), BTreeSet::from([expected]));
+            name: name.to_owned(),
+        });
+        assert_eq!(audit.audit().await.unwrap(), BTreeSet::from(expected));
     }
 }

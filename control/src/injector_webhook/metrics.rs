@@ -51,7 +51,7 @@ impl Metrics {
 pub(super) fn uninjected_pods(registry: &Registry) -> Family<Gauge> {
     registry.gauge(
         "tulle_uninjected_pods",
-        "Pods without a sidecar that are annotated for one, as of the last audit.",
+        "Pods without a sidecar that are annotated for one, or with an invalid value, as of the last audit.",
     )
 }
 
@@ -94,8 +94,8 @@ pub(super) fn labels(
 /// The name of the label for an annotation of the mesh; `None` for other annotations. Hyphens are replaced, which label names
 /// cannot contain.
 fn label_name(key: &str) -> Option<String> {
-    let is_known = annotation::ALL.iter().any(|known| known.name == key);
-    let name = key.strip_prefix("config.linkerd.io/").filter(|_| is_known)?;
+    let name = key.strip_prefix("config.linkerd.io/")?;
+    annotation::find(key)?;
     Some(name.replace('-', "_"))
 }
 

@@ -637,8 +637,8 @@ fn webhooks(configuration: &DynamicObject) -> impl Iterator<Item = &Value> {
     webhooks.into_iter().flatten()
 }
 
-/// Returns the object of a watch event, which is `Some(None)` if it does not exist. Returns `None` after an error, after which the watch
-/// continues.
+/// Returns the object of a watch event: `Some(None)` if it does not exist, `None` after an error. The watch continues after
+/// errors.
 fn watched_object<T>(seen: Result<Option<T>, watcher::Error>, name: &str) -> Option<Option<T>> {
     seen.inspect_err(|err| warn!(name, error = err as &dyn std::error::Error, "watching failed"))
         .ok()

@@ -584,6 +584,14 @@ annotations! {
     }
 }
 
+/// Returns the annotation with this key. The key of one with a placeholder begins with its name.
+pub fn find(key: &str) -> Option<&'static Annotation> {
+    ALL.iter().find(|annotation| match annotation.placeholder {
+        "" => annotation.name == key,
+        _ => key.starts_with(annotation.name),
+    })
+}
+
 const BOOLEAN: &str = "`true` or `false`";
 /// Durations of the injector.
 const GO_DURATION: &str = "a duration such as `100ms`, `1.5s` or `1h30m`";

@@ -160,7 +160,7 @@ headers! {
     }
     B3_SAMPLED = "x-b3-sampled" {
         direction: IN_REQUESTS,
-        values: "`1` or `0`",
+        values: "`1` or `true`, `0` or `false`",
         meaning: "Whether spans of the trace are exported, with `x-b3-traceid`.",
     }
     B3_FLAGS = "x-b3-flags" {

@@ -48,7 +48,7 @@ variables! {
         programs: "`tulle-control`",
         values: "number from 1",
         default: "one for four CPUs",
-        meaning: "The number of threads that serve streams and webhooks; liveness, webhooks and telemetry have threads of their own besides.",
+        meaning: "The number of threads that watch the API server and serve streams. Liveness, webhooks and telemetry have threads of their own.",
     }
     NAMESPACE = "LINKERD_NAMESPACE" {
         programs: "`tulle`",

@@ -10,11 +10,12 @@ use std::{
 
 use bytes::Bytes;
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
-use tokio::{
-    io::{Interest, unix::AsyncFd},
-    time::Instant,
+use tokio::io::{Interest, unix::AsyncFd};
+use tulle_core::{
+    addr::{self, ClientAddr},
+    log_limit::LogLimiter,
+    warn_limited,
 };
-use tulle_core::addr::{self, ClientAddr};
 
 use crate::net::{
     connect::{self, SocketOptions},
@@ -23,8 +24,6 @@ use crate::net::{
 
 /// Backoff of an accept loop after the process ran out of descriptors or memory.
 const ACCEPT_ERROR_BACKOFF: Duration = Duration::from_millis(50);
-/// Minimum interval between warnings of one accept loop.
-const ACCEPT_WARNING_INTERVAL: Duration = Duration::from_secs(60);
 /// Maximum number of clients that are accepted in a row; then they are served, and other tasks run.
 const ACCEPT_BATCH_SIZE: usize = 128;
 /// Default size of the accept queue.
@@ -92,14 +91,11 @@ pub(crate) async fn accept_loop(
         serve,
         accepted: Vec::new(),
     };
-    let mut warned_at: Option<Instant> = None;
+    let log_limiter = LogLimiter::<()>::default();
     let accepting = async {
         loop {
             let Err(error) = acceptor.accept().await;
-            if warned_at.is_none_or(|at| at.elapsed() >= ACCEPT_WARNING_INTERVAL) {
-                warned_at = Some(Instant::now());
-                tracing::warn!(%error, "accepting connections failed");
-            }
+            warn_limited!(log_limiter, (), "accepting connections failed", %error);
             tokio::time::sleep(ACCEPT_ERROR_BACKOFF).await;
         }
     };

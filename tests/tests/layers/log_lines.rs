@@ -8,17 +8,11 @@ use crate::{files_below, root};
 /// Modules of the proxy that handle connections and requests.
 const TRAFFIC: &[&str] = &["gateway", "inbound", "outbound"];
 
-/// A file with lines that have another limit: one a minute for each name.
-const LIMITED_OTHERWISE: &str = "outbound/destination/dns_addresses.rs";
-
 #[test]
 fn log_lines_about_traffic_are_limited() {
     let src = root().join("proxy/src");
     let mut unlimited = Vec::new();
     for file in TRAFFIC.iter().flat_map(|module| files_below(&src.join(module))) {
-        if file.ends_with(LIMITED_OTHERWISE) {
-            continue;
-        }
         let source = fs::read_to_string(&file).expect("sources are readable UTF-8");
         unlimited.extend(unlimited_lines(&file, &source));
     }

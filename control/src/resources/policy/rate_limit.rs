@@ -114,19 +114,19 @@ impl RateLimitPolicy {
     /// Creates the placeholder for an unreadable rate limit: for the Server of this name in its own namespace, even if the
     /// reference names another one. Returns `None` if it does not refer to a Server.
     pub(in crate::resources) fn placeholder(object: &Value, meta: Meta, reason: &str) -> Option<Self> {
-        // What cannot be read may be the reference itself.
+        // The reference itself may be what cannot be read, for example because of an unknown field.
         let field = |name: &str| object["spec"]["targetRef"][name].as_str().map(str::to_owned);
-        let target = TargetRef {
+        let target = RawReference {
             group: field("group").unwrap_or_default(),
             kind: field("kind")?,
             name: field("name")?,
             namespace: field("namespace"),
         };
-        (target.group == POLICY_GROUP && target.kind == "Server").then(|| Self {
+        target.is_kind(POLICY_GROUP, "Server").then(|| Self {
             meta,
             generation: object["metadata"]["generation"].as_i64(),
             server: target.name.as_str().into(),
-            target,
+            target: target.into(),
             total: None,
             per_identity: None,
             overrides: Vec::new(),

@@ -223,7 +223,8 @@ impl StatusIndex {
         affected
     }
 
-    /// Returns the EgressNetworks of a namespace, which compete for addresses, and their routes; none if they are too many to compare.
+    /// Returns the EgressNetworks of a namespace, which compete for addresses, and their routes. Returns none if they are too
+    /// many to compare.
     fn egress_networks_and_routes_of(&self, namespace: &str) -> Vec<ObjectId> {
         let names = self.egress_networks.keys();
         let names: Vec<_> = names.filter(|name| *name.namespace == *namespace).collect();

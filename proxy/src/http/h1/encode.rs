@@ -156,7 +156,8 @@ pub(crate) fn encode_request<B: SendableBody>(req: Request<B>) -> OutgoingMessag
     }
 }
 
-/// Encodes the head of a response. Also returns `reuse`, or `Close` if the body ends when the connection closes or the head says so.
+/// Encodes the head of a response. Also returns `reuse`, or `Close` if the body ends when the connection closes or the head
+/// says so.
 pub(crate) fn encode_response<B: SendableBody>(
     rsp: Response<B>,
     request: RequestLine<'_>,

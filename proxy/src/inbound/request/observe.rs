@@ -93,7 +93,8 @@ pub(in crate::inbound) struct AuthorizedRoute {
     pub(super) policy: Arc<ActivePolicy>,
     pub(super) route_ptr: usize,
     pub(super) authorization_ptr: usize,
-    /// Whether the requests are CONNECT tunnels, which the rules of a port can forbid. Their bytes may be requests that no rule sees.
+    /// Whether the requests are CONNECT tunnels, which the rules of a port can forbid, because no rule sees requests inside
+    /// them.
     pub(super) is_connect_tunnel: bool,
     pub(super) metrics: Arc<AuthorizedRouteMetrics>,
 }

@@ -97,7 +97,7 @@ impl Discovery {
             return Ok((found, Vec::new()));
         }
         let look_up = |limit| self.resolver.resolve_ips(&name.name, limit);
-        let mut addrs = found.dns_addresses.addrs(&name, look_up).await?;
+        let mut addrs = found.dns_addresses.addrs(&name, &self.log_limiter, look_up).await?;
         let first = addrs.remove(0);
         Ok((self.get(Addr::Socket(first), limit).await?, addrs))
     }

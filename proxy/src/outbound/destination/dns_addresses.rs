@@ -11,12 +11,19 @@ use std::{
 };
 
 use tokio::{sync::Mutex, time::Instant};
-use tulle_core::addr::{self, NameAddr};
+use tulle_core::{
+    addr::{self, Addr, NameAddr},
+    log_limit::LogLimiter,
+    warn_limited,
+};
 
 use crate::{
     api::dns::{Addresses, DnsError},
     http::error::Error,
 };
+
+/// Limits log lines by target and cause.
+type TargetLogLimiter = LogLimiter<(Addr, &'static str)>;
 
 #[derive(Default)]
 pub(in crate::outbound) struct DnsAddresses {
@@ -31,8 +38,6 @@ struct DnsAnswer {
     expires_at: Option<Instant>,
     /// Error of the last lookup, if there are no addresses.
     failure: Option<Arc<str>>,
-    /// Last warning about a failed lookup.
-    warned_at: Option<Instant>,
     next_index: usize,
 }
 
@@ -47,6 +52,7 @@ impl DnsAddresses {
     pub(in crate::outbound) async fn addrs<F>(
         &self,
         name: &NameAddr,
+        log_limiter: &TargetLogLimiter,
         look_up: impl FnOnce(Duration) -> F,
     ) -> Result<Vec<SocketAddr>, Error>
     where
@@ -61,8 +67,8 @@ impl DnsAddresses {
                 REFRESH_LOOKUP_TIMEOUT
             };
             match look_up(limit).await {
-                Ok(found) => answer.replace(name, found)?,
-                Err(error) => answer.record_failed_lookup(name, &error)?,
+                Ok(found) => answer.replace(name, log_limiter, found)?,
+                Err(error) => answer.record_failed_lookup(name, log_limiter, &error)?,
             }
         } else if answer.addrs.is_empty() {
             return Err(answer.unresolved_error(name));
@@ -75,13 +81,14 @@ impl DnsAddresses {
 }
 
 impl DnsAnswer {
-    fn replace(&mut self, name: &NameAddr, found: Addresses) -> Result<(), Error> {
+    fn replace(&mut self, name: &NameAddr, log_limiter: &TargetLogLimiter, found: Addresses) -> Result<(), Error> {
         let addrs = found.ips.into_iter().map(|ip| SocketAddr::new(ip, name.port));
         let mut addrs: Vec<_> = addrs.filter(is_routable).collect();
         addrs.sort_unstable();
         addrs.dedup();
         if addrs.is_empty() {
-            return self.record_failed_lookup(name, &"none of its addresses can be reached from here");
+            let source = &"none of its addresses can be reached from here";
+            return self.record_failed_lookup(name, log_limiter, source);
         }
         if addrs != self.addrs {
             tracing::debug!(%name, ?addrs, "DNS addresses changed");
@@ -95,16 +102,19 @@ impl DnsAnswer {
     ///
     /// # Errors
     /// There are no addresses.
-    fn record_failed_lookup(&mut self, name: &NameAddr, source: &dyn Display) -> Result<(), Error> {
+    fn record_failed_lookup(
+        &mut self,
+        name: &NameAddr,
+        log_limiter: &TargetLogLimiter,
+        source: &dyn Display,
+    ) -> Result<(), Error> {
         if self.addrs.is_empty() {
             self.failure = Some(source.to_string().into());
             self.expires_at = Some(Instant::now() + NEGATIVE_CACHE_TTL);
             return Err(self.unresolved_error(name));
         }
-        if self.warned_at.is_none_or(|at| at.elapsed() >= WARNING_INTERVAL) {
-            self.warned_at = Some(Instant::now());
-            tracing::warn!(%name, error = %source, "DNS lookup failed, the last addresses stay in use");
-        }
+        let target_and_cause = (Addr::Name(name.clone()), "dns");
+        warn_limited!(log_limiter, target_and_cause, "DNS lookup failed, the last addresses stay in use", %name, error = %source);
         self.expires_at = Some(Instant::now() + LOOKUP_RETRY_INTERVAL);
         Ok(())
     }
@@ -140,8 +150,6 @@ const REFRESH_LOOKUP_TIMEOUT: Duration = Duration::from_secs(1);
 const NEGATIVE_CACHE_TTL: Duration = Duration::from_secs(1);
 /// Delay before the next lookup after a failed one, if addresses are cached.
 const LOOKUP_RETRY_INTERVAL: Duration = Duration::from_secs(5);
-/// Minimum interval between warnings about one name.
-const WARNING_INTERVAL: Duration = Duration::from_secs(60);
 
 #[cfg(test)]
 mod tests {
@@ -167,7 +175,9 @@ mod tests {
     }
 
     async fn next(resolved: &DnsAddresses, answer: Result<Addresses, DnsError>) -> String {
-        let addrs = resolved.addrs(&name(), |_| async { answer }).await;
+        let addrs = resolved
+            .addrs(&name(), &TargetLogLimiter::default(), |_| async { answer })
+            .await;
         addrs.map_or_else(|error| error.to_string(), |addrs| addrs[0].to_string())
     }
 
@@ -214,7 +224,7 @@ mod tests {
                 timeout = Some(limit);
                 async { answer }
             };
-            let _ = resolved.addrs(&name(), look_up).await;
+            let _ = resolved.addrs(&name(), &TargetLogLimiter::default(), look_up).await;
             timeout
         };
         assert_eq!(lookup_timeout(missing()).await, Some(FIRST_LOOKUP_TIMEOUT));
@@ -239,7 +249,8 @@ mod tests {
             }
         };
         let (start, name) = (Instant::now(), name());
-        let all = (0..100).map(|_| resolved.addrs(&name, look_up));
+        let log_limiter = TargetLogLimiter::default();
+        let all = (0..100).map(|_| resolved.addrs(&name, &log_limiter, look_up));
         for failed in futures_util::future::join_all(all).await {
             assert!(failed.unwrap_err().to_string().contains("files.example"));
         }

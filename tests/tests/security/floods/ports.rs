@@ -162,7 +162,8 @@ pub(crate) fn ports_of_the_control_plane(testbed: &Testbed) -> Vec<FloodedPort<'
     ]
 }
 
-/// A port by IPv6: what depends on the address family is the network of a client, so a flood from one address is left out.
+/// A port that is flooded by IPv6, from many addresses only: the address family only changes which addresses count as one
+/// network.
 fn from_two_hundred_addresses(port: FloodedPort<'_>) -> FloodedPort<'_> {
     FloodedPort {
         sources: &[Sources::TwoHundred],

@@ -570,21 +570,21 @@ fn run_schedules(seeds: std::ops::Range<u64>) {
 // Four tests, so that none of them takes minutes while other tests use the CPUs.
 
 #[test]
-fn views_follow_an_api_server_with_random_failures() {
+fn views_follow_an_api_server_with_random_failures_in_schedules_0_to_249() {
     run_schedules(0..250);
 }
 
 #[test]
-fn views_follow_an_api_server_with_more_random_failures() {
+fn views_follow_an_api_server_with_random_failures_in_schedules_250_to_499() {
     run_schedules(250..500);
 }
 
 #[test]
-fn views_follow_an_api_server_with_further_random_failures() {
+fn views_follow_an_api_server_with_random_failures_in_schedules_500_to_749() {
     run_schedules(500..750);
 }
 
 #[test]
-fn views_follow_an_api_server_with_the_last_random_failures() {
+fn views_follow_an_api_server_with_random_failures_in_schedules_750_to_999() {
     run_schedules(750..1000);
 }
