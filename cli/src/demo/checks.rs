@@ -40,12 +40,21 @@ fn check_permitted(edge: &Edge, row: &Row) -> Vec<String> {
     if row.requests == 0 {
         problems.push("no request was sent".to_owned());
     }
-    if row.failed > 0 {
+    let mut errors = row.errors.clone();
+    let unsent = errors.remove(NOT_SENT).unwrap_or_default();
+    if unsent > 0 {
         problems.push(format!(
-            "{} of {} requests failed: {}",
-            row.failed,
+            "{unsent} of {} requests were not sent, because every connection waited for a response: the machine is \
+             overloaded, or responses take too long",
+            row.requests
+        ));
+    }
+    let failed = row.failed - unsent.min(row.failed);
+    if failed > 0 {
+        problems.push(format!(
+            "{failed} of {} requests failed: {}",
             row.requests,
-            format_counts(&row.errors)
+            format_counts(&errors)
         ));
     }
     let identities = [
@@ -91,6 +100,9 @@ fn check_refused(row: &Row) -> Vec<String> {
     }
     problems
 }
+
+/// What `tulle-bench load` calls requests that were due while every connection was busy.
+const NOT_SENT: &str = "not sent: every connection was busy";
 
 /// Whether the client's error is the one that a policy denial causes.
 fn is_policy_denial(protocol: Protocol, reason: &str) -> bool {
@@ -216,6 +228,14 @@ mod tests {
                 rows[1].errors = BTreeMap::from([("grpc status 14".to_owned(), 3)]);
             },
             "load → web gRPC: 3 of 200 requests failed: grpc status 14 (3)",
+        );
+        check_one_failure(
+            &|rows| {
+                rows[0].failed = 2;
+                rows[0].errors = BTreeMap::from([(NOT_SENT.to_owned(), 2)]);
+            },
+            "load → web HTTP/1: 2 of 200 requests were not sent, because every connection waited for a response: the \
+             machine is overloaded, or responses take too long",
         );
         check_one_failure(
             &|rows| rows[2].server_identity = None,

@@ -170,6 +170,7 @@ fn respond(mut stream: &TcpStream) -> std::io::Result<()> {
 
 /// The last line of the response, or the whole response if it is an error.
 fn ask(host: &Namespace, from: Option<IpAddr>, to: SocketAddr, words: &str) -> String {
+    let mut answer = String::new();
     let exchange = || {
         let socket = Socket::new(Domain::for_address(to), Type::STREAM, None)?;
         if let Some(from) = from {
@@ -178,19 +179,14 @@ fn ask(host: &Namespace, from: Option<IpAddr>, to: SocketAddr, words: &str) -> S
         socket.connect_timeout(&to.into(), READ_TIMEOUT)?;
         let mut stream = TcpStream::from(socket);
         stream.set_read_timeout(Some(READ_TIMEOUT))?;
-        let mut answer = String::new();
-        let mut write_and_read = || {
-            stream.write_all(words.as_bytes())?;
-            stream.read_to_string(&mut answer)
-        };
-        match write_and_read() {
-            // The proxy can refuse a connection before the client has written.
-            Err(error) if error.kind() != ErrorKind::ConnectionReset => Err(error),
-            _ => Ok(answer),
-        }
+        stream.write_all(words.as_bytes())?;
+        stream.read_to_string(&mut answer)
     };
-    let answer: std::io::Result<String> = host.run(exchange).unwrap();
-    let answer = answer.unwrap_or_else(|error| panic!("{from:?} to {to}: {error}"));
+    match host.run(exchange).unwrap() {
+        // The proxy can refuse a connection before the client has read its response, written, or seen that it is connected.
+        Err(error) if error.kind() != ErrorKind::ConnectionReset => panic!("{from:?} to {to}: {error}"),
+        _ => {}
+    }
     if answer.starts_with("HTTP/") && !answer.starts_with("HTTP/1.1 200") {
         return answer;
     }
