@@ -7,7 +7,7 @@ use clap::{Parser, Subcommand};
 #[command(
     name = "tulle-bench",
     version,
-    about = "Workloads and measurements for the tulle mesh"
+    about = "Echo servers, a load generator and measurements for the tulle mesh"
 )]
 pub struct Args {
     #[command(subcommand)]

@@ -1,4 +1,4 @@
-//! Workloads and benchmarks: echo servers, a load generator, and measurements of tulle and other proxies.
+//! Echo servers, a load generator, and measurements of tulle and other proxies.
 
 pub mod cli;
 pub mod conformance;

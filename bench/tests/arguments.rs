@@ -113,7 +113,7 @@ fn loads_that_need_the_pods_that_a_day_replaces_are_refused_after_it() {
 }
 
 #[test]
-fn the_loads_of_the_scale_test_are_named_load() {
+fn an_unknown_load_of_the_scale_test_is_refused_with_the_known_ones() {
     check(
         "control-scale --kubeconfig x --load weekend",
         &["'weekend'", "updates, rollout"],

@@ -307,7 +307,7 @@ fn a_terminated_server_finishes_its_requests_and_ends() {
     let addr = server.addrs[0];
     let target = addr.to_string();
     let client = std::thread::spawn(move || load(&target, "--requests 1"));
-    // Once the connection is accepted, the request is in flight, or it is refused and the test fails.
+    // The connection is established: either the server accepts it and serves its request, or it is reset and the test fails.
     eventually(|| established(addr).then_some(()));
     server.terminate();
     assert_eq!(client.join().unwrap().outcomes, counts("2xx", 1));

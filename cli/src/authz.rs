@@ -198,7 +198,7 @@ fn rows(
 }
 
 /// The ports that the pod declares, the port numbers of all Servers of the namespace, and one of the ports that require an
-/// identity. If there are none, one port (65535) that stands for all others.
+/// identity. If all of this gives no port, 65535, which stands for any port without a Server.
 fn ports(pod: &Pod, server_ports: &[PortRef]) -> BTreeSet<u16> {
     let numbers = server_ports.iter().filter_map(|port| match port {
         PortRef::Number(number) => Some(*number),
@@ -401,10 +401,10 @@ ROUTE   SERVER                        AUTHORIZATION_POLICY          SERVER_AUTHO
         let mut pod = pod("web", &[80]);
         let key = annotation::REQUIRE_IDENTITY_INBOUND_PORTS.to_owned();
         pod.metadata.annotations = Some([(key, "80-81,9000".to_owned())].into());
-        let all_ports_listed = shown(Vec::new(), pod.clone());
+        let with_declared_port_listed = shown(Vec::new(), pod.clone());
         assert!(
-            all_ports_listed.contains("default/all-authenticated"),
-            "{all_ports_listed}"
+            with_declared_port_listed.contains("default/all-authenticated"),
+            "{with_declared_port_listed}"
         );
         let key = annotation::REQUIRE_IDENTITY_INBOUND_PORTS.to_owned();
         pod.metadata.annotations = Some([(key, "9000".to_owned())].into());

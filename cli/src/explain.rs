@@ -16,7 +16,7 @@ use crate::table;
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
     /// A code, the value of `l5d-proxy-cause`, a line of `tulle tap`, or a link to docs/reference/errors.md; `-` reads a response
-    /// or lines from standard input. Without it all codes are listed
+    /// or lines from standard input. Without WHAT, all codes are listed
     #[arg(value_name = "WHAT")]
     input: Vec<String>,
     /// Output format

@@ -5,9 +5,9 @@ use std::io::{self, IsTerminal as _, Write as _};
 use terminal_size::{Height, Width, terminal_size_of};
 
 pub(crate) enum Screen {
-    /// Number of lines of the last drawing.
     Terminal {
-        drawn: usize,
+        /// The number of lines of the last drawing.
+        n_drawn_lines: usize,
     },
     NoTerminal,
 }
@@ -15,7 +15,7 @@ pub(crate) enum Screen {
 impl Screen {
     pub(crate) fn new() -> Self {
         match io::stdout().is_terminal() {
-            true => Self::Terminal { drawn: 0 },
+            true => Self::Terminal { n_drawn_lines: 0 },
             false => Self::NoTerminal,
         }
     }
@@ -31,14 +31,14 @@ impl Screen {
 
     /// Replaces the previous drawing.
     pub(crate) fn draw(&mut self, text: &str) {
-        let Self::Terminal { drawn } = self else { return };
+        let Self::Terminal { n_drawn_lines } = self else { return };
         let height = terminal_size_of(io::stdout()).map_or(usize::MAX, |(_, Height(height))| height.into());
         let lines = fit(text, Self::width(), height);
-        let up = match *drawn {
+        let up = match *n_drawn_lines {
             0 => String::new(),
             n => format!("\x1b[{n}F"),
         };
-        *drawn = lines.len();
+        *n_drawn_lines = lines.len();
         let mut out = io::stdout().lock();
         // Clears each line to its end, and then everything below. Clearing the screen first would flicker.
         let body: String = lines.iter().map(|line| format!("{line}\x1b[K\n")).collect();

@@ -82,7 +82,8 @@ pub(crate) struct Token {
     /// The private key that signs tokens; created if it does not exist, with its public key in --public-key
     #[arg(long, value_name = "FILE", default_value = "token.key")]
     key: PathBuf,
-    /// Where to write the public key if --key is created; the control plane reads this directory (its --token-keys)
+    /// Where to write the public key if --key is created; the control plane reads all keys in the directory of this file, given by
+    /// its flag --token-keys
     #[arg(long, value_name = "FILE", default_value = "token-keys/token.pem")]
     public_key: PathBuf,
     /// Where to write the token; readable by you only
@@ -218,7 +219,7 @@ mod tests {
                          --public-key DIR/keys/token.pem --out DIR/web.token";
 
     #[test]
-    fn a_complete_set_of_credentials_is_created_with_private_keys() {
+    fn a_complete_set_of_credentials_is_created_and_secrets_are_readable_by_their_owner_only() {
         let dir = tempfile::tempdir().unwrap();
         for line in [ANCHOR, ISSUER, TOKEN] {
             run(line, dir.path()).unwrap();

@@ -82,7 +82,7 @@ async fn print_proxies(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result
 fn proxy_versions(pods: &[Pod]) -> BTreeMap<&str, usize> {
     let mut versions = BTreeMap::new();
     for pod in pods {
-        // Pods of the control plane have no proxy.
+        // Only workloads are counted. Pods of Tulle's control plane have no proxy, but those of Linkerd's have one.
         if let Some(version) = pod.annotations().get(annotation::PROXY_VERSION)
             && !pod.labels().contains_key(label::CONTROL_PLANE_COMPONENT)
         {

@@ -135,7 +135,7 @@ impl App {
     /// Opens all ports and starts all tasks.
     ///
     /// # Errors
-    /// Fails if something cannot be opened or read. The error has its name.
+    /// Fails if something cannot be opened or read. The error names it.
     pub async fn build(config: Config) -> Result<Self> {
         let registry = Registry::new();
         register_process_metrics(&registry);
@@ -380,7 +380,8 @@ impl Builder {
             task.await;
             Ok(())
         });
-        // Proxies do not need telemetry, so its certificate does not affect the readiness of the process: nothing reads this one.
+        // Proxies do not need telemetry, so its certificate does not affect the readiness of the process: its latch belongs to a
+        // `Readiness` that nothing reads.
         let latch = Readiness::new().latch("telemetry");
         let certificate = certificate_controller::Config::telemetry(self.config.cluster.controller_namespace.clone());
         self.manage_server_certificate(certificate, creds.clone(), latch)?;
@@ -428,7 +429,7 @@ impl Builder {
 
     fn start_directory_source(&mut self, manifests: PathBuf, cluster: &Cluster) -> directory_source::ManifestReport {
         let report = directory_source::ManifestReport::new(&self.registry);
-        let sink = writeback::add_report(cluster, self.config.statuses_config(), cluster.sink());
+        let sink = writeback::add_status_report(cluster, self.config.statuses_config(), cluster.sink());
         let running = directory_source::run(manifests, sink, report.clone(), self.drain.clone());
         self.start("reading manifests", async move { running.await.context("--manifests") });
         report
@@ -448,7 +449,7 @@ impl Builder {
         };
         let (client, registry, drain) = (self.client()?, self.registry.clone(), self.drain.clone());
         let sink = match self.config.writeback_config().write_slices {
-            true => writeback::add_port_report(cluster, cluster.sink()),
+            true => writeback::add_undeclared_ports_report(cluster, cluster.sink()),
             false => cluster.sink(),
         };
         let sink = self.start_write_back(&client, sink);
@@ -544,7 +545,7 @@ impl Builder {
         let mut certificate =
             certificate_controller::Config::proxy_injector(self.config.cluster.controller_namespace.clone());
         if !self.config.services.is_injector_only() {
-            certificate.unready_when_untrusted = UnreadyWhenUntrusted::BeforeFirst;
+            certificate.unready_when_untrusted = UnreadyWhenUntrusted::UntilFirstTrusted;
         }
         let addr = self.config.listen.proxy_injector;
         self.addrs.proxy_injector = Some(self.start_webhook(injector, addr, certificate).await?);
@@ -781,5 +782,6 @@ fn unexpected_exit(task: Result<(&'static str, Result<()>), JoinError>) -> anyho
 }
 
 const DRAIN_LIMIT: Duration = Duration::from_secs(5);
-/// Maximum length of the accept queue. With a short queue a flood delays other clients by a second.
+/// Maximum length of the accept queue. With a short queue a flood delays other clients by a second, after which their kernel
+/// repeats the SYN.
 const BACKLOG: u32 = 4096;

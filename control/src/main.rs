@@ -29,7 +29,10 @@ fn main() -> ExitCode {
     match served {
         Ok(()) => ExitCode::SUCCESS,
         Err(err) => {
-            error!(error = AsRef::<dyn std::error::Error>::as_ref(&err), "ending");
+            error!(
+                error = AsRef::<dyn std::error::Error>::as_ref(&err),
+                "the process ends because of an error"
+            );
             ExitCode::FAILURE
         }
     }

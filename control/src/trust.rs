@@ -626,7 +626,7 @@ mod tests {
     }
 
     #[test]
-    fn tokens_are_made_for_labels_only() {
+    fn tokens_are_created_only_for_names_that_are_dns_labels() {
         let keys = create_token_keys().unwrap();
         let token = |service_account, namespace| {
             let lifetime = TOKEN_LIFETIME;

@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 pub enum Responsible {
     /// The sender of the request.
     Client,
-    /// The workload that receives the request.
+    /// The owner of the workload that receives the request.
     Server,
     /// The author of the policies.
     Policy,
@@ -71,8 +71,8 @@ const PAGE_HEADER: &str = "\
 <!-- Generated from core/src/causes.rs; change that file, then run: ./run docs -->
 # Why a request failed
 
-Every response that a proxy generates has these headers, if its client has an identity or is the proxy's own application (not in
-ingress mode):
+Every response that a proxy generates has these headers, if its client has an identity or, outside ingress mode, is the proxy's own
+application:
 
 ```text
 l5d-proxy-error: no endpoints
@@ -102,8 +102,9 @@ The log has a line of level `info` for each refusal by inbound policy and for ea
 at most one line per minute for each client address and kind, and for at most 256 such pairs, so that clients cannot fill the log.
 The same holds for each target and cause of outbound connections that are refused and of handshakes that fail, and for each client
 address and port that the authorization `audit` permits.
-`suppressed_all_kinds`, in the first line of a minute, is the number of lines that were suppressed in the minute before: of this
-kind, and of all others that share its limit. The counters include them.
+`suppressed_all_kinds`, in the first line of a minute, is the number of lines that were suppressed in the previous minute with log
+lines, which may be long ago: of this kind, and of all others that share its limit. The metrics count the failures of suppressed
+lines, too.
 ";
 
 const fn cause(
@@ -437,7 +438,7 @@ pub const ALL: &[Cause] = &[
         "discovery-denied",
         Responsible::Mesh,
         "503, UNAVAILABLE",
-        "The control plane denies this proxy a policy or a profile (`PermissionDenied`), because the certificate of the proxy is for another workload or namespace than its settings. Inbound: a connection waits 3 seconds for the policy of the port, as for `policy_unknown`, and is then refused, unless `TULLE_INBOUND_UNKNOWN_POLICY=default` applies. Outbound: requests and connections to new destinations are refused at once. Policies and profiles that the proxy has received stay in force. The proxy repeats a denied request within 9 seconds, or as soon as the control plane permits another one.",
+        "The control plane denies this proxy a policy or a profile (`PermissionDenied`), because the certificate of the proxy is for another workload or namespace than its settings. Inbound: a connection waits 3 seconds for the policy of the port, as for `policy_unknown`, and is then refused, unless `TULLE_INBOUND_UNKNOWN_POLICY=default` applies. Outbound: requests and connections to new destinations are refused at once. Policies and profiles that the proxy has received stay in force. The proxy repeats a denied request within 9 seconds, or as soon as the control plane permits another request of this proxy.",
         "The proxy logs a warning with the reason, once a minute; outbound, `l5d-proxy-error` and `/debug/destinations` have it too. Compare the namespace and the workload in the proxy's `LINKERD2_PROXY_DESTINATION_CONTEXT` and `LINKERD2_PROXY_POLICY_WORKLOAD` with its certificate. The proxy of a machine outside the cluster needs an ExternalWorkload with its identity in this namespace.",
     ),
     cause(
@@ -459,7 +460,7 @@ pub const ALL: &[Cause] = &[
         Responsible::Mesh,
         "503, UNAVAILABLE",
         "The proxy has reached a limit: of requests in flight, names of destinations, connections, header lists, or memory for incomplete request heads.",
-        "Find out why requests take so long, or which client opens so many connections. Add replicas, or raise the limit:\n\n- requests in flight: `LINKERD2_PROXY_INBOUND_MAX_IN_FLIGHT`, or its outbound counterpart;\n- names of destinations: 4096 in use at a time, a fixed limit;\n- connections in one direction: a quarter of the files that the proxy may open (`ulimit -n`), or 32 for each MiB of the memory limit, if that is less. At this limit, most new connections replace others, which `tulle_connections_closed_total{cause=\"evicted\"}` counts; the section \"Eviction of connections\" of `docs/explanation/security.md` has the rules;\n- header lists on one HTTP/2 connection: 16 MiB for all requests in flight; further requests are reset with `REFUSED_STREAM`;\n- incomplete request heads of more than 8 KiB in HTTP/1, and incomplete header blocks of HTTP/2: an eighth of the memory limit for all clients, or 64 MiB without a limit, of which each client has a share; the HTTP/2 connection of a refused one is closed.\n\nA tunnel (WebSocket, CONNECT) continues to count as the connection or request that it was before.",
+        "Find out why requests take so long, or which client opens so many connections. Add replicas, or raise the limit:\n\n- requests in flight: `LINKERD2_PROXY_INBOUND_MAX_IN_FLIGHT`, or its outbound counterpart;\n- names of destinations: 4096 in use at a time, a fixed limit;\n- connections in one direction: a quarter of the files that the proxy may open (`ulimit -n`), or 32 for each MiB of the memory limit, if that is less. At this limit, most new connections replace others, which `tulle_connections_closed_total{cause=\"evicted\"}` counts; the section \"Eviction of connections\" of `docs/explanation/security.md` has the rules;\n- header lists on one HTTP/2 connection: 16 MiB for all requests in flight; further requests are reset with `REFUSED_STREAM`;\n- incomplete request heads of more than 8 KiB in HTTP/1, and incomplete header blocks of HTTP/2: an eighth of the memory limit for all clients, or 64 MiB without a limit, of which each client has a share; if a header block is refused, its HTTP/2 connection is closed.\n\nA tunnel (WebSocket, CONNECT) continues to count as the connection or request that it was before.",
     ),
     cause(
         "memory-short",

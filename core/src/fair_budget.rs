@@ -1,7 +1,7 @@
 //! A budget that clients share, such as bytes of memory. When it is used up and client A asks for more, other clients lose
 //! their oldest reservations to A, but only those that have more than A would have afterwards.
 //!
-//! So `n` clients that use all they can have `1 / n` of the budget each, and a further one gets `1 / (n + 1)` at once.
+//! If `n` clients each use as much as they can, each has `1 / n` of the budget, and a further one gets `1 / (n + 1)` at once.
 
 use std::collections::{BTreeMap, BinaryHeap, HashMap};
 use std::net::IpAddr;
@@ -68,7 +68,7 @@ impl FairBudget {
         self.state.lock().used
     }
 
-    /// Reserves an amount. The holders of the reservations that are revoked for it should end at once.
+    /// Reserves an amount. Whoever holds a reservation that is revoked for it should stop using it at once.
     ///
     /// Returns `None` if the amount is more than [`max_reservation`](Self::max_reservation), or if too little is free and the
     /// client would have at least as much as those that could lose something.
@@ -77,9 +77,9 @@ impl FairBudget {
             return None;
         }
         let mut state = self.state.lock();
-        let n_missing = (state.used + amount).saturating_sub(self.total);
-        let used_by_client = state.by_client.get(&client).map_or(0, |client| client.used) + amount;
-        for (holder, id) in state.select_revoked(n_missing, used_by_client)? {
+        let missing_amount = (state.used + amount).saturating_sub(self.total);
+        let used_afterwards = state.by_client.get(&client).map_or(0, |client| client.used) + amount;
+        for (holder, id) in state.select_revoked(missing_amount, used_afterwards)? {
             if let Some(reserved) = state.remove(holder, id) {
                 reserved.revocation.0.notify_one();
             }
@@ -96,7 +96,7 @@ impl FairBudget {
         };
         entry.reservations.insert(id, reserved);
         drop(state);
-        // A waiting client may revoke more now, or fit into the rest of what was revoked.
+        // Now a waiting client can perhaps revoke from this client, or use what was revoked beyond the amount.
         self.released.notify_waiters();
         Some(Reservation {
             budget: self.clone(),
@@ -123,30 +123,30 @@ impl FairBudget {
 }
 
 impl State {
-    /// Selects reservations of at least `n_missing` to revoke for a client that would then have `used_by_client`. Each is of the
-    /// client that has the most, and that has more than this one. `None` if there are not enough.
-    fn select_revoked(&self, n_missing: usize, used_by_client: usize) -> Option<Vec<(IpAddr, u64)>> {
+    /// Selects reservations of at least `missing_amount` to revoke for a client that uses `used_afterwards` with its new one. Each
+    /// is of the client that has the most, and that has more than this one. `None` if there are not enough.
+    fn select_revoked(&self, missing_amount: usize, used_afterwards: usize) -> Option<Vec<(IpAddr, u64)>> {
         let mut selected = Vec::new();
-        if n_missing == 0 {
+        if missing_amount == 0 {
             return Some(selected);
         }
         let mut oldest_reservations: HashMap<_, _> = self
             .by_client
             .iter()
-            .filter(|(_, client)| client.used > used_by_client)
+            .filter(|(_, client)| client.used > used_afterwards)
             .map(|(ip, client)| (*ip, client.reservations.iter()))
             .collect();
         let mut by_use: BinaryHeap<(usize, IpAddr)> = oldest_reservations
             .keys()
             .map(|ip| (self.by_client[ip].used, *ip))
             .collect();
-        let mut n_selected = 0;
-        while n_selected < n_missing {
+        let mut selected_amount = 0;
+        while selected_amount < missing_amount {
             let (used, holder) = by_use.pop()?;
             let (id, reserved) = oldest_reservations.get_mut(&holder)?.next()?;
             selected.push((holder, *id));
-            n_selected += reserved.amount;
-            if used - reserved.amount > used_by_client {
+            selected_amount += reserved.amount;
+            if used - reserved.amount > used_afterwards {
                 by_use.push((used - reserved.amount, holder));
             }
         }
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn clients_that_reserve_all_they_can_have_equal_shares_and_a_further_one_gets_the_same() {
+    fn greedy_clients_get_equal_shares_and_a_further_one_gets_the_same() {
         let budget = FairBudget::new(100_000);
         let mut reserved = Vec::new();
         for n in 1..=100 {

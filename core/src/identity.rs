@@ -25,7 +25,7 @@ pub struct ParseIdentityError {
 }
 
 /// The DNS identity in the certificate of a service account.
-pub fn service_account(sa: &str, ns: &str, control_ns: &str, trust_domain: &str) -> String {
+pub fn service_account_identity(sa: &str, ns: &str, control_ns: &str, trust_domain: &str) -> String {
     format!("{sa}.{ns}.serviceaccount.identity.{control_ns}.{trust_domain}")
 }
 
@@ -36,7 +36,7 @@ impl Identity {
         }
     }
 
-    /// The namespace of the service account that [`service_account`] names. `None` for all other identities, also those of
+    /// The namespace of the service account that [`service_account_identity`] names. `None` for all other identities, also those of
     /// another control plane or trust domain.
     pub fn service_account_namespace(&self, control_ns: &str, trust_domain: &str) -> Option<&str> {
         let Self::Dns(name) = self else {
@@ -135,7 +135,7 @@ mod tests {
 
     #[test]
     fn names_and_spiffe_uris_are_identities() {
-        let web = service_account("web", "shop", "linkerd", "cluster.local");
+        let web = service_account_identity("web", "shop", "linkerd", "cluster.local");
         assert_eq!(web, "web.shop.serviceaccount.identity.linkerd.cluster.local");
         assert_eq!(web.parse(), Ok(Identity::Dns(web.as_str().into())));
         assert_eq!("WEB.Shop".parse(), Ok(Identity::Dns("web.shop".into())));

@@ -1,8 +1,8 @@
-//! Shared basics of all tulle binaries: values and small servers.
+//! Code that several tulle binaries share: value types, names, limits, and the admin server.
 //!
-//! Code moves into this crate when a second crate needs it, not before. It has no logic of
-//! the proxy or the control plane; names, probes and failure causes are here because several binaries share them.
-//! It does not read the environment: the binaries do, and pass values in.
+//! Code moves into this crate when a second crate needs it, not before. The crate has no logic of the proxy or the control plane;
+//! names, probes and failure causes are here because several binaries share them. It does not read the environment: the binaries
+//! do, and pass values in.
 
 pub mod addr;
 pub mod admin;

@@ -74,8 +74,8 @@ impl<S: Eq + Hash> LogLimiter<S> {
     }
 }
 
-/// The number of lines, of all kinds and sources, that the limiter suppressed in the minute before. Only the first line of a
-/// minute carries it; the others have 0.
+/// The number of lines, of all kinds and sources, that the limiter suppressed in the previous minute with log lines, which may be
+/// long ago. Only the first line of a minute carries it; the others have 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SuppressedLines(u64);
 

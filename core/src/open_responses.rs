@@ -50,8 +50,8 @@ struct ContentId {
 /// The content of a response; `None` once the response has to end early.
 type SharedContent = Arc<Mutex<Option<Bytes>>>;
 
-/// A response body. It passes copies of small parts to the server, so that the content is not kept by what a client has not
-/// received yet.
+/// A response body. It hands hyper copies of small parts, so that bytes that hyper buffers for a slow client do not keep the whole
+/// content in memory.
 pub struct ResponseBody {
     responses: Arc<OpenResponses>,
     id: u64,

@@ -22,7 +22,7 @@ pub struct Limits {
     /// Maximum weight of the requests that run at a time, over all clients.
     pub total_weight: usize,
     /// Maximum number of requests of a network that are in the global queue, or run.
-    pub globally_queued_per_network: usize,
+    pub queued_or_running_per_network: usize,
     /// Maximum number of requests of a network that wait for the global queue, are in it, or run.
     pub requests_per_network: usize,
 }
@@ -69,7 +69,7 @@ impl PerClientLimiter {
         let mut by_network = self.by_network.lock();
         let queue = by_network.entry(network).or_insert_with(|| ClientQueue {
             n_requests: 0,
-            globally_queued: Arc::new(Semaphore::new(self.limits.globally_queued_per_network)),
+            globally_queued: Arc::new(Semaphore::new(self.limits.queued_or_running_per_network)),
         });
         if queue.n_requests == self.limits.requests_per_network {
             return None;
@@ -113,7 +113,7 @@ mod tests {
 
     const LIMITS: Limits = Limits {
         total_weight: 2,
-        globally_queued_per_network: 1,
+        queued_or_running_per_network: 1,
         requests_per_network: 64,
     };
 

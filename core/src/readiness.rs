@@ -1,6 +1,6 @@
 //! Readiness by latches: the process is ready when no latch is held.
 //!
-//! A [`Readiness`] that does not belong to the process is a list of reasons, such as those of stale kinds.
+//! A [`Readiness`] other than the one behind `/ready` serves only as a list of reasons, such as that of stale kinds.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -2,7 +2,7 @@
 //!
 //! The names are those of Linkerd where it has such a chain, so that either tool can repair the rules of the other.
 
-/// The tables, and our chains in them.
+/// The tables, and the chains of tulle or Linkerd in them.
 pub(crate) const TABLES: [(&str, &[&str]); 2] = [
     (
         "mangle",
@@ -27,7 +27,7 @@ pub(crate) const UNREDIRECTED_INBOUND: &str = "PROXY_INIT_UNREDIRECTED_IN";
 pub(crate) const UNREDIRECTED: &str = "PROXY_INIT_UNREDIRECTED";
 pub(crate) const INVALID: &str = "PROXY_INIT_INVALID";
 
-/// Whether a chain of this name, in any table, is one of ours.
-pub(crate) fn is_own_chain(chain: &str) -> bool {
+/// Whether a chain of this name, in any table, is one of tulle or Linkerd.
+pub(crate) fn is_mesh_chain(chain: &str) -> bool {
     TABLES.iter().any(|(_, chains)| chains.contains(&chain))
 }

@@ -86,7 +86,7 @@ fn run_validate(args: &ValidateArgs) -> ExitCode {
         }
         Err(error) => {
             fail(&error);
-            if error.means_not_redirected() {
+            if error.is_unproven() {
                 ExitCode::from(validate::NOT_REDIRECTED)
             } else {
                 ExitCode::FAILURE

@@ -137,15 +137,15 @@ fn apply(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Op
     let started = Instant::now();
     // Routes before rules: marked packets need the routes, and the routes alone change nothing.
     let routed = match rules.is_tproxy() {
-        true => routing::ensure(rules.families).context("adding routes for replies to the proxy")?,
+        true => routing::ensure(rules.families).context("adding the routes that lead replies back to the proxy")?,
         false => Change::Unchanged,
     };
-    let (backend, change) = match (apply_to_best(job, &rules, report), without_ipv6) {
+    let (backend, change) = match (apply_with_first_usable(job, &rules, report), without_ipv6) {
         (Err(error), Some(without_ipv6)) if lacks_ipv6(&error) => {
             options = without_ipv6;
             rules = rules::build_rules(&options);
             describe(&options, &rules, report);
-            let applied = apply_to_best(job, &rules, report)?;
+            let applied = apply_with_first_usable(job, &rules, report)?;
             report.warn(format!(
                 "this kernel accepts no rules for IPv6: if IPv6 is enabled here later, it bypasses the proxy: {error:#}"
             ));
@@ -176,10 +176,10 @@ fn apply(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Op
     Ok(options)
 }
 
-fn apply_to_best(job: &Job, rules: &Rules, report: &mut Report) -> anyhow::Result<(Backend, Change)> {
+fn apply_with_first_usable(job: &Job, rules: &Rules, report: &mut Report) -> anyhow::Result<(Backend, Change)> {
     let mut failed = None;
     for backend in &job.backends {
-        let error = match apply_to(*backend, rules, job.wait, report) {
+        let error = match apply_with(*backend, rules, job.wait, report) {
             Ok(change) => return Ok((*backend, change)),
             Err(error) => error,
         };
@@ -208,7 +208,7 @@ fn lacks_ipv6(error: &anyhow::Error) -> bool {
     }
 }
 
-fn apply_to(backend: Backend, rules: &Rules, wait: Duration, report: &mut Report) -> Result<Change, BackendError> {
+fn apply_with(backend: Backend, rules: &Rules, wait: Duration, report: &mut Report) -> Result<Change, BackendError> {
     match backend {
         Backend::Nftables => {
             let applied = nftables::apply(&mut Socket::open()?, rules, wait)?;
@@ -219,8 +219,8 @@ fn apply_to(backend: Backend, rules: &Rules, wait: Duration, report: &mut Report
     }
 }
 
-/// Removes the rules of earlier runs from the other backends. After the new rules have redirected a connection, they would have
-/// no effect, only cost time.
+/// Removes the rules of earlier runs from the other backends. Once a new rule has redirected a connection, the old rules have no
+/// effect and only cost time.
 fn remove_others(job: &Job, active_backend: Backend, report: &mut Report) {
     let rules_to_remove = match active_backend {
         Backend::Nftables => OurRules::IptablesNft,
@@ -247,11 +247,13 @@ fn remove_others(job: &Job, active_backend: Backend, report: &mut Report) {
     }
 }
 
-/// Removes the routes for replies, which no rule uses any more.
+/// Removes the routes that lead replies back to the proxy, which no rule uses any more.
 fn remove_routing(report: &mut Report) {
     match routing::remove() {
         Ok(removed) => report.removed.extend(removed),
-        Err(error) => report.warn(format!("removing old routes for replies failed: {error}")),
+        Err(error) => report.warn(format!(
+            "removing the old routes that led replies back to the proxy failed: {error}"
+        )),
     }
 }
 
@@ -262,8 +264,8 @@ fn warn_about_proxy_uid_processes(options: &Options, report: &mut Report) {
     let programs = namespace::processes_of_user(uid);
     if !programs.is_empty() {
         report.warn(format!(
-            "the connections of {} bypass the proxy: they run as --proxy-uid {uid}; run them as another user, or the proxy as \
-             a user of its own",
+            "the connections of {} bypass the proxy, because these processes run as --proxy-uid {uid}; run them as another \
+             user, or the proxy as a user of its own",
             programs.join(", ")
         ));
     }
@@ -353,7 +355,7 @@ fn check(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Ou
 fn closest_backend(job: &Job, rules: &Rules) -> anyhow::Result<(Comparison, Backend)> {
     let mut closest: Option<(Comparison, Backend)> = None;
     for backend in &job.backends {
-        let comparison = match check_in(*backend, rules) {
+        let comparison = match check_with(*backend, rules) {
             Ok(comparison) => comparison,
             // A missing backend has no rules; this is not an error if others can be checked.
             Err(error) if job.backends.len() > 1 && is_backend_missing(&error) => continue,
@@ -366,7 +368,7 @@ fn closest_backend(job: &Job, rules: &Rules) -> anyhow::Result<(Comparison, Back
     closest.context("reading the rules failed for every backend")
 }
 
-fn check_in(backend: Backend, rules: &Rules) -> Result<Comparison, BackendError> {
+fn check_with(backend: Backend, rules: &Rules) -> Result<Comparison, BackendError> {
     match backend {
         Backend::Nftables => Ok(nftables::check(&mut Socket::open()?, rules)?),
         // The legacy programs create tables when they list them.

@@ -58,11 +58,11 @@ pub enum ValidateError {
 }
 
 impl ValidateError {
-    /// Whether the check ran but did not prove redirection. Otherwise it could not run.
+    /// Whether the check ran but did not prove redirection; `false` if the check could not run.
     ///
     /// As in Linkerd's validator, this includes addresses without a route and checks that a signal ends.
     #[must_use]
-    pub fn means_not_redirected(&self) -> bool {
+    pub fn is_unproven(&self) -> bool {
         !matches!(self, Self::Listen { .. } | Self::Signals(_))
     }
 }

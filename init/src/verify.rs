@@ -41,7 +41,7 @@ pub fn verify_families(options: &Options) -> Vec<(Family, Verdict)> {
 
 /// Connects to a local address from an unused client address.
 fn verify_replies(family: Family) -> Verdict {
-    let client = addresses(family)[0];
+    let client = unused_addresses(family)[0];
     // The local address that would be used towards the client.
     let local = UdpSocket::bind(SocketAddr::new(unspecified(family), 0)).and_then(|socket| {
         socket.connect(SocketAddr::new(client, TEST_PORTS[0]))?;
@@ -120,7 +120,7 @@ fn verify_outbound(options: &Options, family: Family) -> Verdict {
 }
 
 /// Addresses for documentation (RFC 5737, RFC 3849, RFC 9637), which are not in use.
-fn addresses(family: Family) -> [IpAddr; 2] {
+fn unused_addresses(family: Family) -> [IpAddr; 2] {
     match family {
         Family::V4 => [
             Ipv4Addr::new(192, 0, 2, 2).into(),
@@ -136,14 +136,15 @@ fn addresses(family: Family) -> [IpAddr; 2] {
 /// An unused address that the rules redirect.
 fn target(options: &Options, family: Family) -> Option<SocketAddr> {
     let is_skipped = |ip: &IpAddr| options.outbound_skip_nets.iter().any(|net| net.contains(ip));
-    let ip = addresses(family).into_iter().find(|ip| !is_skipped(ip))?;
+    let ip = unused_addresses(family).into_iter().find(|ip| !is_skipped(ip))?;
     let port = TEST_PORTS
         .into_iter()
         .find(|port| !options.outbound_skip_ports.contains(*port))?;
     Some(SocketAddr::new(ip, port))
 }
 
-/// Destination ports of the test; the first that the options do not skip is used. 20001 is that of Linkerd's validator.
+/// Destination ports of the test; the first that the options do not skip is used. 1404 is the default of
+/// the validator, 20001 the port that the injector gives it.
 const TEST_PORTS: [u16; 3] = [1404, 20001, 9];
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 const ACCEPT_LIMIT_MILLIS: u16 = 500;

@@ -9,7 +9,8 @@ pub(crate) struct Recorded {
     pub(crate) target: String,
     /// Encoded messages.
     pub(crate) messages: Vec<Vec<u8>>,
-    /// The gRPC status that ended the stream, if it ended; `Silence` if no message was received.
+    /// The gRPC status that ended the stream, if it ended; or the word `Silence`, which is no gRPC status: the stream stayed open
+    /// without a message.
     pub(crate) status: Option<String>,
 }
 

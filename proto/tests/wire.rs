@@ -12,7 +12,7 @@ use tulle_proto::convert::wire_duration;
 use tulle_proto::{destination, http_route, http_types, identity, inbound, meta, net, outbound, transport};
 
 /// Bytes after their key and length.
-fn len(key: &[u8], parts: &[&[u8]]) -> Vec<u8> {
+fn length_delimited(key: &[u8], parts: &[&[u8]]) -> Vec<u8> {
     let body = parts.concat();
     let length = u8::try_from(body.len())
         .ok()
@@ -82,10 +82,10 @@ fn weighted_addr() -> (destination::WeightedAddr, Vec<u8>) {
         }),
         resource_ref: Some(built_in("r")),
     };
-    let identity = len(&[0x2a], &[&[0x1a, 3, 0x0a, 1, b'u'], &[0x22, 3, 0x0a, 1, b'n']]);
+    let identity = length_delimited(&[0x2a], &[&[0x1a, 3, 0x0a, 1, b'u'], &[0x22, 3, 0x0a, 1, b'n']]);
     // Field 3 precedes field 2: prost encodes a oneof at the position of its lowest number, and decoders accept any order.
-    let hint = len(&[0x32], &[&[0x1a, 0], &[0x12, 3, 0x08, 0xaf, 0x20]]);
-    let http2 = len(
+    let hint = length_delimited(&[0x32], &[&[0x1a, 0], &[0x12, 3, 0x08, 0xaf, 0x20]]);
+    let http2 = length_delimited(
         &[0x42],
         &[
             &[0x0a, 6, 0x08, 1, 0x10, 2, 0x18, 1],
@@ -94,9 +94,9 @@ fn weighted_addr() -> (destination::WeightedAddr, Vec<u8>) {
         ],
     );
     let bytes = [
-        &len(&[0x0a], &[ADDR])[..],
+        &length_delimited(&[0x0a], &[ADDR])[..],
         &[0x18, 0x90, 0x4e],
-        &len(&[0x22], &[&[0x0a, 3], b"pod", &[0x12, 1, b'a']]),
+        &length_delimited(&[0x22], &[&[0x0a, 3], b"pod", &[0x12, 1, b'a']]),
         &identity,
         &hint,
         &[0x3a, 3, 0x0a, 1, b'o'],
@@ -107,7 +107,7 @@ fn weighted_addr() -> (destination::WeightedAddr, Vec<u8>) {
 }
 
 #[test]
-fn weighted_addr_has_its_numbers() {
+fn weighted_addr_has_its_field_numbers() {
     let (message, bytes) = weighted_addr();
     check(&message, &bytes);
     let dns = destination::tls_identity::DnsLikeIdentity { name: "n".into() };
@@ -130,7 +130,7 @@ fn weighted_addr_has_its_numbers() {
 }
 
 #[test]
-fn update_has_its_numbers() {
+fn update_has_its_field_numbers() {
     use destination::{AddrSet, NoEndpoints, Update, WeightedAddr, WeightedAddrSet, update};
     let endpoint = WeightedAddr {
         addr: Some(addr("10.0.0.1:8080")),
@@ -140,8 +140,8 @@ fn update_has_its_numbers() {
         addrs: vec![endpoint],
         metric_labels: labels("k", "v"),
     };
-    let endpoint = len(&[0x0a], &[&len(&[0x0a], &[ADDR])]);
-    let bytes = len(&[0x0a], &[&endpoint, &[0x12, 6, 0x0a, 1, b'k', 0x12, 1, b'v']]);
+    let endpoint = length_delimited(&[0x0a], &[&length_delimited(&[0x0a], &[ADDR])]);
+    let bytes = length_delimited(&[0x0a], &[&endpoint, &[0x12, 6, 0x0a, 1, b'k', 0x12, 1, b'v']]);
     check(
         &Update {
             update: Some(update::Update::Add(set)),
@@ -156,7 +156,7 @@ fn update_has_its_numbers() {
         &Update {
             update: Some(update::Update::Remove(set)),
         },
-        &len(&[0x12], &[&len(&[0x0a], &[ADDR])]),
+        &length_delimited(&[0x12], &[&length_delimited(&[0x0a], &[ADDR])]),
     );
     let none = NoEndpoints { exists: true };
     check(
@@ -168,7 +168,7 @@ fn update_has_its_numbers() {
 }
 
 #[test]
-fn outbound_backend_has_its_numbers() {
+fn outbound_backend_has_its_field_numbers() {
     use outbound::backend::{self, BalanceP2c, EndpointDiscovery, balance_p2c, endpoint_discovery};
 
     let dst = endpoint_discovery::DestinationGet { path: "d".into() };
@@ -190,11 +190,11 @@ fn outbound_backend_has_its_numbers() {
         }),
         kind: Some(backend::Kind::Balancer(balancer)),
     };
-    let ewma_bytes = len(
+    let ewma_bytes = length_delimited(
         &[0x12],
         &[&[0x0a, 5, 0x10, 0x80, 0x87, 0xa7, 0x0e], &[0x12, 2, 0x08, 10]],
     );
-    let balancer_bytes = len(&[0x1a], &[&[0x0a, 5, 0x0a, 3, 0x0a, 1, b'd'], &ewma_bytes]);
+    let balancer_bytes = length_delimited(&[0x1a], &[&[0x0a, 5, 0x0a, 3, 0x0a, 1, b'd'], &ewma_bytes]);
     let backend_bytes = [
         &[0x0a, 3, 0x0a, 1, b'b'][..],
         &balancer_bytes,
@@ -205,7 +205,7 @@ fn outbound_backend_has_its_numbers() {
 }
 
 #[test]
-fn outbound_rule_has_its_numbers() {
+fn outbound_rule_has_its_field_numbers() {
     use outbound::http_route::{Distribution, Retry, RouteBackend, Rule, WeightedRouteBackend, distribution, retry};
 
     let weighted = WeightedRouteBackend {
@@ -253,7 +253,7 @@ fn outbound_rule_has_its_numbers() {
         &[0x1a, 10, 0x1a, 8, 0x0a, 6, 0x0a, 2, 0x0a, 0, 0x10, 1],
         &[0x22, 2, 0x08, 4],
         &[0x2a, 12, 0x0a, 2, 0x08, 1, 0x12, 2, 0x08, 2, 0x1a, 2, 0x08, 3],
-        &len(
+        &length_delimited(
             &[0x32],
             &[
                 &[0x08, 1, 0x10, 2, 0x1a, 6, 0x0a, 4, 0x08, 1, 0x10, 2, 0x22, 2, 0x08, 4],
@@ -266,7 +266,7 @@ fn outbound_rule_has_its_numbers() {
 }
 
 #[test]
-fn outbound_policy_has_its_numbers() {
+fn outbound_policy_has_its_field_numbers() {
     use outbound::{failure_accrual, proxy_protocol};
 
     let consecutive = failure_accrual::ConsecutiveFailures {
@@ -291,12 +291,12 @@ fn outbound_policy_has_its_numbers() {
         http1: Some(http1),
         http2: Some(proxy_protocol::Http2::default()),
     };
-    let detect_bytes = len(
+    let detect_bytes = length_delimited(
         &[0x0a],
         &[
             &[0x0a, 2, 0x08, 10],
             &[0x12, 0],
-            &len(&[0x1a], &[http1_bytes]),
+            &length_delimited(&[0x1a], &[http1_bytes]),
             &[0x22, 0],
         ],
     );
@@ -308,12 +308,16 @@ fn outbound_policy_has_its_numbers() {
     };
     check(
         &policy,
-        &[&len(&[0x0a], &[&detect_bytes])[..], &[0x12, 3, 0x0a, 1, b'p']].concat(),
+        &[
+            &length_delimited(&[0x0a], &[&detect_bytes])[..],
+            &[0x12, 3, 0x0a, 1, b'p'],
+        ]
+        .concat(),
     );
 }
 
 #[test]
-fn rare_messages_of_outbound_have_their_numbers() {
+fn rare_messages_of_outbound_have_their_field_numbers() {
     use outbound::grpc_route::retry::Conditions;
     use outbound::proxy_protocol::{Grpc, Http2, Kind, Opaque, Tls};
     let conditions = Conditions {
@@ -394,7 +398,7 @@ fn rare_messages_of_outbound_have_their_numbers() {
 }
 
 #[test]
-fn inbound_server_has_its_numbers() {
+fn inbound_server_has_its_field_numbers() {
     use inbound::authn::{Permit, PermitMeshTls, permit_mesh_tls};
     use inbound::{Authn, Authz, HttpRoute, Identity, IdentitySuffix, Network, ProxyProtocol, Server, proxy_protocol};
 
@@ -439,7 +443,7 @@ fn inbound_server_has_its_numbers() {
         }],
         http_local_rate_limit: Some(inbound::HttpLocalRateLimit::default()),
     };
-    let detect_bytes = len(
+    let detect_bytes = length_delimited(
         &[0x0a],
         &[&[0x0a, 2, 0x08, 10], &[0x1a, 4, 0x1a, 0, 0x22, 0], &[0x22, 0]],
     );
@@ -452,16 +456,16 @@ fn inbound_server_has_its_numbers() {
         labels: labels("k", "v"),
     };
     let bytes = [
-        &len(&[0x0a], &[&detect_bytes])[..],
+        &length_delimited(&[0x0a], &[&detect_bytes])[..],
         &[0x12, 5, 0x0d, 1, 0, 0, 10],
-        &len(&[0x1a], &[&authz_bytes.concat()]),
+        &length_delimited(&[0x1a], &[&authz_bytes.concat()]),
         &[0x22, 6, 0x0a, 1, b'k', 0x12, 1, b'v'],
     ];
     check(&server, &bytes.concat());
 }
 
 #[test]
-fn inbound_protocols_and_rate_limits_have_their_numbers() {
+fn inbound_protocols_and_rate_limits_have_their_field_numbers() {
     use inbound::http_local_rate_limit::{Limit, Override, r#override::ClientIdentities};
     use inbound::proxy_protocol::{Grpc, Http1, Http2, Kind, Opaque, Tls};
     let http1 = Http1 {
@@ -498,7 +502,7 @@ fn inbound_protocols_and_rate_limits_have_their_numbers() {
 }
 
 #[test]
-fn the_transport_header_has_its_numbers() {
+fn the_transport_header_has_its_field_numbers() {
     use transport::{Header, SessionProtocol, session_protocol};
     let http2 = session_protocol::Kind::Http2(session_protocol::Http2 {});
     let header = Header {
@@ -512,7 +516,7 @@ fn the_transport_header_has_its_numbers() {
 }
 
 #[test]
-fn certify_has_its_numbers() {
+fn certify_has_its_field_numbers() {
     let request = identity::CertifyRequest {
         identity: "i".into(),
         token: b"t".to_vec(),
@@ -536,7 +540,7 @@ fn unknown_fields_are_skipped() {
 }
 
 #[test]
-fn routes_have_their_numbers() {
+fn routes_have_their_field_numbers() {
     use http_route::{
         HeaderMatch, HttpRouteMatch, PathMatch, QueryParamMatch, header_match, path_match, query_param_match,
     };

@@ -110,7 +110,8 @@ pub struct Accept {
     pub user_timeout: Option<Duration>,
     pub backlog: Option<u32>,
     /// Maximum timeout of protocol detection, also if the policy has a longer one. The outbound value also limits discovery (to at
-    /// most 10 s). The inbound value also limits the ClientHello, and once more the rest of the TLS handshake. Default 10 s.
+    /// most 10 s). The inbound value also limits the wait for the ClientHello, and then, counted anew, the rest of the TLS
+    /// handshake. Default 10 s.
     pub detect_timeout: Duration,
 }
 

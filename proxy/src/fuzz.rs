@@ -161,8 +161,8 @@ pub fn chunks(bytes: &[u8]) {
 /// Other parsers read an accepted request in the same way. A request that tulle encodes again is parsed the same. A request is
 /// accepted as soon as it is complete.
 pub fn requests(bytes: &[u8]) {
-    let [at_once, by_bytes] = h1::request_head_lengths(bytes);
-    assert_eq!(at_once, by_bytes);
+    let [at_once, byte_by_byte] = h1::request_head_lengths(bytes);
+    assert_eq!(at_once, byte_by_byte);
     let ours = h1::requests(&mut Bytes::copy_from_slice(bytes));
     for message in &ours {
         for written in h1::encode_request_variants(message) {
@@ -230,8 +230,8 @@ fn compare_with_hyper(ours: &[ParsedMessage<(Method, String)>], bytes: &[u8]) ->
 /// Other parsers read an accepted response in the same way. A response that tulle encodes again, for every version and method,
 /// is parsed the same. A response is accepted as soon as it is complete.
 pub fn responses(bytes: &[u8]) {
-    let [at_once, by_bytes] = h1::response_head_lengths(bytes);
-    assert_eq!(at_once, by_bytes);
+    let [at_once, byte_by_byte] = h1::response_head_lengths(bytes);
+    assert_eq!(at_once, byte_by_byte);
     let Some((ours, _)) = h1::response(Bytes::copy_from_slice(bytes), &Method::GET) else {
         return;
     };

@@ -2,8 +2,8 @@
 """Reads reports of nextest (JUnit) for the task `soak` of `run`.
 
   slowest N REPORT          prints the filter expression of nextest for the N tests with the longest durations
-  failures REPORT [TIMES]   prints how often each test failed; exits with 1 if any did, or if one has not TIMES results (by
-                            default, as many as the test with the most)
+  failures REPORT [TIMES]   prints how often each test failed; exits with 1 if any test failed, or if a test has another
+                            number of results than TIMES (by default, as many as the test with the most)
 """
 
 import collections

@@ -236,14 +236,14 @@ pub async fn grpc_headers_only(req: Request<Incoming>) -> Response<AnyBody> {
     rsp
 }
 
-/// A response body of `pieces` one-byte frames, `each` apart.
-pub fn slow_response(pieces: usize, each: Duration) -> Response<AnyBody> {
-    frames_response(pieces, each, BodyEnd::Complete)
+/// A response body of `pieces` one-byte frames, `interval` apart.
+pub fn slow_response(pieces: usize, interval: Duration) -> Response<AnyBody> {
+    frames_response(pieces, interval, BodyEnd::Complete)
 }
 
-/// A response body of `pieces` one-byte frames, `each` apart, that never ends.
-pub fn unfinished_response(pieces: usize, each: Duration) -> Response<AnyBody> {
-    frames_response(pieces, each, BodyEnd::Never)
+/// A response body of `pieces` one-byte frames, `interval` apart, that never ends.
+pub fn unfinished_response(pieces: usize, interval: Duration) -> Response<AnyBody> {
+    frames_response(pieces, interval, BodyEnd::Never)
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -252,10 +252,10 @@ enum BodyEnd {
     Never,
 }
 
-fn frames_response(pieces: usize, each: Duration, end: BodyEnd) -> Response<AnyBody> {
+fn frames_response(pieces: usize, interval: Duration, end: BodyEnd) -> Response<AnyBody> {
     let frames = stream::unfold(0, move |n| async move {
         if n < pieces {
-            tokio::time::sleep(if n == 0 { Duration::ZERO } else { each }).await;
+            tokio::time::sleep(if n == 0 { Duration::ZERO } else { interval }).await;
             return Some((Ok::<_, Infallible>(Frame::data(Bytes::from_static(b"x"))), n + 1));
         }
         if end == BodyEnd::Never {

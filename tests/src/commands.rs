@@ -20,7 +20,8 @@ pub async fn output(what: &str, program: Command) -> anyhow::Result<Output> {
     output_within(OUTPUT_TIMEOUT, what, program).await
 }
 
-/// Runs a script, and returns its standard output. `bash` starts a `bash`, possibly through other programs.
+/// Runs a script, and returns its standard output. `bash` is a command line that ends in `bash`, such as `setpriv … bash`; the
+/// script is added to it.
 ///
 /// # Errors
 /// Fails if a command of the script fails, or the script does not end within five minutes: then its process group is killed.

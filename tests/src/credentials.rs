@@ -158,11 +158,11 @@ impl Credentials {
 
 /// The identity of a workload's service account.
 pub fn identity(service_account: &str) -> String {
-    tulle_core::identity::service_account(service_account, NAMESPACE, CONTROL_NAMESPACE, TRUST_DOMAIN)
+    tulle_core::identity::service_account_identity(service_account, NAMESPACE, CONTROL_NAMESPACE, TRUST_DOMAIN)
 }
 
 pub fn control_plane_identity(service_account: &str) -> String {
-    tulle_core::identity::service_account(service_account, CONTROL_NAMESPACE, CONTROL_NAMESPACE, TRUST_DOMAIN)
+    tulle_core::identity::service_account_identity(service_account, CONTROL_NAMESPACE, CONTROL_NAMESPACE, TRUST_DOMAIN)
 }
 
 /// The namespace of the service accounts of workloads.

@@ -163,7 +163,7 @@ impl ExternalMachine {
     ///
     /// # Errors
     /// Fails if the process does not start.
-    pub fn application(&self) -> anyhow::Result<Process> {
+    pub fn start_application(&self) -> anyhow::Result<Process> {
         let mut command = hosts::command(&self.host, &[], &programs::built_binary("tulle-bench")?);
         command.args(["serve", "--http", &SocketAddr::from((self.addr, 80)).to_string()]);
         let mut application = Process::start("vm-application", command, &self.root)?;

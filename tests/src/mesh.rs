@@ -131,7 +131,7 @@ pub fn mesh() -> Builder {
 }
 
 pub fn identity(app: &str) -> String {
-    tulle_core::identity::service_account(app, NS, CONTROL_NS, "cluster.local")
+    tulle_core::identity::service_account_identity(app, NS, CONTROL_NS, "cluster.local")
 }
 
 impl Builder {
@@ -264,13 +264,13 @@ impl Builder {
             .push(format!("--outbound-transport-mode={}", self.transport.flag()));
         let files = ControlPlaneFiles::new()?;
         let (mut ips, mut services) = (BTreeMap::new(), BTreeMap::new());
-        for (workload, last) in self.workloads.iter().zip(10..) {
-            let ip = Ipv4Addr::new(10, 66, 0, last);
+        for (workload, last_octet) in self.workloads.iter().zip(10..) {
+            let ip = Ipv4Addr::new(10, 66, 0, last_octet);
             ips.insert(workload.name.clone(), ip);
             files.write(&format!("pod-{}", workload.name), &workload.pod_manifest(ip))?;
             services
                 .entry(workload.app.clone())
-                .or_insert_with(|| Ipv4Addr::new(10, 66, 1, last));
+                .or_insert_with(|| Ipv4Addr::new(10, 66, 1, last_octet));
         }
         for (app, ip) in &services {
             let annotations = self.annotations.get(app).map_or("", String::as_str);
@@ -363,7 +363,8 @@ status: {{podIP: {ip}}}
         transport: ProxyTransport,
         more: &[(String, String)],
     ) -> anyhow::Result<HashMap<String, String>> {
-        let control = |account| tulle_core::identity::service_account(account, CONTROL_NS, CONTROL_NS, "cluster.local");
+        let control =
+            |account| tulle_core::identity::service_account_identity(account, CONTROL_NS, CONTROL_NS, "cluster.local");
         let token = files.create_token_file(&self.name, &self.app, NS)?;
         let variables = [
             ("OUTBOUND_LISTEN_ADDR", format!("{ip}:4140")),
@@ -435,7 +436,7 @@ async fn reset_connection() -> TcpStream {
 }
 
 impl Mesh {
-    /// Waits until every proxy with a token has its certificate.
+    /// Waits until every proxy with a token has its certificate, and asserts that the control plane has read all manifests.
     async fn wait_until_ready(&self) {
         for (name, proxy) in self.proxies.iter().filter(|(_, proxy)| proxy.token.exists()) {
             eventually(&format!("the proxy of {name} is ready"), async || {

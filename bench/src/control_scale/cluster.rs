@@ -148,7 +148,7 @@ impl Cluster {
     }
 
     /// Replaces the address of the first endpoint of a Service, with the same update that the EndpointSlice controller sends.
-    pub(super) async fn change(&self, service: usize, addr: Address) -> anyhow::Result<()> {
+    pub(super) async fn replace_first_endpoint(&self, service: usize, addr: Address) -> anyhow::Result<()> {
         let mut endpoints = self.initial_endpoints(service);
         if let Some(first) = endpoints.first_mut() {
             first.ip = addr.to_string();

@@ -16,7 +16,7 @@ pub(super) struct ControlPlane<'a> {
     pub(super) kubeconfig: &'a Path,
     /// The tulle-control binary; by default the one beside this program.
     pub(super) program: Option<&'a Path>,
-    pub(super) has_policy: bool,
+    pub(super) runs_policy_service: bool,
 }
 
 /// CPU time without the thread that answers the liveness probes of this measurement, of which there are fifty a second.
@@ -57,7 +57,7 @@ impl ControlPlane<'_> {
         let mut command = Command::new(program);
         command
             .args(["destination", "identity", "-enable-ipv6=false"])
-            .args(self.has_policy.then_some("policy"))
+            .args(self.runs_policy_service.then_some("policy"))
             .arg("-client-certificates=optional") // the clients of this test have no certificates
             .args(["--kubeconfig".as_ref(), self.kubeconfig.as_os_str()])
             .args(["--trust-anchors".as_ref(), dir.join("anchors.pem").as_os_str()])

@@ -249,8 +249,9 @@ impl Day {
         Ok(())
     }
 
-    /// Creates, changes or deletes a policy of a workload. Of all edits, half set the protocol of the Server, a sixth delete it,
-    /// a sixth set the timeout of the route (as do deletions without a Server), and a twelfth each set and remove opaque ports.
+    /// Creates, changes or deletes a policy of a workload. Of all edits, half set the Server's protocol, a sixth delete the
+    /// Server, a sixth set the timeout of the route (as do deletions without a Server), a twelfth set opaque ports, and a twelfth
+    /// remove them.
     async fn edit_policies(&self, workload: &mut Workload, choice: usize) -> anyhow::Result<()> {
         match choice % 6 {
             0..3 => self.apply_server(workload, PROTOCOLS[choice % PROTOCOLS.len()]).await,

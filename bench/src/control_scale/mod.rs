@@ -117,7 +117,7 @@ impl Args {
         ControlPlane {
             kubeconfig: &self.kubeconfig,
             program: self.control.as_deref(),
-            has_policy: self.loads.iter().any(needs_policy),
+            runs_policy_service: self.loads.iter().any(needs_policy),
         }
     }
 }
@@ -268,7 +268,7 @@ impl Run<'_> {
             writes.push(async move {
                 sleep_until(at).await;
                 streams.record_write(addr, Instant::now());
-                cluster.change(service, addr).await
+                cluster.replace_first_endpoint(service, addr).await
             });
         }
         try_join_all(writes).await?;
@@ -405,7 +405,7 @@ impl Run<'_> {
         let has_grown = |(name, before): (&&str, &f64)| gauges_after[name] > *before;
         ensure!(!gauges.iter().any(has_grown), "tasks or streams are left over");
         ensure!(
-            growth.abs() <= MAX_MEMORY_GROWTH,
+            growth.abs() <= MAX_MEMORY_CHANGE,
             "the memory has changed by more than 5 %"
         );
         Ok(())
@@ -472,7 +472,7 @@ fn millis(micros: u64) -> f64 {
 const MEMORY_SETTLE_DELAY: Duration = Duration::from_secs(2);
 const UPDATE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Maximum difference of the memory before and after a day, as a fraction.
-const MAX_MEMORY_GROWTH: f64 = 0.05;
+const MAX_MEMORY_CHANGE: f64 = 0.05;
 /// Limit of the number of the first change, which is random. Change n writes the address 10.200.0.1 + n; pods have lower
 /// addresses.
 const FIRST_CHANGE_LIMIT: u32 = 1 << 20;

@@ -37,7 +37,7 @@ pub(super) async fn edit_all(
         sleep_until(start + interval * u32::try_from(service).context("too many Services")?).await;
         let written_at = Instant::now();
         cluster.apply_server(service, "HTTP/2").await?;
-        let changed_at = subscribers.changed_since(subscription, written_at).await?;
+        let changed_at = subscribers.wait_for_message_after(subscription, written_at).await?;
         ensure!(
             subscribers.state(subscription) != before,
             "the policy of {subscription:?} is the same after the edit of its Server"

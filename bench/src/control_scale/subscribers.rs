@@ -135,8 +135,8 @@ impl Subscribers {
         self.received.lock().states.get(&subscription).cloned()
     }
 
-    /// Waits for a message of a stream after `written_at`. Returns the time of the last.
-    pub(super) async fn changed_since(
+    /// Waits for a message of a stream after `written_at`. Returns when the latest message arrived.
+    pub(super) async fn wait_for_message_after(
         &self,
         subscription: Subscription,
         written_at: Instant,

@@ -191,7 +191,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn connections_are_spread_over_threads_without_idle_ones() {
+    fn connections_are_spread_over_threads_and_no_thread_is_without_one() {
         let check = |connections, threads, expected: &[usize]| {
             assert_eq!(
                 connections_per_thread(connections, threads).collect::<Vec<_>>(),

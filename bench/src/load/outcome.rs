@@ -208,13 +208,13 @@ mod tests {
     fn errors_contain_the_message_of_the_proxy() {
         let mut headers = HeaderMap::new();
         headers.insert(L5D_PROXY_ERROR, "no endpoints".parse().unwrap());
-        headers.insert(L5D_PROXY_CAUSE, "fail-fast; direction=outbound".parse().unwrap());
+        headers.insert(L5D_PROXY_CAUSE, "no-endpoints; direction=outbound".parse().unwrap());
         let answer = ExchangeResponse {
             status: ResponseStatus::Http(503),
             reason: proxy_reason(&headers),
             ..ExchangeResponse::default()
         };
-        assert_eq!(answer.error().unwrap(), "status 503: no endpoints (fail-fast)");
+        assert_eq!(answer.error().unwrap(), "status 503: no endpoints (no-endpoints)");
         let success = ExchangeResponse {
             status: ResponseStatus::Http(200),
             ..answer

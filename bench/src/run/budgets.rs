@@ -4,7 +4,7 @@ use anyhow::{Context as _, bail};
 use clap::ValueEnum as _;
 
 use super::metric::Metric;
-use super::rows::Row;
+use super::rows::Scenario;
 use super::setup::Peer;
 
 /// The content of `budgets.toml` at build time.
@@ -13,7 +13,7 @@ pub(super) const COMMITTED_BUDGETS: &str = include_str!("../../budgets.toml");
 /// One line of `budgets.toml`.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Budget {
-    pub(super) row: Row,
+    pub(super) row: Scenario,
     pub(super) metric: Metric,
     pub(super) comparison: Comparison,
     pub(super) limit: f64,
@@ -23,11 +23,11 @@ pub(super) struct Budget {
     pub(super) text: String,
 }
 
-/// The value a limit is relative to: the same metric of another peer, or of tulle in another row.
+/// The value a limit is relative to: the same metric of another peer, or of tulle in another scenario.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Reference {
     Peer(Peer),
-    Row(Row),
+    Scenario(Scenario),
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -63,7 +63,7 @@ pub(super) fn parse(text: &str) -> anyhow::Result<Vec<Budget>> {
 fn parse_budget(line: &str) -> anyhow::Result<Budget> {
     let (key, value) = line.split_once('=').context("has no \"=\"")?;
     let (row, metric) = key.trim().split_once('.').context("the key is not row.metric")?;
-    let row = Row::from_str(row, false).map_err(|_| anyhow::anyhow!("there is no row {row:?}"))?;
+    let row = Scenario::from_str(row, false).map_err(|_| anyhow::anyhow!("there is no row {row:?}"))?;
     let metric = serde_json::from_value(metric.into()).with_context(|| format!("there is no metric {metric:?}"))?;
     let text = value
         .trim()
@@ -81,7 +81,7 @@ fn parse_budget(line: &str) -> anyhow::Result<Budget> {
     let limit = limit.parse().with_context(|| format!("{limit:?} is not a number"))?;
     let of = of.map(|of| {
         let peer = Peer::from_str(of, false).map(Reference::Peer);
-        let reference = peer.or_else(|_| Row::from_str(of, false).map(Reference::Row));
+        let reference = peer.or_else(|_| Scenario::from_str(of, false).map(Reference::Scenario));
         reference.map_err(|_| anyhow::anyhow!("there is no peer and no row {of:?}"))
     });
     Ok(Budget {
@@ -104,12 +104,12 @@ mod tests {
         assert!(
             budgets
                 .iter()
-                .any(|b| b.row == Row::HttpC64 && b.metric == Metric::ClientCpuUs && b.limit == 1.15)
+                .any(|b| b.row == Scenario::HttpC64 && b.metric == Metric::ClientCpuUs && b.limit == 1.15)
         );
         assert!(
             budgets
                 .iter()
-                .any(|b| b.row == Row::Idle && b.comparison == Comparison::AtMost && b.of.is_none())
+                .any(|b| b.row == Scenario::Idle && b.comparison == Comparison::AtMost && b.of.is_none())
         );
     }
 

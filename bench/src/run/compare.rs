@@ -12,10 +12,10 @@ use std::time::Duration;
 use anyhow::{Context as _, bail, ensure};
 use clap::ValueEnum as _;
 
-use super::generators::{self, Http1};
+use super::generators::{self, WrkLoad};
 use super::measurement;
 use super::metric::{Metric, Sample};
-use super::rows::{self, Row};
+use super::rows::{self, Scenario};
 use super::setup::{Peer, Setup};
 use super::sidecars::Sidecars;
 use super::testbed::{SERVICE, Testbed};
@@ -30,7 +30,7 @@ pub struct Args {
     /// Rows of the benchmark to measure, separated by commas; only those with latencies and the CPU time of both sidecars.
     /// Default: HTTP/1 with many kinds of arrivals.
     #[arg(long, value_enum, value_delimiter = ',', conflicts_with_all = ["workers", "connections"])]
-    rows: Vec<Row>,
+    rows: Vec<Scenario>,
     /// Measurements of each load and build.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u16).range(1..))]
     repeats: u16,
@@ -51,7 +51,7 @@ pub struct Args {
 /// What is measured.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 enum Load {
-    Row(Row),
+    Scenario(Scenario),
     Http1(Http1Load),
 }
 
@@ -92,11 +92,12 @@ const FIGURES: [Figure; 3] = [
     |sample| sample[&Metric::ClientCpuUs] + sample[&Metric::ServerCpuUs],
 ];
 
-/// The rate of an open loop, as a fraction of the rate of a closed loop. The pause of think time is that between two requests of a
-/// connection at this rate; the response time adds to it, so the rate is between a third and a half of that of a closed loop.
+/// The rate of an open loop, as a fraction of the rate of a closed loop. With think time, each connection pauses on average for the
+/// mean interval between its requests at this rate. Because the response time is added, the resulting rate is a third to a half of
+/// the closed loop's.
 const RATE_FRACTION: f64 = 0.5;
-/// A ratio that counts as a difference, as does its inverse.
-const DIFFERENCE: f64 = 1.03;
+/// A ratio is marked if even its lower quartile is at least this, or even its upper quartile is at most the inverse.
+const MIN_NOTABLE_RATIO: f64 = 1.03;
 
 /// Samples by load and build, in the order of the repeats.
 type Samples = BTreeMap<Load, Vec<Vec<Sample>>>;
@@ -120,7 +121,7 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
         for &workers in &args.workers {
             let setup = Setup {
                 workers,
-                ..Row::HttpC64.setup()
+                ..Scenario::HttpC64.setup()
             };
             let running = start(args, &testbeds, &setup)?;
             measure_http1_loads(args, workers, &running, &mut samples)?;
@@ -131,7 +132,7 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
         for repeat in 0..args.repeats {
             eprintln!("{rows:?}, repeat {} of {}", repeat + 1, args.repeats);
             for &row in &rows {
-                let samples_of_row = samples_of(&mut samples, Load::Row(row), running.len());
+                let samples_of_row = samples_of(&mut samples, Load::Scenario(row), running.len());
                 measure_in_turn(args, repeat, &running, samples_of_row, |testbed, sidecars| {
                     measurement::measure(row, testbed, Some(sidecars), args.duration)
                 })
@@ -148,10 +149,10 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
 }
 
 /// Fails if a row has no value for one of the [`FIGURES`], or does not measure the builds.
-fn check_rows(rows: &[Row]) -> anyhow::Result<()> {
+fn check_rows(rows: &[Scenario]) -> anyhow::Result<()> {
     for row in rows {
         if let Some(reason) = why_not_comparable(*row) {
-            let usable = Row::value_variants()
+            let usable = Scenario::value_variants()
                 .iter()
                 .filter(|row| why_not_comparable(**row).is_none())
                 .map(|row| row.name());
@@ -166,32 +167,32 @@ fn check_rows(rows: &[Row]) -> anyhow::Result<()> {
 }
 
 /// Why builds cannot be compared by a row; `None` if they can.
-fn why_not_comparable(row: Row) -> Option<&'static str> {
+fn why_not_comparable(row: Scenario) -> Option<&'static str> {
     match row {
-        Row::Idle | Row::IdleOpaque => Some("this row measures memory only"),
-        Row::SlowHeads | Row::Hostile => Some("this row does not measure CPU time"),
-        Row::OutboundOnly | Row::InboundOnly => {
+        Scenario::Idle | Scenario::IdleOpaque => Some("this row measures memory only"),
+        Scenario::SlowHeads | Scenario::Hostile => Some("this row does not measure CPU time"),
+        Scenario::OutboundOnly | Scenario::InboundOnly => {
             Some("this row has one sidecar, and the CPU time of both sidecars is compared")
         }
-        Row::Allocations => Some("this row measures the build whose allocator counts, not the compared builds"),
-        Row::HttpC1
-        | Row::HttpC16
-        | Row::HttpC64
-        | Row::Post1Kib
-        | Row::Post32Kib
-        | Row::NewHttp
-        | Row::Post1Mib
-        | Row::Http2
-        | Row::Grpc
-        | Row::GrpcStream
-        | Row::Bulk
-        | Row::NewMtls
-        | Row::HttpC64Baseline
-        | Row::Routed
-        | Row::Rewritten
-        | Row::Profiled
-        | Row::OneWorker
-        | Row::TwoWorkers => None,
+        Scenario::Allocations => Some("this row measures the build whose allocator counts, not the compared builds"),
+        Scenario::HttpC1
+        | Scenario::HttpC16
+        | Scenario::HttpC64
+        | Scenario::Post1Kib
+        | Scenario::Post32Kib
+        | Scenario::NewHttp
+        | Scenario::Post1Mib
+        | Scenario::Http2
+        | Scenario::Grpc
+        | Scenario::GrpcStream
+        | Scenario::Bulk
+        | Scenario::NewMtls
+        | Scenario::HttpC64Baseline
+        | Scenario::Routed
+        | Scenario::Rewritten
+        | Scenario::Profiled
+        | Scenario::OneWorker
+        | Scenario::TwoWorkers => None,
     }
 }
 
@@ -221,11 +222,11 @@ fn measure_http1_loads(
         for reconnect in [false, true] {
             for &connections in &args.connections {
                 let (testbed, _) = &running[0];
-                let closed = Http1 {
+                let closed_loop = WrkLoad {
                     close: reconnect,
-                    ..Http1::get(connections)
+                    ..WrkLoad::get(connections)
                 };
-                let capacity = generators::wrk(testbed, SERVICE, closed, CALIBRATION)?;
+                let capacity = generators::wrk(testbed, SERVICE, closed_loop, CALIBRATION)?;
                 let rate = capacity.requests as f64 / capacity.seconds * RATE_FRACTION;
                 for arrivals in ARRIVALS {
                     let load = Http1Load {
@@ -308,11 +309,11 @@ fn markdown(builds: &[String], samples: &Samples) -> String {
             for figure in FIGURES {
                 let pairs = samples_by_build[0].iter().zip(&samples_by_build[n]);
                 let ratios = Quartiles::of(pairs.map(|(first, other)| figure(other) / figure(first)).collect());
-                higher += u32::from(ratios.lower >= DIFFERENCE);
-                lower += u32::from(ratios.upper <= 1.0 / DIFFERENCE);
-                let mark = if ratios.lower >= DIFFERENCE {
+                higher += u32::from(ratios.lower >= MIN_NOTABLE_RATIO);
+                lower += u32::from(ratios.upper <= 1.0 / MIN_NOTABLE_RATIO);
+                let mark = if ratios.lower >= MIN_NOTABLE_RATIO {
                     "**"
-                } else if ratios.upper <= 1.0 / DIFFERENCE {
+                } else if ratios.upper <= 1.0 / MIN_NOTABLE_RATIO {
                     "_"
                 } else {
                     ""
@@ -327,8 +328,8 @@ fn markdown(builds: &[String], samples: &Samples) -> String {
         }
         let _ = writeln!(
             out,
-            "\n{higher} figures are higher (bold: even the lower quartile is at least {DIFFERENCE}), {lower} are lower (italic: even the \
-             upper quartile is at most 1/{DIFFERENCE}).\n"
+            "\n{higher} figures are higher (bold: even the lower quartile is at least {MIN_NOTABLE_RATIO}), {lower} are lower \
+             (italic: even the upper quartile is at most 1/{MIN_NOTABLE_RATIO}).\n"
         );
     }
     out
@@ -337,7 +338,7 @@ fn markdown(builds: &[String], samples: &Samples) -> String {
 impl Load {
     fn name(self) -> String {
         match self {
-            Self::Row(row) => row.name(),
+            Self::Scenario(row) => row.name(),
             Self::Http1(load) => format!(
                 "{}, {}, {}",
                 load.arrivals.name(),
@@ -400,16 +401,16 @@ mod tests {
     #[test]
     fn rows_without_the_compared_figures_are_refused_with_the_usable_rows() {
         let refused = [
-            Row::Idle,
-            Row::IdleOpaque,
-            Row::SlowHeads,
-            Row::Hostile,
-            Row::OutboundOnly,
-            Row::InboundOnly,
-            Row::Allocations,
+            Scenario::Idle,
+            Scenario::IdleOpaque,
+            Scenario::SlowHeads,
+            Scenario::Hostile,
+            Scenario::OutboundOnly,
+            Scenario::InboundOnly,
+            Scenario::Allocations,
         ];
         for row in refused {
-            let error = check_rows(&[Row::HttpC64, row]).unwrap_err().to_string();
+            let error = check_rows(&[Scenario::HttpC64, row]).unwrap_err().to_string();
             assert!(error.starts_with(&format!("--rows {}: ", row.name())), "{error}");
             let (_, usable) = error.split_once("expected some of ").unwrap();
             let usable: Vec<&str> = usable.split(", ").collect();
@@ -419,7 +420,7 @@ mod tests {
                 "{error}"
             );
         }
-        let usable: Vec<Row> = Row::value_variants()
+        let usable: Vec<Scenario> = Scenario::value_variants()
             .iter()
             .copied()
             .filter(|row| !refused.contains(row))
@@ -438,7 +439,7 @@ mod tests {
             ])
         };
         let samples = Samples::from([(
-            Load::Row(Row::HttpC1),
+            Load::Scenario(Scenario::HttpC1),
             vec![vec![sample(1.03, 1.0)], vec![sample(1.0, 1.03)]],
         )]);
         let text = markdown(&["one".to_owned(), "other".to_owned()], &samples);

@@ -6,7 +6,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use anyhow::Context as _;
 
 use super::peer;
-use super::rows::Row;
+use super::rows::Scenario;
 use super::setup::Peer;
 use super::setup::json_name;
 use super::testbed::{HTTP_PORT, SERVER, SERVICE, Testbed};
@@ -55,7 +55,7 @@ fn try_all(peer: Peer) -> anyhow::Result<Vec<Outcome>> {
             .run(listening)?
             .context("opening the application's port")?;
         let app = App::start(tokio::net::TcpListener::from_std(listener)?);
-        let setup = Row::HttpC1.setup();
+        let setup = Scenario::HttpC1.setup();
         let _sidecars = peer.start(&testbed, &setup).context("starting")?;
         // The warm-up request of each case is retried until the sidecars are ready.
         let outcomes = app

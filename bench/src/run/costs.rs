@@ -13,8 +13,8 @@ use super::budgets;
 use super::callgrind::{self, Counts};
 use super::generators;
 use super::metric::Metric;
-use super::rows::Row;
-use super::setup::{Build, Setup};
+use super::rows::Scenario;
+use super::setup::{Instrumentation, Setup};
 use super::setup::{Peer, Side};
 use super::sidecars::Sidecars;
 use super::testbed::{self, SERVICE, Testbed};
@@ -54,13 +54,13 @@ enum CostRow {
 }
 
 impl CostRow {
-    fn row(self) -> Row {
+    fn row(self) -> Scenario {
         match self {
-            Self::HttpC1 => Row::HttpC1,
-            Self::NewHttp => Row::NewHttp,
-            Self::Routed => Row::Routed,
-            Self::Rewritten => Row::Rewritten,
-            Self::Profiled => Row::Profiled,
+            Self::HttpC1 => Scenario::HttpC1,
+            Self::NewHttp => Scenario::NewHttp,
+            Self::Routed => Scenario::Routed,
+            Self::Rewritten => Scenario::Rewritten,
+            Self::Profiled => Scenario::Profiled,
         }
     }
 
@@ -257,7 +257,7 @@ fn measure<const N: usize>(args: &Args, requests: u32, tapped: [Option<u32>; N])
     peer::prepare_run(&[Peer::Tulle], &["valgrind", "callgrind_control", "h2load"])?;
     let testbed = Testbed::build(&["--fixed-date"])?;
     let setup = Setup {
-        build: Build::Callgrind,
+        instrumentation: Instrumentation::Callgrind,
         ..args.row.row().setup()
     };
     let sidecars = Peer::Tulle.start(&testbed, &setup).context("starting the sidecars")?;
@@ -419,7 +419,7 @@ const OBSERVABILITY_PATHS: [&str; 3] = [
     "proxy/src/trace/",
     "proxy/src/http/stack/access_log.rs",
 ];
-/// Maximum instructions of that code for a request that it does not record.
+/// Maximum instructions per request of the code of tap, tracing and the access log, if it does not record the request.
 const MAX_OBSERVABILITY_INSTRUCTIONS: f64 = 20.0;
 /// Maximum number of functions in a regression report.
 const MAX_LISTED_FUNCTIONS: usize = 8;

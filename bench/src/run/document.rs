@@ -9,8 +9,8 @@ use clap::ValueEnum as _;
 
 use super::metric::Metric;
 use super::plot::{BarChart, Group};
-use super::report::{Line, Report};
-use super::rows::Row;
+use super::report::{Report, TableRow};
+use super::rows::Scenario;
 use super::setup::Peer;
 use super::setup::json_name;
 
@@ -31,7 +31,7 @@ struct Plot {
     file: &'static str,
     title: &'static str,
     unit: &'static str,
-    rows: &'static [Row],
+    rows: &'static [Scenario],
     /// These metrics are added up, such as the CPU time of both sidecars.
     metrics: &'static [Metric],
 }
@@ -64,12 +64,12 @@ const PLOTS: [Plot; 5] = [
         title: "CPU time of both sidecars per request (less is better)",
         unit: "µs",
         rows: &[
-            Row::HttpC1,
-            Row::HttpC16,
-            Row::HttpC64,
-            Row::Http2,
-            Row::Grpc,
-            Row::GrpcStream,
+            Scenario::HttpC1,
+            Scenario::HttpC16,
+            Scenario::HttpC64,
+            Scenario::Http2,
+            Scenario::Grpc,
+            Scenario::GrpcStream,
         ],
         metrics: &[Metric::ClientCpuUs, Metric::ServerCpuUs],
     },
@@ -78,12 +78,12 @@ const PLOTS: [Plot; 5] = [
         title: "Requests (more is better)",
         unit: "/s",
         rows: &[
-            Row::HttpC1,
-            Row::HttpC16,
-            Row::HttpC64,
-            Row::Http2,
-            Row::Grpc,
-            Row::NewHttp,
+            Scenario::HttpC1,
+            Scenario::HttpC16,
+            Scenario::HttpC64,
+            Scenario::Http2,
+            Scenario::Grpc,
+            Scenario::NewHttp,
         ],
         metrics: &[Metric::RequestsPerSecond],
     },
@@ -91,22 +91,27 @@ const PLOTS: [Plot; 5] = [
         file: "latency",
         title: "Median latency (less is better)",
         unit: "µs",
-        rows: &[Row::HttpC1, Row::HttpC16, Row::HttpC64, Row::Http2],
+        rows: &[Scenario::HttpC1, Scenario::HttpC16, Scenario::HttpC64, Scenario::Http2],
         metrics: &[Metric::P50Us],
     },
     Plot {
         file: "bytes",
         title: "Payload per direction, with the same load in the other direction (more is better)",
         unit: "MiB/s",
-        rows: &[Row::Post1Kib, Row::Post32Kib, Row::Post1Mib, Row::Bulk],
+        rows: &[
+            Scenario::Post1Kib,
+            Scenario::Post32Kib,
+            Scenario::Post1Mib,
+            Scenario::Bulk,
+        ],
         metrics: &[Metric::MibPerSecond],
     },
     Plot {
         file: "idle",
         title: "Memory of both sidecars per idle connection (less is better)",
         unit: "KiB",
-        rows: &[Row::Idle, Row::IdleOpaque],
-        metrics: &[Metric::ClientIdleKib, Metric::ServerIdleKib],
+        rows: &[Scenario::Idle, Scenario::IdleOpaque],
+        metrics: &[Metric::ClientKibPerConnection, Metric::ServerKibPerConnection],
     },
 ];
 
@@ -146,8 +151,8 @@ fn markdown(report: &Report) -> String {
         let _ = writeln!(out, "![{}](benchmarks/{}.svg)\n", plot.title, plot.file);
     }
     out.push_str("## Scenarios\n");
-    for row in Row::value_variants() {
-        let lines: Vec<&Line> = report.lines.iter().filter(|line| line.row == *row).collect();
+    for row in Scenario::value_variants() {
+        let lines: Vec<&TableRow> = report.lines.iter().filter(|line| line.row == *row).collect();
         if !lines.is_empty() {
             table(&mut out, *row, &lines);
         }
@@ -170,7 +175,7 @@ fn markdown(report: &Report) -> String {
 }
 
 /// Writes the table of one row, with one line per peer.
-fn table(out: &mut String, row: Row, lines: &[&Line]) {
+fn table(out: &mut String, row: Scenario, lines: &[&TableRow]) {
     let columns: Vec<(Metric, &str, usize)> = COLUMNS
         .into_iter()
         .filter(|(metric, ..)| lines.iter().any(|line| line.metrics.contains_key(metric)))
@@ -202,7 +207,7 @@ const COLUMNS: [(Metric, &str, usize); 19] = [
     (Metric::SpeedPercent, "% of undisturbed", 0),
     (Metric::P50Us, "p50 µs", 0),
     (Metric::P99Us, "p99 µs", 0),
-    (Metric::P99Times, "× undisturbed", 1),
+    (Metric::P99Factor, "× undisturbed", 1),
     (Metric::MibPerSecond, "MiB/s", 0),
     (Metric::ClientCpuUs, "client sidecar: CPU µs", 1),
     (Metric::ClientKernelPercent, "of that in the kernel, %", 0),
@@ -210,8 +215,8 @@ const COLUMNS: [(Metric, &str, usize); 19] = [
     (Metric::ServerKernelPercent, "of that in the kernel, %", 0),
     (Metric::ClientRssMib, "client sidecar: MiB", 1),
     (Metric::ServerRssMib, "server sidecar: MiB", 1),
-    (Metric::ClientIdleKib, "client sidecar: KiB each", 1),
-    (Metric::ServerIdleKib, "server sidecar: KiB each", 1),
+    (Metric::ClientKibPerConnection, "client sidecar: KiB each", 1),
+    (Metric::ServerKibPerConnection, "server sidecar: KiB each", 1),
     (Metric::ClientAllocations, "client sidecar: allocations", 1),
     (Metric::ServerAllocations, "server sidecar: allocations", 1),
     (Metric::ClientAllocatedBytes, "client sidecar: bytes", 0),
@@ -272,7 +277,7 @@ mod tests {
     fn the_build_without_a_profile_is_described_only_if_it_was_measured() {
         for (peer, is_described) in [(Peer::Tulle, false), (Peer::TulleNoProfile, true)] {
             let mut results = Results::new(Vec::new());
-            results.add(Row::HttpC64, peer, Sample::from([(Metric::ClientCpuUs, 10.0)]));
+            results.add(Scenario::HttpC64, peer, Sample::from([(Metric::ClientCpuUs, 10.0)]));
             let text = markdown(&results.report(budgets::COMMITTED_BUDGETS).unwrap());
             let described = text.contains("\n`tulle-no-profile` is built without a profile.\nThe other proxies are");
             assert_eq!(described, is_described, "{text}");
@@ -283,7 +288,7 @@ mod tests {
     fn the_document_has_the_figures_and_the_machine() {
         let mut results = Results::new(vec!["HAProxy version 9".into()]);
         for (peer, cpu) in [(Peer::Tulle, 10.0), (Peer::Haproxy, 9.0)] {
-            results.add(Row::HttpC64, peer, Sample::from([(Metric::ClientCpuUs, cpu)]));
+            results.add(Scenario::HttpC64, peer, Sample::from([(Metric::ClientCpuUs, cpu)]));
         }
         let dir = tempfile::tempdir().unwrap();
         let json = dir.path().join("run.json");

@@ -22,9 +22,9 @@ pub(super) struct LoadResult {
     pub(super) failed: u64,
 }
 
-/// HTTP/1 requests of wrk.
+/// The HTTP/1 requests that wrk sends.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Http1 {
+pub(super) struct WrkLoad {
     pub(super) connections: u32,
     /// Request body size in bytes, for a POST to the echo path; 0 for a GET.
     pub(super) body: usize,
@@ -32,7 +32,7 @@ pub(super) struct Http1 {
     pub(super) close: bool,
 }
 
-impl Http1 {
+impl WrkLoad {
     pub(super) fn get(connections: u32) -> Self {
         Self {
             connections,
@@ -43,7 +43,7 @@ impl Http1 {
 }
 
 /// HTTP/1 load with wrk.
-pub(super) fn wrk(testbed: &Testbed, host: &str, load: Http1, duration: Duration) -> anyhow::Result<LoadResult> {
+pub(super) fn wrk(testbed: &Testbed, host: &str, load: WrkLoad, duration: Duration) -> anyhow::Result<LoadResult> {
     #[derive(Deserialize)]
     struct Summary {
         requests: u64,
@@ -209,9 +209,9 @@ pub(super) fn send_requests_on_new_connections(testbed: &Testbed, host: &str, re
     Ok(())
 }
 
-/// The load that the load generator of this program sends.
+/// The load that `tulle-bench load` sends, the generator of this program.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum GeneratedLoad {
+pub(super) enum BenchLoad {
     /// Messages of 1 MiB, echoed, so that both directions carry load at the same time.
     Bulk,
     /// One message per connection.
@@ -224,7 +224,7 @@ pub(super) enum GeneratedLoad {
 pub(super) fn bench_load(
     testbed: &Testbed,
     host: &str,
-    load: GeneratedLoad,
+    load: BenchLoad,
     duration: Duration,
 ) -> anyhow::Result<LoadResult> {
     let mut command = testbed
@@ -232,17 +232,17 @@ pub(super) fn bench_load(
         .command(std::env::current_exe().context("finding this program")?);
     command.args(["load", "--json", "--duration", &format!("{}ms", duration.as_millis())]);
     let (args, port, messages) = match load {
-        GeneratedLoad::Bulk => (
+        BenchLoad::Bulk => (
             format!("--protocol tcp --connections 4 --body-size {BULK_SIZE}"),
             TCP_PORT,
             1,
         ),
-        GeneratedLoad::Reconnect => (
+        BenchLoad::Reconnect => (
             "--protocol tcp --connections 16 --body-size 64 --reconnect".to_owned(),
             TCP_PORT,
             1,
         ),
-        GeneratedLoad::Streams => (
+        BenchLoad::Streams => (
             format!(
                 "--protocol grpc --grpc-method bidi --connections 4 --streams 8 --body-size 64 --messages {MESSAGES}"
             ),

@@ -54,7 +54,7 @@ pub(super) fn measure(testbed: &Testbed, sidecars: &Sidecars) -> anyhow::Result<
     let mut sample = Sample::from([
         (Metric::P50Us, under_attack.micros.value_at_quantile(0.5) as f64),
         (Metric::P99Us, p99(&under_attack)),
-        (Metric::P99Times, p99(&under_attack) / p99(&alone)),
+        (Metric::P99Factor, p99(&under_attack) / p99(&alone)),
         (Metric::Failed, (alone.n_failed + under_attack.n_failed) as f64),
     ]);
     for (side, process) in sidecars.sides() {

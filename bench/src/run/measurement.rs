@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 
-use super::generators::{BULK_SIZE, GeneratedLoad, Http1, LoadResult, bench_load, ghz, h2load, wrk};
+use super::generators::{BULK_SIZE, BenchLoad, LoadResult, WrkLoad, bench_load, ghz, h2load, wrk};
 use super::memory::Memory;
 use super::metric::{Metric, Sample};
 use super::process::Process;
-use super::rows::Row;
+use super::rows::Scenario;
 use super::setup::Side;
 use super::setup::{Setup, Traffic};
 use super::sidecars::Sidecars;
@@ -24,14 +24,14 @@ pub(super) fn warm_up(testbed: &Testbed, sidecars: Option<&Sidecars>, setup: &Se
         Traffic::Http1 => wrk(
             testbed,
             host,
-            Http1::get(if setup.workers > 1 { 64 } else { 1 }),
+            WrkLoad::get(if setup.workers > 1 { 64 } else { 1 }),
             WARM_UP,
         )?,
         Traffic::Http2 => ghz(testbed, host, WARM_UP)?,
         Traffic::Opaque => {
             // The first connections wait for the policy of their port, so the result of the first run does not count.
-            bench_load(testbed, host, GeneratedLoad::Bulk, WARM_UP)?;
-            bench_load(testbed, host, GeneratedLoad::Bulk, WARM_UP)?
+            bench_load(testbed, host, BenchLoad::Bulk, WARM_UP)?;
+            bench_load(testbed, host, BenchLoad::Bulk, WARM_UP)?
         }
     };
     ensure!(
@@ -44,7 +44,7 @@ pub(super) fn warm_up(testbed: &Testbed, sidecars: Option<&Sidecars>, setup: &Se
 
 /// Measures one row.
 pub(super) fn measure(
-    row: Row,
+    row: Scenario,
     testbed: &Testbed,
     sidecars: Option<&Sidecars>,
     duration: Duration,
@@ -52,42 +52,42 @@ pub(super) fn measure(
     let host = host(sidecars);
     let http1 = |load| measure_load(sidecars, || wrk(testbed, host, load, duration));
     let post = |connections, body| {
-        let load = Http1 {
+        let load = WrkLoad {
             body,
-            ..Http1::get(connections)
+            ..WrkLoad::get(connections)
         };
         http1(load).map(|sample| with_bytes(sample, body as u64))
     };
     let own_generator = |load| measure_load(sidecars, || bench_load(testbed, host, load, duration));
     match row {
-        Row::HttpC1 => http1(Http1::get(1)),
-        Row::HttpC16 => http1(Http1::get(16)),
-        Row::HttpC64
-        | Row::OutboundOnly
-        | Row::InboundOnly
-        | Row::HttpC64Baseline
-        | Row::Routed
-        | Row::Rewritten
-        | Row::Profiled
-        | Row::OneWorker
-        | Row::TwoWorkers => http1(Http1::get(64)),
-        Row::Post1Kib => post(16, 1 << 10),
-        Row::Post32Kib => post(16, 32 << 10),
-        Row::Post1Mib => post(4, 1 << 20),
-        Row::NewHttp => http1(Http1 {
+        Scenario::HttpC1 => http1(WrkLoad::get(1)),
+        Scenario::HttpC16 => http1(WrkLoad::get(16)),
+        Scenario::HttpC64
+        | Scenario::OutboundOnly
+        | Scenario::InboundOnly
+        | Scenario::HttpC64Baseline
+        | Scenario::Routed
+        | Scenario::Rewritten
+        | Scenario::Profiled
+        | Scenario::OneWorker
+        | Scenario::TwoWorkers => http1(WrkLoad::get(64)),
+        Scenario::Post1Kib => post(16, 1 << 10),
+        Scenario::Post32Kib => post(16, 32 << 10),
+        Scenario::Post1Mib => post(4, 1 << 20),
+        Scenario::NewHttp => http1(WrkLoad {
             close: true,
-            ..Http1::get(16)
+            ..WrkLoad::get(16)
         }),
-        Row::Http2 => measure_load(sidecars, || h2load(testbed, host, duration)),
-        Row::Grpc => measure_load(sidecars, || ghz(testbed, host, duration)),
-        Row::GrpcStream => own_generator(GeneratedLoad::Streams),
-        Row::Bulk => own_generator(GeneratedLoad::Bulk).map(|sample| with_bytes(sample, BULK_SIZE)),
-        Row::NewMtls => own_generator(GeneratedLoad::Reconnect),
-        Row::Idle => idle(testbed, sidecars, idle_http),
-        Row::IdleOpaque => idle(testbed, sidecars, idle_opaque),
-        Row::SlowHeads => slow::measure(testbed, sidecars.context("there is no sidecar")?, duration),
-        Row::Hostile => hostile::measure(testbed, sidecars.context("there is no sidecar")?),
-        Row::Allocations => allocations(testbed, duration),
+        Scenario::Http2 => measure_load(sidecars, || h2load(testbed, host, duration)),
+        Scenario::Grpc => measure_load(sidecars, || ghz(testbed, host, duration)),
+        Scenario::GrpcStream => own_generator(BenchLoad::Streams),
+        Scenario::Bulk => own_generator(BenchLoad::Bulk).map(|sample| with_bytes(sample, BULK_SIZE)),
+        Scenario::NewMtls => own_generator(BenchLoad::Reconnect),
+        Scenario::Idle => idle(testbed, sidecars, idle_http),
+        Scenario::IdleOpaque => idle(testbed, sidecars, idle_opaque),
+        Scenario::SlowHeads => slow::measure(testbed, sidecars.context("there is no sidecar")?, duration),
+        Scenario::Hostile => hostile::measure(testbed, sidecars.context("there is no sidecar")?),
+        Scenario::Allocations => allocations(testbed, duration),
     }
 }
 
@@ -188,7 +188,7 @@ fn allocations(testbed: &Testbed, duration: Duration) -> anyhow::Result<Sample> 
         ))
     };
     let before = count()?;
-    let load_result = wrk(testbed, SERVICE, Http1::get(64), duration)?;
+    let load_result = wrk(testbed, SERVICE, WrkLoad::get(64), duration)?;
     let after = count()?;
     let each = |before, after| (after - before) as f64 / load_result.requests as f64;
     Ok(Sample::from([

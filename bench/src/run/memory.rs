@@ -19,8 +19,8 @@ impl Memory {
         let both = sides.iter().zip(self.0.iter().zip(now.0));
         let each = both.map(|((side, _), (before, now))| {
             let metric = match side {
-                Side::Client => Metric::ClientIdleKib,
-                Side::Server => Metric::ServerIdleKib,
+                Side::Client => Metric::ClientKibPerConnection,
+                Side::Server => Metric::ServerKibPerConnection,
             };
             (metric, (now as f64 - *before as f64) / f64::from(clients))
         });

@@ -15,7 +15,8 @@ pub(super) enum Metric {
     P50Us,
     P99Us,
     /// The p99 latency as a multiple of a baseline measured directly before, without the disturbance of the row.
-    P99Times,
+    #[serde(rename = "p99_times")]
+    P99Factor,
     /// Payload of one direction.
     MibPerSecond,
     /// CPU time of the client's sidecar per request, in microseconds. Rows with messages count messages instead of requests.
@@ -27,9 +28,11 @@ pub(super) enum Metric {
     /// Resident memory after the load; in the row `hostile`, its maximum.
     ClientRssMib,
     ServerRssMib,
-    /// Growth of the resident memory per client that is idle, or in the rows with slow clients, slow.
-    ClientIdleKib,
-    ServerIdleKib,
+    /// Growth of the resident memory per idle client; in the row `slow-heads`, per slow client.
+    #[serde(rename = "client_idle_kib")]
+    ClientKibPerConnection,
+    #[serde(rename = "server_idle_kib")]
+    ServerKibPerConnection,
     /// Allocations per request.
     ClientAllocations,
     ServerAllocations,

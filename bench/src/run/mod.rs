@@ -38,7 +38,7 @@ use anyhow::{Context as _, ensure};
 use clap::ValueEnum as _;
 
 use self::report::{Report, Results};
-use self::rows::Row;
+use self::rows::Scenario;
 use self::setup::Peer;
 use self::setup::Setup;
 use self::sidecars::Sidecars;
@@ -87,8 +87,8 @@ pub struct Args {
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = Peer::value_variants().to_vec())]
     peers: Vec<Peer>,
     /// Rows to measure, separated by commas.
-    #[arg(long, value_enum, value_delimiter = ',', default_values_t = Row::value_variants().to_vec())]
-    rows: Vec<Row>,
+    #[arg(long, value_enum, value_delimiter = ',', default_values_t = Scenario::value_variants().to_vec())]
+    rows: Vec<Scenario>,
     /// Number of measurements of each row and peer.
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
     repeats: u16,
@@ -99,12 +99,12 @@ pub struct Args {
     /// Also write all results to this file, as JSON.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Do not fail if a result exceeds its budget.
+    /// Do not fail if a result breaks its budget.
     #[arg(long)]
     ignore_budgets: bool,
 }
 
-/// Runs the measurements, prints the table and writes the JSON. Fails if a result exceeds its budget or a measurement was left out.
+/// Runs the measurements, prints the table and writes the JSON. Fails if a result breaks its budget or a measurement was left out.
 pub fn main(args: &Args) -> anyhow::Result<()> {
     tools::raise_descriptor_limit()?;
     peer::prepare_run(&args.peers, &["wrk", "ghz", "h2load"])?;
@@ -135,7 +135,7 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
     );
     ensure!(
         args.ignore_budgets || report.passed(),
-        "a result exceeds its budget in budgets.toml"
+        "a result breaks its budget in budgets.toml"
     );
     Ok(())
 }
@@ -145,7 +145,7 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
 /// without a proxy is an error.
 fn measure(
     testbeds: &[(Peer, Testbed)],
-    rows: &[Row],
+    rows: &[Scenario],
     duration: Duration,
     results: &mut Results,
 ) -> anyhow::Result<u32> {
@@ -160,7 +160,7 @@ fn measure(
     }
     let mut left_out = 0;
     // A peer that fails is not measured in the remaining rows.
-    let mut leave_out_or_fail = |peer: Peer, remaining_rows: &[Row], failed: anyhow::Error| {
+    let mut leave_out_or_fail = |peer: Peer, remaining_rows: &[Scenario], failed: anyhow::Error| {
         let error = failed.context(format!("measuring {peer:?}"));
         if matches!(peer, Peer::Tulle | Peer::TulleNoProfile | Peer::None) {
             return Err(error);
@@ -197,7 +197,7 @@ fn measure(
 }
 
 /// The number of measurements of a peer in one repeat of these rows.
-fn n_measurements(rows: &[Row], peer: Peer) -> u32 {
+fn n_measurements(rows: &[Scenario], peer: Peer) -> u32 {
     rows.iter().map(|row| u32::from(row.applies_to(peer))).sum()
 }
 
@@ -215,7 +215,7 @@ mod tests {
 
     #[test]
     fn a_peer_that_is_left_out_counts_once_for_each_of_its_rows() {
-        let rows = [Row::HttpC1, Row::OneWorker, Row::TwoWorkers];
+        let rows = [Scenario::HttpC1, Scenario::OneWorker, Scenario::TwoWorkers];
         assert_eq!(n_measurements(&rows, Peer::Envoy), 3);
         assert_eq!(n_measurements(&rows, Peer::Nginx), 1);
         assert_eq!(n_measurements(&rows[1..], Peer::None), 0);

@@ -28,8 +28,8 @@ impl Peer {
         match self {
             Self::Tulle | Self::TulleNoProfile => tulle::verify(testbed, setup.path),
             // No check is needed: the service's address exists only by the redirect to the client's sidecar, and with both
-            // sidecars, that one accepts only a server's sidecar with a certificate of this run. The row `inbound-only`, which dials
-            // the server's address, is not checked.
+            // sidecars, the client's sidecar then connects only to a server's sidecar with a certificate of this run. The row
+            // `inbound-only`, which dials the server's address, is not checked.
             Self::Haproxy | Self::Nginx | Self::Envoy | Self::None => Ok(()),
         }
     }

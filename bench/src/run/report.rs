@@ -9,20 +9,20 @@ use serde::{Deserialize, Serialize};
 
 use super::budgets::{self, Budget, Reference};
 use super::metric::{Metric, Sample};
-use super::rows::Row;
+use super::rows::Scenario;
 use super::setup::{Peer, json_name};
 
 /// The samples of a run.
 pub(super) struct Results {
     machine: Machine,
-    samples: BTreeMap<(Row, Peer), Vec<Sample>>,
+    samples: BTreeMap<(Scenario, Peer), Vec<Sample>>,
 }
 
 /// The report, as printed and written to JSON.
 #[derive(Debug, Deserialize, Serialize)]
 pub(super) struct Report {
     pub(super) machine: Machine,
-    pub(super) lines: Vec<Line>,
+    pub(super) lines: Vec<TableRow>,
     pub(super) budgets: Vec<BudgetCheck>,
 }
 
@@ -44,10 +44,10 @@ pub(super) struct Machine {
     pub(super) command: String,
 }
 
-/// The metrics of one row and peer.
+/// A row of the tables: the metrics of one scenario and peer.
 #[derive(Debug, Deserialize, Serialize)]
-pub(super) struct Line {
-    pub(super) row: Row,
+pub(super) struct TableRow {
+    pub(super) row: Scenario,
     pub(super) peer: Peer,
     pub(super) metrics: BTreeMap<Metric, MetricSummary>,
 }
@@ -64,7 +64,7 @@ pub(super) struct MetricSummary {
 /// A budget and the measured value.
 #[derive(Debug, Deserialize, Serialize)]
 pub(super) struct BudgetCheck {
-    pub(super) row: Row,
+    pub(super) row: Scenario,
     pub(super) metric: Metric,
     pub(super) budget: String,
     pub(super) value: Option<f64>,
@@ -91,16 +91,16 @@ impl Results {
         }
     }
 
-    pub(super) fn add(&mut self, row: Row, peer: Peer, sample: Sample) {
+    pub(super) fn add(&mut self, row: Scenario, peer: Peer, sample: Sample) {
         self.samples.entry((row, peer)).or_default().push(sample);
     }
 
     /// Reduces the samples to medians and checks them against `budgets`.
     pub(super) fn report(&self, budgets: &str) -> anyhow::Result<Report> {
-        let lines: Vec<Line> = self
+        let lines: Vec<TableRow> = self
             .samples
             .iter()
-            .map(|((row, peer), samples)| Line {
+            .map(|((row, peer), samples)| TableRow {
                 row: *row,
                 peer: *peer,
                 metrics: summarize(samples),
@@ -153,7 +153,7 @@ impl Report {
     }
 
     /// The median of a metric.
-    pub(super) fn median(&self, row: Row, peer: Peer, metric: Metric) -> Option<f64> {
+    pub(super) fn median(&self, row: Scenario, peer: Peer, metric: Metric) -> Option<f64> {
         median(&self.lines, row, peer, metric)
     }
 
@@ -174,9 +174,9 @@ fn summarize(samples: &[Sample]) -> BTreeMap<Metric, MetricSummary> {
         .collect()
 }
 
-impl Line {
-    /// Whether the line is in the table of [`COLUMNS`]. The metrics of the other lines are listed below it.
-    fn is_load(&self) -> bool {
+impl TableRow {
+    /// Whether the row is in the table of [`COLUMNS`]. The metrics of the other rows are listed below it.
+    fn is_in_main_table(&self) -> bool {
         self.metrics.contains_key(&Metric::RequestsPerSecond) && !self.metrics.contains_key(&Metric::SpeedPercent)
     }
 
@@ -206,11 +206,11 @@ impl MetricSummary {
     }
 }
 
-fn check(lines: &[Line], budget: &Budget) -> BudgetCheck {
+fn check(lines: &[TableRow], budget: &Budget) -> BudgetCheck {
     let value = median(lines, budget.row, Peer::Tulle, budget.metric);
     let reference = budget.of.map(|of| match of {
         Reference::Peer(peer) => median(lines, budget.row, peer, budget.metric),
-        Reference::Row(row) => median(lines, row, Peer::Tulle, budget.metric),
+        Reference::Scenario(row) => median(lines, row, Peer::Tulle, budget.metric),
     });
     let (ratio, result) = match (value, reference) {
         (Some(value), None) => (None, BudgetResult::of(budget.holds(value, None))),
@@ -236,7 +236,7 @@ impl BudgetResult {
     }
 }
 
-fn median(lines: &[Line], row: Row, peer: Peer, metric: Metric) -> Option<f64> {
+fn median(lines: &[TableRow], row: Scenario, peer: Peer, metric: Metric) -> Option<f64> {
     let line = lines.iter().find(|line| line.row == row && line.peer == peer)?;
     line.metrics.get(&metric).map(|summary| summary.median)
 }
@@ -260,8 +260,9 @@ impl fmt::Display for Report {
             write!(f, "{title:>16}")?;
         }
         writeln!(f)?;
-        let (loads, others): (Vec<&Line>, Vec<&Line>) = self.lines.iter().partition(|line| line.is_load());
-        for line in loads {
+        let (in_main_table, others): (Vec<&TableRow>, Vec<&TableRow>) =
+            self.lines.iter().partition(|line| line.is_in_main_table());
+        for line in in_main_table {
             write!(f, "{:<14}{:<18}", json_name(line.row), json_name(line.peer))?;
             for (metric, _, decimals) in COLUMNS {
                 write!(f, "{:>16}", line.text(metric, decimals))?;
@@ -314,7 +315,7 @@ mod tests {
         let mut results = Results::new(Vec::new());
         for (peer, values) in [(Peer::Tulle, tulle), (Peer::Haproxy, haproxy)] {
             for value in values {
-                results.add(Row::HttpC64, peer, Sample::from([(Metric::ClientCpuUs, *value)]));
+                results.add(Scenario::HttpC64, peer, Sample::from([(Metric::ClientCpuUs, *value)]));
             }
         }
         results

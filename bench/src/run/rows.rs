@@ -1,15 +1,15 @@
-//! The rows of the benchmark, which documents call scenarios.
+//! The scenarios of the benchmark: the values of `--rows`, and the rows of its tables.
 
 use std::time::Duration;
 
-use super::setup::{Build, Peer, Rules, Setup, SidecarPath, Traffic};
+use super::setup::{Instrumentation, Peer, Rules, Setup, SidecarPath, Traffic};
 
-/// A row of the benchmark: a scenario. Rows run in this order. Adjacent rows that need the same sidecars share them.
+/// A scenario of the benchmark. Scenarios run in this order. Adjacent scenarios that need the same sidecars share them.
 #[derive(
     clap::ValueEnum, serde::Serialize, serde::Deserialize, Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd,
 )]
 #[serde(rename_all = "kebab-case")]
-pub(crate) enum Row {
+pub(crate) enum Scenario {
     /// HTTP/1 on one connection.
     HttpC1,
     /// HTTP/1 on 16 connections.
@@ -74,17 +74,21 @@ pub(crate) enum Row {
     Allocations,
 }
 
-impl Row {
-    /// Whether the row is measured for a peer.
+impl Scenario {
+    /// Whether the scenario is measured for a peer.
     pub(super) fn applies_to(self, peer: Peer) -> bool {
         match self {
             Self::Idle | Self::IdleOpaque => peer != Peer::None,
             // nginx has one process per worker, and the measurement supports one process.
             Self::OneWorker | Self::TwoWorkers => !matches!(peer, Peer::None | Peer::Nginx),
-            // Without a proxy, the result equals that of the row with both sidecars.
+            // Without a proxy, the result equals that of the scenario with both sidecars.
             Self::OutboundOnly | Self::InboundOnly => peer != Peer::None,
-            // Only tulle: Allocations (counter), Routed, Rewritten and Profiled (rules), HttpC64Baseline (their baseline), SlowHeads (head
-            // timeout), SlowHeads and Hostile (clients without TLS at the server's sidecar).
+            // These are measured for tulle only:
+            // - Allocations: only tulle has a build whose allocator counts.
+            // - SlowHeads: only tulle's timeout of request heads is set, and clients without TLS connect to the server's sidecar.
+            // - Hostile: clients without TLS connect to the server's sidecar.
+            // - HttpC64Baseline: it is the baseline of Routed, Rewritten and Profiled.
+            // - Routed, Rewritten, Profiled: their rules are resources of the mesh.
             Self::Allocations
             | Self::SlowHeads
             | Self::Hostile
@@ -102,9 +106,9 @@ impl Row {
             path: SidecarPath::Both,
             workers: 1,
             throttle: None,
-            build: Build::Shipped,
+            instrumentation: Instrumentation::None,
             head_timeout: None,
-            rules: Rules::Default,
+            rules: Rules::None,
             exclusive: false,
         };
         match self {
@@ -168,7 +172,7 @@ impl Row {
                 ..both
             },
             Self::Allocations => Setup {
-                build: Build::CountingAllocations,
+                instrumentation: Instrumentation::CountingAllocator,
                 ..both
             },
         }
@@ -187,17 +191,17 @@ impl Row {
     }
 }
 
-/// Groups of rows that share one start of the sidecars, in order.
-pub(super) fn groups(rows: &[Row]) -> Vec<Vec<Row>> {
+/// Groups of scenarios that share one start of the sidecars, in order.
+pub(super) fn groups(rows: &[Scenario]) -> Vec<Vec<Scenario>> {
     let mut rows = rows.to_vec();
     rows.sort_unstable();
     rows.dedup();
     rows.chunk_by(|a, b| !a.setup().exclusive && a.setup() == b.setup())
-        .map(<[Row]>::to_vec)
+        .map(<[Scenario]>::to_vec)
         .collect()
 }
 
-/// The header timeout of the sidecars in the row of slow heads. Their default is 30 s.
+/// The header timeout of the sidecars in the scenario of slow heads. Their default is 30 s.
 pub(super) const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
@@ -210,27 +214,27 @@ mod tests {
     fn rows_with_equal_setups_share_sidecars() {
         assert_eq!(
             groups(&[
-                Row::Idle,
-                Row::HttpC64,
-                Row::HttpC64,
-                Row::Post1Mib,
-                Row::Grpc,
-                Row::HttpC1
+                Scenario::Idle,
+                Scenario::HttpC64,
+                Scenario::HttpC64,
+                Scenario::Post1Mib,
+                Scenario::Grpc,
+                Scenario::HttpC1
             ]),
             [
-                vec![Row::HttpC1, Row::HttpC64],
-                vec![Row::Post1Mib],
-                vec![Row::Grpc],
-                vec![Row::Idle]
+                vec![Scenario::HttpC1, Scenario::HttpC64],
+                vec![Scenario::Post1Mib],
+                vec![Scenario::Grpc],
+                vec![Scenario::Idle]
             ]
         );
-        assert_eq!(groups(&[Row::Idle, Row::IdleOpaque, Row::Bulk]).len(), 3);
-        assert_eq!(groups(&[Row::OneWorker, Row::TwoWorkers]).len(), 2);
+        assert_eq!(groups(&[Scenario::Idle, Scenario::IdleOpaque, Scenario::Bulk]).len(), 3);
+        assert_eq!(groups(&[Scenario::OneWorker, Scenario::TwoWorkers]).len(), 2);
     }
 
     #[test]
     fn rows_have_unique_names_and_a_description() {
-        for row in Row::value_variants() {
+        for row in Scenario::value_variants() {
             assert_eq!(serde_json::to_value(row).unwrap(), row.name());
             assert!(!row.help().is_empty(), "{row:?}");
         }

@@ -52,26 +52,28 @@ pub(super) enum SidecarPath {
     Inbound,
 }
 
-/// The build of tulle.
+/// How tulle counts its own cost.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Build {
-    Shipped,
-    /// The build that counts allocations.
-    CountingAllocations,
-    /// The shipped build under callgrind.
+pub(super) enum Instrumentation {
+    /// Not at all: the program as it is.
+    None,
+    /// The build whose allocator counts.
+    CountingAllocator,
+    /// The program runs under callgrind.
     Callgrind,
 }
 
-/// The routing rules of a row.
+/// The routing rules of a scenario.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Rules {
-    Default,
+    /// Only the policy that permits the client.
+    None,
     Routes,
     Rewrite,
     Profile,
 }
 
-/// The configuration of the sidecars of a row.
+/// The configuration of the sidecars of a scenario.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct Setup {
     pub(super) traffic: Traffic,
@@ -80,12 +82,12 @@ pub(super) struct Setup {
     /// CPU limit of each thread of a sidecar, in percent of a core. With it, the workers are the bottleneck, although the load
     /// generator uses the same cores.
     pub(super) throttle: Option<u16>,
-    pub(super) build: Build,
+    pub(super) instrumentation: Instrumentation,
     /// Timeout of request headers, for peers where it can be set. `None` leaves the default.
     pub(super) head_timeout: Option<Duration>,
     /// Rules in addition to the policy that permits the client.
     pub(super) rules: Rules,
-    /// Whether the sidecars are started for this row only.
+    /// Whether the sidecars are started for this scenario only.
     pub(super) exclusive: bool,
 }
 

@@ -11,7 +11,7 @@ use tokio::task::JoinSet;
 use tokio::time::{self, Instant};
 use tulle_core::netns::Namespace;
 
-use super::generators::{Http1, LoadResult, wrk};
+use super::generators::{LoadResult, WrkLoad, wrk};
 use super::memory::Memory;
 use super::metric::{Metric, Sample};
 use super::rows::HEAD_TIMEOUT;
@@ -22,7 +22,7 @@ use super::testbed::{HTTP_PORT, SERVER, SERVICE, Testbed};
 /// the client's sidecar, and as many, without a sidecar of their own, to the server's. Fails unless each gets a 408 in time.
 pub(super) fn measure(testbed: &Testbed, sidecars: &Sidecars, duration: Duration) -> anyhow::Result<Sample> {
     let duration = duration.min(MAX_MEASUREMENT);
-    let measure_normal_clients = || wrk(testbed, SERVICE, Http1::get(16), duration);
+    let measure_normal_clients = || wrk(testbed, SERVICE, WrkLoad::get(16), duration);
     let alone = measure_normal_clients()?;
     let sides = sidecars.sides();
     let memory = Memory::of(&sides)?;

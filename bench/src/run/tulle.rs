@@ -17,7 +17,7 @@ use tulle_core::netns::Namespace;
 
 use super::process::Process;
 use super::setup::Side;
-use super::setup::{Build, Rules, Setup, SidecarPath};
+use super::setup::{Instrumentation, Rules, Setup, SidecarPath};
 use super::sidecars::Sidecars;
 use super::testbed::{self, CONTROL, PROXY_UID, Testbed};
 use super::{callgrind, tools};
@@ -37,14 +37,14 @@ pub(super) fn check(proxy: &str) -> anyhow::Result<()> {
         .try_for_each(|name| tools::sibling_binary(name).map(drop))
 }
 
-/// Starts a control plane and the sidecars, and waits until both have their certificates.
+/// Starts a control plane and the sidecars, and waits until each sidecar has its certificate.
 pub(super) fn start(testbed: &Testbed, setup: &Setup, program: &str) -> anyhow::Result<Sidecars> {
     let manifests = match setup.path {
         SidecarPath::Both => include_str!("../../peers/mesh.yaml"),
         SidecarPath::Outbound | SidecarPath::Inbound => include_str!("../../peers/mesh-plain.yaml"),
     };
     let rules = match setup.rules {
-        Rules::Default => String::new(),
+        Rules::None => String::new(),
         Rules::Routes => with_inbound_route(include_str!("../../peers/mesh-routed.yaml")),
         Rules::Rewrite => with_inbound_route(include_str!("../../peers/mesh-rewritten.yaml")),
         Rules::Profile => include_str!("../../peers/mesh-profiled.yaml").to_owned(),
@@ -158,14 +158,14 @@ impl Proxies<'_> {
         } = *self;
         let (name, namespace) = (side.name(), testbed.namespace(side));
         let installed = |program| copy_executable(program, testbed.dir.path());
-        let mut command = match setup.build {
-            Build::Shipped => testbed::as_proxy(namespace, installed(program)?),
-            Build::CountingAllocations => {
+        let mut command = match setup.instrumentation {
+            Instrumentation::None => testbed::as_proxy(namespace, installed(program)?),
+            Instrumentation::CountingAllocator => {
                 let mut command = testbed::as_proxy(namespace, installed(COUNTING_PROXY)?);
                 command.arg(ALLOCATION_COUNTER_ADDR);
                 command
             }
-            Build::Callgrind => {
+            Instrumentation::Callgrind => {
                 let dir = testbed.dir.path().join(callgrind::DUMP_DIR);
                 std::fs::create_dir_all(&dir).with_context(|| format!("making {}", dir.display()))?;
                 chown(&dir, Some(PROXY_UID), Some(PROXY_UID)).context("giving callgrind its directory")?;
@@ -178,7 +178,7 @@ impl Proxies<'_> {
         // PATH is for valgrind.
         command.env_clear().env("PATH", "/usr/bin:/bin");
         let identity = |account: &str, namespace: &str| {
-            tulle_core::identity::service_account(account, namespace, "linkerd", "cluster.local")
+            tulle_core::identity::service_account_identity(account, namespace, "linkerd", "cluster.local")
         };
         let workload = serde_json::json!({"ns": NAMESPACE, "external_workload": name}).to_string();
         let destination = identity("linkerd-destination", "linkerd");

@@ -224,10 +224,10 @@ fn replica_sets_are_ready(snapshot: &Snapshot) -> CheckResult {
     if unready.is_empty() {
         return Ok(());
     }
-    Err(error(listing("not ready:", &unready), describe_pods(snapshot)))
+    Err(error(listing("not ready:", &unready), describe_pods_fix(snapshot)))
 }
 
-fn describe_pods(snapshot: &Snapshot) -> String {
+fn describe_pods_fix(snapshot: &Snapshot) -> String {
     format!(
         "kubectl describe deployments,pods -n {} shows why",
         snapshot.scope.control_plane_namespace
@@ -283,7 +283,7 @@ fn pods_are_ready(snapshot: &Snapshot) -> CheckResult {
     if unready.is_empty() {
         return Ok(());
     }
-    Err(error(listing("not ready:", &unready), describe_pods(snapshot)))
+    Err(error(listing("not ready:", &unready), describe_pods_fix(snapshot)))
 }
 
 /// Why a pod is not ready. The state of a container that cannot start is more specific than the pod's conditions.

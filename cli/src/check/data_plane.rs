@@ -166,7 +166,7 @@ fn find_uninjected_pods(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
     Ok(missed)
 }
 
-/// Reports pods that have no proxy because the injector was unavailable when they were created.
+/// Reports pods without a proxy that the injector would inject if they were created now.
 fn pods_are_injected(snapshot: &Snapshot) -> CheckResult {
     let missed = find_uninjected_pods(snapshot)?;
     if missed.is_empty() {

@@ -44,7 +44,7 @@ pub(super) async fn snapshot(cluster: Result<&Cluster, &str>, scope: &Scope) -> 
         }
     }
     Box::pin(list_everything(cluster, &mut snapshot)).await;
-    fetch_mode_specific(cluster, &mut snapshot).await;
+    fetch_what_is_not_listed(cluster, &mut snapshot).await;
     snapshot
 }
 
@@ -78,7 +78,7 @@ pub(super) async fn refresh(cluster: &Cluster, snapshot: &mut Snapshot) {
             }
         }
     }
-    fetch_mode_specific(cluster, snapshot).await;
+    fetch_what_is_not_listed(cluster, snapshot).await;
 }
 
 /// The namespaces whose pods are listed again. `None` means all, which is also the case if the last listing failed.
@@ -105,7 +105,8 @@ fn replace_pods(pods: &mut ListResult<Pod>, namespace: &str, listed: ListResult<
 }
 
 /// Reads what the mode needs besides lists: permissions, or certificates and the injection audit from pods.
-async fn fetch_mode_specific(cluster: &Cluster, snapshot: &mut Snapshot) {
+/// Reads the time of the API server last.
+async fn fetch_what_is_not_listed(cluster: &Cluster, snapshot: &mut Snapshot) {
     match snapshot.scope.mode {
         Mode::Pre => snapshot.permissions = check_permissions(cluster).await,
         Mode::Crds => {}
@@ -116,7 +117,7 @@ async fn fetch_mode_specific(cluster: &Cluster, snapshot: &mut Snapshot) {
             snapshot.injection_audit = injection_audit(cluster, snapshot).await;
         }
     }
-    // Read last: by an earlier time, a certificate that was renewed meanwhile would not be valid yet.
+    // Read last: judged by a time read before the certificates, one that was renewed in between would seem not valid yet.
     if let Ok((_, Some(date))) = version(cluster).await {
         snapshot.now = date;
     }

@@ -66,7 +66,7 @@ pub(crate) struct Args {
 enum Output {
     Table,
     Json,
-    /// Only problems
+    /// Only problems, and the conclusion
     Short,
 }
 
@@ -233,6 +233,6 @@ The proxies of a namespace, with the control plane:
 
   tulle check --proxy -n shop
 
-For a script: exit code 1 if a check fails (× in the table), and print only problems:
+For a script: exit code 1 if a check fails (× in the table), and print only problems and the conclusion:
 
   tulle check -o short --wait 0";

@@ -83,7 +83,7 @@ enum Authority {
 }
 
 /// How to replace a certificate authority.
-fn rotation(snapshot: &Snapshot, authority: Authority) -> String {
+fn rotation_fix(snapshot: &Snapshot, authority: Authority) -> String {
     let upgrade = snapshot.scope.tulle_command("upgrade");
     match authority {
         Authority::TrustAnchor => format!(
@@ -108,7 +108,7 @@ fn issuer_secret(snapshot: &Snapshot) -> Result<&Secret, Problem> {
                 "Secret {ISSUER} is not in namespace {}, so no certificate can be signed",
                 snapshot.scope.control_plane_namespace
             ),
-            rotation(snapshot, Authority::Issuer),
+            rotation_fix(snapshot, Authority::Issuer),
         )
     })
 }
@@ -121,13 +121,13 @@ fn issuer(snapshot: &Snapshot) -> Result<Vec<Certificate>, Problem> {
     let Some(pem) = pem else {
         return Err(error(
             format!("Secret {ISSUER} has neither crt.pem nor tls.crt"),
-            rotation(snapshot, Authority::Issuer),
+            rotation_fix(snapshot, Authority::Issuer),
         ));
     };
     Certificate::parse_bundle(&pem.0).map_err(|problem| {
         error(
             format!("the certificate in Secret {ISSUER} cannot be used: {problem:#}"),
-            rotation(snapshot, Authority::Issuer),
+            rotation_fix(snapshot, Authority::Issuer),
         )
     })
 }
@@ -140,7 +140,7 @@ fn config_is_valid(snapshot: &Snapshot) -> CheckResult {
     if !found("key.pem") && !found("tls.key") {
         return Err(error(
             format!("Secret {ISSUER} has neither key.pem nor tls.key"),
-            rotation(snapshot, Authority::Issuer),
+            rotation_fix(snapshot, Authority::Issuer),
         ));
     }
     let values = snapshot.values()?;
@@ -183,7 +183,7 @@ fn anchors_are_supported(snapshot: &Snapshot) -> CheckResult {
             "trust anchors need an ECDSA P-256 key, or RSA of 2048 or 4096 bits:",
             &unsupported,
         ),
-        rotation(snapshot, Authority::TrustAnchor),
+        rotation_fix(snapshot, Authority::TrustAnchor),
     ))
 }
 
@@ -196,7 +196,7 @@ fn issuer_is_supported(snapshot: &Snapshot) -> CheckResult {
                 "the issuer {} needs an ECDSA P-256 key, but has {:?}",
                 issuer.name, issuer.key
             ),
-            rotation(snapshot, Authority::Issuer),
+            rotation_fix(snapshot, Authority::Issuer),
         ));
     }
     if !matches!(issuer.signature, Signature::EcdsaSha256 | Signature::RsaSha256) {
@@ -205,7 +205,7 @@ fn issuer_is_supported(snapshot: &Snapshot) -> CheckResult {
                 "the issuer {} must be signed by ECDSA or RSA with SHA-256, but is signed by {:?}",
                 issuer.name, issuer.signature
             ),
-            rotation(snapshot, Authority::Issuer),
+            rotation_fix(snapshot, Authority::Issuer),
         ));
     }
     Ok(())
@@ -221,7 +221,7 @@ fn issuer_is_trusted(snapshot: &Snapshot) -> CheckResult {
         format!(
             "the issuer {name} in Secret {ISSUER} is signed by none of the trust anchors in ConfigMap {TRUST_ROOTS}"
         ),
-        rotation(snapshot, Authority::Issuer),
+        rotation_fix(snapshot, Authority::Issuer),
     ))
 }
 
@@ -233,7 +233,7 @@ fn check_validity(snapshot: &Snapshot, certs: &[Certificate], authority: Authori
     if bad.is_empty() {
         return Ok(());
     }
-    Err(error(listing("certificates:", &bad), rotation(snapshot, authority)))
+    Err(error(listing("certificates:", &bad), rotation_fix(snapshot, authority)))
 }
 
 fn check_remaining_lifetime(snapshot: &Snapshot, certs: &[Certificate], authority: Authority) -> CheckResult {
@@ -246,7 +246,7 @@ fn check_remaining_lifetime(snapshot: &Snapshot, certs: &[Certificate], authorit
     }
     Err(warning(
         listing("certificates:", &ending),
-        rotation(snapshot, authority),
+        rotation_fix(snapshot, authority),
     ))
 }
 
@@ -274,7 +274,7 @@ fn date(seconds: i64) -> String {
         .unwrap_or_else(|| format!("second {seconds} since 1970"))
 }
 
-/// A webhook: the configuration that the API server uses, and the Secret of the certificate.
+/// A webhook: the name of its configuration, its Service, and the component and port that serve it.
 pub(super) struct Webhook {
     pub(super) config: &'static str,
     pub(super) service: &'static str,
@@ -340,17 +340,17 @@ fn webhook_certificate(snapshot: &Snapshot, webhook: &Webhook) -> Result<Certifi
                 "the certificate in Secret {} cannot be used: {problem:#}",
                 webhook.secret()
             ),
-            renewal(snapshot, webhook),
+            renewal_fix(snapshot, webhook),
         )),
-        (None, Some(Err(why))) => Err(error(why.clone(), restart(snapshot, webhook))),
+        (None, Some(Err(why))) => Err(error(why.clone(), restart_fix(snapshot, webhook))),
         (None, _) => Err(error(
             format!("{} presents no certificate", webhook.service),
-            restart(snapshot, webhook),
+            restart_fix(snapshot, webhook),
         )),
     }
 }
 
-fn restart(snapshot: &Snapshot, webhook: &Webhook) -> String {
+fn restart_fix(snapshot: &Snapshot, webhook: &Webhook) -> String {
     format!(
         "kubectl rollout restart deployment linkerd-{} -n {}; it makes its certificate when it starts",
         webhook.component, snapshot.scope.control_plane_namespace
@@ -358,12 +358,12 @@ fn restart(snapshot: &Snapshot, webhook: &Webhook) -> String {
 }
 
 /// How to renew a certificate. The control plane recreates its own certificates after their Secret is deleted.
-fn renewal(snapshot: &Snapshot, webhook: &Webhook) -> String {
+fn renewal_fix(snapshot: &Snapshot, webhook: &Webhook) -> String {
     format!(
         "kubectl delete secret {} -n {}, and then {}",
         webhook.secret(),
         snapshot.scope.control_plane_namespace,
-        restart(snapshot, webhook)
+        restart_fix(snapshot, webhook)
     )
 }
 
@@ -385,11 +385,11 @@ fn webhook_is_valid(snapshot: &Snapshot, webhook: &Webhook) -> CheckResult {
                 "the certificate is for {}, and the API server calls {name}",
                 cert.subject_alt_names.join(", ")
             ),
-            renewal(snapshot, webhook),
+            renewal_fix(snapshot, webhook),
         ));
     }
     if let Some(why) = validity_problem(&cert, snapshot.now) {
-        return Err(error(why, renewal(snapshot, webhook)));
+        return Err(error(why, renewal_fix(snapshot, webhook)));
     }
     match Certificate::parse_bundle(&bundle) {
         Ok(authorities) if chains_to(std::slice::from_ref(&cert), &authorities) => Ok(()),
@@ -398,11 +398,11 @@ fn webhook_is_valid(snapshot: &Snapshot, webhook: &Webhook) -> CheckResult {
                 "the CA bundle of {} does not verify the certificate that {name} presents",
                 webhook.config
             ),
-            restart(snapshot, webhook),
+            restart_fix(snapshot, webhook),
         )),
         Err(problem) => Err(error(
             format!("the CA bundle of {} cannot be used: {problem:#}", webhook.config),
-            restart(snapshot, webhook),
+            restart_fix(snapshot, webhook),
         )),
     }
 }

@@ -56,13 +56,13 @@ pub(super) fn main(demo_pid: u32) -> anyhow::Result<()> {
     let proc = format!("/proc/{demo_pid}");
     // The demo may be a zombie for a moment, and its files are kept while its process exists. So try again until it is gone.
     for _ in 0..MAX_EXIT_POLLS {
-        mesh::remove_stale(FailedRunLogs::Leave)?;
+        mesh::remove_stale(FailedRunLogs::Keep)?;
         if !Path::new(&proc).exists() {
             break;
         }
         std::thread::sleep(EXIT_POLL_INTERVAL);
     }
-    mesh::remove_stale(FailedRunLogs::Leave)?;
+    mesh::remove_stale(FailedRunLogs::Keep)?;
     RunDir::remove_empty_base();
     Ok(())
 }

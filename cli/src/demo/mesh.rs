@@ -88,17 +88,20 @@ pub(super) async fn build(options: &MeshOptions<'_>, dir: Arc<RunDir>) -> anyhow
         hosts: &hosts,
         logs: dir.logs(),
     };
-    let mut control = builder.control(&manifests)?;
+    let mut control = builder.start_control(&manifests)?;
     control.wait_until_ready().await?;
 
     print_progress("redirecting each host's traffic, starting applications and sidecars");
     let (mut sidecars, mut apps) = (BTreeMap::new(), BTreeMap::new());
     for workload in &topology.workloads {
         builder.redirect(workload)?;
-        if let Some(app) = builder.app(workload)? {
+        if let Some(app) = builder.start_app(workload)? {
             apps.insert(workload.name.clone(), app);
         }
-        sidecars.insert(workload.name.clone(), builder.sidecar(workload, options.balancer)?);
+        sidecars.insert(
+            workload.name.clone(),
+            builder.start_sidecar(workload, options.balancer)?,
+        );
     }
     for app in apps.values_mut() {
         builder.wait_until_listening(app).await?;
@@ -201,7 +204,7 @@ struct Builder<'a> {
 }
 
 impl Builder<'_> {
-    fn control(&self, manifests: &Path) -> anyhow::Result<RestartableProcess> {
+    fn start_control(&self, manifests: &Path) -> anyhow::Result<RestartableProcess> {
         let credentials = self.credentials;
         let domain = &self.topology.trust_domain;
         let mut args = vec!["all-in-one".to_owned()];
@@ -253,7 +256,7 @@ impl Builder<'_> {
     }
 
     /// Starts the application of a workload, if it has one.
-    fn app(&self, workload: &Workload) -> anyhow::Result<Option<RestartableProcess>> {
+    fn start_app(&self, workload: &Workload) -> anyhow::Result<Option<RestartableProcess>> {
         let (flag, delay) = match workload.app {
             App::Load => return Ok(None),
             App::Web(delay) => ("--http", delay),
@@ -276,7 +279,7 @@ impl Builder<'_> {
         self.start(spec, &[]).map(Some)
     }
 
-    fn sidecar(&self, workload: &Workload, balancer: Balancer) -> anyhow::Result<RestartableProcess> {
+    fn start_sidecar(&self, workload: &Workload, balancer: Balancer) -> anyhow::Result<RestartableProcess> {
         let mut env = self.environment(workload);
         if workload.app == App::Load && balancer == Balancer::RoundRobin {
             env.push(("TULLE_PROXY_BALANCER".to_owned(), "round-robin".to_owned()));
@@ -297,7 +300,7 @@ impl Builder<'_> {
         let Workload { name, namespace, .. } = workload;
         let domain = &self.topology.trust_domain;
         let service = |account: &str| {
-            tulle_core::identity::service_account(account, CONTROL_NAMESPACE, CONTROL_NAMESPACE, domain)
+            tulle_core::identity::service_account_identity(account, CONTROL_NAMESPACE, CONTROL_NAMESPACE, domain)
         };
         let ports: Vec<_> = workload.port_numbers().map(|port| port.to_string()).collect();
         let control = |port: u16| format!("{CONTROL_IP}:{port}");

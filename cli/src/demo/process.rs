@@ -147,8 +147,9 @@ impl Drop for Process {
 
 /// Drops root before exec, and makes the kernel kill the program when this process ends.
 ///
-/// Runs after the step of [`Namespace::command`], which needs root. The kernel clears the parent death signal when user or group
-/// ids change, so it is set last. If the parent has ended before, the signal would never arrive.
+/// Runs after the pre-exec closure of [`Namespace::command`], which enters the namespace as root. The kernel clears the parent
+/// death signal when user or group ids change, so it is set last. If the parent ended before the signal was set, it would never
+/// arrive, so this fails.
 #[allow(unsafe_code)]
 fn become_user(command: &mut Command, uid: u32) {
     let parent = getpid();

@@ -66,7 +66,9 @@ fn row(edge: &Edge, report: &Report, scrapes: &Scrapes) -> Row {
             Client::Outside => count_refusals(samples, port, edge.protocol, &mut refusals),
         }
     }
-    let outbound = client.map(|samples| Outbound::of(edge, samples)).unwrap_or_default();
+    let client_side = client
+        .map(|samples| ClientSideMetrics::of(edge, samples))
+        .unwrap_or_default();
     Row {
         client: edge.client,
         service: edge.service,
@@ -79,8 +81,8 @@ fn row(edge: &Edge, report: &Report, scrapes: &Scrapes) -> Row {
         latency_ms: report.latency_ms().filter(|_| report.succeeded > 0),
         bytes_per_second: report.per_second(report.sent_bytes + report.received_bytes),
         client_identity: join_identities(client_ids),
-        server_identity: join_identities(outbound.servers),
-        plaintext: outbound.plaintext,
+        server_identity: join_identities(client_side.server_ids),
+        plaintext: client_side.plaintext,
         replicas: report.replicas.clone(),
         errors: report.errors.clone(),
         refusals,
@@ -89,26 +91,26 @@ fn row(edge: &Edge, report: &Report, scrapes: &Scrapes) -> Row {
 
 /// The client sidecar's metrics of the connections to an edge's endpoints.
 #[derive(Default)]
-struct Outbound {
-    servers: BTreeSet<String>,
+struct ClientSideMetrics {
+    server_ids: BTreeSet<String>,
     plaintext: u64,
 }
 
-impl Outbound {
+impl ClientSideMetrics {
     fn of(edge: &Edge, samples: &Samples) -> Self {
-        let mut outbound = Self::default();
+        let mut metrics = Self::default();
         for sample in endpoint_counters(samples) {
             if sample.value == 0.0 || !edge.endpoints.iter().any(|endpoint| is_for(sample, endpoint.addr)) {
                 continue;
             }
             match sample.label("server_id") {
                 Some(id) if sample.label("tls") == Some("true") => {
-                    outbound.servers.insert(id.to_owned());
+                    metrics.server_ids.insert(id.to_owned());
                 }
-                _ => outbound.plaintext += sample.value as u64,
+                _ => metrics.plaintext += sample.value as u64,
             }
         }
-        outbound
+        metrics
     }
 }
 

@@ -106,7 +106,7 @@ impl Drop for RunDir {
 /// Whether the logs of earlier failed runs are kept or removed.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum FailedRunLogs {
-    Leave,
+    Keep,
     Remove,
 }
 

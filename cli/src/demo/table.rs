@@ -25,10 +25,10 @@ pub(super) fn render(view: &View<'_>, width: usize) -> String {
         lines.push(String::new());
         lines.extend(shares(view.rows, service, replicas));
     }
-    let refusals = refusals(view.rows);
-    if !refusals.is_empty() {
+    let refusals_and_failures = refusals_and_failures(view.rows);
+    if !refusals_and_failures.is_empty() {
         lines.push(String::new());
-        lines.extend(refusals);
+        lines.extend(refusals_and_failures);
     }
     if !view.events.is_empty() {
         lines.push(String::new());
@@ -123,7 +123,7 @@ fn shares(rows: &[Row], service: &str, replicas: &[(String, String)]) -> Vec<Str
     lines
 }
 
-fn refusals(rows: &[Row]) -> Vec<String> {
+fn refusals_and_failures(rows: &[Row]) -> Vec<String> {
     let mut lines = Vec::new();
     for row in rows {
         for (reason, n) in &row.refusals {

@@ -327,7 +327,7 @@ fn check_addresses_and_names(workloads: &[Labelled]) -> Result<(), TopologyError
         let short = workload.name.len() <= MAX_NAME_LENGTH;
         if !short || !workload.name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-') {
             return Err(refuse(format!(
-                "the name must be letters, digits and '-', at most {MAX_NAME_LENGTH}"
+                "the name must be letters, digits and '-', at most {MAX_NAME_LENGTH} characters"
             )));
         }
     }

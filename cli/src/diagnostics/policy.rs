@@ -66,7 +66,7 @@ pub(super) async fn query(query_context: &QueryContext<'_>, args: &Args) -> anyh
     }
 }
 
-/// The domain of Services. A control plane whose address is given can be one without a cluster.
+/// The cluster's domain, from the configuration. With --policy-addr there may be no cluster to read it from; then the default.
 fn cluster_domain(values: anyhow::Result<Value>, has_policy_addr: bool) -> anyhow::Result<String> {
     let configured = match values {
         Ok(values) => values["clusterDomain"].as_str().map(str::to_owned),

@@ -72,10 +72,10 @@ struct Injection {
 
 /// The result for a manifest.
 enum ManifestOutcome {
-    /// The manifest of a workload was changed: annotated, or containers were added or removed. With notes for the user.
-    Changed(Vec<String>),
-    /// The object is not a workload and got an annotation.
-    Annotated,
+    /// The manifest was injected or uninjected: annotations or containers were added or removed. With notes for the user.
+    InjectedOrUninjected(Vec<String>),
+    /// The object is not a workload and only got annotations.
+    AnnotatedOnly,
     Skipped(Vec<String>),
 }
 
@@ -83,14 +83,14 @@ enum ManifestOutcome {
 ///
 /// # Errors
 /// Fails if a flag is invalid, or if a manifest or the configuration cannot be read.
-pub(crate) fn main(args: &Args, cluster: &kubernetes::Flags) -> anyhow::Result<()> {
+pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<()> {
     let annotations = args.proxy.annotations()?;
     let values = match (&args.values, args.manual) {
         (Some(path), _) => {
             let text = fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
             Values::from_yaml(&text).with_context(|| format!("reading {}", path.display()))?
         }
-        (None, true) if !args.ignore_cluster => fetch_values(cluster)?,
+        (None, true) if !args.ignore_cluster => fetch_values(flags)?,
         (None, _) => Values::default(),
     };
     // Without trust anchors the injected proxy would never start.
@@ -98,7 +98,7 @@ pub(crate) fn main(args: &Args, cluster: &kubernetes::Flags) -> anyhow::Result<(
     let injection = Injection {
         config: Config {
             values,
-            control_plane_namespace: cluster.linkerd_namespace.clone(),
+            control_plane_namespace: flags.linkerd_namespace.clone(),
             origin: InjectionOrigin::CommandLine,
         },
         manual: args.manual,
@@ -114,7 +114,7 @@ pub(crate) fn main(args: &Args, cluster: &kubernetes::Flags) -> anyhow::Result<(
         let title = ObjectName::of(object);
         let outcome = injection.apply(object).with_context(|| title.to_string())?;
         report(&title, "injected", &outcome);
-        n_manual += usize::from(args.manual && matches!(outcome, ManifestOutcome::Changed(_)));
+        n_manual += usize::from(args.manual && matches!(outcome, ManifestOutcome::InjectedOrUninjected(_)));
         Ok(())
     })?;
     if n_manual > 0 {
@@ -130,7 +130,7 @@ pub(crate) fn main(args: &Args, cluster: &kubernetes::Flags) -> anyhow::Result<(
 pub(crate) fn uninject(args: &UninjectArgs) -> anyhow::Result<()> {
     streams::transform_objects(&args.inputs, args.output, |object| {
         let outcome = match uninject::apply(object) {
-            true => ManifestOutcome::Changed(Vec::new()),
+            true => ManifestOutcome::InjectedOrUninjected(Vec::new()),
             false => ManifestOutcome::Skipped(Vec::new()),
         };
         report(&ObjectName::of(object), "uninjected", &outcome);
@@ -139,8 +139,8 @@ pub(crate) fn uninject(args: &UninjectArgs) -> anyhow::Result<()> {
 }
 
 /// The values that the control plane was installed with.
-fn fetch_values(cluster: &kubernetes::Flags) -> anyhow::Result<Values> {
-    let value = crate::runtime()?.block_on(async { crate::config::values(&cluster.connect().await?).await })?;
+fn fetch_values(flags: &kubernetes::Flags) -> anyhow::Result<Values> {
+    let value = crate::runtime()?.block_on(async { crate::config::values(&flags.connect().await?).await })?;
     Values::from_yaml(&value.to_string()).context("reading ConfigMap linkerd-config")
 }
 
@@ -153,12 +153,12 @@ impl Injection {
                 for (key, value) in &self.annotations {
                     annotate(object, key, value);
                 }
-                Ok(ManifestOutcome::Annotated)
+                Ok(ManifestOutcome::AnnotatedOnly)
             }
             ManifestKind::Service => Ok(match &self.opaque_ports {
                 Some(ports) => {
                     annotate(object, annotation::OPAQUE_PORTS, ports);
-                    ManifestOutcome::Annotated
+                    ManifestOutcome::AnnotatedOnly
                 }
                 None => ManifestOutcome::Skipped(Vec::new()),
             }),
@@ -237,7 +237,7 @@ impl Injection {
             json_patch::patch(&mut changed, &outcome.patch).context("adding the proxy")?;
         }
         *object = changed;
-        Ok(ManifestOutcome::Changed(notes))
+        Ok(ManifestOutcome::InjectedOrUninjected(notes))
     }
 
     fn inject_annotation_value(&self) -> &'static str {
@@ -270,13 +270,13 @@ fn report(title: &ObjectName, done: &str, outcome: &ManifestOutcome) {
         return;
     }
     match outcome {
-        ManifestOutcome::Changed(notes) => {
+        ManifestOutcome::InjectedOrUninjected(notes) => {
             eprintln!("{kind} \"{name}\" {done}");
             for note in notes {
                 eprintln!("{kind} \"{name}\": {note}");
             }
         }
-        ManifestOutcome::Annotated => eprintln!("{kind} \"{name}\" annotated"),
+        ManifestOutcome::AnnotatedOnly => eprintln!("{kind} \"{name}\" annotated"),
         ManifestOutcome::Skipped(reasons) if reasons.is_empty() => eprintln!("{kind} \"{name}\" skipped"),
         ManifestOutcome::Skipped(reasons) => eprintln!("{kind} \"{name}\" skipped: {}", reasons.join("; ")),
     }

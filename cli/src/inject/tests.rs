@@ -50,7 +50,10 @@ fn every_workload_is_annotated_where_it_describes_its_pods() {
         let before = workload(api_version, kind, pointer);
         let mut after = before.clone();
         assert!(
-            matches!(injection(false).apply(&mut after).unwrap(), ManifestOutcome::Changed(_)),
+            matches!(
+                injection(false).apply(&mut after).unwrap(),
+                ManifestOutcome::InjectedOrUninjected(_)
+            ),
             "{kind}"
         );
         let annotations = after.pointer(&format!("{pointer}/metadata/annotations"));
@@ -76,7 +79,10 @@ fn manual_injection_adds_the_containers_and_uninjection_removes_them() {
             .annotations
             .push((annotation::DEBUG_IMAGE, "example.test/debug".to_owned()));
         assert!(
-            matches!(injection.apply(&mut object).unwrap(), ManifestOutcome::Changed(_)),
+            matches!(
+                injection.apply(&mut object).unwrap(),
+                ManifestOutcome::InjectedOrUninjected(_)
+            ),
             "{kind}"
         );
         let at = |tail: &str| object.pointer(&format!("{pointer}{tail}")).cloned().unwrap_or_default();
@@ -90,7 +96,7 @@ fn manual_injection_adds_the_containers_and_uninjection_removes_them() {
         // A second injection replaces the sidecar.
         let mut again = object.clone();
         let outcome = injection.apply(&mut again).unwrap();
-        assert!(matches!(outcome, ManifestOutcome::Changed(_)), "{kind}");
+        assert!(matches!(outcome, ManifestOutcome::InjectedOrUninjected(_)), "{kind}");
         assert_eq!(again, object, "{kind}");
 
         assert!(uninject::apply(&mut object), "{kind}");
@@ -140,7 +146,7 @@ fn uninjection_keeps_volumes_that_the_application_mounts() {
 }
 
 #[test]
-fn objects_without_a_sidecar_are_unchanged_and_reported_with_the_reason() {
+fn skipped_objects_are_unchanged_and_workloads_get_a_reason() {
     let pod = |rest: &str| {
         object(&format!(
             "{{apiVersion: v1, kind: Pod, metadata: {{name: a, annotations: {{{rest}}}}}, spec: {{containers: []}}}}"
@@ -256,7 +262,7 @@ fn udp_ports_and_ignored_annotations_are_reported() {
         "{apiVersion: v1, kind: Pod, metadata: {annotations: {config.linkerd.io/proxy-uid: root}}, \
          spec: {containers: [{name: a, ports: [{containerPort: 53, protocol: UDP}]}]}}",
     );
-    let ManifestOutcome::Changed(notes) = injection(false).apply(&mut pod).unwrap() else {
+    let ManifestOutcome::InjectedOrUninjected(notes) = injection(false).apply(&mut pod).unwrap() else {
         panic!("{pod} is not injected");
     };
     assert!(notes[0].starts_with("config.linkerd.io/proxy-uid"), "{notes:?}");
@@ -295,7 +301,10 @@ fn new_flags_and_versions_apply_to_injected_manifests() {
     newer.config.values.linkerd_version = "v-newer".to_owned();
     newer.annotations.push((annotation::ADMIN_PORT, "5191".to_owned()));
     let (mut again, mut at_once) = (old.clone(), original.clone());
-    assert!(matches!(newer.apply(&mut again).unwrap(), ManifestOutcome::Changed(_)));
+    assert!(matches!(
+        newer.apply(&mut again).unwrap(),
+        ManifestOutcome::InjectedOrUninjected(_)
+    ));
     newer.apply(&mut at_once).unwrap();
     assert_eq!(again, at_once);
     assert_eq!(probe(&again, "readinessProbe")["httpGet"]["port"], 5191);
@@ -357,7 +366,10 @@ fn partial_manifests_get_annotations_only() {
         assert!(error.to_string().contains("has no spec.containers"), "{error:#}");
         assert_eq!(part, object(&yaml));
         assert!(
-            matches!(injection(false).apply(&mut part).unwrap(), ManifestOutcome::Changed(_)),
+            matches!(
+                injection(false).apply(&mut part).unwrap(),
+                ManifestOutcome::InjectedOrUninjected(_)
+            ),
             "{yaml}"
         );
         assert_eq!(

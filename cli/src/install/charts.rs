@@ -162,8 +162,8 @@ const MERGE_CHART_FILES: &[(&str, &str)] = &[
 const MINIMUM_KUBERNETES: &str = "v1.31.0";
 
 const HELM_NOT_FOUND: &str = "\
-helm, which renders the charts, is not on the PATH; install it (https://helm.sh/docs/intro/install), or let Helm do \
-the whole installation where you have it:
+helm, which renders the charts, is not on the PATH; install it (https://helm.sh/docs/intro/install), or install on \
+a machine that has Helm:
   helm repo add tulle https://tulle-mesh.github.io/tulle
   helm install linkerd-crds tulle/tulle-crds -n linkerd --create-namespace --set installGatewayAPI=true
   helm install linkerd-control-plane tulle/tulle-control-plane -n linkerd --set-file identityTrustAnchorsPEM=ca.crt \

@@ -82,9 +82,9 @@ pub(crate) fn prune(args: &PruneArgs, flags: &kubernetes::Flags) -> anyhow::Resu
     Ok(ExitCode::SUCCESS)
 }
 
-/// Whether this object holds credentials of the control plane. They can be in use although no chart renders them: the control
-/// plane creates the certificates of webhooks and of telemetry at run time, and others manage the credentials that the values
-/// declare external, which can still have the label of an earlier installation.
+/// Whether this object holds credentials of the control plane. They can be in use although no chart renders them. The control plane
+/// creates the certificates of webhooks and of telemetry at run time. External credentials are managed by others, but can still
+/// have the label from when the chart created them.
 fn is_credential(object: &Value) -> bool {
     let name = object["metadata"]["name"].as_str().unwrap_or_default();
     match object["kind"].as_str() {

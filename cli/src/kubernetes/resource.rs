@@ -14,7 +14,7 @@ use tulle_core::names::port;
 
 use super::{Cluster, reason};
 
-/// A workload or a namespace, or all of one kind.
+/// A resource with pods (workload, Service or namespace), or all of one kind.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ResourceRef {
     pub(crate) kind: Kind,

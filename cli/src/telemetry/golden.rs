@@ -18,7 +18,8 @@ use crate::{kubernetes, runtime, table};
 pub(crate) struct Args {
     #[command(flatten)]
     workloads: Workloads,
-    /// Time window of the metrics, at most 5m; the output shows the interval that was available, and the first query takes 2 s
+    /// Time window of the metrics, at most 5m; the output shows the interval that was available, and a query takes 2 s if
+    /// these sidecars have not been queried recently
     #[arg(short = 't', long, value_name = "DURATION", default_value = "1m", value_parser = window)]
     window: Duration,
     /// Output format

@@ -208,8 +208,8 @@ impl TelemetryQuery {
                 )
             }
             StatusCode::NOT_FOUND | StatusCode::SERVICE_UNAVAILABLE | StatusCode::BAD_GATEWAY if on_cluster => anyhow!(
-                "the cluster serves no telemetry: {message}\n`kubectl get apiservice {API_SERVICE}` says why; a control plane \
-                 has it with the value telemetry.enabled=true"
+                "the cluster serves no telemetry: {message}\n`kubectl get apiservice {API_SERVICE}` says why; telemetry \
+                 is enabled by the chart value telemetry.enabled=true"
             ),
             _ => anyhow!(message),
         }

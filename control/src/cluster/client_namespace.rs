@@ -5,7 +5,7 @@
 
 use std::fmt;
 
-use tulle_core::identity::{Identity, service_account};
+use tulle_core::identity::{Identity, service_account_identity};
 
 use crate::cluster::Cluster;
 use crate::cluster::store::objects::LookupKey;
@@ -38,7 +38,7 @@ impl Cluster {
         }
         Err(ForeignNamespace {
             namespace: namespace.to_owned(),
-            service_accounts: service_account("<service account>", namespace, control_ns, trust_domain),
+            service_accounts: service_account_identity("<service account>", namespace, control_ns, trust_domain),
             identities: IdentityList(identities).to_string(),
         })
     }

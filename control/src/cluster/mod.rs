@@ -26,7 +26,7 @@ use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep};
 use tracing::warn;
-use tulle_core::identity::service_account;
+use tulle_core::identity::service_account_identity;
 use tulle_core::metrics::Registry;
 
 pub use self::config::{Config, H2Upgrade, Ipv6, TransportMode};
@@ -35,7 +35,7 @@ use crate::cluster::diagnostics::ineffective_references::IneffectiveReferences;
 use crate::cluster::diagnostics::object_metrics::ObjectMetrics;
 use crate::cluster::diagnostics::server_port_names::ServerPortNames;
 use crate::cluster::metrics::Metrics;
-use crate::cluster::publish::published_value::{EncodingCache, PublishedValue, RecentEncodings};
+use crate::cluster::publish::published_value::{EncoderId, PublishedValue, RecentEncodings};
 use crate::cluster::publish::table::{ValueReceiver, ViewTable};
 use crate::cluster::store::objects::{LookupKey, Store};
 use crate::cluster::store::reader::Reader;
@@ -65,7 +65,7 @@ struct Shared {
     state: Mutex<State>,
     synced: watch::Sender<bool>,
     nodes_changed: watch::Sender<()>,
-    next_encoding_cache_id: AtomicUsize,
+    next_encoder_id: AtomicUsize,
     recent_encodings: Arc<RecentEncodings>,
 }
 
@@ -147,7 +147,7 @@ impl Cluster {
             state: Mutex::default(),
             synced: watch::Sender::new(false),
             nodes_changed: watch::Sender::new(()),
-            next_encoding_cache_id: AtomicUsize::new(0),
+            next_encoder_id: AtomicUsize::new(0),
             recent_encodings: Arc::default(),
         }))
     }
@@ -204,10 +204,10 @@ impl Cluster {
         self.0.metrics.unserved_guard(kind, name, field)
     }
 
-    /// Returns a cache of encodings with an id that no other service uses.
-    pub fn new_encoding_cache(&self) -> EncodingCache {
-        let id = self.0.next_encoding_cache_id.fetch_add(1, Ordering::Relaxed);
-        EncodingCache::new(id, self.0.recent_encodings.clone())
+    /// Returns an id that no other service uses.
+    pub fn new_encoder_id(&self) -> EncoderId {
+        let id = self.0.next_encoder_id.fetch_add(1, Ordering::Relaxed);
+        EncoderId::new(id, self.0.recent_encodings.clone())
     }
 
     /// Removes encodings after they were not used for `MIN_ENCODING_LIFETIME`. Never returns.
@@ -227,7 +227,12 @@ impl Cluster {
             inbound::WorkloadId::Pod(name) => {
                 let (pod, ns) = (reader.pod(name)?, &config.controller_namespace);
                 let account = &pod.service_account;
-                Some(service_account(account, &name.namespace, ns, &config.trust_domain))
+                Some(service_account_identity(
+                    account,
+                    &name.namespace,
+                    ns,
+                    &config.trust_domain,
+                ))
             }
             inbound::WorkloadId::External(name) => Some(reader.external_workload(name)?.identity.clone()),
         }
@@ -344,7 +349,7 @@ impl Shared {
             line.write(&self.config.log_addr);
         }
         for (kind, name, UnservedPart { field, reason }) in unserved {
-            warn!(kind = kind.info().name, object = %name, field, reason, "a part of the object is not served");
+            warn!(kind = kind.info().name, object = %name, field, reason, "the mesh does not apply a part of the object");
         }
         for (found, fallback) in unreadable {
             let Unreadable { kind, name, reason, .. } = &*found;

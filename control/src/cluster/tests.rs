@@ -259,7 +259,7 @@ fn nothing_is_logged_while_the_state_is_locked() {
         "Updating ES default/web-1",
         "Updating service for default/web",
         "Deleting ES default/web-1",
-        "a part of the object is not served",
+        "the mesh does not apply a part of the object",
         "an object cannot be read",
     ] {
         assert!(

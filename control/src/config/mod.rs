@@ -238,7 +238,7 @@ impl Config {
     /// The TLS server name of a service of the control plane, as proxies expect it.
     pub(crate) fn server_name(&self, service_account: &str) -> String {
         let ns = &self.cluster.controller_namespace;
-        identity::service_account(service_account, ns, ns, &self.cluster.trust_domain)
+        identity::service_account_identity(service_account, ns, ns, &self.cluster.trust_domain)
     }
 }
 
@@ -317,7 +317,7 @@ impl Flags {
                         .parse()
                         .context("the default of --identity-svc-addr is not an address")?,
                 },
-                name: identity::service_account("linkerd-identity", ns, ns, &domains.trust),
+                name: identity::service_account_identity("linkerd-identity", ns, ns, &domains.trust),
                 token: self.identity_token.clone(),
                 trust_anchors: self.trust_anchors.clone(),
             }));

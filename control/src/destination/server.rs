@@ -14,7 +14,7 @@ use tulle_core::warn_limited;
 use tulle_proto::destination::destination_server::SERVICE_NAME;
 use tulle_proto::destination::{DestinationProfile, GetDestination};
 
-use crate::cluster::publish::published_value::{EncodingCache, EncodingKey, PublishedValue};
+use crate::cluster::publish::published_value::{EncoderId, EncodingKey, PublishedValue};
 use crate::cluster::views::{endpoints, profiles};
 use crate::cluster::{Cluster, GaugeGuard, Subscription};
 use crate::destination::config::Config;
@@ -37,19 +37,19 @@ struct Shared {
     cluster: Cluster,
     client_certificates: ClientCertificates,
     config: Config,
-    encoding_cache: EncodingCache,
+    encoder_id: EncoderId,
     log_limiter: LogLimiter,
 }
 
 impl Service {
     pub(super) fn new(cluster: Cluster, client_certificates: ClientCertificates, config: Config) -> Self {
-        let encoding_cache = cluster.new_encoding_cache();
+        let encoder_id = cluster.new_encoder_id();
         Self {
             shared: Arc::new(Shared {
                 cluster,
                 client_certificates,
                 config,
-                encoding_cache,
+                encoder_id,
                 log_limiter: LogLimiter::default(),
             }),
         }
@@ -217,7 +217,7 @@ impl Shared {
 
     /// Returns the message for a profile. Streams with the same profile share the bytes.
     fn profile<'a>(&self, profile: &'a Arc<PublishedValue<Profile>>) -> Result<Bytes, ProfileError<'a>> {
-        profile.try_encode_cached(&EncodingKey::for_all_subscribers(&self.encoding_cache), || {
+        profile.try_encode_cached(&EncodingKey::for_all_subscribers(&self.encoder_id), || {
             profile_message(profile, &self.config).map(|message| grpc::encode(&[message]))
         })
     }
@@ -304,7 +304,7 @@ impl EndpointStream {
             return encode();
         }
         let key = EncodingKey {
-            cache: &self.shared.encoding_cache,
+            encoder: &self.shared.encoder_id,
             previous: before,
             zone: self.location.zone.as_deref(),
         };

@@ -96,7 +96,7 @@ struct UsableEndpoints<'a> {
 
 enum EndpointScope<'a> {
     Cluster,
-    /// Endpoints on the client's node. None if the client's node is unknown.
+    /// Endpoints on the client's node. No endpoint if the client's node is unknown.
     Node(Option<&'a str>),
     Zone(&'a str),
     /// Endpoints with a hint for the client's node.

@@ -27,7 +27,7 @@ pub(crate) struct Issuer {
     signer: rcgen::Issuer<'static, KeyPair>,
     /// Earliest expiry of a certificate in the chain.
     expires_at: OffsetDateTime,
-    test_leaf: TestLeaf,
+    verification_leaf: VerificationLeaf,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -128,7 +128,7 @@ pub(crate) enum SignError {
 }
 
 /// A leaf that is signed at load time. If the trust anchors verify it, they accept the leaves of this issuer.
-struct TestLeaf {
+struct VerificationLeaf {
     name: ServerName<'static>,
     leaf: CertificateDer<'static>,
 }
@@ -147,17 +147,17 @@ impl Issuer {
             path: cert_path.clone(),
             source,
         })?;
-        let test_leaf = TestLeaf::sign(&signer, name, expires_at).map_err(|err| match err {
-            TestLeafError::Name(source) => IssuerError::Name {
+        let verification_leaf = VerificationLeaf::sign(&signer, name, expires_at).map_err(|err| match err {
+            VerificationLeafError::Name(source) => IssuerError::Name {
                 name: name.to_owned(),
                 source,
             },
-            TestLeafError::Sign(source) => IssuerError::Signer {
+            VerificationLeafError::Sign(source) => IssuerError::Signer {
                 path: cert_path.clone(),
                 source,
             },
         })?;
-        if !trust::issuer_name_matches(&test_leaf.leaf, &chain[0]) {
+        if !trust::issuer_name_matches(&verification_leaf.leaf, &chain[0]) {
             return Err(IssuerError::Subject { path: cert_path });
         }
         let issuer = Self {
@@ -165,7 +165,7 @@ impl Issuer {
             chain,
             signer,
             expires_at,
-            test_leaf,
+            verification_leaf,
         };
         match issuer.verify(OffsetDateTime::now_utc()) {
             Ok(()) => Ok(issuer),
@@ -180,8 +180,12 @@ impl Issuer {
     pub(crate) fn verify(&self, now: OffsetDateTime) -> Result<(), rustls::Error> {
         let since_epoch = Duration::from_secs(now.unix_timestamp().try_into().unwrap_or(0));
         let now = UnixTime::since_unix_epoch(since_epoch);
-        self.anchors
-            .verify(&self.test_leaf.leaf, &self.chain, &self.test_leaf.name, now)
+        self.anchors.verify(
+            &self.verification_leaf.leaf,
+            &self.chain,
+            &self.verification_leaf.name,
+            now,
+        )
     }
 
     /// Signs a leaf for the requested lifetime, but at most until the chain expires.
@@ -250,20 +254,24 @@ impl Validity {
     }
 }
 
-enum TestLeafError {
+enum VerificationLeafError {
     Name(InvalidDnsNameError),
     Sign(rcgen::Error),
 }
 
-impl TestLeaf {
-    fn sign(signer: &rcgen::Issuer<'_, KeyPair>, name: &str, until: OffsetDateTime) -> Result<Self, TestLeafError> {
-        let server_name = ServerName::try_from(name.to_owned()).map_err(TestLeafError::Name)?;
-        let mut params = leaf_params(name).map_err(TestLeafError::Sign)?;
+impl VerificationLeaf {
+    fn sign(
+        signer: &rcgen::Issuer<'_, KeyPair>,
+        name: &str,
+        until: OffsetDateTime,
+    ) -> Result<Self, VerificationLeafError> {
+        let server_name = ServerName::try_from(name.to_owned()).map_err(VerificationLeafError::Name)?;
+        let mut params = leaf_params(name).map_err(VerificationLeafError::Sign)?;
         params.not_before = OffsetDateTime::UNIX_EPOCH;
         params.not_after = until;
-        // The private key is dropped, so the identity of the test leaf cannot be used.
-        let key = KeyPair::generate().map_err(TestLeafError::Sign)?;
-        let leaf = params.signed_by(&key, signer).map_err(TestLeafError::Sign)?;
+        // The private key is dropped, so the identity of the verification leaf cannot be used.
+        let key = KeyPair::generate().map_err(VerificationLeafError::Sign)?;
+        let leaf = params.signed_by(&key, signer).map_err(VerificationLeafError::Sign)?;
         Ok(Self {
             name: server_name,
             leaf: leaf.der().clone(),

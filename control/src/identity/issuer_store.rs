@@ -73,8 +73,11 @@ impl IssuerStore {
                 if std::mem::replace(&mut *self.last_error.lock(), error.clone()) == error {
                     return;
                 }
-                let kept = self.current.borrow().is_some();
-                warn!(error = &err as &dyn std::error::Error, kept, "issuer update skipped");
+                let previous_issuer_stays = self.current.borrow().is_some();
+                warn!(
+                    error = &err as &dyn std::error::Error,
+                    previous_issuer_stays, "issuer update skipped"
+                );
                 self.events.issuer_update_skipped(ErrorChain(&err).to_string());
             }
         }

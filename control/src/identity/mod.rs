@@ -47,7 +47,7 @@ pub struct Config {
 }
 
 /// Reloads the credentials when their files change.
-pub struct Reload {
+pub struct CredentialReloader {
     service: IdentityService,
     changes: FileWatcher,
 }
@@ -62,9 +62,9 @@ impl IdentityService {
         reviewer: Reviewer,
         recorder: EventRecorder,
         registry: &Registry,
-    ) -> Result<(Self, Reload), WatchError> {
+    ) -> Result<(Self, CredentialReloader), WatchError> {
         let ns = &config.controller_namespace;
-        let name = identity::service_account(SERVICE_ACCOUNT, ns, ns, &config.trust_domain);
+        let name = identity::service_account_identity(SERVICE_ACCOUNT, ns, ns, &config.trust_domain);
         let events = Events::new(recorder, ns.clone());
         let issuer_store = Arc::new(IssuerStore::new(
             config.issuer.clone(),
@@ -93,7 +93,7 @@ impl IdentityService {
             events,
             logs: Arc::default(),
         };
-        let reload = Reload {
+        let reload = CredentialReloader {
             service: service.clone(),
             changes,
         };
@@ -110,7 +110,7 @@ impl IdentityService {
     }
 }
 
-impl Reload {
+impl CredentialReloader {
     /// Runs until the drain.
     pub async fn run(mut self, drain: Watch) {
         loop {

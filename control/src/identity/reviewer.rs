@@ -149,7 +149,7 @@ impl JoinTokenKeys {
             return Err(TokenReviewError::NoKeys { dir: self.dir.clone() });
         }
         for key in by_file.values().flat_map(|keys| keys.iter()) {
-            match jsonwebtoken::decode::<Claims>(token, key, &validation()) {
+            match jsonwebtoken::decode::<JoinTokenClaims>(token, key, &validation()) {
                 Ok(token) => {
                     return Ok(TokenReviewResult::Authenticated {
                         username: token.claims.sub,
@@ -171,7 +171,7 @@ impl JoinTokenKeys {
 }
 
 #[derive(Deserialize)]
-struct Claims {
+struct JoinTokenClaims {
     #[serde(default)]
     sub: String,
 }

@@ -209,7 +209,7 @@ impl IdentityNames {
                 service_account: sa.to_owned(),
             });
         }
-        let authenticated = identity::service_account(sa, ns, &self.controller_namespace, &self.trust_domain);
+        let authenticated = identity::service_account_identity(sa, ns, &self.controller_namespace, &self.trust_domain);
         match authenticated == requested {
             true => Ok((ns.to_owned(), sa.to_owned())),
             false => Err(CertifyError::Mismatch {

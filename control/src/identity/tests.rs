@@ -37,7 +37,7 @@ struct TestService {
     keys: TokenKeys,
     registry: Registry,
     service: IdentityService,
-    reload: Reload,
+    reload: CredentialReloader,
 }
 
 impl TestService {

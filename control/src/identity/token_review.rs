@@ -45,7 +45,7 @@ struct RejectedTokenCache {
     order: VecDeque<(Instant, String)>,
 }
 
-/// Issuers of accepted tokens, besides the issuer of this process's own token.
+/// Issuers of accepted tokens. The issuer of this process's own token is always known, whether it is in the set or not.
 #[derive(Default)]
 struct TokenIssuers {
     known: HashSet<String>,
@@ -289,7 +289,7 @@ const REVIEW_TIMEOUT: Duration = Duration::from_secs(10);
 /// At most 16 reviews at a time, one of each client network; up to 63 more of a network wait for their turn.
 const REVIEW_LIMITS: Limits = Limits {
     total_weight: 16,
-    globally_queued_per_network: 1,
+    queued_or_running_per_network: 1,
     requests_per_network: 64,
 };
 /// How long a rejection is cached. Short, because replicas of the API server learn of a new pod at different times, so

@@ -1,5 +1,5 @@
 //! Decides by a pod and the annotations whether the pod gets a sidecar, with all reasons against it. `inject_pod` adds the reasons
-//! for which a pod is refused.
+//! for which a pod is denied.
 
 use std::fmt;
 

@@ -150,7 +150,8 @@ impl Audit {
         }
     }
 
-    /// Returns whether this pod would get a sidecar, or be denied, if it were created now, or is annotated with an invalid value.
+    /// Returns whether the pod should have a sidecar: if it were created now with these annotations, it would get one or be denied,
+    /// or the value of `linkerd.io/inject` of the pod or its namespace is invalid.
     async fn should_have_sidecar(&self, pod: &Pod) -> Result<bool, AuditError> {
         let (meta, Some(spec)) = (&pod.metadata, &pod.spec) else {
             return Ok(false);
@@ -305,7 +306,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn pods_of_existing_namespaces_that_have_or_may_want_an_annotation_for_injection_are_found() {
+    async fn pods_annotated_for_a_sidecar_or_with_an_invalid_value_are_found_in_existing_namespaces() {
         let dir = tempfile::tempdir().unwrap();
         let files = Files::in_dir(dir.path());
         std::fs::write(&files.values, "identityTrustAnchorsPEM: anchors").unwrap();

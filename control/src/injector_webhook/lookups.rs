@@ -65,14 +65,14 @@ impl LookupLimiter {
 
 /// The API server's webhook timeout is 10 seconds; the lookups of namespace and owner must not use it up.
 pub(super) const LOOKUP_TIMEOUT: Duration = Duration::from_secs(3);
-/// More at once than a client network has reviews at a time. The objects that an API server names exist, except for owners that were
-/// deleted.
+/// The burst is larger than the number of reviews that a client network has at a time. The objects that an API server names exist,
+/// except for owners that were deleted.
 pub(super) const UNSUCCESSFUL_LOOKUP_RATE: Rate = Rate {
     burst: 20,
     interval: Duration::from_secs(1),
 };
 const LOOKUP_LIMITS: Limits = Limits {
     total_weight: 32,
-    globally_queued_per_network: 8, // as many as a network has reviews at a time
+    queued_or_running_per_network: 8, // as many as a network has reviews at a time
     requests_per_network: usize::MAX,
 };

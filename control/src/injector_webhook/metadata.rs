@@ -64,7 +64,8 @@ pub(super) struct Owner {
     pub(super) top_owner: PodOwner,
     /// The object that Events are about; `None` for a pod without a name, and for a ReplicaSet or Job that is not found.
     pub(super) reference: Option<ObjectReference>,
-    /// Whether the object of the reference is known to exist. Only ReplicaSets and Jobs are watched, and name their owners.
+    /// Whether the object of the reference is known to exist. Known only for ReplicaSets and Jobs, and for the owners that their
+    /// ownerReferences name: no other owners are watched or looked up.
     pub(super) is_verified: bool,
 }
 
@@ -97,8 +98,8 @@ impl MetadataCache {
         }
     }
 
-    /// The metadata of a namespace. `client` sent the review that names it, and limits its look-ups; `None` if this process asks
-    /// for itself.
+    /// The metadata of a namespace. `client` sent the review that names the namespace; lookups are limited per client network.
+    /// `None` for this process itself.
     pub(super) async fn namespace(&self, name: &str, client: Option<IpAddr>) -> Result<NamespaceMeta, MetadataError> {
         if let Some(known) = self.namespaces.get(&ObjectRef::new(name)) {
             return Ok(NamespaceMeta::of(&known.metadata));
@@ -378,8 +379,8 @@ mod tests {
     const STRANGER: Option<IpAddr> = Some(IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1)));
     const API_SERVER: Option<IpAddr> = Some(IpAddr::V4(Ipv4Addr::new(10, 0, 0, 2)));
 
-    /// Returns metadata that knows nothing yet, of an API server with the namespace `shop` and the ReplicaSet `web-1` of the
-    /// Deployment `web`, and the paths of the requests.
+    /// Returns an empty metadata cache of an API server that has the namespace `shop` and the ReplicaSet `web-1` of the Deployment
+    /// `web`, and the paths of the requests.
     fn metadata() -> (MetadataCache, Arc<Mutex<Vec<String>>>) {
         let requests = Arc::new(Mutex::new(Vec::new()));
         let seen = requests.clone();
@@ -412,7 +413,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn events_are_only_about_owners_that_are_not_known_to_be_missing() {
+    async fn no_event_is_about_an_owner_that_was_not_found() {
         let (metadata, requests) = metadata();
         let check = async |owner: [&str; 4], expected: Option<(&str, bool)>, n_requests: usize| {
             let [api_version, kind, name, uid] = owner;

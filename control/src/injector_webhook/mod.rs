@@ -328,7 +328,8 @@ fn log(owner: &Owner, namespace: &str, outcome: &InjectionOutcome, is_denied: bo
     }
 }
 
-/// Equal Events are aggregated to one, with a count.
+/// For Events about objects that are known to exist. Higher than the other rate, because the number of these objects is bounded,
+/// and equal Events become one with a count.
 const VERIFIED_EVENT_RATE: Rate = Rate {
     burst: 1_000,
     interval: Duration::from_millis(50),

@@ -12,7 +12,7 @@ use tulle_proto::inbound::PortSpec;
 use tulle_proto::inbound::inbound_server_policies_server::SERVICE_NAME;
 
 use crate::cluster::client_namespace::IdentityList;
-use crate::cluster::publish::published_value::{EncodingCache, EncodingKey, PublishedValue};
+use crate::cluster::publish::published_value::{EncoderId, EncodingKey, PublishedValue};
 use crate::cluster::views::inbound as view;
 use crate::cluster::{Cluster, Subscription};
 use crate::grpc::{self, Caller, Methods};
@@ -25,16 +25,16 @@ use crate::tls::mesh_credentials::ClientCertificates;
 pub struct InboundPolicyService {
     cluster: Cluster,
     client_certificates: ClientCertificates,
-    encoding_cache: EncodingCache,
+    encoder_id: EncoderId,
 }
 
 impl InboundPolicyService {
     pub(super) fn new(cluster: Cluster, client_certificates: ClientCertificates) -> Self {
-        let encoding_cache = cluster.new_encoding_cache();
+        let encoder_id = cluster.new_encoder_id();
         Self {
             cluster,
             client_certificates,
-            encoding_cache,
+            encoder_id,
         }
     }
 
@@ -54,7 +54,7 @@ impl InboundPolicyService {
         self.check_caller(caller, &workload)?;
         let mut subscription = self.cluster.inbound(view::Key { workload, port });
         let first = subscription.current();
-        match message(&first, &self.encoding_cache) {
+        match message(&first, &self.encoder_id) {
             Some(message) => Ok((subscription, message)),
             None => Err(Status::not_found("unknown server")),
         }
@@ -86,9 +86,9 @@ impl InboundPolicyService {
         caller: Option<&Caller>,
     ) -> Result<impl Stream<Item = Bytes> + Send + use<>, Status> {
         let (subscription, first) = self.subscribe(spec, caller)?;
-        let encoding_cache = self.encoding_cache;
+        let encoder_id = self.encoder_id;
         Ok(messages::message_stream(subscription, first, move |server| {
-            message(server, &encoding_cache)
+            message(server, &encoder_id)
         }))
     }
 }
@@ -113,11 +113,9 @@ impl Methods for InboundPolicyService {
 }
 
 /// Returns the message for a policy. Streams with the same policy share the bytes.
-fn message(server: &Arc<PublishedValue<Option<InboundPolicy>>>, encoding_cache: &EncodingCache) -> Option<Bytes> {
+fn message(server: &Arc<PublishedValue<Option<InboundPolicy>>>, encoder_id: &EncoderId) -> Option<Bytes> {
     let model = Option::as_ref(server)?;
-    Some(
-        server.encode_cached(&EncodingKey::for_all_subscribers(encoding_cache), || {
-            grpc::encode(&[translate::inbound::server(model)])
-        }),
-    )
+    Some(server.encode_cached(&EncodingKey::for_all_subscribers(encoder_id), || {
+        grpc::encode(&[translate::inbound::server(model)])
+    }))
 }

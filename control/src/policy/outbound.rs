@@ -11,7 +11,7 @@ use tonic::body::Body;
 use tulle_proto::outbound::outbound_policies_server::SERVICE_NAME;
 use tulle_proto::outbound::{TrafficSpec, traffic_spec};
 
-use crate::cluster::publish::published_value::{EncodingCache, EncodingKey, PublishedValue};
+use crate::cluster::publish::published_value::{EncoderId, EncodingKey, PublishedValue};
 use crate::cluster::views::outbound::{Key, Target};
 use crate::cluster::{Cluster, Subscription};
 use crate::grpc::{self, Caller, Methods};
@@ -27,17 +27,17 @@ pub struct OutboundPolicyService {
     cluster: Cluster,
     client_certificates: ClientCertificates,
     config: Config,
-    encoding_cache: EncodingCache,
+    encoder_id: EncoderId,
 }
 
 impl OutboundPolicyService {
     pub(super) fn new(cluster: Cluster, client_certificates: ClientCertificates, config: Config) -> Self {
-        let encoding_cache = cluster.new_encoding_cache();
+        let encoder_id = cluster.new_encoder_id();
         Self {
             cluster,
             client_certificates,
             config,
-            encoding_cache,
+            encoder_id,
         }
     }
 
@@ -96,7 +96,7 @@ impl OutboundPolicyService {
             return None;
         };
         Some(
-            outbound.encode_cached(&EncodingKey::for_all_subscribers(&self.encoding_cache), || {
+            outbound.encode_cached(&EncodingKey::for_all_subscribers(&self.encoder_id), || {
                 grpc::encode(&[translate::outbound::policy(policy, self.config)])
             }),
         )

@@ -138,14 +138,14 @@ fn check_rule<M>(rule: &Rule<M>, route: RouteKind, parent: ParentKind) -> Result
     if parent == ParentKind::Server {
         return Ok(());
     }
-    check_fields(rule, route)
+    check_retry_and_unimplemented_fields(rule, route)
 }
 
 /// Checks `retry` and the other fields of a rule that proxies implement for some kinds of routes only, or not at all.
 ///
 /// # Errors
 /// Fails if proxies do not implement a field, or if its value is invalid.
-pub fn check_fields<M>(rule: &Rule<M>, route: RouteKind) -> Result<(), String> {
+pub fn check_retry_and_unimplemented_fields<M>(rule: &Rule<M>, route: RouteKind) -> Result<(), String> {
     match rule.unimplemented_field(route) {
         Some("retry") => Err(format!(
             "rules[].retry is supported only in an HTTPRoute of {GATEWAY_GROUP}; use the annotations retry.linkerd.io/*"
@@ -279,7 +279,7 @@ fn validate_rule<M>(rule: &Rule<M>, kind: RouteKind) -> Result<(), String> {
     }
     // Rules of the Gateway API can have fields for other implementations.
     if kind == RouteKind::PolicyHttp {
-        check_fields(rule, kind)?;
+        check_retry_and_unimplemented_fields(rule, kind)?;
     }
     rule.retry.as_ref().map_or(Ok(()), validate_retry)?;
     rule.filters

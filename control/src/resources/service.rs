@@ -106,7 +106,7 @@ pub struct ServicePort {
 
 impl ServicePort {
     /// Returns the protocol of `appProtocol`. An unknown value means opaque.
-    pub fn declared_protocol(&self) -> DeclaredProtocol {
+    pub fn app_protocol_kind(&self) -> DeclaredProtocol {
         match self.app_protocol.as_deref().map(str::to_ascii_lowercase).as_deref() {
             None => DeclaredProtocol::None,
             Some("http") => DeclaredProtocol::Http1,
@@ -148,7 +148,7 @@ impl Service {
             return DeclaredProtocol::Opaque;
         }
         self.port(port)
-            .map_or(DeclaredProtocol::None, ServicePort::declared_protocol)
+            .map_or(DeclaredProtocol::None, ServicePort::app_protocol_kind)
     }
 
     /// Returns whether a port is marked as opaque for clients: by the annotation, or else by the cluster's default.

@@ -62,7 +62,7 @@ impl Unreadable {
         Self::from_value(kind, object, "").is_some()
     }
 
-    /// Creates the value for an object of a manifest that is decoded from `value` but invalid.
+    /// Creates the `Unreadable` of an object that decodes from `value` but is invalid.
     pub fn from_rejected(object: Object, value: &Value, reason: &str) -> Self {
         let (kind, meta) = (object.kind(), object.meta().clone());
         Self {

@@ -176,7 +176,7 @@ fn check_service(service: &Service) -> Vec<UnservedPart> {
 /// Returns each `appProtocol` of a Service that has no effect, because its port is marked as opaque.
 pub fn overridden_app_protocols(service: &Service, default_opaque_ports: &PortSet) -> Vec<UnservedPart> {
     let is_overridden = |port: &&ServicePort| {
-        let protocol = port.declared_protocol();
+        let protocol = port.app_protocol_kind();
         matches!(protocol, DeclaredProtocol::Http1 | DeclaredProtocol::Http2)
             && service.is_opaque(port.port, default_opaque_ports)
     };

@@ -177,7 +177,7 @@ impl Pod {
     }
 
     /// Returns the addresses that the pod claims: its own IPs unless it uses the host network, and the host IPs if it uses the
-    /// host network or a host port. None if the pod has ended or is being deleted.
+    /// host network or a host port. No address if the pod has ended or is being deleted.
     pub fn claimed_ips(&self) -> impl Iterator<Item = IpAddr> {
         let holds_addresses = self.phase != Some(PodPhase::Terminated) && !self.meta.terminating;
         let pod_ips = self

@@ -10,7 +10,7 @@ pub struct Limits {
     /// Maximum number of concurrent streams per client, over all its connections: by address for clients with a certificate, by
     /// network for all others.
     pub streams_per_client: usize,
-    /// Bytes of memory for the requests that [`CallKind`] counts.
+    /// Bytes of memory for requests. [`CallKind`] determines which of them take a part of it.
     pub request_memory: usize,
     /// Age at which a connection is closed gracefully, plus or minus a fifth, so that connections that began together do not end
     /// together.
@@ -20,11 +20,12 @@ pub struct Limits {
 /// The kind of calls on a port. The limits depend on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallKind {
-    /// Calls with one response, by clients that are usually not verified yet. Each request counts until its response begins.
+    /// Calls with one response, by clients that are usually not verified yet. Each request takes a part of
+    /// [`Limits::request_memory`] until its response begins.
     Unary,
-    /// Streams of responses without an end, by clients that are usually verified. Requests count until their responses begin, those
-    /// of verified clients only if they are not complete at once. Verified clients have half of the memory, all others have the
-    /// other half.
+    /// Streams of responses without an end, by clients that are usually verified. Requests take a part of
+    /// [`Limits::request_memory`] until their responses begin, those of verified clients only if they are not complete at once.
+    /// Verified clients have half of the memory, all others have the other half.
     Streaming,
 }
 

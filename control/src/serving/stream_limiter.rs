@@ -36,7 +36,7 @@ pub(super) enum RequestMemory {
     /// The request is not counted.
     Uncounted,
     Reserved(Reservation),
-    /// The request is counted only if it is not complete at once, as the requests of a new connection usually are. If thousands
+    /// Requests are usually complete at once, also those of a new connection; only one that is not is counted. If thousands
     /// arrive together, some can be incomplete; of these, clients retry the ones that are refused.
     ReservedIfIncomplete(PendingReservation),
 }
@@ -101,7 +101,7 @@ impl StreamLimiter {
             // They can use many addresses of their network.
             Caller::Peer { ip, .. } => (Some(client_network(*ip)), false),
         };
-        let permit = self.count(client)?;
+        let permit = self.acquire_permit(client)?;
         let pending = |budget: &Arc<FairBudget>, client| PendingReservation {
             budget: budget.clone(),
             client,
@@ -117,7 +117,7 @@ impl StreamLimiter {
         Ok(AdmittedStream { permit, request_memory })
     }
 
-    fn count(self: &Arc<Self>, client: Option<IpAddr>) -> Result<StreamPermit, StreamRefused> {
+    fn acquire_permit(self: &Arc<Self>, client: Option<IpAddr>) -> Result<StreamPermit, StreamRefused> {
         if let Some(client) = client {
             let mut by_client = self.by_client.lock();
             let n = by_client.entry(client).or_default();

@@ -43,7 +43,7 @@ pub struct Telemetry {
     pub scrape_task: Pin<Box<dyn Future<Output = ()> + Send>>,
 }
 
-/// Opens the API on the members of the cluster. `creds` identifies this process to sidecars.
+/// Creates the API for the workloads of the cluster. `creds` identifies this process to sidecars.
 pub fn open(
     cluster: Cluster,
     creds: Arc<MeshCredentials>,

@@ -320,7 +320,7 @@ status:
     }
 
     #[tokio::test]
-    async fn concurrent_queries_share_one_lookup_of_members() {
+    async fn concurrent_queries_share_one_lookup_of_workloads() {
         let scraper = scraper(3);
         let (one, other) = tokio::join!(scraper.workloads(Some("shop")), scraper.workloads(Some("shop")));
         let (one, other) = (one.unwrap(), other.unwrap());

@@ -53,7 +53,7 @@ pub struct Config {
     /// Server name that the API server uses, and subject of the certificate.
     pub server_name: String,
     pub secret: &'static str,
-    pub configuration: BundleTarget,
+    pub bundle_target: BundleTarget,
     pub unready_when_untrusted: UnreadyWhenUntrusted,
     pub times: RotationTimes,
 }
@@ -63,7 +63,7 @@ pub struct Config {
 pub enum UnreadyWhenUntrusted {
     /// Only until the API server trusts the first certificate. Afterwards the process stays ready, because proxies need it
     /// too.
-    BeforeFirst,
+    UntilFirstTrusted,
     /// At any time. Only for a process that proxies do not need: the injector without other services.
     Always,
 }
@@ -154,58 +154,58 @@ enum Error {
 }
 
 impl Config {
-    /// For a process that runs the injector only. With other services, set [`UnreadyWhenUntrusted::BeforeFirst`].
+    /// For a process that runs the injector only. With other services, set [`UnreadyWhenUntrusted::UntilFirstTrusted`].
     pub fn proxy_injector(namespace: String) -> Self {
-        let configuration = BundleTarget::Mutating("linkerd-proxy-injector-webhook-config");
+        let bundle_target = BundleTarget::Mutating("linkerd-proxy-injector-webhook-config");
         Self {
             unready_when_untrusted: UnreadyWhenUntrusted::Always,
             ..Self::new(
                 namespace,
                 "linkerd-proxy-injector",
                 "linkerd-proxy-injector-k8s-tls",
-                configuration,
+                bundle_target,
             )
         }
     }
 
     pub fn sp_validator(namespace: String) -> Self {
-        let configuration = BundleTarget::Validating("linkerd-sp-validator-webhook-config");
+        let bundle_target = BundleTarget::Validating("linkerd-sp-validator-webhook-config");
         Self::new(
             namespace,
             "linkerd-sp-validator",
             "linkerd-sp-validator-k8s-tls",
-            configuration,
+            bundle_target,
         )
     }
 
     pub fn policy_validator(namespace: String) -> Self {
-        let configuration = BundleTarget::Validating("linkerd-policy-validator-webhook-config");
+        let bundle_target = BundleTarget::Validating("linkerd-policy-validator-webhook-config");
         Self::new(
             namespace,
             "linkerd-policy-validator",
             "linkerd-policy-validator-k8s-tls",
-            configuration,
+            bundle_target,
         )
     }
 
     pub fn telemetry(namespace: String) -> Self {
-        let configuration = BundleTarget::ApiService(API_SERVICE);
+        let bundle_target = BundleTarget::ApiService(API_SERVICE);
         Self::new(
             namespace,
             "linkerd-telemetry",
             "linkerd-telemetry-k8s-tls",
-            configuration,
+            bundle_target,
         )
     }
 
-    fn new(namespace: String, service: &'static str, secret: &'static str, configuration: BundleTarget) -> Self {
+    fn new(namespace: String, service: &'static str, secret: &'static str, bundle_target: BundleTarget) -> Self {
         Self {
             server_name: format!("{service}.{namespace}.svc"),
             namespace,
             service,
             secret,
-            configuration,
-            unready_when_untrusted: UnreadyWhenUntrusted::BeforeFirst,
+            bundle_target,
+            unready_when_untrusted: UnreadyWhenUntrusted::UntilFirstTrusted,
             times: RotationTimes::default(),
         }
     }
@@ -272,7 +272,7 @@ impl BundleTarget {
 
 impl CertificateController {
     pub fn new(client: Client, config: Config, creds: Arc<ServerCredentials>) -> Self {
-        let kind = config.configuration.kind();
+        let kind = config.bundle_target.kind();
         Self {
             secrets: Api::namespaced(client.clone(), &config.namespace),
             configurations: Api::all_with(client, &kind),
@@ -299,7 +299,7 @@ impl CertificateController {
         let mut retries = RECONCILE_BACKOFF.start();
         let secrets = watch_object(self.secrets.clone(), self.config.secret);
         let mut secrets = pin!(secrets.default_backoff());
-        let name = self.config.configuration.name();
+        let name = self.config.bundle_target.name();
         let configurations = watch_object(self.configurations.clone(), name);
         let mut configurations = pin!(configurations.default_backoff());
         loop {
@@ -320,7 +320,7 @@ impl CertificateController {
                         ),
                     }
                     // The previously served certificate stays.
-                    readiness.set_unready_before_first(|| format!("{webhook}: {}", ErrorChain(&err)));
+                    readiness.set_unready_until_first_trusted(|| format!("{webhook}: {}", ErrorChain(&err)));
                     retries.next_delay()
                 }
             };
@@ -375,7 +375,7 @@ impl CertificateController {
     }
 
     fn is_owner(&self, owner: &OwnerReference) -> bool {
-        owner.kind == self.kind.kind && owner.name == self.config.configuration.name()
+        owner.kind == self.kind.kind && owner.name == self.config.bundle_target.name()
     }
 
     /// Serves an externally managed certificate.
@@ -396,14 +396,14 @@ impl CertificateController {
 
     /// Checks that the API server's CA bundles verify the externally managed certificate.
     fn check_external_bundle(&self, secret: Option<&Secret>, object: &DynamicObject) -> Result<(), BundleError> {
-        let (configuration, name) = (self.config.configuration.name(), self.config.secret);
+        let (configuration, name) = (self.config.bundle_target.name(), self.config.secret);
         let (Some(_), Some(served)) = (secret, &self.served) else {
             return Err(BundleError::NoSecret {
                 configuration,
                 secret: name,
             });
         };
-        for bundle in self.config.configuration.bundles(object) {
+        for bundle in self.config.bundle_target.bundles(object) {
             if bundle.is_empty() {
                 return Err(BundleError::NoBundle {
                     configuration,
@@ -536,7 +536,7 @@ impl CertificateController {
     async fn publish(&mut self, state: &SecretContent, configuration: DynamicObject) -> Result<(), Error> {
         let bundle = state.bundle_pem();
         let wanted = json!(ByteString(bundle.clone().into_bytes()));
-        let target = self.config.configuration;
+        let target = self.config.bundle_target;
         if target.has(&configuration, &wanted) {
             let since = match self.published.take() {
                 Some((published, since)) if published == bundle => since,
@@ -571,7 +571,7 @@ impl CertificateController {
     /// |---|---|---|---|
     /// | is served | | | none; wait until it is due, or until the next one is trusted |
     /// | is not served | none, or expired | | serve the current one |
-    /// | is not served | valid | published for `settle` | serve the current one |
+    /// | is not served | valid | published for `settle_time` | serve the current one |
     /// | is not served | valid | published for less | wait |
     fn serve_certificate(&mut self, state: &SecretContent) -> Result<Duration, Error> {
         let now = OffsetDateTime::now_utc();
@@ -581,7 +581,7 @@ impl CertificateController {
             .published
             .as_ref()
             .map_or(Duration::ZERO, |(_, since)| since.elapsed());
-        let until_trusted = self.config.times.settle.saturating_sub(published_for);
+        let until_trusted = self.config.times.settle_time.saturating_sub(published_for);
         let until_due = Duration::try_from(state.due_at() - now)
             .unwrap_or(Duration::ZERO)
             .min(RESYNC_INTERVAL);
@@ -606,7 +606,7 @@ impl CertificateReadiness {
         self.was_ready = true;
     }
 
-    fn set_unready_before_first(&self, reason: impl FnOnce() -> String) {
+    fn set_unready_until_first_trusted(&self, reason: impl FnOnce() -> String) {
         if !self.was_ready {
             self.latch.set_reason(reason());
         }
@@ -614,7 +614,7 @@ impl CertificateReadiness {
 
     fn set_untrusted(&self, when: UnreadyWhenUntrusted, reason: impl FnOnce() -> String) {
         match when {
-            UnreadyWhenUntrusted::BeforeFirst => self.set_unready_before_first(reason),
+            UnreadyWhenUntrusted::UntilFirstTrusted => self.set_unready_until_first_trusted(reason),
             UnreadyWhenUntrusted::Always => self.latch.set_reason(reason()),
         }
     }
@@ -692,8 +692,8 @@ mod tests {
         let mut controller = CertificateController::new(silent_client(), config, Arc::new(ServerCredentials::new()));
         controller.published = Some((state.bundle_pem(), Instant::now()));
         let mut serve = || controller.serve_certificate(&state).unwrap();
-        assert_eq!(serve(), times.settle, "the first call");
-        advance(times.settle - Duration::from_secs(1)).await;
+        assert_eq!(serve(), times.settle_time, "the first call");
+        advance(times.settle_time - Duration::from_secs(1)).await;
         assert_eq!(serve(), Duration::from_secs(1));
         // The certificate becomes trusted between the computation of `state` and this call.
         advance(Duration::from_secs(1)).await;
@@ -703,7 +703,7 @@ mod tests {
     #[test]
     fn a_process_that_proxies_need_stays_ready_once_it_was() {
         for (when, expected) in [
-            (UnreadyWhenUntrusted::BeforeFirst, true),
+            (UnreadyWhenUntrusted::UntilFirstTrusted, true),
             (UnreadyWhenUntrusted::Always, false),
         ] {
             let process = Readiness::new();
@@ -733,6 +733,6 @@ mod tests {
         .map(|config| config("linkerd".to_owned()).unready_when_untrusted);
         let [injector, others @ ..] = unready_when_untrusted;
         assert_eq!(injector, UnreadyWhenUntrusted::Always);
-        assert_eq!(others, [UnreadyWhenUntrusted::BeforeFirst; 3]);
+        assert_eq!(others, [UnreadyWhenUntrusted::UntilFirstTrusted; 3]);
     }
 }

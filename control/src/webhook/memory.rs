@@ -1,7 +1,7 @@
 //! The memory of requests to webhooks, whose clients are not verified: bodies and decoded objects.
 //!
-//! Bodies have a budget of bytes, of which each client network has a share. Decoding multiplies the memory of an object, so as many
-//! objects are reviewed at a time as have room in their decoded forms; the networks take turns.
+//! Bodies have a budget of bytes, of which each client network has a share. Decoding multiplies the memory of an object, so only as
+//! many objects are reviewed at a time as fit into memory when decoded; the networks take turns.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use tulle_core::per_client_limiter::{Limits, PerClientLimiter};
 use tulle_core::request_body::{self, ReadError};
 
 /// The memory for the requests to all webhooks of a process.
-pub(super) struct RequestMemory {
+pub(super) struct WebhookMemory {
     bodies: Arc<FairBudget>,
     /// Limits the objects that are decoded at a time. The weight of a request is the size of its object in kibibytes.
     decoded: PerClientLimiter,
@@ -63,7 +63,7 @@ pub(super) struct ObjectTooLarge {
     max: usize,
 }
 
-impl RequestMemory {
+impl WebhookMemory {
     /// Returns the memory for a process that may use `limit` bytes: an eighth for bodies, and an eighth for decoded objects.
     pub(super) fn from_limit(limit: Option<u64>) -> Self {
         let part = limit.map_or(usize::MAX, |limit| usize::try_from(limit / 8).unwrap_or(usize::MAX));
@@ -71,7 +71,7 @@ impl RequestMemory {
             bodies: FairBudget::new(part),
             decoded: PerClientLimiter::new(Limits {
                 total_weight: (part / 1024).min(u32::MAX as usize),
-                globally_queued_per_network: MAX_CONCURRENT_REVIEWS_PER_NETWORK,
+                queued_or_running_per_network: MAX_CONCURRENT_REVIEWS_PER_NETWORK,
                 requests_per_network: usize::MAX,
             }),
         }
@@ -186,9 +186,9 @@ mod tests {
         }
     }
 
-    /// Bodies may have a mebibyte.
-    fn memory() -> RequestMemory {
-        RequestMemory::from_limit(Some(8 << 20))
+    /// All bodies together may take one mebibyte.
+    fn memory() -> WebhookMemory {
+        WebhookMemory::from_limit(Some(8 << 20))
     }
 
     #[tokio::test(start_paused = true)]

@@ -34,7 +34,7 @@ use tulle_core::open_responses::{OpenResponses, ResponseBody};
 use tulle_core::{info_limited, warn_limited};
 
 use https::{HttpServer, RequestHandler, Transport};
-use memory::{BodyError, ObjectSize, ReceivedBody, RequestMemory};
+use memory::{BodyError, ObjectSize, ReceivedBody, WebhookMemory};
 use metrics::HttpMetrics;
 use review::{AdmissionResponse, InvalidReview, Request, RequestHead, ReviewId, ReviewOutline};
 use server_credentials::ServerCredentials;
@@ -70,7 +70,7 @@ pub struct WebhookServer<H> {
 #[derive(Clone)]
 pub struct Shared {
     metrics: HttpMetrics,
-    memory: Arc<RequestMemory>,
+    memory: Arc<WebhookMemory>,
     open_responses: Arc<OpenResponses>,
     log_limiter: Arc<LogLimiter>,
     registry: Registry,
@@ -95,7 +95,7 @@ impl Shared {
         let max_response_bytes = memory.map_or(u64::MAX, |memory| memory / 16);
         Self {
             metrics: HttpMetrics::new(registry),
-            memory: Arc::new(RequestMemory::from_limit(memory)),
+            memory: Arc::new(WebhookMemory::from_limit(memory)),
             open_responses: OpenResponses::new(usize::try_from(max_response_bytes).unwrap_or(usize::MAX)),
             log_limiter: Arc::default(),
             registry: registry.clone(),

@@ -73,7 +73,7 @@ pub(crate) struct ReviewOutline {
 struct JsonSize {
     n_bytes: usize,
     n_objects: usize,
-    /// Values and lists, at most.
+    /// Upper bound of the number of values besides the outermost one and the first of each object: the number of `,` and `[`.
     n_values: usize,
 }
 

@@ -46,7 +46,7 @@ pub struct RotationTimes {
     /// Validity of a new certificate. The next one is generated when a third of it is left.
     pub lifetime: Duration,
     /// How long a bundle must be published before its certificates are served.
-    pub settle: Duration,
+    pub settle_time: Duration,
 }
 
 impl Default for RotationTimes {
@@ -54,7 +54,7 @@ impl Default for RotationTimes {
     fn default() -> Self {
         Self {
             lifetime: Duration::from_secs(365 * 24 * 3600),
-            settle: Duration::from_secs(10),
+            settle_time: Duration::from_secs(10),
         }
     }
 }
@@ -64,7 +64,7 @@ impl SecretContent {
     ///
     /// | current certificate | next one | action |
     /// |---|---|---|
-    /// | any | valid, published for `settle` | the next one becomes the current one |
+    /// | any | valid, published for `settle_time` | the next one becomes the current one |
     /// | expired | valid | the next one becomes the current one |
     /// | valid | valid, published for less | none |
     /// | expired | none, or expired | generate a current one |
@@ -93,7 +93,7 @@ impl SecretContent {
             Some(content) => content,
             None => Self::new(generate()?),
         };
-        let is_settled = published_for.is_some_and(|time| time >= times.settle);
+        let is_settled = published_for.is_some_and(|time| time >= times.settle_time);
         let (current, next) = match next.filter(|next| !is_expired(next)) {
             Some(next) if is_settled || is_expired(&current) => (next, None),
             Some(next) => (current, Some(next)),
@@ -164,7 +164,7 @@ impl SecretContent {
         self.bundle.iter().map(encode).collect()
     }
 
-    /// When the age of a certificate next changes the result of [`Self::rotate`]. The end of `settle` can change it earlier.
+    /// When the age of a certificate next changes the result of [`Self::rotate`]. The end of `settle_time` can change it earlier.
     pub(super) fn due_at(&self) -> OffsetDateTime {
         match &self.next {
             Some(next) => self.current.not_after.min(next.not_after),

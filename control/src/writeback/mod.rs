@@ -2,7 +2,7 @@
 //!
 //! Each of the two is written by one replica, the holder of its lease. The controllers receive the events of the shared
 //! watches, keep shared references to the objects, and compute the changes with pure functions. A directory of manifests
-//! has no statuses, and nothing is written: [`add_report`] counts and logs what the statuses would report.
+//! has no statuses, and nothing is written: [`add_status_report`] counts and logs what the statuses would report.
 //!
 //! RBAC: `get`, `create` and `update` on `leases` of `coordination.k8s.io` in the namespace of the control plane, `get`
 //! on `deployments` of `apps` there (the owners of the leases), and the rules in `slices` and `statuses`.
@@ -94,14 +94,14 @@ pub fn add_controllers(
 
 /// Adds to the sink of a source without statuses a report of the parts of objects that are unserved because of other objects.
 /// They are counted in the metric `unserved_configuration` of the cluster, and logged.
-pub fn add_report(cluster: &Cluster, settings: StatusesConfig, sink: EventSink) -> EventSink {
+pub fn add_status_report(cluster: &Cluster, settings: StatusesConfig, sink: EventSink) -> EventSink {
     let report = Report::new(cluster.clone(), settings);
-    add_port_report(cluster, sink.tee(statuses::Controller::handles, report.sink()))
+    add_undeclared_ports_report(cluster, sink.tee(statuses::Controller::handles, report.sink()))
 }
 
 /// Adds to the sink of a source a report of the ports of Services that a selected external workload does not declare, counted and
-/// logged like those of [`add_report`].
-pub fn add_port_report(cluster: &Cluster, sink: EventSink) -> EventSink {
+/// logged like those of [`add_status_report`].
+pub fn add_undeclared_ports_report(cluster: &Cluster, sink: EventSink) -> EventSink {
     let report = ServicePortsReport::new(cluster.clone());
     sink.tee(ServicePortsReport::handles, report.sink())
 }

@@ -1,7 +1,7 @@
 //! Tables of the destination service for a directory of manifests: endpoints derived from workloads, and changes of objects.
 
+use crate::destination_rows::{A, CONTAINER, MESHED, PORTS, V4, add, check, pod, profile, sliced};
 use crate::harness::{eventually, mesh, next, short};
-use crate::rows::{A, CONTAINER, MESHED, PORTS, V4, add, check, pod, profile, sliced};
 
 #[tokio::test]
 async fn endpoints_and_server_policies_agree_on_opaque_ports() {

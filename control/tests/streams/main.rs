@@ -4,6 +4,7 @@
 
 mod client_namespaces;
 mod derived;
+mod destination_rows;
 mod directory;
 mod endpoints;
 mod harness;
@@ -16,7 +17,6 @@ mod profile_changes;
 mod profiles;
 mod recorded;
 mod route_rows;
-mod rows;
 mod sharing;
 mod show;
 mod unreadable;

@@ -8,8 +8,8 @@ use tulle_proto::destination::{DestinationProfile, request_match, response_match
 use tulle_proto::http_types::http_method;
 use tulle_proto::meta::{Metadata, metadata};
 
+use crate::destination_rows::{MESHED, check, profile};
 use crate::harness::{mesh, mesh_with, next};
-use crate::rows::{MESHED, check, profile};
 
 pub(crate) const MESH: &str = "
 apiVersion: v1

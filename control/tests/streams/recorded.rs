@@ -35,18 +35,18 @@ struct Differences {
 #[tokio::test]
 async fn recorded_outbound_policies_match() {
     let mesh = loaded("outbound").await;
-    let mut found = Found::of(OUTBOUND);
+    let mut comparison = Comparison::of(OUTBOUND);
     for one in recorded("outbound") {
         let ours = first(mesh.policies(CLIENT, &one.target).await).await;
-        found.compare(&one, last::<OutboundPolicy>(&one), ours);
+        comparison.compare(&one, last::<OutboundPolicy>(&one), ours);
     }
-    found.check();
+    comparison.check();
 }
 
 #[tokio::test]
 async fn recorded_inbound_policies_match() {
     let mesh = loaded("inbound").await;
-    let mut found = Found::of(INBOUND);
+    let mut comparison = Comparison::of(INBOUND);
     for one in recorded("inbound") {
         let (workload, port) = one.target.rsplit_once(':').unwrap();
         let (kind, workload) = match workload.strip_prefix("vm:") {
@@ -56,9 +56,9 @@ async fn recorded_inbound_policies_match() {
         let (namespace, name) = workload.split_once('/').unwrap();
         let workload = format!(r#"{{"ns":"{namespace}","{kind}":"{name}"}}"#);
         let ours = first(mesh.ports(&workload, port.parse().unwrap()).await).await;
-        found.compare(&one, last::<Server>(&one).map(ordered), ours.map(ordered));
+        comparison.compare(&one, last::<Server>(&one).map(ordered), ours.map(ordered));
     }
-    found.check();
+    comparison.check();
 }
 
 #[tokio::test]
@@ -75,17 +75,17 @@ async fn recorded_profiles_and_endpoints_match() {
         }),
         ..destination::config::Config::default()
     };
-    let mut found = Found::of(DESTINATION);
+    let mut comparison = Comparison::of(DESTINATION);
     for one in recorded("destination") {
         if one.kind == "profile" {
             let ours = first(mesh.profiles_with(config.clone(), &one.target, TOKEN).await).await;
-            found.compare(&one, last::<DestinationProfile>(&one), ours);
+            comparison.compare(&one, last::<DestinationProfile>(&one), ours);
         } else {
             let ours = first(mesh.get_with(config.clone(), &one.target, TOKEN).await).await;
-            found.compare(&one, last::<Update>(&one).map(sorted), ours.map(sorted));
+            comparison.compare(&one, last::<Update>(&one).map(sorted), ours.map(sorted));
         }
     }
-    found.check();
+    comparison.check();
 }
 
 /// A control plane with the flags that Linkerd's had during the recording.
@@ -115,15 +115,15 @@ fn last<T: Message + Default>(one: &Recorded) -> Result<T, String> {
     }
 }
 
-/// The differences that were found.
-struct Found {
+/// The comparison of all responses of a recording, with the differences that were found.
+struct Comparison {
     expected: Differences,
     texts: HashSet<&'static str>,
     /// Request and difference.
     responses: Vec<(String, String)>,
 }
 
-impl Found {
+impl Comparison {
     fn of(expected: Differences) -> Self {
         Self {
             expected,

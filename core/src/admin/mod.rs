@@ -427,7 +427,7 @@ const MAX_CONCURRENT_STREAMS: u32 = 4;
 const MAX_BODY_BYTES: usize = 8 * 1024;
 /// Maximum length of the headers of a request over HTTP/2.
 const MAX_HEADER_LIST_BYTES: u32 = 8 * 1024;
-/// Maximum bytes of a request head over HTTP/1, and of a response that are buffered.
+/// Maximum bytes that are buffered of a request head over HTTP/1, and of a response.
 const MAX_HTTP1_BUFFER_BYTES: usize = 16 * 1024;
 /// Bytes of requests that a client can send before they are read. It is the default of HTTP/2.
 const HTTP2_WINDOW_BYTES: u32 = 65_535;

@@ -35,7 +35,7 @@ pub(super) struct Connection {
     state: AtomicU8,
     /// Shared count of the listener's connections that have never carried bytes.
     n_unused: Arc<AtomicUsize>,
-    pub(super) is_closed: AtomicBool,
+    pub(super) is_evicted: AtomicBool,
     /// Whether the connection must end with a reset.
     pub(super) must_reset: AtomicBool,
     pub(super) task: Mutex<Option<AbortHandle>>,
@@ -95,11 +95,12 @@ enum ClientGroup {
 /// Connections in eviction order.
 type Queue = BTreeMap<EvictionRank, Arc<Connection>>;
 
-/// Sort key for eviction: connections not yet seen used first, then by the time of the last activity check, oldest first.
+/// Sort key for eviction. First the connections that no search has found used, in the order of acceptance; then the others, in the
+/// order in which a search last found them used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct EvictionRank {
-    /// Whether the last check has seen the connection used. One that is used later has `false` until a search moves it.
-    was_used: bool,
+    /// A connection that is used has `false` until a search finds and moves it.
+    found_used: bool,
     position: u64,
 }
 
@@ -109,9 +110,9 @@ struct ConnectionsByKey<K> {
     by_count: BTreeSet<(usize, K)>,
 }
 
-/// The connections from which one is selected.
+/// The connections among which a search looks for one.
 #[derive(Clone, Copy)]
-enum Selection<'a> {
+enum Scope<'a> {
     All,
     Client(&'a Client),
     Group(&'a ClientGroup),
@@ -131,11 +132,11 @@ impl Connection {
         self.record_activity();
     }
 
-    /// Aborts the connection's task; called on eviction.
-    pub(super) fn close(&self) {
+    /// Marks the connection as evicted, and aborts its task.
+    pub(super) fn evict(&self) {
         self.stop_counting_as_unused();
         let task = self.task.lock();
-        self.is_closed.store(true, Ordering::Relaxed);
+        self.is_evicted.store(true, Ordering::Relaxed);
         self.must_reset.store(true, Ordering::Relaxed);
         if let Some(task) = &*task {
             task.abort();
@@ -186,7 +187,7 @@ impl Connections {
         self.next_position += 1;
         let keys = IndexKeys {
             rank: EvictionRank {
-                was_used: false,
+                found_used: false,
                 position: self.next_position,
             },
             identity: None,
@@ -196,7 +197,7 @@ impl Connections {
             accepted_at: now,
             state: AtomicU8::new(UNUSED),
             n_unused: self.n_unused.clone(),
-            is_closed: AtomicBool::new(false),
+            is_evicted: AtomicBool::new(false),
             must_reset: AtomicBool::new(false),
             task: Mutex::default(),
             keys: Mutex::new(keys),
@@ -211,7 +212,7 @@ impl Connections {
     }
 
     /// Sets the identity of a connection, unless it is already set.
-    pub(super) fn verify(&mut self, connection: &Arc<Connection>, identity: &str) {
+    pub(super) fn set_identity(&mut self, connection: &Arc<Connection>, identity: &str) {
         if self.unverified.remove(connection) {
             connection.stop_counting_as_unused();
             connection.keys.lock().identity = Some(identity.into());
@@ -248,7 +249,7 @@ impl Connections {
             return None;
         }
         let client = client.clone();
-        eviction.evict(verified, Selection::Client(&client))
+        eviction.evict(verified, Scope::Client(&client))
     }
 }
 
@@ -268,12 +269,12 @@ impl Eviction<'_> {
         let (count, client) = index.clients.largest()?;
         if count > fair_share(max, index.clients.by_key.len() + 1) {
             let client = client.clone();
-            return self.evict(index, Selection::Client(&client));
+            return self.evict(index, Scope::Client(&client));
         }
         let (count, identity) = index.groups.largest()?;
         if count > fair_share(max, index.groups.by_key.len() + 1) {
             let identity = identity.clone();
-            return self.evict(index, Selection::Group(&identity));
+            return self.evict(index, Scope::Group(&identity));
         }
         None
     }
@@ -290,7 +291,8 @@ impl Eviction<'_> {
         let fair_share = fair_share(max, n_clients);
         let (largest_count, largest_client) = index.clients.largest()?;
 
-        // The exception: if no address has more connections than this one, it can lose only unused ones to its own.
+        // The exception: if no address has more connections than this one, a new connection of this address may replace only an
+        // unused one of the same address.
         let has_most_connections = own_count == largest_count && own_count >= fair_share;
         if self.keeps_used_connections() && has_most_connections {
             return self.evict_unused(index, &new_client);
@@ -298,14 +300,14 @@ impl Eviction<'_> {
         // Rule 1: a client that has more than its fair share.
         if largest_count > fair_share {
             let client = largest_client.clone();
-            return self.evict(index, Selection::Client(&client));
+            return self.evict(index, Scope::Client(&client));
         }
         // Rule 2: a network that has at least a quarter of the limit.
         if let Some((count, network)) = index.groups.largest()
             && count >= (max / 4).max(MIN_CONNECTIONS_PER_CLIENT)
         {
             let network = network.clone();
-            return self.evict(index, Selection::Group(&network));
+            return self.evict(index, Scope::Group(&network));
         }
         // Rule 3: an unused or idle connection of the clients that have the most.
         if largest_count > 1
@@ -314,7 +316,7 @@ impl Eviction<'_> {
             return Some(evicted);
         }
         // Rule 4: an unused connection, or else the one that has been idle for the longest time.
-        self.evict(index, Selection::All)
+        self.evict(index, Scope::All)
     }
 
     /// Whether an address does not lose used connections to its own new ones.
@@ -324,18 +326,19 @@ impl Eviction<'_> {
 
     /// Evicts an unused or idle connection of the clients that have the most connections, if there is one.
     ///
-    /// Checks at most [`MAX_EVICTION_CANDIDATES`] connections; the next call continues with the other clients.
+    /// Checks at most [`MAX_CHECKS_PER_PASS`] connections, not counting the passes of [`first_unused`](Self::first_unused); the
+    /// next call continues with the other clients.
     fn evict_among_largest(&mut self, index: &mut ConnectionIndex, new_client: &Client) -> Option<Arc<Connection>> {
         let largest = index.clients.largest_keys_after(index.last_checked.as_ref());
-        let largest: Vec<Client> = largest.take(MAX_EVICTION_CANDIDATES).cloned().collect();
-        let mut n_checks_left = MAX_EVICTION_CANDIDATES;
+        let largest: Vec<Client> = largest.take(MAX_CHECKS_PER_PASS).cloned().collect();
+        let mut n_checks_left = MAX_CHECKS_PER_PASS;
         let mut candidates: Vec<Arc<Connection>> = Vec::new();
         for client in largest {
             if n_checks_left == 0 {
                 break;
             }
             candidates.extend(match self.keeps_used_connections() && client == *new_client {
-                true => self.first_unused(index, Selection::Client(&client)),
+                true => self.first_unused(index, Scope::Client(&client)),
                 false => self.first_unused_or_idle(index, &client, &mut n_checks_left),
             });
             index.last_checked = Some(client);
@@ -347,24 +350,24 @@ impl Eviction<'_> {
 
     /// Evicts a connection of this client that has never carried a byte.
     fn evict_unused(&mut self, index: &mut ConnectionIndex, client: &Client) -> Option<Arc<Connection>> {
-        let connection = self.first_unused(index, Selection::Client(client))?;
+        let connection = self.first_unused(index, Scope::Client(client))?;
         index.remove(&connection);
         Some(connection)
     }
 
     /// Evicts an unused or idle connection, or the one whose last activity check is the oldest.
-    fn evict(&mut self, index: &mut ConnectionIndex, selection: Selection<'_>) -> Option<Arc<Connection>> {
-        if let Some(unused) = self.first_unused(index, selection)
-            && !self.is_protected(&unused, selection)
+    fn evict(&mut self, index: &mut ConnectionIndex, scope: Scope<'_>) -> Option<Arc<Connection>> {
+        if let Some(unused) = self.first_unused(index, scope)
+            && !self.is_protected(&unused, scope)
         {
             index.remove(&unused);
             return Some(unused);
         }
         let first_used = |index: &ConnectionIndex| {
-            let mut used = index.queue(selection)?.range(FIRST_USED_RANK..);
+            let mut used = index.queue(scope)?.range(FIRST_USED_RANK..);
             used.next().map(|(_, connection)| connection.clone())
         };
-        for _ in 0..MAX_EVICTION_CANDIDATES {
+        for _ in 0..MAX_CHECKS_PER_PASS {
             let Some(connection) = first_used(index) else { break };
             if connection.check_activity() == IDLE {
                 index.remove(&connection);
@@ -372,26 +375,26 @@ impl Eviction<'_> {
             }
             self.move_to_back(index, &connection);
         }
-        // All checked connections were active.
-        let connection = first_used(index).or_else(|| Some(index.queue(selection)?.first_key_value()?.1.clone()))?;
+        // No idle connection was found.
+        let connection = first_used(index).or_else(|| Some(index.queue(scope)?.first_key_value()?.1.clone()))?;
         index.remove(&connection);
         Some(connection)
     }
 
-    /// Whether a new connection still gets time to send its first byte. Only rule 4 ([`Selection::All`]) gives this time.
+    /// Whether a new connection still gets time to send its first byte. Only rule 4 ([`Scope::All`]) gives this time.
     /// Rules 1 to 3 select from a client or network that has too many connections, and a flood of unused connections gets no
     /// time either.
-    fn is_protected(&self, unused: &Connection, selection: Selection<'_>) -> bool {
+    fn is_protected(&self, unused: &Connection, scope: Scope<'_>) -> bool {
         let is_new = self.params.now - unused.accepted_at < FIRST_BYTE_GRACE;
-        matches!(selection, Selection::All) && is_new && !self.has_many_unused
+        matches!(scope, Scope::All) && is_new && !self.has_many_unused
     }
 
     /// Returns the first unused connection, and moves the used ones before it to the back of the queue. If the first
-    /// [`MAX_EVICTION_CANDIDATES`] are all used, returns the newest unused one among as many of the newest connections.
-    fn first_unused(&mut self, index: &mut ConnectionIndex, selection: Selection<'_>) -> Option<Arc<Connection>> {
-        for _ in 0..MAX_EVICTION_CANDIDATES {
-            let (rank, first) = index.queue(selection)?.first_key_value()?;
-            if rank.was_used {
+    /// [`MAX_CHECKS_PER_PASS`] are all used, returns the newest unused one of the newest [`MAX_CHECKS_PER_PASS`] connections.
+    fn first_unused(&mut self, index: &mut ConnectionIndex, scope: Scope<'_>) -> Option<Arc<Connection>> {
+        for _ in 0..MAX_CHECKS_PER_PASS {
+            let (rank, first) = index.queue(scope)?.first_key_value()?;
+            if rank.found_used {
                 return None;
             }
             let first = first.clone();
@@ -402,10 +405,10 @@ impl Eviction<'_> {
         }
         // The newest connections are the most likely to be unused.
         let mut newest = index
-            .queue(selection)?
+            .queue(scope)?
             .range(..FIRST_USED_RANK)
             .rev()
-            .take(MAX_EVICTION_CANDIDATES);
+            .take(MAX_CHECKS_PER_PASS);
         newest
             .find(|(_, connection)| connection.is_unused())
             .map(|(_, connection)| connection.clone())
@@ -437,7 +440,7 @@ impl Eviction<'_> {
         index.remove(connection);
         *self.next_position += 1;
         connection.keys.lock().rank = EvictionRank {
-            was_used: true,
+            found_used: true,
             position: *self.next_position,
         };
         index.insert(connection.clone());
@@ -467,11 +470,11 @@ impl ConnectionIndex {
         true
     }
 
-    fn queue(&self, selection: Selection<'_>) -> Option<&Queue> {
-        match selection {
-            Selection::All => Some(&self.all),
-            Selection::Client(client) => self.clients.by_key.get(client),
-            Selection::Group(group) => self.groups.by_key.get(group),
+    fn queue(&self, scope: Scope<'_>) -> Option<&Queue> {
+        match scope {
+            Scope::All => Some(&self.all),
+            Scope::Client(client) => self.clients.by_key.get(client),
+            Scope::Group(group) => self.groups.by_key.get(group),
         }
     }
 }
@@ -549,18 +552,19 @@ pub(super) fn global_network(client: IpAddr) -> Option<Ipv6Addr> {
     }
 }
 
-/// Connection states. `UNUSED`: no byte yet. `ACTIVE`: bytes since the last check. `IDLE`: no bytes since the last check.
+/// Connection states. `UNUSED`: no byte yet. `ACTIVE`: bytes since the last check, or just verified. `IDLE`: no bytes since the
+/// last check.
 const UNUSED: u8 = 0;
 const ACTIVE: u8 = 1;
 const IDLE: u8 = 2;
-/// The lowest rank of connections that a check has seen used.
+/// The lowest rank of connections that a search has found used.
 const FIRST_USED_RANK: EvictionRank = EvictionRank {
-    was_used: true,
+    found_used: true,
     position: 0,
 };
 /// Minimum fair share. Lets a client open a new connection before it closes an old one.
 pub(super) const MIN_CONNECTIONS_PER_CLIENT: usize = 4;
-/// Maximum number of connections that one search for a connection to evict checks, because the lock is held meanwhile.
-const MAX_EVICTION_CANDIDATES: usize = 64;
+/// Maximum number of connections that one pass checks, because the lock is held meanwhile. An eviction makes at most six passes.
+const MAX_CHECKS_PER_PASS: usize = 64;
 /// Minimum time for the first byte of a new connection before eviction, unless many connections are unused.
 const FIRST_BYTE_GRACE: Duration = Duration::from_secs(1);

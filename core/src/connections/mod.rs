@@ -111,7 +111,7 @@ impl ConnectionLimiter {
         let connection = state.add(client, params.now);
         drop(state);
         if let Some(evicted) = victim {
-            evicted.close();
+            evicted.evict();
             self.n_evicted.inc();
             self.warn(evicted.ip);
         }
@@ -144,7 +144,7 @@ impl ConnectionLimiter {
 impl ConnectionPermit {
     /// Sets the verified identity of the peer. Such a connection is evicted in the two cases of the module documentation only.
     pub fn set_identity(&self, identity: &str) {
-        self.limiter.state.lock().verify(&self.connection, identity);
+        self.limiter.state.lock().set_identity(&self.connection, identity);
     }
 
     /// Records that bytes were read or written.
@@ -213,7 +213,7 @@ impl ConnectionHandle {
 
     /// Aborts a task of a connection that was evicted before the task was set.
     fn abort_if_evicted(&self, task: &AbortHandle) {
-        if self.0.is_closed.load(Ordering::Relaxed) {
+        if self.0.is_evicted.load(Ordering::Relaxed) {
             task.abort();
         }
     }
@@ -229,7 +229,7 @@ impl fmt::Debug for ConnectionHandle {
 pub(crate) fn closed_counter(server: &str, cause: &str, registry: &Registry) -> Arc<Counter> {
     let family = registry.counter(
         "tulle_connections_closed_total",
-        "Connections that the server closed. At the connection limit: an open one for a new one (`evicted`), or the new one, because no open one may be closed for it (`limit_reached`). Else: the client sent no data (`first_byte_timeout`), or the TLS handshake or the protocol failed or the client was lost (`failed`)",
+        "Connections that the server closed, by cause: `evicted`, an open connection replaced by a new one; `limit_reached`, a new connection, because no open one may be closed; `first_byte_timeout`, the client sent no data; `failed`, the TLS handshake, the protocol or the connection to the client failed",
     );
     family.get(&Labels::new().with("server", server).with("cause", cause))
 }

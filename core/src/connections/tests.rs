@@ -14,8 +14,8 @@ fn limiter(max: usize) -> Arc<ConnectionLimiter> {
     ConnectionLimiter::new("test", max, SameAddressEviction::Idlest, &Registry::new())
 }
 
-fn is_closed(permit: &ConnectionPermit) -> bool {
-    permit.connection.is_closed.load(Ordering::Relaxed)
+fn is_evicted(permit: &ConnectionPermit) -> bool {
+    permit.connection.is_evicted.load(Ordering::Relaxed)
 }
 
 #[test]
@@ -25,10 +25,10 @@ fn a_new_client_evicts_from_the_address_with_most_connections() {
     let many = [(); 6].map(|()| limiter.admit(ip(2)).unwrap());
     let _newcomer = limiter.admit(ip(3)).unwrap();
     assert!(
-        !is_closed(&alone),
+        !is_evicted(&alone),
         "it has been idle for longer, but its client has one connection only"
     );
-    assert_eq!([true, false, false], [0, 1, 2].map(|i| is_closed(&many[i])));
+    assert_eq!([true, false, false], [0, 1, 2].map(|i| is_evicted(&many[i])));
     assert_eq!(limiter.n_connections(), 7);
 }
 
@@ -38,19 +38,19 @@ fn a_client_with_two_connections_loses_an_idle_one() {
     let others: Vec<_> = (1..8).map(|n| limiter.admit(ip(n)).unwrap()).collect();
     let [first, second] = [(); 2].map(|()| limiter.admit(ip(9)).unwrap());
     assert!(
-        is_closed(&others[0]),
+        is_evicted(&others[0]),
         "each client had one, and this one was idle for the longest time"
     );
     let _newcomer = limiter.admit(ip(10)).unwrap();
-    assert!(is_closed(&first) && !is_closed(&second));
+    assert!(is_evicted(&first) && !is_evicted(&second));
     let third = limiter.admit(ip(9)).unwrap();
-    let closed: Vec<_> = others.iter().map(is_closed).collect();
+    let closed: Vec<_> = others.iter().map(is_evicted).collect();
     assert_eq!(closed[..3], [true, true, false], "each client had one again");
     second.record_activity();
     third.record_activity();
     let _newcomer = limiter.admit(ip(11)).unwrap();
-    assert!(!is_closed(&second) && !is_closed(&third), "both were in use");
-    assert!(is_closed(&others[2]));
+    assert!(!is_evicted(&second) && !is_evicted(&third), "both were in use");
+    assert!(is_evicted(&others[2]));
 }
 
 #[tokio::test(start_paused = true)]
@@ -61,10 +61,10 @@ async fn unused_connections_are_evicted_before_used_ones() {
     advance(Duration::from_secs(2)).await;
     // The second activity check finds the used ones idle.
     let new_clients: Vec<_> = (11..16).map(|n| limiter.admit(ip(n)).unwrap()).collect();
-    assert!(is_closed(&permits[6]) && is_closed(&permits[7]));
-    let closed = permits[..6].iter().filter(|permit| is_closed(permit)).count();
+    assert!(is_evicted(&permits[6]) && is_evicted(&permits[7]));
+    let closed = permits[..6].iter().filter(|permit| is_evicted(permit)).count();
     assert_eq!(closed, 1, "one used connection is evicted, then unused new ones");
-    assert_eq!(new_clients.iter().filter(|permit| is_closed(permit)).count(), 2);
+    assert_eq!(new_clients.iter().filter(|permit| is_evicted(permit)).count(), 2);
 }
 
 #[tokio::test(start_paused = true)]
@@ -81,13 +81,13 @@ async fn a_new_client_gets_time_to_send_its_first_byte() {
         })
         .collect();
     assert!(
-        !is_closed(&new_client),
+        !is_evicted(&new_client),
         "the others were active and are evicted nevertheless"
     );
-    assert!(flood.iter().all(is_closed));
+    assert!(flood.iter().all(is_evicted));
     advance(Duration::from_secs(2)).await;
     let _last = limiter.admit(ip(40)).unwrap();
-    assert!(is_closed(&new_client) && !more.iter().any(is_closed));
+    assert!(is_evicted(&new_client) && !more.iter().any(is_evicted));
 }
 
 #[test]
@@ -106,13 +106,13 @@ fn a_client_with_one_connection_outlasts_a_flood_of_addresses_with_two() {
         (0..40).for_each(|n| attack(100 + n % 20));
         let good = limiter.admit(ip(1)).unwrap();
         (0..400).for_each(|n| attack(100 + (n % 20) as u8));
-        assert!(!is_closed(&good), "in use: {is_in_use}");
+        assert!(!is_evicted(&good), "in use: {is_in_use}");
     }
 }
 
 #[tokio::test(start_paused = true)]
 async fn of_many_clients_with_the_same_count_all_are_checked_in_turn() {
-    // One eviction checks 64 connections, and each of these clients has two. Clients are checked in descending order, so the
+    // Rule 3 checks 64 connections in one pass, and each of these clients has two. Clients are checked in descending order, so the
     // unused connections of the lowest address are reached only by the third eviction.
     const N_CLIENTS: u8 = 67;
     let limiter = limiter(2 * usize::from(N_CLIENTS));
@@ -124,7 +124,7 @@ async fn of_many_clients_with_the_same_count_all_are_checked_in_turn() {
     let closed = [200, 201, 202].map(|n| {
         used.iter().for_each(|permit| permit.record_activity());
         new_clients.push(limiter.admit(ip(n)).unwrap());
-        unused.iter().any(|permit| is_closed(permit))
+        unused.iter().any(|permit| is_evicted(permit))
     });
     assert_eq!(closed, [false, false, true]);
 }
@@ -140,10 +140,10 @@ fn a_client_with_an_active_and_an_unused_connection_loses_the_unused_one() {
         .for_each(|permit| permit.record_activity());
     let _newcomer = limiter.admit(ip(10)).unwrap();
     assert!(
-        !others.iter().any(is_closed),
+        !others.iter().any(is_evicted),
         "each of these clients has one connection only"
     );
-    assert_eq!([&active, &unused].map(is_closed), [false, true]);
+    assert_eq!([&active, &unused].map(is_evicted), [false, true]);
 }
 
 #[tokio::test(start_paused = true)]
@@ -153,10 +153,10 @@ async fn one_eviction_checks_a_bounded_number_of_connections() {
     used.iter().for_each(|permit| permit.record_activity());
     let unused = limiter.admit(ip(200)).unwrap();
     advance(Duration::from_secs(2)).await;
-    // An eviction checks the 64 oldest and the 64 newest of the 200.
+    // The search for an unused connection checks the 64 oldest and the 64 newest.
     let _new_client = limiter.admit(ip(201)).unwrap();
-    assert!(is_closed(&unused));
-    assert!(used.iter().all(|permit| !is_closed(permit)), "connections in use stay");
+    assert!(is_evicted(&unused));
+    assert!(used.iter().all(|permit| !is_evicted(permit)), "connections in use stay");
 }
 
 #[tokio::test(start_paused = true)]
@@ -170,8 +170,8 @@ async fn an_unused_connection_behind_many_used_ones_is_replaced() {
     let unused = limiter.admit(ip(1)).unwrap();
     advance(Duration::from_secs(2)).await;
     let newest = limiter.admit(ip(1));
-    assert!(newest.is_some() && is_closed(&unused));
-    assert!(used.iter().all(|permit| !is_closed(permit)));
+    assert!(newest.is_some() && is_evicted(&unused));
+    assert!(used.iter().all(|permit| !is_evicted(permit)));
 }
 
 #[test]
@@ -180,11 +180,11 @@ fn the_longest_idle_connection_of_an_address_is_evicted() {
     let permits = [(); 3].map(|()| limiter.admit(ip(1)).unwrap());
     permits[0].record_activity();
     let _newer = limiter.admit(ip(1)).unwrap();
-    assert_eq!([false, true, false], [0, 1, 2].map(|i| is_closed(&permits[i])));
+    assert_eq!([false, true, false], [0, 1, 2].map(|i| is_evicted(&permits[i])));
     permits[2].record_activity();
     permits[0].record_activity();
     let _newest = limiter.admit(ip(1)).unwrap();
-    let closed = [0, 1, 2].map(|i| is_closed(&permits[i]));
+    let closed = [0, 1, 2].map(|i| is_evicted(&permits[i]));
     assert_eq!([false, true, false], closed, "only the second connection was idle");
 }
 
@@ -200,12 +200,12 @@ fn a_client_keeps_its_used_connections_unless_another_client_needs_one() {
     let used_too = limiter.admit(ip(1)).unwrap();
     used_too.record_activity();
     let new_client = limiter.admit(ip(1)).unwrap();
-    assert_eq!([used, &silent, &used_too].map(is_closed), [false, true, false]);
+    assert_eq!([used, &silent, &used_too].map(is_evicted), [false, true, false]);
     new_client.record_activity();
     assert!(limiter.admit(ip(1)).is_none());
     let other = limiter.admit(ip(2)).unwrap();
     assert_eq!(limiter.n_connections(), 6, "one of them is closed for the new client");
-    assert!(!is_closed(&other));
+    assert!(!is_evicted(&other));
 }
 
 #[test]
@@ -217,8 +217,8 @@ fn peers_with_an_identity_keep_three_quarters_while_there_are_unverified_clients
         permit
     });
     let unverified: Vec<_> = (10..40).map(|n| limiter.admit(ip(n)).unwrap()).collect();
-    assert_eq!(unverified.iter().filter(|permit| !is_closed(permit)).count(), 2);
-    assert!(!peers.iter().any(is_closed));
+    assert_eq!(unverified.iter().filter(|permit| !is_evicted(permit)).count(), 2);
+    assert!(!peers.iter().any(is_evicted));
 }
 
 #[test]
@@ -231,7 +231,7 @@ fn if_all_peers_are_verified_an_address_with_several_connections_loses_one() {
     };
     let peers = [verified(1), verified(1), verified(3)];
     let _other = verified(4);
-    assert_eq!(peers.each_ref().map(is_closed), [true, false, false]);
+    assert_eq!(peers.each_ref().map(is_evicted), [true, false, false]);
     assert!(limiter.admit(ip(5)).is_none(), "each client has one");
     drop(peers);
     assert!(limiter.admit(ip(5)).is_some());
@@ -248,7 +248,7 @@ fn neither_an_identity_nor_one_of_its_addresses_starves_others() {
                 .map(|n| limiter.admit(ip(100 + n % addresses)).unwrap())
                 .collect();
             meanwhile.iter().for_each(|permit| permit.set_identity("attacker"));
-            assert!(!is_closed(&permit), "{client}");
+            assert!(!is_evicted(&permit), "{client}");
             permit.set_identity(identity);
             (permit, meanwhile)
         };
@@ -260,7 +260,7 @@ fn neither_an_identity_nor_one_of_its_addresses_starves_others() {
             })
             .collect();
         let others: Vec<_> = (1..31).map(|n| new_client(n, &format!("workload-{n}"))).collect();
-        let lost = others.iter().filter(|(permit, _)| is_closed(permit)).count();
+        let lost = others.iter().filter(|(permit, _)| is_evicted(permit)).count();
         assert_eq!(lost, 0, "{addresses}");
         drop(attack);
     }
@@ -277,7 +277,7 @@ fn pods_that_share_an_address_are_distinguished_by_their_identity() {
     let quiet = admit("quiet");
     let busy: Vec<_> = (0..11).map(|_| admit("busy")).collect();
     let _newcomer = admit("other");
-    assert!(!is_closed(&quiet) && is_closed(&busy[0]));
+    assert!(!is_evicted(&quiet) && is_evicted(&busy[0]));
 }
 
 #[test]
@@ -286,8 +286,8 @@ fn a_global_network_holds_at_most_a_quarter_of_a_full_limit() {
     let limiter = limiter(40);
     let others: Vec<_> = (0..30).map(|n| limiter.admit(v6(n, 1)).unwrap()).collect();
     let attack: Vec<_> = (0..200).map(|n| limiter.admit(v6(100, n)).unwrap()).collect();
-    assert!(!others.iter().any(is_closed));
-    assert_eq!(attack.iter().filter(|permit| !is_closed(permit)).count(), 10);
+    assert!(!others.iter().any(is_evicted));
+    assert_eq!(attack.iter().filter(|permit| !is_evicted(permit)).count(), 10);
 }
 
 #[test]
@@ -341,8 +341,8 @@ proptest! {
             held.push((client, limiter.admit(ip(client)).unwrap()));
             held.retain(|(of, permit)| {
                 let is_fair = most <= share || counts[usize::from(*of)] == most;
-                assert!(!is_closed(permit) || is_fair, "{counts:?} lost one of {of}");
-                !is_closed(permit)
+                assert!(!is_evicted(permit) || is_fair, "{counts:?} lost one of {of}");
+                !is_evicted(permit)
             });
             prop_assert_eq!(limiter.n_connections(), held.len());
             prop_assert!(held.len() <= MAX);

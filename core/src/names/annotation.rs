@@ -101,7 +101,7 @@ annotations! {
                  an EgressNetwork accepts no names; an empty value means no ports",
         default: "`proxy.opaquePorts`",
         meaning: "Ports whose bytes the proxy carries without protocol detection, whatever the `appProtocol` of a \
-                  Service's port. The injector writes it on pods and services without it.",
+                  Service's port. The injector adds this annotation to pods and Services that do not have it.",
     }
     DEFAULT_INBOUND_POLICY = "config.linkerd.io/default-inbound-policy" {
         objects: "Namespace, Pod, ExternalWorkload",
@@ -206,7 +206,7 @@ annotations! {
         objects: "Namespace, Pod",
         values: GO_DURATION,
         default: "`proxy.shutdownGracePeriod`",
-        meaning: "Maximum time for open requests to end. It begins at most 10 s after SIGTERM, and ends early with the pod's `terminationGracePeriodSeconds`.",
+        meaning: "Maximum time for open requests to end. The time begins when the application has stopped listening, at most 10 s after SIGTERM, and ends early with the pod's `terminationGracePeriodSeconds`.",
     }
     PROXY_ADMIN_SHUTDOWN = "config.linkerd.io/proxy-admin-shutdown" {
         objects: "Namespace, Pod",

@@ -131,7 +131,7 @@ headers! {
     TRACEPARENT = "traceparent" {
         direction: IN_REQUESTS,
         values: "ids in hexadecimal, as in W3C Trace Context",
-        meaning: "The trace and the parent span of a request. A proxy with traces replaces the parent by its own span.",
+        meaning: "The trace and the parent span of a request. A proxy that exports traces replaces the parent by its own span.",
     }
     TRACESTATE = "tracestate" {
         direction: IN_REQUESTS,
@@ -151,7 +151,7 @@ headers! {
     B3_SPAN = "x-b3-spanid" {
         direction: IN_REQUESTS,
         values: "16 hexadecimal digits",
-        meaning: "The parent span, with `x-b3-traceid`. A proxy with traces replaces it by its own span.",
+        meaning: "The parent span, with `x-b3-traceid`. A proxy that exports traces replaces it by its own span.",
     }
     B3_PARENT = "x-b3-parentspanid" {
         direction: IN_REQUESTS,
@@ -173,7 +173,7 @@ headers! {
     FORWARDED = "forwarded" {
         direction: "from a gateway to the next proxy",
         values: "`by=IDENTITY;for=IDENTITY;host=NAME;proto=https` (RFC 7239)",
-        meaning: "A gateway appends itself, and refuses requests that it has appended itself to before (`loop`).",
+        meaning: "A gateway appends itself, and refuses requests that it has appended itself to before (cause `gateway-loop`).",
     }
 }
 

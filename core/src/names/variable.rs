@@ -47,7 +47,7 @@ variables! {
     WORKER_THREADS = "TOKIO_WORKER_THREADS" {
         programs: "`tulle-control`",
         values: "number from 1",
-        default: "one for four CPUs",
+        default: "one per four CPUs, at least one",
         meaning: "The number of threads that watch the API server and serve streams. Liveness, webhooks and telemetry have threads of their own.",
     }
     NAMESPACE = "LINKERD_NAMESPACE" {
@@ -70,9 +70,9 @@ variables! {
     }
     VALIDATOR_LOG_LEVEL = "LINKERD_NETWORK_VALIDATOR_LOG_LEVEL" {
         programs: "`tulle-init validate`",
-        values: "directives of `tracing`, such as `info`",
+        values: "`trace`, `debug`, `info`, `warn` or `error`; an unknown one means `info`",
         default: "`info`",
-        meaning: "The log filter, unless the flag `--log-level` has one.",
+        meaning: "The minimum level of log lines, unless the flag `--log-level` names one.",
     }
     AWAIT_DISABLED = "LINKERD_AWAIT_DISABLED" {
         programs: "`linkerd-await`",

@@ -118,7 +118,7 @@ pub fn apply(flavour: Flavour, rules: &Rules, wait: Duration) -> Result<Change, 
 pub fn check(flavour: Flavour, rules: &Rules) -> Result<Comparison, IptablesError> {
     let saved = save_all(flavour, rules)?;
     let equal = saved.iter().all(|(family, saved)| text::matches(rules, *family, saved));
-    Ok(match saved.iter().any(|(_, saved)| saved.has_our_rules()) {
+    Ok(match saved.iter().any(|(_, saved)| saved.has_mesh_rules()) {
         true if equal => Comparison::Equal,
         true => Comparison::Different,
         false => Comparison::Absent,

@@ -8,7 +8,7 @@ use std::fmt::Write;
 use ipnet::IpNet;
 use tulle_core::ports::PortSet;
 
-use crate::iptables_chains::{self, TABLES, TPROXY_REPLIES, is_own_chain};
+use crate::iptables_chains::{self, TABLES, TPROXY_REPLIES, is_mesh_chain};
 use crate::options::Family;
 use crate::rules::{Action, COMMENT_PREFIX, Chain, Direction, Match, Rule, Rules, Side};
 
@@ -49,20 +49,20 @@ impl SavedRules {
     }
 
     /// Whether any chain or jump of tulle or Linkerd exists.
-    pub(crate) fn has_our_rules(&self) -> bool {
+    pub(crate) fn has_mesh_rules(&self) -> bool {
         TABLES
             .iter()
-            .any(|(table, _)| !self.own_chains(table).is_empty() || self.jumps_to_own_chains(table).next().is_some())
+            .any(|(table, _)| !self.mesh_chains(table).is_empty() || self.jumps_to_mesh_chains(table).next().is_some())
     }
 
     /// Whether one table contains any chain or jump of tulle or Linkerd.
-    fn has_our_rules_in(&self, table: &str) -> bool {
-        !self.own_chains(table).is_empty() || self.jumps_to_own_chains(table).next().is_some()
+    fn has_mesh_rules_in(&self, table: &str) -> bool {
+        !self.mesh_chains(table).is_empty() || self.jumps_to_mesh_chains(table).next().is_some()
     }
 
-    /// The ports to which our rules redirect.
+    /// The ports to which the rules of tulle or Linkerd redirect.
     pub(crate) fn redirect_ports(&self) -> Vec<u16> {
-        let lines = self.lines("nat").filter(|line| is_own_chain(chain_of(line)));
+        let lines = self.lines("nat").filter(|line| is_mesh_chain(chain_of(line)));
         lines
             .filter_map(|line| line.split(" --to-ports ").nth(1)?.trim().parse().ok())
             .collect()
@@ -70,7 +70,7 @@ impl SavedRules {
 
     /// Chains of other programs that translate destinations.
     pub(crate) fn foreign_dnat_chains(&self) -> Vec<String> {
-        let foreign = self.lines("nat").filter(|line| !is_own_chain(chain_of(line)));
+        let foreign = self.lines("nat").filter(|line| !is_mesh_chain(chain_of(line)));
         let mut chains: Vec<String> = foreign
             .filter(|line| [" -j REDIRECT", " -j DNAT"].iter().any(|target| line.contains(target)))
             .map(|line| chain_of(line).to_owned())
@@ -83,22 +83,22 @@ impl SavedRules {
         self.lines_by_table.get(table).into_iter().flatten().map(String::as_str)
     }
 
-    /// The chains of tulle and Linkerd in a table.
-    fn own_chains(&self, table: &str) -> Vec<&str> {
+    /// The chains of tulle or Linkerd in a table.
+    fn mesh_chains(&self, table: &str) -> Vec<&str> {
         let declared = self
             .lines(table)
             .filter_map(|line| line.strip_prefix(':')?.split(' ').next());
-        declared.filter(|chain| is_own_chain(chain)).collect()
+        declared.filter(|chain| is_mesh_chain(chain)).collect()
     }
 
-    /// Rules in other chains that jump to ours.
-    fn jumps_to_own_chains(&self, table: &str) -> impl Iterator<Item = &str> {
+    /// Rules in other chains that jump to those of tulle or Linkerd.
+    fn jumps_to_mesh_chains(&self, table: &str) -> impl Iterator<Item = &str> {
         self.lines(table)
-            .filter(|line| line.starts_with("-A ") && !is_own_chain(chain_of(line)) && is_own_chain(target_of(line)))
+            .filter(|line| line.starts_with("-A ") && !is_mesh_chain(chain_of(line)) && is_mesh_chain(target_of(line)))
     }
 }
 
-/// A script that replaces our saved rules of one family and keeps all others; empty if nothing changes.
+/// A script that replaces the saved rules of tulle or Linkerd of one family and keeps all others; empty if nothing changes.
 ///
 /// The programs commit table by table, so a table that is already correct is omitted. Order of commits: the table of the new
 /// redirect rules first, then the table from which old ones are removed. So a run that is interrupted between two commits
@@ -118,7 +118,7 @@ pub(crate) fn apply_script(rules: &Rules, family: Family, saved: &SavedRules) ->
         }
         if !wanted.is_empty() {
             write_table(&mut text, table, saved, &wanted);
-        } else if saved.has_our_rules_in(table) {
+        } else if saved.has_mesh_rules_in(table) {
             write_removal(&mut text, table, saved);
         }
     }
@@ -133,21 +133,21 @@ pub(crate) fn undo_script(script: &str, saved: &SavedRules) -> String {
     written.map(|(table, _)| saved.restore_section(table)).collect()
 }
 
-/// A script that removes all our rules; empty if there are none.
+/// A script that removes all rules of tulle or Linkerd; empty if there are none.
 pub(crate) fn removal_script(saved: &SavedRules) -> String {
     let mut text = String::new();
-    for (table, _) in TABLES.iter().filter(|(table, _)| saved.has_our_rules_in(table)) {
+    for (table, _) in TABLES.iter().filter(|(table, _)| saved.has_mesh_rules_in(table)) {
         write_removal(&mut text, table, saved);
     }
     text
 }
 
-/// A script that makes our chains return new connections unchanged, while open connections stay translated.
+/// A script that makes the chains of tulle or Linkerd return new connections unchanged, while open connections stay translated.
 pub(crate) fn bypass_script(saved: &SavedRules) -> String {
     let mut text = String::new();
-    for (table, _) in TABLES.iter().filter(|(table, _)| saved.has_our_rules_in(table)) {
+    for (table, _) in TABLES.iter().filter(|(table, _)| saved.has_mesh_rules_in(table)) {
         let chains: Vec<&str> = saved
-            .own_chains(table)
+            .mesh_chains(table)
             .into_iter()
             .filter(|chain| *chain != TPROXY_REPLIES)
             .collect();
@@ -161,23 +161,23 @@ pub(crate) fn bypass_script(saved: &SavedRules) -> String {
     text
 }
 
-/// Whether the saved rules match the wanted rules exactly, in our chains and the jumps to them.
+/// Whether the saved rules match the wanted rules exactly, in the chains of tulle or Linkerd and the jumps to them.
 pub(crate) fn matches(rules: &Rules, family: Family, saved: &SavedRules) -> bool {
     apply_script(rules, family, saved).is_empty()
 }
 
-/// Whether our chains in a table have exactly the wanted lines, and the jumps to them precede all other rules.
+/// Whether the chains of tulle or Linkerd in a table have exactly the wanted lines, and the jumps to them precede all other rules.
 fn table_matches(wanted: &[&Line], table: &str, saved: &SavedRules) -> bool {
     let mut expected: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     for line in wanted {
         let lines = expected.entry(line.chain).or_default();
         // A jump is inserted before the existing rules.
-        let index = if is_own_chain(line.chain) { lines.len() } else { 0 };
+        let index = if is_mesh_chain(line.chain) { lines.len() } else { 0 };
         lines.insert(index, format!("-A {} {}", line.chain, line.text));
     }
     let mut shown: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     let rules = || saved.lines(table).filter(|line| line.starts_with("-A "));
-    for line in rules().filter(|line| is_own_chain(chain_of(line)) || is_own_chain(target_of(line))) {
+    for line in rules().filter(|line| is_mesh_chain(chain_of(line)) || is_mesh_chain(target_of(line))) {
         shown.entry(chain_of(line)).or_default().push(line.to_owned());
     }
     let precedes_foreign_rules = |jump: &str| {
@@ -185,9 +185,9 @@ fn table_matches(wanted: &[&Line], table: &str, saved: &SavedRules) -> bool {
         before
             .by_ref()
             .take_while(|line| *line != jump)
-            .all(|line| is_own_chain(target_of(line)))
+            .all(|line| is_mesh_chain(target_of(line)))
     };
-    expected == shown && saved.jumps_to_own_chains(table).all(precedes_foreign_rules)
+    expected == shown && saved.jumps_to_mesh_chains(table).all(precedes_foreign_rules)
 }
 
 fn write_table(text: &mut String, table: &str, saved: &SavedRules, wanted: &[&Line]) {
@@ -195,17 +195,17 @@ fn write_table(text: &mut String, table: &str, saved: &SavedRules, wanted: &[&Li
     let of_table = TABLES.iter().filter(|(name, _)| *name == table);
     let (used, unused): (Vec<&str>, Vec<&str>) =
         of_table.flat_map(|(_, chains)| chains.iter().copied()).partition(used);
-    let existing = saved.own_chains(table);
+    let existing = saved.mesh_chains(table);
     let deleted: Vec<&str> = unused.into_iter().filter(|chain| existing.contains(chain)).collect();
     // Writing to a String cannot fail; the same holds below.
     let _ = writeln!(text, "*{table}");
     write_declarations(text, used.into_iter().chain(deleted.iter().copied()));
-    for jump in saved.jumps_to_own_chains(table) {
+    for jump in saved.jumps_to_mesh_chains(table) {
         let _ = writeln!(text, "-D {}", jump.trim_start_matches("-A "));
     }
     for line in wanted {
         // An earlier rule of another program would take precedence, so the jump is inserted first.
-        let verb = if is_own_chain(line.chain) { "-A" } else { "-I" };
+        let verb = if is_mesh_chain(line.chain) { "-A" } else { "-I" };
         let _ = writeln!(text, "{verb} {} {}", line.chain, line.text);
     }
     for chain in deleted {
@@ -216,11 +216,11 @@ fn write_table(text: &mut String, table: &str, saved: &SavedRules, wanted: &[&Li
 
 fn write_removal(text: &mut String, table: &str, saved: &SavedRules) {
     let _ = writeln!(text, "*{table}");
-    write_declarations(text, saved.own_chains(table).iter().copied());
-    for jump in saved.jumps_to_own_chains(table) {
+    write_declarations(text, saved.mesh_chains(table).iter().copied());
+    for jump in saved.jumps_to_mesh_chains(table) {
         let _ = writeln!(text, "-D {}", jump.trim_start_matches("-A "));
     }
-    for chain in saved.own_chains(table) {
+    for chain in saved.mesh_chains(table) {
         let _ = writeln!(text, "-X {chain}");
     }
     text.push_str("COMMIT\n");
@@ -248,7 +248,7 @@ fn lines(rules: &Rules, family: Family) -> Vec<Line> {
 }
 
 /// The table and the name of a chain. The base chains `Prerouting` and `Output` are built-in chains here; the other base chains
-/// are chains of ours, to which built-in chains jump ([`HOOKED_CHAINS`]).
+/// are chains of tulle, to which built-in chains jump ([`HOOKED_CHAINS`]).
 fn location(chain: Chain) -> (&'static str, &'static str) {
     match chain {
         Chain::Inbound => ("nat", iptables_chains::INBOUND),
@@ -348,7 +348,7 @@ fn match_words(matches: &[Match]) -> String {
         .join(" ")
 }
 
-/// Omitted for the network of all addresses, as `iptables-save` does.
+/// The `-s` or `-d` match; empty for the network of all addresses, which `iptables-save` omits.
 fn address(side: Side, net: &IpNet) -> String {
     let option = if side == Side::Source { "-s" } else { "-d" };
     if net.prefix_len() == 0 {
@@ -408,7 +408,8 @@ fn target_of(line: &str) -> &str {
     target.and_then(|target| target.split(' ').next()).unwrap_or_default()
 }
 
-/// Jumps from built-in chains to ours: the chain in the rules, the built-in chain, our chain's name, and the comment.
+/// Jumps from built-in chains to those of tulle: the chain in the rules, the built-in chain, the name of tulle's chain, and the
+/// comment.
 const HOOKED_CHAINS: [(Chain, &str, &str, &str); 4] = [
     (
         Chain::TproxyPrerouting,

@@ -1,6 +1,6 @@
 //! Rules outside our table: those of tulle and Linkerd made by iptables-nft, and redirects of other programs.
 
-use crate::iptables_chains::{self, is_own_chain};
+use crate::iptables_chains::{self, is_mesh_chain};
 use crate::netlink::attr::{self, Attrs, parse};
 use crate::netlink::socket::{Answer, Message, NFNL_SUBSYS_NFTABLES, NetlinkError, Socket};
 use crate::netlink::table::{self, verdict};
@@ -13,7 +13,7 @@ pub(crate) struct IptablesNftTable {
     family: u8,
     table: String,
     chains: Vec<String>,
-    /// Chain and handle of the rules in other chains that jump to ours.
+    /// Chain and handle of the rules in other chains that jump to these.
     jumps: Vec<(String, u64)>,
 }
 
@@ -24,8 +24,8 @@ pub(crate) fn find_tables(socket: &mut Socket) -> Result<Vec<IptablesNftTable>, 
         let (Some(table), Some(chain)) = names(&answer, table::NFTA_CHAIN_TABLE, table::NFTA_CHAIN_NAME) else {
             continue;
         };
-        let is_own_table = iptables_chains::TABLES.iter().any(|(own, _)| *own == table);
-        if !is_own_chain(chain) || !is_own_table {
+        let is_searched_table = iptables_chains::TABLES.iter().any(|(searched, _)| *searched == table);
+        if !is_mesh_chain(chain) || !is_searched_table {
             continue;
         }
         match found
@@ -51,8 +51,8 @@ pub(crate) fn find_tables(socket: &mut Socket) -> Result<Vec<IptablesNftTable>, 
             let Some(handle) = handle.map(u64::from_be_bytes) else {
                 continue;
             };
-            let ours = |chain: &str| known.chains.iter().any(|known| known == chain);
-            if table == known.table && !ours(chain) && target.is_some_and(ours) {
+            let is_known = |chain: &str| known.chains.iter().any(|known| known == chain);
+            if table == known.table && !is_known(chain) && target.is_some_and(is_known) {
                 known.jumps.push((chain.to_owned(), handle));
             }
         }
@@ -70,7 +70,7 @@ impl IptablesNftTable {
         format!("iptables-nft {family} {}", self.table)
     }
 
-    /// Messages that delete our jumps and chains, and nothing else.
+    /// Messages that delete these chains and the jumps to them, and nothing else.
     pub(crate) fn removal(&self) -> Vec<Message> {
         let jumps = self.jumps.iter().map(|(chain, handle)| {
             let attrs = Attrs::new()
@@ -83,7 +83,7 @@ impl IptablesNftTable {
             )
         });
         // All chains are emptied before the first is deleted, because they may jump to one another.
-        let emptied = self.chains.iter().map(|chain| self.empty(chain));
+        let emptied = self.chains.iter().map(|chain| self.flush_message(chain));
         let chains = self.chains.iter().map(|chain| {
             let attrs = Attrs::new()
                 .text(table::NFTA_CHAIN_TABLE, &self.table)
@@ -93,7 +93,7 @@ impl IptablesNftTable {
         jumps.chain(emptied).chain(chains).collect()
     }
 
-    /// Messages that make our chains return new connections unchanged, with a rule that keeps connection tracking active.
+    /// Messages that make these chains return new connections unchanged, with a rule that keeps connection tracking active.
     pub(crate) fn bypass_new_connections(&self) -> Vec<Message> {
         let bypassed = || {
             self.chains
@@ -105,10 +105,14 @@ impl IptablesNftTable {
             pass.push(verdict(table::NFT_RETURN, None));
             table::rule_message(self.family, &self.table, chain, &pass, "draining")
         });
-        bypassed().map(|chain| self.empty(chain)).chain(filled).collect()
+        bypassed()
+            .map(|chain| self.flush_message(chain))
+            .chain(filled)
+            .collect()
     }
 
-    fn empty(&self, chain: &str) -> Message {
+    /// The message that deletes all rules of a chain.
+    fn flush_message(&self, chain: &str) -> Message {
         let attrs = Attrs::new()
             .text(table::NFTA_RULE_TABLE, &self.table)
             .text(table::NFTA_RULE_CHAIN, chain);
@@ -137,7 +141,7 @@ pub fn foreign_dnat_chains(socket: &mut Socket) -> Result<Vec<String>, NetlinkEr
         let (Some(table), Some(chain)) = names(&answer, table::NFTA_RULE_TABLE, table::NFTA_RULE_CHAIN) else {
             continue;
         };
-        let ours = table == TABLE || is_own_chain(chain);
+        let ours = table == TABLE || is_mesh_chain(chain);
         if !ours && expressions(&answer).any(|(name, data)| is_redirect(name, data)) {
             let location = format!("chain {chain} of nftables table {table}");
             if !found.contains(&location) {
@@ -156,7 +160,7 @@ pub(crate) fn redirect_ports(socket: &mut Socket) -> Result<Vec<u16>, NetlinkErr
             continue;
         };
         let mut loaded = None;
-        for (name, data) in expressions(&answer).filter(|_| table == TABLE || is_own_chain(chain)) {
+        for (name, data) in expressions(&answer).filter(|_| table == TABLE || is_mesh_chain(chain)) {
             match name {
                 "immediate" => {
                     let value = attr::find(data, table::NFTA_IMMEDIATE_DATA);

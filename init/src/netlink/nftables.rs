@@ -122,7 +122,7 @@ pub fn check(socket: &mut Socket, rules: &Rules) -> Result<Comparison, NetlinkEr
     Ok(comparison)
 }
 
-/// Removes our table, our rules made by iptables-nft, or both; returns where there were any.
+/// Removes our table, the rules of tulle or Linkerd made by iptables-nft, or both; returns where there were any.
 ///
 /// # Errors
 /// If the kernel refuses; then nothing is removed.

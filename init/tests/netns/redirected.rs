@@ -12,7 +12,7 @@ use crate::fixture::{APP, BACKENDS, Client, Fixture, ROOT, can_run, expect, fami
 /// Both families, IPv4 clients of dual-stack listeners, ports without a listener, and ports that are skipped in the other
 /// direction.
 #[test]
-fn both_directions_arrive_at_the_proxy_with_what_was_dialled() {
+fn both_directions_arrive_at_the_proxy_with_their_original_destination() {
     if !can_run() {
         return;
     }

@@ -96,7 +96,7 @@ fn only_listed_ports_are_proxied_and_skipped_networks_are_not() {
     }
 }
 
-/// Neither if there is no listener on the proxy's port, nor if the listener is not transparent.
+/// Both without a listener on the proxy's port and with one that is not transparent.
 #[test]
 fn connections_that_no_proxy_accepts_do_not_reach_the_application() {
     if !can_run() {

@@ -122,7 +122,7 @@ struct Shared {
     retry: RetrySignal,
     connection_wait_timeout: Duration,
     metrics: ChannelMetrics,
-    /// Notify denied streams that the service permits requests of this proxy again, by the check of the stream.
+    /// One for each `IdentityCheck`: wakes the denied streams with that check when the service permits this proxy again.
     namespace_permitted: Notify,
     workload_permitted: Notify,
     /// Limits log lines about refused streams.

@@ -166,7 +166,8 @@ impl Destinations {
 
     /// Watches the endpoints of a path, `name:port` as the control plane wrote it.
     ///
-    /// The stream is incremental: `decode` keeps the set, and clears it at [`Position::First`].
+    /// The stream is incremental: `decode` keeps the set. At [`Position::First`] the stream starts over, and entries that the next
+    /// addition does not list are removed.
     pub(crate) fn endpoints<T: Send + Sync + 'static>(
         &self,
         path: &str,

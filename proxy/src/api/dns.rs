@@ -190,7 +190,7 @@ fn ip_from_pod_name(name: &str) -> Option<IpAddr> {
         .ok()
 }
 
-/// Minimum TTL: shorter ones only load the DNS servers.
+/// Minimum TTL: shorter ones would only burden the DNS servers.
 const MIN_TTL: Duration = Duration::from_secs(5);
 /// Maximum TTL of negative answers. Short, because a restarting control plane gets its name back, and the callers have their
 /// own backoff.

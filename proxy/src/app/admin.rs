@@ -1,4 +1,4 @@
-//! The admin thread: identity, admin and tap servers, and the shutdown of the process.
+//! The admin thread: the task that renews the certificate, the admin and tap servers, and the shutdown of the process.
 
 use std::{
     net::{SocketAddr, TcpListener},

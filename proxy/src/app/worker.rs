@@ -67,27 +67,25 @@ impl Worker {
                 () = self.drain.signaled() => false,
             }
         };
-        if certified.await
-            && let Err(error) = self.accept(sockets).await
-        {
-            tracing::error!(%error, "a worker cannot accept connections");
+        if certified.await {
+            self.accept(sockets).await;
         }
         // Connections continue until all have ended or the grace period is over.
         let _ = self.shutdown_done.wait_for(|ended| *ended).await;
     }
 
-    async fn accept(&self, sockets: WorkerListeners) -> std::io::Result<()> {
+    async fn accept(&self, sockets: WorkerListeners) {
         let mut loops = JoinSet::new();
         for listener in sockets.outbound {
             let outbound = self.outbound.clone();
             let serve = move |worker, stream, client, drain| outbound.clone().serve(worker, stream, client, drain);
-            loops.spawn(self.accept_loop(listener, self.outbound_context(), serve)?);
+            loops.spawn(self.accept_loop(listener, self.outbound_context(), serve));
         }
         if let Some(listener) = sockets.explicit {
             let outbound = self.outbound.clone();
             let serve =
                 move |worker, stream, client, drain| outbound.clone().serve_explicit(worker, stream, client, drain);
-            loops.spawn(self.accept_loop(listener, self.outbound_context(), serve)?);
+            loops.spawn(self.accept_loop(listener, self.outbound_context(), serve));
         }
         let inbound = self.inbound.clone();
         let serve = move |worker, stream, client, drain| inbound.clone().serve(worker, stream, client, drain);
@@ -95,9 +93,8 @@ impl Worker {
             balancer: self.balancers.inbound.clone(),
             admission: self.inbound.service_stack.admission.clone(),
         };
-        loops.spawn(self.accept_loop(sockets.inbound, context, serve)?);
+        loops.spawn(self.accept_loop(sockets.inbound, context, serve));
         while loops.join_next().await.is_some() {}
-        Ok(())
     }
 
     fn outbound_context(&self) -> AcceptContext {
@@ -113,7 +110,7 @@ impl Worker {
         listener: TcpListener,
         context: AcceptContext,
         serve: impl Fn(usize, Tcp, ClientAddr, drain::Watch) -> F + Send + Sync + 'static,
-    ) -> std::io::Result<impl Future<Output = ()> + Send + 'static>
+    ) -> impl Future<Output = ()> + Send + 'static
     where
         F: Future<Output = Option<CopyFuture>> + Send + 'static,
     {
@@ -121,7 +118,7 @@ impl Worker {
         let AcceptContext { balancer, admission } = context;
         // The drain ends only after the queued connections are accepted.
         let (stop, accept_guard) = (drain.clone(), drain.guard());
-        Ok(async move {
+        async move {
             let spawn = |client, addr| {
                 let permit = admission.admit_connection(addr);
                 let (assignment, stream) = match balancer.assign(index, client) {
@@ -151,7 +148,7 @@ impl Worker {
             };
             listen::accept_loop(listener, stop.signaled(), spawn).await;
             drop(accept_guard);
-        })
+        }
     }
 }
 
@@ -199,7 +196,7 @@ pub(super) fn bind_workers(config: &mut Config, workers: usize) -> anyhow::Resul
     Ok(all)
 }
 
-/// Removes IPv6 addresses if this machine has no IPv6. `is_local` is whether the machine has an address.
+/// Removes IPv6 addresses if this machine has no IPv6. `is_local` says whether this machine has the given address.
 fn skip_absent_families(listen: &mut Vec<SocketAddr>, is_local: impl Fn(IpAddr) -> bool) {
     // Charts configure the loopback addresses of both families, even on hosts with only one.
     if listen.len() < 2 {

@@ -55,7 +55,7 @@ pub(crate) enum UnavailableReason {
 pub(crate) struct Balancer<E> {
     strategy: Strategy,
     queue: Queue,
-    snapshot: ArcSwap<DiscoveryState<E>>,
+    discovery_state: ArcSwap<DiscoveryState<E>>,
     breaker_group: BreakerGroup,
     round_robin_next: AtomicUsize,
     n_queued: AtomicUsize,
@@ -70,7 +70,7 @@ impl<E: Candidate> Balancer<E> {
         Self {
             strategy,
             queue,
-            snapshot: ArcSwap::from_pointee(DiscoveryState::Unknown),
+            discovery_state: ArcSwap::from_pointee(DiscoveryState::Unknown),
             breaker_group: BreakerGroup::default(),
             round_robin_next: AtomicUsize::new(0),
             n_queued: AtomicUsize::new(0),
@@ -103,7 +103,7 @@ impl<E: Candidate> Balancer<E> {
     }
 
     pub(crate) fn update_gauges(&self, now: Instant) {
-        let (ready, known) = match &**self.snapshot.load() {
+        let (ready, known) = match &**self.discovery_state.load() {
             DiscoveryState::Endpoints(endpoints) => {
                 let ready = endpoints
                     .iter()
@@ -127,7 +127,10 @@ impl<E: Candidate> Balancer<E> {
 
     /// The discovery state, and whether requests fail fast.
     pub(crate) fn status(&self) -> (Arc<DiscoveryState<E>>, bool) {
-        (self.snapshot.load_full(), self.is_failing_fast.load(Ordering::Relaxed))
+        (
+            self.discovery_state.load_full(),
+            self.is_failing_fast.load(Ordering::Relaxed),
+        )
     }
 
     /// Sets whether requests wait in the queue or fail fast.
@@ -148,7 +151,7 @@ impl<E: Candidate> Balancer<E> {
     pub(crate) fn publish(&self, discovered: DiscoveryState<E>) {
         self.breaker_group.set_n_endpoints(discovered.endpoints().len());
         let discovered = Arc::new(discovered);
-        let previous = self.snapshot.swap(discovered.clone());
+        let previous = self.discovery_state.swap(discovered.clone());
         let kept: HashSet<_> = discovered.endpoints().iter().map(Arc::as_ptr).collect();
         for gone in previous.endpoints() {
             if !kept.contains(&Arc::as_ptr(gone)) {
@@ -160,7 +163,7 @@ impl<E: Candidate> Balancer<E> {
 
     /// Whether one of the endpoints can be picked.
     pub(crate) fn can_pick(&self, now: Instant) -> bool {
-        match &**self.snapshot.load() {
+        match &**self.discovery_state.load() {
             DiscoveryState::Endpoints(endpoints) => {
                 endpoints.iter().any(|endpoint| endpoint.breaker().can_be_picked(now))
             }
@@ -170,8 +173,8 @@ impl<E: Candidate> Balancer<E> {
 
     /// Picks an endpoint if one can be picked now, preferably one that is not in `tried`. Success ends the fail-fast state.
     pub(crate) fn try_pick(&self, now: Instant, tried: &[Arc<E>]) -> Option<Arc<E>> {
-        let snapshot = self.snapshot.load();
-        let DiscoveryState::Endpoints(endpoints) = &**snapshot else {
+        let state = self.discovery_state.load();
+        let DiscoveryState::Endpoints(endpoints) = &**state else {
             return None;
         };
         let picked = self.pick_and_admit(endpoints, now, |endpoint| {
@@ -189,7 +192,7 @@ impl<E: Candidate> Balancer<E> {
 
     /// Picks an endpoint that `is_allowed` accepts, if one can be picked now. Does not end the fail-fast state.
     pub(crate) fn pick_where(&self, now: Instant, is_allowed: impl Fn(&Arc<E>) -> bool) -> Option<Arc<E>> {
-        match &**self.snapshot.load() {
+        match &**self.discovery_state.load() {
             DiscoveryState::Endpoints(endpoints) => self.pick_and_admit(endpoints, now, is_allowed),
             DiscoveryState::Unknown | DiscoveryState::NoEndpoints => None,
         }
@@ -214,7 +217,7 @@ impl<E: Candidate> Balancer<E> {
             return Err(PickError::FailingFast(self.unavailable_reason()));
         }
         // The queue is unlimited until discovery has answered: all requests wait for the same answer.
-        let capacity = match &**self.snapshot.load() {
+        let capacity = match &**self.discovery_state.load() {
             DiscoveryState::Unknown => usize::MAX,
             DiscoveryState::Endpoints(_) | DiscoveryState::NoEndpoints => self.queue.capacity,
         };
@@ -289,14 +292,14 @@ impl<E: Candidate> Balancer<E> {
     /// # Errors
     /// The control plane has reported that the service has no endpoints. An empty list is no error.
     fn fail_if_no_endpoints(&self) -> Result<(), PickError> {
-        match &**self.snapshot.load() {
+        match &**self.discovery_state.load() {
             DiscoveryState::NoEndpoints => Err(PickError::NoEndpoints),
             DiscoveryState::Unknown | DiscoveryState::Endpoints(_) => Ok(()),
         }
     }
 
     fn unavailable_reason(&self) -> UnavailableReason {
-        match &**self.snapshot.load() {
+        match &**self.discovery_state.load() {
             DiscoveryState::Endpoints(endpoints)
                 if endpoints.iter().any(|endpoint| endpoint.breaker().is_ejected()) =>
             {
@@ -313,7 +316,7 @@ impl<E: Candidate> Balancer<E> {
 
     /// The earliest time at which a probe of an endpoint is due; `None` if no endpoint is unavailable.
     fn next_probe_at(&self) -> Option<Instant> {
-        match &**self.snapshot.load() {
+        match &**self.discovery_state.load() {
             DiscoveryState::Endpoints(endpoints) => endpoints
                 .iter()
                 .filter_map(|endpoint| endpoint.breaker().next_probe_at())

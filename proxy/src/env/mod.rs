@@ -328,7 +328,7 @@ fn identity(env: &mut Env<'_>) -> Option<identity::Config> {
             "a proxy without identity is not supported, unset this variable",
         );
     }
-    let socket_name = WORKLOAD_API.iter().find(|name| env.value(name).is_some());
+    let socket_name = WORKLOAD_API_VARIABLES.iter().find(|name| env.value(name).is_some());
     let socket = socket_name.and_then(|name| env.get(name, values::unix_socket));
     let source = match (socket, socket_name) {
         (Some(socket), _) => Some(identity::IdentitySource::WorkloadApi {
@@ -356,7 +356,7 @@ fn identity(env: &mut Env<'_>) -> Option<identity::Config> {
     };
     match (&source, &id) {
         (Some(identity::IdentitySource::WorkloadApi { .. }), Identity::Dns(_)) => env.refuse(
-            socket_name.unwrap_or(&WORKLOAD_API[0]),
+            socket_name.unwrap_or(&WORKLOAD_API_VARIABLES[0]),
             "it needs LINKERD2_PROXY_IDENTITY_SERVER_ID, a spiffe:// URI, and LINKERD2_PROXY_IDENTITY_SERVER_NAME",
         ),
         (Some(identity::IdentitySource::ControlPlane { .. }), Identity::Uri(_)) => env.refuse(
@@ -478,7 +478,7 @@ fn trace(env: &mut Env<'_>) -> Option<trace::export::Config> {
         sampling,
         service: env.value_or("TRACE_SERVICE_NAME", values::text, "linkerd-proxy".to_owned()),
         host: env.get_by_full_name("HOSTNAME", values::text),
-        labels: env.get("TRACE_ATTRIBUTES_PATH", values::text).map(PathBuf::from),
+        labels_path: env.get("TRACE_ATTRIBUTES_PATH", values::text).map(PathBuf::from),
         attributes,
     })
 }
@@ -630,8 +630,8 @@ fn shortened(value: String) -> String {
 }
 
 const LINKERD_PREFIX: &str = "LINKERD2_PROXY_";
-/// The socket of a SPIFFE Workload API; the second is the older name.
-const WORKLOAD_API: &[&str] = &["IDENTITY_SPIRE_WORKLOAD_API_ADDRESS", "IDENTITY_SPIRE_SOCKET"];
+/// The variables that name the socket of a SPIFFE Workload API; the second is the older name.
+const WORKLOAD_API_VARIABLES: &[&str] = &["IDENTITY_SPIRE_WORKLOAD_API_ADDRESS", "IDENTITY_SPIRE_SOCKET"];
 /// Prefix of the variables that only tulle has.
 const TULLE_PREFIX: &str = "TULLE_PROXY_";
 const BALANCER: &str = "TULLE_PROXY_BALANCER";

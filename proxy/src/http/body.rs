@@ -12,7 +12,7 @@ use http_body::{Body as _, Frame, SizeHint};
 
 use crate::http::{
     error::Error, h2::body::StreamBody, h2::upgraded_stream::UpgradedStream, stack::admission::InFlightSlot,
-    upgrade::client_side::ClientSide, upgrade::tunnel::TunnelEnd,
+    upgrade::reply_channels::ReplyChannels, upgrade::tunnel::TunnelSide,
 };
 
 /// A request or response body.
@@ -22,7 +22,7 @@ pub(crate) struct Body {
     observer: Option<Box<dyn BodyObserver>>,
     /// In-flight slot, released when the body is dropped.
     slot: Option<InFlightSlot>,
-    client_side: ClientSide,
+    reply_channels: ReplyChannels,
 }
 
 #[derive(Default)]
@@ -56,7 +56,7 @@ pub(crate) trait ReceivedBody: Send {
     fn size_hint(&self) -> SizeHint;
 
     /// Takes the connection to a server that has switched protocols. Returns `None` on the second call.
-    fn take_server_tunnel(&mut self) -> Option<TunnelEnd> {
+    fn take_server_tunnel(&mut self) -> Option<TunnelSide> {
         None
     }
 
@@ -66,7 +66,7 @@ pub(crate) trait ReceivedBody: Send {
         Poll::Pending
     }
 
-    /// The wrapped body. [`Body::finish`] finishes it too.
+    /// The wrapped body. [`Body::discard_as`] reports the end to it too.
     fn into_inner(self: Box<Self>) -> Option<Body> {
         None
     }
@@ -116,15 +116,15 @@ impl Body {
         Self::from_source(BodySource::Dyn(source))
     }
 
-    /// Makes this the body of a request with this client's side.
-    pub(crate) fn with_client_side(mut self, client_side: ClientSide) -> Self {
-        self.client_side = client_side;
+    /// Attaches the reply channels of the request whose body this is.
+    pub(crate) fn with_reply_channels(mut self, reply_channels: ReplyChannels) -> Self {
+        self.reply_channels = reply_channels;
         self
     }
 
-    /// Takes the client's side of the request. Returns an empty one on the second call.
-    pub(crate) fn take_client_side(&mut self) -> ClientSide {
-        std::mem::take(&mut self.client_side)
+    /// Takes the reply channels of the request. Returns empty ones on the second call.
+    pub(crate) fn take_reply_channels(&mut self) -> ReplyChannels {
+        std::mem::take(&mut self.reply_channels)
     }
 
     /// The body of a response that accepts an extended CONNECT.
@@ -152,10 +152,10 @@ impl Body {
     }
 
     /// Takes the server's side of the tunnel after a response that switches protocols. Returns `None` on the second call.
-    pub(crate) fn take_server_tunnel(&mut self) -> Option<TunnelEnd> {
+    pub(crate) fn take_server_tunnel(&mut self) -> Option<TunnelSide> {
         match &mut self.source {
             BodySource::Dyn(received) => received.take_server_tunnel(),
-            BodySource::Upgraded(stream) => stream.take().map(TunnelEnd::Stream),
+            BodySource::Upgraded(stream) => stream.take().map(TunnelSide::Stream),
             _ => None,
         }
     }
@@ -165,7 +165,7 @@ impl Body {
             source,
             observer: None,
             slot: None,
-            client_side: ClientSide::default(),
+            reply_channels: ReplyChannels::default(),
         }
     }
 

@@ -24,7 +24,7 @@ use crate::{
         },
         h2::{Http2Config, client as http2, flow_control::StreamWaiters},
         upgrade::http1_over_http2,
-        upgrade::interim::InterimSender,
+        upgrade::interim::SharedInterimSink,
         upgrade::websocket,
     },
     net::io::Io,
@@ -89,7 +89,8 @@ pub(crate) enum ConnectOutcome {
 pub(crate) enum ConnectionUse {
     /// HTTP/1: an idle connection of the pool, or a new one that joins it. HTTP/2: a stream of a shared connection.
     Pooled,
-    /// HTTP/1: a new connection for this request only, such as for upgrades and HTTP/1.0. HTTP/2 has none, so as [`Self::Pooled`].
+    /// HTTP/1: a new connection for this request only, such as for upgrades and HTTP/1.0. HTTP/2 has no such connections; there it
+    /// is the same as [`Self::Pooled`].
     Unpooled,
     /// A stream of a shared HTTP/2 connection that carries another protocol. If none is available, an HTTP/1 request does not
     /// wait for one but gets a new HTTP/1 connection.
@@ -125,7 +126,7 @@ impl EndpointClient {
         connection_use: ConnectionUse,
     ) -> Result<ConnectOutcome, Error> {
         match self.existing_connection(protocol, connection_use).await {
-            Some(ready) => Ok(ready),
+            Some(outcome) => Ok(outcome),
             // Boxed: rare, for the first request or after a connection was closed.
             None => Box::pin(self.dial(protocol, connection_use)).await,
         }
@@ -138,7 +139,7 @@ impl EndpointClient {
         connection_use: ConnectionUse,
     ) -> Option<ConnectOutcome> {
         match (protocol, connection_use) {
-            (_, ConnectionUse::ExtendedConnect) => Box::pin(self.extended_connect_connection()).await,
+            (_, ConnectionUse::ExtendedConnect) => Box::pin(self.reserve_extended_connect_stream()).await,
             (HttpVersion::Http1, ConnectionUse::Unpooled) => None,
             (HttpVersion::Http1, ConnectionUse::Pooled) => Some(ConnectOutcome::Http1(
                 http1::ClientConnection::reused(self.pool.take()?),
@@ -186,7 +187,7 @@ impl EndpointClient {
     }
 
     /// Reserves an extended CONNECT stream on the first shared connection on which one is available.
-    async fn extended_connect_connection(&self) -> Option<ConnectOutcome> {
+    async fn reserve_extended_connect_stream(&self) -> Option<ConnectOutcome> {
         let waits: SmallVec<[http2::ExtendedConnectWait; 1]> = {
             let connections = self.http2.lock();
             connections
@@ -220,16 +221,16 @@ impl EndpointClient {
         if connection_use == ConnectionUse::ExtendedConnect {
             // Only makes sure that there is a connection: a stream that this reserves is released again.
             match protocol {
-                HttpVersion::Http1 => drop(self.free_stream_on_shared_connection().await?),
-                HttpVersion::Http2 => drop(self.stream_on_shared_connection().await?),
+                HttpVersion::Http1 => drop(self.try_reserve_shared_stream().await?),
+                HttpVersion::Http2 => drop(self.reserve_shared_stream().await?),
             }
-            match self.extended_connect_connection().await {
-                Some(ready) => return Ok(ready),
+            match self.reserve_extended_connect_stream().await {
+                Some(outcome) => return Ok(outcome),
                 None if protocol == HttpVersion::Http2 => return Ok(ConnectOutcome::NoExtendedConnectStream),
                 None => {}
             }
         } else if protocol == HttpVersion::Http2 {
-            return self.stream_on_shared_connection().await;
+            return self.reserve_shared_stream().await;
         }
         let connection = http1::ClientConnection::new((self.connect)(HttpVersion::Http1).await?);
         let pool = (connection_use == ConnectionUse::Pooled).then(|| self.pool.clone());
@@ -237,8 +238,8 @@ impl EndpointClient {
     }
 
     /// Returns an unused HTTP/1 connection to the pool.
-    pub(crate) fn return_to_pool(&self, ready: ConnectOutcome) {
-        if let ConnectOutcome::Http1(connection, Some(pool)) = ready {
+    pub(crate) fn return_to_pool(&self, outcome: ConnectOutcome) {
+        if let ConnectOutcome::Http1(connection, Some(pool)) = outcome {
             connection.return_to_pool(&pool);
         }
     }
@@ -250,11 +251,11 @@ impl EndpointClient {
 
     /// Reserves a stream on a shared HTTP/2 connection. Dials one if no stream is free; if none can be added, waits for a free
     /// stream.
-    async fn stream_on_shared_connection(&self) -> Result<ConnectOutcome, Error> {
+    async fn reserve_shared_stream(&self) -> Result<ConnectOutcome, Error> {
         let started_at = Instant::now();
         loop {
-            if let Some(ready) = self.free_stream_on_shared_connection().await? {
-                return Ok(ready);
+            if let Some(outcome) = self.try_reserve_shared_stream().await? {
+                return Ok(outcome);
             }
             let waited = http2::FREE_STREAM_TIMEOUT;
             let freed = timeout_at(started_at + waited, self.wait_for_free_stream()).await;
@@ -267,11 +268,11 @@ impl EndpointClient {
     }
 
     /// Reserves a stream on a shared HTTP/2 connection. Dials one if no stream is free; `None` if none can be added.
-    async fn free_stream_on_shared_connection(&self) -> Result<Option<ConnectOutcome>, Error> {
+    async fn try_reserve_shared_stream(&self) -> Result<Option<ConnectOutcome>, Error> {
         let n_failed_before = self.failed_dials.lock().count;
         let _dial_guard = self.dial_lock.lock().await;
-        if let Some(ready) = self.existing_http2() {
-            return Ok(Some(ready)); // another request has dialled in the meantime
+        if let Some(outcome) = self.existing_http2() {
+            return Ok(Some(outcome)); // another request has dialled in the meantime
         }
         let FailedDials {
             count: n_failed,
@@ -329,11 +330,11 @@ impl EndpointClient {
     /// The request gets no response head. [`Error::resendable`] says whether it can be sent again.
     pub(crate) async fn send(
         &self,
-        ready: ConnectOutcome,
+        outcome: ConnectOutcome,
         req: &mut Request<Body>,
-        interims: Option<&InterimSender>,
+        interims: Option<&SharedInterimSink>,
     ) -> Result<Response<Body>, Error> {
-        match ready {
+        match outcome {
             ConnectOutcome::Http1(connection, pool) => {
                 let mut exchange = connection.send(req, self.addr, pool, interims.cloned());
                 match exchange.head().await {
@@ -356,7 +357,7 @@ impl EndpointClient {
         &self,
         sender: http2::ExtendedConnectSender,
         req: &mut Request<Body>,
-        interims: Option<&InterimSender>,
+        interims: Option<&SharedInterimSink>,
     ) -> Result<Response<Body>, Error> {
         if req.version() == Version::HTTP_2 {
             return http2::send_extended_connect(sender, std::mem::take(req), self.addr, interims).await;
@@ -524,7 +525,7 @@ mod tests {
             })
         });
         let client = new_client(addr, connect, 1);
-        let ready = client
+        let outcome = client
             .connection(HttpVersion::Http1, ConnectionUse::Pooled)
             .await
             .unwrap();
@@ -543,7 +544,7 @@ mod tests {
             tokio::select! {
                 biased; // an application that closes immediately does so before the request is sent
                 () = close_and_answer => unreachable!(),
-                sent = client.send(ready, &mut req, None) => sent,
+                sent = client.send(outcome, &mut req, None) => sent,
             }
         };
         (sent, is_resent)
@@ -671,12 +672,12 @@ mod tests {
         let addr = listener.local_addr().unwrap();
         let client = new_client(addr, connect_to(addr), 60);
         let send_get = async || {
-            let ready = client
+            let outcome = client
                 .connection(HttpVersion::Http1, ConnectionUse::Pooled)
                 .await
                 .unwrap();
             let mut get = Request::get("/").body(Body::empty()).unwrap();
-            let (sent, server) = tokio::join!(client.send(ready, &mut get, None), async {
+            let (sent, server) = tokio::join!(client.send(outcome, &mut get, None), async {
                 let (mut server, _) = listener.accept().await.unwrap();
                 let head = b"HTTP/1.1 204 No Content\r\nkeep-alive: timeout=40\r\n\r\n";
                 server.write_all(head).await.unwrap();
@@ -757,10 +758,10 @@ mod tests {
         server.enable_connect_protocol().max_concurrent_streams(0);
         let client = client_of(&server).await;
         let connect_websocket = async || {
-            let ready = client
+            let outcome = client
                 .connection(HttpVersion::Http1, ConnectionUse::ExtendedConnect)
                 .await;
-            assert!(matches!(ready, Ok(ConnectOutcome::Http1(_, None))));
+            assert!(matches!(outcome, Ok(ConnectOutcome::Http1(_, None))));
         };
         connect_websocket().await; // dials the connection whose settings permit no stream
         tokio::time::pause();

@@ -11,7 +11,7 @@ pub(crate) type ConnectionCloser = Arc<Notify>;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CloseAfterResponse;
 
-/// The signals that start the graceful shutdown of a connection.
+/// The signals that start the graceful shutdown of a connection: `drain` of any, `closer` of an HTTP/2 connection only.
 pub(crate) struct CloseSignals<'a> {
     pub(crate) closer: ConnectionCloser,
     pub(crate) drain: &'a drain::Watch,

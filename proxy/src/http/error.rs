@@ -183,7 +183,8 @@ pub(crate) enum Error {
 /// import each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum UnavailableCause {
-    /// The endpoints cannot be reached. `after` is the cause code of one of them, or `None` if none has failed its last dial.
+    /// The endpoints cannot be reached. `after` is the cause code of a failed dial to one of them; `None` if none of their last
+    /// dials failed.
     Unreachable { after: Option<&'static str> },
     /// Circuit breakers have ejected at least one of them.
     Ejected,
@@ -232,7 +233,7 @@ pub(crate) struct ErrorStatus {
 
 impl Error {
     /// Wraps an error from receiving a request body.
-    pub(crate) fn from_client(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
+    pub(crate) fn from_request_body(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
         Self::ReadRequestBody(error.into())
     }
 

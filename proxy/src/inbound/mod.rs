@@ -2,6 +2,8 @@
 //!
 //! [`connection`] accepts a connection, finds the policy of its port, terminates TLS, detects the protocol, and serves the
 //! connection (I1–I7). [`request`] authorizes HTTP requests and sends them to the application (I8–I11).
+//!
+//! `ARCHITECTURE.md` defines the steps of a request, I1 to I11.
 
 pub(crate) mod admin;
 pub(crate) mod app_clients;

@@ -1,5 +1,5 @@
-//! The ports that are metric labels. Clients choose the ports that they connect to, so the number of ports is limited on which no
-//! application listens; connections to further ones are counted together.
+//! The ports that are metric labels. Clients choose the ports that they connect to, so the number of undeclared ports that become
+//! labels is limited, separately for ports with and without a listener; all further ports share one label.
 
 use std::{collections::HashSet, net::SocketAddr};
 
@@ -17,9 +17,9 @@ pub(crate) struct PortLabels {
 #[derive(Default)]
 struct UndeclaredPorts {
     /// An application has listened on them.
-    served: HashSet<u16>,
+    with_listener: HashSet<u16>,
     /// No application has listened on them. They have a separate limit, so that clients cannot use up that of the others.
-    unserved: HashSet<u16>,
+    without_listener: HashSet<u16>,
 }
 
 impl PortLabels {
@@ -46,11 +46,11 @@ impl PortLabels {
                 return OTHER_PORTS;
             }
         }
-        let is_served = (self.is_listening)(target);
+        let has_listener = (self.is_listening)(target);
         let mut undeclared = self.undeclared.lock();
-        let (ports, max_ports) = match is_served {
-            true => (&mut undeclared.served, MAX_SERVED_PORTS),
-            false => (&mut undeclared.unserved, MAX_UNSERVED_PORTS),
+        let (ports, max_ports) = match has_listener {
+            true => (&mut undeclared.with_listener, MAX_PORTS_WITH_LISTENER),
+            false => (&mut undeclared.without_listener, MAX_PORTS_WITHOUT_LISTENER),
         };
         if ports.len() >= max_ports {
             return OTHER_PORTS;
@@ -62,11 +62,11 @@ impl PortLabels {
 
 impl UndeclaredPorts {
     fn is_full(&self) -> bool {
-        self.served.len() >= MAX_SERVED_PORTS && self.unserved.len() >= MAX_UNSERVED_PORTS
+        self.with_listener.len() >= MAX_PORTS_WITH_LISTENER && self.without_listener.len() >= MAX_PORTS_WITHOUT_LISTENER
     }
 
     fn contains(&self, port: u16) -> bool {
-        self.served.contains(&port) || self.unserved.contains(&port)
+        self.with_listener.contains(&port) || self.without_listener.contains(&port)
     }
 }
 
@@ -74,9 +74,9 @@ impl UndeclaredPorts {
 const OTHER_PORTS: u16 = 0;
 
 /// As many as there may be host names from the local application.
-const MAX_SERVED_PORTS: usize = 1_000;
+const MAX_PORTS_WITH_LISTENER: usize = 1_000;
 /// As many as there may be host names from clients without an identity.
-const MAX_UNSERVED_PORTS: usize = 64;
+const MAX_PORTS_WITHOUT_LISTENER: usize = 64;
 
 #[cfg(test)]
 mod tests {
@@ -92,9 +92,12 @@ mod tests {
     fn ports_that_clients_scan_share_a_label_and_take_none_from_ports_of_the_application() {
         let ports = PortLabels::new("8080,9000-9100".parse().unwrap(), |target| target.port() >= 65_500);
         let scan = || (1..=u16::MAX).map(|port| label(&ports, port)).collect::<BTreeSet<_>>();
-        let (n_declared, n_served) = (102, 36);
+        let (n_declared, n_with_listener) = (102, 36);
         let scanned = scan();
-        assert_eq!(scanned.len(), n_declared + n_served + MAX_UNSERVED_PORTS + 1);
+        assert_eq!(
+            scanned.len(),
+            n_declared + n_with_listener + MAX_PORTS_WITHOUT_LISTENER + 1
+        );
         assert!(scanned.contains(&OTHER_PORTS));
         for port in [8080, 9000, 9100, 65_500, u16::MAX] {
             assert_eq!(label(&ports, port), port);
@@ -107,6 +110,6 @@ mod tests {
     fn the_number_of_ports_of_the_application_is_limited() {
         let ports = PortLabels::new(PortSet::default(), |_| true);
         let labels: BTreeSet<_> = (1..=u16::MAX).map(|port| label(&ports, port)).collect();
-        assert_eq!(labels.len(), MAX_SERVED_PORTS + 1);
+        assert_eq!(labels.len(), MAX_PORTS_WITH_LISTENER + 1);
     }
 }

@@ -79,10 +79,15 @@ impl DetectionResult {
 
     fn new(first: Option<&FirstBytes>) -> Self {
         match first {
-            Some(FirstBytes::Client(_, DetectedProtocol::Http1, _)) => Self::Http1,
-            Some(FirstBytes::Client(_, DetectedProtocol::Http2, _)) => Self::Http2,
-            Some(FirstBytes::Client(seen, ..)) if seen.is_empty() => Self::ReadTimeout,
-            Some(FirstBytes::Client(..) | FirstBytes::Server { .. } | FirstBytes::Closed) => Self::NotHttp,
+            Some(FirstBytes::ServerSilent {
+                client_bytes, protocol, ..
+            }) => match protocol {
+                DetectedProtocol::Http1 => Self::Http1,
+                DetectedProtocol::Http2 => Self::Http2,
+                _ if client_bytes.is_empty() => Self::ReadTimeout,
+                _ => Self::NotHttp,
+            },
+            Some(FirstBytes::Server { .. } | FirstBytes::Closed) => Self::NotHttp,
             None => Self::Error,
         }
     }
@@ -109,7 +114,11 @@ mod tests {
         let registry = Registry::new();
         let series = Families::new(&registry, "inbound").series(Labels::new().with("srv_name", "web"));
         let client = |seen: &'static str, protocol| {
-            Some(FirstBytes::Client(Bytes::from_static(seen.as_bytes()), protocol, None))
+            Some(FirstBytes::ServerSilent {
+                client_bytes: Bytes::from_static(seen.as_bytes()),
+                protocol,
+                server: None,
+            })
         };
         for first in [
             client("GET /", DetectedProtocol::Http1),

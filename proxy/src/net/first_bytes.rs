@@ -24,8 +24,8 @@ use crate::net::{
 /// first bytes within a millisecond or two.
 const CLIENT_WAIT: Duration = Duration::from_millis(15);
 
-/// The same, for a target whose clients have spoken first before. Longer, because a dial before the client's bytes would most
-/// likely be useless.
+/// The same, for a target whose clients spoke first on earlier connections. Longer, because a dial before the client's bytes would
+/// most likely be useless.
 const KNOWN_CLIENT_FIRST_WAIT: Duration = Duration::from_millis(25);
 
 /// If the dial fails, a silent client still has this time, counted from the start of the dial, to send its first bytes. It allows
@@ -43,11 +43,18 @@ const CLIENT_FIRST: u8 = 2;
 /// How a connection began.
 #[derive(Debug)]
 pub(crate) enum FirstBytes {
-    /// The server has sent nothing: the client's bytes, if any, their protocol, and the server connection if it was dialled.
-    Client(Bytes, DetectedProtocol, Option<Io>),
+    /// The server has sent nothing.
+    ServerSilent {
+        /// May be empty.
+        client_bytes: Bytes,
+        /// The protocol of the client's bytes.
+        protocol: DetectedProtocol,
+        /// The server connection, if it was dialled.
+        server: Option<Io>,
+    },
     /// The server sent first. Its bytes are put back in front of its connection; the client's bytes, if any, are returned
     /// separately.
-    Server { server: Io, client: Bytes },
+    Server { server: Io, client_bytes: Bytes },
     /// The client closed without sending a byte.
     Closed,
 }
@@ -67,21 +74,26 @@ impl FirstBytes {
         if protocol != DetectedProtocol::NotHttp {
             learned.record(CLIENT_FIRST);
         }
-        Self::Client(seen.freeze(), protocol, server)
+        Self::ServerSilent {
+            client_bytes: seen.freeze(),
+            protocol,
+            server,
+        }
     }
 
     /// Number of bytes that were read from the client.
     pub(crate) fn n_read(&self) -> usize {
         match self {
-            Self::Client(client, ..) | Self::Server { client, .. } => client.len(),
+            Self::ServerSilent { client_bytes, .. } | Self::Server { client_bytes, .. } => client_bytes.len(),
             Self::Closed => 0,
         }
     }
 
     /// Whether the bytes look like one complete GET or HEAD, as far as that can be seen without parsing it.
     pub(crate) fn is_complete_request_without_body(&self) -> bool {
-        matches!(self, Self::Client(client, DetectedProtocol::Http1, _)
-            if client.ends_with(b"\r\n\r\n") && (client.starts_with(b"GET ") || client.starts_with(b"HEAD ")))
+        matches!(self, Self::ServerSilent { client_bytes, protocol: DetectedProtocol::Http1, .. }
+            if client_bytes.ends_with(b"\r\n\r\n")
+                && (client_bytes.starts_with(b"GET ") || client_bytes.starts_with(b"HEAD ")))
     }
 }
 
@@ -150,8 +162,8 @@ pub(crate) async fn wait_for_client<C: AsyncRead + Unpin>(
 
 /// Which side has sent the first bytes.
 enum FirstSpeaker {
-    /// The client, or neither side. The server connection, if it was dialled.
-    Client(Detection, Option<Io>),
+    /// With the server connection, if it was dialled.
+    ClientOrNeither(Detection, Option<Io>),
     Server(Io),
 }
 
@@ -173,20 +185,20 @@ where
         // The client may still send while the server is dialled.
         tokio::select! {
             biased;
-            detection = &mut detecting => FirstSpeaker::Client(detection?, None),
+            detection = &mut detecting => FirstSpeaker::ClientOrNeither(detection?, None),
             // Boxed: otherwise this future would hold several copies of it for the whole wait.
             dialled = Box::pin(dial()) => match dialled {
-                None => FirstSpeaker::Client(detect_until(give_up_at, detecting).await?, None),
+                None => FirstSpeaker::ClientOrNeither(detect_until(give_up_at, detecting).await?, None),
                 Some(mut server) => tokio::select! {
                     biased;
-                    detection = &mut detecting => FirstSpeaker::Client(detection?, Some(server)),
+                    detection = &mut detecting => FirstSpeaker::ClientOrNeither(detection?, Some(server)),
                     read = detect::read_some(&mut server, &mut server_bytes) => match read {
                         // The server has closed, and the client was silent until now.
-                        Ok(0) => FirstSpeaker::Client(Detection::TimedOut, Some(server)),
+                        Ok(0) => FirstSpeaker::ClientOrNeither(Detection::TimedOut, Some(server)),
                         Ok(_) => FirstSpeaker::Server(server),
                         Err(broken) => match detect_until(give_up_at, detecting).await? {
                             Detection::TimedOut => return Err(broken),
-                            detection => FirstSpeaker::Client(detection, None),
+                            detection => FirstSpeaker::ClientOrNeither(detection, None),
                         },
                     },
                 },
@@ -198,10 +210,12 @@ where
             learned.record(SERVER_FIRST);
             Ok(FirstBytes::Server {
                 server: server.prepend(server_bytes.freeze()),
-                client: seen.freeze(),
+                client_bytes: seen.freeze(),
             })
         }
-        FirstSpeaker::Client(detection, server) => Ok(FirstBytes::from_client(detection, seen, server, learned)),
+        FirstSpeaker::ClientOrNeither(detection, server) => {
+            Ok(FirstBytes::from_client(detection, seen, server, learned))
+        }
     }
 }
 
@@ -247,7 +261,11 @@ mod tests {
             (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", false),
             (b"hello\r\n\r\n", false),
         ] {
-            let first = FirstBytes::Client(Bytes::from_static(bytes), detect::classify(bytes), None);
+            let first = FirstBytes::ServerSilent {
+                client_bytes: Bytes::from_static(bytes),
+                protocol: detect::classify(bytes),
+                server: None,
+            };
             assert_eq!(first.is_complete_request_without_body(), is_request, "{first:?}");
         }
         assert!(!FirstBytes::Closed.is_complete_request_without_body());
@@ -263,7 +281,11 @@ mod tests {
             let first = wait_for_either(&mut client, &LearnedSpeaker::default(), limit, dial).await;
             assert!(matches!(
                 first,
-                Ok(FirstBytes::Client(_, DetectedProtocol::NotHttp, None))
+                Ok(FirstBytes::ServerSilent {
+                    protocol: DetectedProtocol::NotHttp,
+                    server: None,
+                    ..
+                })
             ));
             assert_eq!(started_at.elapsed(), limit, "{sent:?}");
         }

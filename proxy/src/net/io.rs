@@ -50,8 +50,9 @@ const CORK_FLAGS: libc::c_int = libc::MSG_MORE | libc::MSG_NOSIGNAL;
 /// given.
 const MAX_BUFFERED_BYTES: usize = 48 * 1024;
 
-/// How long the kernel keeps the unsent bytes of an evicted or stopped connection whose peer reads none of them. Clients that do
-/// not read could otherwise fill the kernel's memory with connections that no limit counts any more.
+/// How long the kernel keeps the unsent bytes of a connection that was evicted, or that the proxy ends
+/// ([`ConnectionHandle::reset_on_drop`]), if its peer reads none of them. Clients that do not read could otherwise fill the
+/// kernel's memory with connections that no limit counts any more.
 const STOPPED_SEND_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Any connection of the proxy, in either direction.
@@ -100,7 +101,8 @@ impl Tcp {
         self
     }
 
-    /// For a dialled application, whose address can differ from the local one, for example with the client's source address.
+    /// Marks the peer as a process of this host. Needed for the application: dialled from the client's address, it has another
+    /// address than the socket's local one.
     pub(crate) fn with_local_peer(mut self) -> Self {
         self.has_local_peer = true;
         self
@@ -171,8 +173,9 @@ impl Drop for Tcp {
     fn drop(&mut self) {
         let asked_by_owner = self.must_reset.load(Ordering::Relaxed);
         let evicted_or_stopped = self.permit.as_ref().is_some_and(ConnectionPermit::must_reset);
-        // An evicted or stopped connection is reset only if the peer has acknowledged everything: a reset would discard a complete
-        // response in flight. If a FIN could be taken for the end of an incomplete response, its owner has called `reset_on_drop`.
+        // A connection that was evicted, or that the proxy ends (`ConnectionHandle::reset_on_drop`), is reset only if the peer has
+        // acknowledged everything: a reset would discard a complete response in flight. If a FIN could be taken for the end of an
+        // incomplete response, its owner has called `Io::reset_on_drop`.
         let must_reset = asked_by_owner || evicted_or_stopped && unacknowledged_bytes(&self.stream) == Some(0);
         let socket = SockRef::from(&self.stream);
         let result = match (must_reset, evicted_or_stopped) {

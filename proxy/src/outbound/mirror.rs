@@ -6,7 +6,7 @@ use std::sync::{
 };
 
 use crate::{
-    http::lifecycle::tee::CopyMemory,
+    http::lifecycle::tee::BodyCopyMemory,
     outbound::{backend::Backends, endpoint::EndpointContext, metrics::MirrorSeries},
     policy::{
         filter::{Filter, Ratio},
@@ -26,22 +26,22 @@ pub(crate) struct Mirror {
     pub(in crate::outbound) route: Arc<Meta>,
     pub(in crate::outbound) endpoint_context: Arc<EndpointContext>,
     pub(in crate::outbound) series: MirrorSeries,
-    pub(in crate::outbound) usage: Arc<CopyUsage>,
+    pub(in crate::outbound) usage: Arc<MirrorCopyUsage>,
 }
 
 /// The memory that a mirror's copies use, and how many are in flight. A new version of the policy keeps both.
 #[derive(Default)]
-pub(in crate::outbound) struct CopyUsage {
-    pub(in crate::outbound) memory: Arc<CopyMemory>,
+pub(in crate::outbound) struct MirrorCopyUsage {
+    pub(in crate::outbound) memory: Arc<BodyCopyMemory>,
     n_in_flight: AtomicUsize,
 }
 
 /// A copy of a request. Counts as in flight until it is dropped.
-pub(in crate::outbound) struct CopyGuard(Arc<Mirror>);
+pub(in crate::outbound) struct MirrorCopyGuard(Arc<Mirror>);
 
 /// What became of a copy, as its metric shows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::outbound) enum CopyResult {
+pub(in crate::outbound) enum MirrorCopyResult {
     /// The mirror has sent a response that is not a failure.
     Success,
     /// The mirror has sent a failure or no response, or the request itself was not sent to its end.
@@ -52,36 +52,36 @@ pub(in crate::outbound) enum CopyResult {
 
 impl Mirror {
     /// Starts a copy of a request, if the ratio includes the request, and not too many copies are in flight.
-    pub(in crate::outbound) fn start_copy(self: &Arc<Self>) -> Option<CopyGuard> {
+    pub(in crate::outbound) fn start_copy(self: &Arc<Self>) -> Option<MirrorCopyGuard> {
         if !self.ratio.includes(|n| fastrand::u32(0..n)) {
             return None;
         }
         let n_before = self.usage.n_in_flight.fetch_add(1, Ordering::Relaxed);
-        let guard = CopyGuard(self.clone());
+        let guard = MirrorCopyGuard(self.clone());
         if n_before >= MAX_COPIES_IN_FLIGHT {
-            guard.record(CopyResult::Dropped);
+            guard.record(MirrorCopyResult::Dropped);
             return None;
         }
         Some(guard)
     }
 }
 
-impl CopyGuard {
+impl MirrorCopyGuard {
     pub(in crate::outbound) fn mirror(&self) -> &Mirror {
         &self.0
     }
 
-    pub(in crate::outbound) fn record(self, result: CopyResult) {
+    pub(in crate::outbound) fn record(self, result: MirrorCopyResult) {
         let series = &self.0.series;
         match result {
-            CopyResult::Success => series.succeeded.inc(),
-            CopyResult::Failure => series.failed.inc(),
-            CopyResult::Dropped => series.dropped.inc(),
+            MirrorCopyResult::Success => series.succeeded.inc(),
+            MirrorCopyResult::Failure => series.failed.inc(),
+            MirrorCopyResult::Dropped => series.dropped.inc(),
         }
     }
 }
 
-impl Drop for CopyGuard {
+impl Drop for MirrorCopyGuard {
     fn drop(&mut self) {
         self.0.usage.n_in_flight.fetch_sub(1, Ordering::Relaxed);
     }

@@ -1,8 +1,10 @@
 //! The outbound side: from the application to a backend.
 //!
 //! [`connection`] accepts connections, finds their destination and detects their protocol (O1–O4). HTTP requests are routed and
-//! sent by [`request`] (O5–O12). Opaque bytes get one backend for each connection.
+//! sent by [`request`] (O6–O12), after the HTTP layers have admitted them (O5). Opaque bytes get one backend for each connection.
 //! [`destination`] discovers destinations from the control plane and DNS.
+//!
+//! `ARCHITECTURE.md` defines the steps of a request, O1 to O12.
 
 pub(crate) mod backend;
 mod connection;

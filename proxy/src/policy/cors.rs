@@ -28,10 +28,10 @@ pub(crate) struct Cors {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum OriginMatch {
     Any,
-    /// This host.
-    Host(Origin),
-    /// All hosts that are longer than this one and end with it.
-    HostSuffix(Origin),
+    /// This origin: scheme, host and port.
+    Exact(Origin),
+    /// All origins with this scheme and port whose host is longer than this one and ends with it.
+    Suffix(Origin),
 }
 
 /// A scheme, a host, and a port.
@@ -131,15 +131,15 @@ impl AllowedNames {
 }
 
 impl OriginMatch {
-    /// `None` if the text is neither `*` nor an origin; `*` at the start of its host matches all that is before the rest.
+    /// `None` if the text is neither `*` nor an origin; a `*` at the start of its host matches any non-empty prefix.
     pub(crate) fn parse(text: &str) -> Option<Self> {
         if text == "*" {
             return Some(Self::Any);
         }
         let origin = Origin::parse(text)?;
         match origin.host.strip_prefix('*').map(Box::from) {
-            None => Some(Self::Host(origin)),
-            Some(host) => Some(Self::HostSuffix(Origin { host, ..origin })),
+            None => Some(Self::Exact(origin)),
+            Some(host) => Some(Self::Suffix(Origin { host, ..origin })),
         }
     }
 
@@ -148,8 +148,8 @@ impl OriginMatch {
         let same_scheme_and_port = |a: &Origin, b: &Origin| (a.is_https, a.port) == (b.is_https, b.port);
         match self {
             Self::Any => true,
-            Self::Host(allowed) => origin().is_some_and(|origin| origin == *allowed),
-            Self::HostSuffix(allowed) => origin().is_some_and(|origin| {
+            Self::Exact(allowed) => origin().is_some_and(|origin| origin == *allowed),
+            Self::Suffix(allowed) => origin().is_some_and(|origin| {
                 same_scheme_and_port(&origin, allowed)
                     && origin.host.len() > allowed.host.len()
                     && origin.host.ends_with(&*allowed.host)

@@ -142,7 +142,7 @@ impl ServerPolicy {
                 .any(|rule| permits(&rule.action))
     }
 
-    /// Whether every client may connect, with any identity and from any address.
+    /// Whether every client may connect, with or without an identity, from any address.
     pub(crate) fn permits_everybody(&self) -> bool {
         self.authorizations.iter().any(Authorization::permits_everybody)
     }
@@ -311,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn a_route_for_probes_permits_no_client_the_limits_of_an_authorized_one() {
+    fn a_probe_route_does_not_make_a_client_count_as_authorized() {
         let everybody: Arc<[Authorization]> = DefaultPolicy::AllUnauthenticated
             .policy_for_detected_port(Duration::ZERO, &[])
             .authorizations;

@@ -34,7 +34,7 @@ pub struct Config {
     /// `host.name`.
     pub host: Option<String>,
     /// A file of the workload's labels, one `name="value"` on each line.
-    pub labels: Option<PathBuf>,
+    pub labels_path: Option<PathBuf>,
     /// Additional resource attributes; they override labels.
     pub attributes: BTreeMap<String, String>,
 }
@@ -88,9 +88,9 @@ impl Config {
 
     /// The resource attributes of this proxy, from all sources; later ones override earlier ones.
     fn resource(&self) -> Resource {
-        let labels = self.labels.as_ref().map(std::fs::read_to_string).transpose();
+        let labels = self.labels_path.as_ref().map(std::fs::read_to_string).transpose();
         let labels = labels.unwrap_or_else(|error| {
-            tracing::warn!(path = ?self.labels, %error, "reading the workload labels failed, spans are sent without them");
+            tracing::warn!(path = ?self.labels_path, %error, "reading the workload labels failed, spans are sent without them");
             None
         });
         let mut merged = BTreeMap::from([("service.name".to_owned(), self.service.clone())]);
@@ -267,8 +267,8 @@ mod tests {
     #[test]
     fn later_resource_attributes_override_earlier_ones() {
         let dir = tempfile::tempdir().unwrap();
-        let labels = dir.path().join("labels");
-        std::fs::write(&labels, "app=\"web\"\nservice.name=\"labelled\"\nbroken\n").unwrap();
+        let labels_path = dir.path().join("labels");
+        std::fs::write(&labels_path, "app=\"web\"\nservice.name=\"labelled\"\nbroken\n").unwrap();
         let mut config = Config {
             collector: ControlAddr {
                 addr: "127.0.0.1:4317".parse().unwrap(),
@@ -277,7 +277,7 @@ mod tests {
             sampling: 0.0,
             service: "linkerd-proxy".to_owned(),
             host: Some("node".to_owned()),
-            labels: Some(labels),
+            labels_path: Some(labels_path),
             attributes: BTreeMap::new(),
         };
         let value_of = |config: &Config, key: &str| {
@@ -296,7 +296,7 @@ mod tests {
             .attributes
             .insert("service.name".to_owned(), "configured".to_owned());
         assert_eq!(value_of(&config, "service.name").as_deref(), Some("configured"));
-        config.labels = Some("/nowhere".into());
+        config.labels_path = Some("/nowhere".into());
         assert_eq!(value_of(&config, "app"), None);
     }
 }

@@ -109,16 +109,16 @@ fn run(command: Command) -> anyhow::Result<()> {
         }
         Command::Status => {
             ensure!(
-                cluster::is_running()?,
-                "no cluster is running; `./run cluster up` starts one"
+                cluster::is_detached_running()?,
+                "no detached cluster is running; `./run cluster up` starts one"
             );
             Ok(())
         }
-        Command::Down => runtime.block_on(cluster::stop()),
+        Command::Down => runtime.block_on(cluster::stop_detached()),
         Command::Kubectl { args } => exec_on_first_node("kubectl", &args),
         Command::Exec { program, args } => exec_on_first_node(&program, &args),
         Command::ApiServer { program, args } => runtime.block_on(run_with_api_server(&program, &args)),
-        Command::LoadImage { archive } => cluster::load_archive(&archive),
+        Command::LoadImage { archive } => cluster::load_archive_on_detached(&archive),
         Command::Images { dir, binaries } => {
             std::fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
             for (image, name) in Image::SHIPPED.into_iter().zip(["controller", "proxy", "bench"]) {
@@ -160,6 +160,6 @@ async fn run_with_api_server(program: &Path, args: &[String]) -> anyhow::Result<
 
 /// Replaces this process by a program on the first node.
 fn exec_on_first_node(program: &str, args: &[String]) -> anyhow::Result<()> {
-    let error = cluster::command_on_first_node(program)?.args(args).exec();
+    let error = cluster::command_on_first_detached_node(program)?.args(args).exec();
     Err(error).with_context(|| format!("starting {program}"))
 }

@@ -36,7 +36,7 @@ pub struct ApiServer {
     dir: TempDir,
 }
 
-/// Options of an [`ApiServer`] that differ from the defaults.
+/// Options of an [`ApiServer`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Options {
     pub controllers: Controllers,

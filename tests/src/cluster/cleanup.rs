@@ -90,7 +90,8 @@ fn remove_external_files(dir: &Path) {
             let _ = fs::remove_file(cni_result);
         }
     }
-    // The path of the kubelet's plugin socket cannot be configured. If another cluster is about to create it, that one removes it.
+    // The path of the kubelet's plugin socket cannot be configured. If the lock is held, another cluster's kubelet is creating the
+    // socket, and that cluster's cleanup removes it.
     if let Ok(Some(_lock)) = slot::try_lock_device_plugins() {
         let _ = fs::remove_file("/var/lib/kubelet/device-plugins/kubelet.sock");
         for empty in ["/var/lib/kubelet/device-plugins", "/var/lib/kubelet"] {

@@ -43,7 +43,7 @@ pub struct Cluster {
     lock: SlotLock,
 }
 
-/// Options of a [`Cluster`] that differ from the defaults.
+/// Options of a [`Cluster`].
 #[derive(Clone, Debug)]
 pub struct ClusterOptions {
     /// Between one and [`MAX_NODES`]; each node is in its own zone.
@@ -208,7 +208,7 @@ impl Cluster {
                 Ok(())
             };
             let waited = self.wait_until(&format!("{} is ready", node.name), ready).await;
-            // If a component of a node has exited, its error explains most.
+            // If a component of a node has exited, its error says more than the timeout.
             for component in &mut self.components {
                 component.check_alive()?;
             }
@@ -390,7 +390,7 @@ impl Drop for Cluster {
 ///
 /// # Errors
 /// Fails if a process cannot be stopped or a file cannot be removed.
-pub async fn stop() -> anyhow::Result<()> {
+pub async fn stop_detached() -> anyhow::Result<()> {
     let detached = Slot::detached();
     // A detached cluster holds no lock. The cluster of a running test holds it until the test ends.
     let _lock = detached.lock().await?;
@@ -407,22 +407,23 @@ pub async fn stop() -> anyhow::Result<()> {
 ///
 /// # Errors
 /// Fails if the processes of this machine cannot be listed.
-pub fn is_running() -> anyhow::Result<bool> {
+pub fn is_detached_running() -> anyhow::Result<bool> {
     Slot::detached().has_detached_cluster()
 }
 
-/// The command that runs a program on the first node of the running cluster as the administrator.
+/// The command that runs a program on the first node of the detached cluster as the administrator.
 ///
 /// # Errors
-/// Fails if no cluster is running, or the program does not exist.
-pub fn command_on_first_node(program: &str) -> anyhow::Result<std::process::Command> {
+/// Fails if no detached cluster is running, or the program does not exist.
+pub fn command_on_first_detached_node(program: &str) -> anyhow::Result<std::process::Command> {
     let slot = Slot::detached();
-    let entries = fs::read_dir("/run/netns").context("no cluster is running; `./run cluster up` starts one")?;
+    let entries =
+        fs::read_dir("/run/netns").context("no detached cluster is running; `./run cluster up` starts one")?;
     let name = |entry: io::Result<fs::DirEntry>| entry.ok()?.file_name().into_string().ok();
     let first = entries
         .filter_map(name)
         .find(|name| name.starts_with(slot.namespace_prefix()) && name.ends_with("-node1"))
-        .context("no cluster is running; `./run cluster up` starts one")?;
+        .context("no detached cluster is running; `./run cluster up` starts one")?;
     let mut command = std::process::Command::new("nsenter");
     command
         .arg(format!("--net=/run/netns/{first}"))
@@ -431,15 +432,15 @@ pub fn command_on_first_node(program: &str) -> anyhow::Result<std::process::Comm
     Ok(command)
 }
 
-/// Loads the image of a docker archive on every node of the running cluster.
+/// Loads the image of a docker archive on every node of the detached cluster.
 ///
 /// # Errors
-/// Fails if no cluster is running, or a node refuses the image.
-pub fn load_archive(archive: &Path) -> anyhow::Result<()> {
+/// Fails if no detached cluster is running, or a node refuses the image.
+pub fn load_archive_on_detached(archive: &Path) -> anyhow::Result<()> {
     let sockets = node::sockets(Slot::detached().dir());
     ensure!(
         !sockets.is_empty(),
-        "no cluster is running; `./run cluster up` starts one"
+        "no detached cluster is running; `./run cluster up` starts one"
     );
     sockets.iter().try_for_each(|socket| node::load_image(socket, archive))
 }

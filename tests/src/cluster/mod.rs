@@ -21,5 +21,8 @@ mod slot;
 
 pub use api_server::{ApiServer, Controllers, Options};
 pub use audit::{AuditObject, AuditPolicy, AuditRecord, AuditStatus, AuditUser};
-pub use cluster::{Cluster, ClusterOptions, MAX_NODES, command_on_first_node, is_running, load_archive, stop};
+pub use cluster::{
+    Cluster, ClusterOptions, MAX_NODES, command_on_first_detached_node, is_detached_running, load_archive_on_detached,
+    stop_detached,
+};
 pub use node::Node;

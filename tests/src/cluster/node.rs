@@ -105,7 +105,7 @@ state = "{state}"
 [grpc]
   address = "{socket}"
 [plugins."io.containerd.grpc.v1.cri"]
-  # Without this, root without CAP_SYS_RESOURCE, which may not lower the OOM score, could not start containers.
+  # Root may lack CAP_SYS_RESOURCE and then may not lower the OOM score; without this setting no container would start.
   restrict_oom_score_adj = true
   sandbox_image = "{SANDBOX_IMAGE}"
   netns_mounts_under_state_dir = true

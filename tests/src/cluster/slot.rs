@@ -134,7 +134,7 @@ fn try_lock_file(path: &Path) -> anyhow::Result<Option<Flock<File>>> {
     }
 }
 
-/// `.config/nextest.toml` runs as many tests of clusters at a time.
+/// Also the number of cluster tests that `.config/nextest.toml` runs at a time.
 const N_SLOTS: u8 = 2;
 const PARENT_DIR: &str = "/var/tmp";
 /// Distinguishes a detached cluster from one whose test was killed.

@@ -38,12 +38,12 @@ fn the_greeting_of_a_server_speaks_first_protocol_arrives_without_delay() {
 fn an_unauthorized_client_never_makes_the_application_accept_a_connection() {
     let Some(testbed) = start_testbed(&[]) else { return };
     let accepted = start_greeting_app(&testbed);
-    for words in [
+    for input in [
         &b""[..],
         b"hello\n",
         b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
     ] {
-        assert_refused(&testbed.outside, words);
+        assert_refused(&testbed.outside, input);
         assert_eq!(accepted.load(Ordering::SeqCst), 0);
     }
     let port = ["target_port=\"5000\""];
@@ -71,11 +71,11 @@ fn read_greeting(to: SocketAddr) -> (TcpStream, Duration) {
     (stream, took)
 }
 
-fn assert_refused(from: &Namespace, words: &[u8]) {
+fn assert_refused(from: &Namespace, input: &[u8]) {
     let answer = from.run(|| {
         let mut stream = TcpStream::connect((SERVER, SERVER_SPEAKS_FIRST)).unwrap();
         stream.set_read_timeout(Some(READ_TIMEOUT)).unwrap();
-        stream.write_all(words).unwrap();
+        stream.write_all(input).unwrap();
         let mut answer = Vec::new();
         match stream.read_to_end(&mut answer) {
             Err(error) if error.kind() != ErrorKind::ConnectionReset => panic!("{error} after {answer:?}"),

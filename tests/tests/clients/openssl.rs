@@ -24,8 +24,8 @@ pub(crate) struct Client<'a> {
 }
 
 impl Client<'_> {
-    /// Performs the handshake, sends `words`, and reads until the server closes the connection.
-    pub(crate) fn connect_and_send(&self, host: &Namespace, words: &[u8]) -> ProgramOutput {
+    /// Performs the handshake, sends `input`, and reads until the server closes the connection.
+    pub(crate) fn connect_and_send(&self, host: &Namespace, input: &[u8]) -> ProgramOutput {
         let to = self.to.to_string();
         let mut args = vec!["s_client", "-connect", &to, "-servername", self.name, "-ign_eof"];
         args.extend(self.alpn.iter().flat_map(|alpn| ["-alpn", alpn]));
@@ -35,7 +35,7 @@ impl Client<'_> {
         if let Some([certificate, chain, key]) = files {
             args.extend(["-cert", certificate, "-cert_chain", chain, "-key", key]);
         }
-        programs::run(host, "openssl", &args, words)
+        programs::run(host, "openssl", &args, input)
     }
 }
 

@@ -113,7 +113,7 @@ impl Testbed {
             dir,
         };
         testbed.add_process(testbed.control(&control, &manifests, setup.control));
-        testbed.add_process(testbed.application());
+        testbed.add_process(testbed.start_application());
         for (name, host, setup) in [
             ("server", testbed.server.clone(), setup),
             ("client", testbed.client.clone(), Setup::default()),
@@ -245,7 +245,7 @@ impl Testbed {
     }
 
     /// The HTTP echo servers, on ports with three policies.
-    fn application(&self) -> Process {
+    fn start_application(&self) -> Process {
         let mut command = command(&self.server, &[], &built_binary("tulle-bench").unwrap());
         command.arg("serve");
         let ports = [HTTP, RESTRICTED, H2C];

@@ -24,7 +24,7 @@ fn a_machine_set_up_as_in_the_guide_receives_and_sends_mutual_tls() {
         return;
     };
     let machine = machine(&testbed);
-    let _application = machine.application().unwrap();
+    let _application = machine.start_application().unwrap();
     let _workload_api = machine.start("tulle-workload-api.service").unwrap();
     let init = machine.unit("tulle-init.service");
     machine.run(&init["ExecStart"]).unwrap();
@@ -84,7 +84,7 @@ fn a_machine_set_up_as_in_the_guide_receives_and_sends_mutual_tls() {
     let allowed = testbed.series("inbound_http_authz_allow_total", &["target_port=\"8081\""], "client_id");
     assert_eq!(allowed.keys().collect::<Vec<_>>(), [IDENTITY]);
 
-    // The machine takes over a new issuer while it serves traffic.
+    // The machine starts to use a new issuer while it serves traffic.
     let before = renewals(&testbed);
     let issuer = trust::create_issuer("second", trust::ISSUER_LIFETIME, &testbed.credentials.anchor).unwrap();
     for (name, text) in [("key.pem", &issuer.key), ("crt.pem", &issuer.certificate)] {

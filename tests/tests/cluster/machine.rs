@@ -57,7 +57,7 @@ async fn an_external_machine_is_meshed_and_its_slice_outlives_the_leader() {
     patch(&meshed, &["--subresource=status", "-p", ready]).await;
     wait_for_slices(&meshed, &format!("{ADDR}:true")).await;
 
-    let _application = machine.application().unwrap();
+    let _application = machine.start_application().unwrap();
     let _workload_api = machine.start("tulle-workload-api.service").unwrap();
     let init = machine.unit("tulle-init.service");
     machine.run(&init["ExecStart"]).unwrap();

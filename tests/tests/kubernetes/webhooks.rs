@@ -487,7 +487,7 @@ async fn a_deleted_broken_or_replaced_certificate_is_repaired_while_reviews_cont
     })
     .await;
 
-    // A different certificate for the name is taken over: first the bundle contains it, then the webhook presents it.
+    // A different certificate for the name is adopted: first the bundle contains it, then the webhook presents it.
     let key = rcgen::KeyPair::generate().unwrap();
     let other = rcgen::CertificateParams::new(["localhost".to_owned()])
         .unwrap()
@@ -537,7 +537,7 @@ async fn certificates_are_renewed_before_they_expire_and_no_review_fails() {
     // The lifetime is so short that the allowance for clock skew is most of it, so a renewal is due immediately.
     let times = RotationTimes {
         lifetime: Duration::from_secs(60),
-        settle: Duration::from_secs(1),
+        settle_time: Duration::from_secs(1),
     };
     let fixture = Arc::new(WebhookFixture::start(times).await);
     let (running, signal) = load(&fixture);
@@ -583,7 +583,7 @@ async fn replicas_share_a_certificate_and_do_not_change_an_external_one() {
         ..Secret::default()
     };
     // A replica that has read the configuration before can still write the Secret once.
-    let supplied = eventually("our Secret in place of theirs", async || {
+    let supplied = eventually("the supplied Secret in place of the control plane's", async || {
         fixture
             .secrets()
             .delete(SECRET, &DeleteParams::default())
@@ -600,7 +600,7 @@ async fn replicas_share_a_certificate_and_do_not_change_an_external_one() {
         .delete("linkerd-sp-validator-k8s-tls", &DeleteParams::default())
         .await
         .unwrap();
-    eventually("a Secret of ours", async || {
+    eventually("the sp-validator's Secret is created again", async || {
         fixture.secrets().get_opt("linkerd-sp-validator-k8s-tls").await.unwrap()
     })
     .await;

@@ -1,4 +1,4 @@
-//! The inbound policy of the admin port applies to it, except to probes.
+//! Requests to the admin port are subject to its inbound policy, except probes.
 
 use std::net::Ipv4Addr;
 use std::time::Duration;
@@ -75,7 +75,7 @@ fn the_policy_of_the_admin_port_applies_except_to_probes() {
 }
 
 #[test]
-fn the_admin_port_shows_nothing_to_others_before_its_policy_is_known() {
+fn before_its_policy_is_known_the_admin_port_answers_only_probes() {
     let mesh = web().workload_env("POLICY_SVC_ADDR", POLICY_ADDR);
     mesh.run(async |mesh: &Mesh| {
         let asked_at = Instant::now();

@@ -1,4 +1,4 @@
-//! Rare but valid cases on the wire.
+//! Rare cases on the wire, valid and invalid.
 
 use std::convert::Infallible;
 use std::sync::Arc;

@@ -18,7 +18,7 @@ use tulle_tests::programs::find;
 const PROXY: &str = "127.0.0.1:15001";
 
 /// A client whose proxy listens for explicit requests, and services as destinations.
-fn forward_proxy_mesh() -> Builder {
+fn explicit_proxy_mesh() -> Builder {
     let client = mesh()
         .workload("client")
         .workload_env("TULLE_PROXY_EXPLICIT_LISTEN_ADDR", PROXY);
@@ -75,7 +75,7 @@ async fn socks(name: &str, port: u16) -> (TcpStream, u8) {
 
 #[test]
 fn curl_reaches_a_service_of_the_mesh_in_four_ways() {
-    forward_proxy_mesh().run(async |mesh: &Mesh| {
+    explicit_proxy_mesh().run(async |mesh: &Mesh| {
         echo(mesh).await;
         let by_name = format!("http://{}/headers", name("web", HTTP));
         let by_addr = format!("http://{}/headers", mesh.service_addr("web", HTTP));
@@ -116,7 +116,7 @@ fn curl_reaches_a_service_of_the_mesh_in_four_ways() {
 
 #[test]
 fn requests_of_one_connection_may_have_different_targets() {
-    forward_proxy_mesh().run(async |mesh: &Mesh| {
+    explicit_proxy_mesh().run(async |mesh: &Mesh| {
         echo(mesh).await;
         let ask = |service: &str| {
             let req = http::Request::get(format!("http://{}/headers", name(service, HTTP)));
@@ -145,7 +145,7 @@ fn requests_of_one_connection_may_have_different_targets() {
 
 #[test]
 fn byte_streams_pass_whichever_side_sends_first() {
-    forward_proxy_mesh().run(async |mesh: &Mesh| {
+    explicit_proxy_mesh().run(async |mesh: &Mesh| {
         echo(mesh).await;
         apps::start_greeting_server("web", mesh.app_addr("web", 9001)).await;
         for (host, port) in [("web", DETECTED_TCP), ("legacy", OPAQUE), ("web", OPAQUE)] {
@@ -165,7 +165,7 @@ fn byte_streams_pass_whichever_side_sends_first() {
 
 #[test]
 fn unreachable_targets_are_reported_in_the_clients_protocol() {
-    forward_proxy_mesh().run(async |mesh: &Mesh| {
+    explicit_proxy_mesh().run(async |mesh: &Mesh| {
         echo(mesh).await;
         let http = format!("http://{PROXY}");
         let closed_port = format!("http://{}:1/", mesh.ip("legacy"));
@@ -205,7 +205,7 @@ fn unreachable_targets_are_reported_in_the_clients_protocol() {
 
 #[test]
 fn bytes_that_are_neither_http_nor_socks_are_reset() {
-    forward_proxy_mesh().run(async |_: &Mesh| {
+    explicit_proxy_mesh().run(async |_: &Mesh| {
         let mut stream = TcpStream::connect(PROXY).await.unwrap();
         stream.write_all(b"\x01neither HTTP nor SOCKS\n").await.unwrap();
         let ended = stream.read(&mut [0]).await;
@@ -215,7 +215,7 @@ fn bytes_that_are_neither_http_nor_socks_are_reset() {
 
 #[test]
 fn loopback_and_link_local_targets_are_refused() {
-    let mesh = forward_proxy_mesh().dns([127, 0, 0, 1]).env("INGRESS_MODE", "true");
+    let mesh = explicit_proxy_mesh().dns([127, 0, 0, 1]).env("INGRESS_MODE", "true");
     let mesh = mesh.env("DESTINATION_PROFILE_SUFFIXES", ".");
     let mesh = mesh.env("OUTBOUND_DISABLE_INFORMATIONAL_HEADERS", "false");
     mesh.run(async |mesh: &Mesh| {
@@ -289,7 +289,7 @@ fn dns(dir: &Path) -> Child {
 
 #[test]
 fn the_next_address_of_a_name_is_tried_after_a_refused_connection() {
-    let mesh = forward_proxy_mesh().dns([127, 0, 0, 1]).env("INGRESS_MODE", "true");
+    let mesh = explicit_proxy_mesh().dns([127, 0, 0, 1]).env("INGRESS_MODE", "true");
     let mesh = mesh.env("DESTINATION_PROFILE_SUFFIXES", "svc.cluster.local.,files.example.");
     mesh.run(async |mesh: &Mesh| {
         let [closed, open] = [9, 10].map(|last| IpAddr::from([10, 66, 9, last]));
@@ -336,7 +336,7 @@ fn the_next_address_of_a_name_is_tried_after_a_refused_connection() {
 #[test]
 fn other_names_are_resolved_by_dns_and_keep_their_last_answer_when_it_fails() {
     // All addresses are local in the mesh's namespace, so a server on loopback needs no address of its own.
-    let mesh = forward_proxy_mesh()
+    let mesh = explicit_proxy_mesh()
         .env("DNS_MIN_TTL", "1s")
         .env("DNS_MAX_TTL", "1s")
         .dns([127, 0, 0, 1]);

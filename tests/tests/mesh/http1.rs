@@ -673,8 +673,8 @@ fn idle_connections_to_an_application_are_closed_in_time() {
         ("OUTBOUND_HTTP1_CONNECTION_POOL_IDLE_TIMEOUT", "200ms"),
     ];
     run_on_both_pools(&variables, async |app: &CountingApp, [mut one, silent]| {
-        // The proxy dialled the application for it, to detect a server-speaks-first protocol, so that connection must be closed
-        // first.
+        // The proxy has also dialled the application for the silent client, to detect a server-speaks-first protocol; close that
+        // connection first.
         drop(silent);
         one.fetch(request("/")).await.unwrap();
         let closed = eventually("the connection is closed", async || (app.n_open() == 0).then_some(()));

@@ -313,7 +313,7 @@ fn the_send_buffer_of_a_stream_is_limited() {
     });
 }
 
-/// A mesh whose proxies have 300 ms for the timeout `TULLE_PROXY_*_HTTP1_<variable>`.
+/// A mesh whose proxies have 300 ms for the timeout `TULLE_PROXY_*_HTTP_<variable>`.
 fn mesh_with_short_timeout(variable: &str) -> Builder {
     let mesh = mesh().workload("client").workload("web");
     ["INBOUND", "OUTBOUND"].iter().fold(mesh, |mesh, direction| {

@@ -142,18 +142,18 @@ fn a_port_with_http_rules_never_carries_opaque_bytes() {
         }
         // HTTP/1.9 does not exist; with HTTP/1.1 this would be a valid request.
         let unsupported = b"get /secret HTTP/1.9\r\nhost: web\r\nl5d-client-id: forged\r\n\r\n".to_vec();
-        let words = [
+        let inputs = [
             unsupported.clone(),
             b"not HTTP, and long enough to know\r\n".to_vec(),
             client_hello("elsewhere.test").to_vec(),
             Vec::new(),
         ];
         for port in PORTS_WITH_HTTP_RULES {
-            for words in &words {
+            for input in &inputs {
                 send_and_read_all(
                     mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, port))
                         .await,
-                    words,
+                    input,
                 )
                 .await;
             }

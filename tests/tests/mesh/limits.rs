@@ -177,7 +177,11 @@ fn a_client_that_connects_to_many_closed_ports_is_refused_and_blocks_neither_ope
         mesh.wait_for_metric_at_least("web", "tulle_failures_total", &not_watched, 30.)
             .await;
         let unknown = mesh.metric("web", "tulle_failures_total", &["cause=\"policy_unknown\""]);
-        assert_eq!(unknown.await, 0., "alerts count it");
+        assert_eq!(
+            unknown.await,
+            0.,
+            "closed ports must not count as policy_unknown, on which an alert fires"
+        );
         let refused = mesh.metric("web", "inbound_tcp_errors_total", &["error=\"loadshed\""]);
         assert_eq!(refused.await, 0.);
     });

@@ -251,7 +251,7 @@ fn the_deadline_covers_the_body_of_the_response() {
             let stream = mesh.dial("client", mesh.service_addr("web", HTTP)).await;
             let start = Instant::now();
             let result = match version {
-                Version::HTTP_2 => Http2::handshake(stream).await.fetch(get2("x")).await,
+                Version::HTTP_2 => Http2::handshake(stream).await.fetch(http2_get("x")).await,
                 _ => Http1::handshake(stream).await.fetch(get("x")).await,
             };
             let error = result.expect_err("the body has no end");
@@ -265,7 +265,7 @@ fn the_deadline_covers_the_body_of_the_response() {
     }
 }
 
-fn get2(id: &str) -> Request<AnyBody> {
+fn http2_get(id: &str) -> Request<AnyBody> {
     let req = Request::get("http://web.test/")
         .version(Version::HTTP_2)
         .header("x-id", id);
@@ -552,7 +552,7 @@ fn timeouts_apply_to_clients_that_stop_reading() {
         let mut two = Http2::handshake(mesh.dial("client", to_web).await).await;
         let unread = (
             one.send(get("one")).await.unwrap(),
-            two.send(get2("two")).await.unwrap(),
+            two.send(http2_get("two")).await.unwrap(),
         );
         let late = ["error=\"deadline\""];
         eventually("both requests are cancelled", async || {
@@ -652,7 +652,7 @@ fn a_received_body_is_not_cut_off_while_its_reader_pauses() {
             .handshake(TokioIo::new(stream));
         let (mut client, connection) = handshake.await.unwrap();
         tokio::spawn(connection);
-        let rsp = client.send_request(get2("pause")).await.unwrap();
+        let rsp = client.send_request(http2_get("pause")).await.unwrap();
         tokio::time::sleep(Duration::from_secs(1)).await; // the pause of the reader
         let answer = CollectedResponse::collect(rsp).await.unwrap();
         assert_eq!((answer.status.as_u16(), answer.body.len()), (200, 200_000));

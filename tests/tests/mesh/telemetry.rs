@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde_json::Value;
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 use tokio::process::Command;
-use tulle_core::identity::service_account;
+use tulle_core::identity::service_account_identity;
 use tulle_tests::apps;
 use tulle_tests::client::{Http1, request};
 use tulle_tests::control::CONTROL_NS;
@@ -49,7 +49,7 @@ fn run_with_traffic(test: impl AsyncFnOnce(&Mesh) + Send) {
 }
 
 fn run_mesh_with_traffic(mesh: Builder, test: impl AsyncFnOnce(&Mesh) + Send) {
-    let telemetry = service_account("linkerd-destination", CONTROL_NS, CONTROL_NS, "cluster.local");
+    let telemetry = service_account_identity("linkerd-destination", CONTROL_NS, CONTROL_NS, "cluster.local");
     let mesh = mesh.env("TAP_SVC_NAME", &telemetry);
     let mesh = mesh
         .workload("client")

@@ -80,21 +80,21 @@ fn an_unknown_port_is_refused_without_the_control_plane_and_follows_it_when_it_i
                 .unwrap()
                 .status
         };
-        let bytes = async |words: &[u8]| {
+        let bytes = async |input: &[u8]| {
             let mut stream = mesh
                 .dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, UNDECLARED))
                 .await;
-            stream.write_all(words).await.unwrap();
+            stream.write_all(input).await.unwrap();
             let mut response = Vec::new();
             // A reset is also an end.
             let _ = stream.read_to_end(&mut response).await;
             response
         };
-        let (http1, http2, words, silence) =
+        let (http1, http2, not_http, silence) =
             tokio::join!(http1, http2, bytes(b"not HTTP, and long enough to know\n"), bytes(b""));
         let waited = came_at.elapsed();
         assert_eq!((http1.as_u16(), http2.as_u16()), (503, 503));
-        assert_eq!((words.len(), silence.len()), (0, 0));
+        assert_eq!((not_http.len(), silence.len()), (0, 0));
         assert!(
             waited >= Duration::from_secs(3) && waited < Duration::from_secs(5),
             "{waited:?}"

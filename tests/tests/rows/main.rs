@@ -3,6 +3,8 @@
 
 #![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
+#[path = "../../../control/tests/streams/destination_rows.rs"]
+mod destination_rows;
 #[path = "../../../control/tests/streams/harness.rs"]
 #[expect(dead_code, reason = "other tests of tulle-control use more of it")]
 mod harness;
@@ -17,8 +19,6 @@ mod profiles;
 mod recorded;
 #[path = "../../../control/tests/streams/route_rows.rs"]
 mod route_rows;
-#[path = "../../../control/tests/streams/rows.rs"]
-mod rows;
 #[path = "../../../control/tests/streams/show.rs"]
 mod show;
 mod stored;

@@ -351,7 +351,7 @@ fn unready_components_are_waited_for_and_explained() {
 }
 
 #[test]
-fn a_replica_set_without_replicas_and_pods_without_nodes_are_found() {
+fn a_replica_set_without_ready_replicas_and_unschedulable_pods_are_found() {
     let mut objects = installed(&authorities(100));
     let mut set = objects
         .iter()

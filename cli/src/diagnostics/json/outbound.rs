@@ -6,7 +6,7 @@ use tulle_proto::outbound::{
     TlsRoute, backend, failure_accrual, filter_extension, grpc_route, http_route, opaque_route, proxy_protocol,
     tls_route,
 };
-use tulle_proto::{http_route as matches, tls_route as sni};
+use tulle_proto::{http_route as http_route_types, tls_route as sni};
 
 use super::parts::{
     address, backoff, duration, grpc_failure, grpc_match, host, http_failure, http_match, list, metadata, object,
@@ -344,7 +344,7 @@ fn accrual(accrual: &FailureAccrual) -> Value {
     })
 }
 
-fn timeouts(timeouts: &matches::Timeouts) -> Value {
+fn timeouts(timeouts: &http_route_types::Timeouts) -> Value {
     object([
         ("request", duration(timeouts.request.as_ref())),
         ("response", duration(timeouts.response.as_ref())),

@@ -1,6 +1,6 @@
 //! Finds references that have no effect because of other objects: those of authorizations whose target or authentication does not
-//! exist, or whose target is a route of no Server; of ServiceProfiles that are named after no Service; and of routes to a Service
-//! whose ServiceProfile replaces them.
+//! exist, or whose target is a route without a Server as parent; of ServiceProfiles that are named after no Service; and of routes
+//! to a Service whose ServiceProfile replaces them.
 
 use ahash::{AHashMap, AHashSet};
 
@@ -50,7 +50,7 @@ impl IneffectiveReferences {
     ) -> Vec<(Kind, NamespacedName, UnservedPart)> {
         let affected = match (self.is_synced, is_synced) {
             (true, _) => self.affected(changed_keys),
-            (false, true) => all_checked(store),
+            (false, true) => objects_to_check(store),
             (false, false) => return Vec::new(),
         };
         self.is_synced = true;
@@ -66,7 +66,7 @@ impl IneffectiveReferences {
         let mut affected = AHashSet::new();
         for key in changed_keys {
             if let LookupKey::Object(kind, name) = key
-                && is_checked(*kind)
+                && is_checked_kind(*kind)
             {
                 affected.insert((*kind, name.clone()));
             }
@@ -122,14 +122,14 @@ impl IneffectiveReferences {
     }
 }
 
-fn all_checked(store: &Store) -> AHashSet<ObjectId> {
-    let checked = store.all().filter(|object| is_checked(object.kind()));
+fn objects_to_check(store: &Store) -> AHashSet<ObjectId> {
+    let checked = store.all().filter(|object| is_checked_kind(object.kind()));
     checked
         .map(|object| (object.kind(), object.meta().name.clone()))
         .collect()
 }
 
-fn is_checked(kind: Kind) -> bool {
+fn is_checked_kind(kind: Kind) -> bool {
     let is_authorization = matches!(kind, Kind::AuthorizationPolicy | Kind::ServerAuthorization);
     is_authorization || kind == Kind::ServiceProfile || kind.is_route()
 }
@@ -218,7 +218,7 @@ fn check_service_profile(reader: &Reader<'_>, config: &Config, profile: &Service
 /// The profile is the one for clients in the route's namespace. Clients in a namespace with its own profile of the Service can
 /// differ: these are not reported.
 fn check_route(reader: &Reader<'_>, config: &Config, route: &Route) -> Vec<UnservedPart> {
-    // A route for a part of a Service is not attached, and says so in its status.
+    // A parentRef with a sectionName is not accepted for a Service, and the status says so.
     let is_service = |parent: &&Parent| parent.kind == ParentKind::Service && parent.section.is_none();
     let mut found = Vec::new();
     for parent in route.parents.iter().filter(is_service) {

@@ -16,14 +16,14 @@ pub struct PublishedValue<T> {
     encodings: Mutex<Vec<CachedEncoding<T>>>,
 }
 
-/// The cached encodings of one gRPC service, which encodes values to its own messages. The bytes are stored in the values.
+/// Identifies the gRPC service whose encodings are cached in the values.
 #[derive(Clone, Debug)]
-pub struct EncodingCache {
+pub struct EncoderId {
     id: usize,
     recent: Arc<RecentEncodings>,
 }
 
-impl EncodingCache {
+impl EncoderId {
     pub(in crate::cluster) fn new(id: usize, recent: Arc<RecentEncodings>) -> Self {
         Self { id, recent }
     }
@@ -40,8 +40,8 @@ impl RecentEncodings {
         let mut values_with_encodings = Vec::new();
         for values in values.chunks(VALUES_BETWEEN_YIELDS) {
             for value in values {
-                let has_rest = value.upgrade().is_some_and(|value| value.remove_unused());
-                if has_rest {
+                let has_encodings_left = value.upgrade().is_some_and(|value| value.remove_unused());
+                if has_encodings_left {
                     values_with_encodings.push(value.clone());
                 }
             }
@@ -73,7 +73,7 @@ impl<T: Send + Sync> CachedEncodings for PublishedValue<T> {
 
 #[derive(Debug)]
 struct CachedEncoding<T> {
-    cache_id: usize,
+    encoder_id: usize,
     /// Used since unused encodings were last removed.
     is_used: bool,
     /// The value that the subscribers had before; `None` for new subscribers.
@@ -86,7 +86,7 @@ struct CachedEncoding<T> {
 /// Key of a cached encoding.
 #[derive(Debug)]
 pub struct EncodingKey<'a, T> {
-    pub cache: &'a EncodingCache,
+    pub encoder: &'a EncoderId,
     /// The value that the subscriber had before; `None` for a new subscriber.
     pub previous: Option<&'a Arc<PublishedValue<T>>>,
     pub zone: Option<&'a str>,
@@ -94,9 +94,9 @@ pub struct EncodingKey<'a, T> {
 
 impl<'a, T> EncodingKey<'a, T> {
     /// The key of an encoding that does not depend on the subscriber.
-    pub fn for_all_subscribers(cache: &'a EncodingCache) -> Self {
+    pub fn for_all_subscribers(encoder: &'a EncoderId) -> Self {
         Self {
-            cache,
+            encoder,
             previous: None,
             zone: None,
         }
@@ -144,12 +144,12 @@ impl<T: Send + Sync + 'static> PublishedValue<T> {
         });
         if !is_listed {
             let value: Weak<dyn CachedEncodings> = Arc::downgrade(self) as _;
-            key.cache.recent.0.lock().push(value);
+            key.encoder.recent.0.lock().push(value);
         }
         // Most values have two encodings: one for new subscribers and one relative to the previous value.
         all.reserve_exact(1);
         all.push(CachedEncoding {
-            cache_id: key.cache.id,
+            encoder_id: key.encoder.id,
             is_used: true,
             previous: key.previous.map(Arc::downgrade),
             zone: key.zone.map(str::to_owned),
@@ -174,7 +174,7 @@ impl<T> CachedEncoding<T> {
             (Some(ours), Some(theirs)) => std::ptr::eq(ours.as_ptr(), Arc::as_ptr(theirs)),
             (Some(_), None) | (None, Some(_)) => false,
         };
-        is_same_previous && self.cache_id == key.cache.id && self.zone.as_deref() == key.zone
+        is_same_previous && self.encoder_id == key.encoder.id && self.zone.as_deref() == key.zone
     }
 }
 
@@ -194,13 +194,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn encodings_are_shared_by_cache_previous_value_and_zone() {
+    fn encodings_are_shared_by_encoder_previous_value_and_zone() {
         let (old, other) = (Arc::new(PublishedValue::new(1)), Arc::new(PublishedValue::new(1)));
         let now = Arc::new(PublishedValue::new(2));
         let made = std::cell::Cell::new(0_u8);
         let encoded = |by, after, zone| {
             let key = EncodingKey {
-                cache: &EncodingCache::new(by, Arc::default()),
+                encoder: &EncoderId::new(by, Arc::default()),
                 previous: after,
                 zone,
             };
@@ -226,7 +226,7 @@ mod tests {
         let recent = Arc::<RecentEncodings>::default();
         let follow = |after: &Arc<PublishedValue<i32>>| {
             let key = EncodingKey {
-                cache: &EncodingCache::new(1, recent.clone()),
+                encoder: &EncoderId::new(1, recent.clone()),
                 previous: Some(after),
                 zone: None,
             };
@@ -242,11 +242,11 @@ mod tests {
     #[tokio::test]
     async fn encodings_are_kept_while_they_are_used() {
         let recent = Arc::<RecentEncodings>::default();
-        let cache = EncodingCache::new(1, recent.clone());
+        let encoder = EncoderId::new(1, recent.clone());
         let (value, dropped) = (Arc::new(PublishedValue::new(1)), Arc::new(PublishedValue::new(2)));
         let n_encoded = std::cell::Cell::new(0);
         let encode = |value: &Arc<PublishedValue<i32>>| {
-            value.encode_cached(&EncodingKey::for_all_subscribers(&cache), || {
+            value.encode_cached(&EncodingKey::for_all_subscribers(&encoder), || {
                 n_encoded.set(n_encoded.get() + 1);
                 Bytes::from_static(b"a message")
             });

@@ -32,8 +32,9 @@ pub(in crate::cluster) enum LookupKey {
     HostIp(IpAddr),
     EndpointSlices(NamespacedName),
     Routes(ParentKind, NamespacedName),
-    /// Servers of a namespace that require a label with this value, which is empty for those that require none. The name of the label
-    /// is left out, because the value alone is a string that already exists, and hardly ever belongs to several labels.
+    /// Servers of a namespace that require a label with this value, which is empty for those that require none. Only the value is
+    /// the key: it is already interned, while name and value together would need a new string; labels that share a value are rare
+    /// and only add candidates.
     Servers(Arc<str>, Arc<str>),
     /// External workloads of a namespace with this identity, as `Identity` spells it.
     Identity(Arc<str>, Arc<str>),

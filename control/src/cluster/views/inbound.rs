@@ -347,7 +347,7 @@ impl PortContext<'_> {
             trust_domain,
             ..
         } = self.config;
-        identity::service_account(&account.name, &account.namespace, controller_namespace, trust_domain)
+        identity::service_account_identity(&account.name, &account.namespace, controller_namespace, trust_domain)
     }
 
     fn http_routes(&self, server: &Server, attached: &[ServerRoute<'_>]) -> Vec<Route<HttpMatch>> {

@@ -615,7 +615,7 @@ fn rule_retry<R>(route: &resource::Route, rule: &resource::Rule<R>, parent: &Par
     match (read_annotation(&route.meta, annotations::parse_http_retry), &rule.retry) {
         (Some(annotated), _) => Some(annotated),
         // Proxies reject a policy with an invalid retry. The requests of the rule fail.
-        (None, Some(_)) if route_support::check_fields(rule, route.kind).is_err() => None,
+        (None, Some(_)) if route_support::check_retry_and_unimplemented_fields(rule, route.kind).is_err() => None,
         (None, Some(retry)) => retry_of_rule(retry, &rule.timeouts),
         (None, None) => parent.http_retry.clone(),
     }

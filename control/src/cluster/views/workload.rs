@@ -197,7 +197,7 @@ pub(super) fn pod_identity(config: &Config, pod: &Pod) -> Option<TlsIdentity> {
     }
     let namespace = pod.meta.namespace();
     let name: Arc<str> =
-        identity::service_account(&pod.service_account, namespace, control_plane, &config.trust_domain).into();
+        identity::service_account_identity(&pod.service_account, namespace, control_plane, &config.trust_domain).into();
     Some(TlsIdentity::Dns {
         server_name: name.clone(),
         name,

@@ -447,7 +447,8 @@ pub(in crate::injection) const END_ENTITY_VOLUME: &str = "linkerd-identity-end-e
 pub(in crate::injection) const TOKEN_VOLUME: &str = "linkerd-identity-token";
 pub(in crate::injection) const PODINFO_VOLUME: &str = "linkerd-podinfo";
 const TERMINATION_POLICY: &str = "FallbackToLogsOnError";
-/// Capability that the init container needs, and the proxy for `tproxy`, to use foreign source addresses.
+/// Capability that the iptables-legacy programs of the init container need, and that the proxy needs for `tproxy`, to use its
+/// clients' addresses as source addresses.
 const NET_RAW: &str = "NET_RAW";
 /// User and group `nobody`.
 const NOBODY_UID: i64 = 65_534;

@@ -345,7 +345,7 @@ fn an_inbound_connect_timeout_below_the_minimum_is_raised_with_a_warning() {
 }
 
 #[test]
-fn invalid_values_that_restrict_access_refuse_the_pod() {
+fn invalid_values_that_restrict_access_deny_the_pod() {
     for (key, value, reason) in [
         (
             annotation::DEFAULT_INBOUND_POLICY,
@@ -378,7 +378,7 @@ fn invalid_values_that_restrict_access_refuse_the_pod() {
                 denial_reason.starts_with(key) && denial_reason.contains(reason),
                 "{denial_reason}"
             );
-            // If the caller does not refuse the pod, it has no sidecar.
+            // If the caller does not deny the pod, it has no sidecar.
             assert_eq!(case.patched(&outcome).container(PROXY_CONTAINER), &Value::Null);
         }
         assert!(

@@ -124,7 +124,7 @@ fn pod_specs_can_prevent_injection() {
 }
 
 #[test]
-fn an_application_that_runs_as_the_proxy_is_refused_with_both_fixes() {
+fn an_application_that_runs_as_the_proxy_is_denied_with_both_fixes() {
     let app = |rest: &str| format!("spec: {{containers: [{{name: app, image: a, {rest}}}]}}");
     let denial_reason = |case: Case| {
         let outcome = case.outcome();
@@ -171,7 +171,7 @@ fn an_application_that_runs_as_the_proxy_is_refused_with_both_fixes() {
 }
 
 #[test]
-fn an_invalid_service_account_name_is_refused_with_both_fixes() {
+fn an_invalid_service_account_name_is_denied_with_both_fixes() {
     let denial_reason = |fields: &str| Case::pod(&format!("spec: {{{fields}}}")).outcome().denial_reason;
     for fields in [
         "serviceAccountName: web.v2".to_owned(),

@@ -211,8 +211,8 @@ fn inbound_ipv6_that_is_not_redirected_passes_only_where_it_is_allowed() {
     assert!(!init(Case::pod("")).contains("unredirected"));
     let redirected = Case::pod("").values("disableIPv6: false").annotate(&by_annotation);
     assert!(!init(redirected).contains("unredirected"));
-    let refused = Case::pod("").annotate(&[(annotation::UNREDIRECTED_IPV6, "true")]);
-    let denial_reason = refused.outcome().denial_reason.unwrap();
+    let denied = Case::pod("").annotate(&[(annotation::UNREDIRECTED_IPV6, "true")]);
+    let denial_reason = denied.outcome().denial_reason.unwrap();
     assert!(denial_reason.contains("drop or allow"), "{denial_reason}");
 }
 

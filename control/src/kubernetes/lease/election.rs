@@ -134,7 +134,7 @@ impl Election {
     }
 }
 
-/// Random share of the retry interval that is added to it.
+/// Maximum share of the retry interval that is added to it at random.
 pub(super) const JITTER: f64 = 0.2;
 
 /// A candidate starts to acquire the lease this long before it expires, because reading and writing it take time. The

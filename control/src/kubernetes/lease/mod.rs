@@ -40,8 +40,8 @@ pub struct Config {
     pub holder: String,
     /// The field manager of the lease's fields. Default: derived from the user agent.
     pub field_manager: Option<&'static str>,
-    /// A Deployment that owns the lease, if it exists. The lease is deleted with it, and then not created again without it.
-    /// Default none.
+    /// A Deployment that owns the lease, if it exists. Kubernetes deletes the lease together with the Deployment; candidates then
+    /// do not create it again without the Deployment. Default none.
     pub owner: Option<String>,
     pub timing: LeaseTiming,
 }

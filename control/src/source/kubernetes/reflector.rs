@@ -340,8 +340,7 @@ impl Reflector {
     /// Adds the objects of a page to the list. Other tasks of this thread run in between.
     ///
     /// # Errors
-    /// The metadata of an object cannot be read. The object cannot be left out, because then one of this name would count as
-    /// deleted.
+    /// The metadata of an object cannot be read. It cannot be left out, because the object would then count as deleted.
     async fn decode_page(&self, items: Vec<EncodedObject<'_>>, list: &mut List) -> Result<(), Error> {
         for (i, object) in items.into_iter().enumerate() {
             if i.is_multiple_of(OBJECTS_BETWEEN_YIELDS) {

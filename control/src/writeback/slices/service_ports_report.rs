@@ -70,7 +70,8 @@ impl ServicePortsReport {
             }
         }
         for (workload, UnservedPart { field, reason }) in new {
-            warn!(kind = Kind::ExternalWorkload.info().name, object = %workload, field, reason, "a part of the object is not served");
+            let kind = Kind::ExternalWorkload.info().name;
+            warn!(kind, object = %workload, field, reason, "the mesh does not apply a part of the object");
         }
     }
 }

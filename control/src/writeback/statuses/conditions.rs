@@ -84,8 +84,8 @@ pub(super) fn overridden_condition(by: Kind, message: String, generation: Option
 pub(super) fn overriding_networks_message(overridden: impl Display, by: &BTreeSet<&NamespacedName>) -> String {
     let names: Vec<String> = by.iter().map(ToString::to_string).collect();
     format!(
-        "{overridden} and its routes have no effect: other EgressNetworks ({}) cover all of its addresses, and have longer prefixes, \
-         or are older and have the same ones",
+        "{overridden} and its routes have no effect: other EgressNetworks ({}) cover all of its addresses with longer prefixes, or \
+         with the same prefixes and an older creation time",
         names.join(", ")
     )
 }

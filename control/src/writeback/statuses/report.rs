@@ -62,7 +62,7 @@ impl Report {
             }
         }
         for (ObjectId { kind, name }, UnservedPart { field, reason }) in new {
-            warn!(kind = kind.info().name, object = %name, field, reason, "a part of the object is not served");
+            warn!(kind = kind.info().name, object = %name, field, reason, "the mesh does not apply a part of the object");
         }
     }
 }

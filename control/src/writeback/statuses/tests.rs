@@ -462,7 +462,7 @@ fn a_network_that_others_override_is_not_accepted() {
     let (reason, message) = reason_of(&index, "young");
     assert_eq!(reason, "False EgressReasonConflicted");
     assert!(
-        message.contains(": other EgressNetworks (shop/old) cover all of its addresses, "),
+        message.contains(": other EgressNetworks (shop/old) cover all of its addresses with "),
         "{message}"
     );
     assert_eq!(

@@ -504,7 +504,7 @@ mod tests {
         }
     }
 
-    /// As Go does: only a probe's `Host` replaces the host in the URL, which is sent as it is there.
+    /// As Go does: the host of the URL is sent as written, with its port if it has one, unless the probe has a `Host` header.
     #[test]
     fn a_port_is_sent_if_the_url_has_one() {
         for (location, addr, expected) in [

@@ -4,9 +4,9 @@
 //! denies unauthenticated requests, it would deny `grpc` and HTTPS probes too, because the proxy cannot tell them from other
 //! requests. Therefore the injector points such probes here.
 //!
-//! Only declared probes are run, at the address that the kubelet asked, with the probe's own timeout; the response is the result
-//! of the probe. Requests that arrive while the same probe is running share its result, so that the application gets one probe
-//! at a time.
+//! Only declared probes are run, at the address to which the kubelet sent its request, with the probe's own timeout; the response
+//! is the result of the probe. Requests that arrive while the same probe is running share its result, so that the application
+//! gets one probe at a time.
 
 mod check;
 mod connection;
@@ -36,7 +36,7 @@ use super::response::{AdminResponse, method_not_allowed};
 /// A probe that is served: its current runs and metrics.
 struct ProbeRunner {
     probe: Arc<Probe>,
-    /// The current run, by the local address that the kubelet asked.
+    /// The current run, by the address to which the kubelet sent its request.
     running: Mutex<HashMap<IpAddr, WeakShared<ProbeFuture>>>,
     log_state: Mutex<LogState>,
     succeeded: Arc<Counter>,

@@ -70,7 +70,7 @@ fn errors_of_peers() -> Vec<Error> {
 /// Errors at the side of the client.
 fn errors_of_clients() -> Vec<Error> {
     vec![
-        Error::from_client("gone"),
+        Error::from_request_body("gone"),
         Error::InvalidRequest("the request target is invalid"),
         Error::AmbiguousPath,
         Error::HeaderTooLarge { limit: 1 },

@@ -31,8 +31,8 @@ use crate::{
             read_buffer,
         },
         headers,
-        upgrade::interim::{self, InterimSender},
-        upgrade::tunnel::TunnelEnd,
+        upgrade::interim::{self, SharedInterimSink},
+        upgrade::tunnel::TunnelSide,
     },
     net::io::Io,
 };
@@ -55,7 +55,7 @@ pub(crate) struct FailedExchange {
 struct UnsentRequest {
     message: encode::OutgoingMessage<Body>,
     method: Method,
-    interims: Option<InterimSender>,
+    interims: Option<SharedInterimSink>,
 }
 
 /// A request that was written in one short piece, or not at all.
@@ -127,7 +127,7 @@ impl ClientConnection {
         req: &mut Request<Body>,
         addr: SocketAddr,
         pool: Option<Arc<ConnectionPool>>,
-        interims: Option<InterimSender>,
+        interims: Option<SharedInterimSink>,
     ) -> Exchange {
         let method = req.method().clone();
         let message = encode::encode_request(std::mem::take(req));
@@ -140,7 +140,7 @@ impl ClientConnection {
         self.exchange(request, has_no_body, addr, pool)
     }
 
-    /// Starts to send a request that got no response on another connection.
+    /// Starts to send, on this connection, a request that got no response on its first one.
     pub(crate) fn resend(
         self,
         request: ResendableRequest,
@@ -186,7 +186,7 @@ pub(crate) struct Exchange {
     /// idle connection.
     can_resend_after_idle_close: bool,
     method: Method,
-    interims: Option<InterimSender>,
+    interims: Option<SharedInterimSink>,
     addr: SocketAddr,
     pool: Option<Arc<ConnectionPool>>,
     read_buffer: Bytes,
@@ -587,7 +587,7 @@ impl ReceivedBody for ResponseBody {
         self.framing.size_hint()
     }
 
-    fn take_server_tunnel(&mut self) -> Option<TunnelEnd> {
-        self.take_upgraded_io().map(TunnelEnd::Connection)
+    fn take_server_tunnel(&mut self) -> Option<TunnelSide> {
+        self.take_upgraded_io().map(TunnelSide::Connection)
     }
 }

@@ -89,7 +89,7 @@ impl ReceivedBody for RequestBody {
             connection.request_state,
             RequestBodyState::Abandoned | RequestBodyState::ConnectionLost
         ) {
-            return Poll::Ready(Some(Err(Error::from_client(
+            return Poll::Ready(Some(Err(Error::from_request_body(
                 "the request body cannot be read any more",
             ))));
         }
@@ -103,7 +103,7 @@ impl ReceivedBody for RequestBody {
                 Ok(DecodeStep::NeedsData) => {
                     match read_buffer::poll_read_into(cx, &mut connection.io, &mut connection.read_buffer) {
                         Poll::Ready(Ok(0)) => {
-                            let error = Error::from_client(io::Error::from(io::ErrorKind::UnexpectedEof));
+                            let error = Error::from_request_body(io::Error::from(io::ErrorKind::UnexpectedEof));
                             return fail(connection, error, RequestBodyState::ConnectionLost);
                         }
                         Poll::Ready(Ok(_)) => {
@@ -111,7 +111,11 @@ impl ReceivedBody for RequestBody {
                             continue;
                         }
                         Poll::Ready(Err(error)) => {
-                            return fail(connection, Error::from_client(error), RequestBodyState::ConnectionLost);
+                            return fail(
+                                connection,
+                                Error::from_request_body(error),
+                                RequestBodyState::ConnectionLost,
+                            );
                         }
                         Poll::Pending => {
                             ready!(self.idle.poll(cx, connection));
@@ -120,7 +124,7 @@ impl ReceivedBody for RequestBody {
                         }
                     }
                 }
-                Err(wrong) => return fail(connection, Error::from_client(wrong), RequestBodyState::Abandoned),
+                Err(wrong) => return fail(connection, Error::from_request_body(wrong), RequestBodyState::Abandoned),
             };
             if is_end {
                 self.is_ended = true;

@@ -38,8 +38,8 @@ use crate::{
         stack::head_memory::{ClientHeadMemory, HeadReservation, UNRESERVED_HEAD_BYTES},
         stack::layers::RequestService,
         timer::ResettableTimer,
-        upgrade::client_side::ClientSide,
-        upgrade::tunnel::TunnelEnd,
+        upgrade::reply_channels::ReplyChannels,
+        upgrade::tunnel::TunnelSide,
     },
     net::io::Io,
 };
@@ -55,7 +55,7 @@ enum ConnectionEnd {
     ResponseUnsent(Error),
     Failed(Error),
     /// The tunnel of an upgrade or CONNECT takes the connection.
-    Upgraded(oneshot::Sender<TunnelEnd>),
+    Upgraded(oneshot::Sender<TunnelSide>),
 }
 
 /// Serves a connection until it ends. Ends it gracefully when `drain` is signaled.
@@ -131,7 +131,7 @@ where
                 if let Some(connection) = Arc::into_inner(connection) {
                     let ServerConnection { io, read_buffer, .. } = connection.into_inner();
                     // The tunnel may have been dropped.
-                    let _ = tunnel_tx.send(TunnelEnd::Connection(io.prepend(read_buffer)));
+                    let _ = tunnel_tx.send(TunnelSide::Connection(io.prepend(read_buffer)));
                 }
                 Ok(())
             }
@@ -159,7 +159,7 @@ struct PendingExchange {
     method: Method,
     keep_alive: bool,
     /// Sends the connection to the tunnel if it is upgraded.
-    upgrade_tx: Option<oneshot::Sender<TunnelEnd>>,
+    upgrade_tx: Option<oneshot::Sender<TunnelSide>>,
 }
 
 impl PendingExchange {
@@ -185,7 +185,7 @@ impl PendingExchange {
                     Body::received(Box::new(received))
                 }
             };
-            body.with_client_side(ClientSide {
+            body.with_reply_channels(ReplyChannels {
                 upgrade: upgrade_rx,
                 interims: Some(connection.clone()),
             })

@@ -21,7 +21,7 @@ use crate::{
         error::Error,
         h1::{encode, read_buffer},
         timer::ResettableTimer,
-        upgrade::interim::{self, InterimReceiver},
+        upgrade::interim::{self, InterimSink},
     },
     net::io::Io,
 };
@@ -31,8 +31,9 @@ pub(super) struct ServerConnection {
     pub(super) io: Io,
     /// Bytes read but not parsed yet.
     pub(super) read_buffer: Bytes,
-    /// Interim responses that the HTTP client has received and the server has not encoded yet.
+    /// Interim responses from upstream that are not yet encoded for the client.
     pub(super) received_interims: Vec<Response<()>>,
+    /// Encoded interim responses that are not yet sent to the client.
     pub(super) unsent_interims: BytesMut,
     pub(super) request_state: RequestBodyState,
     /// Last write of response bytes while the request is incomplete; the request body takes it for its idle timeout.
@@ -54,7 +55,7 @@ pub(super) struct CloseCheck {
 
 pub(super) type SharedServerConnection = Arc<Mutex<ServerConnection>>;
 
-impl InterimReceiver for Mutex<ServerConnection> {
+impl InterimSink for Mutex<ServerConnection> {
     fn receive_interim(&self, response: Response<()>) {
         self.lock().received_interims.push(response);
     }

@@ -152,7 +152,7 @@ impl StreamBody {
 
     fn map_error(&self, error: h2::Error) -> Error {
         match self.origin {
-            BodyOrigin::Client(_) => Error::from_client(error),
+            BodyOrigin::Client(_) => Error::from_request_body(error),
             // We reset the stream because the request body failed: its client has disconnected or stopped sending.
             BodyOrigin::Server if error.is_reset() && !error.is_remote() && !error.is_library() => Error::ClientClosed,
             BodyOrigin::Server => Error::H2(error),

@@ -39,7 +39,7 @@ use crate::{
             write_batch::{BatchedIo, WriteBatch, batch_writes},
         },
         headers,
-        upgrade::interim::{self, InterimSender},
+        upgrade::interim::{self, SharedInterimSink},
         upgrade::websocket,
     },
     net::io::Io,
@@ -315,7 +315,7 @@ pub(crate) async fn send(
     }: StreamSender,
     req: &mut Request<Body>,
     addr: SocketAddr,
-    interims: Option<&InterimSender>,
+    interims: Option<&SharedInterimSink>,
 ) -> Result<Response<Body>, Error> {
     let Some(settings_wait) = settings_wait else {
         return send_request(send, token, req, addr, interims).await;
@@ -357,7 +357,7 @@ async fn send_request(
     token: StreamToken,
     req: &mut Request<Body>,
     addr: SocketAddr,
-    interims: Option<&InterimSender>,
+    interims: Option<&SharedInterimSink>,
 ) -> Result<Response<Body>, Error> {
     let (parts, body) = std::mem::take(req).into_parts();
     let (no_body, method) = (body.is_end_stream(), parts.method.clone());
@@ -406,8 +406,8 @@ async fn send_request(
     Ok(with_body(response, token).map(|body| Body::from(body.cancelling_upload(cancel_upload))))
 }
 
-/// Sends the rest of a request body. A cancelled request is noticed by its dropped response body: its request body is not polled,
-/// and so reports nothing, while data waits for the peer's window.
+/// Sends the rest of a request body. While data waits for the peer's window, the request body is not polled and cannot report a
+/// cancellation. So a dropped response body cancels the upload.
 async fn send_rest_unless_cancelled(sending: BodySender, cancelled: oneshot::Receiver<()>) {
     tokio::select! {
         biased;
@@ -426,7 +426,7 @@ pub(crate) async fn send_extended_connect(
     ExtendedConnectSender { mut send, token, guard }: ExtendedConnectSender,
     req: Request<Body>,
     addr: SocketAddr,
-    interims: Option<&InterimSender>,
+    interims: Option<&SharedInterimSink>,
 ) -> Result<Response<Body>, Error> {
     let sent = send.send_request(req.map(drop), false);
     let (mut response, mut stream) = sent.map_err(|error| stream_error(error, addr))?;
@@ -454,7 +454,7 @@ fn with_body(response: Response<RecvStream>, token: StreamToken) -> Response<Str
 /// Forwards the interim responses to one request.
 struct InterimForwarder<'a> {
     n_received: usize,
-    interims: Option<&'a InterimSender>,
+    interims: Option<&'a SharedInterimSink>,
 }
 
 impl InterimForwarder<'_> {

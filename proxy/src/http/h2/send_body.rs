@@ -23,7 +23,7 @@ pub(super) struct BodySender {
     body: Body,
     stream: SendStream<Bytes>,
     chunk: Bytes,
-    /// For a gRPC response: a failed body ends with gRPC status trailers, which contain this.
+    /// Set for a gRPC response: a failed body ends with gRPC status trailers. Says whether they contain the error message.
     grpc_error_detail: Option<ErrorDetail>,
     /// Records sent bytes, for the idle timeout of the request body.
     progress: Option<Arc<ResponseProgress>>,

@@ -45,9 +45,9 @@ use crate::{
         server_config::ServerConfig,
         stack::error_response::ErrorFormat,
         stack::layers::RequestService,
-        upgrade::client_side::ClientSide,
-        upgrade::interim::InterimReceiver,
-        upgrade::tunnel::TunnelEnd,
+        upgrade::interim::InterimSink,
+        upgrade::reply_channels::ReplyChannels,
+        upgrade::tunnel::TunnelSide,
     },
     net::io::Io,
 };
@@ -249,7 +249,7 @@ struct ExtendedConnect {
     received: RecvStream,
     token: StreamToken,
     /// Sends the accepted stream to the tunnel.
-    tunnel_tx: oneshot::Sender<TunnelEnd>,
+    tunnel_tx: oneshot::Sender<TunnelSide>,
 }
 
 impl ExtendedConnect {
@@ -260,7 +260,7 @@ impl ExtendedConnect {
 
     fn open_tunnel(self, send: SendStream<Bytes>) {
         let stream = UpgradedStream::new(send, self.received, self.token);
-        let _ = self.tunnel_tx.send(TunnelEnd::Stream(Box::new(stream))); // without receiver, the stream is dropped and reset
+        let _ = self.tunnel_tx.send(TunnelSide::Stream(Box::new(stream))); // without receiver, the stream is dropped and reset
     }
 }
 
@@ -302,11 +302,11 @@ struct RequestTask {
     progress: Arc<ResponseProgress>,
 }
 
-/// The interim responses to the request of a task that the HTTP client has received and the server has not sent yet.
+/// Interim responses from upstream, to the request of a task, that are not yet sent to the client.
 #[derive(Default)]
 struct InterimQueue(Mutex<Vec<Response<()>>>);
 
-impl InterimReceiver for InterimQueue {
+impl InterimSink for InterimQueue {
     fn receive_interim(&self, response: Response<()>) {
         self.0.lock().push(response);
     }
@@ -385,7 +385,7 @@ where
                     Body::from(StreamBody::new(stream, origin, content_length, token()))
                 }
             };
-            body.with_client_side(ClientSide {
+            body.with_reply_channels(ReplyChannels {
                 upgrade,
                 interims: Some(task.interims.clone()),
             })

@@ -1,4 +1,4 @@
-//! An HTTP/2 stream that carries another protocol like a connection (RFC 8441, section 4).
+//! An HTTP/2 stream that, like a connection, carries the bytes of another protocol (RFC 8441, section 4).
 
 use std::{
     io,

@@ -25,7 +25,7 @@ use crate::http::{
 /// copy fails. Large, so that the original can be sent at full speed while the receiver connects.
 pub(crate) const MAX_PENDING_COPY_BYTES: usize = 4 * 1024 * 1024;
 
-/// Maximum size of the waiting frames of all copies that share a [`CopyMemory`].
+/// Maximum size of the waiting frames of all copies that share a [`BodyCopyMemory`].
 const MAX_COPY_MEMORY_BYTES: usize = 16 * 1024 * 1024;
 
 /// What a waiting frame counts in addition to its data.
@@ -33,26 +33,26 @@ const FRAME_OVERHEAD_BYTES: usize = 128;
 
 /// The size of the waiting frames of several copies.
 #[derive(Default)]
-pub(crate) struct CopyMemory(AtomicUsize);
+pub(crate) struct BodyCopyMemory(AtomicUsize);
 
 /// Observes and cancels a copy.
-pub(crate) struct CopyMonitor(Option<Arc<Mutex<PendingCopy>>>);
+pub(crate) struct BodyCopyMonitor(Option<Arc<Mutex<PendingCopy>>>);
 
 /// Returns the body to send, a copy of it that receives the frames as they are sent, and the monitor of the copy.
 ///
 /// The original does not wait for the receiver of the copy. While much is waiting, it pauses so that the receiver can run: once,
 /// and then again only after the receiver has polled. The copy fails if the original fails or is dropped before its end, or if
 /// the receiver is too slow.
-pub(crate) fn copy_while_sent(body: Body, memory: Arc<CopyMemory>) -> (Body, Body, CopyMonitor) {
+pub(crate) fn copy_while_sent(body: Body, memory: Arc<BodyCopyMemory>) -> (Body, Body, BodyCopyMonitor) {
     if body.is_end_stream() {
-        return (body, Body::empty(), CopyMonitor(None));
+        return (body, Body::empty(), BodyCopyMonitor(None));
     }
     let copy = Arc::new(Mutex::new(PendingCopy {
         memory,
         data: VecDeque::new(),
         n_bytes: 0,
         trailers: None,
-        state: CopyState::Open,
+        state: BodyCopyState::Open,
         remaining: body.size_hint().exact(),
         receiver_waker: None,
         monitor_waker: None,
@@ -65,18 +65,18 @@ pub(crate) fn copy_while_sent(body: Body, memory: Arc<CopyMemory>) -> (Body, Bod
     (
         Body::received(Box::new(original)),
         Body::received(Box::new(CopiedBody(copy.clone()))),
-        CopyMonitor(Some(copy)),
+        BodyCopyMonitor(Some(copy)),
     )
 }
 
 /// The frames of a copy that its receiver has not received yet.
 struct PendingCopy {
-    memory: Arc<CopyMemory>,
+    memory: Arc<BodyCopyMemory>,
     data: VecDeque<Bytes>,
     /// Size of the frames in `data`, as reserved in `memory`.
     n_bytes: usize,
     trailers: Option<HeaderMap>,
-    state: CopyState,
+    state: BodyCopyState,
     /// Bytes that the receiver has not received yet, if the length of the body is known.
     remaining: Option<u64>,
     receiver_waker: Option<Waker>,
@@ -86,7 +86,7 @@ struct PendingCopy {
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum CopyState {
+enum BodyCopyState {
     Open,
     Complete,
     /// The original failed, or was dropped before its end.
@@ -105,7 +105,7 @@ struct TeeBody {
 
 struct CopiedBody(Arc<Mutex<PendingCopy>>);
 
-impl CopyMemory {
+impl BodyCopyMemory {
     /// Whether there is space for these bytes, which then count until [`release`](Self::release).
     fn reserve(&self, n_bytes: usize) -> bool {
         let reserved_before = self.0.fetch_add(n_bytes, Ordering::Relaxed);
@@ -121,14 +121,15 @@ impl CopyMemory {
     }
 }
 
-impl CopyMonitor {
+impl BodyCopyMonitor {
     pub(crate) fn is_too_slow(&self) -> bool {
         self.0
             .as_ref()
-            .is_some_and(|copy| copy.lock().state == CopyState::TooSlow)
+            .is_some_and(|copy| copy.lock().state == BodyCopyState::TooSlow)
     }
 
-    /// Waits until the copy fails, which may never happen. Its receiver can be blocked and not notice.
+    /// Waits until the copy fails, which may never happen. Needed because a receiver that is blocked does not poll the copy and so
+    /// does not notice.
     pub(crate) async fn failed(&self) {
         let Some(copy) = &self.0 else {
             return pending().await;
@@ -154,14 +155,14 @@ impl CopyMonitor {
 
 impl PendingCopy {
     fn push(&mut self, frame: &Frame<Bytes>) {
-        if self.state != CopyState::Open {
+        if self.state != BodyCopyState::Open {
             return;
         }
         if let Some(data) = frame.data_ref() {
             let size = frame_size(data);
             let is_full = !self.data.is_empty() && self.n_bytes + size > MAX_PENDING_COPY_BYTES;
             if is_full || !self.memory.reserve(size) {
-                self.end(CopyState::TooSlow);
+                self.end(BodyCopyState::TooSlow);
                 return;
             }
             self.n_bytes += size;
@@ -184,10 +185,10 @@ impl PendingCopy {
     }
 
     /// Ends the copy in this state. Has no effect if it has ended before.
-    fn end(&mut self, state: CopyState) {
-        if self.state == CopyState::Open {
+    fn end(&mut self, state: BodyCopyState) {
+        if self.state == BodyCopyState::Open {
             self.state = state;
-            if state != CopyState::Complete {
+            if state != BodyCopyState::Complete {
                 self.discard_data();
             }
             self.wake_receiver();
@@ -200,12 +201,12 @@ impl PendingCopy {
     }
 
     fn has_failed(&self) -> bool {
-        matches!(self.state, CopyState::Failed | CopyState::TooSlow)
+        matches!(self.state, BodyCopyState::Failed | BodyCopyState::TooSlow)
     }
 
     fn cancel(&mut self) {
-        if matches!(self.state, CopyState::Open | CopyState::Complete) {
-            self.state = CopyState::Failed;
+        if matches!(self.state, BodyCopyState::Open | BodyCopyState::Complete) {
+            self.state = BodyCopyState::Failed;
             self.discard_data();
             self.wake_receiver();
         }
@@ -215,7 +216,7 @@ impl PendingCopy {
     /// read a large body without a pause.
     fn must_yield(&mut self) -> bool {
         let must_yield =
-            self.state == CopyState::Open && self.n_bytes > MAX_PENDING_COPY_BYTES / 2 && !self.has_yielded;
+            self.state == BodyCopyState::Open && self.n_bytes > MAX_PENDING_COPY_BYTES / 2 && !self.has_yielded;
         if must_yield {
             self.has_yielded = true;
             self.wake_receiver();
@@ -251,15 +252,15 @@ impl ReceivedBody for TeeBody {
         let frame = ready!(Pin::new(&mut *body).poll_frame(cx));
         let mut copy = self.copy.lock();
         match &frame {
-            Some(Err(_)) => copy.end(CopyState::Failed),
+            Some(Err(_)) => copy.end(BodyCopyState::Failed),
             Some(Ok(frame)) => {
                 copy.push(frame);
                 // The sender may not poll again after the last frame.
                 if body.is_end_stream() {
-                    copy.end(CopyState::Complete);
+                    copy.end(BodyCopyState::Complete);
                 }
             }
-            None => copy.end(CopyState::Complete),
+            None => copy.end(BodyCopyState::Complete),
         }
         drop(copy);
         Poll::Ready(frame)
@@ -289,8 +290,8 @@ impl Drop for TeeBody {
     fn drop(&mut self) {
         // The end can become known after the last frame, without a further poll.
         let state = match self.body.as_ref().is_some_and(Body::is_end_stream) {
-            true => CopyState::Complete,
-            false => CopyState::Failed,
+            true => BodyCopyState::Complete,
+            false => BodyCopyState::Failed,
         };
         self.copy.lock().end(state);
     }
@@ -309,7 +310,7 @@ impl ReceivedBody for CopiedBody {
         if let Some(trailers) = copy.trailers.take() {
             return Poll::Ready(Some(Ok(Frame::trailers(trailers))));
         }
-        if copy.state == CopyState::Complete {
+        if copy.state == BodyCopyState::Complete {
             return Poll::Ready(None);
         }
         copy.receiver_waker = Some(cx.waker().clone());
@@ -318,7 +319,7 @@ impl ReceivedBody for CopiedBody {
 
     fn is_end_stream(&self) -> bool {
         let copy = self.0.lock();
-        copy.state == CopyState::Complete && copy.data.is_empty() && copy.trailers.is_none()
+        copy.state == BodyCopyState::Complete && copy.data.is_empty() && copy.trailers.is_none()
     }
 
     fn size_hint(&self) -> SizeHint {
@@ -339,7 +340,7 @@ impl ReceivedBody for CopiedBody {
 impl Drop for CopiedBody {
     fn drop(&mut self) {
         let mut copy = self.0.lock();
-        copy.end(CopyState::Abandoned);
+        copy.end(BodyCopyState::Abandoned);
         copy.discard_data(); // of a complete copy
     }
 }
@@ -439,7 +440,7 @@ mod tests {
     #[tokio::test]
     async fn a_slow_receiver_of_the_copy_loses_it_and_does_not_delay_the_original() {
         static PIECE: [u8; MAX_PENDING_COPY_BYTES] = [b'x'; MAX_PENDING_COPY_BYTES];
-        let memory = Arc::new(CopyMemory::default());
+        let memory = Arc::new(BodyCopyMemory::default());
         let (original, mut copy, monitor) = copy_while_sent(body(&[&PIECE, b"more", &PIECE]), memory.clone());
         assert!(!monitor.is_too_slow());
         let sent = original.collect().await.unwrap().to_bytes();
@@ -466,7 +467,7 @@ mod tests {
     #[tokio::test]
     async fn copies_share_their_memory_and_release_it() {
         static PIECE: [u8; MAX_PENDING_COPY_BYTES] = [b'x'; MAX_PENDING_COPY_BYTES];
-        let memory = Arc::new(CopyMemory::default());
+        let memory = Arc::new(BodyCopyMemory::default());
         let n_fitting = MAX_COPY_MEMORY_BYTES / (MAX_PENDING_COPY_BYTES + FRAME_OVERHEAD_BYTES);
         let mut waiting = Vec::new();
         for _ in 0..n_fitting {

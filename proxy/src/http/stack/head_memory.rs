@@ -99,8 +99,8 @@ pub(in crate::http) const UNRESERVED_HEAD_BYTES: usize = 8 << 10;
 /// read that it arrived with.
 const MIN_RESERVATION_BYTES: usize = 64 << 10;
 
-/// The share of the memory limit. Half of the memory is for connections, so with this share at least three eighths remain for the
-/// process and for requests that are complete. 250 MiB are 31 MiB for heads: 500 of HTTP/1, or 31 of HTTP/2.
+/// Heads get this fraction: the memory limit divided by 8. Half of the memory is for connections, so at least three eighths remain
+/// for the process and for requests that are complete. 250 MiB are 31 MiB for heads: 500 of HTTP/1, or 31 of HTTP/2.
 const MEMORY_DIVISOR: u64 = 8;
 /// Without a memory limit: 1024 heads of HTTP/1, or 64 of HTTP/2.
 const DEFAULT_HEAD_MEMORY_BYTES: u64 = 64 << 20;

@@ -1,4 +1,4 @@
-//! Tower layers around the request services of both directions. They do not depend on routing or policy.
+//! Tower layers around the request services of both directions (O5, O12; I7, I11). They do not depend on routing or policy.
 //!
 //! From the outside in: [`RequestService`] writes the access log and turns errors into responses, [`CountService`] counts requests,
 //! [`AdmissionService`] enters the in-flight limit or sheds. The HTTP servers count responses when they send them.
@@ -227,7 +227,7 @@ impl ErrorMetrics {
     }
 
     /// Counts an error by its label.
-    fn record_label(&self, error: &Error, info: &ConnectionInfo) {
+    fn count_by_label(&self, error: &Error, info: &ConnectionInfo) {
         let labels = match &info.error_labeler {
             Some(labeler) => labeler.labels(error),
             None => Some(Labels::clone(&self.labels)),
@@ -358,7 +358,7 @@ impl<F: Future<Output = Result<Response<Body>, Error>>> RequestFuture<F> {
             Ok(rsp) => return Poll::Ready(Ok(rsp)),
             Err(error) => error,
         };
-        this.context.record(&error);
+        this.context.record_failed_request(&error);
         if *this.version == Version::HTTP_2 && is_stream_error(&error) {
             return Poll::Ready(Err(error)); // the server resets the stream, unless the client has reset it
         }
@@ -392,14 +392,14 @@ impl<S> RequestService<S> {
 
     /// Counts a request that is refused before this service gets it, and its error.
     pub(crate) fn record_refused(&self, error: &Error) {
-        self.context.record(error);
+        self.context.record_failed_request(error);
         self.context.totals.requests.inc();
     }
 
     /// Counts the error of a response whose body failed before its first byte was sent, by its label only. The request and the
     /// cause are counted already.
     pub(crate) fn record_unsent_response(&self, error: &Error) {
-        self.context.record_error(error);
+        self.context.count_label_and_log(error);
     }
 
     /// Returns the response to an error, and counts the response. The caller counts the error.
@@ -416,14 +416,14 @@ impl ConnectionContext {
     }
 
     /// Counts a failed request by its error and its cause.
-    fn record(&self, error: &Error) {
-        self.record_error(error);
+    fn record_failed_request(&self, error: &Error) {
+        self.count_label_and_log(error);
         self.errors.failures.count(error.cause());
     }
 
     /// Counts an error by its label only, and logs it.
-    fn record_error(&self, error: &Error) {
-        self.errors.record_label(error, &self.info);
+    fn count_label_and_log(&self, error: &Error) {
+        self.errors.count_by_label(error, &self.info);
         tracing::debug!(error = %ErrorChain(error), cause = error.cause(), side = ?error.side(), "request failed");
     }
 }

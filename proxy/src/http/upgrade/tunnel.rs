@@ -18,7 +18,7 @@ use crate::{
 };
 
 /// One side of a tunnel.
-pub(crate) enum TunnelEnd {
+pub(crate) enum TunnelSide {
     /// A whole connection.
     Connection(Io),
     /// One stream of an HTTP/2 connection.
@@ -30,8 +30,8 @@ pub(crate) enum TunnelEnd {
 ///
 /// A drain waits for the tunnel. The tunnel is closed when `denied` is ready, or when the client's connection is evicted.
 pub(crate) fn spawn_tunnel(
-    client_rx: oneshot::Receiver<TunnelEnd>,
-    mut upstream: TunnelEnd,
+    client_rx: oneshot::Receiver<TunnelSide>,
+    mut upstream: TunnelSide,
     drain: &drain::Watch,
     denied: impl Future<Output = ()> + Send + 'static,
 ) {
@@ -59,7 +59,7 @@ pub(crate) fn spawn_tunnel(
     let _ = handle_tx.send(task.abort_handle());
 }
 
-impl TunnelEnd {
+impl TunnelSide {
     /// The handle of the connection's permit. A stream has none.
     fn handle(&self) -> Option<ConnectionHandle> {
         match self {
@@ -73,13 +73,13 @@ impl TunnelEnd {
 macro_rules! on_transport {
     ($self:ident, $s:ident => $call:expr) => {
         match &mut *$self {
-            TunnelEnd::Connection($s) => $call,
-            TunnelEnd::Stream($s) => $call,
+            TunnelSide::Connection($s) => $call,
+            TunnelSide::Stream($s) => $call,
         }
     };
 }
 
-impl copy::ResetOnDrop for TunnelEnd {
+impl copy::ResetOnDrop for TunnelSide {
     fn reset_on_drop(&self) {
         if let Self::Connection(io) = self {
             io.reset_on_drop();
@@ -88,13 +88,13 @@ impl copy::ResetOnDrop for TunnelEnd {
     }
 }
 
-impl AsyncRead for TunnelEnd {
+impl AsyncRead for TunnelSide {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         on_transport!(self, s => Pin::new(s).poll_read(cx, buf))
     }
 }
 
-impl AsyncWrite for TunnelEnd {
+impl AsyncWrite for TunnelSide {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         on_transport!(self, s => Pin::new(s).poll_write(cx, buf))
     }
@@ -138,9 +138,9 @@ mod tests {
         let accepted = Tcp::new(accepted).with_permit(limiter.admit(ip(1)));
         let (client_tx, client_rx) = oneshot::channel();
         let (_signal, drain) = drain::channel();
-        let upstream = TunnelEnd::Connection(Io::tcp(Tcp::new(upstream)));
+        let upstream = TunnelSide::Connection(Io::tcp(Tcp::new(upstream)));
         spawn_tunnel(client_rx, upstream, &drain, std::future::pending());
-        assert!(client_tx.send(TunnelEnd::Connection(Io::tcp(accepted))).is_ok());
+        assert!(client_tx.send(TunnelSide::Connection(Io::tcp(accepted))).is_ok());
         client.write_all(b"hello").await.unwrap();
         application.read_exact(&mut [0; 5]).await.unwrap();
         assert_eq!(limiter.n_connections(), 1);

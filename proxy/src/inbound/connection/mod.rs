@@ -1,5 +1,5 @@
-//! Accepts one connection (I1–I6): policy, TLS, protocol detection. Then HTTP is served request by request, and other bytes are
-//! forwarded.
+//! Accepts and serves one connection (I1–I7): policy, TLS, protocol detection. Then HTTP is served request by request, and other
+//! bytes are forwarded.
 
 mod classified_connection;
 mod context;

@@ -156,9 +156,13 @@ impl Connection {
             FirstBytes::Closed => return None,
             FirstBytes::Server {
                 server: app_io,
-                client: client_bytes,
+                client_bytes,
             } => (client_bytes, DetectedProtocol::NotHttp, Some(app_io)),
-            FirstBytes::Client(client_bytes, detected, app_io) => (client_bytes, detected, app_io),
+            FirstBytes::ServerSilent {
+                client_bytes,
+                protocol,
+                server,
+            } => (client_bytes, protocol, server),
         };
         let protocol = match (&active_policy.server_policy.protocol, detected) {
             (ServerProtocol::Http1(_), _) | (ServerProtocol::Detect { .. }, DetectedProtocol::Http1) => {

@@ -37,10 +37,13 @@ pub(super) enum TlsDetection {
 
 /// True if the client has sent bytes that are not a complete ClientHello.
 pub(super) fn is_not_client_hello(first: &FirstBytes) -> bool {
-    let FirstBytes::Client(prefix, ..) = first else {
+    let FirstBytes::ServerSilent { client_bytes, .. } = first else {
         return false;
     };
-    !matches!(tls_server::parse_client_hello(prefix), ParsedHello::ClientHello { .. })
+    !matches!(
+        tls_server::parse_client_hello(client_bytes),
+        ParsedHello::ClientHello { .. }
+    )
 }
 
 impl Connection {
@@ -62,7 +65,11 @@ impl Connection {
             let remaining = tls_deadline - Instant::now();
             let detected = match detected {
                 // The policy's timeout has passed, but TLS may still begin.
-                Ok(FirstBytes::Client(prefix, _, Some(app_io))) if prefix.is_empty() && !remaining.is_zero() => {
+                Ok(FirstBytes::ServerSilent {
+                    client_bytes,
+                    server: Some(app_io),
+                    ..
+                }) if client_bytes.is_empty() && !remaining.is_zero() => {
                     let learned = &client.port_policy.learned_speaker_without_tls;
                     Box::pin(first_bytes::wait_longer(&mut stream, learned, remaining, app_io)).await
                 }
@@ -79,13 +86,21 @@ impl Connection {
             let mut prefix = BytesMut::new();
             match read_more(&mut stream, &mut prefix, tls_deadline).await? {
                 0 => FirstBytes::Closed,
-                _ => FirstBytes::Client(prefix.freeze(), DetectedProtocol::Incomplete, None),
+                _ => FirstBytes::ServerSilent {
+                    client_bytes: prefix.freeze(),
+                    protocol: DetectedProtocol::Incomplete,
+                    server: None,
+                },
             }
         };
         let (prefix, protocol, app_io) = match first {
-            FirstBytes::Client(prefix, protocol, app_io) if !prefix.is_empty() => (prefix, protocol, app_io),
+            FirstBytes::ServerSilent {
+                client_bytes,
+                protocol,
+                server,
+            } if !client_bytes.is_empty() => (client_bytes, protocol, server),
             // The client is silent, and the application was not dialled.
-            FirstBytes::Client(_, _, None) => {
+            FirstBytes::ServerSilent { server: None, .. } => {
                 stream.reset_on_drop();
                 return Err(TLS_DETECTION_TIMEOUT_ERROR);
             }
@@ -111,7 +126,11 @@ impl Connection {
                 }
             }
         };
-        let first = FirstBytes::Client(prefix.freeze(), protocol, app_io);
+        let first = FirstBytes::ServerSilent {
+            client_bytes: prefix.freeze(),
+            protocol,
+            server: app_io,
+        };
         Ok((stream, TlsDetection::Other(first)))
     }
 

@@ -52,8 +52,8 @@ pub(crate) struct PortPolicies {
     invalid_updates: invalid_updates::Families,
     /// Applies to a port until the control plane sends its policy.
     initial_policy: InitialPolicy,
-    /// The proxy's own setting: maximum of the detection timeouts of policies, and the timeout of ports whose policy cannot be
-    /// decoded; HTTP requests to them get an error response.
+    /// The proxy's own setting: maximum of the detection timeouts of policies, and the detection timeout of ports whose policy
+    /// cannot be decoded (detection is needed there to answer HTTP requests with an error).
     detect_timeout: Duration,
     /// Ports whose watch never ends.
     always_watched: PortSet,
@@ -92,7 +92,7 @@ struct PortTable {
     watched: HashMap<u16, WatchedPort>,
     /// Ports in use above the limit of watches.
     polled: HashMap<u16, Weak<PortPolicy>>,
-    /// Policies of ports whose watch has ended.
+    /// Last policy of each port whose watch has ended or that is polled.
     last_known: HashMap<u16, Arc<ActivePolicy>>,
     /// One copy of each policy in `last_known`, because most ports have the same.
     interned: Vec<Arc<ActivePolicy>>,
@@ -254,11 +254,11 @@ impl PortPolicies {
         let port = target.port();
         let is_in_use = || self.table.lock().is_in_use(port);
         // Another client may have its turn while this one waits.
-        let is_permitted = is_in_use()
+        let may_watch = is_in_use()
             || (self.is_listening)(target)
             || self.watch_limiter.wait_for_turn(client, MAX_POLICY_WAIT).await
             || is_in_use();
-        let port_policy = match is_permitted {
+        let port_policy = match may_watch {
             true => self.watch(port),
             false => self.not_watched.clone(),
         };

@@ -52,7 +52,7 @@ impl WatchLimiter {
             by_network: Mutex::default(),
             queue: PerClientLimiter::new(Limits {
                 total_weight: 1,
-                globally_queued_per_network: 1,
+                queued_or_running_per_network: 1,
                 requests_per_network: MAX_WAITING_PER_NETWORK,
             }),
         }
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn many_clients_that_scan_ports_delay_another_one_by_one_turn_each() {
+    async fn each_client_that_scans_ports_delays_another_client_by_one_turn() {
         let limiter = WatchLimiter::new(RATES);
         let scans = ask(&limiter, (0..200).map(|n| 1 + n % 20));
         let (scanned, first_connection) = tokio::join!(scans, ask(&limiter, [99]));

@@ -171,8 +171,8 @@ impl HttpConnection {
 
     /// Waits until a changed policy denies a request or tunnel in progress; the caller then closes the connection.
     ///
-    /// Meanwhile, closes the connection gracefully as soon as its unauthorized client is permitted a request: the client has the
-    /// limits of unauthorized clients, and reconnects with the normal ones.
+    /// Meanwhile, closes an HTTP/2 connection gracefully as soon as its unauthorized client is permitted a request: the client has
+    /// the limits of unauthorized clients, and reconnects with the normal ones.
     pub(in crate::inbound) async fn wait_until_denied(self: Arc<Self>) {
         loop {
             let current = self.port_policy.current();

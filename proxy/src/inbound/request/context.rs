@@ -36,8 +36,8 @@ pub(in crate::inbound) struct HttpConnection {
     pub(in crate::inbound) client_id: Option<HeaderValue>,
     pub(in crate::inbound) authorized_routes: Mutex<AuthorizedRoutes>,
     pub(in crate::inbound) cached_authority: Mutex<CachedAuthority>,
-    /// Closes the connection of an unauthorized client once a policy permits it a request, so that it reconnects with the
-    /// normal limits.
+    /// Closes the HTTP/2 connection of an unauthorized client once a policy permits it a request, so that it reconnects with the
+    /// normal limits. An HTTP/1 connection keeps the reduced limits.
     pub(in crate::inbound) unauthorized_closer: Option<ConnectionCloser>,
     pub(in crate::inbound) drain: drain::Watch,
 }

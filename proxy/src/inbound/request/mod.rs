@@ -57,8 +57,8 @@ impl HttpConnection {
         req: &mut Request<Body>,
         started_at: Instant,
     ) -> Result<Response<Body>, Error> {
-        let client_side = req.body_mut().take_client_side();
-        self.clean_headers(req, client_side.upgrade.is_some());
+        let reply_channels = req.body_mut().take_reply_channels();
+        self.clean_headers(req, reply_channels.upgrade.is_some());
         let request_metrics = self.authorize_or_tap_denial(req)?; // I9
         let mut route_guard = RouteRequestGuard::begin(request_metrics, req, started_at);
         let profile = wait_profile(self.find_profile(req)).await;
@@ -75,7 +75,7 @@ impl HttpConnection {
         let server_span = trace::start_server_span(tracer, req);
         let client_span = trace::start_client_span(tracer, req);
         let route_metrics = &route_guard.metrics.route_metrics;
-        let result = self.send_to_app(app, req, client_side, route_metrics).await; // I10
+        let result = self.send_to_app(app, req, reply_channels, route_metrics).await; // I10
         trace::finish(client_span, &result);
         trace::finish(server_span, &result);
         match result {

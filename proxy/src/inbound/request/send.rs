@@ -14,8 +14,8 @@ use crate::{
         headers,
         lifecycle::classify,
         lifecycle::replay::{self, ReplayableRequest},
-        upgrade::client_side::ClientSide,
-        upgrade::interim::InterimSender,
+        upgrade::interim::SharedInterimSink,
+        upgrade::reply_channels::ReplyChannels,
         upgrade::tunnel,
     },
     inbound::{
@@ -69,7 +69,7 @@ impl HttpConnection {
         self: &Arc<Self>,
         app: &EndpointClient,
         req: &mut Request<Body>,
-        ClientSide { upgrade, interims }: ClientSide,
+        ReplyChannels { upgrade, interims }: ReplyChannels,
         route_metrics: &Arc<AuthorizedRouteMetrics>,
     ) -> Result<Response<Body>, Error> {
         let protocol = if req.version() == Version::HTTP_2 {
@@ -86,11 +86,11 @@ impl HttpConnection {
         // The HTTP/1 client resends requests by itself.
         let kept_request = (protocol == HttpVersion::Http2 && upgrade.is_none())
             .then(|| ReplayableRequest::of_request(req, replay::DEFAULT_MAX_REPLAY_BYTES));
-        let ready = app
+        let outcome = app
             .connection(protocol, connection_use)
             .await
             .map_err(timeout_as_connect_error)?;
-        let mut rsp = match app.send(ready, req, interims.as_ref()).await {
+        let mut rsp = match app.send(outcome, req, interims.as_ref()).await {
             Err(error) => match kept_request {
                 Some(kept_request) => Box::pin(resend(app, kept_request, interims.as_ref(), error)).await?,
                 None => return Err(timeout_as_connect_error(error)),
@@ -131,7 +131,7 @@ impl HttpConnection {
 async fn resend(
     app: &EndpointClient,
     mut kept_request: ReplayableRequest,
-    interims: Option<&InterimSender>,
+    interims: Option<&SharedInterimSink>,
     mut error: Error,
 ) -> Result<Response<Body>, Error> {
     for _ in 1..MAX_HTTP2_SENDS {
@@ -147,9 +147,9 @@ async fn resend(
             return Err(Error::TooLargeToResend(Box::new(error)));
         };
         kept_request = ReplayableRequest::of_request(&mut req, replay::DEFAULT_MAX_REPLAY_BYTES);
-        let ready = app.connection(HttpVersion::Http2, ConnectionUse::Pooled).await;
+        let outcome = app.connection(HttpVersion::Http2, ConnectionUse::Pooled).await;
         error = match app
-            .send(ready.map_err(timeout_as_connect_error)?, &mut req, interims)
+            .send(outcome.map_err(timeout_as_connect_error)?, &mut req, interims)
             .await
         {
             Ok(rsp) => return Ok(rsp),

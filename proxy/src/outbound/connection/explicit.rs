@@ -16,7 +16,7 @@ use tulle_core::{
 };
 
 use crate::{
-    http::{body::Body, client::HttpVersion, error::Error, upgrade::tunnel::TunnelEnd},
+    http::{body::Body, client::HttpVersion, error::Error, upgrade::tunnel::TunnelSide},
     net::{
         copy::CopyFuture,
         detect::{self, DetectedProtocol, Detection},
@@ -191,7 +191,7 @@ async fn open_if_opaque(snapshot: &Snapshot) -> Result<Option<Io>, Error> {
 async fn serve_connect(
     http: &HttpConnection,
     req: &mut Request<Body>,
-    client_tunnel: Option<oneshot::Receiver<TunnelEnd>>,
+    client_tunnel: Option<oneshot::Receiver<TunnelSide>>,
 ) -> Result<Response<Body>, Error> {
     let client_tunnel = client_tunnel.ok_or(Error::InvalidRequest("this port supports CONNECT in HTTP/1.1 only"))?;
     let target = req.uri().authority().map(|authority| authority.as_str().parse());
@@ -206,11 +206,11 @@ async fn serve_connect(
 }
 
 /// Serves the tunnel of a CONNECT request when the HTTP server passes on the client's connection.
-fn spawn_tunnel(connection: Connection, client_tunnel: oneshot::Receiver<TunnelEnd>, server: Option<Io>) {
+fn spawn_tunnel(connection: Connection, client_tunnel: oneshot::Receiver<TunnelSide>, server: Option<Io>) {
     let guard = connection.client.drain.guard();
     tokio::spawn(async move {
         let _guard = guard;
-        if let Ok(TunnelEnd::Connection(io)) = client_tunnel.await
+        if let Ok(TunnelSide::Connection(io)) = client_tunnel.await
             && let Some(copy_future) = connection.serve(io, server).await
         {
             copy_future.await;

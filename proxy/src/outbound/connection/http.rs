@@ -1,4 +1,4 @@
-//! HTTP connections: finds the destination of each request (O4).
+//! Serves HTTP connections (O4). If requests name their destinations, finds that of each request (O2).
 
 use std::{net::SocketAddr, pin::Pin, sync::Arc};
 
@@ -20,7 +20,7 @@ use crate::{
         headers, server,
         stack::error_response::{ConnectionInfo, ErrorDetail},
         upgrade::http1_over_http2,
-        upgrade::tunnel::TunnelEnd,
+        upgrade::tunnel::TunnelSide,
     },
     net::io::Io,
     outbound::{
@@ -52,22 +52,22 @@ pub(super) enum TargetSource {
     DiscoveryFailed(Addr),
 }
 
-/// Serves a CONNECT request. The last argument receives the client's end of the tunnel once the response is sent.
+/// Serves a CONNECT request. The last argument receives the client's side of the tunnel once the response is sent.
 ///
 /// It is always `serve_connect` of `explicit.rs`. That file imports this one, so this one cannot call it by name.
 type ConnectHandler = for<'a> fn(
     &'a HttpConnection,
     &'a mut Request<Body>,
-    Option<oneshot::Receiver<TunnelEnd>>,
+    Option<oneshot::Receiver<TunnelSide>>,
 ) -> Pin<Box<dyn Future<Output = Result<Response<Body>, Error>> + Send + 'a>>;
 
 impl HttpConnection {
     /// Carries one request from the application to a backend.
     pub(super) async fn serve(&self, req: &mut Request<Body>) -> Result<Response<Body>, Error> {
         headers::check_request(req)?;
-        let client_side = req.body_mut().take_client_side();
+        let reply_channels = req.body_mut().take_reply_channels();
         if req.version() <= Version::HTTP_11 {
-            match client_side.upgrade {
+            match reply_channels.upgrade {
                 None => headers::strip_hop_by_hop(req.headers_mut()),
                 Some(_) => headers::strip_hop_by_hop_except_upgrade(req.headers_mut()),
             }
@@ -76,7 +76,7 @@ impl HttpConnection {
             TargetSource::Fixed(destination) => {
                 let mut outgoing = OutgoingRequest {
                     req,
-                    client_side,
+                    reply_channels,
                     mirrors_started: false,
                 };
                 return route::route_and_send(self.client_context(), destination, &mut outgoing).await;
@@ -86,14 +86,14 @@ impl HttpConnection {
             TargetSource::RequestTarget { on_connect }
                 if *req.method() == Method::CONNECT && req.uri().scheme().is_none() =>
             {
-                return on_connect(self, req, client_side.upgrade).await;
+                return on_connect(self, req, reply_channels.upgrade).await;
             }
             TargetSource::RequestTarget { .. } => Box::pin(self.resolve_request_target(req)).await?,
             TargetSource::DiscoveryFailed(target) => return Err(Error::DiscoveryTimeout(target.clone())),
         };
         let mut outgoing = OutgoingRequest {
             req,
-            client_side,
+            reply_channels,
             mirrors_started: false,
         };
         match fallback_addrs.is_empty() {

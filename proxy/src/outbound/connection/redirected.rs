@@ -272,18 +272,23 @@ impl Connection {
         }
         match first {
             FirstBytes::Closed => None,
-            FirstBytes::Client(prefix, DetectedProtocol::Http1, _) => {
-                Some(ClassifiedConnection::Http(io.prepend(prefix), HttpVersion::Http1))
+            FirstBytes::ServerSilent {
+                client_bytes,
+                protocol,
+                server: connected,
+            } => {
+                let version = match protocol {
+                    DetectedProtocol::Http1 => HttpVersion::Http1,
+                    DetectedProtocol::Http2 => HttpVersion::Http2,
+                    _ => {
+                        let server = connected.map_or(server, ServerDial::Connected);
+                        return self.connect_opaque((io, client_bytes), route, None, server).await;
+                    }
+                };
+                Some(ClassifiedConnection::Http(io.prepend(client_bytes), version))
             }
-            FirstBytes::Client(prefix, DetectedProtocol::Http2, _) => {
-                Some(ClassifiedConnection::Http(io.prepend(prefix), HttpVersion::Http2))
-            }
-            FirstBytes::Client(prefix, _, connected) => {
-                let server = connected.map_or(server, ServerDial::Connected);
-                self.connect_opaque((io, prefix), route, None, server).await
-            }
-            FirstBytes::Server { server, client } => {
-                self.connect_opaque((io, client), route, None, ServerDial::Connected(server))
+            FirstBytes::Server { server, client_bytes } => {
+                self.connect_opaque((io, client_bytes), route, None, ServerDial::Connected(server))
                     .await
             }
         }

@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_denial_refuses_a_destination_whatever_else_is_known_of_it() {
+    fn only_a_refusal_with_permission_denied_is_a_denial() {
         use tonic::Code;
         for code in [
             Code::PermissionDenied,

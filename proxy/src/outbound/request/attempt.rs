@@ -87,7 +87,7 @@ impl AttemptSender<'_> {
                 backend: &choice.backend,
                 required_identity: self.required_identity,
                 families: self.client.families,
-                n_tried_before: tried.len(),
+                n_tried_by_earlier_attempts: tried.len(),
             },
             route_source: self.route_source,
             started_at,

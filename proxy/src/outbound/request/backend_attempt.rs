@@ -113,9 +113,9 @@ impl BackendAttempt<'_> {
         tried: &mut TriedEndpoints,
         mut deadlines: Option<&mut AttemptDeadlines>,
     ) -> Result<(Response<Body>, SentRequest), Error> {
-        let needs = ConnectionRequirements::of_request(outgoing.req, outgoing.client_side.upgrade.is_some());
+        let needs = ConnectionRequirements::of_request(outgoing.req, outgoing.reply_channels.upgrade.is_some());
         let must_keep_request =
-            self.may_resend && outgoing.client_side.upgrade.is_none() && self.kept_for_retry.is_none();
+            self.may_resend && outgoing.reply_channels.upgrade.is_none() && self.kept_for_retry.is_none();
         let keep_request =
             |req: &mut Request<Body>| ReplayableRequest::of_request(req, replay::DEFAULT_MAX_REPLAY_BYTES);
         let mut own_kept_request = must_keep_request.then(|| keep_request(outgoing.req));
@@ -153,7 +153,7 @@ impl BackendAttempt<'_> {
     ) -> Result<(SentRequest, Result<Response<Body>, Error>), Error> {
         let req = &mut *outgoing.req;
         let mut connected_at_once = tried.is_empty();
-        let (endpoint, ready) = {
+        let (endpoint, outcome) = {
             let mut connecting = pin!(self.connector.connect_endpoint(tried, needs)); // O8, O9
             let connected = poll_fn(|cx| {
                 let polled =
@@ -178,7 +178,7 @@ impl BackendAttempt<'_> {
         let span = trace::start_client_span(endpoint.tracer.as_ref(), req);
         let result = {
             let client = endpoint.client(self.client.worker);
-            let mut response = pin!(client.send(ready, req, outgoing.client_side.interims.as_ref())); // O10
+            let mut response = pin!(client.send(outcome, req, outgoing.reply_channels.interims.as_ref())); // O10
             poll_fn(|cx| {
                 AttemptDeadlines::check_head_deadline(deadlines.as_deref_mut(), response.as_mut().poll(cx), cx)
             })
@@ -211,15 +211,15 @@ impl BackendAttempt<'_> {
         result: &Result<Response<Body>, Error>,
         endpoint: &Endpoint,
         kept_request: Option<&ReplayableRequest>,
-        n_tried_before_this: usize,
+        n_tried_so_far: usize,
     ) -> Option<&'static str> {
         match result {
             // Only a meshed endpoint has a proxy that can report an error of its own.
-            Ok(rsp) if endpoint.identity().is_some() && self.connector.may_use_other_endpoint(n_tried_before_this) => {
+            Ok(rsp) if endpoint.identity().is_some() && self.connector.may_use_other_endpoint(n_tried_so_far) => {
                 let (cause, resendable) = peer_proxy_error(rsp)?;
                 self.allows_resend(resendable, endpoint, kept_request).then_some(cause)
             }
-            Err(error) if self.can_resend(error, endpoint, kept_request, n_tried_before_this) => Some(error.cause()),
+            Err(error) if self.can_resend(error, endpoint, kept_request, n_tried_so_far) => Some(error.cause()),
             _ => None,
         }
     }
@@ -244,7 +244,7 @@ impl BackendAttempt<'_> {
         let may_close_client = is_meshed && matches!(self.connector.backend, Backend::Forward(_));
         finish_response(&mut rsp, sent.protocol, sent.client_version, may_close_client);
         let server_tunnel = rsp.body_mut().take_server_tunnel();
-        if server_tunnel.is_some() && outgoing.client_side.upgrade.is_none() {
+        if server_tunnel.is_some() && outgoing.reply_channels.upgrade.is_none() {
             let error = Error::InvalidResponse("the server switched protocols without an upgrade request");
             sent.observer.record_error(&error);
             return Err(error);
@@ -252,7 +252,7 @@ impl BackendAttempt<'_> {
         if !is_meshed {
             headers::strip_proxy_headers(rsp.headers_mut());
         }
-        if let (Some(client_tunnel), Some(server_tunnel)) = (outgoing.client_side.upgrade.take(), server_tunnel) {
+        if let (Some(client_tunnel), Some(server_tunnel)) = (outgoing.reply_channels.upgrade.take(), server_tunnel) {
             tunnel::spawn_tunnel(client_tunnel, server_tunnel, self.client.drain, std::future::pending());
         }
         Ok((rsp, sent))
@@ -281,12 +281,12 @@ impl BackendAttempt<'_> {
         error: &Error,
         endpoint: &Endpoint,
         kept_request: Option<&ReplayableRequest>,
-        n_tried_before_this: usize,
+        n_tried_so_far: usize,
     ) -> bool {
         // After a refused stream, the request can also be sent on a new connection to the same endpoint.
         let may_send = match error.is_refused_stream() {
-            true => self.connector.may_resend_to_any_endpoint(n_tried_before_this),
-            false => self.connector.may_use_other_endpoint(n_tried_before_this),
+            true => self.connector.may_resend_to_any_endpoint(n_tried_so_far),
+            false => self.connector.may_use_other_endpoint(n_tried_so_far),
         };
         may_send && kept_request.is_some() && self.allows_resend(error.resendable(), endpoint, kept_request)
     }

@@ -48,7 +48,7 @@ pub(super) struct RequestConnector<'a> {
     pub(super) required_identity: Option<&'a str>,
     pub(super) families: &'a Families,
     /// Number of [`TriedEndpoints`] from earlier attempts of the request.
-    pub(super) n_tried_before: usize,
+    pub(super) n_tried_by_earlier_attempts: usize,
 }
 
 /// What a request requires of its connection.
@@ -75,7 +75,7 @@ impl RequestConnector<'_> {
         let endpoint = self.backend.pick(tried).await?;
         self.check_identity(&endpoint)?;
         match self.reuse_connection(&endpoint, needs).await {
-            Some(ready) => Ok((endpoint, ready)),
+            Some(outcome) => Ok((endpoint, outcome)),
             // Boxed because it is rare and its timer is large.
             None => Box::pin(self.dial_with_hedging(endpoint, tried, needs)).await,
         }
@@ -110,13 +110,13 @@ impl RequestConnector<'_> {
         needs: ConnectionRequirements,
     ) -> Option<ConnectOutcome> {
         let client = endpoint.client(self.worker);
-        let ready = client
+        let outcome = client
             .existing_connection(needs.request_protocol(endpoint), needs.connection_use(endpoint))
             .await;
-        if ready.is_some() {
+        if outcome.is_some() {
             endpoint.breaker().record_connected();
         }
-        ready
+        outcome
     }
 
     /// Dials this endpoint and, if that is slow or fails, others; returns the first connection. If another endpoint has an open
@@ -138,7 +138,7 @@ impl RequestConnector<'_> {
                 biased;
                 // Cancel-safe: a completed dial is removed in the same poll that returns it.
                 (endpoint, result) = first_completed(&mut dials) => match result {
-                    Ok(ready) => return Ok((endpoint, ready)),
+                    Ok(outcome) => return Ok((endpoint, outcome)),
                     Err(error) => match self.next_after_failed_dial(endpoint, error, tried, &dials).await? {
                         Some(other) => other,
                         None => continue,
@@ -154,8 +154,8 @@ impl RequestConnector<'_> {
                     }
                 }
             };
-            if let Some(ready) = self.reuse_connection(&next, needs).await {
-                return Ok((next, ready));
+            if let Some(outcome) = self.reuse_connection(&next, needs).await {
+                return Ok((next, outcome));
             }
             let next_hedge_at = start_dial(&mut dials, next, self.worker, needs);
             hedge_at = self.has_room_for_endpoint(tried, &dials).then_some(next_hedge_at);
@@ -215,25 +215,25 @@ impl RequestConnector<'_> {
                 && other.client(self.worker).has_http2_connection()
                 && self.is_alternative(other, tried, dials)
         })?;
-        let ready = self.reuse_connection(&other, needs).await?;
-        Some((other, ready))
+        let outcome = self.reuse_connection(&other, needs).await?;
+        Some((other, outcome))
     }
 
     /// Whether this attempt may use one endpoint besides those that it has tried and is dialling.
     fn has_room_for_endpoint(&self, tried: &TriedEndpoints, dials: &[PendingDial]) -> bool {
-        tried.len() - self.n_tried_before + dials.len() < MAX_ENDPOINTS_PER_ATTEMPT
+        tried.len() - self.n_tried_by_earlier_attempts + dials.len() < MAX_ENDPOINTS_PER_ATTEMPT
     }
 
-    /// Whether the request may be sent to another endpoint of the backend, after the one that it now failed at.
-    /// `n_tried_before_this` as in [`Self::may_resend_to_any_endpoint`].
-    pub(super) fn may_use_other_endpoint(&self, n_tried_before_this: usize) -> bool {
-        self.may_resend_to_any_endpoint(n_tried_before_this) && !matches!(self.backend, Backend::Forward(_))
+    /// Whether the request may be sent to another endpoint of the backend, after the one that has just failed.
+    /// `n_tried_so_far` as in [`Self::may_resend_to_any_endpoint`].
+    pub(super) fn may_use_other_endpoint(&self, n_tried_so_far: usize) -> bool {
+        self.may_resend_to_any_endpoint(n_tried_so_far) && !matches!(self.backend, Backend::Forward(_))
     }
 
-    /// Whether the request may be sent once more in this attempt, to the endpoint that it now failed at or another one.
-    /// `n_tried_before_this` is the number of endpoints that all attempts tried before that endpoint.
-    pub(super) fn may_resend_to_any_endpoint(&self, n_tried_before_this: usize) -> bool {
-        let n_in_this_attempt = n_tried_before_this + 1 - self.n_tried_before;
+    /// Whether the request may be sent once more in this attempt, to the endpoint that has just failed or another one.
+    /// `n_tried_so_far` is the number of endpoints that were tried before this endpoint, over all attempts.
+    pub(super) fn may_resend_to_any_endpoint(&self, n_tried_so_far: usize) -> bool {
+        let n_in_this_attempt = n_tried_so_far + 1 - self.n_tried_by_earlier_attempts;
         n_in_this_attempt < MAX_ENDPOINTS_PER_ATTEMPT
     }
 
@@ -311,8 +311,8 @@ fn start_dial(
             }
         }
         // If the request has ended, the connection is kept for the next one.
-        if let Err(Ok(ready)) = result_tx.send(result) {
-            client.return_to_pool(ready);
+        if let Err(Ok(outcome)) = result_tx.send(result) {
+            client.return_to_pool(outcome);
         }
     });
     // Another request may have started the dial of this endpoint earlier; then this dial waits for that one.
@@ -406,7 +406,7 @@ mod tests {
         let req = Request::get("http://web.test/").body(Body::empty()).unwrap();
         let needs = ConnectionRequirements::of_request(&req, false);
         // Endpoints that earlier attempts have tried, and those to which this attempt was sent before.
-        for (n_tried_before, n_sent) in [(0, 0), (4, 0), (0, 1), (0, 2), (4, 2)] {
+        for (n_tried_by_earlier_attempts, n_sent) in [(0, 0), (4, 0), (0, 1), (0, 2), (4, 2)] {
             let endpoints: Vec<_> = (0..10)
                 .map(|_| endpoint_of(&context, EndpointSpec::plain(addr)))
                 .collect();
@@ -416,25 +416,28 @@ mod tests {
                 backend: &backend,
                 required_identity: None,
                 families: &context.families,
-                n_tried_before,
+                n_tried_by_earlier_attempts,
             };
-            let mut tried: TriedEndpoints = endpoints[..n_tried_before + n_sent].iter().cloned().collect();
+            let mut tried: TriedEndpoints = endpoints[..n_tried_by_earlier_attempts + n_sent]
+                .iter()
+                .cloned()
+                .collect();
             let connected = connector.connect_endpoint(&mut tried, needs).await;
             assert!(
                 matches!(connected, Err(Error::ConnectTimeout(_))),
-                "{n_tried_before} {n_sent}"
+                "{n_tried_by_earlier_attempts} {n_sent}"
             );
             let is_dialled = |endpoint: &&Arc<Endpoint>| endpoint.breaker().dial_failure_cause().is_some();
             let n_dialled = endpoints.iter().filter(is_dialled).count();
             assert_eq!(
                 n_sent + n_dialled,
                 MAX_ENDPOINTS_PER_ATTEMPT,
-                "{n_tried_before} {n_sent}"
+                "{n_tried_by_earlier_attempts} {n_sent}"
             );
             assert_eq!(
                 tried.len(),
-                n_tried_before + MAX_ENDPOINTS_PER_ATTEMPT,
-                "{n_tried_before} {n_sent}"
+                n_tried_by_earlier_attempts + MAX_ENDPOINTS_PER_ATTEMPT,
+                "{n_tried_by_earlier_attempts} {n_sent}"
             );
         }
     }
@@ -447,7 +450,7 @@ mod tests {
             backend: &Backend::Fail,
             required_identity,
             families: &context.families,
-            n_tried_before: 0,
+            n_tried_by_earlier_attempts: 0,
         };
         let dialled = endpoint(&context, Some(WEB));
         let (_result_tx, result_rx) = oneshot::channel();

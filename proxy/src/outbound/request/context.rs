@@ -6,7 +6,7 @@ use http::Request;
 use tulle_core::drain;
 
 use crate::{
-    http::{body::Body, upgrade::client_side::ClientSide},
+    http::{body::Body, upgrade::reply_channels::ReplyChannels},
     outbound::metrics::Families,
 };
 
@@ -23,7 +23,7 @@ pub(in crate::outbound) struct ClientContext<'a> {
 pub(in crate::outbound) struct OutgoingRequest<'a> {
     pub(in crate::outbound) req: &'a mut Request<Body>,
     /// Its tunnel is taken when an upgrade succeeds.
-    pub(in crate::outbound) client_side: ClientSide,
+    pub(in crate::outbound) reply_channels: ReplyChannels,
     /// Whether the mirrors have got their copies. Each gets only one, even if the request is sent to a further address.
     pub(in crate::outbound) mirrors_started: bool,
 }

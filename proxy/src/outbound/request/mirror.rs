@@ -14,11 +14,11 @@ use crate::{
         body::Body,
         error::Error,
         lifecycle::classify,
-        lifecycle::tee::{self, CopyMemory, CopyMonitor},
-        upgrade::client_side::ClientSide,
+        lifecycle::tee::{self, BodyCopyMemory, BodyCopyMonitor},
+        upgrade::reply_channels::ReplyChannels,
     },
     outbound::{
-        mirror::{CopyResult, Mirror},
+        mirror::{Mirror, MirrorCopyResult},
         request::{
             attempt::{AttemptParams, AttemptSender},
             connect::TriedEndpoints,
@@ -46,7 +46,7 @@ pub(super) fn send_copies(
     // After an upgrade or CONNECT there are bytes without requests, which cannot be copied.
     if mirrors.is_empty()
         || outgoing.mirrors_started
-        || outgoing.client_side.upgrade.is_some()
+        || outgoing.reply_channels.upgrade.is_some()
         || *outgoing.req.method() == Method::CONNECT
     {
         return;
@@ -62,13 +62,13 @@ pub(super) fn send_copies(
         tokio::spawn(async move {
             let result = tokio::select! {
                 result = send_copy(copy, guard.mirror(), worker, client_addr, &drain) => result,
-                () = monitor.failed() => CopyResult::Failure,
+                () = monitor.failed() => MirrorCopyResult::Failure,
             };
             let is_too_slow = monitor.is_too_slow();
             // Resets the stream if the response ended before the request.
             monitor.cancel();
             guard.record(match is_too_slow {
-                true => CopyResult::Dropped,
+                true => MirrorCopyResult::Dropped,
                 false => result,
             });
         });
@@ -76,7 +76,7 @@ pub(super) fn send_copies(
 }
 
 /// A request with the same head, whose body receives the frames of the original as they are sent.
-fn copy_request(req: &mut Request<Body>, memory: &Arc<CopyMemory>) -> (Request<Body>, CopyMonitor) {
+fn copy_request(req: &mut Request<Body>, memory: &Arc<BodyCopyMemory>) -> (Request<Body>, BodyCopyMonitor) {
     let (original, body, monitor) = tee::copy_while_sent(take(req.body_mut()), memory.clone());
     *req.body_mut() = original;
     let mut copy = Request::new(body);
@@ -93,7 +93,7 @@ async fn send_copy(
     worker: usize,
     client_addr: SocketAddr,
     drain: &drain::Watch,
-) -> CopyResult {
+) -> MirrorCopyResult {
     let sender = AttemptSender {
         client: ClientContext {
             worker,
@@ -109,12 +109,12 @@ async fn send_copy(
     };
     let mut outgoing = OutgoingRequest {
         req: &mut copy,
-        client_side: ClientSide::default(),
+        reply_channels: ReplyChannels::default(),
         mirrors_started: true,
     };
     match timeout(MAX_COPY_DURATION, send_and_discard(&sender, &mut outgoing)).await {
-        Ok(Ok(true)) => CopyResult::Success,
-        Ok(Ok(false) | Err(_)) | Err(_) => CopyResult::Failure,
+        Ok(Ok(true)) => MirrorCopyResult::Success,
+        Ok(Ok(false) | Err(_)) | Err(_) => MirrorCopyResult::Failure,
     }
 }
 

@@ -1,4 +1,4 @@
-//! The path of one request (O5–O12). Each of these steps contains the next one:
+//! The path of one request (O6–O12). Each of these steps contains the next one:
 //!
 //! - [`route::route_and_send`], once for each request: finds its route, applies the filters of the route, and starts copies for
 //!   its mirrors ([`mirror::send_copies`]).

@@ -72,7 +72,7 @@ pub(super) async fn send_by_profile(
         profile_deadline: timeout.map(|limit| (started_at + limit, limit)),
         ..RequestTimeouts::default()
     };
-    let result = if outgoing.client_side.upgrade.is_some() {
+    let result = if outgoing.reply_channels.upgrade.is_some() {
         retry::send_upgrade(sender, started_at, outgoing, timeouts, &request_metrics).await
     } else {
         let params = SendParams {

@@ -81,7 +81,7 @@ pub(super) async fn send_by_rule(
         response_timeout: timeouts.response,
         idle_timeout: timeouts.idle,
     };
-    if outgoing.client_side.upgrade.is_some() {
+    if outgoing.reply_channels.upgrade.is_some() {
         return send_upgrade(sender, started_at, outgoing, timeouts, metrics).await;
     }
     let retry_params = retry.filter(|retry| retry.max_retries > 0).map(|retry| {

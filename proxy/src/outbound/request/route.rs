@@ -1,4 +1,4 @@
-//! Sends a request by the routes of its destination: route, filters, attempts, response (O5–O12).
+//! Sends a request by the routes of its destination: route, filters, attempts, response (O6–O12).
 
 use http::{Request, Response, Version};
 use tulle_core::names::header as names;

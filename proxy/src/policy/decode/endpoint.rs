@@ -46,7 +46,7 @@ pub(crate) fn endpoint_update(
 }
 
 /// # Errors
-/// The address is link-local. Otherwise, write access to endpoints would be enough to send clients to these addresses.
+/// The address is link-local. If it were accepted, write access to endpoints would be enough to send clients to such addresses.
 fn reject_link_local(spec: EndpointSpec) -> Result<EndpointSpec, DecodeError> {
     match addr::is_link_local(spec.addr.ip()) {
         true => Err(DecodeError::invalid(

@@ -146,21 +146,21 @@ impl Guide {
 
     /// Waits until the load of `steady/load` succeeds, and returns the number of its reports so far.
     pub(super) async fn begin_load(&self) -> usize {
-        let mut begun = 0;
+        let mut n_reports_before = 0;
         let succeeds = async || {
             let reports = self.reports().await?;
-            begun = reports.len();
+            n_reports_before = reports.len();
             let last = reports.last().context("no report")?;
             ensure!(last.failed == 0 && last.requests > 0, "{last:?}");
             Ok(())
         };
         self.cluster.wait_until("the load succeeds", succeeds).await.unwrap();
-        begun
+        n_reports_before
     }
 
-    /// Asserts that requests of the load were sent since `begun`, and none failed.
-    pub(super) async fn nothing_failed_since(&self, begun: usize, what: &str) {
-        let reports = self.reports().await.unwrap().split_off(begun);
+    /// Asserts that requests of the load were sent after its first `n_reports_before` reports, and none failed.
+    pub(super) async fn nothing_failed_since(&self, n_reports_before: usize, what: &str) {
+        let reports = self.reports().await.unwrap().split_off(n_reports_before);
         let requests: u64 = reports.iter().map(|report| report.requests).sum();
         let failed: Vec<_> = reports.iter().filter(|report| report.failed > 0).collect();
         assert!(

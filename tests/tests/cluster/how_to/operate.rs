@@ -24,7 +24,7 @@ pub(super) async fn monitor(guide: &mut Guide) {
         .bash("kubectl wait crd --all --for=condition=Established --timeout=1m")
         .await
         .unwrap();
-    let begun = guide.begin_load().await;
+    let n_reports_before = guide.begin_load().await;
     let values = guide.yaml(PAGE, "1. Enable it", 0);
     guide.write("monitoring.yaml", &values);
     let made = guide.run(PAGE, "1. Enable it", 0).await;
@@ -53,12 +53,12 @@ pub(super) async fn monitor(guide: &mut Guide) {
     let off = "--set podMonitor.enabled=false --set prometheusRule.enabled=false --set dashboards.enabled=false";
     guide.bash(&format!("{upgrade} {off}")).await.unwrap();
     assert_eq!(guide.bash(boards).await.unwrap().trim(), "0");
-    guide.nothing_failed_since(begun, "monitoring").await;
+    guide.nothing_failed_since(n_reports_before, "monitoring").await;
 }
 
 pub(super) async fn rotate_issuer(guide: &mut Guide) {
     const PAGE: &str = "how-to/rotate-trust.md";
-    let begun = guide.begin_load().await;
+    let n_reports_before = guide.begin_load().await;
     guide.run(PAGE, "The issuer", 0).await;
     guide.run(PAGE, "The issuer", 1).await;
     let events = guide.commands(PAGE, "The issuer", 2);
@@ -71,13 +71,13 @@ pub(super) async fn rotate_issuer(guide: &mut Guide) {
         let certificate = format!("tulle identity {proxy} | openssl x509 -noout -ext authorityKeyIdentifier");
         guide.until(&certificate, key.trim()).await;
     }
-    guide.nothing_failed_since(begun, "a new issuer").await;
+    guide.nothing_failed_since(n_reports_before, "a new issuer").await;
 }
 
 pub(super) async fn rotate_anchor(guide: &mut Guide) {
     const PAGE: &str = "how-to/rotate-trust.md";
     const HEADING: &str = "The trust anchor";
-    let begun = guide.begin_load().await;
+    let n_reports_before = guide.begin_load().await;
     guide.run(PAGE, HEADING, 0).await;
     guide.run(PAGE, HEADING, 1).await;
     let installed = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs_f64();
@@ -110,7 +110,7 @@ pub(super) async fn rotate_anchor(guide: &mut Guide) {
     let checked = guide.run(PAGE, HEADING, 5).await;
     assert!(!checked.contains('×'), "{checked}");
     guide.bash(CONTROL_PLANE_ROLLED_OUT).await.unwrap();
-    guide.nothing_failed_since(begun, "a new trust anchor").await;
+    guide.nothing_failed_since(n_reports_before, "a new trust anchor").await;
     // For the pages that follow.
     guide
         .bash("cp new-ca.crt ca.crt; cp new-ca.key ca.key; cp issuer-2027/*.pem issuer/")
@@ -120,7 +120,7 @@ pub(super) async fn rotate_anchor(guide: &mut Guide) {
 
 pub(super) async fn upgrade(guide: &mut Guide) {
     const PAGE: &str = "how-to/upgrade.md";
-    let begun = guide.begin_load().await;
+    let n_reports_before = guide.begin_load().await;
     guide.run(PAGE, "2. Check, and save the values", 0).await;
     assert!(guide.read("values-before.yaml").contains("issuanceLifetime"));
     guide.run(PAGE, "3. Upgrade the custom resources", 0).await;
@@ -131,7 +131,9 @@ pub(super) async fn upgrade(guide: &mut Guide) {
     guide.bash(ROLLED_OUT).await.unwrap();
     revision(guide).await;
     guide.run(PAGE, "Undo", 1).await;
-    guide.nothing_failed_since(begun, "upgrade and rollback").await;
+    guide
+        .nothing_failed_since(n_reports_before, "upgrade and rollback")
+        .await;
 }
 
 /// Remembers the revision before the present one.
@@ -144,7 +146,7 @@ async fn revision(guide: &mut Guide) {
 /// An issuer and trust anchors that the chart does not render; the test does what cert-manager would do.
 pub(super) async fn external_issuer(guide: &mut Guide) {
     const PAGE: &str = "how-to/cert-manager.md";
-    let begun = guide.begin_load().await;
+    let n_reports_before = guide.begin_load().await;
     let rendered = guide.run("how-to/gitops.md", "1. Check what is rendered", 0).await;
     assert!(rendered.contains("kind: Deployment"), "{rendered}");
     // The page: "do step 4 after step 1, with `--reuse-values` and without the wait, and steps 2 and 3 right after it".
@@ -165,13 +167,15 @@ pub(super) async fn external_issuer(guide: &mut Guide) {
     guide.run(PAGE, "Undo", 0).await;
     guide.run(PAGE, "Undo", 1).await;
     guide.bash(CONTROL_PLANE_ROLLED_OUT).await.unwrap();
-    guide.nothing_failed_since(begun, "an issuer of cert-manager").await;
+    guide
+        .nothing_failed_since(n_reports_before, "an issuer of cert-manager")
+        .await;
 }
 
 /// The installed tulle plays the Linkerd that the page replaces.
 pub(super) async fn replace_linkerd(guide: &mut Guide) {
     const PAGE: &str = "how-to/replace-linkerd.md";
-    let begun = guide.begin_load().await;
+    let n_reports_before = guide.begin_load().await;
     guide.run(PAGE, "The proxies", 0).await;
     let look = guide.commands(PAGE, "The proxies", 1);
     let seen = guide
@@ -192,7 +196,7 @@ pub(super) async fn replace_linkerd(guide: &mut Guide) {
     revision(guide).await;
     guide.run(PAGE, HEADING, 3).await;
     guide
-        .nothing_failed_since(begun, "another proxy and control plane")
+        .nothing_failed_since(n_reports_before, "another proxy and control plane")
         .await;
 }
 
@@ -206,7 +210,7 @@ fn merge(values: &str, added: &str) -> String {
 
 pub(super) async fn air_gapped(guide: &mut Guide) {
     const PAGE: &str = "how-to/air-gapped.md";
-    let begun = guide.begin_load().await;
+    let n_reports_before = guide.begin_load().await;
     let before = guide.read("values.yaml");
     let images = guide.yaml(PAGE, "2. Write your values", 0);
     // Still with three replicas: with one, the scheduler would leave the new pod pending, because the anti-affinity of the
@@ -222,7 +226,9 @@ pub(super) async fn air_gapped(guide: &mut Guide) {
         checked.contains("ghcr.io/tulle-mesh/controller:0.1.0") && !checked.contains('×'),
         "{checked}"
     );
-    guide.nothing_failed_since(begun, "images of another registry").await;
+    guide
+        .nothing_failed_since(n_reports_before, "images of another registry")
+        .await;
 }
 
 /// A second installation, by `tulle install`.

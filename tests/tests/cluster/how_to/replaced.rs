@@ -18,8 +18,8 @@ const fn replaced(pages: &'static str, from: &'static str, to: &'static str, why
 const UNPUBLISHED: &str = "no registry has the charts";
 const SAME_VERSION: &str = "the charts of the repository have only one version";
 const ENDLESS: &str = "the command does not end by itself";
-const BACKGROUND: &str = "a script is faster than a reader, who sees when the port is forwarded";
-const RELEASE: &str = "the release of the test, which is not one of Linkerd";
+const BACKGROUND: &str = "a reader waits for the message `Forwarding from`; the script has to as well";
+const HELM_RELEASE: &str = "the Helm release of the test has another name than one of Linkerd";
 
 /// Applied in this order.
 pub(super) const REPLACEMENTS: &[Replacement] = &[
@@ -33,31 +33,31 @@ pub(super) const REPLACEMENTS: &[Replacement] = &[
         "how-to/replace-linkerd.md",
         "template linkerd-control-plane oci:",
         "template tulle-control-plane oci:",
-        RELEASE,
+        HELM_RELEASE,
     ),
     replaced(
         "how-to/replace-linkerd.md",
         "upgrade linkerd-control-plane oci:",
         "upgrade tulle-control-plane oci:",
-        RELEASE,
+        HELM_RELEASE,
     ),
     replaced(
         "how-to/replace-linkerd.md",
         "values linkerd-control-plane",
         "values tulle-control-plane",
-        RELEASE,
+        HELM_RELEASE,
     ),
     replaced(
         "how-to/replace-linkerd.md",
         "history linkerd-control-plane",
         "history tulle-control-plane",
-        RELEASE,
+        HELM_RELEASE,
     ),
     replaced(
         "how-to/replace-linkerd.md",
         "rollback linkerd-control-plane",
         "rollback tulle-control-plane",
-        RELEASE,
+        HELM_RELEASE,
     ),
     replaced(
         "how-to/replace-linkerd.md",

@@ -162,8 +162,12 @@ impl Flood {
         Self::Plain { connections, slow }
     }
 
-    /// Waits before a round of requests. For slow behaviours, until the next byte was sent on every connection. Inside TLS, from
-    /// the second round on, until the attackers send no more: they have sent everything, or the server does not read it.
+    /// Waits before a round of requests.
+    ///
+    /// * Slow behaviours: until the next byte was sent on every connection.
+    /// * Inside TLS: from the second round on, until the attackers send no more, because they have sent everything or the server
+    ///   does not read it.
+    /// * Others: does not wait.
     pub(crate) fn wait_before_round(&self, round: usize) {
         match self {
             Self::Plain { slow: Some(slow), .. } => {

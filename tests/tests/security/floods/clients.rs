@@ -101,7 +101,7 @@ impl<'a> NormalClient<'a> {
         let ask = || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
             runtime.block_on(async {
-                let response = tokio::time::timeout(RESPONSE_TIMEOUT, self.answer());
+                let response = tokio::time::timeout(RESPONSE_TIMEOUT, self.exchange());
                 response.await.context("there is no answer")?
             })
         };
@@ -111,7 +111,7 @@ impl<'a> NormalClient<'a> {
         }
     }
 
-    pub(crate) async fn answer(&self) -> anyhow::Result<()> {
+    pub(crate) async fn exchange(&self) -> anyhow::Result<()> {
         match &self.request {
             ClientRequest::Http(path, expected_status) => {
                 let stream = TcpStream::connect(self.addr).await?;
@@ -235,5 +235,5 @@ impl fmt::Display for NormalClient<'_> {
 pub(crate) const TAPPED_PATH: &str = "/ready";
 /// The resources of the aggregated API.
 pub(crate) const TELEMETRY_PATH: &str = "/apis/telemetry.tulle.dev/v1alpha1";
-/// A client without a response after this time has failed.
-const RESPONSE_TIMEOUT: Duration = Duration::from_secs(5);
+/// A client without a response after this time has failed. An API server waits as long for a webhook.
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);

@@ -96,7 +96,8 @@ impl<'a> MeshedClient<'a> {
             host,
             addr,
             usage,
-            // More than each of two hundred attackers, so that these would be evicted first if their identity did not count.
+            // More connections than each of two hundred attackers has: without regard to identity, the meshed client would be
+            // evicted first.
             n_connections: 3,
         }
     }

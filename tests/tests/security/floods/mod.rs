@@ -4,8 +4,8 @@
 //! machine.
 //!
 //! Each port has well-behaved clients of its own, and is flooded in every way, from one address and from two hundred. Ports with
-//! TLS are also flooded by attackers that complete the handshake, with and without an identity. Floods of different listeners run
-//! at the same time, those of one listener one after another: eviction starts with clients that have several connections, and the
+//! TLS are also flooded by attackers that complete the handshake, with and without an identity. Floods of different groups run at
+//! the same time, those of one group one after another: eviction starts with clients that have several connections, and the
 //! well-behaved clients share one address.
 //!
 //! Large request heads that do not end need more connections, so they flood a sidecar that may open more files.
@@ -93,7 +93,7 @@ fn flood_with_large_heads(testbed: &mut Testbed) {
     );
 }
 
-/// All floods of a port; `many` adds 4,000 idle connections.
+/// All floods of a port; `many` adds 4,000 silent connections.
 pub(crate) fn flood_cases<'r, 'a>(port: &'r FloodedPort<'a>, many: bool) -> Vec<FloodCase<'r, 'a>> {
     let mut cases = Vec::new();
     for from in port.sources {
@@ -114,7 +114,7 @@ pub(crate) fn flood_cases<'r, 'a>(port: &'r FloodedPort<'a>, many: bool) -> Vec<
             }
         }
         if many {
-            add(Behaviour::Silent, N_IDLE_CONNECTIONS);
+            add(Behaviour::Silent, N_SILENT_CONNECTIONS);
         }
     }
     cases
@@ -128,19 +128,16 @@ pub(crate) fn run(
     start: impl Fn(&mut (dyn FnMut() + Send)) + Sync,
 ) {
     let began_at = Instant::now();
-    let mut by_listener = BTreeMap::<_, Vec<_>>::new();
+    let mut by_group = BTreeMap::<_, Vec<_>>::new();
     for case in &cases {
-        by_listener.entry(case.port.listener).or_default().push(case);
+        by_group.entry(case.port.serial_group).or_default().push(case);
     }
     let run_all =
         |cases: &[&FloodCase<'_, '_>]| -> Vec<String> { cases.iter().flat_map(|case| case.run(&start)).collect() };
     let mut failures: Vec<_> = match is_full_run() {
-        true => by_listener.values().flat_map(|cases| run_all(cases)).collect(),
+        true => by_group.values().flat_map(|cases| run_all(cases)).collect(),
         false => thread::scope(|scope| {
-            let running: Vec<_> = by_listener
-                .values()
-                .map(|cases| scope.spawn(|| run_all(cases)))
-                .collect();
+            let running: Vec<_> = by_group.values().map(|cases| scope.spawn(|| run_all(cases))).collect();
             let failures = running.into_iter().flat_map(|running| running.join().unwrap());
             failures.collect()
         }),
@@ -205,7 +202,7 @@ impl FloodCase<'_, '_> {
             }
             use_held(&mut failures, &format!("in round {round}"));
         }
-        if *n == N_IDLE_CONNECTIONS {
+        if *n == N_SILENT_CONNECTIONS {
             for (client, slowest) in port.clients.iter().zip(slowest) {
                 eprintln!("{flood_name}: {client} took {slowest:?}");
             }
@@ -233,7 +230,7 @@ fn is_full_run() -> bool {
 
 /// Requests of each well-behaved client during a flood; for slow floods, one after each further byte.
 const ROUNDS: usize = 2;
-const N_IDLE_CONNECTIONS: usize = 4000;
+const N_SILENT_CONNECTIONS: usize = 4000;
 /// Connections below the limit of a port that are left for well-behaved clients.
 const N_CONNECTIONS_OF_OTHERS: usize = 100;
 /// 60 MB, which is twice the memory for heads.

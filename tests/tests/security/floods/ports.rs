@@ -15,8 +15,8 @@ use super::tls_attackers::{self, TlsAttack, TlsBehaviour};
 pub(crate) struct FloodedPort<'a> {
     pub(crate) name: &'static str,
     pub(crate) addr: SocketAddr,
-    /// Ports with the same name here share a connection limit, or a well-behaved client.
-    pub(crate) listener: &'static str,
+    /// Ports of one group share a connection limit, or a well-behaved client, and are flooded one after another.
+    pub(crate) serial_group: &'static str,
     pub(crate) clients: Vec<NormalClient<'a>>,
     /// Clients whose connections are open before each flood.
     pub(crate) held: Vec<MeshedClient<'a>>,
@@ -29,14 +29,14 @@ impl<'a> FloodedPort<'a> {
     /// A port without attackers that use TLS, and without connections that are open before each flood.
     pub(crate) fn new(
         name: &'static str,
-        listener: &'static str,
+        serial_group: &'static str,
         addr: SocketAddr,
         clients: Vec<NormalClient<'a>>,
     ) -> Self {
         Self {
             name,
             addr,
-            listener,
+            serial_group,
             clients,
             held: Vec::new(),
             tls: Vec::new(),
@@ -145,7 +145,7 @@ pub(crate) fn ports_of_the_control_plane(testbed: &Testbed) -> Vec<FloodedPort<'
             ..FloodedPort::new(name, "policy", addr, vec![watch])
         }
     };
-    let admin = |name, listener, addr| FloodedPort::new(name, listener, addr, probes(testbed, addr));
+    let admin = |name, serial_group, addr| FloodedPort::new(name, serial_group, addr, probes(testbed, addr));
     let telemetry = NormalClient::http(&testbed.control, ([127, 0, 0, 1], 8089).into(), "/", 404);
     vec![
         identity_port("8080, identity", at(8080)),

@@ -87,7 +87,7 @@ impl Testbed {
             .map(|ip| format!("addr add {ip}/16 dev eth0\naddr add {}/64 dev eth0 nodad\n", v6(ip)))
             .collect();
         attackers.ip(&others).unwrap();
-        let applications = [&server, &client].map(|host| application(host, dir.path()));
+        let applications = [&server, &client].map(|host| start_application(host, dir.path()));
         let control_plane = control_plane(&control, &credentials, dir.path());
         redirect(&server);
         programs::install(PROXY, dir.path()).unwrap();
@@ -245,7 +245,7 @@ fn control_plane(host: &Arc<Namespace>, credentials: &Credentials, dir: &Path) -
     control
 }
 
-fn application(host: &Arc<Namespace>, dir: &Path) -> Process {
+fn start_application(host: &Arc<Namespace>, dir: &Path) -> Process {
     let mut command = command(host, &[], &built_binary("tulle-bench").unwrap());
     let addr = SocketAddr::from((Ipv6Addr::UNSPECIFIED, HTTP)).to_string();
     command.args(["serve", "--http", &addr]);

@@ -41,7 +41,7 @@ fn webhooks_and_telemetry_answer_during_floods() {
     }
     let telemetry_client = NormalClient::telemetry(loopback(TELEMETRY.port), &front_proxy);
     runtime.block_on(eventually("telemetry answers", async || {
-        telemetry_client.answer().await.ok()
+        telemetry_client.exchange().await.ok()
     }));
     let ports = flooded_ports(telemetry_client);
     let floods = ports
@@ -82,12 +82,13 @@ fn flooded_ports(telemetry_client: NormalClient<'_>) -> [FloodedPort<'_>; 6] {
         path: "/",
         stream_bytes: 1,
     };
-    let in_tls = |name, listener, service: &Service, clients| FloodedPort {
+    let in_tls = |name, serial_group, service: &Service, clients| FloodedPort {
         tls: vec![strangers.clone()],
-        ..FloodedPort::new(name, listener, loopback(service.port), clients)
+        ..FloodedPort::new(name, serial_group, loopback(service.port), clients)
     };
-    let admin =
-        |name, listener, service: &Service| FloodedPort::new(name, listener, loopback(service.admin), probes(service));
+    let admin = |name, serial_group, service: &Service| {
+        FloodedPort::new(name, serial_group, loopback(service.admin), probes(service))
+    };
     [
         in_tls(
             "8443, injector",

@@ -64,7 +64,7 @@ impl Client {
             Identity::Permitted => Some(credentials.leaf(&client, Validity::Current)),
             Identity::Other => Some(credentials.leaf(&self::identity("other"), Validity::Current)),
             Identity::Expired => Some(credentials.leaf(&client, Validity::Expired)),
-            Identity::OtherTrustDomain => Some(credentials.foreign_leaf(&client)),
+            Identity::OtherCa => Some(credentials.foreign_leaf(&client)),
         };
         let mut roots = RootCertStore::empty();
         roots.add(certificate(&credentials.anchor.certificate)).unwrap();

@@ -80,7 +80,7 @@ impl ExpectedCounts {
 
     /// The counters with other values, after a time in which the sidecar counts the last connections: a client may see the end of
     /// its connection earlier.
-    pub(super) fn faults(&self, host: &Namespace) -> Vec<String> {
+    pub(super) fn mismatches(&self, host: &Namespace) -> Vec<String> {
         let deadline = Instant::now() + COUNT_LIMIT;
         loop {
             let metrics = Testbed::metrics(host);
@@ -97,8 +97,8 @@ impl ExpectedCounts {
                 .collect();
             if wrong.is_empty() || Instant::now() > deadline {
                 let describe = |(Counter { family, labels }, Count { min, more }, value): &(&Counter, &Count, u64)| {
-                    let labels = labels.join(",");
-                    format!("{family}{{{labels}}} is {value}; {min} cells expect it, and {more} may")
+                    let (labels, max) = (labels.join(","), min + more);
+                    format!("{family}{{{labels}}} is {value}, expected {min} to {max}")
                 };
                 return wrong.iter().map(describe).collect();
             }

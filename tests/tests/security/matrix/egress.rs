@@ -118,7 +118,7 @@ fn while_the_control_plane_restarts_egress_networks_are_enforced() {
     let (testbed, n_restarts) = (Mutex::new(testbed), Mutex::new(0));
     let (testbed, n_restarts) = (&testbed, &n_restarts);
     let is_over = || *n_restarts.lock() >= MIN_RESTARTS;
-    let (mut faults, n_runs) = thread::scope(|scope| {
+    let (mut mismatches, n_runs) = thread::scope(|scope| {
         let (requested_tx, requested_rx) = mpsc::channel();
         let restarting = scope.spawn(move || {
             // The policies must be known before the first restart. If the requests panic, the sender is dropped.
@@ -129,15 +129,15 @@ fn while_the_control_plane_restarts_egress_networks_are_enforced() {
         let run = || {
             runtime().block_on(async {
                 let reached = application::serve(listeners);
-                let mut faults = faults_of(&cells, &client, &reached).await;
+                let mut mismatches = mismatches_of(&cells, &client, &reached).await;
                 requested_tx.send(()).unwrap();
                 let mut n_runs = 1;
                 loop {
                     let is_last = is_over() || restarting.is_finished();
-                    faults.extend(faults_of(&cells, &client, &reached).await);
+                    mismatches.extend(mismatches_of(&cells, &client, &reached).await);
                     n_runs += 1;
                     if is_last {
-                        return (faults, n_runs);
+                        return (mismatches, n_runs);
                     }
                 }
             })
@@ -146,8 +146,8 @@ fn while_the_control_plane_restarts_egress_networks_are_enforced() {
         restarting.join().unwrap();
         result
     });
-    faults.extend(faults_of_counts(&host, &[(&cells, n_runs)]));
-    super::report(cells.len(), &faults, &testbed.lock());
+    mismatches.extend(mismatches_of_counts(&host, &[(&cells, n_runs)]));
+    super::report(cells.len(), &mismatches, &testbed.lock());
 }
 
 #[derive(Clone, Copy)]
@@ -214,15 +214,15 @@ fn check(states: &[State], bring_up: fn(&mut Testbed), changes: fn(&mut Testbed)
     let run = || {
         runtime().block_on(async {
             let reached = application::serve(listeners);
-            let mut faults = faults_of(&requested_before, &client, &reached).await;
+            let mut mismatches = mismatches_of(&requested_before, &client, &reached).await;
             changes(&mut testbed);
-            faults.extend(faults_of(&cells, &client, &reached).await);
-            faults
+            mismatches.extend(mismatches_of(&cells, &client, &reached).await);
+            mismatches
         })
     };
-    let mut faults = host.run(run).unwrap();
-    faults.extend(faults_of_counts(&host, &[(&requested_before, 1), (&cells, 1)]));
-    super::report(cells.len(), &faults, &testbed);
+    let mut mismatches = host.run(run).unwrap();
+    mismatches.extend(mismatches_of_counts(&host, &[(&requested_before, 1), (&cells, 1)]));
+    super::report(cells.len(), &mismatches, &testbed);
 }
 
 fn cells(states: &[State]) -> Vec<Cell> {
@@ -247,18 +247,18 @@ fn cells(states: &[State]) -> Vec<Cell> {
     cells
 }
 
-async fn faults_of(cells: &[Cell], client: &Client, reached: &ReceivedTokens) -> Vec<String> {
+async fn mismatches_of(cells: &[Cell], client: &Client, reached: &ReceivedTokens) -> Vec<String> {
     let permits = Semaphore::new(MAX_CONCURRENT_WAITING_CELLS);
     let results = cells.iter().enumerate().map(async |(n, cell)| {
         let _permit = permits.acquire().await.unwrap();
-        cell.fault(n, client, reached).await
+        cell.mismatch(n, client, reached).await
     });
     join_all(results).await.into_iter().flatten().collect()
 }
 
 /// The counters of the sidecar must equal the number of cells, for each cause. Each group of cells comes with the number of times
 /// that it was tried.
-fn faults_of_counts(host: &Namespace, tried: &[(&[Cell], u64)]) -> Vec<String> {
+fn mismatches_of_counts(host: &Namespace, tried: &[(&[Cell], u64)]) -> Vec<String> {
     let causes: Vec<_> = Expected::ALL.iter().filter_map(|expected| expected.cause()).collect();
     let mut counts = ExpectedCounts::none("outbound", &causes);
     for (cells, n) in tried {
@@ -266,11 +266,11 @@ fn faults_of_counts(host: &Namespace, tried: &[(&[Cell], u64)]) -> Vec<String> {
             counts.add(cause, *n);
         }
     }
-    counts.faults(host)
+    counts.mismatches(host)
 }
 
 impl Cell {
-    async fn fault(&self, n: usize, client: &Client, reached: &ReceivedTokens) -> Option<String> {
+    async fn mismatch(&self, n: usize, client: &Client, reached: &ReceivedTokens) -> Option<String> {
         let to = SocketAddr::new(self.policy.address(self.state.is_requested_before(), self.family), PORT);
         let token = format!("token-{}-{n}", self.state.is_requested_before());
         let observed = client.send(self.sent, Identity::Absent, to, &token).await;

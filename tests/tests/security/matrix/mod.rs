@@ -68,18 +68,18 @@ fn while_the_control_plane_restarts_each_port_enforces_its_policy() {
     let (outside, client) = (testbed.outside.clone(), Client::new(&testbed.credentials));
     let (testbed, n_restarts) = (Mutex::new(testbed), Mutex::new(0));
     let is_over = || *n_restarts.lock() >= MIN_RESTARTS;
-    let (mut faults, n_runs) = std::thread::scope(|scope| {
+    let (mut mismatches, n_runs) = std::thread::scope(|scope| {
         let restarting = scope.spawn(|| testbed::restart_until(&testbed, &n_restarts, is_over));
         let result = outside.run(|| {
             runtime().block_on(async {
                 let reached = application::serve(listeners);
-                let (mut faults, mut n_runs) = (Vec::new(), 0);
+                let (mut mismatches, mut n_runs) = (Vec::new(), 0);
                 loop {
                     let is_last = is_over() || restarting.is_finished();
-                    faults.extend(faults_of(&cells, &client, &reached).await);
+                    mismatches.extend(mismatches_of(&cells, &client, &reached).await);
                     n_runs += 1;
                     if is_last {
-                        return (faults, n_runs);
+                        return (mismatches, n_runs);
                     }
                 }
             })
@@ -88,8 +88,8 @@ fn while_the_control_plane_restarts_each_port_enforces_its_policy() {
         result.unwrap()
     });
     let testbed = testbed.into_inner();
-    faults.extend(faults_of_counts(&testbed, &[(&cells, n_runs)]));
-    report(cells.len(), &faults, &testbed);
+    mismatches.extend(mismatches_of_counts(&testbed, &[(&cells, n_runs)]));
+    report(cells.len(), &mismatches, &testbed);
 }
 
 /// Without redirect rules for IPv6, IPv6 traffic must not bypass the proxy.
@@ -120,9 +120,9 @@ fn without_ipv6_redirect_rules_no_ipv6_reaches_the_application() {
     cells
         .iter_mut()
         .for_each(|cell_at_port| cell_at_port.expected = expected(&cell_at_port.cell));
-    let mut faults = run_once(&testbed, &cells, listeners);
-    faults.extend(faults_of_counts(&testbed, &[(&cells, 1)]));
-    report(cells.len(), &faults, &testbed);
+    let mut mismatches = run_once(&testbed, &cells, listeners);
+    mismatches.extend(mismatches_of_counts(&testbed, &[(&cells, 1)]));
+    report(cells.len(), &mismatches, &testbed);
 }
 
 /// Tries all cells of some states, which share one state of the testbed.
@@ -136,9 +136,9 @@ fn check(states: &[State], set_up: fn(&mut Testbed)) {
         listeners,
     } = run;
     set_up(&mut testbed);
-    let mut faults = run_once(&testbed, &cells, listeners);
-    faults.extend(faults_of_counts(&testbed, &[(&cells, 1)]));
-    report(cells.len(), &faults, &testbed);
+    let mut mismatches = run_once(&testbed, &cells, listeners);
+    mismatches.extend(mismatches_of_counts(&testbed, &[(&cells, 1)]));
+    report(cells.len(), &mismatches, &testbed);
 }
 
 /// A testbed whose processes are not started yet, with its cells.
@@ -197,7 +197,7 @@ fn run_once(testbed: &Testbed, cells: &[CellAtPort], listeners: Vec<std::net::Tc
     let run = || {
         runtime().block_on(async {
             let reached = application::serve(listeners);
-            faults_of(cells, &client, &reached).await
+            mismatches_of(cells, &client, &reached).await
         })
     };
     testbed.outside.run(run).unwrap()
@@ -209,7 +209,7 @@ fn runtime() -> tokio::runtime::Runtime {
 }
 
 /// Tries all cells concurrently, with a separate limit for those that have to wait.
-async fn faults_of(cells: &[CellAtPort], client: &Client, reached: &ReceivedTokens) -> Vec<String> {
+async fn mismatches_of(cells: &[CellAtPort], client: &Client, reached: &ReceivedTokens) -> Vec<String> {
     let (quick, waiting) = (
         Semaphore::new(MAX_CONCURRENT_CELLS),
         Semaphore::new(MAX_CONCURRENT_WAITING_CELLS),
@@ -221,14 +221,14 @@ async fn faults_of(cells: &[CellAtPort], client: &Client, reached: &ReceivedToke
         ) || matches!(cell_at_port.expected, Expected::Refused(refusal) if refusal.cause == Cause::Unknown);
         let permits = if waits { &waiting } else { &quick };
         let _permit = permits.acquire().await.unwrap();
-        cell_at_port.fault(n, client, reached).await
+        cell_at_port.mismatch(n, client, reached).await
     });
     join_all(results).await.into_iter().flatten().collect()
 }
 
 impl CellAtPort {
     /// Tries the cell and returns what was wrong.
-    async fn fault(&self, n: usize, client: &Client, reached: &ReceivedTokens) -> Option<String> {
+    async fn mismatch(&self, n: usize, client: &Client, reached: &ReceivedTokens) -> Option<String> {
         let Cell {
             sent,
             identity,
@@ -312,7 +312,7 @@ impl Cause {
 
 /// The counters of the sidecar must equal the number of cells, for each cause and for each reason of each policy. Each group of
 /// cells comes with the number of times that it was tried.
-fn faults_of_counts(testbed: &Testbed, tried: &[(&[CellAtPort], u64)]) -> Vec<String> {
+fn mismatches_of_counts(testbed: &Testbed, tried: &[(&[CellAtPort], u64)]) -> Vec<String> {
     let causes = Cause::ALL.iter().filter(|cause| **cause != Cause::Idle);
     let causes: Vec<_> = causes.map(|cause| cause.word()).collect();
     let mut counts = ExpectedCounts::none("inbound", &causes);
@@ -321,7 +321,7 @@ fn faults_of_counts(testbed: &Testbed, tried: &[(&[CellAtPort], u64)]) -> Vec<St
             cell_at_port.add_to(&mut counts, *n);
         }
     }
-    counts.faults(&testbed.server)
+    counts.mismatches(&testbed.server)
 }
 
 impl CellAtPort {
@@ -360,12 +360,12 @@ impl CellAtPort {
     }
 }
 
-fn report(n_cells: usize, faults: &[String], testbed: &Testbed) {
-    eprintln!("{n_cells} cells tried, {} failures", faults.len());
-    let faults: String = faults.iter().map(|fault| format!("\n\n{fault}")).collect();
+fn report(n_cells: usize, mismatches: &[String], testbed: &Testbed) {
+    eprintln!("{n_cells} cells tried, {} failures", mismatches.len());
+    let mismatches: String = mismatches.iter().map(|mismatch| format!("\n\n{mismatch}")).collect();
     assert!(
-        faults.is_empty(),
-        "{faults}\n\nend of the log of the sidecar:\n{}",
+        mismatches.is_empty(),
+        "{mismatches}\n\nend of the log of the sidecar:\n{}",
         testbed.log_tail()
     );
 }

@@ -11,7 +11,7 @@ use super::client::{Client, Observed};
 use super::manifests;
 use super::table::{Cell, ClientInput, Family, Identity, Policy, State};
 use super::testbed::{self, Ipv6Rules, Testbed};
-use super::{CellAtPort, faults_of, faults_of_counts, report, runtime};
+use super::{CellAtPort, mismatches_of, mismatches_of_counts, report, runtime};
 
 /// With `TULLE_TEST_FULL=1` the outage lasts ten minutes, longer than the timeout of the test runner: run the test's own binary.
 #[test]
@@ -53,35 +53,35 @@ fn policies_of_300_ports_apply_while_the_control_plane_is_down() {
     let recovered_cells = cells(State::First, UNUSED_PORTS);
 
     let (outside, client) = (testbed.outside.clone(), Client::new(&testbed.credentials));
-    let (n_tried, faults) = outside
+    let (n_tried, mismatches) = outside
         .run(|| {
             runtime().block_on(async {
                 let reached = application::serve(listeners);
-                let mut faults = faults_of(&first_cells, &client, &reached).await;
+                let mut mismatches = mismatches_of(&first_cells, &client, &reached).await;
                 testbed.kill_control_plane();
                 let until = Instant::now() + outage_duration();
                 let mut n_runs = 0;
-                while faults.is_empty() {
-                    faults = faults_of(&outage_cells, &client, &reached).await;
+                while mismatches.is_empty() {
+                    mismatches = mismatches_of(&outage_cells, &client, &reached).await;
                     n_runs += 1;
                     if Instant::now() > until {
                         break;
                     }
                 }
-                if faults.is_empty() {
-                    faults = faults_of_counts(&testbed, &[(&first_cells, 1), (&outage_cells, n_runs as u64)]);
+                if mismatches.is_empty() {
+                    mismatches = mismatches_of_counts(&testbed, &[(&first_cells, 1), (&outage_cells, n_runs as u64)]);
                 }
                 testbed.start_control_plane("manifests");
                 let open = { UNUSED_PORTS }.find(|port| policy_of(*port) == Policy::Audit);
                 let took = wait_until_permitted(&client, open.expect("one of them is open")).await;
                 eprintln!("unknown policies apply {took:?} after the control plane is back");
-                faults.extend(faults_of(&recovered_cells, &client, &reached).await);
+                mismatches.extend(mismatches_of(&recovered_cells, &client, &reached).await);
                 let n_tried = first_cells.len() + outage_cells.len() * n_runs + recovered_cells.len();
-                (n_tried, faults)
+                (n_tried, mismatches)
             })
         })
         .unwrap();
-    report(n_tried, &faults, &testbed);
+    report(n_tried, &mismatches, &testbed);
 }
 
 /// The time until a port answers.

@@ -240,7 +240,7 @@ words! {
         Other = "other",
         Expired = "expired",
         /// The right name, signed by another CA.
-        OtherTrustDomain = "other trust domain",
+        OtherCa = "other CA",
     }
 }
 
@@ -436,7 +436,7 @@ impl Cell {
     fn cause_of_tls(&self) -> Option<Cause> {
         match self.identity {
             Identity::Expired => Some(Cause::Expired),
-            Identity::OtherTrustDomain => Some(Cause::Untrusted),
+            Identity::OtherCa => Some(Cause::Untrusted),
             Identity::Anonymous if self.sent.header != Header::Absent => Some(Cause::Handshake),
             _ => None,
         }
@@ -490,11 +490,11 @@ impl Cell {
         reason.word()
     }
 
-    /// Whether a refusal for this cause may be counted as denied instead. On a port whose Server authorizes no client, the
-    /// counter depends on how many bytes the proxy read.
+    /// Whether a refusal for this cause may be counted as denied instead. On a port whose only authorizations
+    /// are those of routes, the counter depends on how many bytes the proxy read.
     pub(super) fn may_count_as_denied(&self, cause: Cause) -> bool {
-        let authorizes_no_client = matches!(self.policy, Policy::OwnHttpRoute | Policy::OwnGrpcRoute);
-        authorizes_no_client && matches!(cause, Cause::BadRequest | Cause::NotHttp | Cause::Silent | Cause::Idle)
+        let authorizes_by_routes_only = matches!(self.policy, Policy::OwnHttpRoute | Policy::OwnGrpcRoute);
+        authorizes_by_routes_only && matches!(cause, Cause::BadRequest | Cause::NotHttp | Cause::Silent | Cause::Idle)
     }
 
     fn decision(&self) -> Decision {

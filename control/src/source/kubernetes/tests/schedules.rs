@@ -54,7 +54,7 @@ const SIMULATED_KINDS: [SimulatedKind; 3] = [
 ];
 
 /// The index in `SIMULATED_KINDS` of the kind whose CRD can be uninstalled.
-const UNINSTALLABLE: usize = 1;
+const KIND_WITH_REMOVABLE_CRD: usize = 1;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Condition {
@@ -99,7 +99,7 @@ struct ApiServer {
 type Shared = Arc<(Mutex<ApiServer>, Notify)>;
 
 /// The reported objects, with their revisions.
-type View = BTreeMap<(usize, usize), u64>;
+type ReportedObjects = BTreeMap<(usize, usize), u64>;
 
 fn kind_index(uri: &str) -> Option<usize> {
     let path = uri.split('?').next().unwrap_or_default();
@@ -152,7 +152,7 @@ impl ApiServer {
 
     fn change_random_object(&mut self) {
         let (kind, name) = (self.rng.usize(..SIMULATED_KINDS.len()), self.rng.usize(..N_NAMES));
-        if self.condition == Condition::Uninstalled && kind == UNINSTALLABLE {
+        if self.condition == Condition::Uninstalled && kind == KIND_WITH_REMOVABLE_CRD {
             return;
         }
         let last = self.changes.get(&(kind, name)).and_then(|changes| changes.last());
@@ -166,8 +166,8 @@ impl ApiServer {
             self.n_starts += 1;
         }
         if condition == Condition::Uninstalled {
-            for (name, _) in self.objects_at(UNINSTALLABLE, u64::MAX) {
-                self.change(UNINSTALLABLE, name, false);
+            for (name, _) in self.objects_at(KIND_WITH_REMOVABLE_CRD, u64::MAX) {
+                self.change(KIND_WITH_REMOVABLE_CRD, name, false);
             }
         }
         if self.rng.u8(..4) == 0 {
@@ -249,7 +249,7 @@ async fn respond(server: Shared, uri: String) -> io::Result<Response<TestBody>> 
     let Some(kind) = kind_index(&uri) else {
         return Ok(other_response(&uri, !is_uninstalled));
     };
-    if kind == UNINSTALLABLE && is_uninstalled {
+    if kind == KIND_WITH_REMOVABLE_CRD && is_uninstalled {
         return Ok(text_body(404, "404 page not found"));
     }
     Ok(match query_value(&uri, "resourceVersion") {
@@ -375,7 +375,7 @@ impl WatchState {
             self.sent_revision = revision;
             return WatchStep::Send(lines);
         }
-        if server.condition == Condition::Uninstalled && self.kind == UNINSTALLABLE || now >= self.ends_at {
+        if server.condition == Condition::Uninstalled && self.kind == KIND_WITH_REMOVABLE_CRD || now >= self.ends_at {
             return WatchStep::End;
         }
         if now >= self.bookmark_at {
@@ -430,8 +430,9 @@ fn watch_chunks(server: Shared, kind: usize, since: u64, limit: Duration) -> imp
     })
 }
 
-/// Applies an event to the view. Panics if the event loses an object that the server has, or goes back to an earlier revision.
-fn apply_to_view(server: &ApiServer, view: &mut View, event: &Event) {
+/// Applies an event to the reported objects. Panics if the event loses an object that the server has, or goes back to an earlier
+/// revision.
+fn apply_to_reported_objects(server: &ApiServer, reported: &mut ReportedObjects, event: &Event) {
     let index = |kind: Kind, name: &NamespacedName| {
         let kind = SIMULATED_KINDS.iter().position(|simulated| simulated.kind == kind)?;
         Some((kind, name.name.strip_prefix('o')?.parse::<usize>().ok()?))
@@ -442,7 +443,7 @@ fn apply_to_view(server: &ApiServer, view: &mut View, event: &Event) {
                 return;
             };
             let revision: u64 = object.meta().version.parse().unwrap();
-            if let Some(before) = view.insert(key, revision) {
+            if let Some(before) = reported.insert(key, revision) {
                 assert!(
                     before < revision,
                     "{key:?} went from revision {before} back to {revision}"
@@ -451,7 +452,9 @@ fn apply_to_view(server: &ApiServer, view: &mut View, event: &Event) {
         }
         Event::Deleted(kind, name) => {
             let key = index(*kind, name).unwrap();
-            let seen = view.remove(&key).unwrap_or_else(|| panic!("{key:?} was deleted twice"));
+            let seen = reported
+                .remove(&key)
+                .unwrap_or_else(|| panic!("{key:?} was deleted twice"));
             let was_deleted = server.changes[&key]
                 .iter()
                 .any(|change| change.revision > seen && !change.exists);
@@ -465,8 +468,8 @@ fn apply_to_view(server: &ApiServer, view: &mut View, event: &Event) {
     }
 }
 
-/// Returns for how long the view of an object has differed from the server. Zero if it does not.
-fn age_of_view(server: &ApiServer, key: (usize, usize), seen: Option<u64>) -> Duration {
+/// Returns for how long a reported object has differed from the server. Zero if it does not.
+fn age_of_reported_object(server: &ApiServer, key: (usize, usize), seen: Option<u64>) -> Duration {
     let Some(changes) = server.changes.get(&key) else {
         return Duration::ZERO;
     };
@@ -484,8 +487,8 @@ fn age_of_view(server: &ApiServer, key: (usize, usize), seen: Option<u64>) -> Du
     outdated_by.map_or(Duration::ZERO, |change| change.at.elapsed())
 }
 
-/// Compares the view of each kind with the server. Panics if it is too old without being reported as stale.
-fn check_ages(server: &ApiServer, view: &View, stale: &[String], max_age: Duration) {
+/// Compares the reported objects with the server. Panics if one is outdated for too long and its kind is not reported as stale.
+fn check_ages(server: &ApiServer, reported: &ReportedObjects, stale: &[String], max_age: Duration) {
     for (index, kind) in SIMULATED_KINDS.iter().enumerate() {
         if stale
             .iter()
@@ -494,8 +497,8 @@ fn check_ages(server: &ApiServer, view: &View, stale: &[String], max_age: Durati
             continue;
         }
         for name in 0..N_NAMES {
-            let seen = view.get(&(index, name)).copied();
-            let age = age_of_view(server, (index, name), seen);
+            let seen = reported.get(&(index, name)).copied();
+            let age = age_of_reported_object(server, (index, name), seen);
             assert!(
                 age <= max_age,
                 "object {name} of {} is outdated for {age:?} at {seen:?}, and not reported as stale: {:?}, {stale:?}",
@@ -519,13 +522,15 @@ async fn run_schedule(seed: u64) {
         }),
         Notify::new(),
     ));
-    let view = Arc::new(Mutex::new(View::new()));
-    let (requested, reported, written) = (server.clone(), server.clone(), view.clone());
+    let reported = Arc::new(Mutex::new(ReportedObjects::new()));
+    let (requested, seen_by_sink, updated) = (server.clone(), server.clone(), reported.clone());
     let service = service_fn(move |req: Request<Body>| respond(requested.clone(), req.uri().to_string()));
     let sink = EventSink::new(move |events| {
-        let server = reported.0.lock();
-        let mut view = written.lock();
-        events.iter().for_each(|event| apply_to_view(&server, &mut view, event));
+        let server = seen_by_sink.0.lock();
+        let mut reported = updated.lock();
+        events
+            .iter()
+            .for_each(|event| apply_to_reported_objects(&server, &mut reported, event));
     });
     let source = start_source(service, sink);
     let start = Instant::now();
@@ -541,7 +546,12 @@ async fn run_schedule(seed: u64) {
             if server.rng.u8(..3) == 0 {
                 server.change_random_object();
             }
-            check_ages(&server, &view.lock(), &source.stale_kinds.reasons(), MAX_UNNOTICED_AGE);
+            check_ages(
+                &server,
+                &reported.lock(),
+                &source.stale_kinds.reasons(),
+                MAX_UNNOTICED_AGE,
+            );
         }
         server.1.notify_waiters();
         sleep(Duration::from_secs(1)).await;
@@ -551,7 +561,7 @@ async fn run_schedule(seed: u64) {
     server.1.notify_waiters();
     sleep(RECOVERY_TIME).await;
     assert_eq!(source.stale_kinds.reasons(), [""; 0], "after recovery");
-    check_ages(&server.0.lock(), &view.lock(), &[], Duration::ZERO);
+    check_ages(&server.0.lock(), &reported.lock(), &[], Duration::ZERO);
 }
 
 /// Runs the schedules of these seeds.

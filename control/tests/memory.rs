@@ -213,11 +213,11 @@ async fn an_idle_stream_uses_less_than_a_kilobyte() {
                 assert!(message.is_some() || round > 0, "{name} has no first message");
                 assert!(ready_message(stream).is_none(), "{name} has more than one message");
             }
-            let weight = (IN_USE.load(Ordering::Relaxed) - before) / N_STREAMS;
-            eprintln!("{name}, round {round}: {weight} bytes");
+            let bytes_per_stream = (IN_USE.load(Ordering::Relaxed) - before) / N_STREAMS;
+            eprintln!("{name}, round {round}: {bytes_per_stream} bytes");
             assert!(
-                weight < MAX_BYTES_PER_STREAM,
-                "{name} uses {weight} bytes in round {round}"
+                bytes_per_stream < MAX_BYTES_PER_STREAM,
+                "{name} uses {bytes_per_stream} bytes in round {round}"
             );
             sink.apply(vec![slice(&format!("10.2.1.{round}"))]);
         }
@@ -301,9 +301,9 @@ async fn a_policy_of_a_missing_service_is_small() {
     tokio::time::timeout(Duration::from_secs(60), removing)
         .await
         .unwrap_err();
-    let weight = (IN_USE.load(Ordering::Relaxed) - before) / N_SERVICES;
-    eprintln!("policy of a missing Service: {weight} bytes");
-    assert!(weight < 4_000, "{weight} bytes");
+    let bytes_per_stream = (IN_USE.load(Ordering::Relaxed) - before) / N_SERVICES;
+    eprintln!("policy of a missing Service: {bytes_per_stream} bytes");
+    assert!(bytes_per_stream < 4_000, "{bytes_per_stream} bytes");
 }
 
 /// The frames of a gRPC call whose request is one message.
@@ -391,9 +391,9 @@ async fn an_idle_stream_over_http2_uses_less_than_four_kilobytes() {
         connections.push(io);
     }
     let n_streams = N_CONNECTIONS * STREAMS_PER_CONNECTION as usize;
-    let weight = (IN_USE.load(Ordering::Relaxed) - before) / n_streams;
-    eprintln!("stream over HTTP/2: {weight} bytes");
-    assert!(weight < 4_000, "{weight} bytes");
+    let bytes_per_stream = (IN_USE.load(Ordering::Relaxed) - before) / n_streams;
+    eprintln!("stream over HTTP/2: {bytes_per_stream} bytes");
+    assert!(bytes_per_stream < 4_000, "{bytes_per_stream} bytes");
 }
 
 type Opening = std::pin::Pin<Box<dyn Future<Output = Result<http::Response<Body>, std::convert::Infallible>> + Send>>;
