@@ -169,7 +169,7 @@ fn respond(mut stream: &TcpStream) -> std::io::Result<()> {
 }
 
 /// The last line of the response, or the whole response if it is an error.
-fn ask(host: &Namespace, from: Option<IpAddr>, to: SocketAddr, words: &str) -> String {
+fn ask(host: &Namespace, from: Option<IpAddr>, to: SocketAddr, input: &str) -> String {
     let mut answer = String::new();
     let exchange = || {
         let socket = Socket::new(Domain::for_address(to), Type::STREAM, None)?;
@@ -179,7 +179,7 @@ fn ask(host: &Namespace, from: Option<IpAddr>, to: SocketAddr, words: &str) -> S
         socket.connect_timeout(&to.into(), READ_TIMEOUT)?;
         let mut stream = TcpStream::from(socket);
         stream.set_read_timeout(Some(READ_TIMEOUT))?;
-        stream.write_all(words.as_bytes())?;
+        stream.write_all(input.as_bytes())?;
         stream.read_to_string(&mut answer)
     };
     match host.run(exchange).unwrap() {

@@ -65,9 +65,9 @@ fn flood_every_port(testbed: &Testbed) {
     });
 }
 
-/// Floods the inbound port on many connections. In total their heads are larger than the memory for heads. In a full run the port has
-/// almost as many connections as it permits, and the heads are larger than the whole memory of the sidecar, if it may open 18,000
-/// files; a sidecar without optimization needs seconds to read them, so the other runs have fewer.
+/// Floods the inbound port on many connections. In total their heads are larger than the memory for heads. In a full run the port
+/// has almost as many connections as it permits, and the heads are larger than the whole memory of the sidecar, if it may open
+/// 18,000 files; a sidecar without optimization needs seconds to read them, so the other runs have fewer.
 fn flood_with_large_heads(testbed: &mut Testbed) {
     let max_connections = testbed.restart_sidecar_with_many_files();
     let n_connections = max_connections.saturating_sub(N_CONNECTIONS_OF_OTHERS);
