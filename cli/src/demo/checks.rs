@@ -49,7 +49,7 @@ fn check_permitted(edge: &Edge, row: &Row) -> Vec<String> {
             row.requests
         ));
     }
-    let failed = row.failed - unsent.min(row.failed);
+    let failed = row.failed.saturating_sub(unsent);
     if failed > 0 {
         problems.push(format!(
             "{failed} of {} requests failed: {}",
