@@ -85,7 +85,7 @@ impl Cluster {
         Self::launch(options, ProcessLifetime::KilledWithParent).await
     }
 
-    /// Starts a cluster that keeps running after this process exits, until [`stop`].
+    /// Starts a cluster that keeps running after this process exits, until [`stop_detached`].
     ///
     /// # Errors
     /// The same as [`Cluster::start`], or a detached cluster is running.
