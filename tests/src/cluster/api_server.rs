@@ -27,7 +27,7 @@ use crate::{commands, programs};
 /// Each has its own loopback address, so many can run at the same time, up to four in a process.
 /// If this process is killed, the kernel kills them too, and the next start of an API server removes the files.
 pub struct ApiServer {
-    // Fields drop in declaration order: clients before servers, the directory last.
+    // Fields drop in declaration order: each process before the one it connects to, the directory last.
     controllers: Option<Component>,
     server: Component,
     etcd: Component,
@@ -95,7 +95,7 @@ impl ApiServer {
             Controllers::All => Some(context.controller_manager(CONTROLLERS_WITHOUT_NODES)?),
         };
         match &mut controllers {
-            None => create_account(&Api::namespaced(client.clone(), "default"), "default").await?,
+            None => create_account(&client, "default", "default").await?,
             Some(controllers) => wait_for_default_account(controllers, client.clone()).await?,
         }
         Ok(Self {
@@ -137,13 +137,7 @@ impl ApiServer {
     /// # Errors
     /// Fails if the API server refuses.
     pub async fn create_namespace(&self, name: &str) -> anyhow::Result<()> {
-        let namespace = Namespace {
-            metadata: named(name),
-            ..Namespace::default()
-        };
-        let namespaces = Api::<Namespace>::all(self.client());
-        namespaces.create(&PostParams::default(), &namespace).await?;
-        create_account(&Api::namespaced(self.client(), name), "default").await
+        create_namespace(&self.client, name).await
     }
 
     /// Writes a kubeconfig with a token of a service account, and creates the account if it is missing.
@@ -164,8 +158,8 @@ impl ApiServer {
     /// # Errors
     /// Fails if the API server refuses.
     pub async fn token(&self, namespace: &str, account: &str, audiences: &[&str]) -> anyhow::Result<String> {
+        create_account(&self.client, namespace, account).await?;
         let accounts = Api::<ServiceAccount>::namespaced(self.client(), namespace);
-        create_account(&accounts, account).await?;
         let request = TokenRequest {
             spec: TokenRequestSpec {
                 audiences: audiences.iter().map(|&audience| audience.to_owned()).collect(),
@@ -260,8 +254,26 @@ impl ApiServer {
     }
 }
 
-/// Creates the service account that pods of a namespace need. Another client may have created it already.
-async fn create_account(accounts: &Api<ServiceAccount>, name: &str) -> anyhow::Result<()> {
+/// Creates a namespace with its `default` service account.
+///
+/// # Errors
+/// Fails if the API server refuses.
+pub async fn create_namespace(client: &kube::Client, name: &str) -> anyhow::Result<()> {
+    let namespace = Namespace {
+        metadata: named(name),
+        ..Namespace::default()
+    };
+    let namespaces = Api::<Namespace>::all(client.clone());
+    namespaces.create(&PostParams::default(), &namespace).await?;
+    create_account(client, name, "default").await
+}
+
+/// Creates a service account, which pods need. Another client may have created it already.
+///
+/// # Errors
+/// Fails if the API server refuses.
+pub async fn create_account(client: &kube::Client, namespace: &str, name: &str) -> anyhow::Result<()> {
+    let accounts = Api::<ServiceAccount>::namespaced(client.clone(), namespace);
     let account = ServiceAccount {
         metadata: named(name),
         ..ServiceAccount::default()

@@ -30,7 +30,10 @@ pub(super) fn certificate_user(pki: &Path, name: &str) -> Value {
 }
 
 /// A client with the credentials of a kubeconfig.
-pub(super) async fn client(path: &Path) -> anyhow::Result<kube::Client> {
+///
+/// # Errors
+/// Fails if the file cannot be read, or is invalid.
+pub async fn client(path: &Path) -> anyhow::Result<kube::Client> {
     let file = kube::config::Kubeconfig::read_from(path)?;
     let config = kube::Config::from_custom_kubeconfig(file, &kube::config::KubeConfigOptions::default()).await?;
     Ok(kube::Client::try_from(config)?)

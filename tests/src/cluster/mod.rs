@@ -19,10 +19,11 @@ mod pki;
 mod processes;
 mod slot;
 
-pub use api_server::{ApiServer, Controllers, Options};
+pub use api_server::{ApiServer, Controllers, Options, create_account, create_namespace};
 pub use audit::{AuditObject, AuditPolicy, AuditRecord, AuditStatus, AuditUser};
 pub use cluster::{
     Cluster, ClusterOptions, MAX_NODES, command_on_first_detached_node, is_detached_running, load_archive_on_detached,
     stop_detached,
 };
+pub use kubeconfig::client;
 pub use node::Node;

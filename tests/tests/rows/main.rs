@@ -1,5 +1,9 @@
 //! Runs the table tests of `tulle-control` again, with an API server instead of a directory as the source. `manifest_store`
 //! replaces their module of that name.
+//!
+//! The start of an API server takes longer than most tables, so one server is used by all of them.
+//! [`every_row_holds_with_an_api_server`] starts it and runs this program again, with all other tests in one process.
+//! `TULLE_TEST_ROWS=NAME` selects the tests whose path contains this name.
 
 #![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
@@ -22,3 +26,28 @@ mod route_rows;
 #[path = "../../../control/tests/streams/show.rs"]
 mod show;
 mod stored;
+
+use std::process::Command;
+
+use tulle_tests::charts::install_custom_resources;
+use tulle_tests::cluster::ApiServer;
+
+#[tokio::test]
+async fn every_row_holds_with_an_api_server() {
+    let server = ApiServer::start().await.unwrap();
+    install_custom_resources(&server).await.unwrap();
+    server.create_namespace("linkerd").await.unwrap();
+    let status = Command::new(std::env::current_exe().unwrap())
+        .args(["--test-threads=1", "--skip=every_row_holds_with_an_api_server"])
+        .args(std::env::var_os("TULLE_TEST_ROWS"))
+        .env(KUBECONFIG_VARIABLE, server.kubeconfig())
+        .status()
+        .unwrap();
+    assert!(
+        status.success(),
+        "{status}; the output above names the tests that failed"
+    );
+}
+
+/// The variable with the path of the kubeconfig of the server.
+const KUBECONFIG_VARIABLE: &str = "TULLE_TEST_ROWS_KUBECONFIG";

@@ -1,7 +1,6 @@
 //! Stores the manifests of a test in an API server. tulle's controller writes the statuses of routes there.
 
-use std::cell::RefCell;
-use std::rc::Rc;
+use std::path::PathBuf;
 
 use tulle_control::cluster::Config;
 use tulle_control::kubernetes as client;
@@ -11,43 +10,25 @@ use tulle_control::source::kubernetes::kinds::WatchRequirements;
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
 use tulle_core::readiness::Readiness;
-use tulle_tests::charts::install_custom_resources;
-use tulle_tests::cluster::ApiServer;
+use tulle_tests::cluster;
 
-use crate::stored::TestObjects;
-
-thread_local! {
-    /// One server for all rows of a test; each test has its own thread.
-    static SERVER: RefCell<Option<Rc<Server>>> = const { RefCell::new(None) };
-}
-
-struct Server {
-    api: ApiServer,
-    stored: tokio::sync::Mutex<TestObjects>,
-}
+use crate::KUBECONFIG_VARIABLE;
+use crate::stored::STORED;
 
 /// The server with the objects of the current row; those of the previous row are removed.
-pub(crate) struct ManifestStore(Rc<Server>);
+pub(crate) struct ManifestStore {
+    kubeconfig: PathBuf,
+}
 
 impl ManifestStore {
     pub(crate) async fn new(yaml: &str, _registry: &Registry) -> Self {
-        let known = SERVER.with_borrow(Clone::clone);
-        let server = match known {
-            Some(server) => server,
-            None => {
-                let api = ApiServer::start().await.unwrap();
-                install_custom_resources(&api).await.unwrap();
-                api.create_namespace("linkerd").await.unwrap();
-                let stored = tokio::sync::Mutex::new(TestObjects::new(api.client()));
-                let server = Rc::new(Server { api, stored });
-                SERVER.set(Some(server.clone()));
-                server
-            }
-        };
-        let mut stored = server.stored.lock().await;
-        stored.replace(&server.api, yaml).await.unwrap();
-        drop(stored);
-        Self(server)
+        let kubeconfig: PathBuf = std::env::var_os(KUBECONFIG_VARIABLE)
+            .expect("this test runs as a part of `every_row_holds_with_an_api_server`")
+            .into();
+        // Each test has its own runtime, and a client ends with its runtime.
+        let client = cluster::client(&kubeconfig).await.unwrap();
+        STORED.lock().await.replace(client, yaml).await.unwrap();
+        Self { kubeconfig }
     }
 
     /// A source that watches the server.
@@ -59,7 +40,7 @@ impl ManifestStore {
         drain: drain::Watch,
     ) -> impl Future<Output = ()> + Send + use<> {
         let access = client::Config {
-            kubeconfig: Some(self.0.api.kubeconfig()),
+            kubeconfig: Some(self.kubeconfig.clone()),
             ..client::Config::default()
         };
         let client = client::client(&access, registry).await.unwrap();

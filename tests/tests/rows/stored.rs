@@ -10,6 +10,7 @@ use kube::api::{Api, ApiResource, DeleteParams, DynamicObject, GroupVersionKind,
 use serde::Deserialize as _;
 use serde_json::{Value, json};
 use serde_yaml_ng::Deserializer;
+use tokio::sync::Mutex;
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 use tulle_control::resources::event::EventSink;
@@ -22,40 +23,69 @@ use tulle_core::drain;
 use tulle_core::metrics::Registry;
 use tulle_core::names::{label, port};
 use tulle_core::readiness::Readiness;
-use tulle_tests::cluster::ApiServer;
+use tulle_tests::cluster::{create_account, create_namespace};
 use tulle_tests::eventually::{eventually, within};
 
+/// The objects on the server that all rows of this process use, one after another.
+pub(crate) static STORED: Mutex<TestObjects> = Mutex::const_new(TestObjects {
+    yaml: String::new(),
+    objects: Vec::new(),
+    accounts: BTreeSet::new(),
+    namespaces: BTreeSet::new(),
+});
+
 pub(crate) struct TestObjects {
-    client: Client,
     yaml: String,
-    objects: Vec<(Api<DynamicObject>, String)>,
+    objects: Vec<ObjectReference>,
     /// The service accounts of pods, with their namespaces.
     accounts: BTreeSet<(String, String)>,
     namespaces: BTreeSet<String>,
 }
 
-impl TestObjects {
-    pub(crate) fn new(client: Client) -> Self {
-        Self {
-            client,
-            yaml: String::new(),
-            objects: Vec::new(),
-            accounts: BTreeSet::new(),
-            namespaces: BTreeSet::new(),
+struct ObjectReference {
+    resource: ApiResource,
+    /// `None` for cluster-scoped kinds.
+    namespace: Option<String>,
+    name: String,
+}
+
+impl ObjectReference {
+    fn api(&self, client: &Client) -> Api<DynamicObject> {
+        match &self.namespace {
+            None => Api::all_with(client.clone(), &self.resource),
+            Some(namespace) => Api::namespaced_with(client.clone(), namespace, &self.resource),
         }
     }
 
+    fn of(object: &Value) -> anyhow::Result<Self> {
+        let field = |key: &str| object[key].as_str().unwrap_or_default();
+        let api_version = field("apiVersion");
+        let kind = Kind::find(api_version, field("kind")).with_context(|| format!("a kind of {object}"))?;
+        let (group, version) = api_version.rsplit_once('/').unwrap_or(("", api_version));
+        let of_kind = GroupVersionKind::gvk(group, version, field("kind"));
+        let metadata = &object["metadata"];
+        let namespace = metadata["namespace"].as_str().unwrap_or("default");
+        Ok(Self {
+            resource: ApiResource::from_gvk_with_plural(&of_kind, &kind.info().plural()),
+            namespace: (kind.info().scope == Scope::Namespaced).then(|| namespace.to_owned()),
+            name: metadata["name"].as_str().context("a name")?.to_owned(),
+        })
+    }
+}
+
+impl TestObjects {
     /// Removes the objects of the previous row, creates those of this row, and waits for the statuses of routes.
-    pub(crate) async fn replace(&mut self, server: &ApiServer, yaml: &str) -> anyhow::Result<()> {
+    pub(crate) async fn replace(&mut self, client: Client, yaml: &str) -> anyhow::Result<()> {
         if self.yaml == yaml {
             return Ok(());
         }
-        self.clear().await?;
+        self.yaml.clear();
+        delete_all(&client, std::mem::take(&mut self.objects)).await?;
         let documents = Deserializer::from_str(yaml).map(Value::deserialize);
         let documents: Vec<Value> = documents.collect::<Result<_, _>>()?;
         let documents: Vec<Value> = documents.into_iter().filter(|document| !document.is_null()).collect();
         for document in &documents {
-            self.create_prerequisites(server, document).await?;
+            self.create_prerequisites(&client, document).await?;
         }
         // Objects of one age must get the same creation time, which the API server sets itself, in whole seconds. So each group is
         // created within one second, and again if the second changes meanwhile. Between groups, this waits for the next second.
@@ -74,13 +104,11 @@ impl TestObjects {
             for attempt in 1.. {
                 let (n_before, second) = (self.objects.len(), Timestamp::now().as_second());
                 for document in group {
-                    self.create(document, &mut uids).await?;
+                    self.create(&client, document, &mut uids).await?;
                 }
                 let has_one_time = Timestamp::now().as_second() == second;
                 if !has_one_time {
-                    for (api, name) in self.objects.split_off(n_before) {
-                        delete(&api, &name).await?;
-                    }
+                    delete_all(&client, self.objects.split_off(n_before)).await?;
                 }
                 while Timestamp::now().as_second() == second && groups.len() > 1 {
                     sleep(Duration::from_millis(10)).await;
@@ -95,39 +123,36 @@ impl TestObjects {
                 );
             }
         }
-        self.write_route_statuses().await?;
+        self.write_route_statuses(&client).await?;
         yaml.clone_into(&mut self.yaml);
         Ok(())
     }
 
-    async fn clear(&mut self) -> anyhow::Result<()> {
-        self.yaml.clear();
-        for (api, name) in std::mem::take(&mut self.objects) {
-            delete(&api, &name).await?;
-        }
-        Ok(())
-    }
-
     /// Creates the namespace and the service account that an object needs.
-    async fn create_prerequisites(&mut self, server: &ApiServer, document: &Value) -> anyhow::Result<()> {
+    async fn create_prerequisites(&mut self, client: &Client, document: &Value) -> anyhow::Result<()> {
         let Some(namespace) = document["metadata"]["namespace"].as_str() else {
             return Ok(());
         };
         let exists = ["default", "kube-system", "linkerd"].contains(&namespace);
         if self.namespaces.insert(namespace.to_owned()) && !exists {
-            server.create_namespace(namespace).await?;
+            create_namespace(client, namespace).await?;
         }
         let account = document["spec"]["serviceAccountName"].as_str().unwrap_or("default");
         if document["kind"] == "Pod" && self.accounts.insert((namespace.to_owned(), account.to_owned())) {
-            server.token(namespace, account, &[]).await?;
+            create_account(client, namespace, account).await?;
         }
         Ok(())
     }
 
-    async fn create(&mut self, document: &Value, uids: &mut BTreeMap<String, String>) -> anyhow::Result<()> {
+    async fn create(
+        &mut self,
+        client: &Client,
+        document: &Value,
+        uids: &mut BTreeMap<String, String>,
+    ) -> anyhow::Result<()> {
         let mut object = document.clone();
-        let api = self.api(&object)?;
-        let name = object["metadata"]["name"].as_str().context("a name")?.to_owned();
+        let reference = ObjectReference::of(&object)?;
+        let (api, name) = (reference.api(client), reference.name.clone());
         fill_required_fields(&mut object);
         let metadata = object["metadata"].as_object_mut().context("metadata")?;
         let uid = metadata.remove("uid");
@@ -151,7 +176,7 @@ impl TestObjects {
             .create(&PostParams::default(), &serde_json::from_value(object)?)
             .await;
         let created = created.with_context(|| document.to_string())?;
-        self.objects.push((api.clone(), name.clone()));
+        self.objects.push(reference);
         if let (Some(uid), Some(real)) = (uid.as_ref().and_then(Value::as_str), created.metadata.uid) {
             uids.insert(uid.to_owned(), real);
         }
@@ -166,24 +191,11 @@ impl TestObjects {
         Ok(())
     }
 
-    fn api(&self, object: &Value) -> anyhow::Result<Api<DynamicObject>> {
-        let of = |key: &str| object[key].as_str().unwrap_or_default();
-        let kind = Kind::find(of("apiVersion"), of("kind")).with_context(|| format!("a kind of {object}"))?;
-        let api_version = of("apiVersion");
-        let (group, version) = api_version.rsplit_once('/').unwrap_or(("", api_version));
-        let of_kind = GroupVersionKind::gvk(group, version, of("kind"));
-        let resource = ApiResource::from_gvk_with_plural(&of_kind, &kind.info().plural());
-        let namespace = object["metadata"]["namespace"].as_str().unwrap_or("default");
-        Ok(match kind.info().scope {
-            Scope::Cluster => Api::all_with(self.client.clone(), &resource),
-            Scope::Namespaced => Api::namespaced_with(self.client.clone(), namespace, &resource),
-        })
-    }
-
     /// Runs the status controller until every route has a status.
-    async fn write_route_statuses(&self) -> anyhow::Result<()> {
+    async fn write_route_statuses(&self, client: &Client) -> anyhow::Result<()> {
         let mut without_status = Vec::new();
-        for (api, name) in &self.objects {
+        for object in &self.objects {
+            let (api, name) = (object.api(client), &object.name);
             if n_parents(&serde_json::to_value(api.get(name).await?)?) > 0 {
                 without_status.push((api, name));
             }
@@ -206,8 +218,7 @@ impl TestObjects {
                 patch_timeout: Duration::from_secs(5),
             }),
         };
-        let (sink, controllers) =
-            writeback::add_controllers(&self.client, config, EventSink::new(|_| {}), &registry, &drain);
+        let (sink, controllers) = writeback::add_controllers(client, config, EventSink::new(|_| {}), &registry, &drain);
         let mut tasks = JoinSet::new();
         for controller in controllers {
             tasks.spawn(controller.run);
@@ -221,7 +232,7 @@ impl TestObjects {
             log_addr: ":8086".to_owned(),
             stale_kinds: Readiness::new(),
         };
-        let watching = kubernetes::run(self.client.clone(), source, sink, registry.clone(), drain);
+        let watching = kubernetes::run(client.clone(), source, sink, registry.clone(), drain);
         tasks.spawn(async move { watching.await.expect("the watches last as long as the controller") });
         for (api, name) in without_status {
             let has_status = async || {
@@ -300,19 +311,22 @@ fn complete_pod(pod: &mut Value) {
     pod["spec"]["containers"] = containers.into();
 }
 
-async fn delete(api: &Api<DynamicObject>, name: &str) -> anyhow::Result<()> {
+async fn delete_all(client: &Client, objects: Vec<ObjectReference>) -> anyhow::Result<()> {
     // Background deletion, because deletion of jobs would otherwise wait for the garbage collector, which does not run.
     let now = DeleteParams::background().grace_period(0);
-    // The object may be gone: Endpoints are deleted with their Service.
-    let Some(object) = api.get_opt(name).await? else {
-        return Ok(());
-    };
-    // An object that was deleted before only waits for its finalizer.
-    if object.metadata.finalizers.is_some() {
-        let free = Patch::Merge(json!({"metadata": {"finalizers": null}}));
-        api.patch(name, &PatchParams::default(), &free).await?;
-    } else {
-        api.delete(name, &now).await?;
+    for object in objects {
+        let (api, name) = (object.api(client), &object.name);
+        // The object may be gone: Endpoints are deleted with their Service.
+        let Some(object) = api.get_opt(name).await? else {
+            continue;
+        };
+        // An object that was deleted before only waits for its finalizer.
+        if object.metadata.finalizers.is_some() {
+            let free = Patch::Merge(json!({"metadata": {"finalizers": null}}));
+            api.patch(name, &PatchParams::default(), &free).await?;
+        } else {
+            api.delete(name, &now).await?;
+        }
     }
     Ok(())
 }
