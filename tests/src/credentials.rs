@@ -122,6 +122,17 @@ impl Credentials {
         self.sign(&self.issuer, name, validity)
     }
 
+    /// A leaf certificate for a service account of another trust domain, whose issuer has the same anchor.
+    pub fn leaf_in_domain(&self, service_account: &str, trust_domain: &str) -> Leaf {
+        let name = format!("identity.{CONTROL_NAMESPACE}.{trust_domain}");
+        let issuer = trust::create_issuer(&name, trust::ISSUER_LIFETIME, &self.anchor).unwrap();
+        self.sign(
+            &issuer,
+            &identity_in_domain(service_account, trust_domain),
+            Validity::Current,
+        )
+    }
+
     /// A leaf certificate of another mesh, whose CAs have the same names.
     pub fn foreign_leaf(&self, name: &str) -> Leaf {
         let anchor = trust::create_anchor(ROOT, trust::ANCHOR_LIFETIME).unwrap();
@@ -158,7 +169,11 @@ impl Credentials {
 
 /// The identity of a workload's service account.
 pub fn identity(service_account: &str) -> String {
-    tulle_core::identity::service_account_identity(service_account, NAMESPACE, CONTROL_NAMESPACE, TRUST_DOMAIN)
+    identity_in_domain(service_account, TRUST_DOMAIN)
+}
+
+fn identity_in_domain(service_account: &str, trust_domain: &str) -> String {
+    tulle_core::identity::service_account_identity(service_account, NAMESPACE, CONTROL_NAMESPACE, trust_domain)
 }
 
 pub fn control_plane_identity(service_account: &str) -> String {

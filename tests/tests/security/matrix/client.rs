@@ -63,6 +63,7 @@ impl Client {
             Identity::Absent | Identity::Anonymous => None,
             Identity::Permitted => Some(credentials.leaf(&client, Validity::Current)),
             Identity::Other => Some(credentials.leaf(&self::identity("other"), Validity::Current)),
+            Identity::OtherDomain => Some(credentials.leaf_in_domain("client", "other.test")),
             Identity::Expired => Some(credentials.leaf(&client, Validity::Expired)),
             Identity::OtherCa => Some(credentials.foreign_leaf(&client)),
         };

@@ -125,7 +125,7 @@ fn without_ipv6_redirect_rules_no_ipv6_reaches_the_application() {
     report(cells.len(), &mismatches, &testbed);
 }
 
-/// Tries all cells of some states, which share one state of the testbed.
+/// Prepares a testbed with `set_up`, and tries all cells of these states on it.
 fn check(states: &[State], set_up: fn(&mut Testbed)) {
     let Some(run) = PreparedRun::prepare(states, Ipv6Rules::Written) else {
         return;

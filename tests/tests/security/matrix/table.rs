@@ -5,28 +5,28 @@ use std::net::IpAddr;
 
 use super::words::words;
 
-/// The clients that each policy permits, and the cause for the others.
+/// The decision of each policy about each identity of a client, in the words of [`Decision`].
 ///
 /// `port` is the kind of port that the policy creates, a column of [`HANDLINGS`]. Identities that are not listed are
 /// refused by the TLS handshake for every policy.
 const DECISIONS: &str = "
-policy                port        none      anonymous    permitted other
-no-server             detect      no-tls    no-identity  ok        ok
-server                detect      network   network      network   network
-deny                  detect      network   network      network   network
-audit                 detect      ok        ok           ok        ok
-server-authorization  detect      no-tls    no-identity  ok        identity
-by-identity           detect      no-tls    no-identity  ok        identity
-by-network            detect      ok        ok           ok        ok
-by-other-network      detect      network   network      network   network
-own-http-route        own-routes  no-tls    no-identity  ok        identity
-own-grpc-route        grpc        no-tls    no-identity  ok        identity
-other-route           routes      no-route  no-route     no-route  no-route
-rate-limit            routes      limited   limited      limited   limited
-http1                 http1       ok        ok           ok        ok
-http2                 http2       ok        ok           ok        ok
-opaque                opaque      no-tls    no-tls       ok        identity
-tls                   tls         ok        ok           ok        ok
+policy                port        none      anonymous    permitted other     other-domain
+no-server             detect      no-tls    no-identity  ok        ok        ok
+server                detect      network   network      network   network   network
+deny                  detect      network   network      network   network   network
+audit                 detect      ok        ok           ok        ok        ok
+server-authorization  detect      no-tls    no-identity  ok        identity  identity
+by-identity           detect      no-tls    no-identity  ok        identity  identity
+by-network            detect      ok        ok           ok        ok        ok
+by-other-network      detect      network   network      network   network   network
+own-http-route        own-routes  no-tls    no-identity  ok        identity  identity
+own-grpc-route        grpc        no-tls    no-identity  ok        identity  identity
+other-route           routes      no-route  no-route     no-route  no-route  no-route
+rate-limit            routes      limited   limited      limited   limited   limited
+http1                 http1       ok        ok           ok        ok        ok
+http2                 http2       ok        ok           ok        ok        ok
+opaque                opaque      no-tls    no-tls       ok        identity  identity
+tls                   tls         ok        ok           ok        ok        ok
 ";
 
 /// The handling of each input, by the kind of port; `unknown` is a port whose policy the proxy does not know.
@@ -82,6 +82,14 @@ const SKIPPED_CELLS: &[SkippedCells] = &[
     SkippedCells {
         reason: "the handshake on the proxy's own port does not depend on the transport header (covered by `1:http1`)",
         skips: |cell| !cell.identity.is_proven() && !matches!(cell.sent.header, Header::Absent | Header::Http1),
+    },
+    SkippedCells {
+        reason: "an identity is compared as a whole, trust domain included (covered by `other` in other states, and for other \
+                 inputs)",
+        skips: |cell| {
+            let is_tried = cell.state == State::Up && ClientInput::tried_in_all_states().contains(&cell.sent);
+            cell.identity == Identity::OtherDomain && !is_tried
+        },
     },
     SkippedCells {
         reason: "an opaque port passes TLS to the application and does not read identities (covered by `none`)",
@@ -238,6 +246,8 @@ words! {
         Permitted = "permitted",
         /// Another workload of the mesh.
         Other = "other",
+        /// The permitted service account of another trust domain that has the same trust anchor.
+        OtherDomain = "other-domain",
         Expired = "expired",
         /// The right name, signed by another CA.
         OtherCa = "other CA",
@@ -610,7 +620,7 @@ impl InputKind {
 impl Identity {
     /// Whether the client's certificate is accepted.
     pub(super) fn is_proven(self) -> bool {
-        matches!(self, Self::Permitted | Self::Other)
+        matches!(self, Self::Permitted | Self::Other | Self::OtherDomain)
     }
 }
 

@@ -1,5 +1,5 @@
-//! The hosts of one run: a server with a sidecar, the control plane, clients outside the mesh, and one function for
-//! each state of the control plane.
+//! The hosts of one run: the control plane, a host outside the mesh, and a server and a client, one of which has the tested
+//! sidecar. Functions bring the control plane into its states.
 
 use std::fs::{self, Permissions};
 use std::net::{Ipv4Addr, Ipv6Addr};
