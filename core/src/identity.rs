@@ -26,7 +26,16 @@ pub struct ParseIdentityError {
 
 /// The DNS identity in the certificate of a service account.
 pub fn service_account_identity(sa: &str, ns: &str, control_ns: &str, trust_domain: &str) -> String {
-    format!("{sa}.{ns}.serviceaccount.identity.{control_ns}.{trust_domain}")
+    format!("{sa}.{ns}{SERVICE_ACCOUNT_INFIX}{control_ns}.{trust_domain}")
+}
+
+/// The account and the namespace in the DNS identity of a service account, of any control plane and trust domain.
+pub fn service_account_of(identity: &str) -> Option<(&str, &str)> {
+    let (account_and_namespace, _) = identity.rsplit_once(SERVICE_ACCOUNT_INFIX)?;
+    // In Kubernetes, the name of a service account may have dots, that of a namespace has none, so the namespace is the last
+    // label. tulle's identity service certifies no names with dots.
+    let (account, namespace) = account_and_namespace.rsplit_once('.')?;
+    (!account.is_empty() && !namespace.is_empty()).then_some((account, namespace))
 }
 
 impl Identity {
@@ -43,10 +52,9 @@ impl Identity {
             return None;
         };
         let rest = strip_suffix_ignore_case(name, trust_domain)?.strip_suffix('.')?;
-        let rest = strip_suffix_ignore_case(rest, control_ns)?.strip_suffix(".serviceaccount.identity.")?;
-        // The name of a service account may have dots, that of a namespace has none.
-        let (sa, ns) = rest.rsplit_once('.')?;
-        (!sa.is_empty() && !ns.is_empty()).then_some(ns)
+        let rest = strip_suffix_ignore_case(rest, control_ns)?;
+        let (_, ns) = service_account_of(rest).filter(|_| rest.ends_with(SERVICE_ACCOUNT_INFIX))?;
+        Some(ns)
     }
 }
 
@@ -129,6 +137,9 @@ fn check_spiffe(rest: &str) -> Result<(), &'static str> {
     Ok(())
 }
 
+/// What separates account and namespace from control plane and trust domain.
+const SERVICE_ACCOUNT_INFIX: &str = ".serviceaccount.identity.";
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -166,6 +177,28 @@ mod tests {
             "spiffe://cluster.local/web.shop.serviceaccount.identity.linkerd.cluster.local",
         ] {
             check(other, None);
+        }
+    }
+
+    #[test]
+    fn an_account_name_may_have_dots() {
+        for (identity, expected) in [
+            (
+                "web.shop.serviceaccount.identity.linkerd.cluster.local",
+                Some(("web", "shop")),
+            ),
+            (
+                "a.b.shop.serviceaccount.identity.mesh.other.test",
+                Some(("a.b", "shop")),
+            ),
+            (
+                "a.serviceaccount.identity.b.shop.serviceaccount.identity.linkerd.cluster.local",
+                Some(("a.serviceaccount.identity.b", "shop")),
+            ),
+            ("shop.serviceaccount.identity.linkerd.cluster.local", None),
+            ("web.shop.external.identity.linkerd.cluster.local", None),
+        ] {
+            assert_eq!(service_account_of(identity), expected, "{identity}");
         }
     }
 

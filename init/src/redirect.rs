@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, bail};
 use tokio::time::Instant;
 
-use crate::iptables::{self, Flavour, IptablesError};
+use crate::iptables::{self, Flavour, IptablesError, LegacyTables};
 use crate::netlink::nftables::{self, Change, Comparison, OurRules};
 use crate::netlink::socket::{NetlinkError, Socket};
 use crate::netlink::{conntrack, iptables_nft, routing};
@@ -86,7 +86,9 @@ enum BackendError {
 /// Runs the job. The report is filled in even if it fails.
 ///
 /// # Errors
-/// If rules could not be read or changed; then the previous rules stay.
+/// If rules could not be read or changed. If applying fails, the previous rules stay, unless the error says that they could not
+/// be put back. If removing fails, a part may be removed already, and with [`CleanMode::Drain`] new connections may bypass the
+/// proxy.
 pub fn run(job: Job, report: &mut Report) -> anyhow::Result<Outcome> {
     let started = Instant::now();
     if let (Some(path), false) = (&job.netns, matches!(job.mode, Mode::Simulate(_))) {
@@ -235,7 +237,7 @@ fn remove_others(job: &Job, active_backend: Backend, report: &mut Report) {
         Err(error) => report.warn(format!("removing old rules from nftables failed: {error}")),
     }
     let may_be_legacy = matches!(active_backend, Backend::Iptables(Flavour::Legacy | Flavour::Plain));
-    if !may_be_legacy && iptables::legacy_in_use() {
+    if !may_be_legacy && iptables::legacy_tables() == LegacyTables::Present {
         match iptables::remove(Flavour::Legacy, job.wait) {
             Ok(removed) => report.removed.extend(removed),
             Err(error) => report.warn(format!("removing old rules from iptables-legacy failed: {error}")),
@@ -275,7 +277,7 @@ fn warn_about_other_redirects(priority: i32, report: &mut Report) {
     let mut others = Socket::open()
         .and_then(|mut socket| iptables_nft::foreign_dnat_chains(&mut socket))
         .unwrap_or_default();
-    if iptables::legacy_in_use() {
+    if iptables::legacy_tables() == LegacyTables::Present {
         others.extend(iptables::foreign_dnat_chains(Flavour::Legacy).unwrap_or_default());
     }
     for other in others {
@@ -345,6 +347,14 @@ fn check(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Ou
         Comparison::Different => ("different", Outcome::Different),
         Comparison::Absent => ("absent", Outcome::Absent),
     };
+    if comparison == Comparison::Absent && job.backends.len() > 1 && iptables::legacy_tables() == LegacyTables::Unknown
+    {
+        report.warn(
+            "rules of iptables-legacy were not looked for, because only root may list its tables; run this as root, or with \
+             --backend iptables-legacy"
+                .to_owned(),
+        );
+    }
     report.result = result;
     report.backend = (comparison != Comparison::Absent).then(|| backend.to_string());
     tracing::info!(result, backend = report.backend, "compared the rules");
@@ -355,7 +365,7 @@ fn check(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Ou
 fn closest_backend(job: &Job, rules: &Rules) -> anyhow::Result<(Comparison, Backend)> {
     let mut closest: Option<(Comparison, Backend)> = None;
     for backend in &job.backends {
-        let comparison = match check_with(*backend, rules) {
+        let comparison = match check_with(*backend, rules, job.backends.len() > 1) {
             Ok(comparison) => comparison,
             // A missing backend has no rules; this is not an error if others can be checked.
             Err(error) if job.backends.len() > 1 && is_backend_missing(&error) => continue,
@@ -368,12 +378,13 @@ fn closest_backend(job: &Job, rules: &Rules) -> anyhow::Result<(Comparison, Back
     closest.context("reading the rules failed for every backend")
 }
 
-fn check_with(backend: Backend, rules: &Rules) -> Result<Comparison, BackendError> {
-    match backend {
-        Backend::Nftables => Ok(nftables::check(&mut Socket::open()?, rules)?),
-        // The legacy programs create tables when they list them.
-        Backend::Iptables(Flavour::Legacy) if !iptables::legacy_in_use() => Ok(Comparison::Absent),
-        Backend::Iptables(flavour) => Ok(iptables::check(flavour, rules)?),
+fn check_with(backend: Backend, rules: &Rules, is_one_of_several: bool) -> Result<Comparison, BackendError> {
+    match (backend, iptables::legacy_tables()) {
+        (Backend::Nftables, _) => Ok(nftables::check(&mut Socket::open()?, rules)?),
+        (Backend::Iptables(Flavour::Legacy), LegacyTables::Absent) => Ok(Comparison::Absent),
+        // The programs create the tables that they read, so they run only if this backend is named.
+        (Backend::Iptables(Flavour::Legacy), LegacyTables::Unknown) if is_one_of_several => Ok(Comparison::Absent),
+        (Backend::Iptables(flavour), _) => Ok(iptables::check(flavour, rules)?),
     }
 }
 
@@ -396,7 +407,14 @@ fn rank(comparison: Comparison) -> u8 {
 fn clean(job: &Job, mode: CleanMode, report: &mut Report) -> anyhow::Result<()> {
     let _lock = take_lock(job.wait, report)?;
     let mut socket = Socket::open().context("removing rules")?;
-    let legacy = iptables::legacy_in_use();
+    let legacy_tables = iptables::legacy_tables();
+    let legacy = legacy_tables == LegacyTables::Present;
+    if legacy_tables == LegacyTables::Unknown {
+        report.warn(
+            "rules of iptables-legacy are not removed, because only root may list its tables; run this as root"
+                .to_owned(),
+        );
+    }
     if let CleanMode::Drain(limit) = mode {
         let started = Instant::now();
         let mut ports = nftables::bypass_new_connections(&mut socket, job.wait)

@@ -307,6 +307,7 @@ fn find_misplaced_labels<'a>(object: &str, keys: impl Iterator<Item = &'a String
     let is_misplaced = |key: &&String| {
         *key == annotation::INJECT
             || key.starts_with("config.linkerd.io/")
+            || key.starts_with("config.beta.linkerd.io/")
             || key.starts_with("config.alpha.linkerd.io/")
     };
     keys.filter(is_misplaced)

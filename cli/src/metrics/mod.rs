@@ -90,6 +90,18 @@ struct Page<'a> {
     port: u16,
 }
 
+impl Page<'_> {
+    fn heading(&self, position: &str, obfuscation: Option<&Obfuscation>) -> String {
+        let name = self.pod.name_any();
+        let name = obfuscation.map_or_else(|| name.clone(), |obfuscation| obfuscation.value(&name));
+        let mut heading = format!("#\n# POD {name} ({position})\n");
+        if let Some(container) = self.container {
+            let _ = writeln!(heading, "# CONTAINER {container}, port {}", self.port);
+        }
+        heading + "#\n"
+    }
+}
+
 fn containers(pod: &Pod) -> impl Iterator<Item = &Container> {
     let spec = pod.spec.iter();
     spec.flat_map(|spec| spec.init_containers.iter().flatten().chain(&spec.containers))
@@ -104,11 +116,7 @@ async fn print_pages(
     let mut code = ExitCode::SUCCESS;
     for (number, page) in pages.iter().enumerate() {
         let name = page.pod.name_any();
-        let mut heading = format!("#\n# POD {name} ({} of {})\n", number + 1, pages.len());
-        if let Some(container) = page.container {
-            let _ = writeln!(heading, "# CONTAINER {container}, port {}", page.port);
-        }
-        heading.push_str("#\n");
+        let heading = page.heading(&format!("{} of {}", number + 1, pages.len()), obfuscation);
         match forward::get(cluster, resource::namespace(page.pod), &name, page.port, "/metrics").await {
             Ok(text) => {
                 let text = obfuscation.map_or_else(|| text.clone(), |obfuscation| obfuscation.apply(&text));
@@ -128,3 +136,27 @@ const EXAMPLES: &str = "\
   tulle metrics deploy/web -n shop
   tulle metrics pod/web-1 -n shop --obfuscate | gzip > metrics.gz
   tulle metrics sts";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_heading_has_the_name_of_the_pod_only_without_obfuscation() {
+        let mut pod = Pod::default();
+        pod.metadata.name = Some("web-1".to_owned());
+        let page = Page {
+            pod: &pod,
+            container: None,
+            port: 4191,
+        };
+        assert_eq!(page.heading("1 of 2", None), "#\n# POD web-1 (1 of 2)\n#\n");
+        let obfuscation = Obfuscation::new();
+        let hash = obfuscation.value("web-1");
+        assert_eq!(
+            page.heading("1 of 2", Some(&obfuscation)),
+            format!("#\n# POD {hash} (1 of 2)\n#\n")
+        );
+        assert_ne!(hash, "web-1");
+    }
+}

@@ -1,4 +1,4 @@
-//! Obfuscates label values in metrics. Equal values stay equal; labels with fixed values are kept.
+//! Obfuscates label values in metrics, and names of pods. Equal values stay equal; labels with fixed values are kept.
 
 use std::hash::{BuildHasher as _, RandomState};
 
@@ -27,6 +27,11 @@ impl Obfuscation {
         out
     }
 
+    /// Replaces a label value or the name of a pod.
+    pub(super) fn value(&self, value: &str) -> String {
+        format!("{:016x}", self.0.hash_one(value))
+    }
+
     /// Parses `name="value",…}` and the rest of the line.
     fn labels(&self, mut rest: &str, out: &mut String) {
         while let Some((name, after)) = rest.split_once("=\"") {
@@ -40,7 +45,7 @@ impl Obfuscation {
             if value.is_empty() || UNOBFUSCATED_LABELS.contains(&name.trim_start_matches([',', ' '])) {
                 out.push_str(value);
             } else {
-                out.push_str(&format!("{:016x}", self.0.hash_one(value)));
+                out.push_str(&self.value(value));
             }
             out.push_str(next.get(..1).unwrap_or_default());
             rest = next.get(1..).unwrap_or_default();
@@ -103,7 +108,7 @@ process_open_fds 9
         let out = obfuscation.apply(page);
         let lines: Vec<_> = out.lines().collect();
         assert_eq!(lines[0], "# HELP request_total {pod=\"x\"}");
-        let hash = format!("{:016x}", obfuscation.0.hash_one("web-1"));
+        let hash = obfuscation.value("web-1");
         assert!(lines[1].starts_with(&format!(
             "request_total{{direction=\"outbound\",dst_pod=\"{hash}\",authority=\""
         )));

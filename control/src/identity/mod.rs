@@ -74,13 +74,14 @@ impl IdentityService {
             registry,
         ));
         let [issuer, anchors] = issuer_store.watch_paths();
-        // The watch starts before the files are read, so that no change is missed.
+        // Files are read after the watch has started, so that no change is missed. The token keys were read before.
         let watch_paths: Vec<_> = [issuer, anchors]
             .into_iter()
             .chain(reviewer.dir().map(WatchPath::Dir))
             .collect();
         let changes = FileWatcher::watch(&watch_paths)?;
         issuer_store.reload();
+        reviewer.reload();
         let service = Self {
             metrics: Metrics::new(registry, issuer_store.clone()),
             issuer_store,

@@ -460,7 +460,12 @@ const RESTRICTING_ANNOTATIONS: [&str; 5] = [
 ];
 
 /// Prefixes of annotations that only the mesh reads.
-const CONFIGURATION_PREFIXES: [&str; 3] = ["config.linkerd.io/", "config.alpha.linkerd.io/", "config.tulle.dev/"];
+const CONFIGURATION_PREFIXES: [&str; 4] = [
+    "config.linkerd.io/",
+    "config.beta.linkerd.io/",
+    "config.alpha.linkerd.io/",
+    "config.tulle.dev/",
+];
 
 /// Whether a key has a prefix of the mesh but is not one of its annotations; usually it is misspelled.
 fn is_unknown(key: &str) -> bool {

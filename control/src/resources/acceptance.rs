@@ -76,7 +76,8 @@ impl fmt::Display for RouteRejection {
             }
             Self::NoPort => f.write_str("the parentRef of an EgressNetwork has no port; add it"),
             Self::OverlapsClusterNetworks => f.write_str(
-                "spec.networks of the EgressNetwork overlaps clusterNetworks; use networks outside the cluster",
+                "spec.networks of the EgressNetwork overlaps clusterNetworks; use networks outside the cluster, or list its \
+                 networks in `except`",
             ),
             Self::NoClusterIp => f.write_str("parent service must have a ClusterIP"),
             Self::OtherNamespace => {
@@ -277,8 +278,8 @@ fn check_conflicts<'a>(
     Ok(())
 }
 
-/// Returns the ports to which an accepted reference of a route applies, with their protocols. The port of a reference without one,
-/// to a Service without ports, is `None`.
+/// Returns the ports to which an accepted reference of a route applies, with their protocols. For a reference without a port to a
+/// Service without ports, this is one entry with the port `None`.
 fn ports_of_reference(
     parents: &impl ParentLookup,
     settings: AcceptanceSettings<'_>,
@@ -317,21 +318,32 @@ pub fn matches_same_connections(a: &Route, b: &Route) -> bool {
     }
 }
 
-/// Returns whether the EgressNetwork contains addresses of the cluster. One without `spec.networks` never does.
+/// Returns whether the EgressNetwork contains addresses of the cluster, apart from its exceptions. One without `spec.networks`
+/// never does.
 pub fn overlaps_cluster_networks(network: &EgressNetwork, cluster_networks: &[IpNet]) -> bool {
-    let overlaps = |net: &IpNet| {
-        cluster_networks
+    let overlaps = |network: &NetworkMatch, cluster: &IpNet| {
+        // Of two networks with common addresses, one contains the other.
+        let common = match (network.net.contains(cluster), cluster.contains(&network.net)) {
+            (true, _) => cluster,
+            (false, true) => &network.net,
+            (false, false) => return false,
+        };
+        !IpNet::aggregate(&network.except)
             .iter()
-            .any(|cluster| cluster.contains(net) || net.contains(cluster))
+            .any(|except| except.contains(common))
     };
-    network.networks.iter().flatten().any(|network| overlaps(&network.net))
+    let networks = network.networks.iter().flatten();
+    networks
+        .flat_map(|network| cluster_networks.iter().map(move |cluster| (network, cluster)))
+        .any(|(network, cluster)| overlaps(network, cluster))
 }
 
 /// Returns the other EgressNetworks that together apply to all addresses of `network`, so that it is never used. The set is empty
 /// if `network` applies to some address, or if there are too many networks to compare. `others` are the EgressNetworks of the
 /// namespace, and can include `network`.
 ///
-/// Other namespaces do not matter: a namespace without EgressNetworks, which uses the global ones, can always be created.
+/// Other namespaces do not matter: their EgressNetworks replace the global ones only for their own clients, and a namespace
+/// without EgressNetworks, which uses the global ones, can appear at any time.
 pub fn overriding_networks<'a>(
     network: &EgressNetwork,
     others: impl IntoIterator<Item = &'a EgressNetwork>,
@@ -417,6 +429,25 @@ mod tests {
             Object::EgressNetwork(network) => (*network).clone(),
             object => panic!("{object:?}"),
         }
+    }
+
+    #[test]
+    fn a_network_overlaps_the_cluster_unless_it_excepts_the_common_addresses() {
+        let cluster_networks: [IpNet; 2] = ["10.0.0.0/8".parse().unwrap(), "fd00::/8".parse().unwrap()];
+        let check = |networks: &[&str], expected: bool| {
+            let found = overlaps_cluster_networks(&network("own", 1, networks), &cluster_networks);
+            assert_eq!(found, expected, "{networks:?}");
+        };
+        check(&[], false);
+        check(&["203.0.113.0/24"], false);
+        check(&["10.1.0.0/16"], true);
+        check(&["0.0.0.0/0"], true);
+        check(&["0.0.0.0/0!10.0.0.0/8"], false);
+        check(&["0.0.0.0/0!10.0.0.0/9!10.128.0.0/9"], false);
+        check(&["0.0.0.0/0!10.0.0.0/9"], true);
+        check(&["0.0.0.0/0!10.0.0.0/8", "::/0"], true);
+        check(&["0.0.0.0/0!10.0.0.0/8", "::/0!fc00::/7"], false);
+        check(&["10.1.0.0/16!10.1.0.0/17!10.1.128.0/17"], false);
     }
 
     #[test]

@@ -2,6 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use tulle_core::identity::service_account_of;
+
 use crate::cluster::views::workload_list::{Workload, WorkloadKind};
 use crate::model::endpoints::TlsIdentity;
 
@@ -281,14 +283,13 @@ fn identity(workload: &Workload) -> Option<String> {
 
 /// The service account of an identity, or the identity itself if it has another form.
 fn resource_of_identity(identity: &str) -> ResourceName {
-    let mut parts = identity.split('.');
-    match (parts.next(), parts.next(), parts.next()) {
-        (Some(account), Some(namespace), Some("serviceaccount")) => ResourceName {
+    match service_account_of(identity) {
+        Some((account, namespace)) => ResourceName {
             namespace: namespace.to_owned(),
             kind: "serviceaccount".to_owned(),
             name: account.to_owned(),
         },
-        _ => ResourceName {
+        None => ResourceName {
             namespace: String::new(),
             kind: "identity".to_owned(),
             name: identity.to_owned(),
@@ -354,7 +355,7 @@ mod tests {
         let id = "client.shop.serviceaccount.identity.linkerd.cluster.local";
         let web = format!(
             "response_total{{direction=\"inbound\",tls=\"true\",client_id=\"{id}\",classification=\"success\"}} 8\n\
-             response_total{{direction=\"inbound\",tls=\"true\",client_id=\"x.y.serviceaccount.z\",srv_kind=\"default\",\
+             response_total{{direction=\"inbound\",tls=\"true\",client_id=\"x.y.serviceaccount.identity.linkerd.other.test\",srv_kind=\"default\",\
              srv_name=\"all\",route_kind=\"default\",route_name=\"default\",classification=\"failure\"}} 2\n\
              tulle_failures_total{{direction=\"inbound\",cause=\"connect-refused\"}} 2\n"
         );

@@ -60,8 +60,8 @@ pub enum IptablesError {
 }
 
 impl IptablesError {
-    /// Whether another process held the lock of iptables until the end of the wait. The exit status does not tell: that of the nft
-    /// flavour is the same if the kernel refuses the rules.
+    /// Whether another process held the lock of iptables until the end of the wait. The exit status does not tell: it is 4 then,
+    /// but the nft flavour also exits with 4 if the kernel refuses the rules.
     pub fn is_lock_held(&self) -> bool {
         match self {
             Self::Refused { answer, .. } => answer.contains("xtables lock"),
@@ -85,7 +85,8 @@ impl IptablesError {
 /// Applies the rules in each family, unless they are live already.
 ///
 /// # Errors
-/// If a program is missing or fails. Changes made by then are undone, so the previous rules stay.
+/// If a program is missing or fails. Changes made by then are undone, so the previous rules stay, unless the error is
+/// [`IptablesError::NotUndone`].
 pub fn apply(flavour: Flavour, rules: &Rules, wait: Duration) -> Result<Change, IptablesError> {
     let plans: Vec<Plan> = save_all(flavour, rules)?
         .into_iter()
@@ -195,10 +196,23 @@ pub fn scripts(flavour: Flavour, rules: &Rules) -> Vec<(String, String)> {
 /// Default number of seconds to wait for locks.
 pub const DEFAULT_WAIT_SECS: u64 = 5;
 
-/// Whether legacy tables that can hold rules of tulle or Linkerd exist for one of the families.
+/// Whether legacy tables exist that can hold rules of tulle or Linkerd.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LegacyTables {
+    Present,
+    Absent,
+    /// This user may not list them; only root may.
+    Unknown,
+}
+
+/// Lists the legacy tables of both families.
 #[must_use]
-pub fn legacy_in_use() -> bool {
-    families_to_search(Flavour::Legacy).next().is_some()
+pub fn legacy_tables() -> LegacyTables {
+    let of_families = [Family::V4, Family::V6].map(legacy_tables_of);
+    [LegacyTables::Present, LegacyTables::Unknown]
+        .into_iter()
+        .find(|state| of_families.contains(state))
+        .unwrap_or(LegacyTables::Absent)
 }
 
 /// The script for one family, and the rules that were saved before.
@@ -269,8 +283,7 @@ fn for_each_family<F: Sync, T: Send>(
 /// Users other than root cannot list the existing legacy tables, so they have to name them.
 fn save(flavour: Flavour, family: Family) -> Result<SavedRules, IptablesError> {
     let program = program(flavour, family, "save");
-    let is_denied = |error: io::Error| error.kind() == io::ErrorKind::PermissionDenied;
-    if flavour == Flavour::Legacy && fs::read(legacy_tables(family)).is_err_and(is_denied) {
+    if flavour == Flavour::Legacy && legacy_tables_of(family) == LegacyTables::Unknown {
         let nat = run(&program, &["-t", "nat"], "")?;
         // A kernel without the mangle table has no rules in it; if rules are wanted, applying them reports the error.
         let mangle = run(&program, &["-t", "mangle"], "").unwrap_or_default();
@@ -279,25 +292,25 @@ fn save(flavour: Flavour, family: Family) -> Result<SavedRules, IptablesError> {
     Ok(SavedRules::parse(&run(&program, &[], "")?))
 }
 
-/// The families that can have rules. For the legacy flavour, these are the families with a table, because the legacy programs
-/// create the tables that they list.
+/// The families that can have rules. For the legacy flavour, these are the families with a table; none if the tables cannot be
+/// listed, as by users other than root, because [`save`] would create them.
 fn families_to_search(flavour: Flavour) -> impl Iterator<Item = Family> {
     let families = [Family::V4, Family::V6].into_iter();
-    families.filter(move |family| flavour != Flavour::Legacy || has_legacy_table(*family))
+    families.filter(move |family| flavour != Flavour::Legacy || legacy_tables_of(*family) == LegacyTables::Present)
 }
 
-/// The file with the kernel's list of legacy tables of this network namespace.
-fn legacy_tables(family: Family) -> &'static str {
-    match family {
+/// Whether a legacy nat or mangle table of this family exists in this network namespace.
+fn legacy_tables_of(family: Family) -> LegacyTables {
+    let list = match family {
         Family::V4 => "/proc/thread-self/net/ip_tables_names",
         Family::V6 => "/proc/thread-self/net/ip6_tables_names",
+    };
+    match fs::read_to_string(list) {
+        Ok(names) if names.lines().any(|name| name == "nat" || name == "mangle") => LegacyTables::Present,
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => LegacyTables::Unknown,
+        // Without the file, the kernel has no legacy tables.
+        Ok(_) | Err(_) => LegacyTables::Absent,
     }
-}
-
-/// Whether a legacy nat or mangle table exists in this network namespace; `false` if the list cannot be read.
-fn has_legacy_table(family: Family) -> bool {
-    let names = fs::read_to_string(legacy_tables(family)).unwrap_or_default();
-    names.lines().any(|name| name == "nat" || name == "mangle")
 }
 
 fn restore(

@@ -100,14 +100,13 @@ impl SavedRules {
 
 /// A script that replaces the saved rules of tulle or Linkerd of one family and keeps all others; empty if nothing changes.
 ///
-/// The programs commit table by table, so a table that is already correct is omitted. Order of commits: the table of the new
-/// redirect rules first, then the table from which old ones are removed. So a run that is interrupted between two commits
-/// leaves complete redirect rules, old or new, and likewise complete drop rules.
+/// The programs commit table by table, so a table that is already correct is omitted. The table with the new rules for inbound
+/// connections (mangle in tproxy mode, else nat) is committed first, so that old ones in the other table are removed last. A run
+/// that is interrupted between the two commits leaves the old or the new rules, or both, for each direction and for drops.
 pub(crate) fn apply_script(rules: &Rules, family: Family, saved: &SavedRules) -> String {
     let lines = lines(rules, family);
     let mut text = String::new();
     let mut tables = TABLES; // mangle, then nat
-    // New rules for inbound connections are in mangle in tproxy mode, else in nat.
     if !rules.is_tproxy() {
         tables.reverse();
     }

@@ -252,7 +252,28 @@ fn net_admin_is_enough_for_an_unprivileged_user() {
             expect(&fixture.peer, ROOT, (family.pod[0], 8080), "inbound", backend);
             expect(&fixture.pod, APP, (family.peer, 9000), "outbound", backend);
         }
+        success(&as_unprivileged_user(
+            &fixture,
+            capabilities,
+            &flags(backend, &["--check"]),
+        ));
     }
+}
+
+#[test]
+fn a_user_who_may_not_list_legacy_tables_is_told_so() {
+    if !can_run() {
+        return;
+    }
+    let fixture = Fixture::new(&[8080]);
+    fixture.apply("iptables-legacy", &[]);
+    let warns = |flags: &[&str], warning: &str| {
+        let output = as_unprivileged_user(&fixture, "-all,+net_admin,+net_raw", flags);
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(stderr.contains(warning), "{flags:?}: {stderr}");
+    };
+    warns(&[&FLAGS[..], &["--check"]].concat(), "were not looked for");
+    warns(&["--clean"], "are not removed");
 }
 
 #[test]

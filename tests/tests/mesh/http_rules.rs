@@ -525,12 +525,23 @@ fn unauthorized_connections_have_small_header_limits() {
         )
         .await;
         assert_eq!(waiting.fetch(http2_request("/")).await.unwrap().status, 403);
+        let mut waiting_http1 = Http1::handshake(
+            mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, DENIED))
+                .await,
+        )
+        .await;
+        assert_eq!(waiting_http1.fetch(request("/")).await.unwrap().status, 403);
         let refused_at = Instant::now();
         mesh.write("rules", &permitted);
         eventually("the connection is closed to get larger limits", async || {
             (!waiting.is_open()).then_some(())
         })
         .await;
+        let response = waiting_http1.fetch(request("/")).await.unwrap();
+        assert_eq!(
+            (response.status.as_u16(), response.header("connection")),
+            (200, "close")
+        );
         assert!(refused_at.elapsed() < UNAUTHORIZED_IDLE, "{:?}", refused_at.elapsed());
         let (streams, _) = announced_settings(
             mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, DENIED))

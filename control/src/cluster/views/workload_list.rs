@@ -8,6 +8,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use tulle_core::addr::is_local_or_multicast;
+use tulle_core::identity::service_account_of;
 use tulle_core::names::port;
 
 use crate::cluster::config::Config;
@@ -137,10 +138,8 @@ fn belongs_to_namespace(workload: &ExternalWorkload, sidecar: &Sidecar, namespac
     let Some(TlsIdentity::Dns { name, .. }) = &sidecar.identity else {
         return true;
     };
-    // The identity of a service account is `<account>.<namespace>.serviceaccount.…`.
-    let mut parts = name.split('.').skip(1);
-    let (account_namespace, kind) = (parts.next(), parts.next());
-    kind != Some("serviceaccount") || account_namespace == Some(&**namespace)
+    let name = name.to_ascii_lowercase(); // as in certificates
+    service_account_of(&name).is_none_or(|(_, account_namespace)| account_namespace == &**namespace)
 }
 
 fn pod_workload(reader: &Reader<'_>, config: &Config, pod: &Pod) -> Workload {
@@ -217,6 +216,16 @@ spec:
             (
                 "10.0.0.9",
                 "web.theirs.serviceaccount.identity.linkerd.cluster.local",
+                false,
+            ),
+            (
+                "10.0.0.9",
+                "a.mine.theirs.serviceaccount.identity.linkerd.cluster.local",
+                false,
+            ),
+            (
+                "10.0.0.9",
+                "WEB.Theirs.ServiceAccount.identity.linkerd.cluster.local",
                 false,
             ),
             ("127.0.0.1", own, false),

@@ -62,8 +62,8 @@ fn destination_detail(kind: Kind, endpoints_source: EndpointsSource) -> Option<O
     })
 }
 
-/// How the policy service watches a kind. `None` if it does not. It needs all kinds of policies and routes, and all pods,
-/// because the status of an ExternalWorkload names the pod that has its address.
+/// How the policy service watches a kind. `None` if it does not. It needs all kinds of policies and routes, and pods: for their
+/// inbound policies, and because the status of an ExternalWorkload names the pod that has its address.
 fn policy_detail(kind: Kind) -> Option<ObjectDetail> {
     match kind {
         Kind::Endpoints

@@ -107,7 +107,7 @@ struct List {
 /// Whether a watch made progress before the kind had to be listed again.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum WatchProgress {
-    /// It delivered changes or was open for at least `MIN_WATCH_DURATION`.
+    /// It delivered changes or was open for more than `MIN_WATCH_DURATION`.
     Progressed,
     NoProgress,
 }
@@ -140,6 +140,8 @@ struct WatchPosition {
     resource_version: String,
     /// Time of the last change, or of the list until a change arrives.
     changed_at: Instant,
+    /// Time of the response to the current request, if there was one.
+    opened_at: Option<Instant>,
 }
 
 /// Metrics of one kind.
@@ -393,18 +395,21 @@ impl Reflector {
         let mut position = WatchPosition {
             resource_version,
             changed_at: Instant::now(),
+            opened_at: None,
         };
         loop {
             let started_at = Instant::now();
+            position.opened_at = None;
             let ended = self.watch_once(&mut position).await;
-            if started_at.elapsed() > MIN_WATCH_DURATION || position.changed_at > started_at {
+            let was_open_long = position.opened_at.is_some_and(|at| at.elapsed() > MIN_WATCH_DURATION);
+            if was_open_long || position.changed_at > started_at {
                 progress = WatchProgress::Progressed;
                 failures = 0;
                 retries.reset();
             }
             match ended {
                 Ok(WatchEnd::Relist) => return progress,
-                Ok(WatchEnd::Normal) if started_at.elapsed() > MIN_WATCH_DURATION => {}
+                Ok(WatchEnd::Normal) if was_open_long => {}
                 Ok(WatchEnd::Normal) => sleep(retries.next_delay()).await,
                 Err(Error::Status { status, .. }) if status == StatusCode::NOT_FOUND => return progress,
                 Err(err) => {
@@ -441,6 +446,7 @@ impl Reflector {
             Err(Error::Status { status, .. }) if status == StatusCode::GONE => return Ok(WatchEnd::Relist),
             Err(err) => return Err(err),
         };
+        position.opened_at = Some(Instant::now());
         self.freshness.watch_opened();
         // A watch can stay without events, so only its requested timeout limits it. TCP keep-alive detects a server
         // that has failed.

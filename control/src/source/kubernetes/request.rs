@@ -77,7 +77,8 @@ fn percent_encode(text: &str) -> String {
     escaped
 }
 
-/// Objects per page. A page of pods takes about 3 MB, and is freed before the next one is requested.
+/// Objects per page. A page of pods takes about 3 MB. Up to two pages are in memory: the next one is received while one is
+/// decoded.
 const LIST_PAGE_SIZE: u32 = 250;
 
 #[cfg(test)]

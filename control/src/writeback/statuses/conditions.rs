@@ -10,7 +10,7 @@ use crate::resources::meta::NamespacedName;
 use crate::resources::status::{ACCEPTED, Condition, UNSUPPORTED_VALUE};
 use crate::writeback::statuses::object_id::ObjectId;
 
-/// Why a rate limit has no effect.
+/// Why a rate limit is not accepted.
 pub(super) enum RateLimitRejection<'a> {
     NoServer,
     /// It cannot be decoded.
@@ -101,8 +101,8 @@ pub(super) fn egress_network_condition(
         }
         Some(EgressNetworkRejection::OverlapsClusterNetworks) => {
             let message =
-                "spec.networks overlaps clusterNetworks; use networks outside the cluster. Until then the routes of this EgressNetwork \
-                 are ignored, and its trafficPolicy Deny also applies inside the cluster"
+                "spec.networks overlaps clusterNetworks; use networks outside the cluster, or list its networks in `except`. Until \
+                 then the routes of this EgressNetwork are ignored, and its trafficPolicy Deny also applies inside the cluster"
                     .to_owned();
             condition_false(ACCEPTED, "EgressReasonNetworkOverlap", message, generation)
         }

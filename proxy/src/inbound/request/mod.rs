@@ -22,6 +22,7 @@ use crate::{
     http::{
         body::Body,
         client::EndpointClient,
+        connection_closer::CloseAfterResponse,
         error::Error,
         headers,
         lifecycle::classify,
@@ -46,6 +47,9 @@ impl HttpConnection {
         };
         if let Some(restored) = &restored {
             http1_over_http2::response_to_http2(&mut rsp, restored)?;
+        }
+        if self.unauthorized_closer.is_some() {
+            rsp.extensions_mut().insert(CloseAfterResponse); // a policy permits the client now
         }
         Ok(rsp)
     }
