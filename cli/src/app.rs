@@ -19,7 +19,7 @@ use crate::{
 #[command(
     name = "tulle",
     version,
-    after_help = "Start with `tulle demo`, a whole mesh on this machine, or with `tulle check --pre`, if you have a cluster."
+    after_help = FIRST_STEPS
 )]
 pub struct Cli {
     #[command(subcommand)]
@@ -140,6 +140,13 @@ fn write_manual_pages(dir: &Path) -> anyhow::Result<()> {
     clap_mangen::generate_to(Cli::command(), dir)
         .with_context(|| format!("writing manual pages into {}", dir.display()))
 }
+
+/// The demo exists only on Linux.
+const FIRST_STEPS: &str = if cfg!(target_os = "linux") {
+    "Start with `tulle demo`, a whole mesh on this machine, or with `tulle check --pre`, if you have a cluster."
+} else {
+    "Start with `tulle check --pre`."
+};
 
 const COMPLETION: &str = "\
   source <(tulle completion bash)                                    # this shell

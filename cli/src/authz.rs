@@ -1,4 +1,4 @@
-//! `tulle authz`: which clients may connect to the ports of a workload, and by which authorization.
+//! `tulle authz`: the names of the authorizations that apply to the ports and routes of a workload.
 //!
 //! Computed from the objects by the same code as the policy service's answer to a proxy.
 
@@ -65,7 +65,9 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
             events.extend(match everywhere {
                 Ok(found) => found,
                 Err(error) => {
-                    eprintln!("tulle: authorizations from other namespaces may be missing: {error:#}");
+                    eprintln!(
+                        "tulle: authorizations that refer to authentications of other namespaces may be missing: {error:#}"
+                    );
                     list(&cluster, Some(namespace), kind).await?
                 }
             });
@@ -206,7 +208,7 @@ fn ports(pod: &Pod, server_ports: &[PortRef]) -> BTreeSet<u16> {
     });
     let mut ports: BTreeSet<u16> = pod.ports.iter().map(|port| port.port).chain(numbers).collect();
     if let Some(list) = pod.meta.annotation(annotation::REQUIRE_IDENTITY_INBOUND_PORTS) {
-        // One of these ports is enough: all ports that no Server selects have the same authorizations.
+        // One of these ports is enough: those that no Server selects all have the same authorizations.
         let listed = resolve_declared(&PortList::parse(list), &pod.ports).to_set();
         let other = listed.ranges().flatten().find(|port| !ports.contains(port));
         ports.extend(other);

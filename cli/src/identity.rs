@@ -26,7 +26,7 @@ use crate::{config, runtime};
 #[derive(clap::Args, Clone, Debug)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
-    /// Names of pods, or one workload such as deploy/web
+    /// Names of pods, or resources with pods such as deploy/web
     #[arg(value_name = "POD or TYPE/NAME", required_unless_present = "selector")]
     pods: Vec<String>,
     /// Select pods by label
@@ -130,7 +130,7 @@ pub(crate) async fn fetch_certificate_chain(
 
 /// The certificate chain that a pod presents on a port, with the leaf first.
 ///
-/// Verifies only that the server has the private key. The caller checks the identity.
+/// Verifies only that the server has the private key. Callers that rely on the identity must check it.
 ///
 /// # Errors
 /// Fails if the port cannot be reached or does not speak TLS.

@@ -28,7 +28,11 @@ pub(crate) struct Args {
     namespace: Option<String>,
 }
 
-/// Prints all known versions. If the cluster cannot be queried, its versions are shown as unavailable.
+/// Prints the versions. If the configuration of the control plane cannot be read, the server version is `unavailable`, and the
+/// exit code is 1.
+///
+/// # Errors
+/// Fails with `--proxy` if the pods cannot be listed.
 pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
     let title = |text: &'static str| if args.short { "" } else { text };
     println!("{}{CLI_VERSION}", title("Client version: "));

@@ -99,7 +99,8 @@ fn two_dashes(arg: OsString) -> OsString {
 }
 
 const EXAMPLE: &str = "\
-Flags can have one dash or two. The value follows after '=' or as the next argument.
+Flags can have one dash or two. The value follows after '=' or as the next argument;
+true and false only after '='.
 
 On Kubernetes, with the service account of the pod or with --kubeconfig FILE:
 

@@ -102,9 +102,9 @@ The log has a line of level `info` for each refusal by inbound policy and for ea
 at most one line per minute for each client address and kind, and for at most 256 such pairs, so that clients cannot fill the log.
 The same holds for each target and cause of outbound connections that are refused and of handshakes that fail, and for each client
 address and port that the authorization `audit` permits.
-`suppressed_all_kinds`, in the first line of a minute, is the number of lines that were suppressed in the previous minute with log
-lines, which may be long ago: of this kind, and of all others that share its limit. The metrics count the failures of suppressed
-lines, too.
+Such a minute begins with the first line after the end of the previous one. `suppressed_all_kinds`, in this first line, is the
+number of lines that were suppressed in the previous minute, which may be long ago: of this kind, and of all others that share its
+limit. The metrics count the failures of suppressed lines, too.
 ";
 
 const fn cause(
@@ -446,7 +446,7 @@ pub const ALL: &[Cause] = &[
         Responsible::Client,
         "503, UNAVAILABLE",
         "The name in a request or connection is not a service of the mesh, and DNS returns no address for it that is reachable from the proxy.",
-        "Check the name; that of a Service is `<name>.<namespace>.svc.<cluster domain>`. The proxy queries the servers in `/etc/resolv.conf` and ignores loopback addresses.",
+        "Check the name; that of a Service is `<name>.<namespace>.svc.<cluster domain>`. The proxy queries the servers in `/etc/resolv.conf`. In their answers it ignores addresses that are loopback, unspecified, link-local, multicast or broadcast, or to which it has no route.",
     ),
     cause(
         "queue-full",

@@ -15,7 +15,8 @@ use tokio::sync::Notify;
 pub struct FairBudget {
     total: usize,
     state: Mutex<State>,
-    released: Notify,
+    /// Wakes waiting clients when a reservation was made or returned.
+    changed: Notify,
 }
 
 #[derive(Default)]
@@ -54,7 +55,7 @@ impl FairBudget {
         Arc::new(Self {
             total,
             state: Mutex::default(),
-            released: Notify::new(),
+            changed: Notify::new(),
         })
     }
 
@@ -70,8 +71,8 @@ impl FairBudget {
 
     /// Reserves an amount. Whoever holds a reservation that is revoked for it should stop using it at once.
     ///
-    /// Returns `None` if the amount is more than [`max_reservation`](Self::max_reservation), or if too little is free and the
-    /// client would have at least as much as those that could lose something.
+    /// Returns `None` if the amount is more than [`max_reservation`](Self::max_reservation), or if too little is free and other
+    /// clients cannot lose enough: each loses its oldest reservations only while it has more than this client would have.
     pub fn try_reserve(self: &Arc<Self>, client: IpAddr, amount: usize) -> Option<Reservation> {
         if amount > self.max_reservation() {
             return None;
@@ -97,7 +98,7 @@ impl FairBudget {
         entry.reservations.insert(id, reserved);
         drop(state);
         // Now a waiting client can perhaps revoke from this client, or use what was revoked beyond the amount.
-        self.released.notify_waiters();
+        self.changed.notify_waiters();
         Some(Reservation {
             budget: self.clone(),
             client,
@@ -108,16 +109,16 @@ impl FairBudget {
 
     /// Waits until the amount can be reserved; forever if it exceeds [`max_reservation`](Self::max_reservation).
     ///
-    /// A reservation that is returned wakes all waiting clients, so there should be at most some hundred of them.
+    /// Every reservation that is made or returned wakes all waiting clients, so there should be at most some hundred of them.
     pub async fn reserve(self: &Arc<Self>, client: IpAddr, amount: usize) -> Reservation {
         loop {
-            let mut released = pin!(self.released.notified());
-            // Registers before the attempt, so that no release between them is missed.
-            released.as_mut().enable();
+            let mut changed = pin!(self.changed.notified());
+            // Registers before the attempt, so that no change between them is missed.
+            changed.as_mut().enable();
             if let Some(reservation) = self.try_reserve(client, amount) {
                 return reservation;
             }
-            released.await;
+            changed.await;
         }
     }
 }
@@ -182,7 +183,7 @@ impl Drop for Reservation {
     fn drop(&mut self) {
         let is_returned = self.budget.state.lock().remove(self.client, self.id).is_some();
         if is_returned {
-            self.budget.released.notify_waiters();
+            self.budget.changed.notify_waiters();
         }
     }
 }

@@ -25,7 +25,8 @@ pub enum Error {
 /// rejects.
 ///
 /// # Errors
-/// If the leaf has a name that a restricted authority does not contain, or if the leaf or an authority cannot be parsed.
+/// If an authority cannot be parsed. If an authority is restricted, and the leaf cannot be parsed, has no names, or has a name
+/// that is not one of the authority's SPIFFE identities. If no authority is restricted, the leaf is not parsed.
 pub fn verify_issuers<'a>(leaf: &[u8], authorities: impl IntoIterator<Item = &'a [u8]>) -> Result<(), Error> {
     for authority in authorities {
         let allowed = permitted_identities(authority)?;

@@ -25,8 +25,8 @@ pub struct Listener {
     closed: CloseCounters,
 }
 
-/// Counts the connections that the server ends: no first byte in time, or a failed TLS handshake or protocol. Those that end
-/// regularly are not counted.
+/// Counts connections that sent no first byte in time, and those that failed ([`ConnectionEnd::Failed`]). [`ConnectionLimiter`]
+/// counts evicted and refused ones.
 #[derive(Clone)]
 struct CloseCounters {
     first_byte_timeouts: Arc<Counter>,
@@ -91,7 +91,8 @@ impl Listener {
         let mut n_accepted = 0_usize;
         let log_limiter = LogLimiter::<()>::default();
         loop {
-            // All branches only wait; an accepted connection is never lost, because `accept` is cancel-safe.
+            // The futures of the branches only wait, and `accept` is cancel-safe, so no accepted connection is lost when another
+            // branch is taken.
             tokio::select! {
                 biased;
                 () = &mut stop => break,

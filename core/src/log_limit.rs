@@ -1,4 +1,4 @@
-//! Limits log lines that clients can cause: one line per minute for each kind of line and source.
+//! Limits repeated log lines: one line per minute for each kind and source.
 
 use std::collections::HashMap;
 use std::hash::Hash;
@@ -8,8 +8,8 @@ use std::time::Duration;
 use parking_lot::Mutex;
 use tokio::time::Instant;
 
-/// Permits one log line per minute for each kind and source, and counts the suppressed ones. The source is the client's address,
-/// or a verified name if many clients share an address.
+/// Permits one log line per minute for each kind and source, and counts the suppressed ones. The source is what the line is
+/// about: the client's address, or another key such as a verified name; `()` if each kind has one line.
 pub struct LogLimiter<S = IpAddr> {
     state: Mutex<State<S>>,
 }
@@ -74,8 +74,8 @@ impl<S: Eq + Hash> LogLimiter<S> {
     }
 }
 
-/// The number of lines, of all kinds and sources, that the limiter suppressed in the previous minute with log lines, which may be
-/// long ago. Only the first line of a minute carries it; the others have 0.
+/// The number of lines, of all kinds and sources, that the limiter suppressed in its previous minute, which may be long ago: a
+/// minute begins with the first line after the end of the previous one. Only this line has the number; the others have 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SuppressedLines(u64);
 

@@ -1,4 +1,4 @@
-//! Network namespaces for the redirect rules, the demo, the tests and the bench.
+//! Network namespaces for the demo, the tests and the bench.
 //!
 //! A [`Namespace`] has a name under `/run/netns`, so that `ip netns` and `nsenter` find it; dropping the value removes it.
 //! A [`VirtualNetwork`] is a bridge in its own namespace with hosts attached. It does not change the host's network.

@@ -52,8 +52,10 @@ impl PerClientLimiter {
         self.limits.total_weight
     }
 
-    /// Runs `work` after the earlier requests of this client's network, and within the global limit. The weight is at most
-    /// [`max_weight`](Self::max_weight).
+    /// Runs `work` once fewer than [`Limits::queued_or_running_per_network`] other requests of this client's network are queued
+    /// or run, and then the global limit permits the weight. Both waits are in the order of arrival.
+    ///
+    /// The caller ensures that the weight is at most [`max_weight`](Self::max_weight); a larger one waits forever.
     ///
     /// # Errors
     /// Fails if the network has [`Limits::requests_per_network`] already.

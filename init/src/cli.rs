@@ -20,8 +20,8 @@ use crate::validate::ValidateConfig;
 ///
 /// Run it once in the namespace, before the application starts. Inbound connections then arrive at the proxy's inbound
 /// port, and connections of the application at its outbound port. The proxy's own connections, loopback, UDP and skipped
-/// traffic are not redirected. A further run with the same flags changes nothing; with other flags it replaces the rules in
-/// one step.
+/// traffic are not redirected. A further run with the same flags changes nothing; with other flags it replaces the rules, and
+/// no connection bypasses the proxy meanwhile.
 #[derive(Debug, Parser)]
 #[command(
     name = "tulle-init",
@@ -150,7 +150,8 @@ pub struct RedirectArgs {
     /// If IPv6 is not redirected: drop inbound IPv6 connections, or allow them, past the proxy and its policies
     #[arg(long, value_enum, value_name = "drop|allow", default_value = "drop", help_heading = TULLE_OPTIONS_HEADING, overrides_with = "unredirected_ipv6")]
     unredirected_ipv6: UnredirectedArg,
-    /// Drop TCP packets without a known connection, because the kernel would answer them with resets
+    /// Drop TCP packets in an invalid connection tracking state, such as those outside the window; the kernel would answer them
+    /// with resets
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_parser = go_bool, help_heading = TULLE_OPTIONS_HEADING)]
     drop_invalid: Option<bool>,
     /// Priority of the NAT chains; -101 is evaluated before other redirects. Only with nftables
@@ -495,8 +496,10 @@ Examples:
   tulle-init validate --timeout 5s
       Check that traffic is redirected.
 
-Exit codes: 0 success, or nothing to do; 1 invalid flags or failure, the previous rules stay; 3, 4 see --check;
+Exit codes: 0 success, or nothing to do; 1 invalid flags or failure; 3, 4 see --check;
 95 traffic is not redirected although the rules are in place.
+After a failure the previous rules stay, unless the error says that they could not be put back.
+A failed --clean may have removed a part of them, and with drain, new connections may bypass the proxy.
 
 Needs the capability NET_ADMIN; the iptables-legacy programs also need NET_RAW, and --netns needs SYS_ADMIN.";
 

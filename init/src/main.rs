@@ -33,7 +33,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Invalid flags end with exit code 1, because other codes have a defined meaning.
+/// Invalid flags end with exit code 1, as other failures do, instead of clap's 2.
 fn parse<P: Parser>() -> Result<P, ExitCode> {
     P::try_parse().map_err(|error| {
         // If the terminal is closed, the error cannot be reported.

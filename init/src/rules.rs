@@ -1,12 +1,13 @@
 //! Converts options to one ordered list of rules; a pure function. All backends render the same list.
 //!
 //! Chains that decide, such as inbound and outbound, are reached by jumps from chains with a hook, such as prerouting and
-//! output. Only the first segment of a connection is matched. So a connection that was open before the rules is not affected;
-//! rules for all packets would match it halfway and reset it.
+//! output. They decide on the first segment of a connection. So a connection that was open before the rules is not affected;
+//! rules for all packets would match it halfway and reset it. Only [`Chain::Invalid`] matches packets of all connections.
 //!
-//! In tproxy mode nothing is translated. The first segment marks the connection, and packets of marked connections are
-//! delivered to the proxy's socket. The proxy dials the application from the client's address, so the application's replies
-//! would leave for the client; they are marked too, and routed back to the proxy.
+//! In tproxy mode inbound connections are not translated; outbound ones are, as in redirect mode. The first segment marks an
+//! inbound connection, and packets of marked connections are delivered to the proxy's socket. The proxy dials the application
+//! from the client's address, so the application's replies would leave for the client; they are marked too, and routed back to
+//! the proxy.
 
 use ipnet::IpNet;
 use tulle_core::ports::PortSet;
@@ -110,12 +111,12 @@ pub enum Direction {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Does not redirect the connection.
+    /// Skips the rest of the chain, which would redirect, mark or drop the connection.
     Return,
     /// Redirects to this local port.
     Redirect(u16),
-    /// Delivers to the socket of the connection, else to a transparent listener on this port; without one, evaluation
-    /// continues.
+    /// Delivers to the socket of the connection, else to a transparent listener on this port. Without one, nftables continues
+    /// with the next rule, and iptables drops the packet.
     Tproxy(u16),
     /// Marks the connection.
     MarkConnection(u32),
@@ -455,7 +456,8 @@ pub const INBOUND_MARK: u32 = 0x2043;
 ///
 /// The marks share no bit with those of Kubernetes (0xc000), Cilium (0xf00), Calico and Tailscale (above 0xffff).
 pub const TPROXY_CLIENT_MARK: u32 = 0x2044;
-/// The prefix of all comments of our rules; Linkerd's tools search for it too.
+/// The prefix of the comments of [`Rules`]; Linkerd's tools search for it too. The rule with the hash and the rules while
+/// draining do not have it.
 pub const COMMENT_PREFIX: &str = "proxy-init/";
 
 #[cfg(test)]

@@ -121,8 +121,9 @@ pub struct Connect {
     pub user_timeout: Option<Duration>,
     /// Timeout of TCP and TLS together. Default: 4 s inbound, which is also the minimum there; 1 s outbound.
     pub timeout: Duration,
-    /// Backoff of streams of the control plane and of dials to it, not of dials to endpoints; default from 100 ms to 10 s
-    /// (inbound) or 60 s (outbound), jitter 0.1.
+    /// Backoff of streams of the control plane and of dials to it (at most 5 s), not of dials to endpoints. The inbound value is
+    /// for streams of inbound policies, the outbound one for all other streams; dials use the inbound value if the control plane
+    /// has a loopback address. Default from 100 ms to 10 s (inbound) or 60 s (outbound), jitter 0.1.
     pub backoff: Backoff,
 }
 
@@ -239,7 +240,7 @@ pub enum MissingPolicyAction {
 pub struct Control {
     pub destination: api::channel::ControlAddr,
     pub policy: api::channel::ControlAddr,
-    /// Sent with every lookup, verbatim.
+    /// Sent with every lookup of endpoints or of a profile, verbatim.
     pub context_token: String,
     /// Sent with every policy lookup, verbatim.
     pub workload: String,

@@ -135,7 +135,7 @@ impl Subscribers {
         self.received.lock().states.get(&subscription).cloned()
     }
 
-    /// Waits for a message of a stream after `written_at`. Returns when the latest message arrived.
+    /// Waits for a message of a stream after `written_at`. Returns the time at which the latest message arrived.
     pub(super) async fn wait_for_message_after(
         &self,
         subscription: Subscription,

@@ -14,13 +14,15 @@ pub struct Args {
     pub target: String,
     #[arg(long, value_enum, default_value_t = Protocol::Http1)]
     pub protocol: Protocol,
-    /// Open loop: send this many requests per second on a schedule. Without it, each connection sends as soon as it is free.
+    /// Open loop: send this many requests per second on a schedule. Without it, each connection, or each stream of HTTP/2 and
+    /// gRPC, sends as soon as it is free.
     #[arg(long, value_parser = rate)]
     pub rate: Option<f64>,
     /// The schedule of an open loop.
     #[arg(long, value_enum, default_value_t = Arrivals::Fixed, requires = "rate")]
     pub arrivals: Arrivals,
-    /// Closed loop: mean pause of a connection between a response and the next request, exponentially distributed.
+    /// Closed loop: mean pause of a connection, or of a stream of HTTP/2 and gRPC, between a response and the next request,
+    /// exponentially distributed.
     #[arg(long, value_parser = duration_with_micros, conflicts_with = "rate")]
     pub think_time: Option<Duration>,
     /// Number of connections; by default 1, or 64 in an open loop of a protocol without streams.

@@ -15,8 +15,8 @@ pub(super) struct IntervalStats {
     latencies: Histogram<u64>,
     requests: u64,
     succeeded: u64,
-    sent: u64,
-    received: u64,
+    sent_bytes: u64,
+    received_bytes: u64,
     replicas: Counts,
     outcomes: Counts,
     errors: Counts,
@@ -78,8 +78,8 @@ impl IntervalStats {
                 .expect("the bounds are constants"),
             requests: 0,
             succeeded: 0,
-            sent: 0,
-            received: 0,
+            sent_bytes: 0,
+            received_bytes: 0,
             replicas: Counts::new(),
             outcomes: Counts::new(),
             errors: Counts::new(),
@@ -92,8 +92,8 @@ impl IntervalStats {
         let timed = match outcome {
             Ok(answer) => {
                 self.succeeded += u64::from(answer.succeeded());
-                self.sent += answer.sent;
-                self.received += answer.received;
+                self.sent_bytes += answer.sent;
+                self.received_bytes += answer.received;
                 add(&mut self.outcomes, &answer.label(), 1);
                 if let Some(replica) = &answer.replica {
                     add(&mut self.replicas, replica, 1);
@@ -131,8 +131,8 @@ impl IntervalStats {
             .expect("all histograms have the same bounds");
         self.requests += other.requests;
         self.succeeded += other.succeeded;
-        self.sent += other.sent;
-        self.received += other.received;
+        self.sent_bytes += other.sent_bytes;
+        self.received_bytes += other.received_bytes;
         for (into, from) in [
             (&mut self.replicas, &other.replicas),
             (&mut self.outcomes, &other.outcomes),
@@ -154,9 +154,9 @@ impl IntervalStats {
             succeeded: self.succeeded,
             failed: self.requests - self.succeeded,
             requests_per_second: self.requests as f64 / seconds,
-            sent_bytes: self.sent,
-            received_bytes: self.received,
-            received_bytes_per_second: self.received as f64 / seconds,
+            sent_bytes: self.sent_bytes,
+            received_bytes: self.received_bytes,
+            received_bytes_per_second: self.received_bytes as f64 / seconds,
             latency_us: self.latency(),
             replicas: self.replicas.clone(),
             outcomes: self.outcomes.clone(),

@@ -35,7 +35,8 @@ pub struct Args {
     #[arg(long, value_name = "DIRECTORY")]
     dumps: Option<PathBuf>,
     /// The row whose configuration the sidecars get. The requests are always plain HTTP/1, one at a time; with `new-http`, each has
-    /// a new connection. The baseline file holds the costs of `http-c1` only; those of other rows are printed.
+    /// a new connection. The baseline file holds the costs of `http-c1` only; other rows are compared with these, too, and the
+    /// command fails if they cost more.
     #[arg(long, value_enum, default_value_t = CostRow::HttpC1)]
     row: CostRow,
     /// Measure the overhead of a tap of one in this many requests at both sidecars, instead of comparing with the baseline.

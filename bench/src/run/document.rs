@@ -240,6 +240,7 @@ Ports and connection tracking entries are reused after one second, so that scena
 For each scenario, all proxies are measured in turn. The tables have medians; the value after ± is half the difference of maximum and minimum.
 The client, both sidecars and the application share the machine. Requests/s depend on the cost of all of them, CPU times on the cost of the sidecars only.
 `requests/s` counts what the scenario repeats: requests, messages (`grpc-stream`, `bulk`), or connections (`new-mtls`).
+The latencies and failures of `grpc-stream` are those of whole streams of 100 messages.
 On other machines, expect similar ratios, not similar values.
 
 `tulle` is the build of the images (`./run images`): the compiler has optimized it with a profile of most of these scenarios.

@@ -15,6 +15,7 @@ use crate::load::stats::Report;
 
 /// The result of a load generator.
 pub(super) struct LoadResult {
+    /// Messages for [`BenchLoad::Streams`], whose latencies and failures are those of whole streams.
     pub(super) requests: u64,
     pub(super) seconds: f64,
     pub(super) p50_us: f64,

@@ -517,7 +517,8 @@ pub(super) const VALIDATOR_WEBHOOKS: [&str; 2] = [
     "linkerd-policy-validator-webhook-config",
 ];
 
-/// The kinds of the mesh and the version of each that the control plane reads.
+/// The kinds of the mesh, and the newest version of each that the control plane can read. The CustomResourceDefinitions of this
+/// version of tulle serve it.
 pub(super) const CRDS: &[(&str, &str)] = &[
     ("authorizationpolicies.policy.linkerd.io", "v1alpha1"),
     ("egressnetworks.policy.linkerd.io", "v1alpha1"),

@@ -283,5 +283,6 @@ fn is_ready(node: &k8s_openapi::api::core::v1::Node) -> bool {
 
 /// In seconds. Leaf certificates are back-dated by 20 s, and the response can be some seconds old.
 const MAX_CLOCK_AHEAD_SECONDS: i64 = 15;
-/// In seconds. A ready node has renewed its lease within 40 s.
+/// In seconds. By default, a node that does not renew its lease stays ready for up to 60 s: 50 s (40 s before Kubernetes 1.32) of
+/// `node-monitor-grace-period`, checked every 5 s and counted from the check that saw the last renewal.
 const MAX_CLOCK_BEHIND_SECONDS: i64 = 60;

@@ -71,7 +71,7 @@ impl CategoryReport {
         self.checks.iter().all(|check| check.result == Outcome::Success)
     }
 
-    /// All checks, grouped by category.
+    /// All checks of this category.
     pub(super) fn table(&self) -> String {
         self.text(|_| true)
     }

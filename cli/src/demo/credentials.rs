@@ -17,7 +17,7 @@ pub(super) struct Credentials {
 }
 
 impl Credentials {
-    /// Creates all credentials. Each is readable only by the processes that need it.
+    /// Creates all credentials. The issuer's key and the join tokens are readable only by the user whose processes need them.
     pub(super) fn create(dir: &Path, topology: &Topology) -> anyhow::Result<Self> {
         let name = format!("root.linkerd.{}", topology.trust_domain);
         let anchor = trust::create_anchor(&name, trust::ANCHOR_LIFETIME).context("creating the trust anchor")?;

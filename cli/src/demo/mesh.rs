@@ -424,7 +424,7 @@ const BENCH: &str = "tulle-bench";
 const CLUSTER_DOMAIN: &str = "cluster.local";
 const CLUSTER_NETWORKS: &str = "10.0.0.0/8";
 const DEFAULT_POLICY: &str = "all-authenticated";
-/// Of the destination service, and of the identity and policy services.
+/// 9996 of the destination service, and 9990, which the identity and policy services share.
 const CONTROL_ADMIN_PORTS: [u16; 2] = [9996, 9990];
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 const START_POLL_INTERVAL: Duration = Duration::from_millis(50);

@@ -20,7 +20,8 @@ pub(crate) struct Args {
     /// How the load generator's sidecar balances over web's replicas
     #[arg(long, value_enum, default_value_t = Balancer::PeakEwma)]
     pub(super) balancer: Balancer,
-    /// A directory of manifests to use instead of the built-in ones; read again when they change
+    /// A directory of manifests to use instead of the built-in ones. The control plane reads them again when they change; hosts
+    /// and applications stay as they were at the start
     #[arg(long, value_name = "DIR")]
     pub(super) manifests: Option<PathBuf>,
     /// Write the final table as JSON to this file

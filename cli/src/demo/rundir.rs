@@ -119,7 +119,7 @@ pub(super) fn running_socket() -> Option<PathBuf> {
     running.filter(|path| path.exists()).max_by_key(modified_at)
 }
 
-/// Gives a file, which already has mode 0600, to a user.
+/// Gives a file to a user. Its mode stays the same: 0600 for secrets.
 pub(super) fn give_to_user(path: &Path, uid: u32) -> anyhow::Result<()> {
     chown(path, Some(uid), Some(uid)).with_context(|| format!("giving {} to user {uid}", path.display()))
 }

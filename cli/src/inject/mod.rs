@@ -42,7 +42,7 @@ pub(crate) struct Args {
     /// With --manual: read the control plane's values from this file instead of the cluster
     #[arg(long, value_name = "FILE")]
     values: Option<PathBuf>,
-    /// Output format of changed manifests; unchanged ones are written as they were
+    /// Output format; with yaml, unchanged manifests are written as they were
     #[arg(short, long, value_name = "FORMAT", default_value = "yaml")]
     output: Output,
     #[command(flatten)]
@@ -55,7 +55,7 @@ pub(crate) struct UninjectArgs {
     /// Files or directories of manifests; - reads standard input
     #[arg(required = true, value_name = "FILE")]
     inputs: Vec<PathBuf>,
-    /// Output format of changed manifests; unchanged ones are written as they were
+    /// Output format; with yaml, unchanged manifests are written as they were
     #[arg(short, long, value_name = "FORMAT", default_value = "yaml")]
     output: Output,
 }
@@ -288,9 +288,10 @@ const FATAL_SKIP_REASONS: [SkipReason; 3] = [
     SkipReason::SidecarExists,
     SkipReason::NoServiceAccountToken,
 ];
-const NAMESPACES_NOT_READ: &str = "tulle: the annotations of namespaces were not read. Copy the \
-     config.linkerd.io/* annotations of each namespace into the pod templates. If an injector runs in the cluster, two can be \
-     omitted, because it copies them from the namespace when a pod is created: config.linkerd.io/default-inbound-policy and \
+const NAMESPACES_NOT_READ: &str = "tulle: the annotations of namespaces were not read. Copy config.linkerd.io/*, \
+     config.alpha.linkerd.io/*, config.tulle.dev/* and viz.linkerd.io/disable-tap of each namespace into the pod templates. If \
+     an injector runs in the cluster, two can be omitted, because it copies them from the namespace when a pod is created: \
+     config.linkerd.io/default-inbound-policy and, unless the value proxy.requireIdentityOnInboundPorts is set, \
      config.linkerd.io/proxy-require-identity-inbound-ports";
 const NO_ANCHORS: &str = "no trust anchors given, and a proxy does not start without them: remove --ignore-cluster, or pass a \
      file with identityTrustAnchorsPEM by --values";

@@ -59,7 +59,7 @@ fn files(input: &Path) -> anyhow::Result<Vec<PathBuf>> {
 
 /// Applies `transform` to each object of the inputs, including items of lists, and writes all documents.
 ///
-/// Unchanged documents are written as they were.
+/// As YAML, unchanged documents keep their text. As JSON, documents that have only comments are omitted.
 ///
 /// # Errors
 /// Fails if the input cannot be read, or if `transform` fails.

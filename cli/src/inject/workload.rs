@@ -62,7 +62,7 @@ pub(super) fn at<'a>(object: &'a mut Value, path: &[&str]) -> Option<&'a mut Val
 /// Parses a pod template.
 ///
 /// # Errors
-/// Fails if the API server would reject the template too.
+/// Fails if the template cannot be decoded; the API server would reject it, too.
 pub(super) fn template(part: &Value) -> anyhow::Result<PodTemplateSpec> {
     serde_json::from_value(part.clone()).context("this is not a valid pod template")
 }

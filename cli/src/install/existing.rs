@@ -73,7 +73,8 @@ pub(super) async fn read_cluster(cluster: &Cluster) -> anyhow::Result<ExistingIn
 /// Reads the existing installation from manifests, such as the output of `kubectl get configmap,secret -n linkerd -o yaml`.
 ///
 /// # Errors
-/// Fails if the file contains no manifests.
+/// Fails if the file cannot be read or is not YAML, or if the overrides or trust anchors in it are invalid. A file without
+/// manifests means that nothing is installed.
 pub(super) fn from_manifests(path: &Path, namespace: &str) -> anyhow::Result<ExistingInstallation> {
     let text = read(path)?;
     let read = documents(&text).with_context(|| format!("reading manifests from {path:?}"))?;

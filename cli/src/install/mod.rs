@@ -91,8 +91,8 @@ pub(crate) fn install(args: &InstallArgs, flags: &kubernetes::Flags) -> anyhow::
 /// Prints the manifests of an installed control plane in this version, with its values kept or changed.
 ///
 /// # Errors
-/// Fails if this command did not install the control plane, if running proxies would not trust the issuer, or if the charts reject
-/// the values.
+/// Fails if `tulle install` did not install the control plane, if running proxies would not trust the issuer, or if the charts
+/// reject the values.
 pub(crate) fn upgrade(args: &UpgradeArgs, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
     let helm = Helm::find(&flags.linkerd_namespace)?;
     let existing = match &args.from_manifests {

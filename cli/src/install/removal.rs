@@ -58,7 +58,7 @@ pub(crate) fn uninstall(args: &UninstallArgs, flags: &kubernetes::Flags) -> anyh
 /// Prints the objects of a control plane that are in no chart of this version.
 ///
 /// # Errors
-/// Fails if this command did not install the control plane.
+/// Fails if `tulle install` did not install the control plane.
 pub(crate) fn prune(args: &PruneArgs, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
     let helm = Helm::find(&flags.linkerd_namespace)?;
     let (existing, objects) = runtime()?.block_on(async {

@@ -140,5 +140,6 @@ pub(crate) fn reason(error: &kube::Error) -> String {
 
 const LIST_PAGE_SIZE: u32 = 500;
 
-/// Maximum time for a request to the API server or to a pod.
+/// Maximum time to open a forwarded port, to exchange data through it, or to get the version of the API server. Other requests to
+/// the API server do not have this limit.
 pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);

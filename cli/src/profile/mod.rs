@@ -55,7 +55,8 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
     for (what, name) in [("service", &args.service), ("namespace", &args.namespace)] {
         ensure!(
             is_dns_label(name),
-            "{name:?} is not a valid {what} name; expected letters, digits and '-', such as web"
+            "{name:?} is not a valid {what} name; expected at most 63 lower-case letters, digits and '-', with no '-' at the \
+             start or end, such as web"
         );
     }
     let domain = match args.ignore_cluster {

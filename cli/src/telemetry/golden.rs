@@ -114,7 +114,8 @@ pub(crate) fn routes(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<E
     })
 }
 
-/// Queries the API and prints the rows as JSON or in the format of `show`. Prints notes on completeness to standard error.
+/// Queries the API and prints the whole response as JSON, or the rows in the format of `show` and notes on completeness on
+/// standard error.
 fn query_and_print<Row: Serialize + DeserializeOwned>(
     args: &Args,
     flags: &kubernetes::Flags,

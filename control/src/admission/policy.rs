@@ -46,8 +46,8 @@ fn is_gateway_api_kind(kind: Kind) -> bool {
     kind.info().group == GATEWAY_GROUP
 }
 
-/// Warnings about the unserved parts of an object. The object is stored, because other controllers may support parts of a
-/// route, and an annotation without effect can be completed later.
+/// Warnings about the unserved parts of an object. The object is stored, because other controllers may support parts of a route,
+/// and an annotation that has no effect without another one can get that one later.
 fn warnings(object: &Object) -> Vec<String> {
     unserved::unserved_parts(object)
         .into_iter()

@@ -1,7 +1,8 @@
 //! A request says in which namespace its client is. This module checks that against the client's certificate.
 //!
-//! Consumer routes, EgressNetworks and ServiceProfiles of a namespace apply to its clients only, so only they can read them. A pod
-//! is not looked up: its certificate names its namespace, and the cluster state may not contain a new pod yet.
+//! Some objects apply only to the clients of their namespace, so only these can read them: consumer routes, EgressNetworks that
+//! are not global, and ServiceProfiles outside the namespace of their Service. A pod is not looked up: its certificate names its
+//! namespace, and the cluster state may not contain a new pod yet.
 
 use std::fmt;
 

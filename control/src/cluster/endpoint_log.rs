@@ -1,4 +1,4 @@
-//! Log lines about changes of endpoints, with the messages of Linkerd, which operators search for.
+//! Log lines about changes of endpoints. The debug lines have the messages of Linkerd, which operators search for.
 //!
 //! They are collected while the state is locked, and written when the lock is released: a slow reader of the log must not delay
 //! streams.
@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use tracing::{debug, error};
+use tulle_core::names::label;
 
 use crate::cluster::store::objects::Store;
 use crate::resources::event::Event;
@@ -80,7 +81,13 @@ impl LogLine {
         let component = "service-publisher";
         match self {
             Self::SliceWithoutService { slice } => {
-                error!(addr, component, %slice, "an EndpointSlice names no service: it has neither the label nor an owner");
+                let label = label::SERVICE_NAME;
+                error!(
+                    addr,
+                    component,
+                    %slice,
+                    "an EndpointSlice names no Service: it needs the label {label}, or a Service as its only owner"
+                );
             }
             Self::Change(Change {
                 namespace,

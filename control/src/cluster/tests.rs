@@ -254,7 +254,7 @@ fn nothing_is_logged_while_the_state_is_locked() {
     lines_of_changes();
     let lines = lines_of_changes();
     for message in [
-        "an EndpointSlice names no service",
+        "an EndpointSlice names no Service",
         "Adding ES default/web-1",
         "Updating ES default/web-1",
         "Updating service for default/web",

@@ -176,7 +176,7 @@ pub(crate) struct Flags {
     /// Admin address of sp-validator; by default :9997.
     #[arg(long)]
     pub(super) sp_validator_metrics_addr: Option<ListenAddr>,
-    /// Admin address of identity, policy, and telemetry without destination.
+    /// Admin address of identity and policy, and of telemetry in a process without destination.
     #[arg(long, default_value_t = ListenAddr::AllInterfaces(9990))]
     pub(super) admin_addr: ListenAddr,
 
@@ -187,8 +187,8 @@ pub(crate) struct Flags {
     #[arg(long, default_value = "plain")]
     pub(super) log_format: Format,
 
-    /// Ignored, accepted for compatibility with charts: there are no queues, and a slow stream skips to the latest
-    /// state.
+    /// Without effect, accepted for compatibility with charts: there are no queues, and a slow stream skips to the latest state.
+    /// 0 is rejected.
     #[arg(long, hide = true)]
     pub(super) stream_queue_capacity: Option<u64>,
     /// Ignored, accepted for compatibility with charts.

@@ -224,7 +224,8 @@ impl Config {
         }
     }
 
-    /// The settings of statuses, also for a source without statuses, whose reasons are only reported.
+    /// The settings of statuses. A directory of manifests, which has no statuses, needs them too: what the statuses would say is
+    /// counted and logged.
     pub(crate) fn statuses_config(&self) -> writeback::config::StatusesConfig {
         writeback::config::StatusesConfig {
             cluster_domain: self.cluster.cluster_domain.clone(),

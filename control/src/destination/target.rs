@@ -48,7 +48,7 @@ pub(super) fn parse(path: &str, cluster_domain: &str) -> Result<Target, TargetEr
             _ => return Err(invalid()),
         },
     };
-    // A stream keeps the names of its target.
+    // A stream holds the names of its target in memory, so their length is limited.
     if host.len() > MAX_NAME_BYTES {
         return Err(invalid());
     }
@@ -115,7 +115,7 @@ impl ContextToken {
     }
 }
 
-/// Returns whether an object can have a name of this length. A stream keeps the names in its token.
+/// Returns whether an object can have a name of this length. A stream holds the names of its token in memory.
 fn is_name(text: &str) -> bool {
     (1..=MAX_NAME_BYTES).contains(&text.len())
 }

@@ -147,7 +147,7 @@ impl CertificateRenewer {
                 }
             };
             let due = Deadline::after(wait, self.clock);
-            // Cancel-safe: the branches only wait. A missed change is found at the next renewal.
+            // Cancel-safe: the branches only wait. `changed` also finds a change that happened during the renewal.
             tokio::select! {
                 () = drain.signaled() => return,
                 () = due.wait() => {}

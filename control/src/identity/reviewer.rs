@@ -39,7 +39,7 @@ pub enum KeysError {
         #[source]
         source: io::Error,
     },
-    #[error("{path:?} holds no token keys; expected blocks of BEGIN PUBLIC KEY")]
+    #[error("{path:?} holds a malformed PEM block; expected blocks of BEGIN PUBLIC KEY")]
     Pem {
         path: PathBuf,
         #[source]
@@ -49,7 +49,7 @@ pub enum KeysError {
     Tag { path: PathBuf, tag: String },
     #[error("{path:?} holds a key that is not ECDSA P-256")]
     Algorithm { path: PathBuf },
-    #[error("{path:?} is empty; expected blocks of BEGIN PUBLIC KEY")]
+    #[error("{path:?} holds no token keys; expected blocks of BEGIN PUBLIC KEY")]
     Empty { path: PathBuf },
 }
 
@@ -429,6 +429,6 @@ mod tests {
         check(&trust::create_token_keys().unwrap().private, "holds a PRIVATE KEY");
         let p384 = rcgen::KeyPair::generate_for(&rcgen::PKCS_ECDSA_P384_SHA384).unwrap();
         check(&p384.public_key_pem(), "not ECDSA P-256");
-        check("", "is empty");
+        check("", "holds no token keys");
     }
 }

@@ -21,7 +21,7 @@ pub enum Decision {
     Skip(Vec<SkipReason>),
 }
 
-/// The object whose annotation decided.
+/// The object that has the annotation `linkerd.io/inject`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AnnotationLocation {
     Namespace,
@@ -74,7 +74,7 @@ pub(super) fn decide(config: &Config, target: &InjectionTarget<'_>) -> Decision 
     }
 }
 
-/// The object whose annotation decides on this pod, if there is one.
+/// The object that has the annotation `linkerd.io/inject`: the pod, or else the namespace.
 pub(super) fn annotation_location(target: &InjectionTarget<'_>) -> Option<AnnotationLocation> {
     let at = |annotations: &Annotations, at| annotations.contains_key(annotation::INJECT).then_some(at);
     let workload = target

@@ -66,7 +66,7 @@ fn container_ports(spec: &PodSpec) -> impl Iterator<Item = u16> {
 }
 
 fn default_opaque_ports(default: &str, spec: &PodSpec) -> PortSet {
-    // Invalid entries were reported where the list was read.
+    // The list is a value of the chart. Its invalid entries are ignored without a report.
     resolve_ports(&PortList::parse(default), spec).to_set()
 }
 

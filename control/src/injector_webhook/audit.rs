@@ -18,7 +18,7 @@ use tokio::time::sleep;
 use tracing::{debug, warn};
 use tulle_core::drain::Watch;
 use tulle_core::metrics::{Family, Gauge, Labels, Registry};
-use tulle_core::names::label;
+use tulle_core::names::{annotation, label};
 
 use super::config_reload::CurrentConfig;
 use super::metadata::{MetadataCache, MetadataError};
@@ -208,7 +208,9 @@ impl Audit {
             if gauge.get() != *n_pods {
                 warn!(
                     namespace,
-                    n_pods, "pods are annotated for a sidecar and have none; restart their workloads"
+                    n_pods,
+                    "pods should have a sidecar and have none; correct invalid values of {}, then restart their workloads",
+                    annotation::INJECT
                 );
             }
         }

@@ -8,18 +8,19 @@ use tulle_core::per_client_limiter::{Limits, PerClientLimiter};
 
 use super::rate_limiter::{Rate, RateLimiter};
 
-/// Limits the lookups of each client network that find nothing, or that the client cancels. All lookups take turns by network.
+/// Limits the lookups of each client network that find nothing, time out, or are cancelled by the client. All lookups take turns
+/// by network.
 pub(super) struct LookupLimiter {
     unsuccessful: RateLimiter,
     queue: PerClientLimiter,
 }
 
-/// Why an object is not found.
+/// Why a lookup has no result.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum LookupError {
     #[error("no object can have this name")]
     InvalidName,
-    #[error("the client has named too many objects that do not exist; retry later")]
+    #[error("too many lookups of the client's network found nothing or did not end; retry later")]
     TooManyUnsuccessful,
     #[error("the API server did not respond within {LOOKUP_TIMEOUT:?}")]
     Timeout,
@@ -42,7 +43,8 @@ impl LookupLimiter {
         }
     }
 
-    /// Runs a lookup of a client when it is the turn of its network. It counts as unsuccessful if it finds nothing or is cancelled.
+    /// Runs a lookup of a client when it is the turn of its network. It counts as unsuccessful if it finds nothing, or if the
+    /// returned future is dropped before it ends: by a timeout, or because the client cancels.
     ///
     /// # Errors
     /// Fails if the lookup does, or if the network has had too many unsuccessful ones.

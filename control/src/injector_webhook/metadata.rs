@@ -62,7 +62,8 @@ pub(super) struct NamespaceMeta {
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Owner {
     pub(super) top_owner: PodOwner,
-    /// The object that Events are about; `None` for a pod without a name, and for a ReplicaSet or Job that is not found.
+    /// The object that Events are about; `None` for a pod without a name, and for a ReplicaSet or Job that cannot be found or has
+    /// another uid.
     pub(super) reference: Option<ObjectReference>,
     /// Whether the object of the reference is known to exist. Known only for ReplicaSets and Jobs, and for the owners that their
     /// ownerReferences name: no other owners are watched or looked up.
@@ -122,8 +123,8 @@ impl MetadataCache {
 
     /// The top-level owner of a pod with this metadata, in a namespace that exists.
     ///
-    /// Pods without an owner or with several are their own owner. A ReplicaSet is replaced by its owner, a Job by
-    /// its CronJob.
+    /// Pods without an owner or with several are their own owner. A ReplicaSet is replaced by its owner if that is a Deployment,
+    /// StatefulSet, DaemonSet or Job; a Job by its owner of any kind, such as a CronJob.
     pub(super) async fn owner(&self, namespace: &str, pod: &ObjectMeta, client: Option<IpAddr>) -> Owner {
         let Some(owner) = single_owner(pod) else {
             return Owner::pod(namespace, pod);
@@ -183,7 +184,7 @@ impl MetadataCache {
                 let (kind, name) = (K::kind(&()), truncate(name));
                 let error: &dyn std::error::Error = &err;
                 // Every client that reaches the webhook can send names of objects that do not exist.
-                warn_limited!(self.log_limiter, (), "getting the owner of a pod's owner failed", namespace, name, %kind, error);
+                warn_limited!(self.log_limiter, (), "getting the owner of a pod failed", namespace, name, %kind, error);
                 None
             }
         }

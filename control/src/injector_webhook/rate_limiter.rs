@@ -48,7 +48,7 @@ impl RateLimiter {
         true
     }
 
-    /// Returns a token that was taken.
+    /// Puts back a token that was taken.
     pub(super) fn put_back(&self, client: IpAddr) {
         let mut full_at = self.full_at.lock();
         if let Some(at) = full_at.get_mut(&client_network(client)) {

@@ -142,7 +142,7 @@ mod resolver {
     }
 }
 
-/// The settings of client-go: an unreachable server is detected within 35 s.
+/// An unreachable server is detected within 35 s.
 const TCP_KEEP_ALIVE: TcpKeepAlive = TcpKeepAlive {
     idle: Duration::from_secs(15),
     interval: Duration::from_secs(5),

@@ -69,7 +69,7 @@ impl EventNote {
         }
     }
 
-    /// Returns whether there can be such an object. A client has invented a name that is longer than those of objects.
+    /// Returns whether there can be such an object. Clients can send names that are longer than those of any object.
     fn has_possible_names(&self) -> bool {
         let ObjectReference {
             api_version,

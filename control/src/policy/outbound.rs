@@ -140,7 +140,7 @@ fn parse_authority(authority: &str, cluster_domain: &str) -> Result<(NamespacedN
         return Err(invalid());
     }
     let host = host.strip_suffix('.').unwrap_or(host);
-    // A stream keeps the names of its target, also of a Service that does not exist.
+    // A stream holds the names of its target in memory, also of a Service that does not exist, so their length is limited.
     if host.len() > MAX_HOST_BYTES {
         return Err(Status::not_found("No such service"));
     }

@@ -21,7 +21,7 @@ pub(super) struct InvalidWorkload(String);
 /// Parses the JSON form, or the older form `<namespace>:<pod>`.
 pub(super) fn parse(text: &str) -> Result<WorkloadId, InvalidWorkload> {
     let invalid = || InvalidWorkload(text.to_owned());
-    // A stream keeps the names of its client.
+    // A stream holds the names of its client in memory, so their length is limited.
     if text.len() > MAX_WORKLOAD_BYTES {
         return Err(invalid());
     }

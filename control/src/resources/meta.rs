@@ -42,8 +42,8 @@ pub struct Owner {
 pub struct Meta {
     pub name: NamespacedName,
     pub labels: Labels,
-    /// Those that destination and policy read. Annotations of other tools, such as the last applied configuration, are most of an
-    /// object's size.
+    /// Those that destination and policy may read. Annotations of other tools, such as the last applied configuration, are most
+    /// of an object's size.
     pub annotations: StringMap,
     /// Seconds since 1970. Objects without this time sort last.
     pub created_at: Option<i64>,
@@ -99,7 +99,7 @@ impl Meta {
     }
 }
 
-/// Returns whether destination or policy reads an annotation. Those of `linkerd.io` itself are for the injector.
+/// Returns whether destination or policy may read an annotation. They read none of `linkerd.io` itself.
 fn is_used_annotation(annotation: &str) -> bool {
     annotation
         .split_once('/')

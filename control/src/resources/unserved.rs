@@ -22,7 +22,7 @@ use crate::resources::{Kind, Object};
 /// A part of an object that the mesh does not apply, and the reason. The part is ignored, or the requests that it matches fail.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UnservedPart {
-    /// The annotation, or the field of the spec.
+    /// The annotation, or the path of the field.
     pub field: &'static str,
     pub reason: String,
 }
@@ -75,7 +75,7 @@ pub fn unserved_parts(object: &Object) -> Vec<UnservedPart> {
 /// Whether a workload declares the port of a Server that has a port name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PortNameMatch {
-    /// The Server does not select the workload, or has a port number.
+    /// The Server does not select the workload by its labels, or has no port name.
     NotSelected,
     Declared,
     Undeclared,

@@ -94,7 +94,7 @@ impl CallKind {
 const MAX_GRPC_PORTS: u64 = 3;
 /// Destination and policy.
 const STREAMING_PORTS: u64 = 2;
-/// Memory of a stream over HTTP/2, without values that no other stream follows. Measured: 3.6 KB.
+/// Memory of a stream over HTTP/2, not counting a value that only this stream follows. Measured: 3.6 KB.
 const BYTES_PER_STREAM: u64 = 4 << 10;
 /// A proxy opens at most two streams on a port for each address that its application connects to, and one for each port that it
 /// receives connections on. A client that connects to all pods, such as Prometheus, has one stream on each port for each pod.

@@ -68,7 +68,7 @@ enum ConnectionError {
 }
 
 impl Server {
-    /// Creates a server of these routes. The metrics of its connections and calls go to `registry`.
+    /// Creates a server of these routes. Its calls are counted in `metrics`; the metrics of its connections go to `registry`.
     pub fn new(
         creds: Arc<MeshCredentials>,
         routes: Routes,

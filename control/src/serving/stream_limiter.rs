@@ -36,8 +36,8 @@ pub(super) enum RequestMemory {
     /// The request is not counted.
     Uncounted,
     Reserved(Reservation),
-    /// Requests are usually complete at once, also those of a new connection; only one that is not is counted. If thousands
-    /// arrive together, some can be incomplete; of these, clients retry the ones that are refused.
+    /// Requests are usually complete at once, also those of a new connection; a request is counted only if it is not. If
+    /// thousands arrive together, some can be incomplete; of these, clients retry the ones that are refused.
     ReservedIfIncomplete(PendingReservation),
 }
 

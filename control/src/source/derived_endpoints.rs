@@ -1,5 +1,6 @@
 //! A Service with Endpoints but no EndpointSlices gets slices derived from them. A Service with neither gets both, derived from
-//! the workloads that its selector matches. The Kubernetes controllers do the same.
+//! the workloads that its selector matches. With an API server, the controllers of Kubernetes do the same for pods, and
+//! write-back writes the slices of ExternalWorkloads.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;

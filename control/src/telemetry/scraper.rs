@@ -246,7 +246,8 @@ fn key(workload: &Workload) -> Option<Key> {
 const MAX_CONCURRENT_SCRAPES: usize = 16;
 /// Maximum sidecars of one query, and maximum sidecars whose pages are stored.
 const MAX_SIDECARS: usize = 2000;
-/// Maximum pages stored over all sidecars, but at least two for each sidecar. A page takes a few KiB.
+/// Maximum parsed pages stored over all sidecars, but at least two for each sidecar. A parsed page usually takes a few KiB, that
+/// of a busy sidecar much more.
 const MAX_METRICS_PAGES: usize = 2000;
 /// Maximum age of a page, or of a lookup of workloads, that is used again.
 const MAX_SCRAPE_AGE: Duration = Duration::from_secs(1);

@@ -426,7 +426,10 @@ impl CertificateController {
     /// Marks the webhook ready: the API server can call it, or no configuration refers to it.
     fn mark_ready(&mut self, readiness: &mut CertificateReadiness) {
         if self.reported_problem.take().is_some() {
-            info!(webhook = self.config.service, "the API server can call this webhook");
+            info!(
+                webhook = self.config.service,
+                "the reported problem of the webhook's certificate is over"
+            );
         }
         self.creds.set_untrusted(false);
         readiness.set_ready();

@@ -315,7 +315,7 @@ struct Status<'a> {
 
 // Measured with lists of 100,000 elements of many forms: decoding needs at most three quarters of what these numbers allow.
 
-/// A text is copied from the body to the decoded object, and to the types of a handler.
+/// Copies of a text: one in the decoded object, one in the types of a handler, and one in reserve. The body has its own budget.
 const COPIES_OF_TEXT: usize = 3;
 /// Memory of a JSON object with one member: a node of the map, and the buffer of the fields that [`DynamicObject`] has no types
 /// for.

@@ -164,7 +164,8 @@ impl SecretContent {
         self.bundle.iter().map(encode).collect()
     }
 
-    /// When the age of a certificate next changes the result of [`Self::rotate`]. The end of `settle_time` can change it earlier.
+    /// When the age of the current or the next certificate changes the result of [`Self::rotate`]. The end of `settle_time`, and
+    /// the expiry of an older certificate in the bundle, can change it earlier.
     pub(super) fn due_at(&self) -> OffsetDateTime {
         match &self.next {
             Some(next) => self.current.not_after.min(next.not_after),

@@ -14,7 +14,7 @@ use rustls::version::TLS13;
 use super::certificate::CertificateKeyPair;
 use crate::tls;
 
-/// The credentials of one port; empty until the certificate is set, and the verifier if clients are verified.
+/// The credentials of one port. Handshakes fail until the certificate is set and, if clients are verified, also their verifier.
 #[derive(Default)]
 pub struct ServerCredentials {
     current: ArcSwapOption<ServerConfig>,

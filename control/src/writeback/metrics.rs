@@ -92,7 +92,7 @@ impl StatusMetrics {
             patches: counter("resource_status_patches_total", "Statuses written."),
             api_errors: counter(
                 "resource_status_patch_api_errors_total",
-                "Status patches that the API server rejected.",
+                "Status patches that failed, other than by a timeout.",
             ),
             timeouts: counter("resource_status_patch_timeouts_total", "Status patches that timed out."),
             dequeues: counter("resource_status_patch_dequeues_total", "Objects taken from the queue."),

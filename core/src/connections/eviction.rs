@@ -3,7 +3,8 @@
 //! A check of a connection marks it as idle until it carries data again. A connection that is still idle at its next check is
 //! evicted (second chance, as in the CLOCK algorithm), so activity is one atomic flag and needs no time per read or write.
 //!
-//! Pure data: the caller holds the lock and passes the time.
+//! [`Connections`] is pure data: the caller holds the lock of the listener and passes the time. A [`Connection`] is shared with
+//! the tasks that serve it: its activity and its task change without that lock.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::Hash;
@@ -36,7 +37,7 @@ pub(super) struct Connection {
     /// Shared count of the listener's connections that have never carried bytes.
     n_unused: Arc<AtomicUsize>,
     pub(super) is_evicted: AtomicBool,
-    /// Whether the connection must end with a reset.
+    /// The result of [`ConnectionPermit::must_reset`](super::ConnectionPermit::must_reset).
     pub(super) must_reset: AtomicBool,
     pub(super) task: Mutex<Option<AbortHandle>>,
     keys: Mutex<IndexKeys>,

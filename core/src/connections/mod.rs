@@ -156,8 +156,9 @@ impl ConnectionPermit {
         ConnectionHandle(self.connection.clone())
     }
 
-    /// Whether the connection must end with a reset: it was evicted, or [`ConnectionHandle::reset_on_drop`] was called. The owner
-    /// of the socket resets it, unless data that it has written has not arrived yet.
+    /// Whether the connection should end with a reset: it was evicted, or [`ConnectionHandle::reset_on_drop`] was called. `Tcp`
+    /// in `proxy/src/net/io.rs` then resets it, unless the peer has not acknowledged all data yet. A
+    /// [`Listener`](crate::listener::Listener) ignores this: its evicted connections are closed.
     pub fn must_reset(&self) -> bool {
         self.connection.must_reset.load(Ordering::Relaxed)
     }
@@ -189,7 +190,7 @@ impl ConnectionHandle {
         self.0.record_activity();
     }
 
-    /// Makes the connection end with a reset when it is dropped, because its server stops it.
+    /// Sets [`ConnectionPermit::must_reset`], because the server stops the connection.
     pub fn reset_on_drop(&self) {
         self.0.must_reset.store(true, Ordering::Relaxed);
     }

@@ -1,4 +1,4 @@
-//! The nftables backend: applies, compares and removes our rules, each in one transaction.
+//! The nftables backend: compares our rules with those in force, and applies or removes them in one transaction.
 
 use std::time::Duration;
 
@@ -47,7 +47,8 @@ pub fn apply(socket: &mut Socket, rules: &Rules, wait: Duration) -> Result<Appli
         match apply_form(socket, &form, wait) {
             Ok(change) => {
                 let no_fib = (form.rules != *rules).then_some(
-                    "this kernel cannot match local destinations (no fib expression): forwarded traffic is redirected too",
+                    "this kernel cannot match local destinations (no fib expression): forwarded connections are redirected or \
+                     dropped as inbound ones are",
                 );
                 let no_inet = (form.layout == Layout::Split)
                     .then_some("this kernel does not support NAT in inet tables: one table per family is used");
@@ -164,7 +165,8 @@ pub fn bypass_new_connections(socket: &mut Socket, wait: Duration) -> Result<Vec
                 pass.push(table::verdict(table::NF_ACCEPT, None));
                 messages.push(table::rule_message(*family, TABLE, chain.name(), &pass, "draining"));
             }
-            // In tproxy mode nothing is translated, but replies must still be routed to the proxy.
+            // In tproxy mode inbound connections are not translated, but the application's replies must still be routed to the
+            // proxy.
             let chains = objects_in_our_table(socket, table::NFT_MSG_GETCHAIN, *family)?;
             let is_tproxy_replies =
                 |chain: &Vec<u8>| attr::find_text(chain, table::NFTA_CHAIN_NAME) == Some(Chain::TproxyReplies.name());

@@ -151,9 +151,11 @@ pub(crate) fn tproxy_replies(family: u8) -> [Message; 2] {
 }
 
 /// A table for both families needs a match on the family.
-fn family_expressions(rule: &Rule, table: u8) -> Vec<Attrs> {
+fn family_expressions(rule: &Rule, table_family: u8) -> Vec<Attrs> {
     match rule.family {
-        Some(family) if table == NFPROTO_INET => vec![meta(NFT_META_NFPROTO), compare(NFT_CMP_EQ, &[nfproto(family)])],
+        Some(family) if table_family == NFPROTO_INET => {
+            vec![meta(NFT_META_NFPROTO), compare(NFT_CMP_EQ, &[nfproto(family)])]
+        }
         _ => Vec::new(),
     }
 }
@@ -407,7 +409,7 @@ fn address_type(address: u32) -> Attrs {
     )
 }
 
-fn action(action: Action, table: u8) -> Vec<Attrs> {
+fn action(action: Action, table_family: u8) -> Vec<Attrs> {
     match action {
         Action::Return => vec![verdict(NFT_RETURN, None)],
         Action::Drop => vec![verdict(NF_DROP, None)],
@@ -424,7 +426,11 @@ fn action(action: Action, table: u8) -> Vec<Attrs> {
             ]
         }
         Action::Tproxy(port) => {
-            let family = if table == NFPROTO_INET { NFPROTO_UNSPEC } else { table };
+            let family = if table_family == NFPROTO_INET {
+                NFPROTO_UNSPEC
+            } else {
+                table_family
+            };
             vec![
                 load(&port.to_be_bytes()),
                 expression(

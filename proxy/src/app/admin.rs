@@ -103,7 +103,7 @@ impl AdminThread {
         {
             tracing::warn!("sending the last trace spans failed");
         }
-        // Never signalled, and dropping it signals nothing: the admin server answers probes and scrapes until the process ends.
+        // Never signalled, and dropping it signals nothing: the admin server and the tap server run until the process ends.
         drop(admin_drain);
         shutdown.done_tx.send_replace(true);
         std::future::pending::<()>().await;

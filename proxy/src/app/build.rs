@@ -87,16 +87,17 @@ impl ControlPlaneClients {
             runtime: runtime.clone(),
         };
         let connect = |metrics_prefix, target: &channel::ControlAddr, client_certificate| {
-            let direction = match channel::is_loopback(&target.addr) {
-                true => &config.inbound.direction,
-                false => &config.outbound.direction,
+            // As in Linkerd's proxy, services on this host are dialled with the inbound settings, others with the outbound ones.
+            let connect_settings = match channel::is_loopback(&target.addr) {
+                true => &config.inbound.direction.connect,
+                false => &config.outbound.direction.connect,
             };
             connector.channel(
                 target.clone(),
                 channel::Config {
                     metrics_prefix,
-                    connect_timeout: direction.connect.timeout,
-                    backoff: direction.connect.backoff,
+                    connect_timeout: connect_settings.timeout,
+                    backoff: connect_settings.backoff,
                     connection_wait_timeout: channel::CONNECTION_WAIT_TIMEOUT,
                     client_certificate,
                 },

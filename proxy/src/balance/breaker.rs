@@ -1,8 +1,8 @@
 //! Whether an endpoint is available: failure accrual, and the backoff after a failed dial.
 //!
 //! Each of them is an [`Availability`]: an unavailable endpoint gets one request, the probe, when its backoff is over. The result
-//! of the probe makes it available again, or starts a longer backoff. The check of an available endpoint costs one atomic load;
-//! only that of an unavailable one takes a lock.
+//! of the probe makes it available again, or starts a longer backoff. The check of an available endpoint costs a few atomic loads
+//! and takes no lock.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};

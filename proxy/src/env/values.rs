@@ -267,7 +267,7 @@ pub(super) fn trust_anchors(value: &str) -> Result<TrustAnchorSource, ParseError
     Ok(TrustAnchorSource::Fixed(anchors))
 }
 
-/// A Unix socket, as a SPIFFE URI or as a path.
+/// A Unix socket, as a `unix:` URI or as a path.
 pub(super) fn unix_socket(value: &str) -> Result<PathBuf, ParseError> {
     let value = value.trim();
     let path = match value.strip_prefix("unix:") {

@@ -34,7 +34,8 @@ use crate::{
 pub(crate) type ConnectFn =
     Box<dyn Fn(HttpVersion) -> Pin<Box<dyn Future<Output = Result<Io, Error>> + Send>> + Send + Sync>;
 
-/// HTTP version of a connection.
+/// HTTP version of a connection, or of the request that needs one: a WebSocket handshake of HTTP/1 can use an HTTP/2 connection
+/// ([`ConnectionUse::ExtendedConnect`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum HttpVersion {
     Http1,
@@ -92,8 +93,9 @@ pub(crate) enum ConnectionUse {
     /// HTTP/1: a new connection for this request only, such as for upgrades and HTTP/1.0. HTTP/2 has no such connections; there it
     /// is the same as [`Self::Pooled`].
     Unpooled,
-    /// A stream of a shared HTTP/2 connection that carries another protocol. If none is available, an HTTP/1 request does not
-    /// wait for one but gets a new HTTP/1 connection.
+    /// A stream of a shared HTTP/2 connection that carries another protocol. The request waits for the connection and the
+    /// settings of its peer. If no stream is available then, an HTTP/1 request does not wait for one but gets a new HTTP/1
+    /// connection.
     ExtendedConnect,
 }
 
@@ -132,7 +134,8 @@ impl EndpointClient {
         }
     }
 
-    /// Returns an open connection that the request can use, if there is one.
+    /// Returns an open connection that the request can use, if there is one. Does not wait, except that an extended CONNECT waits
+    /// for the settings of the peer, at most [`http2::FREE_STREAM_TIMEOUT`] for each connection.
     pub(crate) async fn existing_connection(
         &self,
         protocol: HttpVersion,
@@ -208,7 +211,8 @@ impl EndpointClient {
         !self.http2.lock().is_empty()
     }
 
-    /// Dials a connection. Concurrent requests share one HTTP/2 dial.
+    /// Dials a connection. For HTTP/2, first waits for the dial of another request, and dials only if no stream is free then; if
+    /// no connection can be added, waits for a free stream.
     ///
     /// # Errors
     /// Dialling or the handshake fails, or no HTTP/2 stream becomes free in time for an HTTP/2 request. Nothing of the request
@@ -351,8 +355,8 @@ impl EndpointClient {
         }
     }
 
-    /// Sends an extended CONNECT. If the shared connection has just closed, an HTTP/1 upgrade request is sent on a new
-    /// HTTP/1 connection.
+    /// Sends an extended CONNECT. If it fails and can be sent again, for example because the connection has just closed or the
+    /// stream was refused, an HTTP/1 upgrade request is sent on a new HTTP/1 connection.
     async fn send_extended_connect(
         &self,
         sender: http2::ExtendedConnectSender,

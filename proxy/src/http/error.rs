@@ -93,6 +93,9 @@ pub(crate) enum Error {
     ReadRequestBody(#[source] Box<dyn std::error::Error + Send + Sync>),
     #[error("the attempt was cancelled: it timed out, its response ended, or another endpoint got the request")]
     AttemptCancelled,
+    /// A body is written in HTTP/1: that of a request, as [`Self::is_request_body_error`] assumes, or that of a response, as
+    /// [`Self::side`] and [`Self::cause`] assume. Lengths are checked when a body is received, so usually a filter has changed
+    /// the header.
     #[error("the length of a body differs from its content-length")]
     ContentLengthMismatch,
     #[error("invalid request: {0}")]

@@ -342,7 +342,8 @@ pub(crate) fn keep_alive_timeout(headers: &HeaderMap) -> Option<Duration> {
     value.split(|b| *b == b',').find_map(seconds).map(Duration::from_secs)
 }
 
-/// Size of a request's header list in bytes (RFC 9113 §6.5.2), without method and scheme.
+/// Size of a request's header list in bytes as in RFC 9113 §6.5.2, but without method and scheme, and without the overhead of
+/// authority and path.
 pub(crate) fn header_list_size<B>(req: &Request<B>) -> usize {
     const HEADER_OVERHEAD_BYTES: usize = 32;
     let target = req.uri().authority().map_or(0, |authority| authority.as_str().len())

@@ -14,7 +14,8 @@ pub(crate) struct ServerConfig {
 pub(crate) struct HttpLimits {
     /// Maximum size of a request head in HTTP/1.
     pub(crate) max_header_bytes: usize,
-    /// Maximum time to read a request head or a header block, from its first byte, and in HTTP/2 also until the first request.
+    /// Maximum time to read a request head or a header block, from its first byte. In HTTP/2 also the maximum time of a
+    /// connection until its first request.
     pub(crate) header_read_timeout: Duration,
     /// Maximum time a connection waits for a request, and maximum time without transferred bytes while a request body
     /// is read.

@@ -73,9 +73,9 @@ impl UndeclaredPorts {
 /// Stands for all ports that are no labels; no connection has this port.
 const OTHER_PORTS: u16 = 0;
 
-/// As many as there may be host names from the local application.
+/// The same as `MAX_TRUSTED_HOSTS` in `metrics/hosts.rs`, the limit of host names in labels.
 const MAX_PORTS_WITH_LISTENER: usize = 1_000;
-/// As many as there may be host names from clients without an identity.
+/// The same as `MAX_UNTRUSTED_HOSTS` there.
 const MAX_PORTS_WITHOUT_LISTENER: usize = 64;
 
 #[cfg(test)]

@@ -43,7 +43,7 @@ pub(crate) struct Profiles {
     timeouts: ProfileTimeouts,
     /// The runtime of the tasks that evict idle profiles.
     runtime: Handle,
-    /// By name, as written in the request.
+    /// By name and port: as written in `l5d-dst-canonical`, or in lower case if they are from the authority.
     entries: Mutex<HashMap<Box<[u8]>, Arc<ProfileEntry>>>,
 }
 

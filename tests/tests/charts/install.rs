@@ -9,7 +9,7 @@ use tulle_tests::charts::Helm;
 use tulle_tests::charts::Repository;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_installation_from_a_repository_is_upgraded_and_leaves_nothing_behind() {
+async fn an_installation_from_a_repository_is_upgraded_and_leaves_only_gateway_api_definitions_and_the_namespace() {
     let server = ApiServer::start().await.unwrap();
     let repository = Repository::start().await.unwrap();
     let helm = Helm::for_cluster(server.kubeconfig()).unwrap();

@@ -33,7 +33,7 @@ async fn an_api_server_accepts_every_object_of_every_installation() {
     let dry = &["--dry-run=server"][..];
     let crds = helm.template("tulle-crds", &["--set=installGatewayAPI=true"]).unwrap();
     assert_eq!(render::objects(&crds).len(), 14);
-    apply("the custom resources, twice", &crds, dry).await;
+    apply("the custom resources, dry run", &crds, dry).await;
     apply("the custom resources", &crds, &[]).await;
     // Minimal definitions of the kinds of the Prometheus operator.
     for kind in ["PodMonitor", "PrometheusRule"] {

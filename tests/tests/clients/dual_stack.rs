@@ -165,7 +165,7 @@ fn an_egress_network_for_ipv6_denies_only_its_own_addresses() {
     assert!(answer(neighbour).starts_with("HTTP/1.1 204"), "{}", answer(neighbour));
 }
 
-/// Control plane, metrics and tap, each by its IPv6 address.
+/// The control plane by its IPv6 address; readiness, metrics and tap by both addresses.
 #[test]
 fn the_proxys_own_servers_and_its_control_plane_are_reached_by_ipv6() {
     if !can_run(&["openssl"]) {

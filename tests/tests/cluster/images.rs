@@ -26,7 +26,7 @@ fn unprivileged_container(name: &str, user: u32, command: &[&str]) -> Value {
     })
 }
 
-/// The init container as the injector writes it; `mode` are the flags for a chart's `iptablesMode`.
+/// The init container as the injector writes it; `mode` are the flags for the chart's `iptablesMode` and `proxy.inboundMode`.
 fn init_container(mode: &[&str]) -> Value {
     let ports = [
         "--incoming-proxy-port",

@@ -58,7 +58,7 @@ impl fmt::Display for Permission {
 
 impl Permission {
     /// Whether a request needs this grant and no narrower one. A cluster-wide grant does not count as used by requests in the
-    /// namespace of the mesh, because a Role would be enough for them.
+    /// namespace of the control plane, because a Role would be enough for them.
     pub(crate) fn is_used_by(&self, requested: &Self) -> bool {
         let is_same = (&self.account, &self.verb, &self.group, &self.resource)
             == (

@@ -179,7 +179,7 @@ struct ObservedContainer {
     ceased_to_be_good: bool,
     is_good: bool,
     restarts: i32,
-    /// Age in seconds without a restart.
+    /// Age in seconds when last observed before the first restart.
     age: i64,
 }
 

@@ -459,7 +459,7 @@ fn load(fixture: &Arc<WebhookFixture>) -> (JoinHandle<(usize, Vec<String>)>, dra
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_deleted_broken_or_replaced_certificate_is_repaired_while_reviews_continue() {
+async fn a_deleted_or_broken_certificate_is_repaired_and_a_replaced_one_adopted_while_reviews_continue() {
     let fixture = Arc::new(WebhookFixture::start(RotationTimes::default()).await);
     let (running, signal) = load(&fixture);
     let (certificate, bundle) = (fixture.data("tls.crt").await.unwrap(), fixture.bundle().await);

@@ -60,7 +60,7 @@ fn graph_of(sources: &BTreeMap<String, String>) -> Graph {
     graph
 }
 
-/// The shortest cycle through each file that is in one, without repetitions.
+/// The shortest cycle through each file that is in one, except those that share a file with a cycle already listed.
 fn cycles(graph: &Graph) -> Vec<String> {
     let mut reported = BTreeSet::new();
     let mut all = Vec::new();

@@ -86,7 +86,7 @@ fn curl_reaches_a_service_of_the_mesh_in_four_ways() {
             &["--socks5-hostname", PROXY],
             &["--socks5", PROXY],
         ] {
-            // curl resolves these names itself, which needs DNS, and the mesh has none.
+            // With `--socks5` curl resolves names itself, which needs DNS, and the mesh has none.
             let urls = match proxy_args[0] {
                 "--socks5" => &[&by_addr][..],
                 _ => &[&by_name, &by_addr],

@@ -1,4 +1,4 @@
-//! Failures: prompt error responses with the right cause, and retries where they are possible.
+//! Failures: prompt error responses with the right cause, and resends where they are possible.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -118,7 +118,7 @@ fn requests_that_wait_for_an_endpoint_get_the_connect_error_too() {
 }
 
 #[test]
-fn the_queue_limit_of_the_environment_is_used() {
+fn a_queue_limit_of_the_policy_below_that_of_the_proxy_is_raised() {
     mesh().workload("client").unmeshed("legacy").run(async |mesh: &Mesh| {
         let service = mesh.service_addr("legacy", HTTP);
         eventually("the connection is refused", async || {
@@ -126,7 +126,7 @@ fn the_queue_limit_of_the_environment_is_used() {
         })
         .await;
         let client = Http2::handshake(mesh.dial("client", service).await).await;
-        // The limit is 100 in the policy and 10,000 in the environment.
+        // The limit of the policy is 100. The default of `OUTBOUND_HTTP_QUEUE_CAPACITY`, 10,000, is a lower bound.
         let requests = (0..200).map(|_| {
             let mut client = client.clone();
             async move { client.fetch(http2_request("/")).await.unwrap() }

@@ -500,18 +500,18 @@ fn a_response_arrives_although_the_body_is_not_read() {
 }
 
 #[test]
-fn a_reset_response_without_a_length_is_not_treated_as_complete() {
+fn a_truncated_response_does_not_look_complete_to_an_http10_client() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
-        let (reset_tx, reset_rx) = oneshot::channel::<()>();
-        let reset_rx = Mutex::new(Some(reset_rx));
+        let (close_tx, close_rx) = oneshot::channel::<()>();
+        let close_rx = Mutex::new(Some(close_rx));
         let _app = apps::serve_tcp(mesh.listen("web", HTTP).await, move |mut stream| {
-            let reset_rx = reset_rx.lock().take().unwrap();
+            let close_rx = close_rx.lock().take().unwrap();
             async move {
                 read_until(&mut stream, "\r\n\r\n").await;
                 let head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n";
                 stream.write_all(head).await.unwrap();
-                reset_rx.await.unwrap();
+                close_rx.await.unwrap();
             }
         });
         let mut client = dial(mesh).await;
@@ -520,7 +520,7 @@ fn a_reset_response_without_a_length_is_not_treated_as_complete() {
             .await
             .unwrap();
         read_until(&mut client, "ok").await;
-        reset_tx.send(()).unwrap();
+        close_tx.send(()).unwrap();
         let mut text = Vec::new();
         let ended = client.read_to_end(&mut text).await;
         assert!(ended.is_err(), "{}", String::from_utf8_lossy(&text));
@@ -730,7 +730,8 @@ fn endless_interim_responses_are_a_bad_response() {
 fn an_early_response_keeps_the_connection_to_the_application() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
-        // Each response has the number of requests on its connection, and is sent before the rest of the request body arrives.
+        // The head of each response is sent before the rest of the request body arrives. Its body is the number of requests on
+        // the connection.
         let _app = apps::serve_tcp(mesh.listen("web", HTTP).await, |mut stream| async move {
             for n in 1..=3 {
                 read_until(&mut stream, "begun").await;

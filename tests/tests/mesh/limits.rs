@@ -69,7 +69,7 @@ fn unread_responses_do_not_block_other_clients() {
             stalled_client.write_all(head.as_bytes()).await.unwrap();
             read_until(&mut stalled_client, "\r\n\r\n").await; // the rest is not read
             stalled_clients.push(stalled_client);
-            assert_large_response(mesh).await;
+            assert_prompt_response(mesh).await;
         }
         // All responses are still complete.
         for mut stalled_client in stalled_clients {
@@ -108,7 +108,7 @@ fn unread_uploads_do_not_block_other_clients() {
                 (n_started.load(Ordering::Relaxed) == n).then_some(())
             })
             .await;
-            assert_large_response(mesh).await;
+            assert_prompt_response(mesh).await;
         }
         may_continue.add_permits(N_STALLED_CLIENTS);
         while let Some(n) = uploads.join_next().await {
@@ -117,8 +117,8 @@ fn unread_uploads_do_not_block_other_clients() {
     });
 }
 
-/// Requests a response that is larger than one packet, and expects it within 5 s.
-async fn assert_large_response(mesh: &Mesh) {
+/// Requests `/bytes/20000`, and expects the response within 5 s.
+async fn assert_prompt_response(mesh: &Mesh) {
     let response = mesh.get("client", mesh.service_addr("web", HTTP), "/bytes/20000");
     let answer = timeout(Duration::from_secs(5), response)
         .await

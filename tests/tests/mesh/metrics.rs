@@ -1,4 +1,4 @@
-//! Metrics other than request metrics: connections, detected protocols, endpoints, and bytes by zone.
+//! Metrics of connections, detected protocols, endpoints, and bytes by zone; authority and host labels of request metrics.
 
 use http::Request;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};

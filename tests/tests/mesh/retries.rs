@@ -430,7 +430,7 @@ fn l5d_retry_headers_override_the_route_where_allowed() {
 }
 
 #[test]
-fn retries_at_most_double_what_a_failing_server_gets() {
+fn a_failing_server_gets_retries_up_to_the_budget() {
     let annotations = "retry.linkerd.io/http: 5xx\nretry.linkerd.io/limit: '20'";
     mesh_with_route(&route("HTTPRoute", annotations, "")).run(async |mesh: &Mesh| {
         let seen = RecordedRequests::default();

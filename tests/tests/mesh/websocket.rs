@@ -135,7 +135,7 @@ fn pings_and_pongs_pass_in_both_directions() {
         })
         .await;
         let mut socket = connect(mesh).await;
-        assert_eq!(next(&mut socket).await, payload, "the answer has the same payload");
+        assert_eq!(next(&mut socket).await, payload, "the ping of the server");
         assert_eq!(next(&mut socket).await, unsolicited);
         socket.send(payload.clone()).await.unwrap();
         assert_eq!(next(&mut socket).await, Message::Pong(payload.into_data()));

@@ -48,12 +48,12 @@ impl ServerPortNames {
                 affected_servers.insert(server.meta.name.clone());
             }
         }
-        let affected_servers = affected_servers.into_iter().filter_map(|name| {
+        let new_parts = affected_servers.into_iter().filter_map(|name| {
             let found = self.undeclared_port_name(store, &name);
             let new = self.update_metric(metrics, &name, found)?;
             Some((Kind::Server, name, new))
         });
-        affected_servers.collect()
+        new_parts.collect()
     }
 
     /// Removes the selected workloads of changed Servers, which are found again, and returns the names of these Servers.

@@ -93,7 +93,7 @@ impl<V: View> Default for ViewTable<V> {
 }
 
 impl<V: View> ViewTable<V> {
-    /// Adds a subscriber. The first subscriber of a key computes the value. Returns the key of the table, too.
+    /// Adds a subscriber. The first subscriber of a key computes the value. Also returns the table's shared copy of `key`.
     pub(in crate::cluster) fn subscribe(
         &mut self,
         store: &Store,

@@ -621,7 +621,8 @@ fn rule_retry<R>(route: &resource::Route, rule: &resource::Rule<R>, parent: &Par
     }
 }
 
-/// `None` if the rule permits no retries. An attempt that exceeds the rule's own timeout is retried.
+/// `None` if the rule permits no retries. An attempt that exceeds the rule's `timeouts.backendRequest` is retried; annotations
+/// with timeouts do not change that.
 fn retry_of_rule(retry: &RuleRetry, timeouts: &resource::RuleTimeouts) -> Option<Retry> {
     let limit = retry.attempts.unwrap_or(annotations::DEFAULT_RETRY_LIMIT);
     let codes = match &retry.codes[..] {

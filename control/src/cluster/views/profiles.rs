@@ -21,7 +21,7 @@ use crate::resources::workload::{Pod, PodPhase};
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Key {
-    /// A Service by name. `fqn` is the name as the client requested it, and that of the profile.
+    /// A Service by name. `fqn` is the name as the client requested it; the response repeats it.
     Service {
         service: NamespacedName,
         port: u16,
@@ -272,7 +272,8 @@ fn profile_from_endpoint(endpoint: Endpoint) -> Profile {
     }
 }
 
-/// The profile of an address that no workload has. `port` is the one at which an application listens.
+/// The profile of an address that belongs to no workload, or to a pod that has ended or lacks its proxy. `port` is the one at
+/// which an application listens.
 fn unmeshed_profile(config: &Config, addr: SocketAddr, port: u16) -> Profile {
     Profile::Endpoint {
         endpoint: Endpoint::from_addr(addr),

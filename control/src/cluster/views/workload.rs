@@ -97,7 +97,7 @@ impl<'a> WorkloadRef<'a> {
 pub(super) enum PodAddress {
     /// An address in the pod's network.
     Pod(SocketAddr),
-    /// A port of the node, which forwards it to a port of the pod and no other port.
+    /// A host port. The node forwards it to `container_port`, and to no other port of the pod.
     HostPort { addr: SocketAddr, container_port: u16 },
 }
 
@@ -130,7 +130,7 @@ impl PodAddress {
     }
 }
 
-/// The endpoint of a pod's port; `None` if the pod is meshed and its proxy container is missing or invalid.
+/// The endpoint of a pod's port; `None` if the pod lacks its proxy (see [`Pod::lacks_proxy`]), unless the port skips the proxy.
 pub(super) fn pod_endpoint(reader: &Reader<'_>, config: &Config, pod: &Pod, address: PodAddress) -> Option<Endpoint> {
     Some(Endpoint {
         workload: EndpointWorkload::Pod {

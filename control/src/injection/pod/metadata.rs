@@ -86,8 +86,9 @@ pub(in crate::injection) fn skipped_metadata(config: &Config, target: &Injection
     }
 }
 
-/// The access-restricting annotations that the pod lacks, with the values of its namespace, or else of the chart. The control plane
-/// computes the policy of a port from the annotations of the pod.
+/// The annotations of the default inbound policy and of the ports that require identity, if the pod lacks them: from its
+/// namespace, the ports also from the chart. The control plane computes the policy of a port from the annotations of the pod; the
+/// chart's default policy is a flag of the control plane.
 fn inherited_policy_annotations(config: &Config, target: &InjectionTarget<'_>) -> Annotations {
     let chart_ports = &config.values.proxy.require_identity_on_inbound_ports;
     let chart_ports = (!chart_ports.is_empty()).then_some(chart_ports);

@@ -353,8 +353,8 @@ impl Values {
         if image.name.is_empty() {
             PROXY_IMAGE.clone_into(&mut image.name);
         }
-        // The user of the security context becomes the proxy's, but its group does not: the redirection excludes `proxy.gid`, and
-        // other containers can run as the group of a security context.
+        // The user of the security context becomes the proxy's. Its group does not: `proxy.gid` is excluded from redirection, so
+        // other containers that run as the group of the security context would bypass the proxy.
         let security = values.proxy.security_context.as_ref();
         let user = security.and_then(|security| security.run_as_user);
         values.proxy.uid = user.unwrap_or(values.proxy.uid);

@@ -1,9 +1,9 @@
 //! Leader election: of several replicas, the holder of a lease of `coordination.k8s.io/v1` writes.
 //!
 //! [`new_candidate`] returns a task that competes for one lease, and a [`Leadership`] that tells whether it holds the
-//! lease. Writers run only while they are the leader, and are cancelled when that ends. A leader that cannot reach the API
-//! server stops 10 seconds after the last renewal that it sent (20 seconds with [`LeaseTiming::SPARSE`]). Other candidates
-//! acquire the lease 27 to 30 seconds after its last renewal.
+//! lease. Writers run only while they are the leader, and are cancelled when that ends. A leader that cannot reach the API server
+//! stops 10 seconds after it sent its last successful renewal (20 seconds with [`LeaseTiming::SPARSE`]). Other candidates acquire
+//! the lease 27 to 30 seconds after its last renewal.
 //!
 //! RBAC: `get`, `create` and `update` on `leases` in the namespace of the lease, and `get` on `deployments` there if an
 //! owner is configured.

@@ -8,7 +8,7 @@ pub struct LeaseTiming {
     pub duration: Duration,
     /// Interval of renewals.
     pub renew_interval: Duration,
-    /// Time after the last sent renewal until the holder stops leading.
+    /// Time after the last successful renewal was sent until the holder stops leading.
     pub renew_deadline: Duration,
     /// Interval of reads by candidates, and of retries of a failed renewal.
     pub retry_interval: Duration,

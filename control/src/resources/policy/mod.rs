@@ -1,5 +1,5 @@
-//! Policy custom resources, one file per kind. Decoding applies the defaults of the CRD and rejects what admission
-//! rejects, so that later code need not validate.
+//! Policy custom resources, one file per kind or pair of kinds, and `reference.rs` for their references. Decoding applies the
+//! defaults of the CRD and rejects what admission rejects, so that later code need not validate.
 
 pub mod authentication;
 pub mod authorization;

@@ -138,8 +138,8 @@ impl Controller {
                 Role::Leader => {
                     self.start_leading();
                     role = tokio::select! {
-                        // Cancelling a request is safe: it was sent while we were the leader, and has the resource
-                        // version that it replaces.
+                        // Cancelling a request is safe: it was sent while we were the leader. An update has the resource version
+                        // that it replaces; the next leader corrects a create or delete that is applied late.
                         role = leadership.changed() => role,
                         never = self.run_worker() => match never {},
                         never = self.resync_periodically() => match never {},

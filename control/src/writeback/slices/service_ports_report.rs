@@ -154,7 +154,8 @@ impl State {
     }
 }
 
-/// Whether the same Services select both versions of a workload, which declare the same ports. Most updates change the status only.
+/// Whether both versions of a workload declare the same ports and have the same labels, by which Services select them. Most
+/// updates change the status only.
 fn declares_the_same(before: &ExternalWorkload, workload: &ExternalWorkload) -> bool {
     before.meta.labels == workload.meta.labels
         && before.ports == workload.ports

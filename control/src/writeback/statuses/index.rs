@@ -420,7 +420,7 @@ impl StatusIndex {
         self.unconfirmed_writes.insert(id, (patch.version, patch.status));
     }
 
-    /// Returns the version of an object, our part of its status, and the part of other controllers.
+    /// Returns the version of an object, our part of its status, and the entries of other controllers in the status of a route.
     fn current_status(&self, id: &ObjectId) -> Option<(String, Status, Vec<ParentStatus>)> {
         let (meta, status, foreign) = match id.kind {
             Kind::RateLimitPolicy => {

@@ -82,9 +82,9 @@ pub(crate) enum ResendTarget {
     /// A new connection to the same endpoint: the request was not read, or the resend policy permits a resend and the connection
     /// was idle before.
     SameEndpoint,
-    /// Not this endpoint. Another one, but only if both hold: the port of this endpoint is closed now; and the kernel discarded the
-    /// request, or the connection was reset. While the port is open, the request itself may be what makes the application close
-    /// connections.
+    /// Not this endpoint. Another one if the connection was idle before, or if both hold: the port of this endpoint is closed
+    /// now; and the kernel discarded the request, or the connection was reset. While the port is open, the request itself may be
+    /// what makes the application close a connection that was not idle.
     OtherEndpointIfPortClosed,
 }
 
@@ -255,15 +255,18 @@ impl Exchange {
         }
     }
 
-    /// Converts a missing response head to an error, with the request if it may be resent. `policy` permits the resend of a request
-    /// that the server may have processed. The first case that applies decides:
+    /// Converts a missing response head to an error, with the request if it may be resent. `policy` permits the resend of a
+    /// request that the server may have processed. The first case that applies decides. The first three cases, in which the
+    /// request is returned, are only for one that was written in one short piece or not at all. To another endpoint, the caller
+    /// of `EndpointClient::send` resends its own copy, as [`Error::resendable`] says.
     ///
     /// | Case | May be resent |
     /// |---|---|
     /// | The connection was idle before, the request has no body, and `policy` permits it | to the same endpoint |
     /// | A local application has not read the request | to the same endpoint |
     /// | A local application may have read it, and `policy` permits it | as [`ResendTarget::OtherEndpointIfPortClosed`] says |
-    /// | The endpoint is remote, and nothing of the request was written | to another endpoint, as [`Error::resendable`] says |
+    /// | The endpoint is remote, and nothing of the request was written | to another endpoint |
+    /// | The connection was idle before, and `policy` permits it | to another endpoint |
     /// | Any other | no |
     ///
     /// Only the kernel of this host can tell whether a local application has read the request: it answers data that can

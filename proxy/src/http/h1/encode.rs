@@ -473,8 +473,8 @@ impl<B: SendableBody> OutgoingMessage<B> {
         self.framing == BodyFraming::UntilClose
     }
 
-    /// Returns the message for a resend: unchanged if nothing was written, or the saved copy with `empty` as its body.
-    /// Returns `None` if more was written than one short piece.
+    /// Returns the message for a resend: unchanged if nothing was written; the saved copy, with `empty` as its body, if one short
+    /// write sent all of it; otherwise `None`.
     pub(crate) fn into_resendable(mut self, empty: B) -> Option<Self> {
         if !self.has_begun {
             return Some(self);

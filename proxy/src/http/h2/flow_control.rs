@@ -18,9 +18,10 @@ use tokio::{
 
 use crate::http::h2::config::Http2Config;
 
-/// Counts the open streams of a connection by its clones, but only approximately. Each body that is received, each upgraded stream,
-/// each request of a client until its response head, and each upload that continues after it, holds a clone. Two further clones
-/// belong to no stream (`N_TOKENS_WITHOUT_STREAMS` of server and client). Dropping a clone wakes a request that waits for a stream.
+/// Counts the open streams of a connection by its clones, but only approximately. Each body that is received, each upgraded
+/// stream, each request that the proxy sends, until its response head, and each upload that continues after it, holds a clone.
+/// Two further clones belong to no stream (`N_TOKENS_WITHOUT_STREAMS` of server and client). Dropping a clone wakes a request
+/// that waits for a stream.
 #[derive(Clone, Default)]
 pub(super) struct StreamToken(Arc<Option<Arc<StreamWaiters>>>);
 
@@ -35,7 +36,7 @@ impl WeakStreamToken {
 }
 
 impl StreamToken {
-    /// The first token of a client's connection.
+    /// The first token of a connection that the proxy has dialled.
     pub(super) fn with_waiters(waiters: Arc<StreamWaiters>) -> Self {
         Self(Arc::new(Some(waiters)))
     }

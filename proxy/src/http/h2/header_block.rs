@@ -1,5 +1,5 @@
-//! Limits the memory and the time of a header block that is not complete. `h2` has no such limits and does not tell that it holds
-//! one, so this follows the frames that the client sends.
+//! Limits the time of a header block that is not complete, and the memory of all such blocks together. `h2` limits only the size
+//! of each and does not tell that it holds one, so this follows the frames that the client sends.
 
 use std::{
     future::Future as _,

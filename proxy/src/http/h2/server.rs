@@ -192,7 +192,7 @@ async fn wait_for_preface<S>(
     match &error {
         Error::InvalidRequest(_) => {
             service.record_refused(&error);
-            // FIN, because h2spec does not accept a reset. It does not matter whether the client waits for the end.
+            // FIN, because h2spec does not accept a reset. If this fails, the connection has ended already.
             let _ = linger::close(&mut io).await;
         }
         Error::HeaderReadTimeout(_) if !preface.is_empty() => {

@@ -59,20 +59,25 @@ pub(crate) fn is_success_for_class(class: Option<Class>, outcome: &ResponseOutco
 /// Observes a response body until its end.
 struct ResponseClassifier<E: ResponseObserver> {
     observer: E,
-    request_started_at: Instant,
+    started_at: Instant,
     status: StatusCode,
     grpc: Option<i32>,
     awaits_first_data: bool,
     is_recorded: bool,
 }
 
-/// Reports the events of `response` to `observer`. `started` is the arrival of the request.
-pub(crate) fn observe(response: Response<Body>, started: Instant, observer: impl ResponseObserver) -> Response<Body> {
+/// Reports the events of `response` to `observer`. Latency counts from `started_at`: the arrival of the request or, if `observer`
+/// is about one attempt or one endpoint, the start of that.
+pub(crate) fn observe(
+    response: Response<Body>,
+    started_at: Instant,
+    observer: impl ResponseObserver,
+) -> Response<Body> {
     let status = response.status();
     let grpc = grpc_status(response.headers());
     let classifier = ResponseClassifier {
         observer,
-        request_started_at: started,
+        started_at,
         status,
         grpc,
         awaits_first_data: true,
@@ -118,7 +123,7 @@ pub(crate) fn is_success(status: StatusCode, grpc_status: Option<i32>) -> bool {
 impl<E: ResponseObserver> ResponseClassifier<E> {
     fn record_first_data(&mut self, now: Instant) {
         if let Some(series) = self.observer.series() {
-            series.record_latency(self.status, now.saturating_duration_since(self.request_started_at));
+            series.record_latency(self.status, now.saturating_duration_since(self.started_at));
         }
         self.observer.first_data(now);
     }

@@ -92,7 +92,8 @@ impl ClientHeadMemory {
     }
 }
 
-/// What a connection may hold of a head without a reservation, because it has this memory: `BYTES_PER_CONNECTION` in `app/mod.rs`.
+/// What a connection may hold of a head without a reservation: the limit of connections counts this much memory for each of them
+/// (`BYTES_PER_CONNECTION` in `app/mod.rs`).
 pub(in crate::http) const UNRESERVED_HEAD_BYTES: usize = 8 << 10;
 
 /// A large head usually grows to this size, the default limit of HTTP/1; and even a small remainder keeps the 60 KiB buffer of the
@@ -104,7 +105,7 @@ const MIN_RESERVATION_BYTES: usize = 64 << 10;
 const MEMORY_DIVISOR: u64 = 8;
 /// Without a memory limit: 1024 heads of HTTP/1, or 64 of HTTP/2.
 const DEFAULT_HEAD_MEMORY_BYTES: u64 = 64 << 20;
-/// With less, a head of the default limit would always be refused.
+/// However small the memory limit: 16 heads of HTTP/1, or 2 of HTTP/2, each of which reserves at most half.
 const MIN_HEAD_MEMORY_BYTES: usize = 1 << 20;
 
 impl HeadReservation {

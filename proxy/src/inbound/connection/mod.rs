@@ -69,11 +69,11 @@ impl Inbound {
                 .classify_redirected(stream, ConnectionAddrs { client, target }) // I3 to I5
                 .await
         };
-        // Awaited here and not inside the detection future, so that an idle connection does not hold the state of detection.
         let serving = match classified? {
             ClassifiedConnection::Http(http) => connection.serve_http(http), // I7
             ClassifiedConnection::Opaque(opaque) => return Some(Box::pin(connection.serve_opaque(opaque))), // I6
         };
+        // Awaited here and not inside the detection future, so that an idle HTTP connection does not hold the state of detection.
         serving.await;
         None
     }

@@ -50,8 +50,9 @@ impl Connection {
     /// Reads the first bytes, and decides by them what to do about TLS.
     ///
     /// If the policy asks for protocol detection, [`Self::detect_protocol`] reads the first bytes, and the TLS parser then gets
-    /// the same bytes. Otherwise this function reads them, within the timeout of detection. If the application was dialled
-    /// and neither side has sent a byte within that timeout, the connection is opaque.
+    /// the same bytes. Otherwise this function reads them. In both cases TLS may begin until the proxy's own `detect_timeout` has
+    /// passed, even if the policy has a shorter timeout. If the application was dialled and neither side has sent a byte by then,
+    /// the connection is opaque.
     pub(super) async fn detect_tls(
         &self,
         stream: Tcp,

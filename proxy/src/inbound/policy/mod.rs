@@ -607,8 +607,8 @@ const MIN_TIME_BETWEEN_POLLS: Duration = Duration::from_millis(50);
 ///
 /// Clients legitimately connect to a handful of them, because the application has not started yet or has ended, and all clients
 /// share their watches. So 16 new ports at once, and then one a second, are enough for a client network. After 64 at once, all
-/// networks together cause at most one new stream per [`MIN_TIME_BETWEEN_POLLS`], the same rate as for polls. Scans from up to 20
-/// networks leave tokens to other clients; scans from up to 60 delay the first connection of another client by at most
+/// networks together cause at most one new stream per [`MIN_TIME_BETWEEN_POLLS`], the same rate as for polls. Scans from fewer
+/// than 20 networks leave tokens to other clients; scans from up to 60 delay the first connection of another client by at most
 /// [`MAX_POLICY_WAIT`].
 const NEW_WATCH_RATES: Rates = Rates {
     per_network: Rate {

@@ -19,7 +19,7 @@ pub(super) struct WatchLimiter {
     rates: Rates,
     shared: Mutex<Bucket>,
     by_network: Mutex<HashMap<IpAddr, Bucket>>,
-    /// At most one client of each network waits for the shared bucket.
+    /// For the shared bucket. Each network has one place in it.
     queue: PerClientLimiter,
 }
 
@@ -120,7 +120,8 @@ async fn wait_until(at: Instant) {
     }
 }
 
-/// Maximum number of clients of a network that wait for the shared bucket. The tokens of the network limit them further.
+/// Maximum number of clients of a network that have its place in the queue or wait for that place. The tokens of the network
+/// limit them further.
 const MAX_WAITING_PER_NETWORK: usize = 64;
 
 /// Maximum number of networks with a bucket that is not full; clients of further networks are refused. An entry takes about 50

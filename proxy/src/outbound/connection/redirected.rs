@@ -159,12 +159,12 @@ impl Connection {
         });
         let io = io.count(metrics.clone());
         let server = server.map_or(ServerDial::NotDialled, ServerDial::Connected);
-        // Awaited here and not inside the detection future, so that an idle connection does not hold the state of detection.
         // O3
         let serving = match self.detect_and_connect(io, server).await? {
             ClassifiedConnection::Http(io, protocol) => self.serve_http(io, protocol),
             ClassifiedConnection::Opaque(copy_future) => return Some(copy_future),
         };
+        // Awaited here and not inside the detection future, so that an idle HTTP connection does not hold the state of detection.
         serving.await; // O4
         None
     }

@@ -1,4 +1,4 @@
-//! Pages for a mesh that is in use. Each is followed while requests are sent, and none may fail.
+//! Pages for a mesh that is in use. All but [`install_by_tulle`] are followed while requests are sent, none of which may fail.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 

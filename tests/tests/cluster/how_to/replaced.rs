@@ -111,7 +111,7 @@ pub(super) const REPLACEMENTS: &[Replacement] = &[
         "how-to/monitoring.md",
         "tulle charts/tulle-control-plane",
         "tulle @charts/tulle-control-plane",
-        "not in a clone",
+        "the command does not run in a clone of the repository",
     ),
     replaced(
         "how-to/policy.md",

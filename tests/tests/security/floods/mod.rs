@@ -3,10 +3,10 @@
 //! With `TULLE_TEST_FULL=1` floods run one after another, and each response takes less than a second, if nothing else runs on the
 //! machine.
 //!
-//! Each port has well-behaved clients of its own, and is flooded in every way, from one address and from two hundred. Ports with
-//! TLS are also flooded by attackers that complete the handshake, with and without an identity. Floods of different groups run at
-//! the same time, those of one group one after another: eviction starts with clients that have several connections, and the
-//! well-behaved clients share one address.
+//! Each port has well-behaved clients of its own, and is flooded in every way, from one address and from two hundred. By IPv6,
+//! most ports are flooded from two hundred only. Ports with TLS are also flooded by attackers that complete the handshake, with
+//! and without an identity. Floods of different groups run at the same time, those of one group one after another: eviction
+//! starts with clients that have several connections, and the well-behaved clients share one address.
 //!
 //! Large request heads that do not end need more connections, so they flood a sidecar that may open more files.
 
@@ -67,7 +67,7 @@ fn flood_every_port(testbed: &Testbed) {
 
 /// Floods the inbound port on many connections. In total their heads are larger than the memory for heads. In a full run the port
 /// has almost as many connections as it permits, and the heads are larger than the whole memory of the sidecar, if it may open
-/// 18,000 files; a sidecar without optimization needs seconds to read them, so the other runs have fewer.
+/// at least 18,000 files; a sidecar without optimization needs seconds to read them, so the other runs have fewer.
 fn flood_with_large_heads(testbed: &mut Testbed) {
     let max_connections = testbed.restart_sidecar_with_many_files();
     let n_connections = max_connections.saturating_sub(N_CONNECTIONS_OF_OTHERS);

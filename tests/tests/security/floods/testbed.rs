@@ -110,9 +110,8 @@ impl Testbed {
         }
     }
 
-    /// Replaces the sidecar by one that may open as many files as this process. Returns its limit of connections to one direction.
-    ///
-    /// With 20,000 files these are 5,000, and their heads could take more than the memory of the sidecar.
+    /// Replaces the sidecar by one that may open as many files as this process, at most [`MANY_FILES`]. Returns its limit of
+    /// connections of one direction.
     pub(crate) fn restart_sidecar_with_many_files(&mut self) -> usize {
         let (_, files) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
         let files = usize::try_from(files).unwrap().min(MANY_FILES);

@@ -254,7 +254,7 @@ impl Attacker {
     }
 }
 
-/// The behaviours on a port that serves no HTTP/2.
+/// The behaviours on a port that serves no HTTP/2. `Streams` uses it nevertheless.
 pub(crate) const ON_HTTP1: &[TlsBehaviour] = &[TlsBehaviour::Silent, TlsBehaviour::Streams, TlsBehaviour::Body];
 /// The behaviours on a port that serves HTTP/2.
 pub(crate) const ON_HTTP2: &[TlsBehaviour] = &[TlsBehaviour::Silent, TlsBehaviour::NoRequest, TlsBehaviour::Streams];

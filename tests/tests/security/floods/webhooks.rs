@@ -242,7 +242,7 @@ const TELEMETRY: Service = Service {
     admin: 29991,
     webhook: None,
 };
-/// Maximum open files. The connection limit of a webhook is a twentieth of them: fewer than one flood opens, and more than the
-/// 200 addresses of attackers.
-const FILES: usize = 10_000;
+/// Maximum open files. The connection limit of a webhook is a twentieth of them, 300: fewer than the 400 that most floods open,
+/// and more than the 200 addresses of attackers.
+const FILES: usize = 6_000;
 const VALUES: &str = "{linkerdVersion: edge-1, identityTrustAnchorsPEM: anchors}";
