@@ -411,7 +411,7 @@ fn clean(job: &Job, mode: CleanMode, report: &mut Report) -> anyhow::Result<()> 
     let legacy = legacy_tables == LegacyTables::Present;
     if legacy_tables == LegacyTables::Unknown {
         report.warn(
-            "rules of iptables-legacy are not removed, because only root may list its tables; run this as root"
+            "rules of iptables-legacy, if any, are not removed, because only root may list its tables; run this as root"
                 .to_owned(),
         );
     }

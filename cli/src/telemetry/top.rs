@@ -3,6 +3,7 @@
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::mem;
+use std::pin::pin;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -30,6 +31,8 @@ pub(crate) struct Args {
 pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
     runtime()?.block_on(async {
         let mut tap = args.which.start(flags, false).await?;
+        // One future for all iterations: a signal between two iterations must not be lost.
+        let mut interrupted = pin!(ctrl_c());
         let mut screen = Screen::new();
         let mut top = Top::default();
         let mut ticks = interval(REFRESH);
@@ -42,7 +45,7 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
                     None => break,
                 },
                 _ = ticks.tick() => screen.draw(&top.table(args.lines)),
-                _ = ctrl_c() => break,
+                _ = &mut interrupted => break,
             }
         }
         // A file or a pipe gets only the final table.

@@ -328,9 +328,9 @@ pub fn overlaps_cluster_networks(network: &EgressNetwork, cluster_networks: &[Ip
             (false, true) => &network.net,
             (false, false) => return false,
         };
-        !IpNet::aggregate(&network.except)
-            .iter()
-            .any(|except| except.contains(common))
+        let is_excepted = |excepts: &[IpNet]| excepts.iter().any(|except| except.contains(common));
+        let can_be_merged = network.except.len() <= MAX_COMPARED_NETWORKS;
+        !(is_excepted(&network.except) || (can_be_merged && is_excepted(&IpNet::aggregate(&network.except))))
     };
     let networks = network.networks.iter().flatten();
     networks

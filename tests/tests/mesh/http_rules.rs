@@ -495,6 +495,8 @@ async fn announced_settings(mut stream: TcpStream) -> (Option<u32>, Option<u32>)
 fn unauthorized_connections_have_small_header_limits() {
     let mesh = mesh().workload("web").manifest("rules", &manifests());
     mesh.run(async |mesh: &Mesh| {
+        let listener = TcpListener::bind(at(mesh, DENIED)).await.unwrap();
+        let _app = apps::serve_http(listener, |_| async { Response::new(full("app")) });
         let (streams, list) = announced_settings(
             mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, DENIED))
                 .await,

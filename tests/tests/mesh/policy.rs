@@ -260,6 +260,12 @@ fn a_probe_is_permitted_for_every_spelling_of_its_path() {
                 })
                 .await;
                 assert_eq!(get("/other").await, 403, "{path}");
+                // Its connection is not closed for each probe, although the client is not authorized for anything else.
+                let mut client = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
+                for _ in 0..2 {
+                    let response = client.fetch(request(path)).await.unwrap();
+                    assert_eq!((response.status.as_u16(), response.header("connection")), (404, ""));
+                }
             }
         });
 }

@@ -34,15 +34,29 @@ use tulle_tests::cluster::ApiServer;
 
 #[tokio::test]
 async fn every_row_holds_with_an_api_server() {
+    assert!(
+        std::env::var_os(KUBECONFIG_VARIABLE).is_none(),
+        "this test does not run itself"
+    );
     let server = ApiServer::start().await.unwrap();
     install_custom_resources(&server).await.unwrap();
     server.create_namespace("linkerd").await.unwrap();
-    let status = Command::new(std::env::current_exe().unwrap())
-        .args(["--test-threads=1", "--skip=every_row_holds_with_an_api_server"])
-        .args(std::env::var_os("TULLE_TEST_ROWS"))
-        .env(KUBECONFIG_VARIABLE, server.kubeconfig())
-        .status()
-        .unwrap();
+    let selected = std::env::var_os("TULLE_TEST_ROWS");
+    let tests = |more: &[&str]| {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command
+            .args(["--skip=every_row_holds_with_an_api_server"])
+            .args(more)
+            .args(&selected)
+            .env(KUBECONFIG_VARIABLE, server.kubeconfig());
+        command
+    };
+    let listed = tests(&["--list", "--format=terse"]).output().unwrap().stdout;
+    assert!(
+        !listed.is_empty(),
+        "no test is selected by TULLE_TEST_ROWS={selected:?}"
+    );
+    let status = tests(&["--test-threads=1"]).status().unwrap();
     assert!(
         status.success(),
         "{status}; the output above names the tests that failed"

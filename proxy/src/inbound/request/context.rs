@@ -37,7 +37,7 @@ pub(in crate::inbound) struct HttpConnection {
     pub(in crate::inbound) authorized_routes: Mutex<AuthorizedRoutes>,
     pub(in crate::inbound) cached_authority: Mutex<CachedAuthority>,
     /// Closes the HTTP/2 connection of an unauthorized client once a policy permits it a request, so that it reconnects with the
-    /// normal limits. An HTTP/1 connection closes after the response to its first permitted request.
+    /// normal limits. An HTTP/1 connection closes after its next response instead.
     pub(in crate::inbound) unauthorized_closer: Option<ConnectionCloser>,
     pub(in crate::inbound) drain: drain::Watch,
 }

@@ -48,8 +48,8 @@ impl HttpConnection {
         if let Some(restored) = &restored {
             http1_over_http2::response_to_http2(&mut rsp, restored)?;
         }
-        if self.unauthorized_closer.is_some() {
-            rsp.extensions_mut().insert(CloseAfterResponse); // a policy permits the client now
+        if self.unauthorized_closer.is_some() && self.is_permitted_some_request() {
+            rsp.extensions_mut().insert(CloseAfterResponse);
         }
         Ok(rsp)
     }
