@@ -5,8 +5,8 @@ use tulle_core::dns_names::is_dns_label;
 
 /// The error if the service account name of a pod cannot be part of an identity.
 ///
-/// Kubernetes permits dots in service account names. An identity is `<service account>.<namespace>.serviceaccount…`, which
-/// proxies and control planes parse from the left, so a dot would make it name another namespace.
+/// Kubernetes permits dots in service account names. An identity is `<service account>.<namespace>.serviceaccount…`; with a dot,
+/// programs that read it from the left would take a part of the account's name for the namespace.
 pub(in crate::injection) fn name_error(spec: &PodSpec) -> Option<String> {
     let names = [&spec.service_account_name, &spec.service_account];
     // The default name is `default`.
