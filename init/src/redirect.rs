@@ -379,12 +379,18 @@ fn closest_backend(job: &Job, rules: &Rules) -> anyhow::Result<(Comparison, Back
 }
 
 fn check_with(backend: Backend, rules: &Rules, is_one_of_several: bool) -> Result<Comparison, BackendError> {
-    match (backend, iptables::legacy_tables()) {
-        (Backend::Nftables, _) => Ok(nftables::check(&mut Socket::open()?, rules)?),
-        (Backend::Iptables(Flavour::Legacy), LegacyTables::Absent) => Ok(Comparison::Absent),
-        // The programs create the tables that they read, so they run only if this backend is named.
-        (Backend::Iptables(Flavour::Legacy), LegacyTables::Unknown) if is_one_of_several => Ok(Comparison::Absent),
-        (Backend::Iptables(flavour), _) => Ok(iptables::check(flavour, rules)?),
+    let has_no_rules = backend == Backend::Iptables(Flavour::Legacy)
+        && match iptables::legacy_tables() {
+            LegacyTables::Present => false,
+            LegacyTables::Absent => true,
+            // The programs create the tables that they read, so they run only if this backend alone is named. Otherwise the
+            // caller warns.
+            LegacyTables::Unknown => is_one_of_several,
+        };
+    match backend {
+        Backend::Iptables(_) if has_no_rules => Ok(Comparison::Absent),
+        Backend::Iptables(flavour) => Ok(iptables::check(flavour, rules)?),
+        Backend::Nftables => Ok(nftables::check(&mut Socket::open()?, rules)?),
     }
 }
 

@@ -12,7 +12,7 @@ mod cleanup;
 #[expect(clippy::module_inception, reason = "the main type of the module")]
 mod cluster;
 mod component;
-mod kubeconfig;
+pub mod kubeconfig;
 mod kubernetes_components;
 mod node;
 mod pki;
@@ -25,5 +25,4 @@ pub use cluster::{
     Cluster, ClusterOptions, MAX_NODES, command_on_first_detached_node, is_detached_running, load_archive_on_detached,
     stop_detached,
 };
-pub use kubeconfig::client;
 pub use node::Node;

@@ -10,10 +10,10 @@ use tulle_control::source::kubernetes::kinds::WatchRequirements;
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
 use tulle_core::readiness::Readiness;
-use tulle_tests::cluster;
+use tulle_tests::cluster::kubeconfig;
 
 use crate::KUBECONFIG_VARIABLE;
-use crate::stored::STORED;
+use crate::stored::TEST_OBJECTS;
 
 /// The server with the objects of the current row; those of the previous row are removed.
 pub(crate) struct ManifestStore {
@@ -22,13 +22,13 @@ pub(crate) struct ManifestStore {
 
 impl ManifestStore {
     pub(crate) async fn new(yaml: &str, _registry: &Registry) -> Self {
-        let kubeconfig: PathBuf = std::env::var_os(KUBECONFIG_VARIABLE)
+        let path: PathBuf = std::env::var_os(KUBECONFIG_VARIABLE)
             .expect("this test runs as a part of `every_row_holds_with_an_api_server`")
             .into();
         // Each test has its own runtime, and a client ends with its runtime.
-        let client = cluster::client(&kubeconfig).await.unwrap();
-        STORED.lock().await.replace(client, yaml).await.unwrap();
-        Self { kubeconfig }
+        let client = kubeconfig::client(&path).await.unwrap();
+        TEST_OBJECTS.lock().await.replace(client, yaml).await.unwrap();
+        Self { kubeconfig: path }
     }
 
     /// A source that watches the server.

@@ -26,8 +26,8 @@ use tulle_core::readiness::Readiness;
 use tulle_tests::cluster::{create_account, create_namespace};
 use tulle_tests::eventually::{eventually, within};
 
-/// The objects on the server that all rows of this process use, one after another.
-pub(crate) static STORED: Mutex<TestObjects> = Mutex::const_new(TestObjects {
+/// The objects of the current row, on the server that all rows share.
+pub(crate) static TEST_OBJECTS: Mutex<TestObjects> = Mutex::const_new(TestObjects {
     yaml: String::new(),
     objects: Vec::new(),
     accounts: BTreeSet::new(),
@@ -317,11 +317,11 @@ async fn delete_all(client: &Client, objects: Vec<ObjectReference>) -> anyhow::R
     for object in objects {
         let (api, name) = (object.api(client), &object.name);
         // The object may be gone: Endpoints are deleted with their Service.
-        let Some(object) = api.get_opt(name).await? else {
+        let Some(stored) = api.get_opt(name).await? else {
             continue;
         };
         // An object that was deleted before only waits for its finalizer.
-        if object.metadata.finalizers.is_some() {
+        if stored.metadata.finalizers.is_some() {
             let free = Patch::Merge(json!({"metadata": {"finalizers": null}}));
             api.patch(name, &PatchParams::default(), &free).await?;
         } else {

@@ -169,13 +169,10 @@ impl HttpConnection {
         Some(series)
     }
 
-    /// Whether the current policy permits the client a request other than those of probes. A client without authorization when it
-    /// connected has the reduced limits until then.
-    pub(super) fn is_permitted_some_request(&self) -> bool {
-        let policy = self.port_policy.current();
-        policy
-            .server_policy
-            .permits_some_request(self.addrs.client.0.ip(), self.tls.to_conn_tls())
+    /// Whether a policy permits the client a request other than those of probes. A client without authorization when it connected
+    /// has the reduced limits until then.
+    pub(super) fn is_permitted_some_request(&self, policy: &ServerPolicy) -> bool {
+        policy.permits_some_request(self.addrs.client.0.ip(), self.tls.to_conn_tls())
     }
 
     /// Waits until a changed policy denies a request or tunnel in progress; the caller then closes the connection.
@@ -186,7 +183,7 @@ impl HttpConnection {
         loop {
             let current = self.port_policy.current();
             if let Some(closer) = &self.unauthorized_closer
-                && self.is_permitted_some_request()
+                && self.is_permitted_some_request(&current.server_policy)
             {
                 closer.notify_one();
             }

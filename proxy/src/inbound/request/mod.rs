@@ -48,7 +48,9 @@ impl HttpConnection {
         if let Some(restored) = &restored {
             http1_over_http2::response_to_http2(&mut rsp, restored)?;
         }
-        if self.unauthorized_closer.is_some() && self.is_permitted_some_request() {
+        if self.unauthorized_closer.is_some()
+            && self.is_permitted_some_request(&self.port_policy.current().server_policy)
+        {
             rsp.extensions_mut().insert(CloseAfterResponse);
         }
         Ok(rsp)
