@@ -27,7 +27,8 @@ mod route_rows;
 mod show;
 mod stored;
 
-use std::process::Command;
+use std::io::{BufRead as _, BufReader};
+use std::process::{Command, Stdio};
 
 use tulle_tests::charts::install_custom_resources;
 use tulle_tests::cluster::ApiServer;
@@ -56,11 +57,18 @@ async fn every_row_holds_with_an_api_server() {
         !listed.is_empty(),
         "no test is selected by TULLE_TEST_ROWS={selected:?}"
     );
-    let status = tests(&["--test-threads=1"]).status().unwrap();
-    assert!(
-        status.success(),
-        "{status}; the output above names the tests that failed"
-    );
+    let mut running = tests(&["--test-threads=1"]).stdout(Stdio::piped()).spawn().unwrap();
+    let mut report = String::new();
+    for line in BufReader::new(running.stdout.take().unwrap()).lines() {
+        let line = line.unwrap();
+        println!("{line}");
+        report.push_str(&line);
+        report.push('\n');
+    }
+    // The report of the test program ends with the names of the tests that failed.
+    let (_, failures) = report.rsplit_once("\nfailures:\n").unwrap_or_default();
+    let status = running.wait().unwrap();
+    assert!(status.success(), "{status}; failures:\n{failures}");
 }
 
 /// The variable with the path of the kubeconfig of the server.

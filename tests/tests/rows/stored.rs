@@ -87,8 +87,8 @@ impl TestObjects {
         for document in &documents {
             self.create_prerequisites(&client, document).await?;
         }
-        // Objects of one age must get the same creation time, which the API server sets itself, in whole seconds. So each group is
-        // created within one second, and again if the second changes meanwhile. Between groups, this waits for the next second.
+        // The API server sets creation times itself, in whole seconds. Of objects with one age, the first by name takes precedence,
+        // so they are created in this order. Between groups of different ages, this waits for the next second.
         let mut groups: BTreeMap<String, Vec<Value>> = BTreeMap::new();
         for mut document in documents {
             let metadata = document["metadata"].as_object_mut().context("metadata")?;
@@ -100,27 +100,20 @@ impl TestObjects {
                 .push(document);
         }
         let mut uids = BTreeMap::new();
-        for group in groups.values() {
-            for attempt in 1.. {
-                let (n_before, second) = (self.objects.len(), Timestamp::now().as_second());
-                for document in group {
-                    self.create(&client, document, &mut uids).await?;
-                }
-                let has_one_time = Timestamp::now().as_second() == second;
-                if !has_one_time {
-                    delete_all(&client, self.objects.split_off(n_before)).await?;
-                }
-                while Timestamp::now().as_second() == second && groups.len() > 1 {
-                    sleep(Duration::from_millis(10)).await;
-                }
-                if has_one_time {
-                    break;
-                }
-                ensure!(
-                    attempt < MAX_CREATE_ATTEMPTS,
-                    "{} objects are not created within one second, in {attempt} attempts",
-                    group.len()
-                );
+        let last = groups.len().saturating_sub(1);
+        for (index, mut group) in groups.into_values().enumerate() {
+            // Owners come first, because an owned object contains the UID of its owner.
+            group.sort_by_cached_key(|object| {
+                let metadata = &object["metadata"];
+                let field = |name: &str| metadata[name].as_str().map(str::to_owned);
+                (metadata["ownerReferences"].is_array(), field("namespace"), field("name"))
+            });
+            for document in &group {
+                self.create(&client, document, &mut uids).await?;
+            }
+            let second = Timestamp::now().as_second();
+            while index < last && Timestamp::now().as_second() == second {
+                sleep(Duration::from_millis(10)).await;
             }
         }
         self.write_route_statuses(&client).await?;
@@ -332,4 +325,3 @@ async fn delete_all(client: &Client, objects: Vec<ObjectReference>) -> anyhow::R
 }
 
 const FINALIZER: &str = "tulle.dev/kept";
-const MAX_CREATE_ATTEMPTS: usize = 20;
