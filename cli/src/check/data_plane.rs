@@ -304,12 +304,7 @@ fn service_labels(snapshot: &Snapshot) -> CheckResult {
 
 /// Labels that have an effect only as annotations.
 fn find_misplaced_labels<'a>(object: &str, keys: impl Iterator<Item = &'a String>) -> Vec<String> {
-    let is_misplaced = |key: &&String| {
-        *key == annotation::INJECT
-            || key.starts_with("config.linkerd.io/")
-            || key.starts_with("config.beta.linkerd.io/")
-            || key.starts_with("config.alpha.linkerd.io/")
-    };
+    let is_misplaced = |key: &&String| *key == annotation::INJECT || annotation::has_configuration_prefix(key);
     keys.filter(is_misplaced)
         .map(|key| format!("{object} has the label {key}"))
         .collect()

@@ -381,6 +381,14 @@ async fn http_routes_of_both_groups() {
         ),
         ("[{matches: [{method: 'G T'}]}]", Denied("is not an HTTP method")),
         (
+            "[{filters: [{type: RequestHeaderModifier, requestHeaderModifier: {set: [{name: Content-Length, value: '1'}]}}]}]",
+            Denied("header \"Content-Length\" frames the body"),
+        ),
+        (
+            "[{filters: [{type: ResponseHeaderModifier, responseHeaderModifier: {remove: [transfer-encoding]}}]}]",
+            Denied("header \"transfer-encoding\" frames the body"),
+        ),
+        (
             "[{filters: [{type: RequestHeaderModifier, requestHeaderModifier: {set: [{name: a, value: \"x\\ny\"}]}}]}]",
             Denied("is not a header value"),
         ),

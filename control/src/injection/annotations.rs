@@ -459,18 +459,9 @@ const RESTRICTING_ANNOTATIONS: [&str; 5] = [
     annotation::PROXY_ADMIN_SHUTDOWN,
 ];
 
-/// Prefixes of annotations that only the mesh reads.
-const CONFIGURATION_PREFIXES: [&str; 4] = [
-    "config.linkerd.io/",
-    "config.beta.linkerd.io/",
-    "config.alpha.linkerd.io/",
-    "config.tulle.dev/",
-];
-
 /// Whether a key has a prefix of the mesh but is not one of its annotations; usually it is misspelled.
 fn is_unknown(key: &str) -> bool {
-    let has_prefix = CONFIGURATION_PREFIXES.iter().any(|prefix| key.starts_with(prefix));
-    has_prefix && annotation::find(key).is_none()
+    annotation::has_configuration_prefix(key) && annotation::find(key).is_none()
 }
 
 /// The proxy raises shorter timeouts to this one.

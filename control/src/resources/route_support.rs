@@ -487,7 +487,16 @@ fn validate_hostname(filter: &str, hostname: &str) -> Result<(), String> {
 }
 
 fn validate_header_modifier(modifier: &HeaderModifier) -> Result<(), String> {
-    for header in modifier.add.iter().chain(&modifier.set) {
+    let written = modifier.add.iter().chain(&modifier.set);
+    let names = written.clone().map(|header| &header.name).chain(&modifier.remove);
+    for name in names {
+        if FRAMING_HEADERS.iter().any(|framing| name.eq_ignore_ascii_case(framing)) {
+            return Err(format!(
+                "header {name:?} frames the body and cannot be modified; remove it from the filter"
+            ));
+        }
+    }
+    for header in written {
         validate_header_name(&header.name)?;
         HeaderValue::from_str(&header.value)
             .map_err(|_| format!("header {}: {:?} is not a header value", header.name, header.value))?;
@@ -521,6 +530,9 @@ fn validate_redirect(redirect: &Redirect, kind: RouteKind) -> Result<(), String>
         _ => Ok(()),
     }
 }
+
+/// Headers by which a proxy and its peers find the end of a body. If one is modified, they may disagree about it.
+const FRAMING_HEADERS: [&str; 2] = ["content-length", "transfer-encoding"];
 
 /// Maximum size of a compiled regular expression in proxies, in bytes.
 const MAX_COMPILED_REGEX_BYTES: usize = 1 << 20;

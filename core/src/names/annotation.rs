@@ -592,6 +592,18 @@ pub fn find(key: &str) -> Option<&'static Annotation> {
     })
 }
 
+/// Whether a key has a prefix under which there are only annotations that configure the mesh.
+pub fn has_configuration_prefix(key: &str) -> bool {
+    [
+        "config.linkerd.io/",
+        "config.beta.linkerd.io/",
+        "config.alpha.linkerd.io/",
+        "config.tulle.dev/",
+    ]
+    .iter()
+    .any(|prefix| key.starts_with(prefix))
+}
+
 const BOOLEAN: &str = "`true` or `false`";
 /// Durations of the injector.
 const GO_DURATION: &str = "a duration such as `100ms`, `1.5s` or `1h30m`";

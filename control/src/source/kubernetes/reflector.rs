@@ -75,6 +75,8 @@ enum Error {
     Decode(#[source] DecodeError),
     #[error("the API server has the kind in discovery, but its list returns 404")]
     DiscoveryMismatch,
+    #[error("the API server does not have the kind, and is not ready")]
+    NotReady(#[source] Box<Error>),
 }
 
 impl Error {
@@ -287,7 +289,21 @@ impl Reflector {
         }
         match self.is_in_discovery().await? {
             true => Err(Error::DiscoveryMismatch),
-            false => Ok(ListOutcome::Absent),
+            false => {
+                self.check_api_server_is_ready().await?;
+                Ok(ListOutcome::Absent)
+            }
+        }
+    }
+
+    /// Fails while the API server is not ready: after its start, discovery omits the custom resources whose definitions it has not
+    /// read yet. A client error, for example because the account may not read `/readyz`, shows nothing.
+    async fn check_api_server_is_ready(&self) -> Result<(), Error> {
+        let request = request::discovery_request("/readyz").map_err(Error::Request)?;
+        match self.read_response(request).await {
+            Err(Error::Status { status, .. }) if status.is_client_error() => Ok(()),
+            Err(err) => Err(Error::NotReady(Box::new(err))),
+            Ok(_) => Ok(()),
         }
     }
 

@@ -400,6 +400,27 @@ async fn kinds_are_empty_while_their_crd_is_not_installed() {
     assert!(source.stale_kinds.is_ready());
 }
 
+/// Discovery of an API server that has not read the definitions of custom resources yet.
+fn starting_discovery_response(_: usize, uri: &str) -> ScriptedResponse {
+    match uri {
+        "/readyz" => text_response(500, "[-]poststarthook/crd-informer-synced failed: reason withheld"),
+        _ => discovery_response(uri, false),
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn kinds_that_a_starting_api_server_omits_are_awaited() {
+    // Each round tries all API versions.
+    const UNTIL_READY: usize = 4 * 3 * ABSENT_ROUNDS;
+    let source = start_with_discovery(starting_discovery_response, |n, uri| match n {
+        0..UNTIL_READY => text_response(404, "404 page not found"),
+        _ if uri.contains("watch=true") => watch(&[], AfterChunks::Hang),
+        _ => list(7, &[&server("a", 5)]),
+    });
+    source.wait_for_batches(&["+a@5"]).await;
+    assert_ne!(source.batches.lock()[0], "synced", "no policy is served without the Servers");
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_few_404s_delete_nothing_and_mark_the_kind_stale() {
     const GONE: usize = 3;
@@ -422,7 +443,7 @@ async fn a_few_404s_delete_nothing_and_mark_the_kind_stale() {
 #[tokio::test(start_paused = true)]
 async fn objects_are_deleted_only_when_discovery_omits_the_kind() {
     type Discovery = fn(usize, &str) -> ScriptedResponse;
-    let never: [(&str, Discovery); 5] = [
+    let never: [(&str, Discovery); 6] = [
         ("it has the kind", |_, uri| discovery_response(uri, true)),
         ("it returns 404", |_, _| text_response(404, "404 page not found")),
         ("it fails", |_, _| {
@@ -431,6 +452,7 @@ async fn objects_are_deleted_only_when_discovery_omits_the_kind() {
         ("it returns HTML", |_, _| {
             text_response(200, "<html>a login page</html>")
         }),
+        ("the API server is not ready", starting_discovery_response),
         ("it omits the kind only in some rounds", |n, uri| {
             discovery_response(uri, n % ABSENT_ROUNDS == 0)
         }),
