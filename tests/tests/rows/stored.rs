@@ -106,7 +106,11 @@ impl TestObjects {
             group.sort_by_cached_key(|object| {
                 let metadata = &object["metadata"];
                 let field = |name: &str| metadata[name].as_str().map(str::to_owned);
-                (metadata["ownerReferences"].is_array(), field("namespace"), field("name"))
+                (
+                    metadata["ownerReferences"].is_array(),
+                    field("namespace"),
+                    field("name"),
+                )
             });
             for document in &group {
                 self.create(&client, document, &mut uids).await?;

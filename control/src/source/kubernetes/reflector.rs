@@ -76,7 +76,7 @@ enum Error {
     #[error("the API server has the kind in discovery, but its list returns 404")]
     DiscoveryMismatch,
     #[error("the API server does not have the kind, and is not ready")]
-    NotReady(#[source] Box<Error>),
+    NotReady(#[source] Box<Self>),
 }
 
 impl Error {
@@ -302,8 +302,7 @@ impl Reflector {
         let request = request::discovery_request("/readyz").map_err(Error::Request)?;
         match self.read_response(request).await {
             Err(Error::Status { status, .. }) if status.is_client_error() => Ok(()),
-            Err(err) => Err(Error::NotReady(Box::new(err))),
-            Ok(_) => Ok(()),
+            result => result.map(drop).map_err(|err| Error::NotReady(Box::new(err))),
         }
     }
 

@@ -418,7 +418,11 @@ async fn kinds_that_a_starting_api_server_omits_are_awaited() {
         _ => list(7, &[&server("a", 5)]),
     });
     source.wait_for_batches(&["+a@5"]).await;
-    assert_ne!(source.batches.lock()[0], "synced", "no policy is served without the Servers");
+    assert_ne!(
+        source.batches.lock()[0],
+        "synced",
+        "no policy is served without the Servers"
+    );
 }
 
 #[tokio::test(start_paused = true)]
