@@ -1,8 +1,7 @@
 //! Builds the source, the cluster and the services, runs them, and stops them together.
 
 use std::future::Future;
-use std::io;
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,7 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, bail};
 use http::StatusCode;
 use kube::Client;
-use tokio::net::{TcpListener, TcpSocket};
+use tokio::net::TcpListener;
 use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::task::{JoinError, JoinSet};
@@ -36,6 +35,8 @@ use crate::identity::reviewer::{JoinTokenKeys, Reviewer};
 use crate::identity::server::IdentityService;
 use crate::identity::token_review::TokenReviews;
 use crate::kubernetes::event_recorder::{self, EventRecorder, Reporter};
+use crate::listen::bind;
+use crate::mirror::ServiceMirror;
 use crate::resources::event::EventSink;
 use crate::serving::Server;
 use crate::serving::limits::{CallKind, Limits};
@@ -72,6 +73,7 @@ pub struct Addrs {
     pub proxy_injector: Option<SocketAddr>,
     pub sp_validator_admin: Option<SocketAddr>,
     pub proxy_injector_admin: Option<SocketAddr>,
+    pub mirror_admin: Option<SocketAddr>,
     pub telemetry: Option<SocketAddr>,
 }
 
@@ -164,6 +166,7 @@ impl App {
         let identity = builder.start_identity().await?;
         let report = builder.start_object_services(identity.as_ref()).await?;
         builder.start_webhooks().await?;
+        builder.start_service_mirror()?;
         builder.start_heartbeat();
         builder.start_admin_servers(report.as_ref()).await?;
         Ok(Self {
@@ -604,6 +607,21 @@ impl Builder {
             .context("the API server is needed but not configured")
     }
 
+    fn start_service_mirror(&mut self) -> Result<()> {
+        let Some(config) = self.config.mirror.clone() else {
+            return Ok(());
+        };
+        let (mirror, drain) = (
+            ServiceMirror::new(&self.client()?, config, &self.registry),
+            self.drain.clone(),
+        );
+        self.start("mirroring Services", async move {
+            Box::pin(mirror.run(drain)).await;
+            Ok(())
+        });
+        Ok(())
+    }
+
     /// Tells the admin servers, which have a thread of their own, whether the main runtime still runs its tasks.
     fn start_heartbeat(&mut self) {
         let (heartbeat, drain) = (self.heartbeat.clone(), self.drain.clone());
@@ -637,6 +655,9 @@ impl Builder {
                 self.start_admin_server(self.config.listen.proxy_injector_admin, None)
                     .await?,
             );
+        }
+        if services.service_mirror {
+            self.addrs.mirror_admin = Some(self.start_admin_server(self.config.listen.mirror_admin, None).await?);
         }
         Ok(())
     }
@@ -750,29 +771,6 @@ impl Builder {
     }
 }
 
-/// Opens a listener. `AllInterfaces` uses both IP families if the host has IPv6.
-fn bind(addr: ListenAddr) -> Result<(TcpListener, SocketAddr)> {
-    let bound = match addr {
-        ListenAddr::Socket(addr) => listen(addr),
-        ListenAddr::AllInterfaces(port) => {
-            listen((Ipv6Addr::UNSPECIFIED, port).into()).or_else(|_| listen((Ipv4Addr::UNSPECIFIED, port).into()))
-        }
-    };
-    let listener = bound.with_context(|| format!("listening on {addr}"))?;
-    let bound = listener.local_addr().context("reading a listener's address")?;
-    Ok((listener, bound))
-}
-
-fn listen(addr: SocketAddr) -> io::Result<TcpListener> {
-    let socket = match addr {
-        SocketAddr::V4(_) => TcpSocket::new_v4()?,
-        SocketAddr::V6(_) => TcpSocket::new_v6()?,
-    };
-    socket.set_reuseaddr(true)?;
-    socket.bind(addr)?;
-    socket.listen(BACKLOG)
-}
-
 fn unexpected_exit(task: Result<(&'static str, Result<()>), JoinError>) -> anyhow::Error {
     match task {
         Ok((name, Ok(()))) => anyhow!("{name} ended unexpectedly"),
@@ -782,6 +780,3 @@ fn unexpected_exit(task: Result<(&'static str, Result<()>), JoinError>) -> anyho
 }
 
 const DRAIN_LIMIT: Duration = Duration::from_secs(5);
-/// Maximum length of the accept queue. With a short queue a flood delays other clients by a second, after which their kernel
-/// repeats the SYN.
-const BACKLOG: u32 = 4096;

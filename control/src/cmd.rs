@@ -31,6 +31,9 @@ enum Name {
     ProxyInjector,
     /// Golden metrics and taps of workloads, on port 8089; without Kubernetes on loopback only.
     Telemetry,
+    /// Services for the exported Services of another cluster: those of the Link of --link-name, or with --local-mirror the
+    /// federated Services of this cluster. Only on Kubernetes.
+    ServiceMirror,
     /// Destination, identity, policy and telemetry in one process.
     AllInOne,
 }
@@ -44,12 +47,22 @@ pub struct Services {
     pub sp_validator: bool,
     pub proxy_injector: bool,
     pub telemetry: bool,
+    pub service_mirror: bool,
 }
 
 impl Services {
     /// Whether a service reads the objects of the cluster.
     pub fn need_source(self) -> bool {
         self.destination || self.policy || self.telemetry
+    }
+
+    /// Whether the service mirror is the only service.
+    pub(crate) fn is_mirror_only(self) -> bool {
+        let mirror = Self {
+            service_mirror: true,
+            ..Self::default()
+        };
+        self == mirror
     }
 
     /// Whether the proxy injector is the only service, so that only the API server uses the process.
@@ -68,7 +81,9 @@ impl Command {
     /// # Errors
     /// Fails on invalid arguments, and on requests for help or version with the text to print.
     pub fn parse_from_line(line: impl IntoIterator<Item = OsString>) -> Result<Self, clap::Error> {
-        Self::try_parse_from(line.into_iter().map(two_dashes))
+        let mut line: Vec<OsString> = line.into_iter().map(two_dashes).collect();
+        name_link_of_last_argument(&mut line);
+        Self::try_parse_from(line)
     }
 
     /// Whether the command line names telemetry, and not only `all-in-one`.
@@ -86,6 +101,7 @@ impl Command {
             sp_validator: is_named(Name::SpValidator),
             proxy_injector: is_named(Name::ProxyInjector),
             telemetry: is_named_or_all_in_one(Name::Telemetry),
+            service_mirror: is_named(Name::ServiceMirror),
         }
     }
 }
@@ -97,6 +113,28 @@ fn two_dashes(arg: OsString) -> OsString {
         _ => arg,
     }
 }
+
+/// Converts the last argument of a service mirror to a flag: Linkerd's charts pass the name of the Link without one.
+fn name_link_of_last_argument(line: &mut [OsString]) {
+    let is_mirror = line.iter().any(|arg| arg == SERVICE_MIRROR);
+    let [.., before, last] = line else { return };
+    let (before, name) = (before.to_string_lossy(), last.to_string_lossy());
+    // The argument after another flag is its value.
+    let is_value = before.starts_with("--") && !before.contains('=') && !FLAGS_WITHOUT_VALUE.contains(&&*before);
+    if is_mirror && !is_value && !name.starts_with("--") && name != SERVICE_MIRROR {
+        *last = format!("--link-name={name}").into();
+    }
+}
+
+const SERVICE_MIRROR: &str = "service-mirror";
+
+/// Flags of the service mirror that are true if they have no value.
+const FLAGS_WITHOUT_VALUE: [&str; 4] = [
+    "--enable-headless-services",
+    "--enable-namespace-creation",
+    "--enable-pprof",
+    "--local-mirror",
+];
 
 const EXAMPLE: &str = "\
 Flags can have one dash or two. The value follows after '=' or as the next argument;
@@ -145,6 +183,7 @@ mod tests {
                     sp_validator,
                     proxy_injector,
                     telemetry,
+                    service_mirror: false,
                 };
                 assert_eq!(parse(line).unwrap().services(), expected, "{line}");
             };
@@ -193,6 +232,24 @@ mod tests {
                 .to_string()
                 .contains("--controller")
         );
+    }
+
+    #[test]
+    fn the_last_argument_of_a_service_mirror_is_its_link() {
+        for line in [
+            "service-mirror east",
+            "service-mirror -namespace mc -probe-service=probe-east east",
+            "service-mirror -enable-namespace-creation east",
+            "service-mirror -link-name=east",
+            "service-mirror -link-name east",
+        ] {
+            let command = parse(line).unwrap();
+            assert!(command.services().service_mirror);
+            assert_eq!(command.flags.mirror.link_name.as_deref(), Some("east"), "{line}");
+        }
+        let local = parse("service-mirror -local-mirror").unwrap();
+        assert_eq!(local.flags.mirror.link_name, None);
+        assert!(parse("destination east").is_err());
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::str::FromStr;
 use clap::{ArgAction, Args};
 use tulle_core::addr::Addr;
 use tulle_core::logging::Format;
-use tulle_core::names::port;
+use tulle_core::names::{label, port};
 
 use crate::tls::mesh_credentials::ClientCertificates;
 
@@ -170,12 +170,15 @@ pub(crate) struct Flags {
     #[arg(long)]
     pub(super) telemetry_addr: Option<ListenAddr>,
     /// Admin address (metrics, readiness, invalid manifests) of destination; by default :9996. In a process without
-    /// destination, that of sp-validator (by default :9997) or of proxy-injector (by default :9995); rejected if both run.
+    /// destination, that of sp-validator (by default :9997), of proxy-injector (by default :9995) or of service-mirror (by default
+    /// :9999); rejected if several of these run.
     #[arg(long)]
     pub(super) metrics_addr: Option<ListenAddr>,
     /// Admin address of sp-validator; by default :9997.
     #[arg(long)]
     pub(super) sp_validator_metrics_addr: Option<ListenAddr>,
+    #[command(flatten)]
+    pub(crate) mirror: MirrorFlags,
     /// Admin address of identity and policy, and of telemetry in a process without destination.
     #[arg(long, default_value_t = ListenAddr::AllInterfaces(9990))]
     pub(super) admin_addr: ListenAddr,
@@ -203,6 +206,44 @@ pub(crate) struct Flags {
     /// Ignored, accepted for compatibility with charts: there is no profiler.
     #[arg(long, hide = true, num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub(super) enable_pprof: Option<bool>,
+}
+
+/// Flags of the service mirror.
+#[derive(Debug, Args)]
+pub(crate) struct MirrorFlags {
+    /// The Link to the cluster whose Services are mirrored; also accepted as the last argument without the flag.
+    #[arg(long, value_name = "NAME", conflicts_with = "local_mirror")]
+    pub(crate) link_name: Option<String>,
+    /// Mirror no cluster, but keep the Services of this cluster in their federated Services.
+    #[arg(long, default_value_t = false, num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
+    pub(super) local_mirror: bool,
+    /// Namespace of the Link, its credentials, the lease and the probe Service.
+    #[arg(long, value_name = "NAMESPACE", default_value = "linkerd-multicluster")]
+    pub(super) namespace: String,
+    /// The Service through which the gateway is probed; by default it is not probed.
+    #[arg(long, value_name = "NAME", default_value = "")]
+    pub(super) probe_service: String,
+    /// Whether namespaces that only the other cluster has are created for their mirrors.
+    #[arg(long, default_value_t = false, num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
+    pub(super) enable_namespace_creation: bool,
+    /// Interval of looking up the names of the gateway, and of comparing all mirrors.
+    #[arg(long, value_name = "DURATION", default_value = "1m")]
+    pub(super) endpoint_refresh_period: String,
+    /// Labels of the Services that join federated Services, with --local-mirror.
+    #[arg(long, value_name = "SELECTOR", default_value = label::FEDERATED)]
+    pub(super) federated_service_selector: String,
+    /// Labels that federated Services do not get, with --local-mirror: names, or prefixes such as example.com/*.
+    #[arg(long, value_name = "LIST", default_value = "")]
+    pub(super) excluded_labels: String,
+    /// Annotations that federated Services do not get, with --local-mirror.
+    #[arg(long, value_name = "LIST", default_value = "")]
+    pub(super) excluded_annotations: String,
+    /// Mirrors for the pods of headless Services are not supported; `true` is rejected.
+    #[arg(long, hide = true, default_value_t = false, num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
+    pub(super) enable_headless_services: bool,
+    /// Without effect, accepted for compatibility with charts: failed steps are retried until they succeed.
+    #[arg(long, hide = true)]
+    pub(super) event_requeue_limit: Option<u32>,
 }
 
 impl FromStr for ListenAddr {

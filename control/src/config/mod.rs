@@ -27,6 +27,8 @@ use crate::identity::own_certificate::RemoteIdentity;
 use crate::injector_webhook;
 use crate::kubernetes;
 use crate::kubernetes::request_layer::RequestRate;
+use crate::mirror;
+use crate::mirror::config::LocalMembers;
 use crate::policy;
 use crate::policy::config::L5dHeaders;
 use crate::resources::go_duration;
@@ -52,6 +54,8 @@ pub struct Config {
     pub client_certificates: ClientCertificates,
     pub webhooks: Webhooks,
     pub writeback: Writeback,
+    /// Set if the service mirror runs.
+    pub mirror: Option<mirror::config::Config>,
     pub listen: ListenAddrs,
     /// `OmitServer` if only `all-in-one` adds telemetry, without Kubernetes and without --telemetry-addr: another program can
     /// use its default port, and that must not stop the other services.
@@ -131,6 +135,7 @@ pub struct ListenAddrs {
     pub admin: ListenAddr,
     pub sp_validator_admin: ListenAddr,
     pub proxy_injector_admin: ListenAddr,
+    pub mirror_admin: ListenAddr,
 }
 
 /// What happens if a server cannot listen, for example because another program uses its port.
@@ -159,7 +164,7 @@ impl Config {
         for flag in &unsupported_flags {
             warn!(flag, "this flag has no effect here");
         }
-        let domains = flags.domains()?;
+        let domains = flags.domains(services)?;
         let listen = flags.listen(services)?;
         let source = || match &flags.manifests {
             Some(dir) => ObjectSource::Directory(dir.clone()),
@@ -185,6 +190,10 @@ impl Config {
                 lease_owner_deployment: flags.policy_deployment_name.clone(),
                 patch_timeout: Duration::from_millis(flags.patch_timeout_ms),
             },
+            mirror: match services.service_mirror {
+                true => Some(flags.service_mirror()?),
+                false => None,
+            },
             listen,
             telemetry_listen_failure: match flags.manifests.is_some()
                 && flags.telemetry_addr.is_none()
@@ -207,7 +216,7 @@ impl Config {
             }
         );
         let webhooks = self.services.sp_validator || self.services.proxy_injector;
-        self.source == Some(ObjectSource::Kubernetes) || reviews_tokens || webhooks
+        self.source == Some(ObjectSource::Kubernetes) || reviews_tokens || webhooks || self.mirror.is_some()
     }
 
     pub(crate) fn writeback_config(&self) -> writeback::config::Config {
@@ -268,7 +277,8 @@ struct Domains {
 }
 
 impl Flags {
-    fn domains(&self) -> Result<Domains> {
+    fn domains(&self, services: Services) -> Result<Domains> {
+        let is_used = !services.is_mirror_only();
         ensure!(
             is_dns_label(&self.controller_namespace),
             "--controller-namespace={:?} is not a namespace; expected at most 63 lower-case letters, digits and '-', with no \
@@ -276,17 +286,19 @@ impl Flags {
             self.controller_namespace
         );
         let cluster = match self.cluster_domain.as_str() {
-            "" => {
+            "" if is_used => {
                 warn!("--cluster-domain is not set; using {DEFAULT_CLUSTER_DOMAIN}");
                 DEFAULT_CLUSTER_DOMAIN
             }
+            "" => DEFAULT_CLUSTER_DOMAIN,
             domain => domain,
         };
         let trust = match self.identity_trust_domain.as_str() {
-            "" => {
+            "" if is_used => {
                 warn!("--identity-trust-domain is not set; using {cluster}");
                 cluster
             }
+            "" => cluster,
             domain => domain,
         };
         for (flag, domain) in [("cluster-domain", cluster), ("identity-trust-domain", trust)] {
@@ -442,6 +454,45 @@ impl Flags {
         })
     }
 
+    fn service_mirror(&self) -> Result<mirror::config::Config> {
+        let flags = &self.mirror;
+        ensure!(
+            self.manifests.is_none(),
+            "service-mirror needs Kubernetes; remove --manifests, and mirror by manifests of Services and Endpoints"
+        );
+        ensure!(
+            !flags.enable_headless_services,
+            "--enable-headless-services is not supported: headless Services are mirrored with one address; remove the flag"
+        );
+        let refresh_period = go_duration::parse(&flags.endpoint_refresh_period)
+            .map_err(|err| anyhow!("--endpoint-refresh-period: {err}"))?;
+        ensure!(
+            refresh_period >= Duration::from_secs(1),
+            "--endpoint-refresh-period={:?} must be at least 1s",
+            flags.endpoint_refresh_period
+        );
+        let scope = match &flags.link_name {
+            Some(name) => mirror::config::Scope::Link(name.clone()),
+            None if flags.local_mirror => mirror::config::Scope::ThisCluster(LocalMembers::new(
+                flags
+                    .federated_service_selector
+                    .parse()
+                    .map_err(|err| anyhow!("--federated-service-selector: {err}"))?,
+                &flags.excluded_labels,
+                &flags.excluded_annotations,
+            )),
+            None => bail!("service-mirror needs --link-name=NAME, the Link to the other cluster, or --local-mirror"),
+        };
+        Ok(mirror::config::Config {
+            namespace: flags.namespace.clone(),
+            scope,
+            probe_service: Some(flags.probe_service.clone()).filter(|name| !name.is_empty()),
+            may_create_namespaces: flags.enable_namespace_creation,
+            refresh_period,
+            lease_holder: pod_name(),
+        })
+    }
+
     fn listen(&self, services: Services) -> Result<ListenAddrs> {
         let mut listen = ListenAddrs {
             destination: self
@@ -462,6 +513,7 @@ impl Flags {
                 .sp_validator_metrics_addr
                 .unwrap_or(ListenAddr::AllInterfaces(9997)),
             proxy_injector_admin: ListenAddr::AllInterfaces(9995),
+            mirror_admin: ListenAddr::AllInterfaces(9999),
         };
         if let Some(addr) = self.addr {
             let Services {
@@ -471,6 +523,7 @@ impl Flags {
                 sp_validator,
                 proxy_injector,
                 telemetry,
+                service_mirror: _,
             } = services;
             let (service_addr, own) = match [destination, identity, sp_validator, proxy_injector, telemetry] {
                 [true, false, false, false, false] => {
@@ -505,6 +558,7 @@ impl Flags {
                     listen.sp_validator_admin = addr;
                 }
                 (false, false, true) => listen.proxy_injector_admin = addr,
+                (false, false, false) if services.is_mirror_only() => listen.mirror_admin = addr,
                 (false, _, _) => bail!(
                     "--metrics-addr={addr} applies to several services, or to none; expected --admin-addr for identity, \
                      policy or telemetry, or --sp-validator-metrics-addr"

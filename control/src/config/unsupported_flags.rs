@@ -15,6 +15,7 @@ pub(super) fn find(flags: &Flags) -> Vec<&'static str> {
         ("--identity-scheme", is_set(&flags.identity_scheme)),
         ("--trace-collector", is_set(&flags.trace_collector)),
         ("--enable-pprof", flags.enable_pprof == Some(true)),
+        ("--event-requeue-limit", flags.mirror.event_requeue_limit.is_some()),
     ];
     let set = ignored.into_iter().filter(|(_, is_set)| *is_set);
     set.map(|(flag, _)| flag).collect()

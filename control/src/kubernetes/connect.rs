@@ -3,6 +3,7 @@
 //! The same service stack as in kube's own client, on top of our connector. It uses HTTP/1.1, so each watch has its own
 //! connection. Only TCP keep-alive can tell an idle connection from one to an unreachable server.
 
+use std::net::IpAddr;
 use std::time::Duration;
 
 use http::{Request, Response};
@@ -15,7 +16,7 @@ use kube::client::retry::RetryPolicy;
 use kube::client::{Body, ClientBuilder, ConfigExt as _};
 use tower::retry::RetryLayer;
 use tower::util::BoxService;
-use tower::{BoxError, ServiceBuilder, ServiceExt as _};
+use tower::{BoxError, Service as _, ServiceBuilder, ServiceExt as _};
 use tracing::debug;
 
 /// The service that sends requests to the API server.
@@ -71,6 +72,18 @@ fn build_with_tcp_keep_alive(
         .map_err(BoxError::from)
         .service(client);
     Ok(ClientBuilder::new(stack.boxed(), config.default_namespace))
+}
+
+/// Looks up the addresses of a host, as connections to the API server do. An IP address is its own.
+///
+/// # Errors
+/// Fails if the lookup fails or finds nothing.
+pub async fn lookup(host: &str) -> Result<Vec<IpAddr>, BoxError> {
+    if let Ok(ip) = host.parse() {
+        return Ok(vec![ip]);
+    }
+    let found = resolver::names().call(host.parse()?).await?;
+    Ok(found.map(|addr| addr.ip()).collect())
 }
 
 fn connector(keep_alive: TcpKeepAlive) -> HttpConnector<resolver::Names> {

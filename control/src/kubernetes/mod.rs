@@ -57,14 +57,26 @@ impl Default for Config {
 /// # Errors
 /// Fails if the credentials cannot be read.
 pub async fn client(config: &Config, registry: &Registry) -> Result<Client, ClientError> {
-    let mut access = match &config.kubeconfig {
+    let access = match &config.kubeconfig {
         Some(path) => config_from_kubeconfig(path.clone()).await?,
         None => kube::Config::incluster().map_err(ClientError::ServiceAccount)?,
     };
+    client_with(access, config.request_rate, registry)
+}
+
+/// Creates a client with this access. Sends no request.
+///
+/// # Errors
+/// Fails if the credentials are invalid.
+pub(crate) fn client_with(
+    mut access: kube::Config,
+    request_rate: RequestRate,
+    registry: &Registry,
+) -> Result<Client, ClientError> {
     let agent = concat!("tulle-control/", env!("CARGO_PKG_VERSION"));
     access.headers.push((USER_AGENT, HeaderValue::from_static(agent)));
     let server = access.cluster_url.clone();
-    let layer = RequestLayer::new(&server, config.request_rate, registry);
+    let layer = RequestLayer::new(&server, request_rate, registry);
     let builder = connect::builder(access).map_err(|source| ClientError::Client {
         server: server.to_string(),
         source: Box::new(source),

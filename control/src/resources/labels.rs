@@ -1,6 +1,7 @@
 //! Labels and label selectors.
 
 use std::collections::BTreeMap;
+use std::str::FromStr;
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelectorRequirement;
 use serde::{Deserialize, Deserializer};
@@ -45,6 +46,11 @@ impl Selector {
             operator: LabelOperator::In(vec![value.to_owned()]),
         };
         Self(labels.iter().map(requirement).collect())
+    }
+
+    /// Whether the selector has no requirement.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
     }
 
     pub fn matches(&self, labels: &Labels) -> bool {
@@ -108,6 +114,66 @@ impl Selector {
     }
 }
 
+/// The form of command lines: requirements such as `app=web,tier!=db,env in (a,b),exported,!old`, joined by commas.
+impl FromStr for Selector {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let mut requirements = Vec::new();
+        let mut rest = text;
+        while !rest.trim().is_empty() {
+            // Commas in parentheses separate values.
+            let mut depth = 0_u32;
+            let end = rest.find(|ch| {
+                match ch {
+                    '(' => depth += 1,
+                    ')' => depth = depth.saturating_sub(1),
+                    _ => {}
+                }
+                ch == ',' && depth == 0
+            });
+            let (part, after) = end.map_or((rest, ""), |end| (&rest[..end], &rest[end + 1..]));
+            requirements.push(parse_requirement(part.trim())?);
+            rest = after;
+        }
+        Ok(Self(requirements))
+    }
+}
+
+fn parse_requirement(text: &str) -> Result<Requirement, String> {
+    let values = |list: &str| -> Vec<String> { list.split(',').map(|value| value.trim().to_owned()).collect() };
+    let set = text.strip_suffix(')').and_then(|text| text.split_once('('));
+    let set = set.and_then(|(left, list)| Some((left.trim().rsplit_once(' ')?, list)));
+    let (key, operator) = match set {
+        Some(((key, "in"), list)) => (key, LabelOperator::In(values(list))),
+        Some(((key, "notin"), list)) => (key, LabelOperator::NotIn(values(list))),
+        _ => match text.split_once('=') {
+            Some((key, value)) => {
+                let value = vec![value.trim_start_matches('=').trim().to_owned()];
+                match key.strip_suffix('!') {
+                    Some(key) => (key, LabelOperator::NotIn(value)),
+                    None => (key, LabelOperator::In(value)),
+                }
+            }
+            None => match text.strip_prefix('!') {
+                Some(key) => (key, LabelOperator::DoesNotExist),
+                None => (text, LabelOperator::Exists),
+            },
+        },
+    };
+    let key = key.trim();
+    let is_name = |ch: char| ch.is_ascii_alphanumeric() || "-_./".contains(ch);
+    match !key.is_empty() && key.chars().all(is_name) {
+        true => Ok(Requirement {
+            key: key.to_owned(),
+            operator,
+        }),
+        false => Err(format!(
+            "{text:?} is none of: label=value, label!=value, label in (a,b), label notin (a,b), label, !label"
+        )),
+    }
+}
+
 impl<'de> Deserialize<'de> for Selector {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let selector = RawSelector::deserialize(deserializer)?;
@@ -121,6 +187,31 @@ mod tests {
 
     fn labels(pairs: &[(&str, &str)]) -> Labels {
         pairs.iter().copied().collect()
+    }
+
+    #[test]
+    fn selectors_of_command_lines_match_as_those_of_kubectl() {
+        for (text, pairs, expected) in [
+            ("", &[][..], true),
+            ("app", &[("app", "x")], true),
+            ("app", &[], false),
+            ("!app", &[("app", "x")], false),
+            ("app=web, tier!=db", &[("app", "web"), ("tier", "x")], true),
+            ("app==web", &[("app", "web")], true),
+            (
+                "app in (a, b),tier notin (x,y),!old",
+                &[("app", "b"), ("tier", "z")],
+                true,
+            ),
+            ("app in (a, b),tier notin (x,y)", &[("app", "b"), ("tier", "y")], false),
+        ] {
+            let selector: Selector = text.parse().unwrap();
+            assert_eq!(selector.matches(&labels(pairs)), expected, "{text}");
+        }
+        for invalid in ["=x", "a b", "app in a", "(a)"] {
+            let error = invalid.parse::<Selector>().unwrap_err();
+            assert!(error.contains("is none of: label=value"), "{error}");
+        }
     }
 
     #[test]

@@ -50,9 +50,9 @@ pub fn add_controllers(
             synced_sender.send_replace(true);
         }),
     );
-    let lease = |name, timing| lease::Config {
+    let lease = |name: &str, timing| lease::Config {
         namespace: config.controller_namespace.clone(),
-        name,
+        name: name.to_owned(),
         holder: config.lease_holder.clone(),
         field_manager: None,
         owner: Some(config.lease_owner_deployment.clone()),

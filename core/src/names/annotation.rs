@@ -540,6 +540,25 @@ annotations! {
         meaning: "The identity of the gateway to which the addresses of a mirrored Service belong.",
     }
 
+    REMOTE_RESOURCE_VERSION = "mirror.linkerd.io/remote-resource-version" {
+        objects: "written on Service",
+        values: "a resource version",
+        default: "none",
+        meaning: "The version of the exported Service that a mirror is a copy of.",
+    }
+    REMOTE_DISCOVERY = "multicluster.linkerd.io/remote-discovery" {
+        objects: "written on Service",
+        values: "a list such as `web@east,web@north`",
+        default: "none",
+        meaning: "The members of a federated Service in other clusters, in the order in which they joined.",
+    }
+    LOCAL_DISCOVERY = "multicluster.linkerd.io/local-discovery" {
+        objects: "written on Service",
+        values: "the name of a Service",
+        default: "none",
+        meaning: "The member of a federated Service in its own cluster.",
+    }
+
     // Written by tulle
     CREATED_BY = "linkerd.io/created-by" {
         objects: "written on Pod, and on objects of the charts",

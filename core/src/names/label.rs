@@ -82,9 +82,34 @@ labels! {
         meaning: "Marks the objects of a CNI plugin, which are never injected.",
     }
     MIRRORED_CLUSTER = "mirror.linkerd.io/cluster-name" {
-        objects: "Endpoints, EndpointSlice",
+        objects: "Service, Endpoints, EndpointSlice, Namespace",
         set_by: "the service mirror",
         meaning: "The cluster of a mirrored Service, which is the label `dst_target_cluster` in metrics.",
+    }
+    MIRRORED_SERVICE = "mirror.linkerd.io/mirrored-service" {
+        objects: "Service, Endpoints, Namespace",
+        set_by: "the service mirror, with the value `true`",
+        meaning: "Marks what the service mirror created: mirrors, federated Services, and namespaces for them.",
+    }
+    FEDERATED = "mirror.linkerd.io/federated" {
+        objects: "Service",
+        set_by: "users, with the value `member`",
+        meaning: "The Service joins the federated Service of its name in linked clusters.",
+    }
+    EXPORTED = "mirror.linkerd.io/exported" {
+        objects: "Service",
+        set_by: "users, with the value `true`, or `remote-discovery` if other clusters can connect to its pods",
+        meaning: "The Service is mirrored in linked clusters. A Link can select by other labels.",
+    }
+    REMOTE_DISCOVERY = "multicluster.linkerd.io/remote-discovery" {
+        objects: "Service",
+        set_by: "the service mirror",
+        meaning: "The cluster that has the endpoints of a mirror without a gateway.",
+    }
+    REMOTE_SERVICE = "multicluster.linkerd.io/remote-service" {
+        objects: "Service",
+        set_by: "the service mirror",
+        meaning: "The name of the mirrored Service in the cluster that has its endpoints.",
     }
     APP_INSTANCE = "app.kubernetes.io/instance" {
         objects: "Pod",

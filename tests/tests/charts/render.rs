@@ -97,11 +97,10 @@ fn render(values: &[&str]) -> anyhow::Result<Vec<Value>> {
 
 #[test]
 fn helm_lint_accepts_the_charts() {
-    for chart in ["tulle-crds", "tulle-control-plane"] {
-        let needed = if chart == "tulle-crds" {
-            &[][..]
-        } else {
-            REQUIRED_VALUES
+    for chart in ["tulle-crds", "tulle-control-plane", "tulle-multicluster"] {
+        let needed = match chart {
+            "tulle-control-plane" => REQUIRED_VALUES,
+            _ => &[],
         };
         let report = Helm::new()
             .unwrap()
@@ -645,7 +644,7 @@ fn the_log_levels_of_destination_and_policy_become_one_filter() {
 
 #[test]
 fn every_value_has_a_comment_and_a_schema() {
-    for chart in ["tulle-crds", "tulle-control-plane"] {
+    for chart in ["tulle-crds", "tulle-control-plane", "tulle-multicluster"] {
         let text = fs::read_to_string(format!("{}/values.yaml", path_of(chart))).unwrap();
         let schema = fs::read_to_string(format!("{}/values.schema.json", path_of(chart))).unwrap();
         let values: Value = serde_yaml_ng::from_str(&text).unwrap();

@@ -6,6 +6,7 @@ mod cli;
 mod harness;
 mod identity;
 mod injection;
+mod multicluster;
 mod source;
 mod telemetry;
 mod webhooks;

@@ -20,7 +20,7 @@ fn chart_values() {
         "values.yaml and values.schema.json of each chart",
         "Each value is set with `--set NAME=VALUE` or in a values file. Unknown values are refused.",
     );
-    for chart in ["tulle-crds", "tulle-control-plane"] {
+    for chart in ["tulle-crds", "tulle-control-plane", "tulle-multicluster"] {
         let dir = root().join("charts").join(chart);
         let yaml = fs::read_to_string(dir.join("values.yaml")).unwrap();
         let schema: Value = serde_json::from_slice(&fs::read(dir.join("values.schema.json")).unwrap()).unwrap();

@@ -190,7 +190,12 @@ fn every_header_that_a_program_names_is_declared() {
 
 /// Names with the syntax of annotations: the controller in a status, the type of a Secret, and a common misspelling that
 /// `tulle check` finds.
-const NAMES_OF_OTHER_THINGS: [&str; 3] = ["linkerd.io/policy-controller", "linkerd.io/tls", "linkerd.io/injected"];
+const NAMES_OF_OTHER_THINGS: [&str; 4] = [
+    "linkerd.io/policy-controller",
+    "linkerd.io/service-mirror",
+    "linkerd.io/tls",
+    "linkerd.io/injected",
+];
 
 #[test]
 fn annotations_and_labels() {

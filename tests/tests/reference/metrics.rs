@@ -74,6 +74,10 @@ async fn control_plane_metrics(server: &ApiServer) -> BTreeSet<Description> {
             "proxy_inject_admission_requests_total",
         ),
         (
+            format!("service-mirror -kubeconfig {kubeconfig} -link-name east -metrics-addr 127.0.0.1:0"),
+            "service_mirror_endpoint_repairs",
+        ),
+        (
             format!("destination -manifests {dir}/manifests {LOOPBACK}"),
             "manifest_errors",
         ),

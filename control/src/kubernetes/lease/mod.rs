@@ -35,7 +35,7 @@ use crate::kubernetes::lease::timing::LeaseTiming;
 #[derive(Clone, Debug)]
 pub struct Config {
     pub namespace: String,
-    pub name: &'static str,
+    pub name: String,
     /// The unique identity of this candidate: the name of its pod.
     pub holder: String,
     /// The field manager of the lease's fields. Default: derived from the user agent.
@@ -93,7 +93,7 @@ pub fn new_candidate(client: &Client, config: Config, registry: &Registry) -> (C
         had_owner: false,
         has_sent_write: false,
         role,
-        gauge: gauge.get(&Labels::new().with("name", config.name)),
+        gauge: gauge.get(&Labels::new().with("name", &config.name)),
         config,
     };
     (candidate, Leadership(leadership))
@@ -121,7 +121,7 @@ impl Leadership {
 impl Candidate {
     /// Competes for the lease until the drain. Then releases it if this process holds it.
     pub async fn run(mut self, drain: Watch) {
-        let (namespace, name) = (self.config.namespace.clone(), self.config.name);
+        let (namespace, name) = (self.config.namespace.clone(), self.config.name.clone());
         info!(
             holder = self.config.holder,
             "competing for the lease {namespace}/{name}"
@@ -191,7 +191,7 @@ impl Candidate {
 
     async fn read_lease(&mut self) -> Result<LeaseDecision, LeaseError> {
         let asked_at = Instant::now();
-        let lease = match with_timeout(REQUEST_TIMEOUT, self.leases.get(self.config.name)).await {
+        let lease = match with_timeout(REQUEST_TIMEOUT, self.leases.get(&self.config.name)).await {
             Ok(lease) => Some(lease),
             Err(LeaseError::Api(Error::Api(status))) if status.code == 404 => None,
             Err(err) => return Err(err),
@@ -214,7 +214,7 @@ impl Candidate {
         let lease = if let Some(lease) = &self.lease {
             let claim = self.renewed_lease(lease);
             sent_at = Instant::now();
-            with_timeout(limit, self.leases.replace(self.config.name, &params, &claim)).await?
+            with_timeout(limit, self.leases.replace(&self.config.name, &params, &claim)).await?
         } else {
             let claim = self.renewed_lease(&self.new_lease().await?);
             sent_at = Instant::now();
@@ -259,7 +259,7 @@ impl Candidate {
         };
         Ok(Lease {
             metadata: ObjectMeta {
-                name: Some(self.config.name.to_owned()),
+                name: Some(self.config.name.clone()),
                 namespace: Some(self.config.namespace.clone()),
                 owner_references: owner.map(|owner| vec![owner]),
                 ..ObjectMeta::default()
@@ -274,7 +274,7 @@ impl Candidate {
             if self.had_owner {
                 return Err(LeaseError::OwnerDeleted(name.to_owned()));
             }
-            let lease = self.config.name;
+            let lease = &self.config.name;
             warn!(
                 lease,
                 "Deployment {name} not found; the lease has no owner and will not be deleted when the control plane is uninstalled"
@@ -294,7 +294,7 @@ impl Candidate {
     /// Clears the holder if it is this process, so that the next leader does not have to wait.
     async fn release(&mut self) -> Result<(), LeaseError> {
         // A write can have been in flight, so the current version has to be read.
-        let Some(mut lease) = self.leases.get_opt(self.config.name).await? else {
+        let Some(mut lease) = self.leases.get_opt(&self.config.name).await? else {
             return Ok(());
         };
         let Some(spec) = &mut lease.spec else { return Ok(()) };
@@ -308,7 +308,7 @@ impl Candidate {
             field_manager: self.config.field_manager.map(str::to_owned),
             ..PostParams::default()
         };
-        self.leases.replace(self.config.name, &params, &lease).await?;
+        self.leases.replace(&self.config.name, &params, &lease).await?;
         info!("released the lease {}/{}", self.config.namespace, self.config.name);
         Ok(())
     }
@@ -323,7 +323,7 @@ impl Candidate {
             .role
             .send_if_modified(|current| std::mem::replace(current, role) != role);
         if changed {
-            let (namespace, name) = (&self.config.namespace, self.config.name);
+            let (namespace, name) = (&self.config.namespace, &self.config.name);
             self.gauge.set(i64::from(role == Role::Leader));
             match role {
                 Role::Leader => info!("acquired the lease {namespace}/{name}"),

@@ -95,7 +95,7 @@ struct Running {
 fn start(server: &Shared, holder: &'static str, timing: LeaseTiming) -> Running {
     let config = Config {
         namespace: "linkerd".to_owned(),
-        name: "policy-controller-write",
+        name: "policy-controller-write".to_owned(),
         holder: holder.to_owned(),
         field_manager: Some("policy-controller"),
         owner: Some("linkerd-destination".to_owned()),

@@ -1,0 +1,36 @@
+//! Opens the ports of the process.
+
+use std::io;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+
+use anyhow::{Context as _, Result};
+use tokio::net::{TcpListener, TcpSocket};
+
+use crate::config::flags::ListenAddr;
+
+/// Opens a listener. `AllInterfaces` uses both IP families if the host has IPv6.
+pub(crate) fn bind(addr: ListenAddr) -> Result<(TcpListener, SocketAddr)> {
+    let bound = match addr {
+        ListenAddr::Socket(addr) => listen(addr),
+        ListenAddr::AllInterfaces(port) => {
+            listen((Ipv6Addr::UNSPECIFIED, port).into()).or_else(|_| listen((Ipv4Addr::UNSPECIFIED, port).into()))
+        }
+    };
+    let listener = bound.with_context(|| format!("listening on {addr}"))?;
+    let bound = listener.local_addr().context("reading a listener's address")?;
+    Ok((listener, bound))
+}
+
+fn listen(addr: SocketAddr) -> io::Result<TcpListener> {
+    let socket = match addr {
+        SocketAddr::V4(_) => TcpSocket::new_v4()?,
+        SocketAddr::V6(_) => TcpSocket::new_v6()?,
+    };
+    socket.set_reuseaddr(true)?;
+    socket.bind(addr)?;
+    socket.listen(BACKLOG)
+}
+
+/// Maximum length of the accept queue. With a short queue a flood delays other clients by a second, after which their kernel
+/// repeats the SYN.
+const BACKLOG: u32 = 4096;

@@ -1,0 +1,700 @@
+//! Mirrors the exported Services of a linked cluster while this process is the leader.
+
+use std::collections::{BTreeSet, HashMap};
+use std::convert::Infallible;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use k8s_openapi::api::core::v1::{Endpoints, Namespace, Secret, Service};
+use kube::api::{Api, DynamicObject, ObjectMeta};
+use kube::core::PartialObjectMeta;
+use kube::runtime::reflector::{ObjectRef, Store};
+use kube::runtime::watcher;
+use kube::{Client, ResourceExt as _};
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep, sleep_until};
+use tracing::{debug, info, warn};
+use tulle_core::error_chain::ErrorChain;
+use tulle_core::metrics::{Counter, Family, Gauge, Labels, Registry};
+use tulle_core::names::label;
+
+use super::config::{Config, Scope};
+use super::credentials;
+use super::gateway::{self, GatewayChannels, GatewayMetrics, ProbeTarget};
+use super::link::{ExportSelector, Link};
+use super::plan::federated::clusters_without_link;
+use super::plan::inputs::{
+    ExportingCluster, GatewayState, Inputs, LinkAge, Linked, LocalCluster, Member, Plan, Rejection,
+};
+use super::plan::objects::{PROBE_PORT_NAME, object_name};
+use super::plan::plan;
+use super::status::{self, LinkStatus};
+use super::watches::{Watched, Watches, is_listed};
+use super::writer::{WriteMemory, Writer};
+use crate::kubernetes::lease::{Leadership, Role};
+use crate::kubernetes::{self, request_layer::RequestRate};
+use crate::resources::meta::NamespacedName;
+
+pub(super) struct Controller {
+    client: Client,
+    config: Config,
+    registry: Registry,
+    metrics: Metrics,
+    writer: Writer,
+}
+
+struct Metrics {
+    gateway: GatewayMetrics,
+    synced: Family<Gauge>,
+    credentials_expiry: Family<Gauge>,
+    errors: Family<Counter>,
+    repairs: Family<Counter>,
+}
+
+/// What is watched in this cluster.
+struct Local {
+    watches: Watches,
+    services: Store<Service>,
+    /// Those that the mirror controllers wrote. `None` without a Link: federated Services have no Endpoints.
+    endpoints: Option<Store<Endpoints>>,
+    namespaces: Store<PartialObjectMeta<Namespace>>,
+    links: Store<DynamicObject>,
+}
+
+/// What is watched in the linked cluster.
+struct Remote {
+    watches: Watches,
+    services: Store<Service>,
+    endpoints: Store<Endpoints>,
+}
+
+/// What passes remember of earlier ones.
+#[derive(Default)]
+struct Memory {
+    writes: WriteMemory,
+    /// Since when the members of federated Services have had no Link.
+    unlinked_since: HashMap<String, Instant>,
+    /// When the status can be written again.
+    next_status_at: Option<Instant>,
+    /// Why the other cluster cannot be read, as reported last.
+    reported: Option<String>,
+}
+
+/// A gauge that is 0 when nothing is known any more.
+struct ZeroOnDrop(Arc<Gauge>);
+
+impl Drop for ZeroOnDrop {
+    fn drop(&mut self) {
+        self.0.set(0);
+    }
+}
+
+impl Controller {
+    pub(super) fn new(client: Client, config: Config, registry: &Registry) -> Self {
+        let metrics = Metrics::new(registry);
+        Self {
+            writer: Writer {
+                client: client.clone(),
+                errors: metrics.errors.clone(),
+            },
+            client,
+            config,
+            registry: registry.clone(),
+            metrics,
+        }
+    }
+
+    /// Mirrors while this process is the leader. Never returns.
+    pub(super) async fn run(self, mut leadership: Leadership) {
+        let mut role = leadership.role();
+        loop {
+            match role {
+                Role::Leader => {
+                    role = tokio::select! {
+                        // First: a process that was paused must not write before it knows that its term is over.
+                        biased;
+                        role = leadership.changed() => role,
+                        never = self.lead() => match never {},
+                    };
+                }
+                Role::Follower => role = leadership.changed().await,
+            }
+        }
+    }
+
+    async fn lead(&self) -> Infallible {
+        let local = self.watch_local();
+        let name = match &self.config.scope {
+            Scope::Link(name) => name,
+            Scope::ThisCluster(_) => match self.mirror_this_cluster(&local).await {},
+        };
+        let mut gateway = GatewayChannels::default();
+        let mut probed = None;
+        loop {
+            let mut changes = local.watches.changes();
+            match local.link(name) {
+                Some(Ok(link)) => {
+                    for warning in &link.warnings {
+                        warn!(link = name, "{warning}");
+                    }
+                    // What is known of the gateway stays if the Link changes otherwise.
+                    let probes = Some((link.gateway.clone(), link.probe.clone()));
+                    if std::mem::replace(&mut probed, probes.clone()) != probes {
+                        gateway = GatewayChannels::default();
+                    }
+                    tokio::select! {
+                        () = local.wait_until_changed(name, &link) => info!(link = name, "the Link has changed"),
+                        never = self.follow_link(&local, &link, &gateway) => match never {},
+                    }
+                }
+                Some(Err(err)) => {
+                    self.report_unreadable(&local, name, &err).await;
+                    let object = local.link_object(name);
+                    let is_same = || {
+                        let spec =
+                            |object: &Option<Arc<DynamicObject>>| object.as_ref().map(|link| link.data["spec"].clone());
+                        spec(&local.link_object(name)) == spec(&object)
+                    };
+                    while is_same() {
+                        changed(&mut changes).await;
+                    }
+                }
+                None => changed(&mut changes).await,
+            }
+        }
+    }
+
+    fn watch_local(&self) -> Local {
+        let client = &self.client;
+        let size = |kind: &str| self.cache_size(kind, "local");
+        let all = watcher::Config::default();
+        let services = Watched::new(Api::all(client.clone()), all.clone(), prune_service);
+        let written = all.clone().labels(label::MIRRORED_CLUSTER);
+        let endpoints = Watched::new(Api::all(client.clone()), written, |_| {});
+        let namespaces = Watched::new(Api::all(client.clone()), all.clone(), |_| {});
+        let links = Watched {
+            api: Api::namespaced_with(client.clone(), &self.config.namespace, &Link::resource()),
+            kind: Link::resource(),
+            config: all,
+            prune: |_| {},
+        };
+        let mut watches = Watches::new("local");
+        Local {
+            services: watches.watch(services, size("service")),
+            endpoints: match self.config.scope {
+                Scope::Link(_) => Some(watches.watch(endpoints, size("endpoints"))),
+                Scope::ThisCluster(_) => None,
+            },
+            namespaces: watches.watch(namespaces, size("namespace")),
+            links: watches.watch(links, size("link")),
+            watches,
+        }
+    }
+
+    /// Mirrors with the credentials of the Link's Secret, anew whenever the Secret changes.
+    async fn follow_link(&self, local: &Local, link: &Link, gateway: &GatewayChannels) -> Infallible {
+        let secrets = Api::<Secret>::namespaced(self.client.clone(), &self.config.namespace);
+        let config = watcher::Config::default().fields(&format!("metadata.name={}", link.credentials_secret));
+        let mut watches = Watches::new("local");
+        let store = watches.watch(Watched::new(secrets, config, |_| {}), Arc::default());
+        let key = ObjectRef::new(&link.credentials_secret).within(&self.config.namespace);
+        let version = |secret: &Option<Arc<Secret>>| secret.as_ref().and_then(|secret| secret.resource_version());
+        loop {
+            let mut changes = watches.changes();
+            let secret = store.get(&key);
+            let is_other = || version(&store.get(&key)) != version(&secret);
+            let wait = async {
+                loop {
+                    changed(&mut changes).await;
+                    if is_other() || secret.is_none() {
+                        return;
+                    }
+                }
+            };
+            let serve = async {
+                match &secret {
+                    Some(secret) => self.mirror_with(local, link, secret, gateway).await,
+                    None => {
+                        let namespace = &self.config.namespace;
+                        let missing = || format!("there is no Secret {namespace}/{}", link.credentials_secret);
+                        let cause = is_listed(&store).then(missing).or_else(|| watches.failure());
+                        if let Some(cause) = cause {
+                            self.report_unreadable(local, &link.name, &cause).await;
+                        }
+                        std::future::pending().await
+                    }
+                }
+            };
+            tokio::select! {
+                () = wait => {}
+                never = serve => match never {},
+            }
+        }
+    }
+
+    async fn mirror_with(&self, local: &Local, link: &Link, secret: &Secret, gateway: &GatewayChannels) -> Infallible {
+        let secret_name = secret.name_any();
+        let cause = match credentials::read(secret).await {
+            Ok(access) => {
+                let server = access.config.cluster_url.to_string();
+                match kubernetes::client_with(access.config, REMOTE_REQUEST_RATE, &self.registry) {
+                    Ok(client) => {
+                        info!(link = link.name, cluster = link.cluster, server, "mirroring a cluster");
+                        let never = tokio::select! {
+                            never = self.report_expiry(link, &secret_name, access.expires_at) => never,
+                            never = self.mirror_link(local, link, &client, gateway) => never,
+                        };
+                        match never {}
+                    }
+                    Err(err) => ErrorChain(&err).to_string(),
+                }
+            }
+            Err(err) => ErrorChain(&err).to_string(),
+        };
+        let cause = format!("the Secret {secret_name} gives no access to {}: {cause}", link.cluster);
+        self.report_unreadable(local, &link.name, &cause).await;
+        std::future::pending().await
+    }
+
+    /// Says when the token expires, and warns a week before.
+    async fn report_expiry(&self, link: &Link, secret: &str, expires_at: Option<u64>) -> Infallible {
+        let Some(expires_at) = expires_at else {
+            return std::future::pending().await;
+        };
+        let gauge = self.metrics.credentials_expiry.get(&cluster_label(&link.cluster));
+        let mut has_warned = false;
+        loop {
+            let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+            let left = expires_at.saturating_sub(now.as_secs());
+            gauge.set(i64::try_from(left).unwrap_or(i64::MAX));
+            if left < EXPIRY_WARNING.as_secs() && !std::mem::replace(&mut has_warned, true) {
+                let (link, hours) = (&link.name, left / 3600);
+                warn!(
+                    link,
+                    secret, hours, "the token for the other cluster expires soon; create the Secret anew"
+                );
+            }
+            sleep(EXPIRY_INTERVAL).await;
+        }
+    }
+
+    async fn mirror_link(&self, local: &Local, link: &Link, client: &Client, gateway: &GatewayChannels) -> Infallible {
+        let remote = self.watch_remote(link, client);
+        let never = tokio::select! {
+            never = self.resolve_gateway(link, &gateway.addresses) => never,
+            never = self.probe_gateway(link, gateway) => never,
+            never = self.plan_link(local, link, &remote, gateway) => never,
+        };
+        match never {}
+    }
+
+    async fn resolve_gateway(&self, link: &Link, addresses: &watch::Sender<Option<Vec<IpAddr>>>) -> Infallible {
+        match &link.gateway {
+            Some(gateway) => gateway::resolve(gateway, self.config.refresh_period, addresses).await,
+            None => std::future::pending().await,
+        }
+    }
+
+    async fn probe_gateway(&self, link: &Link, gateway: &GatewayChannels) -> Infallible {
+        match (&link.gateway, &link.probe) {
+            (Some(_), Some(spec)) => gateway::probe(&link.cluster, spec, gateway, &self.metrics.gateway).await,
+            _ => std::future::pending().await,
+        }
+    }
+
+    fn watch_remote(&self, link: &Link, client: &Client) -> Remote {
+        let size = |kind: &str| self.cache_size(kind, &link.cluster);
+        let all = watcher::Config::default();
+        let services = Watched::new(Api::all(client.clone()), all.clone(), prune_service);
+        let endpoints = Watched::new(Api::all(client.clone()), all, prune_endpoints);
+        let mut watches = Watches::new(&link.cluster);
+        Remote {
+            services: watches.watch(services, size("service")),
+            endpoints: watches.watch(endpoints, size("endpoints")),
+            watches,
+        }
+    }
+
+    /// Compares the mirrors with the exported Services after each change, and after each period.
+    async fn plan_link(&self, local: &Local, link: &Link, remote: &Remote, gateway: &GatewayChannels) -> Infallible {
+        let labels = cluster_label(&link.cluster);
+        let synced = ZeroOnDrop(self.metrics.synced.get(&labels));
+        let repairs = self.metrics.repairs.get(&labels);
+        let probe_service = self.config.probe_service.as_ref();
+        let probe_service = probe_service.map(|name| NamespacedName::new(&*self.config.namespace, &**name));
+        let mut memory = Memory::default();
+        let (mut addresses, mut alive) = (gateway.addresses.subscribe(), gateway.is_alive.subscribe());
+        let (mut local_changes, mut remote_changes) = (local.watches.changes(), remote.watches.changes());
+        loop {
+            let failure = remote.watches.failure().or_else(|| local.watches.failure());
+            let failure = failure.or_else(|| local.older_link_of_the_cluster(link));
+            // While a watch fails, a part of what is known can be outdated.
+            let is_readable = remote.is_listed() && local.is_listed() && failure.is_none();
+            synced.0.set(is_readable.into());
+            let mut retry_at = Instant::now() + self.config.refresh_period;
+            let failures = [remote.watches.next_failure_at(), local.watches.next_failure_at()];
+            retry_at = failures.into_iter().flatten().fold(retry_at, Instant::min);
+            if is_readable {
+                let local_cluster = local.cluster();
+                if let Some(name) = &probe_service {
+                    gateway.probe_target.send_replace(
+                        local_cluster
+                            .services
+                            .get(name)
+                            .and_then(|service| probe_target(service)),
+                    );
+                }
+                let exporting = remote.cluster();
+                let known_addresses = addresses.borrow().clone();
+                let inputs = Inputs {
+                    member: Member::Linked(Linked {
+                        link,
+                        gateway: GatewayState {
+                            addresses: known_addresses.as_deref(),
+                            is_alive: *alive.borrow(),
+                        },
+                        probe_service: probe_service.as_ref(),
+                    }),
+                    federated_selector: &link.federated_selector,
+                    excluded_labels: &link.excluded_labels,
+                    excluded_annotations: &link.excluded_annotations,
+                    exporting: &exporting,
+                    local: &local_cluster,
+                    may_create_namespaces: self.config.may_create_namespaces,
+                    rewritten_by: &memory.writes.rewritten_by.clone(),
+                };
+                let planned = plan(&inputs);
+                repairs.inc();
+                retry_at = retry_at.min(
+                    self.writer
+                        .execute(&link.cluster, &planned, &mut memory.writes)
+                        .await
+                        .unwrap_or(retry_at),
+                );
+                let status = outcome(planned, &memory);
+                let next = self.write_status(local, link, &status, &mut memory).await;
+                retry_at = retry_at.min(next.unwrap_or(retry_at));
+            }
+            if failure.is_some() && failure != memory.reported {
+                let cause = failure.as_deref().unwrap_or_default();
+                let cause = format!("the mirrors stay as they are: {cause}");
+                self.report_unreadable(local, &link.name, &cause).await;
+            }
+            memory.reported = failure;
+            tokio::select! {
+                () = changed(&mut local_changes) => {}
+                () = changed(&mut remote_changes) => {}
+                () = changed(&mut addresses) => {}
+                () = changed(&mut alive) => {}
+                () = sleep_until(retry_at) => {}
+            }
+            // Changes that follow each other closely are planned together.
+            sleep(PLAN_DELAY).await;
+        }
+    }
+
+    /// Keeps the members of this cluster in federated Services, and removes those of clusters without a Link.
+    async fn mirror_this_cluster(&self, local: &Local) -> Infallible {
+        let Scope::ThisCluster(members) = &self.config.scope else {
+            return std::future::pending().await;
+        };
+        let selector = ExportSelector::new(members.selector.clone());
+        let mut memory = Memory::default();
+        let mut changes = local.watches.changes();
+        loop {
+            let mut retry_at = Instant::now() + self.config.refresh_period;
+            if local.is_listed() {
+                let local_cluster = local.cluster();
+                let exporting = ExportingCluster {
+                    services: local_cluster.services.clone(),
+                    endpoints: HashMap::new(),
+                };
+                let unlinked = memory.unlinked_clusters(&local_cluster);
+                let ends = memory.unlinked_since.values().map(|since| *since + UNLINK_DELAY);
+                retry_at = ends.filter(|end| *end > Instant::now()).fold(retry_at, Instant::min);
+                let inputs = Inputs {
+                    member: Member::ThisCluster { unlinked: &unlinked },
+                    federated_selector: &selector,
+                    excluded_labels: &members.excluded_labels,
+                    excluded_annotations: &members.excluded_annotations,
+                    exporting: &exporting,
+                    local: &local_cluster,
+                    may_create_namespaces: false,
+                    rewritten_by: &memory.writes.rewritten_by.clone(),
+                };
+                let planned = plan(&inputs);
+                for status in &planned.federated {
+                    if let Err(rejection) = &status.mirror {
+                        debug!(service = %status.exported, "not a member of a federated Service: {rejection}");
+                    }
+                }
+                retry_at = retry_at.min(
+                    self.writer
+                        .execute("local", &planned, &mut memory.writes)
+                        .await
+                        .unwrap_or(retry_at),
+                );
+            }
+            tokio::select! {
+                () = changed(&mut changes) => {}
+                () = sleep_until(retry_at) => {}
+            }
+            sleep(PLAN_DELAY).await;
+        }
+    }
+
+    /// Writes the status of the Link, at most once per second. Returns when it has to be tried again.
+    async fn write_status(
+        &self,
+        local: &Local,
+        link: &Link,
+        status: &LinkStatus,
+        memory: &mut Memory,
+    ) -> Option<Instant> {
+        let object = local.link_object(&link.name)?;
+        let patch = status::patch(&object, status, &status::timestamp())?;
+        let now = Instant::now();
+        if let Some(next) = memory.next_status_at.filter(|next| now < *next) {
+            return Some(next);
+        }
+        let delay = match self.send_status(&link.name, &patch).await {
+            true => STATUS_INTERVAL,
+            false => STATUS_RETRY_DELAY,
+        };
+        memory.next_status_at = Some(now + delay);
+        // If the watch has reported the write by then, nothing is left to do.
+        Some(now + delay)
+    }
+
+    /// Says in the status, the log and a metric why the exported Services cannot be read.
+    async fn report_unreadable(&self, local: &Local, link: &str, cause: &(dyn std::fmt::Display + Sync)) {
+        let cause = cause.to_string();
+        warn!(link, "{cause}");
+        let cluster = local
+            .link(link)
+            .and_then(Result::ok)
+            .map_or_else(|| link.to_owned(), |link| link.cluster);
+        let labels = cluster_label(&cluster);
+        self.metrics.synced.get(&labels).set(0);
+        self.metrics.errors.get(&labels.with("reason", "Unreadable")).inc();
+        let object = local.link_object(link);
+        let patch = object.and_then(|object| status::unreadable_patch(&object, &cause, &status::timestamp()));
+        if let Some(patch) = patch {
+            self.send_status(link, &patch).await;
+        }
+    }
+
+    /// Returns whether the status is written, or was changed by another writer.
+    async fn send_status(&self, link: &str, patch: &serde_json::Value) -> bool {
+        let links = Api::namespaced_with(self.client.clone(), &self.config.namespace, &Link::resource());
+        match status::write(&links, link, patch).await {
+            Ok(()) => true,
+            Err(kube::Error::Api(status)) if status.code == 409 => true,
+            Err(err) => {
+                warn!(
+                    link,
+                    error = &err as &dyn std::error::Error,
+                    "writing the status of the Link failed"
+                );
+                false
+            }
+        }
+    }
+
+    fn cache_size(&self, kind: &str, cluster: &str) -> Arc<Gauge> {
+        let family = self
+            .registry
+            .gauge(&format!("{kind}_cache_size"), "Objects of this kind that are known.");
+        family.get(&Labels::new().with("cluster", cluster))
+    }
+}
+
+impl Metrics {
+    fn new(registry: &Registry) -> Self {
+        Self {
+            gateway: GatewayMetrics::new(registry),
+            synced: registry.gauge(
+                "tulle_mirror_remote_synced",
+                "Whether the exported Services of a linked cluster are known and up to date.",
+            ),
+            credentials_expiry: registry.gauge(
+                "tulle_mirror_credentials_expiry_seconds",
+                "Time until the token for a linked cluster expires, when it was read.",
+            ),
+            errors: registry.counter("tulle_mirror_errors_total", "Failures of mirroring, by reason."),
+            repairs: registry.counter(
+                "service_mirror_endpoint_repairs",
+                "Comparisons of all mirrors with the exported Services.",
+            ),
+        }
+    }
+}
+
+impl Local {
+    fn is_listed(&self) -> bool {
+        is_listed(&self.services)
+            && self.endpoints.as_ref().is_none_or(is_listed)
+            && is_listed(&self.namespaces)
+            && is_listed(&self.links)
+    }
+
+    fn link_object(&self, name: &str) -> Option<Arc<DynamicObject>> {
+        let mut links = self.links.state().into_iter();
+        links.find(|link| link.name_any() == name)
+    }
+
+    fn link(&self, name: &str) -> Option<Result<Link, super::link::LinkError>> {
+        self.link_object(name).map(|object| Link::parse(&object))
+    }
+
+    /// Why this Link is not mirrored, if an older one names the same cluster: both would write the same mirrors.
+    fn older_link_of_the_cluster(&self, link: &Link) -> Option<String> {
+        let links = self.links.state();
+        let ages = links
+            .iter()
+            .filter_map(|link| age(link))
+            .filter(|other| other.cluster == link.cluster);
+        let oldest = ages.min_by(|a, b| (&a.created_at, &a.name).cmp(&(&b.created_at, &b.name)))?;
+        (oldest.name != link.name).then(|| format!("the older Link {} names the same cluster", oldest.name))
+    }
+
+    /// Waits until the Link is no longer this one. Its status does not count.
+    async fn wait_until_changed(&self, name: &str, link: &Link) {
+        let mut changes = self.watches.changes();
+        while self.link(name).is_some_and(|current| current.as_ref() == Ok(link)) {
+            changed(&mut changes).await;
+        }
+    }
+
+    fn cluster(&self) -> LocalCluster {
+        let is_active = |namespace: &Arc<PartialObjectMeta<Namespace>>| namespace.metadata.deletion_timestamp.is_none();
+        let namespaces = self.namespaces.state().into_iter().filter(is_active);
+        LocalCluster {
+            services: by_name(self.services.state()).collect(),
+            endpoints: by_name(self.endpoints.as_ref().map_or_else(Vec::new, Store::state)).collect(),
+            namespaces: namespaces.map(|namespace| namespace.name_any()).collect(),
+            links: self.links.state().iter().filter_map(|link| age(link)).collect(),
+        }
+    }
+}
+
+impl Remote {
+    fn is_listed(&self) -> bool {
+        is_listed(&self.services) && is_listed(&self.endpoints)
+    }
+
+    fn cluster(&self) -> ExportingCluster {
+        ExportingCluster {
+            services: by_name(self.services.state()).collect(),
+            endpoints: by_name(self.endpoints.state()).collect(),
+        }
+    }
+}
+
+impl Memory {
+    /// The clusters with members in federated Services that have had no Link for [`UNLINK_DELAY`].
+    fn unlinked_clusters(&mut self, local: &LocalCluster) -> BTreeSet<String> {
+        let now = Instant::now();
+        let unlinked = clusters_without_link(local);
+        self.unlinked_since.retain(|cluster, _| unlinked.contains(cluster));
+        for cluster in unlinked {
+            self.unlinked_since.entry(cluster).or_insert(now);
+        }
+        let long = self
+            .unlinked_since
+            .iter()
+            .filter(|(_, since)| now - **since >= UNLINK_DELAY);
+        long.map(|(cluster, _)| cluster.clone()).collect()
+    }
+}
+
+/// The outcome for each Service: as planned, but for the steps that failed.
+fn outcome(planned: Plan, memory: &Memory) -> LinkStatus {
+    let mut status = LinkStatus {
+        mirrors: planned.mirrors,
+        federated: planned.federated,
+    };
+    for entry in status.mirrors.iter_mut().chain(&mut status.federated) {
+        if let Ok(mirror) = &entry.mirror
+            && let Some(cause) = memory.writes.cause_of_failure(mirror)
+        {
+            entry.mirror = Err(Rejection::Failed(cause.to_owned()));
+        }
+    }
+    status
+}
+
+/// Where probes are sent: the cluster IP of the probe Service, so that no name has to be resolved.
+fn probe_target(service: &Service) -> Option<ProbeTarget> {
+    let spec = service.spec.as_ref()?;
+    let mut ports = spec.ports.iter().flatten();
+    let port = ports.find(|port| port.name.as_deref() == Some(PROBE_PORT_NAME))?;
+    let name = object_name(&service.metadata);
+    Some(ProbeTarget {
+        host: format!("{}.{}", name.name, name.namespace),
+        ip: spec.cluster_ip.as_ref()?.parse().ok()?,
+        port: u16::try_from(port.port).ok()?,
+    })
+}
+
+/// The age of a Link, even if the Link is invalid otherwise: its members and mirrors stay.
+fn age(object: &DynamicObject) -> Option<LinkAge> {
+    Some(LinkAge {
+        cluster: Link::cluster_of(object)?.to_owned(),
+        created_at: object.creation_timestamp(),
+        name: object.name_any(),
+    })
+}
+
+fn by_name<K: kube::Resource>(objects: Vec<Arc<K>>) -> impl Iterator<Item = (NamespacedName, Arc<K>)> {
+    objects.into_iter().map(|object| (object_name(object.meta()), object))
+}
+
+fn prune_service(service: &mut Service) {
+    service.status = None;
+}
+
+/// Of the endpoints of the other cluster, only whether one is ready counts.
+fn prune_endpoints(endpoints: &mut Endpoints) {
+    endpoints.metadata = ObjectMeta {
+        name: endpoints.metadata.name.take(),
+        namespace: endpoints.metadata.namespace.take(),
+        resource_version: endpoints.metadata.resource_version.take(),
+        uid: endpoints.metadata.uid.take(),
+        ..ObjectMeta::default()
+    };
+    for subset in endpoints.subsets.iter_mut().flatten() {
+        subset.not_ready_addresses = None;
+        subset.ports = None;
+        if let Some(addresses) = &mut subset.addresses {
+            addresses.truncate(1);
+            addresses.shrink_to_fit();
+        }
+        for address in subset.addresses.iter_mut().flatten() {
+            address.target_ref = None;
+            address.node_name = None;
+            address.hostname = None;
+        }
+    }
+}
+
+fn cluster_label(cluster: &str) -> Labels {
+    Labels::new().with("target_cluster_name", cluster)
+}
+
+/// Waits for a change. Never returns after the sender has ended.
+async fn changed<T>(changes: &mut watch::Receiver<T>) {
+    if changes.changed().await.is_err() {
+        std::future::pending().await
+    }
+}
+
+const PLAN_DELAY: Duration = Duration::from_millis(100);
+const STATUS_INTERVAL: Duration = Duration::from_secs(1);
+const STATUS_RETRY_DELAY: Duration = Duration::from_secs(60);
+const EXPIRY_INTERVAL: Duration = Duration::from_secs(60);
+/// A Link that is replaced is absent for a moment.
+const UNLINK_DELAY: Duration = Duration::from_secs(60);
+const EXPIRY_WARNING: Duration = Duration::from_secs(7 * 24 * 3600);
+const REMOTE_REQUEST_RATE: RequestRate = RequestRate { qps: 50.0, burst: 100 };

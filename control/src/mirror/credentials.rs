@@ -1,0 +1,210 @@
+//! Access to another cluster by the kubeconfig in a Secret.
+
+use std::time::Duration;
+
+use base64::Engine as _;
+use base64::engine::general_purpose::URL_SAFE_NO_PAD;
+use k8s_openapi::api::core::v1::Secret;
+use kube::config::{KubeConfigOptions, Kubeconfig, KubeconfigError};
+use serde::Deserialize;
+use tracing::warn;
+
+/// How to reach the API server of another cluster.
+pub(super) struct Access {
+    pub(super) config: kube::Config,
+    /// When the token expires, in seconds since 1970. `None` if it does not, or if it is not a JWT.
+    pub(super) expires_at: Option<u64>,
+}
+
+#[derive(Debug, thiserror::Error)]
+pub(super) enum CredentialsError {
+    #[error("it has no key {KEY}")]
+    NoKubeconfig,
+    #[error("its kubeconfig has {0} bytes; at most {MAX_KUBECONFIG_BYTES} are accepted")]
+    TooLarge(usize),
+    #[error("its kubeconfig is invalid")]
+    Invalid(#[source] Box<KubeconfigError>),
+    #[error("its kubeconfig is not UTF-8")]
+    NotUtf8,
+    /// Without the text around the error, which can have a token.
+    #[error("its kubeconfig is not YAML with the fields of a kubeconfig")]
+    NotYaml,
+    #[error(
+        "its kubeconfig has the field {0}, which is not supported here: programs are not run and files are not read; put a token \
+         or certificates into the kubeconfig itself"
+    )]
+    Unsupported(&'static str),
+}
+
+/// Reads the kubeconfig of a Secret. It has to be complete in itself: it comes from another cluster, so it must not make this process
+/// run a program, read a file or use a proxy.
+///
+/// # Errors
+/// Fails if there is no valid kubeconfig, or if it refers to anything outside.
+pub(super) async fn read(secret: &Secret) -> Result<Access, CredentialsError> {
+    let data = secret.data.as_ref().and_then(|data| data.get(KEY));
+    let bytes = &data.ok_or(CredentialsError::NoKubeconfig)?.0;
+    if bytes.len() > MAX_KUBECONFIG_BYTES {
+        return Err(CredentialsError::TooLarge(bytes.len()));
+    }
+    let text = std::str::from_utf8(bytes).map_err(|_| CredentialsError::NotUtf8)?;
+    let invalid = |err| match err {
+        KubeconfigError::Parse(_) => CredentialsError::NotYaml,
+        err => CredentialsError::Invalid(Box::new(err)),
+    };
+    let kubeconfig = Kubeconfig::from_yaml(text).map_err(invalid)?;
+    check_fields(&kubeconfig)?;
+    let tokens: RawKubeconfig = serde_yaml_ng::from_str(text).unwrap_or_default();
+    let expires_at = tokens.users.iter().find_map(|user| expiry(user.user.token.as_deref()?));
+    let mut config = kube::Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default())
+        .await
+        .map_err(invalid)?;
+    // Of the environment of this process.
+    config.proxy_url = None;
+    config.connect_timeout = Some(CONNECT_TIMEOUT);
+    // The watches retry, and report what fails meanwhile.
+    config.default_retry = false;
+    if config.accept_invalid_certs {
+        warn!(server = %config.cluster_url, "the kubeconfig says not to verify the certificate of this API server");
+    }
+    Ok(Access { config, expires_at })
+}
+
+/// The tokens of a kubeconfig, which kube's type does not give out.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct RawKubeconfig {
+    users: Vec<RawNamedUser>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct RawNamedUser {
+    user: RawUser,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct RawUser {
+    token: Option<String>,
+}
+
+fn check_fields(kubeconfig: &Kubeconfig) -> Result<(), CredentialsError> {
+    for cluster in kubeconfig
+        .clusters
+        .iter()
+        .filter_map(|cluster| cluster.cluster.as_ref())
+    {
+        refuse("certificate-authority", cluster.certificate_authority.is_some())?;
+        refuse("proxy-url", cluster.proxy_url.is_some())?;
+    }
+    for user in kubeconfig.auth_infos.iter().filter_map(|user| user.auth_info.as_ref()) {
+        refuse("exec", user.exec.is_some())?;
+        refuse("auth-provider", user.auth_provider.is_some())?;
+        refuse("tokenFile", user.token_file.is_some())?;
+        refuse("client-certificate", user.client_certificate.is_some())?;
+        refuse("client-key", user.client_key.is_some())?;
+    }
+    Ok(())
+}
+
+fn refuse(field: &'static str, is_set: bool) -> Result<(), CredentialsError> {
+    match is_set {
+        true => Err(CredentialsError::Unsupported(field)),
+        false => Ok(()),
+    }
+}
+
+/// The expiry of a JWT, in seconds since 1970. The signature is not verified: only the other cluster can do that.
+fn expiry(token: &str) -> Option<u64> {
+    #[derive(Deserialize)]
+    struct Claims {
+        exp: u64,
+    }
+    let payload = token.split('.').nth(1)?;
+    let bytes = URL_SAFE_NO_PAD.decode(payload).ok()?;
+    serde_json::from_slice(&bytes).ok().map(|claims: Claims| claims.exp)
+}
+
+pub(super) const KEY: &str = "kubeconfig";
+const MAX_KUBECONFIG_BYTES: usize = 1 << 20;
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+
+#[cfg(test)]
+mod tests {
+    use k8s_openapi::ByteString;
+
+    use super::*;
+
+    fn secret(kubeconfig: &str) -> Secret {
+        let value = ByteString(kubeconfig.as_bytes().to_vec());
+        Secret {
+            data: Some([(KEY.to_owned(), value)].into()),
+            ..Secret::default()
+        }
+    }
+
+    fn kubeconfig(cluster: &str, user: &str) -> String {
+        format!(
+            "apiVersion: v1\nkind: Config\ncurrent-context: c\n\
+             contexts: [{{name: c, context: {{cluster: c, user: u}}}}]\n\
+             clusters: [{{name: c, cluster: {{server: 'https://192.0.2.1:6443'{cluster}}}}}]\n\
+             users: [{{name: u, user: {{{user}}}}}]\n"
+        )
+    }
+
+    async fn error(secret: &Secret) -> String {
+        read(secret).await.err().expect("the kubeconfig is refused").to_string()
+    }
+
+    #[tokio::test]
+    async fn a_token_has_its_expiry() {
+        let payload = URL_SAFE_NO_PAD.encode(r#"{"exp":1800000000}"#);
+        for (token, expires_at) in [
+            (format!("h.{payload}.s"), Some(1_800_000_000)),
+            ("opaque".to_owned(), None),
+        ] {
+            let access = read(&secret(&kubeconfig("", &format!("token: {token}"))))
+                .await
+                .unwrap();
+            assert_eq!(access.config.cluster_url, "https://192.0.2.1:6443/");
+            assert_eq!(access.expires_at, expires_at, "{token}");
+        }
+    }
+
+    #[tokio::test]
+    async fn references_to_programs_files_and_proxies_are_refused() {
+        for (cluster, user, field) in [
+            ("", "exec: {command: id}", "exec"),
+            ("", "auth-provider: {name: gcp, config: {}}", "auth-provider"),
+            ("", "tokenFile: /etc/passwd", "tokenFile"),
+            ("", "client-certificate: /etc/passwd", "client-certificate"),
+            ("", "client-key: /etc/passwd", "client-key"),
+            (
+                ", certificate-authority: /etc/passwd",
+                "token: t",
+                "certificate-authority",
+            ),
+            (", proxy-url: 'http://192.0.2.2'", "token: t", "proxy-url"),
+        ] {
+            let refused = error(&secret(&kubeconfig(cluster, user))).await;
+            assert!(refused.contains(&format!("field {field},")), "{field}: {refused}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_secret_without_a_valid_kubeconfig_is_refused() {
+        assert!(error(&Secret::default()).await.contains("no key kubeconfig"));
+        let refused = error(&secret("users: [{name: u, user: {token: hunter2")).await;
+        assert!(
+            refused.contains("not YAML") && !refused.contains("hunter2"),
+            "{refused}"
+        );
+        assert!(error(&secret("{}")).await.contains("invalid"));
+        assert!(
+            error(&secret(&" ".repeat(MAX_KUBECONFIG_BYTES + 1)))
+                .await
+                .contains("at most")
+        );
+    }
+}

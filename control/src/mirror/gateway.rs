@@ -1,0 +1,253 @@
+//! The gateway of another cluster: its addresses, and whether it answers probes.
+
+use std::convert::Infallible;
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{Request, StatusCode, header};
+use http_body_util::Empty;
+use hyper_util::client::legacy::Client;
+use hyper_util::client::legacy::connect::HttpConnector;
+use hyper_util::rt::TokioExecutor;
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep, timeout};
+use tracing::{info, warn};
+use tulle_core::backoff::Backoff;
+use tulle_core::metrics::{Counter, Family, Gauge, Histogram, Labels, Registry};
+
+use super::link::{Gateway, ProbeSpec};
+use super::plan::objects::PROBE_PORT_NAME;
+use crate::kubernetes::connect;
+
+/// Where probes are sent: the Service through which the gateway is probed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct ProbeTarget {
+    /// The name of the Service, for the `host` header.
+    pub(super) host: String,
+    pub(super) ip: IpAddr,
+    pub(super) port: u16,
+}
+
+/// What the tasks of a gateway tell each other.
+pub(super) struct GatewayChannels {
+    /// `None` until an address is found.
+    pub(super) addresses: watch::Sender<Option<Vec<IpAddr>>>,
+    pub(super) is_alive: watch::Sender<bool>,
+    /// `None` while there is no Service to send probes to.
+    pub(super) probe_target: watch::Sender<Option<ProbeTarget>>,
+}
+
+impl Default for GatewayChannels {
+    fn default() -> Self {
+        Self {
+            addresses: watch::Sender::new(None),
+            is_alive: watch::Sender::new(true),
+            probe_target: watch::Sender::new(None),
+        }
+    }
+}
+
+pub(super) struct GatewayMetrics {
+    enabled: Family<Gauge>,
+    alive: Family<Gauge>,
+    latency: Family<Gauge>,
+    latencies: Family<Histogram>,
+    probes: Family<Counter>,
+}
+
+/// The metrics of one gateway.
+struct Observed {
+    enabled: Arc<Gauge>,
+    alive: Arc<Gauge>,
+    latency: Arc<Gauge>,
+    latencies: Arc<Histogram>,
+    successes: Arc<Counter>,
+    failures: Arc<Counter>,
+}
+
+/// Looks up the addresses of the gateway, again after each `period`, and sooner while nothing is found. `None` until something is
+/// found; what was found stays while nothing is.
+pub(super) async fn resolve(
+    gateway: &Gateway,
+    period: Duration,
+    addresses: &watch::Sender<Option<Vec<IpAddr>>>,
+) -> Infallible {
+    let retry_backoff = Backoff {
+        min: MIN_LOOKUP_DELAY.min(period),
+        max: period,
+        jitter: 0.1,
+    };
+    let mut retries = retry_backoff.start();
+    loop {
+        let mut found = Vec::new();
+        for host in &gateway.hosts {
+            match connect::lookup(host).await {
+                Ok(ips) => found.extend(ips),
+                Err(error) => warn!(
+                    host,
+                    error = &*error as &dyn std::error::Error,
+                    "the gateway's name is not found"
+                ),
+            }
+        }
+        found.sort_unstable();
+        found.dedup();
+        if found.is_empty() {
+            sleep(retries.next_delay()).await;
+            continue;
+        }
+        addresses.send_if_modified(|known| {
+            let is_new = known.as_ref() != Some(&found);
+            *known = Some(found);
+            is_new
+        });
+        retries.reset();
+        sleep(period).await;
+    }
+}
+
+impl GatewayMetrics {
+    pub(super) fn new(registry: &Registry) -> Self {
+        Self {
+            enabled: registry.gauge("gateway_enabled", "Whether the gateway of a linked cluster is probed."),
+            alive: registry.gauge(
+                "gateway_alive",
+                "Whether the gateway of a linked cluster answers probes.",
+            ),
+            latency: registry.gauge(
+                "gateway_latency",
+                "Time until the last successful response to a probe, in milliseconds.",
+            ),
+            latencies: registry.histogram(
+                "gateway_probe_latency_ms",
+                "Time until successful responses to probes, in milliseconds.",
+                &LATENCY_BUCKETS_MS,
+            ),
+            probes: registry.counter("gateway_probes", "Probes of the gateway of a linked cluster."),
+        }
+    }
+
+    fn of(&self, cluster: &str) -> Observed {
+        let labels = cluster_label(cluster);
+        let probes = |is_success| self.probes.get(&labels.clone().with("probe_successful", is_success));
+        Observed {
+            enabled: self.enabled.get(&labels),
+            alive: self.alive.get(&labels),
+            latency: self.latency.get(&labels),
+            latencies: self.latencies.get(&labels),
+            successes: probes(true),
+            failures: probes(false),
+        }
+    }
+}
+
+/// Probes the gateway. It counts as alive until the threshold of failures is reached, so that mirrors work before the first probe.
+pub(super) async fn probe(
+    cluster: &str,
+    spec: &ProbeSpec,
+    channels: &GatewayChannels,
+    metrics: &GatewayMetrics,
+) -> Infallible {
+    let is_alive = &channels.is_alive;
+    let client: Client<_, Empty<Bytes>> = Client::builder(TokioExecutor::new())
+        // Each probe opens a connection, so that it shows whether one can be opened.
+        .pool_max_idle_per_host(0)
+        .build(HttpConnector::new());
+    let observed = metrics.of(cluster);
+    observed.alive.set((*is_alive.borrow()).into());
+    let (mut n_failures, mut has_warned) = (0, false);
+    loop {
+        sleep(spec.period.mul_f64(1.0 + fastrand::f64() * MAX_JITTER)).await;
+        let target = channels.probe_target.borrow().clone();
+        observed.enabled.set(target.is_some().into());
+        let Some(target) = target else {
+            if !std::mem::replace(&mut has_warned, true) {
+                warn!(
+                    cluster,
+                    "the gateway is not probed: there is no Service with a port {PROBE_PORT_NAME}; see -probe-service"
+                );
+            }
+            continue;
+        };
+        let started_at = Instant::now();
+        let result = match timeout(spec.timeout, send(&client, spec, &target)).await {
+            Ok(result) => result,
+            Err(_) => Err(format!("no response within {:?}", spec.timeout)),
+        };
+        match result {
+            Ok(()) => {
+                n_failures = 0;
+                let latency = started_at.elapsed().as_secs_f64() * 1000.0;
+                observed.successes.inc();
+                observed.latencies.observe(latency);
+                observed
+                    .latency
+                    .set(started_at.elapsed().as_millis().try_into().unwrap_or(i64::MAX));
+                observed.alive.set(1);
+                if set(is_alive, true) {
+                    info!(cluster, "the gateway answers probes again");
+                }
+            }
+            Err(cause) => {
+                n_failures += 1;
+                observed.failures.inc();
+                if n_failures < spec.failure_threshold {
+                    continue;
+                }
+                observed.alive.set(0);
+                if set(is_alive, false) {
+                    warn!(cluster, n_failures, "the gateway does not answer probes: {cause}");
+                }
+            }
+        }
+    }
+}
+
+/// Sets a value. Returns whether it has changed; only then receivers are notified.
+fn set(state: &watch::Sender<bool>, value: bool) -> bool {
+    state.send_if_modified(|state| std::mem::replace(state, value) != value)
+}
+
+impl Drop for Observed {
+    /// After the end of the probes, nothing is known.
+    fn drop(&mut self) {
+        self.enabled.set(0);
+        self.alive.set(0);
+    }
+}
+
+async fn send(
+    client: &Client<HttpConnector, Empty<Bytes>>,
+    spec: &ProbeSpec,
+    target: &ProbeTarget,
+) -> Result<(), String> {
+    let authority = std::net::SocketAddr::new(target.ip, target.port);
+    let request = Request::get(format!("http://{authority}{}", spec.path))
+        .header(header::HOST, format!("{}:{}", target.host, target.port))
+        .body(Empty::new())
+        .map_err(|err| err.to_string())?;
+    let response = client.request(request).await.map_err(|err| {
+        let cause: &dyn std::error::Error = &err;
+        tulle_core::error_chain::ErrorChain(cause).to_string()
+    })?;
+    match response.status() {
+        StatusCode::OK => Ok(()),
+        status => Err(format!("status {status}")),
+    }
+}
+
+fn cluster_label(cluster: &str) -> Labels {
+    Labels::new().with("target_cluster_name", cluster)
+}
+
+const MIN_LOOKUP_DELAY: Duration = Duration::from_secs(1);
+
+/// The largest fraction of the period that is added to it.
+const MAX_JITTER: f64 = 0.1;
+
+static LATENCY_BUCKETS_MS: [f64; 25] = [
+    1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0, 30.0, 40.0, 50.0, 100.0, 200.0, 300.0, 400.0, 500.0, 1000.0, 2000.0, 3000.0,
+    4000.0, 5000.0, 10_000.0, 20_000.0, 30_000.0, 40_000.0, 50_000.0,
+];

@@ -1,0 +1,67 @@
+//! The service mirror: Services of this cluster for the exported Services of another one.
+//!
+//! A `Link` names the other cluster, the Secret with access to it, and its gateway. `plan` compares the exported Services with their
+//! mirrors here, and `controller` executes the difference after each change. Of several replicas, the holder of a lease writes.
+//!
+//! RBAC here: `list`, `watch`, `create`, `update` and `delete` on `services` and `endpoints`, and `get` on `endpoints`; `list` and
+//! `watch` on `namespaces`, and `create` if they are to be created; in the namespace of the Link `list` and `watch` on `links` and on
+//! the Secret, `patch` on `links/status`, and `get`, `create` and `update` on `leases`. In the other cluster: `list` and `watch` on
+//! `services` and `endpoints`.
+
+pub mod config;
+mod controller;
+mod credentials;
+mod gateway;
+mod link;
+mod plan;
+mod status;
+mod watches;
+mod writer;
+
+use kube::Client;
+use tulle_core::drain::Watch;
+use tulle_core::metrics::Registry;
+
+use crate::kubernetes::lease::timing::LeaseTiming;
+use crate::kubernetes::lease::{self, Candidate};
+use crate::mirror::config::{Config, Scope};
+use crate::mirror::controller::Controller;
+
+/// The two tasks of the service mirror.
+pub struct ServiceMirror {
+    candidate: Candidate,
+    leadership: lease::Leadership,
+    controller: Controller,
+}
+
+impl ServiceMirror {
+    pub fn new(client: &Client, config: Config, registry: &Registry) -> Self {
+        let lease = lease::Config {
+            namespace: config.namespace.clone(),
+            name: match &config.scope {
+                Scope::Link(name) => format!("service-mirror-write-{name}"),
+                Scope::ThisCluster(_) => "local-service-mirror-write".to_owned(),
+            },
+            holder: config.lease_holder.clone(),
+            field_manager: None,
+            owner: None,
+            timing: LeaseTiming::FREQUENT,
+        };
+        let (candidate, leadership) = lease::new_candidate(client, lease, registry);
+        Self {
+            candidate,
+            leadership,
+            controller: Controller::new(client.clone(), config, registry),
+        }
+    }
+
+    /// Runs until the drain.
+    pub async fn run(self, drain: Watch) {
+        tokio::select! {
+            // First: it knows when the term is over.
+            biased;
+            () = self.candidate.run(drain) => {}
+            () = self.controller.run(self.leadership) => {}
+        }
+    }
+}

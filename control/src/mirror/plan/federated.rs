@@ -1,0 +1,256 @@
+//! Federated Services: one Service for the Services of the same name in several clusters.
+
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+
+use k8s_openapi::api::core::v1::Service;
+use tulle_core::names::{annotation, label};
+
+use super::inputs::{Inputs, Linked, LocalCluster, Member, MirrorStatus, Plan, Rejection, Step, Write};
+use super::objects::{
+    check, copied_annotations, copied_labels, differs, has_label, known, mirror_ports, new_service, rewritten,
+};
+use crate::mirror::link::comma_separated;
+use crate::resources::meta::NamespacedName;
+
+struct Planner<'a> {
+    inputs: &'a Inputs<'a>,
+    plan: &'a mut Plan,
+    /// The federated Services that a Service of the member has to be in.
+    wanted: HashSet<NamespacedName>,
+}
+
+/// Plans the federated Services of one member.
+pub(super) fn plan_federated(inputs: &Inputs<'_>, plan: &mut Plan) {
+    let mut planner = Planner {
+        inputs,
+        plan,
+        wanted: HashSet::new(),
+    };
+    for (name, service) in inputs.exporting.exported() {
+        planner.join(name, service);
+    }
+    planner.remove_unwanted();
+}
+
+impl Planner<'_> {
+    fn join(&mut self, name: &NamespacedName, service: &Service) {
+        let labels = service.metadata.labels.clone().unwrap_or_default();
+        if !self.inputs.federated_selector.matches(&labels) {
+            return;
+        }
+        let federated = NamespacedName::new(&*name.namespace, format!("{}{SUFFIX}", name.name));
+        let outcome = self.check_member(service, &federated);
+        if outcome.is_ok() {
+            self.wanted.insert(federated.clone());
+            self.write_membership(name, service, &federated);
+        }
+        self.plan.federated.push(MirrorStatus {
+            exported: name.clone(),
+            mirror: outcome.map(|()| federated),
+        });
+    }
+
+    fn check_member(&mut self, service: &Service, federated: &NamespacedName) -> Result<(), Rejection> {
+        let spec = service.spec.as_ref();
+        if spec.is_some_and(|spec| spec.cluster_ip.as_deref() == Some("None")) {
+            return Err(Rejection::InvalidService(
+                "a headless Service cannot join a federated Service".to_owned(),
+            ));
+        }
+        check(self.inputs, self.plan, service, federated)?;
+        match self.inputs.local.services.get(federated) {
+            Some(existing) if !is_federated(existing) => Err(Rejection::InvalidService(format!(
+                "the Service {federated} exists and is not a federated Service"
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    fn write_membership(&mut self, name: &NamespacedName, service: &Service, federated: &NamespacedName) {
+        let entry = entry(self.inputs, name);
+        let version = service.metadata.resource_version.clone().unwrap_or_default();
+        let Some(existing) = self.inputs.local.services.get(federated) else {
+            let memberships = Memberships::default().with(self.inputs, &entry);
+            let created = self.federated_service(service, federated, &memberships);
+            self.push_federated(federated, Write::PutService(Box::new(created)), Some(version));
+            return;
+        };
+        let memberships = Memberships::of(existing);
+        let joined = memberships.clone().with(self.inputs, &entry);
+        if is_metadata_source(self.inputs, &joined) {
+            let wanted = self.federated_service(service, federated, &joined);
+            let is_new_version = self.inputs.rewritten_by.get(federated) != Some(&version);
+            let is_equal = !differs(existing, &wanted, service)
+                && !(is_new_version
+                    && (existing.metadata.labels != wanted.metadata.labels
+                        || existing.metadata.annotations != wanted.metadata.annotations));
+            if !is_equal {
+                let write = Write::PutService(Box::new(rewritten(existing, wanted)));
+                self.push_federated(federated, write, Some(version));
+            }
+        } else if joined != memberships {
+            let write = Write::PutService(Box::new(joined.written_to(existing)));
+            self.push_federated(federated, write, None);
+        }
+    }
+
+    /// A federated Service with the ports and metadata of a member.
+    fn federated_service(&self, service: &Service, federated: &NamespacedName, memberships: &Memberships) -> Service {
+        let mut labels = copied_labels(self.inputs, service);
+        labels.insert(label::MIRRORED_SERVICE.to_owned(), "true".to_owned());
+        let mut annotations = copied_annotations(self.inputs, service);
+        memberships.write_to(&mut annotations);
+        new_service(federated, labels, annotations, mirror_ports(service))
+    }
+
+    fn remove_unwanted(&mut self) {
+        for (name, service) in self
+            .inputs
+            .local
+            .services
+            .iter()
+            .filter(|(_, service)| is_federated(service))
+        {
+            let before = Memberships::of(service);
+            let mut after = before.clone();
+            let is_wanted = self.wanted.contains(name);
+            match self.inputs.member {
+                Member::ThisCluster { unlinked } => {
+                    if !is_wanted {
+                        after.local = None;
+                    }
+                    after.remote.retain(|entry| !unlinked.contains(cluster_of(entry)));
+                }
+                Member::Linked(Linked { link, .. }) => {
+                    let exported = name.name.strip_suffix(SUFFIX).unwrap_or_default();
+                    let wanted = format!("{exported}@{}", link.cluster);
+                    let is_ours = |entry: &String| cluster_of(entry) == link.cluster;
+                    after
+                        .remote
+                        .retain(|entry| !is_ours(entry) || (is_wanted && *entry == wanted));
+                }
+            }
+            if after == before {
+                continue;
+            }
+            let write = match after.is_empty() {
+                true => Write::DeleteService(known(&service.metadata)),
+                false => Write::PutService(Box::new(after.written_to(service))),
+            };
+            self.push_federated(name, write, None);
+        }
+    }
+
+    /// Adds a step, unless one for the same Service is planned: the next plan will have the rest.
+    fn push_federated(&mut self, name: &NamespacedName, write: Write, rewritten_by: Option<String>) {
+        if self.plan.steps.iter().any(|step| step.name == *name) {
+            return;
+        }
+        self.plan.steps.push(Step {
+            name: name.clone(),
+            writes: vec![write],
+            rewritten_by,
+        });
+    }
+}
+
+/// The members of a federated Service, as its annotations have them.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Memberships {
+    local: Option<String>,
+    /// `<service>@<cluster>`, in the order of joining.
+    remote: Vec<String>,
+}
+
+impl Memberships {
+    fn of(service: &Service) -> Self {
+        let annotations = service.metadata.annotations.as_ref();
+        let value = |name: &str| {
+            annotations
+                .and_then(|all| all.get(name))
+                .filter(|value| !value.is_empty())
+        };
+        let remote = value(annotation::REMOTE_DISCOVERY).map_or("", String::as_str);
+        Self {
+            local: value(annotation::LOCAL_DISCOVERY).cloned(),
+            remote: comma_separated(remote).map(str::to_owned).collect(),
+        }
+    }
+
+    fn with(mut self, inputs: &Inputs<'_>, entry: &str) -> Self {
+        match inputs.member {
+            Member::ThisCluster { .. } => self.local = Some(entry.to_owned()),
+            Member::Linked(_) if self.remote.iter().any(|other| other == entry) => {}
+            Member::Linked(_) => self.remote.push(entry.to_owned()),
+        }
+        self
+    }
+
+    fn is_empty(&self) -> bool {
+        self.local.is_none() && self.remote.is_empty()
+    }
+
+    fn write_to(&self, annotations: &mut BTreeMap<String, String>) {
+        annotations.remove(annotation::LOCAL_DISCOVERY);
+        annotations.remove(annotation::REMOTE_DISCOVERY);
+        if let Some(local) = &self.local {
+            annotations.insert(annotation::LOCAL_DISCOVERY.to_owned(), local.clone());
+        }
+        if !self.remote.is_empty() {
+            annotations.insert(annotation::REMOTE_DISCOVERY.to_owned(), self.remote.join(","));
+        }
+    }
+
+    fn written_to(&self, service: &Service) -> Service {
+        let mut service = service.clone();
+        service.metadata.managed_fields = None;
+        self.write_to(service.metadata.annotations.get_or_insert_default());
+        service
+    }
+}
+
+/// The clusters that federated Services have members of, but that no Link names.
+pub(in crate::mirror) fn clusters_without_link(local: &LocalCluster) -> BTreeSet<String> {
+    let federated = local.services.values().filter(|service| is_federated(service));
+    let members = federated.flat_map(|service| Memberships::of(service).remote);
+    let clusters = members.map(|entry| cluster_of(&entry).to_owned());
+    clusters
+        .filter(|cluster| !local.links.iter().any(|link| link.cluster == *cluster))
+        .collect()
+}
+
+/// The value that represents a member of `inputs.member` in the annotations.
+fn entry(inputs: &Inputs<'_>, name: &NamespacedName) -> String {
+    match inputs.member {
+        Member::ThisCluster { .. } => name.name.to_string(),
+        Member::Linked(Linked { link, .. }) => format!("{}@{}", name.name, link.cluster),
+    }
+}
+
+fn cluster_of(entry: &str) -> &str {
+    entry.split_once('@').map_or("", |(_, cluster)| cluster)
+}
+
+/// Whether the planned member determines ports and metadata: the local one, or of the others that whose Link is the oldest.
+fn is_metadata_source(inputs: &Inputs<'_>, memberships: &Memberships) -> bool {
+    let Member::Linked(Linked { link, .. }) = inputs.member else {
+        return true;
+    };
+    let is_member = |cluster: &str| memberships.remote.iter().any(|entry| cluster_of(entry) == cluster);
+    let members = inputs.local.links.iter().filter(|other| is_member(&other.cluster));
+    let oldest = members.min_by_key(|other| (&other.created_at, &other.name));
+    memberships.local.is_none() && oldest.is_none_or(|oldest| oldest.cluster == link.cluster)
+}
+
+/// Whether the mirror controllers created the Service as a federated one.
+fn is_federated(service: &Service) -> bool {
+    let metadata = &service.metadata;
+    has_label(metadata, label::MIRRORED_SERVICE, "true")
+        && metadata
+            .labels
+            .as_ref()
+            .is_none_or(|labels| !labels.contains_key(label::MIRRORED_CLUSTER))
+        && metadata.name.as_ref().is_some_and(|name| name.ends_with(SUFFIX))
+}
+
+const SUFFIX: &str = "-federated";

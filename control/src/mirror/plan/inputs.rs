@@ -1,0 +1,157 @@
+//! What a plan is computed from, and its result.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::{Endpoints, Namespace, Service};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use tulle_core::names::label;
+
+use crate::mirror::link::{Exclusions, ExportSelector, Link};
+use crate::resources::meta::NamespacedName;
+
+/// The objects that a plan is computed from.
+pub(in crate::mirror) struct Inputs<'a> {
+    pub(in crate::mirror) member: Member<'a>,
+    /// Services that are members of a federated Service.
+    pub(in crate::mirror) federated_selector: &'a ExportSelector,
+    pub(in crate::mirror) excluded_labels: &'a Exclusions,
+    pub(in crate::mirror) excluded_annotations: &'a Exclusions,
+    /// The cluster whose Services are exported: the other one, or this one for its members of federated Services.
+    pub(in crate::mirror) exporting: &'a ExportingCluster,
+    pub(in crate::mirror) local: &'a LocalCluster,
+    pub(in crate::mirror) may_create_namespaces: bool,
+    /// The version of the member by which each federated Service was last completely rewritten.
+    pub(in crate::mirror) rewritten_by: &'a HashMap<NamespacedName, String>,
+}
+
+/// Whose Services are planned.
+#[derive(Clone, Copy)]
+pub(in crate::mirror) enum Member<'a> {
+    /// Those of this cluster. They only join federated Services.
+    ThisCluster {
+        /// Clusters that have had no Link for some time. Their memberships are removed.
+        unlinked: &'a BTreeSet<String>,
+    },
+    Linked(Linked<'a>),
+}
+
+/// A linked cluster.
+#[derive(Clone, Copy)]
+pub(in crate::mirror) struct Linked<'a> {
+    pub(in crate::mirror) link: &'a Link,
+    pub(in crate::mirror) gateway: GatewayState<'a>,
+    /// The Service through which the gateway is probed.
+    pub(in crate::mirror) probe_service: Option<&'a NamespacedName>,
+}
+
+#[derive(Clone, Copy)]
+pub(in crate::mirror) struct GatewayState<'a> {
+    /// `None` if no name of the gateway can be resolved. Then the addresses of mirrors stay as they are.
+    pub(in crate::mirror) addresses: Option<&'a [IpAddr]>,
+    pub(in crate::mirror) is_alive: bool,
+}
+
+#[derive(Default)]
+pub(in crate::mirror) struct ExportingCluster {
+    pub(in crate::mirror) services: BTreeMap<NamespacedName, Arc<Service>>,
+    pub(in crate::mirror) endpoints: HashMap<NamespacedName, Arc<Endpoints>>,
+}
+
+#[derive(Default)]
+pub(in crate::mirror) struct LocalCluster {
+    pub(in crate::mirror) services: BTreeMap<NamespacedName, Arc<Service>>,
+    /// The Endpoints of mirrors and of probe Services.
+    pub(in crate::mirror) endpoints: HashMap<NamespacedName, Arc<Endpoints>>,
+    /// Namespaces that are not being deleted.
+    pub(in crate::mirror) namespaces: HashSet<String>,
+    pub(in crate::mirror) links: Vec<LinkAge>,
+}
+
+/// The age of a Link. Of the members of a federated Service, that with the oldest Link determines its ports and metadata.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::mirror) struct LinkAge {
+    pub(in crate::mirror) cluster: String,
+    pub(in crate::mirror) created_at: Option<Time>,
+    pub(in crate::mirror) name: String,
+}
+
+#[derive(Debug, Default)]
+pub(in crate::mirror) struct Plan {
+    pub(in crate::mirror) steps: Vec<Step>,
+    pub(in crate::mirror) mirrors: Vec<MirrorStatus>,
+    pub(in crate::mirror) federated: Vec<MirrorStatus>,
+}
+
+/// Writes that are executed in this order. Steps are independent of each other.
+#[derive(Debug, PartialEq)]
+pub(in crate::mirror) struct Step {
+    /// The local Service.
+    pub(in crate::mirror) name: NamespacedName,
+    pub(in crate::mirror) writes: Vec<Write>,
+    /// For a rewritten federated Service: the version of the member.
+    pub(in crate::mirror) rewritten_by: Option<String>,
+}
+
+/// Objects with a resource version replace the one of that version, others are created.
+#[derive(Debug, PartialEq)]
+pub(in crate::mirror) enum Write {
+    CreateNamespace(Box<Namespace>),
+    PutService(Box<Service>),
+    PutEndpoints(Box<Endpoints>),
+    DeleteService(Known),
+    DeleteEndpoints(Known),
+}
+
+/// An object in the version that the plan was computed from. It is deleted only if it still has this version.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::mirror) struct Known {
+    pub(in crate::mirror) name: NamespacedName,
+    pub(in crate::mirror) uid: Option<String>,
+    pub(in crate::mirror) resource_version: Option<String>,
+}
+
+/// The outcome for one exported Service.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(in crate::mirror) struct MirrorStatus {
+    pub(in crate::mirror) exported: NamespacedName,
+    /// The local Service, or why there is none.
+    pub(in crate::mirror) mirror: Result<NamespacedName, Rejection>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(in crate::mirror) enum Rejection {
+    #[error("{0}")]
+    InvalidService(String),
+    #[error("namespace {0} does not exist here")]
+    MissingNamespace(String),
+    #[error("{0}")]
+    Failed(String),
+}
+
+impl ExportingCluster {
+    /// The Services that can be exported: all but mirrors, because mirrors of mirrors would lead in circles.
+    pub(super) fn exported(&self) -> impl Iterator<Item = (&NamespacedName, &Service)> {
+        let services = self.services.iter().map(|(name, service)| (name, &**service));
+        services.filter(|(_, service)| {
+            let labels = service.metadata.labels.as_ref();
+            labels
+                .and_then(|labels| labels.get(label::MIRRORED_SERVICE))
+                .is_none_or(|value| value != "true")
+        })
+    }
+}
+
+impl Plan {
+    /// Adds a step, unless there is nothing to write.
+    pub(super) fn add_step(&mut self, name: NamespacedName, writes: Vec<Write>) {
+        if !writes.is_empty() {
+            self.steps.push(Step {
+                name,
+                writes,
+                rewritten_by: None,
+            });
+        }
+    }
+}

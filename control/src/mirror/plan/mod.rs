@@ -1,0 +1,21 @@
+//! What has to be written so that the mirrors of a cluster are as its exported Services say. Pure: without requests and clock.
+
+pub(super) mod federated;
+pub(super) mod inputs;
+mod mirrors;
+pub(super) mod objects;
+#[cfg(test)]
+mod tests;
+
+use self::federated::plan_federated;
+use self::inputs::{Inputs, Member, Plan};
+use self::mirrors::plan_mirrors;
+
+pub(super) fn plan(inputs: &Inputs<'_>) -> Plan {
+    let mut plan = Plan::default();
+    if let Member::Linked(linked) = inputs.member {
+        plan_mirrors(inputs, linked, &mut plan);
+    }
+    plan_federated(inputs, &mut plan);
+    plan
+}

@@ -1,0 +1,561 @@
+use std::collections::{BTreeSet, HashMap};
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use k8s_openapi::api::core::v1::{Endpoints, Service};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use serde_json::{Value, json};
+use tulle_core::names::annotation;
+
+use super::federated::clusters_without_link;
+use super::inputs::{ExportingCluster, GatewayState, LinkAge, Linked, LocalCluster, MirrorStatus, Step, Write};
+use super::objects::{mirror_labels, object_name};
+use super::*;
+use crate::mirror::link::{Exclusions, Link};
+use crate::resources::meta::NamespacedName;
+
+/// Objects of both clusters, as JSON.
+struct Case {
+    link: Link,
+    exporting: ExportingCluster,
+    local: LocalCluster,
+    addresses: Vec<IpAddr>,
+    is_alive: bool,
+    may_create_namespaces: bool,
+    rewritten_by: HashMap<NamespacedName, String>,
+}
+
+impl Case {
+    fn new() -> Self {
+        let link = json!({
+            "apiVersion": "multicluster.linkerd.io/v1alpha3", "kind": "Link", "metadata": {"name": "east"},
+            "spec": {
+                "targetClusterName": "east", "targetClusterDomain": "east.test", "clusterCredentialsSecret": "east",
+                "gatewayAddress": "192.0.2.7", "gatewayPort": "4143", "gatewayIdentity": "gateway.east",
+                "probeSpec": {"path": "/ready", "port": "4191"},
+                "selector": {"matchLabels": {"mirror.linkerd.io/exported": "true"}},
+                "remoteDiscoverySelector": {"matchLabels": {"mirror.linkerd.io/exported": "remote-discovery"}},
+                "federatedServiceSelector": {"matchLabels": {"mirror.linkerd.io/federated": "member"}},
+                "excludedLabels": ["team", "corp/*"], "excludedAnnotations": ["note", "config.linkerd.io/*"],
+            },
+        });
+        let mut case = Self {
+            link: Link::parse(&serde_json::from_value(link).unwrap()).unwrap(),
+            exporting: ExportingCluster::default(),
+            local: LocalCluster::default(),
+            addresses: vec!["192.0.2.7".parse().unwrap()],
+            is_alive: true,
+            may_create_namespaces: false,
+            rewritten_by: HashMap::new(),
+        };
+        case.local.namespaces.insert("shop".to_owned());
+        case.local.links = vec![age("east", 2)];
+        case
+    }
+
+    /// Adds an exported Service `shop/web` with a ready endpoint.
+    fn export(mut self, labels: Value, more: Value) -> Self {
+        let mut service = json!({
+            "metadata": {"name": "web", "namespace": "shop", "resourceVersion": "7", "labels": labels},
+            "spec": {"clusterIP": "10.0.0.1", "ports": [{"name": "http", "port": 80, "targetPort": 8080, "protocol": "TCP"}]},
+        });
+        json_patch::merge(&mut service, &more);
+        let service: Service = serde_json::from_value(service).unwrap();
+        let name = object_name(&service.metadata);
+        self.exporting.services.insert(name.clone(), Arc::new(service));
+        let endpoints = json!({"subsets": [{"addresses": [{"ip": "10.1.0.1"}]}]});
+        self.exporting
+            .endpoints
+            .insert(name, Arc::new(serde_json::from_value(endpoints).unwrap()));
+        self
+    }
+
+    fn exported(self) -> Self {
+        self.export(json!({"app": "web", "mirror.linkerd.io/exported": "true"}), json!({}))
+    }
+
+    fn plan(&self) -> Plan {
+        let probe = NamespacedName::new("multicluster", "probe-east");
+        self.plan_as(Member::Linked(Linked {
+            link: &self.link,
+            gateway: GatewayState {
+                addresses: Some(&self.addresses).filter(|all| !all.is_empty()).map(Vec::as_slice),
+                is_alive: self.is_alive,
+            },
+            probe_service: Some(&probe),
+        }))
+    }
+
+    fn plan_as(&self, member: Member<'_>) -> Plan {
+        plan(&Inputs {
+            member,
+            federated_selector: &self.link.federated_selector,
+            excluded_labels: &self.link.excluded_labels,
+            excluded_annotations: &self.link.excluded_annotations,
+            exporting: &self.exporting,
+            local: &self.local,
+            may_create_namespaces: self.may_create_namespaces,
+            rewritten_by: &self.rewritten_by,
+        })
+    }
+
+    /// Executes a plan as an API server would, and returns it. A second plan has to be empty.
+    fn apply(&mut self) -> Plan {
+        let planned = self.plan();
+        self.execute(&planned);
+        let again = self.plan();
+        assert!(again.steps.is_empty(), "the second plan: {:?}", again.steps);
+        planned
+    }
+
+    fn execute(&mut self, planned: &Plan) {
+        for step in &planned.steps {
+            for write in &step.writes {
+                match write {
+                    Write::CreateNamespace(namespace) => {
+                        self.local.namespaces.extend(namespace.metadata.name.clone());
+                    }
+                    Write::PutService(service) => {
+                        let mut service = service.clone();
+                        service.metadata.resource_version = Some("1".to_owned());
+                        let name = object_name(&service.metadata);
+                        self.local.services.insert(name, Arc::new(*service));
+                    }
+                    Write::PutEndpoints(endpoints) => {
+                        let mut endpoints = endpoints.clone();
+                        endpoints.metadata.resource_version = Some("1".to_owned());
+                        let name = object_name(&endpoints.metadata);
+                        self.local.endpoints.insert(name, Arc::new(*endpoints));
+                    }
+                    Write::DeleteService(known) => drop(self.local.services.remove(&known.name)),
+                    Write::DeleteEndpoints(known) => drop(self.local.endpoints.remove(&known.name)),
+                }
+            }
+            if let Some(version) = &step.rewritten_by {
+                self.rewritten_by.insert(step.name.clone(), version.clone());
+            }
+        }
+    }
+
+    fn add_local(&mut self, service: Value) {
+        let service: Service = serde_json::from_value(service).unwrap();
+        self.local
+            .services
+            .insert(object_name(&service.metadata), Arc::new(service));
+    }
+
+    fn service(&self, name: &str) -> Option<Value> {
+        let service = self.local.services.get(&NamespacedName::new("shop", name))?;
+        Some(serde_json::to_value(&**service).unwrap())
+    }
+
+    fn endpoints(&self, name: &str) -> Option<Value> {
+        let endpoints: &Arc<Endpoints> = self.local.endpoints.get(&NamespacedName::new("shop", name))?;
+        Some(serde_json::to_value(&**endpoints).unwrap())
+    }
+
+    /// The members of `shop/web-federated`: the local one, and the others.
+    fn members(&self) -> Option<(String, String)> {
+        let annotations = self.service("web-federated")?["metadata"]["annotations"].clone();
+        let value = |name: &str| annotations[name].as_str().unwrap_or_default().to_owned();
+        Some((value(annotation::LOCAL_DISCOVERY), value(annotation::REMOTE_DISCOVERY)))
+    }
+}
+
+fn age(cluster: &str, second: i64) -> LinkAge {
+    LinkAge {
+        cluster: cluster.to_owned(),
+        created_at: Some(Time(k8s_openapi::jiff::Timestamp::from_second(second).unwrap())),
+        name: cluster.to_owned(),
+    }
+}
+
+/// The only status, as reason and message.
+fn rejection(statuses: &[MirrorStatus]) -> String {
+    assert_eq!(statuses.len(), 1, "{statuses:?}");
+    statuses[0].mirror.as_ref().unwrap_err().to_string()
+}
+
+#[test]
+fn an_exported_service_becomes_a_service_and_endpoints_of_the_gateway() {
+    let mut case = Case::new().exported();
+    let planned = case.apply();
+    let service = case.service("web-east").unwrap();
+    assert_eq!(
+        service["metadata"]["labels"],
+        json!({"app": "web", "mirror.linkerd.io/mirrored-service": "true", "mirror.linkerd.io/cluster-name": "east"})
+    );
+    assert_eq!(
+        service["metadata"]["annotations"],
+        json!({"mirror.linkerd.io/remote-resource-version": "7", "mirror.linkerd.io/remote-svc-fq-name": "web.shop.svc.east.test"})
+    );
+    assert_eq!(
+        service["spec"],
+        json!({"ports": [{"name": "http", "port": 80, "protocol": "TCP", "targetPort": 8080}]})
+    );
+    let endpoints = case.endpoints("web-east").unwrap();
+    assert_eq!(
+        endpoints["metadata"]["annotations"],
+        json!({
+            "mirror.linkerd.io/remote-gateway-identity": "gateway.east",
+            "mirror.linkerd.io/remote-svc-fq-name": "web.shop.svc.east.test",
+        })
+    );
+    assert_eq!(endpoints["metadata"]["labels"], service["metadata"]["labels"]);
+    let ports = json!([{"name": "http", "port": 4143, "protocol": "TCP"}]);
+    assert_eq!(
+        endpoints["subsets"],
+        json!([{"addresses": [{"ip": "192.0.2.7"}], "ports": ports}])
+    );
+    let mirror = Ok(NamespacedName::new("shop", "web-east"));
+    assert_eq!((planned.mirrors.len(), &planned.mirrors[0].mirror), (1, &mirror));
+}
+
+#[test]
+fn the_mode_depends_on_the_labels() {
+    let exported = |value: &str| Case::new().export(json!({"mirror.linkerd.io/exported": value}), json!({}));
+    let mut direct = exported("remote-discovery");
+    direct.apply();
+    let labels = direct.service("web-east").unwrap()["metadata"]["labels"].clone();
+    assert_eq!(labels["multicluster.linkerd.io/remote-discovery"], "east");
+    assert_eq!(labels["multicluster.linkerd.io/remote-service"], "web");
+    assert_eq!(direct.endpoints("web-east"), None);
+
+    let mut case = exported("true");
+    case.apply();
+    assert!(case.endpoints("web-east").is_some());
+    case.exporting = exported("remote-discovery").exporting;
+    case.apply();
+    assert_eq!(case.endpoints("web-east"), None);
+    case.exporting = exported("true").exporting;
+    case.apply();
+    assert!(case.endpoints("web-east").is_some());
+    let labels = case.service("web-east").unwrap()["metadata"]["labels"].clone();
+    assert_eq!(labels["multicluster.linkerd.io/remote-service"], Value::Null);
+    case.exporting = exported("false").exporting;
+    case.apply();
+    assert_eq!((case.service("web-east"), case.endpoints("web-east")), (None, None));
+}
+
+#[test]
+fn labels_and_annotations_are_copied_except_those_of_tools_and_exclusions() {
+    let labels = json!({
+        "mirror.linkerd.io/exported": "true", "app": "web", "team": "a", "corp/x": "y", "corporate/x": "y",
+        "multicluster.linkerd.io/remote-service": "other",
+    });
+    let annotations = json!({"metadata": {"annotations": {
+        "note": "x", "kept": "x", "config.linkerd.io/opaque-ports": "25", "config.linkerd.io/proxy-await": "x",
+        "service.kubernetes.io/topology-mode": "Auto", "kubectl.kubernetes.io/last-applied-configuration": "{}",
+        "retry.linkerd.io/http": "5xx",
+    }}});
+    let mut case = Case::new().export(labels, annotations);
+    case.apply();
+    let service = case.service("web-east").unwrap();
+    let names = |field: &str| -> Vec<String> {
+        let map = service["metadata"][field].as_object().unwrap();
+        let names = map.keys().filter(|name| !name.starts_with("mirror.linkerd.io/"));
+        names.cloned().collect()
+    };
+    assert_eq!(names("labels"), ["app", "corporate/x"]);
+    assert_eq!(
+        names("annotations"),
+        ["config.linkerd.io/opaque-ports", "kept", "retry.linkerd.io/http"]
+    );
+
+    // A new exclusion removes what was copied before. What other writers added stays until the exported Service changes.
+    let mut foreign = (**case.local.services.values().next().unwrap()).clone();
+    foreign
+        .metadata
+        .annotations
+        .as_mut()
+        .unwrap()
+        .insert("other.io/x".to_owned(), "1".to_owned());
+    case.local
+        .services
+        .insert(object_name(&foreign.metadata), Arc::new(foreign));
+    assert!(case.plan().steps.is_empty());
+    case.link.excluded_annotations = Exclusions::from_list("kept");
+    case.apply();
+    let annotations = case.service("web-east").unwrap()["metadata"]["annotations"].clone();
+    assert_eq!(
+        (&annotations["kept"], &annotations["note"]),
+        (&Value::Null, &json!("x"))
+    );
+}
+
+#[test]
+fn changes_of_the_service_and_of_the_gateway_reach_the_mirror() {
+    let mut case = Case::new().exported();
+    case.apply();
+    let ports = json!({"metadata": {"resourceVersion": "8"}, "spec": {"ports": [
+        {"name": "http", "port": 81, "targetPort": "web", "protocol": "TCP", "appProtocol": "kubernetes.io/h2c", "nodePort": 30000},
+    ]}});
+    let labels = json!({"mirror.linkerd.io/exported": "true"});
+    case = case.export(labels, ports);
+    case.addresses = vec!["2001:db8::7".parse().unwrap(), "192.0.2.9".parse().unwrap()];
+    case.is_alive = false;
+    case.apply();
+    let service = case.service("web-east").unwrap();
+    assert_eq!(
+        service["metadata"]["labels"]["app"],
+        Value::Null,
+        "the label is removed with that of the exported Service"
+    );
+    assert_eq!(
+        service["spec"]["ports"],
+        json!([{"name": "http", "port": 81, "targetPort": "web", "protocol": "TCP", "appProtocol": "kubernetes.io/h2c"}])
+    );
+    let subset = case.endpoints("web-east").unwrap()["subsets"][0].clone();
+    assert_eq!(subset["addresses"], Value::Null);
+    assert_eq!(
+        subset["notReadyAddresses"],
+        json!([{"ip": "192.0.2.9"}, {"ip": "2001:db8::7"}])
+    );
+
+    // Without an address, what is written stays.
+    case.addresses.clear();
+    let planned = case.plan();
+    assert!(planned.steps.is_empty() && planned.mirrors[0].mirror.is_ok());
+    let mut new = Case::new().exported();
+    new.addresses.clear();
+    assert!(rejection(&new.plan().mirrors).contains("no address of the gateway 192.0.2.7"));
+    new.link.gateway = None;
+    assert!(rejection(&new.plan().mirrors).contains("the Link has no gateway"));
+    case.addresses.push("192.0.2.7".parse().unwrap());
+    case.is_alive = true;
+    let unready = json!({"subsets": [{"notReadyAddresses": [{"ip": "10.1.0.1"}]}]});
+    for endpoints in case.exporting.endpoints.values_mut() {
+        *endpoints = Arc::new(serde_json::from_value(unready.clone()).unwrap());
+    }
+    case.apply();
+    assert_eq!(case.endpoints("web-east").unwrap()["subsets"], json!([]));
+}
+
+#[test]
+fn services_that_cannot_be_mirrored_are_rejected_with_the_cause() {
+    let long = "w".repeat(60);
+    for (service, cause) in [
+        (json!({"spec": {"type": "ExternalName"}}), "ExternalName"),
+        (json!({"spec": {"ports": []}}), "no ports"),
+        (json!({"metadata": {"name": long}}), "has 65 characters; at most 63"),
+        (
+            json!({"metadata": {"namespace": "unknown"}}),
+            "namespace unknown does not exist",
+        ),
+    ] {
+        let case = Case::new().export(json!({"mirror.linkerd.io/exported": "true"}), service);
+        let planned = case.plan();
+        assert!(
+            rejection(&planned.mirrors).contains(cause),
+            "{cause}: {:?}",
+            planned.mirrors
+        );
+        assert!(planned.steps.is_empty(), "{cause}");
+    }
+    let mut taken = Case::new().exported();
+    taken.add_local(json!({"metadata": {"name": "web-east", "namespace": "shop"}, "spec": {"ports": [{"port": 1}]}}));
+    let planned = taken.plan();
+    assert!(rejection(&planned.mirrors).contains("is not a mirror of east"));
+    assert!(planned.steps.is_empty());
+
+    let mirror = json!({"mirror.linkerd.io/exported": "true", "mirror.linkerd.io/mirrored-service": "true"});
+    let planned = Case::new().export(mirror, json!({})).plan();
+    assert!(
+        planned.steps.is_empty() && planned.mirrors.is_empty(),
+        "mirrors are not mirrored"
+    );
+}
+
+#[test]
+fn missing_namespaces_are_created_if_that_is_allowed() {
+    let labels = json!({"mirror.linkerd.io/exported": "true", "mirror.linkerd.io/federated": "member"});
+    let mut case = Case::new().export(labels, json!({"metadata": {"namespace": "new"}}));
+    assert!(case.plan().steps.is_empty());
+    case.may_create_namespaces = true;
+    let planned = case.plan();
+    let [Step { writes, .. }] = planned.steps.as_slice() else {
+        panic!("{:?}", planned.steps)
+    };
+    let [Write::CreateNamespace(namespace)] = writes.as_slice() else {
+        panic!("{writes:?}")
+    };
+    assert_eq!(namespace.metadata.labels, Some(mirror_labels("east")));
+    case.execute(&planned);
+    case.apply();
+    assert_eq!(case.local.services.len(), 2);
+}
+
+#[test]
+fn mirrors_without_an_exported_service_are_deleted_and_those_of_others_are_not() {
+    let mut case = Case::new().exported();
+    case.apply();
+    let mirror = |name: &str, cluster: &str| {
+        let labels = json!({"mirror.linkerd.io/mirrored-service": "true", "mirror.linkerd.io/cluster-name": cluster});
+        json!({"metadata": {"name": name, "namespace": "shop", "labels": labels}, "spec": {"ports": [{"port": 80}]}})
+    };
+    case.add_local(mirror("gone-east", "east"));
+    case.add_local(mirror("web-north", "north"));
+    case.add_local(json!({"metadata": {"name": "own-east", "namespace": "shop"}}));
+    let left_over: Endpoints = serde_json::from_value(mirror("old-east", "east")).unwrap();
+    case.local
+        .endpoints
+        .insert(object_name(&left_over.metadata), Arc::new(left_over));
+    case.apply();
+    let names: Vec<_> = case.local.services.keys().map(|name| &*name.name).collect();
+    assert_eq!(names, ["own-east", "web-east", "web-north"]);
+    assert!(case.endpoints("old-east").is_none() && case.endpoints("web-east").is_some());
+}
+
+#[test]
+fn the_probe_service_gets_the_gateway_whether_it_is_alive_or_not() {
+    let mut case = Case::new();
+    case.is_alive = false;
+    case.add_local(json!({"metadata": {"name": "probe-east", "namespace": "multicluster"}}));
+    case.apply();
+    let endpoints = &case.local.endpoints[&NamespacedName::new("multicluster", "probe-east")];
+    let endpoints = serde_json::to_value(&**endpoints).unwrap();
+    let ports = json!([{"name": "mc-probe", "port": 4191, "protocol": "TCP"}]);
+    assert_eq!(
+        endpoints["subsets"],
+        json!([{"addresses": [{"ip": "192.0.2.7"}], "ports": ports}])
+    );
+    assert_eq!(
+        endpoints["metadata"]["labels"],
+        json!({"mirror.linkerd.io/cluster-name": "east"})
+    );
+}
+
+#[test]
+fn members_join_and_leave_a_federated_service() {
+    const NONE: BTreeSet<String> = BTreeSet::new();
+    let member = json!({"app": "web", "mirror.linkerd.io/federated": "member"});
+    let mut east = Case::new().export(member.clone(), json!({}));
+    let planned = east.apply();
+    assert_eq!(east.members(), Some((String::new(), "web@east".to_owned())));
+    let service = east.service("web-federated").unwrap();
+    assert_eq!(
+        service["metadata"]["labels"],
+        json!({"app": "web", "mirror.linkerd.io/mirrored-service": "true"})
+    );
+    assert_eq!(
+        planned.federated[0].mirror,
+        Ok(NamespacedName::new("shop", "web-federated"))
+    );
+    assert!(east.endpoints("web-federated").is_none());
+
+    // The local member joins, and determines the metadata.
+    let own = Case::new().export(
+        json!({"app": "own", "mirror.linkerd.io/federated": "member"}),
+        json!({}),
+    );
+    let mut this = Case {
+        local: east.local,
+        ..own
+    };
+    let local = Member::ThisCluster { unlinked: &NONE };
+    let planned = this.plan_as(local);
+    this.execute(&planned);
+    assert!(this.plan_as(local).steps.is_empty());
+    assert_eq!(this.members(), Some(("web".to_owned(), "web@east".to_owned())));
+    assert_eq!(
+        this.service("web-federated").unwrap()["metadata"]["labels"]["app"],
+        "own"
+    );
+
+    // Another cluster whose Link is older than that of east joins without changing the metadata.
+    let mut north = Case::new().export(member.clone(), json!({"metadata": {"labels": {"app": "north"}}}));
+    north.link.cluster = "north".to_owned();
+    north.local = this.local;
+    north.local.links = vec![age("east", 2), age("north", 1)];
+    north.apply();
+    assert_eq!(
+        north.members(),
+        Some(("web".to_owned(), "web@east,web@north".to_owned()))
+    );
+    assert_eq!(
+        north.service("web-federated").unwrap()["metadata"]["labels"]["app"],
+        "own"
+    );
+
+    // The local member leaves, and the member with the oldest Link determines the metadata.
+    let mut this = Case {
+        local: north.local,
+        ..Case::new()
+    };
+    let planned = this.plan_as(local);
+    this.execute(&planned);
+    let mut north = Case {
+        local: this.local,
+        ..Case::new().export(member, json!({"metadata": {"labels": {"app": "north"}}}))
+    };
+    north.link.cluster = "north".to_owned();
+    north.apply();
+    assert_eq!(north.members(), Some((String::new(), "web@east,web@north".to_owned())));
+    assert_eq!(
+        north.service("web-federated").unwrap()["metadata"]["labels"]["app"],
+        "north"
+    );
+
+    // A cluster without a Link is removed, then the last member with the Service.
+    let gone = BTreeSet::from(["east".to_owned()]);
+    let mut this = Case {
+        local: north.local,
+        ..Case::new()
+    };
+    this.local.links.retain(|link| link.cluster == "north");
+    assert_eq!(clusters_without_link(&this.local), gone);
+    let planned = this.plan_as(Member::ThisCluster { unlinked: &gone });
+    this.execute(&planned);
+    assert_eq!(this.members(), Some((String::new(), "web@north".to_owned())));
+    let mut north = Case {
+        local: this.local,
+        ..Case::new()
+    };
+    north.link.cluster = "north".to_owned();
+    north.apply();
+    assert_eq!(north.members(), None);
+}
+
+#[test]
+fn services_that_cannot_join_are_rejected_and_leave() {
+    let member = json!({"mirror.linkerd.io/federated": "member"});
+    let mut case = Case::new().export(member.clone(), json!({}));
+    case.apply();
+    case = case.export(member.clone(), json!({"spec": {"clusterIP": "None"}}));
+    let planned = case.apply();
+    assert!(rejection(&planned.federated).contains("headless"));
+    assert_eq!(case.members(), None);
+
+    let mut taken = Case::new().export(member, json!({}));
+    taken.add_local(json!({"metadata": {"name": "web-federated", "namespace": "shop"}}));
+    let planned = taken.plan();
+    assert!(rejection(&planned.federated).contains("is not a federated Service"));
+    assert!(planned.steps.is_empty());
+}
+
+#[test]
+fn a_federated_service_follows_the_member_that_determines_its_metadata() {
+    let member = json!({"app": "web", "mirror.linkerd.io/federated": "member"});
+    let mut case = Case::new().export(member, json!({}));
+    case.apply();
+    // A label of another writer stays, until the member changes.
+    let name = NamespacedName::new("shop", "web-federated");
+    let mut service = (*case.local.services[&name]).clone();
+    service
+        .metadata
+        .labels
+        .as_mut()
+        .unwrap()
+        .insert("foreign".to_owned(), "x".to_owned());
+    case.local.services.insert(name, Arc::new(service));
+    assert!(case.plan().steps.is_empty());
+    let changed = json!({"metadata": {"resourceVersion": "8"}, "spec": {"ports": [{"port": 81}]}});
+    case = case.export(json!({"mirror.linkerd.io/federated": "member"}), changed);
+    case.apply();
+    let service = case.service("web-federated").unwrap();
+    assert_eq!(
+        service["metadata"]["labels"],
+        json!({"mirror.linkerd.io/mirrored-service": "true"})
+    );
+    assert_eq!(service["spec"]["ports"][0]["port"], 81);
+}

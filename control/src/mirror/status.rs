@@ -1,0 +1,205 @@
+//! The status of a Link: for each exported Service its mirror, or why there is none.
+
+use k8s_openapi::jiff::Timestamp;
+use kube::api::{Api, DynamicObject, Patch, PatchParams};
+use serde_json::{Value, json};
+
+use super::plan::inputs::{MirrorStatus, Rejection};
+use crate::resources::meta::NamespacedName;
+
+/// The outcome for all exported Services of a Link.
+#[derive(Clone, Debug, Default)]
+pub(super) struct LinkStatus {
+    pub(super) mirrors: Vec<MirrorStatus>,
+    pub(super) federated: Vec<MirrorStatus>,
+}
+
+/// Returns the body of the patch that updates the status of a Link, or `None` if it is up to date. The entries of other controllers
+/// stay, and the time of a condition changes only with its status.
+pub(super) fn patch(link: &DynamicObject, status: &LinkStatus, now: &str) -> Option<Value> {
+    let lists = [(MIRRORS, &status.mirrors), (FEDERATED, &status.federated)].map(|(field, entries)| {
+        let before = entries_of(link, field);
+        let ours = entries.iter().map(|entry| json_entry(entry, &before, now));
+        let others = before.iter().filter(|entry| !is_ours(entry)).cloned();
+        (field, ours.chain(others).collect::<Vec<_>>())
+    });
+    patch_of(link, lists)
+}
+
+/// Like [`patch`], for a cluster whose Services cannot be read: the entries stay, with the cause.
+pub(super) fn unreadable_patch(link: &DynamicObject, cause: &str, now: &str) -> Option<Value> {
+    let lists = [MIRRORS, FEDERATED].map(|field| {
+        let mut entries = entries_of(link, field);
+        for entry in entries.iter_mut().filter(|entry| is_ours(entry)) {
+            let since = since(Some(entry), "Unknown").unwrap_or(now).to_owned();
+            let condition = json!({
+                "type": "Mirrored", "status": "Unknown", "reason": "Error", "message": cause, "lastTransitionTime": since,
+            });
+            entry["conditions"] = json!([condition]);
+        }
+        (field, entries)
+    });
+    patch_of(link, lists)
+}
+
+/// Sends a patch of the status.
+///
+/// # Errors
+/// Fails if the API server refuses it.
+pub(super) async fn write(links: &Api<DynamicObject>, name: &str, patch: &Value) -> Result<(), kube::Error> {
+    links
+        .patch_status(name, &PatchParams::default(), &Patch::Merge(patch))
+        .await
+        .map(drop)
+}
+
+pub(super) fn timestamp() -> String {
+    let now = Timestamp::now();
+    Timestamp::from_second(now.as_second()).unwrap_or(now).to_string()
+}
+
+fn patch_of(link: &DynamicObject, lists: [(&str, Vec<Value>); 2]) -> Option<Value> {
+    if lists.iter().all(|(field, entries)| *entries == entries_of(link, field)) {
+        return None;
+    }
+    // The lists are sent even if they are empty, because a merge keeps a list that is absent.
+    let [(first, entries), (second, more)] = lists;
+    // The resource version, because another controller can have added entries meanwhile.
+    let version = &link.metadata.resource_version;
+    Some(json!({"metadata": {"resourceVersion": version}, "status": {first: entries, second: more}}))
+}
+
+fn entries_of(link: &DynamicObject, field: &str) -> Vec<Value> {
+    link.data["status"][field].as_array().cloned().unwrap_or_default()
+}
+
+fn is_ours(entry: &Value) -> bool {
+    entry["controllerName"] == CONTROLLER_NAME
+}
+
+fn json_entry(entry: &MirrorStatus, before: &[Value], now: &str) -> Value {
+    let (status, reason, message) = match &entry.mirror {
+        Ok(_) => ("True", "Mirrored", String::new()),
+        Err(rejection) => ("False", reason(rejection), rejection.to_string()),
+    };
+    let remote = reference(&entry.exported);
+    let previous = before
+        .iter()
+        .find(|other| is_ours(other) && other["remoteRef"] == remote);
+    let mut condition = json!({
+        "type": "Mirrored", "status": status, "reason": reason, "message": message,
+        "lastTransitionTime": since(previous, status).unwrap_or(now),
+    });
+    if let Ok(mirror) = &entry.mirror {
+        condition["localRef"] = reference(mirror);
+    }
+    json!({"controllerName": CONTROLLER_NAME, "remoteRef": remote, "conditions": [condition]})
+}
+
+/// Since when an entry has had this status.
+fn since<'a>(entry: Option<&'a Value>, status: &str) -> Option<&'a str> {
+    let condition = entry?.get("conditions")?.get(0)?;
+    let since = condition["lastTransitionTime"].as_str();
+    since.filter(|_| condition["status"] == status)
+}
+
+fn reason(rejection: &Rejection) -> &'static str {
+    match rejection {
+        Rejection::InvalidService(_) => "InvalidService",
+        Rejection::MissingNamespace(_) => "MissingNamespace",
+        Rejection::Failed(_) => "Error",
+    }
+}
+
+fn reference(name: &NamespacedName) -> Value {
+    json!({"group": "core", "kind": "Service", "name": &*name.name, "namespace": &*name.namespace})
+}
+
+const CONTROLLER_NAME: &str = "linkerd.io/service-mirror";
+const MIRRORS: &str = "mirrorServices";
+const FEDERATED: &str = "federatedServices";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn link(status: &Value) -> DynamicObject {
+        serde_json::from_value(json!({
+            "apiVersion": "multicluster.linkerd.io/v1alpha3", "kind": "Link",
+            "metadata": {"name": "east"}, "status": status,
+        }))
+        .unwrap()
+    }
+
+    fn web(mirror: Result<(), Rejection>) -> LinkStatus {
+        let entry = MirrorStatus {
+            exported: NamespacedName::new("shop", "web"),
+            mirror: mirror.map(|()| NamespacedName::new("shop", "web-east")),
+        };
+        LinkStatus {
+            mirrors: vec![entry],
+            federated: Vec::new(),
+        }
+    }
+
+    /// The status after a patch.
+    fn applied(patch: Option<Value>) -> Value {
+        patch.expect("the status changes")["status"].clone()
+    }
+
+    #[test]
+    fn the_time_of_a_condition_changes_with_its_status() {
+        let first = applied(patch(&link(&Value::Null), &web(Ok(())), "1"));
+        let condition = &first[MIRRORS][0]["conditions"][0];
+        assert_eq!(
+            (&condition["status"], &condition["localRef"]["name"]),
+            (&json!("True"), &json!("web-east"))
+        );
+        assert_eq!(patch(&link(&first), &web(Ok(())), "2"), None);
+
+        let missing = web(Err(Rejection::MissingNamespace("shop".to_owned())));
+        let second = applied(patch(&link(&first), &missing, "2"));
+        let condition = &second[MIRRORS][0]["conditions"][0];
+        let expected = json!({
+            "type": "Mirrored", "status": "False", "reason": "MissingNamespace", "lastTransitionTime": "2",
+            "message": "namespace shop does not exist here",
+        });
+        assert_eq!(*condition, expected);
+        let failed = web(Err(Rejection::Failed("refused".to_owned())));
+        let third = applied(patch(&link(&second), &failed, "3"));
+        assert_eq!(third[MIRRORS][0]["conditions"][0]["lastTransitionTime"], "2");
+    }
+
+    #[test]
+    fn entries_are_removed_except_those_of_other_controllers() {
+        let foreign =
+            json!({"controllerName": "other", "remoteRef": {"name": "x", "namespace": "y"}, "conditions": []});
+        let mut status = applied(patch(&link(&Value::Null), &web(Ok(())), "1"));
+        status[MIRRORS].as_array_mut().unwrap().push(foreign.clone());
+        let emptied = applied(patch(&link(&status), &LinkStatus::default(), "2"));
+        assert_eq!(emptied, json!({MIRRORS: [foreign], FEDERATED: []}));
+    }
+
+    #[test]
+    fn the_entries_of_an_unreadable_cluster_have_the_cause() {
+        let status = applied(patch(&link(&Value::Null), &web(Ok(())), "1"));
+        let unreadable = applied(unreadable_patch(&link(&status), "unreachable", "2"));
+        let condition = &unreadable[MIRRORS][0]["conditions"][0];
+        assert_eq!(
+            (
+                &condition["status"],
+                &condition["message"],
+                &condition["lastTransitionTime"]
+            ),
+            (&json!("Unknown"), &json!("unreachable"), &json!("2"))
+        );
+        assert_eq!(condition["localRef"], Value::Null);
+        assert_eq!(unreadable_patch(&link(&unreadable), "unreachable", "3"), None);
+        let mut odd = status;
+        odd[MIRRORS][0]["conditions"] = json!([]);
+        assert!(unreadable_patch(&link(&odd), "unreachable", "2").is_some());
+        assert!(patch(&link(&odd), &web(Ok(())), "2").is_some());
+        let restored = applied(patch(&link(&unreadable), &web(Ok(())), "3"));
+        assert_eq!(restored[MIRRORS][0]["conditions"][0]["status"], "True");
+    }
+}

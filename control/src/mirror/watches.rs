@@ -1,0 +1,200 @@
+//! Watches whose objects are kept in memory, with what is wrong with them.
+
+use std::collections::BTreeMap;
+use std::fmt::Debug;
+use std::hash::Hash;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::{FutureExt as _, StreamExt as _};
+use kube::api::Api;
+use kube::runtime::WatchStreamExt as _;
+use kube::runtime::reflector::Store;
+use kube::runtime::reflector::store::Writer;
+use kube::runtime::watcher::{self, watcher};
+use kube::{Resource, ResourceExt};
+use parking_lot::Mutex;
+use serde::de::DeserializeOwned;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep};
+use tracing::warn;
+use tulle_core::backoff::Backoff;
+use tulle_core::error_chain::ErrorChain;
+use tulle_core::metrics::Gauge;
+
+/// The watches of one API server. Dropping them ends them.
+pub(super) struct Watches {
+    tasks: JoinSet<()>,
+    /// The name of the cluster, for logs.
+    cluster: String,
+    shared: Arc<Shared>,
+}
+
+/// Which objects are watched.
+pub(super) struct Watched<K: Resource> {
+    pub(super) api: Api<K>,
+    pub(super) kind: K::DynamicType,
+    pub(super) config: watcher::Config,
+    /// Removes what is not kept of an object.
+    pub(super) prune: fn(&mut K),
+}
+
+struct Shared {
+    /// Incremented after each event and each failure.
+    changes: watch::Sender<u64>,
+    failures: Mutex<BTreeMap<String, Failure>>,
+}
+
+#[derive(Clone)]
+struct Failure {
+    since: Instant,
+    cause: String,
+}
+
+impl Watches {
+    pub(super) fn new(cluster: &str) -> Self {
+        Self {
+            tasks: JoinSet::new(),
+            cluster: cluster.to_owned(),
+            shared: Arc::new(Shared {
+                changes: watch::Sender::new(0),
+                failures: Mutex::default(),
+            }),
+        }
+    }
+
+    /// Watches objects, and keeps them. `size` is their number.
+    pub(super) fn watch<K>(&mut self, watched: Watched<K>, size: Arc<Gauge>) -> Store<K>
+    where
+        K: Resource + Clone + Debug + DeserializeOwned + Send + Sync + 'static,
+        K::DynamicType: Clone + Debug + Eq + Hash + Send + Sync + Unpin + 'static,
+    {
+        let Watched {
+            api,
+            kind,
+            config,
+            prune,
+        } = watched;
+        let kind_name = K::plural(&kind).into_owned();
+        let mut writer = Writer::new(kind);
+        let store = writer.as_reader();
+        let (shared, cluster, known) = (self.shared.clone(), self.cluster.clone(), store.clone());
+        self.tasks.spawn(async move {
+            let mut retries = RETRY_BACKOFF.start();
+            loop {
+                let changes = watcher(api.clone(), config.clone()).modify(move |object| {
+                    object.managed_fields_mut().clear();
+                    prune(object);
+                });
+                // An API server that was restored from a backup does not report what it lost.
+                let mut changes = pin!(changes.take_until(sleep(RELIST_INTERVAL)));
+                let mut failed = false;
+                while let Some(change) = changes.next().await {
+                    match &change {
+                        Ok(event) => writer.apply_watcher_event(event),
+                        Err(err) => {
+                            let cause = format!("watching {kind_name} of the cluster {cluster}: {}", ErrorChain(err));
+                            shared.record_failure(&kind_name, cause);
+                            failed = true;
+                        }
+                    }
+                    match change {
+                        // A list is not complete.
+                        Ok(watcher::Event::Init | watcher::Event::InitApply(_)) => continue,
+                        Ok(watcher::Event::InitDone) => {
+                            retries.reset();
+                            shared.record_success(&kind_name);
+                        }
+                        _ => {}
+                    }
+                    size.set(i64::try_from(known.len()).unwrap_or(i64::MAX));
+                    shared.changes.send_modify(|n| *n = n.wrapping_add(1));
+                    if failed {
+                        break;
+                    }
+                }
+                if failed {
+                    // Then all objects are listed again, which shows that they can be read.
+                    sleep(retries.next_delay()).await;
+                }
+            }
+        });
+        store
+    }
+
+    pub(super) fn changes(&self) -> watch::Receiver<u64> {
+        self.shared.changes.subscribe()
+    }
+
+    /// Why a watch has failed, if it has failed for some time. Its last known objects stay.
+    pub(super) fn failure(&self) -> Option<String> {
+        let failures = self.shared.failures.lock();
+        let mut lasting = failures
+            .values()
+            .filter(|failure| failure.reported_at() <= Instant::now());
+        lasting.next().map(|failure| failure.cause.clone())
+    }
+
+    /// When the first of the failures that have not lasted long enough will be reported.
+    pub(super) fn next_failure_at(&self) -> Option<Instant> {
+        let failures = self.shared.failures.lock();
+        let times = failures.values().map(Failure::reported_at);
+        times.filter(|at| *at > Instant::now()).min()
+    }
+}
+
+impl Shared {
+    fn record_failure(&self, kind: &str, cause: String) {
+        let mut failures = self.failures.lock();
+        let known = failures.get(kind);
+        if known.is_none_or(|known| known.cause != cause) {
+            warn!("{cause}; retrying");
+        }
+        let since = known.map_or_else(Instant::now, |known| known.since);
+        failures.insert(kind.to_owned(), Failure { since, cause });
+    }
+
+    fn record_success(&self, kind: &str) {
+        self.failures.lock().remove(kind);
+    }
+}
+
+impl Failure {
+    fn reported_at(&self) -> Instant {
+        self.since + MIN_FAILURE_TIME
+    }
+}
+
+impl<K: Resource<DynamicType = ()>> Watched<K> {
+    pub(super) fn new(api: Api<K>, config: watcher::Config, prune: fn(&mut K)) -> Self {
+        Self {
+            api,
+            kind: (),
+            config,
+            prune,
+        }
+    }
+}
+
+/// Whether all objects were listed once.
+pub(super) fn is_listed<K>(store: &Store<K>) -> bool
+where
+    K: Resource + Clone + 'static,
+    K::DynamicType: Eq + Hash + Clone,
+{
+    store
+        .wait_until_ready()
+        .now_or_never()
+        .is_some_and(|ready| ready.is_ok())
+}
+
+const RETRY_BACKOFF: Backoff = Backoff {
+    min: Duration::from_millis(500),
+    max: Duration::from_secs(30),
+    jitter: 0.5,
+};
+const RELIST_INTERVAL: Duration = Duration::from_secs(600);
+/// Shorter failures are not reported: a watch that ends is started again.
+const MIN_FAILURE_TIME: Duration = Duration::from_secs(5);

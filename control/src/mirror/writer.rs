@@ -1,0 +1,202 @@
+//! Executes the steps of plans, and retries those that fail.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use futures_util::{FutureExt as _, StreamExt as _, stream};
+use k8s_openapi::NamespaceResourceScope;
+use k8s_openapi::api::core::v1::{Endpoints, Namespace, Service};
+use kube::api::{Api, DeleteParams, ObjectMeta, PostParams, Preconditions};
+use kube::{Client, Error, Resource, ResourceExt as _};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio::time::{Instant, timeout};
+use tracing::{info, warn};
+use tulle_core::error_chain::ErrorChain;
+use tulle_core::metrics::{Counter, Family, Labels};
+
+use super::plan::inputs::{Known, Plan, Step, Write};
+use super::plan::objects::object_name;
+use crate::resources::meta::NamespacedName;
+
+pub(super) struct Writer {
+    pub(super) client: Client,
+    pub(super) errors: Family<Counter>,
+}
+
+/// What is known of earlier writes.
+#[derive(Default)]
+pub(super) struct WriteMemory {
+    /// By the local Service.
+    failures: HashMap<NamespacedName, Failure>,
+    /// The version of the member by which each federated Service was last completely rewritten.
+    pub(super) rewritten_by: HashMap<NamespacedName, String>,
+}
+
+/// A step that failed, in every attempt since it was planned.
+struct Failure {
+    /// Empty while only other writers are to blame: their changes are about to arrive, and the step is planned again.
+    cause: String,
+    n_attempts: u32,
+    retry_at: Instant,
+}
+
+#[derive(Debug, thiserror::Error)]
+enum WriteError {
+    #[error(transparent)]
+    Api(#[from] Error),
+    #[error("no response within {WRITE_TIMEOUT:?}")]
+    Timeout,
+}
+
+impl Writer {
+    /// Executes the steps of a plan. Returns when a failed one is due again.
+    pub(super) async fn execute(&self, cluster: &str, planned: &Plan, memory: &mut WriteMemory) -> Option<Instant> {
+        let now = Instant::now();
+        let mut writes = Vec::new();
+        for step in &planned.steps {
+            let failure = memory.failures.get(&step.name);
+            if failure.is_none_or(|failure| failure.cause.is_empty() || failure.retry_at <= now) {
+                writes.push(self.execute_step(step).map(move |result| (step, result)).boxed());
+            }
+        }
+        let mut results = stream::iter(writes).buffer_unordered(MAX_CONCURRENT_STEPS);
+        while let Some((step, result)) = results.next().await {
+            match result {
+                Ok(()) => {
+                    memory.failures.remove(&step.name);
+                    if let Some(version) = &step.rewritten_by {
+                        memory.rewritten_by.insert(step.name.clone(), version.clone());
+                    }
+                }
+                Err(err) => self.record_failure(cluster, &step.name, &err, memory),
+            }
+        }
+        let is_planned = |name: &NamespacedName| planned.steps.iter().any(|step| step.name == *name);
+        memory.failures.retain(|name, _| is_planned(name));
+        memory.failures.values().map(|failure| failure.retry_at).min()
+    }
+
+    fn record_failure(&self, cluster: &str, name: &NamespacedName, err: &WriteError, memory: &mut WriteMemory) {
+        let failure = memory.failures.entry(name.clone()).or_insert_with(|| Failure {
+            cause: String::new(),
+            n_attempts: 0,
+            retry_at: Instant::now(),
+        });
+        failure.n_attempts += 1;
+        let delay = MIN_RETRY_DELAY
+            .saturating_mul(1 << failure.n_attempts.min(10))
+            .min(MAX_RETRY_DELAY);
+        failure.retry_at = Instant::now() + delay;
+        let status = match err {
+            WriteError::Api(Error::Api(status)) => Some(status),
+            _ => None,
+        };
+        // Other writers changed the object, and its watch is about to report that. If it exists although it is not known, it may be
+        // in the way for good.
+        let is_stale = status.is_some_and(|status| matches!(status.code, 404 | 409));
+        let exists = status.is_some_and(|status| status.reason == "AlreadyExists");
+        if is_stale && !(exists && failure.n_attempts >= MAX_STALE_ATTEMPTS) {
+            failure.retry_at = Instant::now() + MIN_RETRY_DELAY;
+            return;
+        }
+        let reason = status.map_or("Unreachable", |status| &status.reason);
+        let labels = Labels::new()
+            .with("target_cluster_name", cluster)
+            .with("reason", reason);
+        self.errors.get(&labels).inc();
+        let cause = ErrorChain(err).to_string();
+        if failure.cause != cause {
+            warn!(cluster, service = %name, "not mirrored: {cause}");
+        }
+        failure.cause = cause;
+    }
+
+    async fn execute_step(&self, step: &Step) -> Result<(), WriteError> {
+        for write in &step.writes {
+            // A slow admission webhook delays no other step for long.
+            let written = timeout(WRITE_TIMEOUT, self.execute_write(write)).await;
+            written.map_err(|_| WriteError::Timeout)??;
+        }
+        Ok(())
+    }
+
+    async fn execute_write(&self, write: &Write) -> Result<(), Error> {
+        match write {
+            Write::CreateNamespace(namespace) => {
+                let api = Api::<Namespace>::all(self.client.clone());
+                api.create(&PostParams::default(), namespace).await?;
+                info!(namespace = namespace.name_any(), "created a namespace for mirrors");
+                Ok(())
+            }
+            Write::PutService(service) => self.put(&**service).await,
+            Write::PutEndpoints(endpoints) => self.put_endpoints(endpoints).await,
+            Write::DeleteService(known) => {
+                self.delete::<Service>(known).await?;
+                info!(service = %known.name, "deleted a Service that is no longer exported");
+                Ok(())
+            }
+            Write::DeleteEndpoints(known) => self.delete::<Endpoints>(known).await,
+        }
+    }
+
+    async fn put_endpoints(&self, endpoints: &Endpoints) -> Result<(), Error> {
+        match self.put(endpoints).await {
+            Err(Error::Api(status)) if status.reason == "AlreadyExists" => {
+                // Only Endpoints with the labels of mirrors are watched. The Service is a mirror, so its Endpoints are replaced.
+                let name = object_name(&endpoints.metadata);
+                let api = Api::<Endpoints>::namespaced(self.client.clone(), &name.namespace);
+                let mut endpoints = endpoints.clone();
+                endpoints.metadata.resource_version = api.get(&name.name).await?.metadata.resource_version;
+                self.put(&endpoints).await
+            }
+            result => result,
+        }
+    }
+
+    /// Replaces the object of its resource version, or creates it if it has none.
+    async fn put<K>(&self, object: &K) -> Result<(), Error>
+    where
+        K: Resource<DynamicType = (), Scope = NamespaceResourceScope> + k8s_openapi::Metadata<Ty = ObjectMeta>,
+        K: Clone + std::fmt::Debug + Serialize + DeserializeOwned,
+    {
+        let params = PostParams::default();
+        let name = object_name(Resource::meta(object));
+        let api = Api::<K>::namespaced(self.client.clone(), &name.namespace);
+        match Resource::meta(object).resource_version {
+            Some(_) => api.replace(&name.name, &params, object).await.map(drop),
+            None => api.create(&params, object).await.map(drop),
+        }
+    }
+
+    async fn delete<K>(&self, known: &Known) -> Result<(), Error>
+    where
+        K: Resource<DynamicType = (), Scope = NamespaceResourceScope> + Clone + std::fmt::Debug + DeserializeOwned,
+    {
+        let api = Api::<K>::namespaced(self.client.clone(), &known.name.namespace);
+        let params = DeleteParams::default().preconditions(Preconditions {
+            uid: known.uid.clone(),
+            resource_version: known.resource_version.clone(),
+        });
+        match api.delete(&known.name.name, &params).await {
+            // It is deleted already.
+            Err(Error::Api(status)) if status.code == 404 => Ok(()),
+            result => result.map(drop),
+        }
+    }
+}
+
+impl WriteMemory {
+    /// Why the local Service has not been written, if that lasts.
+    pub(super) fn cause_of_failure(&self, name: &NamespacedName) -> Option<&str> {
+        let failure = self.failures.get(name)?;
+        Some(&*failure.cause).filter(|cause| !cause.is_empty())
+    }
+}
+
+const MIN_RETRY_DELAY: Duration = Duration::from_millis(500);
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(60);
+const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
+/// Attempts to create an object that exists before that counts as a failure.
+const MAX_STALE_ATTEMPTS: u32 = 5;
+const MAX_CONCURRENT_STEPS: usize = 16;
