@@ -81,6 +81,14 @@ struct Memory {
     reported: Option<String>,
 }
 
+/// The outcome of a write of the status of a Link.
+enum StatusWrite {
+    Done,
+    /// Another writer changed the Link.
+    Conflict,
+    Failed,
+}
+
 /// A gauge that is 0 when nothing is known any more.
 struct ZeroOnDrop(Arc<Gauge>);
 
@@ -459,8 +467,8 @@ impl Controller {
             return Some(next);
         }
         let delay = match self.send_status(&link.name, &patch).await {
-            true => STATUS_INTERVAL,
-            false => STATUS_RETRY_DELAY,
+            StatusWrite::Done | StatusWrite::Conflict => STATUS_INTERVAL,
+            StatusWrite::Failed => STATUS_RETRY_DELAY,
         };
         memory.next_status_at = Some(now + delay);
         // If the watch has reported the write by then, nothing is left to do.
@@ -478,26 +486,30 @@ impl Controller {
         let labels = cluster_label(&cluster);
         self.metrics.synced.get(&labels).set(0);
         self.metrics.errors.get(&labels.with("reason", "Unreadable")).inc();
-        let object = local.link_object(link);
-        let patch = object.and_then(|object| status::unreadable_patch(&object, &cause, &status::timestamp()));
-        if let Some(patch) = patch {
-            self.send_status(link, &patch).await;
+        for _ in 0..MAX_STATUS_ATTEMPTS {
+            let object = local.link_object(link);
+            let patch = object.and_then(|object| status::unreadable_patch(&object, &cause, &status::timestamp()));
+            let Some(patch) = patch else { return };
+            match self.send_status(link, &patch).await {
+                // The watch is about to report the change of the other writer.
+                StatusWrite::Conflict => sleep(STATUS_INTERVAL).await,
+                StatusWrite::Done | StatusWrite::Failed => return,
+            }
         }
     }
 
-    /// Returns whether the status is written, or was changed by another writer.
-    async fn send_status(&self, link: &str, patch: &serde_json::Value) -> bool {
+    async fn send_status(&self, link: &str, patch: &serde_json::Value) -> StatusWrite {
         let links = Api::namespaced_with(self.client.clone(), &self.config.namespace, &Link::resource());
         match status::write(&links, link, patch).await {
-            Ok(()) => true,
-            Err(kube::Error::Api(status)) if status.code == 409 => true,
+            Ok(()) => StatusWrite::Done,
+            Err(kube::Error::Api(status)) if status.code == 409 => StatusWrite::Conflict,
             Err(err) => {
                 warn!(
                     link,
                     error = &err as &dyn std::error::Error,
                     "writing the status of the Link failed"
                 );
-                false
+                StatusWrite::Failed
             }
         }
     }
@@ -692,6 +704,7 @@ async fn changed<T>(changes: &mut watch::Receiver<T>) {
 
 const PLAN_DELAY: Duration = Duration::from_millis(100);
 const STATUS_INTERVAL: Duration = Duration::from_secs(1);
+const MAX_STATUS_ATTEMPTS: u32 = 5;
 const STATUS_RETRY_DELAY: Duration = Duration::from_secs(60);
 const EXPIRY_INTERVAL: Duration = Duration::from_secs(60);
 /// A Link that is replaced is absent for a moment.
