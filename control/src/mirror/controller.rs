@@ -21,8 +21,8 @@ use tulle_core::names::label;
 
 use super::config::{Config, Scope};
 use super::credentials;
-use super::gateway::{self, GatewayChannels, GatewayMetrics, ProbeTarget};
-use super::link::{ExportSelector, Link};
+use super::gateway::{self, GatewayChannels, GatewayMetrics, ProbeTarget, cluster_label};
+use super::link::{ExportSelector, Link, LinkError};
 use super::plan::federated::clusters_without_link;
 use super::plan::inputs::{
     ExportingCluster, GatewayState, Inputs, LinkAge, Linked, LocalCluster, Member, Plan, Rejection,
@@ -35,6 +35,7 @@ use super::writer::{WriteMemory, Writer};
 use crate::kubernetes::lease::{Leadership, Role};
 use crate::kubernetes::{self, request_layer::RequestRate};
 use crate::resources::meta::NamespacedName;
+use crate::resources::status::timestamp;
 
 pub(super) struct Controller {
     client: Client,
@@ -69,7 +70,7 @@ struct Remote {
     endpoints: Store<Endpoints>,
 }
 
-/// What passes remember of earlier ones.
+/// State that is kept from one plan to the next.
 #[derive(Default)]
 struct Memory {
     writes: WriteMemory,
@@ -89,7 +90,7 @@ enum StatusWrite {
     Failed,
 }
 
-/// A gauge that is 0 when nothing is known any more.
+/// Sets a gauge to 0 when it is dropped, because then nothing is known any more.
 struct ZeroOnDrop(Arc<Gauge>);
 
 impl Drop for ZeroOnDrop {
@@ -138,38 +139,44 @@ impl Controller {
             Scope::ThisCluster(_) => match self.mirror_this_cluster(&local).await {},
         };
         let mut gateway = GatewayChannels::default();
-        let mut probed = None;
+        let (mut probed, mut has_reported_absence) = (None, false);
         loop {
             let mut changes = local.watches.changes();
-            match local.link(name) {
+            let current = local.link(name);
+            match &current {
                 Some(Ok(link)) => {
                     for warning in &link.warnings {
                         warn!(link = name, "{warning}");
                     }
                     // What is known of the gateway stays if the Link changes otherwise.
                     let probes = Some((link.gateway.clone(), link.probe.clone()));
-                    if std::mem::replace(&mut probed, probes.clone()) != probes {
+                    if probed != probes {
                         gateway = GatewayChannels::default();
+                        probed = probes;
                     }
                     tokio::select! {
-                        () = local.wait_until_changed(name, &link) => info!(link = name, "the Link has changed"),
-                        never = self.follow_link(&local, &link, &gateway) => match never {},
+                        () = local.wait_until_changed(name, &current) => info!(link = name, "the Link has changed"),
+                        never = self.follow_link(&local, link, &gateway) => match never {},
                     }
                 }
                 Some(Err(err)) => {
-                    self.report_unreadable(&local, name, &err).await;
-                    let object = local.link_object(name);
-                    let is_same = || {
-                        let spec =
-                            |object: &Option<Arc<DynamicObject>>| object.as_ref().map(|link| link.data["spec"].clone());
-                        spec(&local.link_object(name)) == spec(&object)
-                    };
-                    while is_same() {
-                        changed(&mut changes).await;
-                    }
+                    self.report_unreadable(&local, name, err).await;
+                    local.wait_until_changed(name, &current).await;
                 }
-                None => changed(&mut changes).await,
+                None => {
+                    if is_listed(&local.links) && !has_reported_absence {
+                        let namespace = &self.config.namespace;
+                        warn!(
+                            namespace,
+                            "there is no Link {name}; nothing is mirrored, and existing mirrors stay"
+                        );
+                    }
+                    has_reported_absence = is_listed(&local.links);
+                    changed(&mut changes).await;
+                    continue;
+                }
             }
+            has_reported_absence = false;
         }
     }
 
@@ -370,7 +377,7 @@ impl Controller {
                     exporting: &exporting,
                     local: &local_cluster,
                     may_create_namespaces: self.config.may_create_namespaces,
-                    rewritten_by: &memory.writes.rewritten_by.clone(),
+                    rewritten_by: &memory.writes.rewritten_by,
                 };
                 let planned = plan(&inputs);
                 repairs.inc();
@@ -429,7 +436,7 @@ impl Controller {
                     exporting: &exporting,
                     local: &local_cluster,
                     may_create_namespaces: false,
-                    rewritten_by: &memory.writes.rewritten_by.clone(),
+                    rewritten_by: &memory.writes.rewritten_by,
                 };
                 let planned = plan(&inputs);
                 for status in &planned.federated {
@@ -461,7 +468,7 @@ impl Controller {
         memory: &mut Memory,
     ) -> Option<Instant> {
         let object = local.link_object(&link.name)?;
-        let patch = status::patch(&object, status, &status::timestamp())?;
+        let patch = status::patch(&object, status, &timestamp())?;
         let now = Instant::now();
         if let Some(next) = memory.next_status_at.filter(|next| now < *next) {
             return Some(next);
@@ -488,7 +495,7 @@ impl Controller {
         self.metrics.errors.get(&labels.with("reason", "Unreadable")).inc();
         for _ in 0..MAX_STATUS_ATTEMPTS {
             let object = local.link_object(link);
-            let patch = object.and_then(|object| status::unreadable_patch(&object, &cause, &status::timestamp()));
+            let patch = object.and_then(|object| status::unreadable_patch(&object, &cause, &timestamp()));
             let Some(patch) = patch else { return };
             match self.send_status(link, &patch).await {
                 // The watch is about to report the change of the other writer.
@@ -556,25 +563,22 @@ impl Local {
         links.find(|link| link.name_any() == name)
     }
 
-    fn link(&self, name: &str) -> Option<Result<Link, super::link::LinkError>> {
+    fn link(&self, name: &str) -> Option<Result<Link, LinkError>> {
         self.link_object(name).map(|object| Link::parse(&object))
     }
 
     /// Why this Link is not mirrored, if an older one names the same cluster: both would write the same mirrors.
     fn older_link_of_the_cluster(&self, link: &Link) -> Option<String> {
         let links = self.links.state();
-        let ages = links
-            .iter()
-            .filter_map(|link| age(link))
-            .filter(|other| other.cluster == link.cluster);
-        let oldest = ages.min_by(|a, b| (&a.created_at, &a.name).cmp(&(&b.created_at, &b.name)))?;
+        let ages = links.iter().filter_map(|link| age(link));
+        let oldest = ages.filter(|other| other.cluster == link.cluster).min()?;
         (oldest.name != link.name).then(|| format!("the older Link {} names the same cluster", oldest.name))
     }
 
-    /// Waits until the Link is no longer this one. Its status does not count.
-    async fn wait_until_changed(&self, name: &str, link: &Link) {
+    /// Waits until the Link is no longer as it was read. Its status does not count.
+    async fn wait_until_changed(&self, name: &str, before: &Option<Result<Link, LinkError>>) {
         let mut changes = self.watches.changes();
-        while self.link(name).is_some_and(|current| current.as_ref() == Ok(link)) {
+        while self.link(name) == *before {
             changed(&mut changes).await;
         }
     }
@@ -689,10 +693,6 @@ fn prune_endpoints(endpoints: &mut Endpoints) {
             address.hostname = None;
         }
     }
-}
-
-fn cluster_label(cluster: &str) -> Labels {
-    Labels::new().with("target_cluster_name", cluster)
 }
 
 /// Waits for a change. Never returns after the sender has ended.

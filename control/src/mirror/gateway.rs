@@ -1,7 +1,7 @@
 //! The gateway of another cluster: its addresses, and whether it answers probes.
 
 use std::convert::Infallible;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,6 +15,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 use tracing::{info, warn};
 use tulle_core::backoff::Backoff;
+use tulle_core::error_chain::ErrorChain;
 use tulle_core::metrics::{Counter, Family, Gauge, Histogram, Labels, Registry};
 
 use super::link::{Gateway, ProbeSpec};
@@ -172,19 +173,17 @@ pub(super) async fn probe(
             continue;
         };
         let started_at = Instant::now();
-        let result = match timeout(spec.timeout, send(&client, spec, &target)).await {
+        let result = match timeout(spec.timeout, send_probe(&client, spec, &target)).await {
             Ok(result) => result,
             Err(_) => Err(format!("no response within {:?}", spec.timeout)),
         };
         match result {
             Ok(()) => {
                 n_failures = 0;
-                let latency = started_at.elapsed().as_secs_f64() * 1000.0;
+                let latency = started_at.elapsed();
                 observed.successes.inc();
-                observed.latencies.observe(latency);
-                observed
-                    .latency
-                    .set(started_at.elapsed().as_millis().try_into().unwrap_or(i64::MAX));
+                observed.latencies.observe(latency.as_secs_f64() * 1000.0);
+                observed.latency.set(latency.as_millis().try_into().unwrap_or(i64::MAX));
                 observed.alive.set(1);
                 if set(is_alive, true) {
                     info!(cluster, "the gateway answers probes again");
@@ -218,27 +217,26 @@ impl Drop for Observed {
     }
 }
 
-async fn send(
+async fn send_probe(
     client: &Client<HttpConnector, Empty<Bytes>>,
     spec: &ProbeSpec,
     target: &ProbeTarget,
 ) -> Result<(), String> {
-    let authority = std::net::SocketAddr::new(target.ip, target.port);
+    let authority = SocketAddr::new(target.ip, target.port);
     let request = Request::get(format!("http://{authority}{}", spec.path))
         .header(header::HOST, format!("{}:{}", target.host, target.port))
         .body(Empty::new())
         .map_err(|err| err.to_string())?;
-    let response = client.request(request).await.map_err(|err| {
-        let cause: &dyn std::error::Error = &err;
-        tulle_core::error_chain::ErrorChain(cause).to_string()
-    })?;
+    let response = client.request(request).await;
+    let response = response.map_err(|err| ErrorChain(&err).to_string())?;
     match response.status() {
         StatusCode::OK => Ok(()),
         status => Err(format!("status {status}")),
     }
 }
 
-fn cluster_label(cluster: &str) -> Labels {
+/// The label of the metrics of a linked cluster.
+pub(super) fn cluster_label(cluster: &str) -> Labels {
     Labels::new().with("target_cluster_name", cluster)
 }
 

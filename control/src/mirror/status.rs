@@ -1,6 +1,5 @@
 //! The status of a Link: for each exported Service its mirror, or why there is none.
 
-use k8s_openapi::jiff::Timestamp;
 use kube::api::{Api, DynamicObject, Patch, PatchParams};
 use serde_json::{Value, json};
 
@@ -51,11 +50,6 @@ pub(super) async fn write(links: &Api<DynamicObject>, name: &str, patch: &Value)
         .patch_status(name, &PatchParams::default(), &Patch::Merge(patch))
         .await
         .map(drop)
-}
-
-pub(super) fn timestamp() -> String {
-    let now = Timestamp::now();
-    Timestamp::from_second(now.as_second()).unwrap_or(now).to_string()
 }
 
 fn patch_of(link: &DynamicObject, lists: [(&str, Vec<Value>); 2]) -> Option<Value> {

@@ -1,4 +1,4 @@
-//! Watches whose objects are kept in memory, with what is wrong with them.
+//! Watches that keep their objects in memory, and tell why they fail.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -47,7 +47,6 @@ struct Shared {
     failures: Mutex<BTreeMap<String, Failure>>,
 }
 
-#[derive(Clone)]
 struct Failure {
     since: Instant,
     cause: String,
@@ -92,22 +91,24 @@ impl Watches {
                 let mut changes = pin!(changes.take_until(sleep(RELIST_INTERVAL)));
                 let mut failed = false;
                 while let Some(change) = changes.next().await {
-                    match &change {
-                        Ok(event) => writer.apply_watcher_event(event),
+                    match change {
+                        Ok(event) => {
+                            writer.apply_watcher_event(&event);
+                            match event {
+                                // A list is not complete.
+                                watcher::Event::Init | watcher::Event::InitApply(_) => continue,
+                                watcher::Event::InitDone => {
+                                    retries.reset();
+                                    shared.record_success(&kind_name);
+                                }
+                                watcher::Event::Apply(_) | watcher::Event::Delete(_) => {}
+                            }
+                        }
                         Err(err) => {
-                            let cause = format!("watching {kind_name} of the cluster {cluster}: {}", ErrorChain(err));
+                            let cause = format!("watching {kind_name} of the cluster {cluster}: {}", ErrorChain(&err));
                             shared.record_failure(&kind_name, cause);
                             failed = true;
                         }
-                    }
-                    match change {
-                        // A list is not complete.
-                        Ok(watcher::Event::Init | watcher::Event::InitApply(_)) => continue,
-                        Ok(watcher::Event::InitDone) => {
-                            retries.reset();
-                            shared.record_success(&kind_name);
-                        }
-                        _ => {}
                     }
                     size.set(i64::try_from(known.len()).unwrap_or(i64::MAX));
                     shared.changes.send_modify(|n| *n = n.wrapping_add(1));

@@ -13,8 +13,9 @@ use serde::de::DeserializeOwned;
 use tokio::time::{Instant, timeout};
 use tracing::{info, warn};
 use tulle_core::error_chain::ErrorChain;
-use tulle_core::metrics::{Counter, Family, Labels};
+use tulle_core::metrics::{Counter, Family};
 
+use super::gateway::cluster_label;
 use super::plan::inputs::{Known, Plan, Step, Write};
 use super::plan::objects::object_name;
 use crate::resources::meta::NamespacedName;
@@ -101,10 +102,7 @@ impl Writer {
             return;
         }
         let reason = status.map_or("Unreachable", |status| &status.reason);
-        let labels = Labels::new()
-            .with("target_cluster_name", cluster)
-            .with("reason", reason);
-        self.errors.get(&labels).inc();
+        self.errors.get(&cluster_label(cluster).with("reason", reason)).inc();
         let cause = ErrorChain(err).to_string();
         if failure.cause != cause {
             warn!(cluster, service = %name, "not mirrored: {cause}");

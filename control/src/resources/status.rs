@@ -1,6 +1,7 @@
 //! Statuses of routes and policies, which the leader writes (write-back). They are read completely, to keep the entries of
 //! other controllers and to avoid unnecessary writes.
 
+use k8s_openapi::jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 /// The status of a route for one parent, from one controller.
@@ -79,6 +80,12 @@ pub fn is_unsupported(conditions: &[Condition]) -> bool {
     conditions.iter().any(|condition| {
         condition.kind == ACCEPTED && condition.status == "False" && condition.reason == UNSUPPORTED_VALUE
     })
+}
+
+/// The current time, in the form and with the resolution of one second that conditions have.
+pub fn timestamp() -> String {
+    let now = Timestamp::now();
+    Timestamp::from_second(now.as_second()).unwrap_or(now).to_string()
 }
 
 /// Name of the controller whose status decides whether an object is served.

@@ -238,7 +238,7 @@ fn is_metadata_source(inputs: &Inputs<'_>, memberships: &Memberships) -> bool {
     };
     let is_member = |cluster: &str| memberships.remote.iter().any(|entry| cluster_of(entry) == cluster);
     let members = inputs.local.links.iter().filter(|other| is_member(&other.cluster));
-    let oldest = members.min_by_key(|other| (&other.created_at, &other.name));
+    let oldest = members.min();
     memberships.local.is_none() && oldest.is_none_or(|oldest| oldest.cluster == link.cluster)
 }
 

@@ -69,12 +69,13 @@ pub(in crate::mirror) struct LocalCluster {
     pub(in crate::mirror) links: Vec<LinkAge>,
 }
 
-/// The age of a Link. Of the members of a federated Service, that with the oldest Link determines its ports and metadata.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// The age of a Link; the oldest Link is the smallest. Of the members of a federated Service, that with the oldest Link determines
+/// its ports and metadata.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(in crate::mirror) struct LinkAge {
-    pub(in crate::mirror) cluster: String,
     pub(in crate::mirror) created_at: Option<Time>,
     pub(in crate::mirror) name: String,
+    pub(in crate::mirror) cluster: String,
 }
 
 #[derive(Debug, Default)]

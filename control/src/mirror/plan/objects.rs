@@ -60,9 +60,7 @@ fn create_namespace(inputs: &Inputs<'_>, plan: &mut Plan, name: &str) {
 
 pub(super) fn copied_labels(inputs: &Inputs<'_>, service: &Service) -> BTreeMap<String, String> {
     let mut labels = service.metadata.labels.clone().unwrap_or_default();
-    labels.retain(|name, _| {
-        !OWN_PREFIXES.iter().any(|prefix| name.starts_with(prefix)) && !inputs.excluded_labels.contains(name)
-    });
+    labels.retain(|name, _| !is_own(name) && !inputs.excluded_labels.contains(name));
     labels
 }
 
@@ -70,7 +68,7 @@ pub(super) fn copied_annotations(inputs: &Inputs<'_>, service: &Service) -> BTre
     let mut annotations = service.metadata.annotations.clone().unwrap_or_default();
     annotations.retain(|name, _| {
         let is_excluded = NEVER_COPIED_ANNOTATIONS.contains(&name.as_str())
-            || OWN_PREFIXES.iter().any(|prefix| name.starts_with(prefix))
+            || is_own(name)
             || inputs.excluded_annotations.contains(name);
         // Without it clients would detect a protocol that the workload does not speak first.
         !is_excluded || name == annotation::OPAQUE_PORTS
@@ -84,9 +82,8 @@ pub(super) fn differs(existing: &Service, wanted: &Service, exported: &Service) 
     type Map = Option<BTreeMap<String, String>>;
     let is_left_over = |existing: &Map, wanted: &Map, exported: &Map| {
         let has = |map: &Map, name: &str| map.as_ref().is_some_and(|map| map.contains_key(name));
-        let is_ours = |name: &str| OWN_PREFIXES.iter().any(|prefix| name.starts_with(prefix));
         let mut names = existing.iter().flatten().map(|(name, _)| name);
-        names.any(|name| (is_ours(name) || has(exported, name)) && !has(wanted, name))
+        names.any(|name| (is_own(name) || has(exported, name)) && !has(wanted, name))
     };
     let (old, new, source) = (&existing.metadata, &wanted.metadata, &exported.metadata);
     mirror_ports(existing) != mirror_ports(wanted)
@@ -196,8 +193,10 @@ pub(super) fn known(metadata: &ObjectMeta) -> Known {
     }
 }
 
-/// Prefixes of the labels and annotations that the mirror controllers write.
-const OWN_PREFIXES: [&str; 2] = ["mirror.linkerd.io/", "multicluster.linkerd.io/"];
+/// Whether a label or annotation is one that only the mirror controllers write.
+fn is_own(name: &str) -> bool {
+    name.starts_with("mirror.linkerd.io/") || name.starts_with("multicluster.linkerd.io/")
+}
 
 /// Annotations of clusters and tools that are wrong on a copy.
 const NEVER_COPIED_ANNOTATIONS: [&str; 3] = [

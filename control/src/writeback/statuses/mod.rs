@@ -24,7 +24,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ahash::AHashSet;
-use k8s_openapi::jiff::Timestamp;
 use kube::api::{Api, ApiResource, DynamicObject, GroupVersionKind, Patch as Body, PatchParams};
 use kube::{Client, Error};
 use parking_lot::Mutex;
@@ -37,7 +36,7 @@ use tulle_core::metrics::Registry;
 use crate::kubernetes::lease::{Leadership, Role};
 use crate::resources::Kind;
 use crate::resources::event::{Event, EventSink};
-use crate::resources::status::CONTROLLER_NAME;
+use crate::resources::status::{CONTROLLER_NAME, timestamp};
 use crate::writeback::config::StatusesConfig;
 use crate::writeback::metrics::StatusMetrics;
 use crate::writeback::statuses::index::{StatusIndex, StatusPatch};
@@ -249,12 +248,6 @@ impl Controller {
         }
         Ok(())
     }
-}
-
-fn timestamp() -> String {
-    let now = Timestamp::now();
-    // Times in statuses have a resolution of one second.
-    Timestamp::from_second(now.as_second()).unwrap_or(now).to_string()
 }
 
 const MAX_QUEUED: usize = 10_000;
