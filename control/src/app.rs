@@ -19,16 +19,16 @@ use tracing::{info, warn};
 use tulle_core::admin::{Admin, AdminRequest, text};
 use tulle_core::descriptors;
 use tulle_core::drain::{self, Signal, Watch};
-use tulle_core::logging;
 use tulle_core::memory;
 use tulle_core::metrics::{Gauge, Registry, register_process_metrics, register_runtime_metrics};
 use tulle_core::readiness::{Latch, Readiness};
 
 use crate::admission::{PolicyValidator, ProfileValidator};
 use crate::cluster::Cluster;
+use crate::cluster::remote_clusters::LinkedClusters;
 use crate::config::flags::ListenAddr;
 use crate::config::{
-    Admission, Certificates, Config, ListenFailure, LogConfig, ObjectSource, TokenVerification, unsupported_flags,
+    Admission, Certificates, Config, ListenFailure, ObjectSource, TokenVerification, unsupported_flags,
 };
 use crate::identity::own_certificate::CertificateRenewer;
 use crate::identity::reviewer::{JoinTokenKeys, Reviewer};
@@ -37,6 +37,8 @@ use crate::identity::token_review::TokenReviews;
 use crate::kubernetes::event_recorder::{self, EventRecorder, Reporter};
 use crate::listen::bind;
 use crate::mirror::ServiceMirror;
+use crate::remote::RemoteWatches;
+use crate::remote::references::References;
 use crate::resources::event::EventSink;
 use crate::serving::Server;
 use crate::serving::limits::{CallKind, Limits};
@@ -50,7 +52,7 @@ use crate::webhook::https::{HttpServer, Transport};
 use crate::webhook::mounted_certificate::MountedCertificate;
 use crate::webhook::server_credentials::ServerCredentials;
 use crate::webhook::{self, ReviewHandler};
-use crate::{destination, injector_webhook, kubernetes, logs, policy, telemetry, writeback};
+use crate::{destination, injector_webhook, kubernetes, policy, telemetry, writeback};
 
 pub struct App {
     addrs: Addrs,
@@ -102,20 +104,6 @@ struct GrpcPort {
     service: &'static str,
     addr: ListenAddr,
     call_kind: CallKind,
-}
-
-/// Sends the logs of this process to standard error.
-///
-/// # Errors
-/// Fails if the log level is invalid.
-pub fn start_logs(config: &LogConfig) -> Result<()> {
-    let filter = logs::filter(&config.level);
-    match config.format {
-        logging::Format::Plain => logs::init(&filter),
-        logging::Format::Json => logging::init(&filter, logging::Format::Json)
-            .map(drop)
-            .context("starting logs"),
-    }
 }
 
 /// Waits for SIGTERM or SIGINT.
@@ -303,13 +291,14 @@ impl Builder {
         };
         self.start_renewer(renewer);
         let cluster = Cluster::new(self.config.cluster.clone(), &self.registry);
-        let report = self.start_source(source, &cluster)?;
+        let clusters = LinkedClusters::from(cluster.clone());
+        let report = self.start_source(source, &clusters)?;
         self.start_encoding_expiry(cluster.clone());
         let services = self.config.services;
         if services.destination {
             let config = self.config.destination.clone();
             let client_certificates = self.config.client_certificates;
-            let routes = Routes::new(destination::server(cluster.clone(), client_certificates, config));
+            let routes = Routes::new(destination::server(clusters, client_certificates, config));
             let port = GrpcPort {
                 service: "destination",
                 addr: self.config.listen.destination,
@@ -394,18 +383,18 @@ impl Builder {
     fn start_source(
         &mut self,
         source: ObjectSource,
-        cluster: &Cluster,
+        clusters: &LinkedClusters,
     ) -> Result<Option<directory_source::ManifestReport>> {
         let report = match source {
-            ObjectSource::Directory(manifests) => Some(self.start_directory_source(manifests, cluster)),
+            ObjectSource::Directory(manifests) => Some(self.start_directory_source(manifests, &clusters.local)),
             ObjectSource::Kubernetes => {
-                self.start_kubernetes_source(cluster)?;
+                self.start_kubernetes_source(clusters)?;
                 None
             }
         };
         let drain = self.drain.clone();
         let latch = self.readiness.latch("the objects of the cluster are not loaded yet");
-        let cluster = cluster.clone();
+        let cluster = clusters.local.clone();
         self.start("waiting for caches", async move {
             info!("waiting for caches to sync");
             tokio::select! {
@@ -439,8 +428,8 @@ impl Builder {
     }
 
     /// Watches the kinds that the services of this process need, and starts write-back.
-    fn start_kubernetes_source(&mut self, cluster: &Cluster) -> Result<()> {
-        let services = self.config.services;
+    fn start_kubernetes_source(&mut self, clusters: &LinkedClusters) -> Result<()> {
+        let (cluster, services) = (&clusters.local, self.config.services);
         let config = source::kubernetes::Config {
             requirements: WatchRequirements {
                 destination: services.destination || services.telemetry,
@@ -455,10 +444,30 @@ impl Builder {
             true => writeback::add_undeclared_ports_report(cluster, cluster.sink()),
             false => cluster.sink(),
         };
+        let sink = match services.destination {
+            true => self.start_remote_watches(&client, clusters, sink),
+            false => sink,
+        };
         let sink = self.start_write_back(&client, sink);
         let running = source::kubernetes::run(client, config, sink, registry, drain);
         self.start("watching the API server", async move { Ok(running.await?) });
         Ok(())
+    }
+
+    /// Watches the clusters that Services refer to. Returns the sink that also finds these references.
+    fn start_remote_watches(&mut self, client: &Client, clusters: &LinkedClusters, sink: EventSink) -> EventSink {
+        let (sink, references) = References::watch(sink);
+        let watches = RemoteWatches::new(
+            client.clone(),
+            clusters.clone(),
+            self.registry.clone(),
+            self.drain.clone(),
+        );
+        self.start("watching other clusters", async move {
+            watches.run(references).await;
+            Ok(())
+        });
+        sink
     }
 
     /// Starts the write-back controllers. Returns the sink that also passes events to them.

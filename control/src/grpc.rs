@@ -116,10 +116,7 @@ where
     M: Message + Default + 'static,
     S: Stream<Item = Bytes> + Send + 'static,
 {
-    match message(req).await.and_then(method) {
-        Ok(messages) => respond(Box::pin(messages)),
-        Err(status) => status.into_http(),
-    }
+    respond(message(req).await.and_then(method))
 }
 
 /// Responds to a request of one message with one encoded message.
@@ -130,8 +127,8 @@ where
     stream(req, |message| method(message).map(|bytes| stream::iter([bytes]))).await
 }
 
-/// Decodes the message of a unary request.
-async fn message<M: Message + Default + 'static>(req: Request<Body>) -> Result<M, Status> {
+/// Decodes the message of a request of one message.
+pub(crate) async fn message<M: Message + Default + 'static>(req: Request<Body>) -> Result<M, Status> {
     let decoder = Codec::<M, M>::default().decoder();
     let mut messages = Streaming::new_request(decoder, req.into_body(), None, None);
     messages
@@ -140,7 +137,15 @@ async fn message<M: Message + Default + 'static>(req: Request<Body>) -> Result<M
         .ok_or_else(|| Status::invalid_argument("the request has no message"))
 }
 
-fn respond(messages: Pin<Box<dyn Stream<Item = Bytes> + Send>>) -> Response<Body> {
+/// Responds with a stream of encoded messages, whose status at the end is OK, or with an error.
+pub(crate) fn respond<S>(messages: Result<S, Status>) -> Response<Body>
+where
+    S: Stream<Item = Bytes> + Send + 'static,
+{
+    let messages = match messages {
+        Ok(messages) => Box::pin(messages),
+        Err(status) => return status.into_http(),
+    };
     let mut rsp = Response::new(Body::new(Messages {
         messages,
         progress: BodyState::Open,

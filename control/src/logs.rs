@@ -16,6 +16,8 @@ use tracing_subscriber::{EnvFilter, Layer as _};
 use tulle_core::error_chain::ErrorChain;
 use tulle_core::logging;
 
+use crate::config::LogConfig;
+
 /// Formats an event as one line of text.
 pub(crate) struct Plain;
 
@@ -32,6 +34,20 @@ where
         event.record(&mut line);
         let level = level(*event.metadata().level());
         writeln!(out, "time=\"{time}\" level={level} {}", line.finish())
+    }
+}
+
+/// Sends the logs of this process to standard error. Can be called once per process.
+///
+/// # Errors
+/// Fails if the log level is invalid.
+pub fn start(config: &LogConfig) -> Result<()> {
+    let filter = filter(&config.level);
+    match config.format {
+        logging::Format::Plain => init(&filter),
+        logging::Format::Json => logging::init(&filter, logging::Format::Json)
+            .map(drop)
+            .context("starting logs"),
     }
 }
 

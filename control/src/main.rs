@@ -9,6 +9,7 @@ use tracing::error;
 use tulle_control::app::{self, App};
 use tulle_control::cmd::Command;
 use tulle_control::config::{Config, LogConfig};
+use tulle_control::logs;
 use tulle_core::names::variable;
 
 #[global_allocator]
@@ -19,7 +20,7 @@ fn main() -> ExitCode {
         Ok(command) => command,
         Err(err) => err.exit(),
     };
-    if let Err(err) = app::start_logs(&LogConfig::new(&command)) {
+    if let Err(err) = logs::start(&LogConfig::new(&command)) {
         eprintln!("{err:#}");
         return ExitCode::FAILURE;
     }

@@ -18,7 +18,7 @@ linkerd.io/created-by: tulle/helm {{ include "tulle-multicluster.version" . }}
 {{/* Metadata of an object. .name, .labels, .extraAnnotations, .root */}}
 {{- define "tulle-multicluster.metadata" -}}
 name: {{ .name }}
-namespace: {{ .root.Release.Namespace }}
+namespace: {{ .namespace | default .root.Release.Namespace }}
 labels:
   {{- include "tulle-multicluster.labels" . | nindent 2 }}
 annotations:

@@ -1,5 +1,7 @@
 //! Configuration of the views.
 
+use std::sync::Arc;
+
 use ipnet::IpNet;
 use tulle_core::ports::PortSet;
 
@@ -33,6 +35,8 @@ pub struct Config {
     pub h2_upgrade: H2Upgrade,
     /// The ports for which clients send a transport header. Default opaque ports.
     pub transport: TransportMode,
+    /// The cluster's name in the labels of mirrors. `None` for the cluster of this control plane.
+    pub remote_name: Option<Arc<str>>,
     /// Listen address of the destination service, written in the field `addr` of log lines. Default `:8086`.
     pub log_addr: String,
 }
@@ -59,6 +63,18 @@ pub enum TransportMode {
     TransportHeader,
 }
 
+impl Config {
+    /// The settings for the endpoints of another cluster. What depends on the client is as in this one.
+    pub fn for_remote(&self, name: &str, trust_domain: &str, cluster_domain: &str) -> Self {
+        Self {
+            remote_name: Some(name.into()),
+            trust_domain: trust_domain.to_owned(),
+            cluster_domain: cluster_domain.to_owned(),
+            ..self.clone()
+        }
+    }
+}
+
 impl Default for Config {
     fn default() -> Self {
         let networks = ["10.0.0.0/8", "100.64.0.0/10", "172.16.0.0/12", "192.168.0.0/16"];
@@ -79,6 +95,7 @@ impl Default for Config {
             ipv6: Ipv6::Drop,
             h2_upgrade: H2Upgrade::Offer,
             transport: TransportMode::Transparent,
+            remote_name: None,
             log_addr: ":8086".to_owned(),
         }
     }

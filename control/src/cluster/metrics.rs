@@ -11,6 +11,8 @@ use crate::resources::unserved;
 
 pub(super) struct Metrics {
     pub(super) registry: Registry,
+    /// The label `cluster`.
+    pub(super) cluster: Arc<str>,
     /// Times for which the state was locked.
     pub(super) lock_seconds: Arc<Histogram>,
     endpoints_subscribers: Family<Gauge>,
@@ -47,8 +49,23 @@ impl Metrics {
         GaugeGuard::new(self.unserved.get(&labels))
     }
 
+    /// The metrics of another cluster: those of its endpoints are exported, the others are not, because its own control plane has
+    /// them.
+    pub(super) fn for_remote(registry: &Registry, cluster: Arc<str>) -> Self {
+        Self {
+            registry: registry.clone(),
+            cluster,
+            endpoints_subscribers: endpoints_subscribers(registry),
+            endpoints_updates: endpoints_updates(registry),
+            endpoints_pods: endpoints_pods(registry),
+            endpoints_exists: endpoints_exists(registry),
+            ..Self::new(&Registry::new())
+        }
+    }
+
     pub(super) fn new(registry: &Registry) -> Self {
         Self {
+            cluster: "local".into(),
             lock_seconds: registry
                 .histogram(
                     "tulle_state_lock_seconds",
@@ -56,13 +73,10 @@ impl Metrics {
                     LOCK_BUCKETS,
                 )
                 .get(&Labels::new()),
-            endpoints_subscribers: registry.gauge(
-                "endpoints_subscribers",
-                "Streams that follow the endpoints of a service port.",
-            ),
-            endpoints_updates: registry.counter("endpoints_updates", "Changes of the endpoints of a service port."),
-            endpoints_pods: registry.gauge("endpoints_pods", "Endpoints of a service port."),
-            endpoints_exists: registry.gauge("endpoints_exists", "1 if the service exists."),
+            endpoints_subscribers: endpoints_subscribers(registry),
+            endpoints_updates: endpoints_updates(registry),
+            endpoints_pods: endpoints_pods(registry),
+            endpoints_exists: endpoints_exists(registry),
             workload_subscribers: registry
                 .gauge("workload_subscribers", "Streams that follow the profile of an address."),
             workload_updates: registry.counter("workload_updates", "Changes of the profile of an address."),
@@ -120,7 +134,7 @@ impl Metrics {
 
     pub(super) fn endpoints(&self, service: &NamespacedName, port: u16, hostname: Option<&str>) -> EntryMetrics {
         let labels = Labels::new()
-            .with("cluster", "local")
+            .with("cluster", &self.cluster)
             .with("namespace", &service.namespace)
             .with("service", &service.name)
             .with("port", port)
@@ -197,6 +211,25 @@ impl Metrics {
             overridden: None,
         }
     }
+}
+
+fn endpoints_subscribers(registry: &Registry) -> Family<Gauge> {
+    registry.gauge(
+        "endpoints_subscribers",
+        "Streams that follow the endpoints of a service port.",
+    )
+}
+
+fn endpoints_updates(registry: &Registry) -> Family<Counter> {
+    registry.counter("endpoints_updates", "Changes of the endpoints of a service port.")
+}
+
+fn endpoints_pods(registry: &Registry) -> Family<Gauge> {
+    registry.gauge("endpoints_pods", "Endpoints of a service port.")
+}
+
+fn endpoints_exists(registry: &Registry) -> Family<Gauge> {
+    registry.gauge("endpoints_exists", "1 if the service exists.")
 }
 
 /// The metrics of one key. They are no longer exported after the key is removed from its table.

@@ -12,7 +12,9 @@ mod diagnostics;
 mod endpoint_log;
 mod metrics;
 pub mod publish;
+pub mod remote_clusters;
 mod store;
+pub mod union;
 pub mod views;
 
 use std::convert::Infallible;
@@ -141,9 +143,13 @@ impl HasTable<OutboundView> for State {
 
 impl Cluster {
     pub fn new(config: Config, registry: &Registry) -> Self {
+        let metrics = match &config.remote_name {
+            None => Metrics::new(registry),
+            Some(name) => Metrics::for_remote(registry, name.clone()),
+        };
         Self(Arc::new(Shared {
             config,
-            metrics: Metrics::new(registry),
+            metrics,
             state: Mutex::default(),
             synced: watch::Sender::new(false),
             nodes_changed: watch::Sender::new(()),
@@ -154,6 +160,11 @@ impl Cluster {
 
     pub fn config(&self) -> &Config {
         &self.0.config
+    }
+
+    /// Whether both are handles to one cluster.
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
     }
 
     /// The sink of the events of the source.
@@ -173,20 +184,25 @@ impl Cluster {
     }
 
     pub fn endpoints(&self, key: endpoints::Key) -> Subscription<Endpoints> {
-        self.subscribe::<EndpointsView>(&key)
+        self.endpoints_with_key(&key).1
+    }
+
+    /// As [`endpoints`](Self::endpoints), with a copy of the key that all subscribers share.
+    pub fn endpoints_with_key(&self, key: &endpoints::Key) -> (Arc<endpoints::Key>, Subscription<Endpoints>) {
+        self.subscribe::<EndpointsView>(key)
     }
 
     pub fn profile(&self, key: profiles::Key) -> Subscription<Profile> {
-        self.subscribe::<ProfileView>(&key)
+        self.subscribe::<ProfileView>(&key).1
     }
 
     /// The policy of a workload's port; `None` while the workload does not exist.
     pub fn inbound(&self, key: inbound::Key) -> Subscription<Option<InboundPolicy>> {
-        self.subscribe::<InboundView>(&key)
+        self.subscribe::<InboundView>(&key).1
     }
 
     pub fn outbound(&self, key: outbound::Key) -> Subscription<Outbound> {
-        self.subscribe::<OutboundView>(&key)
+        self.subscribe::<OutboundView>(&key).1
     }
 
     /// Adds a subscriber to the metric `service_subscribers` until the guard is dropped.
@@ -260,7 +276,7 @@ impl Cluster {
         workload_list::list(&Store::from_objects(objects), &self.0.config, namespace)
     }
 
-    fn subscribe<V: View>(&self, key: &V::Key) -> Subscription<V::Value>
+    fn subscribe<V: View>(&self, key: &V::Key) -> (Arc<V::Key>, Subscription<V::Value>)
     where
         State: HasTable<V>,
     {
@@ -273,13 +289,15 @@ impl Cluster {
             subscribed
         };
         let shared = self.0.clone();
+        let released = key.clone();
         let release = SubscriptionGuard(Some(Box::new(move || {
-            <State as HasTable<V>>::table(&mut shared.lock()).release(&key);
+            <State as HasTable<V>>::table(&mut shared.lock()).release(&released);
         })));
-        Subscription {
+        let subscription = Subscription {
             receiver,
             _release: release,
-        }
+        };
+        (key, subscription)
     }
 }
 
@@ -348,6 +366,8 @@ impl Shared {
         for line in endpoint_log {
             line.write(&self.config.log_addr);
         }
+        // Other clusters have a control plane of their own, which reports what it does not apply.
+        unserved.retain(|_| self.config.remote_name.is_none());
         for (kind, name, UnservedPart { field, reason }) in unserved {
             warn!(kind = kind.info().name, object = %name, field, reason, "the mesh does not apply a part of the object");
         }

@@ -388,6 +388,7 @@ impl Flags {
                 "transport-header" => TransportMode::TransportHeader,
                 mode => bail!("--outbound-transport-mode={mode:?} is unknown; accepted: transparent, transport-header"),
             },
+            remote_name: None,
             log_addr: listen.destination.to_string(),
         })
     }

@@ -9,7 +9,7 @@ pub mod server;
 mod target;
 mod translate;
 
-use crate::cluster::Cluster;
+use crate::cluster::remote_clusters::LinkedClusters;
 use crate::destination::config::Config;
 use crate::destination::server::Service;
 use crate::grpc;
@@ -17,6 +17,10 @@ use crate::tls::mesh_credentials::ClientCertificates;
 
 /// Creates the service. Its streams end with their connections. If client certificates are required, a client can name only its own
 /// namespace in its context token.
-pub fn server(cluster: Cluster, client_certificates: ClientCertificates, config: Config) -> grpc::Service<Service> {
-    grpc::Service(Service::new(cluster, client_certificates, config))
+pub fn server(
+    clusters: impl Into<LinkedClusters>,
+    client_certificates: ClientCertificates,
+    config: Config,
+) -> grpc::Service<Service> {
+    grpc::Service(Service::new(clusters.into(), client_certificates, config))
 }

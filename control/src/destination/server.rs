@@ -2,11 +2,14 @@
 
 use std::net::IpAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use futures_util::stream::{self, Stream};
 use http::{Request, Response};
+use smallvec::{SmallVec, smallvec};
 use tokio::sync::watch;
+use tokio::time::timeout;
 use tonic::Status;
 use tonic::body::Body;
 use tulle_core::log_limit::LogLimiter;
@@ -15,6 +18,8 @@ use tulle_proto::destination::destination_server::SERVICE_NAME;
 use tulle_proto::destination::{DestinationProfile, GetDestination};
 
 use crate::cluster::publish::published_value::{EncoderId, EncodingKey, PublishedValue};
+use crate::cluster::remote_clusters::{LinkedClusters, RemoteCluster, RemoteClusters};
+use crate::cluster::union::{MemberEndpoints, UnionEndpoints, UnionSubscription, Unions};
 use crate::cluster::views::{endpoints, profiles};
 use crate::cluster::{Cluster, GaugeGuard, Subscription};
 use crate::destination::config::Config;
@@ -23,6 +28,7 @@ use crate::destination::translate::{self, ClientLocation};
 use crate::grpc::{self, Caller, Methods};
 use crate::model::endpoints::{Endpoints, Existence};
 use crate::model::profile::Profile;
+use crate::model::remote_discovery::{RemoteDiscovery, RemoteService};
 use crate::resources::meta::NamespacedName;
 use crate::tls::mesh_credentials::ClientCertificates;
 
@@ -35,6 +41,8 @@ pub struct Service {
 /// The state that all streams share.
 struct Shared {
     cluster: Cluster,
+    remote_clusters: RemoteClusters,
+    unions: Unions,
     client_certificates: ClientCertificates,
     config: Config,
     encoder_id: EncoderId,
@@ -42,11 +50,13 @@ struct Shared {
 }
 
 impl Service {
-    pub(super) fn new(cluster: Cluster, client_certificates: ClientCertificates, config: Config) -> Self {
-        let encoder_id = cluster.new_encoder_id();
+    pub(super) fn new(clusters: LinkedClusters, client_certificates: ClientCertificates, config: Config) -> Self {
+        let encoder_id = clusters.local.new_encoder_id();
         Self {
             shared: Arc::new(Shared {
-                cluster,
+                cluster: clusters.local.clone(),
+                remote_clusters: clusters.remote.clone(),
+                unions: Unions::new(clusters),
                 client_certificates,
                 config,
                 encoder_id,
@@ -64,7 +74,10 @@ impl Methods for Service {
         let caller = req.extensions().get::<Caller>().cloned();
         let caller = caller.as_ref();
         match method {
-            "Get" => grpc::stream(req, |request: GetDestination| shared.get(caller, request)).await,
+            "Get" => grpc::respond(match grpc::message(req).await {
+                Ok(request) => shared.get(caller, request).await,
+                Err(status) => Err(status),
+            }),
             "GetProfile" => grpc::stream(req, |request: GetDestination| shared.get_profile(caller, &request)).await,
             _ => grpc::unimplemented(),
         }
@@ -103,7 +116,7 @@ impl Shared {
         })
     }
 
-    fn get(
+    async fn get(
         self: Arc<Self>,
         caller: Option<&Caller>,
         request: GetDestination,
@@ -131,38 +144,66 @@ impl Shared {
                 hostname: Some(hostname),
             },
         };
-        let service = key.service.clone();
-        let mut subscription = self.cluster.endpoints(key);
+        let (key, mut subscription) = self.cluster.endpoints_with_key(&key);
         let first = subscription.current();
-        match first.existence {
-            Existence::Missing => {
-                let NamespacedName { namespace, name } = &service;
-                return Err(Status::not_found(format!("Service {name}.{namespace} not found")));
+        let (source, first) = match first.remote.as_deref() {
+            Some(discovery) => self.open_union(&key, discovery, &request.path).await?,
+            None => {
+                check_existence(first.existence, &key.service, &request.path)?;
+                (Source::Local(subscription), EndpointState::Local(first))
             }
-            Existence::ExternalName => {
-                return Err(Status::invalid_argument(
-                    TargetError::Authority(request.path).to_string(),
-                ));
-            }
-            Existence::Present => {}
-        }
+        };
         let node: Option<Box<str>> = client.node().map(Box::from);
         // Subscribes before reading the zone, so that no change is missed.
         let node_changes = self.cluster.node_changes();
         let zone = node.as_deref().and_then(|node| self.cluster.node_zone(node));
         let state = EndpointStream {
             shared: self,
-            subscription,
-            first: Some(first),
-            service,
+            source,
+            latest: first,
+            is_latest_sent: false,
+            key,
             node_changes,
             location: ClientLocation { node, zone },
-            last_sent: None,
         };
         Ok(stream::unfold(state, async |mut state| {
             let messages = state.next().await;
             Some((messages, state))
         }))
+    }
+
+    /// Subscribes to a Service with endpoints in other clusters, and waits until those are known.
+    async fn open_union(
+        &self,
+        key: &endpoints::Key,
+        discovery: &RemoteDiscovery,
+        path: &str,
+    ) -> Result<(Source, EndpointState), Status> {
+        let mirrored = match discovery {
+            RemoteDiscovery::Unnamed => {
+                let message = format!("Remote discovery service missing remote service name {path}");
+                return Err(Status::failed_precondition(message));
+            }
+            RemoteDiscovery::Mirror(service) => Some(service),
+            RemoteDiscovery::Federated(_) => None,
+        };
+        let mut union = self.unions.subscribe(key);
+        let Ok(first) = timeout(REMOTE_CLUSTER_TIMEOUT, union.changed()).await else {
+            let cluster = mirrored.map_or("?", |service| &service.cluster);
+            let message = format!("the endpoints in the cluster {cluster} are not known yet");
+            return Err(Status::unavailable(message));
+        };
+        if let Some(RemoteService { cluster, .. }) = mirrored {
+            if let RemoteCluster::Unlinked = self.remote_clusters.get(cluster) {
+                return Err(Status::not_found(format!("Remote cluster not found: {cluster}")));
+            }
+            if let [member] = &first.members[..]
+                && member.endpoints.existence == Existence::ExternalName
+            {
+                check_existence(Existence::ExternalName, &member.service, path)?;
+            }
+        }
+        Ok((Source::Union(union), EndpointState::Union(first)))
     }
 
     fn get_profile(
@@ -231,40 +272,117 @@ fn invalid_authority(status: Status, path: &str) -> Status {
     status
 }
 
+/// Returns an error if a Service has no endpoints that a stream could follow.
+fn check_existence(existence: Existence, service: &NamespacedName, path: &str) -> Result<(), Status> {
+    match existence {
+        Existence::Missing => {
+            let NamespacedName { namespace, name } = service;
+            Err(Status::not_found(format!("Service {name}.{namespace} not found")))
+        }
+        Existence::ExternalName => {
+            let message = TargetError::Authority(path.to_owned()).to_string();
+            Err(Status::invalid_argument(message))
+        }
+        Existence::Present => Ok(()),
+    }
+}
+
 /// A Get stream. It has no queue: a slow client receives the difference to the latest state.
 struct EndpointStream {
     shared: Arc<Shared>,
-    subscription: Subscription<Endpoints>,
-    /// The first state. It is translated when the client reads it, because thousands of streams that open together
-    /// would otherwise hold their first messages in memory.
-    first: Option<Arc<PublishedValue<Endpoints>>>,
-    service: NamespacedName,
+    source: Source,
+    /// The last state that was sent, or the first one. That is translated when the client reads it, because thousands of streams
+    /// that open together would otherwise hold their first messages in memory.
+    latest: EndpointState,
+    is_latest_sent: bool,
+    key: Arc<endpoints::Key>,
     /// Notifies of possible zone changes of the client's node.
     node_changes: watch::Receiver<()>,
     location: ClientLocation,
-    /// The last state that was sent to the client. `None` before the first message.
-    last_sent: Option<Arc<PublishedValue<Endpoints>>>,
+}
+
+/// What a stream follows. A Service that gets members in other clusters is followed as a union from then on.
+enum Source {
+    Local(Subscription<Endpoints>),
+    Union(UnionSubscription),
+}
+
+impl Source {
+    async fn changed(&mut self) -> EndpointState {
+        match self {
+            Self::Local(subscription) => EndpointState::Local(subscription.changed().await),
+            Self::Union(subscription) => EndpointState::Union(subscription.changed().await),
+        }
+    }
+}
+
+enum EndpointState {
+    Local(Arc<PublishedValue<Endpoints>>),
+    Union(Arc<PublishedValue<UnionEndpoints>>),
+}
+
+impl EndpointState {
+    fn members<'a>(&'a self, service: &'a NamespacedName) -> SmallVec<[translate::Member<'a>; 1]> {
+        match self {
+            Self::Local(endpoints) => smallvec![translate::Member {
+                service,
+                cluster: None,
+                endpoints,
+            }],
+            Self::Union(union) => {
+                let member = |member: &'a MemberEndpoints| translate::Member {
+                    service: &member.service,
+                    cluster: member.cluster.as_deref(),
+                    endpoints: &member.endpoints,
+                };
+                union.members.iter().map(member).collect()
+            }
+        }
+    }
+
+    /// Whether a Service that had all its endpoints in this cluster has got members in others.
+    fn has_become_union(&self) -> bool {
+        matches!(self, Self::Local(endpoints) if endpoints.remote.is_some())
+    }
+
+    fn is_node_scoped(&self) -> bool {
+        match self {
+            Self::Local(endpoints) => endpoints.is_node_scoped(),
+            Self::Union(union) => {
+                let is_scoped =
+                    |member: &MemberEndpoints| member.cluster.is_none() && member.endpoints.is_node_scoped();
+                union.members.iter().any(is_scoped)
+            }
+        }
+    }
 }
 
 impl EndpointStream {
     /// Waits for the next messages.
     async fn next(&mut self) -> Bytes {
         loop {
-            let now = match self.first.take() {
-                Some(first) => first,
+            let messages = if self.is_latest_sent {
                 // Both branches are cancel-safe: the watches keep their changes.
-                None => tokio::select! {
-                    now = self.subscription.changed() => now,
+                let now = tokio::select! {
+                    now = self.source.changed() => now,
                     Ok(()) = self.node_changes.changed() => {
                         match self.zone_change() {
                             Some(messages) => return messages,
                             None => continue,
                         }
                     }
-                },
+                };
+                if now.has_become_union() {
+                    self.source = Source::Union(self.shared.unions.subscribe(&self.key));
+                    continue;
+                }
+                let messages = self.difference(Some(&self.latest), &now);
+                self.latest = now;
+                messages
+            } else {
+                self.is_latest_sent = true;
+                self.difference(None, &self.latest)
             };
-            let messages = self.difference(&now);
-            self.last_sent = Some(now);
             // The change can be irrelevant for this client.
             if !messages.is_empty() {
                 return messages;
@@ -283,32 +401,51 @@ impl EndpointStream {
             node: self.location.node.clone(),
             zone,
         };
-        let endpoints = self.last_sent.as_ref()?;
-        let before = Some((&***endpoints, &self.location));
         // Only the location changes here, so the endpoints before and after are the same. Changes of endpoints come through
-        // `subscription`.
-        let messages = translate::difference(before, endpoints, &self.service, &location, &self.shared.config);
+        // `source`.
+        let members = self.latest.members(&self.key.service);
+        let before = Some((&members[..], &self.location));
+        let messages = translate::difference(before, &members, &location, &self.shared.config);
         self.location = location;
         (!messages.is_empty()).then(|| grpc::encode(&messages))
     }
 
-    fn difference(&self, now: &Arc<PublishedValue<Endpoints>>) -> Bytes {
-        let before = self.last_sent.as_ref();
+    fn difference(&self, before: Option<&EndpointState>, now: &EndpointState) -> Bytes {
         let encode = || {
-            let before = before.map(|before| (&***before, &self.location));
-            let messages = translate::difference(before, now, &self.service, &self.location, &self.shared.config);
-            grpc::encode(&messages)
+            let before = before.map(|before| before.members(&self.key.service));
+            let before = before.as_ref().map(|before| (&before[..], &self.location));
+            let now = now.members(&self.key.service);
+            grpc::encode(&translate::difference(
+                before,
+                &now,
+                &self.location,
+                &self.shared.config,
+            ))
         };
-        if before.is_some_and(|before| before.is_node_scoped()) || now.is_node_scoped() {
+        if before.is_some_and(EndpointState::is_node_scoped) || now.is_node_scoped() {
             // Few clients of a service are on the same node, so the encoding is not cached.
             return encode();
         }
-        let key = EncodingKey {
+        match (before, now) {
+            (None, EndpointState::Local(now)) => now.encode_cached(&self.encoding_key(None), encode),
+            (Some(EndpointState::Local(before)), EndpointState::Local(now)) => {
+                now.encode_cached(&self.encoding_key(Some(before)), encode)
+            }
+            (None, EndpointState::Union(now)) => now.encode_cached(&self.encoding_key(None), encode),
+            (Some(EndpointState::Union(before)), EndpointState::Union(now)) => {
+                now.encode_cached(&self.encoding_key(Some(before)), encode)
+            }
+            // The Service has just got members in other clusters, or was one of them.
+            (Some(_), _) => encode(),
+        }
+    }
+
+    fn encoding_key<'a, T>(&'a self, previous: Option<&'a Arc<PublishedValue<T>>>) -> EncodingKey<'a, T> {
+        EncodingKey {
             encoder: &self.shared.encoder_id,
-            previous: before,
+            previous,
             zone: self.location.zone.as_deref(),
-        };
-        now.encode_cached(&key, encode)
+        }
     }
 }
 
@@ -365,3 +502,7 @@ fn profile_message<'a>(profile: &'a Profile, config: &Config) -> Result<Destinat
         Profile::Ambiguous(reason) => Err(ProfileError::Ambiguous(reason)),
     }
 }
+
+/// How long a request for a mirror waits for the first list of its cluster. Longer than a union waits before it serves the members
+/// that are known.
+const REMOTE_CLUSTER_TIMEOUT: Duration = Duration::from_secs(6);

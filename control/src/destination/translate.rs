@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use smallvec::SmallVec;
 use tulle_proto::convert::wire_duration;
 use tulle_proto::destination::protocol_hint::{H2, Opaque, OpaqueTransport, Protocol};
 use tulle_proto::destination::tls_identity::{DnsLikeIdentity, Strategy, UriLikeIdentity};
@@ -30,53 +31,76 @@ pub(super) struct ClientLocation {
     pub(super) zone: Option<Arc<str>>,
 }
 
+/// The endpoints of one Service. A client has those of several Services if they are the members of a federated one.
+#[derive(Clone, Copy)]
+pub(super) struct Member<'a> {
+    pub(super) service: &'a NamespacedName,
+    /// The cluster of the Service; `None` for this one.
+    pub(super) cluster: Option<&'a str>,
+    pub(super) endpoints: &'a Endpoints,
+}
+
+impl Member<'_> {
+    fn is_same_service(&self, other: &Member<'_>) -> bool {
+        self.service == other.service && self.cluster == other.cluster
+    }
+
+    fn metric_labels(&self) -> BTreeMap<String, String> {
+        let cluster = self.cluster.map(|name| ("target_cluster".to_owned(), name.to_owned()));
+        let service = [
+            ("namespace".to_owned(), self.service.namespace.to_string()),
+            ("service".to_owned(), self.service.name.to_string()),
+        ];
+        service.into_iter().chain(cluster).collect()
+    }
+}
+
 /// Returns the messages that bring a client from its last state and location to the current ones. Additions come first,
 /// so that the client always has an endpoint, then removals. If no endpoint is left, a message that says so comes last.
+/// No two members of a state have the same address.
 pub(super) fn difference(
-    before: Option<(&Endpoints, &ClientLocation)>,
-    now: &Endpoints,
-    service: &NamespacedName,
+    before: Option<(&[Member<'_>], &ClientLocation)>,
+    now: &[Member<'_>],
     location: &ClientLocation,
     config: &Config,
 ) -> Vec<Update> {
-    let sent_endpoints = before.map(|(before, location)| UsableEndpoints::new(before, location));
-    let usable = UsableEndpoints::new(now, location);
+    let sent = before.map(|(before, location)| UsableEndpoints::of_all(before, location));
+    let usable = UsableEndpoints::of_all(now, location);
     // The message for an endpoint depends on the client's zone.
     let zone_changed = before.is_some_and(|(_, before)| before.zone != location.zone);
-    let sent_endpoint = |addr| {
-        sent_endpoints
-            .as_ref()
-            .filter(|_| !zone_changed)
-            .and_then(|sent_endpoints| sent_endpoints.get(addr))
-    };
-    let added: Vec<_> = usable
+    let mut messages = Vec::new();
+    for of_member in &usable {
+        let sent_of_member = sent.iter().filter(|_| !zone_changed).flatten();
+        let sent_of_member = sent_of_member
+            .into_iter()
+            .find(|sent| sent.member.is_same_service(&of_member.member));
+        let sent_endpoint = |addr| sent_of_member.and_then(|sent| sent.get(addr));
+        let added: Vec<_> = of_member
+            .iter()
+            .filter(|endpoint| sent_endpoint(endpoint.addr) != Some(endpoint))
+            .map(|endpoint| weighted_addr(endpoint, location, config))
+            .collect();
+        if !added.is_empty() {
+            messages.push(update::Update::Add(WeightedAddrSet {
+                addrs: added,
+                metric_labels: of_member.member.metric_labels(),
+            }));
+        }
+    }
+    let is_usable = |addr| usable.iter().any(|of_member| of_member.get(addr).is_some());
+    let removed: Vec<_> = sent
         .iter()
-        .filter(|endpoint| sent_endpoint(endpoint.addr) != Some(endpoint))
-        .map(|endpoint| weighted_addr(endpoint, location, config))
-        .collect();
-    let removed: Vec<_> = sent_endpoints
-        .iter()
+        .flatten()
         .flat_map(UsableEndpoints::iter)
-        .filter(|endpoint| usable.get(endpoint.addr).is_none())
+        .filter(|endpoint| !is_usable(endpoint.addr))
         .map(|endpoint| endpoint.addr.into())
         .collect();
-    let mut messages = Vec::new();
-    if !added.is_empty() {
-        let metric_labels = BTreeMap::from([
-            ("namespace".to_owned(), service.namespace.to_string()),
-            ("service".to_owned(), service.name.to_string()),
-        ]);
-        messages.push(update::Update::Add(WeightedAddrSet {
-            addrs: added,
-            metric_labels,
-        }));
-    }
     if !removed.is_empty() {
         messages.push(update::Update::Remove(AddrSet { addrs: removed }));
     }
     // Without an endpoint: sent at the start, when the last endpoint is removed, and when the existence of the service changes.
-    if let Some(existence) = usable.existence_if_empty()
-        && sent_endpoints.and_then(|sent_endpoints| sent_endpoints.existence_if_empty()) != Some(existence)
+    if let Some(existence) = existence_if_empty(&usable)
+        && sent.and_then(|sent| existence_if_empty(&sent)) != Some(existence)
     {
         messages.push(update::Update::NoEndpoints(NoEndpoints {
             exists: existence == Existence::Present,
@@ -88,9 +112,9 @@ pub(super) fn difference(
         .collect()
 }
 
-/// The endpoints that a client at a location may use.
+/// The endpoints of a member that a client at a location may use.
 struct UsableEndpoints<'a> {
-    endpoints: &'a Endpoints,
+    member: Member<'a>,
     scope: EndpointScope<'a>,
 }
 
@@ -104,13 +128,19 @@ enum EndpointScope<'a> {
 }
 
 impl<'a> UsableEndpoints<'a> {
-    fn new(endpoints: &'a Endpoints, location: &'a ClientLocation) -> Self {
-        let all = &endpoints.endpoints;
+    fn of_all(members: &[Member<'a>], location: &'a ClientLocation) -> SmallVec<[Self; 1]> {
+        members.iter().map(|member| Self::new(*member, location)).collect()
+    }
+
+    fn new(member: Member<'a>, location: &'a ClientLocation) -> Self {
+        let all = &member.endpoints.endpoints;
         let is_hinted_node = |node: &str| {
             let hinted = |endpoint: &Arc<Endpoint>| endpoint.hint_nodes.iter().any(|hint| **hint == *node);
             all.iter().any(hinted)
         };
-        let scope = match (endpoints.scope, &location.zone) {
+        let scope = match (member.endpoints.scope, &location.zone) {
+            // The nodes of another cluster are not those of the client, and the hints are for clients there.
+            _ if member.cluster.is_some() => EndpointScope::Cluster,
             (TrafficScope::Node, _) => EndpointScope::Node(location.node.as_deref()),
             (TrafficScope::HintedNode, _) if location.node.as_deref().is_some_and(is_hinted_node) => {
                 EndpointScope::HintedNode(location.node.as_deref().unwrap_or_default())
@@ -125,7 +155,7 @@ impl<'a> UsableEndpoints<'a> {
             }
             (TrafficScope::Cluster | TrafficScope::HintedNode, _) => EndpointScope::Cluster,
         };
-        Self { endpoints, scope }
+        Self { member, scope }
     }
 
     fn contains(&self, endpoint: &Endpoint) -> bool {
@@ -143,19 +173,25 @@ impl<'a> UsableEndpoints<'a> {
     }
 
     fn iter(&self) -> impl Iterator<Item = &'a Arc<Endpoint>> {
-        let all = self.endpoints.endpoints.iter();
+        let all = self.member.endpoints.endpoints.iter();
         all.filter(|endpoint| self.contains(endpoint))
     }
 
     fn get(&self, addr: SocketAddr) -> Option<&'a Arc<Endpoint>> {
-        let found = self.endpoints.get(addr);
+        let found = self.member.endpoints.get(addr);
         found.filter(|endpoint| self.contains(endpoint))
     }
+}
 
-    /// Returns the existence of the service if there is no usable endpoint.
-    fn existence_if_empty(&self) -> Option<Existence> {
-        self.iter().next().is_none().then_some(self.endpoints.existence)
+/// Returns whether the service exists if there is no usable endpoint. Of several members one that exists is enough.
+fn existence_if_empty(usable: &[UsableEndpoints<'_>]) -> Option<Existence> {
+    if usable.iter().any(|of_member| of_member.iter().next().is_some()) {
+        return None;
     }
+    let mut existences = usable.iter().map(|of_member| of_member.member.endpoints.existence);
+    let first = existences.next().unwrap_or_default();
+    let is_present = first == Existence::Present || existences.any(|existence| existence == Existence::Present);
+    Some(if is_present { Existence::Present } else { first })
 }
 
 fn weighted_addr(endpoint: &Endpoint, location: &ClientLocation, config: &Config) -> WeightedAddr {

@@ -9,7 +9,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use k8s_openapi::api::core::v1::{Endpoints, Namespace, Secret, Service};
 use kube::api::{Api, DynamicObject, ObjectMeta};
 use kube::core::PartialObjectMeta;
-use kube::runtime::reflector::{ObjectRef, Store};
+use kube::runtime::reflector::Store;
 use kube::runtime::watcher;
 use kube::{Client, ResourceExt as _};
 use tokio::sync::watch;
@@ -20,7 +20,6 @@ use tulle_core::metrics::{Counter, Family, Gauge, Labels, Registry};
 use tulle_core::names::label;
 
 use super::config::{Config, Scope};
-use super::credentials;
 use super::gateway::{self, GatewayChannels, GatewayMetrics, ProbeTarget, cluster_label};
 use super::link::{ExportSelector, Link, LinkError};
 use super::plan::federated::clusters_without_link;
@@ -30,10 +29,11 @@ use super::plan::inputs::{
 use super::plan::objects::{PROBE_PORT_NAME, object_name};
 use super::plan::plan;
 use super::status::{self, LinkStatus};
-use super::watches::{Watched, Watches, is_listed};
 use super::writer::{WriteMemory, Writer};
 use crate::kubernetes::lease::{Leadership, Role};
-use crate::kubernetes::{self, request_layer::RequestRate};
+use crate::kubernetes::request_layer::RequestRate;
+use crate::kubernetes::watches::{SecretWatch, Watched, Watches, is_listed};
+use crate::kubernetes::{self, remote_credentials};
 use crate::resources::meta::NamespacedName;
 use crate::resources::status::timestamp;
 
@@ -209,31 +209,16 @@ impl Controller {
 
     /// Mirrors with the credentials of the Link's Secret, anew whenever the Secret changes.
     async fn follow_link(&self, local: &Local, link: &Link, gateway: &GatewayChannels) -> Infallible {
-        let secrets = Api::<Secret>::namespaced(self.client.clone(), &self.config.namespace);
-        let config = watcher::Config::default().fields(&format!("metadata.name={}", link.credentials_secret));
-        let mut watches = Watches::new("local");
-        let store = watches.watch(Watched::new(secrets, config, |_| {}), Arc::default());
-        let key = ObjectRef::new(&link.credentials_secret).within(&self.config.namespace);
-        let version = |secret: &Option<Arc<Secret>>| secret.as_ref().and_then(|secret| secret.resource_version());
+        let (namespace, name) = (&self.config.namespace, &link.credentials_secret);
+        let watch = SecretWatch::new(self.client.clone(), namespace, name);
         loop {
-            let mut changes = watches.changes();
-            let secret = store.get(&key);
-            let is_other = || version(&store.get(&key)) != version(&secret);
-            let wait = async {
-                loop {
-                    changed(&mut changes).await;
-                    if is_other() || secret.is_none() {
-                        return;
-                    }
-                }
-            };
+            let secret = watch.current();
             let serve = async {
                 match &secret {
                     Some(secret) => self.mirror_with(local, link, secret, gateway).await,
                     None => {
-                        let namespace = &self.config.namespace;
-                        let missing = || format!("there is no Secret {namespace}/{}", link.credentials_secret);
-                        let cause = is_listed(&store).then(missing).or_else(|| watches.failure());
+                        let missing = || format!("there is no Secret {namespace}/{name}");
+                        let cause = watch.is_absent().then(missing).or_else(|| watch.failure());
                         if let Some(cause) = cause {
                             self.report_unreadable(local, &link.name, &cause).await;
                         }
@@ -242,7 +227,7 @@ impl Controller {
                 }
             };
             tokio::select! {
-                () = wait => {}
+                () = watch.changed_from(secret.as_ref()) => {}
                 never = serve => match never {},
             }
         }
@@ -250,7 +235,7 @@ impl Controller {
 
     async fn mirror_with(&self, local: &Local, link: &Link, secret: &Secret, gateway: &GatewayChannels) -> Infallible {
         let secret_name = secret.name_any();
-        let cause = match credentials::read(secret).await {
+        let cause = match remote_credentials::read(secret).await {
             Ok(access) => {
                 let server = access.config.cluster_url.to_string();
                 match kubernetes::client_with(access.config, REMOTE_REQUEST_RATE, &self.registry) {

@@ -10,12 +10,10 @@
 
 pub mod config;
 mod controller;
-mod credentials;
 mod gateway;
 mod link;
 mod plan;
 mod status;
-mod watches;
 mod writer;
 
 use kube::Client;

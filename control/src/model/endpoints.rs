@@ -4,12 +4,16 @@ use std::borrow::Cow;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+use crate::model::remote_discovery::RemoteDiscovery;
+
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Endpoints {
     pub existence: Existence,
     pub scope: TrafficScope,
     /// Sorted by address.
     pub endpoints: Box<[Arc<Endpoint>]>,
+    /// Set if the Service has endpoints in other clusters. `endpoints` are then those of its local member.
+    pub remote: Option<Arc<RemoteDiscovery>>,
 }
 
 impl Endpoints {

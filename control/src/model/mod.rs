@@ -5,4 +5,5 @@ pub mod inbound;
 pub mod outbound;
 pub mod profile;
 pub mod reference;
+pub mod remote_discovery;
 pub mod route;

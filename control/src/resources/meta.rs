@@ -103,8 +103,10 @@ impl Meta {
 fn is_used_annotation(annotation: &str) -> bool {
     annotation
         .split_once('/')
-        .is_some_and(|(domain, _)| domain.ends_with(MESH_DOMAIN_SUFFIX))
+        .is_some_and(|(domain, _)| domain.ends_with(MESH_DOMAIN_SUFFIX) || domain == OWN_DOMAIN)
 }
 
-/// The suffix of the domains of all annotations that destination and policy read.
+/// The suffix of the domains of the annotations of Linkerd that destination and policy read.
 const MESH_DOMAIN_SUFFIX: &str = ".linkerd.io";
+/// The domain of annotations that Linkerd does not have.
+const OWN_DOMAIN: &str = "config.tulle.dev";

@@ -21,6 +21,7 @@ pub mod policy;
 pub mod port_list;
 mod probe_path;
 pub mod protobuf;
+pub mod remote_discovery;
 pub mod route;
 pub mod route_support;
 pub mod service;
@@ -207,10 +208,10 @@ impl Kind {
 
     /// The gauge of the number of objects of this kind in the store. Sources create it, so that kinds without objects have a
     /// series, too.
-    pub fn cache_size_gauge(self, registry: &Registry) -> Arc<Gauge> {
+    pub fn cache_size_gauge(self, registry: &Registry, cluster: &str) -> Arc<Gauge> {
         let name = format!("{}_cache_size", self.info().metric_prefix);
         let family = registry.gauge(&name, "Objects of this kind that are known.");
-        family.get(&Labels::new().with("cluster", "local"))
+        family.get(&Labels::new().with("cluster", cluster))
     }
 }
 

@@ -6,6 +6,7 @@ use tulle_core::metrics::{Family, Gauge, Registry};
 use tulle_core::names::{annotation, label};
 use tulle_core::ports::PortSet;
 
+use crate::model::remote_discovery::RemoteDiscovery;
 use crate::resources::acceptance::{self, RouteRejection};
 use crate::resources::annotations::{self, InvalidAnnotation};
 use crate::resources::meta::{Meta, NamespacedName};
@@ -13,6 +14,7 @@ use crate::resources::policy::authorization::{ServerAuthorization, ServerClient}
 use crate::resources::policy::egress_network::EgressNetwork;
 use crate::resources::policy::server::{AccessPolicy, Server, WorkloadSelector};
 use crate::resources::port_list::{PortList, ResolvedPorts};
+use crate::resources::remote_discovery;
 use crate::resources::route::{Parent, ParentKind, Route};
 use crate::resources::route_support;
 use crate::resources::service::{DeclaredProtocol, EndpointSlice, PortRef, Service, ServicePort};
@@ -170,6 +172,21 @@ fn check_service(service: &Service) -> Vec<UnservedPart> {
     found.extend(check_port_list(&service.meta, annotation::OPAQUE_PORTS, |list| {
         list.resolve(|name| service.ports_named(name))
     }));
+    let invalid = remote_discovery::invalid_members(&service.meta);
+    let invalid = (!invalid.is_empty()).then(|| {
+        format!(
+            "{} is not <service>@<cluster>, so it is not a member",
+            invalid.join(", ")
+        )
+    });
+    found.extend(to_unserved_part((annotation::REMOTE_DISCOVERY, invalid)));
+    let unnamed = (remote_discovery::discovery(service) == Some(RemoteDiscovery::Unnamed)).then(|| {
+        format!(
+            "without the label {}, which names the Service of the other cluster, the mirror has no endpoints",
+            label::REMOTE_SERVICE
+        )
+    });
+    found.extend(to_unserved_part((label::REMOTE_DISCOVERY, unnamed)));
     found
 }
 

@@ -52,7 +52,10 @@ impl ManifestReport {
                 "Files with documents of an unsupported kind, by kind.",
             ),
             unsupported_kinds: Arc::default(),
-            _cache_size_gauges: KINDS.iter().map(|info| info.kind.cache_size_gauge(registry)).collect(),
+            _cache_size_gauges: KINDS
+                .iter()
+                .map(|info| info.kind.cache_size_gauge(registry, "local"))
+                .collect(),
         }
     }
 

@@ -5,6 +5,7 @@ use std::time::Duration;
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 use tonic::{Status, Streaming};
+use tulle_control::cluster::remote_clusters::{LinkedClusters, RemoteClusters};
 use tulle_control::cluster::{Cluster, Config};
 use tulle_control::grpc::Service;
 use tulle_control::tls::mesh_credentials::ClientCertificates;
@@ -24,6 +25,7 @@ use crate::manifest_store::ManifestStore;
 pub(crate) struct Mesh {
     pub(crate) manifests: ManifestStore,
     pub(crate) cluster: Cluster,
+    pub(crate) remote_clusters: RemoteClusters,
     pub(crate) registry: Registry,
     _signal: drain::Signal,
     source: JoinHandle<()>,
@@ -51,6 +53,7 @@ pub(crate) async fn mesh_with(yaml: &str, config: Config) -> Mesh {
     Mesh {
         manifests,
         cluster,
+        remote_clusters: RemoteClusters::default(),
         registry,
         _signal: signal,
         source,
@@ -80,15 +83,15 @@ impl Mesh {
         self.manifests.errors()
     }
 
-    fn destination(
+    pub(crate) fn destination(
         &self,
         config: destination::config::Config,
     ) -> DestinationClient<Service<destination::server::Service>> {
-        DestinationClient::new(destination::server(
-            self.cluster.clone(),
-            ClientCertificates::Optional,
-            config,
-        ))
+        let clusters = LinkedClusters {
+            local: self.cluster.clone(),
+            remote: self.remote_clusters.clone(),
+        };
+        DestinationClient::new(destination::server(clusters, ClientCertificates::Optional, config))
     }
 
     pub(crate) async fn get(&self, path: &str) -> Result<Streaming<Update>, Status> {
@@ -178,7 +181,7 @@ impl Mesh {
     }
 }
 
-fn target(path: &str, token: &str) -> GetDestination {
+pub(crate) fn target(path: &str, token: &str) -> GetDestination {
     GetDestination {
         scheme: String::new(),
         path: path.to_owned(),

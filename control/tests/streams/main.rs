@@ -16,6 +16,7 @@ mod outbound_rows;
 mod profile_changes;
 mod profiles;
 mod recorded;
+mod remote_clusters;
 mod route_rows;
 mod sharing;
 mod show;

@@ -558,6 +558,25 @@ annotations! {
         default: "none",
         meaning: "The member of a federated Service in its own cluster.",
     }
+    TRUST_DOMAIN = "multicluster.linkerd.io/trust-domain" {
+        objects: "Secret",
+        values: "a DNS name",
+        default: "none; required",
+        meaning: "The trust domain of the cluster to which the Secret gives access.",
+    }
+    CLUSTER_DOMAIN = "multicluster.linkerd.io/cluster-domain" {
+        objects: "Secret",
+        values: "a DNS name",
+        default: "none; required",
+        meaning: "The domain of Services of the cluster to which the Secret gives access.",
+    }
+    PREFER_LOCAL = "config.tulle.dev/prefer-local" {
+        objects: "Service",
+        values: BOOLEAN,
+        default: "`false`",
+        meaning: "Whether clients of a federated Service use its members in other clusters only while the member in \
+                  their own cluster has no ready endpoint. Not in Linkerd.",
+    }
 
     // Written by tulle
     CREATED_BY = "linkerd.io/created-by" {

@@ -111,6 +111,11 @@ labels! {
         set_by: "the service mirror",
         meaning: "The name of the mirrored Service in the cluster that has its endpoints.",
     }
+    CREDENTIALS_OF_CLUSTER = "multicluster.linkerd.io/cluster-name" {
+        objects: "Secret",
+        set_by: "link-gen",
+        meaning: "The cluster to which the Secret gives access, in the namespace of the control plane.",
+    }
     APP_INSTANCE = "app.kubernetes.io/instance" {
         objects: "Pod",
         set_by: "the user",

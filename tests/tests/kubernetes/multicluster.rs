@@ -1,5 +1,7 @@
 //! The service mirror between two API servers, with the permissions of the chart.
 
+mod remote_endpoints;
+
 use std::fs;
 use std::path::Path;
 use std::time::Duration;
@@ -74,7 +76,7 @@ impl Mirror {
 async fn cluster(links: &[&str]) -> ApiServer {
     let server = ApiServer::start().await.unwrap();
     install_custom_resources(&server).await.unwrap();
-    for namespace in [NAMESPACE, "shop"] {
+    for namespace in [NAMESPACE, "linkerd", "shop"] {
         server.create_namespace(namespace).await.unwrap();
     }
     let names = links.iter().enumerate();

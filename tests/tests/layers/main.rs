@@ -65,6 +65,7 @@ const CONTROL: CrateLayers = CrateLayers {
         ("webhook", 3),
         ("writeback", 3),
         ("mirror", 3),
+        ("remote", 3),
         ("admission", 4),
         ("injector_webhook", 4),
         ("telemetry", 4),

@@ -192,7 +192,7 @@ impl ObjectMetrics {
         let by_kind = self
             .by_kind
             .entry(kind)
-            .or_insert_with(|| kind.cache_size_gauge(&metrics.registry));
+            .or_insert_with(|| kind.cache_size_gauge(&metrics.registry, &metrics.cluster));
         by_kind.add(change);
         if kind == Kind::Service {
             metrics.services.add(change);

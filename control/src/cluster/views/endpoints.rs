@@ -17,7 +17,9 @@ use crate::model::endpoints::{
     Endpoint, EndpointWorkload, Endpoints, Existence, Http2Params, ProtocolHint, SharedEndpointFields, TlsIdentity,
     TrafficScope,
 };
+use crate::model::remote_discovery::{FederatedMembers, RemoteDiscovery};
 use crate::resources::meta::{Meta, NamespacedName};
+use crate::resources::remote_discovery;
 use crate::resources::service::{
     Address, AddressTarget, EndpointReadiness, EndpointsSource, InternalTrafficPolicy, NotReadyAddresses, Service,
     ServiceKind, Subset,
@@ -47,56 +49,24 @@ impl View for EndpointsView {
                 ..Endpoints::default()
             };
         }
-        let (mut addresses, mut terminating) = (BTreeMap::new(), BTreeMap::new());
-        for (meta, subset) in service_subsets(reader, config, service) {
-            // Slices of a Service without ports have no ports either, and are skipped.
-            if subset.ports.is_empty() {
-                continue;
-            }
-            let Some(port) = target_port(service, key.port, subset) else {
-                continue;
-            };
-            let listing = Listing {
-                meta,
-                service_port: key.port,
-            };
-            // If IPv6 is off, its addresses are left out before `addresses` is tested for being empty: otherwise a ready IPv6
-            // address would replace the terminating IPv4 endpoints.
-            let is_candidate = |address: &&Address| {
-                address.ready != EndpointReadiness::NotReady
-                    && matches_hostname(address, key)
-                    && (address.ip.is_ipv4() || config.ipv6 == Ipv6::Serve)
-            };
-            for address in subset.addresses.iter().filter(is_candidate) {
-                if let Some((endpoint, state)) = resolve_endpoint(reader, config, address, port, &listing) {
-                    let target_map = match (state, service.not_ready_addresses) {
-                        (EndpointState::Terminating, NotReadyAddresses::Omitted) => &mut terminating,
-                        (EndpointState::Terminating, NotReadyAddresses::Published) | (EndpointState::Active, _) => {
-                            &mut addresses
-                        }
-                    };
-                    target_map.insert(endpoint.addr, Arc::new(endpoint));
+        let remote = remote_discovery::discovery(service).map(Arc::new);
+        match remote.as_deref() {
+            None => addressed_endpoints(reader, config, service, key),
+            Some(RemoteDiscovery::Federated(FederatedMembers { local: Some(name), .. })) => {
+                let name = NamespacedName::new(key.service.namespace.clone(), name.clone());
+                let member = reader
+                    .service(&name)
+                    .filter(|member| member.kind != ServiceKind::ExternalName);
+                let endpoints = member.map(|member| addressed_endpoints(reader, config, member, key));
+                Endpoints {
+                    remote,
+                    ..endpoints.unwrap_or_default()
                 }
             }
-        }
-        // Terminating endpoints are used if there are no others: the slices may not list the new pod yet.
-        if addresses.is_empty() {
-            addresses = terminating;
-        }
-        prefer_ipv6(&mut addresses);
-        let is_hinted = |endpoint: &Arc<Endpoint>| !endpoint.hint_nodes.is_empty();
-        let scope = match service.internal_traffic_policy {
-            InternalTrafficPolicy::Local => TrafficScope::Node,
-            // Like zone hints, node hints apply only if every endpoint has them.
-            InternalTrafficPolicy::Cluster if !addresses.is_empty() && addresses.values().all(is_hinted) => {
-                TrafficScope::HintedNode
-            }
-            InternalTrafficPolicy::Cluster => TrafficScope::Cluster,
-        };
-        Endpoints {
-            existence: Existence::Present,
-            scope,
-            endpoints: addresses.into_values().collect(),
+            Some(_) => Endpoints {
+                remote,
+                ..Endpoints::default()
+            },
         }
     }
 
@@ -116,6 +86,62 @@ impl View for EndpointsView {
                 *endpoint = old.clone();
             }
         }
+    }
+}
+
+/// The endpoints at the addresses of a Service.
+fn addressed_endpoints(reader: &Reader<'_>, config: &Config, service: &Service, key: &Key) -> Endpoints {
+    let (mut addresses, mut terminating) = (BTreeMap::new(), BTreeMap::new());
+    for (meta, subset) in service_subsets(reader, config, service) {
+        // Slices of a Service without ports have no ports either, and are skipped.
+        if subset.ports.is_empty() {
+            continue;
+        }
+        let Some(port) = target_port(service, key.port, subset) else {
+            continue;
+        };
+        let listing = Listing {
+            meta,
+            service_port: key.port,
+        };
+        // If IPv6 is off, its addresses are left out before `addresses` is tested for being empty: otherwise a ready IPv6
+        // address would replace the terminating IPv4 endpoints.
+        let is_candidate = |address: &&Address| {
+            address.ready != EndpointReadiness::NotReady
+                && matches_hostname(address, key)
+                && (address.ip.is_ipv4() || config.ipv6 == Ipv6::Serve)
+        };
+        for address in subset.addresses.iter().filter(is_candidate) {
+            if let Some((endpoint, state)) = resolve_endpoint(reader, config, address, port, &listing) {
+                let target_map = match (state, service.not_ready_addresses) {
+                    (EndpointState::Terminating, NotReadyAddresses::Omitted) => &mut terminating,
+                    (EndpointState::Terminating, NotReadyAddresses::Published) | (EndpointState::Active, _) => {
+                        &mut addresses
+                    }
+                };
+                target_map.insert(endpoint.addr, Arc::new(endpoint));
+            }
+        }
+    }
+    // Terminating endpoints are used if there are no others: the slices may not list the new pod yet.
+    if addresses.is_empty() {
+        addresses = terminating;
+    }
+    prefer_ipv6(&mut addresses);
+    let is_hinted = |endpoint: &Arc<Endpoint>| !endpoint.hint_nodes.is_empty();
+    let scope = match service.internal_traffic_policy {
+        InternalTrafficPolicy::Local => TrafficScope::Node,
+        // Like zone hints, node hints apply only if every endpoint has them.
+        InternalTrafficPolicy::Cluster if !addresses.is_empty() && addresses.values().all(is_hinted) => {
+            TrafficScope::HintedNode
+        }
+        InternalTrafficPolicy::Cluster => TrafficScope::Cluster,
+    };
+    Endpoints {
+        existence: Existence::Present,
+        scope,
+        endpoints: addresses.into_values().collect(),
+        remote: None,
     }
 }
 

@@ -189,10 +189,12 @@ fn shared_fields_of_pod(
     Some(shared)
 }
 
-/// Identity of a pod's sidecar; `None` if this control plane does not issue its certificate.
+/// Identity of a pod's sidecar; `None` if the control plane of the cluster does not issue its certificate. That of another cluster
+/// can have any namespace.
 pub(super) fn pod_identity(config: &Config, pod: &Pod) -> Option<TlsIdentity> {
     let control_plane = pod.meta.label(label::CONTROL_PLANE_NS)?;
-    if control_plane != config.controller_namespace || config.trust_domain.is_empty() {
+    let is_foreign = config.remote_name.is_none() && control_plane != config.controller_namespace;
+    if is_foreign || config.trust_domain.is_empty() {
         return None;
     }
     let namespace = pod.meta.namespace();

@@ -15,6 +15,15 @@ pub struct WatchRequirements {
 pub(super) struct WatchedKind {
     pub(super) kind: Kind,
     pub(super) detail: ObjectDetail,
+    pub(super) necessity: Necessity,
+}
+
+/// Whether the source waits for the first list of a kind that it may not read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Necessity {
+    Required,
+    /// It is empty until the permission is given.
+    Optional,
 }
 
 /// How much of each object is requested.
@@ -36,9 +45,36 @@ pub(super) fn watched_kinds(requirements: &WatchRequirements) -> Vec<WatchedKind
         let Some(detail) = destination.max(policy) else {
             continue;
         };
-        watched.push(WatchedKind { kind, detail });
+        watched.push(WatchedKind {
+            kind,
+            detail,
+            necessity: Necessity::Required,
+        });
     }
     watched
+}
+
+/// Returns the kinds that determine the endpoints in another cluster. The account there may have fewer permissions.
+pub(super) fn remote_kinds(endpoints_source: EndpointsSource) -> Vec<WatchedKind> {
+    let endpoints = match endpoints_source {
+        EndpointsSource::EndpointSlices => Kind::EndpointSlice,
+        EndpointsSource::Endpoints => Kind::Endpoints,
+    };
+    let required = [Kind::Service, endpoints, Kind::Pod].map(|kind| (kind, ObjectDetail::Full, Necessity::Required));
+    let optional = [
+        (Kind::ReplicaSet, ObjectDetail::Metadata),
+        (Kind::Job, ObjectDetail::Metadata),
+        (Kind::ExternalWorkload, ObjectDetail::Full),
+        (Kind::Server, ObjectDetail::Full),
+    ];
+    let optional = optional.map(|(kind, detail)| (kind, detail, Necessity::Optional));
+    let all = required.into_iter().chain(optional);
+    all.map(|(kind, detail, necessity)| WatchedKind {
+        kind,
+        detail,
+        necessity,
+    })
+    .collect()
 }
 
 /// How the destination service watches a kind. `None` if it does not.

@@ -12,6 +12,7 @@ mod reflector;
 mod request;
 mod response;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use kube::Client;
@@ -29,7 +30,7 @@ use crate::resources::service::EndpointsSource;
 use crate::source::kubernetes::freshness::Freshness;
 use crate::source::kubernetes::kinds::{WatchRequirements, WatchedKind};
 use crate::source::kubernetes::metrics::InformerLag;
-use crate::source::kubernetes::reflector::{KindMetrics, Reflector};
+use crate::source::kubernetes::reflector::{ApiServer, KindMetrics, Reflector};
 
 /// Which objects are reported, and settings of the source.
 #[derive(Clone, Debug)]
@@ -68,49 +69,103 @@ pub async fn run(
         let component = "endpoints-watcher";
         debug!(addr = config.log_addr, component, "Watching {kind_name} resources");
     }
-    let (listed, mut first_lists) = mpsc::channel(watched.len().max(1));
-    let mut tasks = JoinSet::new();
-    let mut unlisted: Vec<Kind> = Vec::new();
     // Kinds without objects also get a series.
     let _cache_size_gauges: Vec<_> = watched
         .iter()
-        .map(|watched| watched.kind.cache_size_gauge(&registry))
+        .map(|watched| watched.kind.cache_size_gauge(&registry, "local"))
         .collect();
-    for watched in watched {
-        let WatchedKind { kind, .. } = watched;
-        unlisted.push(kind);
-        let metrics = KindMetrics {
-            lag: InformerLag::new(&registry, kind),
-            freshness: Freshness::new(&registry, &config.stale_kinds, kind),
-        };
-        let reflector = Reflector::new(client.clone(), watched, sink.clone(), metrics, listed.clone());
-        tasks.spawn(async move {
-            reflector.run().await;
-            kind
-        });
-    }
-    drop(listed);
-    let mut log_ticks = interval(START_LOG_INTERVAL);
-    log_ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    log_ticks.reset();
-    while !unlisted.is_empty() {
-        // All branches are cancel-safe.
-        tokio::select! {
-            Some(kind) = first_lists.recv() => unlisted.retain(|other| *other != kind),
-            Some(ended) = tasks.join_next() => return Err(watch_ended_error(ended)),
-            () = drain.signaled() => return Ok(()),
-            _ = log_ticks.tick() => {
-                let kinds: Vec<_> = unlisted.iter().map(|kind| kind.info().plural()).collect();
-                let kinds = kinds.join(", ");
-                warn!(kinds, "not ready: some kinds are not listed yet; check the RBAC roles of the service account");
+    let source = Source {
+        client,
+        watched,
+        cluster: None,
+        stale_kinds: config.stale_kinds,
+        sink,
+        registry,
+    };
+    source.run(drain).await
+}
+
+/// Reports the objects that determine the endpoints in another cluster, until the future is dropped. Their metrics are not exported,
+/// because those of this cluster have the same names.
+///
+/// # Errors
+/// As [`run`].
+pub async fn run_remote(
+    client: Client,
+    cluster: Arc<str>,
+    endpoints_source: EndpointsSource,
+    sink: EventSink,
+    drain: drain::Watch,
+) -> Result<(), SourceError> {
+    let source = Source {
+        client,
+        watched: kinds::remote_kinds(endpoints_source),
+        cluster: Some(cluster),
+        stale_kinds: Readiness::new(),
+        sink,
+        registry: Registry::new(),
+    };
+    source.run(drain).await
+}
+
+struct Source {
+    client: Client,
+    watched: Vec<WatchedKind>,
+    /// `None` for the cluster of this process.
+    cluster: Option<Arc<str>>,
+    stale_kinds: Readiness,
+    sink: EventSink,
+    registry: Registry,
+}
+
+impl Source {
+    async fn run(self, drain: drain::Watch) -> Result<(), SourceError> {
+        let (listed, mut first_lists) = mpsc::channel(self.watched.len().max(1));
+        let mut tasks = JoinSet::new();
+        let mut unlisted: Vec<Kind> = Vec::new();
+        for watched in self.watched {
+            let WatchedKind { kind, .. } = watched;
+            unlisted.push(kind);
+            let metrics = KindMetrics {
+                lag: InformerLag::new(&self.registry, kind),
+                freshness: Freshness::new(&self.registry, &self.stale_kinds, kind),
+            };
+            let server = ApiServer {
+                client: self.client.clone(),
+                cluster: self.cluster.clone(),
+            };
+            let reflector = Reflector::new(server, watched, self.sink.clone(), metrics, listed.clone());
+            tasks.spawn(async move {
+                reflector.run().await;
+                kind
+            });
+        }
+        drop(listed);
+        let mut log_ticks = interval(START_LOG_INTERVAL);
+        log_ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        log_ticks.reset();
+        while !unlisted.is_empty() {
+            // All branches are cancel-safe.
+            tokio::select! {
+                Some(kind) = first_lists.recv() => unlisted.retain(|other| *other != kind),
+                Some(ended) = tasks.join_next() => return Err(watch_ended_error(ended)),
+                () = drain.signaled() => return Ok(()),
+                _ = log_ticks.tick() => {
+                    let kinds: Vec<_> = unlisted.iter().map(|kind| kind.info().plural()).collect();
+                    let (kinds, cluster) = (kinds.join(", "), self.cluster.as_deref().unwrap_or("local"));
+                    warn!(
+                        kinds,
+                        cluster, "not ready: some kinds are not listed yet; check the RBAC roles of the service account"
+                    );
+                }
             }
         }
-    }
-    sink.apply(vec![Event::Synced]);
-    tokio::select! {
-        Some(ended) = tasks.join_next() => Err(watch_ended_error(ended)),
-        // Dropping the `JoinSet` aborts the tasks.
-        () = drain.signaled() => Ok(()),
+        self.sink.apply(vec![Event::Synced]);
+        tokio::select! {
+            Some(ended) = tasks.join_next() => Err(watch_ended_error(ended)),
+            // Dropping the `JoinSet` aborts the tasks.
+            () = drain.signaled() => Ok(()),
+        }
     }
 }
 

@@ -24,7 +24,7 @@ use crate::resources::event::{Event, EventSink};
 use crate::resources::interning::intern;
 use crate::resources::meta::NamespacedName;
 use crate::source::kubernetes::freshness::{Freshness, WatchEndCause};
-use crate::source::kubernetes::kinds::WatchedKind;
+use crate::source::kubernetes::kinds::{Necessity, WatchedKind};
 use crate::source::kubernetes::metrics::InformerLag;
 use crate::source::kubernetes::request;
 use crate::source::kubernetes::response::{
@@ -32,8 +32,15 @@ use crate::source::kubernetes::response::{
     StatusError, WatchEncoding, WatchEvent, WatchEventType,
 };
 
+/// Where objects are read.
+pub(super) struct ApiServer {
+    pub(super) client: Client,
+    /// The name of the cluster; `None` for that of this process.
+    pub(super) cluster: Option<Arc<str>>,
+}
+
 pub(super) struct Reflector {
-    client: Client,
+    server: ApiServer,
     watched: WatchedKind,
     sink: EventSink,
     lag: InformerLag,
@@ -80,6 +87,10 @@ enum Error {
 }
 
 impl Error {
+    fn is_forbidden(&self) -> bool {
+        matches!(self, Self::Status { status, .. } if *status == StatusCode::FORBIDDEN)
+    }
+
     /// Whether the API server was unreachable, possibly for some time before the error.
     fn is_timeout(&self) -> bool {
         let io_timeout = |err: &(dyn StdError + 'static)| {
@@ -154,7 +165,7 @@ pub(super) struct KindMetrics {
 
 impl Reflector {
     pub(super) fn new(
-        client: Client,
+        server: ApiServer,
         watched: WatchedKind,
         sink: EventSink,
         metrics: KindMetrics,
@@ -163,7 +174,7 @@ impl Reflector {
         let KindMetrics { lag, freshness } = metrics;
         let api_version = watched.kind.info().versions[0];
         Self {
-            client,
+            server,
             watched,
             sink,
             lag,
@@ -221,12 +232,7 @@ impl Reflector {
                 }
                 Err(err) => {
                     self.absent_rounds = 0;
-                    warn!(
-                        kind = self.kind_name(),
-                        error = &err as &dyn StdError,
-                        "list failed, the last known state stays in use"
-                    );
-                    self.freshness.mark_stale(&ErrorChain(&err).to_string());
+                    self.report_list_failure(&err).await;
                     sleep(retries.next_delay()).await;
                 }
             }
@@ -243,6 +249,29 @@ impl Reflector {
         }
     }
 
+    /// Marks the kind as stale, and as listed if it is optional and may not be read.
+    async fn report_list_failure(&mut self, err: &Error) {
+        let is_omitted = self.watched.necessity == Necessity::Optional && err.is_forbidden();
+        match (is_omitted, self.first_list.take_if(|_| is_omitted)) {
+            (false, _) => warn!(
+                kind = self.kind_name(),
+                error = err as &dyn StdError,
+                "list failed, the last known state stays in use"
+            ),
+            (true, Some(listed)) => {
+                warn!(
+                    kind = self.kind_name(),
+                    error = err as &dyn StdError,
+                    "the account may not list the kind, so it counts as empty until it may"
+                );
+                // Fails only if the receiver is dropped, which no longer needs the message.
+                let _ = listed.send(self.watched.kind).await;
+            }
+            (true, None) => {}
+        }
+        self.freshness.mark_stale(&ErrorChain(err).to_string());
+    }
+
     /// Marks the kind as stale. Its objects stay until discovery has omitted it `ABSENT_ROUNDS_BEFORE_DELETE` times.
     fn mark_stale_while_missing(&mut self) {
         if self.absent_rounds == 1 && !self.known_versions.is_empty() {
@@ -257,7 +286,11 @@ impl Reflector {
     }
 
     fn kind_name(&self) -> String {
-        self.watched.kind.info().plural()
+        let plural = self.watched.kind.info().plural();
+        match &self.server.cluster {
+            None => plural,
+            Some(cluster) => format!("{plural} of the cluster {cluster}"),
+        }
     }
 
     fn set_presence(&mut self, presence: Presence) {
@@ -631,7 +664,7 @@ impl Reflector {
 
     /// Sends a request. Responses with an error status become errors.
     async fn send(&self, request: Request<Body>) -> Result<Response<Body>, Error> {
-        let sending = self.client.send(request);
+        let sending = self.server.client.send(request);
         let response = timeout(RESPONSE_TIMEOUT, sending)
             .await
             .map_err(|_| Error::Timeout(RESPONSE_TIMEOUT))?

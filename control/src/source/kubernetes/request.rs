@@ -85,10 +85,15 @@ const LIST_PAGE_SIZE: u32 = 250;
 mod tests {
     use super::*;
     use crate::resources::Kind;
+    use crate::source::kubernetes::kinds::Necessity;
 
     #[test]
     fn requests_are_those_of_client_go() {
-        let watched = |kind, detail| WatchedKind { kind, detail };
+        let watched = |kind, detail| WatchedKind {
+            kind,
+            detail,
+            necessity: Necessity::Required,
+        };
         let slices = watched(Kind::EndpointSlice, ObjectDetail::Full);
         let req = slices.watch_request("v1", "751", 284).unwrap();
         assert_eq!(

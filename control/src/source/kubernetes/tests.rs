@@ -18,7 +18,7 @@ use kube::Client;
 use kube::client::Body;
 use parking_lot::Mutex;
 use tokio::task::JoinHandle;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 use tower::{BoxError, Service, service_fn};
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
@@ -627,6 +627,47 @@ async fn a_start_without_lists_is_not_ready_and_names_the_kinds() {
         reasons,
         ["servers: the API server responded with 403 Forbidden: servers is forbidden"]
     );
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_optional_kind_of_another_cluster_is_empty_until_it_may_be_listed() {
+    for (forbidden, is_optional) in [("servers", true), ("pods", false)] {
+        let start = Instant::now();
+        let service = service_fn(move |req: Request<Body>| {
+            let uri = req.uri().to_string();
+            let is_forbidden = uri.contains(&format!("/{forbidden}?")) && start.elapsed() < Duration::from_secs(300);
+            let answer = match (is_forbidden, uri.contains("watch=true"), uri.contains("/servers?")) {
+                (true, _, _) => text_response(403, r#"{"message":"forbidden"}"#),
+                (false, true, _) => watch(&[], AfterChunks::EndAtTimeout),
+                (false, false, true) => list(7, &[&server("a", 5)]),
+                (false, false, false) => list(7, &[]),
+            };
+            std::future::ready(Ok::<_, Infallible>(response(answer, &uri)))
+        });
+        let batches = Arc::new(Mutex::new(Vec::new()));
+        let written = batches.clone();
+        let sink = EventSink::new(move |events| written.lock().extend(events.iter().map(summarize)));
+        let (_signal, drain) = drain::channel();
+        let slices = EndpointsSource::EndpointSlices;
+        let running = run_remote(Client::new(service, "default"), "east".into(), slices, sink, drain);
+        let _ended = timeout(Duration::from_secs(600), async {
+            let before = async {
+                tokio::time::sleep(Duration::from_secs(200)).await;
+                assert_eq!(
+                    batches.lock().contains(&"synced".to_owned()),
+                    is_optional,
+                    "{forbidden}"
+                );
+                std::future::pending::<()>().await;
+            };
+            tokio::join!(running, before)
+        })
+        .await
+        .unwrap_err();
+        let mut batches = batches.lock().clone();
+        batches.sort();
+        assert_eq!(batches, ["+a@5", "synced"], "{forbidden}");
+    }
 }
 
 #[tokio::test(start_paused = true)]

@@ -10,14 +10,14 @@ use serde::Deserialize;
 use tracing::warn;
 
 /// How to reach the API server of another cluster.
-pub(super) struct Access {
-    pub(super) config: kube::Config,
+pub(crate) struct Access {
+    pub(crate) config: kube::Config,
     /// When the token expires, in seconds since 1970. `None` if it does not, or if it is not a JWT.
-    pub(super) expires_at: Option<u64>,
+    pub(crate) expires_at: Option<u64>,
 }
 
 #[derive(Debug, thiserror::Error)]
-pub(super) enum CredentialsError {
+pub(crate) enum CredentialsError {
     #[error("it has no key {KEY}")]
     NoKubeconfig,
     #[error("its kubeconfig has {0} bytes; at most {MAX_KUBECONFIG_BYTES} are accepted")]
@@ -41,7 +41,7 @@ pub(super) enum CredentialsError {
 ///
 /// # Errors
 /// Fails if there is no valid kubeconfig, or if it refers to anything outside.
-pub(super) async fn read(secret: &Secret) -> Result<Access, CredentialsError> {
+pub(crate) async fn read(secret: &Secret) -> Result<Access, CredentialsError> {
     let data = secret.data.as_ref().and_then(|data| data.get(KEY));
     let bytes = &data.ok_or(CredentialsError::NoKubeconfig)?.0;
     if bytes.len() > MAX_KUBECONFIG_BYTES {
@@ -126,7 +126,7 @@ fn expiry(token: &str) -> Option<u64> {
     serde_json::from_slice(&bytes).ok().map(|claims: Claims| claims.exp)
 }
 
-pub(super) const KEY: &str = "kubeconfig";
+pub(crate) const KEY: &str = "kubeconfig";
 const MAX_KUBECONFIG_BYTES: usize = 1 << 20;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 

@@ -8,24 +8,25 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::{FutureExt as _, StreamExt as _};
+use k8s_openapi::api::core::v1::Secret;
 use kube::api::Api;
 use kube::runtime::WatchStreamExt as _;
-use kube::runtime::reflector::Store;
 use kube::runtime::reflector::store::Writer;
+use kube::runtime::reflector::{ObjectRef, Store};
 use kube::runtime::watcher::{self, watcher};
-use kube::{Resource, ResourceExt};
+use kube::{Client, Resource, ResourceExt};
 use parking_lot::Mutex;
 use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, sleep_until};
 use tracing::warn;
 use tulle_core::backoff::Backoff;
 use tulle_core::error_chain::ErrorChain;
 use tulle_core::metrics::Gauge;
 
 /// The watches of one API server. Dropping them ends them.
-pub(super) struct Watches {
+pub(crate) struct Watches {
     tasks: JoinSet<()>,
     /// The name of the cluster, for logs.
     cluster: String,
@@ -33,12 +34,12 @@ pub(super) struct Watches {
 }
 
 /// Which objects are watched.
-pub(super) struct Watched<K: Resource> {
-    pub(super) api: Api<K>,
-    pub(super) kind: K::DynamicType,
-    pub(super) config: watcher::Config,
+pub(crate) struct Watched<K: Resource> {
+    pub(crate) api: Api<K>,
+    pub(crate) kind: K::DynamicType,
+    pub(crate) config: watcher::Config,
     /// Removes what is not kept of an object.
-    pub(super) prune: fn(&mut K),
+    pub(crate) prune: fn(&mut K),
 }
 
 struct Shared {
@@ -53,7 +54,7 @@ struct Failure {
 }
 
 impl Watches {
-    pub(super) fn new(cluster: &str) -> Self {
+    pub(crate) fn new(cluster: &str) -> Self {
         Self {
             tasks: JoinSet::new(),
             cluster: cluster.to_owned(),
@@ -65,7 +66,7 @@ impl Watches {
     }
 
     /// Watches objects, and keeps them. `size` is their number.
-    pub(super) fn watch<K>(&mut self, watched: Watched<K>, size: Arc<Gauge>) -> Store<K>
+    pub(crate) fn watch<K>(&mut self, watched: Watched<K>, size: Arc<Gauge>) -> Store<K>
     where
         K: Resource + Clone + Debug + DeserializeOwned + Send + Sync + 'static,
         K::DynamicType: Clone + Debug + Eq + Hash + Send + Sync + Unpin + 'static,
@@ -125,12 +126,12 @@ impl Watches {
         store
     }
 
-    pub(super) fn changes(&self) -> watch::Receiver<u64> {
+    pub(crate) fn changes(&self) -> watch::Receiver<u64> {
         self.shared.changes.subscribe()
     }
 
     /// Why a watch has failed, if it has failed for some time. Its last known objects stay.
-    pub(super) fn failure(&self) -> Option<String> {
+    pub(crate) fn failure(&self) -> Option<String> {
         let failures = self.shared.failures.lock();
         let mut lasting = failures
             .values()
@@ -139,7 +140,7 @@ impl Watches {
     }
 
     /// When the first of the failures that have not lasted long enough will be reported.
-    pub(super) fn next_failure_at(&self) -> Option<Instant> {
+    pub(crate) fn next_failure_at(&self) -> Option<Instant> {
         let failures = self.shared.failures.lock();
         let times = failures.values().map(Failure::reported_at);
         times.filter(|at| *at > Instant::now()).min()
@@ -169,7 +170,7 @@ impl Failure {
 }
 
 impl<K: Resource<DynamicType = ()>> Watched<K> {
-    pub(super) fn new(api: Api<K>, config: watcher::Config, prune: fn(&mut K)) -> Self {
+    pub(crate) fn new(api: Api<K>, config: watcher::Config, prune: fn(&mut K)) -> Self {
         Self {
             api,
             kind: (),
@@ -179,8 +180,64 @@ impl<K: Resource<DynamicType = ()>> Watched<K> {
     }
 }
 
+/// A watch of one Secret.
+pub(crate) struct SecretWatch {
+    watches: Watches,
+    store: Store<Secret>,
+    key: ObjectRef<Secret>,
+}
+
+impl SecretWatch {
+    pub(crate) fn new(client: Client, namespace: &str, name: &str) -> Self {
+        let config = watcher::Config::default().fields(&format!("metadata.name={name}"));
+        let mut watches = Watches::new("local");
+        let store = watches.watch(
+            Watched::new(Api::namespaced(client, namespace), config, |_| {}),
+            Arc::default(),
+        );
+        Self {
+            watches,
+            store,
+            key: ObjectRef::new(name).within(namespace),
+        }
+    }
+
+    pub(crate) fn current(&self) -> Option<Arc<Secret>> {
+        self.store.get(&self.key)
+    }
+
+    /// Whether it is known that the Secret does not exist.
+    pub(crate) fn is_absent(&self) -> bool {
+        is_listed(&self.store) && self.current().is_none()
+    }
+
+    /// Why the Secret cannot be read, if this has lasted for some time.
+    pub(crate) fn failure(&self) -> Option<String> {
+        self.watches.failure()
+    }
+
+    /// Waits until the Secret is another than `seen`. Without one, every event counts, because `is_absent` and `failure` can change.
+    pub(crate) async fn changed_from(&self, seen: Option<&Arc<Secret>>) {
+        let version = |secret: Option<&Arc<Secret>>| secret.and_then(|secret| secret.resource_version());
+        let mut changes = self.watches.changes();
+        while version(self.current().as_ref()) == version(seen) {
+            let failure = self.watches.next_failure_at();
+            tokio::select! {
+                changed = changes.changed() => if changed.is_err() {
+                    // The sender lives as long as the watches.
+                    std::future::pending::<()>().await;
+                },
+                () = sleep_until(failure.unwrap_or_else(Instant::now)), if failure.is_some() => {}
+            }
+            if seen.is_none() {
+                return;
+            }
+        }
+    }
+}
+
 /// Whether all objects were listed once.
-pub(super) fn is_listed<K>(store: &Store<K>) -> bool
+pub(crate) fn is_listed<K>(store: &Store<K>) -> bool
 where
     K: Resource + Clone + 'static,
     K::DynamicType: Eq + Hash + Clone,

@@ -1,0 +1,304 @@
+//! The endpoints of Services that have members in other clusters, merged once for all subscribers.
+
+use std::collections::{HashMap, HashSet};
+use std::convert::Infallible;
+use std::net::SocketAddr;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use futures_util::future::select_all;
+use parking_lot::Mutex;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep_until};
+use tracing::warn;
+
+use crate::cluster::publish::published_value::PublishedValue;
+use crate::cluster::remote_clusters::{LinkedClusters, RemoteCluster, RemoteClusters};
+use crate::cluster::views::endpoints::Key;
+use crate::cluster::{Cluster, Subscription};
+use crate::model::endpoints::Endpoints;
+use crate::model::remote_discovery::{MemberPreference, RemoteDiscovery, RemoteService};
+use crate::resources::meta::NamespacedName;
+
+/// The endpoints of all members of a Service. No two members have the same address.
+#[derive(Debug, Default, PartialEq)]
+pub struct UnionEndpoints {
+    /// First the one in this cluster, then in the order of joining.
+    pub members: Vec<MemberEndpoints>,
+}
+
+#[derive(Debug, PartialEq)]
+pub struct MemberEndpoints {
+    pub service: NamespacedName,
+    /// `None` for this cluster.
+    pub cluster: Option<Arc<str>>,
+    pub endpoints: Arc<PublishedValue<Endpoints>>,
+}
+
+/// A subscription to the endpoints of all members.
+pub struct UnionSubscription {
+    receiver: UnionReceiver,
+    _union: Arc<Union>,
+}
+
+type UnionReceiver = watch::Receiver<Option<Arc<PublishedValue<UnionEndpoints>>>>;
+
+impl UnionSubscription {
+    /// Waits for a value that has not been seen and returns the latest. The first one may need the first list of another cluster.
+    pub async fn changed(&mut self) -> Arc<PublishedValue<UnionEndpoints>> {
+        loop {
+            // The task that sends runs as long as there are subscriptions.
+            if self.receiver.changed().await.is_err() {
+                std::future::pending::<()>().await;
+            }
+            if let Some(value) = &*self.receiver.borrow_and_update() {
+                return value.clone();
+            }
+        }
+    }
+}
+
+/// All unions with subscriptions.
+pub struct Unions {
+    clusters: LinkedClusters,
+    by_key: Mutex<HashMap<Key, Weak<Union>>>,
+}
+
+struct Union {
+    receiver: UnionReceiver,
+    /// Ends when the last subscription is dropped.
+    _task: JoinSet<Infallible>,
+}
+
+impl Unions {
+    pub fn new(clusters: LinkedClusters) -> Self {
+        Self {
+            clusters,
+            by_key: Mutex::default(),
+        }
+    }
+
+    /// Follows the endpoints of a Service port with those of its members in other clusters.
+    pub fn subscribe(&self, key: &Key) -> UnionSubscription {
+        let mut unions = self.by_key.lock();
+        let known = unions.get(key).and_then(Weak::upgrade);
+        let union = known.unwrap_or_else(|| {
+            unions.retain(|_, union| union.strong_count() > 0);
+            let (sender, receiver) = watch::channel(None);
+            let mut task = JoinSet::new();
+            task.spawn(Merger::new(&self.clusters, key.clone()).run(sender));
+            let union = Arc::new(Union { receiver, _task: task });
+            unions.insert(key.clone(), Arc::downgrade(&union));
+            union
+        });
+        let mut receiver = union.receiver.clone();
+        receiver.mark_changed();
+        UnionSubscription {
+            receiver,
+            _union: union,
+        }
+    }
+}
+
+/// Merges the endpoints of the members of one Service port.
+struct Merger {
+    key: Key,
+    local: Subscription<Endpoints>,
+    remote_clusters: RemoteClusters,
+    members: Vec<RemoteMember>,
+}
+
+struct RemoteMember {
+    service: RemoteService,
+    /// `None` until the objects of its cluster are listed, and after it was unlinked.
+    subscription: Option<(Cluster, Subscription<Endpoints>)>,
+    is_pending: bool,
+}
+
+impl Merger {
+    fn new(clusters: &LinkedClusters, key: Key) -> Self {
+        Self {
+            local: clusters.local.endpoints(key.clone()),
+            key,
+            remote_clusters: clusters.remote.clone(),
+            members: Vec::new(),
+        }
+    }
+
+    async fn run(mut self, sender: watch::Sender<Option<Arc<PublishedValue<UnionEndpoints>>>>) -> Infallible {
+        let mut cluster_changes = self.remote_clusters.changes();
+        let started_at = Instant::now();
+        loop {
+            cluster_changes.borrow_and_update();
+            let own = self.local.current();
+            self.update_members(own.remote.as_deref());
+            let is_pending = self.members.iter().any(|member| member.is_pending);
+            let may_wait = is_pending && started_at.elapsed() < MAX_WAIT_FOR_MEMBERS;
+            // Without the endpoints of its only member there is nothing to say about a mirror.
+            let is_mirror = matches!(own.remote.as_deref(), Some(RemoteDiscovery::Mirror(_)));
+            let waits = may_wait || is_mirror && is_pending;
+            if !waits {
+                let merged = self.merge(&own);
+                sender.send_if_modified(|sent| {
+                    let is_changed = sent.as_deref().is_none_or(|sent| **sent != merged);
+                    if is_changed {
+                        *sent = Some(Arc::new(PublishedValue::new(merged)));
+                    }
+                    is_changed
+                });
+            }
+            // All branches are cancel-safe: the watches keep their changes.
+            tokio::select! {
+                _ = self.local.changed() => {}
+                _ = cluster_changes.changed() => {}
+                () = any_changed(&mut self.members) => {}
+                () = sleep_until(started_at + MAX_WAIT_FOR_MEMBERS), if may_wait => {}
+            }
+        }
+    }
+
+    /// Subscribes to the Services of the other clusters, and keeps the subscriptions that are still right.
+    fn update_members(&mut self, discovery: Option<&RemoteDiscovery>) {
+        let mut before = std::mem::take(&mut self.members);
+        for service in discovery.map_or(&[][..], RemoteDiscovery::remote_services) {
+            if self.members.iter().any(|member| member.service == *service) {
+                continue;
+            }
+            let known = before.iter().position(|member| member.service == *service);
+            let mut member = known.map_or_else(
+                || RemoteMember {
+                    service: service.clone(),
+                    subscription: None,
+                    is_pending: true,
+                },
+                |at| before.swap_remove(at),
+            );
+            match self.remote_clusters.get(&service.cluster) {
+                RemoteCluster::Pending => member.is_pending = member.subscription.is_none(),
+                RemoteCluster::Unlinked => {
+                    member.subscription = None;
+                    member.is_pending = false;
+                }
+                RemoteCluster::Listed(cluster) => {
+                    let is_current = |(subscribed, _): &(Cluster, _)| subscribed.is_same(&cluster);
+                    if !member.subscription.as_ref().is_some_and(is_current) {
+                        let key = Key {
+                            service: NamespacedName::new(self.key.service.namespace.clone(), service.name.clone()),
+                            ..self.key.clone()
+                        };
+                        let subscription = cluster.endpoints(key);
+                        member.subscription = Some((cluster, subscription));
+                    }
+                    member.is_pending = false;
+                }
+            }
+            self.members.push(member);
+        }
+    }
+
+    fn merge(&mut self, own: &Arc<PublishedValue<Endpoints>>) -> UnionEndpoints {
+        let namespace = self.key.service.namespace.clone();
+        let (local, preference) = match own.remote.as_deref() {
+            None => (Some(self.key.service.clone()), MemberPreference::All),
+            Some(RemoteDiscovery::Federated(members)) => {
+                let local = members.local.clone();
+                (
+                    local.map(|name| NamespacedName::new(namespace.clone(), name)),
+                    members.preference,
+                )
+            }
+            Some(RemoteDiscovery::Mirror(_) | RemoteDiscovery::Unnamed) => (None, MemberPreference::All),
+        };
+        let mut union = Deduplicated::new(&self.remote_clusters);
+        if let Some(service) = local {
+            union.add(service, None, own.clone());
+        }
+        if preference == MemberPreference::All || own.endpoints.is_empty() {
+            for member in &mut self.members {
+                let Some((_, subscription)) = &mut member.subscription else {
+                    continue;
+                };
+                let RemoteService { cluster, name } = &member.service;
+                let service = NamespacedName::new(namespace.clone(), name.clone());
+                union.add(service, Some(cluster.clone()), subscription.current());
+            }
+        }
+        UnionEndpoints { members: union.members }
+    }
+}
+
+/// Members without the addresses that earlier ones have, too. This happens if the networks of two clusters overlap.
+struct Deduplicated<'a> {
+    members: Vec<MemberEndpoints>,
+    addrs: HashSet<SocketAddr>,
+    remote_clusters: &'a RemoteClusters,
+}
+
+impl<'a> Deduplicated<'a> {
+    fn new(remote_clusters: &'a RemoteClusters) -> Self {
+        Self {
+            members: Vec::new(),
+            addrs: HashSet::new(),
+            remote_clusters,
+        }
+    }
+
+    fn add(
+        &mut self,
+        service: NamespacedName,
+        cluster: Option<Arc<str>>,
+        mut endpoints: Arc<PublishedValue<Endpoints>>,
+    ) {
+        let duplicate = endpoints
+            .endpoints
+            .iter()
+            .find(|endpoint| self.addrs.contains(&endpoint.addr));
+        if let Some(duplicate) = duplicate.map(|endpoint| endpoint.addr) {
+            self.report_overlap(cluster.as_deref(), duplicate);
+            let new = endpoints.endpoints.iter();
+            let new = new.filter(|endpoint| !self.addrs.contains(&endpoint.addr)).cloned();
+            endpoints = Arc::new(PublishedValue::new(Endpoints {
+                endpoints: new.collect(),
+                ..(**endpoints).clone()
+            }));
+        }
+        self.addrs
+            .extend(endpoints.endpoints.iter().map(|endpoint| endpoint.addr));
+        self.members.push(MemberEndpoints {
+            service,
+            cluster,
+            endpoints,
+        });
+    }
+
+    /// Warns once of each pair of clusters with a common address.
+    fn report_overlap(&self, cluster: Option<&str>, addr: SocketAddr) {
+        let has_addr = |member: &&MemberEndpoints| member.endpoints.get(addr).is_some();
+        let Some(other) = self.members.iter().find(has_addr) else {
+            return;
+        };
+        let (cluster, other_cluster) = (cluster.unwrap_or("local"), other.cluster.as_deref().unwrap_or("local"));
+        if self.remote_clusters.is_new_overlap(cluster, other_cluster) {
+            warn!(
+                service = %other.service, %addr, cluster, other_cluster,
+                "two clusters have pods with one address, of which only that of `other_cluster` is used; give the clusters \
+                 networks that do not overlap, or link them by their gateways"
+            );
+        }
+    }
+}
+
+async fn any_changed(members: &mut [RemoteMember]) {
+    let subscriptions = members.iter_mut().filter_map(|member| member.subscription.as_mut());
+    let changes: Vec<_> = subscriptions
+        .map(|(_, subscription)| Box::pin(subscription.changed()))
+        .collect();
+    if changes.is_empty() {
+        return std::future::pending().await;
+    }
+    select_all(changes).await;
+}
+
+/// How long clients wait for the first list of another cluster before the members that are known are served without it.
+const MAX_WAIT_FOR_MEMBERS: Duration = Duration::from_secs(5);

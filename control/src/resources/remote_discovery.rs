@@ -1,0 +1,121 @@
+//! Services whose endpoints are those of Services in other clusters, as the service mirror writes them.
+
+use tulle_core::names::{annotation, label};
+
+use crate::model::remote_discovery::{FederatedMembers, MemberPreference, RemoteDiscovery, RemoteService};
+use crate::resources::meta::Meta;
+use crate::resources::service::Service;
+
+/// Where the endpoints of a Service are found. `None` if its own addresses are its endpoints.
+pub fn discovery(service: &Service) -> Option<RemoteDiscovery> {
+    let meta = &service.meta;
+    let (remote, local) = (
+        meta.annotation(annotation::REMOTE_DISCOVERY),
+        meta.annotation(annotation::LOCAL_DISCOVERY),
+    );
+    if remote.is_some() || local.is_some() {
+        return Some(RemoteDiscovery::Federated(FederatedMembers {
+            local: local.filter(|name| !name.is_empty()).map(Into::into),
+            remote: members(remote.unwrap_or_default()).filter_map(Result::ok).collect(),
+            preference: match meta.annotation(annotation::PREFER_LOCAL) {
+                Some("true") => MemberPreference::Local,
+                _ => MemberPreference::All,
+            },
+        }));
+    }
+    let cluster = meta.label(label::REMOTE_DISCOVERY).filter(|name| !name.is_empty())?;
+    let name = meta.label(label::REMOTE_SERVICE).filter(|name| !name.is_empty());
+    Some(name.map_or(RemoteDiscovery::Unnamed, |name| {
+        RemoteDiscovery::Mirror(RemoteService {
+            cluster: cluster.into(),
+            name: name.into(),
+        })
+    }))
+}
+
+/// Returns the entries of a federated Service's annotation that are not `<service>@<cluster>`.
+pub fn invalid_members(meta: &Meta) -> Vec<&str> {
+    let list = meta.annotation(annotation::REMOTE_DISCOVERY).unwrap_or_default();
+    members(list).filter_map(Result::err).collect()
+}
+
+/// The member that each entry names, or the entry if it is invalid.
+fn members(list: &str) -> impl Iterator<Item = Result<RemoteService, &str>> {
+    let entries = list.split(',').map(str::trim).filter(|entry| !entry.is_empty());
+    entries.map(|entry| match entry.split_once('@') {
+        Some((name, cluster)) if !name.is_empty() && !cluster.is_empty() && !cluster.contains('@') => {
+            Ok(RemoteService {
+                cluster: cluster.into(),
+                name: name.into(),
+            })
+        }
+        _ => Err(entry),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+    use crate::resources::{Kind, Object, decode};
+
+    fn service(labels: &Value, annotations: &Value) -> Service {
+        let metadata = json!({"name": "web", "namespace": "shop", "labels": labels, "annotations": annotations});
+        match decode(
+            Kind::Service,
+            &json!({"metadata": metadata, "spec": {"ports": [{"port": 80}]}}),
+        )
+        .unwrap()
+        {
+            Object::Service(service) => (*service).clone(),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn remote(name: &str, cluster: &str) -> RemoteService {
+        RemoteService {
+            cluster: cluster.into(),
+            name: name.into(),
+        }
+    }
+
+    #[test]
+    fn annotations_of_a_federated_service_come_before_the_labels_of_a_mirror() {
+        let mirror = json!({
+            "multicluster.linkerd.io/remote-discovery": "east", "multicluster.linkerd.io/remote-service": "web",
+        });
+        let of = |labels: &Value, annotations: &Value| discovery(&service(labels, annotations));
+        assert_eq!(of(&json!({}), &json!({})), None);
+        // A mirror with a gateway has endpoints.
+        assert_eq!(of(&json!({"mirror.linkerd.io/cluster-name": "east"}), &json!({})), None);
+        assert_eq!(
+            of(&mirror, &json!({})),
+            Some(RemoteDiscovery::Mirror(remote("web", "east")))
+        );
+        let unnamed = json!({"multicluster.linkerd.io/remote-discovery": "east"});
+        assert_eq!(of(&unnamed, &json!({})), Some(RemoteDiscovery::Unnamed));
+        let empty = json!({"multicluster.linkerd.io/local-discovery": ""});
+        assert_eq!(
+            of(&mirror, &empty),
+            Some(RemoteDiscovery::Federated(FederatedMembers::default()))
+        );
+    }
+
+    #[test]
+    fn members_are_in_the_order_of_joining_without_invalid_ones() {
+        let annotations = json!({
+            "multicluster.linkerd.io/remote-discovery": "web@east, api@north,@x,web,web@a@b,web@",
+            "multicluster.linkerd.io/local-discovery": "web",
+            "config.tulle.dev/prefer-local": "true",
+        });
+        let service = service(&json!({}), &annotations);
+        let expected = FederatedMembers {
+            local: Some("web".into()),
+            remote: vec![remote("web", "east"), remote("api", "north")],
+            preference: MemberPreference::Local,
+        };
+        assert_eq!(discovery(&service), Some(RemoteDiscovery::Federated(expected)));
+        assert_eq!(invalid_members(&service.meta), ["@x", "web", "web@a@b", "web@"]);
+    }
+}

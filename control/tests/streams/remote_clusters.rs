@@ -1,0 +1,357 @@
+//! Responses of `Get` for Services whose endpoints are in other clusters.
+
+use std::time::Duration;
+
+use tokio::time::timeout;
+use tonic::{Code, Streaming};
+use tulle_control::cluster::Config;
+use tulle_control::cluster::remote_clusters::RemoteCluster;
+use tulle_control::destination;
+use tulle_proto::destination::tls_identity::Strategy;
+use tulle_proto::destination::{Update, WeightedAddrSet, update};
+
+use crate::harness::{Mesh, eventually, mesh, mesh_with, next, short, soon, target};
+
+const WEB: &str = "web.shop.svc.cluster.local:80";
+
+/// A Service without pods of its own.
+fn service(name: &str, metadata: &str) -> String {
+    format!(
+        "
+---
+apiVersion: v1
+kind: Service
+metadata: {{name: {name}, namespace: shop, {metadata}}}
+spec: {{clusterIP: None, ports: [{{name: http, port: 80}}]}}
+"
+    )
+}
+
+fn mirror_of(cluster: &str, service: &str) -> String {
+    format!(
+        "labels: {{multicluster.linkerd.io/remote-discovery: {cluster}, multicluster.linkerd.io/remote-service: {service}}}"
+    )
+}
+
+fn federation(annotations: &str) -> String {
+    format!("annotations: {{{annotations}}}")
+}
+
+/// A Service whose pods listen on port 8080, and these pods, by address.
+fn exported(name: &str, ips: &[&str]) -> String {
+    let mut yaml = format!(
+        "
+---
+apiVersion: v1
+kind: Service
+metadata: {{name: {name}, namespace: shop}}
+spec:
+  clusterIP: 10.247.0.10
+  internalTrafficPolicy: Local
+  selector: {{app: {name}}}
+  ports: [{{name: http, port: 80, targetPort: 8080}}]
+"
+    );
+    for ip in ips {
+        yaml += &pod(name, ip, "mesh-system");
+    }
+    yaml
+}
+
+fn pod(app: &str, ip: &str, control_plane: &str) -> String {
+    let name = format!("{app}-{}", ip.replace(['.', ':'], "-"));
+    format!(
+        "
+---
+apiVersion: v1
+kind: Pod
+metadata:
+  name: {name}
+  namespace: shop
+  labels: {{app: {app}, linkerd.io/control-plane-ns: {control_plane}}}
+spec:
+  serviceAccountName: web
+  nodeName: node1
+  containers: [{{name: web, ports: [{{containerPort: 8080}}]}}]
+status: {{podIP: {ip}}}
+"
+    )
+}
+
+/// Another cluster with these objects, linked to `mesh`.
+async fn link(mesh: &Mesh, name: &str, yaml: &str) -> Mesh {
+    let domain = format!("{name}.test");
+    let config = Config::default().for_remote(name, &domain, &domain);
+    let remote = mesh_with(yaml, config).await;
+    set(mesh, name, RemoteCluster::Listed(remote.cluster.clone()));
+    remote
+}
+
+fn set(mesh: &Mesh, name: &str, state: RemoteCluster) {
+    mesh.remote_clusters.set(name, state);
+}
+
+async fn next_short(stream: &mut Streaming<Update>) -> String {
+    short(&next(stream).await)
+}
+
+async fn next_set(stream: &mut Streaming<Update>) -> WeightedAddrSet {
+    match next(stream).await.update {
+        Some(update::Update::Add(set)) => set,
+        other => panic!("no addition: {other:?}"),
+    }
+}
+
+/// Reads updates until these addresses are known to the client, which then have no further update.
+async fn read_until(stream: &mut Streaming<Update>, expected: &[&str]) {
+    let mut known = std::collections::BTreeSet::new();
+    let is_expected = |known: &std::collections::BTreeSet<String>| known.iter().eq(expected.iter());
+    while !is_expected(&known) {
+        let update = next_short(stream).await;
+        match update.split_at(1) {
+            ("+", addrs) => known.extend(addrs.split(',').map(str::to_owned)),
+            ("-", addrs) => known.retain(|addr| !addrs.split(',').any(|removed| removed == addr)),
+            _ => {}
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_mirror_has_the_endpoints_of_the_other_cluster() {
+    let mesh = mesh(&service("web", &mirror_of("east", "app"))).await;
+    let east = link(&mesh, "east", &exported("app", &["10.2.0.1"])).await;
+    let mut stream = mesh.get(WEB).await.unwrap();
+    let set = next_set(&mut stream).await;
+    for (label, value) in [("namespace", "shop"), ("service", "app"), ("target_cluster", "east")] {
+        assert_eq!(set.metric_labels[label], value);
+    }
+    let [addr] = &set.addrs[..] else { panic!("{set:?}") };
+    let socket = std::net::SocketAddr::try_from(addr.addr.unwrap()).unwrap();
+    assert_eq!(socket.to_string(), "10.2.0.1:8080");
+    assert_eq!(addr.metric_labels["pod"], "app-10-2-0-1");
+    // The control plane of the other cluster can be in another namespace.
+    let identity = "web.shop.serviceaccount.identity.mesh-system.east.test";
+    let tls = addr.tls_identity.as_ref().unwrap();
+    assert!(
+        matches!(&tls.strategy, Some(Strategy::DnsLikeIdentity(name)) if name.name == identity),
+        "{tls:?}"
+    );
+    east.manifests
+        .write("more.yaml", &pod("app", "10.2.0.2", "mesh-system"));
+    assert_eq!(next_short(&mut stream).await, "+10.2.0.2:8080");
+    east.manifests.write("mesh.yaml", &exported("app", &[]));
+    assert_eq!(next_short(&mut stream).await, "-10.2.0.1:8080");
+    east.manifests.remove("more.yaml");
+    assert_eq!(next_short(&mut stream).await, "-10.2.0.2:8080");
+    assert_eq!(next_short(&mut stream).await, "1");
+    east.manifests.write("mesh.yaml", "");
+    assert_eq!(next_short(&mut stream).await, "0");
+    let page = mesh.registry.render();
+    assert!(
+        !page.contains("cluster=\"east\""),
+        "the registry of the test's second cluster is another one"
+    );
+    let page = east.registry.render();
+    let series = "endpoints_subscribers{cluster=\"east\",namespace=\"shop\",service=\"app\",port=\"80\",hostname=\"\",nodename=\"\"} 1";
+    assert!(page.contains(series), "{page}");
+}
+
+#[tokio::test]
+async fn a_mirror_without_a_service_or_a_cluster_is_refused_with_the_reason() {
+    let yaml = service("unnamed", "labels: {multicluster.linkerd.io/remote-discovery: east}")
+        + &service("web", &mirror_of("north", "app"))
+        + &service("alias", &mirror_of("east", "alias"))
+        + &service("missing", &mirror_of("east", "missing"));
+    let mesh = mesh(&yaml).await;
+    let alias = "
+apiVersion: v1
+kind: Service
+metadata: {name: alias, namespace: shop}
+spec: {type: ExternalName, externalName: app.example}
+";
+    let _east = link(&mesh, "east", alias).await;
+    for (name, code, message) in [
+        ("unnamed", Code::FailedPrecondition, "missing remote service name"),
+        ("web", Code::NotFound, "Remote cluster not found: north"),
+        ("alias", Code::InvalidArgument, "alias.shop.svc"),
+    ] {
+        let status = mesh
+            .get(&format!("{name}.shop.svc.cluster.local:80"))
+            .await
+            .unwrap_err();
+        assert_eq!(status.code(), code, "{name}");
+        assert!(status.message().contains(message), "{status}");
+    }
+    let mut stream = mesh.get("missing.shop.svc.cluster.local:80").await.unwrap();
+    assert_eq!(next_short(&mut stream).await, "0");
+}
+
+#[tokio::test]
+async fn a_stream_waits_for_its_cluster_and_follows_it_when_it_is_linked_again() {
+    let mesh = mesh(&service("web", &mirror_of("east", "app"))).await;
+    mesh.remote_clusters.expect_links();
+    let opening = mesh.get(WEB);
+    tokio::pin!(opening);
+    assert!(timeout(Duration::from_millis(100), &mut opening).await.is_err());
+    let first = link(&mesh, "east", &exported("app", &["10.2.0.1"])).await;
+    let mut stream = soon(opening).await.unwrap();
+    assert_eq!(next_short(&mut stream).await, "+10.2.0.1:8080");
+    // Its objects are listed anew, with new credentials: only the difference is sent.
+    let _second = link(&mesh, "east", &exported("app", &["10.2.0.1", "10.2.0.2"])).await;
+    drop(first);
+    assert_eq!(next_short(&mut stream).await, "+10.2.0.2:8080");
+    set(&mesh, "east", RemoteCluster::Unlinked);
+    assert_eq!(next_short(&mut stream).await, "-10.2.0.1:8080,10.2.0.2:8080");
+    assert_eq!(next_short(&mut stream).await, "0");
+    let _third = link(&mesh, "east", &exported("app", &["10.2.0.3"])).await;
+    assert_eq!(next_short(&mut stream).await, "+10.2.0.3:8080");
+}
+
+#[tokio::test]
+async fn a_cluster_that_is_not_listed_in_time_makes_clients_try_again() {
+    let mesh = mesh(&service("web", &mirror_of("east", "app"))).await;
+    mesh.remote_clusters.expect_links();
+    let status = mesh.get(WEB).await.unwrap_err();
+    assert_eq!(status.code(), Code::Unavailable);
+    assert!(status.message().contains("cluster east"), "{status}");
+}
+
+#[tokio::test]
+async fn a_federated_service_has_the_endpoints_of_all_members() {
+    let members = federation(
+        "multicluster.linkerd.io/local-discovery: app, \
+         multicluster.linkerd.io/remote-discovery: 'app@north,api@east,invalid,app@west'",
+    );
+    let mesh = mesh(&(service("web", &members) + &exported("app", &["10.1.0.1"]))).await;
+    let token = r#"{"ns":"shop","nodeName":"node1"}"#;
+    let _east = link(&mesh, "east", &exported("api", &["10.2.0.1"])).await;
+    let north = link(&mesh, "north", &exported("app", &["10.3.0.1"])).await;
+    // West is not linked.
+    let mut stream = mesh.get_from(WEB, token).await.unwrap();
+    for (service, cluster, addr) in [
+        ("app", None, "10.1.0.1:8080"),
+        ("app", Some("north"), "10.3.0.1:8080"),
+        ("api", Some("east"), "10.2.0.1:8080"),
+    ] {
+        let set = next_set(&mut stream).await;
+        assert_eq!(set.metric_labels["service"], service);
+        assert_eq!(set.metric_labels.get("target_cluster").map(String::as_str), cluster);
+        let sockets: Vec<_> = set
+            .addrs
+            .iter()
+            .map(|addr| std::net::SocketAddr::try_from(addr.addr.unwrap()).unwrap().to_string())
+            .collect();
+        assert_eq!(sockets, [addr]);
+    }
+    // Of the local member only the endpoints on the client's node are used, because its Service says so.
+    let mut elsewhere = mesh.get_from(WEB, r#"{"ns":"shop","nodeName":"node2"}"#).await.unwrap();
+    read_until(&mut elsewhere, &["10.2.0.1:8080", "10.3.0.1:8080"]).await;
+    // A member without endpoints does not mean that the Service has none.
+    north.manifests.write("mesh.yaml", &exported("app", &[]));
+    assert_eq!(next_short(&mut stream).await, "-10.3.0.1:8080");
+    // Members join and leave open streams, and clusters are linked later.
+    let _west = link(&mesh, "west", &exported("app", &["10.4.0.1"])).await;
+    assert_eq!(next_short(&mut stream).await, "+10.4.0.1:8080");
+    let only = federation("multicluster.linkerd.io/remote-discovery: app@west");
+    mesh.manifests
+        .write("mesh.yaml", &(service("web", &only) + &exported("app", &["10.1.0.1"])));
+    assert_eq!(next_short(&mut stream).await, "-10.1.0.1:8080,10.2.0.1:8080");
+    set(&mesh, "west", RemoteCluster::Unlinked);
+    assert_eq!(next_short(&mut stream).await, "-10.4.0.1:8080");
+    assert_eq!(next_short(&mut stream).await, "0");
+}
+
+#[tokio::test]
+async fn an_address_of_two_members_is_that_of_the_first() {
+    let members = federation("multicluster.linkerd.io/remote-discovery: 'app@north,app@east'");
+    let mesh = mesh(&service("web", &members)).await;
+    let _east = link(&mesh, "east", &exported("app", &["10.2.0.1", "10.2.0.2"])).await;
+    let north = link(&mesh, "north", &exported("app", &["10.2.0.1"])).await;
+    let mut stream = mesh.get(WEB).await.unwrap();
+    let (first, second) = (next_set(&mut stream).await, next_set(&mut stream).await);
+    assert_eq!(
+        (first.addrs.len(), &*first.metric_labels["target_cluster"]),
+        (1, "north")
+    );
+    assert_eq!(
+        (second.addrs.len(), &*second.metric_labels["target_cluster"]),
+        (1, "east")
+    );
+    // Then it is that of the next one. It is not removed.
+    north.manifests.write("mesh.yaml", &exported("app", &[]));
+    let set = next_set(&mut stream).await;
+    assert_eq!(set.metric_labels["target_cluster"], "east");
+    assert_eq!(
+        short(&Update {
+            update: Some(update::Update::Add(set))
+        }),
+        "+10.2.0.1:8080"
+    );
+    north.manifests.write("mesh.yaml", &exported("app", &["10.2.0.9"]));
+    assert_eq!(next_short(&mut stream).await, "+10.2.0.9:8080");
+}
+
+#[tokio::test]
+async fn members_of_other_clusters_can_be_used_only_while_the_local_one_has_no_endpoint() {
+    let members = federation(
+        "multicluster.linkerd.io/local-discovery: app, multicluster.linkerd.io/remote-discovery: app@east, \
+         config.tulle.dev/prefer-local: 'true'",
+    );
+    let with_local = |ips: &[&str]| {
+        let cluster_wide =
+            exported("app", ips).replace("internalTrafficPolicy: Local", "internalTrafficPolicy: Cluster");
+        service("web", &members) + &cluster_wide
+    };
+    let mesh = mesh(&with_local(&["10.1.0.1"])).await;
+    let _east = link(&mesh, "east", &exported("app", &["10.2.0.1"])).await;
+    let mut stream = mesh.get(WEB).await.unwrap();
+    assert_eq!(next_short(&mut stream).await, "+10.1.0.1:8080");
+    mesh.manifests.write("mesh.yaml", &with_local(&[]));
+    assert_eq!(next_short(&mut stream).await, "+10.2.0.1:8080");
+    assert_eq!(next_short(&mut stream).await, "-10.1.0.1:8080");
+    mesh.manifests.write("mesh.yaml", &with_local(&["10.1.0.2"]));
+    assert_eq!(next_short(&mut stream).await, "+10.1.0.2:8080");
+    assert_eq!(next_short(&mut stream).await, "-10.2.0.1:8080");
+}
+
+#[tokio::test]
+async fn a_change_of_the_kind_of_discovery_reaches_open_streams() {
+    let local =
+        exported("web", &["10.1.0.1"]).replace("internalTrafficPolicy: Local", "internalTrafficPolicy: Cluster");
+    let mesh = mesh(&local).await;
+    let _east = link(&mesh, "east", &exported("app", &["10.2.0.1"])).await;
+    let mut stream = mesh.get(WEB).await.unwrap();
+    assert_eq!(next_short(&mut stream).await, "+10.1.0.1:8080");
+    for _ in 0..2 {
+        mesh.manifests
+            .write("mesh.yaml", &service("web", &mirror_of("east", "app")));
+        assert_eq!(next_short(&mut stream).await, "+10.2.0.1:8080");
+        assert_eq!(next_short(&mut stream).await, "-10.1.0.1:8080");
+        mesh.manifests.write("mesh.yaml", &local);
+        assert_eq!(next_short(&mut stream).await, "+10.1.0.1:8080");
+        assert_eq!(next_short(&mut stream).await, "-10.2.0.1:8080");
+    }
+}
+
+#[tokio::test]
+async fn streams_of_one_service_share_a_union_that_ends_with_the_last() {
+    let members = federation("multicluster.linkerd.io/remote-discovery: app@east");
+    let mesh = mesh(&service("web", &members)).await;
+    let east = link(&mesh, "east", &exported("app", &["10.2.0.1"])).await;
+    let mut streams = Vec::new();
+    let mut client = mesh.destination(destination::config::Config::default());
+    for _ in 0..3 {
+        let mut stream = soon(client.get(target(WEB, ""))).await.unwrap().into_inner();
+        assert_eq!(next_short(&mut stream).await, "+10.2.0.1:8080");
+        streams.push(stream);
+    }
+    let subscribers = || {
+        let page = east.registry.render();
+        let series = "endpoints_subscribers{cluster=\"east\"";
+        page.lines()
+            .find_map(|line| line.strip_prefix(series)?.rsplit(' ').next()?.parse::<usize>().ok())
+    };
+    assert_eq!(subscribers(), Some(1));
+    drop(streams);
+    eventually(|| subscribers().unwrap_or_default() == 0).await;
+}
