@@ -8,7 +8,7 @@ fn main() -> io::Result<()> {
     let charts = PathBuf::from(env::var_os("CARGO_MANIFEST_DIR").unwrap_or_default()).join("../charts");
     println!("cargo::rerun-if-changed={}", charts.display());
     let mut files = Vec::new();
-    for chart in ["tulle-crds", "tulle-control-plane"] {
+    for chart in ["tulle-crds", "tulle-control-plane", "tulle-multicluster"] {
         collect(&charts.join(chart), &mut files)?;
     }
     files.sort();

@@ -11,7 +11,8 @@ use clap_complete::Shell;
 use crate::demo;
 use crate::telemetry::{golden, tap, top};
 use crate::{
-    authz, check, diagnostics, explain, identity, inject, install, kubernetes, metrics, profile, trust, version,
+    authz, check, diagnostics, explain, identity, inject, install, kubernetes, metrics, multicluster, profile, trust,
+    version,
 };
 
 /// Runs and inspects a tulle service mesh.
@@ -76,6 +77,9 @@ enum Command {
     Authz(authz::Args),
     /// Show the metrics of proxies
     Metrics(metrics::ProxyMetricsArgs),
+    /// Use Services of other clusters
+    #[command(subcommand, visible_alias = "mc")]
+    Multicluster(multicluster::Command),
     /// Create a ServiceProfile
     Profile(profile::Args),
     /// Show the versions of this command, of the control plane and of proxies
@@ -123,6 +127,7 @@ pub fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Identity(args) => identity::main(args, cluster),
         Command::Authz(args) => authz::main(args, cluster),
         Command::Metrics(args) => metrics::proxies(args, cluster),
+        Command::Multicluster(command) => multicluster::main(command, cluster),
         Command::Profile(args) => profile::main(args, cluster),
         Command::Version(args) => version::main(args, cluster),
         Command::Completion { shell } => {
@@ -209,80 +214,92 @@ mod tests {
         }
     }
 
+    const VALID: &[&str] = &[
+        "tulle demo",
+        "tulle demo --once 30 --json table.json",
+        "tulle demo --once 30 --balancer round-robin -o json",
+        "tulle demo --manifests demo",
+        "tulle demo break control-plane --for 20s",
+        "tulle demo break replica",
+        "tulle demo break certificate",
+        "tulle trust create-anchor",
+        "tulle trust create-token --service-account web --out web.token",
+        "tulle trust serve-workload-api --identity spiffe://root.linkerd.cluster.local/vm-1 --uid 2102",
+        "tulle diagnostics endpoints web.demo.svc.cluster.local:80",
+        "tulle dg endpoints web.demo.svc.cluster.local:80 ws.demo.svc.cluster.local:80 -o json",
+        "tulle dg profile 10.96.0.10:80 --destination-addr 127.0.0.1:8086",
+        "tulle dg policy demo/web-1 8080",
+        "tulle inject web.yaml",
+        "tulle inject --manual --proxy-log-level debug manifests/ -L mesh",
+        "tulle inject --ingress --enable-debug-sidecar --close-wait-timeout 60s - -o json",
+        "tulle inject --inbound-mode tproxy web.yaml",
+        "tulle uninject meshed.yaml",
+        "tulle dg policy deploy/web 8080 -n shop -o yaml",
+        "tulle dg controller-metrics",
+        "tulle dg proxy-metrics --obfuscate deploy web",
+        "tulle metrics deploy/web -n shop",
+        "tulle authz deploy -n shop",
+        "tulle profile --template web -n shop",
+        "tulle profile --open-api web.yaml web --ignore-cluster -o json",
+        "tulle multicluster install --ha --gateway=false --set controllers[0].link.ref.name=east",
+        "tulle mc link-gen --cluster-name east --context east --gateway-addresses 192.0.2.1",
+        "tulle mc unlink --cluster-name east --only-controller -o json",
+        "tulle mc allow --service-account-name west --ignore-cluster",
+        "tulle mc gateways --cluster-name east -o json",
+        "tulle mc uninstall",
+        "tulle version --short --client",
+        "tulle version --proxy -n shop",
+        "tulle completion zsh",
+        "tulle man man1",
+        "tulle install --crds --set installGatewayAPI=true",
+        "tulle install --ha -f a.yaml -f b.yaml --set-string a=1 --set-file b=c -o json --ignore-cluster",
+        "tulle upgrade --from-manifests all.yaml --force --controller-replicas 3",
+        "tulle uninstall --force -L mesh",
+        "tulle prune",
+        "tulle check --pre",
+        "tulle check --proxy -n shop -o json --wait 10s -L mesh --context test --as me --as-group us",
+        "tulle -L mesh check --crds -o short --expected-version 1.0.0",
+        "tulle stat",
+        "tulle stat deploy/web -n shop -o wide -t 5m",
+        "tulle stat -A --control http://127.0.0.1:8089",
+        "tulle edges deploy -n shop",
+        "tulle routes svc web -o json",
+        "tulle tap deploy/web -n shop --to deploy/db --method POST --path /a --one-in 10 --count 5",
+        "tulle top ns/shop --hide-sources --lines 5",
+        "tulle explain",
+        "tulle explain no-endpoints; direction=outbound; hop=web.shop; target=10.0.0.7:80 -o json",
+        "tulle identity web-1 -n shop",
+        "tulle identity -l app=web",
+        "tulle dg policy --outbound 10.96.0.10:80 --namespace demo -o json",
+    ];
+
+    const INVALID: &[&str] = &[
+        "tulle",
+        "tulle demo --once 0",
+        "tulle demo break",
+        "tulle demo break everything",
+        "tulle trust serve-workload-api --identity vm.example.com",
+        "tulle dg policy",
+        "tulle check --pre --proxy",
+        "tulle inject",
+        "tulle identity",
+        "tulle stat deploy -n shop -A",
+        "tulle stat -t 1h",
+        "tulle tap --one-in 0",
+        "tulle profile web",
+        "tulle mc",
+        "tulle mc link-gen",
+        "tulle profile web --template --proto a.proto",
+        "tulle completion tcsh",
+        "tulle man",
+    ];
+
     #[test]
     fn documented_command_lines_are_parsed() {
-        for line in [
-            "tulle demo",
-            "tulle demo --once 30 --json table.json",
-            "tulle demo --once 30 --balancer round-robin -o json",
-            "tulle demo --manifests demo",
-            "tulle demo break control-plane --for 20s",
-            "tulle demo break replica",
-            "tulle demo break certificate",
-            "tulle trust create-anchor",
-            "tulle trust create-token --service-account web --out web.token",
-            "tulle trust serve-workload-api --identity spiffe://root.linkerd.cluster.local/vm-1 --uid 2102",
-            "tulle diagnostics endpoints web.demo.svc.cluster.local:80",
-            "tulle dg endpoints web.demo.svc.cluster.local:80 ws.demo.svc.cluster.local:80 -o json",
-            "tulle dg profile 10.96.0.10:80 --destination-addr 127.0.0.1:8086",
-            "tulle dg policy demo/web-1 8080",
-            "tulle inject web.yaml",
-            "tulle inject --manual --proxy-log-level debug manifests/ -L mesh",
-            "tulle inject --ingress --enable-debug-sidecar --close-wait-timeout 60s - -o json",
-            "tulle inject --inbound-mode tproxy web.yaml",
-            "tulle uninject meshed.yaml",
-            "tulle dg policy deploy/web 8080 -n shop -o yaml",
-            "tulle dg controller-metrics",
-            "tulle dg proxy-metrics --obfuscate deploy web",
-            "tulle metrics deploy/web -n shop",
-            "tulle authz deploy -n shop",
-            "tulle profile --template web -n shop",
-            "tulle profile --open-api web.yaml web --ignore-cluster -o json",
-            "tulle version --short --client",
-            "tulle version --proxy -n shop",
-            "tulle completion zsh",
-            "tulle man man1",
-            "tulle install --crds --set installGatewayAPI=true",
-            "tulle install --ha -f a.yaml -f b.yaml --set-string a=1 --set-file b=c -o json --ignore-cluster",
-            "tulle upgrade --from-manifests all.yaml --force --controller-replicas 3",
-            "tulle uninstall --force -L mesh",
-            "tulle prune",
-            "tulle check --pre",
-            "tulle check --proxy -n shop -o json --wait 10s -L mesh --context test --as me --as-group us",
-            "tulle -L mesh check --crds -o short --expected-version 1.0.0",
-            "tulle stat",
-            "tulle stat deploy/web -n shop -o wide -t 5m",
-            "tulle stat -A --control http://127.0.0.1:8089",
-            "tulle edges deploy -n shop",
-            "tulle routes svc web -o json",
-            "tulle tap deploy/web -n shop --to deploy/db --method POST --path /a --one-in 10 --count 5",
-            "tulle top ns/shop --hide-sources --lines 5",
-            "tulle explain",
-            "tulle explain no-endpoints; direction=outbound; hop=web.shop; target=10.0.0.7:80 -o json",
-            "tulle identity web-1 -n shop",
-            "tulle identity -l app=web",
-            "tulle dg policy --outbound 10.96.0.10:80 --namespace demo -o json",
-        ] {
+        for line in VALID {
             Cli::try_parse_from(line.split(' ')).unwrap_or_else(|err| panic!("{line}: {err}"));
         }
-        for line in [
-            "tulle",
-            "tulle demo --once 0",
-            "tulle demo break",
-            "tulle demo break everything",
-            "tulle trust serve-workload-api --identity vm.example.com",
-            "tulle dg policy",
-            "tulle check --pre --proxy",
-            "tulle inject",
-            "tulle identity",
-            "tulle stat deploy -n shop -A",
-            "tulle stat -t 1h",
-            "tulle tap --one-in 0",
-            "tulle profile web",
-            "tulle profile web --template --proto a.proto",
-            "tulle completion tcsh",
-            "tulle man",
-        ] {
+        for line in INVALID {
             assert!(Cli::try_parse_from(line.split(' ')).is_err(), "{line}");
         }
     }

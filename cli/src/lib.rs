@@ -16,6 +16,7 @@ mod inject;
 mod install;
 mod kubernetes;
 mod metrics;
+mod multicluster;
 mod profile;
 mod screen;
 mod table;

@@ -10,22 +10,27 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 /// A chart, and the name of its release in Linkerd's documentation.
-pub(super) struct Chart {
+pub(crate) struct Chart {
     name: &'static str,
     release: &'static str,
 }
 
-pub(super) const CRDS: Chart = Chart {
+pub(crate) const CRDS: Chart = Chart {
     name: "tulle-crds",
     release: "linkerd-crds",
 };
-pub(super) const CONTROL_PLANE: Chart = Chart {
+pub(crate) const CONTROL_PLANE: Chart = Chart {
     name: "tulle-control-plane",
     release: "linkerd-control-plane",
 };
 
+pub(crate) const MULTICLUSTER: Chart = Chart {
+    name: "tulle-multicluster",
+    release: "linkerd-multicluster",
+};
+
 /// The Helm binary, and a directory with the charts.
-pub(super) struct Helm {
+pub(crate) struct Helm {
     program: PathBuf,
     charts: TempDir,
     namespace: String,
@@ -37,7 +42,7 @@ impl Helm {
     ///
     /// # Errors
     /// Fails if Helm is not found.
-    pub(super) fn find(namespace: &str) -> anyhow::Result<Self> {
+    pub(crate) fn find(namespace: &str) -> anyhow::Result<Self> {
         let path = std::env::var_os("PATH").unwrap_or_default();
         let name = format!("helm{}", std::env::consts::EXE_SUFFIX);
         let program = std::env::split_paths(&path)
@@ -65,7 +70,7 @@ impl Helm {
     }
 
     /// Sets the Kubernetes version to render for. Without one, the oldest version that the charts accept is used.
-    pub(super) fn for_kubernetes(self, version: Option<&str>) -> Self {
+    pub(crate) fn for_kubernetes(self, version: Option<&str>) -> Self {
         let known = version.filter(|version| version.starts_with('v'));
         Self {
             kubernetes_version: known.unwrap_or(MINIMUM_KUBERNETES).to_owned(),
@@ -77,7 +82,7 @@ impl Helm {
     ///
     /// # Errors
     /// Fails with Helm's message if the chart rejects the values.
-    pub(super) fn render(&self, chart: &Chart, values: &Value) -> anyhow::Result<Vec<Value>> {
+    pub(crate) fn render(&self, chart: &Chart, values: &Value) -> anyhow::Result<Vec<Value>> {
         let file = self.charts.path().join("values-of-tulle.yaml");
         // The file can contain the issuer's key. Only the owner can access its directory.
         fs::write(&file, serde_yaml_ng::to_string(values).context("writing the values")?)
@@ -89,7 +94,7 @@ impl Helm {
     ///
     /// # Errors
     /// Fails if a file cannot be read, or if an assignment is invalid.
-    pub(super) fn merge(&self, args: &[std::ffi::OsString]) -> anyhow::Result<Value> {
+    pub(crate) fn merge(&self, args: &[std::ffi::OsString]) -> anyhow::Result<Value> {
         let merge = Chart {
             name: "merge",
             release: "merge",
@@ -98,13 +103,13 @@ impl Helm {
         Ok(documents.pop().unwrap_or_else(|| Value::Object(serde_json::Map::new())))
     }
 
-    /// The path of the values for high availability.
-    pub(super) fn high_availability(&self) -> PathBuf {
-        self.charts.path().join(CONTROL_PLANE.name).join("values-ha.yaml")
+    /// The path of a chart's values for high availability.
+    pub(crate) fn high_availability(&self, chart: &Chart) -> PathBuf {
+        self.charts.path().join(chart.name).join("values-ha.yaml")
     }
 
     /// The path of a file beside the charts.
-    pub(super) fn file(&self, name: &str) -> PathBuf {
+    pub(crate) fn file(&self, name: &str) -> PathBuf {
         self.charts.path().join(name)
     }
 
@@ -136,7 +141,7 @@ impl Helm {
 }
 
 /// Parses a YAML stream without its empty documents.
-pub(super) fn documents(text: &str) -> anyhow::Result<Vec<Value>> {
+pub(crate) fn documents(text: &str) -> anyhow::Result<Vec<Value>> {
     let documents = serde_yaml_ng::Deserializer::from_str(text).map(Value::deserialize);
     let documents: Vec<Value> = documents.collect::<Result<_, _>>()?;
     Ok(documents.into_iter().filter(|document| !document.is_null()).collect())
@@ -150,7 +155,7 @@ fn write(dir: &Path, name: &str, text: &str) -> anyhow::Result<()> {
     fs::write(&path, text).with_context(|| format!("writing {path:?}"))
 }
 
-/// All files of both charts, with their paths below `charts/`.
+/// All files of the charts, with their paths below `charts/`.
 const CHART_FILES: &[(&str, &str)] = &include!(concat!(env!("OUT_DIR"), "/charts.rs"));
 
 /// A chart that renders its values. Helm merges them, so `--set` has the same meaning as in Helm.
@@ -174,13 +179,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_charts_are_embedded() {
+    fn the_charts_are_embedded() {
         for name in [
             "tulle-crds/Chart.yaml",
             "tulle-crds/values.yaml",
             "tulle-control-plane/Chart.yaml",
             "tulle-control-plane/values.yaml",
             "tulle-control-plane/values-ha.yaml",
+            "tulle-multicluster/values-ha.yaml",
         ] {
             assert!(
                 CHART_FILES.iter().any(|(file, text)| *file == name && !text.is_empty()),

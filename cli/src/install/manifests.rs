@@ -12,7 +12,7 @@ use super::existing::{self, ExistingInstallation};
 use crate::kubernetes;
 
 #[derive(ValueEnum, Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Output {
+pub(crate) enum Output {
     Yaml,
     Json,
 }
@@ -66,7 +66,7 @@ pub(super) fn overrides<'a>(
 }
 
 /// Formats manifests as a stream of documents. `kubectl` reads both formats.
-pub(super) fn show(manifests: &[Value], output: Output) -> anyhow::Result<String> {
+pub(crate) fn show(manifests: &[Value], output: Output) -> anyhow::Result<String> {
     let mut text = String::new();
     for manifest in manifests {
         match output {

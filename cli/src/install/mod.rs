@@ -3,11 +3,11 @@
 //! These commands do not change the cluster. Manifests go to standard output, and notes about defaults to standard error.
 //! The charts are the ones that Helm installs. [`charts`] renders them by `helm template`, with [`values`] from flags.
 
-mod charts;
+pub(crate) mod charts;
 mod existing;
-mod manifests;
-mod removal;
-mod values;
+pub(crate) mod manifests;
+pub(crate) mod removal;
+pub(crate) mod values;
 
 use std::path::PathBuf;
 use std::process::ExitCode;

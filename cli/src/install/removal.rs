@@ -132,15 +132,25 @@ async fn ensure_unused(cluster: &Cluster) -> anyhow::Result<()> {
 /// Lists all objects with the label of this control plane, reduced to their identifying fields.
 async fn list_labelled_objects(cluster: &Cluster) -> anyhow::Result<Vec<Value>> {
     let namespace = &cluster.control_plane_namespace;
-    let labelled = ListParams::default().labels(&format!("linkerd.io/control-plane-ns={namespace}"));
+    list_objects(cluster, &format!("{CONTROL_PLANE_NS}={namespace}"), KINDS).await
+}
+
+/// Lists the objects that a selector selects, reduced to their identifying fields.
+///
+/// # Errors
+/// Fails if objects of one of the kinds cannot be listed. A kind that the cluster does not have is left out.
+pub(crate) async fn list_objects(cluster: &Cluster, labels: &str, kinds: &[ListedKind]) -> anyhow::Result<Vec<Value>> {
+    let selected = ListParams::default().labels(labels);
     let mut objects = Vec::new();
-    for (scope, group, version, kind) in KINDS {
+    for (scope, group, version, kind) in kinds {
         let resource = ApiResource::from_gvk(&GroupVersionKind::gvk(group, version, kind));
         let api: Api<DynamicObject> = match scope {
             ObjectScope::AllNamespaces => Api::all_with(cluster.client.clone(), &resource),
-            ObjectScope::ControlPlaneNamespace => Api::namespaced_with(cluster.client.clone(), namespace, &resource),
+            ObjectScope::ControlPlaneNamespace => {
+                Api::namespaced_with(cluster.client.clone(), &cluster.control_plane_namespace, &resource)
+            }
         };
-        let found = match cluster.list(&api, &labelled).await {
+        let found = match cluster.list(&api, &selected).await {
             Err(kube::Error::Api(status)) if status.code == 404 => Vec::new(),
             found => found.map_err(|error| anyhow!("listing {}: {}", resource.plural, reason(&error)))?,
         };
@@ -159,14 +169,17 @@ async fn list_labelled_objects(cluster: &Cluster) -> anyhow::Result<Vec<Value>> 
 const ISSUER: &str = "linkerd-identity-issuer";
 
 #[derive(Clone, Copy, Debug)]
-enum ObjectScope {
+pub(crate) enum ObjectScope {
     AllNamespaces,
     /// The namespace of the control plane. Labelled objects of these kinds in other namespaces belong to the user.
     ControlPlaneNamespace,
 }
 
+/// The scope in which objects are listed, group, version and kind.
+pub(crate) type ListedKind = (ObjectScope, &'static str, &'static str, &'static str);
+
 /// The kinds of an installation's objects. Owned objects, such as pods, are deleted with their owners.
-const KINDS: &[(ObjectScope, &str, &str, &str)] = &[
+const KINDS: &[ListedKind] = &[
     // Kubernetes does not finish deleting a namespace while an API service has no available server.
     (ObjectScope::AllNamespaces, "apiregistration.k8s.io", "v1", "APIService"),
     (

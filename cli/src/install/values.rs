@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use anyhow::Context as _;
 use serde_json::{Map, Value, json};
 
-use super::charts::Helm;
+use super::charts::{CONTROL_PLANE, Helm};
 
 /// Defines the flags that set one value each, and the path of each value.
 macro_rules! value_flags {
@@ -115,6 +115,14 @@ pub(super) struct Flags {
     enable_external_profiles: bool,
     #[command(flatten)]
     single_values: SingleValueFlags,
+    #[command(flatten)]
+    assignments: Assignments,
+}
+
+/// Values as Helm's own flags set them.
+#[derive(clap::Args, Clone, Debug, Default)]
+#[command(next_help_heading = "Values of the charts")]
+pub(crate) struct Assignments {
     /// Read values from a file, as Helm does; may be repeated
     #[arg(short = 'f', long = "values", value_name = "FILE")]
     files: Vec<PathBuf>,
@@ -134,32 +142,50 @@ pub(super) struct Flags {
 /// # Errors
 /// Fails if a file cannot be read, or if Helm fails.
 pub(super) fn merge(helm: &Helm, flags: &Flags, previous: Option<&Value>) -> anyhow::Result<Value> {
-    let mut args: Vec<OsString> = Vec::new();
-    let mut values_file = |path: PathBuf| args.extend(["--values".into(), path.into_os_string()]);
-    let write = |name: &str, values: &Value| {
-        let path = helm.file(name);
-        let text = serde_yaml_ng::to_string(values).context("writing values")?;
-        fs::write(&path, text).with_context(|| format!("writing {path:?}"))?;
-        anyhow::Ok(path)
-    };
+    let mut files = Vec::new();
     if let Some(previous) = previous {
-        values_file(write("previous-values.yaml", previous)?);
+        files.push(write(helm, "previous-values.yaml", previous)?);
     }
     if flags.ha {
-        values_file(helm.high_availability());
+        files.push(helm.high_availability(&CONTROL_PLANE));
     }
-    flags.files.iter().for_each(|file| values_file(file.clone()));
-    values_file(write("values-of-flags.yaml", &flags.values()?)?);
+    merge_assignments(helm, files, &flags.assignments, &flags.values()?)
+}
+
+/// Merges files of values, `--values`, the values of flags, and `--set`. Later ones in this order override earlier ones.
+///
+/// # Errors
+/// Fails if a file cannot be read, or if Helm fails.
+pub(crate) fn merge_assignments(
+    helm: &Helm,
+    files: impl IntoIterator<Item = PathBuf>,
+    assignments: &Assignments,
+    of_flags: &Value,
+) -> anyhow::Result<Value> {
+    let of_flags = write(helm, "values-of-flags.yaml", of_flags)?;
+    let files = files.into_iter().chain(assignments.files.iter().cloned());
+    let files = files.chain([of_flags]);
+    let mut args: Vec<OsString> = files
+        .flat_map(|file| ["--values".into(), file.into_os_string()])
+        .collect();
     for (flag, assignments) in [
-        ("--set", &flags.set),
-        ("--set-string", &flags.set_string),
-        ("--set-file", &flags.set_file),
+        ("--set", &assignments.set),
+        ("--set-string", &assignments.set_string),
+        ("--set-file", &assignments.set_file),
     ] {
         for assignment in assignments {
             args.extend([flag.into(), assignment.into()]);
         }
     }
     helm.merge(&args)
+}
+
+/// Writes values to a file beside the charts.
+fn write(helm: &Helm, name: &str, values: &Value) -> anyhow::Result<PathBuf> {
+    let path = helm.file(name);
+    let text = serde_yaml_ng::to_string(values).context("writing values")?;
+    fs::write(&path, text).with_context(|| format!("writing {path:?}"))?;
+    Ok(path)
 }
 
 impl Flags {
@@ -210,7 +236,7 @@ impl Flags {
 }
 
 /// Sets a value by its dotted path.
-fn set_value(values: &mut Value, path: &str, value: Value) {
+pub(crate) fn set_value(values: &mut Value, path: &str, value: Value) {
     let place = path.split('.').fold(values, |values, key| &mut values[key]);
     *place = value;
 }

@@ -71,9 +71,7 @@ impl Flags {
         if self.verbose {
             let _already_started = logging::init("warn,kube=debug", logging::Format::Plain);
         }
-        let config = self.config().await.context(
-            "no cluster configured; pass --kubeconfig FILE and --context NAME, or check `kubectl config view`",
-        )?;
+        let config = self.config().await?;
         let namespace = config.default_namespace.clone();
         Ok(Cluster {
             client: connect::builder(config)
@@ -84,7 +82,17 @@ impl Flags {
         })
     }
 
-    async fn config(&self) -> anyhow::Result<Config> {
+    /// Reads how to reach the cluster.
+    ///
+    /// # Errors
+    /// Fails if there is no kubeconfig, or if it is incomplete.
+    pub(crate) async fn config(&self) -> anyhow::Result<Config> {
+        self.read_config()
+            .await
+            .context("no cluster configured; pass --kubeconfig FILE and --context NAME, or check `kubectl config view`")
+    }
+
+    async fn read_config(&self) -> anyhow::Result<Config> {
         let options = KubeConfigOptions {
             context: self.context.clone(),
             ..KubeConfigOptions::default()

@@ -294,7 +294,7 @@ impl EntryMetrics {
 pub struct GaugeGuard(Arc<Gauge>);
 
 impl GaugeGuard {
-    pub(super) fn new(gauge: Arc<Gauge>) -> Self {
+    pub(crate) fn new(gauge: Arc<Gauge>) -> Self {
         gauge.add(1);
         Self(gauge)
     }

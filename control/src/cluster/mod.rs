@@ -363,17 +363,21 @@ impl Shared {
                 self.nodes_changed.send_replace(());
             }
         }
+        if self.config.remote_name.is_some() {
+            // Other clusters have a control plane of their own, which reports this.
+            endpoint_log.clear();
+            unserved.clear();
+        }
         for line in endpoint_log {
             line.write(&self.config.log_addr);
         }
-        // Other clusters have a control plane of their own, which reports what it does not apply.
-        unserved.retain(|_| self.config.remote_name.is_none());
         for (kind, name, UnservedPart { field, reason }) in unserved {
             warn!(kind = kind.info().name, object = %name, field, reason, "the mesh does not apply a part of the object");
         }
         for (found, fallback) in unreadable {
             let Unreadable { kind, name, reason, .. } = &*found;
-            warn!(kind = kind.info().name, object = %name, reason, fallback, "an object cannot be read");
+            let cluster = self.config.remote_name.as_deref().unwrap_or("local");
+            warn!(kind = kind.info().name, object = %name, cluster, reason, fallback, "an object cannot be read");
         }
         if synced {
             self.synced.send_replace(true);

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use tokio::sync::watch;
+use tokio::time::Instant;
 
 use crate::cluster::Cluster;
 
@@ -36,7 +37,7 @@ struct Shared {
 
 struct State {
     clusters: HashMap<Arc<str>, RemoteCluster>,
-    /// The state of clusters that are not listed here.
+    /// The state of all other clusters.
     others: RemoteCluster,
     /// The pairs of clusters that have an address in common, as far as this was reported.
     reported_overlaps: HashSet<(Arc<str>, Arc<str>)>,
@@ -45,7 +46,7 @@ struct State {
 #[derive(Clone)]
 pub enum RemoteCluster {
     /// It is not known yet whether the cluster is linked, or its objects are not listed yet.
-    Pending,
+    Pending { since: Instant },
     /// There are no credentials for it.
     Unlinked,
     /// Its objects are listed. They stay while it cannot be read.
@@ -69,7 +70,7 @@ impl Default for RemoteClusters {
 impl RemoteClusters {
     /// Credentials are looked for from now on, so that clusters are pending until there are none for them.
     pub fn expect_links(&self) {
-        self.0.state.lock().others = RemoteCluster::Pending;
+        self.0.state.lock().others = RemoteCluster::Pending { since: Instant::now() };
     }
 
     pub fn set(&self, name: &str, cluster: RemoteCluster) {

@@ -26,6 +26,13 @@ use crate::resources::meta::NamespacedName;
 pub struct UnionEndpoints {
     /// First the one in this cluster, then in the order of joining.
     pub members: Vec<MemberEndpoints>,
+    pub preference: MemberPreference,
+}
+
+impl UnionEndpoints {
+    fn is_empty(&self) -> bool {
+        self.members.iter().all(|member| member.endpoints.endpoints.is_empty())
+    }
 }
 
 #[derive(Debug, PartialEq)]
@@ -113,7 +120,7 @@ struct RemoteMember {
     service: RemoteService,
     /// `None` until the objects of its cluster are listed, and after it was unlinked.
     subscription: Option<(Cluster, Subscription<Endpoints>)>,
-    is_pending: bool,
+    pending_since: Option<Instant>,
 }
 
 impl Merger {
@@ -128,18 +135,16 @@ impl Merger {
 
     async fn run(mut self, sender: watch::Sender<Option<Arc<PublishedValue<UnionEndpoints>>>>) -> Infallible {
         let mut cluster_changes = self.remote_clusters.changes();
-        let started_at = Instant::now();
         loop {
             cluster_changes.borrow_and_update();
             let own = self.local.current();
             self.update_members(own.remote.as_deref());
-            let is_pending = self.members.iter().any(|member| member.is_pending);
-            let may_wait = is_pending && started_at.elapsed() < MAX_WAIT_FOR_MEMBERS;
-            // Without the endpoints of its only member there is nothing to say about a mirror.
-            let is_mirror = matches!(own.remote.as_deref(), Some(RemoteDiscovery::Mirror(_)));
-            let waits = may_wait || is_mirror && is_pending;
-            if !waits {
-                let merged = self.merge(&own);
+            let merged = self.merge(&own);
+            let awaited_until = self.awaited_until(&merged);
+            let is_first = sender.borrow().is_none();
+            // Clients would replace the endpoints that they have by those of the first message.
+            let must_wait = is_first && (awaited_until.is_some() || merged.is_empty() && self.has_pending_member());
+            if !must_wait {
                 sender.send_if_modified(|sent| {
                     let is_changed = sent.as_deref().is_none_or(|sent| **sent != merged);
                     if is_changed {
@@ -153,32 +158,49 @@ impl Merger {
                 _ = self.local.changed() => {}
                 _ = cluster_changes.changed() => {}
                 () = any_changed(&mut self.members) => {}
-                () = sleep_until(started_at + MAX_WAIT_FOR_MEMBERS), if may_wait => {}
+                () = sleep_until(awaited_until.unwrap_or_else(Instant::now)), if awaited_until.is_some() => {}
             }
         }
     }
 
+    /// Until when pending members are awaited. `None` if that time is over, or if they are not needed.
+    fn awaited_until(&self, merged: &UnionEndpoints) -> Option<Instant> {
+        if merged.preference == MemberPreference::Local && !merged.is_empty() {
+            return None;
+        }
+        let pending = self.members.iter().filter_map(|member| member.pending_since);
+        let latest = pending.map(|since| since + MAX_WAIT_FOR_MEMBERS).max();
+        latest.filter(|until| *until > Instant::now())
+    }
+
+    fn has_pending_member(&self) -> bool {
+        self.members.iter().any(|member| member.pending_since.is_some())
+    }
+
     /// Subscribes to the Services of the other clusters, and keeps the subscriptions that are still right.
     fn update_members(&mut self, discovery: Option<&RemoteDiscovery>) {
-        let mut before = std::mem::take(&mut self.members);
+        let before = std::mem::take(&mut self.members);
+        let mut before: HashMap<_, _> = before
+            .into_iter()
+            .map(|member| (member.service.clone(), member))
+            .collect();
+        let mut seen = HashSet::new();
         for service in discovery.map_or(&[][..], RemoteDiscovery::remote_services) {
-            if self.members.iter().any(|member| member.service == *service) {
+            if !seen.insert(service) {
                 continue;
             }
-            let known = before.iter().position(|member| member.service == *service);
-            let mut member = known.map_or_else(
-                || RemoteMember {
-                    service: service.clone(),
-                    subscription: None,
-                    is_pending: true,
-                },
-                |at| before.swap_remove(at),
-            );
+            let mut member = before.remove(service).unwrap_or_else(|| RemoteMember {
+                service: service.clone(),
+                subscription: None,
+                pending_since: None,
+            });
             match self.remote_clusters.get(&service.cluster) {
-                RemoteCluster::Pending => member.is_pending = member.subscription.is_none(),
+                RemoteCluster::Pending { since } => {
+                    member.pending_since = member.subscription.is_none().then_some(since);
+                }
                 RemoteCluster::Unlinked => {
                     member.subscription = None;
-                    member.is_pending = false;
+                    member.pending_since = None;
                 }
                 RemoteCluster::Listed(cluster) => {
                     let is_current = |(subscribed, _): &(Cluster, _)| subscribed.is_same(&cluster);
@@ -190,7 +212,7 @@ impl Merger {
                         let subscription = cluster.endpoints(key);
                         member.subscription = Some((cluster, subscription));
                     }
-                    member.is_pending = false;
+                    member.pending_since = None;
                 }
             }
             self.members.push(member);
@@ -214,7 +236,7 @@ impl Merger {
         if let Some(service) = local {
             union.add(service, None, own.clone());
         }
-        if preference == MemberPreference::All || own.endpoints.is_empty() {
+        if preference == MemberPreference::All || !own.serves_all_clients() {
             for member in &mut self.members {
                 let Some((_, subscription)) = &mut member.subscription else {
                     continue;
@@ -224,7 +246,10 @@ impl Merger {
                 union.add(service, Some(cluster.clone()), subscription.current());
             }
         }
-        UnionEndpoints { members: union.members }
+        UnionEndpoints {
+            members: union.members,
+            preference,
+        }
     }
 }
 
@@ -300,5 +325,6 @@ async fn any_changed(members: &mut [RemoteMember]) {
     select_all(changes).await;
 }
 
-/// How long clients wait for the first list of another cluster before the members that are known are served without it.
-const MAX_WAIT_FOR_MEMBERS: Duration = Duration::from_secs(5);
+/// How long clients wait for the first list of another cluster before the members that are known are served without it. Proxies end
+/// a request whose first message takes longer than three seconds.
+const MAX_WAIT_FOR_MEMBERS: Duration = Duration::from_secs(2);

@@ -189,8 +189,15 @@ impl Shared {
         };
         let mut union = self.unions.subscribe(key);
         let Ok(first) = timeout(REMOTE_CLUSTER_TIMEOUT, union.changed()).await else {
-            let cluster = mirrored.map_or("?", |service| &service.cluster);
-            let message = format!("the endpoints in the cluster {cluster} are not known yet");
+            let clusters: Vec<_> = discovery
+                .remote_services()
+                .iter()
+                .map(|service| &*service.cluster)
+                .collect();
+            let message = format!(
+                "the endpoints in the clusters {} are not known yet",
+                clusters.join(", ")
+            );
             return Err(Status::unavailable(message));
         };
         if let Some(RemoteService { cluster, .. }) = mirrored {
@@ -503,6 +510,6 @@ fn profile_message<'a>(profile: &'a Profile, config: &Config) -> Result<Destinat
     }
 }
 
-/// How long a request for a mirror waits for the first list of its cluster. Longer than a union waits before it serves the members
-/// that are known.
-const REMOTE_CLUSTER_TIMEOUT: Duration = Duration::from_secs(6);
+/// How long a request waits for endpoints in other clusters. Longer than a union waits before it serves the members that are known,
+/// and shorter than proxies wait for the first message. They keep their last endpoints when they get this error.
+const REMOTE_CLUSTER_TIMEOUT: Duration = Duration::from_millis(2_500);

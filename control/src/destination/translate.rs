@@ -45,19 +45,21 @@ impl Member<'_> {
         self.service == other.service && self.cluster == other.cluster
     }
 
-    fn metric_labels(&self) -> BTreeMap<String, String> {
+    fn metric_labels(&self) -> impl Iterator<Item = (String, String)> {
         let cluster = self.cluster.map(|name| ("target_cluster".to_owned(), name.to_owned()));
         let service = [
             ("namespace".to_owned(), self.service.namespace.to_string()),
             ("service".to_owned(), self.service.name.to_string()),
         ];
-        service.into_iter().chain(cluster).collect()
+        service.into_iter().chain(cluster)
     }
 }
 
 /// Returns the messages that bring a client from its last state and location to the current ones. Additions come first,
 /// so that the client always has an endpoint, then removals. If no endpoint is left, a message that says so comes last.
 /// No two members of a state have the same address.
+///
+/// All additions are one message, because proxies take that at the start of a stream for the complete state.
 pub(super) fn difference(
     before: Option<(&[Member<'_>], &ClientLocation)>,
     now: &[Member<'_>],
@@ -68,25 +70,23 @@ pub(super) fn difference(
     let usable = UsableEndpoints::of_all(now, location);
     // The message for an endpoint depends on the client's zone.
     let zone_changed = before.is_some_and(|(_, before)| before.zone != location.zone);
-    let mut messages = Vec::new();
+    let mut added: Vec<(&Member<'_>, Vec<WeightedAddr>)> = Vec::new();
     for of_member in &usable {
         let sent_of_member = sent.iter().filter(|_| !zone_changed).flatten();
         let sent_of_member = sent_of_member
             .into_iter()
             .find(|sent| sent.member.is_same_service(&of_member.member));
         let sent_endpoint = |addr| sent_of_member.and_then(|sent| sent.get(addr));
-        let added: Vec<_> = of_member
+        let addrs = of_member
             .iter()
             .filter(|endpoint| sent_endpoint(endpoint.addr) != Some(endpoint))
-            .map(|endpoint| weighted_addr(endpoint, location, config))
-            .collect();
-        if !added.is_empty() {
-            messages.push(update::Update::Add(WeightedAddrSet {
-                addrs: added,
-                metric_labels: of_member.member.metric_labels(),
-            }));
+            .map(|endpoint| weighted_addr(endpoint, location, config));
+        let addrs: Vec<_> = addrs.collect();
+        if !addrs.is_empty() {
+            added.push((&of_member.member, addrs));
         }
     }
+    let mut messages: Vec<_> = addition(added).map(update::Update::Add).into_iter().collect();
     let is_usable = |addr| usable.iter().any(|of_member| of_member.get(addr).is_some());
     let removed: Vec<_> = sent
         .iter()
@@ -110,6 +110,28 @@ pub(super) fn difference(
         .into_iter()
         .map(|message| Update { update: Some(message) })
         .collect()
+}
+
+/// The message for the added endpoints of each member.
+fn addition(mut added: Vec<(&Member<'_>, Vec<WeightedAddr>)>) -> Option<WeightedAddrSet> {
+    if added.len() == 1 {
+        let (member, addrs) = added.pop()?;
+        return Some(WeightedAddrSet {
+            addrs,
+            metric_labels: member.metric_labels().collect(),
+        });
+    }
+    let mut addrs = Vec::new();
+    for (member, of_member) in added {
+        addrs.extend(of_member.into_iter().map(|mut addr| {
+            addr.metric_labels.extend(member.metric_labels());
+            addr
+        }));
+    }
+    (!addrs.is_empty()).then(|| WeightedAddrSet {
+        addrs,
+        metric_labels: BTreeMap::new(),
+    })
 }
 
 /// The endpoints of a member that a client at a location may use.

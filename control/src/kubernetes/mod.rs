@@ -63,22 +63,32 @@ pub async fn client(config: &Config, registry: &Registry) -> Result<Client, Clie
         Some(path) => config_from_kubeconfig(path.clone()).await?,
         None => kube::Config::incluster().map_err(ClientError::ServiceAccount)?,
     };
-    client_with(access, config.request_rate, registry)
+    client_with(access, config.request_rate, registry, None)
 }
 
-/// Creates a client with this access. Sends no request.
+/// Creates a client of the API server of another cluster, whose name is a label of its metrics. Sends no request.
 ///
 /// # Errors
 /// Fails if the credentials are invalid.
-pub(crate) fn client_with(
+pub(crate) fn remote_client(
+    access: kube::Config,
+    request_rate: RequestRate,
+    registry: &Registry,
+    cluster: &str,
+) -> Result<Client, ClientError> {
+    client_with(access, request_rate, registry, Some(cluster))
+}
+
+fn client_with(
     mut access: kube::Config,
     request_rate: RequestRate,
     registry: &Registry,
+    cluster: Option<&str>,
 ) -> Result<Client, ClientError> {
     let agent = concat!("tulle-control/", env!("CARGO_PKG_VERSION"));
     access.headers.push((USER_AGENT, HeaderValue::from_static(agent)));
     let server = access.cluster_url.clone();
-    let layer = RequestLayer::new(&server, request_rate, registry);
+    let layer = RequestLayer::new(&server, request_rate, registry, cluster);
     let builder = connect::builder(access).map_err(|source| ClientError::Client {
         server: server.to_string(),
         source: Box::new(source),

@@ -36,11 +36,12 @@ pub(super) struct RequestService<S> {
 }
 
 impl RequestLayer {
-    pub(super) fn new(server: &Uri, rate: RequestRate, registry: &Registry) -> Self {
+    /// `cluster` is the name of another cluster, for the metrics.
+    pub(super) fn new(server: &Uri, rate: RequestRate, registry: &Registry, cluster: Option<&str>) -> Self {
         Self {
             server: server_with_port(server).into(),
             rate,
-            metrics: Metrics::new(registry, rate),
+            metrics: Metrics::new(registry, rate, cluster),
         }
     }
 }
@@ -182,7 +183,7 @@ struct Metrics {
 
 #[derive(Clone)]
 struct ClientMetrics {
-    name: &'static str,
+    labels: Labels,
     requests: Family<Counter>,
     errors: Arc<Counter>,
     latency: Arc<Histogram>,
@@ -190,10 +191,17 @@ struct ClientMetrics {
 }
 
 impl Metrics {
-    fn new(registry: &Registry, rate: RequestRate) -> Self {
+    fn new(registry: &Registry, rate: RequestRate, cluster: Option<&str>) -> Self {
+        let labels = |name: &str| {
+            let labels = Labels::new().with("client", name);
+            match cluster {
+                Some(cluster) => labels.with("cluster", cluster),
+                None => labels,
+            }
+        };
         Self {
-            kubernetes_api: ClientMetrics::new(registry, rate, "k8s"),
-            linkerd_api: ClientMetrics::new(registry, rate, "l5dCrd"),
+            kubernetes_api: ClientMetrics::new(registry, rate, labels("k8s")),
+            linkerd_api: ClientMetrics::new(registry, rate, labels("l5dCrd")),
         }
     }
 
@@ -207,8 +215,7 @@ impl Metrics {
 }
 
 impl ClientMetrics {
-    fn new(registry: &Registry, rate: RequestRate, name: &'static str) -> Self {
-        let labels = Labels::new().with("client", name);
+    fn new(registry: &Registry, rate: RequestRate, labels: Labels) -> Self {
         let gauge = |metric: &str, help: &str, value: i64| {
             registry.gauge(metric, help).get(&labels).set(value);
         };
@@ -241,11 +248,11 @@ impl ClientMetrics {
             "Requests to the API server in flight.",
         );
         Self {
-            name,
             requests,
             errors: errors.get(&labels),
             latency: latency.get(&labels),
             in_flight: in_flight.get(&labels),
+            labels,
         }
     }
 
@@ -253,10 +260,7 @@ impl ClientMetrics {
         self.latency.observe(took.as_secs_f64());
         let Some(status) = status else { return self.errors.inc() };
         let method = method.as_str().to_ascii_lowercase();
-        let labels = Labels::new()
-            .with("client", self.name)
-            .with("code", status.as_u16())
-            .with("method", method);
+        let labels = self.labels.clone().with("code", status.as_u16()).with("method", method);
         self.requests.get(&labels).inc();
     }
 }
@@ -283,7 +287,7 @@ mod tests {
     /// Creates a client whose server responds with 410 to `/gone`, otherwise with 200.
     fn client(rate: RequestRate, registry: &Registry) -> impl Service<Request<()>, Error = Infallible> + use<> {
         let server = "https://10.247.0.1/".parse().unwrap();
-        RequestLayer::new(&server, rate, registry).layer(service_fn(answer))
+        RequestLayer::new(&server, rate, registry, None).layer(service_fn(answer))
     }
 
     async fn get(client: &mut impl Service<Request<()>, Error = Infallible>, path: &str) {

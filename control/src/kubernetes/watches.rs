@@ -183,54 +183,82 @@ impl<K: Resource<DynamicType = ()>> Watched<K> {
 /// A watch of one Secret.
 pub(crate) struct SecretWatch {
     watches: Watches,
+    changes: watch::Receiver<u64>,
     store: Store<Secret>,
     key: ObjectRef<Secret>,
+}
+
+/// What is known of a Secret.
+#[derive(Clone, Debug)]
+pub(crate) enum SecretState {
+    Unknown,
+    /// It could not be read for some time, for this reason.
+    Unreadable(String),
+    Absent,
+    Present(Arc<Secret>),
+}
+
+impl SecretState {
+    /// Whether both have the same content. Labels and annotations of other tools do not count.
+    fn is_same(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Self::Unknown, Self::Unknown) | (Self::Absent, Self::Absent) => true,
+            (Self::Unreadable(cause), Self::Unreadable(other)) => cause == other,
+            (Self::Present(secret), Self::Present(other)) => {
+                let is_own = |(key, _): &(&String, &String)| key.starts_with(LINK_METADATA_PREFIX);
+                let own = |all: &Option<BTreeMap<String, String>>| -> BTreeMap<String, String> {
+                    let own = all.iter().flatten().filter(is_own);
+                    own.map(|(key, value)| (key.clone(), value.clone())).collect()
+                };
+                secret.data == other.data
+                    && own(&secret.metadata.labels) == own(&other.metadata.labels)
+                    && own(&secret.metadata.annotations) == own(&other.metadata.annotations)
+            }
+            _ => false,
+        }
+    }
 }
 
 impl SecretWatch {
     pub(crate) fn new(client: Client, namespace: &str, name: &str) -> Self {
         let config = watcher::Config::default().fields(&format!("metadata.name={name}"));
         let mut watches = Watches::new("local");
+        let changes = watches.changes();
         let store = watches.watch(
             Watched::new(Api::namespaced(client, namespace), config, |_| {}),
             Arc::default(),
         );
         Self {
             watches,
+            changes,
             store,
             key: ObjectRef::new(name).within(namespace),
         }
     }
 
-    pub(crate) fn current(&self) -> Option<Arc<Secret>> {
-        self.store.get(&self.key)
+    pub(crate) fn state(&mut self) -> SecretState {
+        // First, so that no change after this is missed.
+        self.changes.borrow_and_update();
+        match self.store.get(&self.key) {
+            Some(secret) => SecretState::Present(secret),
+            None if is_listed(&self.store) => SecretState::Absent,
+            None => self
+                .watches
+                .failure()
+                .map_or(SecretState::Unknown, SecretState::Unreadable),
+        }
     }
 
-    /// Whether it is known that the Secret does not exist.
-    pub(crate) fn is_absent(&self) -> bool {
-        is_listed(&self.store) && self.current().is_none()
-    }
-
-    /// Why the Secret cannot be read, if this has lasted for some time.
-    pub(crate) fn failure(&self) -> Option<String> {
-        self.watches.failure()
-    }
-
-    /// Waits until the Secret is another than `seen`. Without one, every event counts, because `is_absent` and `failure` can change.
-    pub(crate) async fn changed_from(&self, seen: Option<&Arc<Secret>>) {
-        let version = |secret: Option<&Arc<Secret>>| secret.and_then(|secret| secret.resource_version());
-        let mut changes = self.watches.changes();
-        while version(self.current().as_ref()) == version(seen) {
+    /// Waits until the state is another than `seen`.
+    pub(crate) async fn changed_from(&mut self, seen: &SecretState) {
+        while self.state().is_same(seen) {
             let failure = self.watches.next_failure_at();
             tokio::select! {
-                changed = changes.changed() => if changed.is_err() {
+                changed = self.changes.changed() => if changed.is_err() {
                     // The sender lives as long as the watches.
                     std::future::pending::<()>().await;
                 },
                 () = sleep_until(failure.unwrap_or_else(Instant::now)), if failure.is_some() => {}
-            }
-            if seen.is_none() {
-                return;
             }
         }
     }
@@ -248,6 +276,8 @@ where
         .is_some_and(|ready| ready.is_ok())
 }
 
+/// The labels and annotations of a Secret that belong to its link.
+const LINK_METADATA_PREFIX: &str = "multicluster.linkerd.io/";
 const RETRY_BACKOFF: Backoff = Backoff {
     min: Duration::from_millis(500),
     max: Duration::from_secs(30),

@@ -32,7 +32,7 @@ use super::status::{self, LinkStatus};
 use super::writer::{WriteMemory, Writer};
 use crate::kubernetes::lease::{Leadership, Role};
 use crate::kubernetes::request_layer::RequestRate;
-use crate::kubernetes::watches::{SecretWatch, Watched, Watches, is_listed};
+use crate::kubernetes::watches::{SecretState, SecretWatch, Watched, Watches, is_listed};
 use crate::kubernetes::{self, remote_credentials};
 use crate::resources::meta::NamespacedName;
 use crate::resources::status::timestamp;
@@ -210,24 +210,21 @@ impl Controller {
     /// Mirrors with the credentials of the Link's Secret, anew whenever the Secret changes.
     async fn follow_link(&self, local: &Local, link: &Link, gateway: &GatewayChannels) -> Infallible {
         let (namespace, name) = (&self.config.namespace, &link.credentials_secret);
-        let watch = SecretWatch::new(self.client.clone(), namespace, name);
+        let mut watch = SecretWatch::new(self.client.clone(), namespace, name);
         loop {
-            let secret = watch.current();
+            let state = watch.state();
             let serve = async {
-                match &secret {
-                    Some(secret) => self.mirror_with(local, link, secret, gateway).await,
-                    None => {
-                        let missing = || format!("there is no Secret {namespace}/{name}");
-                        let cause = watch.is_absent().then(missing).or_else(|| watch.failure());
-                        if let Some(cause) = cause {
-                            self.report_unreadable(local, &link.name, &cause).await;
-                        }
-                        std::future::pending().await
-                    }
-                }
+                let cause = match &state {
+                    SecretState::Present(secret) => match self.mirror_with(local, link, secret, gateway).await {},
+                    SecretState::Absent => format!("there is no Secret {namespace}/{name}"),
+                    SecretState::Unreadable(cause) => cause.clone(),
+                    SecretState::Unknown => return std::future::pending().await,
+                };
+                self.report_unreadable(local, &link.name, &cause).await;
+                std::future::pending::<Infallible>().await
             };
             tokio::select! {
-                () = watch.changed_from(secret.as_ref()) => {}
+                () = watch.changed_from(&state) => {}
                 never = serve => match never {},
             }
         }
@@ -238,7 +235,7 @@ impl Controller {
         let cause = match remote_credentials::read(secret).await {
             Ok(access) => {
                 let server = access.config.cluster_url.to_string();
-                match kubernetes::client_with(access.config, REMOTE_REQUEST_RATE, &self.registry) {
+                match kubernetes::remote_client(access.config, REMOTE_REQUEST_RATE, &self.registry, &link.cluster) {
                     Ok(client) => {
                         info!(link = link.name, cluster = link.cluster, server, "mirroring a cluster");
                         let never = tokio::select! {

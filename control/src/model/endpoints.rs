@@ -12,6 +12,8 @@ pub struct Endpoints {
     pub scope: TrafficScope,
     /// Sorted by address.
     pub endpoints: Box<[Arc<Endpoint>]>,
+    /// Whether all endpoints are terminating. They are used while there are no others.
+    pub are_terminating: bool,
     /// Set if the Service has endpoints in other clusters. `endpoints` are then those of its local member.
     pub remote: Option<Arc<RemoteDiscovery>>,
 }
@@ -20,6 +22,11 @@ impl Endpoints {
     /// Returns whether the endpoints depend on the client's node.
     pub fn is_node_scoped(&self) -> bool {
         self.scope != TrafficScope::Cluster
+    }
+
+    /// Whether every client has an endpoint that is ready.
+    pub fn serves_all_clients(&self) -> bool {
+        !self.endpoints.is_empty() && !self.are_terminating && self.scope != TrafficScope::Node
     }
 
     pub fn get(&self, addr: SocketAddr) -> Option<&Arc<Endpoint>> {

@@ -7,10 +7,10 @@
 //! on `services`, `endpointslices` (or `endpoints`) and `pods`; if they are permitted also on `replicasets`, `jobs`, `servers` and
 //! `externalworkloads`.
 
-mod follower;
+mod cluster_watch;
 pub mod references;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,11 +18,12 @@ use std::time::Duration;
 use kube::Client;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
+use tracing::warn;
 use tulle_core::drain::Watch;
-use tulle_core::metrics::{Gauge, Labels, Registry};
+use tulle_core::metrics::{Family, Gauge, Labels, Registry};
 
-use crate::cluster::remote_clusters::LinkedClusters;
-use crate::remote::follower::Follower;
+use crate::cluster::remote_clusters::{LinkedClusters, RemoteCluster};
+use crate::remote::cluster_watch::{Gauges, RemoteClusterWatch};
 use crate::remote::references::References;
 
 /// Keeps the remote clusters of a cluster up to date.
@@ -31,12 +32,14 @@ pub struct RemoteWatches {
     clusters: LinkedClusters,
     registry: Registry,
     n_listed: Arc<Gauge>,
+    up_to_date: Family<Gauge>,
+    unlink_delay: Duration,
     drain: Watch,
 }
 
 /// The task of one cluster.
 struct Followed {
-    _task: JoinSet<Infallible>,
+    task: JoinSet<Infallible>,
     /// `None` while a Service refers to the cluster.
     unreferenced_since: Option<Instant>,
 }
@@ -45,32 +48,53 @@ impl RemoteWatches {
     /// `client` is that of the local API server.
     pub fn new(client: Client, clusters: LinkedClusters, registry: Registry, drain: Watch) -> Self {
         clusters.remote.expect_links();
-        let help = "Other clusters whose endpoints are served, or none: 0.";
+        let help = "Other clusters whose endpoints are served.";
         let n_listed = registry.gauge("cluster_store_size", help).get(&Labels::new());
+        let up_to_date = registry.gauge(
+            "tulle_remote_cluster_up_to_date",
+            "1 while the endpoints in another cluster to which Services refer are known and up to date, 0 while they are not known, or the last known ones are served.",
+        );
         Self {
             client,
             clusters,
             registry,
             n_listed,
+            up_to_date,
+            unlink_delay: UNLINK_DELAY,
             drain,
         }
+    }
+
+    /// Sets how long the endpoints of a cluster stay after its Secret was deleted. Default: a minute.
+    #[must_use]
+    pub fn with_unlink_delay(self, unlink_delay: Duration) -> Self {
+        Self { unlink_delay, ..self }
     }
 
     /// Follows the clusters that Services refer to, until the drain.
     pub async fn run(self, mut references: References) {
         let mut followed = HashMap::<Arc<str>, Followed>::new();
+        let mut rejected = HashSet::new();
         loop {
             let wanted = references.current();
             for name in &wanted {
-                let followed = followed.entry(name.clone()).or_insert_with(|| self.follow(name));
-                followed.unreferenced_since = None;
+                if let Some(followed) = followed.get_mut(name) {
+                    followed.unreferenced_since = None;
+                } else if followed.len() < MAX_CLUSTERS {
+                    followed.insert(name.clone(), self.follow(name));
+                } else if rejected.insert(name.clone()) {
+                    warn!(cluster = %name, "more than {MAX_CLUSTERS} clusters are referred to; the endpoints of this one are not served");
+                    self.clusters.remote.set(name, RemoteCluster::Unlinked);
+                }
             }
             let unreferenced = followed.iter_mut().filter(|(name, _)| !wanted.contains(*name));
             for (_, followed) in unreferenced {
                 followed.unreferenced_since.get_or_insert_with(Instant::now);
             }
             let is_due = |followed: &Followed| followed.expires_at().is_some_and(|at| at <= Instant::now());
-            for (name, _) in followed.extract_if(|_, followed| is_due(followed)) {
+            let expired: Vec<_> = followed.extract_if(|_, followed| is_due(followed)).collect();
+            for (name, mut followed) in expired {
+                followed.task.shutdown().await;
                 self.clusters.remote.remove(&name);
             }
             let next_expiry = followed.values().filter_map(Followed::expires_at).min();
@@ -83,18 +107,22 @@ impl RemoteWatches {
     }
 
     fn follow(&self, name: &Arc<str>) -> Followed {
-        let follower = Follower {
+        let watch = RemoteClusterWatch {
             name: name.clone(),
             clusters: self.clusters.clone(),
             client: self.client.clone(),
             registry: self.registry.clone(),
-            n_listed: self.n_listed.clone(),
+            gauges: Gauges {
+                n_listed: self.n_listed.clone(),
+                is_up_to_date: self.up_to_date.get(&Labels::new().with("cluster", name)),
+            },
+            unlink_delay: self.unlink_delay,
             drain: self.drain.clone(),
         };
         let mut task = JoinSet::new();
-        task.spawn(follower.run());
+        task.spawn(watch.run());
         Followed {
-            _task: task,
+            task,
             unreferenced_since: None,
         }
     }
@@ -108,3 +136,7 @@ impl Followed {
 
 /// How long a cluster is watched after the last reference to it is gone.
 const GRACE_PERIOD: Duration = Duration::from_secs(600);
+/// How long the endpoints of a cluster stay after its Secret was deleted, as the mirrors of a Link.
+const UNLINK_DELAY: Duration = Duration::from_secs(60);
+/// More would need too many requests to the API server, and can only be a mistake or an attack.
+const MAX_CLUSTERS: usize = 200;

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::str::FromStr;
 
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelectorRequirement;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{LabelSelector, LabelSelectorRequirement};
 use serde::{Deserialize, Deserializer};
 
 use crate::resources::string_map::StringMap;
@@ -115,6 +115,36 @@ impl Selector {
 }
 
 /// The form of command lines: requirements such as `app=web,tier!=db,env in (a,b),exported,!old`, joined by commas.
+/// Requirements of one value are in `matchLabels`.
+impl From<&Selector> for LabelSelector {
+    fn from(selector: &Selector) -> Self {
+        let (mut labels, mut expressions) = (BTreeMap::new(), Vec::new());
+        for Requirement { key, operator } in &selector.0 {
+            let (name, values) = match operator {
+                LabelOperator::In(values) => match &values[..] {
+                    [value] if !labels.contains_key(key) => {
+                        labels.insert(key.clone(), value.clone());
+                        continue;
+                    }
+                    _ => ("In", Some(values.clone())),
+                },
+                LabelOperator::NotIn(values) => ("NotIn", Some(values.clone())),
+                LabelOperator::Exists => ("Exists", None),
+                LabelOperator::DoesNotExist => ("DoesNotExist", None),
+            };
+            expressions.push(LabelSelectorRequirement {
+                key: key.clone(),
+                operator: name.to_owned(),
+                values,
+            });
+        }
+        Self {
+            match_labels: (!labels.is_empty()).then_some(labels),
+            match_expressions: (!expressions.is_empty()).then_some(expressions),
+        }
+    }
+}
+
 impl FromStr for Selector {
     type Err = String;
 
@@ -183,6 +213,8 @@ impl<'de> Deserialize<'de> for Selector {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     fn labels(pairs: &[(&str, &str)]) -> Labels {
@@ -244,6 +276,27 @@ mod tests {
             &[("app", "")],
             false,
         );
+    }
+
+    #[test]
+    fn selectors_of_command_lines_become_those_of_manifests() {
+        for (text, expected) in [
+            ("a=b, c == d", json!({"matchLabels": {"a": "b", "c": "d"}})),
+            (
+                "a in (b,c),d!=e,!f,g",
+                json!({"matchExpressions": [
+                    {"key": "a", "operator": "In", "values": ["b", "c"]},
+                    {"key": "d", "operator": "NotIn", "values": ["e"]},
+                    {"key": "f", "operator": "DoesNotExist"},
+                    {"key": "g", "operator": "Exists"},
+                ]}),
+            ),
+        ] {
+            let selector: Selector = text.parse().unwrap();
+            let manifest = json!(LabelSelector::from(&selector));
+            assert_eq!(manifest, expected, "{text}");
+            assert_eq!(Selector::deserialize(manifest).unwrap(), selector, "{text}");
+        }
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! Services whose endpoints are those of Services in other clusters, as the service mirror writes them.
 
+use tulle_core::dns_names::{is_dns_label, is_dns_subdomain};
 use tulle_core::names::{annotation, label};
 
 use crate::model::remote_discovery::{FederatedMembers, MemberPreference, RemoteDiscovery, RemoteService};
@@ -23,8 +24,10 @@ pub fn discovery(service: &Service) -> Option<RemoteDiscovery> {
             },
         }));
     }
-    let cluster = meta.label(label::REMOTE_DISCOVERY).filter(|name| !name.is_empty())?;
-    let name = meta.label(label::REMOTE_SERVICE).filter(|name| !name.is_empty());
+    let cluster = meta
+        .label(label::REMOTE_DISCOVERY)
+        .filter(|name| is_dns_subdomain(name))?;
+    let name = meta.label(label::REMOTE_SERVICE).filter(|name| is_dns_label(name));
     Some(name.map_or(RemoteDiscovery::Unnamed, |name| {
         RemoteDiscovery::Mirror(RemoteService {
             cluster: cluster.into(),
@@ -39,11 +42,11 @@ pub fn invalid_members(meta: &Meta) -> Vec<&str> {
     members(list).filter_map(Result::err).collect()
 }
 
-/// The member that each entry names, or the entry if it is invalid.
+/// The member that each entry names, or the entry if it is invalid, or one too many.
 fn members(list: &str) -> impl Iterator<Item = Result<RemoteService, &str>> {
     let entries = list.split(',').map(str::trim).filter(|entry| !entry.is_empty());
-    entries.map(|entry| match entry.split_once('@') {
-        Some((name, cluster)) if !name.is_empty() && !cluster.is_empty() && !cluster.contains('@') => {
+    entries.enumerate().map(|(n, entry)| match entry.split_once('@') {
+        Some((name, cluster)) if n < MAX_MEMBERS && is_dns_label(name) && is_dns_subdomain(cluster) => {
             Ok(RemoteService {
                 cluster: cluster.into(),
                 name: name.into(),
@@ -52,6 +55,9 @@ fn members(list: &str) -> impl Iterator<Item = Result<RemoteService, &str>> {
         _ => Err(entry),
     })
 }
+
+/// Each cluster that a member names is watched.
+const MAX_MEMBERS: usize = 100;
 
 #[cfg(test)]
 mod tests {

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 use tonic::{Code, Streaming};
 use tulle_control::cluster::Config;
 use tulle_control::cluster::remote_clusters::RemoteCluster;
@@ -102,20 +102,6 @@ async fn next_set(stream: &mut Streaming<Update>) -> WeightedAddrSet {
     }
 }
 
-/// Reads updates until these addresses are known to the client, which then have no further update.
-async fn read_until(stream: &mut Streaming<Update>, expected: &[&str]) {
-    let mut known = std::collections::BTreeSet::new();
-    let is_expected = |known: &std::collections::BTreeSet<String>| known.iter().eq(expected.iter());
-    while !is_expected(&known) {
-        let update = next_short(stream).await;
-        match update.split_at(1) {
-            ("+", addrs) => known.extend(addrs.split(',').map(str::to_owned)),
-            ("-", addrs) => known.retain(|addr| !addrs.split(',').any(|removed| removed == addr)),
-            _ => {}
-        }
-    }
-}
-
 #[tokio::test]
 async fn a_mirror_has_the_endpoints_of_the_other_cluster() {
     let mesh = mesh(&service("web", &mirror_of("east", "app"))).await;
@@ -146,11 +132,6 @@ async fn a_mirror_has_the_endpoints_of_the_other_cluster() {
     assert_eq!(next_short(&mut stream).await, "1");
     east.manifests.write("mesh.yaml", "");
     assert_eq!(next_short(&mut stream).await, "0");
-    let page = mesh.registry.render();
-    assert!(
-        !page.contains("cluster=\"east\""),
-        "the registry of the test's second cluster is another one"
-    );
     let page = east.registry.render();
     let series = "endpoints_subscribers{cluster=\"east\",namespace=\"shop\",service=\"app\",port=\"80\",hostname=\"\",nodename=\"\"} 1";
     assert!(page.contains(series), "{page}");
@@ -209,11 +190,48 @@ async fn a_stream_waits_for_its_cluster_and_follows_it_when_it_is_linked_again()
 
 #[tokio::test]
 async fn a_cluster_that_is_not_listed_in_time_makes_clients_try_again() {
-    let mesh = mesh(&service("web", &mirror_of("east", "app"))).await;
+    let only_remote = federation("multicluster.linkerd.io/remote-discovery: app@east");
+    let mesh = mesh(&(service("web", &mirror_of("east", "app")) + &service("all", &only_remote))).await;
     mesh.remote_clusters.expect_links();
-    let status = mesh.get(WEB).await.unwrap_err();
-    assert_eq!(status.code(), Code::Unavailable);
-    assert!(status.message().contains("cluster east"), "{status}");
+    tokio::time::pause();
+    // Without endpoints nothing is sent, because clients would replace those that they have.
+    for name in ["web", "all"] {
+        let start = Instant::now();
+        let status = mesh
+            .get(&format!("{name}.shop.svc.cluster.local:80"))
+            .await
+            .unwrap_err();
+        assert_eq!(status.code(), Code::Unavailable);
+        assert!(status.message().contains("clusters east"), "{status}");
+        // Proxies wait three seconds for the first message.
+        assert!(start.elapsed() < Duration::from_secs(3));
+    }
+}
+
+#[tokio::test]
+async fn members_that_are_known_are_served_while_another_cluster_stays_unknown() {
+    let members =
+        federation("multicluster.linkerd.io/local-discovery: app, multicluster.linkerd.io/remote-discovery: app@east");
+    let prefer_local = members.replace('}', ", config.tulle.dev/prefer-local: 'true'}");
+    let cluster_wide = exported("app", &["10.1.0.1"]).replace("Policy: Local", "Policy: Cluster");
+    let mesh = mesh(&(service("web", &members) + &service("local", &prefer_local) + &cluster_wide)).await;
+    mesh.remote_clusters.expect_links();
+    tokio::time::pause();
+    let start = Instant::now();
+    let mut local = mesh.get("local.shop.svc.cluster.local:80").await.unwrap();
+    assert_eq!(next_short(&mut local).await, "+10.1.0.1:8080");
+    assert!(start.elapsed() < Duration::from_secs(1));
+    // The time counts from when the cluster became unknown, not from the request: clients that give up would never be served.
+    for _ in 0..3 {
+        let opening = timeout(Duration::from_millis(900), mesh.get(WEB)).await;
+        if start.elapsed() < Duration::from_secs(2) {
+            assert!(opening.is_err());
+        }
+    }
+    let mut stream = mesh.get(WEB).await.unwrap();
+    assert_eq!(next_short(&mut stream).await, "+10.1.0.1:8080");
+    let _east = link(&mesh, "east", &exported("app", &["10.2.0.1"])).await;
+    assert_eq!(next_short(&mut stream).await, "+10.2.0.1:8080");
 }
 
 #[tokio::test]
@@ -228,24 +246,24 @@ async fn a_federated_service_has_the_endpoints_of_all_members() {
     let north = link(&mesh, "north", &exported("app", &["10.3.0.1"])).await;
     // West is not linked.
     let mut stream = mesh.get_from(WEB, token).await.unwrap();
-    for (service, cluster, addr) in [
+    // Proxies take the first addition of a stream for the complete state.
+    let added = next_set(&mut stream).await;
+    let expected = [
         ("app", None, "10.1.0.1:8080"),
         ("app", Some("north"), "10.3.0.1:8080"),
         ("api", Some("east"), "10.2.0.1:8080"),
-    ] {
-        let set = next_set(&mut stream).await;
-        assert_eq!(set.metric_labels["service"], service);
-        assert_eq!(set.metric_labels.get("target_cluster").map(String::as_str), cluster);
-        let sockets: Vec<_> = set
-            .addrs
-            .iter()
-            .map(|addr| std::net::SocketAddr::try_from(addr.addr.unwrap()).unwrap().to_string())
-            .collect();
-        assert_eq!(sockets, [addr]);
+    ];
+    assert_eq!(added.addrs.len(), expected.len(), "{added:?}");
+    for (found, (service, cluster, addr)) in added.addrs.iter().zip(expected) {
+        let label = |name: &str| found.metric_labels.get(name).map(String::as_str);
+        assert_eq!((label("namespace"), label("service")), (Some("shop"), Some(service)));
+        assert_eq!(label("target_cluster"), cluster);
+        let socket = std::net::SocketAddr::try_from(found.addr.unwrap()).unwrap();
+        assert_eq!(socket.to_string(), addr);
     }
     // Of the local member only the endpoints on the client's node are used, because its Service says so.
     let mut elsewhere = mesh.get_from(WEB, r#"{"ns":"shop","nodeName":"node2"}"#).await.unwrap();
-    read_until(&mut elsewhere, &["10.2.0.1:8080", "10.3.0.1:8080"]).await;
+    assert_eq!(next_short(&mut elsewhere).await, "+10.3.0.1:8080,10.2.0.1:8080");
     // A member without endpoints does not mean that the Service has none.
     north.manifests.write("mesh.yaml", &exported("app", &[]));
     assert_eq!(next_short(&mut stream).await, "-10.3.0.1:8080");
@@ -268,14 +286,18 @@ async fn an_address_of_two_members_is_that_of_the_first() {
     let _east = link(&mesh, "east", &exported("app", &["10.2.0.1", "10.2.0.2"])).await;
     let north = link(&mesh, "north", &exported("app", &["10.2.0.1"])).await;
     let mut stream = mesh.get(WEB).await.unwrap();
-    let (first, second) = (next_set(&mut stream).await, next_set(&mut stream).await);
+    let set = next_set(&mut stream).await;
+    let clusters: Vec<_> = set
+        .addrs
+        .iter()
+        .map(|addr| &*addr.metric_labels["target_cluster"])
+        .collect();
+    assert_eq!(clusters, ["north", "east"]);
     assert_eq!(
-        (first.addrs.len(), &*first.metric_labels["target_cluster"]),
-        (1, "north")
-    );
-    assert_eq!(
-        (second.addrs.len(), &*second.metric_labels["target_cluster"]),
-        (1, "east")
+        short(&Update {
+            update: Some(update::Update::Add(set))
+        }),
+        "+10.2.0.1:8080,10.2.0.2:8080"
     );
     // Then it is that of the next one. It is not removed.
     north.manifests.write("mesh.yaml", &exported("app", &[]));
@@ -312,6 +334,17 @@ async fn members_of_other_clusters_can_be_used_only_while_the_local_one_has_no_e
     mesh.manifests.write("mesh.yaml", &with_local(&["10.1.0.2"]));
     assert_eq!(next_short(&mut stream).await, "+10.1.0.2:8080");
     assert_eq!(next_short(&mut stream).await, "-10.2.0.1:8080");
+    // A pod that is being deleted is not ready.
+    let terminating = with_local(&["10.1.0.2"]).replace(
+        "labels: {app",
+        "deletionTimestamp: '2026-01-01T00:00:00Z'\n  labels: {app",
+    );
+    mesh.manifests.write("mesh.yaml", &terminating);
+    assert_eq!(next_short(&mut stream).await, "+10.2.0.1:8080");
+    // If only clients on the same node may use the local pods, the others are used too.
+    let node_scoped = service("web", &members) + &exported("app", &["10.1.0.3"]);
+    mesh.manifests.write("mesh.yaml", &node_scoped);
+    assert_eq!(next_short(&mut stream).await, "-10.1.0.2:8080");
 }
 
 #[tokio::test]

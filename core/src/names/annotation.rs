@@ -540,6 +540,24 @@ annotations! {
         meaning: "The identity of the gateway to which the addresses of a mirrored Service belong.",
     }
 
+    GATEWAY_IDENTITY = "mirror.linkerd.io/gateway-identity" {
+        objects: "Service",
+        values: "an identity",
+        default: "none; required",
+        meaning: "The identity of the proxy of a gateway, on the Service of the gateway. `link-gen` copies it.",
+    }
+    PROBE_PERIOD = "mirror.linkerd.io/probe-period" {
+        objects: "Service",
+        values: "seconds, or a duration such as `3s`",
+        default: "none; required",
+        meaning: "How often other clusters probe a gateway, on the Service of the gateway.",
+    }
+    PROBE_PATH = "mirror.linkerd.io/probe-path" {
+        objects: "Service",
+        values: "a path such as `/ready`",
+        default: "none; required",
+        meaning: "What other clusters request of a gateway, on the Service of the gateway.",
+    }
     REMOTE_RESOURCE_VERSION = "mirror.linkerd.io/remote-resource-version" {
         objects: "written on Service",
         values: "a resource version",

@@ -12,14 +12,14 @@ use tulle_tests::commands;
 use tulle_tests::eventually::eventually;
 
 #[derive(Debug)]
-struct CommandOutput {
-    success: bool,
-    out: String,
-    err: String,
+pub(crate) struct CommandOutput {
+    pub(crate) success: bool,
+    pub(crate) out: String,
+    pub(crate) err: String,
 }
 
 /// Runs `tulle` as the administrator, or with the kubeconfig in its arguments.
-async fn tulle(server: &ApiServer, line: &str) -> CommandOutput {
+pub(crate) async fn tulle(server: &ApiServer, line: &str) -> CommandOutput {
     run(&server.kubeconfig(), line, path()).await
 }
 
@@ -54,7 +54,7 @@ fn path() -> String {
 }
 
 /// Runs `kubectl` with manifests on standard input.
-async fn kubectl(server: &ApiServer, line: &str, manifests: &str) -> String {
+pub(crate) async fn kubectl(server: &ApiServer, line: &str, manifests: &str) -> String {
     let mut child = tokio::process::Command::new("kubectl")
         .arg("--kubeconfig")
         .arg(server.kubeconfig())
@@ -78,7 +78,7 @@ async fn kubectl(server: &ApiServer, line: &str, manifests: &str) -> String {
 }
 
 #[track_caller]
-fn assert_contains(text: &str, wanted: &[&str]) {
+pub(crate) fn assert_contains(text: &str, wanted: &[&str]) {
     for wanted in wanted {
         assert!(text.contains(wanted), "{wanted:?} is not in\n{text}");
     }

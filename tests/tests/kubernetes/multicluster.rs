@@ -1,5 +1,6 @@
 //! The service mirror between two API servers, with the permissions of the chart.
 
+mod commands;
 mod remote_endpoints;
 
 use std::fs;

@@ -190,7 +190,8 @@ fn every_header_that_a_program_names_is_declared() {
 
 /// Names with the syntax of annotations: the controller in a status, the type of a Secret, and a common misspelling that
 /// `tulle check` finds.
-const NAMES_OF_OTHER_THINGS: [&str; 4] = [
+const NAMES_OF_OTHER_THINGS: [&str; 5] = [
+    "mirror.linkerd.io/remote-kubeconfig",
     "linkerd.io/policy-controller",
     "linkerd.io/service-mirror",
     "linkerd.io/tls",

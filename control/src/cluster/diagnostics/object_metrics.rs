@@ -19,7 +19,7 @@ use crate::resources::{Kind, Object};
 /// Counts stored objects by kind, some kinds also by namespace, and the addresses of Services and the Services with routes.
 #[derive(Default)]
 pub(in crate::cluster) struct ObjectMetrics {
-    by_kind: AHashMap<Kind, Arc<Gauge>>,
+    by_kind: AHashMap<Kind, CountGauge>,
     by_namespace: AHashMap<(Kind, Arc<str>), Arc<Gauge>>,
     /// Keys of Service addresses.
     addresses: AHashSet<LookupKey>,
@@ -31,6 +31,25 @@ pub(in crate::cluster) struct ObjectMetrics {
     unsupported_by_server: AHashMap<NamespacedName, Vec<PartUnsupportedByServer>>,
     /// Unreadable objects, with the reason.
     unreadable: AHashMap<(Kind, NamespacedName), (String, GaugeGuard)>,
+}
+
+/// A gauge of a number that is subtracted from it when this is dropped, because other clusters can share the gauge.
+struct CountGauge {
+    gauge: Arc<Gauge>,
+    count: i64,
+}
+
+impl CountGauge {
+    fn add(&mut self, change: i64) {
+        self.count += change;
+        self.gauge.add(change);
+    }
+}
+
+impl Drop for CountGauge {
+    fn drop(&mut self) {
+        self.gauge.add(-self.count);
+    }
 }
 
 /// A part of an object that its Server does not support.
@@ -189,10 +208,10 @@ impl ObjectMetrics {
     }
 
     fn add_to_counts(&mut self, metrics: &Metrics, kind: Kind, namespace: &Arc<str>, change: i64) {
-        let by_kind = self
-            .by_kind
-            .entry(kind)
-            .or_insert_with(|| kind.cache_size_gauge(&metrics.registry, &metrics.cluster));
+        let by_kind = self.by_kind.entry(kind).or_insert_with(|| CountGauge {
+            gauge: kind.cache_size_gauge(&metrics.registry, &metrics.cluster),
+            count: 0,
+        });
         by_kind.add(change);
         if kind == Kind::Service {
             metrics.services.add(change);

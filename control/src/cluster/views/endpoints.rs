@@ -64,6 +64,7 @@ impl View for EndpointsView {
                 }
             }
             Some(_) => Endpoints {
+                existence: Existence::Present,
                 remote,
                 ..Endpoints::default()
             },
@@ -124,7 +125,8 @@ fn addressed_endpoints(reader: &Reader<'_>, config: &Config, service: &Service, 
         }
     }
     // Terminating endpoints are used if there are no others: the slices may not list the new pod yet.
-    if addresses.is_empty() {
+    let are_terminating = addresses.is_empty() && !terminating.is_empty();
+    if are_terminating {
         addresses = terminating;
     }
     prefer_ipv6(&mut addresses);
@@ -141,6 +143,7 @@ fn addressed_endpoints(reader: &Reader<'_>, config: &Config, service: &Service, 
         existence: Existence::Present,
         scope,
         endpoints: addresses.into_values().collect(),
+        are_terminating,
         remote: None,
     }
 }

@@ -18,9 +18,10 @@ pub(super) struct WatchedKind {
     pub(super) necessity: Necessity,
 }
 
-/// Whether the source waits for the first list of a kind that it may not read.
+/// What happens if the account may not list a kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Necessity {
+    /// The source waits for its first list.
     Required,
     /// It is empty until the permission is given.
     Optional,

@@ -42,6 +42,16 @@ pub struct Config {
     pub stale_kinds: Readiness,
 }
 
+/// Which objects of another cluster are reported.
+#[derive(Clone, Debug)]
+pub struct RemoteConfig {
+    /// The name of the cluster.
+    pub cluster: Arc<str>,
+    pub endpoints_source: EndpointsSource,
+    /// The reason of each kind that cannot be read.
+    pub stale_kinds: Readiness,
+}
+
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SourceError {
@@ -85,23 +95,21 @@ pub async fn run(
     source.run(drain).await
 }
 
-/// Reports the objects that determine the endpoints in another cluster, until the future is dropped. Their metrics are not exported,
-/// because those of this cluster have the same names.
+/// Reports the objects that determine the endpoints in another cluster, until the drain. Metrics of the watches are not exported, because those of this cluster have the same names.
 ///
 /// # Errors
 /// As [`run`].
 pub async fn run_remote(
     client: Client,
-    cluster: Arc<str>,
-    endpoints_source: EndpointsSource,
+    config: RemoteConfig,
     sink: EventSink,
     drain: drain::Watch,
 ) -> Result<(), SourceError> {
     let source = Source {
         client,
-        watched: kinds::remote_kinds(endpoints_source),
-        cluster: Some(cluster),
-        stale_kinds: Readiness::new(),
+        watched: kinds::remote_kinds(config.endpoints_source),
+        cluster: Some(config.cluster),
+        stale_kinds: config.stale_kinds,
         sink,
         registry: Registry::new(),
     };

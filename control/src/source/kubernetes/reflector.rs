@@ -54,6 +54,8 @@ pub(super) struct Reflector {
     hasher: RandomState,
     api_version: &'static str,
     presence: Presence,
+    /// The kind is optional, and a log line has said that it may not be listed.
+    is_refusal_reported: bool,
 }
 
 /// Whether the API server has the kind, as last logged.
@@ -185,6 +187,7 @@ impl Reflector {
             hasher: RandomState::new(),
             api_version,
             presence: Presence::Unknown,
+            is_refusal_reported: false,
         }
     }
 
@@ -204,6 +207,7 @@ impl Reflector {
             match self.list().await {
                 Ok(ListOutcome::Complete(resource_version)) => {
                     self.absent_rounds = 0;
+                    self.is_refusal_reported = false;
                     self.set_presence(Presence::Served);
                     self.mark_up_to_date(started_at).await;
                     if self.watch(resource_version).await == WatchProgress::Progressed {
@@ -251,23 +255,24 @@ impl Reflector {
 
     /// Marks the kind as stale, and as listed if it is optional and may not be read.
     async fn report_list_failure(&mut self, err: &Error) {
-        let is_omitted = self.watched.necessity == Necessity::Optional && err.is_forbidden();
-        match (is_omitted, self.first_list.take_if(|_| is_omitted)) {
-            (false, _) => warn!(
-                kind = self.kind_name(),
-                error = err as &dyn StdError,
-                "list failed, the last known state stays in use"
-            ),
-            (true, Some(listed)) => {
+        if self.watched.necessity == Necessity::Optional && err.is_forbidden() {
+            if !std::mem::replace(&mut self.is_refusal_reported, true) {
                 warn!(
                     kind = self.kind_name(),
                     error = err as &dyn StdError,
-                    "the account may not list the kind, so it counts as empty until it may"
+                    "the account may not list the kind; its last known state, or none, is used until it may"
                 );
+            }
+            if let Some(listed) = self.first_list.take() {
                 // Fails only if the receiver is dropped, which no longer needs the message.
                 let _ = listed.send(self.watched.kind).await;
             }
-            (true, None) => {}
+        } else {
+            warn!(
+                kind = self.kind_name(),
+                error = err as &dyn StdError,
+                "list failed, the last known state stays in use"
+            );
         }
         self.freshness.mark_stale(&ErrorChain(err).to_string());
     }

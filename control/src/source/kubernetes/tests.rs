@@ -648,8 +648,12 @@ async fn an_optional_kind_of_another_cluster_is_empty_until_it_may_be_listed() {
         let written = batches.clone();
         let sink = EventSink::new(move |events| written.lock().extend(events.iter().map(summarize)));
         let (_signal, drain) = drain::channel();
-        let slices = EndpointsSource::EndpointSlices;
-        let running = run_remote(Client::new(service, "default"), "east".into(), slices, sink, drain);
+        let config = RemoteConfig {
+            cluster: "east".into(),
+            endpoints_source: EndpointsSource::EndpointSlices,
+            stale_kinds: Readiness::new(),
+        };
+        let running = run_remote(Client::new(service, "default"), config, sink, drain);
         let _ended = timeout(Duration::from_secs(600), async {
             let before = async {
                 tokio::time::sleep(Duration::from_secs(200)).await;

@@ -130,6 +130,9 @@ fn every_command_of_the_pages_is_run_by_a_test_or_listed_with_a_reason() {
 }
 
 const BY_INSTALLATION: Run = Run::By("installation.rs");
+const TWO_CLUSTERS: Run = Run::Not(
+    "needs two clusters with pods; kubernetes/multicluster/commands.rs runs the commands with two API servers",
+);
 const BY_VM: Run = Run::By("tests/clients/vm.rs, with the same files and commands");
 const BY_PUBLISH: Run =
     Run::Not("needs a published release; `./run publish --try` does the same with a local registry");
@@ -232,6 +235,11 @@ const PLAN: &[(&str, &str, Run)] = &[
         "4. Redirect traffic",
         Run::Not("needs systemd; vm.rs runs the units' commands"),
     ),
+    ("how-to/multicluster.md", "1. Install the extension", TWO_CLUSTERS),
+    ("how-to/multicluster.md", "2. Link the clusters", TWO_CLUSTERS),
+    ("how-to/multicluster.md", "3. Export a Service", TWO_CLUSTERS),
+    ("how-to/multicluster.md", "4. Look at it", TWO_CLUSTERS),
+    ("how-to/multicluster.md", "Undo", TWO_CLUSTERS),
     (
         "tutorials/demo.md",
         "Your own manifests",

@@ -44,6 +44,7 @@ impl Destination {
             .unwrap();
         let secrets = kubeconfig::client(&access).await.unwrap();
         let watches = RemoteWatches::new(secrets, clusters.clone(), registry.clone(), drain.clone());
+        let watches = watches.with_unlink_delay(Duration::from_secs(1));
         tasks.spawn(watches.run(references));
         let admin = client::Config {
             kubeconfig: Some(server.kubeconfig()),
@@ -129,7 +130,7 @@ async fn put_discovery_credentials(server: &ApiServer, access: &Path) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn endpoints_of_a_linked_cluster_are_served_while_its_secret_exists() {
-    let (west, east) = tokio::join!(cluster(&["east"]), cluster(&[]));
+    let (west, east, moved) = tokio::join!(cluster(&["east"]), cluster(&[]), cluster(&[]));
     let account = ["create", "serviceaccount", "linkerd-destination", "-n", CONTROL_PLANE];
     west.kubectl(&account).await.unwrap();
     let access = remote_access(&east).await;
@@ -172,19 +173,26 @@ async fn endpoints_of_a_linked_cluster_are_served_while_its_secret_exists() {
     put_discovery_credentials(&west, &unreachable).await;
     apply(&east, &slice(&["10.2.0.2"])).await;
     assert_eq!(next(&mut stream).await, "-10.2.0.1:8080");
-    put_discovery_credentials(&west, &access).await;
-    apply(&east, &slice(&["10.2.0.2", "10.2.0.3"])).await;
-    assert_eq!(next(&mut stream).await, "+10.2.0.3:8080");
+    apply(&moved, &service("app", &json!({}))).await;
+    apply(&moved, &slice(&["10.2.0.2", "10.3.0.1"])).await;
+    put_discovery_credentials(&west, &remote_access(&moved).await).await;
+    assert_eq!(next(&mut stream).await, "+10.3.0.1:8080");
+    eventually("the cluster is up to date", async || {
+        let page = destination.registry.render();
+        page.contains("tulle_remote_cluster_up_to_date{cluster=\"east\"} 1\n")
+            .then_some(())
+    })
+    .await;
 
     let secrets = Api::<Secret>::namespaced(west.client(), CONTROL_PLANE);
     secrets
         .delete("cluster-credentials-east", &Default::default())
         .await
         .unwrap();
-    assert_eq!(next(&mut stream).await, "-10.2.0.2:8080,10.2.0.3:8080");
+    assert_eq!(next(&mut stream).await, "-10.2.0.2:8080,10.3.0.1:8080");
     assert_eq!(next(&mut stream).await, "none");
 
-    let refused: Vec<_> = [&west, &east]
+    let refused: Vec<_> = [&west, &east, &moved]
         .iter()
         .flat_map(|server| server.audit_log().unwrap())
         .filter(tulle_tests::cluster::AuditRecord::is_forbidden)

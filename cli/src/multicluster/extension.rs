@@ -1,0 +1,55 @@
+//! Objects of the multicluster extension.
+
+use anyhow::anyhow;
+use k8s_openapi::api::core::v1::Namespace;
+use kube::api::{ApiResource, DynamicObject, GroupVersionKind, ListParams};
+use kube::{Api, ResourceExt as _};
+use serde_json::{Value, json};
+
+use crate::kubernetes::{Cluster, reason};
+
+/// Selects the namespace and the cluster-scoped objects of the extension.
+pub(super) const LABEL: &str = "linkerd.io/extension in (multicluster, linkerd-multicluster)";
+pub(super) const DEFAULT_NAMESPACE: &str = "linkerd-multicluster";
+/// The type of Secrets with access to another cluster.
+pub(super) const CREDENTIALS_TYPE: &str = "mirror.linkerd.io/remote-kubeconfig";
+
+/// The Links of all namespaces.
+///
+/// # Errors
+/// Fails if they cannot be listed, also because the cluster does not have the kind.
+pub(super) async fn links(cluster: &Cluster) -> anyhow::Result<Vec<DynamicObject>> {
+    let api: Api<DynamicObject> = Api::all_with(cluster.client.clone(), &link_resource());
+    let links = cluster.list(&api, &ListParams::default()).await;
+    links.map_err(|error| anyhow!("listing Links: {}", reason(&error)))
+}
+
+pub(super) fn link_resource() -> ApiResource {
+    ApiResource::from_gvk(&GroupVersionKind::gvk("multicluster.linkerd.io", "v1alpha3", "Link"))
+}
+
+/// The name of the cluster to which a Link leads.
+pub(super) fn target_cluster(link: &DynamicObject) -> String {
+    let name = link.data["spec"]["targetClusterName"].as_str();
+    name.map_or_else(|| link.name_any(), str::to_owned)
+}
+
+/// The namespace in which the extension is installed. `None` if it is not.
+///
+/// # Errors
+/// Fails if namespaces cannot be listed.
+pub(super) async fn namespace(cluster: &Cluster) -> anyhow::Result<Option<String>> {
+    let api: Api<Namespace> = Api::all(cluster.client.clone());
+    let found = cluster.list(&api, &ListParams::default().labels(LABEL)).await;
+    let found = found.map_err(|error| anyhow!("listing namespaces: {}", reason(&error)))?;
+    Ok(found.first().map(kube::ResourceExt::name_any))
+}
+
+/// The fields that identify an object, for `kubectl delete`.
+pub(super) fn identity(api_version: &str, kind: &str, namespace: Option<&str>, name: &str) -> Value {
+    let mut metadata = json!({"name": name});
+    if let Some(namespace) = namespace {
+        metadata["namespace"] = json!(namespace);
+    }
+    json!({"apiVersion": api_version, "kind": kind, "metadata": metadata})
+}

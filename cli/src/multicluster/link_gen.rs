@@ -1,0 +1,541 @@
+//! `tulle multicluster link-gen`: reads a cluster that exports Services, and prints what a cluster that mirrors them needs.
+
+use std::net::IpAddr;
+
+use anyhow::{Context as _, anyhow, ensure};
+use k8s_openapi::ByteString;
+use k8s_openapi::api::core::v1::{Secret, Service, ServiceAccount};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
+use kube::api::ListParams;
+use kube::{Api, Config, ResourceExt as _};
+use serde_json::{Value, json};
+use tulle_control::resources::labels::Selector;
+use tulle_core::dns_names::is_dns_label;
+use tulle_core::names::{annotation, label};
+
+use super::extension::{CREDENTIALS_TYPE, DEFAULT_NAMESPACE};
+use crate::install::manifests::{Output, show};
+use crate::kubernetes::{self, Cluster, reason};
+use crate::{config, runtime};
+
+#[derive(clap::Args, Clone, Debug)]
+pub(crate) struct Args {
+    /// The name that this cluster gets in the other one: mirrors are named <service>-<name>
+    #[arg(long, value_name = "NAME")]
+    cluster_name: String,
+    /// The namespace of the account, and of the Link in the other cluster
+    #[arg(long, value_name = "NAMESPACE", default_value = DEFAULT_NAMESPACE)]
+    namespace: String,
+    /// The account with which the other cluster reads this one
+    #[arg(
+        long,
+        value_name = "NAME",
+        default_value = "linkerd-service-mirror-remote-access-default"
+    )]
+    service_account_name: String,
+    /// The URL at which the other cluster reaches this API server [default: that of the kubeconfig]
+    #[arg(long, value_name = "URL")]
+    api_server_address: Option<String>,
+    /// Whether the other cluster sends through the gateway; otherwise it has to reach pods
+    #[arg(long, value_name = "BOOL", default_value_t = true, num_args = 0..=1, require_equals = true, default_missing_value = "true", action = clap::ArgAction::Set)]
+    gateway: bool,
+    /// The Service of the gateway
+    #[arg(long, value_name = "NAME", default_value = "linkerd-gateway")]
+    gateway_name: String,
+    /// The namespace of the gateway
+    #[arg(long, value_name = "NAMESPACE", default_value = DEFAULT_NAMESPACE)]
+    gateway_namespace: String,
+    /// Addresses at which the other cluster reaches the gateway, comma-separated [default: those of the load balancer]
+    #[arg(long, value_name = "ADDRESSES", default_value = "", hide_default_value = true)]
+    gateway_addresses: String,
+    /// The port at which the other cluster reaches the gateway [default: that of the Service, or its node port]
+    #[arg(long, value_name = "PORT")]
+    gateway_port: Option<u16>,
+    /// The Services that are mirrored with the gateway
+    #[arg(
+        short = 'l',
+        long,
+        value_name = "LABELS",
+        default_value = "mirror.linkerd.io/exported=true"
+    )]
+    selector: String,
+    /// The Services that are mirrored with their own pods
+    #[arg(
+        long,
+        value_name = "LABELS",
+        default_value = "mirror.linkerd.io/exported=remote-discovery"
+    )]
+    remote_discovery_selector: String,
+    /// The Services that join a federated one
+    #[arg(long, value_name = "LABELS", default_value = "mirror.linkerd.io/federated=member")]
+    federated_service_selector: String,
+    /// Annotations that mirrors do not get, comma-separated
+    #[arg(long, value_name = "ANNOTATIONS", default_value = "", hide_default_value = true)]
+    excluded_annotations: String,
+    /// Labels that mirrors do not get, comma-separated
+    #[arg(long, value_name = "LABELS", default_value = "", hide_default_value = true)]
+    excluded_labels: String,
+    /// Output format of the manifests
+    #[arg(short, long, value_enum, default_value_t = Output::Yaml)]
+    output: Output,
+}
+
+/// What the Link says of a gateway.
+#[derive(Debug, PartialEq)]
+struct Gateway {
+    addresses: String,
+    port: u16,
+    identity: String,
+    probe_path: String,
+    probe_port: u16,
+    /// As a Go duration.
+    probe_period: String,
+}
+
+/// What is read of the cluster.
+struct Target {
+    cluster_domain: String,
+    trust_domain: String,
+    kubeconfig: String,
+    gateway: Option<Gateway>,
+}
+
+/// Prints the manifests.
+///
+/// # Errors
+/// Fails if a flag is invalid, or if an object of the cluster is missing or incomplete.
+pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<()> {
+    check(args)?;
+    let target = runtime()?.block_on(async {
+        let access = flags.config().await?;
+        let cluster = flags.connect().await?;
+        read(args, &cluster, &access).await
+    })?;
+    crate::print(&show(
+        &manifests(args, &target, &flags.linkerd_namespace)?,
+        args.output,
+    )?)
+}
+
+fn check(args: &Args) -> anyhow::Result<()> {
+    let name = &args.cluster_name;
+    ensure!(
+        is_dns_label(name),
+        "--cluster-name {name:?} is not a DNS label; use lower-case letters, digits and -, such as `east`"
+    );
+    if name.len() > MAX_HANDY_NAME_LEN {
+        eprintln!(
+            "tulle: the name {name} has {} characters; Services of more than {} characters cannot be mirrored, because a \
+             mirror's name has at most 63",
+            name.len(),
+            62 - name.len()
+        );
+    }
+    let has_gateway_flags = !args.gateway_addresses.is_empty() || args.gateway_port.is_some();
+    ensure!(
+        args.gateway || !has_gateway_flags,
+        "--gateway-addresses and --gateway-port have no effect with --gateway=false"
+    );
+    for (flag, selector) in [
+        ("--selector", &args.selector),
+        ("--remote-discovery-selector", &args.remote_discovery_selector),
+        ("--federated-service-selector", &args.federated_service_selector),
+    ] {
+        selector_of(selector).with_context(|| format!("{flag} {selector:?}"))?;
+    }
+    Ok(())
+}
+
+async fn read(args: &Args, cluster: &Cluster, access: &Config) -> anyhow::Result<Target> {
+    let values = config::values(cluster).await?;
+    let domain = |key: &str| {
+        values[key]
+            .as_str()
+            .filter(|domain| !domain.is_empty())
+            .map(str::to_owned)
+    };
+    let cluster_domain = domain("clusterDomain").unwrap_or_else(|| "cluster.local".to_owned());
+    Ok(Target {
+        trust_domain: domain("identityTrustDomain").unwrap_or_else(|| cluster_domain.clone()),
+        cluster_domain,
+        kubeconfig: kubeconfig(args, access, &token(args, cluster).await?)?,
+        gateway: match args.gateway {
+            true => Some(gateway(args, &gateway_service(args, cluster).await?)?),
+            false => None,
+        },
+    })
+}
+
+/// The token of the account.
+async fn token(args: &Args, cluster: &Cluster) -> anyhow::Result<String> {
+    let (namespace, name) = (&args.namespace, &args.service_account_name);
+    let accounts: Api<ServiceAccount> = Api::namespaced(cluster.client.clone(), namespace);
+    let account = accounts.get_opt(name).await;
+    let account = account.map_err(|error| anyhow!("reading ServiceAccount {namespace}/{name}: {}", reason(&error)))?;
+    ensure!(
+        account.is_some(),
+        "there is no ServiceAccount {namespace}/{name}; create it by `tulle multicluster allow --service-account-name {name}`, or \
+         name another by --service-account-name"
+    );
+    let secrets: Api<Secret> = Api::namespaced(cluster.client.clone(), namespace);
+    let tokens = ListParams::default().fields("type=kubernetes.io/service-account-token");
+    let secrets = cluster.list(&secrets, &tokens).await;
+    let secrets = secrets.map_err(|error| anyhow!("listing Secrets of {namespace}: {}", reason(&error)))?;
+    let is_of_account = |secret: &&Secret| {
+        let account = secret.annotations().get("kubernetes.io/service-account.name");
+        account.is_some_and(|account| account == name)
+    };
+    let secret = secrets.iter().find(is_of_account).with_context(|| {
+        format!(
+            "the account {namespace}/{name} has no token; create a Secret of type kubernetes.io/service-account-token for it, as \
+             `tulle multicluster allow` does"
+        )
+    })?;
+    let token = secret.data.as_ref().and_then(|data| data.get("token"));
+    let token = token.with_context(|| {
+        format!(
+            "Kubernetes has not written a token into Secret {namespace}/{} yet",
+            secret.name_any()
+        )
+    })?;
+    String::from_utf8(token.0.clone()).context("the token is not text")
+}
+
+/// A kubeconfig with the token alone: credentials of the caller are not passed on.
+fn kubeconfig(args: &Args, access: &Config, token: &str) -> anyhow::Result<String> {
+    let server = match &args.api_server_address {
+        Some(address) => address
+            .parse()
+            .with_context(|| format!("--api-server-address {address:?}"))?,
+        None => {
+            ensure_reachable(&access.cluster_url)?;
+            access.cluster_url.clone()
+        }
+    };
+    let mut cluster = json!({"server": server.to_string().trim_end_matches('/')});
+    if let Some(certificates) = &access.root_cert {
+        let certificates = certificates.iter().map(|der| pem::Pem::new("CERTIFICATE", der.clone()));
+        let bundle = pem::encode_many(&certificates.collect::<Vec<_>>());
+        cluster["certificate-authority-data"] = json!(ByteString(bundle.into_bytes()));
+    }
+    if let Some(name) = &access.tls_server_name {
+        cluster["tls-server-name"] = json!(name);
+    }
+    if access.accept_invalid_certs {
+        cluster["insecure-skip-tls-verify"] = json!(true);
+    }
+    let (name, user) = (&args.cluster_name, &args.service_account_name);
+    let kubeconfig = json!({
+        "apiVersion": "v1", "kind": "Config", "current-context": name,
+        "contexts": [{"name": name, "context": {"cluster": name, "user": user}}],
+        "clusters": [{"name": name, "cluster": cluster}],
+        "users": [{"name": user, "user": {"token": token}}],
+    });
+    serde_yaml_ng::to_string(&kubeconfig).context("writing the kubeconfig")
+}
+
+/// Fails if only this machine can reach the API server at this URL.
+fn ensure_reachable(server: &http::Uri) -> anyhow::Result<()> {
+    let host = server.host().context("the URL of the API server has no host")?;
+    let ip = host.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
+    let is_own = ip.is_ok_and(|ip| ip.is_loopback() || ip.is_unspecified());
+    ensure!(
+        !is_own && host != "localhost",
+        "the other cluster cannot reach the API server at {server}; pass --api-server-address with a URL at which it can"
+    );
+    Ok(())
+}
+
+async fn gateway_service(args: &Args, cluster: &Cluster) -> anyhow::Result<Service> {
+    let (namespace, name) = (&args.gateway_namespace, &args.gateway_name);
+    let services: Api<Service> = Api::namespaced(cluster.client.clone(), namespace);
+    let service = services.get_opt(name).await;
+    let service = service.map_err(|error| anyhow!("reading Service {namespace}/{name}: {}", reason(&error)))?;
+    service.with_context(|| {
+        format!(
+            "there is no gateway {namespace}/{name}; install it by `tulle multicluster install`, name another by --gateway-name and \
+             --gateway-namespace, or link without one by --gateway=false"
+        )
+    })
+}
+
+fn gateway(args: &Args, service: &Service) -> anyhow::Result<Gateway> {
+    let name = format!("the gateway {}/{}", args.gateway_namespace, args.gateway_name);
+    let spec = service.spec.clone().unwrap_or_default();
+    let is_node_port = spec.type_.as_deref() == Some("NodePort");
+    let port = |wanted: &str| {
+        let port = spec
+            .ports
+            .iter()
+            .flatten()
+            .find(|port| port.name.as_deref() == Some(wanted));
+        let port = port.with_context(|| format!("{name} has no port named {wanted}"))?;
+        let number = match is_node_port {
+            true => port
+                .node_port
+                .with_context(|| format!("port {wanted} of {name} has no node port"))?,
+            false => port.port,
+        };
+        u16::try_from(number).with_context(|| format!("port {wanted} of {name} is {number}"))
+    };
+    let annotated = |key: &str| {
+        let value = service.annotations().get(key).filter(|value| !value.is_empty());
+        value.with_context(|| format!("{name} has no annotation {key}"))
+    };
+    let period = annotated(annotation::PROBE_PERIOD)?;
+    let is_number = period.bytes().all(|byte| byte.is_ascii_digit());
+    Ok(Gateway {
+        addresses: addresses(args, service).with_context(|| {
+            format!(
+                "{name} has no address yet (`kubectl get service -n {} {}` shows it); pass one by --gateway-addresses",
+                args.gateway_namespace, args.gateway_name
+            )
+        })?,
+        port: args.gateway_port.map_or_else(|| port("mc-gateway"), Ok)?,
+        identity: annotated(annotation::GATEWAY_IDENTITY)?.clone(),
+        probe_path: annotated(annotation::PROBE_PATH)?.clone(),
+        probe_port: port("mc-probe")?,
+        probe_period: format!("{period}{}", if is_number { "s" } else { "" }),
+    })
+}
+
+/// The addresses of the gateway, comma-separated. `None` if there is none.
+fn addresses(args: &Args, service: &Service) -> Option<String> {
+    let given: Vec<_> = comma_separated(&args.gateway_addresses).map(str::to_owned).collect();
+    if !given.is_empty() {
+        return Some(given.join(","));
+    }
+    let balancer = service.status.as_ref()?.load_balancer.as_ref()?;
+    let ingress = balancer.ingress.iter().flatten();
+    let found: Vec<_> = ingress
+        .filter_map(|ingress| ingress.ip.clone().or_else(|| ingress.hostname.clone()))
+        .collect();
+    (!found.is_empty()).then(|| found.join(","))
+}
+
+fn comma_separated(list: &str) -> impl Iterator<Item = &str> {
+    list.split(',').map(str::trim).filter(|entry| !entry.is_empty())
+}
+
+fn manifests(args: &Args, target: &Target, control_plane: &str) -> anyhow::Result<Vec<Value>> {
+    let (name, secret) = (&args.cluster_name, format!("cluster-credentials-{}", args.cluster_name));
+    let data = json!({"kubeconfig": ByteString(target.kubeconfig.clone().into_bytes())});
+    let mut spec = json!({
+        "targetClusterName": name,
+        "targetClusterDomain": target.cluster_domain,
+        "targetClusterLinkerdNamespace": control_plane,
+        "clusterCredentialsSecret": secret,
+        "remoteDiscoverySelector": selector_of(&args.remote_discovery_selector)?,
+        "federatedServiceSelector": selector_of(&args.federated_service_selector)?,
+    });
+    for (field, list) in [
+        ("excludedAnnotations", &args.excluded_annotations),
+        ("excludedLabels", &args.excluded_labels),
+    ] {
+        let entries: Vec<_> = comma_separated(list).collect();
+        if !entries.is_empty() {
+            spec[field] = json!(entries);
+        }
+    }
+    if let Some(gateway) = &target.gateway {
+        spec["gatewayAddress"] = json!(gateway.addresses);
+        spec["gatewayPort"] = json!(gateway.port.to_string());
+        spec["gatewayIdentity"] = json!(gateway.identity);
+        spec["probeSpec"] = json!({
+            "path": gateway.probe_path, "port": gateway.probe_port.to_string(), "period": gateway.probe_period,
+        });
+        spec["selector"] = selector_of(&args.selector)?;
+    }
+    let created_by = concat!("tulle/cli ", env!("CARGO_PKG_VERSION"));
+    Ok(vec![
+        json!({
+            "apiVersion": "v1", "kind": "Secret", "type": CREDENTIALS_TYPE,
+            "metadata": {"name": secret, "namespace": args.namespace},
+            "data": data,
+        }),
+        json!({
+            "apiVersion": "v1", "kind": "Secret", "type": CREDENTIALS_TYPE,
+            "metadata": {
+                "name": secret, "namespace": control_plane,
+                "labels": {label::CREDENTIALS_OF_CLUSTER: name},
+                "annotations": {
+                    annotation::TRUST_DOMAIN: target.trust_domain,
+                    annotation::CLUSTER_DOMAIN: target.cluster_domain,
+                },
+            },
+            "data": data,
+        }),
+        json!({
+            "apiVersion": "multicluster.linkerd.io/v1alpha3", "kind": "Link",
+            "metadata": {
+                "name": name, "namespace": args.namespace,
+                "annotations": {annotation::CREATED_BY: created_by},
+            },
+            "spec": spec,
+        }),
+    ])
+}
+
+/// Converts a selector as `kubectl -l` has it to that of the API.
+fn selector_of(text: &str) -> anyhow::Result<Value> {
+    let selector: Selector = text.parse().map_err(|error| anyhow!("{error}"))?;
+    ensure!(
+        !selector.is_empty(),
+        "it is empty, which selects no Service; expected labels such as app=web,tier!=test"
+    );
+    Ok(json!(LabelSelector::from(&selector)))
+}
+
+/// With longer names, the mirrors of common Services have more than 63 characters.
+const MAX_HANDY_NAME_LEN: usize = 30;
+
+pub(crate) const EXAMPLES: &str = "\
+Run it against the cluster that exports Services, and apply its output in the one that uses them:
+
+  tulle multicluster link-gen --context east --cluster-name east | kubectl --context west apply -f -
+
+Services of east with the label mirror.linkerd.io/exported=true are then Services <name>-east of west. The controller of the Link is \
+installed by the chart tulle-multicluster, with the name of the Link in `controllers`.";
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+
+    use super::*;
+
+    #[derive(clap::Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    fn args(line: &str) -> Args {
+        let words = ["link-gen", "--cluster-name=east"]
+            .into_iter()
+            .chain(line.split_whitespace());
+        Line::parse_from(words).args
+    }
+
+    fn service(spec: &Value, ingress: &Value) -> Service {
+        let annotations = json!({
+            "mirror.linkerd.io/gateway-identity": "gateway.east", "mirror.linkerd.io/probe-period": "3",
+            "mirror.linkerd.io/probe-path": "/ready",
+        });
+        serde_json::from_value(json!({
+            "metadata": {"name": "linkerd-gateway", "annotations": annotations},
+            "spec": spec, "status": {"loadBalancer": {"ingress": ingress}},
+        }))
+        .unwrap()
+    }
+
+    fn ports() -> Value {
+        json!({"type": "LoadBalancer", "ports": [
+            {"name": "mc-gateway", "port": 4143, "nodePort": 30143}, {"name": "mc-probe", "port": 4191, "nodePort": 30191},
+        ]})
+    }
+
+    #[test]
+    fn a_gateway_has_the_address_and_ports_that_other_clusters_reach() {
+        let balanced = service(&ports(), &json!([{"ip": "192.0.2.1"}, {"hostname": "east.example"}]));
+        let found = gateway(&args(""), &balanced).unwrap();
+        let expected = Gateway {
+            addresses: "192.0.2.1,east.example".to_owned(),
+            port: 4143,
+            identity: "gateway.east".to_owned(),
+            probe_path: "/ready".to_owned(),
+            probe_port: 4191,
+            probe_period: "3s".to_owned(),
+        };
+        assert_eq!(found, expected);
+        let mut spec = ports();
+        spec["type"] = json!("NodePort");
+        let on_nodes = service(&spec, &json!([]));
+        let error = gateway(&args(""), &on_nodes).unwrap_err().to_string();
+        assert!(error.contains("--gateway-addresses"), "{error}");
+        let found = gateway(&args("--gateway-addresses=192.0.2.7,,192.0.2.8"), &on_nodes).unwrap();
+        assert_eq!(
+            (&*found.addresses, found.port, found.probe_port),
+            ("192.0.2.7,192.0.2.8", 30143, 30191)
+        );
+        let found = gateway(&args("--gateway-addresses=a --gateway-port=9"), &on_nodes).unwrap();
+        assert_eq!(found.port, 9);
+        let without = service(&json!({"ports": []}), &json!([{"ip": "192.0.2.1"}]));
+        let error = gateway(&args(""), &without).unwrap_err().to_string();
+        assert!(error.contains("no port named mc-gateway"), "{error}");
+    }
+
+    #[test]
+    fn the_kubeconfig_has_the_token_and_no_credentials_of_the_caller() {
+        let mut access = Config::new("https://192.0.2.1:6443".parse().unwrap());
+        access.root_cert = Some(vec![vec![1; 100]]);
+        access.auth_info.client_key_data = Some("the caller's key".to_owned().into());
+        let text = kubeconfig(&args(""), &access, "the token").unwrap();
+        let value: Value = serde_yaml_ng::from_str(&text).unwrap();
+        assert_eq!(value["current-context"], "east");
+        assert_eq!(value["clusters"][0]["cluster"]["server"], "https://192.0.2.1:6443");
+        assert_eq!(value["users"][0]["user"], json!({"token": "the token"}));
+        let bundle = value["clusters"][0]["cluster"]["certificate-authority-data"].clone();
+        let bundle: ByteString = serde_json::from_value(bundle).unwrap();
+        assert!(bundle.0.starts_with(b"-----BEGIN CERTIFICATE-----"), "{bundle:?}");
+        let elsewhere = args("--api-server-address=https://east.example");
+        let text = kubeconfig(&elsewhere, &access, "t").unwrap();
+        assert!(text.contains("server: https://east.example\n"), "{text}");
+        for server in [
+            "https://127.0.0.1:6443",
+            "https://localhost:6443",
+            "https://[::1]:6443",
+            "https://0.0.0.0",
+        ] {
+            access.cluster_url = server.parse().unwrap();
+            let error = kubeconfig(&args(""), &access, "t").unwrap_err().to_string();
+            assert!(error.contains("--api-server-address"), "{server}: {error}");
+        }
+    }
+
+    #[test]
+    fn the_manifests_are_two_secrets_and_a_link() {
+        let target = Target {
+            cluster_domain: "east.test".to_owned(),
+            trust_domain: "trust.test".to_owned(),
+            kubeconfig: "k".to_owned(),
+            gateway: None,
+        };
+        let args = args("--gateway=false --excluded-labels=a,b/*");
+        let [mirror, discovery, link] = &manifests(&args, &target, "linkerd").unwrap()[..] else {
+            panic!("three objects")
+        };
+        for (secret, namespace) in [(mirror, "linkerd-multicluster"), (discovery, "linkerd")] {
+            assert_eq!(secret["type"], "mirror.linkerd.io/remote-kubeconfig");
+            assert_eq!(secret["metadata"]["namespace"], namespace);
+            assert_eq!(secret["data"]["kubeconfig"], "aw==");
+        }
+        assert_eq!(
+            discovery["metadata"]["labels"]["multicluster.linkerd.io/cluster-name"],
+            "east"
+        );
+        let annotations = &discovery["metadata"]["annotations"];
+        assert_eq!(annotations["multicluster.linkerd.io/trust-domain"], "trust.test");
+        assert_eq!(link["spec"]["excludedLabels"], json!(["a", "b/*"]));
+        for field in ["gatewayAddress", "probeSpec", "selector", "excludedAnnotations"] {
+            assert!(link["spec"].get(field).is_none(), "{field}");
+        }
+    }
+
+    #[test]
+    fn invalid_flags_are_refused_with_their_name() {
+        for (line, expected) in [
+            ("--cluster-name=East", "--cluster-name \"East\""),
+            ("--gateway=false --gateway-port=1", "--gateway-port"),
+            ("--selector=", "--selector"),
+        ] {
+            let line = Line::try_parse_from(
+                ["link-gen"]
+                    .into_iter()
+                    .chain(line.split(' '))
+                    .chain((!line.contains("--cluster-name")).then_some("--cluster-name=east")),
+            );
+            let error = format!("{:#}", check(&line.unwrap().args).unwrap_err());
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+}

@@ -1,0 +1,130 @@
+//! `tulle multicluster unlink`: lists what belongs to a Link.
+
+use anyhow::{Context as _, anyhow};
+use k8s_openapi::api::core::v1::{Secret, Service};
+use kube::api::{ApiResource, DynamicObject, GroupVersionKind, ListParams};
+use kube::{Api, ResourceExt as _};
+use serde_json::Value;
+use tulle_core::names::label;
+
+use super::extension::{DEFAULT_NAMESPACE, identity, link_resource, target_cluster};
+use crate::install::manifests::{Output, show};
+use crate::kubernetes::{self, Cluster, reason};
+use crate::runtime;
+
+#[derive(clap::Args, Clone, Debug)]
+pub(crate) struct Args {
+    /// The name of the Link
+    #[arg(long, value_name = "NAME")]
+    cluster_name: String,
+    /// The namespace of the Link
+    #[arg(long, value_name = "NAMESPACE", default_value = DEFAULT_NAMESPACE)]
+    namespace: String,
+    /// Print only the controller that Linkerd's `link` has created, so that the chart can manage a new one
+    #[arg(long)]
+    only_controller: bool,
+    /// Output format of the manifests
+    #[arg(short, long, value_enum, default_value_t = Output::Yaml)]
+    output: Output,
+}
+
+/// Prints the objects.
+///
+/// # Errors
+/// Fails if there is no such Link.
+pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<()> {
+    let objects = runtime()?.block_on(async { objects(args, &flags.connect().await?).await })?;
+    crate::print(&show(&objects, args.output)?)
+}
+
+async fn objects(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Value>> {
+    let (namespace, name) = (&args.namespace, &args.cluster_name);
+    let links: Api<DynamicObject> = Api::namespaced_with(cluster.client.clone(), namespace, &link_resource());
+    let link = links.get_opt(name).await;
+    let link = link.map_err(|error| anyhow!("reading Link {namespace}/{name}: {}", reason(&error)))?;
+    let link = link.with_context(|| {
+        format!("there is no Link {namespace}/{name}; `kubectl get links -A` lists all, and --namespace names another namespace")
+    })?;
+    let target = target_cluster(&link);
+    let mut objects = Vec::new();
+    for (api_version, kind, is_namespaced, object) in legacy_controller(name) {
+        let namespace = is_namespaced.then_some(&**namespace);
+        objects.extend(existing(cluster, api_version, kind, namespace, &object).await?);
+    }
+    if args.only_controller {
+        return Ok(objects);
+    }
+    let secret = link.data["spec"]["clusterCredentialsSecret"].as_str();
+    let secret = secret.map_or_else(|| format!("cluster-credentials-{name}"), str::to_owned);
+    let of_namespace = Some(&**namespace);
+    let lease = format!("service-mirror-write-{name}");
+    for (api_version, kind, object) in [("v1", "Secret", &secret), ("coordination.k8s.io/v1", "Lease", &lease)] {
+        objects.extend(existing(cluster, api_version, kind, of_namespace, object).await?);
+    }
+    objects.push(identity("multicluster.linkerd.io/v1alpha3", "Link", of_namespace, name));
+
+    let (mirrored, of_cluster) = (label::MIRRORED_SERVICE, label::MIRRORED_CLUSTER);
+    let mirrors = ListParams::default().labels(&format!("{mirrored}=true,{of_cluster}={target}"));
+    let services = cluster
+        .list(&Api::<Service>::all(cluster.client.clone()), &mirrors)
+        .await;
+    let services = services.map_err(|error| anyhow!("listing mirrors: {}", reason(&error)))?;
+    objects.extend(
+        services
+            .iter()
+            .map(|service| identity("v1", "Service", service.namespace().as_deref(), &service.name_any())),
+    );
+    let control_plane = &cluster.control_plane_namespace;
+    let secrets: Api<Secret> = Api::namespaced(cluster.client.clone(), control_plane);
+    let of_target = ListParams::default().labels(&format!("{}={target}", label::CREDENTIALS_OF_CLUSTER));
+    let secrets = cluster.list(&secrets, &of_target).await;
+    let secrets = secrets.map_err(|error| anyhow!("listing Secrets of {control_plane}: {}", reason(&error)))?;
+    objects.extend(
+        secrets
+            .iter()
+            .map(|secret| identity("v1", "Secret", Some(control_plane), &secret.name_any())),
+    );
+    Ok(objects)
+}
+
+/// The objects with which Linkerd's `link` runs a controller: API version, kind, whether it has a namespace, and name.
+fn legacy_controller(link: &str) -> Vec<(&'static str, &'static str, bool, String)> {
+    const RBAC: &str = "rbac.authorization.k8s.io/v1";
+    let local = format!("linkerd-service-mirror-access-local-resources-{link}");
+    let credentials = format!("linkerd-service-mirror-read-remote-creds-{link}");
+    let mirror = format!("linkerd-service-mirror-{link}");
+    vec![
+        (RBAC, "ClusterRole", false, local.clone()),
+        (RBAC, "ClusterRoleBinding", false, local),
+        (RBAC, "Role", true, credentials.clone()),
+        (RBAC, "RoleBinding", true, credentials),
+        ("v1", "ServiceAccount", true, mirror.clone()),
+        ("apps/v1", "Deployment", true, mirror),
+        ("v1", "Service", true, format!("probe-gateway-{link}")),
+    ]
+}
+
+/// The object, if it exists: `kubectl delete` fails for others.
+async fn existing(
+    cluster: &Cluster,
+    api_version: &str,
+    kind: &str,
+    namespace: Option<&str>,
+    name: &str,
+) -> anyhow::Result<Option<Value>> {
+    let (group, version) = api_version.split_once('/').unwrap_or(("", api_version));
+    let resource = ApiResource::from_gvk(&GroupVersionKind::gvk(group, version, kind));
+    let client = cluster.client.clone();
+    let api: Api<DynamicObject> = match namespace {
+        Some(namespace) => Api::namespaced_with(client, namespace, &resource),
+        None => Api::all_with(client, &resource),
+    };
+    let found = api.get_metadata_opt(name).await;
+    let found = found.map_err(|error| anyhow!("reading {kind} {name}: {}", reason(&error)))?;
+    Ok(found.map(|_| identity(api_version, kind, namespace, name)))
+}
+
+pub(super) const EXAMPLES: &str = "\
+  tulle multicluster unlink --cluster-name east | kubectl delete -f -
+
+Also remove the Link from `controllers` of the chart. Federated Services lose their members of the cluster within a minute.";

@@ -1,0 +1,204 @@
+//! Follows one cluster: reads its credentials, lists and watches its objects, and connects anew when the credentials change.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use k8s_openapi::api::core::v1::Secret;
+use kube::{Client, ResourceExt as _};
+use tokio::task::{JoinError, JoinSet};
+use tokio::time::{Instant, sleep};
+use tracing::{info, warn};
+use tulle_core::drain::Watch;
+use tulle_core::error_chain::ErrorChain;
+use tulle_core::metrics::{Gauge, Registry};
+use tulle_core::names::{annotation, label};
+use tulle_core::readiness::Readiness;
+
+use crate::cluster::remote_clusters::{LinkedClusters, RemoteCluster};
+use crate::cluster::{Cluster, GaugeGuard};
+use crate::kubernetes::request_layer::RequestRate;
+use crate::kubernetes::watches::{SecretState, SecretWatch};
+use crate::kubernetes::{self, remote_credentials};
+use crate::source::kubernetes::{RemoteConfig, SourceError, run_remote};
+
+pub(super) struct RemoteClusterWatch {
+    /// The cluster's name in labels and annotations.
+    pub(super) name: Arc<str>,
+    pub(super) clusters: LinkedClusters,
+    /// Of the API server here.
+    pub(super) client: Client,
+    pub(super) registry: Registry,
+    pub(super) gauges: Gauges,
+    /// How long the endpoints stay after the Secret was deleted.
+    pub(super) unlink_delay: Duration,
+    pub(super) drain: Watch,
+}
+
+pub(super) struct Gauges {
+    /// The number of clusters whose objects are listed.
+    pub(super) n_listed: Arc<Gauge>,
+    /// 1 while the endpoints of this cluster are known and up to date.
+    pub(super) is_up_to_date: Arc<Gauge>,
+}
+
+/// The watches of the other cluster, which end when it is dropped.
+struct Connection {
+    watches: JoinSet<Result<(), SourceError>>,
+    _listed: GaugeGuard,
+}
+
+impl RemoteClusterWatch {
+    pub(super) async fn run(self) -> Infallible {
+        self.set(RemoteCluster::Pending { since: Instant::now() });
+        let namespace = &self.clusters.local.config().controller_namespace;
+        let mut watch = SecretWatch::new(self.client.clone(), namespace, &secret_name(&self.name));
+        // Stays until new credentials have given a complete list.
+        let mut connection: Option<Connection> = None;
+        loop {
+            let state = watch.state();
+            match &state {
+                SecretState::Present(secret) => {
+                    connection = tokio::select! {
+                        () = watch.changed_from(&state) => continue,
+                        connected = self.connect(secret) => match connected {
+                            Ok(connected) => Some(connected),
+                            Err(cause) => {
+                                let (cluster, secret) = (&self.name, secret.name_any());
+                                warn!(%cluster, secret, cause, "the Secret gives no access to the cluster; its last endpoints stay");
+                                connection
+                            }
+                        },
+                    };
+                    tokio::select! {
+                        () = watch.changed_from(&state) => {}
+                        cause = ended(&mut connection) => {
+                            warn!(cluster = %self.name, cause, "the watches of the cluster have ended; connecting again");
+                            sleep(RECONNECT_PAUSE).await;
+                        }
+                    }
+                    continue;
+                }
+                SecretState::Absent => {
+                    if connection.is_some() {
+                        // It can be replaced by one that is deleted and created.
+                        tokio::select! {
+                            () = watch.changed_from(&state) => continue,
+                            () = sleep(self.unlink_delay) => {}
+                        }
+                        info!(cluster = %self.name, "the cluster is no longer linked, because its Secret was deleted");
+                        connection = None;
+                        self.gauges.is_up_to_date.set(0);
+                    }
+                    self.set(RemoteCluster::Unlinked);
+                }
+                SecretState::Unreadable(cause) => {
+                    let (cluster, secret) = (&self.name, secret_name(&self.name));
+                    warn!(
+                        %cluster, namespace, secret, cause,
+                        "the Secret of the cluster cannot be read; if that is forbidden, name the Link in `controllers` of the chart \
+                         tulle-multicluster"
+                    );
+                }
+                SecretState::Unknown => {}
+            }
+            watch.changed_from(&state).await;
+        }
+    }
+
+    fn set(&self, state: RemoteCluster) {
+        self.clusters.remote.set(&self.name, state);
+    }
+
+    /// Connects to the cluster, and serves its endpoints when all its objects are listed.
+    async fn connect(&self, secret: &Secret) -> Result<Connection, String> {
+        let annotation = |key: &str| {
+            let value = secret.annotations().get(key).filter(|value| !value.is_empty());
+            value.ok_or_else(|| format!("it has no annotation {key}"))
+        };
+        let key = label::CREDENTIALS_OF_CLUSTER;
+        if secret.labels().get(key).is_none_or(|name| **name != *self.name) {
+            return Err(format!("it does not have the label {key}={}", self.name));
+        }
+        let trust_domain = annotation(annotation::TRUST_DOMAIN)?;
+        let cluster_domain = annotation(annotation::CLUSTER_DOMAIN)?;
+        let access = remote_credentials::read(secret)
+            .await
+            .map_err(|err| ErrorChain(&err).to_string())?;
+        self.warn_of_expiry(access.expires_at);
+        let server = access.config.cluster_url.to_string();
+        let client = kubernetes::remote_client(access.config, REQUEST_RATE, &self.registry, &self.name)
+            .map_err(|err| ErrorChain(&err).to_string())?;
+        info!(cluster = %self.name, server, "watching the endpoints in a cluster");
+        let local = self.clusters.local.config();
+        let cluster = Cluster::new(
+            local.for_remote(&self.name, trust_domain, cluster_domain),
+            &self.registry,
+        );
+        let stale_kinds = Readiness::new();
+        let config = RemoteConfig {
+            cluster: self.name.clone(),
+            endpoints_source: local.endpoints_source,
+            stale_kinds: stale_kinds.clone(),
+        };
+        let mut watches = JoinSet::new();
+        watches.spawn(run_remote(client, config, cluster.sink(), self.drain.clone()));
+        tokio::select! {
+            () = cluster.synced() => {}
+            Some(ended) = watches.join_next() => return Err(end_cause(ended).await),
+        }
+        info!(cluster = %self.name, "the endpoints in the cluster are known");
+        self.set(RemoteCluster::Listed(cluster));
+        let is_up_to_date = self.gauges.is_up_to_date.clone();
+        watches.spawn(async move {
+            loop {
+                is_up_to_date.set(i64::from(stale_kinds.is_ready()));
+                sleep(REPORT_INTERVAL).await;
+            }
+        });
+        Ok(Connection {
+            watches,
+            _listed: GaugeGuard::new(self.gauges.n_listed.clone()),
+        })
+    }
+
+    fn warn_of_expiry(&self, expires_at: Option<u64>) {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let left = expires_at.map(|at| at.saturating_sub(now.as_secs()));
+        if let Some(left) = left.filter(|left| *left < EXPIRY_WARNING.as_secs()) {
+            let (secret, hours) = (secret_name(&self.name), left / 3600);
+            warn!(cluster = %self.name, secret, hours, "the token for the cluster expires soon; create the Secret anew");
+        }
+    }
+}
+
+/// Waits until the watches end, which happens only by a panic.
+async fn ended(connection: &mut Option<Connection>) -> String {
+    match connection {
+        Some(connection) => match connection.watches.join_next().await {
+            Some(ended) => end_cause(ended).await,
+            None => std::future::pending().await,
+        },
+        None => std::future::pending().await,
+    }
+}
+
+async fn end_cause(ended: Result<Result<(), SourceError>, JoinError>) -> String {
+    match ended {
+        // The process is about to end.
+        Ok(Ok(())) => std::future::pending().await,
+        Ok(Err(err)) => err.to_string(),
+        Err(err) => err.to_string(),
+    }
+}
+
+/// The Secret with the credentials for a cluster.
+fn secret_name(cluster: &str) -> String {
+    format!("cluster-credentials-{cluster}")
+}
+
+/// Lists and watches of a few kinds.
+const REQUEST_RATE: RequestRate = RequestRate { qps: 50.0, burst: 100 };
+const RECONNECT_PAUSE: Duration = Duration::from_secs(10);
+const REPORT_INTERVAL: Duration = Duration::from_secs(5);
+const EXPIRY_WARNING: Duration = Duration::from_secs(7 * 86_400);

@@ -1,0 +1,121 @@
+//! `tulle multicluster` between two API servers.
+
+use super::*;
+use crate::cli::{assert_contains, kubectl, tulle};
+
+/// The configuration that the chart of the control plane writes.
+async fn put_configuration(server: &ApiServer, domain: &str) {
+    let manifest = json!({
+        "apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "linkerd-config", "namespace": "linkerd"},
+        "data": {"values": format!("clusterDomain: {domain}\nidentityTrustDomain: {domain}\n")},
+    });
+    apply(server, &manifest).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn clusters_are_linked_and_unlinked_by_the_output_of_commands() {
+    let (west, east) = tokio::join!(ApiServer::start(), ApiServer::start());
+    let (west, east) = (west.unwrap(), east.unwrap());
+    for server in [&west, &east] {
+        install_custom_resources(server).await.unwrap();
+        for namespace in ["linkerd", "shop"] {
+            server.create_namespace(namespace).await.unwrap();
+        }
+    }
+    let absent = tulle(&east, "multicluster install").await;
+    assert_contains(&absent.err, &["there is no control plane in namespace linkerd"]);
+    put_configuration(&east, "east.test").await;
+    put_configuration(&west, "west.test").await;
+    for (server, values) in [
+        (&east, ""),
+        (&west, " --gateway=false --set controllers[0].link.ref.name=east"),
+    ] {
+        let manifests = tulle(server, &format!("multicluster install{values}")).await;
+        assert!(manifests.success, "{}", manifests.err);
+        // The namespace comes first.
+        kubectl(server, "apply --server-side -f -", &manifests.out).await;
+    }
+    let gateways = tulle(&west, "mc gateways").await;
+    assert_eq!(
+        gateways.out, "CLUSTER   ALIVE   NUM_SVC   LATENCY\n",
+        "{}",
+        gateways.err
+    );
+
+    let link = "mc link-gen --cluster-name east";
+    // The controller of tokens is not part of this API server.
+    let without_token = tulle(&east, link).await;
+    assert_contains(&without_token.err, &["Kubernetes has not written a token"]);
+    put_token(&east).await;
+    let on_loopback = tulle(&east, link).await;
+    assert_contains(
+        &on_loopback.err,
+        &["cannot reach the API server", "--api-server-address"],
+    );
+    let url = east
+        .kubectl(&["config", "view", "-o", "jsonpath={.clusters[0].cluster.server}"])
+        .await
+        .unwrap();
+    let link = format!("{link} --api-server-address {url}");
+    let without_address = tulle(&east, &link).await;
+    assert_contains(&without_address.err, &["has no address yet", "--gateway-addresses"]);
+    let linked = tulle(&east, &format!("{link} --gateway-addresses 192.0.2.7")).await;
+    assert!(linked.success, "{}", linked.err);
+    kubectl(&west, "apply -f -", &linked.out).await;
+    let account = "mc allow --service-account-name linkerd-service-mirror-remote-access-default";
+    assert_contains(&tulle(&east, account).await.err, &["exists", "--ignore-cluster"]);
+    let allowed = tulle(&east, "mc allow --service-account-name west").await;
+    kubectl(&east, "apply --server-side -f -", &allowed.out).await;
+
+    // The account has the permissions of the service mirror.
+    apply(&east, &service("web", &json!({"mirror.linkerd.io/exported": "true"}))).await;
+    apply(&east, &endpoints("web", &json!([{"ip": "10.1.0.1"}]))).await;
+    let mirror = Mirror::of_link(&west, "east").await;
+    wait_for_addresses(&west, "web-east", 1).await;
+
+    let still_linked = tulle(&west, "mc uninstall").await;
+    assert_contains(
+        &still_linked.err,
+        &["there are Links to east", "tulle multicluster unlink"],
+    );
+    let missing = tulle(&west, "mc unlink --cluster-name north").await;
+    assert_contains(&missing.err, &["there is no Link linkerd-multicluster/north"]);
+    let unlinked = tulle(&west, "mc unlink --cluster-name east").await;
+    mirror.end().await;
+    let deleted = kubectl(&west, "delete -f -", &unlinked.out).await;
+    for expected in [
+        "secret \"cluster-credentials-east\"",
+        "link.multicluster.linkerd.io \"east\"",
+        "lease.coordination.k8s.io \"service-mirror-write-east\"",
+        "service \"web-east\"",
+    ] {
+        assert!(deleted.contains(expected), "{expected} is not in {deleted}");
+    }
+    assert_eq!(deleted.matches("cluster-credentials-east").count(), 2, "{deleted}");
+    let all = tulle(&west, "mc uninstall").await;
+    let deleted = kubectl(&west, "delete --wait=false -f -", &all.out).await;
+    assert!(deleted.contains("namespace \"linkerd-multicluster\""), "{deleted}");
+    assert!(deleted.contains("remote-discovery-east"), "{deleted}");
+}
+
+/// Writes the token of the account as Kubernetes does.
+async fn put_token(server: &ApiServer) {
+    let account = "linkerd-service-mirror-remote-access-default";
+    let token = server
+        .kubectl(&["create", "token", account, "-n", NAMESPACE])
+        .await
+        .unwrap();
+    let patch = json!({"data": {"token": ByteString(token.trim().as_bytes().to_vec())}}).to_string();
+    let secret = format!("{account}-token");
+    let args = [
+        "patch",
+        "secret",
+        &secret,
+        "-n",
+        NAMESPACE,
+        "--type=merge",
+        "-p",
+        &patch,
+    ];
+    server.kubectl(&args).await.unwrap();
+}
