@@ -247,6 +247,7 @@ mod tests {
         "tulle mc allow --service-account-name west --ignore-cluster",
         "tulle mc gateways --cluster-name east -o json",
         "tulle mc uninstall",
+        "tulle mc check -o short --wait 0 --timeout 5s",
         "tulle version --short --client",
         "tulle version --proxy -n shop",
         "tulle completion zsh",

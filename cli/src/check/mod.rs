@@ -8,8 +8,8 @@ mod control_plane;
 mod data_plane;
 mod gather;
 mod platform;
-mod problem;
-mod report;
+pub(crate) mod problem;
+pub(crate) mod report;
 mod scope;
 mod snapshot;
 #[cfg(test)]
@@ -63,7 +63,7 @@ pub(crate) struct Args {
 }
 
 #[derive(ValueEnum, Clone, Copy, Debug, Eq, PartialEq)]
-enum Output {
+pub(crate) enum Output {
     Table,
     Json,
     /// Only problems, and the conclusion
@@ -80,11 +80,19 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
         let cluster = flags.connect().await.map_err(|error| format!("{error:#}"));
         Box::pin(run(cluster.as_ref().map_err(String::as_str), &scope, args)).await
     })?;
-    match args.output {
-        Output::Json => crate::print(&report::json(&reports)?)?,
-        Output::Table | Output::Short => crate::print(report::conclusion(&reports))?,
+    print_conclusion(&reports, args.output)
+}
+
+/// Prints what follows the categories: the conclusion, or all of them as JSON. Returns the exit code.
+///
+/// # Errors
+/// Fails if it cannot print.
+pub(crate) fn print_conclusion(reports: &[CategoryReport], output: Output) -> anyhow::Result<ExitCode> {
+    match output {
+        Output::Json => crate::print(&report::json(reports)?)?,
+        Output::Table | Output::Short => crate::print(report::conclusion(reports))?,
     }
-    Ok(match report::succeeded(&reports) {
+    Ok(match report::succeeded(reports) {
         true => ExitCode::SUCCESS,
         false => ExitCode::FAILURE,
     })

@@ -1,24 +1,24 @@
 //! The problems that a check reports.
 
-pub(super) type CheckResult = Result<(), Problem>;
+pub(crate) type CheckResult = Result<(), Problem>;
 
 /// A problem and its fix.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Problem {
-    pub(super) severity: Severity,
-    pub(super) message: String,
+pub(crate) struct Problem {
+    pub(crate) severity: Severity,
+    pub(crate) message: String,
     /// A command, or a sentence if no command fixes the problem.
-    pub(super) fix: String,
+    pub(crate) fix: String,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Severity {
+pub(crate) enum Severity {
     Warning,
     Error,
 }
 
 /// A problem that makes the command fail.
-pub(super) fn error(what: impl Into<String>, fix: impl Into<String>) -> Problem {
+pub(crate) fn error(what: impl Into<String>, fix: impl Into<String>) -> Problem {
     Problem {
         severity: Severity::Error,
         message: what.into(),
@@ -27,7 +27,7 @@ pub(super) fn error(what: impl Into<String>, fix: impl Into<String>) -> Problem 
 }
 
 /// A problem that does not make the command fail.
-pub(super) fn warning(what: impl Into<String>, fix: impl Into<String>) -> Problem {
+pub(crate) fn warning(what: impl Into<String>, fix: impl Into<String>) -> Problem {
     Problem {
         severity: Severity::Warning,
         ..error(what, fix)
@@ -35,7 +35,7 @@ pub(super) fn warning(what: impl Into<String>, fix: impl Into<String>) -> Proble
 }
 
 /// Joins several findings under one heading and shows at most [`MAX_LISTED_FINDINGS`] of them.
-pub(super) fn listing(heading: &str, lines: &[String]) -> String {
+pub(crate) fn listing(heading: &str, lines: &[String]) -> String {
     let mut text = heading.to_owned();
     for line in lines.iter().take(MAX_LISTED_FINDINGS) {
         text.push_str("\n  * ");
@@ -48,4 +48,4 @@ pub(super) fn listing(heading: &str, lines: &[String]) -> String {
 }
 
 /// Maximum number of findings that [`listing`] shows.
-pub(super) const MAX_LISTED_FINDINGS: usize = 10;
+pub(crate) const MAX_LISTED_FINDINGS: usize = 10;

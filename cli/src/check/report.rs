@@ -7,33 +7,33 @@ use serde::Serialize;
 use super::problem::{Problem, Severity};
 
 #[derive(Debug, PartialEq, Serialize)]
-pub(super) struct CategoryReport {
+pub(crate) struct CategoryReport {
     #[serde(rename = "categoryName")]
-    pub(super) name: &'static str,
-    pub(super) checks: Vec<CheckReport>,
+    pub(crate) name: &'static str,
+    pub(crate) checks: Vec<CheckReport>,
 }
 
 /// Field names are Linkerd's.
 #[derive(Debug, PartialEq, Serialize)]
-pub(super) struct CheckReport {
-    pub(super) description: &'static str,
-    pub(super) result: Outcome,
+pub(crate) struct CheckReport {
+    pub(crate) description: &'static str,
+    pub(crate) result: Outcome,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) error: Option<String>,
+    pub(crate) error: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) hint: Option<String>,
+    pub(crate) hint: Option<String>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub(super) enum Outcome {
+pub(crate) enum Outcome {
     Success,
     Warning,
     Error,
 }
 
 impl CheckReport {
-    pub(super) fn new(description: &'static str, result: Result<(), Problem>) -> Self {
+    pub(crate) fn new(description: &'static str, result: Result<(), Problem>) -> Self {
         let (result, problem) = match result {
             Ok(()) => (Outcome::Success, None),
             Err(problem) if problem.severity == Severity::Warning => (Outcome::Warning, Some(problem)),
@@ -72,12 +72,12 @@ impl CategoryReport {
     }
 
     /// All checks of this category.
-    pub(super) fn table(&self) -> String {
+    pub(crate) fn table(&self) -> String {
         self.text(|_| true)
     }
 
     /// The checks that found a problem; empty if there is none.
-    pub(super) fn short(&self) -> String {
+    pub(crate) fn short(&self) -> String {
         if self.has_no_findings() {
             return String::new();
         }
@@ -95,7 +95,7 @@ impl CategoryReport {
 }
 
 /// Whether no check failed.
-pub(super) fn succeeded(categories: &[CategoryReport]) -> bool {
+pub(crate) fn succeeded(categories: &[CategoryReport]) -> bool {
     categories
         .iter()
         .flat_map(|category| &category.checks)
@@ -103,7 +103,7 @@ pub(super) fn succeeded(categories: &[CategoryReport]) -> bool {
 }
 
 /// The last line of a report for people.
-pub(super) fn conclusion(categories: &[CategoryReport]) -> &'static str {
+pub(crate) fn conclusion(categories: &[CategoryReport]) -> &'static str {
     if succeeded(categories) {
         "Status check results are √\n"
     } else {
@@ -111,7 +111,7 @@ pub(super) fn conclusion(categories: &[CategoryReport]) -> &'static str {
     }
 }
 
-pub(super) fn json(categories: &[CategoryReport]) -> serde_json::Result<String> {
+pub(crate) fn json(categories: &[CategoryReport]) -> serde_json::Result<String> {
     #[derive(Serialize)]
     struct Report<'a> {
         success: bool,

@@ -181,7 +181,7 @@ pub(crate) fn merge_assignments(
 }
 
 /// Writes values to a file beside the charts.
-fn write(helm: &Helm, name: &str, values: &Value) -> anyhow::Result<PathBuf> {
+pub(crate) fn write(helm: &Helm, name: &str, values: &Value) -> anyhow::Result<PathBuf> {
     let path = helm.file(name);
     let text = serde_yaml_ng::to_string(values).context("writing values")?;
     fs::write(&path, text).with_context(|| format!("writing {path:?}"))?;

@@ -14,14 +14,18 @@ pub(super) const DEFAULT_NAMESPACE: &str = "linkerd-multicluster";
 /// The type of Secrets with access to another cluster.
 pub(super) const CREDENTIALS_TYPE: &str = "mirror.linkerd.io/remote-kubeconfig";
 
-/// The Links of all namespaces.
+/// The Links of all namespaces. `None` if the cluster does not have the kind.
 ///
 /// # Errors
-/// Fails if they cannot be listed, also because the cluster does not have the kind.
-pub(super) async fn links(cluster: &Cluster) -> anyhow::Result<Vec<DynamicObject>> {
+/// Fails if they cannot be listed.
+pub(super) async fn links(cluster: &Cluster) -> anyhow::Result<Option<Vec<DynamicObject>>> {
     let api: Api<DynamicObject> = Api::all_with(cluster.client.clone(), &link_resource());
-    let links = cluster.list(&api, &ListParams::default()).await;
-    links.map_err(|error| anyhow!("listing Links: {}", reason(&error)))
+    match cluster.list(&api, &ListParams::default()).await {
+        Err(kube::Error::Api(status)) if status.code == 404 => Ok(None),
+        links => links
+            .map(Some)
+            .map_err(|error| anyhow!("listing Links: {}", reason(&error))),
+    }
 }
 
 pub(super) fn link_resource() -> ApiResource {

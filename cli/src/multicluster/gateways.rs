@@ -1,6 +1,7 @@
 //! `tulle multicluster gateways`: asks the service mirrors for what they know of the gateways.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use anyhow::{Context as _, anyhow};
 use k8s_openapi::api::coordination::v1::Lease;
@@ -8,6 +9,7 @@ use k8s_openapi::api::core::v1::{Pod, Service};
 use kube::api::ListParams;
 use kube::{Api, ResourceExt as _};
 use serde::Serialize;
+use tokio::time::timeout;
 use tulle_core::names::label;
 
 use super::extension;
@@ -45,7 +47,7 @@ struct Row {
 /// # Errors
 /// Fails if the extension is not installed, or if a service mirror does not respond.
 pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<()> {
-    let mut rows = runtime()?.block_on(async { rows(args, &flags.connect().await?).await })?;
+    let mut rows = runtime()?.block_on(async { rows(args.cluster_name.as_deref(), &flags.connect().await?).await })?;
     rows.sort();
     if args.output == Some(Output::Json) {
         let json = serde_json::to_string_pretty(&rows).context("writing JSON")?;
@@ -66,38 +68,53 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<()>
     crate::print(&table::text(&["CLUSTER", "ALIVE", "NUM_SVC", "LATENCY"], rows))
 }
 
-async fn rows(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Row>> {
+/// Whether the gateway of each cluster responds to probes, as the service mirrors say.
+///
+/// # Errors
+/// Fails with the reason if a service mirror does not respond in time.
+pub(super) async fn alive(cluster: &Cluster, limit: Duration) -> Result<BTreeMap<String, bool>, String> {
+    match timeout(limit, rows(None, cluster)).await {
+        Ok(Ok(rows)) => Ok(rows.into_iter().map(|row| (row.cluster_name, row.alive)).collect()),
+        Ok(Err(error)) => Err(format!("{error:#}")),
+        Err(_) => Err(format!("the metrics of the controllers were not read within {limit:?}")),
+    }
+}
+
+async fn rows(cluster_name: Option<&str>, cluster: &Cluster) -> anyhow::Result<Vec<Row>> {
     let namespace = extension::namespace(cluster).await?;
     let namespace = namespace.context(
         "the multicluster extension is not installed (no namespace has the label linkerd.io/extension=multicluster); \
          `tulle multicluster install` prints its manifests",
     )?;
     let leaders = leaders(cluster, &namespace).await?;
-    let mut selector = "component in (linkerd-service-mirror, controller)".to_owned();
-    if let Some(name) = &args.cluster_name {
-        selector += &format!(",{}={name}", label::MIRRORED_CLUSTER);
-    }
+    let selector = "component in (linkerd-service-mirror, controller)";
     let pods: Api<Pod> = Api::namespaced(cluster.client.clone(), &namespace);
-    let pods = cluster.list(&pods, &ListParams::default().labels(&selector)).await;
+    let pods = cluster.list(&pods, &ListParams::default().labels(selector)).await;
     let pods = pods.map_err(|error| anyhow!("listing pods of {namespace}: {}", reason(&error)))?;
     let mut rows = Vec::new();
     for pod in pods.iter().filter(|pod| leaders.contains(&pod.name_any())) {
-        let page = metrics(cluster, &namespace, pod).await?;
-        let Some(name) = pod.labels().get(label::MIRRORED_CLUSTER) else {
-            continue;
+        let page = match metrics(cluster, &namespace, pod).await {
+            Ok(page) => page,
+            Err(error) => {
+                eprintln!("tulle: {error:#}");
+                continue;
+            }
         };
-        if gauge(&page, "gateway_enabled", name) != Some(1) {
-            continue;
+        let enabled = gauges(&page, "gateway_enabled").into_iter();
+        let names = enabled.filter(|(name, value)| *value == 1 && cluster_name.is_none_or(|wanted| name == wanted));
+        for (name, _) in names {
+            let of_cluster = |metric: &str| {
+                let found = gauges(&page, metric).into_iter().find(|(cluster, _)| *cluster == name);
+                found.map(|(_, value)| value)
+            };
+            let alive = of_cluster("gateway_alive") == Some(1);
+            rows.push(Row {
+                number_of_services: count_mirrors(cluster, &name).await?,
+                latency: of_cluster("gateway_latency").filter(|_| alive).unwrap_or_default(),
+                cluster_name: name,
+                alive,
+            });
         }
-        let alive = gauge(&page, "gateway_alive", name) == Some(1);
-        rows.push(Row {
-            number_of_services: count_mirrors(cluster, name).await?,
-            latency: gauge(&page, "gateway_latency", name)
-                .filter(|_| alive)
-                .unwrap_or_default(),
-            cluster_name: name.clone(),
-            alive,
-        });
     }
     Ok(rows)
 }
@@ -134,19 +151,21 @@ async fn count_mirrors(cluster: &Cluster, name: &str) -> anyhow::Result<usize> {
     Ok(services.len())
 }
 
-/// The value of a gauge for this cluster on a metrics page.
-fn gauge(page: &str, name: &str, cluster: &str) -> Option<u64> {
-    let of_cluster = format!("target_cluster_name=\"{cluster}\"");
-    page.lines().find_map(|line| {
+/// The values of a gauge on a metrics page, by cluster.
+fn gauges(page: &str, name: &str) -> Vec<(String, u64)> {
+    let values = page.lines().filter_map(|line| {
         let (labels, value) = line.strip_prefix(name)?.strip_prefix('{')?.rsplit_once("} ")?;
-        let is_of_cluster = labels.split(',').any(|label| label == of_cluster);
+        let mut labels = labels.split(',');
+        let cluster = labels.find_map(|label| label.strip_prefix("target_cluster_name=\"")?.strip_suffix('"'))?;
         #[expect(
             clippy::cast_possible_truncation,
             clippy::cast_sign_loss,
             reason = "milliseconds and flags"
         )]
-        is_of_cluster.then(|| value.trim().parse::<f64>().ok().map(|value| value as u64))?
-    })
+        let value = value.trim().parse::<f64>().ok()? as u64;
+        Some((cluster.to_owned(), value))
+    });
+    values.collect()
 }
 
 #[cfg(test)]
@@ -157,9 +176,9 @@ mod tests {
     fn gauges_are_those_of_the_cluster() {
         let page = "# HELP gateway_alive x\ngateway_alive{target_cluster_name=\"north\"} 0\n\
                     gateway_alive{target_cluster_name=\"east\"} 1\ngateway_latency{target_cluster_name=\"east\"} 12.0\n";
-        assert_eq!(gauge(page, "gateway_alive", "east"), Some(1));
-        assert_eq!(gauge(page, "gateway_alive", "north"), Some(0));
-        assert_eq!(gauge(page, "gateway_latency", "east"), Some(12));
-        assert_eq!(gauge(page, "gateway_alive", "west"), None);
+        let of = |name: &str, value| (name.to_owned(), value);
+        assert_eq!(gauges(page, "gateway_alive"), [of("north", 0), of("east", 1)]);
+        assert_eq!(gauges(page, "gateway_latency"), [of("east", 12)]);
+        assert_eq!(gauges(page, "gateway_enabled"), []);
     }
 }

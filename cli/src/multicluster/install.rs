@@ -1,42 +1,43 @@
 //! `tulle multicluster install`, `uninstall` and `allow`: render the chart for `kubectl apply` and `kubectl delete`.
 
-use anyhow::{anyhow, bail, ensure};
-use k8s_openapi::api::core::v1::ServiceAccount;
+use anyhow::{anyhow, ensure};
+use k8s_openapi::api::core::v1::{Namespace, ServiceAccount};
 use kube::Api;
 use serde_json::{Value, json};
+use tulle_core::dns_names::is_dns_subdomain;
 use tulle_core::names::{annotation, label};
 
 use super::extension::{self, DEFAULT_NAMESPACE, links, target_cluster};
 use crate::install::charts::{Helm, MULTICLUSTER};
 use crate::install::manifests::{Output, show};
 use crate::install::removal::{ListedKind, ObjectScope, list_objects};
-use crate::install::values::{Assignments, merge_assignments, set_value};
+use crate::install::values::{Assignments, merge_assignments, set_value, write};
 use crate::kubernetes::{self, reason};
 use crate::{config, runtime};
 
 #[derive(clap::Args, Clone, Debug)]
 pub(crate) struct InstallArgs {
-    /// Whether the gateway is installed
-    #[arg(long, value_name = "BOOL", default_value_t = true, num_args = 0..=1, require_equals = true, default_missing_value = "true", action = clap::ArgAction::Set)]
-    gateway: bool,
-    /// The port of the gateway
-    #[arg(long, value_name = "PORT", default_value_t = 4143)]
-    gateway_port: u16,
-    /// How often other clusters probe the gateway, in seconds
-    #[arg(long, value_name = "SECONDS", default_value_t = 3)]
-    gateway_probe_seconds: u32,
-    /// The port of the gateway that other clusters probe
-    #[arg(long, value_name = "PORT", default_value_t = 4191)]
-    gateway_probe_port: u16,
-    /// The type of the gateway's Service: LoadBalancer, NodePort, ClusterIP
-    #[arg(long, value_name = "TYPE", default_value = "LoadBalancer")]
-    gateway_service_type: String,
+    /// Whether the gateway is installed [default: true]
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    gateway: Option<bool>,
+    /// The port of the gateway [default: 4143]
+    #[arg(long, value_name = "PORT")]
+    gateway_port: Option<u16>,
+    /// How often other clusters probe the gateway, in seconds [default: 3]
+    #[arg(long, value_name = "SECONDS")]
+    gateway_probe_seconds: Option<u32>,
+    /// The port of the gateway that other clusters probe [default: 4191]
+    #[arg(long, value_name = "PORT")]
+    gateway_probe_port: Option<u16>,
+    /// The type of the gateway's Service: LoadBalancer, NodePort, ClusterIP [default: LoadBalancer]
+    #[arg(long, value_name = "TYPE")]
+    gateway_service_type: Option<String>,
     /// The node port at which load balancers check the gateway
     #[arg(long, value_name = "PORT")]
     gateway_healthcheck_nodeport: Option<u16>,
-    /// Whether an account for other clusters is created
-    #[arg(long, value_name = "BOOL", default_value_t = true, num_args = 0..=1, require_equals = true, default_missing_value = "true", action = clap::ArgAction::Set)]
-    service_mirror_credentials: bool,
+    /// Whether an account for other clusters is created [default: true]
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    service_mirror_credentials: Option<bool>,
     /// Run several replicas, spread over nodes
     #[arg(long)]
     ha: bool,
@@ -84,48 +85,66 @@ pub(crate) fn install(args: &InstallArgs, flags: &kubernetes::Flags) -> anyhow::
         false => Some(runtime()?.block_on(async { config::values(&flags.connect().await?).await })?),
     };
     let helm = Helm::find(DEFAULT_NAMESPACE)?;
-    let own = args.values(control_plane.as_ref(), &flags.linkerd_namespace);
-    let high_availability = args.ha.then(|| helm.high_availability(&MULTICLUSTER));
-    let values = merge_assignments(&helm, high_availability, &args.assignments, &own)?;
-    let mut manifests = vec![namespace(DEFAULT_NAMESPACE, &values)];
+    let found = values_of(control_plane.as_ref(), &flags.linkerd_namespace);
+    let mut files = vec![write(&helm, "values-of-control-plane.yaml", &found)?];
+    files.extend(args.ha.then(|| helm.high_availability(&MULTICLUSTER)));
+    let values = merge_assignments(&helm, files, &args.assignments, &args.values())?;
+    let mut manifests = vec![namespace(&values)];
     manifests.extend(helm.render(&MULTICLUSTER, &values)?);
     crate::print(&show(&manifests, args.output)?)
 }
 
+/// The values that follow from the control plane.
+fn values_of(control_plane: Option<&Value>, namespace: &str) -> Value {
+    let mut values = json!({"linkerdNamespace": namespace});
+    let found = |key: &str| {
+        let value = control_plane?[key].as_str()?;
+        (!value.is_empty()).then(|| value.to_owned())
+    };
+    if let Some(domain) = found("identityTrustDomain").or_else(|| found("clusterDomain")) {
+        values["identityTrustDomain"] = json!(domain);
+    }
+    if control_plane.is_some_and(|values| values["cniEnabled"] == json!(true)) {
+        values["cniEnabled"] = json!(true);
+    }
+    values
+}
+
 impl InstallArgs {
-    /// The values that the flags set, and those that follow from the control plane.
-    fn values(&self, control_plane: Option<&Value>, control_plane_namespace: &str) -> Value {
+    /// The values that the flags set.
+    fn values(&self) -> Value {
         let mut values = json!({});
         for (key, value) in [
-            ("linkerdNamespace", json!(control_plane_namespace)),
-            ("gateway.enabled", json!(self.gateway)),
-            ("gateway.port", json!(self.gateway_port)),
-            ("gateway.probe.seconds", json!(self.gateway_probe_seconds)),
-            ("gateway.probe.port", json!(self.gateway_probe_port)),
-            ("gateway.serviceType", json!(self.gateway_service_type)),
-            ("remoteMirrorServiceAccount", json!(self.service_mirror_credentials)),
+            ("gateway.enabled", self.gateway.map(|value| json!(value))),
+            ("gateway.port", self.gateway_port.map(|value| json!(value))),
+            (
+                "gateway.probe.seconds",
+                self.gateway_probe_seconds.map(|value| json!(value)),
+            ),
+            ("gateway.probe.port", self.gateway_probe_port.map(|value| json!(value))),
+            (
+                "gateway.serviceType",
+                self.gateway_service_type.as_ref().map(|value| json!(value)),
+            ),
+            (
+                "gateway.healthCheckNodePort",
+                self.gateway_healthcheck_nodeport.map(|value| json!(value)),
+            ),
+            (
+                "remoteMirrorServiceAccount",
+                self.service_mirror_credentials.map(|value| json!(value)),
+            ),
         ] {
-            set_value(&mut values, key, value);
-        }
-        if let Some(port) = self.gateway_healthcheck_nodeport {
-            set_value(&mut values, "gateway.healthCheckNodePort", json!(port));
-        }
-        let found = |key: &str| {
-            let value = control_plane?[key].as_str()?;
-            (!value.is_empty()).then(|| value.to_owned())
-        };
-        if let Some(domain) = found("identityTrustDomain").or_else(|| found("clusterDomain")) {
-            set_value(&mut values, "identityTrustDomain", json!(domain));
-        }
-        if control_plane.is_some_and(|values| values["cniEnabled"] == json!(true)) {
-            set_value(&mut values, "cniEnabled", json!(true));
+            if let Some(value) = value {
+                set_value(&mut values, key, value);
+            }
         }
         values
     }
 }
 
 /// The namespace, which `helm install --create-namespace` would create without labels.
-fn namespace(name: &str, values: &Value) -> Value {
+fn namespace(values: &Value) -> Value {
     // Without the CNI plugin, the init containers of pods change the redirect rules, which needs capabilities.
     let standard = match values["cniEnabled"] == json!(true) {
         true => "restricted",
@@ -135,7 +154,7 @@ fn namespace(name: &str, values: &Value) -> Value {
         "apiVersion": "v1",
         "kind": "Namespace",
         "metadata": {
-            "name": name,
+            "name": DEFAULT_NAMESPACE,
             "labels": {label::EXTENSION: "multicluster", "pod-security.kubernetes.io/enforce": standard},
             "annotations": {annotation::CREATED_BY: concat!("tulle/cli ", env!("CARGO_PKG_VERSION"))},
         },
@@ -149,13 +168,15 @@ fn namespace(name: &str, values: &Value) -> Value {
 pub(crate) fn uninstall(args: &UninstallArgs, flags: &kubernetes::Flags) -> anyhow::Result<()> {
     let objects = runtime()?.block_on(async {
         let cluster = flags.connect().await?;
-        let links: Vec<_> = links(&cluster).await?.iter().map(target_cluster).collect();
+        let links: Vec<_> = links(&cluster).await?.iter().flatten().map(target_cluster).collect();
         ensure!(
             links.is_empty(),
             "there are Links to {}; remove each by `tulle multicluster unlink --cluster-name NAME | kubectl delete -f -` first",
             links.join(", ")
         );
-        list_objects(&cluster, extension::LABEL, KINDS).await
+        let mut objects = list_objects(&cluster, &format!("{}=true", label::MIRRORED_SERVICE), MIRRORS).await?;
+        objects.extend(list_objects(&cluster, extension::LABEL, KINDS).await?);
+        anyhow::Ok(objects)
     })?;
     ensure!(!objects.is_empty(), "the multicluster extension is not installed");
     crate::print(&show(&objects, args.output)?)
@@ -164,32 +185,51 @@ pub(crate) fn uninstall(args: &UninstallArgs, flags: &kubernetes::Flags) -> anyh
 /// Prints an account for another cluster.
 ///
 /// # Errors
-/// Fails if the account exists.
+/// Fails if the account exists, or if its namespace does not.
 pub(crate) fn allow(args: &AllowArgs, flags: &kubernetes::Flags) -> anyhow::Result<()> {
-    let (name, namespace_name) = (&args.service_account_name, &args.namespace);
+    let (name, namespace) = (&args.service_account_name, &args.namespace);
+    ensure!(
+        is_dns_subdomain(name),
+        "--service-account-name {name:?} is not a name of Kubernetes; use lower-case letters, digits, - and ."
+    );
     if !args.ignore_cluster {
-        let found = runtime()?.block_on(async {
-            let accounts: Api<ServiceAccount> = Api::namespaced(flags.connect().await?.client, namespace_name);
+        let (has_namespace, has_account) = runtime()?.block_on(async {
+            let client = flags.connect().await?.client;
+            let namespaces: Api<Namespace> = Api::all(client.clone());
+            let accounts: Api<ServiceAccount> = Api::namespaced(client, namespace);
+            let found = namespaces.get_opt(namespace).await;
+            let has_namespace = found.map_err(|error| anyhow!("reading namespace {namespace}: {}", reason(&error)))?;
             let found = accounts.get_opt(name).await;
-            found.map_err(|error| anyhow!("reading ServiceAccount {namespace_name}/{name}: {}", reason(&error)))
+            let has_account =
+                found.map_err(|error| anyhow!("reading ServiceAccount {namespace}/{name}: {}", reason(&error)))?;
+            anyhow::Ok((has_namespace.is_some(), has_account.is_some()))
         })?;
-        if found.is_some() {
-            bail!(
-                "ServiceAccount {namespace_name}/{name} exists; choose another name, or print its manifests by --ignore-cluster"
-            );
-        }
+        ensure!(
+            has_namespace,
+            "there is no namespace {namespace}; run `tulle multicluster install | kubectl apply -f -` first, or name another by --namespace"
+        );
+        ensure!(
+            !has_account,
+            "ServiceAccount {namespace}/{name} exists; choose another name, or print its manifests by --ignore-cluster"
+        );
     }
     let values = json!({"remoteMirrorServiceAccount": true, "remoteMirrorServiceAccountName": name});
-    let rendered = Helm::find(namespace_name)?.render(&MULTICLUSTER, &values)?;
+    let rendered = Helm::find(namespace)?.render(&MULTICLUSTER, &values)?;
     let token = format!("{name}-token");
     let is_of_account = |object: &Value| {
-        let object = object["metadata"]["name"].as_str();
-        object == Some(name) || object == Some(&token)
+        let expected = match object["kind"].as_str() {
+            Some("ServiceAccount" | "ClusterRole" | "ClusterRoleBinding") => name,
+            Some("Secret") => &token,
+            _ => return false,
+        };
+        object["metadata"]["name"].as_str() == Some(expected)
     };
-    let mut manifests = vec![namespace(namespace_name, &values)];
-    manifests.extend(rendered.into_iter().filter(is_of_account));
+    let manifests: Vec<_> = rendered.into_iter().filter(is_of_account).collect();
     crate::print(&show(&manifests, args.output)?)
 }
+
+/// Federated Services can be left: nothing removes their local members after the service mirror is gone.
+const MIRRORS: &[ListedKind] = &[(ObjectScope::AllNamespaces, "", "v1", "Service")];
 
 /// Other objects are deleted with their namespace.
 const KINDS: &[ListedKind] = &[
@@ -212,6 +252,12 @@ const KINDS: &[ListedKind] = &[
         "RoleBinding",
     ),
     (ObjectScope::AllNamespaces, "rbac.authorization.k8s.io", "v1", "Role"),
+    (
+        ObjectScope::AllNamespaces,
+        "apiextensions.k8s.io",
+        "v1",
+        "CustomResourceDefinition",
+    ),
     (ObjectScope::AllNamespaces, "", "v1", "Namespace"),
 ];
 
@@ -245,16 +291,12 @@ mod tests {
     #[test]
     fn values_follow_from_flags_and_from_the_control_plane() {
         let args = Line::parse_from(["install", "--gateway=false", "--gateway-port=9"]).args;
-        let values = args.values(Some(&json!({"clusterDomain": "east.test", "cniEnabled": true})), "mesh");
-        assert_eq!(values["gateway"]["enabled"], false);
-        assert_eq!(values["gateway"]["port"], 9);
+        let values = args.values();
+        assert_eq!(values, json!({"gateway": {"enabled": false, "port": 9}}));
+        let values = values_of(Some(&json!({"clusterDomain": "east.test", "cniEnabled": true})), "mesh");
         assert_eq!(values["linkerdNamespace"], "mesh");
         assert_eq!(values["identityTrustDomain"], "east.test");
-        assert!(values["gateway"].get("healthCheckNodePort").is_none());
-        let namespace = namespace("a", &values);
-        assert_eq!(
-            namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"],
-            "restricted"
-        );
+        let labels = &namespace(&values)["metadata"]["labels"];
+        assert_eq!(labels["pod-security.kubernetes.io/enforce"], "restricted");
     }
 }

@@ -120,10 +120,11 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<()>
 fn check(args: &Args) -> anyhow::Result<()> {
     let name = &args.cluster_name;
     ensure!(
-        is_dns_label(name),
-        "--cluster-name {name:?} is not a DNS label; use lower-case letters, digits and -, such as `east`"
+        is_dns_label(name) && name.len() <= MAX_CLUSTER_NAME_LEN,
+        "--cluster-name {name:?} is not a DNS label of at most {MAX_CLUSTER_NAME_LEN} characters; use lower-case letters, digits and -, \
+         such as `east`"
     );
-    if name.len() > MAX_HANDY_NAME_LEN {
+    if name.len() > MAX_RECOMMENDED_CLUSTER_NAME_LEN {
         eprintln!(
             "tulle: the name {name} has {} characters; Services of more than {} characters cannot be mirrored, because a \
              mirror's name has at most 63",
@@ -204,9 +205,16 @@ async fn token(args: &Args, cluster: &Cluster) -> anyhow::Result<String> {
 /// A kubeconfig with the token alone: credentials of the caller are not passed on.
 fn kubeconfig(args: &Args, access: &Config, token: &str) -> anyhow::Result<String> {
     let server = match &args.api_server_address {
-        Some(address) => address
-            .parse()
-            .with_context(|| format!("--api-server-address {address:?}"))?,
+        Some(address) => {
+            let server: http::Uri = address
+                .parse()
+                .with_context(|| format!("--api-server-address {address:?}"))?;
+            ensure!(
+                server.scheme_str() == Some("https") && server.host().is_some(),
+                "--api-server-address {address:?} is not a URL such as https://192.0.2.1:6443"
+            );
+            server
+        }
         None => {
             ensure_reachable(&access.cluster_url)?;
             access.cluster_url.clone()
@@ -291,7 +299,10 @@ fn gateway(args: &Args, service: &Service) -> anyhow::Result<Gateway> {
                 args.gateway_namespace, args.gateway_name
             )
         })?,
-        port: args.gateway_port.map_or_else(|| port("mc-gateway"), Ok)?,
+        port: args
+            .gateway_port
+            .filter(|port| *port != 0)
+            .map_or_else(|| port("mc-gateway"), Ok)?,
         identity: annotated(annotation::GATEWAY_IDENTITY)?.clone(),
         probe_path: annotated(annotation::PROBE_PATH)?.clone(),
         probe_port: port("mc-probe")?,
@@ -386,8 +397,10 @@ fn selector_of(text: &str) -> anyhow::Result<Value> {
     Ok(json!(LabelSelector::from(&selector)))
 }
 
+/// As in the chart. Objects have the name with a prefix.
+const MAX_CLUSTER_NAME_LEN: usize = 57;
 /// With longer names, the mirrors of common Services have more than 63 characters.
-const MAX_HANDY_NAME_LEN: usize = 30;
+const MAX_RECOMMENDED_CLUSTER_NAME_LEN: usize = 30;
 
 pub(crate) const EXAMPLES: &str = "\
 Run it against the cluster that exports Services, and apply its output in the one that uses them:

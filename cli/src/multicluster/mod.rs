@@ -2,6 +2,8 @@
 //!
 //! Like `tulle install`, these commands do not change a cluster: they print manifests for `kubectl apply` and `kubectl delete`.
 
+mod check;
+mod check_state;
 mod extension;
 mod gateways;
 mod install;
@@ -30,6 +32,8 @@ pub(crate) enum Command {
     /// Print the Link, its credentials and its mirrors, for `kubectl delete`
     #[command(after_help = unlink::EXAMPLES)]
     Unlink(unlink::Args),
+    /// Check each Link, and print a fix for each problem
+    Check(check::Args),
     /// Show whether the gateways of linked clusters can be reached
     Gateways(gateways::Args),
 }
@@ -45,6 +49,7 @@ pub(crate) fn main(command: &Command, flags: &kubernetes::Flags) -> anyhow::Resu
         Command::Allow(args) => install::allow(args, flags),
         Command::LinkGen(args) => link_gen::main(args, flags),
         Command::Unlink(args) => unlink::main(args, flags),
+        Command::Check(args) => return check::main(args, flags),
         Command::Gateways(args) => gateways::main(args, flags),
     }?;
     Ok(ExitCode::SUCCESS)

@@ -7,7 +7,7 @@ use kube::{Api, ResourceExt as _};
 use serde_json::Value;
 use tulle_core::names::label;
 
-use super::extension::{DEFAULT_NAMESPACE, identity, link_resource, target_cluster};
+use super::extension::{DEFAULT_NAMESPACE, identity, link_resource, links, target_cluster};
 use crate::install::manifests::{Output, show};
 use crate::kubernetes::{self, Cluster, reason};
 use crate::runtime;
@@ -39,8 +39,8 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<()>
 
 async fn objects(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Value>> {
     let (namespace, name) = (&args.namespace, &args.cluster_name);
-    let links: Api<DynamicObject> = Api::namespaced_with(cluster.client.clone(), namespace, &link_resource());
-    let link = links.get_opt(name).await;
+    let in_namespace: Api<DynamicObject> = Api::namespaced_with(cluster.client.clone(), namespace, &link_resource());
+    let link = in_namespace.get_opt(name).await;
     let link = link.map_err(|error| anyhow!("reading Link {namespace}/{name}: {}", reason(&error)))?;
     let link = link.with_context(|| {
         format!("there is no Link {namespace}/{name}; `kubectl get links -A` lists all, and --namespace names another namespace")
@@ -62,6 +62,14 @@ async fn objects(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Value>> {
         objects.extend(existing(cluster, api_version, kind, of_namespace, object).await?);
     }
     objects.push(identity("multicluster.linkerd.io/v1alpha3", "Link", of_namespace, name));
+    let is_other = |other: &DynamicObject| {
+        target_cluster(other) == target
+            && (other.name_any(), other.namespace()) != (name.clone(), Some(namespace.clone()))
+    };
+    if links(cluster).await?.iter().flatten().any(is_other) {
+        eprintln!("tulle: another Link leads to {target}, so its mirrors, and the credentials of destination, stay");
+        return Ok(objects);
+    }
 
     let (mirrored, of_cluster) = (label::MIRRORED_SERVICE, label::MIRRORED_CLUSTER);
     let mirrors = ListParams::default().labels(&format!("{mirrored}=true,{of_cluster}={target}"));
@@ -127,4 +135,4 @@ async fn existing(
 pub(super) const EXAMPLES: &str = "\
   tulle multicluster unlink --cluster-name east | kubectl delete -f -
 
-Also remove the Link from `controllers` of the chart. Federated Services lose their members of the cluster within a minute.";
+Also remove the Link from `controllers` of the chart. After a minute, its members leave federated Services.";

@@ -19,8 +19,8 @@ pub mod views;
 
 use std::convert::Infallible;
 use std::ops::{Deref, DerefMut};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use ahash::AHashSet;
@@ -66,6 +66,7 @@ struct Shared {
     metrics: Metrics,
     state: Mutex<State>,
     synced: watch::Sender<bool>,
+    synced_at: OnceLock<Instant>,
     nodes_changed: watch::Sender<()>,
     next_encoder_id: AtomicUsize,
     recent_encodings: Arc<RecentEncodings>,
@@ -152,6 +153,7 @@ impl Cluster {
             metrics,
             state: Mutex::default(),
             synced: watch::Sender::new(false),
+            synced_at: OnceLock::new(),
             nodes_changed: watch::Sender::new(()),
             next_encoder_id: AtomicUsize::new(0),
             recent_encodings: Arc::default(),
@@ -177,6 +179,11 @@ impl Cluster {
     pub async fn synced(&self) {
         // An error means that the sender was dropped; this handle keeps it alive.
         let _ = self.0.synced.subscribe().wait_for(|synced| *synced).await;
+    }
+
+    /// When the source had reported its initial list; now, if it has not.
+    pub(crate) fn synced_at(&self) -> Instant {
+        self.0.synced_at.get().copied().unwrap_or_else(Instant::now)
     }
 
     pub fn is_synced(&self) -> bool {
@@ -380,6 +387,7 @@ impl Shared {
             warn!(kind = kind.info().name, object = %name, cluster, reason, fallback, "an object cannot be read");
         }
         if synced {
+            self.synced_at.get_or_init(Instant::now);
             self.synced.send_replace(true);
         }
     }

@@ -112,7 +112,7 @@ impl Unions {
 struct Merger {
     key: Key,
     local: Subscription<Endpoints>,
-    remote_clusters: RemoteClusters,
+    clusters: LinkedClusters,
     members: Vec<RemoteMember>,
 }
 
@@ -128,19 +128,20 @@ impl Merger {
         Self {
             local: clusters.local.endpoints(key.clone()),
             key,
-            remote_clusters: clusters.remote.clone(),
+            clusters: clusters.clone(),
             members: Vec::new(),
         }
     }
 
     async fn run(mut self, sender: watch::Sender<Option<Arc<PublishedValue<UnionEndpoints>>>>) -> Infallible {
-        let mut cluster_changes = self.remote_clusters.changes();
+        let mut cluster_changes = self.clusters.remote.changes();
         loop {
             cluster_changes.borrow_and_update();
             let own = self.local.current();
             self.update_members(own.remote.as_deref());
             let merged = self.merge(&own);
-            let awaited_until = self.awaited_until(&merged);
+            let needs_others = merged.preference == MemberPreference::All || !own.serves_all_clients();
+            let awaited_until = needs_others.then(|| self.awaited_until()).flatten();
             let is_first = sender.borrow().is_none();
             // Clients would replace the endpoints that they have by those of the first message.
             let must_wait = is_first && (awaited_until.is_some() || merged.is_empty() && self.has_pending_member());
@@ -163,13 +164,14 @@ impl Merger {
         }
     }
 
-    /// Until when pending members are awaited. `None` if that time is over, or if they are not needed.
-    fn awaited_until(&self, merged: &UnionEndpoints) -> Option<Instant> {
-        if merged.preference == MemberPreference::Local && !merged.is_empty() {
-            return None;
-        }
+    /// Until when pending members are awaited. `None` if there are none, or if that time is over.
+    fn awaited_until(&self) -> Option<Instant> {
         let pending = self.members.iter().filter_map(|member| member.pending_since);
-        let latest = pending.map(|since| since + MAX_WAIT_FOR_MEMBERS).max();
+        // Before, requests are refused.
+        let served_since = self.clusters.local.synced_at();
+        let latest = pending
+            .map(|since| since.max(served_since) + MAX_WAIT_FOR_MEMBERS)
+            .max();
         latest.filter(|until| *until > Instant::now())
     }
 
@@ -194,7 +196,7 @@ impl Merger {
                 subscription: None,
                 pending_since: None,
             });
-            match self.remote_clusters.get(&service.cluster) {
+            match self.clusters.remote.get(&service.cluster) {
                 RemoteCluster::Pending { since } => {
                     member.pending_since = member.subscription.is_none().then_some(since);
                 }
@@ -232,7 +234,7 @@ impl Merger {
             }
             Some(RemoteDiscovery::Mirror(_) | RemoteDiscovery::Unnamed) => (None, MemberPreference::All),
         };
-        let mut union = Deduplicated::new(&self.remote_clusters);
+        let mut union = Deduplicated::new(&self.clusters.remote);
         if let Some(service) = local {
             union.add(service, None, own.clone());
         }

@@ -4,7 +4,7 @@
 pub mod connect;
 pub mod event_recorder;
 pub mod lease;
-pub(crate) mod remote_credentials;
+pub mod remote_credentials;
 pub mod request_layer;
 pub(crate) mod watches;
 

@@ -10,14 +10,15 @@ use serde::Deserialize;
 use tracing::warn;
 
 /// How to reach the API server of another cluster.
-pub(crate) struct Access {
-    pub(crate) config: kube::Config,
+pub struct Access {
+    pub config: kube::Config,
     /// When the token expires, in seconds since 1970. `None` if it does not, or if it is not a JWT.
-    pub(crate) expires_at: Option<u64>,
+    pub expires_at: Option<u64>,
 }
 
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum CredentialsError {
+#[non_exhaustive]
+pub enum CredentialsError {
     #[error("it has no key {KEY}")]
     NoKubeconfig,
     #[error("its kubeconfig has {0} bytes; at most {MAX_KUBECONFIG_BYTES} are accepted")]
@@ -41,7 +42,7 @@ pub(crate) enum CredentialsError {
 ///
 /// # Errors
 /// Fails if there is no valid kubeconfig, or if it refers to anything outside.
-pub(crate) async fn read(secret: &Secret) -> Result<Access, CredentialsError> {
+pub async fn read(secret: &Secret) -> Result<Access, CredentialsError> {
     let data = secret.data.as_ref().and_then(|data| data.get(KEY));
     let bytes = &data.ok_or(CredentialsError::NoKubeconfig)?.0;
     if bytes.len() > MAX_KUBECONFIG_BYTES {
@@ -126,7 +127,7 @@ fn expiry(token: &str) -> Option<u64> {
     serde_json::from_slice(&bytes).ok().map(|claims: Claims| claims.exp)
 }
 
-pub(crate) const KEY: &str = "kubeconfig";
+const KEY: &str = "kubeconfig";
 const MAX_KUBECONFIG_BYTES: usize = 1 << 20;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 

@@ -59,6 +59,11 @@ impl RemoteClusterWatch {
             let state = watch.state();
             match &state {
                 SecretState::Present(secret) => {
+                    if connection.is_none()
+                        && let RemoteCluster::Unlinked = self.clusters.remote.get(&self.name)
+                    {
+                        self.set(RemoteCluster::Pending { since: Instant::now() });
+                    }
                     connection = tokio::select! {
                         () = watch.changed_from(&state) => continue,
                         connected = self.connect(secret) => match connected {

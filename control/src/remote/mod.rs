@@ -74,28 +74,37 @@ impl RemoteWatches {
     /// Follows the clusters that Services refer to, until the drain.
     pub async fn run(self, mut references: References) {
         let mut followed = HashMap::<Arc<str>, Followed>::new();
-        let mut rejected = HashSet::new();
+        let mut rejected = HashSet::<Arc<str>>::new();
         loop {
             let wanted = references.current();
-            for name in &wanted {
-                if let Some(followed) = followed.get_mut(name) {
+            for (name, followed) in &mut followed {
+                if wanted.contains(name) {
                     followed.unreferenced_since = None;
-                } else if followed.len() < MAX_CLUSTERS {
-                    followed.insert(name.clone(), self.follow(name));
-                } else if rejected.insert(name.clone()) {
-                    warn!(cluster = %name, "more than {MAX_CLUSTERS} clusters are referred to; the endpoints of this one are not served");
-                    self.clusters.remote.set(name, RemoteCluster::Unlinked);
+                } else {
+                    followed.unreferenced_since.get_or_insert_with(Instant::now);
                 }
-            }
-            let unreferenced = followed.iter_mut().filter(|(name, _)| !wanted.contains(*name));
-            for (_, followed) in unreferenced {
-                followed.unreferenced_since.get_or_insert_with(Instant::now);
             }
             let is_due = |followed: &Followed| followed.expires_at().is_some_and(|at| at <= Instant::now());
             let expired: Vec<_> = followed.extract_if(|_, followed| is_due(followed)).collect();
             for (name, mut followed) in expired {
                 followed.task.shutdown().await;
                 self.clusters.remote.remove(&name);
+            }
+            for name in rejected.extract_if(|name| !wanted.contains(name)) {
+                self.clusters.remote.remove(&name);
+            }
+            for name in wanted
+                .iter()
+                .filter(|name| !followed.contains_key(*name))
+                .collect::<Vec<_>>()
+            {
+                if followed.len() < MAX_CLUSTERS {
+                    rejected.remove(name);
+                    followed.insert(name.clone(), self.follow(name));
+                } else if rejected.insert(name.clone()) {
+                    warn!(cluster = %name, "more than {MAX_CLUSTERS} clusters are referred to; the endpoints of this one are not served");
+                    self.clusters.remote.set(name, RemoteCluster::Unlinked);
+                }
             }
             let next_expiry = followed.values().filter_map(Followed::expires_at).min();
             tokio::select! {

@@ -253,7 +253,7 @@ impl Reflector {
         }
     }
 
-    /// Marks the kind as stale, and as listed if it is optional and may not be read.
+    /// Marks the kind as stale, or as listed if it is optional and may not be read.
     async fn report_list_failure(&mut self, err: &Error) {
         if self.watched.necessity == Necessity::Optional && err.is_forbidden() {
             if !std::mem::replace(&mut self.is_refusal_reported, true) {
@@ -267,14 +267,16 @@ impl Reflector {
                 // Fails only if the receiver is dropped, which no longer needs the message.
                 let _ = listed.send(self.watched.kind).await;
             }
+            // What cannot be read by intention is not out of date.
+            self.freshness.mark_up_to_date(Instant::now());
         } else {
             warn!(
                 kind = self.kind_name(),
                 error = err as &dyn StdError,
                 "list failed, the last known state stays in use"
             );
+            self.freshness.mark_stale(&ErrorChain(err).to_string());
         }
-        self.freshness.mark_stale(&ErrorChain(err).to_string());
     }
 
     /// Marks the kind as stale. Its objects stay until discovery has omitted it `ABSENT_ROUNDS_BEFORE_DELETE` times.

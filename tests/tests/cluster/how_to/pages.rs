@@ -238,7 +238,7 @@ const PLAN: &[(&str, &str, Run)] = &[
     ("how-to/multicluster.md", "1. Install the extension", TWO_CLUSTERS),
     ("how-to/multicluster.md", "2. Link the clusters", TWO_CLUSTERS),
     ("how-to/multicluster.md", "3. Export a Service", TWO_CLUSTERS),
-    ("how-to/multicluster.md", "4. Look at it", TWO_CLUSTERS),
+    ("how-to/multicluster.md", "4. Check the link", TWO_CLUSTERS),
     ("how-to/multicluster.md", "Undo", TWO_CLUSTERS),
     (
         "tutorials/demo.md",

@@ -1,53 +1,65 @@
 //! `tulle multicluster` between two API servers.
 
+use tulle_control::trust;
+
 use super::*;
 use crate::cli::{assert_contains, kubectl, tulle};
 
 /// The configuration that the chart of the control plane writes.
-async fn put_configuration(server: &ApiServer, domain: &str) {
+async fn put_configuration(server: &ApiServer, domain: &str, anchor: &str) {
+    let values = json!({"clusterDomain": domain, "identityTrustDomain": domain, "identityTrustAnchorsPEM": anchor});
     let manifest = json!({
         "apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "linkerd-config", "namespace": "linkerd"},
-        "data": {"values": format!("clusterDomain: {domain}\nidentityTrustDomain: {domain}\n")},
+        "data": {"values": values.to_string()},
     });
     apply(server, &manifest).await;
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn clusters_are_linked_and_unlinked_by_the_output_of_commands() {
-    let (west, east) = tokio::join!(ApiServer::start(), ApiServer::start());
-    let (west, east) = (west.unwrap(), east.unwrap());
-    for server in [&west, &east] {
+/// Installs the extension in both clusters, each after its configuration.
+async fn install(west: &ApiServer, east: &ApiServer) {
+    for server in [west, east] {
         install_custom_resources(server).await.unwrap();
         for namespace in ["linkerd", "shop"] {
             server.create_namespace(namespace).await.unwrap();
         }
     }
-    let absent = tulle(&east, "multicluster install").await;
+    let absent = tulle(east, "multicluster install").await;
     assert_contains(&absent.err, &["there is no control plane in namespace linkerd"]);
-    put_configuration(&east, "east.test").await;
-    put_configuration(&west, "west.test").await;
+    let anchor = new_anchor();
+    put_configuration(east, "east.test", &anchor).await;
+    put_configuration(west, "west.test", &anchor).await;
     for (server, values) in [
-        (&east, ""),
-        (&west, " --gateway=false --set controllers[0].link.ref.name=east"),
+        (east, ""),
+        (west, " --gateway=false --set controllers[0].link.ref.name=east"),
     ] {
         let manifests = tulle(server, &format!("multicluster install{values}")).await;
         assert!(manifests.success, "{}", manifests.err);
         // The namespace comes first.
         kubectl(server, "apply --server-side -f -", &manifests.out).await;
     }
-    let gateways = tulle(&west, "mc gateways").await;
+    let gateways = tulle(west, "mc gateways").await;
     assert_eq!(
         gateways.out, "CLUSTER   ALIVE   NUM_SVC   LATENCY\n",
         "{}",
         gateways.err
     );
+}
 
+fn new_anchor() -> String {
+    let year = Duration::from_secs(365 * 86_400);
+    trust::create_anchor("root.linkerd.cluster.local", year)
+        .unwrap()
+        .certificate
+}
+
+/// Links west to east, after each thing that is missing is named.
+async fn link_clusters(west: &ApiServer, east: &ApiServer) {
     let link = "mc link-gen --cluster-name east";
     // The controller of tokens is not part of this API server.
-    let without_token = tulle(&east, link).await;
+    let without_token = tulle(east, link).await;
     assert_contains(&without_token.err, &["Kubernetes has not written a token"]);
-    put_token(&east).await;
-    let on_loopback = tulle(&east, link).await;
+    put_token(east).await;
+    let on_loopback = tulle(east, link).await;
     assert_contains(
         &on_loopback.err,
         &["cannot reach the API server", "--api-server-address"],
@@ -57,21 +69,57 @@ async fn clusters_are_linked_and_unlinked_by_the_output_of_commands() {
         .await
         .unwrap();
     let link = format!("{link} --api-server-address {url}");
-    let without_address = tulle(&east, &link).await;
+    let without_address = tulle(east, &link).await;
     assert_contains(&without_address.err, &["has no address yet", "--gateway-addresses"]);
-    let linked = tulle(&east, &format!("{link} --gateway-addresses 192.0.2.7")).await;
+    let linked = tulle(east, &format!("{link} --gateway-addresses 192.0.2.7")).await;
     assert!(linked.success, "{}", linked.err);
-    kubectl(&west, "apply -f -", &linked.out).await;
+    kubectl(west, "apply -f -", &linked.out).await;
     let account = "mc allow --service-account-name linkerd-service-mirror-remote-access-default";
-    assert_contains(&tulle(&east, account).await.err, &["exists", "--ignore-cluster"]);
-    let allowed = tulle(&east, "mc allow --service-account-name west").await;
-    kubectl(&east, "apply --server-side -f -", &allowed.out).await;
+    assert_contains(&tulle(east, account).await.err, &["exists", "--ignore-cluster"]);
+    let allowed = tulle(east, "mc allow --service-account-name west").await;
+    let created = kubectl(east, "apply --server-side -f -", &allowed.out).await;
+    assert_eq!(created.lines().count(), 4, "{created}");
+}
+
+async fn check(west: &ApiServer, east: &ApiServer) {
+    // Nothing runs the pods of the controller here.
+    let checked = tulle(west, "mc check --wait 0 --timeout 10s").await;
+    assert!(!checked.success);
+    assert_contains(
+        &checked.out,
+        &[
+            "√ multicluster extension is installed",
+            "√ Link and CLI versions match",
+            "√ remote cluster access credentials are valid",
+            "√ destination has the credentials of linked clusters",
+            "√ clusters share trust anchors",
+            "× service mirror controllers are running",
+            "east: Deployment controller-east has no available pod",
+            "√ all mirror services have endpoints",
+            "√ all mirror services are part of a Link",
+        ],
+    );
+    put_configuration(east, "east.test", &new_anchor()).await;
+    let checked = tulle(west, "mc check --wait 0 -o short").await;
+    assert_contains(
+        &checked.out,
+        &["× clusters share trust anchors", "east: no trust anchor in common"],
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn clusters_are_linked_and_unlinked_by_the_output_of_commands() {
+    let (west, east) = tokio::join!(ApiServer::start(), ApiServer::start());
+    let (west, east) = (west.unwrap(), east.unwrap());
+    install(&west, &east).await;
+    link_clusters(&west, &east).await;
 
     // The account has the permissions of the service mirror.
     apply(&east, &service("web", &json!({"mirror.linkerd.io/exported": "true"}))).await;
     apply(&east, &endpoints("web", &json!([{"ip": "10.1.0.1"}]))).await;
     let mirror = Mirror::of_link(&west, "east").await;
     wait_for_addresses(&west, "web-east", 1).await;
+    check(&west, &east).await;
 
     let still_linked = tulle(&west, "mc uninstall").await;
     assert_contains(
@@ -81,7 +129,6 @@ async fn clusters_are_linked_and_unlinked_by_the_output_of_commands() {
     let missing = tulle(&west, "mc unlink --cluster-name north").await;
     assert_contains(&missing.err, &["there is no Link linkerd-multicluster/north"]);
     let unlinked = tulle(&west, "mc unlink --cluster-name east").await;
-    mirror.end().await;
     let deleted = kubectl(&west, "delete -f -", &unlinked.out).await;
     for expected in [
         "secret \"cluster-credentials-east\"",
@@ -92,10 +139,19 @@ async fn clusters_are_linked_and_unlinked_by_the_output_of_commands() {
         assert!(deleted.contains(expected), "{expected} is not in {deleted}");
     }
     assert_eq!(deleted.matches("cluster-credentials-east").count(), 2, "{deleted}");
+    mirror.end().await;
+    wait_until_gone(&west, "web-east").await;
+    let federated = json!({"mirror.linkerd.io/mirrored-service": "true"});
+    apply(&west, &service("web-federated", &federated)).await;
     let all = tulle(&west, "mc uninstall").await;
     let deleted = kubectl(&west, "delete --wait=false -f -", &all.out).await;
-    assert!(deleted.contains("namespace \"linkerd-multicluster\""), "{deleted}");
-    assert!(deleted.contains("remote-discovery-east"), "{deleted}");
+    for expected in [
+        "namespace \"linkerd-multicluster\"",
+        "remote-discovery-east",
+        "service \"web-federated\"",
+    ] {
+        assert!(deleted.contains(expected), "{expected} is not in {deleted}");
+    }
 }
 
 /// Writes the token of the account as Kubernetes does.

@@ -1,0 +1,276 @@
+//! What the checks of Links need to know of both clusters.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use anyhow::{Context as _, anyhow, ensure};
+use k8s_openapi::api::apps::v1::Deployment;
+use k8s_openapi::api::authorization::v1::{ResourceAttributes, SelfSubjectAccessReview, SelfSubjectAccessReviewSpec};
+use k8s_openapi::api::core::v1::{Endpoints, Secret, Service};
+use kube::api::{DynamicObject, ListParams, PostParams};
+use kube::{Api, ResourceExt as _};
+use tokio::time::timeout;
+use tulle_control::kubernetes::{connect, remote_credentials};
+use tulle_core::names::{annotation, label};
+
+use super::extension::{self, links, target_cluster};
+use super::gateways;
+use crate::certificates::Certificate;
+use crate::config;
+use crate::kubernetes::{Cluster, reason};
+
+pub(super) struct State {
+    /// The namespace of the extension.
+    pub(super) namespace: Result<Option<String>, String>,
+    pub(super) links: Result<Vec<LinkState>, String>,
+    /// The trust anchors of this cluster.
+    pub(super) anchors: Result<Vec<Vec<u8>>, String>,
+    pub(super) controllers: Vec<Controller>,
+    pub(super) mirrors: Vec<MirrorService>,
+}
+
+pub(super) struct LinkState {
+    pub(super) name: String,
+    pub(super) cluster: String,
+    pub(super) created_by: Option<String>,
+    pub(super) has_gateway: bool,
+    /// What the credentials of the Link give access to.
+    pub(super) target: Result<Target, String>,
+    /// Whether destination finds its credentials.
+    pub(super) discovery_secret: Result<(), String>,
+    /// Whether the gateway responds to probes.
+    pub(super) gateway: Result<(), String>,
+}
+
+pub(super) struct Target {
+    pub(super) anchors: Result<Vec<Vec<u8>>, String>,
+}
+
+/// The Deployment of a service mirror.
+pub(super) struct Controller {
+    pub(super) name: String,
+    /// The name of its Link.
+    pub(super) cluster: String,
+    pub(super) available: i32,
+}
+
+pub(super) struct MirrorService {
+    pub(super) namespace: String,
+    pub(super) name: String,
+    /// `None` for federated Services.
+    pub(super) cluster: Option<String>,
+    /// Whether its endpoints are Endpoints of this cluster.
+    pub(super) needs_endpoints: bool,
+    pub(super) has_endpoints: bool,
+}
+
+/// Reads both clusters. Each request to another cluster, and to a controller, may take `limit`.
+pub(super) async fn gather(cluster: &Cluster, limit: Duration) -> State {
+    let namespace = extension::namespace(cluster).await;
+    let probes = match &namespace {
+        Ok(Some(_)) => gateways::alive(cluster, limit).await,
+        Ok(None) | Err(_) => Ok(BTreeMap::new()),
+    };
+    let found = match links(cluster).await {
+        Ok(None) => Err("the kind is not installed".to_owned()),
+        Ok(Some(found)) => {
+            let mut states = Vec::new();
+            for link in &found {
+                states.push(link_state(cluster, link, &probes, limit).await);
+            }
+            Ok(states)
+        }
+        Err(error) => Err(format!("{error:#}")),
+    };
+    State {
+        namespace: namespace.map_err(|error| format!("{error:#}")),
+        links: found,
+        anchors: own_anchors(cluster).await.map_err(|error| format!("{error:#}")),
+        controllers: controllers(cluster).await.unwrap_or_default(),
+        mirrors: mirrors(cluster).await.unwrap_or_default(),
+    }
+}
+
+async fn link_state(
+    cluster: &Cluster,
+    link: &DynamicObject,
+    probes: &Result<BTreeMap<String, bool>, String>,
+    limit: Duration,
+) -> LinkState {
+    let name = link.name_any();
+    let target_name = target_cluster(link);
+    let reading = timeout(limit, target(cluster, link));
+    let target = match reading.await {
+        Ok(read) => read.map_err(|error| format!("{error:#}")),
+        Err(_) => Err(format!("no response within {limit:?}")),
+    };
+    let gateway = match probes {
+        Ok(probes) => match probes.get(&target_name) {
+            Some(true) => Ok(()),
+            Some(false) => Err("it does not respond to probes".to_owned()),
+            None => Err("no controller has probed it".to_owned()),
+        },
+        Err(cause) => Err(cause.clone()),
+    };
+    LinkState {
+        has_gateway: link.data["spec"]["gatewayAddress"]
+            .as_str()
+            .is_some_and(|address| !address.is_empty()),
+        created_by: link.annotations().get(annotation::CREATED_BY).cloned(),
+        discovery_secret: discovery_secret(cluster, &target_name)
+            .await
+            .map_err(|error| format!("{error:#}")),
+        cluster: target_name,
+        name,
+        target,
+        gateway,
+    }
+}
+
+/// Uses the credentials of a Link.
+async fn target(cluster: &Cluster, link: &DynamicObject) -> anyhow::Result<Target> {
+    let namespace = link.namespace().unwrap_or_default();
+    let name = link.data["spec"]["clusterCredentialsSecret"]
+        .as_str()
+        .unwrap_or_default();
+    let secret = secret(cluster, &namespace, name).await?;
+    let access = remote_credentials::read(&secret)
+        .await
+        .with_context(|| format!("Secret {namespace}/{name}"))?;
+    let client = connect::builder(access.config).context("creating a client")?.build();
+    client
+        .apiserver_version()
+        .await
+        .map_err(|error| anyhow!("{}", reason(&error)))?;
+    for verb in ["get", "list", "watch"] {
+        ensure!(may(&client, verb).await?, "its account may not {verb} Services there");
+    }
+    let linkerd_namespace = link.data["spec"]["targetClusterLinkerdNamespace"]
+        .as_str()
+        .unwrap_or("linkerd");
+    let target = Cluster {
+        client,
+        control_plane_namespace: linkerd_namespace.to_owned(),
+        namespace: String::new(),
+    };
+    Ok(Target {
+        anchors: own_anchors(&target).await.map_err(|error| format!("{error:#}")),
+    })
+}
+
+async fn may(client: &kube::Client, verb: &str) -> anyhow::Result<bool> {
+    let review = SelfSubjectAccessReview {
+        spec: SelfSubjectAccessReviewSpec {
+            resource_attributes: Some(ResourceAttributes {
+                verb: Some(verb.to_owned()),
+                resource: Some("services".to_owned()),
+                version: Some("v1".to_owned()),
+                ..ResourceAttributes::default()
+            }),
+            ..SelfSubjectAccessReviewSpec::default()
+        },
+        ..SelfSubjectAccessReview::default()
+    };
+    let api: Api<SelfSubjectAccessReview> = Api::all(client.clone());
+    let review = api.create(&PostParams::default(), &review).await;
+    let review = review.map_err(|error| anyhow!("asking for its permissions: {}", reason(&error)))?;
+    Ok(review.status.is_some_and(|status| status.allowed))
+}
+
+/// Fails if destination does not accept the Secret.
+async fn discovery_secret(cluster: &Cluster, target: &str) -> anyhow::Result<()> {
+    let namespace = &cluster.control_plane_namespace;
+    let secret = secret(cluster, namespace, &format!("cluster-credentials-{target}")).await?;
+    let place = format!("Secret {namespace}/{}", secret.name_any());
+    let key = label::CREDENTIALS_OF_CLUSTER;
+    ensure!(
+        secret.labels().get(key).is_some_and(|name| name == target),
+        "{place} does not have the label {key}={target}"
+    );
+    for key in [annotation::TRUST_DOMAIN, annotation::CLUSTER_DOMAIN] {
+        ensure!(
+            secret.annotations().contains_key(key),
+            "{place} has no annotation {key}"
+        );
+    }
+    remote_credentials::read(&secret).await.with_context(|| place)?;
+    Ok(())
+}
+
+async fn secret(cluster: &Cluster, namespace: &str, name: &str) -> anyhow::Result<Secret> {
+    let api: Api<Secret> = Api::namespaced(cluster.client.clone(), namespace);
+    let secret = api.get_opt(name).await;
+    let secret = secret.map_err(|error| anyhow!("reading Secret {namespace}/{name}: {}", reason(&error)))?;
+    secret.with_context(|| format!("there is no Secret {namespace}/{name}"))
+}
+
+/// The trust anchors in the configuration of a control plane.
+async fn own_anchors(cluster: &Cluster) -> anyhow::Result<Vec<Vec<u8>>> {
+    let values = config::values(cluster).await?;
+    let bundle = values["identityTrustAnchorsPEM"]
+        .as_str()
+        .filter(|bundle| !bundle.is_empty());
+    let bundle = bundle.context("the ConfigMap linkerd-config has no identityTrustAnchorsPEM")?;
+    let anchors = Certificate::parse_bundle(bundle.as_bytes())?;
+    Ok(anchors.into_iter().map(|anchor| anchor.der).collect())
+}
+
+async fn controllers(cluster: &Cluster) -> anyhow::Result<Vec<Controller>> {
+    let of_links = format!(
+        "component in (service-mirror, linkerd-service-mirror, controller),{}",
+        label::MIRRORED_CLUSTER
+    );
+    let api: Api<Deployment> = Api::all(cluster.client.clone());
+    let found = cluster.list(&api, &ListParams::default().labels(&of_links)).await?;
+    let controller = |deployment: Deployment| Controller {
+        name: deployment.name_any(),
+        cluster: deployment
+            .labels()
+            .get(label::MIRRORED_CLUSTER)
+            .cloned()
+            .unwrap_or_default(),
+        available: deployment
+            .status
+            .and_then(|status| status.available_replicas)
+            .unwrap_or_default(),
+    };
+    Ok(found.into_iter().map(controller).collect())
+}
+
+async fn mirrors(cluster: &Cluster) -> anyhow::Result<Vec<MirrorService>> {
+    let mirrored = ListParams::default().labels(&format!("{}=true", label::MIRRORED_SERVICE));
+    let services = cluster
+        .list(&Api::<Service>::all(cluster.client.clone()), &mirrored)
+        .await?;
+    let endpoints = cluster
+        .list(&Api::<Endpoints>::all(cluster.client.clone()), &mirrored)
+        .await?;
+    let with_addresses: BTreeSet<_> = endpoints
+        .iter()
+        .filter(|endpoints| has_addresses(endpoints))
+        .map(|endpoints| (endpoints.namespace(), endpoints.name_any()))
+        .collect();
+    let mirror = |service: &Service| {
+        let is_discovered = [annotation::REMOTE_DISCOVERY, annotation::LOCAL_DISCOVERY]
+            .iter()
+            .any(|key| service.annotations().contains_key(*key))
+            || service.labels().contains_key(label::REMOTE_DISCOVERY);
+        MirrorService {
+            namespace: service.namespace().unwrap_or_default(),
+            name: service.name_any(),
+            cluster: service.labels().get(label::MIRRORED_CLUSTER).cloned(),
+            needs_endpoints: !is_discovered,
+            has_endpoints: with_addresses.contains(&(service.namespace(), service.name_any())),
+        }
+    };
+    Ok(services.iter().map(mirror).collect())
+}
+
+fn has_addresses(endpoints: &Endpoints) -> bool {
+    let subsets = endpoints.subsets.iter().flatten();
+    subsets.into_iter().any(|subset| {
+        let ready = subset.addresses.as_ref().map_or(0, Vec::len);
+        let unready = subset.not_ready_addresses.as_ref().map_or(0, Vec::len);
+        ready + unready > 0
+    })
+}
