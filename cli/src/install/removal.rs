@@ -135,11 +135,22 @@ async fn list_labelled_objects(cluster: &Cluster) -> anyhow::Result<Vec<Value>> 
     list_objects(cluster, &format!("{CONTROL_PLANE_NS}={namespace}"), KINDS).await
 }
 
+/// The kinds of an installation whose objects are not deleted with the namespace of the control plane.
+pub(crate) fn kinds_of_all_namespaces() -> impl Iterator<Item = &'static ListedKind> {
+    KINDS
+        .iter()
+        .filter(|(scope, ..)| matches!(scope, ObjectScope::AllNamespaces))
+}
+
 /// Lists the objects that a selector selects, reduced to their identifying fields.
 ///
 /// # Errors
 /// Fails if objects of one of the kinds cannot be listed. A kind that the cluster does not have is left out.
-pub(crate) async fn list_objects(cluster: &Cluster, labels: &str, kinds: &[ListedKind]) -> anyhow::Result<Vec<Value>> {
+pub(crate) async fn list_objects(
+    cluster: &Cluster,
+    labels: &str,
+    kinds: impl IntoIterator<Item = &ListedKind>,
+) -> anyhow::Result<Vec<Value>> {
     let selected = ListParams::default().labels(labels);
     let mut objects = Vec::new();
     for (scope, group, version, kind) in kinds {

@@ -116,13 +116,13 @@ pub(super) struct Flags {
     #[command(flatten)]
     single_values: SingleValueFlags,
     #[command(flatten)]
-    assignments: Assignments,
+    helm: HelmFlags,
 }
 
 /// Values as Helm's own flags set them.
 #[derive(clap::Args, Clone, Debug, Default)]
 #[command(next_help_heading = "Values of the charts")]
-pub(crate) struct Assignments {
+pub(crate) struct HelmFlags {
     /// Read values from a file, as Helm does; may be repeated
     #[arg(short = 'f', long = "values", value_name = "FILE")]
     files: Vec<PathBuf>,
@@ -149,29 +149,29 @@ pub(super) fn merge(helm: &Helm, flags: &Flags, previous: Option<&Value>) -> any
     if flags.ha {
         files.push(helm.high_availability(&CONTROL_PLANE));
     }
-    merge_assignments(helm, files, &flags.assignments, &flags.values()?)
+    merge_values(helm, files, &flags.helm, &flags.values()?)
 }
 
 /// Merges files of values, `--values`, the values of flags, and `--set`. Later ones in this order override earlier ones.
 ///
 /// # Errors
 /// Fails if a file cannot be read, or if Helm fails.
-pub(crate) fn merge_assignments(
+pub(crate) fn merge_values(
     helm: &Helm,
     files: impl IntoIterator<Item = PathBuf>,
-    assignments: &Assignments,
+    flags: &HelmFlags,
     of_flags: &Value,
 ) -> anyhow::Result<Value> {
     let of_flags = write(helm, "values-of-flags.yaml", of_flags)?;
-    let files = files.into_iter().chain(assignments.files.iter().cloned());
+    let files = files.into_iter().chain(flags.files.iter().cloned());
     let files = files.chain([of_flags]);
     let mut args: Vec<OsString> = files
         .flat_map(|file| ["--values".into(), file.into_os_string()])
         .collect();
     for (flag, assignments) in [
-        ("--set", &assignments.set),
-        ("--set-string", &assignments.set_string),
-        ("--set-file", &assignments.set_file),
+        ("--set", &flags.set),
+        ("--set-string", &flags.set_string),
+        ("--set-file", &flags.set_file),
     ] {
         for assignment in assignments {
             args.extend([flag.into(), assignment.into()]);

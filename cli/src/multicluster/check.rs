@@ -59,7 +59,7 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
 /// Checks all Links.
 type LinkCheck = fn(&[LinkState], &State) -> CheckResult;
 
-/// The results of all checks. Without Links, or without permission to list them, the others make no sense.
+/// The results of all checks. Those of Links are left out if there are none, or if they cannot be listed.
 fn report(state: &State) -> CategoryReport {
     let mut checks = vec![CheckReport::new(INSTALLED, installed(state))];
     match &state.links {
@@ -160,11 +160,7 @@ fn versions_match(links: &[LinkState], _: &State) -> CheckResult {
 }
 
 fn credentials_are_valid(links: &[LinkState], _: &State) -> CheckResult {
-    let failed = links.iter().filter_map(|link| {
-        let cause = link.target.as_ref().err()?;
-        Some(format!("{}: {cause}", link.name))
-    });
-    none_of(failed.collect(), |lines| {
+    none_of(failures(links, |link| link.target.as_ref().err().cloned()), |lines| {
         error(
             listing("clusters that cannot be read:", lines),
             "tulle --context TARGET multicluster link-gen --cluster-name NAME | kubectl apply -f -",
@@ -173,19 +169,18 @@ fn credentials_are_valid(links: &[LinkState], _: &State) -> CheckResult {
 }
 
 fn destination_has_credentials(links: &[LinkState], _: &State) -> CheckResult {
-    let failed = links.iter().filter_map(|link| {
-        let cause = link.discovery_secret.as_ref().err()?;
-        Some(format!("{}: {cause}", link.name))
-    });
-    none_of(failed.collect(), |lines| {
-        warning(
-            listing(
-                "mirrors of pods and federated Services have no endpoints in these clusters:",
-                lines,
-            ),
-            "tulle --context TARGET multicluster link-gen --cluster-name NAME | kubectl apply -f -",
-        )
-    })
+    none_of(
+        failures(links, |link| link.discovery_secret.as_ref().err().cloned()),
+        |lines| {
+            warning(
+                listing(
+                    "mirrors of pods and federated Services have no endpoints in these clusters:",
+                    lines,
+                ),
+                "tulle --context TARGET multicluster link-gen --cluster-name NAME | kubectl apply -f -",
+            )
+        },
+    )
 }
 
 fn clusters_share_anchors(links: &[LinkState], state: &State) -> CheckResult {
@@ -216,11 +211,9 @@ fn clusters_share_anchors(links: &[LinkState], state: &State) -> CheckResult {
 }
 
 fn controllers_run(links: &[LinkState], state: &State) -> CheckResult {
+    let controllers = listed("Deployments", &state.controllers)?;
     let lines = links.iter().filter_map(|link| {
-        let found = state
-            .controllers
-            .iter()
-            .filter(|controller| controller.cluster == link.name);
+        let found = controllers.iter().filter(|controller| controller.cluster == link.name);
         let found: Vec<_> = found.collect();
         match &found[..] {
             [controller] if controller.available > 0 => None,
@@ -242,11 +235,8 @@ fn controllers_run(links: &[LinkState], state: &State) -> CheckResult {
 }
 
 fn gateways_are_alive(links: &[LinkState], _: &State) -> CheckResult {
-    let failed = links.iter().filter(|link| link.has_gateway).filter_map(|link| {
-        let cause = link.gateway.as_ref().err()?;
-        Some(format!("{}: {cause}", link.name))
-    });
-    none_of(failed.collect(), |lines| {
+    let failure = |link: &LinkState| link.gateway.as_ref().err().filter(|_| link.has_gateway).cloned();
+    none_of(failures(links, failure), |lines| {
         error(
             listing("gateways that are not reached:", lines),
             "check that pods of this cluster reach gatewayAddress of the Link at its ports (`kubectl get links -A -o yaml`)",
@@ -255,8 +245,8 @@ fn gateways_are_alive(links: &[LinkState], _: &State) -> CheckResult {
 }
 
 fn mirrors_have_endpoints(_: &[LinkState], state: &State) -> CheckResult {
-    let empty = state
-        .mirrors
+    let mirrors = listed("Services and Endpoints", &state.mirrors)?;
+    let empty = mirrors
         .iter()
         .filter(|mirror| mirror.needs_endpoints && !mirror.has_endpoints);
     let lines = empty.map(|mirror| format!("{}/{}", mirror.namespace, mirror.name));
@@ -270,7 +260,8 @@ fn mirrors_have_endpoints(_: &[LinkState], state: &State) -> CheckResult {
 
 fn mirrors_belong_to_links(state: &State) -> CheckResult {
     let links = state.links.as_deref().unwrap_or_default();
-    let orphans = state.mirrors.iter().filter(|mirror| {
+    let mirrors = listed("Services and Endpoints", &state.mirrors)?;
+    let orphans = mirrors.iter().filter(|mirror| {
         let cluster = mirror.cluster.as_deref();
         cluster.is_some_and(|cluster| links.iter().all(|link| link.cluster != cluster))
     });
@@ -282,6 +273,24 @@ fn mirrors_belong_to_links(state: &State) -> CheckResult {
         warning(
             listing("mirrors of clusters without a Link:", lines),
             "kubectl delete service -n NAMESPACE NAME (for each), or link the cluster again",
+        )
+    })
+}
+
+/// A line for each Link that has a failure.
+fn failures(links: &[LinkState], failure: impl Fn(&LinkState) -> Option<String>) -> Vec<String> {
+    let lines = links
+        .iter()
+        .filter_map(|link| Some(format!("{}: {}", link.name, failure(link)?)));
+    lines.collect()
+}
+
+/// What was listed, or the problem that it could not be.
+fn listed<'a, T>(what: &str, found: &'a Result<Vec<T>, String>) -> Result<&'a [T], Problem> {
+    found.as_deref().map_err(|cause| {
+        error(
+            format!("listing {what}: {cause}"),
+            format!("permit this user to list {what} of all namespaces"),
         )
     })
 }
@@ -329,18 +338,18 @@ mod tests {
             namespace: Ok(Some("linkerd-multicluster".to_owned())),
             links: Ok(vec![link("east")]),
             anchors: Ok(vec![vec![1], vec![2]]),
-            controllers: vec![Controller {
+            controllers: Ok(vec![Controller {
                 name: "controller-east".to_owned(),
                 cluster: "east".to_owned(),
                 available: 1,
-            }],
-            mirrors: vec![MirrorService {
+            }]),
+            mirrors: Ok(vec![MirrorService {
                 namespace: "shop".to_owned(),
                 name: "web-east".to_owned(),
                 cluster: Some("east".to_owned()),
                 needs_endpoints: true,
                 has_endpoints: true,
-            }],
+            }]),
         }
     }
 
@@ -355,8 +364,8 @@ mod tests {
         assert!(!has_retryable_failure(&report(&healthy())));
         let unused = State {
             links: Ok(Vec::new()),
-            controllers: Vec::new(),
-            mirrors: Vec::new(),
+            controllers: Ok(Vec::new()),
+            mirrors: Ok(Vec::new()),
             ..healthy()
         };
         assert_eq!(problems(&unused), Vec::<String>::new());
@@ -405,11 +414,11 @@ mod tests {
                 "east: no trust anchor in common",
             ),
             (
-                with_state(|state| state.controllers.clear()),
+                with_state(|state| state.controllers = Ok(Vec::new())),
                 "east: there is no controller",
             ),
             (
-                with_state(|state| state.controllers[0].available = 0),
+                with_state(|state| state.controllers.as_mut().unwrap()[0].available = 0),
                 "has no available pod",
             ),
             (
@@ -417,11 +426,19 @@ mod tests {
                 "east: it does not respond",
             ),
             (
-                with_state(|state| state.mirrors[0].has_endpoints = false),
+                with_state(|state| state.controllers = Err("forbidden".to_owned())),
+                "listing Deployments: forbidden",
+            ),
+            (
+                with_state(|state| state.mirrors = Err("forbidden".to_owned())),
+                "listing Services and Endpoints: forbidden",
+            ),
+            (
+                with_state(|state| state.mirrors.as_mut().unwrap()[0].has_endpoints = false),
                 "shop/web-east",
             ),
             (
-                with_state(|state| state.mirrors[0].cluster = Some("gone".to_owned())),
+                with_state(|state| state.mirrors.as_mut().unwrap()[0].cluster = Some("gone".to_owned())),
                 "shop/web-east of gone",
             ),
         ] {
@@ -429,7 +446,7 @@ mod tests {
             assert!(found.contains(expected), "{expected} is not in {found:?}");
         }
         let mut state = healthy();
-        state.controllers.clear();
+        state.controllers = Ok(Vec::new());
         assert!(has_retryable_failure(&report(&state)));
     }
 }

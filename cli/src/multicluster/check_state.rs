@@ -13,7 +13,7 @@ use tokio::time::timeout;
 use tulle_control::kubernetes::{connect, remote_credentials};
 use tulle_core::names::{annotation, label};
 
-use super::extension::{self, links, target_cluster};
+use super::extension::{self, CONTROLLERS, links, target_cluster};
 use super::gateways;
 use crate::certificates::Certificate;
 use crate::config;
@@ -25,8 +25,8 @@ pub(super) struct State {
     pub(super) links: Result<Vec<LinkState>, String>,
     /// The trust anchors of this cluster.
     pub(super) anchors: Result<Vec<Vec<u8>>, String>,
-    pub(super) controllers: Vec<Controller>,
-    pub(super) mirrors: Vec<MirrorService>,
+    pub(super) controllers: Result<Vec<Controller>, String>,
+    pub(super) mirrors: Result<Vec<MirrorService>, String>,
 }
 
 pub(super) struct LinkState {
@@ -59,7 +59,7 @@ pub(super) struct MirrorService {
     pub(super) name: String,
     /// `None` for federated Services.
     pub(super) cluster: Option<String>,
-    /// Whether its endpoints are Endpoints of this cluster.
+    /// Whether an Endpoints object of this cluster has to list its addresses. Destination finds those of other mirrors.
     pub(super) needs_endpoints: bool,
     pub(super) has_endpoints: bool,
 }
@@ -86,8 +86,8 @@ pub(super) async fn gather(cluster: &Cluster, limit: Duration) -> State {
         namespace: namespace.map_err(|error| format!("{error:#}")),
         links: found,
         anchors: own_anchors(cluster).await.map_err(|error| format!("{error:#}")),
-        controllers: controllers(cluster).await.unwrap_or_default(),
-        mirrors: mirrors(cluster).await.unwrap_or_default(),
+        controllers: controllers(cluster).await.map_err(|error| reason(&error)),
+        mirrors: mirrors(cluster).await.map_err(|error| reason(&error)),
     }
 }
 
@@ -180,21 +180,10 @@ async fn may(client: &kube::Client, verb: &str) -> anyhow::Result<bool> {
 /// Fails if destination does not accept the Secret.
 async fn discovery_secret(cluster: &Cluster, target: &str) -> anyhow::Result<()> {
     let namespace = &cluster.control_plane_namespace;
-    let secret = secret(cluster, namespace, &format!("cluster-credentials-{target}")).await?;
-    let place = format!("Secret {namespace}/{}", secret.name_any());
-    let key = label::CREDENTIALS_OF_CLUSTER;
-    ensure!(
-        secret.labels().get(key).is_some_and(|name| name == target),
-        "{place} does not have the label {key}={target}"
-    );
-    for key in [annotation::TRUST_DOMAIN, annotation::CLUSTER_DOMAIN] {
-        ensure!(
-            secret.annotations().contains_key(key),
-            "{place} has no annotation {key}"
-        );
-    }
-    remote_credentials::read(&secret).await.with_context(|| place)?;
-    Ok(())
+    let name = remote_credentials::secret_name(target);
+    let secret = secret(cluster, namespace, &name).await?;
+    let read = remote_credentials::read_linked_cluster(&secret, target).await;
+    read.map(drop).with_context(|| format!("Secret {namespace}/{name}"))
 }
 
 async fn secret(cluster: &Cluster, namespace: &str, name: &str) -> anyhow::Result<Secret> {
@@ -215,11 +204,8 @@ async fn own_anchors(cluster: &Cluster) -> anyhow::Result<Vec<Vec<u8>>> {
     Ok(anchors.into_iter().map(|anchor| anchor.der).collect())
 }
 
-async fn controllers(cluster: &Cluster) -> anyhow::Result<Vec<Controller>> {
-    let of_links = format!(
-        "component in (service-mirror, linkerd-service-mirror, controller),{}",
-        label::MIRRORED_CLUSTER
-    );
+async fn controllers(cluster: &Cluster) -> Result<Vec<Controller>, kube::Error> {
+    let of_links = format!("{CONTROLLERS},{}", label::MIRRORED_CLUSTER);
     let api: Api<Deployment> = Api::all(cluster.client.clone());
     let found = cluster.list(&api, &ListParams::default().labels(&of_links)).await?;
     let controller = |deployment: Deployment| Controller {
@@ -237,7 +223,7 @@ async fn controllers(cluster: &Cluster) -> anyhow::Result<Vec<Controller>> {
     Ok(found.into_iter().map(controller).collect())
 }
 
-async fn mirrors(cluster: &Cluster) -> anyhow::Result<Vec<MirrorService>> {
+async fn mirrors(cluster: &Cluster) -> Result<Vec<MirrorService>, kube::Error> {
     let mirrored = ListParams::default().labels(&format!("{}=true", label::MIRRORED_SERVICE));
     let services = cluster
         .list(&Api::<Service>::all(cluster.client.clone()), &mirrored)

@@ -12,7 +12,7 @@ use serde::Serialize;
 use tokio::time::timeout;
 use tulle_core::names::label;
 
-use super::extension;
+use super::extension::{self, CONTROLLERS};
 use crate::kubernetes::resource::ports;
 use crate::kubernetes::{self, Cluster, forward, reason};
 use crate::{runtime, table};
@@ -42,12 +42,31 @@ struct Row {
     latency: u64,
 }
 
-/// Prints a line for each gateway.
+/// A gateway, as its service mirror knows it.
+struct Gateway {
+    cluster: String,
+    alive: bool,
+    latency: u64,
+}
+
+/// Prints a line for each gateway. A service mirror that does not respond is reported on standard error.
 ///
 /// # Errors
-/// Fails if the extension is not installed, or if a service mirror does not respond.
+/// Fails if the extension is not installed, or if its objects cannot be read.
 pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<()> {
-    let mut rows = runtime()?.block_on(async { rows(args.cluster_name.as_deref(), &flags.connect().await?).await })?;
+    let mut rows = runtime()?.block_on(async {
+        let cluster = flags.connect().await?;
+        let gateways = gateways(&cluster).await?;
+        let counts = count_mirrors(&cluster).await?;
+        let row = |gateway: Gateway| Row {
+            number_of_services: counts.get(&gateway.cluster).copied().unwrap_or_default(),
+            cluster_name: gateway.cluster,
+            alive: gateway.alive,
+            latency: gateway.latency,
+        };
+        anyhow::Ok(gateways.into_iter().map(row).collect::<Vec<_>>())
+    })?;
+    rows.retain(|row| args.cluster_name.as_ref().is_none_or(|name| row.cluster_name == *name));
     rows.sort();
     if args.output == Some(Output::Json) {
         let json = serde_json::to_string_pretty(&rows).context("writing JSON")?;
@@ -71,52 +90,50 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<()>
 /// Whether the gateway of each cluster responds to probes, as the service mirrors say.
 ///
 /// # Errors
-/// Fails with the reason if a service mirror does not respond in time.
+/// Fails with the reason if they are not read in time.
 pub(super) async fn alive(cluster: &Cluster, limit: Duration) -> Result<BTreeMap<String, bool>, String> {
-    match timeout(limit, rows(None, cluster)).await {
-        Ok(Ok(rows)) => Ok(rows.into_iter().map(|row| (row.cluster_name, row.alive)).collect()),
+    match timeout(limit, gateways(cluster)).await {
+        Ok(Ok(found)) => Ok(found
+            .into_iter()
+            .map(|gateway| (gateway.cluster, gateway.alive))
+            .collect()),
         Ok(Err(error)) => Err(format!("{error:#}")),
         Err(_) => Err(format!("the metrics of the controllers were not read within {limit:?}")),
     }
 }
 
-async fn rows(cluster_name: Option<&str>, cluster: &Cluster) -> anyhow::Result<Vec<Row>> {
+async fn gateways(cluster: &Cluster) -> anyhow::Result<Vec<Gateway>> {
     let namespace = extension::namespace(cluster).await?;
     let namespace = namespace.context(
         "the multicluster extension is not installed (no namespace has the label linkerd.io/extension=multicluster); \
          `tulle multicluster install` prints its manifests",
     )?;
     let leaders = leaders(cluster, &namespace).await?;
-    let selector = "component in (linkerd-service-mirror, controller)";
     let pods: Api<Pod> = Api::namespaced(cluster.client.clone(), &namespace);
-    let pods = cluster.list(&pods, &ListParams::default().labels(selector)).await;
+    let pods = cluster.list(&pods, &ListParams::default().labels(CONTROLLERS)).await;
     let pods = pods.map_err(|error| anyhow!("listing pods of {namespace}: {}", reason(&error)))?;
-    let mut rows = Vec::new();
+    let mut found = Vec::new();
     for pod in pods.iter().filter(|pod| leaders.contains(&pod.name_any())) {
-        let page = match metrics(cluster, &namespace, pod).await {
-            Ok(page) => page,
-            Err(error) => {
-                eprintln!("tulle: {error:#}");
-                continue;
-            }
-        };
-        let enabled = gauges(&page, "gateway_enabled").into_iter();
-        let names = enabled.filter(|(name, value)| *value == 1 && cluster_name.is_none_or(|wanted| name == wanted));
-        for (name, _) in names {
-            let of_cluster = |metric: &str| {
-                let found = gauges(&page, metric).into_iter().find(|(cluster, _)| *cluster == name);
-                found.map(|(_, value)| value)
-            };
-            let alive = of_cluster("gateway_alive") == Some(1);
-            rows.push(Row {
-                number_of_services: count_mirrors(cluster, &name).await?,
-                latency: of_cluster("gateway_latency").filter(|_| alive).unwrap_or_default(),
-                cluster_name: name,
-                alive,
-            });
+        match metrics(cluster, &namespace, pod).await {
+            Ok(page) => found.extend(gateways_of(&page)),
+            Err(error) => eprintln!("tulle: {error:#}"),
         }
     }
-    Ok(rows)
+    Ok(found)
+}
+
+/// The gateways on the metrics page of a service mirror.
+fn gateways_of(page: &str) -> impl Iterator<Item = Gateway> {
+    let (alive, latency) = (gauges(page, "gateway_alive"), gauges(page, "gateway_latency"));
+    let enabled = gauges(page, "gateway_enabled").into_iter();
+    enabled.filter(|(_, value)| *value == 1).map(move |(cluster, _)| {
+        let alive = alive.get(&cluster) == Some(&1);
+        Gateway {
+            latency: latency.get(&cluster).copied().filter(|_| alive).unwrap_or_default(),
+            cluster,
+            alive,
+        }
+    })
 }
 
 /// The pods that hold the lease of a Link.
@@ -139,20 +156,24 @@ async fn metrics(cluster: &Cluster, namespace: &str, pod: &Pod) -> anyhow::Resul
     forward::get(cluster, namespace, &name, port, "/metrics").await
 }
 
-async fn count_mirrors(cluster: &Cluster, name: &str) -> anyhow::Result<usize> {
-    let labels = format!("{}=true,{}={name}", label::MIRRORED_SERVICE, label::MIRRORED_CLUSTER);
+/// The number of mirrors of each cluster.
+async fn count_mirrors(cluster: &Cluster) -> anyhow::Result<BTreeMap<String, usize>> {
+    let mirrored = ListParams::default().labels(&format!("{}=true", label::MIRRORED_SERVICE));
     let services = cluster
-        .list(
-            &Api::<Service>::all(cluster.client.clone()),
-            &ListParams::default().labels(&labels),
-        )
+        .list(&Api::<Service>::all(cluster.client.clone()), &mirrored)
         .await;
     let services = services.map_err(|error| anyhow!("listing mirrors: {}", reason(&error)))?;
-    Ok(services.len())
+    let mut counts = BTreeMap::new();
+    for service in services {
+        if let Some(name) = service.labels().get(label::MIRRORED_CLUSTER) {
+            *counts.entry(name.clone()).or_default() += 1;
+        }
+    }
+    Ok(counts)
 }
 
 /// The values of a gauge on a metrics page, by cluster.
-fn gauges(page: &str, name: &str) -> Vec<(String, u64)> {
+fn gauges(page: &str, name: &str) -> BTreeMap<String, u64> {
     let values = page.lines().filter_map(|line| {
         let (labels, value) = line.strip_prefix(name)?.strip_prefix('{')?.rsplit_once("} ")?;
         let mut labels = labels.split(',');
@@ -177,8 +198,8 @@ mod tests {
         let page = "# HELP gateway_alive x\ngateway_alive{target_cluster_name=\"north\"} 0\n\
                     gateway_alive{target_cluster_name=\"east\"} 1\ngateway_latency{target_cluster_name=\"east\"} 12.0\n";
         let of = |name: &str, value| (name.to_owned(), value);
-        assert_eq!(gauges(page, "gateway_alive"), [of("north", 0), of("east", 1)]);
-        assert_eq!(gauges(page, "gateway_latency"), [of("east", 12)]);
-        assert_eq!(gauges(page, "gateway_enabled"), []);
+        assert_eq!(gauges(page, "gateway_alive"), [of("north", 0), of("east", 1)].into());
+        assert_eq!(gauges(page, "gateway_latency"), [of("east", 12)].into());
+        assert_eq!(gauges(page, "gateway_enabled"), [].into());
     }
 }

@@ -10,8 +10,8 @@ use tulle_core::names::{annotation, label};
 use super::extension::{self, DEFAULT_NAMESPACE, links, target_cluster};
 use crate::install::charts::{Helm, MULTICLUSTER};
 use crate::install::manifests::{Output, show};
-use crate::install::removal::{ListedKind, ObjectScope, list_objects};
-use crate::install::values::{Assignments, merge_assignments, set_value, write};
+use crate::install::removal::{ListedKind, ObjectScope, kinds_of_all_namespaces, list_objects};
+use crate::install::values::{HelmFlags, merge_values, set_value, write};
 use crate::kubernetes::{self, reason};
 use crate::{config, runtime};
 
@@ -45,7 +45,7 @@ pub(crate) struct InstallArgs {
     #[arg(long)]
     ignore_cluster: bool,
     #[command(flatten)]
-    assignments: Assignments,
+    helm: HelmFlags,
     /// Output format of the manifests
     #[arg(short, long, value_enum, default_value_t = Output::Yaml)]
     output: Output,
@@ -88,7 +88,7 @@ pub(crate) fn install(args: &InstallArgs, flags: &kubernetes::Flags) -> anyhow::
     let found = values_of(control_plane.as_ref(), &flags.linkerd_namespace);
     let mut files = vec![write(&helm, "values-of-control-plane.yaml", &found)?];
     files.extend(args.ha.then(|| helm.high_availability(&MULTICLUSTER)));
-    let values = merge_assignments(&helm, files, &args.assignments, &args.values())?;
+    let values = merge_values(&helm, files, &args.helm, &args.values())?;
     let mut manifests = vec![namespace(&values)];
     manifests.extend(helm.render(&MULTICLUSTER, &values)?);
     crate::print(&show(&manifests, args.output)?)
@@ -175,7 +175,8 @@ pub(crate) fn uninstall(args: &UninstallArgs, flags: &kubernetes::Flags) -> anyh
             links.join(", ")
         );
         let mut objects = list_objects(&cluster, &format!("{}=true", label::MIRRORED_SERVICE), MIRRORS).await?;
-        objects.extend(list_objects(&cluster, extension::LABEL, KINDS).await?);
+        // Other objects are deleted with their namespace.
+        objects.extend(list_objects(&cluster, extension::LABEL, kinds_of_all_namespaces()).await?);
         anyhow::Ok(objects)
     })?;
     ensure!(!objects.is_empty(), "the multicluster extension is not installed");
@@ -230,36 +231,6 @@ pub(crate) fn allow(args: &AllowArgs, flags: &kubernetes::Flags) -> anyhow::Resu
 
 /// Federated Services can be left: nothing removes their local members after the service mirror is gone.
 const MIRRORS: &[ListedKind] = &[(ObjectScope::AllNamespaces, "", "v1", "Service")];
-
-/// Other objects are deleted with their namespace.
-const KINDS: &[ListedKind] = &[
-    (
-        ObjectScope::AllNamespaces,
-        "rbac.authorization.k8s.io",
-        "v1",
-        "ClusterRoleBinding",
-    ),
-    (
-        ObjectScope::AllNamespaces,
-        "rbac.authorization.k8s.io",
-        "v1",
-        "ClusterRole",
-    ),
-    (
-        ObjectScope::AllNamespaces,
-        "rbac.authorization.k8s.io",
-        "v1",
-        "RoleBinding",
-    ),
-    (ObjectScope::AllNamespaces, "rbac.authorization.k8s.io", "v1", "Role"),
-    (
-        ObjectScope::AllNamespaces,
-        "apiextensions.k8s.io",
-        "v1",
-        "CustomResourceDefinition",
-    ),
-    (ObjectScope::AllNamespaces, "", "v1", "Namespace"),
-];
 
 pub(super) const INSTALL_EXAMPLES: &str = "\
 In each cluster that exports Services or uses those of others:

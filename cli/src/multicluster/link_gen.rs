@@ -9,6 +9,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector;
 use kube::api::ListParams;
 use kube::{Api, Config, ResourceExt as _};
 use serde_json::{Value, json};
+use tulle_control::kubernetes::remote_credentials::secret_name;
 use tulle_control::resources::labels::Selector;
 use tulle_core::dns_names::is_dns_label;
 use tulle_core::names::{annotation, label};
@@ -329,7 +330,7 @@ fn comma_separated(list: &str) -> impl Iterator<Item = &str> {
 }
 
 fn manifests(args: &Args, target: &Target, control_plane: &str) -> anyhow::Result<Vec<Value>> {
-    let (name, secret) = (&args.cluster_name, format!("cluster-credentials-{}", args.cluster_name));
+    let (name, secret) = (&args.cluster_name, secret_name(&args.cluster_name));
     let data = json!({"kubeconfig": ByteString(target.kubeconfig.clone().into_bytes())});
     let mut spec = json!({
         "targetClusterName": name,

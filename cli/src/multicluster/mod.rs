@@ -23,7 +23,7 @@ pub(crate) enum Command {
     Install(install::InstallArgs),
     /// Print all objects of the multicluster extension, for `kubectl delete`
     Uninstall(install::UninstallArgs),
-    /// Print an account with which another cluster can read this one
+    /// Print a service account for another cluster, with its token and permissions
     #[command(after_help = install::ALLOW_EXAMPLES)]
     Allow(install::AllowArgs),
     /// Print the credentials and the Link with which another cluster mirrors this one

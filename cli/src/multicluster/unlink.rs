@@ -5,6 +5,7 @@ use k8s_openapi::api::core::v1::{Secret, Service};
 use kube::api::{ApiResource, DynamicObject, GroupVersionKind, ListParams};
 use kube::{Api, ResourceExt as _};
 use serde_json::Value;
+use tulle_control::kubernetes::remote_credentials::secret_name;
 use tulle_core::names::label;
 
 use super::extension::{DEFAULT_NAMESPACE, identity, link_resource, links, target_cluster};
@@ -55,7 +56,7 @@ async fn objects(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Value>> {
         return Ok(objects);
     }
     let secret = link.data["spec"]["clusterCredentialsSecret"].as_str();
-    let secret = secret.map_or_else(|| format!("cluster-credentials-{name}"), str::to_owned);
+    let secret = secret.map_or_else(|| secret_name(name), str::to_owned);
     let of_namespace = Some(&**namespace);
     let lease = format!("service-mirror-write-{name}");
     for (api_version, kind, object) in [("v1", "Secret", &secret), ("coordination.k8s.io/v1", "Lease", &lease)] {

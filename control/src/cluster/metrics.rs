@@ -15,10 +15,7 @@ pub(super) struct Metrics {
     pub(super) cluster: Arc<str>,
     /// Times for which the state was locked.
     pub(super) lock_seconds: Arc<Histogram>,
-    endpoints_subscribers: Family<Gauge>,
-    endpoints_updates: Family<Counter>,
-    endpoints_pods: Family<Gauge>,
-    endpoints_exists: Family<Gauge>,
+    endpoints: EndpointFamilies,
     workload_subscribers: Family<Gauge>,
     workload_updates: Family<Counter>,
     profile_subscribers: Family<Gauge>,
@@ -38,6 +35,28 @@ pub(super) struct Metrics {
     policy_objects: [(Kind, Family<Gauge>); POLICY_INDEX_METRICS.len()],
 }
 
+/// The metrics of the endpoints of Service ports.
+struct EndpointFamilies {
+    subscribers: Family<Gauge>,
+    updates: Family<Counter>,
+    count: Family<Gauge>,
+    service_exists: Family<Gauge>,
+}
+
+impl EndpointFamilies {
+    fn new(registry: &Registry) -> Self {
+        Self {
+            subscribers: registry.gauge(
+                "endpoints_subscribers",
+                "Streams that follow the endpoints of a service port.",
+            ),
+            updates: registry.counter("endpoints_updates", "Changes of the endpoints of a service port."),
+            count: registry.gauge("endpoints_pods", "Endpoints of a service port."),
+            service_exists: registry.gauge("endpoints_exists", "1 if the service exists."),
+        }
+    }
+}
+
 impl Metrics {
     /// Counts one unserved part of an object until the guard is dropped.
     pub(super) fn unserved_guard(&self, kind: Kind, name: &NamespacedName, field: &str) -> GaugeGuard {
@@ -55,10 +74,7 @@ impl Metrics {
         Self {
             registry: registry.clone(),
             cluster,
-            endpoints_subscribers: endpoints_subscribers(registry),
-            endpoints_updates: endpoints_updates(registry),
-            endpoints_pods: endpoints_pods(registry),
-            endpoints_exists: endpoints_exists(registry),
+            endpoints: EndpointFamilies::new(registry),
             ..Self::new(&Registry::new())
         }
     }
@@ -73,10 +89,7 @@ impl Metrics {
                     LOCK_BUCKETS,
                 )
                 .get(&Labels::new()),
-            endpoints_subscribers: endpoints_subscribers(registry),
-            endpoints_updates: endpoints_updates(registry),
-            endpoints_pods: endpoints_pods(registry),
-            endpoints_exists: endpoints_exists(registry),
+            endpoints: EndpointFamilies::new(registry),
             workload_subscribers: registry
                 .gauge("workload_subscribers", "Streams that follow the profile of an address."),
             workload_updates: registry.counter("workload_updates", "Changes of the profile of an address."),
@@ -142,11 +155,11 @@ impl Metrics {
             // Clients on all nodes share one value.
             .with("nodename", "");
         EntryMetrics {
-            subscribers: self.endpoints_subscribers.get(&labels),
-            updates: self.endpoints_updates.get(&labels),
+            subscribers: self.endpoints.subscribers.get(&labels),
+            updates: self.endpoints.updates.get(&labels),
             endpoints: Some(EndpointGauges {
-                count: self.endpoints_pods.get(&labels),
-                service_exists: self.endpoints_exists.get(&labels),
+                count: self.endpoints.count.get(&labels),
+                service_exists: self.endpoints.service_exists.get(&labels),
             }),
             _service_port: None,
             overridden: None,
@@ -211,25 +224,6 @@ impl Metrics {
             overridden: None,
         }
     }
-}
-
-fn endpoints_subscribers(registry: &Registry) -> Family<Gauge> {
-    registry.gauge(
-        "endpoints_subscribers",
-        "Streams that follow the endpoints of a service port.",
-    )
-}
-
-fn endpoints_updates(registry: &Registry) -> Family<Counter> {
-    registry.counter("endpoints_updates", "Changes of the endpoints of a service port.")
-}
-
-fn endpoints_pods(registry: &Registry) -> Family<Gauge> {
-    registry.gauge("endpoints_pods", "Endpoints of a service port.")
-}
-
-fn endpoints_exists(registry: &Registry) -> Family<Gauge> {
-    registry.gauge("endpoints_exists", "1 if the service exists.")
 }
 
 /// The metrics of one key. They are no longer exported after the key is removed from its table.

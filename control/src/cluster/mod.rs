@@ -19,8 +19,8 @@ pub mod views;
 
 use std::convert::Infallible;
 use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use ahash::AHashSet;
@@ -65,8 +65,8 @@ struct Shared {
     config: Config,
     metrics: Metrics,
     state: Mutex<State>,
-    synced: watch::Sender<bool>,
-    synced_at: OnceLock<Instant>,
+    /// When the initial list was complete.
+    synced_at: watch::Sender<Option<Instant>>,
     nodes_changed: watch::Sender<()>,
     next_encoder_id: AtomicUsize,
     recent_encodings: Arc<RecentEncodings>,
@@ -152,8 +152,7 @@ impl Cluster {
             config,
             metrics,
             state: Mutex::default(),
-            synced: watch::Sender::new(false),
-            synced_at: OnceLock::new(),
+            synced_at: watch::Sender::new(None),
             nodes_changed: watch::Sender::new(()),
             next_encoder_id: AtomicUsize::new(0),
             recent_encodings: Arc::default(),
@@ -178,16 +177,16 @@ impl Cluster {
     /// Waits until the source has reported its initial list of objects.
     pub async fn synced(&self) {
         // An error means that the sender was dropped; this handle keeps it alive.
-        let _ = self.0.synced.subscribe().wait_for(|synced| *synced).await;
+        let _ = self.0.synced_at.subscribe().wait_for(Option::is_some).await;
     }
 
-    /// When the source had reported its initial list; now, if it has not.
-    pub(crate) fn synced_at(&self) -> Instant {
-        self.0.synced_at.get().copied().unwrap_or_else(Instant::now)
+    /// When the source has reported its initial list of objects. `None` before.
+    pub(crate) fn synced_at(&self) -> Option<Instant> {
+        *self.0.synced_at.borrow()
     }
 
     pub fn is_synced(&self) -> bool {
-        *self.0.synced.borrow()
+        self.synced_at().is_some()
     }
 
     pub fn endpoints(&self, key: endpoints::Key) -> Subscription<Endpoints> {
@@ -320,6 +319,8 @@ impl Shared {
     }
 
     fn apply(&self, events: Vec<Event>) {
+        // Other clusters have a control plane of their own, which reports their objects.
+        let is_local = self.config.remote_name.is_none();
         let mut synced = false;
         let mut unserved = Vec::new();
         let mut unreadable = Vec::new();
@@ -329,9 +330,11 @@ impl Shared {
             let mut changed_keys = AHashSet::new();
             for event in events {
                 synced |= matches!(event, Event::Synced);
-                endpoint_log::collect(&state.store, &event, &mut endpoint_log);
-                let object_metrics = &mut state.object_metrics;
-                unserved.extend(object_metrics.update_unserved_parts(&self.metrics, &self.config, &event));
+                if is_local {
+                    endpoint_log::collect(&state.store, &event, &mut endpoint_log);
+                    let object_metrics = &mut state.object_metrics;
+                    unserved.extend(object_metrics.update_unserved_parts(&self.metrics, &self.config, &event));
+                }
                 if state.object_metrics.update_unreadable(&self.metrics, &event)
                     && let Event::Unreadable(found) = &event
                 {
@@ -341,23 +344,25 @@ impl Shared {
                 let change = state.store.apply(event, &mut changed_keys);
                 state.object_metrics.apply_count_change(&self.metrics, &change);
             }
-            unserved.extend(state.object_metrics.update_parts_unsupported_by_servers(
-                &self.metrics,
-                &state.store,
-                &changed_keys,
-            ));
-            unserved.extend(
-                state
-                    .server_port_names
-                    .update(&self.metrics, &state.store, &changed_keys),
-            );
-            let is_synced = synced || *self.synced.borrow();
-            unserved.extend(state.ineffective_references.update(
-                &self.metrics,
-                (&state.store, &self.config),
-                &changed_keys,
-                is_synced,
-            ));
+            if is_local {
+                unserved.extend(state.object_metrics.update_parts_unsupported_by_servers(
+                    &self.metrics,
+                    &state.store,
+                    &changed_keys,
+                ));
+                unserved.extend(
+                    state
+                        .server_port_names
+                        .update(&self.metrics, &state.store, &changed_keys),
+                );
+                let is_synced = synced || self.synced_at.borrow().is_some();
+                unserved.extend(state.ineffective_references.update(
+                    &self.metrics,
+                    (&state.store, &self.config),
+                    &changed_keys,
+                    is_synced,
+                ));
+            }
             state
                 .object_metrics
                 .update_service_metrics(&self.metrics, &state.store, &changed_keys);
@@ -369,11 +374,6 @@ impl Shared {
             if changed_keys.iter().any(is_node) {
                 self.nodes_changed.send_replace(());
             }
-        }
-        if self.config.remote_name.is_some() {
-            // Other clusters have a control plane of their own, which reports this.
-            endpoint_log.clear();
-            unserved.clear();
         }
         for line in endpoint_log {
             line.write(&self.config.log_addr);
@@ -387,8 +387,7 @@ impl Shared {
             warn!(kind = kind.info().name, object = %name, cluster, reason, fallback, "an object cannot be read");
         }
         if synced {
-            self.synced_at.get_or_init(Instant::now);
-            self.synced.send_replace(true);
+            self.synced_at.send_modify(|at| *at = at.or(Some(Instant::now())));
         }
     }
 }

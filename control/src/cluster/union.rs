@@ -168,7 +168,7 @@ impl Merger {
     fn awaited_until(&self) -> Option<Instant> {
         let pending = self.members.iter().filter_map(|member| member.pending_since);
         // Before, requests are refused.
-        let served_since = self.clusters.local.synced_at();
+        let served_since = self.clusters.local.synced_at().unwrap_or_else(Instant::now);
         let latest = pending
             .map(|since| since.max(served_since) + MAX_WAIT_FOR_MEMBERS)
             .max();

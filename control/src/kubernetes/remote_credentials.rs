@@ -5,9 +5,11 @@ use std::time::Duration;
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use k8s_openapi::api::core::v1::Secret;
+use kube::ResourceExt as _;
 use kube::config::{KubeConfigOptions, Kubeconfig, KubeconfigError};
 use serde::Deserialize;
 use tracing::warn;
+use tulle_core::names::{annotation, label};
 
 /// How to reach the API server of another cluster.
 pub struct Access {
@@ -16,9 +18,20 @@ pub struct Access {
     pub expires_at: Option<u64>,
 }
 
+/// What the Secret of the destination service says of a linked cluster.
+pub struct LinkedCluster {
+    pub access: Access,
+    pub trust_domain: String,
+    pub cluster_domain: String,
+}
+
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CredentialsError {
+    #[error("it does not have the label {}={cluster}", label::CREDENTIALS_OF_CLUSTER)]
+    OtherCluster { cluster: String },
+    #[error("it has no annotation {0}")]
+    NoAnnotation(&'static str),
     #[error("it has no key {KEY}")]
     NoKubeconfig,
     #[error("its kubeconfig has {0} bytes; at most {MAX_KUBECONFIG_BYTES} are accepted")]
@@ -69,6 +82,33 @@ pub async fn read(secret: &Secret) -> Result<Access, CredentialsError> {
         warn!(server = %config.cluster_url, "the kubeconfig says not to verify the certificate of this API server");
     }
     Ok(Access { config, expires_at })
+}
+
+/// Reads the Secret in which the destination service finds its access to a cluster.
+///
+/// # Errors
+/// Fails if the label is not that of the cluster, if an annotation is missing, or as [`read`].
+pub async fn read_linked_cluster(secret: &Secret, cluster: &str) -> Result<LinkedCluster, CredentialsError> {
+    let labelled = secret.labels().get(label::CREDENTIALS_OF_CLUSTER);
+    if labelled.is_none_or(|name| name != cluster) {
+        return Err(CredentialsError::OtherCluster {
+            cluster: cluster.to_owned(),
+        });
+    }
+    let annotated = |key| {
+        let value = secret.annotations().get(key).filter(|value| !value.is_empty());
+        value.cloned().ok_or(CredentialsError::NoAnnotation(key))
+    };
+    Ok(LinkedCluster {
+        trust_domain: annotated(annotation::TRUST_DOMAIN)?,
+        cluster_domain: annotated(annotation::CLUSTER_DOMAIN)?,
+        access: read(secret).await?,
+    })
+}
+
+/// The name of the Secrets with access to a cluster, as `link-gen` creates them.
+pub fn secret_name(cluster: &str) -> String {
+    format!("cluster-credentials-{cluster}")
 }
 
 /// The tokens of a kubeconfig, which kube's type does not give out.
@@ -127,6 +167,8 @@ fn expiry(token: &str) -> Option<u64> {
     serde_json::from_slice(&bytes).ok().map(|claims: Claims| claims.exp)
 }
 
+/// A token that expires within this time is reported.
+pub(crate) const EXPIRY_WARNING: Duration = Duration::from_secs(7 * 86_400);
 const KEY: &str = "kubeconfig";
 const MAX_KUBECONFIG_BYTES: usize = 1 << 20;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);

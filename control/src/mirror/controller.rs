@@ -265,7 +265,7 @@ impl Controller {
             let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
             let left = expires_at.saturating_sub(now.as_secs());
             gauge.set(i64::try_from(left).unwrap_or(i64::MAX));
-            if left < EXPIRY_WARNING.as_secs() && !std::mem::replace(&mut has_warned, true) {
+            if left < remote_credentials::EXPIRY_WARNING.as_secs() && !std::mem::replace(&mut has_warned, true) {
                 let (link, hours) = (&link.name, left / 3600);
                 warn!(
                     link,
@@ -691,5 +691,4 @@ const STATUS_RETRY_DELAY: Duration = Duration::from_secs(60);
 const EXPIRY_INTERVAL: Duration = Duration::from_secs(60);
 /// A Link that is replaced is absent for a moment.
 const UNLINK_DELAY: Duration = Duration::from_secs(60);
-const EXPIRY_WARNING: Duration = Duration::from_secs(7 * 24 * 3600);
 const REMOTE_REQUEST_RATE: RequestRate = RequestRate { qps: 50.0, burst: 100 };

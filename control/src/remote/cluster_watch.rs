@@ -12,14 +12,15 @@ use tracing::{info, warn};
 use tulle_core::drain::Watch;
 use tulle_core::error_chain::ErrorChain;
 use tulle_core::metrics::{Gauge, Registry};
-use tulle_core::names::{annotation, label};
 use tulle_core::readiness::Readiness;
 
 use crate::cluster::remote_clusters::{LinkedClusters, RemoteCluster};
 use crate::cluster::{Cluster, GaugeGuard};
+use crate::kubernetes;
+use crate::kubernetes::remote_credentials::{EXPIRY_WARNING, LinkedCluster, read_linked_cluster, secret_name};
 use crate::kubernetes::request_layer::RequestRate;
 use crate::kubernetes::watches::{SecretState, SecretWatch};
-use crate::kubernetes::{self, remote_credentials};
+
 use crate::source::kubernetes::{RemoteConfig, SourceError, run_remote};
 
 pub(super) struct RemoteClusterWatch {
@@ -117,17 +118,11 @@ impl RemoteClusterWatch {
 
     /// Connects to the cluster, and serves its endpoints when all its objects are listed.
     async fn connect(&self, secret: &Secret) -> Result<Connection, String> {
-        let annotation = |key: &str| {
-            let value = secret.annotations().get(key).filter(|value| !value.is_empty());
-            value.ok_or_else(|| format!("it has no annotation {key}"))
-        };
-        let key = label::CREDENTIALS_OF_CLUSTER;
-        if secret.labels().get(key).is_none_or(|name| **name != *self.name) {
-            return Err(format!("it does not have the label {key}={}", self.name));
-        }
-        let trust_domain = annotation(annotation::TRUST_DOMAIN)?;
-        let cluster_domain = annotation(annotation::CLUSTER_DOMAIN)?;
-        let access = remote_credentials::read(secret)
+        let LinkedCluster {
+            access,
+            trust_domain,
+            cluster_domain,
+        } = read_linked_cluster(secret, &self.name)
             .await
             .map_err(|err| ErrorChain(&err).to_string())?;
         self.warn_of_expiry(access.expires_at);
@@ -137,7 +132,7 @@ impl RemoteClusterWatch {
         info!(cluster = %self.name, server, "watching the endpoints in a cluster");
         let local = self.clusters.local.config();
         let cluster = Cluster::new(
-            local.for_remote(&self.name, trust_domain, cluster_domain),
+            local.for_remote(&self.name, &trust_domain, &cluster_domain),
             &self.registry,
         );
         let stale_kinds = Readiness::new();
@@ -197,13 +192,7 @@ async fn end_cause(ended: Result<Result<(), SourceError>, JoinError>) -> String 
     }
 }
 
-/// The Secret with the credentials for a cluster.
-fn secret_name(cluster: &str) -> String {
-    format!("cluster-credentials-{cluster}")
-}
-
 /// Lists and watches of a few kinds.
 const REQUEST_RATE: RequestRate = RequestRate { qps: 50.0, burst: 100 };
 const RECONNECT_PAUSE: Duration = Duration::from_secs(10);
 const REPORT_INTERVAL: Duration = Duration::from_secs(5);
-const EXPIRY_WARNING: Duration = Duration::from_secs(7 * 86_400);

@@ -93,11 +93,10 @@ impl RemoteWatches {
             for name in rejected.extract_if(|name| !wanted.contains(name)) {
                 self.clusters.remote.remove(&name);
             }
-            for name in wanted
-                .iter()
-                .filter(|name| !followed.contains_key(*name))
-                .collect::<Vec<_>>()
-            {
+            for name in &wanted {
+                if followed.contains_key(name) {
+                    continue;
+                }
                 if followed.len() < MAX_CLUSTERS {
                     rejected.remove(name);
                     followed.insert(name.clone(), self.follow(name));
