@@ -35,6 +35,7 @@ pub struct Namespace {
 pub struct VirtualNetwork {
     name_prefix: String,
     bridge: Namespace,
+    n_ports: u32,
     hosts: Vec<Arc<Namespace>>,
 }
 
@@ -265,6 +266,7 @@ impl VirtualNetwork {
         Ok(Self {
             name_prefix,
             bridge,
+            n_ports: 0,
             hosts: Vec::new(),
         })
     }
@@ -288,24 +290,34 @@ impl VirtualNetwork {
     /// If the name is taken within the network, or an address is malformed.
     pub fn add_host_with_routes(&mut self, host: Host<'_>) -> Result<Arc<Namespace>, NetnsError> {
         let namespace = self.add_isolated(host.name)?;
-        let port = format!("port{}", self.hosts.len());
-        let name = namespace.name();
-        self.bridge.ip(&format!(
-            "link add {port} type veth peer name eth0 netns {name}\nlink set {port} master br0 up\n"
-        ))?;
-        let addrs = host.addrs.iter().map(|addr| match addr.contains(':') {
-            // Duplicate address detection makes an address unusable for one second.
-            true => format!("addr add {addr} dev eth0 nodad\n"),
-            false => format!("addr add {addr} dev eth0\n"),
-        });
+        self.connect(&namespace, "eth0", host.addrs)?;
         let routes = host
             .gateways
             .iter()
             .map(|gateway| format!("route add default via {gateway}\n"));
-        namespace.ip("link set eth0 up\n")?;
-        namespace.wait_for_link("eth0")?;
-        namespace.ip(&addrs.chain(routes).collect::<String>())?;
+        namespace.ip(&routes.collect::<String>())?;
         Ok(namespace)
+    }
+
+    /// Connects a namespace, which can be a host of another network, to the bridge: adds a link of this name, with these addresses.
+    ///
+    /// # Errors
+    /// If the namespace has a link of this name, or an address is malformed.
+    pub fn connect(&mut self, namespace: &Namespace, link: &'static str, addrs: &[&str]) -> Result<(), NetnsError> {
+        let port = format!("port{}", self.n_ports);
+        self.n_ports += 1;
+        let name = namespace.name();
+        self.bridge.ip(&format!(
+            "link add {port} type veth peer name {link} netns {name}\nlink set {port} master br0 up\n"
+        ))?;
+        let addrs = addrs.iter().map(|addr| match addr.contains(':') {
+            // Duplicate address detection makes an address unusable for one second.
+            true => format!("addr add {addr} dev {link} nodad\n"),
+            false => format!("addr add {addr} dev {link}\n"),
+        });
+        namespace.ip(&format!("link set {link} up\n"))?;
+        namespace.wait_for_link(link)?;
+        namespace.ip(&addrs.collect::<String>())
     }
 
     /// Adds a namespace without a link to the bridge.

@@ -26,18 +26,26 @@ pub fn find(program: &str) -> anyhow::Result<PathBuf> {
         })
 }
 
+/// The value of `PATH` with the directories where [`find`] looks.
+pub fn search_path() -> String {
+    let path = std::env::var("PATH").unwrap_or_default();
+    let built = cache().map(|cache| format!(":{}", cache.join("bin").display()));
+    format!("{path}{}:/usr/sbin:/sbin", built.unwrap_or_default())
+}
+
 /// The path of a binary of this build.
 ///
 /// # Errors
 /// Fails if the binary is not built.
 pub fn built_binary(name: &str) -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe().context("the path of this program")?;
-    // Cargo puts tests into `<profile>/deps`.
-    let profile = own.ancestors().nth(2).context("the directory of the build")?;
-    let path = profile.join(name);
+    // Cargo puts tests into `<profile>/deps`, other programs into `<profile>`.
+    let dir = own.parent().context("the directory of this program")?;
+    let profile = if dir.ends_with("deps") { dir.parent() } else { Some(dir) };
+    let path = profile.context("the directory of the build")?.join(name);
     ensure!(
         path.is_file(),
-        "{} is missing; `cargo build --workspace --bins`, with the profile of this test, makes it",
+        "{} is missing; `cargo build --workspace --bins`, with the profile of this program, makes it",
         path.display()
     );
     Ok(path)

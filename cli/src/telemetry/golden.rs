@@ -67,7 +67,11 @@ pub(crate) fn stat(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
 /// Runs `tulle edges`.
 pub(crate) fn edges(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
     query_and_print(args, flags, EDGES, |_, rows: &[EdgeMetrics], output| {
+        let several_clusters = rows.iter().any(|row| !row.destination_cluster.is_empty());
         let mut titles = vec!["SRC", "DST", "SRC_NS", "DST_NS", "CLIENT_ID", "SERVER_ID", "SECURED"];
+        if several_clusters {
+            titles.insert(DST_CLUSTER_COLUMN, "DST_CLUSTER");
+        }
         titles.extend(golden_titles(output));
         let lines = rows.iter().map(|row| {
             let secured = match &row.no_tls_reason {
@@ -83,12 +87,18 @@ pub(crate) fn edges(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Ex
                 identity(row.server_id.as_deref()),
                 secured,
             ];
+            if several_clusters {
+                line.insert(DST_CLUSTER_COLUMN, or_dash(&row.destination_cluster));
+            }
             line.extend(golden(&row.golden, output));
             line
         });
         Ok(table::lines(&titles, lines))
     })
 }
+
+/// The column after the namespace of the destination.
+const DST_CLUSTER_COLUMN: usize = 4;
 
 /// Runs `tulle routes`.
 pub(crate) fn routes(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
@@ -192,6 +202,7 @@ pub(super) fn qualified(named: &api::ResourceName) -> String {
         "replicaset" => "rs",
         "replicationcontroller" => "rc",
         "externalworkload" => "ew",
+        "service" => "svc",
         "serviceaccount" => "sa",
         "address" => return named.name.clone(),
         kind => kind,

@@ -56,6 +56,9 @@ pub struct WorkloadMetrics {
 pub struct EdgeMetrics {
     pub source: ResourceName,
     pub destination: ResourceName,
+    /// The cluster of the destination, if it is not that of the client.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub destination_cluster: String,
     /// TLS identity of the client; `server_id` is that of the server.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub client_id: Option<String>,

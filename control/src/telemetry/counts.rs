@@ -45,8 +45,11 @@ pub enum PeerTls {
 /// The destination of outbound traffic.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Destination {
+    /// Another cluster; empty for destinations in the cluster of the client.
+    pub cluster: String,
     pub namespace: String,
-    /// Kind of its owner, as in metric labels; `address` if discovery does not know the destination.
+    /// Kind of its owner, as in metric labels; `service` behind the gateway of another cluster, and `address` if discovery does not
+    /// know the destination.
     pub kind: String,
     pub name: String,
     pub peer: PeerTls,
@@ -275,18 +278,22 @@ impl PeerTls {
 
 impl Destination {
     fn of(sample: &Sample) -> Self {
-        let named = OWNERS.iter().find_map(|kind| {
-            let name = sample.label(&format!("dst_{kind}")).filter(|name| !name.is_empty())?;
-            Some(((*kind).to_owned(), name.to_owned()))
+        let label = |name: &str| sample.label(name).filter(|value| !value.is_empty());
+        let owner = OWNERS
+            .iter()
+            .find_map(|kind| Some((*kind, label(&format!("dst_{kind}"))?, "dst_namespace")));
+        // Discovery does not know the pods behind the gateway of another cluster.
+        let behind_gateway = || Some(("service", label("dst_target_service")?, "dst_target_service_namespace"));
+        let (kind, name, namespace) = owner.or_else(behind_gateway).unwrap_or_else(|| {
+            let addr = label("target_addr").or_else(|| label("target_ip"));
+            ("address", addr.unwrap_or_default(), "dst_namespace")
         });
-        let (kind, name) = named.unwrap_or_else(|| {
-            let addr = sample.label("target_addr").or_else(|| sample.label("target_ip"));
-            ("address".to_owned(), addr.unwrap_or_default().to_owned())
-        });
+        let owned = |value: Option<&str>| value.unwrap_or_default().to_owned();
         Self {
-            namespace: sample.label("dst_namespace").unwrap_or_default().to_owned(),
-            kind,
-            name,
+            cluster: owned(label("dst_target_cluster")),
+            namespace: owned(label(namespace)),
+            kind: kind.to_owned(),
+            name: name.to_owned(),
             peer: PeerTls::of(sample, "server_id"),
         }
     }

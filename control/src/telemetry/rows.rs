@@ -136,7 +136,7 @@ pub(super) fn workloads(observed: &ObservedWorkloads, selection: &Selection) -> 
 pub(super) fn edges(observed: &ObservedWorkloads, selection: &Selection) -> QueryResponse<EdgeMetrics> {
     type Key = (
         ResourceName,
-        ResourceName,
+        (String, ResourceName),
         Option<String>,
         Option<String>,
         Option<String>,
@@ -161,13 +161,15 @@ pub(super) fn edges(observed: &ObservedWorkloads, selection: &Selection) -> Quer
                 kind: kind(&target.kind).to_owned(),
                 name: target.name.clone(),
             };
-            if !selection.selects(workload) && !selected.contains(&destination) {
+            let is_selected = target.cluster.is_empty() && selected.contains(&destination);
+            if !selection.selects(workload) && !is_selected {
                 continue;
             }
             let (client_id, server_id, no_tls_reason) = match &target.peer {
                 PeerTls::Meshed(id) => (identity(workload), Some(id.clone()), None),
                 PeerTls::Plain(why) => (None, None, Some(why.clone())),
             };
+            let destination = (target.cluster.clone(), destination);
             let key = (workload_owner.clone(), destination, client_id, server_id, no_tls_reason);
             sums.entry(key).or_default().add(rates);
         }
@@ -180,15 +182,17 @@ pub(super) fn edges(observed: &ObservedWorkloads, selection: &Selection) -> Quer
                 PeerTls::Meshed(id) => (resource_of_identity(id), Some(id.clone()), identity(workload), None),
                 PeerTls::Plain(why) => (unmeshed(), None, None, Some(why.clone())),
             };
-            let key = (source, workload_owner.clone(), client_id, server_id, no_tls_reason);
+            let destination = (String::new(), workload_owner.clone());
+            let key = (source, destination, client_id, server_id, no_tls_reason);
             sums.entry(key).or_default().add(rates);
         }
     }
     let rows = sums.into_iter().map(|(key, rates)| {
-        let (source, destination, client_id, server_id, no_tls_reason) = key;
+        let (source, (destination_cluster, destination), client_id, server_id, no_tls_reason) = key;
         EdgeMetrics {
             source,
             destination,
+            destination_cluster,
             client_id,
             server_id,
             no_tls_reason,
@@ -431,6 +435,37 @@ mod tests {
         assert_eq!(text(&one("web")), [to_web.clone(), from_elsewhere]);
         assert_eq!(text(&one("client")), [outside, to_web]);
         assert_eq!(text(&all(GroupKind::Workload)).len(), 3);
+    }
+
+    #[test]
+    fn a_workload_of_another_cluster_is_not_that_of_the_same_name() {
+        let of_east = "dst_target_cluster=\"east\",classification=\"success\"} 8\n";
+        let page = format!(
+            "response_total{{direction=\"outbound\",tls=\"true\",server_id=\"web\",dst_namespace=\"shop\",dst_deployment=\"web\",{of_east}\
+             response_total{{direction=\"outbound\",tls=\"true\",server_id=\"gateway\",dst_namespace=\"shop\",dst_service=\"pay-east\",\
+             dst_target_service=\"pay\",dst_target_service_namespace=\"bank\",{of_east}"
+        );
+        let mut observed = observed();
+        observed.workloads[0].1 = Some(rates(&page));
+        let shown = |selection: &Selection| -> Vec<_> {
+            let rows = edges(&observed, selection).rows.into_iter();
+            let rows = rows.filter(|edge| edge.source.name == "client");
+            rows.map(|edge| (edge.destination_cluster, edge.destination)).collect()
+        };
+        assert_eq!(shown(&one("web")), []);
+        let name = |namespace: &str, kind: &str, name: &str| ResourceName {
+            namespace: namespace.to_owned(),
+            kind: kind.to_owned(),
+            name: name.to_owned(),
+        };
+        let east = |name| ("east".to_owned(), name);
+        assert_eq!(
+            shown(&one("client")),
+            [
+                east(name("bank", "service", "pay")),
+                east(name("shop", "deployment", "web"))
+            ]
+        );
     }
 
     #[test]

@@ -265,28 +265,36 @@ impl<E: Candidate> Balancer<E> {
         // Another worker may take the one probe for which an endpoint was picked; then pick again.
         for _ in 0..MAX_PICK_ATTEMPTS {
             let can_be_picked = |endpoint: &Arc<E>| is_allowed(endpoint) && endpoint.breaker().can_be_picked(now);
-            let index = match self.strategy {
-                Strategy::PeakEwma => p2c::choose(
-                    endpoints.len(),
-                    |below| fastrand::usize(..below),
-                    |index| {
-                        let endpoint = &endpoints[index];
-                        can_be_picked(endpoint).then(|| endpoint.load().cost(now))
-                    },
-                ),
-                Strategy::RoundRobin => {
-                    let start = self.round_robin_next.fetch_add(1, Ordering::Relaxed);
-                    (0..endpoints.len())
-                        .map(|step| start.wrapping_add(step) % endpoints.len())
-                        .find(|index| can_be_picked(&endpoints[*index]))
-                }
-            };
+            let responds = |endpoint: &Arc<E>| can_be_picked(endpoint) && may_get_request(&**endpoint, now);
+            let index = self.choose(endpoints, now, responds);
+            // If no endpoint responds, all are equal.
+            let index = index.or_else(|| self.choose(endpoints, now, can_be_picked));
             let endpoint = &endpoints[index?];
             if endpoint.breaker().admit(now) {
+                endpoint.load().plan_next_attempt(now);
                 return Some(endpoint.clone());
             }
         }
         None
+    }
+
+    fn choose(&self, endpoints: &[Arc<E>], now: Instant, can_be_picked: impl Fn(&Arc<E>) -> bool) -> Option<usize> {
+        match self.strategy {
+            Strategy::PeakEwma => p2c::choose(
+                endpoints.len(),
+                |below| fastrand::usize(..below),
+                |index| {
+                    let endpoint = &endpoints[index];
+                    can_be_picked(endpoint).then(|| endpoint.load().cost(now))
+                },
+            ),
+            Strategy::RoundRobin => {
+                let start = self.round_robin_next.fetch_add(1, Ordering::Relaxed);
+                (0..endpoints.len())
+                    .map(|step| start.wrapping_add(step) % endpoints.len())
+                    .find(|index| can_be_picked(&endpoints[*index]))
+            }
+        }
     }
 
     /// # Errors
@@ -324,6 +332,12 @@ impl<E: Candidate> Balancer<E> {
             DiscoveryState::Unknown | DiscoveryState::NoEndpoints => None,
         }
     }
+}
+
+/// Whether the endpoint responds, or gets a request although it does not. Asks endpoints that do not respond for a sign of life.
+fn may_get_request(endpoint: &impl Candidate, now: Instant) -> bool {
+    let load = endpoint.load();
+    !load.is_silent(now) || (!endpoint.check() && load.is_attempt_due(now))
 }
 
 /// A place in the queue, which is freed when this is dropped.
@@ -371,6 +385,8 @@ mod tests {
     #[derive(Debug)]
     struct Peer {
         number: usize,
+        /// Counts checks; `None` if the peer cannot be checked.
+        n_checks: Option<AtomicUsize>,
         load: Load,
         breaker: Breaker,
     }
@@ -382,6 +398,13 @@ mod tests {
 
         fn breaker(&self) -> &Breaker {
             &self.breaker
+        }
+
+        fn check(&self) -> bool {
+            self.n_checks.as_ref().is_some_and(|n| {
+                n.fetch_add(1, Ordering::Relaxed);
+                true
+            })
         }
     }
 
@@ -400,6 +423,10 @@ mod tests {
     }
 
     fn peers(balancer: &Balancer<Peer>, count: usize) -> Vec<Arc<Peer>> {
+        peers_with(balancer, count, |_, peer| peer)
+    }
+
+    fn peers_with(balancer: &Balancer<Peer>, count: usize, change: impl Fn(usize, Peer) -> Peer) -> Vec<Arc<Peer>> {
         let now = Instant::now();
         let params = LoadParams::PeakEwma {
             default_rtt: 30 * MS,
@@ -407,10 +434,13 @@ mod tests {
         };
         let peer = |number| Peer {
             number,
+            n_checks: None,
             load: Load::new(params, now),
             breaker: Breaker::new(None, balancer.breaker_group(), now),
         };
-        let peers: Vec<_> = (0..count).map(|number| Arc::new(peer(number))).collect();
+        let peers: Vec<_> = (0..count)
+            .map(|number| Arc::new(change(number, peer(number))))
+            .collect();
         balancer.publish(DiscoveryState::Endpoints(peers.iter().cloned().collect()));
         peers
     }
@@ -448,6 +478,50 @@ mod tests {
                 shares[0] > 0.3 && shares[1] > 0.3,
                 "{requests_per_second} requests a second: {shares:?}"
             );
+        }
+    }
+
+    /// The requests that two of four peers get after they have stopped responding, of 4,000 in 8 s.
+    fn lost_requests(strategy: Strategy, can_be_checked: bool) -> Vec<InFlightGuard<Peer>> {
+        let balancer = balancer(strategy);
+        let new = |number, peer: Peer| Peer {
+            n_checks: (can_be_checked && number < 2).then(AtomicUsize::default),
+            ..peer
+        };
+        let all = peers_with(&balancer, 4, new);
+        let start = Instant::now();
+        let mut lost = Vec::new();
+        for request in 0..5000_u32 {
+            let now = start + 2 * MS * request;
+            let peer = balancer.try_pick(now, &[]).unwrap();
+            let number = peer.number;
+            let mut in_flight = InFlightGuard::new(peer, now);
+            match number {
+                0 | 1 if request >= 1000 => lost.push(in_flight),
+                _ => in_flight.record_response(now + MS),
+            }
+        }
+        for peer in &all[..2] {
+            let n_checks = peer.n_checks.as_ref().map(|n| n.load(Ordering::Relaxed));
+            assert!(n_checks.is_none_or(|n| n > 100), "{n_checks:?} checks");
+        }
+        // If none responds, all get requests.
+        let now = start + Duration::from_secs(20);
+        lost.extend(all.iter().map(|peer| InFlightGuard::new(peer.clone(), now)));
+        assert!(balancer.try_pick(now + Duration::from_secs(1), &[]).is_some());
+        lost.truncate(lost.len() - all.len());
+        lost
+    }
+
+    #[test]
+    fn endpoints_that_stop_responding_get_few_requests_while_others_respond() {
+        for strategy in [Strategy::PeakEwma, Strategy::RoundRobin] {
+            // Those of the first 20 ms, then at most one to each at 40, 80, 160, … ms.
+            let attempts = lost_requests(strategy, false).len();
+            assert!((1..=30).contains(&attempts), "{strategy:?}: {attempts}");
+            // Checks replace the attempts.
+            let first = lost_requests(strategy, true).len();
+            assert!((1..=12).contains(&first), "{strategy:?}: {first}");
         }
     }
 

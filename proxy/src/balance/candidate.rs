@@ -12,6 +12,10 @@ use crate::balance::load::Load;
 pub(crate) trait Candidate {
     fn load(&self) -> &Load;
     fn breaker(&self) -> &Breaker;
+
+    /// Checks whether the endpoint can be reached, without a request; an answer counts as a response. Returns whether it can be
+    /// checked so.
+    fn check(&self) -> bool;
 }
 
 /// One request in flight to an endpoint. It counts until the endpoint has responded, or until this is dropped.
@@ -24,7 +28,7 @@ pub(crate) struct InFlightGuard<E: Candidate> {
 
 impl<E: Candidate> InFlightGuard<E> {
     pub(crate) fn new(endpoint: Arc<E>, now: Instant) -> Self {
-        endpoint.load().begin();
+        endpoint.load().begin(now);
         Self {
             endpoint,
             sent_at: now,
@@ -38,7 +42,10 @@ impl<E: Candidate> InFlightGuard<E> {
 
     /// Records a response. Only the first call of this or [`Self::record_failure`] counts.
     pub(crate) fn record_response(&mut self, now: Instant) {
-        self.finish_once(|load, sent_at| load.observe(now.saturating_duration_since(sent_at), now));
+        self.finish_once(|load, sent_at| {
+            load.record_response(now);
+            load.observe(now.saturating_duration_since(sent_at), now);
+        });
     }
 
     /// Records a failure and its `Retry-After`. Only the first call of this or [`Self::record_response`] counts.
@@ -92,6 +99,10 @@ mod tests {
 
         fn breaker(&self) -> &Breaker {
             &self.breaker
+        }
+
+        fn check(&self) -> bool {
+            false
         }
     }
 

@@ -1,4 +1,4 @@
-//! Load of an endpoint: peak-EWMA of its latency times its requests in flight.
+//! Load of an endpoint: peak-EWMA of its latency times its requests in flight, and whether it has stopped responding.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
@@ -15,6 +15,11 @@ pub(crate) struct Load {
     params: LoadParams,
     start: Instant,
     in_flight: AtomicU32,
+    /// When the endpoint last responded, or got a request while it had none: since then it owes a response. Milliseconds since
+    /// `start` plus one, as all times here.
+    owes_since: AtomicU32,
+    /// When an endpoint that does not respond may get the next request; only valid if later than `owes_since`.
+    next_attempt_at: AtomicU32,
     /// Packed into one word, so that value and time are always consistent; see [`Estimate`].
     estimate: AtomicU64,
 }
@@ -38,6 +43,8 @@ impl Load {
             params,
             start: now,
             in_flight: AtomicU32::new(0),
+            owes_since: AtomicU32::new(0),
+            next_attempt_at: AtomicU32::new(0),
             estimate: AtomicU64::new(estimate.pack()),
         }
     }
@@ -99,9 +106,58 @@ impl Load {
         self.raise_to(penalty.max(retry_after).max(took), now);
     }
 
+    /// Whether the endpoint owes a response, and has not responded for longer than usual.
+    ///
+    /// An endpoint behind a broken network accepts requests and never responds; the keep-alive of its connections notices that only
+    /// after seconds.
+    pub(crate) fn is_silent(&self, now: Instant) -> bool {
+        if self.in_flight() == 0 {
+            return false;
+        }
+        let now = self.millis_at(now);
+        elapsed_ms(self.owes_since.load(Ordering::Relaxed), now) >= self.silence_limit(now)
+    }
+
+    /// Whether a silent endpoint should get one request, because it may be only slow: after twice the limit, and then each time that
+    /// the silence has doubled.
+    pub(crate) fn is_attempt_due(&self, now: Instant) -> bool {
+        let (now, owes_since) = (self.millis_at(now), self.owes_since.load(Ordering::Relaxed));
+        let planned = self.next_attempt_at.load(Ordering::Relaxed);
+        let wait = match elapsed_ms(owes_since, planned) {
+            0 => 2 * self.silence_limit(now), // not planned in this silence
+            wait => wait,
+        };
+        elapsed_ms(owes_since, now) >= wait
+    }
+
+    /// Plans the next attempt, if the endpoint does not respond.
+    pub(super) fn plan_next_attempt(&self, now: Instant) {
+        if self.in_flight() == 0 {
+            return;
+        }
+        let now = self.millis_at(now);
+        let silence = elapsed_ms(self.owes_since.load(Ordering::Relaxed), now);
+        if silence >= self.silence_limit(now) {
+            self.next_attempt_at.store(now.wrapping_add(silence), Ordering::Relaxed);
+        }
+    }
+
+    /// The time without a response after which the endpoint counts as not responding: its latency, a recent peak, or more.
+    fn silence_limit(&self, now: u32) -> u32 {
+        let rtt = self.decayed(self.estimate(), now);
+        ((rtt * 1000.0) as u32).max(MIN_SILENCE_MS)
+    }
+
     /// Counts a request that is sent.
-    pub(super) fn begin(&self) {
-        self.in_flight.fetch_add(1, Ordering::Relaxed);
+    pub(super) fn begin(&self, now: Instant) {
+        if self.in_flight.fetch_add(1, Ordering::Relaxed) == 0 {
+            self.record_response(now);
+        }
+    }
+
+    /// Records that the endpoint has responded.
+    pub(crate) fn record_response(&self, now: Instant) {
+        self.owes_since.store(self.millis_at(now), Ordering::Relaxed);
     }
 
     /// Removes a request from the count.
@@ -138,8 +194,8 @@ impl Load {
         let (LoadParams::PeakEwma { decay, .. } | LoadParams::PenaltyPeakEwma { decay, .. }) = self.params;
         // If another worker has updated the estimate after this one read its clock, no time has passed. The milliseconds wrap
         // after 49 days, which only makes an old estimate look new once.
-        let elapsed = at.wrapping_sub(estimate.updated_at_ms.max(1));
-        if elapsed == 0 || elapsed > u32::MAX / 2 {
+        let elapsed = elapsed_ms(estimate.updated_at_ms.max(1), at);
+        if elapsed == 0 {
             return 1.0;
         }
         let decay = decay.as_secs_f32().max(f32::EPSILON);
@@ -169,7 +225,17 @@ impl Estimate {
     }
 }
 
+/// The milliseconds from one time to another; 0 if the second is earlier, as when another worker has read its clock later.
+fn elapsed_ms(from: u32, to: u32) -> u32 {
+    match to.wrapping_sub(from) {
+        elapsed if elapsed > u32::MAX / 2 => 0,
+        elapsed => elapsed,
+    }
+}
+
 const MIN_RTT_SECONDS: f32 = 0.001;
+/// Shorter pauses of a process are normal.
+const MIN_SILENCE_MS: u32 = 20;
 
 #[cfg(test)]
 mod tests {
@@ -254,6 +320,46 @@ mod tests {
         let load = Load::new(peak_ewma(), start);
         load.observe(20 * MS, start + Duration::from_secs(60));
         assert_near(load.cost(start), 0.020);
+    }
+
+    #[test]
+    fn an_endpoint_that_owes_a_response_gets_requests_at_growing_intervals() {
+        let start = Instant::now();
+        let load = Load::new(peak_ewma(), start);
+        let at = |ms: u32| start + ms * MS;
+        load.begin(at(0));
+        load.observe(MS, at(1));
+        load.record_response(at(1));
+        load.begin(at(1));
+        let gets_requests = |from: u32, to: u32| {
+            (from..to)
+                .filter(|ms| !load.is_silent(at(*ms)) || load.is_attempt_due(at(*ms)))
+                .collect::<Vec<_>>()
+        };
+        let before_and_from =
+            |before: std::ops::Range<u32>, from: std::ops::Range<u32>| before.chain(from).collect::<Vec<_>>();
+        assert_eq!(gets_requests(1, 90), before_and_from(1..21, 41..90));
+        load.plan_next_attempt(at(41));
+        assert_eq!(gets_requests(41, 90), before_and_from(81..90, 0..0));
+        load.plan_next_attempt(at(81));
+        assert_eq!(gets_requests(81, 170), before_and_from(161..170, 0..0));
+        load.record_response(at(170));
+        assert_eq!(gets_requests(170, 220), before_and_from(170..190, 210..220));
+        load.end();
+        load.end();
+        assert!(!load.is_silent(at(10_000)), "without requests, no response is owed");
+        load.begin(at(20_000));
+        assert!(!load.is_silent(at(20_000)));
+    }
+
+    #[test]
+    fn a_slow_endpoint_may_be_silent_for_longer() {
+        let start = Instant::now();
+        let load = Load::new(peak_ewma(), start);
+        load.observe(100 * MS, start);
+        load.begin(start);
+        assert!(!load.is_silent(start + 95 * MS));
+        assert!(load.is_silent(start + 105 * MS));
     }
 
     #[test]

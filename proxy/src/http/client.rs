@@ -22,7 +22,7 @@ use crate::{
             client::{self as http1, Exchange, FailedExchange, ResendTarget, ResendableRequest, ResponseHeadError},
             pool::{ConnectionPool, ResendPolicy},
         },
-        h2::{Http2Config, client as http2, flow_control::StreamWaiters},
+        h2::{Http2Config, client as http2, flow_control::StreamWaiters, keep_alive::PeerChecks},
         upgrade::http1_over_http2,
         upgrade::interim::SharedInterimSink,
         upgrade::websocket,
@@ -49,6 +49,7 @@ pub(crate) struct EndpointClient {
     /// More than one if the peer permits fewer streams than there are concurrent requests.
     http2: Mutex<SmallVec<[http2::SharedConnection; 1]>>,
     stream_waiters: Arc<StreamWaiters>,
+    peer_checks: Option<Arc<PeerChecks>>,
     /// Held during an HTTP/2 dial, so that other requests wait for the same connection.
     dial_lock: tokio::sync::Mutex<()>,
     dial_started_at: Mutex<Option<Instant>>,
@@ -106,12 +107,18 @@ impl EndpointClient {
             connect,
             http2: Mutex::default(),
             stream_waiters: Arc::default(),
+            peer_checks: None,
             dial_lock: tokio::sync::Mutex::new(()),
             dial_started_at: Mutex::new(None),
             failed_dials: Mutex::default(),
             params,
             pool: ConnectionPool::new(pool.idle_timeout, pool.max_idle, pool.resend),
         }
+    }
+
+    /// Sends pings on HTTP/2 connections for these checks.
+    pub(crate) fn with_peer_checks(self, peer_checks: Option<Arc<PeerChecks>>) -> Self {
+        Self { peer_checks, ..self }
     }
 
     pub(crate) fn resend_policy(&self) -> ResendPolicy {
@@ -308,7 +315,7 @@ impl EndpointClient {
         let dialled = {
             let _dialling = DialGuard::start(&self.dial_started_at);
             match (self.connect)(HttpVersion::Http2).await {
-                Ok(io) => http2::connect(io, &self.params, &self.stream_waiters).await,
+                Ok(io) => http2::connect(io, &self.params, &self.stream_waiters, self.peer_checks.clone()).await,
                 Err(error) => Err(error),
             }
         };

@@ -7,13 +7,14 @@ use std::{
 };
 
 use http::Version;
+use tokio::time::Instant;
 use tulle_core::identity::Identity;
 
 use crate::{
     balance::{breaker::Breaker, candidate::Candidate, load::Load},
     http::{
         client::{EndpointClient, HttpVersion, PoolConfig},
-        h2,
+        h2::{self, keep_alive::PeerChecks},
     },
     metrics::http::Series,
     outbound::{
@@ -50,8 +51,10 @@ pub(crate) struct EndpointContext {
 /// One endpoint, shared by all workers.
 pub(crate) struct Endpoint {
     pub(super) spec: Arc<EndpointSpec>,
-    load: Load,
+    load: Arc<Load>,
     breaker: Breaker,
+    /// Only for peers that are proxies: other servers may end connections with many pings.
+    peer_checks: Option<Arc<PeerChecks>>,
     pub(super) connector: Arc<Connector>,
     /// Connections belong to the worker that opened them.
     clients: Box<[OnceLock<EndpointClient>]>,
@@ -99,7 +102,14 @@ impl Endpoint {
         } else {
             spec
         };
+        let load = Arc::new(load);
+        let is_proxy = spec.hint == ProtocolHint::H2 && matches!(tls, ClientTls::Meshed(_));
+        let peer_checks = is_proxy.then(|| {
+            let load = load.clone();
+            Arc::new(PeerChecks::new(move || load.record_response(Instant::now())))
+        });
         Self {
+            peer_checks,
             connector: Arc::new(Connector::new(&spec, creds, context.connector.clone(), metrics)),
             http2: http2_params(&context.http2, &spec),
             pool: context.pool,
@@ -123,6 +133,7 @@ impl Endpoint {
                 Box::pin(async move { connector.open(Some(protocol)).await })
             };
             EndpointClient::new(self.spec.addr, Box::new(open), self.http2, self.pool)
+                .with_peer_checks(self.peer_checks.clone())
         })
     }
 
@@ -158,6 +169,10 @@ impl Candidate for Endpoint {
 
     fn breaker(&self) -> &Breaker {
         &self.breaker
+    }
+
+    fn check(&self) -> bool {
+        self.peer_checks.as_ref().map(|checks| checks.request()).is_some()
     }
 }
 

@@ -16,6 +16,7 @@ use tempfile::TempDir;
 use tokio::process::Command;
 use tokio::time::{Instant, sleep};
 
+use super::addresses::ClusterAddresses;
 use super::audit::{AuditPolicy, AuditRecord};
 use super::component::{Component, ProcessLifetime};
 use super::kubeconfig;
@@ -77,6 +78,7 @@ impl ApiServer {
         let context = ComponentContext {
             dir: dir.path(),
             namespace: None,
+            addresses: ClusterAddresses::FIRST,
             addr,
             life: ProcessLifetime::KilledWithParent,
         };
@@ -248,6 +250,7 @@ impl ApiServer {
         ComponentContext {
             dir: self.dir.path(),
             namespace: None,
+            addresses: ClusterAddresses::FIRST,
             addr: self.addr,
             life: ProcessLifetime::KilledWithParent,
         }

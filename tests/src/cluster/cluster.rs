@@ -18,12 +18,13 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 use tulle_core::netns::{Namespace, VirtualNetwork};
 
+use super::addresses::ClusterAddresses;
 use super::audit::{AuditPolicy, AuditRecord};
 use super::cleanup;
 use super::component::{Component, ProcessLifetime, START_TIMEOUT};
 use super::kubeconfig;
 use super::kubernetes_components::{API_PORT, ComponentContext, check_ready, wait_for_default_account};
-use super::node::{self, Node, node_addr};
+use super::node::{self, Node};
 use super::pki::Pki;
 use super::slot::{self, Slot, SlotLock};
 use crate::images::{self, Image};
@@ -38,6 +39,7 @@ pub struct Cluster {
     client: kube::Client,
     components: Vec<Component>,
     nodes: Vec<Node>,
+    addresses: ClusterAddresses,
     network: Option<VirtualNetwork>,
     n_loaded_images: usize,
     lock: SlotLock,
@@ -48,6 +50,7 @@ pub struct Cluster {
 pub struct ClusterOptions {
     /// Between one and [`MAX_NODES`]; each node is in its own zone.
     pub nodes: u8,
+    pub addresses: ClusterAddresses,
     pub audit: AuditPolicy,
     /// Images to load on every node, in addition to those that the cluster itself needs.
     pub images: Vec<Image>,
@@ -57,6 +60,7 @@ impl Default for ClusterOptions {
     fn default() -> Self {
         Self {
             nodes: 1,
+            addresses: ClusterAddresses::FIRST,
             audit: AuditPolicy::default(),
             images: Image::DEFAULT.to_vec(),
         }
@@ -82,7 +86,17 @@ impl Cluster {
     /// # Errors
     /// The same as [`Cluster::start`].
     pub async fn start_with(options: ClusterOptions) -> anyhow::Result<Self> {
-        Self::launch(options, ProcessLifetime::KilledWithParent).await
+        check_options(&options)?;
+        let lock = slot::lock_free_slot().await?;
+        Self::start_in(lock, options).await
+    }
+
+    /// Starts a cluster in a slot.
+    ///
+    /// # Errors
+    /// The same as [`Cluster::start`].
+    pub(super) async fn start_in(lock: SlotLock, options: ClusterOptions) -> anyhow::Result<Self> {
+        Self::launch(lock, options, ProcessLifetime::KilledWithParent).await
     }
 
     /// Starts a cluster that keeps running after this process exits, until [`stop_detached`].
@@ -90,24 +104,17 @@ impl Cluster {
     /// # Errors
     /// The same as [`Cluster::start`], or a detached cluster is running.
     pub async fn start_detached(options: ClusterOptions) -> anyhow::Result<()> {
-        let mut cluster = Self::launch(options, ProcessLifetime::Detached).await?;
+        check_options(&options)?;
+        let lock = Slot::detached().lock().await?;
+        let mut cluster = Self::launch(lock, options, ProcessLifetime::Detached).await?;
         mem::take(&mut cluster.components).into_iter().for_each(mem::forget);
         mem::forget(mem::take(&mut cluster.nodes));
         mem::forget(cluster.network.take());
         Ok(())
     }
 
-    async fn launch(options: ClusterOptions, life: ProcessLifetime) -> anyhow::Result<Self> {
-        ensure!(Uid::effective().is_root(), "a cluster with nodes needs root");
-        let count = options.nodes;
-        ensure!(
-            (1..=MAX_NODES).contains(&count),
-            "{count} nodes; expected 1 to {MAX_NODES}"
-        );
-        let lock = match life {
-            ProcessLifetime::KilledWithParent => slot::lock_free_slot().await?,
-            ProcessLifetime::Detached => Slot::detached().lock().await?,
-        };
+    async fn launch(lock: SlotLock, options: ClusterOptions, life: ProcessLifetime) -> anyhow::Result<Self> {
+        let (count, addresses) = (options.nodes, options.addresses);
         let slot = lock.slot.clone();
         ensure!(
             !slot.has_detached_cluster()?,
@@ -123,13 +130,14 @@ impl Cluster {
         print_progress("control plane");
         let mut virtual_network = VirtualNetwork::new(slot.namespace_prefix())?;
         let nodes: Vec<Node> = (1..=count)
-            .map(|number| Node::create(&mut virtual_network, &slot, number, count))
+            .map(|number| Node::create(&mut virtual_network, &slot, addresses, number, count))
             .collect::<anyhow::Result<_>>()?;
         let first = nodes[0].namespace.clone();
         let context = ComponentContext {
             dir,
             namespace: Some(&first),
-            addr: node_addr(1),
+            addresses,
+            addr: addresses.node(1),
             life,
         };
         let pki = context.prepare(options.audit)?;
@@ -150,6 +158,7 @@ impl Cluster {
             client,
             components: Vec::new(),
             nodes,
+            addresses,
             network: Some(virtual_network),
             n_loaded_images: 0,
             lock,
@@ -162,7 +171,9 @@ impl Cluster {
         cluster.wait_for_nodes().await?;
         print_progress("DNS");
         let manifest = dir.join("coredns.json");
-        fs::write(&manifest, COREDNS).context("writing a manifest")?;
+        let dns_service = addresses.dns_service().to_string();
+        let objects = COREDNS.replace("@domain", addresses.domain);
+        fs::write(&manifest, objects.replace("@address", &dns_service)).context("writing a manifest")?;
         cluster
             .kubectl(&["apply", "-f", &manifest.display().to_string()])
             .await?;
@@ -227,6 +238,18 @@ impl Cluster {
         &self.nodes
     }
 
+    /// The address ranges and names of this cluster.
+    pub fn addresses(&self) -> ClusterAddresses {
+        self.addresses
+    }
+
+    /// The network of the nodes, while the cluster is running.
+    pub(super) fn network(&mut self) -> anyhow::Result<&mut VirtualNetwork> {
+        self.network
+            .as_mut()
+            .context("the network of a cluster that is running")
+    }
+
     /// Adds a machine that is not a node. It can reach nodes, pods and Services, and they can reach it.
     ///
     /// # Errors
@@ -236,7 +259,7 @@ impl Cluster {
             .network
             .as_mut()
             .context("the network of a cluster that is running")?;
-        node::add_machine(virtual_network, name, addr, self.nodes.len())
+        node::add_machine(virtual_network, name, addr, &self.nodes)
     }
 
     /// A directory for files of a test, removed with the cluster.
@@ -254,14 +277,24 @@ impl Cluster {
         self.dir().join("outside.conf")
     }
 
+    /// The URL of the API server for pods, and for hosts of connected networks.
+    pub fn api_server_url(&self) -> String {
+        format!("https://{}:{API_PORT}", self.addresses.node(1))
+    }
+
     /// A command on the first node with `KUBECONFIG` set. It can reach pods and Services by address.
     ///
     /// # Errors
     /// Fails if the program does not exist.
     pub fn command(&self, program: &str) -> anyhow::Result<tokio::process::Command> {
-        let mut command = self.nodes[0].namespace.command(programs::find(program)?);
+        Ok(self.command_of(&programs::find(program)?))
+    }
+
+    /// The same for the program at a path.
+    pub fn command_of(&self, program: &Path) -> tokio::process::Command {
+        let mut command = self.nodes[0].namespace.command(program);
         command.env("KUBECONFIG", self.kubeconfig()).current_dir(self.dir());
-        Ok(tokio::process::Command::from(command))
+        tokio::process::Command::from(command)
     }
 
     /// Runs `kubectl` as the administrator and returns its standard output.
@@ -384,6 +417,16 @@ impl Drop for Cluster {
             eprintln!("ending the cluster: {error:#}; `./run cluster down` tries again");
         }
     }
+}
+
+fn check_options(options: &ClusterOptions) -> anyhow::Result<()> {
+    ensure!(Uid::effective().is_root(), "a cluster with nodes needs root");
+    let count = options.nodes;
+    ensure!(
+        (1..=MAX_NODES).contains(&count),
+        "{count} nodes; expected 1 to {MAX_NODES}"
+    );
+    Ok(())
 }
 
 /// Stops the detached cluster, no matter which process started it, and removes what killed tests left behind.

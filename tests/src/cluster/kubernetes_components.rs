@@ -10,6 +10,7 @@ use k8s_openapi::api::core::v1::ServiceAccount;
 use kube::api::Api;
 use tulle_core::netns::Namespace;
 
+use super::addresses::ClusterAddresses;
 use super::audit::{self, AuditPolicy, AuditRecord};
 use super::component::{Component, ProcessLifetime};
 use super::kubeconfig;
@@ -22,6 +23,7 @@ pub(super) struct ComponentContext<'a> {
     pub(super) dir: &'a Path,
     /// The network namespace of the processes; `None` is the namespace of this process.
     pub(super) namespace: Option<&'a Namespace>,
+    pub(super) addresses: ClusterAddresses,
     /// The address that all components listen on.
     pub(super) addr: IpAddr,
     pub(super) life: ProcessLifetime,
@@ -35,7 +37,8 @@ impl ComponentContext<'_> {
             fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;
         }
         let pki = Pki::create(&self.pki())?;
-        let service: IpAddr = API_SERVICE.parse().context("the address of the API's Service")?;
+        let service = self.addresses.api_service();
+        let name_of_service = format!("kubernetes.default.svc.{}", self.addresses.domain);
         let subject = |common_name| Subject {
             common_name,
             ..Subject::default()
@@ -47,7 +50,7 @@ impl ComponentContext<'_> {
                     "kubernetes",
                     "kubernetes.default",
                     "kubernetes.default.svc",
-                    "kubernetes.default.svc.cluster.local",
+                    &name_of_service,
                     "localhost",
                 ],
                 addrs: &[service, IpAddr::from([127, 0, 0, 1]), self.addr],
@@ -141,8 +144,11 @@ impl ComponentContext<'_> {
             format!("--client-ca-file={}", pki("ca.crt")),
             format!("--service-account-key-file={}", pki("sa.pub")),
             format!("--service-account-signing-key-file={}", pki("sa.key")),
-            "--service-account-issuer=https://kubernetes.default.svc.cluster.local".to_owned(),
-            format!("--service-cluster-ip-range={SERVICE_NETWORK}"),
+            format!(
+                "--service-account-issuer=https://kubernetes.default.svc.{}",
+                self.addresses.domain
+            ),
+            format!("--service-cluster-ip-range={}", self.addresses.services()),
             "--authorization-mode=Node,RBAC".to_owned(),
             "--enable-admission-plugins=NodeRestriction".to_owned(),
             "--allow-privileged=true".to_owned(),
@@ -181,7 +187,7 @@ impl ComponentContext<'_> {
             format!("--root-ca-file={}", pki("ca.crt")),
             format!("--cluster-signing-cert-file={}", pki("ca.crt")),
             format!("--cluster-signing-key-file={}", pki("ca.key")),
-            format!("--service-cluster-ip-range={SERVICE_NETWORK}"),
+            format!("--service-cluster-ip-range={}", self.addresses.services()),
             format!("--controllers={controllers}"),
             "--use-service-account-credentials".to_owned(),
             "--leader-elect=false".to_owned(),
@@ -245,9 +251,5 @@ fn short(user: &str) -> &str {
 }
 
 pub(super) const API_PORT: u16 = 6443;
-/// Addresses of Services.
-pub(super) const SERVICE_NETWORK: &str = "10.247.0.0/16";
-/// The Service `kubernetes` gets the first address of the service network.
-const API_SERVICE: &str = "10.247.0.1";
 /// Below the directory of the cluster.
 pub(super) const AUDIT_LOG: &str = "log/audit.log";

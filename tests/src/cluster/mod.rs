@@ -5,6 +5,7 @@
 //! [`Cluster`] also has nodes, each in its own network namespace, and DNS, so pods run.
 //! Programs come from Debian and from `./run setup`; the error names a missing program.
 
+mod addresses;
 mod api_server;
 mod audit;
 mod cgroups;
@@ -14,11 +15,15 @@ mod cluster;
 mod component;
 pub mod kubeconfig;
 mod kubernetes_components;
+mod load_balancers;
 mod node;
+mod pair;
 mod pki;
 mod processes;
+mod router;
 mod slot;
 
+pub use addresses::ClusterAddresses;
 pub use api_server::{ApiServer, Controllers, Options, create_account, create_namespace};
 pub use audit::{AuditObject, AuditPolicy, AuditRecord, AuditStatus, AuditUser};
 pub use cluster::{
@@ -26,3 +31,5 @@ pub use cluster::{
     stop_detached,
 };
 pub use node::Node;
+pub use pair::{ClusterPair, PairNetwork};
+pub use router::{Connection, Cut};

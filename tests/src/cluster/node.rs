@@ -11,6 +11,7 @@ use anyhow::{Context as _, bail, ensure};
 use serde_json::json;
 use tulle_core::netns::{Host, Namespace, VirtualNetwork};
 
+use super::addresses::ClusterAddresses;
 use super::cgroups;
 use super::component::Component;
 use super::kubernetes_components::ComponentContext;
@@ -20,6 +21,7 @@ use super::slot::Slot;
 pub struct Node {
     pub(super) name: String,
     number: u8,
+    addresses: ClusterAddresses,
     addr: IpAddr,
     dir: PathBuf,
     cgroup: String,
@@ -27,7 +29,7 @@ pub struct Node {
 }
 
 impl Node {
-    /// `node1`, as in `kubectl get nodes`; its zone is `zone-1`.
+    /// `node1`, as in `kubectl get nodes`.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -46,19 +48,20 @@ impl Node {
     pub(super) fn create(
         virtual_network: &mut VirtualNetwork,
         slot: &Slot,
+        addresses: ClusterAddresses,
         number: u8,
         nodes: u8,
     ) -> anyhow::Result<Self> {
         let name = format!("node{number}");
-        let addr = node_addr(number);
+        let addr = addresses.node(number);
         let namespace = virtual_network.add_host_with_routes(Host {
             name: &name,
             addrs: &[&format!("{addr}/24")],
-            // No host has this address, but the kubelet and the API server need a default route.
-            gateways: &[GATEWAY],
+            // The kubelet and the API server need a default route, even if no host has this address.
+            gateways: &[&addresses.router().to_string()],
         })?;
         let others = (1..=nodes).filter(|other| *other != number);
-        let routes = others.map(|other| format!("route add {} via {}\n", pod_network(other), node_addr(other)));
+        let routes = others.map(|other| route_to_pods(addresses, other));
         namespace.ip(&routes.collect::<String>())?;
         namespace.run(|| {
             for (setting, value) in [("ip_forward", "1"), ("conf/all/route_localnet", "1")] {
@@ -77,6 +80,7 @@ impl Node {
         Ok(Self {
             name,
             number,
+            addresses,
             addr,
             dir,
             cgroup,
@@ -135,7 +139,7 @@ state = "{state}"
                     "ipam": {
                         "type": "host-local",
                         "dataDir": below("addresses"),
-                        "ranges": [[{"subnet": pod_network(self.number)}]],
+                        "ranges": [[{"subnet": self.addresses.pods_of_node(self.number)}]],
                         "routes": [{"dst": "0.0.0.0/0"}],
                     },
                 },
@@ -162,8 +166,8 @@ state = "{state}"
             "authorization": {"mode": "Webhook"},
             "cgroupDriver": "cgroupfs",
             "cgroupRoot": format!("/{}", self.cgroup),
-            "clusterDNS": [DNS_SERVICE],
-            "clusterDomain": "cluster.local",
+            "clusterDNS": [self.addresses.dns_service()],
+            "clusterDomain": self.addresses.domain,
             "containerRuntimeEndpoint": format!("unix://{}", self.socket().display()),
             "enforceNodeAllocatable": [],
             "evictionHard": {"memory.available": "100Mi"},
@@ -188,7 +192,10 @@ state = "{state}"
             format!("--root-dir={}", below("kubelet").display()),
             format!("--hostname-override={}", self.name),
             format!("--node-ip={}", self.addr),
-            format!("--node-labels=topology.kubernetes.io/zone=zone-{}", self.number),
+            format!(
+                "--node-labels=topology.kubernetes.io/zone={}",
+                self.addresses.zone(self.number)
+            ),
         ]);
         self.start(context, "kubelet", command)
     }
@@ -211,7 +218,7 @@ state = "{state}"
             "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
             "kind": "KubeProxyConfiguration",
             "clientConnection": {"kubeconfig": context.kubeconfig_path("kube-proxy")},
-            "clusterCIDR": POD_NETWORK,
+            "clusterCIDR": self.addresses.pods(),
             "conntrack": {"maxPerCore": 0},
             "hostnameOverride": self.name,
             "mode": "nftables",
@@ -303,33 +310,28 @@ pub(super) fn add_machine(
     virtual_network: &mut VirtualNetwork,
     name: &str,
     addr: Ipv4Addr,
-    nodes: usize,
+    nodes: &[Node],
 ) -> anyhow::Result<Arc<Namespace>> {
     let host = virtual_network.add_host_with_routes(Host {
         name,
         addrs: &[&format!("{addr}/24")],
-        gateways: &[&node_addr(1).to_string()],
+        gateways: &[&nodes[0].addr.to_string()],
     })?;
-    let nodes = 1..=u8::try_from(nodes)?;
-    let routes = nodes.map(|number| format!("route add {} via {}\n", pod_network(number), node_addr(number)));
+    let routes = nodes.iter().map(|node| route_to_pods(node.addresses, node.number));
     host.ip(&routes.collect::<String>())?;
     Ok(host)
 }
 
-/// The address of node `number`.
-pub(super) fn node_addr(number: u8) -> IpAddr {
-    IpAddr::from(Ipv4Addr::new(172, 30, 0, number))
+/// The line of `ip -batch` for the route to the pods of node `number`.
+pub(super) fn route_to_pods(addresses: ClusterAddresses, number: u8) -> String {
+    format!(
+        "route add {} via {}\n",
+        addresses.pods_of_node(number),
+        addresses.node(number)
+    )
 }
 
-fn pod_network(number: u8) -> String {
-    format!("10.23.{number}.0/24")
-}
-
-/// Addresses of pods.
-pub(super) const POD_NETWORK: &str = "10.23.0.0/16";
 pub(super) const SANDBOX_IMAGE: &str = "tulle.test/pause:latest";
-const DNS_SERVICE: &str = "10.247.0.10";
-const GATEWAY: &str = "172.30.0.254";
 const CONTAINERD_SOCKET: &str = "containerd.sock";
 const CONTAINERD_ROOT: &str = "containerd/root";
 const CONTAINERD_STATE: &str = "containerd/state";

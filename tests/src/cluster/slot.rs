@@ -5,7 +5,7 @@ use std::mem;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, ensure};
 use nix::fcntl::{Flock, FlockArg};
 use tokio::time::sleep;
 
@@ -110,6 +110,20 @@ pub(super) async fn lock_free_slot() -> anyhow::Result<SlotLock> {
         Ok(None)
     })
     .await
+}
+
+/// Waits until no slot has a cluster.
+pub(super) async fn lock_all_slots() -> anyhow::Result<Vec<SlotLock>> {
+    let mut locks = Vec::new();
+    // In the same order everywhere, so that two callers do not wait for each other.
+    for slot in Slot::all() {
+        ensure!(
+            !slot.has_detached_cluster()?,
+            "a detached cluster is running; `./run cluster down` stops it"
+        );
+        locks.push(slot.lock().await?);
+    }
+    Ok(locks)
 }
 
 async fn wait_for_lock<T>(try_lock: impl Fn() -> anyhow::Result<Option<T>>) -> anyhow::Result<T> {

@@ -17,7 +17,7 @@ use tulle_bench::load::stats::{Latency, Report};
 use tulle_control::trust;
 use tulle_tests::charts::path_of;
 
-use crate::meshed::{COMPONENTS, Client, MeshedCluster, assert_all_ok, find_process};
+use tulle_tests::meshed::{COMPONENTS, Client, MeshedCluster, assert_all_ok, find_process};
 
 const TARGET: &str = "http://echo:80/echo --rate=500 --body-size=200";
 

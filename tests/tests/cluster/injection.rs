@@ -12,7 +12,7 @@ use serde_json::json;
 use tokio::time::Instant;
 use tulle_control::injector_webhook::audit::AuditFindings;
 
-use crate::meshed::MeshedCluster;
+use tulle_tests::meshed::MeshedCluster;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn pods_of_every_workload_run_with_a_sidecar_and_jobs_end() {

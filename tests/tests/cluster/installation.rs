@@ -2,8 +2,6 @@
 //! itself and the application, which requests it sends to the API server, and what it leaves behind.
 
 use std::collections::BTreeSet;
-use std::env;
-use std::ffi::OsString;
 use std::fs;
 use std::path::Path;
 
@@ -76,7 +74,7 @@ async fn the_tutorial_meshes_an_application_with_exactly_the_needed_permissions(
         let script = block.replace("https://tulle-mesh.github.io/tulle", &repository.url());
         bash.args(["--pdeathsig=KILL", "bash"])
             .current_dir(files.path())
-            .env("PATH", path())
+            .env("PATH", programs::search_path())
             .env("HOME", files.path())
             .env("KUBECONFIG", cluster.kubeconfig_outside());
         commands::run_script(bash, &script).await.unwrap()
@@ -378,14 +376,6 @@ fn blocks() -> Vec<String> {
     blocks
         .map(|rest| rest.split("```").next().unwrap().to_owned())
         .collect()
-}
-
-fn path() -> OsString {
-    let tools: BTreeSet<_> = ["helm", "step", "kubectl"]
-        .map(|tool| programs::find(tool).unwrap().parent().unwrap().to_owned())
-        .into();
-    let path = env::var_os("PATH").unwrap_or_default();
-    env::join_paths(tools.into_iter().chain(env::split_paths(&path))).unwrap()
 }
 
 const CLAIM: &str = "

@@ -12,7 +12,7 @@ use tulle_control::trust::CertificateAuthority;
 use tulle_tests::hosts::admin_get;
 use tulle_tests::machine::{ExternalMachine, IDENTITY};
 
-use crate::meshed::{Client, MeshedCluster, assert_all_ok, find_process};
+use tulle_tests::meshed::{Client, MeshedCluster, assert_all_ok, find_process};
 
 /// An address in the network of the nodes.
 const ADDR: Ipv4Addr = Ipv4Addr::new(172, 30, 0, 8);

@@ -11,7 +11,7 @@ use kube::core::ObjectList;
 use serde_json::{Value, json};
 use tulle_tests::images::Image;
 
-use crate::meshed::{Client, MeshedCluster, assert_all_ok};
+use tulle_tests::meshed::{Client, MeshedCluster, assert_all_ok};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Application {

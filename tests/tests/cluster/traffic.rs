@@ -5,7 +5,7 @@ use std::path::Path;
 
 use anyhow::ensure;
 
-use crate::meshed::{Client, MeshedCluster, assert_all_ok};
+use tulle_tests::meshed::{Client, MeshedCluster, assert_all_ok};
 
 const LOAD: Client = Client {
     namespace: "demo",

@@ -1,6 +1,6 @@
 //! `tulle` with an API server: each error names its fix, and the API server accepts the manifests of the fix.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Stdio;
 use std::time::Duration;
 
@@ -8,8 +8,8 @@ use serde_json::{Value, json};
 use tokio::io::AsyncWriteExt as _;
 use tokio::time::timeout;
 use tulle_tests::cluster::ApiServer;
-use tulle_tests::commands;
 use tulle_tests::eventually::eventually;
+use tulle_tests::{commands, programs};
 
 #[derive(Debug)]
 pub(crate) struct CommandOutput {
@@ -20,18 +20,11 @@ pub(crate) struct CommandOutput {
 
 /// Runs `tulle` as the administrator, or with the kubeconfig in its arguments.
 pub(crate) async fn tulle(server: &ApiServer, line: &str) -> CommandOutput {
-    run(&server.kubeconfig(), line, path()).await
+    run(&server.kubeconfig(), line, programs::search_path()).await
 }
 
 async fn run(kubeconfig: &Path, line: &str, path: String) -> CommandOutput {
-    let own = std::env::current_exe().unwrap();
-    let profile = own.ancestors().nth(2).expect("cargo puts tests into <profile>/deps");
-    let tulle = profile.join("tulle");
-    assert!(
-        tulle.is_file(),
-        "{} is missing; `cargo build --workspace --bins` makes it",
-        tulle.display()
-    );
+    let tulle = programs::built_binary("tulle").unwrap();
     let mut tulle = tokio::process::Command::new(tulle);
     tulle
         .args(line.split_whitespace())
@@ -43,14 +36,6 @@ async fn run(kubeconfig: &Path, line: &str, path: String) -> CommandOutput {
         out: String::from_utf8(output.stdout).unwrap(),
         err: String::from_utf8(output.stderr).unwrap(),
     }
-}
-
-/// The `PATH`, including the programs of `./run setup`.
-fn path() -> String {
-    let home = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
-    let home = home.or_else(|| std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".cache")));
-    let built = home.unwrap_or_default().join("tulle/bin");
-    format!("{}:{}", std::env::var("PATH").unwrap_or_default(), built.display())
 }
 
 /// Runs `kubectl` with manifests on standard input.
@@ -118,7 +103,7 @@ async fn an_empty_cluster_is_ready_for_an_installation() {
     );
 
     let unprivileged = server.kubeconfig_of("default", "nobody").await.unwrap();
-    let refused = run(&unprivileged, "check --pre", path()).await;
+    let refused = run(&unprivileged, "check --pre", programs::search_path()).await;
     assert!(!refused.success);
     assert_contains(
         &refused.out,
@@ -142,7 +127,7 @@ async fn an_unreachable_server_is_reported() {
     let text = std::fs::read_to_string(server.kubeconfig()).unwrap();
     // A loopback port without a listener.
     std::fs::write(&kubeconfig, text.replace(":6443", ":1")).unwrap();
-    let finished = run(&kubeconfig, "check --wait 0", path()).await;
+    let finished = run(&kubeconfig, "check --wait 0", programs::search_path()).await;
     assert!(!finished.success);
     assert_contains(
         &finished.out,
@@ -174,7 +159,7 @@ async fn a_server_is_reached_by_the_name_of_its_host() {
     for (host, reached) in [("localhost", true), ("nowhere.invalid", false)] {
         let kubeconfig = server.dir().join(format!("{host}.conf"));
         std::fs::write(&kubeconfig, text.replace(&url, &format!("https://{host}:{port}"))).unwrap();
-        let finished = run(&kubeconfig, "check --pre --wait 0", path()).await;
+        let finished = run(&kubeconfig, "check --pre --wait 0", programs::search_path()).await;
         assert_eq!(finished.success, reached, "{finished:?}");
         let line = match reached {
             true => "√ can query the Kubernetes API",
@@ -365,7 +350,7 @@ async fn without_helm_the_error_names_a_fix() {
 #[tokio::test(flavor = "multi_thread")]
 async fn values_have_the_syntax_of_helm_and_unknown_values_are_refused() {
     let line = "install --ignore-cluster --set proxy.logLevel=a\\,b --set-string podLabels.n=1 -o json";
-    let finished = run(Path::new("/dev/null"), line, path()).await;
+    let finished = run(Path::new("/dev/null"), line, programs::search_path()).await;
     assert!(finished.success, "{}", finished.err);
     let documents = serde_json::Deserializer::from_str(&finished.out).into_iter::<Value>();
     let documents: Vec<Value> = documents.collect::<Result<_, _>>().unwrap();
@@ -378,7 +363,7 @@ async fn values_have_the_syntax_of_helm_and_unknown_values_are_refused() {
     let finished = run(
         Path::new("/dev/null"),
         "install --ignore-cluster --set proxy.colour=red",
-        path(),
+        programs::search_path(),
     )
     .await;
     assert!(!finished.success && finished.err.contains("colour"), "{}", finished.err);

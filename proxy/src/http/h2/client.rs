@@ -31,9 +31,9 @@ use crate::{
         error::Error,
         h2::{
             body::{BodyOrigin, StreamBody},
-            config::{Http2Config, KeepAlive},
+            config::Http2Config,
             flow_control::{FlowControlWindows, StreamToken, StreamWaiters, WeakStreamToken},
-            keep_alive::wait_ping_timeout,
+            keep_alive::{PeerChecks, wait_ping_timeout},
             send_body::BodySender,
             upgraded_stream::{UpgradedStream, UpgradedStreamCounter, UpgradedStreamGuard},
             write_batch::{BatchedIo, WriteBatch, batch_writes},
@@ -193,7 +193,7 @@ pub(crate) const FREE_STREAM_TIMEOUT: Duration = Duration::from_secs(3);
 /// Time after which an additional connection that is not needed is closed.
 const SURPLUS_CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Opens an HTTP/2 connection on `io`. A task drives it until all handles are dropped.
+/// Opens an HTTP/2 connection on `io`. A task drives it until all handles are dropped, and sends pings for `checks`.
 ///
 /// # Errors
 /// The connection fails before our settings are written.
@@ -201,6 +201,7 @@ pub(crate) async fn connect(
     io: Io,
     params: &Http2Config,
     waiters: &Arc<StreamWaiters>,
+    checks: Option<Arc<PeerChecks>>,
 ) -> Result<SharedConnection, Error> {
     let mut builder = client::Builder::new();
     builder
@@ -217,7 +218,7 @@ pub(crate) async fn connect(
         builder.max_send_buffer_size(size);
     }
     let (io, batch) = batch_writes(io);
-    let (send, connection) = builder.handshake::<_, Bytes>(io).await.map_err(Error::H2)?;
+    let (send, mut connection) = builder.handshake::<_, Bytes>(io).await.map_err(Error::H2)?;
     let windows = FlowControlWindows::new(params, StreamToken::with_waiters(waiters.clone()));
     let token = windows.token();
     let (settings_tx, settings_rx) = watch::channel(false);
@@ -233,7 +234,10 @@ pub(crate) async fn connect(
         settings_tx,
         waiters: waiters.clone(),
     };
-    tokio::spawn(drive(connection, batch, windows, params.keep_alive, limit_updater));
+    let pings = connection.ping_pong();
+    let keep_alive = params.keep_alive;
+    let ping_timeout = async move { wait_ping_timeout(keep_alive, checks.as_deref(), pings, || false).await };
+    tokio::spawn(drive(connection, batch, windows, ping_timeout, limit_updater));
     Ok(SharedConnection {
         send,
         token,
@@ -276,10 +280,9 @@ async fn drive(
     mut connection: client::Connection<BatchedIo, Bytes>,
     batch: WriteBatch,
     mut windows: FlowControlWindows,
-    keep_alive: Option<KeepAlive>,
+    ping_timeout: impl Future<Output = ()>,
     mut limit_updater: StreamLimitUpdater,
 ) {
-    let pings = connection.ping_pong();
     let drive_frames = poll_fn(|cx| {
         batch.poll_and_flush(cx, |cx| {
             windows.adapt(|sizes| {
@@ -296,7 +299,7 @@ async fn drive(
         ended = drive_frames => if let Err(error) = ended {
             tracing::debug!(%error, "HTTP/2 connection ended");
         },
-        () = wait_ping_timeout(keep_alive, pings, || false) => tracing::debug!("HTTP/2 peer did not answer a ping in time"),
+        () = ping_timeout => tracing::debug!("HTTP/2 peer did not answer a ping in time"),
     }
 }
 

@@ -1,35 +1,78 @@
 //! Detects dead peers with HTTP/2 pings.
 
 use std::future::{pending, poll_fn};
+use std::time::Duration;
 
 use h2::{Ping, PingPong};
+use tokio::sync::Notify;
 use tokio::time::{sleep, timeout};
 
 use crate::http::h2::config::KeepAlive;
+
+/// Requests for pings on the connections to one peer, in addition to those of the keep-alive.
+pub(crate) struct PeerChecks {
+    wanted: Notify,
+    on_answer: Box<dyn Fn() + Send + Sync>,
+}
+
+impl PeerChecks {
+    /// `on_answer` is called whenever the peer has answered a ping.
+    pub(crate) fn new(on_answer: impl Fn() + Send + Sync + 'static) -> Self {
+        Self {
+            wanted: Notify::new(),
+            on_answer: Box::new(on_answer),
+        }
+    }
+
+    /// Sends a ping on each open connection, except where an answer is awaited.
+    pub(crate) fn request(&self) {
+        self.wanted.notify_waiters();
+    }
+}
 
 /// Ready when the peer has not answered a ping in time. Never ready without keep-alive.
 ///
 /// While `cannot_answer` is true, the peer has more time.
 pub(super) async fn wait_ping_timeout(
     keep_alive: Option<KeepAlive>,
+    checks: Option<&PeerChecks>,
     pings: Option<PingPong>,
     cannot_answer: impl Fn() -> bool,
 ) {
-    let Some((keep_alive, mut pings)) = keep_alive.zip(pings) else {
-        return pending().await;
-    };
+    let Some(mut pings) = pings else { return pending().await };
+    let time_limit = keep_alive.map_or(Duration::MAX, |keep_alive| keep_alive.timeout);
     loop {
-        sleep(keep_alive.interval).await;
+        tokio::select! {
+            () = wait_interval(keep_alive) => {}
+            () = wait_request(checks) => {}
+        }
         if pings.send_ping(Ping::opaque()).is_err() {
             return pending().await; // the connection is ending and reports the error
         }
         loop {
-            match timeout(keep_alive.timeout, poll_fn(|cx| pings.poll_pong(cx))).await {
+            match timeout(time_limit, poll_fn(|cx| pings.poll_pong(cx))).await {
                 Ok(Ok(_)) => break,
                 Ok(Err(_)) => return pending().await,
                 Err(_) if cannot_answer() => {}
                 Err(_) => return,
             }
         }
+        if let Some(checks) = checks {
+            (checks.on_answer)();
+        }
+    }
+}
+
+async fn wait_interval(keep_alive: Option<KeepAlive>) {
+    match keep_alive {
+        Some(keep_alive) => sleep(keep_alive.interval).await,
+        None => pending().await,
+    }
+}
+
+async fn wait_request(checks: Option<&PeerChecks>) {
+    match checks {
+        Some(checks) => checks.wanted.notified().await,
+        None => pending().await,
     }
 }

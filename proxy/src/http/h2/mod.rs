@@ -7,7 +7,7 @@ mod config;
 pub(crate) mod flow_control;
 mod header_block;
 mod idle_tracker;
-mod keep_alive;
+pub(crate) mod keep_alive;
 mod send_body;
 pub(crate) mod server;
 pub(crate) mod upgraded_stream;

@@ -89,6 +89,7 @@ where
     let cannot_answer = || block_state.is_unfinished();
     let mut ping_timeout = pin!(wait_ping_timeout(
         params.keep_alive,
+        None,
         connection.ping_pong(),
         cannot_answer
     ));

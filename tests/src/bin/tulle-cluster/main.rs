@@ -1,4 +1,6 @@
-//! The test cluster for manual use: `./run cluster`.
+//! The test cluster for manual use: `./run cluster` and `./run multicluster-demo`.
+
+mod multicluster_demo;
 
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
@@ -53,6 +55,8 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         args: Vec<String>,
     },
+    /// Two linked clusters, and a Service that fails over from one to the other; they stop when the program exits
+    MulticlusterDemo(multicluster_demo::Args),
     /// Loads the image of a docker archive on every node
     LoadImage { archive: PathBuf },
     /// Writes the images of this repository into a directory as docker archives
@@ -118,6 +122,7 @@ fn run(command: Command) -> anyhow::Result<()> {
         Command::Kubectl { args } => exec_on_first_node("kubectl", &args),
         Command::Exec { program, args } => exec_on_first_node(&program, &args),
         Command::ApiServer { program, args } => runtime.block_on(run_with_api_server(&program, &args)),
+        Command::MulticlusterDemo(args) => runtime.block_on(multicluster_demo::run(args)),
         Command::LoadImage { archive } => cluster::load_archive_on_detached(&archive),
         Command::Images { dir, binaries } => {
             std::fs::create_dir_all(&dir).with_context(|| format!("creating {}", dir.display()))?;

@@ -1,4 +1,4 @@
-//! A cluster with tulle, installed with `helm install`, and load generators in pods.
+//! Clusters with tulle, installed with `helm install`, and load generators in pods.
 //!
 //! With `TULLE_TEST_PROXY=image.tar` pods use the proxy of that docker archive, which can be a third-party one. With
 //! `TULLE_TEST_PROXY_AT=servers` or `clients` only those pods use it.
@@ -17,17 +17,18 @@ use tokio::io::{AsyncBufReadExt as _, BufReader};
 use tokio::process::Child;
 use tokio::time::{sleep, timeout};
 use tulle_bench::load::stats::Report;
-use tulle_control::trust;
-use tulle_tests::charts::{Helm, path_of};
-use tulle_tests::cluster::Cluster;
-use tulle_tests::images::{self, Image};
+use tulle_control::trust::{self, CertificateAuthority};
 
-pub(crate) struct MeshedCluster {
-    pub(crate) cluster: Cluster,
-    pub(crate) helm: Helm,
+use crate::charts::{Helm, path_of};
+use crate::cluster::Cluster;
+use crate::images::{self, Image};
+
+pub struct MeshedCluster {
+    pub cluster: Cluster,
+    pub helm: Helm,
     files: TempDir,
     /// Whether some proxies are not from this repository.
-    pub(crate) has_third_party_proxies: bool,
+    pub has_third_party_proxies: bool,
     /// The proxy image of clients, if it differs from the others.
     clients_image: Option<String>,
 }
@@ -42,10 +43,10 @@ enum ThirdPartyProxies {
 
 /// A container with `tulle-bench`.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Client {
-    pub(crate) namespace: &'static str,
-    pub(crate) deployment: &'static str,
-    pub(crate) container: &'static str,
+pub struct Client {
+    pub namespace: &'static str,
+    pub deployment: &'static str,
+    pub container: &'static str,
 }
 
 impl MeshedCluster {
@@ -53,8 +54,18 @@ impl MeshedCluster {
     ///
     /// # Errors
     /// Fails if Helm fails or the pods do not become ready.
-    pub(crate) async fn start() -> anyhow::Result<Self> {
+    pub async fn start() -> anyhow::Result<Self> {
         let cluster = Cluster::start(2).await?;
+        let anchor = trust::create_anchor("root.linkerd.cluster.local", YEAR)?;
+        Self::install(cluster, "cluster.local", &anchor).await
+    }
+
+    /// Installs both charts with this trust domain and an issuer below the anchor, and waits until all pods of the control plane are
+    /// ready.
+    ///
+    /// # Errors
+    /// The same as [`MeshedCluster::start`].
+    pub async fn install(cluster: Cluster, trust_domain: &str, anchor: &CertificateAuthority) -> anyhow::Result<Self> {
         let files = tempfile::tempdir().context("creating a directory")?;
         let mut meshed = Self {
             helm: Helm::for_cluster(cluster.kubeconfig_outside())?,
@@ -64,10 +75,8 @@ impl MeshedCluster {
             clients_image: None,
         };
         let image = meshed.proxy_image().await?;
-        let year = Duration::from_hours(365 * 24);
-        let anchor = trust::create_anchor("root.linkerd.cluster.local", year)?;
         anchor.write(&meshed.file("ca.crt"), &meshed.file("ca.key"))?;
-        let issuer = trust::create_issuer("identity.linkerd.cluster.local", year, &anchor)?;
+        let issuer = trust::create_issuer(&format!("identity.linkerd.{trust_domain}"), YEAR, anchor)?;
         issuer.write(&meshed.file("issuer.crt"), &meshed.file("issuer.key"))?;
         let (crds, control_plane) = (path_of("tulle-crds"), path_of("tulle-control-plane"));
         let install = ["install", "--namespace", "linkerd", "--create-namespace"];
@@ -79,7 +88,16 @@ impl MeshedCluster {
             set("identity.issuer.tls.crtPEM", "issuer.crt"),
             set("identity.issuer.tls.keyPEM", "issuer.key"),
         ];
-        let set: Vec<&str> = credentials.iter().chain(&image).map(String::as_str).collect();
+        let domains = [
+            format!("--set=clusterDomain={}", meshed.cluster.addresses().domain),
+            format!("--set=identityTrustDomain={trust_domain}"),
+        ];
+        let set: Vec<&str> = credentials
+            .iter()
+            .chain(&domains)
+            .chain(&image)
+            .map(String::as_str)
+            .collect();
         let named = ["tulle-control-plane", &control_plane];
         meshed.helm.run(&[&install[..], &named, &set].concat())?;
         meshed.wait_for_control_plane().await?;
@@ -122,7 +140,7 @@ impl MeshedCluster {
     ///
     /// # Errors
     /// Fails if the wait times out; the error describes its pods.
-    pub(crate) async fn set_up_client(&self, namespace: &str, name: &str) -> anyhow::Result<()> {
+    pub async fn set_up_client(&self, namespace: &str, name: &str) -> anyhow::Result<()> {
         if let Some((image, version)) = self.clients_image.as_deref().and_then(|image| image.rsplit_once(':')) {
             let annotations = json!({
                 "config.linkerd.io/proxy-image": image,
@@ -140,7 +158,7 @@ impl MeshedCluster {
     ///
     /// # Errors
     /// Fails if the API server refuses.
-    pub(crate) async fn mark_opaque_for_third_party_proxies(
+    pub async fn mark_opaque_for_third_party_proxies(
         &self,
         namespace: &str,
         name: &str,
@@ -178,7 +196,7 @@ impl MeshedCluster {
     }
 
     /// The path of a file for the test.
-    pub(crate) fn file(&self, name: &str) -> PathBuf {
+    pub fn file(&self, name: &str) -> PathBuf {
         self.files.path().join(name)
     }
 
@@ -186,7 +204,7 @@ impl MeshedCluster {
     ///
     /// # Errors
     /// Fails if the wait times out; the error describes its pods.
-    pub(crate) async fn wait_for_control_plane(&self) -> anyhow::Result<()> {
+    pub async fn wait_for_control_plane(&self) -> anyhow::Result<()> {
         for component in COMPONENTS {
             let name = format!("linkerd-{component}");
             self.cluster.wait_for_deployment("linkerd", &name).await?;
@@ -198,7 +216,7 @@ impl MeshedCluster {
     ///
     /// # Errors
     /// Fails if the command fails; the error contains its output.
-    pub(crate) async fn kubectl(&self, line: &str) -> anyhow::Result<String> {
+    pub async fn kubectl(&self, line: &str) -> anyhow::Result<String> {
         self.cluster.kubectl(&line.split_whitespace().collect::<Vec<_>>()).await
     }
 
@@ -206,7 +224,7 @@ impl MeshedCluster {
     ///
     /// # Errors
     /// Fails if the API server refuses for too long.
-    pub(crate) async fn apply(&self, manifest: &str) -> anyhow::Result<()> {
+    pub async fn apply(&self, manifest: &str) -> anyhow::Result<()> {
         let file = self.file("manifest.yaml");
         fs::write(&file, manifest).context("writing a manifest")?;
         self.apply_files(&file).await
@@ -216,7 +234,7 @@ impl MeshedCluster {
     ///
     /// # Errors
     /// The same as [`MeshedCluster::apply`].
-    pub(crate) async fn apply_files(&self, path: &Path) -> anyhow::Result<()> {
+    pub async fn apply_files(&self, path: &Path) -> anyhow::Result<()> {
         let path = path.to_str().context("a path in UTF-8")?;
         let apply = async || self.cluster.kubectl(&["apply", "-f", path]).await.map(drop);
         self.cluster
@@ -228,13 +246,17 @@ impl MeshedCluster {
     ///
     /// # Errors
     /// Fails if the load cannot run.
-    pub(crate) async fn load(&self, client: Client, line: &str) -> anyhow::Result<Report> {
+    pub async fn load(&self, client: Client, line: &str) -> anyhow::Result<Report> {
         let mut running = self.start_load(client, line)?;
         let (total, _) = running.reports().await.with_context(|| line.to_owned())?;
         Ok(total)
     }
 
-    fn start_load(&self, client: Client, line: &str) -> anyhow::Result<RunningLoad> {
+    /// Starts load in a container. Dropping the value ends it.
+    ///
+    /// # Errors
+    /// Fails if `kubectl` cannot be started.
+    pub fn start_load(&self, client: Client, line: &str) -> anyhow::Result<RunningLoad> {
         let Client {
             namespace,
             deployment,
@@ -270,7 +292,7 @@ impl MeshedCluster {
     ///
     /// # Errors
     /// Fails if the load cannot run, or the disturbance fails or takes longer than `MAX_LOAD_DURATION`.
-    pub(crate) async fn load_during(
+    pub async fn load_during(
         &self,
         client: Client,
         line: &str,
@@ -284,7 +306,7 @@ impl MeshedCluster {
             client,
             &format!("{line} --header={id} --duration={duration}s --report-every=1s"),
         )?;
-        running.lines.next_line().await?.context("the first second of load")?;
+        running.next().await?.context("the first second of load")?;
         let disturb_and_end = async {
             let (disturbed, ()) = tokio::join!(disturb, sleep(min_duration));
             let process = find_process("the load, which ends after the disturbance", |read| {
@@ -303,7 +325,7 @@ impl MeshedCluster {
     ///
     /// # Errors
     /// Fails if the API server refuses.
-    pub(crate) async fn proxy_metrics(&self, namespace: &str, pod: &str) -> anyhow::Result<String> {
+    pub async fn proxy_metrics(&self, namespace: &str, pod: &str) -> anyhow::Result<String> {
         let path = format!("/api/v1/namespaces/{namespace}/pods/{pod}:4191/proxy/metrics");
         self.cluster.kubectl(&["get", "--raw", &path]).await
     }
@@ -313,7 +335,7 @@ impl MeshedCluster {
     ///
     /// # Errors
     /// Fails if the client fails.
-    pub(crate) async fn proxy_metrics_for(&self, client: Client, namespace: &str, pod: &str) -> anyhow::Result<String> {
+    pub async fn proxy_metrics_for(&self, client: Client, namespace: &str, pod: &str) -> anyhow::Result<String> {
         let addr = format!("get pod -n {namespace} {pod} -o jsonpath={{.status.podIP}}");
         let addr = self.kubectl(&addr).await?;
         let Client {
@@ -330,7 +352,7 @@ impl MeshedCluster {
     ///
     /// # Errors
     /// Fails if there are no pods.
-    pub(crate) async fn pods(&self, namespace: &str, selector: &str) -> anyhow::Result<Vec<String>> {
+    pub async fn pods(&self, namespace: &str, selector: &str) -> anyhow::Result<Vec<String>> {
         let path = "jsonpath={.items[*].metadata.name}";
         let args = ["get", "pods", "-n", namespace, "-l", selector, "-o", path];
         let names = self.cluster.kubectl(&args).await?;
@@ -343,7 +365,7 @@ impl MeshedCluster {
 ///
 /// # Errors
 /// Fails if no process matches, or more than one.
-pub(crate) fn find_process(what: &str, is_it: impl Fn(&dyn Fn(&str) -> String) -> bool) -> anyhow::Result<Pid> {
+pub fn find_process(what: &str, is_it: impl Fn(&dyn Fn(&str) -> String) -> bool) -> anyhow::Result<Pid> {
     let pids = fs::read_dir("/proc").context("reading /proc")?.flatten();
     let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
     // A process may exit while it is read.
@@ -353,18 +375,31 @@ pub(crate) fn find_process(what: &str, is_it: impl Fn(&dyn Fn(&str) -> String) -
     Ok(Pid::from_raw(found[0]))
 }
 
-struct RunningLoad {
+/// Load in a container, which prints reports.
+pub struct RunningLoad {
     _child: Child,
     lines: tokio::io::Lines<BufReader<tokio::process::ChildStdout>>,
 }
 
 impl RunningLoad {
+    /// The next report; `None` after the last.
+    ///
+    /// # Errors
+    /// Fails if the output is not a report.
+    pub async fn next(&mut self) -> anyhow::Result<Option<Report>> {
+        let Some(line) = self.lines.next_line().await? else {
+            return Ok(None);
+        };
+        let report = serde_json::from_str(&line).with_context(|| format!("a report: {line}"))?;
+        Ok(Some(report))
+    }
+
     /// The last report, which covers everything, and those before it.
     async fn reports(&mut self) -> anyhow::Result<(Report, Vec<Report>)> {
         let mut reports = Vec::new();
         let read = async {
-            while let Some(line) = self.lines.next_line().await? {
-                reports.push(serde_json::from_str(&line).with_context(|| format!("a report: {line}"))?);
+            while let Some(report) = self.next().await? {
+                reports.push(report);
             }
             anyhow::Ok(())
         };
@@ -376,7 +411,7 @@ impl RunningLoad {
 }
 
 /// Asserts that every request succeeded.
-pub(crate) fn assert_all_ok(report: &Report, what: &str) {
+pub fn assert_all_ok(report: &Report, what: &str) {
     assert!(
         report.requests > 0 && report.failed == 0,
         "{what}: {} of {} failed: {:?} {:?}",
@@ -393,6 +428,7 @@ kind: Pod
 metadata: {name: probe, namespace: default, annotations: {linkerd.io/inject: enabled}}
 spec: {containers: [{name: app, image: 'ghcr.io/tulle-mesh/bench:0.1.0'}]}
 ";
+const YEAR: Duration = Duration::from_hours(365 * 24);
 const MAX_LOAD_DURATION: Duration = Duration::from_secs(180);
 const LOAD_TIMEOUT: Duration = Duration::from_secs(200);
-pub(crate) const COMPONENTS: [&str; 3] = ["destination", "identity", "proxy-injector"];
+pub const COMPONENTS: [&str; 3] = ["destination", "identity", "proxy-injector"];

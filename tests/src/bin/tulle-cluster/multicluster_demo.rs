@@ -1,0 +1,153 @@
+//! `./run multicluster-demo`: a Service with endpoints in two clusters, while one cluster loses its own.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::time::sleep;
+use tulle_bench::load::stats::Report;
+use tulle_tests::cluster::Connection;
+use tulle_tests::linked_clusters::{CLIENT, LinkedClusters};
+use tulle_tests::meshed::MeshedCluster;
+
+/// Starts two clusters, west and east, links west to east, and sends requests from a client in west to a Service with endpoints in
+/// both.
+///
+/// Then the endpoints of west go away and come back, while the client goes on. Each line shows one second: how many responses came
+/// from each cluster, and how many requests failed. Needs root, and about 4 GB of memory.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Ends after the endpoints of west are back, and fails if a request has failed or went to the wrong cluster; without it, the
+    /// clusters and the client run until Ctrl-C
+    #[arg(long)]
+    once: bool,
+}
+
+pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
+    let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+    tokio::select! {
+        result = show(args) => result,
+        _ = interrupt.recv() => Ok(()),
+        _ = terminate.recv() => Ok(()),
+    }
+}
+
+async fn show(args: Args) -> anyhow::Result<()> {
+    let linked = LinkedClusters::start(Connection::Flat, |step| eprintln!("demo: {step}")).await?;
+    eprintln!("demo: starting the Service shop/web in both, and a client in west");
+    linked.start_shop().await?;
+    linked.federate().await?;
+    eprintln!(
+        "demo: web-federated has endpoints in both clusters; look at them in another terminal:\n\
+         \x20 export KUBECONFIG={}  # west\n\
+         \x20 export KUBECONFIG={}  # east\n\
+         \x20 ./run with kubectl get pods,services -n shop\n",
+        linked.west.cluster.kubeconfig_outside().display(),
+        linked.east.cluster.kubeconfig_outside().display(),
+    );
+    let mut client = Requests::start(&linked.west)?;
+    client
+        .expect("both clusters respond", 5, |second| second.west > 0 && second.east > 0)
+        .await?;
+    scale(&linked.west, 0).await?;
+    client
+        .expect("only east responds", 5, |second| second.west == 0 && second.east > 0)
+        .await?;
+    scale(&linked.west, 2).await?;
+    client
+        .expect("both clusters respond again", 5, |second| {
+            second.west > 0 && second.east > 0
+        })
+        .await?;
+    if !args.once {
+        eprintln!("demo: the client goes on until Ctrl-C; scale shop/web in either cluster and watch");
+        client.expect("", usize::MAX, |_| false).await?;
+    }
+    ensure!(
+        client.failed == 0,
+        "{} of {} requests failed",
+        client.failed,
+        client.sent
+    );
+    eprintln!("demo: {} requests, none failed", client.sent);
+    Ok(())
+}
+
+async fn scale(cluster: &MeshedCluster, replicas: u8) -> anyhow::Result<()> {
+    let line = format!("-n shop scale deploy/web --replicas={replicas}");
+    eprintln!("demo: west: kubectl {line}");
+    cluster.kubectl(&line).await?;
+    cluster.cluster.wait_for_deployment("shop", "web").await
+}
+
+/// The client of the demo, and its requests so far.
+struct Requests {
+    load: tulle_tests::meshed::RunningLoad,
+    sent: u64,
+    failed: u64,
+}
+
+/// One second of requests.
+struct Second {
+    west: u64,
+    east: u64,
+}
+
+impl Requests {
+    fn start(west: &MeshedCluster) -> anyhow::Result<Self> {
+        let line = "web-federated:80/ --rate=100 --report-every=1s --duration=8760h";
+        eprintln!(
+            "{:>8} {:>8} {:>8} {:>8} {:>8}",
+            "second", "requests", "west", "east", "failed"
+        );
+        Ok(Self {
+            load: west.start_load(CLIENT, line)?,
+            sent: 0,
+            failed: 0,
+        })
+    }
+
+    /// Prints each second until `condition` has held for `seconds` seconds in a row.
+    async fn expect(&mut self, what: &str, seconds: usize, condition: impl Fn(&Second) -> bool) -> anyhow::Result<()> {
+        let mut held = 0;
+        let wait = async {
+            while held < seconds {
+                let report = self.load.next().await?.context("the client has ended")?;
+                self.sent += report.requests;
+                self.failed += report.failed;
+                let second = Second::of(&report);
+                eprintln!(
+                    "{:>8.0} {:>8} {:>8} {:>8} {:>8}",
+                    report.at, report.requests, second.west, second.east, report.failed
+                );
+                held = if condition(&second) { held + 1 } else { 0 };
+            }
+            anyhow::Ok(())
+        };
+        if seconds == usize::MAX {
+            return wait.await;
+        }
+        tokio::select! {
+            result = wait => result,
+            () = sleep(EXPECT_TIMEOUT) => anyhow::bail!("not within {EXPECT_TIMEOUT:?}: {what}"),
+        }
+    }
+}
+
+impl Second {
+    fn of(report: &Report) -> Self {
+        let of_cluster = |prefix: &str| {
+            let replicas = report.replicas.iter();
+            replicas
+                .filter(|(name, _)| name.starts_with(prefix))
+                .map(|(_, n)| n)
+                .sum()
+        };
+        Self {
+            west: of_cluster("west/"),
+            east: of_cluster("east/"),
+        }
+    }
+}
+
+const EXPECT_TIMEOUT: Duration = Duration::from_secs(60);

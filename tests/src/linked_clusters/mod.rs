@@ -1,0 +1,176 @@
+//! Two clusters with tulle, linked by `tulle multicluster`: `west` uses Services of `east`.
+
+use std::collections::BTreeSet;
+use std::process::Output;
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use tulle_bench::load::stats::Report;
+use tulle_control::trust;
+
+use crate::cluster::{ClusterPair, Connection, PairNetwork};
+use crate::meshed::{Client, MeshedCluster};
+use crate::{commands, programs};
+
+/// Two clusters with one trust anchor, and a trust domain each. Dropping it stops both.
+pub struct LinkedClusters {
+    // Fields drop in declaration order.
+    pub network: PairNetwork,
+    pub west: MeshedCluster,
+    pub east: MeshedCluster,
+}
+
+impl LinkedClusters {
+    /// Starts two clusters, installs the control plane and the multicluster extension in both, and links `west` to `east`. Calls
+    /// `progress` before each step.
+    ///
+    /// # Errors
+    /// Fails if a command fails, or a pod does not become ready.
+    pub async fn start(connection: Connection, progress: impl Fn(&str)) -> anyhow::Result<Self> {
+        progress("starting two clusters");
+        let ClusterPair { network, west, east } = ClusterPair::start(connection, 1).await?;
+        progress("installing tulle in both");
+        let anchor = trust::create_anchor("root.linkerd.cluster.local", Duration::from_hours(365 * 24))?;
+        let (west, east) = tokio::try_join!(
+            MeshedCluster::install(west, WEST_TRUST_DOMAIN, &anchor),
+            MeshedCluster::install(east, EAST_TRUST_DOMAIN, &anchor),
+        )?;
+        let linked = Self { network, west, east };
+        progress("installing the gateway in east, and the controller of the link in west");
+        let gateway = format!("--set gateway.pauseImage={PAUSE_IMAGE}");
+        let controller = "--gateway=false --set controllers[0].link.ref.name=east";
+        for (cluster, flags) in [(&linked.east, &*gateway), (&linked.west, controller)] {
+            let manifests = tulle(cluster, &format!("multicluster install {flags}")).await?;
+            cluster.apply(&manifests).await?;
+        }
+        linked.wait_for_gateway().await?;
+        progress("linking west to east");
+        linked.link().await?;
+        linked
+            .west
+            .cluster
+            .wait_for_deployment(NAMESPACE, "controller-east")
+            .await?;
+        Ok(linked)
+    }
+
+    /// Waits until the gateway is available and has an address.
+    ///
+    /// # Errors
+    /// Fails if the wait times out.
+    pub async fn wait_for_gateway(&self) -> anyhow::Result<()> {
+        let cluster = &self.east.cluster;
+        cluster.wait_for_deployment(NAMESPACE, "linkerd-gateway").await?;
+        let path = "jsonpath={.status.loadBalancer.ingress[0].ip}";
+        let get = ["get", "service", "-n", NAMESPACE, "linkerd-gateway", "-o", path];
+        let has_address = async || {
+            ensure!(!cluster.kubectl(&get).await?.is_empty(), "the gateway has no address");
+            Ok(())
+        };
+        cluster.wait_until("the gateway has an address", has_address).await
+    }
+
+    /// Applies the output of `tulle multicluster link-gen` of `east` in `west`, with new credentials if it is applied already.
+    ///
+    /// # Errors
+    /// Fails if a command fails.
+    pub async fn link(&self) -> anyhow::Result<()> {
+        let api_server = self.east.cluster.api_server_url();
+        let line = format!("multicluster link-gen --cluster-name east --api-server-address {api_server}");
+        // Kubernetes writes the token of the account shortly after the account.
+        let link = async || self.west.apply(&tulle(&self.east, &line).await?).await;
+        self.west.cluster.wait_until("west is linked to east", link).await
+    }
+
+    /// Starts the Service `web` of the namespace `shop` in both clusters, with two replicas each, and [`CLIENT`] in `west`. The
+    /// Service is not exported.
+    ///
+    /// # Errors
+    /// Fails if a pod does not become available.
+    pub async fn start_shop(&self) -> anyhow::Result<()> {
+        for (cluster, name) in [(&self.west, "west"), (&self.east, "east")] {
+            cluster.apply(&WEB.replace("@cluster", name)).await?;
+        }
+        self.west.apply(CLIENT_MANIFEST).await?;
+        for (cluster, name) in [(&self.west, "web"), (&self.east, "web"), (&self.west, "client")] {
+            cluster.cluster.wait_for_deployment("shop", name).await?;
+        }
+        Ok(())
+    }
+
+    /// Makes `web` of both clusters members of `web-federated`, and waits until both respond to the client.
+    ///
+    /// # Errors
+    /// Fails if the wait times out.
+    pub async fn federate(&self) -> anyhow::Result<()> {
+        for cluster in [&self.west, &self.east] {
+            cluster
+                .kubectl("label -n shop service web mirror.linkerd.io/federated=member")
+                .await?;
+        }
+        let respond = async || {
+            let report = self.load("web-federated:80/ --rate=100 --requests=100").await?;
+            ensure!(
+                report.failed == 0 && clusters_of(&report).len() == 2,
+                "{:?} {:?}",
+                report.replicas,
+                report.errors
+            );
+            Ok(())
+        };
+        self.west.cluster.wait_until("both clusters respond", respond).await
+    }
+
+    /// Runs load in [`CLIENT`] and returns its report, including failures.
+    ///
+    /// # Errors
+    /// Fails if the load cannot run.
+    pub async fn load(&self, line: &str) -> anyhow::Result<Report> {
+        self.west.load(CLIENT, line).await
+    }
+}
+
+/// Runs `tulle` as the administrator of a cluster, and returns its output.
+///
+/// # Errors
+/// Fails if the command fails; the error contains its output.
+pub async fn tulle(cluster: &MeshedCluster, line: &str) -> anyhow::Result<String> {
+    let Output { status, stdout, stderr } = tulle_output(cluster, line).await?;
+    let stdout = String::from_utf8(stdout).context("the output of tulle")?;
+    ensure!(
+        status.success(),
+        "tulle {line}: {stdout}{}",
+        String::from_utf8_lossy(&stderr).trim()
+    );
+    Ok(stdout)
+}
+
+/// Runs `tulle` as the administrator of a cluster.
+///
+/// # Errors
+/// Fails if the command cannot be started, or does not end.
+pub async fn tulle_output(cluster: &MeshedCluster, line: &str) -> anyhow::Result<Output> {
+    let mut tulle = cluster.cluster.command_of(&programs::built_binary("tulle")?);
+    tulle.args(line.split_whitespace()).env("PATH", programs::search_path());
+    commands::output(&format!("tulle {line}"), tulle).await
+}
+
+/// The clusters whose replicas have responded.
+pub fn clusters_of(report: &Report) -> BTreeSet<&str> {
+    let names = report.replicas.keys().filter_map(|replica| replica.split_once('/'));
+    names.map(|(cluster, _)| cluster).collect()
+}
+
+/// The client of `shop`, in `west`.
+pub const CLIENT: Client = Client {
+    namespace: "shop",
+    deployment: "client",
+    container: "client",
+};
+const WEB: &str = include_str!("web.yaml");
+const CLIENT_MANIFEST: &str = include_str!("client.yaml");
+/// The namespace of the extension.
+pub const NAMESPACE: &str = "linkerd-multicluster";
+pub const WEST_TRUST_DOMAIN: &str = "cluster.local";
+pub const EAST_TRUST_DOMAIN: &str = "east.id";
+const PAUSE_IMAGE: &str = "tulle.test/pause:latest";

@@ -1,0 +1,227 @@
+//! No request between clusters is lost: POST requests at a fixed rate, from a client without retries, while parts of both clusters
+//! and the network between them go away and come back.
+//!
+//! `TULLE_TEST_FULL=1` runs all disturbances, the others those that need no long wait.
+
+use std::env;
+use std::time::Duration;
+
+use anyhow::ensure;
+use tokio::time::{Instant, sleep};
+use tulle_bench::load::stats::Report;
+use tulle_tests::cluster::Cut;
+use tulle_tests::linked_clusters::{CLIENT, LinkedClusters, NAMESPACE, clusters_of, tulle};
+use tulle_tests::meshed::{MeshedCluster, assert_all_ok};
+
+/// Requests to the mirror, through the gateway.
+const GATEWAY: &str = "http://web-east:80/echo --rate=500 --body-size=200";
+/// Requests to pods of both clusters.
+const FEDERATED: &str = "http://web-federated:80/echo --rate=500 --body-size=200";
+
+/// 20 ms of requests.
+const MAX_FAILED_BY_CUT: u64 = 10;
+
+pub(super) async fn no_request_is_lost(linked: &LinkedClusters) {
+    let full = env::var_os("TULLE_TEST_FULL").is_some();
+    linked
+        .east
+        .kubectl("label --overwrite -n shop service web mirror.linkerd.io/exported=true")
+        .await
+        .unwrap();
+    scale(&linked.east, NAMESPACE, "linkerd-gateway", 2).await.unwrap();
+
+    let killed = Box::pin(async {
+        let pod = &linked.east.pods(NAMESPACE, "app=linkerd-gateway").await?[0];
+        let delete = format!("delete pod -n {NAMESPACE} {pod} --force --grace-period=0");
+        linked.east.kubectl(&delete).await?;
+        available(&linked.east, NAMESPACE, "linkerd-gateway").await
+    });
+    load_during(linked, "a gateway killed", GATEWAY, 10, killed).await;
+    let rollout = Box::pin(async {
+        linked
+            .east
+            .kubectl(&format!("rollout restart -n {NAMESPACE} deploy/linkerd-gateway"))
+            .await?;
+        available(&linked.east, NAMESPACE, "linkerd-gateway").await
+    });
+    load_during(linked, "a rollout of the gateway", GATEWAY, 10, rollout).await;
+    let scaled = Box::pin(async {
+        scale(&linked.east, "shop", "web", 0).await?;
+        sleep(Duration::from_secs(3)).await;
+        scale(&linked.east, "shop", "web", 2).await?;
+        wait_for_both_clusters(linked).await
+    });
+    load_during(linked, "east scaled to 0 and back", FEDERATED, 10, scaled).await;
+    let killed = Box::pin(async {
+        let delete = format!("delete pod -n {NAMESPACE} -l component=controller --force --grace-period=0");
+        linked.west.kubectl(&delete).await?;
+        available(&linked.west, NAMESPACE, "controller-east").await
+    });
+    load_during(linked, "the service mirror killed", GATEWAY, 10, killed).await;
+    let seconds = if full { 30 } else { 10 };
+    let cut = Box::pin(async {
+        linked.network.cut(Cut::All)?;
+        sleep(Duration::from_secs(seconds)).await;
+        linked.network.restore()?;
+        wait_for_both_clusters(linked).await
+    });
+    let what = format!("network cut for {seconds} s");
+    let report = run_during(linked, &what, FEDERATED, seconds + 10, cut).await;
+    // Those in flight, and those sent before it is noticed that pods of east do not respond.
+    assert!(report.failed <= MAX_FAILED_BY_CUT, "{what}: {report:?}");
+    if full {
+        disturb_links(linked).await;
+    }
+}
+
+/// Disturbances that take long: of the control plane of `east`, of the link, and of its credentials.
+async fn disturb_links(linked: &LinkedClusters) {
+    let gone = Box::pin(async {
+        linked
+            .east
+            .kubectl("scale deploy --all -n linkerd --replicas=0")
+            .await?;
+        sleep(Duration::from_secs(60)).await;
+        linked
+            .east
+            .kubectl("scale deploy --all -n linkerd --replicas=1")
+            .await?;
+        linked.east.wait_for_control_plane().await
+    });
+    load_during(linked, "control plane of east gone for 60 s", GATEWAY, 60, gone).await;
+    for target in [GATEWAY, FEDERATED] {
+        let relinked = Box::pin(async {
+            linked.west.kubectl(&format!("delete link -n {NAMESPACE} east")).await?;
+            sleep(Duration::from_secs(5)).await;
+            linked.link().await?;
+            wait_for_both_clusters(linked).await
+        });
+        load_during(linked, "the Link removed and made anew", target, 20, relinked).await;
+    }
+    for target in [GATEWAY, FEDERATED] {
+        load_during(
+            linked,
+            "credentials rotated",
+            target,
+            20,
+            Box::pin(rotate_credentials(linked)),
+        )
+        .await;
+    }
+    let cut = Box::pin(async {
+        linked.network.cut(Cut::ApiServers)?;
+        sleep(Duration::from_secs(30)).await;
+        linked.network.restore()?;
+        wait_for_both_clusters(linked).await
+    });
+    load_during(linked, "API server of east not reachable for 30 s", FEDERATED, 40, cut).await;
+}
+
+/// Replaces the token of the account by a new one, and revokes the old one.
+async fn rotate_credentials(linked: &LinkedClusters) -> anyhow::Result<()> {
+    let secret = "linkerd-service-mirror-remote-access-default-token";
+    let manifest = linked
+        .east
+        .kubectl(&format!("get secret -n {NAMESPACE} {secret} -o yaml"))
+        .await?;
+    let without_data: Vec<&str> = manifest
+        .lines()
+        .filter(|line| {
+            ![
+                "  token:",
+                "  ca.crt:",
+                "  namespace: bGl",
+                "  uid:",
+                "  resourceVersion:",
+            ]
+            .iter()
+            .any(|key| line.starts_with(key))
+        })
+        .collect();
+    linked
+        .east
+        .kubectl(&format!("delete secret -n {NAMESPACE} {secret}"))
+        .await?;
+    linked.east.apply(&without_data.join("\n")).await?;
+    linked.link().await?;
+    // A change that only a watch with the new token shows.
+    for replicas in [3, 2] {
+        scale(&linked.east, "shop", "web", replicas).await?;
+        let shown = async || {
+            let line = "diagnostics endpoints web-federated.shop.svc.cluster.local:80";
+            let endpoints = tulle(&linked.west, line).await?;
+            let shown = endpoints.matches("linkerd.east.id").count();
+            ensure!(shown == usize::from(replicas), "{endpoints}");
+            Ok(())
+        };
+        linked
+            .west
+            .cluster
+            .wait_until("west sees the pods of east", shown)
+            .await?;
+    }
+    Ok(())
+}
+
+/// Runs load during a disturbance, and asserts that no request failed.
+async fn load_during(
+    linked: &LinkedClusters,
+    what: &str,
+    target: &str,
+    seconds: u64,
+    disturb: impl Future<Output = anyhow::Result<()>>,
+) {
+    let report = run_during(linked, what, target, seconds, disturb).await;
+    assert_all_ok(&report, what);
+}
+
+/// Runs load during a disturbance, prints its result and how long the disturbance took, and returns its report.
+async fn run_during(
+    linked: &LinkedClusters,
+    what: &str,
+    target: &str,
+    seconds: u64,
+    disturb: impl Future<Output = anyhow::Result<()>>,
+) -> Report {
+    let begun = Instant::now();
+    let mut took = Duration::ZERO;
+    let timed = async {
+        let disturbed = disturb.await;
+        took = begun.elapsed();
+        disturbed
+    };
+    let duration = Duration::from_secs(seconds);
+    let reports = Box::pin(linked.west.load_during(CLIENT, target, duration, timed)).await;
+    let (report, _) = reports.unwrap_or_else(|error| panic!("{what}: {error:#}"));
+    let latency = report
+        .latency_us
+        .map_or([0.; 3], |latency| [latency.p50, latency.p99, latency.max]);
+    eprintln!(
+        "{what:42} {:6} requests, {} failed; all right after {took:.1?}; p50, p99, max in ms: {:.1?} {:?}",
+        report.requests,
+        report.failed,
+        latency.map(|us| us / 1e3),
+        report.errors
+    );
+    report
+}
+
+async fn wait_for_both_clusters(linked: &LinkedClusters) -> anyhow::Result<()> {
+    let respond = async || {
+        let report = linked.load("web-federated:80/ --rate=100 --requests=50").await?;
+        ensure!(clusters_of(&report).len() == 2, "{:?}", report.replicas);
+        Ok(())
+    };
+    linked.west.cluster.wait_until("both clusters respond", respond).await
+}
+
+async fn scale(cluster: &MeshedCluster, namespace: &str, name: &str, replicas: u8) -> anyhow::Result<()> {
+    cluster
+        .kubectl(&format!("scale -n {namespace} deploy/{name} --replicas={replicas}"))
+        .await?;
+    available(cluster, namespace, name).await
+}
+
+async fn available(cluster: &MeshedCluster, namespace: &str, name: &str) -> anyhow::Result<()> {
+    cluster.cluster.wait_for_deployment(namespace, name).await
+}

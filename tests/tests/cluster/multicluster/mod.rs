@@ -1,0 +1,206 @@
+//! Two clusters: pods of `west` use a Service of `east` through a gateway, by the addresses of pods, and federated.
+
+mod chaos;
+
+use anyhow::ensure;
+use tokio::time::Instant;
+use tulle_tests::cluster::Connection;
+use tulle_tests::linked_clusters::{CLIENT, LinkedClusters, NAMESPACE, tulle};
+use tulle_tests::meshed::{Client, MeshedCluster, assert_all_ok};
+
+/// Identities, without the name of the issuer.
+const CLIENT_ID: &str = "client.shop.serviceaccount.identity.linkerd.cluster.local";
+const SERVER_ID: &str = "web.shop.serviceaccount.identity.linkerd.east.id";
+const GATEWAY_ID: &str = "linkerd-gateway.linkerd-multicluster.serviceaccount.identity.linkerd.east.id";
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_cluster_uses_services_of_another() {
+    let linked = LinkedClusters::start(Connection::Translated, |step| eprintln!("{step}")).await;
+    let linked = linked.unwrap();
+    linked.start_shop().await.unwrap();
+    traffic_through_the_gateway_has_both_identities(&linked).await;
+    commands_show_the_other_cluster(&linked).await;
+    linked.network.set_connection(Connection::Flat).unwrap();
+    traffic_to_pods_has_both_identities(&linked).await;
+    pods_permit_identities_of_the_other_cluster(&linked).await;
+    linked.federate().await.unwrap();
+    check_protocols(&linked, "web-federated").await;
+    chaos::no_request_is_lost(&linked).await;
+}
+
+/// Checks each protocol against a mirror whose endpoint is the gateway of `east`, which is all that `west` can reach.
+async fn traffic_through_the_gateway_has_both_identities(linked: &LinkedClusters) {
+    export(linked, "true", GATEWAY_ID).await;
+    check_protocols(linked, "web-east").await;
+    let client = proxy_metrics(&linked.west, "shop", "app=client").await;
+    let target = ["dst_target_cluster=\"east\"", "dst_target_service=\"web\""];
+    has_series(&client, &[&target[..], &[&label("server_id", GATEWAY_ID)]].concat());
+    let gateway = proxy_metrics(&linked.east, NAMESPACE, "app=linkerd-gateway").await;
+    has_series(&gateway, &["direction=\"inbound\"", &label("client_id", CLIENT_ID)]);
+    has_series(&gateway, &["direction=\"outbound\"", &label("server_id", SERVER_ID)]);
+    let server = proxy_metrics(&linked.east, "shop", "app=web").await;
+    has_series(&server, &["direction=\"inbound\"", &label("client_id", GATEWAY_ID)]);
+}
+
+async fn commands_show_the_other_cluster(linked: &LinkedClusters) {
+    for cluster in [&linked.west, &linked.east] {
+        // Fails unless all checks pass.
+        tulle(cluster, "multicluster check --wait 0").await.unwrap();
+    }
+    let gateways = tulle(&linked.west, "multicluster gateways").await.unwrap();
+    let gateway: Vec<_> = gateways.lines().nth(1).unwrap().split_whitespace().take(3).collect();
+    assert_eq!(gateway, ["east", "True", "1"], "{gateways}");
+    let requests = async {
+        let report = linked.load("web-east:80/ --rate=50 --duration=6s").await.unwrap();
+        assert_all_ok(&report, "requests while commands run");
+    };
+    let commands = async {
+        let edges = tulle(&linked.west, "edges deploy/client -n shop").await.unwrap();
+        let edge = edges.lines().find(|line| line.contains("svc/web")).unwrap_or_default();
+        let edge: Vec<_> = edge.split_whitespace().take(5).collect();
+        assert_eq!(edge, ["deploy/client", "svc/web", "shop", "shop", "east"], "{edges}");
+        let edges = tulle(&linked.east, "edges deploy/web -n shop").await.unwrap();
+        assert!(edges.contains("linkerd-gateway.linkerd-multicluster"), "{edges}");
+        let stat = tulle(&linked.east, "stat deploy -n linkerd-multicluster")
+            .await
+            .unwrap();
+        assert!(stat.contains("linkerd-gateway"), "{stat}");
+    };
+    tokio::join!(requests, commands);
+}
+
+/// Checks each protocol against a mirror whose endpoints are the pods of `east`.
+async fn traffic_to_pods_has_both_identities(linked: &LinkedClusters) {
+    export(linked, "remote-discovery", SERVER_ID).await;
+    check_protocols(linked, "web-east").await;
+    let client = proxy_metrics(&linked.west, "shop", "app=client").await;
+    let target = [
+        "dst_target_cluster=\"east\"",
+        "dst_deployment=\"web\"",
+        "dst_zone_locality=\"remote\"",
+    ];
+    has_series(&client, &[&target[..], &[&label("server_id", SERVER_ID)]].concat());
+    let server = proxy_metrics(&linked.east, "shop", "app=web").await;
+    has_series(&server, &["direction=\"inbound\"", &label("client_id", CLIENT_ID)]);
+    let endpoints = "diagnostics endpoints web-east.shop.svc.cluster.local:80";
+    let endpoints = tulle(&linked.west, endpoints).await.unwrap();
+    assert_eq!(endpoints.matches(SERVER_ID).count(), 2, "{endpoints}");
+}
+
+/// Checks that a policy in `east` that names the client of `west` permits that client only.
+async fn pods_permit_identities_of_the_other_cluster(linked: &LinkedClusters) {
+    linked.east.apply(ONLY_CLIENT).await.unwrap();
+    let other = Client {
+        deployment: "web",
+        container: "web",
+        ..CLIENT
+    };
+    let line = "web-east:80/ --rate=20 --requests=20";
+    let refused = async || {
+        let report = linked.west.load(other, line).await?;
+        ensure!(report.outcomes.get("4xx") == Some(&20), "{report:?}");
+        Ok(())
+    };
+    linked
+        .west
+        .cluster
+        .wait_until("other identities are refused", refused)
+        .await
+        .unwrap();
+    assert_all_ok(&linked.load(line).await.unwrap(), "the client that the policy names");
+    linked
+        .east
+        .kubectl("delete -n shop server/web authorizationpolicy/web")
+        .await
+        .unwrap();
+}
+
+/// Exports the Service `web` of `east`, and waits until the client gets responses from servers with this identity.
+async fn export(linked: &LinkedClusters, how: &str, server_id: &str) {
+    let label = format!("label --overwrite -n shop service web mirror.linkerd.io/exported={how}");
+    linked.east.kubectl(&label).await.unwrap();
+    let begun = Instant::now();
+    let server_id = format!("server_id=\"{server_id}\"");
+    let responds = async || {
+        let report = linked.load("web-east:80/ --rate=20 --requests=20").await?;
+        ensure!(report.failed == 0, "{report:?}");
+        let metrics = proxy_metrics(&linked.west, "shop", "app=client").await;
+        let is_series = |line: &str| line.contains("dst_service=\"web") && line.contains(&server_id);
+        ensure!(metrics.lines().any(is_series), "no request to {server_id}");
+        Ok(())
+    };
+    linked
+        .west
+        .cluster
+        .wait_until("the mirror responds", responds)
+        .await
+        .unwrap();
+    eprintln!("exported={how} after {:.1?}", begun.elapsed());
+}
+
+/// Sends requests of each protocol, also to a server that speaks first.
+async fn check_protocols(linked: &LinkedClusters, service: &str) {
+    let targets = [
+        ("HTTP/1", ":80/"),
+        ("HTTP/2", ":80/ --protocol=http2"),
+        ("gRPC", ":9090 --protocol=grpc"),
+        (
+            "gRPC both ways",
+            ":9090 --protocol=grpc --grpc-method=bidi --messages=5",
+        ),
+        ("WebSocket", ":80/ws --protocol=ws"),
+        ("opaque", ":6000 --protocol=tcp --body-size=1000"),
+        (
+            "a server that speaks first",
+            ":5000 --protocol=tcp --expect-greeting=hello --body-size=1000",
+        ),
+    ];
+    for (what, target) in targets {
+        let line = format!("{service}{target} --rate=100 --requests=100");
+        let report = linked.load(&line).await.unwrap();
+        assert_all_ok(&report, &format!("{what} to {service}"));
+    }
+}
+
+/// The metrics of the proxies of all pods that the selector selects.
+async fn proxy_metrics(cluster: &MeshedCluster, namespace: &str, selector: &str) -> String {
+    let mut pages = String::new();
+    for pod in cluster.pods(namespace, selector).await.unwrap() {
+        // Through a forwarded port, because a policy protects the metrics of gateways.
+        let line = format!("diagnostics proxy-metrics -n {namespace} po/{pod}");
+        pages += &tulle(cluster, &line).await.unwrap();
+    }
+    pages
+}
+
+fn label(name: &str, value: &str) -> String {
+    format!("{name}=\"{value}\"")
+}
+
+#[track_caller]
+fn has_series(metrics: &str, labels: &[&str]) {
+    let has = |line: &str| line.starts_with("response_total{") && labels.iter().all(|label| line.contains(label));
+    assert!(metrics.lines().any(has), "no series with {labels:?}");
+}
+
+const ONLY_CLIENT: &str = "
+apiVersion: policy.linkerd.io/v1beta3
+kind: Server
+metadata: {name: web, namespace: shop}
+spec:
+  podSelector: {matchLabels: {app: web}}
+  port: http
+---
+apiVersion: policy.linkerd.io/v1alpha1
+kind: MeshTLSAuthentication
+metadata: {name: client-of-west, namespace: shop}
+spec: {identities: [client.shop.serviceaccount.identity.linkerd.cluster.local]}
+---
+apiVersion: policy.linkerd.io/v1alpha1
+kind: AuthorizationPolicy
+metadata: {name: web, namespace: shop}
+spec:
+  targetRef: {group: policy.linkerd.io, kind: Server, name: web}
+  requiredAuthenticationRefs:
+    - {group: policy.linkerd.io, kind: MeshTLSAuthentication, name: client-of-west}
+";
