@@ -23,8 +23,7 @@ use crate::{
     config::{self, Config, DirectionSettings, InboundMode, IngressMode, LoadBalancing, Visibility},
     gateway::OutboundGateway,
     http::{
-        client::PoolConfig,
-        h1::pool::ResendPolicy,
+        h1::pool::{PoolConfig, ResendPolicy},
         h2,
         server_config::{HttpLimits, ServerConfig},
         stack::access_log::AccessLog,

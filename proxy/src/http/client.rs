@@ -6,7 +6,6 @@ use std::{
     net::SocketAddr,
     pin::{Pin, pin},
     sync::Arc,
-    time::Duration,
 };
 
 use http::{Method, Request, Response, Version};
@@ -20,7 +19,7 @@ use crate::{
         error::{Error, Resendable},
         h1::{
             client::{self as http1, Exchange, FailedExchange, ResendTarget, ResendableRequest, ResponseHeadError},
-            pool::{ConnectionPool, ResendPolicy},
+            pool::{ConnectionPool, PoolConfig, ResendPolicy},
         },
         h2::{Http2Config, client as http2, flow_control::StreamWaiters, keep_alive::PeerChecks},
         upgrade::http1_over_http2,
@@ -49,7 +48,7 @@ pub(crate) struct EndpointClient {
     /// More than one if the peer permits fewer streams than there are concurrent requests.
     http2: Mutex<SmallVec<[http2::SharedConnection; 1]>>,
     stream_waiters: Arc<StreamWaiters>,
-    peer_checks: Option<Arc<PeerChecks>>,
+    checks: Option<Arc<PeerChecks>>,
     /// Held during an HTTP/2 dial, so that other requests wait for the same connection.
     dial_lock: tokio::sync::Mutex<()>,
     dial_started_at: Mutex<Option<Instant>>,
@@ -63,13 +62,6 @@ pub(crate) struct EndpointClient {
 struct FailedDials {
     count: u64,
     last_cause: &'static str,
-}
-
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct PoolConfig {
-    pub(crate) idle_timeout: Duration,
-    pub(crate) max_idle: usize,
-    pub(crate) resend: ResendPolicy,
 }
 
 /// Maximum number of HTTP/2 connections of one worker to one endpoint.
@@ -101,24 +93,26 @@ pub(crate) enum ConnectionUse {
 }
 
 impl EndpointClient {
-    pub(crate) fn new(addr: SocketAddr, connect: ConnectFn, params: Http2Config, pool: PoolConfig) -> Self {
+    /// HTTP/2 connections send pings for `checks`.
+    pub(crate) fn new(
+        addr: SocketAddr,
+        connect: ConnectFn,
+        params: Http2Config,
+        checks: Option<Arc<PeerChecks>>,
+        pool: PoolConfig,
+    ) -> Self {
         Self {
             addr,
             connect,
             http2: Mutex::default(),
             stream_waiters: Arc::default(),
-            peer_checks: None,
+            checks,
             dial_lock: tokio::sync::Mutex::new(()),
             dial_started_at: Mutex::new(None),
             failed_dials: Mutex::default(),
             params,
             pool: ConnectionPool::new(pool.idle_timeout, pool.max_idle, pool.resend),
         }
-    }
-
-    /// Sends pings on HTTP/2 connections for these checks.
-    pub(crate) fn with_peer_checks(self, peer_checks: Option<Arc<PeerChecks>>) -> Self {
-        Self { peer_checks, ..self }
     }
 
     pub(crate) fn resend_policy(&self) -> ResendPolicy {
@@ -315,7 +309,7 @@ impl EndpointClient {
         let dialled = {
             let _dialling = DialGuard::start(&self.dial_started_at);
             match (self.connect)(HttpVersion::Http2).await {
-                Ok(io) => http2::connect(io, &self.params, &self.stream_waiters, self.peer_checks.clone()).await,
+                Ok(io) => http2::connect(io, &self.params, &self.stream_waiters, self.checks.clone()).await,
                 Err(error) => Err(error),
             }
         };
@@ -477,6 +471,8 @@ impl Drop for DialGuard<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use std::{
         io,
         sync::atomic::{AtomicU64, Ordering},
@@ -500,7 +496,7 @@ mod tests {
             max_idle: 1,
             resend: ResendPolicy::IdempotentMethods,
         };
-        EndpointClient::new(addr, connect, Http2Config::default(), pool)
+        EndpointClient::new(addr, connect, Http2Config::default(), None, pool)
     }
 
     fn connect_to(addr: SocketAddr) -> ConnectFn {

@@ -11,8 +11,9 @@ use parking_lot::Mutex;
 
 use crate::{
     http::{
-        client::{EndpointClient, HttpVersion, PoolConfig},
+        client::{EndpointClient, HttpVersion},
         error::Error,
+        h1::pool::PoolConfig,
         h2,
     },
     inbound::{connection_addrs::ConnectionAddrs, metrics::Families},
@@ -80,7 +81,7 @@ impl AppClients {
             let metrics = metrics.clone();
             Box::pin(async move { Ok(dial(app, &config).await?.count(metrics)) })
         };
-        EndpointClient::new(app.addr, Box::new(open), self.http2, self.pool)
+        EndpointClient::new(app.addr, Box::new(open), self.http2, None, self.pool)
     }
 }
 

@@ -13,7 +13,8 @@ use tulle_core::identity::Identity;
 use crate::{
     balance::{breaker::Breaker, candidate::Candidate, load::Load},
     http::{
-        client::{EndpointClient, HttpVersion, PoolConfig},
+        client::{EndpointClient, HttpVersion},
+        h1::pool::PoolConfig,
         h2::{self, keep_alive::PeerChecks},
     },
     metrics::http::Series,
@@ -132,8 +133,8 @@ impl Endpoint {
                 let connector = connector.clone();
                 Box::pin(async move { connector.open(Some(protocol)).await })
             };
-            EndpointClient::new(self.spec.addr, Box::new(open), self.http2, self.pool)
-                .with_peer_checks(self.peer_checks.clone())
+            let checks = self.peer_checks.clone();
+            EndpointClient::new(self.spec.addr, Box::new(open), self.http2, checks, self.pool)
         })
     }
 

@@ -23,6 +23,13 @@ use tokio::{
 
 use crate::net::io::Io;
 
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PoolConfig {
+    pub(crate) idle_timeout: Duration,
+    pub(crate) max_idle: usize,
+    pub(crate) resend: ResendPolicy,
+}
+
 /// Which requests are sent again after a connection was lost without a response, although the server may have processed
 /// them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -76,3 +76,39 @@ async fn wait_request(checks: Option<&PeerChecks>) {
         None => pending().await,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use tokio::io::duplex;
+    use tokio::task::yield_now;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_requested_ping_is_answered_by_a_peer_that_is_reachable() {
+        let (client, server) = duplex(4096);
+        tokio::spawn(async move {
+            let mut server = h2::server::handshake(server).await.unwrap();
+            while server.accept().await.is_some() {}
+        });
+        let (_send, mut connection) = h2::client::handshake(client).await.unwrap();
+        let pings = connection.ping_pong();
+        tokio::spawn(connection);
+        let n_answers = Arc::new(AtomicUsize::new(0));
+        let counted = n_answers.clone();
+        let checks = Arc::new(PeerChecks::new(move || {
+            counted.fetch_add(1, Ordering::Relaxed);
+        }));
+        let requested = checks.clone();
+        tokio::spawn(async move { wait_ping_timeout(None, Some(&requested), pings, || false).await });
+        for expected in 1..=3 {
+            while n_answers.load(Ordering::Relaxed) < expected {
+                checks.request();
+                yield_now().await;
+            }
+        }
+    }
+}
