@@ -38,7 +38,7 @@ enum Command {
     Check(check::Args),
     /// Print the manifests of a control plane for `kubectl apply`
     Install(install::InstallArgs),
-    /// Print the manifests of an installed control plane in this version, with its values kept or changed
+    /// Print the manifests that upgrade the installed control plane to the version of this command, with its values kept or changed
     Upgrade(install::UpgradeArgs),
     /// Print the objects that an upgrade left behind, for `kubectl delete`
     Prune(install::PruneArgs),

@@ -82,8 +82,8 @@ pub(crate) struct Token {
     /// The private key that signs tokens; created if it does not exist, with its public key in --public-key
     #[arg(long, value_name = "FILE", default_value = "token.key")]
     key: PathBuf,
-    /// Where to write the public key if --key is created; the control plane reads all keys in the directory of this file, given by
-    /// its flag --token-keys
+    /// Where to write the public key if --key is created. Give the directory of this file to the control plane as --token-keys: it
+    /// reads all keys in it
     #[arg(long, value_name = "FILE", default_value = "token-keys/token.pem")]
     public_key: PathBuf,
     /// Where to write the token; readable by you only

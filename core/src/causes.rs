@@ -151,7 +151,7 @@ pub const ALL: &[Cause] = &[
         "head-timeout",
         Responsible::Client,
         "408, DEADLINE_EXCEEDED",
-        "The client did not send the complete request line and headers within 30 seconds. During protocol detection, the proxy waits for the rest of an incomplete request line (`P`, `PO`, `GET ` alone) until the detection timeout (10 seconds). Then the connection counts as HTTP/1 if it starts with a method, and as opaque otherwise. If a connection must begin with HTTP/2, its preface has a limit of 10 seconds; if the client has sent a part of it by then, the connection is reset. A header block of HTTP/2 has the same limit as a head of HTTP/1; after it, the connection ends with GOAWAY.",
+        "The client did not send the complete request line and headers within 30 seconds. During protocol detection, the proxy waits for the rest of an incomplete request line (`P`, `PO`, `GET ` alone) until the detection timeout (10 seconds). Then the connection counts as HTTP/1 if it starts with a method, and as opaque otherwise. If a connection must begin with HTTP/2, its preface has a limit of 10 seconds; if the client has sent a part of it by then, the connection is reset. A header block of HTTP/2 has the same limit as a head of HTTP/1; if it is exceeded, the connection ends with GOAWAY.",
         "Look for a client that stalls, or that does so on purpose. `TULLE_PROXY_INBOUND_HTTP_HEAD_TIMEOUT` or its outbound counterpart is the limit.",
     ),
     cause(
@@ -165,8 +165,8 @@ pub const ALL: &[Cause] = &[
         "no-extended-connect",
         Responsible::Client,
         "501, UNIMPLEMENTED",
-        "The client requested another protocol with an extended CONNECT of HTTP/2 (RFC 8441), and `target` has not announced support for it, or such streams already use half of the streams that `target` permits on each connection, which is the most that this proxy gives them.",
-        "Let the application announce it (`SETTINGS_ENABLE_CONNECT_PROTOCOL`), or let the client request a WebSocket over HTTP/1.1. If it is announced, raise `SETTINGS_MAX_CONCURRENT_STREAMS` of the application.",
+        "The client requested another protocol with an extended CONNECT of HTTP/2 (RFC 8441), and `target` has not announced support for it. Or all streams for it are in use: this proxy uses at most half of the streams that `target` permits on each connection.",
+        "Let the application announce support for extended CONNECT (`SETTINGS_ENABLE_CONNECT_PROTOCOL`), or let the client request a WebSocket over HTTP/1.1. If it does, raise `SETTINGS_MAX_CONCURRENT_STREAMS` of the application.",
     ),
     cause(
         "client-left",
@@ -305,7 +305,7 @@ pub const ALL: &[Cause] = &[
         "gateway-loop",
         Responsible::Mesh,
         "508, ABORTED",
-        "A gateway received a request that it had forwarded before, according to the `forwarded` headers, or that it had sent itself.",
+        "A gateway received a request that it had forwarded before, according to the `forwarded` headers, or whose sender has the identity of the gateway.",
         "Check where the name leads in the gateway's cluster: probably back to the source of the request.",
     ),
     cause(
@@ -326,14 +326,14 @@ pub const ALL: &[Cause] = &[
         "port-not-watched",
         Responsible::Client,
         "503, UNAVAILABLE",
-        "Clients connect to many ports that the pod does not declare and on which no application listens; usually they scan ports. The proxy limits for how many such ports it requests a policy: for each client network (an IPv4 address or the /64 of a global IPv6 address) a burst of 16 ports, then 1 a second; for all clients together a burst of 64, then 20 a second. A connection beyond that waits up to 3 seconds for its turn, or is refused at once if that would come later: with this response if the client has started an HTTP request, otherwise with a reset.",
+        "Clients connect to many ports that the pod does not declare and on which no application listens; usually they scan ports. The proxy limits the number of such ports for which it requests a policy: for each client network (an IPv4 address or the /64 of a global IPv6 address) a burst of 16 ports, then 1 a second; for all clients together a burst of 64, then 20 a second. A connection beyond that waits up to 3 seconds for its turn, or is refused at once if that would come later: with this response if the client has started an HTTP request, otherwise with a reset.",
         "The proxy's log names a client and a port, once a minute. If the clients do not scan ports, look for applications that have not started or have ended, or declare their ports (`containerPort`). `TULLE_INBOUND_UNKNOWN_POLICY=default` does not permit these connections.",
     ),
     cause(
         "invalid-policy",
         Responsible::Policy,
         "500, INTERNAL",
-        "The proxy cannot decode a policy or profile, or the control plane rejected the proxy's request for one. Inbound: all requests and connections of the port are refused until the policy is fixed, even if an earlier one was valid. Outbound (a policy or a profile): the last valid one stays in force; requests are refused only if there was none. Inbound, a rule with an unknown filter refuses its own requests only; outbound, an unknown filter makes the whole update invalid.",
+        "The proxy cannot decode a policy or profile, or the control plane rejected the proxy's request for one. Inbound: all requests and connections of the port are refused until the policy is fixed, even if an earlier one was valid. Outbound (a policy or a profile): the last valid one stays in force; requests are refused only if there was none. Inbound, a rule with an unknown filter refuses only the requests that it matches; outbound, an unknown filter makes the whole update invalid.",
         "`l5d-proxy-error`, the proxy's log and `/debug/destinations` name the reason; `tulle check` and the status of routes and policies help as well. `tulle_unreadable_updates_total` counts the updates that cannot be decoded.",
     ),
     cause(
@@ -376,7 +376,7 @@ pub const ALL: &[Cause] = &[
         Responsible::Policy,
         "as the filter defines",
         "A filter of the route injected this failure (fault injection, not the injection of sidecars). Either the route has such a filter, or the control plane has put one in place of a rule or backend that cannot be served.",
-        "Nothing if the filter is intended. If the control plane has added it, the status is 500 or gRPC status 13: fix what the message names; the status of a route has the same reason (`Accepted` or `ResolvedRefs` is `False`). The control plane does so for:\n\n- a backend that does not exist, or is neither a Service with a port nor an EgressNetwork that is a parent of the route;\n- requests to destinations outside the cluster that an EgressNetwork denies, with status 403 or gRPC status 7;\n- a rule or a backend of a route with a feature that the proxy does not support (`ExtensionRef`, `sessionPersistence` and others), or that cannot be decoded;\n- a route that its Server cannot have: of a kind that does not fit the `proxyProtocol`, or with a port or a section in its `parentRef`;\n- a Server with an HTTPLocalRateLimitPolicy that cannot be decoded, or, for a gRPC Server, with any;\n- an EgressNetwork that cannot be decoded.",
+        "Nothing if the filter is intended. If the control plane has added it, the status is 500 or gRPC status 13: fix what the message names; the status of a route has the same reason (`Accepted` or `ResolvedRefs` is `False`). The control plane does so for:\n\n- a backend that does not exist, or is neither a Service with a port nor an EgressNetwork that is a parent of the route;\n- requests to destinations outside the cluster that an EgressNetwork denies, with status 403 or gRPC status 7;\n- a rule or a backend of a route with a feature that the proxy does not support (`ExtensionRef`, `sessionPersistence` and others), or that cannot be decoded;\n- a route that its Server cannot have: of a kind that does not fit the `proxyProtocol`, or with a port or a section in its `parentRef`;\n- a Server with an HTTPLocalRateLimitPolicy that cannot be decoded;\n- a gRPC Server with an HTTPLocalRateLimitPolicy, even a valid one;\n- an EgressNetwork that cannot be decoded.",
     ),
     cause(
         "tls-identity-mismatch",
@@ -467,7 +467,7 @@ pub const ALL: &[Cause] = &[
         Responsible::Mesh,
         "503, UNAVAILABLE",
         "The proxy is under memory pressure: it uses 90 % of its memory limit (`TULLE_PROXY_MEMORY_LIMIT`, or the limit of its container) and refuses new requests and connections, and large request heads that are not complete, so that the kernel does not kill it. Below 85 % it accepts them again.",
-        "Give the proxy more memory (`config.linkerd.io/proxy-memory-limit`), or add replicas. `tulle_memory_short` is 1 while the proxy refuses. `tulle_memory_limit_bytes` is the limit; with a limit of the container, its usage counts (without the page cache), otherwise `process_resident_memory_bytes`.",
+        "Give the proxy more memory (`config.linkerd.io/proxy-memory-limit`), or add replicas. `tulle_memory_short` is 1 while the proxy refuses. `tulle_memory_limit_bytes` is the limit. It is compared with the memory usage of the container, without page cache, if the container has a limit; otherwise with `process_resident_memory_bytes`.",
     ),
 ];
 

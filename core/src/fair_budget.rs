@@ -1,5 +1,5 @@
 //! A budget that clients share, such as bytes of memory. When it is used up and client A asks for more, other clients lose
-//! their oldest reservations to A, but only those that have more than A would have afterwards.
+//! their oldest reservations to A. A client loses one only while it has more than A would have afterwards.
 //!
 //! If `n` clients each use as much as they can, each has `1 / n` of the budget, and a further one gets `1 / (n + 1)` at once.
 
@@ -11,7 +11,8 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-/// The budget. Clients that are not verified should be given by their [`client_network`](crate::connections::client_network).
+/// The budget. Callers identify a verified client by its address, and any other client by its
+/// [`client_network`](crate::connections::client_network).
 pub struct FairBudget {
     total: usize,
     state: Mutex<State>,
@@ -59,7 +60,7 @@ impl FairBudget {
         })
     }
 
-    /// The largest reservation.
+    /// The maximum amount of one reservation.
     pub fn max_reservation(&self) -> usize {
         self.total / 2
     }
@@ -69,7 +70,7 @@ impl FairBudget {
         self.state.lock().used
     }
 
-    /// Reserves an amount. Whoever holds a reservation that is revoked for it should stop using it at once.
+    /// Reserves an amount. Reservations of other clients may be revoked for it; their holders should stop using them at once.
     ///
     /// Returns `None` if the amount is more than [`max_reservation`](Self::max_reservation), or if too little is free and other
     /// clients cannot lose enough: each loses its oldest reservations only while it has more than this client would have.
@@ -124,8 +125,9 @@ impl FairBudget {
 }
 
 impl State {
-    /// Selects reservations of at least `missing_amount` to revoke for a client that uses `used_afterwards` with its new one. Each
-    /// is of the client that has the most, and that has more than this one. `None` if there are not enough.
+    /// Selects reservations of at least `missing_amount` to revoke for a client that will have `used_afterwards`, its new reservation
+    /// included. Takes the oldest reservation of the client that has the most at this point, while that client has more than
+    /// `used_afterwards`. `None` if there are not enough.
     fn select_revoked(&self, missing_amount: usize, used_afterwards: usize) -> Option<Vec<(IpAddr, u64)>> {
         let mut selected = Vec::new();
         if missing_amount == 0 {

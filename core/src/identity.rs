@@ -80,7 +80,7 @@ impl FromStr for Identity {
     }
 }
 
-/// DNS identities are in lower case, configured names may be not.
+/// Removes a suffix, ignoring case: DNS identities are in lower case, but configured names may have upper case.
 fn strip_suffix_ignore_case<'a>(text: &'a str, suffix: &str) -> Option<&'a str> {
     let (rest, end) = text.split_at_checked(text.len().checked_sub(suffix.len())?)?;
     end.eq_ignore_ascii_case(suffix).then_some(rest)

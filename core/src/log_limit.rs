@@ -75,7 +75,7 @@ impl<S: Eq + Hash> LogLimiter<S> {
 }
 
 /// The number of lines, of all kinds and sources, that the limiter suppressed in its previous minute, which may be long ago: a
-/// minute begins with the first line after the end of the previous one. Only this line has the number; the others have 0.
+/// minute begins with the first line after the end of the previous one. Only the first line of a minute has the number; the others have 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SuppressedLines(u64);
 

@@ -102,7 +102,7 @@ pub enum NetnsError {
         user: String,
     },
     #[error(
-        "starting {program:?} again in a new user namespace; the kernel may forbid them (user.max_user_namespaces)"
+        "starting {program:?} again in a new user namespace; the kernel may forbid user namespaces (user.max_user_namespaces)"
     )]
     UserNamespace {
         program: PathBuf,

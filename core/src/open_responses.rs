@@ -66,7 +66,7 @@ pub struct ResponseBody {
 pub struct ResponseEnded;
 
 impl OpenResponses {
-    /// Responses that together need at most `max_bytes`, or as much as one response.
+    /// Responses that together need at most `max_bytes`; one response alone may need more.
     pub fn new(max_bytes: usize) -> Arc<Self> {
         Arc::new(Self {
             max_bytes,
@@ -187,7 +187,7 @@ impl Drop for ResponseBody {
     }
 }
 
-/// Bytes that the server buffers of a response.
+/// Maximum bytes of a response that are handed to hyper in one part, and that hyper buffers for an HTTP/2 stream.
 pub const PART_BYTES: usize = 16 * 1024;
 
 #[cfg(test)]

@@ -47,7 +47,7 @@ impl PerClientLimiter {
         }
     }
 
-    /// The largest weight of a request.
+    /// The maximum weight of one request.
     pub fn max_weight(&self) -> usize {
         self.limits.total_weight
     }

@@ -1,8 +1,8 @@
-//! Rewritten probes: in the manifest the injector has replaced them by an HTTP request to the proxy's admin port, and the proxy
-//! executes the original probe for each such request.
+//! Probes that the proxy executes for the kubelet. The injector replaces such a probe in the manifest by an HTTP request to the
+//! proxy's admin port, and the proxy executes the original probe for each such request.
 //!
-//! The proxy receives the original probes as a JSON list in an environment variable, with the handlers of the manifest, so that
-//! the manifest can be restored.
+//! The proxy receives the original probes as a JSON list in an environment variable. The list has their handlers as they were written,
+//! so that the manifest can be restored.
 //! Plain HTTP probes are not among them: the kubelet sends them to the application, through the proxy.
 
 use std::fmt;

@@ -1,6 +1,7 @@
 //! Readiness by latches: the process is ready when no latch is held.
 //!
-//! A [`Readiness`] other than the one behind `/ready` serves only as a list of reasons, such as that of stale kinds.
+//! Only the [`Readiness`] behind `/ready` decides whether the process is ready. The control plane uses another one only as a list:
+//! of the kinds of Kubernetes objects that are stale.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -280,7 +280,7 @@ impl RedirectArgs {
             backends: self.backends()?,
             ipv6: match self.ipv6 {
                 None => Ipv6::IfPresent {
-                    otherwise: self.families_without_ipv6(),
+                    otherwise: self.families_if_ipv6_is_not_redirected(),
                 },
                 Some(true) => Ipv6::Required,
                 Some(false) => Ipv6::Off,
@@ -307,7 +307,7 @@ impl RedirectArgs {
         };
         let listed = options::ports("--ports-to-redirect", &self.ports_to_redirect, on_invalid)?;
         let families = match self.ipv6 {
-            Some(false) => self.families_without_ipv6(),
+            Some(false) => self.families_if_ipv6_is_not_redirected(),
             Some(true) | None => Families::Both,
         };
         let inbound_skip_ports = match self.inbound_ports_to_ignore.as_slice() {
@@ -346,7 +346,7 @@ impl RedirectArgs {
     }
 
     /// The families if IPv6 is not redirected.
-    fn families_without_ipv6(&self) -> Families {
+    fn families_if_ipv6_is_not_redirected(&self) -> Families {
         match self.unredirected_ipv6 {
             UnredirectedArg::Drop => Families::V4DropV6,
             UnredirectedArg::Allow => Families::V4,

@@ -12,7 +12,7 @@ use tokio::time::Instant;
 /// Held while rules are read and written. Released when it is dropped and the programs started meanwhile have ended.
 #[derive(Debug)]
 pub struct Lock {
-    _name: UnixListener,
+    _listener: UnixListener,
 }
 
 /// Takes the lock of the current network namespace; `None` if another process holds it longer than `wait`.
@@ -23,21 +23,21 @@ pub struct Lock {
 /// # Errors
 /// If the socket cannot be created.
 pub fn take(wait: Duration) -> io::Result<Option<Lock>> {
-    let name = SocketAddr::from_abstract_name(NAME)?;
+    let addr = SocketAddr::from_abstract_name(NAME)?;
     let deadline = Instant::now() + wait;
     loop {
-        match UnixListener::bind_addr(&name) {
-            Ok(name) => {
+        match UnixListener::bind_addr(&addr) {
+            Ok(listener) => {
                 // Child processes inherit the lock: if this process is killed, they continue to write rules.
-                fcntl(&name, FcntlArg::F_SETFD(FdFlag::empty()))?;
-                return Ok(Some(Lock { _name: name }));
+                fcntl(&listener, FcntlArg::F_SETFD(FdFlag::empty()))?;
+                return Ok(Some(Lock { _listener: listener }));
             }
             Err(error) if error.kind() != io::ErrorKind::AddrInUse => return Err(error),
             Err(_) if Instant::now() >= deadline => return Ok(None),
-            Err(_) => thread::sleep(RETRY),
+            Err(_) => thread::sleep(RETRY_INTERVAL),
         }
     }
 }
 
 const NAME: &str = "tulle-init";
-const RETRY: Duration = Duration::from_millis(5);
+const RETRY_INTERVAL: Duration = Duration::from_millis(5);

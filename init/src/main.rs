@@ -57,7 +57,7 @@ fn run_redirect(args: &RedirectArgs) -> ExitCode {
         Ok(Outcome::Done) => ExitCode::SUCCESS,
         Ok(Outcome::Different) => ExitCode::from(3),
         Ok(Outcome::Absent) => ExitCode::from(4),
-        Ok(Outcome::NotRedirected) => ExitCode::from(validate::NOT_REDIRECTED),
+        Ok(Outcome::NotRedirected) => ExitCode::from(validate::EXIT_CODE_NOT_REDIRECTED_OR_UNPROVEN),
         Err(error) => {
             report.result = "failed";
             report.error = Some(format!("{error:#}"));
@@ -87,7 +87,7 @@ fn run_validate(args: &ValidateArgs) -> ExitCode {
         Err(error) => {
             fail(&error);
             if error.is_unproven() {
-                ExitCode::from(validate::NOT_REDIRECTED)
+                ExitCode::from(validate::EXIT_CODE_NOT_REDIRECTED_OR_UNPROVEN)
             } else {
                 ExitCode::FAILURE
             }

@@ -9,7 +9,7 @@ use anyhow::{Context, bail};
 use tokio::time::Instant;
 
 use crate::iptables::{self, Flavour, IptablesError, LegacyTables};
-use crate::netlink::nftables::{self, Change, Comparison, OurRules};
+use crate::netlink::nftables::{self, Change, Comparison, MeshRules};
 use crate::netlink::socket::{NetlinkError, Socket};
 use crate::netlink::{conntrack, iptables_nft, routing};
 use crate::options::{DEFAULT_PRIORITY, Families, Family, Options};
@@ -129,9 +129,9 @@ fn simulate(job: &Job, options: &Options) {
 }
 
 fn apply(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Options> {
-    let (mut options, without_ipv6) = options_for_namespace(job, options, report)?;
+    let (mut options, ipv4_only) = options_for_namespace(job, options, report)?;
     let mut rules = rules::build_rules(&options);
-    describe(&options, &rules, report);
+    record_rules(&options, &rules, report);
     let _lock = take_lock(job.wait, report)?;
     if let Some(seconds) = job.close_wait_secs {
         namespace::set_close_wait(seconds)?;
@@ -142,11 +142,11 @@ fn apply(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Op
         true => routing::ensure(rules.families).context("adding the routes that lead replies back to the proxy")?,
         false => Change::Unchanged,
     };
-    let (backend, change) = match (apply_with_first_usable(job, &rules, report), without_ipv6) {
-        (Err(error), Some(without_ipv6)) if lacks_ipv6(&error) => {
-            options = without_ipv6;
+    let (backend, change) = match (apply_with_first_usable(job, &rules, report), ipv4_only) {
+        (Err(error), Some(ipv4_only)) if lacks_ipv6(&error) => {
+            options = ipv4_only;
             rules = rules::build_rules(&options);
-            describe(&options, &rules, report);
+            record_rules(&options, &rules, report);
             let applied = apply_with_first_usable(job, &rules, report)?;
             report.warn(format!(
                 "this kernel accepts no rules for IPv6: if IPv6 is enabled here later, it bypasses the proxy: {error:#}"
@@ -185,8 +185,8 @@ fn apply_with_first_usable(job: &Job, rules: &Rules, report: &mut Report) -> any
             Ok(change) => return Ok((*backend, change)),
             Err(error) => error,
         };
-        // A netlink error other than "not supported", usually a missing permission, would occur with the other backends too. Of
-        // the errors of iptables programs, only a held lock would.
+        // A netlink error other than "not supported", usually a missing permission, would occur with the other backends too. So
+        // would a lock of iptables that another process holds, but no other error of the iptables programs.
         let is_final = match &error {
             BackendError::Nftables(error) => !error.is_unsupported(),
             BackendError::Iptables(error) => error.is_lock_held(),
@@ -225,10 +225,10 @@ fn apply_with(backend: Backend, rules: &Rules, wait: Duration, report: &mut Repo
 /// effect and only cost time.
 fn remove_others(job: &Job, active_backend: Backend, report: &mut Report) {
     let rules_to_remove = match active_backend {
-        Backend::Nftables => OurRules::IptablesNft,
+        Backend::Nftables => MeshRules::IptablesNft,
         // The plain programs may be the nft flavour, whose rules must stay.
-        Backend::Iptables(Flavour::Nft | Flavour::Plain) => OurRules::Nftables,
-        Backend::Iptables(Flavour::Legacy) => OurRules::All,
+        Backend::Iptables(Flavour::Nft | Flavour::Plain) => MeshRules::Nftables,
+        Backend::Iptables(Flavour::Legacy) => MeshRules::All,
     };
     match Socket::open().and_then(|mut socket| nftables::remove(&mut socket, job.wait, rules_to_remove)) {
         Ok(removed) => report.removed.extend(removed),
@@ -300,13 +300,17 @@ fn verify(options: &Options, report: &mut Report) -> Outcome {
         let description = match verdict {
             Verdict::Redirected => "redirected".to_owned(),
             Verdict::Skipped(reason) => {
-                report.warn(format!("redirection of {family} is not proven: {reason}"));
+                report.warn(format!("redirection of {family} was not checked: {reason}"));
                 format!("skipped: {reason}")
             }
-            Verdict::NotRedirected(how) => {
-                tracing::error!(family, how, "traffic is not redirected although the rules are in place");
+            Verdict::NotRedirected(reason) => {
+                tracing::error!(
+                    family,
+                    reason,
+                    "traffic is not redirected although the rules are in place"
+                );
                 outcome = Outcome::NotRedirected;
-                format!("not redirected: {how}")
+                format!("not redirected: {reason}")
             }
         };
         report.verified.insert(family, description);
@@ -316,14 +320,14 @@ fn verify(options: &Options, report: &mut Report) -> Outcome {
 }
 
 fn check(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Outcome> {
-    let (mut options, without_ipv6) = options_for_namespace(job, options, report)?;
+    let (mut options, ipv4_only) = options_for_namespace(job, options, report)?;
     let mut rules = rules::build_rules(&options);
     let mut closest = closest_backend(job, &rules);
-    if let Some(without_ipv6) = without_ipv6
+    if let Some(ipv4_only) = ipv4_only
         && !matches!(closest, Ok((Comparison::Equal, _)))
     {
         // A run applies these rules if the kernel accepts none for IPv6.
-        let ipv4_rules = rules::build_rules(&without_ipv6);
+        let ipv4_rules = rules::build_rules(&ipv4_only);
         let ipv4_closest = closest_backend(job, &ipv4_rules);
         if closest.is_err() || matches!(ipv4_closest, Ok((Comparison::Equal, _))) {
             if matches!(ipv4_closest, Ok((Comparison::Equal, _))) {
@@ -331,10 +335,10 @@ fn check(job: &Job, options: &Options, report: &mut Report) -> anyhow::Result<Ou
                     "there are only rules for IPv4: if IPv6 is enabled here later, it bypasses the proxy".to_owned(),
                 );
             }
-            (options, rules, closest) = (without_ipv6, ipv4_rules, ipv4_closest);
+            (options, rules, closest) = (ipv4_only, ipv4_rules, ipv4_closest);
         }
     }
-    describe(&options, &rules, report);
+    record_rules(&options, &rules, report);
     let (mut comparison, backend) = closest?;
     if comparison == Comparison::Equal
         && rules.is_tproxy()
@@ -434,7 +438,7 @@ fn clean(job: &Job, mode: CleanMode, report: &mut Report) -> anyhow::Result<()> 
         wait_for_connections(&mut socket, &ports, limit, report);
         report.record_duration("drain", started.elapsed());
     }
-    report.removed = nftables::remove(&mut socket, job.wait, OurRules::All).context("removing rules")?;
+    report.removed = nftables::remove(&mut socket, job.wait, MeshRules::All).context("removing rules")?;
     if legacy {
         report
             .removed
@@ -538,7 +542,7 @@ fn take_lock(wait: Duration, report: &mut Report) -> anyhow::Result<Option<lock:
     Ok(lock)
 }
 
-fn describe(options: &Options, rules: &Rules, report: &mut Report) {
+fn record_rules(options: &Options, rules: &Rules, report: &mut Report) {
     let count = |ports: &tulle_core::ports::PortSet| {
         ports
             .ranges()
@@ -572,7 +576,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn without_ipv6_it_is_dropped_in_case_it_is_enabled_later() {
+    fn inbound_ipv6_is_dropped_even_if_the_namespace_has_no_ipv6_yet() {
         let dropped = Families::V4DropV6;
         let if_present = Ipv6::IfPresent { otherwise: dropped };
         for (families, ipv6, has_ipv6, expected) in [

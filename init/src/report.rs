@@ -19,10 +19,10 @@ pub struct Report {
     pub hash: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub counts: Option<Counts>,
-    /// The result for each family: `redirected`, `not redirected: <how>`, or `skipped: <reason>`.
+    /// The result for each family: `redirected`, `not redirected: <reason>`, or `skipped: <reason>`.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub verified: BTreeMap<&'static str, String>,
-    /// What was removed: places with rules of tulle or Linkerd, routing rules and routes.
+    /// What was removed: names of backends and tables that had rules of tulle or Linkerd, routing rules, and routes.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub removed: Vec<String>,
     /// Duration of each step, in milliseconds.

@@ -193,7 +193,7 @@ fn tproxy(options: &Options, new_inbound: Vec<Match>) -> Vec<Rule> {
     let replies = vec![Match::Tcp, Match::Marked(TPROXY_CLIENT_MARK, Direction::Reply)];
     let tproxy = Action::Tproxy(options.inbound_port.get());
     let rules = [
-        // Connections that the proxy opens here are for the application.
+        // Packets over loopback, such as the proxy's to the application, are not handed to the proxy again.
         (
             Chain::TproxyPrerouting,
             vec![Match::FromLoopback],

@@ -60,7 +60,7 @@ pub enum ValidateError {
 impl ValidateError {
     /// Whether the check ran but did not prove redirection; `false` if the check could not run.
     ///
-    /// As in Linkerd's validator, this includes addresses without a route and checks that a signal ends.
+    /// As in Linkerd's validator, this includes a check for whose address there is no route, and a check that was ended by a signal.
     #[must_use]
     pub fn is_unproven(&self) -> bool {
         !matches!(self, Self::Listen { .. } | Self::Signals(_))
@@ -129,7 +129,7 @@ async fn check_answer(addr: SocketAddr, token: &str) -> Result<(), ValidateError
 }
 
 /// Exit code if traffic is not redirected, or redirection is not proven; repair controllers depend on it.
-pub const NOT_REDIRECTED: u8 = 95;
+pub const EXIT_CODE_NOT_REDIRECTED_OR_UNPROVEN: u8 = 95;
 const TOKEN_LEN: usize = 63;
 const ACCEPT_ERROR_BACKOFF: Duration = Duration::from_millis(100);
 

@@ -125,9 +125,6 @@ level `privileged` permits; with a CNI plugin they have none.
 
 {{/* Values of a controller that its program does not support. .place: path of the values, .of */}}
 {{- define "tulle-multicluster.check-unsupported" -}}
-{{- if .of.enableHeadlessServices }}
-{{- fail (printf "%s.enableHeadlessServices=true is not supported: remove it; headless Services are mirrored as ordinary Services" .place) }}
-{{- end }}
 {{- if .of.enablePprof }}
 {{- fail (printf "%s.enablePprof=true is not supported: remove it; the program serves no pprof profiles" .place) }}
 {{- end }}

@@ -494,7 +494,9 @@ fn cni_is_ready(snapshot: &Snapshot) -> CheckResult {
         .map(|set| set.status.as_ref())
     else {
         return Err(error(
-            format!("there is no DaemonSet linkerd-cni in namespace {namespace}, and pods have no init container"),
+            format!(
+                "there is no DaemonSet linkerd-cni in namespace {namespace}, so nothing redirects the traffic of new pods to their proxies"
+            ),
             "install the CNI plugin, or switch it off: --set cniEnabled=false",
         ));
     };

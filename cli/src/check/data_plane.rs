@@ -210,7 +210,9 @@ fn audit_is_clean(snapshot: &Snapshot) -> CheckResult {
     }
     let audited_at = findings.audited_at.as_deref().unwrap_or("an unknown time");
     let what = listing(
-        &format!("by the injector's audit of {audited_at} these pods should be injected, but have no proxy:"),
+        &format!(
+            "according to the injector's audit of {audited_at}, these pods should be injected, but have no proxy:"
+        ),
         &names(&remaining),
     );
     Err(match uninjected {

@@ -117,7 +117,7 @@ async fn fetch_what_is_not_listed(cluster: &Cluster, snapshot: &mut Snapshot) {
             snapshot.injection_audit = injection_audit(cluster, snapshot).await;
         }
     }
-    // Read last: judged by a time read before the certificates, one that was renewed in between would seem not valid yet.
+    // Read last: a certificate that was renewed after the time was read would seem not yet valid.
     if let Ok((_, Some(date))) = version(cluster).await {
         snapshot.now = date;
     }

@@ -95,8 +95,8 @@ fn check_refused(row: &Row) -> Vec<String> {
     if !others.is_empty() {
         problems.push(format!("not refused by policy: {}", format_counts(&others)));
     }
-    if row.refusals.is_empty() {
-        problems.push("no sidecar has counted a refusal".to_owned());
+    if row.denials.is_empty() {
+        problems.push("no sidecar has counted a denied request".to_owned());
     }
     problems
 }
@@ -183,7 +183,7 @@ mod tests {
         row.server_identity = edge.identities.server.clone();
         row.plaintext = 0;
         let count = |name: &str, n| BTreeMap::from([(name.to_owned(), n)]);
-        (row.errors, row.refusals, row.replicas) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+        (row.errors, row.denials, row.replicas) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
         match edge.client {
             Client::Load => {
                 (row.succeeded, row.failed) = (row.requests, 0);
@@ -195,7 +195,7 @@ mod tests {
             }
             Client::Outside => {
                 (row.succeeded, row.failed) = (0, row.requests);
-                row.refusals = count("no identity", 200);
+                row.denials = count("no identity", 200);
                 row.errors = match edge.protocol {
                     Protocol::Tcp => count("closed", 200),
                     _ => count("status 403", 200),
@@ -255,8 +255,8 @@ mod tests {
             "outside → tcp TCP: not refused by policy: connect error: refused (200)",
         );
         check_one_failure(
-            &|rows| rows[6].refusals.clear(),
-            "outside → tcp TCP: no sidecar has counted a refusal",
+            &|rows| rows[6].denials.clear(),
+            "outside → tcp TCP: no sidecar has counted a denied request",
         );
         check_one_failure(
             &|rows| {

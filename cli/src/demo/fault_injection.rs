@@ -62,7 +62,7 @@ impl Demo {
             Target::Issuer { .. } => {
                 self.mesh.credentials.rotate_issuer(&self.mesh.topology)?;
                 (
-                    "issuer replaced; sidecars take certificates of the new one as they renew theirs".to_owned(),
+                    "issuer replaced; each sidecar gets a certificate of the new issuer at its next renewal".to_owned(),
                     None,
                 )
             }

@@ -148,8 +148,8 @@ impl Drop for Process {
 /// Drops root before exec, and makes the kernel kill the program when this process ends.
 ///
 /// Runs after the pre-exec closure of [`Namespace::command`], which enters the namespace as root. The kernel clears the parent
-/// death signal when user or group ids change, so it is set last. If the parent ended before the signal was set, it would never
-/// arrive, so this fails.
+/// death signal when user or group ids change, so it is set last. If the parent had ended before, the signal would
+/// never arrive; the closure then returns an error, and the program does not start.
 #[allow(unsafe_code)]
 fn become_user(command: &mut Command, uid: u32) {
     let parent = getpid();

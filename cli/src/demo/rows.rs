@@ -38,7 +38,7 @@ pub(super) struct Row {
     /// Failures by the client's error.
     pub(super) errors: BTreeMap<String, u64>,
     /// Refusals by the servers' sidecars since they started, by reason.
-    pub(super) refusals: BTreeMap<String, u64>,
+    pub(super) denials: BTreeMap<String, u64>,
 }
 
 /// The row of the last second.
@@ -59,11 +59,11 @@ fn row(edge: &Edge, report: &Report, scrapes: &Scrapes) -> Row {
         Some((samples, endpoint.addr.port()))
     });
     let mut client_ids = BTreeSet::new();
-    let mut refusals = BTreeMap::new();
+    let mut denials = BTreeMap::new();
     for (samples, port) in servers {
         match edge.client {
             Client::Load => client_ids.extend(verified_clients(samples, port)),
-            Client::Outside => count_refusals(samples, port, edge.protocol, &mut refusals),
+            Client::Outside => count_denials(samples, port, edge.protocol, &mut denials),
         }
     }
     let client_side = client
@@ -85,7 +85,7 @@ fn row(edge: &Edge, report: &Report, scrapes: &Scrapes) -> Row {
         plaintext: client_side.plaintext,
         replicas: report.replicas.clone(),
         errors: report.errors.clone(),
-        refusals,
+        denials,
     }
 }
 
@@ -142,7 +142,7 @@ fn verified_clients(samples: &Samples, port: u16) -> BTreeSet<String> {
     ids
 }
 
-fn count_refusals(samples: &Samples, port: u16, protocol: Protocol, refusals: &mut BTreeMap<String, u64>) {
+fn count_denials(samples: &Samples, port: u16, protocol: Protocol, denials: &mut BTreeMap<String, u64>) {
     let port = port.to_string();
     let family = match protocol {
         Protocol::Tcp => "inbound_tcp_authz_deny_total",
@@ -159,9 +159,9 @@ fn count_refusals(samples: &Samples, port: u16, protocol: Protocol, refusals: &m
             (Some(_), Some(name)) => format!("Server {name}"),
             _ => "policy".to_owned(),
         };
-        *refusals.entry(format!("{who}, by {policy}")).or_default() += sample.value as u64;
+        *denials.entry(format!("{who}, by {policy}")).or_default() += sample.value as u64;
     }
-    refusals.retain(|_, n| *n > 0);
+    denials.retain(|_, n| *n > 0);
 }
 
 fn join_identities(ids: BTreeSet<String>) -> Option<String> {
@@ -205,7 +205,7 @@ pub(super) mod tests {
         assert_eq!(row.client_identity, edges[0].identities.client);
         assert_eq!(row.server_identity, edges[0].identities.server);
         assert_eq!(row.plaintext, 0);
-        assert!(row.refusals.is_empty());
+        assert!(row.denials.is_empty());
     }
 
     #[test]
@@ -216,11 +216,11 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn refusals_name_the_client_and_the_policy() {
+    fn denials_name_the_client_and_the_policy() {
         let edges = edges(&topology());
         let row = live(&edges[5], &reports(), &scrapes());
         let expected = "no identity (no_tls_from_remote), by Server web-http".to_owned();
-        assert_eq!(row.refusals, BTreeMap::from([(expected, 15)]));
+        assert_eq!(row.denials, BTreeMap::from([(expected, 15)]));
         assert_eq!(row.client_identity, None);
     }
 }

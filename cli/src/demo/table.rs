@@ -25,10 +25,10 @@ pub(super) fn render(view: &View<'_>, width: usize) -> String {
         lines.push(String::new());
         lines.extend(shares(view.rows, service, replicas));
     }
-    let refusals_and_failures = refusals_and_failures(view.rows);
-    if !refusals_and_failures.is_empty() {
+    let denials_and_failures = denials_and_failures(view.rows);
+    if !denials_and_failures.is_empty() {
         lines.push(String::new());
-        lines.extend(refusals_and_failures);
+        lines.extend(denials_and_failures);
     }
     if !view.events.is_empty() {
         lines.push(String::new());
@@ -123,10 +123,10 @@ fn shares(rows: &[Row], service: &str, replicas: &[(String, String)]) -> Vec<Str
     lines
 }
 
-fn refusals_and_failures(rows: &[Row]) -> Vec<String> {
+fn denials_and_failures(rows: &[Row]) -> Vec<String> {
     let mut lines = Vec::new();
     for row in rows {
-        for (reason, n) in &row.refusals {
+        for (reason, n) in &row.denials {
             let errors: Vec<_> = row.errors.keys().map(String::as_str).collect();
             lines.push(format!(
                 "{} → {} {}: refused {n} times: {reason}{}{}",

@@ -67,8 +67,8 @@ fn remove_from_pod_template(template: &mut Value) {
     }
 }
 
-/// The volumes to remove: those with a fixed name that injection uses, and those that only the init container mounts, whose volume
-/// a value of the chart can rename.
+/// The volumes to remove: those with a fixed name that injection uses, and those that the init container mounts and no container of
+/// the user does, because a value of the chart can rename the volume of the init container.
 fn injected_volumes(template: &Value, injected_containers: &[&str]) -> Vec<String> {
     let lists = ["containers", "initContainers"].map(|list| template["spec"][list].as_array());
     let containers = || lists.into_iter().flatten().flatten();

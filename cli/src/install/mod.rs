@@ -88,7 +88,7 @@ pub(crate) fn install(args: &InstallArgs, flags: &kubernetes::Flags) -> anyhow::
     Ok(ExitCode::SUCCESS)
 }
 
-/// Prints the manifests of an installed control plane in this version, with its values kept or changed.
+/// Prints the manifests that upgrade the installed control plane to the version of this command, with its values kept or changed.
 ///
 /// # Errors
 /// Fails if `tulle install` did not install the control plane, if running proxies would not trust the issuer, or if the charts

@@ -43,7 +43,7 @@ pub(crate) struct Flags {
     /// A group to act as a member of; may be repeated
     #[arg(long = "as-group", global = true, value_name = "GROUP", requires = "as_user")]
     as_groups: Vec<String>,
-    /// For `tulle diagnostics` endpoints and profile only: query the destination service at this address, as with
+    /// Only for `tulle diagnostics endpoints` and `tulle diagnostics profile`: query the destination service at this address, as with
     /// --destination-addr, instead of through a port forwarded by the API server
     #[arg(long, global = true, value_name = "HOST:PORT")]
     pub(crate) api_addr: Option<Addr>,

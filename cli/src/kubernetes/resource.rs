@@ -63,8 +63,8 @@ impl ResourceRef {
 
     /// Lists the pods of the resource, without finished ones, sorted by name.
     ///
-    /// Of a workload type without a name, lists the pods that injection has labelled with an owner of this type. Of `pod`, `ns`
-    /// and `svc` without a name, lists all pods of `namespace`.
+    /// For a workload type without a name: the pods that the injector has labelled with an owner of this type. For `pod`, `ns` and
+    /// `svc` without a name: all pods of `namespace`.
     ///
     /// # Errors
     /// Fails if the resource does not exist, or if the API server rejects the request.

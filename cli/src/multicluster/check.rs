@@ -75,7 +75,7 @@ fn report(state: &State) -> CategoryReport {
                 ("Link and CLI versions match", versions_match),
                 ("remote cluster access credentials are valid", credentials_are_valid),
                 (
-                    "destination has the credentials of linked clusters",
+                    "the destination service has the credentials of linked clusters",
                     destination_has_credentials,
                 ),
                 ("clusters share trust anchors", clusters_share_anchors),
@@ -213,7 +213,9 @@ fn clusters_share_anchors(links: &[LinkState], state: &State) -> CheckResult {
 fn controllers_run(links: &[LinkState], state: &State) -> CheckResult {
     let controllers = listed("Deployments", &state.controllers)?;
     let lines = links.iter().filter_map(|link| {
-        let found = controllers.iter().filter(|controller| controller.cluster == link.name);
+        let found = controllers
+            .iter()
+            .filter(|controller| controller.link_name == link.name);
         let found: Vec<_> = found.collect();
         match &found[..] {
             [controller] if controller.available > 0 => None,
@@ -340,7 +342,7 @@ mod tests {
             anchors: Ok(vec![vec![1], vec![2]]),
             controllers: Ok(vec![Controller {
                 name: "controller-east".to_owned(),
-                cluster: "east".to_owned(),
+                link_name: "east".to_owned(),
                 available: 1,
             }]),
             mirrors: Ok(vec![MirrorService {

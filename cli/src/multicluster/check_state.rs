@@ -36,7 +36,7 @@ pub(super) struct LinkState {
     pub(super) has_gateway: bool,
     /// What the credentials of the Link give access to.
     pub(super) target: Result<Target, String>,
-    /// Whether destination finds its credentials.
+    /// Whether the destination service accepts the Secret with the credentials of this cluster.
     pub(super) discovery_secret: Result<(), String>,
     /// Whether the gateway responds to probes.
     pub(super) gateway: Result<(), String>,
@@ -49,8 +49,7 @@ pub(super) struct Target {
 /// The Deployment of a service mirror.
 pub(super) struct Controller {
     pub(super) name: String,
-    /// The name of its Link.
-    pub(super) cluster: String,
+    pub(super) link_name: String,
     pub(super) available: i32,
 }
 
@@ -59,12 +58,13 @@ pub(super) struct MirrorService {
     pub(super) name: String,
     /// `None` for federated Services.
     pub(super) cluster: Option<String>,
-    /// Whether an Endpoints object of this cluster has to list its addresses. Destination finds those of other mirrors.
+    /// Whether an Endpoints object of this cluster has to list its addresses. The destination service finds the
+    /// addresses of other mirrors itself.
     pub(super) needs_endpoints: bool,
     pub(super) has_endpoints: bool,
 }
 
-/// Reads both clusters. Each request to another cluster, and to a controller, may take `limit`.
+/// Reads both clusters. Reading the target of each Link may take `limit`, and so may reading the metrics of all controllers together.
 pub(super) async fn gather(cluster: &Cluster, limit: Duration) -> State {
     let namespace = extension::namespace(cluster).await;
     let probes = match &namespace {
@@ -85,7 +85,9 @@ pub(super) async fn gather(cluster: &Cluster, limit: Duration) -> State {
     State {
         namespace: namespace.map_err(|error| format!("{error:#}")),
         links: found,
-        anchors: own_anchors(cluster).await.map_err(|error| format!("{error:#}")),
+        anchors: control_plane_anchors(cluster)
+            .await
+            .map_err(|error| format!("{error:#}")),
         controllers: controllers(cluster).await.map_err(|error| reason(&error)),
         mirrors: mirrors(cluster).await.map_err(|error| reason(&error)),
     }
@@ -127,7 +129,7 @@ async fn link_state(
     }
 }
 
-/// Uses the credentials of a Link.
+/// Reads the linked cluster with the credentials of its Link.
 async fn target(cluster: &Cluster, link: &DynamicObject) -> anyhow::Result<Target> {
     let namespace = link.namespace().unwrap_or_default();
     let name = link.data["spec"]["clusterCredentialsSecret"]
@@ -143,7 +145,10 @@ async fn target(cluster: &Cluster, link: &DynamicObject) -> anyhow::Result<Targe
         .await
         .map_err(|error| anyhow!("{}", reason(&error)))?;
     for verb in ["get", "list", "watch"] {
-        ensure!(may(&client, verb).await?, "its account may not {verb} Services there");
+        ensure!(
+            may_access_services(&client, verb).await?,
+            "the account of the Link may not {verb} Services of that cluster"
+        );
     }
     let linkerd_namespace = link.data["spec"]["targetClusterLinkerdNamespace"]
         .as_str()
@@ -154,11 +159,13 @@ async fn target(cluster: &Cluster, link: &DynamicObject) -> anyhow::Result<Targe
         namespace: String::new(),
     };
     Ok(Target {
-        anchors: own_anchors(&target).await.map_err(|error| format!("{error:#}")),
+        anchors: control_plane_anchors(&target)
+            .await
+            .map_err(|error| format!("{error:#}")),
     })
 }
 
-async fn may(client: &kube::Client, verb: &str) -> anyhow::Result<bool> {
+async fn may_access_services(client: &kube::Client, verb: &str) -> anyhow::Result<bool> {
     let review = SelfSubjectAccessReview {
         spec: SelfSubjectAccessReviewSpec {
             resource_attributes: Some(ResourceAttributes {
@@ -177,7 +184,7 @@ async fn may(client: &kube::Client, verb: &str) -> anyhow::Result<bool> {
     Ok(review.status.is_some_and(|status| status.allowed))
 }
 
-/// Fails if destination does not accept the Secret.
+/// Fails if the destination service would not accept the Secret.
 async fn discovery_secret(cluster: &Cluster, target: &str) -> anyhow::Result<()> {
     let namespace = &cluster.control_plane_namespace;
     let name = remote_credentials::secret_name(target);
@@ -194,7 +201,7 @@ async fn secret(cluster: &Cluster, namespace: &str, name: &str) -> anyhow::Resul
 }
 
 /// The trust anchors in the configuration of a control plane.
-async fn own_anchors(cluster: &Cluster) -> anyhow::Result<Vec<Vec<u8>>> {
+async fn control_plane_anchors(cluster: &Cluster) -> anyhow::Result<Vec<Vec<u8>>> {
     let values = config::values(cluster).await?;
     let bundle = values["identityTrustAnchorsPEM"]
         .as_str()
@@ -210,7 +217,7 @@ async fn controllers(cluster: &Cluster) -> Result<Vec<Controller>, kube::Error> 
     let found = cluster.list(&api, &ListParams::default().labels(&of_links)).await?;
     let controller = |deployment: Deployment| Controller {
         name: deployment.name_any(),
-        cluster: deployment
+        link_name: deployment
             .labels()
             .get(label::MIRRORED_CLUSTER)
             .cloned()

@@ -10,7 +10,7 @@ use crate::kubernetes::{Cluster, reason};
 
 /// Selects the namespace and the cluster-scoped objects of the extension.
 pub(super) const LABEL: &str = "linkerd.io/extension in (multicluster, linkerd-multicluster)";
-/// Selects the Deployments and pods of service mirrors that belong to a Link, also of those that Linkerd's `link` creates.
+/// Selects the Deployments and pods of service mirrors that belong to a Link, including those that Linkerd's `link` creates.
 pub(super) const CONTROLLERS: &str = "component in (service-mirror, linkerd-service-mirror, controller)";
 pub(super) const DEFAULT_NAMESPACE: &str = "linkerd-multicluster";
 /// The type of Secrets with access to another cluster.

@@ -90,7 +90,7 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<()>
 /// Whether the gateway of each cluster responds to probes, as the service mirrors say.
 ///
 /// # Errors
-/// Fails with the reason if they are not read in time.
+/// Fails with the reason if the metrics of the service mirrors are not read in time.
 pub(super) async fn alive(cluster: &Cluster, limit: Duration) -> Result<BTreeMap<String, bool>, String> {
     match timeout(limit, gateways(cluster)).await {
         Ok(Ok(found)) => Ok(found

@@ -174,7 +174,7 @@ pub(crate) fn uninstall(args: &UninstallArgs, flags: &kubernetes::Flags) -> anyh
             "there are Links to {}; remove each by `tulle multicluster unlink --cluster-name NAME | kubectl delete -f -` first",
             links.join(", ")
         );
-        let mut objects = list_objects(&cluster, &format!("{}=true", label::MIRRORED_SERVICE), MIRRORS).await?;
+        let mut objects = list_objects(&cluster, &format!("{}=true", label::MIRRORED_SERVICE), MIRROR_KINDS).await?;
         // Other objects are deleted with their namespace.
         objects.extend(list_objects(&cluster, extension::LABEL, kinds_of_all_namespaces()).await?);
         anyhow::Ok(objects)
@@ -229,8 +229,8 @@ pub(crate) fn allow(args: &AllowArgs, flags: &kubernetes::Flags) -> anyhow::Resu
     crate::print(&show(&manifests, args.output)?)
 }
 
-/// Federated Services can be left: nothing removes their local members after the service mirror is gone.
-const MIRRORS: &[ListedKind] = &[(ObjectScope::AllNamespaces, "", "v1", "Service")];
+/// Federated Services that remain are listed too: nothing removes their local members after the service mirror is gone.
+const MIRROR_KINDS: &[ListedKind] = &[(ObjectScope::AllNamespaces, "", "v1", "Service")];
 
 pub(super) const INSTALL_EXAMPLES: &str = "\
 In each cluster that exports Services or uses those of others:

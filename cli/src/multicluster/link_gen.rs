@@ -81,7 +81,7 @@ pub(crate) struct Args {
     output: Output,
 }
 
-/// What the Link says of a gateway.
+/// The gateway of a Link.
 #[derive(Debug, PartialEq)]
 struct Gateway {
     addresses: String,
@@ -93,7 +93,7 @@ struct Gateway {
     probe_period: String,
 }
 
-/// What is read of the cluster.
+/// What is read from the cluster that exports Services, the target of the Link.
 struct Target {
     cluster_domain: String,
     trust_domain: String,
@@ -388,7 +388,7 @@ fn manifests(args: &Args, target: &Target, control_plane: &str) -> anyhow::Resul
     ])
 }
 
-/// Converts a selector as `kubectl -l` has it to that of the API.
+/// Converts a selector in the syntax of `kubectl -l` to a LabelSelector.
 fn selector_of(text: &str) -> anyhow::Result<Value> {
     let selector: Selector = text.parse().map_err(|error| anyhow!("{error}"))?;
     ensure!(
@@ -398,7 +398,7 @@ fn selector_of(text: &str) -> anyhow::Result<Value> {
     Ok(json!(LabelSelector::from(&selector)))
 }
 
-/// As in the chart. Objects have the name with a prefix.
+/// The chart has the same limit: a Service is named `probe-` and this name, and names of Services have at most 63 characters.
 const MAX_CLUSTER_NAME_LEN: usize = 57;
 /// With longer names, the mirrors of common Services have more than 63 characters.
 const MAX_RECOMMENDED_CLUSTER_NAME_LEN: usize = 30;
@@ -408,7 +408,7 @@ Run it against the cluster that exports Services, and apply its output in the on
 
   tulle multicluster link-gen --context east --cluster-name east | kubectl --context west apply -f -
 
-Services of east with the label mirror.linkerd.io/exported=true are then Services <name>-east of west. The controller of the Link is \
+Each Service of east with the label mirror.linkerd.io/exported=true gets a mirror <name>-east in west. The controller of the Link is \
 installed by the chart tulle-multicluster, with the name of the Link in `controllers`.";
 
 #[cfg(test)]

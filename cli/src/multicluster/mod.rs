@@ -1,4 +1,4 @@
-//! `tulle multicluster`: links clusters, so that Services of one are Services of another.
+//! `tulle multicluster`: links clusters, so that one can use the Services of another.
 //!
 //! Like `tulle install`, these commands do not change a cluster: they print manifests for `kubectl apply` and `kubectl delete`.
 

@@ -68,7 +68,9 @@ async fn objects(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Value>> {
             && (other.name_any(), other.namespace()) != (name.clone(), Some(namespace.clone()))
     };
     if links(cluster).await?.iter().flatten().any(is_other) {
-        eprintln!("tulle: another Link leads to {target}, so its mirrors, and the credentials of destination, stay");
+        eprintln!(
+            "tulle: another Link also leads to {target}: the mirrors of its Services, and the credentials of the destination service for it, are not printed"
+        );
         return Ok(objects);
     }
 
@@ -136,4 +138,4 @@ async fn existing(
 pub(super) const EXAMPLES: &str = "\
   tulle multicluster unlink --cluster-name east | kubectl delete -f -
 
-Also remove the Link from `controllers` of the chart. After a minute, its members leave federated Services.";
+Also remove the Link from `controllers` of the chart. Federated Services lose the members of that cluster after about a minute.";

@@ -18,8 +18,7 @@ use crate::{kubernetes, runtime, table};
 pub(crate) struct Args {
     #[command(flatten)]
     workloads: Workloads,
-    /// Time window of the metrics, at most 5m; the output shows the interval that was available, and a query takes 2 s if
-    /// these sidecars have not been queried recently
+    /// Time window of the metrics, at most 5m. The output says how much of it was measured. The first query of a workload takes 2 s
     #[arg(short = 't', long, value_name = "DURATION", default_value = "1m", value_parser = window)]
     window: Duration,
     /// Output format
@@ -292,7 +291,7 @@ const MAX_WINDOW: Duration = Duration::from_secs(300);
 
 pub(crate) const STAT_EXAMPLES: &str = "\
   tulle stat deploy -n shop
-  tulle stat deploy/web -n shop -o wide      # with bytes, refusals and causes: see `tulle explain`
+  tulle stat deploy/web -n shop -o wide      # with bytes, denied requests and causes: see `tulle explain`
   tulle stat ns
   tulle stat -A -t 5m -o json
   tulle stat --control 127.0.0.1:8089        # without Kubernetes, on the machine of the control plane

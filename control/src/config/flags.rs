@@ -238,8 +238,9 @@ pub(crate) struct MirrorFlags {
     /// Annotations that federated Services do not get, with --local-mirror.
     #[arg(long, value_name = "LIST", default_value = "")]
     pub(super) excluded_annotations: String,
-    /// Mirrors for the pods of headless Services are not supported; `true` is rejected.
-    #[arg(long, hide = true, default_value_t = false, num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
+    /// Whether pods of headless Services that have host names, as those of StatefulSets, get mirrors of their own. Otherwise a
+    /// headless Service is mirrored as any other.
+    #[arg(long, default_value_t = false, num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
     pub(super) enable_headless_services: bool,
     /// Without effect, accepted for compatibility with charts: failed steps are retried until they succeed.
     #[arg(long, hide = true)]

@@ -461,10 +461,6 @@ impl Flags {
             self.manifests.is_none(),
             "service-mirror needs Kubernetes; remove --manifests, and mirror by manifests of Services and Endpoints"
         );
-        ensure!(
-            !flags.enable_headless_services,
-            "--enable-headless-services is not supported: headless Services are mirrored with one address; remove the flag"
-        );
         let refresh_period = go_duration::parse(&flags.endpoint_refresh_period)
             .map_err(|err| anyhow!("--endpoint-refresh-period: {err}"))?;
         ensure!(
@@ -489,6 +485,7 @@ impl Flags {
             scope,
             probe_service: Some(flags.probe_service.clone()).filter(|name| !name.is_empty()),
             may_create_namespaces: flags.enable_namespace_creation,
+            mirrors_pods: flags.enable_headless_services,
             refresh_period,
             lease_holder: pod_name(),
         })

@@ -14,6 +14,8 @@ pub struct Config {
     pub probe_service: Option<String>,
     /// Whether namespaces that only the other cluster has are created. Default false.
     pub may_create_namespaces: bool,
+    /// Whether pods of headless Services that have host names get mirrors of their own. Default false.
+    pub mirrors_pods: bool,
     /// Time between two lookups of the gateway's names, and between comparisons without a change. Default one minute.
     pub refresh_period: Duration,
     /// The name of this process in the lease: that of its pod.

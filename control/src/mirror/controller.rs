@@ -2,11 +2,12 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::convert::Infallible;
+use std::mem;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use k8s_openapi::api::core::v1::{Endpoints, Namespace, Secret, Service};
+use k8s_openapi::api::core::v1::{EndpointAddress, Endpoints, Namespace, Secret, Service};
 use kube::api::{Api, DynamicObject, ObjectMeta};
 use kube::core::PartialObjectMeta;
 use kube::runtime::reflector::Store;
@@ -265,7 +266,7 @@ impl Controller {
             let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
             let left = expires_at.saturating_sub(now.as_secs());
             gauge.set(i64::try_from(left).unwrap_or(i64::MAX));
-            if left < remote_credentials::EXPIRY_WARNING.as_secs() && !std::mem::replace(&mut has_warned, true) {
+            if left < remote_credentials::EXPIRY_WARNING.as_secs() && !mem::replace(&mut has_warned, true) {
                 let (link, hours) = (&link.name, left / 3600);
                 warn!(
                     link,
@@ -359,6 +360,7 @@ impl Controller {
                     exporting: &exporting,
                     local: &local_cluster,
                     may_create_namespaces: self.config.may_create_namespaces,
+                    mirrors_pods: self.config.mirrors_pods,
                     rewritten_by: &memory.writes.rewritten_by,
                 };
                 let planned = plan(&inputs);
@@ -418,6 +420,7 @@ impl Controller {
                     exporting: &exporting,
                     local: &local_cluster,
                     may_create_namespaces: false,
+                    mirrors_pods: false,
                     rewritten_by: &memory.writes.rewritten_by,
                 };
                 let planned = plan(&inputs);
@@ -653,7 +656,7 @@ fn prune_service(service: &mut Service) {
     service.status = None;
 }
 
-/// Of the endpoints of the other cluster, only whether one is ready counts.
+/// Of the endpoints of the other cluster, only whether one is ready counts, and host names.
 fn prune_endpoints(endpoints: &mut Endpoints) {
     endpoints.metadata = ObjectMeta {
         name: endpoints.metadata.name.take(),
@@ -663,17 +666,21 @@ fn prune_endpoints(endpoints: &mut Endpoints) {
         ..ObjectMeta::default()
     };
     for subset in endpoints.subsets.iter_mut().flatten() {
-        subset.not_ready_addresses = None;
         subset.ports = None;
-        if let Some(addresses) = &mut subset.addresses {
-            addresses.truncate(1);
-            addresses.shrink_to_fit();
-        }
-        for address in subset.addresses.iter_mut().flatten() {
-            address.target_ref = None;
-            address.node_name = None;
-            address.hostname = None;
-        }
+        prune_addresses(&mut subset.addresses);
+        prune_addresses(&mut subset.not_ready_addresses);
+    }
+}
+
+/// Keeps the first address without a host name, and all with one.
+fn prune_addresses(addresses: &mut Option<Vec<EndpointAddress>>) {
+    let Some(addresses) = addresses else { return };
+    let mut is_first = true;
+    addresses.retain(|address| address.hostname.is_some() || mem::take(&mut is_first));
+    addresses.shrink_to_fit();
+    for address in addresses {
+        address.target_ref = None;
+        address.node_name = None;
     }
 }
 

@@ -27,11 +27,11 @@ pub(super) struct MetricsRenderer {
     /// Held while a page is rendered.
     render_lock: Arc<tokio::sync::Mutex<()>>,
     /// Pages whose rendering has not started, indexed by [`ContentEncoding`].
-    pending: Mutex<[RenderedPage; 2]>,
+    pending: Mutex<[PageCell; 2]>,
 }
 
-/// A page that is set when it is rendered; `None` if rendering failed.
-type RenderedPage = Arc<OnceCell<Option<Bytes>>>;
+/// Set when the page is rendered; `None` if rendering failed.
+type PageCell = Arc<OnceCell<Option<Bytes>>>;
 
 impl MetricsRenderer {
     pub(super) fn new(registry: Registry) -> Self {
@@ -52,7 +52,7 @@ impl MetricsRenderer {
     async fn render(&self, coding: ContentEncoding) -> Option<Bytes> {
         let turn = self.render_lock.clone().lock_owned().await;
         // Requests from here on wait for the next page.
-        self.pending.lock()[coding as usize] = RenderedPage::default();
+        self.pending.lock()[coding as usize] = PageCell::default();
         let registry = self.registry.clone();
         let rendered = tokio::task::spawn_blocking(move || {
             let _turn = turn;

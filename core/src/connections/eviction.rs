@@ -37,8 +37,8 @@ pub(super) struct Connection {
     /// Shared count of the listener's connections that have never carried bytes.
     n_unused: Arc<AtomicUsize>,
     pub(super) is_evicted: AtomicBool,
-    /// The result of [`ConnectionPermit::must_reset`](super::ConnectionPermit::must_reset).
-    pub(super) must_reset: AtomicBool,
+    /// The result of [`ConnectionPermit::prefers_reset`](super::ConnectionPermit::prefers_reset).
+    pub(super) prefers_reset: AtomicBool,
     pub(super) task: Mutex<Option<AbortHandle>>,
     keys: Mutex<IndexKeys>,
 }
@@ -100,8 +100,8 @@ type Queue = BTreeMap<EvictionRank, Arc<Connection>>;
 /// order in which a search last found them used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct EvictionRank {
-    /// A connection that is used has `false` until a search finds and moves it.
-    found_used: bool,
+    /// Whether a search has found that the connection has carried bytes; until then `false`, even if it has.
+    was_found_used: bool,
     position: u64,
 }
 
@@ -138,7 +138,7 @@ impl Connection {
         self.stop_counting_as_unused();
         let task = self.task.lock();
         self.is_evicted.store(true, Ordering::Relaxed);
-        self.must_reset.store(true, Ordering::Relaxed);
+        self.prefers_reset.store(true, Ordering::Relaxed);
         if let Some(task) = &*task {
             task.abort();
         }
@@ -188,7 +188,7 @@ impl Connections {
         self.next_position += 1;
         let keys = IndexKeys {
             rank: EvictionRank {
-                found_used: false,
+                was_found_used: false,
                 position: self.next_position,
             },
             identity: None,
@@ -199,7 +199,7 @@ impl Connections {
             state: AtomicU8::new(UNUSED),
             n_unused: self.n_unused.clone(),
             is_evicted: AtomicBool::new(false),
-            must_reset: AtomicBool::new(false),
+            prefers_reset: AtomicBool::new(false),
             task: Mutex::default(),
             keys: Mutex::new(keys),
         });
@@ -395,7 +395,7 @@ impl Eviction<'_> {
     fn first_unused(&mut self, index: &mut ConnectionIndex, scope: Scope<'_>) -> Option<Arc<Connection>> {
         for _ in 0..MAX_CHECKS_PER_PASS {
             let (rank, first) = index.queue(scope)?.first_key_value()?;
-            if rank.found_used {
+            if rank.was_found_used {
                 return None;
             }
             let first = first.clone();
@@ -441,7 +441,7 @@ impl Eviction<'_> {
         index.remove(connection);
         *self.next_position += 1;
         connection.keys.lock().rank = EvictionRank {
-            found_used: true,
+            was_found_used: true,
             position: *self.next_position,
         };
         index.insert(connection.clone());
@@ -560,7 +560,7 @@ const ACTIVE: u8 = 1;
 const IDLE: u8 = 2;
 /// The lowest rank of connections that a search has found used.
 const FIRST_USED_RANK: EvictionRank = EvictionRank {
-    found_used: true,
+    was_found_used: true,
     position: 0,
 };
 /// Minimum fair share. Lets a client open a new connection before it closes an old one.

@@ -156,11 +156,11 @@ impl ConnectionPermit {
         ConnectionHandle(self.connection.clone())
     }
 
-    /// Whether the connection should end with a reset: it was evicted, or [`ConnectionHandle::reset_on_drop`] was called. `Tcp`
-    /// in `proxy/src/net/io.rs` then resets it, unless the peer has not acknowledged all data yet. A
-    /// [`Listener`](crate::listener::Listener) ignores this: its evicted connections are closed.
-    pub fn must_reset(&self) -> bool {
-        self.connection.must_reset.load(Ordering::Relaxed)
+    /// Whether the server stops the connection: it was evicted, or [`ConnectionHandle::reset_on_drop`] was called. `Tcp` in
+    /// `proxy/src/net/io.rs` then ends it with a reset if the peer has acknowledged all data, otherwise with a close. A
+    /// [`Listener`](crate::listener::Listener) always closes.
+    pub fn prefers_reset(&self) -> bool {
+        self.connection.prefers_reset.load(Ordering::Relaxed)
     }
 
     /// Wraps the stream so that its reads and writes are recorded as activity.
@@ -190,9 +190,9 @@ impl ConnectionHandle {
         self.0.record_activity();
     }
 
-    /// Sets [`ConnectionPermit::must_reset`], because the server stops the connection.
+    /// Sets [`ConnectionPermit::prefers_reset`], because the server stops the connection.
     pub fn reset_on_drop(&self) {
-        self.0.must_reset.store(true, Ordering::Relaxed);
+        self.0.prefers_reset.store(true, Ordering::Relaxed);
     }
 
     /// Sets the first task that serves the connection; eviction aborts it.

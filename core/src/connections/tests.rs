@@ -330,18 +330,18 @@ proptest! {
         const MAX: usize = 24;
         let limiter = limiter(MAX);
         let mut held: Vec<(u8, ConnectionPermit)> = Vec::new();
-        for (client, leaves) in clients {
-            if leaves && !held.is_empty() {
+        for (client, closes_one_first) in clients {
+            if closes_one_first && !held.is_empty() {
                 held.remove(usize::from(client) % held.len());
             }
-            let count = |client| held.iter().filter(|(of, _)| *of == client).count();
+            let count = |client| held.iter().filter(|(owner, _)| *owner == client).count();
             let counts = [0, 1, 2, 3].map(count);
-            let n_clients = (0..4).filter(|of| *of == client || counts[usize::from(*of)] > 0).count();
+            let n_clients = (0..4).filter(|owner| *owner == client || counts[usize::from(*owner)] > 0).count();
             let (most, share) = (counts.into_iter().max().unwrap(), MAX.div_ceil(n_clients).max(MIN_CONNECTIONS_PER_CLIENT));
             held.push((client, limiter.admit(ip(client)).unwrap()));
-            held.retain(|(of, permit)| {
-                let is_fair = most <= share || counts[usize::from(*of)] == most;
-                assert!(!is_evicted(permit) || is_fair, "{counts:?} lost one of {of}");
+            held.retain(|(owner, permit)| {
+                let is_fair = most <= share || counts[usize::from(*owner)] == most;
+                assert!(!is_evicted(permit) || is_fair, "{counts:?}: client {owner} lost one");
                 !is_evicted(permit)
             });
             prop_assert_eq!(limiter.n_connections(), held.len());

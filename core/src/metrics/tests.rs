@@ -87,7 +87,7 @@ fn one_name_is_one_type() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn series_are_removed_after_their_owner() {
+async fn series_are_removed_after_their_handles_are_dropped_and_an_idle_time() {
     let idle = Duration::from_secs(600);
     let registry = Registry::new();
     let family = registry.counter("a_total", "A.");

@@ -141,7 +141,7 @@ annotations! {
         objects: "Pod",
         values: BOOLEAN,
         default: "`proxy.isGateway`",
-        meaning: "The proxy forwards requests of meshed peers for names of other networks.",
+        meaning: "The proxy is a gateway: it forwards requests of meshed peers in other networks to Services of its own cluster.",
     }
     REWRITE_PROBES = "config.tulle.dev/rewrite-probes" {
         objects: "Namespace, Pod",
@@ -544,7 +544,7 @@ annotations! {
         objects: "Service",
         values: "an identity",
         default: "none; required",
-        meaning: "The identity of the proxy of a gateway, on the Service of the gateway. `link-gen` copies it.",
+        meaning: "The identity of the proxy of a gateway, on the Service of the gateway. `tulle multicluster link-gen` copies it.",
     }
     PROBE_PERIOD = "mirror.linkerd.io/probe-period" {
         objects: "Service",

@@ -64,7 +64,7 @@ headers! {
     L5D_REQUEST_TIMEOUT = "l5d-request-timeout" {
         direction: APPLICATION_TO_PROXY_IF_ENABLED,
         values: TIMEOUT,
-        meaning: "Older name of `l5d-timeout`. If a request has both, this one applies.",
+        meaning: "Older name of `l5d-timeout`. If a request has both, `l5d-request-timeout` applies.",
     }
     L5D_RESPONSE_TIMEOUT = "l5d-response-timeout" {
         direction: APPLICATION_TO_PROXY_IF_ENABLED,

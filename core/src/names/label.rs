@@ -81,6 +81,11 @@ labels! {
         set_by: "the chart of the CNI plugin",
         meaning: "Marks the objects of a CNI plugin, which are never injected.",
     }
+    HEADLESS_MIRROR = "mirror.linkerd.io/headless-mirror-svc-name" {
+        objects: "Service",
+        set_by: "the service mirror",
+        meaning: "Of the mirror of a pod: the name of the mirror of its headless Service.",
+    }
     MIRRORED_CLUSTER = "mirror.linkerd.io/cluster-name" {
         objects: "Service, Endpoints, EndpointSlice, Namespace",
         set_by: "the service mirror",
@@ -113,7 +118,7 @@ labels! {
     }
     CREDENTIALS_OF_CLUSTER = "multicluster.linkerd.io/cluster-name" {
         objects: "Secret",
-        set_by: "link-gen",
+        set_by: "`tulle multicluster link-gen`",
         meaning: "The cluster to which the Secret gives access, in the namespace of the control plane.",
     }
     APP_INSTANCE = "app.kubernetes.io/instance" {

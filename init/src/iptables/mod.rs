@@ -126,7 +126,8 @@ pub fn check(flavour: Flavour, rules: &Rules) -> Result<Comparison, IptablesErro
     })
 }
 
-/// Removes the rules of tulle and Linkerd from both families of one flavour; returns where there were any.
+/// Removes the rules of tulle and Linkerd from both families of one flavour; returns the names of the backends and tables
+/// from which rules were removed.
 ///
 /// # Errors
 /// If a program is missing or fails.
@@ -292,8 +293,8 @@ fn save(flavour: Flavour, family: Family) -> Result<SavedRules, IptablesError> {
     Ok(SavedRules::parse(&run(&program, &[], "")?))
 }
 
-/// The families that can have rules. For the legacy flavour, these are the families with a table; none if the tables cannot be
-/// listed, as by users other than root, because [`save`] would create them.
+/// The families that can have rules. For the legacy flavour, these are the families with a table. Users other than root
+/// cannot list the tables, and [`save`] would create them; for these users there are none.
 fn families_to_search(flavour: Flavour) -> impl Iterator<Item = Family> {
     let families = [Family::V4, Family::V6].into_iter();
     families.filter(move |family| flavour != Flavour::Legacy || legacy_tables_of(*family) == LegacyTables::Present)

@@ -101,8 +101,9 @@ impl SavedRules {
 /// A script that replaces the saved rules of tulle or Linkerd of one family and keeps all others; empty if nothing changes.
 ///
 /// The programs commit table by table, so a table that is already correct is omitted. The table with the new rules for inbound
-/// connections (mangle in tproxy mode, else nat) is committed first, so that old ones in the other table are removed last. A run
-/// that is interrupted between the two commits leaves the old or the new rules, or both, for each direction and for drops.
+/// connections (mangle in tproxy mode, else nat) is committed first, so that old ones in the other table are removed last. After
+/// an interruption between the two commits, each of these is in its old form, its new form, or both: the inbound rules, the outbound
+/// rules, and the rules that drop packets.
 pub(crate) fn apply_script(rules: &Rules, family: Family, saved: &SavedRules) -> String {
     let lines = lines(rules, family);
     let mut text = String::new();

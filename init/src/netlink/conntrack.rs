@@ -12,11 +12,11 @@ use crate::rules::TPROXY_CLIENT_MARK;
 /// # Errors
 /// If the kernel cannot list connections.
 pub(crate) fn count_open(socket: &mut Socket, ports: &[u16]) -> Result<usize, NetlinkError> {
-    // Kernels before 5.15 ignore this filter, so the result is filtered again below.
+    // Kernels before 5.15 ignore these filters, so the results are filtered again below.
     let translated_filter = Attrs::new()
         .be32(CTA_STATUS, IPS_DST_NAT)
         .be32(CTA_STATUS_MASK, IPS_DST_NAT);
-    let as_client_filter = Attrs::new()
+    let client_address_filter = Attrs::new()
         .be32(CTA_MARK, TPROXY_CLIENT_MARK)
         .be32(CTA_MARK_MASK, u32::MAX);
     let mut count = |attrs, needs_rules: &dyn Fn(&Answer) -> Option<bool>| {
@@ -35,7 +35,7 @@ pub(crate) fn count_open(socket: &mut Socket, ports: &[u16]) -> Result<usize, Ne
     };
     let n_translated = count(translated_filter, &|connection| is_translated(connection, ports))?;
     Ok(n_translated
-        + count(as_client_filter, &|connection| {
+        + count(client_address_filter, &|connection| {
             Some(attr::find_be32(&connection.attrs, CTA_MARK)? == TPROXY_CLIENT_MARK)
         })?)
 }

@@ -152,7 +152,7 @@ pub fn foreign_dnat_chains(socket: &mut Socket) -> Result<Vec<String>, NetlinkEr
     Ok(found)
 }
 
-/// The ports to which our rules redirect.
+/// The ports to which rules of tulle or Linkerd redirect.
 pub(crate) fn redirect_ports(socket: &mut Socket) -> Result<Vec<u16>, NetlinkError> {
     let mut ports = Vec::new();
     for answer in socket.dump(&table::list(table::NFT_MSG_GETRULE, table::NFPROTO_UNSPEC, None))? {

@@ -123,11 +123,11 @@ pub fn check(socket: &mut Socket, rules: &Rules) -> Result<Comparison, NetlinkEr
     Ok(comparison)
 }
 
-/// Removes our table, the rules of tulle or Linkerd made by iptables-nft, or both; returns where there were any.
+/// Removes our table, the rules of tulle or Linkerd made by iptables-nft, or both; returns the names of the backends and tables from which rules were removed.
 ///
 /// # Errors
 /// If the kernel refuses; then nothing is removed.
-pub fn remove(socket: &mut Socket, wait: Duration, which: OurRules) -> Result<Vec<String>, NetlinkError> {
+pub fn remove(socket: &mut Socket, wait: Duration, which: MeshRules) -> Result<Vec<String>, NetlinkError> {
     let mut removed = Vec::new();
     commit_with_retry(socket, wait, |socket| {
         let (families, iptables_nft_tables) = find_rules(socket, which)?;
@@ -151,7 +151,7 @@ pub fn remove(socket: &mut Socket, wait: Duration, which: OurRules) -> Result<Ve
 pub fn bypass_new_connections(socket: &mut Socket, wait: Duration) -> Result<Vec<u16>, NetlinkError> {
     let mut ports = Vec::new();
     commit_with_retry(socket, wait, |socket| {
-        let (families, iptables_nft_tables) = find_rules(socket, OurRules::All)?;
+        let (families, iptables_nft_tables) = find_rules(socket, MeshRules::All)?;
         if ports.is_empty() {
             ports = iptables_nft::redirect_ports(socket)?;
         }
@@ -184,9 +184,9 @@ pub fn bypass_new_connections(socket: &mut Socket, wait: Duration) -> Result<Vec
     Ok(ports)
 }
 
-/// Which of our rules, by the backend that made them.
+/// Which rules of tulle or Linkerd, by the backend that made them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum OurRules {
+pub enum MeshRules {
     /// Only our own nftables table.
     Nftables,
     /// Only rules made by iptables-nft.
@@ -194,13 +194,13 @@ pub enum OurRules {
     All,
 }
 
-fn find_rules(socket: &mut Socket, which: OurRules) -> Result<(Vec<u8>, Vec<IptablesNftTable>), NetlinkError> {
-    let families = if which == OurRules::IptablesNft {
+fn find_rules(socket: &mut Socket, which: MeshRules) -> Result<(Vec<u8>, Vec<IptablesNftTable>), NetlinkError> {
+    let families = if which == MeshRules::IptablesNft {
         Vec::new()
     } else {
         families_with_our_table(socket)?
     };
-    let iptables_nft_tables = if which == OurRules::Nftables {
+    let iptables_nft_tables = if which == MeshRules::Nftables {
         Vec::new()
     } else {
         iptables_nft::find_tables(socket)?
@@ -350,7 +350,7 @@ mod tests {
                         "{form:?}"
                     );
                 }
-                assert_eq!(remove(&mut socket, wait, OurRules::All).unwrap(), ["nftables"]);
+                assert_eq!(remove(&mut socket, wait, MeshRules::All).unwrap(), ["nftables"]);
                 assert_eq!(check(&mut socket, &rules).unwrap(), Comparison::Absent);
             })
             .unwrap();

@@ -82,7 +82,8 @@ struct RoutingObject {
     new: u16,
     delete: u16,
     list: u16,
-    /// The end of `rtmsg`: table, protocol, scope, type, flags. Of `fib_rule_hdr`: table, two reserved bytes, action, flags.
+    /// The last eight bytes of `rtmsg` (table, protocol, scope, type, flags) or of `fib_rule_hdr` (table, two reserved bytes, action,
+    /// flags).
     header: [u8; 8],
     attrs: Vec<(u16, u32)>,
 }

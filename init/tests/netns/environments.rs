@@ -457,7 +457,9 @@ fn a_pod_with_only_ipv6_is_redirected() {
             "{report}"
         );
         assert!(
-            report["warnings"].to_string().contains("ipv4 is not proven: no route"),
+            report["warnings"]
+                .to_string()
+                .contains("ipv4 was not checked: no route"),
             "{report}"
         );
         success(&fixture.init(&[

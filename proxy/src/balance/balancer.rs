@@ -171,29 +171,36 @@ impl<E: Candidate> Balancer<E> {
         }
     }
 
-    /// Picks an endpoint if one can be picked now, preferably one that is not in `tried`. Success ends the fail-fast state.
+    /// Picks an endpoint if one can be picked now, preferably one whose response is not late, and that is not in `tried`. Success ends
+    /// the fail-fast state.
     pub(crate) fn try_pick(&self, now: Instant, tried: &[Arc<E>]) -> Option<Arc<E>> {
         let state = self.discovery_state.load();
         let DiscoveryState::Endpoints(endpoints) = &**state else {
             return None;
         };
-        let picked = self.pick_and_admit(endpoints, now, |endpoint| {
-            !tried.iter().any(|tried| Arc::ptr_eq(tried, endpoint))
-        });
-        let picked = match picked {
-            None if !tried.is_empty() => self.pick_and_admit(endpoints, now, |_| true),
-            picked => picked,
-        };
+        let is_untried = |endpoint: &Arc<E>| !tried.iter().any(|tried| Arc::ptr_eq(tried, endpoint));
+        let picked = self
+            .pick_responding(endpoints, now, is_untried)
+            .or_else(|| match tried.is_empty() {
+                true => None,
+                false => self.pick_responding(endpoints, now, |_| true),
+            })
+            .or_else(|| self.pick_and_admit(endpoints, now, is_untried))
+            .or_else(|| match tried.is_empty() {
+                true => None,
+                false => self.pick_and_admit(endpoints, now, |_| true),
+            });
         if picked.is_some() && self.is_failing_fast.load(Ordering::Relaxed) {
             self.set_queue_mode(QueueMode::Waiting);
         }
         picked
     }
 
-    /// Picks an endpoint that `is_allowed` accepts, if one can be picked now. Does not end the fail-fast state.
+    /// Picks an endpoint that `is_allowed` accepts, if one can be picked now and its response is not late. Does not end the fail-fast
+    /// state.
     pub(crate) fn pick_where(&self, now: Instant, is_allowed: impl Fn(&Arc<E>) -> bool) -> Option<Arc<E>> {
         match &**self.discovery_state.load() {
-            DiscoveryState::Endpoints(endpoints) => self.pick_and_admit(endpoints, now, is_allowed),
+            DiscoveryState::Endpoints(endpoints) => self.pick_responding(endpoints, now, is_allowed),
             DiscoveryState::Unknown | DiscoveryState::NoEndpoints => None,
         }
     }
@@ -255,6 +262,18 @@ impl<E: Candidate> Balancer<E> {
         }
     }
 
+    /// As [`Self::pick_and_admit`], without the endpoints whose response is late.
+    fn pick_responding(
+        &self,
+        endpoints: &[Arc<E>],
+        now: Instant,
+        is_allowed: impl Fn(&Arc<E>) -> bool,
+    ) -> Option<Arc<E>> {
+        self.pick_and_admit(endpoints, now, |endpoint| {
+            is_allowed(endpoint) && may_respond(&**endpoint, now)
+        })
+    }
+
     /// Picks an endpoint and admits the request to it.
     fn pick_and_admit(
         &self,
@@ -262,16 +281,14 @@ impl<E: Candidate> Balancer<E> {
         now: Instant,
         is_allowed: impl Fn(&Arc<E>) -> bool,
     ) -> Option<Arc<E>> {
-        // Another worker may take the one probe for which an endpoint was picked; then pick again.
+        // Another worker may take the one probe or attempt for which an endpoint was picked; then pick again.
         for _ in 0..MAX_PICK_ATTEMPTS {
-            let can_be_picked = |endpoint: &Arc<E>| is_allowed(endpoint) && endpoint.breaker().can_be_picked(now);
-            let responds = |endpoint: &Arc<E>| can_be_picked(endpoint) && may_get_request(&**endpoint, now);
-            let index = self.choose(endpoints, now, responds);
-            // If no endpoint responds, all are equal.
-            let index = index.or_else(|| self.choose(endpoints, now, can_be_picked));
-            let endpoint = &endpoints[index?];
-            if endpoint.breaker().admit(now) {
-                endpoint.load().plan_next_attempt(now);
+            let can_be_picked = |endpoint: &Arc<E>| endpoint.breaker().can_be_picked(now) && is_allowed(endpoint);
+            let endpoint = &endpoints[self.choose(endpoints, now, can_be_picked)?];
+            let load = endpoint.load();
+            let attempt = load.delay(now).filter(|_| !endpoint.can_be_checked());
+            let is_taken = attempt.is_some_and(|delay| delay.is_attempt_due() && !load.try_record_attempt(delay, now));
+            if !is_taken && endpoint.breaker().admit(now) {
                 return Some(endpoint.clone());
             }
         }
@@ -334,10 +351,17 @@ impl<E: Candidate> Balancer<E> {
     }
 }
 
-/// Whether the endpoint responds, or gets a request although it does not. Asks endpoints that do not respond for a sign of life.
-fn may_get_request(endpoint: &impl Candidate, now: Instant) -> bool {
+/// Whether the endpoint may get a request: its response is not late, it is being checked, or an attempt is due. Begins the check.
+fn may_respond(endpoint: &impl Candidate, now: Instant) -> bool {
     let load = endpoint.load();
-    !load.is_silent(now) || (!endpoint.check() && load.is_attempt_due(now))
+    let Some(delay) = load.delay(now) else { return true };
+    if !endpoint.can_be_checked() {
+        return delay.is_attempt_due();
+    }
+    if delay.is_unchecked() && load.try_record_attempt(delay, now) {
+        endpoint.check();
+    }
+    !delay.is_check_late()
 }
 
 /// A place in the queue, which is freed when this is dropped.
@@ -400,11 +424,12 @@ mod tests {
             &self.breaker
         }
 
-        fn check(&self) -> bool {
-            self.n_checks.as_ref().is_some_and(|n| {
-                n.fetch_add(1, Ordering::Relaxed);
-                true
-            })
+        fn can_be_checked(&self) -> bool {
+            self.n_checks.is_some()
+        }
+
+        fn check(&self) {
+            self.n_checks.as_ref().unwrap().fetch_add(1, Ordering::Relaxed);
         }
     }
 
@@ -481,47 +506,83 @@ mod tests {
         }
     }
 
-    /// The requests that two of four peers get after they have stopped responding, of 4,000 in 8 s.
-    fn lost_requests(strategy: Strategy, can_be_checked: bool) -> Vec<InFlightGuard<Peer>> {
+    /// Requests for 8 s, one each 2 ms, to four peers, of which two do not respond. Returns when they got requests, in ms.
+    fn lost_requests(strategy: Strategy, can_be_checked: bool) -> Vec<u32> {
         let balancer = balancer(strategy);
-        let new = |number, peer: Peer| Peer {
-            n_checks: (can_be_checked && number < 2).then(AtomicUsize::default),
+        let all = peers_with(&balancer, 4, |_, peer| Peer {
+            n_checks: can_be_checked.then(AtomicUsize::default),
             ..peer
-        };
-        let all = peers_with(&balancer, 4, new);
+        });
         let start = Instant::now();
+        for peer in &all {
+            InFlightGuard::new(peer.clone(), start).record_response(start + MS);
+        }
         let mut lost = Vec::new();
-        for request in 0..5000_u32 {
-            let now = start + 2 * MS * request;
+        for ms in (2..8000).step_by(2) {
+            let now = start + ms * MS;
             let peer = balancer.try_pick(now, &[]).unwrap();
             let number = peer.number;
             let mut in_flight = InFlightGuard::new(peer, now);
             match number {
-                0 | 1 if request >= 1000 => lost.push(in_flight),
+                0 | 1 => lost.push((ms, in_flight)),
                 _ => in_flight.record_response(now + MS),
             }
         }
-        for peer in &all[..2] {
-            let n_checks = peer.n_checks.as_ref().map(|n| n.load(Ordering::Relaxed));
-            assert!(n_checks.is_none_or(|n| n > 100), "{n_checks:?} checks");
-        }
+        let checks = all
+            .iter()
+            .map(|peer| peer.n_checks.as_ref().map(|n| n.load(Ordering::Relaxed)));
+        let expected = can_be_checked.then_some(1);
+        assert!(checks.take(2).all(|n| n == expected), "each is checked once");
         // If none responds, all get requests.
         let now = start + Duration::from_secs(20);
-        lost.extend(all.iter().map(|peer| InFlightGuard::new(peer.clone(), now)));
-        assert!(balancer.try_pick(now + Duration::from_secs(1), &[]).is_some());
-        lost.truncate(lost.len() - all.len());
-        lost
+        let pending: Vec<_> = all.iter().map(|peer| InFlightGuard::new(peer.clone(), now)).collect();
+        let later = now + Duration::from_secs(1);
+        for _ in 0..8 {
+            assert!(balancer.try_pick(later, &[]).is_some());
+        }
+        assert!(!can_be_checked || balancer.pick_where(later + 500 * MS, |_| true).is_none());
+        drop(pending);
+        lost.into_iter().map(|(ms, _)| ms).collect()
     }
 
     #[test]
     fn endpoints_that_stop_responding_get_few_requests_while_others_respond() {
         for strategy in [Strategy::PeakEwma, Strategy::RoundRobin] {
-            // Those of the first 20 ms, then at most one to each at 40, 80, 160, … ms.
-            let attempts = lost_requests(strategy, false).len();
-            assert!((1..=30).contains(&attempts), "{strategy:?}: {attempts}");
-            // Checks replace the attempts.
-            let first = lost_requests(strategy, true).len();
-            assert!((1..=12).contains(&first), "{strategy:?}: {first}");
+            // An answer to the check is late after 40 ms.
+            let lost = lost_requests(strategy, true);
+            assert!(lost.iter().all(|ms| *ms <= 44), "{strategy:?}: {lost:?}");
+            // A peer that cannot be checked gets at most one request at 40, 80, 160, … ms.
+            let lost = lost_requests(strategy, false);
+            let attempts = lost.iter().filter(|ms| **ms > 24).count();
+            assert!((2..=20).contains(&attempts), "{strategy:?}: {lost:?}");
+        }
+    }
+
+    #[test]
+    fn a_peer_with_one_slow_request_keeps_its_share() {
+        for strategy in [Strategy::PeakEwma, Strategy::RoundRobin] {
+            let balancer = balancer(strategy);
+            let all = peers_with(&balancer, 2, |_, peer| Peer {
+                n_checks: Some(AtomicUsize::default()),
+                ..peer
+            });
+            let start = Instant::now();
+            for peer in &all {
+                InFlightGuard::new(peer.clone(), start).record_response(start + MS);
+            }
+            let _slow = InFlightGuard::new(all[0].clone(), start + MS);
+            let mut n = 0;
+            for request in 1..=100 {
+                // The peer answers checks at once. Requests are further apart than the limit.
+                let now = start + 100 * MS * request;
+                let peer = balancer.try_pick(now, &[]).unwrap();
+                n += usize::from(peer.number == 0);
+                InFlightGuard::new(peer, now).record_response(now + MS);
+                all[0].load.record_response(now + MS);
+            }
+            // Its request in flight makes it cost twice as much as the other.
+            let expected = if strategy == Strategy::RoundRobin { 50 } else { 0 };
+            assert_eq!(n, expected, "{strategy:?}");
         }
     }
 

@@ -13,9 +13,11 @@ pub(crate) trait Candidate {
     fn load(&self) -> &Load;
     fn breaker(&self) -> &Breaker;
 
-    /// Checks whether the endpoint can be reached, without a request; an answer counts as a response. Returns whether it can be
-    /// checked so.
-    fn check(&self) -> bool;
+    /// Whether [`Self::check`] has an effect.
+    fn can_be_checked(&self) -> bool;
+
+    /// Checks whether the endpoint can be reached, without a request. The answer counts as a response.
+    fn check(&self);
 }
 
 /// One request in flight to an endpoint. It counts until the endpoint has responded, or until this is dropped.
@@ -101,9 +103,11 @@ mod tests {
             &self.breaker
         }
 
-        fn check(&self) -> bool {
+        fn can_be_checked(&self) -> bool {
             false
         }
+
+        fn check(&self) {}
     }
 
     #[tokio::test(start_paused = true)]

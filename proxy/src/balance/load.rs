@@ -1,4 +1,4 @@
-//! Load of an endpoint: peak-EWMA of its latency times its requests in flight, and whether it has stopped responding.
+//! Load of an endpoint: peak-EWMA of its latency times its requests in flight, and whether its response is late.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
@@ -15,11 +15,11 @@ pub(crate) struct Load {
     params: LoadParams,
     start: Instant,
     in_flight: AtomicU32,
-    /// When the endpoint last responded, or got a request while it had none: since then it owes a response. Milliseconds since
-    /// `start` plus one, as all times here.
-    owes_since: AtomicU32,
-    /// When an endpoint that does not respond may get the next request; only valid if later than `owes_since`.
-    next_attempt_at: AtomicU32,
+    /// While requests are in flight: when the endpoint last responded, or when the first of them was sent if that was later.
+    /// Milliseconds since `start` plus one, as all times here.
+    waiting_since: AtomicU32,
+    /// When an endpoint whose response is late was last checked, or got a request as an attempt.
+    last_attempt_at: AtomicU32,
     /// Packed into one word, so that value and time are always consistent; see [`Estimate`].
     estimate: AtomicU64,
 }
@@ -43,8 +43,8 @@ impl Load {
             params,
             start: now,
             in_flight: AtomicU32::new(0),
-            owes_since: AtomicU32::new(0),
-            next_attempt_at: AtomicU32::new(0),
+            waiting_since: AtomicU32::new(0),
+            last_attempt_at: AtomicU32::new(0),
             estimate: AtomicU64::new(estimate.pack()),
         }
     }
@@ -106,58 +106,54 @@ impl Load {
         self.raise_to(penalty.max(retry_after).max(took), now);
     }
 
-    /// Whether the endpoint owes a response, and has not responded for longer than usual.
+    /// How late the response of the endpoint is; `None` if no request is in flight, or it has responded recently.
     ///
     /// An endpoint behind a broken network accepts requests and never responds; the keep-alive of its connections notices that only
     /// after seconds.
-    pub(crate) fn is_silent(&self, now: Instant) -> bool {
+    pub(crate) fn delay(&self, now: Instant) -> Option<Delay> {
         if self.in_flight() == 0 {
-            return false;
+            return None;
         }
         let now = self.millis_at(now);
-        elapsed_ms(self.owes_since.load(Ordering::Relaxed), now) >= self.silence_limit(now)
-    }
-
-    /// Whether a silent endpoint should get one request, because it may be only slow: after twice the limit, and then each time that
-    /// the silence has doubled.
-    pub(crate) fn is_attempt_due(&self, now: Instant) -> bool {
-        let (now, owes_since) = (self.millis_at(now), self.owes_since.load(Ordering::Relaxed));
-        let planned = self.next_attempt_at.load(Ordering::Relaxed);
-        let wait = match elapsed_ms(owes_since, planned) {
-            0 => 2 * self.silence_limit(now), // not planned in this silence
-            wait => wait,
-        };
-        elapsed_ms(owes_since, now) >= wait
-    }
-
-    /// Plans the next attempt, if the endpoint does not respond.
-    pub(super) fn plan_next_attempt(&self, now: Instant) {
-        if self.in_flight() == 0 {
-            return;
+        let waited_ms = elapsed_ms(self.waiting_since.load(Ordering::Relaxed), now);
+        if waited_ms < MIN_DELAY_MS {
+            return None;
         }
-        let now = self.millis_at(now);
-        let silence = elapsed_ms(self.owes_since.load(Ordering::Relaxed), now);
-        if silence >= self.silence_limit(now) {
-            self.next_attempt_at.store(now.wrapping_add(silence), Ordering::Relaxed);
-        }
-    }
-
-    /// The time without a response after which the endpoint counts as not responding: its latency, a recent peak, or more.
-    fn silence_limit(&self, now: u32) -> u32 {
         let rtt = self.decayed(self.estimate(), now);
-        ((rtt * 1000.0) as u32).max(MIN_SILENCE_MS)
+        let limit_ms = ((rtt * 1000.0) as u32).clamp(MIN_DELAY_MS, MAX_DELAY_LIMIT_MS);
+        if waited_ms < limit_ms {
+            return None;
+        }
+        let last_attempt_at = self.last_attempt_at.load(Ordering::Relaxed);
+        // An attempt before the last response is too long ago to count.
+        let since_attempt_ms = Some(now.wrapping_sub(last_attempt_at)).filter(|elapsed| *elapsed < waited_ms);
+        Some(Delay {
+            waited_ms,
+            limit_ms,
+            since_attempt_ms,
+            last_attempt_at,
+        })
+    }
+
+    /// Records a check or an attempt, unless another worker has recorded one since `delay` was computed.
+    pub(super) fn try_record_attempt(&self, delay: Delay, now: Instant) -> bool {
+        let (last, now) = (delay.last_attempt_at, self.millis_at(now));
+        self.last_attempt_at
+            .compare_exchange(last, now, Ordering::Relaxed, Ordering::Relaxed)
+            .is_ok()
     }
 
     /// Counts a request that is sent.
     pub(super) fn begin(&self, now: Instant) {
-        if self.in_flight.fetch_add(1, Ordering::Relaxed) == 0 {
+        if self.in_flight() == 0 {
             self.record_response(now);
         }
+        self.in_flight.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Records that the endpoint has responded.
     pub(crate) fn record_response(&self, now: Instant) {
-        self.owes_since.store(self.millis_at(now), Ordering::Relaxed);
+        self.waiting_since.store(self.millis_at(now), Ordering::Relaxed);
     }
 
     /// Removes a request from the count.
@@ -212,6 +208,35 @@ impl Load {
     }
 }
 
+/// A response that is late.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Delay {
+    waited_ms: u32,
+    /// After this time a response is late: the latency of the endpoint, a recent peak, within bounds.
+    limit_ms: u32,
+    since_attempt_ms: Option<u32>,
+    last_attempt_at: u32,
+}
+
+impl Delay {
+    /// Whether the endpoint was not checked in this delay.
+    pub(super) fn is_unchecked(self) -> bool {
+        self.since_attempt_ms.is_none()
+    }
+
+    /// Whether the answer to the last check is late too.
+    pub(super) fn is_check_late(self) -> bool {
+        self.since_attempt_ms.is_some_and(|elapsed| elapsed >= self.limit_ms)
+    }
+
+    /// Whether the endpoint should get one request, because it may be only slow: after twice the limit, and then each time that the
+    /// delay has doubled.
+    pub(super) fn is_attempt_due(self) -> bool {
+        let waited_at_attempt = self.since_attempt_ms.map(|elapsed| self.waited_ms - elapsed);
+        self.waited_ms >= 2 * waited_at_attempt.unwrap_or(self.limit_ms)
+    }
+}
+
 impl Estimate {
     fn pack(self) -> u64 {
         u64::from(self.rtt.to_bits()) << 32 | u64::from(self.updated_at_ms)
@@ -235,7 +260,9 @@ fn elapsed_ms(from: u32, to: u32) -> u32 {
 
 const MIN_RTT_SECONDS: f32 = 0.001;
 /// Shorter pauses of a process are normal.
-const MIN_SILENCE_MS: u32 = 20;
+const MIN_DELAY_MS: u32 = 20;
+/// Requests that were cancelled after a timeout raise the estimate of the latency; the limit must not grow with it.
+const MAX_DELAY_LIMIT_MS: u32 = 200;
 
 #[cfg(test)]
 mod tests {
@@ -322,8 +349,17 @@ mod tests {
         assert_near(load.cost(start), 0.020);
     }
 
+    /// The milliseconds, from one to another, at which the endpoint may get a request: its response is not late, or an attempt is due.
+    fn accepts_requests(load: &Load, start: Instant, from: u32, to: u32) -> Vec<u32> {
+        let accepts = |ms: &u32| {
+            let delay = load.delay(start + *ms * MS);
+            delay.is_none_or(Delay::is_attempt_due)
+        };
+        (from..to).filter(accepts).collect()
+    }
+
     #[test]
-    fn an_endpoint_that_owes_a_response_gets_requests_at_growing_intervals() {
+    fn an_endpoint_whose_response_is_late_gets_attempts_at_growing_intervals() {
         let start = Instant::now();
         let load = Load::new(peak_ewma(), start);
         let at = |ms: u32| start + ms * MS;
@@ -331,35 +367,58 @@ mod tests {
         load.observe(MS, at(1));
         load.record_response(at(1));
         load.begin(at(1));
-        let gets_requests = |from: u32, to: u32| {
-            (from..to)
-                .filter(|ms| !load.is_silent(at(*ms)) || load.is_attempt_due(at(*ms)))
-                .collect::<Vec<_>>()
-        };
-        let before_and_from =
-            |before: std::ops::Range<u32>, from: std::ops::Range<u32>| before.chain(from).collect::<Vec<_>>();
-        assert_eq!(gets_requests(1, 90), before_and_from(1..21, 41..90));
-        load.plan_next_attempt(at(41));
-        assert_eq!(gets_requests(41, 90), before_and_from(81..90, 0..0));
-        load.plan_next_attempt(at(81));
-        assert_eq!(gets_requests(81, 170), before_and_from(161..170, 0..0));
-        load.record_response(at(170));
-        assert_eq!(gets_requests(170, 220), before_and_from(170..190, 210..220));
+        let attempt = |ms: u32| assert!(load.try_record_attempt(load.delay(at(ms)).unwrap(), at(ms)));
+        let accepts = |from: u32, to: u32| accepts_requests(&load, start, from, to);
+        let ranges =
+            |first: std::ops::Range<u32>, second: std::ops::Range<u32>| first.chain(second).collect::<Vec<_>>();
+        assert_eq!(accepts(1, 90), ranges(1..21, 41..90));
+        attempt(41);
+        assert_eq!(accepts(41, 90), ranges(81..90, 0..0));
+        attempt(81);
+        assert_eq!(accepts(81, 170), ranges(161..170, 0..0));
+        // A response ends the delay, and earlier attempts do not count in the next one.
+        load.record_response(at(100));
+        assert_eq!(accepts(100, 170), ranges(100..120, 140..170));
         load.end();
         load.end();
-        assert!(!load.is_silent(at(10_000)), "without requests, no response is owed");
+        assert!(load.delay(at(10_000)).is_none(), "no request is in flight");
         load.begin(at(20_000));
-        assert!(!load.is_silent(at(20_000)));
+        assert!(load.delay(at(20_000)).is_none());
+        let delay = load.delay(at(20_050)).unwrap();
+        assert!(load.try_record_attempt(delay, at(20_050)) && !load.try_record_attempt(delay, at(20_050)));
     }
 
     #[test]
-    fn a_slow_endpoint_may_be_silent_for_longer() {
+    fn attempts_are_due_however_old_the_endpoint_is() {
         let start = Instant::now();
         let load = Load::new(peak_ewma(), start);
-        load.observe(100 * MS, start);
-        load.begin(start);
-        assert!(!load.is_silent(start + 95 * MS));
-        assert!(load.is_silent(start + 105 * MS));
+        for days in [0, 24, 26, 40, 49, 50, 60, 80] {
+            let begun = start + Duration::from_secs(days * 86_400 + 1);
+            load.observe(MS, begun);
+            load.begin(begun);
+            assert!(load.delay(begun + 15 * MS).is_none(), "after {days} days");
+            let late = load.delay(begun + 35 * MS).unwrap();
+            assert!(
+                late.is_unchecked() && !late.is_attempt_due(),
+                "after {days} days: {late:?}"
+            );
+            let due = load.delay(begun + 45 * MS).unwrap();
+            assert!(due.is_attempt_due(), "after {days} days: {due:?}");
+            load.end();
+        }
+    }
+
+    #[test]
+    fn the_response_of_a_slow_endpoint_is_late_after_its_latency() {
+        let start = Instant::now();
+        let load = Load::new(peak_ewma(), start);
+        for (rtt, limit) in [(100, 100), (5000, 200)] {
+            load.observe(rtt * MS, start);
+            load.begin(start);
+            assert!(load.delay(start + (limit - 5) * MS).is_none());
+            assert!(load.delay(start + (limit + 5) * MS).is_some());
+            load.end();
+        }
     }
 
     #[test]

@@ -543,7 +543,7 @@ const DIRECTION_VARIABLES: &[DirectionVariable] = &[
         "ACCEPT_KEEPALIVE",
         DURATION,
         [NONE, NONE],
-        "Idle time after which TCP keep-alive probes an accepted connection, and the time between probes. Linux counts whole seconds from 1 to 32767; other values become the nearest of these.",
+        "Idle time after which TCP keep-alive probes an accepted connection, and the time between probes (at most 75 s). Linux counts whole seconds from 1 to 32767; other values become the nearest of these.",
     ),
     direction(
         "ACCEPT_USER_TIMEOUT",
@@ -567,7 +567,7 @@ const DIRECTION_VARIABLES: &[DirectionVariable] = &[
         "CONNECT_KEEPALIVE",
         DURATION,
         [NONE, NONE],
-        "Idle time after which TCP keep-alive probes a connection that the proxy has dialled, and the time between probes. Linux counts whole seconds from 1 to 32767; other values become the nearest of these.",
+        "Idle time after which TCP keep-alive probes a connection that the proxy has dialled, and the time between probes (at most 75 s). Linux counts whole seconds from 1 to 32767; other values become the nearest of these.",
     ),
     direction(
         "CONNECT_USER_TIMEOUT",

@@ -14,7 +14,7 @@ use crate::net::transparent;
 /// Socket options for accepted or dialled connections.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct SocketOptions {
-    /// The idle time before the first TCP keepalive probe, and between probes; off when absent.
+    /// The idle time before the first TCP keepalive probe, and between probes if it is less than 75 s; off when absent.
     pub(crate) keepalive: Option<Duration>,
     /// `TCP_USER_TIMEOUT`; the kernel's default when absent.
     pub(crate) user_timeout: Option<Duration>,
@@ -108,8 +108,9 @@ pub(crate) fn apply_options<'a>(socket: impl Into<SockRef<'a>>, options: SocketO
         socket.set_tcp_nodelay(true)?;
         if let Some(time) = options.keepalive {
             let time = time.clamp(MIN_KEEPALIVE, MAX_KEEPALIVE);
-            // The kernel looks at the user timeout when it sends a probe, by default only each 75 s.
-            let probes = TcpKeepalive::new().with_time(time).with_interval(time);
+            // The kernel looks at the user timeout when it sends a probe.
+            let interval = time.min(MAX_KEEPALIVE_INTERVAL);
+            let probes = TcpKeepalive::new().with_time(time).with_interval(interval);
             socket.set_tcp_keepalive(&probes)?;
         }
         if options.user_timeout.is_some() {
@@ -122,9 +123,11 @@ pub(crate) fn apply_options<'a>(socket: impl Into<SockRef<'a>>, options: SocketO
     }
 }
 
-/// The range that the kernel accepts for `TCP_KEEPIDLE` and `TCP_KEEPINTVL`; values outside it are clamped.
+/// The range that the kernel accepts for `TCP_KEEPIDLE`; values outside it are clamped.
 const MIN_KEEPALIVE: Duration = Duration::from_secs(1);
 const MAX_KEEPALIVE: Duration = Duration::from_secs(32_767);
+/// The default of the kernel.
+const MAX_KEEPALIVE_INTERVAL: Duration = Duration::from_secs(75);
 
 #[cfg(test)]
 mod tests {
@@ -160,7 +163,8 @@ mod tests {
             );
             let socket = SockRef::from(&stream);
             assert_eq!(socket.tcp_keepalive_time().unwrap(), Duration::from_secs(expected));
-            assert_eq!(socket.tcp_keepalive_interval().unwrap(), Duration::from_secs(expected));
+            let interval = Duration::from_secs(expected).min(MAX_KEEPALIVE_INTERVAL);
+            assert_eq!(socket.tcp_keepalive_interval().unwrap(), interval);
         }
         let own_port = Some(addr.port());
         let to_own_port = dial(addr, &Config { own_port, ..config }).await;

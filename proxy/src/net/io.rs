@@ -172,7 +172,7 @@ impl Tcp {
 impl Drop for Tcp {
     fn drop(&mut self) {
         let asked_by_owner = self.must_reset.load(Ordering::Relaxed);
-        let evicted_or_stopped = self.permit.as_ref().is_some_and(ConnectionPermit::must_reset);
+        let evicted_or_stopped = self.permit.as_ref().is_some_and(ConnectionPermit::prefers_reset);
         // A connection that was evicted, or that the proxy ends (`ConnectionHandle::reset_on_drop`), is reset only if the peer has
         // acknowledged everything: a reset would discard a complete response in flight. If a FIN could be taken for the end of an
         // incomplete response, its owner has called `Io::reset_on_drop`.

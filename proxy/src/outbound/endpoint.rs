@@ -172,8 +172,14 @@ impl Candidate for Endpoint {
         &self.breaker
     }
 
-    fn check(&self) -> bool {
-        self.peer_checks.as_ref().map(|checks| checks.request()).is_some()
+    fn can_be_checked(&self) -> bool {
+        self.peer_checks.as_ref().is_some_and(|checks| checks.has_connections())
+    }
+
+    fn check(&self) {
+        if let Some(checks) = &self.peer_checks {
+            checks.request();
+        }
     }
 }
 

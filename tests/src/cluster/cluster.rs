@@ -86,7 +86,6 @@ impl Cluster {
     /// # Errors
     /// The same as [`Cluster::start`].
     pub async fn start_with(options: ClusterOptions) -> anyhow::Result<Self> {
-        check_options(&options)?;
         let lock = slot::lock_free_slot().await?;
         Self::start_in(lock, options).await
     }
@@ -104,7 +103,6 @@ impl Cluster {
     /// # Errors
     /// The same as [`Cluster::start`], or a detached cluster is running.
     pub async fn start_detached(options: ClusterOptions) -> anyhow::Result<()> {
-        check_options(&options)?;
         let lock = Slot::detached().lock().await?;
         let mut cluster = Self::launch(lock, options, ProcessLifetime::Detached).await?;
         mem::take(&mut cluster.components).into_iter().for_each(mem::forget);
@@ -114,6 +112,7 @@ impl Cluster {
     }
 
     async fn launch(lock: SlotLock, options: ClusterOptions, life: ProcessLifetime) -> anyhow::Result<Self> {
+        check_options(&options)?;
         let (count, addresses) = (options.nodes, options.addresses);
         let slot = lock.slot.clone();
         ensure!(

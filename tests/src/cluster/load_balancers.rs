@@ -15,9 +15,15 @@ use super::addresses::ClusterAddresses;
 /// Writes an address into the status of each Service of type `LoadBalancer` that has none, until the task is aborted. The nodes
 /// forward connections to it to the endpoints of the Service.
 pub(super) async fn assign_addresses(client: Client, addresses: ClusterAddresses) {
+    let mut reported = String::new();
     loop {
-        // While the API server does not respond, no Service can be created either.
-        let _ = assign_missing(&client, addresses).await;
+        if let Err(error) = assign_missing(&client, addresses).await {
+            let error = format!("{error:#}");
+            if error != reported {
+                eprintln!("cluster: no address for a load balancer: {error}");
+                reported = error;
+            }
+        }
         sleep(POLL_INTERVAL).await;
     }
 }

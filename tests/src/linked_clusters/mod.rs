@@ -9,6 +9,7 @@ use tulle_bench::load::stats::Report;
 use tulle_control::trust;
 
 use crate::cluster::{ClusterPair, Connection, PairNetwork};
+use crate::images::Image;
 use crate::meshed::{Client, MeshedCluster};
 use crate::{commands, programs};
 
@@ -37,7 +38,7 @@ impl LinkedClusters {
         )?;
         let linked = Self { network, west, east };
         progress("installing the gateway in east, and the controller of the link in west");
-        let gateway = format!("--set gateway.pauseImage={PAUSE_IMAGE}");
+        let gateway = format!("--set gateway.pauseImage={}", Image::Pause.reference());
         let controller = "--gateway=false --set controllers[0].link.ref.name=east";
         for (cluster, flags) in [(&linked.east, &*gateway), (&linked.west, controller)] {
             let manifests = tulle(cluster, &format!("multicluster install {flags}")).await?;
@@ -149,8 +150,10 @@ pub async fn tulle(cluster: &MeshedCluster, line: &str) -> anyhow::Result<String
 ///
 /// # Errors
 /// Fails if the command cannot be started, or does not end.
-pub async fn tulle_output(cluster: &MeshedCluster, line: &str) -> anyhow::Result<Output> {
-    let mut tulle = cluster.cluster.command_of(&programs::built_binary("tulle")?);
+async fn tulle_output(cluster: &MeshedCluster, line: &str) -> anyhow::Result<Output> {
+    let mut tulle = cluster
+        .cluster
+        .command_of(&programs::static_binaries_dir()?.join("tulle"));
     tulle.args(line.split_whitespace()).env("PATH", programs::search_path());
     commands::output(&format!("tulle {line}"), tulle).await
 }
@@ -171,6 +174,5 @@ const WEB: &str = include_str!("web.yaml");
 const CLIENT_MANIFEST: &str = include_str!("client.yaml");
 /// The namespace of the extension.
 pub const NAMESPACE: &str = "linkerd-multicluster";
-pub const WEST_TRUST_DOMAIN: &str = "cluster.local";
-pub const EAST_TRUST_DOMAIN: &str = "east.id";
-const PAUSE_IMAGE: &str = "tulle.test/pause:latest";
+const WEST_TRUST_DOMAIN: &str = "cluster.local";
+const EAST_TRUST_DOMAIN: &str = "east.id";

@@ -43,6 +43,7 @@ impl Mirror {
             scope,
             probe_service: None,
             may_create_namespaces: false,
+            mirrors_pods: false,
             refresh_period: Duration::from_secs(1),
             lease_holder: "test".to_owned(),
         };

@@ -22,6 +22,8 @@ pub(in crate::mirror) struct Inputs<'a> {
     pub(in crate::mirror) exporting: &'a ExportingCluster,
     pub(in crate::mirror) local: &'a LocalCluster,
     pub(in crate::mirror) may_create_namespaces: bool,
+    /// Whether pods of headless Services get mirrors of their own.
+    pub(in crate::mirror) mirrors_pods: bool,
     /// The version of the member by which each federated Service was last completely rewritten.
     pub(in crate::mirror) rewritten_by: &'a HashMap<NamespacedName, String>,
 }

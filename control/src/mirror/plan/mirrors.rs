@@ -1,15 +1,16 @@
 //! Mirrors: a Service of this cluster for each exported Service of another one.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::net::IpAddr;
 
 use k8s_openapi::api::core::v1::{EndpointAddress, EndpointPort, EndpointSubset, Endpoints, Service};
 use tulle_core::names::{annotation, label};
 
+use super::headless::{self, Pods, is_headless, is_pod_mirror_of, pod_mirror};
 use super::inputs::{GatewayState, Inputs, Linked, MirrorStatus, Plan, Rejection, Write};
 use super::objects::{
-    PROBE_PORT_NAME, check, contains_all, copied_annotations, copied_labels, differs, is_mirror_of, known,
-    mirror_labels, mirror_ports, new_metadata, new_service, object_name, rewritten,
+    PROBE_PORT_NAME, check, check_name_length, contains_all, copied_annotations, copied_labels, differs, is_mirror_of,
+    known, mirror_labels, mirror_ports, new_metadata, new_service, object_name, rewritten,
 };
 use crate::mirror::link::{Gateway, Link};
 use crate::resources::meta::NamespacedName;
@@ -17,7 +18,17 @@ use crate::resources::meta::NamespacedName;
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Mode {
     Gateway,
+    /// Through the gateway too, with a mirror for each pod that has a host name.
+    Headless,
     RemoteDiscovery,
+}
+
+/// An exported Service and the name of its mirror.
+#[derive(Clone, Copy)]
+struct Exported<'a> {
+    name: &'a NamespacedName,
+    service: &'a Service,
+    mirror: &'a NamespacedName,
 }
 
 struct Planner<'a> {
@@ -60,6 +71,11 @@ impl Planner<'_> {
         };
         let mirror = NamespacedName::new(&*name.namespace, format!("{}-{}", name.name, link.cluster));
         let outcome = check(self.inputs, self.plan, service, &mirror).and_then(|()| {
+            if self.wanted.contains(&mirror) {
+                return Err(Rejection::InvalidService(format!(
+                    "the Service {mirror} is the mirror of a pod of a headless Service"
+                )));
+            }
             let existing = self.inputs.local.services.get(&mirror);
             match existing.filter(|existing| !is_mirror_of(&existing.metadata, &link.cluster)) {
                 Some(_) => Err(Rejection::InvalidService(format!(
@@ -69,24 +85,117 @@ impl Planner<'_> {
                 None => Ok(()),
             }
         });
-        if outcome.is_ok() {
-            let put_service = self.put_service(mode, name, service, &mirror);
-            let write_endpoints = match mode {
-                Mode::Gateway => self.put_mirror_endpoints(name, service, &mirror),
-                Mode::RemoteDiscovery => self.delete_endpoints(&mirror),
-            };
-            self.wanted.insert(mirror.clone());
-            let writes = put_service.into_iter().chain(write_endpoints);
-            self.plan.add_step(mirror.clone(), writes.collect());
-        }
-        let outcome = outcome.and_then(|()| match mode {
-            Mode::Gateway => self.check_gateway(&mirror),
-            Mode::RemoteDiscovery => Ok(()),
+        let exported = Exported {
+            name,
+            service,
+            mirror: &mirror,
+        };
+        let outcome = outcome.and_then(|()| match self.pods(mode, exported)? {
+            Some(host_names) => {
+                let pods = self.mirror_pods(exported, &host_names);
+                self.write_mirror(Mode::Headless, exported, &host_names);
+                pods.and_then(|()| self.check_gateway(&mirror))
+            }
+            None => {
+                self.write_mirror(mode, exported, &BTreeSet::new());
+                match mode {
+                    Mode::Gateway | Mode::Headless => self.check_gateway(&mirror),
+                    Mode::RemoteDiscovery => Ok(()),
+                }
+            }
         });
         self.plan.mirrors.push(MirrorStatus {
             exported: name.clone(),
             mirror: outcome.map(|()| mirror),
         });
+    }
+
+    /// The host names of the pods, if they get mirrors of their own.
+    ///
+    /// Fails if that is not known, because there was no pod yet.
+    fn pods(&self, mode: Mode, exported: Exported<'_>) -> Result<Option<BTreeSet<String>>, Rejection> {
+        if mode != Mode::Gateway || !self.inputs.mirrors_pods || !is_headless(exported.service) {
+            return Ok(None);
+        }
+        let endpoints = self.inputs.exporting.endpoints.get(exported.name);
+        match Pods::of(endpoints.map(|endpoints| &**endpoints)) {
+            Pods::WithHostNames(host_names) => Ok(Some(host_names)),
+            Pods::WithoutHostNames => Ok(None),
+            // The mirror stays what it is.
+            Pods::None => match self.inputs.local.services.get(exported.mirror) {
+                Some(existing) => Ok(is_headless(existing).then(BTreeSet::new)),
+                None => Err(Rejection::Failed(
+                    "the headless Service has no pods yet, so that it is not known whether they have host names"
+                        .to_owned(),
+                )),
+            },
+        }
+    }
+
+    /// Plans the mirror of a Service and its Endpoints.
+    fn write_mirror(&mut self, mode: Mode, exported: Exported<'_>, host_names: &BTreeSet<String>) {
+        let mut writes = self.put_service(exported, self.mirror_service(mode, exported));
+        writes.extend(match mode {
+            Mode::Gateway => self.put_mirror_endpoints(exported, full_name(exported.name, &self.link.domain)),
+            Mode::Headless => self.put_headless_endpoints(exported, host_names),
+            Mode::RemoteDiscovery => self.delete_endpoints(exported.mirror),
+        });
+        self.wanted.insert(exported.mirror.clone());
+        self.plan.add_step(exported.mirror.clone(), writes);
+    }
+
+    /// Plans a mirror for each of these pods. Fails with the first name that is in use.
+    fn mirror_pods(&mut self, exported: Exported<'_>, host_names: &BTreeSet<String>) -> Result<(), Rejection> {
+        let mut outcome = Ok(());
+        for host_name in host_names {
+            let mirror = pod_mirror(host_name, &self.link.cluster, exported.mirror);
+            let free = check_name_length(&mirror).and_then(|()| self.check_pod_mirror(&mirror, exported));
+            if free.is_err() {
+                outcome = outcome.and(free);
+                continue;
+            }
+            let service = self.pod_mirror_service(host_name, exported, &mirror);
+            let pod = Exported {
+                mirror: &mirror,
+                ..exported
+            };
+            let mut writes = self.put_service(pod, service);
+            let remote_name = format!("{host_name}.{}", full_name(exported.name, &self.link.domain));
+            writes.extend(self.put_mirror_endpoints(pod, remote_name));
+            self.wanted.insert(mirror.clone());
+            self.plan.add_step(mirror, writes);
+        }
+        outcome
+    }
+
+    /// Fails if another Service has the name.
+    fn check_pod_mirror(&self, mirror: &NamespacedName, exported: Exported<'_>) -> Result<(), Rejection> {
+        let existing = self.inputs.local.services.get(mirror);
+        let is_taken =
+            existing.is_some_and(|existing| !is_pod_mirror_of(existing, &self.link.cluster, exported.mirror));
+        if is_taken || self.wanted.contains(mirror) {
+            return Err(Rejection::InvalidService(format!(
+                "the Service {mirror} exists and is not the mirror of a pod of {}",
+                exported.name
+            )));
+        }
+        Ok(())
+    }
+
+    fn pod_mirror_service(&self, host_name: &str, exported: Exported<'_>, mirror: &NamespacedName) -> Service {
+        let link = self.link;
+        let mut labels = copied_labels(self.inputs, exported.service);
+        labels.extend(mirror_labels(&link.cluster));
+        labels.insert(label::HEADLESS_MIRROR.to_owned(), exported.mirror.name.to_string());
+        let remote_name = format!("{host_name}.{}", full_name(exported.name, &link.domain));
+        let annotations = BTreeMap::from([
+            (annotation::REMOTE_SERVICE_NAME.to_owned(), remote_name),
+            (
+                annotation::REMOTE_RESOURCE_VERSION.to_owned(),
+                exported.service.metadata.resource_version.clone().unwrap_or_default(),
+            ),
+        ]);
+        new_service(mirror, labels, annotations, mirror_ports(exported.service))
     }
 
     /// Fails if a mirror has no Endpoints, because no address of the gateway is known.
@@ -103,7 +212,8 @@ impl Planner<'_> {
         }
     }
 
-    fn mirror_service(&self, mode: Mode, name: &NamespacedName, service: &Service, mirror: &NamespacedName) -> Service {
+    fn mirror_service(&self, mode: Mode, exported: Exported<'_>) -> Service {
+        let Exported { name, service, mirror } = exported;
         let link = self.link;
         let mut labels = copied_labels(self.inputs, service);
         labels.extend(mirror_labels(&link.cluster));
@@ -120,55 +230,65 @@ impl Planner<'_> {
             annotation::REMOTE_RESOURCE_VERSION.to_owned(),
             service.metadata.resource_version.clone().unwrap_or_default(),
         );
-        new_service(mirror, labels, annotations, mirror_ports(service))
+        let mut service = new_service(mirror, labels, annotations, mirror_ports(service));
+        if let Some(spec) = service.spec.as_mut().filter(|_| mode == Mode::Headless) {
+            spec.cluster_ip = Some("None".to_owned());
+        }
+        service
     }
 
-    /// The write that makes the local Service equal to the wanted one, if it is not.
+    /// The writes that make the local Service equal to the wanted one, if it is not.
     ///
     /// Other writers can add labels and annotations. They stay until the exported Service changes: removing them at once could be an
     /// endless exchange of writes.
-    fn put_service(
-        &self,
-        mode: Mode,
-        name: &NamespacedName,
-        service: &Service,
-        mirror: &NamespacedName,
-    ) -> Option<Write> {
-        let mut wanted = self.mirror_service(mode, name, service, mirror);
-        if let Some(existing) = self.inputs.local.services.get(mirror) {
-            if !differs(existing, &wanted, service) {
-                return None;
-            }
-            wanted = rewritten(existing, wanted);
+    fn put_service(&self, exported: Exported<'_>, wanted: Service) -> Vec<Write> {
+        let put = |service| Write::PutService(Box::new(service));
+        let Some(existing) = self.inputs.local.services.get(exported.mirror) else {
+            return vec![put(wanted)];
+        };
+        // A Service that is headless cannot become one that is not.
+        if is_headless(existing) != is_headless(&wanted) {
+            return vec![Write::DeleteService(known(&existing.metadata)), put(wanted)];
         }
-        Some(Write::PutService(Box::new(wanted)))
+        match differs(existing, &wanted, exported.service) {
+            true => vec![put(rewritten(existing, wanted))],
+            false => Vec::new(),
+        }
     }
 
-    fn put_mirror_endpoints(&self, name: &NamespacedName, service: &Service, mirror: &NamespacedName) -> Option<Write> {
-        let settings = self.link.gateway.as_ref()?;
+    /// `remote_name` is the name by which the gateway finds the endpoints.
+    fn put_mirror_endpoints(&self, exported: Exported<'_>, remote_name: String) -> Option<Write> {
+        let port = i32::from(self.link.gateway.as_ref()?.port);
         let addresses = self.gateway.addresses?;
-        let exported = self.inputs.exporting.endpoints.get(name);
-        let subsets = match exported.is_some_and(|endpoints| has_ready_address(endpoints)) {
+        let endpoints = self.inputs.exporting.endpoints.get(exported.name);
+        let subsets = match endpoints.is_some_and(|endpoints| has_ready_address(endpoints)) {
             true => {
-                let ports = service.spec.iter().flat_map(|spec| spec.ports.iter().flatten());
-                let ports = ports.map(|port| EndpointPort {
-                    name: port.name.clone(),
-                    port: settings.port.into(),
-                    protocol: port.protocol.clone(),
-                    ..EndpointPort::default()
-                });
-                vec![gateway_subset(addresses, self.gateway.is_alive, ports.collect())]
+                let ports = endpoint_ports(exported.service, |_| port);
+                vec![gateway_subset(addresses, self.gateway.is_alive, ports)]
             }
             false => Vec::new(),
         };
-        let mut labels = copied_labels(self.inputs, service);
+        self.put_endpoints_of_mirror(exported, remote_name, subsets)
+    }
+
+    fn put_headless_endpoints(&self, exported: Exported<'_>, host_names: &BTreeSet<String>) -> Option<Write> {
+        let ports = endpoint_ports(exported.service, |port| port);
+        let (cluster, local) = (&self.link.cluster, self.inputs.local);
+        let subsets = headless::subset(host_names, ports, cluster, exported.mirror, local);
+        self.put_endpoints_of_mirror(exported, full_name(exported.name, &self.link.domain), subsets)
+    }
+
+    fn put_endpoints_of_mirror(
+        &self,
+        exported: Exported<'_>,
+        remote_name: String,
+        subsets: Vec<EndpointSubset>,
+    ) -> Option<Write> {
+        let mut labels = copied_labels(self.inputs, exported.service);
         labels.extend(mirror_labels(&self.link.cluster));
-        let mut annotations = gateway_annotations(settings);
-        annotations.insert(
-            annotation::REMOTE_SERVICE_NAME.to_owned(),
-            full_name(name, &self.link.domain),
-        );
-        self.put_endpoints(new_endpoints(mirror, labels, annotations, subsets))
+        let mut annotations = gateway_annotations(self.link.gateway.as_ref()?);
+        annotations.insert(annotation::REMOTE_SERVICE_NAME.to_owned(), remote_name);
+        self.put_endpoints(new_endpoints(exported.mirror, labels, annotations, subsets))
     }
 
     /// The Endpoints of the Service through which the gateway is probed. They are always ready, so that it is probed when it is not
@@ -247,8 +367,11 @@ impl Planner<'_> {
 
 /// The addresses and ports of Endpoints, in comparable form.
 fn normalized(endpoints: &Endpoints) -> Vec<impl PartialEq + use<>> {
-    let ips = |addresses: &Option<Vec<EndpointAddress>>| -> Vec<String> {
-        addresses.iter().flatten().map(|address| address.ip.clone()).collect()
+    let ips = |addresses: &Option<Vec<EndpointAddress>>| -> Vec<(String, Option<String>)> {
+        let addresses = addresses.iter().flatten();
+        addresses
+            .map(|address| (address.ip.clone(), address.hostname.clone()))
+            .collect()
     };
     let ports = |subset: &EndpointSubset| -> Vec<_> {
         let port = |port: &EndpointPort| {
@@ -260,6 +383,18 @@ fn normalized(endpoints: &Endpoints) -> Vec<impl PartialEq + use<>> {
     let subsets = endpoints.subsets.iter().flatten();
     let subset = |subset: &EndpointSubset| (ips(&subset.addresses), ips(&subset.not_ready_addresses), ports(subset));
     subsets.map(subset).collect()
+}
+
+/// The ports of a Service, each with the number that `number` returns for that of the Service.
+fn endpoint_ports(service: &Service, number: impl Fn(i32) -> i32) -> Vec<EndpointPort> {
+    let ports = service.spec.iter().flat_map(|spec| spec.ports.iter().flatten());
+    let ports = ports.map(|port| EndpointPort {
+        name: port.name.clone(),
+        port: number(port.port),
+        protocol: port.protocol.clone(),
+        ..EndpointPort::default()
+    });
+    ports.collect()
 }
 
 fn gateway_subset(addresses: &[IpAddr], is_alive: bool, ports: Vec<EndpointPort>) -> EndpointSubset {

@@ -1,6 +1,7 @@
 //! What has to be written so that the mirrors of a cluster are as its exported Services say. Pure: without requests and clock.
 
 pub(super) mod federated;
+mod headless;
 pub(super) mod inputs;
 mod mirrors;
 pub(super) mod objects;

@@ -24,16 +24,21 @@ pub(super) fn check(
     if spec.is_none_or(|spec| spec.ports.as_ref().is_none_or(Vec::is_empty)) {
         return invalid("the Service has no ports".to_owned());
     }
-    if mirror.name.len() > MAX_NAME_LENGTH {
-        return invalid(format!(
-            "the name {} of the mirror has {} characters; at most {MAX_NAME_LENGTH} are accepted",
-            mirror.name,
-            mirror.name.len()
-        ));
-    }
+    check_name_length(mirror)?;
     if !inputs.local.namespaces.contains(&*mirror.namespace) {
         create_namespace(inputs, plan, &mirror.namespace);
         return Err(Rejection::MissingNamespace(mirror.namespace.to_string()));
+    }
+    Ok(())
+}
+
+pub(super) fn check_name_length(mirror: &NamespacedName) -> Result<(), Rejection> {
+    let length = mirror.name.len();
+    if length > MAX_NAME_LENGTH {
+        return Err(Rejection::InvalidService(format!(
+            "the name {} of the mirror has {length} characters; at most {MAX_NAME_LENGTH} are accepted",
+            mirror.name
+        )));
     }
     Ok(())
 }

@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 use tulle_core::names::annotation;
 
 use super::federated::clusters_without_link;
+use super::headless::is_headless;
 use super::inputs::{ExportingCluster, GatewayState, LinkAge, Linked, LocalCluster, MirrorStatus, Step, Write};
 use super::objects::{mirror_labels, object_name};
 use super::*;
@@ -22,6 +23,7 @@ struct Case {
     addresses: Vec<IpAddr>,
     is_alive: bool,
     may_create_namespaces: bool,
+    mirrors_pods: bool,
     rewritten_by: HashMap<NamespacedName, String>,
 }
 
@@ -46,6 +48,7 @@ impl Case {
             addresses: vec!["192.0.2.7".parse().unwrap()],
             is_alive: true,
             may_create_namespaces: false,
+            mirrors_pods: false,
             rewritten_by: HashMap::new(),
         };
         case.local.namespaces.insert("shop".to_owned());
@@ -95,6 +98,7 @@ impl Case {
             exporting: &self.exporting,
             local: &self.local,
             may_create_namespaces: self.may_create_namespaces,
+            mirrors_pods: self.mirrors_pods,
             rewritten_by: &self.rewritten_by,
         })
     }
@@ -118,6 +122,8 @@ impl Case {
                     Write::PutService(service) => {
                         let mut service = service.clone();
                         service.metadata.resource_version = Some("1".to_owned());
+                        let address = format!("10.9.0.{}", self.local.services.len());
+                        service.spec.as_mut().unwrap().cluster_ip.get_or_insert(address);
                         let name = object_name(&service.metadata);
                         self.local.services.insert(name, Arc::new(*service));
                     }
@@ -189,9 +195,13 @@ fn an_exported_service_becomes_a_service_and_endpoints_of_the_gateway() {
         service["metadata"]["annotations"],
         json!({"mirror.linkerd.io/remote-resource-version": "7", "mirror.linkerd.io/remote-svc-fq-name": "web.shop.svc.east.test"})
     );
+    // The cluster assigns the address.
     assert_eq!(
         service["spec"],
-        json!({"ports": [{"name": "http", "port": 80, "protocol": "TCP", "targetPort": 8080}]})
+        json!({
+            "clusterIP": "10.9.0.0",
+            "ports": [{"name": "http", "port": 80, "protocol": "TCP", "targetPort": 8080}],
+        })
     );
     let endpoints = case.endpoints("web-east").unwrap();
     assert_eq!(
@@ -558,4 +568,173 @@ fn a_federated_service_follows_the_member_that_determines_its_metadata() {
         json!({"mirror.linkerd.io/mirrored-service": "true"})
     );
     assert_eq!(service["spec"]["ports"][0]["port"], 81);
+}
+
+/// The pods of the exported headless Service, each with its host name.
+fn set_pods(case: &mut Case, ready: &[&str], not_ready: &[&str]) {
+    let addresses = |host_names: &[&str]| -> Value {
+        let address = |host_name: &&str| json!({"ip": "10.1.0.1", "hostname": host_name});
+        host_names.iter().map(address).collect()
+    };
+    let subset = json!({"addresses": addresses(ready), "notReadyAddresses": addresses(not_ready)});
+    let endpoints: Endpoints = serde_json::from_value(json!({"subsets": [subset]})).unwrap();
+    for endpoints_of in case.exporting.endpoints.values_mut() {
+        *endpoints_of = Arc::new(endpoints.clone());
+    }
+}
+
+fn headless() -> Case {
+    let mut case = Case::new().export(
+        json!({"app": "web", "mirror.linkerd.io/exported": "true"}),
+        json!({"spec": {"clusterIP": "None"}}),
+    );
+    case.mirrors_pods = true;
+    case
+}
+
+/// Executes plans until nothing is left to write, and returns the last statuses.
+fn apply_all(case: &mut Case) -> Vec<MirrorStatus> {
+    for _ in 0..3 {
+        let planned = case.plan();
+        if planned.steps.is_empty() {
+            return planned.mirrors;
+        }
+        case.execute(&planned);
+    }
+    panic!("the plans do not end: {:?}", case.plan().steps);
+}
+
+/// The host names of the mirror's endpoints, and the names of all local Services.
+fn mirrored_pods(case: &Case) -> (Vec<String>, Vec<String>) {
+    let endpoints = &case.local.endpoints[&NamespacedName::new("shop", "web-east")];
+    let addresses = endpoints.subsets.iter().flatten();
+    let addresses = addresses.flat_map(|subset| subset.addresses.iter().flatten());
+    let services = case.local.services.keys().map(|name| name.name.to_string());
+    (
+        addresses.filter_map(|address| address.hostname.clone()).collect(),
+        services.collect(),
+    )
+}
+
+#[test]
+fn each_pod_with_a_host_name_gets_a_mirror_that_goes_with_it() {
+    let mut case = headless();
+    set_pods(&mut case, &["db-0", "db-1"], &["db-2"]);
+    let statuses = apply_all(&mut case);
+    assert_eq!(statuses[0].mirror, Ok(NamespacedName::new("shop", "web-east")));
+    assert!(is_headless(
+        &case.local.services[&NamespacedName::new("shop", "web-east")]
+    ));
+    let pod = case.service("db-0-east").unwrap();
+    assert_eq!(
+        pod["metadata"]["labels"],
+        json!({
+            "app": "web", "mirror.linkerd.io/cluster-name": "east", "mirror.linkerd.io/mirrored-service": "true",
+            "mirror.linkerd.io/headless-mirror-svc-name": "web-east",
+        })
+    );
+    let remote_name = &pod["metadata"]["annotations"]["mirror.linkerd.io/remote-svc-fq-name"];
+    assert_eq!(remote_name, "db-0.web.shop.svc.east.test");
+    let endpoints = case.endpoints("db-0-east").unwrap();
+    assert_eq!(
+        endpoints["metadata"]["annotations"]["mirror.linkerd.io/remote-svc-fq-name"],
+        *remote_name
+    );
+    assert_eq!(endpoints["subsets"][0]["addresses"], json!([{"ip": "192.0.2.7"}]));
+    assert_eq!(endpoints["subsets"][0]["ports"][0]["port"], 4143);
+    let root = case.endpoints("web-east").unwrap();
+    let address = &root["subsets"][0]["addresses"][0];
+    assert_eq!(
+        (&address["ip"], &address["hostname"]),
+        (&pod["spec"]["clusterIP"], &json!("db-0"))
+    );
+    // Clients connect to the mirrors of pods, whose ports are those of the Service.
+    assert_eq!(root["subsets"][0]["ports"][0]["port"], 80);
+    for (ready, not_ready) in [
+        (&["db-0", "db-1", "db-2"][..], &[][..]),
+        (&["db-1"], &["db-0"]),
+        (&[], &["db-1"]),
+    ] {
+        set_pods(&mut case, ready, not_ready);
+        apply_all(&mut case);
+        let (host_names, services) = mirrored_pods(&case);
+        assert_eq!(host_names, ready);
+        let of_pods = ready.iter().map(|host_name| format!("{host_name}-east"));
+        assert_eq!(services, of_pods.chain(["web-east".to_owned()]).collect::<Vec<_>>());
+    }
+    // Without pods, the mirror stays headless.
+    set_pods(&mut case, &[], &[]);
+    assert!(case.plan().steps.is_empty());
+    case.exporting.services.clear();
+    apply_all(&mut case);
+    assert!(case.local.services.is_empty() && case.local.endpoints.is_empty());
+}
+
+#[test]
+fn pods_of_equal_names_in_two_namespaces_are_kept_apart() {
+    let mut case = headless();
+    case.local.namespaces.insert("bank".to_owned());
+    let service = case.exporting.services.values().next().unwrap().clone();
+    let mut other = (*service).clone();
+    other.metadata.namespace = Some("bank".to_owned());
+    let name = object_name(&other.metadata);
+    case.exporting.services.insert(name.clone(), Arc::new(other));
+    case.exporting.endpoints.insert(name, Arc::default());
+    set_pods(&mut case, &["db-0"], &[]);
+    apply_all(&mut case);
+    assert_eq!(case.local.services.len(), 4);
+    case.exporting.services.remove(&NamespacedName::new("bank", "web"));
+    apply_all(&mut case);
+    assert_eq!(
+        mirrored_pods(&case),
+        (
+            vec!["db-0".to_owned()],
+            vec!["db-0-east".to_owned(), "web-east".to_owned()]
+        )
+    );
+}
+
+#[test]
+fn a_headless_service_without_host_names_is_mirrored_as_any_other() {
+    // Without pods, the kind is not known yet.
+    let mut case = headless();
+    set_pods(&mut case, &[], &[]);
+    let planned = case.plan();
+    assert!(
+        planned.steps.is_empty() && rejection(&planned.mirrors).contains("no pods yet"),
+        "{planned:?}"
+    );
+    let mut case = headless();
+    apply_all(&mut case);
+    let web = NamespacedName::new("shop", "web-east");
+    assert!(!is_headless(&case.local.services[&web]));
+    assert_eq!(
+        case.endpoints("web-east").unwrap()["subsets"][0]["ports"][0]["port"],
+        4143
+    );
+    // Pods with host names replace it by a headless one.
+    set_pods(&mut case, &["db-0"], &[]);
+    apply_all(&mut case);
+    assert!(is_headless(&case.local.services[&web]));
+    case.mirrors_pods = false;
+    apply_all(&mut case);
+    assert!(!is_headless(&case.local.services[&web]));
+    assert_eq!(case.local.services.len(), 1);
+}
+
+#[test]
+fn the_mirror_of_a_pod_takes_no_name_that_is_in_use() {
+    let mut case = headless();
+    case.add_local(json!({"metadata": {"name": "db-0-east", "namespace": "shop"}, "spec": {}}));
+    set_pods(&mut case, &["db-0", "db-1"], &[]);
+    let statuses = apply_all(&mut case);
+    let cause = rejection(&statuses);
+    assert!(
+        cause.contains("shop/db-0-east exists and is not the mirror of a pod"),
+        "{cause}"
+    );
+    let (host_names, services) = mirrored_pods(&case);
+    assert_eq!(host_names, ["db-1"]);
+    assert_eq!(services, ["db-0-east", "db-1-east", "web-east"]);
+    assert!(case.service("db-0-east").unwrap()["metadata"]["labels"].is_null());
 }

@@ -1,6 +1,7 @@
 //! Detects dead peers with HTTP/2 pings.
 
 use std::future::{pending, poll_fn};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use h2::{Ping, PingPong};
@@ -11,7 +12,8 @@ use crate::http::h2::config::KeepAlive;
 
 /// Requests for pings on the connections to one peer, in addition to those of the keep-alive.
 pub(crate) struct PeerChecks {
-    wanted: Notify,
+    requested: Notify,
+    n_connections: AtomicUsize,
     on_answer: Box<dyn Fn() + Send + Sync>,
 }
 
@@ -19,14 +21,40 @@ impl PeerChecks {
     /// `on_answer` is called whenever the peer has answered a ping.
     pub(crate) fn new(on_answer: impl Fn() + Send + Sync + 'static) -> Self {
         Self {
-            wanted: Notify::new(),
+            requested: Notify::new(),
+            n_connections: AtomicUsize::new(0),
             on_answer: Box::new(on_answer),
         }
     }
 
+    /// Whether a connection to the peer is open.
+    pub(crate) fn has_connections(&self) -> bool {
+        self.n_connections.load(Ordering::Relaxed) > 0
+    }
+
     /// Sends a ping on each open connection, except where an answer is awaited.
     pub(crate) fn request(&self) {
-        self.wanted.notify_waiters();
+        self.requested.notify_waiters();
+    }
+}
+
+/// Counts an open connection while it exists.
+struct ConnectionCount<'a>(Option<&'a PeerChecks>);
+
+impl<'a> ConnectionCount<'a> {
+    fn new(checks: Option<&'a PeerChecks>) -> Self {
+        if let Some(checks) = checks {
+            checks.n_connections.fetch_add(1, Ordering::Relaxed);
+        }
+        Self(checks)
+    }
+}
+
+impl Drop for ConnectionCount<'_> {
+    fn drop(&mut self) {
+        if let Some(checks) = self.0 {
+            checks.n_connections.fetch_sub(1, Ordering::Relaxed);
+        }
     }
 }
 
@@ -40,6 +68,7 @@ pub(super) async fn wait_ping_timeout(
     cannot_answer: impl Fn() -> bool,
 ) {
     let Some(mut pings) = pings else { return pending().await };
+    let _count = ConnectionCount::new(checks);
     let time_limit = keep_alive.map_or(Duration::MAX, |keep_alive| keep_alive.timeout);
     loop {
         tokio::select! {
@@ -72,7 +101,7 @@ async fn wait_interval(keep_alive: Option<KeepAlive>) {
 
 async fn wait_request(checks: Option<&PeerChecks>) {
     match checks {
-        Some(checks) => checks.wanted.notified().await,
+        Some(checks) => checks.requested.notified().await,
         None => pending().await,
     }
 }
@@ -80,7 +109,6 @@ async fn wait_request(checks: Option<&PeerChecks>) {
 #[cfg(test)]
 mod tests {
     use std::sync::Arc;
-    use std::sync::atomic::{AtomicUsize, Ordering};
 
     use tokio::io::duplex;
     use tokio::task::yield_now;
@@ -104,11 +132,15 @@ mod tests {
         }));
         let requested = checks.clone();
         tokio::spawn(async move { wait_ping_timeout(None, Some(&requested), pings, || false).await });
-        for expected in 1..=3 {
-            while n_answers.load(Ordering::Relaxed) < expected {
-                checks.request();
-                yield_now().await;
+        let answered = async {
+            for expected in 1..=3 {
+                while n_answers.load(Ordering::Relaxed) < expected {
+                    checks.request();
+                    yield_now().await;
+                }
             }
-        }
+        };
+        timeout(Duration::from_secs(10), answered).await.unwrap();
+        assert!(checks.has_connections());
     }
 }

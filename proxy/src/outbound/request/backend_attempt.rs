@@ -430,7 +430,9 @@ impl EndpointObserver {
         // A client that is denied has not failed because of the endpoint.
         let is_denied = code == Some(grpc::PERMISSION_DENIED);
         if is_overloaded || (!is_denied && !classify::is_success(status, code)) {
-            self.in_flight.record_failure(self.retry_after, Instant::now());
+            let now = Instant::now();
+            self.in_flight.endpoint().load().record_response(now);
+            self.in_flight.record_failure(self.retry_after, now);
         }
     }
 

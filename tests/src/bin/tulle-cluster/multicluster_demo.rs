@@ -17,19 +17,26 @@ use tulle_tests::meshed::MeshedCluster;
 /// from each cluster, and how many requests failed. Needs root, and about 4 GB of memory.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Ends after the endpoints of west are back, and fails if a request has failed or went to the wrong cluster; without it, the
-    /// clusters and the client run until Ctrl-C
+    /// Ends after the endpoints of west are back, and fails if a request has failed, or if the requests do not go to the expected
+    /// clusters in time; without it, the clusters and the client run until Ctrl-C
     #[arg(long)]
     once: bool,
 }
 
 pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
     let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+    let is_once = args.once;
     tokio::select! {
         result = show(args) => result,
-        _ = interrupt.recv() => Ok(()),
-        _ = terminate.recv() => Ok(()),
+        _ = interrupt.recv() => ended_by_signal(is_once),
+        _ = terminate.recv() => ended_by_signal(is_once),
     }
+}
+
+/// Without `--once`, a signal is the usual end.
+fn ended_by_signal(is_once: bool) -> anyhow::Result<()> {
+    ensure!(!is_once, "ended by a signal");
+    Ok(())
 }
 
 async fn show(args: Args) -> anyhow::Result<()> {

@@ -61,10 +61,17 @@ async fn commands_show_the_other_cluster(linked: &LinkedClusters) {
         assert_eq!(edge, ["deploy/client", "svc/web", "shop", "shop", "east"], "{edges}");
         let edges = tulle(&linked.east, "edges deploy/web -n shop").await.unwrap();
         assert!(edges.contains("linkerd-gateway.linkerd-multicluster"), "{edges}");
-        let stat = tulle(&linked.east, "stat deploy -n linkerd-multicluster")
+        let stat = tulle(&linked.east, "stat deploy/linkerd-gateway -n linkerd-multicluster")
             .await
             .unwrap();
-        assert!(stat.contains("linkerd-gateway"), "{stat}");
+        let gateway: Vec<_> = stat
+            .lines()
+            .nth(1)
+            .unwrap_or_default()
+            .split_whitespace()
+            .take(3)
+            .collect();
+        assert_eq!(gateway, ["linkerd-gateway", "1/1", "100.00%"], "{stat}");
     };
     tokio::join!(requests, commands);
 }

@@ -91,7 +91,7 @@ async fn check(west: &ApiServer, east: &ApiServer) {
             "√ multicluster extension is installed",
             "√ Link and CLI versions match",
             "√ remote cluster access credentials are valid",
-            "√ destination has the credentials of linked clusters",
+            "√ the destination service has the credentials of linked clusters",
             "√ clusters share trust anchors",
             "× service mirror controllers are running",
             "east: Deployment controller-east has no available pod",

@@ -1,0 +1,84 @@
+//! Mirrors of headless Services whose pods have host names: a headless Service, and a Service for each of these pods.
+
+use std::collections::BTreeSet;
+
+use k8s_openapi::api::core::v1::{EndpointAddress, EndpointPort, EndpointSubset, Endpoints, Service};
+use tulle_core::names::label;
+
+use super::inputs::LocalCluster;
+use super::objects::{has_label, is_mirror_of};
+use crate::resources::meta::NamespacedName;
+
+/// The pods of an exported headless Service.
+pub(super) enum Pods {
+    /// The host names of those that are ready. They can be none, if those with a host name are not ready.
+    WithHostNames(BTreeSet<String>),
+    WithoutHostNames,
+    /// There is none, so that nothing is known of their host names.
+    None,
+}
+
+impl Pods {
+    pub(super) fn of(endpoints: Option<&Endpoints>) -> Self {
+        let subsets = || {
+            endpoints
+                .into_iter()
+                .flat_map(|endpoints| endpoints.subsets.iter().flatten())
+        };
+        let ready = || subsets().flat_map(|subset| subset.addresses.iter().flatten());
+        let not_ready = || subsets().flat_map(|subset| subset.not_ready_addresses.iter().flatten());
+        let mut all = ready().chain(not_ready()).peekable();
+        if all.peek().is_none() {
+            Self::None
+        } else if all.any(|address| address.hostname.is_some()) {
+            Self::WithHostNames(ready().filter_map(|address| address.hostname.clone()).collect())
+        } else {
+            Self::WithoutHostNames
+        }
+    }
+}
+
+pub(super) fn is_headless(service: &Service) -> bool {
+    let spec = service.spec.as_ref();
+    spec.is_some_and(|spec| spec.cluster_ip.as_deref() == Some("None"))
+}
+
+/// The name of the mirror of a pod.
+pub(super) fn pod_mirror(host_name: &str, cluster: &str, mirror: &NamespacedName) -> NamespacedName {
+    NamespacedName::new(&*mirror.namespace, format!("{host_name}-{cluster}"))
+}
+
+/// Whether a Service is the mirror of a pod of this headless mirror.
+pub(super) fn is_pod_mirror_of(service: &Service, cluster: &str, mirror: &NamespacedName) -> bool {
+    is_mirror_of(&service.metadata, cluster) && has_label(&service.metadata, label::HEADLESS_MIRROR, &mirror.name)
+}
+
+/// The endpoints of a headless mirror: its host names, with the addresses of the mirrors of pods. Those that the cluster has not
+/// assigned yet are left out. They are always ready, because the mirrors of pods have endpoints that are not if the gateway is not.
+pub(super) fn subset(
+    host_names: &BTreeSet<String>,
+    ports: Vec<EndpointPort>,
+    cluster: &str,
+    mirror: &NamespacedName,
+    local: &LocalCluster,
+) -> Vec<EndpointSubset> {
+    let address = |host_name: &String| {
+        let service = local.services.get(&pod_mirror(host_name, cluster, mirror))?;
+        let ip = service.spec.as_ref()?.cluster_ip.clone()?;
+        let is_of_this = is_pod_mirror_of(service, cluster, mirror) && !ip.is_empty();
+        is_of_this.then(|| EndpointAddress {
+            ip,
+            hostname: Some(host_name.clone()),
+            ..EndpointAddress::default()
+        })
+    };
+    let addresses: Vec<_> = host_names.iter().filter_map(address).collect();
+    match addresses.is_empty() {
+        true => Vec::new(),
+        false => vec![EndpointSubset {
+            addresses: Some(addresses),
+            not_ready_addresses: None,
+            ports: Some(ports),
+        }],
+    }
+}
