@@ -18,8 +18,9 @@ const GATEWAY: &str = "http://web-east:80/echo --rate=500 --body-size=200";
 /// Requests to pods of both clusters.
 const FEDERATED: &str = "http://web-federated:80/echo --rate=500 --body-size=200";
 
-/// The requests of 100 ms, half of them to east: until a check is late, if the latest peak of the latency was 50 ms.
-const MAX_FAILED_BY_CUT: u64 = 25;
+/// Those in flight, and those sent until a check is late: within 400 ms at most, if the latency had a peak of 200 ms. On a machine
+/// without other load, within 40 ms.
+const MAX_FAILED_BY_CUT: [u64; 2] = [100, 25];
 
 pub(super) async fn no_request_is_lost(linked: &LinkedClusters) {
     let full = env::var_os("TULLE_TEST_FULL").is_some();
@@ -66,8 +67,10 @@ pub(super) async fn no_request_is_lost(linked: &LinkedClusters) {
         n_cut + 3 >= seconds,
         "{what}: only west has responded in {n_cut} seconds"
     );
-    // Those in flight, and those sent before it is noticed that pods of east do not respond.
-    assert!(report.failed <= MAX_FAILED_BY_CUT, "{what}: {report:?}");
+    assert!(
+        report.failed <= MAX_FAILED_BY_CUT[usize::from(full)],
+        "{what}: {report:?}"
+    );
     if full {
         Box::pin(disturb_at_length(linked)).await;
     }
