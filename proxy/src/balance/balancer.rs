@@ -181,15 +181,9 @@ impl<E: Candidate> Balancer<E> {
         let is_untried = |endpoint: &Arc<E>| !tried.iter().any(|tried| Arc::ptr_eq(tried, endpoint));
         let picked = self
             .pick_responding(endpoints, now, is_untried)
-            .or_else(|| match tried.is_empty() {
-                true => None,
-                false => self.pick_responding(endpoints, now, |_| true),
-            })
+            .or_else(|| self.pick_responding(endpoints, now, |_| true))
             .or_else(|| self.pick_and_admit(endpoints, now, is_untried))
-            .or_else(|| match tried.is_empty() {
-                true => None,
-                false => self.pick_and_admit(endpoints, now, |_| true),
-            });
+            .or_else(|| self.pick_and_admit(endpoints, now, |_| true));
         if picked.is_some() && self.is_failing_fast.load(Ordering::Relaxed) {
             self.set_queue_mode(QueueMode::Waiting);
         }
@@ -270,7 +264,7 @@ impl<E: Candidate> Balancer<E> {
         is_allowed: impl Fn(&Arc<E>) -> bool,
     ) -> Option<Arc<E>> {
         self.pick_and_admit(endpoints, now, |endpoint| {
-            is_allowed(endpoint) && may_respond(&**endpoint, now)
+            is_allowed(endpoint) && may_get_request(&**endpoint, now)
         })
     }
 
@@ -352,7 +346,7 @@ impl<E: Candidate> Balancer<E> {
 }
 
 /// Whether the endpoint may get a request: its response is not late, it is being checked, or an attempt is due. Begins the check.
-fn may_respond(endpoint: &impl Candidate, now: Instant) -> bool {
+fn may_get_request(endpoint: &impl Candidate, now: Instant) -> bool {
     let load = endpoint.load();
     let Some(delay) = load.delay(now) else { return true };
     if !endpoint.can_be_checked() {

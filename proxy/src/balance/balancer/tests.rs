@@ -175,8 +175,8 @@ fn a_peer_with_one_slow_request_keeps_its_share() {
             ..peer
         });
         let start = Instant::now();
-        for peer in &all {
-            InFlightGuard::new(peer.clone(), start).record_response(start + MS);
+        for (peer, latency) in all.iter().zip([MS, 50 * MS]) {
+            InFlightGuard::new(peer.clone(), start).record_response(start + latency);
         }
         let _slow = InFlightGuard::new(all[0].clone(), start + MS);
         let mut n = 0;
@@ -185,11 +185,12 @@ fn a_peer_with_one_slow_request_keeps_its_share() {
             let now = start + 100 * MS * request;
             let peer = balancer.try_pick(now, &[]).unwrap();
             n += usize::from(peer.number == 0);
-            InFlightGuard::new(peer, now).record_response(now + MS);
+            let latency = if peer.number == 0 { MS } else { 50 * MS };
+            InFlightGuard::new(peer, now).record_response(now + latency);
             all[0].load.record_response(now + MS);
         }
-        // Its request in flight makes it cost twice as much as the other.
-        let expected = if strategy == Strategy::RoundRobin { 50 } else { 0 };
+        // With its request in flight it costs 2 ms, and the other 50 ms.
+        let expected = if strategy == Strategy::RoundRobin { 50 } else { 100 };
         assert_eq!(n, expected, "{strategy:?}");
     }
 }
