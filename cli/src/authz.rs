@@ -200,8 +200,7 @@ fn rows(
 }
 
 /// The ports that the pod declares, the port numbers of all Servers of the namespace, and one of the ports that require an
-/// identity. If these give no port, the only port is 65535: it stands for any port
-/// without a Server.
+/// identity. If these give no port, the only port is 65535: it stands for any port without a Server.
 fn ports(pod: &Pod, server_ports: &[PortRef]) -> BTreeSet<u16> {
     let numbers = server_ports.iter().filter_map(|port| match port {
         PortRef::Number(number) => Some(*number),

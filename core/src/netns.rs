@@ -295,7 +295,9 @@ impl VirtualNetwork {
             .gateways
             .iter()
             .map(|gateway| format!("route add default via {gateway}\n"));
-        namespace.ip(&routes.collect::<String>())?;
+        if !host.gateways.is_empty() {
+            namespace.ip(&routes.collect::<String>())?;
+        }
         Ok(namespace)
     }
 

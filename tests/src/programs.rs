@@ -39,13 +39,12 @@ pub fn search_path() -> String {
 /// Fails if the binary is not built.
 pub fn built_binary(name: &str) -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe().context("the path of this program")?;
-    // Cargo puts tests into `<profile>/deps`, other programs into `<profile>`.
-    let dir = own.parent().context("the directory of this program")?;
-    let profile = if dir.ends_with("deps") { dir.parent() } else { Some(dir) };
-    let path = profile.context("the directory of the build")?.join(name);
+    // Cargo puts tests into `<profile>/deps`.
+    let profile = own.ancestors().nth(2).context("the directory of the build")?;
+    let path = profile.join(name);
     ensure!(
         path.is_file(),
-        "{} is missing; `cargo build --workspace --bins`, with the profile of this program, makes it",
+        "{} is missing; `cargo build --workspace --bins`, with the profile of this test, makes it",
         path.display()
     );
     Ok(path)

@@ -37,7 +37,7 @@ pub(super) struct Row {
     pub(super) replicas: BTreeMap<String, u64>,
     /// Failures by the client's error.
     pub(super) errors: BTreeMap<String, u64>,
-    /// Refusals by the servers' sidecars since they started, by reason.
+    /// Requests that the servers' sidecars have denied since they started, by reason.
     pub(super) denials: BTreeMap<String, u64>,
 }
 

@@ -67,6 +67,19 @@ impl Default for ClusterOptions {
     }
 }
 
+impl ClusterOptions {
+    /// Called before a slot is locked: only root can do that, and it can take minutes.
+    pub(super) fn check(&self) -> anyhow::Result<()> {
+        ensure!(Uid::effective().is_root(), "a cluster with nodes needs root");
+        let count = self.nodes;
+        ensure!(
+            (1..=MAX_NODES).contains(&count),
+            "{count} nodes; expected 1 to {MAX_NODES}"
+        );
+        Ok(())
+    }
+}
+
 impl Cluster {
     /// Starts a cluster with this number of nodes and the images of [`Image::DEFAULT`].
     ///
@@ -86,6 +99,7 @@ impl Cluster {
     /// # Errors
     /// The same as [`Cluster::start`].
     pub async fn start_with(options: ClusterOptions) -> anyhow::Result<Self> {
+        options.check()?;
         let lock = slot::lock_free_slot().await?;
         Self::start_in(lock, options).await
     }
@@ -103,6 +117,7 @@ impl Cluster {
     /// # Errors
     /// The same as [`Cluster::start`], or a detached cluster is running.
     pub async fn start_detached(options: ClusterOptions) -> anyhow::Result<()> {
+        options.check()?;
         let lock = Slot::detached().lock().await?;
         let mut cluster = Self::launch(lock, options, ProcessLifetime::Detached).await?;
         mem::take(&mut cluster.components).into_iter().for_each(mem::forget);
@@ -112,7 +127,6 @@ impl Cluster {
     }
 
     async fn launch(lock: SlotLock, options: ClusterOptions, life: ProcessLifetime) -> anyhow::Result<Self> {
-        check_options(&options)?;
         let (count, addresses) = (options.nodes, options.addresses);
         let slot = lock.slot.clone();
         ensure!(
@@ -416,16 +430,6 @@ impl Drop for Cluster {
             eprintln!("ending the cluster: {error:#}; `./run cluster down` tries again");
         }
     }
-}
-
-fn check_options(options: &ClusterOptions) -> anyhow::Result<()> {
-    ensure!(Uid::effective().is_root(), "a cluster with nodes needs root");
-    let count = options.nodes;
-    ensure!(
-        (1..=MAX_NODES).contains(&count),
-        "{count} nodes; expected 1 to {MAX_NODES}"
-    );
-    Ok(())
 }
 
 /// Stops the detached cluster, no matter which process started it, and removes what killed tests left behind.

@@ -29,17 +29,16 @@ impl ClusterPair {
     /// # Errors
     /// As [`Cluster::start`], or a detached cluster is running.
     pub async fn start(connection: Connection, nodes: u8) -> anyhow::Result<Self> {
+        let options = |addresses| ClusterOptions {
+            nodes,
+            addresses,
+            ..ClusterOptions::default()
+        };
+        options(ClusterAddresses::FIRST).check()?;
         let mut locks = slot::lock_all_slots().await?.into_iter();
         let mut start = |addresses| {
             let lock = locks.next();
-            async move {
-                let options = ClusterOptions {
-                    nodes,
-                    addresses,
-                    ..ClusterOptions::default()
-                };
-                Cluster::start_in(lock.context("a slot for a cluster")?, options).await
-            }
+            async move { Cluster::start_in(lock.context("a slot for a cluster")?, options(addresses)).await }
         };
         let (west, east) = (start(ClusterAddresses::FIRST), start(ClusterAddresses::SECOND));
         let (west, east) = tokio::join!(west, east);

@@ -109,6 +109,14 @@ impl LinkedClusters {
                 .kubectl("label -n shop service web mirror.linkerd.io/federated=member")
                 .await?;
         }
+        self.wait_for_both_clusters().await
+    }
+
+    /// Waits until `web-federated` responds from both clusters, without a failure.
+    ///
+    /// # Errors
+    /// Fails if the wait times out.
+    pub async fn wait_for_both_clusters(&self) -> anyhow::Result<()> {
         let respond = async || {
             let report = self.load("web-federated:80/ --rate=100 --requests=100").await?;
             ensure!(

@@ -57,7 +57,7 @@ pub(super) async fn no_request_is_lost(linked: &LinkedClusters) {
         linked.network.cut(Cut::All)?;
         sleep(Duration::from_secs(seconds)).await;
         linked.network.restore()?;
-        wait_for_both_clusters(linked).await
+        linked.wait_for_both_clusters().await
     });
     let what = format!("network cut for {seconds} s");
     let (report, per_second) = run_during(linked, &what, FEDERATED, seconds + 10, cut).await;
@@ -72,17 +72,17 @@ pub(super) async fn no_request_is_lost(linked: &LinkedClusters) {
         "{what}: {report:?}"
     );
     if full {
-        Box::pin(disturb_at_length(linked)).await;
+        Box::pin(run_long_disturbances(linked)).await;
     }
 }
 
 /// The other disturbances: of the server in `east`, of its control plane, of the link, and of its credentials.
-async fn disturb_at_length(linked: &LinkedClusters) {
+async fn run_long_disturbances(linked: &LinkedClusters) {
     let scaled = Box::pin(async {
         scale(&linked.east, "shop", "web", 0).await?;
         sleep(Duration::from_secs(3)).await;
         scale(&linked.east, "shop", "web", 2).await?;
-        wait_for_both_clusters(linked).await
+        linked.wait_for_both_clusters().await
     });
     load_during(linked, "east scaled to 0 and back", FEDERATED, 10, scaled).await;
     let gone = Box::pin(async {
@@ -103,7 +103,7 @@ async fn disturb_at_length(linked: &LinkedClusters) {
             linked.west.kubectl(&format!("delete link -n {NAMESPACE} east")).await?;
             sleep(Duration::from_secs(5)).await;
             linked.link().await?;
-            wait_for_both_clusters(linked).await
+            linked.wait_for_both_clusters().await
         });
         load_during(linked, "the Link removed and created again", target, 20, relinked).await;
     }
@@ -121,7 +121,7 @@ async fn disturb_at_length(linked: &LinkedClusters) {
         linked.network.cut(Cut::ApiServers)?;
         sleep(Duration::from_secs(30)).await;
         linked.network.restore()?;
-        wait_for_both_clusters(linked).await
+        linked.wait_for_both_clusters().await
     });
     load_during(linked, "API server of east not reachable for 30 s", FEDERATED, 40, cut).await;
 }
@@ -153,7 +153,7 @@ async fn rotate_credentials(linked: &LinkedClusters) -> anyhow::Result<()> {
         .await?;
     linked.east.apply(&without_data.join("\n")).await?;
     linked.link().await?;
-    // A change that only a watch with the new token shows.
+    // Changes still arrive. This does not show which token a watch uses: one that was begun with the old token can go on.
     for replicas in [3, 2] {
         scale(&linked.east, "shop", "web", replicas).await?;
         let shown = async || {
@@ -213,15 +213,6 @@ async fn run_during(
         report.errors
     );
     (report, per_second)
-}
-
-async fn wait_for_both_clusters(linked: &LinkedClusters) -> anyhow::Result<()> {
-    let respond = async || {
-        let report = linked.load("web-federated:80/ --rate=100 --requests=50").await?;
-        ensure!(clusters_of(&report).len() == 2, "{:?}", report.replicas);
-        Ok(())
-    };
-    linked.west.cluster.wait_until("both clusters respond", respond).await
 }
 
 async fn scale(cluster: &MeshedCluster, namespace: &str, name: &str, replicas: u8) -> anyhow::Result<()> {
