@@ -109,7 +109,7 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
     if let Some(one_in) = args.tap_one_in {
         return measure_tap_overhead(args, one_in);
     }
-    let [costs] = measure(args, REQUESTS, [None])?;
+    let [costs] = measure(args, [UNTAPPED])?;
     if args.write {
         let json = serde_json::to_string_pretty(&costs).context("encoding the costs")? + "\n";
         return std::fs::write(&args.baseline, json).with_context(|| format!("writing {}", args.baseline.display()));
@@ -173,7 +173,11 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
 /// limit. Sampling is random, so the overhead is scaled to exactly one in `one_in`.
 fn measure_tap_overhead(args: &Args, one_in: u32) -> anyhow::Result<()> {
     let requests = REQUESTS.max(one_in.saturating_mul(TARGET_TAPPED_REQUESTS));
-    let [before, with, after] = measure(args, requests, [None, Some(one_in), None])?;
+    let tapped = MeasuredRequests {
+        n: requests,
+        tap_one_in: Some(one_in),
+    };
+    let [before, with, after] = measure(args, [UNTAPPED, tapped, UNTAPPED])?;
     let (mut text, mut exceeded) = (String::new(), Vec::new());
     for (side, before, with, after) in [
         ("client", &before.client, &with.client, &after.client),
@@ -252,9 +256,21 @@ fn list_increases(what: &str, before: &BTreeMap<String, f64>, now: &BTreeMap<Str
     named.map(|(_, line)| line).collect()
 }
 
-/// Measures the cost of requests for each entry of `tapped` in the same sidecars: `None` is without a tap, `Some` with a tap of
-/// one in this many requests.
-fn measure<const N: usize>(args: &Args, requests: u32, tapped: [Option<u32>; N]) -> anyhow::Result<[Costs; N]> {
+/// The requests of one measurement.
+#[derive(Clone, Copy)]
+struct MeasuredRequests {
+    n: u32,
+    /// A tap of one in this many requests runs meanwhile.
+    tap_one_in: Option<u32>,
+}
+
+const UNTAPPED: MeasuredRequests = MeasuredRequests {
+    n: REQUESTS,
+    tap_one_in: None,
+};
+
+/// Measures the cost of each kind of requests in the same sidecars.
+fn measure<const N: usize>(args: &Args, kinds: [MeasuredRequests; N]) -> anyhow::Result<[Costs; N]> {
     peer::prepare_run(&[Peer::Tulle], &["valgrind", "callgrind_control", "h2load"])?;
     let testbed = Testbed::build(&["--fixed-date"])?;
     let setup = Setup {
@@ -275,15 +291,14 @@ fn measure<const N: usize>(args: &Args, requests: u32, tapped: [Option<u32>; N])
         testbed: &testbed,
         sidecars: &sidecars,
         send_requests,
-        requests,
     };
     let mut results = [const { None }; N];
     let mut measurements = 0..;
-    for (result, one_in) in results.iter_mut().zip(tapped) {
+    for (result, requests) in results.iter_mut().zip(kinds) {
         let repeats = measurements
             .by_ref()
             .take(REPEATS)
-            .map(|measurement| run.measure(measurement, one_in))
+            .map(|measurement| run.measure(measurement, requests))
             .collect::<anyhow::Result<Vec<_>>>()?;
         let instructions = |costs: &Costs| costs.client.instructions + costs.server.instructions;
         *result = repeats
@@ -320,13 +335,16 @@ struct CostRun<'a> {
     testbed: &'a Testbed,
     sidecars: &'a Sidecars,
     send_requests: SendRequests,
-    requests: u32,
 }
 
 impl CostRun<'_> {
-    /// Cost per request, without a tap or with a tap of one in `one_in` requests.
-    fn measure(&self, measurement: u32, one_in: Option<u32>) -> anyhow::Result<Costs> {
-        let begin = |(side, _)| one_in.map(|one_in| tap::begin(self.testbed.namespace(side), one_in));
+    /// Cost per request.
+    fn measure(&self, measurement: u32, requests: MeasuredRequests) -> anyhow::Result<Costs> {
+        let begin = |(side, _)| {
+            requests
+                .tap_one_in
+                .map(|one_in| tap::begin(self.testbed.namespace(side), one_in))
+        };
         let taps: Vec<_> = self
             .sidecars
             .sides()
@@ -335,9 +353,9 @@ impl CostRun<'_> {
             .collect::<Result<_, _>>()?;
         let [before, after] = dump_numbers(measurement);
         dump(self.testbed, self.sidecars, before)?;
-        (self.send_requests)(self.testbed, SERVICE, self.requests)?;
+        (self.send_requests)(self.testbed, SERVICE, requests.n)?;
         let [mut client, mut server] =
-            dump(self.testbed, self.sidecars, after)?.map(|counts| Cost::of(counts, self.requests));
+            dump(self.testbed, self.sidecars, after)?.map(|counts| Cost::of(counts, requests.n));
         for (tap, cost) in taps.iter().zip([&mut client, &mut server]) {
             cost.tapped_requests = tap.events() as f64 / EVENTS_PER_REQUEST;
             ensure!(cost.tapped_requests > 0.0, "a tap received no event");

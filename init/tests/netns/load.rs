@@ -252,16 +252,15 @@ fn a_run_that_is_killed_leaves_the_old_rules_or_the_new_ones() {
         &["-g", "8"],
     ];
     let small = [&["-g", "7"][..], &["-g", "8", "--inbound-ports-to-ignore", "1,3,5"]];
+    let kills = match std::env::var_os("TULLE_TEST_FULL") {
+        Some(_) => 50,
+        None => 20,
+    };
     for backend in BACKENDS {
-        assert_kills_leave_a_known_state(backend, small.map(|more| flags(backend, more)), Kill::Init, KILLS / 4);
-        assert_kills_leave_a_known_state(backend, [flags(backend, &[]), vec!["--clean"]], Kill::Init, KILLS / 4);
-        assert_kills_leave_a_known_state(backend, large.map(|more| flags(backend, more)), Kill::Init, KILLS / 4);
-        assert_kills_leave_a_known_state(
-            backend,
-            large.map(|more| flags(backend, more)),
-            Kill::Programs,
-            KILLS / 4,
-        );
+        assert_kills_leave_a_known_state(backend, small.map(|more| flags(backend, more)), Kill::Init, kills);
+        assert_kills_leave_a_known_state(backend, [flags(backend, &[]), vec!["--clean"]], Kill::Init, kills);
+        assert_kills_leave_a_known_state(backend, large.map(|more| flags(backend, more)), Kill::Init, kills);
+        assert_kills_leave_a_known_state(backend, large.map(|more| flags(backend, more)), Kill::Programs, kills);
     }
 }
 
@@ -372,6 +371,5 @@ fn no_connection_bypasses_the_proxy_while_backends_are_switched() {
 }
 
 const CONNECTIONS: usize = 10_000;
-const KILLS: usize = 200;
 /// A load of a few seconds takes longer on a busy machine.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
