@@ -21,3 +21,7 @@ pub(crate) struct HttpLimits {
     /// is read.
     pub(crate) idle_timeout: Duration,
 }
+
+/// Maximum time that a connection without any request delays a drain. Its client has just connected, and a request may be on its way:
+/// unlike on a connection that was used before, no client expects the end of the connection instead of a response.
+pub(in crate::http) const FIRST_REQUEST_DRAIN_TIMEOUT: Duration = Duration::from_secs(1);

@@ -33,7 +33,7 @@ use crate::{
             server_connection::{ConnectionIo, RequestBodyState, ServerConnection, SharedServerConnection},
         },
         headers, linger,
-        server_config::HttpLimits,
+        server_config::{FIRST_REQUEST_DRAIN_TIMEOUT, HttpLimits},
         stack::error_response::ErrorFormat,
         stack::head_memory::{ClientHeadMemory, HeadReservation, UNRESERVED_HEAD_BYTES},
         stack::layers::RequestService,
@@ -87,9 +87,11 @@ where
     }));
     async move {
         let mut drain_signal = pin!(drain.signaled());
+        let mut is_first_request = true;
         let end = loop {
             let head = {
                 let mut head_reader = HeadReader::new(config, service.head_memory());
+                head_reader.is_first_request = std::mem::take(&mut is_first_request);
                 poll_fn(|cx| head_reader.poll_head(cx, &mut connection.lock(), drain_signal.as_mut())).await
             };
             let head = match head {
@@ -357,6 +359,8 @@ struct HeadReader<'a> {
     n_scanned: usize,
     /// Whether the drain is signaled.
     is_draining: bool,
+    /// Whether the connection has had no request yet.
+    is_first_request: bool,
 }
 
 impl<'a> HeadReader<'a> {
@@ -369,6 +373,7 @@ impl<'a> HeadReader<'a> {
             head_deadline: None,
             n_scanned: 0,
             is_draining: false,
+            is_first_request: false,
         }
     }
 
@@ -406,13 +411,13 @@ impl<'a> HeadReader<'a> {
             .update(cx, self.memory, read_buffer.len())
             .map_err(ConnectionEnd::Refused)?;
         let is_idle = read_buffer.is_empty();
-        if is_idle && (self.is_draining || drain_signal.poll(cx).is_ready()) {
+        if is_idle && !self.is_draining && drain_signal.poll(cx).is_ready() {
             self.is_draining = true;
-            // A request in the socket buffer is served, even if the runtime has not reported the socket as readable
-            // yet.
-            if !io.has_unread() {
-                return Poll::Ready(Err(ConnectionEnd::Closed));
-            }
+            let timeout = match self.is_first_request {
+                true => FIRST_REQUEST_DRAIN_TIMEOUT.min(self.config.idle_timeout),
+                false => Duration::ZERO,
+            };
+            self.idle_deadline = Some(Instant::now() + timeout);
         }
         let (until, limit) = match is_idle {
             true => (&mut self.idle_deadline, self.config.idle_timeout),
@@ -421,7 +426,8 @@ impl<'a> HeadReader<'a> {
         timer.set(*until.get_or_insert_with(|| Instant::now() + limit));
         ready!(timer.poll(cx));
         match is_idle {
-            true if io.has_unread() => Poll::Pending, // until the runtime reports the socket as readable
+            // A request in the socket buffer is served, even if the runtime has not reported the socket as readable yet.
+            true if io.has_unread() => Poll::Pending,
             true => Poll::Ready(Err(ConnectionEnd::Closed)),
             false => Poll::Ready(Err(ConnectionEnd::Refused(Error::HeaderReadTimeout(limit)))),
         }
@@ -463,7 +469,7 @@ impl<'a> HeadReader<'a> {
 mod tests {
     use std::io::Write as _;
 
-    use futures_util::{StreamExt as _, stream::FuturesUnordered};
+    use futures_util::{FutureExt as _, StreamExt as _, stream::FuturesUnordered};
     use http_body::{Frame, SizeHint};
     use tokio::{
         io::AsyncReadExt as _,
@@ -643,6 +649,29 @@ mod tests {
             assert_eq!(connection.read_buffer.len(), n_bytes);
             assert!(read.is_unique(), "{n_bytes}");
         }
+    }
+
+    #[tokio::test]
+    async fn a_new_connection_gets_the_response_to_its_first_request_during_a_drain() {
+        let registry = Registry::new();
+        let (mut client, io, service) = layers::tests::connect(&service_stack(&registry), 1).await;
+        let (signal, drain) = drain::channel();
+        signal.drain().await;
+        let limit = Duration::from_secs(3600);
+        let config = HttpLimits {
+            max_header_bytes: 1000,
+            header_read_timeout: limit,
+            idle_timeout: limit,
+        };
+        let mut serving = pin!(serve(io, service, &config, &drain));
+        assert!(serving.as_mut().now_or_never().is_none());
+        client.write_all(b"GET / HTTP/1.1\r\nhost: web\r\n\r\n").await.unwrap();
+        let mut received = String::new();
+        let (served, read) = tokio::join!(serving, client.read_to_string(&mut received));
+        served.unwrap();
+        read.unwrap();
+        assert!(received.starts_with("HTTP/1.1 200 "), "{received}");
+        assert!(received.contains("connection: close\r\n"), "{received}");
     }
 
     #[tokio::test]

@@ -9,6 +9,7 @@ use std::{
 };
 
 use bytes::{Bytes, BytesMut};
+use futures_util::future::{FusedFuture as _, FutureExt as _};
 use h2::{
     Reason, RecvStream, SendStream,
     ext::Protocol,
@@ -42,7 +43,7 @@ use crate::{
             write_batch::batch_writes,
         },
         headers, linger,
-        server_config::ServerConfig,
+        server_config::{FIRST_REQUEST_DRAIN_TIMEOUT, ServerConfig},
         stack::error_response::ErrorFormat,
         stack::layers::RequestService,
         upgrade::interim::InterimSink,
@@ -75,7 +76,8 @@ where
     let tls_default = || io.is_encrypted().then_some(Http2Config::LARGE_FRAME_SIZE);
     let max_frame_size = params.max_frame_size.or_else(tls_default);
     let builder = connection_builder(params, max_frame_size);
-    let Some(io) = wait_for_preface(io, &service, wait_for_close(&closer, drain)).await? else {
+    let mut close_signal = pin!(wait_for_close(&closer, drain).fuse());
+    let Some(io) = wait_for_preface(io, &service, close_signal.as_mut()).await? else {
         return Ok(());
     };
     let (io, batch) = batch_writes(io);
@@ -93,7 +95,6 @@ where
         connection.ping_pong(),
         cannot_answer
     ));
-    let mut close_signal = pin!(wait_for_close(&closer, drain));
     let mut goaway_sent = false;
     let mut idle_tracker = IdleTracker::new(config.limits.header_read_timeout, config.limits.idle_timeout);
     let mut check_timer = interval_at(
@@ -137,7 +138,8 @@ where
                 IdleState::LimitReached | IdleState::LimitExceeded => is_idle_timeout = true,
             }
         }
-        if !goaway_sent && (is_idle_timeout || close_signal.as_mut().poll(cx).is_ready()) {
+        let must_close = || close_signal.is_terminated() || close_signal.as_mut().poll(cx).is_ready();
+        if !goaway_sent && (is_idle_timeout || must_close()) {
             goaway_sent = true;
             connection.graceful_shutdown();
             cx.waker().wake_by_ref(); // to write GOAWAY
@@ -171,8 +173,10 @@ fn connection_builder(params: &Http2Config, max_frame_size: Option<u32>) -> serv
     builder
 }
 
-/// Waits for the client preface, and puts it back. `None` if `close_signal` completes first. As in HTTP/1, other bytes and a part of
-/// the preface count as a refused request, silence does not.
+/// Waits for the client preface, and puts it back. `None` if the client is still silent [`FIRST_REQUEST_DRAIN_TIMEOUT`] after
+/// `close_signal`: before that, a request may be on its way, and a client that sees the end of the connection instead of GOAWAY does
+/// not know whether to send it again. As in HTTP/1, other bytes and a part of the preface count as a refused request, silence does
+/// not.
 ///
 /// # Errors
 /// The client sends other bytes, or not the whole preface in time, or the connection ends.
@@ -183,8 +187,9 @@ async fn wait_for_preface<S>(
 ) -> Result<Option<Io>, Error> {
     let mut preface = BytesMut::with_capacity(PREFACE.len());
     let read = tokio::select! {
+        biased;
         read = read_preface(&mut io, &mut preface) => read,
-        () = close_signal => return Ok(None),
+        () = close_signal.then(|()| sleep(FIRST_REQUEST_DRAIN_TIMEOUT)) => return Ok(None),
         () = sleep(PREFACE_TIMEOUT) => Err(Error::HeaderReadTimeout(PREFACE_TIMEOUT)),
     };
     let Err(error) = read else {
@@ -676,6 +681,42 @@ mod tests {
         {
             assert_ne!(client.read_buf(&mut received).await.unwrap(), 0, "{received:?}");
         }
+    }
+
+    #[tokio::test]
+    async fn a_new_connection_gets_the_response_to_its_first_request_during_a_drain() {
+        let registry = Registry::new();
+        let stack = service_stack(&registry);
+        let request = [PREFACE, SETTINGS, &block_start(1), &block_end(1)].concat();
+        for arrives in ["before the server reads", "after the server has waited"] {
+            let (mut client, io, service) = layers::tests::connect(&stack, 1).await;
+            let (signal, drain) = drain::channel();
+            signal.drain().await;
+            let config = config(Duration::from_secs(3600));
+            let mut serving = pin!(serve(io, service, &config, ConnectionCloser::default(), &drain));
+            if arrives == "after the server has waited" {
+                assert!(serving.as_mut().now_or_never().is_none(), "{arrives}");
+            }
+            client.write_all(&request).await.unwrap();
+            let (served, ()) = tokio::join!(serving, async {
+                wait_for_response(&mut client, 1).await;
+                client.shutdown().await.unwrap();
+            });
+            drop(served); // the client has closed the connection
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_connection_without_any_byte_delays_a_drain_for_one_second_at_most() {
+        let (_client, io, service) = layers::tests::connect(&service_stack(&Registry::new()), 1).await;
+        let (signal, drain) = drain::channel();
+        signal.drain().await;
+        let config = config(Duration::from_secs(3600));
+        let started = Instant::now();
+        serve(io, service, &config, ConnectionCloser::default(), &drain)
+            .await
+            .unwrap();
+        assert_eq!(started.elapsed().as_secs(), FIRST_REQUEST_DRAIN_TIMEOUT.as_secs());
     }
 
     #[tokio::test]
