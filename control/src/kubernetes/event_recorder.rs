@@ -5,6 +5,7 @@
 //! first and a series count, which is updated every few seconds.
 
 use std::collections::HashMap;
+use std::convert::Infallible;
 use std::future::pending;
 use std::sync::Arc;
 use std::time::Duration;
@@ -175,7 +176,7 @@ impl EventPublisher {
     pub async fn run(mut self, drain: Watch) {
         tokio::select! {
             () = drain.signaled() => {}
-            () = self.publish() => {}
+            never = self.publish() => match never {},
         }
         // Events that do not fit into the shutdown timeout are dropped.
         let _ = timeout(SHUTDOWN_FLUSH_TIMEOUT, async {
@@ -187,7 +188,8 @@ impl EventPublisher {
         .await;
     }
 
-    async fn publish(&mut self) {
+    /// Publishes until the future is dropped.
+    pub async fn publish(&mut self) -> Infallible {
         let mut ticks = interval_at(Instant::now() + FLUSH_INTERVAL, FLUSH_INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {

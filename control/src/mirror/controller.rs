@@ -29,8 +29,10 @@ use super::plan::inputs::{
 };
 use super::plan::objects::{PROBE_PORT_NAME, object_name};
 use super::plan::plan;
+use super::rejection_events::RejectionEvents;
 use super::status::{self, LinkStatus};
 use super::writer::{WriteMemory, Writer};
+use crate::kubernetes::event_recorder::{self, EventRecorder, Reporter};
 use crate::kubernetes::lease::{Leadership, Role};
 use crate::kubernetes::request_layer::RequestRate;
 use crate::kubernetes::watches::{SecretState, SecretWatch, Watched, Watches, is_listed};
@@ -69,12 +71,14 @@ struct Remote {
     watches: Watches,
     services: Store<Service>,
     endpoints: Store<Endpoints>,
+    events: EventRecorder,
 }
 
 /// State that is kept from one plan to the next.
 #[derive(Default)]
 struct Memory {
     writes: WriteMemory,
+    rejections: RejectionEvents,
     /// Since when the members of federated Services have had no Link.
     unlinked_since: HashMap<String, Instant>,
     /// When the status can be written again.
@@ -278,8 +282,14 @@ impl Controller {
     }
 
     async fn mirror_link(&self, local: &Local, link: &Link, client: &Client, gateway: &GatewayChannels) -> Infallible {
-        let remote = self.watch_remote(link, client);
+        let reporter = Reporter {
+            controller: "linkerd-service-mirror".to_owned(),
+            instance: self.config.lease_holder.clone(),
+        };
+        let (events, mut publisher) = event_recorder::new_recorder(client.clone(), reporter, &self.registry);
+        let remote = self.watch_remote(link, client, events);
         let never = tokio::select! {
+            never = publisher.publish() => never,
             never = self.resolve_gateway(link, &gateway.addresses) => never,
             never = self.probe_gateway(link, gateway) => never,
             never = self.plan_link(local, link, &remote, gateway) => never,
@@ -301,7 +311,7 @@ impl Controller {
         }
     }
 
-    fn watch_remote(&self, link: &Link, client: &Client) -> Remote {
+    fn watch_remote(&self, link: &Link, client: &Client, events: EventRecorder) -> Remote {
         let size = |kind: &str| self.cache_size(kind, &link.cluster);
         let all = watcher::Config::default();
         let services = Watched::new(Api::all(client.clone()), all.clone(), prune_service);
@@ -311,6 +321,7 @@ impl Controller {
             services: watches.watch(services, size("service")),
             endpoints: watches.watch(endpoints, size("endpoints")),
             watches,
+            events,
         }
     }
 
@@ -365,6 +376,7 @@ impl Controller {
                 };
                 let planned = plan(&inputs);
                 repairs.inc();
+                memory.rejections.record(&remote.events, &planned, &exporting);
                 retry_at = retry_at.min(
                     self.writer
                         .execute(&link.cluster, &planned, &mut memory.writes)

@@ -9,8 +9,9 @@ use std::time::Duration;
 
 use k8s_openapi::ByteString;
 use k8s_openapi::api::core::v1::{Endpoints, Service};
+use k8s_openapi::api::events::v1::Event;
 use kube::Client;
-use kube::api::{Api, ApiResource, DynamicObject, GroupVersionKind, Patch, PatchParams};
+use kube::api::{Api, ApiResource, DynamicObject, GroupVersionKind, ListParams, Patch, PatchParams};
 use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 use tulle_control::mirror::ServiceMirror;
@@ -304,6 +305,21 @@ async fn exported_services_are_mirrored_while_their_cluster_can_be_read_and_kept
         "east",
         "mirrorServices",
         ("taken", "False", "is not a mirror of east"),
+    )
+    .await;
+    eventually(
+        "an Event on the exported Service says why it is not mirrored",
+        async || {
+            let events = Api::<Event>::namespaced(east.client(), "shop");
+            let found = events.list(&ListParams::default()).await.unwrap();
+            let mut found = found.items.iter().filter(|event| {
+                let regarding = event.regarding.as_ref();
+                regarding.is_some_and(|service| service.name.as_deref() == Some("taken"))
+            });
+            let note = found.next()?.note.clone().unwrap();
+            assert!(note.contains("is not a mirror of east"), "{note}");
+            Some(())
+        },
     )
     .await;
     assert_eq!(mirror.metric(SYNCED), Some(1.0));

@@ -1,0 +1,66 @@
+//! Events on exported Services of the other cluster that cannot be mirrored, for those who exported them.
+
+use std::collections::HashMap;
+
+use k8s_openapi::api::core::v1::ObjectReference;
+
+use super::plan::inputs::{ExportingCluster, MirrorStatus, Plan, Rejection};
+use crate::kubernetes::event_recorder::{EventNote, EventRecorder, Severity};
+use crate::resources::meta::NamespacedName;
+
+/// The rejections that have an Event. Each has one while it lasts.
+#[derive(Default)]
+pub(super) struct RejectionEvents {
+    mirrors: HashMap<NamespacedName, Rejection>,
+    federated: HashMap<NamespacedName, Rejection>,
+}
+
+impl RejectionEvents {
+    /// Records the rejections of a plan that are new. A write that fails is no rejection: it is tried again.
+    pub(super) fn record(&mut self, recorder: &EventRecorder, planned: &Plan, exporting: &ExportingCluster) {
+        let Self { mirrors, federated } = self;
+        for (recorded, statuses, action) in [
+            (mirrors, &planned.mirrors, "Mirror"),
+            (federated, &planned.federated, "Federate"),
+        ] {
+            let rejected = || statuses.iter().filter_map(rejection);
+            recorded.retain(|service, _| rejected().any(|(name, _)| name == service));
+            for (service, rejection) in rejected() {
+                if recorded.get(service) != Some(rejection) {
+                    recorder.record(note(service, rejection, action, exporting));
+                    recorded.insert(service.clone(), rejection.clone());
+                }
+            }
+        }
+    }
+}
+
+fn rejection(status: &MirrorStatus) -> Option<(&NamespacedName, &Rejection)> {
+    match &status.mirror {
+        Ok(_) | Err(Rejection::Failed(_)) => None,
+        Err(rejection) => Some((&status.exported, rejection)),
+    }
+}
+
+fn note(
+    service: &NamespacedName,
+    rejection: &Rejection,
+    action: &'static str,
+    exporting: &ExportingCluster,
+) -> EventNote {
+    let object = exporting.services.get(service);
+    EventNote {
+        regarding: ObjectReference {
+            api_version: Some("v1".to_owned()),
+            kind: Some("Service".to_owned()),
+            namespace: Some(service.namespace.to_string()),
+            name: Some(service.name.to_string()),
+            uid: object.and_then(|object| object.metadata.uid.clone()),
+            ..ObjectReference::default()
+        },
+        severity: Severity::Warning,
+        reason: "NotMirrored",
+        action,
+        message: rejection.to_string(),
+    }
+}
