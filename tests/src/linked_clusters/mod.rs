@@ -39,7 +39,8 @@ impl LinkedClusters {
         let linked = Self { network, west, east };
         progress("installing the gateway in east, and the controller of the link in west");
         let gateway = format!("--set gateway.pauseImage={}", Image::Pause.reference());
-        let controller = "--gateway=false --set controllers[0].link.ref.name=east";
+        let controller =
+            "--gateway=false --set controllers[0].link.ref.name=east --set controllers[0].enableHeadlessServices=true";
         for (cluster, flags) in [(&linked.east, &*gateway), (&linked.west, controller)] {
             let manifests = tulle(cluster, &format!("multicluster install {flags}")).await?;
             cluster.apply(&manifests).await?;

@@ -85,6 +85,7 @@ async fn run_long_disturbances(linked: &LinkedClusters) {
         linked.wait_for_both_clusters().await
     });
     load_during(linked, "east scaled to 0 and back", FEDERATED, 10, scaled).await;
+    an_absent_gateway_is_reported(linked).await;
     let gone = Box::pin(async {
         linked
             .east
@@ -124,6 +125,56 @@ async fn run_long_disturbances(linked: &LinkedClusters) {
         linked.wait_for_both_clusters().await
     });
     load_during(linked, "API server of east not reachable for 30 s", FEDERATED, 40, cut).await;
+}
+
+/// Checks that mirrors have no ready endpoint while the gateway has no replica, so that requests fail soon, and that they work again
+/// when it has one.
+async fn an_absent_gateway_is_reported(linked: &LinkedClusters) {
+    let (west, begun) = (&linked.west, Instant::now());
+    scale(&linked.east, NAMESPACE, "linkerd-gateway", 0).await.unwrap();
+    let report_is = async |alive: &str| {
+        let gateways = tulle(west, "multicluster gateways").await?;
+        let row = gateways.lines().nth(1).unwrap_or_default();
+        ensure!(row.split_whitespace().nth(1) == Some(alive), "{gateways}");
+        Ok(())
+    };
+    let is_dead = async || report_is("False").await;
+    west.cluster
+        .wait_until("the gateway is not alive", is_dead)
+        .await
+        .unwrap();
+    eprintln!("gateway scaled to 0: reported after {:.1?}", begun.elapsed());
+    let ready = "get endpoints -n shop web-east -o jsonpath={.subsets[*].addresses}";
+    let is_unready = async || {
+        let addresses = west.kubectl(ready).await?;
+        ensure!(addresses.is_empty(), "{addresses}");
+        Ok(())
+    };
+    west.cluster
+        .wait_until("the mirror is unready", is_unready)
+        .await
+        .unwrap();
+    let report = linked.load("web-east:80/ --rate=10 --requests=10").await.unwrap();
+    let statuses: Vec<_> = report.outcomes.keys().collect();
+    assert_eq!(statuses, ["5xx"], "{report:?}");
+    let max_us = report.latency_us.map_or(0., |latency| latency.max);
+    eprintln!(
+        "requests without a gateway: {:?}, at most {:.1} ms",
+        report.outcomes,
+        max_us / 1e3
+    );
+
+    scale(&linked.east, NAMESPACE, "linkerd-gateway", 2).await.unwrap();
+    let begun = Instant::now();
+    let is_alive = async || report_is("True").await;
+    west.cluster.wait_until("the gateway is alive", is_alive).await.unwrap();
+    let responds = async || {
+        let report = linked.load("web-east:80/ --rate=20 --requests=20").await?;
+        ensure!(report.failed == 0, "{report:?}");
+        Ok(())
+    };
+    west.cluster.wait_until("the mirror responds", responds).await.unwrap();
+    eprintln!("gateway scaled to 2: served {:.1?} after it was ready", begun.elapsed());
 }
 
 /// Replaces the token of the account by a new one, and revokes the old one.

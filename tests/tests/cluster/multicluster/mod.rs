@@ -1,6 +1,9 @@
 //! Two clusters: pods of `west` use a Service of `east` through a gateway, by the addresses of pods, and federated.
 
 mod chaos;
+mod lifecycle;
+
+use std::env;
 
 use anyhow::ensure;
 use tokio::time::Instant;
@@ -20,12 +23,17 @@ async fn a_cluster_uses_services_of_another() {
     linked.start_shop().await.unwrap();
     traffic_through_the_gateway_has_both_identities(&linked).await;
     commands_show_the_other_cluster(&linked).await;
+    each_pod_of_a_stateful_set_has_a_name(&linked).await;
     linked.network.set_connection(Connection::Flat).unwrap();
     traffic_to_pods_has_both_identities(&linked).await;
     pods_permit_identities_of_the_other_cluster(&linked).await;
     linked.federate().await.unwrap();
     check_protocols(&linked, "web-federated").await;
     chaos::no_request_is_lost(&linked).await;
+    if env::var_os("TULLE_TEST_FULL").is_some() {
+        lifecycle::a_gateway_with_node_ports_is_used(&linked).await;
+        lifecycle::an_unlinked_cluster_leaves_nothing(&linked).await;
+    }
 }
 
 /// Checks each protocol against a mirror whose endpoint is the gateway of `east`, which is all that `west` can reach.
@@ -74,6 +82,28 @@ async fn commands_show_the_other_cluster(linked: &LinkedClusters) {
         assert_eq!(gateway, ["linkerd-gateway", "1/1", "100.00%"], "{stat}");
     };
     tokio::join!(requests, commands);
+}
+
+/// Checks that the name of a pod of `east` leads to that pod only, through the gateway.
+async fn each_pod_of_a_stateful_set_has_a_name(linked: &LinkedClusters) {
+    linked.east.apply(STATEFUL_SET).await.unwrap();
+    for pod in ["store-0", "store-1"] {
+        let line = format!("{pod}.store-east:80/ --rate=100 --requests=100");
+        let reaches_the_pod = async || {
+            let report = linked.load(&line).await?;
+            ensure!(report.failed == 0, "{report:?}");
+            let replicas: Vec<_> = report.replicas.keys().collect();
+            assert_eq!(replicas, [pod]);
+            Ok(())
+        };
+        let what = format!("{pod}.store-east responds");
+        linked.west.cluster.wait_until(&what, reaches_the_pod).await.unwrap();
+    }
+    linked
+        .east
+        .kubectl("delete -n shop statefulset/store service/store")
+        .await
+        .unwrap();
 }
 
 /// Checks each protocol against a mirror whose endpoints are the pods of `east`.
@@ -190,6 +220,7 @@ fn has_series(metrics: &str, labels: &[&str]) {
     assert!(metrics.lines().any(has), "no series with {labels:?}");
 }
 
+const STATEFUL_SET: &str = include_str!("stateful.yaml");
 const ONLY_CLIENT: &str = "
 apiVersion: policy.linkerd.io/v1beta3
 kind: Server

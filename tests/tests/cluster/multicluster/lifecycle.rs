@@ -1,0 +1,65 @@
+//! Other ways to link clusters, and the end of a link. With `TULLE_TEST_FULL=1` only, because the members of a cluster leave federated
+//! Services a minute after its Link.
+
+use anyhow::ensure;
+use tulle_tests::images::Image;
+use tulle_tests::linked_clusters::{LinkedClusters, NAMESPACE, tulle};
+
+use super::{check_protocols, export};
+
+/// A gateway whose Service has node ports instead of a load balancer is used and checked as any other.
+pub(super) async fn a_gateway_with_node_ports_is_used(linked: &LinkedClusters) {
+    let (west, east) = (&linked.west, &linked.east);
+    let pause = Image::Pause.reference();
+    let install = format!("multicluster install --gateway-service-type NodePort --set gateway.pauseImage={pause}");
+    east.apply(&tulle(east, &install).await.unwrap()).await.unwrap();
+    let address = "get nodes -o jsonpath={.items[0].status.addresses[?(@.type=='InternalIP')].address}";
+    let address = east.kubectl(address).await.unwrap();
+    let link = format!(
+        "multicluster link-gen --cluster-name east --api-server-address {} --gateway-addresses {address}",
+        east.cluster.api_server_url()
+    );
+    let link = tulle(east, &link).await.unwrap();
+    assert!(!link.contains("\n  gatewayPort: \"4143\""), "{link}");
+    west.apply(&link).await.unwrap();
+    export(linked, "true", super::GATEWAY_ID).await;
+    check_protocols(linked, "web-east").await;
+    let is_checked = async || tulle(west, "multicluster check --wait 0").await.map(drop);
+    west.cluster.wait_until("all checks pass", is_checked).await.unwrap();
+}
+
+/// After `unlink` and `uninstall`, nothing of the other cluster is left, and the other cluster is as before.
+pub(super) async fn an_unlinked_cluster_leaves_nothing(linked: &LinkedClusters) {
+    let (west, east) = (&linked.west, &linked.east);
+    let exported = "get services -n shop -l mirror.linkerd.io/exported -o name";
+    let before = east.kubectl(exported).await.unwrap();
+    delete_output_of(linked, "multicluster unlink --cluster-name east").await;
+    let members = "get service -n shop web-federated -o jsonpath={.metadata.annotations}";
+    let has_left = async || {
+        let annotations = west.kubectl(members).await?;
+        ensure!(!annotations.contains("web@east"), "{annotations}");
+        Ok(())
+    };
+    west.cluster
+        .wait_until("east has left the federated Service", has_left)
+        .await
+        .unwrap();
+    delete_output_of(linked, "multicluster uninstall").await;
+    let mirrors = "get services,endpoints -A -l mirror.linkerd.io/cluster-name -o name";
+    let federated = "get services -A -l mirror.linkerd.io/mirrored-service -o name";
+    for remaining in [mirrors, federated] {
+        assert_eq!(west.kubectl(remaining).await.unwrap(), "", "{remaining}");
+    }
+    assert_eq!(east.kubectl(exported).await.unwrap(), before);
+    let gateway = format!("get deploy -n {NAMESPACE} linkerd-gateway -o jsonpath={{.status.availableReplicas}}");
+    assert_eq!(east.kubectl(&gateway).await.unwrap(), "2");
+}
+
+/// Deletes, in `west`, the objects that a command prints.
+async fn delete_output_of(linked: &LinkedClusters, line: &str) {
+    let west = &linked.west;
+    let file = west.file("deleted.yaml");
+    std::fs::write(&file, tulle(west, line).await.unwrap()).unwrap();
+    let delete = format!("delete --ignore-not-found -f {}", file.display());
+    west.kubectl(&delete).await.unwrap();
+}
