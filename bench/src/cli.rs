@@ -32,6 +32,8 @@ enum Command {
     Conformance(crate::run::ConformanceArgs),
     /// Measures the control plane with many objects on an API server and many streams.
     ControlScale(crate::control_scale::Args),
+    /// Measures the service mirror with many exported Services, between two API servers.
+    MirrorScale(crate::mirror_scale::Args),
 }
 
 /// Runs the command.
@@ -48,5 +50,6 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         Command::Costs(args) => crate::run::costs::main(&args).context("counting costs"),
         Command::Conformance(args) => crate::run::conformance(&args).context("running the conformance tests"),
         Command::ControlScale(args) => crate::control_scale::main(&args).context("measuring the control plane"),
+        Command::MirrorScale(args) => crate::mirror_scale::main(&args).context("measuring the service mirror"),
     }
 }

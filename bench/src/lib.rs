@@ -4,6 +4,7 @@ pub mod cli;
 pub mod conformance;
 pub mod control_scale;
 pub mod load;
+pub mod mirror_scale;
 pub mod run;
 pub mod serve;
 

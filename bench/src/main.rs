@@ -1,4 +1,4 @@
-//! `tulle-bench serve | load | run | compare-builds | document | costs | conformance | control-scale`.
+//! `tulle-bench serve | load | run | compare-builds | document | costs | conformance | control-scale | mirror-scale`.
 
 use std::process::ExitCode;
 

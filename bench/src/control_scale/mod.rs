@@ -460,11 +460,11 @@ fn print_memory(when: &str, control: &Process) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn megabytes(kib: u64) -> f64 {
+pub(crate) fn megabytes(kib: u64) -> f64 {
     kib as f64 / 1000.0 * 1.024
 }
 
-fn millis(micros: u64) -> f64 {
+pub(crate) fn millis(micros: u64) -> f64 {
     micros as f64 / 1000.0
 }
 

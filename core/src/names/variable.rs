@@ -57,7 +57,7 @@ variables! {
         meaning: "The namespace of the control plane, unless the flag `--linkerd-namespace` names one.",
     }
     KUBECONFIG = "KUBECONFIG" {
-        programs: "`tulle`, `tulle-control` outside of a cluster, `tulle-bench control-scale`",
+        programs: "`tulle`, `tulle-control` outside of a cluster, `tulle-bench control-scale` and `mirror-scale`",
         values: "paths of kubeconfig files, separated by colons",
         default: "`~/.kube/config`",
         meaning: "The kubeconfig, unless the flag `--kubeconfig` names one.",

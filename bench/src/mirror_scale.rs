@@ -1,0 +1,390 @@
+//! Scale test of the service mirror: many exported Services on one API server, their mirrors on another one, and changes.
+//!
+//! Neither API server needs nodes, and both should be disposable. The output has the time until all mirrors exist, the memory of the
+//! service mirror, and the time from a change to its mirror.
+
+#![allow(clippy::print_stdout)] // the command prints its results
+
+use std::collections::{HashMap, HashSet};
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail, ensure};
+use futures_util::{AsyncBufReadExt as _, Stream, StreamExt as _, TryStreamExt as _, stream};
+use hdrhistogram::Histogram;
+use http::Request;
+use k8s_openapi::ByteString;
+use kube::Client;
+use kube::config::Kubeconfig;
+use serde_json::{Value, json};
+use tokio::time::{Instant, sleep, sleep_until, timeout_at};
+use tulle_control::kubernetes::{self, request_layer::RequestRate};
+use tulle_core::metrics::Registry;
+use tulle_core::names::variable;
+
+use crate::control_scale::{megabytes, millis};
+use crate::run::process::Process;
+
+/// Numbers of objects and changes.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Kubeconfig of the API server that gets the mirrors. The run owns the namespaces `scale` and `linkerd-multicluster` there.
+    #[arg(long, env = variable::KUBECONFIG, value_name = "FILE")]
+    kubeconfig: PathBuf,
+    /// Kubeconfig of the API server with the exported Services. The run owns the namespace `scale` there.
+    #[arg(long, value_name = "FILE")]
+    remote_kubeconfig: PathBuf,
+    /// The tulle-control binary to measure; by default the one beside this program.
+    #[arg(long, value_name = "FILE")]
+    control: Option<PathBuf>,
+    /// Exported Services.
+    #[arg(long, default_value = "1000")]
+    services: NonZeroUsize,
+    /// Endpoints of each Service.
+    #[arg(long, default_value = "10")]
+    endpoints: NonZeroUsize,
+    /// Changes per second: by turns, a Service gets another port, and another one loses its endpoints.
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
+    rate: u32,
+    /// Duration of the changes, in seconds. Each Service changes at most once.
+    #[arg(long, value_name = "SECONDS", default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
+    seconds: u32,
+}
+
+/// Runs the scale test and prints the results.
+///
+/// # Errors
+/// There are more changes than Services, the setup fails, or a mirror or a change does not arrive.
+pub fn main(args: &Args) -> anyhow::Result<()> {
+    let n_changes = (args.rate as usize).saturating_mul(args.seconds as usize);
+    ensure!(
+        n_changes <= args.services.get(),
+        "--rate {} --seconds {}: {n_changes} changes need as many Services, and --services says {}",
+        args.rate,
+        args.seconds,
+        args.services
+    );
+    tokio::runtime::Runtime::new()
+        .context("starting a runtime")?
+        .block_on(run(args, n_changes))
+}
+
+async fn run(args: &Args, n_changes: usize) -> anyhow::Result<()> {
+    let remote = connect(&args.remote_kubeconfig)
+        .await
+        .context("the remote API server")?;
+    let local = connect(&args.kubeconfig).await.context("the local API server")?;
+    let started = Instant::now();
+    create_exported_services(&remote, args).await?;
+    create_link(&local, &args.remote_kubeconfig).await?;
+    println!("objects created in {:.1?}", started.elapsed());
+
+    let dir = tempfile::tempdir().context("making a directory")?;
+    let mut mirrors = Mirrors::follow(&local).await?;
+    let started = Instant::now();
+    let process = start_service_mirror(args, dir.path())?;
+    mirrors
+        .wait_for_all(args.services.get(), started + MIRROR_TIMEOUT)
+        .await?;
+    println!(
+        "{} Services mirrored {:.2?} after the start of the process, with {:.2?} of CPU; peak memory {:.1} MB",
+        args.services,
+        started.elapsed(),
+        process.cpu()?,
+        megabytes(process.peak_rss_kib()?)
+    );
+    sleep(MEMORY_SETTLE_DELAY).await;
+    println!("memory with all mirrors: {:.1} MB", megabytes(process.rss_kib()?));
+
+    process.reset_peak_rss()?;
+    let cpu = process.cpu()?;
+    let (written, observed) = tokio::join!(
+        write_changes(&remote, args, n_changes),
+        mirrors.observe_changes(n_changes)
+    );
+    let (written, observed) = (written?, observed?);
+    let mut latencies = [(); 2].map(|()| Histogram::<u64>::new(3).expect("three digits are valid"));
+    for (change, written_at) in written {
+        let latency = observed[&change].duration_since(written_at);
+        latencies[usize::from(change.empties_endpoints())] += u64::try_from(latency.as_micros())?;
+    }
+    for (what, latencies) in ["another port", "no endpoints"].into_iter().zip(&latencies) {
+        println!(
+            "{} Services with {what}: from write to the mirror p50 {:.1} p99 {:.1} max {:.1} ms",
+            latencies.len(),
+            millis(latencies.value_at_quantile(0.5)),
+            millis(latencies.value_at_quantile(0.99)),
+            millis(latencies.max()),
+        );
+    }
+    println!(
+        "{:.1} µs of CPU per change; peak memory {:.1} MB",
+        (process.cpu()? - cpu).as_secs_f64() * 1e6 / n_changes as f64,
+        megabytes(process.peak_rss_kib()?)
+    );
+    Ok(())
+}
+
+/// The n-th change, of the n-th Service.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Change(usize);
+
+impl Change {
+    /// Whether the Service loses its endpoints; otherwise it gets another port.
+    fn empties_endpoints(self) -> bool {
+        self.0 % 2 == 1
+    }
+}
+
+async fn connect(kubeconfig: &Path) -> anyhow::Result<Client> {
+    let config = kubernetes::Config {
+        kubeconfig: Some(kubeconfig.to_owned()),
+        request_rate: RequestRate { qps: 1e5, burst: 1000 },
+    };
+    Ok(kubernetes::client(&config, &Registry::new()).await?)
+}
+
+async fn create_exported_services(remote: &Client, args: &Args) -> anyhow::Result<()> {
+    apply(remote, "/api/v1", "namespaces", namespace(NAMESPACE)).await?;
+    let (n_services, n_endpoints) = (args.services.get(), args.endpoints.get());
+    let objects = (0..n_services).map(|n| {
+        let endpoints = endpoints(n, n * n_endpoints..(n + 1) * n_endpoints);
+        [("services", service(n, PORT)), ("endpoints", endpoints)]
+    });
+    let applied = stream::iter(objects.flatten())
+        .map(|(plural, object)| async move { apply(remote, IN_NAMESPACE, plural, object).await });
+    applied.buffer_unordered(MAX_CONCURRENT_REQUESTS).try_collect().await
+}
+
+/// Creates the Link, the Secret with access to the other API server, and the namespace of the mirrors.
+async fn create_link(local: &Client, remote_kubeconfig: &Path) -> anyhow::Result<()> {
+    for name in [NAMESPACE, LINK_NAMESPACE] {
+        apply(local, "/api/v1", "namespaces", namespace(name)).await?;
+    }
+    let in_link_namespace = format!("/api/v1/namespaces/{LINK_NAMESPACE}");
+    let credentials = "cluster-credentials-east";
+    let secret = json!({
+        "apiVersion": "v1", "kind": "Secret", "type": "mirror.linkerd.io/remote-kubeconfig",
+        "metadata": {"name": credentials},
+        "data": {"kubeconfig": ByteString(inline_files(remote_kubeconfig)?)},
+    });
+    apply(local, &in_link_namespace, "secrets", secret).await?;
+    let link = json!({
+        "apiVersion": "multicluster.linkerd.io/v1alpha3", "kind": "Link",
+        "metadata": {"name": "east"},
+        "spec": {
+            "targetClusterName": "east", "targetClusterDomain": "cluster.local",
+            "clusterCredentialsSecret": credentials,
+            "gatewayAddress": "192.0.2.7", "gatewayPort": "4143", "gatewayIdentity": "gateway.east",
+            "selector": {"matchLabels": {EXPORTED: "true"}},
+        },
+    });
+    let in_link_namespace = format!("/apis/multicluster.linkerd.io/v1alpha3/namespaces/{LINK_NAMESPACE}");
+    apply(local, &in_link_namespace, "links", link).await
+}
+
+/// The kubeconfig, with the contents of the files that it names.
+fn inline_files(kubeconfig: &Path) -> anyhow::Result<Vec<u8>> {
+    let reading = || format!("reading {}", kubeconfig.display());
+    let parsed = Kubeconfig::read_from(kubeconfig).with_context(reading)?;
+    let mut config = serde_json::to_value(parsed).with_context(reading)?;
+    for (list, item, fields) in [
+        ("clusters", "cluster", &["certificate-authority"][..]),
+        ("users", "user", &["client-certificate", "client-key"]),
+    ] {
+        for entry in config[list].as_array_mut().into_iter().flatten() {
+            for field in fields {
+                let Some(path) = entry[item][field].as_str() else {
+                    continue;
+                };
+                let contents = std::fs::read(path).with_context(|| format!("reading {path}"))?;
+                entry[item][format!("{field}-data")] = json!(ByteString(contents));
+                entry[item][field].take();
+            }
+        }
+    }
+    Ok(config.to_string().into_bytes())
+}
+
+fn start_service_mirror(args: &Args, dir: &Path) -> anyhow::Result<Process> {
+    let program = match &args.control {
+        Some(path) => path.clone(),
+        None => std::env::current_exe()
+            .context("finding this program")?
+            .with_file_name("tulle-control"),
+    };
+    let mut command = Command::new(program);
+    command
+        .args(["service-mirror", "--link-name=east", "--metrics-addr=127.0.0.1:0"])
+        .arg(format!("--namespace={LINK_NAMESPACE}"))
+        .args(["--kubeconfig".as_ref(), args.kubeconfig.as_os_str()]);
+    Process::start("tulle-control", command, dir)
+}
+
+/// Makes the changes at a steady rate. Returns when each was written.
+async fn write_changes(remote: &Client, args: &Args, n_changes: usize) -> anyhow::Result<Vec<(Change, Instant)>> {
+    let (start, interval) = (Instant::now(), Duration::from_secs(1) / args.rate);
+    let writes = (0..n_changes).map(|n| async move {
+        sleep_until(start + interval * u32::try_from(n)?).await;
+        let (change, written_at) = (Change(n), Instant::now());
+        match change.empties_endpoints() {
+            true => apply(remote, IN_NAMESPACE, "endpoints", endpoints(n, 0..0)).await?,
+            false => apply(remote, IN_NAMESPACE, "services", service(n, OTHER_PORT)).await?,
+        }
+        anyhow::Ok((change, written_at))
+    });
+    futures_util::future::try_join_all(writes).await
+}
+
+/// The watches of the mirrors.
+struct Mirrors {
+    changes: stream::BoxStream<'static, anyhow::Result<MirrorChange>>,
+}
+
+/// A mirror was created or has changed.
+enum MirrorChange {
+    Service { n: usize, port: u64 },
+    Endpoints { n: usize, is_empty: bool },
+}
+
+impl Mirrors {
+    async fn follow(local: &Client) -> anyhow::Result<Self> {
+        let services = watch(local, "services").await?.map_ok(|object| {
+            let port = object["spec"]["ports"][0]["port"].as_u64()?;
+            Some(MirrorChange::Service {
+                n: service_number(&object)?,
+                port,
+            })
+        });
+        let endpoints = watch(local, "endpoints").await?.map_ok(|object| {
+            let addresses = object["subsets"][0]["addresses"].as_array();
+            let is_empty = addresses.is_none_or(Vec::is_empty);
+            Some(MirrorChange::Endpoints {
+                n: service_number(&object)?,
+                is_empty,
+            })
+        });
+        let changes = stream::select(services, endpoints).try_filter_map(|change| std::future::ready(Ok(change)));
+        Ok(Self {
+            changes: changes.boxed(),
+        })
+    }
+
+    /// Waits until so many Services have a mirror with an endpoint.
+    async fn wait_for_all(&mut self, n_services: usize, deadline: Instant) -> anyhow::Result<()> {
+        let (mut services, mut with_endpoints) = (HashSet::new(), HashSet::new());
+        while services.len() < n_services || with_endpoints.len() < n_services {
+            match self.next(deadline).await.with_context(|| {
+                format!(
+                    "{} Services and {} Endpoints are mirrored",
+                    services.len(),
+                    with_endpoints.len()
+                )
+            })? {
+                MirrorChange::Service { n, .. } => services.insert(n),
+                MirrorChange::Endpoints { n, is_empty: false } => with_endpoints.insert(n),
+                MirrorChange::Endpoints { n, is_empty: true } => with_endpoints.remove(&n),
+            };
+        }
+        Ok(())
+    }
+
+    /// Waits until the mirrors have so many changes. Returns when each was seen first.
+    async fn observe_changes(&mut self, n_changes: usize) -> anyhow::Result<HashMap<Change, Instant>> {
+        let mut observed = HashMap::new();
+        let mut deadline = Instant::now() + CHANGE_TIMEOUT;
+        while observed.len() < n_changes {
+            let change = self.next(deadline).await;
+            match change.with_context(|| format!("{} of {n_changes} changes are mirrored", observed.len()))? {
+                MirrorChange::Service { n, port: OTHER_PORT } | MirrorChange::Endpoints { n, is_empty: true } => {
+                    let now = Instant::now();
+                    observed.entry(Change(n)).or_insert(now);
+                    deadline = now + CHANGE_TIMEOUT;
+                }
+                MirrorChange::Service { .. } | MirrorChange::Endpoints { .. } => {}
+            }
+        }
+        Ok(observed)
+    }
+
+    async fn next(&mut self, deadline: Instant) -> anyhow::Result<MirrorChange> {
+        match timeout_at(deadline, self.changes.try_next()).await {
+            Ok(change) => change?.context("a watch has ended"),
+            Err(_) => bail!("no further change has arrived in time"),
+        }
+    }
+}
+
+/// Watches the objects of this kind in the namespace `scale`: first those that exist, then changes.
+async fn watch(
+    client: &Client,
+    plural: &str,
+) -> anyhow::Result<impl Stream<Item = anyhow::Result<Value>> + Send + use<>> {
+    let path = format!("{IN_NAMESPACE}/{plural}?watch=1&resourceVersion=0");
+    let what = format!("watching {plural}");
+    let req = Request::get(path).body(Vec::new()).context("making a request")?;
+    let lines = client.request_stream(req).await.context(what.clone())?.lines();
+    Ok(lines.map(move |line| {
+        let mut event: Value = serde_json::from_str(&line.context(what.clone())?).context(what.clone())?;
+        ensure!(event["type"] != "ERROR", "{what}: {event}");
+        Ok(event["object"].take())
+    }))
+}
+
+/// The number of the Service that this object mirrors; `None` if it is no mirror.
+fn service_number(object: &Value) -> Option<usize> {
+    let name = object["metadata"]["name"].as_str()?;
+    name.strip_prefix("svc-")?.strip_suffix("-east")?.parse().ok()
+}
+
+/// Creates or replaces an object by server-side apply.
+async fn apply(client: &Client, parent: &str, plural: &str, object: Value) -> anyhow::Result<()> {
+    let name = object["metadata"]["name"].as_str().context("an object has no name")?;
+    let path = format!("{parent}/{plural}/{name}?fieldManager=bench&force=true");
+    let what = format!("applying {path}");
+    let req = Request::patch(path).header("content-type", "application/apply-patch+yaml");
+    let req = req.body(object.to_string().into_bytes()).context("making a request")?;
+    client.request_text(req).await.map(drop).context(what)
+}
+
+fn namespace(name: &str) -> Value {
+    json!({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+}
+
+fn service(n: usize, port: u64) -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "Service",
+        "metadata": {"name": format!("svc-{n}"), "labels": {EXPORTED: "true"}},
+        "spec": {"ports": [{"name": "http", "port": port, "targetPort": 8080}]},
+    })
+}
+
+/// The Endpoints of a Service, with the addresses of these pods.
+fn endpoints(service: usize, pods: std::ops::Range<usize>) -> Value {
+    let addresses: Vec<Value> = pods
+        .map(|pod| json!({"ip": format!("10.{}.{}.{}", 100 + pod / 62500, pod / 250 % 250, 1 + pod % 250)}))
+        .collect();
+    let subsets = match addresses.is_empty() {
+        true => json!([]),
+        false => json!([{"addresses": addresses, "ports": [{"name": "http", "port": 8080}]}]),
+    };
+    json!({
+        "apiVersion": "v1", "kind": "Endpoints",
+        "metadata": {"name": format!("svc-{service}")}, "subsets": subsets,
+    })
+}
+
+const NAMESPACE: &str = "scale";
+const IN_NAMESPACE: &str = "/api/v1/namespaces/scale";
+const LINK_NAMESPACE: &str = "linkerd-multicluster";
+const EXPORTED: &str = "mirror.linkerd.io/exported";
+const PORT: u64 = 80;
+const OTHER_PORT: u64 = 81;
+const MAX_CONCURRENT_REQUESTS: usize = 32;
+const MIRROR_TIMEOUT: Duration = Duration::from_secs(120);
+/// Maximum time between two changes of mirrors.
+const CHANGE_TIMEOUT: Duration = Duration::from_secs(30);
+/// Wait before memory is read, so that work after the first mirrors has finished.
+const MEMORY_SETTLE_DELAY: Duration = Duration::from_secs(2);
