@@ -10,9 +10,9 @@ use tulle_core::names::port;
 use tulle_core::netns::Namespace;
 
 /// A command in a namespace, with these options of `setpriv`. It is killed when its parent dies for any reason.
-pub fn command(host: &Namespace, settings: &[&str], program: &Path) -> Command {
+pub fn command(host: &Namespace, setpriv_options: &[&str], program: &Path) -> Command {
     let mut command = host.command("setpriv");
-    command.arg("--pdeathsig=KILL").args(settings).arg(program);
+    command.arg("--pdeathsig=KILL").args(setpriv_options).arg(program);
     command
 }
 

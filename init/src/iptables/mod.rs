@@ -209,7 +209,7 @@ pub enum LegacyTables {
 /// Lists the legacy tables of both families.
 #[must_use]
 pub fn legacy_tables() -> LegacyTables {
-    let of_families = [Family::V4, Family::V6].map(legacy_tables_of);
+    let of_families = [Family::V4, Family::V6].map(legacy_tables_in_family);
     [LegacyTables::Present, LegacyTables::Unknown]
         .into_iter()
         .find(|state| of_families.contains(state))
@@ -260,7 +260,7 @@ fn undo(flavour: Flavour, plans: &[Plan], wait: Duration, cause: IptablesError) 
 fn save_all(flavour: Flavour, rules: &Rules) -> Result<Vec<(Family, SavedRules)>, IptablesError> {
     for_each_family(&[Family::V4, Family::V6], |family| match save(flavour, *family) {
         // A family that is unavailable has no rules of tulle or Linkerd.
-        Err(_) if rules.of(*family).next().is_none() => Ok((*family, SavedRules::default())),
+        Err(_) if rules.for_family(*family).next().is_none() => Ok((*family, SavedRules::default())),
         saved => Ok((*family, saved?)),
     })
 }
@@ -284,7 +284,7 @@ fn for_each_family<F: Sync, T: Send>(
 /// Users other than root cannot list the existing legacy tables, so they have to name them.
 fn save(flavour: Flavour, family: Family) -> Result<SavedRules, IptablesError> {
     let program = program(flavour, family, "save");
-    if flavour == Flavour::Legacy && legacy_tables_of(family) == LegacyTables::Unknown {
+    if flavour == Flavour::Legacy && legacy_tables_in_family(family) == LegacyTables::Unknown {
         let nat = run(&program, &["-t", "nat"], "")?;
         // A kernel without the mangle table has no rules in it; if rules are wanted, applying them reports the error.
         let mangle = run(&program, &["-t", "mangle"], "").unwrap_or_default();
@@ -297,11 +297,11 @@ fn save(flavour: Flavour, family: Family) -> Result<SavedRules, IptablesError> {
 /// cannot list the tables, and [`save`] would create them; for these users there are none.
 fn families_to_search(flavour: Flavour) -> impl Iterator<Item = Family> {
     let families = [Family::V4, Family::V6].into_iter();
-    families.filter(move |family| flavour != Flavour::Legacy || legacy_tables_of(*family) == LegacyTables::Present)
+    families.filter(move |family| flavour != Flavour::Legacy || legacy_tables_in_family(*family) == LegacyTables::Present)
 }
 
 /// Whether a legacy nat or mangle table of this family exists in this network namespace.
-fn legacy_tables_of(family: Family) -> LegacyTables {
+fn legacy_tables_in_family(family: Family) -> LegacyTables {
     let list = match family {
         Family::V4 => "/proc/thread-self/net/ip_tables_names",
         Family::V6 => "/proc/thread-self/net/ip6_tables_names",
@@ -319,12 +319,12 @@ fn restore(
     family: Family,
     script: &str,
     wait: Duration,
-    how: RestoreMode,
+    mode: RestoreMode,
 ) -> Result<(), IptablesError> {
     let program = program(flavour, family, "restore");
     let wait = wait.as_secs().max(1).to_string();
     let mut arguments = vec!["--wait", &wait];
-    arguments.extend((how != RestoreMode::ReplaceTables).then_some("--noflush"));
+    arguments.extend((mode != RestoreMode::ReplaceTables).then_some("--noflush"));
     run(&program, &arguments, script).map(|_| ())
 }
 

@@ -137,7 +137,7 @@ impl Fixture {
     }
 
     /// A namespace that reaches the peer only through the pod.
-    pub(crate) fn inner(&mut self) -> Arc<Namespace> {
+    pub(crate) fn add_inner_namespace(&mut self) -> Arc<Namespace> {
         let inner = self.network.add_isolated("inner").unwrap();
         let name = inner.name().to_owned();
         let link = format!("link add eth1 type veth peer name eth0 netns {name}\nlink set eth1 up\n");
@@ -176,7 +176,7 @@ impl Fixture {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    pub(crate) fn code(&self, flags: &[&str]) -> i32 {
+    pub(crate) fn exit_code(&self, flags: &[&str]) -> i32 {
         self.init(flags).status.code().unwrap()
     }
 

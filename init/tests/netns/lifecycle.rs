@@ -444,9 +444,9 @@ fn our_rules_take_precedence_over_both_kernel_interfaces_with_a_warning() {
                 .run(|| dial(APP, (families()[0].peer, 8080).into()))
                 .unwrap();
             assert!(connected.is_err(), "{backend}: {connected:?}");
-            assert_eq!(fixture.code(&flags(backend, &["--check"])), 3, "{backend}");
+            assert_eq!(fixture.exit_code(&flags(backend, &["--check"])), 3, "{backend}");
             fixture.apply(backend, &[]);
-            assert_eq!(fixture.code(&flags(backend, &["--check"])), 0, "{backend}");
+            assert_eq!(fixture.exit_code(&flags(backend, &["--check"])), 0, "{backend}");
             expect_ours();
         }
     }
@@ -540,7 +540,7 @@ fn concurrent_runs_agree() {
                     .into();
                 runs.into_iter().for_each(|run| success(&run.join().unwrap()));
             });
-            let codes = [&usual, &other].map(|flags| fixture.code(&[flags.as_slice(), &["--check"]].concat()));
+            let codes = [&usual, &other].map(|flags| fixture.exit_code(&[flags.as_slice(), &["--check"]].concat()));
             assert!(matches!(codes, [0, 3] | [3, 0]), "{backend}: {codes:?}");
         }
     }
@@ -575,15 +575,15 @@ fn check_distinguishes_equal_different_and_absent_rules() {
     let check: Vec<&str> = FLAGS.iter().copied().chain(["--check"]).collect();
     for backend in BACKENDS {
         let check = flags(backend, &["--check"]);
-        assert_eq!(fixture.code(&check), 4, "{backend}");
+        assert_eq!(fixture.exit_code(&check), 4, "{backend}");
         fixture.apply(backend, &[]);
         let before = fixture.dump();
-        assert_eq!(fixture.code(&check), 0, "{backend}");
-        assert_eq!(fixture.code(&[check.as_slice(), &["-g", "7"]].concat()), 3, "{backend}");
+        assert_eq!(fixture.exit_code(&check), 0, "{backend}");
+        assert_eq!(fixture.exit_code(&[check.as_slice(), &["-g", "7"]].concat()), 3, "{backend}");
         assert_eq!(fixture.dump(), before, "{backend}");
         // Differences in one family count too.
         assert_eq!(
-            fixture.code(&[check.as_slice(), &["--subnets-to-ignore", "fd01::/64"]].concat()),
+            fixture.exit_code(&[check.as_slice(), &["--subnets-to-ignore", "fd01::/64"]].concat()),
             3,
             "{backend}"
         );
@@ -592,12 +592,12 @@ fn check_distinguishes_equal_different_and_absent_rules() {
                 "{} -t nat -D PROXY_INIT_OUTPUT 1",
                 backend.replace("ip", "ip6")
             ));
-            assert_eq!(fixture.code(&check), 3, "{backend}");
+            assert_eq!(fixture.exit_code(&check), 3, "{backend}");
         }
         success(&fixture.init(&["--clean"]));
     }
     // Without `--backend`, the backend that holds the rules is found.
-    assert_eq!(fixture.code(&check), 4);
+    assert_eq!(fixture.exit_code(&check), 4);
     fixture.apply("iptables-nft", &[]);
-    assert_eq!(fixture.code(&check), 0);
+    assert_eq!(fixture.exit_code(&check), 0);
 }

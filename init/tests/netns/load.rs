@@ -43,7 +43,7 @@ struct Counts {
 }
 
 /// Runs six clients until the work is done, and returns their connections. None may have failed.
-fn under_load(fixture: &Fixture, port: u16, work: impl FnOnce(&Load)) -> Connections {
+fn run_under_load(fixture: &Fixture, port: u16, work: impl FnOnce(&Load)) -> Connections {
     // Shortens the tracking of thousands of closed connections.
     fixture.sysctl("net/netfilter/nf_conntrack_tcp_timeout_close", "1");
     let load = Load::default();
@@ -106,7 +106,7 @@ impl Load {
             }
             assert!(
                 Instant::now() < deadline,
-                "not within {LOAD_TIMEOUT:?}: {connections:?}"
+                "timed out after {LOAD_TIMEOUT:?} with too few connections: {connections:?}"
             );
             work(n);
         }
@@ -125,8 +125,8 @@ fn no_connection_bypasses_the_proxy_while_rules_are_replaced() {
         fixture.apply(backend, &[]);
         let mut streams = connections(&fixture, 8080);
         let mut applied = 0;
-        let observed = under_load(&fixture, 8080, |load| {
-            let is_enough = |counts: &Counts| counts.proxied >= CONNECTIONS / 4;
+        let observed = run_under_load(&fixture, 8080, |load| {
+            let is_enough = |counts: &Counts| counts.proxied >= MIN_CONNECTIONS / 4;
             // The flags alternate, so that every run writes rules.
             applied = load.repeat_until(10, is_enough, |n| {
                 fixture.apply(backend, &["--proxy-gid", if n % 2 == 0 { "7" } else { "8" }]);
@@ -153,7 +153,7 @@ fn linkerds_sequence_lets_connections_bypass_the_proxy() {
         let fixture = Fixture::new(&[8080]);
         let both = format!("{}\n{}", linkerd(tool), linkerd(&tool.replace("ip", "ip6")));
         fixture.sh(&both);
-        let observed = under_load(&fixture, 8080, |load| {
+        let observed = run_under_load(&fixture, 8080, |load| {
             let deadline = Instant::now() + LOAD_TIMEOUT;
             while load
                 .connections
@@ -185,7 +185,7 @@ fn a_changing_skip_list_is_the_old_or_the_new_one() {
             "--outbound-ports-to-ignore",
             "8080",
         ];
-        let observed = under_load(&fixture, 8080, |load| {
+        let observed = run_under_load(&fixture, 8080, |load| {
             let is_enough = |counts: &Counts| counts.proxied >= 50 && counts.bypassed >= 50;
             load.repeat_until(10, is_enough, |n| {
                 fixture.apply(backend, if n % 2 == 0 { &skip } else { &[] });
@@ -205,7 +205,7 @@ fn draining_under_load_fails_no_connection() {
         let fixture = Fixture::new(&[8080]);
         fixture.apply(backend, &[]);
         let mut streams = connections(&fixture, 8080);
-        let observed = under_load(&fixture, 8080, |load| {
+        let observed = run_under_load(&fixture, 8080, |load| {
             thread::scope(|scope| {
                 let cleaning = scope.spawn(|| fixture.init(&["--clean=drain", "--drain-timeout", "60s"]));
                 load.repeat_until(
@@ -232,7 +232,7 @@ fn draining_under_load_fails_no_connection() {
             }
         });
         println!("drain {backend}: {observed:?}");
-        assert_eq!(fixture.code(&flags(backend, &["--check"])), 4, "{backend}");
+        assert_eq!(fixture.exit_code(&flags(backend, &["--check"])), 4, "{backend}");
     }
 }
 
@@ -253,14 +253,14 @@ fn a_run_that_is_killed_leaves_the_old_rules_or_the_new_ones() {
     ];
     let small = [&["-g", "7"][..], &["-g", "8", "--inbound-ports-to-ignore", "1,3,5"]];
     for backend in BACKENDS {
-        assert_kills_leave_a_known_state(backend, small.map(|more| flags(backend, more)), Kill::Init, KILLS / 4);
-        assert_kills_leave_a_known_state(backend, [flags(backend, &[]), vec!["--clean"]], Kill::Init, KILLS / 4);
-        assert_kills_leave_a_known_state(backend, large.map(|more| flags(backend, more)), Kill::Init, KILLS / 4);
+        assert_kills_leave_a_known_state(backend, small.map(|more| flags(backend, more)), Kill::Init, N_KILLS / 4);
+        assert_kills_leave_a_known_state(backend, [flags(backend, &[]), vec!["--clean"]], Kill::Init, N_KILLS / 4);
+        assert_kills_leave_a_known_state(backend, large.map(|more| flags(backend, more)), Kill::Init, N_KILLS / 4);
         assert_kills_leave_a_known_state(
             backend,
             large.map(|more| flags(backend, more)),
             Kill::Programs,
-            KILLS / 4,
+            N_KILLS / 4,
         );
     }
 }
@@ -355,7 +355,7 @@ fn no_connection_bypasses_the_proxy_while_backends_are_switched() {
             .server,
         "inbound"
     );
-    let observed = under_load(&fixture, 8080, |load| {
+    let observed = run_under_load(&fixture, 8080, |load| {
         load.repeat_until(
             10,
             |counts| counts.proxied > 500,
@@ -371,7 +371,7 @@ fn no_connection_bypasses_the_proxy_while_backends_are_switched() {
     );
 }
 
-const CONNECTIONS: usize = 10_000;
-const KILLS: usize = 200;
+const MIN_CONNECTIONS: usize = 10_000;
+const N_KILLS: usize = 200;
 /// A load of a few seconds takes longer on a busy machine.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(60);

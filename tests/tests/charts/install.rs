@@ -12,7 +12,7 @@ use tulle_tests::charts::Repository;
 async fn an_installation_from_a_repository_is_upgraded_and_leaves_only_gateway_api_definitions_and_the_namespace() {
     let server = ApiServer::start().await.unwrap();
     let repository = Repository::start().await.unwrap();
-    let helm = Helm::for_cluster(server.kubeconfig()).unwrap();
+    let helm = Helm::with_kubeconfig(server.kubeconfig()).unwrap();
     let run = |line: &str| helm.run(&line.split_whitespace().collect::<Vec<_>>()).unwrap();
     let before = everything(&server).await;
 

@@ -8,7 +8,7 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use tulle_tests::charts::{Helm, path_of};
+use tulle_tests::charts::{Helm, chart_path};
 use tulle_tests::programs;
 
 use crate::render::{REQUIRED_VALUES, objects};
@@ -132,7 +132,7 @@ fn each_runbook_annotation_leads_to_the_section_of_its_alert() {
 
 #[test]
 fn the_schema_has_the_alerts_and_their_thresholds() {
-    let schema = fs::read_to_string(format!("{}/values.schema.json", path_of("tulle-control-plane"))).unwrap();
+    let schema = fs::read_to_string(format!("{}/values.schema.json", chart_path("tulle-control-plane"))).unwrap();
     let schema: Value = serde_json::from_str(&schema).unwrap();
     let known = &schema["properties"]["prometheusRule"]["properties"]["alerts"]["properties"];
     let known: BTreeMap<&str, bool> = known
@@ -141,7 +141,7 @@ fn the_schema_has_the_alerts_and_their_thresholds() {
         .iter()
         .map(|(name, of)| (name.as_str(), of["$ref"] == "#/definitions/alert"))
         .collect();
-    let text = fs::read_to_string(format!("{}/files/alerts.yaml", path_of("tulle-control-plane"))).unwrap();
+    let text = fs::read_to_string(format!("{}/files/alerts.yaml", chart_path("tulle-control-plane"))).unwrap();
     let file: Value = serde_yaml_ng::from_str(&text).unwrap();
     let file = json!({ "spec": file });
     let alerts = alerts(&file);
@@ -209,7 +209,7 @@ fn alerts_use_only_metrics_that_tulle_exports() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let mut source = String::new();
     for dir in ["proxy/src", "control/src", "core/src"] {
-        read_below(&root.join(dir), &mut source);
+        append_rust_files(&root.join(dir), &mut source);
     }
     let rule = rule(&[]);
     let mut queried = BTreeSet::new();
@@ -235,7 +235,7 @@ fn metrics(expr: &str) -> BTreeSet<String> {
         let is_quoted = n % 2 == 1;
         for word in part.split(|c: char| !c.is_ascii_alphanumeric() && c != '_') {
             let is_metric = word == "up" || word.contains('_') && !word.starts_with('_');
-            if is_metric && !is_quoted && !NO_METRICS.contains(&word) {
+            if is_metric && !is_quoted && !NON_METRIC_WORDS.contains(&word) {
                 found.insert(word.to_owned());
             }
         }
@@ -246,11 +246,11 @@ fn metrics(expr: &str) -> BTreeSet<String> {
     found
 }
 
-fn read_below(dir: &Path, text: &mut String) {
+fn append_rust_files(dir: &Path, text: &mut String) {
     for entry in fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();
         if path.is_dir() {
-            read_below(&path, text);
+            append_rust_files(&path, text);
         } else if path.extension() == Some(OsStr::new("rs")) {
             text.push_str(&fs::read_to_string(path).unwrap());
         }
@@ -259,7 +259,7 @@ fn read_below(dir: &Path, text: &mut String) {
 
 #[test]
 fn dashboards_are_config_maps_that_grafana_s_sidecar_finds() {
-    let dir = format!("{}/files/dashboards", path_of("tulle-control-plane"));
+    let dir = format!("{}/files/dashboards", chart_path("tulle-control-plane"));
     let files = fs::read_dir(dir).unwrap().map(|file| file.unwrap().path());
     let files: Vec<PathBuf> = files.collect();
     let check = |values: &[&str], namespace: &str, labels: &Value, annotation: Option<&str>| {
@@ -302,7 +302,7 @@ fn objects_for_prometheus_and_grafana_are_opt_in() {
 }
 
 /// Words with an underscore in the queries of alerts that are not metrics but functions or labels.
-const NO_METRICS: &[&str] = &[
+const NON_METRIC_WORDS: &[&str] = &[
     "label_replace",
     "max_over_time",
     "exported_namespace",

@@ -16,7 +16,7 @@ use crate::render;
 async fn an_api_server_accepts_every_object_of_every_installation() {
     let server = ApiServer::start().await.unwrap();
     server.create_namespace("linkerd").await.unwrap();
-    let helm = Helm::for_cluster(server.kubeconfig()).unwrap();
+    let helm = Helm::with_kubeconfig(server.kubeconfig()).unwrap();
     let apply = async |name: &str, text: &str, dry: &[&str]| {
         let file = server.dir().join("objects.yaml");
         fs::write(&file, text).unwrap();
@@ -37,7 +37,7 @@ async fn an_api_server_accepts_every_object_of_every_installation() {
     apply("the custom resources", &crds, &[]).await;
     // Minimal definitions of the kinds of the Prometheus operator.
     for kind in ["PodMonitor", "PrometheusRule"] {
-        apply(kind, &of_prometheus_operator(kind), &[]).await;
+        apply(kind, &prometheus_operator_definition(kind), &[]).await;
     }
     server.wait_for_custom_resources().await.unwrap();
     for (name, values) in render::installations() {
@@ -163,7 +163,7 @@ async fn create(server: &ApiServer, object: &Value) -> anyhow::Result<String> {
 }
 
 /// The definition of a kind of the Prometheus operator.
-fn of_prometheus_operator(kind: &str) -> String {
+fn prometheus_operator_definition(kind: &str) -> String {
     let singular = kind.to_ascii_lowercase();
     format!(
         "

@@ -432,7 +432,7 @@ async fn components_with_given_webhook_certificates_have_no_access_to_secrets() 
 async fn a_component_creates_its_own_secrets_by_apply_and_no_others() {
     let server = start_with_chart(&[]).await;
     let access = kubernetes::Config {
-        kubeconfig: Some(server.kubeconfig_of("linkerd", DESTINATION).await.unwrap()),
+        kubeconfig: Some(server.service_account_kubeconfig("linkerd", DESTINATION).await.unwrap()),
         ..kubernetes::Config::default()
     };
     let client = kubernetes::client(&access, &Registry::new()).await.unwrap();

@@ -8,7 +8,7 @@ use serde::Deserialize as _;
 use serde_json::{Value, json};
 use tulle_control::cmd::Command;
 
-use tulle_tests::charts::{Helm, path_of};
+use tulle_tests::charts::{Helm, chart_path};
 
 /// Required values of an installation.
 pub(crate) const REQUIRED_VALUES: &[&str] = &[
@@ -26,7 +26,7 @@ pub(crate) fn installations() -> Vec<(&'static str, Vec<String>)> {
             .map(ToString::to_string)
             .collect::<Vec<_>>()
     };
-    let ha = format!("--values={}/values-ha.yaml", path_of("tulle-control-plane"));
+    let ha = format!("--values={}/values-ha.yaml", chart_path("tulle-control-plane"));
     let external_ca = [
         "--set=identity.externalCA=true",
         "--set=identity.issuer.scheme=kubernetes.io/tls",
@@ -104,7 +104,7 @@ fn helm_lint_accepts_the_charts() {
         };
         let report = Helm::new()
             .unwrap()
-            .run(&[&["lint", "--strict", &path_of(chart)], needed].concat())
+            .run(&[&["lint", "--strict", &chart_path(chart)], needed].concat())
             .unwrap();
         assert!(!report.contains("WARNING") && !report.contains("ERROR"), "{report}");
     }
@@ -645,8 +645,8 @@ fn the_log_levels_of_destination_and_policy_become_one_filter() {
 #[test]
 fn every_value_has_a_comment_and_a_schema() {
     for chart in ["tulle-crds", "tulle-control-plane", "tulle-multicluster"] {
-        let text = fs::read_to_string(format!("{}/values.yaml", path_of(chart))).unwrap();
-        let schema = fs::read_to_string(format!("{}/values.schema.json", path_of(chart))).unwrap();
+        let text = fs::read_to_string(format!("{}/values.yaml", chart_path(chart))).unwrap();
+        let schema = fs::read_to_string(format!("{}/values.schema.json", chart_path(chart))).unwrap();
         let values: Value = serde_yaml_ng::from_str(&text).unwrap();
         let mut names = BTreeSet::new();
         collect(&values, "", &mut names);

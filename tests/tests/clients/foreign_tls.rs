@@ -10,12 +10,12 @@ use crate::testbed::{OPEN_TLS, OUTSIDE, SERVER, TLS, Testbed, identity, service,
 
 /// Checks that `openssl s_client` at `from` gets the certificate of the requested server name, and a response.
 fn check(testbed: &Testbed, from: &Namespace, to: SocketAddr, server_host: &Arc<Namespace>) {
-    let named = testbed.credentials.foreign_leaf(NAME);
+    let named = testbed.credentials.foreign_leaf(FOREIGN_SERVER_NAME);
     let other = testbed.credentials.foreign_leaf("other.example");
-    let _server = openssl::server(testbed, server_host, to.port(), NAME, [&named, &other]);
+    let _server = openssl::server(testbed, server_host, to.port(), FOREIGN_SERVER_NAME, [&named, &other]);
     let client = Client {
         to,
-        name: NAME,
+        name: FOREIGN_SERVER_NAME,
         alpn: None,
         certificate: None,
     };
@@ -69,9 +69,9 @@ fn a_foreign_name_from_outside_arrives_at_the_application_if_the_policy_permits(
         return;
     };
     check(&testbed, &testbed.outside, (SERVER, OPEN_TLS).into(), &testbed.server);
-    let names = [(NAME, 1), ("unknown.example", 1)];
+    let names = [(FOREIGN_SERVER_NAME, 1), ("unknown.example", 1)];
     testbed.wait_for_series(ALLOWED, &["tls=\"opaque\""], "sni", &names);
 }
 
-const NAME: &str = "pay.example";
+const FOREIGN_SERVER_NAME: &str = "pay.example";
 const ALLOWED: &str = "inbound_tcp_authz_allow_total";

@@ -92,7 +92,7 @@ fn ask(path: &str) -> String {
     let to: SocketAddr = service(HTTP);
     let exchange = || -> std::io::Result<String> {
         let mut stream = TcpStream::connect(to)?;
-        stream.set_read_timeout(Some(LIMIT))?;
+        stream.set_read_timeout(Some(READ_TIMEOUT))?;
         write!(stream, "GET {path} HTTP/1.1\r\nhost: mesh\r\nconnection: close\r\n\r\n")?;
         let mut answer = String::new();
         stream.read_to_string(&mut answer)?;
@@ -101,4 +101,4 @@ fn ask(path: &str) -> String {
     exchange().unwrap_or_else(|error| error.to_string())
 }
 
-const LIMIT: Duration = Duration::from_secs(20);
+const READ_TIMEOUT: Duration = Duration::from_secs(20);

@@ -87,8 +87,8 @@ impl Testbed {
         fs::write(manifests.join("mesh.yaml"), include_str!("mesh.yaml")).unwrap();
         let proxy = programs::install("tulle-proxy", dir.path()).unwrap();
 
-        netns::remove_stale(PREFIX).unwrap();
-        let mut virtual_network = VirtualNetwork::new(PREFIX).unwrap();
+        netns::remove_stale(NAMESPACE_PREFIX).unwrap();
+        let mut virtual_network = VirtualNetwork::new(NAMESPACE_PREFIX).unwrap();
         let [control, client, server, outside] = [
             ("control", CONTROL),
             ("client", CLIENT),
@@ -344,6 +344,6 @@ const NETWORKS: &str = "10.0.0.0/8,fd00::/8";
 const POLICY: &str = "all-authenticated";
 /// The user id of the proxy, whose traffic is not redirected.
 const PROXY_UID: u32 = 2102;
-const PREFIX: &str = "tr-";
+const NAMESPACE_PREFIX: &str = "tr-";
 const METRICS_TIMEOUT: Duration = Duration::from_secs(5);
 const METRICS_POLL_INTERVAL: Duration = Duration::from_millis(10);

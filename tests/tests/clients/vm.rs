@@ -88,7 +88,7 @@ fn a_machine_set_up_as_in_the_guide_receives_and_sends_mutual_tls() {
     let before = renewals(&testbed);
     let issuer = trust::create_issuer("second", trust::ISSUER_LIFETIME, &testbed.credentials.anchor).unwrap();
     for (name, text) in [("key.pem", &issuer.key), ("crt.pem", &issuer.certificate)] {
-        fs::write(machine.at("/etc/tulle/issuer").join(name), text).unwrap();
+        fs::write(machine.local_path("/etc/tulle/issuer").join(name), text).unwrap();
     }
     eventually_blocking("the certificate is renewed", || {
         let answer = ask(&testbed.client, (SERVICE, 80).into());
@@ -139,7 +139,7 @@ fn machine(testbed: &Testbed) -> ExternalMachine {
 fn ask(host: &Namespace, to: SocketAddr) -> String {
     let exchange = || -> std::io::Result<String> {
         let mut stream = TcpStream::connect(to)?;
-        stream.set_read_timeout(Some(LIMIT))?;
+        stream.set_read_timeout(Some(READ_TIMEOUT))?;
         stream.write_all(b"GET /headers HTTP/1.1\r\nhost: mesh\r\nconnection: close\r\n\r\n")?;
         let mut answer = String::new();
         stream.read_to_string(&mut answer)?;
@@ -174,4 +174,4 @@ spec:
   requiredAuthenticationRefs:
   - {group: policy.linkerd.io, kind: MeshTLSAuthentication, name: proxy-harness, namespace: simple-app}
 ";
-const LIMIT: Duration = Duration::from_secs(20);
+const READ_TIMEOUT: Duration = Duration::from_secs(20);

@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use tokio::time::sleep;
 use tulle_bench::load::stats::{Latency, Report};
 use tulle_control::trust;
-use tulle_tests::charts::path_of;
+use tulle_tests::charts::chart_path;
 
 use tulle_tests::meshed::{COMPONENTS, Client, MeshedCluster, assert_all_ok, find_process};
 
@@ -189,7 +189,7 @@ impl Chaos {
                 .await;
             meshed.wait_for_control_plane().await.unwrap();
         }
-        let chart = path_of("tulle-control-plane");
+        let chart = chart_path("tulle-control-plane");
         let upgrade = async |values: &[&str]| {
             let fixed = [
                 "upgrade",

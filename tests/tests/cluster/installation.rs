@@ -8,7 +8,7 @@ use std::path::Path;
 use anyhow::ensure;
 use tokio::process::Command;
 use tokio::time::Instant;
-use tulle_tests::charts::{Helm, Repository, path_of};
+use tulle_tests::charts::{Helm, Repository, chart_path};
 use tulle_tests::cluster::{AuditRecord, Cluster};
 use tulle_tests::{commands, programs};
 
@@ -370,7 +370,7 @@ async fn all_objects(cluster: &Cluster) -> BTreeSet<String> {
 
 /// The code blocks with commands of the tutorial.
 fn blocks() -> Vec<String> {
-    let page = Path::new(&path_of("..")).join("docs/tutorials/first-cluster.md");
+    let page = Path::new(&chart_path("..")).join("docs/tutorials/first-cluster.md");
     let page = fs::read_to_string(page).unwrap();
     let blocks = page.split("```sh\n").skip(1);
     blocks

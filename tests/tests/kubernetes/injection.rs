@@ -624,7 +624,7 @@ impl InjectorFixture {
             tasks.spawn(async move {
                 for (namespace, name, annotations) in part {
                     let pods = Api::<Pod>::namespaced(client.clone(), namespace);
-                    pods.create(&PostParams::default(), &pod_of(&name, &annotations, &spec))
+                    pods.create(&PostParams::default(), &pod_with(&name, &annotations, &spec))
                         .await
                         .unwrap();
                     n_created.fetch_add(1, Ordering::Relaxed);
@@ -636,7 +636,7 @@ impl InjectorFixture {
 
     async fn create_pod(&self, namespace: &str, name: &str, annotations: &Value, spec: &Value) -> kube::Result<Pod> {
         self.pods(namespace)
-            .create(&PostParams::default(), &pod_of(name, annotations, spec))
+            .create(&PostParams::default(), &pod_with(name, annotations, spec))
             .await
     }
 
@@ -666,7 +666,7 @@ impl InjectorFixture {
     }
 }
 
-fn pod_of(name: &str, annotations: &Value, spec: &Value) -> Pod {
+fn pod_with(name: &str, annotations: &Value, spec: &Value) -> Pod {
     serde_json::from_value(json!({"metadata": {"name": name, "annotations": annotations}, "spec": spec})).unwrap()
 }
 

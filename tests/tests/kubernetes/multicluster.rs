@@ -35,7 +35,7 @@ struct Mirror {
 impl Mirror {
     /// Runs with the permissions of the account that the chart creates.
     async fn start(server: &ApiServer, account: &str, scope: Scope) -> Self {
-        let access = server.kubeconfig_of(NAMESPACE, account).await.unwrap();
+        let access = server.service_account_kubeconfig(NAMESPACE, account).await.unwrap();
         let client = kubeconfig::client(&access).await.unwrap();
         let (registry, (signal, drain)) = (Registry::new(), drain::channel());
         let config = Config {
@@ -56,7 +56,7 @@ impl Mirror {
         }
     }
 
-    async fn of_link(server: &ApiServer, link: &str) -> Self {
+    async fn start_for_link(server: &ApiServer, link: &str) -> Self {
         Self::start(server, &format!("controller-{link}"), Scope::Link(link.to_owned())).await
     }
 
@@ -115,7 +115,7 @@ async fn put_credentials(server: &ApiServer, link: &str, access: &Path) {
 /// The access of the account that the chart creates for other clusters, complete in itself.
 async fn remote_access(server: &ApiServer) -> std::path::PathBuf {
     let account = "linkerd-service-mirror-remote-access-default";
-    let path = server.kubeconfig_of(NAMESPACE, account).await.unwrap();
+    let path = server.service_account_kubeconfig(NAMESPACE, account).await.unwrap();
     let path = path.to_str().unwrap();
     let flat = server
         .kubectl(&["config", "view", "--flatten", "--raw", "--kubeconfig", path])
@@ -290,7 +290,7 @@ async fn exported_services_are_mirrored_while_their_cluster_can_be_read_and_kept
     apply(&west, &link("east")).await;
 
     // Without credentials nothing is mirrored, and the process waits for them.
-    let mirror = Mirror::of_link(&west, "east").await;
+    let mirror = Mirror::start_for_link(&west, "east").await;
     eventually("the missing Secret is reported", async || {
         (mirror.metric(SYNCED)? == 0.0).then_some(())
     })
@@ -335,7 +335,7 @@ async fn exported_services_are_mirrored_while_their_cluster_can_be_read_and_kept
         .await
         .unwrap();
     apply(&east, &service("new", &exported)).await;
-    let mirror = Mirror::of_link(&west, "east").await;
+    let mirror = Mirror::start_for_link(&west, "east").await;
     wait_until_gone(&west, "direct-east").await;
     wait_for_condition(&west, "east", "mirrorServices", ("new", "True", "")).await;
 
@@ -376,7 +376,7 @@ async fn services_of_several_clusters_join_and_leave_a_federated_service() {
     for name in ["east", "north"] {
         apply(&west, &link(name)).await;
         put_credentials(&west, name, &access).await;
-        mirrors.push(Mirror::of_link(&west, name).await);
+        mirrors.push(Mirror::start_for_link(&west, name).await);
     }
     let local = services(west.client());
     let members = async || {
@@ -407,9 +407,9 @@ async fn services_of_several_clusters_join_and_leave_a_federated_service() {
         .await
         .unwrap();
     apply(&other, &service("still", &member)).await;
-    let east = Mirror::of_link(&west, "east").await;
+    let east = Mirror::start_for_link(&west, "east").await;
     wait_for("", "web@north").await;
-    let north = Mirror::of_link(&west, "north").await;
+    let north = Mirror::start_for_link(&west, "north").await;
     wait_until_gone(&west, "web-federated").await;
     assert!(
         Api::<Endpoints>::namespaced(west.client(), "shop")

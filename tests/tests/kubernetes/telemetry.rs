@@ -127,7 +127,7 @@ async fn telemetry_is_available_to_users_that_rbac_permits() {
     let row = row.await;
     assert_eq!(row.split_whitespace().collect::<Vec<_>>()[..3], ["web", "0/1", "-"]);
 
-    let unprivileged = server.kubeconfig_of("default", "nobody").await.unwrap();
+    let unprivileged = server.service_account_kubeconfig("default", "nobody").await.unwrap();
     let refused = async |line: &str, resource: &str| {
         let (done, text) = fixture.tulle(&unprivileged, line).await;
         assert!(

@@ -109,8 +109,8 @@ fn a_client_disconnect_during_a_silent_response_is_not_an_endpoint_failure() {
     check_client_disconnect(1);
 }
 
-/// Clients close their connection during a response that sends `pieces` frames and then stalls.
-fn check_client_disconnect(pieces: usize) {
+/// Clients close their connection during a response that sends `n_frames` frames and then stalls.
+fn check_client_disconnect(n_frames: usize) {
     let annotations = "balancer.linkerd.io/failure-accrual: consecutive, \
         balancer.linkerd.io/failure-accrual-consecutive-max-failures: '1'";
     mesh()
@@ -120,7 +120,7 @@ fn check_client_disconnect(pieces: usize) {
         .run(async |mesh: &Mesh| {
             let listener = mesh.listen("web", HTTP).await;
             let _app = apps::serve_http(listener, move |_| async move {
-                unfinished_response(pieces, Duration::from_millis(10))
+                unfinished_response(n_frames, Duration::from_millis(10))
             });
             let mut n_waited_before = None;
             for _ in 0..5 {

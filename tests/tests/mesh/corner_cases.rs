@@ -214,7 +214,7 @@ fn an_application_may_answer_before_the_upload_has_ended() {
 
 #[test]
 fn an_application_may_read_the_upload_after_its_response_has_ended() {
-    const LENGTH: usize = 4 << 20;
+    const BODY_BYTES: usize = 4 << 20;
     run_without_app(async |mesh: &Mesh| {
         let n_read = Arc::new(AtomicUsize::new(0));
         let counted = n_read.clone();
@@ -230,10 +230,10 @@ fn an_application_may_read_the_upload_after_its_response_has_ended() {
         });
         let req = Request::post("http://web.test/").version(Version::HTTP_2);
         let mut client = Http2::handshake(http(mesh).await).await;
-        let rsp = client.fetch(req.body(full(vec![0; LENGTH])).unwrap()).await.unwrap();
+        let rsp = client.fetch(req.body(full(vec![0; BODY_BYTES])).unwrap()).await.unwrap();
         assert_eq!(rsp.text(), "early");
         eventually("the upload is complete", async || {
-            (n_read.load(Ordering::Relaxed) == LENGTH).then_some(())
+            (n_read.load(Ordering::Relaxed) == BODY_BYTES).then_some(())
         })
         .await;
     });

@@ -179,14 +179,14 @@ fn an_incomplete_request_line_times_out_as_http() {
 
 #[test]
 fn slow_heads_time_out_and_do_not_delay_other_clients() {
-    const CLIENTS: usize = 100;
+    const N_CLIENTS: usize = 100;
     let mesh = mesh().workload("client").workload("web");
     let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP_HEAD_TIMEOUT", "1s");
     let mesh = mesh.env("TULLE_PROXY_INBOUND_HTTP_HEAD_TIMEOUT", "1s");
     mesh.run(async |mesh: &Mesh| {
         apps::start_echo(mesh, "web").await;
         let mut clients = JoinSet::new();
-        for n in 0..CLIENTS {
+        for n in 0..N_CLIENTS {
             let mut stream = match n % 2 {
                 0 => dial(mesh).await,
                 _ => mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await,
@@ -203,7 +203,7 @@ fn slow_heads_time_out_and_do_not_delay_other_clients() {
         }
         let responses = clients.join_all().await;
         let n_timeouts = responses.iter().filter(|rsp| rsp.starts_with("HTTP/1.1 408 ")).count();
-        assert_eq!(n_timeouts, CLIENTS, "{responses:?}");
+        assert_eq!(n_timeouts, N_CLIENTS, "{responses:?}");
     });
 }
 
@@ -290,18 +290,18 @@ fn stalled_uploads_time_out_and_others_do_not() {
 
 #[test]
 fn an_upload_that_waits_for_its_response_does_not_time_out() {
-    const PIECES: usize = 20;
+    const N_FRAMES: usize = 20;
     let mesh = mesh().workload("client").workload("web");
     let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP_IDLE_TIMEOUT", "1s");
     mesh.run(async |mesh: &Mesh| {
         let _app = apps::serve_http(mesh.listen("web", HTTP).await, |_| async {
-            apps::slow_response(PIECES, Duration::from_millis(100))
+            apps::slow_response(N_FRAMES, Duration::from_millis(100))
         });
         let mut client = dial(mesh).await;
         let head = b"POST / HTTP/1.1\r\nhost: web.test\r\nconnection: close\r\ncontent-length: 5\r\n\r\n";
         client.write_all(head).await.unwrap();
         read_until(&mut client, "\r\n\r\n").await;
-        for _ in 0..PIECES {
+        for _ in 0..N_FRAMES {
             read_until(&mut client, "x\r\n").await;
         }
     });

@@ -115,7 +115,7 @@ fn at(mesh: &Mesh, port: u16) -> SocketAddr {
 async fn send_and_read_all(mut stream: TcpStream, bytes: &[u8]) -> Vec<u8> {
     stream.write_all(bytes).await.unwrap();
     let mut answer = Vec::new();
-    // A reset is also an end.
+    // The connection may also end with a reset.
     let _ = stream.read_to_end(&mut answer).await;
     answer
 }
@@ -256,7 +256,7 @@ fn opaque_connections_are_closed_when_their_port_gets_rules_for_requests() {
         read_until(&mut stream, "know\n").await;
         mesh.write("route", &route("late", DETECT_WITHOUT_RULES, "/"));
         let mut rest = Vec::new();
-        // A reset is also an end.
+        // The connection may also end with a reset.
         let _ = stream.read_to_end(&mut rest).await;
         mesh.wait_for_metric("web", "tulle_failures_total", &["cause=\"not-http\""], 1.)
             .await;

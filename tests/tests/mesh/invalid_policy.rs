@@ -71,7 +71,7 @@ fn an_invalid_update_denies_requests_and_closes_connections() {
         })
         .await;
         let mut rest = Vec::new();
-        // A reset is also an end.
+        // The connection may also end with a reset.
         let _ = bytes.read_to_end(&mut rest).await;
 
         policies.set_port_policy(Ok(allow_all_server()));

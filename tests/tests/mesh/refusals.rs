@@ -162,7 +162,7 @@ spec:
 async fn request_is_closed(mut stream: TcpStream) -> bool {
     // The write fails if the connection is already closed.
     let _ = stream.write_all(b"GET / HTTP/1.1\r\nhost: web.test\r\n\r\n").await;
-    // A reset is also an end.
+    // The connection may also end with a reset.
     matches!(stream.read(&mut [0]).await, Ok(0) | Err(_))
 }
 
@@ -201,7 +201,7 @@ fn without_redirect_rules_only_peers_are_served() {
             .await
             .unwrap();
         let mut received = Vec::new();
-        // A reset is also an end.
+        // The connection may also end with a reset.
         let _ = unmeshed.read_to_end(&mut received).await;
         assert!(!received.starts_with(b"HTTP/"), "at most a TLS alert");
         eventually("the failure is counted", async || {

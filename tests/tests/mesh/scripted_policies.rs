@@ -308,7 +308,7 @@ const HEAD: &str = "GET / HTTP/1.1\r\nhost: web.test\r\nconnection: x-hop\r\nx-h
 async fn echoed_request(mut stream: TcpStream) -> String {
     stream.write_all(HEAD.as_bytes()).await.unwrap();
     let mut back = Vec::new();
-    // A reset is also an end.
+    // The connection may also end with a reset.
     let _ = stream.read_to_end(&mut back).await;
     String::from_utf8_lossy(&back).into_owned()
 }
@@ -788,7 +788,7 @@ fn an_unfinished_handshake_times_out() {
         let mut stream = mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await;
         stream.write_all(&client_hello(&identity("web"))).await.unwrap();
         let mut answer = Vec::new();
-        let _ = stream.read_to_end(&mut answer).await; // a reset is also an end
+        let _ = stream.read_to_end(&mut answer).await; // The connection may also end with a reset.
         assert!(!answer.is_empty(), "the server's part of the handshake");
         let late = ["error=\"tls detection timeout\""];
         eventually("the timeout is counted", async || {

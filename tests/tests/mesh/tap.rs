@@ -42,7 +42,7 @@ async fn observe(
     client.observe(request).await.map(tonic::Response::into_inner)
 }
 
-fn match_of(kind: kinds::Match) -> Match {
+fn tap_match(kind: kinds::Match) -> Match {
     Match { r#match: Some(kind) }
 }
 
@@ -55,14 +55,14 @@ fn with_headers(request: &mut ObserveRequest) {
 }
 
 fn every() -> Match {
-    match_of(kinds::Match::All(kinds::Seq { matches: Vec::new() }))
+    tap_match(kinds::Match::All(kinds::Seq { matches: Vec::new() }))
 }
 
 fn path(prefix: &str) -> Match {
     let text = kinds::http::StringMatch {
         r#match: Some(kinds::http::string_match::Match::Prefix(prefix.into())),
     };
-    match_of(kinds::Match::Http(kinds::Http {
+    tap_match(kinds::Match::Http(kinds::Http {
         r#match: Some(kinds::http::Match::Path(text)),
     }))
 }
@@ -180,11 +180,11 @@ fn both_sides_show_a_request_and_how_it_ended() {
 /// A match on the labels of routes.
 fn by_route(key: &str, value: &str) -> impl FnOnce(&mut ObserveRequest) {
     let (key, value) = (key.into(), value.into());
-    move |request| request.r#match = Some(match_of(kinds::Match::RouteLabel(kinds::Label { key, value })))
+    move |request| request.r#match = Some(tap_match(kinds::Match::RouteLabel(kinds::Label { key, value })))
 }
 
 /// Only these labels.
-fn some_of<'a>(labels: &'a BTreeMap<String, String>, names: &[&str]) -> Vec<&'a str> {
+fn select_labels<'a>(labels: &'a BTreeMap<String, String>, names: &[&str]) -> Vec<&'a str> {
     names.iter().map(|name| labels[*name].as_str()).collect()
 }
 
@@ -246,7 +246,7 @@ spec: {podSelector: {matchLabels: {app: web}}, port: 8080, accessPolicy: all-una
         let route = event.route_meta.unwrap().labels;
         let names = ["route_group", "route_kind", "route_namespace", "route_name"];
         assert_eq!(
-            some_of(&route, &names),
+            select_labels(&route, &names),
             ["policy.linkerd.io", "HTTPRoute", "shop", "headers"]
         );
 
@@ -254,12 +254,12 @@ spec: {podSelector: {matchLabels: {app: web}}, port: 8080, accessPolicy: all-una
         assert_eq!(init.path, "/headers");
         let names = ["route_group", "route_kind", "route_name"];
         let expected = ["policy.linkerd.io", "HTTPRoute", "in-headers"];
-        assert_eq!(some_of(&event.route_meta.unwrap().labels, &names), expected);
+        assert_eq!(select_labels(&event.route_meta.unwrap().labels, &names), expected);
         let destination = event.destination_meta.unwrap().labels;
-        assert_eq!(some_of(&destination, &names), expected);
+        assert_eq!(select_labels(&destination, &names), expected);
         let names = ["tls", "srv_kind", "srv_name", "authz_name"];
         assert_eq!(
-            some_of(&destination, &names),
+            select_labels(&destination, &names),
             ["loopback", "server", "web-http", "all-unauthenticated"]
         );
     });
@@ -277,7 +277,7 @@ spec:
 ";
     let mesh = mesh()
         .env("TAP_SVC_NAME", &identity("watcher"))
-        // Long enough for a busy machine.
+        // The control plane may answer late on a machine with other load.
         .env("DESTINATION_PROFILE_INITIAL_TIMEOUT", "20s");
     let mesh = mesh.manifest("profile", profile);
     mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
@@ -325,7 +325,7 @@ fn only_matching_requests_are_shown_up_to_the_limit() {
     run_with_client(async |mesh: &Mesh, mut client: Http1| {
         let set_match = |request: &mut ObserveRequest| {
             request.limit = 2;
-            request.r#match = Some(match_of(kinds::Match::Not(Box::new(path("/delay")))));
+            request.r#match = Some(tap_match(kinds::Match::Not(Box::new(path("/delay")))));
         };
         let mut events = observe(mesh, "web", set_match).await.unwrap();
         for path in ["/delay/1", "/", "/delay/1", "/ready", "/"] {
@@ -349,7 +349,8 @@ fn sampling_shows_a_part_of_the_requests() {
             client.fetch(request("/")).await.unwrap();
             n_asked += 1;
         }
-        // Five standard deviations around two hundred, plus requests sent before the end was noticed.
+        // The bounds are five standard deviations from the mean of 200. The upper bound also permits requests that are sent before the
+        // end of the tap is noticed.
         assert!((75..=400).contains(&n_asked), "{n_asked}");
     });
 }

@@ -343,14 +343,14 @@ fn the_greeting_of_a_server_speaks_first_protocol_arrives_before_detection_ends(
             ] {
                 for _ in 0..2 {
                     let mut client = mesh.dial("client", dst).await;
-                    let greeting = tokio::time::timeout(DETECTION / 4, read_until(&mut client, "\n")).await;
+                    let greeting = tokio::time::timeout(DETECTION_TIMEOUT / 4, read_until(&mut client, "\n")).await;
                     assert!(greeting.unwrap().starts_with("hello from "));
                     client.write_all(b"and back").await.unwrap();
                     read_until(&mut client, "and back").await;
                 }
             }
             let mut unmeshed = mesh.dial_inbound(UNMESHED_IP, "web", DETECTED_TCP).await;
-            tokio::time::timeout(DETECTION / 4, read_until(&mut unmeshed, "hello from web\n"))
+            tokio::time::timeout(DETECTION_TIMEOUT / 4, read_until(&mut unmeshed, "hello from web\n"))
                 .await
                 .unwrap();
         });
@@ -415,14 +415,14 @@ fn a_greeting_after_the_timeout_of_the_policy_arrives_before_the_detection_timeo
             let spoken = tokio::time::timeout(4 * POLICY_TIMEOUT, stream.read_u8()).await;
             assert!(spoken.is_err(), "{spoken:?}");
             stream.write_all(b"a late greeting\n").await.unwrap();
-            // A reset is also an end.
+            // The connection may also end with a reset.
             let _ = stream.read_to_end(&mut Vec::new()).await;
         });
         let mut client = mesh.dial_inbound(UNMESHED_IP, "web", DETECTED_TCP).await;
-        let greeting = tokio::time::timeout(DETECTION / 2, read_until(&mut client, "\n")).await;
+        let greeting = tokio::time::timeout(DETECTION_TIMEOUT / 2, read_until(&mut client, "\n")).await;
         assert_eq!(greeting.unwrap(), "a late greeting\n");
     });
 }
 
 /// The default detection timeout of proxies.
-const DETECTION: Duration = Duration::from_secs(10);
+const DETECTION_TIMEOUT: Duration = Duration::from_secs(10);

@@ -86,7 +86,7 @@ fn an_unknown_port_is_refused_without_the_control_plane_and_follows_it_when_it_i
                 .await;
             stream.write_all(input).await.unwrap();
             let mut response = Vec::new();
-            // A reset is also an end.
+            // The connection may also end with a reset.
             let _ = stream.read_to_end(&mut response).await;
             response
         };

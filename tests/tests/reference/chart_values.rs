@@ -26,7 +26,7 @@ fn chart_values() {
         let schema: Value = serde_json::from_slice(&fs::read(dir.join("values.schema.json")).unwrap()).unwrap();
         let rows = documented_values(&yaml).into_iter().map(|value| {
             let name = value.path.join(".");
-            let kind = type_of(&schema, &value.path).unwrap_or_else(|| panic!("{chart}: the schema has no {name}"));
+            let kind = value_type(&schema, &value.path).unwrap_or_else(|| panic!("{chart}: the schema has no {name}"));
             let default = match value.default.is_empty() {
                 true => String::new(),
                 false => format!("`{}`", value.default),
@@ -78,7 +78,7 @@ fn documented_values(yaml: &str) -> Vec<ChartValue> {
 }
 
 /// The type of a value, in words.
-fn type_of(schema: &Value, path: &[String]) -> Option<String> {
+fn value_type(schema: &Value, path: &[String]) -> Option<String> {
     let mut node = resolve(schema, schema);
     for key in path {
         node = resolve(schema, node);

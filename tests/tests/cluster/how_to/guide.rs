@@ -6,7 +6,7 @@ use std::fs;
 use anyhow::{Context as _, ensure};
 use tempfile::TempDir;
 use tulle_bench::load::stats::Report;
-use tulle_tests::charts::path_of;
+use tulle_tests::charts::chart_path;
 use tulle_tests::cluster::Cluster;
 use tulle_tests::{commands, programs};
 
@@ -31,7 +31,7 @@ impl Guide {
         Self {
             cluster,
             files: tempfile::tempdir().unwrap(),
-            values: [("charts", path_of("").trim_end_matches('/').to_owned())].into(),
+            values: [("charts", chart_path("").trim_end_matches('/').to_owned())].into(),
             taken: BTreeSet::new(),
             used: BTreeSet::new(),
         }
@@ -159,7 +159,7 @@ impl Guide {
     }
 
     /// Asserts that requests of the load were sent after its first `n_reports_before` reports, and none failed.
-    pub(super) async fn nothing_failed_since(&self, n_reports_before: usize, what: &str) {
+    pub(super) async fn assert_no_failure_since(&self, n_reports_before: usize, what: &str) {
         let reports = self.reports().await.unwrap().split_off(n_reports_before);
         let requests: u64 = reports.iter().map(|report| report.requests).sum();
         let failed: Vec<_> = reports.iter().filter(|report| report.failed > 0).collect();

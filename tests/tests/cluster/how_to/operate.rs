@@ -53,7 +53,7 @@ pub(super) async fn monitor(guide: &mut Guide) {
     let off = "--set podMonitor.enabled=false --set prometheusRule.enabled=false --set dashboards.enabled=false";
     guide.bash(&format!("{upgrade} {off}")).await.unwrap();
     assert_eq!(guide.bash(boards).await.unwrap().trim(), "0");
-    guide.nothing_failed_since(n_reports_before, "monitoring").await;
+    guide.assert_no_failure_since(n_reports_before, "monitoring").await;
 }
 
 pub(super) async fn rotate_issuer(guide: &mut Guide) {
@@ -71,7 +71,7 @@ pub(super) async fn rotate_issuer(guide: &mut Guide) {
         let certificate = format!("tulle identity {proxy} | openssl x509 -noout -ext authorityKeyIdentifier");
         guide.until(&certificate, key.trim()).await;
     }
-    guide.nothing_failed_since(n_reports_before, "a new issuer").await;
+    guide.assert_no_failure_since(n_reports_before, "a new issuer").await;
 }
 
 pub(super) async fn rotate_anchor(guide: &mut Guide) {
@@ -110,7 +110,7 @@ pub(super) async fn rotate_anchor(guide: &mut Guide) {
     let checked = guide.run(PAGE, HEADING, 5).await;
     assert!(!checked.contains('×'), "{checked}");
     guide.bash(CONTROL_PLANE_ROLLED_OUT).await.unwrap();
-    guide.nothing_failed_since(n_reports_before, "a new trust anchor").await;
+    guide.assert_no_failure_since(n_reports_before, "a new trust anchor").await;
     // For the pages that follow.
     guide
         .bash("cp new-ca.crt ca.crt; cp new-ca.key ca.key; cp issuer-2027/*.pem issuer/")
@@ -132,7 +132,7 @@ pub(super) async fn upgrade(guide: &mut Guide) {
     revision(guide).await;
     guide.run(PAGE, "Undo", 1).await;
     guide
-        .nothing_failed_since(n_reports_before, "upgrade and rollback")
+        .assert_no_failure_since(n_reports_before, "upgrade and rollback")
         .await;
 }
 
@@ -168,7 +168,7 @@ pub(super) async fn external_issuer(guide: &mut Guide) {
     guide.run(PAGE, "Undo", 1).await;
     guide.bash(CONTROL_PLANE_ROLLED_OUT).await.unwrap();
     guide
-        .nothing_failed_since(n_reports_before, "an issuer of cert-manager")
+        .assert_no_failure_since(n_reports_before, "an issuer of cert-manager")
         .await;
 }
 
@@ -196,7 +196,7 @@ pub(super) async fn replace_linkerd(guide: &mut Guide) {
     revision(guide).await;
     guide.run(PAGE, HEADING, 3).await;
     guide
-        .nothing_failed_since(n_reports_before, "another proxy and control plane")
+        .assert_no_failure_since(n_reports_before, "another proxy and control plane")
         .await;
 }
 
@@ -227,7 +227,7 @@ pub(super) async fn air_gapped(guide: &mut Guide) {
         "{checked}"
     );
     guide
-        .nothing_failed_since(n_reports_before, "images of another registry")
+        .assert_no_failure_since(n_reports_before, "images of another registry")
         .await;
 }
 

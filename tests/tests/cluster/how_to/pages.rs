@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
-use tulle_tests::charts::path_of;
+use tulle_tests::charts::chart_path;
 
 /// A code block of a page.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -87,7 +87,7 @@ fn parse(page: &str) -> Vec<Block> {
 }
 
 fn docs() -> std::path::PathBuf {
-    Path::new(&path_of("..")).join("docs")
+    Path::new(&chart_path("..")).join("docs")
 }
 
 #[test]

@@ -10,7 +10,7 @@ use anyhow::ensure;
 use tokio::time::{Instant, sleep};
 use tulle_bench::load::stats::Report;
 use tulle_tests::cluster::Cut;
-use tulle_tests::linked_clusters::{CLIENT, LinkedClusters, NAMESPACE, clusters_of, tulle};
+use tulle_tests::linked_clusters::{CLIENT, LinkedClusters, NAMESPACE, responding_clusters, tulle};
 use tulle_tests::meshed::{MeshedCluster, assert_all_ok};
 
 /// Requests to the mirror, through the gateway.
@@ -61,7 +61,7 @@ pub(super) async fn no_request_is_lost(linked: &LinkedClusters) {
     });
     let what = format!("network cut for {seconds} s");
     let (report, per_second) = run_during(linked, &what, FEDERATED, seconds + 10, cut).await;
-    let of_west = |second: &&Report| second.requests > 0 && clusters_of(second).iter().eq(&["west"]);
+    let of_west = |second: &&Report| second.requests > 0 && responding_clusters(second).iter().eq(&["west"]);
     let n_cut = per_second.iter().filter(of_west).count() as u64;
     assert!(
         n_cut + 3 >= seconds,

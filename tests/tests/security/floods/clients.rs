@@ -71,7 +71,7 @@ impl<'a> NormalClient<'a> {
         Self::new(Some(host), addr, ClientRequest::Http(path, status))
     }
 
-    pub(crate) fn http_here(addr: SocketAddr, path: &'a str, status: u16) -> Self {
+    pub(crate) fn http_in_this_namespace(addr: SocketAddr, path: &'a str, status: u16) -> Self {
         Self::new(None, addr, ClientRequest::Http(path, status))
     }
 

@@ -117,7 +117,7 @@ impl<'a> MeshedClient<'a> {
                 }
                 anyhow::Ok(connections)
             };
-            let connections = runtime.block_on(async { timeout(LIMIT, open_all).await })??;
+            let connections = runtime.block_on(async { timeout(RESPONSE_TIMEOUT, open_all).await })??;
             Ok(HeldConnections {
                 client: self.clone(),
                 connections,
@@ -157,7 +157,7 @@ impl HeldConnections<'_> {
         }
         for connection in &self.connections {
             let mut connection = connection.lock();
-            let using = async { timeout(LIMIT, self.client.usage.use_once(&mut connection)).await };
+            let using = async { timeout(RESPONSE_TIMEOUT, self.client.usage.use_once(&mut connection)).await };
             self.runtime.block_on(using).context("there is no answer")??;
         }
         Ok(())
@@ -222,4 +222,4 @@ impl fmt::Display for HeldConnections<'_> {
     }
 }
 
-const LIMIT: Duration = Duration::from_secs(5);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(5);

@@ -60,7 +60,7 @@ pub(crate) fn ports_of_the_sidecar(testbed: &Testbed) -> Vec<FloodedPort<'_>> {
         };
         FloodedPort {
             held: vec![MeshedClient::http(client, addr, http)],
-            tls: peers_and_strangers(testbed, Testbed::strangers_of_server("/live")),
+            tls: with_and_without_certificate(testbed, Testbed::attack_on_server("/live")),
             ..FloodedPort::new(name, "admin", addr, probes(testbed, addr))
         }
     };
@@ -68,23 +68,23 @@ pub(crate) fn ports_of_the_sidecar(testbed: &Testbed) -> Vec<FloodedPort<'_>> {
     let tap = |name, addr| {
         let observe = NormalClient::grpc(client, addr, tap_client.clone(), GrpcRequest::Tap);
         let tapped = NormalClient::http(client, at(testbed::HTTP), clients::TAPPED_PATH, 200);
-        let strangers = Testbed::strangers_of_server("/io.linkerd.proxy.tap.Tap/Observe");
+        let attack = Testbed::attack_on_server("/io.linkerd.proxy.tap.Tap/Observe");
         FloodedPort {
             held: vec![MeshedClient::tap(client, addr, tap_client.clone(), tapped)],
-            tls: peers_and_strangers(testbed, strangers),
+            tls: with_and_without_certificate(testbed, attack),
             ..FloodedPort::new(name, "admin", addr, prepend(observe, probes(testbed, at(4191))))
         }
     };
     let inbound = |name, addr| FloodedPort {
         // No identity counts on this port, so a flood can end an idle connection of a meshed client: none is held.
-        tls: peers_and_strangers(testbed, Testbed::strangers_of_server("/echo")),
+        tls: with_and_without_certificate(testbed, Testbed::attack_on_server("/echo")),
         ..FloodedPort::new(name, "inbound", addr, application(addr))
     };
-    let strangers = Testbed::strangers_of_server("/echo");
+    let attack = Testbed::attack_on_server("/echo");
     let direct = FloodedPort {
         tls: vec![
-            testbed::direct(testbed.peers(&strangers), tls_attackers::ON_HTTP2),
-            testbed::direct(strangers, &[TlsBehaviour::Silent]),
+            testbed::direct(testbed.with_certificate(&attack), tls_attackers::ON_HTTP2),
+            testbed::direct(attack, &[TlsBehaviour::Silent]),
         ],
         ..FloodedPort::new("4143, itself", "inbound", at(4143), application(at(testbed::HTTP)))
     };
@@ -119,7 +119,7 @@ pub(crate) fn ports_of_the_control_plane(testbed: &Testbed) -> Vec<FloodedPort<'
         let certify = NormalClient::grpc(client, addr, new_proxy.clone(), GrpcRequest::Certify);
         let path = "/io.linkerd.proxy.identity.Identity/Certify";
         FloodedPort {
-            tls: vec![Testbed::strangers_of_control("linkerd-identity", path)],
+            tls: vec![Testbed::attack_on_control_plane("linkerd-identity", path)],
             ..FloodedPort::new(name, "identity", addr, vec![certify])
         }
     };
@@ -127,10 +127,10 @@ pub(crate) fn ports_of_the_control_plane(testbed: &Testbed) -> Vec<FloodedPort<'
         let get = NormalClient::grpc(client, addr, proxy.clone(), GrpcRequest::Destination);
         let held = MeshedClient::grpc(client, addr, proxy.clone(), GrpcRequest::Destination);
         let path = "/io.linkerd.proxy.destination.Destination/Get";
-        let strangers = Testbed::strangers_of_control("linkerd-destination", path);
+        let attack = Testbed::attack_on_control_plane("linkerd-destination", path);
         FloodedPort {
             held: vec![held],
-            tls: peers_and_strangers(testbed, strangers),
+            tls: with_and_without_certificate(testbed, attack),
             ..FloodedPort::new(name, "destination", addr, prepend(get, probes(testbed, at(9996))))
         }
     };
@@ -138,10 +138,10 @@ pub(crate) fn ports_of_the_control_plane(testbed: &Testbed) -> Vec<FloodedPort<'
         let watch = NormalClient::grpc(client, addr, proxy.clone(), GrpcRequest::Policy);
         let held = MeshedClient::grpc(client, addr, proxy.clone(), GrpcRequest::Policy);
         let path = "/io.linkerd.proxy.inbound.InboundServerPolicies/WatchPort";
-        let strangers = Testbed::strangers_of_control("linkerd-destination", path);
+        let attack = Testbed::attack_on_control_plane("linkerd-destination", path);
         FloodedPort {
             held: vec![held],
-            tls: peers_and_strangers(testbed, strangers),
+            tls: with_and_without_certificate(testbed, attack),
             ..FloodedPort::new(name, "policy", addr, vec![watch])
         }
     };
@@ -185,8 +185,8 @@ fn grpc_client<'a>(testbed: &'a Testbed, server: String, leaf: Option<&'a LeafWi
 }
 
 /// These attackers, after the same ones with a certificate of the mesh.
-fn peers_and_strangers(testbed: &Testbed, strangers: TlsAttack) -> Vec<TlsAttack> {
-    vec![testbed.peers(&strangers), strangers]
+fn with_and_without_certificate(testbed: &Testbed, attack: TlsAttack) -> Vec<TlsAttack> {
+    vec![testbed.with_certificate(&attack), attack]
 }
 
 pub(crate) fn prepend<'a>(first: NormalClient<'a>, others: Vec<NormalClient<'a>>) -> Vec<NormalClient<'a>> {

@@ -70,11 +70,11 @@ async fn start_api_server() -> ApiServer {
 fn flooded_ports(telemetry_client: NormalClient<'_>) -> [FloodedPort<'_>; 6] {
     let review = |service: &Service, review| NormalClient::review(loopback(service.port), review);
     let probes = |service: &Service| {
-        let get = |path| NormalClient::http_here(loopback(service.admin), path, 200);
+        let get = |path| NormalClient::http_in_this_namespace(loopback(service.admin), path, 200);
         vec![get("/live"), get("/ready"), get("/metrics")]
     };
-    let strangers = TlsAttack {
-        who: "strangers",
+    let attack = TlsAttack {
+        attackers: "clients without a certificate",
         config: Arc::new(insecure_tls::config(None)),
         server: testbed::server_name("webhook.linkerd.svc".to_owned()),
         prefix: Vec::new(),
@@ -83,7 +83,7 @@ fn flooded_ports(telemetry_client: NormalClient<'_>) -> [FloodedPort<'_>; 6] {
         stream_bytes: 1,
     };
     let in_tls = |name, serial_group, service: &Service, clients| FloodedPort {
-        tls: vec![strangers.clone()],
+        tls: vec![attack.clone()],
         ..FloodedPort::new(name, serial_group, loopback(service.port), clients)
     };
     let admin = |name, serial_group, service: &Service| {
@@ -172,7 +172,7 @@ fn start_services(server: &ApiServer) -> [Process; 4] {
     std::fs::write(at("values.yaml"), VALUES).unwrap();
     SERVICES.map(|service| {
         let mut command = Command::new("unshare");
-        testbed::add_limits(&mut command, server.dir(), FILES);
+        testbed::add_limits(&mut command, server.dir(), MAX_OPEN_FILES);
         command.arg(built_binary("tulle-control").unwrap());
         command.arg(service.name);
         for (flag, port) in [(service.addr_flag, service.port), (service.admin_flag, service.admin)] {
@@ -244,5 +244,5 @@ const TELEMETRY: Service = Service {
 };
 /// Maximum open files. The connection limit of a webhook is a twentieth of them, 300: fewer than the 400 that most floods open,
 /// and more than the 200 addresses of attackers.
-const FILES: usize = 6_000;
+const MAX_OPEN_FILES: usize = 6_000;
 const VALUES: &str = "{linkerdVersion: edge-1, identityTrustAnchorsPEM: anchors}";

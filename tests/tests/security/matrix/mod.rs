@@ -76,7 +76,7 @@ fn while_the_control_plane_restarts_each_port_enforces_its_policy() {
                 let (mut mismatches, mut n_runs) = (Vec::new(), 0);
                 loop {
                     let is_last = is_over() || restarting.is_finished();
-                    mismatches.extend(mismatches_of(&cells, &client, &reached).await);
+                    mismatches.extend(find_mismatches(&cells, &client, &reached).await);
                     n_runs += 1;
                     if is_last {
                         return (mismatches, n_runs);
@@ -88,7 +88,7 @@ fn while_the_control_plane_restarts_each_port_enforces_its_policy() {
         result.unwrap()
     });
     let testbed = testbed.into_inner();
-    mismatches.extend(mismatches_of_counts(&testbed, &[(&cells, n_runs)]));
+    mismatches.extend(find_count_mismatches(&testbed, &[(&cells, n_runs)]));
     report(cells.len(), &mismatches, &testbed);
 }
 
@@ -121,7 +121,7 @@ fn without_ipv6_redirect_rules_no_ipv6_reaches_the_application() {
         .iter_mut()
         .for_each(|cell_at_port| cell_at_port.expected = expected(&cell_at_port.cell));
     let mut mismatches = run_once(&testbed, &cells, listeners);
-    mismatches.extend(mismatches_of_counts(&testbed, &[(&cells, 1)]));
+    mismatches.extend(find_count_mismatches(&testbed, &[(&cells, 1)]));
     report(cells.len(), &mismatches, &testbed);
 }
 
@@ -137,7 +137,7 @@ fn check(states: &[State], set_up: fn(&mut Testbed)) {
     } = run;
     set_up(&mut testbed);
     let mut mismatches = run_once(&testbed, &cells, listeners);
-    mismatches.extend(mismatches_of_counts(&testbed, &[(&cells, 1)]));
+    mismatches.extend(find_count_mismatches(&testbed, &[(&cells, 1)]));
     report(cells.len(), &mismatches, &testbed);
 }
 
@@ -197,7 +197,7 @@ fn run_once(testbed: &Testbed, cells: &[CellAtPort], listeners: Vec<std::net::Tc
     let run = || {
         runtime().block_on(async {
             let reached = application::serve(listeners);
-            mismatches_of(cells, &client, &reached).await
+            find_mismatches(cells, &client, &reached).await
         })
     };
     testbed.outside.run(run).unwrap()
@@ -209,7 +209,7 @@ fn runtime() -> tokio::runtime::Runtime {
 }
 
 /// Tries all cells concurrently, with a separate limit for those that have to wait.
-async fn mismatches_of(cells: &[CellAtPort], client: &Client, reached: &ReceivedTokens) -> Vec<String> {
+async fn find_mismatches(cells: &[CellAtPort], client: &Client, reached: &ReceivedTokens) -> Vec<String> {
     let (quick, waiting) = (
         Semaphore::new(MAX_CONCURRENT_CELLS),
         Semaphore::new(MAX_CONCURRENT_WAITING_CELLS),
@@ -312,7 +312,7 @@ impl Cause {
 
 /// The counters of the sidecar must equal the number of cells, for each cause and for each reason of each policy. Each group of
 /// cells comes with the number of times that it was tried.
-fn mismatches_of_counts(testbed: &Testbed, tried: &[(&[CellAtPort], u64)]) -> Vec<String> {
+fn find_count_mismatches(testbed: &Testbed, tried: &[(&[CellAtPort], u64)]) -> Vec<String> {
     let causes = Cause::ALL.iter().filter(|cause| **cause != Cause::Idle);
     let causes: Vec<_> = causes.map(|cause| cause.word()).collect();
     let mut counts = ExpectedCounts::none("inbound", &causes);

@@ -77,7 +77,7 @@ const SKIPPED_CELLS: &[SkippedCells] = &[
     },
     SkippedCells {
         reason: "a failed handshake ends before the input (covered by `http1` and `1:http1`)",
-        skips: |cell| cell.cause_of_tls().is_some() && cell.sent.what != InputKind::Http1,
+        skips: |cell| cell.tls_refusal_cause().is_some() && cell.sent.what != InputKind::Http1,
     },
     SkippedCells {
         reason: "the handshake on the proxy's own port does not depend on the transport header (covered by `1:http1`)",
@@ -425,7 +425,7 @@ pub(super) fn cells(state: State) -> Vec<Cell> {
 
 impl Cell {
     pub(super) fn expected(&self) -> Expected {
-        let refusal = |port| match self.cause_of_tls() {
+        let refusal = |port| match self.tls_refusal_cause() {
             Some(cause) => Some(Refusal::closed(cause)),
             None => self.refusal_after_tls(port),
         };
@@ -443,7 +443,7 @@ impl Cell {
     }
 
     /// The cause if the TLS handshake refuses the client.
-    fn cause_of_tls(&self) -> Option<Cause> {
+    fn tls_refusal_cause(&self) -> Option<Cause> {
         match self.identity {
             Identity::Expired => Some(Cause::Expired),
             Identity::OtherCa => Some(Cause::Untrusted),
@@ -677,16 +677,16 @@ impl fmt::Display for ClientInput {
 
 /// The word in a table, by the first word of its row and the title of its column.
 pub(super) fn at(table: &'static str, row: &str, column: &str) -> &'static str {
-    let titles = words_of(table.trim().lines().next().unwrap_or_default());
+    let titles = split_words(table.trim().lines().next().unwrap_or_default());
     let column = titles.iter().position(|title| *title == column).expect(column);
     let found = rows(table).find(|words| words[0] == row);
     found.unwrap_or_else(|| panic!("no row {row:?}"))[column]
 }
 
 pub(super) fn rows(table: &'static str) -> impl Iterator<Item = Vec<&'static str>> {
-    table.trim().lines().skip(1).map(words_of)
+    table.trim().lines().skip(1).map(split_words)
 }
 
-fn words_of(line: &'static str) -> Vec<&'static str> {
+fn split_words(line: &'static str) -> Vec<&'static str> {
     line.split_whitespace().collect()
 }
