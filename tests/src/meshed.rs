@@ -239,7 +239,7 @@ impl MeshedCluster {
         let path = path.to_str().context("a path in UTF-8")?;
         let apply = async || self.cluster.kubectl(&["apply", "-f", path]).await.map(drop);
         self.cluster
-            .wait_until("the API server takes the manifests", apply)
+            .wait_until("the API server accepts the manifests", apply)
             .await
     }
 

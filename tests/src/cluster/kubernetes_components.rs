@@ -242,7 +242,7 @@ pub(super) async fn wait_for_default_account(controllers: &mut Component, client
         let account = accounts.get("default").await;
         account.map(drop).context("the default service account")
     };
-    controllers.wait_until("a service account", made).await
+    controllers.wait_until("the default service account exists", made).await
 }
 
 /// The file name for the certificate of a system user.

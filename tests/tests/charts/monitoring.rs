@@ -30,6 +30,7 @@ fn render(templates: &[&str], values: &[&str]) -> BTreeMap<String, Value> {
         .collect()
 }
 
+/// The PrometheusRule that the chart renders with these values.
 fn rule(values: &[&str]) -> Value {
     let mut rendered = render(&["prometheusrule"], values);
     assert_eq!(rendered.len(), 1);
@@ -101,8 +102,8 @@ fn each_alert_has_a_test_that_fires_and_one_that_does_not() {
     let rule = rule(&[]);
     let names: BTreeSet<String> = alerts(&rule).into_keys().map(str::to_owned).collect();
     assert!(names.len() > 30, "{names:?}");
-    assert_eq!(fired, names, "those that are tested to fire");
-    assert_eq!(silent, names, "those that are tested to be silent");
+    assert_eq!(fired, names, "the alerts with a test that fires");
+    assert_eq!(silent, names, "the alerts with a test that does not fire");
 }
 
 #[test]
@@ -246,6 +247,7 @@ fn metrics(expr: &str) -> BTreeSet<String> {
     found
 }
 
+/// Appends the content of all Rust files below a directory.
 fn append_rust_files(dir: &Path, text: &mut String) {
     for entry in fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();
@@ -301,7 +303,7 @@ fn objects_for_prometheus_and_grafana_are_opt_in() {
     }
 }
 
-/// Words with an underscore in the queries of alerts that are not metrics but functions or labels.
+/// Words with an underscore in the queries of alerts that are functions or labels, not metrics.
 const NON_METRIC_WORDS: &[&str] = &[
     "label_replace",
     "max_over_time",

@@ -153,8 +153,8 @@ const DESTINATION_ACCESS: [(&str, &str, &str, &[&str]); 13] = [
     ("deployments.apps", "shop", "linkerd-destination", &[]),
 ];
 
-/// Service account, verbs, resource, namespace, name, whether it is permitted.
-type Row = (
+/// Service account, verbs, resource, namespace, name, and whether these verbs are permitted.
+type PermissionRow = (
     &'static str,
     &'static [&'static str],
     &'static str,
@@ -164,7 +164,7 @@ type Row = (
 );
 
 /// Verbs that an account may or may not use on single resources.
-const PERMISSIONS: &[Row] = &[
+const PERMISSIONS: &[PermissionRow] = &[
     (
         IDENTITY,
         &["create"],

@@ -663,7 +663,7 @@ fn every_value_has_a_comment_and_a_schema() {
                 .split_once(": ")
                 .is_some_and(|(key, _)| !key.trim_start().starts_with(['#', '-']))
                 || line.trim_end().ends_with(':') && lines.get(n + 1).is_none_or(|next| indent(next) <= indent(line));
-            if is_leaf && !explained(&lines, n) {
+            if is_leaf && !has_comment_above(&lines, n) {
                 unexplained.push(format!("line {}: {line}", n + 1));
             }
         }
@@ -694,7 +694,7 @@ fn indent(line: &str) -> usize {
 }
 
 /// Whether a comment is directly above a line, or above one of the lines that contain it.
-fn explained(lines: &[&str], mut n: usize) -> bool {
+fn has_comment_above(lines: &[&str], mut n: usize) -> bool {
     let is_comment = |line: &str| line.trim_start().starts_with('#');
     loop {
         if n > 0 && is_comment(lines[n - 1]) {

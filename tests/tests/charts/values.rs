@@ -16,7 +16,7 @@ type Values = BTreeMap<String, Value>;
 #[test]
 fn every_value_of_linkerds_chart_is_accepted() {
     let [defaults, others] = linkerd_values();
-    for (name, values) in [("its defaults", defaults), ("what has no default", others)] {
+    for (name, values) in [("defaults", defaults), ("values without a default", others)] {
         let dir = tempfile::tempdir().unwrap();
         let file = write(&dir, &values);
         let rendered = Helm::new()

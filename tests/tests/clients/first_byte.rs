@@ -114,7 +114,7 @@ fn start_greeting_app(testbed: &Testbed) -> Arc<AtomicUsize> {
 
 const HELLO: &[u8; 6] = b"hello\n";
 const READ_TIMEOUT: Duration = Duration::from_secs(10);
-/// The release build has to meet the short limit.
+/// Maximum time from the connection to the first byte. An unoptimised build is slower.
 const MAX_FIRST_BYTE_DELAY: Duration = if cfg!(debug_assertions) {
     Duration::from_secs(1)
 } else {

@@ -67,7 +67,7 @@ fn requests_permitted_by_audit_are_logged() {
         programs::run(&testbed.outside, "curl", &args, b"").out
     };
     assert_eq!(ask(), "403", "the default policy permits no client outside the mesh");
-    // Manifests may take effect a moment late.
+    // A manifest takes effect with a delay.
     let wait_until = |what: &str, holds: &dyn Fn() -> bool| {
         let deadline = Instant::now() + WAIT_TIMEOUT;
         while !holds() {

@@ -181,17 +181,17 @@ impl Testbed {
         }
     }
 
-    /// Waits until a sidecar's output has a line of JSON, and returns all of them.
+    /// Waits until a sidecar's output has a line of JSON, and returns all lines of JSON.
     pub(crate) fn json_lines(&self, name: &str) -> Vec<serde_json::Value> {
         self.lines(name, |line| serde_json::from_str(line).ok())
     }
 
-    /// Waits until a sidecar's output has a line that `of` accepts, and returns all of them.
-    pub(crate) fn lines<T>(&self, name: &str, of: impl Fn(&str) -> Option<T>) -> Vec<T> {
+    /// Waits until a sidecar's output has a line that `parse` accepts, and returns the results for all such lines.
+    pub(crate) fn lines<T>(&self, name: &str, parse: impl Fn(&str) -> Option<T>) -> Vec<T> {
         let deadline = Instant::now() + METRICS_TIMEOUT;
         loop {
             let log = fs::read_to_string(self.dir().join(format!("sidecar-{name}.log"))).unwrap();
-            let lines: Vec<_> = log.lines().filter_map(&of).collect();
+            let lines: Vec<_> = log.lines().filter_map(&parse).collect();
             if !lines.is_empty() {
                 return lines;
             }

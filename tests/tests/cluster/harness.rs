@@ -78,7 +78,7 @@ async fn pods_on_two_nodes_reach_each_other_by_name_and_everything_is_gone_after
             got.map(drop).with_context(|| format!("{to} from {from}"))
         };
         cluster
-            .wait_until("an answer from the other node", answered)
+            .wait_until("the other node responds", answered)
             .await
             .unwrap();
     }

@@ -260,9 +260,9 @@ async fn check_permissions(cluster: &Cluster, files: &Path) {
     let objects: Vec<serde_json::Value> = serde_yaml_ng::Deserializer::from_str(&rendered)
         .map(|document| serde::Deserialize::deserialize(document).unwrap())
         .collect();
-    let granted = permissions::granted(&objects);
+    let granted = permissions::granted_permissions(&objects);
     let unused = |log: &[AuditRecord]| -> Vec<&Permission> {
-        let used = permissions::used(log);
+        let used = permissions::permitted_requests(log);
         let is_used = |grant: &&Permission| used.iter().any(|requested| grant.is_used_by(requested));
         granted.iter().filter(|grant| !is_used(grant)).collect()
     };
@@ -282,7 +282,7 @@ async fn check_permissions(cluster: &Cluster, files: &Path) {
             excuse(grant).map_or("?", |excuse| excuse.why)
         );
     }
-    let refused: Vec<String> = permissions::refused(&log).iter().map(ToString::to_string).collect();
+    let refused: Vec<String> = permissions::refused_requests(&log).iter().map(ToString::to_string).collect();
     assert!(refused.is_empty(), "refused requests:\n{}", refused.join("\n"));
 }
 

@@ -76,7 +76,7 @@ impl Permission {
 }
 
 /// The grants of the rendered roles to the service accounts that they are bound to.
-pub(crate) fn granted(objects: &[Value]) -> BTreeSet<Permission> {
+pub(crate) fn granted_permissions(objects: &[Value]) -> BTreeSet<Permission> {
     let mut all = BTreeSet::new();
     let bindings = objects
         .iter()
@@ -128,23 +128,24 @@ fn rule_permissions(rule: &Value) -> impl Iterator<Item = (String, String, Strin
     all.into_iter()
 }
 
-fn string_values(of: &Value, field: &str, inner: Option<&str>) -> Vec<String> {
-    let values = of[field].as_array().into_iter().flatten();
+/// The strings in a list; with `inner`, the strings in this field of each element.
+fn string_values(object: &Value, field: &str, inner: Option<&str>) -> Vec<String> {
+    let values = object[field].as_array().into_iter().flatten();
     values
         .filter_map(|value| inner.map_or(value, |inner| &value[inner]).as_str().map(str::to_owned))
         .collect()
 }
 
 /// Permitted requests of service accounts in the namespace `linkerd`.
-pub(crate) fn used(log: &[AuditRecord]) -> BTreeSet<Permission> {
+pub(crate) fn permitted_requests(log: &[AuditRecord]) -> BTreeSet<Permission> {
     log.iter()
         .filter(|record| !record.is_forbidden())
         .filter_map(requested_permission)
         .collect()
 }
 
-/// Refused requests of those service accounts.
-pub(crate) fn refused(log: &[AuditRecord]) -> BTreeSet<Permission> {
+/// Refused requests of service accounts in the namespace `linkerd`.
+pub(crate) fn refused_requests(log: &[AuditRecord]) -> BTreeSet<Permission> {
     log.iter()
         .filter(|record| record.is_forbidden())
         .filter_map(requested_permission)

@@ -107,7 +107,7 @@ pub(crate) async fn wait_until_available(cluster: &Cluster) {
     cluster.wait_until("telemetry is available", available).await.unwrap();
 }
 
-/// The output of `tulle`. Fails if the command fails or warns, as about sidecars that it could not reach.
+/// The output of `tulle`. Fails if the command fails, or prints a warning, for example about a sidecar that it cannot reach.
 async fn run_tulle(cluster: &Cluster, line: &str) -> anyhow::Result<String> {
     let output = output(cluster, line).await?;
     let [out, err] = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());

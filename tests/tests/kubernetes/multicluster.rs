@@ -56,6 +56,7 @@ impl Mirror {
         }
     }
 
+    /// Runs with the permissions of the controller of this Link.
     async fn start_for_link(server: &ApiServer, link: &str) -> Self {
         Self::start(server, &format!("controller-{link}"), Scope::Link(link.to_owned())).await
     }
@@ -112,7 +113,7 @@ async fn put_credentials(server: &ApiServer, link: &str, access: &Path) {
     apply(server, &manifest).await;
 }
 
-/// The access of the account that the chart creates for other clusters, complete in itself.
+/// Writes a kubeconfig for the account that the chart creates for other clusters. It contains all credentials and refers to no files.
 async fn remote_access(server: &ApiServer) -> std::path::PathBuf {
     let account = "linkerd-service-mirror-remote-access-default";
     let path = server.service_account_kubeconfig(NAMESPACE, account).await.unwrap();
@@ -219,7 +220,7 @@ async fn wait_for_condition(server: &ApiServer, link: &str, field: &str, expecte
     eventually(&format!("{link}: {field} of {expected:?}"), holds).await;
 }
 
-/// Changes in the other cluster reach the mirrors, and mirrors that somebody deletes are created again.
+/// Checks that changes in the other cluster reach the mirrors, and that a deleted mirror is created again.
 async fn check_changes(west: &ApiServer, east: &ApiServer) {
     let exported = json!({"mirror.linkerd.io/exported": "true"});
     let local = services(west.client());
@@ -235,7 +236,7 @@ async fn check_changes(west: &ApiServer, east: &ApiServer) {
         .unwrap();
     wait_until_gone(west, "late-east").await;
 
-    // A mirror that somebody deletes is created again.
+    // A deleted mirror is created again.
     let before = local.get("web-east").await.unwrap().metadata.uid;
     local.delete("web-east", &Default::default()).await.unwrap();
     let is_new = async || {
@@ -245,7 +246,7 @@ async fn check_changes(west: &ApiServer, east: &ApiServer) {
     eventually("web-east exists again", is_new).await;
 }
 
-/// Access that no longer works freezes the mirrors. New access continues without a restart.
+/// Checks that mirrors do not change while the credentials are broken, and that new credentials are used without a restart.
 async fn check_broken_access(west: &ApiServer, east: &ApiServer, mirror: &Mirror) {
     let (local, access) = (services(west.client()), remote_access(east).await);
     let unreachable = access.with_extension("unreachable");
@@ -285,7 +286,7 @@ async fn exported_services_are_mirrored_while_their_cluster_can_be_read_and_kept
     apply(&east, &service("private", &json!({}))).await;
     apply(&west, &service("taken-east", &json!({}))).await;
     apply(&east, &service("taken", &exported)).await;
-    // Somebody left Endpoints behind that have no labels of a mirror.
+    // Endpoints with the name of a mirror exist already, without the labels of a mirror.
     apply(&west, &endpoints("web-east", &json!([{"ip": "10.9.9.9"}]))).await;
     apply(&west, &link("east")).await;
 
@@ -328,7 +329,7 @@ async fn exported_services_are_mirrored_while_their_cluster_can_be_read_and_kept
 
     check_changes(&west, &east).await;
 
-    // What the other cluster changes while no mirror runs is made up for.
+    // A service mirror applies the changes that the other cluster made while it did not run.
     mirror.end().await;
     services(east.client())
         .delete("direct", &Default::default())
@@ -341,7 +342,7 @@ async fn exported_services_are_mirrored_while_their_cluster_can_be_read_and_kept
 
     check_broken_access(&west, &east, &mirror).await;
 
-    // Without the Link, mirrors stay: `unlink` deletes them.
+    // The deletion of a Link does not delete its mirrors: `unlink` deletes them.
     west.kubectl(&["delete", "links.multicluster.linkerd.io", "east", "-n", NAMESPACE])
         .await
         .unwrap();
@@ -398,7 +399,7 @@ async fn services_of_several_clusters_join_and_leave_a_federated_service() {
     apply(&west, &service("web", &json!({}))).await;
     wait_for("", "web@east,web@north").await;
 
-    // A member that leaves while its controller does not run is removed when it runs again.
+    // A member that leaves while its controller does not run is removed when the controller runs again.
     for mirror in mirrors {
         mirror.end().await;
     }

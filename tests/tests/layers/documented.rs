@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use super::root;
 
-/// Rows of these sections that name a test that does not exist, and rows that make a claim and name no test.
+/// The rows of these sections that name a test that does not exist, or that make a claim without naming a test.
 fn wrong_rows(
     page: &str,
     is_section: impl Fn(&str) -> bool,
@@ -76,7 +76,7 @@ fn tests_named_in_compatibility_md_exist() {
     assert!(unknown.is_empty(), "{unknown:#?}");
 }
 
-/// The tests that rows of any section name and that are no function. Not every row says which file has the test.
+/// The test names in all sections that are not names of functions. Not every row names the file of its test.
 fn unknown_tests<'a>(page: &'a str, functions: &[String]) -> Vec<&'a str> {
     let rows = page.lines().map(|line| line.split(" | ").collect::<Vec<_>>());
     let cells = rows.filter_map(|cells| match cells[..] {

@@ -1,4 +1,4 @@
-//! Traffic cannot fill the log of a proxy: lines of the levels `info` and `warn` about it are limited.
+//! Traffic cannot fill the log of a proxy: log lines about traffic are rate-limited at the levels `info` and `warn`.
 
 use std::fs;
 use std::path::Path;

@@ -201,7 +201,7 @@ fn module_path(file: &Path) -> Vec<String> {
     module
 }
 
-/// Forbidden dependencies of a manifest on our crates; dev-dependencies are free.
+/// Forbidden dependencies of a manifest on our crates; dev-dependencies are not restricted.
 fn wrong_dependencies(name: &str, allowed: &[&str], manifest: &str) -> Vec<String> {
     let mut section = "";
     let mut wrong = Vec::new();

@@ -49,7 +49,7 @@ fn a_slow_replica_gets_fewer_requests() {
             mesh.metric(workload, "request_total", &[r#"direction="inbound""#])
                 .await
         };
-        let enough = eventually("several hundred requests", async || {
+        let enough = eventually("the replicas have several hundred requests", async || {
             (total("web-1").await > 300.).then_some(())
         });
         load(mesh, "client", mesh.service_addr("web", HTTP), 4, enough)
@@ -70,7 +70,7 @@ fn a_replica_that_joins_gets_requests() {
         let pod = mesh.manifest("pod-web-1");
         mesh.remove("pod-web-1");
         let mut client = Http1::handshake(mesh.dial("client", dst).await).await;
-        eventually("only one is left", async || {
+        eventually("one replica gets all requests", async || {
             for _ in 0..20 {
                 if client.fetch(request("/")).await.unwrap().text() != "web-0\n" {
                     return None;
@@ -80,7 +80,7 @@ fn a_replica_that_joins_gets_requests() {
         })
         .await;
         mesh.write("pod-web-1", &pod);
-        eventually("the other is back", async || {
+        eventually("the other replica gets requests again", async || {
             (client.fetch(request("/")).await.unwrap().text() == "web-1\n").then_some(())
         })
         .await;

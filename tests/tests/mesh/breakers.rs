@@ -1,4 +1,4 @@
-//! Circuit breakers: failing endpoints are taken out for a while, and come back.
+//! Circuit breakers: failing endpoints are ejected, and used again after a probe request succeeds.
 
 use std::net::Shutdown;
 use std::sync::Arc;
@@ -69,7 +69,7 @@ fn failures_in_a_row_eject_an_endpoint_until_a_probe_succeeds() {
         while good.n_requests() < 100 {
             n_failed += usize::from(client.fetch(request("/")).await.unwrap().status == 500);
         }
-        assert_eq!(n_failed, bad.n_requests(), "each failure is the application's own");
+        assert_eq!(n_failed, bad.n_requests(), "the application caused each failure");
         // Three consecutive failures, and one or two probe requests.
         assert!((3..=5).contains(&n_failed), "{n_failed} of {}", 100 + n_failed);
         bad.status.store(200, Ordering::Relaxed);
@@ -144,7 +144,7 @@ fn check_client_disconnect(n_frames: usize) {
         });
 }
 
-/// Requests of `client` that waited for an endpoint, which happens when all are taken out.
+/// The number of requests of `client` that waited for an endpoint. Requests wait when all endpoints are ejected.
 async fn n_waited(mesh: &Mesh) -> f64 {
     mesh.metric("client", "outbound_http_balancer_queue_requests_total", &[])
         .await
@@ -301,7 +301,7 @@ fn an_endpoint_that_does_not_answer_in_time_is_ejected() {
         let mut client = client(mesh).await;
         for n in 1..=50 {
             assert_eq!(client.fetch(request("/")).await.unwrap().status, 200);
-            assert_eq!(good.n_requests(), n, "each is tried again elsewhere");
+            assert_eq!(good.n_requests(), n, "each failed request is retried at the other endpoint");
         }
         assert_eq!(n_requests.load(Ordering::Relaxed), 2);
         let late = ["error=\"RESPONSE_HEADERS_TIMEOUT\""];

@@ -1,4 +1,4 @@
-//! Traffic continues without the control plane, and follows it again after it is back.
+//! Traffic continues without the control plane, and follows its updates when it runs again.
 
 use std::time::Duration;
 

@@ -284,7 +284,7 @@ fn a_request_cancelled_by_its_client_ends_at_the_application() {
 #[test]
 fn a_cancelled_upload_that_nobody_reads_ends_at_the_application() {
     const CHUNK: Bytes = Bytes::from_static(&[b'x'; 64 << 10]);
-    /// One more than the application's window of 1 MiB has room for.
+    /// One chunk more than fits into the application's window of 1 MiB.
     const N_CHUNKS: usize = 17;
     run_without_app(async |mesh: &Mesh| {
         let n_waiting = Arc::new(AtomicUsize::new(0));

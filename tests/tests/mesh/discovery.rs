@@ -8,7 +8,7 @@ use tulle_tests::mesh::{HTTP, Mesh, mesh};
 
 #[test]
 fn an_address_shared_by_two_pods_is_waited_for_and_never_reached_in_plaintext() {
-    // Its podIP is that of `web`, the second workload.
+    // This pod has the podIP of `web`, the second workload.
     let ghost = "\
 apiVersion: v1
 kind: Pod

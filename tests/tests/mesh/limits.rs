@@ -19,7 +19,7 @@ use tulle_tests::mesh::{DETECTED_TCP, HTTP, Mesh, UNMESHED_IP, mesh};
 
 #[test]
 fn a_proxy_short_of_memory_refuses_requests_until_memory_is_free() {
-    const MEMORY_LIMIT_BYTES: usize = 600 << 20; // all proxies of a test are one process
+    const MEMORY_LIMIT_BYTES: usize = 600 << 20; // for all proxies of the test, which share a process
     mesh()
         .workload("client")
         .workload_env("TULLE_PROXY_MEMORY_LIMIT", &MEMORY_LIMIT_BYTES.to_string())
@@ -171,7 +171,7 @@ fn a_client_that_connects_to_many_closed_ports_is_refused_and_blocks_neither_ope
         assert_eq!(
             get(OTHER_CLIENT, 22_000).await,
             502,
-            "closed, but the policy permits the client"
+            "no application listens, but the policy permits the client"
         );
         let not_watched = ["direction=\"inbound\"", "cause=\"port-not-watched\""];
         mesh.wait_for_metric_at_least("web", "tulle_failures_total", &not_watched, 30.)

@@ -95,9 +95,9 @@ fn unmeshed_servers_that_close_kept_connections_at_random_fail_no_request() {
     run_against_closing_server("legacy", mesh_with_long_timeout().workload("client").unmeshed("legacy"));
 }
 
-/// The number of workloads.
+/// Number of workloads with an application.
 const N_REPLICAS: usize = 5;
-/// How many of them are endpoints at a time.
+/// Number of replicas that are endpoints at a time.
 const N_ENDPOINTS: usize = 3;
 const N_REPLACEMENTS: usize = 20;
 

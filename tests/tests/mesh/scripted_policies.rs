@@ -637,7 +637,7 @@ fn a_gateway_sends_requests_on_to_the_names_it_serves() {
                 .await;
 
             policies.set_destination_policy(Ok(http1(rule(forward(with_authority(to_proxy, &service))))));
-            eventually("the name is asked for again", async || {
+            eventually("the gateway requests the policy of the name again", async || {
                 let mut again = request("/");
                 let passed = format!("by={gateway};for=x").parse().unwrap();
                 again.headers_mut().append("forwarded", passed);

@@ -142,7 +142,7 @@ fn retries_of_a_profile_are_split_too_and_end_with_its_budget() {
                 );
             }
             let [web, canary, unused] = servers.map(|server| server.n_requests());
-            // A fifth of five hundred, and the minimum of one per second for a minute.
+            // The retry budget: a fifth of the 500 requests, and the minimum of one retry per second for a minute.
             let n_attempts = web + canary;
             let expected = 500 + 100 + 60;
             // Deposits to the budget are lost when the control plane sends an update, which may happen in the first moment.

@@ -33,7 +33,7 @@ async fn observe(
 ) -> Result<Streaming<TapEvent>, Status> {
     let mut request = ObserveRequest {
         limit: 100,
-        r#match: Some(every()),
+        r#match: Some(match_all()),
         extract: None,
         sample_one_in: 0,
     };
@@ -54,11 +54,13 @@ fn with_headers(request: &mut ObserveRequest) {
     });
 }
 
-fn every() -> Match {
+/// A match on all requests.
+fn match_all() -> Match {
     tap_match(kinds::Match::All(kinds::Seq { matches: Vec::new() }))
 }
 
-fn path(prefix: &str) -> Match {
+/// A match on requests whose path begins with `prefix`.
+fn match_path_prefix(prefix: &str) -> Match {
     let text = kinds::http::StringMatch {
         r#match: Some(kinds::http::string_match::Match::Prefix(prefix.into())),
     };
@@ -70,8 +72,8 @@ fn path(prefix: &str) -> Match {
 async fn next(events: &mut Streaming<TapEvent>) -> (TapEvent, http::Event) {
     let event = timeout(Duration::from_secs(5), events.message())
         .await
-        .expect("in time");
-    let event = event.unwrap().expect("more");
+        .expect("an event arrives within five seconds");
+    let event = event.unwrap().expect("the tap has not ended");
     let Some(Event::Http(http)) = event.event.clone() else {
         panic!("{event:?}")
     };
@@ -183,7 +185,7 @@ fn by_route(key: &str, value: &str) -> impl FnOnce(&mut ObserveRequest) {
     move |request| request.r#match = Some(tap_match(kinds::Match::RouteLabel(kinds::Label { key, value })))
 }
 
-/// Only these labels.
+/// The values of these labels.
 fn select_labels<'a>(labels: &'a BTreeMap<String, String>, names: &[&str]) -> Vec<&'a str> {
     names.iter().map(|name| labels[*name].as_str()).collect()
 }
@@ -325,7 +327,7 @@ fn only_matching_requests_are_shown_up_to_the_limit() {
     run_with_client(async |mesh: &Mesh, mut client: Http1| {
         let set_match = |request: &mut ObserveRequest| {
             request.limit = 2;
-            request.r#match = Some(tap_match(kinds::Match::Not(Box::new(path("/delay")))));
+            request.r#match = Some(tap_match(kinds::Match::Not(Box::new(match_path_prefix("/delay")))));
         };
         let mut events = observe(mesh, "web", set_match).await.unwrap();
         for path in ["/delay/1", "/", "/delay/1", "/ready", "/"] {
@@ -360,7 +362,7 @@ fn unauthorized_and_invalid_taps_are_refused() {
     run_with_client(async |mesh: &Mesh, mut client: Http1| {
         let request = ObserveRequest {
             limit: 1,
-            r#match: Some(every()),
+            r#match: Some(match_all()),
             ..ObserveRequest::default()
         };
         let refused = tap(mesh, "web", UNMESHED_IP).await.observe(request).await.unwrap_err();

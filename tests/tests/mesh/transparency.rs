@@ -411,7 +411,7 @@ fn a_greeting_after_the_timeout_of_the_policy_arrives_before_the_detection_timeo
         });
         policies.set_port_policy(Ok(port_policy));
         let _app = apps::serve_tcp(mesh.listen("web", DETECTED_TCP).await, |mut stream| async move {
-            // A server that greets clients only if they have been silent for a while.
+            // The server greets a client only after the client has been silent for a time.
             let spoken = tokio::time::timeout(4 * POLICY_TIMEOUT, stream.read_u8()).await;
             assert!(spoken.is_err(), "{spoken:?}");
             stream.write_all(b"a late greeting\n").await.unwrap();

@@ -156,7 +156,7 @@ impl IdentityFixture {
     /// Waits for an event with this reason.
     pub(super) async fn event(&self, namespace: &str, reason: &str) -> Event {
         let events: Api<Event> = Api::namespaced(self.api.client(), namespace);
-        eventually(&format!("an event {reason}"), async || {
+        eventually(&format!("there is an event {reason}"), async || {
             let found = events.list(&ListParams::default()).await.unwrap();
             found.into_iter().find(|event| event.reason.as_deref() == Some(reason))
         })

@@ -94,6 +94,7 @@ async fn an_issuer_that_expires_signs_nothing_and_is_reported_until_it_is_replac
     .await;
 }
 
+/// The certificate of the issuer that signs certificates now.
 async fn signing_issuer(fixture: &IdentityFixture) -> Vec<u8> {
     let answer = fixture.certify(fixture.valid_request().await).await.unwrap();
     answer.intermediate_certificates[0].clone()

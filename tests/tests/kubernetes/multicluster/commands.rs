@@ -52,7 +52,7 @@ fn new_anchor() -> String {
         .certificate
 }
 
-/// Links west to east, after each thing that is missing is named.
+/// Links west to east. Before that, checks that an error names each missing prerequisite.
 async fn link_clusters(west: &ApiServer, east: &ApiServer) {
     let link = "mc link-gen --cluster-name east";
     // The controller of tokens is not part of this API server.

@@ -93,7 +93,7 @@ fn flood_with_large_heads(testbed: &mut Testbed) {
     );
 }
 
-/// All floods of a port; `many` adds 4,000 silent connections.
+/// All floods of a port; with `many`, also one with 4,000 silent connections.
 pub(crate) fn flood_cases<'r, 'a>(port: &'r FloodedPort<'a>, many: bool) -> Vec<FloodCase<'r, 'a>> {
     let mut cases = Vec::new();
     for from in port.sources {

@@ -76,7 +76,7 @@ pub(crate) fn ports_of_the_sidecar(testbed: &Testbed) -> Vec<FloodedPort<'_>> {
         }
     };
     let inbound = |name, addr| FloodedPort {
-        // No identity counts on this port, so a flood can end an idle connection of a meshed client: none is held.
+        // The proxy ignores identities on this port, so a flood can end an idle connection of a meshed client. So the test holds none.
         tls: with_and_without_certificate(testbed, Testbed::attack_on_server("/echo")),
         ..FloodedPort::new(name, "inbound", addr, application(addr))
     };
@@ -162,8 +162,8 @@ pub(crate) fn ports_of_the_control_plane(testbed: &Testbed) -> Vec<FloodedPort<'
     ]
 }
 
-/// A port that is flooded by IPv6, from many addresses only: the address family only changes which addresses count as one
-/// network.
+/// The port, flooded only from two hundred addresses. This is sufficient for IPv6, because the address family only changes which
+/// addresses count as one network.
 fn from_two_hundred_addresses(port: FloodedPort<'_>) -> FloodedPort<'_> {
     FloodedPort {
         sources: &[Sources::TwoHundred],
@@ -184,7 +184,7 @@ fn grpc_client<'a>(testbed: &'a Testbed, server: String, leaf: Option<&'a LeafWi
     }
 }
 
-/// These attackers, after the same ones with a certificate of the mesh.
+/// The attack by clients with a certificate of the mesh, and the same attack without a certificate.
 fn with_and_without_certificate(testbed: &Testbed, attack: TlsAttack) -> Vec<TlsAttack> {
     vec![testbed.with_certificate(&attack), attack]
 }

@@ -110,8 +110,8 @@ impl Testbed {
         }
     }
 
-    /// Replaces the sidecar by one that may open as many files as this process, at most [`MAX_OPEN_FILES_WITH_LARGE_HEADS`]. Returns its limit of
-    /// connections of one direction.
+    /// Replaces the sidecar by one that may open as many files as this process, at most [`MAX_OPEN_FILES_WITH_LARGE_HEADS`].
+    /// Returns its connection limit for one direction.
     pub(crate) fn restart_sidecar_with_many_files(&mut self) -> usize {
         let (_, files) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
         let files = usize::try_from(files).unwrap().min(MAX_OPEN_FILES_WITH_LARGE_HEADS);
@@ -126,7 +126,7 @@ impl Testbed {
         [&self.control_plane, sidecar]
     }
 
-    /// Attackers without a certificate on a port of the control plane; `account` is the service account of its server.
+    /// An attack by clients without a certificate on a port of the control plane; `account` is the service account of the server.
     pub(crate) fn attack_on_control_plane(account: &str, path: &'static str) -> TlsAttack {
         TlsAttack {
             attackers: "clients without a certificate",
@@ -139,7 +139,7 @@ impl Testbed {
         }
     }
 
-    /// Attackers without a certificate on a port of the server's proxy.
+    /// An attack by clients without a certificate on a port of the server's proxy.
     pub(crate) fn attack_on_server(path: &'static str) -> TlsAttack {
         TlsAttack {
             attackers: "clients without a certificate",
@@ -152,7 +152,7 @@ impl Testbed {
         }
     }
 
-    /// Attackers with a certificate of the mesh.
+    /// The same attack by clients with a certificate of the mesh.
     pub(crate) fn with_certificate(&self, attack: &TlsAttack) -> TlsAttack {
         TlsAttack {
             attackers: "clients with a certificate",
@@ -168,7 +168,7 @@ impl Testbed {
     }
 }
 
-/// Attackers on the proxy's own inbound port.
+/// The same attack on the proxy's own inbound port, with a transport header.
 pub(crate) fn direct(redirected: TlsAttack, behaviours: &'static [TlsBehaviour]) -> TlsAttack {
     TlsAttack {
         config: direct_config(redirected.config),

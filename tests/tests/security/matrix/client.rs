@@ -130,7 +130,7 @@ impl Client {
         if stream.write_all(&transport_header(sent.header, port)).await.is_err() {
             return Observed::Closed;
         }
-        match sent.what {
+        match sent.kind {
             InputKind::Http1 => http1(stream, token).await,
             InputKind::Http2 => http2(stream, token).await,
             InputKind::Grpc => grpc(stream, token).await,

@@ -1,4 +1,4 @@
-//! The failures that a sidecar counts, compared with those of the tried cells.
+//! Compares the failures that a sidecar counts with the expected failures of the tried cells.
 
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
@@ -24,7 +24,7 @@ struct Counter {
     labels: Vec<String>,
 }
 
-/// A number that is not known exactly.
+/// The range of values that a counter may have.
 #[derive(Clone, Copy, Debug, Default)]
 struct Count {
     min: u64,

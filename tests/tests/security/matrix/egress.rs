@@ -232,7 +232,7 @@ fn cells(states: &[State]) -> Vec<Cell> {
             for row in table::rows(EXPECTED_RESULTS) {
                 let sent = ClientInput {
                     header: Header::Absent,
-                    what: InputKind::of(row[0]),
+                    kind: InputKind::parse(row[0]),
                 };
                 let cell = |family: &Family| Cell {
                     state,
@@ -278,7 +278,7 @@ impl Cell {
         let expected = self.expected();
         let fits = match expected {
             Expected::Permitted => {
-                observed == Observed::Application && (reached || self.sent.what == InputKind::Silence)
+                observed == Observed::Application && (reached || self.sent.kind == InputKind::Silence)
             }
             _ => !reached && expected.fits(&observed, self.sent),
         };
@@ -288,8 +288,8 @@ impl Cell {
     fn expected(&self) -> Expected {
         let known = STATES.iter().find(|(state, _)| *state == self.state);
         match known.expect("the cell has a row").1 {
-            Knowledge::Policy => Expected::of(table::at(EXPECTED_RESULTS, self.sent.what.word(), self.policy.word())),
-            Knowledge::Nothing if self.sent.what == InputKind::IncompleteHead => Expected::Late,
+            Knowledge::Policy => Expected::parse(table::lookup(EXPECTED_RESULTS, self.sent.kind.word(), self.policy.word())),
+            Knowledge::Nothing if self.sent.kind == InputKind::IncompleteHead => Expected::Late,
             Knowledge::Nothing => Expected::Unknown,
         }
     }
@@ -321,7 +321,7 @@ impl Expected {
         let Observed::Status { status, grpc, cause } = observed else {
             return false;
         };
-        let is_status = match sent.what {
+        let is_status = match sent.kind {
             InputKind::Grpc => *grpc == Some(expected_grpc),
             _ => *status == expected_status && grpc.is_none(),
         };

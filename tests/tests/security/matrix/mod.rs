@@ -111,7 +111,7 @@ fn without_ipv6_redirect_rules_no_ipv6_reaches_the_application() {
         let identities = [Identity::Absent, Identity::Permitted];
         policies.contains(&cell.policy)
             && identities.contains(&cell.identity)
-            && [InputKind::Http1, InputKind::RawBytes].contains(&cell.sent.what)
+            && [InputKind::Http1, InputKind::RawBytes].contains(&cell.sent.kind)
     });
     let expected = |cell: &Cell| match cell.family {
         Family::V4 => cell.expected(),
@@ -216,7 +216,7 @@ async fn find_mismatches(cells: &[CellAtPort], client: &Client, reached: &Receiv
     );
     let results = cells.iter().enumerate().map(async |(n, cell_at_port)| {
         let waits = matches!(
-            cell_at_port.cell.sent.what,
+            cell_at_port.cell.sent.kind,
             InputKind::Silence | InputKind::IncompleteHead
         ) || matches!(cell_at_port.expected, Expected::Refused(refusal) if refusal.cause == Cause::Unknown);
         let permits = if waits { &waiting } else { &quick };
@@ -238,7 +238,7 @@ impl CellAtPort {
         } = self.cell;
         let to = SocketAddr::new(family.server(), self.port);
         // The rate limit lets the first requests pass.
-        let n_tries = if policy == Policy::RateLimit { MAX_UNLIMITED } else { 1 };
+        let n_tries = if policy == Policy::RateLimit { MAX_REQUESTS_BEFORE_LIMIT } else { 1 };
         let mut result = (Observed::Timeout, false);
         for n_try in 0..n_tries {
             let token = format!("token-{n}-{n_try}");
@@ -249,7 +249,7 @@ impl CellAtPort {
             }
         }
         let (observed, reached) = result;
-        let is_silent = sent.what == InputKind::Silence;
+        let is_silent = sent.kind == InputKind::Silence;
         let fits = match self.expected {
             Expected::Permitted => observed == Observed::Application && (reached || is_silent),
             Expected::Refused(refusal) => !reached && refusal.fits(&observed, sent, identity),
@@ -263,9 +263,9 @@ impl CellAtPort {
             Expected::Dropped => !reached && observed == Observed::Unreachable,
         };
         let got = if reached {
-            "the application got it"
+            "the application received the input"
         } else {
-            "the application did not get it"
+            "the application did not receive the input"
         };
         let Self { cell, expected, .. } = self;
         (!fits).then(|| format!("{cell}\n    expected: {expected:?}\n    result: {observed:?}, and {got}"))
@@ -279,12 +279,12 @@ impl Refusal {
             (Answer::Closed, Observed::Closed) => true,
             (Answer::Status, Observed::Status { status, grpc, cause }) => {
                 let (expected_status, expected_grpc) = self.cause.codes();
-                let is_status = match sent.what {
+                let is_status = match sent.kind {
                     InputKind::Grpc => *grpc == Some(expected_grpc),
                     _ => *status == expected_status && grpc.is_none(),
                 };
                 // Clients without an identity do not get the cause.
-                let expected_cause = identity.is_proven().then_some(self.cause.word());
+                let expected_cause = identity.has_valid_certificate().then_some(self.cause.word());
                 is_status && cause.as_deref() == expected_cause
             }
             _ => false,
@@ -379,5 +379,5 @@ const SINGLE_USE_PORTS_START: u16 = 12_000;
 const MAX_CONCURRENT_CELLS: usize = 16;
 const MAX_CONCURRENT_WAITING_CELLS: usize = 200;
 /// Maximum number of requests until the rate limit of one per second refuses one.
-const MAX_UNLIMITED: usize = 5;
+const MAX_REQUESTS_BEFORE_LIMIT: usize = 5;
 const MIN_RESTARTS: u32 = 4;
