@@ -137,7 +137,7 @@ fn check_spiffe(rest: &str) -> Result<(), &'static str> {
     Ok(())
 }
 
-/// What separates account and namespace from control plane and trust domain.
+/// The text between the namespace of the account and the namespace of the control plane.
 const SERVICE_ACCOUNT_INFIX: &str = ".serviceaccount.identity.";
 
 #[cfg(test)]
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn anything_else_is_refused_with_the_reason() {
+    fn invalid_identities_are_refused_with_the_reason() {
         for text in [
             "",
             "a..b",

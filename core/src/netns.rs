@@ -140,7 +140,7 @@ impl Namespace {
 
     /// Runs a closure on a new thread inside the namespace. Sockets that it creates stay in the namespace.
     ///
-    /// A panic of the closure continues in the caller.
+    /// A panic of the closure propagates to the caller.
     ///
     /// # Errors
     /// If the namespace cannot be entered; the closure did not run.
@@ -681,7 +681,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_inside_continues_in_the_caller_and_the_namespace_is_removed() {
+    fn a_panic_of_the_closure_propagates_and_the_namespace_is_removed() {
         if !has_root() {
             return;
         }

@@ -17,7 +17,7 @@ pub fn script(rules: &Rules) -> String {
     format!("table inet {TABLE}\ndelete table inet {TABLE}\ntable inet {TABLE} {{\n{body}{hash_chain}}}\n")
 }
 
-/// Identifies the rules: a hash that changes with every detail of them.
+/// A hash that identifies the rules. It changes with every detail of the rules.
 #[must_use]
 pub fn hash(rules: &Rules) -> String {
     fnv1a(&body(rules))

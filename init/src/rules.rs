@@ -174,7 +174,7 @@ pub fn build_rules(options: &Options) -> Rules {
     }
 }
 
-/// A rule in one of the hooks.
+/// A rule of a base chain, which has a netfilter hook.
 fn base_chain_rule(options: &Options, chain: Chain, matches: Vec<Match>, action: Action, comment: &str) -> Rule {
     Rule {
         chain,
@@ -336,7 +336,11 @@ fn skip_nets<'a>(
     nets: &'a [IpNet],
 ) -> impl Iterator<Item = Rule> + 'a {
     sets.into_iter().filter_map(move |(family, set)| {
-        let nets: Vec<IpNet> = nets.iter().filter(|net| Family::of_network(net) == family).copied().collect();
+        let nets: Vec<IpNet> = nets
+            .iter()
+            .filter(|net| Family::of_network(net) == family)
+            .copied()
+            .collect();
         let skips = !nets.is_empty();
         let rule = Rule {
             family: Some(family),
@@ -567,7 +571,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn inbound_ipv6_that_is_not_redirected_is_dropped_apart_from_what_is_skipped() {
+    fn unredirected_inbound_ipv6_is_dropped_except_skipped_ports_and_networks() {
         let rules = build_rules(&Options {
             families: Families::V4DropV6,
             ..example()

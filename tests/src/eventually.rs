@@ -14,7 +14,10 @@ pub async fn eventually<T>(what: &str, mut poll: impl AsyncFnMut() -> Option<T>)
         if let Some(value) = poll().await {
             return value;
         }
-        assert!(Instant::now() < deadline, "timed out after {WAIT_TIMEOUT:?}, waiting for: {what}");
+        assert!(
+            Instant::now() < deadline,
+            "timed out after {WAIT_TIMEOUT:?}, waiting for: {what}"
+        );
         tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
@@ -26,7 +29,10 @@ pub async fn eventually<T>(what: &str, mut poll: impl AsyncFnMut() -> Option<T>)
 pub fn eventually_blocking(what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + WAIT_TIMEOUT;
     while !condition() {
-        assert!(Instant::now() < deadline, "timed out after {WAIT_TIMEOUT:?}, waiting for: {what}");
+        assert!(
+            Instant::now() < deadline,
+            "timed out after {WAIT_TIMEOUT:?}, waiting for: {what}"
+        );
         std::thread::sleep(POLL_INTERVAL);
     }
 }

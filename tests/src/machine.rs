@@ -103,7 +103,10 @@ impl ExternalMachine {
             ("linkerd-policy.linkerd.svc.cluster.local.:8090", control(port::POLICY)),
             ("/etc/tulle", self.local_path("/etc/tulle").display().to_string()),
             ("/run/tulle", self.local_path("/run/tulle").display().to_string()),
-            ("/usr/local/bin", self.local_path("/usr/local/bin").display().to_string()),
+            (
+                "/usr/local/bin",
+                self.local_path("/usr/local/bin").display().to_string(),
+            ),
         ] {
             text = text.replace(theirs, &ours);
         }

@@ -336,7 +336,12 @@ impl MeshedCluster {
     ///
     /// # Errors
     /// Fails if the client fails.
-    pub async fn proxy_metrics_from_client(&self, client: Client, namespace: &str, pod: &str) -> anyhow::Result<String> {
+    pub async fn proxy_metrics_from_client(
+        &self,
+        client: Client,
+        namespace: &str,
+        pod: &str,
+    ) -> anyhow::Result<String> {
         let addr = format!("get pod -n {namespace} {pod} -o jsonpath={{.status.podIP}}");
         let addr = self.kubectl(&addr).await?;
         let Client {

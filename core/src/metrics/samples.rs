@@ -152,7 +152,7 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn no_page_makes_the_reader_panic(page in "[ -~\n\"\\\\é]{0,200}") {
+        fn parsing_a_page_never_panics(page in "[ -~\n\"\\\\é]{0,200}") {
             Samples::parse(&page);
         }
     }

@@ -60,8 +60,8 @@ pub enum IptablesError {
 }
 
 impl IptablesError {
-    /// Whether another process held the lock of iptables until the end of the wait. The exit status does not tell: it is 4 then,
-    /// but the nft flavour also exits with 4 if the kernel refuses the rules.
+    /// Whether another process held the lock of iptables until the end of the wait. The error text is checked, because the exit
+    /// status 4 has two meanings: the nft flavour also exits with 4 if the kernel refuses the rules.
     pub fn is_lock_held(&self) -> bool {
         match self {
             Self::Refused { answer, .. } => answer.contains("xtables lock"),
@@ -70,7 +70,7 @@ impl IptablesError {
         }
     }
 
-    /// Whether the programs for IPv6 are missing or refuse the rules, for another reason than a lock that is held.
+    /// Whether the programs for IPv6 are missing, or refuse the rules although no other process holds the lock.
     pub fn lacks_ipv6(&self) -> bool {
         match self {
             Self::Missing { program, .. } => program.starts_with(IPV6_PROGRAMS),
@@ -297,7 +297,8 @@ fn save(flavour: Flavour, family: Family) -> Result<SavedRules, IptablesError> {
 /// cannot list the tables, and [`save`] would create them; for these users there are none.
 fn families_to_search(flavour: Flavour) -> impl Iterator<Item = Family> {
     let families = [Family::V4, Family::V6].into_iter();
-    families.filter(move |family| flavour != Flavour::Legacy || legacy_tables_in_family(*family) == LegacyTables::Present)
+    families
+        .filter(move |family| flavour != Flavour::Legacy || legacy_tables_in_family(*family) == LegacyTables::Present)
 }
 
 /// Whether a legacy nat or mangle table of this family exists in this network namespace.

@@ -93,17 +93,18 @@ impl SavedRules {
 
     /// Rules in other chains that jump to those of tulle or Linkerd.
     fn jumps_to_mesh_chains(&self, table: &str) -> impl Iterator<Item = &str> {
-        self.lines(table)
-            .filter(|line| line.starts_with("-A ") && !is_mesh_chain(line_chain(line)) && is_mesh_chain(line_target(line)))
+        self.lines(table).filter(|line| {
+            line.starts_with("-A ") && !is_mesh_chain(line_chain(line)) && is_mesh_chain(line_target(line))
+        })
     }
 }
 
 /// A script that replaces the saved rules of tulle or Linkerd of one family and keeps all others; empty if nothing changes.
 ///
 /// The programs commit table by table, so a table that is already correct is omitted. The table with the new rules for inbound
-/// connections (mangle in tproxy mode, else nat) is committed first, so that old ones in the other table are removed last. After
-/// an interruption between the two commits, each of these is in its old form, its new form, or both: the inbound rules, the outbound
-/// rules, and the rules that drop packets.
+/// connections (mangle in tproxy mode, else nat) is committed first, so that old inbound rules in the other table are removed
+/// last. After an interruption between the two commits, each of these is in its old form, its new form, or both: the inbound
+/// rules, the outbound rules, and the rules that drop packets.
 pub(crate) fn apply_script(rules: &Rules, family: Family, saved: &SavedRules) -> String {
     let lines = lines(rules, family);
     let mut text = String::new();

@@ -68,7 +68,9 @@ pub fn commands(families: Families) -> Vec<String> {
     let commands = families.redirected().flat_map(|family| {
         let ip = if family == Family::V4 { "ip" } else { "ip -6" };
         [
-            format!("{ip} rule add fwmark {TPROXY_CLIENT_MARK:#x} lookup {ROUTING_TABLE} priority {ROUTING_RULE_PRIORITY}"),
+            format!(
+                "{ip} rule add fwmark {TPROXY_CLIENT_MARK:#x} lookup {ROUTING_TABLE} priority {ROUTING_RULE_PRIORITY}"
+            ),
             format!("{ip} route add local default dev lo table {ROUTING_TABLE}"),
         ]
     });
@@ -141,9 +143,9 @@ impl RoutingObject {
     }
 }
 
-/// Neither a system table (253 to 255) nor one that other programs are known to use.
+/// The number of our routing table. System tables are 253 to 255, and no other program is known to use this number.
 const ROUTING_TABLE: u8 = 143;
-/// After the table of local addresses (0), before rules that select by source.
+/// The priority of our routing rules: after the rule for local addresses (0), before rules that select by source.
 const ROUTING_RULE_PRIORITY: u32 = 100;
 /// The interface index of `lo` in every network namespace.
 const LOOPBACK_IFINDEX: u32 = 1;

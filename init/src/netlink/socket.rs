@@ -19,7 +19,7 @@ pub(crate) struct Message {
     /// `NFPROTO_*`.
     pub(crate) family: u8,
     pub(crate) attrs: Attrs,
-    /// The subject of the request, for error texts.
+    /// A description of the request, for error texts.
     pub(crate) what: String,
 }
 
@@ -408,9 +408,9 @@ const NFTA_GEN_ID: u16 = 1;
 const HEADER_LEN: usize = 16;
 /// Length of family, version and resource id after each header.
 const GENERIC_HEADER_LEN: usize = 4;
-/// Enough for about ten thousand networks.
+/// Maximum size of a batch. It is enough for about ten thousand networks.
 const MAX_BATCH_BYTES: usize = 4 << 20;
-/// The kernel sends at most 32 KiB in one part of a dump.
+/// Size of the receive buffer. The kernel sends at most 32 KiB in one part of a dump.
 const RECEIVE_BUFFER_BYTES: usize = 128 << 10;
 
 #[cfg(test)]

@@ -12,8 +12,8 @@ use std::time::Duration;
 use nix::sched::{CloneFlags, setns};
 
 use crate::fixture::{
-    APP, BACKENDS, BIN, Client, FLAGS, Fixture, PROXY, ROOT, ask, can_run, dial, echo, eventually, expect, families,
-    flags, open, serve, serve_on, success,
+    APP, BACKENDS, BIN, Client, FLAGS, Fixture, PROXY, ROOT, can_run, dial, echo, eventually, expect, families,
+    fetch_answer, flags, open, serve, serve_on, success,
 };
 
 #[test]
@@ -67,7 +67,7 @@ fn simulate_prints_the_rules_and_changes_nothing() {
     }
 }
 
-/// Runs a printed script with the commands in its comment lines, or with the given command.
+/// Runs a printed script with `command`; if that is empty, with the commands in the comment lines of the script.
 fn run_printed_script(fixture: &Fixture, command: &str, script: &str) {
     let parts: Vec<(String, String)> = match command {
         "" => script
@@ -261,7 +261,7 @@ fn net_admin_is_enough_for_an_unprivileged_user() {
 }
 
 #[test]
-fn a_user_who_may_not_list_legacy_tables_is_told_so() {
+fn a_user_who_may_not_list_legacy_tables_gets_a_warning() {
     if !can_run() {
         return;
     }
@@ -496,7 +496,10 @@ fn a_pod_with_only_ipv6_is_redirected() {
         thread::scope(|scope| {
             let cleaning = scope.spawn(|| fixture.init(&["--clean=drain"]));
             eventually("new connections to be direct", || {
-                ask(&fixture.peer, ROOT, (family.pod[0], 8080).into()).unwrap().server == "app"
+                fetch_answer(&fixture.peer, ROOT, (family.pod[0], 8080).into())
+                    .unwrap()
+                    .server
+                    == "app"
             });
             expect(&fixture.pod, APP, (family.peer, 8080), "peer", backend);
             for stream in &mut kept {
@@ -506,6 +509,10 @@ fn a_pod_with_only_ipv6_is_redirected() {
             drop(kept);
             success(&cleaning.join().unwrap());
         });
-        assert_eq!(fixture.exit_code(&[flags.as_slice(), &["--check"]].concat()), 4, "{backend}");
+        assert_eq!(
+            fixture.exit_code(&[flags.as_slice(), &["--check"]].concat()),
+            4,
+            "{backend}"
+        );
     }
 }

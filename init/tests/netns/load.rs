@@ -17,9 +17,10 @@ use tokio::time::Instant;
 use tulle_core::netns::Namespace;
 
 use crate::fixture::{
-    APP, BACKENDS, BIN, Client, Fixture, ROOT, ask, can_run, dial, echo, eventually, families, flags, serve, success,
+    APP, BACKENDS, BIN, Client, Fixture, ROOT, can_run, dial, echo, eventually, families, fetch_answer, flags, serve,
+    success,
 };
-use crate::lifecycle::{connections, linkerd};
+use crate::lifecycle::{connections, linkerd_init_commands};
 
 /// Clients that connect in both directions and families, without pause.
 #[derive(Debug, Default)]
@@ -151,7 +152,11 @@ fn linkerds_sequence_lets_connections_bypass_the_proxy() {
     }
     for tool in ["iptables-nft", "iptables-legacy"] {
         let fixture = Fixture::new(&[8080]);
-        let both = format!("{}\n{}", linkerd(tool), linkerd(&tool.replace("ip", "ip6")));
+        let both = format!(
+            "{}\n{}",
+            linkerd_init_commands(tool),
+            linkerd_init_commands(&tool.replace("ip", "ip6"))
+        );
         fixture.sh(&both);
         let observed = run_under_load(&fixture, 8080, |load| {
             let deadline = Instant::now() + LOAD_TIMEOUT;
@@ -172,7 +177,7 @@ fn linkerds_sequence_lets_connections_bypass_the_proxy() {
 
 /// A port that is skipped in some runs is served by the application or by the proxy; no connection fails.
 #[test]
-fn a_changing_skip_list_is_the_old_or_the_new_one() {
+fn each_connection_follows_the_old_or_the_new_skip_list() {
     if !can_run() {
         return;
     }
@@ -228,7 +233,7 @@ fn draining_under_load_fails_no_connection() {
             });
             // After the rules are removed, too.
             for _ in 0..100 {
-                ask(&fixture.peer, ROOT, (families()[0].pod[0], 8080).into()).unwrap();
+                fetch_answer(&fixture.peer, ROOT, (families()[0].pod[0], 8080).into()).unwrap();
             }
         });
         println!("drain {backend}: {observed:?}");
@@ -268,9 +273,9 @@ fn a_run_that_is_killed_leaves_the_old_rules_or_the_new_ones() {
 /// The processes that are killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kill {
-    /// Only the init process; the programs that it started finish.
+    /// Only the init process. The programs that it started continue to their end.
     Init,
-    /// Its programs too, as at the end of a container. They commit table by table.
+    /// The init process and its programs, as at the end of a container. The programs commit table by table.
     Programs,
 }
 
@@ -304,7 +309,7 @@ fn assert_kills_leave_a_known_state(backend: &str, variants: [Vec<&str>; 2], kil
     // From here on, the tables that iptables creates on demand exist.
     fixture.apply(backend, &["--drop-invalid"]);
     let mut run_time = Duration::ZERO;
-    // The first variant last, because its run takes longer than that of the second, which can be `--clean`.
+    // The first variant is last, because its run takes longer than a run of the second variant, which can be `--clean`.
     let known_states = [1, 0].map(|variant: usize| {
         let started = Instant::now();
         success(&fixture.init(&variants[variant]));
@@ -350,7 +355,7 @@ fn no_connection_bypasses_the_proxy_while_backends_are_switched() {
     serve(&fixture.peer, "peer", "[::]:8080");
     success(&fixture.init(&flags("nft", &[])));
     assert_eq!(
-        ask(&fixture.peer, ROOT, (families()[0].pod[0], 8080).into())
+        fetch_answer(&fixture.peer, ROOT, (families()[0].pod[0], 8080).into())
             .unwrap()
             .server,
         "inbound"

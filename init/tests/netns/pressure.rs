@@ -58,7 +58,11 @@ fn with_a_full_conntrack_table_no_connection_bypasses_the_proxy() {
         let started = Instant::now();
         fixture.apply(backend, &["-g", "7"]);
         let applied = started.elapsed();
-        assert_eq!(fixture.exit_code(&flags(backend, &["-g", "7", "--check"])), 0, "{backend}");
+        assert_eq!(
+            fixture.exit_code(&flags(backend, &["-g", "7", "--check"])),
+            0,
+            "{backend}"
+        );
         println!(
             "full, {backend}: applied after {applied:?}, compared after {:?}",
             started.elapsed() - applied
@@ -102,7 +106,10 @@ fn with_a_full_conntrack_table_no_connection_bypasses_the_proxy() {
 /// Returns the connection and the server's name, if the connection is established in time; then the server must answer in
 /// time, too.
 fn try_dial(namespace: &Namespace, to: SocketAddr) -> Option<(TcpStream, String)> {
-    let stream = namespace.run(|| TcpStream::connect_timeout(&to, DIAL_TIMEOUT)).unwrap().ok()?;
+    let stream = namespace
+        .run(|| TcpStream::connect_timeout(&to, DIAL_TIMEOUT))
+        .unwrap()
+        .ok()?;
     stream.set_read_timeout(Some(DIAL_TIMEOUT)).unwrap();
     let mut line = String::new();
     BufReader::new(&stream).read_line(&mut line).unwrap();

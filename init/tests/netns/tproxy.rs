@@ -57,7 +57,7 @@ fn applications_see_client_addresses_and_outbound_arrives_at_the_proxy() {
             assert_eq!(
                 n_proxied.load(Ordering::Relaxed),
                 before,
-                "{backend}: these stay direct"
+                "{backend}: none of these connections passes the transparent proxy"
             );
         }
     }
@@ -107,7 +107,10 @@ fn connections_that_no_proxy_accepts_do_not_reach_the_application() {
     let expect_timeouts = |backend: &str| {
         for family in families() {
             let to = SocketAddr::from((family.pod[0], 8080));
-            let dialled = fixture.peer.run(|| TcpStream::connect_timeout(&to, DROPPED_CONNECT_TIMEOUT)).unwrap();
+            let dialled = fixture
+                .peer
+                .run(|| TcpStream::connect_timeout(&to, DROPPED_CONNECT_TIMEOUT))
+                .unwrap();
             let error = dialled.map(|_| ()).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::TimedOut, "{backend}: {to}: {error}");
         }
@@ -162,7 +165,10 @@ fn routes_are_added_and_removed_with_the_rules() {
         assert_eq!(routes(&fixture), bare.1, "{backend}");
         for family in families() {
             let to = SocketAddr::from((family.pod[0], 8080));
-            let redirected = fixture.peer.run(|| TcpStream::connect_timeout(&to, CONNECT_TIMEOUT)).unwrap();
+            let redirected = fixture
+                .peer
+                .run(|| TcpStream::connect_timeout(&to, CONNECT_TIMEOUT))
+                .unwrap();
             redirected.unwrap_or_else(|error| panic!("{backend}: {error}")); // the stub accepts these as well
         }
         fixture.apply(backend, &TPROXY);

@@ -211,7 +211,9 @@ impl Cluster {
             let _lock = slot::lock_device_plugins().await?;
             let mut kubelet = node.kubelet(context)?;
             let listens = async || node.listens_for_device_plugins();
-            kubelet.wait_until("the socket for device plugins exists", listens).await?;
+            kubelet
+                .wait_until("the socket for device plugins exists", listens)
+                .await?;
             self.components.push(kubelet);
             self.components.push(node.kube_proxy(context)?);
         }

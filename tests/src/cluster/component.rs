@@ -31,7 +31,12 @@ pub(super) enum ProcessLifetime {
 
 impl Component {
     /// Starts `command` with its output appended to `<dir>/log/<name>.log`.
-    pub(super) fn start(name: &str, mut command: Command, dir: &Path, lifetime: ProcessLifetime) -> anyhow::Result<Self> {
+    pub(super) fn start(
+        name: &str,
+        mut command: Command,
+        dir: &Path,
+        lifetime: ProcessLifetime,
+    ) -> anyhow::Result<Self> {
         let log = log_path(dir, name);
         let file = File::options()
             .create(true)
@@ -164,7 +169,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_dropped_component_is_gone() {
+    async fn a_dropped_component_is_killed() {
         let (_dir, component) = shell("exec sleep 60");
         let proc = PathBuf::from(format!("/proc/{}", component.child.id()));
         assert!(proc.exists());

@@ -35,7 +35,11 @@ async fn assign_missing_addresses(client: &Client, addresses: ClusterAddresses) 
         .into_iter()
         .filter(|service| service.spec.as_ref().and_then(|spec| spec.type_.as_deref()) == Some("LoadBalancer"))
         .partition(|service| assigned_address(service).is_some());
-    let mut used: BTreeSet<String> = with_address.iter().filter_map(assigned_address).map(str::to_owned).collect();
+    let mut used: BTreeSet<String> = with_address
+        .iter()
+        .filter_map(assigned_address)
+        .map(str::to_owned)
+        .collect();
     for service in without {
         let mut all = (1..=254).map(|number| addresses.load_balancer(number).to_string());
         let free = all.find(|addr| !used.contains(addr));

@@ -62,7 +62,9 @@ pub(super) fn reference(archive: &Path) -> anyhow::Result<String> {
         if entry.path()?.ends_with("manifest.json") {
             let manifest: serde_json::Value = serde_json::from_reader(entry)?;
             let reference = manifest[0]["RepoTags"][0].as_str();
-            return reference.map(str::to_owned).context("the image in the archive has no reference");
+            return reference
+                .map(str::to_owned)
+                .context("the image in the archive has no reference");
         }
     }
     bail!("the archive contains no manifest.json")

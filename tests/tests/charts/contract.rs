@@ -136,7 +136,7 @@ fn every_object_names_its_control_plane_and_its_chart() {
 }
 
 #[test]
-fn a_difference_has_its_path_and_both_values() {
+fn a_difference_is_reported_with_its_path_and_both_values() {
     let object = |text: &str| serde_yaml_ng::from_str::<Value>(text).unwrap();
     let expected = object("{a: {b: 1}, ports: [{name: x, port: 1}], list: [1, 2], empty: [], absent: null}");
     let differences = |actual: &str| {

@@ -46,7 +46,11 @@ fn a_valid_certificate_is_accepted_and_all_others_are_refused_each_for_its_own_r
 const ALPN: Option<&str> = Some("transport.l5d.io/v1");
 
 /// Requests the application's HTTP port from outside.
-fn send_openssl_request(testbed: &Testbed, alpn: Option<&'static str>, client_certificate: Option<&Leaf>) -> ProgramOutput {
+fn send_openssl_request(
+    testbed: &Testbed,
+    alpn: Option<&'static str>,
+    client_certificate: Option<&Leaf>,
+) -> ProgramOutput {
     let client = Client {
         to: (SERVER, port::INBOUND).into(),
         name: &identity("server"),

@@ -57,7 +57,11 @@ fn applications_see_the_addresses_of_all_clients() {
         }
         // Through the sidecar of a peer, which proves its identity and dials the proxy's own port.
         for to in [OPEN_TLS, GRPC].map(service) {
-            assert_eq!(send_request(&testbed.client, None, to, HTTP), CLIENT.to_string(), "{backend}");
+            assert_eq!(
+                send_request(&testbed.client, None, to, HTTP),
+                CLIENT.to_string(),
+                "{backend}"
+            );
         }
         let proven = format!("client_id=\"{}\"", identity("client"));
         testbed.wait_for_count("inbound_http_authz_allow_total", &[&proven, "target_port=\"10000\""], 1);
@@ -134,7 +138,10 @@ fn redirect_rules_are_distinguished_from_tproxy_rules() {
     );
     // Peers reach the proxy's own port without redirect rules; but replies of the application need the tproxy rules.
     redirect(&testbed.server, &["--inbound-mode", "tproxy"]);
-    assert_eq!(send_request(&testbed.client, None, service(OPEN_TLS), HTTP), CLIENT.to_string());
+    assert_eq!(
+        send_request(&testbed.client, None, service(OPEN_TLS), HTTP),
+        CLIENT.to_string()
+    );
 }
 
 /// An application that returns the address of its client: as HTTP for an HTTP request, as a line otherwise.

@@ -62,7 +62,10 @@ const N_MESSAGES: usize = 10_000;
 #[test]
 fn text_and_binary_messages_have_all_header_forms() {
     let forms = |is_kind: fn(&Message) -> bool| -> BTreeSet<usize> {
-        let lengths = (0..N_MESSAGES).map(message).filter(is_kind).map(|message| message.len());
+        let lengths = (0..N_MESSAGES)
+            .map(message)
+            .filter(is_kind)
+            .map(|message| message.len());
         lengths
             .map(|length| match length {
                 ..=125 => 0,

@@ -77,7 +77,8 @@ async fn measure_times_to_ready(meshed: &MeshedCluster) {
                 let status = pod.status.unwrap_or_default();
                 let all = [status.init_container_statuses, status.container_statuses];
                 let mut containers = all.into_iter().flatten().flatten();
-                let is_started = |status: &ContainerStatus| status.name == "linkerd-proxy" && status.started == Some(true);
+                let is_started =
+                    |status: &ContainerStatus| status.name == "linkerd-proxy" && status.started == Some(true);
                 if containers.any(|status| is_started(&status)) {
                     proxy_started.get_or_insert_with(|| begun.elapsed());
                 }

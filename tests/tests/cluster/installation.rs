@@ -282,7 +282,10 @@ async fn check_permissions(cluster: &Cluster, files: &Path) {
             excuse(grant).map_or("?", |excuse| excuse.why)
         );
     }
-    let refused: Vec<String> = permissions::refused_requests(&log).iter().map(ToString::to_string).collect();
+    let refused: Vec<String> = permissions::refused_requests(&log)
+        .iter()
+        .map(ToString::to_string)
+        .collect();
     assert!(refused.is_empty(), "refused requests:\n{}", refused.join("\n"));
 }
 

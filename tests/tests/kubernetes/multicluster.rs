@@ -113,7 +113,8 @@ async fn put_credentials(server: &ApiServer, link: &str, access: &Path) {
     apply(server, &manifest).await;
 }
 
-/// Writes a kubeconfig for the account that the chart creates for other clusters. It contains all credentials and refers to no files.
+/// Writes a kubeconfig for the account that the chart creates for other clusters. It contains all credentials and refers to no
+/// files.
 async fn remote_access(server: &ApiServer) -> std::path::PathBuf {
     let account = "linkerd-service-mirror-remote-access-default";
     let path = server.service_account_kubeconfig(NAMESPACE, account).await.unwrap();

@@ -68,7 +68,10 @@ impl WebhookFixture {
         };
         let port = fixture.serve(ProfileValidator, config).await;
         fixture.register(PROFILES, &["linkerd.io"], port).await;
-        eventually("the certificates are ready", async || fixture.readiness.is_ready().then_some(())).await;
+        eventually("the certificates are ready", async || {
+            fixture.readiness.is_ready().then_some(())
+        })
+        .await;
         // The API server reads configurations from its cache, and calls no webhook until they are there.
         for (api_version, kind) in [
             ("policy.linkerd.io/v1beta3", "Server"),
@@ -565,7 +568,10 @@ async fn replicas_share_a_certificate_and_do_not_change_an_external_one() {
         ..Config::policy_validator(namespace.to_owned())
     };
     fixture.serve(PolicyValidator, replica("linkerd")).await;
-    eventually("the second replica is ready", async || fixture.readiness.is_ready().then_some(())).await;
+    eventually("the second replica is ready", async || {
+        fixture.readiness.is_ready().then_some(())
+    })
+    .await;
     assert_eq!(fixture.data("tls.crt").await, Some(certificate));
 
     // Without the configuration no API server calls the webhook, so no replica writes the Secret.

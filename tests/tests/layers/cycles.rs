@@ -39,8 +39,10 @@ fn graph(src: &Path) -> Graph {
 }
 
 fn graph_from_sources(sources: &BTreeMap<String, String>) -> Graph {
-    let modules: BTreeMap<Vec<String>, &String> =
-        sources.keys().map(|name| (module_path(Path::new(name)), name)).collect();
+    let modules: BTreeMap<Vec<String>, &String> = sources
+        .keys()
+        .map(|name| (module_path(Path::new(name)), name))
+        .collect();
     let mut graph = Graph::new();
     for (name, source) in sources {
         let imported = graph.entry(name.clone()).or_default();

@@ -61,7 +61,11 @@ fn the_policy_of_the_admin_port_applies_except_to_probes() {
         for from in [PERMITTED, Ipv4Addr::LOCALHOST, mesh.ip("web")] {
             assert_eq!(request_status(mesh, from, "/metrics").await, 200, "{from}");
         }
-        assert_eq!(request_status(mesh, PERMITTED, "/debug").await, 403, "only clients on this host may read this page");
+        assert_eq!(
+            request_status(mesh, PERMITTED, "/debug").await,
+            403,
+            "only clients on this host may read this page"
+        );
         let denied = [r#"srv_name="admin""#, r#"srv_port="4191""#];
         mesh.wait_for_metric("web", "inbound_http_authz_deny_total", &denied, 5.)
             .await;

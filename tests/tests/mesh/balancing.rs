@@ -20,15 +20,15 @@ fn round_robin_gives_every_replica_the_same_number_of_requests() {
             apps::start_echo(mesh, &format!("web-{i}")).await;
         }
         let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
-        let mut ask = async || client.fetch(request("/")).await.unwrap().text();
+        let mut send_request = async || client.fetch(request("/")).await.unwrap().text();
         // A replica without a connection is skipped, so wait until all have one.
         let mut connected = BTreeSet::new();
         while connected.len() < 3 {
-            connected.insert(ask().await);
+            connected.insert(send_request().await);
         }
         let mut answers: BTreeMap<String, usize> = BTreeMap::new();
         for _ in 0..30 {
-            *answers.entry(ask().await).or_default() += 1;
+            *answers.entry(send_request().await).or_default() += 1;
         }
         assert_eq!(answers.into_values().collect::<Vec<_>>(), [10, 10, 10]);
     });

@@ -301,7 +301,11 @@ fn an_endpoint_that_does_not_answer_in_time_is_ejected() {
         let mut client = client(mesh).await;
         for n in 1..=50 {
             assert_eq!(client.fetch(request("/")).await.unwrap().status, 200);
-            assert_eq!(good.n_requests(), n, "each failed request is retried at the other endpoint");
+            assert_eq!(
+                good.n_requests(),
+                n,
+                "each failed request is retried at the other endpoint"
+            );
         }
         assert_eq!(n_requests.load(Ordering::Relaxed), 2);
         let late = ["error=\"RESPONSE_HEADERS_TIMEOUT\""];

@@ -118,14 +118,14 @@ fn curl_reaches_a_service_of_the_mesh_in_four_ways() {
 fn requests_of_one_connection_may_have_different_targets() {
     explicit_proxy_mesh().run(async |mesh: &Mesh| {
         start_echo_servers(mesh).await;
-        let ask = |service: &str| {
+        let build_request = |service: &str| {
             let req = http::Request::get(format!("http://{}/headers", name(service, HTTP)));
             req.header("host", "other.test").body::<AnyBody>(empty()).unwrap()
         };
         let mut one = Http1::handshake(TcpStream::connect(PROXY).await.unwrap()).await;
         let mut two = Http2::handshake(TcpStream::connect(PROXY).await.unwrap()).await;
         for service in ["web", "legacy", "web"] {
-            let answer = one.fetch(ask(service)).await.unwrap();
+            let answer = one.fetch(build_request(service)).await.unwrap();
             assert_eq!(answer.header("x-replica"), service, "{}", answer.text());
             assert!(
                 answer
@@ -134,7 +134,7 @@ fn requests_of_one_connection_may_have_different_targets() {
                 "{}",
                 answer.text()
             );
-            let mut req = ask(service);
+            let mut req = build_request(service);
             *req.version_mut() = http::Version::HTTP_2;
             // A host header would be used as the authority in HTTP/2, or be refused.
             req.headers_mut().remove("host");
@@ -299,9 +299,10 @@ fn the_next_address_of_a_name_is_tried_after_a_refused_connection() {
         let _server = dns(dir.path());
         let (http, url) = (format!("http://{PROXY}"), format!("http://files.example:{HTTP}/echo"));
         let body = "x".repeat(100_000); // more than the limit of replayed request bodies
-        let ask = async |proxy_args: &[&str]| curl(&[proxy_args, &["--data-binary", &body, &url]].concat()).await;
+        let curl_with_body =
+            async |proxy_args: &[&str]| curl(&[proxy_args, &["--data-binary", &body, &url]].concat()).await;
         eventually("the name is known", async || {
-            let (received, _) = ask(&["--proxy", &http]).await;
+            let (received, _) = curl_with_body(&["--proxy", &http]).await;
             received.contains("x-replica: files").then_some(())
         })
         .await;
@@ -313,7 +314,7 @@ fn the_next_address_of_a_name_is_tried_after_a_refused_connection() {
                 &["--socks5-hostname", PROXY],
             ] {
                 for _ in 0..2 {
-                    let (received, _) = ask(proxy_args).await;
+                    let (received, _) = curl_with_body(proxy_args).await;
                     let is_answered = received.contains("x-replica: files") && received.contains(&body);
                     assert!(
                         is_answered,

@@ -405,7 +405,7 @@ async fn read_head(stream: &mut BufReader<TcpStream>) {
 }
 
 #[test]
-fn a_slow_application_is_waited_for() {
+fn the_proxy_waits_for_a_slow_application() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
         apps::start_echo(mesh, "web").await;
         let answer = mesh.get("client", mesh.service_addr("web", HTTP), "/delay/1500").await;

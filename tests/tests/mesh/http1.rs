@@ -653,7 +653,10 @@ fn the_number_of_idle_connections_to_an_application_is_limited() {
     run_on_both_pools(&variables, async |app: &CountingApp, [mut first, mut second]| {
         let (rsp1, rsp2) = tokio::join!(first.fetch(request("/together")), second.fetch(request("/together")));
         assert_eq!((rsp1.unwrap().text(), rsp2.unwrap().text()), ("ok".into(), "ok".into()));
-        eventually("one of the two idle connections is closed", async || (app.n_open() == 1).then_some(())).await;
+        eventually("one of the two idle connections is closed", async || {
+            (app.n_open() == 1).then_some(())
+        })
+        .await;
         let n_accepted = app.n_accepted();
         for client in [&mut first, &mut second] {
             client.fetch(request("/")).await.unwrap();

@@ -293,11 +293,11 @@ fn the_send_buffer_of_a_stream_is_limited() {
     run_with_settings(&settings, async |_: &Mesh, connections| {
         for stream in connections {
             let mut client = Frames::client_handshake(stream).await;
-            let ask = Frame {
+            let head = Frame {
                 flags: END_HEADERS | END_STREAM,
                 ..Frame::request(1, "/bytes/20000")
             };
-            client.send([ask]).await;
+            client.send([head]).await;
             let mut n = 0;
             loop {
                 let data = client.next_frame_of_kind(DATA).await;
@@ -584,7 +584,8 @@ fn header_lists_in_flight_on_one_connection_are_bounded() {
         let mut client = client.ready().await.unwrap();
         let mut send = || {
             let mut req = http2_request("/").map(drop);
-            req.headers_mut().insert("x-long", "x".repeat(HEADER_LIST_BYTES).parse().unwrap());
+            req.headers_mut()
+                .insert("x-long", "x".repeat(HEADER_LIST_BYTES).parse().unwrap());
             client.send_request(req, true).unwrap().0
         };
         let n_permitted = (16 << 20) / (HEADER_LIST_BYTES + 100);

@@ -304,7 +304,7 @@ fn ambiguous_paths_are_refused_where_rules_differ_by_path() {
                 Response::new(full(req.uri().path().to_owned()))
             }));
         }
-        let ask = async |port: u16, path: &str| {
+        let send_request = async |port: u16, path: &str| {
             let head = format!("GET {path} HTTP/1.1\r\nhost: web\r\nconnection: close\r\n\r\n");
             let received = send_and_read_all(
                 mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", port_addr(mesh, port))
@@ -326,9 +326,9 @@ fn ambiguous_paths_are_refused_where_rules_differ_by_path() {
             "/x/..;/admin",
             "/admin;x",
         ] {
-            let refused = ask(ROUTED, path).await;
+            let refused = send_request(ROUTED, path).await;
             assert!(refused.starts_with("HTTP/1.1 400 "), "{path}: {refused}");
-            let passed = ask(DEFAULT, path).await;
+            let passed = send_request(DEFAULT, path).await;
             assert!(
                 passed.starts_with("HTTP/1.1 200 ") && passed.ends_with(path),
                 "{path}: {passed}"
@@ -342,7 +342,7 @@ fn ambiguous_paths_are_refused_where_rules_differ_by_path() {
             ("/administrator", "200"),
             ("/x%20y/%7euser", "200"),
         ] {
-            let answered = ask(ROUTED, path).await;
+            let answered = send_request(ROUTED, path).await;
             assert!(
                 answered.starts_with(&format!("HTTP/1.1 {status} ")),
                 "{path}: {answered}"

@@ -202,11 +202,14 @@ fn connections_over_the_open_file_limit_are_closed() {
             held.push(client);
         }
         // The connection may be reset before the dial returns.
-        let ask_anew = async || {
+        let send_on_new_connection = async || {
             let stream = mesh.try_dial("client", mesh.service_addr("web", HTTP)).await.ok()?;
             Http1::handshake(stream).await.fetch(request("/")).await.ok()
         };
-        assert!(ask_anew().await.is_none(), "the connection over the limit is refused");
+        assert!(
+            send_on_new_connection().await.is_none(),
+            "the connection over the limit is refused"
+        );
         let overload = ["cause=\"overload\"", "direction=\"outbound\""];
         mesh.wait_for_metric("client", "tulle_failures_total", &overload, 1.)
             .await;
@@ -216,6 +219,6 @@ fn connections_over_the_open_file_limit_are_closed() {
             "open connections stay"
         );
         held.clear();
-        eventually("a connection slot is free again", ask_anew).await;
+        eventually("a connection slot is free again", send_on_new_connection).await;
     });
 }

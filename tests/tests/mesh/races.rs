@@ -162,7 +162,11 @@ fn endpoints_are_replaced_twenty_times_under_load_without_a_failure() {
                 running.pop_front().unwrap().kill().await;
                 mesh.remove(&name(old));
                 wait_until_unused(mesh, &format!("web-{}", old % N_REPLICAS)).await;
-                wait_for_sent_requests(mesh, n_requests() * (n + 1 - N_ENDPOINTS) as f64 / N_REPLACEMENTS as f64).await;
+                wait_for_sent_requests(
+                    mesh,
+                    n_requests() * (n + 1 - N_ENDPOINTS) as f64 / N_REPLACEMENTS as f64,
+                )
+                .await;
             }
         };
         let outcome = load(mesh, "client", dst, 8, during).await;

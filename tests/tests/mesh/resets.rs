@@ -92,7 +92,11 @@ fn a_reset_of_the_application_is_a_reset_for_its_client() {
             client.write_all(b"\x01no HTTP at all\n").await.unwrap();
             client.read_exact(&mut [0; 10]).await.unwrap();
             client.write_all(b"and more\n").await.unwrap();
-            assert_eq!(read_to_end_or_error(&mut client).await, Err(ErrorKind::ConnectionReset), "{path:?}");
+            assert_eq!(
+                read_to_end_or_error(&mut client).await,
+                Err(ErrorKind::ConnectionReset),
+                "{path:?}"
+            );
         }
     });
 }
@@ -214,7 +218,11 @@ fn an_address_that_does_not_answer_is_dialled_once() {
             let began_at = Instant::now();
             let mut client = mesh.dial("client", addr).await;
             client.write_all(sent).await.unwrap();
-            assert_eq!(read_to_end_or_error(&mut client).await, Err(ErrorKind::ConnectionReset), "{sent:?}");
+            assert_eq!(
+                read_to_end_or_error(&mut client).await,
+                Err(ErrorKind::ConnectionReset),
+                "{sent:?}"
+            );
             // The connect timeout is one second.
             let elapsed = began_at.elapsed();
             assert!(elapsed > Duration::from_millis(900), "{sent:?}: {elapsed:?}");
@@ -224,7 +232,7 @@ fn an_address_that_does_not_answer_is_dialled_once() {
 }
 
 #[test]
-fn a_full_accept_queue_is_waited_for() {
+fn the_proxy_waits_for_a_full_accept_queue() {
     // The default of the chart.
     let mesh = workloads().env("INBOUND_CONNECT_TIMEOUT", "100ms");
     mesh.run(async |mesh: &Mesh| {

@@ -604,7 +604,7 @@ fn with_authority(endpoint: WeightedAddr, name: &str) -> WeightedAddr {
 }
 
 #[test]
-fn a_gateway_sends_requests_on_to_the_names_it_serves() {
+fn a_gateway_forwards_requests_to_the_names_that_it_serves() {
     run_with_gateway(
         "svc.cluster.local.",
         async |mesh: &Mesh, policies: &FakePolicyService, to_proxy: WeightedAddr| {
@@ -651,7 +651,7 @@ fn a_gateway_sends_requests_on_to_the_names_it_serves() {
 }
 
 #[test]
-fn a_gateway_carries_bytes_to_the_names_it_serves() {
+fn a_gateway_forwards_bytes_to_the_names_that_it_serves() {
     run_with_gateway(
         "svc.cluster.local.",
         async |mesh: &Mesh, policies: &FakePolicyService, to_proxy: WeightedAddr| {

@@ -224,19 +224,19 @@ fn the_profile_timeout_of_an_upgrade_ends_with_the_101() {
             }
             std::future::pending().await
         });
-        let ask = async |path: &str| {
+        let send_request = async |path: &str| {
             let mut stream = mesh.dial("client", mesh.service_addr("web", HTTP)).await;
             let head = format!("GET {path} HTTP/1.1\r\nhost: web.test\r\nconnection: upgrade\r\nupgrade: chat\r\n\r\n");
             stream.write_all(head.as_bytes()).await.unwrap();
             let answer = read_until(&mut stream, "\r\n\r\n").await;
             (stream, answer)
         };
-        let (mut chat, answer) = ask("/chat").await;
+        let (mut chat, answer) = send_request("/chat").await;
         assert!(answer.starts_with("HTTP/1.1 101 "), "{answer}");
         let head = read_until(&mut chat, "\r\n\r\n").await;
         let canonical = format!("l5d-dst-canonical: web.shop.svc.cluster.local:{HTTP}\r\n");
         assert!(head.contains(&canonical), "{head}");
-        let (_, answer) = ask("/slow").await;
+        let (_, answer) = send_request("/slow").await;
         assert!(answer.starts_with("HTTP/1.1 504 "), "{answer}");
         for (route, status) in [("chat", 101), ("slow", 504)] {
             let (route, status) = (format!("rt_route=\"{route}\""), format!("status_code=\"{status}\""));

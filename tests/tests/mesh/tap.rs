@@ -346,14 +346,14 @@ fn sampling_shows_a_part_of_the_requests() {
         let set_sampling = |request: &mut ObserveRequest| (request.limit, request.sample_one_in) = (50, 4);
         let mut events = observe(mesh, "web", set_sampling).await.unwrap();
         let counting = tokio::spawn(async move { while events.message().await.unwrap().is_some() {} });
-        let mut n_asked = 0;
+        let mut n_requests = 0;
         while !counting.is_finished() {
             client.fetch(request("/")).await.unwrap();
-            n_asked += 1;
+            n_requests += 1;
         }
-        // The bounds are five standard deviations from the mean of 200. The upper bound also permits requests that are sent before the
-        // end of the tap is noticed.
-        assert!((75..=400).contains(&n_asked), "{n_asked}");
+        // The bounds are five standard deviations from the mean of 200. The upper bound also permits requests that are sent
+        // before the end of the tap is noticed.
+        assert!((75..=400).contains(&n_requests), "{n_requests}");
     });
 }
 

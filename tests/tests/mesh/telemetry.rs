@@ -56,7 +56,9 @@ fn run_mesh_with_traffic(mesh: Builder, test: impl AsyncFnOnce(&Mesh) + Send) {
         .workload("web")
         .workload("broken")
         .unmeshed("plain");
-    let mesh = mesh.workload("guarded").workload_env("TAP_SVC_NAME", &identity("watcher"));
+    let mesh = mesh
+        .workload("guarded")
+        .workload_env("TAP_SVC_NAME", &identity("watcher"));
     mesh.run(async |mesh: &Mesh| {
         apps::start_echo(mesh, "web").await;
         let load = async {

@@ -197,20 +197,20 @@ fn chunked_requests_and_responses_keep_their_trailers() {
 fn responses_without_a_body_leave_the_connection_usable() {
     apps::run_with_client_and_web(async |mesh: &Mesh| {
         let mut client = Http1::handshake(http(mesh).await).await;
-        let mut ask = async |method: Method, path: &str| {
+        let mut send_request = async |method: Method, path: &str| {
             let req = Request::builder().method(method).uri(path).header("host", "web.test");
             client.fetch(req.body(empty()).unwrap()).await.unwrap()
         };
         for _ in 0..2 {
-            let head = ask(Method::HEAD, "/bytes/1000").await;
+            let head = send_request(Method::HEAD, "/bytes/1000").await;
             assert_eq!(
                 (head.status.as_u16(), head.header("content-length"), head.body.len()),
                 (200, "1000", 0)
             );
-            assert_eq!(ask(Method::GET, "/status/204").await.status, 204);
-            assert_eq!(ask(Method::GET, "/status/304").await.status, 304);
-            assert_eq!(ask(Method::GET, "/bytes/0").await.status, 200);
-            assert_eq!(ask(Method::GET, "/").await.text(), "web\n");
+            assert_eq!(send_request(Method::GET, "/status/204").await.status, 204);
+            assert_eq!(send_request(Method::GET, "/status/304").await.status, 304);
+            assert_eq!(send_request(Method::GET, "/bytes/0").await.status, 200);
+            assert_eq!(send_request(Method::GET, "/").await.text(), "web\n");
         }
     });
 }

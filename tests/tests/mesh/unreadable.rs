@@ -30,7 +30,12 @@ fn an_update_that_cannot_be_read_leaves_the_last_good_policy_in_force() {
             .await;
         };
         policies.set_destination_policy(Ok(queueless()));
-        wait_for_response(mesh, "requests are refused without an earlier valid policy", (500, "invalid-policy")).await;
+        wait_for_response(
+            mesh,
+            "requests are refused without an earlier valid policy",
+            (500, "invalid-policy"),
+        )
+        .await;
         wait_until_counted(1.0).await;
 
         policies.set_destination_policy(Ok(http1(rule(forward(legacy())))));

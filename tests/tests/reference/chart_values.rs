@@ -95,7 +95,10 @@ fn value_type(schema: &Value, path: &[String]) -> Option<String> {
 
 fn describe_type(schema: &Value, node: &Value) -> String {
     if let Some(choices) = node["enum"].as_array() {
-        let choices: Vec<_> = choices.iter().map(|choice| format!("`{}`", to_plain_text(choice))).collect();
+        let choices: Vec<_> = choices
+            .iter()
+            .map(|choice| format!("`{}`", to_plain_text(choice)))
+            .collect();
         return choices.join(", ");
     }
     for keyword in ["anyOf", "oneOf"] {

@@ -14,7 +14,8 @@ use tulle_tests::meshed::MeshedCluster;
 /// both.
 ///
 /// Then the demo removes the endpoints of west and adds them again, while the client continues to send requests. Each line of
-/// output shows one second: the number of responses from each cluster, and the number of failed requests. Needs root, and about 4 GB of memory.
+/// output shows one second: the number of responses from each cluster, and the number of failed requests. Needs root, and about
+/// 4 GB of memory.
 #[derive(clap::Args)]
 pub(crate) struct Args {
     /// Ends after the endpoints of west are added again, and fails if a request has failed, or if the requests do not go to the

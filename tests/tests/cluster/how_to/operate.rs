@@ -110,7 +110,9 @@ pub(super) async fn rotate_anchor(guide: &mut Guide) {
     let checked = guide.run(PAGE, HEADING, 5).await;
     assert!(!checked.contains('×'), "{checked}");
     guide.bash(CONTROL_PLANE_ROLLED_OUT).await.unwrap();
-    guide.assert_no_failure_since(n_reports_before, "a new trust anchor").await;
+    guide
+        .assert_no_failure_since(n_reports_before, "a new trust anchor")
+        .await;
     // Later pages use these files.
     guide
         .bash("cp new-ca.crt ca.crt; cp new-ca.key ca.key; cp issuer-2027/*.pem issuer/")

@@ -245,7 +245,11 @@ const PLAN: &[(&str, &str, Run)] = &[
         "Your own manifests",
         Run::ByNoTest("placeholders for the files of the reader"),
     ),
-    ("tutorials/demo.md", "Look inside", Run::ByNoTest("names of a running demo")),
+    (
+        "tutorials/demo.md",
+        "Look inside",
+        Run::ByNoTest("names of a running demo"),
+    ),
     ("tutorials/first-cluster.md", "1. Certificates", BY_INSTALLATION),
     ("tutorials/first-cluster.md", "2. Install", BY_INSTALLATION),
     ("tutorials/first-cluster.md", "3. Mesh an application", BY_INSTALLATION),

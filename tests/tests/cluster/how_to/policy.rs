@@ -9,17 +9,25 @@ const DEBUG: &str = "how-to/debug-a-request.md";
 /// Follows steps 1 to 4 of `policy.md`, after which every client needs a policy.
 pub(super) async fn enforce(guide: &mut Guide) {
     let audit = guide.commands(POLICY, "1. Audit", 0);
-    let (begin, logs) = audit.split_once("kubectl logs").expect("the block ends with kubectl logs");
+    let (begin, logs) = audit
+        .split_once("kubectl logs")
+        .expect("the block ends with kubectl logs");
     guide.bash(begin).await.unwrap();
     // The first requests may arrive later.
-    let edges = guide.run_until_output_contains(&format!("kubectl logs{logs}"), "request audited").await;
+    let edges = guide
+        .run_until_output_contains(&format!("kubectl logs{logs}"), "request audited")
+        .await;
     assert!(edges.contains("other"), "{edges}");
     guide.wait_for_response("shop/front", "http://web.shop/", 200, "").await;
-    guide.wait_for_response("plain/stranger", "http://web.shop/", 200, "").await;
+    guide
+        .wait_for_response("plain/stranger", "http://web.shop/", 200, "")
+        .await;
 
     let by_identity = guide.yaml(POLICY, "2. Permit clients by identity", 0);
     guide.apply(&by_identity).await;
-    guide.run_until_output_contains("tulle authz deploy/web -n shop", "web-from-front").await;
+    guide
+        .run_until_output_contains("tulle authz deploy/web -n shop", "web-from-front")
+        .await;
     guide.wait_for_response("shop/front", "http://web.shop/", 200, "").await;
     guide.wait_for_response("shop/other", "http://web.shop/", 200, "").await;
 
@@ -39,12 +47,20 @@ pub(super) async fn enforce(guide: &mut Guide) {
     // Probes of the kubelet stay permitted.
     guide.bash(ROLLED_OUT).await.unwrap();
     guide.wait_for_response("shop/front", "http://web.shop/", 200, "").await;
-    guide.wait_for_response("plain/balancer", "http://web.shop/", 200, "").await;
+    guide
+        .wait_for_response("plain/balancer", "http://web.shop/", 200, "")
+        .await;
     let denied = "l5d-proxy-cause: policy-denied:";
-    guide.wait_for_response("shop/other", "http://web.shop/", 403, denied).await;
-    guide.wait_for_response("plain/stranger", "http://web.shop/", 403, "").await;
+    guide
+        .wait_for_response("shop/other", "http://web.shop/", 403, denied)
+        .await;
+    guide
+        .wait_for_response("plain/stranger", "http://web.shop/", 403, "")
+        .await;
     // A port that no Server selects.
-    guide.wait_for_response("shop/other", "http://front.shop/", 403, denied).await;
+    guide
+        .wait_for_response("shop/other", "http://front.shop/", 403, denied)
+        .await;
 
     // The newest pod: those before the rollout may still be terminating.
     let web = "kubectl get pod -n shop -l app=web --sort-by=.metadata.creationTimestamp \
@@ -57,7 +73,9 @@ pub(super) async fn enforce(guide: &mut Guide) {
         .wait_for_response("plain/balancer", &metrics, 200, "process_start_time_seconds")
         .await;
     guide.wait_for_response("plain/stranger", &metrics, 403, "").await;
-    guide.run_until_output_contains("tulle stat deploy/web -n shop", "rps").await;
+    guide
+        .run_until_output_contains("tulle stat deploy/web -n shop", "rps")
+        .await;
 }
 
 /// Follows `debug-a-request.md` while the policies refuse the client `other`.
@@ -105,7 +123,9 @@ pub(super) async fn refine(guide: &mut Guide) {
         .replace("anybody", "probe")
         .replace("/headers", "/ready");
     guide.apply(&format!("{probe}---\n{route}")).await;
-    guide.wait_for_response("shop/other", "http://web.shop/headers", 200, "").await;
+    guide
+        .wait_for_response("shop/other", "http://web.shop/headers", 200, "")
+        .await;
     guide
         .wait_for_response("plain/stranger", "http://web.shop/headers", 200, "")
         .await;
@@ -117,7 +137,9 @@ pub(super) async fn refine(guide: &mut Guide) {
     let limits = guide.yaml(POLICY, "6. Limit rates, and restrict egress", 0);
     guide.apply(&limits).await;
     let many = "kubectl exec -n shop deploy/front -c front -- curl -si 'http://web.shop/headers?[1-100]'";
-    guide.run_until_output_contains(many, "l5d-proxy-cause: rate-limited").await;
+    guide
+        .run_until_output_contains(many, "l5d-proxy-cause: rate-limited")
+        .await;
     guide
         .wait_for_response("shop/front", "http://198.51.100.1/", 403, "l5d-proxy-cause: ")
         .await;
@@ -138,6 +160,8 @@ pub(super) async fn undo(guide: &Guide) {
     );
     guide.bash(&undo).await.unwrap();
     guide.bash(ROLLED_OUT).await.unwrap();
-    guide.wait_for_response("plain/stranger", "http://web.shop/", 200, "").await;
+    guide
+        .wait_for_response("plain/stranger", "http://web.shop/", 200, "")
+        .await;
     guide.apply(objects::LOAD).await;
 }

@@ -21,8 +21,8 @@ const FEDERATED: &str = "http://web-federated:80/echo --rate=500 --body-size=200
 /// Maximum number of requests that may fail when the network is cut: in a default run, and in a full run, which needs a machine
 /// without other load.
 ///
-/// Requests fail that are in flight, or that are sent before the proxy notices the cut. It notices the cut within 400 ms if the peak
-/// latency was 200 ms, and within 40 ms without other load.
+/// Requests fail that are in flight, or that are sent before the proxy notices the cut. It notices the cut within 400 ms if the
+/// peak latency was 200 ms, and within 40 ms without other load.
 const MAX_FAILED_REQUESTS_AT_CUT: [u64; 2] = [100, 25];
 
 pub(super) async fn no_request_is_lost(linked: &LinkedClusters) {
@@ -32,7 +32,9 @@ pub(super) async fn no_request_is_lost(linked: &LinkedClusters) {
         .kubectl("label --overwrite -n shop service web mirror.linkerd.io/exported=true")
         .await
         .unwrap();
-    scale_deployment(&linked.east, NAMESPACE, "linkerd-gateway", 2).await.unwrap();
+    scale_deployment(&linked.east, NAMESPACE, "linkerd-gateway", 2)
+        .await
+        .unwrap();
 
     let killed = Box::pin(async {
         let pod = &linked.east.pods(NAMESPACE, "app=linkerd-gateway").await?[0];

@@ -69,7 +69,10 @@ impl IdentityFixture {
         mounts.swap("trust-roots", &[("ca-bundle.crt", &anchor.certificate)]);
         let [certificate, key] = names;
         mounts.swap("issuer", &[(certificate, &issuer.certificate), (key, &issuer.key)]);
-        let kubeconfig = api.service_account_kubeconfig("linkerd", "linkerd-identity").await.unwrap();
+        let kubeconfig = api
+            .service_account_kubeconfig("linkerd", "linkerd-identity")
+            .await
+            .unwrap();
         let service = Service::start(&mounts, &kubeconfig).await.unwrap();
         let fixture = Self {
             service,
@@ -85,7 +88,10 @@ impl IdentityFixture {
     pub(super) async fn restart_with(&mut self, api: &ApiServer) {
         api.create_namespace("linkerd").await.unwrap();
         allow(api).await;
-        let kubeconfig = api.service_account_kubeconfig("linkerd", "linkerd-identity").await.unwrap();
+        let kubeconfig = api
+            .service_account_kubeconfig("linkerd", "linkerd-identity")
+            .await
+            .unwrap();
         self.service = Service::start(&self.mounts, &kubeconfig).await.unwrap();
         self.wait_until_ready().await;
     }

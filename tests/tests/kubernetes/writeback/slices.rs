@@ -163,7 +163,11 @@ async fn slices_hold_a_hundred_endpoints_and_keep_their_names() {
         (slice_sizes(&server).await.iter().sum::<usize>() == 220).then_some(())
     })
     .await;
-    assert_eq!(slice_names(&server).await, before, "new endpoints fill the gaps of existing slices");
+    assert_eq!(
+        slice_names(&server).await,
+        before,
+        "new endpoints fill the gaps of existing slices"
+    );
     let targets: BTreeSet<String> = slices(&server)
         .await
         .iter()

@@ -97,8 +97,8 @@ impl<'a> NormalClient<'a> {
     }
 
     /// Sends the request once; the error describes a wrong response.
-    pub(crate) fn ask(&self) -> anyhow::Result<()> {
-        let ask = || {
+    pub(crate) fn send_and_check(&self) -> anyhow::Result<()> {
+        let send_and_check = || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
             runtime.block_on(async {
                 let response = tokio::time::timeout(RESPONSE_TIMEOUT, self.exchange());
@@ -106,8 +106,8 @@ impl<'a> NormalClient<'a> {
             })
         };
         match self.host {
-            Some(host) => host.run(ask)?,
-            None => ask(),
+            Some(host) => host.run(send_and_check)?,
+            None => send_and_check(),
         }
     }
 
@@ -120,7 +120,7 @@ impl<'a> NormalClient<'a> {
                 Ok(())
             }
             ClientRequest::Grpc(client, request) => request.send(client.connect(self.addr).await?).await,
-            ClientRequest::ReviewRequest(review) => review.ask(self.addr).await,
+            ClientRequest::ReviewRequest(review) => review.send_and_check(self.addr).await,
             ClientRequest::Telemetry(leaf) => {
                 let tcp = TcpStream::connect(self.addr).await?;
                 let name = ServerName::try_from("linkerd-telemetry.linkerd.svc")?;

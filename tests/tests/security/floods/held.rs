@@ -153,7 +153,7 @@ impl HeldConnections<'_> {
     /// Uses each connection once; the error describes a wrong response.
     pub(crate) fn use_all(&self) -> anyhow::Result<()> {
         if let Usage::Tap(_, tapped) = &self.client.usage {
-            tapped.ask().context("the request for the tap")?;
+            tapped.send_and_check().context("the request for the tap")?;
         }
         for connection in &self.connections {
             let mut connection = connection.lock();

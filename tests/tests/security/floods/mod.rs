@@ -190,7 +190,7 @@ impl FloodCase<'_, '_> {
             flood.wait_before_round(round);
             for (client, slowest) in port.clients.iter().zip(&mut slowest) {
                 let asked_at = Instant::now();
-                let answer = client.ask();
+                let answer = client.send_and_check();
                 let took = asked_at.elapsed();
                 *slowest = took.max(*slowest);
                 if answer.is_err() || took >= bound {

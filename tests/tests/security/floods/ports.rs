@@ -76,7 +76,8 @@ pub(crate) fn ports_of_the_sidecar(testbed: &Testbed) -> Vec<FloodedPort<'_>> {
         }
     };
     let inbound = |name, addr| FloodedPort {
-        // The proxy ignores identities on this port, so a flood can end an idle connection of a meshed client. So the test holds none.
+        // The proxy ignores identities on this port, so a flood can end an idle connection of a meshed client. So the test holds
+        // none.
         tls: with_and_without_certificate(testbed, Testbed::attack_on_server("/echo")),
         ..FloodedPort::new(name, "inbound", addr, application(addr))
     };

@@ -37,7 +37,9 @@ fn webhooks_and_telemetry_answer_during_floods() {
         (&POLICIES, ReviewRequest::Policy),
     ] {
         let addr = loopback(service.port);
-        runtime.block_on(eventually("the webhook answers", async || review.ask(addr).await.ok()));
+        runtime.block_on(eventually("the webhook answers", async || {
+            review.send_and_check(addr).await.ok()
+        }));
     }
     let telemetry_client = NormalClient::telemetry(loopback(TELEMETRY.port), &front_proxy);
     runtime.block_on(eventually("telemetry answers", async || {

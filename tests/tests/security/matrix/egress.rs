@@ -288,7 +288,11 @@ impl Cell {
     fn expected(&self) -> Expected {
         let known = STATES.iter().find(|(state, _)| *state == self.state);
         match known.expect("the cell has a row").1 {
-            Knowledge::Policy => Expected::parse(table::lookup(EXPECTED_RESULTS, self.sent.kind.word(), self.policy.word())),
+            Knowledge::Policy => Expected::parse(table::lookup(
+                EXPECTED_RESULTS,
+                self.sent.kind.word(),
+                self.policy.word(),
+            )),
             Knowledge::Nothing if self.sent.kind == InputKind::IncompleteHead => Expected::Late,
             Knowledge::Nothing => Expected::Unknown,
         }

@@ -238,7 +238,11 @@ impl CellAtPort {
         } = self.cell;
         let to = SocketAddr::new(family.server(), self.port);
         // The rate limit lets the first requests pass.
-        let n_tries = if policy == Policy::RateLimit { MAX_REQUESTS_BEFORE_LIMIT } else { 1 };
+        let n_tries = if policy == Policy::RateLimit {
+            MAX_REQUESTS_BEFORE_LIMIT
+        } else {
+            1
+        };
         let mut result = (Observed::Timeout, false);
         for n_try in 0..n_tries {
             let token = format!("token-{n}-{n_try}");

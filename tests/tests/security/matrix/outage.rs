@@ -11,7 +11,7 @@ use super::client::{Client, Observed};
 use super::manifests;
 use super::table::{Cell, ClientInput, Family, Identity, Policy, State};
 use super::testbed::{self, Ipv6Rules, Testbed};
-use super::{CellAtPort, find_mismatches, find_count_mismatches, report, runtime};
+use super::{CellAtPort, find_count_mismatches, find_mismatches, report, runtime};
 
 /// With `TULLE_TEST_FULL=1` the outage lasts ten minutes, longer than the timeout of the test runner: run the test's own binary.
 #[test]

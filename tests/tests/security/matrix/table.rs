@@ -81,7 +81,9 @@ const SKIPPED_CELLS: &[SkippedCells] = &[
     },
     SkippedCells {
         reason: "the handshake on the proxy's own port does not depend on the transport header (covered by `1:http1`)",
-        skips: |cell| !cell.identity.has_valid_certificate() && !matches!(cell.sent.header, Header::Absent | Header::Http1),
+        skips: |cell| {
+            !cell.identity.has_valid_certificate() && !matches!(cell.sent.header, Header::Absent | Header::Http1)
+        },
     },
     SkippedCells {
         reason: "an identity is compared as a whole, trust domain included (covered by `other` in other states, and for other \
@@ -533,8 +535,8 @@ impl Policy {
         PortKind::parse(lookup(DECISIONS, self.word(), "port"))
     }
 
-    /// The policies that are tried while the policy of the port is unknown: one that denies, one that permits all, one with routes, and
-    /// an opaque one.
+    /// The policies that are tried while the policy of the port is unknown: one that denies, one that permits all, one with
+    /// routes, and an opaque one.
     fn tried_while_unknown() -> [Self; 4] {
         [Self::Deny, Self::Audit, Self::OwnHttpRoute, Self::Opaque]
     }
@@ -649,8 +651,8 @@ impl ClientInput {
         }
     }
 
-    /// The inputs that are tried in all states: for each way into the proxy one input as HTTP and one as bytes, and a client that sends
-    /// nothing.
+    /// The inputs that are tried in all states: for each way into the proxy one input as HTTP and one as bytes, and a client
+    /// that sends nothing.
     fn tried_in_all_states() -> [Self; 6] {
         ["http1", "raw", "silence", "1:http1", "-:http1", "-:raw"].map(Self::parse)
     }
