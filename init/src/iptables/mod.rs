@@ -100,7 +100,7 @@ pub fn apply(flavour: Flavour, rules: &Rules, wait: Duration) -> Result<Change, 
     if plans.is_empty() {
         return Ok(Change::Unchanged);
     }
-    // No `--test` run first: it takes as long as the real run, and does not ask the kernel.
+    // There is no run with `--test` before: it takes as long as the real run, and does not check the rules in the kernel.
     let done = for_each_family(&plans, |plan| {
         restore(flavour, plan.family, &plan.script, wait, RestoreMode::KeepOthers)?;
         verify_applied(flavour, plan.family, rules)

@@ -33,7 +33,7 @@ fn index_by_name(objects: Vec<Value>) -> Objects {
 }
 
 #[test]
-fn objects_are_as_users_and_tools_of_linkerd_expect() {
+fn rendered_objects_match_the_contract() {
     let contract = include_str!("contract.yaml").replace("VERSION", env!("CARGO_PKG_VERSION"));
     let contract: BTreeMap<String, Vec<Value>> = serde_yaml_ng::from_str(&contract).unwrap();
     let contract: BTreeMap<_, _> = contract

@@ -31,7 +31,7 @@ fn render(templates: &[&str], values: &[&str]) -> BTreeMap<String, Value> {
 }
 
 /// The PrometheusRule that the chart renders with these values.
-fn rule(values: &[&str]) -> Value {
+fn prometheus_rule(values: &[&str]) -> Value {
     let mut rendered = render(&["prometheusrule"], values);
     assert_eq!(rendered.len(), 1);
     rendered.pop_first().unwrap().1
@@ -68,9 +68,9 @@ fn promtool(dir: &TempDir, args: &[&str]) {
 }
 
 #[test]
-fn alerts_are_valid_and_fire_when_they_should() {
+fn alerts_are_valid_and_pass_their_rule_tests() {
     let dir = tempfile::tempdir().unwrap();
-    let rules = serde_yaml_ng::to_string(&rule(&[])["spec"]).unwrap();
+    let rules = serde_yaml_ng::to_string(&prometheus_rule(&[])["spec"]).unwrap();
     fs::write(dir.path().join("rules.yaml"), rules).unwrap();
     promtool(&dir, &["check", "rules", "--lint=all", "--lint-fatal", "rules.yaml"]);
     let files = test_files();
@@ -99,7 +99,7 @@ fn each_alert_has_a_test_that_fires_and_one_that_does_not() {
             seen.extend(cases.iter().map(|case| case["alertname"].as_str().unwrap().to_owned()));
         }
     }
-    let rule = rule(&[]);
+    let rule = prometheus_rule(&[]);
     let names: BTreeSet<String> = alerts(&rule).into_keys().map(str::to_owned).collect();
     assert!(names.len() > 30, "{names:?}");
     assert_eq!(fired, names, "the alerts with a test that fires");
@@ -110,7 +110,7 @@ fn each_alert_has_a_test_that_fires_and_one_that_does_not() {
 fn each_runbook_annotation_leads_to_the_section_of_its_alert() {
     let page = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/reference/alerts.md")).unwrap();
     let headings: BTreeSet<&str> = page.lines().filter_map(|line| line.strip_prefix("### ")).collect();
-    let rule = rule(&[]);
+    let rule = prometheus_rule(&[]);
     let alerts = alerts(&rule);
     for (name, alert) in &alerts {
         let url = alert["annotations"]["runbook_url"].as_str().unwrap();
@@ -166,8 +166,8 @@ fn alerts_can_be_changed_one_by_one_and_all_together() {
         "--set=prometheusRule.alerts.TulleIssuerExpiresSoon.annotations.summary=Renew it.",
         "--set=prometheusRule.alerts.TulleBreakerOpen.enabled=false",
     ];
-    let before = rule(&[]);
-    let after = rule(&values);
+    let before = prometheus_rule(&[]);
+    let after = prometheus_rule(&values);
     assert_eq!(after["metadata"]["namespace"], "monitoring");
     assert_eq!(after["metadata"]["labels"]["release"], "prometheus");
     assert_eq!(after["metadata"]["annotations"]["a"], "b");
@@ -212,7 +212,7 @@ fn alerts_use_only_metrics_that_tulle_exports() {
     for dir in ["proxy/src", "control/src", "core/src"] {
         append_rust_files(&root.join(dir), &mut source);
     }
-    let rule = rule(&[]);
+    let rule = prometheus_rule(&[]);
     let mut queried = BTreeSet::new();
     for alert in alerts(&rule).into_values() {
         queried.extend(metrics(alert["expr"].as_str().unwrap()));

@@ -50,7 +50,7 @@ fn an_unauthorized_client_never_makes_the_application_accept_a_connection() {
     testbed.wait_for_series("inbound_tcp_authz_deny_total", &port, "tls", &[("no_identity", 2)]);
     testbed.wait_for_series("inbound_http_authz_deny_total", &port, "tls", &[("no_identity", 1)]);
     testbed.wait_for_series("tulle_inbound_denied_total", &port, "reason", &[("no-tls", 3)]);
-    // The first connection that the application accepts is one from inside.
+    // The first connection that the application accepts comes from a client in the mesh.
     testbed
         .client
         .run(|| read_greeting(service(SERVER_SPEAKS_FIRST)))

@@ -21,7 +21,7 @@ fn check(testbed: &Testbed, from: &Namespace, to: SocketAddr, server_host: &Arc<
     };
     let output = client.connect_and_send(from, b"GET / HTTP/1.0\r\n\r\n");
     assert_eq!(output.certificate(), named.pem.replace("\r\n", "\n").trim());
-    // The server's status page about the connection, so bytes pass in both directions.
+    // The response is the server's status page about the connection, which shows that bytes pass in both directions.
     assert!(
         output.out.contains("HTTP/1.0 200 ok") && output.out.contains("s_server"),
         "{output:?}"

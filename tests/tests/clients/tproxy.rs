@@ -37,7 +37,7 @@ fn applications_see_the_addresses_of_all_clients() {
         for port in [OPEN_TLS, GRPC] {
             start_peer_addr_app(&testbed.server, port);
         }
-        // From outside, in both families. Requests alternate between clients, because a pooled connection of one client
+        // Clients outside the mesh, in both families. Requests alternate between clients, because a pooled connection of one client
         // may not be used for another.
         for _ in 0..3 {
             for client in [both(OUTSIDE), both(other)].concat() {
@@ -55,7 +55,7 @@ fn applications_see_the_addresses_of_all_clients() {
                 );
             }
         }
-        // Through the sidecar of a peer, which proves its identity and dials the proxy's own port.
+        // A client in the mesh. Its sidecar authenticates with its identity, and dials the proxy's own port.
         for to in [OPEN_TLS, GRPC].map(service) {
             assert_eq!(
                 send_request(&testbed.client, None, to, HTTP),

@@ -42,7 +42,7 @@ fn workload(node: &str) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn pods_on_two_nodes_reach_each_other_by_name_and_everything_is_gone_afterwards() {
+async fn pods_on_two_nodes_reach_each_other_by_name_and_no_leftovers_remain() {
     let options = ClusterOptions {
         nodes: 2,
         images: vec![Image::Workload],

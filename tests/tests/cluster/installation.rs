@@ -266,10 +266,14 @@ async fn check_permissions(cluster: &Cluster, files: &Path) {
         let is_used = |grant: &&Permission| used.iter().any(|requested| grant.is_used_by(requested));
         granted.iter().filter(|grant| !is_used(grant)).collect()
     };
-    let excuse = |grant: &Permission| ALLOWED_UNUSED_GRANTS.iter().find(|excuse| excuse.covers(grant));
+    let allowed_grant = |grant: &Permission| {
+        ALLOWED_UNUSED_GRANTS
+            .iter()
+            .find(|allowed_grant| allowed_grant.covers(grant))
+    };
     let all_used = async || {
         let unused = unused(&cluster.audit_log()?);
-        let unused = unused.into_iter().filter(|grant| excuse(grant).is_none());
+        let unused = unused.into_iter().filter(|grant| allowed_grant(grant).is_none());
         let unused: Vec<_> = unused.map(ToString::to_string).collect();
         ensure!(unused.is_empty(), "granted and never used:\n{}", unused.join("\n"));
         Ok(())
@@ -279,7 +283,7 @@ async fn check_permissions(cluster: &Cluster, files: &Path) {
     for grant in unused(&log) {
         eprintln!(
             "not used here: {grant}: {}",
-            excuse(grant).map_or("?", |excuse| excuse.why)
+            allowed_grant(grant).map_or("?", |allowed_grant| allowed_grant.why)
         );
     }
     let refused: Vec<String> = permissions::refused_requests(&log)

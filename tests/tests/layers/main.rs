@@ -90,7 +90,7 @@ const CRATES: &[(&str, &[&str])] = &[
     ("control", &["core", "proto"]),
     ("init", &["core"]),
     ("cli", &["core", "proto", "control"]),
-    // It creates the credentials of the mesh that it measures, as the command line does.
+    // The bench creates the credentials of the mesh that it measures with the code of the control plane, as the CLI does.
     ("bench", &["core", "proto", "proxy", "control"]),
     ("tests", &["core", "proto", "proxy", "control", "init", "cli", "bench"]),
 ];

@@ -57,7 +57,7 @@ endpoints: [{{addresses: [{UNMESHED_IP}]}}, {{addresses: ['@legacy']}}]
     );
     mesh()
         .env("TULLE_PROXY_BALANCER", "round-robin")
-        // Longer than the test waits.
+        // The timeout is longer than the test waits.
         .env("OUTBOUND_CONNECT_TIMEOUT", "60s")
         .workload("client")
         .unmeshed("legacy")

@@ -367,7 +367,7 @@ fn a_connect_tunnel_needs_a_rule_with_its_method_where_a_port_has_rules() {
         for port in [ROUTED, LIMITED, HTTP1, DEFAULT] {
             let listener = TcpListener::bind(port_addr(mesh, port)).await.unwrap();
             apps.push(apps::serve_tcp(listener, |mut stream| async move {
-                // Like a server that answers every method and takes what follows for the next request.
+                // A server that answers every method and handles the bytes after a request as the next request.
                 for _ in 0..2 {
                     read_until(&mut stream, "\r\n\r\n").await;
                     let _ = stream.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await;

@@ -158,7 +158,7 @@ fn endpoints_are_replaced_twenty_times_under_load_without_a_failure() {
                     (mesh.metric(&workload, "request_total", &[]).await > before).then_some(())
                 })
                 .await;
-                // The worst case: the application disappears immediately, and its pod is removed afterwards.
+                // The worst case: the application ends at once, and its pod is removed afterwards.
                 running.pop_front().unwrap().kill().await;
                 mesh.remove(&name(old));
                 wait_until_unused(mesh, &format!("web-{}", old % N_REPLICAS)).await;

@@ -138,7 +138,7 @@ fn retries_of_a_profile_are_split_too_and_end_with_its_budget() {
                 assert_eq!(
                     (answer.status.as_u16(), answer.cause()),
                     (503, ""),
-                    "the status is that of the servers"
+                    "the response has the status of the servers"
                 );
             }
             let [web, canary, unused] = servers.map(|server| server.n_requests());

@@ -52,15 +52,15 @@ pub(super) struct Mounts {
 impl IdentityFixture {
     /// Uses the file names of the Secret in Linkerd's chart.
     pub(super) async fn new() -> Self {
-        Self::with(["crt.pem", "key.pem"]).await
+        Self::with_file_names(["crt.pem", "key.pem"]).await
     }
 
-    pub(super) async fn with(names: [&str; 2]) -> Self {
+    pub(super) async fn with_file_names(names: [&str; 2]) -> Self {
         let api = ApiServer::start().await.unwrap();
         for namespace in ["linkerd", "shop"] {
             api.create_namespace(namespace).await.unwrap();
         }
-        allow(&api).await;
+        grant_permissions(&api).await;
         let mounts = Mounts {
             dir: api.dir().join("mounts"),
         };
@@ -240,7 +240,7 @@ impl Mounts {
 }
 
 /// Grants the permissions of the chart's ClusterRole.
-async fn allow(api: &ApiServer) {
+async fn grant_permissions(api: &ApiServer) {
     for args in [
         &[
             "create",

@@ -11,7 +11,7 @@ use super::fixture::IdentityFixture;
 #[tokio::test(flavor = "multi_thread")]
 async fn a_new_issuer_signs_when_its_secret_is_mounted_unless_it_is_invalid() {
     for names in [["crt.pem", "key.pem"], ["tls.crt", "tls.key"]] {
-        let fixture = IdentityFixture::with(names).await;
+        let fixture = IdentityFixture::with_file_names(names).await;
         let [certificate, key] = names;
         let first = signing_issuer(&fixture).await;
         let second = trust::create_issuer("second", trust::ISSUER_LIFETIME, &fixture.anchor).unwrap();

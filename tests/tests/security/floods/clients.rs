@@ -32,7 +32,7 @@ use super::reviews::ReviewRequest;
 
 /// A well-behaved client and its location.
 #[derive(Clone)]
-pub(crate) struct NormalClient<'a> {
+pub(crate) struct WellBehavedClient<'a> {
     /// The namespace of the client; `None` is that of this process.
     host: Option<&'a Arc<Namespace>>,
     addr: SocketAddr,
@@ -66,12 +66,12 @@ pub(crate) enum GrpcRequest {
     Tap,
 }
 
-impl<'a> NormalClient<'a> {
+impl<'a> WellBehavedClient<'a> {
     pub(crate) fn http(host: &'a Arc<Namespace>, addr: SocketAddr, path: &'a str, status: u16) -> Self {
         Self::new(Some(host), addr, ClientRequest::Http(path, status))
     }
 
-    pub(crate) fn http_in_this_namespace(addr: SocketAddr, path: &'a str, status: u16) -> Self {
+    pub(crate) fn http_in_current_namespace(addr: SocketAddr, path: &'a str, status: u16) -> Self {
         Self::new(None, addr, ClientRequest::Http(path, status))
     }
 
@@ -216,7 +216,7 @@ impl GrpcRequest {
     }
 }
 
-impl fmt::Display for NormalClient<'_> {
+impl fmt::Display for WellBehavedClient<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let request = match &self.request {
             ClientRequest::Http(path, _) => return write!(f, "GET {}{path}", self.addr),

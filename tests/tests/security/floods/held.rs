@@ -21,7 +21,7 @@ use tulle_core::netns::Namespace;
 use tulle_proto::tap::TapEvent;
 use tulle_proto::tap::tap_event::{self, Http, http};
 
-use super::clients::{self, GrpcClient, GrpcRequest, NormalClient};
+use super::clients::{self, GrpcClient, GrpcRequest, WellBehavedClient};
 
 /// A meshed client that keeps its connections open.
 #[derive(Clone)]
@@ -37,7 +37,7 @@ enum Usage<'a> {
     Http(MeshedHttp<'a>),
     Grpc(GrpcClient<'a>, GrpcRequest),
     /// A tap, and a client whose requests it must show.
-    Tap(GrpcClient<'a>, NormalClient<'a>),
+    Tap(GrpcClient<'a>, WellBehavedClient<'a>),
 }
 
 /// Requests over HTTP/1 inside TLS.
@@ -86,7 +86,7 @@ impl<'a> MeshedClient<'a> {
         host: &'a Arc<Namespace>,
         addr: SocketAddr,
         client: GrpcClient<'a>,
-        tapped: NormalClient<'a>,
+        tapped: WellBehavedClient<'a>,
     ) -> Self {
         Self::new(host, addr, Usage::Tap(client, tapped))
     }
@@ -96,7 +96,7 @@ impl<'a> MeshedClient<'a> {
             host,
             addr,
             usage,
-            // More connections than each of two hundred attackers has: without regard to identity, the meshed client would be
+            // The client has more connections than each of two hundred attackers: if identities had no effect, the meshed client would be
             // evicted first.
             n_connections: 3,
         }

@@ -338,7 +338,7 @@ const NAMESPACE_PREFIX: &str = "fl-";
 const MAX_OPEN_FILES: usize = 1500;
 /// For 8,000 connections of one direction, as many as the memory of the sidecar permits.
 const MAX_OPEN_FILES_WITH_LARGE_HEADS: usize = 32_000;
-/// The memory limit of the components in `charts/tulle-control-plane/values-ha.yaml`.
+/// Memory limit of each process, that of the components in `charts/tulle-control-plane/values-ha.yaml`.
 const MEMORY_KIB: u64 = 250 << 10;
 /// Bytes of a gRPC message that is not complete. All streams of a connection have less than HTTP/2 permits before the server reads.
 const STREAM_BYTES: usize = 60_000;

@@ -15,7 +15,7 @@ use tulle_tests::cluster::ApiServer;
 use tulle_tests::eventually::eventually;
 use tulle_tests::programs::built_binary;
 
-use super::clients::NormalClient;
+use super::clients::WellBehavedClient;
 use super::ports::{FloodedPort, prepend};
 use super::reviews::ReviewRequest;
 use super::tls_attackers::{self, TlsAttack};
@@ -41,7 +41,7 @@ fn webhooks_and_telemetry_answer_during_floods() {
             review.send_and_check(addr).await.ok()
         }));
     }
-    let telemetry_client = NormalClient::telemetry(loopback(TELEMETRY.port), &front_proxy);
+    let telemetry_client = WellBehavedClient::telemetry(loopback(TELEMETRY.port), &front_proxy);
     runtime.block_on(eventually("telemetry answers", async || {
         telemetry_client.exchange().await.ok()
     }));
@@ -69,10 +69,10 @@ async fn start_api_server() -> ApiServer {
 }
 
 /// The ports of the services, with their clients.
-fn flooded_ports(telemetry_client: NormalClient<'_>) -> [FloodedPort<'_>; 6] {
-    let review = |service: &Service, review| NormalClient::review(loopback(service.port), review);
+fn flooded_ports(telemetry_client: WellBehavedClient<'_>) -> [FloodedPort<'_>; 6] {
+    let review = |service: &Service, review| WellBehavedClient::review(loopback(service.port), review);
     let probes = |service: &Service| {
-        let get = |path| NormalClient::http_in_this_namespace(loopback(service.admin), path, 200);
+        let get = |path| WellBehavedClient::http_in_current_namespace(loopback(service.admin), path, 200);
         vec![get("/live"), get("/ready"), get("/metrics")]
     };
     let attack = TlsAttack {
