@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn nothing_happens_before_the_signal() {
+    async fn watches_wait_for_the_signal() {
         let (signal, watch) = channel();
         assert!(timeout(Duration::from_secs(60), watch.signaled()).await.is_err());
         drop(watch);

@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_unit_is_understood() {
+    fn every_unit_is_parsed() {
         for (text, millis) in [
             ("100ms", 100),
             (" 10s ", 10_000),
@@ -67,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn anything_else_is_refused() {
+    fn invalid_durations_are_refused() {
         for text in [
             "",
             "1",

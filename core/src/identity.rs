@@ -30,7 +30,7 @@ pub fn service_account_identity(sa: &str, ns: &str, control_ns: &str, trust_doma
 }
 
 /// The account and the namespace in the DNS identity of a service account, of any control plane and trust domain.
-pub fn service_account_of(identity: &str) -> Option<(&str, &str)> {
+pub fn parse_service_account_identity(identity: &str) -> Option<(&str, &str)> {
     let (account_and_namespace, _) = identity.rsplit_once(SERVICE_ACCOUNT_INFIX)?;
     // In Kubernetes, the name of a service account may have dots, that of a namespace has none, so the namespace is the last
     // label. tulle's identity service certifies no names with dots.
@@ -53,7 +53,7 @@ impl Identity {
         };
         let rest = strip_suffix_ignore_case(name, trust_domain)?.strip_suffix('.')?;
         let rest = strip_suffix_ignore_case(rest, control_ns)?;
-        let (_, ns) = service_account_of(rest).filter(|_| rest.ends_with(SERVICE_ACCOUNT_INFIX))?;
+        let (_, ns) = parse_service_account_identity(rest).filter(|_| rest.ends_with(SERVICE_ACCOUNT_INFIX))?;
         Some(ns)
     }
 }
@@ -137,7 +137,7 @@ fn check_spiffe(rest: &str) -> Result<(), &'static str> {
     Ok(())
 }
 
-/// What separates account and namespace from control plane and trust domain.
+/// The text between the namespace of the account and the namespace of the control plane.
 const SERVICE_ACCOUNT_INFIX: &str = ".serviceaccount.identity.";
 
 #[cfg(test)]
@@ -198,12 +198,12 @@ mod tests {
             ("shop.serviceaccount.identity.linkerd.cluster.local", None),
             ("web.shop.external.identity.linkerd.cluster.local", None),
         ] {
-            assert_eq!(service_account_of(identity), expected, "{identity}");
+            assert_eq!(parse_service_account_identity(identity), expected, "{identity}");
         }
     }
 
     #[test]
-    fn anything_else_is_refused_with_the_reason() {
+    fn invalid_identities_are_refused_with_the_reason() {
         for text in [
             "",
             "a..b",

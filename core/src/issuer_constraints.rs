@@ -20,9 +20,9 @@ pub enum Error {
 
 /// Checks that each of these authorities (DER) may sign this leaf. Signatures are verified elsewhere.
 ///
-/// The authorities are those that the peer sent. One that the chain does not need restricts the leaf as well. One that cannot
-/// be parsed is an error, because it may be restricted: the TLS library reads fewer fields, so it may accept what this parser
-/// rejects.
+/// `authorities` are all certificates of authorities that the peer sent. An authority that the chain does not need restricts the
+/// leaf, too. An authority that cannot be parsed is an error, because it may be restricted: the TLS library reads fewer fields, so
+/// it may accept a certificate that this parser rejects.
 ///
 /// # Errors
 /// If an authority cannot be parsed. If an authority is restricted, and the leaf cannot be parsed, has no names, or has a name

@@ -45,7 +45,7 @@ pub enum Error {
 /// # Errors
 /// If the filter cannot be parsed, or logging was started before.
 pub fn init(filter: &str, format: Format) -> Result<LogHandle, Error> {
-    let (reloadable, reload) = reload::Layer::new(parse(filter)?);
+    let (reloadable, reload) = reload::Layer::new(parse_filter(filter)?);
     let lines = fmt::layer().with_writer(std::io::stderr);
     let lines = match format {
         Format::Plain => lines.with_ansi(false).boxed(),
@@ -73,7 +73,7 @@ impl LogHandle {
     /// # Errors
     /// If the filter cannot be parsed; then the previous filter stays.
     pub fn set(&self, filter: &str) -> Result<(), Error> {
-        let parsed = parse(filter)?;
+        let parsed = parse_filter(filter)?;
         let mut current = self.filter.lock();
         self.reload.reload(parsed).map_err(Error::Reload)?;
         filter.clone_into(&mut current);
@@ -93,7 +93,7 @@ impl FromStr for Format {
     }
 }
 
-fn parse(text: &str) -> Result<EnvFilter, Error> {
+fn parse_filter(text: &str) -> Result<EnvFilter, Error> {
     EnvFilter::builder()
         .parse(rename_linkerd_target(text))
         .map_err(|source| Error::Filter {
@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn formats_are_known_in_any_case() {
+    fn formats_are_parsed_in_any_case() {
         assert_eq!("PLAIN".parse::<Format>().unwrap(), Format::Plain);
         assert_eq!("json".parse::<Format>().unwrap(), Format::Json);
         assert_eq!(

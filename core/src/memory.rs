@@ -135,6 +135,6 @@ mod tests {
         assert_eq!(smaller_limit(group(5000), None), Some(5000));
         assert_eq!(smaller_limit(None, meminfo), Some(8192));
         assert_eq!(smaller_limit(None, None), None);
-        assert!(limit().unwrap() > 1 << 20, "that of this machine");
+        assert!(limit().unwrap() > 1 << 20, "the memory limit of this machine is known");
     }
 }

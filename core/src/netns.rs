@@ -140,7 +140,7 @@ impl Namespace {
 
     /// Runs a closure on a new thread inside the namespace. Sockets that it creates stay in the namespace.
     ///
-    /// A panic of the closure continues in the caller.
+    /// A panic of the closure propagates to the caller.
     ///
     /// # Errors
     /// If the namespace cannot be entered; the closure did not run.
@@ -424,7 +424,7 @@ fn spawn_in_user_namespace(program: &Path, id_maps: &IdMaps, signals: SigSet) ->
     command.args(std::env::args_os().skip(1));
     before_exec(&mut command, move || {
         signals.thread_unblock()?; // the parent blocks them, and the child inherits the mask
-        become_root_inside(&to_parent, &from_parent)
+        enter_namespaces_as_root(&to_parent, &from_parent)
     });
     signals.thread_block().map_err(|errno| failed(errno.into()))?;
     thread::scope(|scope| {
@@ -446,7 +446,7 @@ fn spawn_in_user_namespace(program: &Path, id_maps: &IdMaps, signals: SigSet) ->
 }
 
 /// Runs in the child between fork and exec: creates the namespaces, waits for its ids, becomes root, mounts `/run/netns`.
-fn become_root_inside(mut to_parent: &io::PipeWriter, mut from_parent: &io::PipeReader) -> io::Result<()> {
+fn enter_namespaces_as_root(mut to_parent: &io::PipeWriter, mut from_parent: &io::PipeReader) -> io::Result<()> {
     unshare(CloneFlags::CLONE_NEWUSER | CloneFlags::CLONE_NEWNET | CloneFlags::CLONE_NEWNS)?;
     to_parent.write_all(&Pid::this().as_raw().to_ne_bytes())?;
     let mut mapped = [0];
@@ -681,7 +681,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_inside_continues_in_the_caller_and_the_namespace_is_removed() {
+    fn a_panic_of_the_closure_propagates_and_the_namespace_is_removed() {
         if !has_root() {
             return;
         }

@@ -40,7 +40,7 @@ struct OpenResponse {
     content_id: ContentId,
 }
 
-/// Address and length of a content. Unique while a response has the content.
+/// Identifies a content by its address and length. Unique while a response has the content.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct ContentId {
     addr: usize,
@@ -66,7 +66,7 @@ pub struct ResponseBody {
 pub struct ResponseEnded;
 
 impl OpenResponses {
-    /// Responses that together need at most `max_bytes`; one response alone may need more.
+    /// Creates a limit of `max_bytes` for all responses together; one response alone may exceed it.
     pub fn new(max_bytes: usize) -> Arc<Self> {
         Arc::new(Self {
             max_bytes,
@@ -74,7 +74,7 @@ impl OpenResponses {
         })
     }
 
-    /// Adds a response to this client; ends others if all together need too much memory.
+    /// Adds a response to this client. Ends other responses if all together need too much memory.
     pub fn add(self: &Arc<Self>, client: IpAddr, content: Bytes) -> ResponseBody {
         let n_bytes = content.len();
         let content_id = ContentId {

@@ -10,7 +10,8 @@ use tokio::sync::Semaphore;
 
 use crate::connections::client_network;
 
-/// Each client network has few requests in the global queue; its other requests wait behind those.
+/// Limits concurrent requests. Each client network may have a few requests in the global queue; its other requests wait outside of
+/// the queue.
 pub struct PerClientLimiter {
     limits: Limits,
     global: Semaphore,
@@ -28,13 +29,13 @@ pub struct Limits {
 }
 
 struct ClientQueue {
-    /// Requests that wait or run.
+    /// Number of requests that wait or run.
     n_requests: usize,
-    /// The requests that have a permit are in the global queue, or run.
+    /// A request with a permit is in the global queue, or runs.
     globally_queued: Arc<Semaphore>,
 }
 
-/// The client network has as many requests as it may.
+/// The client network has reached its maximum number of requests.
 #[derive(Debug, PartialEq, Eq)]
 pub struct QueueFull;
 

@@ -17,7 +17,7 @@ pub struct UnknownCondition {
 pub fn parse_statuses(text: &str) -> Result<Vec<RangeInclusive<u16>>, UnknownCondition> {
     parse_list(
         text,
-        status,
+        parse_status_range,
         "5xx, gateway-error, a status code, a range of status codes",
     )
 }
@@ -25,7 +25,7 @@ pub fn parse_statuses(text: &str) -> Result<Vec<RangeInclusive<u16>>, UnknownCon
 /// Parses a comma-separated list of names of gRPC codes.
 ///
 /// # Errors
-/// If an entry is not among the codes below.
+/// If an entry is not the name of a gRPC code that can be retried.
 pub fn parse_grpc_codes(text: &str) -> Result<Vec<i32>, UnknownCondition> {
     parse_list(
         text,
@@ -54,19 +54,19 @@ fn parse_list<T>(
     parsed.collect()
 }
 
-fn status(text: &str) -> Option<RangeInclusive<u16>> {
+fn parse_status_range(text: &str) -> Option<RangeInclusive<u16>> {
     match text {
         "5xx" => return Some(500..=599),
         "gateway-error" => return Some(502..=504),
         _ => {}
     }
     let (start, end) = text.split_once('-').unwrap_or((text, text));
-    let (start, end) = (status_code(start)?, status_code(end)?);
+    let (start, end) = (parse_status_code(start)?, parse_status_code(end)?);
     (start <= end).then_some(start..=end)
 }
 
 /// Parses a status code from 100 to 599. `parse` alone would accept a leading `+`.
-fn status_code(text: &str) -> Option<u16> {
+fn parse_status_code(text: &str) -> Option<u16> {
     let is_number = text.bytes().all(|b| b.is_ascii_digit());
     let code: u16 = text.parse().ok().filter(|_| is_number)?;
     (100..=599).contains(&code).then_some(code)
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn codes_have_names() {
+    fn grpc_codes_are_parsed_by_name() {
         assert_eq!(parse_grpc_codes("unavailable, cancelled").unwrap(), [14, 1]);
         let error = parse_grpc_codes("internal,sometimes").unwrap_err();
         assert!(

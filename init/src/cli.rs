@@ -280,7 +280,7 @@ impl RedirectArgs {
             backends: self.backends()?,
             ipv6: match self.ipv6 {
                 None => Ipv6::IfPresent {
-                    otherwise: self.families_if_ipv6_is_not_redirected(),
+                    families_without_ipv6: self.families_if_ipv6_is_not_redirected(),
                 },
                 Some(true) => Ipv6::Required,
                 Some(false) => Ipv6::Off,

@@ -23,7 +23,7 @@ pub struct Lock {
 /// # Errors
 /// If the socket cannot be created.
 pub fn take(wait: Duration) -> io::Result<Option<Lock>> {
-    let addr = SocketAddr::from_abstract_name(NAME)?;
+    let addr = SocketAddr::from_abstract_name(LOCK_SOCKET_NAME)?;
     let deadline = Instant::now() + wait;
     loop {
         match UnixListener::bind_addr(&addr) {
@@ -39,5 +39,5 @@ pub fn take(wait: Duration) -> io::Result<Option<Lock>> {
     }
 }
 
-const NAME: &str = "tulle-init";
+const LOCK_SOCKET_NAME: &str = "tulle-init";
 const RETRY_INTERVAL: Duration = Duration::from_millis(5);

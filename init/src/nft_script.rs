@@ -11,16 +11,16 @@ pub fn script(rules: &Rules) -> String {
     let body = body(rules);
     let hash_chain = format!(
         "\tchain {HASH_CHAIN} {{\n\t\treturn comment \"{}\"\n\t}}\n",
-        hash_of(&body)
+        fnv1a(&body)
     );
     // The table is declared first, because deleting a table that does not exist fails.
     format!("table inet {TABLE}\ndelete table inet {TABLE}\ntable inet {TABLE} {{\n{body}{hash_chain}}}\n")
 }
 
-/// Identifies the rules: a hash that changes with every detail of them.
+/// A hash that identifies the rules. It changes with every detail of the rules.
 #[must_use]
 pub fn hash(rules: &Rules) -> String {
-    hash_of(&body(rules))
+    fnv1a(&body(rules))
 }
 
 fn body(rules: &Rules) -> String {
@@ -109,7 +109,7 @@ fn set(criterion: &Match) -> Option<(&'static str, &'static str, String)> {
     match criterion {
         Match::Ports { set, ports } => Some((set, "inet_service", ports.to_string().replace(',', ", "))),
         Match::Nets { set, nets, .. } => {
-            let kind = match nets.first().map(Family::of) {
+            let kind = match nets.first().map(Family::of_network) {
                 Some(Family::V6) => "ipv6_addr",
                 _ => "ipv4_addr",
             };
@@ -121,7 +121,7 @@ fn set(criterion: &Match) -> Option<(&'static str, &'static str, String)> {
 }
 
 /// FNV-1a, 64 bits: the same in every build. A cryptographic hash is not needed, because forging it gains nothing.
-fn hash_of(text: &str) -> String {
+fn fnv1a(text: &str) -> String {
     let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
     });

@@ -100,7 +100,7 @@ pub enum Family {
 
 impl Family {
     #[must_use]
-    pub fn of(net: &IpNet) -> Self {
+    pub fn of_network(net: &IpNet) -> Self {
         match net {
             IpNet::V4(_) => Self::V4,
             IpNet::V6(_) => Self::V6,

@@ -61,7 +61,7 @@ pub enum Ipv6 {
     Required,
     IfPresent {
         /// The families if the namespace has no IPv6.
-        otherwise: Families,
+        families_without_ipv6: Families,
     },
     Off,
 }
@@ -405,7 +405,7 @@ fn is_backend_missing(error: &BackendError) -> bool {
     }
 }
 
-/// The closest first.
+/// The rank of a comparison; a lower rank is closer to the wanted rules.
 fn rank(comparison: Comparison) -> u8 {
     match comparison {
         Comparison::Equal => 0,
@@ -473,7 +473,7 @@ fn wait_for_connections(socket: &mut Socket, ports: &[u16], limit: Duration, rep
             ));
             return;
         }
-        thread::sleep(DRAIN_POLL);
+        thread::sleep(DRAIN_POLL_INTERVAL);
     }
 }
 
@@ -523,7 +523,7 @@ fn options_for_namespace(
 /// If IPv6 is required and the namespace has none.
 fn resolve_families(families: Families, ipv6: Ipv6, has_ipv6: bool) -> anyhow::Result<Families> {
     match ipv6 {
-        Ipv6::IfPresent { otherwise } if !has_ipv6 => Ok(otherwise),
+        Ipv6::IfPresent { families_without_ipv6 } if !has_ipv6 => Ok(families_without_ipv6),
         Ipv6::Required if !has_ipv6 => {
             bail!("--ipv6 is set, but this network namespace has no IPv6, or IPv6 is disabled in it; use --ipv6=false")
         }
@@ -569,7 +569,7 @@ impl std::fmt::Display for Backend {
     }
 }
 
-const DRAIN_POLL: Duration = Duration::from_millis(100);
+const DRAIN_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 #[cfg(test)]
 mod tests {
@@ -578,7 +578,9 @@ mod tests {
     #[test]
     fn inbound_ipv6_is_dropped_even_if_the_namespace_has_no_ipv6_yet() {
         let dropped = Families::V4DropV6;
-        let if_present = Ipv6::IfPresent { otherwise: dropped };
+        let if_present = Ipv6::IfPresent {
+            families_without_ipv6: dropped,
+        };
         for (families, ipv6, has_ipv6, expected) in [
             (dropped, Ipv6::Off, false, dropped),
             (dropped, Ipv6::Off, true, dropped),

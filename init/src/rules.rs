@@ -130,14 +130,14 @@ pub enum Action {
 #[must_use]
 pub fn build_rules(options: &Options) -> Rules {
     let mut list = Vec::new();
-    list.extend(inbound(options));
-    list.extend(outbound(options));
+    list.extend(inbound_rules(options));
+    list.extend(outbound_rules(options));
     let new_inbound = match options.scope {
         Scope::Local => vec![Match::NewConnection, Match::ToLocal],
         Scope::All => vec![Match::NewConnection],
     };
     if options.inbound_mode == InboundMode::Redirect {
-        list.push(hooked(
+        list.push(base_chain_rule(
             options,
             Chain::Prerouting,
             new_inbound.clone(),
@@ -145,7 +145,7 @@ pub fn build_rules(options: &Options) -> Rules {
             "install-proxy-init-prerouting",
         ));
     }
-    list.push(hooked(
+    list.push(base_chain_rule(
         options,
         Chain::Output,
         vec![Match::NewConnection],
@@ -153,13 +153,13 @@ pub fn build_rules(options: &Options) -> Rules {
         "install-proxy-init-output",
     ));
     if options.inbound_mode == InboundMode::Tproxy {
-        list.extend(tproxy(options, new_inbound));
+        list.extend(tproxy_rules(options, new_inbound));
     }
     if options.families == Families::V4DropV6 {
-        list.extend(drop_unredirected(options));
+        list.extend(unredirected_ipv6_rules(options));
     }
     if options.invalid == InvalidPackets::Drop {
-        list.push(hooked(
+        list.push(base_chain_rule(
             options,
             Chain::Invalid,
             vec![Match::Tcp, Match::Invalid],
@@ -174,8 +174,8 @@ pub fn build_rules(options: &Options) -> Rules {
     }
 }
 
-/// A rule in one of the hooks.
-fn hooked(options: &Options, chain: Chain, matches: Vec<Match>, action: Action, comment: &str) -> Rule {
+/// A rule of a base chain, which has a netfilter hook.
+fn base_chain_rule(options: &Options, chain: Chain, matches: Vec<Match>, action: Action, comment: &str) -> Rule {
     Rule {
         chain,
         // One table serves both families. Without IPv6, its hooks must ignore IPv6.
@@ -187,7 +187,7 @@ fn hooked(options: &Options, chain: Chain, matches: Vec<Match>, action: Action, 
 }
 
 /// Hands inbound connections to the proxy without changing their addresses; `new_inbound` matches their first segments.
-fn tproxy(options: &Options, new_inbound: Vec<Match>) -> Vec<Rule> {
+fn tproxy_rules(options: &Options, new_inbound: Vec<Match>) -> Vec<Rule> {
     let inbound_packets = || vec![Match::Tcp, Match::Marked(INBOUND_MARK, Direction::Original)];
     let proxy_connections = vec![Match::NewConnection, Match::OverLoopback, Match::FromNonLocal];
     let replies = vec![Match::Tcp, Match::Marked(TPROXY_CLIENT_MARK, Direction::Reply)];
@@ -229,11 +229,11 @@ fn tproxy(options: &Options, new_inbound: Vec<Match>) -> Vec<Rule> {
     ];
     rules
         .into_iter()
-        .map(|(chain, matches, action, comment)| hooked(options, chain, matches, action, comment))
+        .map(|(chain, matches, action, comment)| base_chain_rule(options, chain, matches, action, comment))
         .collect()
 }
 
-fn inbound(options: &Options) -> Vec<Rule> {
+fn inbound_rules(options: &Options) -> Vec<Rule> {
     let tproxy = options.inbound_mode == InboundMode::Tproxy;
     let chain = if tproxy { Chain::TproxyInbound } else { Chain::Inbound };
     let mut list = Vec::new();
@@ -261,7 +261,7 @@ fn inbound(options: &Options) -> Vec<Rule> {
 }
 
 /// Drops inbound IPv6 connections to every port that would be redirected, except loopback and skipped ports and networks.
-fn drop_unredirected(options: &Options) -> Vec<Rule> {
+fn unredirected_ipv6_rules(options: &Options) -> Vec<Rule> {
     let chain = Chain::UnredirectedInbound;
     let mut list = Vec::new();
     list.extend(skip_ports(chain, "v6_skip_ports", &options.inbound_skip_ports));
@@ -292,7 +292,7 @@ fn drop_unredirected(options: &Options) -> Vec<Rule> {
     list
 }
 
-fn outbound(options: &Options) -> Vec<Rule> {
+fn outbound_rules(options: &Options) -> Vec<Rule> {
     let chain = Chain::Outbound;
     let user = options
         .proxy_uid
@@ -336,7 +336,11 @@ fn skip_nets<'a>(
     nets: &'a [IpNet],
 ) -> impl Iterator<Item = Rule> + 'a {
     sets.into_iter().filter_map(move |(family, set)| {
-        let nets: Vec<IpNet> = nets.iter().filter(|net| Family::of(net) == family).copied().collect();
+        let nets: Vec<IpNet> = nets
+            .iter()
+            .filter(|net| Family::of_network(net) == family)
+            .copied()
+            .collect();
         let skips = !nets.is_empty();
         let rule = Rule {
             family: Some(family),
@@ -348,7 +352,7 @@ fn skip_nets<'a>(
 
 impl Rules {
     /// The rules that apply to one family, in order.
-    pub fn of(&self, family: Family) -> impl Iterator<Item = &Rule> {
+    pub fn for_family(&self, family: Family) -> impl Iterator<Item = &Rule> {
         let redirected = self.families.redirects(family);
         self.list
             .iter()
@@ -358,7 +362,7 @@ impl Rules {
     /// The families that have rules, IPv4 first.
     pub fn present_families(&self) -> impl Iterator<Item = Family> {
         let families = [Family::V4, Family::V6].into_iter();
-        families.filter(|family| self.of(*family).next().is_some())
+        families.filter(|family| self.for_family(*family).next().is_some())
     }
 
     #[must_use]
@@ -562,18 +566,18 @@ pub(crate) mod tests {
         });
         assert!(rules.list.iter().all(|rule| rule.family != Some(Family::V6)));
         let hooks = [Chain::Prerouting, Chain::Output];
-        let hooked = rules.list.iter().filter(|rule| hooks.contains(&rule.chain));
-        assert!(hooked.map(|rule| rule.family).eq([Some(Family::V4); 2]));
+        let base_chain_rule = rules.list.iter().filter(|rule| hooks.contains(&rule.chain));
+        assert!(base_chain_rule.map(|rule| rule.family).eq([Some(Family::V4); 2]));
     }
 
     #[test]
-    fn inbound_ipv6_that_is_not_redirected_is_dropped_apart_from_what_is_skipped() {
+    fn unredirected_inbound_ipv6_is_dropped_except_skipped_ports_and_networks() {
         let rules = build_rules(&Options {
             families: Families::V4DropV6,
             ..example()
         });
         let seen: Vec<(Chain, &str)> = rules
-            .of(Family::V6)
+            .for_family(Family::V6)
             .map(|rule| (rule.chain, rule.comment.as_str()))
             .collect();
         assert_eq!(
@@ -590,7 +594,7 @@ pub(crate) mod tests {
             families: Families::V4,
             ..example()
         });
-        assert!(rules.of(Family::V4).eq(v4.of(Family::V4)));
+        assert!(rules.for_family(Family::V4).eq(v4.for_family(Family::V4)));
         assert!(rules.present_families().eq([Family::V4, Family::V6]));
         assert!(v4.present_families().eq([Family::V4]));
     }
@@ -604,10 +608,10 @@ pub(crate) mod tests {
             let inbound_skip_nets = options::networks("-s", &nets).unwrap();
             let rules = build_rules(&Options { inbound_skip_nets, ..example() });
             for family in [Family::V4, Family::V6] {
-                for rule in rules.of(family) {
+                for rule in rules.for_family(family) {
                     for criterion in &rule.matches {
                         if let Match::Nets { nets, .. } = criterion {
-                            prop_assert!(nets.iter().all(|net| Family::of(net) == family));
+                            prop_assert!(nets.iter().all(|net| Family::of_network(net) == family));
                         }
                     }
                 }

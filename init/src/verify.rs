@@ -106,7 +106,7 @@ fn verify_outbound(options: &Options, family: Family) -> Verdict {
     };
     // The handshake is complete, so a redirected connection is already in the accept queue.
     let mut ready = [PollFd::new(listener.as_fd(), PollFlags::POLLIN)];
-    let accepted = poll(&mut ready, PollTimeout::from(ACCEPT_LIMIT_MILLIS))
+    let accepted = poll(&mut ready, PollTimeout::from(ACCEPT_TIMEOUT_MILLIS))
         .ok()
         .filter(|ready| *ready > 0);
     let peer = accepted.and_then(|_| listener.accept().ok()).map(|(_, peer)| peer);
@@ -147,7 +147,7 @@ fn target(options: &Options, family: Family) -> Option<SocketAddr> {
 /// the validator, 20001 the port that the injector gives it.
 const TEST_PORTS: [u16; 3] = [1404, 20001, 9];
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-const ACCEPT_LIMIT_MILLIS: u16 = 500;
+const ACCEPT_TIMEOUT_MILLIS: u16 = 500;
 const NO_ROUTE: [io::ErrorKind; 3] = [
     io::ErrorKind::NetworkUnreachable,
     io::ErrorKind::HostUnreachable,

@@ -178,7 +178,7 @@ impl Recorder {
         let app = serve_http(mesh.listen(workload, HTTP).await, move |req| {
             let (list, status) = (list.clone(), status.clone());
             async move {
-                let received = ReceivedRequest::of(req).await;
+                let received = ReceivedRequest::read(req).await;
                 let n_before = {
                     let mut list = list.lock();
                     list.push(received);
@@ -202,7 +202,7 @@ impl Recorder {
 }
 
 impl ReceivedRequest {
-    async fn of(req: Request<Incoming>) -> Self {
+    async fn read(req: Request<Incoming>) -> Self {
         let (head, body) = req.into_parts();
         let authority = head.uri.authority().map(|authority| authority.to_string());
         let host = head.headers.get("host").and_then(|host| host.to_str().ok());
@@ -236,14 +236,14 @@ pub async fn grpc_headers_only(req: Request<Incoming>) -> Response<AnyBody> {
     rsp
 }
 
-/// A response body of `pieces` one-byte frames, `interval` apart.
-pub fn slow_response(pieces: usize, interval: Duration) -> Response<AnyBody> {
-    frames_response(pieces, interval, BodyEnd::Complete)
+/// A response body of `n_frames` one-byte frames, `interval` apart.
+pub fn slow_response(n_frames: usize, interval: Duration) -> Response<AnyBody> {
+    frames_response(n_frames, interval, BodyEnd::Complete)
 }
 
-/// A response body of `pieces` one-byte frames, `interval` apart, that never ends.
-pub fn unfinished_response(pieces: usize, interval: Duration) -> Response<AnyBody> {
-    frames_response(pieces, interval, BodyEnd::Never)
+/// A response body of `n_frames` one-byte frames, `interval` apart, that never ends.
+pub fn unfinished_response(n_frames: usize, interval: Duration) -> Response<AnyBody> {
+    frames_response(n_frames, interval, BodyEnd::Never)
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -252,9 +252,9 @@ enum BodyEnd {
     Never,
 }
 
-fn frames_response(pieces: usize, interval: Duration, end: BodyEnd) -> Response<AnyBody> {
+fn frames_response(n_frames: usize, interval: Duration, end: BodyEnd) -> Response<AnyBody> {
     let frames = stream::unfold(0, move |n| async move {
-        if n < pieces {
+        if n < n_frames {
             tokio::time::sleep(if n == 0 { Duration::ZERO } else { interval }).await;
             return Some((Ok::<_, Infallible>(Frame::data(Bytes::from_static(b"x"))), n + 1));
         }

@@ -60,7 +60,7 @@ async fn output_within(limit: Duration, what: &str, mut program: Command) -> any
     let ended = async { tokio::try_join!(status, read(stdout_pipe, &mut stdout), read(stderr_pipe, &mut stderr)) };
     let Ok(ended) = timeout(limit, ended).await else {
         let [stdout, stderr] = [stdout, stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
-        bail!("not ended within {limit:?}:\n{what}\n{stdout}{stderr}");
+        bail!("timed out after {limit:?}:\n{what}\n{stdout}{stderr}");
     };
     let (status, (), ()) = ended.with_context(|| format!("reading the output of {what}"))?;
     group.0 = None;
@@ -118,7 +118,7 @@ mod tests {
         let ended = run_script_within(Duration::from_secs(3), Command::new("bash"), script).await;
         let error = ended.unwrap_err().to_string();
         let (message, sleep) = error.trim_end().rsplit_once('\n').unwrap();
-        assert_eq!(message, format!("not ended within 3s:\n{script}"));
+        assert_eq!(message, format!("timed out after 3s:\n{script}"));
         eventually("the background process has ended", async || {
             // A zombie has no command line.
             let command_line = fs::read(format!("/proc/{sleep}/cmdline")).unwrap_or_default();

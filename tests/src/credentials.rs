@@ -21,7 +21,7 @@ pub struct Credentials {
     token_keys: TokenKeys,
 }
 
-/// Files of a leaf certificate, its key and its chain.
+/// The files of a leaf certificate, of its key and of its chain.
 pub struct Leaf {
     pub certificate: PathBuf,
     pub chain: PathBuf,
@@ -133,7 +133,7 @@ impl Credentials {
         )
     }
 
-    /// A leaf certificate of another mesh, whose CAs have the same names.
+    /// A leaf certificate that CAs of another mesh signed. These CAs have the same names as those of this mesh.
     pub fn foreign_leaf(&self, name: &str) -> Leaf {
         let anchor = trust::create_anchor(ROOT, trust::ANCHOR_LIFETIME).unwrap();
         let issuer = trust::create_issuer(ISSUER, trust::ISSUER_LIFETIME, &anchor).unwrap();

@@ -1,20 +1,23 @@
-//! Waiting for a condition, with a time limit, instead of a fixed sleep.
+//! Waits for a condition with a timeout, instead of a fixed sleep.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// Polls `ask` until it returns a value.
+/// Polls `poll` until it returns a value.
 ///
 /// # Panics
 /// Panics if there is no value within 20 seconds; the message contains `what`.
-pub async fn eventually<T>(what: &str, mut ask: impl AsyncFnMut() -> Option<T>) -> T {
+pub async fn eventually<T>(what: &str, mut poll: impl AsyncFnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + WAIT_TIMEOUT;
     loop {
-        if let Some(answer) = ask().await {
-            return answer;
+        if let Some(value) = poll().await {
+            return value;
         }
-        assert!(Instant::now() < deadline, "not within {WAIT_TIMEOUT:?}: {what}");
+        assert!(
+            Instant::now() < deadline,
+            "timed out after {WAIT_TIMEOUT:?}, waiting for: {what}"
+        );
         tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
@@ -26,7 +29,10 @@ pub async fn eventually<T>(what: &str, mut ask: impl AsyncFnMut() -> Option<T>) 
 pub fn eventually_blocking(what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + WAIT_TIMEOUT;
     while !condition() {
-        assert!(Instant::now() < deadline, "not within {WAIT_TIMEOUT:?}: {what}");
+        assert!(
+            Instant::now() < deadline,
+            "timed out after {WAIT_TIMEOUT:?}, waiting for: {what}"
+        );
         std::thread::sleep(POLL_INTERVAL);
     }
 }
@@ -37,7 +43,7 @@ pub fn eventually_blocking(what: &str, mut condition: impl FnMut() -> bool) {
 /// Panics if it does not end within 20 seconds; the message contains `what`.
 pub async fn within<T>(what: &str, future: impl Future<Output = T>) -> T {
     let ended = tokio::time::timeout(WAIT_TIMEOUT, future).await;
-    ended.unwrap_or_else(|_| panic!("not within {WAIT_TIMEOUT:?}: {what}"))
+    ended.unwrap_or_else(|_| panic!("timed out after {WAIT_TIMEOUT:?}, waiting for: {what}"))
 }
 
 const WAIT_TIMEOUT: Duration = Duration::from_secs(20);

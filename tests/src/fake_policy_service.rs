@@ -25,7 +25,7 @@ use tulle_proto::outbound::{OutboundPolicy, TrafficSpec};
 /// The address on which the service listens. Workloads that use it get it as `POLICY_SVC_ADDR`.
 pub const POLICY_ADDR: &str = "127.0.0.1:8090";
 
-/// The answer for every port, and the answer for every destination: a policy or an error status.
+/// A policy service with one answer for every port and one for every destination. An answer is a policy or an error status.
 pub struct FakePolicyService {
     ports: watch::Sender<Result<Server, Code>>,
     destinations: watch::Sender<Result<OutboundPolicy, Code>>,

@@ -10,9 +10,9 @@ use tulle_core::names::port;
 use tulle_core::netns::Namespace;
 
 /// A command in a namespace, with these options of `setpriv`. It is killed when its parent dies for any reason.
-pub fn command(host: &Namespace, settings: &[&str], program: &Path) -> Command {
+pub fn command(host: &Namespace, setpriv_options: &[&str], program: &Path) -> Command {
     let mut command = host.command("setpriv");
-    command.arg("--pdeathsig=KILL").args(settings).arg(program);
+    command.arg("--pdeathsig=KILL").args(setpriv_options).arg(program);
     command
 }
 
@@ -29,7 +29,7 @@ pub fn admin_get(host: &Namespace, path: &str) -> io::Result<String> {
 /// # Errors
 /// Fails if the server does not answer, or answers with another status.
 pub fn http_get(host: &Namespace, port: u16, path: &str) -> io::Result<String> {
-    let ask = || {
+    let send_request = || {
         let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port))?;
         stream.set_read_timeout(Some(ADMIN_TIMEOUT))?;
         write!(
@@ -40,7 +40,7 @@ pub fn http_get(host: &Namespace, port: u16, path: &str) -> io::Result<String> {
         stream.read_to_string(&mut answer)?;
         Ok(answer)
     };
-    let answer: io::Result<String> = host.run(ask).map_err(io::Error::other)?;
+    let answer: io::Result<String> = host.run(send_request).map_err(io::Error::other)?;
     let answer = answer?;
     match answer.strip_prefix("HTTP/1.1 200") {
         Some(answer) => Ok(answer.to_owned()),

@@ -26,16 +26,16 @@ pub async fn load(
 ) -> LoadOutcome {
     let (ended, n_ok, failures) = (Cell::new(false), Cell::new(0), RefCell::new(Vec::new()));
     let client = async || {
-        let mut kept: Option<Http1> = None;
+        let mut idle_connection: Option<Http1> = None;
         while !ended.get() {
-            let mut connection = match kept.take() {
+            let mut connection = match idle_connection.take() {
                 Some(connection) if connection.is_open() => connection,
                 _ => Http1::handshake(mesh.dial(workload, dst).await).await,
             };
             match connection.fetch(request("/")).await {
                 Ok(answer) if answer.status == 200 => {
                     n_ok.set(n_ok.get() + 1);
-                    kept = Some(connection).filter(|_| answer.header("connection") != "close");
+                    idle_connection = Some(connection).filter(|_| answer.header("connection") != "close");
                 }
                 Ok(answer) => failures.borrow_mut().push(format!(
                     "{} {} {}",

@@ -52,10 +52,10 @@ impl ExternalMachine {
             files: files(VM_GUIDE),
         };
         for dir in ["/etc/tulle", "/etc/systemd/system", "/usr/local/bin"] {
-            fs::create_dir_all(machine.at(dir))?;
+            fs::create_dir_all(machine.local_path(dir))?;
         }
         for program in ["tulle", "tulle-init", "tulle-proxy"] {
-            programs::install(program, &machine.at("/usr/local/bin"))?;
+            programs::install(program, &machine.local_path("/usr/local/bin"))?;
         }
         let replaced = machine
             .files
@@ -63,14 +63,14 @@ impl ExternalMachine {
             .map(|(name, text)| (name.clone(), machine.replace(text, control)));
         machine.files = replaced.collect();
         for (name, text) in machine.files.iter().filter(|(name, _)| name.starts_with('/')) {
-            fs::write(machine.at(name), text)?;
+            fs::write(machine.local_path(name), text)?;
         }
 
-        let etc = machine.at("/etc/tulle");
+        let etc = machine.local_path("/etc/tulle");
         anchor.write(&machine.root.join("ca.crt"), &machine.root.join("ca.key"))?;
-        let line = command_of(VM_GUIDE, "tulle trust create-issuer").context("the guide's command for an issuer")?;
+        let line = guide_command(VM_GUIDE, "tulle trust create-issuer").context("the guide's command for an issuer")?;
         let made = machine
-            .command(&format!("{}/{line}", machine.at("/usr/local/bin").display()))
+            .command(&format!("{}/{line}", machine.local_path("/usr/local/bin").display()))
             .current_dir(&machine.root)
             .output()?;
         ensure!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
@@ -87,7 +87,7 @@ impl ExternalMachine {
     }
 
     /// The local path of a path in the guide.
-    pub fn at(&self, path: &str) -> PathBuf {
+    pub fn local_path(&self, path: &str) -> PathBuf {
         self.root.join(path.trim_start_matches('/'))
     }
 
@@ -101,9 +101,12 @@ impl ExternalMachine {
                 control(port::DESTINATION),
             ),
             ("linkerd-policy.linkerd.svc.cluster.local.:8090", control(port::POLICY)),
-            ("/etc/tulle", self.at("/etc/tulle").display().to_string()),
-            ("/run/tulle", self.at("/run/tulle").display().to_string()),
-            ("/usr/local/bin", self.at("/usr/local/bin").display().to_string()),
+            ("/etc/tulle", self.local_path("/etc/tulle").display().to_string()),
+            ("/run/tulle", self.local_path("/run/tulle").display().to_string()),
+            (
+                "/usr/local/bin",
+                self.local_path("/usr/local/bin").display().to_string(),
+            ),
         ] {
             text = text.replace(theirs, &ours);
         }
@@ -154,7 +157,7 @@ impl ExternalMachine {
         let mut command = hosts::command(&self.host, &[], Path::new(words.next().context("a program")?));
         command.args(words);
         let mut process = Process::start("tulle-workload-api", command, &self.root)?;
-        let socket = self.at("/run/tulle/workload-api.sock");
+        let socket = self.local_path("/run/tulle/workload-api.sock");
         process.wait_for("socket", |_| Ok(socket.exists()))?;
         Ok(process)
     }
@@ -208,7 +211,7 @@ fn files(page: &str) -> BTreeMap<String, String> {
 }
 
 /// The command of a guide that starts with `start`, joined to one line.
-fn command_of(page: &str, start: &str) -> Option<String> {
+fn guide_command(page: &str, start: &str) -> Option<String> {
     let (_, text) = page.split_once(&format!("\n{start}"))?;
     let (text, _) = text.split_once("\n```")?;
     Some(format!("{start}{text}").replace("\\\n", ""))
@@ -224,7 +227,7 @@ mod tests {
         for name in ["external.yaml", "policy.yaml", "/etc/tulle/proxy.env"] {
             assert!(files.contains_key(name), "{name}");
         }
-        let line = command_of(VM_GUIDE, "tulle trust create-issuer").unwrap();
+        let line = guide_command(VM_GUIDE, "tulle trust create-issuer").unwrap();
         assert!(line.ends_with("--dir proxy-harness-issuer"), "{line}");
     }
 }

@@ -171,18 +171,18 @@ impl Builder {
 
     /// Sets a variable of the last added workload; names are as for [`Self::env`].
     pub fn workload_env(mut self, name: &str, value: &str) -> Self {
-        self.last().env.push((variable_name(name), value.into()));
+        self.last_workload().env.push((variable_name(name), value.into()));
         self
     }
 
     /// Makes the proxy of the last added workload read the original destination from the kernel. Without redirect rules, this is
     /// the proxy's own address.
     pub fn orig_dst_from_kernel(mut self) -> Self {
-        self.last().orig_dst_source = OrigDstSource::Kernel;
+        self.last_workload().orig_dst_source = OrigDstSource::Kernel;
         self
     }
 
-    fn last(&mut self) -> &mut Workload {
+    fn last_workload(&mut self) -> &mut Workload {
         self.workloads.last_mut().expect("a workload was added before")
     }
 
@@ -482,7 +482,7 @@ impl Mesh {
             .await
     }
 
-    /// As [`Self::dial`], where the connection may be refused.
+    /// As [`Self::dial`], but a refused connection is an error instead of a panic.
     ///
     /// # Errors
     /// Fails if the connection is refused or reset before `connect` returns.
@@ -491,7 +491,7 @@ impl Mesh {
             .await
     }
 
-    /// As [`Self::dial_inbound`], where the connection may be refused.
+    /// As [`Self::dial_inbound`], but a refused connection is an error instead of a panic.
     ///
     /// # Errors
     /// Fails if the connection is refused or reset before `connect` returns.
@@ -585,7 +585,7 @@ impl Mesh {
         })
     }
 
-    /// Blocks every worker that accepts a new connection. The test cannot dial until the value is dropped.
+    /// Blocks every worker when it accepts its next connection. The test cannot dial until the returned value is dropped.
     pub fn stall_workers(&self) -> StalledWorkers {
         let orig_dsts = self.orig_dsts.clone();
         let (release_tx, release_rx) = mpsc::channel::<()>();

@@ -19,10 +19,11 @@ use tokio::time::{sleep, timeout};
 use tulle_bench::load::stats::Report;
 use tulle_control::trust::{self, CertificateAuthority};
 
-use crate::charts::{Helm, path_of};
+use crate::charts::{Helm, chart_path};
 use crate::cluster::Cluster;
 use crate::images::{self, Image};
 
+/// A cluster with tulle.
 pub struct MeshedCluster {
     pub cluster: Cluster,
     pub helm: Helm,
@@ -68,7 +69,7 @@ impl MeshedCluster {
     pub async fn install(cluster: Cluster, trust_domain: &str, anchor: &CertificateAuthority) -> anyhow::Result<Self> {
         let files = tempfile::tempdir().context("creating a directory")?;
         let mut meshed = Self {
-            helm: Helm::for_cluster(cluster.kubeconfig_outside())?,
+            helm: Helm::with_kubeconfig(cluster.kubeconfig_outside())?,
             cluster,
             files,
             has_third_party_proxies: false,
@@ -78,7 +79,7 @@ impl MeshedCluster {
         anchor.write(&meshed.file("ca.crt"), &meshed.file("ca.key"))?;
         let issuer = trust::create_issuer(&format!("identity.linkerd.{trust_domain}"), YEAR, anchor)?;
         issuer.write(&meshed.file("issuer.crt"), &meshed.file("issuer.key"))?;
-        let (crds, control_plane) = (path_of("tulle-crds"), path_of("tulle-control-plane"));
+        let (crds, control_plane) = (chart_path("tulle-crds"), chart_path("tulle-control-plane"));
         let install = ["install", "--namespace", "linkerd", "--create-namespace"];
         let gateway_api = ["tulle-crds", &crds, "--set=installGatewayAPI=true"];
         meshed.helm.run(&[&install[..], &gateway_api].concat())?;
@@ -118,7 +119,7 @@ impl MeshedCluster {
         };
         let archive = Path::new(&archive);
         self.cluster.load_archive(archive).await?;
-        let theirs = images::reference_of(archive)?;
+        let theirs = images::archive_reference(archive)?;
         let ours = Image::Proxy.reference();
         self.has_third_party_proxies = true;
         self.clients_image = match at {
@@ -238,7 +239,7 @@ impl MeshedCluster {
         let path = path.to_str().context("a path in UTF-8")?;
         let apply = async || self.cluster.kubectl(&["apply", "-f", path]).await.map(drop);
         self.cluster
-            .wait_until("the API server takes the manifests", apply)
+            .wait_until("the API server accepts the manifests", apply)
             .await
     }
 
@@ -335,7 +336,12 @@ impl MeshedCluster {
     ///
     /// # Errors
     /// Fails if the client fails.
-    pub async fn proxy_metrics_for(&self, client: Client, namespace: &str, pod: &str) -> anyhow::Result<String> {
+    pub async fn proxy_metrics_from_client(
+        &self,
+        client: Client,
+        namespace: &str,
+        pod: &str,
+    ) -> anyhow::Result<String> {
         let addr = format!("get pod -n {namespace} {pod} -o jsonpath={{.status.podIP}}");
         let addr = self.kubectl(&addr).await?;
         let Client {
@@ -361,16 +367,17 @@ impl MeshedCluster {
     }
 }
 
-/// The only process of this machine, including pods, whose files below `/proc/<pid>` match.
+/// The only process of this machine, including pods, for which `is_match` returns true. `is_match` gets a function that reads
+/// a file below `/proc/<pid>`.
 ///
 /// # Errors
 /// Fails if no process matches, or more than one.
-pub fn find_process(what: &str, is_it: impl Fn(&dyn Fn(&str) -> String) -> bool) -> anyhow::Result<Pid> {
+pub fn find_process(what: &str, is_match: impl Fn(&dyn Fn(&str) -> String) -> bool) -> anyhow::Result<Pid> {
     let pids = fs::read_dir("/proc").context("reading /proc")?.flatten();
     let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
     // A process may exit while it is read.
     let read = |pid: i32, file: &str| fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
-    let found: Vec<i32> = pids.filter(|pid| is_it(&|file| read(*pid, file))).collect();
+    let found: Vec<i32> = pids.filter(|pid| is_match(&|file| read(*pid, file))).collect();
     ensure!(found.len() == 1, "{what}: {found:?}");
     Ok(Pid::from_raw(found[0]))
 }
@@ -394,7 +401,7 @@ impl RunningLoad {
         Ok(Some(report))
     }
 
-    /// The last report, which covers everything, and those before it.
+    /// The last report, which covers the whole load, and the earlier reports, one for each second.
     async fn reports(&mut self) -> anyhow::Result<(Report, Vec<Report>)> {
         let mut reports = Vec::new();
         let read = async {

@@ -44,7 +44,7 @@ pub fn built_binary(name: &str) -> anyhow::Result<PathBuf> {
     let path = profile.join(name);
     ensure!(
         path.is_file(),
-        "{} is missing; `cargo build --workspace --bins`, with the profile of this test, makes it",
+        "{} is missing; `cargo build --workspace --bins`, with the profile of this test, builds it",
         path.display()
     );
     Ok(path)

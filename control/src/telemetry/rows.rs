@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use tulle_core::identity::service_account_of;
+use tulle_core::identity::parse_service_account_identity;
 
 use crate::cluster::views::workload_list::{Workload, WorkloadKind};
 use crate::model::endpoints::TlsIdentity;
@@ -287,7 +287,7 @@ fn identity(workload: &Workload) -> Option<String> {
 
 /// The service account of an identity, or the identity itself if it has another form.
 fn resource_of_identity(identity: &str) -> ResourceName {
-    match service_account_of(identity) {
+    match parse_service_account_identity(identity) {
         Some((account, namespace)) => ResourceName {
             namespace: namespace.to_owned(),
             kind: "serviceaccount".to_owned(),

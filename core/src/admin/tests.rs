@@ -9,18 +9,18 @@ use super::*;
 use crate::drain;
 use crate::metrics::Labels;
 
-struct Running {
+struct RunningServer {
     addr: SocketAddr,
     signal: drain::Signal,
     server: JoinHandle<()>,
     readiness: Readiness,
 }
 
-async fn start() -> Running {
+async fn start() -> RunningServer {
     start_with(|admin| admin).await
 }
 
-async fn start_with(more: impl FnOnce(Admin) -> Admin) -> Running {
+async fn start_with(more: impl FnOnce(Admin) -> Admin) -> RunningServer {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let addr = listener.local_addr().unwrap();
     let registry = Registry::new();
@@ -32,7 +32,7 @@ async fn start_with(more: impl FnOnce(Admin) -> Admin) -> Running {
     });
     let (signal, watch) = drain::channel();
     let server = tokio::spawn(more(admin).serve(listener, watch));
-    Running {
+    RunningServer {
         addr,
         signal,
         server,

@@ -100,7 +100,8 @@ type Queue = BTreeMap<EvictionRank, Arc<Connection>>;
 /// order in which a search last found them used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct EvictionRank {
-    /// Whether a search has found that the connection has carried bytes; until then `false`, even if it has.
+    /// Whether a search has found that the connection has carried bytes. Before such a search it is `false`, even if the
+    /// connection has carried bytes.
     was_found_used: bool,
     position: u64,
 }
@@ -111,7 +112,7 @@ struct ConnectionsByKey<K> {
     by_count: BTreeSet<(usize, K)>,
 }
 
-/// The connections among which a search looks for one.
+/// The connections that a search for a connection to evict considers.
 #[derive(Clone, Copy)]
 enum Scope<'a> {
     All,
@@ -244,7 +245,7 @@ impl Connections {
         if !unverified.all.is_empty() {
             return eviction.evict_unverified(unverified, new_client);
         }
-        // All connections are verified, and nobody has more than its fair share.
+        // All connections are verified, and no client or identity has more than its fair share.
         let (count, client) = verified.clients.largest()?;
         if count == 1 {
             return None;

@@ -26,7 +26,7 @@ fn a_new_client_evicts_from_the_address_with_most_connections() {
     let _newcomer = limiter.admit(ip(3)).unwrap();
     assert!(
         !is_evicted(&alone),
-        "it has been idle for longer, but its client has one connection only"
+        "the connection of a client with one connection stays, although it has been idle for longer"
     );
     assert_eq!([true, false, false], [0, 1, 2].map(|i| is_evicted(&many[i])));
     assert_eq!(limiter.n_connections(), 7);
@@ -39,13 +39,17 @@ fn a_client_with_two_connections_loses_an_idle_one() {
     let [first, second] = [(); 2].map(|()| limiter.admit(ip(9)).unwrap());
     assert!(
         is_evicted(&others[0]),
-        "each client had one, and this one was idle for the longest time"
+        "each client had one connection, and this one was idle for the longest time"
     );
     let _newcomer = limiter.admit(ip(10)).unwrap();
     assert!(is_evicted(&first) && !is_evicted(&second));
     let third = limiter.admit(ip(9)).unwrap();
     let closed: Vec<_> = others.iter().map(is_evicted).collect();
-    assert_eq!(closed[..3], [true, true, false], "each client had one again");
+    assert_eq!(
+        closed[..3],
+        [true, true, false],
+        "each client had one connection, and the second was idle for the longest time"
+    );
     second.record_activity();
     third.record_activity();
     let _newcomer = limiter.admit(ip(11)).unwrap();
@@ -111,7 +115,7 @@ fn a_client_with_one_connection_outlasts_a_flood_of_addresses_with_two() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn of_many_clients_with_the_same_count_all_are_checked_in_turn() {
+async fn clients_with_equal_counts_are_checked_in_turn() {
     // Rule 3 checks 64 connections in one pass, and each of these clients has two. Clients are checked in descending order, so the
     // unused connections of the lowest address are reached only by the third eviction.
     const N_CLIENTS: u8 = 67;

@@ -27,7 +27,7 @@ impl Sample {
 impl Samples {
     /// Parses a page. Lines that are not samples are skipped, because proxies of other versions may use other syntax.
     pub fn parse(text: &str) -> Self {
-        Self(text.lines().filter_map(sample).collect())
+        Self(text.lines().filter_map(parse_sample).collect())
     }
 
     /// The samples with this name that have these labels. Those of a histogram are named `…_bucket`, `…_sum` and `…_count`.
@@ -48,11 +48,11 @@ pub fn parse_named(text: &str, is_wanted: fn(&str) -> bool) -> impl Iterator<Ite
         let name = line.trim_start().split(['{', ' ']).next();
         name.is_some_and(is_wanted)
     };
-    text.lines().filter(has_wanted_name).filter_map(sample)
+    text.lines().filter(has_wanted_name).filter_map(parse_sample)
 }
 
 /// Parses `name{key="value",…} number`, optionally followed by a timestamp.
-fn sample(line: &str) -> Option<Sample> {
+fn parse_sample(line: &str) -> Option<Sample> {
     let line = line.trim();
     if line.is_empty() || line.starts_with('#') {
         return None;
@@ -63,7 +63,7 @@ fn sample(line: &str) -> Option<Sample> {
         return None;
     }
     let (labels, rest) = match rest.strip_prefix('{') {
-        Some(inside) => labels(inside)?,
+        Some(inside) => parse_labels(inside)?,
         None => (Vec::new(), rest),
     };
     let value = rest.split_whitespace().next()?.parse().ok()?;
@@ -75,7 +75,7 @@ fn sample(line: &str) -> Option<Sample> {
 }
 
 /// Parses labels up to the closing brace, and returns the rest.
-fn labels(mut rest: &str) -> Option<(Vec<(String, String)>, &str)> {
+fn parse_labels(mut rest: &str) -> Option<(Vec<(String, String)>, &str)> {
     let mut labels = Vec::new();
     loop {
         rest = rest.trim_start_matches([',', ' ']);
@@ -83,14 +83,14 @@ fn labels(mut rest: &str) -> Option<(Vec<(String, String)>, &str)> {
             return Some((labels, after));
         }
         let (name, after) = rest.split_once("=\"")?;
-        let (value, after) = quoted(after)?;
+        let (value, after) = parse_quoted(after)?;
         labels.push((name.trim().to_owned(), value));
         rest = after;
     }
 }
 
 /// Parses a value up to its closing quote, and returns the rest.
-fn quoted(text: &str) -> Option<(String, &str)> {
+fn parse_quoted(text: &str) -> Option<(String, &str)> {
     let mut value = String::new();
     let mut chars = text.char_indices();
     while let Some((at, char)) = chars.next() {
@@ -152,7 +152,7 @@ mod tests {
 
     proptest::proptest! {
         #[test]
-        fn no_page_makes_the_reader_panic(page in "[ -~\n\"\\\\é]{0,200}") {
+        fn parsing_a_page_never_panics(page in "[ -~\n\"\\\\é]{0,200}") {
             Samples::parse(&page);
         }
     }

@@ -72,7 +72,7 @@ async fn runtimes_are_counted_together() {
 }
 
 #[test]
-fn one_name_is_one_family() {
+fn the_same_name_returns_the_same_family() {
     let registry = Registry::new();
     registry.counter("a_total", "A.").get(&Labels::new()).inc();
     assert_eq!(registry.counter("a_total", "A.").get(&Labels::new()).get(), 1);
@@ -80,7 +80,7 @@ fn one_name_is_one_family() {
 
 #[test]
 #[should_panic(expected = "one type")]
-fn one_name_is_one_type() {
+fn a_name_with_two_types_panics() {
     let registry = Registry::new();
     registry.counter("a", "A.");
     registry.gauge("a", "A.");

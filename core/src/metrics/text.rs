@@ -4,7 +4,7 @@ use std::fmt::{Display, Write as _};
 
 use super::labels::Labels;
 
-/// What a family of metrics is, for its documentation.
+/// Name, type and help text of a metric family, for the documentation.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Description {
     pub name: String,

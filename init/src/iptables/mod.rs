@@ -60,8 +60,8 @@ pub enum IptablesError {
 }
 
 impl IptablesError {
-    /// Whether another process held the lock of iptables until the end of the wait. The exit status does not tell: it is 4 then,
-    /// but the nft flavour also exits with 4 if the kernel refuses the rules.
+    /// Whether another process held the lock of iptables until the end of the wait. The error text is checked, because the exit
+    /// status 4 has two meanings: the nft flavour also exits with 4 if the kernel refuses the rules.
     pub fn is_lock_held(&self) -> bool {
         match self {
             Self::Refused { answer, .. } => answer.contains("xtables lock"),
@@ -70,7 +70,7 @@ impl IptablesError {
         }
     }
 
-    /// Whether the programs for IPv6 are missing or refuse the rules, for another reason than a lock that is held.
+    /// Whether the programs for IPv6 are missing, or refuse the rules although no other process holds the lock.
     pub fn lacks_ipv6(&self) -> bool {
         match self {
             Self::Missing { program, .. } => program.starts_with(IPV6_PROGRAMS),
@@ -100,7 +100,7 @@ pub fn apply(flavour: Flavour, rules: &Rules, wait: Duration) -> Result<Change, 
     if plans.is_empty() {
         return Ok(Change::Unchanged);
     }
-    // No `--test` run first: it takes as long as the real run, and does not ask the kernel.
+    // There is no run with `--test` before: it takes as long as the real run, and does not check the rules in the kernel.
     let done = for_each_family(&plans, |plan| {
         restore(flavour, plan.family, &plan.script, wait, RestoreMode::KeepOthers)?;
         verify_applied(flavour, plan.family, rules)
@@ -209,7 +209,7 @@ pub enum LegacyTables {
 /// Lists the legacy tables of both families.
 #[must_use]
 pub fn legacy_tables() -> LegacyTables {
-    let of_families = [Family::V4, Family::V6].map(legacy_tables_of);
+    let of_families = [Family::V4, Family::V6].map(legacy_tables_in_family);
     [LegacyTables::Present, LegacyTables::Unknown]
         .into_iter()
         .find(|state| of_families.contains(state))
@@ -260,7 +260,7 @@ fn undo(flavour: Flavour, plans: &[Plan], wait: Duration, cause: IptablesError) 
 fn save_all(flavour: Flavour, rules: &Rules) -> Result<Vec<(Family, SavedRules)>, IptablesError> {
     for_each_family(&[Family::V4, Family::V6], |family| match save(flavour, *family) {
         // A family that is unavailable has no rules of tulle or Linkerd.
-        Err(_) if rules.of(*family).next().is_none() => Ok((*family, SavedRules::default())),
+        Err(_) if rules.for_family(*family).next().is_none() => Ok((*family, SavedRules::default())),
         saved => Ok((*family, saved?)),
     })
 }
@@ -284,7 +284,7 @@ fn for_each_family<F: Sync, T: Send>(
 /// Users other than root cannot list the existing legacy tables, so they have to name them.
 fn save(flavour: Flavour, family: Family) -> Result<SavedRules, IptablesError> {
     let program = program(flavour, family, "save");
-    if flavour == Flavour::Legacy && legacy_tables_of(family) == LegacyTables::Unknown {
+    if flavour == Flavour::Legacy && legacy_tables_in_family(family) == LegacyTables::Unknown {
         let nat = run(&program, &["-t", "nat"], "")?;
         // A kernel without the mangle table has no rules in it; if rules are wanted, applying them reports the error.
         let mangle = run(&program, &["-t", "mangle"], "").unwrap_or_default();
@@ -297,11 +297,12 @@ fn save(flavour: Flavour, family: Family) -> Result<SavedRules, IptablesError> {
 /// cannot list the tables, and [`save`] would create them; for these users there are none.
 fn families_to_search(flavour: Flavour) -> impl Iterator<Item = Family> {
     let families = [Family::V4, Family::V6].into_iter();
-    families.filter(move |family| flavour != Flavour::Legacy || legacy_tables_of(*family) == LegacyTables::Present)
+    families
+        .filter(move |family| flavour != Flavour::Legacy || legacy_tables_in_family(*family) == LegacyTables::Present)
 }
 
 /// Whether a legacy nat or mangle table of this family exists in this network namespace.
-fn legacy_tables_of(family: Family) -> LegacyTables {
+fn legacy_tables_in_family(family: Family) -> LegacyTables {
     let list = match family {
         Family::V4 => "/proc/thread-self/net/ip_tables_names",
         Family::V6 => "/proc/thread-self/net/ip6_tables_names",
@@ -319,12 +320,12 @@ fn restore(
     family: Family,
     script: &str,
     wait: Duration,
-    how: RestoreMode,
+    mode: RestoreMode,
 ) -> Result<(), IptablesError> {
     let program = program(flavour, family, "restore");
     let wait = wait.as_secs().max(1).to_string();
     let mut arguments = vec!["--wait", &wait];
-    arguments.extend((how != RestoreMode::ReplaceTables).then_some("--noflush"));
+    arguments.extend((mode != RestoreMode::ReplaceTables).then_some("--noflush"));
     run(&program, &arguments, script).map(|_| ())
 }
 

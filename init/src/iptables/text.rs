@@ -62,7 +62,7 @@ impl SavedRules {
 
     /// The ports to which the rules of tulle or Linkerd redirect.
     pub(crate) fn redirect_ports(&self) -> Vec<u16> {
-        let lines = self.lines("nat").filter(|line| is_mesh_chain(chain_of(line)));
+        let lines = self.lines("nat").filter(|line| is_mesh_chain(line_chain(line)));
         lines
             .filter_map(|line| line.split(" --to-ports ").nth(1)?.trim().parse().ok())
             .collect()
@@ -70,10 +70,10 @@ impl SavedRules {
 
     /// Chains of other programs that translate destinations.
     pub(crate) fn foreign_dnat_chains(&self) -> Vec<String> {
-        let foreign = self.lines("nat").filter(|line| !is_mesh_chain(chain_of(line)));
+        let foreign = self.lines("nat").filter(|line| !is_mesh_chain(line_chain(line)));
         let mut chains: Vec<String> = foreign
             .filter(|line| [" -j REDIRECT", " -j DNAT"].iter().any(|target| line.contains(target)))
-            .map(|line| chain_of(line).to_owned())
+            .map(|line| line_chain(line).to_owned())
             .collect();
         chains.dedup();
         chains
@@ -93,17 +93,18 @@ impl SavedRules {
 
     /// Rules in other chains that jump to those of tulle or Linkerd.
     fn jumps_to_mesh_chains(&self, table: &str) -> impl Iterator<Item = &str> {
-        self.lines(table)
-            .filter(|line| line.starts_with("-A ") && !is_mesh_chain(chain_of(line)) && is_mesh_chain(target_of(line)))
+        self.lines(table).filter(|line| {
+            line.starts_with("-A ") && !is_mesh_chain(line_chain(line)) && is_mesh_chain(line_target(line))
+        })
     }
 }
 
 /// A script that replaces the saved rules of tulle or Linkerd of one family and keeps all others; empty if nothing changes.
 ///
 /// The programs commit table by table, so a table that is already correct is omitted. The table with the new rules for inbound
-/// connections (mangle in tproxy mode, else nat) is committed first, so that old ones in the other table are removed last. After
-/// an interruption between the two commits, each of these is in its old form, its new form, or both: the inbound rules, the outbound
-/// rules, and the rules that drop packets.
+/// connections (mangle in tproxy mode, else nat) is committed first, so that old inbound rules in the other table are removed
+/// last. After an interruption between the two commits, each of these is in its old form, its new form, or both: the inbound
+/// rules, the outbound rules, and the rules that drop packets.
 pub(crate) fn apply_script(rules: &Rules, family: Family, saved: &SavedRules) -> String {
     let lines = lines(rules, family);
     let mut text = String::new();
@@ -177,15 +178,15 @@ fn table_matches(wanted: &[&Line], table: &str, saved: &SavedRules) -> bool {
     }
     let mut shown: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     let rules = || saved.lines(table).filter(|line| line.starts_with("-A "));
-    for line in rules().filter(|line| is_mesh_chain(chain_of(line)) || is_mesh_chain(target_of(line))) {
-        shown.entry(chain_of(line)).or_default().push(line.to_owned());
+    for line in rules().filter(|line| is_mesh_chain(line_chain(line)) || is_mesh_chain(line_target(line))) {
+        shown.entry(line_chain(line)).or_default().push(line.to_owned());
     }
     let precedes_foreign_rules = |jump: &str| {
-        let mut before = rules().filter(|line| chain_of(line) == chain_of(jump));
+        let mut before = rules().filter(|line| line_chain(line) == line_chain(jump));
         before
             .by_ref()
             .take_while(|line| *line != jump)
-            .all(|line| is_mesh_chain(target_of(line)))
+            .all(|line| is_mesh_chain(line_target(line)))
     };
     expected == shown && saved.jumps_to_mesh_chains(table).all(precedes_foreign_rules)
 }
@@ -237,13 +238,13 @@ fn write_declarations<'a>(text: &mut String, chains: impl Iterator<Item = &'a st
 fn lines(rules: &Rules, family: Family) -> Vec<Line> {
     let hooked = HOOKED_CHAINS
         .into_iter()
-        .filter(|(chain, ..)| rules.of(family).any(|rule| rule.chain == *chain));
+        .filter(|(chain, ..)| rules.for_family(family).any(|rule| rule.chain == *chain));
     let jumps = hooked.map(|(_, builtin, own, comment)| Line {
         table: "mangle",
         chain: builtin,
         text: format!("-p tcp -m comment --comment \"{COMMENT_PREFIX}{comment}\" -j {own}"),
     });
-    let own = rules.of(family).flat_map(|rule| rule_lines(rule, family));
+    let own = rules.for_family(family).flat_map(|rule| rule_lines(rule, family));
     own.chain(jumps).collect()
 }
 
@@ -397,13 +398,13 @@ fn multiport_groups(ports: &PortSet) -> impl Iterator<Item = String> + '_ {
     groups.into_iter().map(|(_, group)| group.join(","))
 }
 
-fn chain_of(line: &str) -> &str {
+fn line_chain(line: &str) -> &str {
     line.strip_prefix("-A ")
         .and_then(|rest| rest.split(' ').next())
         .unwrap_or_default()
 }
 
-fn target_of(line: &str) -> &str {
+fn line_target(line: &str) -> &str {
     let target = line.rsplit(" -j ").next().filter(|_| line.contains(" -j "));
     target.and_then(|target| target.split(' ').next()).unwrap_or_default()
 }
@@ -561,7 +562,7 @@ COMMIT
 "#
         );
         // Back to redirect mode: the redirect rules are committed before the others are removed.
-        let saved = made_by(&script);
+        let saved = rules_after_script(&script);
         assert!(matches(&tproxy, Family::V6, &saved));
         let back = apply_script(&build_rules(&example()), Family::V6, &saved);
         assert!(back.starts_with("*nat\n:PROXY_INIT_REDIRECT "), "{back}");
@@ -579,7 +580,7 @@ COMMIT
             ..example()
         });
         let script = apply_script(&dropping, Family::V4, &SavedRules::default());
-        assert!(matches(&dropping, Family::V4, &made_by(&script)), "{script}");
+        assert!(matches(&dropping, Family::V4, &rules_after_script(&script)), "{script}");
         assert!(!matches(
             &dropping,
             Family::V4,
@@ -588,7 +589,7 @@ COMMIT
     }
 
     /// The state after running a script in an empty namespace.
-    fn made_by(script: &str) -> SavedRules {
+    fn rules_after_script(script: &str) -> SavedRules {
         let mut saved = SavedRules::parse(script);
         for lines in saved.lines_by_table.values_mut() {
             lines.retain(|line| !line.starts_with("-I "));

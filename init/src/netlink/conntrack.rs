@@ -43,7 +43,7 @@ pub(crate) fn count_open(socket: &mut Socket, ports: &[u16]) -> Result<usize, Ne
 fn is_open(connection: &Answer) -> Option<bool> {
     let tcp = attr::find(attr::find(&connection.attrs, CTA_PROTOINFO)?, CTA_PROTOINFO_TCP)?;
     let state = *attr::find(tcp, CTA_PROTOINFO_TCP_STATE)?.first()?;
-    Some(!ENDED_STATES.contains(&state))
+    Some(!CLOSED_TCP_STATES.contains(&state))
 }
 
 fn is_translated(connection: &Answer, ports: &[u16]) -> Option<bool> {
@@ -66,4 +66,4 @@ const CTA_PROTOINFO_TCP: u16 = 1;
 const CTA_PROTOINFO_TCP_STATE: u16 = 1;
 const IPS_DST_NAT: u32 = 1 << 5;
 /// `TCP_CONNTRACK_TIME_WAIT` and `TCP_CONNTRACK_CLOSE`: no more data follows.
-const ENDED_STATES: [u8; 2] = [7, 8];
+const CLOSED_TCP_STATES: [u8; 2] = [7, 8];

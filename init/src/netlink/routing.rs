@@ -68,8 +68,10 @@ pub fn commands(families: Families) -> Vec<String> {
     let commands = families.redirected().flat_map(|family| {
         let ip = if family == Family::V4 { "ip" } else { "ip -6" };
         [
-            format!("{ip} rule add fwmark {TPROXY_CLIENT_MARK:#x} lookup {TABLE} priority {PRIORITY}"),
-            format!("{ip} route add local default dev lo table {TABLE}"),
+            format!(
+                "{ip} rule add fwmark {TPROXY_CLIENT_MARK:#x} lookup {ROUTING_TABLE} priority {ROUTING_RULE_PRIORITY}"
+            ),
+            format!("{ip} route add local default dev lo table {ROUTING_TABLE}"),
         ]
     });
     commands.collect()
@@ -95,9 +97,9 @@ fn routing_objects(family: Family) -> [RoutingObject; 2] {
         new: RTM_NEWRULE,
         delete: RTM_DELRULE,
         list: RTM_GETRULE,
-        header: [TABLE, 0, 0, FR_ACT_TO_TBL, 0, 0, 0, 0],
+        header: [ROUTING_TABLE, 0, 0, FR_ACT_TO_TBL, 0, 0, 0, 0],
         attrs: vec![
-            (FRA_PRIORITY, PRIORITY),
+            (FRA_PRIORITY, ROUTING_RULE_PRIORITY),
             (FRA_FWMARK, TPROXY_CLIENT_MARK),
             (FRA_FWMASK, u32::MAX),
         ],
@@ -108,7 +110,7 @@ fn routing_objects(family: Family) -> [RoutingObject; 2] {
         new: RTM_NEWROUTE,
         delete: RTM_DELROUTE,
         list: RTM_GETROUTE,
-        header: [TABLE, RTPROT_STATIC, RT_SCOPE_HOST, RTN_LOCAL, 0, 0, 0, 0],
+        header: [ROUTING_TABLE, RTPROT_STATIC, RT_SCOPE_HOST, RTN_LOCAL, 0, 0, 0, 0],
         attrs: vec![(RTA_OIF, LOOPBACK_IFINDEX)],
     };
     [rule, route]
@@ -141,10 +143,10 @@ impl RoutingObject {
     }
 }
 
-/// Neither a system table (253 to 255) nor one that other programs are known to use.
-const TABLE: u8 = 143;
-/// After the table of local addresses (0), before rules that select by source.
-const PRIORITY: u32 = 100;
+/// The number of our routing table. System tables are 253 to 255, and no other program is known to use this number.
+const ROUTING_TABLE: u8 = 143;
+/// The priority of our routing rules: after the rule for local addresses (0), before rules that select by source.
+const ROUTING_RULE_PRIORITY: u32 = 100;
 /// The interface index of `lo` in every network namespace.
 const LOOPBACK_IFINDEX: u32 = 1;
 const RTM_NEWROUTE: u16 = 24;

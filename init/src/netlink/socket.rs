@@ -19,7 +19,7 @@ pub(crate) struct Message {
     /// `NFPROTO_*`.
     pub(crate) family: u8,
     pub(crate) attrs: Attrs,
-    /// The subject of the request, for error texts.
+    /// A description of the request, for error texts.
     pub(crate) what: String,
 }
 
@@ -122,15 +122,15 @@ impl Socket {
         bind(fd.as_raw_fd(), &NetlinkAddr::new(0, 0)).map_err(failed)?;
         // A batch is sent in one call. Only root of the initial user namespace may exceed the system's limit for socket
         // buffers.
-        let enlarged = setsockopt(&fd, sockopt::SndBufForce, &BATCH_LIMIT);
+        let enlarged = setsockopt(&fd, sockopt::SndBufForce, &MAX_BATCH_BYTES);
         if enlarged.is_err() {
-            setsockopt(&fd, sockopt::SndBuf, &BATCH_LIMIT).map_err(failed)?;
+            setsockopt(&fd, sockopt::SndBuf, &MAX_BATCH_BYTES).map_err(failed)?;
         }
         Ok(Self {
             subsystem,
             fd,
             sequence: 0,
-            buffer: vec![0; RECEIVE_LIMIT],
+            buffer: vec![0; RECEIVE_BUFFER_BYTES],
         })
     }
 
@@ -408,10 +408,10 @@ const NFTA_GEN_ID: u16 = 1;
 const HEADER_LEN: usize = 16;
 /// Length of family, version and resource id after each header.
 const GENERIC_HEADER_LEN: usize = 4;
-/// Enough for about ten thousand networks.
-const BATCH_LIMIT: usize = 4 << 20;
-/// The kernel sends at most 32 KiB in one part of a dump.
-const RECEIVE_LIMIT: usize = 128 << 10;
+/// Maximum size of a batch. It is enough for about ten thousand networks.
+const MAX_BATCH_BYTES: usize = 4 << 20;
+/// Size of the receive buffer. The kernel sends at most 32 KiB in one part of a dump.
+const RECEIVE_BUFFER_BYTES: usize = 128 << 10;
 
 #[cfg(test)]
 mod tests {

@@ -47,7 +47,7 @@ pub(crate) fn tables(rules: &Rules, layout: Layout, hash: &str) -> Vec<Table> {
         Layout::Inet => vec![table(NFPROTO_INET, rules, rules.list.iter().collect(), hash)],
         Layout::Split => rules
             .present_families()
-            .map(|family| table(nfproto(family), rules, rules.of(family).collect(), hash))
+            .map(|family| table(nfproto(family), rules, rules.for_family(family).collect(), hash))
             .collect(),
     }
 }
@@ -217,7 +217,7 @@ fn range_set(criterion: &Match) -> Option<RangeSet> {
             ranges: port_ranges(ports),
         }),
         Match::Nets { set, nets, .. } => {
-            let (kind, key_len) = match nets.first().map(Family::of) {
+            let (kind, key_len) = match nets.first().map(Family::of_network) {
                 Some(Family::V6) => (TYPE_IP6ADDR, 16),
                 _ => (TYPE_IPADDR, 4),
             };

@@ -159,7 +159,7 @@ fn inbound_ipv6_that_is_not_redirected_is_dropped_unless_it_is_allowed() {
         expect(&fixture.pod, APP, (v6.peer, 8080), "peer", backend);
         expect(&fixture.pod, APP, (v6.pod[0], 8080), "app", backend);
         assert_eq!(
-            fixture.code(&flags(backend, &off(&["--check"]))),
+            fixture.exit_code(&flags(backend, &off(&["--check"]))),
             3,
             "other lists: {backend}"
         );
@@ -168,7 +168,7 @@ fn inbound_ipv6_that_is_not_redirected_is_dropped_unless_it_is_allowed() {
         assert_eq!(dropped(v6.pod[0]), io::ErrorKind::TimedOut, "{backend}");
         expect(&fixture.peer, ROOT, (v6.pod[0], 7000), "app", backend);
         assert_eq!(
-            fixture.code(&flags(backend, &off(&["--check", "--ports-to-redirect", "8080"]))),
+            fixture.exit_code(&flags(backend, &off(&["--check", "--ports-to-redirect", "8080"]))),
             0,
             "{backend}"
         );
@@ -291,11 +291,11 @@ fn datagrams_echo_requests_and_neighbour_discovery_pass() {
 
 fn datagram(from: &Namespace, to: &Namespace, ip: IpAddr) -> io::Result<()> {
     let server = to.run(|| UdpSocket::bind((ip, 8080))).unwrap()?;
-    server.set_read_timeout(Some(LIMIT))?;
+    server.set_read_timeout(Some(IO_TIMEOUT))?;
     let client = from
         .run(|| UdpSocket::bind(if ip.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" }))
         .unwrap()?;
-    client.set_read_timeout(Some(LIMIT))?;
+    client.set_read_timeout(Some(IO_TIMEOUT))?;
     client.send_to(b"there", (ip, 8080))?;
     let mut buffer = [0; 8];
     let (len, peer) = server.recv_from(&mut buffer)?;
@@ -312,7 +312,7 @@ fn ping(from: &Namespace, ip: IpAddr) -> io::Result<()> {
         IpAddr::V6(_) => (Domain::IPV6, Protocol::ICMPV6, 128, 129),
     };
     let socket = from.run(|| Socket::new(domain, Type::RAW, Some(protocol))).unwrap()?;
-    socket.set_read_timeout(Some(LIMIT))?;
+    socket.set_read_timeout(Some(IO_TIMEOUT))?;
     let mut packet = [request, 0, 0, 0, 0x12, 0x34, 0, 1];
     if ip.is_ipv4() {
         let sum = checksum(&packet); // the kernel sets it for IPv6
@@ -346,7 +346,7 @@ fn forwarded_traffic_is_redirected_only_with_scope_all() {
         return;
     }
     let mut fixture = Fixture::new(&[9000]);
-    let inner = fixture.inner();
+    let inner = fixture.add_inner_namespace();
     for backend in BACKENDS {
         for family in families() {
             fixture.apply(backend, &[]);
@@ -418,4 +418,4 @@ fn stray_segment(from: &Namespace, source: IpAddr, to: SocketAddr) {
     socket.send_to(&segment, &SocketAddr::new(to.ip(), 0).into()).unwrap();
 }
 
-const LIMIT: Duration = Duration::from_secs(5);
+const IO_TIMEOUT: Duration = Duration::from_secs(5);

@@ -12,8 +12,8 @@ use std::time::Duration;
 use nix::sched::{CloneFlags, setns};
 
 use crate::fixture::{
-    APP, BACKENDS, BIN, Client, FLAGS, Fixture, PROXY, ROOT, ask, can_run, dial, echo, eventually, expect, families,
-    flags, open, serve, serve_on, success,
+    APP, BACKENDS, BIN, Client, FLAGS, Fixture, PROXY, ROOT, can_run, dial, echo, eventually, expect, families,
+    fetch_answer, flags, open, serve, serve_on, success,
 };
 
 #[test]
@@ -58,7 +58,7 @@ fn simulate_prints_the_rules_and_changes_nothing() {
         assert_eq!(fixture.dump(), before);
 
         let script = String::from_utf8(output.stdout).unwrap();
-        feed(&fixture, by_hand, &script);
+        run_printed_script(&fixture, by_hand, &script);
         let handmade = fixture.dump();
         success(&fixture.init(&["--clean"]));
         fixture.apply(backend, &simulate[..2]);
@@ -67,8 +67,8 @@ fn simulate_prints_the_rules_and_changes_nothing() {
     }
 }
 
-/// Runs a printed script with the commands in its comment lines, or with the given command.
-fn feed(fixture: &Fixture, command: &str, script: &str) {
+/// Runs a printed script with `command`; if that is empty, with the commands in the comment lines of the script.
+fn run_printed_script(fixture: &Fixture, command: &str, script: &str) {
     let parts: Vec<(String, String)> = match command {
         "" => script
             .split("# ")
@@ -145,7 +145,7 @@ fn a_namespace_of_another_user_namespace_is_programmed_from_outside() {
          link set w up\n"
     );
     fixture.peer.ip(&link).unwrap();
-    inside(&path, || {
+    run_in_namespace(&path, || {
         let addresses = "ip link set lo up; ip link set eth0 up; ip addr add 10.80.0.2/24 dev eth0; \
                          ip addr add fd80::2/64 dev eth0 nodad";
         success(&Command::new("sh").args(["-ec", addresses]).output().unwrap());
@@ -173,7 +173,7 @@ fn a_namespace_of_another_user_namespace_is_programmed_from_outside() {
     ] {
         expect(&fixture.peer, ROOT, pod.parse::<SocketAddr>().unwrap(), "inbound", pod);
         for (user, server) in [(APP, "outbound"), (ROOT, "outbound"), (PROXY, "peer")] {
-            let (_, answer) = inside(&path, || dial(mapped(user), peer.parse().unwrap())).unwrap();
+            let (_, answer) = run_in_namespace(&path, || dial(mapped(user), peer.parse().unwrap())).unwrap();
             assert_eq!(answer.server, server, "{user:?} to {peer}");
         }
     }
@@ -190,7 +190,7 @@ impl Drop for NamespaceHolder {
 }
 
 /// Runs a closure on a new thread in a network namespace given by its path.
-fn inside<T: Send>(path: &str, work: impl FnOnce() -> T + Send) -> T {
+fn run_in_namespace<T: Send>(path: &str, work: impl FnOnce() -> T + Send) -> T {
     let entered = || {
         setns(fs::File::open(path).unwrap(), CloneFlags::CLONE_NEWNET).unwrap();
         work()
@@ -261,7 +261,7 @@ fn net_admin_is_enough_for_an_unprivileged_user() {
 }
 
 #[test]
-fn a_user_who_may_not_list_legacy_tables_is_told_so() {
+fn a_user_who_may_not_list_legacy_tables_gets_a_warning() {
     if !can_run() {
         return;
     }
@@ -340,7 +340,7 @@ fn no_program_is_needed() {
     success(&fixture.init(&["--clean"]));
     fixture.apply("iptables", &["--drop-invalid"]);
     expect_redirects();
-    assert_eq!(fixture.code(&flags("iptables", &["--drop-invalid", "--check"])), 0);
+    assert_eq!(fixture.exit_code(&flags("iptables", &["--drop-invalid", "--check"])), 0);
     success(&fixture.init(&["--clean"]));
     assert_eq!(fixture.dump(), "");
 }
@@ -389,7 +389,7 @@ fn inbound_ipv6_that_is_enabled_later_is_dropped_unless_it_is_allowed() {
             fixture.sysctl("net/ipv6/conf/all/disable_ipv6", "1");
             fixture.apply(backend, more);
             let check = [more, &["--check"]].concat();
-            assert_eq!(fixture.code(&flags(backend, &check)), 0, "{backend}, {more:?}");
+            assert_eq!(fixture.exit_code(&flags(backend, &check)), 0, "{backend}, {more:?}");
             fixture.sysctl("net/ipv6/conf/all/disable_ipv6", "0");
             fixture.pod.ip("addr replace fd77::2/64 dev eth0 nodad\n").unwrap();
             // A skipped port: the address is reachable.
@@ -496,7 +496,10 @@ fn a_pod_with_only_ipv6_is_redirected() {
         thread::scope(|scope| {
             let cleaning = scope.spawn(|| fixture.init(&["--clean=drain"]));
             eventually("new connections to be direct", || {
-                ask(&fixture.peer, ROOT, (family.pod[0], 8080).into()).unwrap().server == "app"
+                fetch_answer(&fixture.peer, ROOT, (family.pod[0], 8080).into())
+                    .unwrap()
+                    .server
+                    == "app"
             });
             expect(&fixture.pod, APP, (family.peer, 8080), "peer", backend);
             for stream in &mut kept {
@@ -506,6 +509,10 @@ fn a_pod_with_only_ipv6_is_redirected() {
             drop(kept);
             success(&cleaning.join().unwrap());
         });
-        assert_eq!(fixture.code(&[flags.as_slice(), &["--check"]].concat()), 4, "{backend}");
+        assert_eq!(
+            fixture.exit_code(&[flags.as_slice(), &["--check"]].concat()),
+            4,
+            "{backend}"
+        );
     }
 }

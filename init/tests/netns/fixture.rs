@@ -101,7 +101,7 @@ pub(crate) fn families() -> [Family; 2] {
 }
 
 impl Fixture {
-    /// Pod and peer, each the default route of the other, without servers.
+    /// Creates a pod and a peer, each the default route of the other, without servers.
     pub(crate) fn bare() -> Self {
         let mut network = VirtualNetwork::new("ti-t-").unwrap();
         let pod = Host {
@@ -119,7 +119,8 @@ impl Fixture {
         Self { network, pod, peer }
     }
 
-    /// With the proxy's listeners, an application on these ports, and the same ports on the peer.
+    /// Creates a pod and a peer. The pod has the proxy's listeners and an application on these ports, and the peer has servers
+    /// on the same ports.
     pub(crate) fn new(ports: &[u16]) -> Self {
         let fixture = Self::bare();
         fixture.proxy();
@@ -136,8 +137,8 @@ impl Fixture {
         serve(&self.pod, "outbound", "[::1]:4140");
     }
 
-    /// A namespace that reaches the peer only through the pod.
-    pub(crate) fn inner(&mut self) -> Arc<Namespace> {
+    /// Adds a namespace that reaches the peer only through the pod.
+    pub(crate) fn add_inner_namespace(&mut self) -> Arc<Namespace> {
         let inner = self.network.add_isolated("inner").unwrap();
         let name = inner.name().to_owned();
         let link = format!("link add eth1 type veth peer name eth0 netns {name}\nlink set eth1 up\n");
@@ -176,7 +177,7 @@ impl Fixture {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    pub(crate) fn code(&self, flags: &[&str]) -> i32 {
+    pub(crate) fn exit_code(&self, flags: &[&str]) -> i32 {
         self.init(flags).status.code().unwrap()
     }
 
@@ -293,7 +294,7 @@ fn answer(mut stream: TcpStream, name: &str) -> io::Result<()> {
 }
 
 /// Connects and returns the server's answer.
-pub(crate) fn ask(namespace: &Namespace, client: Client, to: SocketAddr) -> io::Result<Answer> {
+pub(crate) fn fetch_answer(namespace: &Namespace, client: Client, to: SocketAddr) -> io::Result<Answer> {
     let (stream, answer) = open(namespace, client, to)?;
     // Closes with a reset, so that thousands of connections do not wait in TIME_WAIT.
     socket2::SockRef::from(&stream).set_linger(Some(Duration::ZERO))?;
@@ -331,7 +332,7 @@ pub(crate) fn dial(client: Client, to: SocketAddr) -> io::Result<(TcpStream, Ans
         assert_eq!(
             seen.ip(),
             stream.local_addr()?.ip(),
-            "{} sees another client",
+            "{} sees another client address",
             answer.server
         );
     }
@@ -362,7 +363,8 @@ pub(crate) fn expected_answer(server: &str, to: SocketAddr) -> Answer {
 /// Expects an answer from the server of this name. The proxy must report the original destination.
 pub(crate) fn expect(namespace: &Namespace, client: Client, to: impl Into<SocketAddr>, server: &str, case: &str) {
     let to = to.into();
-    let answer = ask(namespace, client, to).unwrap_or_else(|error| panic!("{case}: {client:?} to {to}: {error}"));
+    let answer =
+        fetch_answer(namespace, client, to).unwrap_or_else(|error| panic!("{case}: {client:?} to {to}: {error}"));
     assert_eq!(answer.server, server, "{case}: {client:?} to {to}");
     if ["inbound", "outbound"].contains(&server) {
         assert_eq!(answer, expected_answer(server, to), "{case}: {client:?}");

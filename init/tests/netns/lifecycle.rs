@@ -5,8 +5,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::{fs, io, thread};
 
 use crate::fixture::{
-    APP, BACKENDS, BIN, FLAGS, Family, Fixture, PROXY_UID, ROOT, ask, can_run, dial, echo, eventually, expect,
-    families, flags, open, success,
+    APP, BACKENDS, BIN, FLAGS, Family, Fixture, PROXY_UID, ROOT, can_run, dial, echo, eventually, expect, families,
+    fetch_answer, flags, open, success,
 };
 
 #[test]
@@ -43,7 +43,7 @@ fn result(report: &str) -> String {
 }
 
 /// The commands of Linkerd's init for one family (no flags, redirect all).
-pub(crate) fn linkerd(program: &str) -> String {
+pub(crate) fn linkerd_init_commands(program: &str) -> String {
     let commands = "
         if save | grep -q '^:PROXY_INIT_REDIRECT '; then run -F PROXY_INIT_REDIRECT; else run -N PROXY_INIT_REDIRECT; fi
         run -A PROXY_INIT_REDIRECT -p tcp --match multiport --dports 4190,4191 -j RETURN \
@@ -63,7 +63,7 @@ pub(crate) fn linkerd(program: &str) -> String {
     format!("run() {{ {program} -t nat \"$@\"; }}; save() {{ {program}-save -t nat; }}; {commands}")
 }
 
-/// The tool uses the same kernel interface as the backend, or the other one.
+/// Each case runs Linkerd's commands with a tool that uses the same kernel interface as the backend, or the other interface.
 #[test]
 fn linkerds_rules_are_taken_over_and_linkerd_takes_over_ours() {
     if !can_run() {
@@ -97,7 +97,7 @@ fn linkerds_rules_are_taken_over_and_linkerd_takes_over_ours() {
             }
         };
         for command in &tools {
-            fixture.sh(&linkerd(command));
+            fixture.sh(&linkerd_init_commands(command));
             expect_jumps(command, 1);
         }
         fixture.apply(backend, &[]);
@@ -109,7 +109,7 @@ fn linkerds_rules_are_taken_over_and_linkerd_takes_over_ours() {
         }
         expect_redirects();
         for command in &tools {
-            fixture.sh(&linkerd(command));
+            fixture.sh(&linkerd_init_commands(command));
             expect_jumps(command, 1);
         }
         expect_redirects();
@@ -349,7 +349,12 @@ fn draining_lets_open_connections_end() {
         thread::scope(|scope| {
             let cleaning = scope.spawn(|| fixture.init(&["--clean=drain", "--drain-timeout", "20s"]));
             for family in families() {
-                let direct = || ask(&fixture.peer, ROOT, (family.pod[0], 8080).into()).unwrap().server == "app";
+                let direct = || {
+                    fetch_answer(&fixture.peer, ROOT, (family.pod[0], 8080).into())
+                        .unwrap()
+                        .server
+                        == "app"
+                };
                 eventually("new connections to be direct", direct);
                 expect(&fixture.pod, APP, (family.peer, 8080), "peer", backend);
             }
@@ -444,9 +449,9 @@ fn our_rules_take_precedence_over_both_kernel_interfaces_with_a_warning() {
                 .run(|| dial(APP, (families()[0].peer, 8080).into()))
                 .unwrap();
             assert!(connected.is_err(), "{backend}: {connected:?}");
-            assert_eq!(fixture.code(&flags(backend, &["--check"])), 3, "{backend}");
+            assert_eq!(fixture.exit_code(&flags(backend, &["--check"])), 3, "{backend}");
             fixture.apply(backend, &[]);
-            assert_eq!(fixture.code(&flags(backend, &["--check"])), 0, "{backend}");
+            assert_eq!(fixture.exit_code(&flags(backend, &["--check"])), 0, "{backend}");
             expect_ours();
         }
     }
@@ -525,7 +530,7 @@ fn processes_of_the_proxys_user_are_named() {
 }
 
 #[test]
-fn concurrent_runs_agree() {
+fn concurrent_runs_leave_the_rules_of_one_run() {
     if !can_run() {
         return;
     }
@@ -540,7 +545,7 @@ fn concurrent_runs_agree() {
                     .into();
                 runs.into_iter().for_each(|run| success(&run.join().unwrap()));
             });
-            let codes = [&usual, &other].map(|flags| fixture.code(&[flags.as_slice(), &["--check"]].concat()));
+            let codes = [&usual, &other].map(|flags| fixture.exit_code(&[flags.as_slice(), &["--check"]].concat()));
             assert!(matches!(codes, [0, 3] | [3, 0]), "{backend}: {codes:?}");
         }
     }
@@ -575,15 +580,19 @@ fn check_distinguishes_equal_different_and_absent_rules() {
     let check: Vec<&str> = FLAGS.iter().copied().chain(["--check"]).collect();
     for backend in BACKENDS {
         let check = flags(backend, &["--check"]);
-        assert_eq!(fixture.code(&check), 4, "{backend}");
+        assert_eq!(fixture.exit_code(&check), 4, "{backend}");
         fixture.apply(backend, &[]);
         let before = fixture.dump();
-        assert_eq!(fixture.code(&check), 0, "{backend}");
-        assert_eq!(fixture.code(&[check.as_slice(), &["-g", "7"]].concat()), 3, "{backend}");
+        assert_eq!(fixture.exit_code(&check), 0, "{backend}");
+        assert_eq!(
+            fixture.exit_code(&[check.as_slice(), &["-g", "7"]].concat()),
+            3,
+            "{backend}"
+        );
         assert_eq!(fixture.dump(), before, "{backend}");
         // Differences in one family count too.
         assert_eq!(
-            fixture.code(&[check.as_slice(), &["--subnets-to-ignore", "fd01::/64"]].concat()),
+            fixture.exit_code(&[check.as_slice(), &["--subnets-to-ignore", "fd01::/64"]].concat()),
             3,
             "{backend}"
         );
@@ -592,12 +601,12 @@ fn check_distinguishes_equal_different_and_absent_rules() {
                 "{} -t nat -D PROXY_INIT_OUTPUT 1",
                 backend.replace("ip", "ip6")
             ));
-            assert_eq!(fixture.code(&check), 3, "{backend}");
+            assert_eq!(fixture.exit_code(&check), 3, "{backend}");
         }
         success(&fixture.init(&["--clean"]));
     }
     // Without `--backend`, the backend that holds the rules is found.
-    assert_eq!(fixture.code(&check), 4);
+    assert_eq!(fixture.exit_code(&check), 4);
     fixture.apply("iptables-nft", &[]);
-    assert_eq!(fixture.code(&check), 0);
+    assert_eq!(fixture.exit_code(&check), 0);
 }

@@ -17,9 +17,10 @@ use tokio::time::Instant;
 use tulle_core::netns::Namespace;
 
 use crate::fixture::{
-    APP, BACKENDS, BIN, Client, Fixture, ROOT, ask, can_run, dial, echo, eventually, families, flags, serve, success,
+    APP, BACKENDS, BIN, Client, Fixture, ROOT, can_run, dial, echo, eventually, families, fetch_answer, flags, serve,
+    success,
 };
-use crate::lifecycle::{connections, linkerd};
+use crate::lifecycle::{connections, linkerd_init_commands};
 
 /// Clients that connect in both directions and families, without pause.
 #[derive(Debug, Default)]
@@ -43,7 +44,7 @@ struct Counts {
 }
 
 /// Runs six clients until the work is done, and returns their connections. None may have failed.
-fn under_load(fixture: &Fixture, port: u16, work: impl FnOnce(&Load)) -> Connections {
+fn run_under_load(fixture: &Fixture, port: u16, work: impl FnOnce(&Load)) -> Connections {
     // Shortens the tracking of thousands of closed connections.
     fixture.sysctl("net/netfilter/nf_conntrack_tcp_timeout_close", "1");
     let load = Load::default();
@@ -106,7 +107,7 @@ impl Load {
             }
             assert!(
                 Instant::now() < deadline,
-                "not within {LOAD_TIMEOUT:?}: {connections:?}"
+                "timed out after {LOAD_TIMEOUT:?} with too few connections: {connections:?}"
             );
             work(n);
         }
@@ -125,8 +126,8 @@ fn no_connection_bypasses_the_proxy_while_rules_are_replaced() {
         fixture.apply(backend, &[]);
         let mut streams = connections(&fixture, 8080);
         let mut applied = 0;
-        let observed = under_load(&fixture, 8080, |load| {
-            let is_enough = |counts: &Counts| counts.proxied >= CONNECTIONS / 4;
+        let observed = run_under_load(&fixture, 8080, |load| {
+            let is_enough = |counts: &Counts| counts.proxied >= MIN_CONNECTIONS / 4;
             // The flags alternate, so that every run writes rules.
             applied = load.repeat_until(10, is_enough, |n| {
                 fixture.apply(backend, &["--proxy-gid", if n % 2 == 0 { "7" } else { "8" }]);
@@ -151,9 +152,13 @@ fn linkerds_sequence_lets_connections_bypass_the_proxy() {
     }
     for tool in ["iptables-nft", "iptables-legacy"] {
         let fixture = Fixture::new(&[8080]);
-        let both = format!("{}\n{}", linkerd(tool), linkerd(&tool.replace("ip", "ip6")));
+        let both = format!(
+            "{}\n{}",
+            linkerd_init_commands(tool),
+            linkerd_init_commands(&tool.replace("ip", "ip6"))
+        );
         fixture.sh(&both);
-        let observed = under_load(&fixture, 8080, |load| {
+        let observed = run_under_load(&fixture, 8080, |load| {
             let deadline = Instant::now() + LOAD_TIMEOUT;
             while load
                 .connections
@@ -172,7 +177,7 @@ fn linkerds_sequence_lets_connections_bypass_the_proxy() {
 
 /// A port that is skipped in some runs is served by the application or by the proxy; no connection fails.
 #[test]
-fn a_changing_skip_list_is_the_old_or_the_new_one() {
+fn each_connection_follows_the_old_or_the_new_skip_list() {
     if !can_run() {
         return;
     }
@@ -185,7 +190,7 @@ fn a_changing_skip_list_is_the_old_or_the_new_one() {
             "--outbound-ports-to-ignore",
             "8080",
         ];
-        let observed = under_load(&fixture, 8080, |load| {
+        let observed = run_under_load(&fixture, 8080, |load| {
             let is_enough = |counts: &Counts| counts.proxied >= 50 && counts.bypassed >= 50;
             load.repeat_until(10, is_enough, |n| {
                 fixture.apply(backend, if n % 2 == 0 { &skip } else { &[] });
@@ -205,7 +210,7 @@ fn draining_under_load_fails_no_connection() {
         let fixture = Fixture::new(&[8080]);
         fixture.apply(backend, &[]);
         let mut streams = connections(&fixture, 8080);
-        let observed = under_load(&fixture, 8080, |load| {
+        let observed = run_under_load(&fixture, 8080, |load| {
             thread::scope(|scope| {
                 let cleaning = scope.spawn(|| fixture.init(&["--clean=drain", "--drain-timeout", "60s"]));
                 load.repeat_until(
@@ -228,11 +233,11 @@ fn draining_under_load_fails_no_connection() {
             });
             // After the rules are removed, too.
             for _ in 0..100 {
-                ask(&fixture.peer, ROOT, (families()[0].pod[0], 8080).into()).unwrap();
+                fetch_answer(&fixture.peer, ROOT, (families()[0].pod[0], 8080).into()).unwrap();
             }
         });
         println!("drain {backend}: {observed:?}");
-        assert_eq!(fixture.code(&flags(backend, &["--check"])), 4, "{backend}");
+        assert_eq!(fixture.exit_code(&flags(backend, &["--check"])), 4, "{backend}");
     }
 }
 
@@ -252,24 +257,24 @@ fn a_run_that_is_killed_leaves_the_old_rules_or_the_new_ones() {
         &["-g", "8"],
     ];
     let small = [&["-g", "7"][..], &["-g", "8", "--inbound-ports-to-ignore", "1,3,5"]];
-    let kills = match std::env::var_os("TULLE_TEST_FULL") {
+    let n_kills = match std::env::var_os("TULLE_TEST_FULL") {
         Some(_) => 50,
         None => 20,
     };
     for backend in BACKENDS {
-        assert_kills_leave_a_known_state(backend, small.map(|more| flags(backend, more)), Kill::Init, kills);
-        assert_kills_leave_a_known_state(backend, [flags(backend, &[]), vec!["--clean"]], Kill::Init, kills);
-        assert_kills_leave_a_known_state(backend, large.map(|more| flags(backend, more)), Kill::Init, kills);
-        assert_kills_leave_a_known_state(backend, large.map(|more| flags(backend, more)), Kill::Programs, kills);
+        assert_kills_leave_a_known_state(backend, small.map(|more| flags(backend, more)), Kill::Init, n_kills);
+        assert_kills_leave_a_known_state(backend, [flags(backend, &[]), vec!["--clean"]], Kill::Init, n_kills);
+        assert_kills_leave_a_known_state(backend, large.map(|more| flags(backend, more)), Kill::Init, n_kills);
+        assert_kills_leave_a_known_state(backend, large.map(|more| flags(backend, more)), Kill::Programs, n_kills);
     }
 }
 
 /// The processes that are killed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kill {
-    /// Only the init process; the programs that it started finish.
+    /// Only the init process. The programs that it started continue to their end.
     Init,
-    /// Its programs too, as at the end of a container. They commit table by table.
+    /// The init process and its programs, as at the end of a container. The programs commit table by table.
     Programs,
 }
 
@@ -303,7 +308,7 @@ fn assert_kills_leave_a_known_state(backend: &str, variants: [Vec<&str>; 2], kil
     // From here on, the tables that iptables creates on demand exist.
     fixture.apply(backend, &["--drop-invalid"]);
     let mut run_time = Duration::ZERO;
-    // The first variant last, because its run takes longer than that of the second, which can be `--clean`.
+    // The first variant is last, because its run takes longer than a run of the second variant, which can be `--clean`.
     let known_states = [1, 0].map(|variant: usize| {
         let started = Instant::now();
         success(&fixture.init(&variants[variant]));
@@ -349,12 +354,12 @@ fn no_connection_bypasses_the_proxy_while_backends_are_switched() {
     serve(&fixture.peer, "peer", "[::]:8080");
     success(&fixture.init(&flags("nft", &[])));
     assert_eq!(
-        ask(&fixture.peer, ROOT, (families()[0].pod[0], 8080).into())
+        fetch_answer(&fixture.peer, ROOT, (families()[0].pod[0], 8080).into())
             .unwrap()
             .server,
         "inbound"
     );
-    let observed = under_load(&fixture, 8080, |load| {
+    let observed = run_under_load(&fixture, 8080, |load| {
         load.repeat_until(
             10,
             |counts| counts.proxied > 500,
@@ -370,6 +375,6 @@ fn no_connection_bypasses_the_proxy_while_backends_are_switched() {
     );
 }
 
-const CONNECTIONS: usize = 10_000;
+const MIN_CONNECTIONS: usize = 10_000;
 /// A load of a few seconds takes longer on a busy machine.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(60);

@@ -58,7 +58,11 @@ fn with_a_full_conntrack_table_no_connection_bypasses_the_proxy() {
         let started = Instant::now();
         fixture.apply(backend, &["-g", "7"]);
         let applied = started.elapsed();
-        assert_eq!(fixture.code(&flags(backend, &["-g", "7", "--check"])), 0, "{backend}");
+        assert_eq!(
+            fixture.exit_code(&flags(backend, &["-g", "7", "--check"])),
+            0,
+            "{backend}"
+        );
         println!(
             "full, {backend}: applied after {applied:?}, compared after {:?}",
             started.elapsed() - applied
@@ -96,14 +100,17 @@ fn with_a_full_conntrack_table_no_connection_bypasses_the_proxy() {
             "{output:?}"
         );
     });
-    assert_eq!(fixture.code(&[&FLAGS[..], &["--check"]].concat()), 4);
+    assert_eq!(fixture.exit_code(&[&FLAGS[..], &["--check"]].concat()), 4);
 }
 
 /// Returns the connection and the server's name, if the connection is established in time; then the server must answer in
 /// time, too.
 fn try_dial(namespace: &Namespace, to: SocketAddr) -> Option<(TcpStream, String)> {
-    let stream = namespace.run(|| TcpStream::connect_timeout(&to, LIMIT)).unwrap().ok()?;
-    stream.set_read_timeout(Some(LIMIT)).unwrap();
+    let stream = namespace
+        .run(|| TcpStream::connect_timeout(&to, DIAL_TIMEOUT))
+        .unwrap()
+        .ok()?;
+    stream.set_read_timeout(Some(DIAL_TIMEOUT)).unwrap();
     let mut line = String::new();
     BufReader::new(&stream).read_line(&mut line).unwrap();
     let server = line.split(' ').next().unwrap_or_default().to_owned();
@@ -173,4 +180,4 @@ fn attr(kind: u16, data: &[u8]) -> Vec<u8> {
 const NESTED: u16 = 1 << 15;
 /// Entries of the table that the test leaves free for connections of its own.
 const FREE_CONNTRACK_ENTRIES: u32 = 8;
-const LIMIT: Duration = Duration::from_secs(1);
+const DIAL_TIMEOUT: Duration = Duration::from_secs(1);

@@ -57,7 +57,7 @@ fn applications_see_client_addresses_and_outbound_arrives_at_the_proxy() {
             assert_eq!(
                 n_proxied.load(Ordering::Relaxed),
                 before,
-                "{backend}: these stay direct"
+                "{backend}: none of these connections passes the transparent proxy"
             );
         }
     }
@@ -107,7 +107,10 @@ fn connections_that_no_proxy_accepts_do_not_reach_the_application() {
     let expect_timeouts = |backend: &str| {
         for family in families() {
             let to = SocketAddr::from((family.pod[0], 8080));
-            let dialled = fixture.peer.run(|| TcpStream::connect_timeout(&to, SHORT)).unwrap();
+            let dialled = fixture
+                .peer
+                .run(|| TcpStream::connect_timeout(&to, DROPPED_CONNECT_TIMEOUT))
+                .unwrap();
             let error = dialled.map(|_| ()).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::TimedOut, "{backend}: {to}: {error}");
         }
@@ -140,7 +143,7 @@ fn routes_are_added_and_removed_with_the_rules() {
             let (code, report) = fixture.report(flags);
             (code, report["result"].as_str().unwrap().to_owned())
         };
-        assert_eq!(fixture.code(&check), 4, "{backend}");
+        assert_eq!(fixture.exit_code(&check), 4, "{backend}");
         assert_eq!(result(&wanted), (0, "applied".to_owned()), "{backend}");
         let applied = (fixture.dump(), routes(&fixture));
         assert_eq!(routes(&fixture).matches("lookup 143").count(), 2, "{applied:?}");
@@ -152,17 +155,20 @@ fn routes_are_added_and_removed_with_the_rules() {
         assert_eq!(result(&wanted), (0, "unchanged".to_owned()), "{backend}");
         for damage in ["ip -6 rule del lookup 143", "ip route flush table 143"] {
             fixture.sh(damage);
-            assert_eq!(fixture.code(&check), 3, "{backend}: {damage}");
+            assert_eq!(fixture.exit_code(&check), 3, "{backend}: {damage}");
             assert_eq!(result(&wanted), (0, "applied".to_owned()), "{backend}: {damage}");
             assert_eq!((fixture.dump(), routes(&fixture)), applied, "{backend}: {damage}");
-            assert_eq!(fixture.code(&check), 0, "{backend}: {damage}");
+            assert_eq!(fixture.exit_code(&check), 0, "{backend}: {damage}");
         }
         // Switches to redirect mode and back.
         fixture.apply(backend, &[]);
         assert_eq!(routes(&fixture), bare.1, "{backend}");
         for family in families() {
             let to = SocketAddr::from((family.pod[0], 8080));
-            let redirected = fixture.peer.run(|| TcpStream::connect_timeout(&to, LIMIT)).unwrap();
+            let redirected = fixture
+                .peer
+                .run(|| TcpStream::connect_timeout(&to, CONNECT_TIMEOUT))
+                .unwrap();
             redirected.unwrap_or_else(|error| panic!("{backend}: {error}")); // the stub accepts these as well
         }
         fixture.apply(backend, &TPROXY);
@@ -179,7 +185,7 @@ fn routes_are_added_and_removed_with_the_rules() {
     let commands: Vec<&str> = script.lines().filter_map(|line| line.strip_prefix("# ")).collect();
     fixture.sh(&format!("nft -f - <<'END'\n{script}END\n{}", commands.join("\n")));
     assert_eq!(
-        fixture.code(&flags("nft", &[&TPROXY[..], &["--check"]].concat())),
+        fixture.exit_code(&flags("nft", &[&TPROXY[..], &["--check"]].concat())),
         0,
         "{script}"
     );
@@ -316,7 +322,7 @@ fn join(client: &TcpStream) -> io::Result<()> {
     socket.set_reuse_address(true)?;
     // With the same port, the address pair would be that of the client's own connection.
     socket.bind(&SocketAddr::new(peer.ip(), fastrand::u16(61_000..)).into())?;
-    socket.connect_timeout(&dialled.into(), LIMIT)?;
+    socket.connect_timeout(&dialled.into(), CONNECT_TIMEOUT)?;
     let application = TcpStream::from(socket);
     thread::scope(|scope| {
         scope.spawn(|| {
@@ -329,5 +335,5 @@ fn join(client: &TcpStream) -> io::Result<()> {
 }
 
 const TPROXY: [&str; 2] = ["--inbound-mode", "tproxy"];
-const SHORT: Duration = Duration::from_millis(300);
-const LIMIT: Duration = Duration::from_secs(5);
+const DROPPED_CONNECT_TIMEOUT: Duration = Duration::from_millis(300);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);

@@ -133,7 +133,7 @@ fn the_validator_reports_the_reason_of_a_failure() {
         );
     }
     for bad in [["validate", "--timeout=10"], ["validate", "--listen-addr=4140"]] {
-        assert_eq!(fixture.code(&bad), 1, "{bad:?}");
+        assert_eq!(fixture.exit_code(&bad), 1, "{bad:?}");
     }
 }
 

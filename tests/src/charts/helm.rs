@@ -27,7 +27,7 @@ impl Helm {
     ///
     /// # Errors
     /// The same as [`Helm::new`].
-    pub fn for_cluster(kubeconfig: PathBuf) -> anyhow::Result<Self> {
+    pub fn with_kubeconfig(kubeconfig: PathBuf) -> anyhow::Result<Self> {
         Ok(Self {
             kubeconfig: Some(kubeconfig),
             ..Self::new()?
@@ -52,7 +52,7 @@ impl Helm {
     /// # Errors
     /// Fails if Helm fails; the error contains its output.
     pub fn template(&self, chart: &str, args: &[&str]) -> anyhow::Result<String> {
-        let chart = path_of(chart);
+        let chart = chart_path(chart);
         let fixed = [
             "template",
             chart.as_str(),
@@ -83,7 +83,7 @@ impl Helm {
     }
 }
 
-pub fn path_of(chart: &str) -> String {
+pub fn chart_path(chart: &str) -> String {
     format!("{}/../charts/{chart}", env!("CARGO_MANIFEST_DIR"))
 }
 

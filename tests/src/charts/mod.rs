@@ -7,7 +7,7 @@ use std::fs;
 
 use anyhow::Context as _;
 
-pub use helm::{Helm, path_of};
+pub use helm::{Helm, chart_path};
 pub use repository::Repository;
 
 use crate::cluster::ApiServer;

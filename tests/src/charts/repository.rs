@@ -14,7 +14,7 @@ use tempfile::TempDir;
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 
-use super::helm::{Helm, path_of};
+use super::helm::{Helm, chart_path};
 
 /// Serves both charts until dropped.
 pub struct Repository {
@@ -35,7 +35,7 @@ impl Repository {
         let helm = Helm::new()?;
         let dir = files.path().to_str().context("a path in UTF-8")?;
         for chart in ["tulle-crds", "tulle-control-plane"] {
-            helm.run(&["package", "--destination", dir, &path_of(chart)])?;
+            helm.run(&["package", "--destination", dir, &chart_path(chart)])?;
         }
         helm.run(&["repo", "index", dir, "--url", &format!("http://{addr}")])?;
         let root = files.path().to_owned();

@@ -1,4 +1,4 @@
-//! The addresses and names of a cluster. Two clusters whose networks are connected have different ones.
+//! The addresses and names of a cluster. Connected clusters have different addresses and names.
 
 use std::net::{IpAddr, Ipv4Addr};
 
@@ -12,13 +12,13 @@ pub struct ClusterAddresses {
 }
 
 impl ClusterAddresses {
-    /// Those of a cluster that is not connected with another.
+    /// The addresses and names of a cluster that is not connected to another, and of the first of two connected clusters.
     pub const FIRST: Self = Self {
         index: 0,
         domain: "cluster.local",
         zone_prefix: "zone-",
     };
-    /// Those of a cluster that is connected with [`ClusterAddresses::FIRST`].
+    /// The addresses and names of a cluster that is connected to one with [`ClusterAddresses::FIRST`].
     pub const SECOND: Self = Self {
         index: 1,
         domain: "east.test",

@@ -69,7 +69,7 @@ impl ApiServer {
     /// The same as [`ApiServer::start`].
     pub async fn start_with(options: Options) -> anyhow::Result<Self> {
         remove_stale_dirs()?;
-        let prefix = format!("{PREFIX}{}-", process::id());
+        let prefix = format!("{DIRECTORY_PREFIX}{}-", process::id());
         let dir = tempfile::Builder::new()
             .prefix(&prefix)
             .tempdir()
@@ -80,7 +80,7 @@ impl ApiServer {
             namespace: None,
             addresses: ClusterAddresses::FIRST,
             addr,
-            life: ProcessLifetime::KilledWithParent,
+            lifetime: ProcessLifetime::KilledWithParent,
         };
         context.prepare(options.audit)?;
         let mut etcd = context.etcd()?;
@@ -146,7 +146,7 @@ impl ApiServer {
     ///
     /// # Errors
     /// Fails if the API server refuses.
-    pub async fn kubeconfig_of(&self, namespace: &str, account: &str) -> anyhow::Result<PathBuf> {
+    pub async fn service_account_kubeconfig(&self, namespace: &str, account: &str) -> anyhow::Result<PathBuf> {
         let token = self.token(namespace, account, &[]).await?;
         let path = self.context().kubeconfig_path(&format!("{namespace}-{account}"));
         kubeconfig::write(&path, &self.url(), &self.ca(), &json!({"token": token}))?;
@@ -224,7 +224,7 @@ impl ApiServer {
         String::from_utf8(output.stdout).context("kubectl's output")
     }
 
-    /// The requests so far that the audit policy selects.
+    /// The audit records so far; the audit policy selects which requests are recorded.
     ///
     /// # Errors
     /// Fails if the log cannot be read.
@@ -232,7 +232,7 @@ impl ApiServer {
         self.context().audit_log()
     }
 
-    /// Fails when a process of the server has exited.
+    /// Checks that no process of the server has exited.
     ///
     /// # Errors
     /// Fails if a process has exited; the error contains the end of its log.
@@ -252,7 +252,7 @@ impl ApiServer {
             namespace: None,
             addresses: ClusterAddresses::FIRST,
             addr: self.addr,
-            life: ProcessLifetime::KilledWithParent,
+            lifetime: ProcessLifetime::KilledWithParent,
         }
     }
 }
@@ -263,7 +263,7 @@ impl ApiServer {
 /// Fails if the API server refuses.
 pub async fn create_namespace(client: &kube::Client, name: &str) -> anyhow::Result<()> {
     let namespace = Namespace {
-        metadata: named(name),
+        metadata: metadata_with_name(name),
         ..Namespace::default()
     };
     let namespaces = Api::<Namespace>::all(client.clone());
@@ -278,7 +278,7 @@ pub async fn create_namespace(client: &kube::Client, name: &str) -> anyhow::Resu
 pub async fn create_account(client: &kube::Client, namespace: &str, name: &str) -> anyhow::Result<()> {
     let accounts = Api::<ServiceAccount>::namespaced(client.clone(), namespace);
     let account = ServiceAccount {
-        metadata: named(name),
+        metadata: metadata_with_name(name),
         ..ServiceAccount::default()
     };
     match accounts.create(&PostParams::default(), &account).await {
@@ -288,7 +288,7 @@ pub async fn create_account(client: &kube::Client, namespace: &str, name: &str) 
     }
 }
 
-fn named(name: &str) -> ObjectMeta {
+fn metadata_with_name(name: &str) -> ObjectMeta {
     ObjectMeta {
         name: Some(name.to_owned()),
         ..ObjectMeta::default()
@@ -316,7 +316,7 @@ fn remove_stale_dirs() -> anyhow::Result<()> {
         let name = entry.file_name();
         let pid = name
             .to_str()
-            .and_then(|name| name.strip_prefix(PREFIX)?.split('-').next());
+            .and_then(|name| name.strip_prefix(DIRECTORY_PREFIX)?.split('-').next());
         let Some(pid) = pid else { continue };
         if !Path::new("/proc").join(pid).exists() {
             // Another test may be removing the directory at the same time.
@@ -326,7 +326,7 @@ fn remove_stale_dirs() -> anyhow::Result<()> {
     Ok(())
 }
 
-const PREFIX: &str = "tulle-api-server-";
+const DIRECTORY_PREFIX: &str = "tulle-api-server-";
 /// Endpoints of the Service `kubernetes` may not be loopback addresses. This address is reserved for documentation and
 /// not reachable.
 const ADVERTISED_IP: IpAddr = IpAddr::V4(Ipv4Addr::new(192, 0, 2, 1));

@@ -24,7 +24,7 @@ pub(super) fn stop_and_remove(slot: &Slot) -> anyhow::Result<()> {
     kill_processes("components", || processes::in_directory(dir))?;
     kill_processes("pods", || cgroups::processes(slot.cgroup_prefix()))?;
     for mount in mounts(dir)? {
-        // The mount may have gone with one that contained it.
+        // Fails if the kernel has already detached this mount together with a parent mount.
         let _ = umount2(&mount, MntFlags::MNT_DETACH);
     }
     cgroups::remove(slot.cgroup_prefix())?;

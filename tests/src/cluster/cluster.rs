@@ -126,7 +126,7 @@ impl Cluster {
         Ok(())
     }
 
-    async fn launch(lock: SlotLock, options: ClusterOptions, life: ProcessLifetime) -> anyhow::Result<Self> {
+    async fn launch(lock: SlotLock, options: ClusterOptions, lifetime: ProcessLifetime) -> anyhow::Result<Self> {
         let (count, addresses) = (options.nodes, options.addresses);
         let slot = lock.slot.clone();
         ensure!(
@@ -136,7 +136,7 @@ impl Cluster {
         cleanup::stop_and_remove(&slot).context("removing leftovers of an earlier cluster")?;
         let dir = slot.dir();
         fs::create_dir_all(dir).with_context(|| format!("creating {}", dir.display()))?;
-        if life == ProcessLifetime::Detached {
+        if lifetime == ProcessLifetime::Detached {
             slot.mark_detached()?;
         }
 
@@ -151,7 +151,7 @@ impl Cluster {
             namespace: Some(&first),
             addresses,
             addr: addresses.node(1),
-            life,
+            lifetime,
         };
         let pki = context.prepare(options.audit)?;
         // Clients outside the namespaces connect through these.
@@ -211,7 +211,9 @@ impl Cluster {
             let _lock = slot::lock_device_plugins().await?;
             let mut kubelet = node.kubelet(context)?;
             let listens = async || node.listens_for_device_plugins();
-            kubelet.wait_until("a socket for device plugins", listens).await?;
+            kubelet
+                .wait_until("the socket for device plugins exists", listens)
+                .await?;
             self.components.push(kubelet);
             self.components.push(node.kube_proxy(context)?);
         }
@@ -300,11 +302,11 @@ impl Cluster {
     /// # Errors
     /// Fails if the program does not exist.
     pub fn command(&self, program: &str) -> anyhow::Result<tokio::process::Command> {
-        Ok(self.command_of(&programs::find(program)?))
+        Ok(self.command_for_path(&programs::find(program)?))
     }
 
-    /// The same for the program at a path.
-    pub fn command_of(&self, program: &Path) -> tokio::process::Command {
+    /// As [`Cluster::command`], for the program at this path.
+    pub fn command_for_path(&self, program: &Path) -> tokio::process::Command {
         let mut command = self.nodes[0].namespace.command(program);
         command.env("KUBECONFIG", self.kubeconfig()).current_dir(self.dir());
         tokio::process::Command::from(command)
@@ -402,13 +404,13 @@ impl Cluster {
         loop {
             let Err(not_yet) = condition().await else { return Ok(()) };
             if Instant::now() > deadline {
-                return Err(not_yet.context(format!("not within {START_TIMEOUT:?}: {what}")));
+                return Err(not_yet.context(format!("timed out after {START_TIMEOUT:?}, waiting for: {what}")));
             }
             sleep(POLL_INTERVAL).await;
         }
     }
 
-    /// The requests so far that the audit policy selects.
+    /// The audit records so far; the audit policy selects which requests are recorded.
     ///
     /// # Errors
     /// Fails if the log cannot be read.

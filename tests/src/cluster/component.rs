@@ -31,8 +31,13 @@ pub(super) enum ProcessLifetime {
 
 impl Component {
     /// Starts `command` with its output appended to `<dir>/log/<name>.log`.
-    pub(super) fn start(name: &str, mut command: Command, dir: &Path, life: ProcessLifetime) -> anyhow::Result<Self> {
-        let log = log_of(dir, name);
+    pub(super) fn start(
+        name: &str,
+        mut command: Command,
+        dir: &Path,
+        lifetime: ProcessLifetime,
+    ) -> anyhow::Result<Self> {
+        let log = log_path(dir, name);
         let file = File::options()
             .create(true)
             .append(true)
@@ -44,7 +49,7 @@ impl Component {
             .stderr(file)
             // Ctrl-C goes to the parent only, which then stops all processes in order.
             .process_group(0);
-        if life == ProcessLifetime::KilledWithParent {
+        if lifetime == ProcessLifetime::KilledWithParent {
             kill_with_parent(&mut command);
         }
         let child = command
@@ -57,7 +62,7 @@ impl Component {
         })
     }
 
-    /// Fails with the end of the log when the process has exited.
+    /// Checks that the process has not exited. The error contains the end of the log.
     pub(super) fn check_alive(&mut self) -> anyhow::Result<()> {
         match self.child.try_wait().context("waiting for a child")? {
             None => Ok(()),
@@ -81,7 +86,7 @@ impl Component {
             let Err(not_yet) = condition().await else { return Ok(()) };
             if Instant::now() > deadline {
                 bail!(
-                    "{}: {what}: not within {START_TIMEOUT:?}: {not_yet:#}; {}",
+                    "{}: timed out after {START_TIMEOUT:?}, waiting for: {what}: {not_yet:#}; {}",
                     self.name,
                     log_tail(&self.log)
                 );
@@ -99,7 +104,7 @@ impl Drop for Component {
     }
 }
 
-pub(super) fn log_of(dir: &Path, name: &str) -> PathBuf {
+pub(super) fn log_path(dir: &Path, name: &str) -> PathBuf {
     dir.join("log").join(format!("{name}.log"))
 }
 
@@ -121,7 +126,7 @@ fn kill_with_parent(command: &mut Command) {
     let parent = getpid();
     let step = move || {
         prctl::set_pdeathsig(Signal::SIGKILL)?;
-        // If the parent has died before the signal was set, no signal will come.
+        // If the parent died before the signal was set, the kernel sends no signal.
         if getppid() != parent {
             return Err(io::ErrorKind::BrokenPipe.into());
         }
@@ -164,7 +169,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_dropped_component_is_gone() {
+    async fn a_dropped_component_is_killed() {
         let (_dir, component) = shell("exec sleep 60");
         let proc = PathBuf::from(format!("/proc/{}", component.child.id()));
         assert!(proc.exists());

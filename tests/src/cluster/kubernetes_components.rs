@@ -26,7 +26,7 @@ pub(super) struct ComponentContext<'a> {
     pub(super) addresses: ClusterAddresses,
     /// The address that all components listen on.
     pub(super) addr: IpAddr,
-    pub(super) life: ProcessLifetime,
+    pub(super) lifetime: ProcessLifetime,
 }
 
 impl ComponentContext<'_> {
@@ -74,7 +74,7 @@ impl ComponentContext<'_> {
             "system:kube-scheduler",
             "system:kube-proxy",
         ] {
-            pki.issue(short(user), subject(user))?;
+            pki.issue(file_name(user), subject(user))?;
         }
         for name in ["admin", "kube-controller-manager", "kube-scheduler", "kube-proxy"] {
             self.kubeconfig(name)?;
@@ -90,7 +90,7 @@ impl ComponentContext<'_> {
         kubeconfig::write(&self.kubeconfig_path(name), &self.url(), &ca, &user)
     }
 
-    /// The path of the kubeconfig of a name.
+    /// The path of the kubeconfig of the client with this name.
     pub(super) fn kubeconfig_path(&self, name: &str) -> PathBuf {
         self.dir.join(format!("{name}.conf"))
     }
@@ -220,7 +220,7 @@ impl ComponentContext<'_> {
     }
 
     pub(super) fn start(&self, name: &str, command: Command) -> anyhow::Result<Component> {
-        Component::start(name, command, self.dir, self.life)
+        Component::start(name, command, self.dir, self.lifetime)
     }
 
     fn etcd_url(&self) -> String {
@@ -242,11 +242,11 @@ pub(super) async fn wait_for_default_account(controllers: &mut Component, client
         let account = accounts.get("default").await;
         account.map(drop).context("the default service account")
     };
-    controllers.wait_until("a service account", made).await
+    controllers.wait_until("the default service account exists", made).await
 }
 
-/// The file name for a system user.
-fn short(user: &str) -> &str {
+/// The file name for the certificate of a system user.
+fn file_name(user: &str) -> &str {
     user.strip_prefix("system:").unwrap_or(user)
 }
 

@@ -17,7 +17,7 @@ use super::addresses::ClusterAddresses;
 pub(super) async fn assign_addresses(client: Client, addresses: ClusterAddresses) {
     let mut reported = String::new();
     loop {
-        if let Err(error) = assign_missing(&client, addresses).await {
+        if let Err(error) = assign_missing_addresses(&client, addresses).await {
             let error = format!("{error:#}");
             if error != reported {
                 eprintln!("cluster: no address for a load balancer: {error}");
@@ -28,14 +28,18 @@ pub(super) async fn assign_addresses(client: Client, addresses: ClusterAddresses
     }
 }
 
-async fn assign_missing(client: &Client, addresses: ClusterAddresses) -> anyhow::Result<()> {
+async fn assign_missing_addresses(client: &Client, addresses: ClusterAddresses) -> anyhow::Result<()> {
     let services = Api::<Service>::all(client.clone()).list(&ListParams::default()).await?;
     let (with_address, without): (Vec<_>, Vec<_>) = services
         .items
         .into_iter()
         .filter(|service| service.spec.as_ref().and_then(|spec| spec.type_.as_deref()) == Some("LoadBalancer"))
-        .partition(|service| address_of(service).is_some());
-    let mut used: BTreeSet<String> = with_address.iter().filter_map(address_of).map(str::to_owned).collect();
+        .partition(|service| assigned_address(service).is_some());
+    let mut used: BTreeSet<String> = with_address
+        .iter()
+        .filter_map(assigned_address)
+        .map(str::to_owned)
+        .collect();
     for service in without {
         let mut all = (1..=254).map(|number| addresses.load_balancer(number).to_string());
         let free = all.find(|addr| !used.contains(addr));
@@ -50,7 +54,7 @@ async fn assign_missing(client: &Client, addresses: ClusterAddresses) -> anyhow:
     Ok(())
 }
 
-fn address_of(service: &Service) -> Option<&str> {
+fn assigned_address(service: &Service) -> Option<&str> {
     let ingress = service.status.as_ref()?.load_balancer.as_ref()?.ingress.as_ref()?;
     ingress.first()?.ip.as_deref()
 }

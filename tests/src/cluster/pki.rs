@@ -36,14 +36,14 @@ impl Pki {
         let tokens = KeyPair::generate()?;
         write(dir, "sa.key", &tokens.serialize_pem())?;
         write(dir, "sa.pub", &tokens.public_key_pem())?;
-        Self::authority(dir, "ca", "kubernetes")
+        Self::create_ca(dir, "ca", "kubernetes")
     }
 
     /// Creates a second CA, `front-proxy-ca`, and a certificate from it, `front-proxy-client`, with which the API
     /// server authenticates to aggregated APIs.
     pub(super) fn create_front_proxy(&self) -> anyhow::Result<()> {
         let common_name = "front-proxy-client";
-        Self::authority(&self.dir, "front-proxy-ca", "front-proxy")?.issue(
+        Self::create_ca(&self.dir, "front-proxy-ca", "front-proxy")?.issue(
             common_name,
             Subject {
                 common_name,
@@ -52,8 +52,8 @@ impl Pki {
         )
     }
 
-    fn authority(dir: &Path, file: &str, common_name: &str) -> anyhow::Result<Self> {
-        let mut params = named(Subject {
+    fn create_ca(dir: &Path, file: &str, common_name: &str) -> anyhow::Result<Self> {
+        let mut params = certificate_params(Subject {
             common_name,
             ..Subject::default()
         })?;
@@ -74,7 +74,7 @@ impl Pki {
 
     /// Creates `<name>.crt` and `<name>.key`, valid for servers and clients.
     pub(super) fn issue(&self, name: &str, subject: Subject<'_>) -> anyhow::Result<()> {
-        let mut params = named(subject)?;
+        let mut params = certificate_params(subject)?;
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
         let key = KeyPair::generate()?;
@@ -84,7 +84,7 @@ impl Pki {
     }
 }
 
-fn named(subject: Subject<'_>) -> anyhow::Result<CertificateParams> {
+fn certificate_params(subject: Subject<'_>) -> anyhow::Result<CertificateParams> {
     let mut params = CertificateParams::default();
     params.distinguished_name = DistinguishedName::new();
     params.distinguished_name.push(DnType::CommonName, subject.common_name);

@@ -1,4 +1,4 @@
-//! The places for clusters on a machine: each has its own names for files, network namespaces and cgroups.
+//! The slots for clusters on a machine. Each slot has its own names for files, network namespaces and cgroups.
 
 use std::fs::File;
 use std::mem;
@@ -11,7 +11,7 @@ use tokio::time::sleep;
 
 use super::processes;
 
-/// The place of one cluster.
+/// A slot for one cluster.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Slot {
     dir: PathBuf,
@@ -69,7 +69,7 @@ impl Slot {
         Ok(self.dir.join(DETACHED_MARKER).exists() && processes::is_alive(&self.dir)?)
     }
 
-    /// Locks this slot, unless a cluster of a test is in it.
+    /// Locks this slot; `None` if the cluster of a running test uses it.
     pub(super) fn try_lock(&self) -> anyhow::Result<Option<SlotLock>> {
         let path = self.dir.with_extension("lock");
         let lock = try_lock_file(&path)?.map(|lock| SlotLock {
@@ -79,7 +79,7 @@ impl Slot {
         Ok(lock)
     }
 
-    /// Waits until no cluster of a test is in this slot.
+    /// Waits until no running test uses this slot, and locks it.
     pub(super) async fn lock(&self) -> anyhow::Result<SlotLock> {
         wait_for_lock(|| self.try_lock()).await
     }
@@ -96,7 +96,7 @@ pub(super) fn try_lock_device_plugins() -> anyhow::Result<Option<Flock<File>>> {
     try_lock_file(&Path::new(PARENT_DIR).join("tulle-kubelet.lock"))
 }
 
-/// Waits for a slot without a cluster.
+/// Waits for a slot without a cluster, and locks it.
 pub(super) async fn lock_free_slot() -> anyhow::Result<SlotLock> {
     wait_for_lock(|| {
         for slot in Slot::all() {
@@ -112,7 +112,7 @@ pub(super) async fn lock_free_slot() -> anyhow::Result<SlotLock> {
     .await
 }
 
-/// Waits until no slot has a cluster.
+/// Waits until no slot has a cluster, and locks all slots.
 pub(super) async fn lock_all_slots() -> anyhow::Result<Vec<SlotLock>> {
     let mut locks = Vec::new();
     // In the same order everywhere, so that two callers do not wait for each other.

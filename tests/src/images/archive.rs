@@ -62,15 +62,17 @@ pub(super) fn reference(archive: &Path) -> anyhow::Result<String> {
         if entry.path()?.ends_with("manifest.json") {
             let manifest: serde_json::Value = serde_json::from_reader(entry)?;
             let reference = manifest[0]["RepoTags"][0].as_str();
-            return reference.map(str::to_owned).context("its image has no name");
+            return reference
+                .map(str::to_owned)
+                .context("the image in the archive has no reference");
         }
     }
-    bail!("there is no manifest.json in it")
+    bail!("the archive contains no manifest.json")
 }
 
 fn layer(root: &Path) -> anyhow::Result<Vec<u8>> {
     let mut tar = Builder::new(Vec::new());
-    for path in below(root)? {
+    for path in files_below(root)? {
         let name = path.strip_prefix(root)?;
         let what = || format!("packing {}", path.display());
         let about = fs::symlink_metadata(&path).with_context(what)?;
@@ -98,8 +100,8 @@ fn layer(root: &Path) -> anyhow::Result<Vec<u8>> {
     Ok(tar.into_inner()?)
 }
 
-/// Everything below a directory, sorted by name, directories before their contents.
-fn below(dir: &Path) -> anyhow::Result<Vec<PathBuf>> {
+/// The files and directories below a directory, sorted by path, so that a directory precedes its contents.
+fn files_below(dir: &Path) -> anyhow::Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     let mut open = vec![dir.to_owned()];
     while let Some(dir) = open.pop() {

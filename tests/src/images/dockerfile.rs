@@ -21,7 +21,7 @@ pub(super) fn settings(text: &str, stage: &str) -> anyhow::Result<Settings> {
             "" => {}
             "COPY" => ensure!(
                 rest == format!("--from=build /out/{stage} /"),
-                "the Dockerfile's stage {stage} copies {rest:?}, which images/roots does not lay out"
+                "the Dockerfile's stage {stage} copies {rest:?}, which images/roots does not create"
             ),
             "ENTRYPOINT" => settings.entrypoint = serde_json::from_str(rest).context("the Dockerfile's entrypoint")?,
             "ENV" => settings.env.push(rest.to_owned()),

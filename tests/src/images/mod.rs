@@ -1,6 +1,6 @@
 //! Images as docker archives, built without a daemon and without a registry.
 //!
-//! The `Dockerfile` describes the images for users and `images/roots` lays out their files. The tests load the same
+//! The `Dockerfile` describes the images for users and `images/roots` creates their root file systems. The tests load the same
 //! files with the same settings. The same input gives the same bytes, except for the certificate in [`Image::Echo`].
 
 mod archive;
@@ -24,7 +24,7 @@ pub enum Image {
     Controller,
     /// The injected containers: proxy, init, validator.
     Proxy,
-    /// `tulle-bench`: plain clients and servers that know nothing of the mesh.
+    /// `tulle-bench`: clients and servers without code for the mesh.
     Bench,
     /// [`Self::Bench`] for tests: it has a shell with the usual programs, and curl.
     Workload,
@@ -109,7 +109,7 @@ pub fn write(image: Image, binaries: &Path, archive: &Path) -> anyhow::Result<()
 ///
 /// # Errors
 /// Fails if the file is not a docker archive.
-pub fn reference_of(archive: &Path) -> anyhow::Result<String> {
+pub fn archive_reference(archive: &Path) -> anyhow::Result<String> {
     archive::reference(archive).with_context(|| format!("reading {}", archive.display()))
 }
 

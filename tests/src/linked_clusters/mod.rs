@@ -121,7 +121,7 @@ impl LinkedClusters {
         let respond = async || {
             let report = self.load("web-federated:80/ --rate=100 --requests=100").await?;
             ensure!(
-                report.failed == 0 && clusters_of(&report).len() == 2,
+                report.failed == 0 && responding_clusters(&report).len() == 2,
                 "{:?} {:?}",
                 report.replicas,
                 report.errors
@@ -155,20 +155,20 @@ pub async fn tulle(cluster: &MeshedCluster, line: &str) -> anyhow::Result<String
     Ok(stdout)
 }
 
-/// Runs `tulle` as the administrator of a cluster.
+/// Runs `tulle` as the administrator of a cluster, and returns its status and output.
 ///
 /// # Errors
 /// Fails if the command cannot be started, or does not end.
 async fn tulle_output(cluster: &MeshedCluster, line: &str) -> anyhow::Result<Output> {
     let mut tulle = cluster
         .cluster
-        .command_of(&programs::static_binaries_dir()?.join("tulle"));
+        .command_for_path(&programs::static_binaries_dir()?.join("tulle"));
     tulle.args(line.split_whitespace()).env("PATH", programs::search_path());
     commands::output(&format!("tulle {line}"), tulle).await
 }
 
 /// The clusters whose replicas have responded.
-pub fn clusters_of(report: &Report) -> BTreeSet<&str> {
+pub fn responding_clusters(report: &Report) -> BTreeSet<&str> {
     let names = report.replicas.keys().filter_map(|replica| replica.split_once('/'));
     names.map(|(cluster, _)| cluster).collect()
 }

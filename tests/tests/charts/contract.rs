@@ -1,4 +1,4 @@
-//! Compares what users and tools of Linkerd rely on with `contract.yaml`.
+//! Compares the rendered fields on which users and tools of Linkerd rely with `contract.yaml`.
 
 use std::collections::BTreeMap;
 
@@ -15,10 +15,10 @@ fn rendered(installation: &str) -> Objects {
     let values: BTreeMap<_, _> = installations().into_iter().collect();
     let values: Vec<&str> = values[installation].iter().map(String::as_str).collect();
     let text = Helm::new().unwrap().template("tulle-control-plane", &values).unwrap();
-    by_name(objects(&text))
+    index_by_name(objects(&text))
 }
 
-fn by_name(objects: Vec<Value>) -> Objects {
+fn index_by_name(objects: Vec<Value>) -> Objects {
     let name = |object: &Value| {
         let part = |pointer: &str| {
             object
@@ -33,12 +33,12 @@ fn by_name(objects: Vec<Value>) -> Objects {
 }
 
 #[test]
-fn objects_are_as_users_and_tools_of_linkerd_expect() {
+fn rendered_objects_match_the_contract() {
     let contract = include_str!("contract.yaml").replace("VERSION", env!("CARGO_PKG_VERSION"));
     let contract: BTreeMap<String, Vec<Value>> = serde_yaml_ng::from_str(&contract).unwrap();
     let contract: BTreeMap<_, _> = contract
         .into_iter()
-        .map(|(installation, objects)| (installation, by_name(objects)))
+        .map(|(installation, objects)| (installation, index_by_name(objects)))
         .collect();
     let mut differences = Vec::new();
     for (installation, expected) in &contract {
@@ -56,7 +56,8 @@ fn objects_are_as_users_and_tools_of_linkerd_expect() {
 }
 
 /// Adds the differences of `actual` from `expected`. A map may have more keys than expected, and a key that is expected to be
-/// null may be absent. Lists have the same length: elements that have a name are compared by it, other lists have to be equal.
+/// null may be absent. If all expected elements of a list have names, elements with the same name are compared, and the order does
+/// not matter. Other lists have to be equal.
 fn compare(path: &str, expected: &Value, actual: &Value, differences: &mut Vec<String>) {
     match (expected, actual) {
         (Value::Object(expected), Value::Object(actual)) => {
@@ -66,15 +67,15 @@ fn compare(path: &str, expected: &Value, actual: &Value, differences: &mut Vec<S
             }
         }
         (Value::Array(expected), Value::Array(actual))
-            if !expected.is_empty() && expected.iter().all(|element| named(element).is_some()) =>
+            if !expected.is_empty() && expected.iter().all(|element| element_name(element).is_some()) =>
         {
             if actual.len() != expected.len() {
-                let (actual, expected) = (names(actual), names(expected));
+                let (actual, expected) = (join_element_names(actual), join_element_names(expected));
                 differences.push(format!("{path} has the elements {actual}, expected {expected}"));
             }
             for element in expected {
-                let name = named(element);
-                let found = actual.iter().find(|actual| named(actual) == name);
+                let name = element_name(element);
+                let found = actual.iter().find(|actual| element_name(actual) == name);
                 let path = format!("{path}[{}]", name.unwrap_or_default());
                 compare(&path, element, found.unwrap_or(&Value::Null), differences);
             }
@@ -84,14 +85,14 @@ fn compare(path: &str, expected: &Value, actual: &Value, differences: &mut Vec<S
     }
 }
 
-fn named(element: &Value) -> Option<&str> {
+fn element_name(element: &Value) -> Option<&str> {
     element.get("name")?.as_str()
 }
 
-fn names(list: &[Value]) -> String {
+fn join_element_names(list: &[Value]) -> String {
     let names: Vec<&str> = list
         .iter()
-        .map(|element| named(element).unwrap_or("without a name"))
+        .map(|element| element_name(element).unwrap_or("(no name)"))
         .collect();
     names.join(", ")
 }
@@ -135,7 +136,7 @@ fn every_object_names_its_control_plane_and_its_chart() {
 }
 
 #[test]
-fn a_difference_has_its_path_and_both_values() {
+fn a_difference_is_reported_with_its_path_and_both_values() {
     let object = |text: &str| serde_yaml_ng::from_str::<Value>(text).unwrap();
     let expected = object("{a: {b: 1}, ports: [{name: x, port: 1}], list: [1, 2], empty: [], absent: null}");
     let differences = |actual: &str| {

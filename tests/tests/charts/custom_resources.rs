@@ -357,7 +357,7 @@ async fn values_out_of_bounds_are_refused_with_their_field() {
 
 /// The policies of the demo are written for a directory; an API server accepts the same files.
 #[tokio::test]
-async fn the_policies_of_the_demo_are_accepted_as_they_are() {
+async fn the_policies_of_the_demo_are_accepted_without_changes() {
     let server = start().await;
     server.create_namespace("demo").await.unwrap();
     let policies = Path::new(env!("CARGO_MANIFEST_DIR")).join("../demo/policy.yaml");

@@ -12,9 +12,9 @@ use tulle_tests::charts::Repository;
 async fn an_installation_from_a_repository_is_upgraded_and_leaves_only_gateway_api_definitions_and_the_namespace() {
     let server = ApiServer::start().await.unwrap();
     let repository = Repository::start().await.unwrap();
-    let helm = Helm::for_cluster(server.kubeconfig()).unwrap();
+    let helm = Helm::with_kubeconfig(server.kubeconfig()).unwrap();
     let run = |line: &str| helm.run(&line.split_whitespace().collect::<Vec<_>>()).unwrap();
-    let before = everything(&server).await;
+    let before = list_objects(&server).await;
 
     run(&format!("repo add tulle {}", repository.url()));
     run("repo update");
@@ -69,7 +69,7 @@ async fn an_installation_from_a_repository_is_upgraded_and_leaves_only_gateway_a
 
     run("uninstall tulle-control-plane -n linkerd --wait");
     run("uninstall tulle-crds -n linkerd --wait");
-    let after = everything(&server).await;
+    let after = list_objects(&server).await;
     let left: BTreeSet<&str> = after.difference(&before).map(String::as_str).collect();
     let kept = ["grpcroutes", "httproutes", "tcproutes", "tlsroutes"]
         .map(|plural| format!("{plural}.gateway.networking.k8s.io"));
@@ -81,8 +81,9 @@ async fn an_installation_from_a_repository_is_upgraded_and_leaves_only_gateway_a
     assert_eq!(left, expected.iter().map(String::as_str).collect());
 }
 
-/// The names of all objects, except API services, which come and go with definitions, and events and leases of the server.
-async fn everything(server: &ApiServer) -> BTreeSet<String> {
+/// The names of all objects. API services are left out, because the API server creates them for definitions, and so are events and
+/// leases, which it creates itself.
+async fn list_objects(server: &ApiServer) -> BTreeSet<String> {
     let kinds = server
         .kubectl(&["api-resources", "--verbs=list", "-o", "name"])
         .await

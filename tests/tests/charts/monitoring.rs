@@ -8,7 +8,7 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use tulle_tests::charts::{Helm, path_of};
+use tulle_tests::charts::{Helm, chart_path};
 use tulle_tests::programs;
 
 use crate::render::{REQUIRED_VALUES, objects};
@@ -30,7 +30,8 @@ fn render(templates: &[&str], values: &[&str]) -> BTreeMap<String, Value> {
         .collect()
 }
 
-fn rule(values: &[&str]) -> Value {
+/// The PrometheusRule that the chart renders with these values.
+fn prometheus_rule(values: &[&str]) -> Value {
     let mut rendered = render(&["prometheusrule"], values);
     assert_eq!(rendered.len(), 1);
     rendered.pop_first().unwrap().1
@@ -67,9 +68,9 @@ fn promtool(dir: &TempDir, args: &[&str]) {
 }
 
 #[test]
-fn alerts_are_valid_and_fire_when_they_should() {
+fn alerts_are_valid_and_pass_their_rule_tests() {
     let dir = tempfile::tempdir().unwrap();
-    let rules = serde_yaml_ng::to_string(&rule(&[])["spec"]).unwrap();
+    let rules = serde_yaml_ng::to_string(&prometheus_rule(&[])["spec"]).unwrap();
     fs::write(dir.path().join("rules.yaml"), rules).unwrap();
     promtool(&dir, &["check", "rules", "--lint=all", "--lint-fatal", "rules.yaml"]);
     let files = test_files();
@@ -98,18 +99,18 @@ fn each_alert_has_a_test_that_fires_and_one_that_does_not() {
             seen.extend(cases.iter().map(|case| case["alertname"].as_str().unwrap().to_owned()));
         }
     }
-    let rule = rule(&[]);
+    let rule = prometheus_rule(&[]);
     let names: BTreeSet<String> = alerts(&rule).into_keys().map(str::to_owned).collect();
     assert!(names.len() > 30, "{names:?}");
-    assert_eq!(fired, names, "those that are tested to fire");
-    assert_eq!(silent, names, "those that are tested to be silent");
+    assert_eq!(fired, names, "the alerts with a test that fires");
+    assert_eq!(silent, names, "the alerts with a test that does not fire");
 }
 
 #[test]
 fn each_runbook_annotation_leads_to_the_section_of_its_alert() {
     let page = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/reference/alerts.md")).unwrap();
     let headings: BTreeSet<&str> = page.lines().filter_map(|line| line.strip_prefix("### ")).collect();
-    let rule = rule(&[]);
+    let rule = prometheus_rule(&[]);
     let alerts = alerts(&rule);
     for (name, alert) in &alerts {
         let url = alert["annotations"]["runbook_url"].as_str().unwrap();
@@ -132,7 +133,7 @@ fn each_runbook_annotation_leads_to_the_section_of_its_alert() {
 
 #[test]
 fn the_schema_has_the_alerts_and_their_thresholds() {
-    let schema = fs::read_to_string(format!("{}/values.schema.json", path_of("tulle-control-plane"))).unwrap();
+    let schema = fs::read_to_string(format!("{}/values.schema.json", chart_path("tulle-control-plane"))).unwrap();
     let schema: Value = serde_json::from_str(&schema).unwrap();
     let known = &schema["properties"]["prometheusRule"]["properties"]["alerts"]["properties"];
     let known: BTreeMap<&str, bool> = known
@@ -141,7 +142,7 @@ fn the_schema_has_the_alerts_and_their_thresholds() {
         .iter()
         .map(|(name, of)| (name.as_str(), of["$ref"] == "#/definitions/alert"))
         .collect();
-    let text = fs::read_to_string(format!("{}/files/alerts.yaml", path_of("tulle-control-plane"))).unwrap();
+    let text = fs::read_to_string(format!("{}/files/alerts.yaml", chart_path("tulle-control-plane"))).unwrap();
     let file: Value = serde_yaml_ng::from_str(&text).unwrap();
     let file = json!({ "spec": file });
     let alerts = alerts(&file);
@@ -165,8 +166,8 @@ fn alerts_can_be_changed_one_by_one_and_all_together() {
         "--set=prometheusRule.alerts.TulleIssuerExpiresSoon.annotations.summary=Renew it.",
         "--set=prometheusRule.alerts.TulleBreakerOpen.enabled=false",
     ];
-    let before = rule(&[]);
-    let after = rule(&values);
+    let before = prometheus_rule(&[]);
+    let after = prometheus_rule(&values);
     assert_eq!(after["metadata"]["namespace"], "monitoring");
     assert_eq!(after["metadata"]["labels"]["release"], "prometheus");
     assert_eq!(after["metadata"]["annotations"]["a"], "b");
@@ -209,9 +210,9 @@ fn alerts_use_only_metrics_that_tulle_exports() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let mut source = String::new();
     for dir in ["proxy/src", "control/src", "core/src"] {
-        read_below(&root.join(dir), &mut source);
+        append_rust_files(&root.join(dir), &mut source);
     }
-    let rule = rule(&[]);
+    let rule = prometheus_rule(&[]);
     let mut queried = BTreeSet::new();
     for alert in alerts(&rule).into_values() {
         queried.extend(metrics(alert["expr"].as_str().unwrap()));
@@ -235,7 +236,7 @@ fn metrics(expr: &str) -> BTreeSet<String> {
         let is_quoted = n % 2 == 1;
         for word in part.split(|c: char| !c.is_ascii_alphanumeric() && c != '_') {
             let is_metric = word == "up" || word.contains('_') && !word.starts_with('_');
-            if is_metric && !is_quoted && !NO_METRICS.contains(&word) {
+            if is_metric && !is_quoted && !NON_METRIC_WORDS.contains(&word) {
                 found.insert(word.to_owned());
             }
         }
@@ -246,11 +247,12 @@ fn metrics(expr: &str) -> BTreeSet<String> {
     found
 }
 
-fn read_below(dir: &Path, text: &mut String) {
+/// Appends the content of all Rust files below a directory.
+fn append_rust_files(dir: &Path, text: &mut String) {
     for entry in fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();
         if path.is_dir() {
-            read_below(&path, text);
+            append_rust_files(&path, text);
         } else if path.extension() == Some(OsStr::new("rs")) {
             text.push_str(&fs::read_to_string(path).unwrap());
         }
@@ -259,7 +261,7 @@ fn read_below(dir: &Path, text: &mut String) {
 
 #[test]
 fn dashboards_are_config_maps_that_grafana_s_sidecar_finds() {
-    let dir = format!("{}/files/dashboards", path_of("tulle-control-plane"));
+    let dir = format!("{}/files/dashboards", chart_path("tulle-control-plane"));
     let files = fs::read_dir(dir).unwrap().map(|file| file.unwrap().path());
     let files: Vec<PathBuf> = files.collect();
     let check = |values: &[&str], namespace: &str, labels: &Value, annotation: Option<&str>| {
@@ -301,8 +303,8 @@ fn objects_for_prometheus_and_grafana_are_opt_in() {
     }
 }
 
-/// Words with an underscore in the queries of alerts that are not metrics but functions or labels.
-const NO_METRICS: &[&str] = &[
+/// Words with an underscore in the queries of alerts that are functions or labels, not metrics.
+const NON_METRIC_WORDS: &[&str] = &[
     "label_replace",
     "max_over_time",
     "exported_namespace",

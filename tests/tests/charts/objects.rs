@@ -16,7 +16,7 @@ use crate::render;
 async fn an_api_server_accepts_every_object_of_every_installation() {
     let server = ApiServer::start().await.unwrap();
     server.create_namespace("linkerd").await.unwrap();
-    let helm = Helm::for_cluster(server.kubeconfig()).unwrap();
+    let helm = Helm::with_kubeconfig(server.kubeconfig()).unwrap();
     let apply = async |name: &str, text: &str, dry: &[&str]| {
         let file = server.dir().join("objects.yaml");
         fs::write(&file, text).unwrap();
@@ -37,7 +37,7 @@ async fn an_api_server_accepts_every_object_of_every_installation() {
     apply("the custom resources", &crds, &[]).await;
     // Minimal definitions of the kinds of the Prometheus operator.
     for kind in ["PodMonitor", "PrometheusRule"] {
-        apply(kind, &of_prometheus_operator(kind), &[]).await;
+        apply(kind, &prometheus_operator_definition(kind), &[]).await;
     }
     server.wait_for_custom_resources().await.unwrap();
     for (name, values) in render::installations() {
@@ -56,7 +56,7 @@ async fn an_api_server_accepts_every_object_of_every_installation() {
 async fn pods_of_the_control_plane_are_admitted_where_the_restricted_standard_is_enforced() {
     let server = ApiServer::start().await.unwrap();
     server.create_namespace("linkerd").await.unwrap();
-    restrict(&server, "linkerd").await;
+    enforce_restricted_standard(&server, "linkerd").await;
     let helm = Helm::new().unwrap();
     for (name, values) in render::installations() {
         let values: Vec<&str> = values.iter().map(String::as_str).collect();
@@ -91,7 +91,7 @@ async fn pods_of_the_control_plane_are_admitted_where_the_restricted_standard_is
 async fn an_injected_pod_is_admitted_by_the_restricted_standard_with_a_cni_plugin_and_not_with_an_init_container() {
     let server = ApiServer::start().await.unwrap();
     server.create_namespace("shop").await.unwrap();
-    restrict(&server, "shop").await;
+    enforce_restricted_standard(&server, "shop").await;
     let restricted = json!({"allowPrivilegeEscalation": false, "runAsNonRoot": true, "runAsUser": 1000,
         "capabilities": {"drop": ["ALL"]}, "seccompProfile": {"type": "RuntimeDefault"}});
     let pod = json!({"apiVersion": "v1", "kind": "Pod",
@@ -100,7 +100,7 @@ async fn an_injected_pod_is_admitted_by_the_restricted_standard_with_a_cni_plugi
     create(&server, &pod).await.unwrap();
     for native in [true, false] {
         for cni in [true, false] {
-            let injected = injected(&pod, cni, native);
+            let injected = inject_sidecar(&pod, cni, native);
             let created = create(&server, &injected)
                 .await
                 .map(drop)
@@ -117,8 +117,8 @@ async fn an_injected_pod_is_admitted_by_the_restricted_standard_with_a_cni_plugi
     }
 }
 
-/// The pod with an injected sidecar.
-fn injected(pod: &Value, cni_enabled: bool, native_sidecar: bool) -> Value {
+/// Injects a sidecar into a copy of the pod.
+fn inject_sidecar(pod: &Value, cni_enabled: bool, native_sidecar: bool) -> Value {
     let mut values = Values {
         cni_enabled,
         ..Values::default()
@@ -149,7 +149,7 @@ fn injected(pod: &Value, cni_enabled: bool, native_sidecar: bool) -> Value {
 }
 
 /// Enforces the Pod Security Standard `restricted` in a namespace.
-async fn restrict(server: &ApiServer, namespace: &str) {
+async fn enforce_restricted_standard(server: &ApiServer, namespace: &str) {
     let label = "pod-security.kubernetes.io/enforce=restricted";
     server.kubectl(&["label", "namespace", namespace, label]).await.unwrap();
 }
@@ -162,8 +162,8 @@ async fn create(server: &ApiServer, object: &Value) -> anyhow::Result<String> {
         .await
 }
 
-/// The definition of a kind of the Prometheus operator.
-fn of_prometheus_operator(kind: &str) -> String {
+/// A minimal CustomResourceDefinition for a kind of the Prometheus operator.
+fn prometheus_operator_definition(kind: &str) -> String {
     let singular = kind.to_ascii_lowercase();
     format!(
         "

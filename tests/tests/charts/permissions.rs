@@ -153,8 +153,8 @@ const DESTINATION_ACCESS: [(&str, &str, &str, &[&str]); 13] = [
     ("deployments.apps", "shop", "linkerd-destination", &[]),
 ];
 
-/// Service account, verbs, resource, namespace, name, whether it is permitted.
-type Row = (
+/// Service account, verbs, resource, namespace, name, and whether these verbs are permitted.
+type PermissionRow = (
     &'static str,
     &'static [&'static str],
     &'static str,
@@ -164,7 +164,7 @@ type Row = (
 );
 
 /// Verbs that an account may or may not use on single resources.
-const PERMISSIONS: &[Row] = &[
+const PERMISSIONS: &[PermissionRow] = &[
     (
         IDENTITY,
         &["create"],
@@ -432,7 +432,7 @@ async fn components_with_given_webhook_certificates_have_no_access_to_secrets() 
 async fn a_component_creates_its_own_secrets_by_apply_and_no_others() {
     let server = start_with_chart(&[]).await;
     let access = kubernetes::Config {
-        kubeconfig: Some(server.kubeconfig_of("linkerd", DESTINATION).await.unwrap()),
+        kubeconfig: Some(server.service_account_kubeconfig("linkerd", DESTINATION).await.unwrap()),
         ..kubernetes::Config::default()
     };
     let client = kubernetes::client(&access, &Registry::new()).await.unwrap();

@@ -8,7 +8,7 @@ use serde::Deserialize as _;
 use serde_json::{Value, json};
 use tulle_control::cmd::Command;
 
-use tulle_tests::charts::{Helm, path_of};
+use tulle_tests::charts::{Helm, chart_path};
 
 /// Required values of an installation.
 pub(crate) const REQUIRED_VALUES: &[&str] = &[
@@ -26,7 +26,7 @@ pub(crate) fn installations() -> Vec<(&'static str, Vec<String>)> {
             .map(ToString::to_string)
             .collect::<Vec<_>>()
     };
-    let ha = format!("--values={}/values-ha.yaml", path_of("tulle-control-plane"));
+    let ha = format!("--values={}/values-ha.yaml", chart_path("tulle-control-plane"));
     let external_ca = [
         "--set=identity.externalCA=true",
         "--set=identity.issuer.scheme=kubernetes.io/tls",
@@ -104,7 +104,7 @@ fn helm_lint_accepts_the_charts() {
         };
         let report = Helm::new()
             .unwrap()
-            .run(&[&["lint", "--strict", &path_of(chart)], needed].concat())
+            .run(&[&["lint", "--strict", &chart_path(chart)], needed].concat())
             .unwrap();
         assert!(!report.contains("WARNING") && !report.contains("ERROR"), "{report}");
     }
@@ -645,8 +645,8 @@ fn the_log_levels_of_destination_and_policy_become_one_filter() {
 #[test]
 fn every_value_has_a_comment_and_a_schema() {
     for chart in ["tulle-crds", "tulle-control-plane", "tulle-multicluster"] {
-        let text = fs::read_to_string(format!("{}/values.yaml", path_of(chart))).unwrap();
-        let schema = fs::read_to_string(format!("{}/values.schema.json", path_of(chart))).unwrap();
+        let text = fs::read_to_string(format!("{}/values.yaml", chart_path(chart))).unwrap();
+        let schema = fs::read_to_string(format!("{}/values.schema.json", chart_path(chart))).unwrap();
         let values: Value = serde_yaml_ng::from_str(&text).unwrap();
         let mut names = BTreeSet::new();
         collect(&values, "", &mut names);
@@ -663,7 +663,7 @@ fn every_value_has_a_comment_and_a_schema() {
                 .split_once(": ")
                 .is_some_and(|(key, _)| !key.trim_start().starts_with(['#', '-']))
                 || line.trim_end().ends_with(':') && lines.get(n + 1).is_none_or(|next| indent(next) <= indent(line));
-            if is_leaf && !explained(&lines, n) {
+            if is_leaf && !has_comment_above(&lines, n) {
                 unexplained.push(format!("line {}: {line}", n + 1));
             }
         }
@@ -694,7 +694,7 @@ fn indent(line: &str) -> usize {
 }
 
 /// Whether a comment is directly above a line, or above one of the lines that contain it.
-fn explained(lines: &[&str], mut n: usize) -> bool {
+fn has_comment_above(lines: &[&str], mut n: usize) -> bool {
     let is_comment = |line: &str| line.trim_start().starts_with('#');
     loop {
         if n > 0 && is_comment(lines[n - 1]) {

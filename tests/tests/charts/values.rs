@@ -5,7 +5,7 @@ use std::fs;
 
 use serde::Deserialize as _;
 use serde_json::{Map, Value, json};
-use tulle_tests::charts::{Helm, path_of};
+use tulle_tests::charts::{Helm, chart_path};
 use tulle_tests::cluster::ApiServer;
 
 use crate::render::REQUIRED_VALUES;
@@ -16,7 +16,7 @@ type Values = BTreeMap<String, Value>;
 #[test]
 fn every_value_of_linkerds_chart_is_accepted() {
     let [defaults, others] = linkerd_values();
-    for (name, values) in [("its defaults", defaults), ("what has no default", others)] {
+    for (name, values) in [("defaults", defaults), ("values without a default", others)] {
         let dir = tempfile::tempdir().unwrap();
         let file = write(&dir, &values);
         let rendered = Helm::new()
@@ -28,7 +28,7 @@ fn every_value_of_linkerds_chart_is_accepted() {
 
 #[test]
 fn defaults_are_those_of_linkerd_except_documented_ones() {
-    let values = fs::read_to_string(format!("{}/values.yaml", path_of("tulle-control-plane"))).unwrap();
+    let values = fs::read_to_string(format!("{}/values.yaml", chart_path("tulle-control-plane"))).unwrap();
     let values: Value = serde_yaml_ng::from_str(&values).unwrap();
     let [linkerds, _] = linkerd_values();
     for (path, linkerds) in linkerds {
@@ -46,11 +46,11 @@ fn defaults_are_those_of_linkerd_except_documented_ones() {
 async fn values_without_effect_are_named_after_an_installation() {
     // Helm queries the version of the API server before it renders notes, and nothing else.
     let server = ApiServer::start().await.unwrap();
-    let helm = Helm::for_cluster(server.kubeconfig()).unwrap();
+    let helm = Helm::with_kubeconfig(server.kubeconfig()).unwrap();
     let dir = tempfile::tempdir().unwrap();
     let listed = |values: &Values| {
         let file = write(&dir, values);
-        let chart = path_of("tulle-control-plane");
+        let chart = chart_path("tulle-control-plane");
         let fixed = ["install", "tulle", &chart, "--dry-run=client", "--hide-secret", &file];
         let notes = helm.run(&[&fixed[..], REQUIRED_VALUES].concat()).unwrap();
         let (_, lines) = notes.split_once("Values without effect:").unwrap_or_default();
@@ -82,7 +82,7 @@ async fn values_without_effect_are_named_after_an_installation() {
     defaults.insert("disableHeartBeat".to_owned(), json!(true));
     assert_eq!(listed(&defaults), [""; 0]);
 
-    let text = fs::read_to_string(format!("{}/values.yaml", path_of("tulle-control-plane"))).unwrap();
+    let text = fs::read_to_string(format!("{}/values.yaml", chart_path("tulle-control-plane"))).unwrap();
     for path in documented_as_unused(&text) {
         assert!(unused.contains_key(&path), "the notes do not know {path}");
     }

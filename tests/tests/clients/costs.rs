@@ -1,4 +1,4 @@
-//! Costs of a request, in instructions and allocations as the bench counts them.
+//! The cost of a request in instructions and allocations, as `tulle-bench` counts them.
 
 use std::path::Path;
 use std::process::Command;

@@ -17,7 +17,7 @@ fn a_valid_certificate_is_accepted_and_all_others_are_refused_each_for_its_own_r
     let expired = testbed.credentials.leaf(&peer, Validity::Expired);
     let of_other_ca = testbed.credentials.foreign_leaf(&peer);
 
-    let output = ask(&testbed, ALPN, Some(&valid));
+    let output = send_openssl_request(&testbed, ALPN, Some(&valid));
     assert!(output.out.contains("HTTP/1.1 200 OK"), "{output:?}");
     assert!(output.out.contains("ALPN protocol: transport.l5d.io/v1"), "{output:?}");
     let header = "inbound_tcp_transport_header_connections_total";
@@ -29,14 +29,14 @@ fn a_valid_certificate_is_accepted_and_all_others_are_refused_each_for_its_own_r
         (Some(&of_other_ca), "unknown_ca"),
         (Some(&expired), "expired"),
     ] {
-        let output = ask(&testbed, ALPN, certificate);
+        let output = send_openssl_request(&testbed, ALPN, certificate);
         assert!(!output.out.contains("HTTP/"), "{reason}: {output:?}");
         refused.push((reason, 1));
         let target = ["target_addr=\"10.79.0.20:4143\""];
         testbed.wait_for_series("tulle_inbound_tls_failures_total", &target, "reason", &refused);
     }
     // A client whose ALPN does not announce the transport header is refused.
-    let output = ask(&testbed, None, Some(&valid));
+    let output = send_openssl_request(&testbed, None, Some(&valid));
     assert!(!output.out.contains("HTTP/"), "{output:?}");
     let cause = ["cause=\"bad-transport-header\""];
     testbed.wait_for_series("tulle_failures_total", &cause, "direction", &[("inbound", 1)]);
@@ -46,7 +46,11 @@ fn a_valid_certificate_is_accepted_and_all_others_are_refused_each_for_its_own_r
 const ALPN: Option<&str> = Some("transport.l5d.io/v1");
 
 /// Requests the application's HTTP port from outside.
-fn ask(testbed: &Testbed, alpn: Option<&'static str>, client_certificate: Option<&Leaf>) -> ProgramOutput {
+fn send_openssl_request(
+    testbed: &Testbed,
+    alpn: Option<&'static str>,
+    client_certificate: Option<&Leaf>,
+) -> ProgramOutput {
     let client = Client {
         to: (SERVER, port::INBOUND).into(),
         name: &identity("server"),

@@ -110,7 +110,7 @@ fn networks_of_either_family_are_permitted_and_excepted() {
         let to = SocketAddr::new(if from.is_ipv4() { v4 } else { v6 }, GRPC);
         get(&testbed.outside, Some(from), to)
     };
-    // The proxy may receive the manifest a moment late. Until then the port is for meshed clients.
+    // Until the proxy receives the policy, only meshed clients may use the port.
     let deadline = Instant::now() + READ_TIMEOUT;
     while response_to(OUTSIDE.into()).starts_with("HTTP/1.1 403") {
         assert!(Instant::now() < deadline, "no client is permitted");

@@ -10,18 +10,18 @@ use crate::testbed::{OPEN_TLS, OUTSIDE, SERVER, TLS, Testbed, identity, service,
 
 /// Checks that `openssl s_client` at `from` gets the certificate of the requested server name, and a response.
 fn check(testbed: &Testbed, from: &Namespace, to: SocketAddr, server_host: &Arc<Namespace>) {
-    let named = testbed.credentials.foreign_leaf(NAME);
+    let named = testbed.credentials.foreign_leaf(FOREIGN_SERVER_NAME);
     let other = testbed.credentials.foreign_leaf("other.example");
-    let _server = openssl::server(testbed, server_host, to.port(), NAME, [&named, &other]);
+    let _server = openssl::server(testbed, server_host, to.port(), FOREIGN_SERVER_NAME, [&named, &other]);
     let client = Client {
         to,
-        name: NAME,
+        name: FOREIGN_SERVER_NAME,
         alpn: None,
         certificate: None,
     };
     let output = client.connect_and_send(from, b"GET / HTTP/1.0\r\n\r\n");
     assert_eq!(output.certificate(), named.pem.replace("\r\n", "\n").trim());
-    // The server's status page about the connection, so bytes pass in both directions.
+    // The response is the server's status page about the connection, which shows that bytes pass in both directions.
     assert!(
         output.out.contains("HTTP/1.0 200 ok") && output.out.contains("s_server"),
         "{output:?}"
@@ -69,9 +69,9 @@ fn a_foreign_name_from_outside_arrives_at_the_application_if_the_policy_permits(
         return;
     };
     check(&testbed, &testbed.outside, (SERVER, OPEN_TLS).into(), &testbed.server);
-    let names = [(NAME, 1), ("unknown.example", 1)];
+    let names = [(FOREIGN_SERVER_NAME, 1), ("unknown.example", 1)];
     testbed.wait_for_series(ALLOWED, &["tls=\"opaque\""], "sni", &names);
 }
 
-const NAME: &str = "pay.example";
+const FOREIGN_SERVER_NAME: &str = "pay.example";
 const ALLOWED: &str = "inbound_tcp_authz_allow_total";

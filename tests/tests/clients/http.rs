@@ -62,12 +62,16 @@ fn requests_permitted_by_audit_are_logged() {
         return;
     };
     let url = format!("http://{SERVER}:{HTTP}/");
-    let ask = || {
+    let request_status = || {
         let args = ["-sS", "-o", "/dev/null", "-w", "%{http_code}", &url];
         programs::run(&testbed.outside, "curl", &args, b"").out
     };
-    assert_eq!(ask(), "403", "the default policy permits no client outside the mesh");
-    // Manifests may take effect a moment late.
+    assert_eq!(
+        request_status(),
+        "403",
+        "the default policy permits no client outside the mesh"
+    );
+    // A manifest takes effect with a delay.
     let wait_until = |what: &str, holds: &dyn Fn() -> bool| {
         let deadline = Instant::now() + WAIT_TIMEOUT;
         while !holds() {
@@ -87,16 +91,16 @@ fn requests_permitted_by_audit_are_logged() {
         lines.len()
     };
     testbed.manifest("audit.yaml", &AUDIT.replace("PROTOCOL", "HTTP/1"));
-    wait_until("requests are permitted", &|| ask() == "200");
+    wait_until("requests are permitted", &|| request_status() == "200");
     for _ in 0..5 {
-        assert_eq!(ask(), "200");
+        assert_eq!(request_status(), "200");
     }
     assert_eq!(logged("request audited"), 1, "one line a minute");
     let requests = testbed.series("inbound_http_authz_allow_total", &[], "authz_name");
     assert!(requests.values().sum::<u64>() >= 6, "all are counted: {requests:?}");
     testbed.manifest("audit.yaml", &AUDIT.replace("PROTOCOL", "opaque"));
     wait_until("connections are permitted", &|| {
-        ask() == "200"
+        request_status() == "200"
             && !testbed
                 .series("inbound_tcp_authz_allow_total", &[], "authz_name")
                 .is_empty()

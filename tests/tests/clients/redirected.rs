@@ -16,20 +16,20 @@ fn under_all_authenticated_a_valid_certificate_is_accepted_and_all_others_are_re
     let expired = testbed.credentials.leaf(&peer, Validity::Expired);
     let of_other_ca = testbed.credentials.foreign_leaf(&peer);
 
-    let output = ask(&testbed, HTTP, Some(&valid));
+    let output = send_openssl_request(&testbed, HTTP, Some(&valid));
     assert!(output.out.contains("HTTP/1.1 200 OK"), "{output:?}");
     assert!(
         output.out.contains(&format!(r#""l5d-client-id":["{peer}"]"#)),
         "{output:?}"
     );
 
-    let output = ask(&testbed, HTTP, None);
+    let output = send_openssl_request(&testbed, HTTP, None);
     assert!(output.out.contains("HTTP/1.1 403"), "{output:?}");
     testbed.wait_for_series(DENIED, &[HTTP_LABEL], "reason", &[("no-identity", 1)]);
 
     let mut refused = Vec::new();
     for (certificate, reason) in [(&of_other_ca, "unknown_ca"), (&expired, "expired")] {
-        let output = ask(&testbed, HTTP, Some(certificate));
+        let output = send_openssl_request(&testbed, HTTP, Some(certificate));
         assert!(!output.out.contains("HTTP/"), "{reason}: {output:?}");
         refused.push((reason, 1));
         let target = ["target_addr=\"10.79.0.20:8080\""];
@@ -47,17 +47,17 @@ fn a_valid_identity_that_no_policy_permits_is_refused() {
     let permitted = testbed.credentials.leaf(&client, Validity::Current);
     let other = testbed.credentials.leaf(&identity("stranger"), Validity::Current);
 
-    let output = ask(&testbed, RESTRICTED, Some(&other));
+    let output = send_openssl_request(&testbed, RESTRICTED, Some(&other));
     assert!(output.out.contains("HTTP/1.1 403"), "{output:?}");
     testbed.wait_for_series(DENIED, &[RESTRICTED_LABEL], "reason", &[("identity", 1)]);
 
-    let output = ask(&testbed, RESTRICTED, Some(&permitted));
+    let output = send_openssl_request(&testbed, RESTRICTED, Some(&permitted));
     assert!(output.out.contains("HTTP/1.1 200 OK"), "{output:?}");
     testbed.wait_for_series(ALLOWED, &[RESTRICTED_LABEL], "client_id", &[(&client, 1)]);
 }
 
 /// Sends one request from outside the mesh.
-fn ask(testbed: &Testbed, port: u16, client_certificate: Option<&Leaf>) -> ProgramOutput {
+fn send_openssl_request(testbed: &Testbed, port: u16, client_certificate: Option<&Leaf>) -> ProgramOutput {
     let client = Client {
         to: (SERVER, port).into(),
         name: &identity("server"),

@@ -23,7 +23,7 @@ fn after_sigterm_a_sidecar_serves_without_failures_while_its_application_listens
             let (stop, n_ok) = (stop.clone(), n_ok.clone());
             in_client(&testbed, move || {
                 while !stop.load(Ordering::Relaxed) {
-                    assert_ok(&ask("/"));
+                    assert_ok(&send_request("/"));
                     n_ok.fetch_add(1, Ordering::Relaxed);
                 }
             })
@@ -52,7 +52,7 @@ fn a_clients_sidecar_after_sigterm_completes_all_requests_in_flight() {
 /// number of requests that the server's sidecar has counted already.
 fn assert_graceful_exit(testbed: &Testbed, sidecar: &str, n_counted_before: u64) {
     let in_flight: Vec<_> = (0..8)
-        .map(|_| in_client(testbed, || assert_ok(&ask("/delay/2000"))))
+        .map(|_| in_client(testbed, || assert_ok(&send_request("/delay/2000"))))
         .collect();
     let labels = ["direction=\"inbound\"", "target_port=\"8080\""];
     testbed.wait_for_count("request_total", &labels, n_counted_before + 8);
@@ -88,11 +88,11 @@ fn join(thread: JoinHandle<()>) {
 }
 
 /// Sends one request on its own connection and returns the whole response.
-fn ask(path: &str) -> String {
+fn send_request(path: &str) -> String {
     let to: SocketAddr = service(HTTP);
     let exchange = || -> std::io::Result<String> {
         let mut stream = TcpStream::connect(to)?;
-        stream.set_read_timeout(Some(LIMIT))?;
+        stream.set_read_timeout(Some(READ_TIMEOUT))?;
         write!(stream, "GET {path} HTTP/1.1\r\nhost: mesh\r\nconnection: close\r\n\r\n")?;
         let mut answer = String::new();
         stream.read_to_string(&mut answer)?;
@@ -101,4 +101,4 @@ fn ask(path: &str) -> String {
     exchange().unwrap_or_else(|error| error.to_string())
 }
 
-const LIMIT: Duration = Duration::from_secs(20);
+const READ_TIMEOUT: Duration = Duration::from_secs(20);

@@ -87,8 +87,8 @@ impl Testbed {
         fs::write(manifests.join("mesh.yaml"), include_str!("mesh.yaml")).unwrap();
         let proxy = programs::install("tulle-proxy", dir.path()).unwrap();
 
-        netns::remove_stale(PREFIX).unwrap();
-        let mut virtual_network = VirtualNetwork::new(PREFIX).unwrap();
+        netns::remove_stale(NAMESPACE_PREFIX).unwrap();
+        let mut virtual_network = VirtualNetwork::new(NAMESPACE_PREFIX).unwrap();
         let [control, client, server, outside] = [
             ("control", CONTROL),
             ("client", CLIENT),
@@ -181,17 +181,17 @@ impl Testbed {
         }
     }
 
-    /// Waits until a sidecar's output has a line of JSON, and returns all of them.
+    /// Waits until a sidecar's output has a line of JSON, and returns all lines of JSON.
     pub(crate) fn json_lines(&self, name: &str) -> Vec<serde_json::Value> {
         self.lines(name, |line| serde_json::from_str(line).ok())
     }
 
-    /// Waits until a sidecar's output has a line that `of` accepts, and returns all of them.
-    pub(crate) fn lines<T>(&self, name: &str, of: impl Fn(&str) -> Option<T>) -> Vec<T> {
+    /// Waits until a sidecar's output has a line that `parse` accepts, and returns the results for all such lines.
+    pub(crate) fn lines<T>(&self, name: &str, parse: impl Fn(&str) -> Option<T>) -> Vec<T> {
         let deadline = Instant::now() + METRICS_TIMEOUT;
         loop {
             let log = fs::read_to_string(self.dir().join(format!("sidecar-{name}.log"))).unwrap();
-            let lines: Vec<_> = log.lines().filter_map(&of).collect();
+            let lines: Vec<_> = log.lines().filter_map(&parse).collect();
             if !lines.is_empty() {
                 return lines;
             }
@@ -344,6 +344,6 @@ const NETWORKS: &str = "10.0.0.0/8,fd00::/8";
 const POLICY: &str = "all-authenticated";
 /// The user id of the proxy, whose traffic is not redirected.
 const PROXY_UID: u32 = 2102;
-const PREFIX: &str = "tr-";
+const NAMESPACE_PREFIX: &str = "tr-";
 const METRICS_TIMEOUT: Duration = Duration::from_secs(5);
 const METRICS_POLL_INTERVAL: Duration = Duration::from_millis(10);

@@ -37,37 +37,41 @@ fn applications_see_the_addresses_of_all_clients() {
         for port in [OPEN_TLS, GRPC] {
             start_peer_addr_app(&testbed.server, port);
         }
-        // From outside, in both families. Requests alternate between clients, because a pooled connection of one client
+        // Clients outside the mesh, in both families. Requests alternate between clients, because a pooled connection of one client
         // may not be used for another.
         for _ in 0..3 {
             for client in [both(OUTSIDE), both(other)].concat() {
                 let [v4, v6] = both(SERVER);
                 let to = SocketAddr::new(if client.is_ipv4() { v4 } else { v6 }, OPEN_TLS);
                 assert_eq!(
-                    ask(&testbed.outside, Some(client), to, HTTP),
+                    send_request(&testbed.outside, Some(client), to, HTTP),
                     client.to_string(),
                     "{backend}"
                 );
                 assert_eq!(
-                    ask(&testbed.outside, Some(client), to, BYTES),
+                    send_request(&testbed.outside, Some(client), to, BYTES),
                     client.to_string(),
                     "{backend}"
                 );
             }
         }
-        // Through the sidecar of a peer, which proves its identity and dials the proxy's own port.
+        // A client in the mesh. Its sidecar authenticates with its identity, and dials the proxy's own port.
         for to in [OPEN_TLS, GRPC].map(service) {
-            assert_eq!(ask(&testbed.client, None, to, HTTP), CLIENT.to_string(), "{backend}");
+            assert_eq!(
+                send_request(&testbed.client, None, to, HTTP),
+                CLIENT.to_string(),
+                "{backend}"
+            );
         }
         let proven = format!("client_id=\"{}\"", identity("client"));
         testbed.wait_for_count("inbound_http_authz_allow_total", &[&proven, "target_port=\"10000\""], 1);
         // Outbound connections use the proxy's own address, as without tproxy.
         start_peer_addr_app(&testbed.outside, OPEN_TLS);
-        let answer = ask(&testbed.server, None, (OUTSIDE, OPEN_TLS).into(), BYTES);
+        let answer = send_request(&testbed.server, None, (OUTSIDE, OPEN_TLS).into(), BYTES);
         assert_eq!(answer, SERVER.to_string(), "{backend}");
         testbed.wait_for_count("tcp_open_total", &["direction=\"outbound\"", "peer=\"src\""], 1);
         // Policy still applies: clients without an identity are refused on this port.
-        let refused = ask(&testbed.outside, None, (SERVER, GRPC).into(), HTTP);
+        let refused = send_request(&testbed.outside, None, (SERVER, GRPC).into(), HTTP);
         assert!(refused.starts_with("HTTP/1.1 403"), "{backend}: {refused}");
     }
 }
@@ -85,7 +89,7 @@ fn the_capability_may_be_on_the_file_and_the_error_names_the_fix() {
         };
         testbed.start_sidecar("client", &testbed.outside, &testbed.dir().join(file), setup)
     };
-    // As in a container that adds the capability for a user that is not root.
+    // A container runtime that adds the capability for a user other than root does the same.
     fs::copy(
         programs::built_binary("tulle-proxy").unwrap(),
         testbed.dir().join("of-image"),
@@ -125,7 +129,7 @@ fn redirect_rules_are_distinguished_from_tproxy_rules() {
     });
     start_peer_addr_app(&testbed.server, OPEN_TLS);
     redirect(&testbed.server, &["--inbound-mode", "redirect"]);
-    let answer = ask(&testbed.outside, None, (SERVER, OPEN_TLS).into(), HTTP);
+    let answer = send_request(&testbed.outside, None, (SERVER, OPEN_TLS).into(), HTTP);
     assert_eq!(answer, "", "closed");
     let log = fs::read_to_string(testbed.dir().join("sidecar-server.log")).unwrap();
     assert!(
@@ -134,7 +138,10 @@ fn redirect_rules_are_distinguished_from_tproxy_rules() {
     );
     // Peers reach the proxy's own port without redirect rules; but replies of the application need the tproxy rules.
     redirect(&testbed.server, &["--inbound-mode", "tproxy"]);
-    assert_eq!(ask(&testbed.client, None, service(OPEN_TLS), HTTP), CLIENT.to_string());
+    assert_eq!(
+        send_request(&testbed.client, None, service(OPEN_TLS), HTTP),
+        CLIENT.to_string()
+    );
 }
 
 /// An application that returns the address of its client: as HTTP for an HTTP request, as a line otherwise.
@@ -169,7 +176,7 @@ fn respond(mut stream: &TcpStream) -> std::io::Result<()> {
 }
 
 /// The last line of the response, or the whole response if it is an error.
-fn ask(host: &Namespace, from: Option<IpAddr>, to: SocketAddr, input: &str) -> String {
+fn send_request(host: &Namespace, from: Option<IpAddr>, to: SocketAddr, input: &str) -> String {
     let mut answer = String::new();
     let exchange = || {
         let socket = Socket::new(Domain::for_address(to), Type::STREAM, None)?;

@@ -38,7 +38,7 @@ fn a_machine_set_up_as_in_the_guide_receives_and_sends_mutual_tls() {
     assert_eq!(check.status.code(), Some(0), "the rules are in force");
 
     // The mesh calls the machine. Its port accepts meshed clients only, so a response proves mutual TLS.
-    let answer = ask(&testbed.client, (SERVICE, 80).into());
+    let answer = send_request(&testbed.client, (SERVICE, 80).into());
     let client = identity("client");
     assert!(answer.contains("200 OK"), "{answer}");
     assert!(answer.contains(&format!(r#""l5d-client-id":["{client}"]"#)), "{answer}");
@@ -62,13 +62,13 @@ fn a_machine_set_up_as_in_the_guide_receives_and_sends_mutual_tls() {
     );
 
     // The machine calls into the mesh, with an identity that policies permit.
-    let answer = ask(&testbed.outside, testbed::service(HTTP));
+    let answer = send_request(&testbed.outside, testbed::service(HTTP));
     assert!(answer.contains("200 OK"), "{answer}");
     assert!(
         answer.contains(&format!(r#""l5d-client-id":["{IDENTITY}"]"#)),
         "{answer}"
     );
-    let answer = ask(&testbed.outside, testbed::service(RESTRICTED));
+    let answer = send_request(&testbed.outside, testbed::service(RESTRICTED));
     assert!(answer.contains("403 Forbidden"), "{answer}");
     testbed.wait_for_series(
         "tulle_inbound_denied_total",
@@ -79,7 +79,7 @@ fn a_machine_set_up_as_in_the_guide_receives_and_sends_mutual_tls() {
     testbed.manifest("vm-policy.yaml", machine.file("policy.yaml"));
     testbed.manifest("vm-may-use-restricted.yaml", PERMISSION);
     eventually_blocking("the policy permits the machine", || {
-        ask(&testbed.outside, testbed::service(RESTRICTED)).contains("200 OK")
+        send_request(&testbed.outside, testbed::service(RESTRICTED)).contains("200 OK")
     });
     let allowed = testbed.series("inbound_http_authz_allow_total", &["target_port=\"8081\""], "client_id");
     assert_eq!(allowed.keys().collect::<Vec<_>>(), [IDENTITY]);
@@ -88,14 +88,14 @@ fn a_machine_set_up_as_in_the_guide_receives_and_sends_mutual_tls() {
     let before = renewals(&testbed);
     let issuer = trust::create_issuer("second", trust::ISSUER_LIFETIME, &testbed.credentials.anchor).unwrap();
     for (name, text) in [("key.pem", &issuer.key), ("crt.pem", &issuer.certificate)] {
-        fs::write(machine.at("/etc/tulle/issuer").join(name), text).unwrap();
+        fs::write(machine.local_path("/etc/tulle/issuer").join(name), text).unwrap();
     }
     eventually_blocking("the certificate is renewed", || {
-        let answer = ask(&testbed.client, (SERVICE, 80).into());
+        let answer = send_request(&testbed.client, (SERVICE, 80).into());
         assert!(answer.contains("200 OK"), "{answer}");
         renewals(&testbed) > before
     });
-    assert!(ask(&testbed.outside, testbed::service(HTTP)).contains("200 OK"));
+    assert!(send_request(&testbed.outside, testbed::service(HTTP)).contains("200 OK"));
 
     drop(proxy);
     machine.run(&init["ExecStop"]).unwrap();
@@ -136,10 +136,10 @@ fn machine(testbed: &Testbed) -> ExternalMachine {
 }
 
 /// Sends one request from a host and returns the whole response.
-fn ask(host: &Namespace, to: SocketAddr) -> String {
+fn send_request(host: &Namespace, to: SocketAddr) -> String {
     let exchange = || -> std::io::Result<String> {
         let mut stream = TcpStream::connect(to)?;
-        stream.set_read_timeout(Some(LIMIT))?;
+        stream.set_read_timeout(Some(READ_TIMEOUT))?;
         stream.write_all(b"GET /headers HTTP/1.1\r\nhost: mesh\r\nconnection: close\r\n\r\n")?;
         let mut answer = String::new();
         stream.read_to_string(&mut answer)?;
@@ -174,4 +174,4 @@ spec:
   requiredAuthenticationRefs:
   - {group: policy.linkerd.io, kind: MeshTLSAuthentication, name: proxy-harness, namespace: simple-app}
 ";
-const LIMIT: Duration = Duration::from_secs(20);
+const READ_TIMEOUT: Duration = Duration::from_secs(20);

@@ -26,19 +26,19 @@ async fn ten_thousand_messages_are_echoed_over_a_websocket() {
     let started = Instant::now();
     let (mut sink, mut source) = socket.split();
     let sending = async {
-        for n in 0..MESSAGES {
+        for n in 0..N_MESSAGES {
             sink.send(message(n)).await.unwrap();
         }
         sink.close().await.unwrap();
     };
     let receiving = async {
-        for n in 0..MESSAGES {
+        for n in 0..N_MESSAGES {
             assert_eq!(source.next().await.unwrap().unwrap(), message(n));
         }
         assert!(source.next().await.unwrap().unwrap().is_close());
     };
     tokio::join!(sending, receiving);
-    println!("{MESSAGES} WebSocket messages were echoed in {:?}", started.elapsed());
+    println!("{N_MESSAGES} WebSocket messages were echoed in {:?}", started.elapsed());
 }
 
 /// Text and binary messages in turn, each with lengths for all three header forms.
@@ -57,12 +57,15 @@ fn message(n: usize) -> Message {
     }
 }
 
-const MESSAGES: usize = 10_000;
+const N_MESSAGES: usize = 10_000;
 
 #[test]
 fn text_and_binary_messages_have_all_header_forms() {
     let forms = |is_kind: fn(&Message) -> bool| -> BTreeSet<usize> {
-        let lengths = (0..MESSAGES).map(message).filter(is_kind).map(|message| message.len());
+        let lengths = (0..N_MESSAGES)
+            .map(message)
+            .filter(is_kind)
+            .map(|message| message.len());
         lengths
             .map(|length| match length {
                 ..=125 => 0,

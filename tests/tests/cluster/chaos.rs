@@ -1,9 +1,10 @@
 //! No request is lost: POST requests at a fixed rate through both sidecars, from a client without retries, while
 //! components are restarted, killed and replaced.
 //!
-//! The application closes its listener at SIGTERM, finishes its requests, and exits. A default run does a few of the
+//! The application closes its listener at SIGTERM, finishes its requests, and exits. A default run causes some of the
 //! disturbances and checks only for failures, because response times depend on the other load of the machine.
-//! `TULLE_TEST_FULL=1` does all of them, also for the same application without sidecars, and bounds the times.
+//! With `TULLE_TEST_FULL=1` a run causes all disturbances, also for the same application without sidecars, and checks response
+//! times.
 
 use std::collections::BTreeMap;
 use std::env;
@@ -15,7 +16,7 @@ use parking_lot::Mutex;
 use tokio::time::sleep;
 use tulle_bench::load::stats::{Latency, Report};
 use tulle_control::trust;
-use tulle_tests::charts::path_of;
+use tulle_tests::charts::chart_path;
 
 use tulle_tests::meshed::{COMPONENTS, Client, MeshedCluster, assert_all_ok, find_process};
 
@@ -24,7 +25,7 @@ const TARGET: &str = "http://echo:80/echo --rate=500 --body-size=200";
 struct Chaos {
     meshed: MeshedCluster,
     full: bool,
-    /// Times over the limit, reported at the end, so that one run shows all of them.
+    /// Messages about p99.9 values over the limit. They are reported at the end, so that one run shows all of them.
     slow: Mutex<Vec<String>>,
     /// The p99.9 without sidecars in ms, by disturbance.
     baseline: Mutex<BTreeMap<String, f64>>,
@@ -52,7 +53,7 @@ async fn no_request_is_lost_when_components_restart() {
     }
     chaos.disturb_control_plane().await;
     let slow = chaos.slow.into_inner();
-    assert!(slow.is_empty(), "slower than they may be:\n{}", slow.join("\n"));
+    assert!(slow.is_empty(), "p99.9 over the limit:\n{}", slow.join("\n"));
 }
 
 impl Chaos {
@@ -189,7 +190,7 @@ impl Chaos {
                 .await;
             meshed.wait_for_control_plane().await.unwrap();
         }
-        let chart = path_of("tulle-control-plane");
+        let chart = chart_path("tulle-control-plane");
         let upgrade = async |values: &[&str]| {
             let fixed = [
                 "upgrade",

@@ -42,7 +42,7 @@ fn workload(node: &str) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn pods_on_two_nodes_reach_each_other_by_name_and_everything_is_gone_afterwards() {
+async fn pods_on_two_nodes_reach_each_other_by_name_and_no_leftovers_remain() {
     let options = ClusterOptions {
         nodes: 2,
         images: vec![Image::Workload],
@@ -77,10 +77,7 @@ async fn pods_on_two_nodes_reach_each_other_by_name_and_everything_is_gone_after
                 .await;
             got.map(drop).with_context(|| format!("{to} from {from}"))
         };
-        cluster
-            .wait_until("an answer from the other node", answered)
-            .await
-            .unwrap();
+        cluster.wait_until("the other node responds", answered).await.unwrap();
     }
     let log = cluster.kubectl(&["logs", "node1"]).await.unwrap();
     assert!(log.contains("8080"), "{log}");

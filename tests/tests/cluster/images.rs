@@ -133,7 +133,7 @@ async fn assert_exit_codes(cluster: &Cluster, name: &str) {
     };
     let mut codes = None;
     let waited = cluster
-        .wait_until("the end of all containers", async || {
+        .wait_until("all containers have ended", async || {
             codes = Some(ended().await.with_context(|| name.to_owned())?);
             Ok(())
         })

@@ -77,11 +77,12 @@ async fn measure_times_to_ready(meshed: &MeshedCluster) {
                 let status = pod.status.unwrap_or_default();
                 let all = [status.init_container_statuses, status.container_statuses];
                 let mut containers = all.into_iter().flatten().flatten();
-                let is_started = |of: &ContainerStatus| of.name == "linkerd-proxy" && of.started == Some(true);
-                if containers.any(|of| is_started(&of)) {
+                let is_started =
+                    |status: &ContainerStatus| status.name == "linkerd-proxy" && status.started == Some(true);
+                if containers.any(|status| is_started(&status)) {
                     proxy_started.get_or_insert_with(|| begun.elapsed());
                 }
-                let is_ready = |of: &PodCondition| of.type_ == "Ready" && of.status == "True";
+                let is_ready = |condition: &PodCondition| condition.type_ == "Ready" && condition.status == "True";
                 let conditions = status.conditions.unwrap_or_default();
                 ensure!(conditions.iter().any(is_ready), "{conditions:?}");
                 Ok(())
@@ -96,7 +97,7 @@ async fn measure_times_to_ready(meshed: &MeshedCluster) {
         eprintln!("{namespace}: median from creation to Ready {total:.1?}, from the proxy's start {after:.1?}");
     }
     let [(plain, _), native, classic] = took[..] else {
-        unreachable!("of three namespaces")
+        unreachable!("there are three namespaces")
     };
     if env::var_os("TULLE_TEST_FULL").is_some() {
         for (name, (_, after)) in [("native", native), ("classic", classic)] {
@@ -138,7 +139,7 @@ async fn assert_outage_is_audited(meshed: &MeshedCluster) {
         ensure!(n >= 50, "{n} pods");
         Ok(())
     };
-    meshed.cluster.wait_until("some pods are created", some).await.unwrap();
+    meshed.cluster.wait_until("fifty pods are created", some).await.unwrap();
     let injector = "linkerd.io/control-plane-component=proxy-injector";
     let scale = "scale -n linkerd deploy/linkerd-proxy-injector --replicas";
     meshed.kubectl(&format!("{scale}=0")).await.unwrap();
@@ -180,7 +181,7 @@ async fn assert_outage_is_audited(meshed: &MeshedCluster) {
     };
     meshed
         .cluster
-        .wait_until("the audit lists what was missed", listed)
+        .wait_until("the audit lists the pods that the injector missed", listed)
         .await
         .unwrap();
     eprintln!(

@@ -8,7 +8,7 @@ use std::path::Path;
 use anyhow::ensure;
 use tokio::process::Command;
 use tokio::time::Instant;
-use tulle_tests::charts::{Helm, Repository, path_of};
+use tulle_tests::charts::{Helm, Repository, chart_path};
 use tulle_tests::cluster::{AuditRecord, Cluster};
 use tulle_tests::{commands, programs};
 
@@ -260,16 +260,20 @@ async fn check_permissions(cluster: &Cluster, files: &Path) {
     let objects: Vec<serde_json::Value> = serde_yaml_ng::Deserializer::from_str(&rendered)
         .map(|document| serde::Deserialize::deserialize(document).unwrap())
         .collect();
-    let granted = permissions::granted(&objects);
+    let granted = permissions::granted_permissions(&objects);
     let unused = |log: &[AuditRecord]| -> Vec<&Permission> {
-        let used = permissions::used(log);
+        let used = permissions::permitted_requests(log);
         let is_used = |grant: &&Permission| used.iter().any(|requested| grant.is_used_by(requested));
         granted.iter().filter(|grant| !is_used(grant)).collect()
     };
-    let excuse = |grant: &Permission| ALLOWED_UNUSED_GRANTS.iter().find(|excuse| excuse.covers(grant));
+    let allowed_grant = |grant: &Permission| {
+        ALLOWED_UNUSED_GRANTS
+            .iter()
+            .find(|allowed_grant| allowed_grant.covers(grant))
+    };
     let all_used = async || {
         let unused = unused(&cluster.audit_log()?);
-        let unused = unused.into_iter().filter(|grant| excuse(grant).is_none());
+        let unused = unused.into_iter().filter(|grant| allowed_grant(grant).is_none());
         let unused: Vec<_> = unused.map(ToString::to_string).collect();
         ensure!(unused.is_empty(), "granted and never used:\n{}", unused.join("\n"));
         Ok(())
@@ -279,10 +283,13 @@ async fn check_permissions(cluster: &Cluster, files: &Path) {
     for grant in unused(&log) {
         eprintln!(
             "not used here: {grant}: {}",
-            excuse(grant).map_or("?", |excuse| excuse.why)
+            allowed_grant(grant).map_or("?", |allowed_grant| allowed_grant.why)
         );
     }
-    let refused: Vec<String> = permissions::refused(&log).iter().map(ToString::to_string).collect();
+    let refused: Vec<String> = permissions::refused_requests(&log)
+        .iter()
+        .map(ToString::to_string)
+        .collect();
     assert!(refused.is_empty(), "refused requests:\n{}", refused.join("\n"));
 }
 
@@ -370,7 +377,7 @@ async fn all_objects(cluster: &Cluster) -> BTreeSet<String> {
 
 /// The code blocks with commands of the tutorial.
 fn blocks() -> Vec<String> {
-    let page = Path::new(&path_of("..")).join("docs/tutorials/first-cluster.md");
+    let page = Path::new(&chart_path("..")).join("docs/tutorials/first-cluster.md");
     let page = fs::read_to_string(page).unwrap();
     let blocks = page.split("```sh\n").skip(1);
     blocks

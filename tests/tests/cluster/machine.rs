@@ -78,7 +78,7 @@ async fn an_external_machine_is_meshed_and_its_slice_outlives_the_leader() {
     let verified = format!("server_id=\"{IDENTITY}\"");
     assert!(metrics.lines().any(|line| line.contains(&verified)), "{metrics}");
 
-    // From the machine into the cluster.
+    // The machine sends a request to the cluster.
     let path = "get service -n simple-app inside -o jsonpath={.spec.clusterIP}";
     let inside = meshed.kubectl(path).await.unwrap();
     let answer = machine
@@ -138,7 +138,7 @@ async fn patch(meshed: &MeshedCluster, args: &[&str]) {
     meshed.cluster.kubectl(&[&fixed[..], args].concat()).await.unwrap();
 }
 
-/// Waits until our slices have these addresses, each with its readiness.
+/// Waits until the slices of the control plane have these addresses, each with its readiness.
 async fn wait_for_slices(meshed: &MeshedCluster, expected: &str) {
     let path = "jsonpath={range .items[*].endpoints[*]}{.addresses[0]}:{.conditions.ready}{end}";
     let ours = "endpointslice.kubernetes.io/managed-by=linkerd-external-workloads-controller,\

@@ -76,22 +76,22 @@ impl Permission {
 }
 
 /// The grants of the rendered roles to the service accounts that they are bound to.
-pub(crate) fn granted(objects: &[Value]) -> BTreeSet<Permission> {
+pub(crate) fn granted_permissions(objects: &[Value]) -> BTreeSet<Permission> {
     let mut all = BTreeSet::new();
     let bindings = objects
         .iter()
         .filter(|object| object["kind"].as_str().is_some_and(|kind| kind.ends_with("Binding")));
     for binding in bindings {
         let role = &binding["roleRef"];
-        let is_it = |object: &&Value| object["kind"] == role["kind"] && object["metadata"]["name"] == role["name"];
+        let is_role = |object: &&Value| object["kind"] == role["kind"] && object["metadata"]["name"] == role["name"];
         let role = objects
             .iter()
-            .find(is_it)
+            .find(is_role)
             .unwrap_or_else(|| panic!("{role} is not rendered"));
         let namespace = binding["metadata"]["namespace"].as_str().unwrap_or_default();
-        for account in strings(binding, "subjects", Some("name")) {
+        for account in string_values(binding, "subjects", Some("name")) {
             for rule in role["rules"].as_array().into_iter().flatten() {
-                all.extend(of_rule(rule).map(|(verb, group, resource, name)| Permission {
+                all.extend(rule_permissions(rule).map(|(verb, group, resource, name)| Permission {
                     account: account.clone(),
                     verb,
                     group,
@@ -106,15 +106,15 @@ pub(crate) fn granted(objects: &[Value]) -> BTreeSet<Permission> {
 }
 
 /// Each verb, group, resource and name of a rule.
-fn of_rule(rule: &Value) -> impl Iterator<Item = (String, String, String, String)> {
-    let mut names = strings(rule, "resourceNames", None);
+fn rule_permissions(rule: &Value) -> impl Iterator<Item = (String, String, String, String)> {
+    let mut names = string_values(rule, "resourceNames", None);
     if names.is_empty() {
         names.push(String::new());
     }
     let (verbs, groups, resources) = (
-        strings(rule, "verbs", None),
-        strings(rule, "apiGroups", None),
-        strings(rule, "resources", None),
+        string_values(rule, "verbs", None),
+        string_values(rule, "apiGroups", None),
+        string_values(rule, "resources", None),
     );
     let mut all = Vec::new();
     for verb in &verbs {
@@ -128,23 +128,24 @@ fn of_rule(rule: &Value) -> impl Iterator<Item = (String, String, String, String
     all.into_iter()
 }
 
-fn strings(of: &Value, field: &str, inner: Option<&str>) -> Vec<String> {
-    let values = of[field].as_array().into_iter().flatten();
+/// The strings in a list; with `inner`, the strings in this field of each element.
+fn string_values(object: &Value, field: &str, inner: Option<&str>) -> Vec<String> {
+    let values = object[field].as_array().into_iter().flatten();
     values
         .filter_map(|value| inner.map_or(value, |inner| &value[inner]).as_str().map(str::to_owned))
         .collect()
 }
 
 /// Permitted requests of service accounts in the namespace `linkerd`.
-pub(crate) fn used(log: &[AuditRecord]) -> BTreeSet<Permission> {
+pub(crate) fn permitted_requests(log: &[AuditRecord]) -> BTreeSet<Permission> {
     log.iter()
         .filter(|record| !record.is_forbidden())
         .filter_map(requested_permission)
         .collect()
 }
 
-/// Refused requests of those service accounts.
-pub(crate) fn refused(log: &[AuditRecord]) -> BTreeSet<Permission> {
+/// Refused requests of service accounts in the namespace `linkerd`.
+pub(crate) fn refused_requests(log: &[AuditRecord]) -> BTreeSet<Permission> {
     log.iter()
         .filter(|record| record.is_forbidden())
         .filter_map(requested_permission)

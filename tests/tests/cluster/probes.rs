@@ -54,7 +54,7 @@ const KINDS: [(&str, &str, &str); 5] = [
     ),
 ];
 
-/// The expected result of one container. A container is good if it is ready, or started if it has the startup probe.
+/// The expected result of one container. A container with a startup probe is good if it has started, any other if it is ready.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Expected {
     becomes_good: BecomesGood,
@@ -63,16 +63,17 @@ struct Expected {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum BecomesGood {
-    /// And stays good.
+    /// Soon after its start, and stays good.
     Soon,
     /// Not before [`BEHAVIOUR_CHANGE_AT_SECONDS`], and then stays good.
     Late,
     Never,
-    /// And ceases to be good later.
+    /// Soon after its start, and ceases to be good later.
     Temporarily,
 }
 
-/// The result of Kubernetes without a mesh, with readiness and liveness probes; the test verifies it too.
+/// The result with readiness and liveness probes. It is that of Kubernetes without a mesh, which the test verifies in a namespace
+/// without sidecars.
 fn expected_with_readiness(application: Application, kind: &str) -> Expected {
     let (becomes_good, restarts) = match (application, kind) {
         // The kernel accepts its connections.
@@ -84,7 +85,7 @@ fn expected_with_readiness(application: Application, kind: &str) -> Expected {
     Expected { becomes_good, restarts }
 }
 
-/// The same with a startup probe, which is not repeated after it has succeeded.
+/// The result with a startup probe, which is not repeated after it has succeeded.
 fn expected_with_startup(application: Application) -> Expected {
     let (becomes_good, restarts) = match application {
         Application::ListensLate => (BecomesGood::Late, false),

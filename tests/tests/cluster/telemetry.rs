@@ -107,7 +107,7 @@ pub(crate) async fn wait_until_available(cluster: &Cluster) {
     cluster.wait_until("telemetry is available", available).await.unwrap();
 }
 
-/// The output of `tulle`. Fails if the command fails or warns, as about sidecars that it could not reach.
+/// The output of `tulle`. Fails if the command fails, or prints a warning, for example about a sidecar that it cannot reach.
 async fn run_tulle(cluster: &Cluster, line: &str) -> anyhow::Result<String> {
     let output = output(cluster, line).await?;
     let [out, err] = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
@@ -120,7 +120,7 @@ async fn run_tulle(cluster: &Cluster, line: &str) -> anyhow::Result<String> {
 
 async fn output(cluster: &Cluster, line: &str) -> anyhow::Result<std::process::Output> {
     let output = tulle(cluster, line)?.output();
-    timeout(LIMIT, output)
+    timeout(COMMAND_TIMEOUT, output)
         .await
         .with_context(|| line.to_owned())?
         .context("running tulle")
@@ -132,7 +132,7 @@ async fn top(cluster: &Cluster, line: &str) -> anyhow::Result<String> {
     let id = i32::try_from(running.id().context("it runs")?)?;
     run_tulle(cluster, "tap deploy/web -n quickstart --count 3").await?;
     kill(Pid::from_raw(id), Signal::SIGINT)?;
-    let output = timeout(LIMIT, running.wait_with_output()).await??;
+    let output = timeout(COMMAND_TIMEOUT, running.wait_with_output()).await??;
     Ok(String::from_utf8(output.stdout)?)
 }
 
@@ -159,4 +159,4 @@ fn cells<const N: usize>(table: &str, first: &[&str]) -> anyhow::Result<[String;
     bail!("no line begins with {first:?} in\n{table}")
 }
 
-const LIMIT: Duration = Duration::from_secs(60);
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(60);

@@ -127,7 +127,7 @@ async fn both_sides_have_verified_each_other(meshed: &MeshedCluster) {
         let client_label = format!("client_id=\"{}\"", identity("load"));
         let mut verified = 0;
         for pod in meshed.pods("demo", &format!("app={account}")).await.unwrap() {
-            let metrics = meshed.proxy_metrics_for(LOAD, "demo", &pod).await.unwrap();
+            let metrics = meshed.proxy_metrics_from_client(LOAD, "demo", &pod).await.unwrap();
             // The admin port also counts the client that reads these metrics.
             let of_load = |line: &str| line.contains(&client_label) && !line.contains(":4191\"");
             verified += usize::from(metrics.lines().any(of_load));

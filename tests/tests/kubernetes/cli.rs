@@ -102,7 +102,7 @@ async fn an_empty_cluster_is_ready_for_an_installation() {
         (&"error".into(), &"tulle install --crds | kubectl apply -f -".into())
     );
 
-    let unprivileged = server.kubeconfig_of("default", "nobody").await.unwrap();
+    let unprivileged = server.service_account_kubeconfig("default", "nobody").await.unwrap();
     let refused = run(&unprivileged, "check --pre", programs::search_path()).await;
     assert!(!refused.success);
     assert_contains(

@@ -50,7 +50,7 @@ async fn concurrent_api_servers_are_independent_and_leave_nothing_behind() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_service_account_has_only_its_grants_and_the_audit_log_records_requests() {
     let server = ApiServer::start().await.unwrap();
-    let conf = server.kubeconfig_of("default", "reader").await.unwrap();
+    let conf = server.service_account_kubeconfig("default", "reader").await.unwrap();
     let conf = conf.to_str().unwrap();
     let list = ["--kubeconfig", conf, "get", "pods", "-o", "name"];
     let refused = server.kubectl(&list).await.unwrap_err().to_string();

@@ -222,7 +222,7 @@ async fn an_audit_after_an_outage_lists_exactly_the_pods_that_were_missed() {
     fixture.create_all(created, &spec).await;
     let (tasks, n_created) = fixture.create_in_background(late, &spec);
     // Some pods are still being created.
-    eventually("a few more pods", async || {
+    eventually("twenty more pods are created", async || {
         (n_created.load(Ordering::Relaxed) >= 20).then_some(())
     })
     .await;
@@ -256,7 +256,7 @@ async fn an_audit_after_an_outage_lists_exactly_the_pods_that_were_missed() {
         let annotations = if namespace == "other" { &enabled } else { &json!({}) };
         fixture.create_pod(namespace, name, annotations, &spec).await.unwrap();
     }
-    eventually("an audit that finds nothing", async || {
+    eventually("an audit finds no pod", async || {
         fixture.audit_findings().await.is_empty().then_some(())
     })
     .await;
@@ -552,7 +552,7 @@ impl InjectorFixture {
             ..PostParams::default()
         };
         pod.metadata.namespace = Some("shop".to_owned());
-        eventually("the API server asks the injector", async || {
+        eventually("the API server calls the injector", async || {
             let stored = self.pods("shop").create(&dry_run, &pod).await.unwrap();
             stored.spec.unwrap().init_containers.map(drop)
         })
@@ -624,7 +624,7 @@ impl InjectorFixture {
             tasks.spawn(async move {
                 for (namespace, name, annotations) in part {
                     let pods = Api::<Pod>::namespaced(client.clone(), namespace);
-                    pods.create(&PostParams::default(), &pod_of(&name, &annotations, &spec))
+                    pods.create(&PostParams::default(), &pod_with(&name, &annotations, &spec))
                         .await
                         .unwrap();
                     n_created.fetch_add(1, Ordering::Relaxed);
@@ -636,7 +636,7 @@ impl InjectorFixture {
 
     async fn create_pod(&self, namespace: &str, name: &str, annotations: &Value, spec: &Value) -> kube::Result<Pod> {
         self.pods(namespace)
-            .create(&PostParams::default(), &pod_of(name, annotations, spec))
+            .create(&PostParams::default(), &pod_with(name, annotations, spec))
             .await
     }
 
@@ -666,7 +666,7 @@ impl InjectorFixture {
     }
 }
 
-fn pod_of(name: &str, annotations: &Value, spec: &Value) -> Pod {
+fn pod_with(name: &str, annotations: &Value, spec: &Value) -> Pod {
     serde_json::from_value(json!({"metadata": {"name": name, "annotations": annotations}, "spec": spec})).unwrap()
 }
 

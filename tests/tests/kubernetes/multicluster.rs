@@ -36,7 +36,7 @@ struct Mirror {
 impl Mirror {
     /// Runs with the permissions of the account that the chart creates.
     async fn start(server: &ApiServer, account: &str, scope: Scope) -> Self {
-        let access = server.kubeconfig_of(NAMESPACE, account).await.unwrap();
+        let access = server.service_account_kubeconfig(NAMESPACE, account).await.unwrap();
         let client = kubeconfig::client(&access).await.unwrap();
         let (registry, (signal, drain)) = (Registry::new(), drain::channel());
         let config = Config {
@@ -57,7 +57,8 @@ impl Mirror {
         }
     }
 
-    async fn of_link(server: &ApiServer, link: &str) -> Self {
+    /// Runs with the permissions of the controller of this Link.
+    async fn start_for_link(server: &ApiServer, link: &str) -> Self {
         Self::start(server, &format!("controller-{link}"), Scope::Link(link.to_owned())).await
     }
 
@@ -113,10 +114,11 @@ async fn put_credentials(server: &ApiServer, link: &str, access: &Path) {
     apply(server, &manifest).await;
 }
 
-/// The access of the account that the chart creates for other clusters, complete in itself.
+/// Writes a kubeconfig for the account that the chart creates for other clusters. It contains all credentials and refers to no
+/// files.
 async fn remote_access(server: &ApiServer) -> std::path::PathBuf {
     let account = "linkerd-service-mirror-remote-access-default";
-    let path = server.kubeconfig_of(NAMESPACE, account).await.unwrap();
+    let path = server.service_account_kubeconfig(NAMESPACE, account).await.unwrap();
     let path = path.to_str().unwrap();
     let flat = server
         .kubectl(&["config", "view", "--flatten", "--raw", "--kubeconfig", path])
@@ -220,7 +222,7 @@ async fn wait_for_condition(server: &ApiServer, link: &str, field: &str, expecte
     eventually(&format!("{link}: {field} of {expected:?}"), holds).await;
 }
 
-/// Changes in the other cluster reach the mirrors, and mirrors that somebody deletes are created again.
+/// Checks that changes in the other cluster reach the mirrors, and that a deleted mirror is created again.
 async fn check_changes(west: &ApiServer, east: &ApiServer) {
     let exported = json!({"mirror.linkerd.io/exported": "true"});
     let local = services(west.client());
@@ -236,7 +238,7 @@ async fn check_changes(west: &ApiServer, east: &ApiServer) {
         .unwrap();
     wait_until_gone(west, "late-east").await;
 
-    // A mirror that somebody deletes is created again.
+    // A deleted mirror is created again.
     let before = local.get("web-east").await.unwrap().metadata.uid;
     local.delete("web-east", &Default::default()).await.unwrap();
     let is_new = async || {
@@ -246,7 +248,7 @@ async fn check_changes(west: &ApiServer, east: &ApiServer) {
     eventually("web-east exists again", is_new).await;
 }
 
-/// Access that no longer works freezes the mirrors. New access continues without a restart.
+/// Checks that mirrors do not change while the credentials are broken, and that new credentials are used without a restart.
 async fn check_broken_access(west: &ApiServer, east: &ApiServer, mirror: &Mirror) {
     let (local, access) = (services(west.client()), remote_access(east).await);
     let unreachable = access.with_extension("unreachable");
@@ -286,12 +288,12 @@ async fn exported_services_are_mirrored_while_their_cluster_can_be_read_and_kept
     apply(&east, &service("private", &json!({}))).await;
     apply(&west, &service("taken-east", &json!({}))).await;
     apply(&east, &service("taken", &exported)).await;
-    // Somebody left Endpoints behind that have no labels of a mirror.
+    // Endpoints with the name of a mirror exist already, without the labels of a mirror.
     apply(&west, &endpoints("web-east", &json!([{"ip": "10.9.9.9"}]))).await;
     apply(&west, &link("east")).await;
 
     // Without credentials nothing is mirrored, and the process waits for them.
-    let mirror = Mirror::of_link(&west, "east").await;
+    let mirror = Mirror::start_for_link(&west, "east").await;
     eventually("the missing Secret is reported", async || {
         (mirror.metric(SYNCED)? == 0.0).then_some(())
     })
@@ -344,20 +346,20 @@ async fn exported_services_are_mirrored_while_their_cluster_can_be_read_and_kept
 
     check_changes(&west, &east).await;
 
-    // What the other cluster changes while no mirror runs is made up for.
+    // A service mirror applies the changes that the other cluster made while it did not run.
     mirror.end().await;
     services(east.client())
         .delete("direct", &Default::default())
         .await
         .unwrap();
     apply(&east, &service("new", &exported)).await;
-    let mirror = Mirror::of_link(&west, "east").await;
+    let mirror = Mirror::start_for_link(&west, "east").await;
     wait_until_gone(&west, "direct-east").await;
     wait_for_condition(&west, "east", "mirrorServices", ("new", "True", "")).await;
 
     check_broken_access(&west, &east, &mirror).await;
 
-    // Without the Link, mirrors stay: `unlink` deletes them.
+    // The deletion of a Link does not delete its mirrors: `unlink` deletes them.
     west.kubectl(&["delete", "links.multicluster.linkerd.io", "east", "-n", NAMESPACE])
         .await
         .unwrap();
@@ -392,7 +394,7 @@ async fn services_of_several_clusters_join_and_leave_a_federated_service() {
     for name in ["east", "north"] {
         apply(&west, &link(name)).await;
         put_credentials(&west, name, &access).await;
-        mirrors.push(Mirror::of_link(&west, name).await);
+        mirrors.push(Mirror::start_for_link(&west, name).await);
     }
     let local = services(west.client());
     let members = async || {
@@ -414,7 +416,7 @@ async fn services_of_several_clusters_join_and_leave_a_federated_service() {
     apply(&west, &service("web", &json!({}))).await;
     wait_for("", "web@east,web@north").await;
 
-    // A member that leaves while its controller does not run is removed when it runs again.
+    // A member that leaves while its controller does not run is removed when the controller runs again.
     for mirror in mirrors {
         mirror.end().await;
     }
@@ -423,9 +425,9 @@ async fn services_of_several_clusters_join_and_leave_a_federated_service() {
         .await
         .unwrap();
     apply(&other, &service("still", &member)).await;
-    let east = Mirror::of_link(&west, "east").await;
+    let east = Mirror::start_for_link(&west, "east").await;
     wait_for("", "web@north").await;
-    let north = Mirror::of_link(&west, "north").await;
+    let north = Mirror::start_for_link(&west, "north").await;
     wait_until_gone(&west, "web-federated").await;
     assert!(
         Api::<Endpoints>::namespaced(west.client(), "shop")

@@ -143,8 +143,8 @@ async fn next<T>(stream: &mut Streaming<T>) -> T {
         .expect("the stream is open")
 }
 
-/// An update in short form: `+` or `-` with addresses, or whether the service exists.
-fn short(update: Update) -> String {
+/// An update as text: `+` or `-` with addresses, or whether the service exists (`true` or `false`).
+fn describe_update(update: Update) -> String {
     let socket = |addr| std::net::SocketAddr::try_from(addr).unwrap().to_string();
     match update.update.unwrap() {
         update::Update::Add(set) => {
@@ -235,24 +235,24 @@ async fn endpoints_follow_the_slices_of_an_api_server() {
     let labels = &set.addrs[0].metric_labels;
     let labels = ["pod", "deployment", "zone", "zone_locality"].map(|key| labels.get(key).map(String::as_str));
     assert_eq!(labels, [Some("web-10-1-0-1"), Some("web"), Some("a"), Some("local")]);
-    assert_eq!(short(first), "+10.1.0.1:8080");
+    assert_eq!(describe_update(first), "+10.1.0.1:8080");
 
     apply(&fixture.api, &slice(&["10.1.0.2"])).await;
-    assert_eq!(short(next(&mut stream).await), "+10.1.0.2:8080");
-    assert_eq!(short(next(&mut stream).await), "-10.1.0.1:8080");
+    assert_eq!(describe_update(next(&mut stream).await), "+10.1.0.2:8080");
+    assert_eq!(describe_update(next(&mut stream).await), "-10.1.0.1:8080");
     fixture
         .api
         .kubectl(&["delete", "endpointslice", "-n", "shop", "web-1"])
         .await
         .unwrap();
-    assert_eq!(short(next(&mut stream).await), "-10.1.0.2:8080");
-    assert_eq!(short(next(&mut stream).await), "true");
+    assert_eq!(describe_update(next(&mut stream).await), "-10.1.0.2:8080");
+    assert_eq!(describe_update(next(&mut stream).await), "true");
     fixture
         .api
         .kubectl(&["delete", "service", "-n", "shop", "web"])
         .await
         .unwrap();
-    assert_eq!(short(next(&mut stream).await), "false");
+    assert_eq!(describe_update(next(&mut stream).await), "false");
     assert_eq!(
         fixture.get(WEB).await.unwrap_err().message(),
         "Service web.shop not found"
@@ -331,7 +331,7 @@ async fn kinds_are_watched_while_their_definition_is_installed() {
         .await
         .unwrap();
     assert!(!next(&mut stream).await.opaque_protocol);
-    eventually("an empty cache", async || {
+    eventually("the cache is empty", async || {
         fixture
             .has_metric_line(r#"server_cache_size{cluster="local"} 0"#)
             .then_some(())

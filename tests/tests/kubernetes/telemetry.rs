@@ -127,7 +127,7 @@ async fn telemetry_is_available_to_users_that_rbac_permits() {
     let row = row.await;
     assert_eq!(row.split_whitespace().collect::<Vec<_>>()[..3], ["web", "0/1", "-"]);
 
-    let unprivileged = server.kubeconfig_of("default", "nobody").await.unwrap();
+    let unprivileged = server.service_account_kubeconfig("default", "nobody").await.unwrap();
     let refused = async |line: &str, resource: &str| {
         let (done, text) = fixture.tulle(&unprivileged, line).await;
         assert!(
@@ -170,7 +170,7 @@ async fn only_the_front_proxy_certificate_of_the_api_server_is_accepted() {
         fixture.port
     );
     let pki = fixture.server.ca().parent().unwrap().to_owned();
-    let ask = async |name: Option<&str>| {
+    let request_status = async |name: Option<&str>| {
         let mut curl = Command::new(find("curl").unwrap());
         curl.args([
             "-sk",
@@ -188,8 +188,8 @@ async fn only_the_front_proxy_certificate_of_the_api_server_is_accepted() {
         }
         String::from_utf8(curl.output().await.unwrap().stdout).unwrap()
     };
-    assert_eq!(ask(Some("front-proxy-client")).await, "200");
+    assert_eq!(request_status(Some("front-proxy-client")).await, "200");
     for name in [None, Some("admin")] {
-        assert_eq!(ask(name).await, "000", "{name:?}");
+        assert_eq!(request_status(name).await, "000", "{name:?}");
     }
 }

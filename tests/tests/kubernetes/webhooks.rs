@@ -68,14 +68,17 @@ impl WebhookFixture {
         };
         let port = fixture.serve(ProfileValidator, config).await;
         fixture.register(PROFILES, &["linkerd.io"], port).await;
-        eventually("certificates", async || fixture.readiness.is_ready().then_some(())).await;
+        eventually("the certificates are ready", async || {
+            fixture.readiness.is_ready().then_some(())
+        })
+        .await;
         // The API server reads configurations from its cache, and calls no webhook until they are there.
         for (api_version, kind) in [
             ("policy.linkerd.io/v1beta3", "Server"),
             ("linkerd.io/v1alpha2", "ServiceProfile"),
         ] {
             let bad = object(api_version, kind, json!({"name": "probe"}), json!({"nonsense": 1}));
-            eventually("a first review", async || {
+            eventually("the webhook refuses an object", async || {
                 let refused = fixture.create(&bad).await.err();
                 if refused.is_none() {
                     fixture.delete(&bad).await;
@@ -227,7 +230,7 @@ async fn define(server: &ApiServer, group: &str, kind: &str, plural: &str, versi
     let definition = serde_json::from_value(definition).unwrap();
     definitions.create(&PostParams::default(), &definition).await.unwrap();
     let name = format!("{plural}.{group}");
-    eventually("a kind that is served", async || {
+    eventually("the kind is served", async || {
         let found = definitions.get(&name).await.unwrap();
         let conditions = found.data.pointer("/status/conditions").cloned().unwrap_or_default();
         let is_established = |condition: &Value| condition["type"] == "Established" && condition["status"] == "True";
@@ -254,7 +257,7 @@ fn server_named(name: &str) -> DynamicObject {
     )
 }
 
-/// API version, kind, `spec`, and the reason if such an object is refused.
+/// API version, kind, `spec`, and the result of the review: an error is the reason for the refusal.
 type Review = (&'static str, &'static str, Value, Result<(), &'static str>);
 
 fn reviews() -> [Review; 12] {
@@ -472,7 +475,7 @@ async fn a_deleted_or_broken_certificate_is_repaired_and_a_replaced_one_adopted_
         .delete(SECRET, &DeleteParams::default())
         .await
         .unwrap();
-    eventually("the same certificate again", async || {
+    eventually("the certificate is restored", async || {
         (fixture.data("tls.crt").await.as_ref() == Some(&certificate)).then_some(())
     })
     .await;
@@ -482,7 +485,7 @@ async fn a_deleted_or_broken_certificate_is_repaired_and_a_replaced_one_adopted_
         .patch(SECRET, &PatchParams::default(), &Patch::Merge(broken))
         .await
         .unwrap();
-    eventually("the certificate repaired", async || {
+    eventually("the certificate is repaired", async || {
         (fixture.data("tls.crt").await.as_ref() == Some(&certificate)).then_some(())
     })
     .await;
@@ -500,7 +503,7 @@ async fn a_deleted_or_broken_certificate_is_repaired_and_a_replaced_one_adopted_
         .patch(SECRET, &PatchParams::default(), &Patch::Merge(replaced))
         .await
         .unwrap();
-    eventually("both certificates in the bundle", async || {
+    eventually("the bundle contains both certificates", async || {
         let listed = fixture.data("ca.crt").await?;
         (listed.contains(other.pem().trim()) && listed.contains(certificate.trim()) && fixture.bundle().await != bundle)
             .then_some(())
@@ -521,11 +524,11 @@ async fn a_deleted_or_broken_certificate_is_repaired_and_a_replaced_one_adopted_
         .patch(POLICIES, &params, &Patch::Strategic(patch))
         .await
         .unwrap();
-    eventually("the bundle again", async || {
+    eventually("the bundle is repaired", async || {
         (fixture.bundle().await == listed).then_some(())
     })
     .await;
-    eventually("reviews again", async || {
+    eventually("a review succeeds again", async || {
         fixture.create(&server_named("after")).await.ok()
     })
     .await;
@@ -544,7 +547,7 @@ async fn certificates_are_renewed_before_they_expire_and_no_review_fails() {
     let mut shown = fixture.data("tls.crt").await;
     for _ in 0..3 {
         shown = Some(
-            eventually("another certificate", async || {
+            eventually("the certificate is renewed", async || {
                 fixture.data("tls.crt").await.filter(|now| Some(now) != shown.as_ref())
             })
             .await,
@@ -565,10 +568,13 @@ async fn replicas_share_a_certificate_and_do_not_change_an_external_one() {
         ..Config::policy_validator(namespace.to_owned())
     };
     fixture.serve(PolicyValidator, replica("linkerd")).await;
-    eventually("a second replica", async || fixture.readiness.is_ready().then_some(())).await;
+    eventually("the second replica is ready", async || {
+        fixture.readiness.is_ready().then_some(())
+    })
+    .await;
     assert_eq!(fixture.data("tls.crt").await, Some(certificate));
 
-    // Without the configuration no API server calls the webhook, so no replica writes the Secret any more.
+    // Without the configuration no API server calls the webhook, so no replica writes the Secret.
     let version = fixture.secrets().get(SECRET).await.unwrap().metadata.resource_version;
     fixture
         .configurations()
@@ -583,7 +589,7 @@ async fn replicas_share_a_certificate_and_do_not_change_an_external_one() {
         ..Secret::default()
     };
     // A replica that has read the configuration before can still write the Secret once.
-    let supplied = eventually("the supplied Secret in place of the control plane's", async || {
+    let supplied = eventually("the supplied Secret replaces that of the control plane", async || {
         fixture
             .secrets()
             .delete(SECRET, &DeleteParams::default())

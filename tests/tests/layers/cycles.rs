@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use super::imports::imports;
-use super::{CRATES, files_below, module_of, root};
+use super::{CRATES, files_below, module_path, root};
 
 /// The files of a crate by their path below `src`, each with the files it imports and the line of the import.
 type Graph = BTreeMap<String, BTreeMap<String, String>>;
@@ -35,16 +35,18 @@ fn graph(src: &Path) -> Graph {
             .to_string();
         (name, fs::read_to_string(file).expect("sources are readable UTF-8"))
     });
-    graph_of(&sources.collect())
+    graph_from_sources(&sources.collect())
 }
 
-fn graph_of(sources: &BTreeMap<String, String>) -> Graph {
-    let modules: BTreeMap<Vec<String>, &String> =
-        sources.keys().map(|name| (module_of(Path::new(name)), name)).collect();
+fn graph_from_sources(sources: &BTreeMap<String, String>) -> Graph {
+    let modules: BTreeMap<Vec<String>, &String> = sources
+        .keys()
+        .map(|name| (module_path(Path::new(name)), name))
+        .collect();
     let mut graph = Graph::new();
     for (name, source) in sources {
         let imported = graph.entry(name.clone()).or_default();
-        for import in imports(source, &module_of(Path::new(name))) {
+        for import in imports(source, &module_path(Path::new(name))) {
             // The longest prefix of the path that is a module; the rest is an item in it.
             let target = (0..=import.path.len())
                 .rev()
@@ -116,7 +118,7 @@ fn cycles_are_found_and_test_imports_are_ignored() {
             ("b.rs", b),
             ("c.rs", "#[cfg(test)] mod tests { use crate::a::A; } use crate::b::B;"),
         ];
-        graph_of(&files.map(|(name, source)| (name.to_owned(), source.to_owned())).into())
+        graph_from_sources(&files.map(|(name, source)| (name.to_owned(), source.to_owned())).into())
     };
     assert_eq!(cycles(&sources("use crate::c::C;")).len(), 1);
     assert_eq!(cycles(&sources("")), [""; 0]);

@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 
 use super::root;
 
-/// Rows of these sections that name a test that does not exist, and rows that make a claim and name no test.
+/// The rows of these sections that name a test that does not exist, or that make a claim without naming a test.
 fn wrong_rows(
     page: &str,
     is_section: impl Fn(&str) -> bool,
-    source_of: impl Fn(&str) -> Option<String>,
+    read_source: impl Fn(&str) -> Option<String>,
 ) -> Vec<String> {
     let mut wrong = Vec::new();
     let mut is_checked = false;
@@ -35,7 +35,7 @@ fn wrong_rows(
         for word in tests.split([' ', ',', ';']) {
             if let Some(file) = word.strip_prefix('`').and_then(|word| word.strip_suffix('`')) {
                 if file.ends_with(".rs") {
-                    source = source_of(file);
+                    source = read_source(file);
                     if source.is_none() {
                         wrong.push(format!("{row}: there is no {file}"));
                     }
@@ -63,8 +63,8 @@ fn wrong_rows(
 
 #[test]
 fn tests_named_in_compatibility_md_exist() {
-    let page = fs::read_to_string(root().join("docs/reference/compatibility.md")).expect("the page is there");
-    let wrong = wrong_rows(&page, |title| title.starts_with("Proxy: "), source_of);
+    let page = fs::read_to_string(root().join("docs/reference/compatibility.md")).expect("the page exists");
+    let wrong = wrong_rows(&page, |title| title.starts_with("Proxy: "), read_source);
     assert!(wrong.is_empty(), "{wrong:#?}");
     let mut sources = Vec::new();
     find_files(&root(), "rs", &mut sources);
@@ -76,7 +76,7 @@ fn tests_named_in_compatibility_md_exist() {
     assert!(unknown.is_empty(), "{unknown:#?}");
 }
 
-/// The tests that rows of any section name and that are no function. Not every row says which file has the test.
+/// The test names in all sections that are not names of functions. Not every row names the file of its test.
 fn unknown_tests<'a>(page: &'a str, functions: &[String]) -> Vec<&'a str> {
     let rows = page.lines().map(|line| line.split(" | ").collect::<Vec<_>>());
     let cells = rows.filter_map(|cells| match cells[..] {
@@ -111,8 +111,8 @@ fn is_test_name(word: &str) -> bool {
 
 #[test]
 fn tests_named_in_security_md_exist() {
-    let page = fs::read_to_string(root().join("docs/explanation/security.md")).expect("the page is there");
-    let wrong = wrong_rows(&page, |title| SECTIONS_WITH_TESTS.contains(&title), source_of);
+    let page = fs::read_to_string(root().join("docs/explanation/security.md")).expect("the page exists");
+    let wrong = wrong_rows(&page, |title| SECTIONS_WITH_TESTS.contains(&title), read_source);
     assert!(wrong.is_empty(), "{wrong:#?}");
     let rows = |line: &&str| line.contains(" | holds");
     assert!(page.lines().filter(rows).count() > 20);
@@ -125,14 +125,14 @@ fn tests_named_in_security_md_exist() {
 const SECTIONS_WITH_TESTS: [&str; 3] = ["Identity and TLS", "Policy", "Control plane"];
 
 /// The text of a file that a document names.
-fn source_of(file: &str) -> Option<String> {
+fn read_source(file: &str) -> Option<String> {
     let paths = [root().join("tests/tests").join(file), root().join(file)];
     paths.iter().find_map(|path| fs::read_to_string(path).ok())
 }
 
 #[test]
 fn a_test_that_does_not_exist_is_found() {
-    let source_of = |file: &str| (file == "mesh/a.rs").then(|| "#[test]\nfn one_and_two() {".to_owned());
+    let read_source = |file: &str| (file == "mesh/a.rs").then(|| "#[test]\nfn one_and_two() {".to_owned());
     let page = "\
 ## Other
 | x | kept | `mesh/b.rs` nothing_here |
@@ -148,7 +148,7 @@ fn a_test_that_does_not_exist_is_found() {
 | claim-without-test | holds | |
 ";
     assert_eq!(
-        wrong_rows(page, |title| title.starts_with("Proxy: "), source_of),
+        wrong_rows(page, |title| title.starts_with("Proxy: "), read_source),
         [
             "y: there is no test one_and",
             "y: there is no test two_and…",
@@ -183,7 +183,7 @@ fn links_of_documents_point_to_files_and_headings_that_exist() {
 
 /// The files with an extension below a directory.
 fn find_files(dir: &Path, extension: &str, found: &mut Vec<PathBuf>) {
-    for entry in fs::read_dir(dir).expect("the directory is there") {
+    for entry in fs::read_dir(dir).expect("the directory exists") {
         let entry = entry.expect("the directory can be listed");
         let name = entry.file_name();
         if entry.file_type().is_ok_and(|kind| kind.is_dir()) {

@@ -13,7 +13,7 @@ pub(crate) struct Import {
     pub(crate) line: usize,
     /// From the root of the crate: `crate::net::Io` is `[net, Io]`.
     pub(crate) path: Vec<String>,
-    /// Whether only tests use it.
+    /// Whether it is an import of test code.
     pub(crate) is_test: bool,
 }
 

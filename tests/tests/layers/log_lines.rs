@@ -1,4 +1,4 @@
-//! Traffic cannot fill the log of a proxy: lines of the levels `info` and `warn` about it are limited.
+//! Traffic cannot fill the log of a proxy: log lines about traffic are rate-limited at the levels `info` and `warn`.
 
 use std::fs;
 use std::path::Path;
@@ -33,7 +33,7 @@ fn unlimited_lines(file: &Path, source: &str) -> Vec<String> {
 }
 
 #[test]
-fn limited_lines_are_told_from_unlimited_ones() {
+fn limited_lines_are_distinguished_from_unlimited_ones() {
     let n_found = |source| unlimited_lines(Path::new("a.rs"), source).len();
     assert_eq!(n_found("tracing::info!(%dst, \"refused\");\ndebug!(\"found\");"), 1);
     assert_eq!(n_found("    warn!(\n"), 1);

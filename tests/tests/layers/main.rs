@@ -90,7 +90,7 @@ const CRATES: &[(&str, &[&str])] = &[
     ("control", &["core", "proto"]),
     ("init", &["core"]),
     ("cli", &["core", "proto", "control"]),
-    // It creates the credentials of the mesh that it measures, as the command line does.
+    // The bench creates the credentials of the mesh that it measures with the code of the control plane, as the CLI does.
     ("bench", &["core", "proto", "proxy", "control"]),
     ("tests", &["core", "proto", "proxy", "control", "init", "cli", "bench"]),
 ];
@@ -147,7 +147,7 @@ fn check_layers(crate_layers: &CrateLayers) {
 
 /// The forbidden imports of a file, one line each.
 fn wrong_imports(crate_layers: &CrateLayers, file: &Path, source: &str) -> Vec<String> {
-    let module = module_of(file);
+    let module = module_path(file);
     // `main.rs` and `lib.rs` are the crate root and belong to the top layer.
     let module_name = module.first().map_or("app", String::as_str);
     let location = |line| format!("{}/src/{}:{line}", crate_layers.name, file.display());
@@ -189,7 +189,7 @@ impl CrateLayers {
 }
 
 /// `net/io.rs` is `[net, io]`, `net/mod.rs` is `[net]`, `lib.rs` is `[]`.
-fn module_of(file: &Path) -> Vec<String> {
+fn module_path(file: &Path) -> Vec<String> {
     let mut module: Vec<String> = file
         .with_extension("")
         .iter()
@@ -201,7 +201,7 @@ fn module_of(file: &Path) -> Vec<String> {
     module
 }
 
-/// Forbidden dependencies of a manifest on our crates; dev-dependencies are free.
+/// Forbidden dependencies of a manifest on our crates; dev-dependencies are not restricted.
 fn wrong_dependencies(name: &str, allowed: &[&str], manifest: &str) -> Vec<String> {
     let mut section = "";
     let mut wrong = Vec::new();
@@ -223,7 +223,7 @@ fn wrong_dependencies(name: &str, allowed: &[&str], manifest: &str) -> Vec<Strin
 /// All Rust and protobuf sources below a directory, sorted, without build output.
 fn files_below(dir: &Path) -> BTreeSet<PathBuf> {
     let mut found = BTreeSet::new();
-    for entry in fs::read_dir(dir).expect("the directory is there") {
+    for entry in fs::read_dir(dir).expect("the directory exists") {
         let path = entry.expect("the directory can be read").path();
         if path.is_dir() && !path.ends_with("target") {
             found.extend(files_below(&path));

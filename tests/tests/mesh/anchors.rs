@@ -58,7 +58,7 @@ async fn rotate(mesh: &Mesh) {
         .replace_anchors(&[files.anchors.as_str(), &new.certificate].concat())
         .expect("the directory is writable");
     wait_for_renewal(mesh).await;
-    let issuer = trust::create_issuer("new", trust::ISSUER_LIFETIME, &new).expect("the anchor is good");
+    let issuer = trust::create_issuer("new", trust::ISSUER_LIFETIME, &new).expect("the anchor is valid");
     files.replace_issuer(&issuer).expect("the directory is writable");
     wait_for_renewal(mesh).await;
     files

@@ -20,15 +20,15 @@ fn round_robin_gives_every_replica_the_same_number_of_requests() {
             apps::start_echo(mesh, &format!("web-{i}")).await;
         }
         let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
-        let mut ask = async || client.fetch(request("/")).await.unwrap().text();
+        let mut send_request = async || client.fetch(request("/")).await.unwrap().text();
         // A replica without a connection is skipped, so wait until all have one.
         let mut connected = BTreeSet::new();
         while connected.len() < 3 {
-            connected.insert(ask().await);
+            connected.insert(send_request().await);
         }
         let mut answers: BTreeMap<String, usize> = BTreeMap::new();
         for _ in 0..30 {
-            *answers.entry(ask().await).or_default() += 1;
+            *answers.entry(send_request().await).or_default() += 1;
         }
         assert_eq!(answers.into_values().collect::<Vec<_>>(), [10, 10, 10]);
     });
@@ -49,7 +49,7 @@ fn a_slow_replica_gets_fewer_requests() {
             mesh.metric(workload, "request_total", &[r#"direction="inbound""#])
                 .await
         };
-        let enough = eventually("several hundred requests", async || {
+        let enough = eventually("the replicas have several hundred requests", async || {
             (total("web-1").await > 300.).then_some(())
         });
         load(mesh, "client", mesh.service_addr("web", HTTP), 4, enough)
@@ -70,7 +70,7 @@ fn a_replica_that_joins_gets_requests() {
         let pod = mesh.manifest("pod-web-1");
         mesh.remove("pod-web-1");
         let mut client = Http1::handshake(mesh.dial("client", dst).await).await;
-        eventually("only one is left", async || {
+        eventually("one replica gets all requests", async || {
             for _ in 0..20 {
                 if client.fetch(request("/")).await.unwrap().text() != "web-0\n" {
                     return None;
@@ -80,7 +80,7 @@ fn a_replica_that_joins_gets_requests() {
         })
         .await;
         mesh.write("pod-web-1", &pod);
-        eventually("the other is back", async || {
+        eventually("the other replica gets requests again", async || {
             (client.fetch(request("/")).await.unwrap().text() == "web-1\n").then_some(())
         })
         .await;

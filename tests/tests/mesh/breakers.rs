@@ -1,4 +1,4 @@
-//! Circuit breakers: failing endpoints are taken out for a while, and come back.
+//! Circuit breakers: failing endpoints are ejected, and used again after a probe request succeeds.
 
 use std::net::Shutdown;
 use std::sync::Arc;
@@ -69,7 +69,7 @@ fn failures_in_a_row_eject_an_endpoint_until_a_probe_succeeds() {
         while good.n_requests() < 100 {
             n_failed += usize::from(client.fetch(request("/")).await.unwrap().status == 500);
         }
-        assert_eq!(n_failed, bad.n_requests(), "each failure is the application's own");
+        assert_eq!(n_failed, bad.n_requests(), "the application caused each failure");
         // Three consecutive failures, and one or two probe requests.
         assert!((3..=5).contains(&n_failed), "{n_failed} of {}", 100 + n_failed);
         bad.status.store(200, Ordering::Relaxed);
@@ -109,8 +109,8 @@ fn a_client_disconnect_during_a_silent_response_is_not_an_endpoint_failure() {
     check_client_disconnect(1);
 }
 
-/// Clients close their connection during a response that sends `pieces` frames and then stalls.
-fn check_client_disconnect(pieces: usize) {
+/// Clients close their connection during a response that sends `n_frames` frames and then stalls.
+fn check_client_disconnect(n_frames: usize) {
     let annotations = "balancer.linkerd.io/failure-accrual: consecutive, \
         balancer.linkerd.io/failure-accrual-consecutive-max-failures: '1'";
     mesh()
@@ -120,7 +120,7 @@ fn check_client_disconnect(pieces: usize) {
         .run(async |mesh: &Mesh| {
             let listener = mesh.listen("web", HTTP).await;
             let _app = apps::serve_http(listener, move |_| async move {
-                unfinished_response(pieces, Duration::from_millis(10))
+                unfinished_response(n_frames, Duration::from_millis(10))
             });
             let mut n_waited_before = None;
             for _ in 0..5 {
@@ -144,7 +144,7 @@ fn check_client_disconnect(pieces: usize) {
         });
 }
 
-/// Requests of `client` that waited for an endpoint, which happens when all are taken out.
+/// The number of requests of `client` that waited for an endpoint. Requests wait when all endpoints are ejected.
 async fn n_waited(mesh: &Mesh) -> f64 {
     mesh.metric("client", "outbound_http_balancer_queue_requests_total", &[])
         .await
@@ -301,7 +301,11 @@ fn an_endpoint_that_does_not_answer_in_time_is_ejected() {
         let mut client = client(mesh).await;
         for n in 1..=50 {
             assert_eq!(client.fetch(request("/")).await.unwrap().status, 200);
-            assert_eq!(good.n_requests(), n, "each is tried again elsewhere");
+            assert_eq!(
+                good.n_requests(),
+                n,
+                "each failed request is retried at the other endpoint"
+            );
         }
         assert_eq!(n_requests.load(Ordering::Relaxed), 2);
         let late = ["error=\"RESPONSE_HEADERS_TIMEOUT\""];

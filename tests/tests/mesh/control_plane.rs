@@ -1,4 +1,4 @@
-//! Traffic continues without the control plane, and follows it again after it is back.
+//! Traffic continues without the control plane, and follows its updates when it runs again.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use tulle_tests::load::load;
 use tulle_tests::mesh::{DETECTED_TCP, HTTP, Mesh, mesh};
 
 #[test]
-fn traffic_continues_without_the_control_plane_and_follows_it_when_it_is_back() {
+fn traffic_continues_without_the_control_plane_and_follows_updates_after_its_restart() {
     mesh().workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
         for i in 0..2 {
             apps::start_echo(mesh, &format!("web-{i}")).await;

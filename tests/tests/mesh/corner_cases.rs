@@ -214,7 +214,7 @@ fn an_application_may_answer_before_the_upload_has_ended() {
 
 #[test]
 fn an_application_may_read_the_upload_after_its_response_has_ended() {
-    const LENGTH: usize = 4 << 20;
+    const BODY_BYTES: usize = 4 << 20;
     run_without_app(async |mesh: &Mesh| {
         let n_read = Arc::new(AtomicUsize::new(0));
         let counted = n_read.clone();
@@ -230,10 +230,13 @@ fn an_application_may_read_the_upload_after_its_response_has_ended() {
         });
         let req = Request::post("http://web.test/").version(Version::HTTP_2);
         let mut client = Http2::handshake(http(mesh).await).await;
-        let rsp = client.fetch(req.body(full(vec![0; LENGTH])).unwrap()).await.unwrap();
+        let rsp = client
+            .fetch(req.body(full(vec![0; BODY_BYTES])).unwrap())
+            .await
+            .unwrap();
         assert_eq!(rsp.text(), "early");
         eventually("the upload is complete", async || {
-            (n_read.load(Ordering::Relaxed) == LENGTH).then_some(())
+            (n_read.load(Ordering::Relaxed) == BODY_BYTES).then_some(())
         })
         .await;
     });
@@ -282,9 +285,9 @@ fn a_request_cancelled_by_its_client_ends_at_the_application() {
 
 /// The application has sent a response head and reads nothing, so its flow-control window is closed.
 #[test]
-fn a_cancelled_upload_that_nobody_reads_ends_at_the_application() {
+fn a_cancelled_upload_that_the_application_does_not_read_ends_at_the_application() {
     const CHUNK: Bytes = Bytes::from_static(&[b'x'; 64 << 10]);
-    /// One more than the application's window of 1 MiB has room for.
+    /// One chunk more than fits into the application's window of 1 MiB.
     const N_CHUNKS: usize = 17;
     run_without_app(async |mesh: &Mesh| {
         let n_waiting = Arc::new(AtomicUsize::new(0));

@@ -36,18 +36,18 @@ fn requests_are_counted_by_their_routes_on_both_sides_and_by_their_backends() {
         apps::start_echo(mesh, "web").await;
         let route = ["route_name=\"in\"", "parent_name=\"web-http\"", "parent_port=\"8080\""];
         let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
-        let mut ask = async || {
+        let mut send_request = async || {
             let req = Request::post("/echo").header("host", "web.test").body(full("hello"));
             assert_eq!(client.fetch(req.unwrap()).await.unwrap().text(), "hello");
         };
         eventually("the routes are known", async || {
-            ask().await;
+            send_request().await;
             (mesh.metric("web", "inbound_http_requests_total", &route).await >= 1.).then_some(())
         })
         .await;
         let n = mesh.metric("web", "inbound_http_requests_total", &route).await + 5.;
         for _ in 0..5 {
-            ask().await;
+            send_request().await;
         }
         for (name, label) in [
             ("inbound_http_requests_total", ""),

@@ -7,8 +7,8 @@ use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh, mesh};
 
 #[test]
-fn an_address_shared_by_two_pods_is_waited_for_and_never_reached_in_plaintext() {
-    // Its podIP is that of `web`, the second workload.
+fn requests_to_an_address_of_two_pods_wait_and_never_use_plaintext() {
+    // This pod has the podIP of `web`, the second workload.
     let ghost = "\
 apiVersion: v1
 kind: Pod

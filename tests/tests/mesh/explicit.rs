@@ -1,4 +1,4 @@
-//! Explicit proxying: without redirect rules, applications name their destination. curl does so in four ways.
+//! Explicit proxy: without redirect rules, applications name their destination by HTTP or SOCKS5. curl has four options for this.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -25,7 +25,7 @@ fn explicit_proxy_mesh() -> Builder {
     client.workload("web").unmeshed("legacy")
 }
 
-async fn echo(mesh: &Mesh) {
+async fn start_echo_servers(mesh: &Mesh) {
     for workload in ["web", "legacy"] {
         apps::start_echo(mesh, workload).await;
     }
@@ -76,7 +76,7 @@ async fn socks(name: &str, port: u16) -> (TcpStream, u8) {
 #[test]
 fn curl_reaches_a_service_of_the_mesh_in_four_ways() {
     explicit_proxy_mesh().run(async |mesh: &Mesh| {
-        echo(mesh).await;
+        start_echo_servers(mesh).await;
         let by_name = format!("http://{}/headers", name("web", HTTP));
         let by_addr = format!("http://{}/headers", mesh.service_addr("web", HTTP));
         let (http, us) = (format!("http://{PROXY}"), identity("client"));
@@ -117,15 +117,15 @@ fn curl_reaches_a_service_of_the_mesh_in_four_ways() {
 #[test]
 fn requests_of_one_connection_may_have_different_targets() {
     explicit_proxy_mesh().run(async |mesh: &Mesh| {
-        echo(mesh).await;
-        let ask = |service: &str| {
+        start_echo_servers(mesh).await;
+        let build_request = |service: &str| {
             let req = http::Request::get(format!("http://{}/headers", name(service, HTTP)));
             req.header("host", "other.test").body::<AnyBody>(empty()).unwrap()
         };
         let mut one = Http1::handshake(TcpStream::connect(PROXY).await.unwrap()).await;
         let mut two = Http2::handshake(TcpStream::connect(PROXY).await.unwrap()).await;
         for service in ["web", "legacy", "web"] {
-            let answer = one.fetch(ask(service)).await.unwrap();
+            let answer = one.fetch(build_request(service)).await.unwrap();
             assert_eq!(answer.header("x-replica"), service, "{}", answer.text());
             assert!(
                 answer
@@ -134,7 +134,7 @@ fn requests_of_one_connection_may_have_different_targets() {
                 "{}",
                 answer.text()
             );
-            let mut req = ask(service);
+            let mut req = build_request(service);
             *req.version_mut() = http::Version::HTTP_2;
             // A host header would be used as the authority in HTTP/2, or be refused.
             req.headers_mut().remove("host");
@@ -146,7 +146,7 @@ fn requests_of_one_connection_may_have_different_targets() {
 #[test]
 fn byte_streams_pass_whichever_side_sends_first() {
     explicit_proxy_mesh().run(async |mesh: &Mesh| {
-        echo(mesh).await;
+        start_echo_servers(mesh).await;
         apps::start_greeting_server("web", mesh.app_addr("web", 9001)).await;
         for (host, port) in [("web", DETECTED_TCP), ("legacy", OPAQUE), ("web", OPAQUE)] {
             let (mut stream, code) = socks(&format!("{host}.shop.svc.cluster.local"), port).await;
@@ -166,7 +166,7 @@ fn byte_streams_pass_whichever_side_sends_first() {
 #[test]
 fn unreachable_targets_are_reported_in_the_clients_protocol() {
     explicit_proxy_mesh().run(async |mesh: &Mesh| {
-        echo(mesh).await;
+        start_echo_servers(mesh).await;
         let http = format!("http://{PROXY}");
         let closed_port = format!("http://{}:1/", mesh.ip("legacy"));
         let unknown = "http://unknown.invalid/";
@@ -219,7 +219,7 @@ fn loopback_and_link_local_targets_are_refused() {
     let mesh = mesh.env("DESTINATION_PROFILE_SUFFIXES", ".");
     let mesh = mesh.env("OUTBOUND_DISABLE_INFORMATIONAL_HEADERS", "false");
     mesh.run(async |mesh: &Mesh| {
-        echo(mesh).await;
+        start_echo_servers(mesh).await;
         apps::start_echo_at("local", ([127, 0, 0, 1], HTTP).into()).await;
         let http = format!("http://{PROXY}");
         for target in [
@@ -299,9 +299,10 @@ fn the_next_address_of_a_name_is_tried_after_a_refused_connection() {
         let _server = dns(dir.path());
         let (http, url) = (format!("http://{PROXY}"), format!("http://files.example:{HTTP}/echo"));
         let body = "x".repeat(100_000); // more than the limit of replayed request bodies
-        let ask = async |proxy_args: &[&str]| curl(&[proxy_args, &["--data-binary", &body, &url]].concat()).await;
+        let curl_with_body =
+            async |proxy_args: &[&str]| curl(&[proxy_args, &["--data-binary", &body, &url]].concat()).await;
         eventually("the name is known", async || {
-            let (received, _) = ask(&["--proxy", &http]).await;
+            let (received, _) = curl_with_body(&["--proxy", &http]).await;
             received.contains("x-replica: files").then_some(())
         })
         .await;
@@ -313,7 +314,7 @@ fn the_next_address_of_a_name_is_tried_after_a_refused_connection() {
                 &["--socks5-hostname", PROXY],
             ] {
                 for _ in 0..2 {
-                    let (received, _) = ask(proxy_args).await;
+                    let (received, _) = curl_with_body(proxy_args).await;
                     let is_answered = received.contains("x-replica: files") && received.contains(&body);
                     assert!(
                         is_answered,

@@ -57,7 +57,7 @@ endpoints: [{{addresses: [{UNMESHED_IP}]}}, {{addresses: ['@legacy']}}]
     );
     mesh()
         .env("TULLE_PROXY_BALANCER", "round-robin")
-        // Longer than the test waits.
+        // The timeout is longer than the test waits.
         .env("OUTBOUND_CONNECT_TIMEOUT", "60s")
         .workload("client")
         .unmeshed("legacy")
@@ -270,10 +270,10 @@ fn an_application_that_dies_under_load_causes_no_failed_request() {
             apps.push(apps::serve_http(listener, |_| async { Response::new(full("ok")) }));
         }
         let during = async {
-            until_requests(mesh, "web-0", 100.).await;
+            wait_for_requests(mesh, "web-0", 100.).await;
             apps.remove(0).kill().await;
             let before = mesh.metric("web-1", "request_total", &[]).await;
-            until_requests(mesh, "web-1", before + 300.).await;
+            wait_for_requests(mesh, "web-1", before + 300.).await;
         };
         load(mesh, "client", mesh.service_addr("web", HTTP), 8, during)
             .await
@@ -281,7 +281,7 @@ fn an_application_that_dies_under_load_causes_no_failed_request() {
     });
 }
 
-async fn until_requests(mesh: &Mesh, workload: &str, n: f64) {
+async fn wait_for_requests(mesh: &Mesh, workload: &str, n: f64) {
     eventually("requests arrive", async || {
         (mesh.metric(workload, "request_total", &[]).await >= n).then_some(())
     })
@@ -300,7 +300,7 @@ fn an_application_that_closes_idle_connections_causes_no_failed_request() {
                 .write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
                 .await;
         });
-        let during = until_requests(mesh, "web", 500.);
+        let during = wait_for_requests(mesh, "web", 500.);
         load(mesh, "client", mesh.service_addr("web", HTTP), 4, during)
             .await
             .assert_all_ok();
@@ -405,7 +405,7 @@ async fn read_head(stream: &mut BufReader<TcpStream>) {
 }
 
 #[test]
-fn a_slow_application_is_waited_for() {
+fn the_proxy_waits_for_a_slow_application() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
         apps::start_echo(mesh, "web").await;
         let answer = mesh.get("client", mesh.service_addr("web", HTTP), "/delay/1500").await;

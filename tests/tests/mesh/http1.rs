@@ -71,7 +71,7 @@ async fn dial(mesh: &Mesh) -> TcpStream {
 }
 
 /// Reads until the connection ends.
-async fn rest(stream: &mut TcpStream) -> String {
+async fn read_rest(stream: &mut TcpStream) -> String {
     let mut text = Vec::new();
     stream.read_to_end(&mut text).await.unwrap();
     String::from_utf8(text).unwrap()
@@ -98,7 +98,7 @@ fn long_heads_pass_and_longer_ones_are_refused() {
                     line.trim_end()
                 );
                 client.write_all(head.as_bytes()).await.unwrap();
-                let rsp = rest(&mut client).await;
+                let rsp = read_rest(&mut client).await;
                 assert!(rsp.starts_with(&format!("HTTP/1.1 {status} ")), "{size}: {rsp}");
                 assert_eq!(
                     rsp.contains("l5d-proxy-cause: head-too-long;"),
@@ -129,7 +129,7 @@ fn each_direction_has_its_own_head_size_limit() {
                     .write_all(format!("{start}{fill}\r\n\r\n").as_bytes())
                     .await
                     .unwrap();
-                let rsp = rest(&mut client).await;
+                let rsp = read_rest(&mut client).await;
                 assert!(
                     rsp.starts_with(&format!("HTTP/1.1 {status} ")),
                     "{limit} + {excess}: {rsp}"
@@ -150,7 +150,7 @@ fn a_missing_head_times_out() {
             client.write_all(part.as_bytes()).await.unwrap();
         }
         read_until(&mut client, "web\n").await;
-        let rsp = rest(&mut client).await;
+        let rsp = read_rest(&mut client).await;
         assert!(rsp.starts_with("HTTP/1.1 408 "), "{rsp}");
         assert!(rsp.contains("l5d-proxy-cause: head-timeout;"), "{rsp}");
     });
@@ -171,7 +171,7 @@ fn an_incomplete_request_line_times_out_as_http() {
                 _ => dial(mesh).await,
             };
             client.write_all(b"GET /").await.unwrap();
-            let rsp = rest(&mut client).await;
+            let rsp = read_rest(&mut client).await;
             assert!(rsp.starts_with("HTTP/1.1 408 "), "{path}: {rsp}");
         }
     });
@@ -179,14 +179,14 @@ fn an_incomplete_request_line_times_out_as_http() {
 
 #[test]
 fn slow_heads_time_out_and_do_not_delay_other_clients() {
-    const CLIENTS: usize = 100;
+    const N_CLIENTS: usize = 100;
     let mesh = mesh().workload("client").workload("web");
     let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP_HEAD_TIMEOUT", "1s");
     let mesh = mesh.env("TULLE_PROXY_INBOUND_HTTP_HEAD_TIMEOUT", "1s");
     mesh.run(async |mesh: &Mesh| {
         apps::start_echo(mesh, "web").await;
         let mut clients = JoinSet::new();
-        for n in 0..CLIENTS {
+        for n in 0..N_CLIENTS {
             let mut stream = match n % 2 {
                 0 => dial(mesh).await,
                 _ => mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await,
@@ -203,7 +203,7 @@ fn slow_heads_time_out_and_do_not_delay_other_clients() {
         }
         let responses = clients.join_all().await;
         let n_timeouts = responses.iter().filter(|rsp| rsp.starts_with("HTTP/1.1 408 ")).count();
-        assert_eq!(n_timeouts, CLIENTS, "{responses:?}");
+        assert_eq!(n_timeouts, N_CLIENTS, "{responses:?}");
     });
 }
 
@@ -238,7 +238,7 @@ fn a_connection_without_requests_is_closed_in_time() {
             .write_all(b"GET / HTTP/1.1\r\nhost: web.test\r\n\r\n")
             .await
             .unwrap();
-        let rsp = rest(&mut client).await;
+        let rsp = read_rest(&mut client).await;
         assert!(rsp.starts_with("HTTP/1.1 200 ") && rsp.ends_with("web\n"), "{rsp}");
     });
 }
@@ -277,31 +277,31 @@ fn stalled_uploads_time_out_and_others_do_not() {
             }
             read_until(&mut slow, "\r\n\r\n20").await
         });
-        let stalled = rest(&mut upload("/", 1000, "abc").await).await;
+        let stalled = read_rest(&mut upload("/", 1000, "abc").await).await;
         assert!(stalled.starts_with("HTTP/1.1 408 "), "{stalled}");
         assert!(stalled.contains("l5d-proxy-cause: body-timeout;"), "{stalled}");
         assert!(stalled.contains("connection: close\r\n"), "{stalled}");
         assert!(slow.await.unwrap().starts_with("HTTP/1.1 200 "));
         // The response has already started, so there is no error response.
-        let rest = rest(&mut answered).await;
+        let rest = read_rest(&mut answered).await;
         assert!(!rest.contains("defgh"), "{rest}");
     });
 }
 
 #[test]
 fn an_upload_that_waits_for_its_response_does_not_time_out() {
-    const PIECES: usize = 20;
+    const N_FRAMES: usize = 20;
     let mesh = mesh().workload("client").workload("web");
     let mesh = mesh.env("TULLE_PROXY_OUTBOUND_HTTP_IDLE_TIMEOUT", "1s");
     mesh.run(async |mesh: &Mesh| {
         let _app = apps::serve_http(mesh.listen("web", HTTP).await, |_| async {
-            apps::slow_response(PIECES, Duration::from_millis(100))
+            apps::slow_response(N_FRAMES, Duration::from_millis(100))
         });
         let mut client = dial(mesh).await;
         let head = b"POST / HTTP/1.1\r\nhost: web.test\r\nconnection: close\r\ncontent-length: 5\r\n\r\n";
         client.write_all(head).await.unwrap();
         read_until(&mut client, "\r\n\r\n").await;
-        for _ in 0..PIECES {
+        for _ in 0..N_FRAMES {
             read_until(&mut client, "x\r\n").await;
         }
     });
@@ -311,7 +311,7 @@ const EXPECT_CONTINUE_REQUEST: &[u8] =
     b"POST / HTTP/1.1\r\nhost: web.test\r\ncontent-length: 5\r\nexpect: 100-continue\r\n\r\n";
 
 /// An application that reads a head, responds with `response` after one second, and then reads the body unless `response` is a 4xx.
-async fn app(mesh: &Mesh, response: &'static [u8]) -> apps::App {
+async fn start_delayed_app(mesh: &Mesh, response: &'static [u8]) -> apps::App {
     apps::serve_tcp(mesh.listen("web", HTTP).await, move |mut stream| async move {
         read_until(&mut stream, "\r\n\r\n").await;
         tokio::time::sleep(Duration::from_secs(1)).await;
@@ -328,7 +328,7 @@ async fn app(mesh: &Mesh, response: &'static [u8]) -> apps::App {
 fn expect_100_continue_is_decided_by_the_application() {
     let mesh = mesh().workload("client").workload("web");
     mesh.run(async |mesh: &Mesh| {
-        let permitting = app(mesh, b"HTTP/1.1 100 Continue\r\n\r\n").await;
+        let permitting = start_delayed_app(mesh, b"HTTP/1.1 100 Continue\r\n\r\n").await;
         let mut client = dial(mesh).await;
         client.write_all(EXPECT_CONTINUE_REQUEST).await.unwrap();
         assert!(read_until(&mut client, "\r\n\r\n").await.starts_with("HTTP/1.1 100 "));
@@ -336,10 +336,10 @@ fn expect_100_continue_is_decided_by_the_application() {
         assert!(read_until(&mut client, "ok").await.starts_with("HTTP/1.1 200 "));
         permitting.kill().await;
 
-        let refusing = app(mesh, b"HTTP/1.1 417 Expectation Failed\r\ncontent-length: 0\r\n\r\n").await;
+        let refusing = start_delayed_app(mesh, b"HTTP/1.1 417 Expectation Failed\r\ncontent-length: 0\r\n\r\n").await;
         let mut client = dial(mesh).await;
         client.write_all(EXPECT_CONTINUE_REQUEST).await.unwrap();
-        let rsp = rest(&mut client).await;
+        let rsp = read_rest(&mut client).await;
         assert!(
             rsp.starts_with("HTTP/1.1 417 ") && rsp.contains("connection: close"),
             "{rsp}"
@@ -347,7 +347,7 @@ fn expect_100_continue_is_decided_by_the_application() {
         refusing.kill().await;
 
         // An application that does not support it sends no interim response, and the client sends the body anyway.
-        let _silent = app(mesh, b"").await;
+        let _silent = start_delayed_app(mesh, b"").await;
         let mut client = dial(mesh).await;
         client.write_all(EXPECT_CONTINUE_REQUEST).await.unwrap();
         client.write_all(b"hello").await.unwrap();
@@ -454,7 +454,7 @@ fn a_client_that_half_closes_is_answered() {
             for mut client in [dial(mesh).await, mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await] {
                 client.write_all(head.as_bytes()).await.unwrap();
                 client.shutdown().await.unwrap();
-                let rsp = rest(&mut client).await;
+                let rsp = read_rest(&mut client).await;
                 assert!(rsp.ends_with(body), "{head}: {rsp}");
             }
         }
@@ -653,7 +653,10 @@ fn the_number_of_idle_connections_to_an_application_is_limited() {
     run_on_both_pools(&variables, async |app: &CountingApp, [mut first, mut second]| {
         let (rsp1, rsp2) = tokio::join!(first.fetch(request("/together")), second.fetch(request("/together")));
         assert_eq!((rsp1.unwrap().text(), rsp2.unwrap().text()), ("ok".into(), "ok".into()));
-        eventually("one of two is closed", async || (app.n_open() == 1).then_some(())).await;
+        eventually("one of the two idle connections is closed", async || {
+            (app.n_open() == 1).then_some(())
+        })
+        .await;
         let n_accepted = app.n_accepted();
         for client in [&mut first, &mut second] {
             client.fetch(request("/")).await.unwrap();
@@ -661,7 +664,7 @@ fn the_number_of_idle_connections_to_an_application_is_limited() {
         assert_eq!(
             (app.n_accepted(), app.n_open()),
             (n_accepted, 1),
-            "the other one is used again"
+            "the other connection is used again"
         );
     });
 }
@@ -721,7 +724,7 @@ fn endless_interim_responses_are_a_bad_response() {
         let mut client = dial(mesh).await;
         let head = b"GET / HTTP/1.1\r\nhost: web.test\r\nconnection: close\r\n\r\n";
         client.write_all(head).await.unwrap();
-        let rsp = rest(&mut client).await;
+        let rsp = read_rest(&mut client).await;
         assert!(rsp.contains("HTTP/1.1 502 "), "{rsp}");
     });
 }

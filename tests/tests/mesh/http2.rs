@@ -135,7 +135,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Frames<S> {
     }
 
     /// The next frame of a kind; other frames are skipped.
-    async fn next_of(&mut self, kind: u8) -> Frame {
+    async fn next_frame_of_kind(&mut self, kind: u8) -> Frame {
         loop {
             let frame = self.next().await.expect("the connection is open");
             assert!(
@@ -152,13 +152,13 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Frames<S> {
     /// Returns after the peer has processed everything that was sent.
     async fn wait_until_processed(&mut self) {
         self.send([Frame::new(PING, 0, 0, b"settled?")]).await;
-        let pong = self.next_of(PING).await;
+        let pong = self.next_frame_of_kind(PING).await;
         assert_eq!((pong.flags, &pong.payload[..]), (ACK, &b"settled?"[..]));
     }
 
     /// The reason in the peer's GOAWAY frame.
     async fn goaway_reason(&mut self) -> Reason {
-        self.next_of(GOAWAY).await.u32_at(4).into()
+        self.next_frame_of_kind(GOAWAY).await.u32_at(4).into()
     }
 }
 
@@ -190,18 +190,18 @@ fn settings_of_the_environment_are_announced_and_enforced() {
     run_with_settings(&settings, async |mesh: &Mesh, connections| {
         for stream in connections {
             let mut client = Frames::client_handshake(stream).await;
-            let announced = client.next_of(SETTINGS).await.settings();
+            let announced = client.next_frame_of_kind(SETTINGS).await.settings();
             // The announced size of header lists is twice the limit.
             for (setting, value) in [(3, 2), (4, 70_000), (5, 20_000), (6, 10_000)] {
                 assert_eq!(announced.get(&setting), Some(&value), "{announced:?}");
             }
-            let window = client.next_of(WINDOW_UPDATE).await;
+            let window = client.next_frame_of_kind(WINDOW_UPDATE).await;
             assert_eq!((window.stream, window.u32_at(0)), (0, 200_000 - 65_535));
 
             client.send([1, 3].map(|stream| Frame::request(stream, "/echo"))).await;
             client.wait_until_processed().await;
             client.send([Frame::request(5, "/echo")]).await;
-            let refused = client.next_of(RST_STREAM).await;
+            let refused = client.next_frame_of_kind(RST_STREAM).await;
             assert_eq!((refused.stream, refused.u32_at(0)), (5, Reason::REFUSED_STREAM.into()));
 
             client.send([Frame::new(DATA, 0, 1, &[b'x'; 20_000])]).await;
@@ -229,7 +229,7 @@ fn only_peers_may_send_larger_frames() {
     async fn announced(stream: impl AsyncRead + AsyncWrite + Unpin) -> Option<u32> {
         let settings = Frames::client_handshake(stream)
             .await
-            .next_of(SETTINGS)
+            .next_frame_of_kind(SETTINGS)
             .await
             .settings();
         settings.get(&5).copied()
@@ -276,11 +276,11 @@ fn a_client_that_answers_no_pings_is_disconnected() {
             let mut client = Frames::client_handshake(stream).await;
             // Longer than the keep-alive timeout.
             for _ in 0..3 {
-                let ping = client.next_of(PING).await;
+                let ping = client.next_frame_of_kind(PING).await;
                 assert_eq!(ping.flags, 0);
                 client.send([Frame::new(PING, ACK, 0, &ping.payload)]).await;
             }
-            client.next_of(PING).await;
+            client.next_frame_of_kind(PING).await;
             while client.next().await.is_some() {}
         });
         join_all(clients).await;
@@ -293,14 +293,14 @@ fn the_send_buffer_of_a_stream_is_limited() {
     run_with_settings(&settings, async |_: &Mesh, connections| {
         for stream in connections {
             let mut client = Frames::client_handshake(stream).await;
-            let ask = Frame {
+            let head = Frame {
                 flags: END_HEADERS | END_STREAM,
                 ..Frame::request(1, "/bytes/20000")
             };
-            client.send([ask]).await;
+            client.send([head]).await;
             let mut n = 0;
             loop {
-                let data = client.next_of(DATA).await;
+                let data = client.next_frame_of_kind(DATA).await;
                 // Each frame fits into the send buffer.
                 assert!(data.payload.len() <= 1000, "{} at once", data.payload.len());
                 n += data.payload.len();
@@ -342,7 +342,7 @@ fn connections_without_requests_get_a_goaway() {
             })
             .await;
         }
-        assert_eq!(busy.next_of(DATA).await.payload, b"web after 3000 ms\n");
+        assert_eq!(busy.next_frame_of_kind(DATA).await.payload, b"web after 3000 ms\n");
         drop(busy);
         // The next request uses another connection between the proxies, without an error.
         for _ in 0..3 {
@@ -453,7 +453,7 @@ fn a_host_header_replaces_a_missing_authority() {
             ] {
                 let mut client = Frames::client_handshake(stream).await;
                 client.send([Frame::request_with(1, headers)]).await;
-                let head = client.next_of(HEADERS).await;
+                let head = client.next_frame_of_kind(HEADERS).await;
                 assert_eq!((head.stream, head.payload[0]), (1, status), "{headers:?}");
             }
         }
@@ -504,7 +504,7 @@ fn the_original_protocol_header_is_accepted_from_peers_only() {
 
 #[test]
 fn stalled_uploads_time_out_and_others_do_not() {
-    const PIECES: usize = 20;
+    const N_FRAMES: usize = 20;
     let each = Duration::from_millis(100);
     let mesh = mesh().workload("client").workload("web");
     let mesh = mesh.env("TULLE_PROXY_INBOUND_HTTP_IDLE_TIMEOUT", "1s");
@@ -513,7 +513,7 @@ fn stalled_uploads_time_out_and_others_do_not() {
             let _app = apps::serve_http(mesh.listen("web", HTTP).await, move |req| async move {
                 match req.uri().path() {
                     "/echo" => Response::new(any(req.into_body())),
-                    "/drip" => apps::unfinished_response(PIECES, each),
+                    "/drip" => apps::unfinished_response(N_FRAMES, each),
                     _ => std::future::pending().await,
                 }
             });
@@ -537,7 +537,7 @@ fn stalled_uploads_time_out_and_others_do_not() {
                 half.send_data("abc".into(), false).unwrap();
                 let sending = async {
                     let mut now_and_then = tokio::time::interval(each);
-                    for _ in 0..PIECES {
+                    for _ in 0..N_FRAMES {
                         now_and_then.tick().await;
                         echo.send_data("x".into(), false).unwrap();
                     }
@@ -547,11 +547,11 @@ fn stalled_uploads_time_out_and_others_do_not() {
                     while let Some(data) = echoed.data().await {
                         n += data.unwrap().len();
                     }
-                    assert_eq!(n, PIECES);
+                    assert_eq!(n, N_FRAMES);
                 };
                 let dripping = async {
                     let mut dripping = dripping.await.unwrap().into_body();
-                    for _ in 0..PIECES {
+                    for _ in 0..N_FRAMES {
                         assert_eq!(dripping.data().await.unwrap().unwrap(), "x");
                     }
                 };
@@ -568,7 +568,7 @@ fn stalled_uploads_time_out_and_others_do_not() {
 
 #[test]
 fn header_lists_in_flight_on_one_connection_are_bounded() {
-    const EACH: usize = 200_000;
+    const HEADER_LIST_BYTES: usize = 200_000;
     const N_REFUSED: usize = 3;
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
         // It accepts connections and reads nothing.
@@ -584,10 +584,11 @@ fn header_lists_in_flight_on_one_connection_are_bounded() {
         let mut client = client.ready().await.unwrap();
         let mut send = || {
             let mut req = http2_request("/").map(drop);
-            req.headers_mut().insert("x-long", "x".repeat(EACH).parse().unwrap());
+            req.headers_mut()
+                .insert("x-long", "x".repeat(HEADER_LIST_BYTES).parse().unwrap());
             client.send_request(req, true).unwrap().0
         };
-        let n_permitted = (16 << 20) / (EACH + 100);
+        let n_permitted = (16 << 20) / (HEADER_LIST_BYTES + 100);
         let mut waiting = Vec::new();
         for _ in 0..n_permitted + N_REFUSED {
             waiting.push(send());

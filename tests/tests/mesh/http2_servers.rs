@@ -184,10 +184,10 @@ fn possibly_processed_requests_are_resent_as_configured() {
 
 #[test]
 fn a_server_that_permits_few_streams_has_more_connections() {
-    const TOGETHER: usize = 10;
+    const N_CONCURRENT_REQUESTS: usize = 10;
     let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
     mesh.run(async |mesh: &Mesh| {
-        let all = Arc::new(Barrier::new(TOGETHER));
+        let all = Arc::new(Barrier::new(N_CONCURRENT_REQUESTS));
         // Three streams on each connection; answered after all requests have arrived.
         let serve = |stream: TcpStream, all: Arc<Barrier>| async move {
             let mut builder = h2::server::Builder::new();
@@ -217,7 +217,7 @@ fn a_server_that_permits_few_streams_has_more_connections() {
             };
             let client = Http2::handshake(stream).await;
             for _ in 0..3 {
-                let calls = (0..TOGETHER).map(|_| {
+                let calls = (0..N_CONCURRENT_REQUESTS).map(|_| {
                     let mut client = client.clone();
                     async move { client.fetch(http2_request("/")).await }
                 });

@@ -107,7 +107,7 @@ spec:
     .concat()
 }
 
-fn at(mesh: &Mesh, port: u16) -> SocketAddr {
+fn port_addr(mesh: &Mesh, port: u16) -> SocketAddr {
     (mesh.ip("web"), port).into()
 }
 
@@ -115,7 +115,7 @@ fn at(mesh: &Mesh, port: u16) -> SocketAddr {
 async fn send_and_read_all(mut stream: TcpStream, bytes: &[u8]) -> Vec<u8> {
     stream.write_all(bytes).await.unwrap();
     let mut answer = Vec::new();
-    // A reset is also an end.
+    // The connection may also end with a reset.
     let _ = stream.read_to_end(&mut answer).await;
     answer
 }
@@ -132,7 +132,7 @@ fn a_port_with_http_rules_never_carries_opaque_bytes() {
         let mut apps = Vec::new();
         for port in PORTS_WITH_HTTP_RULES {
             let n_dialled = n_dialled.clone();
-            let listener = TcpListener::bind(at(mesh, port)).await.unwrap();
+            let listener = TcpListener::bind(port_addr(mesh, port)).await.unwrap();
             apps.push(apps::serve_tcp(listener, move |mut stream| {
                 n_dialled.fetch_add(1, Ordering::Relaxed);
                 async move {
@@ -151,7 +151,7 @@ fn a_port_with_http_rules_never_carries_opaque_bytes() {
         for port in PORTS_WITH_HTTP_RULES {
             for input in &inputs {
                 send_and_read_all(
-                    mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, port))
+                    mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", port_addr(mesh, port))
                         .await,
                     input,
                 )
@@ -164,13 +164,13 @@ fn a_port_with_http_rules_never_carries_opaque_bytes() {
         mesh.wait_for_metric_at_least("web", "tulle_failures_total", &["cause=\"not-http\""], 1.)
             .await;
 
-        let listener = TcpListener::bind(at(mesh, DETECT_WITHOUT_RULES)).await.unwrap();
+        let listener = TcpListener::bind(port_addr(mesh, DETECT_WITHOUT_RULES)).await.unwrap();
         apps.push(apps::serve_tcp(listener, |mut stream| async move {
             let (mut from, mut to) = stream.split();
             let _ = tokio::io::copy(&mut from, &mut to).await;
         }));
         let unmeshed = mesh
-            .dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, DETECT_WITHOUT_RULES))
+            .dial_inbound_with_orig_dst(UNMESHED_IP, "web", port_addr(mesh, DETECT_WITHOUT_RULES))
             .await;
         let peers = mesh.dial("client", ([10, 66, 2, 7], DETECT_WITHOUT_RULES).into()).await;
         for mut stream in [unmeshed, peers] {
@@ -205,7 +205,7 @@ fn a_connection_that_is_refused_is_reset() {
             (DENIED, b""),
         ] {
             let mut stream = mesh
-                .dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, port))
+                .dial_inbound_with_orig_dst(UNMESHED_IP, "web", port_addr(mesh, port))
                 .await;
             stream.write_all(sent).await.unwrap();
             let ended = stream.read_to_end(&mut Vec::new()).await;
@@ -222,7 +222,7 @@ fn requests_sent_as_opaque_bytes_are_authorized_as_requests() {
         .workload("web")
         .manifest("rules", &manifests());
     mesh.run(async |mesh: &Mesh| {
-        let listener = TcpListener::bind(at(mesh, ROUTED)).await.unwrap();
+        let listener = TcpListener::bind(port_addr(mesh, ROUTED)).await.unwrap();
         let _app = apps::serve_http(listener, |req| async move {
             let id = req.headers().get("l5d-client-id").map(|id| id.as_bytes().to_vec());
             Response::new(full(id.unwrap_or_default()))
@@ -244,19 +244,19 @@ fn requests_sent_as_opaque_bytes_are_authorized_as_requests() {
 fn opaque_connections_are_closed_when_their_port_gets_rules_for_requests() {
     let mesh = mesh().workload("web").manifest("rules", &manifests());
     mesh.run(async |mesh: &Mesh| {
-        let listener = TcpListener::bind(at(mesh, DETECT_WITHOUT_RULES)).await.unwrap();
+        let listener = TcpListener::bind(port_addr(mesh, DETECT_WITHOUT_RULES)).await.unwrap();
         let _app = apps::serve_tcp(listener, |mut stream| async move {
             let (mut from, mut to) = stream.split();
             let _ = tokio::io::copy(&mut from, &mut to).await;
         });
         let mut stream = mesh
-            .dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, DETECT_WITHOUT_RULES))
+            .dial_inbound_with_orig_dst(UNMESHED_IP, "web", port_addr(mesh, DETECT_WITHOUT_RULES))
             .await;
         stream.write_all(b"not HTTP, and long enough to know\n").await.unwrap();
         read_until(&mut stream, "know\n").await;
         mesh.write("route", &route("late", DETECT_WITHOUT_RULES, "/"));
         let mut rest = Vec::new();
-        // A reset is also an end.
+        // The connection may also end with a reset.
         let _ = stream.read_to_end(&mut rest).await;
         mesh.wait_for_metric("web", "tulle_failures_total", &["cause=\"not-http\""], 1.)
             .await;
@@ -299,15 +299,15 @@ fn ambiguous_paths_are_refused_where_rules_differ_by_path() {
     mesh.run(async |mesh: &Mesh| {
         let mut apps = Vec::new();
         for port in [ROUTED, DEFAULT] {
-            let listener = TcpListener::bind(at(mesh, port)).await.unwrap();
+            let listener = TcpListener::bind(port_addr(mesh, port)).await.unwrap();
             apps.push(apps::serve_http(listener, |req| async move {
                 Response::new(full(req.uri().path().to_owned()))
             }));
         }
-        let ask = async |port: u16, path: &str| {
+        let send_request = async |port: u16, path: &str| {
             let head = format!("GET {path} HTTP/1.1\r\nhost: web\r\nconnection: close\r\n\r\n");
             let received = send_and_read_all(
-                mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, port))
+                mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", port_addr(mesh, port))
                     .await,
                 head.as_bytes(),
             )
@@ -326,9 +326,9 @@ fn ambiguous_paths_are_refused_where_rules_differ_by_path() {
             "/x/..;/admin",
             "/admin;x",
         ] {
-            let refused = ask(ROUTED, path).await;
+            let refused = send_request(ROUTED, path).await;
             assert!(refused.starts_with("HTTP/1.1 400 "), "{path}: {refused}");
-            let passed = ask(DEFAULT, path).await;
+            let passed = send_request(DEFAULT, path).await;
             assert!(
                 passed.starts_with("HTTP/1.1 200 ") && passed.ends_with(path),
                 "{path}: {passed}"
@@ -342,7 +342,7 @@ fn ambiguous_paths_are_refused_where_rules_differ_by_path() {
             ("/administrator", "200"),
             ("/x%20y/%7euser", "200"),
         ] {
-            let answered = ask(ROUTED, path).await;
+            let answered = send_request(ROUTED, path).await;
             assert!(
                 answered.starts_with(&format!("HTTP/1.1 {status} ")),
                 "{path}: {answered}"
@@ -365,9 +365,9 @@ fn a_connect_tunnel_needs_a_rule_with_its_method_where_a_port_has_rules() {
     mesh.run(async |mesh: &Mesh| {
         let mut apps = Vec::new();
         for port in [ROUTED, LIMITED, HTTP1, DEFAULT] {
-            let listener = TcpListener::bind(at(mesh, port)).await.unwrap();
+            let listener = TcpListener::bind(port_addr(mesh, port)).await.unwrap();
             apps.push(apps::serve_tcp(listener, |mut stream| async move {
-                // Like a server that answers every method and takes what follows for the next request.
+                // A server that answers every method and handles the bytes after a request as the next request.
                 for _ in 0..2 {
                     read_until(&mut stream, "\r\n\r\n").await;
                     let _ = stream.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await;
@@ -376,7 +376,7 @@ fn a_connect_tunnel_needs_a_rule_with_its_method_where_a_port_has_rules() {
         }
         for (port, status) in [(ROUTED, "403"), (LIMITED, "403"), (HTTP1, "200"), (DEFAULT, "200")] {
             let mut stream = mesh
-                .dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, port))
+                .dial_inbound_with_orig_dst(UNMESHED_IP, "web", port_addr(mesh, port))
                 .await;
             let head = b"CONNECT other.test:443 HTTP/1.1\r\nhost: other.test:443\r\n\r\n";
             stream.write_all(head).await.unwrap();
@@ -403,14 +403,14 @@ fn a_connect_tunnel_needs_a_rule_with_its_method_where_a_port_has_rules() {
 fn connect_tunnels_end_when_new_rules_forbid_them() {
     let mesh = mesh().workload("web").manifest("rules", &manifests());
     mesh.run(async |mesh: &Mesh| {
-        let listener = TcpListener::bind(at(mesh, HTTP1)).await.unwrap();
+        let listener = TcpListener::bind(port_addr(mesh, HTTP1)).await.unwrap();
         let _http1 = apps::serve_tcp(listener, |mut stream| async move {
             read_until(&mut stream, "\r\n\r\n").await;
             stream.write_all(b"HTTP/1.1 200 OK\r\n\r\n").await.unwrap();
             let (mut from, mut to) = stream.split();
             let _ = tokio::io::copy(&mut from, &mut to).await;
         });
-        let listener = TcpListener::bind(at(mesh, HTTP2)).await.unwrap();
+        let listener = TcpListener::bind(port_addr(mesh, HTTP2)).await.unwrap();
         let _http2 = apps::serve_tcp(listener, |stream| async move {
             let mut connection = h2::server::handshake(stream).await.unwrap();
             let mut tunnels = Vec::new();
@@ -420,14 +420,14 @@ fn connect_tunnels_end_when_new_rules_forbid_them() {
             }
         });
         let mut tunnel = mesh
-            .dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, HTTP1))
+            .dial_inbound_with_orig_dst(UNMESHED_IP, "web", port_addr(mesh, HTTP1))
             .await;
         let head = b"CONNECT other.test:443 HTTP/1.1\r\nhost: other.test:443\r\n\r\n";
         tunnel.write_all(head).await.unwrap();
         let answered = read_until(&mut tunnel, "\r\n\r\n").await;
         assert!(answered.starts_with("HTTP/1.1 200 "), "{answered}");
         let stream = mesh
-            .dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, HTTP2))
+            .dial_inbound_with_orig_dst(UNMESHED_IP, "web", port_addr(mesh, HTTP2))
             .await;
         let (client, connection) = h2::client::handshake(stream).await.unwrap();
         tokio::spawn(connection);
@@ -495,22 +495,22 @@ async fn announced_settings(mut stream: TcpStream) -> (Option<u32>, Option<u32>)
 fn unauthorized_connections_have_small_header_limits() {
     let mesh = mesh().workload("web").manifest("rules", &manifests());
     mesh.run(async |mesh: &Mesh| {
-        let listener = TcpListener::bind(at(mesh, DENIED)).await.unwrap();
+        let listener = TcpListener::bind(port_addr(mesh, DENIED)).await.unwrap();
         let _app = apps::serve_http(listener, |_| async { Response::new(full("app")) });
         let (streams, list) = announced_settings(
-            mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, DENIED))
+            mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", port_addr(mesh, DENIED))
                 .await,
         )
         .await;
         assert!(streams.unwrap() * list.unwrap() <= 1 << 20, "{streams:?} {list:?}");
         let (streams, _) = announced_settings(
-            mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, DEFAULT))
+            mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", port_addr(mesh, DEFAULT))
                 .await,
         )
         .await;
         assert_eq!(streams, Some(1024));
         let mut denied = Http1::handshake(
-            mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, DENIED))
+            mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", port_addr(mesh, DENIED))
                 .await,
         )
         .await;
@@ -522,13 +522,13 @@ fn unauthorized_connections_have_small_header_limits() {
 
         let permitted = manifests().replace("accessPolicy: deny", "accessPolicy: all-unauthenticated");
         let mut waiting = Http2::handshake(
-            mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, DENIED))
+            mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", port_addr(mesh, DENIED))
                 .await,
         )
         .await;
         assert_eq!(waiting.fetch(http2_request("/")).await.unwrap().status, 403);
         let mut waiting_http1 = Http1::handshake(
-            mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, DENIED))
+            mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", port_addr(mesh, DENIED))
                 .await,
         )
         .await;
@@ -546,7 +546,7 @@ fn unauthorized_connections_have_small_header_limits() {
         );
         assert!(refused_at.elapsed() < UNAUTHORIZED_IDLE, "{:?}", refused_at.elapsed());
         let (streams, _) = announced_settings(
-            mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, DENIED))
+            mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", port_addr(mesh, DENIED))
                 .await,
         )
         .await;

@@ -163,7 +163,7 @@ fn connections_wait_in_the_kernel_for_the_first_certificate() {
     });
 }
 
-/// Like a meshed Prometheus: the admin port is not redirected, and the pod has an identity.
+/// The client is like a meshed Prometheus: the admin port of the server is not redirected, and the client has an identity.
 #[test]
 fn metrics_are_scraped_under_mutual_tls_through_the_proxy_of_the_client() {
     apps::run_with_client_and_web(async |mesh: &Mesh| {
@@ -178,7 +178,8 @@ fn metrics_are_scraped_under_mutual_tls_through_the_proxy_of_the_client() {
     });
 }
 
-/// Like commands that print the certificates of pods: they connect from the pod's loopback, without a client certificate.
+/// The client is like a command that prints the certificates of pods: it connects from the pod's loopback address, without a client
+/// certificate.
 #[test]
 fn the_admin_port_presents_the_certificate_of_the_proxy() {
     apps::run_with_client_and_web(async |mesh: &Mesh| {

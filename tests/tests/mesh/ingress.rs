@@ -15,14 +15,14 @@ fn ingress() -> Builder {
     mesh.workload("web").replicas("other", 2).unmeshed("legacy")
 }
 
-async fn echo(mesh: &Mesh) {
+async fn start_echo_servers(mesh: &Mesh) {
     for workload in ["web", "other-0", "other-1", "legacy"] {
         apps::start_echo(mesh, workload).await;
     }
 }
 
 /// The response to a request that dials the endpoint of `dialled` and names `target`.
-async fn ask(mesh: &Mesh, dialled: &str, target: Option<&str>) -> CollectedResponse {
+async fn fetch_from(mesh: &Mesh, dialled: &str, target: Option<&str>) -> CollectedResponse {
     let mut client = Http1::handshake(mesh.dial("ingress", mesh.app_addr(dialled, HTTP)).await).await;
     client.fetch(request_with_dst_override(target)).await.unwrap()
 }
@@ -42,7 +42,7 @@ fn service_name(service: &str) -> String {
 #[test]
 fn requests_of_one_connection_go_to_the_services_that_they_name() {
     ingress().run(async |mesh: &Mesh| {
-        echo(mesh).await;
+        start_echo_servers(mesh).await;
         let mut client = Http1::handshake(mesh.dial("ingress", mesh.app_addr("web", HTTP)).await).await;
         let (other, web) = (service_name("other"), service_name("Web"));
         for (target, expected) in [(Some(&other), "other"), (None, "web"), (Some(&web), "web")] {
@@ -62,7 +62,7 @@ fn requests_of_one_connection_go_to_the_services_that_they_name() {
 #[test]
 fn requests_of_one_http2_connection_are_balanced_over_the_service_that_they_name() {
     ingress().run(async |mesh: &Mesh| {
-        echo(mesh).await;
+        start_echo_servers(mesh).await;
         let mut client = Http2::handshake(mesh.dial("ingress", mesh.app_addr("web", HTTP)).await).await;
         let other = service_name("other");
         let replicas = eventually("both replicas answer", async || {
@@ -85,8 +85,8 @@ fn requests_of_one_http2_connection_are_balanced_over_the_service_that_they_name
 #[test]
 fn a_request_without_an_override_to_an_unmeshed_endpoint_has_its_own_no_tls_reason() {
     ingress().run(async |mesh: &Mesh| {
-        echo(mesh).await;
-        assert_eq!(ask(mesh, "legacy", None).await.header("x-replica"), "legacy");
+        start_echo_servers(mesh).await;
+        assert_eq!(fetch_from(mesh, "legacy", None).await.header("x-replica"), "legacy");
         let plain = ["no_tls_reason=\"ingress_without_override\""];
         mesh.wait_for_metric("ingress", "request_total", &plain, 1.0).await;
     });
@@ -96,9 +96,9 @@ fn a_request_without_an_override_to_an_unmeshed_endpoint_has_its_own_no_tls_reas
 fn an_invalid_override_is_refused_and_not_sent_to_the_original_destination() {
     let mesh_with_causes = ingress().env("OUTBOUND_DISABLE_INFORMATIONAL_HEADERS", "false");
     mesh_with_causes.run(async |mesh: &Mesh| {
-        echo(mesh).await;
+        start_echo_servers(mesh).await;
         for bad in ["10.0.0.1:80", "[::1]:80", "web:0", "we b", ""] {
-            let answer = ask(mesh, "web", Some(bad)).await;
+            let answer = fetch_from(mesh, "web", Some(bad)).await;
             assert_eq!(
                 (answer.status.as_u16(), answer.cause()),
                 (400, "bad-request"),
@@ -114,14 +114,14 @@ fn an_invalid_override_is_refused_and_not_sent_to_the_original_destination() {
 fn a_name_outside_the_profile_suffixes_is_forbidden() {
     let mesh_with_causes = ingress().env("OUTBOUND_DISABLE_INFORMATIONAL_HEADERS", "false");
     mesh_with_causes.run(async |mesh: &Mesh| {
-        echo(mesh).await;
+        start_echo_servers(mesh).await;
         for other in [
             "metadata.internal",
             "localhost:4191",
             "web.shop",
             "svc.cluster.local.example:80",
         ] {
-            let answer = ask(mesh, "web", Some(other)).await;
+            let answer = fetch_from(mesh, "web", Some(other)).await;
             assert_eq!(
                 (answer.status.as_u16(), answer.cause()),
                 (403, "target-forbidden"),
@@ -134,8 +134,8 @@ fn a_name_outside_the_profile_suffixes_is_forbidden() {
 #[test]
 fn an_unknown_name_is_refused_and_ingress_clients_do_not_get_the_cause() {
     ingress().run(async |mesh: &Mesh| {
-        echo(mesh).await;
-        let answer = ask(mesh, "web", Some("missing.shop.svc.cluster.local")).await;
+        start_echo_servers(mesh).await;
+        let answer = fetch_from(mesh, "web", Some("missing.shop.svc.cluster.local")).await;
         assert_eq!(answer.status, 503);
         assert_eq!(answer.headers.get("l5d-proxy-error"), None);
         assert_eq!(answer.headers.get("l5d-proxy-cause"), None);
@@ -145,7 +145,7 @@ fn an_unknown_name_is_refused_and_ingress_clients_do_not_get_the_cause() {
 #[test]
 fn byte_streams_go_to_the_original_destination() {
     ingress().run(async |mesh: &Mesh| {
-        echo(mesh).await;
+        start_echo_servers(mesh).await;
         for port in [DETECTED_TCP, OPAQUE] {
             let mut client = mesh.dial("ingress", mesh.app_addr("web", port)).await;
             client.write_all(b"\x01no HTTP at all\n").await.unwrap();
@@ -166,7 +166,7 @@ fn without_ingress_mode_the_header_has_no_effect_and_is_passed_on() {
             for workload in ["web", "other"] {
                 apps::start_echo(mesh, workload).await;
             }
-            let answer = ask(mesh, "web", Some(&service_name("other"))).await;
+            let answer = fetch_from(mesh, "web", Some(&service_name("other"))).await;
             assert_eq!(answer.header("x-replica"), "web");
             assert!(answer.text().contains("l5d-dst-override"), "{}", answer.text());
         });
@@ -175,14 +175,14 @@ fn without_ingress_mode_the_header_has_no_effect_and_is_passed_on() {
 #[test]
 fn a_service_that_appears_is_found_by_its_name() {
     ingress().run(async |mesh: &Mesh| {
-        echo(mesh).await;
+        start_echo_servers(mesh).await;
         let late = service_name("late");
-        assert_eq!(ask(mesh, "web", Some(&late)).await.status, 503);
+        assert_eq!(fetch_from(mesh, "web", Some(&late)).await.status, 503);
         let manifest = mesh.manifest("service-other");
         let manifest = manifest.replace("name: other", "name: late");
         mesh.write("service-late", &manifest.replace("10.66.1.", "10.66.2."));
         eventually("the service is found", async || {
-            let answer = ask(mesh, "web", Some(&late)).await;
+            let answer = fetch_from(mesh, "web", Some(&late)).await;
             (answer.status == 200 && answer.header("x-replica").starts_with("other")).then_some(())
         })
         .await;

@@ -71,11 +71,11 @@ fn an_invalid_update_denies_requests_and_closes_connections() {
         })
         .await;
         let mut rest = Vec::new();
-        // A reset is also an end.
+        // The connection may also end with a reset.
         let _ = bytes.read_to_end(&mut rest).await;
 
         policies.set_port_policy(Ok(allow_all_server()));
-        eventually("a good policy is in force again", async || {
+        eventually("the valid policy is in force again", async || {
             let mut client = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
             let answer = client.fetch(request("/")).await.ok()?;
             (answer.status == 200).then_some(())

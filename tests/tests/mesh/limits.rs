@@ -19,16 +19,16 @@ use tulle_tests::mesh::{DETECTED_TCP, HTTP, Mesh, UNMESHED_IP, mesh};
 
 #[test]
 fn a_proxy_short_of_memory_refuses_requests_until_memory_is_free() {
-    const LIMIT: usize = 600 << 20; // all proxies of a test are one process
+    const MEMORY_LIMIT_BYTES: usize = 600 << 20; // for all proxies of the test, which share a process
     mesh()
         .workload("client")
-        .workload_env("TULLE_PROXY_MEMORY_LIMIT", &LIMIT.to_string())
+        .workload_env("TULLE_PROXY_MEMORY_LIMIT", &MEMORY_LIMIT_BYTES.to_string())
         .workload("web")
         .run(async |mesh: &Mesh| {
             apps::start_echo(mesh, "web").await;
             let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
             assert_eq!(client.fetch(request("/")).await.unwrap().status, 200);
-            let allocation = vec![1_u8; LIMIT];
+            let allocation = vec![1_u8; MEMORY_LIMIT_BYTES];
             eventually("memory is short", async || {
                 (mesh.metric("client", "tulle_memory_short", &[]).await >= 1.0).then_some(())
             })
@@ -56,7 +56,7 @@ fn a_proxy_short_of_memory_refuses_requests_until_memory_is_free() {
 
 /// More stalled responses than fit into the initial windows of a connection between two sidecars.
 const N_STALLED_CLIENTS: usize = 40;
-const BODY: usize = 3 << 20;
+const BODY_BYTES: usize = 3 << 20;
 
 #[test]
 fn unread_responses_do_not_block_other_clients() {
@@ -65,7 +65,7 @@ fn unread_responses_do_not_block_other_clients() {
         let mut stalled_clients = Vec::new();
         for _ in 0..N_STALLED_CLIENTS {
             let mut stalled_client = mesh.dial("client", mesh.service_addr("web", HTTP)).await;
-            let head = format!("GET /bytes/{BODY} HTTP/1.1\r\nhost: web.test\r\n\r\n");
+            let head = format!("GET /bytes/{BODY_BYTES} HTTP/1.1\r\nhost: web.test\r\n\r\n");
             stalled_client.write_all(head.as_bytes()).await.unwrap();
             read_until(&mut stalled_client, "\r\n\r\n").await; // the rest is not read
             stalled_clients.push(stalled_client);
@@ -73,7 +73,7 @@ fn unread_responses_do_not_block_other_clients() {
         }
         // All responses are still complete.
         for mut stalled_client in stalled_clients {
-            let mut body = vec![0; BODY];
+            let mut body = vec![0; BODY_BYTES];
             stalled_client.read_exact(&mut body).await.unwrap();
         }
     });
@@ -101,7 +101,7 @@ fn unread_uploads_do_not_block_other_clients() {
         for n in 1..=N_STALLED_CLIENTS {
             let mut client = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
             let post = http::Request::post("http://web.test/")
-                .body(full(vec![b'x'; BODY]))
+                .body(full(vec![b'x'; BODY_BYTES]))
                 .unwrap();
             uploads.spawn(async move { client.fetch(post).await.unwrap().text() });
             eventually("the upload has begun", async || {
@@ -112,7 +112,7 @@ fn unread_uploads_do_not_block_other_clients() {
         }
         may_continue.add_permits(N_STALLED_CLIENTS);
         while let Some(n) = uploads.join_next().await {
-            assert_eq!(n.unwrap(), BODY.to_string());
+            assert_eq!(n.unwrap(), BODY_BYTES.to_string());
         }
     });
 }
@@ -171,7 +171,7 @@ fn a_client_that_connects_to_many_closed_ports_is_refused_and_blocks_neither_ope
         assert_eq!(
             get(OTHER_CLIENT, 22_000).await,
             502,
-            "closed, but the policy permits the client"
+            "no application listens, but the policy permits the client"
         );
         let not_watched = ["direction=\"inbound\"", "cause=\"port-not-watched\""];
         mesh.wait_for_metric_at_least("web", "tulle_failures_total", &not_watched, 30.)
@@ -189,9 +189,9 @@ fn a_client_that_connects_to_many_closed_ports_is_refused_and_blocks_neither_ope
 
 #[test]
 fn connections_over_the_open_file_limit_are_closed() {
-    const FILES: u64 = 800; // the proxies of the test use some of them
-    const MAX_CONNECTIONS: usize = FILES as usize / 4;
-    setrlimit(Resource::RLIMIT_NOFILE, FILES, FILES).unwrap(); // for the process of this test
+    const MAX_OPEN_FILES: u64 = 800; // the proxies of the test use some of them
+    const MAX_CONNECTIONS: usize = MAX_OPEN_FILES as usize / 4;
+    setrlimit(Resource::RLIMIT_NOFILE, MAX_OPEN_FILES, MAX_OPEN_FILES).unwrap(); // for the process of this test
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
         apps::start_echo(mesh, "web").await;
         let connect = async || Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
@@ -202,11 +202,14 @@ fn connections_over_the_open_file_limit_are_closed() {
             held.push(client);
         }
         // The connection may be reset before the dial returns.
-        let ask_anew = async || {
+        let send_on_new_connection = async || {
             let stream = mesh.try_dial("client", mesh.service_addr("web", HTTP)).await.ok()?;
             Http1::handshake(stream).await.fetch(request("/")).await.ok()
         };
-        assert!(ask_anew().await.is_none(), "the connection over the limit is refused");
+        assert!(
+            send_on_new_connection().await.is_none(),
+            "the connection over the limit is refused"
+        );
         let overload = ["cause=\"overload\"", "direction=\"outbound\""];
         mesh.wait_for_metric("client", "tulle_failures_total", &overload, 1.)
             .await;
@@ -216,6 +219,6 @@ fn connections_over_the_open_file_limit_are_closed() {
             "open connections stay"
         );
         held.clear();
-        eventually("a connection slot is free again", ask_anew).await;
+        eventually("a connection slot is free again", send_on_new_connection).await;
     });
 }

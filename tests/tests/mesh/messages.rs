@@ -183,8 +183,9 @@ fn workloads() -> Vec<(String, u32)> {
 struct ObjectGenerator(fastrand::Rng);
 
 impl ObjectGenerator {
-    fn one<'a>(&mut self, of: &[&'a str]) -> &'a str {
-        of[self.0.usize(..of.len())]
+    /// One of these values.
+    fn pick<'a>(&mut self, values: &[&'a str]) -> &'a str {
+        values[self.0.usize(..values.len())]
     }
 
     /// True with probability 1/n.
@@ -193,7 +194,7 @@ impl ObjectGenerator {
     }
 
     /// A field with probability 1/2.
-    fn maybe(&mut self, field: impl FnOnce(&mut Self) -> String) -> String {
+    fn optional(&mut self, field: impl FnOnce(&mut Self) -> String) -> String {
         match self.0.bool() {
             true => format!("{}, ", field(self)),
             false => String::new(),
@@ -211,13 +212,13 @@ impl ObjectGenerator {
     }
 
     fn duration(&mut self) -> &'static str {
-        self.one(&[
+        self.pick(&[
             "0s", "1ms", "10ms", "100ms", "1s", "10s", "1m", "1h", "9999h", "90s", "1.5s", "-1s", "2540400h", "x", "10",
         ])
     }
 
     fn number(&mut self) -> &'static str {
-        self.one(&[
+        self.pick(&[
             "0",
             "1",
             "2",
@@ -232,12 +233,12 @@ impl ObjectGenerator {
     }
 
     fn name(&mut self) -> &'static str {
-        self.one(&["web", "web-v2", "nobody", "vm"])
+        self.pick(&["web", "web-v2", "nobody", "vm"])
     }
 
     fn hosts(&mut self) -> String {
         let hosts = self.list_up_to(2, |this| {
-            let host = this.one(&[
+            let host = this.pick(&[
                 "a.b",
                 "*.c.d",
                 "web.shop",
@@ -253,11 +254,11 @@ impl ObjectGenerator {
     }
 
     fn path(&mut self) -> &'static str {
-        self.one(&["/", "/a", "/a/b?c", "a", "", "/%2f", "/a b", "/é", "//", "/a#b", "/x|y"])
+        self.pick(&["/", "/a", "/a/b?c", "a", "", "/%2f", "/a b", "/é", "//", "/a#b", "/x|y"])
     }
 
     fn regex(&mut self) -> &'static str {
-        self.one(&[
+        self.pick(&[
             "/a.*",
             "(",
             "[a-",
@@ -271,7 +272,7 @@ impl ObjectGenerator {
     }
 
     fn header(&mut self) -> &'static str {
-        self.one(&[
+        self.pick(&[
             "x-a",
             "X-Upper",
             "host",
@@ -286,13 +287,13 @@ impl ObjectGenerator {
     }
 
     fn value(&mut self) -> &'static str {
-        self.one(&["a", "", "a b", "é", "a,b", "\\t", "\\n", "\\0", " a"])
+        self.pick(&["a", "", "a b", "é", "a,b", "\\t", "\\n", "\\0", " a"])
     }
 
     fn matched(&mut self, kinds: &[&str], value: fn(&mut Self) -> &'static str) -> String {
         let kind = match self.is_one_in(3) {
             true => "RegularExpression",
-            false => self.one(kinds),
+            false => self.pick(kinds),
         };
         let value = match kind {
             "RegularExpression" => self.regex(),
@@ -302,10 +303,10 @@ impl ObjectGenerator {
     }
 
     fn http_match(&mut self) -> String {
-        let path = self.maybe(|this| format!("path: {{{}}}", this.matched(&["Exact", "PathPrefix"], Self::path)));
-        let headers = self.maybe(|this| format!("headers: [{}]", this.list_up_to(2, Self::header_match)));
-        let query = self.maybe(|this| format!("queryParams: [{}]", this.list_up_to(2, Self::header_match)));
-        let method = self.maybe(|this| format!("method: '{}'", this.one(&["GET", "PROPFIND", "get", "", "A B"])));
+        let path = self.optional(|this| format!("path: {{{}}}", this.matched(&["Exact", "PathPrefix"], Self::path)));
+        let headers = self.optional(|this| format!("headers: [{}]", this.list_up_to(2, Self::header_match)));
+        let query = self.optional(|this| format!("queryParams: [{}]", this.list_up_to(2, Self::header_match)));
+        let method = self.optional(|this| format!("method: '{}'", this.pick(&["GET", "PROPFIND", "get", "", "A B"])));
         format!("{{{path}{headers}{query}{method}}}")
     }
 
@@ -315,19 +316,19 @@ impl ObjectGenerator {
     }
 
     fn grpc_match(&mut self) -> String {
-        let method = self.maybe(|this| {
-            let (service, method) = (this.one(&["a.B", "", "é"]), this.one(&["Get", "", "a/b"]));
+        let method = self.optional(|this| {
+            let (service, method) = (this.pick(&["a.B", "", "é"]), this.pick(&["Get", "", "a/b"]));
             format!("method: {{service: '{service}', method: '{method}'}}")
         });
-        let headers = self.maybe(|this| format!("headers: [{}]", this.list_up_to(2, Self::header_match)));
+        let headers = self.optional(|this| format!("headers: [{}]", this.list_up_to(2, Self::header_match)));
         format!("{{{method}{headers}}}")
     }
 
     fn modifier(&mut self) -> String {
         let pair = |this: &mut Self| format!("{{name: \"{}\", value: \"{}\"}}", this.header(), this.value());
-        let set = self.maybe(|this| format!("set: [{}]", this.list_up_to(2, pair)));
-        let add = self.maybe(|this| format!("add: [{}]", this.list_up_to(2, pair)));
-        let remove = self.maybe(|this| {
+        let set = self.optional(|this| format!("set: [{}]", this.list_up_to(2, pair)));
+        let add = self.optional(|this| format!("add: [{}]", this.list_up_to(2, pair)));
+        let remove = self.optional(|this| {
             format!(
                 "remove: [{}]",
                 this.list_up_to(2, |this| format!("\"{}\"", this.header()))
@@ -347,12 +348,13 @@ impl ObjectGenerator {
                 self.modifier()
             ),
             2 => {
-                let scheme = self.maybe(|this| format!("scheme: '{}'", this.one(&["http", "https", "ftp", "a b"])));
-                let host = self.maybe(|this| format!("hostname: '{}'", this.one(&["a.b", "a b", "", "a:1", "[::1]"])));
-                let port = self.maybe(|this| format!("port: {}", this.number()));
-                let status =
-                    self.maybe(|this| format!("statusCode: {}", this.one(&["301", "302", "303", "308", "200", "99"])));
-                let path = self.maybe(|this| match this.0.bool() {
+                let scheme = self.optional(|this| format!("scheme: '{}'", this.pick(&["http", "https", "ftp", "a b"])));
+                let host =
+                    self.optional(|this| format!("hostname: '{}'", this.pick(&["a.b", "a b", "", "a:1", "[::1]"])));
+                let port = self.optional(|this| format!("port: {}", this.number()));
+                let status = self
+                    .optional(|this| format!("statusCode: {}", this.pick(&["301", "302", "303", "308", "200", "99"])));
+                let path = self.optional(|this| match this.0.bool() {
                     true => format!("path: {{type: ReplaceFullPath, replaceFullPath: '{}'}}", this.path()),
                     false => format!(
                         "path: {{type: ReplacePrefixMatch, replacePrefixMatch: '{}'}}",
@@ -364,7 +366,7 @@ impl ObjectGenerator {
             3 => "{type: URLRewrite, urlRewrite: {hostname: a.b}}".to_owned(),
             4 => "{type: ExtensionRef, extensionRef: {group: a, kind: B, name: c}}".to_owned(),
             5 => {
-                let origin = self.one(&[
+                let origin = self.pick(&[
                     "*",
                     "https://a.b",
                     "http://*.a.b:81",
@@ -372,7 +374,7 @@ impl ObjectGenerator {
                     "a.b",
                     "https://a:99999",
                 ]);
-                let (method, header) = (self.one(&["*", "GET", "A B"]), self.header());
+                let (method, header) = (self.pick(&["*", "GET", "A B"]), self.header());
                 let lists =
                     format!("allowOrigins: ['{origin}'], allowMethods: ['{method}'], allowHeaders: [\"{header}\"]");
                 format!("{{type: CORS, cors: {{{lists}}}}}")
@@ -393,7 +395,7 @@ impl ObjectGenerator {
     }
 
     fn backend(&mut self) -> String {
-        let kind = self.one(&[
+        let kind = self.pick(&[
             "",
             "",
             "",
@@ -401,20 +403,20 @@ impl ObjectGenerator {
             "group: policy.linkerd.io, kind: EgressNetwork, ",
             "kind: Pod, ",
         ]);
-        let namespace = self.maybe(|this| format!("namespace: {}", this.one(&["shop", "front"])));
+        let namespace = self.optional(|this| format!("namespace: {}", this.pick(&["shop", "front"])));
         let weight =
-            self.maybe(|this| format!("weight: {}", this.one(&["0", "1", "2", "1000000", "4294967295", "-1"])));
-        let (name, port, filters) = (self.name(), self.one(&["80", "90", "0", "65536"]), self.filters());
+            self.optional(|this| format!("weight: {}", this.pick(&["0", "1", "2", "1000000", "4294967295", "-1"])));
+        let (name, port, filters) = (self.name(), self.pick(&["80", "90", "0", "65536"]), self.filters());
         format!("{{{kind}{namespace}{weight}name: {name}, port: {port}, {filters}}}")
     }
 
     fn rule(&mut self, matches: Option<fn(&mut Self) -> String>) -> String {
         let matches = matches.map_or_else(String::new, |one| format!("matches: [{}], ", self.list_up_to(2, one)));
         let filters = self.filters();
-        let backends = self.maybe(|this| format!("backendRefs: [{}]", this.list_up_to(3, Self::backend)));
-        let timeouts = self.maybe(|this| {
-            let request = this.maybe(|this| format!("request: {}", this.duration()));
-            let backend = this.maybe(|this| format!("backendRequest: {}", this.duration()));
+        let backends = self.optional(|this| format!("backendRefs: [{}]", this.list_up_to(3, Self::backend)));
+        let timeouts = self.optional(|this| {
+            let request = this.optional(|this| format!("request: {}", this.duration()));
+            let backend = this.optional(|this| format!("backendRequest: {}", this.duration()));
             format!("timeouts: {{{request}{backend}}}")
         });
         format!("{{{matches}{filters}{backends}{timeouts}}}")
@@ -476,7 +478,7 @@ impl ObjectGenerator {
             ),
         ] {
             if self.is_one_in(4) {
-                let value = self.one(values);
+                let value = self.pick(values);
                 write!(all, "{key}: \"{value}\", ").unwrap();
             }
         }
@@ -492,12 +494,12 @@ impl ObjectGenerator {
             ("gateway.networking.k8s.io/v1alpha2", "TCPRoute"),
         ][self.0.usize(..5)];
         let parents = self.non_empty_list(2, |this| {
-            let port = this.maybe(|this| format!("port: {}", this.one(&["80", "90", "5432"])));
+            let port = this.optional(|this| format!("port: {}", this.pick(&["80", "90", "5432"])));
             match this.0.u8(..4) {
                 0 => format!("{{group: policy.linkerd.io, kind: EgressNetwork, name: out, namespace: front, {port}}}"),
                 1 => format!(
                     "{{group: policy.linkerd.io, kind: Server, name: {}}}",
-                    this.one(&["web", "vm"])
+                    this.pick(&["web", "vm"])
                 ),
                 _ => format!(
                     "{{group: core, kind: Service, name: {}, namespace: shop, {port}}}",
@@ -512,15 +514,15 @@ impl ObjectGenerator {
         };
         let hosts = match kind {
             "TCPRoute" => String::new(),
-            _ => self.maybe(Self::hosts),
+            _ => self.optional(Self::hosts),
         };
         let rules = match self.is_one_in(10) {
             true => String::new(),
             false => self.non_empty_list(if matches.is_some() { 2 } else { 1 }, |this| this.rule(matches)),
         };
-        let (namespace, annotations) = (self.one(&["shop", "shop", "front"]), self.annotations());
+        let (namespace, annotations) = (self.pick(&["shop", "shop", "front"]), self.annotations());
         // Some routes have the same age.
-        let created = self.one(&["2024-01-01T00:00:00Z", "2024-01-02T00:00:00Z"]);
+        let created = self.pick(&["2024-01-01T00:00:00Z", "2024-01-02T00:00:00Z"]);
         format!(
             "apiVersion: {api}\nkind: {kind}\nmetadata: {{name: r{n}, namespace: {namespace}, \
              creationTimestamp: '{created}', annotations: {{{annotations}}}}}\n\
@@ -529,8 +531,8 @@ impl ObjectGenerator {
     }
 
     fn service(&mut self, name: &str, ip: &str) -> String {
-        let protocol = self.maybe(|this| {
-            let protocol = this.one(&["http", "HTTP", "kubernetes.io/h2c", "linkerd.io/opaque", "tcp", "x"]);
+        let protocol = self.optional(|this| {
+            let protocol = this.pick(&["http", "HTTP", "kubernetes.io/h2c", "linkerd.io/opaque", "tcp", "x"]);
             format!("appProtocol: {protocol}")
         });
         let annotations = self.annotations();
@@ -542,13 +544,13 @@ impl ObjectGenerator {
     }
 
     fn egress_network(&mut self) -> String {
-        let policy = self.one(&["Allow", "Deny"]);
-        let networks = self.maybe(|this| {
+        let policy = self.pick(&["Allow", "Deny"]);
+        let networks = self.optional(|this| {
             let networks = this.list_up_to(2, |this| {
-                let cidr = this.one(&["192.0.2.0/24", "0.0.0.0/0", "::/0", "192.0.2.1/33", "x"]);
+                let cidr = this.pick(&["192.0.2.0/24", "0.0.0.0/0", "::/0", "192.0.2.1/33", "x"]);
                 format!(
                     "{{cidr: '{cidr}', except: [{}]}}",
-                    this.list_up_to(1, |this| this.one(&["192.0.2.0/25", "10.0.0.0/8"]).to_owned())
+                    this.list_up_to(1, |this| this.pick(&["192.0.2.0/25", "10.0.0.0/8"]).to_owned())
                 )
             });
             format!("networks: [{networks}]")
@@ -566,12 +568,12 @@ impl ObjectGenerator {
             "vm" => "externalWorkloadSelector",
             _ => "podSelector",
         };
-        let protocol = self.maybe(|this| {
-            let protocol = this.one(&["unknown", "HTTP/1", "HTTP/2", "gRPC", "opaque", "TLS", "x"]);
+        let protocol = self.optional(|this| {
+            let protocol = this.pick(&["unknown", "HTTP/1", "HTTP/2", "gRPC", "opaque", "TLS", "x"]);
             format!("proxyProtocol: '{protocol}'")
         });
-        let access = self.maybe(|this| {
-            let policy = this.one(&[
+        let access = self.optional(|this| {
+            let policy = this.pick(&[
                 "deny",
                 "all-authenticated",
                 "all-unauthenticated",
@@ -581,7 +583,7 @@ impl ObjectGenerator {
             ]);
             format!("accessPolicy: {policy}")
         });
-        let port = self.one(&["80", "8080", "http", "5432"]);
+        let port = self.pick(&["80", "8080", "http", "5432"]);
         format!(
             "apiVersion: policy.linkerd.io/v1beta3\nkind: Server\nmetadata: {{name: {name}, namespace: shop}}\n\
              spec: {{{selector}: {{matchLabels: {{app: web}}}}, port: {port}, {protocol}{access}}}\n"
@@ -590,14 +592,14 @@ impl ObjectGenerator {
 
     fn authorization(&mut self, n: usize) -> String {
         let identity = |this: &mut Self| {
-            let identity = this.one(&["*", "*.shop", "a.b", "no identity", "", "spiffe://root/a", "**"]);
+            let identity = this.pick(&["*", "*.shop", "a.b", "no identity", "", "spiffe://root/a", "**"]);
             format!("'{identity}'")
         };
         let network = |this: &mut Self| {
-            let cidr = this.one(&["10.0.0.0/8", "::/0", "10.0.0.1", "10.0.0.0/33", "x"]);
+            let cidr = this.pick(&["10.0.0.0/8", "::/0", "10.0.0.1", "10.0.0.0/33", "x"]);
             format!(
                 "{{cidr: '{cidr}', except: [{}]}}",
-                this.list_up_to(1, |this| this.one(&["10.1.0.0/16", "x"]).to_owned())
+                this.list_up_to(1, |this| this.pick(&["10.1.0.0/16", "x"]).to_owned())
             )
         };
         let target = match self.0.bool() {
@@ -606,8 +608,8 @@ impl ObjectGenerator {
         };
         match self.0.u8(..4) {
             0 => {
-                let identities = self.maybe(|this| format!("identities: [{}]", this.list_up_to(2, identity)));
-                let accounts = self.maybe(|_| "identityRefs: [{kind: ServiceAccount, name: a}]".to_owned());
+                let identities = self.optional(|this| format!("identities: [{}]", this.list_up_to(2, identity)));
+                let accounts = self.optional(|_| "identityRefs: [{kind: ServiceAccount, name: a}]".to_owned());
                 format!(
                     "apiVersion: policy.linkerd.io/v1alpha1\nkind: MeshTLSAuthentication\n\
                      metadata: {{name: identities, namespace: shop}}\nspec: {{{identities}{accounts}}}\n"
@@ -639,7 +641,7 @@ impl ObjectGenerator {
                     1 => "meshTLS: {unauthenticatedTLS: true}, ".to_owned(),
                     _ => format!("meshTLS: {{identities: [{}]}}, ", self.list_up_to(2, identity)),
                 };
-                let networks = self.maybe(|this| format!("networks: [{}]", this.list_up_to(2, network)));
+                let networks = self.optional(|this| format!("networks: [{}]", this.list_up_to(2, network)));
                 format!(
                     "apiVersion: policy.linkerd.io/v1beta1\nkind: ServerAuthorization\n\
                      metadata: {{name: s{n}, namespace: shop}}\n\
@@ -650,9 +652,9 @@ impl ObjectGenerator {
     }
 
     fn rate_limit(&mut self) -> String {
-        let total = self.maybe(|this| format!("total: {{requestsPerSecond: {}}}", this.number()));
-        let identity = self.maybe(|this| format!("identity: {{requestsPerSecond: {}}}", this.number()));
-        let overrides = self.maybe(|this| {
+        let total = self.optional(|this| format!("total: {{requestsPerSecond: {}}}", this.number()));
+        let identity = self.optional(|this| format!("identity: {{requestsPerSecond: {}}}", this.number()));
+        let overrides = self.optional(|this| {
             format!(
                 "overrides: [{{requestsPerSecond: {}, clientRefs: [{{kind: ServiceAccount, name: a}}]}}]",
                 this.number()
@@ -668,7 +670,7 @@ impl ObjectGenerator {
     fn condition(&mut self, depth: u8) -> String {
         match self.0.u8(..if depth == 0 { 2 } else { 5 }) {
             0 => format!("pathRegex: '{}'", self.regex()),
-            1 => format!("method: {}", self.one(&["GET", "PROPFIND", "get", "'A B'", "''"])),
+            1 => format!("method: {}", self.pick(&["GET", "PROPFIND", "get", "'A B'", "''"])),
             2 => format!("not: {{{}}}", self.condition(depth - 1)),
             3 => format!(
                 "all: [{{{}}}, {{{}}}]",
@@ -681,33 +683,33 @@ impl ObjectGenerator {
 
     fn profile(&mut self) -> String {
         let route = |this: &mut Self| {
-            let name = this.one(&["a", "GET /a", "é", "a\\nb"]);
+            let name = this.pick(&["a", "GET /a", "é", "a\\nb"]);
             let condition = this.condition(2);
-            let classes = this.maybe(|this| {
+            let classes = this.optional(|this| {
                 let class = |this: &mut Self| {
                     let (min, max) = (
-                        this.one(&["0", "100", "500", "599", "600"]),
-                        this.one(&["0", "404", "599", "70000"]),
+                        this.pick(&["0", "100", "500", "599", "600"]),
+                        this.pick(&["0", "404", "599", "70000"]),
                     );
                     format!("{{condition: {{status: {{min: {min}, max: {max}}}}}, isFailure: true}}")
                 };
                 format!("responseClasses: [{}]", this.list_up_to(2, class))
             });
-            let timeout = this.maybe(|this| format!("timeout: {}", this.duration()));
+            let timeout = this.optional(|this| format!("timeout: {}", this.duration()));
             format!("{{name: \"{name}\", condition: {{{condition}}}, {classes}{timeout}isRetryable: true}}")
         };
-        let routes = self.maybe(|this| format!("routes: [{}]", this.list_up_to(3, route)));
-        let budget = self.maybe(|this| {
+        let routes = self.optional(|this| format!("routes: [{}]", this.list_up_to(3, route)));
+        let budget = self.optional(|this| {
             let (ratio, least, ttl) = (
-                this.one(&["0", "0.2", "1000.5", "-1", ".nan", "1e39"]),
-                this.one(&["0", "10", "4294967295", "-1"]),
+                this.pick(&["0", "0.2", "1000.5", "-1", ".nan", "1e39"]),
+                this.pick(&["0", "10", "4294967295", "-1"]),
                 this.duration(),
             );
             format!("retryBudget: {{retryRatio: {ratio}, minRetriesPerSecond: {least}, ttl: {ttl}}}")
         });
-        let overrides = self.maybe(|this| {
+        let overrides = self.optional(|this| {
             let dst = |this: &mut Self| {
-                let authority = this.one(&[
+                let authority = this.pick(&[
                     "web-v2.shop.svc.cluster.local:80",
                     "web-v2.shop.svc.cluster.local.:80",
                     "web-v2.shop.svc.cluster.local",
@@ -721,7 +723,7 @@ impl ObjectGenerator {
                     "",
                     ":80",
                 ]);
-                let weight = this.one(&["0", "1", "500m", "0.5", "1k", "4294967295", "-1"]);
+                let weight = this.pick(&["0", "1", "500m", "0.5", "1k", "4294967295", "-1"]);
                 format!("{{authority: '{authority}', weight: {weight}}}")
             };
             format!("dstOverrides: [{}]", this.list_up_to(3, dst))
@@ -733,10 +735,11 @@ impl ObjectGenerator {
     }
 
     fn workloads(&mut self) -> String {
-        let account = self.one(&["web", "default", "Upper", "a.b", "é"]);
+        let account = self.pick(&["web", "default", "Upper", "a.b", "é"]);
         let annotations = self.annotations();
-        let probe = self.maybe(|this| format!("readinessProbe: {{httpGet: {{path: '{}', port: 8080}}}}", this.path()));
-        let identity = self.one(&[
+        let probe =
+            self.optional(|this| format!("readinessProbe: {{httpGet: {{path: '{}', port: 8080}}}}", this.path()));
+        let identity = self.pick(&[
             "vm.shop",
             "spiffe://root/vm",
             "no identity",
@@ -744,8 +747,8 @@ impl ObjectGenerator {
             "",
             "10.0.0.1",
         ]);
-        let server_name = self.one(&["vm.shop", "a b", "", "10.0.0.1", "spiffe://root/vm"]);
-        let ip = self.one(&[
+        let server_name = self.pick(&["vm.shop", "a b", "", "10.0.0.1", "spiffe://root/vm"]);
+        let ip = self.pick(&[
             "10.2.0.1",
             "10.2.0.1",
             "169.254.169.254",

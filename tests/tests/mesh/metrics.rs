@@ -118,7 +118,7 @@ fn authority_labels_are_opt_in_and_bounded() {
             .await;
         };
         let mut client = Http1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
-        let mut ask = async |host: &str, canonical: Option<&str>| {
+        let mut send_request = async |host: &str, canonical: Option<&str>| {
             let mut req = Request::get("/").header("host", host);
             if let Some(canonical) = canonical {
                 req = req.header("l5d-dst-canonical", canonical);
@@ -131,7 +131,7 @@ fn authority_labels_are_opt_in_and_bounded() {
             ("other.test:8080", Some("forged.test:80")),
             ("10.0.0.1", None),
         ] {
-            ask(host, canonical).await;
+            send_request(host, canonical).await;
         }
         let mut meshed = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         let req = Request::get("/").header("host", "web.test");
@@ -149,7 +149,7 @@ fn authority_labels_are_opt_in_and_bounded() {
             }
         }
         for n in 0..1000 {
-            ask(&format!("n{n}.test"), None).await;
+            send_request(&format!("n{n}.test"), None).await;
         }
         // At most 64 authorities of clients without an identity become label values. Two were used before, so 62 of these
         // requests have the label, in addition to the four above.

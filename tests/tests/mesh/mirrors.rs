@@ -127,7 +127,7 @@ fn a_mirror_gets_its_fraction_of_the_requests() {
             }
         }
         assert_eq!(client.fetch(request("/all")).await.unwrap().status, 200);
-        // Five standard deviations.
+        // The bounds are five standard deviations from the mean of 100, plus the request for `/all`.
         let targets = eventually("the copies arrive", async || {
             Some(copy.targets()).filter(|targets| targets.len() > 57 && targets.contains(&"/all".to_owned()))
         })

@@ -60,7 +60,7 @@ fn authenticated() -> Builder {
 
 /// True if the peer closes the connection without sending anything.
 async fn ends_without_data(stream: &mut TcpStream) -> bool {
-    // A reset is also an end.
+    // The connection may also end with a reset.
     matches!(stream.read(&mut [0]).await, Ok(0) | Err(_))
 }
 

@@ -95,11 +95,11 @@ fn unmeshed_servers_that_close_kept_connections_at_random_fail_no_request() {
     run_against_closing_server("legacy", mesh_with_long_timeout().workload("client").unmeshed("legacy"));
 }
 
-/// The number of workloads.
-const REPLICAS: usize = 5;
-/// How many of them are endpoints at a time.
-const READY: usize = 3;
-const REPLACEMENTS: usize = 20;
+/// Number of workloads with an application.
+const N_REPLICAS: usize = 5;
+/// Number of replicas that are endpoints at a time.
+const N_ENDPOINTS: usize = 3;
+const N_REPLACEMENTS: usize = 20;
 
 /// Waits until a workload gets no more requests.
 async fn wait_until_unused(mesh: &Mesh, workload: &str) {
@@ -124,13 +124,13 @@ async fn replica(mesh: &Mesh, n: usize) -> App {
 
 #[test]
 fn endpoints_are_replaced_twenty_times_under_load_without_a_failure() {
-    let mesh = mesh_with_long_timeout().workload("client").replicas("web", REPLICAS);
+    let mesh = mesh_with_long_timeout().workload("client").replicas("web", N_REPLICAS);
     mesh.run(async |mesh: &Mesh| {
-        let name = |n: usize| format!("pod-web-{}", n % REPLICAS);
-        let pods: Vec<_> = (0..REPLICAS).map(|n| mesh.manifest(&name(n))).collect();
+        let name = |n: usize| format!("pod-web-{}", n % N_REPLICAS);
+        let pods: Vec<_> = (0..N_REPLICAS).map(|n| mesh.manifest(&name(n))).collect();
         let mut running = VecDeque::new();
-        for n in 0..REPLICAS {
-            match n < READY {
+        for n in 0..N_REPLICAS {
+            match n < N_ENDPOINTS {
                 true => running.push_back(replica(mesh, n).await),
                 false => mesh.remove(&name(n)),
             }
@@ -148,8 +148,8 @@ fn endpoints_are_replaced_twenty_times_under_load_without_a_failure() {
         .await;
         let since = Instant::now();
         let during = async {
-            for n in READY..READY + REPLACEMENTS {
-                let (new, old) = (n % REPLICAS, n - READY);
+            for n in N_ENDPOINTS..N_ENDPOINTS + N_REPLACEMENTS {
+                let (new, old) = (n % N_REPLICAS, n - N_ENDPOINTS);
                 running.push_back(replica(mesh, new).await);
                 mesh.write(&name(new), &pods[new]);
                 let workload = format!("web-{new}");
@@ -158,11 +158,15 @@ fn endpoints_are_replaced_twenty_times_under_load_without_a_failure() {
                     (mesh.metric(&workload, "request_total", &[]).await > before).then_some(())
                 })
                 .await;
-                // The worst case: the application disappears immediately, and its pod is removed afterwards.
+                // The worst case: the application ends at once, and its pod is removed afterwards.
                 running.pop_front().unwrap().kill().await;
                 mesh.remove(&name(old));
-                wait_until_unused(mesh, &format!("web-{}", old % REPLICAS)).await;
-                wait_for_sent_requests(mesh, n_requests() * (n + 1 - READY) as f64 / REPLACEMENTS as f64).await;
+                wait_until_unused(mesh, &format!("web-{}", old % N_REPLICAS)).await;
+                wait_for_sent_requests(
+                    mesh,
+                    n_requests() * (n + 1 - N_ENDPOINTS) as f64 / N_REPLACEMENTS as f64,
+                )
+                .await;
             }
         };
         let outcome = load(mesh, "client", dst, 8, during).await;

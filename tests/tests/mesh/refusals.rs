@@ -159,10 +159,10 @@ spec:
 }
 
 /// True if the peer closes the connection without sending anything.
-async fn request_is_closed(mut stream: TcpStream) -> bool {
+async fn is_closed_without_response(mut stream: TcpStream) -> bool {
     // The write fails if the connection is already closed.
     let _ = stream.write_all(b"GET / HTTP/1.1\r\nhost: web.test\r\n\r\n").await;
-    // A reset is also an end.
+    // The connection may also end with a reset.
     matches!(stream.read(&mut [0]).await, Ok(0) | Err(_))
 }
 
@@ -171,15 +171,15 @@ fn connections_for_other_workloads_are_closed() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
         apps::start_echo(mesh, "web").await;
         // The application dials its own proxy, which would dial itself in a loop.
-        assert!(request_is_closed(mesh.dial("client", (mesh.ip("client"), 4140).into()).await).await);
+        assert!(is_closed_without_response(mesh.dial("client", (mesh.ip("client"), 4140).into()).await).await);
         // Destinations that are not this workload, by mistake or to bypass a policy.
         for dst in [mesh.app_addr("client", HTTP), (UNMESHED_IP, HTTP).into()] {
             assert!(
-                request_is_closed(mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", dst).await).await,
+                is_closed_without_response(mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", dst).await).await,
                 "{dst}"
             );
         }
-        assert!(!request_is_closed(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await);
+        assert!(!is_closed_without_response(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await);
     });
 }
 
@@ -194,14 +194,14 @@ fn without_redirect_rules_only_peers_are_served() {
             mesh.get("client", mesh.service_addr("web", HTTP), "/").await.text(),
             "web\n"
         );
-        assert!(request_is_closed(mesh.dial("web", mesh.service_addr("client", HTTP)).await).await);
+        assert!(is_closed_without_response(mesh.dial("web", mesh.service_addr("client", HTTP)).await).await);
         let mut unmeshed = mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await;
         unmeshed
             .write_all(b"GET / HTTP/1.1\r\nhost: web.test\r\n\r\n")
             .await
             .unwrap();
         let mut received = Vec::new();
-        // A reset is also an end.
+        // The connection may also end with a reset.
         let _ = unmeshed.read_to_end(&mut received).await;
         assert!(!received.starts_with(b"HTTP/"), "at most a TLS alert");
         eventually("the failure is counted", async || {

@@ -27,8 +27,8 @@ fn reset(stream: TcpStream) {
     SockRef::from(&stream).set_linger(Some(Duration::ZERO)).unwrap();
 }
 
-/// Reads to the end; returns the number of bytes, or the kind of the error.
-async fn end(stream: &mut TcpStream) -> Result<usize, ErrorKind> {
+/// Reads to the end; returns the number of bytes, or the kind of the error that ended the stream.
+async fn read_to_end_or_error(stream: &mut TcpStream) -> Result<usize, ErrorKind> {
     let (all, end) = read_to_end(stream).await;
     end.map(|()| all.len())
 }
@@ -92,7 +92,11 @@ fn a_reset_of_the_application_is_a_reset_for_its_client() {
             client.write_all(b"\x01no HTTP at all\n").await.unwrap();
             client.read_exact(&mut [0; 10]).await.unwrap();
             client.write_all(b"and more\n").await.unwrap();
-            assert_eq!(end(&mut client).await, Err(ErrorKind::ConnectionReset), "{path:?}");
+            assert_eq!(
+                read_to_end_or_error(&mut client).await,
+                Err(ErrorKind::ConnectionReset),
+                "{path:?}"
+            );
         }
     });
 }
@@ -110,7 +114,7 @@ fn a_reset_of_the_client_is_a_reset_for_the_application() {
                     async move {
                         read_until(&mut stream, "\n").await;
                         stream.write_all(b"half of it").await.unwrap();
-                        end_tx.send(end(&mut stream).await).await.unwrap();
+                        end_tx.send(read_to_end_or_error(&mut stream).await).await.unwrap();
                     }
                 });
                 apps.push(app);
@@ -214,7 +218,11 @@ fn an_address_that_does_not_answer_is_dialled_once() {
             let began_at = Instant::now();
             let mut client = mesh.dial("client", addr).await;
             client.write_all(sent).await.unwrap();
-            assert_eq!(end(&mut client).await, Err(ErrorKind::ConnectionReset), "{sent:?}");
+            assert_eq!(
+                read_to_end_or_error(&mut client).await,
+                Err(ErrorKind::ConnectionReset),
+                "{sent:?}"
+            );
             // The connect timeout is one second.
             let elapsed = began_at.elapsed();
             assert!(elapsed > Duration::from_millis(900), "{sent:?}: {elapsed:?}");
@@ -224,7 +232,7 @@ fn an_address_that_does_not_answer_is_dialled_once() {
 }
 
 #[test]
-fn a_full_accept_queue_is_waited_for() {
+fn the_proxy_waits_for_a_full_accept_queue() {
     // The default of the chart.
     let mesh = workloads().env("INBOUND_CONNECT_TIMEOUT", "100ms");
     mesh.run(async |mesh: &Mesh| {
@@ -258,7 +266,7 @@ fn half_closes_are_still_passed_on() {
             let mut client = path.open(mesh).await.unwrap();
             client.write_all(b"\x01no HTTP at all\n").await.unwrap();
             client.shutdown().await.unwrap();
-            assert_eq!(end(&mut client).await, Ok(16), "{path:?}");
+            assert_eq!(read_to_end_or_error(&mut client).await, Ok(16), "{path:?}");
         }
     });
 }

@@ -56,7 +56,7 @@ struct RecordedRequests(Arc<Mutex<HashMap<String, Vec<Bytes>>>>);
 
 impl RecordedRequests {
     /// Records a request; returns the number of earlier requests with its id.
-    async fn note(&self, req: Request<Incoming>) -> usize {
+    async fn record(&self, req: Request<Incoming>) -> usize {
         let id = req.headers()["x-id"].to_str().unwrap().to_owned();
         let body = req
             .into_body()
@@ -87,7 +87,7 @@ where
     let seen = seen.clone();
     apps::serve_http(mesh.listen(workload, HTTP).await, move |req| {
         let (seen, answer) = (seen.clone(), answer.clone());
-        async move { answer(seen.note(req).await).await }
+        async move { answer(seen.record(req).await).await }
     })
 }
 
@@ -400,7 +400,7 @@ fn l5d_retry_headers_override_the_route_where_allowed() {
                 async move {
                     match req.uri().path() {
                         "/hang" => std::future::pending().await,
-                        _ => status(if app_seen.note(req).await < 3 { 503 } else { 200 }),
+                        _ => status(if app_seen.record(req).await < 3 { 503 } else { 200 }),
                     }
                 }
             });

@@ -54,7 +54,7 @@ fn weights_divide_requests_among_backends() {
         for _ in 0..400 {
             n_canary += usize::from(client.fetch(request("/")).await.unwrap().text() == "canary\n");
         }
-        // Five standard deviations around a hundred.
+        // The bounds are five standard deviations from the mean of 100.
         assert!((57..=143).contains(&n_canary), "{n_canary} of 400");
     });
 }

@@ -308,7 +308,7 @@ const HEAD: &str = "GET / HTTP/1.1\r\nhost: web.test\r\nconnection: x-hop\r\nx-h
 async fn echoed_request(mut stream: TcpStream) -> String {
     stream.write_all(HEAD.as_bytes()).await.unwrap();
     let mut back = Vec::new();
-    // A reset is also an end.
+    // The connection may also end with a reset.
     let _ = stream.read_to_end(&mut back).await;
     String::from_utf8_lossy(&back).into_owned()
 }
@@ -604,7 +604,7 @@ fn with_authority(endpoint: WeightedAddr, name: &str) -> WeightedAddr {
 }
 
 #[test]
-fn a_gateway_sends_requests_on_to_the_names_it_serves() {
+fn a_gateway_forwards_requests_to_the_names_that_it_serves() {
     run_with_gateway(
         "svc.cluster.local.",
         async |mesh: &Mesh, policies: &FakePolicyService, to_proxy: WeightedAddr| {
@@ -637,7 +637,7 @@ fn a_gateway_sends_requests_on_to_the_names_it_serves() {
                 .await;
 
             policies.set_destination_policy(Ok(http1(rule(forward(with_authority(to_proxy, &service))))));
-            eventually("the name is asked for again", async || {
+            eventually("the gateway requests the policy of the name again", async || {
                 let mut again = request("/");
                 let passed = format!("by={gateway};for=x").parse().unwrap();
                 again.headers_mut().append("forwarded", passed);
@@ -651,7 +651,7 @@ fn a_gateway_sends_requests_on_to_the_names_it_serves() {
 }
 
 #[test]
-fn a_gateway_carries_bytes_to_the_names_it_serves() {
+fn a_gateway_forwards_bytes_to_the_names_that_it_serves() {
     run_with_gateway(
         "svc.cluster.local.",
         async |mesh: &Mesh, policies: &FakePolicyService, to_proxy: WeightedAddr| {
@@ -788,7 +788,7 @@ fn an_unfinished_handshake_times_out() {
         let mut stream = mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await;
         stream.write_all(&client_hello(&identity("web"))).await.unwrap();
         let mut answer = Vec::new();
-        let _ = stream.read_to_end(&mut answer).await; // a reset is also an end
+        let _ = stream.read_to_end(&mut answer).await; // The connection may also end with a reset.
         assert!(!answer.is_empty(), "the server's part of the handshake");
         let late = ["error=\"tls detection timeout\""];
         eventually("the timeout is counted", async || {

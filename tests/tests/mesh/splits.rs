@@ -95,7 +95,7 @@ fn attempts_are_split_by_weight() {
         }
         let [web, canary, unused] = servers.map(|server| server.n_requests());
         assert_eq!((web + canary, unused), (1000, 0));
-        // Five standard deviations.
+        // The bounds are five standard deviations from the mean of 300.
         assert!((227..=373).contains(&canary), "{canary} of 1000");
     });
 }
@@ -106,7 +106,7 @@ fn connections_are_split_by_weight() {
         for _ in 0..200 {
             let mut stream = mesh.dial("client", mesh.service_addr("web", OPAQUE)).await;
             stream.write_all(b"hello").await.unwrap();
-            // A reset is also an end.
+            // The connection may also end with a reset.
             let _ = stream.read(&mut [0]).await;
         }
         let [web, canary, unused] = servers.map(|server| server.n_connections.load(Ordering::Relaxed));
@@ -138,11 +138,11 @@ fn retries_of_a_profile_are_split_too_and_end_with_its_budget() {
                 assert_eq!(
                     (answer.status.as_u16(), answer.cause()),
                     (503, ""),
-                    "the status is that of the servers"
+                    "the response has the status of the servers"
                 );
             }
             let [web, canary, unused] = servers.map(|server| server.n_requests());
-            // A fifth of five hundred, and the minimum of one per second for a minute.
+            // The retry budget: a fifth of the 500 requests, and the minimum of one retry per second for a minute.
             let n_attempts = web + canary;
             let expected = 500 + 100 + 60;
             // Deposits to the budget are lost when the control plane sends an update, which may happen in the first moment.
@@ -151,7 +151,7 @@ fn retries_of_a_profile_are_split_too_and_end_with_its_budget() {
                 "web {web}, canary {canary}"
             );
             assert_eq!(unused, 0);
-            // Five standard deviations around three tenths.
+            // The bounds are five standard deviations from the mean of three tenths.
             assert!((139..=257).contains(&canary), "{canary} of {n_attempts}");
             let count = async |name: &str| mesh.metric("client", name, &["rt_route=\"all\""]).await;
             assert_eq!(count("route_request_total").await, 500.);
@@ -224,19 +224,19 @@ fn the_profile_timeout_of_an_upgrade_ends_with_the_101() {
             }
             std::future::pending().await
         });
-        let ask = async |path: &str| {
+        let send_request = async |path: &str| {
             let mut stream = mesh.dial("client", mesh.service_addr("web", HTTP)).await;
             let head = format!("GET {path} HTTP/1.1\r\nhost: web.test\r\nconnection: upgrade\r\nupgrade: chat\r\n\r\n");
             stream.write_all(head.as_bytes()).await.unwrap();
             let answer = read_until(&mut stream, "\r\n\r\n").await;
             (stream, answer)
         };
-        let (mut chat, answer) = ask("/chat").await;
+        let (mut chat, answer) = send_request("/chat").await;
         assert!(answer.starts_with("HTTP/1.1 101 "), "{answer}");
         let head = read_until(&mut chat, "\r\n\r\n").await;
         let canonical = format!("l5d-dst-canonical: web.shop.svc.cluster.local:{HTTP}\r\n");
         assert!(head.contains(&canonical), "{head}");
-        let (_, answer) = ask("/slow").await;
+        let (_, answer) = send_request("/slow").await;
         assert!(answer.starts_with("HTTP/1.1 504 "), "{answer}");
         for (route, status) in [("chat", 101), ("slow", 504)] {
             let (route, status) = (format!("rt_route=\"{route}\""), format!("status_code=\"{status}\""));
@@ -260,7 +260,7 @@ fn the_servers_sidecar_counts_by_the_profile_of_the_clients_sidecar() {
     - {condition: {status: {min: 500, max: 500}}, isFailure: false}
 ";
     let mesh = mesh().workload("client").workload("web");
-    // Long enough for a busy machine.
+    // The control plane may answer late on a machine with other load.
     let mesh = mesh.env("DESTINATION_PROFILE_INITIAL_TIMEOUT", "20s");
     mesh.manifest("profile", &profile(spec)).run(async |mesh: &Mesh| {
         let _server = Server::start(mesh, "web", &Arc::new(AtomicU16::new(500))).await;
@@ -310,7 +310,7 @@ fn without_a_profile_header_of_a_proxy_the_authority_selects_the_profile() {
     - {condition: {status: {min: 500, max: 500}}, isFailure: false}
 ";
     let mesh = mesh().workload("web").workload("plain");
-    // Long enough for a busy machine.
+    // The control plane may answer late on a machine with other load.
     let mesh = mesh.env("DESTINATION_PROFILE_INITIAL_TIMEOUT", "20s");
     mesh.manifest("profile", &profile(spec)).run(async |mesh: &Mesh| {
         let _server = Server::start(mesh, "web", &Arc::new(AtomicU16::new(500))).await;

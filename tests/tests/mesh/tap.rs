@@ -33,7 +33,7 @@ async fn observe(
 ) -> Result<Streaming<TapEvent>, Status> {
     let mut request = ObserveRequest {
         limit: 100,
-        r#match: Some(every()),
+        r#match: Some(match_all()),
         extract: None,
         sample_one_in: 0,
     };
@@ -42,7 +42,7 @@ async fn observe(
     client.observe(request).await.map(tonic::Response::into_inner)
 }
 
-fn match_of(kind: kinds::Match) -> Match {
+fn tap_match(kind: kinds::Match) -> Match {
     Match { r#match: Some(kind) }
 }
 
@@ -54,15 +54,17 @@ fn with_headers(request: &mut ObserveRequest) {
     });
 }
 
-fn every() -> Match {
-    match_of(kinds::Match::All(kinds::Seq { matches: Vec::new() }))
+/// A match on all requests.
+fn match_all() -> Match {
+    tap_match(kinds::Match::All(kinds::Seq { matches: Vec::new() }))
 }
 
-fn path(prefix: &str) -> Match {
+/// A match on requests whose path begins with `prefix`.
+fn match_path_prefix(prefix: &str) -> Match {
     let text = kinds::http::StringMatch {
         r#match: Some(kinds::http::string_match::Match::Prefix(prefix.into())),
     };
-    match_of(kinds::Match::Http(kinds::Http {
+    tap_match(kinds::Match::Http(kinds::Http {
         r#match: Some(kinds::http::Match::Path(text)),
     }))
 }
@@ -70,8 +72,8 @@ fn path(prefix: &str) -> Match {
 async fn next(events: &mut Streaming<TapEvent>) -> (TapEvent, http::Event) {
     let event = timeout(Duration::from_secs(5), events.message())
         .await
-        .expect("in time");
-    let event = event.unwrap().expect("more");
+        .expect("an event arrives within five seconds");
+    let event = event.unwrap().expect("the tap has not ended");
     let Some(Event::Http(http)) = event.event.clone() else {
         panic!("{event:?}")
     };
@@ -180,11 +182,11 @@ fn both_sides_show_a_request_and_how_it_ended() {
 /// A match on the labels of routes.
 fn by_route(key: &str, value: &str) -> impl FnOnce(&mut ObserveRequest) {
     let (key, value) = (key.into(), value.into());
-    move |request| request.r#match = Some(match_of(kinds::Match::RouteLabel(kinds::Label { key, value })))
+    move |request| request.r#match = Some(tap_match(kinds::Match::RouteLabel(kinds::Label { key, value })))
 }
 
-/// Only these labels.
-fn some_of<'a>(labels: &'a BTreeMap<String, String>, names: &[&str]) -> Vec<&'a str> {
+/// The values of these labels.
+fn select_labels<'a>(labels: &'a BTreeMap<String, String>, names: &[&str]) -> Vec<&'a str> {
     names.iter().map(|name| labels[*name].as_str()).collect()
 }
 
@@ -246,7 +248,7 @@ spec: {podSelector: {matchLabels: {app: web}}, port: 8080, accessPolicy: all-una
         let route = event.route_meta.unwrap().labels;
         let names = ["route_group", "route_kind", "route_namespace", "route_name"];
         assert_eq!(
-            some_of(&route, &names),
+            select_labels(&route, &names),
             ["policy.linkerd.io", "HTTPRoute", "shop", "headers"]
         );
 
@@ -254,12 +256,12 @@ spec: {podSelector: {matchLabels: {app: web}}, port: 8080, accessPolicy: all-una
         assert_eq!(init.path, "/headers");
         let names = ["route_group", "route_kind", "route_name"];
         let expected = ["policy.linkerd.io", "HTTPRoute", "in-headers"];
-        assert_eq!(some_of(&event.route_meta.unwrap().labels, &names), expected);
+        assert_eq!(select_labels(&event.route_meta.unwrap().labels, &names), expected);
         let destination = event.destination_meta.unwrap().labels;
-        assert_eq!(some_of(&destination, &names), expected);
+        assert_eq!(select_labels(&destination, &names), expected);
         let names = ["tls", "srv_kind", "srv_name", "authz_name"];
         assert_eq!(
-            some_of(&destination, &names),
+            select_labels(&destination, &names),
             ["loopback", "server", "web-http", "all-unauthenticated"]
         );
     });
@@ -277,7 +279,7 @@ spec:
 ";
     let mesh = mesh()
         .env("TAP_SVC_NAME", &identity("watcher"))
-        // Long enough for a busy machine.
+        // The control plane may answer late on a machine with other load.
         .env("DESTINATION_PROFILE_INITIAL_TIMEOUT", "20s");
     let mesh = mesh.manifest("profile", profile);
     mesh.workload("client").workload("web").run(async |mesh: &Mesh| {
@@ -325,7 +327,7 @@ fn only_matching_requests_are_shown_up_to_the_limit() {
     run_with_client(async |mesh: &Mesh, mut client: Http1| {
         let set_match = |request: &mut ObserveRequest| {
             request.limit = 2;
-            request.r#match = Some(match_of(kinds::Match::Not(Box::new(path("/delay")))));
+            request.r#match = Some(tap_match(kinds::Match::Not(Box::new(match_path_prefix("/delay")))));
         };
         let mut events = observe(mesh, "web", set_match).await.unwrap();
         for path in ["/delay/1", "/", "/delay/1", "/ready", "/"] {
@@ -344,13 +346,14 @@ fn sampling_shows_a_part_of_the_requests() {
         let set_sampling = |request: &mut ObserveRequest| (request.limit, request.sample_one_in) = (50, 4);
         let mut events = observe(mesh, "web", set_sampling).await.unwrap();
         let counting = tokio::spawn(async move { while events.message().await.unwrap().is_some() {} });
-        let mut n_asked = 0;
+        let mut n_requests = 0;
         while !counting.is_finished() {
             client.fetch(request("/")).await.unwrap();
-            n_asked += 1;
+            n_requests += 1;
         }
-        // Five standard deviations around two hundred, plus requests sent before the end was noticed.
-        assert!((75..=400).contains(&n_asked), "{n_asked}");
+        // The bounds are five standard deviations from the mean of 200. The upper bound also permits requests that are sent
+        // before the end of the tap is noticed.
+        assert!((75..=400).contains(&n_requests), "{n_requests}");
     });
 }
 
@@ -359,7 +362,7 @@ fn unauthorized_and_invalid_taps_are_refused() {
     run_with_client(async |mesh: &Mesh, mut client: Http1| {
         let request = ObserveRequest {
             limit: 1,
-            r#match: Some(every()),
+            r#match: Some(match_all()),
             ..ObserveRequest::default()
         };
         let refused = tap(mesh, "web", UNMESHED_IP).await.observe(request).await.unwrap_err();

@@ -42,7 +42,7 @@ async fn json(line: &str) -> Value {
     serde_json::from_str(&run_tulle(&format!("{line} -o json")).await).unwrap()
 }
 
-/// `client` sends requests continuously to `web` and to `broken`, whose application is not running. `shy` permits
+/// `client` sends requests continuously to `web` and to `broken`, whose application is not running. `guarded` permits
 /// taps only to another identity, and `plain` is not meshed.
 fn run_with_traffic(test: impl AsyncFnOnce(&Mesh) + Send) {
     run_mesh_with_traffic(mesh(), test);
@@ -56,7 +56,9 @@ fn run_mesh_with_traffic(mesh: Builder, test: impl AsyncFnOnce(&Mesh) + Send) {
         .workload("web")
         .workload("broken")
         .unmeshed("plain");
-    let mesh = mesh.workload("shy").workload_env("TAP_SVC_NAME", &identity("watcher"));
+    let mesh = mesh
+        .workload("guarded")
+        .workload_env("TAP_SVC_NAME", &identity("watcher"));
     mesh.run(async |mesh: &Mesh| {
         apps::start_echo(mesh, "web").await;
         let load = async {
@@ -227,11 +229,11 @@ fn a_tap_selects_by_destination_and_reports_sidecars_that_refuse() {
         assert_eq!(event["workload"]["name"], "client", "{event}");
         assert_eq!(event["destination"]["ip"], mesh.ip("web").to_string(), "{event}");
 
-        let mut shy = tulle("tap pod/shy -n shop").spawn().unwrap();
-        let mut errors = BufReader::new(shy.stderr.take().unwrap()).lines();
+        let mut guarded = tulle("tap pod/guarded -n shop").spawn().unwrap();
+        let mut errors = BufReader::new(guarded.stderr.take().unwrap()).lines();
         let error = errors.next_line().await.unwrap().unwrap();
         assert!(
-            error.starts_with("tulle: pod/shy is not watched: its sidecar rejected the tap: only "),
+            error.starts_with("tulle: pod/guarded is not watched: its sidecar rejected the tap: only "),
             "{error}"
         );
     });

@@ -205,15 +205,15 @@ fn unauthorized_clients_create_no_spans() {
     mesh.workload("web").run(async |mesh: &Mesh| {
         let mut spans = SpanReceiver::start().await;
         apps::start_echo(mesh, "web").await;
-        let ask = async |from| {
+        let send_request = async |from| {
             let mut client = Http1::handshake(mesh.dial_inbound(from, "web", HTTP).await).await;
             let req = Request::get("/").header("host", "web.test");
             let req = req.header("traceparent", format!("00-{TRACE}-{PARENT}-01"));
             client.fetch(req.body(empty()).unwrap()).await.unwrap().status.as_u16()
         };
-        assert_eq!(ask(UNMESHED_IP).await, 403);
+        assert_eq!(send_request(UNMESHED_IP).await, 403);
         eventually("clients on the same host are permitted", async || {
-            (ask(Ipv4Addr::LOCALHOST).await == 200).then_some(())
+            (send_request(Ipv4Addr::LOCALHOST).await == 200).then_some(())
         })
         .await;
         mesh.shut_down("web");

@@ -197,20 +197,20 @@ fn chunked_requests_and_responses_keep_their_trailers() {
 fn responses_without_a_body_leave_the_connection_usable() {
     apps::run_with_client_and_web(async |mesh: &Mesh| {
         let mut client = Http1::handshake(http(mesh).await).await;
-        let mut ask = async |method: Method, path: &str| {
+        let mut send_request = async |method: Method, path: &str| {
             let req = Request::builder().method(method).uri(path).header("host", "web.test");
             client.fetch(req.body(empty()).unwrap()).await.unwrap()
         };
         for _ in 0..2 {
-            let head = ask(Method::HEAD, "/bytes/1000").await;
+            let head = send_request(Method::HEAD, "/bytes/1000").await;
             assert_eq!(
                 (head.status.as_u16(), head.header("content-length"), head.body.len()),
                 (200, "1000", 0)
             );
-            assert_eq!(ask(Method::GET, "/status/204").await.status, 204);
-            assert_eq!(ask(Method::GET, "/status/304").await.status, 304);
-            assert_eq!(ask(Method::GET, "/bytes/0").await.status, 200);
-            assert_eq!(ask(Method::GET, "/").await.text(), "web\n");
+            assert_eq!(send_request(Method::GET, "/status/204").await.status, 204);
+            assert_eq!(send_request(Method::GET, "/status/304").await.status, 304);
+            assert_eq!(send_request(Method::GET, "/bytes/0").await.status, 200);
+            assert_eq!(send_request(Method::GET, "/").await.text(), "web\n");
         }
     });
 }
@@ -343,14 +343,14 @@ fn the_greeting_of_a_server_speaks_first_protocol_arrives_before_detection_ends(
             ] {
                 for _ in 0..2 {
                     let mut client = mesh.dial("client", dst).await;
-                    let greeting = tokio::time::timeout(DETECTION / 4, read_until(&mut client, "\n")).await;
+                    let greeting = tokio::time::timeout(DETECTION_TIMEOUT / 4, read_until(&mut client, "\n")).await;
                     assert!(greeting.unwrap().starts_with("hello from "));
                     client.write_all(b"and back").await.unwrap();
                     read_until(&mut client, "and back").await;
                 }
             }
             let mut unmeshed = mesh.dial_inbound(UNMESHED_IP, "web", DETECTED_TCP).await;
-            tokio::time::timeout(DETECTION / 4, read_until(&mut unmeshed, "hello from web\n"))
+            tokio::time::timeout(DETECTION_TIMEOUT / 4, read_until(&mut unmeshed, "hello from web\n"))
                 .await
                 .unwrap();
         });
@@ -411,18 +411,18 @@ fn a_greeting_after_the_timeout_of_the_policy_arrives_before_the_detection_timeo
         });
         policies.set_port_policy(Ok(port_policy));
         let _app = apps::serve_tcp(mesh.listen("web", DETECTED_TCP).await, |mut stream| async move {
-            // A server that greets clients only if they have been silent for a while.
+            // The server greets a client only after the client has been silent for a time.
             let spoken = tokio::time::timeout(4 * POLICY_TIMEOUT, stream.read_u8()).await;
             assert!(spoken.is_err(), "{spoken:?}");
             stream.write_all(b"a late greeting\n").await.unwrap();
-            // A reset is also an end.
+            // The connection may also end with a reset.
             let _ = stream.read_to_end(&mut Vec::new()).await;
         });
         let mut client = mesh.dial_inbound(UNMESHED_IP, "web", DETECTED_TCP).await;
-        let greeting = tokio::time::timeout(DETECTION / 2, read_until(&mut client, "\n")).await;
+        let greeting = tokio::time::timeout(DETECTION_TIMEOUT / 2, read_until(&mut client, "\n")).await;
         assert_eq!(greeting.unwrap(), "a late greeting\n");
     });
 }
 
 /// The default detection timeout of proxies.
-const DETECTION: Duration = Duration::from_secs(10);
+const DETECTION_TIMEOUT: Duration = Duration::from_secs(10);

@@ -27,14 +27,14 @@ spec: {{podSelector: {{}}, port: {DENIED}, accessPolicy: deny}}
     )
 }
 
-fn at(mesh: &Mesh, port: u16) -> SocketAddr {
+fn port_addr(mesh: &Mesh, port: u16) -> SocketAddr {
     (mesh.ip("web"), port).into()
 }
 
 async fn applications(mesh: &Mesh) -> Vec<App> {
     let mut apps = Vec::new();
     for port in [UNDECLARED, DENIED] {
-        let listener = TcpListener::bind(at(mesh, port)).await.unwrap();
+        let listener = TcpListener::bind(port_addr(mesh, port)).await.unwrap();
         apps.push(apps::serve_http(listener, |_| async { Response::new(full("reached")) }));
     }
     apps
@@ -42,7 +42,7 @@ async fn applications(mesh: &Mesh) -> Vec<App> {
 
 async fn status(mesh: &Mesh, port: u16) -> u16 {
     client::get(
-        mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, port))
+        mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", port_addr(mesh, port))
             .await,
         "/",
     )
@@ -65,13 +65,13 @@ fn an_unknown_port_is_refused_without_the_control_plane_and_follows_it_when_it_i
         let came_at = Instant::now();
         let http1 = async {
             let stream = mesh
-                .dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, UNDECLARED))
+                .dial_inbound_with_orig_dst(UNMESHED_IP, "web", port_addr(mesh, UNDECLARED))
                 .await;
             Http1::handshake(stream).await.fetch(request("/")).await.unwrap().status
         };
         let http2 = async {
             let stream = mesh
-                .dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, UNDECLARED))
+                .dial_inbound_with_orig_dst(UNMESHED_IP, "web", port_addr(mesh, UNDECLARED))
                 .await;
             Http2::handshake(stream)
                 .await
@@ -82,11 +82,11 @@ fn an_unknown_port_is_refused_without_the_control_plane_and_follows_it_when_it_i
         };
         let bytes = async |input: &[u8]| {
             let mut stream = mesh
-                .dial_inbound_with_orig_dst(UNMESHED_IP, "web", at(mesh, UNDECLARED))
+                .dial_inbound_with_orig_dst(UNMESHED_IP, "web", port_addr(mesh, UNDECLARED))
                 .await;
             stream.write_all(input).await.unwrap();
             let mut response = Vec::new();
-            // A reset is also an end.
+            // The connection may also end with a reset.
             let _ = stream.read_to_end(&mut response).await;
             response
         };

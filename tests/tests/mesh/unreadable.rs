@@ -24,13 +24,18 @@ fn an_update_that_cannot_be_read_leaves_the_last_good_policy_in_force() {
         };
         let wait_until_counted = async |n: f64| {
             let kind = ["kind=\"outbound_policy\""];
-            eventually("the bad update is counted", async || {
+            eventually("the invalid update is counted", async || {
                 (mesh.metric("client", "tulle_unreadable_updates_total", &kind).await >= n).then_some(())
             })
             .await;
         };
         policies.set_destination_policy(Ok(queueless()));
-        wait_for_response(mesh, "refused without a good one", (500, "invalid-policy")).await;
+        wait_for_response(
+            mesh,
+            "requests are refused without an earlier valid policy",
+            (500, "invalid-policy"),
+        )
+        .await;
         wait_until_counted(1.0).await;
 
         policies.set_destination_policy(Ok(http1(rule(forward(legacy())))));

@@ -363,7 +363,7 @@ async fn extended_connect_app(mesh: &Mesh) -> App {
 }
 
 /// Sends an extended CONNECT and returns its response. If it is accepted, sends 1 MiB and expects it back.
-async fn ask_extended(stream: TcpStream) -> Response<()> {
+async fn send_extended_connect(stream: TcpStream) -> Response<()> {
     let (send, connection) = h2::client::handshake(stream).await.unwrap();
     tokio::spawn(connection);
     eventually("the proxy announces extended CONNECT", async || {
@@ -393,10 +393,10 @@ fn an_extended_connect_passes_where_the_application_takes_it() {
     meshed().run(async |mesh: &Mesh| {
         let _app = extended_connect_app(mesh).await;
         for _ in 0..3 {
-            let rsp = ask_extended(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
+            let rsp = send_extended_connect(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
             assert_eq!(rsp.status(), 200);
         }
-        let rsp = ask_extended(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
+        let rsp = send_extended_connect(mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await).await;
         assert_eq!(rsp.status(), 200);
         assert_eq!(n_peer_connections(mesh).await, 1.);
     });
@@ -408,7 +408,7 @@ fn an_extended_connect_is_refused_where_the_application_has_not_announced_it() {
         apps::start_echo(mesh, "legacy").await;
         let _app = apps::serve_http(mesh.listen("web", HTTP).await, |_| async { Response::new(full("ok")) });
         for (app, direction) in [("web", "inbound"), ("legacy", "outbound")] {
-            let rsp = ask_extended(mesh.dial("client", mesh.service_addr(app, HTTP)).await).await;
+            let rsp = send_extended_connect(mesh.dial("client", mesh.service_addr(app, HTTP)).await).await;
             let cause = rsp.headers()["l5d-proxy-cause"].to_str().unwrap();
             assert_eq!(rsp.status(), 501, "{cause}");
             assert!(

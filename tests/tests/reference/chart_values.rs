@@ -26,7 +26,7 @@ fn chart_values() {
         let schema: Value = serde_json::from_slice(&fs::read(dir.join("values.schema.json")).unwrap()).unwrap();
         let rows = documented_values(&yaml).into_iter().map(|value| {
             let name = value.path.join(".");
-            let kind = type_of(&schema, &value.path).unwrap_or_else(|| panic!("{chart}: the schema has no {name}"));
+            let kind = value_type(&schema, &value.path).unwrap_or_else(|| panic!("{chart}: the schema has no {name}"));
             let default = match value.default.is_empty() {
                 true => String::new(),
                 false => format!("`{}`", value.default),
@@ -78,7 +78,7 @@ fn documented_values(yaml: &str) -> Vec<ChartValue> {
 }
 
 /// The type of a value, in words.
-fn type_of(schema: &Value, path: &[String]) -> Option<String> {
+fn value_type(schema: &Value, path: &[String]) -> Option<String> {
     let mut node = resolve(schema, schema);
     for key in path {
         node = resolve(schema, node);
@@ -90,19 +90,22 @@ fn type_of(schema: &Value, path: &[String]) -> Option<String> {
             return None;
         }
     }
-    Some(describe(schema, resolve(schema, node)))
+    Some(describe_type(schema, resolve(schema, node)))
 }
 
-fn describe(schema: &Value, node: &Value) -> String {
+fn describe_type(schema: &Value, node: &Value) -> String {
     if let Some(choices) = node["enum"].as_array() {
-        let choices: Vec<_> = choices.iter().map(|choice| format!("`{}`", plain(choice))).collect();
+        let choices: Vec<_> = choices
+            .iter()
+            .map(|choice| format!("`{}`", to_plain_text(choice)))
+            .collect();
         return choices.join(", ");
     }
-    for of in ["anyOf", "oneOf"] {
-        if let Some(choices) = node[of].as_array() {
+    for keyword in ["anyOf", "oneOf"] {
+        if let Some(choices) = node[keyword].as_array() {
             let choices: Vec<_> = choices
                 .iter()
-                .map(|choice| describe(schema, resolve(schema, choice)))
+                .map(|choice| describe_type(schema, resolve(schema, choice)))
                 .filter(|choice| choice != "null")
                 .collect();
             return choices.join(" or ");
@@ -110,7 +113,7 @@ fn describe(schema: &Value, node: &Value) -> String {
     }
     match &node["type"] {
         Value::Array(kinds) => {
-            let kinds: Vec<_> = kinds.iter().map(plain).filter(|kind| kind != "null").collect();
+            let kinds: Vec<_> = kinds.iter().map(to_plain_text).filter(|kind| kind != "null").collect();
             kinds.join(" or ")
         }
         Value::String(kind) => kind.clone(),
@@ -118,7 +121,7 @@ fn describe(schema: &Value, node: &Value) -> String {
     }
 }
 
-fn plain(value: &Value) -> String {
+fn to_plain_text(value: &Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), str::to_owned)
 }
 

@@ -57,7 +57,7 @@ impl ManifestStore {
         async { source.await.unwrap() }
     }
 
-    /// Always empty: an object that the server refuses fails the row.
+    /// Returns no errors, because an object that the server refuses fails the row.
     pub(crate) fn errors(&self) -> Vec<String> {
         Vec::new()
     }

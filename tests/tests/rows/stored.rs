@@ -57,16 +57,16 @@ impl ObjectReference {
         }
     }
 
-    fn of(object: &Value) -> anyhow::Result<Self> {
+    fn from_manifest(object: &Value) -> anyhow::Result<Self> {
         let field = |key: &str| object[key].as_str().unwrap_or_default();
         let api_version = field("apiVersion");
         let kind = Kind::find(api_version, field("kind")).with_context(|| format!("a kind of {object}"))?;
         let (group, version) = api_version.rsplit_once('/').unwrap_or(("", api_version));
-        let of_kind = GroupVersionKind::gvk(group, version, field("kind"));
+        let gvk = GroupVersionKind::gvk(group, version, field("kind"));
         let metadata = &object["metadata"];
         let namespace = metadata["namespace"].as_str().unwrap_or("default");
         Ok(Self {
-            resource: ApiResource::from_gvk_with_plural(&of_kind, &kind.info().plural()),
+            resource: ApiResource::from_gvk_with_plural(&gvk, &kind.info().plural()),
             namespace: (kind.info().scope == Scope::Namespaced).then(|| namespace.to_owned()),
             name: metadata["name"].as_str().context("a name")?.to_owned(),
         })
@@ -148,7 +148,7 @@ impl TestObjects {
         uids: &mut BTreeMap<String, String>,
     ) -> anyhow::Result<()> {
         let mut object = document.clone();
-        let reference = ObjectReference::of(&object)?;
+        let reference = ObjectReference::from_manifest(&object)?;
         let (api, name) = (reference.api(client), reference.name.clone());
         fill_required_fields(&mut object);
         let metadata = object["metadata"].as_object_mut().context("metadata")?;

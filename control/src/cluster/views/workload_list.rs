@@ -8,7 +8,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
 use tulle_core::addr::is_local_or_multicast;
-use tulle_core::identity::service_account_of;
+use tulle_core::identity::parse_service_account_identity;
 use tulle_core::names::port;
 
 use crate::cluster::config::Config;
@@ -139,7 +139,7 @@ fn belongs_to_namespace(workload: &ExternalWorkload, sidecar: &Sidecar, namespac
         return true;
     };
     let name = name.to_ascii_lowercase(); // as in certificates
-    service_account_of(&name).is_none_or(|(_, account_namespace)| account_namespace == &**namespace)
+    parse_service_account_identity(&name).is_none_or(|(_, account_namespace)| account_namespace == &**namespace)
 }
 
 fn pod_workload(reader: &Reader<'_>, config: &Config, pod: &Pod) -> Workload {

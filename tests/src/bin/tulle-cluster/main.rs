@@ -32,7 +32,7 @@ enum Command {
     },
     /// Stops the cluster and removes everything it created, including leftovers of killed tests
     Down,
-    /// Fails if no cluster of `up` is running
+    /// Succeeds only if a cluster that `up` started is running
     Status,
     /// Runs kubectl on the first node; KUBECONFIG is set
     #[command(disable_help_flag = true)]
@@ -107,7 +107,7 @@ fn run(command: Command) -> anyhow::Result<()> {
             };
             runtime.block_on(Cluster::start_detached(options))?;
             eprintln!(
-                "cluster: up; inspect it with `./run cluster kubectl get pods -A`, stop it with `./run cluster down`"
+                "cluster: started; inspect it with `./run cluster kubectl get pods -A`, stop it with `./run cluster down`"
             );
             Ok(())
         }

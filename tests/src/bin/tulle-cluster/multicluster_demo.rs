@@ -13,12 +13,13 @@ use tulle_tests::meshed::MeshedCluster;
 /// Starts two clusters, west and east, links west to east, and sends requests from a client in west to a Service with endpoints in
 /// both.
 ///
-/// Then the endpoints of west go away and come back, while the client goes on. Each line shows one second: how many responses came
-/// from each cluster, and how many requests failed. Needs root, and about 4 GB of memory.
+/// Then the demo removes the endpoints of west and adds them again, while the client continues to send requests. Each line of
+/// output shows one second: the number of responses from each cluster, and the number of failed requests. Needs root, and about
+/// 4 GB of memory.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Ends after the endpoints of west are back, and fails if a request has failed, or if the requests do not go to the expected
-    /// clusters in time; without it, the clusters and the client run until Ctrl-C
+    /// Ends after the endpoints of west are added again, and fails if a request has failed, or if the requests do not go to the
+    /// expected clusters in time; without this flag, the clusters and the client run until Ctrl-C
     #[arg(long)]
     once: bool,
 }
@@ -28,13 +29,13 @@ pub(crate) async fn run(args: Args) -> anyhow::Result<()> {
     let is_once = args.once;
     tokio::select! {
         result = show(args) => result,
-        _ = interrupt.recv() => ended_by_signal(is_once),
-        _ = terminate.recv() => ended_by_signal(is_once),
+        _ = interrupt.recv() => handle_signal(is_once),
+        _ = terminate.recv() => handle_signal(is_once),
     }
 }
 
-/// Without `--once`, a signal is the usual end.
-fn ended_by_signal(is_once: bool) -> anyhow::Result<()> {
+/// Handles a signal: it ends the demo, and with `--once` this is an error.
+fn handle_signal(is_once: bool) -> anyhow::Result<()> {
     ensure!(!is_once, "ended by a signal");
     Ok(())
 }
@@ -67,7 +68,7 @@ async fn show(args: Args) -> anyhow::Result<()> {
         })
         .await?;
     if !args.once {
-        eprintln!("demo: the client goes on until Ctrl-C; scale shop/web in either cluster and watch");
+        eprintln!("demo: the client continues until Ctrl-C; scale shop/web in either cluster and watch");
         client.expect("", usize::MAX, |_| false).await?;
     }
     ensure!(
@@ -122,7 +123,7 @@ impl Requests {
                 let report = self.load.next().await?.context("the client has ended")?;
                 self.sent += report.requests;
                 self.failed += report.failed;
-                let second = Second::of(&report);
+                let second = Second::from_report(&report);
                 eprintln!(
                     "{:>8.0} {:>8} {:>8} {:>8} {:>8}",
                     report.at, report.requests, second.west, second.east, report.failed
@@ -136,14 +137,14 @@ impl Requests {
         }
         tokio::select! {
             result = wait => result,
-            () = sleep(EXPECT_TIMEOUT) => anyhow::bail!("not within {EXPECT_TIMEOUT:?}: {what}"),
+            () = sleep(EXPECT_TIMEOUT) => anyhow::bail!("timed out after {EXPECT_TIMEOUT:?}, waiting for: {what}"),
         }
     }
 }
 
 impl Second {
-    fn of(report: &Report) -> Self {
-        let of_cluster = |prefix: &str| {
+    fn from_report(report: &Report) -> Self {
+        let n_responses = |prefix: &str| {
             let replicas = report.replicas.iter();
             replicas
                 .filter(|(name, _)| name.starts_with(prefix))
@@ -151,8 +152,8 @@ impl Second {
                 .sum()
         };
         Self {
-            west: of_cluster("west/"),
-            east: of_cluster("east/"),
+            west: n_responses("west/"),
+            east: n_responses("east/"),
         }
     }
 }

@@ -6,7 +6,7 @@ use std::fs;
 use anyhow::{Context as _, ensure};
 use tempfile::TempDir;
 use tulle_bench::load::stats::Report;
-use tulle_tests::charts::path_of;
+use tulle_tests::charts::chart_path;
 use tulle_tests::cluster::Cluster;
 use tulle_tests::{commands, programs};
 
@@ -16,12 +16,14 @@ use super::replaced::REPLACEMENTS;
 /// Waits until the Deployments of the application are rolled out.
 pub(super) const ROLLED_OUT: &str = "kubectl rollout status deployment -n shop --timeout=5m";
 
+/// The cluster and the working directory in which blocks are run.
 pub(super) struct Guide {
     pub(super) cluster: Cluster,
     files: TempDir,
     /// Values for the replacements, by name.
     pub(super) values: BTreeMap<&'static str, String>,
-    taken: BTreeSet<Id>,
+    /// The blocks whose commands were run.
+    run_blocks: BTreeSet<Id>,
     /// The replacements that were used, by index.
     used: BTreeSet<usize>,
 }
@@ -31,8 +33,8 @@ impl Guide {
         Self {
             cluster,
             files: tempfile::tempdir().unwrap(),
-            values: [("charts", path_of("").trim_end_matches('/').to_owned())].into(),
-            taken: BTreeSet::new(),
+            values: [("charts", chart_path("").trim_end_matches('/').to_owned())].into(),
+            run_blocks: BTreeSet::new(),
             used: BTreeSet::new(),
         }
     }
@@ -42,7 +44,7 @@ impl Guide {
         let id = (page.to_owned(), heading.to_owned(), number);
         let found = pages::commands(page).into_iter().find(|(found, _)| *found == id);
         let (_, text) = found.unwrap_or_else(|| panic!("{page} has no block {number} below {heading:?}"));
-        self.taken.insert(id);
+        self.run_blocks.insert(id);
         self.replace(page, text)
     }
 
@@ -97,7 +99,7 @@ impl Guide {
     }
 
     /// Runs commands again until they succeed and their output contains a text.
-    pub(super) async fn until(&self, commands: &str, text: &str) -> String {
+    pub(super) async fn run_until_output_contains(&self, commands: &str, text: &str) -> String {
         let mut last = String::new();
         let begun = tokio::time::Instant::now();
         let shown = async || {
@@ -122,13 +124,13 @@ impl Guide {
         self.write("applied.yaml", yaml);
         let apply = async || self.bash("kubectl apply -f - <applied.yaml").await.map(drop);
         self.cluster
-            .wait_until("the API server takes the YAML", apply)
+            .wait_until("the API server accepts the YAML", apply)
             .await
             .unwrap();
     }
 
     /// Waits until a request from a container is answered with this status, and the response contains a text.
-    pub(super) async fn answered(&self, from: &str, url: &str, status: u16, text: &str) {
+    pub(super) async fn wait_for_response(&self, from: &str, url: &str, status: u16, text: &str) {
         let (namespace, client) = from.split_once('/').unwrap();
         let curl = format!("kubectl exec -n {namespace} deploy/{client} -c {client} -- curl -si -m 5 {url}");
         let answered = async || {
@@ -159,7 +161,7 @@ impl Guide {
     }
 
     /// Asserts that requests of the load were sent after its first `n_reports_before` reports, and none failed.
-    pub(super) async fn nothing_failed_since(&self, n_reports_before: usize, what: &str) {
+    pub(super) async fn assert_no_failure_since(&self, n_reports_before: usize, what: &str) {
         let reports = self.reports().await.unwrap().split_off(n_reports_before);
         let requests: u64 = reports.iter().map(|report| report.requests).sum();
         let failed: Vec<_> = reports.iter().filter(|report| report.failed > 0).collect();
@@ -184,8 +186,8 @@ impl Guide {
 
     /// Asserts that exactly the planned blocks were run, with every replacement.
     pub(super) fn assert_complete(&self, planned: &BTreeSet<Id>) {
-        let missing: Vec<_> = planned.difference(&self.taken).collect();
-        let unplanned: Vec<_> = self.taken.difference(planned).collect();
+        let missing: Vec<_> = planned.difference(&self.run_blocks).collect();
+        let unplanned: Vec<_> = self.run_blocks.difference(planned).collect();
         assert!(
             missing.is_empty() && unplanned.is_empty(),
             "not run: {missing:?}\nnot in PLAN: {unplanned:?}"

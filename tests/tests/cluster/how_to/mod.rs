@@ -1,5 +1,5 @@
-//! The commands of `docs/how-to` are run as they are written, except for the replacements in `replaced.rs`, and what a
-//! step promises is checked.
+//! Runs the commands of `docs/how-to` as they are written, except for the replacements in `replaced.rs`, and checks the results
+//! that the pages describe.
 
 mod guide;
 mod hosts;
@@ -16,7 +16,8 @@ use self::guide::{Guide, ROLLED_OUT};
 use self::objects::APPLICATION;
 use self::pages::Run;
 
-/// In the order in which an operator needs the pages. Three nodes, because `install.md` requires them.
+/// Follows the pages in the order in which an operator needs them. The cluster has three nodes, because `install.md` requires
+/// them.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_operator_follows_the_how_to_pages() {
     let begun = Instant::now();
@@ -26,7 +27,7 @@ async fn an_operator_follows_the_how_to_pages() {
     install(&mut guide).await;
     done("install.md");
     policy::enforce(&mut guide).await;
-    done("policy.md, first half");
+    done("policy.md, steps 1 to 4");
     policy::debug(&mut guide).await;
     done("debug-a-request.md");
     policy::refine(&mut guide).await;
@@ -80,7 +81,9 @@ async fn install(guide: &mut Guide) {
     let (mesh, check) = mesh.split_once("tulle check").expect("a check");
     guide.bash(mesh).await.unwrap();
     guide.bash(ROLLED_OUT).await.unwrap();
-    let edges = guide.until(&format!("tulle check{check}"), "other").await;
+    let edges = guide
+        .run_until_output_contains(&format!("tulle check{check}"), "other")
+        .await;
     assert!(!edges.contains('×'), "{edges}");
 }
 

@@ -1,4 +1,4 @@
-//! Pages for a mesh that is in use. All but [`install_by_tulle`] are followed while requests are sent, none of which may fail.
+//! Pages for a mesh in use. Requests are sent while a page is followed, except in [`install_by_tulle`], and none may fail.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -53,7 +53,7 @@ pub(super) async fn monitor(guide: &mut Guide) {
     let off = "--set podMonitor.enabled=false --set prometheusRule.enabled=false --set dashboards.enabled=false";
     guide.bash(&format!("{upgrade} {off}")).await.unwrap();
     assert_eq!(guide.bash(boards).await.unwrap().trim(), "0");
-    guide.nothing_failed_since(n_reports_before, "monitoring").await;
+    guide.assert_no_failure_since(n_reports_before, "monitoring").await;
 }
 
 pub(super) async fn rotate_issuer(guide: &mut Guide) {
@@ -62,16 +62,16 @@ pub(super) async fn rotate_issuer(guide: &mut Guide) {
     guide.run(PAGE, "The issuer", 0).await;
     guide.run(PAGE, "The issuer", 1).await;
     let events = guide.commands(PAGE, "The issuer", 2);
-    let checked = guide.until(&events, "IssuerUpdated").await;
+    let checked = guide.run_until_output_contains(&events, "IssuerUpdated").await;
     assert!(!checked.contains('×'), "{checked}");
     // "Proxies renew their certificates …, and then have the new issuer."
     let key = "openssl x509 -in new-issuer/crt.pem -noout -ext subjectKeyIdentifier | tail -n 1 | tr -d ' '";
     let key = guide.bash(key).await.unwrap();
     for proxy in PROXIES {
         let certificate = format!("tulle identity {proxy} | openssl x509 -noout -ext authorityKeyIdentifier");
-        guide.until(&certificate, key.trim()).await;
+        guide.run_until_output_contains(&certificate, key.trim()).await;
     }
-    guide.nothing_failed_since(n_reports_before, "a new issuer").await;
+    guide.assert_no_failure_since(n_reports_before, "a new issuer").await;
 }
 
 pub(super) async fn rotate_anchor(guide: &mut Guide) {
@@ -103,15 +103,17 @@ pub(super) async fn rotate_anchor(guide: &mut Guide) {
     for proxy in PROXIES {
         let identity = identity.replace("deploy/web -n shop", proxy);
         assert!(identity.contains(proxy), "{identity}");
-        guide.until(&identity, "identity-2027").await;
+        guide.run_until_output_contains(&identity, "identity-2027").await;
     }
     let checked = guide.bash(&format!("tulle check{check}")).await.unwrap();
     assert!(!checked.contains('×'), "{checked}");
     let checked = guide.run(PAGE, HEADING, 5).await;
     assert!(!checked.contains('×'), "{checked}");
     guide.bash(CONTROL_PLANE_ROLLED_OUT).await.unwrap();
-    guide.nothing_failed_since(n_reports_before, "a new trust anchor").await;
-    // For the pages that follow.
+    guide
+        .assert_no_failure_since(n_reports_before, "a new trust anchor")
+        .await;
+    // Later pages use these files.
     guide
         .bash("cp new-ca.crt ca.crt; cp new-ca.key ca.key; cp issuer-2027/*.pem issuer/")
         .await
@@ -129,15 +131,15 @@ pub(super) async fn upgrade(guide: &mut Guide) {
     assert!(upgraded.contains(env!("CARGO_PKG_VERSION")), "{upgraded}");
     guide.run(PAGE, "Undo", 0).await;
     guide.bash(ROLLED_OUT).await.unwrap();
-    revision(guide).await;
+    set_previous_revision(guide).await;
     guide.run(PAGE, "Undo", 1).await;
     guide
-        .nothing_failed_since(n_reports_before, "upgrade and rollback")
+        .assert_no_failure_since(n_reports_before, "upgrade and rollback")
         .await;
 }
 
-/// Remembers the revision before the present one.
-async fn revision(guide: &mut Guide) {
+/// Sets the value `revision` to the Helm revision before the current one.
+async fn set_previous_revision(guide: &mut Guide) {
     let history = "helm history tulle-control-plane -n linkerd | tail -n 2 | head -n 1 | cut -f 1";
     let revision = guide.bash(history).await.unwrap().trim().to_owned();
     guide.values.insert("revision", revision);
@@ -168,18 +170,18 @@ pub(super) async fn external_issuer(guide: &mut Guide) {
     guide.run(PAGE, "Undo", 1).await;
     guide.bash(CONTROL_PLANE_ROLLED_OUT).await.unwrap();
     guide
-        .nothing_failed_since(n_reports_before, "an issuer of cert-manager")
+        .assert_no_failure_since(n_reports_before, "an issuer of cert-manager")
         .await;
 }
 
-/// The installed tulle plays the Linkerd that the page replaces.
+/// The installed tulle stands in for the Linkerd that the page replaces.
 pub(super) async fn replace_linkerd(guide: &mut Guide) {
     const PAGE: &str = "how-to/replace-linkerd.md";
     let n_reports_before = guide.begin_load().await;
     guide.run(PAGE, "The proxies", 0).await;
     let look = guide.commands(PAGE, "The proxies", 1);
     let seen = guide
-        .until(&format!("trap 'kill $(jobs -p)' EXIT\n{look}"), "request_total")
+        .run_until_output_contains(&format!("trap 'kill $(jobs -p)' EXIT\n{look}"), "request_total")
         .await;
     assert!(seen.contains("proxy_build_info"), "{seen}");
     guide.run(PAGE, "The proxies", 2).await;
@@ -193,10 +195,10 @@ pub(super) async fn replace_linkerd(guide: &mut Guide) {
     let changes = guide.run(PAGE, HEADING, 1).await;
     assert!(changes.contains("linkerd-destination"), "{changes}");
     guide.run(PAGE, HEADING, 2).await;
-    revision(guide).await;
+    set_previous_revision(guide).await;
     guide.run(PAGE, HEADING, 3).await;
     guide
-        .nothing_failed_since(n_reports_before, "another proxy and control plane")
+        .assert_no_failure_since(n_reports_before, "another proxy and control plane")
         .await;
 }
 
@@ -227,7 +229,7 @@ pub(super) async fn air_gapped(guide: &mut Guide) {
         "{checked}"
     );
     guide
-        .nothing_failed_since(n_reports_before, "images of another registry")
+        .assert_no_failure_since(n_reports_before, "images of another registry")
         .await;
 }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
-use tulle_tests::charts::path_of;
+use tulle_tests::charts::chart_path;
 
 /// A code block of a page.
 #[derive(Clone, Debug, Eq, PartialEq)]
@@ -30,9 +30,9 @@ pub(super) enum Run {
     /// All are run in network namespaces by this module.
     OnHosts,
     /// Another test runs them.
-    By(&'static str),
+    ByOtherTest(&'static str),
     /// The reason why no test runs them.
-    Not(&'static str),
+    ByNoTest(&'static str),
 }
 
 /// Reads a page, such as `how-to/install.md`.
@@ -87,7 +87,7 @@ fn parse(page: &str) -> Vec<Block> {
 }
 
 fn docs() -> std::path::PathBuf {
-    Path::new(&path_of("..")).join("docs")
+    Path::new(&chart_path("..")).join("docs")
 }
 
 #[test]
@@ -129,13 +129,13 @@ fn every_command_of_the_pages_is_run_by_a_test_or_listed_with_a_reason() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-const BY_INSTALLATION: Run = Run::By("installation.rs");
-const TWO_CLUSTERS: Run = Run::Not(
+const BY_INSTALLATION: Run = Run::ByOtherTest("installation.rs");
+const TWO_CLUSTERS: Run = Run::ByNoTest(
     "needs two clusters with pods; kubernetes/multicluster/commands.rs runs the commands with two API servers",
 );
-const BY_VM: Run = Run::By("tests/clients/vm.rs, with the same files and commands");
+const BY_VM: Run = Run::ByOtherTest("tests/clients/vm.rs, with the same files and commands");
 const BY_PUBLISH: Run =
-    Run::Not("needs a published release; `./run publish --try` does the same with a local registry");
+    Run::ByNoTest("needs a published release; `./run publish --try` does the same with a local registry");
 
 /// Every heading with commands.
 const PLAN: &[(&str, &str, Run)] = &[
@@ -181,12 +181,12 @@ const PLAN: &[(&str, &str, Run)] = &[
     (
         "how-to/cert-manager.md",
         "1. Give cert-manager the trust anchor",
-        Run::Not("needs cert-manager"),
+        Run::ByNoTest("needs cert-manager"),
     ),
     (
         "how-to/cert-manager.md",
         "2. Request the issuer",
-        Run::Not("needs cert-manager"),
+        Run::ByNoTest("needs cert-manager"),
     ),
     (
         "how-to/cert-manager.md",
@@ -200,7 +200,7 @@ const PLAN: &[(&str, &str, Run)] = &[
     (
         "how-to/air-gapped.md",
         "1. Copy images and charts",
-        Run::Not("needs two registries and a release build"),
+        Run::ByNoTest("needs two registries and a release build"),
     ),
     ("how-to/air-gapped.md", "2. Write your values", Run::OnCluster),
     ("how-to/air-gapped.md", "3. Install", Run::OnCluster),
@@ -220,12 +220,12 @@ const PLAN: &[(&str, &str, Run)] = &[
     (
         "how-to/verify-a-release.md",
         "4. Verify the provenance",
-        Run::Not("needs a published release"),
+        Run::ByNoTest("needs a published release"),
     ),
     (
         "how-to/verify-a-release.md",
         "5. Install what you have verified",
-        Run::Not("needs a published release"),
+        Run::ByNoTest("needs a published release"),
     ),
     ("how-to/virtual-machines.md", "1. Apply the manifests", BY_VM),
     ("how-to/virtual-machines.md", "2. Give the machine a certificate", BY_VM),
@@ -233,7 +233,7 @@ const PLAN: &[(&str, &str, Run)] = &[
     (
         "how-to/virtual-machines.md",
         "4. Redirect traffic",
-        Run::Not("needs systemd; vm.rs runs the units' commands"),
+        Run::ByNoTest("needs systemd; vm.rs runs the units' commands"),
     ),
     ("how-to/multicluster.md", "1. Install the extension", TWO_CLUSTERS),
     ("how-to/multicluster.md", "2. Link the clusters", TWO_CLUSTERS),
@@ -243,9 +243,13 @@ const PLAN: &[(&str, &str, Run)] = &[
     (
         "tutorials/demo.md",
         "Your own manifests",
-        Run::Not("placeholders for the files of the reader"),
+        Run::ByNoTest("placeholders for the files of the reader"),
     ),
-    ("tutorials/demo.md", "Look inside", Run::Not("names of a running demo")),
+    (
+        "tutorials/demo.md",
+        "Look inside",
+        Run::ByNoTest("names of a running demo"),
+    ),
     ("tutorials/first-cluster.md", "1. Certificates", BY_INSTALLATION),
     ("tutorials/first-cluster.md", "2. Install", BY_INSTALLATION),
     ("tutorials/first-cluster.md", "3. Mesh an application", BY_INSTALLATION),

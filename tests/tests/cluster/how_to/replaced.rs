@@ -1,4 +1,4 @@
-//! What differs between the pages and the commands that are run, and why.
+//! The replacements in the commands of the pages, each with its reason.
 
 /// Text of pages that is replaced before a block is run.
 pub(super) struct Replacement {
@@ -63,7 +63,7 @@ pub(super) const REPLACEMENTS: &[Replacement] = &[
         "how-to/replace-linkerd.md",
         "kubectl diff -f -",
         "kubectl diff -f - || [ $? = 1 ]",
-        "1 means that there are differences, as there should be",
+        "the expected differences cause the exit code 1",
     ),
     replaced(
         "how-to/",
@@ -117,19 +117,19 @@ pub(super) const REPLACEMENTS: &[Replacement] = &[
         "how-to/policy.md",
         "10.1.0.0/16",
         "@balancer/32",
-        "the address of the pod that plays the balancer",
+        "the address of the pod that acts as the balancer",
     ),
     replaced(
         "how-to/monitoring.md",
         "10.1.0.0/16",
         "@balancer/32",
-        "the address of the pod that plays Prometheus",
+        "the address of the pod that acts as Prometheus",
     ),
     replaced(
         "how-to/policy.md",
         "value: /public",
         "value: /headers",
-        "a path that the application of the test has",
+        "a path that the application of the test serves",
     ),
     replaced(
         "how-to/policy.md",

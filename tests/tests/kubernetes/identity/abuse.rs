@@ -17,15 +17,15 @@ const FORGED: &str = "web.linkerd.serviceaccount.identity.linkerd.cluster.local"
 async fn invalid_tokens_are_refused() {
     let fixture = IdentityFixture::new().await;
     let good = fixture.valid_request().await;
-    let expired = resigned(&fixture, &good.token, |claims| {
+    let expired = token_with_changed_claims(&fixture, &good.token, |claims| {
         for (claim, seconds) in [("iat", 7200), ("nbf", 7200), ("exp", 3600)] {
             claims[claim] = (claims["iat"].as_i64().unwrap() - seconds).into();
         }
     });
-    let early = resigned(&fixture, &good.token, |claims| {
+    let early = token_with_changed_claims(&fixture, &good.token, |claims| {
         claims["nbf"] = (claims["nbf"].as_i64().unwrap() + 3600).into();
     });
-    let foreign_issuer = resigned(&fixture, &good.token, |claims| {
+    let foreign_issuer = token_with_changed_claims(&fixture, &good.token, |claims| {
         claims["iss"] = "https://elsewhere".into()
     });
     let gone = fixture
@@ -167,7 +167,7 @@ async fn requests_that_are_too_large_are_refused_unread() {
 }
 
 /// A token with changed claims, signed with the key of the API server.
-fn resigned(fixture: &IdentityFixture, token: &[u8], change: impl FnOnce(&mut Value)) -> Vec<u8> {
+fn token_with_changed_claims(fixture: &IdentityFixture, token: &[u8], change: impl FnOnce(&mut Value)) -> Vec<u8> {
     let mut data = jsonwebtoken::dangerous::insecure_decode::<Value>(token).unwrap();
     change(&mut data.claims);
     let header = Header {

@@ -52,15 +52,15 @@ pub(super) struct Mounts {
 impl IdentityFixture {
     /// Uses the file names of the Secret in Linkerd's chart.
     pub(super) async fn new() -> Self {
-        Self::with(["crt.pem", "key.pem"]).await
+        Self::with_file_names(["crt.pem", "key.pem"]).await
     }
 
-    pub(super) async fn with(names: [&str; 2]) -> Self {
+    pub(super) async fn with_file_names(names: [&str; 2]) -> Self {
         let api = ApiServer::start().await.unwrap();
         for namespace in ["linkerd", "shop"] {
             api.create_namespace(namespace).await.unwrap();
         }
-        allow(&api).await;
+        grant_permissions(&api).await;
         let mounts = Mounts {
             dir: api.dir().join("mounts"),
         };
@@ -69,7 +69,10 @@ impl IdentityFixture {
         mounts.swap("trust-roots", &[("ca-bundle.crt", &anchor.certificate)]);
         let [certificate, key] = names;
         mounts.swap("issuer", &[(certificate, &issuer.certificate), (key, &issuer.key)]);
-        let kubeconfig = api.kubeconfig_of("linkerd", "linkerd-identity").await.unwrap();
+        let kubeconfig = api
+            .service_account_kubeconfig("linkerd", "linkerd-identity")
+            .await
+            .unwrap();
         let service = Service::start(&mounts, &kubeconfig).await.unwrap();
         let fixture = Self {
             service,
@@ -85,7 +88,10 @@ impl IdentityFixture {
     pub(super) async fn restart_with(&mut self, api: &ApiServer) {
         api.create_namespace("linkerd").await.unwrap();
         allow(api).await;
-        let kubeconfig = api.kubeconfig_of("linkerd", "linkerd-identity").await.unwrap();
+        let kubeconfig = api
+            .service_account_kubeconfig("linkerd", "linkerd-identity")
+            .await
+            .unwrap();
         self.service = Service::start(&self.mounts, &kubeconfig).await.unwrap();
         self.wait_until_ready().await;
     }
@@ -156,7 +162,7 @@ impl IdentityFixture {
     /// Waits for an event with this reason.
     pub(super) async fn event(&self, namespace: &str, reason: &str) -> Event {
         let events: Api<Event> = Api::namespaced(self.api.client(), namespace);
-        eventually(&format!("an event {reason}"), async || {
+        eventually(&format!("there is an event {reason}"), async || {
             let found = events.list(&ListParams::default()).await.unwrap();
             found.into_iter().find(|event| event.reason.as_deref() == Some(reason))
         })
@@ -234,7 +240,7 @@ impl Mounts {
 }
 
 /// Grants the permissions of the chart's ClusterRole.
-async fn allow(api: &ApiServer) {
+async fn grant_permissions(api: &ApiServer) {
     for args in [
         &[
             "create",

@@ -11,9 +11,9 @@ use super::fixture::IdentityFixture;
 #[tokio::test(flavor = "multi_thread")]
 async fn a_new_issuer_signs_when_its_secret_is_mounted_unless_it_is_invalid() {
     for names in [["crt.pem", "key.pem"], ["tls.crt", "tls.key"]] {
-        let fixture = IdentityFixture::with(names).await;
+        let fixture = IdentityFixture::with_file_names(names).await;
         let [certificate, key] = names;
-        let first = issuer_of(&fixture).await;
+        let first = signing_issuer(&fixture).await;
         let second = trust::create_issuer("second", trust::ISSUER_LIFETIME, &fixture.anchor).unwrap();
         let files = [
             (certificate, second.certificate.as_str()),
@@ -23,7 +23,7 @@ async fn a_new_issuer_signs_when_its_secret_is_mounted_unless_it_is_invalid() {
         ];
         fixture.mounts.swap("issuer", &files);
         eventually("the second issuer signs", async || {
-            (issuer_of(&fixture).await != first).then_some(())
+            (signing_issuer(&fixture).await != first).then_some(())
         })
         .await;
         let event = fixture.event("linkerd", "IssuerUpdated").await;
@@ -37,7 +37,7 @@ async fn a_new_issuer_signs_when_its_secret_is_mounted_unless_it_is_invalid() {
         // An issuer that no trust anchor has signed.
         let foreign = trust::create_anchor("foreign", trust::ANCHOR_LIFETIME).unwrap();
         let third = trust::create_issuer("third", trust::ISSUER_LIFETIME, &foreign).unwrap();
-        let before = issuer_of(&fixture).await;
+        let before = signing_issuer(&fixture).await;
         fixture
             .mounts
             .swap("issuer", &[(certificate, &third.certificate), (key, &third.key)]);
@@ -45,7 +45,7 @@ async fn a_new_issuer_signs_when_its_secret_is_mounted_unless_it_is_invalid() {
         assert_eq!(event.type_.as_deref(), Some("Warning"));
         let note = event.note.unwrap();
         assert!(note.contains("is not verified by the trust anchors"), "{note}");
-        assert_eq!(issuer_of(&fixture).await, before, "the old issuer is still in use");
+        assert_eq!(signing_issuer(&fixture).await, before, "the old issuer is still in use");
 
         // The ConfigMap is read again when it changes, and then contains the anchor of that issuer.
         let both = [fixture.anchor.certificate.as_str(), &foreign.certificate].concat();
@@ -94,7 +94,8 @@ async fn an_issuer_that_expires_signs_nothing_and_is_reported_until_it_is_replac
     .await;
 }
 
-async fn issuer_of(fixture: &IdentityFixture) -> Vec<u8> {
+/// The certificate of the issuer that signs certificates now.
+async fn signing_issuer(fixture: &IdentityFixture) -> Vec<u8> {
     let answer = fixture.certify(fixture.valid_request().await).await.unwrap();
     answer.intermediate_certificates[0].clone()
 }

@@ -66,7 +66,11 @@ async fn a_token_for_the_api_server_is_accepted_and_one_for_another_audience_is_
 #[tokio::test(flavor = "multi_thread")]
 async fn without_the_right_to_review_tokens_the_service_is_not_ready_and_names_the_missing_rule() {
     let mut fixture = IdentityFixture::new().await;
-    let stranger = fixture.api.kubeconfig_of("shop", "stranger").await.unwrap();
+    let stranger = fixture
+        .api
+        .service_account_kubeconfig("shop", "stranger")
+        .await
+        .unwrap();
     fixture.replace(Service::start(&fixture.mounts, &stranger).await.unwrap());
     let rule = "apiGroups: [authentication.k8s.io], resources: [tokenreviews], verbs: [create]";
     eventually("the reason", async || {
@@ -120,7 +124,7 @@ async fn without_the_right_to_review_tokens_requests_fail_and_the_service_keeps_
     assert_eq!(
         status.code(),
         Code::FailedPrecondition,
-        "a request that needs no review is handled as before: {status}"
+        "a request without a token review gets the same response as before: {status}"
     );
 }
 

@@ -52,7 +52,7 @@ fn new_anchor() -> String {
         .certificate
 }
 
-/// Links west to east, after each thing that is missing is named.
+/// Links west to east. Before that, checks that an error names each missing prerequisite.
 async fn link_clusters(west: &ApiServer, east: &ApiServer) {
     let link = "mc link-gen --cluster-name east";
     // The controller of tokens is not part of this API server.
@@ -117,7 +117,7 @@ async fn clusters_are_linked_and_unlinked_by_the_output_of_commands() {
     // The account has the permissions of the service mirror.
     apply(&east, &service("web", &json!({"mirror.linkerd.io/exported": "true"}))).await;
     apply(&east, &endpoints("web", &json!([{"ip": "10.1.0.1"}]))).await;
-    let mirror = Mirror::of_link(&west, "east").await;
+    let mirror = Mirror::start_for_link(&west, "east").await;
     wait_for_addresses(&west, "web-east", 1).await;
     check(&west, &east).await;
 

@@ -39,7 +39,7 @@ impl Destination {
         let mut tasks = JoinSet::new();
         let (sink, references) = References::watch(cluster.sink());
         let access = server
-            .kubeconfig_of(CONTROL_PLANE, "linkerd-destination")
+            .service_account_kubeconfig(CONTROL_PLANE, "linkerd-destination")
             .await
             .unwrap();
         let secrets = kubeconfig::client(&access).await.unwrap();

@@ -63,18 +63,18 @@ async fn slices(server: &ApiServer) -> Vec<EndpointSlice> {
     slices.list(&ours).await.unwrap().items
 }
 
-async fn sizes(server: &ApiServer) -> Vec<usize> {
-    let mut sizes: Vec<usize> = slices(server).await.iter().map(|slice| slice.endpoints.len()).collect();
-    sizes.sort_unstable();
-    sizes
+async fn slice_sizes(server: &ApiServer) -> Vec<usize> {
+    let mut slice_sizes: Vec<usize> = slices(server).await.iter().map(|slice| slice.endpoints.len()).collect();
+    slice_sizes.sort_unstable();
+    slice_sizes
 }
 
 async fn wait_for_sizes(server: &ApiServer, expected: &[usize]) {
     let what = format!("slices of {expected:?}");
-    eventually(&what, async || (sizes(server).await == expected).then_some(())).await;
+    eventually(&what, async || (slice_sizes(server).await == expected).then_some(())).await;
 }
 
-async fn names(server: &ApiServer) -> BTreeSet<String> {
+async fn slice_names(server: &ApiServer) -> BTreeSet<String> {
     slices(server).await.iter().map(ResourceExt::name_any).collect()
 }
 
@@ -144,7 +144,7 @@ async fn slices_hold_a_hundred_endpoints_and_keep_their_names() {
     all.await;
     let replica = Replica::start(&server.client(), "only");
     wait_for_sizes(&server, &[50, 100, 100]).await;
-    let before = names(&server).await;
+    let before = slice_names(&server).await;
     let in_one = &slices(&server)
         .await
         .into_iter()
@@ -160,10 +160,14 @@ async fn slices_hold_a_hundred_endpoints_and_keep_their_names() {
         create(&server, workload(&name(n), &format!("172.20.9.{}", n - 200))).await;
     }
     eventually("220 endpoints", async || {
-        (sizes(&server).await.iter().sum::<usize>() == 220).then_some(())
+        (slice_sizes(&server).await.iter().sum::<usize>() == 220).then_some(())
     })
     .await;
-    assert_eq!(names(&server).await, before, "gaps were filled");
+    assert_eq!(
+        slice_names(&server).await,
+        before,
+        "new endpoints fill the gaps of existing slices"
+    );
     let targets: BTreeSet<String> = slices(&server)
         .await
         .iter()
@@ -181,16 +185,16 @@ async fn slices_hold_a_hundred_endpoints_and_keep_their_names() {
         slices(&server).await.iter().all(named).then_some(())
     })
     .await;
-    let after = names(&server).await;
+    let after = slice_names(&server).await;
     assert!(after.is_subset(&before), "{after:?} of {before:?}");
-    assert_eq!(sizes(&server).await.iter().sum::<usize>(), 220);
+    assert_eq!(slice_sizes(&server).await.iter().sum::<usize>(), 220);
 
     // A deleted slice is created again.
     let victim = after.first().unwrap();
     let api = Api::<EndpointSlice>::namespaced(server.client(), "simple-app");
     api.delete(victim, &DeleteParams::default()).await.unwrap();
-    eventually("all are back", async || {
-        (sizes(&server).await.iter().sum::<usize>() == 220).then_some(())
+    eventually("the deleted slice is created again", async || {
+        (slice_sizes(&server).await.iter().sum::<usize>() == 220).then_some(())
     })
     .await;
     assert_eq!(
@@ -247,12 +251,12 @@ async fn a_namespace_that_is_being_deleted_is_not_written_to() {
         .patch("simple-app-v1", &PatchParams::default(), &Patch::Merge(&selector))
         .await
         .unwrap();
-    eventually("the service was worked on", async || {
+    eventually("the controller has handled the service", async || {
         (replica.metric(work) > before).then_some(())
     })
     .await;
     let refused = "workqueue_retries_total{name=\"endpoints_controller_workqueue\"}";
     assert_eq!(replica.metric(refused), 0.0);
-    assert_eq!(sizes(&server).await, [0; 0]);
+    assert_eq!(slice_sizes(&server).await, [0; 0]);
     replica.end().await;
 }

@@ -28,7 +28,7 @@ fn service(name: &str) -> Value {
 }
 
 /// The conditions that our controller wrote on an object, as `type=status reason`.
-fn conditions_of(object: &DynamicObject) -> Vec<String> {
+fn own_conditions(object: &DynamicObject) -> Vec<String> {
     let status = &object.data["status"];
     let mut lists = vec![&status["conditions"]];
     for parent in status["parents"].as_array().into_iter().flatten() {
@@ -57,7 +57,7 @@ async fn wait_for_conditions(
     let what = format!("{kind} {name}: {expected:?}");
     eventually(&what, async || {
         let object = api.get(name).await.unwrap();
-        (conditions_of(&object) == expected).then_some(object)
+        (own_conditions(&object) == expected).then_some(object)
     })
     .await
 }

@@ -32,7 +32,7 @@ use super::reviews::ReviewRequest;
 
 /// A well-behaved client and its location.
 #[derive(Clone)]
-pub(crate) struct NormalClient<'a> {
+pub(crate) struct WellBehavedClient<'a> {
     /// The namespace of the client; `None` is that of this process.
     host: Option<&'a Arc<Namespace>>,
     addr: SocketAddr,
@@ -66,12 +66,12 @@ pub(crate) enum GrpcRequest {
     Tap,
 }
 
-impl<'a> NormalClient<'a> {
+impl<'a> WellBehavedClient<'a> {
     pub(crate) fn http(host: &'a Arc<Namespace>, addr: SocketAddr, path: &'a str, status: u16) -> Self {
         Self::new(Some(host), addr, ClientRequest::Http(path, status))
     }
 
-    pub(crate) fn http_here(addr: SocketAddr, path: &'a str, status: u16) -> Self {
+    pub(crate) fn http_in_current_namespace(addr: SocketAddr, path: &'a str, status: u16) -> Self {
         Self::new(None, addr, ClientRequest::Http(path, status))
     }
 
@@ -97,8 +97,8 @@ impl<'a> NormalClient<'a> {
     }
 
     /// Sends the request once; the error describes a wrong response.
-    pub(crate) fn ask(&self) -> anyhow::Result<()> {
-        let ask = || {
+    pub(crate) fn send_and_check(&self) -> anyhow::Result<()> {
+        let send_and_check = || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
             runtime.block_on(async {
                 let response = tokio::time::timeout(RESPONSE_TIMEOUT, self.exchange());
@@ -106,8 +106,8 @@ impl<'a> NormalClient<'a> {
             })
         };
         match self.host {
-            Some(host) => host.run(ask)?,
-            None => ask(),
+            Some(host) => host.run(send_and_check)?,
+            None => send_and_check(),
         }
     }
 
@@ -120,7 +120,7 @@ impl<'a> NormalClient<'a> {
                 Ok(())
             }
             ClientRequest::Grpc(client, request) => request.send(client.connect(self.addr).await?).await,
-            ClientRequest::ReviewRequest(review) => review.ask(self.addr).await,
+            ClientRequest::ReviewRequest(review) => review.send_and_check(self.addr).await,
             ClientRequest::Telemetry(leaf) => {
                 let tcp = TcpStream::connect(self.addr).await?;
                 let name = ServerName::try_from("linkerd-telemetry.linkerd.svc")?;
@@ -216,7 +216,7 @@ impl GrpcRequest {
     }
 }
 
-impl fmt::Display for NormalClient<'_> {
+impl fmt::Display for WellBehavedClient<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let request = match &self.request {
             ClientRequest::Http(path, _) => return write!(f, "GET {}{path}", self.addr),

@@ -21,7 +21,7 @@ use tulle_core::netns::Namespace;
 use tulle_proto::tap::TapEvent;
 use tulle_proto::tap::tap_event::{self, Http, http};
 
-use super::clients::{self, GrpcClient, GrpcRequest, NormalClient};
+use super::clients::{self, GrpcClient, GrpcRequest, WellBehavedClient};
 
 /// A meshed client that keeps its connections open.
 #[derive(Clone)]
@@ -37,7 +37,7 @@ enum Usage<'a> {
     Http(MeshedHttp<'a>),
     Grpc(GrpcClient<'a>, GrpcRequest),
     /// A tap, and a client whose requests it must show.
-    Tap(GrpcClient<'a>, NormalClient<'a>),
+    Tap(GrpcClient<'a>, WellBehavedClient<'a>),
 }
 
 /// Requests over HTTP/1 inside TLS.
@@ -86,7 +86,7 @@ impl<'a> MeshedClient<'a> {
         host: &'a Arc<Namespace>,
         addr: SocketAddr,
         client: GrpcClient<'a>,
-        tapped: NormalClient<'a>,
+        tapped: WellBehavedClient<'a>,
     ) -> Self {
         Self::new(host, addr, Usage::Tap(client, tapped))
     }
@@ -96,7 +96,7 @@ impl<'a> MeshedClient<'a> {
             host,
             addr,
             usage,
-            // More connections than each of two hundred attackers has: without regard to identity, the meshed client would be
+            // The client has more connections than each of two hundred attackers: if identities had no effect, the meshed client would be
             // evicted first.
             n_connections: 3,
         }
@@ -117,7 +117,7 @@ impl<'a> MeshedClient<'a> {
                 }
                 anyhow::Ok(connections)
             };
-            let connections = runtime.block_on(async { timeout(LIMIT, open_all).await })??;
+            let connections = runtime.block_on(async { timeout(RESPONSE_TIMEOUT, open_all).await })??;
             Ok(HeldConnections {
                 client: self.clone(),
                 connections,
@@ -153,11 +153,11 @@ impl HeldConnections<'_> {
     /// Uses each connection once; the error describes a wrong response.
     pub(crate) fn use_all(&self) -> anyhow::Result<()> {
         if let Usage::Tap(_, tapped) = &self.client.usage {
-            tapped.ask().context("the request for the tap")?;
+            tapped.send_and_check().context("the request for the tap")?;
         }
         for connection in &self.connections {
             let mut connection = connection.lock();
-            let using = async { timeout(LIMIT, self.client.usage.use_once(&mut connection)).await };
+            let using = async { timeout(RESPONSE_TIMEOUT, self.client.usage.use_once(&mut connection)).await };
             self.runtime.block_on(using).context("there is no answer")??;
         }
         Ok(())
@@ -222,4 +222,4 @@ impl fmt::Display for HeldConnections<'_> {
     }
 }
 
-const LIMIT: Duration = Duration::from_secs(5);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(5);

@@ -29,7 +29,7 @@ use tokio::time::Instant;
 use tulle_bench::run::process::Process;
 
 use attackers::{Behaviour, Flood, Sources};
-use clients::NormalClient;
+use clients::WellBehavedClient;
 use held::HeldConnections;
 use ports::{FloodedPort, ports_of_the_control_plane, ports_of_the_sidecar};
 use testbed::{SERVER, Testbed};
@@ -76,7 +76,7 @@ fn flood_with_large_heads(testbed: &mut Testbed) {
         false => n_connections.min(N_LARGE_HEADS),
     };
     let addr = (SERVER, testbed::HTTP).into();
-    let clients = vec![NormalClient::http(&testbed.client, addr, "/", 200)];
+    let clients = vec![WellBehavedClient::http(&testbed.client, addr, "/", 200)];
     let port = FloodedPort::new("4143, with many connections", "inbound", addr, clients);
     let cases_from = |from: &Sources| {
         Behaviour::LARGE_HEADS.map(|behaviour| FloodCase {
@@ -93,7 +93,7 @@ fn flood_with_large_heads(testbed: &mut Testbed) {
     );
 }
 
-/// All floods of a port; `many` adds 4,000 silent connections.
+/// All floods of a port; with `many`, also one with 4,000 silent connections.
 pub(crate) fn flood_cases<'r, 'a>(port: &'r FloodedPort<'a>, many: bool) -> Vec<FloodCase<'r, 'a>> {
     let mut cases = Vec::new();
     for from in port.sources {
@@ -190,7 +190,7 @@ impl FloodCase<'_, '_> {
             flood.wait_before_round(round);
             for (client, slowest) in port.clients.iter().zip(&mut slowest) {
                 let asked_at = Instant::now();
-                let answer = client.ask();
+                let answer = client.send_and_check();
                 let took = asked_at.elapsed();
                 *slowest = took.max(*slowest);
                 if answer.is_err() || took >= bound {

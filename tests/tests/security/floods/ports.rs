@@ -6,7 +6,7 @@ use tulle_control::tls::mesh_credentials::LeafWithKey;
 use tulle_tests::credentials::{control_plane_identity, identity};
 
 use super::attackers::Sources;
-use super::clients::{self, GrpcClient, GrpcRequest, NormalClient};
+use super::clients::{self, GrpcClient, GrpcRequest, WellBehavedClient};
 use super::held::{MeshedClient, MeshedHttp};
 use super::testbed::{self, CONTROL, SERVER, Testbed, v6};
 use super::tls_attackers::{self, TlsAttack, TlsBehaviour};
@@ -17,7 +17,7 @@ pub(crate) struct FloodedPort<'a> {
     pub(crate) addr: SocketAddr,
     /// Ports of one group share a connection limit, or a well-behaved client, and are flooded one after another.
     pub(crate) serial_group: &'static str,
-    pub(crate) clients: Vec<NormalClient<'a>>,
+    pub(crate) clients: Vec<WellBehavedClient<'a>>,
     /// Clients whose connections are open before each flood.
     pub(crate) held: Vec<MeshedClient<'a>>,
     /// Attackers that use TLS.
@@ -31,7 +31,7 @@ impl<'a> FloodedPort<'a> {
         name: &'static str,
         serial_group: &'static str,
         addr: SocketAddr,
-        clients: Vec<NormalClient<'a>>,
+        clients: Vec<WellBehavedClient<'a>>,
     ) -> Self {
         Self {
             name,
@@ -50,7 +50,7 @@ pub(crate) fn ports_of_the_sidecar(testbed: &Testbed) -> Vec<FloodedPort<'_>> {
     let client = &testbed.client;
     let at = |port: u16| SocketAddr::from((SERVER, port));
     let at6 = |port: u16| SocketAddr::from((v6(SERVER), port));
-    let application = |addr| vec![NormalClient::http(client, addr, "/", 200)];
+    let application = |addr| vec![WellBehavedClient::http(client, addr, "/", 200)];
     let admin = |name, addr| {
         let http = MeshedHttp {
             config: testbed.client_config(),
@@ -60,36 +60,37 @@ pub(crate) fn ports_of_the_sidecar(testbed: &Testbed) -> Vec<FloodedPort<'_>> {
         };
         FloodedPort {
             held: vec![MeshedClient::http(client, addr, http)],
-            tls: peers_and_strangers(testbed, Testbed::strangers_of_server("/live")),
+            tls: with_and_without_certificate(testbed, Testbed::attack_on_server("/live")),
             ..FloodedPort::new(name, "admin", addr, probes(testbed, addr))
         }
     };
     let tap_client = grpc_client(testbed, identity("server"), Some(&testbed.tap_leaf));
     let tap = |name, addr| {
-        let observe = NormalClient::grpc(client, addr, tap_client.clone(), GrpcRequest::Tap);
-        let tapped = NormalClient::http(client, at(testbed::HTTP), clients::TAPPED_PATH, 200);
-        let strangers = Testbed::strangers_of_server("/io.linkerd.proxy.tap.Tap/Observe");
+        let observe = WellBehavedClient::grpc(client, addr, tap_client.clone(), GrpcRequest::Tap);
+        let tapped = WellBehavedClient::http(client, at(testbed::HTTP), clients::TAPPED_PATH, 200);
+        let attack = Testbed::attack_on_server("/io.linkerd.proxy.tap.Tap/Observe");
         FloodedPort {
             held: vec![MeshedClient::tap(client, addr, tap_client.clone(), tapped)],
-            tls: peers_and_strangers(testbed, strangers),
+            tls: with_and_without_certificate(testbed, attack),
             ..FloodedPort::new(name, "admin", addr, prepend(observe, probes(testbed, at(4191))))
         }
     };
     let inbound = |name, addr| FloodedPort {
-        // No identity counts on this port, so a flood can end an idle connection of a meshed client: none is held.
-        tls: peers_and_strangers(testbed, Testbed::strangers_of_server("/echo")),
+        // The proxy ignores identities on this port, so a flood can end an idle connection of a meshed client. So the test holds
+        // none.
+        tls: with_and_without_certificate(testbed, Testbed::attack_on_server("/echo")),
         ..FloodedPort::new(name, "inbound", addr, application(addr))
     };
-    let strangers = Testbed::strangers_of_server("/echo");
+    let attack = Testbed::attack_on_server("/echo");
     let direct = FloodedPort {
         tls: vec![
-            testbed::direct(testbed.peers(&strangers), tls_attackers::ON_HTTP2),
-            testbed::direct(strangers, &[TlsBehaviour::Silent]),
+            testbed::direct(testbed.with_certificate(&attack), tls_attackers::ON_HTTP2),
+            testbed::direct(attack, &[TlsBehaviour::Silent]),
         ],
         ..FloodedPort::new("4143, itself", "inbound", at(4143), application(at(testbed::HTTP)))
     };
     let outbound = |name, addr| {
-        let to_client = NormalClient::http(&testbed.server, (testbed::CLIENT, testbed::HTTP).into(), "/", 200);
+        let to_client = WellBehavedClient::http(&testbed.server, (testbed::CLIENT, testbed::HTTP).into(), "/", 200);
         FloodedPort::new(name, "outbound", addr, vec![to_client])
     };
     vec![
@@ -116,37 +117,37 @@ pub(crate) fn ports_of_the_control_plane(testbed: &Testbed) -> Vec<FloodedPort<'
         Some(&testbed.leaf),
     );
     let identity_port = |name, addr| {
-        let certify = NormalClient::grpc(client, addr, new_proxy.clone(), GrpcRequest::Certify);
+        let certify = WellBehavedClient::grpc(client, addr, new_proxy.clone(), GrpcRequest::Certify);
         let path = "/io.linkerd.proxy.identity.Identity/Certify";
         FloodedPort {
-            tls: vec![Testbed::strangers_of_control("linkerd-identity", path)],
+            tls: vec![Testbed::attack_on_control_plane("linkerd-identity", path)],
             ..FloodedPort::new(name, "identity", addr, vec![certify])
         }
     };
     let destination = |name, addr| {
-        let get = NormalClient::grpc(client, addr, proxy.clone(), GrpcRequest::Destination);
+        let get = WellBehavedClient::grpc(client, addr, proxy.clone(), GrpcRequest::Destination);
         let held = MeshedClient::grpc(client, addr, proxy.clone(), GrpcRequest::Destination);
         let path = "/io.linkerd.proxy.destination.Destination/Get";
-        let strangers = Testbed::strangers_of_control("linkerd-destination", path);
+        let attack = Testbed::attack_on_control_plane("linkerd-destination", path);
         FloodedPort {
             held: vec![held],
-            tls: peers_and_strangers(testbed, strangers),
+            tls: with_and_without_certificate(testbed, attack),
             ..FloodedPort::new(name, "destination", addr, prepend(get, probes(testbed, at(9996))))
         }
     };
     let policy = |name, addr| {
-        let watch = NormalClient::grpc(client, addr, proxy.clone(), GrpcRequest::Policy);
+        let watch = WellBehavedClient::grpc(client, addr, proxy.clone(), GrpcRequest::Policy);
         let held = MeshedClient::grpc(client, addr, proxy.clone(), GrpcRequest::Policy);
         let path = "/io.linkerd.proxy.inbound.InboundServerPolicies/WatchPort";
-        let strangers = Testbed::strangers_of_control("linkerd-destination", path);
+        let attack = Testbed::attack_on_control_plane("linkerd-destination", path);
         FloodedPort {
             held: vec![held],
-            tls: peers_and_strangers(testbed, strangers),
+            tls: with_and_without_certificate(testbed, attack),
             ..FloodedPort::new(name, "policy", addr, vec![watch])
         }
     };
     let admin = |name, serial_group, addr| FloodedPort::new(name, serial_group, addr, probes(testbed, addr));
-    let telemetry = NormalClient::http(&testbed.control, ([127, 0, 0, 1], 8089).into(), "/", 404);
+    let telemetry = WellBehavedClient::http(&testbed.control, ([127, 0, 0, 1], 8089).into(), "/", 404);
     vec![
         identity_port("8080, identity", at(8080)),
         from_two_hundred_addresses(identity_port("8080, by IPv6", at6(8080))),
@@ -162,8 +163,8 @@ pub(crate) fn ports_of_the_control_plane(testbed: &Testbed) -> Vec<FloodedPort<'
     ]
 }
 
-/// A port that is flooded by IPv6, from many addresses only: the address family only changes which addresses count as one
-/// network.
+/// The port, flooded only from two hundred addresses. This is sufficient for IPv6, because the address family only changes which
+/// addresses count as one network.
 fn from_two_hundred_addresses(port: FloodedPort<'_>) -> FloodedPort<'_> {
     FloodedPort {
         sources: &[Sources::TwoHundred],
@@ -171,8 +172,8 @@ fn from_two_hundred_addresses(port: FloodedPort<'_>) -> FloodedPort<'_> {
     }
 }
 
-fn probes(testbed: &Testbed, addr: SocketAddr) -> Vec<NormalClient<'_>> {
-    let get = |path| NormalClient::http(&testbed.client, addr, path, 200);
+fn probes(testbed: &Testbed, addr: SocketAddr) -> Vec<WellBehavedClient<'_>> {
+    let get = |path| WellBehavedClient::http(&testbed.client, addr, path, 200);
     vec![get("/live"), get("/ready")]
 }
 
@@ -184,11 +185,14 @@ fn grpc_client<'a>(testbed: &'a Testbed, server: String, leaf: Option<&'a LeafWi
     }
 }
 
-/// These attackers, after the same ones with a certificate of the mesh.
-fn peers_and_strangers(testbed: &Testbed, strangers: TlsAttack) -> Vec<TlsAttack> {
-    vec![testbed.peers(&strangers), strangers]
+/// The attack by clients with a certificate of the mesh, and the same attack without a certificate.
+fn with_and_without_certificate(testbed: &Testbed, attack: TlsAttack) -> Vec<TlsAttack> {
+    vec![testbed.with_certificate(&attack), attack]
 }
 
-pub(crate) fn prepend<'a>(first: NormalClient<'a>, others: Vec<NormalClient<'a>>) -> Vec<NormalClient<'a>> {
+pub(crate) fn prepend<'a>(
+    first: WellBehavedClient<'a>,
+    others: Vec<WellBehavedClient<'a>>,
+) -> Vec<WellBehavedClient<'a>> {
     [first].into_iter().chain(others).collect()
 }

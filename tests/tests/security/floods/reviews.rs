@@ -25,7 +25,7 @@ pub(crate) enum ReviewRequest {
 
 impl ReviewRequest {
     /// Sends the review as the API server would, and checks the response.
-    pub(crate) async fn ask(self, addr: SocketAddr) -> anyhow::Result<()> {
+    pub(crate) async fn send_and_check(self, addr: SocketAddr) -> anyhow::Result<()> {
         let body = self.body().to_string();
         let tcp = TcpStream::connect(addr).await?;
         let name = ServerName::try_from("webhook.linkerd.svc").context("a name")?;

@@ -69,8 +69,8 @@ impl Testbed {
         let credentials = Credentials::create(dir.path());
         fs::create_dir(dir.path().join("manifests")).unwrap();
         fs::write(dir.path().join("manifests/mesh.yaml"), MESH).unwrap();
-        netns::remove_stale(PREFIX).unwrap();
-        let mut virtual_network = VirtualNetwork::new(PREFIX).unwrap();
+        netns::remove_stale(NAMESPACE_PREFIX).unwrap();
+        let mut virtual_network = VirtualNetwork::new(NAMESPACE_PREFIX).unwrap();
         let hosts = [
             ("control", CONTROL),
             ("server", SERVER),
@@ -91,7 +91,7 @@ impl Testbed {
         let control_plane = control_plane(&control, &credentials, dir.path());
         redirect(&server);
         programs::install(PROXY, dir.path()).unwrap();
-        let sidecar = sidecar(&server, &credentials, dir.path(), FILES);
+        let sidecar = sidecar(&server, &credentials, dir.path(), MAX_OPEN_FILES);
         Self {
             control_plane,
             sidecar: Some(sidecar),
@@ -101,20 +101,20 @@ impl Testbed {
             client,
             attackers,
             anchors: TrustAnchors::read(&credentials.anchors()).unwrap(),
-            leaf: leaf_of(&identity("server"), &credentials),
-            tap_leaf: leaf_of(&control_plane_identity("tap"), &credentials),
-            attacker_leaf: leaf_of(&identity("attacker"), &credentials),
+            leaf: create_leaf(&identity("server"), &credentials),
+            tap_leaf: create_leaf(&control_plane_identity("tap"), &credentials),
+            attacker_leaf: create_leaf(&identity("attacker"), &credentials),
             credentials,
             _network: virtual_network,
             dir,
         }
     }
 
-    /// Replaces the sidecar by one that may open as many files as this process, at most [`MANY_FILES`]. Returns its limit of
-    /// connections of one direction.
+    /// Replaces the sidecar by one that may open as many files as this process, at most [`MAX_OPEN_FILES_WITH_LARGE_HEADS`].
+    /// Returns its connection limit for one direction.
     pub(crate) fn restart_sidecar_with_many_files(&mut self) -> usize {
         let (_, files) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
-        let files = usize::try_from(files).unwrap().min(MANY_FILES);
+        let files = usize::try_from(files).unwrap().min(MAX_OPEN_FILES_WITH_LARGE_HEADS);
         drop(self.sidecar.take());
         self.sidecar = Some(sidecar(&self.server, &self.credentials, self.dir.path(), files));
         files / 4
@@ -126,10 +126,10 @@ impl Testbed {
         [&self.control_plane, sidecar]
     }
 
-    /// Attackers without a certificate on a port of the control plane; `account` is the service account of its server.
-    pub(crate) fn strangers_of_control(account: &str, path: &'static str) -> TlsAttack {
+    /// An attack by clients without a certificate on a port of the control plane; `account` is the service account of the server.
+    pub(crate) fn attack_on_control_plane(account: &str, path: &'static str) -> TlsAttack {
         TlsAttack {
-            who: "strangers",
+            attackers: "clients without a certificate",
             config: Arc::new(insecure_tls::config(None)),
             server: server_name(control_plane_identity(account)),
             prefix: Vec::new(),
@@ -139,10 +139,10 @@ impl Testbed {
         }
     }
 
-    /// Attackers without a certificate on a port of the server's proxy.
-    pub(crate) fn strangers_of_server(path: &'static str) -> TlsAttack {
+    /// An attack by clients without a certificate on a port of the server's proxy.
+    pub(crate) fn attack_on_server(path: &'static str) -> TlsAttack {
         TlsAttack {
-            who: "strangers",
+            attackers: "clients without a certificate",
             config: Arc::new(insecure_tls::config(None)),
             server: server_name(identity("server")),
             prefix: Vec::new(),
@@ -152,13 +152,13 @@ impl Testbed {
         }
     }
 
-    /// Attackers with a certificate of the mesh.
-    pub(crate) fn peers(&self, strangers: &TlsAttack) -> TlsAttack {
+    /// The same attack by clients with a certificate of the mesh.
+    pub(crate) fn with_certificate(&self, attack: &TlsAttack) -> TlsAttack {
         TlsAttack {
-            who: "peers",
+            attackers: "clients with a certificate",
             config: Arc::new(insecure_tls::config(Some(&self.attacker_leaf))),
-            stream_bytes: strangers.stream_bytes.min(PEER_STREAM_BYTES),
-            ..strangers.clone()
+            stream_bytes: attack.stream_bytes.min(PEER_STREAM_BYTES),
+            ..attack.clone()
         }
     }
 
@@ -168,7 +168,7 @@ impl Testbed {
     }
 }
 
-/// Attackers on the proxy's own inbound port.
+/// The same attack on the proxy's own inbound port, with a transport header.
 pub(crate) fn direct(redirected: TlsAttack, behaviours: &'static [TlsBehaviour]) -> TlsAttack {
     TlsAttack {
         config: direct_config(redirected.config),
@@ -214,7 +214,7 @@ pub(crate) fn memory_fault(process: &Process) -> Option<String> {
 }
 
 /// A certificate of the mesh.
-fn leaf_of(name: &str, credentials: &Credentials) -> LeafWithKey {
+fn create_leaf(name: &str, credentials: &Credentials) -> LeafWithKey {
     let leaf = credentials.leaf(name, Validity::Current);
     let certificates = [&leaf.certificate, &leaf.chain];
     LeafWithKey {
@@ -228,7 +228,7 @@ fn leaf_of(name: &str, credentials: &Credentials) -> LeafWithKey {
 
 fn control_plane(host: &Arc<Namespace>, credentials: &Credentials, dir: &Path) -> Process {
     let mut command = command(host, &[], Path::new("unshare"));
-    add_limits(&mut command, dir, FILES);
+    add_limits(&mut command, dir, MAX_OPEN_FILES);
     command.arg(built_binary("tulle-control").unwrap()).arg("all-in-one");
     for (flag, path) in [
         ("--manifests", dir.join("manifests")),
@@ -332,13 +332,13 @@ pub(crate) const HTTP: u16 = 8080;
 const PROXY: &str = "tulle-proxy";
 /// The user id of the proxy, whose traffic is not redirected.
 const PROXY_UID: u32 = 2102;
-const PREFIX: &str = "fl-";
+const NAMESPACE_PREFIX: &str = "fl-";
 /// Maximum open files, so few that a flood reaches the connection limits. The sidecar uses a quarter of them for connections of one
 /// direction, the control plane a fifth for connections of one port.
-const FILES: usize = 1500;
+const MAX_OPEN_FILES: usize = 1500;
 /// For 8,000 connections of one direction, as many as the memory of the sidecar permits.
-const MANY_FILES: usize = 32_000;
-/// The memory limit of the components in `charts/tulle-control-plane/values-ha.yaml`.
+const MAX_OPEN_FILES_WITH_LARGE_HEADS: usize = 32_000;
+/// Memory limit of each process, that of the components in `charts/tulle-control-plane/values-ha.yaml`.
 const MEMORY_KIB: u64 = 250 << 10;
 /// Bytes of a gRPC message that is not complete. All streams of a connection have less than HTTP/2 permits before the server reads.
 const STREAM_BYTES: usize = 60_000;

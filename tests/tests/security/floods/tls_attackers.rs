@@ -28,8 +28,8 @@ use tulle_proto::transport::{self, SessionProtocol};
 /// How attackers use TLS on a port.
 #[derive(Clone)]
 pub(crate) struct TlsAttack {
-    /// In messages.
-    pub(crate) who: &'static str,
+    /// The attackers, for messages.
+    pub(crate) attackers: &'static str,
     pub(crate) config: Arc<ClientConfig>,
     pub(crate) server: ServerName<'static>,
     /// Sent before HTTP.
@@ -92,7 +92,7 @@ pub(crate) fn transport_header(port: u16, protocol: Kind) -> Vec<u8> {
 
 impl fmt::Debug for TlsAttack {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.who)
+        f.write_str(self.attackers)
     }
 }
 

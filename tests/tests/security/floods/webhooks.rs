@@ -15,7 +15,7 @@ use tulle_tests::cluster::ApiServer;
 use tulle_tests::eventually::eventually;
 use tulle_tests::programs::built_binary;
 
-use super::clients::NormalClient;
+use super::clients::WellBehavedClient;
 use super::ports::{FloodedPort, prepend};
 use super::reviews::ReviewRequest;
 use super::tls_attackers::{self, TlsAttack};
@@ -37,9 +37,11 @@ fn webhooks_and_telemetry_answer_during_floods() {
         (&POLICIES, ReviewRequest::Policy),
     ] {
         let addr = loopback(service.port);
-        runtime.block_on(eventually("the webhook answers", async || review.ask(addr).await.ok()));
+        runtime.block_on(eventually("the webhook answers", async || {
+            review.send_and_check(addr).await.ok()
+        }));
     }
-    let telemetry_client = NormalClient::telemetry(loopback(TELEMETRY.port), &front_proxy);
+    let telemetry_client = WellBehavedClient::telemetry(loopback(TELEMETRY.port), &front_proxy);
     runtime.block_on(eventually("telemetry answers", async || {
         telemetry_client.exchange().await.ok()
     }));
@@ -67,14 +69,14 @@ async fn start_api_server() -> ApiServer {
 }
 
 /// The ports of the services, with their clients.
-fn flooded_ports(telemetry_client: NormalClient<'_>) -> [FloodedPort<'_>; 6] {
-    let review = |service: &Service, review| NormalClient::review(loopback(service.port), review);
+fn flooded_ports(telemetry_client: WellBehavedClient<'_>) -> [FloodedPort<'_>; 6] {
+    let review = |service: &Service, review| WellBehavedClient::review(loopback(service.port), review);
     let probes = |service: &Service| {
-        let get = |path| NormalClient::http_here(loopback(service.admin), path, 200);
+        let get = |path| WellBehavedClient::http_in_current_namespace(loopback(service.admin), path, 200);
         vec![get("/live"), get("/ready"), get("/metrics")]
     };
-    let strangers = TlsAttack {
-        who: "strangers",
+    let attack = TlsAttack {
+        attackers: "clients without a certificate",
         config: Arc::new(insecure_tls::config(None)),
         server: testbed::server_name("webhook.linkerd.svc".to_owned()),
         prefix: Vec::new(),
@@ -83,7 +85,7 @@ fn flooded_ports(telemetry_client: NormalClient<'_>) -> [FloodedPort<'_>; 6] {
         stream_bytes: 1,
     };
     let in_tls = |name, serial_group, service: &Service, clients| FloodedPort {
-        tls: vec![strangers.clone()],
+        tls: vec![attack.clone()],
         ..FloodedPort::new(name, serial_group, loopback(service.port), clients)
     };
     let admin = |name, serial_group, service: &Service| {
@@ -172,7 +174,7 @@ fn start_services(server: &ApiServer) -> [Process; 4] {
     std::fs::write(at("values.yaml"), VALUES).unwrap();
     SERVICES.map(|service| {
         let mut command = Command::new("unshare");
-        testbed::add_limits(&mut command, server.dir(), FILES);
+        testbed::add_limits(&mut command, server.dir(), MAX_OPEN_FILES);
         command.arg(built_binary("tulle-control").unwrap());
         command.arg(service.name);
         for (flag, port) in [(service.addr_flag, service.port), (service.admin_flag, service.admin)] {
@@ -244,5 +246,5 @@ const TELEMETRY: Service = Service {
 };
 /// Maximum open files. The connection limit of a webhook is a twentieth of them, 300: fewer than the 400 that most floods open,
 /// and more than the 200 addresses of attackers.
-const FILES: usize = 6_000;
+const MAX_OPEN_FILES: usize = 6_000;
 const VALUES: &str = "{linkerdVersion: edge-1, identityTrustAnchorsPEM: anchors}";

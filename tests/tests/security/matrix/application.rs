@@ -118,7 +118,7 @@ async fn serve_http2(stream: TcpStream, reached: &ReceivedTokens) -> anyhow::Res
     let mut connection = h2::server::handshake(stream).await?;
     while let Some(accepted) = connection.accept().await {
         let (request, mut respond) = accepted?;
-        reached.record_tokens(token_of(request.headers()));
+        reached.record_tokens(token_header(request.headers()));
         let is_grpc = request.headers().get("content-type").is_some_and(|kind| kind == GRPC);
         let answer = Response::builder().header(HEADER, "yes");
         let answer = match is_grpc {
@@ -130,7 +130,7 @@ async fn serve_http2(stream: TcpStream, reached: &ReceivedTokens) -> anyhow::Res
     Ok(())
 }
 
-fn token_of(headers: &HeaderMap) -> &[u8] {
+fn token_header(headers: &HeaderMap) -> &[u8] {
     headers.get(TOKEN).map_or(b"", |token| token.as_bytes())
 }
 

@@ -93,7 +93,7 @@ impl Client {
     pub(super) async fn send(&self, sent: ClientInput, identity: Identity, to: SocketAddr, token: &str) -> Observed {
         let proxy = SocketAddr::new(to.ip(), port::INBOUND);
         let dialled = if sent.header == Header::Absent { to } else { proxy };
-        let tcp = match timeout(CONNECT_LIMIT, TcpStream::connect(dialled)).await {
+        let tcp = match timeout(CONNECT_TIMEOUT, TcpStream::connect(dialled)).await {
             Ok(Ok(tcp)) => tcp,
             // The connection was reset right after it was established.
             Ok(Err(error)) if error.kind() == ErrorKind::ConnectionReset => return Observed::Closed,
@@ -121,7 +121,7 @@ impl Client {
         }
         let name = ServerName::try_from(self::identity("server")).unwrap();
         let connecting = TlsConnector::from(config).connect(name, tcp);
-        timeout(ANSWER_LIMIT, connecting)
+        timeout(RESPONSE_TIMEOUT, connecting)
             .await
             .unwrap_or_else(|late| Err(late.into()))
     }
@@ -130,7 +130,7 @@ impl Client {
         if stream.write_all(&transport_header(sent.header, port)).await.is_err() {
             return Observed::Closed;
         }
-        match sent.what {
+        match sent.kind {
             InputKind::Http1 => http1(stream, token).await,
             InputKind::Http2 => http2(stream, token).await,
             InputKind::Grpc => grpc(stream, token).await,
@@ -200,7 +200,7 @@ async fn exchange(mut stream: Box<dyn Stream>, bytes: &[u8]) -> Observed {
     let mut answer = Vec::new();
     let reading = async {
         loop {
-            if let Some(observed) = of_bytes(&answer) {
+            if let Some(observed) = classify_bytes(&answer) {
                 return observed;
             }
             if !matches!(stream.read_buf(&mut answer).await, Ok(1..)) {
@@ -208,11 +208,11 @@ async fn exchange(mut stream: Box<dyn Stream>, bytes: &[u8]) -> Observed {
             }
         }
     };
-    timeout(ANSWER_LIMIT, reading).await.unwrap_or(Observed::Timeout)
+    timeout(RESPONSE_TIMEOUT, reading).await.unwrap_or(Observed::Timeout)
 }
 
 /// The result for the bytes received so far; `None` if they are not sufficient.
-fn of_bytes(answer: &[u8]) -> Option<Observed> {
+fn classify_bytes(answer: &[u8]) -> Option<Observed> {
     let text = String::from_utf8_lossy(answer);
     if text.starts_with(application::BYTES) || text.starts_with(application::GREETING) {
         return Some(Observed::Application);
@@ -223,11 +223,11 @@ fn of_bytes(answer: &[u8]) -> Option<Observed> {
         let name: http::HeaderName = name.parse().unwrap();
         headers.insert(name, value.parse().unwrap());
     }
-    Some(of_head(head.get(..3)?.parse().ok()?, &headers))
+    Some(classify_head(head.get(..3)?.parse().ok()?, &headers))
 }
 
 /// The result for an HTTP response head.
-fn of_head(status: u16, headers: &HeaderMap) -> Observed {
+fn classify_head(status: u16, headers: &HeaderMap) -> Observed {
     if headers.contains_key(HEADER) {
         return Observed::Application;
     }
@@ -252,8 +252,8 @@ async fn http2_request(stream: Box<dyn Stream>, req: http::request::Builder, mes
         }
         response.await
     };
-    match timeout(ANSWER_LIMIT, exchange).await {
-        Ok(Ok(response)) => of_head(response.status().as_u16(), response.headers()),
+    match timeout(RESPONSE_TIMEOUT, exchange).await {
+        Ok(Ok(response)) => classify_head(response.status().as_u16(), response.headers()),
         Ok(Err(_)) => Observed::Closed,
         Err(_) => Observed::Timeout,
     }
@@ -290,6 +290,6 @@ fn certificate(text: &str) -> CertificateDer<'static> {
 
 /// The path that routes of the table match. `own` is also a gRPC service with the method `Call`.
 const PATH: &str = "/own/Call";
-const CONNECT_LIMIT: Duration = Duration::from_secs(3);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 /// Longer than any time limit of the sidecar: it waits 10 seconds for the start of HTTP/2.
-const ANSWER_LIMIT: Duration = Duration::from_secs(14);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(14);

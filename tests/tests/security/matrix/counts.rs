@@ -1,4 +1,4 @@
-//! The failures that a sidecar counts, compared with those of the tried cells.
+//! Compares the failures that a sidecar counts with the expected failures of the tried cells.
 
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
@@ -24,7 +24,7 @@ struct Counter {
     labels: Vec<String>,
 }
 
-/// A number that is not known exactly.
+/// The range of values that a counter may have.
 #[derive(Clone, Copy, Debug, Default)]
 struct Count {
     min: u64,
@@ -81,7 +81,7 @@ impl ExpectedCounts {
     /// The counters with other values, after a time in which the sidecar counts the last connections: a client may see the end of
     /// its connection earlier.
     pub(super) fn mismatches(&self, host: &Namespace) -> Vec<String> {
-        let deadline = Instant::now() + COUNT_LIMIT;
+        let deadline = Instant::now() + COUNT_TIMEOUT;
         loop {
             let metrics = Testbed::metrics(host);
             let counted = |counter: &Counter| {
@@ -102,7 +102,7 @@ impl ExpectedCounts {
                 };
                 return wrong.iter().map(describe).collect();
             }
-            std::thread::sleep(COUNT_PAUSE);
+            std::thread::sleep(COUNT_POLL_INTERVAL);
         }
     }
 
@@ -134,5 +134,5 @@ fn denials(port: u16, reason: &str) -> Counter {
     }
 }
 
-const COUNT_LIMIT: Duration = Duration::from_secs(10);
-const COUNT_PAUSE: Duration = Duration::from_millis(50);
+const COUNT_TIMEOUT: Duration = Duration::from_secs(10);
+const COUNT_POLL_INTERVAL: Duration = Duration::from_millis(50);

@@ -129,12 +129,12 @@ fn while_the_control_plane_restarts_egress_networks_are_enforced() {
         let run = || {
             runtime().block_on(async {
                 let reached = application::serve(listeners);
-                let mut mismatches = mismatches_of(&cells, &client, &reached).await;
+                let mut mismatches = find_mismatches(&cells, &client, &reached).await;
                 requested_tx.send(()).unwrap();
                 let mut n_runs = 1;
                 loop {
                     let is_last = is_over() || restarting.is_finished();
-                    mismatches.extend(mismatches_of(&cells, &client, &reached).await);
+                    mismatches.extend(find_mismatches(&cells, &client, &reached).await);
                     n_runs += 1;
                     if is_last {
                         return (mismatches, n_runs);
@@ -146,7 +146,7 @@ fn while_the_control_plane_restarts_egress_networks_are_enforced() {
         restarting.join().unwrap();
         result
     });
-    mismatches.extend(mismatches_of_counts(&host, &[(&cells, n_runs)]));
+    mismatches.extend(find_count_mismatches(&host, &[(&cells, n_runs)]));
     super::report(cells.len(), &mismatches, &testbed.lock());
 }
 
@@ -214,14 +214,14 @@ fn check(states: &[State], bring_up: fn(&mut Testbed), changes: fn(&mut Testbed)
     let run = || {
         runtime().block_on(async {
             let reached = application::serve(listeners);
-            let mut mismatches = mismatches_of(&requested_before, &client, &reached).await;
+            let mut mismatches = find_mismatches(&requested_before, &client, &reached).await;
             changes(&mut testbed);
-            mismatches.extend(mismatches_of(&cells, &client, &reached).await);
+            mismatches.extend(find_mismatches(&cells, &client, &reached).await);
             mismatches
         })
     };
     let mut mismatches = host.run(run).unwrap();
-    mismatches.extend(mismatches_of_counts(&host, &[(&requested_before, 1), (&cells, 1)]));
+    mismatches.extend(find_count_mismatches(&host, &[(&requested_before, 1), (&cells, 1)]));
     super::report(cells.len(), &mismatches, &testbed);
 }
 
@@ -232,7 +232,7 @@ fn cells(states: &[State]) -> Vec<Cell> {
             for row in table::rows(EXPECTED_RESULTS) {
                 let sent = ClientInput {
                     header: Header::Absent,
-                    what: InputKind::of(row[0]),
+                    kind: InputKind::parse(row[0]),
                 };
                 let cell = |family: &Family| Cell {
                     state,
@@ -247,7 +247,7 @@ fn cells(states: &[State]) -> Vec<Cell> {
     cells
 }
 
-async fn mismatches_of(cells: &[Cell], client: &Client, reached: &ReceivedTokens) -> Vec<String> {
+async fn find_mismatches(cells: &[Cell], client: &Client, reached: &ReceivedTokens) -> Vec<String> {
     let permits = Semaphore::new(MAX_CONCURRENT_WAITING_CELLS);
     let results = cells.iter().enumerate().map(async |(n, cell)| {
         let _permit = permits.acquire().await.unwrap();
@@ -258,7 +258,7 @@ async fn mismatches_of(cells: &[Cell], client: &Client, reached: &ReceivedTokens
 
 /// The counters of the sidecar must equal the number of cells, for each cause. Each group of cells comes with the number of times
 /// that it was tried.
-fn mismatches_of_counts(host: &Namespace, tried: &[(&[Cell], u64)]) -> Vec<String> {
+fn find_count_mismatches(host: &Namespace, tried: &[(&[Cell], u64)]) -> Vec<String> {
     let causes: Vec<_> = Expected::ALL.iter().filter_map(|expected| expected.cause()).collect();
     let mut counts = ExpectedCounts::none("outbound", &causes);
     for (cells, n) in tried {
@@ -278,7 +278,7 @@ impl Cell {
         let expected = self.expected();
         let fits = match expected {
             Expected::Permitted => {
-                observed == Observed::Application && (reached || self.sent.what == InputKind::Silence)
+                observed == Observed::Application && (reached || self.sent.kind == InputKind::Silence)
             }
             _ => !reached && expected.fits(&observed, self.sent),
         };
@@ -288,8 +288,12 @@ impl Cell {
     fn expected(&self) -> Expected {
         let known = STATES.iter().find(|(state, _)| *state == self.state);
         match known.expect("the cell has a row").1 {
-            Knowledge::Policy => Expected::of(table::at(EXPECTED_RESULTS, self.sent.what.word(), self.policy.word())),
-            Knowledge::Nothing if self.sent.what == InputKind::IncompleteHead => Expected::Late,
+            Knowledge::Policy => Expected::parse(table::lookup(
+                EXPECTED_RESULTS,
+                self.sent.kind.word(),
+                self.policy.word(),
+            )),
+            Knowledge::Nothing if self.sent.kind == InputKind::IncompleteHead => Expected::Late,
             Knowledge::Nothing => Expected::Unknown,
         }
     }
@@ -321,7 +325,7 @@ impl Expected {
         let Observed::Status { status, grpc, cause } = observed else {
             return false;
         };
-        let is_status = match sent.what {
+        let is_status = match sent.kind {
             InputKind::Grpc => *grpc == Some(expected_grpc),
             _ => *status == expected_status && grpc.is_none(),
         };

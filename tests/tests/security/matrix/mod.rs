@@ -76,7 +76,7 @@ fn while_the_control_plane_restarts_each_port_enforces_its_policy() {
                 let (mut mismatches, mut n_runs) = (Vec::new(), 0);
                 loop {
                     let is_last = is_over() || restarting.is_finished();
-                    mismatches.extend(mismatches_of(&cells, &client, &reached).await);
+                    mismatches.extend(find_mismatches(&cells, &client, &reached).await);
                     n_runs += 1;
                     if is_last {
                         return (mismatches, n_runs);
@@ -88,7 +88,7 @@ fn while_the_control_plane_restarts_each_port_enforces_its_policy() {
         result.unwrap()
     });
     let testbed = testbed.into_inner();
-    mismatches.extend(mismatches_of_counts(&testbed, &[(&cells, n_runs)]));
+    mismatches.extend(find_count_mismatches(&testbed, &[(&cells, n_runs)]));
     report(cells.len(), &mismatches, &testbed);
 }
 
@@ -111,7 +111,7 @@ fn without_ipv6_redirect_rules_no_ipv6_reaches_the_application() {
         let identities = [Identity::Absent, Identity::Permitted];
         policies.contains(&cell.policy)
             && identities.contains(&cell.identity)
-            && [InputKind::Http1, InputKind::RawBytes].contains(&cell.sent.what)
+            && [InputKind::Http1, InputKind::RawBytes].contains(&cell.sent.kind)
     });
     let expected = |cell: &Cell| match cell.family {
         Family::V4 => cell.expected(),
@@ -121,7 +121,7 @@ fn without_ipv6_redirect_rules_no_ipv6_reaches_the_application() {
         .iter_mut()
         .for_each(|cell_at_port| cell_at_port.expected = expected(&cell_at_port.cell));
     let mut mismatches = run_once(&testbed, &cells, listeners);
-    mismatches.extend(mismatches_of_counts(&testbed, &[(&cells, 1)]));
+    mismatches.extend(find_count_mismatches(&testbed, &[(&cells, 1)]));
     report(cells.len(), &mismatches, &testbed);
 }
 
@@ -137,7 +137,7 @@ fn check(states: &[State], set_up: fn(&mut Testbed)) {
     } = run;
     set_up(&mut testbed);
     let mut mismatches = run_once(&testbed, &cells, listeners);
-    mismatches.extend(mismatches_of_counts(&testbed, &[(&cells, 1)]));
+    mismatches.extend(find_count_mismatches(&testbed, &[(&cells, 1)]));
     report(cells.len(), &mismatches, &testbed);
 }
 
@@ -197,7 +197,7 @@ fn run_once(testbed: &Testbed, cells: &[CellAtPort], listeners: Vec<std::net::Tc
     let run = || {
         runtime().block_on(async {
             let reached = application::serve(listeners);
-            mismatches_of(cells, &client, &reached).await
+            find_mismatches(cells, &client, &reached).await
         })
     };
     testbed.outside.run(run).unwrap()
@@ -209,14 +209,14 @@ fn runtime() -> tokio::runtime::Runtime {
 }
 
 /// Tries all cells concurrently, with a separate limit for those that have to wait.
-async fn mismatches_of(cells: &[CellAtPort], client: &Client, reached: &ReceivedTokens) -> Vec<String> {
+async fn find_mismatches(cells: &[CellAtPort], client: &Client, reached: &ReceivedTokens) -> Vec<String> {
     let (quick, waiting) = (
         Semaphore::new(MAX_CONCURRENT_CELLS),
         Semaphore::new(MAX_CONCURRENT_WAITING_CELLS),
     );
     let results = cells.iter().enumerate().map(async |(n, cell_at_port)| {
         let waits = matches!(
-            cell_at_port.cell.sent.what,
+            cell_at_port.cell.sent.kind,
             InputKind::Silence | InputKind::IncompleteHead
         ) || matches!(cell_at_port.expected, Expected::Refused(refusal) if refusal.cause == Cause::Unknown);
         let permits = if waits { &waiting } else { &quick };
@@ -238,7 +238,11 @@ impl CellAtPort {
         } = self.cell;
         let to = SocketAddr::new(family.server(), self.port);
         // The rate limit lets the first requests pass.
-        let n_tries = if policy == Policy::RateLimit { MAX_UNLIMITED } else { 1 };
+        let n_tries = if policy == Policy::RateLimit {
+            MAX_REQUESTS_BEFORE_LIMIT
+        } else {
+            1
+        };
         let mut result = (Observed::Timeout, false);
         for n_try in 0..n_tries {
             let token = format!("token-{n}-{n_try}");
@@ -249,7 +253,7 @@ impl CellAtPort {
             }
         }
         let (observed, reached) = result;
-        let is_silent = sent.what == InputKind::Silence;
+        let is_silent = sent.kind == InputKind::Silence;
         let fits = match self.expected {
             Expected::Permitted => observed == Observed::Application && (reached || is_silent),
             Expected::Refused(refusal) => !reached && refusal.fits(&observed, sent, identity),
@@ -263,9 +267,9 @@ impl CellAtPort {
             Expected::Dropped => !reached && observed == Observed::Unreachable,
         };
         let got = if reached {
-            "the application got it"
+            "the application received the input"
         } else {
-            "the application did not get it"
+            "the application did not receive the input"
         };
         let Self { cell, expected, .. } = self;
         (!fits).then(|| format!("{cell}\n    expected: {expected:?}\n    result: {observed:?}, and {got}"))
@@ -279,12 +283,12 @@ impl Refusal {
             (Answer::Closed, Observed::Closed) => true,
             (Answer::Status, Observed::Status { status, grpc, cause }) => {
                 let (expected_status, expected_grpc) = self.cause.codes();
-                let is_status = match sent.what {
+                let is_status = match sent.kind {
                     InputKind::Grpc => *grpc == Some(expected_grpc),
                     _ => *status == expected_status && grpc.is_none(),
                 };
                 // Clients without an identity do not get the cause.
-                let expected_cause = identity.is_proven().then_some(self.cause.word());
+                let expected_cause = identity.has_valid_certificate().then_some(self.cause.word());
                 is_status && cause.as_deref() == expected_cause
             }
             _ => false,
@@ -312,7 +316,7 @@ impl Cause {
 
 /// The counters of the sidecar must equal the number of cells, for each cause and for each reason of each policy. Each group of
 /// cells comes with the number of times that it was tried.
-fn mismatches_of_counts(testbed: &Testbed, tried: &[(&[CellAtPort], u64)]) -> Vec<String> {
+fn find_count_mismatches(testbed: &Testbed, tried: &[(&[CellAtPort], u64)]) -> Vec<String> {
     let causes = Cause::ALL.iter().filter(|cause| **cause != Cause::Idle);
     let causes: Vec<_> = causes.map(|cause| cause.word()).collect();
     let mut counts = ExpectedCounts::none("inbound", &causes);
@@ -379,5 +383,5 @@ const SINGLE_USE_PORTS_START: u16 = 12_000;
 const MAX_CONCURRENT_CELLS: usize = 16;
 const MAX_CONCURRENT_WAITING_CELLS: usize = 200;
 /// Maximum number of requests until the rate limit of one per second refuses one.
-const MAX_UNLIMITED: usize = 5;
+const MAX_REQUESTS_BEFORE_LIMIT: usize = 5;
 const MIN_RESTARTS: u32 = 4;

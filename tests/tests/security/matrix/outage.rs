@@ -11,7 +11,7 @@ use super::client::{Client, Observed};
 use super::manifests;
 use super::table::{Cell, ClientInput, Family, Identity, Policy, State};
 use super::testbed::{self, Ipv6Rules, Testbed};
-use super::{CellAtPort, mismatches_of, mismatches_of_counts, report, runtime};
+use super::{CellAtPort, find_count_mismatches, find_mismatches, report, runtime};
 
 /// With `TULLE_TEST_FULL=1` the outage lasts ten minutes, longer than the timeout of the test runner: run the test's own binary.
 #[test]
@@ -57,25 +57,25 @@ fn policies_of_300_ports_apply_while_the_control_plane_is_down() {
         .run(|| {
             runtime().block_on(async {
                 let reached = application::serve(listeners);
-                let mut mismatches = mismatches_of(&first_cells, &client, &reached).await;
+                let mut mismatches = find_mismatches(&first_cells, &client, &reached).await;
                 testbed.kill_control_plane();
                 let until = Instant::now() + outage_duration();
                 let mut n_runs = 0;
                 while mismatches.is_empty() {
-                    mismatches = mismatches_of(&outage_cells, &client, &reached).await;
+                    mismatches = find_mismatches(&outage_cells, &client, &reached).await;
                     n_runs += 1;
                     if Instant::now() > until {
                         break;
                     }
                 }
                 if mismatches.is_empty() {
-                    mismatches = mismatches_of_counts(&testbed, &[(&first_cells, 1), (&outage_cells, n_runs as u64)]);
+                    mismatches = find_count_mismatches(&testbed, &[(&first_cells, 1), (&outage_cells, n_runs as u64)]);
                 }
                 testbed.start_control_plane("manifests");
                 let open = { UNUSED_PORTS }.find(|port| policy_of(*port) == Policy::Audit);
                 let took = wait_until_permitted(&client, open.expect("one of them is open")).await;
                 eprintln!("unknown policies apply {took:?} after the control plane is back");
-                mismatches.extend(mismatches_of(&recovered_cells, &client, &reached).await);
+                mismatches.extend(find_mismatches(&recovered_cells, &client, &reached).await);
                 let n_tried = first_cells.len() + outage_cells.len() * n_runs + recovered_cells.len();
                 (n_tried, mismatches)
             })

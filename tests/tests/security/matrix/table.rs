@@ -77,11 +77,13 @@ const SKIPPED_CELLS: &[SkippedCells] = &[
     },
     SkippedCells {
         reason: "a failed handshake ends before the input (covered by `http1` and `1:http1`)",
-        skips: |cell| cell.cause_of_tls().is_some() && cell.sent.what != InputKind::Http1,
+        skips: |cell| cell.tls_refusal_cause().is_some() && cell.sent.kind != InputKind::Http1,
     },
     SkippedCells {
         reason: "the handshake on the proxy's own port does not depend on the transport header (covered by `1:http1`)",
-        skips: |cell| !cell.identity.is_proven() && !matches!(cell.sent.header, Header::Absent | Header::Http1),
+        skips: |cell| {
+            !cell.identity.has_valid_certificate() && !matches!(cell.sent.header, Header::Absent | Header::Http1)
+        },
     },
     SkippedCells {
         reason: "an identity is compared as a whole, trust domain included (covered by `other` in other states, and for other \
@@ -101,7 +103,7 @@ const SKIPPED_CELLS: &[SkippedCells] = &[
     SkippedCells {
         reason: "gRPC is handled as HTTP/2 unless a GRPCRoute applies (covered by `own-grpc-route` and `by-identity`)",
         skips: |cell| {
-            cell.sent.what == InputKind::Grpc && !matches!(cell.policy, Policy::OwnGrpcRoute | Policy::ByIdentity)
+            cell.sent.kind == InputKind::Grpc && !matches!(cell.policy, Policy::OwnGrpcRoute | Policy::ByIdentity)
         },
     },
     SkippedCells {
@@ -391,7 +393,7 @@ pub(super) enum Answer {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ClientInput {
     pub(super) header: Header,
-    pub(super) what: InputKind,
+    pub(super) kind: InputKind,
 }
 
 /// All cells of a state that are not equivalent to others; prints how many are.
@@ -425,7 +427,7 @@ pub(super) fn cells(state: State) -> Vec<Cell> {
 
 impl Cell {
     pub(super) fn expected(&self) -> Expected {
-        let refusal = |port| match self.cause_of_tls() {
+        let refusal = |port| match self.tls_refusal_cause() {
             Some(cause) => Some(Refusal::closed(cause)),
             None => self.refusal_after_tls(port),
         };
@@ -443,7 +445,7 @@ impl Cell {
     }
 
     /// The cause if the TLS handshake refuses the client.
-    fn cause_of_tls(&self) -> Option<Cause> {
+    fn tls_refusal_cause(&self) -> Option<Cause> {
         match self.identity {
             Identity::Expired => Some(Cause::Expired),
             Identity::OtherCa => Some(Cause::Untrusted),
@@ -461,14 +463,14 @@ impl Cell {
             Handling::Upgraded if in_tls => by_decision(Refusal::status),
             Handling::Bytes => by_decision(Refusal::closed),
             Handling::InTls if in_tls => by_decision(Refusal::closed),
-            Handling::InTls if self.sent.what == InputKind::Silence => Some(Refusal::closed(Cause::Silent)),
+            Handling::InTls if self.sent.kind == InputKind::Silence => Some(Refusal::closed(Cause::Silent)),
             Handling::InTls => Some(Refusal::closed(Cause::Denied)),
             // No HTTP server reads TLS for another server name.
-            Handling::BadRequest | Handling::NoPreface if !in_tls && self.sent.what == InputKind::Tls => {
+            Handling::BadRequest | Handling::NoPreface if !in_tls && self.sent.kind == InputKind::Tls => {
                 Some(Refusal::closed(Cause::NotHttp))
             }
             // A client of HTTP/2 cannot read the response.
-            Handling::Upgraded | Handling::BadRequest if self.sent.what.is_http2() => {
+            Handling::Upgraded | Handling::BadRequest if self.sent.kind.is_http2() => {
                 Some(Refusal::closed(Cause::BadRequest))
             }
             Handling::Upgraded | Handling::BadRequest => Some(Refusal::status(Cause::BadRequest)),
@@ -487,7 +489,7 @@ impl Cell {
     }
 
     fn handling(&self, port: PortKind) -> Handling {
-        Handling::of(at(HANDLINGS, &self.sent.to_string(), port.word()))
+        Handling::parse(lookup(HANDLINGS, &self.sent.to_string(), port.word()))
     }
 
     /// The reason of the policy for a denial.
@@ -508,7 +510,7 @@ impl Cell {
     }
 
     fn decision(&self) -> Decision {
-        Decision::of(at(DECISIONS, self.policy.word(), self.identity.word()))
+        Decision::parse(lookup(DECISIONS, self.policy.word(), self.identity.word()))
     }
 }
 
@@ -530,15 +532,16 @@ impl fmt::Display for Cell {
 
 impl Policy {
     pub(super) fn port(self) -> PortKind {
-        PortKind::of(at(DECISIONS, self.word(), "port"))
+        PortKind::parse(lookup(DECISIONS, self.word(), "port"))
     }
 
-    /// One that denies, one that permits all, one with routes, and an opaque one.
+    /// The policies that are tried while the policy of the port is unknown: one that denies, one that permits all, one with
+    /// routes, and an opaque one.
     fn tried_while_unknown() -> [Self; 4] {
         [Self::Deny, Self::Audit, Self::OwnHttpRoute, Self::Opaque]
     }
 
-    /// One for each kind of port, and one that denies.
+    /// The policies that are tried on the first connection to a port: one for each kind of port, and one that denies.
     fn tried_on_first_connection() -> [Self; 9] {
         [
             Self::Deny,
@@ -619,7 +622,7 @@ impl InputKind {
 
 impl Identity {
     /// Whether the client's certificate is accepted.
-    pub(super) fn is_proven(self) -> bool {
+    pub(super) fn has_valid_certificate(self) -> bool {
         matches!(self, Self::Permitted | Self::Other | Self::OtherDomain)
     }
 }
@@ -636,32 +639,33 @@ impl Family {
 impl ClientInput {
     pub(super) const HTTP1: Self = Self {
         header: Header::Absent,
-        what: InputKind::Http1,
+        kind: InputKind::Http1,
     };
 
     /// Whether a port that serves every kind of request serves it as one. The transport header for HTTP/1 permits any method.
     pub(super) fn is_request(self) -> bool {
-        match self.what {
+        match self.kind {
             InputKind::Http1 | InputKind::Http2 | InputKind::Grpc => true,
             InputKind::LowercaseMethod => self.header == Header::Http1,
             _ => false,
         }
     }
 
-    /// One input as HTTP, and one as bytes, for each way into the proxy; and one that sends nothing.
+    /// The inputs that are tried in all states: for each way into the proxy one input as HTTP and one as bytes, and a client
+    /// that sends nothing.
     fn tried_in_all_states() -> [Self; 6] {
-        ["http1", "raw", "silence", "1:http1", "-:http1", "-:raw"].map(Self::of)
+        ["http1", "raw", "silence", "1:http1", "-:http1", "-:raw"].map(Self::parse)
     }
 
     fn all() -> impl Iterator<Item = Self> {
-        rows(HANDLINGS).map(|row| Self::of(row[0]))
+        rows(HANDLINGS).map(|row| Self::parse(row[0]))
     }
 
-    fn of(word: &str) -> Self {
-        let (header, what) = word.split_once(':').unwrap_or(("", word));
+    fn parse(word: &str) -> Self {
+        let (header, kind) = word.split_once(':').unwrap_or(("", word));
         Self {
-            header: Header::of(header),
-            what: InputKind::of(what),
+            header: Header::parse(header),
+            kind: InputKind::parse(kind),
         }
     }
 }
@@ -669,24 +673,24 @@ impl ClientInput {
 impl fmt::Display for ClientInput {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.header {
-            Header::Absent => write!(f, "{}", self.what),
-            header => write!(f, "{header}:{}", self.what),
+            Header::Absent => write!(f, "{}", self.kind),
+            header => write!(f, "{header}:{}", self.kind),
         }
     }
 }
 
-/// The word in a table, by the first word of its row and the title of its column.
-pub(super) fn at(table: &'static str, row: &str, column: &str) -> &'static str {
-    let titles = words_of(table.trim().lines().next().unwrap_or_default());
+/// The word in a table in this row, which the first word identifies, and in the column with this title.
+pub(super) fn lookup(table: &'static str, row: &str, column: &str) -> &'static str {
+    let titles = split_words(table.trim().lines().next().unwrap_or_default());
     let column = titles.iter().position(|title| *title == column).expect(column);
     let found = rows(table).find(|words| words[0] == row);
     found.unwrap_or_else(|| panic!("no row {row:?}"))[column]
 }
 
 pub(super) fn rows(table: &'static str) -> impl Iterator<Item = Vec<&'static str>> {
-    table.trim().lines().skip(1).map(words_of)
+    table.trim().lines().skip(1).map(split_words)
 }
 
-fn words_of(line: &'static str) -> Vec<&'static str> {
+fn split_words(line: &'static str) -> Vec<&'static str> {
     line.split_whitespace().collect()
 }

@@ -129,8 +129,8 @@ impl Testbed {
         }
         let proxy = programs::install("tulle-proxy", dir.path()).unwrap();
 
-        netns::remove_stale(PREFIX).unwrap();
-        let mut virtual_network = VirtualNetwork::new(PREFIX).unwrap();
+        netns::remove_stale(NAMESPACE_PREFIX).unwrap();
+        let mut virtual_network = VirtualNetwork::new(NAMESPACE_PREFIX).unwrap();
         let hosts = [
             ("control", CONTROL),
             ("client", CLIENT),
@@ -207,7 +207,7 @@ impl Testbed {
     /// Waits until the control plane has completed `n` calls with this status.
     fn wait_for_answers(&self, code: &str, n: u64) {
         let status = format!("grpc_code=\"{code}\"");
-        let deadline = Instant::now() + LIMIT;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         loop {
             let metrics = hosts::http_get(&self.control, CONTROL_ADMIN, "/metrics").unwrap();
             let found = sum(&metrics, "grpc_server_handled_total", &[&status]);
@@ -215,13 +215,13 @@ impl Testbed {
                 return;
             }
             assert!(Instant::now() < deadline, "{found} calls ended with {code}, not {n}");
-            thread::sleep(PAUSE);
+            thread::sleep(POLL_INTERVAL);
         }
     }
 
     /// Waits until the sidecar knows the policies of all ports that it requested.
     fn wait_for_policies(&self) {
-        let deadline = Instant::now() + LIMIT;
+        let deadline = Instant::now() + WAIT_TIMEOUT;
         loop {
             let page = admin_get(self.meshed_host(), "/debug/policies").expect("the sidecar runs");
             let (_, text) = page.split_once("\r\n\r\n").unwrap();
@@ -236,7 +236,7 @@ impl Testbed {
                 "known are {known:?} of {:?}",
                 self.watched_ports
             );
-            thread::sleep(PAUSE);
+            thread::sleep(POLL_INTERVAL);
         }
     }
 
@@ -322,8 +322,8 @@ const NETWORKS: &str = "10.0.0.0/8,fd00::/8";
 const CONTROL_ADMIN: u16 = 9990;
 /// The user id of the proxy, whose traffic is not redirected.
 const PROXY_UID: u32 = 2102;
-const PREFIX: &str = "tm-";
-const LIMIT: Duration = Duration::from_secs(20);
-const PAUSE: Duration = Duration::from_millis(20);
+const NAMESPACE_PREFIX: &str = "tm-";
+const WAIT_TIMEOUT: Duration = Duration::from_secs(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 /// How long the control plane is down, and then up, during restarts.
 const DOWN_TIME: Duration = Duration::from_millis(200);

@@ -16,7 +16,7 @@ macro_rules! words {
             }
 
             /// The variant of a word in the table.
-            pub(super) fn of(word: &str) -> Self {
+            pub(super) fn parse(word: &str) -> Self {
                 let found = Self::ALL.iter().find(|value| value.word() == word);
                 *found.unwrap_or_else(|| panic!("unknown word {word:?} in the table, expected a {}", stringify!($name)))
             }
