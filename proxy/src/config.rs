@@ -269,7 +269,7 @@ pub struct Log {
     /// Format of the access log; default none, then nothing is logged.
     pub access_log_format: Option<access_log::Format>,
     /// The directions that it covers; default inbound.
-    pub access_directions: AccessLogDirections,
+    pub access_log_directions: AccessLogDirections,
 }
 
 /// The directions that the access log covers.

@@ -73,7 +73,7 @@ pub fn run(args: &Args) -> ExitCode {
         return fail(format_args!("running {program}: {}", command.exec()));
     }
     let ended = command.status();
-    if let Err(error) = runtime.block_on(ask(args.port, "POST /shutdown")) {
+    if let Err(error) = runtime.block_on(request_status(args.port, "POST /shutdown")) {
         eprintln!("linkerd-await: shutting the proxy down: {error}");
     }
     match ended {
@@ -92,7 +92,7 @@ pub fn run(args: &Args) -> ExitCode {
 async fn wait(args: &Args) -> Result<(), Duration> {
     let ready = async {
         loop {
-            match ask(args.port, "GET /ready").await {
+            match request_status(args.port, "GET /ready").await {
                 Ok(200) => return,
                 answer if args.verbose > 0 => eprintln!("linkerd-await: not ready: {answer:?}"),
                 _ => {}
@@ -110,7 +110,7 @@ async fn wait(args: &Args) -> Result<(), Duration> {
 }
 
 /// The status that the admin server answers with.
-async fn ask(port: u16, what: &str) -> std::io::Result<u16> {
+async fn request_status(port: u16, request: &str) -> std::io::Result<u16> {
     let exchange = async {
         let mut stream = TcpStream::connect(SocketAddr::from((Ipv4Addr::LOCALHOST, port))).await?;
         let request =
@@ -121,7 +121,7 @@ async fn ask(port: u16, what: &str) -> std::io::Result<u16> {
         let status = head.split(' ').nth(1).and_then(|status| status.parse::<u16>().ok());
         status.ok_or_else(|| std::io::Error::other(format!("no HTTP answer: {head:?}")))
     };
-    timeout(ASK_LIMIT, exchange).await?
+    timeout(ADMIN_RESPONSE_TIMEOUT, exchange).await?
 }
 
 fn fail(what: std::fmt::Arguments<'_>) -> ExitCode {
@@ -130,6 +130,6 @@ fn fail(what: std::fmt::Arguments<'_>) -> ExitCode {
 }
 
 /// A proxy that does not answer in this time is not ready.
-const ASK_LIMIT: Duration = Duration::from_secs(1);
+const ADMIN_RESPONSE_TIMEOUT: Duration = Duration::from_secs(1);
 /// The exit code of `sysexits.h` for a service that is not there.
 const EX_UNAVAILABLE: u8 = 69;

@@ -15,14 +15,14 @@ const EX_USAGE: u8 = 64;
 /// page again for the next large body; zeroing took one twelfth of the time of such a body. An allocation larger than 128 KiB is
 /// still returned immediately.
 #[cfg(target_env = "gnu")]
-const MALLOC_TRIM_BYTES: libc::c_int = 2 << 20;
+const MALLOC_TRIM_THRESHOLD_BYTES: libc::c_int = 2 << 20;
 
 #[cfg(target_env = "gnu")]
 #[allow(unsafe_code)]
 fn set_malloc_trim_threshold() {
     // SAFETY: it takes only numbers, and no other thread exists yet.
     unsafe {
-        libc::mallopt(libc::M_TRIM_THRESHOLD, MALLOC_TRIM_BYTES);
+        libc::mallopt(libc::M_TRIM_THRESHOLD, MALLOC_TRIM_THRESHOLD_BYTES);
     }
 }
 

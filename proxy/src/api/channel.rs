@@ -272,16 +272,16 @@ impl Channel {
     async fn connection_within_timeout(&mut self) -> Result<SendRequest<Body>, Status> {
         let shared = self.shared.clone();
         let Shared {
-            connection_wait_timeout: call_wait,
+            connection_wait_timeout,
             target,
             ..
         } = &*shared;
-        match timeout(*call_wait, self.wait_for_connection()).await {
+        match timeout(*connection_wait_timeout, self.wait_for_connection()).await {
             Ok(Some(connection)) => Ok(connection),
             Ok(None) => Err(Status::unavailable("the runtime of control plane clients has ended")),
             Err(_) => Err(Status::unavailable(match &*self.connection.borrow() {
                 Connection::Missing(Some(reason)) => format!("no connection to {}: {reason}", target.addr),
-                _ => format!("no connection to {} within {call_wait:?}", target.addr),
+                _ => format!("no connection to {} within {connection_wait_timeout:?}", target.addr),
             })),
         }
     }

@@ -203,9 +203,9 @@ mod tests {
     #[derive(Clone)]
     struct Echo;
 
-    type Answers<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+    type ResponseStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
-    fn hold<T: Send + 'static>(answer: T) -> Result<Response<Answers<T>>, Status> {
+    fn hold<T: Send + 'static>(answer: T) -> Result<Response<ResponseStream<T>>, Status> {
         Ok(Response::new(Box::pin(
             stream::iter([Ok(answer)]).chain(stream::pending()),
         )))
@@ -213,7 +213,7 @@ mod tests {
 
     #[tonic::async_trait]
     impl InboundServerPolicies for Echo {
-        type WatchPortStream = Answers<inbound::Server>;
+        type WatchPortStream = ResponseStream<inbound::Server>;
 
         async fn get_port(&self, _: Request<inbound::PortSpec>) -> Result<Response<inbound::Server>, Status> {
             Err(Status::unimplemented("proxies watch"))
@@ -231,7 +231,7 @@ mod tests {
 
     #[tonic::async_trait]
     impl OutboundPolicies for Echo {
-        type WatchStream = Answers<outbound::OutboundPolicy>;
+        type WatchStream = ResponseStream<outbound::OutboundPolicy>;
 
         async fn get(&self, _: Request<outbound::TrafficSpec>) -> Result<Response<outbound::OutboundPolicy>, Status> {
             Err(Status::unimplemented("proxies watch"))
@@ -263,7 +263,7 @@ mod tests {
     }
 
     /// The policies of a service over mutual TLS, and its server.
-    async fn policies_of<S>(service: S, config: Config) -> (Policies, Server)
+    async fn start_policy_server<S>(service: S, config: Config) -> (Policies, Server)
     where
         S: tower::Service<http::Request<Incoming>, Response = http::Response<Body>, Error = Infallible>,
         S: Clone + Send + 'static,
@@ -278,7 +278,7 @@ mod tests {
 
     #[tokio::test]
     async fn ports_are_watched_with_the_workload_of_the_proxy() {
-        let (policies, _server) = policies_of(InboundServerPoliciesServer::new(Echo), config()).await;
+        let (policies, _server) = start_policy_server(InboundServerPoliciesServer::new(Echo), config()).await;
         let mut requested = policies.inbound(8080, WatchMode::Watch, RetrySignal::default(), |server| {
             server.labels["requested"].clone()
         });
@@ -291,7 +291,7 @@ mod tests {
     async fn ports_are_polled_without_the_jitter_of_failures() {
         let mut config = config();
         config.inbound_backoff.jitter = 1e9; // adds hours to each delay
-        let (policies, _server) = policies_of(InboundServerPoliciesServer::new(Echo), config).await;
+        let (policies, _server) = start_policy_server(InboundServerPoliciesServer::new(Echo), config).await;
         let mode = WatchMode::Poll(Duration::from_millis(20));
         let mut polled = policies.inbound(8080, mode, RetrySignal::default(), |_| ());
         for _ in 0..3 {
@@ -301,7 +301,7 @@ mod tests {
 
     #[tokio::test]
     async fn targets_are_watched_by_address_and_by_name() {
-        let (policies, _server) = policies_of(OutboundPoliciesServer::new(Echo), config()).await;
+        let (policies, _server) = start_policy_server(OutboundPoliciesServer::new(Echo), config()).await;
         let mut known = policies.outbound(&"10.0.0.1:80".parse().unwrap(), |policy| policy);
         let expected = WatchState::Known(outbound::OutboundPolicy::default());
         with_timeout(known.wait_for(|policy| *policy == expected))

@@ -277,7 +277,7 @@ async fn wait_endpoints(endpoints: &mut Receiver<Endpoints>, expected: (Position
 }
 
 /// A server with the same profile for every target, a client of it, and the sender that changes the profile.
-pub(crate) async fn profiles_of(
+pub(crate) async fn start_profile_server(
     profile: proto::DestinationProfile,
 ) -> (sync::watch::Sender<proto::DestinationProfile>, Server, Destinations) {
     let (script, server, channel) = scripted([]).await;
@@ -699,7 +699,7 @@ async fn profiles_are_watched_in_scope_only() {
         fully_qualified_name: "web.shop".to_owned(),
         ..Default::default()
     };
-    let (_sender, _server, destinations) = profiles_of(profile).await;
+    let (_sender, _server, destinations) = start_profile_server(profile).await;
     let outside: Addr = "192.168.0.1:80".parse().unwrap();
     assert!(destinations.profile(&outside, |_| ()).is_none());
     let inside: Addr = "10.0.0.1:80".parse().unwrap();

@@ -113,7 +113,7 @@ impl AdminThread {
 /// The task that keeps the credentials up to date.
 pub(super) enum IdentityTask {
     Certifier(Box<Certifier>),
-    Workload(WorkloadApiClient),
+    WorkloadApi(WorkloadApiClient),
 }
 
 impl IdentityTask {
@@ -144,7 +144,7 @@ impl IdentityTask {
             (IdentitySource::ControlPlane { .. }, None) => anyhow::bail!("no channel to the identity service"),
             (IdentitySource::WorkloadApi { socket, anchors }, _) => {
                 let workload = WorkloadApiClient::new(socket.clone(), anchors.clone(), creds.clone(), registry);
-                Ok(Self::Workload(workload))
+                Ok(Self::WorkloadApi(workload))
             }
         }
     }
@@ -152,13 +152,13 @@ impl IdentityTask {
     async fn run(self, certificate_latch: Latch) {
         match self {
             Self::Certifier(certifier) => certifier.run(certificate_latch).await,
-            Self::Workload(workload) => workload.run(certificate_latch).await,
+            Self::WorkloadApi(workload) => workload.run(certificate_latch).await,
         }
     }
 }
 
 /// The pages of `/debug`.
-pub(super) fn pages(
+pub(super) fn debug_pages(
     outbound: &Arc<Outbound>,
     inbound: &Arc<Inbound>,
     tcp: &tcp_metrics::Families,

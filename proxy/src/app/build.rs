@@ -176,14 +176,14 @@ impl ProxyBuilder<'_> {
         });
         let families = outbound_metrics::Families::new(registry, self.http.clone(), self.tcp.clone(), hostname_source);
         let target_log_limiter = Arc::<LogLimiter<_>>::default();
-        let common = EndpointContext {
+        let endpoint_context = EndpointContext {
             creds: self.creds.clone(),
             connector: ConnectorConfig {
                 connect: connect_config(direction, None),
                 log_limiter: target_log_limiter.clone(),
             },
-            http2: http2_client(direction),
-            pool: pool(direction),
+            http2: http2_client_config(direction),
+            pool: pool_config(direction),
             families: families.clone(),
             local_ips: config.inbound.local_ips.clone(),
             workers: self.workers,
@@ -191,7 +191,7 @@ impl ProxyBuilder<'_> {
             tracer: self.tracers.outbound.clone(),
             mode,
         };
-        let discovery = self.discovery(direction, common);
+        let discovery = self.discovery(direction, endpoint_context);
         Arc::new(Outbound {
             orig_dst_lookup: self.context.orig_dst.clone(),
             own_listeners: config
@@ -205,9 +205,9 @@ impl ProxyBuilder<'_> {
             detect_timeout: direction.accept.detect_timeout,
             server: ServerConfig {
                 limits: http_limits(direction),
-                http2: http2_server(direction),
+                http2: http2_server_config(direction),
             },
-            service_stack: self.service_stack("outbound", direction, config.log.access_directions.includes_outbound()),
+            service_stack: self.service_stack("outbound", direction, config.log.access_log_directions.includes_outbound()),
             error_detail: match config.outbound.informational_headers {
                 Visibility::Shown => ErrorDetail::Include,
                 Visibility::Hidden => ErrorDetail::Omit,
@@ -222,11 +222,11 @@ impl ProxyBuilder<'_> {
     }
 
     /// Discovery of destinations; it also updates the gauges of their endpoints.
-    fn discovery(&self, direction: &DirectionSettings, common: EndpointContext) -> Arc<Discovery> {
-        let log_limiter = common.connector.log_limiter.clone();
+    fn discovery(&self, direction: &DirectionSettings, endpoint_context: EndpointContext) -> Arc<Discovery> {
+        let log_limiter = endpoint_context.connector.log_limiter.clone();
         let invalid_update_families = invalid_updates::Families::new(self.registry);
         let factory = BackendFactory {
-            endpoint_context: Arc::new(common),
+            endpoint_context: Arc::new(endpoint_context),
             destinations: self.control.destinations.clone(),
             strategy: match self.config.outbound.load_balancing {
                 LoadBalancing::PeakEwma => Strategy::PeakEwma,
@@ -257,9 +257,9 @@ impl ProxyBuilder<'_> {
             log_limiter,
         };
         let discovery = Arc::new(discovery);
-        let measured = Arc::downgrade(&discovery);
+        let weak_discovery = Arc::downgrade(&discovery);
         self.registry.before_render(move || {
-            if let Some(discovery) = measured.upgrade() {
+            if let Some(discovery) = weak_discovery.upgrade() {
                 discovery.factory.update_gauges();
             }
         });
@@ -294,7 +294,7 @@ impl ProxyBuilder<'_> {
             self.tcp.clone(),
             PortLabels::new(labelled_ports, app_listeners::is_listening),
         );
-        let (orig_dst, dial_as) = match config.inbound.mode {
+        let (orig_dst, source_address) = match config.inbound.mode {
             InboundMode::Redirect => (self.context.orig_dst.clone(), SourceAddress::Proxy),
             InboundMode::Tproxy => (orig_dst::local_addr_lookup(own_port), SourceAddress::Client),
         };
@@ -326,9 +326,9 @@ impl ProxyBuilder<'_> {
             detect_timeout,
             server_configs: HttpServerConfigs::new(ServerConfig {
                 limits: http_limits(direction),
-                http2: http2_server(direction),
+                http2: http2_server_config(direction),
             }),
-            service_stack: self.service_stack("inbound", direction, config.log.access_directions.includes_inbound()),
+            service_stack: self.service_stack("inbound", direction, config.log.access_log_directions.includes_inbound()),
             families: families.clone(),
             taps: self.taps.clone(),
             tracer: self.tracers.inbound.clone(),
@@ -340,9 +340,9 @@ impl ProxyBuilder<'_> {
             gateway,
             app_clients: AppClients {
                 connect: connect_config(direction, Some(own_port)),
-                source_address: dial_as,
-                http2: http2_client(direction),
-                pool: pool(direction),
+                source_address,
+                http2: http2_client_config(direction),
+                pool: pool_config(direction),
                 families,
                 by_worker: (0..self.workers).map(|_| Mutex::new(HashMap::new())).collect(),
             },
@@ -382,12 +382,12 @@ impl ProxyBuilder<'_> {
             ),
             head_memory: self.head_memory.clone(),
             count_layer: CountLayer::new(self.registry, name),
-            error_metrics: errors(self.registry, name),
+            error_metrics: error_metrics(self.registry, name),
         }
     }
 }
 
-fn errors(registry: &Registry, direction: &'static str) -> ErrorMetrics {
+fn error_metrics(registry: &Registry, direction: &'static str) -> ErrorMetrics {
     let name = format!("{direction}_http_errors_total");
     ErrorMetrics::new(
         registry.counter(&name, "HTTP requests that the proxy answered itself, by kind of error"),
@@ -416,7 +416,7 @@ fn connect_config(direction: &DirectionSettings, own_port: Option<u16>) -> conne
     }
 }
 
-fn pool(direction: &DirectionSettings) -> PoolConfig {
+fn pool_config(direction: &DirectionSettings) -> PoolConfig {
     let pool = &direction.http1_pool;
     PoolConfig {
         idle_timeout: pool.idle_timeout,
@@ -438,7 +438,7 @@ fn http_limits(direction: &DirectionSettings) -> HttpLimits {
     }
 }
 
-fn http2_client(direction: &DirectionSettings) -> h2::Http2Config {
+fn http2_client_config(direction: &DirectionSettings) -> h2::Http2Config {
     let windows = direction.http2_client;
     h2::Http2Config {
         stream_window: windows.stream,
@@ -447,7 +447,7 @@ fn http2_client(direction: &DirectionSettings) -> h2::Http2Config {
     }
 }
 
-fn http2_server(direction: &DirectionSettings) -> h2::Http2Config {
+fn http2_server_config(direction: &DirectionSettings) -> h2::Http2Config {
     let server = &direction.http2_server;
     h2::Http2Config {
         stream_window: server.windows.stream,

@@ -23,7 +23,7 @@ use tulle_core::{
 pub use context::{OrigDstLookup, ProcessContext};
 
 use self::{
-    admin::{AdminThread, IdentityTask, Shutdown, bind_exclusive, pages},
+    admin::{AdminThread, IdentityTask, Shutdown, bind_exclusive, debug_pages},
     build::{ControlPlaneClients, ProxyBuilder},
     context::Tracers,
     worker::{Worker, WorkerBalancers, WorkerListeners, bind_workers},
@@ -122,7 +122,7 @@ impl App {
             shutdown: shutdown.clone(),
             creds: creds.clone(),
             authorize: inbound::admin::authorize_fn(&inbound),
-            pages: pages(&outbound, &inbound, &tcp, &creds),
+            pages: debug_pages(&outbound, &inbound, &tcp, &creds),
         };
         let server = crate::admin::server(&config.admin, params);
         let tap_clients = config.tap.as_ref().map(|tap| tap.clients.clone()).unwrap_or_default();
@@ -239,11 +239,11 @@ impl App {
 
 /// The limit of accepted connections of one direction.
 fn max_connections(memory: Option<&MemoryMonitor>) -> usize {
-    max_connections_of(descriptors::raise_limit(), memory.map(MemoryMonitor::limit))
+    connection_limit(descriptors::raise_limit(), memory.map(MemoryMonitor::limit))
 }
 
 /// The same for a process that may open `files` files and use `memory` bytes.
-fn max_connections_of(files: usize, memory: Option<u64>) -> usize {
+fn connection_limit(files: usize, memory: Option<u64>) -> usize {
     // Half of the memory is for the connections of both directions, the other half for the requests on them. `HeadMemory` has
     // the share of heads that are not complete.
     let max_by_memory = memory.map_or(u64::MAX, |memory| memory / 4 / BYTES_PER_CONNECTION);
@@ -297,9 +297,9 @@ mod tests {
 
     #[test]
     fn connections_are_bounded_by_files_and_by_memory() {
-        assert_eq!(max_connections_of(1000, None), 250);
-        assert_eq!(max_connections_of(1 << 20, Some(250 << 20)), 8000);
-        assert_eq!(max_connections_of(1000, Some(u64::MAX)), 250);
-        assert_eq!(max_connections_of(1000, Some(0)), 1);
+        assert_eq!(connection_limit(1000, None), 250);
+        assert_eq!(connection_limit(1 << 20, Some(250 << 20)), 8000);
+        assert_eq!(connection_limit(1000, Some(u64::MAX)), 250);
+        assert_eq!(connection_limit(1000, Some(0)), 1);
     }
 }

@@ -92,7 +92,7 @@ fn config(env: &mut Env<'_>) -> Option<Config> {
     let policy = inbound.default_policy;
     let needs_networks = policy.needs_cluster_networks() || policy == DefaultPolicy::Audit;
     if needs_networks && cluster_networks.is_empty() {
-        env.refuse(
+        env.record_invalid(
             "INBOUND_DEFAULT_POLICY",
             "this policy needs LINKERD2_PROXY_POLICY_CLUSTER_NETWORKS",
         );
@@ -126,7 +126,7 @@ fn config(env: &mut Env<'_>) -> Option<Config> {
         filter: env.value_or("LOG", values::text, DEFAULT_LOG.to_owned()),
         format: env.value_or_default("LOG_FORMAT", values::log_format),
         access_log_format: env.get("ACCESS_LOG", values::access_log),
-        access_directions: env.value_or_default(ACCESS_LOG_DIRECTIONS, values::directions),
+        access_log_directions: env.value_or_default(ACCESS_LOG_DIRECTIONS, values::directions),
     };
     let shutdown_grace_period = env.value_or("SHUTDOWN_GRACE_PERIOD", values::duration, Duration::from_secs(120));
     let metrics_retain_idle = env.value_or("METRICS_RETAIN_IDLE", values::duration, Duration::from_secs(600));
@@ -275,7 +275,7 @@ fn backoff(env: &mut Env<'_>, prefix: &str, default_max: Duration) -> Backoff {
     let bounds = env.pair((&min_name, values::duration), (&max_name, values::duration));
     let (min, max) = bounds.unwrap_or((Duration::from_millis(100), default_max));
     if min > max {
-        env.refuse(&min_name, "it is above the maximum of the backoff");
+        env.record_invalid(&min_name, "it is above the maximum of the backoff");
     }
     Backoff {
         min,
@@ -323,7 +323,7 @@ fn http2_server(env: &mut Env<'_>, prefix: &str, windows: Http2Windows) -> Http2
 
 fn identity(env: &mut Env<'_>) -> Option<identity::Config> {
     if env.get("IDENTITY_DISABLED", values::text).is_some() {
-        env.refuse(
+        env.record_invalid(
             "IDENTITY_DISABLED",
             "a proxy without identity is not supported, unset this variable",
         );
@@ -351,15 +351,15 @@ fn identity(env: &mut Env<'_>) -> Option<identity::Config> {
         }
     };
     let Identity::Dns(server_name) = server_name else {
-        env.refuse("IDENTITY_SERVER_NAME", "a TLS server name is a DNS name");
+        env.record_invalid("IDENTITY_SERVER_NAME", "a TLS server name is a DNS name");
         return None;
     };
     match (&source, &id) {
-        (Some(identity::IdentitySource::WorkloadApi { .. }), Identity::Dns(_)) => env.refuse(
+        (Some(identity::IdentitySource::WorkloadApi { .. }), Identity::Dns(_)) => env.record_invalid(
             socket_name.unwrap_or(&WORKLOAD_API_VARIABLES[0]),
             "it needs LINKERD2_PROXY_IDENTITY_SERVER_ID, a spiffe:// URI, and LINKERD2_PROXY_IDENTITY_SERVER_NAME",
         ),
-        (Some(identity::IdentitySource::ControlPlane { .. }), Identity::Uri(_)) => env.refuse(
+        (Some(identity::IdentitySource::ControlPlane { .. }), Identity::Uri(_)) => env.record_invalid(
             "IDENTITY_SERVER_ID",
             "the control plane certifies DNS names; a URI needs LINKERD2_PROXY_IDENTITY_SPIRE_WORKLOAD_API_ADDRESS",
         ),
@@ -382,7 +382,7 @@ fn control_plane_source(env: &mut Env<'_>) -> Option<identity::IdentitySource> {
         Duration::from_secs(24 * 60 * 60),
     );
     if min_refresh > max_refresh {
-        env.refuse(
+        env.record_invalid(
             "IDENTITY_MIN_REFRESH",
             "it is above LINKERD2_PROXY_IDENTITY_MAX_REFRESH",
         );
@@ -412,7 +412,7 @@ fn control(env: &mut Env<'_>, cluster_networks: Vec<ipnet::IpNet>) -> Option<Con
     if let (Some(min), Some(max)) = (dns.min_ttl, dns.max_ttl)
         && min > max
     {
-        env.refuse("DNS_MIN_TTL", "it is above LINKERD2_PROXY_DNS_MAX_TTL");
+        env.record_invalid("DNS_MIN_TTL", "it is above LINKERD2_PROXY_DNS_MAX_TTL");
     }
     let cluster_local = || "svc.cluster.local.".parse().expect("the default suffix is a name");
     let profiles = ProfileScope {
@@ -451,7 +451,7 @@ fn control_addr(env: &mut Env<'_>, prefix: &str) -> Option<ControlAddr> {
             security: Security::MutualTls(identity),
         }),
         None => {
-            env.missing(
+            env.record_missing(
                 &identity_name,
                 "the identity of the service is needed, because its address is not loopback",
             );
@@ -464,7 +464,7 @@ fn trace(env: &mut Env<'_>) -> Option<trace::export::Config> {
     let sampling = env.value_or(TRACE_SAMPLING, values::ratio_or_zero, 0.0);
     if env.value("TRACE_COLLECTOR_SVC_ADDR").is_none() {
         if sampling > 0.0 {
-            env.refuse(TRACE_SAMPLING, "traces need LINKERD2_PROXY_TRACE_COLLECTOR_SVC_ADDR");
+            env.record_invalid(TRACE_SAMPLING, "traces need LINKERD2_PROXY_TRACE_COLLECTOR_SVC_ADDR");
         }
         return None;
     }
@@ -492,7 +492,7 @@ fn stream_limits(env: &mut Env<'_>) -> StreamLimits {
         .filter_map(|(name, limit)| limit.map(|limit| (name, limit)));
     let set: Vec<_> = set.collect();
     if let Some(pair) = set.windows(2).find(|pair| pair[0].1 > pair[1].1) {
-        env.refuse(pair[0].0, &format!("it is above {LINKERD_PREFIX}{}", pair[1].0));
+        env.record_invalid(pair[0].0, &format!("it is above {LINKERD_PREFIX}{}", pair[1].0));
     }
     let [initial, idle, lifetime] = limits;
     StreamLimits {
@@ -534,7 +534,7 @@ impl Env<'_> {
         match parsed {
             Ok(parsed) => Some(parsed),
             Err(reason) => {
-                self.push_error(full_name.to_owned(), Some(value.to_string_lossy().into_owned()), reason);
+                self.record_error(full_name.to_owned(), Some(value.to_string_lossy().into_owned()), reason);
                 None
             }
         }
@@ -560,7 +560,7 @@ impl Env<'_> {
 
     fn required<T>(&mut self, name: &str, parse: impl Fn(&str) -> Result<T, ParseError>) -> Option<T> {
         if self.value(name).is_none() {
-            self.missing(name, "it is required");
+            self.record_missing(name, "it is required");
         }
         self.get(name, parse)
     }
@@ -573,23 +573,23 @@ impl Env<'_> {
     ) -> Option<(A, B)> {
         for (set, other) in [(first, second), (second, first)] {
             if self.value(set).is_some() && self.value(other).is_none() {
-                self.missing(other, &format!("it is required together with {}", full_name(set)));
+                self.record_missing(other, &format!("it is required together with {}", full_name(set)));
             }
         }
         self.get(first, parse_first).zip(self.get(second, parse_second))
     }
 
-    fn missing(&mut self, name: &str, reason: &str) {
-        self.push_error(full_name(name), None, reason.to_owned());
+    fn record_missing(&mut self, name: &str, reason: &str) {
+        self.record_error(full_name(name), None, reason.to_owned());
     }
 
     /// Records that the value of a variable is not supported, or conflicts with another setting.
-    fn refuse(&mut self, name: &str, reason: &str) {
+    fn record_invalid(&mut self, name: &str, reason: &str) {
         let value = self.value(name);
-        self.push_error(full_name(name), value, reason.to_owned());
+        self.record_error(full_name(name), value, reason.to_owned());
     }
 
-    fn push_error(&mut self, name: String, value: Option<String>, reason: ParseError) {
+    fn record_error(&mut self, name: String, value: Option<String>, reason: ParseError) {
         let error = EnvError {
             name,
             value: value.map(shortened),

@@ -122,14 +122,14 @@ pub(super) fn attribute_list(value: &str) -> Result<BTreeMap<String, String>, Pa
         }
         (name, String::from_utf8_lossy(&bytes).into_owned())
     };
-    list(value).map(|pair| attribute(pair, ',').map(decode)).collect()
+    comma_separated(value).map(|pair| attribute(pair, ',').map(decode)).collect()
 }
 
-fn attribute(pair: &str, between: char) -> Result<(String, String), ParseError> {
+fn attribute(pair: &str, separator: char) -> Result<(String, String), ParseError> {
     match pair.split_once('=') {
         Some((name, value)) if !name.trim().is_empty() => Ok((name.trim().to_owned(), value.trim().to_owned())),
         _ => Err(format!(
-            "expected <name>=<value> with {between:?} between pairs, found {pair:?}"
+            "expected <name>=<value> with {separator:?} between pairs, found {pair:?}"
         )),
     }
 }
@@ -159,7 +159,7 @@ pub(super) fn loopback_addr(value: &str) -> Result<SocketAddr, ParseError> {
 }
 
 pub(super) fn listen_addrs(value: &str) -> Result<Vec<SocketAddr>, ParseError> {
-    let addrs: Vec<_> = list(value).map(listen_addr).collect::<Result<_, _>>()?;
+    let addrs: Vec<_> = comma_separated(value).map(listen_addr).collect::<Result<_, _>>()?;
     match addrs.len() {
         1 | 2 => Ok(addrs),
         found => Err(format!("expected one or two addresses, found {found}")),
@@ -175,7 +175,7 @@ pub(super) fn ips(value: &str) -> Result<BTreeSet<IpAddr>, ParseError> {
         part.parse()
             .map_err(|_| format!("expected a comma-separated list of IP addresses, found {part:?}"))
     };
-    list(value).map(parse).collect()
+    comma_separated(value).map(parse).collect()
 }
 
 pub(super) fn suffixes(value: &str) -> Result<Suffixes, ParseError> {
@@ -288,6 +288,6 @@ fn one_of<T: Copy>(value: &str, accepted: &[(&str, T)]) -> Result<T, ParseError>
     })
 }
 
-fn list(value: &str) -> impl Iterator<Item = &str> {
+fn comma_separated(value: &str) -> impl Iterator<Item = &str> {
     value.split(',').map(str::trim).filter(|part| !part.is_empty())
 }

@@ -67,7 +67,7 @@ enum CertifyError {
         source: io::Error,
     },
     #[error("the identity token in {} is empty", .path.display())]
-    NoToken { path: PathBuf },
+    EmptyToken { path: PathBuf },
     #[error("the request for a certificate failed ({:?}): {}", .0.code(), .0.message())]
     Failed(Status),
     #[error("requesting a certificate took longer than {CERTIFY_TIMEOUT:?}")]
@@ -191,7 +191,7 @@ impl Certifier {
             .await
             .map_err(|_| CertifyError::Timeout)?;
         let response = response.map_err(CertifyError::Failed)?.into_inner();
-        let anchors = self.anchors_from(&response)?;
+        let anchors = self.update_anchors(&response)?;
         let intermediates = response.intermediate_certificates.into_iter();
         let chain = std::iter::once(response.leaf_certificate)
             .chain(intermediates)
@@ -226,13 +226,13 @@ impl Certifier {
         })?;
         let token = token.trim_ascii();
         match token.is_empty() {
-            true => Err(CertifyError::NoToken { path: path.clone() }),
+            true => Err(CertifyError::EmptyToken { path: path.clone() }),
             false => Ok(token.to_vec()),
         }
     }
 
     /// The trust anchors after this response; only a control plane that the current anchors have verified may change them.
-    fn anchors_from(&mut self, response: &CertifyResponse) -> Result<TrustAnchors, CertifyError> {
+    fn update_anchors(&mut self, response: &CertifyResponse) -> Result<TrustAnchors, CertifyError> {
         let current = self.creds.anchors();
         let verified = matches!(self.security, Security::MutualTls(_));
         if response.trust_anchors.is_empty() || !verified {

@@ -54,7 +54,7 @@ pub(crate) enum KeyError {
         source: rcgen::Error,
     },
     #[error("{} cannot be used, expected a PKCS#10 signing request in DER", .path.display())]
-    BadRequest {
+    BadSigningRequest {
         path: PathBuf,
         #[source]
         source: rcgen::Error,
@@ -83,7 +83,7 @@ impl Key {
                 found: csr_path,
                 missing: key_path,
             }),
-            (Some(key_der), Some(csr_der)) => Self::check(key_der, csr_der, key_path, csr_path),
+            (Some(key_der), Some(csr_der)) => Self::from_files(key_der, csr_der, key_path, csr_path),
         }
     }
 
@@ -114,7 +114,7 @@ impl Key {
     }
 
     /// Checks that the files match: a request with another key would fail much later.
-    fn check(key_der: Vec<u8>, csr_der: Vec<u8>, key_path: PathBuf, csr_path: PathBuf) -> Result<Self, KeyError> {
+    fn from_files(key_der: Vec<u8>, csr_der: Vec<u8>, key_path: PathBuf, csr_path: PathBuf) -> Result<Self, KeyError> {
         let pkcs8 = Zeroizing::new(PrivatePkcs8KeyDer::from(key_der));
         let pair = KeyPair::from_pkcs8_der_and_sign_algo(&pkcs8, &PKCS_ECDSA_P256_SHA256).map_err(|source| {
             KeyError::BadKey {
@@ -123,7 +123,7 @@ impl Key {
             }
         })?;
         let parsed = CertificateSigningRequestParams::from_der(&CertificateSigningRequestDer::from(&csr_der[..]))
-            .map_err(|source| KeyError::BadRequest {
+            .map_err(|source| KeyError::BadSigningRequest {
                 path: csr_path.clone(),
                 source,
             })?;

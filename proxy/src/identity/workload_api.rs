@@ -70,9 +70,9 @@ enum FetchError {
     #[error("the Workload API ended the stream")]
     Ended,
     #[error("the Workload API offers [{}] where {expected} is needed", .offered.join(", "))]
-    IdentityNotOffered { expected: Identity, offered: Vec<String> },
+    IdentityNotIssued { expected: Identity, offered: Vec<String> },
     #[error("the {what} from the Workload API are not certificates in DER")]
-    Der { what: &'static str },
+    InvalidDer { what: &'static str },
     #[error(transparent)]
     ExtraAnchors(AnchorsError),
     #[error("the trust anchors from the Workload API cannot be used")]
@@ -107,7 +107,7 @@ impl WorkloadApiClient {
             ready_latch: Some(ready_latch),
             error: None,
         }));
-        let logging = log_while_missing(state.clone());
+        let logging = log_missing_certificate(state.clone());
         tokio::select! {
             () = self.watch(&state) => {}
             () = logging => {}
@@ -119,7 +119,7 @@ impl WorkloadApiClient {
         let mut delays = RECONNECT_BACKOFF.start();
         loop {
             let generation_before = self.creds.generation();
-            let error = match self.stream(state, &mut reload_interval).await {
+            let error = match self.read_updates(state, &mut reload_interval).await {
                 Ok(never) => match never {},
                 Err(error) => error,
             };
@@ -148,7 +148,7 @@ impl WorkloadApiClient {
     }
 
     /// Reads one stream of updates until it fails.
-    async fn stream(
+    async fn read_updates(
         &mut self,
         state: &Mutex<IssuanceState>,
         reload_interval: &mut Interval,
@@ -268,7 +268,7 @@ impl IssuanceState {
 }
 
 /// Logs from time to time that the first certificate is still missing.
-async fn log_while_missing(state: Arc<Mutex<IssuanceState>>) {
+async fn log_missing_certificate(state: Arc<Mutex<IssuanceState>>) {
     let mut log_interval = interval_without_bursts(WAITING_LOG_INTERVAL);
     loop {
         log_interval.tick().await;
@@ -312,7 +312,7 @@ async fn connect(
 fn select_svid(svids: Vec<X509svid>, expected: &Identity) -> Result<X509svid, FetchError> {
     let offered = svids.iter().map(|svid| svid.spiffe_id.clone()).collect();
     let ours = svids.into_iter().find(|svid| svid.spiffe_id == expected.as_str());
-    ours.ok_or_else(|| FetchError::IdentityNotOffered {
+    ours.ok_or_else(|| FetchError::IdentityNotIssued {
         expected: expected.clone(),
         offered,
     })
@@ -323,7 +323,7 @@ fn certificates(der: Vec<u8>, what: &'static str) -> Result<Vec<CertificateDer<'
     let mut certificates = Vec::new();
     let mut left = &der[..];
     while !left.is_empty() {
-        let (rest, _) = X509Certificate::from_der(left).map_err(|_| FetchError::Der { what })?;
+        let (rest, _) = X509Certificate::from_der(left).map_err(|_| FetchError::InvalidDer { what })?;
         let (certificate, _) = left.split_at(left.len() - rest.len());
         certificates.push(CertificateDer::from(certificate.to_vec()));
         left = rest;

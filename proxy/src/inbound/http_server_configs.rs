@@ -66,7 +66,7 @@ mod tests {
 
     #[test]
     fn unauthorized_clients_get_reduced_limits() {
-        let peers = ServerConfig {
+        let meshed = ServerConfig {
             limits: HttpLimits {
                 max_header_bytes: 64 << 10,
                 header_read_timeout: Duration::from_secs(30),
@@ -77,8 +77,8 @@ mod tests {
                 ..h2::Http2Config::default()
             },
         };
-        let servers = HttpServerConfigs::new(peers);
-        assert_eq!(servers.meshed.http2, peers.http2);
+        let servers = HttpServerConfigs::new(meshed);
+        assert_eq!(servers.meshed.http2, meshed.http2);
         assert_eq!(
             servers.unmeshed.http2.max_concurrent_streams,
             Some(MAX_UNMESHED_STREAMS)
@@ -95,9 +95,9 @@ mod tests {
         let narrow = ServerConfig {
             http2: h2::Http2Config {
                 max_concurrent_streams: Some(4),
-                ..peers.http2
+                ..meshed.http2
             },
-            ..peers
+            ..meshed
         };
         let servers = HttpServerConfigs::new(narrow);
         assert_eq!(servers.unmeshed.http2.max_concurrent_streams, Some(4));

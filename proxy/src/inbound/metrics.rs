@@ -252,8 +252,8 @@ impl Families {
     }
 
     /// Counts a request that exceeded `limit`.
-    pub(super) fn record_rate_limited(&self, labels: Labels, limit: &Meta, which: RateLimited) {
-        let scope = match which {
+    pub(super) fn record_rate_limited(&self, labels: Labels, limit: &Meta, exceeded: RateLimited) {
+        let scope = match exceeded {
             RateLimited::Total => "total",
             RateLimited::Identity | RateLimited::Override => "identity",
         };

@@ -209,7 +209,7 @@ async fn evict_when_idle(profiles: Arc<Profiles>, name: Box<[u8]>) {
 impl ProfileRoutes {
     fn new(families: &http_metrics::Families, dst: &str, profile: Profile) -> Self {
         let routes = profile.routes.iter().map(Some).chain([None]);
-        let labels = routes.map(|route| profile::labels("inbound", dst, route));
+        let labels = routes.map(|route| profile::route_labels("inbound", dst, route));
         Self {
             series: labels.map(|labels| families.series(labels)).collect(),
             routes: profile.routes,
@@ -223,7 +223,7 @@ impl ProfileRoutes {
     /// Counts a request for the first route that matches it.
     pub(super) fn begin_request(self: Arc<Self>, attributes: &RequestAttributes<'_>) -> ProfileRequestGuard {
         let guard = ProfileRequestGuard {
-            route_index: profile::find(&self.routes, attributes),
+            route_index: profile::find_route(&self.routes, attributes),
             routes: self,
             is_recorded: false,
         };
@@ -249,10 +249,10 @@ impl ProfileRequestGuard {
     }
 
     /// Records the response.
-    pub(super) fn observe_response(mut self, rsp: Response<Body>, started: Instant) -> Response<Body> {
+    pub(super) fn observe_response(mut self, rsp: Response<Body>, started_at: Instant) -> Response<Body> {
         self.is_recorded = true;
         let (series, class) = (self.series().clone(), self.classify(rsp.status()));
-        classify::observe(rsp, started, ProfileResponseObserver { series, class })
+        classify::observe(rsp, started_at, ProfileResponseObserver { series, class })
     }
 
     /// Records that there is no response.

@@ -190,7 +190,7 @@ impl BackendFactory {
             queue,
             accrual,
         };
-        self.balanced_backend(authority, params, scope, &Meta::of_service(authority))
+        self.balanced_backend(authority, params, scope, &Meta::from_service_authority(authority))
     }
 
     fn balanced_backend(
@@ -235,7 +235,7 @@ impl BackendFactory {
 
     fn create_service(&self, authority: &Arc<str>, params: BalancerParams) -> BalancedService {
         let balancer = Arc::new(Balancer::new(self.strategy, params.queue));
-        let (context, balancer_of_watch) = (self.endpoint_context.clone(), balancer.clone());
+        let (context, watched_balancer) = (self.endpoint_context.clone(), balancer.clone());
         let logical_authority = authority.clone();
         let mut endpoints = EndpointSet::default();
         let mut reporter = self
@@ -247,14 +247,14 @@ impl BackendFactory {
             }
             let report_skipped = |error| drop(reporter.report(&error));
             let changed = decode::endpoint::endpoint_update(update, report_skipped).map(|update| {
-                balancer_of_watch.record_update(match update {
+                watched_balancer.record_update(match update {
                     EndpointUpdate::Add(_) if position != Position::First => UpdateOp::Add,
                     EndpointUpdate::Remove(_) => UpdateOp::Remove,
                     EndpointUpdate::Add(_) | EndpointUpdate::NoEndpoints => UpdateOp::Reset,
                 });
                 endpoints.apply(update, |spec| {
                     let now = Instant::now();
-                    let breaker = Breaker::new(params.accrual, balancer_of_watch.breaker_group(), now);
+                    let breaker = Breaker::new(params.accrual, watched_balancer.breaker_group(), now);
                     let load = Load::new(params.load, now);
                     Arc::new(Endpoint::new(
                         &context,
@@ -266,7 +266,7 @@ impl BackendFactory {
                 })
             });
             match changed {
-                Ok(Some(discovered)) => balancer_of_watch.publish(discovered),
+                Ok(Some(discovered)) => watched_balancer.publish(discovered),
                 Ok(None) => {}
                 Err(error) => drop(reporter.report(&error)),
             }
@@ -354,7 +354,7 @@ impl Backend {
                 .balancer
                 .pick(tried, series)
                 .await
-                .map_err(|error| balanced.denial().unwrap_or_else(|| error_of_pick(error))),
+                .map_err(|error| balanced.denial().unwrap_or_else(|| pick_error(error))),
             Self::Forward(endpoint) => Ok(endpoint.clone()),
             Self::Fail => Err(Error::InvalidBackend("it names neither a Service nor an address")),
         }
@@ -369,7 +369,7 @@ impl Backend {
     }
 }
 
-fn error_of_pick(error: PickError) -> Error {
+fn pick_error(error: PickError) -> Error {
     match error {
         PickError::NoEndpoints => Error::NoEndpoints,
         PickError::QueueTimeout(waited, reason) => Error::QueueTimeout(waited, unavailable_cause(reason)),
@@ -402,11 +402,11 @@ mod tests {
 
     impl Backend {
         /// A service with these endpoints.
-        pub(in crate::outbound) fn of_endpoints(endpoints: &[Arc<Endpoint>]) -> Self {
-            Self::of_discovery(DiscoveryState::Endpoints(endpoints.into()), WatchState::Known(()))
+        pub(in crate::outbound) fn with_endpoints(endpoints: &[Arc<Endpoint>]) -> Self {
+            Self::with_discovery(DiscoveryState::Endpoints(endpoints.into()), WatchState::Known(()))
         }
 
-        fn of_discovery(discovered: DiscoveryState<Endpoint>, watch_state: WatchState<()>) -> Self {
+        fn with_discovery(discovered: DiscoveryState<Endpoint>, watch_state: WatchState<()>) -> Self {
             let queue = Queue {
                 capacity: 1,
                 failfast_timeout: Duration::from_secs(1),
@@ -442,7 +442,7 @@ mod tests {
             (refusal(tonic::Code::FailedPrecondition), "endpoints-unready"),
             (WatchState::Pending, "endpoints-unready"),
         ] {
-            let backend = Backend::of_discovery(DiscoveryState::Unknown, watch_state);
+            let backend = Backend::with_discovery(DiscoveryState::Unknown, watch_state);
             let error = backend.pick(&[]).await.err().expect("no endpoint is known");
             assert_eq!(error.cause(), cause, "{error}");
         }

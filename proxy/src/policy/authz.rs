@@ -42,7 +42,7 @@ pub(crate) enum IdentityPattern {
 
 /// The TLS state of a client's connection, as authorization needs it.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum ConnTls<'a> {
+pub(crate) enum ConnectionTls<'a> {
     /// No TLS, or TLS that this proxy does not terminate.
     NotTerminated,
     Terminated {
@@ -87,7 +87,7 @@ impl Denied {
 pub(crate) fn authorize<'a>(
     authorizations: &'a [Authorization],
     client: IpAddr,
-    tls: ConnTls<'_>,
+    tls: ConnectionTls<'_>,
 ) -> Result<&'a Authorization, Denied> {
     let client = client.to_canonical();
     let mut denied = Denied::Network;
@@ -102,7 +102,7 @@ pub(crate) fn authorize<'a>(
 
 impl Authorization {
     /// Permits clients by authentication alone, from any network.
-    pub(crate) fn anywhere(authentication: Authentication, meta: Arc<Meta>) -> Self {
+    pub(crate) fn from_any_network(authentication: Authentication, meta: Arc<Meta>) -> Self {
         Self {
             networks: any_network(),
             authentication,
@@ -121,7 +121,7 @@ impl Authorization {
     }
 
     /// Whether it permits every client: any address, no authentication.
-    pub(crate) fn permits_everybody(&self) -> bool {
+    pub(crate) fn permits_every_client(&self) -> bool {
         let covers = |is_ipv4: bool| {
             let mut nets = self.networks.iter().filter(|network| network.except.is_empty());
             nets.any(|network| network.net.prefix_len() == 0 && network.net.addr().is_ipv4() == is_ipv4)
@@ -129,7 +129,7 @@ impl Authorization {
         self.authentication == Authentication::Unauthenticated && covers(true) && covers(false)
     }
 
-    fn permits(&self, client: IpAddr, tls: ConnTls<'_>) -> Result<(), Denied> {
+    fn permits(&self, client: IpAddr, tls: ConnectionTls<'_>) -> Result<(), Denied> {
         if !self.networks.iter().any(|network| network.contains(client)) {
             return Err(Denied::Network);
         }
@@ -146,14 +146,14 @@ impl Authentication {
         }
     }
 
-    fn permits(&self, tls: ConnTls<'_>) -> Result<(), Denied> {
+    fn permits(&self, tls: ConnectionTls<'_>) -> Result<(), Denied> {
         let (identities, patterns) = match (self, tls) {
             (Self::Unauthenticated, _) => return Ok(()),
-            (_, ConnTls::NotTerminated) => return Err(Denied::NoTls),
-            (Self::TlsUnauthenticated, ConnTls::Terminated { .. }) => return Ok(()),
-            (Self::TlsIdentities { identities, patterns }, ConnTls::Terminated { .. }) => (identities, patterns),
+            (_, ConnectionTls::NotTerminated) => return Err(Denied::NoTls),
+            (Self::TlsUnauthenticated, ConnectionTls::Terminated { .. }) => return Ok(()),
+            (Self::TlsIdentities { identities, patterns }, ConnectionTls::Terminated { .. }) => (identities, patterns),
         };
-        let ConnTls::Terminated { client: Some(client) } = tls else {
+        let ConnectionTls::Terminated { client: Some(client) } = tls else {
             return Err(Denied::NoIdentity);
         };
         let permitted = identities.contains(client.as_str()) || patterns.iter().any(|pattern| pattern.matches(client));
@@ -203,7 +203,7 @@ mod tests {
         }
     }
 
-    fn from(net: &str, except: &str, authentication: Authentication) -> Authorization {
+    fn authorization_from(net: &str, except: &str, authentication: Authentication) -> Authorization {
         let except = tulle_core::networks::parse_networks(except).unwrap();
         Authorization {
             networks: vec![NetworkMatch {
@@ -215,13 +215,13 @@ mod tests {
         }
     }
 
-    fn check(authorizations: &[Authorization], client: &str, tls: ConnTls<'_>) -> Result<String, Denied> {
+    fn check(authorizations: &[Authorization], client: &str, tls: ConnectionTls<'_>) -> Result<String, Denied> {
         authorize(authorizations, client.parse().unwrap(), tls).map(|found| found.meta.name().to_owned())
     }
 
     #[test]
     fn networks_and_their_exceptions_decide_first() {
-        let open = [from("10.0.0.0/8", "10.1.0.0/16", Authentication::Unauthenticated)];
+        let open = [authorization_from("10.0.0.0/8", "10.1.0.0/16", Authentication::Unauthenticated)];
         for (client, expected) in [
             ("10.0.0.1", Ok("10.0.0.0/8".to_owned())),
             ("::ffff:10.0.0.1", Ok("10.0.0.0/8".to_owned())),
@@ -229,7 +229,7 @@ mod tests {
             ("192.168.0.1", Err(Denied::Network)),
             ("fd00::1", Err(Denied::Network)),
         ] {
-            assert_eq!(check(&open, client, ConnTls::NotTerminated), expected, "{client}");
+            assert_eq!(check(&open, client, ConnectionTls::NotTerminated), expected, "{client}");
         }
     }
 
@@ -239,10 +239,10 @@ mod tests {
             .parse()
             .unwrap();
         let uri: Identity = "spiffe://root.test/shop/web".parse().unwrap();
-        let none = ConnTls::NotTerminated;
-        let anonymous = ConnTls::Terminated { client: None };
-        let as_dns = ConnTls::Terminated { client: Some(&dns) };
-        let as_uri = ConnTls::Terminated { client: Some(&uri) };
+        let none = ConnectionTls::NotTerminated;
+        let anonymous = ConnectionTls::Terminated { client: None };
+        let as_dns = ConnectionTls::Terminated { client: Some(&dns) };
+        let as_uri = ConnectionTls::Terminated { client: Some(&uri) };
         let suffix = |labels: &[&str]| identities(&[], vec![IdentityPattern::from_labels(labels)]);
         for (authentication, expected) in [
             (Authentication::Unauthenticated, [Ok(()), Ok(()), Ok(()), Ok(())]),
@@ -300,7 +300,7 @@ mod tests {
                 ],
             ),
         ] {
-            let list = [Authorization::anywhere(
+            let list = [Authorization::from_any_network(
                 authentication.clone(),
                 Meta::default_named("x"),
             )];
@@ -322,20 +322,20 @@ mod tests {
     fn the_first_match_permits_and_the_closest_denial_is_reported() {
         let dns: Identity = "a.test".parse().unwrap();
         let list = [
-            from("10.0.0.0/8", "", identities(&["b.test"], vec![])),
-            from("10.0.0.0/16", "", Authentication::any_identity()),
-            from("10.0.0.0/24", "", Authentication::Unauthenticated),
+            authorization_from("10.0.0.0/8", "", identities(&["b.test"], vec![])),
+            authorization_from("10.0.0.0/16", "", Authentication::any_identity()),
+            authorization_from("10.0.0.0/24", "", Authentication::Unauthenticated),
             Authorization::localhost(),
         ];
-        let meshed = ConnTls::Terminated { client: Some(&dns) };
+        let meshed = ConnectionTls::Terminated { client: Some(&dns) };
         assert_eq!(check(&list, "10.0.0.1", meshed), Ok("10.0.0.0/16".to_owned()));
         assert_eq!(
-            check(&list, "10.0.0.1", ConnTls::NotTerminated),
+            check(&list, "10.0.0.1", ConnectionTls::NotTerminated),
             Ok("10.0.0.0/24".to_owned())
         );
         assert_eq!(check(&list, "10.1.0.1", meshed), Err(Denied::Identity));
-        assert_eq!(check(&list, "10.1.0.1", ConnTls::NotTerminated), Err(Denied::NoTls));
-        assert_eq!(check(&list, "::1", ConnTls::NotTerminated), Ok("localhost".to_owned()));
+        assert_eq!(check(&list, "10.1.0.1", ConnectionTls::NotTerminated), Err(Denied::NoTls));
+        assert_eq!(check(&list, "::1", ConnectionTls::NotTerminated), Ok("localhost".to_owned()));
         assert_eq!(check(&[], "10.0.0.1", meshed), Err(Denied::Network));
     }
 }

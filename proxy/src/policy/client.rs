@@ -20,7 +20,7 @@ pub(crate) struct ClientPolicy {
 
 impl ClientPolicy {
     /// Whether this is the policy of an EgressNetwork, which can deny traffic. Other policies only route it.
-    pub(crate) fn is_of_egress_network(&self) -> bool {
+    pub(crate) fn is_egress_network(&self) -> bool {
         matches!(&*self.meta, Meta::Resource(resource) if &*resource.kind == "EgressNetwork")
     }
 
@@ -28,7 +28,7 @@ impl ClientPolicy {
     /// traffic: otherwise a client could write a denied path in a form that matches no rule but that the destination reads as that
     /// path (`/a%64min`).
     pub(crate) fn compares_normalized_paths(&self) -> bool {
-        self.is_of_egress_network()
+        self.is_egress_network()
     }
 }
 
@@ -62,7 +62,7 @@ impl ClientProtocol {
                 let mut route = route.clone();
                 for rule in &mut route.rules {
                     let matches = std::mem::take(&mut rule.matches);
-                    rule.matches = matches.into_iter().map(RequestMatch::for_normalized_paths).collect();
+                    rule.matches = matches.into_iter().map(RequestMatch::with_normalized_path).collect();
                 }
                 route
             });
@@ -254,14 +254,14 @@ pub(crate) enum OpaqueFilter {
 }
 
 /// The index of the most specific TLS route for a server name; the first of equals.
-pub(crate) fn find_tls(routes: &[TlsRoute], sni: &str) -> Option<usize> {
+pub(crate) fn find_tls_route(routes: &[TlsRoute], sni: &str) -> Option<usize> {
     let sni = sni.strip_suffix('.').unwrap_or(sni);
     let mut best: Option<(_, usize)> = None;
     for (index, route) in routes.iter().enumerate() {
         let score = if route.snis.is_empty() {
             None
         } else {
-            let Some(score) = matches::best_host(&route.snis, sni) else {
+            let Some(score) = matches::best_host_score(&route.snis, sni) else {
                 continue;
             };
             Some(score)
@@ -281,11 +281,11 @@ impl ClientPolicy {
             queue: config.queue,
             target: BackendTarget::Forward(endpoint),
         });
-        let http = Distribution::only(backend.clone());
+        let http = Distribution::single(backend.clone());
         let opaque = OpaqueRoute {
             meta: meta.clone(),
             filters: Vec::new(),
-            backends: Distribution::only(backend),
+            backends: Distribution::single(backend),
         };
         Self::catch_all(meta, Vec::new(), http, opaque, config.detect_timeout)
     }
@@ -304,7 +304,7 @@ impl ClientPolicy {
     /// For a policy that cannot be used, for this reason: HTTP requests get 500, other connections are closed.
     pub(crate) fn invalid(reason: String, detect_timeout: Duration) -> Self {
         let opaque = OpaqueFilter::Invalid(reason.as_str().into());
-        Self::refuse("invalid", Filter::Invalid(reason.into()), opaque, detect_timeout)
+        Self::refuse_all("invalid", Filter::Invalid(reason.into()), opaque, detect_timeout)
     }
 
     /// For a destination that the control plane denies this proxy, for this reason: HTTP requests get 503, other connections are
@@ -312,10 +312,10 @@ impl ClientPolicy {
     pub(crate) fn denied(reason: &str, detect_timeout: Duration) -> Self {
         let reason = Arc::<str>::from(reason);
         let opaque = OpaqueFilter::DiscoveryDenied(reason.clone());
-        Self::refuse("denied", Filter::DiscoveryDenied(reason), opaque, detect_timeout)
+        Self::refuse_all("denied", Filter::DiscoveryDenied(reason), opaque, detect_timeout)
     }
 
-    fn refuse(name: &str, http: Filter, opaque: OpaqueFilter, detect_timeout: Duration) -> Self {
+    fn refuse_all(name: &str, http: Filter, opaque: OpaqueFilter, detect_timeout: Duration) -> Self {
         let meta = Meta::default_named(name);
         let opaque = OpaqueRoute {
             meta: meta.clone(),
@@ -364,7 +364,7 @@ impl ClientPolicy {
 }
 
 impl<F> Distribution<F> {
-    fn only(backend: Arc<BackendSpec>) -> Self {
+    fn single(backend: Arc<BackendSpec>) -> Self {
         Self::FirstAvailable(
             [RouteBackend {
                 filters: Vec::new(),

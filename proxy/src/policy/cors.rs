@@ -61,7 +61,7 @@ pub(crate) struct CorsRequest<'a> {
 
 impl Cors {
     /// Reads the origin from the headers of a request, as the client has sent them.
-    pub(crate) fn of_request(&self, headers: &HeaderMap) -> CorsRequest<'_> {
+    pub(crate) fn for_request(&self, headers: &HeaderMap) -> CorsRequest<'_> {
         let is_allowed = |origin: &&HeaderValue| self.origins.iter().any(|allowed| allowed.matches(origin));
         CorsRequest {
             cors: self,
@@ -210,7 +210,7 @@ mod tests {
             ("access-control-request-method", "PUT"),
             ("access-control-request-headers", "x-a"),
         ]);
-        let found = cors.of_request(&request).preflight_response(&Method::OPTIONS, &request);
+        let found = cors.for_request(&request).preflight_response(&Method::OPTIONS, &request);
         found.unwrap()
     }
 
@@ -298,7 +298,7 @@ mod tests {
             (Method::OPTIONS, &[method]),
         ] {
             let request = headers(pairs);
-            let found = cors.of_request(&request).preflight_response(&request_method, &request);
+            let found = cors.for_request(&request).preflight_response(&request_method, &request);
             assert_eq!(found, None, "{request_method} {pairs:?}");
         }
     }
@@ -309,15 +309,15 @@ mod tests {
             allows_credentials: true,
             ..cors(&["https://a.test"])
         };
-        let of_application = [
+        let application_headers = [
             ("access-control-allow-origin", "*"),
             ("access-control-expose-headers", "x-secret"),
             ("x-other", "1"),
         ];
         let check =
             |request: &[(&'static str, &str)], more: &[(&'static str, &str)], expected: &[(&'static str, &str)]| {
-                let mut response = headers(&[&of_application[..], more].concat());
-                cors.of_request(&headers(request)).apply_response(&mut response);
+                let mut response = headers(&[&application_headers[..], more].concat());
+                cors.for_request(&headers(request)).apply_response(&mut response);
                 assert_eq!(response, headers(expected), "{request:?} {more:?}");
             };
         let allowed = [

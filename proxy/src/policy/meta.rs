@@ -31,7 +31,7 @@ impl Meta {
     }
 
     /// The Service of a name such as `web.shop.svc.cluster.local:80`; for other names, the default `unknown`.
-    pub(crate) fn of_service(authority: &str) -> Arc<Self> {
+    pub(crate) fn from_service_authority(authority: &str) -> Arc<Self> {
         let service = || {
             let (host, port) = authority.rsplit_once(':')?;
             let [name, namespace, "svc", ..] = *host.split('.').collect::<Vec<_>>() else {
@@ -140,7 +140,7 @@ mod tests {
             ("example.com:443", "default:unknown"),
             ("", "default:unknown"),
         ] {
-            assert_eq!(Meta::of_service(authority).to_string(), expected, "{authority}");
+            assert_eq!(Meta::from_service_authority(authority).to_string(), expected, "{authority}");
         }
     }
 }

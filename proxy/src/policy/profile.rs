@@ -96,12 +96,12 @@ pub(crate) struct WeightedDestination {
 }
 
 /// The index of the first route whose condition a request matches.
-pub(crate) fn find(routes: &[ProfileRoute], attributes: &RequestAttributes<'_>) -> Option<usize> {
+pub(crate) fn find_route(routes: &[ProfileRoute], attributes: &RequestAttributes<'_>) -> Option<usize> {
     routes.iter().position(|route| route.condition.matches(attributes))
 }
 
 /// Metric labels of a route, or of requests that match no route; `dst` is the logical name with its port.
-pub(crate) fn labels(direction: &str, dst: &str, route: Option<&ProfileRoute>) -> Labels {
+pub(crate) fn route_labels(direction: &str, dst: &str, route: Option<&ProfileRoute>) -> Labels {
     let labels = Labels::new().with("direction", direction).with("dst", dst);
     let of_route = route.into_iter().flat_map(|route| &route.labels);
     of_route.fold(labels, |labels, (name, value)| {
@@ -157,7 +157,7 @@ impl ResponseCondition {
 
 /// The state of a [`RetryBudget`], shared by all routes of a profile.
 ///
-/// Requests and retries count for `ttl`, which is divided into [`SLOTS`] steps. Steps are numbered from `start`.
+/// Requests and retries count for `ttl`, which is divided into [`SLOTS_PER_TTL`] steps. Steps are numbered from `start`.
 #[derive(Debug)]
 pub(crate) struct RetryBudgetState {
     config: RetryBudget,
@@ -171,7 +171,7 @@ pub(crate) struct RetryBudgetState {
 struct BudgetWindow {
     /// The step of the newest slot.
     newest_step: u64,
-    slots: [Slot; SLOTS as usize],
+    slots: [Slot; SLOTS_PER_TTL as usize],
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -185,7 +185,7 @@ impl RetryBudgetState {
         Self {
             config,
             start: now,
-            step_nanos: nanos(config.ttl / SLOTS).max(1),
+            step_nanos: nanos(config.ttl / SLOTS_PER_TTL).max(1),
             window: Mutex::default(),
         }
     }
@@ -242,13 +242,13 @@ impl BudgetWindow {
     }
 }
 
-/// Steps that are [`SLOTS`] apart use the same slot.
+/// Steps that are [`SLOTS_PER_TTL`] apart use the same slot.
 fn slot_index(step: u64) -> usize {
-    (step % u64::from(SLOTS)) as usize
+    (step % u64::from(SLOTS_PER_TTL)) as usize
 }
 
 /// Number of steps in the `ttl` of a budget, each with a slot of its own.
-const SLOTS: u32 = 10;
+const SLOTS_PER_TTL: u32 = 10;
 
 #[cfg(test)]
 mod tests {

@@ -37,7 +37,7 @@ pub(crate) struct RouteMatch<'a, T> {
 
 impl<T> RouteMatch<'_, T> {
     /// Whether the rule matches the request by a match that names its method.
-    pub(crate) fn names_method_of(&self, attributes: &RequestAttributes<'_>) -> bool {
+    pub(crate) fn names_request_method(&self, attributes: &RequestAttributes<'_>) -> bool {
         let mut matches = self.rule.matches.iter();
         matches.any(|candidate| candidate.names_method(attributes.method) && candidate.score(attributes).is_some())
     }
@@ -52,7 +52,7 @@ impl<T> RouteMatch<'_, T> {
 }
 
 /// Like [`find`], but compares the normal form of the path. The rules must be
-/// [for normalized paths](RequestMatch::for_normalized_paths).
+/// [for normalized paths](RequestMatch::with_normalized_path).
 pub(crate) fn find_by_normalized_path<'a, T>(
     routes: &'a [Route<T>],
     attributes: &RequestAttributes<'_>,
@@ -78,7 +78,7 @@ pub(crate) fn find<'a, T>(routes: &'a [Route<T>], attributes: &RequestAttributes
             None
         } else {
             let host = host.get_or_insert_with(|| attributes.host());
-            let Some(score) = host.and_then(|host| matches::best_host(&route.hosts, host)) else {
+            let Some(score) = host.and_then(|host| matches::best_host_score(&route.hosts, host)) else {
                 continue;
             };
             Some(score)
@@ -116,10 +116,10 @@ impl<T> Route<T> {
     }
 
     /// Whether a rule for this host depends on the path.
-    pub(crate) fn depends_on_path_for(&self, attributes: &RequestAttributes<'_>) -> bool {
+    pub(crate) fn depends_on_path_of_host(&self, attributes: &RequestAttributes<'_>) -> bool {
         let is_for_host = || {
             let host = attributes.host();
-            self.hosts.is_empty() || host.is_some_and(|host| matches::best_host(&self.hosts, host).is_some())
+            self.hosts.is_empty() || host.is_some_and(|host| matches::best_host_score(&self.hosts, host).is_some())
         };
         self.depends_on_path() && is_for_host()
     }
@@ -243,7 +243,7 @@ mod tests {
         let mut headers = HeaderMap::new();
         headers.insert("x-a", "1".parse().unwrap());
         headers.insert("x-b", "1".parse().unwrap());
-        find(routes, &RequestAttributes::of(&method, &uri, &headers)).map(|found| found.rule.action)
+        find(routes, &RequestAttributes::new(&method, &uri, &headers)).map(|found| found.rule.action)
     }
 
     /// The first of each pair must win over the second, in either order.
@@ -379,7 +379,7 @@ mod tests {
         for (matcher, expected) in [(prefix("/x/"), Some(2)), (prefix("/"), Some(0)), (exact("/x/y"), None)] {
             let uri = Uri::from_static("/x/y");
             let routes = [route(&[], vec![matcher], 1)];
-            let found = find(&routes, &RequestAttributes::of(&Method::GET, &uri, &headers)).unwrap();
+            let found = find(&routes, &RequestAttributes::new(&Method::GET, &uri, &headers)).unwrap();
             assert_eq!(found.matched_prefix_len, expected);
         }
     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use http::Method;
 use ipnet::IpNet;
 
-use crate::policy::authz::{self, Authentication, Authorization, ConnTls};
+use crate::policy::authz::{self, Authentication, Authorization, ConnectionTls};
 use crate::policy::filter::Filter;
 use crate::policy::meta::{self, Meta};
 use crate::policy::rate_limit::RateLimit;
@@ -71,7 +71,7 @@ impl ServerPolicy {
         let meta = Meta::default_named("invalid");
         // The route authorizes every client, and its filter then refuses every request: the response is a 500 with its cause, not a
         // 403.
-        let authorizations: Arc<[_]> = [Authorization::anywhere(Authentication::Unauthenticated, meta.clone())].into();
+        let authorizations: Arc<[_]> = [Authorization::from_any_network(Authentication::Unauthenticated, meta.clone())].into();
         let rule = Rule {
             matches: Vec::new(),
             filters: vec![Filter::Invalid(
@@ -132,7 +132,7 @@ impl ServerPolicy {
     }
 
     /// Whether the client may make at least one request, other than those of probes, which all clients may make.
-    pub(crate) fn permits_some_request(&self, client: IpAddr, tls: ConnTls<'_>) -> bool {
+    pub(crate) fn permits_some_request(&self, client: IpAddr, tls: ConnectionTls<'_>) -> bool {
         let permits = |authorizations: &[Authorization]| authz::authorize(authorizations, client, tls).is_ok();
         let routes = || self.protocol.http().into_iter().flat_map(|http| http.routes.iter());
         permits(&self.authorizations)
@@ -143,8 +143,8 @@ impl ServerPolicy {
     }
 
     /// Whether every client may connect, with or without an identity, from any address.
-    pub(crate) fn permits_everybody(&self) -> bool {
-        self.authorizations.iter().any(Authorization::permits_everybody)
+    pub(crate) fn permits_every_client(&self) -> bool {
+        self.authorizations.iter().any(Authorization::permits_every_client)
     }
 }
 
@@ -170,7 +170,7 @@ impl ServerHttp {
     }
 
     /// Whether CONNECT tunnels are refused, whatever the client and the host.
-    pub(crate) fn forbids_tunnels(&self) -> bool {
+    pub(crate) fn forbids_connect_tunnels(&self) -> bool {
         self.has_user_defined_rules() && !self.routes.iter().any(|route| route.names_method(&Method::CONNECT))
     }
 
@@ -262,7 +262,7 @@ impl DefaultPolicy {
             Self::AllAuthenticated | Self::ClusterAuthenticated => Authentication::any_identity(),
             Self::AllUnauthenticated | Self::ClusterUnauthenticated | Self::Audit => Authentication::Unauthenticated,
         };
-        let mut authorization = Authorization::anywhere(authentication, self.meta());
+        let mut authorization = Authorization::from_any_network(authentication, self.meta());
         if self.needs_cluster_networks() {
             authorization.networks = cluster.iter().map(|net| (*net).into()).collect();
         }
@@ -327,7 +327,7 @@ mod tests {
                 protocol: ServerProtocol::Http1(http),
                 authorizations: Arc::new([]),
             };
-            policy.permits_some_request(IpAddr::from([10, 0, 0, 1]), ConnTls::NotTerminated)
+            policy.permits_some_request(IpAddr::from([10, 0, 0, 1]), ConnectionTls::NotTerminated)
         };
         assert!(!permits(probe()));
         assert!(permits(route(user_defined("some"), PathMatch::prefix("/some"))));
@@ -338,15 +338,15 @@ mod tests {
         let root = || route(Meta::default_named("default"), PathMatch::prefix("/"));
         let mut filtered = root();
         filtered.rules[0].filters = vec![Filter::unknown()];
-        let mut of_a_host = root();
-        of_a_host.hosts = vec![crate::policy::matches::HostMatch::exact("a.test")];
+        let mut one_host = root();
+        one_host.hosts = vec![crate::policy::matches::HostMatch::exact("a.test")];
         let limit = Arc::new(RateLimit {
             meta: Meta::default_named("limit"),
             total: Some(1),
             per_identity: None,
             overrides: Vec::new(),
         });
-        for (what, routes, rate_limit, demands_http, path_rules) in [
+        for (what, routes, rate_limit, requires_http, path_rules) in [
             ("the default route", vec![root()], None, false, PathRules::None),
             (
                 "probes beside it",
@@ -365,7 +365,7 @@ mod tests {
             ("probes alone", vec![probe()], None, true, PathRules::ProbesOnly),
             ("no routes", vec![], None, true, PathRules::None),
             ("a filter", vec![filtered], None, true, PathRules::None),
-            ("one host", vec![of_a_host], None, true, PathRules::None),
+            ("one host", vec![one_host], None, true, PathRules::None),
             ("a rate limit", vec![root()], Some(limit), true, PathRules::None),
             (
                 "a route for all requests",
@@ -397,7 +397,7 @@ mod tests {
                 timeout,
                 http: http.clone(),
             });
-            assert_eq!(detect.requires_http(), demands_http, "{what}");
+            assert_eq!(detect.requires_http(), requires_http, "{what}");
             assert!(policy(ServerProtocol::Http1(http)).requires_http());
         }
         assert!(ServerPolicy::invalid(Duration::ZERO).requires_http() && ServerPolicy::unknown().requires_http());

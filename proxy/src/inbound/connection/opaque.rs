@@ -38,7 +38,7 @@ impl OpaqueForwarder<'_> {
         match authz::authorize(
             &policy.authorizations,
             self.client.addrs.client.0.ip(),
-            self.client.tls.to_conn_tls(),
+            self.client.tls.to_connection_tls(),
         ) {
             Ok(authorization) => Ok(Permitted {
                 labels: with_meta(labels, "authz", &authorization.meta),

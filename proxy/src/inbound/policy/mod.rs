@@ -570,7 +570,7 @@ impl PortPolicy {
     fn eviction_rank(&self) -> u8 {
         match &*self.policy_rx.borrow() {
             WatchState::Pending | WatchState::Refused(_) => 0,
-            WatchState::Known(current) if current.server_policy.permits_everybody() && !current.requires_http => 1,
+            WatchState::Known(current) if current.server_policy.permits_every_client() && !current.requires_http => 1,
             WatchState::Known(_) => 2,
         }
     }

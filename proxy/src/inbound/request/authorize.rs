@@ -38,7 +38,7 @@ impl HttpConnection {
             // The policy has changed, or the client's proxy has announced HTTP.
             return Err(Error::InvalidPolicy("the policy of this port is not HTTP".into()));
         };
-        let attributes = RequestAttributes::of(req.method(), req.uri(), req.headers());
+        let attributes = RequestAttributes::new(req.method(), req.uri(), req.headers());
         let found = current.find_route(http, attributes)?.ok_or_else(|| {
             if current.is_unknown {
                 return self.port_policy.unknown_policy_error();
@@ -52,8 +52,8 @@ impl HttpConnection {
         })?;
         // The application may read the bytes of a tunnel as requests, which no rule would see.
         let is_connect_tunnel = headers::is_connect_tunnel(req);
-        let bypasses_rules = is_connect_tunnel && http.has_user_defined_rules() && !found.names_method_of(&attributes);
-        let permitted = authz::authorize(&found.rule.action, self.addrs.client.0.ip(), self.tls.to_conn_tls());
+        let bypasses_rules = is_connect_tunnel && http.has_user_defined_rules() && !found.names_request_method(&attributes);
+        let permitted = authz::authorize(&found.rule.action, self.addrs.client.0.ip(), self.tls.to_connection_tls());
         let permitted = permitted.and_then(|authorization| match bypasses_rules {
             true => Err(Denied::ConnectTunnel),
             false => Ok(authorization),
@@ -92,9 +92,9 @@ impl HttpConnection {
                 .map_err(record_refusal)?;
         }
         if let (Some(limiter), Some(limit)) = (&current.rate_limiter, &http.rate_limit)
-            && let Err(which) = limiter.check(self.tls.client_id(), Instant::now())
+            && let Err(exceeded) = limiter.check(self.tls.client_id(), Instant::now())
         {
-            self.inbound.families.record_rate_limited(labels(), &limit.meta, which);
+            self.inbound.families.record_rate_limited(labels(), &limit.meta, exceeded);
             let limit = limit.meta.to_string();
             return Err(record_refusal(Error::RateLimited { limit }));
         }
@@ -171,8 +171,8 @@ impl HttpConnection {
 
     /// Whether a policy permits the client a request other than those of probes. A client without authorization when it connected
     /// has the reduced limits until then.
-    pub(super) fn is_permitted_some_request(&self, policy: &ServerPolicy) -> bool {
-        policy.permits_some_request(self.addrs.client.0.ip(), self.tls.to_conn_tls())
+    pub(super) fn is_authorized_by(&self, policy: &ServerPolicy) -> bool {
+        policy.permits_some_request(self.addrs.client.0.ip(), self.tls.to_connection_tls())
     }
 
     /// Waits until a changed policy denies a request or tunnel in progress; the caller then closes the connection.
@@ -183,7 +183,7 @@ impl HttpConnection {
         loop {
             let current = self.port_policy.current();
             if let Some(closer) = &self.unauthorized_closer
-                && self.is_permitted_some_request(&current.server_policy)
+                && self.is_authorized_by(&current.server_policy)
             {
                 closer.notify_one();
             }
@@ -204,14 +204,14 @@ impl HttpConnection {
     /// same name permits it, or, if the policy has no such route, if the authorizations of the server do. A CONNECT tunnel is also
     /// denied if the rules forbid them.
     fn check_in_progress(&self, policy: &ServerPolicy) -> Option<Denied> {
-        let (client, tls) = (self.addrs.client.0.ip(), self.tls.to_conn_tls());
+        let (client, tls) = (self.addrs.client.0.ip(), self.tls.to_connection_tls());
         let permit = |authorizations: &[Authorization]| authz::authorize(authorizations, client, tls).map(drop);
         let routes = || policy.protocol.http().into_iter().flat_map(|http| http.routes.iter());
         let authorized_routes = self.authorized_routes.lock();
         let mut in_progress = authorized_routes.iter().filter(|route| route.is_in_progress());
-        let forbids_tunnels = policy.protocol.http().is_some_and(ServerHttp::forbids_tunnels);
+        let forbids_connect_tunnels = policy.protocol.http().is_some_and(ServerHttp::forbids_connect_tunnels);
         in_progress.find_map(|in_progress| {
-            if in_progress.is_connect_tunnel && forbids_tunnels {
+            if in_progress.is_connect_tunnel && forbids_connect_tunnels {
                 return Some(Denied::ConnectTunnel);
             }
             let same_route = routes().filter(|route| route.meta == in_progress.metrics.route_meta);

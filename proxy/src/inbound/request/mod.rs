@@ -49,7 +49,7 @@ impl HttpConnection {
             http1_over_http2::response_to_http2(&mut rsp, restored)?;
         }
         if self.unauthorized_closer.is_some()
-            && self.is_permitted_some_request(&self.port_policy.current().server_policy)
+            && self.is_authorized_by(&self.port_policy.current().server_policy)
         {
             rsp.extensions_mut().insert(CloseAfterResponse);
         }
@@ -69,7 +69,7 @@ impl HttpConnection {
         let mut route_guard = RouteRequestGuard::begin(request_metrics, req, started_at);
         let profile = wait_profile(self.find_profile(req)).await;
         let profile_request = profile.map(|profile| {
-            let attributes = RequestAttributes::of(req.method(), req.uri(), req.headers());
+            let attributes = RequestAttributes::new(req.method(), req.uri(), req.headers());
             Box::new(profile.begin_request(&attributes))
         });
         let tapped = self.start_tap(

@@ -37,16 +37,16 @@ impl HttpConnection {
         req: &mut Request<Body>,
         started_at: Instant,
     ) -> Result<Response<Body>, Error> {
-        let (own, client) = (
+        let (own_identity, client) = (
             &*self.inbound.identity_name,
             self.tls.client_id().map_or("", |id| id.as_str()),
         );
         req.headers_mut().remove(names::L5D_CLIENT_ID); // the next proxy sets it to the identity of this one
         let request_metrics = self.authorize(req)?;
         let mut route_guard = RouteRequestGuard::begin(request_metrics, req, started_at);
-        let result = match gateway::check_loop(own, client, Some(req)) {
+        let result = match gateway::check_loop(own_identity, client, Some(req)) {
             Ok(()) => {
-                gateway::append_forwarded_header(own, client, req);
+                gateway::append_forwarded_header(own_identity, client, req);
                 let span = trace::start_server_span(self.inbound.tracer.as_ref(), req);
                 let result = gateway.send(gateway_connection, req).await;
                 trace::finish(span, &result);

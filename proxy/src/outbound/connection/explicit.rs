@@ -201,12 +201,12 @@ async fn serve_connect(
     };
     let (destination, server) = http.outbound.connect_target(target).await?;
     let connection = http.outbound.clone().new_connection(http.client.clone(), destination);
-    spawn_tunnel(connection, client_tunnel, server);
+    spawn_connect_tunnel(connection, client_tunnel, server);
     Ok(Response::new(Body::empty()))
 }
 
 /// Serves the tunnel of a CONNECT request when the HTTP server passes on the client's connection.
-fn spawn_tunnel(connection: Connection, client_tunnel: oneshot::Receiver<TunnelSide>, server: Option<Io>) {
+fn spawn_connect_tunnel(connection: Connection, client_tunnel: oneshot::Receiver<TunnelSide>, server: Option<Io>) {
     let guard = connection.client.drain.guard();
     tokio::spawn(async move {
         let _guard = guard;

@@ -215,7 +215,7 @@ impl Connection {
             io.reset_on_drop();
             return None;
         };
-        match client::find_tls(routes, &sni) {
+        match client::find_tls_route(routes, &sni) {
             Some(index) => {
                 self.connect_opaque((io, prefix), &compiled[index], Some(&sni), ServerDial::NotDialled)
                     .await

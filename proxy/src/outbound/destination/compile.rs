@@ -106,7 +106,7 @@ impl Compiler<'_> {
     /// The profile, if it may override the policy. No profile overrides the policy of an EgressNetwork: its traffic policy and its
     /// routes would be bypassed.
     fn overriding_profile(&self) -> Option<&Profile> {
-        self.profile.filter(|_| !self.policy.is_of_egress_network())
+        self.profile.filter(|_| !self.policy.is_egress_network())
     }
 
     /// The route of a port that the profile declares as opaque, whatever protocol the policy names.
@@ -327,7 +327,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        api::tests::profiles_of,
+        api::tests::start_profile_server,
         balance::balancer::Strategy,
         metrics::invalid_updates,
         outbound::endpoint::EndpointContext,
@@ -347,7 +347,7 @@ mod tests {
     };
 
     async fn factory() -> BackendFactory {
-        let (_, _, destinations) = profiles_of(DestinationProfile::default()).await;
+        let (_, _, destinations) = start_profile_server(DestinationProfile::default()).await;
         BackendFactory {
             endpoint_context: Arc::new(EndpointContext::with_defaults()),
             destinations,
@@ -393,7 +393,7 @@ mod tests {
         }
     }
 
-    fn denied() -> OpaqueRoute {
+    fn denied_route() -> OpaqueRoute {
         OpaqueRoute {
             meta: Meta::default_named("egress-deny"),
             filters: vec![OpaqueFilter::Forbidden],
@@ -411,11 +411,11 @@ mod tests {
             timeout: DETECT_TIMEOUT,
             http1: http(),
             http2: http(),
-            opaque: Some(denied()),
+            opaque: Some(denied_route()),
         };
         let tls_route = TlsRoute {
             snis: Vec::new(),
-            route: denied(),
+            route: denied_route(),
         };
         vec![
             (ClientProtocol::Tls([tls_route].into()), DestinationProtocol::Tls),
@@ -423,11 +423,11 @@ mod tests {
             (ClientProtocol::Http1(http()), DestinationProtocol::Http1),
             (ClientProtocol::Http2(http()), DestinationProtocol::Http2),
             (detect, DestinationProtocol::Detect),
-            (ClientProtocol::Opaque(Some(denied())), DestinationProtocol::Opaque),
+            (ClientProtocol::Opaque(Some(denied_route())), DestinationProtocol::Opaque),
         ]
     }
 
-    fn plan_of(factory: &BackendFactory, kind: &str, protocol: &ClientProtocol, profile: &Profile) -> Plan {
+    fn compile_plan(factory: &BackendFactory, kind: &str, protocol: &ClientProtocol, profile: &Profile) -> Plan {
         let compiler = Compiler {
             factory,
             policy: ClientPolicy {
@@ -447,7 +447,7 @@ mod tests {
         let factory = factory().await;
         for (protocol, expected) in denying_protocols() {
             for profile in [opaque_profile(), split_profile()] {
-                let plan = plan_of(&factory, "EgressNetwork", &protocol, &profile);
+                let plan = compile_plan(&factory, "EgressNetwork", &protocol, &profile);
                 assert_eq!(plan.protocol(), expected, "{protocol:?} {profile:?}");
                 let is_by_policy = |router: &Router| matches!(router, Router::Routes(_));
                 assert!(plan.routers().all(is_by_policy), "{protocol:?} {profile:?}");
@@ -467,7 +467,7 @@ mod tests {
     async fn an_opaque_profile_overrides_the_protocol_of_other_policies() {
         let factory = factory().await;
         for (protocol, _) in denying_protocols() {
-            let plan = plan_of(&factory, "Service", &protocol, &opaque_profile());
+            let plan = compile_plan(&factory, "Service", &protocol, &opaque_profile());
             assert_eq!(plan.protocol(), DestinationProtocol::Opaque, "{protocol:?}");
         }
     }

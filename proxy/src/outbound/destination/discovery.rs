@@ -257,7 +257,7 @@ fn build_snapshot(
             *destination.update_errors.policy.lock() = None;
             let endpoint = profile.and_then(|profile| profile.endpoint.clone());
             is_unknown_name = endpoint.is_none() && matches!(target, Addr::Name(_));
-            policy_of_unknown_destination(target, endpoint, discovery.local_policy_config)
+            unknown_destination_policy(target, endpoint, discovery.local_policy_config)
         }
         WatchState::Refused(refusal) => {
             let target_and_cause = (target.clone(), "invalid-policy");
@@ -282,7 +282,7 @@ fn build_snapshot(
 }
 
 /// The policy of a destination for which the control plane has none. `endpoint` is the one in its profile.
-fn policy_of_unknown_destination(
+fn unknown_destination_policy(
     target: &Addr,
     endpoint: Option<Arc<EndpointSpec>>,
     config: LocalPolicyConfig,
@@ -345,7 +345,7 @@ mod tests {
     use tulle_proto::destination::{DestinationProfile, WeightedDst};
 
     use super::*;
-    use crate::api::tests::{profiles_of, with_timeout};
+    use crate::api::tests::{start_profile_server, with_timeout};
 
     fn named(name: &str, authority: &str) -> DestinationProfile {
         DestinationProfile {
@@ -385,7 +385,7 @@ mod tests {
     #[tokio::test]
     async fn an_invalid_profile_keeps_the_last_valid_one() {
         let (good, bad) = (|name| named(name, "other.test:80"), |name| named(name, "no name"));
-        let (updates, _server, destinations) = profiles_of(bad("zero")).await;
+        let (updates, _server, destinations) = start_profile_server(bad("zero")).await;
         let registry = Registry::new();
         let destination = Destination::new("10.0.0.1:80".parse().unwrap());
         let invalid_updates = invalid_updates::Families::new(&registry);

@@ -166,12 +166,12 @@ impl OpaqueRouteFamilies {
 impl OpaqueRouteSeries {
     /// Counts an opened connection; `name` is its server name (SNI).
     pub(in crate::outbound) fn record_open(&self, name: Option<&str>) -> OpaqueRouteCounters {
-        let of_host = self.by_host.as_ref().zip(name).and_then(|((hosts, source), name)| {
+        let host_counters = self.by_host.as_ref().zip(name).and_then(|((hosts, source), name)| {
             hosts.get(name, *source, |name| {
                 self.families.counters(self.labels.clone().with("hostname", name))
             })
         });
-        let counters = of_host.unwrap_or_else(|| self.without_host.clone());
+        let counters = host_counters.unwrap_or_else(|| self.without_host.clone());
         counters.opened.inc();
         counters
     }

@@ -254,7 +254,7 @@ impl Families {
 
 impl RouteSeries {
     /// The series for the host of `req`, if requests are counted by host.
-    pub(in crate::outbound) fn for_host(self: &Arc<Self>, req: &Request<Body>) -> Option<Arc<Self>> {
+    pub(in crate::outbound) fn host_series(self: &Arc<Self>, req: &Request<Body>) -> Option<Arc<Self>> {
         let (hosts, source) = (self.by_host.as_ref()?, self.families.host_source?);
         let authority = headers::authority(req)?;
         hosts.get(authority.host(), source, |host| {

@@ -113,7 +113,7 @@ impl BackendAttempt<'_> {
         tried: &mut TriedEndpoints,
         mut deadlines: Option<&mut AttemptDeadlines>,
     ) -> Result<(Response<Body>, SentRequest), Error> {
-        let needs = ConnectionRequirements::of_request(outgoing.req, outgoing.reply_channels.upgrade.is_some());
+        let needs = ConnectionRequirements::from_request(outgoing.req, outgoing.reply_channels.upgrade.is_some());
         let must_keep_request =
             self.may_resend && outgoing.reply_channels.upgrade.is_none() && self.kept_for_retry.is_none();
         let keep_request =
@@ -215,7 +215,7 @@ impl BackendAttempt<'_> {
     ) -> Option<&'static str> {
         match result {
             // Only a meshed endpoint has a proxy that can report an error of its own.
-            Ok(rsp) if endpoint.identity().is_some() && self.connector.may_use_other_endpoint(n_tried_so_far) => {
+            Ok(rsp) if endpoint.identity().is_some() && self.connector.may_send_to_another_endpoint(n_tried_so_far) => {
                 let (cause, resendable) = peer_proxy_error(rsp)?;
                 self.allows_resend(resendable, endpoint, kept_request).then_some(cause)
             }
@@ -285,8 +285,8 @@ impl BackendAttempt<'_> {
     ) -> bool {
         // After a refused stream, the request can also be sent on a new connection to the same endpoint.
         let may_send = match error.is_refused_stream() {
-            true => self.connector.may_resend_to_any_endpoint(n_tried_so_far),
-            false => self.connector.may_use_other_endpoint(n_tried_so_far),
+            true => self.connector.may_send_again(n_tried_so_far),
+            false => self.connector.may_send_to_another_endpoint(n_tried_so_far),
         };
         may_send && kept_request.is_some() && self.allows_resend(error.resendable(), endpoint, kept_request)
     }

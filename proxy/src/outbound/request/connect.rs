@@ -129,7 +129,7 @@ impl RequestConnector<'_> {
     ) -> Result<(Arc<Endpoint>, ConnectOutcome), Error> {
         let mut dials: SmallVec<[PendingDial; MAX_ENDPOINTS_PER_ATTEMPT]> = SmallVec::new();
         let first_hedge_at = start_dial(&mut dials, endpoint, self.worker, needs);
-        let mut hedge_at = self.has_room_for_endpoint(tried, &dials).then_some(first_hedge_at);
+        let mut hedge_at = self.may_dial_another_endpoint(tried, &dials).then_some(first_hedge_at);
         if let Some(connected) = self.find_shared_connection(tried, &dials, needs).await {
             return Ok(connected);
         }
@@ -158,7 +158,7 @@ impl RequestConnector<'_> {
                 return Ok((next, outcome));
             }
             let next_hedge_at = start_dial(&mut dials, next, self.worker, needs);
-            hedge_at = self.has_room_for_endpoint(tried, &dials).then_some(next_hedge_at);
+            hedge_at = self.may_dial_another_endpoint(tried, &dials).then_some(next_hedge_at);
         }
     }
 
@@ -174,7 +174,7 @@ impl RequestConnector<'_> {
         tried: &mut TriedEndpoints,
         dials: &[PendingDial],
     ) -> Result<Option<Arc<Endpoint>>, Error> {
-        let may_try_another = error.resendable() == Resendable::Always && self.may_use_other_endpoint(tried.len());
+        let may_try_another = error.resendable() == Resendable::Always && self.may_send_to_another_endpoint(tried.len());
         tried.push(failed);
         let cause = error.cause();
         if !dials.is_empty() {
@@ -207,7 +207,7 @@ impl RequestConnector<'_> {
         dials: &[PendingDial],
         needs: ConnectionRequirements,
     ) -> Option<(Arc<Endpoint>, ConnectOutcome)> {
-        if !self.has_room_for_endpoint(tried, dials) {
+        if !self.may_dial_another_endpoint(tried, dials) {
             return None;
         }
         let other = self.backend.pick_where(|other| {
@@ -220,19 +220,19 @@ impl RequestConnector<'_> {
     }
 
     /// Whether this attempt may use one endpoint besides those that it has tried and is dialling.
-    fn has_room_for_endpoint(&self, tried: &TriedEndpoints, dials: &[PendingDial]) -> bool {
+    fn may_dial_another_endpoint(&self, tried: &TriedEndpoints, dials: &[PendingDial]) -> bool {
         tried.len() - self.n_tried_by_earlier_attempts + dials.len() < MAX_ENDPOINTS_PER_ATTEMPT
     }
 
     /// Whether the request may be sent to another endpoint of the backend, after the one that has just failed.
-    /// `n_tried_so_far` as in [`Self::may_resend_to_any_endpoint`].
-    pub(super) fn may_use_other_endpoint(&self, n_tried_so_far: usize) -> bool {
-        self.may_resend_to_any_endpoint(n_tried_so_far) && !matches!(self.backend, Backend::Forward(_))
+    /// `n_tried_so_far` as in [`Self::may_send_again`].
+    pub(super) fn may_send_to_another_endpoint(&self, n_tried_so_far: usize) -> bool {
+        self.may_send_again(n_tried_so_far) && !matches!(self.backend, Backend::Forward(_))
     }
 
     /// Whether the request may be sent once more in this attempt, to the endpoint that has just failed or another one.
     /// `n_tried_so_far` is the number of endpoints that were tried before this endpoint, over all attempts.
-    pub(super) fn may_resend_to_any_endpoint(&self, n_tried_so_far: usize) -> bool {
+    pub(super) fn may_send_again(&self, n_tried_so_far: usize) -> bool {
         let n_in_this_attempt = n_tried_so_far + 1 - self.n_tried_by_earlier_attempts;
         n_in_this_attempt < MAX_ENDPOINTS_PER_ATTEMPT
     }
@@ -244,7 +244,7 @@ impl RequestConnector<'_> {
 }
 
 impl ConnectionRequirements {
-    pub(super) fn of_request(req: &Request<Body>, is_upgrade: bool) -> Self {
+    pub(super) fn from_request(req: &Request<Body>, is_upgrade: bool) -> Self {
         let version = req.version();
         // Without a host, a server may assume that all requests of the connection are for the same site.
         let has_no_host = req.uri().authority().is_none() && headers::get(req.headers(), &header::HOST).is_none();
@@ -365,7 +365,7 @@ mod tests {
     const OTHER: &str = "other.shop.serviceaccount.identity.linkerd.cluster.local";
 
     /// An endpoint with this identity, or one that is not meshed.
-    fn endpoint(context: &EndpointContext, identity: Option<&str>) -> Arc<Endpoint> {
+    fn endpoint_with_identity(context: &EndpointContext, identity: Option<&str>) -> Arc<Endpoint> {
         let spec = EndpointSpec {
             tls: identity.map(|identity| EndpointTls {
                 identity: identity.parse().unwrap(),
@@ -373,10 +373,10 @@ mod tests {
             }),
             ..EndpointSpec::plain(([192, 0, 2, 1], 80).into())
         };
-        endpoint_of(context, spec)
+        new_endpoint(context, spec)
     }
 
-    fn endpoint_of(context: &EndpointContext, spec: EndpointSpec) -> Arc<Endpoint> {
+    fn new_endpoint(context: &EndpointContext, spec: EndpointSpec) -> Arc<Endpoint> {
         let (now, ms) = (Instant::now(), Duration::from_millis(1));
         let params = LoadParams::PeakEwma {
             default_rtt: ms,
@@ -404,13 +404,13 @@ mod tests {
         let mut context = EndpointContext::with_defaults();
         context.connector.connect.timeout = HEDGED_DIAL_DELAY * 3 / 2;
         let req = Request::get("http://web.test/").body(Body::empty()).unwrap();
-        let needs = ConnectionRequirements::of_request(&req, false);
+        let needs = ConnectionRequirements::from_request(&req, false);
         // Endpoints that earlier attempts have tried, and those to which this attempt was sent before.
         for (n_tried_by_earlier_attempts, n_sent) in [(0, 0), (4, 0), (0, 1), (0, 2), (4, 2)] {
             let endpoints: Vec<_> = (0..10)
-                .map(|_| endpoint_of(&context, EndpointSpec::plain(addr)))
+                .map(|_| new_endpoint(&context, EndpointSpec::plain(addr)))
                 .collect();
-            let backend = Backend::of_endpoints(&endpoints);
+            let backend = Backend::with_endpoints(&endpoints);
             let connector = RequestConnector {
                 worker: 0,
                 backend: &backend,
@@ -452,7 +452,7 @@ mod tests {
             families: &context.families,
             n_tried_by_earlier_attempts: 0,
         };
-        let dialled = endpoint(&context, Some(WEB));
+        let dialled = endpoint_with_identity(&context, Some(WEB));
         let (_result_tx, result_rx) = oneshot::channel();
         let dials = [PendingDial {
             endpoint: dialled.clone(),
@@ -460,7 +460,7 @@ mod tests {
         }];
         let tried = TriedEndpoints::new();
         for (identity, is_alternative) in [(Some(WEB), true), (Some(OTHER), false), (None, false)] {
-            let other = endpoint(&context, identity);
+            let other = endpoint_with_identity(&context, identity);
             let connector_for_web = connector(Some(WEB));
             assert_eq!(
                 connector_for_web.is_alternative(&other, &tried, &dials),

@@ -36,7 +36,7 @@ pub(super) struct RouteRequestGuard<'a> {
 
 impl<'a> RouteRequestGuard<'a> {
     pub(super) fn begin(route: &'a Arc<RouteSeries>, req: &mut Request<Body>) -> Self {
-        let host_series = route.for_host(req);
+        let host_series = route.host_series(req);
         let frames = &host_series.as_ref().unwrap_or(route).frames;
         Self {
             timing: RequestTiming::observe(req, Instant::now(), frames),
@@ -184,7 +184,7 @@ impl RouteSource<'_> {
                 labels.pairs().into_iter().collect()
             }
             Self::Profile(routes) => {
-                let index = profile::find(routes, &RequestAttributes::of(req.method(), req.uri(), req.headers()));
+                let index = profile::find_route(routes, &RequestAttributes::new(req.method(), req.uri(), req.headers()));
                 index.map(|index| routes[index].labels.clone()).unwrap_or_default()
             }
         }

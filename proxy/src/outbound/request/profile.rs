@@ -43,9 +43,9 @@ pub(super) async fn send_by_profile(
     outgoing: &mut OutgoingRequest<'_>,
 ) -> Result<Response<Body>, Error> {
     let started_at = Instant::now();
-    let attributes = RequestAttributes::of(outgoing.req.method(), outgoing.req.uri(), outgoing.req.headers());
+    let attributes = RequestAttributes::new(outgoing.req.method(), outgoing.req.uri(), outgoing.req.headers());
     let routes = compiled.routes();
-    let index = profile::find(routes, &attributes);
+    let index = profile::find_route(routes, &attributes);
     let route = index.and_then(|index| routes.get(index));
     let metrics = &compiled.route_metrics[index.unwrap_or(routes.len())];
     if let Some(canonical) = &compiled.canonical {

@@ -53,7 +53,7 @@ pub(in crate::outbound) async fn route_and_send(
             return Box::pin(profile::send_by_profile(compiled, &sender, outgoing)).await;
         }
     };
-    let attributes = RequestAttributes::of(outgoing.req.method(), outgoing.req.uri(), outgoing.req.headers());
+    let attributes = RequestAttributes::new(outgoing.req.method(), outgoing.req.uri(), outgoing.req.headers());
     let found = find_route(&snapshot.policy, routes, &attributes)?.ok_or(Error::RouteNotFound)?; // O6
     if headers::is_connect_tunnel(outgoing.req) {
         check_tunnel(&snapshot.policy, routes, &attributes, &found)?;
@@ -67,7 +67,7 @@ pub(in crate::outbound) async fn route_and_send(
     let route_source = RouteSource::Route(&found.route.meta);
     let mut request_guard = RouteRequestGuard::begin(series, outgoing.req);
     // Boxed because few routes have this filter.
-    let cors = filter::find_cors(&found.rule.filters).map(|cors| Box::new(cors.of_request(outgoing.req.headers())));
+    let cors = filter::find_cors(&found.rule.filters).map(|cors| Box::new(cors.for_request(outgoing.req.headers())));
     let preflight = |cors: &CorsRequest<'_>| cors.preflight_response(outgoing.req.method(), outgoing.req.headers());
     if let Some(headers) = cors.as_deref().and_then(preflight) {
         return Ok(request_guard.respond(headers));
@@ -121,7 +121,7 @@ fn find_route<'a, T>(
     routes: &'a [Route<T>],
     attributes: &RequestAttributes<'_>,
 ) -> Result<Option<RouteMatch<'a, T>>, Error> {
-    if !policy.compares_normalized_paths() || !routes.iter().any(|route| route.depends_on_path_for(attributes)) {
+    if !policy.compares_normalized_paths() || !routes.iter().any(|route| route.depends_on_path_of_host(attributes)) {
         return Ok(route::find(routes, attributes));
     }
     let normalized_path = path::normalize(attributes.path).ok_or(Error::AmbiguousPath)?;
@@ -138,7 +138,7 @@ fn check_tunnel<T>(
     attributes: &RequestAttributes<'_>,
     found: &RouteMatch<'_, T>,
 ) -> Result<(), Error> {
-    if !policy.is_of_egress_network() || found.names_method_of(attributes) || !routes.iter().any(Route::is_user_defined)
+    if !policy.is_egress_network() || found.names_request_method(attributes) || !routes.iter().any(Route::is_user_defined)
     {
         return Ok(());
     }
@@ -194,7 +194,7 @@ mod tests {
     }
 
     /// A policy with one route, for paths of `a.test` that begin with `/public`.
-    fn policy_of(kind: &str) -> ClientPolicy {
+    fn decode_policy(kind: &str) -> ClientPolicy {
         let path = http_route::path_match::Kind::Prefix("/%70ublic".into());
         let rule = proto::Rule {
             matches: vec![HttpRouteMatch {
@@ -241,7 +241,7 @@ mod tests {
             ("Service", "/%70ublic/../admin", Some(true)),
             ("Service", "/public/a", Some(false)),
         ] {
-            let policy = policy_of(kind);
+            let policy = decode_policy(kind);
             let ClientProtocol::Http1(http) = &policy.protocol else {
                 panic!("{policy:?}");
             };
@@ -251,7 +251,7 @@ mod tests {
             let found = find_route(
                 &policy,
                 &http.routes,
-                &RequestAttributes::of(&Method::GET, &uri, &headers),
+                &RequestAttributes::new(&Method::GET, &uri, &headers),
             );
             let found = found.map(|found| found.is_some());
             match expected {
@@ -268,7 +268,7 @@ mod tests {
             ("EgressNetwork", true, true),
             ("Service", false, true),
         ] {
-            let policy = policy_of(kind);
+            let policy = decode_policy(kind);
             let ClientProtocol::Http1(http) = &policy.protocol else {
                 panic!("{policy:?}");
             };
@@ -290,7 +290,7 @@ mod tests {
                 ..routes[0].clone()
             });
             let (uri, headers) = (Uri::from_static("a.test:443"), HeaderMap::new());
-            let attributes = RequestAttributes::of(&Method::CONNECT, &uri, &headers);
+            let attributes = RequestAttributes::new(&Method::CONNECT, &uri, &headers);
             let found = find_route(&policy, &routes, &attributes).unwrap().unwrap();
             let checked = check_tunnel(&policy, &routes, &attributes, &found);
             assert_eq!(checked.is_ok(), is_permitted, "{kind} {adds_connect_rule}");

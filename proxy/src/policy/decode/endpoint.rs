@@ -219,7 +219,7 @@ mod tests {
         BTreeMap::from([(name.to_owned(), value.to_owned())])
     }
 
-    fn read(edit: impl FnOnce(&mut proto::WeightedAddr)) -> EndpointSpec {
+    fn decode_endpoint(edit: impl FnOnce(&mut proto::WeightedAddr)) -> EndpointSpec {
         endpoint(weighted(edit), &BTreeMap::new(), drop).unwrap()
     }
 
@@ -237,7 +237,7 @@ mod tests {
             ("?", Locality::Unknown),
         ] {
             assert_eq!(
-                read(|addr| addr.metric_labels = label("zone_locality", value)).locality,
+                decode_endpoint(|addr| addr.metric_labels = label("zone_locality", value)).locality,
                 expected
             );
         }
@@ -280,7 +280,7 @@ mod tests {
     fn protocol_hints_are_read() {
         let hint = |protocol, port: Option<u32>| {
             let opaque_transport = port.map(|inbound_port| OpaqueTransport { inbound_port });
-            let spec = read(|addr| {
+            let spec = decode_endpoint(|addr| {
                 addr.protocol_hint = Some(proto::ProtocolHint {
                     opaque_transport,
                     protocol,
@@ -304,7 +304,7 @@ mod tests {
     #[test]
     fn http2_settings_and_the_authority_are_read() {
         let seconds = |seconds| Some(prost_types::Duration { seconds, nanos: 0 });
-        let spec = read(|addr| {
+        let spec = decode_endpoint(|addr| {
             addr.http2 = Some(proto::Http2ClientParams {
                 keep_alive: Some(proto::http2_client_params::KeepAlive {
                     interval: seconds(10),
@@ -321,7 +321,7 @@ mod tests {
         assert_eq!(spec.http2.keep_alive, Some(KeepAlive { interval, timeout }));
         assert_eq!(spec.http2.stream_window, None);
         assert_eq!(spec.authority_override.unwrap(), "web:80");
-        let spec = read(|addr| addr.authority_override = Some(proto::AuthorityOverride::default()));
+        let spec = decode_endpoint(|addr| addr.authority_override = Some(proto::AuthorityOverride::default()));
         assert_eq!((spec.http2.keep_alive, spec.authority_override), (None, None));
     }
 
@@ -393,7 +393,7 @@ mod tests {
             (70_000, Some(70_000), Some(70_000)),
             (u32::MAX, Some(2_147_483_647), Some(16_777_215)),
         ] {
-            let spec = read(|addr| {
+            let spec = decode_endpoint(|addr| {
                 addr.http2 = Some(proto::Http2ClientParams {
                     flow_control: Some(proto::http2_client_params::FlowControl {
                         initial_connection_window_size: size,

@@ -279,7 +279,7 @@ mod tests {
                 query: None,
                 headers: &headers,
             };
-            policy::find(&profile.routes, &head).is_some()
+            policy::find_route(&profile.routes, &head).is_some()
         };
         assert!(find("/ab") && !find("/b/ab"));
     }

@@ -52,8 +52,8 @@ impl Recorded {
             let message = T::decode(&**bytes).unwrap();
             // Linkerd encodes labels with empty values, prost does not. Each such entry has two bytes more: the tag of the value
             // and its length, 0.
-            let n_of = |entry: &[u8]| bytes.windows(entry.len()).filter(|bytes| *bytes == entry).count();
-            let n_empty = n_of(b"\n\x04zone\x12\0") + n_of(b"\n\x05group\x12\0");
+            let n_occurrences = |entry: &[u8]| bytes.windows(entry.len()).filter(|bytes| *bytes == entry).count();
+            let n_empty = n_occurrences(b"\n\x04zone\x12\0") + n_occurrences(b"\n\x05group\x12\0");
             let len = bytes.len() - 2 * n_empty;
             assert_eq!(message.encoded_len(), len, "{}: {message:#?}", self.request());
             lines(message)

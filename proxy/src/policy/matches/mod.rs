@@ -24,7 +24,7 @@ pub(crate) struct RequestAttributes<'a> {
 }
 
 impl<'a> RequestAttributes<'a> {
-    pub(crate) fn of(method: &'a Method, uri: &'a Uri, headers: &'a HeaderMap) -> Self {
+    pub(crate) fn new(method: &'a Method, uri: &'a Uri, headers: &'a HeaderMap) -> Self {
         Self {
             method,
             authority: uri.authority().map(|authority| authority.as_str()),
@@ -40,7 +40,7 @@ impl<'a> RequestAttributes<'a> {
             Some(authority) => authority,
             None => self.headers.get(HOST)?.to_str().ok()?,
         };
-        Some(host_of(authority))
+        Some(host_from_authority(authority))
     }
 }
 
@@ -97,7 +97,7 @@ impl HostMatch {
 }
 
 /// The best of several host matches for one host.
-pub(crate) fn best_host(hosts: &[HostMatch], host: &str) -> Option<HostScore> {
+pub(crate) fn best_host_score(hosts: &[HostMatch], host: &str) -> Option<HostScore> {
     hosts.iter().filter_map(|candidate| candidate.score(host)).max()
 }
 
@@ -157,8 +157,8 @@ impl PathMatch {
         matches!(self, Self::Prefix(prefix) if prefix.is_empty())
     }
 
-    /// As [`RequestMatch::for_normalized_paths`]. Regular expressions are unchanged.
-    fn for_normalized_paths(self) -> Self {
+    /// As [`RequestMatch::with_normalized_path`]. Regular expressions are unchanged.
+    fn normalized(self) -> Self {
         let normal = |path: Box<str>| path::normalize_escapes(&path).into();
         match self {
             Self::Exact(exact) => Self::Exact(normal(exact)),
@@ -248,12 +248,12 @@ impl HeaderMatch {
 
 impl QueryMatch {
     fn matches(&self, query: &str) -> bool {
-        pairs(query).any(|(name, value)| {
-            Decoded(name.as_bytes()).eq(self.name.bytes())
+        query_pairs(query).any(|(name, value)| {
+            FormDecodedBytes(name.as_bytes()).eq(self.name.bytes())
                 && match &self.value {
-                    ValueMatch::Exact(exact) => Decoded(value.as_bytes()).eq(exact.iter().copied()),
+                    ValueMatch::Exact(exact) => FormDecodedBytes(value.as_bytes()).eq(exact.iter().copied()),
                     ValueMatch::Regex(pattern) => {
-                        pattern.matches(&Decoded(value.as_bytes()).collect::<SmallVec<[u8; 64]>>())
+                        pattern.matches(&FormDecodedBytes(value.as_bytes()).collect::<SmallVec<[u8; 64]>>())
                     }
                 }
         })
@@ -312,9 +312,9 @@ impl RequestMatch {
     }
 
     /// Converts the match so that it can be compared with normalized paths.
-    pub(crate) fn for_normalized_paths(mut self) -> Self {
+    pub(crate) fn with_normalized_path(mut self) -> Self {
         if let Self::Http(http) = &mut self {
-            http.path = http.path.take().map(PathMatch::for_normalized_paths);
+            http.path = http.path.take().map(PathMatch::normalized);
         }
         self
     }
@@ -379,7 +379,7 @@ fn saturating_u32(length: usize) -> u32 {
 }
 
 /// The host of an authority: after any user, before any port, without trailing dot.
-fn host_of(authority: &str) -> &str {
+fn host_from_authority(authority: &str) -> &str {
     let host_port = authority.rsplit_once('@').map_or(authority, |(_, rest)| rest);
     let host = match host_port.rfind(']') {
         Some(end) => &host_port[..=end],
@@ -388,7 +388,7 @@ fn host_of(authority: &str) -> &str {
     host.strip_suffix('.').unwrap_or(host)
 }
 
-fn pairs(query: &str) -> impl Iterator<Item = (&str, &str)> {
+fn query_pairs(query: &str) -> impl Iterator<Item = (&str, &str)> {
     let params: Split<'_, char> = query.split('&');
     params
         .filter(|pair| !pair.is_empty())
@@ -396,9 +396,9 @@ fn pairs(query: &str) -> impl Iterator<Item = (&str, &str)> {
 }
 
 /// Bytes of a form-encoded text: `+` is a space, `%41` an `A`; an invalid escape is kept as it is.
-struct Decoded<'a>(&'a [u8]);
+struct FormDecodedBytes<'a>(&'a [u8]);
 
-impl Iterator for Decoded<'_> {
+impl Iterator for FormDecodedBytes<'_> {
     type Item = u8;
 
     fn next(&mut self) -> Option<u8> {

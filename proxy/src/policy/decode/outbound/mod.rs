@@ -443,19 +443,19 @@ fn failure_accrual(message: proto::FailureAccrual) -> Result<FailureAccrual, Dec
             }
             let window = optional_duration("decay of a failure accrual", decay)?.unwrap_or(Duration::from_secs(10));
             // Without a threshold the window is not used.
-            if window < MIN_WINDOW && success_rate_threshold > 0.0 {
+            if window < MIN_ACCRUAL_WINDOW && success_rate_threshold > 0.0 {
                 return Err(DecodeError::invalid(
                     "decay of a failure accrual",
                     format!("{window:?}"),
                     "10 ms or more",
                 ));
             }
-            if min_requests > MAX_MIN_REQUESTS {
+            if min_requests > MAX_ACCRUAL_MIN_REQUESTS {
                 return Err(DecodeError::invalid("min requests", min_requests, "1000000 at most"));
             }
             let kind = AccrualKind::Unified {
                 success_rate: success_rate_threshold,
-                window: window.max(MIN_WINDOW),
+                window: window.max(MIN_ACCRUAL_WINDOW),
                 min_requests,
                 max_consecutive_failures,
             };
@@ -588,8 +588,8 @@ fn header_overrides(allow: bool) -> HeaderOverrides {
 
 /// Same as the default of `LINKERD2_PROXY_OUTBOUND_HTTP_QUEUE_CAPACITY`.
 const DEFAULT_QUEUE_CAPACITY: usize = 10_000;
-const MIN_WINDOW: Duration = Duration::from_millis(10);
-const MAX_MIN_REQUESTS: u32 = 1_000_000;
+const MIN_ACCRUAL_WINDOW: Duration = Duration::from_millis(10);
+const MAX_ACCRUAL_MIN_REQUESTS: u32 = 1_000_000;
 const MAX_JITTER: f64 = 100.0;
 
 #[cfg(test)]

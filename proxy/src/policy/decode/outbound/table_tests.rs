@@ -6,7 +6,7 @@ use tulle_proto::http_route::RequestRedirect;
 use tulle_proto::meta::{Resource, metadata};
 
 use super::tests::{
-    backend_of, balance, metadata, peak_ewma, policy_of, random, retry_of, unified, with_accrual, with_filter,
+    backend_with_kind, balance, metadata, peak_ewma, policy_with_protocol, random, edited_retry, unified, with_accrual, with_filter,
     with_rule,
 };
 use super::*;
@@ -39,7 +39,7 @@ fn resources_are_named_in_full() {
         (|resource| (resource.port, resource.section) = (80, "http".into()), ""),
     ];
     for (edit, expected) in cases {
-        let mut policy = policy_of(Some(Kind::Tls(Tls::default())));
+        let mut policy = policy_with_protocol(Some(Kind::Tls(Tls::default())));
         if let Some(Metadata {
             kind: Some(metadata::Kind::Resource(resource)),
         }) = &mut policy.metadata
@@ -50,7 +50,7 @@ fn resources_are_named_in_full() {
         assert_eq!(reason.is_empty(), expected.is_empty(), "{expected:?}: {reason}");
         assert!(reason.contains(expected), "{reason} does not say {expected:?}");
     }
-    let mut default = policy_of(Some(Kind::Tls(Tls::default())));
+    let mut default = policy_with_protocol(Some(Kind::Tls(Tls::default())));
     default.metadata = Some(Metadata {
         kind: Some(metadata::Kind::Default("fallback".into())),
     });
@@ -72,14 +72,14 @@ enum Backends {
 }
 
 /// For each kind of route: a policy with one route, with the given metadata, backends and filter.
-macro_rules! kinds_of_routes {
+macro_rules! route_kinds {
     ($($name:literal: $module:ident, $wrap:expr;)*) => {
         [$((
             $name,
             Box::new(|metadata, backends: Backends, filter: bool| {
                 use proto::$module::distribution::{FirstAvailable, Kind as Distributed, RandomAvailable};
                 let route_backend = |backend| proto::$module::RouteBackend { backend, ..Default::default() };
-                let valid = || Some(backend_of(balance("web.shop:80", Some(peak_ewma()))));
+                let valid = || Some(backend_with_kind(balance("web.shop:80", Some(peak_ewma()))));
                 let first = |backends| Some(Distributed::FirstAvailable(FirstAvailable { backends }));
                 let random = |backends| Some(Distributed::RandomAvailable(RandomAvailable { backends }));
                 let kind = match backends {
@@ -106,19 +106,19 @@ macro_rules! kinds_of_routes {
 #[allow(clippy::needless_update)] // some kinds have fields that others lack
 #[test]
 fn routes_of_every_kind_need_metadata_backends_and_filters_that_are_known() {
-    let kinds = kinds_of_routes! {
-        "HTTP": http_route, |metadata, rule| policy_of(Some(Kind::Http1(Http1 {
+    let kinds = route_kinds! {
+        "HTTP": http_route, |metadata, rule| policy_with_protocol(Some(Kind::Http1(Http1 {
             routes: vec![proto::HttpRoute { metadata, rules: vec![rule], ..Default::default() }],
             failure_accrual: None,
         })));
-        "gRPC": grpc_route, |metadata, rule| policy_of(Some(Kind::Grpc(Grpc {
+        "gRPC": grpc_route, |metadata, rule| policy_with_protocol(Some(Kind::Grpc(Grpc {
             routes: vec![proto::GrpcRoute { metadata, rules: vec![rule], ..Default::default() }],
             failure_accrual: None,
         })));
-        "bytes": opaque_route, |metadata, rule| policy_of(Some(Kind::Opaque(Opaque {
+        "bytes": opaque_route, |metadata, rule| policy_with_protocol(Some(Kind::Opaque(Opaque {
             routes: vec![proto::OpaqueRoute { metadata, rules: vec![rule] }],
         })));
-        "TLS": tls_route, |metadata, rule| policy_of(Some(Kind::Tls(Tls {
+        "TLS": tls_route, |metadata, rule| policy_with_protocol(Some(Kind::Tls(Tls {
             routes: vec![proto::TlsRoute { metadata, rules: vec![rule], ..Default::default() }],
         })));
     };
@@ -159,7 +159,7 @@ fn routes_of_every_kind_need_metadata_backends_and_filters_that_are_known() {
             rules: vec![proto::tls_route::Rule::default(); rules],
             ..Default::default()
         };
-        reason(policy_of(Some(Kind::Tls(Tls { routes: vec![route] }))))
+        reason(policy_with_protocol(Some(Kind::Tls(Tls { routes: vec![route] }))))
     };
     assert!(tls(0).contains("number of rules is \"0\"") && tls(2).contains("number of rules is \"2\""));
 }
@@ -168,14 +168,14 @@ fn routes_of_every_kind_need_metadata_backends_and_filters_that_are_known() {
 fn values_out_of_range_are_refused() {
     let range = |start, end| {
         with_rule(|rule| {
-            rule.retry = retry_of(|retry| {
+            rule.retry = edited_retry(|retry| {
                 retry.conditions = Some(Conditions {
                     status_ranges: vec![StatusRange { start, end }],
                 });
             });
         })
     };
-    let retries = |n| with_rule(|rule| rule.retry = retry_of(|retry| retry.max_retries = n));
+    let retries = |n| with_rule(|rule| rule.retry = edited_retry(|retry| retry.max_retries = n));
     let threshold = |rate| with_accrual(unified(|unified| unified.success_rate_threshold = rate));
     let window = |nanos| {
         let window = prost_types::Duration { seconds: 0, nanos };

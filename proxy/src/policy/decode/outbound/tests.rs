@@ -43,7 +43,7 @@ pub(super) fn balance(path: &str, load: Option<Load>) -> Option<BackendKind> {
     Some(BackendKind::Balancer(BalanceP2c { discovery, load }))
 }
 
-pub(super) fn backend_of(kind: Option<BackendKind>) -> proto::Backend {
+pub(super) fn backend_with_kind(kind: Option<BackendKind>) -> proto::Backend {
     let queue = Some(proto::Queue {
         capacity: 100,
         failfast_timeout: seconds(3),
@@ -69,7 +69,7 @@ pub(super) fn first(backends: Vec<proto::http_route::RouteBackend>) -> Option<pr
 
 pub(super) fn random(weights: &[u32]) -> Option<proto::http_route::Distribution> {
     let backends = weights.iter().map(|weight| proto::http_route::WeightedRouteBackend {
-        backend: Some(to(backend_of(balance("web.shop:80", Some(peak_ewma()))))),
+        backend: Some(to(backend_with_kind(balance("web.shop:80", Some(peak_ewma()))))),
         weight: *weight,
     });
     let kind = Some(DistributionKind::RandomAvailable(RandomAvailable {
@@ -79,7 +79,7 @@ pub(super) fn random(weights: &[u32]) -> Option<proto::http_route::Distribution>
 }
 
 fn rule() -> proto::http_route::Rule {
-    let backends = first(vec![to(backend_of(balance("web.shop:80", Some(peak_ewma()))))]);
+    let backends = first(vec![to(backend_with_kind(balance("web.shop:80", Some(peak_ewma()))))]);
     proto::http_route::Rule {
         backends,
         ..Default::default()
@@ -131,7 +131,7 @@ pub(super) fn unified(edit: impl FnOnce(&mut Unified)) -> Option<AccrualKind> {
     Some(AccrualKind::Unified(unified))
 }
 
-pub(super) fn retry_of(edit: impl FnOnce(&mut proto::http_route::Retry)) -> Option<proto::http_route::Retry> {
+pub(super) fn edited_retry(edit: impl FnOnce(&mut proto::http_route::Retry)) -> Option<proto::http_route::Retry> {
     let status_ranges = vec![StatusRange { start: 500, end: 599 }];
     let mut retry = proto::http_route::Retry {
         max_retries: 2,
@@ -144,7 +144,7 @@ pub(super) fn retry_of(edit: impl FnOnce(&mut proto::http_route::Retry)) -> Opti
     Some(retry)
 }
 
-pub(super) fn policy_of(kind: Option<Kind>) -> proto::OutboundPolicy {
+pub(super) fn policy_with_protocol(kind: Option<Kind>) -> proto::OutboundPolicy {
     proto::OutboundPolicy {
         protocol: Some(proto::ProxyProtocol { kind }),
         metadata: metadata("web"),
@@ -153,7 +153,7 @@ pub(super) fn policy_of(kind: Option<Kind>) -> proto::OutboundPolicy {
 
 pub(super) fn with_accrual(kind: Option<AccrualKind>) -> proto::OutboundPolicy {
     let failure_accrual = Some(proto::FailureAccrual { kind, ejection: None });
-    policy_of(Some(Kind::Http1(Http1 {
+    policy_with_protocol(Some(Kind::Http1(Http1 {
         routes: Vec::new(),
         failure_accrual,
     })))
@@ -167,14 +167,14 @@ pub(super) fn with_rule(edit: impl FnOnce(&mut proto::http_route::Rule)) -> prot
         hosts: Vec::new(),
         rules: vec![rule],
     };
-    policy_of(Some(Kind::Http2(Http2 {
+    policy_with_protocol(Some(Kind::Http2(Http2 {
         routes: vec![route],
         failure_accrual: None,
     })))
 }
 
 pub(super) fn with_backend(edit: impl FnOnce(&mut proto::Backend)) -> proto::OutboundPolicy {
-    let mut backend = backend_of(balance("web.shop:80", Some(peak_ewma())));
+    let mut backend = backend_with_kind(balance("web.shop:80", Some(peak_ewma())));
     edit(&mut backend);
     with_rule(|rule| rule.backends = first(vec![to(backend)]))
 }
@@ -200,7 +200,7 @@ pub(super) fn with_cors(edit: impl FnOnce(&mut Cors)) -> proto::OutboundPolicy {
 /// A mirror of all requests.
 pub(super) fn request_mirror() -> ExtensionKind {
     ExtensionKind::RequestMirror(RequestMirror {
-        backend: Some(backend_of(balance("copy.shop:80", Some(peak_ewma())))),
+        backend: Some(backend_with_kind(balance("copy.shop:80", Some(peak_ewma())))),
         ratio: None,
     })
 }
@@ -223,7 +223,7 @@ fn only_backend(message: proto::OutboundPolicy) -> Arc<BackendSpec> {
 
 #[test]
 fn a_complete_policy_is_read() {
-    let policy = client_policy(policy_of(Some(Kind::Detect(detect())))).unwrap();
+    let policy = client_policy(policy_with_protocol(Some(Kind::Detect(detect())))).unwrap();
     assert_eq!(policy.meta.to_string(), "Service/web.shop");
     let ClientProtocol::Detect {
         timeout, opaque: route, ..
@@ -233,7 +233,7 @@ fn a_complete_policy_is_read() {
     };
     assert_eq!(*timeout, Duration::from_secs(10));
     assert_eq!(route.as_ref().unwrap().meta.name(), "o");
-    let again = client_policy(policy_of(Some(Kind::Detect(detect())))).unwrap();
+    let again = client_policy(policy_with_protocol(Some(Kind::Detect(detect())))).unwrap();
     assert_eq!(policy, again, "equal updates are equal");
 
     for (kind, expected) in [
@@ -247,7 +247,7 @@ fn a_complete_policy_is_read() {
             }),
         ),
     ] {
-        assert_eq!(client_policy(policy_of(Some(kind))).unwrap().protocol, expected);
+        assert_eq!(client_policy(policy_with_protocol(Some(kind))).unwrap().protocol, expected);
     }
 }
 
@@ -320,7 +320,7 @@ fn timeouts_and_retries_are_read() {
             response: None,
             idle: seconds(3),
         });
-        rule.retry = retry_of(|_| ());
+        rule.retry = edited_retry(|_| ());
         rule.allow_l5d_request_headers = true;
     });
     let action = action(message);
