@@ -38,7 +38,7 @@ pub(crate) enum WatchMode {
 /// Common to all lookups.
 #[derive(Clone, Debug)]
 pub(crate) struct Config {
-    /// Sent verbatim; tells the control plane which workload asks.
+    /// Text that identifies this workload to the control plane; it is sent unchanged.
     pub workload: String,
     /// Not used for a control plane on this host.
     pub limits: StreamLimits,
@@ -171,7 +171,7 @@ impl Policies {
 /// Maximum fraction that is added to the interval of a poll. The configured jitter is not used: it may be 100, and a changed
 /// policy must take effect soon.
 const POLL_JITTER: f64 = 0.1;
-/// A denied poll waits for its interval, as after other failures.
+/// The refusals of a poll. They omit `PermissionDenied`: a denied poll waits for its interval, as after other failures.
 const POLL_REFUSAL_CODES: &[Code] = &[Code::InvalidArgument, Code::FailedPrecondition];
 const INBOUND_REFUSAL_CODES: &[Code] = &[Code::InvalidArgument, Code::FailedPrecondition, Code::PermissionDenied];
 const OUTBOUND_REFUSAL_CODES: &[Code] = &[
@@ -199,7 +199,7 @@ mod tests {
     use crate::api::tests::{CLIENT, CONTROL, Server, connector, mutual_tls, test_config, with_timeout};
     use crate::tls::tests::Authority;
 
-    /// Returns the request's fields in the response.
+    /// A policy service that returns the request's fields in its response.
     #[derive(Clone)]
     struct Echo;
 
@@ -262,7 +262,7 @@ mod tests {
         }
     }
 
-    /// The policies of a service over mutual TLS, and its server.
+    /// Starts a server of `service` with mutual TLS. Returns a client of it, and the server.
     async fn start_policy_server<S>(service: S, config: Config) -> (Policies, Server)
     where
         S: tower::Service<http::Request<Incoming>, Response = http::Response<Body>, Error = Infallible>,
@@ -290,7 +290,7 @@ mod tests {
     #[tokio::test]
     async fn ports_are_polled_without_the_jitter_of_failures() {
         let mut config = config();
-        config.inbound_backoff.jitter = 1e9; // adds hours to each delay
+        config.inbound_backoff.jitter = 1e9; // would add hours to each delay
         let (policies, _server) = start_policy_server(InboundServerPoliciesServer::new(Echo), config).await;
         let mode = WatchMode::Poll(Duration::from_millis(20));
         let mut polled = policies.inbound(8080, mode, RetrySignal::default(), |_| ());

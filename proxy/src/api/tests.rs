@@ -150,7 +150,7 @@ const BACKOFF: Backoff = Backoff {
 };
 const ANYWHERE: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 0);
 
-/// Answers `Get` calls from a script, one step for each call.
+/// A destination service that responds to each `Get` call with the next step of a script.
 #[derive(Clone, Default)]
 struct Scripted {
     steps: Arc<Mutex<VecDeque<Step>>>,
@@ -202,7 +202,7 @@ impl Destination for Scripted {
             Some(Step::Send(updates)) => Box::pin(stream::iter(updates.into_iter().map(Ok))),
             Some(Step::Hold(updates, cancelled_tx)) => {
                 let hold = stream::pending().map(move |update| {
-                    // Never runs; the closure owns the sender, which is dropped with the stream.
+                    // This closure never runs. It owns the sender, so that the sender is dropped with the stream.
                     let _ = &cancelled_tx;
                     update
                 });
@@ -276,7 +276,8 @@ async fn wait_endpoints(endpoints: &mut Receiver<Endpoints>, expected: (Position
         .unwrap();
 }
 
-/// A server with the same profile for every target, a client of it, and the sender that changes the profile.
+/// Starts a server with the same profile for every target. Returns the sender that changes the profile, the server, and a client of
+/// it.
 pub(crate) async fn start_profile_server(
     profile: proto::DestinationProfile,
 ) -> (sync::watch::Sender<proto::DestinationProfile>, Server, Destinations) {
@@ -286,7 +287,7 @@ pub(crate) async fn start_profile_server(
     (script.profile, server, destinations)
 }
 
-/// A scripted server with TLS, and a channel to it.
+/// Starts a scripted server with TLS. Returns its script, the server, and a channel to it.
 async fn scripted(steps: impl IntoIterator<Item = Step>) -> (Scripted, Server, Channel) {
     let authority = Authority::new();
     let script = Scripted::new(steps);
@@ -343,7 +344,7 @@ async fn a_watch_does_not_back_off_while_the_control_plane_is_unreachable() {
     };
     let channel = connector(authority.credentials(CLIENT), &Registry::new()).channel(target, test_config());
     let mut watch = endpoints_with(channel.clone(), limits, backoff);
-    // Longer than a stream may take to open.
+    // The wait is longer than the limit for opening a stream.
     timeout(Duration::from_millis(1500), watch.changed()).await.unwrap_err();
     assert!(channel.is_failing());
     let _server = Server::start(addr, Some(creds), service).await;

@@ -63,7 +63,7 @@ use crate::{
     tls::credentials::Credentials,
 };
 
-/// Channels to the control plane's services.
+/// Clients of the control plane's services, and channels to them and to the collector of trace spans.
 pub(super) struct ControlPlaneClients {
     pub(super) identity: Option<channel::Channel>,
     /// The collector of trace spans.
@@ -157,7 +157,7 @@ pub(super) struct ProxyBuilder<'a> {
     pub(super) taps: &'a Arc<TapRegistry>,
     pub(super) memory_pressure: &'a MemoryPressure,
     pub(super) head_memory: &'a Arc<HeadMemory>,
-    /// The limit of accepted connections, of each direction.
+    /// Maximum number of accepted connections of each direction.
     pub(super) max_connections: usize,
     pub(super) tracers: &'a Tracers,
 }
@@ -221,7 +221,7 @@ impl ProxyBuilder<'_> {
         })
     }
 
-    /// Discovery of destinations; it also updates the gauges of their endpoints.
+    /// Builds the discovery of destinations, which also updates the gauges of their endpoints.
     fn discovery(&self, direction: &DirectionSettings, endpoint_context: EndpointContext) -> Arc<Discovery> {
         let log_limiter = endpoint_context.connector.log_limiter.clone();
         let invalid_update_families = invalid_updates::Families::new(self.registry);
@@ -266,7 +266,7 @@ impl ProxyBuilder<'_> {
         discovery
     }
 
-    /// `outbound` handles the requests of the gateway.
+    /// Builds the inbound side. If this proxy is a gateway, `outbound` sends the requests of the gateway.
     pub(super) fn inbound(&self, outbound: &Arc<Outbound>) -> Arc<Inbound> {
         let Self { config, registry, .. } = *self;
         let suffixes = config.inbound.gateway_suffixes.clone();
@@ -280,10 +280,10 @@ impl ProxyBuilder<'_> {
         let own_port = config.inbound.listen.port();
         let mut watched_ports = config.inbound.watched_ports.clone();
         if gateway.is_some() {
-            watched_ports.insert(own_port); // its policy authorizes clients of the gateway
+            watched_ports.insert(own_port); // the policy of this port authorizes clients of the gateway
         }
         if !config.admin.listen.ip().is_loopback() {
-            watched_ports.insert(config.admin.listen.port()); // scrapes need not wait for the policy
+            watched_ports.insert(config.admin.listen.port()); // so that scrapes do not wait for the policy
         }
         let mut labelled_ports = watched_ports.clone();
         labelled_ports.insert(own_port);
@@ -349,7 +349,7 @@ impl ProxyBuilder<'_> {
         })
     }
 
-    /// What applies to a port until the control plane sends its policy.
+    /// The policy of a port until the control plane sends one.
     fn initial_policy(&self, detect_timeout: Duration) -> InitialPolicy {
         let config = self.config;
         let policy = config.inbound.default_policy;

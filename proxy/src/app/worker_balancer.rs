@@ -15,7 +15,7 @@ use tokio::{net::TcpStream, runtime::Handle};
 
 use crate::net::{io::Tcp, listen::AcceptedSocket};
 
-/// All workers, with their number of connections in one direction.
+/// All workers, each with its number of connections in one direction.
 pub(super) struct WorkerBalancer(Vec<WorkerLoad>);
 
 struct WorkerLoad {
@@ -23,7 +23,7 @@ struct WorkerLoad {
     n_connections: AtomicUsize,
 }
 
-/// Counts a connection for its worker until it is dropped.
+/// Counts a connection for its worker until this value is dropped.
 pub(super) struct WorkerAssignment {
     balancer: Arc<WorkerBalancer>,
     pub(super) worker: usize,
@@ -58,8 +58,8 @@ impl WorkerBalancer {
         Ok((assignment, Tcp::with_prefix(stream, client.prefix)))
     }
 
-    /// The least loaded worker, if it has more than 20 % fewer connections; otherwise the one that accepted the connection.
-    /// Handing over wakes another worker, which is not worthwhile for a smaller difference.
+    /// The least loaded worker, if it has more than 20 % fewer connections; otherwise the one that accepted the connection. Moving
+    /// a connection wakes another worker, which costs more than a smaller difference is worth.
     fn choose(&self, accepted_by: usize) -> usize {
         let n_connections = |index: usize| self.0[index].n_connections.load(Ordering::Relaxed);
         let n_own_connections = n_connections(accepted_by);

@@ -43,9 +43,9 @@ mod tests;
 pub struct EnvError {
     /// With its prefix.
     pub name: String,
-    /// The value, with a replacement character for each part that is not UTF-8; `None` if the variable is missing.
+    /// The value, with a replacement character for each sequence of bytes that is not UTF-8; `None` if the variable is missing.
     pub value: Option<String>,
-    /// What is wrong, and which values are accepted.
+    /// The problem, and the accepted values.
     pub reason: String,
 }
 
@@ -67,8 +67,8 @@ pub fn load<V: Into<OsString>>(lookup: impl Fn(&str) -> Option<V>) -> Result<Con
     }
 }
 
-/// The variables that may be shown publicly: those of the proxy. Others may contain secrets of the workload, and so may the
-/// headers of its probes. What is not UTF-8 in a value is replaced.
+/// The variables that may be shown publicly: those of the proxy, except the probes, whose headers may contain secrets. Variables of
+/// the workload may contain secrets too. Bytes of a value that are not UTF-8 are replaced.
 pub fn public_variables(variables: impl Iterator<Item = (OsString, OsString)>) -> BTreeMap<String, String> {
     variables
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.to_string_lossy().into_owned())))
@@ -216,9 +216,9 @@ fn inbound(env: &mut Env<'_>) -> Inbound {
     }
 }
 
-/// Minimum timeout for connecting to the application, whatever the environment says. If the application's accept queue is full,
-/// the kernel drops the SYN and sends it again after one and after three seconds. An application that does not listen refuses
-/// immediately.
+/// Minimum timeout for connecting to the application, also if the variable is set to a shorter one. If the application's accept
+/// queue is full, the kernel drops the SYN and sends it again after one and after three seconds. An application that does not
+/// listen refuses immediately.
 const MIN_INBOUND_CONNECT_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// The defaults that differ between the directions.
@@ -433,7 +433,7 @@ fn control(env: &mut Env<'_>, cluster_networks: Vec<ipnet::IpNet>) -> Option<Con
     })
 }
 
-/// A loopback address is reached in plaintext; any other requires an identity.
+/// The address of a control plane service. A loopback address is dialled in plaintext; any other address requires an identity.
 fn control_addr(env: &mut Env<'_>, prefix: &str) -> Option<ControlAddr> {
     let (addr_name, identity_name) = (format!("{prefix}_ADDR"), format!("{prefix}_NAME"));
     let addr = env.required(&addr_name, values::from_str::<Addr>);
@@ -509,7 +509,7 @@ struct Env<'a> {
 }
 
 impl Env<'_> {
-    /// The value of a variable, if it is set. What is not UTF-8 in it is replaced; [`Self::get`] then records an error.
+    /// The value of a variable, if it is set. Bytes that are not UTF-8 are replaced; [`Self::get`] then records an error.
     fn value(&self, name: &str) -> Option<String> {
         let value = self.os_value(&full_name(name))?;
         Some(value.to_string_lossy().into_owned())
@@ -565,7 +565,7 @@ impl Env<'_> {
         self.get(name, parse)
     }
 
-    /// Two variables that must be set together.
+    /// The parsed values of two variables that must be set together.
     fn pair<A, B>(
         &mut self,
         (first, parse_first): (&str, impl Fn(&str) -> Result<A, ParseError>),
@@ -621,7 +621,7 @@ fn full_name(name: &str) -> String {
     }
 }
 
-/// Shortens a long value, such as a certificate bundle, which would hide the reason.
+/// Shortens a long value, such as a certificate bundle, so that the reason in the error stays visible.
 fn shortened(value: String) -> String {
     match value.char_indices().nth(MAX_VALUE_CHARS_IN_ERROR) {
         Some((end, _)) => format!("{}…", &value[..end]),
@@ -646,8 +646,8 @@ const QUEUE_CAPACITY: usize = 10_000;
 const MAX_VALUE_CHARS_IN_ERROR: usize = 80;
 /// Variables of Linkerd that have no effect here.
 ///
-/// `INBOUND_PORTS_REQUIRE_IDENTITY` is not among them, although it is not read: injectors set it with the annotation of the same
-/// name, which the control plane turns into the policies of these ports.
+/// The list omits `INBOUND_PORTS_REQUIRE_IDENTITY`, which the proxy does not read either. Injectors set it from the annotation of
+/// the same name, which the control plane turns into the policies of these ports.
 const UNSUPPORTED_VARIABLES: &[&str] = &[
     "OUTBOUND_TCP_QUEUE_CAPACITY",
     "OUTBOUND_TCP_FAILFAST_TIMEOUT",

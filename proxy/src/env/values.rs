@@ -1,4 +1,4 @@
-//! Parsers for the values of variables; each error says what is accepted.
+//! Parsers for the values of variables. Each error names the accepted values.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
@@ -21,7 +21,7 @@ use crate::policy::endpoint::{FRAME_SIZES, MAX_WINDOW};
 use crate::policy::server::DefaultPolicy;
 use crate::tls::credentials::TrustAnchors;
 
-/// What is wrong with a value, and what is accepted.
+/// The problem of a value, and the accepted values.
 pub(super) type ParseError = String;
 
 pub(super) fn from_str<T: FromStr<Err: ToString>>(value: &str) -> Result<T, ParseError> {
@@ -47,7 +47,7 @@ pub(super) fn number<T: FromStr>(value: &str) -> Result<T, ParseError> {
         .map_err(|_| "expected a number that is not negative, without sign or unit".to_owned())
 }
 
-/// Declared probes, in the JSON of the injector.
+/// The probes that the injector declares in JSON.
 pub(super) fn probes(value: &str) -> Result<Vec<Probe>, ParseError> {
     let declared: Vec<OriginalProbe> = serde_json::from_str(value).map_err(|error| {
         format!(
@@ -114,7 +114,7 @@ pub(super) fn attribute_list(value: &str) -> Result<BTreeMap<String, String>, Pa
             let escaped = (byte == b'%')
                 .then(|| std::str::from_utf8(after.get(..2)?).ok())
                 .flatten()
-                // Otherwise a sign would be accepted.
+                // `from_str_radix` alone would also accept a sign.
                 .filter(|digits| digits.bytes().all(|digit| digit.is_ascii_hexdigit()))
                 .and_then(|digits| u8::from_str_radix(digits, 16).ok());
             bytes.push(escaped.unwrap_or(byte));

@@ -27,7 +27,7 @@ use crate::identity::key::{Key, KeyError};
 use crate::tls::credentials::{Credentials, TrustAnchors};
 use crate::tls::tests::Authority;
 
-/// Signs every request, as configured.
+/// An identity service that signs requests as its state says.
 #[derive(Clone)]
 struct Signer {
     shared: Arc<SignerState>,
@@ -400,7 +400,7 @@ fn id() -> Identity {
 }
 
 #[test]
-fn a_generated_request_names_only_the_own_identity() {
+fn a_generated_request_for_a_certificate_names_only_the_identity_of_the_proxy() {
     for id in [id(), "spiffe://root/vm".parse().unwrap()] {
         let key = Key::generate(&id).unwrap();
         KeyPair::from_pkcs8_der_and_sign_algo(&key.pkcs8, &PKCS_ECDSA_P256_SHA256).unwrap();
@@ -440,7 +440,7 @@ fn key_files_are_used_if_they_exist_and_match() {
     fs::remove_file(dir.path().join("csr.der")).unwrap();
     let half = Key::load(path, &id()).unwrap_err();
     assert!(
-        half.to_string().ends_with("csr.der, both or neither are needed"),
+        half.to_string().ends_with("csr.der does not; both or neither must exist"),
         "{half}"
     );
 }

@@ -1,4 +1,4 @@
-//! A Workload API on a real socket, with updates chosen by the tests.
+//! Tests of the client against a Workload API on a Unix socket, whose updates the tests choose.
 
 use std::fs;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ const VM: &str = "spiffe://root.linkerd.cluster.local/vm";
 
 type Update = Result<X509svidResponse, Status>;
 
-/// Each request gets the next stream of the test.
+/// A Workload API that responds to each request with the next stream of the test.
 #[derive(Clone)]
 struct Api {
     streams: Arc<Mutex<mpsc::Receiver<mpsc::Receiver<Update>>>>,
@@ -118,7 +118,7 @@ async fn serve(listener: UnixListener, api: Api) {
 }
 
 impl Fixture {
-    /// The stream of the proxy's next request.
+    /// Opens the stream that the proxy's next request gets.
     async fn stream(&self) -> mpsc::Sender<Update> {
         let (updates_tx, updates_rx) = mpsc::channel(8);
         self.streams.send(updates_rx).await.unwrap();
@@ -299,7 +299,7 @@ async fn the_file_of_trust_anchors_is_watched_while_the_api_is_down() {
         .wait_until(|fixture| fixture.registry.render().lines().any(has_failed))
         .await;
 
-    tokio::time::pause(); // nothing but time is waited for
+    tokio::time::pause(); // from here on, the test waits only for timers
     fs::write(fixture.dir.path().join("added.pem"), next.certificate.pem()).unwrap();
     fixture
         .wait_until(|fixture| fixture.creds.anchors() == own.anchors().union(&next.anchors()).unwrap())

@@ -50,8 +50,8 @@ pub(crate) enum ConnectionTls<'a> {
     },
 }
 
-/// Why a client is not permitted. Of several authorizations that do not permit it, the reason is that of the one that came closest: a
-/// later variant is closer to a permit.
+/// The reason why no authorization permits a client. Variants are ordered: if several authorizations deny the client for different
+/// reasons, the greatest reason is reported, which is the closest to a permit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
 pub(crate) enum Denied {
     #[error("no authorization permits this network")]
@@ -68,7 +68,7 @@ pub(crate) enum Denied {
 }
 
 impl Denied {
-    /// The name of what was missing, for labels and headers.
+    /// The name of the reason in labels and headers.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Network => "network",
@@ -101,7 +101,7 @@ pub(crate) fn authorize<'a>(
 }
 
 impl Authorization {
-    /// Permits clients by authentication alone, from any network.
+    /// An authorization of clients by authentication alone, from any network.
     pub(crate) fn from_any_network(authentication: Authentication, meta: Arc<Meta>) -> Self {
         Self {
             networks: any_network(),
@@ -120,7 +120,7 @@ impl Authorization {
         }
     }
 
-    /// Whether it permits every client: any address, no authentication.
+    /// Whether every client is permitted: from any address, without authentication.
     pub(crate) fn permits_every_client(&self) -> bool {
         let covers = |is_ipv4: bool| {
             let mut nets = self.networks.iter().filter(|network| network.except.is_empty());
@@ -162,7 +162,7 @@ impl Authentication {
 }
 
 impl IdentityPattern {
-    /// Made from labels in order: `["ns", "cluster", "local"]` matches all names below `ns.cluster.local`.
+    /// Creates a pattern from labels in order: `["ns", "cluster", "local"]` matches all names below `ns.cluster.local`.
     pub(crate) fn from_labels<S: AsRef<str>>(labels: &[S]) -> Self {
         if labels.is_empty() {
             return Self::Any;
@@ -180,7 +180,7 @@ impl IdentityPattern {
         match (self, client) {
             (Self::Any, _) => true,
             (Self::Dns(suffix), Identity::Dns(name)) => name.ends_with(&**suffix),
-            // The parts of a URI do not nest from right to left; a suffix would permit other trust domains.
+            // A suffix of a URI would permit identities of other trust domains, because the trust domain is at the start of a URI.
             (Self::Dns(_), Identity::Uri(_)) => false,
         }
     }
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn networks_and_their_exceptions_decide_first() {
+    fn clients_outside_the_networks_or_in_their_exceptions_are_denied() {
         let open = [authorization_from("10.0.0.0/8", "10.1.0.0/16", Authentication::Unauthenticated)];
         for (client, expected) in [
             ("10.0.0.1", Ok("10.0.0.0/8".to_owned())),
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn authentication_decides_next() {
+    fn clients_in_the_networks_are_denied_without_the_authentication() {
         let dns: Identity = "web.shop.serviceaccount.identity.linkerd.cluster.local"
             .parse()
             .unwrap();

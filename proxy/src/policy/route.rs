@@ -1,4 +1,4 @@
-//! Finds the rule for a request: the most specific match wins, the first of equals.
+//! Finds the rule for a request: the rule with the most specific match, or the first of equals.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use crate::policy::filter::Filter;
 use crate::policy::matches::{self, HostMatch, HostScore, RequestAttributes, RequestMatch, Score, path};
 use crate::policy::meta::Meta;
 
-/// Rules for some hosts; an empty list means all hosts.
+/// Rules for requests to some hosts. If the list of hosts is empty, the rules are for all hosts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Route<T> {
     pub(crate) meta: Arc<Meta>,
@@ -16,7 +16,7 @@ pub(crate) struct Route<T> {
     pub(crate) rules: Vec<Rule<T>>,
 }
 
-/// What applies to requests that match any of `matches`; an empty list means every request.
+/// The filters and the action of requests that match any of `matches`. If the list is empty, every request matches.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Rule<T> {
     pub(crate) matches: Vec<RequestMatch>,
@@ -36,7 +36,7 @@ pub(crate) struct RouteMatch<'a, T> {
 }
 
 impl<T> RouteMatch<'_, T> {
-    /// Whether the rule matches the request by a match that names its method.
+    /// Whether a match of the rule that requires the method of the request matches the request.
     pub(crate) fn names_request_method(&self, attributes: &RequestAttributes<'_>) -> bool {
         let mut matches = self.rule.matches.iter();
         matches.any(|candidate| candidate.names_method(attributes.method) && candidate.score(attributes).is_some())
@@ -51,8 +51,8 @@ impl<T> RouteMatch<'_, T> {
     }
 }
 
-/// Like [`find`], but compares the normal form of the path. The rules must be
-/// [for normalized paths](RequestMatch::with_normalized_path).
+/// Like [`find`], but compares the normal form of the path. The matches of the rules must be converted by
+/// [`RequestMatch::with_normalized_path`].
 pub(crate) fn find_by_normalized_path<'a, T>(
     routes: &'a [Route<T>],
     attributes: &RequestAttributes<'_>,
@@ -66,9 +66,10 @@ pub(crate) fn find_by_normalized_path<'a, T>(
     Some(found.map_matched_prefix_len(|length| path::original_len(attributes.path, length)))
 }
 
-/// The most specific rule for a request, or `None` if the request has no route.
+/// Finds the most specific rule for a request; `None` if the request has no route.
 ///
-/// Order: exact host, longer host suffix, no host; then `Score`; then the order of the list.
+/// Rules are ordered by host (exact host, then longer host suffix, then no host), then by [`Score`], then by their position in the
+/// list.
 pub(crate) fn find<'a, T>(routes: &'a [Route<T>], attributes: &RequestAttributes<'_>) -> Option<RouteMatch<'a, T>> {
     let mut best: Option<RouteMatch<'a, T>> = None;
     // Parsed at most once, and only if a route needs it.
@@ -124,13 +125,13 @@ impl<T> Route<T> {
         self.depends_on_path() && is_for_host()
     }
 
-    /// Whether a rule names this method.
+    /// Whether a match of a rule requires this method.
     pub(crate) fn names_method(&self, method: &Method) -> bool {
         let mut matches = self.rules.iter().flat_map(|rule| &rule.matches);
         matches.any(|candidate| candidate.names_method(method))
     }
 
-    /// Whether the route comes from a resource of the user, and was not generated.
+    /// Whether the route comes from a resource of the user; otherwise the control plane has generated it.
     pub(crate) fn is_user_defined(&self) -> bool {
         !self.meta.is_default()
     }
@@ -237,7 +238,7 @@ mod tests {
         }
     }
 
-    /// The candidate that gets a request to `http://a.b.c<target>` with headers `x-a: 1` and `x-b: 1`.
+    /// The action of the rule that is found for a request to `http://a.b.c<target>` with the headers `x-a: 1` and `x-b: 1`.
     fn winner(routes: &[Route<usize>], method: Method, target: &str) -> Option<usize> {
         let uri: Uri = format!("http://a.b.c:80{target}").parse().unwrap();
         let mut headers = HeaderMap::new();
@@ -246,7 +247,7 @@ mod tests {
         find(routes, &RequestAttributes::new(&method, &uri, &headers)).map(|found| found.rule.action)
     }
 
-    /// The first of each pair must win over the second, in either order.
+    /// In each case, the first match must be preferred to the second one, in either order.
     #[test]
     fn the_more_specific_rule_wins_in_any_order() {
         let matching = |edit: fn(&mut HttpMatch)| http(edit);

@@ -244,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn identities_need_a_server_name_and_an_invalid_identity_removes_the_endpoint() {
+    fn an_endpoint_with_an_invalid_identity_or_server_name_is_refused() {
         let dns = |name: &str| Strategy::DnsLikeIdentity(DnsLikeIdentity { name: name.into() });
         let uri = |uri: &str| Strategy::UriLikeIdentity(UriLikeIdentity { uri: uri.into() });
         for (strategy, server_name, expected) in [
@@ -386,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn http2_settings_are_as_http2_allows_them() {
+    fn http2_settings_are_limited_to_the_ranges_of_http2() {
         for (size, window, frame) in [
             (0, None, None),
             (100, Some(100), Some(16_384)),

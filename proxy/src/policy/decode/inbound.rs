@@ -147,8 +147,8 @@ fn grpc(messages: Vec<proto::GrpcRoute>, server_authorizations: &Authorizations)
     })
 }
 
-/// Converts matches so that they can be compared with normalized paths: if rules of a port depend on the path, its requests are
-/// matched by the normal form of their path.
+/// Converts matches so that they can be compared with normalized paths. If rules of a port depend on the path, they are compared
+/// with the normal form of the path.
 fn normalize_path_matches(matches: Vec<RequestMatch>) -> Vec<RequestMatch> {
     matches.into_iter().map(RequestMatch::with_normalized_path).collect()
 }
@@ -304,7 +304,7 @@ fn rate_limit(message: proto::HttpLocalRateLimit) -> Result<RateLimit, DecodeErr
     })
 }
 
-/// The resource that the labels name; `default:x` is the default `x`.
+/// The resource that the labels name. The name `default:x` means the built-in default `x`.
 fn meta_from_labels(labels: &BTreeMap<String, String>, default_kind: &str) -> Result<Arc<Meta>, DecodeError> {
     let name = labels.get("name").ok_or(DecodeError::Missing("label name"))?;
     if let Some(name) = name.strip_prefix("default:") {
@@ -689,7 +689,6 @@ mod tests {
         }
     }
 
-    /// The addresses of a server are not used here.
     #[test]
     fn addresses_of_a_server_are_ignored() {
         let nonsense = tulle_proto::net::IpAddress { ip: None };
@@ -701,7 +700,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_filter_lets_nothing_pass() {
+    fn an_unknown_filter_refuses_the_requests_of_its_rule() {
         let (_, http) = decode_detect(server(|_, detect| {
             detect.http_routes[0].rules[0].filters = vec![proto::http_route::Filter { kind: None }];
         }));
@@ -709,7 +708,7 @@ mod tests {
     }
 
     #[test]
-    fn identities_and_suffixes_authorize() {
+    fn clients_are_authorized_by_identity_or_suffix() {
         let clients = |names: &[&str], suffixes: &[&[&str]]| {
             let identities = names
                 .iter()

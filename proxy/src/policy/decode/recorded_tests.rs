@@ -46,7 +46,7 @@ fn recorded_profiles_and_endpoints_are_read() {
 }
 
 impl Recorded {
-    /// The lines of each message; fails if a message has a field that is not known.
+    /// Decodes each message and returns its lines. Fails if a message has an unknown field.
     fn decode_all<T: Message + Default + Debug>(&self, lines: impl Fn(T) -> Vec<String>) -> Vec<String> {
         let decode = |bytes: &Vec<u8>| {
             let message = T::decode(&**bytes).unwrap();
@@ -62,7 +62,7 @@ impl Recorded {
     }
 }
 
-/// Compares the decoded policies with the file of that name.
+/// Compares the decoded messages of a recording with the expected file of the same name.
 fn compare(name: &str, lines: impl Fn(&Recorded) -> Vec<String>) {
     let mut text = String::new();
     for recording in recorded(name) {

@@ -27,7 +27,7 @@ fn hosts_match_exactly_or_by_suffix() {
 }
 
 #[test]
-fn exact_hosts_beat_suffixes_and_longer_ones_shorter() {
+fn exact_hosts_have_higher_scores_than_suffixes_and_longer_suffixes_than_shorter() {
     let exact = HostMatch::exact("a.b.com").score("a.b.com");
     let long = HostMatch::suffix(&["com", "b"]).score("a.b.com");
     let short = HostMatch::suffix(&["com"]).score("a.b.com");

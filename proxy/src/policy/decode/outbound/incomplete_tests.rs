@@ -1,4 +1,4 @@
-//! Messages that are incomplete or invalid are refused with the reason.
+//! Tests of messages that are incomplete or invalid, and of the reasons with which they are refused.
 
 use proto::backend::balance_p2c::{Load, PeakEwma};
 use proto::backend::{BalanceP2c, Kind as BackendKind};

@@ -334,9 +334,9 @@ fn random_available<F>(
     let mut backends = backends?;
     match backends.len() {
         0 => Err(DecodeError::Missing("backends")),
-        // All weights are zero: this rule gets no backend. Other rules are not affected.
+        // If all weights are zero, this rule has no backend. Other rules are not affected.
         _ if backends.iter().all(|(_, weight)| *weight == 0) => Ok(Distribution::Empty),
-        // Any other weight of a single backend has no effect.
+        // The weight of a single backend has no effect, unless it is zero.
         1 => Ok(Distribution::FirstAvailable(
             backends.drain(..).map(|(backend, _)| backend).collect(),
         )),
@@ -366,7 +366,7 @@ fn backend(message: Option<proto::Backend>) -> Result<Arc<BackendSpec>, DecodeEr
 }
 
 /// # Errors
-/// As [`endpoint`], or the keep-alive settings are incomplete.
+/// The errors of [`endpoint`], or the keep-alive settings are incomplete.
 fn fixed_endpoint(message: WeightedAddr) -> Result<EndpointSpec, DecodeError> {
     let mut incomplete = None;
     let spec = endpoint(message, &BTreeMap::new(), |error| incomplete = Some(error))?;
@@ -411,7 +411,7 @@ fn balancer(message: proto::backend::BalanceP2c) -> Result<BackendTarget, Decode
 
 fn queue(message: proto::Queue) -> Result<Queue, DecodeError> {
     let capacity = match message.capacity {
-        // Not set: some control planes send only the timeout.
+        // The capacity is not set: some control planes send only the timeout.
         0 => DEFAULT_QUEUE_CAPACITY,
         capacity => usize::try_from(capacity).unwrap_or(DEFAULT_QUEUE_CAPACITY),
     };
@@ -442,7 +442,7 @@ fn failure_accrual(message: proto::FailureAccrual) -> Result<FailureAccrual, Dec
                 ));
             }
             let window = optional_duration("decay of a failure accrual", decay)?.unwrap_or(Duration::from_secs(10));
-            // Without a threshold the window is not used.
+            // With a threshold of 0 the window is not used.
             if window < MIN_ACCRUAL_WINDOW && success_rate_threshold > 0.0 {
                 return Err(DecodeError::invalid(
                     "decay of a failure accrual",

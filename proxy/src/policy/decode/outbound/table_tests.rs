@@ -1,4 +1,4 @@
-//! Required fields of a policy, as a table: a message, and the reason if it is refused.
+//! Tests with tables of messages: each message is accepted, or refused with a reason.
 
 use proto::http_route::retry::{Conditions, conditions::StatusRange};
 use proto::proxy_protocol::{Grpc, Http1, Kind, Opaque, Tls};
@@ -26,9 +26,8 @@ fn assert_reasons(cases: impl IntoIterator<Item = (proto::OutboundPolicy, &'stat
     }
 }
 
-/// A resource needs four fields for its name.
 #[test]
-fn resources_are_named_in_full() {
+fn a_resource_needs_group_kind_namespace_and_name() {
     type Change = fn(&mut Resource);
     let cases: [(Change, &str); 6] = [
         (|resource| resource.group.clear(), "metadata.group is missing"),
@@ -105,7 +104,7 @@ macro_rules! route_kinds {
 
 #[allow(clippy::needless_update)] // some kinds have fields that others lack
 #[test]
-fn routes_of_every_kind_need_metadata_backends_and_filters_that_are_known() {
+fn routes_of_every_kind_need_metadata_backends_and_known_filters() {
     let kinds = route_kinds! {
         "HTTP": http_route, |metadata, rule| policy_with_protocol(Some(Kind::Http1(Http1 {
             routes: vec![proto::HttpRoute { metadata, rules: vec![rule], ..Default::default() }],
