@@ -207,7 +207,11 @@ impl ProxyBuilder<'_> {
                 limits: http_limits(direction),
                 http2: http2_server_config(direction),
             },
-            service_stack: self.service_stack("outbound", direction, config.log.access_log_directions.includes_outbound()),
+            service_stack: self.service_stack(
+                "outbound",
+                direction,
+                config.log.access_log_directions.includes_outbound(),
+            ),
             error_detail: match config.outbound.informational_headers {
                 Visibility::Shown => ErrorDetail::Include,
                 Visibility::Hidden => ErrorDetail::Omit,
@@ -328,7 +332,11 @@ impl ProxyBuilder<'_> {
                 limits: http_limits(direction),
                 http2: http2_server_config(direction),
             }),
-            service_stack: self.service_stack("inbound", direction, config.log.access_log_directions.includes_inbound()),
+            service_stack: self.service_stack(
+                "inbound",
+                direction,
+                config.log.access_log_directions.includes_inbound(),
+            ),
             families: families.clone(),
             taps: self.taps.clone(),
             tracer: self.tracers.inbound.clone(),

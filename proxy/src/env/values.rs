@@ -122,7 +122,9 @@ pub(super) fn attribute_list(value: &str) -> Result<BTreeMap<String, String>, Pa
         }
         (name, String::from_utf8_lossy(&bytes).into_owned())
     };
-    comma_separated(value).map(|pair| attribute(pair, ',').map(decode)).collect()
+    comma_separated(value)
+        .map(|pair| attribute(pair, ',').map(decode))
+        .collect()
 }
 
 fn attribute(pair: &str, separator: char) -> Result<(String, String), ParseError> {

@@ -436,11 +436,15 @@ fn key_files_are_used_if_they_exist_and_match() {
     write_key_files(dir.path(), &p384, &given.csr);
     assert!(matches!(Key::load(path, &id()), Err(KeyError::BadKey { .. })));
     write_key_files(dir.path(), given.pkcs8.secret_pkcs8_der(), b"no request");
-    assert!(matches!(Key::load(path, &id()), Err(KeyError::BadSigningRequest { .. })));
+    assert!(matches!(
+        Key::load(path, &id()),
+        Err(KeyError::BadSigningRequest { .. })
+    ));
     fs::remove_file(dir.path().join("csr.der")).unwrap();
     let half = Key::load(path, &id()).unwrap_err();
     assert!(
-        half.to_string().ends_with("csr.der does not; both or neither must exist"),
+        half.to_string()
+            .ends_with("csr.der does not; both or neither must exist"),
         "{half}"
     );
 }

@@ -52,8 +52,8 @@ const MAX_UNAUTHORIZED_HEADER_LIST_BYTES: u32 = 32 << 10;
 /// of HTTP/2 (RFC 9113, section 6.9.2).
 const MAX_UNAUTHORIZED_WINDOW_BYTES: u32 = (1 << 16) - 1;
 
-/// Maximum frame of an unauthorized client: the default of HTTP/2 (RFC 9113, section 6.5.2). The h2 crate keeps a frame until it is
-/// complete, whatever the flow-control windows are.
+/// Maximum size of a frame from an unauthorized client: the default of HTTP/2 (RFC 9113, section 6.5.2). The h2 crate stores a
+/// frame until it is complete, independent of the flow-control windows.
 const MAX_UNAUTHORIZED_FRAME_BYTES: u32 = 1 << 14;
 
 /// Maximum idle time of a connection of an unauthorized client, and maximum time for a request head.

@@ -1,5 +1,5 @@
-//! Backends of a route: a balancer, a fixed endpoint, or a refusal. Creates them as the policy specifies them
-//! ([`BackendSpec`]), and selects one of several.
+//! The backends of a route: a balancer, a fixed endpoint, or a refusal. This module creates backends from [`BackendSpec`], and
+//! selects one of several.
 
 use std::{
     collections::HashMap,
@@ -46,6 +46,7 @@ pub(crate) enum Backends<F> {
     ByWeight(Weights, Vec<BackendChoice<F>>),
 }
 
+/// One of the backends of a route.
 pub(crate) struct BackendChoice<F> {
     pub(super) filters: Vec<F>,
     pub(super) backend: Backend,
@@ -82,7 +83,7 @@ pub(crate) struct BackendFactory {
     pub(crate) endpoint_context: Arc<EndpointContext>,
     pub(crate) destinations: Destinations,
     pub(crate) strategy: Strategy,
-    /// Lower bound of a queue's capacity, `LINKERD2_PROXY_OUTBOUND_HTTP_QUEUE_CAPACITY`: a smaller one from the policy is
+    /// Minimum capacity of a queue, from `LINKERD2_PROXY_OUTBOUND_HTTP_QUEUE_CAPACITY`. A smaller capacity from the policy is
     /// raised to it.
     ///
     /// Linkerd's control plane always sends a capacity of 100, and its proxies ignore it.
@@ -97,7 +98,7 @@ pub(crate) struct BackendFactory {
 #[derive(Default)]
 pub(crate) struct FixedEndpointCache {
     endpoints: HashMap<SocketAddr, Vec<FixedEndpointEntry>>,
-    /// Number of addresses above which the unused ones are removed.
+    /// Number of addresses above which unused endpoints are removed.
     sweep_at: usize,
 }
 
@@ -160,7 +161,7 @@ impl BackendFactory {
         }
     }
 
-    /// The endpoint at a fixed address. Returns an existing one with its connections if it is still in use.
+    /// Returns the endpoint at a fixed address. An endpoint that is still in use is returned again, with its connections.
     pub(super) fn fixed_endpoint(&self, spec: &Arc<EndpointSpec>) -> Arc<Endpoint> {
         let mut cache = self.fixed_endpoints.lock();
         let list = cache.endpoints.entry(spec.addr).or_default();
@@ -177,7 +178,7 @@ impl BackendFactory {
         endpoint
     }
 
-    /// The balancer of a service, with default load parameters. `authority` is the service's name and port.
+    /// Creates a backend with the balancer of a service and default load parameters. `authority` is the service's name and port.
     pub(super) fn service_backend(
         &self,
         authority: &Arc<str>,
@@ -281,7 +282,7 @@ impl BackendFactory {
 }
 
 impl BalancedService {
-    /// The refusal of a control plane that denies the endpoints and has never sent any.
+    /// The error of requests if the control plane denies this proxy the endpoints and has never sent any.
     pub(super) fn denial(&self) -> Option<Error> {
         let state = self.endpoint_watch.borrow();
         let denial = state.denial()?;
@@ -321,7 +322,7 @@ impl<F> Backends<F> {
         chosen.ok_or(Error::NoBackends)
     }
 
-    /// Whether one of the backends is available now; one of weight 0 does not count.
+    /// Whether one of the backends is available now. A backend with weight 0 does not count.
     pub(super) fn is_available(&self, now: Instant) -> bool {
         match self {
             Self::None => false,
@@ -339,7 +340,7 @@ impl Backend {
     fn is_available(&self, now: Instant) -> bool {
         match self {
             Self::Balanced(balanced, _) => balanced.balancer.can_pick(now),
-            // If it fails, its share of the requests fails and does not go to other backends.
+            // They are available even if they fail: their share of the requests then fails and does not go to other backends.
             Self::Forward(_) | Self::Fail => true,
         }
     }
@@ -360,7 +361,8 @@ impl Backend {
         }
     }
 
-    /// Picks an endpoint of a service that `is_allowed` accepts, if one can be picked now. Other backends have no choice: `None`.
+    /// Picks an endpoint of a service that `is_allowed` accepts, if one can be picked now. Returns `None` for backends that are not
+    /// services.
     pub(super) fn pick_where(&self, is_allowed: impl Fn(&Arc<Endpoint>) -> bool) -> Option<Arc<Endpoint>> {
         match self {
             Self::Balanced(balanced, _) => balanced.balancer.pick_where(Instant::now(), is_allowed),

@@ -221,7 +221,11 @@ mod tests {
 
     #[test]
     fn clients_outside_the_networks_or_in_their_exceptions_are_denied() {
-        let open = [authorization_from("10.0.0.0/8", "10.1.0.0/16", Authentication::Unauthenticated)];
+        let open = [authorization_from(
+            "10.0.0.0/8",
+            "10.1.0.0/16",
+            Authentication::Unauthenticated,
+        )];
         for (client, expected) in [
             ("10.0.0.1", Ok("10.0.0.0/8".to_owned())),
             ("::ffff:10.0.0.1", Ok("10.0.0.0/8".to_owned())),
@@ -334,8 +338,14 @@ mod tests {
             Ok("10.0.0.0/24".to_owned())
         );
         assert_eq!(check(&list, "10.1.0.1", meshed), Err(Denied::Identity));
-        assert_eq!(check(&list, "10.1.0.1", ConnectionTls::NotTerminated), Err(Denied::NoTls));
-        assert_eq!(check(&list, "::1", ConnectionTls::NotTerminated), Ok("localhost".to_owned()));
+        assert_eq!(
+            check(&list, "10.1.0.1", ConnectionTls::NotTerminated),
+            Err(Denied::NoTls)
+        );
+        assert_eq!(
+            check(&list, "::1", ConnectionTls::NotTerminated),
+            Ok("localhost".to_owned())
+        );
         assert_eq!(check(&[], "10.0.0.1", meshed), Err(Denied::Network));
     }
 }

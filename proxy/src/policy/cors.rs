@@ -210,7 +210,9 @@ mod tests {
             ("access-control-request-method", "PUT"),
             ("access-control-request-headers", "x-a"),
         ]);
-        let found = cors.for_request(&request).preflight_response(&Method::OPTIONS, &request);
+        let found = cors
+            .for_request(&request)
+            .preflight_response(&Method::OPTIONS, &request);
         found.unwrap()
     }
 

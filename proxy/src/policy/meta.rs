@@ -140,7 +140,11 @@ mod tests {
             ("example.com:443", "default:unknown"),
             ("", "default:unknown"),
         ] {
-            assert_eq!(Meta::from_service_authority(authority).to_string(), expected, "{authority}");
+            assert_eq!(
+                Meta::from_service_authority(authority).to_string(),
+                expected,
+                "{authority}"
+            );
         }
     }
 }

@@ -72,7 +72,11 @@ impl ServerPolicy {
         let meta = Meta::default_named("invalid");
         // The route authorizes every client, so that its filter responds with 500 and the cause. Without an authorization the
         // response would be 403.
-        let authorizations: Arc<[_]> = [Authorization::from_any_network(Authentication::Unauthenticated, meta.clone())].into();
+        let authorizations: Arc<[_]> = [Authorization::from_any_network(
+            Authentication::Unauthenticated,
+            meta.clone(),
+        )]
+        .into();
         let rule = Rule {
             matches: Vec::new(),
             filters: vec![Filter::Invalid(

@@ -12,7 +12,7 @@ use crate::{
     tls::status::ServerTls,
 };
 
-/// A client, and the policy of its target port.
+/// The client of a connection, and the policy of the target port.
 pub(super) struct PortClient {
     pub(super) addrs: ConnectionAddrs,
     pub(super) tls: ServerTls,

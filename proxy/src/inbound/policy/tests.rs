@@ -38,13 +38,13 @@ use crate::{
 /// protocol is detected for up to an hour.
 #[derive(Clone, Default)]
 struct Service {
-    /// Open streams.
+    /// Number of open streams.
     n_watches: Arc<AtomicUsize>,
-    /// All streams, also those that have ended.
+    /// Number of all streams, including those that have ended.
     n_opened: Arc<AtomicUsize>,
-    /// Permits on odd ports instead.
+    /// Whether clients are permitted on odd ports instead of even ones.
     is_inverted: Arc<AtomicBool>,
-    /// Denies all policies to the proxy.
+    /// Whether all policies are denied to the proxy.
     denies: Arc<AtomicBool>,
 }
 
@@ -119,7 +119,12 @@ impl InboundServerPolicies for Service {
     }
 }
 
-fn new_port_policies(server: &Server, authority: &Authority, initial_policy: InitialPolicy, idle: Duration) -> PortPolicies {
+fn new_port_policies(
+    server: &Server,
+    authority: &Authority,
+    initial_policy: InitialPolicy,
+    idle: Duration,
+) -> PortPolicies {
     let backoff = Backoff {
         min: Duration::from_secs(3600),
         max: Duration::from_secs(3600),
@@ -149,7 +154,8 @@ fn new_port_policies(server: &Server, authority: &Authority, initial_policy: Ini
     PortPolicies::new(policies, config, invalid_updates)
 }
 
-/// Ports 1 to 256 are watched, by the returned policies.
+/// Policies of ports, of which ports 1 to 256 are watched: no further watch is free. The watches last while the returned port
+/// policies are held.
 async fn ports_without_free_watches(server: &Server, authority: &Authority) -> (PortPolicies, Vec<Arc<PortPolicy>>) {
     let ports = new_port_policies(server, authority, InitialPolicy::Refuse, Duration::from_secs(3600));
     let most = u16::try_from(MAX_ON_DEMAND_WATCHES).unwrap();
@@ -173,7 +179,11 @@ async fn authorize_client(ports: &PortPolicies, number: u16) -> Option<bool> {
 async fn authorize(ports: &PortPolicies, client: IpAddr, number: u16) -> Option<bool> {
     let target = ([10, 0, 0, 9], number).into();
     let current = ports.wait_for_policy(target, client).await.current();
-    let authorized = authz::authorize(&current.server_policy.authorizations, client, ConnectionTls::NotTerminated);
+    let authorized = authz::authorize(
+        &current.server_policy.authorizations,
+        client,
+        ConnectionTls::NotTerminated,
+    );
     (!current.is_unknown).then_some(authorized.is_ok())
 }
 

@@ -41,7 +41,7 @@ impl HttpConnection {
             &*self.inbound.identity_name,
             self.tls.client_id().map_or("", |id| id.as_str()),
         );
-        req.headers_mut().remove(names::L5D_CLIENT_ID); // the next proxy sets it to the identity of this one
+        req.headers_mut().remove(names::L5D_CLIENT_ID); // the next proxy sets this header to the identity of this proxy
         let request_metrics = self.authorize(req)?;
         let mut route_guard = RouteRequestGuard::begin(request_metrics, req, started_at);
         let result = match gateway::check_loop(own_identity, client, Some(req)) {
@@ -162,7 +162,8 @@ async fn resend(
 /// Maximum number of times that an HTTP/2 request is sent to the application.
 const MAX_HTTP2_SENDS: usize = 3;
 
-/// Every failure to connect to the application becomes 502, even a timeout: the client's proxy can then try another endpoint.
+/// Converts a connect timeout to a connect error: every failure to connect to the application becomes 502, so that the client's
+/// proxy can try another endpoint.
 fn timeout_as_connect_error(error: Error) -> Error {
     match error {
         Error::ConnectTimeout(source) => Error::Connect(source),

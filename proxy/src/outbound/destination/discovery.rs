@@ -36,7 +36,7 @@ use crate::{
     },
 };
 
-/// All cached destinations, and what is needed to find others.
+/// The cached destinations, and the clients and settings that discover others.
 pub(crate) struct Discovery {
     pub(crate) destinations: Destinations,
     pub(crate) policies: Policies,
@@ -54,7 +54,7 @@ pub(crate) struct Discovery {
     pub(crate) log_limiter: Arc<LogLimiter<(Addr, &'static str)>>,
 }
 
-/// A destination, and the other addresses to try if it cannot be reached.
+/// A destination, and the addresses to try next if the destination cannot be reached.
 pub(in crate::outbound) type ResolvedTarget = (Arc<Destination>, Vec<SocketAddr>);
 
 impl Discovery {
@@ -185,8 +185,8 @@ fn watch_profile(
     })
 }
 
-/// Watches the policy of a destination: the last valid one. If the control plane has sent invalid ones only, it is a policy that
-/// refuses everything.
+/// Watches the policy of a destination. An invalid policy is replaced by the last valid one. If there is no valid one, it is
+/// replaced by a policy that refuses all requests and connections.
 fn watch_policy(discovery: &Discovery, destination: &Destination) -> watch::Receiver<WatchState<ClientPolicy>> {
     let (target, timeout) = (&destination.target, discovery.local_policy_config.detect_timeout);
     let mut reporter = discovery
@@ -207,8 +207,8 @@ fn watch_policy(discovery: &Discovery, destination: &Destination) -> watch::Rece
     })
 }
 
-/// Builds a snapshot from the latest profile and policy; `None` while an answer is outstanding, or while several workloads have the
-/// address and it has no policy.
+/// Builds a snapshot from the latest profile and policy. Returns `None` while an answer is outstanding, or while several workloads
+/// have the address and the address has no policy.
 fn build_snapshot(
     discovery: &Discovery,
     destination: &Destination,
@@ -238,7 +238,7 @@ fn build_snapshot(
             let reason = destination.update_errors.profile.lock().clone().unwrap_or_default();
             return refuse_all(ClientPolicy::invalid(reason, timeout));
         }
-        // Linkerd's code for an address that several workloads have.
+        // Linkerd's control plane sends this code for an address that several workloads have.
         Some(WatchState::Refused(refusal)) => {
             *destination.update_errors.profile.lock() = None;
             (None, refusal.code == tonic::Code::FailedPrecondition)
@@ -249,10 +249,10 @@ fn build_snapshot(
     let policy = match &*policy_watch.borrow() {
         WatchState::Pending => return None,
         WatchState::Known(policy) => policy.clone(),
-        // Several workloads have this address. There is no snapshot until the control plane knows which of them remains: a
-        // connection in plaintext could reach one that requires mTLS.
+        // Several workloads have this address. There is no snapshot until only one of them remains, because a connection in
+        // plaintext could reach a workload that requires mTLS.
         WatchState::Refused(refusal) if is_unknown_destination(refusal) && is_shared_address => return None,
-        // Clients choose names. A refused name is treated as unknown, without a warning.
+        // A refused name is treated as unknown. There is no warning, because clients choose names.
         WatchState::Refused(refusal) if is_unknown_destination(refusal) || matches!(target, Addr::Name(_)) => {
             *destination.update_errors.policy.lock() = None;
             let endpoint = profile.and_then(|profile| profile.endpoint.clone());
@@ -281,7 +281,7 @@ fn build_snapshot(
     })
 }
 
-/// The policy of a destination for which the control plane has none. `endpoint` is the one in its profile.
+/// The policy of a destination for which the control plane has none. `endpoint` is the endpoint in the profile of the destination.
 fn unknown_destination_policy(
     target: &Addr,
     endpoint: Option<Arc<EndpointSpec>>,
@@ -322,8 +322,8 @@ fn is_unknown_destination(refusal: &Refusal) -> bool {
 
 /// Waits until the destination has been unused for the idle timeout, then removes it from the cache.
 ///
-/// The destination must have been unused for the whole timeout: otherwise one with only short connections would be removed between
-/// two of them. While the control plane is unreachable, destinations with a snapshot stay cached.
+/// Connections within the timeout keep the destination: otherwise a destination with only short connections would be removed
+/// between two of them. While the control plane is unreachable, destinations with a snapshot stay cached.
 async fn evict_when_idle(discovery: &Discovery, destination: &Arc<Destination>) {
     loop {
         let due = *destination.used_at.lock() + discovery.idle_timeout;
@@ -403,7 +403,7 @@ mod tests {
             .await
             .unwrap();
         };
-        expect_name(None).await; // there was none before it
+        expect_name(None).await; // no valid profile was sent before
         assert!(
             destination
                 .update_errors

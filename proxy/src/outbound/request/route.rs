@@ -128,17 +128,19 @@ fn find_route<'a, T>(
     Ok(route::find_by_normalized_path(routes, attributes, &normalized_path))
 }
 
-/// Checks that no rules of an EgressNetwork are bypassed by the bytes of a CONNECT tunnel, for which `found` is the rule.
+/// Checks that the bytes of a CONNECT tunnel do not bypass rules of an EgressNetwork. `found` is the rule for the CONNECT request.
 ///
 /// # Errors
-/// The EgressNetwork has routes, and `found` is not for the method CONNECT.
+/// The EgressNetwork has routes, and `found` does not require the method CONNECT.
 fn check_tunnel<T>(
     policy: &ClientPolicy,
     routes: &[Route<T>],
     attributes: &RequestAttributes<'_>,
     found: &RouteMatch<'_, T>,
 ) -> Result<(), Error> {
-    if !policy.is_egress_network() || found.names_request_method(attributes) || !routes.iter().any(Route::is_user_defined)
+    if !policy.is_egress_network()
+        || found.names_request_method(attributes)
+        || !routes.iter().any(Route::is_user_defined)
     {
         return Ok(());
     }
@@ -193,7 +195,7 @@ mod tests {
         })
     }
 
-    /// A policy with one route, for paths of `a.test` that begin with `/public`.
+    /// Decodes a policy with one route, for paths of `a.test` that begin with `/%70ublic`.
     fn decode_policy(kind: &str) -> ClientPolicy {
         let path = http_route::path_match::Kind::Prefix("/%70ublic".into());
         let rule = proto::Rule {
@@ -237,7 +239,7 @@ mod tests {
             ("EgressNetwork", "/public/%2e%2e/admin", None),
             ("EgressNetwork", "/public//a", None),
             ("EgressNetwork", "/other//a", Some(false)), // of another host
-            // Routes of Services permit nothing.
+            // Rules of Services are compared with the original path, because they cannot deny paths.
             ("Service", "/%70ublic/../admin", Some(true)),
             ("Service", "/public/a", Some(false)),
         ] {

@@ -12,8 +12,9 @@ use tulle_proto::http_route::{HttpFailureInjector, PathModifier, Ratio, RequestR
 use tulle_proto::meta::metadata;
 
 use super::tests::{
-    backend_with_kind, backoff, balance, detect, extension, first, opaque, peak_ewma, policy_with_protocol, random, request_mirror,
-    edited_retry, seconds, to, unified, with_accrual, with_backend, with_cors, with_extension, with_filter, with_rule,
+    backend_with_kind, backoff, balance, detect, edited_retry, extension, first, opaque, peak_ewma,
+    policy_with_protocol, random, request_mirror, seconds, to, unified, with_accrual, with_backend, with_cors,
+    with_extension, with_filter, with_rule,
 };
 use super::*;
 
@@ -79,8 +80,14 @@ fn incomplete_policies_are_refused_with_the_reason() {
             "number of opaque routes is \"2\"",
             policy_with_protocol(Some(Kind::Opaque(opaque(1, 2)))),
         ),
-        ("number of rules is \"0\"", policy_with_protocol(Some(Kind::Opaque(opaque(0, 1))))),
-        ("number of rules is \"2\"", policy_with_protocol(Some(Kind::Opaque(opaque(2, 1))))),
+        (
+            "number of rules is \"0\"",
+            policy_with_protocol(Some(Kind::Opaque(opaque(0, 1)))),
+        ),
+        (
+            "number of rules is \"2\"",
+            policy_with_protocol(Some(Kind::Opaque(opaque(2, 1)))),
+        ),
         ("backends is missing", with_rule(|rule| rule.backends = None)),
         ("backends is missing", with_rule(|rule| rule.backends = first(vec![]))),
         ("backends is missing", with_rule(|rule| rule.backends = random(&[]))),

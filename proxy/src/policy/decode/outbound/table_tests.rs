@@ -6,8 +6,8 @@ use tulle_proto::http_route::RequestRedirect;
 use tulle_proto::meta::{Resource, metadata};
 
 use super::tests::{
-    backend_with_kind, balance, metadata, peak_ewma, policy_with_protocol, random, edited_retry, unified, with_accrual, with_filter,
-    with_rule,
+    backend_with_kind, balance, edited_retry, metadata, peak_ewma, policy_with_protocol, random, unified, with_accrual,
+    with_filter, with_rule,
 };
 use super::*;
 

@@ -247,7 +247,10 @@ fn a_complete_policy_is_read() {
             }),
         ),
     ] {
-        assert_eq!(client_policy(policy_with_protocol(Some(kind))).unwrap().protocol, expected);
+        assert_eq!(
+            client_policy(policy_with_protocol(Some(kind))).unwrap().protocol,
+            expected
+        );
     }
 }
 
