@@ -192,6 +192,7 @@ impl ProxyBuilder<'_> {
             mode,
         };
         let discovery = self.discovery(direction, endpoint_context);
+        let is_logged = config.log.access_log_directions.includes_outbound();
         Arc::new(Outbound {
             orig_dst_lookup: self.context.orig_dst.clone(),
             own_listeners: config
@@ -207,11 +208,7 @@ impl ProxyBuilder<'_> {
                 limits: http_limits(direction),
                 http2: http2_server_config(direction),
             },
-            service_stack: self.service_stack(
-                "outbound",
-                direction,
-                config.log.access_log_directions.includes_outbound(),
-            ),
+            service_stack: self.service_stack("outbound", direction, is_logged),
             error_detail: match config.outbound.informational_headers {
                 Visibility::Shown => ErrorDetail::Include,
                 Visibility::Hidden => ErrorDetail::Omit,
@@ -279,8 +276,9 @@ impl ProxyBuilder<'_> {
             Arc::new(OutboundGateway { outbound, suffixes }) as Arc<dyn Gateway>
         });
         let direction = &config.inbound.direction;
-        let initial_policy = self.initial_policy(direction.accept.detect_timeout);
+        let is_logged = config.log.access_log_directions.includes_inbound();
         let detect_timeout = direction.accept.detect_timeout;
+        let initial_policy = self.initial_policy(detect_timeout);
         let own_port = config.inbound.listen.port();
         let mut watched_ports = config.inbound.watched_ports.clone();
         if gateway.is_some() {
@@ -332,11 +330,7 @@ impl ProxyBuilder<'_> {
                 limits: http_limits(direction),
                 http2: http2_server_config(direction),
             }),
-            service_stack: self.service_stack(
-                "inbound",
-                direction,
-                config.log.access_log_directions.includes_inbound(),
-            ),
+            service_stack: self.service_stack("inbound", direction, is_logged),
             families: families.clone(),
             taps: self.taps.clone(),
             tracer: self.tracers.inbound.clone(),
