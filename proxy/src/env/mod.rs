@@ -166,7 +166,11 @@ fn outbound(env: &mut Env<'_>, ingress: IngressMode) -> Outbound {
     Outbound {
         listen: several.unwrap_or_else(|| vec![single.unwrap_or_else(|| ([127, 0, 0, 1], 4140).into())]),
         direction: direction(env, "OUTBOUND", &defaults),
-        http_queue_capacity: env.value_or("OUTBOUND_HTTP_QUEUE_CAPACITY", values::at_least_one, QUEUE_CAPACITY),
+        http_queue_capacity: env.value_or(
+            "OUTBOUND_HTTP_QUEUE_CAPACITY",
+            values::at_least_one,
+            DEFAULT_QUEUE_CAPACITY,
+        ),
         http_failfast_timeout: env.value_or(
             "OUTBOUND_HTTP_FAILFAST_TIMEOUT",
             values::duration,
@@ -642,7 +646,7 @@ const ACCESS_LOG_DIRECTIONS: &str = "TULLE_PROXY_ACCESS_LOG_DIRECTIONS";
 const EXPLICIT_LISTEN_ADDR: &str = "TULLE_PROXY_EXPLICIT_LISTEN_ADDR";
 const MEMORY_LIMIT: &str = "TULLE_PROXY_MEMORY_LIMIT";
 const DEFAULT_LOG: &str = "warn,tulle=info,hickory=error";
-const QUEUE_CAPACITY: usize = 10_000;
+const DEFAULT_QUEUE_CAPACITY: usize = 10_000;
 const MAX_VALUE_CHARS_IN_ERROR: usize = 80;
 /// Variables of Linkerd that have no effect here.
 ///

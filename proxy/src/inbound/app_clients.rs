@@ -54,7 +54,7 @@ impl AppClients {
     pub(super) fn client(&self, worker: usize, addrs: &ConnectionAddrs) -> Arc<EndpointClient> {
         let app = self.target(addrs);
         let mut apps = self.by_worker[worker].lock();
-        if apps.len() >= SWEEP_APP_CLIENTS_AT && !apps.contains_key(&app) {
+        if apps.len() >= APP_CLIENTS_SWEEP_THRESHOLD && !apps.contains_key(&app) {
             apps.retain(|_, client| Arc::strong_count(client) > 1);
         }
         apps.entry(app)
@@ -94,7 +94,7 @@ async fn dial(app: AppTarget, config: &connect::Config) -> Result<Io, Error> {
 
 /// Number of HTTP clients of a worker from which on unused ones are removed before one is added. Without this, a peer that scans
 /// ports would make the map grow without limit.
-const SWEEP_APP_CLIENTS_AT: usize = 64;
+const APP_CLIENTS_SWEEP_THRESHOLD: usize = 64;
 
 #[cfg(test)]
 mod tests {

@@ -99,7 +99,7 @@ pub(crate) struct BackendFactory {
 pub(crate) struct FixedEndpointCache {
     endpoints: HashMap<SocketAddr, Vec<FixedEndpointEntry>>,
     /// Number of addresses above which unused endpoints are removed.
-    sweep_at: usize,
+    sweep_threshold: usize,
 }
 
 /// Specification of an endpoint, and the endpoint while it is in use.
@@ -107,10 +107,10 @@ type FixedEndpointEntry = (Arc<EndpointSpec>, Weak<Endpoint>);
 
 impl FixedEndpointCache {
     fn sweep(&mut self) {
-        if self.endpoints.len() > self.sweep_at {
+        if self.endpoints.len() > self.sweep_threshold {
             let in_use = |(_, endpoint): &FixedEndpointEntry| endpoint.strong_count() > 0;
             self.endpoints.retain(|_, list| list.iter().any(in_use));
-            self.sweep_at = 2 * self.endpoints.len();
+            self.sweep_threshold = 2 * self.endpoints.len();
         }
     }
 }

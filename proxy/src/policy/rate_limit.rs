@@ -149,10 +149,10 @@ impl Bucket {
 
     fn take(&self, now: u64) -> Option<()> {
         // Zero requests per second means that none is allowed.
-        let nanos_per_token = SECOND.checked_div(self.requests_per_second.into())?;
+        let nanos_per_token = NANOS_PER_SECOND.checked_div(self.requests_per_second.into())?;
         let next = |full_at: u64| {
             let full_at = full_at.max(now) + nanos_per_token;
-            (full_at - now <= SECOND).then_some(full_at)
+            (full_at - now <= NANOS_PER_SECOND).then_some(full_at)
         };
         self.full_at
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, next)
@@ -161,8 +161,7 @@ impl Bucket {
     }
 }
 
-/// In nanoseconds.
-const SECOND: u64 = Duration::from_secs(1).as_nanos() as u64;
+const NANOS_PER_SECOND: u64 = Duration::from_secs(1).as_nanos() as u64;
 
 /// Maximum number of identities with a bucket of their own; each takes about 100 bytes.
 const MAX_IDENTITIES: usize = 10_000;

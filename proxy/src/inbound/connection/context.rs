@@ -21,6 +21,7 @@ use crate::{
     tls::{credentials::Alpn, server as tls_server, status::ServerTls},
 };
 
+/// One accepted connection.
 pub(in crate::inbound) struct Connection {
     pub(in crate::inbound) inbound: Arc<Inbound>,
     pub(in crate::inbound) worker: usize,

@@ -17,6 +17,7 @@ use crate::{
     policy::authz::{self, Denied},
 };
 
+/// Authorizes and forwards the opaque connection of a client.
 pub(in crate::inbound) struct OpaqueForwarder<'a> {
     pub(in crate::inbound) inbound: &'a Inbound,
     pub(in crate::inbound) client: &'a PortClient,

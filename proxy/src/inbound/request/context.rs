@@ -24,6 +24,7 @@ use crate::{
     tls::status::ServerTls,
 };
 
+/// An HTTP connection of a client.
 pub(in crate::inbound) struct HttpConnection {
     pub(in crate::inbound) inbound: Arc<Inbound>,
     pub(in crate::inbound) addrs: ConnectionAddrs,

@@ -34,6 +34,7 @@ use crate::{
     trace,
 };
 
+/// An HTTP connection of a client.
 pub(super) struct HttpConnection {
     pub(super) outbound: Arc<Outbound>,
     pub(super) client: AcceptedClient,

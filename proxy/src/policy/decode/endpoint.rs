@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn protocol_hints_are_read() {
+    fn protocol_hints_are_decoded() {
         let hint = |protocol, port: Option<u32>| {
             let opaque_transport = port.map(|inbound_port| OpaqueTransport { inbound_port });
             let spec = decode_endpoint(|addr| {
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn http2_settings_and_the_authority_are_read() {
+    fn http2_settings_and_the_authority_are_decoded() {
         let seconds = |seconds| Some(prost_types::Duration { seconds, nanos: 0 });
         let spec = decode_endpoint(|addr| {
             addr.http2 = Some(proto::Http2ClientParams {

@@ -411,7 +411,7 @@ mod tests {
         server
     }
 
-    fn edited(metadata: Option<Metadata>, edit: impl FnOnce(&mut proto_meta::Resource)) -> Option<Metadata> {
+    fn edited_resource(metadata: Option<Metadata>, edit: impl FnOnce(&mut proto_meta::Resource)) -> Option<Metadata> {
         let mut metadata = metadata;
         if let Some(Metadata {
             kind: Some(metadata::Kind::Resource(resource)),
@@ -447,7 +447,7 @@ mod tests {
     }
 
     #[test]
-    fn a_complete_policy_is_read() {
+    fn a_complete_policy_is_decoded() {
         let message = server(|_, detect| {
             detect.http_routes[0].authorizations = vec![Authz {
                 labels: labels(&[("name", "default:audit")]),
@@ -553,7 +553,7 @@ mod tests {
     fn incomplete_routes_and_rate_limits_are_refused_with_the_reason() {
         let with_route = |edit: fn(&mut proto::HttpRoute)| server(|_, detect| edit(&mut detect.http_routes[0]));
         let with_resource = |edit: fn(&mut proto_meta::Resource)| {
-            server(|_, detect| detect.http_routes[0].metadata = edited(resource("r"), edit))
+            server(|_, detect| detect.http_routes[0].metadata = edited_resource(resource("r"), edit))
         };
         let no_metadata = proto::HttpRoute {
             metadata: None,
@@ -649,7 +649,7 @@ mod tests {
     }
 
     #[test]
-    fn every_protocol_is_read() {
+    fn every_protocol_is_decoded() {
         for (kind, expected) in [
             (Kind::Opaque(Default::default()), ServerProtocol::Opaque),
             (Kind::Tls(Default::default()), ServerProtocol::Tls),
@@ -743,7 +743,7 @@ mod tests {
     }
 
     #[test]
-    fn rate_limits_are_read() {
+    fn rate_limits_are_decoded() {
         let (_, http) = decode_detect(server(|_, detect| {
             let clients = proto::http_local_rate_limit::r#override::ClientIdentities {
                 identities: vec![proto::Identity { name: "a.test".into() }],

@@ -21,21 +21,21 @@ use crate::policy::server::{ServerHttp, ServerPolicy, ServerProtocol};
 mod read;
 
 #[test]
-fn recorded_policies_of_destinations_are_read() {
+fn recorded_policies_of_destinations_are_decoded() {
     compare("outbound", |recording| {
         recording.decode_all(|message| client_policy_lines(&outbound::client_policy(message).unwrap()))
     });
 }
 
 #[test]
-fn recorded_policies_of_ports_are_read() {
+fn recorded_policies_of_ports_are_decoded() {
     compare("inbound", |recording| {
         recording.decode_all(|message| server_policy_lines(&inbound::server_policy(message).unwrap()))
     });
 }
 
 #[test]
-fn recorded_profiles_and_endpoints_are_read() {
+fn recorded_profiles_and_endpoints_are_decoded() {
     compare("destination", |recording| match &*recording.kind {
         "profile" => recording
             .decode_all(|message| profile_lines(&profile::profile(message, |error| panic!("{error}")).unwrap())),

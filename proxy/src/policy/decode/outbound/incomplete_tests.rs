@@ -12,9 +12,9 @@ use tulle_proto::http_route::{HttpFailureInjector, PathModifier, Ratio, RequestR
 use tulle_proto::meta::metadata;
 
 use super::tests::{
-    backend_with_kind, backoff, balance, detect, edited_retry, extension, first, opaque, peak_ewma,
-    policy_with_protocol, random, request_mirror, seconds, to, unified, with_accrual, with_backend, with_cors,
-    with_extension, with_filter, with_rule,
+    backend_with_kind, backoff, balance, detect, edited_retry, extension, first_available_backends, opaque, peak_ewma,
+    policy_with_protocol, random_available_backends, request_mirror, route_backend, seconds, unified, with_accrual,
+    with_backend, with_cors, with_extension, with_filter, with_rule,
 };
 use super::*;
 
@@ -30,9 +30,9 @@ fn assert_refused(cases: impl IntoIterator<Item = (&'static str, proto::Outbound
 
 fn with_backend_extension(kind: ExtensionKind) -> proto::OutboundPolicy {
     with_rule(|rule| {
-        rule.backends = first(vec![proto::http_route::RouteBackend {
+        rule.backends = first_available_backends(vec![proto::http_route::RouteBackend {
             filter_extensions: extension(Some(kind)),
-            ..to(backend_with_kind(balance("web.shop:80", Some(peak_ewma()))))
+            ..route_backend(backend_with_kind(balance("web.shop:80", Some(peak_ewma()))))
         }]);
     })
 }
@@ -89,11 +89,17 @@ fn incomplete_policies_are_refused_with_the_reason() {
             policy_with_protocol(Some(Kind::Opaque(opaque(2, 1)))),
         ),
         ("backends is missing", with_rule(|rule| rule.backends = None)),
-        ("backends is missing", with_rule(|rule| rule.backends = first(vec![]))),
-        ("backends is missing", with_rule(|rule| rule.backends = random(&[]))),
+        (
+            "backends is missing",
+            with_rule(|rule| rule.backends = first_available_backends(vec![])),
+        ),
+        (
+            "backends is missing",
+            with_rule(|rule| rule.backends = random_available_backends(&[])),
+        ),
         (
             "backend is missing",
-            with_rule(|rule| rule.backends = first(vec![Default::default()])),
+            with_rule(|rule| rule.backends = first_available_backends(vec![Default::default()])),
         ),
     ]);
 }

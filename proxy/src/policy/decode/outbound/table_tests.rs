@@ -6,8 +6,8 @@ use tulle_proto::http_route::RequestRedirect;
 use tulle_proto::meta::{Resource, metadata};
 
 use super::tests::{
-    backend_with_kind, balance, edited_retry, metadata, peak_ewma, policy_with_protocol, random, unified, with_accrual,
-    with_filter, with_rule,
+    backend_with_kind, balance, edited_retry, metadata, peak_ewma, policy_with_protocol, random_available_backends,
+    unified, with_accrual, with_filter, with_rule,
 };
 use super::*;
 
@@ -196,15 +196,21 @@ fn values_out_of_range_are_refused() {
         (window(9_999_999), false),
         (requests(1_000_000), true),
         (requests(1_000_001), false),
-        (with_rule(|rule| rule.backends = random(&[u32::MAX, 0])), true),
-        (with_rule(|rule| rule.backends = random(&[u32::MAX, 1])), true),
+        (
+            with_rule(|rule| rule.backends = random_available_backends(&[u32::MAX, 0])),
+            true,
+        ),
+        (
+            with_rule(|rule| rule.backends = random_available_backends(&[u32::MAX, 1])),
+            true,
+        ),
     ] {
         assert_eq!(reason(message.clone()).is_empty(), is_read, "{message:?}");
     }
 }
 
 #[test]
-fn matches_are_read_or_refused_with_the_reason() {
+fn matches_are_decoded_or_refused_with_the_reason() {
     use http_route::header_match::Value as HeaderValue;
     use http_route::path_match::Kind as Path;
     use http_route::query_param_match::Value as QueryValue;
@@ -267,7 +273,7 @@ fn matches_are_read_or_refused_with_the_reason() {
 }
 
 #[test]
-fn filters_are_read_or_refused_with_the_reason() {
+fn filters_are_decoded_or_refused_with_the_reason() {
     use http_route::{RequestHeaderModifier, ResponseHeaderModifier};
     use proto::http_route::filter::Kind as FilterKind;
     use tulle_proto::http_types::{Headers, Scheme, headers::Header, scheme};

@@ -55,21 +55,26 @@ pub(super) fn backend_with_kind(kind: Option<BackendKind>) -> proto::Backend {
     }
 }
 
-pub(super) fn to(backend: proto::Backend) -> proto::http_route::RouteBackend {
+pub(super) fn route_backend(backend: proto::Backend) -> proto::http_route::RouteBackend {
     proto::http_route::RouteBackend {
         backend: Some(backend),
         ..Default::default()
     }
 }
 
-pub(super) fn first(backends: Vec<proto::http_route::RouteBackend>) -> Option<proto::http_route::Distribution> {
+pub(super) fn first_available_backends(
+    backends: Vec<proto::http_route::RouteBackend>,
+) -> Option<proto::http_route::Distribution> {
     let kind = Some(DistributionKind::FirstAvailable(FirstAvailable { backends }));
     Some(proto::http_route::Distribution { kind })
 }
 
-pub(super) fn random(weights: &[u32]) -> Option<proto::http_route::Distribution> {
+pub(super) fn random_available_backends(weights: &[u32]) -> Option<proto::http_route::Distribution> {
     let backends = weights.iter().map(|weight| proto::http_route::WeightedRouteBackend {
-        backend: Some(to(backend_with_kind(balance("web.shop:80", Some(peak_ewma()))))),
+        backend: Some(route_backend(backend_with_kind(balance(
+            "web.shop:80",
+            Some(peak_ewma()),
+        )))),
         weight: *weight,
     });
     let kind = Some(DistributionKind::RandomAvailable(RandomAvailable {
@@ -79,7 +84,10 @@ pub(super) fn random(weights: &[u32]) -> Option<proto::http_route::Distribution>
 }
 
 fn rule() -> proto::http_route::Rule {
-    let backends = first(vec![to(backend_with_kind(balance("web.shop:80", Some(peak_ewma()))))]);
+    let backends = first_available_backends(vec![route_backend(backend_with_kind(balance(
+        "web.shop:80",
+        Some(peak_ewma()),
+    )))]);
     proto::http_route::Rule {
         backends,
         ..Default::default()
@@ -176,7 +184,7 @@ pub(super) fn with_rule(edit: impl FnOnce(&mut proto::http_route::Rule)) -> prot
 pub(super) fn with_backend(edit: impl FnOnce(&mut proto::Backend)) -> proto::OutboundPolicy {
     let mut backend = backend_with_kind(balance("web.shop:80", Some(peak_ewma())));
     edit(&mut backend);
-    with_rule(|rule| rule.backends = first(vec![to(backend)]))
+    with_rule(|rule| rule.backends = first_available_backends(vec![route_backend(backend)]))
 }
 
 pub(super) fn with_filter(kind: Option<proto::http_route::filter::Kind>) -> proto::OutboundPolicy {
@@ -222,7 +230,7 @@ fn only_backend(message: proto::OutboundPolicy) -> Arc<BackendSpec> {
 }
 
 #[test]
-fn a_complete_policy_is_read() {
+fn a_complete_policy_is_decoded() {
     let policy = client_policy(policy_with_protocol(Some(Kind::Detect(detect())))).unwrap();
     assert_eq!(policy.meta.to_string(), "Service/web.shop");
     let ClientProtocol::Detect {
@@ -255,7 +263,7 @@ fn a_complete_policy_is_read() {
 }
 
 #[test]
-fn backends_are_read() {
+fn backends_are_decoded() {
     let backend = only_backend(with_backend(|_| ()));
     assert_eq!(
         backend.queue,
@@ -302,7 +310,8 @@ fn backends_are_read() {
 
 #[test]
 fn weights_that_are_all_zero_select_no_backend() {
-    let distribution = |weights: &[u32]| action(with_rule(|rule| rule.backends = random(weights))).backends;
+    let distribution =
+        |weights: &[u32]| action(with_rule(|rule| rule.backends = random_available_backends(weights))).backends;
     assert_eq!(distribution(&[0, 0]), Distribution::Empty);
     assert_eq!(distribution(&[0]), Distribution::Empty);
     assert!(matches!(distribution(&[5]), Distribution::FirstAvailable(list) if list.len() == 1));
@@ -313,7 +322,7 @@ fn weights_that_are_all_zero_select_no_backend() {
 }
 
 #[test]
-fn timeouts_and_retries_are_read() {
+fn timeouts_and_retries_are_decoded() {
     let message = with_rule(|rule| rule.request_timeout = seconds(7));
     assert_eq!(action(message).timeouts.request, Some(Duration::from_secs(7)));
     let message = with_rule(|rule| {
@@ -359,7 +368,7 @@ fn grpc_conditions_are_status_codes() {
 }
 
 #[test]
-fn failure_accrual_is_read() {
+fn failure_accrual_is_decoded() {
     let accrual = |kind| match client_policy(with_accrual(kind)).unwrap().protocol {
         ClientProtocol::Http1(http) => http.failure_accrual.unwrap(),
         other => panic!("{other:?}"),
