@@ -73,7 +73,7 @@ pub struct Inbound {
     pub profile_timeout: Duration,
     /// Whether metrics have the label `authority`; default hidden, because clients choose the value.
     pub authority_labels: Visibility,
-    /// What happens on a port whose policy the control plane has not sent; default refuse.
+    /// The action for connections to a port whose policy the control plane has not sent; default refuse.
     pub missing_policy_action: MissingPolicyAction,
     /// The policy that [`MissingPolicyAction::Default`] applies to these ports; default all-unauthenticated.
     pub default_policy: DefaultPolicy,
@@ -93,7 +93,7 @@ pub struct DirectionSettings {
     pub accept: Accept,
     pub connect: Connect,
     pub http1_pool: Http1Pool,
-    /// Which requests are sent again; default idempotent ones.
+    /// The requests that are sent again; default idempotent ones.
     pub resend_policy: ResendPolicy,
     pub http_server: HttpServer,
     pub http2_server: Http2Server,
@@ -142,7 +142,7 @@ pub struct Http1Pool {
     pub idle_timeout: Duration,
 }
 
-/// Which requests are sent again if the connection was lost before the response, although the server may have processed them.
+/// The requests that are sent again if the connection was lost before the response, although the server may have processed them.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub enum ResendPolicy {
     Never,
@@ -232,10 +232,10 @@ pub enum LoadBalancing {
     RoundRobin,
 }
 
-/// What happens to connections to a port whose policy the control plane has not sent.
+/// The action for connections to a port whose policy the control plane has not sent.
 #[derive(Copy, Clone, Debug, Default, PartialEq, Eq)]
 pub enum MissingPolicyAction {
-    /// They wait for the policy, and are refused if it does not arrive in time.
+    /// Connections wait for the policy, and are refused if it does not arrive in time.
     #[default]
     Refuse,
     /// The default policy applies, as in Linkerd's proxy.
@@ -273,7 +273,7 @@ pub struct Workers {
 pub struct Log {
     pub filter: String,
     pub format: Format,
-    /// Format of the access log; default none, then nothing is logged.
+    /// Format of the access log; by default there is no access log.
     pub access_log_format: Option<access_log::Format>,
     /// The directions that the access log covers; default inbound.
     pub access_log_directions: AccessLogDirections,

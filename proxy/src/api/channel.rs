@@ -490,8 +490,8 @@ pub(super) const MAX_MESSAGE_BYTES: usize = 64 * 1024 * 1024;
 /// Maximum backoff between attempts to connect: endpoints change while a control plane restarts, and stale endpoints make
 /// requests fail.
 const MAX_CONNECT_BACKOFF: Duration = Duration::from_secs(5);
-/// The backoff is reset if an attempt and its connection lasted this long, or as long as the configured maximum backoff if that
-/// is shorter.
+/// Minimum duration of an attempt and its connection after which the backoff is reset. If the configured maximum backoff is
+/// shorter, that duration is used instead.
 const STABLE_CONNECTION_AGE: Duration = Duration::from_secs(10);
 /// With this interval a dead peer is detected within 13 seconds while streams are open.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);

@@ -52,7 +52,7 @@ pub(crate) struct Config {
     /// Text that identifies this workload to the control plane; it is sent unchanged.
     pub context_token: String,
     pub profiles: ProfileScope,
-    /// Not used for a control plane on this host.
+    /// Limits of streams; not used for a control plane on this host.
     pub limits: StreamLimits,
     pub backoff: Backoff,
 }

@@ -92,7 +92,7 @@ impl Resolver {
         }
     }
 
-    /// The IPv4 and IPv6 addresses of a name that an application asks for.
+    /// Looks up the IPv4 and IPv6 addresses of a name for an application.
     ///
     /// # Errors
     /// The name has no address, or no server answers within `limit`.
@@ -243,7 +243,7 @@ pub(super) mod tests {
         }
     }
 
-    /// A resolver that asks `server`.
+    /// A resolver that sends its queries to `server`.
     pub(in crate::api) fn resolver(server: SocketAddr, config: Config, registry: &Registry) -> Resolver {
         let mut connection = ConnectionConfig::udp();
         connection.port = server.port();

@@ -40,7 +40,7 @@ pub(crate) enum WatchMode {
 pub(crate) struct Config {
     /// Text that identifies this workload to the control plane; it is sent unchanged.
     pub workload: String,
-    /// Not used for a control plane on this host.
+    /// Limits of streams; not used for a control plane on this host.
     pub limits: StreamLimits,
     pub inbound_backoff: Backoff,
     pub outbound_backoff: Backoff,
@@ -121,8 +121,8 @@ impl Policies {
 
     /// Watches the policy of an outbound target.
     ///
-    /// If it is refused with `NotFound` or `Unimplemented`, the caller uses the endpoint in the target's profile, or else the
-    /// target's address.
+    /// If the policy is refused with `NotFound` or `Unimplemented`, the caller uses the endpoint in the target's profile. If the
+    /// profile has no endpoint, the caller uses the target's address.
     pub(crate) fn outbound<T: Send + Sync + 'static>(
         &self,
         target: &Addr,

@@ -65,7 +65,7 @@ impl Server {
         let listener = TcpListener::bind(addr).await.unwrap();
         let addr = listener.local_addr().unwrap();
         let task = tokio::spawn(async move {
-            // Dropped with this task, which closes all connections.
+            // The connections are dropped with this task, which closes them.
             let mut connections = JoinSet::new();
             loop {
                 let (stream, _) = listener.accept().await.unwrap();

@@ -1,8 +1,8 @@
 //! A server stream as a `watch` value. The stream is reopened while there are receivers, and the last value is kept.
 //!
 //! A *refusal* is the answer of the control plane that it sends no value; a *denial* is a refusal with `PERMISSION_DENIED`, which
-//! is about the identity of this proxy and says nothing about the target. Neither is final: the control plane may answer later, so
-//! the stream is retried with a backoff.
+//! is about the identity of this proxy and says nothing about the target. Refusals are not final: the control plane may send a
+//! value later, so the stream is opened again after a backoff.
 
 use std::future::Future;
 use std::time::Duration;
@@ -44,14 +44,14 @@ impl<T> WatchState<T> {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the control plane refuses the {description} ({code:?}): {message}")]
 pub(crate) struct Refusal {
-    /// What was requested, such as `policy of port 80`.
+    /// Description of the request, such as `policy of port 80`.
     pub description: String,
     pub code: Code,
     pub message: String,
 }
 
 impl Refusal {
-    /// Whether the control plane refuses the identity of this proxy, whatever the target or port.
+    /// Whether the control plane refuses the identity of this proxy, independent of the target or port.
     pub(crate) fn is_denial(&self) -> bool {
         self.code == Code::PermissionDenied
     }

@@ -53,7 +53,7 @@ pub(super) struct WorkerBalancers {
     pub(super) inbound: Arc<WorkerBalancer>,
 }
 
-/// What the connections of one listener share.
+/// The balancer and the admission that the connections of one listener share.
 struct AcceptContext {
     balancer: Arc<WorkerBalancer>,
     admission: Arc<Admission>,

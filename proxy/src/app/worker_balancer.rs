@@ -1,4 +1,4 @@
-//! Chooses the worker of an accepted connection: the one that accepted it, unless another has clearly fewer connections.
+//! Chooses the worker of an accepted connection: the worker that accepted it, unless another worker has clearly fewer connections.
 //!
 //! The kernel chooses a worker by the connection's ports. A few busy connections, which are common between sidecars, would
 //! often end up on one worker while others are idle.
@@ -58,8 +58,8 @@ impl WorkerBalancer {
         Ok((assignment, Tcp::with_prefix(stream, client.prefix)))
     }
 
-    /// The least loaded worker, if it has more than 20 % fewer connections; otherwise the one that accepted the connection. Moving
-    /// a connection wakes another worker, which costs more than a smaller difference is worth.
+    /// Returns the least loaded worker if it has more than 20 % fewer connections, otherwise the worker that accepted the
+    /// connection. Moving a connection wakes another worker, which costs more than a smaller difference is worth.
     fn choose(&self, accepted_by: usize) -> usize {
         let n_connections = |index: usize| self.0[index].n_connections.load(Ordering::Relaxed);
         let n_own_connections = n_connections(accepted_by);

@@ -506,7 +506,7 @@ fn stream_limits(env: &mut Env<'_>) -> StreamLimits {
     }
 }
 
-/// The variables, and the errors of those that have been read.
+/// Access to the variables, and the errors of the variables that were read.
 struct Env<'a> {
     lookup: &'a dyn Fn(&str) -> Option<OsString>,
     errors: Vec<EnvError>,
@@ -528,7 +528,7 @@ impl Env<'_> {
         self.get_by_full_name(&full_name(name), parse)
     }
 
-    /// As [`Self::get`], with the full name of the variable.
+    /// The parsed value of a variable that is given by its full name; an error is recorded once.
     fn get_by_full_name<T>(&mut self, full_name: &str, parse: impl Fn(&str) -> Result<T, ParseError>) -> Option<T> {
         let value = self.os_value(full_name)?;
         let parsed = match value.to_str() {

@@ -24,7 +24,7 @@ use crate::identity::metrics::Metrics;
 use crate::metrics::invalid_updates::InvalidUpdateReporter;
 use crate::tls::credentials::{CertifiedKey, Credentials, CredentialsError, TrustAnchors};
 
-/// How certificates are requested.
+/// The settings of certificate requests.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// The identity service.
@@ -253,7 +253,7 @@ impl Certifier {
         self.merged_anchors().map_err(CertifyError::Anchors)
     }
 
-    /// All trust anchors: those from the control plane replace fixed ones, and are added to those of a file.
+    /// All trust anchors. Trust anchors from the control plane replace fixed ones, and are added to those of a file.
     fn merged_anchors(&self) -> Result<TrustAnchors, CredentialsError> {
         match (&self.file_anchors, &self.control_plane_anchors) {
             (Some(in_file), Some(sent)) => in_file.union(sent),

@@ -321,7 +321,7 @@ async fn anchors_of_file_and_control_plane_overlap() {
     .await;
     with_timeout(fixture.creds.wait_certified()).await;
     let sent = fixture.creds.anchors();
-    // A root that is added to the file stays, whatever bundle the control plane sends with the next certificate.
+    // A root that is added to the file stays when the control plane sends a bundle with the next certificate.
     let file = fixture.authority.certificate.pem() + &Authority::named("added").certificate.pem();
     let added = TrustAnchors::from_pem(&file).unwrap();
     fs::write(fixture.dir.path().join("anchors.pem"), file).unwrap();

@@ -153,7 +153,7 @@ impl WorkloadApiClient {
         state: &Mutex<IssuanceState>,
         reload_interval: &mut Interval,
     ) -> Result<std::convert::Infallible, FetchError> {
-        // Dropped at the end of the stream, which closes the connection.
+        // The task of the connection. It is dropped at the end of the stream, which closes the connection.
         let mut connection = JoinSet::new();
         let path = self.socket.clone();
         let connecting = timeout(RESPONSE_TIMEOUT, connect(&path, &mut connection));

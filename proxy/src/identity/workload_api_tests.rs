@@ -109,7 +109,7 @@ fn fixture(added: Option<&Authority>) -> Fixture {
 
 async fn serve(listener: UnixListener, api: Api) {
     let service = SpiffeWorkloadApiServer::new(api);
-    // Dropped with this task, which closes all connections.
+    // The connections are dropped with this task, which closes them.
     let mut connections = JoinSet::new();
     loop {
         let (stream, _) = listener.accept().await.unwrap();

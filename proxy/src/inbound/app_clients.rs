@@ -92,7 +92,7 @@ async fn dial(app: AppTarget, config: &connect::Config) -> Result<Io, Error> {
     Ok(Io::tcp(Tcp::new(stream).with_local_peer()))
 }
 
-/// Number of HTTP clients of a worker from which on unused ones are removed before one is added. Without this, a peer that scans
+/// Number of HTTP clients of a worker at which unused clients are removed before another is added. Otherwise a peer that scans
 /// ports would make the map grow without limit.
 const APP_CLIENTS_SWEEP_THRESHOLD: usize = 64;
 

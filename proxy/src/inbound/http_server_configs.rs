@@ -5,11 +5,11 @@ use std::time::Duration;
 use crate::http::server_config::ServerConfig;
 
 pub(crate) struct HttpServerConfigs {
-    /// For clients with an identity.
+    /// Settings for clients with an identity.
     pub(crate) meshed: ServerConfig,
-    /// For clients without an identity, if the policy permits them at least one request.
+    /// Settings for clients without an identity, if the policy permits them at least one request.
     pub(crate) unmeshed: ServerConfig,
-    /// For clients to which the policy permits no request at the time they connect.
+    /// Settings for clients to which the policy permits no request when they connect.
     pub(crate) unauthorized: ServerConfig,
 }
 

@@ -183,7 +183,7 @@ impl Candidate for Endpoint {
     }
 }
 
-/// HTTP/2 settings from discovery, and `defaults` for those that it does not set.
+/// The HTTP/2 settings from discovery. Settings that discovery does not set are those of `defaults`.
 fn http2_params(defaults: &h2::Http2Config, spec: &EndpointSpec) -> h2::Http2Config {
     let discovered = &spec.http2;
     h2::Http2Config {

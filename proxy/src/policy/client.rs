@@ -103,7 +103,7 @@ pub(crate) enum HeaderOverrides {
     Allow,
 }
 
-/// How a backend is chosen for a request or connection; `F` is the filter type.
+/// The choice of a backend for a request or connection; `F` is the filter type.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Distribution<F> {
     /// No backend: every request fails (`Error::NoBackends`).
@@ -114,7 +114,7 @@ pub(crate) enum Distribution<F> {
     RandomAvailable(Arc<[(RouteBackend<F>, u32)]>),
 }
 
-/// A backend, and its filters, which apply after those of the rule.
+/// A backend and its filters. The filters of the rule apply first.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct RouteBackend<F> {
     pub(crate) filters: Vec<F>,

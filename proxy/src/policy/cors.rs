@@ -21,7 +21,7 @@ pub(crate) struct Cors {
     pub(crate) headers: AllowedNames,
     /// Response headers that scripts may read.
     pub(crate) exposed_headers: Option<HeaderValue>,
-    /// How long a client may use the response to a preflight request, in seconds.
+    /// Maximum time that a client may use the response to a preflight request, in seconds.
     pub(crate) max_age: u32,
 }
 

@@ -470,7 +470,7 @@ mod tests {
                 "http://web:8080/a",
                 "https://web/a",
             ),
-            // Also with the scheme of the request.
+            // The scheme is that of the request.
             (with(|r| r.scheme = Some(Scheme::HTTP)), "/a", "http://web/a"),
             (
                 with(|r| {
@@ -501,7 +501,7 @@ mod tests {
                 "http://[fd00::1]:81/",
             ),
             (with(|r| r.port = Some(81)), "http://[fd00::1]/", "http://[fd00::1]:81/"),
-            // Also to the URI of the request.
+            // The location is the URI of the request.
             (with(|_| ()), "http://web/a?q=1", "http://web/a?q=1"),
             (with(|r| r.host = Some("web".into())), "http://web/a", "http://web/a"),
             (

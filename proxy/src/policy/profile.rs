@@ -38,7 +38,7 @@ pub(crate) struct ProfileRoute {
     pub(crate) response_classes: Vec<ResponseClass>,
     pub(crate) labels: BTreeMap<String, String>,
     pub(crate) is_retryable: bool,
-    /// Maximum time from the start of the request to the response head, including all attempts.
+    /// Maximum time from the start of the request to the response head, all attempts included.
     pub(crate) timeout: Option<Duration>,
 }
 

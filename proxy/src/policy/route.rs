@@ -42,7 +42,7 @@ impl<T> RouteMatch<'_, T> {
         matches.any(|candidate| candidate.names_method(attributes.method) && candidate.score(attributes).is_some())
     }
 
-    /// The same match, with another length of the matched prefix.
+    /// Returns the match with another length of the matched prefix.
     fn map_matched_prefix_len(self, map: impl FnOnce(usize) -> usize) -> Self {
         Self {
             matched_prefix_len: self.matched_prefix_len.map(map),
@@ -147,7 +147,7 @@ impl<T> Route<T> {
         self.hosts.is_empty() && self.rules.iter().any(is_for_all)
     }
 
-    /// The same route with another action for each rule, such as a compiled one.
+    /// Returns the route with another action for each rule, such as a compiled one.
     pub(crate) fn map<U>(&self, mut action: impl FnMut(&Rule<T>) -> U) -> Route<U> {
         let rules = self.rules.iter().map(|rule| Rule {
             matches: rule.matches.clone(),

@@ -119,7 +119,7 @@ impl ServerPolicy {
         }
     }
 
-    /// The same policy, with at most this timeout of protocol detection: the proxy's own setting.
+    /// Limits the timeout of protocol detection to `max`, the proxy's own setting.
     pub(crate) fn with_max_detect_timeout(mut self, max: Duration) -> Self {
         if let ServerProtocol::Detect { timeout, .. } = &mut self.protocol {
             *timeout = max.min(*timeout);

@@ -113,7 +113,7 @@ impl OpaqueForwarder<'_> {
             return self.record_denied_or_not_http(&current);
         }
         let Some(permitted) = self.authorize_and_record(&current) else {
-            return client.reset_on_drop(); // the client sees a refused connection
+            return client.reset_on_drop(); // the reset tells the client that the connection is refused
         };
         let log_audited = || {
             let (client, target) = (self.client.addrs.client.0, self.client.addrs.target);

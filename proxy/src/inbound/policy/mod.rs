@@ -4,8 +4,8 @@
 //! the next new connection turns the poll into a watch, if one is free by then. Unless the proxy's own default policy applies,
 //! connections wait up to [`MAX_POLICY_WAIT`] for the first policy, then they are refused.
 //!
-//! When a watch ends, its policy is stored as the last known one of the port, as long as the process runs. It applies if a new
-//! watch has no answer within [`MAX_POLICY_WAIT`], or while the control plane is unreachable.
+//! When a watch ends, its policy is stored as the last known policy of the port until the process ends. The last known policy
+//! applies if a new watch has no answer within [`MAX_POLICY_WAIT`], or while the control plane is unreachable.
 //!
 //! If no application listens on an undeclared port, the client waits for its turn ([`watch_limiter`]) before the port gets a watch
 //! or poll. If its turn does not come within [`MAX_POLICY_WAIT`], the connection is refused.

@@ -102,7 +102,7 @@ impl HttpConnection {
                 let (connection, route_metrics) = (self.clone(), route_metrics.clone());
                 let stop_when_denied = async move {
                     match connection.protocol {
-                        // The client's connection is now the tunnel, so nothing else stops it.
+                        // The client's connection is now the tunnel, and no other task stops it.
                         HttpVersion::Http1 => connection.wait_until_denied().await,
                         // The tunnel is a stream of the client's connection, which is closed when the client is denied.
                         HttpVersion::Http2 => std::future::pending().await,

@@ -45,7 +45,7 @@ pub(crate) struct Discovery {
     /// Counts updates that cannot be decoded.
     pub(crate) invalid_updates: invalid_updates::Families,
     pub(crate) local_policy_config: LocalPolicyConfig,
-    /// How long an unused destination stays in the cache.
+    /// Time that an unused destination stays in the cache.
     pub(crate) idle_timeout: Duration,
     /// Runs the watch tasks of destinations.
     pub(crate) runtime: Handle,
@@ -83,10 +83,11 @@ impl Discovery {
         Ok(found)
     }
 
-    /// Returns the destination of a name: the service, or else one of its DNS addresses together with the other addresses.
+    /// Returns the destination of a name: the service if the control plane knows it. Otherwise returns the destination of one of
+    /// its DNS addresses, and the other addresses.
     ///
     /// # Errors
-    /// As [`Self::get`], or DNS has no address for the name.
+    /// The errors of [`Self::get`], or DNS has no address for the name.
     pub(in crate::outbound) async fn resolve_name(
         self: &Arc<Self>,
         name: NameAddr,

@@ -1,6 +1,6 @@
 //! DNS addresses of names that are not services of the mesh. Requests use the addresses of a name in turn.
 //!
-//! Only the name is resolved here. Policy, routes and endpoints are those of the address, as if the application had resolved the
+//! This module only resolves names. The policy, routes and endpoints of the address apply, as if the application had resolved the
 //! name and dialled the address itself.
 
 use std::{
@@ -145,8 +145,8 @@ fn is_routable(addr: &SocketAddr) -> bool {
 const FIRST_LOOKUP_TIMEOUT: Duration = Duration::from_secs(10);
 /// Timeout of a lookup if addresses are cached.
 const REFRESH_LOOKUP_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long a failed lookup is cached. Requests that waited for the lookup share its failure; a name that is created later is
-/// found soon.
+/// Time that a failed lookup is cached. Requests that waited for the lookup share its failure. The time is short, so that a name
+/// that is created later is found soon.
 const NEGATIVE_CACHE_TTL: Duration = Duration::from_secs(1);
 /// Delay before the next lookup after a failed one, if addresses are cached.
 const LOOKUP_RETRY_INTERVAL: Duration = Duration::from_secs(5);

@@ -72,7 +72,7 @@ pub(crate) struct Snapshot {
     pub(in crate::outbound) profile: Option<Profile>,
 }
 
-/// How connections to a destination are handled, by its protocol.
+/// The handling of connections to a destination, which depends on its protocol.
 pub(crate) enum Plan {
     Detect {
         /// Maximum time for the first bytes.

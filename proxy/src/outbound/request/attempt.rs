@@ -61,7 +61,7 @@ impl AttemptSender<'_> {
     /// Selects a backend and sends a request to it, preferably to endpoints that are not in `tried`.
     ///
     /// # Errors
-    /// As [`BackendAttempt::run`], or a filter of the backend responds to the request.
+    /// The errors of [`BackendAttempt::run`], or a filter of the backend responds to the request.
     pub(super) async fn send_attempt(
         &self,
         outgoing: &mut OutgoingRequest<'_>,

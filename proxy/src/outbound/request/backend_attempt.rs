@@ -69,7 +69,7 @@ struct SentRequest {
     endpoint: Arc<Endpoint>,
     observer: EndpointObserver,
     started_at: Instant,
-    /// As [`ConnectionRequirements::request_protocol`].
+    /// The HTTP version of the sent request, from [`ConnectionRequirements::request_protocol`].
     protocol: HttpVersion,
     /// The HTTP version of the client's request.
     client_version: Version,
@@ -158,7 +158,7 @@ impl BackendAttempt<'_> {
             let connected = poll_fn(|cx| {
                 let polled =
                     AttemptDeadlines::check_head_deadline(deadlines.as_deref_mut(), connecting.as_mut().poll(cx), cx);
-                connected_at_once &= polled.is_ready(); // stays true only if the first poll is ready: nothing was waited for
+                connected_at_once &= polled.is_ready(); // true only if the first poll is ready, that is, without waiting
                 polled
             });
             connected.await?

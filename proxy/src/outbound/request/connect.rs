@@ -407,7 +407,7 @@ mod tests {
         context.connector.connect.timeout = HEDGED_DIAL_DELAY * 3 / 2;
         let req = Request::get("http://web.test/").body(Body::empty()).unwrap();
         let needs = ConnectionRequirements::from_request(&req, false);
-        // Endpoints that earlier attempts have tried, and those to which this attempt was sent before.
+        // The number of endpoints that earlier attempts have tried, and the number of endpoints that this attempt was sent to.
         for (n_tried_by_earlier_attempts, n_sent) in [(0, 0), (4, 0), (0, 1), (0, 2), (4, 2)] {
             let endpoints: Vec<_> = (0..10)
                 .map(|_| new_endpoint(&context, EndpointSpec::plain(addr)))

@@ -140,7 +140,7 @@ impl Eq for Pattern {}
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum PathMatch {
     Exact(Box<str>),
-    /// Whole segments; stored without trailing `/`, so the root is empty.
+    /// A prefix of whole segments. It is stored without trailing `/`, so the root is empty.
     Prefix(Box<str>),
     Regex(Pattern),
 }

@@ -586,7 +586,7 @@ fn header_overrides(allow: bool) -> HeaderOverrides {
     }
 }
 
-/// Same as the default of `LINKERD2_PROXY_OUTBOUND_HTTP_QUEUE_CAPACITY`.
+/// The default of `LINKERD2_PROXY_OUTBOUND_HTTP_QUEUE_CAPACITY`.
 const DEFAULT_QUEUE_CAPACITY: usize = 10_000;
 const MIN_ACCRUAL_WINDOW: Duration = Duration::from_millis(10);
 const MAX_ACCRUAL_MIN_REQUESTS: u32 = 1_000_000;

@@ -70,7 +70,7 @@ enum Backends {
     Valid,
 }
 
-/// For each kind of route: a policy with one route, with the given metadata, backends and filter.
+/// Creates a function for each kind of route. It returns a policy with one route that has the given metadata, backends and filter.
 macro_rules! route_kinds {
     ($($name:literal: $module:ident, $wrap:expr;)*) => {
         [$((
