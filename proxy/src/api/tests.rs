@@ -381,7 +381,7 @@ async fn a_refused_target_is_retried_until_it_is_known() {
 }
 
 #[tokio::test]
-async fn a_refusal_because_of_the_certificate_of_the_proxy_is_logged_once_a_minute() {
+async fn a_denied_stream_is_logged_once_a_minute() {
     const KIND: &str = "the control plane refuses a watch stream, opening it again";
     let steps = [
         Step::Refuse(Code::PermissionDenied),
@@ -464,7 +464,7 @@ async fn a_refusal_does_not_replace_a_known_value() {
 }
 
 #[tokio::test]
-async fn streams_that_break_a_limit_are_opened_again() {
+async fn streams_that_exceed_a_limit_are_opened_again() {
     let limit = Some(Duration::from_millis(50));
     for limits in [
         StreamLimits {
@@ -587,7 +587,7 @@ async fn the_connected_replica_and_waiting_calls_are_counted() {
 }
 
 #[tokio::test]
-async fn streams_spread_over_three_replicas_and_only_those_of_one_that_ends_are_opened_again() {
+async fn streams_spread_over_three_replicas_and_only_those_of_a_replica_that_ends_are_opened_again() {
     const CHANNELS: usize = 90;
     let authority = Authority::new();
     let replicas = [(); 3].map(|()| Scripted::new([]));

@@ -315,7 +315,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_denial_is_retried_sooner_than_another_refusal_and_a_value_starts_all_delays_over() {
+    fn a_denial_is_retried_sooner_than_another_refusal_and_a_value_resets_all_delays() {
         let second = Duration::from_secs(1);
         let mut delays = RetryDelays::new(Backoff {
             min: second,

@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_connection_moves_only_to_a_worker_with_over_20_percent_fewer() {
+    async fn a_connection_moves_only_to_a_worker_with_over_20_percent_fewer_connections() {
         let balancer = WorkerBalancer::new(&[Handle::current(), Handle::current()]);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let mut assignments = Vec::new();

@@ -430,7 +430,7 @@ fn stream_limits_must_not_decrease() {
 }
 
 #[test]
-fn a_separate_server_id_and_name_win_over_the_local_name() {
+fn a_separate_server_id_and_name_override_the_local_name() {
     let names = [
         ("IDENTITY_SERVER_ID", "vm.shop.example.com"),
         ("IDENTITY_SERVER_NAME", "vm.example.com"),

@@ -313,7 +313,7 @@ async fn anchors_in_a_certificate_response_are_used_if_the_server_is_verified() 
 }
 
 #[tokio::test]
-async fn anchors_of_file_and_control_plane_overlap() {
+async fn trust_anchors_of_the_file_and_of_the_control_plane_are_combined() {
     let fixture = fixture(Setup {
         anchors: both_roots,
         ..Setup::default()

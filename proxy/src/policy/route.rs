@@ -249,7 +249,7 @@ mod tests {
 
     /// In each case, the first match must be preferred to the second one, in either order.
     #[test]
-    fn the_more_specific_rule_wins_in_any_order() {
+    fn the_more_specific_rule_is_found_in_any_order() {
         let matching = |edit: fn(&mut HttpMatch)| http(edit);
         let cases: Vec<(&str, RequestMatch, RequestMatch)> = vec![
             ("exact over prefix of the same length", exact("/x/y"), prefix("/x/y")),
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_of_equals_wins() {
+    fn the_first_of_equally_specific_rules_is_found() {
         let routes = [route(&[], vec![prefix("/x")], 1), route(&[], vec![prefix("/x")], 2)];
         assert_eq!(winner(&routes, Method::GET, "/x"), Some(1));
         let routes = [route(&[], vec![], 1), route(&[], vec![], 2)];

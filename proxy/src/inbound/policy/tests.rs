@@ -188,7 +188,7 @@ async fn authorize(ports: &PortPolicies, client: IpAddr, number: u16) -> Option<
 }
 
 #[tokio::test]
-async fn policies_of_three_hundred_ports_hold_while_the_control_plane_is_down() {
+async fn policies_of_three_hundred_ports_stay_in_force_while_the_control_plane_is_down() {
     let authority = Authority::new();
     let creds = authority.credentials(CONTROL);
     let service = Service::default();
@@ -280,7 +280,7 @@ async fn ports_above_the_watch_limit_are_polled_and_authorized() {
 }
 
 #[tokio::test]
-async fn a_polled_port_is_watched_as_soon_as_there_is_room_and_needs_no_turn() {
+async fn a_polled_port_is_watched_as_soon_as_a_watch_is_free_and_needs_no_turn() {
     let authority = Authority::new();
     let service = Service::default();
     let server = start_server(&authority, service.clone()).await;

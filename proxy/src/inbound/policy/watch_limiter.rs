@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn each_client_that_scans_ports_delays_another_client_by_one_turn() {
+    async fn each_client_that_scans_ports_delays_another_client_by_at_most_one_turn() {
         let limiter = WatchLimiter::new(RATES);
         let scans = ask(&limiter, (0..200).map(|n| 1 + n % 20));
         let (scanned, first_connection) = tokio::join!(scans, ask(&limiter, [99]));

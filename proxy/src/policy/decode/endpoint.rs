@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn labels_of_the_endpoint_win_over_those_of_the_set() {
+    fn labels_of_the_endpoint_override_those_of_the_set() {
         let mut set = label("zone", "a");
         set.extend(label("service", "web"));
         let spec = endpoint(weighted(|addr| addr.metric_labels = label("zone", "b")), &set, drop).unwrap();

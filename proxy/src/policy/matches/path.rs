@@ -118,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_character_is_the_same_raw_and_encoded() {
+    fn raw_and_encoded_characters_have_the_same_normal_form() {
         for (raw, encoded) in [
             ("/café", "/caf%C3%A9"),
             ("/a|b", "/a%7Cb"),

@@ -58,7 +58,7 @@ fn the_host_is_parsed_from_the_authority() {
 }
 
 #[test]
-fn the_host_header_counts_when_the_target_has_no_authority() {
+fn the_host_header_is_used_if_the_target_has_no_authority() {
     let mut headers = HeaderMap::new();
     headers.insert(HOST, "web:80".parse().unwrap());
     let uri = Uri::from_static("/x");
@@ -210,7 +210,7 @@ fn all_parts_of_a_match_must_agree() {
 
 proptest! {
     #[test]
-    fn a_prefix_matches_what_starts_with_its_segments(segments in prop::collection::vec("[a-c]{1,2}", 0..4),
+    fn a_prefix_matches_paths_that_start_with_its_segments(segments in prop::collection::vec("[a-c]{1,2}", 0..4),
                                                       path in prop::collection::vec("[a-c]{1,2}", 0..5)) {
         let prefix = format!("/{}", segments.join("/"));
         let target = format!("/{}", path.join("/"));
