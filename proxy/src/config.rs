@@ -36,7 +36,7 @@ pub struct Config {
     pub shutdown_grace_period: Duration,
     /// Memory limit in bytes; default the limit of the cgroup, if it has one.
     pub memory_limit_bytes: Option<u64>,
-    /// How long metric series stay after their owner is gone; default 10 minutes.
+    /// Time that a metric series stays after its connection, endpoint or route is gone; default 10 minutes.
     pub metrics_retain_idle: Duration,
     /// Variables with no effect in this proxy; each is logged at start.
     pub unsupported_variables: Vec<String>,
@@ -73,9 +73,9 @@ pub struct Inbound {
     pub profile_timeout: Duration,
     /// Whether metrics have the label `authority`; default hidden, because clients choose the value.
     pub authority_labels: Visibility,
-    /// What happens on a port whose policy the control plane has not sent; default refuse.
+    /// The action for connections to a port whose policy the control plane has not sent; default refuse.
     pub missing_policy_action: MissingPolicyAction,
-    /// The policy of such ports with [`MissingPolicyAction::Default`]; default all-unauthenticated.
+    /// The policy that [`MissingPolicyAction::Default`] applies to these ports; default all-unauthenticated.
     pub default_policy: DefaultPolicy,
     /// Ports whose policy is watched from the start.
     pub watched_ports: PortSet,
@@ -87,27 +87,31 @@ pub struct Inbound {
     pub gateway_suffixes: Suffixes,
 }
 
-/// The settings that exist once for inbound and once for outbound.
+/// The settings that each direction, inbound and outbound, has for itself.
 #[derive(Clone, Debug)]
 pub struct DirectionSettings {
     pub accept: Accept,
     pub connect: Connect,
     pub http1_pool: Http1Pool,
-    /// Which requests are sent again; default idempotent ones.
+    /// The requests that are sent again; default idempotent ones.
     pub resend_policy: ResendPolicy,
     pub http_server: HttpServer,
     pub http2_server: Http2Server,
     pub http2_client: Http2Windows,
     /// Maximum concurrent HTTP requests; further ones are shed. Default 100 000.
     pub max_in_flight_requests: usize,
-    /// Discovery results that are unused for this time are dropped; default 90 s inbound, 5 s outbound.
+    /// Time after which an unused discovery result is dropped; default 90 s inbound, 5 s outbound.
     pub discovery_idle_timeout: Duration,
 }
 
+/// Settings of accepted connections.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Accept {
+    /// Idle time before TCP keep-alive probes; default no probes.
     pub keepalive: Option<Duration>,
+    /// `TCP_USER_TIMEOUT`; default not set.
     pub user_timeout: Option<Duration>,
+    /// Length of the accept queue; default 4096.
     pub backlog: Option<u32>,
     /// Maximum timeout of protocol detection, also if the policy has a longer one. The outbound value also limits discovery (to at
     /// most 10 s). The inbound value also limits the wait for the ClientHello, and then, counted anew, the rest of the TLS
@@ -115,9 +119,12 @@ pub struct Accept {
     pub detect_timeout: Duration,
 }
 
+/// Settings of connections that the proxy dials.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Connect {
+    /// Idle time before TCP keep-alive probes; default no probes.
     pub keepalive: Option<Duration>,
+    /// `TCP_USER_TIMEOUT`; default not set.
     pub user_timeout: Option<Duration>,
     /// Timeout of TCP and TLS together. Default: 4 s inbound, which is also the minimum there; 1 s outbound.
     pub timeout: Duration,
@@ -131,11 +138,11 @@ pub struct Connect {
 pub struct Http1Pool {
     /// Maximum idle connections of each worker to an endpoint; default 10 000.
     pub max_idle_per_endpoint: usize,
-    /// How long an idle connection is kept; default 3 s.
+    /// Maximum time that an idle connection is kept; default 3 s.
     pub idle_timeout: Duration,
 }
 
-/// Which requests are sent again if the connection was lost before the response, although the server may have processed them.
+/// The requests that are sent again if the connection was lost before the response, although the server may have processed them.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub enum ResendPolicy {
     Never,
@@ -170,18 +177,18 @@ pub struct Http2Windows {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Http2Server {
     pub windows: Http2Windows,
-    /// Pings; default none.
+    /// HTTP/2 pings to clients; default none.
     pub keep_alive: Option<KeepAlive>,
-    /// For each connection; default 16 384. High, so that it only protects memory and does not limit a peer's proxy, which
-    /// sends all requests of a worker on one connection.
+    /// Maximum concurrent streams of a connection; default 16 384. The limit only protects memory. It is high, because a peer's
+    /// proxy sends all requests of a worker on one connection.
     pub max_concurrent_streams: u32,
-    /// In bytes; default 64 KiB for clients over TLS, 16 KiB for others.
+    /// Maximum size of a frame from a client, in bytes; default 64 KiB for clients with TLS, 16 KiB for others.
     pub max_frame_size: Option<u32>,
-    /// In bytes; default four times [`HttpServer::max_header_bytes`].
+    /// Maximum size of the header list of a request, in bytes; default four times [`HttpServer::max_header_bytes`].
     pub max_header_list_bytes: Option<u32>,
-    /// Default that of `h2`.
+    /// Maximum number of streams that a client has reset and the proxy has not accepted; default that of the h2 crate.
     pub max_pending_reset_streams: Option<usize>,
-    /// In bytes, for each stream; default that of `h2`.
+    /// Maximum number of buffered bytes of each stream to a client; default that of the h2 crate.
     pub max_send_buffer_bytes: Option<usize>,
 }
 
@@ -225,10 +232,10 @@ pub enum LoadBalancing {
     RoundRobin,
 }
 
-/// What happens to connections to a port whose policy the control plane has not sent.
+/// The action for connections to a port whose policy the control plane has not sent.
 #[derive(Copy, Clone, Debug, Default, PartialEq, Eq)]
 pub enum MissingPolicyAction {
-    /// They wait for the policy, and are refused if it does not arrive in time.
+    /// Connections wait for the policy, and are refused if it does not arrive in time.
     #[default]
     Refuse,
     /// The default policy applies, as in Linkerd's proxy.
@@ -240,9 +247,9 @@ pub enum MissingPolicyAction {
 pub struct Control {
     pub destination: api::channel::ControlAddr,
     pub policy: api::channel::ControlAddr,
-    /// Sent with every lookup of endpoints or of a profile, verbatim.
+    /// Text that is sent unchanged with every lookup of endpoints or of a profile.
     pub context_token: String,
-    /// Sent with every policy lookup, verbatim.
+    /// Text that is sent unchanged with every policy lookup.
     pub workload: String,
     /// The targets that may have a profile.
     pub profiles: ProfileScope,
@@ -266,10 +273,10 @@ pub struct Workers {
 pub struct Log {
     pub filter: String,
     pub format: Format,
-    /// Format of the access log; default none, then nothing is logged.
+    /// Format of the access log; by default there is no access log.
     pub access_log_format: Option<access_log::Format>,
-    /// The directions that it covers; default inbound.
-    pub access_directions: AccessLogDirections,
+    /// The directions that the access log covers; default inbound.
+    pub access_log_directions: AccessLogDirections,
 }
 
 /// The directions that the access log covers.
@@ -304,7 +311,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_number_of_workers_follows_max_then_the_ratio_within_min_and_the_cpus() {
+    fn the_number_of_workers_is_max_or_the_ratio_of_cpus_at_least_min_and_at_most_the_cpus() {
         for (min, max, max_ratio, cpus, expected) in [
             (1, None, None, 8, 1),
             (2, None, None, 8, 2),

@@ -1,5 +1,5 @@
-//! The program `linkerd-await`, for post-start hooks and jobs: waits until the proxy of this pod is ready, then becomes the
-//! given program.
+//! The program `linkerd-await`, for post-start hooks and jobs: waits until the proxy of this pod is ready, then runs the given
+//! program.
 
 use std::{
     net::{Ipv4Addr, SocketAddr},
@@ -40,12 +40,12 @@ pub struct Args {
     /// Print the result of each failed readiness check
     #[arg(short, long, action = clap::ArgAction::Count)]
     verbose: u8,
-    /// What to run, with its arguments
+    /// The program to run, with its arguments
     #[arg(trailing_var_arg = true, value_name = "PROGRAM")]
     program: Vec<String>,
 }
 
-/// Waits, and runs the program. Returns its exit code.
+/// Waits for the proxy, then runs the program. Returns the exit code of this process.
 pub fn run(args: &Args) -> ExitCode {
     let disabled = [variable::AWAIT_DISABLED, variable::DISABLED]
         .iter()
@@ -73,7 +73,7 @@ pub fn run(args: &Args) -> ExitCode {
         return fail(format_args!("running {program}: {}", command.exec()));
     }
     let ended = command.status();
-    if let Err(error) = runtime.block_on(ask(args.port, "POST /shutdown")) {
+    if let Err(error) = runtime.block_on(request_status(args.port, "POST /shutdown")) {
         eprintln!("linkerd-await: shutting the proxy down: {error}");
     }
     match ended {
@@ -92,7 +92,7 @@ pub fn run(args: &Args) -> ExitCode {
 async fn wait(args: &Args) -> Result<(), Duration> {
     let ready = async {
         loop {
-            match ask(args.port, "GET /ready").await {
+            match request_status(args.port, "GET /ready").await {
                 Ok(200) => return,
                 answer if args.verbose > 0 => eprintln!("linkerd-await: not ready: {answer:?}"),
                 _ => {}
@@ -109,27 +109,27 @@ async fn wait(args: &Args) -> Result<(), Duration> {
     }
 }
 
-/// The status that the admin server answers with.
-async fn ask(port: u16, what: &str) -> std::io::Result<u16> {
+/// Sends a request, such as `GET /ready`, to the admin server, and returns the status of the response.
+async fn request_status(port: u16, request: &str) -> std::io::Result<u16> {
     let exchange = async {
         let mut stream = TcpStream::connect(SocketAddr::from((Ipv4Addr::LOCALHOST, port))).await?;
         let request =
-            format!("{what} HTTP/1.1\r\nhost: localhost:{port}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n");
+            format!("{request} HTTP/1.1\r\nhost: localhost:{port}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n");
         stream.write_all(request.as_bytes()).await?;
         let mut head = String::new();
         BufReader::new(stream).read_line(&mut head).await?;
         let status = head.split(' ').nth(1).and_then(|status| status.parse::<u16>().ok());
-        status.ok_or_else(|| std::io::Error::other(format!("no HTTP answer: {head:?}")))
+        status.ok_or_else(|| std::io::Error::other(format!("not an HTTP response: {head:?}")))
     };
-    timeout(ASK_LIMIT, exchange).await?
+    timeout(ADMIN_RESPONSE_TIMEOUT, exchange).await?
 }
 
-fn fail(what: std::fmt::Arguments<'_>) -> ExitCode {
-    eprintln!("linkerd-await: {what}");
+fn fail(message: std::fmt::Arguments<'_>) -> ExitCode {
+    eprintln!("linkerd-await: {message}");
     ExitCode::FAILURE
 }
 
-/// A proxy that does not answer in this time is not ready.
-const ASK_LIMIT: Duration = Duration::from_secs(1);
-/// The exit code of `sysexits.h` for a service that is not there.
+/// Maximum time for a response of the admin server. A proxy that does not respond in this time is not ready.
+const ADMIN_RESPONSE_TIMEOUT: Duration = Duration::from_secs(1);
+/// Exit code of `sysexits.h` for a service that is not available.
 const EX_UNAVAILABLE: u8 = 69;

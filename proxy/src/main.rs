@@ -8,21 +8,21 @@ use tulle_proxy::{
     env,
 };
 
-/// Exit status for an invalid configuration, as of Linkerd's proxy: `EX_USAGE` of `sysexits.h`.
+/// Exit code for an invalid configuration, the same as in Linkerd's proxy: `EX_USAGE` of `sysexits.h`.
 const EX_USAGE: u8 = 64;
 
-/// Free memory that the C library keeps, in bytes. By default it returns all but 128 KiB to the kernel, which must then zero each
-/// page again for the next large body; zeroing took one twelfth of the time of such a body. An allocation larger than 128 KiB is
-/// still returned immediately.
+/// Free memory that the C library keeps, in bytes. By default the C library keeps 128 KiB and returns the rest to the kernel. The
+/// kernel must then zero the pages again for the next large body, which took one twelfth of the time of such a body. An allocation
+/// larger than 128 KiB is still returned immediately.
 #[cfg(target_env = "gnu")]
-const MALLOC_TRIM_BYTES: libc::c_int = 2 << 20;
+const MALLOC_TRIM_THRESHOLD_BYTES: libc::c_int = 2 << 20;
 
 #[cfg(target_env = "gnu")]
 #[allow(unsafe_code)]
 fn set_malloc_trim_threshold() {
-    // SAFETY: it takes only numbers, and no other thread exists yet.
+    // SAFETY: `mallopt` takes only numbers, and no other thread exists yet.
     unsafe {
-        libc::mallopt(libc::M_TRIM_THRESHOLD, MALLOC_TRIM_BYTES);
+        libc::mallopt(libc::M_TRIM_THRESHOLD, MALLOC_TRIM_THRESHOLD_BYTES);
     }
 }
 

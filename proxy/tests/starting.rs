@@ -5,7 +5,7 @@
 use std::net::TcpListener;
 use std::process::{Command, Output};
 
-fn start(variables: &[(&str, &str)]) -> Output {
+fn start_proxy(variables: &[(&str, &str)]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_tulle-proxy"));
     command.env_clear();
     for (name, value) in variables {
@@ -16,7 +16,7 @@ fn start(variables: &[(&str, &str)]) -> Output {
 
 #[test]
 fn an_invalid_configuration_reports_all_errors_and_exits_with_64() {
-    let output = start(&[("CORES", "none")]);
+    let output = start_proxy(&[("CORES", "none")]);
     let stderr = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(64), "{stderr}");
     for expected in [
@@ -32,7 +32,7 @@ fn an_invalid_configuration_reports_all_errors_and_exits_with_64() {
 fn an_address_in_use_exits_with_1() {
     let used_addr = TcpListener::bind("127.0.0.1:0").unwrap();
     let used_addr = used_addr.local_addr().unwrap().to_string();
-    let output = start(&[
+    let output = start_proxy(&[
         ("OUTBOUND_LISTEN_ADDR", "127.0.0.1:0"),
         ("INBOUND_LISTEN_ADDR", "127.0.0.1:0"),
         ("ADMIN_LISTEN_ADDR", &used_addr),

@@ -8,8 +8,9 @@ use std::process::{Command, Output};
 use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 
-/// Responds to requests with these statuses, repeating the last one, and sends each request line to the receiver.
-fn admin(statuses: &'static [u16]) -> (u16, Receiver<String>) {
+/// Starts a server that responds with these statuses in order, and then always with the last one. The receiver gets each request
+/// line.
+fn start_admin_server(statuses: &'static [u16]) -> (u16, Receiver<String>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     let (sender, request_lines) = channel();
@@ -32,7 +33,7 @@ fn admin(statuses: &'static [u16]) -> (u16, Receiver<String>) {
     (port, request_lines)
 }
 
-fn run(port: u16, arguments: &[&str], disabled: Option<&str>) -> Output {
+fn run_linkerd_await(port: u16, arguments: &[&str], disabled: Option<&str>) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_linkerd-await"));
     command
         .args([format!("--port={port}"), "--backoff=10ms".to_owned()])
@@ -48,8 +49,8 @@ fn run(port: u16, arguments: &[&str], disabled: Option<&str>) -> Output {
 
 #[test]
 fn the_program_runs_after_the_proxy_is_ready_and_its_exit_code_is_returned() {
-    let (port, request_lines) = admin(&[503, 503, 200]);
-    let output = run(
+    let (port, request_lines) = start_admin_server(&[503, 503, 200]);
+    let output = run_linkerd_await(
         port,
         &["--timeout=2m", "--", "sh", "-c", "echo $0 ran; exit 3", "it"],
         None,
@@ -63,21 +64,21 @@ fn the_program_runs_after_the_proxy_is_ready_and_its_exit_code_is_returned() {
 
 #[test]
 fn without_a_program_it_only_waits() {
-    let (port, _request_lines) = admin(&[200]);
-    let output = run(port, &["--timeout=2m"], None);
+    let (port, _request_lines) = start_admin_server(&[200]);
+    let output = run_linkerd_await(port, &["--timeout=2m"], None);
     assert!(output.status.success(), "{output:?}");
 }
 
 #[test]
 fn a_timeout_fails_unless_timeout_fatal_is_false() {
-    let (port, _request_lines) = admin(&[503]);
+    let (port, _request_lines) = start_admin_server(&[503]);
     let program = ["--timeout=50ms", "--", "echo", "ran"];
-    let output = run(port, &program, None);
+    let output = run_linkerd_await(port, &program, None);
     assert_eq!(
         (output.status.code(), output.stdout.as_slice()),
         (Some(69), b"".as_slice())
     );
-    let output = run(port, &[&["--timeout-fatal=false"], program.as_slice()].concat(), None);
+    let output = run_linkerd_await(port, &[&["--timeout-fatal=false"], program.as_slice()].concat(), None);
     assert_eq!(
         (output.status.code(), output.stdout.as_slice()),
         (Some(0), b"ran\n".as_slice())
@@ -86,8 +87,8 @@ fn a_timeout_fails_unless_timeout_fatal_is_false() {
 
 #[test]
 fn with_shutdown_the_proxy_is_shut_down_after_the_program() {
-    let (port, request_lines) = admin(&[200]);
-    let output = run(port, &["--shutdown", "--", "sh", "-c", "exit 4"], None);
+    let (port, request_lines) = start_admin_server(&[200]);
+    let output = run_linkerd_await(port, &["--shutdown", "--", "sh", "-c", "exit 4"], None);
     assert_eq!(output.status.code(), Some(4));
     assert_eq!(
         request_lines.try_iter().collect::<Vec<_>>(),
@@ -96,9 +97,9 @@ fn with_shutdown_the_proxy_is_shut_down_after_the_program() {
 }
 
 #[test]
-fn no_request_is_sent_if_it_is_disabled() {
-    let (port, request_lines) = admin(&[503]);
-    let output = run(port, &["--shutdown", "--", "echo", "ran"], Some("no proxy here"));
+fn no_request_is_sent_if_linkerd_await_is_disabled() {
+    let (port, request_lines) = start_admin_server(&[503]);
+    let output = run_linkerd_await(port, &["--shutdown", "--", "echo", "ran"], Some("no proxy here"));
     assert_eq!(output.stdout, b"ran\n");
     assert!(request_lines.try_recv().is_err());
 }

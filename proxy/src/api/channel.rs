@@ -58,7 +58,7 @@ pub enum Security {
 
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Config {
-    /// Prefix of the names of its metrics.
+    /// Prefix of the names of the channel's metrics.
     pub metrics_prefix: &'static str,
     /// Timeout of TCP and TLS together, for each address.
     pub connect_timeout: Duration,
@@ -77,7 +77,7 @@ pub(crate) enum ClientCertificate {
     Optional,
 }
 
-/// How the control plane checks the identity of this proxy. Streams with the same check are denied together and permitted together.
+/// How the control plane checks the identity of this proxy. It permits either all streams with the same check or none of them.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub(crate) enum IdentityCheck {
     /// The identity belongs to the namespace in the request.
@@ -114,7 +114,7 @@ struct Shared {
     target: ControlAddr,
     authority: Authority,
     scheme: Scheme,
-    /// Tells the dialling task that a call waits.
+    /// Notifies the dialling task that a call waits for a connection.
     connect_requested: Notify,
     /// Whether the last attempt to connect failed.
     failing: AtomicBool,
@@ -131,7 +131,7 @@ struct Shared {
 
 #[derive(Clone)]
 enum Connection {
-    /// No connection; the error with which the last attempt or connection ended, if any.
+    /// No connection. The text is the error of the last attempt or connection, if there was one.
     Missing(Option<Arc<str>>),
     Ready(SendRequest<Body>),
 }
@@ -163,7 +163,7 @@ enum ChannelConnectError {
 }
 
 impl Connector {
-    /// A channel to a service; dialled on the first call.
+    /// Creates a channel to a service. The channel dials on the first call.
     pub(crate) fn channel(&self, target: ControlAddr, config: Config) -> Channel {
         let (connection_tx, connection_rx) = watch::channel(Connection::Missing(None));
         let shared = Arc::new(Shared {
@@ -201,7 +201,7 @@ impl Channel {
         &self.shared.log_limiter
     }
 
-    /// Tells that a stream with this check is permitted: wakes those that wait after a denial.
+    /// Wakes the denied streams with this check, because a stream with the same check was permitted.
     pub(super) fn notify_permitted(&self, check: IdentityCheck) {
         self.permit_signal(check).notify_waiters();
     }
@@ -227,7 +227,7 @@ impl Channel {
         self.shared.failing.load(Ordering::Relaxed)
     }
 
-    /// Makes the next attempt to connect start soon, if there is no connection.
+    /// If there is no connection, shortens the delay before the next attempt to connect.
     pub(crate) fn retry_soon(&self) {
         if matches!(*self.connection.borrow(), Connection::Missing(_)) {
             self.shared.retry.retry_soon();
@@ -272,16 +272,16 @@ impl Channel {
     async fn connection_within_timeout(&mut self) -> Result<SendRequest<Body>, Status> {
         let shared = self.shared.clone();
         let Shared {
-            connection_wait_timeout: call_wait,
+            connection_wait_timeout,
             target,
             ..
         } = &*shared;
-        match timeout(*call_wait, self.wait_for_connection()).await {
+        match timeout(*connection_wait_timeout, self.wait_for_connection()).await {
             Ok(Some(connection)) => Ok(connection),
             Ok(None) => Err(Status::unavailable("the runtime of control plane clients has ended")),
             Err(_) => Err(Status::unavailable(match &*self.connection.borrow() {
                 Connection::Missing(Some(reason)) => format!("no connection to {}: {reason}", target.addr),
-                _ => format!("no connection to {} within {call_wait:?}", target.addr),
+                _ => format!("no connection to {} within {connection_wait_timeout:?}", target.addr),
             })),
         }
     }
@@ -311,7 +311,7 @@ type Driver = Pin<Box<dyn Future<Output = Result<(), hyper::Error>> + Send>>;
 
 impl ConnectTask {
     async fn run(self, connection: watch::Sender<Connection>) {
-        // Both branches are cancel-safe; when the channel is dropped, pending work is no longer needed.
+        // Both branches are cancel-safe: when the last clone of the channel is dropped, a dial in progress is no longer needed.
         tokio::select! {
             () = connection.closed() => {}
             () = self.dial_on_demand(&connection) => {}
@@ -343,7 +343,7 @@ impl ConnectTask {
                     ended.err().map(|error| Arc::from(ErrorChain(&error).to_string()))
                 }
                 Err(error) => {
-                    // Logged once for each outage: the known configuration stays in use.
+                    // Logged as a warning only once for each outage, because the known configuration stays in use.
                     if !failing.swap(true, Ordering::Relaxed) {
                         warn!(%addr, %error, "control plane is not reachable, trying again");
                     }
@@ -490,8 +490,8 @@ pub(super) const MAX_MESSAGE_BYTES: usize = 64 * 1024 * 1024;
 /// Maximum backoff between attempts to connect: endpoints change while a control plane restarts, and stale endpoints make
 /// requests fail.
 const MAX_CONNECT_BACKOFF: Duration = Duration::from_secs(5);
-/// The backoff is reset if an attempt and its connection lasted this long, or as long as the configured maximum backoff if that
-/// is shorter.
+/// Minimum duration of an attempt and its connection after which the backoff is reset. If the configured maximum backoff is
+/// shorter, that duration is used instead.
 const STABLE_CONNECTION_AGE: Duration = Duration::from_secs(10);
 /// With this interval a dead peer is detected within 13 seconds while streams are open.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);

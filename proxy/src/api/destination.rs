@@ -49,10 +49,10 @@ pub(crate) struct Destinations {
 /// Common to all lookups.
 #[derive(Clone, Debug)]
 pub(crate) struct Config {
-    /// Sent verbatim; tells the control plane which workload asks.
+    /// Text that identifies this workload to the control plane; it is sent unchanged.
     pub context_token: String,
     pub profiles: ProfileScope,
-    /// Not used for a control plane on this host.
+    /// Limits of streams; not used for a control plane on this host.
     pub limits: StreamLimits,
     pub backoff: Backoff,
 }
@@ -166,8 +166,8 @@ impl Destinations {
 
     /// Watches the endpoints of a path, `name:port` as the control plane wrote it.
     ///
-    /// The stream is incremental: `decode` keeps the set. At [`Position::First`] the stream starts over, and entries that the next
-    /// addition does not list are removed.
+    /// The stream is incremental: `decode` keeps the set of endpoints. At [`Position::First`] the stream starts over: endpoints
+    /// that the next addition does not list are removed.
     pub(crate) fn endpoints<T: Send + Sync + 'static>(
         &self,
         path: &str,

@@ -92,7 +92,7 @@ impl Resolver {
         }
     }
 
-    /// The IPv4 and IPv6 addresses of a name that an application asks for.
+    /// Looks up the IPv4 and IPv6 addresses of a name for an application.
     ///
     /// # Errors
     /// The name has no address, or no server answers within `limit`.
@@ -190,10 +190,10 @@ fn ip_from_pod_name(name: &str) -> Option<IpAddr> {
         .ok()
 }
 
-/// Minimum TTL: shorter ones would only burden the DNS servers.
+/// Default minimum TTL. With a shorter TTL, DNS servers would get many lookups.
 const MIN_TTL: Duration = Duration::from_secs(5);
-/// Maximum TTL of negative answers. Short, because a restarting control plane gets its name back, and the callers have their
-/// own backoff.
+/// Maximum TTL of negative answers. It is short, because the name of a control plane that restarts exists again soon. The callers
+/// have their own backoff.
 const NEGATIVE_TTL: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
@@ -243,7 +243,7 @@ pub(super) mod tests {
         }
     }
 
-    /// A resolver that asks `server`.
+    /// A resolver that sends its queries to `server`.
     pub(in crate::api) fn resolver(server: SocketAddr, config: Config, registry: &Registry) -> Resolver {
         let mut connection = ConnectionConfig::udp();
         connection.port = server.port();
@@ -285,7 +285,7 @@ pub(super) mod tests {
     }
 
     #[tokio::test]
-    async fn services_are_found_by_srv_records_and_else_by_address() {
+    async fn services_are_found_by_srv_records_or_else_by_address_records() {
         let (addr, _server) = name_server().await;
         let registry = Registry::new();
         let resolver = resolver(addr, Config::default(), &registry);
@@ -336,7 +336,7 @@ pub(super) mod tests {
     }
 
     #[tokio::test]
-    async fn servers_that_do_not_answer_are_given_up_and_counted() {
+    async fn a_lookup_without_an_answer_ends_at_its_limit_and_is_counted() {
         let silent = UdpSocket::bind("127.0.0.1:0").await.unwrap();
         let registry = Registry::new();
         let resolver = resolver(silent.local_addr().unwrap(), Config::default(), &registry);

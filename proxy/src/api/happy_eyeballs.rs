@@ -43,7 +43,8 @@ where
     }
 }
 
-/// Random order, alternating between the families, so that the second attempt uses the other family if one is unreachable.
+/// Puts addresses in random order, alternating between the families: if one family is unreachable, the second attempt uses the
+/// other one.
 fn interleave_families(mut addrs: Vec<SocketAddr>) -> Vec<SocketAddr> {
     fastrand::shuffle(&mut addrs);
     let begins_with_v6 = addrs.first().is_some_and(SocketAddr::is_ipv6);
@@ -58,7 +59,7 @@ fn interleave_families(mut addrs: Vec<SocketAddr>) -> Vec<SocketAddr> {
     ordered
 }
 
-/// Head start of an attempt before the next one; the value that RFC 8305 recommends.
+/// Time after the start of an attempt at which the next one starts; the value that RFC 8305 recommends.
 const CONNECTION_ATTEMPT_DELAY: Duration = Duration::from_millis(250);
 
 #[cfg(test)]
@@ -85,7 +86,7 @@ mod tests {
             assert_ne!(ordered[2].is_ipv6(), ordered[3].is_ipv6(), "{ordered:?}");
             assert_eq!(BTreeSet::from_iter(ordered), BTreeSet::from_iter(all.clone()));
         }
-        assert_eq!(begins.len(), all.len(), "each begins at times");
+        assert_eq!(begins.len(), all.len(), "each address is the first one in some orders");
     }
 
     #[tokio::test(start_paused = true)]

@@ -27,7 +27,7 @@ impl Metrics {
             latency: registry.histogram(
                 "control_response_latency_ms",
                 "Milliseconds from a request to the control plane to the head of its response.",
-                LATENCY_MS,
+                LATENCY_BUCKETS_MS,
             ),
             resolutions: registry.counter(
                 "control_dns_resolutions_total",
@@ -44,7 +44,7 @@ impl Metrics {
 }
 
 /// Bucket upper bounds, in milliseconds; those of Linkerd's latency histograms.
-const LATENCY_MS: &[f64] = &[
+const LATENCY_BUCKETS_MS: &[f64] = &[
     1., 2., 3., 4., 5., 10., 20., 30., 40., 50., 100., 200., 300., 400., 500., 1_000., 2_000., 3_000., 4_000., 5_000.,
     10_000., 20_000., 30_000., 40_000., 50_000.,
 ];

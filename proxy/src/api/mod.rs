@@ -1,7 +1,7 @@
 //! Clients of the control plane: channels that reconnect, and streams that become `watch` values.
 //!
-//! Everything runs on the runtime whose handle is passed in, never on a worker's. Messages are not interpreted here: callers
-//! pass a function that decodes them.
+//! All tasks run on the runtime whose handle is passed in, never on the runtime of a worker. This module does not interpret
+//! messages: callers pass a function that decodes them.
 
 pub(crate) mod channel;
 pub(crate) mod destination;

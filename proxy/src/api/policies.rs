@@ -38,9 +38,9 @@ pub(crate) enum WatchMode {
 /// Common to all lookups.
 #[derive(Clone, Debug)]
 pub(crate) struct Config {
-    /// Sent verbatim; tells the control plane which workload asks.
+    /// Text that identifies this workload to the control plane; it is sent unchanged.
     pub workload: String,
-    /// Not used for a control plane on this host.
+    /// Limits of streams; not used for a control plane on this host.
     pub limits: StreamLimits,
     pub inbound_backoff: Backoff,
     pub outbound_backoff: Backoff,
@@ -121,8 +121,8 @@ impl Policies {
 
     /// Watches the policy of an outbound target.
     ///
-    /// If it is refused with `NotFound` or `Unimplemented`, the caller uses the endpoint in the target's profile, or else the
-    /// target's address.
+    /// If the policy is refused with `NotFound` or `Unimplemented`, the caller uses the endpoint in the target's profile. If the
+    /// profile has no endpoint, the caller uses the target's address.
     pub(crate) fn outbound<T: Send + Sync + 'static>(
         &self,
         target: &Addr,
@@ -171,7 +171,7 @@ impl Policies {
 /// Maximum fraction that is added to the interval of a poll. The configured jitter is not used: it may be 100, and a changed
 /// policy must take effect soon.
 const POLL_JITTER: f64 = 0.1;
-/// A denied poll waits for its interval, as after other failures.
+/// The refusals of a poll. They omit `PermissionDenied`: a denied poll waits for its interval, as after other failures.
 const POLL_REFUSAL_CODES: &[Code] = &[Code::InvalidArgument, Code::FailedPrecondition];
 const INBOUND_REFUSAL_CODES: &[Code] = &[Code::InvalidArgument, Code::FailedPrecondition, Code::PermissionDenied];
 const OUTBOUND_REFUSAL_CODES: &[Code] = &[
@@ -199,13 +199,13 @@ mod tests {
     use crate::api::tests::{CLIENT, CONTROL, Server, connector, mutual_tls, test_config, with_timeout};
     use crate::tls::tests::Authority;
 
-    /// Returns the request's fields in the response.
+    /// A policy service that returns the request's fields in its response.
     #[derive(Clone)]
     struct Echo;
 
-    type Answers<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+    type ResponseStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
-    fn hold<T: Send + 'static>(answer: T) -> Result<Response<Answers<T>>, Status> {
+    fn hold<T: Send + 'static>(answer: T) -> Result<Response<ResponseStream<T>>, Status> {
         Ok(Response::new(Box::pin(
             stream::iter([Ok(answer)]).chain(stream::pending()),
         )))
@@ -213,7 +213,7 @@ mod tests {
 
     #[tonic::async_trait]
     impl InboundServerPolicies for Echo {
-        type WatchPortStream = Answers<inbound::Server>;
+        type WatchPortStream = ResponseStream<inbound::Server>;
 
         async fn get_port(&self, _: Request<inbound::PortSpec>) -> Result<Response<inbound::Server>, Status> {
             Err(Status::unimplemented("proxies watch"))
@@ -231,7 +231,7 @@ mod tests {
 
     #[tonic::async_trait]
     impl OutboundPolicies for Echo {
-        type WatchStream = Answers<outbound::OutboundPolicy>;
+        type WatchStream = ResponseStream<outbound::OutboundPolicy>;
 
         async fn get(&self, _: Request<outbound::TrafficSpec>) -> Result<Response<outbound::OutboundPolicy>, Status> {
             Err(Status::unimplemented("proxies watch"))
@@ -262,8 +262,8 @@ mod tests {
         }
     }
 
-    /// The policies of a service over mutual TLS, and its server.
-    async fn policies_of<S>(service: S, config: Config) -> (Policies, Server)
+    /// Starts a server of `service` with mutual TLS. Returns a client of it, and the server.
+    async fn start_policy_server<S>(service: S, config: Config) -> (Policies, Server)
     where
         S: tower::Service<http::Request<Incoming>, Response = http::Response<Body>, Error = Infallible>,
         S: Clone + Send + 'static,
@@ -278,7 +278,7 @@ mod tests {
 
     #[tokio::test]
     async fn ports_are_watched_with_the_workload_of_the_proxy() {
-        let (policies, _server) = policies_of(InboundServerPoliciesServer::new(Echo), config()).await;
+        let (policies, _server) = start_policy_server(InboundServerPoliciesServer::new(Echo), config()).await;
         let mut requested = policies.inbound(8080, WatchMode::Watch, RetrySignal::default(), |server| {
             server.labels["requested"].clone()
         });
@@ -290,8 +290,8 @@ mod tests {
     #[tokio::test]
     async fn ports_are_polled_without_the_jitter_of_failures() {
         let mut config = config();
-        config.inbound_backoff.jitter = 1e9; // adds hours to each delay
-        let (policies, _server) = policies_of(InboundServerPoliciesServer::new(Echo), config).await;
+        config.inbound_backoff.jitter = 1e9; // would add hours to each delay
+        let (policies, _server) = start_policy_server(InboundServerPoliciesServer::new(Echo), config).await;
         let mode = WatchMode::Poll(Duration::from_millis(20));
         let mut polled = policies.inbound(8080, mode, RetrySignal::default(), |_| ());
         for _ in 0..3 {
@@ -301,7 +301,7 @@ mod tests {
 
     #[tokio::test]
     async fn targets_are_watched_by_address_and_by_name() {
-        let (policies, _server) = policies_of(OutboundPoliciesServer::new(Echo), config()).await;
+        let (policies, _server) = start_policy_server(OutboundPoliciesServer::new(Echo), config()).await;
         let mut known = policies.outbound(&"10.0.0.1:80".parse().unwrap(), |policy| policy);
         let expected = WatchState::Known(outbound::OutboundPolicy::default());
         with_timeout(known.wait_for(|policy| *policy == expected))

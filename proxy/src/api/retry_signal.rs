@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::sleep;
 
-/// Requests an early next attempt; clones share it.
+/// A request to make the next attempt early; clones share it.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RetrySignal(Arc<Notify>);
 
@@ -27,7 +27,7 @@ impl RetrySignal {
     }
 }
 
-/// Minimum delay of an early attempt, however often it is requested. A backoff that is shorter stays as it is.
+/// Minimum delay before an early attempt, however often one is requested. A shorter backoff is not extended.
 pub(crate) const MIN_RETRY_DELAY: Duration = Duration::from_millis(200);
 
 #[cfg(test)]
@@ -50,7 +50,7 @@ mod tests {
             signal.retry_soon();
         }
         assert_eq!(took(minute).await, MIN_RETRY_DELAY);
-        assert_eq!(took(minute).await, minute, "it was requested once");
+        assert_eq!(took(minute).await, minute, "only one early attempt was requested");
         let later = async {
             sleep(Duration::from_secs(1)).await;
             signal.retry_soon();

@@ -65,7 +65,7 @@ impl Server {
         let listener = TcpListener::bind(addr).await.unwrap();
         let addr = listener.local_addr().unwrap();
         let task = tokio::spawn(async move {
-            // Dropped with this task, which closes all connections.
+            // The connections are dropped with this task, which closes them.
             let mut connections = JoinSet::new();
             loop {
                 let (stream, _) = listener.accept().await.unwrap();
@@ -150,7 +150,7 @@ const BACKOFF: Backoff = Backoff {
 };
 const ANYWHERE: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 0);
 
-/// Answers `Get` calls from a script, one step for each call.
+/// A destination service that responds to each `Get` call with the next step of a script.
 #[derive(Clone, Default)]
 struct Scripted {
     steps: Arc<Mutex<VecDeque<Step>>>,
@@ -202,7 +202,7 @@ impl Destination for Scripted {
             Some(Step::Send(updates)) => Box::pin(stream::iter(updates.into_iter().map(Ok))),
             Some(Step::Hold(updates, cancelled_tx)) => {
                 let hold = stream::pending().map(move |update| {
-                    // Never runs; the closure owns the sender, which is dropped with the stream.
+                    // This closure never runs. It owns the sender, so that the sender is dropped with the stream.
                     let _ = &cancelled_tx;
                     update
                 });
@@ -276,8 +276,9 @@ async fn wait_endpoints(endpoints: &mut Receiver<Endpoints>, expected: (Position
         .unwrap();
 }
 
-/// A server with the same profile for every target, a client of it, and the sender that changes the profile.
-pub(crate) async fn profiles_of(
+/// Starts a server with the same profile for every target. Returns the sender that changes the profile, the server, and a client of
+/// it.
+pub(crate) async fn start_profile_server(
     profile: proto::DestinationProfile,
 ) -> (sync::watch::Sender<proto::DestinationProfile>, Server, Destinations) {
     let (script, server, channel) = scripted([]).await;
@@ -286,7 +287,7 @@ pub(crate) async fn profiles_of(
     (script.profile, server, destinations)
 }
 
-/// A scripted server with TLS, and a channel to it.
+/// Starts a scripted server with TLS. Returns its script, the server, and a channel to it.
 async fn scripted(steps: impl IntoIterator<Item = Step>) -> (Scripted, Server, Channel) {
     let authority = Authority::new();
     let script = Scripted::new(steps);
@@ -343,7 +344,7 @@ async fn a_watch_does_not_back_off_while_the_control_plane_is_unreachable() {
     };
     let channel = connector(authority.credentials(CLIENT), &Registry::new()).channel(target, test_config());
     let mut watch = endpoints_with(channel.clone(), limits, backoff);
-    // Longer than a stream may take to open.
+    // The wait is longer than the limit for opening a stream.
     timeout(Duration::from_millis(1500), watch.changed()).await.unwrap_err();
     assert!(channel.is_failing());
     let _server = Server::start(addr, Some(creds), service).await;
@@ -380,7 +381,7 @@ async fn a_refused_target_is_retried_until_it_is_known() {
 }
 
 #[tokio::test]
-async fn a_refusal_because_of_the_certificate_of_the_proxy_is_logged_once_a_minute() {
+async fn a_denied_stream_is_logged_once_a_minute() {
     const KIND: &str = "the control plane refuses a watch stream, opening it again";
     let steps = [
         Step::Refuse(Code::PermissionDenied),
@@ -463,7 +464,7 @@ async fn a_refusal_does_not_replace_a_known_value() {
 }
 
 #[tokio::test]
-async fn streams_that_break_a_limit_are_opened_again() {
+async fn streams_that_exceed_a_limit_are_opened_again() {
     let limit = Some(Duration::from_millis(50));
     for limits in [
         StreamLimits {
@@ -586,7 +587,7 @@ async fn the_connected_replica_and_waiting_calls_are_counted() {
 }
 
 #[tokio::test]
-async fn streams_spread_over_three_replicas_and_only_those_of_one_that_ends_are_opened_again() {
+async fn streams_spread_over_three_replicas_and_only_those_of_a_replica_that_ends_are_opened_again() {
     const CHANNELS: usize = 90;
     let authority = Authority::new();
     let replicas = [(); 3].map(|()| Scripted::new([]));
@@ -699,7 +700,7 @@ async fn profiles_are_watched_in_scope_only() {
         fully_qualified_name: "web.shop".to_owned(),
         ..Default::default()
     };
-    let (_sender, _server, destinations) = profiles_of(profile).await;
+    let (_sender, _server, destinations) = start_profile_server(profile).await;
     let outside: Addr = "192.168.0.1:80".parse().unwrap();
     assert!(destinations.profile(&outside, |_| ()).is_none());
     let inside: Addr = "10.0.0.1:80".parse().unwrap();

@@ -1,8 +1,8 @@
 //! A server stream as a `watch` value. The stream is reopened while there are receivers, and the last value is kept.
 //!
 //! A *refusal* is the answer of the control plane that it sends no value; a *denial* is a refusal with `PERMISSION_DENIED`, which
-//! is about the identity of this proxy and says nothing about the target. Neither is final: the control plane may answer later, so
-//! the stream is retried with a backoff.
+//! is about the identity of this proxy and says nothing about the target. Refusals are not final: the control plane may send a
+//! value later, so the stream is opened again after a backoff.
 
 use std::future::Future;
 use std::time::Duration;
@@ -23,15 +23,15 @@ use crate::api::retry_signal::{MIN_RETRY_DELAY, RetrySignal};
 pub(crate) enum WatchState<T> {
     /// No answer yet.
     Pending,
-    /// The latest value; it is kept while the control plane is unreachable.
+    /// The latest value. It stays known while the control plane is unreachable.
     Known(T),
-    /// The control plane refuses for now; the stream is retried.
+    /// The control plane has refused the request; the stream is opened again later.
     Refused(Refusal),
 }
 
 impl<T> WatchState<T> {
-    /// The refusal of a control plane that denies this proxy what it has requested. It says nothing about the target, so the
-    /// target must not be treated as unknown or as one without endpoints.
+    /// The refusal, if it is a denial. A denial says nothing about the target, so the target must not be treated as unknown or as
+    /// one without endpoints.
     pub(crate) fn denial(&self) -> Option<&Refusal> {
         match self {
             Self::Refused(refusal) if refusal.is_denial() => Some(refusal),
@@ -44,14 +44,14 @@ impl<T> WatchState<T> {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the control plane refuses the {description} ({code:?}): {message}")]
 pub(crate) struct Refusal {
-    /// What was requested, such as `policy of port 80`.
+    /// Description of the request, such as `policy of port 80`.
     pub description: String,
     pub code: Code,
     pub message: String,
 }
 
 impl Refusal {
-    /// Whether the control plane refuses the identity of this proxy, whatever the target or port.
+    /// Whether the control plane refuses the identity of this proxy, independent of the target or port.
     pub(crate) fn is_denial(&self) -> bool {
         self.code == Code::PermissionDenied
     }
@@ -62,7 +62,7 @@ impl Refusal {
     }
 }
 
-/// When a stream is closed and reopened; no limits by default.
+/// The limits after which a stream is closed and reopened; no limits by default.
 #[derive(Copy, Clone, Debug, Default, PartialEq, Eq)]
 pub struct StreamLimits {
     /// Maximum time to the first message.
@@ -75,7 +75,7 @@ pub struct StreamLimits {
 
 /// The position of a message in its stream.
 ///
-/// An incremental stream starts over when it is reopened, so entries that the first message does not have are removed.
+/// An incremental stream starts over when it is reopened: entries that the first message does not contain are removed.
 #[derive(Copy, Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Position {
     First,
@@ -83,7 +83,7 @@ pub(crate) enum Position {
 }
 
 pub(crate) struct WatchParams {
-    /// The channel of its streams.
+    /// The channel of the streams.
     pub channel: Channel,
     /// The watched target, for logs.
     pub description: String,
@@ -165,7 +165,7 @@ struct RetryDelays {
 }
 
 impl RetryDelays {
-    /// `backoff` is that of failures.
+    /// `backoff` is the backoff after failures.
     fn new(backoff: Backoff) -> Self {
         Self {
             after_failure: backoff.start(),
@@ -180,7 +180,7 @@ impl RetryDelays {
         self.after_denial.reset();
     }
 
-    /// `refusal` is that of the last stream, `None` if it ended in another way.
+    /// `refusal` is the refusal of the last stream; `None` if that stream ended in another way.
     fn next_delay(&mut self, refusal: Option<&Refusal>) -> Duration {
         let delays = match refusal.map(|refusal| refusal.code) {
             None | Some(Code::FailedPrecondition) => &mut self.after_failure,
@@ -191,8 +191,8 @@ impl RetryDelays {
     }
 }
 
-/// Publishes a refusal if no value is known; the same refusal again notifies no receiver. A denial does not replace an answer about
-/// the target.
+/// Publishes a refusal if no value is known. A repeated refusal does not notify the receivers. A denial does not replace an answer
+/// about the target.
 fn publish_refusal<T>(state_tx: &watch::Sender<WatchState<T>>, refusal: Refusal) {
     state_tx.send_if_modified(|watched| {
         let is_new = match watched {
@@ -208,7 +208,7 @@ fn publish_refusal<T>(state_tx: &watch::Sender<WatchState<T>>, refusal: Refusal)
 }
 
 enum StreamEnd {
-    /// Normally: the server closed it, or a limit was reached.
+    /// A normal end: the server closed the stream, or a limit was reached.
     Closed(&'static str),
     Failed(Status),
 }
@@ -315,7 +315,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_denial_is_retried_sooner_than_another_refusal_and_a_value_starts_all_delays_over() {
+    fn a_denial_is_retried_sooner_than_another_refusal_and_a_value_resets_all_delays() {
         let second = Duration::from_secs(1);
         let mut delays = RetryDelays::new(Backoff {
             min: second,

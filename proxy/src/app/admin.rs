@@ -46,7 +46,7 @@ pub(super) struct AdminThread {
     pub(super) exporter: Option<Exporter>,
 }
 
-/// What the shutdown of the process needs.
+/// The signals and settings of the shutdown of the process.
 pub(super) struct Shutdown {
     /// Starts the drain of the workers.
     pub(super) drain: drain::Signal,
@@ -55,7 +55,7 @@ pub(super) struct Shutdown {
     /// Notified by the admin server.
     pub(super) requested: Arc<Notify>,
     pub(super) grace_period: Duration,
-    /// Ports of this process. The application listens on others.
+    /// Ports of this process, which are not ports of the application.
     pub(super) own_ports: Vec<u16>,
 }
 
@@ -103,7 +103,7 @@ impl AdminThread {
         {
             tracing::warn!("sending the last trace spans failed");
         }
-        // Never signalled, and dropping it signals nothing: the admin server and the tap server run until the process ends.
+        // The signal is never sent, and dropping it sends none: the admin server and the tap server run until the process ends.
         drop(admin_drain);
         shutdown.done_tx.send_replace(true);
         std::future::pending::<()>().await;
@@ -113,7 +113,7 @@ impl AdminThread {
 /// The task that keeps the credentials up to date.
 pub(super) enum IdentityTask {
     Certifier(Box<Certifier>),
-    Workload(WorkloadApiClient),
+    WorkloadApi(WorkloadApiClient),
 }
 
 impl IdentityTask {
@@ -125,8 +125,8 @@ impl IdentityTask {
     ) -> anyhow::Result<Self> {
         match (&config.identity.source, &control.identity) {
             (IdentitySource::ControlPlane { anchors, certify }, Some(channel)) => {
-                // Done here and not later, because the first random bytes take 24 ms, during which no task of the thread
-                // would run.
+                // The key is created here, before the thread runs tasks: the first random bytes take 24 ms, which would block the
+                // other tasks.
                 let key =
                     Key::load(certify.dir.as_deref(), &config.identity.id).context("loading the identity's key")?;
                 let (certify, anchors) = (certify.clone(), anchors.clone());
@@ -144,7 +144,7 @@ impl IdentityTask {
             (IdentitySource::ControlPlane { .. }, None) => anyhow::bail!("no channel to the identity service"),
             (IdentitySource::WorkloadApi { socket, anchors }, _) => {
                 let workload = WorkloadApiClient::new(socket.clone(), anchors.clone(), creds.clone(), registry);
-                Ok(Self::Workload(workload))
+                Ok(Self::WorkloadApi(workload))
             }
         }
     }
@@ -152,13 +152,13 @@ impl IdentityTask {
     async fn run(self, certificate_latch: Latch) {
         match self {
             Self::Certifier(certifier) => certifier.run(certificate_latch).await,
-            Self::Workload(workload) => workload.run(certificate_latch).await,
+            Self::WorkloadApi(workload) => workload.run(certificate_latch).await,
         }
     }
 }
 
 /// The pages of `/debug`.
-pub(super) fn pages(
+pub(super) fn debug_pages(
     outbound: &Arc<Outbound>,
     inbound: &Arc<Inbound>,
     tcp: &tcp_metrics::Families,
@@ -198,7 +198,7 @@ pub(super) fn bind_exclusive(addr: &mut SocketAddr, what: &str) -> anyhow::Resul
     Ok(listener)
 }
 
-/// Waits for a shutdown request, and then as long as the application still listens, for at most [`APPLICATION_EXIT_TIMEOUT`].
+/// Waits for a shutdown request. Then waits until the application no longer listens, for at most [`APPLICATION_EXIT_TIMEOUT`].
 ///
 /// A second signal, or a request to the admin server, ends the wait immediately.
 async fn wait_for_shutdown(shutdown: &Notify, own_ports: &[u16]) {
@@ -227,9 +227,9 @@ async fn wait_for_shutdown(shutdown: &Notify, own_ports: &[u16]) {
 
 /// Maximum time from the first signal to the drain, while the application still listens.
 const APPLICATION_EXIT_TIMEOUT: Duration = Duration::from_secs(10);
-/// How often the proxy checks whether the application still listens.
+/// Interval at which the proxy checks whether the application still listens.
 const APPLICATION_POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Time for sending the last trace spans.
 const SPAN_FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
-/// How often series without an owner are removed.
+/// Interval at which metric series without an owner are removed.
 const METRICS_RETIRE_INTERVAL: Duration = Duration::from_secs(60);

@@ -63,7 +63,7 @@ use crate::{
     tls::credentials::Credentials,
 };
 
-/// Channels to the control plane's services.
+/// Clients of the control plane's services, and channels to them and to the collector of trace spans.
 pub(super) struct ControlPlaneClients {
     pub(super) identity: Option<channel::Channel>,
     /// The collector of trace spans.
@@ -157,7 +157,7 @@ pub(super) struct ProxyBuilder<'a> {
     pub(super) taps: &'a Arc<TapRegistry>,
     pub(super) memory_pressure: &'a MemoryPressure,
     pub(super) head_memory: &'a Arc<HeadMemory>,
-    /// The limit of accepted connections, of each direction.
+    /// Maximum number of accepted connections of each direction.
     pub(super) max_connections: usize,
     pub(super) tracers: &'a Tracers,
 }
@@ -176,14 +176,14 @@ impl ProxyBuilder<'_> {
         });
         let families = outbound_metrics::Families::new(registry, self.http.clone(), self.tcp.clone(), hostname_source);
         let target_log_limiter = Arc::<LogLimiter<_>>::default();
-        let common = EndpointContext {
+        let endpoint_context = EndpointContext {
             creds: self.creds.clone(),
             connector: ConnectorConfig {
                 connect: connect_config(direction, None),
                 log_limiter: target_log_limiter.clone(),
             },
-            http2: http2_client(direction),
-            pool: pool(direction),
+            http2: http2_client_config(direction),
+            pool: pool_config(direction),
             families: families.clone(),
             local_ips: config.inbound.local_ips.clone(),
             workers: self.workers,
@@ -191,7 +191,8 @@ impl ProxyBuilder<'_> {
             tracer: self.tracers.outbound.clone(),
             mode,
         };
-        let discovery = self.discovery(direction, common);
+        let discovery = self.discovery(direction, endpoint_context);
+        let is_logged = config.log.access_log_directions.includes_outbound();
         Arc::new(Outbound {
             orig_dst_lookup: self.context.orig_dst.clone(),
             own_listeners: config
@@ -205,9 +206,9 @@ impl ProxyBuilder<'_> {
             detect_timeout: direction.accept.detect_timeout,
             server: ServerConfig {
                 limits: http_limits(direction),
-                http2: http2_server(direction),
+                http2: http2_server_config(direction),
             },
-            service_stack: self.service_stack("outbound", direction, config.log.access_directions.includes_outbound()),
+            service_stack: self.service_stack("outbound", direction, is_logged),
             error_detail: match config.outbound.informational_headers {
                 Visibility::Shown => ErrorDetail::Include,
                 Visibility::Hidden => ErrorDetail::Omit,
@@ -221,12 +222,12 @@ impl ProxyBuilder<'_> {
         })
     }
 
-    /// Discovery of destinations; it also updates the gauges of their endpoints.
-    fn discovery(&self, direction: &DirectionSettings, common: EndpointContext) -> Arc<Discovery> {
-        let log_limiter = common.connector.log_limiter.clone();
+    /// Builds the discovery of destinations, which also updates the gauges of their endpoints.
+    fn discovery(&self, direction: &DirectionSettings, endpoint_context: EndpointContext) -> Arc<Discovery> {
+        let log_limiter = endpoint_context.connector.log_limiter.clone();
         let invalid_update_families = invalid_updates::Families::new(self.registry);
         let factory = BackendFactory {
-            endpoint_context: Arc::new(common),
+            endpoint_context: Arc::new(endpoint_context),
             destinations: self.control.destinations.clone(),
             strategy: match self.config.outbound.load_balancing {
                 LoadBalancing::PeakEwma => Strategy::PeakEwma,
@@ -257,16 +258,16 @@ impl ProxyBuilder<'_> {
             log_limiter,
         };
         let discovery = Arc::new(discovery);
-        let measured = Arc::downgrade(&discovery);
+        let weak_discovery = Arc::downgrade(&discovery);
         self.registry.before_render(move || {
-            if let Some(discovery) = measured.upgrade() {
+            if let Some(discovery) = weak_discovery.upgrade() {
                 discovery.factory.update_gauges();
             }
         });
         discovery
     }
 
-    /// `outbound` handles the requests of the gateway.
+    /// Builds the inbound side. If this proxy is a gateway, `outbound` sends the requests of the gateway.
     pub(super) fn inbound(&self, outbound: &Arc<Outbound>) -> Arc<Inbound> {
         let Self { config, registry, .. } = *self;
         let suffixes = config.inbound.gateway_suffixes.clone();
@@ -275,15 +276,16 @@ impl ProxyBuilder<'_> {
             Arc::new(OutboundGateway { outbound, suffixes }) as Arc<dyn Gateway>
         });
         let direction = &config.inbound.direction;
-        let initial_policy = self.initial_policy(direction.accept.detect_timeout);
+        let is_logged = config.log.access_log_directions.includes_inbound();
         let detect_timeout = direction.accept.detect_timeout;
+        let initial_policy = self.initial_policy(detect_timeout);
         let own_port = config.inbound.listen.port();
         let mut watched_ports = config.inbound.watched_ports.clone();
         if gateway.is_some() {
-            watched_ports.insert(own_port); // its policy authorizes clients of the gateway
+            watched_ports.insert(own_port); // the policy of this port authorizes clients of the gateway
         }
         if !config.admin.listen.ip().is_loopback() {
-            watched_ports.insert(config.admin.listen.port()); // scrapes need not wait for the policy
+            watched_ports.insert(config.admin.listen.port()); // so that scrapes do not wait for the policy
         }
         let mut labelled_ports = watched_ports.clone();
         labelled_ports.insert(own_port);
@@ -294,7 +296,7 @@ impl ProxyBuilder<'_> {
             self.tcp.clone(),
             PortLabels::new(labelled_ports, app_listeners::is_listening),
         );
-        let (orig_dst, dial_as) = match config.inbound.mode {
+        let (orig_dst, source_address) = match config.inbound.mode {
             InboundMode::Redirect => (self.context.orig_dst.clone(), SourceAddress::Proxy),
             InboundMode::Tproxy => (orig_dst::local_addr_lookup(own_port), SourceAddress::Client),
         };
@@ -326,9 +328,9 @@ impl ProxyBuilder<'_> {
             detect_timeout,
             server_configs: HttpServerConfigs::new(ServerConfig {
                 limits: http_limits(direction),
-                http2: http2_server(direction),
+                http2: http2_server_config(direction),
             }),
-            service_stack: self.service_stack("inbound", direction, config.log.access_directions.includes_inbound()),
+            service_stack: self.service_stack("inbound", direction, is_logged),
             families: families.clone(),
             taps: self.taps.clone(),
             tracer: self.tracers.inbound.clone(),
@@ -340,16 +342,16 @@ impl ProxyBuilder<'_> {
             gateway,
             app_clients: AppClients {
                 connect: connect_config(direction, Some(own_port)),
-                source_address: dial_as,
-                http2: http2_client(direction),
-                pool: pool(direction),
+                source_address,
+                http2: http2_client_config(direction),
+                pool: pool_config(direction),
                 families,
                 by_worker: (0..self.workers).map(|_| Mutex::new(HashMap::new())).collect(),
             },
         })
     }
 
-    /// What applies to a port until the control plane sends its policy.
+    /// The policy of a port until the control plane sends one.
     fn initial_policy(&self, detect_timeout: Duration) -> InitialPolicy {
         let config = self.config;
         let policy = config.inbound.default_policy;
@@ -382,12 +384,12 @@ impl ProxyBuilder<'_> {
             ),
             head_memory: self.head_memory.clone(),
             count_layer: CountLayer::new(self.registry, name),
-            error_metrics: errors(self.registry, name),
+            error_metrics: error_metrics(self.registry, name),
         }
     }
 }
 
-fn errors(registry: &Registry, direction: &'static str) -> ErrorMetrics {
+fn error_metrics(registry: &Registry, direction: &'static str) -> ErrorMetrics {
     let name = format!("{direction}_http_errors_total");
     ErrorMetrics::new(
         registry.counter(&name, "HTTP requests that the proxy answered itself, by kind of error"),
@@ -416,7 +418,7 @@ fn connect_config(direction: &DirectionSettings, own_port: Option<u16>) -> conne
     }
 }
 
-fn pool(direction: &DirectionSettings) -> PoolConfig {
+fn pool_config(direction: &DirectionSettings) -> PoolConfig {
     let pool = &direction.http1_pool;
     PoolConfig {
         idle_timeout: pool.idle_timeout,
@@ -438,7 +440,7 @@ fn http_limits(direction: &DirectionSettings) -> HttpLimits {
     }
 }
 
-fn http2_client(direction: &DirectionSettings) -> h2::Http2Config {
+fn http2_client_config(direction: &DirectionSettings) -> h2::Http2Config {
     let windows = direction.http2_client;
     h2::Http2Config {
         stream_window: windows.stream,
@@ -447,7 +449,7 @@ fn http2_client(direction: &DirectionSettings) -> h2::Http2Config {
     }
 }
 
-fn http2_server(direction: &DirectionSettings) -> h2::Http2Config {
+fn http2_server_config(direction: &DirectionSettings) -> h2::Http2Config {
     let server = &direction.http2_server;
     h2::Http2Config {
         stream_window: server.windows.stream,

@@ -15,7 +15,7 @@ pub struct ProcessContext {
     pub log: Option<LogHandle>,
     /// Variables that the admin server may show.
     pub env: BTreeMap<String, String>,
-    /// Looks up original destinations; behind redirect rules the kernel knows them.
+    /// Looks up original destinations. With redirect rules, it asks the kernel.
     pub orig_dst: OrigDstLookup,
 }
 
@@ -30,7 +30,7 @@ impl ProcessContext {
     }
 }
 
-/// The tracers of both directions; `None` without a collector.
+/// The tracers of both directions; `None` if no collector is configured.
 #[derive(Default)]
 pub(super) struct Tracers {
     pub(super) inbound: Option<Tracer>,

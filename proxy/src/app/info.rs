@@ -6,7 +6,8 @@ use tulle_core::metrics::{Gauge, Labels, Registry};
 
 use crate::tls::credentials;
 
-/// Series live as long as the returned gauges. `unsupported` are variables that are set and have no effect.
+/// Registers the metrics. Their series exist as long as the returned gauges. `unsupported` are the names of variables that are set
+/// and have no effect.
 pub(super) fn register(registry: &Registry, unsupported: &[String]) -> Vec<Arc<Gauge>> {
     let profile = if cfg!(debug_assertions) { "debug" } else { "release" };
     let build = Labels::new()

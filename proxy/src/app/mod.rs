@@ -23,7 +23,7 @@ use tulle_core::{
 pub use context::{OrigDstLookup, ProcessContext};
 
 use self::{
-    admin::{AdminThread, IdentityTask, Shutdown, bind_exclusive, pages},
+    admin::{AdminThread, IdentityTask, Shutdown, bind_exclusive, debug_pages},
     build::{ControlPlaneClients, ProxyBuilder},
     context::Tracers,
     worker::{Worker, WorkerBalancers, WorkerListeners, bind_workers},
@@ -122,7 +122,7 @@ impl App {
             shutdown: shutdown.clone(),
             creds: creds.clone(),
             authorize: inbound::admin::authorize_fn(&inbound),
-            pages: pages(&outbound, &inbound, &tcp, &creds),
+            pages: debug_pages(&outbound, &inbound, &tcp, &creds),
         };
         let server = crate::admin::server(&config.admin, params);
         let tap_clients = config.tap.as_ref().map(|tap| tap.clients.clone()).unwrap_or_default();
@@ -237,24 +237,25 @@ impl App {
     }
 }
 
-/// The limit of accepted connections of one direction.
+/// Maximum number of accepted connections of one direction in this process.
 fn max_connections(memory: Option<&MemoryMonitor>) -> usize {
-    max_connections_of(descriptors::raise_limit(), memory.map(MemoryMonitor::limit))
+    connection_limit(descriptors::raise_limit(), memory.map(MemoryMonitor::limit))
 }
 
-/// The same for a process that may open `files` files and use `memory` bytes.
-fn max_connections_of(files: usize, memory: Option<u64>) -> usize {
-    // Half of the memory is for the connections of both directions, the other half for the requests on them. `HeadMemory` has
-    // the share of heads that are not complete.
+/// Maximum number of accepted connections of one direction in a process that can open `files` files and use `memory` bytes.
+fn connection_limit(files: usize, memory: Option<u64>) -> usize {
+    // Half of the memory is for the connections of both directions, the other half for the requests on them. `HeadMemory` limits
+    // the part that incomplete request heads use.
     let max_by_memory = memory.map_or(u64::MAX, |memory| memory / 4 / BYTES_PER_CONNECTION);
     let max_by_memory = usize::try_from(max_by_memory).unwrap_or(usize::MAX);
-    // An accepted connection needs two descriptors, its own and that to the application or peer, and there are two directions.
+    // An accepted connection needs two descriptors: its own, and that of the connection to the application or peer. There are two
+    // directions.
     (files / 4).min(max_by_memory).max(1)
 }
 
-/// Memory that is reserved for each connection. An idle one takes from 6 KiB (HTTP/1) to 13 KiB (opaque traffic) with both sides
-/// (`docs/reference/benchmarks.md`), so this is a value between the two. At the limit, idle connections of opaque traffic thus take
-/// about 81 % of the memory, besides that of the process without connections; [`MemoryPressure`] begins at 90 %.
+/// Memory that the connection limit reserves for each connection. An idle connection with both sides takes from 6 KiB (HTTP/1) to
+/// 13 KiB (opaque traffic), see `docs/reference/benchmarks.md`; this value is between the two. At the limit, idle opaque
+/// connections take about 81 % of the memory, in addition to the memory of the process itself. [`MemoryPressure`] begins at 90 %.
 const BYTES_PER_CONNECTION: u64 = 8 << 10;
 
 fn credentials(config: &Config) -> anyhow::Result<Credentials> {
@@ -297,9 +298,9 @@ mod tests {
 
     #[test]
     fn connections_are_bounded_by_files_and_by_memory() {
-        assert_eq!(max_connections_of(1000, None), 250);
-        assert_eq!(max_connections_of(1 << 20, Some(250 << 20)), 8000);
-        assert_eq!(max_connections_of(1000, Some(u64::MAX)), 250);
-        assert_eq!(max_connections_of(1000, Some(0)), 1);
+        assert_eq!(connection_limit(1000, None), 250);
+        assert_eq!(connection_limit(1 << 20, Some(250 << 20)), 8000);
+        assert_eq!(connection_limit(1000, Some(u64::MAX)), 250);
+        assert_eq!(connection_limit(1000, Some(0)), 1);
     }
 }

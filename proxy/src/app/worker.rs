@@ -25,7 +25,7 @@ use crate::{
     tls::credentials::Credentials,
 };
 
-/// Start-up error of the mode `tproxy` without the capability.
+/// Start-up error if the inbound mode is `tproxy` and the process lacks the capability `NET_RAW`.
 const NET_RAW_ERROR: &str = "TULLE_PROXY_INBOUND_MODE=tproxy needs the capability NET_RAW: add it to the proxy's container \
      (securityContext.capabilities.add), or to its service (AmbientCapabilities=CAP_NET_RAW), or unset the variable";
 
@@ -53,7 +53,7 @@ pub(super) struct WorkerBalancers {
     pub(super) inbound: Arc<WorkerBalancer>,
 }
 
-/// What the connections of one listener share.
+/// The balancer and the admission that the connections of one listener share.
 struct AcceptContext {
     balancer: Arc<WorkerBalancer>,
     admission: Arc<Admission>,
@@ -104,7 +104,8 @@ impl Worker {
         }
     }
 
-    /// Accepts on one listener. Each connection delays the end of the drain and counts in the admission until it ends.
+    /// Accepts connections on one listener. Until a connection ends, it delays the end of the drain and counts towards the limit of
+    /// connections.
     fn accept_loop<F>(
         &self,
         listener: TcpListener,
@@ -116,7 +117,7 @@ impl Worker {
     {
         let (index, drain) = (self.index, self.drain.clone());
         let AcceptContext { balancer, admission } = context;
-        // The drain ends only after the queued connections are accepted.
+        // The drain waits until the queued connections are accepted.
         let (stop, accept_guard) = (drain.clone(), drain.guard());
         async move {
             let spawn = |client, addr| {
@@ -130,8 +131,8 @@ impl Worker {
                 let copy_eviction_handle = eviction_handle.clone();
                 let serving = serve(assignment.worker, stream.with_permit(permit), addr, drain.clone());
                 let guard_and_assignment = (drain.guard(), assignment);
-                // `map`, because an async block would reserve space for the future a second time. A connection that only
-                // copies bytes continues in a smaller future.
+                // `map` instead of an async block, which would store the future twice. A connection that only copies bytes
+                // continues in a smaller future.
                 let task = runtime.spawn(serving.map(move |copy_future| {
                     let Some(copy_future) = copy_future else {
                         return drop(guard_and_assignment);
@@ -160,7 +161,7 @@ pub(super) fn bind_workers(config: &mut Config, workers: usize) -> anyhow::Resul
         PortSharing::Exclusive
     };
     if config.inbound.mode == InboundMode::Tproxy {
-        capabilities::enable_net_raw(); // workers are started by this thread and inherit it
+        capabilities::enable_net_raw(); // this thread starts the workers, which inherit the capability
     }
     let bind = |addr: SocketAddr, direction: &DirectionSettings, what: &str| {
         listen::bind(addr, direction.accept.backlog, sharing, accept_options(direction))
@@ -202,7 +203,7 @@ fn skip_absent_families(listen: &mut Vec<SocketAddr>, is_local: impl Fn(IpAddr) 
     if listen.len() < 2 {
         return;
     }
-    // With IPv6, another address that the machine does not have is an error, which binding it reports.
+    // If the machine has IPv6, binding an address that it does not have fails and reports the error.
     let has_ipv6 = is_local(Ipv6Addr::LOCALHOST.into());
     let is_available = |addr: &&SocketAddr| addr.is_ipv4() || has_ipv6 || is_local(addr.ip());
     let (available, others): (Vec<_>, Vec<SocketAddr>) = listen.iter().partition(is_available);

@@ -1,4 +1,4 @@
-//! Chooses the worker of an accepted connection: the one that accepted it, unless another has clearly fewer connections.
+//! Chooses the worker of an accepted connection: the worker that accepted it, unless another worker has clearly fewer connections.
 //!
 //! The kernel chooses a worker by the connection's ports. A few busy connections, which are common between sidecars, would
 //! often end up on one worker while others are idle.
@@ -15,15 +15,15 @@ use tokio::{net::TcpStream, runtime::Handle};
 
 use crate::net::{io::Tcp, listen::AcceptedSocket};
 
-/// All workers, with their number of connections in one direction.
+/// All workers, each with its number of connections in one direction.
 pub(super) struct WorkerBalancer(Vec<WorkerLoad>);
 
 struct WorkerLoad {
     runtime: Handle,
-    open: AtomicUsize,
+    n_connections: AtomicUsize,
 }
 
-/// Counts a connection for its worker until it is dropped.
+/// Counts a connection for its worker until this value is dropped.
 pub(super) struct WorkerAssignment {
     balancer: Arc<WorkerBalancer>,
     pub(super) worker: usize,
@@ -33,7 +33,7 @@ impl WorkerBalancer {
     pub(super) fn new(runtimes: &[Handle]) -> Arc<Self> {
         let worker_load = |runtime: &Handle| WorkerLoad {
             runtime: runtime.clone(),
-            open: AtomicUsize::new(0),
+            n_connections: AtomicUsize::new(0),
         };
         Arc::new(Self(runtimes.iter().map(worker_load).collect()))
     }
@@ -52,20 +52,20 @@ impl WorkerBalancer {
             worker: self.choose(worker),
         };
         let worker_load = assignment.worker_load();
-        worker_load.open.fetch_add(1, Ordering::Relaxed);
-        let _inside = worker_load.runtime.enter();
+        worker_load.n_connections.fetch_add(1, Ordering::Relaxed);
+        let _runtime_guard = worker_load.runtime.enter();
         let stream = TcpStream::from_std(client.stream)?;
         Ok((assignment, Tcp::with_prefix(stream, client.prefix)))
     }
 
-    /// The least loaded worker, if it has more than 20 % fewer connections; otherwise the one that accepted the connection.
-    /// Handing over wakes another worker, which is not worthwhile for a smaller difference.
+    /// Returns the least loaded worker if it has more than 20 % fewer connections, otherwise the worker that accepted the
+    /// connection. Moving a connection wakes another worker, which costs more than a smaller difference is worth.
     fn choose(&self, accepted_by: usize) -> usize {
-        let n_open = |index: usize| self.0[index].open.load(Ordering::Relaxed);
-        let n_own = n_open(accepted_by);
-        let least_loaded = (0..self.0.len()).min_by_key(|&index| n_open(index));
+        let n_connections = |index: usize| self.0[index].n_connections.load(Ordering::Relaxed);
+        let n_own_connections = n_connections(accepted_by);
+        let least_loaded = (0..self.0.len()).min_by_key(|&index| n_connections(index));
         least_loaded
-            .filter(|&index| n_own * 4 > n_open(index) * 5)
+            .filter(|&index| n_own_connections * 4 > n_connections(index) * 5)
             .unwrap_or(accepted_by)
     }
 }
@@ -83,7 +83,7 @@ impl WorkerAssignment {
 
 impl Drop for WorkerAssignment {
     fn drop(&mut self) {
-        self.worker_load().open.fetch_sub(1, Ordering::Relaxed);
+        self.worker_load().n_connections.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_connection_moves_only_to_a_worker_with_over_20_percent_fewer() {
+    async fn a_connection_moves_only_to_a_worker_with_over_20_percent_fewer_connections() {
         let balancer = WorkerBalancer::new(&[Handle::current(), Handle::current()]);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let mut assignments = Vec::new();

@@ -43,9 +43,9 @@ mod tests;
 pub struct EnvError {
     /// With its prefix.
     pub name: String,
-    /// The value, with a replacement character for each part that is not UTF-8; `None` if the variable is missing.
+    /// The value, with a replacement character for each sequence of bytes that is not UTF-8; `None` if the variable is missing.
     pub value: Option<String>,
-    /// What is wrong, and which values are accepted.
+    /// The problem, and the accepted values.
     pub reason: String,
 }
 
@@ -67,8 +67,8 @@ pub fn load<V: Into<OsString>>(lookup: impl Fn(&str) -> Option<V>) -> Result<Con
     }
 }
 
-/// The variables that may be shown publicly: those of the proxy. Others may contain secrets of the workload, and so may the
-/// headers of its probes. What is not UTF-8 in a value is replaced.
+/// The variables that may be shown publicly: those of the proxy, except the probes, whose headers may contain secrets. Variables of
+/// the workload may contain secrets too. Bytes of a value that are not UTF-8 are replaced.
 pub fn public_variables(variables: impl Iterator<Item = (OsString, OsString)>) -> BTreeMap<String, String> {
     variables
         .filter_map(|(name, value)| Some((name.into_string().ok()?, value.to_string_lossy().into_owned())))
@@ -92,7 +92,7 @@ fn config(env: &mut Env<'_>) -> Option<Config> {
     let policy = inbound.default_policy;
     let needs_networks = policy.needs_cluster_networks() || policy == DefaultPolicy::Audit;
     if needs_networks && cluster_networks.is_empty() {
-        env.refuse(
+        env.record_invalid(
             "INBOUND_DEFAULT_POLICY",
             "this policy needs LINKERD2_PROXY_POLICY_CLUSTER_NETWORKS",
         );
@@ -126,7 +126,7 @@ fn config(env: &mut Env<'_>) -> Option<Config> {
         filter: env.value_or("LOG", values::text, DEFAULT_LOG.to_owned()),
         format: env.value_or_default("LOG_FORMAT", values::log_format),
         access_log_format: env.get("ACCESS_LOG", values::access_log),
-        access_directions: env.value_or_default(ACCESS_LOG_DIRECTIONS, values::directions),
+        access_log_directions: env.value_or_default(ACCESS_LOG_DIRECTIONS, values::directions),
     };
     let shutdown_grace_period = env.value_or("SHUTDOWN_GRACE_PERIOD", values::duration, Duration::from_secs(120));
     let metrics_retain_idle = env.value_or("METRICS_RETAIN_IDLE", values::duration, Duration::from_secs(600));
@@ -166,7 +166,11 @@ fn outbound(env: &mut Env<'_>, ingress: IngressMode) -> Outbound {
     Outbound {
         listen: several.unwrap_or_else(|| vec![single.unwrap_or_else(|| ([127, 0, 0, 1], 4140).into())]),
         direction: direction(env, "OUTBOUND", &defaults),
-        http_queue_capacity: env.value_or("OUTBOUND_HTTP_QUEUE_CAPACITY", values::at_least_one, QUEUE_CAPACITY),
+        http_queue_capacity: env.value_or(
+            "OUTBOUND_HTTP_QUEUE_CAPACITY",
+            values::at_least_one,
+            DEFAULT_QUEUE_CAPACITY,
+        ),
         http_failfast_timeout: env.value_or(
             "OUTBOUND_HTTP_FAILFAST_TIMEOUT",
             values::duration,
@@ -216,9 +220,9 @@ fn inbound(env: &mut Env<'_>) -> Inbound {
     }
 }
 
-/// Minimum timeout for connecting to the application, whatever the environment says. If the application's accept queue is full,
-/// the kernel drops the SYN and sends it again after one and after three seconds. An application that does not listen refuses
-/// immediately.
+/// Minimum timeout for connecting to the application, also if the variable is set to a shorter one. If the application's accept
+/// queue is full, the kernel drops the SYN and sends it again after one and after three seconds. An application that does not
+/// listen refuses immediately.
 const MIN_INBOUND_CONNECT_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// The defaults that differ between the directions.
@@ -275,7 +279,7 @@ fn backoff(env: &mut Env<'_>, prefix: &str, default_max: Duration) -> Backoff {
     let bounds = env.pair((&min_name, values::duration), (&max_name, values::duration));
     let (min, max) = bounds.unwrap_or((Duration::from_millis(100), default_max));
     if min > max {
-        env.refuse(&min_name, "it is above the maximum of the backoff");
+        env.record_invalid(&min_name, "it is above the maximum of the backoff");
     }
     Backoff {
         min,
@@ -323,7 +327,7 @@ fn http2_server(env: &mut Env<'_>, prefix: &str, windows: Http2Windows) -> Http2
 
 fn identity(env: &mut Env<'_>) -> Option<identity::Config> {
     if env.get("IDENTITY_DISABLED", values::text).is_some() {
-        env.refuse(
+        env.record_invalid(
             "IDENTITY_DISABLED",
             "a proxy without identity is not supported, unset this variable",
         );
@@ -351,15 +355,15 @@ fn identity(env: &mut Env<'_>) -> Option<identity::Config> {
         }
     };
     let Identity::Dns(server_name) = server_name else {
-        env.refuse("IDENTITY_SERVER_NAME", "a TLS server name is a DNS name");
+        env.record_invalid("IDENTITY_SERVER_NAME", "a TLS server name is a DNS name");
         return None;
     };
     match (&source, &id) {
-        (Some(identity::IdentitySource::WorkloadApi { .. }), Identity::Dns(_)) => env.refuse(
+        (Some(identity::IdentitySource::WorkloadApi { .. }), Identity::Dns(_)) => env.record_invalid(
             socket_name.unwrap_or(&WORKLOAD_API_VARIABLES[0]),
             "it needs LINKERD2_PROXY_IDENTITY_SERVER_ID, a spiffe:// URI, and LINKERD2_PROXY_IDENTITY_SERVER_NAME",
         ),
-        (Some(identity::IdentitySource::ControlPlane { .. }), Identity::Uri(_)) => env.refuse(
+        (Some(identity::IdentitySource::ControlPlane { .. }), Identity::Uri(_)) => env.record_invalid(
             "IDENTITY_SERVER_ID",
             "the control plane certifies DNS names; a URI needs LINKERD2_PROXY_IDENTITY_SPIRE_WORKLOAD_API_ADDRESS",
         ),
@@ -382,7 +386,7 @@ fn control_plane_source(env: &mut Env<'_>) -> Option<identity::IdentitySource> {
         Duration::from_secs(24 * 60 * 60),
     );
     if min_refresh > max_refresh {
-        env.refuse(
+        env.record_invalid(
             "IDENTITY_MIN_REFRESH",
             "it is above LINKERD2_PROXY_IDENTITY_MAX_REFRESH",
         );
@@ -412,7 +416,7 @@ fn control(env: &mut Env<'_>, cluster_networks: Vec<ipnet::IpNet>) -> Option<Con
     if let (Some(min), Some(max)) = (dns.min_ttl, dns.max_ttl)
         && min > max
     {
-        env.refuse("DNS_MIN_TTL", "it is above LINKERD2_PROXY_DNS_MAX_TTL");
+        env.record_invalid("DNS_MIN_TTL", "it is above LINKERD2_PROXY_DNS_MAX_TTL");
     }
     let cluster_local = || "svc.cluster.local.".parse().expect("the default suffix is a name");
     let profiles = ProfileScope {
@@ -433,7 +437,7 @@ fn control(env: &mut Env<'_>, cluster_networks: Vec<ipnet::IpNet>) -> Option<Con
     })
 }
 
-/// A loopback address is reached in plaintext; any other requires an identity.
+/// The address of a control plane service. A loopback address is dialled in plaintext; any other address requires an identity.
 fn control_addr(env: &mut Env<'_>, prefix: &str) -> Option<ControlAddr> {
     let (addr_name, identity_name) = (format!("{prefix}_ADDR"), format!("{prefix}_NAME"));
     let addr = env.required(&addr_name, values::from_str::<Addr>);
@@ -451,7 +455,7 @@ fn control_addr(env: &mut Env<'_>, prefix: &str) -> Option<ControlAddr> {
             security: Security::MutualTls(identity),
         }),
         None => {
-            env.missing(
+            env.record_missing(
                 &identity_name,
                 "the identity of the service is needed, because its address is not loopback",
             );
@@ -464,7 +468,7 @@ fn trace(env: &mut Env<'_>) -> Option<trace::export::Config> {
     let sampling = env.value_or(TRACE_SAMPLING, values::ratio_or_zero, 0.0);
     if env.value("TRACE_COLLECTOR_SVC_ADDR").is_none() {
         if sampling > 0.0 {
-            env.refuse(TRACE_SAMPLING, "traces need LINKERD2_PROXY_TRACE_COLLECTOR_SVC_ADDR");
+            env.record_invalid(TRACE_SAMPLING, "traces need LINKERD2_PROXY_TRACE_COLLECTOR_SVC_ADDR");
         }
         return None;
     }
@@ -492,7 +496,7 @@ fn stream_limits(env: &mut Env<'_>) -> StreamLimits {
         .filter_map(|(name, limit)| limit.map(|limit| (name, limit)));
     let set: Vec<_> = set.collect();
     if let Some(pair) = set.windows(2).find(|pair| pair[0].1 > pair[1].1) {
-        env.refuse(pair[0].0, &format!("it is above {LINKERD_PREFIX}{}", pair[1].0));
+        env.record_invalid(pair[0].0, &format!("it is above {LINKERD_PREFIX}{}", pair[1].0));
     }
     let [initial, idle, lifetime] = limits;
     StreamLimits {
@@ -502,14 +506,14 @@ fn stream_limits(env: &mut Env<'_>) -> StreamLimits {
     }
 }
 
-/// The variables, and the errors of those that have been read.
+/// Access to the variables, and the errors of the variables that were read.
 struct Env<'a> {
     lookup: &'a dyn Fn(&str) -> Option<OsString>,
     errors: Vec<EnvError>,
 }
 
 impl Env<'_> {
-    /// The value of a variable, if it is set. What is not UTF-8 in it is replaced; [`Self::get`] then records an error.
+    /// The value of a variable, if it is set. Bytes that are not UTF-8 are replaced; [`Self::get`] then records an error.
     fn value(&self, name: &str) -> Option<String> {
         let value = self.os_value(&full_name(name))?;
         Some(value.to_string_lossy().into_owned())
@@ -524,7 +528,7 @@ impl Env<'_> {
         self.get_by_full_name(&full_name(name), parse)
     }
 
-    /// As [`Self::get`], with the full name of the variable.
+    /// The parsed value of a variable that is given by its full name; an error is recorded once.
     fn get_by_full_name<T>(&mut self, full_name: &str, parse: impl Fn(&str) -> Result<T, ParseError>) -> Option<T> {
         let value = self.os_value(full_name)?;
         let parsed = match value.to_str() {
@@ -534,7 +538,7 @@ impl Env<'_> {
         match parsed {
             Ok(parsed) => Some(parsed),
             Err(reason) => {
-                self.push_error(full_name.to_owned(), Some(value.to_string_lossy().into_owned()), reason);
+                self.record_error(full_name.to_owned(), Some(value.to_string_lossy().into_owned()), reason);
                 None
             }
         }
@@ -560,12 +564,12 @@ impl Env<'_> {
 
     fn required<T>(&mut self, name: &str, parse: impl Fn(&str) -> Result<T, ParseError>) -> Option<T> {
         if self.value(name).is_none() {
-            self.missing(name, "it is required");
+            self.record_missing(name, "it is required");
         }
         self.get(name, parse)
     }
 
-    /// Two variables that must be set together.
+    /// The parsed values of two variables that must be set together.
     fn pair<A, B>(
         &mut self,
         (first, parse_first): (&str, impl Fn(&str) -> Result<A, ParseError>),
@@ -573,23 +577,23 @@ impl Env<'_> {
     ) -> Option<(A, B)> {
         for (set, other) in [(first, second), (second, first)] {
             if self.value(set).is_some() && self.value(other).is_none() {
-                self.missing(other, &format!("it is required together with {}", full_name(set)));
+                self.record_missing(other, &format!("it is required together with {}", full_name(set)));
             }
         }
         self.get(first, parse_first).zip(self.get(second, parse_second))
     }
 
-    fn missing(&mut self, name: &str, reason: &str) {
-        self.push_error(full_name(name), None, reason.to_owned());
+    fn record_missing(&mut self, name: &str, reason: &str) {
+        self.record_error(full_name(name), None, reason.to_owned());
     }
 
     /// Records that the value of a variable is not supported, or conflicts with another setting.
-    fn refuse(&mut self, name: &str, reason: &str) {
+    fn record_invalid(&mut self, name: &str, reason: &str) {
         let value = self.value(name);
-        self.push_error(full_name(name), value, reason.to_owned());
+        self.record_error(full_name(name), value, reason.to_owned());
     }
 
-    fn push_error(&mut self, name: String, value: Option<String>, reason: ParseError) {
+    fn record_error(&mut self, name: String, value: Option<String>, reason: ParseError) {
         let error = EnvError {
             name,
             value: value.map(shortened),
@@ -621,7 +625,7 @@ fn full_name(name: &str) -> String {
     }
 }
 
-/// Shortens a long value, such as a certificate bundle, which would hide the reason.
+/// Shortens a long value, such as a certificate bundle, so that the reason in the error stays visible.
 fn shortened(value: String) -> String {
     match value.char_indices().nth(MAX_VALUE_CHARS_IN_ERROR) {
         Some((end, _)) => format!("{}…", &value[..end]),
@@ -642,12 +646,12 @@ const ACCESS_LOG_DIRECTIONS: &str = "TULLE_PROXY_ACCESS_LOG_DIRECTIONS";
 const EXPLICIT_LISTEN_ADDR: &str = "TULLE_PROXY_EXPLICIT_LISTEN_ADDR";
 const MEMORY_LIMIT: &str = "TULLE_PROXY_MEMORY_LIMIT";
 const DEFAULT_LOG: &str = "warn,tulle=info,hickory=error";
-const QUEUE_CAPACITY: usize = 10_000;
+const DEFAULT_QUEUE_CAPACITY: usize = 10_000;
 const MAX_VALUE_CHARS_IN_ERROR: usize = 80;
 /// Variables of Linkerd that have no effect here.
 ///
-/// `INBOUND_PORTS_REQUIRE_IDENTITY` is not among them, although it is not read: injectors set it with the annotation of the same
-/// name, which the control plane turns into the policies of these ports.
+/// The list omits `INBOUND_PORTS_REQUIRE_IDENTITY`, which the proxy does not read either. Injectors set it from the annotation of
+/// the same name, which the control plane turns into the policies of these ports.
 const UNSUPPORTED_VARIABLES: &[&str] = &[
     "OUTBOUND_TCP_QUEUE_CAPACITY",
     "OUTBOUND_TCP_FAILFAST_TIMEOUT",

@@ -11,18 +11,18 @@ pub struct Variable {
     pub meaning: &'static str,
 }
 
-/// What applies if a variable is not set.
+/// The behaviour if a variable is not set.
 #[derive(Clone, Copy, Debug)]
 pub enum Fallback {
     /// The proxy does not start.
     Required,
-    /// As if it had this value.
+    /// The variable has this value.
     Value(&'static str),
-    /// Described in words.
+    /// A description of the behaviour.
     Text(&'static str),
 }
 
-/// A variable that exists for each direction, with values of its own.
+/// A variable that exists once for inbound and once for outbound.
 struct DirectionVariable {
     /// The name after the direction.
     name: &'static str,
@@ -79,7 +79,7 @@ const NONE: Fallback = Text("none");
 const NO_LIMIT: Fallback = Text("no limit");
 const LIBRARY: Fallback = Text("that of the HTTP/2 library");
 
-/// Variables that exist once: for the process, or for one direction. Those of Linkerd are without their prefix.
+/// Variables that exist once: for the process, or for one direction. The names of Linkerd's variables omit the prefix.
 const VARIABLES: &[Row] = &[
     (
         "OUTBOUND_LISTEN_ADDR",

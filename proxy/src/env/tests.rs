@@ -1,4 +1,4 @@
-//! Defaults, the syntax of each value, and reporting all errors at once.
+//! Tests of defaults, of the syntax of each value, and of the report of all errors at once.
 
 use std::collections::HashMap;
 use std::os::unix::ffi::OsStringExt as _;
@@ -370,7 +370,7 @@ const BAD_VALUES: &[(&str, &str, &str)] = &[
 ];
 
 #[test]
-fn bad_values_are_refused_with_value_reason_and_what_is_accepted() {
+fn bad_values_are_refused_with_the_value_the_reason_and_the_accepted_values() {
     for &(name, value, expected) in BAD_VALUES {
         let errors = load_with(&[(name, value)]).unwrap_err();
         let [error] = &errors[..] else {
@@ -430,7 +430,7 @@ fn stream_limits_must_not_decrease() {
 }
 
 #[test]
-fn a_separate_server_id_and_name_win_over_the_local_name() {
+fn a_separate_server_id_and_name_override_the_local_name() {
     let names = [
         ("IDENTITY_SERVER_ID", "vm.shop.example.com"),
         ("IDENTITY_SERVER_NAME", "vm.example.com"),
@@ -469,7 +469,7 @@ fn a_workload_api_needs_no_token_no_identity_service_and_no_trust_anchors() {
 }
 
 #[test]
-fn only_our_variables_are_shown() {
+fn only_variables_of_the_proxy_are_shown() {
     // The headers of probes may contain credentials.
     let variables = [
         "LINKERD2_PROXY_LOG",
@@ -485,7 +485,7 @@ fn only_our_variables_are_shown() {
 }
 
 #[test]
-fn values_that_are_not_utf8_are_refused_in_our_variables_only() {
+fn values_that_are_not_utf8_are_refused_in_variables_of_the_proxy_only() {
     let not_utf8 = || OsString::from_vec(b"a\xff".to_vec());
     for (name, scenario) in [
         ("LINKERD2_PROXY_INBOUND_PORTS", &[][..]),

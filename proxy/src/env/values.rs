@@ -1,4 +1,4 @@
-//! Parsers for the values of variables; each error says what is accepted.
+//! Parsers for the values of variables. Each error names the accepted values.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
@@ -21,7 +21,7 @@ use crate::policy::endpoint::{FRAME_SIZES, MAX_WINDOW};
 use crate::policy::server::DefaultPolicy;
 use crate::tls::credentials::TrustAnchors;
 
-/// What is wrong with a value, and what is accepted.
+/// The problem of a value, and the accepted values.
 pub(super) type ParseError = String;
 
 pub(super) fn from_str<T: FromStr<Err: ToString>>(value: &str) -> Result<T, ParseError> {
@@ -47,7 +47,7 @@ pub(super) fn number<T: FromStr>(value: &str) -> Result<T, ParseError> {
         .map_err(|_| "expected a number that is not negative, without sign or unit".to_owned())
 }
 
-/// Declared probes, in the JSON of the injector.
+/// The probes that the injector declares in JSON.
 pub(super) fn probes(value: &str) -> Result<Vec<Probe>, ParseError> {
     let declared: Vec<OriginalProbe> = serde_json::from_str(value).map_err(|error| {
         format!(
@@ -114,7 +114,7 @@ pub(super) fn attribute_list(value: &str) -> Result<BTreeMap<String, String>, Pa
             let escaped = (byte == b'%')
                 .then(|| std::str::from_utf8(after.get(..2)?).ok())
                 .flatten()
-                // Otherwise a sign would be accepted.
+                // `from_str_radix` alone would also accept a sign.
                 .filter(|digits| digits.bytes().all(|digit| digit.is_ascii_hexdigit()))
                 .and_then(|digits| u8::from_str_radix(digits, 16).ok());
             bytes.push(escaped.unwrap_or(byte));
@@ -122,14 +122,16 @@ pub(super) fn attribute_list(value: &str) -> Result<BTreeMap<String, String>, Pa
         }
         (name, String::from_utf8_lossy(&bytes).into_owned())
     };
-    list(value).map(|pair| attribute(pair, ',').map(decode)).collect()
+    comma_separated(value)
+        .map(|pair| attribute(pair, ',').map(decode))
+        .collect()
 }
 
-fn attribute(pair: &str, between: char) -> Result<(String, String), ParseError> {
+fn attribute(pair: &str, separator: char) -> Result<(String, String), ParseError> {
     match pair.split_once('=') {
         Some((name, value)) if !name.trim().is_empty() => Ok((name.trim().to_owned(), value.trim().to_owned())),
         _ => Err(format!(
-            "expected <name>=<value> with {between:?} between pairs, found {pair:?}"
+            "expected <name>=<value> with {separator:?} between pairs, found {pair:?}"
         )),
     }
 }
@@ -159,7 +161,7 @@ pub(super) fn loopback_addr(value: &str) -> Result<SocketAddr, ParseError> {
 }
 
 pub(super) fn listen_addrs(value: &str) -> Result<Vec<SocketAddr>, ParseError> {
-    let addrs: Vec<_> = list(value).map(listen_addr).collect::<Result<_, _>>()?;
+    let addrs: Vec<_> = comma_separated(value).map(listen_addr).collect::<Result<_, _>>()?;
     match addrs.len() {
         1 | 2 => Ok(addrs),
         found => Err(format!("expected one or two addresses, found {found}")),
@@ -175,7 +177,7 @@ pub(super) fn ips(value: &str) -> Result<BTreeSet<IpAddr>, ParseError> {
         part.parse()
             .map_err(|_| format!("expected a comma-separated list of IP addresses, found {part:?}"))
     };
-    list(value).map(parse).collect()
+    comma_separated(value).map(parse).collect()
 }
 
 pub(super) fn suffixes(value: &str) -> Result<Suffixes, ParseError> {
@@ -288,6 +290,6 @@ fn one_of<T: Copy>(value: &str, accepted: &[(&str, T)]) -> Result<T, ParseError>
     })
 }
 
-fn list(value: &str) -> impl Iterator<Item = &str> {
+fn comma_separated(value: &str) -> impl Iterator<Item = &str> {
     value.split(',').map(str::trim).filter(|part| !part.is_empty())
 }

@@ -14,7 +14,7 @@ use crate::{
     outbound::{AcceptedClient, Outbound},
 };
 
-/// Forwards to services whose names have one of these suffixes.
+/// A gateway to the services whose names have one of these suffixes.
 pub(crate) struct OutboundGateway {
     pub(crate) outbound: Arc<Outbound>,
     pub(crate) suffixes: Suffixes,

@@ -33,7 +33,7 @@ pub enum AnchorsError {
 }
 
 impl TrustAnchorSource {
-    /// The reporter of a file of trust anchors that cannot be used.
+    /// Creates the reporter of a file of trust anchors that cannot be used.
     pub(super) fn reporter(&self, registry: &Registry) -> InvalidUpdateReporter {
         let source = match self {
             Self::Fixed(_) => String::new(),
@@ -42,7 +42,7 @@ impl TrustAnchorSource {
         invalid_updates::Families::new(registry).reporter(UpdateKind::TrustAnchors, source)
     }
 
-    /// The current trust anchors of the source.
+    /// Reads the current trust anchors of the source.
     pub fn read(&self) -> Result<TrustAnchors, AnchorsError> {
         let path = match self {
             Self::Fixed(anchors) => return Ok(anchors.clone()),

@@ -24,14 +24,14 @@ use crate::identity::metrics::Metrics;
 use crate::metrics::invalid_updates::InvalidUpdateReporter;
 use crate::tls::credentials::{CertifiedKey, Credentials, CredentialsError, TrustAnchors};
 
-/// How certificates are requested.
+/// The settings of certificate requests.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// The identity service.
     pub service: ControlAddr,
     /// Directory of `key.p8` and `csr.der`; without them the proxy makes its own key.
     pub dir: Option<PathBuf>,
-    /// Read for every request, because the token is replaced before it expires.
+    /// The file of the service account token. It is read for every request, because the token is replaced before it expires.
     pub token_file: PathBuf,
     /// Bounds of the time between two certificates; default 10 s and 24 h.
     pub min_refresh: Duration,
@@ -67,7 +67,7 @@ enum CertifyError {
         source: io::Error,
     },
     #[error("the identity token in {} is empty", .path.display())]
-    NoToken { path: PathBuf },
+    EmptyToken { path: PathBuf },
     #[error("the request for a certificate failed ({:?}): {}", .0.code(), .0.message())]
     Failed(Status),
     #[error("requesting a certificate took longer than {CERTIFY_TIMEOUT:?}")]
@@ -78,7 +78,7 @@ enum CertifyError {
     Certificate(#[source] CredentialsError),
 }
 
-/// What a certifier needs.
+/// The parameters of a certifier.
 pub(crate) struct CertifierParams {
     pub(crate) config: Config,
     pub(crate) anchors: TrustAnchorSource,
@@ -131,7 +131,7 @@ impl Certifier {
         let mut due = Deadline::after(Duration::ZERO, self.clock);
         let mut last_error = None;
         loop {
-            // Each branch only waits; certifying itself has a timeout.
+            // Each branch only waits, except for the certificate request, which has a timeout.
             tokio::select! {
                 () = due.wait() => match self.certify().await {
                     Ok(renewal_delay) => {
@@ -161,7 +161,7 @@ impl Certifier {
                 }
                 _ = reload_interval.tick() => {
                     if self.reload_anchors_file() {
-                        // New trust anchors may mean that peers only accept a certificate of a new issuer.
+                        // Peers may accept only certificates of a new issuer once the trust anchors have changed.
                         due = Deadline::after(Duration::ZERO, self.clock);
                     }
                 }
@@ -191,7 +191,7 @@ impl Certifier {
             .await
             .map_err(|_| CertifyError::Timeout)?;
         let response = response.map_err(CertifyError::Failed)?.into_inner();
-        let anchors = self.anchors_from(&response)?;
+        let anchors = self.update_anchors(&response)?;
         let intermediates = response.intermediate_certificates.into_iter();
         let chain = std::iter::once(response.leaf_certificate)
             .chain(intermediates)
@@ -226,13 +226,14 @@ impl Certifier {
         })?;
         let token = token.trim_ascii();
         match token.is_empty() {
-            true => Err(CertifyError::NoToken { path: path.clone() }),
+            true => Err(CertifyError::EmptyToken { path: path.clone() }),
             false => Ok(token.to_vec()),
         }
     }
 
-    /// The trust anchors after this response; only a control plane that the current anchors have verified may change them.
-    fn anchors_from(&mut self, response: &CertifyResponse) -> Result<TrustAnchors, CertifyError> {
+    /// Stores the trust anchors of a response, and returns those to use with its certificate. Only a control plane that the current
+    /// anchors have verified can change them.
+    fn update_anchors(&mut self, response: &CertifyResponse) -> Result<TrustAnchors, CertifyError> {
         let current = self.creds.anchors();
         let verified = matches!(self.security, Security::MutualTls(_));
         if response.trust_anchors.is_empty() || !verified {
@@ -252,7 +253,7 @@ impl Certifier {
         self.merged_anchors().map_err(CertifyError::Anchors)
     }
 
-    /// All trust anchors: those from the control plane replace fixed ones, and are added to those of a file.
+    /// All trust anchors. Trust anchors from the control plane replace fixed ones, and are added to those of a file.
     fn merged_anchors(&self) -> Result<TrustAnchors, CredentialsError> {
         match (&self.file_anchors, &self.control_plane_anchors) {
             (Some(in_file), Some(sent)) => in_file.union(sent),
@@ -288,8 +289,8 @@ impl Certifier {
     }
 }
 
-/// 70 % of the remaining time, minus a random part, within the bounds. The random part is there so that proxies that started
-/// together do not renew together.
+/// The time until the renewal: 63 % to 70 % of the remaining time, within the configured bounds. The random part prevents that
+/// proxies that started together renew together.
 fn renewal_delay(left: Duration, config: &Config) -> Duration {
     left.mul_f64(fastrand::f64().mul_add(-0.07, 0.7))
         .clamp(config.min_refresh, config.max_refresh)
@@ -301,9 +302,9 @@ pub(super) fn interval_without_bursts(period: Duration) -> tokio::time::Interval
     ticks
 }
 
-/// Longer than a channel waits for a connection, so that the channel's error is reported.
+/// Maximum time of a certificate request. A channel waits for a connection for a shorter time, so that its error is reported.
 const CERTIFY_TIMEOUT: Duration = Duration::from_secs(20);
 const MIN_CERTIFY_BACKOFF: Duration = Duration::from_millis(500);
 pub(super) const WAITING_LOG_INTERVAL: Duration = Duration::from_secs(15);
-/// How often the file of trust anchors is read again. Until then, a root that was removed from it is still trusted.
+/// Interval at which the file of trust anchors is read again. Until then, a root that was removed from the file is still trusted.
 pub(super) const ANCHORS_RELOAD_INTERVAL: Duration = Duration::from_secs(10);

@@ -13,7 +13,7 @@ use rustls::pki_types::{CertificateSigningRequestDer, PrivatePkcs8KeyDer};
 use tulle_core::identity::Identity;
 use zeroize::Zeroizing;
 
-/// An ECDSA P-256 key and its signing request. The key is never printed, and overwritten when it is dropped.
+/// An ECDSA P-256 key and its signing request. The key is never printed, and its memory is overwritten when it is dropped.
 pub(crate) struct Key {
     pub(super) pkcs8: Zeroizing<PrivatePkcs8KeyDer<'static>>,
     /// PKCS#10 in DER.
@@ -24,14 +24,14 @@ pub(crate) struct Key {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum KeyOrigin {
     Generated,
-    /// Read from files; it cannot be replaced by the proxy.
+    /// Read from files. The proxy does not replace such a key.
     Files,
 }
 
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub(crate) enum KeyError {
-    #[error("no key pair and signing request for {id} can be made")]
+    #[error("creating a key pair and signing request for {id} failed")]
     Generate {
         id: Identity,
         #[source]
@@ -45,7 +45,7 @@ pub(crate) enum KeyError {
     },
     #[error("the directory {} does not exist", .path.display())]
     NoDirectory { path: PathBuf },
-    #[error("{} is there without {}, both or neither are needed", .found.display(), .missing.display())]
+    #[error("{} exists, but {} does not; both or neither must exist", .found.display(), .missing.display())]
     IncompletePair { found: PathBuf, missing: PathBuf },
     #[error("{} cannot be used, expected an ECDSA P-256 key in PKCS#8 DER", .path.display())]
     BadKey {
@@ -54,18 +54,18 @@ pub(crate) enum KeyError {
         source: rcgen::Error,
     },
     #[error("{} cannot be used, expected a PKCS#10 signing request in DER", .path.display())]
-    BadRequest {
+    BadSigningRequest {
         path: PathBuf,
         #[source]
         source: rcgen::Error,
     },
-    #[error("{} was made for another key than {}", .csr.display(), .key.display())]
+    #[error("the signing request {} is for another key than {}", .csr.display(), .key.display())]
     Mismatch { key: PathBuf, csr: PathBuf },
 }
 
 impl Key {
-    /// The files in `dir` if they exist, else a new key pair: injectors name a directory that is empty unless another program has
-    /// written the files.
+    /// Loads the files in `dir` if they exist, otherwise creates a key pair. Injectors name a directory that is empty unless
+    /// another program writes the files.
     ///
     /// # Errors
     /// The directory does not exist, one of the two files is missing, or they cannot be used.
@@ -83,7 +83,7 @@ impl Key {
                 found: csr_path,
                 missing: key_path,
             }),
-            (Some(key_der), Some(csr_der)) => Self::check(key_der, csr_der, key_path, csr_path),
+            (Some(key_der), Some(csr_der)) => Self::from_files(key_der, csr_der, key_path, csr_path),
         }
     }
 
@@ -113,8 +113,8 @@ impl Key {
         Ok(())
     }
 
-    /// Checks that the files match: a request with another key would fail much later.
-    fn check(key_der: Vec<u8>, csr_der: Vec<u8>, key_path: PathBuf, csr_path: PathBuf) -> Result<Self, KeyError> {
+    /// Checks that key and signing request match; otherwise each certificate request would fail later.
+    fn from_files(key_der: Vec<u8>, csr_der: Vec<u8>, key_path: PathBuf, csr_path: PathBuf) -> Result<Self, KeyError> {
         let pkcs8 = Zeroizing::new(PrivatePkcs8KeyDer::from(key_der));
         let pair = KeyPair::from_pkcs8_der_and_sign_algo(&pkcs8, &PKCS_ECDSA_P256_SHA256).map_err(|source| {
             KeyError::BadKey {
@@ -123,7 +123,7 @@ impl Key {
             }
         })?;
         let parsed = CertificateSigningRequestParams::from_der(&CertificateSigningRequestDer::from(&csr_der[..]))
-            .map_err(|source| KeyError::BadRequest {
+            .map_err(|source| KeyError::BadSigningRequest {
                 path: csr_path.clone(),
                 source,
             })?;

@@ -1,4 +1,4 @@
-//! Metrics of the proxy's certificates, for every source.
+//! Metrics of the proxy's certificates, from the identity service or from a Workload API.
 
 use std::sync::Arc;
 use std::time::SystemTime;

@@ -27,13 +27,13 @@ use crate::identity::key::{Key, KeyError};
 use crate::tls::credentials::{Credentials, TrustAnchors};
 use crate::tls::tests::Authority;
 
-/// Signs every request, as configured.
+/// An identity service that signs requests as its state says.
 #[derive(Clone)]
 struct Signer {
-    shared: Arc<Signing>,
+    shared: Arc<SignerState>,
 }
 
-struct Signing {
+struct SignerState {
     authority: Mutex<Arc<Authority>>,
     lifetime: Duration,
     anchors: Vec<Vec<u8>>,
@@ -66,7 +66,7 @@ impl Service for Signer {
 /// A running certifier and its environment.
 struct Fixture {
     authority: Arc<Authority>,
-    signing: Arc<Signing>,
+    signing: Arc<SignerState>,
     creds: Credentials,
     readiness: Readiness,
     registry: Registry,
@@ -88,7 +88,7 @@ struct Setup {
     security: Security,
     refusals: Vec<Status>,
     /// Whether the proxy's anchors are in a file, or fixed.
-    in_file: bool,
+    anchors_in_file: bool,
     signer: fn(Arc<Authority>) -> Arc<Authority>,
     clock: Clock,
     has_key_files: bool,
@@ -101,7 +101,7 @@ impl Default for Setup {
             anchors: |_| Vec::new(),
             security: mutual_tls(),
             refusals: Vec::new(),
-            in_file: true,
+            anchors_in_file: true,
             signer: |authority| authority,
             clock: SystemTime::now,
             has_key_files: false,
@@ -111,7 +111,7 @@ impl Default for Setup {
 
 async fn fixture(setup: Setup) -> Fixture {
     let authority = Arc::new(Authority::new());
-    let signing = Arc::new(Signing {
+    let signing = Arc::new(SignerState {
         authority: Mutex::new((setup.signer)(authority.clone())),
         lifetime: setup.lifetime,
         anchors: (setup.anchors)(&authority),
@@ -131,7 +131,7 @@ async fn fixture(setup: Setup) -> Fixture {
     fs::write(dir.path().join("token"), "first\n").unwrap();
     fs::write(dir.path().join("anchors.pem"), authority.certificate.pem()).unwrap();
     let id: Identity = CLIENT.parse().unwrap();
-    let anchors = match setup.in_file {
+    let anchors = match setup.anchors_in_file {
         true => TrustAnchorSource::File(dir.path().join("anchors.pem")),
         false => TrustAnchorSource::Fixed(authority.anchors()),
     };
@@ -145,7 +145,7 @@ async fn fixture(setup: Setup) -> Fixture {
     let creds = Credentials::new(id.clone(), CLIENT, anchors.read().unwrap()).unwrap();
     let mut key = Key::generate(&id).unwrap();
     if setup.has_key_files {
-        write(dir.path(), key.pkcs8.secret_pkcs8_der(), &key.csr);
+        write_key_files(dir.path(), key.pkcs8.secret_pkcs8_der(), &key.csr);
         key = Key::load(Some(dir.path()), &id).unwrap();
     }
     let registry = Registry::new();
@@ -176,7 +176,7 @@ async fn fixture(setup: Setup) -> Fixture {
 }
 
 impl Fixture {
-    async fn until(&self, condition: impl Fn(&Self) -> bool) {
+    async fn wait_until(&self, condition: impl Fn(&Self) -> bool) {
         with_timeout(async {
             while !condition(self) {
                 tokio::time::sleep(Duration::from_millis(10)).await;
@@ -185,7 +185,7 @@ impl Fixture {
         .await;
     }
 
-    fn metric(&self, line: &str) -> bool {
+    fn has_metric(&self, line: &str) -> bool {
         self.registry.render().lines().any(|found| found == line)
     }
 }
@@ -195,10 +195,10 @@ async fn the_first_certificate_makes_the_proxy_ready() {
     let fixture = fixture(Setup::default()).await;
     assert_eq!(fixture.readiness.reasons(), ["no certificate yet"]);
     with_timeout(fixture.creds.wait_certified()).await;
-    fixture.until(|fixture| fixture.readiness.is_ready()).await;
+    fixture.wait_until(|fixture| fixture.readiness.is_ready()).await;
     let req = fixture.signing.requests.lock()[0].clone();
     assert_eq!((req.identity.as_str(), req.token.as_slice()), (CLIENT, &b"first"[..]));
-    assert!(fixture.metric(r#"control_identity_cert_refreshes_total{result="ok"} 1"#));
+    assert!(fixture.has_metric(r#"control_identity_cert_refreshes_total{result="ok"} 1"#));
     let expires = fixture
         .creds
         .validity()
@@ -206,7 +206,7 @@ async fn the_first_certificate_makes_the_proxy_ready() {
         .not_after
         .duration_since(SystemTime::UNIX_EPOCH)
         .unwrap();
-    assert!(fixture.metric(&format!(
+    assert!(fixture.has_metric(&format!(
         "control_identity_cert_expiration_timestamp_seconds {}",
         expires.as_secs()
     )));
@@ -221,7 +221,7 @@ async fn certificates_are_renewed_in_time_with_the_current_token() {
     .await;
     with_timeout(fixture.creds.wait_certified()).await;
     fs::write(fixture.dir.path().join("token"), "second").unwrap();
-    fixture.until(|fixture| fixture.creds.generation() >= 2).await;
+    fixture.wait_until(|fixture| fixture.creds.generation() >= 2).await;
     assert!(
         fixture.creds.validity().unwrap().not_after > SystemTime::now(),
         "the former certificate has not expired"
@@ -238,7 +238,7 @@ async fn each_certificate_has_a_new_key_unless_the_key_is_from_files() {
             ..Setup::default()
         })
         .await;
-        fixture.until(|fixture| fixture.creds.generation() >= 2).await;
+        fixture.wait_until(|fixture| fixture.creds.generation() >= 2).await;
         let requests = fixture.signing.requests.lock().clone();
         let is_same = requests[0].certificate_signing_request == requests[1].certificate_signing_request;
         assert_eq!(is_same, has_key_files);
@@ -257,7 +257,7 @@ async fn a_suspended_machine_requests_a_certificate_when_it_resumes() {
     with_timeout(fixture.creds.wait_certified()).await;
     SUSPENDED.store(3600, Ordering::Relaxed);
     skip(Duration::from_secs(6)).await;
-    fixture.until(|fixture| fixture.creds.generation() >= 2).await;
+    fixture.wait_until(|fixture| fixture.creds.generation() >= 2).await;
 }
 
 #[tokio::test]
@@ -269,7 +269,7 @@ async fn refused_certificate_requests_are_retried() {
     })
     .await;
     with_timeout(fixture.creds.wait_certified()).await;
-    assert!(fixture.metric(r#"control_identity_cert_refreshes_total{result="error"} 2"#));
+    assert!(fixture.has_metric(r#"control_identity_cert_refreshes_total{result="error"} 2"#));
 }
 
 #[tokio::test]
@@ -281,7 +281,7 @@ async fn a_certificate_of_a_foreign_authority_is_not_used() {
     })
     .await;
     fixture
-        .until(|fixture| fixture.signing.requests.lock().len() >= 2)
+        .wait_until(|fixture| fixture.signing.requests.lock().len() >= 2)
         .await;
     assert_eq!(fixture.creds.generation(), 0);
     let reasons = fixture.readiness.reasons();
@@ -313,7 +313,7 @@ async fn anchors_in_a_certificate_response_are_used_if_the_server_is_verified() 
 }
 
 #[tokio::test]
-async fn anchors_of_file_and_control_plane_overlap() {
+async fn trust_anchors_of_the_file_and_of_the_control_plane_are_combined() {
     let fixture = fixture(Setup {
         anchors: both_roots,
         ..Setup::default()
@@ -321,16 +321,16 @@ async fn anchors_of_file_and_control_plane_overlap() {
     .await;
     with_timeout(fixture.creds.wait_certified()).await;
     let sent = fixture.creds.anchors();
-    // A root that is added to the file stays, whatever bundle the control plane sends with the next certificate.
+    // A root that is added to the file stays when the control plane sends a bundle with the next certificate.
     let file = fixture.authority.certificate.pem() + &Authority::named("added").certificate.pem();
     let added = TrustAnchors::from_pem(&file).unwrap();
     fs::write(fixture.dir.path().join("anchors.pem"), file).unwrap();
     skip(Duration::from_secs(11)).await;
     let all = added.union(&sent).unwrap();
-    fixture.until(|fixture| fixture.creds.anchors() == all).await;
+    fixture.wait_until(|fixture| fixture.creds.anchors() == all).await;
     let generation_before = fixture.creds.generation();
     fixture
-        .until(|fixture| fixture.creds.generation() > generation_before)
+        .wait_until(|fixture| fixture.creds.generation() > generation_before)
         .await;
     assert_eq!(fixture.creds.anchors(), all);
 }
@@ -352,12 +352,12 @@ async fn anchors_without_the_root_of_the_certificate_are_not_used() {
     let next_only = |_: &Authority| vec![Authority::named("next").certificate.der().to_vec()];
     let fixture = fixture(Setup {
         anchors: next_only,
-        in_file: false,
+        anchors_in_file: false,
         ..Setup::default()
     })
     .await;
     fixture
-        .until(|fixture| fixture.signing.requests.lock().len() >= 2)
+        .wait_until(|fixture| fixture.signing.requests.lock().len() >= 2)
         .await;
     assert_eq!(fixture.creds.generation(), 0);
     assert_eq!(fixture.creds.anchors(), fixture.authority.anchors());
@@ -373,7 +373,7 @@ async fn the_anchors_file_is_reloaded_unless_it_is_invalid() {
     skip(Duration::from_secs(11)).await;
     assert_eq!(fixture.creds.anchors(), fixture.authority.anchors());
     fixture
-        .until(|fixture| {
+        .wait_until(|fixture| {
             let page = fixture.registry.render();
             page.contains("tulle_unreadable_updates_total{kind=\"trust_anchors\"} ")
                 && !page.contains("{kind=\"trust_anchors\"} 0")
@@ -382,10 +382,10 @@ async fn the_anchors_file_is_reloaded_unless_it_is_invalid() {
     fs::write(&file, both).unwrap();
     skip(Duration::from_secs(11)).await;
     fixture
-        .until(|fixture| fixture.creds.anchors() != fixture.authority.anchors())
+        .wait_until(|fixture| fixture.creds.anchors() != fixture.authority.anchors())
         .await;
     // Peers may have changed their trust anchors, too.
-    fixture.until(|fixture| fixture.creds.generation() >= 2).await;
+    fixture.wait_until(|fixture| fixture.creds.generation() >= 2).await;
 }
 
 /// Advances the paused clock.
@@ -400,7 +400,7 @@ fn id() -> Identity {
 }
 
 #[test]
-fn a_generated_request_names_only_the_own_identity() {
+fn a_generated_request_for_a_certificate_names_only_the_identity_of_the_proxy() {
     for id in [id(), "spiffe://root/vm".parse().unwrap()] {
         let key = Key::generate(&id).unwrap();
         KeyPair::from_pkcs8_der_and_sign_algo(&key.pkcs8, &PKCS_ECDSA_P256_SHA256).unwrap();
@@ -414,7 +414,7 @@ fn a_generated_request_names_only_the_own_identity() {
     }
 }
 
-fn write(dir: &Path, key: &[u8], csr: &[u8]) {
+fn write_key_files(dir: &Path, key: &[u8], csr: &[u8]) {
     fs::write(dir.join("key.p8"), key).unwrap();
     fs::write(dir.join("csr.der"), csr).unwrap();
 }
@@ -426,21 +426,25 @@ fn key_files_are_used_if_they_exist_and_match() {
     assert_ne!(Key::load(path, &id()).unwrap().csr, given.csr, "an empty directory");
     let absent = dir.path().join("absent");
     assert!(matches!(Key::load(Some(&absent), &id()), Err(KeyError::NoDirectory { path }) if path == absent));
-    write(dir.path(), given.pkcs8.secret_pkcs8_der(), &given.csr);
+    write_key_files(dir.path(), given.pkcs8.secret_pkcs8_der(), &given.csr);
     assert_eq!(Key::load(path, &id()).unwrap().csr, given.csr);
 
     let other = Key::generate(&id()).unwrap();
-    write(dir.path(), given.pkcs8.secret_pkcs8_der(), &other.csr);
+    write_key_files(dir.path(), given.pkcs8.secret_pkcs8_der(), &other.csr);
     assert!(matches!(Key::load(path, &id()), Err(KeyError::Mismatch { .. })));
     let p384 = KeyPair::generate_for(&PKCS_ECDSA_P384_SHA384).unwrap().serialize_der();
-    write(dir.path(), &p384, &given.csr);
+    write_key_files(dir.path(), &p384, &given.csr);
     assert!(matches!(Key::load(path, &id()), Err(KeyError::BadKey { .. })));
-    write(dir.path(), given.pkcs8.secret_pkcs8_der(), b"no request");
-    assert!(matches!(Key::load(path, &id()), Err(KeyError::BadRequest { .. })));
+    write_key_files(dir.path(), given.pkcs8.secret_pkcs8_der(), b"no request");
+    assert!(matches!(
+        Key::load(path, &id()),
+        Err(KeyError::BadSigningRequest { .. })
+    ));
     fs::remove_file(dir.path().join("csr.der")).unwrap();
     let half = Key::load(path, &id()).unwrap_err();
     assert!(
-        half.to_string().ends_with("csr.der, both or neither are needed"),
+        half.to_string()
+            .ends_with("csr.der does not; both or neither must exist"),
         "{half}"
     );
 }

@@ -69,10 +69,10 @@ enum FetchError {
     Failed(Status),
     #[error("the Workload API ended the stream")]
     Ended,
-    #[error("the Workload API offers [{}] where {expected} is needed", .offered.join(", "))]
-    IdentityNotOffered { expected: Identity, offered: Vec<String> },
+    #[error("the Workload API issues the identities [{}] and not {expected}", .issued.join(", "))]
+    IdentityNotIssued { expected: Identity, issued: Vec<String> },
     #[error("the {what} from the Workload API are not certificates in DER")]
-    Der { what: &'static str },
+    InvalidDer { what: &'static str },
     #[error(transparent)]
     ExtraAnchors(AnchorsError),
     #[error("the trust anchors from the Workload API cannot be used")]
@@ -107,7 +107,7 @@ impl WorkloadApiClient {
             ready_latch: Some(ready_latch),
             error: None,
         }));
-        let logging = log_while_missing(state.clone());
+        let logging = log_missing_certificate(state.clone());
         tokio::select! {
             () = self.watch(&state) => {}
             () = logging => {}
@@ -119,7 +119,7 @@ impl WorkloadApiClient {
         let mut delays = RECONNECT_BACKOFF.start();
         loop {
             let generation_before = self.creds.generation();
-            let error = match self.stream(state, &mut reload_interval).await {
+            let error = match self.read_updates(state, &mut reload_interval).await {
                 Ok(never) => match never {},
                 Err(error) => error,
             };
@@ -147,13 +147,13 @@ impl WorkloadApiClient {
         }
     }
 
-    /// Reads one stream of updates until it fails.
-    async fn stream(
+    /// Opens a stream of updates and installs them until the stream fails.
+    async fn read_updates(
         &mut self,
         state: &Mutex<IssuanceState>,
         reload_interval: &mut Interval,
     ) -> Result<std::convert::Infallible, FetchError> {
-        // Dropped at the end of the stream, which closes the connection.
+        // The task of the connection. It is dropped at the end of the stream, which closes the connection.
         let mut connection = JoinSet::new();
         let path = self.socket.clone();
         let connecting = timeout(RESPONSE_TIMEOUT, connect(&path, &mut connection));
@@ -191,8 +191,8 @@ impl WorkloadApiClient {
         Ok(())
     }
 
-    /// The bundle and the additional trust anchors. If these cannot be read now, the last valid ones stay, and the failure is
-    /// reported: a broken file must not delay the next certificate.
+    /// The trust anchors of the bundle and the additional ones. If the additional ones cannot be read now, the last valid ones are
+    /// used, and the failure is reported: a broken file must not delay the next certificate.
     ///
     /// # Errors
     /// No valid additional trust anchors have been read yet, or the anchors cannot be used together.
@@ -217,7 +217,7 @@ impl WorkloadApiClient {
         }
     }
 
-    /// Reads the file of additional trust anchors again, and uses changed ones.
+    /// Reads the file of additional trust anchors again. If they have changed, the proxy uses them.
     fn reload_anchors_file(&mut self) {
         let (Some(TrustAnchorSource::File(_)), Some(bundle)) = (&self.extra_anchors, self.bundle.clone()) else {
             return;
@@ -241,7 +241,7 @@ impl WorkloadApiClient {
     }
 }
 
-/// Whether there is a certificate, for logs and readiness.
+/// The state of the first certificate and the last error, for logs and readiness.
 struct IssuanceState {
     /// Held until the first certificate.
     ready_latch: Option<Latch>,
@@ -255,7 +255,7 @@ impl IssuanceState {
         self.error = None;
     }
 
-    /// Reports the first error of an outage.
+    /// Stores the error; logs and reports it if it is the first one since the last certificate.
     fn failed(&mut self, error: &FetchError) {
         if self.error.is_none() {
             warn!(error = %ErrorChain(error), "no certificate from the Workload API, retrying");
@@ -267,8 +267,8 @@ impl IssuanceState {
     }
 }
 
-/// Logs from time to time that the first certificate is still missing.
-async fn log_while_missing(state: Arc<Mutex<IssuanceState>>) {
+/// Logs at intervals that the first certificate is still missing.
+async fn log_missing_certificate(state: Arc<Mutex<IssuanceState>>) {
     let mut log_interval = interval_without_bursts(WAITING_LOG_INTERVAL);
     loop {
         log_interval.tick().await;
@@ -308,13 +308,13 @@ async fn connect(
     Ok(updates.into_inner())
 }
 
-/// The one of several identities that is this proxy's.
+/// Selects the SVID of this proxy's identity.
 fn select_svid(svids: Vec<X509svid>, expected: &Identity) -> Result<X509svid, FetchError> {
-    let offered = svids.iter().map(|svid| svid.spiffe_id.clone()).collect();
+    let issued = svids.iter().map(|svid| svid.spiffe_id.clone()).collect();
     let ours = svids.into_iter().find(|svid| svid.spiffe_id == expected.as_str());
-    ours.ok_or_else(|| FetchError::IdentityNotOffered {
+    ours.ok_or_else(|| FetchError::IdentityNotIssued {
         expected: expected.clone(),
-        offered,
+        issued,
     })
 }
 
@@ -323,7 +323,7 @@ fn certificates(der: Vec<u8>, what: &'static str) -> Result<Vec<CertificateDer<'
     let mut certificates = Vec::new();
     let mut left = &der[..];
     while !left.is_empty() {
-        let (rest, _) = X509Certificate::from_der(left).map_err(|_| FetchError::Der { what })?;
+        let (rest, _) = X509Certificate::from_der(left).map_err(|_| FetchError::InvalidDer { what })?;
         let (certificate, _) = left.split_at(left.len() - rest.len());
         certificates.push(CertificateDer::from(certificate.to_vec()));
         left = rest;
@@ -332,7 +332,7 @@ fn certificates(der: Vec<u8>, what: &'static str) -> Result<Vec<CertificateDer<'
 }
 
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Detects an agent that hangs; the stream is then reopened.
+/// Interval of HTTP/2 pings, which detect a server that hangs. The stream is then reopened.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(30);
 const RECONNECT_BACKOFF: Backoff = Backoff {
     min: Duration::from_millis(100),

@@ -1,4 +1,4 @@
-//! A Workload API on a real socket, with updates chosen by the tests.
+//! Tests of the client against a Workload API on a Unix socket, whose updates the tests choose.
 
 use std::fs;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ const VM: &str = "spiffe://root.linkerd.cluster.local/vm";
 
 type Update = Result<X509svidResponse, Status>;
 
-/// Each request gets the next stream of the test.
+/// A Workload API that responds to each request with the next stream of the test.
 #[derive(Clone)]
 struct Api {
     streams: Arc<Mutex<mpsc::Receiver<mpsc::Receiver<Update>>>>,
@@ -109,7 +109,7 @@ fn fixture(added: Option<&Authority>) -> Fixture {
 
 async fn serve(listener: UnixListener, api: Api) {
     let service = SpiffeWorkloadApiServer::new(api);
-    // Dropped with this task, which closes all connections.
+    // The connections are dropped with this task, which closes them.
     let mut connections = JoinSet::new();
     loop {
         let (stream, _) = listener.accept().await.unwrap();
@@ -118,14 +118,14 @@ async fn serve(listener: UnixListener, api: Api) {
 }
 
 impl Fixture {
-    /// The stream of the proxy's next request.
+    /// Opens the stream that the proxy's next request gets.
     async fn stream(&self) -> mpsc::Sender<Update> {
         let (updates_tx, updates_rx) = mpsc::channel(8);
         self.streams.send(updates_rx).await.unwrap();
         updates_tx
     }
 
-    async fn until(&self, condition: impl Fn(&Self) -> bool) {
+    async fn wait_until(&self, condition: impl Fn(&Self) -> bool) {
         with_timeout(async {
             while !condition(self) {
                 tokio::time::sleep(Duration::from_millis(10)).await;
@@ -164,7 +164,7 @@ async fn certificate_key_and_anchors_come_from_the_socket_and_updates_take_effec
         .send(update(vec![other, svid(&one, VM, in_an_hour())]))
         .await
         .unwrap();
-    fixture.until(|fixture| fixture.readiness.is_ready()).await;
+    fixture.wait_until(|fixture| fixture.readiness.is_ready()).await;
     assert_eq!(fixture.creds.id(), &VM.parse::<Identity>().unwrap());
     assert!(fixture.creds.anchors() == one.anchors());
     assert_eq!(fixture.creds.generation(), 1);
@@ -173,10 +173,10 @@ async fn certificate_key_and_anchors_come_from_the_socket_and_updates_take_effec
     let mut both = svid(&one, VM, in_an_hour());
     both.bundle.extend_from_slice(two.certificate.der());
     stream.send(update(vec![both])).await.unwrap();
-    fixture.until(|fixture| fixture.creds.generation() == 2).await;
+    fixture.wait_until(|fixture| fixture.creds.generation() == 2).await;
     assert!(fixture.creds.anchors() == one.anchors().union(&two.anchors()).unwrap());
     stream.send(update(vec![svid(&two, VM, in_an_hour())])).await.unwrap();
-    fixture.until(|fixture| fixture.creds.generation() == 3).await;
+    fixture.wait_until(|fixture| fixture.creds.generation() == 3).await;
     assert!(fixture.creds.anchors() == two.anchors());
     let metrics = fixture.registry.render();
     assert!(
@@ -192,7 +192,7 @@ async fn certificate_key_and_anchors_come_from_the_socket_and_updates_take_effec
         .send(update(vec![svid(&two, VM, in_an_hour())]))
         .await
         .unwrap();
-    fixture.until(|fixture| fixture.creds.generation() == 4).await;
+    fixture.wait_until(|fixture| fixture.creds.generation() == 4).await;
 }
 
 #[tokio::test]
@@ -205,7 +205,7 @@ async fn an_invalid_answer_changes_nothing() {
         .send(update(vec![svid(&one, VM, in_an_hour())]))
         .await
         .unwrap();
-    fixture.until(|fixture| fixture.creds.generation() == 1).await;
+    fixture.wait_until(|fixture| fixture.creds.generation() == 1).await;
     let good = || svid(&one, VM, in_an_hour());
     let mut bad = vec![
         update(vec![]),
@@ -234,7 +234,7 @@ async fn an_invalid_answer_changes_nothing() {
         fixture.stream().await.send(update).await.unwrap();
     }
     fixture.stream().await.send(update(vec![good()])).await.unwrap();
-    fixture.until(|fixture| fixture.creds.generation() > 1).await;
+    fixture.wait_until(|fixture| fixture.creds.generation() > 1).await;
     assert_eq!(fixture.creds.generation(), 2, "only valid answers are installed");
     let metrics = fixture.registry.render();
     let failed = metrics
@@ -251,12 +251,12 @@ async fn trust_anchors_of_the_environment_are_added_to_those_of_the_socket() {
     let fixture = fixture(Some(&mesh));
     let stream = fixture.stream().await;
     stream.send(update(vec![svid(&own, VM, in_an_hour())])).await.unwrap();
-    fixture.until(|fixture| fixture.readiness.is_ready()).await;
+    fixture.wait_until(|fixture| fixture.readiness.is_ready()).await;
     assert!(fixture.creds.anchors() == own.anchors().union(&mesh.anchors()).unwrap());
     let next = Authority::named("next");
     fs::write(fixture.dir.path().join("added.pem"), next.certificate.pem()).unwrap();
     fixture
-        .until(|fixture| fixture.creds.anchors() == own.anchors().union(&next.anchors()).unwrap())
+        .wait_until(|fixture| fixture.creds.anchors() == own.anchors().union(&next.anchors()).unwrap())
         .await;
     assert_eq!(fixture.creds.generation(), 1, "the certificate is the same");
 }
@@ -267,10 +267,10 @@ async fn a_broken_file_of_trust_anchors_does_not_delay_the_next_certificate() {
     let fixture = fixture(Some(&mesh));
     let stream = fixture.stream().await;
     stream.send(update(vec![svid(&own, VM, in_an_hour())])).await.unwrap();
-    fixture.until(|fixture| fixture.readiness.is_ready()).await;
+    fixture.wait_until(|fixture| fixture.readiness.is_ready()).await;
     fs::write(fixture.dir.path().join("added.pem"), "no certificate").unwrap();
     stream.send(update(vec![svid(&own, VM, in_an_hour())])).await.unwrap();
-    fixture.until(|fixture| fixture.creds.generation() == 2).await;
+    fixture.wait_until(|fixture| fixture.creds.generation() == 2).await;
     assert!(fixture.creds.anchors() == own.anchors().union(&mesh.anchors()).unwrap());
     let metrics = fixture.registry.render();
     let count = "tulle_unreadable_updates_total{kind=\"trust_anchors\"} ";
@@ -288,7 +288,7 @@ async fn the_file_of_trust_anchors_is_watched_while_the_api_is_down() {
     let fixture = fixture(Some(&mesh));
     let stream = fixture.stream().await;
     stream.send(update(vec![svid(&own, VM, in_an_hour())])).await.unwrap();
-    fixture.until(|fixture| fixture.readiness.is_ready()).await;
+    fixture.wait_until(|fixture| fixture.readiness.is_ready()).await;
     let [server, _] = &fixture.tasks;
     server.abort();
     drop(stream);
@@ -296,12 +296,12 @@ async fn the_file_of_trust_anchors_is_watched_while_the_api_is_down() {
     let errors = "control_identity_cert_refreshes_total{result=\"error\"} ";
     let has_failed = |line: &str| line.strip_prefix(errors).is_some_and(|count| count != "0");
     fixture
-        .until(|fixture| fixture.registry.render().lines().any(has_failed))
+        .wait_until(|fixture| fixture.registry.render().lines().any(has_failed))
         .await;
 
-    tokio::time::pause(); // nothing but time is waited for
+    tokio::time::pause(); // from here on, the test waits only for timers
     fs::write(fixture.dir.path().join("added.pem"), next.certificate.pem()).unwrap();
     fixture
-        .until(|fixture| fixture.creds.anchors() == own.anchors().union(&next.anchors()).unwrap())
+        .wait_until(|fixture| fixture.creds.anchors() == own.anchors().union(&next.anchors()).unwrap())
         .await;
 }

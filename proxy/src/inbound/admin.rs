@@ -35,8 +35,8 @@ pub(crate) fn authorize_fn(inbound: &Arc<Inbound>) -> AuthorizeFn {
 impl Inbound {
     async fn authorize_admin(&self, caller: &Caller, head: request::Parts) -> Result<(), Error> {
         let client = canonical(caller.client).ip();
-        // A request from loopback comes from this workload, or was forwarded by this proxy, which has authorized its client by the
-        // same policy.
+        // A request from loopback comes from this workload, or this proxy has forwarded it. In the second case, this proxy has
+        // authorized the client by the same policy.
         if client.is_loopback() || self.local_ips.contains(&client) {
             return Ok(());
         }
@@ -60,18 +60,18 @@ impl Inbound {
             why,
         };
         let Some(http) = policy.protocol.http() else {
-            let permitted = authz::authorize(&policy.authorizations, client, tls.to_conn_tls());
+            let permitted = authz::authorize(&policy.authorizations, client, tls.to_connection_tls());
             return permitted.map(drop).map_err(|denied| {
                 self.families.record_http_denied(&labels(), denied);
                 unauthorized(denied.name())
             });
         };
-        let found = current.find_route(http, RequestAttributes::of(&head.method, &head.uri, &head.headers))?;
+        let found = current.find_route(http, RequestAttributes::new(&head.method, &head.uri, &head.headers))?;
         let found = found.ok_or_else(|| {
             self.families.record_route_not_found(&labels());
             Error::RouteNotFound
         })?;
-        authz::authorize(&found.rule.action, client, tls.to_conn_tls()).map_err(|denied| {
+        authz::authorize(&found.rule.action, client, tls.to_connection_tls()).map_err(|denied| {
             let labels = with_meta(labels(), "route", &found.route.meta);
             self.families.record_http_denied(&labels, denied);
             unauthorized(denied.name())
@@ -82,9 +82,9 @@ impl Inbound {
             found.matched_prefix_len,
         )?;
         if let (Some(limiter), Some(limit)) = (&current.rate_limiter, &http.rate_limit)
-            && let Err(which) = limiter.check(tls.client_id(), Instant::now())
+            && let Err(exceeded) = limiter.check(tls.client_id(), Instant::now())
         {
-            self.families.record_rate_limited(labels(), &limit.meta, which);
+            self.families.record_rate_limited(labels(), &limit.meta, exceeded);
             let limit = limit.meta.to_string();
             return Err(Error::RateLimited { limit });
         }

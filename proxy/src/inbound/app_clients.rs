@@ -42,7 +42,7 @@ pub(crate) enum SourceAddress {
     Client,
 }
 
-/// The application's address, and the source IP to dial it from; `None` means the proxy's own.
+/// The application's address, and the source IP of connections to it; `None` means an address of the proxy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct AppTarget {
     pub(super) addr: SocketAddr,
@@ -50,11 +50,11 @@ pub(crate) struct AppTarget {
 }
 
 impl AppClients {
-    /// The HTTP client of a worker for the target of a connection.
+    /// Returns the HTTP client of a worker for the target of a connection, and creates it on first use.
     pub(super) fn client(&self, worker: usize, addrs: &ConnectionAddrs) -> Arc<EndpointClient> {
         let app = self.target(addrs);
         let mut apps = self.by_worker[worker].lock();
-        if apps.len() >= SWEEP_APP_CLIENTS_AT && !apps.contains_key(&app) {
+        if apps.len() >= APP_CLIENTS_SWEEP_THRESHOLD && !apps.contains_key(&app) {
             apps.retain(|_, client| Arc::strong_count(client) > 1);
         }
         apps.entry(app)
@@ -92,9 +92,9 @@ async fn dial(app: AppTarget, config: &connect::Config) -> Result<Io, Error> {
     Ok(Io::tcp(Tcp::new(stream).with_local_peer()))
 }
 
-/// If a worker has this many HTTP clients for applications, unused ones are removed before one is added. Otherwise a peer that
-/// scans ports would make the map grow without limit.
-const SWEEP_APP_CLIENTS_AT: usize = 64;
+/// Number of HTTP clients of a worker at which unused clients are removed before another is added. Otherwise a peer that scans
+/// ports would make the map grow without limit.
+const APP_CLIENTS_SWEEP_THRESHOLD: usize = 64;
 
 #[cfg(test)]
 mod tests {
@@ -105,9 +105,9 @@ mod tests {
     use super::*;
     use crate::net::connect::SocketOptions;
 
-    /// As with `source_ip`, the two addresses of the connection differ: the kernel dials 127.0.0.2 from 127.0.0.1.
+    /// The kernel dials 127.0.0.2 from 127.0.0.1, so the two addresses of the connection differ, as they do with a `source_ip`.
     #[tokio::test]
-    async fn an_application_is_local_whatever_the_source_address_is() {
+    async fn a_connection_to_an_application_is_local_with_every_source_address() {
         let listener = TcpListener::bind("127.0.0.2:0").await.unwrap();
         let app = AppTarget {
             addr: listener.local_addr().unwrap(),

@@ -1,3 +1,5 @@
+//! The state of the inbound side that all connections share.
+
 use std::{collections::BTreeSet, net::IpAddr, sync::Arc, time::Duration};
 
 use tulle_core::log_limit::LogLimiter;
@@ -38,9 +40,9 @@ pub(crate) struct Inbound {
     pub(crate) taps: Arc<TapRegistry>,
     /// `None` if tracing is disabled.
     pub(crate) tracer: Option<Tracer>,
-    /// Server names (SNI and transport header) that may be metric labels, a set of bounded size.
+    /// The server names (from SNI and transport headers) that are metric labels. The set has a limited size.
     pub(crate) server_name_labels: HostMap<()>,
-    /// Request authorities that may be metric labels, a set of bounded size; `None` if requests are not counted by authority.
+    /// The request authorities that are metric labels. The set has a limited size. `None` if requests are not counted by authority.
     pub(crate) authority_labels: Option<HostMap<Arc<str>>>,
     /// `None` if this proxy is not a gateway.
     pub(crate) gateway: Option<Arc<dyn Gateway>>,
@@ -52,7 +54,7 @@ pub(crate) struct Inbound {
 }
 
 impl Inbound {
-    /// Metrics of the connection from the client.
+    /// The metrics of connections from the client.
     pub(super) fn client_connection_metrics(
         &self,
         addrs: &ConnectionAddrs,

@@ -40,7 +40,10 @@ pub(crate) struct GatewayConnection {
     pub(crate) drain: drain::Watch,
 }
 
-/// Returns `GatewayLoop` if the client has this proxy's identity, or if a `Forwarded` header names this proxy.
+/// Checks that this proxy has not sent the request or connection itself.
+///
+/// # Errors
+/// The client has this proxy's identity, or a `Forwarded` header names this proxy.
 pub(super) fn check_loop(own_identity: &str, client: &str, req: Option<&Request<Body>>) -> Result<(), Error> {
     let lines = req.map(|req| req.headers().get_all(header::FORWARDED).iter());
     let mut hops = lines
@@ -75,7 +78,7 @@ pub(super) fn append_forwarded_header(own_identity: &str, client: &str, req: &mu
     .filter_map(|(name, value)| Some(format!("{name}={}", quote_unless_token(value?))))
     .collect::<Vec<_>>()
     .join(";");
-    // Identities and hosts were validated before, so this conversion does not fail.
+    // Identities and hosts were validated earlier, so this conversion does not fail.
     if let Ok(line) = HeaderValue::try_from(line) {
         req.headers_mut().append(header::FORWARDED, line);
     }

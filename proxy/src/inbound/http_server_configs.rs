@@ -5,11 +5,11 @@ use std::time::Duration;
 use crate::http::server_config::ServerConfig;
 
 pub(crate) struct HttpServerConfigs {
-    /// For clients with an identity.
+    /// Settings for clients with an identity.
     pub(crate) meshed: ServerConfig,
-    /// For clients without an identity, if the policy permits them at least one request.
+    /// Settings for clients without an identity, if the policy permits them at least one request.
     pub(crate) unmeshed: ServerConfig,
-    /// For clients to which the policy permits no request at the time they connect.
+    /// Settings for clients to which the policy permits no request when they connect.
     pub(crate) unauthorized: ServerConfig,
 }
 
@@ -52,8 +52,8 @@ const MAX_UNAUTHORIZED_HEADER_LIST_BYTES: u32 = 32 << 10;
 /// of HTTP/2 (RFC 9113, section 6.9.2).
 const MAX_UNAUTHORIZED_WINDOW_BYTES: u32 = (1 << 16) - 1;
 
-/// Maximum frame of an unauthorized client: the default of HTTP/2 (RFC 9113, section 6.5.2). The h2 crate keeps a frame until it is
-/// complete, whatever the flow-control windows are.
+/// Maximum size of a frame from an unauthorized client: the default of HTTP/2 (RFC 9113, section 6.5.2). The h2 crate stores a
+/// frame until it is complete, independent of the flow-control windows.
 const MAX_UNAUTHORIZED_FRAME_BYTES: u32 = 1 << 14;
 
 /// Maximum idle time of a connection of an unauthorized client, and maximum time for a request head.
@@ -66,7 +66,7 @@ mod tests {
 
     #[test]
     fn unauthorized_clients_get_reduced_limits() {
-        let peers = ServerConfig {
+        let meshed = ServerConfig {
             limits: HttpLimits {
                 max_header_bytes: 64 << 10,
                 header_read_timeout: Duration::from_secs(30),
@@ -77,8 +77,8 @@ mod tests {
                 ..h2::Http2Config::default()
             },
         };
-        let servers = HttpServerConfigs::new(peers);
-        assert_eq!(servers.meshed.http2, peers.http2);
+        let servers = HttpServerConfigs::new(meshed);
+        assert_eq!(servers.meshed.http2, meshed.http2);
         assert_eq!(
             servers.unmeshed.http2.max_concurrent_streams,
             Some(MAX_UNMESHED_STREAMS)
@@ -95,9 +95,9 @@ mod tests {
         let narrow = ServerConfig {
             http2: h2::Http2Config {
                 max_concurrent_streams: Some(4),
-                ..peers.http2
+                ..meshed.http2
             },
-            ..peers
+            ..meshed
         };
         let servers = HttpServerConfigs::new(narrow);
         assert_eq!(servers.unmeshed.http2.max_concurrent_streams, Some(4));

@@ -103,7 +103,7 @@ impl RouteSeries {
         self.response_frame_bytes.observe(len as f64);
     }
 
-    /// Records the end of a response, or that there is none.
+    /// Records the end of a response, or a request without a response.
     pub(super) fn record_response(&self, timing: &RequestTiming, outcome: &ResponseOutcome, now: Instant) {
         routes::observe(&self.request_duration, timing.started_at(), now);
         routes::observe(&self.response_duration, timing.body_ended_at(), now);
@@ -189,7 +189,7 @@ impl Families {
         })
     }
 
-    /// The protocol detection series of the port of `target` under the policy of `server`.
+    /// The series of protocol detection on the port of `target`, under the policy of `server`.
     pub(super) fn detect_series(&self, server: &Meta, target: SocketAddr) -> detect_metrics::Series {
         let labels = with_server(Labels::new(), server, self.port_labels.label(target));
         self.detected.series(labels)
@@ -252,8 +252,8 @@ impl Families {
     }
 
     /// Counts a request that exceeded `limit`.
-    pub(super) fn record_rate_limited(&self, labels: Labels, limit: &Meta, which: RateLimited) {
-        let scope = match which {
+    pub(super) fn record_rate_limited(&self, labels: Labels, limit: &Meta, exceeded: RateLimited) {
+        let scope = match exceeded {
             RateLimited::Total => "total",
             RateLimited::Identity | RateLimited::Override => "identity",
         };
@@ -267,7 +267,7 @@ impl Families {
         with_server(target_labels(target), server, target.port())
     }
 
-    /// Labels of everything on one connection under one policy.
+    /// Labels of a connection and of its requests, under the policy of `server`.
     pub(super) fn connection_labels(&self, target: SocketAddr, tls: &ServerTls, server: &Meta) -> Labels {
         let target = self.label_target(target);
         with_server(tls.metric_labels(target_labels(target)), server, target.port())
@@ -280,7 +280,7 @@ impl Families {
         self.tcp.series(labels)
     }
 
-    /// The target in labels: its port may stand for all ports that are no labels.
+    /// The target for labels: its port is 0 if it has no label of its own.
     fn label_target(&self, mut target: SocketAddr) -> SocketAddr {
         target.set_port(self.port_labels.label(target));
         target
@@ -311,7 +311,7 @@ fn with_server(labels: Labels, server: &Meta, port: u16) -> Labels {
     with_meta(labels, "srv", server).with("srv_port", port)
 }
 
-/// `<prefix>_group`, `_kind` and `_name`.
+/// The labels `<prefix>_group`, `<prefix>_kind` and `<prefix>_name` of a resource.
 pub(super) fn meta_labels<'a>(prefix: &str, meta: &'a Meta) -> [(String, &'a str); 3] {
     [
         (format!("{prefix}_group"), meta.group()),
@@ -320,7 +320,7 @@ pub(super) fn meta_labels<'a>(prefix: &str, meta: &'a Meta) -> [(String, &'a str
     ]
 }
 
-/// Adds `<prefix>_group`, `_kind` and `_name`.
+/// Adds the labels `<prefix>_group`, `<prefix>_kind` and `<prefix>_name` of a resource.
 pub(super) fn with_meta(labels: Labels, prefix: &str, meta: &Meta) -> Labels {
     let pairs = meta_labels(prefix, meta);
     pairs

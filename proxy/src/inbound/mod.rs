@@ -1,4 +1,4 @@
-//! From the client to the local application.
+//! The inbound side: from the client to the local application.
 //!
 //! [`connection`] accepts a connection, finds the policy of its port, terminates TLS, detects the protocol, and serves the
 //! connection (I1–I7). [`request`] authorizes HTTP requests and sends them to the application (I8–I11).

@@ -1,5 +1,5 @@
-//! The ports that are metric labels. Clients choose the ports that they connect to, so the number of undeclared ports that become
-//! labels is limited, separately for ports with and without a listener; all further ports share one label.
+//! The ports that are metric labels. Clients choose the ports that they connect to, so the number of undeclared ports with a label
+//! of their own is limited, separately for ports with and without a listener. All other ports share one label.
 
 use std::{collections::HashSet, net::SocketAddr};
 
@@ -16,9 +16,10 @@ pub(crate) struct PortLabels {
 
 #[derive(Default)]
 struct UndeclaredPorts {
-    /// An application has listened on them.
+    /// Ports on which an application has listened.
     with_listener: HashSet<u16>,
-    /// No application has listened on them. They have a separate limit, so that clients cannot use up that of the others.
+    /// Ports on which no application has listened. They have a separate limit, so that clients cannot use up the limit of the ports
+    /// with a listener.
     without_listener: HashSet<u16>,
 }
 
@@ -31,7 +32,7 @@ impl PortLabels {
         }
     }
 
-    /// The port for the labels of a connection to `target`: its own, or [`OTHER_PORTS`].
+    /// The port in the labels of a connection to `target`: the port of `target`, or [`OTHER_PORTS`].
     pub(super) fn label(&self, target: SocketAddr) -> u16 {
         let port = target.port();
         if self.declared.contains(port) {
@@ -70,12 +71,13 @@ impl UndeclaredPorts {
     }
 }
 
-/// Stands for all ports that are no labels; no connection has this port.
+/// The label of all ports that have no label of their own. No connection has this port.
 const OTHER_PORTS: u16 = 0;
 
-/// The same as `MAX_TRUSTED_HOSTS` in `metrics/hosts.rs`, the limit of host names in labels.
+/// Maximum number of undeclared ports with a listener that are labels. The value is that of `MAX_TRUSTED_HOSTS` in
+/// `metrics/hosts.rs`, the limit of host names in labels.
 const MAX_PORTS_WITH_LISTENER: usize = 1_000;
-/// The same as `MAX_UNTRUSTED_HOSTS` there.
+/// Maximum number of ports without a listener that are labels. The value is that of `MAX_UNTRUSTED_HOSTS` in `metrics/hosts.rs`.
 const MAX_PORTS_WITHOUT_LISTENER: usize = 64;
 
 #[cfg(test)]
@@ -89,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn ports_that_clients_scan_share_a_label_and_take_none_from_ports_of_the_application() {
+    fn scanned_ports_share_a_label_and_ports_of_the_application_keep_their_own() {
         let ports = PortLabels::new("8080,9000-9100".parse().unwrap(), |target| target.port() >= 65_500);
         let scan = || (1..=u16::MAX).map(|port| label(&ports, port)).collect::<BTreeSet<_>>();
         let (n_declared, n_with_listener) = (102, 36);

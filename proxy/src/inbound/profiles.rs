@@ -43,15 +43,16 @@ pub(crate) struct Profiles {
     timeouts: ProfileTimeouts,
     /// The runtime of the tasks that evict idle profiles.
     runtime: Handle,
-    /// By name and port: as written in `l5d-dst-canonical`, or in lower case if they are from the authority.
+    /// The key is a name with its port: as written in `l5d-dst-canonical`, or in lower case if it comes from the authority.
     entries: Mutex<HashMap<Box<[u8]>, Arc<ProfileEntry>>>,
 }
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ProfileTimeouts {
-    /// Maximum time from the first request for a name to the first answer; later requests wait for the rest of it.
+    /// Maximum time that requests wait for the first answer, from the first request for a name. Later requests wait for the rest of
+    /// this time.
     pub(crate) wait_timeout: Duration,
-    /// A name that is unused for this time is forgotten.
+    /// Time after which the watch of an unused name ends.
     pub(crate) idle_timeout: Duration,
 }
 
@@ -70,7 +71,7 @@ pub(super) enum ClientTrust {
     Untrusted,
 }
 
-/// No further profile is watched until an unused one is evicted.
+/// The limit of watched profiles is reached. No further one is watched until an unused one is evicted.
 #[derive(Debug)]
 pub(super) struct ProfileLimitReached;
 
@@ -80,8 +81,7 @@ pub(super) struct ProfileRoutes {
     series: Vec<Arc<Series>>,
 }
 
-/// Records one request in the metrics of its route. A guard that is dropped without a result records that the client
-/// disconnected.
+/// Records one request in the metrics of its route. If it is dropped without a result, it records that the client disconnected.
 pub(super) struct ProfileRequestGuard {
     routes: Arc<ProfileRoutes>,
     /// `None` if no route matches.
@@ -209,7 +209,7 @@ async fn evict_when_idle(profiles: Arc<Profiles>, name: Box<[u8]>) {
 impl ProfileRoutes {
     fn new(families: &http_metrics::Families, dst: &str, profile: Profile) -> Self {
         let routes = profile.routes.iter().map(Some).chain([None]);
-        let labels = routes.map(|route| profile::labels("inbound", dst, route));
+        let labels = routes.map(|route| profile::route_labels("inbound", dst, route));
         Self {
             series: labels.map(|labels| families.series(labels)).collect(),
             routes: profile.routes,
@@ -223,7 +223,7 @@ impl ProfileRoutes {
     /// Counts a request for the first route that matches it.
     pub(super) fn begin_request(self: Arc<Self>, attributes: &RequestAttributes<'_>) -> ProfileRequestGuard {
         let guard = ProfileRequestGuard {
-            route_index: profile::find(&self.routes, attributes),
+            route_index: profile::find_route(&self.routes, attributes),
             routes: self,
             is_recorded: false,
         };
@@ -249,10 +249,10 @@ impl ProfileRequestGuard {
     }
 
     /// Records the response.
-    pub(super) fn observe_response(mut self, rsp: Response<Body>, started: Instant) -> Response<Body> {
+    pub(super) fn observe_response(mut self, rsp: Response<Body>, started_at: Instant) -> Response<Body> {
         self.is_recorded = true;
         let (series, class) = (self.series().clone(), self.classify(rsp.status()));
-        classify::observe(rsp, started, ProfileResponseObserver { series, class })
+        classify::observe(rsp, started_at, ProfileResponseObserver { series, class })
     }
 
     /// Records that there is no response.
@@ -262,7 +262,7 @@ impl ProfileRequestGuard {
     }
 }
 
-/// The client has disconnected.
+/// Records that the client disconnected, if no result was recorded.
 impl Drop for ProfileRequestGuard {
     fn drop(&mut self) {
         if !self.is_recorded {
@@ -329,7 +329,7 @@ mod tests {
         assert!((least..most).contains(&first), "{first:?}");
         for other in [
             "web.shop.svc.cluster.local:80",
-            "late.shop.svc.cluster.local:80", // the wait for the unreachable control plane is over
+            "late.shop.svc.cluster.local:80", // the control plane is known to be unreachable, so this name does not wait
             "example.com:80",
             "10.0.0.1:80",
             "web",

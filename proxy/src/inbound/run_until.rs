@@ -1,4 +1,4 @@
-//! Runs a future until a stop future completes. Made for stop futures that are rarely woken.
+//! Runs a future until a stop future completes. Efficient if the stop future is rarely woken.
 
 use std::{
     pin::Pin,
@@ -36,7 +36,7 @@ pub(super) fn run_until<S, D>(stop_future: S, future: D) -> RunUntil<S, D> {
 }
 
 pin_project! {
-    // An async function would store both futures twice, and there is one for each connection.
+    // This is not an async function, because that would store both futures twice in each connection.
     pub(super) struct RunUntil<S, D> {
         #[pin]
         stop_future: S,

@@ -1,5 +1,5 @@
-//! Backends of a route: a balancer, a fixed endpoint, or a refusal. Creates them as the policy specifies them
-//! ([`BackendSpec`]), and selects one of several.
+//! The backends of a route: a balancer, a fixed endpoint, or a refusal. This module creates backends from [`BackendSpec`], and
+//! selects one of several.
 
 use std::{
     collections::HashMap,
@@ -46,6 +46,7 @@ pub(crate) enum Backends<F> {
     ByWeight(Weights, Vec<BackendChoice<F>>),
 }
 
+/// One of the backends of a route.
 pub(crate) struct BackendChoice<F> {
     pub(super) filters: Vec<F>,
     pub(super) backend: Backend,
@@ -82,7 +83,7 @@ pub(crate) struct BackendFactory {
     pub(crate) endpoint_context: Arc<EndpointContext>,
     pub(crate) destinations: Destinations,
     pub(crate) strategy: Strategy,
-    /// Lower bound of a queue's capacity, `LINKERD2_PROXY_OUTBOUND_HTTP_QUEUE_CAPACITY`: a smaller one from the policy is
+    /// Minimum capacity of a queue, from `LINKERD2_PROXY_OUTBOUND_HTTP_QUEUE_CAPACITY`. A smaller capacity from the policy is
     /// raised to it.
     ///
     /// Linkerd's control plane always sends a capacity of 100, and its proxies ignore it.
@@ -97,8 +98,8 @@ pub(crate) struct BackendFactory {
 #[derive(Default)]
 pub(crate) struct FixedEndpointCache {
     endpoints: HashMap<SocketAddr, Vec<FixedEndpointEntry>>,
-    /// Number of addresses above which the unused ones are removed.
-    sweep_at: usize,
+    /// Number of addresses above which unused endpoints are removed.
+    sweep_threshold: usize,
 }
 
 /// Specification of an endpoint, and the endpoint while it is in use.
@@ -106,10 +107,10 @@ type FixedEndpointEntry = (Arc<EndpointSpec>, Weak<Endpoint>);
 
 impl FixedEndpointCache {
     fn sweep(&mut self) {
-        if self.endpoints.len() > self.sweep_at {
+        if self.endpoints.len() > self.sweep_threshold {
             let in_use = |(_, endpoint): &FixedEndpointEntry| endpoint.strong_count() > 0;
             self.endpoints.retain(|_, list| list.iter().any(in_use));
-            self.sweep_at = 2 * self.endpoints.len();
+            self.sweep_threshold = 2 * self.endpoints.len();
         }
     }
 }
@@ -160,7 +161,7 @@ impl BackendFactory {
         }
     }
 
-    /// The endpoint at a fixed address. Returns an existing one with its connections if it is still in use.
+    /// Returns the endpoint at a fixed address. An endpoint that is still in use is returned again, with its connections.
     pub(super) fn fixed_endpoint(&self, spec: &Arc<EndpointSpec>) -> Arc<Endpoint> {
         let mut cache = self.fixed_endpoints.lock();
         let list = cache.endpoints.entry(spec.addr).or_default();
@@ -177,7 +178,7 @@ impl BackendFactory {
         endpoint
     }
 
-    /// The balancer of a service, with default load parameters. `authority` is the service's name and port.
+    /// Creates a backend with the balancer of a service and default load parameters. `authority` is the service's name and port.
     pub(super) fn service_backend(
         &self,
         authority: &Arc<str>,
@@ -190,7 +191,7 @@ impl BackendFactory {
             queue,
             accrual,
         };
-        self.balanced_backend(authority, params, scope, &Meta::of_service(authority))
+        self.balanced_backend(authority, params, scope, &Meta::from_service_authority(authority))
     }
 
     fn balanced_backend(
@@ -235,7 +236,7 @@ impl BackendFactory {
 
     fn create_service(&self, authority: &Arc<str>, params: BalancerParams) -> BalancedService {
         let balancer = Arc::new(Balancer::new(self.strategy, params.queue));
-        let (context, balancer_of_watch) = (self.endpoint_context.clone(), balancer.clone());
+        let (context, watched_balancer) = (self.endpoint_context.clone(), balancer.clone());
         let logical_authority = authority.clone();
         let mut endpoints = EndpointSet::default();
         let mut reporter = self
@@ -247,14 +248,14 @@ impl BackendFactory {
             }
             let report_skipped = |error| drop(reporter.report(&error));
             let changed = decode::endpoint::endpoint_update(update, report_skipped).map(|update| {
-                balancer_of_watch.record_update(match update {
+                watched_balancer.record_update(match update {
                     EndpointUpdate::Add(_) if position != Position::First => UpdateOp::Add,
                     EndpointUpdate::Remove(_) => UpdateOp::Remove,
                     EndpointUpdate::Add(_) | EndpointUpdate::NoEndpoints => UpdateOp::Reset,
                 });
                 endpoints.apply(update, |spec| {
                     let now = Instant::now();
-                    let breaker = Breaker::new(params.accrual, balancer_of_watch.breaker_group(), now);
+                    let breaker = Breaker::new(params.accrual, watched_balancer.breaker_group(), now);
                     let load = Load::new(params.load, now);
                     Arc::new(Endpoint::new(
                         &context,
@@ -266,7 +267,7 @@ impl BackendFactory {
                 })
             });
             match changed {
-                Ok(Some(discovered)) => balancer_of_watch.publish(discovered),
+                Ok(Some(discovered)) => watched_balancer.publish(discovered),
                 Ok(None) => {}
                 Err(error) => drop(reporter.report(&error)),
             }
@@ -281,7 +282,7 @@ impl BackendFactory {
 }
 
 impl BalancedService {
-    /// The refusal of a control plane that denies the endpoints and has never sent any.
+    /// The error of requests if the control plane denies this proxy the endpoints and has never sent any.
     pub(super) fn denial(&self) -> Option<Error> {
         let state = self.endpoint_watch.borrow();
         let denial = state.denial()?;
@@ -321,7 +322,7 @@ impl<F> Backends<F> {
         chosen.ok_or(Error::NoBackends)
     }
 
-    /// Whether one of the backends is available now; one of weight 0 does not count.
+    /// Whether one of the backends is available now. A backend with weight 0 does not count.
     pub(super) fn is_available(&self, now: Instant) -> bool {
         match self {
             Self::None => false,
@@ -339,7 +340,7 @@ impl Backend {
     fn is_available(&self, now: Instant) -> bool {
         match self {
             Self::Balanced(balanced, _) => balanced.balancer.can_pick(now),
-            // If it fails, its share of the requests fails and does not go to other backends.
+            // They are available even if they fail: their share of the requests then fails and does not go to other backends.
             Self::Forward(_) | Self::Fail => true,
         }
     }
@@ -354,13 +355,14 @@ impl Backend {
                 .balancer
                 .pick(tried, series)
                 .await
-                .map_err(|error| balanced.denial().unwrap_or_else(|| error_of_pick(error))),
+                .map_err(|error| balanced.denial().unwrap_or_else(|| pick_error(error))),
             Self::Forward(endpoint) => Ok(endpoint.clone()),
             Self::Fail => Err(Error::InvalidBackend("it names neither a Service nor an address")),
         }
     }
 
-    /// Picks an endpoint of a service that `is_allowed` accepts, if one can be picked now. Other backends have no choice: `None`.
+    /// Picks an endpoint of a service that `is_allowed` accepts, if one can be picked now. Returns `None` for backends that are not
+    /// services.
     pub(super) fn pick_where(&self, is_allowed: impl Fn(&Arc<Endpoint>) -> bool) -> Option<Arc<Endpoint>> {
         match self {
             Self::Balanced(balanced, _) => balanced.balancer.pick_where(Instant::now(), is_allowed),
@@ -369,7 +371,7 @@ impl Backend {
     }
 }
 
-fn error_of_pick(error: PickError) -> Error {
+fn pick_error(error: PickError) -> Error {
     match error {
         PickError::NoEndpoints => Error::NoEndpoints,
         PickError::QueueTimeout(waited, reason) => Error::QueueTimeout(waited, unavailable_cause(reason)),
@@ -402,11 +404,11 @@ mod tests {
 
     impl Backend {
         /// A service with these endpoints.
-        pub(in crate::outbound) fn of_endpoints(endpoints: &[Arc<Endpoint>]) -> Self {
-            Self::of_discovery(DiscoveryState::Endpoints(endpoints.into()), WatchState::Known(()))
+        pub(in crate::outbound) fn with_endpoints(endpoints: &[Arc<Endpoint>]) -> Self {
+            Self::with_discovery(DiscoveryState::Endpoints(endpoints.into()), WatchState::Known(()))
         }
 
-        fn of_discovery(discovered: DiscoveryState<Endpoint>, watch_state: WatchState<()>) -> Self {
+        fn with_discovery(discovered: DiscoveryState<Endpoint>, watch_state: WatchState<()>) -> Self {
             let queue = Queue {
                 capacity: 1,
                 failfast_timeout: Duration::from_secs(1),
@@ -442,7 +444,7 @@ mod tests {
             (refusal(tonic::Code::FailedPrecondition), "endpoints-unready"),
             (WatchState::Pending, "endpoints-unready"),
         ] {
-            let backend = Backend::of_discovery(DiscoveryState::Unknown, watch_state);
+            let backend = Backend::with_discovery(DiscoveryState::Unknown, watch_state);
             let error = backend.pick(&[]).await.err().expect("no endpoint is known");
             assert_eq!(error.cause(), cause, "{error}");
         }

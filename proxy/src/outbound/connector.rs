@@ -48,7 +48,7 @@ struct TransportHeaderFields {
 }
 
 impl Connector {
-    /// `creds` is `None` for addresses of this workload and loopback.
+    /// `creds` is `None` for loopback addresses and addresses of this workload.
     pub(super) fn new(
         spec: &EndpointSpec,
         creds: Option<&Credentials>,
@@ -255,8 +255,8 @@ mod tests {
         let _queued = TcpStream::connect(addr).await.unwrap();
         let connector = connector_to(addr, &config(Duration::from_millis(1500)));
         let began_at = Instant::now();
-        // The accept queue is full, so the kernel drops the first SYN and accepts the second one, a second later. The TLS handshake
-        // then gets no answer.
+        // The accept queue is full, so the kernel drops the first SYN and accepts the second SYN one second later. The TLS
+        // handshake then gets no answer.
         let (opened, _accepted) = tokio::join!(connector.open(None), listener.accept());
         let error = opened.expect_err("the server is silent");
         assert!(matches!(error, Error::ConnectTimeout(_)), "{error}");

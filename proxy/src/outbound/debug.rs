@@ -18,14 +18,14 @@ use crate::{
     policy::endpoint::Locality,
 };
 
-/// One address that applications dial, or name that they request.
+/// The status of one destination: an address that applications dial, or a name that they request.
 #[derive(Serialize)]
 pub(crate) struct DestinationStatus {
     address: String,
     /// Absent until the control plane has answered.
     policy: Option<String>,
     protocol: Option<&'static str>,
-    /// Why the last policy cannot be used: it cannot be decoded, or the control plane refuses the destination.
+    /// The reason if the last policy cannot be used: it cannot be decoded, or the control plane refuses the destination.
     policy_error: Option<String>,
     /// Name of the service, from the profile.
     profile: Option<Arc<str>>,

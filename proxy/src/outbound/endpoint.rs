@@ -54,10 +54,10 @@ pub(crate) struct Endpoint {
     pub(super) spec: Arc<EndpointSpec>,
     load: Arc<Load>,
     breaker: Breaker,
-    /// Only for peers that are proxies: other servers may end connections with many pings.
+    /// Checks of the peer by pings. `None` if the peer is not a proxy, because other servers may close connections with many pings.
     peer_checks: Option<Arc<PeerChecks>>,
     pub(super) connector: Arc<Connector>,
-    /// Connections belong to the worker that opened them.
+    /// The HTTP client of each worker. Workers do not share connections.
     clients: Box<[OnceLock<EndpointClient>]>,
     http2: h2::Http2Config,
     pool: PoolConfig,
@@ -92,7 +92,7 @@ impl Endpoint {
             .tcp
             .series_with_zone_traffic(labels.clone().with("peer", "dst"), Some(zone_traffic));
         let creds = (!is_local).then_some(&context.creds);
-        // A local endpoint is the application itself, not its proxy: it restores no converted requests, and expects its own
+        // A local endpoint is the application itself, not its proxy. It does not restore converted requests, and expects its own
         // authority.
         let spec = if is_local && (spec.hint != ProtocolHint::Unknown || spec.authority_override.is_some()) {
             Arc::new(EndpointSpec {
@@ -125,7 +125,7 @@ impl Endpoint {
         }
     }
 
-    /// This worker's connections.
+    /// Returns the HTTP client of a worker, which has the worker's connections to this endpoint.
     pub(super) fn client(&self, worker: usize) -> &EndpointClient {
         self.clients[worker].get_or_init(|| {
             let connector = self.connector.clone();
@@ -138,8 +138,8 @@ impl Endpoint {
         })
     }
 
-    /// The HTTP version in which a request of `version` is sent to this endpoint. `requires_http1`: it cannot be converted to
-    /// HTTP/2.
+    /// The HTTP version in which a request with `version` is sent to this endpoint. `requires_http1` says that the request cannot
+    /// be converted to HTTP/2.
     pub(super) fn protocol(&self, version: Version, requires_http1: bool) -> HttpVersion {
         match version {
             _ if requires_http1 => HttpVersion::Http1,
@@ -183,7 +183,7 @@ impl Candidate for Endpoint {
     }
 }
 
-/// HTTP/2 settings from discovery, and `defaults` for those that it does not set.
+/// The HTTP/2 settings from discovery. Settings that discovery does not set are those of `defaults`.
 fn http2_params(defaults: &h2::Http2Config, spec: &EndpointSpec) -> h2::Http2Config {
     let discovered = &spec.http2;
     h2::Http2Config {

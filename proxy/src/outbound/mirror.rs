@@ -19,7 +19,7 @@ const MAX_COPIES_IN_FLIGHT: usize = 1024;
 
 /// One mirror of a route rule: the compiled [`MirrorSpec`](crate::policy::client::MirrorSpec).
 pub(crate) struct Mirror {
-    /// One backend, without filters.
+    /// A single backend, without filters.
     pub(in crate::outbound) backends: Backends<Filter>,
     /// The fraction of requests that are copied.
     pub(in crate::outbound) ratio: Ratio,
@@ -39,7 +39,7 @@ pub(in crate::outbound) struct MirrorCopyUsage {
 /// A copy of a request. Counts as in flight until it is dropped.
 pub(in crate::outbound) struct MirrorCopyGuard(Arc<Mirror>);
 
-/// What became of a copy, as its metric shows it.
+/// The result of a copy, as its metric counts it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::outbound) enum MirrorCopyResult {
     /// The mirror has sent a response that is not a failure.

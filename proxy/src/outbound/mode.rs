@@ -1,4 +1,6 @@
-/// What sends requests to this proxy.
+//! The mode of the outbound side.
+
+/// The kind of client that sends requests to this proxy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mode {
     /// An application, which dials its destinations.

@@ -42,7 +42,7 @@ pub(crate) enum IdentityPattern {
 
 /// The TLS state of a client's connection, as authorization needs it.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum ConnTls<'a> {
+pub(crate) enum ConnectionTls<'a> {
     /// No TLS, or TLS that this proxy does not terminate.
     NotTerminated,
     Terminated {
@@ -50,8 +50,8 @@ pub(crate) enum ConnTls<'a> {
     },
 }
 
-/// Why a client is not permitted. Of several authorizations that do not permit it, the reason is that of the one that came closest: a
-/// later variant is closer to a permit.
+/// The reason why no authorization permits a client. Variants are ordered: if several authorizations deny the client for different
+/// reasons, the greatest reason is reported, which is the closest to a permit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
 pub(crate) enum Denied {
     #[error("no authorization permits this network")]
@@ -68,7 +68,7 @@ pub(crate) enum Denied {
 }
 
 impl Denied {
-    /// The name of what was missing, for labels and headers.
+    /// The name of the reason in labels and headers.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Network => "network",
@@ -87,7 +87,7 @@ impl Denied {
 pub(crate) fn authorize<'a>(
     authorizations: &'a [Authorization],
     client: IpAddr,
-    tls: ConnTls<'_>,
+    tls: ConnectionTls<'_>,
 ) -> Result<&'a Authorization, Denied> {
     let client = client.to_canonical();
     let mut denied = Denied::Network;
@@ -101,8 +101,8 @@ pub(crate) fn authorize<'a>(
 }
 
 impl Authorization {
-    /// Permits clients by authentication alone, from any network.
-    pub(crate) fn anywhere(authentication: Authentication, meta: Arc<Meta>) -> Self {
+    /// An authorization of clients by authentication alone, from any network.
+    pub(crate) fn from_any_network(authentication: Authentication, meta: Arc<Meta>) -> Self {
         Self {
             networks: any_network(),
             authentication,
@@ -120,8 +120,8 @@ impl Authorization {
         }
     }
 
-    /// Whether it permits every client: any address, no authentication.
-    pub(crate) fn permits_everybody(&self) -> bool {
+    /// Whether every client is permitted: from any address, without authentication.
+    pub(crate) fn permits_every_client(&self) -> bool {
         let covers = |is_ipv4: bool| {
             let mut nets = self.networks.iter().filter(|network| network.except.is_empty());
             nets.any(|network| network.net.prefix_len() == 0 && network.net.addr().is_ipv4() == is_ipv4)
@@ -129,7 +129,7 @@ impl Authorization {
         self.authentication == Authentication::Unauthenticated && covers(true) && covers(false)
     }
 
-    fn permits(&self, client: IpAddr, tls: ConnTls<'_>) -> Result<(), Denied> {
+    fn permits(&self, client: IpAddr, tls: ConnectionTls<'_>) -> Result<(), Denied> {
         if !self.networks.iter().any(|network| network.contains(client)) {
             return Err(Denied::Network);
         }
@@ -146,14 +146,14 @@ impl Authentication {
         }
     }
 
-    fn permits(&self, tls: ConnTls<'_>) -> Result<(), Denied> {
+    fn permits(&self, tls: ConnectionTls<'_>) -> Result<(), Denied> {
         let (identities, patterns) = match (self, tls) {
             (Self::Unauthenticated, _) => return Ok(()),
-            (_, ConnTls::NotTerminated) => return Err(Denied::NoTls),
-            (Self::TlsUnauthenticated, ConnTls::Terminated { .. }) => return Ok(()),
-            (Self::TlsIdentities { identities, patterns }, ConnTls::Terminated { .. }) => (identities, patterns),
+            (_, ConnectionTls::NotTerminated) => return Err(Denied::NoTls),
+            (Self::TlsUnauthenticated, ConnectionTls::Terminated { .. }) => return Ok(()),
+            (Self::TlsIdentities { identities, patterns }, ConnectionTls::Terminated { .. }) => (identities, patterns),
         };
-        let ConnTls::Terminated { client: Some(client) } = tls else {
+        let ConnectionTls::Terminated { client: Some(client) } = tls else {
             return Err(Denied::NoIdentity);
         };
         let permitted = identities.contains(client.as_str()) || patterns.iter().any(|pattern| pattern.matches(client));
@@ -162,7 +162,7 @@ impl Authentication {
 }
 
 impl IdentityPattern {
-    /// Made from labels in order: `["ns", "cluster", "local"]` matches all names below `ns.cluster.local`.
+    /// Creates a pattern from labels in order: `["ns", "cluster", "local"]` matches all names below `ns.cluster.local`.
     pub(crate) fn from_labels<S: AsRef<str>>(labels: &[S]) -> Self {
         if labels.is_empty() {
             return Self::Any;
@@ -180,7 +180,7 @@ impl IdentityPattern {
         match (self, client) {
             (Self::Any, _) => true,
             (Self::Dns(suffix), Identity::Dns(name)) => name.ends_with(&**suffix),
-            // The parts of a URI do not nest from right to left; a suffix would permit other trust domains.
+            // A suffix of a URI would permit identities of other trust domains, because the trust domain is at the start of a URI.
             (Self::Dns(_), Identity::Uri(_)) => false,
         }
     }
@@ -203,7 +203,7 @@ mod tests {
         }
     }
 
-    fn from(net: &str, except: &str, authentication: Authentication) -> Authorization {
+    fn authorization_from(net: &str, except: &str, authentication: Authentication) -> Authorization {
         let except = tulle_core::networks::parse_networks(except).unwrap();
         Authorization {
             networks: vec![NetworkMatch {
@@ -215,13 +215,17 @@ mod tests {
         }
     }
 
-    fn check(authorizations: &[Authorization], client: &str, tls: ConnTls<'_>) -> Result<String, Denied> {
+    fn check(authorizations: &[Authorization], client: &str, tls: ConnectionTls<'_>) -> Result<String, Denied> {
         authorize(authorizations, client.parse().unwrap(), tls).map(|found| found.meta.name().to_owned())
     }
 
     #[test]
-    fn networks_and_their_exceptions_decide_first() {
-        let open = [from("10.0.0.0/8", "10.1.0.0/16", Authentication::Unauthenticated)];
+    fn clients_outside_the_networks_or_in_their_exceptions_are_denied() {
+        let open = [authorization_from(
+            "10.0.0.0/8",
+            "10.1.0.0/16",
+            Authentication::Unauthenticated,
+        )];
         for (client, expected) in [
             ("10.0.0.1", Ok("10.0.0.0/8".to_owned())),
             ("::ffff:10.0.0.1", Ok("10.0.0.0/8".to_owned())),
@@ -229,20 +233,20 @@ mod tests {
             ("192.168.0.1", Err(Denied::Network)),
             ("fd00::1", Err(Denied::Network)),
         ] {
-            assert_eq!(check(&open, client, ConnTls::NotTerminated), expected, "{client}");
+            assert_eq!(check(&open, client, ConnectionTls::NotTerminated), expected, "{client}");
         }
     }
 
     #[test]
-    fn authentication_decides_next() {
+    fn clients_in_the_networks_are_denied_without_the_authentication() {
         let dns: Identity = "web.shop.serviceaccount.identity.linkerd.cluster.local"
             .parse()
             .unwrap();
         let uri: Identity = "spiffe://root.test/shop/web".parse().unwrap();
-        let none = ConnTls::NotTerminated;
-        let anonymous = ConnTls::Terminated { client: None };
-        let as_dns = ConnTls::Terminated { client: Some(&dns) };
-        let as_uri = ConnTls::Terminated { client: Some(&uri) };
+        let none = ConnectionTls::NotTerminated;
+        let anonymous = ConnectionTls::Terminated { client: None };
+        let as_dns = ConnectionTls::Terminated { client: Some(&dns) };
+        let as_uri = ConnectionTls::Terminated { client: Some(&uri) };
         let suffix = |labels: &[&str]| identities(&[], vec![IdentityPattern::from_labels(labels)]);
         for (authentication, expected) in [
             (Authentication::Unauthenticated, [Ok(()), Ok(()), Ok(()), Ok(())]),
@@ -300,7 +304,7 @@ mod tests {
                 ],
             ),
         ] {
-            let list = [Authorization::anywhere(
+            let list = [Authorization::from_any_network(
                 authentication.clone(),
                 Meta::default_named("x"),
             )];
@@ -322,20 +326,26 @@ mod tests {
     fn the_first_match_permits_and_the_closest_denial_is_reported() {
         let dns: Identity = "a.test".parse().unwrap();
         let list = [
-            from("10.0.0.0/8", "", identities(&["b.test"], vec![])),
-            from("10.0.0.0/16", "", Authentication::any_identity()),
-            from("10.0.0.0/24", "", Authentication::Unauthenticated),
+            authorization_from("10.0.0.0/8", "", identities(&["b.test"], vec![])),
+            authorization_from("10.0.0.0/16", "", Authentication::any_identity()),
+            authorization_from("10.0.0.0/24", "", Authentication::Unauthenticated),
             Authorization::localhost(),
         ];
-        let meshed = ConnTls::Terminated { client: Some(&dns) };
+        let meshed = ConnectionTls::Terminated { client: Some(&dns) };
         assert_eq!(check(&list, "10.0.0.1", meshed), Ok("10.0.0.0/16".to_owned()));
         assert_eq!(
-            check(&list, "10.0.0.1", ConnTls::NotTerminated),
+            check(&list, "10.0.0.1", ConnectionTls::NotTerminated),
             Ok("10.0.0.0/24".to_owned())
         );
         assert_eq!(check(&list, "10.1.0.1", meshed), Err(Denied::Identity));
-        assert_eq!(check(&list, "10.1.0.1", ConnTls::NotTerminated), Err(Denied::NoTls));
-        assert_eq!(check(&list, "::1", ConnTls::NotTerminated), Ok("localhost".to_owned()));
+        assert_eq!(
+            check(&list, "10.1.0.1", ConnectionTls::NotTerminated),
+            Err(Denied::NoTls)
+        );
+        assert_eq!(
+            check(&list, "::1", ConnectionTls::NotTerminated),
+            Ok("localhost".to_owned())
+        );
         assert_eq!(check(&[], "10.0.0.1", meshed), Err(Denied::Network));
     }
 }

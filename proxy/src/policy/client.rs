@@ -1,4 +1,4 @@
-//! How to reach a destination: its protocol, its routes and their backends.
+//! Client policies: the protocol of a destination, its routes and their backends.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -20,15 +20,15 @@ pub(crate) struct ClientPolicy {
 
 impl ClientPolicy {
     /// Whether this is the policy of an EgressNetwork, which can deny traffic. Other policies only route it.
-    pub(crate) fn is_of_egress_network(&self) -> bool {
+    pub(crate) fn is_egress_network(&self) -> bool {
         matches!(&*self.meta, Meta::Resource(resource) if &*resource.kind == "EgressNetwork")
     }
 
-    /// Whether requests are compared with the rules by the normal form of their path, as at a Server. An EgressNetwork can deny
-    /// traffic: otherwise a client could write a denied path in a form that matches no rule but that the destination reads as that
-    /// path (`/a%64min`).
+    /// Whether the rules are compared with the normal form of a request's path, as for a Server. An EgressNetwork can deny paths.
+    /// If the original path were compared, a client could write a denied path in a form that matches no rule (`/a%64min`), and the
+    /// destination would still read it as the denied path.
     pub(crate) fn compares_normalized_paths(&self) -> bool {
-        self.is_of_egress_network()
+        self.is_egress_network()
     }
 }
 
@@ -62,7 +62,7 @@ impl ClientProtocol {
                 let mut route = route.clone();
                 for rule in &mut route.rules {
                     let matches = std::mem::take(&mut rule.matches);
-                    rule.matches = matches.into_iter().map(RequestMatch::for_normalized_paths).collect();
+                    rule.matches = matches.into_iter().map(RequestMatch::with_normalized_path).collect();
                 }
                 route
             });
@@ -77,7 +77,7 @@ pub(crate) struct ClientHttp {
     pub(crate) failure_accrual: Option<FailureAccrual>,
 }
 
-/// What a rule of a route does with its requests.
+/// The action of a route rule: backends, mirrors, timeouts and retries of its requests.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct RouteAction {
     pub(crate) backends: Distribution<Filter>,
@@ -103,18 +103,18 @@ pub(crate) enum HeaderOverrides {
     Allow,
 }
 
-/// How a backend is chosen for a request or connection; `F` is the filter type.
+/// The choice of a backend for a request or connection; `F` is the filter type.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Distribution<F> {
     /// No backend: every request fails (`Error::NoBackends`).
     Empty,
-    /// The first that has an available endpoint. Never an empty list.
+    /// The first backend that has an available endpoint. The list is never empty.
     FirstAvailable(Arc<[RouteBackend<F>]>),
-    /// Drawn by weight among those that have an available endpoint. At least one weight is not zero.
+    /// A backend drawn by weight among those that have an available endpoint. At least one weight is not zero.
     RandomAvailable(Arc<[(RouteBackend<F>, u32)]>),
 }
 
-/// A backend, and its filters, which apply after those of the rule.
+/// A backend and its filters. The filters of the rule apply first.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct RouteBackend<F> {
     pub(crate) filters: Vec<F>,
@@ -135,7 +135,7 @@ pub(crate) enum BackendTarget {
     Forward(Arc<EndpointSpec>),
     /// A service, by its name and port, such as `web.shop.svc.cluster.local:80`; `path` in the API.
     Balance { authority: Arc<str>, load: LoadParams },
-    /// No destination: requests get 502.
+    /// No endpoint exists: requests get 502.
     Fail,
 }
 
@@ -158,7 +158,7 @@ pub(crate) enum LoadParams {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Queue {
     pub(crate) capacity: usize,
-    /// Time that a request waits for an endpoint before it fails. Later requests then fail immediately.
+    /// Maximum time that a request waits for an endpoint. After a request has waited this long, later requests fail immediately.
     pub(crate) failfast_timeout: Duration,
 }
 
@@ -206,7 +206,7 @@ pub(crate) struct FailureAccrual {
     pub(crate) kind: AccrualKind,
     /// Delay before an ejected endpoint is tried again.
     pub(crate) backoff: BackoffPolicy,
-    /// No endpoint is ejected if fewer than this number would then be ready.
+    /// Minimum number of ready endpoints: an endpoint is not ejected if fewer would remain.
     pub(crate) min_ready_endpoints: u32,
 }
 
@@ -253,15 +253,15 @@ pub(crate) enum OpaqueFilter {
     Forbidden,
 }
 
-/// The index of the most specific TLS route for a server name; the first of equals.
-pub(crate) fn find_tls(routes: &[TlsRoute], sni: &str) -> Option<usize> {
+/// Finds the most specific TLS route for a server name, the first of equals. Returns its index.
+pub(crate) fn find_tls_route(routes: &[TlsRoute], sni: &str) -> Option<usize> {
     let sni = sni.strip_suffix('.').unwrap_or(sni);
     let mut best: Option<(_, usize)> = None;
     for (index, route) in routes.iter().enumerate() {
         let score = if route.snis.is_empty() {
             None
         } else {
-            let Some(score) = matches::best_host(&route.snis, sni) else {
+            let Some(score) = matches::best_host_score(&route.snis, sni) else {
                 continue;
             };
             Some(score)
@@ -274,23 +274,23 @@ pub(crate) fn find_tls(routes: &[TlsRoute], sni: &str) -> Option<usize> {
 }
 
 impl ClientPolicy {
-    /// Sends everything to one endpoint, for destinations without a policy from the control plane.
+    /// The policy of a destination for which the control plane has none: all traffic goes to one endpoint.
     pub(crate) fn forward(meta: Arc<Meta>, endpoint: Arc<EndpointSpec>, config: LocalPolicyConfig) -> Self {
         let backend = Arc::new(BackendSpec {
             meta: meta.clone(),
             queue: config.queue,
             target: BackendTarget::Forward(endpoint),
         });
-        let http = Distribution::only(backend.clone());
+        let http = Distribution::single(backend.clone());
         let opaque = OpaqueRoute {
             meta: meta.clone(),
             filters: Vec::new(),
-            backends: Distribution::only(backend),
+            backends: Distribution::single(backend),
         };
         Self::catch_all(meta, Vec::new(), http, opaque, config.detect_timeout)
     }
 
-    /// For a name that the control plane does not know: it has no backends.
+    /// The policy of a name that the control plane does not know: it has no backends.
     pub(crate) fn unknown_name(detect_timeout: Duration) -> Self {
         let meta = Meta::default_named("unknown");
         let opaque = OpaqueRoute {
@@ -301,21 +301,21 @@ impl ClientPolicy {
         Self::catch_all(meta, Vec::new(), Distribution::Empty, opaque, detect_timeout)
     }
 
-    /// For a policy that cannot be used, for this reason: HTTP requests get 500, other connections are closed.
+    /// Replaces a policy that cannot be used, for this reason: HTTP requests get 500, other connections are closed.
     pub(crate) fn invalid(reason: String, detect_timeout: Duration) -> Self {
         let opaque = OpaqueFilter::Invalid(reason.as_str().into());
-        Self::refuse("invalid", Filter::Invalid(reason.into()), opaque, detect_timeout)
+        Self::refuse_all("invalid", Filter::Invalid(reason.into()), opaque, detect_timeout)
     }
 
-    /// For a destination that the control plane denies this proxy, for this reason: HTTP requests get 503, other connections are
-    /// closed.
+    /// The policy of a destination that the control plane denies this proxy, for this reason: HTTP requests get 503, other
+    /// connections are closed.
     pub(crate) fn denied(reason: &str, detect_timeout: Duration) -> Self {
         let reason = Arc::<str>::from(reason);
         let opaque = OpaqueFilter::DiscoveryDenied(reason.clone());
-        Self::refuse("denied", Filter::DiscoveryDenied(reason), opaque, detect_timeout)
+        Self::refuse_all("denied", Filter::DiscoveryDenied(reason), opaque, detect_timeout)
     }
 
-    fn refuse(name: &str, http: Filter, opaque: OpaqueFilter, detect_timeout: Duration) -> Self {
+    fn refuse_all(name: &str, http: Filter, opaque: OpaqueFilter, detect_timeout: Duration) -> Self {
         let meta = Meta::default_named(name);
         let opaque = OpaqueRoute {
             meta: meta.clone(),
@@ -364,7 +364,7 @@ impl ClientPolicy {
 }
 
 impl<F> Distribution<F> {
-    fn only(backend: Arc<BackendSpec>) -> Self {
+    fn single(backend: Arc<BackendSpec>) -> Self {
         Self::FirstAvailable(
             [RouteBackend {
                 filters: Vec::new(),
@@ -375,7 +375,7 @@ impl<F> Distribution<F> {
     }
 }
 
-/// Settings of policies that this proxy makes itself, because the control plane has none that can be used.
+/// Settings of the policies that this proxy creates if the control plane has no usable one.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LocalPolicyConfig {
     pub(crate) detect_timeout: Duration,

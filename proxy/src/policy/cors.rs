@@ -21,7 +21,7 @@ pub(crate) struct Cors {
     pub(crate) headers: AllowedNames,
     /// Response headers that scripts may read.
     pub(crate) exposed_headers: Option<HeaderValue>,
-    /// How long a client may use the response to a preflight request, in seconds.
+    /// Maximum time that a client may use the response to a preflight request, in seconds.
     pub(crate) max_age: u32,
 }
 
@@ -45,9 +45,9 @@ pub(crate) struct Origin {
 /// Methods or headers that a request may have.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum AllowedNames {
-    /// Those that the client asks for.
+    /// All names that the client requests.
     Any,
-    /// The names, separated by commas. `None`: only those that browsers always permit.
+    /// These names, separated by commas. `None`: only the names that browsers always permit.
     Listed(Option<HeaderValue>),
 }
 
@@ -60,8 +60,8 @@ pub(crate) struct CorsRequest<'a> {
 }
 
 impl Cors {
-    /// Reads the origin from the headers of a request, as the client has sent them.
-    pub(crate) fn of_request(&self, headers: &HeaderMap) -> CorsRequest<'_> {
+    /// Creates the CORS filter of one request. Reads the origin from `headers`, which must be as the client sent them.
+    pub(crate) fn for_request(&self, headers: &HeaderMap) -> CorsRequest<'_> {
         let is_allowed = |origin: &&HeaderValue| self.origins.iter().any(|allowed| allowed.matches(origin));
         CorsRequest {
             cors: self,
@@ -95,7 +95,7 @@ impl CorsRequest<'_> {
         Some(response_headers)
     }
 
-    /// Replaces the CORS headers of a response. Caches learn that it depends on the origin.
+    /// Replaces the CORS headers of a response. Adds `vary: origin`, because the response depends on the origin.
     pub(crate) fn apply_response(&self, headers: &mut HeaderMap) {
         let allowed = self.allowed_origin.as_ref().map(|_| self.cors);
         let credentials = allowed.filter(|cors| cors.allows_credentials);
@@ -131,7 +131,7 @@ impl AllowedNames {
 }
 
 impl OriginMatch {
-    /// `None` if the text is neither `*` nor an origin; a `*` at the start of its host matches any non-empty prefix.
+    /// Parses `*` or an origin, otherwise returns `None`. A `*` at the start of the host matches any non-empty prefix.
     pub(crate) fn parse(text: &str) -> Option<Self> {
         if text == "*" {
             return Some(Self::Any);
@@ -210,7 +210,9 @@ mod tests {
             ("access-control-request-method", "PUT"),
             ("access-control-request-headers", "x-a"),
         ]);
-        let found = cors.of_request(&request).preflight_response(&Method::OPTIONS, &request);
+        let found = cors
+            .for_request(&request)
+            .preflight_response(&Method::OPTIONS, &request);
         found.unwrap()
     }
 
@@ -289,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn other_requests_are_not_preflight_requests() {
+    fn a_request_without_options_origin_and_requested_method_is_not_a_preflight_request() {
         let cors = cors(&["*"]);
         let (origin, method) = (("origin", "https://a.test"), ("access-control-request-method", "PUT"));
         for (request_method, pairs) in [
@@ -298,7 +300,7 @@ mod tests {
             (Method::OPTIONS, &[method]),
         ] {
             let request = headers(pairs);
-            let found = cors.of_request(&request).preflight_response(&request_method, &request);
+            let found = cors.for_request(&request).preflight_response(&request_method, &request);
             assert_eq!(found, None, "{request_method} {pairs:?}");
         }
     }
@@ -309,15 +311,15 @@ mod tests {
             allows_credentials: true,
             ..cors(&["https://a.test"])
         };
-        let of_application = [
+        let application_headers = [
             ("access-control-allow-origin", "*"),
             ("access-control-expose-headers", "x-secret"),
             ("x-other", "1"),
         ];
         let check =
             |request: &[(&'static str, &str)], more: &[(&'static str, &str)], expected: &[(&'static str, &str)]| {
-                let mut response = headers(&[&of_application[..], more].concat());
-                cors.of_request(&headers(request)).apply_response(&mut response);
+                let mut response = headers(&[&application_headers[..], more].concat());
+                cors.for_request(&headers(request)).apply_response(&mut response);
                 assert_eq!(response, headers(expected), "{request:?} {more:?}");
             };
         let allowed = [

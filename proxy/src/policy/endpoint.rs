@@ -14,14 +14,14 @@ use tulle_core::identity::Identity;
 
 use crate::policy::meta::Meta;
 
-/// An address and everything that decides how to connect to it.
+/// The address of an endpoint, and the settings of connections to it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct EndpointSpec {
     pub(crate) addr: SocketAddr,
     pub(crate) weight: Weight,
     /// Metric labels; the endpoint's own labels override those of its set.
     pub(crate) labels: BTreeMap<String, String>,
-    /// Absent: the peer is not meshed, and is reached in plaintext.
+    /// `None` if the peer is not meshed; then connections to it are in plaintext.
     pub(crate) tls: Option<EndpointTls>,
     pub(crate) hint: ProtocolHint,
     /// Port of the peer's proxy for connections with a transport header.
@@ -72,9 +72,9 @@ pub(crate) const FRAME_SIZES: RangeInclusive<u32> = 1 << 14..=(1 << 24) - 1;
 
 /// HTTP/2 settings for one endpoint; an absent value means the client's default.
 ///
-/// Two settings of the API are ignored: `while_idle`, which is always on, so that a dead peer is noticed before a request needs the
-/// connection; and `adaptive_flow_control` (windows by measured bandwidth), which is always off: windows are adapted to the
-/// number of streams instead.
+/// Two settings of the API are ignored. `while_idle` is always on, so that a dead peer is detected before a request needs the
+/// connection. `adaptive_flow_control` (windows by measured bandwidth) is always off: windows are adapted to the number of streams
+/// instead.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Http2Params {
     /// Bytes.

@@ -21,14 +21,15 @@ pub(crate) enum Filter {
     /// Applied before the other filters of a request, and after those of a response: see [`find_cors`].
     Cors(Box<Cors>),
     Failure(FailureInjector),
-    /// The policy or a filter of it cannot be applied, for this reason. Skipping it could permit anything, so no request passes.
+    /// The policy or one of its filters cannot be applied, for this reason. All requests are refused, because without the filter
+    /// forbidden requests could pass.
     Invalid(Cow<'static, str>),
-    /// The control plane denies this proxy the policy or the profile, for this reason, so no request passes.
+    /// The control plane denies this proxy the policy or the profile, for this reason. All requests are refused.
     DiscoveryDenied(Arc<str>),
 }
 
 impl Filter {
-    /// For a filter of a kind that this proxy does not know.
+    /// Replaces a filter of a kind that this proxy does not know.
     pub(crate) const fn unknown() -> Self {
         Self::Invalid(Cow::Borrowed("unknown filter"))
     }
@@ -42,7 +43,7 @@ pub(crate) struct HeaderModifier {
     pub(crate) remove: Vec<HeaderName>,
 }
 
-/// Where to redirect a client; an absent part stays as in the request.
+/// The location of a redirect. An absent part is taken from the request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Redirect {
     pub(crate) scheme: Option<Scheme>,
@@ -52,7 +53,7 @@ pub(crate) struct Redirect {
     pub(crate) status: StatusCode,
 }
 
-/// Changes to the URI of a request before it is forwarded; an absent part stays.
+/// Changes to the URI of a request before the request is forwarded. An absent part is unchanged.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct UrlRewrite {
     pub(crate) host: Option<RewrittenHost>,
@@ -94,7 +95,7 @@ pub(crate) struct Ratio {
     denominator: u32,
 }
 
-/// The response instead of forwarding the request.
+/// The response of a filter. The request is not forwarded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum FilterResponse {
     Redirect {
@@ -193,7 +194,7 @@ impl Ratio {
 }
 
 impl Redirect {
-    /// The redirect response, even for a redirect to the same URI.
+    /// Returns the redirect response, also for a redirect to the same URI.
     fn response(&self, head: &RequestHead<'_>) -> Result<FilterResponse, FilterResponse> {
         let authority = head
             .uri
@@ -206,8 +207,8 @@ impl Redirect {
 
         let request_scheme = head.uri.scheme().unwrap_or(&Scheme::HTTP);
         let scheme = self.scheme.as_ref().unwrap_or(request_scheme);
-        // The Gateway API demands that a redirect with a scheme and without a port goes to the default port of the scheme, even if it
-        // is the request's scheme. Without a scheme the request's port stays, also for another host.
+        // The Gateway API requires that a redirect with a scheme and without a port goes to the default port of the scheme, even if
+        // the scheme is that of the request. Without a scheme the port of the request stays, also for another host.
         let port = match (self.port, &self.scheme) {
             (Some(port), _) => Some(port),
             (None, Some(_)) => None,
@@ -307,12 +308,13 @@ impl PathModifier {
     }
 }
 
-/// False for `OPTIONS *` and for CONNECT: filters do not change their path, and a redirect of them has none.
+/// Whether the target has a path. `OPTIONS *` and CONNECT have none: filters do not change their target, and a redirect of them has
+/// no path.
 fn has_path(uri: &Uri) -> bool {
     uri.path().starts_with('/')
 }
 
-/// A new prefix before the rest of the path, with one slash between them.
+/// Returns the new prefix and the rest of the path, with one slash between them.
 fn replace_prefix(replacement: &str, rest: &str) -> String {
     let path = if rest.is_empty() {
         replacement.to_owned()
@@ -450,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn redirects_change_what_they_name_and_keep_the_rest() {
+    fn redirects_change_the_parts_that_they_set_and_keep_the_others() {
         let with = |edit: fn(&mut Redirect)| {
             let mut redirect = redirect();
             edit(&mut redirect);
@@ -468,7 +470,7 @@ mod tests {
                 "http://web:8080/a",
                 "https://web/a",
             ),
-            // Also with the scheme of the request.
+            // The scheme is that of the request.
             (with(|r| r.scheme = Some(Scheme::HTTP)), "/a", "http://web/a"),
             (
                 with(|r| {
@@ -499,7 +501,7 @@ mod tests {
                 "http://[fd00::1]:81/",
             ),
             (with(|r| r.port = Some(81)), "http://[fd00::1]/", "http://[fd00::1]:81/"),
-            // Also to the URI of the request.
+            // The location is the URI of the request.
             (with(|_| ()), "http://web/a?q=1", "http://web/a?q=1"),
             (with(|r| r.host = Some("web".into())), "http://web/a", "http://web/a"),
             (
@@ -722,7 +724,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_passes_an_unknown_filter() {
+    fn an_unknown_filter_refuses_every_request() {
         let mut uri = Uri::from_static("http://web/");
         let mut headers = HeaderMap::new();
         let mut head = RequestHead {

@@ -1,4 +1,4 @@
-//! The resource behind a decision, as it appears in metric labels and logs.
+//! The resource that a decision comes from, as metric labels and logs show it.
 
 use std::fmt::{Display, Formatter, Result as FmtResult};
 use std::num::NonZeroU16;
@@ -12,7 +12,7 @@ pub(crate) enum Meta {
     Resource(Resource),
 }
 
-/// A named object, with its section and port if they matter.
+/// A named object of the cluster, with the section and the port that the decision comes from.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct Resource {
     pub(crate) group: Arc<str>,
@@ -31,7 +31,7 @@ impl Meta {
     }
 
     /// The Service of a name such as `web.shop.svc.cluster.local:80`; for other names, the default `unknown`.
-    pub(crate) fn of_service(authority: &str) -> Arc<Self> {
+    pub(crate) fn from_service_authority(authority: &str) -> Arc<Self> {
         let service = || {
             let (host, port) = authority.rsplit_once(':')?;
             let [name, namespace, "svc", ..] = *host.split('.').collect::<Vec<_>>() else {
@@ -77,7 +77,7 @@ impl Meta {
         self.resource().map_or("", |resource| &resource.namespace)
     }
 
-    /// The part of the resource that decides; empty for all of it.
+    /// The section of the resource that decides; empty if the whole resource decides.
     pub(crate) fn section(&self) -> &str {
         self.resource().map_or("", |resource| &resource.section)
     }
@@ -93,7 +93,7 @@ impl Meta {
         }
     }
 
-    /// Whether it is a built-in default.
+    /// Whether the decision comes from a built-in default.
     pub(crate) fn is_default(&self) -> bool {
         matches!(self, Self::Default(_))
     }
@@ -132,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn services_are_known_by_their_names() {
+    fn services_are_recognized_by_their_dns_names() {
         for (authority, expected) in [
             ("web.shop.svc.cluster.local:80", "Service/web.shop:80"),
             ("web.shop.svc:80", "Service/web.shop:80"),
@@ -140,7 +140,11 @@ mod tests {
             ("example.com:443", "default:unknown"),
             ("", "default:unknown"),
         ] {
-            assert_eq!(Meta::of_service(authority).to_string(), expected, "{authority}");
+            assert_eq!(
+                Meta::from_service_authority(authority).to_string(),
+                expected,
+                "{authority}"
+            );
         }
     }
 }

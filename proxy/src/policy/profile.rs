@@ -38,7 +38,7 @@ pub(crate) struct ProfileRoute {
     pub(crate) response_classes: Vec<ResponseClass>,
     pub(crate) labels: BTreeMap<String, String>,
     pub(crate) is_retryable: bool,
-    /// Maximum time from the start of the request to the response head, including all attempts.
+    /// Maximum time from the start of the request to the response head, all attempts included.
     pub(crate) timeout: Option<Duration>,
 }
 
@@ -80,9 +80,9 @@ pub(crate) enum ResponseCondition {
 pub(crate) struct RetryBudget {
     /// Maximum ratio of retries to requests.
     pub(crate) ratio: f32,
-    /// Retries a second that are always allowed.
+    /// Number of retries per second that are allowed without requests.
     pub(crate) min_per_second: u32,
-    /// How long a request counts towards the budget; at least a second.
+    /// Time for which a request counts towards the budget; at least one second.
     pub(crate) ttl: Duration,
 }
 
@@ -95,13 +95,13 @@ pub(crate) struct WeightedDestination {
     pub(crate) backend: Option<Arc<Meta>>,
 }
 
-/// The index of the first route whose condition a request matches.
-pub(crate) fn find(routes: &[ProfileRoute], attributes: &RequestAttributes<'_>) -> Option<usize> {
+/// Finds the first route whose condition a request matches. Returns its index.
+pub(crate) fn find_route(routes: &[ProfileRoute], attributes: &RequestAttributes<'_>) -> Option<usize> {
     routes.iter().position(|route| route.condition.matches(attributes))
 }
 
 /// Metric labels of a route, or of requests that match no route; `dst` is the logical name with its port.
-pub(crate) fn labels(direction: &str, dst: &str, route: Option<&ProfileRoute>) -> Labels {
+pub(crate) fn route_labels(direction: &str, dst: &str, route: Option<&ProfileRoute>) -> Labels {
     let labels = Labels::new().with("direction", direction).with("dst", dst);
     let of_route = route.into_iter().flat_map(|route| &route.labels);
     of_route.fold(labels, |labels, (name, value)| {
@@ -110,12 +110,12 @@ pub(crate) fn labels(direction: &str, dst: &str, route: Option<&ProfileRoute>) -
 }
 
 impl Profile {
-    /// Whether HTTP uses this profile instead of the client policy.
+    /// Whether HTTP requests are routed by this profile instead of the client policy.
     pub(crate) fn overrides_http_policy(&self) -> bool {
         self.name.is_some() && !(self.routes.is_empty() && self.traffic_split.is_empty())
     }
 
-    /// Whether opaque connections use this profile instead of the client policy.
+    /// Whether opaque connections are routed by this profile instead of the client policy.
     pub(crate) fn overrides_opaque_policy(&self) -> bool {
         !self.traffic_split.is_empty()
     }
@@ -157,7 +157,8 @@ impl ResponseCondition {
 
 /// The state of a [`RetryBudget`], shared by all routes of a profile.
 ///
-/// Requests and retries count for `ttl`, which is divided into [`SLOTS`] steps. Steps are numbered from `start`.
+/// Requests and retries count for `ttl`, which is divided into [`SLOTS_PER_TTL`] steps of equal length. Steps are numbered from
+/// `start`. Each recent step has a slot.
 #[derive(Debug)]
 pub(crate) struct RetryBudgetState {
     config: RetryBudget,
@@ -171,7 +172,7 @@ pub(crate) struct RetryBudgetState {
 struct BudgetWindow {
     /// The step of the newest slot.
     newest_step: u64,
-    slots: [Slot; SLOTS as usize],
+    slots: [Slot; SLOTS_PER_TTL as usize],
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -185,7 +186,7 @@ impl RetryBudgetState {
         Self {
             config,
             start: now,
-            step_nanos: nanos(config.ttl / SLOTS).max(1),
+            step_nanos: nanos(config.ttl / SLOTS_PER_TTL).max(1),
             window: Mutex::default(),
         }
     }
@@ -228,8 +229,8 @@ fn nanos(duration: Duration) -> u64 {
 }
 
 impl BudgetWindow {
-    /// Makes the slot of `step` the newest one, and clears the slots that have expired. If a newer slot exists, nothing changes: a
-    /// worker may have read its clock earlier.
+    /// Makes the slot of `step` the newest one, and clears the slots that have expired. If a newer slot exists, nothing changes:
+    /// the caller may have read its clock before another worker did.
     fn advance_to(&mut self, step: u64) {
         for reused in (self.newest_step + 1..=step).rev().take(self.slots.len()) {
             self.slots[slot_index(reused)] = Slot::default();
@@ -242,13 +243,13 @@ impl BudgetWindow {
     }
 }
 
-/// Steps that are [`SLOTS`] apart use the same slot.
+/// Steps that are [`SLOTS_PER_TTL`] apart use the same slot.
 fn slot_index(step: u64) -> usize {
-    (step % u64::from(SLOTS)) as usize
+    (step % u64::from(SLOTS_PER_TTL)) as usize
 }
 
 /// Number of steps in the `ttl` of a budget, each with a slot of its own.
-const SLOTS: u32 = 10;
+const SLOTS_PER_TTL: u32 = 10;
 
 #[cfg(test)]
 mod tests {
@@ -290,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_class_that_fits_decides() {
+    fn the_first_matching_response_class_decides() {
         let class = |min, max, class| ResponseClass {
             condition: ResponseCondition::Status { min, max },
             class,
@@ -327,7 +328,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_pay_for_retries_until_they_expire() {
+    fn each_request_allows_a_fraction_of_a_retry_until_it_expires() {
         let config = RetryBudget {
             ratio: 0.2,
             min_per_second: 0,
@@ -351,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn some_retries_are_free() {
+    fn the_minimum_number_of_retries_is_allowed_without_requests() {
         let config = RetryBudget {
             ratio: 0.0,
             min_per_second: 1,

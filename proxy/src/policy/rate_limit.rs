@@ -16,12 +16,12 @@ use crate::policy::meta::Meta;
 pub(crate) struct RateLimit {
     pub(crate) meta: Arc<Meta>,
     pub(crate) total: Option<u32>,
-    /// For each client identity; clients without one share a bucket.
+    /// The limit of each client identity. Clients without an identity share one bucket.
     pub(crate) per_identity: Option<u32>,
     pub(crate) overrides: Vec<RateLimitOverride>,
 }
 
-/// Another limit for some identities; each of them has a bucket of its own.
+/// Another limit for some client identities. Each of these identities has its own bucket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct RateLimitOverride {
     pub(crate) requests_per_second: u32,
@@ -41,7 +41,7 @@ pub(crate) enum RateLimited {
 
 /// The buckets behind a [`RateLimit`], shared by all workers.
 ///
-/// Times are nanoseconds since the limiter was made.
+/// Times are nanoseconds since the limiter was created.
 #[derive(Debug)]
 pub(crate) struct Limiter {
     start: Instant,
@@ -60,7 +60,7 @@ struct IdentityBuckets {
     overflow: Bucket,
 }
 
-/// A token bucket that holds one second's worth of requests and starts full.
+/// A token bucket. It holds the requests of one second, and starts full.
 ///
 /// The state is one atomic number: the time at which the bucket is full again.
 #[derive(Debug)]
@@ -126,7 +126,7 @@ impl IdentityBuckets {
         }
         let mut buckets = self.buckets.write();
         if buckets.len() >= self.capacity && !buckets.contains_key(client) {
-            // A new bucket starts full, so removing a full one changes nothing.
+            // Removing a full bucket changes no limit, because a new bucket starts full.
             buckets.retain(|_, bucket| bucket.full_at.load(Ordering::Relaxed) > now);
             if buckets.len() >= self.capacity {
                 return self.overflow.take(now);
@@ -149,10 +149,10 @@ impl Bucket {
 
     fn take(&self, now: u64) -> Option<()> {
         // Zero requests per second means that none is allowed.
-        let nanos_per_token = SECOND.checked_div(self.requests_per_second.into())?;
+        let nanos_per_token = NANOS_PER_SECOND.checked_div(self.requests_per_second.into())?;
         let next = |full_at: u64| {
             let full_at = full_at.max(now) + nanos_per_token;
-            (full_at - now <= SECOND).then_some(full_at)
+            (full_at - now <= NANOS_PER_SECOND).then_some(full_at)
         };
         self.full_at
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, next)
@@ -161,8 +161,7 @@ impl Bucket {
     }
 }
 
-/// In nanoseconds.
-const SECOND: u64 = Duration::from_secs(1).as_nanos() as u64;
+const NANOS_PER_SECOND: u64 = Duration::from_secs(1).as_nanos() as u64;
 
 /// Maximum number of identities with a bucket of their own; each takes about 100 bytes.
 const MAX_IDENTITIES: usize = 10_000;
@@ -185,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bucket_holds_a_second_and_refills_steadily() {
+    fn a_bucket_holds_the_requests_of_one_second_and_refills_steadily() {
         let start = Instant::now();
         let limiter = Limiter::new(
             &RateLimit {
@@ -267,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn no_requests_a_second_means_none() {
+    fn a_limit_of_zero_permits_no_request() {
         let now = Instant::now();
         let limiter = Limiter::new(
             &RateLimit {

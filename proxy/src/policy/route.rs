@@ -1,4 +1,4 @@
-//! Finds the rule for a request: the most specific match wins, the first of equals.
+//! Finds the rule for a request: the rule with the most specific match, or the first of equals.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use crate::policy::filter::Filter;
 use crate::policy::matches::{self, HostMatch, HostScore, RequestAttributes, RequestMatch, Score, path};
 use crate::policy::meta::Meta;
 
-/// Rules for some hosts; an empty list means all hosts.
+/// Rules for requests to some hosts. If the list of hosts is empty, the rules are for all hosts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Route<T> {
     pub(crate) meta: Arc<Meta>,
@@ -16,7 +16,7 @@ pub(crate) struct Route<T> {
     pub(crate) rules: Vec<Rule<T>>,
 }
 
-/// What applies to requests that match any of `matches`; an empty list means every request.
+/// The filters and the action of requests that match any of `matches`. If the list is empty, every request matches.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Rule<T> {
     pub(crate) matches: Vec<RequestMatch>,
@@ -36,13 +36,13 @@ pub(crate) struct RouteMatch<'a, T> {
 }
 
 impl<T> RouteMatch<'_, T> {
-    /// Whether the rule matches the request by a match that names its method.
-    pub(crate) fn names_method_of(&self, attributes: &RequestAttributes<'_>) -> bool {
+    /// Whether a match of the rule that requires the method of the request matches the request.
+    pub(crate) fn names_request_method(&self, attributes: &RequestAttributes<'_>) -> bool {
         let mut matches = self.rule.matches.iter();
         matches.any(|candidate| candidate.names_method(attributes.method) && candidate.score(attributes).is_some())
     }
 
-    /// The same match, with another length of the matched prefix.
+    /// Returns the match with another length of the matched prefix.
     fn map_matched_prefix_len(self, map: impl FnOnce(usize) -> usize) -> Self {
         Self {
             matched_prefix_len: self.matched_prefix_len.map(map),
@@ -51,8 +51,8 @@ impl<T> RouteMatch<'_, T> {
     }
 }
 
-/// Like [`find`], but compares the normal form of the path. The rules must be
-/// [for normalized paths](RequestMatch::for_normalized_paths).
+/// Like [`find`], but compares the normal form of the path. The matches of the rules must be converted by
+/// [`RequestMatch::with_normalized_path`].
 pub(crate) fn find_by_normalized_path<'a, T>(
     routes: &'a [Route<T>],
     attributes: &RequestAttributes<'_>,
@@ -66,9 +66,10 @@ pub(crate) fn find_by_normalized_path<'a, T>(
     Some(found.map_matched_prefix_len(|length| path::original_len(attributes.path, length)))
 }
 
-/// The most specific rule for a request, or `None` if the request has no route.
+/// Finds the most specific rule for a request; `None` if the request has no route.
 ///
-/// Order: exact host, longer host suffix, no host; then `Score`; then the order of the list.
+/// Rules are ordered by host (exact host, then longer host suffix, then no host), then by [`Score`], then by their position in the
+/// list.
 pub(crate) fn find<'a, T>(routes: &'a [Route<T>], attributes: &RequestAttributes<'_>) -> Option<RouteMatch<'a, T>> {
     let mut best: Option<RouteMatch<'a, T>> = None;
     // Parsed at most once, and only if a route needs it.
@@ -78,7 +79,7 @@ pub(crate) fn find<'a, T>(routes: &'a [Route<T>], attributes: &RequestAttributes
             None
         } else {
             let host = host.get_or_insert_with(|| attributes.host());
-            let Some(score) = host.and_then(|host| matches::best_host(&route.hosts, host)) else {
+            let Some(score) = host.and_then(|host| matches::best_host_score(&route.hosts, host)) else {
                 continue;
             };
             Some(score)
@@ -116,21 +117,21 @@ impl<T> Route<T> {
     }
 
     /// Whether a rule for this host depends on the path.
-    pub(crate) fn depends_on_path_for(&self, attributes: &RequestAttributes<'_>) -> bool {
+    pub(crate) fn depends_on_path_of_host(&self, attributes: &RequestAttributes<'_>) -> bool {
         let is_for_host = || {
             let host = attributes.host();
-            self.hosts.is_empty() || host.is_some_and(|host| matches::best_host(&self.hosts, host).is_some())
+            self.hosts.is_empty() || host.is_some_and(|host| matches::best_host_score(&self.hosts, host).is_some())
         };
         self.depends_on_path() && is_for_host()
     }
 
-    /// Whether a rule names this method.
+    /// Whether a match of a rule requires this method.
     pub(crate) fn names_method(&self, method: &Method) -> bool {
         let mut matches = self.rules.iter().flat_map(|rule| &rule.matches);
         matches.any(|candidate| candidate.names_method(method))
     }
 
-    /// Whether the route comes from a resource of the user, and was not generated.
+    /// Whether the route comes from a resource of the user; otherwise the control plane has generated it.
     pub(crate) fn is_user_defined(&self) -> bool {
         !self.meta.is_default()
     }
@@ -146,7 +147,7 @@ impl<T> Route<T> {
         self.hosts.is_empty() && self.rules.iter().any(is_for_all)
     }
 
-    /// The same route with another action for each rule, such as a compiled one.
+    /// Returns the route with another action for each rule, such as a compiled one.
     pub(crate) fn map<U>(&self, mut action: impl FnMut(&Rule<T>) -> U) -> Route<U> {
         let rules = self.rules.iter().map(|rule| Rule {
             matches: rule.matches.clone(),
@@ -237,18 +238,18 @@ mod tests {
         }
     }
 
-    /// The candidate that gets a request to `http://a.b.c<target>` with headers `x-a: 1` and `x-b: 1`.
+    /// The action of the rule that is found for a request to `http://a.b.c<target>` with the headers `x-a: 1` and `x-b: 1`.
     fn winner(routes: &[Route<usize>], method: Method, target: &str) -> Option<usize> {
         let uri: Uri = format!("http://a.b.c:80{target}").parse().unwrap();
         let mut headers = HeaderMap::new();
         headers.insert("x-a", "1".parse().unwrap());
         headers.insert("x-b", "1".parse().unwrap());
-        find(routes, &RequestAttributes::of(&method, &uri, &headers)).map(|found| found.rule.action)
+        find(routes, &RequestAttributes::new(&method, &uri, &headers)).map(|found| found.rule.action)
     }
 
-    /// The first of each pair must win over the second, in either order.
+    /// In each case, the first match must be preferred to the second one, in either order.
     #[test]
-    fn the_more_specific_rule_wins_in_any_order() {
+    fn the_more_specific_rule_is_found_in_any_order() {
         let matching = |edit: fn(&mut HttpMatch)| http(edit);
         let cases: Vec<(&str, RequestMatch, RequestMatch)> = vec![
             ("exact over prefix of the same length", exact("/x/y"), prefix("/x/y")),
@@ -326,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_of_equals_wins() {
+    fn the_first_of_equally_specific_rules_is_found() {
         let routes = [route(&[], vec![prefix("/x")], 1), route(&[], vec![prefix("/x")], 2)];
         assert_eq!(winner(&routes, Method::GET, "/x"), Some(1));
         let routes = [route(&[], vec![], 1), route(&[], vec![], 2)];
@@ -379,7 +380,7 @@ mod tests {
         for (matcher, expected) in [(prefix("/x/"), Some(2)), (prefix("/"), Some(0)), (exact("/x/y"), None)] {
             let uri = Uri::from_static("/x/y");
             let routes = [route(&[], vec![matcher], 1)];
-            let found = find(&routes, &RequestAttributes::of(&Method::GET, &uri, &headers)).unwrap();
+            let found = find(&routes, &RequestAttributes::new(&Method::GET, &uri, &headers)).unwrap();
             assert_eq!(found.matched_prefix_len, expected);
         }
     }

@@ -1,4 +1,4 @@
-//! The protocol of a port of this workload, and its authorizations.
+//! Server policies: the protocol of a port of this workload, its routes and its authorizations.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use std::time::Duration;
 use http::Method;
 use ipnet::IpNet;
 
-use crate::policy::authz::{self, Authentication, Authorization, ConnTls};
+use crate::policy::authz::{self, Authentication, Authorization, ConnectionTls};
 use crate::policy::filter::Filter;
 use crate::policy::meta::{self, Meta};
 use crate::policy::rate_limit::RateLimit;
@@ -17,7 +17,8 @@ use crate::policy::route::{Route, Rule};
 pub(crate) struct ServerPolicy {
     pub(crate) meta: Arc<Meta>,
     pub(crate) protocol: ServerProtocol,
-    /// Authorizations of connections that are not HTTP. An HTTP request uses the list of its route, which ends with these.
+    /// Authorizations of connections that are not HTTP. HTTP requests use the authorizations of their route, which include these at
+    /// the end.
     pub(crate) authorizations: Arc<[Authorization]>,
 }
 
@@ -52,7 +53,7 @@ pub(crate) struct ServerHttp {
     pub(crate) rate_limit: Option<Arc<RateLimit>>,
 }
 
-/// A named default policy. This proxy applies it to ports whose policy the control plane has not sent yet, if it is configured to.
+/// A named default policy. If so configured, this proxy applies it to ports whose policy the control plane has not sent yet.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DefaultPolicy {
     Deny,
@@ -66,12 +67,16 @@ pub enum DefaultPolicy {
 }
 
 impl ServerPolicy {
-    /// For an update that cannot be decoded: HTTP requests get 500, other connections are closed.
+    /// Replaces a policy that cannot be decoded: HTTP requests get 500, other connections are closed.
     pub(crate) fn invalid(detect_timeout: Duration) -> Self {
         let meta = Meta::default_named("invalid");
-        // The route authorizes every client, and its filter then refuses every request: the response is a 500 with its cause, not a
-        // 403.
-        let authorizations: Arc<[_]> = [Authorization::anywhere(Authentication::Unauthenticated, meta.clone())].into();
+        // The route authorizes every client, so that its filter responds with 500 and the cause. Without an authorization the
+        // response would be 403.
+        let authorizations: Arc<[_]> = [Authorization::from_any_network(
+            Authentication::Unauthenticated,
+            meta.clone(),
+        )]
+        .into();
         let rule = Rule {
             matches: Vec::new(),
             filters: vec![Filter::Invalid(
@@ -98,7 +103,7 @@ impl ServerPolicy {
         }
     }
 
-    /// For a port whose policy the control plane has not sent: HTTP requests get 503, other connections are closed.
+    /// The policy of a port whose policy the control plane has not sent: HTTP requests get 503, other connections are closed.
     pub(crate) fn unknown() -> Self {
         let http = ServerHttp {
             routes: Arc::new([]),
@@ -114,7 +119,7 @@ impl ServerPolicy {
         }
     }
 
-    /// The same policy, with at most this timeout of protocol detection: the proxy's own setting.
+    /// Limits the timeout of protocol detection to `max`, the proxy's own setting.
     pub(crate) fn with_max_detect_timeout(mut self, max: Duration) -> Self {
         if let ServerProtocol::Detect { timeout, .. } = &mut self.protocol {
             *timeout = max.min(*timeout);
@@ -131,8 +136,8 @@ impl ServerPolicy {
         }
     }
 
-    /// Whether the client may make at least one request, other than those of probes, which all clients may make.
-    pub(crate) fn permits_some_request(&self, client: IpAddr, tls: ConnTls<'_>) -> bool {
+    /// Whether the client may send at least one request. Requests of probes do not count, because all clients may send them.
+    pub(crate) fn permits_some_request(&self, client: IpAddr, tls: ConnectionTls<'_>) -> bool {
         let permits = |authorizations: &[Authorization]| authz::authorize(authorizations, client, tls).is_ok();
         let routes = || self.protocol.http().into_iter().flat_map(|http| http.routes.iter());
         permits(&self.authorizations)
@@ -143,20 +148,21 @@ impl ServerPolicy {
     }
 
     /// Whether every client may connect, with or without an identity, from any address.
-    pub(crate) fn permits_everybody(&self) -> bool {
-        self.authorizations.iter().any(Authorization::permits_everybody)
+    pub(crate) fn permits_every_client(&self) -> bool {
+        self.authorizations.iter().any(Authorization::permits_every_client)
     }
 }
 
-/// Time to detect whether a client that is refused anyway speaks HTTP and can get an error response.
+/// Maximum time of protocol detection while the policy is unknown. All clients are refused; detection finds the HTTP clients, which
+/// get an error response.
 const UNKNOWN_POLICY_DETECT_TIMEOUT: Duration = Duration::from_millis(100);
 
 impl ServerHttp {
-    /// Whether it restricts clients that the server authorizes: by a rate limit, by a user-defined route, by a filter, or
-    /// because no route matches all requests.
+    /// Whether requests of clients that the server authorizes are restricted: by a rate limit, by a user-defined route, by a
+    /// filter, or because no route matches all requests.
     ///
-    /// The generated routes `default` and `probe` take no access away: each has the authorizations of the server, and can only add
-    /// others.
+    /// The generated routes `default` and `probe` do not restrict requests: each has the authorizations of the server, and can only
+    /// add others.
     fn restricts_requests(&self) -> bool {
         let has_filters = |route: &Route<_>| route.rules.iter().any(|rule| !rule.filters.is_empty());
         self.has_user_defined_rules()
@@ -164,13 +170,13 @@ impl ServerHttp {
             || !self.routes.iter().any(Route::matches_all_requests)
     }
 
-    /// Whether it has a rate limit or a user-defined route. The bytes of a CONNECT tunnel would bypass them.
+    /// Whether there is a rate limit or a user-defined route. The bytes of a CONNECT tunnel would bypass both.
     pub(crate) fn has_user_defined_rules(&self) -> bool {
         self.rate_limit.is_some() || self.routes.iter().any(Route::is_user_defined)
     }
 
-    /// Whether CONNECT tunnels are refused, whatever the client and the host.
-    pub(crate) fn forbids_tunnels(&self) -> bool {
+    /// Whether CONNECT tunnels are refused for all clients and hosts.
+    pub(crate) fn forbids_connect_tunnels(&self) -> bool {
         self.has_user_defined_rules() && !self.routes.iter().any(|route| route.names_method(&Method::CONNECT))
     }
 
@@ -215,9 +221,9 @@ impl DefaultPolicy {
         Self::Audit,
     ];
 
-    /// The policy of a port whose protocol is detected; `cluster` are the cluster's networks.
-    pub(crate) fn policy_for_detected_port(self, timeout: Duration, cluster: &[IpNet]) -> ServerPolicy {
-        let authorizations = self.authorizations(cluster);
+    /// The policy of a port whose protocol is detected.
+    pub(crate) fn policy_for_detected_port(self, timeout: Duration, cluster_networks: &[IpNet]) -> ServerPolicy {
+        let authorizations = self.authorizations(cluster_networks);
         let http = ServerHttp::catch_all(authorizations.clone());
         ServerPolicy {
             meta: self.meta(),
@@ -227,8 +233,8 @@ impl DefaultPolicy {
     }
 
     /// The policy of an opaque port.
-    pub(crate) fn policy_for_opaque_port(self, cluster: &[IpNet]) -> ServerPolicy {
-        let authorizations = self.authorizations(cluster);
+    pub(crate) fn policy_for_opaque_port(self, cluster_networks: &[IpNet]) -> ServerPolicy {
+        let authorizations = self.authorizations(cluster_networks);
         ServerPolicy {
             meta: self.meta(),
             protocol: ServerProtocol::Opaque,
@@ -256,15 +262,15 @@ impl DefaultPolicy {
         Meta::default_named(self.as_str())
     }
 
-    fn authorizations(self, cluster: &[IpNet]) -> Arc<[Authorization]> {
+    fn authorizations(self, cluster_networks: &[IpNet]) -> Arc<[Authorization]> {
         let authentication = match self {
             Self::Deny => return Arc::new([]),
             Self::AllAuthenticated | Self::ClusterAuthenticated => Authentication::any_identity(),
             Self::AllUnauthenticated | Self::ClusterUnauthenticated | Self::Audit => Authentication::Unauthenticated,
         };
-        let mut authorization = Authorization::anywhere(authentication, self.meta());
+        let mut authorization = Authorization::from_any_network(authentication, self.meta());
         if self.needs_cluster_networks() {
-            authorization.networks = cluster.iter().map(|net| (*net).into()).collect();
+            authorization.networks = cluster_networks.iter().map(|net| (*net).into()).collect();
         }
         [authorization].into()
     }
@@ -311,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn a_probe_route_does_not_make_a_client_count_as_authorized() {
+    fn a_client_that_may_send_only_probe_requests_is_not_authorized() {
         let everybody: Arc<[Authorization]> = DefaultPolicy::AllUnauthenticated
             .policy_for_detected_port(Duration::ZERO, &[])
             .authorizations;
@@ -327,7 +333,7 @@ mod tests {
                 protocol: ServerProtocol::Http1(http),
                 authorizations: Arc::new([]),
             };
-            policy.permits_some_request(IpAddr::from([10, 0, 0, 1]), ConnTls::NotTerminated)
+            policy.permits_some_request(IpAddr::from([10, 0, 0, 1]), ConnectionTls::NotTerminated)
         };
         assert!(!permits(probe()));
         assert!(permits(route(user_defined("some"), PathMatch::prefix("/some"))));
@@ -338,15 +344,15 @@ mod tests {
         let root = || route(Meta::default_named("default"), PathMatch::prefix("/"));
         let mut filtered = root();
         filtered.rules[0].filters = vec![Filter::unknown()];
-        let mut of_a_host = root();
-        of_a_host.hosts = vec![crate::policy::matches::HostMatch::exact("a.test")];
+        let mut one_host = root();
+        one_host.hosts = vec![crate::policy::matches::HostMatch::exact("a.test")];
         let limit = Arc::new(RateLimit {
             meta: Meta::default_named("limit"),
             total: Some(1),
             per_identity: None,
             overrides: Vec::new(),
         });
-        for (what, routes, rate_limit, demands_http, path_rules) in [
+        for (what, routes, rate_limit, requires_http, path_rules) in [
             ("the default route", vec![root()], None, false, PathRules::None),
             (
                 "probes beside it",
@@ -365,7 +371,7 @@ mod tests {
             ("probes alone", vec![probe()], None, true, PathRules::ProbesOnly),
             ("no routes", vec![], None, true, PathRules::None),
             ("a filter", vec![filtered], None, true, PathRules::None),
-            ("one host", vec![of_a_host], None, true, PathRules::None),
+            ("one host", vec![one_host], None, true, PathRules::None),
             ("a rate limit", vec![root()], Some(limit), true, PathRules::None),
             (
                 "a route for all requests",
@@ -397,7 +403,7 @@ mod tests {
                 timeout,
                 http: http.clone(),
             });
-            assert_eq!(detect.requires_http(), demands_http, "{what}");
+            assert_eq!(detect.requires_http(), requires_http, "{what}");
             assert!(policy(ServerProtocol::Http1(http)).requires_http());
         }
         assert!(ServerPolicy::invalid(Duration::ZERO).requires_http() && ServerPolicy::unknown().requires_http());

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use tulle_core::identity::Identity;
 use tulle_core::metrics::Labels;
 
-use crate::policy::authz::ConnTls;
+use crate::policy::authz::ConnectionTls;
 
 /// The TLS state of an accepted connection.
 #[derive(Clone, Debug, Eq, PartialEq, Hash)]
@@ -67,12 +67,12 @@ impl ServerTls {
     }
 
     /// The TLS state as the authorization check uses it.
-    pub(crate) fn to_conn_tls(&self) -> ConnTls<'_> {
+    pub(crate) fn to_connection_tls(&self) -> ConnectionTls<'_> {
         match self {
-            Self::Terminated { client_id } => ConnTls::Terminated {
+            Self::Terminated { client_id } => ConnectionTls::Terminated {
                 client: client_id.as_ref(),
             },
-            Self::PassedThrough { .. } | Self::Plain(_) => ConnTls::NotTerminated,
+            Self::PassedThrough { .. } | Self::Plain(_) => ConnectionTls::NotTerminated,
         }
     }
 }

@@ -58,12 +58,12 @@ fn documented_defaults_are_those_of_the_code() {
     assert!(defaults.len() > 30, "{}", defaults.len());
     for scenario in SCENARIOS {
         let config = |more: &[(String, String)]| format!("{:#?}", load_scenario(scenario, more, &RefCell::default()));
-        pretty_assert_same(&config(&[]), &config(&defaults));
+        assert_same_lines(&config(&[]), &config(&defaults));
     }
 }
 
 /// Fails with the first line that differs.
-fn pretty_assert_same(expected: &str, found: &str) {
+fn assert_same_lines(expected: &str, found: &str) {
     for (expected, found) in expected.lines().zip(found.lines()) {
         assert_eq!(expected, found);
     }

@@ -12,7 +12,7 @@ use crate::{
     tls::status::ServerTls,
 };
 
-/// A client, and the policy of its target port.
+/// The client of a connection, and the policy of the target port.
 pub(super) struct PortClient {
     pub(super) addrs: ConnectionAddrs,
     pub(super) tls: ServerTls,
@@ -22,7 +22,7 @@ pub(super) struct PortClient {
 impl PortClient {
     /// Whether the current policy permits the client at least one request.
     pub(super) fn is_authorized(&self) -> bool {
-        let (client_ip, tls) = (self.addrs.client.0.ip(), self.tls.to_conn_tls());
+        let (client_ip, tls) = (self.addrs.client.0.ip(), self.tls.to_connection_tls());
         self.port_policy
             .current()
             .server_policy

@@ -21,6 +21,7 @@ use crate::{
     tls::{credentials::Alpn, server as tls_server, status::ServerTls},
 };
 
+/// One accepted connection.
 pub(in crate::inbound) struct Connection {
     pub(in crate::inbound) inbound: Arc<Inbound>,
     pub(in crate::inbound) worker: usize,
@@ -56,9 +57,9 @@ impl Connection {
         }
     }
 
-    /// Terminates TLS. Returns `None` if the handshake fails or takes too long, or if its ALPN protocol is not `alpn`: that of the
-    /// transport header for direct connections, [`Alpn::Unset`] for others. These failures are counted by reason, and reset the
-    /// connection.
+    /// Terminates TLS. Returns `None` if the handshake fails or takes too long, or if its ALPN protocol is not `alpn`. These
+    /// failures are counted by reason, and reset the connection. `alpn` is the protocol of the transport header for direct
+    /// connections, and [`Alpn::Unset`] for others.
     pub(super) async fn terminate_tls(
         &self,
         stream: Tcp,
@@ -91,7 +92,7 @@ impl Connection {
                 None
             }
             Err(_) => {
-                // Linkerd's label for every timeout before TLS is terminated.
+                // Linkerd uses this label for every timeout before TLS is terminated.
                 let families = &self.inbound.families;
                 families.record_tcp_error(addrs.target, "tls detection timeout", "detect-timeout");
                 None
@@ -99,7 +100,7 @@ impl Connection {
         }
     }
 
-    /// Counts the detected protocol, if the policy asks for detection.
+    /// Counts the detected protocol, if the policy requires protocol detection.
     pub(super) fn record_detection(
         &self,
         first: Option<&FirstBytes>,

@@ -34,8 +34,8 @@ use crate::{
 };
 
 impl Connection {
-    /// Finds the protocol of a connection to the proxy's own port. It must have mTLS and a transport header. An opaque connection
-    /// through the gateway is connected to its target too.
+    /// Finds the protocol of a connection to the proxy's own port. The connection must have mTLS and a transport header. For an
+    /// opaque connection through the gateway, also opens the connection to its target.
     pub(super) async fn classify_direct(
         &self,
         stream: Tcp,
@@ -63,16 +63,17 @@ impl Connection {
             tls,
             port_policy,
         };
-        // Without a protocol in the header, the client's proxy treats the connection as opaque.
+        // If the header has no protocol, the client's proxy treats the connection as opaque.
         let protocol = match (header.protocol, &header.name) {
             (Some(SessionProtocol::Http1), _) => HttpVersion::Http1,
             (Some(SessionProtocol::Http2), _) => HttpVersion::Http2,
-            // For this workload, on a port whose policy requires HTTP: the connection may be HTTP nevertheless.
+            // The connection is for this workload, and the policy of its port requires HTTP. Its bytes may be HTTP, although the
+            // client's proxy treats them as opaque.
             (None, None) if active_policy.requires_http => {
                 return self.classify_after_tls(io, client, active_policy).await;
             }
             (None, None) => return Some(ClassifiedConnection::opaque(io, client)),
-            // For a gateway whose policy requires HTTP.
+            // The connection is for the gateway, whose policy requires HTTP.
             (None, Some(_)) if active_policy.requires_http => {
                 self.opaque_forwarder(&client).record_denied_or_not_http(&active_policy);
                 io.reset_on_drop();
@@ -184,7 +185,7 @@ enum DirectError {
 
 /// The target in a transport header.
 struct DirectTarget {
-    /// The name of a service; only a gateway accepts it.
+    /// The name of a service, which only a gateway accepts.
     name: Option<NameAddr>,
     port: NonZeroU16,
     protocol: Option<SessionProtocol>,

@@ -17,6 +17,7 @@ use crate::{
     policy::authz::{self, Denied},
 };
 
+/// Authorizes and forwards the opaque connection of a client.
 pub(in crate::inbound) struct OpaqueForwarder<'a> {
     pub(in crate::inbound) inbound: &'a Inbound,
     pub(in crate::inbound) client: &'a PortClient,
@@ -38,7 +39,7 @@ impl OpaqueForwarder<'_> {
         match authz::authorize(
             &policy.authorizations,
             self.client.addrs.client.0.ip(),
-            self.client.tls.to_conn_tls(),
+            self.client.tls.to_connection_tls(),
         ) {
             Ok(authorization) => Ok(Permitted {
                 labels: with_meta(labels, "authz", &authorization.meta),
@@ -54,7 +55,7 @@ impl OpaqueForwarder<'_> {
         self.dial_app().await
     }
 
-    /// Authorizes the client under `active_policy`; records a denial.
+    /// Authorizes the client under `active_policy`, and records a denial. Returns `None` if the client is denied.
     pub(in crate::inbound) fn authorize_and_record(&self, active_policy: &ActivePolicy) -> Option<Permitted> {
         match self.authorize(active_policy) {
             Ok(permitted) => Some(permitted),
@@ -74,8 +75,8 @@ impl OpaqueForwarder<'_> {
         }
     }
 
-    /// Records why a connection that is not HTTP is refused on a port whose policy requires HTTP: records a denial if the client is
-    /// not authorized, and otherwise that the connection is not HTTP. The caller resets the connection.
+    /// Records why a connection that is not HTTP is refused on a port whose policy requires HTTP: either the client is not
+    /// authorized, or the connection is not HTTP. The caller resets the connection.
     pub(super) fn record_denied_or_not_http(&self, active_policy: &ActivePolicy) {
         if self.authorize_and_record(active_policy).is_some() {
             let (client, target) = (self.client.addrs.client.0, self.client.addrs.target);
@@ -112,7 +113,7 @@ impl OpaqueForwarder<'_> {
             return self.record_denied_or_not_http(&current);
         }
         let Some(permitted) = self.authorize_and_record(&current) else {
-            return client.reset_on_drop(); // the client sees a refused connection
+            return client.reset_on_drop(); // the reset tells the client that the connection is refused
         };
         let log_audited = || {
             let (client, target) = (self.client.addrs.client.0, self.client.addrs.target);
@@ -134,7 +135,7 @@ impl OpaqueForwarder<'_> {
         if !client_prefix.is_empty() && upstream.write_all(&client_prefix).await.is_err() {
             return client.reset_on_drop();
         }
-        // Resets both connections if it is dropped before its end.
+        // If this future is dropped before its end, both connections are reset.
         let copy_future = copy::copy_bidirectional(&mut client, &mut upstream);
         tokio::pin!(copy_future);
         loop {

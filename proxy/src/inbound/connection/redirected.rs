@@ -95,7 +95,7 @@ impl Connection {
         }
     }
 
-    /// Finds the protocol of a connection whose TLS was terminated: the policy sets it, or it is detected.
+    /// Finds the protocol of a connection whose TLS was terminated: from the policy, or by detection.
     pub(super) async fn classify_after_tls(
         &self,
         mut io: Io,
@@ -111,7 +111,7 @@ impl Connection {
                     Ok(first) => self.classify_by_first_bytes(io, first, client, active_policy),
                     Err(_) => {
                         let families = &self.inbound.families;
-                        // Mostly the client: the application was dialled only if the client was silent.
+                        // In most cases the client has failed: the application is dialled only if the client is silent.
                         families.record_tcp_error(client.addrs.target, "i/o", "client-left");
                         io.reset_on_drop(); // the client or the application has failed
                         None

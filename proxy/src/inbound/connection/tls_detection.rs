@@ -25,17 +25,17 @@ use crate::{
 /// Value of the metric label `error` if TLS detection times out.
 pub(super) const TLS_DETECTION_TIMEOUT_ERROR: &str = "tls detection timeout";
 
-/// What to do about TLS, by the first bytes of a connection.
+/// The handling of TLS, which the first bytes of a connection decide.
 pub(super) enum TlsDetection {
-    /// TLS for this proxy; the bytes are its start.
+    /// TLS for this proxy. The bytes are the start of the TLS stream.
     Terminate(Bytes),
-    /// TLS for another server name; it is passed through.
+    /// TLS for another server name. Its bytes are forwarded unchanged.
     PassThrough { prefix: Bytes, sni: String },
     /// Everything else, for example plaintext, TLS without a server name, or first bytes of the application.
     Other(FirstBytes),
 }
 
-/// True if the client has sent bytes that are not a complete ClientHello.
+/// Whether the client has sent bytes that are not a complete ClientHello.
 pub(super) fn is_not_client_hello(first: &FirstBytes) -> bool {
     let FirstBytes::ServerSilent { client_bytes, .. } = first else {
         return false;
@@ -47,10 +47,10 @@ pub(super) fn is_not_client_hello(first: &FirstBytes) -> bool {
 }
 
 impl Connection {
-    /// Reads the first bytes, and decides by them what to do about TLS.
+    /// Reads the first bytes of a connection. They decide how its TLS is handled.
     ///
-    /// If the policy asks for protocol detection, [`Self::detect_protocol`] reads the first bytes, and the TLS parser then gets
-    /// the same bytes. Otherwise this function reads them. In both cases TLS may begin until the proxy's own `detect_timeout` has
+    /// If the policy requires protocol detection, [`Self::detect_protocol`] reads the first bytes, and the TLS parser then gets the
+    /// same bytes. Otherwise this function reads them. In both cases TLS may begin until the proxy's own `detect_timeout` has
     /// passed, even if the policy has a shorter timeout. If the application was dialled and neither side has sent a byte by then,
     /// the connection is opaque.
     pub(super) async fn detect_tls(
@@ -136,7 +136,7 @@ impl Connection {
     }
 
     /// Waits for the first bytes of a connection to a port whose protocol is detected. If the client is silent, the application is
-    /// dialled too, because it may send first; not if the policy requires HTTP, because HTTP clients send first.
+    /// dialled, because it may send first. If the policy requires HTTP, it is not dialled, because HTTP clients send first.
     pub(super) async fn detect_protocol(
         &self,
         stream: &mut (impl AsyncRead + Unpin),

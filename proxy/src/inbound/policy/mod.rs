@@ -4,11 +4,11 @@
 //! the next new connection turns the poll into a watch, if one is free by then. Unless the proxy's own default policy applies,
 //! connections wait up to [`MAX_POLICY_WAIT`] for the first policy, then they are refused.
 //!
-//! When a watch ends, its policy is stored as the last known one of the port, as long as the process runs. It applies if a new
-//! watch has no answer within [`MAX_POLICY_WAIT`], or while the control plane is unreachable.
+//! When a watch ends, its policy is stored as the last known policy of the port until the process ends. The last known policy
+//! applies if a new watch has no answer within [`MAX_POLICY_WAIT`], or while the control plane is unreachable.
 //!
-//! Before an undeclared port on which no application listens gets a watch or poll, the client waits for its turn
-//! ([`watch_limiter`]). If that does not come within [`MAX_POLICY_WAIT`], the connection is refused.
+//! If no application listens on an undeclared port, the client waits for its turn ([`watch_limiter`]) before the port gets a watch
+//! or poll. If its turn does not come within [`MAX_POLICY_WAIT`], the connection is refused.
 
 mod watch_limiter;
 
@@ -46,11 +46,11 @@ use crate::{
     },
 };
 
-/// The policies of the target ports of connections, and of those that are always watched.
+/// The policies of ports: of the target ports of connections, and of the ports that are always watched.
 pub(crate) struct PortPolicies {
     api: Policies,
     invalid_updates: invalid_updates::Families,
-    /// Applies to a port until the control plane sends its policy.
+    /// The policy of a port until the control plane sends one.
     initial_policy: InitialPolicy,
     /// The proxy's own setting: maximum of the detection timeouts of policies, and the detection timeout of ports whose policy
     /// cannot be decoded (detection is needed there to answer HTTP requests with an error).
@@ -66,13 +66,13 @@ pub(crate) struct PortPolicies {
     /// Whether an application listens on an address.
     is_listening: fn(SocketAddr) -> bool,
     table: Arc<Mutex<PortTable>>,
-    /// The policy of connections that have no turn to start a watch: it refuses every client.
+    /// The policy of connections whose client did not get its turn to start a watch. It refuses every client.
     not_watched: Arc<PortPolicy>,
     /// Limits log lines about unknown policies.
     log_limiter: LogLimiter<()>,
 }
 
-/// What applies to a port until the control plane sends its policy.
+/// The policy of a port until the control plane sends one.
 pub(crate) enum InitialPolicy {
     /// Connections wait for the policy, and are refused if it does not arrive.
     Refuse,
@@ -106,7 +106,7 @@ struct WatchedPort {
 /// The policy of one port, watched or polled.
 pub(crate) struct PortPolicy {
     policy_rx: watch::Receiver<WatchState<Arc<ActivePolicy>>>,
-    /// In force until the control plane answers.
+    /// The policy in force until the control plane answers.
     fallback: Arc<ActivePolicy>,
     fallback_origin: FallbackOrigin,
     /// Shortens the backoff of the watch or poll.
@@ -114,7 +114,7 @@ pub(crate) struct PortPolicy {
     watched_since: Instant,
     /// Which side has sent the first bytes on earlier connections without TLS.
     pub(super) learned_speaker_without_tls: LearnedSpeaker,
-    /// The same inside TLS that this proxy terminates.
+    /// Which side has sent the first bytes on earlier connections, inside TLS that this proxy terminates.
     pub(super) learned_speaker_inside_tls: LearnedSpeaker,
 }
 
@@ -123,8 +123,8 @@ pub(crate) struct PortPolicy {
 pub(super) enum FallbackOrigin {
     /// No policy is known: every client is refused.
     Unknown,
-    /// The port is not watched, because no application listens on it, and clients connect to many such ports: every client is
-    /// refused.
+    /// No application listens on the port, and clients connect to many such ports. Therefore the port is not watched, and every
+    /// client is refused.
     NotWatched,
     /// The control plane; the last policy of an earlier watch.
     LastKnown,
@@ -136,7 +136,7 @@ pub(super) enum FallbackOrigin {
 pub(crate) struct ActivePolicy {
     pub(super) server_policy: ServerPolicy,
     pub(super) rate_limiter: Option<Arc<Limiter>>,
-    /// Connections that are not HTTP are refused.
+    /// Whether connections that are not HTTP are refused.
     pub(super) requires_http: bool,
     /// Whether rules depend on the request path.
     path_rules: PathRules,
@@ -149,7 +149,7 @@ impl ActivePolicy {
         Self::updated_from(None, policy)
     }
 
-    /// Refuses every client, until the control plane has sent a policy.
+    /// The policy that refuses every client until the control plane sends one.
     fn unknown(max_detect_timeout: Duration) -> Arc<Self> {
         let policy = ServerPolicy::unknown().with_max_detect_timeout(max_detect_timeout);
         Arc::new(Self {
@@ -158,7 +158,8 @@ impl ActivePolicy {
         })
     }
 
-    /// The policy that follows `previous`. An equal policy is kept; an equal rate limit keeps its state.
+    /// The active policy that replaces `previous`. If the policy is equal, `previous` is returned. If the rate limit is equal, its
+    /// state is kept.
     fn updated_from(previous: Option<&Arc<Self>>, policy: ServerPolicy) -> Arc<Self> {
         if let Some(previous) = previous.filter(|previous| previous.server_policy == policy) {
             return previous.clone();
@@ -246,14 +247,14 @@ impl PortPolicies {
 
     /// Returns the policy of the port of `target` for a connection of `client`, and waits for it up to [`MAX_POLICY_WAIT`].
     ///
-    /// If no application listens there, and the port is not watched or polled yet, it first waits as long for the client's turn;
-    /// if that does not come, the returned policy refuses every client.
+    /// If no application listens on the target, and the port is not watched or polled yet, this function first waits for the
+    /// client's turn, also up to [`MAX_POLICY_WAIT`]. If the turn does not come, the returned policy refuses every client.
     ///
-    /// The caller applies the current policy, which refuses every client if it is still unknown.
+    /// The caller applies the current policy. While the policy is unknown, it refuses every client.
     pub(super) async fn wait_for_policy(&self, target: SocketAddr, client: IpAddr) -> Arc<PortPolicy> {
         let port = target.port();
         let is_in_use = || self.table.lock().is_in_use(port);
-        // Another client may have its turn while this one waits.
+        // `is_in_use` is called again after the wait, because another client may have started the watch.
         let may_watch = is_in_use()
             || (self.is_listening)(target)
             || self.watch_limiter.wait_for_turn(client, MAX_POLICY_WAIT).await
@@ -300,8 +301,8 @@ impl PortPolicies {
         port_policy
     }
 
-    /// Whether no connection uses the watch. A connection that began while the port was still polled holds the polled policy
-    /// instead; it counts too.
+    /// Whether no connection uses the watch. A connection that began while the port was polled holds the polled policy, and counts
+    /// as a user of the watch.
     fn can_end_watch(&self, table: &PortTable, port: u16, watched: &WatchedPort) -> bool {
         let is_polled = table.get_polled(port).is_some();
         !self.always_watched.contains(port) && Arc::strong_count(&watched.port_policy) == 1 && !is_polled
@@ -342,7 +343,7 @@ impl PortPolicies {
             FallbackOrigin::Unknown | FallbackOrigin::NotWatched | FallbackOrigin::OwnDefault => Instant::now(),
         };
         let deadline = began_at + MAX_POLICY_WAIT;
-        // Asks the watch or poll to retry, again and again, until connections need not wait or the time is over.
+        // Requests a retry of the watch or poll every [`MIN_RETRY_DELAY`], until connections need not wait or the time is over.
         while self.must_wait(port_policy) && Instant::now() < deadline {
             self.api.retry_soon(&port_policy.retry_signal);
             let next_retry_at = deadline.min(Instant::now() + MIN_RETRY_DELAY);
@@ -390,7 +391,7 @@ impl PortPolicies {
         }
     }
 
-    /// Maps all watched and polled ports.
+    /// Calls `map` for each watched or polled port, and returns the results.
     pub(super) fn map_ports<T>(&self, map: impl Fn(u16, &PortPolicy) -> T) -> Vec<T> {
         let table = self.table.lock();
         let watched = table
@@ -510,7 +511,7 @@ impl PortTable {
 }
 
 impl PortPolicy {
-    /// Refuses every client, and never changes.
+    /// The policy of a port that is not watched. It refuses every client, and never changes.
     fn not_watched(max_detect_timeout: Duration) -> Self {
         let (_, policy_rx) = watch::channel(WatchState::Pending);
         Self {
@@ -536,7 +537,7 @@ impl PortPolicy {
         matches!(&*self.policy_rx.borrow(), WatchState::Known(_))
     }
 
-    /// The refusal of a control plane that denies this proxy the policy, and has not sent one before.
+    /// The denial of the policy, if the control plane denies it to this proxy and has not sent one before.
     pub(super) fn denial(&self) -> Option<Refusal> {
         match &*self.policy_rx.borrow() {
             WatchState::Refused(refusal) if refusal.is_denial() => Some(refusal.clone()),
@@ -560,22 +561,22 @@ impl PortPolicy {
         }
     }
 
-    /// The source of the policy in force before the control plane answers.
+    /// The source of the policy that is in force until the control plane answers.
     pub(super) fn fallback_origin(&self) -> FallbackOrigin {
         self.fallback_origin
     }
 
-    /// Ports with the lowest rank lose their watch first: those without a policy, then those that permit everybody. An outdated
-    /// policy that restricts clients would be the most harmful.
+    /// The order in which ports lose their watch, lowest rank first: ports without a policy, then ports that permit every client,
+    /// then all others. An outdated policy is the most harmful if it restricts clients.
     fn eviction_rank(&self) -> u8 {
         match &*self.policy_rx.borrow() {
             WatchState::Pending | WatchState::Refused(_) => 0,
-            WatchState::Known(current) if current.server_policy.permits_everybody() && !current.requires_http => 1,
+            WatchState::Known(current) if current.server_policy.permits_every_client() && !current.requires_http => 1,
             WatchState::Known(_) => 2,
         }
     }
 
-    /// Waits until the policy in force is another one than `previous`.
+    /// Waits until the policy in force is not `previous`, and returns it.
     pub(super) async fn wait_changed(&self, previous: &Arc<ActivePolicy>) -> Arc<ActivePolicy> {
         let mut policy = self.policy_rx.clone();
         loop {
@@ -584,13 +585,14 @@ impl PortPolicy {
                 return current;
             }
             if policy.changed().await.is_err() {
-                std::future::pending::<()>().await; // the watch has ended; the last policy stays in force
+                std::future::pending::<()>().await; // the watch has ended, so the policy does not change any more
             }
         }
     }
 }
 
-/// Maximum time that a connection waits for the policy of its port; then the last known one applies, or it is refused.
+/// Maximum time that a connection waits for the policy of its port. Then the last known policy applies, or the connection is
+/// refused.
 const MAX_POLICY_WAIT: Duration = Duration::from_secs(3);
 
 /// Maximum number of watched ports, besides those that are always watched.
@@ -605,11 +607,11 @@ const MIN_TIME_BETWEEN_POLLS: Duration = Duration::from_millis(50);
 
 /// Rates of new watches and polls of undeclared ports on which no application listens.
 ///
-/// Clients legitimately connect to a handful of them, because the application has not started yet or has ended, and all clients
-/// share their watches. So 16 new ports at once, and then one a second, are enough for a client network. After 64 at once, all
-/// networks together cause at most one new stream per [`MIN_TIME_BETWEEN_POLLS`], the same rate as for polls. Scans from fewer
-/// than 20 networks leave tokens to other clients; scans from up to 60 delay the first connection of another client by at most
-/// [`MAX_POLICY_WAIT`].
+/// Clients have reasons to connect to a few such ports, because the application has not started yet or has ended. All clients share
+/// the watches of these ports. So 16 new ports at once, and then one a second, are enough for a client network. After 64 new ports
+/// at once, all networks together cause at most one new stream per [`MIN_TIME_BETWEEN_POLLS`], the same rate as for polls. If fewer
+/// than 20 networks scan ports, tokens are left for other clients. If up to 60 networks scan ports, the first connection of another
+/// client is delayed by at most [`MAX_POLICY_WAIT`].
 const NEW_WATCH_RATES: Rates = Rates {
     per_network: Rate {
         burst: 16,

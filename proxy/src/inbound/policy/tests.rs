@@ -26,7 +26,7 @@ use crate::{
         watch::StreamLimits,
     },
     policy::{
-        authz::{self, ConnTls},
+        authz::{self, ConnectionTls},
         meta::Meta,
         rate_limit::RateLimit,
         server::ServerProtocol,
@@ -38,13 +38,13 @@ use crate::{
 /// protocol is detected for up to an hour.
 #[derive(Clone, Default)]
 struct Service {
-    /// Open streams.
+    /// Number of open streams.
     n_watches: Arc<AtomicUsize>,
-    /// All streams, also those that have ended.
+    /// Number of all streams, including those that have ended.
     n_opened: Arc<AtomicUsize>,
-    /// Permits on odd ports instead.
+    /// Whether clients are permitted on odd ports instead of even ones.
     is_inverted: Arc<AtomicBool>,
-    /// Denies all policies to the proxy.
+    /// Whether all policies are denied to the proxy.
     denies: Arc<AtomicBool>,
 }
 
@@ -119,7 +119,12 @@ impl InboundServerPolicies for Service {
     }
 }
 
-fn ports_of(server: &Server, authority: &Authority, initial_policy: InitialPolicy, idle: Duration) -> PortPolicies {
+fn new_port_policies(
+    server: &Server,
+    authority: &Authority,
+    initial_policy: InitialPolicy,
+    idle: Duration,
+) -> PortPolicies {
     let backoff = Backoff {
         min: Duration::from_secs(3600),
         max: Duration::from_secs(3600),
@@ -149,9 +154,10 @@ fn ports_of(server: &Server, authority: &Authority, initial_policy: InitialPolic
     PortPolicies::new(policies, config, invalid_updates)
 }
 
-/// Ports 1 to 256 are watched, by the returned policies.
+/// Policies of ports, of which ports 1 to 256 are watched: no further watch is free. The watches last while the returned port
+/// policies are held.
 async fn ports_without_free_watches(server: &Server, authority: &Authority) -> (PortPolicies, Vec<Arc<PortPolicy>>) {
-    let ports = ports_of(server, authority, InitialPolicy::Refuse, Duration::from_secs(3600));
+    let ports = new_port_policies(server, authority, InitialPolicy::Refuse, Duration::from_secs(3600));
     let most = u16::try_from(MAX_ON_DEMAND_WATCHES).unwrap();
     let held: Vec<_> = (1..=most).map(|port| ports.watch(port)).collect();
     for port in &held {
@@ -173,12 +179,16 @@ async fn authorize_client(ports: &PortPolicies, number: u16) -> Option<bool> {
 async fn authorize(ports: &PortPolicies, client: IpAddr, number: u16) -> Option<bool> {
     let target = ([10, 0, 0, 9], number).into();
     let current = ports.wait_for_policy(target, client).await.current();
-    let authorized = authz::authorize(&current.server_policy.authorizations, client, ConnTls::NotTerminated);
+    let authorized = authz::authorize(
+        &current.server_policy.authorizations,
+        client,
+        ConnectionTls::NotTerminated,
+    );
     (!current.is_unknown).then_some(authorized.is_ok())
 }
 
 #[tokio::test]
-async fn policies_of_three_hundred_ports_hold_while_the_control_plane_is_down() {
+async fn policies_of_three_hundred_ports_stay_in_force_while_the_control_plane_is_down() {
     let authority = Authority::new();
     let creds = authority.credentials(CONTROL);
     let service = Service::default();
@@ -193,7 +203,7 @@ async fn policies_of_three_hundred_ports_hold_while_the_control_plane_is_down() 
     let server = start(([127, 0, 0, 1], 0).into()).await;
     let addr = server.addr;
     // An idle timeout of zero: every port is idle immediately.
-    let ports = ports_of(&server, &authority, InitialPolicy::Refuse, Duration::ZERO);
+    let ports = new_port_policies(&server, &authority, InitialPolicy::Refuse, Duration::ZERO);
     for port in 1000..1300 {
         assert_eq!(authorize_client(&ports, port).await, Some(port % 2 == 0), "{port}");
     }
@@ -220,7 +230,7 @@ async fn policies_of_three_hundred_ports_hold_while_the_control_plane_is_down() 
 async fn watches_of_restrictive_ports_are_evicted_last() {
     let authority = Authority::new();
     let server = start_server(&authority, Service::default()).await;
-    let ports = ports_of(&server, &authority, InitialPolicy::Refuse, Duration::from_secs(3600));
+    let ports = new_port_policies(&server, &authority, InitialPolicy::Refuse, Duration::from_secs(3600));
     assert_eq!(authorize_client(&ports, 1).await, Some(false));
     let n_even = u16::try_from(MAX_ON_DEMAND_WATCHES).unwrap() + 10;
     for port in 1..=n_even {
@@ -270,7 +280,7 @@ async fn ports_above_the_watch_limit_are_polled_and_authorized() {
 }
 
 #[tokio::test]
-async fn a_polled_port_is_watched_as_soon_as_there_is_room_and_needs_no_turn() {
+async fn a_polled_port_is_watched_as_soon_as_a_watch_is_free_and_needs_no_turn() {
     let authority = Authority::new();
     let service = Service::default();
     let server = start_server(&authority, service.clone()).await;
@@ -320,10 +330,10 @@ async fn a_client_that_scans_ports_causes_few_streams_and_is_refused_beyond_them
     const BURST: u32 = 16;
     let authority = Authority::new();
     let (scanner, other) = ([10, 0, 0, 1].into(), [10, 0, 0, 2].into());
-    for initial_policy in [InitialPolicy::Refuse, own_defaults()] {
+    for initial_policy in [InitialPolicy::Refuse, own_default_policies()] {
         let service = Service::default();
         let server = start_server(&authority, service.clone()).await;
-        let mut ports = ports_of(&server, &authority, initial_policy, Duration::from_secs(3600));
+        let mut ports = new_port_policies(&server, &authority, initial_policy, Duration::from_secs(3600));
         let rate = |burst| Rate {
             burst,
             interval: Duration::from_secs(3600),
@@ -354,7 +364,7 @@ async fn a_denied_port_has_a_cause_of_its_own_until_the_control_plane_permits_it
     let authority = Authority::new();
     let service = Service::default();
     let server = start_server(&authority, service.clone()).await;
-    let ports = ports_of(&server, &authority, InitialPolicy::Refuse, Duration::from_secs(3600));
+    let ports = new_port_policies(&server, &authority, InitialPolicy::Refuse, Duration::from_secs(3600));
     service.denies.store(true, Ordering::Relaxed);
     let port = ports.watch(2000);
     assert_eq!(port.unknown_policy_error().cause(), "policy_unknown", "no answer yet");
@@ -370,7 +380,7 @@ async fn a_denied_port_has_a_cause_of_its_own_until_the_control_plane_permits_it
     assert_eq!(authorize_client(&ports, 2000).await, Some(true));
 }
 
-fn own_defaults() -> InitialPolicy {
+fn own_default_policies() -> InitialPolicy {
     let permit_all = || ActivePolicy::new(decode::inbound::server_policy(answer(0)).unwrap());
     InitialPolicy::Default(DefaultPolicies {
         detect: permit_all(),
@@ -383,7 +393,7 @@ fn own_defaults() -> InitialPolicy {
 async fn the_proxys_own_default_policy_applies_without_waiting() {
     let authority = Authority::new();
     let server = start_server(&authority, Service::default()).await;
-    let ports = ports_of(&server, &authority, own_defaults(), Duration::ZERO);
+    let ports = new_port_policies(&server, &authority, own_default_policies(), Duration::ZERO);
     server.stop().await;
     let began_at = Instant::now();
     assert_eq!(authorize_client(&ports, 1).await, Some(true));
@@ -394,7 +404,7 @@ async fn the_proxys_own_default_policy_applies_without_waiting() {
 async fn the_proxys_own_setting_caps_the_detection_timeout_of_policies() {
     let authority = Authority::new();
     let server = start_server(&authority, Service::default()).await;
-    let ports = ports_of(&server, &authority, InitialPolicy::Refuse, Duration::ZERO);
+    let ports = new_port_policies(&server, &authority, InitialPolicy::Refuse, Duration::ZERO);
     let (port, own) = (ports.watch(5000), ports.detect_timeout);
     ports.wait_until_received(&port).await;
     let protocol = port.current().server_policy.protocol.clone();

@@ -13,13 +13,13 @@ use tulle_core::{
     per_client_limiter::{Limits, PerClientLimiter},
 };
 
-/// A token bucket of each client network, and one that all share. A new watch or poll takes one token from each: from the bucket of
-/// its network, then from the shared one.
+/// A token bucket for each client network, and one that all networks share. A new watch or poll takes one token from the bucket of
+/// its network, then one from the shared bucket.
 pub(super) struct WatchLimiter {
     rates: Rates,
     shared: Mutex<Bucket>,
     by_network: Mutex<HashMap<IpAddr, Bucket>>,
-    /// For the shared bucket. Each network has one place in it.
+    /// The queue for tokens of the shared bucket. Each network has one place in it.
     queue: PerClientLimiter,
 }
 
@@ -38,7 +38,7 @@ pub(super) struct Rate {
 
 /// A token bucket that starts full (GCRA, the generic cell rate algorithm).
 struct Bucket {
-    /// The time at which it is full, if no further token is taken.
+    /// The time at which the bucket is full if no further token is taken.
     full_at: Instant,
 }
 
@@ -58,8 +58,8 @@ impl WatchLimiter {
         }
     }
 
-    /// Waits until the client may cause a new watch or poll. Returns false if that takes longer than `max_wait`; at once if the
-    /// tokens of the client's network come too late.
+    /// Waits until the client may cause a new watch or poll. Returns false if that takes longer than `max_wait`. If the next token
+    /// of the client's network comes later than that, returns false immediately.
     pub(super) async fn wait_for_turn(&self, client: IpAddr, max_wait: Duration) -> bool {
         let deadline = Instant::now() + max_wait;
         let Some(turn_at) = self.take_network_token(client_network(client), deadline) else {
@@ -88,7 +88,7 @@ impl WatchLimiter {
         let now = Instant::now();
         let mut buckets = self.by_network.lock();
         if buckets.len() >= MAX_NETWORKS && !buckets.contains_key(&network) {
-            // A new bucket starts full, so removing a full one changes nothing.
+            // Removing a full bucket changes no limit, because a new bucket starts full.
             buckets.retain(|_, bucket| bucket.full_at > now);
             if buckets.len() >= MAX_NETWORKS {
                 return None;
@@ -120,8 +120,8 @@ async fn wait_until(at: Instant) {
     }
 }
 
-/// Maximum number of clients of a network that have its place in the queue or wait for that place. The tokens of the network
-/// limit them further.
+/// Maximum number of clients of a network that occupy the network's place in the queue or wait for it. The tokens of the network
+/// are a second limit.
 const MAX_WAITING_PER_NETWORK: usize = 64;
 
 /// Maximum number of networks with a bucket that is not full; clients of further networks are refused. An entry takes about 50
@@ -152,7 +152,8 @@ mod tests {
         Ipv4Addr::from(0x0a00_0000 + n).into()
     }
 
-    /// Clients of these addresses ask at the same time. Returns whether each may cause a watch, and how long it waited.
+    /// Clients with these addresses wait for their turns at the same time. Returns whether each may cause a watch, and how long it
+    /// waited.
     async fn ask(limiter: &WatchLimiter, clients: impl IntoIterator<Item = u32>) -> Vec<(bool, Duration)> {
         let asked_at = Instant::now();
         let turns = clients.into_iter().map(|n| async move {
@@ -196,7 +197,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn each_client_that_scans_ports_delays_another_client_by_one_turn() {
+    async fn each_client_that_scans_ports_delays_another_client_by_at_most_one_turn() {
         let limiter = WatchLimiter::new(RATES);
         let scans = ask(&limiter, (0..200).map(|n| 1 + n % 20));
         let (scanned, first_connection) = tokio::join!(scans, ask(&limiter, [99]));

@@ -35,16 +35,16 @@ impl HttpConnection {
         let families = &self.inbound.families;
         let labels = || families.connection_labels(self.addrs.target, &self.tls, &policy.meta);
         let Some(http) = policy.protocol.http() else {
-            // The policy has changed, or the client's proxy has announced HTTP.
+            // Either the policy has changed, or the transport header of the client's proxy names HTTP.
             return Err(Error::InvalidPolicy("the policy of this port is not HTTP".into()));
         };
-        let attributes = RequestAttributes::of(req.method(), req.uri(), req.headers());
+        let attributes = RequestAttributes::new(req.method(), req.uri(), req.headers());
         let found = current.find_route(http, attributes)?.ok_or_else(|| {
             if current.is_unknown {
                 return self.port_policy.unknown_policy_error();
             }
-            // Not counted here for a gateway connection: the gateway can return this error too, so `ErrorLabeler` counts it in both
-            // cases, when it becomes a response.
+            // The error of a gateway connection is not counted here. The gateway can return the same error, so `ErrorLabeler`
+            // counts it in both cases, when it becomes a response.
             if matches!(self.upstream, Upstream::App(_)) {
                 self.inbound.families.record_route_not_found(&labels());
             }
@@ -52,8 +52,13 @@ impl HttpConnection {
         })?;
         // The application may read the bytes of a tunnel as requests, which no rule would see.
         let is_connect_tunnel = headers::is_connect_tunnel(req);
-        let bypasses_rules = is_connect_tunnel && http.has_user_defined_rules() && !found.names_method_of(&attributes);
-        let permitted = authz::authorize(&found.rule.action, self.addrs.client.0.ip(), self.tls.to_conn_tls());
+        let bypasses_rules =
+            is_connect_tunnel && http.has_user_defined_rules() && !found.names_request_method(&attributes);
+        let permitted = authz::authorize(
+            &found.rule.action,
+            self.addrs.client.0.ip(),
+            self.tls.to_connection_tls(),
+        );
         let permitted = permitted.and_then(|authorization| match bypasses_rules {
             true => Err(Denied::ConnectTunnel),
             false => Ok(authorization),
@@ -92,9 +97,11 @@ impl HttpConnection {
                 .map_err(record_refusal)?;
         }
         if let (Some(limiter), Some(limit)) = (&current.rate_limiter, &http.rate_limit)
-            && let Err(which) = limiter.check(self.tls.client_id(), Instant::now())
+            && let Err(exceeded) = limiter.check(self.tls.client_id(), Instant::now())
         {
-            self.inbound.families.record_rate_limited(labels(), &limit.meta, which);
+            self.inbound
+                .families
+                .record_rate_limited(labels(), &limit.meta, exceeded);
             let limit = limit.meta.to_string();
             return Err(record_refusal(Error::RateLimited { limit }));
         }
@@ -169,21 +176,21 @@ impl HttpConnection {
         Some(series)
     }
 
-    /// Whether a policy permits the client a request other than those of probes. A client without authorization when it connected
-    /// has the reduced limits until then.
-    pub(super) fn is_permitted_some_request(&self, policy: &ServerPolicy) -> bool {
-        policy.permits_some_request(self.addrs.client.0.ip(), self.tls.to_conn_tls())
+    /// Whether a policy permits the client a request other than those of probes. A client that was not authorized when it connected
+    /// has reduced limits until a policy permits it such a request.
+    pub(super) fn is_authorized_by(&self, policy: &ServerPolicy) -> bool {
+        policy.permits_some_request(self.addrs.client.0.ip(), self.tls.to_connection_tls())
     }
 
     /// Waits until a changed policy denies a request or tunnel in progress; the caller then closes the connection.
     ///
-    /// Meanwhile, closes an HTTP/2 connection gracefully as soon as its unauthorized client is permitted a request: the client has
-    /// the limits of unauthorized clients, and reconnects with the normal ones.
+    /// Until then, closes an HTTP/2 connection of an unauthorized client gracefully as soon as the client is permitted a request.
+    /// The client then reconnects, and gets the normal limits.
     pub(in crate::inbound) async fn wait_until_denied(self: Arc<Self>) {
         loop {
             let current = self.port_policy.current();
             if let Some(closer) = &self.unauthorized_closer
-                && self.is_permitted_some_request(&current.server_policy)
+                && self.is_authorized_by(&current.server_policy)
             {
                 closer.notify_one();
             }
@@ -200,18 +207,18 @@ impl HttpConnection {
         }
     }
 
-    /// Returns the reason if `policy` denies a request or tunnel in progress. It is permitted if any rule of the route with the
-    /// same name permits it, or, if the policy has no such route, if the authorizations of the server do. A CONNECT tunnel is also
-    /// denied if the rules forbid them.
+    /// Returns the reason if `policy` denies a request or tunnel in progress. A request is permitted if any rule of the route with
+    /// the same name permits it. If the policy has no such route, the authorizations of the server decide. A CONNECT tunnel is also
+    /// denied if the rules forbid tunnels.
     fn check_in_progress(&self, policy: &ServerPolicy) -> Option<Denied> {
-        let (client, tls) = (self.addrs.client.0.ip(), self.tls.to_conn_tls());
+        let (client, tls) = (self.addrs.client.0.ip(), self.tls.to_connection_tls());
         let permit = |authorizations: &[Authorization]| authz::authorize(authorizations, client, tls).map(drop);
         let routes = || policy.protocol.http().into_iter().flat_map(|http| http.routes.iter());
         let authorized_routes = self.authorized_routes.lock();
         let mut in_progress = authorized_routes.iter().filter(|route| route.is_in_progress());
-        let forbids_tunnels = policy.protocol.http().is_some_and(ServerHttp::forbids_tunnels);
+        let forbids_connect_tunnels = policy.protocol.http().is_some_and(ServerHttp::forbids_connect_tunnels);
         in_progress.find_map(|in_progress| {
-            if in_progress.is_connect_tunnel && forbids_tunnels {
+            if in_progress.is_connect_tunnel && forbids_connect_tunnels {
                 return Some(Denied::ConnectTunnel);
             }
             let same_route = routes().filter(|route| route.meta == in_progress.metrics.route_meta);

@@ -24,6 +24,7 @@ use crate::{
     tls::status::ServerTls,
 };
 
+/// An HTTP connection of a client.
 pub(in crate::inbound) struct HttpConnection {
     pub(in crate::inbound) inbound: Arc<Inbound>,
     pub(in crate::inbound) addrs: ConnectionAddrs,
@@ -36,8 +37,9 @@ pub(in crate::inbound) struct HttpConnection {
     pub(in crate::inbound) client_id: Option<HeaderValue>,
     pub(in crate::inbound) authorized_routes: Mutex<AuthorizedRoutes>,
     pub(in crate::inbound) cached_authority: Mutex<CachedAuthority>,
-    /// Closes the HTTP/2 connection of an unauthorized client once a policy permits it a request, so that it reconnects with the
-    /// normal limits. An HTTP/1 connection closes after its next response instead.
+    /// Closes the HTTP/2 connection of an unauthorized client once a policy permits the client a request, so that the client
+    /// reconnects with the normal limits. An HTTP/1 connection closes after its next response instead. `None` for authorized
+    /// clients.
     pub(in crate::inbound) unauthorized_closer: Option<ConnectionCloser>,
     pub(in crate::inbound) drain: drain::Watch,
 }
@@ -50,7 +52,7 @@ pub(in crate::inbound) enum Upstream {
     Gateway(Arc<dyn Gateway>, Box<GatewayConnection>),
 }
 
-/// The authority of the last request and its profile, so that requests with the same authority need no lookup.
+/// The authority of the last request, and the profile of this authority. Further requests with the same authority need no lookup.
 #[derive(Default)]
 pub(in crate::inbound) struct CachedAuthority {
     authority: Box<[u8]>,

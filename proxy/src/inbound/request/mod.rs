@@ -48,9 +48,7 @@ impl HttpConnection {
         if let Some(restored) = &restored {
             http1_over_http2::response_to_http2(&mut rsp, restored)?;
         }
-        if self.unauthorized_closer.is_some()
-            && self.is_permitted_some_request(&self.port_policy.current().server_policy)
-        {
+        if self.unauthorized_closer.is_some() && self.is_authorized_by(&self.port_policy.current().server_policy) {
             rsp.extensions_mut().insert(CloseAfterResponse);
         }
         Ok(rsp)
@@ -69,7 +67,7 @@ impl HttpConnection {
         let mut route_guard = RouteRequestGuard::begin(request_metrics, req, started_at);
         let profile = wait_profile(self.find_profile(req)).await;
         let profile_request = profile.map(|profile| {
-            let attributes = RequestAttributes::of(req.method(), req.uri(), req.headers());
+            let attributes = RequestAttributes::new(req.method(), req.uri(), req.headers());
             Box::new(profile.begin_request(&attributes))
         });
         let tapped = self.start_tap(
@@ -134,7 +132,8 @@ impl HttpConnection {
         }
     }
 
-    /// Authorizes a request. A denied one is shown to tap observers here, a permitted one by [`Self::authorize_and_send_to_app`].
+    /// Authorizes a request, and shows it to tap observers if it is denied. [`Self::authorize_and_send_to_app`] shows permitted
+    /// requests.
     fn authorize_or_tap_denial(&self, req: &mut Request<Body>) -> Result<RequestMetrics, Error> {
         self.authorize(req).inspect_err(|error| {
             if let Some(tapped) = self.start_tap(req, None, None) {
@@ -160,13 +159,13 @@ impl HttpConnection {
     }
 }
 
-/// Waits for the routes of a ServiceProfile.
+/// Waits for the routes of a ServiceProfile; `None` if there are none or they do not arrive in time.
 async fn wait_profile(found: Option<(Arc<ProfileEntry>, ProfileNameSource)>) -> Option<Arc<ProfileRoutes>> {
     let (entry, source) = found?;
     let routes = entry.routes().await?;
     match source {
         ProfileNameSource::ClientHeader => Some(routes),
-        // Most services have no routes, and without routes the metrics would not distinguish requests.
+        // Most services have no routes. Without routes, the metrics of the profile would not distinguish requests.
         ProfileNameSource::Authority => (!routes.is_empty()).then_some(routes),
     }
 }

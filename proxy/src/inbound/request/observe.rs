@@ -51,7 +51,7 @@ impl RouteRequestGuard {
     }
 }
 
-/// The client has disconnected.
+/// Records that the client disconnected, if no result was recorded.
 impl Drop for RouteRequestGuard {
     fn drop(&mut self) {
         if !self.is_recorded {
@@ -82,9 +82,8 @@ impl ResponseObserver for RouteRequestGuard {
     }
 }
 
-/// The routes and authorizations by which requests of a connection were permitted. They serve two purposes: the metrics of each
-/// are looked up once, and if the policy changes, requests in progress that it denies are found by
-/// [`AuthorizedRoute::is_in_progress`].
+/// The routes and authorizations by which requests of a connection were permitted. They have two purposes. The metrics of each are
+/// looked up only once. If the policy changes, [`AuthorizedRoute::is_in_progress`] finds the requests in progress that it may deny.
 pub(in crate::inbound) type AuthorizedRoutes = SmallVec<[AuthorizedRoute; 1]>;
 
 /// A route, and the authorization that permitted requests on it.
@@ -93,14 +92,14 @@ pub(in crate::inbound) struct AuthorizedRoute {
     pub(super) policy: Arc<ActivePolicy>,
     pub(super) route_ptr: usize,
     pub(super) authorization_ptr: usize,
-    /// Whether the requests are CONNECT tunnels, which the rules of a port can forbid, because no rule sees requests inside
-    /// them.
+    /// Whether the requests are CONNECT tunnels. The rules of a port can forbid tunnels, because no rule is applied to requests
+    /// inside a tunnel.
     pub(super) is_connect_tunnel: bool,
     pub(super) metrics: Arc<AuthorizedRouteMetrics>,
 }
 
 impl AuthorizedRoute {
-    /// Whether a request or tunnel that was permitted by it is in progress. Each of them holds a reference to the metrics.
+    /// Whether a request or tunnel on this route is in progress. Each of them holds a reference to the metrics.
     pub(super) fn is_in_progress(&self) -> bool {
         Arc::strong_count(&self.metrics) > 1
     }
@@ -120,7 +119,7 @@ pub(in crate::inbound) struct AuthorizedRouteMetrics {
 /// The metrics of one permitted request.
 pub(super) struct RequestMetrics {
     pub(super) route_metrics: Arc<AuthorizedRouteMetrics>,
-    /// The series of its authority, if requests are counted by authority.
+    /// The series of the request's authority, if requests are counted by authority.
     pub(super) host_series: Option<Arc<Series>>,
 }
 

@@ -81,5 +81,5 @@ fn name_from_authority(authority: &Authority) -> Option<NameAddr> {
     }
 }
 
-/// Length of a DNS name, a colon and a port, in bytes.
+/// Maximum length of an authority whose profile is looked up, in bytes: a DNS name, a colon and a port.
 const MAX_AUTHORITY_BYTES: usize = 253 + 6;

@@ -37,16 +37,16 @@ impl HttpConnection {
         req: &mut Request<Body>,
         started_at: Instant,
     ) -> Result<Response<Body>, Error> {
-        let (own, client) = (
+        let (own_identity, client) = (
             &*self.inbound.identity_name,
             self.tls.client_id().map_or("", |id| id.as_str()),
         );
-        req.headers_mut().remove(names::L5D_CLIENT_ID); // the next proxy sets it to the identity of this one
+        req.headers_mut().remove(names::L5D_CLIENT_ID); // the next proxy sets this header to the identity of this proxy
         let request_metrics = self.authorize(req)?;
         let mut route_guard = RouteRequestGuard::begin(request_metrics, req, started_at);
-        let result = match gateway::check_loop(own, client, Some(req)) {
+        let result = match gateway::check_loop(own_identity, client, Some(req)) {
             Ok(()) => {
-                gateway::append_forwarded_header(own, client, req);
+                gateway::append_forwarded_header(own_identity, client, req);
                 let span = trace::start_server_span(self.inbound.tracer.as_ref(), req);
                 let result = gateway.send(gateway_connection, req).await;
                 trace::finish(span, &result);
@@ -102,7 +102,7 @@ impl HttpConnection {
                 let (connection, route_metrics) = (self.clone(), route_metrics.clone());
                 let stop_when_denied = async move {
                     match connection.protocol {
-                        // The client's connection is now the tunnel, so nothing else stops it.
+                        // The client's connection is now the tunnel, and no other task stops it.
                         HttpVersion::Http1 => connection.wait_until_denied().await,
                         // The tunnel is a stream of the client's connection, which is closed when the client is denied.
                         HttpVersion::Http2 => std::future::pending().await,
@@ -162,7 +162,8 @@ async fn resend(
 /// Maximum number of times that an HTTP/2 request is sent to the application.
 const MAX_HTTP2_SENDS: usize = 3;
 
-/// Every failure to connect to the application becomes 502, even a timeout: the client's proxy can then try another endpoint.
+/// Converts a connect timeout to a connect error: every failure to connect to the application becomes 502, so that the client's
+/// proxy can try another endpoint.
 fn timeout_as_connect_error(error: Error) -> Error {
     match error {
         Error::ConnectTimeout(source) => Error::Connect(source),

@@ -1,3 +1,5 @@
+//! The state of the outbound side that all connections share.
+
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use tulle_core::{
@@ -22,7 +24,7 @@ use crate::{
 /// The outbound side of the process; shared by all workers.
 pub(crate) struct Outbound {
     pub(crate) orig_dst_lookup: orig_dst::OrigDstLookup,
-    /// Our own listeners. A connection to one of them is refused, because it would loop.
+    /// The listeners of this proxy. A connection to one of them is refused, because it would loop.
     pub(crate) own_listeners: Vec<SocketAddr>,
     pub(crate) discovery: Arc<Discovery>,
     pub(crate) detect_timeout: Duration,
@@ -35,7 +37,7 @@ pub(crate) struct Outbound {
     pub(crate) mode: Mode,
     /// The identity of this proxy.
     pub(crate) identity_name: Arc<str>,
-    /// Limits the log messages about clients that are refused for what they send, by the client's address.
+    /// Limits the log messages about clients that are refused because of the bytes that they send, by the client's address.
     pub(crate) log_limiter: LogLimiter,
     /// Limits the log messages about targets that cannot be reached, by target and cause.
     pub(crate) target_log_limiter: Arc<LogLimiter<(Addr, &'static str)>>,
@@ -44,7 +46,7 @@ pub(crate) struct Outbound {
 /// A client whose connection was accepted.
 #[derive(Clone)]
 pub(crate) struct AcceptedClient {
-    /// Index of the worker that serves it.
+    /// Index of the worker that serves the client.
     pub(crate) worker: usize,
     pub(crate) addr: ClientAddr,
     pub(crate) drain: drain::Watch,
@@ -63,7 +65,7 @@ impl Outbound {
                 (self.discovery.get(target, self.detect_timeout).await?, Vec::new())
             }
         };
-        // A name may have been resolved to an address that clients may not name.
+        // A name may resolve to an address that clients are not allowed to name.
         if let Addr::Socket(addr) = destination.target {
             self.check_target(addr)?;
         }
@@ -87,8 +89,8 @@ impl Outbound {
     }
 }
 
-/// Whether a connection to `dst` would loop back to the listener at `own`. If the listener has an unspecified address, every
-/// connection to its port counts, even one to another host, because not all addresses of this host are known.
+/// Whether a connection to `dst` could loop back to the listener at `own`. If the listener has an unspecified address, every
+/// connection to its port counts, even one to another host, because this proxy does not know all addresses of this host.
 fn is_listener(own: SocketAddr, dst: SocketAddr) -> bool {
     own.port() == dst.port() && (own.ip() == dst.ip() || own.ip().is_unspecified())
 }

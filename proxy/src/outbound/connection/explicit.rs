@@ -139,7 +139,8 @@ impl Outbound {
             }
         };
         write_and_flush(&mut io, &refusal).await?;
-        // Closing a socket with unread bytes sends a reset, and the client could lose the reply. So read its bytes first.
+        // Closing a socket with unread bytes sends a reset, by which the client could lose the reply. Therefore its remaining bytes
+        // are read first.
         let _ = io.shutdown().await;
         let _ = tokio::time::timeout(REFUSED_LINGER_TIMEOUT, copy(&mut io, &mut sink())).await;
         None
@@ -173,7 +174,7 @@ impl Outbound {
 async fn open_if_opaque(snapshot: &Snapshot) -> Result<Option<Io>, Error> {
     let opened = match &snapshot.plan {
         Plan::Opaque(route) => opaque::open(route).await.map(Some),
-        // The client's protocol is not known yet: the policy may refuse opaque bytes and permit HTTP.
+        // The client's protocol is not known yet. A policy that refuses opaque bytes may permit HTTP.
         Plan::Detect { opaque: route, .. } => match opaque::open(route).await {
             Err(OpaqueError::Policy(_)) => Ok(None),
             opened => opened.map(Some),
@@ -201,12 +202,12 @@ async fn serve_connect(
     };
     let (destination, server) = http.outbound.connect_target(target).await?;
     let connection = http.outbound.clone().new_connection(http.client.clone(), destination);
-    spawn_tunnel(connection, client_tunnel, server);
+    spawn_connect_tunnel(connection, client_tunnel, server);
     Ok(Response::new(Body::empty()))
 }
 
 /// Serves the tunnel of a CONNECT request when the HTTP server passes on the client's connection.
-fn spawn_tunnel(connection: Connection, client_tunnel: oneshot::Receiver<TunnelSide>, server: Option<Io>) {
+fn spawn_connect_tunnel(connection: Connection, client_tunnel: oneshot::Receiver<TunnelSide>, server: Option<Io>) {
     let guard = connection.client.drain.guard();
     tokio::spawn(async move {
         let _guard = guard;

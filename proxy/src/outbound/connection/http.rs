@@ -1,4 +1,4 @@
-//! Serves HTTP connections (O4). If requests name their destinations, finds that of each request (O2).
+//! Serves HTTP connections (O4). If each request names its destination, this module resolves it (O2).
 
 use std::{net::SocketAddr, pin::Pin, sync::Arc};
 
@@ -34,13 +34,14 @@ use crate::{
     trace,
 };
 
+/// An HTTP connection of a client.
 pub(super) struct HttpConnection {
     pub(super) outbound: Arc<Outbound>,
     pub(super) client: AcceptedClient,
     pub(super) target_source: TargetSource,
 }
 
-/// Where the destination of a request is taken from.
+/// The source of the destination of a request.
 pub(super) enum TargetSource {
     /// All requests of the connection go to this destination.
     Fixed(Arc<Destination>),
@@ -54,7 +55,8 @@ pub(super) enum TargetSource {
 
 /// Serves a CONNECT request. The last argument receives the client's side of the tunnel once the response is sent.
 ///
-/// It is always `serve_connect` of `explicit.rs`. That file imports this one, so this one cannot call it by name.
+/// The function is always `serve_connect` of `explicit.rs`. This file cannot import `explicit.rs`, because `explicit.rs` imports
+/// this file.
 type ConnectHandler = for<'a> fn(
     &'a HttpConnection,
     &'a mut Request<Body>,
@@ -116,7 +118,7 @@ impl HttpConnection {
             let result = route::route_and_send(self.client_context(), &destination, outgoing).await;
             match (result, fallback_addrs.next()) {
                 (Err(error), Some(addr)) if error.is_dial_error() => {
-                    // Undoes the changes by filters.
+                    // Restores the request as it was before the filters changed it.
                     *outgoing.req.uri_mut() = uri;
                     *outgoing.req.headers_mut() = headers;
                     (destination, _) = self.outbound.resolve_target(Addr::Socket(addr)).await?;
@@ -207,7 +209,7 @@ impl Outbound {
                 let mut result = connection.serve(&mut req).await;
                 trace::finish(span, &result);
                 if let (Ok(rsp), ErrorDetail::Omit) = (&mut result, connection.outbound.error_detail) {
-                    // Error details are hidden from the application, also those that the peer's proxy has set for this proxy.
+                    // Error details are hidden from the application, including those from the peer's proxy.
                     headers::strip_proxy_headers(rsp.headers_mut());
                 }
                 result
@@ -237,7 +239,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_override_names_a_target_at_port_80_or_its_own() {
+    fn an_override_without_a_port_names_a_target_at_port_80() {
         let target = |value: &'static str| {
             let target = parse_override(&HeaderValue::from_static(value));
             target.map(|target| target.to_string())

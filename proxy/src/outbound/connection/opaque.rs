@@ -18,7 +18,7 @@ use crate::{
 
 const MAX_ENDPOINTS_PER_CONNECTION: usize = 3;
 
-/// Why a connection reached no endpoint.
+/// The reason why a connection reached no endpoint.
 #[derive(Debug, thiserror::Error)]
 pub(in crate::outbound) enum OpaqueError {
     #[error(transparent)]
@@ -52,8 +52,8 @@ impl OpaqueError {
 
 /// Opens a connection to an endpoint of the route.
 ///
-/// Up to [`MAX_ENDPOINTS_PER_CONNECTION`] endpoints are dialled, none twice. If none can be reached, the client sees the failure,
-/// as without a proxy, and decides itself whether to try again.
+/// Up to [`MAX_ENDPOINTS_PER_CONNECTION`] endpoints are dialled, each once. If none can be reached, the client's connection fails
+/// as it would without a proxy, and the client decides whether to try again.
 ///
 /// # Errors
 /// The policy refuses the connection, or no endpoint can be reached.
@@ -90,7 +90,7 @@ pub(in crate::outbound) async fn open(route: &CompiledOpaqueRoute) -> Result<Io,
     }
 }
 
-/// Copies bytes between client and server until both have ended. `client_prefix` was read from the client before.
+/// Copies bytes between client and server until both have ended. `client_prefix` are bytes that were already read from the client.
 ///
 /// # Errors
 /// One side failed; the other side is then reset.
@@ -118,7 +118,7 @@ mod tests {
     use crate::policy::client::{ClientPolicy, ClientProtocol};
 
     #[test]
-    fn the_error_of_an_opaque_connection_says_why_the_policy_cannot_be_used() {
+    fn the_error_of_an_opaque_connection_has_the_reason_of_the_policy_refusal() {
         let (second, reason) = (Duration::from_secs(1), "it has no backends");
         for (policy, text, cause, label) in [
             (

@@ -32,8 +32,8 @@ use crate::{
 };
 
 impl Outbound {
-    /// Serves one accepted connection. HTTP is served to its end. For opaque bytes, the returned future copies them: the caller
-    /// runs it alone, so that a long connection does not hold the larger future of its start.
+    /// Serves one accepted connection. An HTTP connection is served to its end. For an opaque connection, returns the future that
+    /// copies its bytes. The caller then drops this larger future, so that a long connection does not hold it.
     pub(crate) async fn serve(
         self: Arc<Self>,
         worker: usize,
@@ -149,8 +149,8 @@ impl Connection {
         &self.destination.target
     }
 
-    /// Serves the client's connection `io`; returns as [`Outbound::serve`]. `server` is the connection to the server, if it was
-    /// dialled before.
+    /// Serves the client's connection `io`, with the same result as [`Outbound::serve`]. `server` is the connection to the server,
+    /// if it was dialled before.
     pub(super) async fn serve(self, io: Io, server: Option<Io>) -> Option<CopyFuture> {
         let metrics = self.destination.connection_metrics.get_or_init(|| {
             let labels = labels::target_labels(self.dst()).with("peer", "src");
@@ -169,11 +169,13 @@ impl Connection {
         None
     }
 
+    /// Detects the protocol if the plan requires it, and connects opaque bytes to the server.
     async fn detect_and_connect(&self, mut io: Io, mut server: ServerDial) -> Option<ClassifiedConnection> {
         let snapshot = self.destination.snapshot();
         snapshot.connection_counter.inc();
         if !matches!(snapshot.plan, Plan::Detect { .. }) {
-            // It is not known yet whether the client waits for an acknowledgement (see `connect_by_first_bytes`).
+            // Without protocol detection, it is unknown whether the client waits for an acknowledgement (see
+            // `connect_by_first_bytes`).
             io.enable_quickack();
         }
         match &snapshot.plan {
@@ -201,7 +203,7 @@ impl Connection {
         }
     }
 
-    /// Connects TLS that is not terminated here, by its server name (SNI).
+    /// Connects TLS that this proxy does not terminate, by its server name (SNI).
     async fn connect_tls(
         &self,
         mut io: Io,
@@ -215,7 +217,7 @@ impl Connection {
             io.reset_on_drop();
             return None;
         };
-        match client::find_tls(routes, &sni) {
+        match client::find_tls_route(routes, &sni) {
             Some(index) => {
                 self.connect_opaque((io, prefix), &compiled[index], Some(&sni), ServerDial::NotDialled)
                     .await
@@ -343,7 +345,7 @@ impl Connection {
         Some(ClassifiedConnection::Opaque(Box::pin(async move {
             let copied = opaque::copy_streams(io, server, client_prefix).await;
             route_counters.record_close(if copied.is_ok() { "" } else { "unexpected" });
-            drop(destination); // in use until here, so not evicted
+            drop(destination); // held until here, so that the cache does not evict it
         })))
     }
 

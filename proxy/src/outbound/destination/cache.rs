@@ -1,4 +1,5 @@
-//! The cache of destinations. The numbers of addresses and names are limited; unused ones are evicted for new ones.
+//! The cache of destinations. The number of addresses and the number of names are limited. At a limit, an unused destination is
+//! evicted for a new one.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -6,7 +7,8 @@ use tulle_core::addr::Addr;
 
 use crate::{http::error::Error, outbound::destination::snapshot::Destination};
 
-/// Addresses are dialled, names are requested by clients. Each kind has its own limit, so that neither evicts the other.
+/// Destinations of two kinds: addresses that clients dial, and names that clients request. Each kind has its own limit, so that
+/// neither evicts the other.
 #[derive(Default)]
 pub(crate) struct DestinationCache {
     destinations: HashMap<Addr, Arc<Destination>>,
@@ -26,8 +28,8 @@ impl DestinationCache {
     /// `may_evict` accepts.
     ///
     /// # Errors
-    /// The destination is a name, and no other name can be evicted. Addresses are always inserted: each has a connection, and the
-    /// number of connections is limited elsewhere.
+    /// The destination is a name, the limit is reached, and no other name can be evicted. Addresses are always inserted: each has a
+    /// connection, and the number of connections is limited elsewhere.
     pub(in crate::outbound) fn insert(
         &mut self,
         destination: Arc<Destination>,
@@ -72,7 +74,7 @@ impl DestinationCache {
     }
 }
 
-/// Whether more than the cache and its watch task reference the destination.
+/// Whether anything other than the cache and the watch task references the destination.
 pub(in crate::outbound) fn is_in_use(destination: &Arc<Destination>) -> bool {
     const INTERNAL_REFERENCES: usize = 2;
     Arc::strong_count(destination) > INTERNAL_REFERENCES
@@ -82,7 +84,7 @@ fn is_name(destination: &Destination) -> bool {
     matches!(destination.target, Addr::Name(_))
 }
 
-/// Maximum number of names, and of addresses. Addresses that are in use may exceed it.
+/// Maximum number of names, and maximum number of addresses. The addresses in use may be more.
 const MAX_DESTINATIONS_PER_KIND: usize = 4096;
 
 #[cfg(test)]
@@ -91,7 +93,7 @@ mod tests {
 
     use super::*;
 
-    /// A cache, with the reference that each watch task holds.
+    /// A cache, and the references that the watch tasks would hold.
     #[derive(Default)]
     struct TestCache {
         destinations: DestinationCache,

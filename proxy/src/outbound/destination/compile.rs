@@ -103,13 +103,13 @@ impl Compiler<'_> {
         }
     }
 
-    /// The profile, if it may override the policy. No profile overrides the policy of an EgressNetwork: its traffic policy and its
-    /// routes would be bypassed.
+    /// The profile, if it may override the policy. No profile overrides the policy of an EgressNetwork, because then its traffic
+    /// policy and its routes would be bypassed.
     fn overriding_profile(&self) -> Option<&Profile> {
-        self.profile.filter(|_| !self.policy.is_of_egress_network())
+        self.profile.filter(|_| !self.policy.is_egress_network())
     }
 
-    /// The route of a port that the profile declares as opaque, whatever protocol the policy names.
+    /// The route of a port that the profile declares as opaque. The protocol of the policy is ignored.
     fn compile_opaque_profile(&self, profile: &Profile) -> Arc<CompiledOpaqueRoute> {
         match &self.policy.protocol {
             ClientProtocol::Opaque(route) | ClientProtocol::Detect { opaque: route, .. } => {
@@ -119,7 +119,8 @@ impl Compiler<'_> {
                 let backends = self.traffic_split_backends(profile, None, DestinationProtocol::Opaque);
                 self.new_opaque_route(None, None, backends, DestinationProtocol::Opaque)
             }
-            // The policy has no route for opaque bytes, and the profile no traffic split: they go to the profile's service.
+            // The policy has no route for opaque bytes, and the profile has no traffic split. Opaque bytes go to the profile's
+            // service.
             _ => {
                 let backend = self.profile_service_backend(profile, None, DestinationProtocol::Opaque);
                 self.new_opaque_route(None, None, Backends::single(backend), DestinationProtocol::Opaque)
@@ -261,7 +262,7 @@ impl Compiler<'_> {
         })
     }
 
-    /// Backend of a profile without a traffic split: its service, or its single endpoint.
+    /// The backend of a profile without a traffic split: its service, or its single endpoint.
     fn profile_service_backend(
         &self,
         profile: &Profile,
@@ -275,7 +276,7 @@ impl Compiler<'_> {
         }
     }
 
-    /// A profile's traffic split.
+    /// The backends of a profile's traffic split.
     fn traffic_split_backends<F>(
         &self,
         profile: &Profile,
@@ -314,7 +315,7 @@ impl Compiler<'_> {
     }
 }
 
-/// Stands for every version of HTTP in the metric scope of balancers: their metrics distinguish HTTP, opaque and TLS only.
+/// Every version of HTTP, in the metric scope of balancers. The metrics of balancers distinguish only HTTP, opaque and TLS.
 const ANY_HTTP: DestinationProtocol = DestinationProtocol::Http1;
 
 #[cfg(test)]
@@ -327,7 +328,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        api::tests::profiles_of,
+        api::tests::start_profile_server,
         balance::balancer::Strategy,
         metrics::invalid_updates,
         outbound::endpoint::EndpointContext,
@@ -347,7 +348,7 @@ mod tests {
     };
 
     async fn factory() -> BackendFactory {
-        let (_, _, destinations) = profiles_of(DestinationProfile::default()).await;
+        let (_, _, destinations) = start_profile_server(DestinationProfile::default()).await;
         BackendFactory {
             endpoint_context: Arc::new(EndpointContext::with_defaults()),
             destinations,
@@ -393,7 +394,7 @@ mod tests {
         }
     }
 
-    fn denied() -> OpaqueRoute {
+    fn denied_route() -> OpaqueRoute {
         OpaqueRoute {
             meta: Meta::default_named("egress-deny"),
             filters: vec![OpaqueFilter::Forbidden],
@@ -401,7 +402,7 @@ mod tests {
         }
     }
 
-    /// A protocol of each kind that an EgressNetwork can have, and that of its plan.
+    /// Each kind of protocol that an EgressNetwork can have, and the protocol of the plan that is compiled from it.
     fn denying_protocols() -> Vec<(ClientProtocol, DestinationProtocol)> {
         let http = || ClientHttp {
             routes: Arc::default(),
@@ -411,11 +412,11 @@ mod tests {
             timeout: DETECT_TIMEOUT,
             http1: http(),
             http2: http(),
-            opaque: Some(denied()),
+            opaque: Some(denied_route()),
         };
         let tls_route = TlsRoute {
             snis: Vec::new(),
-            route: denied(),
+            route: denied_route(),
         };
         vec![
             (ClientProtocol::Tls([tls_route].into()), DestinationProtocol::Tls),
@@ -423,11 +424,14 @@ mod tests {
             (ClientProtocol::Http1(http()), DestinationProtocol::Http1),
             (ClientProtocol::Http2(http()), DestinationProtocol::Http2),
             (detect, DestinationProtocol::Detect),
-            (ClientProtocol::Opaque(Some(denied())), DestinationProtocol::Opaque),
+            (
+                ClientProtocol::Opaque(Some(denied_route())),
+                DestinationProtocol::Opaque,
+            ),
         ]
     }
 
-    fn plan_of(factory: &BackendFactory, kind: &str, protocol: &ClientProtocol, profile: &Profile) -> Plan {
+    fn compile_plan(factory: &BackendFactory, kind: &str, protocol: &ClientProtocol, profile: &Profile) -> Plan {
         let compiler = Compiler {
             factory,
             policy: ClientPolicy {
@@ -447,7 +451,7 @@ mod tests {
         let factory = factory().await;
         for (protocol, expected) in denying_protocols() {
             for profile in [opaque_profile(), split_profile()] {
-                let plan = plan_of(&factory, "EgressNetwork", &protocol, &profile);
+                let plan = compile_plan(&factory, "EgressNetwork", &protocol, &profile);
                 assert_eq!(plan.protocol(), expected, "{protocol:?} {profile:?}");
                 let is_by_policy = |router: &Router| matches!(router, Router::Routes(_));
                 assert!(plan.routers().all(is_by_policy), "{protocol:?} {profile:?}");
@@ -467,7 +471,7 @@ mod tests {
     async fn an_opaque_profile_overrides_the_protocol_of_other_policies() {
         let factory = factory().await;
         for (protocol, _) in denying_protocols() {
-            let plan = plan_of(&factory, "Service", &protocol, &opaque_profile());
+            let plan = compile_plan(&factory, "Service", &protocol, &opaque_profile());
             assert_eq!(plan.protocol(), DestinationProtocol::Opaque, "{protocol:?}");
         }
     }

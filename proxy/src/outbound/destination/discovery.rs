@@ -36,7 +36,7 @@ use crate::{
     },
 };
 
-/// All cached destinations, and what is needed to find others.
+/// The cached destinations, and the clients and settings that discover others.
 pub(crate) struct Discovery {
     pub(crate) destinations: Destinations,
     pub(crate) policies: Policies,
@@ -45,7 +45,7 @@ pub(crate) struct Discovery {
     /// Counts updates that cannot be decoded.
     pub(crate) invalid_updates: invalid_updates::Families,
     pub(crate) local_policy_config: LocalPolicyConfig,
-    /// How long an unused destination stays in the cache.
+    /// Time that an unused destination stays in the cache.
     pub(crate) idle_timeout: Duration,
     /// Runs the watch tasks of destinations.
     pub(crate) runtime: Handle,
@@ -54,7 +54,7 @@ pub(crate) struct Discovery {
     pub(crate) log_limiter: Arc<LogLimiter<(Addr, &'static str)>>,
 }
 
-/// A destination, and the other addresses to try if it cannot be reached.
+/// A destination, and the addresses to try next if the destination cannot be reached.
 pub(in crate::outbound) type ResolvedTarget = (Arc<Destination>, Vec<SocketAddr>);
 
 impl Discovery {
@@ -83,10 +83,11 @@ impl Discovery {
         Ok(found)
     }
 
-    /// Returns the destination of a name: the service, or else one of its DNS addresses together with the other addresses.
+    /// Returns the destination of a name: the service if the control plane knows it. Otherwise returns the destination of one of
+    /// its DNS addresses, and the other addresses.
     ///
     /// # Errors
-    /// As [`Self::get`], or DNS has no address for the name.
+    /// The errors of [`Self::get`], or DNS has no address for the name.
     pub(in crate::outbound) async fn resolve_name(
         self: &Arc<Self>,
         name: NameAddr,
@@ -185,8 +186,8 @@ fn watch_profile(
     })
 }
 
-/// Watches the policy of a destination: the last valid one. If the control plane has sent invalid ones only, it is a policy that
-/// refuses everything.
+/// Watches the policy of a destination. An invalid policy is replaced by the last valid one. If there is no valid one, it is
+/// replaced by a policy that refuses all requests and connections.
 fn watch_policy(discovery: &Discovery, destination: &Destination) -> watch::Receiver<WatchState<ClientPolicy>> {
     let (target, timeout) = (&destination.target, discovery.local_policy_config.detect_timeout);
     let mut reporter = discovery
@@ -207,8 +208,8 @@ fn watch_policy(discovery: &Discovery, destination: &Destination) -> watch::Rece
     })
 }
 
-/// Builds a snapshot from the latest profile and policy; `None` while an answer is outstanding, or while several workloads have the
-/// address and it has no policy.
+/// Builds a snapshot from the latest profile and policy. Returns `None` while an answer is outstanding, or while several workloads
+/// have the address and the address has no policy.
 fn build_snapshot(
     discovery: &Discovery,
     destination: &Destination,
@@ -238,7 +239,7 @@ fn build_snapshot(
             let reason = destination.update_errors.profile.lock().clone().unwrap_or_default();
             return refuse_all(ClientPolicy::invalid(reason, timeout));
         }
-        // Linkerd's code for an address that several workloads have.
+        // Linkerd's control plane sends this code for an address that several workloads have.
         Some(WatchState::Refused(refusal)) => {
             *destination.update_errors.profile.lock() = None;
             (None, refusal.code == tonic::Code::FailedPrecondition)
@@ -249,15 +250,15 @@ fn build_snapshot(
     let policy = match &*policy_watch.borrow() {
         WatchState::Pending => return None,
         WatchState::Known(policy) => policy.clone(),
-        // Several workloads have this address. There is no snapshot until the control plane knows which of them remains: a
-        // connection in plaintext could reach one that requires mTLS.
+        // Several workloads have this address. There is no snapshot until only one of them remains, because a connection in
+        // plaintext could reach a workload that requires mTLS.
         WatchState::Refused(refusal) if is_unknown_destination(refusal) && is_shared_address => return None,
-        // Clients choose names. A refused name is treated as unknown, without a warning.
+        // A refused name is treated as unknown. There is no warning, because clients choose names.
         WatchState::Refused(refusal) if is_unknown_destination(refusal) || matches!(target, Addr::Name(_)) => {
             *destination.update_errors.policy.lock() = None;
             let endpoint = profile.and_then(|profile| profile.endpoint.clone());
             is_unknown_name = endpoint.is_none() && matches!(target, Addr::Name(_));
-            policy_of_unknown_destination(target, endpoint, discovery.local_policy_config)
+            unknown_destination_policy(target, endpoint, discovery.local_policy_config)
         }
         WatchState::Refused(refusal) => {
             let target_and_cause = (target.clone(), "invalid-policy");
@@ -281,8 +282,8 @@ fn build_snapshot(
     })
 }
 
-/// The policy of a destination for which the control plane has none. `endpoint` is the one in its profile.
-fn policy_of_unknown_destination(
+/// The policy of a destination for which the control plane has none. `endpoint` is the endpoint in the profile of the destination.
+fn unknown_destination_policy(
     target: &Addr,
     endpoint: Option<Arc<EndpointSpec>>,
     config: LocalPolicyConfig,
@@ -322,8 +323,8 @@ fn is_unknown_destination(refusal: &Refusal) -> bool {
 
 /// Waits until the destination has been unused for the idle timeout, then removes it from the cache.
 ///
-/// The destination must have been unused for the whole timeout: otherwise one with only short connections would be removed between
-/// two of them. While the control plane is unreachable, destinations with a snapshot stay cached.
+/// Connections within the timeout keep the destination: otherwise a destination with only short connections would be removed
+/// between two of them. While the control plane is unreachable, destinations with a snapshot stay cached.
 async fn evict_when_idle(discovery: &Discovery, destination: &Arc<Destination>) {
     loop {
         let due = *destination.used_at.lock() + discovery.idle_timeout;
@@ -345,7 +346,7 @@ mod tests {
     use tulle_proto::destination::{DestinationProfile, WeightedDst};
 
     use super::*;
-    use crate::api::tests::{profiles_of, with_timeout};
+    use crate::api::tests::{start_profile_server, with_timeout};
 
     fn named(name: &str, authority: &str) -> DestinationProfile {
         DestinationProfile {
@@ -385,7 +386,7 @@ mod tests {
     #[tokio::test]
     async fn an_invalid_profile_keeps_the_last_valid_one() {
         let (good, bad) = (|name| named(name, "other.test:80"), |name| named(name, "no name"));
-        let (updates, _server, destinations) = profiles_of(bad("zero")).await;
+        let (updates, _server, destinations) = start_profile_server(bad("zero")).await;
         let registry = Registry::new();
         let destination = Destination::new("10.0.0.1:80".parse().unwrap());
         let invalid_updates = invalid_updates::Families::new(&registry);
@@ -403,7 +404,7 @@ mod tests {
             .await
             .unwrap();
         };
-        expect_name(None).await; // there was none before it
+        expect_name(None).await; // no valid profile was sent before
         assert!(
             destination
                 .update_errors

@@ -1,6 +1,6 @@
-//! DNS addresses of names that are not services of the mesh, in rotation.
+//! DNS addresses of names that are not services of the mesh. Requests use the addresses of a name in turn.
 //!
-//! Only the name is resolved here. Policy, routes and endpoints are those of the address, as if the application had resolved the
+//! This module only resolves names. The policy, routes and endpoints of the address apply, as if the application had resolved the
 //! name and dialled the address itself.
 
 use std::{
@@ -42,7 +42,7 @@ struct DnsAnswer {
 }
 
 impl DnsAddresses {
-    /// Returns the addresses of `name`, starting with another one on each call.
+    /// Returns the addresses of `name`. Each call starts with another address.
     ///
     /// Calls `look_up` with its timeout when the last answer has expired. If the lookup fails, the last addresses stay in use.
     /// Without addresses, the failure is cached for [`NEGATIVE_CACHE_TTL`].
@@ -60,7 +60,7 @@ impl DnsAddresses {
     {
         let mut answer = self.answer.lock().await;
         if answer.expires_at.is_none_or(|until| until <= Instant::now()) {
-            // The timeout is short if there are addresses to continue with.
+            // The timeout is short if earlier addresses can be used.
             let limit = if answer.addrs.is_empty() {
                 FIRST_LOOKUP_TIMEOUT
             } else {
@@ -98,7 +98,7 @@ impl DnsAnswer {
         Ok(())
     }
 
-    /// If there are addresses from an earlier lookup, they stay in use. Otherwise the failure is cached.
+    /// Records a failed lookup. If there are addresses from an earlier lookup, they stay in use. Otherwise the failure is cached.
     ///
     /// # Errors
     /// There are no addresses.
@@ -145,8 +145,8 @@ fn is_routable(addr: &SocketAddr) -> bool {
 const FIRST_LOOKUP_TIMEOUT: Duration = Duration::from_secs(10);
 /// Timeout of a lookup if addresses are cached.
 const REFRESH_LOOKUP_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long a failed lookup is cached. Requests that waited for the lookup share its failure; a name that is created later is
-/// found soon.
+/// Time that a failed lookup is cached. Requests that waited for the lookup share its failure. The time is short, so that a name
+/// that is created later is found soon.
 const NEGATIVE_CACHE_TTL: Duration = Duration::from_secs(1);
 /// Delay before the next lookup after a failed one, if addresses are cached.
 const LOOKUP_RETRY_INTERVAL: Duration = Duration::from_secs(5);
@@ -181,7 +181,7 @@ mod tests {
         addrs.map_or_else(|error| error.to_string(), |addrs| addrs[0].to_string())
     }
 
-    // Without a network, the host has routes to its own addresses only, and those are never returned.
+    // A host without a network has routes only to its own addresses, which `addrs` never returns.
     fn has_network_route() -> bool {
         is_routable(&"192.0.2.1:1".parse().unwrap())
     }

@@ -21,7 +21,7 @@ pub(crate) struct CompiledProfile {
     pub(in crate::outbound) profile: Profile,
     /// The traffic split, or the service itself.
     pub(in crate::outbound) backends: Backends<Filter>,
-    /// One for each route, in the profile's order. The last one is for requests that match no route.
+    /// The metrics of each route, in the profile's order. The last ones are those of requests that match no route.
     pub(in crate::outbound) route_metrics: Vec<ProfileRouteMetrics>,
     pub(in crate::outbound) budget: Option<Arc<RetryBudgetState>>,
     /// Value of `l5d-dst-canonical` in every request.

@@ -47,13 +47,13 @@ pub(crate) struct Destination {
     pub(in crate::outbound) dns_addresses: DnsAddresses,
     /// Metrics of client connections, created with the first connection.
     pub(in crate::outbound) connection_metrics: OnceLock<Arc<ConnectionMetrics>>,
-    /// When the destination was last requested, or last found in use.
+    /// The time at which the destination was last requested, or last found in use.
     pub(in crate::outbound) used_at: Mutex<Instant>,
     /// Notified when the cache evicts this destination for another one.
     pub(in crate::outbound) evicted: Notify,
 }
 
-/// Why the last policy and the last profile cannot be used; `None` if they can.
+/// The reasons why the last policy and the last profile cannot be used; `None` if they can.
 #[derive(Debug, Default)]
 pub(in crate::outbound) struct UpdateErrors {
     pub(in crate::outbound) policy: Mutex<Option<String>>,
@@ -72,7 +72,7 @@ pub(crate) struct Snapshot {
     pub(in crate::outbound) profile: Option<Profile>,
 }
 
-/// How connections to a destination are handled, by its protocol.
+/// The handling of connections to a destination, which depends on its protocol.
 pub(crate) enum Plan {
     Detect {
         /// Maximum time for the first bytes.
@@ -88,7 +88,7 @@ pub(crate) enum Plan {
     /// TLS that is not terminated, routed by server name (SNI).
     Tls {
         routes: Arc<[TlsRoute]>,
-        /// One for each of `routes`.
+        /// The compiled routes, in the order of `routes`.
         compiled: Vec<Arc<CompiledOpaqueRoute>>,
     },
 }
@@ -99,7 +99,7 @@ pub(crate) enum Router {
     Profile(Box<CompiledProfile>),
 }
 
-/// What happens to requests that match a route rule: the compiled [`RouteAction`](crate::policy::client::RouteAction).
+/// The action of a route rule: the compiled [`RouteAction`](crate::policy::client::RouteAction).
 pub(crate) struct CompiledAction {
     pub(in crate::outbound) backends: Backends<Filter>,
     pub(in crate::outbound) mirrors: Vec<Arc<Mirror>>,
@@ -153,7 +153,7 @@ impl Destination {
     }
 }
 
-/// Why the policy refuses an opaque connection.
+/// The reason why the policy refuses an opaque connection.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum PolicyRefusal {
     #[error("the policy forbids the connection")]
@@ -206,7 +206,7 @@ impl Plan {
     }
 }
 
-/// Refusal of the first filter, if there is one. All filters of opaque routes refuse.
+/// The refusal of the first filter, if there is one. Every filter of an opaque route is a refusal.
 pub(in crate::outbound) fn policy_refusal(filters: &[OpaqueFilter]) -> Option<PolicyRefusal> {
     filters.first().map(|filter| match filter {
         OpaqueFilter::Forbidden => PolicyRefusal::Forbidden,

@@ -41,8 +41,8 @@ impl TimeoutsAndRetries {
     }
 }
 
-/// Budget of a rule's retries. Apart from 10 per second, they may at most double the request rate, so that they do not overload a
-/// failing service.
+/// Retry budget of a rule. Besides 10 retries per second, retries can at most double the request rate, so that they do not overload
+/// a failing service.
 const DEFAULT_RETRY_BUDGET: RetryBudget = RetryBudget {
     ratio: 1.0,
     min_per_second: 10,

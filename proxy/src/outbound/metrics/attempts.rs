@@ -5,8 +5,8 @@ use tokio::time::Instant;
 
 use crate::http::{body::Body, error::Error};
 
-/// Metrics of the attempts of one request. An implementation leaves out what is counted elsewhere: for a route of the policy,
-/// `RouteAttemptGuard` counts attempts.
+/// Metrics of the attempts of one request. An implementation omits the methods whose events are counted elsewhere. For example,
+/// `RouteAttemptGuard` counts the attempts on a route of the policy.
 pub(in crate::outbound) trait AttemptMetrics {
     fn attempt_started(&self) {}
     /// Counts an attempt without a response, or observes the response until its end. `started_at` is the start of the attempt.

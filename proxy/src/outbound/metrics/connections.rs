@@ -22,7 +22,7 @@ pub(crate) struct Families {
     zone_traffic: Family<Counter>,
     tcp_routes: OpaqueRouteFamilies,
     tls_routes: OpaqueRouteFamilies,
-    /// Set if connections of TLS routes are counted by server name (SNI).
+    /// `None` if connections of TLS routes are not counted by server name (SNI).
     host_source: Option<HostSource>,
 }
 
@@ -59,7 +59,7 @@ pub(crate) struct OpaqueRouteCounters {
     labels: Labels,
     opened: Arc<Counter>,
     closed: Family<Counter>,
-    /// Connections that ended without an error, as almost all do; this counter is looked up only once.
+    /// Counter of connections that ended without an error. Almost all do, so this counter is looked up only once.
     closed_ok: Arc<OnceLock<Arc<Counter>>>,
 }
 
@@ -166,12 +166,12 @@ impl OpaqueRouteFamilies {
 impl OpaqueRouteSeries {
     /// Counts an opened connection; `name` is its server name (SNI).
     pub(in crate::outbound) fn record_open(&self, name: Option<&str>) -> OpaqueRouteCounters {
-        let of_host = self.by_host.as_ref().zip(name).and_then(|((hosts, source), name)| {
+        let host_counters = self.by_host.as_ref().zip(name).and_then(|((hosts, source), name)| {
             hosts.get(name, *source, |name| {
                 self.families.counters(self.labels.clone().with("hostname", name))
             })
         });
-        let counters = of_host.unwrap_or_else(|| self.without_host.clone());
+        let counters = host_counters.unwrap_or_else(|| self.without_host.clone());
         counters.opened.inc();
         counters
     }

@@ -7,7 +7,7 @@ use crate::{
     tls::status::ClientTls,
 };
 
-/// Adds `<prefix>_group`, `_kind`, `_namespace` and `_name`.
+/// Adds `<prefix>_group`, `<prefix>_kind`, `<prefix>_namespace` and `<prefix>_name`.
 pub(in crate::outbound) fn with_meta(labels: Labels, prefix: &str, meta: &Meta) -> Labels {
     labels
         .with(&format!("{prefix}_group"), meta.group())
@@ -16,7 +16,7 @@ pub(in crate::outbound) fn with_meta(labels: Labels, prefix: &str, meta: &Meta) 
         .with(&format!("{prefix}_name"), meta.name())
 }
 
-/// As [`with_meta`], with `<prefix>_port` and `_section_name`.
+/// Adds the labels of [`with_meta`], and `<prefix>_port` and `<prefix>_section_name`.
 pub(super) fn with_meta_and_port(labels: Labels, prefix: &str, meta: &Meta) -> Labels {
     let port = meta.port().map(|port| port.to_string()).unwrap_or_default();
     with_meta(labels, prefix, meta)

@@ -51,8 +51,8 @@ pub(crate) struct Families {
 }
 
 impl Families {
-    /// `host_source` is set if requests and TLS connections are counted by host. Its value says whether the source of the
-    /// host names is trusted.
+    /// `host_source` says whether the source of host names is trusted; `None` if requests and TLS connections are not counted by
+    /// host.
     pub(crate) fn new(
         registry: &Registry,
         http: http_metrics::Families,
@@ -96,7 +96,7 @@ pub(in crate::outbound) struct MirrorSeries {
     pub(in crate::outbound) dropped: Arc<Counter>,
 }
 
-/// Where a balancer is used, for the labels of its metrics.
+/// The use of a balancer, for the labels of its metrics.
 pub(in crate::outbound) struct MetricScope<'a> {
     pub(in crate::outbound) protocol: DestinationProtocol,
     pub(in crate::outbound) parent: &'a Meta,
@@ -254,7 +254,7 @@ impl Families {
 
 impl RouteSeries {
     /// The series for the host of `req`, if requests are counted by host.
-    pub(in crate::outbound) fn for_host(self: &Arc<Self>, req: &Request<Body>) -> Option<Arc<Self>> {
+    pub(in crate::outbound) fn host_series(self: &Arc<Self>, req: &Request<Body>) -> Option<Arc<Self>> {
         let (hosts, source) = (self.by_host.as_ref()?, self.families.host_source?);
         let authority = headers::authority(req)?;
         hosts.get(authority.host(), source, |host| {

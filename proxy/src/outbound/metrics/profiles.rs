@@ -46,7 +46,7 @@ impl Families {
     }
 
     pub(in crate::outbound) fn route(&self, dst: &str, route: Option<&ProfileRoute>) -> ProfileRouteMetrics {
-        let labels = profile::labels("outbound", dst, route);
+        let labels = profile::route_labels("outbound", dst, route);
         ProfileRouteMetrics {
             no_budget: self.retryable.get(&labels.clone().with("skipped", "no_budget")),
             attempts: self.attempts.series(labels.clone()),

@@ -31,7 +31,7 @@ pub(super) struct AttemptSender<'a> {
     pub(super) backends: &'a Backends<Filter>,
     /// Length in bytes of the path prefix that the route matched, after the filters of the route.
     pub(super) matched_prefix_len: Option<usize>,
-    /// Set if the attempts are recorded in the series of a route.
+    /// `None` if the attempts are not recorded in the series of a route.
     pub(super) route_request: Option<(&'a RouteRequestGuard<'a>, ResponseRecorder)>,
 }
 
@@ -39,7 +39,7 @@ pub(super) struct AttemptSender<'a> {
 pub(super) struct AttemptParams<'a> {
     pub(super) started_at: Instant,
     pub(super) deadlines: Option<&'a mut AttemptDeadlines>,
-    /// The request that the caller keeps for retries, if it does.
+    /// The request that the caller keeps for retries, if it keeps one.
     pub(super) kept_for_retry: Option<&'a ReplayableRequest>,
     /// Whether the attempt may resend the request.
     pub(super) may_resend: bool,
@@ -61,7 +61,7 @@ impl AttemptSender<'_> {
     /// Selects a backend and sends a request to it, preferably to endpoints that are not in `tried`.
     ///
     /// # Errors
-    /// As [`BackendAttempt::run`], or a filter of the backend responds to the request.
+    /// The errors of [`BackendAttempt::run`], or a filter of the backend responds to the request.
     pub(super) async fn send_attempt(
         &self,
         outgoing: &mut OutgoingRequest<'_>,
@@ -91,8 +91,8 @@ impl AttemptSender<'_> {
             },
             route_source: self.route_source,
             started_at,
-            // The caller has kept the request before the backend's filters changed it and before the deadlines wrapped its
-            // body. So it equals the request only if the backend has no filters and the body is empty.
+            // The caller kept the request before the backend's filters changed it and before the deadlines wrapped its body. So the
+            // kept request equals the sent one only if the backend has no filters and the body is empty.
             kept_for_retry: kept_for_retry.filter(|kept| choice.filters.is_empty() && kept.has_no_body()),
             may_resend,
         };
@@ -101,7 +101,7 @@ impl AttemptSender<'_> {
         Ok(rsp)
     }
 
-    /// As [`Backends::is_available`], now.
+    /// Whether one of the backends is available now, as in [`Backends::is_available`].
     pub(super) fn is_available(&self) -> bool {
         self.backends.is_available(Instant::now())
     }

@@ -58,18 +58,18 @@ struct EndpointObserver {
     in_flight: InFlightGuard<Endpoint>,
     retry_after: Option<Duration>,
     route_attempt: Option<RouteAttemptGuard>,
-    /// Whether no endpoint was tried before, in this attempt or an earlier one, and a connection was ready without waiting.
-    /// Only then is an expired request timeout a failure of the endpoint.
+    /// Whether this is the first endpoint of the request, over all attempts, and a connection was ready without waiting. Only then
+    /// is an expired request timeout a failure of the endpoint.
     connected_at_once: bool,
     is_recorded: bool,
 }
 
-/// A request that was sent to an endpoint, and what is needed to handle its result.
+/// A request that was sent to an endpoint, and the values that the handling of its result needs.
 struct SentRequest {
     endpoint: Arc<Endpoint>,
     observer: EndpointObserver,
     started_at: Instant,
-    /// As [`ConnectionRequirements::request_protocol`].
+    /// The HTTP version of the sent request, from [`ConnectionRequirements::request_protocol`].
     protocol: HttpVersion,
     /// The HTTP version of the client's request.
     client_version: Version,
@@ -105,15 +105,15 @@ impl BackendAttempt<'_> {
 
     /// Sends a request to endpoints in turn, until one processes it or it may not be sent again.
     ///
-    /// A resend needs the request as it was sent: the caller keeps it, or it is kept here. An upgrade request is not kept and is
-    /// sent once.
+    /// A resend needs the request as it was sent. Either the caller or this function keeps it. An upgrade request is not kept and
+    /// is sent once.
     async fn send_until_processed(
         &self,
         outgoing: &mut OutgoingRequest<'_>,
         tried: &mut TriedEndpoints,
         mut deadlines: Option<&mut AttemptDeadlines>,
     ) -> Result<(Response<Body>, SentRequest), Error> {
-        let needs = ConnectionRequirements::of_request(outgoing.req, outgoing.reply_channels.upgrade.is_some());
+        let needs = ConnectionRequirements::from_request(outgoing.req, outgoing.reply_channels.upgrade.is_some());
         let must_keep_request =
             self.may_resend && outgoing.reply_channels.upgrade.is_none() && self.kept_for_retry.is_none();
         let keep_request =
@@ -132,7 +132,7 @@ impl BackendAttempt<'_> {
                 return self.finish(outgoing, sent, result);
             };
             let Some(req) = kept_request.and_then(ReplayableRequest::take_request) else {
-                // The body was too large to be kept, or the request is an upgrade, which is not kept.
+                // The body was too large to be kept, or the request is an upgrade, which is never kept.
                 let result = result.map_err(|error| Error::TooLargeToResend(Box::new(error)));
                 return self.finish(outgoing, sent, result);
             };
@@ -158,7 +158,7 @@ impl BackendAttempt<'_> {
             let connected = poll_fn(|cx| {
                 let polled =
                     AttemptDeadlines::check_head_deadline(deadlines.as_deref_mut(), connecting.as_mut().poll(cx), cx);
-                connected_at_once &= polled.is_ready(); // stays true only if the first poll is ready: nothing was waited for
+                connected_at_once &= polled.is_ready(); // true only if the first poll is ready, that is, without waiting
                 polled
             });
             connected.await?
@@ -205,7 +205,7 @@ impl BackendAttempt<'_> {
         Ok((sent, result))
     }
 
-    /// The cause for which the request may be sent again in this attempt; `None` if this is the result of the attempt.
+    /// The cause of a resend in this attempt; `None` if the request is not sent again and `result` is the result of the attempt.
     fn resend_cause(
         &self,
         result: &Result<Response<Body>, Error>,
@@ -215,7 +215,7 @@ impl BackendAttempt<'_> {
     ) -> Option<&'static str> {
         match result {
             // Only a meshed endpoint has a proxy that can report an error of its own.
-            Ok(rsp) if endpoint.identity().is_some() && self.connector.may_use_other_endpoint(n_tried_so_far) => {
+            Ok(rsp) if endpoint.identity().is_some() && self.connector.may_send_to_another_endpoint(n_tried_so_far) => {
                 let (cause, resendable) = peer_proxy_error(rsp)?;
                 self.allows_resend(resendable, endpoint, kept_request).then_some(cause)
             }
@@ -240,7 +240,7 @@ impl BackendAttempt<'_> {
         };
         sent.observer.record_failed_status(&rsp);
         let is_meshed = sent.endpoint.identity().is_some();
-        // With several endpoints, one of them must not close the client's connection to the service.
+        // If the backend has several endpoints, none of them may close the client's connection to the service.
         let may_close_client = is_meshed && matches!(self.connector.backend, Backend::Forward(_));
         finish_response(&mut rsp, sent.protocol, sent.client_version, may_close_client);
         let server_tunnel = rsp.body_mut().take_server_tunnel();
@@ -258,7 +258,7 @@ impl BackendAttempt<'_> {
         Ok((rsp, sent))
     }
 
-    /// Shows this attempt to those taps that sampled and match it.
+    /// Shows this attempt to the taps that have sampled it and match it.
     #[cold]
     fn start_tap(&self, sampled: &SampledTaps, req: &Request<Body>, endpoint: &Endpoint) -> Option<Box<TappedRequest>> {
         let request_info = RequestInfo {
@@ -276,6 +276,7 @@ impl BackendAttempt<'_> {
         endpoint.taps.show(sampled, request_info)
     }
 
+    /// Whether the request may be sent again after this error.
     fn can_resend(
         &self,
         error: &Error,
@@ -285,12 +286,13 @@ impl BackendAttempt<'_> {
     ) -> bool {
         // After a refused stream, the request can also be sent on a new connection to the same endpoint.
         let may_send = match error.is_refused_stream() {
-            true => self.connector.may_resend_to_any_endpoint(n_tried_so_far),
-            false => self.connector.may_use_other_endpoint(n_tried_so_far),
+            true => self.connector.may_send_again(n_tried_so_far),
+            false => self.connector.may_send_to_another_endpoint(n_tried_so_far),
         };
         may_send && kept_request.is_some() && self.allows_resend(error.resendable(), endpoint, kept_request)
     }
 
+    /// Whether the request may be sent again after a result with this `resendable`.
     fn allows_resend(
         &self,
         resendable: Resendable,
@@ -332,8 +334,8 @@ fn prepare_request(req: &mut Request<Body>, endpoint: &Endpoint, protocol: HttpV
 
 /// Converts a response to the HTTP version of the client's request, `client_version`, and removes headers that only proxies use.
 ///
-/// `may_close_client` is whether the peer's proxy may close the client's connection: only if its endpoint is the only one of the
-/// backend.
+/// `may_close_client` says whether the peer's proxy may close the client's connection. It may if the backend has only this
+/// endpoint.
 fn finish_response(rsp: &mut Response<Body>, protocol: HttpVersion, client_version: Version, may_close_client: bool) {
     let was_converted_to_http2 = client_version != Version::HTTP_2 && protocol == HttpVersion::Http2;
     if was_converted_to_http2 {
@@ -354,8 +356,8 @@ fn finish_response(rsp: &mut Response<Body>, protocol: HttpVersion, client_versi
     }
 }
 
-/// Cause of an error response that the peer's proxy generated, and which requests may be resent after it; `None` if none may. A
-/// tulle proxy sends a cause header. Linkerd's proxy sends none and is recognized by its error text.
+/// The cause of an error response that the peer's proxy generated, and the requests that may be resent after it. `None` if no
+/// request may be resent. A tulle proxy sends a header with the cause. An error of Linkerd's proxy is recognized by its text.
 fn peer_proxy_error<B>(rsp: &Response<B>) -> Option<(&'static str, Resendable)> {
     let headers = rsp.headers();
     // For gRPC, the error is a `grpc-status` in a response with status 200.
@@ -427,7 +429,7 @@ impl EndpointObserver {
         if is_unavailable {
             self.retry_after = headers::retry_after(rsp.headers());
         }
-        // A client that is denied has not failed because of the endpoint.
+        // `PERMISSION_DENIED` is about the client and not a failure of the endpoint.
         let is_denied = code == Some(grpc::PERMISSION_DENIED);
         if is_overloaded || (!is_denied && !classify::is_success(status, code)) {
             let now = Instant::now();
@@ -446,9 +448,9 @@ impl EndpointObserver {
             error => error,
         };
         let is_endpoint_failure = match error {
-            // A pooled connection may be closed at any time. That is not a failure of the endpoint.
+            // A server may close a pooled connection at any time. That is not a failure of the endpoint.
             Error::ConnectionClosed { reused: true, .. } => false,
-            // Neither is a connection that ends with GOAWAY because of its age.
+            // A connection that ends with GOAWAY because of its age is no failure of the endpoint either.
             error if error.is_graceful_go_away() => false,
             // Other endpoints may have used up the timeout of the request.
             Error::Timeout(TimeoutKind::Request(_) | TimeoutKind::Profile(_)) => self.connected_at_once,
@@ -490,7 +492,7 @@ impl ResponseObserver for EndpointObserver {
         let request_outcome = match outcome {
             _ if is_overloaded => breaker::RequestOutcome::Overloaded,
             ResponseOutcome { success: true, .. } => breaker::RequestOutcome::Success,
-            // The client left a response that was good so far. This says nothing about the endpoint.
+            // The client cancelled a response that was a success until then. This says nothing about the endpoint.
             ResponseOutcome {
                 end: ResponseEnd::Cancelled,
                 status,
@@ -506,7 +508,7 @@ impl ResponseObserver for EndpointObserver {
     }
 }
 
-/// Dropped without a result: the client has cancelled the request.
+/// Records that the client cancelled the request, if no result was recorded.
 impl Drop for EndpointObserver {
     fn drop(&mut self) {
         if !self.is_recorded {

@@ -51,7 +51,7 @@ pub(super) struct RequestConnector<'a> {
     pub(super) n_tried_by_earlier_attempts: usize,
 }
 
-/// What a request requires of its connection.
+/// The requirements of a request on its connection.
 #[derive(Clone, Copy)]
 pub(super) struct ConnectionRequirements {
     version: Version,
@@ -93,8 +93,8 @@ impl RequestConnector<'_> {
         }
     }
 
-    /// Whether an endpoint can replace those that the request has tried or is dialling. One without the required identity cannot:
-    /// the request must not be sent to it.
+    /// Whether an endpoint can replace those that the request has tried or is dialling. An endpoint without the required identity
+    /// cannot, because the request must not be sent to it.
     fn is_alternative(&self, endpoint: &Arc<Endpoint>, tried: &TriedEndpoints, dials: &[PendingDial]) -> bool {
         let mut excluded = tried.iter().chain(dials.iter().map(|dial| &dial.endpoint));
         !excluded.any(|excluded| Arc::ptr_eq(excluded, endpoint))
@@ -129,7 +129,7 @@ impl RequestConnector<'_> {
     ) -> Result<(Arc<Endpoint>, ConnectOutcome), Error> {
         let mut dials: SmallVec<[PendingDial; MAX_ENDPOINTS_PER_ATTEMPT]> = SmallVec::new();
         let first_hedge_at = start_dial(&mut dials, endpoint, self.worker, needs);
-        let mut hedge_at = self.has_room_for_endpoint(tried, &dials).then_some(first_hedge_at);
+        let mut hedge_at = self.may_dial_another_endpoint(tried, &dials).then_some(first_hedge_at);
         if let Some(connected) = self.find_shared_connection(tried, &dials, needs).await {
             return Ok(connected);
         }
@@ -158,12 +158,12 @@ impl RequestConnector<'_> {
                 return Ok((next, outcome));
             }
             let next_hedge_at = start_dial(&mut dials, next, self.worker, needs);
-            hedge_at = self.has_room_for_endpoint(tried, &dials).then_some(next_hedge_at);
+            hedge_at = self.may_dial_another_endpoint(tried, &dials).then_some(next_hedge_at);
         }
     }
 
-    /// Chooses the endpoint that is used after a failed dial; `None` if other dials are in progress, which the request then waits
-    /// for.
+    /// Chooses the endpoint to use after a failed dial. Returns `None` if other dials are in progress; the request then waits for
+    /// them.
     ///
     /// # Errors
     /// No dial is in progress, and no other endpoint may be tried, is available, or has the required identity.
@@ -174,7 +174,8 @@ impl RequestConnector<'_> {
         tried: &mut TriedEndpoints,
         dials: &[PendingDial],
     ) -> Result<Option<Arc<Endpoint>>, Error> {
-        let may_try_another = error.resendable() == Resendable::Always && self.may_use_other_endpoint(tried.len());
+        let may_try_another =
+            error.resendable() == Resendable::Always && self.may_send_to_another_endpoint(tried.len());
         tried.push(failed);
         let cause = error.cause();
         if !dials.is_empty() {
@@ -185,7 +186,8 @@ impl RequestConnector<'_> {
             return Err(error);
         }
         if matches!(error, Error::NoFreeStream { .. }) {
-            // The dial has already waited for a free stream. The request does not also wait until another endpoint is available.
+            // The dial has already waited for a free stream, so the request does not also wait for another endpoint to become
+            // available.
             let available = self
                 .backend
                 .pick_where(|other| self.is_alternative(other, tried, dials));
@@ -199,15 +201,15 @@ impl RequestConnector<'_> {
         Ok(Some(other))
     }
 
-    /// Another endpoint with an open HTTP/2 connection. Not for HTTP/1: there every request in progress occupies a connection, so
-    /// it is normal that an endpoint has no free one.
+    /// Finds another endpoint with an open HTTP/2 connection. HTTP/1 connections are not searched: each request in progress
+    /// occupies one, so it is normal that an endpoint has no free connection.
     async fn find_shared_connection(
         &self,
         tried: &TriedEndpoints,
         dials: &[PendingDial],
         needs: ConnectionRequirements,
     ) -> Option<(Arc<Endpoint>, ConnectOutcome)> {
-        if !self.has_room_for_endpoint(tried, dials) {
+        if !self.may_dial_another_endpoint(tried, dials) {
             return None;
         }
         let other = self.backend.pick_where(|other| {
@@ -219,20 +221,20 @@ impl RequestConnector<'_> {
         Some((other, outcome))
     }
 
-    /// Whether this attempt may use one endpoint besides those that it has tried and is dialling.
-    fn has_room_for_endpoint(&self, tried: &TriedEndpoints, dials: &[PendingDial]) -> bool {
+    /// Whether this attempt may dial one more endpoint, besides those that it has tried and those that it is dialling.
+    fn may_dial_another_endpoint(&self, tried: &TriedEndpoints, dials: &[PendingDial]) -> bool {
         tried.len() - self.n_tried_by_earlier_attempts + dials.len() < MAX_ENDPOINTS_PER_ATTEMPT
     }
 
-    /// Whether the request may be sent to another endpoint of the backend, after the one that has just failed.
-    /// `n_tried_so_far` as in [`Self::may_resend_to_any_endpoint`].
-    pub(super) fn may_use_other_endpoint(&self, n_tried_so_far: usize) -> bool {
-        self.may_resend_to_any_endpoint(n_tried_so_far) && !matches!(self.backend, Backend::Forward(_))
+    /// Whether the request may be sent to another endpoint of the backend, after the endpoint that has just failed.
+    /// `n_tried_so_far` is that of [`Self::may_send_again`].
+    pub(super) fn may_send_to_another_endpoint(&self, n_tried_so_far: usize) -> bool {
+        self.may_send_again(n_tried_so_far) && !matches!(self.backend, Backend::Forward(_))
     }
 
     /// Whether the request may be sent once more in this attempt, to the endpoint that has just failed or another one.
     /// `n_tried_so_far` is the number of endpoints that were tried before this endpoint, over all attempts.
-    pub(super) fn may_resend_to_any_endpoint(&self, n_tried_so_far: usize) -> bool {
+    pub(super) fn may_send_again(&self, n_tried_so_far: usize) -> bool {
         let n_in_this_attempt = n_tried_so_far + 1 - self.n_tried_by_earlier_attempts;
         n_in_this_attempt < MAX_ENDPOINTS_PER_ATTEMPT
     }
@@ -244,7 +246,7 @@ impl RequestConnector<'_> {
 }
 
 impl ConnectionRequirements {
-    pub(super) fn of_request(req: &Request<Body>, is_upgrade: bool) -> Self {
+    pub(super) fn from_request(req: &Request<Body>, is_upgrade: bool) -> Self {
         let version = req.version();
         // Without a host, a server may assume that all requests of the connection are for the same site.
         let has_no_host = req.uri().authority().is_none() && headers::get(req.headers(), &header::HOST).is_none();
@@ -310,12 +312,12 @@ fn start_dial(
                 dialled.breaker().record_dial_failure(error.cause(), Instant::now());
             }
         }
-        // If the request has ended, the connection is kept for the next one.
+        // If the request has ended, the connection is kept for the next request.
         if let Err(Ok(outcome)) = result_tx.send(result) {
             client.return_to_pool(outcome);
         }
     });
-    // Another request may have started the dial of this endpoint earlier; then this dial waits for that one.
+    // Another request may already dial this endpoint. Then this dial waits for the earlier one, whose start counts.
     let dial_started_at = endpoint.client(worker).dial_started_at().unwrap_or_else(Instant::now);
     dials.push(PendingDial { endpoint, result_rx });
     dial_started_at + HEDGED_DIAL_DELAY
@@ -341,7 +343,7 @@ async fn first_completed(
 
 /// Maximum number of endpoints that one attempt is sent to or dials, resends included.
 pub(super) const MAX_ENDPOINTS_PER_ATTEMPT: usize = 3;
-/// Delay before another endpoint is dialled. Longer than a dial with mTLS takes within one data centre.
+/// Delay before another endpoint is dialled. Within one data centre, a dial with mTLS takes less time.
 const HEDGED_DIAL_DELAY: Duration = Duration::from_millis(20);
 
 #[cfg(test)]
@@ -364,8 +366,8 @@ mod tests {
     const WEB: &str = "web.shop.serviceaccount.identity.linkerd.cluster.local";
     const OTHER: &str = "other.shop.serviceaccount.identity.linkerd.cluster.local";
 
-    /// An endpoint with this identity, or one that is not meshed.
-    fn endpoint(context: &EndpointContext, identity: Option<&str>) -> Arc<Endpoint> {
+    /// An endpoint with this identity; `None` for an endpoint that is not meshed.
+    fn endpoint_with_identity(context: &EndpointContext, identity: Option<&str>) -> Arc<Endpoint> {
         let spec = EndpointSpec {
             tls: identity.map(|identity| EndpointTls {
                 identity: identity.parse().unwrap(),
@@ -373,10 +375,10 @@ mod tests {
             }),
             ..EndpointSpec::plain(([192, 0, 2, 1], 80).into())
         };
-        endpoint_of(context, spec)
+        new_endpoint(context, spec)
     }
 
-    fn endpoint_of(context: &EndpointContext, spec: EndpointSpec) -> Arc<Endpoint> {
+    fn new_endpoint(context: &EndpointContext, spec: EndpointSpec) -> Arc<Endpoint> {
         let (now, ms) = (Instant::now(), Duration::from_millis(1));
         let params = LoadParams::PeakEwma {
             default_rtt: ms,
@@ -404,13 +406,13 @@ mod tests {
         let mut context = EndpointContext::with_defaults();
         context.connector.connect.timeout = HEDGED_DIAL_DELAY * 3 / 2;
         let req = Request::get("http://web.test/").body(Body::empty()).unwrap();
-        let needs = ConnectionRequirements::of_request(&req, false);
-        // Endpoints that earlier attempts have tried, and those to which this attempt was sent before.
+        let needs = ConnectionRequirements::from_request(&req, false);
+        // The number of endpoints that earlier attempts have tried, and the number of endpoints that this attempt was sent to.
         for (n_tried_by_earlier_attempts, n_sent) in [(0, 0), (4, 0), (0, 1), (0, 2), (4, 2)] {
             let endpoints: Vec<_> = (0..10)
-                .map(|_| endpoint_of(&context, EndpointSpec::plain(addr)))
+                .map(|_| new_endpoint(&context, EndpointSpec::plain(addr)))
                 .collect();
-            let backend = Backend::of_endpoints(&endpoints);
+            let backend = Backend::with_endpoints(&endpoints);
             let connector = RequestConnector {
                 worker: 0,
                 backend: &backend,
@@ -452,7 +454,7 @@ mod tests {
             families: &context.families,
             n_tried_by_earlier_attempts: 0,
         };
-        let dialled = endpoint(&context, Some(WEB));
+        let dialled = endpoint_with_identity(&context, Some(WEB));
         let (_result_tx, result_rx) = oneshot::channel();
         let dials = [PendingDial {
             endpoint: dialled.clone(),
@@ -460,7 +462,7 @@ mod tests {
         }];
         let tried = TriedEndpoints::new();
         for (identity, is_alternative) in [(Some(WEB), true), (Some(OTHER), false), (None, false)] {
-            let other = endpoint(&context, identity);
+            let other = endpoint_with_identity(&context, identity);
             let connector_for_web = connector(Some(WEB));
             assert_eq!(
                 connector_for_web.is_alternative(&other, &tried, &dials),

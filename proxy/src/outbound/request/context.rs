@@ -1,4 +1,4 @@
-//! A request, and what is known about the connection of its client.
+//! A request, and the properties of its client's connection.
 
 use std::net::SocketAddr;
 
@@ -22,8 +22,9 @@ pub(in crate::outbound) struct ClientContext<'a> {
 /// A request on its way to a backend.
 pub(in crate::outbound) struct OutgoingRequest<'a> {
     pub(in crate::outbound) req: &'a mut Request<Body>,
-    /// Its tunnel is taken when an upgrade succeeds.
+    /// The channels to the client. The upgrade channel is taken when an upgrade succeeds.
     pub(in crate::outbound) reply_channels: ReplyChannels,
-    /// Whether the mirrors have got their copies. Each gets only one, even if the request is sent to a further address.
+    /// Whether the copies for mirrors were started. Each mirror gets only one copy, even if the request is then sent to another
+    /// address.
     pub(in crate::outbound) mirrors_started: bool,
 }

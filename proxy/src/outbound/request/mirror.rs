@@ -43,7 +43,7 @@ pub(super) fn send_copies(
     overrides: HeaderOverrides,
     outgoing: &mut OutgoingRequest<'_>,
 ) {
-    // After an upgrade or CONNECT there are bytes without requests, which cannot be copied.
+    // Upgrades and CONNECT requests are not copied: the bytes after them are not part of a request.
     if mirrors.is_empty()
         || outgoing.mirrors_started
         || outgoing.reply_channels.upgrade.is_some()
@@ -75,7 +75,7 @@ pub(super) fn send_copies(
     }
 }
 
-/// A request with the same head, whose body receives the frames of the original as they are sent.
+/// Returns a request with the same head, whose body receives the frames of the original as they are sent.
 fn copy_request(req: &mut Request<Body>, memory: &Arc<BodyCopyMemory>) -> (Request<Body>, BodyCopyMonitor) {
     let (original, body, monitor) = tee::copy_while_sent(take(req.body_mut()), memory.clone());
     *req.body_mut() = original;
@@ -121,7 +121,7 @@ async fn send_copy(
 /// Sends a copy and discards its response. Returns whether the response is a success.
 async fn send_and_discard(sender: &AttemptSender<'_>, outgoing: &mut OutgoingRequest<'_>) -> Result<bool, Error> {
     let params = AttemptParams {
-        // The body frames that are kept for a resend would not count in the memory of copies.
+        // A request with a body is not resent, because the kept body frames would not count towards the memory of copies.
         may_resend: outgoing.req.body().is_end_stream(),
         ..AttemptParams::plain(Instant::now())
     };

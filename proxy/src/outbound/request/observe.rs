@@ -36,7 +36,7 @@ pub(super) struct RouteRequestGuard<'a> {
 
 impl<'a> RouteRequestGuard<'a> {
     pub(super) fn begin(route: &'a Arc<RouteSeries>, req: &mut Request<Body>) -> Self {
-        let host_series = route.for_host(req);
+        let host_series = route.host_series(req);
         let frames = &host_series.as_ref().unwrap_or(route).frames;
         Self {
             timing: RequestTiming::observe(req, Instant::now(), frames),
@@ -86,7 +86,7 @@ impl<'a> RouteRequestGuard<'a> {
     }
 }
 
-/// Dropped without a result: the client has cancelled the request.
+/// Records that the client cancelled the request, if no result was recorded.
 impl Drop for RouteRequestGuard<'_> {
     fn drop(&mut self) {
         if !self.is_recorded {
@@ -126,7 +126,8 @@ impl RouteAttemptGuard {
         }
     }
 
-    /// When the request was sent completely. The body of a retry was received before the retry; then this is the retry's start.
+    /// The time at which the request was sent completely. The body of a retry was received before the retry, so this is at least
+    /// the start of the retry.
     fn sent_at(&self) -> Instant {
         self.timing.body_ended_at().max(self.started_at)
     }
@@ -148,7 +149,7 @@ impl RouteAttemptGuard {
     }
 }
 
-/// Dropped without a result: the client has cancelled the request.
+/// Records that the client cancelled the request, if no result was recorded.
 impl Drop for RouteAttemptGuard {
     fn drop(&mut self) {
         if !self.is_recorded {
@@ -157,7 +158,7 @@ impl Drop for RouteAttemptGuard {
     }
 }
 
-/// What records a request with a response in the series of its route.
+/// The object that records a request with a response in the series of its route.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum ResponseRecorder {
     /// The [`RouteAttemptGuard`] of the request's only attempt: its rule has no timeouts and no retries, and requests cannot
@@ -184,7 +185,8 @@ impl RouteSource<'_> {
                 labels.pairs().into_iter().collect()
             }
             Self::Profile(routes) => {
-                let index = profile::find(routes, &RequestAttributes::of(req.method(), req.uri(), req.headers()));
+                let index =
+                    profile::find_route(routes, &RequestAttributes::new(req.method(), req.uri(), req.headers()));
                 index.map(|index| routes[index].labels.clone()).unwrap_or_default()
             }
         }

@@ -43,9 +43,9 @@ pub(super) async fn send_by_profile(
     outgoing: &mut OutgoingRequest<'_>,
 ) -> Result<Response<Body>, Error> {
     let started_at = Instant::now();
-    let attributes = RequestAttributes::of(outgoing.req.method(), outgoing.req.uri(), outgoing.req.headers());
+    let attributes = RequestAttributes::new(outgoing.req.method(), outgoing.req.uri(), outgoing.req.headers());
     let routes = compiled.routes();
-    let index = profile::find(routes, &attributes);
+    let index = profile::find_route(routes, &attributes);
     let route = index.and_then(|index| routes.get(index));
     let metrics = &compiled.route_metrics[index.unwrap_or(routes.len())];
     if let Some(canonical) = &compiled.canonical {
@@ -91,8 +91,8 @@ struct ProfileRequestMetrics<'a> {
     route: Option<&'a ProfileRoute>,
     metrics: &'a ProfileRouteMetrics,
     attempt_in_progress: AtomicBool,
-    /// Whether the caller has recorded the result of the request. If this value is dropped before, the request counts as
-    /// cancelled by the client.
+    /// Whether the caller has recorded the result of the request. If this value is dropped without a recorded result, the request
+    /// counts as cancelled by the client.
     is_recorded: bool,
 }
 
@@ -107,8 +107,8 @@ impl<'a> ProfileRequestMetrics<'a> {
         }
     }
 
-    /// Counts a failure in `series`, or observes a response for it until its end: only then is its gRPC status known, and whether
-    /// it is complete.
+    /// Counts a failure in `series`, or observes a response until its end and then counts it. Only at its end is it known whether
+    /// the response is complete, and which gRPC status it has.
     fn observe(
         &self,
         result: Result<Response<Body>, Error>,
@@ -131,7 +131,7 @@ impl<'a> ProfileRequestMetrics<'a> {
     }
 }
 
-/// Dropped before the end of the request: the client has cancelled it.
+/// Records that the client cancelled the request, if no result was recorded.
 impl Drop for ProfileRequestMetrics<'_> {
     fn drop(&mut self) {
         if self.is_recorded {

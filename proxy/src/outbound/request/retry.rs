@@ -50,7 +50,7 @@ pub(super) struct RetryParams<'a> {
     pub(super) budget: &'a RetryBudgetState,
 }
 
-/// Which results are retried.
+/// The results that are retried.
 pub(super) enum RetryOn<'a> {
     /// HTTP and gRPC statuses.
     Statuses(Cow<'a, RetryConditions>),
@@ -130,7 +130,7 @@ pub(super) async fn send_upgrade(
     metrics.observe_attempt(result, started_at)
 }
 
-/// How a request is sent: start of the first attempt, timeouts, and retries.
+/// The parameters of sending a request: start of the first attempt, timeouts, and retries.
 pub(super) struct SendParams<'a> {
     pub(super) started_at: Instant,
     pub(super) timeouts: RequestTimeouts,
@@ -166,7 +166,7 @@ pub(super) async fn send_with_retries(
             response_headers_timeout: params_if_not_last.and_then(|params| params.attempt_timeout),
             ..timeouts
         };
-        // The gRPC status is read only after the whole request has been sent; only `AttemptDeadlines` know when.
+        // The gRPC status is read only after the whole request was sent, which only `AttemptDeadlines` detects.
         let mut deadlines = (needs_grpc_status || attempt_timeouts != RequestTimeouts::default())
             .then(|| AttemptDeadlines::start(attempt_timeouts, outgoing.req, started_at));
         metrics.attempt_started();
@@ -218,7 +218,8 @@ async fn read_grpc_status(
     wait_deadlines: Option<&mut AttemptDeadlines>,
 ) -> (Result<Response<Body>, Error>, Option<i32>) {
     match (result, wait_deadlines) {
-        // Only after the whole request is sent: a client may wait for the response head before it sends more of the body.
+        // The trailers are awaited only after the whole request was sent: a client may wait for the response head before it sends
+        // more of the body.
         (Ok(mut rsp), Some(deadlines)) if awaits_grpc_trailers(&rsp) && deadlines.is_sent() => {
             match deadlines.with_deadline(peek_grpc_status(&mut rsp)).await {
                 Ok(grpc_status) => (Ok(rsp), grpc_status),
@@ -264,7 +265,7 @@ impl RetryParams<'_> {
 
     /// Takes a retry from the budget and returns the request to send; `None` if the client gets the result of this attempt.
     ///
-    /// The budget is asked last, so that it pays only for retries that are sent.
+    /// The budget is checked last, so that only retries that are sent are taken from it.
     fn take_retry(
         &self,
         kept_for_retry: ReplayableRequest,
@@ -274,7 +275,7 @@ impl RetryParams<'_> {
         if !kept_for_retry.can_replay() {
             return None;
         }
-        // The result of this attempt says more than an error that no endpoint is available.
+        // The client gets the result of this attempt, which says more than an error that no endpoint is available.
         if !sender.is_available() {
             metrics.endpoints_exhausted();
             return None;
@@ -288,14 +289,15 @@ impl RetryParams<'_> {
 }
 
 impl RetryOn<'_> {
-    /// Whether this result is retried. `is_grpc` is about the request; `grpc_status` is that of the response, if known.
+    /// Whether this result is retried. `is_grpc` says whether the request is gRPC. `grpc_status` is the status of the response, if
+    /// it is known.
     fn matches(&self, result: &Result<Response<Body>, Error>, is_grpc: bool, grpc_status: Option<i32>) -> bool {
         match (self, result) {
             (Self::Statuses(conditions), Ok(rsp)) => {
                 contains_status(&conditions.http, rsp.status().as_u16())
                     || grpc_status.is_some_and(|code| conditions.grpc.contains(&code))
             }
-            // Retried whatever the conditions are: no endpoint became available, or this attempt's own timeout expired.
+            // Always retried: no endpoint became available, or the timeout of this attempt expired.
             (Self::Statuses(_), Err(Error::QueueTimeout(..) | Error::Timeout(TimeoutKind::ResponseHeaders(_)))) => true,
             // Never retried: another timeout expired, the endpoint has another identity, or the length of a body is wrong.
             (_, Err(Error::Timeout(_) | Error::IdentityMismatch { .. } | Error::ContentLengthMismatch)) => false,
@@ -309,7 +311,7 @@ impl RetryOn<'_> {
                 let status = error.status();
                 is_route_failure(route, status.status, is_grpc.then_some(status.grpc_code))
             }
-            // Errors of the client, the policy or this proxy would repeat.
+            // Errors of the client, the policy or this proxy are not retried, because the retry would fail too.
             (Self::Statuses(_) | Self::RouteFailures(_), Err(_)) => false,
         }
     }
@@ -362,8 +364,8 @@ fn awaits_grpc_trailers(rsp: &Response<Body>) -> bool {
 
 /// Returns the gRPC status from the trailers if at most one data frame precedes them, otherwise `None`.
 ///
-/// Only the first frame is awaited. Frames that were read are put back in front of the body. The body stays in `rsp` during the
-/// wait, so the caller can still use it if this call is cancelled.
+/// Only the first frame is awaited. Frames that were read are put back at the start of the body. The body stays in `rsp` during the
+/// wait, so the caller can still use the body if this call is cancelled.
 async fn peek_grpc_status(rsp: &mut Response<Body>) -> Result<Option<i32>, Error> {
     let (body, mut read) = (rsp.body_mut(), VecDeque::<Bytes>::new());
     // The first frame is awaited.

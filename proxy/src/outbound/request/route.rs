@@ -53,7 +53,7 @@ pub(in crate::outbound) async fn route_and_send(
             return Box::pin(profile::send_by_profile(compiled, &sender, outgoing)).await;
         }
     };
-    let attributes = RequestAttributes::of(outgoing.req.method(), outgoing.req.uri(), outgoing.req.headers());
+    let attributes = RequestAttributes::new(outgoing.req.method(), outgoing.req.uri(), outgoing.req.headers());
     let found = find_route(&snapshot.policy, routes, &attributes)?.ok_or(Error::RouteNotFound)?; // O6
     if headers::is_connect_tunnel(outgoing.req) {
         check_tunnel(&snapshot.policy, routes, &attributes, &found)?;
@@ -67,7 +67,7 @@ pub(in crate::outbound) async fn route_and_send(
     let route_source = RouteSource::Route(&found.route.meta);
     let mut request_guard = RouteRequestGuard::begin(series, outgoing.req);
     // Boxed because few routes have this filter.
-    let cors = filter::find_cors(&found.rule.filters).map(|cors| Box::new(cors.of_request(outgoing.req.headers())));
+    let cors = filter::find_cors(&found.rule.filters).map(|cors| Box::new(cors.for_request(outgoing.req.headers())));
     let preflight = |cors: &CorsRequest<'_>| cors.preflight_response(outgoing.req.method(), outgoing.req.headers());
     if let Some(headers) = cors.as_deref().and_then(preflight) {
         return Ok(request_guard.respond(headers));
@@ -121,24 +121,26 @@ fn find_route<'a, T>(
     routes: &'a [Route<T>],
     attributes: &RequestAttributes<'_>,
 ) -> Result<Option<RouteMatch<'a, T>>, Error> {
-    if !policy.compares_normalized_paths() || !routes.iter().any(|route| route.depends_on_path_for(attributes)) {
+    if !policy.compares_normalized_paths() || !routes.iter().any(|route| route.depends_on_path_of_host(attributes)) {
         return Ok(route::find(routes, attributes));
     }
     let normalized_path = path::normalize(attributes.path).ok_or(Error::AmbiguousPath)?;
     Ok(route::find_by_normalized_path(routes, attributes, &normalized_path))
 }
 
-/// Checks that no rules of an EgressNetwork are bypassed by the bytes of a CONNECT tunnel, for which `found` is the rule.
+/// Checks that the bytes of a CONNECT tunnel do not bypass rules of an EgressNetwork. `found` is the rule for the CONNECT request.
 ///
 /// # Errors
-/// The EgressNetwork has routes, and `found` is not for the method CONNECT.
+/// The EgressNetwork has routes, and `found` does not require the method CONNECT.
 fn check_tunnel<T>(
     policy: &ClientPolicy,
     routes: &[Route<T>],
     attributes: &RequestAttributes<'_>,
     found: &RouteMatch<'_, T>,
 ) -> Result<(), Error> {
-    if !policy.is_of_egress_network() || found.names_method_of(attributes) || !routes.iter().any(Route::is_user_defined)
+    if !policy.is_egress_network()
+        || found.names_request_method(attributes)
+        || !routes.iter().any(Route::is_user_defined)
     {
         return Ok(());
     }
@@ -193,8 +195,8 @@ mod tests {
         })
     }
 
-    /// A policy with one route, for paths of `a.test` that begin with `/public`.
-    fn policy_of(kind: &str) -> ClientPolicy {
+    /// Decodes a policy with one route, for paths of `a.test` that begin with `/%70ublic`.
+    fn decode_policy(kind: &str) -> ClientPolicy {
         let path = http_route::path_match::Kind::Prefix("/%70ublic".into());
         let rule = proto::Rule {
             matches: vec![HttpRouteMatch {
@@ -237,11 +239,11 @@ mod tests {
             ("EgressNetwork", "/public/%2e%2e/admin", None),
             ("EgressNetwork", "/public//a", None),
             ("EgressNetwork", "/other//a", Some(false)), // of another host
-            // Routes of Services permit nothing.
+            // Rules of Services are compared with the original path, because they cannot deny paths.
             ("Service", "/%70ublic/../admin", Some(true)),
             ("Service", "/public/a", Some(false)),
         ] {
-            let policy = policy_of(kind);
+            let policy = decode_policy(kind);
             let ClientProtocol::Http1(http) = &policy.protocol else {
                 panic!("{policy:?}");
             };
@@ -251,7 +253,7 @@ mod tests {
             let found = find_route(
                 &policy,
                 &http.routes,
-                &RequestAttributes::of(&Method::GET, &uri, &headers),
+                &RequestAttributes::new(&Method::GET, &uri, &headers),
             );
             let found = found.map(|found| found.is_some());
             match expected {
@@ -268,7 +270,7 @@ mod tests {
             ("EgressNetwork", true, true),
             ("Service", false, true),
         ] {
-            let policy = policy_of(kind);
+            let policy = decode_policy(kind);
             let ClientProtocol::Http1(http) = &policy.protocol else {
                 panic!("{policy:?}");
             };
@@ -290,7 +292,7 @@ mod tests {
                 ..routes[0].clone()
             });
             let (uri, headers) = (Uri::from_static("a.test:443"), HeaderMap::new());
-            let attributes = RequestAttributes::of(&Method::CONNECT, &uri, &headers);
+            let attributes = RequestAttributes::new(&Method::CONNECT, &uri, &headers);
             let found = find_route(&policy, &routes, &attributes).unwrap().unwrap();
             let checked = check_tunnel(&policy, &routes, &attributes, &found);
             assert_eq!(checked.is_ok(), is_permitted, "{kind} {adds_connect_rule}");

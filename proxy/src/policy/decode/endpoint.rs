@@ -219,12 +219,12 @@ mod tests {
         BTreeMap::from([(name.to_owned(), value.to_owned())])
     }
 
-    fn read(edit: impl FnOnce(&mut proto::WeightedAddr)) -> EndpointSpec {
+    fn decode_endpoint(edit: impl FnOnce(&mut proto::WeightedAddr)) -> EndpointSpec {
         endpoint(weighted(edit), &BTreeMap::new(), drop).unwrap()
     }
 
     #[test]
-    fn labels_of_the_endpoint_win_over_those_of_the_set() {
+    fn labels_of_the_endpoint_override_those_of_the_set() {
         let mut set = label("zone", "a");
         set.extend(label("service", "web"));
         let spec = endpoint(weighted(|addr| addr.metric_labels = label("zone", "b")), &set, drop).unwrap();
@@ -237,14 +237,14 @@ mod tests {
             ("?", Locality::Unknown),
         ] {
             assert_eq!(
-                read(|addr| addr.metric_labels = label("zone_locality", value)).locality,
+                decode_endpoint(|addr| addr.metric_labels = label("zone_locality", value)).locality,
                 expected
             );
         }
     }
 
     #[test]
-    fn identities_need_a_server_name_and_an_invalid_identity_removes_the_endpoint() {
+    fn an_endpoint_with_an_invalid_identity_or_server_name_is_refused() {
         let dns = |name: &str| Strategy::DnsLikeIdentity(DnsLikeIdentity { name: name.into() });
         let uri = |uri: &str| Strategy::UriLikeIdentity(UriLikeIdentity { uri: uri.into() });
         for (strategy, server_name, expected) in [
@@ -277,10 +277,10 @@ mod tests {
     }
 
     #[test]
-    fn protocol_hints_are_read() {
+    fn protocol_hints_are_decoded() {
         let hint = |protocol, port: Option<u32>| {
             let opaque_transport = port.map(|inbound_port| OpaqueTransport { inbound_port });
-            let spec = read(|addr| {
+            let spec = decode_endpoint(|addr| {
                 addr.protocol_hint = Some(proto::ProtocolHint {
                     opaque_transport,
                     protocol,
@@ -302,9 +302,9 @@ mod tests {
     }
 
     #[test]
-    fn http2_settings_and_the_authority_are_read() {
+    fn http2_settings_and_the_authority_are_decoded() {
         let seconds = |seconds| Some(prost_types::Duration { seconds, nanos: 0 });
-        let spec = read(|addr| {
+        let spec = decode_endpoint(|addr| {
             addr.http2 = Some(proto::Http2ClientParams {
                 keep_alive: Some(proto::http2_client_params::KeepAlive {
                     interval: seconds(10),
@@ -321,7 +321,7 @@ mod tests {
         assert_eq!(spec.http2.keep_alive, Some(KeepAlive { interval, timeout }));
         assert_eq!(spec.http2.stream_window, None);
         assert_eq!(spec.authority_override.unwrap(), "web:80");
-        let spec = read(|addr| addr.authority_override = Some(proto::AuthorityOverride::default()));
+        let spec = decode_endpoint(|addr| addr.authority_override = Some(proto::AuthorityOverride::default()));
         assert_eq!((spec.http2.keep_alive, spec.authority_override), (None, None));
     }
 
@@ -386,14 +386,14 @@ mod tests {
     }
 
     #[test]
-    fn http2_settings_are_as_http2_allows_them() {
+    fn http2_settings_are_limited_to_the_ranges_of_http2() {
         for (size, window, frame) in [
             (0, None, None),
             (100, Some(100), Some(16_384)),
             (70_000, Some(70_000), Some(70_000)),
             (u32::MAX, Some(2_147_483_647), Some(16_777_215)),
         ] {
-            let spec = read(|addr| {
+            let spec = decode_endpoint(|addr| {
                 addr.http2 = Some(proto::Http2ClientParams {
                     flow_control: Some(proto::http2_client_params::FlowControl {
                         initial_connection_window_size: size,

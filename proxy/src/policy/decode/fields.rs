@@ -1,4 +1,4 @@
-//! Fields that several messages share, and why a message is refused.
+//! Fields that several messages share, and the errors of decoding.
 
 use std::num::NonZeroU16;
 use std::sync::Arc;
@@ -9,13 +9,13 @@ use tulle_proto::meta::{Metadata, metadata};
 
 use crate::policy::meta::{Meta, Resource};
 
-/// Why a message is refused.
+/// The reason why a message is refused.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub(crate) enum DecodeError {
     #[error("{0} is missing")]
     Missing(&'static str),
-    /// A kind that this proxy does not know is decoded as a missing one.
+    /// The decoder reports a kind that this proxy does not know as a missing one.
     #[error("kind of {0} is missing or unknown to this proxy")]
     UnknownKind(&'static str),
     #[error("{field} is {value:?}; expected {expected}")]

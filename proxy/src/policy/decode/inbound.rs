@@ -30,7 +30,7 @@ type Authorizations = Arc<[Authorization]>;
 pub(crate) fn server_policy(message: proto::Server) -> Result<ServerPolicy, DecodeError> {
     use proto::proxy_protocol::{Detect, Grpc, Http1, Http2, Kind};
 
-    let meta = labels_meta(&message.labels, "server")?;
+    let meta = meta_from_labels(&message.labels, "server")?;
     let mut authorizations = authorizations(message.authorizations)?;
     authorizations.push(Authorization::localhost());
     let authorizations: Authorizations = authorizations.into();
@@ -96,7 +96,7 @@ fn http(
             |authorizations| {
                 let rule = |rule: proto::http_route::Rule| {
                     Ok(Rule {
-                        matches: for_normalized_paths(routes::http_matches(rule.matches)?),
+                        matches: normalize_path_matches(routes::http_matches(rule.matches)?),
                         filters: rule.filters.into_iter().map(http_filter).collect::<Result<_, _>>()?,
                         action: authorizations.clone(),
                     })
@@ -147,10 +147,10 @@ fn grpc(messages: Vec<proto::GrpcRoute>, server_authorizations: &Authorizations)
     })
 }
 
-/// Converts matches so that they can be compared with normalized paths: if rules of a port depend on the path, its requests are
-/// matched by the normal form of their path.
-fn for_normalized_paths(matches: Vec<RequestMatch>) -> Vec<RequestMatch> {
-    matches.into_iter().map(RequestMatch::for_normalized_paths).collect()
+/// Converts matches so that they can be compared with normalized paths. If rules of a port depend on the path, they are compared
+/// with the normal form of the path.
+fn normalize_path_matches(matches: Vec<RequestMatch>) -> Vec<RequestMatch> {
+    matches.into_iter().map(RequestMatch::with_normalized_path).collect()
 }
 
 /// The common fields of HTTP and gRPC routes.
@@ -217,7 +217,7 @@ fn authorizations(messages: Vec<proto::Authz>) -> Result<Vec<Authorization>, Dec
 fn authorization(message: proto::Authz) -> Result<Authorization, DecodeError> {
     let meta = match message.metadata {
         Some(metadata) => meta(Some(metadata))?,
-        None => labels_meta(&message.labels, "serverauthorization")?,
+        None => meta_from_labels(&message.labels, "serverauthorization")?,
     };
     let decode = || {
         if message.networks.is_empty() {
@@ -304,8 +304,8 @@ fn rate_limit(message: proto::HttpLocalRateLimit) -> Result<RateLimit, DecodeErr
     })
 }
 
-/// The resource that the labels name; `default:x` is the default `x`.
-fn labels_meta(labels: &BTreeMap<String, String>, default_kind: &str) -> Result<Arc<Meta>, DecodeError> {
+/// The resource that the labels name. The name `default:x` means the built-in default `x`.
+fn meta_from_labels(labels: &BTreeMap<String, String>, default_kind: &str) -> Result<Arc<Meta>, DecodeError> {
     let name = labels.get("name").ok_or(DecodeError::Missing("label name"))?;
     if let Some(name) = name.strip_prefix("default:") {
         return Ok(Meta::default_named(name));
@@ -335,7 +335,7 @@ mod tests {
     use tulle_proto::meta::{self as proto_meta, metadata};
 
     use super::*;
-    use crate::policy::authz::{ConnTls, authorize};
+    use crate::policy::authz::{ConnectionTls, authorize};
 
     fn labels(pairs: &[(&str, &str)]) -> BTreeMap<String, String> {
         pairs
@@ -411,7 +411,7 @@ mod tests {
         server
     }
 
-    fn edited(metadata: Option<Metadata>, edit: impl FnOnce(&mut proto_meta::Resource)) -> Option<Metadata> {
+    fn edited_resource(metadata: Option<Metadata>, edit: impl FnOnce(&mut proto_meta::Resource)) -> Option<Metadata> {
         let mut metadata = metadata;
         if let Some(Metadata {
             kind: Some(metadata::Kind::Resource(resource)),
@@ -433,11 +433,11 @@ mod tests {
         }
     }
 
-    fn grpc_of(route: proto::GrpcRoute) -> proto::proxy_protocol::Grpc {
+    fn grpc_protocol(route: proto::GrpcRoute) -> proto::proxy_protocol::Grpc {
         proto::proxy_protocol::Grpc { routes: vec![route] }
     }
 
-    fn detected(message: Server) -> (ServerPolicy, ServerHttp) {
+    fn decode_detect(message: Server) -> (ServerPolicy, ServerHttp) {
         let policy = server_policy(message).unwrap();
         let ServerProtocol::Detect { timeout, http } = policy.protocol.clone() else {
             panic!("{policy:?}")
@@ -447,14 +447,14 @@ mod tests {
     }
 
     #[test]
-    fn a_complete_policy_is_read() {
+    fn a_complete_policy_is_decoded() {
         let message = server(|_, detect| {
             detect.http_routes[0].authorizations = vec![Authz {
                 labels: labels(&[("name", "default:audit")]),
                 ..authz()
             }];
         });
-        let (policy, http) = detected(message.clone());
+        let (policy, http) = decode_detect(message.clone());
         assert_eq!((policy.meta.kind(), policy.meta.name()), ("server", "web"));
         let names = |list: &[Authorization]| list.iter().map(|a| a.meta.name().to_owned()).collect::<Vec<_>>();
         assert_eq!(names(&policy.authorizations), ["everybody", "localhost"]);
@@ -466,7 +466,7 @@ mod tests {
 
     #[test]
     fn without_routes_a_default_route_matches_everything() {
-        let (policy, http) = detected(server(|_, detect| detect.http_routes.clear()));
+        let (policy, http) = decode_detect(server(|_, detect| detect.http_routes.clear()));
         assert_eq!(http.routes[0].meta.name(), "default");
         assert_eq!(http.routes[0].rules[0].action, policy.authorizations);
         let http1 = Kind::Http1(proto::proxy_protocol::Http1 {
@@ -553,7 +553,7 @@ mod tests {
     fn incomplete_routes_and_rate_limits_are_refused_with_the_reason() {
         let with_route = |edit: fn(&mut proto::HttpRoute)| server(|_, detect| edit(&mut detect.http_routes[0]));
         let with_resource = |edit: fn(&mut proto_meta::Resource)| {
-            server(|_, detect| detect.http_routes[0].metadata = edited(resource("r"), edit))
+            server(|_, detect| detect.http_routes[0].metadata = edited_resource(resource("r"), edit))
         };
         let no_metadata = proto::HttpRoute {
             metadata: None,
@@ -567,7 +567,7 @@ mod tests {
             ),
             (
                 "metadata is missing",
-                server_with_protocol(Kind::Grpc(grpc_of(proto::GrpcRoute::default()))),
+                server_with_protocol(Kind::Grpc(grpc_protocol(proto::GrpcRoute::default()))),
             ),
             (
                 "metadata.name is missing",
@@ -649,7 +649,7 @@ mod tests {
     }
 
     #[test]
-    fn every_protocol_is_read() {
+    fn every_protocol_is_decoded() {
         for (kind, expected) in [
             (Kind::Opaque(Default::default()), ServerProtocol::Opaque),
             (Kind::Tls(Default::default()), ServerProtocol::Tls),
@@ -668,7 +668,7 @@ mod tests {
         for (kind, name) in [
             (Kind::Http1(http1(route())), "r"),
             (Kind::Http2(http2), "r"),
-            (Kind::Grpc(grpc_of(calls)), "calls"),
+            (Kind::Grpc(grpc_protocol(calls)), "calls"),
             (Kind::Grpc(proto::proxy_protocol::Grpc { routes: vec![] }), "default"),
         ] {
             let policy = server_policy(server_with_protocol(kind.clone())).unwrap();
@@ -689,7 +689,6 @@ mod tests {
         }
     }
 
-    /// The addresses of a server are not used here.
     #[test]
     fn addresses_of_a_server_are_ignored() {
         let nonsense = tulle_proto::net::IpAddress { ip: None };
@@ -701,15 +700,15 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_filter_lets_nothing_pass() {
-        let (_, http) = detected(server(|_, detect| {
+    fn an_unknown_filter_refuses_the_requests_of_its_rule() {
+        let (_, http) = decode_detect(server(|_, detect| {
             detect.http_routes[0].rules[0].filters = vec![proto::http_route::Filter { kind: None }];
         }));
         assert_eq!(http.routes[0].rules[0].filters, [Filter::unknown()]);
     }
 
     #[test]
-    fn identities_and_suffixes_authorize() {
+    fn clients_are_authorized_by_identity_or_suffix() {
         let clients = |names: &[&str], suffixes: &[&[&str]]| {
             let identities = names
                 .iter()
@@ -737,15 +736,15 @@ mod tests {
             });
             let policy = server_policy(message).unwrap();
             let id: Id = name.parse().unwrap();
-            let tls = ConnTls::Terminated { client: Some(&id) };
+            let tls = ConnectionTls::Terminated { client: Some(&id) };
             let found = authorize(&policy.authorizations, [10, 0, 0, 1].into(), tls);
             assert_eq!(found.is_ok(), expected, "{clients:?} {name}");
         }
     }
 
     #[test]
-    fn rate_limits_are_read() {
-        let (_, http) = detected(server(|_, detect| {
+    fn rate_limits_are_decoded() {
+        let (_, http) = decode_detect(server(|_, detect| {
             let clients = proto::http_local_rate_limit::r#override::ClientIdentities {
                 identities: vec![proto::Identity { name: "a.test".into() }],
             };

@@ -119,8 +119,8 @@ fn retry_budget(message: &proto::RetryBudget) -> Result<RetryBudget, DecodeError
     })
 }
 
-/// Shorter values of a retry budget's `ttl` are raised to this: with less than a second, it would allow fewer retries than
-/// `min_retries_per_second`. Linkerd's proxy ignores such budgets.
+/// Minimum `ttl` of a retry budget; shorter values are raised to it. With a `ttl` below one second, a budget would allow fewer
+/// retries than `min_retries_per_second`. Linkerd's proxy ignores such budgets.
 const MIN_BUDGET_TTL: Duration = Duration::from_secs(1);
 
 /// `service` is the name of the profile's service.
@@ -279,13 +279,13 @@ mod tests {
                 query: None,
                 headers: &headers,
             };
-            policy::find(&profile.routes, &head).is_some()
+            policy::find_route(&profile.routes, &head).is_some()
         };
         assert!(find("/ab") && !find("/b/ab"));
     }
 
     #[test]
-    fn statuses_have_open_ends() {
+    fn a_status_range_without_a_maximum_has_no_upper_bound() {
         let class = |min, max| {
             let range = proto::response_match::Match::Status(proto::HttpStatusRange { min, max });
             let condition = Some(proto::ResponseMatch { r#match: Some(range) });
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn destinations_without_weight_are_left_out_and_those_without_a_name_refused() {
+    fn destinations_with_weight_zero_are_left_out_and_a_profile_with_an_invalid_name_is_refused() {
         let profile =
             decode(|profile| profile.dst_overrides = vec![weighted("a.test:80", 0), weighted("c.test:80", 3)]);
         assert_eq!(profile.traffic_split.len(), 1);
@@ -334,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn destinations_are_services_however_their_names_are_written() {
+    fn short_service_names_get_the_cluster_domain_of_the_profile() {
         for (service, authority, expected) in [
             (
                 "web.shop.svc.cluster.local",
@@ -379,11 +379,11 @@ mod tests {
     }
 
     #[test]
-    fn a_retry_budget_has_bounds() {
+    fn a_retry_budget_with_an_invalid_value_is_refused_and_a_short_ttl_is_raised() {
         let seconds = |seconds| Some(prost_types::Duration { seconds, nanos: 0 });
         for (retry_ratio, ttl, expected) in [
             (0.2, seconds(10), Some(10)),
-            (0.0, seconds(0), Some(1)), // such a ttl would permit no retry
+            (0.0, seconds(0), Some(1)), // a ttl of 0 would permit no retry
             (1000.5, seconds(3600), Some(3600)),
             (f32::NAN, seconds(10), None),
             (f32::INFINITY, seconds(10), None),

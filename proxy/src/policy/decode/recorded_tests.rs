@@ -21,21 +21,21 @@ use crate::policy::server::{ServerHttp, ServerPolicy, ServerProtocol};
 mod read;
 
 #[test]
-fn recorded_policies_of_destinations_are_read() {
+fn recorded_policies_of_destinations_are_decoded() {
     compare("outbound", |recording| {
         recording.decode_all(|message| client_policy_lines(&outbound::client_policy(message).unwrap()))
     });
 }
 
 #[test]
-fn recorded_policies_of_ports_are_read() {
+fn recorded_policies_of_ports_are_decoded() {
     compare("inbound", |recording| {
         recording.decode_all(|message| server_policy_lines(&inbound::server_policy(message).unwrap()))
     });
 }
 
 #[test]
-fn recorded_profiles_and_endpoints_are_read() {
+fn recorded_profiles_and_endpoints_are_decoded() {
     compare("destination", |recording| match &*recording.kind {
         "profile" => recording
             .decode_all(|message| profile_lines(&profile::profile(message, |error| panic!("{error}")).unwrap())),
@@ -46,14 +46,14 @@ fn recorded_profiles_and_endpoints_are_read() {
 }
 
 impl Recorded {
-    /// The lines of each message; fails if a message has a field that is not known.
+    /// Decodes each message and returns its lines. Fails if a message has an unknown field.
     fn decode_all<T: Message + Default + Debug>(&self, lines: impl Fn(T) -> Vec<String>) -> Vec<String> {
         let decode = |bytes: &Vec<u8>| {
             let message = T::decode(&**bytes).unwrap();
             // Linkerd encodes labels with empty values, prost does not. Each such entry has two bytes more: the tag of the value
             // and its length, 0.
-            let n_of = |entry: &[u8]| bytes.windows(entry.len()).filter(|bytes| *bytes == entry).count();
-            let n_empty = n_of(b"\n\x04zone\x12\0") + n_of(b"\n\x05group\x12\0");
+            let n_occurrences = |entry: &[u8]| bytes.windows(entry.len()).filter(|bytes| *bytes == entry).count();
+            let n_empty = n_occurrences(b"\n\x04zone\x12\0") + n_occurrences(b"\n\x05group\x12\0");
             let len = bytes.len() - 2 * n_empty;
             assert_eq!(message.encoded_len(), len, "{}: {message:#?}", self.request());
             lines(message)
@@ -62,7 +62,7 @@ impl Recorded {
     }
 }
 
-/// Compares the decoded policies with the file of that name.
+/// Compares the decoded messages of a recording with the expected file of the same name.
 fn compare(name: &str, lines: impl Fn(&Recorded) -> Vec<String>) {
     let mut text = String::new();
     for recording in recorded(name) {

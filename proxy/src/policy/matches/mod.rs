@@ -1,7 +1,7 @@
 //! Matchers for one request: host, path, method, headers, query parameters and gRPC names.
 //!
-//! A match yields a score, so that the most specific rule wins. Nothing here allocates, except to decode a query parameter for
-//! a regular expression.
+//! A match returns a score, by which the most specific rule is found. Nothing here allocates, except to decode a query parameter
+//! for a regular expression.
 
 pub(crate) mod path;
 
@@ -16,7 +16,7 @@ use smallvec::SmallVec;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RequestAttributes<'a> {
     pub(crate) method: &'a Method,
-    /// Authority of the request target; without one the `host` header counts.
+    /// Authority of the request target. If it is `None`, the `host` header is used.
     pub(crate) authority: Option<&'a str>,
     pub(crate) path: &'a str,
     pub(crate) query: Option<&'a str>,
@@ -24,7 +24,7 @@ pub(crate) struct RequestAttributes<'a> {
 }
 
 impl<'a> RequestAttributes<'a> {
-    pub(crate) fn of(method: &'a Method, uri: &'a Uri, headers: &'a HeaderMap) -> Self {
+    pub(crate) fn new(method: &'a Method, uri: &'a Uri, headers: &'a HeaderMap) -> Self {
         Self {
             method,
             authority: uri.authority().map(|authority| authority.as_str()),
@@ -40,7 +40,7 @@ impl<'a> RequestAttributes<'a> {
             Some(authority) => authority,
             None => self.headers.get(HOST)?.to_str().ok()?,
         };
-        Some(host_of(authority))
+        Some(host_from_authority(authority))
     }
 }
 
@@ -53,7 +53,7 @@ pub(crate) enum HostMatch {
     Suffix(Box<str>),
 }
 
-/// How well a host matched; greater wins.
+/// How specific the match of a host is; a greater score is preferred.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct HostScore {
     exact: bool,
@@ -65,7 +65,7 @@ impl HostMatch {
         Self::Exact(host.trim_end_matches('.').to_ascii_lowercase().into())
     }
 
-    /// Made from labels in reverse order: `["com", "example"]` stands for `*.example.com`.
+    /// Creates a match from labels in reverse order: `["com", "example"]` stands for `*.example.com`.
     pub(crate) fn suffix<S: AsRef<str>>(reverse_labels: &[S]) -> Self {
         let mut suffix = String::new();
         for label in reverse_labels.iter().rev() {
@@ -96,8 +96,8 @@ impl HostMatch {
     }
 }
 
-/// The best of several host matches for one host.
-pub(crate) fn best_host(hosts: &[HostMatch], host: &str) -> Option<HostScore> {
+/// The greatest score of several host matches for one host.
+pub(crate) fn best_host_score(hosts: &[HostMatch], host: &str) -> Option<HostScore> {
     hosts.iter().filter_map(|candidate| candidate.score(host)).max()
 }
 
@@ -112,7 +112,8 @@ impl Pattern {
     /// # Errors
     /// The expression does not parse, or compiles to more than 1 MiB.
     pub(crate) fn new(source: &str) -> Result<Self, regex::Error> {
-        // Compiled alone first: `a)|(b` would otherwise break out of the group that anchors it.
+        // The expression must be valid without the group that anchors it. With the group alone, `a)|(b` would be valid too, and not
+        // anchored.
         RegexBuilder::new(source).size_limit(PATTERN_SIZE_LIMIT).build()?;
         let anchored = RegexBuilder::new(&format!(r"\A(?:{source})\z"))
             .size_limit(PATTERN_SIZE_LIMIT)
@@ -139,7 +140,7 @@ impl Eq for Pattern {}
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum PathMatch {
     Exact(Box<str>),
-    /// Whole segments; stored without trailing `/`, so the root is empty.
+    /// A prefix of whole segments. It is stored without trailing `/`, so the root is empty.
     Prefix(Box<str>),
     Regex(Pattern),
 }
@@ -157,8 +158,8 @@ impl PathMatch {
         matches!(self, Self::Prefix(prefix) if prefix.is_empty())
     }
 
-    /// As [`RequestMatch::for_normalized_paths`]. Regular expressions are unchanged.
-    fn for_normalized_paths(self) -> Self {
+    /// Converts the match as [`RequestMatch::with_normalized_path`] does. Regular expressions are unchanged.
+    fn normalized(self) -> Self {
         let normal = |path: Box<str>| path::normalize_escapes(&path).into();
         match self {
             Self::Exact(exact) => Self::Exact(normal(exact)),
@@ -184,11 +185,11 @@ impl PathMatch {
     }
 }
 
-/// How specific a match was; greater wins.
+/// How specific the match of a request is; a greater score is preferred.
 ///
-/// The order of the Gateway API, if it defines one: the longer path match, exact before prefix, then method, headers, query
-/// parameters. The Gateway API leaves regular expressions to the implementation. Here they count the bytes of the path that
-/// they match, so that a catch-all prefix does not hide them; at the same length they rank below an exact or prefix match.
+/// Scores have the order of the Gateway API: longer path match, exact before prefix, then method, headers, query parameters. The
+/// Gateway API does not define the order of regular expressions. Here the length of such a match is the length of the path, so that
+/// it ranks above a catch-all prefix. At the same length it ranks below an exact or prefix match.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Score {
     /// Bytes of the path, or of the gRPC service.
@@ -248,12 +249,12 @@ impl HeaderMatch {
 
 impl QueryMatch {
     fn matches(&self, query: &str) -> bool {
-        pairs(query).any(|(name, value)| {
-            Decoded(name.as_bytes()).eq(self.name.bytes())
+        query_pairs(query).any(|(name, value)| {
+            FormDecodedBytes(name.as_bytes()).eq(self.name.bytes())
                 && match &self.value {
-                    ValueMatch::Exact(exact) => Decoded(value.as_bytes()).eq(exact.iter().copied()),
+                    ValueMatch::Exact(exact) => FormDecodedBytes(value.as_bytes()).eq(exact.iter().copied()),
                     ValueMatch::Regex(pattern) => {
-                        pattern.matches(&Decoded(value.as_bytes()).collect::<SmallVec<[u8; 64]>>())
+                        pattern.matches(&FormDecodedBytes(value.as_bytes()).collect::<SmallVec<[u8; 64]>>())
                     }
                 }
         })
@@ -292,7 +293,7 @@ impl RequestMatch {
         }
     }
 
-    /// Whether it matches only requests with this method.
+    /// Whether this match requires this method.
     pub(crate) fn names_method(&self, method: &Method) -> bool {
         matches!(self, Self::Http(HttpMatch { method: Some(named), .. }) if named == method)
     }
@@ -312,9 +313,9 @@ impl RequestMatch {
     }
 
     /// Converts the match so that it can be compared with normalized paths.
-    pub(crate) fn for_normalized_paths(mut self) -> Self {
+    pub(crate) fn with_normalized_path(mut self) -> Self {
         if let Self::Http(http) = &mut self {
-            http.path = http.path.take().map(PathMatch::for_normalized_paths);
+            http.path = http.path.take().map(PathMatch::normalized);
         }
         self
     }
@@ -373,13 +374,13 @@ impl GrpcMatch {
     }
 }
 
-/// A length as `u32`: scores are made and compared for every request, so they are kept small.
+/// A length as `u32`, at most `u32::MAX`. Scores are small, because every request creates and compares some.
 fn saturating_u32(length: usize) -> u32 {
     u32::try_from(length).unwrap_or(u32::MAX)
 }
 
 /// The host of an authority: after any user, before any port, without trailing dot.
-fn host_of(authority: &str) -> &str {
+fn host_from_authority(authority: &str) -> &str {
     let host_port = authority.rsplit_once('@').map_or(authority, |(_, rest)| rest);
     let host = match host_port.rfind(']') {
         Some(end) => &host_port[..=end],
@@ -388,7 +389,7 @@ fn host_of(authority: &str) -> &str {
     host.strip_suffix('.').unwrap_or(host)
 }
 
-fn pairs(query: &str) -> impl Iterator<Item = (&str, &str)> {
+fn query_pairs(query: &str) -> impl Iterator<Item = (&str, &str)> {
     let params: Split<'_, char> = query.split('&');
     params
         .filter(|pair| !pair.is_empty())
@@ -396,9 +397,9 @@ fn pairs(query: &str) -> impl Iterator<Item = (&str, &str)> {
 }
 
 /// Bytes of a form-encoded text: `+` is a space, `%41` an `A`; an invalid escape is kept as it is.
-struct Decoded<'a>(&'a [u8]);
+struct FormDecodedBytes<'a>(&'a [u8]);
 
-impl Iterator for Decoded<'_> {
+impl Iterator for FormDecodedBytes<'_> {
     type Item = u8;
 
     fn next(&mut self) -> Option<u8> {
@@ -420,7 +421,7 @@ impl Iterator for Decoded<'_> {
     }
 }
 
-/// Maximum memory of a compiled pattern, in bytes; patterns come from the network.
+/// Maximum memory of a compiled pattern, in bytes. The limit is necessary because patterns come from the network.
 const PATTERN_SIZE_LIMIT: usize = 1 << 20;
 
 #[cfg(test)]

@@ -1,10 +1,10 @@
-//! The normal form of request paths. If rules of an inbound policy or of an EgressNetwork depend on the path, it is compared with
-//! them in its normal form; the request is forwarded with its original path.
+//! The normal form of request paths. If rules of an inbound policy or of an EgressNetwork depend on the path, the normal form is
+//! compared with the rules. The request is forwarded with its original path.
 //!
-//! Applications normalize paths in different ways. A path that they could understand differently is ambiguous and has no normal
-//! form: if user-defined rules depend on the path, the request is refused, otherwise its original path is compared. A path is
-//! ambiguous if it has an encoded slash or backslash, a backslash, a semicolon, a dot segment (encoded or not), repeated slashes,
-//! a percent sign that starts no valid escape, or no leading slash.
+//! Applications normalize paths in different ways. A path is ambiguous if applications could interpret it differently. It has no
+//! normal form: if user-defined rules depend on the path, the request is refused, otherwise its original path is compared. A path
+//! is ambiguous if it has an encoded slash or backslash, a backslash, a semicolon, a dot segment (encoded or not), repeated
+//! slashes, a percent sign that starts no valid escape, or no leading slash.
 //!
 //! The normal form of any other path decodes each character that a path may contain unencoded, except `;`, and encodes each other
 //! character.
@@ -97,7 +97,7 @@ fn percent_decoded_byte(text: &[u8]) -> Option<u8> {
 }
 
 pub(super) fn nibble(digit: u8) -> Option<u8> {
-    // At most 15, so it fits.
+    // The value is at most 15, so the cast does not truncate it.
     char::from(digit).to_digit(16).map(|value| value as u8)
 }
 
@@ -118,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_character_is_the_same_raw_and_encoded() {
+    fn raw_and_encoded_characters_have_the_same_normal_form() {
         for (raw, encoded) in [
             ("/café", "/caf%C3%A9"),
             ("/a|b", "/a%7Cb"),
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_that_applications_could_take_for_another_is_ambiguous() {
+    fn a_path_that_applications_could_interpret_differently_is_ambiguous() {
         for path in [
             "//admin",
             "/x//admin",

@@ -2,8 +2,8 @@ use proptest::prelude::*;
 
 use super::*;
 
-fn head<'a>(method: &'a Method, uri: &'a Uri, headers: &'a HeaderMap) -> RequestAttributes<'a> {
-    RequestAttributes::of(method, uri, headers)
+fn attributes<'a>(method: &'a Method, uri: &'a Uri, headers: &'a HeaderMap) -> RequestAttributes<'a> {
+    RequestAttributes::new(method, uri, headers)
 }
 
 #[test]
@@ -27,7 +27,7 @@ fn hosts_match_exactly_or_by_suffix() {
 }
 
 #[test]
-fn exact_hosts_beat_suffixes_and_longer_ones_shorter() {
+fn exact_hosts_have_higher_scores_than_suffixes_and_longer_suffixes_than_shorter() {
     let exact = HostMatch::exact("a.b.com").score("a.b.com");
     let long = HostMatch::suffix(&["com", "b"]).score("a.b.com");
     let short = HostMatch::suffix(&["com"]).score("a.b.com");
@@ -58,13 +58,13 @@ fn the_host_is_parsed_from_the_authority() {
 }
 
 #[test]
-fn the_host_header_counts_when_the_target_has_no_authority() {
+fn the_host_header_is_used_if_the_target_has_no_authority() {
     let mut headers = HeaderMap::new();
     headers.insert(HOST, "web:80".parse().unwrap());
     let uri = Uri::from_static("/x");
-    assert_eq!(head(&Method::GET, &uri, &headers).host(), Some("web"));
+    assert_eq!(attributes(&Method::GET, &uri, &headers).host(), Some("web"));
     let uri = Uri::from_static("http://other/x");
-    assert_eq!(head(&Method::GET, &uri, &headers).host(), Some("other"));
+    assert_eq!(attributes(&Method::GET, &uri, &headers).host(), Some("other"));
 }
 
 #[test]
@@ -170,7 +170,7 @@ fn grpc_matches_posts_to_a_service_and_method() {
         (grpc("a.B", "C"), Method::POST, "/a.B/D", false),
     ] {
         let (uri, headers) = (uri.parse::<Uri>().unwrap(), HeaderMap::new());
-        let matched = matcher.score(&head(&method, &uri, &headers)).is_some();
+        let matched = matcher.score(&attributes(&method, &uri, &headers)).is_some();
         assert_eq!(matched, expected, "{matcher:?} {method} {uri}");
     }
 }
@@ -201,7 +201,7 @@ fn all_parts_of_a_match_must_agree() {
         let headers = if with_header { headers.clone() } else { HeaderMap::new() };
         let uri: Uri = uri.parse().unwrap();
         assert_eq!(
-            matcher.score(&head(&method, &uri, &headers)).is_some(),
+            matcher.score(&attributes(&method, &uri, &headers)).is_some(),
             expected,
             "{method} {uri}"
         );
@@ -210,7 +210,7 @@ fn all_parts_of_a_match_must_agree() {
 
 proptest! {
     #[test]
-    fn a_prefix_matches_what_starts_with_its_segments(segments in prop::collection::vec("[a-c]{1,2}", 0..4),
+    fn a_prefix_matches_paths_that_start_with_its_segments(segments in prop::collection::vec("[a-c]{1,2}", 0..4),
                                                       path in prop::collection::vec("[a-c]{1,2}", 0..5)) {
         let prefix = format!("/{}", segments.join("/"));
         let target = format!("/{}", path.join("/"));
@@ -240,12 +240,12 @@ proptest! {
     #[test]
     fn percent_encoding_is_undone(bytes: Vec<u8>) {
         let encoded: String = bytes.iter().map(|byte| format!("%{byte:02x}")).collect();
-        prop_assert_eq!(Decoded(encoded.as_bytes()).collect::<Vec<_>>(), bytes);
+        prop_assert_eq!(FormDecodedBytes(encoded.as_bytes()).collect::<Vec<_>>(), bytes);
     }
 
     #[test]
     fn no_input_panics(host in ".{0,20}", path in ".{0,20}", query in ".{0,20}", suffix in prop::collection::vec(".{0,4}", 0..3)) {
-        host_of(&host);
+        host_from_authority(&host);
         HostMatch::suffix(&suffix).score(&host);
         PathMatch::prefix(&path).score(&host);
         QueryMatch { name: "q".into(), value: ValueMatch::Exact((*b"1").into()) }.matches(&query);

@@ -1,4 +1,4 @@
-//! Messages that are incomplete or invalid are refused with the reason.
+//! Tests of messages that are incomplete or invalid, and of the reasons with which they are refused.
 
 use proto::backend::balance_p2c::{Load, PeakEwma};
 use proto::backend::{BalanceP2c, Kind as BackendKind};
@@ -12,8 +12,9 @@ use tulle_proto::http_route::{HttpFailureInjector, PathModifier, Ratio, RequestR
 use tulle_proto::meta::metadata;
 
 use super::tests::{
-    backend_of, backoff, balance, detect, extension, first, opaque, peak_ewma, policy_of, random, request_mirror,
-    retry_of, seconds, to, unified, with_accrual, with_backend, with_cors, with_extension, with_filter, with_rule,
+    backend_with_kind, backoff, balance, detect, edited_retry, extension, first_available_backends, opaque, peak_ewma,
+    policy_with_protocol, random_available_backends, request_mirror, route_backend, seconds, unified, with_accrual,
+    with_backend, with_cors, with_extension, with_filter, with_rule,
 };
 use super::*;
 
@@ -29,9 +30,9 @@ fn assert_refused(cases: impl IntoIterator<Item = (&'static str, proto::Outbound
 
 fn with_backend_extension(kind: ExtensionKind) -> proto::OutboundPolicy {
     with_rule(|rule| {
-        rule.backends = first(vec![proto::http_route::RouteBackend {
+        rule.backends = first_available_backends(vec![proto::http_route::RouteBackend {
             filter_extensions: extension(Some(kind)),
-            ..to(backend_of(balance("web.shop:80", Some(peak_ewma()))))
+            ..route_backend(backend_with_kind(balance("web.shop:80", Some(peak_ewma()))))
         }]);
     })
 }
@@ -41,14 +42,14 @@ fn incomplete_policies_are_refused_with_the_reason() {
     let with_detect = |edit: fn(&mut Detect)| {
         let mut message = detect();
         edit(&mut message);
-        policy_of(Some(Kind::Detect(message)))
+        policy_with_protocol(Some(Kind::Detect(message)))
     };
     let no_metadata = proto::OutboundPolicy {
         metadata: None,
-        ..policy_of(None)
+        ..policy_with_protocol(None)
     };
     let no_namespace = {
-        let mut policy = policy_of(Some(Kind::Opaque(opaque(1, 1))));
+        let mut policy = policy_with_protocol(Some(Kind::Opaque(opaque(1, 1))));
         let Some(Metadata {
             kind: Some(metadata::Kind::Resource(resource)),
         }) = &mut policy.metadata
@@ -61,7 +62,7 @@ fn incomplete_policies_are_refused_with_the_reason() {
     assert_refused([
         ("metadata is missing", no_metadata),
         ("metadata.namespace is missing", no_namespace),
-        ("protocol is missing", policy_of(None)),
+        ("protocol is missing", policy_with_protocol(None)),
         ("detect timeout is missing", with_detect(|detect| detect.timeout = None)),
         (
             "protocol.detect.http1 is missing",
@@ -77,16 +78,28 @@ fn incomplete_policies_are_refused_with_the_reason() {
         ),
         (
             "number of opaque routes is \"2\"",
-            policy_of(Some(Kind::Opaque(opaque(1, 2)))),
+            policy_with_protocol(Some(Kind::Opaque(opaque(1, 2)))),
         ),
-        ("number of rules is \"0\"", policy_of(Some(Kind::Opaque(opaque(0, 1))))),
-        ("number of rules is \"2\"", policy_of(Some(Kind::Opaque(opaque(2, 1))))),
+        (
+            "number of rules is \"0\"",
+            policy_with_protocol(Some(Kind::Opaque(opaque(0, 1)))),
+        ),
+        (
+            "number of rules is \"2\"",
+            policy_with_protocol(Some(Kind::Opaque(opaque(2, 1)))),
+        ),
         ("backends is missing", with_rule(|rule| rule.backends = None)),
-        ("backends is missing", with_rule(|rule| rule.backends = first(vec![]))),
-        ("backends is missing", with_rule(|rule| rule.backends = random(&[]))),
+        (
+            "backends is missing",
+            with_rule(|rule| rule.backends = first_available_backends(vec![])),
+        ),
+        (
+            "backends is missing",
+            with_rule(|rule| rule.backends = random_available_backends(&[])),
+        ),
         (
             "backend is missing",
-            with_rule(|rule| rule.backends = first(vec![Default::default()])),
+            with_rule(|rule| rule.backends = first_available_backends(vec![Default::default()])),
         ),
     ]);
 }
@@ -212,7 +225,7 @@ fn incomplete_failure_accrual_is_refused_with_the_reason() {
 
 #[test]
 fn incomplete_retries_are_refused_with_the_reason() {
-    let with_retry = |edit: fn(&mut proto::http_route::Retry)| with_rule(|rule| rule.retry = retry_of(edit));
+    let with_retry = |edit: fn(&mut proto::http_route::Retry)| with_rule(|rule| rule.retry = edited_retry(edit));
     assert_refused([
         (
             "retry.conditions is missing",
@@ -289,7 +302,7 @@ fn incomplete_extensions_are_refused_with_the_reason() {
         replace: Some(path_modifier::Replace::Prefix("x".into())),
     };
     let ratio_above_one = RequestMirror {
-        backend: Some(backend_of(balance("web.shop:80", Some(peak_ewma())))),
+        backend: Some(backend_with_kind(balance("web.shop:80", Some(peak_ewma())))),
         ratio: Some(Ratio {
             numerator: 3,
             denominator: 2,

@@ -334,9 +334,9 @@ fn random_available<F>(
     let mut backends = backends?;
     match backends.len() {
         0 => Err(DecodeError::Missing("backends")),
-        // All weights are zero: this rule gets no backend. Other rules are not affected.
+        // If all weights are zero, this rule has no backend. Other rules are not affected.
         _ if backends.iter().all(|(_, weight)| *weight == 0) => Ok(Distribution::Empty),
-        // Any other weight of a single backend has no effect.
+        // The weight of a single backend has no effect, unless it is zero.
         1 => Ok(Distribution::FirstAvailable(
             backends.drain(..).map(|(backend, _)| backend).collect(),
         )),
@@ -366,7 +366,7 @@ fn backend(message: Option<proto::Backend>) -> Result<Arc<BackendSpec>, DecodeEr
 }
 
 /// # Errors
-/// As [`endpoint`], or the keep-alive settings are incomplete.
+/// The errors of [`endpoint`], or the keep-alive settings are incomplete.
 fn fixed_endpoint(message: WeightedAddr) -> Result<EndpointSpec, DecodeError> {
     let mut incomplete = None;
     let spec = endpoint(message, &BTreeMap::new(), |error| incomplete = Some(error))?;
@@ -411,7 +411,7 @@ fn balancer(message: proto::backend::BalanceP2c) -> Result<BackendTarget, Decode
 
 fn queue(message: proto::Queue) -> Result<Queue, DecodeError> {
     let capacity = match message.capacity {
-        // Not set: some control planes send only the timeout.
+        // The capacity is not set: some control planes send only the timeout.
         0 => DEFAULT_QUEUE_CAPACITY,
         capacity => usize::try_from(capacity).unwrap_or(DEFAULT_QUEUE_CAPACITY),
     };
@@ -442,20 +442,20 @@ fn failure_accrual(message: proto::FailureAccrual) -> Result<FailureAccrual, Dec
                 ));
             }
             let window = optional_duration("decay of a failure accrual", decay)?.unwrap_or(Duration::from_secs(10));
-            // Without a threshold the window is not used.
-            if window < MIN_WINDOW && success_rate_threshold > 0.0 {
+            // With a threshold of 0 the window is not used.
+            if window < MIN_ACCRUAL_WINDOW && success_rate_threshold > 0.0 {
                 return Err(DecodeError::invalid(
                     "decay of a failure accrual",
                     format!("{window:?}"),
                     "10 ms or more",
                 ));
             }
-            if min_requests > MAX_MIN_REQUESTS {
+            if min_requests > MAX_ACCRUAL_MIN_REQUESTS {
                 return Err(DecodeError::invalid("min requests", min_requests, "1000000 at most"));
             }
             let kind = AccrualKind::Unified {
                 success_rate: success_rate_threshold,
-                window: window.max(MIN_WINDOW),
+                window: window.max(MIN_ACCRUAL_WINDOW),
                 min_requests,
                 max_consecutive_failures,
             };
@@ -586,10 +586,10 @@ fn header_overrides(allow: bool) -> HeaderOverrides {
     }
 }
 
-/// Same as the default of `LINKERD2_PROXY_OUTBOUND_HTTP_QUEUE_CAPACITY`.
+/// The default of `LINKERD2_PROXY_OUTBOUND_HTTP_QUEUE_CAPACITY`.
 const DEFAULT_QUEUE_CAPACITY: usize = 10_000;
-const MIN_WINDOW: Duration = Duration::from_millis(10);
-const MAX_MIN_REQUESTS: u32 = 1_000_000;
+const MIN_ACCRUAL_WINDOW: Duration = Duration::from_millis(10);
+const MAX_ACCRUAL_MIN_REQUESTS: u32 = 1_000_000;
 const MAX_JITTER: f64 = 100.0;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Required fields of a policy, as a table: a message, and the reason if it is refused.
+//! Tests with tables of messages: each message is accepted, or refused with a reason.
 
 use proto::http_route::retry::{Conditions, conditions::StatusRange};
 use proto::proxy_protocol::{Grpc, Http1, Kind, Opaque, Tls};
@@ -6,8 +6,8 @@ use tulle_proto::http_route::RequestRedirect;
 use tulle_proto::meta::{Resource, metadata};
 
 use super::tests::{
-    backend_of, balance, metadata, peak_ewma, policy_of, random, retry_of, unified, with_accrual, with_filter,
-    with_rule,
+    backend_with_kind, balance, edited_retry, metadata, peak_ewma, policy_with_protocol, random_available_backends,
+    unified, with_accrual, with_filter, with_rule,
 };
 use super::*;
 
@@ -26,9 +26,8 @@ fn assert_reasons(cases: impl IntoIterator<Item = (proto::OutboundPolicy, &'stat
     }
 }
 
-/// A resource needs four fields for its name.
 #[test]
-fn resources_are_named_in_full() {
+fn a_resource_needs_group_kind_namespace_and_name() {
     type Change = fn(&mut Resource);
     let cases: [(Change, &str); 6] = [
         (|resource| resource.group.clear(), "metadata.group is missing"),
@@ -39,7 +38,7 @@ fn resources_are_named_in_full() {
         (|resource| (resource.port, resource.section) = (80, "http".into()), ""),
     ];
     for (edit, expected) in cases {
-        let mut policy = policy_of(Some(Kind::Tls(Tls::default())));
+        let mut policy = policy_with_protocol(Some(Kind::Tls(Tls::default())));
         if let Some(Metadata {
             kind: Some(metadata::Kind::Resource(resource)),
         }) = &mut policy.metadata
@@ -50,7 +49,7 @@ fn resources_are_named_in_full() {
         assert_eq!(reason.is_empty(), expected.is_empty(), "{expected:?}: {reason}");
         assert!(reason.contains(expected), "{reason} does not say {expected:?}");
     }
-    let mut default = policy_of(Some(Kind::Tls(Tls::default())));
+    let mut default = policy_with_protocol(Some(Kind::Tls(Tls::default())));
     default.metadata = Some(Metadata {
         kind: Some(metadata::Kind::Default("fallback".into())),
     });
@@ -71,15 +70,15 @@ enum Backends {
     Valid,
 }
 
-/// For each kind of route: a policy with one route, with the given metadata, backends and filter.
-macro_rules! kinds_of_routes {
+/// Creates a function for each kind of route. It returns a policy with one route that has the given metadata, backends and filter.
+macro_rules! route_kinds {
     ($($name:literal: $module:ident, $wrap:expr;)*) => {
         [$((
             $name,
             Box::new(|metadata, backends: Backends, filter: bool| {
                 use proto::$module::distribution::{FirstAvailable, Kind as Distributed, RandomAvailable};
                 let route_backend = |backend| proto::$module::RouteBackend { backend, ..Default::default() };
-                let valid = || Some(backend_of(balance("web.shop:80", Some(peak_ewma()))));
+                let valid = || Some(backend_with_kind(balance("web.shop:80", Some(peak_ewma()))));
                 let first = |backends| Some(Distributed::FirstAvailable(FirstAvailable { backends }));
                 let random = |backends| Some(Distributed::RandomAvailable(RandomAvailable { backends }));
                 let kind = match backends {
@@ -105,20 +104,20 @@ macro_rules! kinds_of_routes {
 
 #[allow(clippy::needless_update)] // some kinds have fields that others lack
 #[test]
-fn routes_of_every_kind_need_metadata_backends_and_filters_that_are_known() {
-    let kinds = kinds_of_routes! {
-        "HTTP": http_route, |metadata, rule| policy_of(Some(Kind::Http1(Http1 {
+fn routes_of_every_kind_need_metadata_backends_and_known_filters() {
+    let kinds = route_kinds! {
+        "HTTP": http_route, |metadata, rule| policy_with_protocol(Some(Kind::Http1(Http1 {
             routes: vec![proto::HttpRoute { metadata, rules: vec![rule], ..Default::default() }],
             failure_accrual: None,
         })));
-        "gRPC": grpc_route, |metadata, rule| policy_of(Some(Kind::Grpc(Grpc {
+        "gRPC": grpc_route, |metadata, rule| policy_with_protocol(Some(Kind::Grpc(Grpc {
             routes: vec![proto::GrpcRoute { metadata, rules: vec![rule], ..Default::default() }],
             failure_accrual: None,
         })));
-        "bytes": opaque_route, |metadata, rule| policy_of(Some(Kind::Opaque(Opaque {
+        "bytes": opaque_route, |metadata, rule| policy_with_protocol(Some(Kind::Opaque(Opaque {
             routes: vec![proto::OpaqueRoute { metadata, rules: vec![rule] }],
         })));
-        "TLS": tls_route, |metadata, rule| policy_of(Some(Kind::Tls(Tls {
+        "TLS": tls_route, |metadata, rule| policy_with_protocol(Some(Kind::Tls(Tls {
             routes: vec![proto::TlsRoute { metadata, rules: vec![rule], ..Default::default() }],
         })));
     };
@@ -159,7 +158,7 @@ fn routes_of_every_kind_need_metadata_backends_and_filters_that_are_known() {
             rules: vec![proto::tls_route::Rule::default(); rules],
             ..Default::default()
         };
-        reason(policy_of(Some(Kind::Tls(Tls { routes: vec![route] }))))
+        reason(policy_with_protocol(Some(Kind::Tls(Tls { routes: vec![route] }))))
     };
     assert!(tls(0).contains("number of rules is \"0\"") && tls(2).contains("number of rules is \"2\""));
 }
@@ -168,14 +167,14 @@ fn routes_of_every_kind_need_metadata_backends_and_filters_that_are_known() {
 fn values_out_of_range_are_refused() {
     let range = |start, end| {
         with_rule(|rule| {
-            rule.retry = retry_of(|retry| {
+            rule.retry = edited_retry(|retry| {
                 retry.conditions = Some(Conditions {
                     status_ranges: vec![StatusRange { start, end }],
                 });
             });
         })
     };
-    let retries = |n| with_rule(|rule| rule.retry = retry_of(|retry| retry.max_retries = n));
+    let retries = |n| with_rule(|rule| rule.retry = edited_retry(|retry| retry.max_retries = n));
     let threshold = |rate| with_accrual(unified(|unified| unified.success_rate_threshold = rate));
     let window = |nanos| {
         let window = prost_types::Duration { seconds: 0, nanos };
@@ -197,15 +196,21 @@ fn values_out_of_range_are_refused() {
         (window(9_999_999), false),
         (requests(1_000_000), true),
         (requests(1_000_001), false),
-        (with_rule(|rule| rule.backends = random(&[u32::MAX, 0])), true),
-        (with_rule(|rule| rule.backends = random(&[u32::MAX, 1])), true),
+        (
+            with_rule(|rule| rule.backends = random_available_backends(&[u32::MAX, 0])),
+            true,
+        ),
+        (
+            with_rule(|rule| rule.backends = random_available_backends(&[u32::MAX, 1])),
+            true,
+        ),
     ] {
         assert_eq!(reason(message.clone()).is_empty(), is_read, "{message:?}");
     }
 }
 
 #[test]
-fn matches_are_read_or_refused_with_the_reason() {
+fn matches_are_decoded_or_refused_with_the_reason() {
     use http_route::header_match::Value as HeaderValue;
     use http_route::path_match::Kind as Path;
     use http_route::query_param_match::Value as QueryValue;
@@ -268,7 +273,7 @@ fn matches_are_read_or_refused_with_the_reason() {
 }
 
 #[test]
-fn filters_are_read_or_refused_with_the_reason() {
+fn filters_are_decoded_or_refused_with_the_reason() {
     use http_route::{RequestHeaderModifier, ResponseHeaderModifier};
     use proto::http_route::filter::Kind as FilterKind;
     use tulle_proto::http_types::{Headers, Scheme, headers::Header, scheme};

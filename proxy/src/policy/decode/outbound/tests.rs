@@ -43,7 +43,7 @@ pub(super) fn balance(path: &str, load: Option<Load>) -> Option<BackendKind> {
     Some(BackendKind::Balancer(BalanceP2c { discovery, load }))
 }
 
-pub(super) fn backend_of(kind: Option<BackendKind>) -> proto::Backend {
+pub(super) fn backend_with_kind(kind: Option<BackendKind>) -> proto::Backend {
     let queue = Some(proto::Queue {
         capacity: 100,
         failfast_timeout: seconds(3),
@@ -55,21 +55,26 @@ pub(super) fn backend_of(kind: Option<BackendKind>) -> proto::Backend {
     }
 }
 
-pub(super) fn to(backend: proto::Backend) -> proto::http_route::RouteBackend {
+pub(super) fn route_backend(backend: proto::Backend) -> proto::http_route::RouteBackend {
     proto::http_route::RouteBackend {
         backend: Some(backend),
         ..Default::default()
     }
 }
 
-pub(super) fn first(backends: Vec<proto::http_route::RouteBackend>) -> Option<proto::http_route::Distribution> {
+pub(super) fn first_available_backends(
+    backends: Vec<proto::http_route::RouteBackend>,
+) -> Option<proto::http_route::Distribution> {
     let kind = Some(DistributionKind::FirstAvailable(FirstAvailable { backends }));
     Some(proto::http_route::Distribution { kind })
 }
 
-pub(super) fn random(weights: &[u32]) -> Option<proto::http_route::Distribution> {
+pub(super) fn random_available_backends(weights: &[u32]) -> Option<proto::http_route::Distribution> {
     let backends = weights.iter().map(|weight| proto::http_route::WeightedRouteBackend {
-        backend: Some(to(backend_of(balance("web.shop:80", Some(peak_ewma()))))),
+        backend: Some(route_backend(backend_with_kind(balance(
+            "web.shop:80",
+            Some(peak_ewma()),
+        )))),
         weight: *weight,
     });
     let kind = Some(DistributionKind::RandomAvailable(RandomAvailable {
@@ -79,7 +84,10 @@ pub(super) fn random(weights: &[u32]) -> Option<proto::http_route::Distribution>
 }
 
 fn rule() -> proto::http_route::Rule {
-    let backends = first(vec![to(backend_of(balance("web.shop:80", Some(peak_ewma()))))]);
+    let backends = first_available_backends(vec![route_backend(backend_with_kind(balance(
+        "web.shop:80",
+        Some(peak_ewma()),
+    )))]);
     proto::http_route::Rule {
         backends,
         ..Default::default()
@@ -131,7 +139,7 @@ pub(super) fn unified(edit: impl FnOnce(&mut Unified)) -> Option<AccrualKind> {
     Some(AccrualKind::Unified(unified))
 }
 
-pub(super) fn retry_of(edit: impl FnOnce(&mut proto::http_route::Retry)) -> Option<proto::http_route::Retry> {
+pub(super) fn edited_retry(edit: impl FnOnce(&mut proto::http_route::Retry)) -> Option<proto::http_route::Retry> {
     let status_ranges = vec![StatusRange { start: 500, end: 599 }];
     let mut retry = proto::http_route::Retry {
         max_retries: 2,
@@ -144,7 +152,7 @@ pub(super) fn retry_of(edit: impl FnOnce(&mut proto::http_route::Retry)) -> Opti
     Some(retry)
 }
 
-pub(super) fn policy_of(kind: Option<Kind>) -> proto::OutboundPolicy {
+pub(super) fn policy_with_protocol(kind: Option<Kind>) -> proto::OutboundPolicy {
     proto::OutboundPolicy {
         protocol: Some(proto::ProxyProtocol { kind }),
         metadata: metadata("web"),
@@ -153,7 +161,7 @@ pub(super) fn policy_of(kind: Option<Kind>) -> proto::OutboundPolicy {
 
 pub(super) fn with_accrual(kind: Option<AccrualKind>) -> proto::OutboundPolicy {
     let failure_accrual = Some(proto::FailureAccrual { kind, ejection: None });
-    policy_of(Some(Kind::Http1(Http1 {
+    policy_with_protocol(Some(Kind::Http1(Http1 {
         routes: Vec::new(),
         failure_accrual,
     })))
@@ -167,16 +175,16 @@ pub(super) fn with_rule(edit: impl FnOnce(&mut proto::http_route::Rule)) -> prot
         hosts: Vec::new(),
         rules: vec![rule],
     };
-    policy_of(Some(Kind::Http2(Http2 {
+    policy_with_protocol(Some(Kind::Http2(Http2 {
         routes: vec![route],
         failure_accrual: None,
     })))
 }
 
 pub(super) fn with_backend(edit: impl FnOnce(&mut proto::Backend)) -> proto::OutboundPolicy {
-    let mut backend = backend_of(balance("web.shop:80", Some(peak_ewma())));
+    let mut backend = backend_with_kind(balance("web.shop:80", Some(peak_ewma())));
     edit(&mut backend);
-    with_rule(|rule| rule.backends = first(vec![to(backend)]))
+    with_rule(|rule| rule.backends = first_available_backends(vec![route_backend(backend)]))
 }
 
 pub(super) fn with_filter(kind: Option<proto::http_route::filter::Kind>) -> proto::OutboundPolicy {
@@ -200,7 +208,7 @@ pub(super) fn with_cors(edit: impl FnOnce(&mut Cors)) -> proto::OutboundPolicy {
 /// A mirror of all requests.
 pub(super) fn request_mirror() -> ExtensionKind {
     ExtensionKind::RequestMirror(RequestMirror {
-        backend: Some(backend_of(balance("copy.shop:80", Some(peak_ewma())))),
+        backend: Some(backend_with_kind(balance("copy.shop:80", Some(peak_ewma())))),
         ratio: None,
     })
 }
@@ -222,8 +230,8 @@ fn only_backend(message: proto::OutboundPolicy) -> Arc<BackendSpec> {
 }
 
 #[test]
-fn a_complete_policy_is_read() {
-    let policy = client_policy(policy_of(Some(Kind::Detect(detect())))).unwrap();
+fn a_complete_policy_is_decoded() {
+    let policy = client_policy(policy_with_protocol(Some(Kind::Detect(detect())))).unwrap();
     assert_eq!(policy.meta.to_string(), "Service/web.shop");
     let ClientProtocol::Detect {
         timeout, opaque: route, ..
@@ -233,7 +241,7 @@ fn a_complete_policy_is_read() {
     };
     assert_eq!(*timeout, Duration::from_secs(10));
     assert_eq!(route.as_ref().unwrap().meta.name(), "o");
-    let again = client_policy(policy_of(Some(Kind::Detect(detect())))).unwrap();
+    let again = client_policy(policy_with_protocol(Some(Kind::Detect(detect())))).unwrap();
     assert_eq!(policy, again, "equal updates are equal");
 
     for (kind, expected) in [
@@ -247,12 +255,15 @@ fn a_complete_policy_is_read() {
             }),
         ),
     ] {
-        assert_eq!(client_policy(policy_of(Some(kind))).unwrap().protocol, expected);
+        assert_eq!(
+            client_policy(policy_with_protocol(Some(kind))).unwrap().protocol,
+            expected
+        );
     }
 }
 
 #[test]
-fn backends_are_read() {
+fn backends_are_decoded() {
     let backend = only_backend(with_backend(|_| ()));
     assert_eq!(
         backend.queue,
@@ -299,7 +310,8 @@ fn backends_are_read() {
 
 #[test]
 fn weights_that_are_all_zero_select_no_backend() {
-    let distribution = |weights: &[u32]| action(with_rule(|rule| rule.backends = random(weights))).backends;
+    let distribution =
+        |weights: &[u32]| action(with_rule(|rule| rule.backends = random_available_backends(weights))).backends;
     assert_eq!(distribution(&[0, 0]), Distribution::Empty);
     assert_eq!(distribution(&[0]), Distribution::Empty);
     assert!(matches!(distribution(&[5]), Distribution::FirstAvailable(list) if list.len() == 1));
@@ -310,7 +322,7 @@ fn weights_that_are_all_zero_select_no_backend() {
 }
 
 #[test]
-fn timeouts_and_retries_are_read() {
+fn timeouts_and_retries_are_decoded() {
     let message = with_rule(|rule| rule.request_timeout = seconds(7));
     assert_eq!(action(message).timeouts.request, Some(Duration::from_secs(7)));
     let message = with_rule(|rule| {
@@ -320,7 +332,7 @@ fn timeouts_and_retries_are_read() {
             response: None,
             idle: seconds(3),
         });
-        rule.retry = retry_of(|_| ());
+        rule.retry = edited_retry(|_| ());
         rule.allow_l5d_request_headers = true;
     });
     let action = action(message);
@@ -356,7 +368,7 @@ fn grpc_conditions_are_status_codes() {
 }
 
 #[test]
-fn failure_accrual_is_read() {
+fn failure_accrual_is_decoded() {
     let accrual = |kind| match client_policy(with_accrual(kind)).unwrap().protocol {
         ClientProtocol::Http1(http) => http.failure_accrual.unwrap(),
         other => panic!("{other:?}"),
