@@ -108,7 +108,7 @@ impl DecodedCounts {
                 }),
             };
             if let Some(message) = first(outbound.watch(spec)).await {
-                messages::outbound_policy(message)
+                messages::check_outbound_policy(message)
                     .unwrap_or_else(|error| fail(&format!("the policy of {target}"), error));
                 self.policies += 1;
             }
@@ -118,11 +118,11 @@ impl DecodedCounts {
                 ..Default::default()
             };
             if let Some(message) = first(destinations.get_profile(path())).await {
-                messages::profile(message).unwrap_or_else(|error| fail(&format!("the profile of {target}"), error));
+                messages::check_profile(message).unwrap_or_else(|error| fail(&format!("the profile of {target}"), error));
                 self.profiles += 1;
             }
             if let Some(message) = first(destinations.get(path())).await {
-                messages::endpoints(message).unwrap_or_else(|error| fail(&format!("the endpoints of {target}"), error));
+                messages::check_endpoints(message).unwrap_or_else(|error| fail(&format!("the endpoints of {target}"), error));
                 self.endpoints += 1;
             }
         }
@@ -134,7 +134,7 @@ impl DecodedCounts {
                 port,
             };
             if let Some(message) = first(inbound.watch_port(spec)).await {
-                messages::inbound_policy(message)
+                messages::check_inbound_policy(message)
                     .unwrap_or_else(|error| fail(&format!("the policy of port {port} of {workload}"), error));
                 self.ports += 1;
             }

@@ -426,7 +426,7 @@ async fn arrived_after_close(io: &Io, len: usize) -> bool {
 
 /// Whether the kernel reports that bytes written after the peer's FIN were discarded.
 async fn was_discarded(io: &Io) -> bool {
-    let _ = tokio::time::timeout(RESET_WAIT_TIMEOUT, io.wait_broken()).await;
+    let _ = tokio::time::timeout(RESET_WAIT_TIMEOUT, io.wait_for_error()).await;
     io.take_broken_pipe_error()
 }
 
