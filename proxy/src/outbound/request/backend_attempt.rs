@@ -398,7 +398,7 @@ impl SentRequest {
                 self.observer.record_failed_status(&rsp);
                 // Discarding the body records the result of this endpoint.
                 let rsp = classify::observe(rsp, self.started_at, self.observer);
-                rsp.into_body().discard_as(Ok(()));
+                rsp.into_body().discard_with_result(Ok(()));
             }
         }
     }
