@@ -1,8 +1,8 @@
 //! The admin server: metrics, probes, and routes for operators who inspect and control this process.
 //!
-//! Meshed clients connect with mutual TLS, as to the application, and the server presents the proxy's certificate. The inbound
-//! policy of this port authorizes requests other than probes. Loopback-only routes are closed to other hosts, even if the policy
-//! permits them.
+//! Meshed clients connect with mutual TLS, as to the application, and the server presents the proxy's certificate. The
+//! inbound policy of this port authorizes requests other than probes. Loopback-only routes are closed to other hosts, even if
+//! the policy permits them.
 
 mod debug_pages;
 mod probes;
@@ -56,8 +56,8 @@ pub(crate) struct AdminParams {
     pub readiness: Readiness,
     /// `None` if the process does not log.
     pub log: Option<LogHandle>,
-    /// The environment variables of `/env.json`. They must not contain secrets: this page is not restricted to loopback, and the
-    /// policy of the port may permit all clients to read it.
+    /// The environment variables of `/env.json`. They must not contain secrets: this page is not restricted to loopback, and
+    /// the policy of the port may permit all clients to read it.
     pub env: BTreeMap<String, String>,
     /// Notified when an operator requests shutdown.
     pub shutdown: Arc<Notify>,

@@ -30,7 +30,8 @@ pub(crate) enum Strategy {
 pub(crate) enum PickError {
     #[error("the service has no endpoints")]
     NoEndpoints,
-    /// The duration is the time that this request has waited. As in Linkerd, the first timeout ends the wait of all queued requests.
+    /// The duration is the time that this request has waited. As in Linkerd, the first timeout ends the wait of all queued
+    /// requests.
     #[error("no endpoint became available within {0:?}")]
     QueueTimeout(Duration, UnavailableReason),
     /// An earlier request has timed out in the queue, so this one has not waited.
@@ -190,8 +191,8 @@ impl<E: Candidate> Balancer<E> {
         picked
     }
 
-    /// Picks an endpoint for which `is_allowed` is true, if one can be picked now and its response is not late. Does not end the
-    /// fail-fast state.
+    /// Picks an endpoint for which `is_allowed` is true, if one can be picked now and its response is not late. Does not end
+    /// the fail-fast state.
     pub(crate) fn pick_where(&self, now: Instant, is_allowed: impl Fn(&Arc<E>) -> bool) -> Option<Arc<E>> {
         match &**self.discovery_state.load() {
             DiscoveryState::Endpoints(endpoints) => self.pick_responding(endpoints, now, is_allowed),
@@ -380,7 +381,8 @@ impl Drop for QueuePermit<'_> {
     }
 }
 
-/// Maximum number of picks for one request, if other workers use each picked endpoint first. Then the request waits in the queue.
+/// Maximum number of picks for one request, if other workers use each picked endpoint first. Then the request waits in the
+/// queue.
 const MAX_PICKS: usize = 3;
 
 #[cfg(test)]

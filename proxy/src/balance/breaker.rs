@@ -1,8 +1,8 @@
 //! Whether an endpoint is available: failure accrual, and the backoff after a failed dial.
 //!
-//! Each of the two is an [`Availability`]. An unavailable endpoint gets one request, the probe, when its backoff is over. The result
-//! of the probe makes the endpoint available again, or starts a longer backoff. For an available endpoint, [`Breaker::admit`] costs
-//! a few atomic loads and takes no lock.
+//! Each of the two is an [`Availability`]. An unavailable endpoint gets one request, the probe, when its backoff is over. The
+//! result of the probe makes the endpoint available again, or starts a longer backoff. For an available endpoint,
+//! [`Breaker::admit`] costs a few atomic loads and takes no lock.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -35,8 +35,8 @@ struct GroupState {
     /// Wakes the requests that wait for an endpoint when one becomes available or is added.
     changed: Notify,
     n_endpoints: AtomicU32,
-    /// Number of ejected endpoints plus number of unreachable endpoints. An endpoint that is both counts twice. The number is then
-    /// too high and fewer endpoints are ejected, which is safe.
+    /// Number of ejected endpoints plus number of unreachable endpoints. An endpoint that is both counts twice. The number is
+    /// then too high and fewer endpoints are ejected, which is safe.
     n_unavailable: AtomicU32,
 }
 
@@ -140,8 +140,9 @@ impl Breaker {
 
     /// Records the outcome of a request and its `Retry-After`.
     ///
-    /// While the endpoint is ejected and no probe is in flight, outcomes are ignored: these requests were sent before the ejection,
-    /// or because of `min_ready_endpoints`. While a probe is in flight, any outcome counts as the result of the probe.
+    /// While the endpoint is ejected and no probe is in flight, outcomes are ignored: these requests were sent before the
+    /// ejection, or because of `min_ready_endpoints`. While a probe is in flight, any outcome counts as the result of the
+    /// probe.
     pub(crate) fn record_outcome(&self, outcome: RequestOutcome, retry_after: Option<Duration>, now: Instant) {
         let Some(accrual) = &self.accrual else { return };
         let action = match accrual.availability.phase() {
@@ -213,8 +214,8 @@ impl Breaker {
         }
     }
 
-    /// Counts the endpoint as unavailable, if it is not retired and at least `min_ready` other endpoints are ready. Returns whether
-    /// it was counted.
+    /// Counts the endpoint as unavailable, if it is not retired and at least `min_ready` other endpoints are ready. Returns
+    /// whether it was counted.
     fn try_count_unavailable(&self, min_ready: u32) -> bool {
         !self.is_retired.load(Ordering::Relaxed) && self.group.try_count_unavailable(min_ready)
     }
@@ -340,8 +341,8 @@ impl Availability {
         true
     }
 
-    /// Makes the endpoint unavailable for the next backoff delay, at least for `min_delay`. If the endpoint was available, calls
-    /// `count_unavailable` first. If that returns `false`, the endpoint stays available, and the result is `false`.
+    /// Makes the endpoint unavailable for the next backoff delay, at least for `min_delay`. If the endpoint was available,
+    /// calls `count_unavailable` first. If that returns `false`, the endpoint stays available, and the result is `false`.
     fn make_unavailable(&self, now: u64, min_delay: Duration, count_unavailable: impl FnOnce() -> bool) -> bool {
         let mut state = self.state.lock();
         // Several workers may record the same failure: only the first one extends the backoff.
@@ -357,8 +358,8 @@ impl Availability {
         true
     }
 
-    /// Makes the endpoint available. If it was unavailable, calls `uncount_unavailable`, which undoes the `count_unavailable` of
-    /// [`Self::make_unavailable`].
+    /// Makes the endpoint available. If it was unavailable, calls `uncount_unavailable`, which undoes the `count_unavailable`
+    /// of [`Self::make_unavailable`].
     fn make_available(&self, uncount_unavailable: impl FnOnce()) {
         let mut state = self.state.lock();
         if std::mem::replace(&mut state.phase, Phase::Available) != Phase::Available {
@@ -394,7 +395,8 @@ impl BreakerGroup {
         endpoints.saturating_sub(self.0.n_unavailable.load(Ordering::Relaxed))
     }
 
-    /// Counts one more endpoint as unavailable, if at least `min_ready` other endpoints are ready. Returns whether it was counted.
+    /// Counts one more endpoint as unavailable, if at least `min_ready` other endpoints are ready. Returns whether it was
+    /// counted.
     fn try_count_unavailable(&self, min_ready: u32) -> bool {
         let endpoints = self.0.n_endpoints.load(Ordering::Relaxed);
         let incremented = |n: u32| (min_ready == 0 || n + 1 + min_ready <= endpoints).then_some(n + 1);
@@ -503,7 +505,8 @@ mod tests {
         (Breaker::new(policy, BreakerGroup::default(), now), now)
     }
 
-    /// A group of `endpoints` breakers. Each trips at the first failure, unless fewer than `min_ready_endpoints` would be ready.
+    /// A group of `endpoints` breakers. Each trips at the first failure, unless fewer than `min_ready_endpoints` would be
+    /// ready.
     fn breaker_group(endpoints: usize, min_ready_endpoints: u32) -> (BreakerGroup, Vec<Breaker>, Instant) {
         let (group, now) = (BreakerGroup::default(), Instant::now());
         group.set_n_endpoints(endpoints);

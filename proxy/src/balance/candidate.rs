@@ -69,8 +69,9 @@ impl<E: Candidate> Drop for InFlightGuard<E> {
         if !self.is_recorded {
             let load = self.endpoint.load();
             load.end();
-            // The request was cancelled. Its latency is at least the time waited, and counts as this time. Otherwise an endpoint would
-            // not look slow if all clients cancel. Cancellations are rare, so reading the clock is cheap enough.
+            // The request was cancelled. Its latency is at least the time waited, and counts as this time. Otherwise an
+            // endpoint would not look slow if all clients cancel. Cancellations are rare, so reading the clock is cheap
+            // enough.
             let now = Instant::now();
             let waited = now.saturating_duration_since(self.sent_at);
             if waited > load.rtt(now) {

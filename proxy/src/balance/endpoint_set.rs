@@ -57,8 +57,8 @@ impl<E> Default for EndpointSet<E> {
 }
 
 impl<E> EndpointSet<E> {
-    /// Marks the start of a new stream, whose first `Add` update lists all endpoints. The known endpoints stay until then; those that
-    /// are not listed are removed.
+    /// Marks the start of a new stream, whose first `Add` update lists all endpoints. The known endpoints stay until then;
+    /// those that are not listed are removed.
     pub(crate) fn resync(&mut self) {
         self.state = SyncState::AwaitingFullSet;
     }

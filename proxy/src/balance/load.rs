@@ -15,8 +15,8 @@ pub(crate) struct Load {
     params: LoadParams,
     start: Instant,
     in_flight: AtomicU32,
-    /// While requests are in flight: when the endpoint last responded, or when the first of these requests was sent, whichever is
-    /// later. All times here are milliseconds since `start`, plus one.
+    /// While requests are in flight: when the endpoint last responded, or when the first of these requests was sent,
+    /// whichever is later. All times here are milliseconds since `start`, plus one.
     waiting_since: AtomicU32,
     /// When an endpoint whose response is late was last checked, or got a trial request.
     last_trial_at: AtomicU32,
@@ -24,8 +24,8 @@ pub(crate) struct Load {
     estimate: AtomicU64,
 }
 
-/// The estimated round-trip time in seconds, and the time of its last update; 0 if it was never measured. [`Load`] packs them into
-/// the upper and the lower half of a word.
+/// The estimated round-trip time in seconds, and the time of its last update; 0 if it was never measured. [`Load`] packs them
+/// into the upper and the lower half of a word.
 #[derive(Clone, Copy)]
 struct Estimate {
     rtt: f32,
@@ -51,15 +51,16 @@ impl Load {
 
     /// Expected cost of one more request to this endpoint, in seconds.
     ///
-    /// The estimate decays until `now`, so that an idle endpoint is picked again some time later. Never NaN. A round-trip time below
-    /// 1 ms counts as 1 ms: smaller differences are noise, and the number of requests in flight is more significant.
+    /// The estimate decays until `now`, so that an idle endpoint is picked again some time later. Never NaN. A round-trip
+    /// time below 1 ms counts as 1 ms: smaller differences are noise, and the number of requests in flight is more
+    /// significant.
     ///
     /// Source: `PeakEwma` in `outbound.proto`; Linkerd sends a default RTT of 30 ms and a decay of 10 s.
     pub(crate) fn cost(&self, now: Instant) -> f64 {
         let (estimate, in_flight) = (self.estimate(), self.in_flight());
         if estimate.updated_at_ms == 0 && in_flight == 0 {
-            // Not measured yet: cost 0, so that the endpoint gets a request that measures it. With the default RTT, a new endpoint
-            // would look slower than the others and get no request for half a minute.
+            // Not measured yet: cost 0, so that the endpoint gets a request that measures it. With the default RTT, a new
+            // endpoint would look slower than the others and get no request for half a minute.
             return 0.0;
         }
         let rtt = self.decayed(estimate, self.millis_at(now));
@@ -107,8 +108,8 @@ impl Load {
 
     /// Whether the response of the endpoint is late: requests are in flight, and it has not responded recently.
     ///
-    /// An endpoint behind a broken network accepts requests and never responds. The keep-alive of its connections takes seconds to
-    /// detect this.
+    /// An endpoint behind a broken network accepts requests and never responds. The keep-alive of its connections takes
+    /// seconds to detect this.
     pub(crate) fn late_response(&self, now: Instant) -> Option<LateResponse> {
         if self.in_flight() == 0 {
             return None;
@@ -187,8 +188,8 @@ impl Load {
     /// Remaining weight of an estimate, from 1 to 0.
     fn decay_factor(&self, estimate: Estimate, at: u32) -> f32 {
         let (LoadParams::PeakEwma { decay, .. } | LoadParams::PenaltyPeakEwma { decay, .. }) = self.params;
-        // If another worker has updated the estimate after this worker read its clock, no time has passed. The milliseconds wrap
-        // after 49 days; an old estimate may then count as new once.
+        // If another worker has updated the estimate after this worker read its clock, no time has passed. The milliseconds
+        // wrap after 49 days; an old estimate may then count as new once.
         let elapsed = elapsed_ms(estimate.updated_at_ms.max(1), at);
         if elapsed == 0 {
             return 1.0;
@@ -229,8 +230,8 @@ impl LateResponse {
         self.since_trial_ms.is_some_and(|elapsed| elapsed >= self.limit_ms)
     }
 
-    /// Whether the endpoint should get one trial request, because it may only be slow: after twice the limit, and then each time the
-    /// waiting time has doubled.
+    /// Whether the endpoint should get one trial request, because it may only be slow: after twice the limit, and then each
+    /// time the waiting time has doubled.
     pub(super) fn is_trial_due(self) -> bool {
         let waited_at_trial = self.since_trial_ms.map(|elapsed| self.waited_ms - elapsed);
         self.waited_ms >= 2 * waited_at_trial.unwrap_or(self.limit_ms)
@@ -261,7 +262,8 @@ fn elapsed_ms(from: u32, to: u32) -> u32 {
 const MIN_RTT_SECONDS: f32 = 0.001;
 /// A response is not late before this time: shorter pauses of a process are normal.
 const MIN_LATE_MS: u32 = 20;
-/// Maximum of [`LateResponse::limit_ms`]. Requests that are cancelled after a timeout raise the estimated latency without bound.
+/// Maximum of [`LateResponse::limit_ms`]. Requests that are cancelled after a timeout raise the estimated latency without
+/// bound.
 const MAX_LATE_LIMIT_MS: u32 = 200;
 
 #[cfg(test)]

@@ -32,8 +32,8 @@ impl Weights {
         }
         let available = || (0..self.sums.len()).filter(|index| self.weight(*index) > 0 && is_available(*index));
         let total_available: u64 = available().map(|index| self.weight(index)).sum();
-        // `point` is in the range of `choice`. Its position in this range is uniformly distributed, so the position selects among the
-        // available choices.
+        // `point` is in the range of `choice`. Its position in this range is uniformly distributed, so the position selects
+        // among the available choices.
         let position = point - (u128::from(self.sum_before(choice)) << u32::BITS);
         let mut remaining = (position * u128::from(total_available) / u128::from(self.weight(choice))) >> u32::BITS;
         available().find(|index| {
@@ -44,8 +44,8 @@ impl Weights {
         })
     }
 
-    /// Scales a random number to a number below the total of the weights. The result is a fixed-point number whose lowest 32 bits are
-    /// the fraction.
+    /// Scales a random number to a number below the total of the weights. The result is a fixed-point number whose lowest 32
+    /// bits are the fraction.
     fn point(&self, random: u32) -> u128 {
         u128::from(random) * u128::from(self.sums.last().copied().unwrap_or(0))
     }

@@ -60,8 +60,8 @@ pub(crate) trait ReceivedBody: Send {
         None
     }
 
-    /// Ready with the timeout error when a deadline of the body has expired. `unsent` is the number of bytes that the receiver has
-    /// taken but not sent yet.
+    /// Ready with the timeout error when a deadline of the body has expired. `unsent` is the number of bytes that the
+    /// receiver has taken but not sent yet.
     fn poll_deadline(&mut self, _unsent: usize, _cx: &mut Context<'_>) -> Poll<Error> {
         Poll::Pending
     }
@@ -72,8 +72,8 @@ pub(crate) trait ReceivedBody: Send {
     }
 }
 
-/// Observes the frames and the end of a body. If the observer is dropped before `end` is called, the receiver has dropped the body
-/// before its end.
+/// Observes the frames and the end of a body. If the observer is dropped before `end` is called, the receiver has dropped the
+/// body before its end.
 pub(crate) trait BodyObserver: Send {
     fn data(&mut self, len: usize);
     fn trailers(&mut self, trailers: &HeaderMap);

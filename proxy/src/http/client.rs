@@ -179,9 +179,9 @@ impl EndpointClient {
         None
     }
 
-    /// Whether another HTTP/2 connection can be dialled when no stream is free. Not at the limit, and not while the settings of a
-    /// connection are unknown. Nor if a connection has no open streams: its peer permits none, and another connection would not
-    /// help.
+    /// Whether another HTTP/2 connection can be dialled when no stream is free. Not at the limit, and not while the settings
+    /// of a connection are unknown. Nor if a connection has no open streams: its peer permits none, and another connection
+    /// would not help.
     fn can_add_http2_connection(&self) -> bool {
         let connections = self.http2.lock();
         connections.len() < MAX_HTTP2_CONNECTIONS

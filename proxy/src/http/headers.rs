@@ -165,8 +165,8 @@ pub(crate) fn is_upgrade_request<B>(req: &Request<B>) -> bool {
     if req.version() != Version::HTTP_11 {
         return false;
     }
-    // A list that contains such a protocol does not count either: if the application chose this protocol, the requests in the tunnel
-    // would bypass the proxy.
+    // A list that contains such a protocol does not count either: if the application chose this protocol, the requests in the
+    // tunnel would bypass the proxy.
     let lists_http = |value: &HeaderValue| {
         let mut protocols = value.as_bytes().split(|b| *b == b',');
         protocols.any(|protocol| carries_http(protocol.trim_ascii()))
@@ -184,8 +184,8 @@ fn carries_http(protocol: &[u8]) -> bool {
         .any(|http| name.eq_ignore_ascii_case(http))
 }
 
-/// Whether a request opens a tunnel and has no path: a CONNECT request, but not an extended CONNECT (RFC 8441), whose path policy
-/// rules can match.
+/// Whether a request opens a tunnel and has no path: a CONNECT request, but not an extended CONNECT (RFC 8441), whose path
+/// policy rules can match.
 pub(crate) fn is_connect_tunnel<B>(req: &Request<B>) -> bool {
     *req.method() == Method::CONNECT && req.extensions().get::<h2::ext::Protocol>().is_none()
 }
@@ -207,9 +207,9 @@ pub(crate) fn strip_hop_by_hop_except_upgrade(headers: &mut HeaderMap) {
     }
 }
 
-/// Refuses ambiguous requests: with a target that is not permitted for the method, with a body whose end is unclear, or, in HTTP/2,
-/// with several hosts or none. (In HTTP/1, the parser refuses several hosts, and a request without a host is accepted.) Moves the
-/// authority of an HTTP/2 request from `host` to its target.
+/// Refuses ambiguous requests: with a target that is not permitted for the method, with a body whose end is unclear, or, in
+/// HTTP/2, with several hosts or none. (In HTTP/1, the parser refuses several hosts, and a request without a host is
+/// accepted.) Moves the authority of an HTTP/2 request from `host` to its target.
 ///
 /// # Errors
 /// The request breaks a rule of its HTTP version.
@@ -234,8 +234,8 @@ fn check_http1<B: http_body::Body>(req: &Request<B>) -> Result<(), Error> {
     check_http1_target_and_body(req)
 }
 
-/// Checks the HTTP/1 rules for the target and the body of a request, except `transfer-encoding`. Also called for HTTP/1 requests that
-/// a peer's proxy sent over HTTP/2. The parser has checked the bytes of the HTTP/1 head.
+/// Checks the HTTP/1 rules for the target and the body of a request, except `transfer-encoding`. Also called for HTTP/1
+/// requests that a peer's proxy sent over HTTP/2. The parser has checked the bytes of the HTTP/1 head.
 pub(crate) fn check_http1_target_and_body<B: http_body::Body>(req: &Request<B>) -> Result<(), Error> {
     let uri = req.uri();
     let is_connect = *req.method() == Method::CONNECT;

@@ -26,11 +26,11 @@ struct SleepEntry {
 }
 
 thread_local! {
-    /// Sleeps of dropped timers. They stay in the timer wheel for reuse, because each insertion and each removal locks the wheel,
-    /// and an insertion that is earlier than all others also wakes the worker.
+    /// Sleeps of dropped timers. They stay in the timer wheel for reuse, because each insertion and each removal locks the
+    /// wheel, and an insertion that is earlier than all others also wakes the worker.
     ///
-    /// A spare sleep keeps the waker of the task that polled it last. If it fires, this task is woken without need. If the task has
-    /// ended, its memory is freed only when the sleep fires or another task polls the sleep.
+    /// A spare sleep keeps the waker of the task that polled it last. If it fires, this task is woken without need. If the
+    /// task has ended, its memory is freed only when the sleep fires or another task polls the sleep.
     static SPARE_SLEEPS: RefCell<Vec<SleepEntry>> = const { RefCell::new(Vec::new()) };
 }
 

@@ -2,8 +2,8 @@
 
 use std::sync::OnceLock;
 
-/// A map with at most [`MAX_ENTRIES`] entries. It only grows, so reading needs no lock. The size is limited because servers choose
-/// some keys, such as status codes. The values of further keys are looked up in the metric family each time.
+/// A map with at most [`MAX_ENTRIES`] entries. It only grows, so reading needs no lock. The size is limited because servers
+/// choose some keys, such as status codes. The values of further keys are looked up in the metric family each time.
 pub(super) struct AppendOnlyMap<K, V> {
     first: Slot<K, V>,
 }

@@ -25,8 +25,8 @@ pub(crate) fn has_application_listener(own_ports: &[u16]) -> bool {
         .any(|text| listening_ports(&text).any(|port| !own_ports.contains(&port)))
 }
 
-/// Whether a program listens on `addr`, or on its port at all addresses. True if the kernel gives no answer: otherwise the ports
-/// of an application could be mistaken for ports that clients scan.
+/// Whether a program listens on `addr`, or on its port at all addresses. True if the kernel gives no answer: otherwise the
+/// ports of an application could be mistaken for ports that clients scan.
 pub(crate) fn is_listening(addr: SocketAddr) -> bool {
     let addr = canonical(addr);
     let any_ip = match addr {

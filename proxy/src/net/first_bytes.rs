@@ -228,8 +228,8 @@ async fn detect_until(
 }
 
 impl LearnedSpeaker {
-    /// How long to wait before the server is dialled. The wait is short even for a client-first target, because the learned speaker
-    /// can be wrong: by chance, or because another client caused it on purpose.
+    /// How long to wait before the server is dialled. The wait is short even for a client-first target, because the learned
+    /// speaker can be wrong: by chance, or because another client caused it on purpose.
     fn client_wait(&self) -> Duration {
         match self.0.load(Ordering::Relaxed) {
             SERVER_FIRST => Duration::ZERO,

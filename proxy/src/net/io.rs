@@ -33,7 +33,8 @@ pub(crate) struct Tcp {
     write_buffering: bool,
     /// Whether the kernel may delay partial packets, so that the last one leaves with the FIN.
     corked: bool,
-    /// Whether a write failed with a reset. The kernel reports a reset only once: a later read would return the end of the stream.
+    /// Whether a write failed with a reset. The kernel reports a reset only once: a later read would return the end of the
+    /// stream.
     was_reset: bool,
     /// Whether the peer is known to be a process of this host.
     has_local_peer: bool,
@@ -51,8 +52,8 @@ const CORK_FLAGS: libc::c_int = libc::MSG_MORE | libc::MSG_NOSIGNAL;
 const MAX_BUFFERED_BYTES: usize = 48 * 1024;
 
 /// How long the kernel keeps the unsent bytes of a connection that was evicted, or that the proxy ends
-/// ([`ConnectionHandle::reset_on_drop`]), if the peer does not read. Without a limit, such clients could fill the kernel's memory
-/// with connections that are not counted any more.
+/// ([`ConnectionHandle::reset_on_drop`]), if the peer does not read. Without a limit, such clients could fill the kernel's
+/// memory with connections that are not counted any more.
 const STOPPED_SEND_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Any connection of the proxy, in either direction.
@@ -101,8 +102,8 @@ impl Tcp {
         self
     }
 
-    /// Marks the peer as a process of this host. Needed if the application is dialled from the client's address: [`Io::is_local`]
-    /// compares addresses, and both ends of this connection have different ones.
+    /// Marks the peer as a process of this host. Needed if the application is dialled from the client's address:
+    /// [`Io::is_local`] compares addresses, and both ends of this connection have different ones.
     pub(crate) fn with_local_peer(mut self) -> Self {
         self.has_local_peer = true;
         self
@@ -162,8 +163,8 @@ impl Tcp {
         }
     }
 
-    /// Whether TLS must buffer `len` bytes. The write then returns `Pending` and registers no waker. rustls keeps the bytes until
-    /// the owner disables buffering and flushes.
+    /// Whether TLS must buffer `len` bytes. The write then returns `Pending` and registers no waker. rustls keeps the bytes
+    /// until the owner disables buffering and flushes.
     fn must_buffer(&self, len: usize) -> bool {
         self.write_buffering && len < MAX_BUFFERED_BYTES
     }
@@ -173,9 +174,9 @@ impl Drop for Tcp {
     fn drop(&mut self) {
         let is_requested = self.must_reset.load(Ordering::Relaxed);
         let is_evicted_or_stopped = self.permit.as_ref().is_some_and(ConnectionPermit::prefers_reset);
-        // A connection that was evicted, or that the proxy ends (`ConnectionHandle::reset_on_drop`), is reset only if the peer has
-        // acknowledged all bytes: otherwise the reset could discard a complete response in flight. An owner whose response is
-        // incomplete, and could look complete after a FIN, has called `Io::reset_on_drop`.
+        // A connection that was evicted, or that the proxy ends (`ConnectionHandle::reset_on_drop`), is reset only if the
+        // peer has acknowledged all bytes: otherwise the reset could discard a complete response in flight. An owner whose
+        // response is incomplete, and could look complete after a FIN, has called `Io::reset_on_drop`.
         let must_reset = is_requested || is_evicted_or_stopped && unacknowledged_bytes(&self.stream) == Some(0);
         let socket = SockRef::from(&self.stream);
         let result = match (must_reset, is_evicted_or_stopped) {
@@ -308,8 +309,8 @@ impl Io {
         self.transport().permit.as_ref().map(ConnectionPermit::handle)
     }
 
-    /// Whether `peer`, the remote address, is an address of this host: it equals the local address, or the connection was created
-    /// [`with_local_peer`](Tcp::with_local_peer). False under TLS.
+    /// Whether `peer`, the remote address, is an address of this host: it equals the local address, or the connection was
+    /// created [`with_local_peer`](Tcp::with_local_peer). False under TLS.
     pub(crate) fn is_local(&self, peer: IpAddr) -> bool {
         let Stream::Tcp(tcp) = &self.stream else {
             return false;

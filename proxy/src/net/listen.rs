@@ -70,8 +70,9 @@ pub(crate) fn is_local_addr(ip: IpAddr) -> bool {
     }
 }
 
-/// Disables quick acknowledgements, so that the ACK of a client's first bytes is sent with the response. Code that waits for more
-/// bytes of the client enables them again (`Io::enable_quickack`). Failures are only logged, because the connection still carries traffic.
+/// Disables quick acknowledgements, so that the ACK of a client's first bytes is sent with the response. Code that waits for
+/// more bytes of the client enables them again (`Io::enable_quickack`). Failures are only logged, because the connection
+/// still carries traffic.
 pub(crate) fn disable_quickack(listener: &std::net::TcpListener) {
     // Set after `listen`, which resets the option.
     if let Err(error) = SockRef::from(listener).set_tcp_quickack(false) {

@@ -50,8 +50,8 @@ pub(crate) fn lookup(stream: &TcpStream, peer: SocketAddr) -> io::Result<OrigDst
 /// Returns a lookup that uses the socket's local address, for modes in which no rule rewrites the address of a connection.
 ///
 /// # Errors
-/// The lookup fails if a redirect rule has rewritten the address to `own_port`: the rules are those of another mode. It logs this
-/// once.
+/// The lookup fails if a redirect rule has rewritten the address to `own_port`: the rules are those of another mode. It logs
+/// this once.
 pub(crate) fn local_addr_lookup(own_port: u16) -> OrigDstLookup {
     let warned = AtomicBool::new(false);
     Arc::new(move |stream, peer| {

@@ -21,8 +21,8 @@ use crate::net::orig_dst;
 pub(super) fn is_closed(stream: &TcpStream) -> Option<bool> {
     let peer = match stream.peer_addr() {
         Ok(peer) => canonical(peer),
-        // The peer closed its socket with unread data and so sent a reset. If the reset follows a FIN, a read does not report it;
-        // only this error does.
+        // The peer closed its socket with unread data and so sent a reset. If the reset follows a FIN, a read does not report
+        // it; only this error does.
         Err(error) if error.kind() == io::ErrorKind::NotConnected => return Some(true),
         Err(_) => return None,
     };

@@ -116,7 +116,8 @@ fn parse_w3c(text: &[u8]) -> Option<Context> {
     .if_valid()
 }
 
-/// Parses `grpc-trace-bin`: a version, then fields in any order, each after its number. 0 is the trace, 1 the span, 2 the flags.
+/// Parses `grpc-trace-bin`: a version, then fields in any order, each after its number. 0 is the trace, 1 the span, 2 the
+/// flags.
 fn parse_grpc(text: &[u8]) -> Option<Context> {
     let decoded = BASE64.decode(text).ok()?;
     let (&[0], mut rest) = decoded.split_first_chunk()? else {

@@ -197,8 +197,8 @@ impl Batch {
         self.spans.len() >= MAX_EXPORT_BATCH_SIZE || self.n_bytes >= MAX_EXPORT_BATCH_BYTES
     }
 
-    /// Adds spans until the batch is full, or its first span has waited for [`SCHEDULE_DELAY`]. The batch stays empty if all tracers
-    /// were dropped.
+    /// Adds spans until the batch is full, or its first span has waited for [`SCHEDULE_DELAY`]. The batch stays empty if all
+    /// tracers were dropped.
     async fn fill(&mut self, spans: &mut mpsc::Receiver<Span>) {
         let Some(first) = spans.recv().await else { return };
         self.push(first);

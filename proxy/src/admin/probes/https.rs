@@ -297,8 +297,8 @@ fn join_target(path: &str, query: Option<&str>) -> String {
     format!("/{}{query}", segments.join("/"))
 }
 
-/// The request target that the kubelet makes of a probe's path: with a leading slash, without a fragment, and percent-encoded where
-/// a URL requires it.
+/// The request target that the kubelet makes of a probe's path: with a leading slash, without a fragment, and percent-encoded
+/// where a URL requires it.
 ///
 /// # Errors
 /// The path is too long for a request target.

@@ -4,9 +4,9 @@
 //! denies unauthenticated requests, it would deny `grpc` and HTTPS probes too, because the proxy cannot tell them from other
 //! requests. Therefore the injector redirects these probes to the admin server.
 //!
-//! Only declared probes are run: at the address to which the kubelet sent its request, with the timeout of the probe. The response
-//! is the result of the probe. Requests that arrive while the same probe is running share its result, so that the application
-//! gets one probe at a time.
+//! Only declared probes are run: at the address to which the kubelet sent its request, with the timeout of the probe. The
+//! response is the result of the probe. Requests that arrive while the same probe is running share its result, so that the
+//! application gets one probe at a time.
 
 mod check;
 mod connection;

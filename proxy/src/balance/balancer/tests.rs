@@ -114,8 +114,8 @@ fn a_slow_endpoint_gets_few_requests() {
     }
 }
 
-/// Sends one request every 2 ms for 8 s to four peers, of which the first two do not respond. Returns the times, in ms, at which
-/// these two got requests.
+/// Sends one request every 2 ms for 8 s to four peers, of which the first two do not respond. Returns the times, in ms, at
+/// which these two got requests.
 fn lost_request_times(strategy: Strategy, can_be_checked: bool) -> Vec<u32> {
     let balancer = balancer(strategy);
     let all = peers_with(&balancer, 4, |_, peer| Peer {

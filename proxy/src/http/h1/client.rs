@@ -82,9 +82,9 @@ pub(crate) enum ResendTarget {
     /// A new connection to the same endpoint: the request was not read, or the resend policy permits a resend and the connection
     /// was idle before.
     SameEndpoint,
-    /// Another endpoint. If the connection was not idle before, only on two conditions: the port of this endpoint is closed now,
-    /// and the kernel discarded the request or the connection was reset. While the port is open, the request itself may be the
-    /// reason why the application closed the connection.
+    /// Another endpoint. If the connection was not idle before, only on two conditions: the port of this endpoint is closed
+    /// now, and the kernel discarded the request or the connection was reset. While the port is open, the request itself may
+    /// be the reason why the application closed the connection.
     OtherEndpointIfPortClosed,
 }
 
@@ -255,10 +255,10 @@ impl Exchange {
         }
     }
 
-    /// Converts a missing response head to an error. `policy` permits the resend of a request that the server may have processed.
-    /// The first case of the table that applies decides. The first three cases return the request too; they apply only to a request
-    /// that was written in one short write or not at all. For a resend to another endpoint, the caller of `EndpointClient::send` has
-    /// its own copy; [`Error::resendable`] permits it.
+    /// Converts a missing response head to an error. `policy` permits the resend of a request that the server may have
+    /// processed. The first case of the table that applies decides. The first three cases return the request too; they apply
+    /// only to a request that was written in one short write or not at all. For a resend to another endpoint, the caller of
+    /// `EndpointClient::send` has its own copy; [`Error::resendable`] permits it.
     ///
     /// | Case | May be resent |
     /// |---|---|
@@ -269,9 +269,9 @@ impl Exchange {
     /// | The connection was idle before, and `policy` permits it | to another endpoint |
     /// | Any other | no |
     ///
-    /// Only the kernel of this host knows whether a local application has read the request: it answers data that cannot be read any
-    /// more with a reset. A reset alone is no proof, because an application can also cause one after it has read everything
-    /// (`SO_LINGER` of 0).
+    /// Only the kernel of this host knows whether a local application has read the request: it answers data that cannot be
+    /// read any more with a reset. A reset alone is no proof, because an application can also cause one after it has read
+    /// everything (`SO_LINGER` of 0).
     pub(crate) async fn into_failure(self, head_error: ResponseHeadError, policy: ResendPolicy) -> FailedExchange {
         if let ResponseHeadError::Error(error) = head_error {
             return FailedExchange { error, request: None };

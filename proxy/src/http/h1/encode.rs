@@ -30,8 +30,8 @@ const MAX_INLINE_BODY_BYTES: usize = 4 * 1024;
 /// once.
 const MAX_WRITE_BYTES: usize = read_buffer::READ_BUFFER_BYTES;
 
-/// Maximum size of a request that is kept for a resend, in bytes. A server normally reads this much in one call, so it has read all
-/// or nothing of such a request that was written in one call.
+/// Maximum size of a request that is kept for a resend, in bytes. A server normally reads this much in one call, so it has
+/// read all or nothing of such a request that was written in one call.
 const MAX_RESENDABLE_BYTES: usize = 4 * 1024;
 
 /// Maximum time that a head waits for a short body, so that one write sends both. The body is normally available at

@@ -172,8 +172,8 @@ fn parse_chunk_size(bytes: &[u8]) -> Result<Option<(usize, u64)>, &'static str> 
     }
 }
 
-/// Takes the trailers from `read_buffer`; `None` while they are incomplete. Only CRLF ends a line, because parsers disagree on a lone
-/// LF.
+/// Takes the trailers from `read_buffer`; `None` while they are incomplete. Only CRLF ends a line, because parsers disagree
+/// on a lone LF.
 fn parse_trailers(read_buffer: &mut Bytes) -> Result<Option<HeaderMap>, &'static str> {
     const INVALID: &str = "malformed or too large trailers";
     let is_lone_lf = |(at, byte): (usize, &u8)| *byte == b'\n' && (at == 0 || read_buffer[at - 1] != b'\r');

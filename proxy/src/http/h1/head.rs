@@ -1,8 +1,8 @@
 //! Parses the heads of requests and responses.
 //!
-//! A request is refused if parsers could interpret it in more than one way. A response is refused if its end is ambiguous. Other
-//! errors of responses are corrected, because applications must work as without a proxy. Characters of a target that servers
-//! accept, but `Uri` rejects, are percent-encoded.
+//! A request is refused if parsers could interpret it in more than one way. A response is refused if its end is ambiguous.
+//! Other errors of responses are corrected, because applications must work as without a proxy. Characters of a target that
+//! servers accept, but `Uri` rejects, are percent-encoded.
 
 use std::mem::MaybeUninit;
 
@@ -82,8 +82,8 @@ fn parse_with_encoded_target(bytes: &mut Bytes) -> Option<Result<Option<RequestH
     Some(parsed)
 }
 
-/// Percent-encodes the characters of a target that [`Uri`] rejects and browsers encode; `None` if the target has no such characters.
-/// Scheme and authority stay unchanged.
+/// Percent-encodes the characters of a target that [`Uri`] rejects and browsers encode; `None` if the target has no such
+/// characters. Scheme and authority stay unchanged.
 ///
 /// Source: the path and query percent-encode sets of the WHATWG URL Standard, without the characters that `http`
 /// accepts.
@@ -256,8 +256,8 @@ fn parse_headers(bytes: &Bytes, lines: &[httparse::Header<'_>]) -> Result<Header
     Ok(headers)
 }
 
-/// Refuses a request with two hosts. The authority of an absolute target replaces `host`, so that no later hop sees another host. A
-/// request without a host is accepted: it can go to its original destination, as without a proxy.
+/// Refuses a request with two hosts. The authority of an absolute target replaces `host`, so that no later hop sees another
+/// host. A request without a host is accepted: it can go to its original destination, as without a proxy.
 ///
 /// Source: RFC 9112 §3.2, and RFC 9110 §4.2.4 about userinfo.
 fn check_host(request: &mut Request<()>) -> Result<(), HeadError> {
@@ -316,8 +316,8 @@ fn framing_of_request(request: &Request<()>) -> Result<Framing, HeadError> {
     Ok(framing)
 }
 
-/// The framing of a response, and whether the connection may be reused. It is not reused after a message with both framing headers
-/// or a chunked HTTP/1.0 message, although the end of these messages is certain.
+/// The framing of a response, and whether the connection may be reused. It is not reused after a message with both framing
+/// headers or a chunked HTTP/1.0 message, although the end of these messages is certain.
 ///
 /// Source: RFC 9112 §6.1 and §6.3.
 fn framing_of_response(response: &Response<()>, method: &Method) -> Result<(Framing, bool), HeadError> {

@@ -1,7 +1,8 @@
 //! Idle connections to one address.
 //!
-//! A server may close an idle connection at any time, and a request that arrives at that moment is lost. So the pool does not use
-//! a connection in the last part of the server's keep-alive timeout. The server announces this timeout, or the pool observes it.
+//! A server may close an idle connection at any time, and a request that arrives at that moment is lost. So the pool does not
+//! use a connection in the last part of the server's keep-alive timeout. The server announces this timeout, or the pool
+//! observes it.
 
 use std::{
     future::{Future, poll_fn},

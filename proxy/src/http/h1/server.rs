@@ -199,8 +199,8 @@ impl PendingExchange {
         (exchange, request)
     }
 
-    /// Whether to check if the client closes the connection. False without keep-alive: such a client may send FIN after its request,
-    /// and under TLS a FIN counts as a close.
+    /// Whether to check if the client closes the connection. False without keep-alive: such a client may send FIN after its
+    /// request, and under TLS a FIN counts as a close.
     fn watches_for_close(&self) -> bool {
         self.keep_alive
     }

@@ -36,7 +36,8 @@ pub(super) struct ServerConnection {
     /// Encoded interim responses that are not yet sent to the client.
     pub(super) unsent_interims: BytesMut,
     pub(super) request_state: RequestBodyState,
-    /// Time of the last write of response bytes while the request is incomplete. It restarts the idle timeout of the request body.
+    /// Time of the last write of response bytes while the request is incomplete. It restarts the idle timeout of the request
+    /// body.
     pub(super) wrote_at: Option<Instant>,
     /// `None` before the client has sent FIN.
     pub(super) next_close_check: Option<CloseCheck>,
@@ -132,8 +133,8 @@ impl ServerConnection {
     /// Decides at the final response whether a request body is still read if its client waits for `100 Continue`.
     pub(super) fn stop_awaiting_continue(&mut self, status: StatusCode) {
         if self.request_state == RequestBodyState::AwaitingContinue {
-            // After a successful response, the application may still read the body, which the client may send without
-            // `100 Continue`. After any other response, the body is not read, and must not be parsed as a request if it arrives.
+            // After a successful response, the application may still read the body, which the client may send without `100
+            // Continue`. After any other response, the body is not read, and must not be parsed as a request if it arrives.
             self.request_state = match status.is_success() {
                 true => RequestBodyState::Receiving,
                 false => RequestBodyState::Abandoned,

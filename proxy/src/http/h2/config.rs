@@ -52,15 +52,16 @@ impl Default for Http2Config {
 }
 
 impl Http2Config {
-    /// Frame size with which large chunks of a body fit into one frame: bulk transfers use 4 % less CPU than with the protocol's
-    /// 16 KiB. Plaintext clients get 16 KiB, as from most servers.
+    /// Frame size with which large chunks of a body fit into one frame: bulk transfers use 4 % less CPU than with the
+    /// protocol's 16 KiB. Plaintext clients get 16 KiB, as from most servers.
     pub(crate) const LARGE_FRAME_SIZE: u32 = 64 << 10;
 
     /// 16 MiB: enough for about 16,000 requests of usual size. A peer's proxy sends all requests of a worker on one connection.
     pub(crate) const DEFAULT_TOTAL_HEADER_LIST_BYTES: usize = 16 << 20;
 
-    /// The header list limit that corresponds to `max_head_bytes`, the limit of an HTTP/1 head. A line of n bytes in HTTP/1, with its colon, space and
-    /// CRLF, counts n + 28 here (RFC 9113, section 6.5.2); for n of 10 or more this is less than 4 n.
+    /// The header list limit that corresponds to `max_head_bytes`, the limit of an HTTP/1 head. A line of n bytes in HTTP/1,
+    /// with its colon, space and CRLF, counts n + 28 here (RFC 9113, section 6.5.2); for n of 10 or more this is less than 4
+    /// n.
     pub(crate) fn header_list_limit(max_head_bytes: usize) -> u32 {
         u32::try_from(max_head_bytes.saturating_mul(4)).unwrap_or(u32::MAX)
     }

@@ -1,5 +1,6 @@
-//! Limits the time until a header block is complete, and the memory of all incomplete blocks together. `h2` limits only the size of
-//! each block, and does not report whether it holds one. So this module parses the frame headers that the client sends.
+//! Limits the time until a header block is complete, and the memory of all incomplete blocks together. `h2` limits only the
+//! size of each block, and does not report whether it holds one. So this module parses the frame headers that the client
+//! sends.
 
 use std::{
     future::Future as _,
@@ -75,8 +76,8 @@ struct HeaderBlockTracker {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum HeaderBlock {
     None,
-    /// Another frame of the block must follow. Such a block always needs memory: even a few bytes can refer to large fields in HPACK's
-    /// dynamic table, and `h2` holds the decoded fields.
+    /// Another frame of the block must follow. Such a block always needs memory: even a few bytes can refer to large fields
+    /// in HPACK's dynamic table, and `h2` holds the decoded fields.
     Continues,
     /// The block ends with the current frame.
     EndsWithFrame {
@@ -85,8 +86,8 @@ enum HeaderBlock {
     },
 }
 
-/// Wraps `io`, and returns the limits of its header blocks. `h2` may hold `max_bytes` for one block, which must be complete within
-/// `timeout`.
+/// Wraps `io`, and returns the limits of its header blocks. `h2` may hold `max_bytes` for one block, which must be complete
+/// within `timeout`.
 pub(super) fn track<T>(io: T, max_bytes: usize, timeout: Duration) -> (TrackedIo<T>, HeaderBlockLimits) {
     let block_state = HeaderBlockState::default();
     let tracked = TrackedIo {

@@ -23,8 +23,8 @@ pub(super) struct BodySender {
     body: Body,
     stream: SendStream<Bytes>,
     chunk: Bytes,
-    /// Set for a gRPC response, whose body ends with gRPC status trailers if it fails. The value says whether these contain the error
-    /// message.
+    /// Set for a gRPC response, whose body ends with gRPC status trailers if it fails. The value says whether these contain
+    /// the error message.
     grpc_error_detail: Option<ErrorDetail>,
     /// Records sent bytes, for the idle timeout of the request body.
     progress: Option<Arc<ResponseProgress>>,

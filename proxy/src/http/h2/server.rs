@@ -58,8 +58,8 @@ use crate::{
 /// An incomplete header block reserves the memory that `h2` may hold for it.
 ///
 /// # Errors
-/// The connection fails, the client violates HTTP/2, its preface, a header block or the answer to a ping does not arrive in time, or
-/// too little memory is left for its header block.
+/// The connection fails, the client violates HTTP/2, its preface, a header block or the answer to a ping does not arrive in
+/// time, or too little memory is left for its header block.
 pub(in crate::http) async fn serve<S>(
     io: Io,
     service: RequestService<S>,
@@ -171,8 +171,8 @@ fn connection_builder(params: &Http2Config, max_frame_size: Option<u32>) -> serv
     builder
 }
 
-/// Waits for the client preface, and prepends it to the connection again. `None` if `close_signal` completes first. As in HTTP/1,
-/// other bytes and an incomplete preface count as a refused request, and silence does not.
+/// Waits for the client preface, and prepends it to the connection again. `None` if `close_signal` completes first. As in
+/// HTTP/1, other bytes and an incomplete preface count as a refused request, and silence does not.
 ///
 /// # Errors
 /// The client sends other bytes, or not the whole preface in time, or the connection ends.
@@ -595,8 +595,8 @@ mod tests {
         }
     }
 
-    /// Serves a connection whose first bytes are `received`, until the client has seen its end. Returns the result of the client's
-    /// read, and the metrics at this time.
+    /// Serves a connection whose first bytes are `received`, until the client has seen its end. Returns the result of the
+    /// client's read, and the metrics at this time.
     async fn serve_until_end(received: &'static [u8]) -> (Result<usize, std::io::ErrorKind>, Samples) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();

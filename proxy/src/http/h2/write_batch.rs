@@ -1,8 +1,8 @@
 //! Batches HTTP/2 frames into fewer writes.
 //!
-//! `h2` flushes after each DATA frame, which would cost a system call and a pass through the network stack for each 16 KiB. So its
-//! writes stay in the TLS buffer until the buffer is full or `h2` has nothing more to write. Writes of plaintext connections are not
-//! batched.
+//! `h2` flushes after each DATA frame, which would cost a system call and a pass through the network stack for each 16 KiB.
+//! So its writes stay in the TLS buffer until the buffer is full or `h2` has nothing more to write. Writes of plaintext
+//! connections are not batched.
 
 use std::{
     io,
@@ -47,8 +47,9 @@ impl WriteBatch {
         let polled = work(cx);
         let mut shared = self.0.lock();
         shared.io.set_write_buffering(false);
-        // A write that returned `Pending` because of the batching has registered no waker. So the task wakes itself after the flush.
-        // If the flush is pending, the socket wakes the task. An error of the flush is ignored here: the next read of `h2` returns it.
+        // A write that returned `Pending` because of the batching has registered no waker. So the task wakes itself after the
+        // flush. If the flush is pending, the socket wakes the task. An error of the flush is ignored here: the next read of
+        // `h2` returns it.
         let flushed = Pin::new(&mut shared.io).poll_flush(cx);
         if std::mem::take(&mut shared.write_blocked) && flushed.is_ready() {
             cx.waker().wake_by_ref();

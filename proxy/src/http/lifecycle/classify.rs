@@ -67,8 +67,8 @@ struct ResponseClassifier<E: ResponseObserver> {
     is_recorded: bool,
 }
 
-/// Reports the events of `response` to `observer`. Latency counts from `started_at`: the arrival of the request, or the start of the
-/// attempt that `observer` observes.
+/// Reports the events of `response` to `observer`. Latency counts from `started_at`: the arrival of the request, or the start
+/// of the attempt that `observer` observes.
 pub(crate) fn observe(
     response: Response<Body>,
     started_at: Instant,

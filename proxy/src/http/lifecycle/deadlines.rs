@@ -327,7 +327,8 @@ impl ReceivedBody for DeadlineBody {
         }
     }
 
-    /// Ready with the timeout error when a deadline has expired while the receiver sends `unsent` bytes and polls for no frames.
+    /// Ready with the timeout error when a deadline has expired while the receiver sends `unsent` bytes and polls for no
+    /// frames.
     fn poll_deadline(&mut self, unsent: usize, cx: &mut Context<'_>) -> Poll<Error> {
         match &mut self.0 {
             // A complete response does not time out, however slowly the client reads it.

@@ -30,8 +30,8 @@ pub(crate) struct ReplayableRequest {
     body: Option<ReplayBuffer>,
 }
 
-/// Keeps the part of a body that was sent, so that the whole body can be sent again, even while the first send is in progress. `None`
-/// if the declared length of the body exceeds the limit.
+/// Keeps the part of a body that was sent, so that the whole body can be sent again, even while the first send is in
+/// progress. `None` if the declared length of the body exceeds the limit.
 pub(crate) struct ReplayBuffer(Option<Arc<Mutex<ReplayState>>>);
 
 #[derive(Default)]

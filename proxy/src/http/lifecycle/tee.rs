@@ -21,8 +21,8 @@ use crate::http::{
     error::Error,
 };
 
-/// Maximum total size of the frames of one copy that wait for its receiver; a single frame may be larger. Above this size, the copy
-/// fails. The size is large, so that the original can be sent at full speed while the receiver connects.
+/// Maximum total size of the frames of one copy that wait for its receiver; a single frame may be larger. Above this size,
+/// the copy fails. The size is large, so that the original can be sent at full speed while the receiver connects.
 pub(crate) const MAX_PENDING_COPY_BYTES: usize = 4 * 1024 * 1024;
 
 /// Maximum size of the waiting frames of all copies that share a [`BodyCopyMemory`].
@@ -40,9 +40,9 @@ pub(crate) struct BodyCopyMonitor(Option<Arc<Mutex<PendingCopy>>>);
 
 /// Returns the body to send, a copy of it that receives the frames as they are sent, and the monitor of the copy.
 ///
-/// The original does not wait for the receiver of the copy. If many bytes of the copy are waiting, the original yields once, so that
-/// the receiver can run. It yields again only after the receiver has polled. The copy fails if the original fails or is dropped
-/// before its end, or if the receiver is too slow.
+/// The original does not wait for the receiver of the copy. If many bytes of the copy are waiting, the original yields once,
+/// so that the receiver can run. It yields again only after the receiver has polled. The copy fails if the original fails or
+/// is dropped before its end, or if the receiver is too slow.
 pub(crate) fn copy_while_sent(body: Body, memory: Arc<BodyCopyMemory>) -> (Body, Body, BodyCopyMonitor) {
     if body.is_end_stream() {
         return (body, Body::empty(), BodyCopyMonitor(None));
@@ -128,8 +128,8 @@ impl BodyCopyMonitor {
             .is_some_and(|copy| copy.lock().state == BodyCopyState::TooSlow)
     }
 
-    /// Waits until the copy fails, which may never happen. A receiver that is blocked does not poll the copy, so it does not notice a
-    /// failure.
+    /// Waits until the copy fails, which may never happen. A receiver that is blocked does not poll the copy, so it does not
+    /// notice a failure.
     pub(crate) async fn wait_failed(&self) {
         let Some(copy) = &self.0 else {
             return pending().await;
@@ -212,8 +212,8 @@ impl PendingCopy {
         }
     }
 
-    /// Whether the original must yield so that the receiver can run. Both are tasks of one thread, and the original could otherwise
-    /// read a large body without a pause.
+    /// Whether the original must yield so that the receiver can run. Both are tasks of one thread, and the original could
+    /// otherwise read a large body without a pause.
     fn must_yield(&mut self) -> bool {
         let must_yield =
             self.state == BodyCopyState::Open && self.n_bytes > MAX_PENDING_COPY_BYTES / 2 && !self.has_yielded;

@@ -1,8 +1,8 @@
-//! Memory for large incomplete request heads. All connections of the process share it, and clients have equal shares: if it is used
-//! up, the client with the most memory loses its oldest reservation to a client with less.
+//! Memory for large incomplete request heads. All connections of the process share it, and clients have equal shares: if it
+//! is used up, the client with the most memory loses its oldest reservation to a client with less.
 //!
-//! A usual request reserves nothing. Each connection has [`UNRESERVED_HEAD_BYTES`] for a head. A larger head reserves memory while
-//! the proxy waits for the rest of it.
+//! A usual request reserves nothing. Each connection has [`UNRESERVED_HEAD_BYTES`] for a head. A larger head reserves memory
+//! while the proxy waits for the rest of it.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -92,16 +92,17 @@ impl ClientHeadMemory {
     }
 }
 
-/// Maximum part of a head that a connection may hold without a reservation. `BYTES_PER_CONNECTION` in `app/mod.rs` includes this
-/// size.
+/// Maximum part of a head that a connection may hold without a reservation. `BYTES_PER_CONNECTION` in `app/mod.rs` includes
+/// this size.
 pub(in crate::http) const UNRESERVED_HEAD_BYTES: usize = 8 << 10;
 
-/// Minimum size of a reservation: the default limit of an HTTP/1 head. Large heads usually grow to it, and even a small rest of a head
-/// keeps the 60 KiB buffer of its read allocated.
+/// Minimum size of a reservation: the default limit of an HTTP/1 head. Large heads usually grow to it, and even a small rest
+/// of a head keeps the 60 KiB buffer of its read allocated.
 const MIN_RESERVATION_BYTES: usize = 64 << 10;
 
-/// The memory limit of the process divided by this number is for heads. Half of the limit is for connections, so three eighths remain
-/// for the process and for complete requests. Of 250 MiB, heads get 31 MiB: 500 heads of HTTP/1, or 31 of HTTP/2.
+/// The memory limit of the process divided by this number is for heads. Half of the limit is for connections, so three
+/// eighths remain for the process and for complete requests. Of 250 MiB, heads get 31 MiB: 500 heads of HTTP/1, or 31 of
+/// HTTP/2.
 const MEMORY_DIVISOR: u64 = 8;
 /// Size of the budget if the process has no memory limit: 1024 heads of HTTP/1, or 64 of HTTP/2.
 const DEFAULT_HEAD_MEMORY_BYTES: u64 = 64 << 20;
@@ -109,12 +110,12 @@ const DEFAULT_HEAD_MEMORY_BYTES: u64 = 64 << 20;
 const MIN_HEAD_MEMORY_BYTES: usize = 1 << 20;
 
 impl HeadReservation {
-    /// Reserves memory for the `n_bytes` of a head that the proxy holds, or can hold soon. Called when the proxy waits for more of the
-    /// head. The task is woken when another client gets the memory.
+    /// Reserves memory for the `n_bytes` of a head that the proxy holds, or can hold soon. Called when the proxy waits for
+    /// more of the head. The task is woken when another client gets the memory.
     ///
     /// # Errors
-    /// The memory is used up, another client has got it, or the process is under memory pressure. The connection must then drop the
-    /// head.
+    /// The memory is used up, another client has got it, or the process is under memory pressure. The connection must then
+    /// drop the head.
     pub(in crate::http) fn update(
         &mut self,
         cx: &mut Context<'_>,

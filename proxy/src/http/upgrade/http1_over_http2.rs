@@ -200,8 +200,8 @@ pub(crate) fn response_to_http2(rsp: &mut Response<Body>, restored: &RestoredReq
     Ok(())
 }
 
-/// Removes `transfer-encoding`, which HTTP/2 does not permit. The other headers that HTTP/2 does not permit (RFC 9113, section 8.2.2)
-/// are hop-by-hop headers, which were removed before.
+/// Removes `transfer-encoding`, which HTTP/2 does not permit. The other headers that HTTP/2 does not permit (RFC 9113,
+/// section 8.2.2) are hop-by-hop headers, which were removed before.
 pub(crate) fn remove_transfer_encoding(headers: &mut HeaderMap) {
     if headers::get(headers, &header::TRANSFER_ENCODING).is_some() {
         headers.remove(header::TRANSFER_ENCODING);

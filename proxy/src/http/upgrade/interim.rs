@@ -6,8 +6,8 @@ use http::{Response, StatusCode, Version, header};
 
 use crate::http::headers;
 
-/// Receives the interim responses to one request. HTTP servers implement it, and write the interim responses after they have polled
-/// the future of the final response.
+/// Receives the interim responses to one request. HTTP servers implement it, and write the interim responses after they have
+/// polled the future of the final response.
 pub(crate) trait InterimSink: Send + Sync {
     fn receive_interim(&self, response: Response<()>);
 }
