@@ -18,7 +18,10 @@ pub(super) fn method_not_allowed(methods: &'static str) -> AdminResponse {
 }
 
 pub(super) fn forbidden() -> AdminResponse {
-    text(StatusCode::FORBIDDEN, "permitted only from a loopback address of this host\n")
+    text(
+        StatusCode::FORBIDDEN,
+        "permitted only from a loopback address of this host\n",
+    )
 }
 
 /// Whether the `Accept` header contains `application/json`.

@@ -61,7 +61,10 @@ fn the_log_filter_is_shown_and_changed_for_loopback_clients_only() {
         assert_eq!(send(req(method, REMOTE_CLIENT)).status(), StatusCode::FORBIDDEN);
     }
     assert_eq!(log.current(), "error");
-    assert_eq!(log_level(&req(Method::GET, LOOPBACK_CLIENT), None).status(), StatusCode::NOT_FOUND);
+    assert_eq!(
+        log_level(&req(Method::GET, LOOPBACK_CLIENT), None).status(),
+        StatusCode::NOT_FOUND
+    );
 }
 
 #[test]
@@ -124,6 +127,9 @@ async fn shutdown_needs_a_post_from_loopback_and_must_be_enabled() {
         send(ShutdownEndpoint::Enabled, Method::POST, REMOTE_CLIENT),
         StatusCode::FORBIDDEN
     );
-    assert_eq!(send(ShutdownEndpoint::Enabled, Method::POST, LOOPBACK_CLIENT), StatusCode::OK);
+    assert_eq!(
+        send(ShutdownEndpoint::Enabled, Method::POST, LOOPBACK_CLIENT),
+        StatusCode::OK
+    );
     shutdown.notified().await;
 }

@@ -350,7 +350,9 @@ impl<E: Candidate> Balancer<E> {
 /// trial request is due. Starts the check if the response is late.
 fn is_responding_or_due(endpoint: &impl Candidate, now: Instant) -> bool {
     let load = endpoint.load();
-    let Some(late) = load.late_response(now) else { return true };
+    let Some(late) = load.late_response(now) else {
+        return true;
+    };
     if !endpoint.can_be_checked() {
         return late.is_trial_due();
     }

@@ -103,7 +103,11 @@ impl TapRegistry {
             0 => None,
             max_draw => {
                 let draw = fastrand::u32(..);
-                if draw <= max_draw { self.taps_for_draw(draw) } else { None }
+                if draw <= max_draw {
+                    self.taps_for_draw(draw)
+                } else {
+                    None
+                }
             }
         }
     }

@@ -86,7 +86,9 @@ impl TapServer {
         let listener = tokio::net::TcpListener::from_std(listener)?;
         let listener = Listener::new("tap", listener, MAX_CONNECTIONS, registry).with_drain_timeout(Duration::ZERO);
         listener
-            .run(drain.signaled(), move |accepted| serve_connection(accepted, self.clone()))
+            .run(drain.signaled(), move |accepted| {
+                serve_connection(accepted, self.clone())
+            })
             .await;
         Ok(())
     }

@@ -377,7 +377,9 @@ mod tests {
             // Twice, because a refused chain must not be cached.
             [(); 2].map(|()| {
                 [
-                    server.verify_server_cert(leaf, &intermediates, &name, &[], now).map(drop),
+                    server
+                        .verify_server_cert(leaf, &intermediates, &name, &[], now)
+                        .map(drop),
                     client.verify_client_cert(leaf, &intermediates, now).map(drop),
                     verify_own(leaf, &intermediates, &roots, &provider),
                 ]

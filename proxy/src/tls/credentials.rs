@@ -338,7 +338,8 @@ impl State {
         validity: Option<Validity>,
     ) -> Result<Self, CredentialsError> {
         let server_chain = Arc::new(ServerChainVerifier::new(anchors.roots.clone(), provider));
-        let client_configs = ConfigByAlpn::build(|alpn| client_config(provider, &server_chain, certified_key.as_ref(), alpn))?;
+        let client_configs =
+            ConfigByAlpn::build(|alpn| client_config(provider, &server_chain, certified_key.as_ref(), alpn))?;
         let server_configs = match &certified_key {
             Some(certified_key) => {
                 let client_chain = ClientChainVerifier::new(anchors.roots.clone(), provider);

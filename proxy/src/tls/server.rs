@@ -14,7 +14,10 @@ use crate::tls::handshake_failure::HandshakeFailure;
 
 /// The result of parsing the first bytes of a connection.
 #[derive(Clone, Debug, Eq, PartialEq)]
-#[allow(clippy::enum_variant_names, reason = "ClientHello is the name of this message in TLS")]
+#[allow(
+    clippy::enum_variant_names,
+    reason = "ClientHello is the name of this message in TLS"
+)]
 pub(crate) enum ParsedHello {
     /// May become a ClientHello; more bytes are needed.
     Incomplete,

@@ -194,9 +194,15 @@ fn attributes(direction: &'static str, req: &Request<Body>) -> Vec<KeyValue> {
         Some(text(&String::from_utf8_lossy(value.as_bytes())))
     };
     add("user_agent.original", header_text(&header::USER_AGENT));
-    add("http.request.header.content-length", header_text(&header::CONTENT_LENGTH));
+    add(
+        "http.request.header.content-length",
+        header_text(&header::CONTENT_LENGTH),
+    );
     add("http.request.header.content-type", header_text(&header::CONTENT_TYPE));
-    add("http.request.header.l5d-orig-proto", header_text(&names::L5D_ORIG_PROTO));
+    add(
+        "http.request.header.l5d-orig-proto",
+        header_text(&names::L5D_ORIG_PROTO),
+    );
     all
 }
 

@@ -118,11 +118,13 @@ impl DecodedCounts {
                 ..Default::default()
             };
             if let Some(message) = first(destinations.get_profile(path())).await {
-                messages::check_profile(message).unwrap_or_else(|error| fail(&format!("the profile of {target}"), error));
+                messages::check_profile(message)
+                    .unwrap_or_else(|error| fail(&format!("the profile of {target}"), error));
                 self.profiles += 1;
             }
             if let Some(message) = first(destinations.get(path())).await {
-                messages::check_endpoints(message).unwrap_or_else(|error| fail(&format!("the endpoints of {target}"), error));
+                messages::check_endpoints(message)
+                    .unwrap_or_else(|error| fail(&format!("the endpoints of {target}"), error));
                 self.endpoints += 1;
             }
         }

@@ -524,7 +524,8 @@ mod tests {
                 host: None,
             };
             let rsp = Response::builder().status(302).header(LOCATION, location);
-            let RedirectOutcome::Follow(next) = request_target.evaluate_redirect(addr.ip(), &rsp.body(()).unwrap()) else {
+            let RedirectOutcome::Follow(next) = request_target.evaluate_redirect(addr.ip(), &rsp.body(()).unwrap())
+            else {
                 panic!("{location}");
             };
             assert_eq!((next.port(), next.authority(addr).as_str()), (addr.port(), expected));

@@ -128,12 +128,7 @@ fn policy_errors() -> Vec<Error> {
 
 #[test]
 fn the_errors_page_lists_every_status() {
-    let errors = [
-        upstream_errors(),
-        client_errors(),
-        proxy_errors(),
-        policy_errors(),
-    ];
+    let errors = [upstream_errors(), client_errors(), proxy_errors(), policy_errors()];
     for error in errors.into_iter().flatten() {
         let cause = causes::find(error.cause()).unwrap_or_else(|| panic!("{error:?}: {}", error.cause()));
         let status = error.status();

@@ -124,7 +124,13 @@ impl ReceivedBody for RequestBody {
                         }
                     }
                 }
-                Err(reason) => return fail(connection, Error::from_request_body(reason), RequestBodyState::Abandoned),
+                Err(reason) => {
+                    return fail(
+                        connection,
+                        Error::from_request_body(reason),
+                        RequestBodyState::Abandoned,
+                    );
+                }
             };
             if is_end {
                 self.is_ended = true;

@@ -333,7 +333,11 @@ mod tests {
                 most.chunks(chunk_size).for_each(|part| tracker.record(part));
                 let before_end = tracker.unfinished();
                 tracker.record(&[*last]);
-                assert_eq!([before_end, tracker.unfinished()], expected, "{case:?} in chunks of {chunk_size}");
+                assert_eq!(
+                    [before_end, tracker.unfinished()],
+                    expected,
+                    "{case:?} in chunks of {chunk_size}"
+                );
             }
         }
     }

@@ -226,7 +226,12 @@ mod tests {
             rule: "Server/x".into(),
             why: "no-tls",
         };
-        let rsp = error_response(&denied, ErrorFormat::from_request(&req), ErrorDetail::Omit, &connection());
+        let rsp = error_response(
+            &denied,
+            ErrorFormat::from_request(&req),
+            ErrorDetail::Omit,
+            &connection(),
+        );
         assert_eq!(rsp.status(), StatusCode::FORBIDDEN);
         assert!(!rsp.headers().contains_key("l5d-proxy-error"));
         assert!(!rsp.headers().contains_key("l5d-proxy-cause"));
