@@ -317,6 +317,7 @@ impl Availability {
         }
     }
 
+    /// Whether the endpoint is available, or its next probe is due.
     fn allows(&self, now: impl FnOnce() -> u64) -> bool {
         match self.next_probe_at.load(Ordering::Relaxed) {
             0 => true,
@@ -324,6 +325,7 @@ impl Availability {
         }
     }
 
+    /// Admits one request. If the endpoint is unavailable, the request is the probe, and must be due.
     fn try_admit(&self, now: impl FnOnce() -> u64) -> bool {
         if self.next_probe_at.load(Ordering::Relaxed) == 0 {
             return true;

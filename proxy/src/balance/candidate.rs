@@ -30,7 +30,7 @@ pub(crate) struct InFlightGuard<E: Candidate> {
 
 impl<E: Candidate> InFlightGuard<E> {
     pub(crate) fn new(endpoint: Arc<E>, now: Instant) -> Self {
-        endpoint.load().begin(now);
+        endpoint.load().begin_request(now);
         Self {
             endpoint,
             sent_at: now,
@@ -59,7 +59,7 @@ impl<E: Candidate> InFlightGuard<E> {
         if !std::mem::replace(&mut self.is_recorded, true) {
             let load = self.endpoint.load();
             record(load, self.sent_at);
-            load.end();
+            load.end_request();
         }
     }
 }
@@ -68,14 +68,14 @@ impl<E: Candidate> Drop for InFlightGuard<E> {
     fn drop(&mut self) {
         if !self.is_recorded {
             let load = self.endpoint.load();
-            load.end();
+            load.end_request();
             // The request was cancelled. Its latency is at least the time waited, and counts as this time. Otherwise an
             // endpoint would not look slow if all clients cancel. Cancellations are rare, so reading the clock is cheap
             // enough.
             let now = Instant::now();
             let waited = now.saturating_duration_since(self.sent_at);
             if waited > load.rtt(now) {
-                load.raise_to(waited, now);
+                load.raise_estimate_to(waited, now);
             }
         }
     }

@@ -103,7 +103,7 @@ impl Load {
             return self.observe(took, now);
         };
         let retry_after = retry_after.unwrap_or_default().min(max_retry_after);
-        self.raise_to(penalty.max(retry_after).max(took), now);
+        self.raise_estimate_to(penalty.max(retry_after).max(took), now);
     }
 
     /// Whether the response of the endpoint is late: requests are in flight, and it has not responded recently.
@@ -144,7 +144,7 @@ impl Load {
     }
 
     /// Counts a request that is sent.
-    pub(super) fn begin(&self, now: Instant) {
+    pub(super) fn begin_request(&self, now: Instant) {
         if self.in_flight() == 0 {
             self.record_response(now);
         }
@@ -157,12 +157,12 @@ impl Load {
     }
 
     /// Stops counting a request.
-    pub(super) fn end(&self) {
+    pub(super) fn end_request(&self) {
         self.in_flight.fetch_sub(1, Ordering::Relaxed);
     }
 
     /// Raises the estimate to `rtt` if the estimate is lower.
-    pub(super) fn raise_to(&self, rtt: Duration, now: Instant) {
+    pub(super) fn raise_estimate_to(&self, rtt: Duration, now: Instant) {
         let (rtt, at) = (rtt.as_secs_f32(), self.millis_at(now));
         self.update(|old| Estimate {
             rtt: self.decayed(old, at).max(rtt),
@@ -366,10 +366,10 @@ mod tests {
         let start = Instant::now();
         let load = Load::new(peak_ewma(), start);
         let at = |ms: u32| start + ms * MS;
-        load.begin(at(0));
+        load.begin_request(at(0));
         load.observe(MS, at(1));
         load.record_response(at(1));
-        load.begin(at(1));
+        load.begin_request(at(1));
         let record_trial = |ms: u32| assert!(load.try_record_trial(load.late_response(at(ms)).unwrap(), at(ms)));
         let accepts = |from: u32, to: u32| times_open_to_requests(&load, start, from, to);
         let ranges =
@@ -382,10 +382,10 @@ mod tests {
         // After a response, earlier trial requests do not count.
         load.record_response(at(100));
         assert_eq!(accepts(100, 170), ranges(100..120, 140..170));
-        load.end();
-        load.end();
+        load.end_request();
+        load.end_request();
         assert!(load.late_response(at(10_000)).is_none(), "no request is in flight");
-        load.begin(at(20_000));
+        load.begin_request(at(20_000));
         assert!(load.late_response(at(20_000)).is_none());
         let late = load.late_response(at(20_050)).unwrap();
         assert!(load.try_record_trial(late, at(20_050)) && !load.try_record_trial(late, at(20_050)));
@@ -398,7 +398,7 @@ mod tests {
         for days in [0, 24, 26, 40, 49, 50, 60, 80] {
             let begun = start + Duration::from_secs(days * 86_400 + 1);
             load.observe(MS, begun);
-            load.begin(begun);
+            load.begin_request(begun);
             assert!(load.late_response(begun + 15 * MS).is_none(), "after {days} days");
             let late = load.late_response(begun + 35 * MS).unwrap();
             assert!(
@@ -407,7 +407,7 @@ mod tests {
             );
             let due = load.late_response(begun + 45 * MS).unwrap();
             assert!(due.is_trial_due(), "after {days} days: {due:?}");
-            load.end();
+            load.end_request();
         }
     }
 
@@ -417,10 +417,10 @@ mod tests {
         let load = Load::new(peak_ewma(), start);
         for (rtt, limit) in [(100, 100), (5000, 200)] {
             load.observe(rtt * MS, start);
-            load.begin(start);
+            load.begin_request(start);
             assert!(load.late_response(start + (limit - 5) * MS).is_none());
             assert!(load.late_response(start + (limit + 5) * MS).is_some());
-            load.end();
+            load.end_request();
         }
     }
 

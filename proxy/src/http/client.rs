@@ -733,8 +733,8 @@ mod tests {
         assert_eq!(client.http2.lock()[0].n_streams(), 0);
     }
 
-    /// A client of an HTTP/2 server.
-    async fn client_of(server: &h2::server::Builder) -> EndpointClient {
+    /// Starts an HTTP/2 server, and returns a client of it.
+    async fn http2_client(server: &h2::server::Builder) -> EndpointClient {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
         let server = server.clone();
@@ -751,9 +751,9 @@ mod tests {
         new_client(addr, connect_to(addr), 1)
     }
 
-    /// The connections that a WebSocket and an extended CONNECT get to an HTTP/2 server.
-    async fn connections_to(server: &h2::server::Builder) -> [ConnectOutcome; 2] {
-        let client = client_of(server).await;
+    /// The outcomes for a WebSocket handshake and an extended CONNECT request to an HTTP/2 server.
+    async fn extended_connect_outcomes(server: &h2::server::Builder) -> [ConnectOutcome; 2] {
+        let client = http2_client(server).await;
         let connection_use = ConnectionUse::ExtendedConnect;
         let connect = async |version| client.connection(version, connection_use).await.unwrap();
         [connect(HttpVersion::Http1).await, connect(HttpVersion::Http2).await]
@@ -763,7 +763,7 @@ mod tests {
     async fn a_websocket_does_not_wait_for_a_free_stream() {
         let mut server = h2::server::Builder::new();
         server.enable_connect_protocol().max_concurrent_streams(0);
-        let client = client_of(&server).await;
+        let client = http2_client(&server).await;
         let connect_websocket = async || {
             let outcome = client
                 .connection(HttpVersion::Http1, ConnectionUse::ExtendedConnect)
@@ -782,19 +782,19 @@ mod tests {
         use ConnectOutcome::{ExtendedConnect, Http1, NoExtendedConnectStream};
 
         let mut server = h2::server::Builder::new();
-        let connections = connections_to(&server).await;
+        let connections = extended_connect_outcomes(&server).await;
         assert!(matches!(connections, [Http1(_, None), NoExtendedConnectStream]));
         server.enable_connect_protocol();
-        let connections = connections_to(&server).await;
+        let connections = extended_connect_outcomes(&server).await;
         assert!(matches!(connections, [ExtendedConnect(_), ExtendedConnect(_)]));
         server.max_concurrent_streams(4);
-        let connections = connections_to(&server).await;
+        let connections = extended_connect_outcomes(&server).await;
         assert!(matches!(connections, [ExtendedConnect(_), ExtendedConnect(_)]));
         server.max_concurrent_streams(2);
-        let connections = connections_to(&server).await;
+        let connections = extended_connect_outcomes(&server).await;
         assert!(matches!(connections, [ExtendedConnect(_), NoExtendedConnectStream]));
         server.max_concurrent_streams(1);
-        let connections = connections_to(&server).await;
+        let connections = extended_connect_outcomes(&server).await;
         assert!(matches!(connections, [Http1(_, None), NoExtendedConnectStream]));
     }
 }

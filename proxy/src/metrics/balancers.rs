@@ -62,7 +62,7 @@ pub(crate) enum UpdateOp {
     Remove,
 }
 
-/// What happens to requests while no endpoint is available.
+/// How requests are handled while no endpoint is available.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum QueueMode {
     Waiting,

@@ -28,7 +28,7 @@ pub(crate) enum Detection {
 
 /// Start of the HTTP/2 connection preface, long enough to be unambiguous.
 const H2_PREFACE: &[u8] = b"PRI * HTTP/2.0";
-/// Number of bytes from which an incomplete line that can be the start of a request counts as HTTP/1.
+/// Minimum length of an incomplete line that counts as HTTP/1, if it can be the start of a request.
 const MIN_HTTP1_PREFIX_BYTES: usize = H2_PREFACE.len();
 /// Maximum size of one read. A connection that is still undecided after this many bytes is not HTTP.
 pub(super) const MAX_DETECT_BYTES: usize = 4096;
@@ -74,8 +74,8 @@ pub(crate) fn first_line(bytes: &[u8]) -> &[u8] {
     end.map_or(line, |end| &line[..=end])
 }
 
-/// Reads into `bytes` until they can be classified, the peer closes, or `limit` has passed. Cancel-safe: what was read is in
-/// `bytes`.
+/// Reads into `bytes` until they can be classified, the peer closes, or `limit` has passed. Cancel-safe: all read bytes
+/// are in `bytes`.
 ///
 /// # Errors
 /// Reading failed.

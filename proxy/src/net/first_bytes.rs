@@ -123,7 +123,7 @@ where
         }
     }
     let remaining = limit - wait;
-    // Boxed: rare, and much larger than what a plain request needs.
+    // Boxed: rare, and this future is much larger than that of a usual request.
     if seen.is_empty() {
         return Box::pin(dial_and_wait(client, learned, remaining, dial)).await;
     }

@@ -24,7 +24,7 @@ use tulle_core::connections::{ConnectionHandle, ConnectionPermit};
 
 use crate::net::{peer_socket, tcp_metrics::ConnectionMetrics};
 
-/// A TCP stream whose first bytes may have been read already; they are delivered again.
+/// A TCP stream. First bytes that were read earlier are delivered again.
 #[derive(Debug)]
 pub(crate) struct Tcp {
     stream: TcpStream,

@@ -253,13 +253,13 @@ mod tests {
 
     /// Whether the condition matches the request `POST http://web.test/buy` from 10.0.0.1:4321 to port 8080 of pod `web-1`.
     fn matches_sample(message: proto::Match) -> Result<bool, InvalidMatch> {
-        let matches = Match::decode(Some(message))?;
+        let condition = Match::decode(Some(message))?;
         let req = Request::post("http://web.test/buy?what=tea")
             .body(Body::empty())
             .unwrap();
         let pod = BTreeMap::from([("pod".to_owned(), "web-1".to_owned())]);
         let (from, to) = (([10, 0, 0, 1], 4321).into(), ([10, 0, 1, 1], 8080).into());
-        Ok(matches.matches(&RequestInfo {
+        Ok(condition.matches(&RequestInfo {
             destination_labels: Cow::Owned(pod),
             ..RequestInfo::new(&req, ProxyDirection::Inbound, from, to)
         }))

@@ -55,7 +55,7 @@ pub(crate) struct TapRegistry {
 /// One client's stream of requests.
 struct Tap {
     id: u32,
-    matches: Match,
+    condition: Match,
     /// Maximum number of requests to show.
     limit: u32,
     n_shown: AtomicU32,
@@ -89,7 +89,7 @@ struct EventSink {
 
 /// The parameters of a new tap.
 pub(crate) struct TapParams {
-    pub(crate) matches: Match,
+    pub(crate) condition: Match,
     pub(crate) limit: u32,
     pub(crate) sample_one_in: u32,
     pub(crate) shows_headers: bool,
@@ -126,7 +126,7 @@ impl TapRegistry {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let tap = Arc::new(Tap {
             id,
-            matches: params.matches,
+            condition: params.condition,
             limit: params.limit,
             n_shown: AtomicU32::new(0),
             sample_one_in: params.sample_one_in.max(1),
@@ -155,7 +155,7 @@ impl TapRegistry {
     pub(crate) fn show(&self, sampled: &SampledTaps, mut request: RequestInfo<'_>) -> Option<Box<TappedRequest>> {
         let mut sinks = Vec::new();
         let mut finished = Vec::new();
-        for tap in sampled.0.iter().filter(|tap| tap.matches.matches(&request)) {
+        for tap in sampled.0.iter().filter(|tap| tap.condition.matches(&request)) {
             let stream = tap.n_shown.fetch_add(1, Ordering::Relaxed);
             if stream.saturating_add(1) >= tap.limit {
                 finished.push(tap.id);

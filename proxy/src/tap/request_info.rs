@@ -94,7 +94,7 @@ impl<'a> RequestInfo<'a> {
     }
 }
 
-/// The headers for an event: `pseudo`, then `rest`, whose credentials are replaced.
+/// The headers for an event: `pseudo`, then `rest`. Credentials are replaced.
 pub(super) fn headers<const N: usize>(pseudo: [(&str, String); N], rest: &HeaderMap) -> http_types::Headers {
     let line = |name: &str, value: &[u8]| Header {
         name: name.to_owned(),

@@ -175,13 +175,13 @@ impl Tap for TapService {
                 "limit is 0, expected the number of requests to show",
             ));
         }
-        let matches = Match::decode(r#match).map_err(|error| Status::invalid_argument(error.to_string()))?;
+        let condition = Match::decode(r#match).map_err(|error| Status::invalid_argument(error.to_string()))?;
         let shows_headers = extract.and_then(|extract| extract.extract).is_some_and(|extract| {
             let Extract::Http(http) = extract;
             matches!(http.extract, Some(Headers::Headers(_)))
         });
         let (id, events) = self.taps.add(TapParams {
-            matches,
+            condition,
             limit,
             sample_one_in,
             shows_headers,

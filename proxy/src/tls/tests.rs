@@ -119,11 +119,11 @@ async fn handshake(
     server_id: &str,
     (client_alpn, server_alpn): (Alpn, Alpn),
 ) -> (Connected, Accepted) {
-    let (near, far) = duplex(64 * 1024);
+    let (client_io, server_io) = duplex(64 * 1024);
     let server_id: Identity = server_id.parse().unwrap();
     tokio::join!(
-        client::connect(near, client, &server_id, SERVER_NAME, client_alpn),
-        server::accept(far, server, server_alpn),
+        client::connect(client_io, client, &server_id, SERVER_NAME, client_alpn),
+        server::accept(server_io, server, server_alpn),
     )
 }
 
@@ -302,8 +302,8 @@ async fn a_certificate_without_identity_is_not_installed() {
 async fn a_server_without_a_certificate_accepts_no_connection() {
     let authority = Authority::new();
     let uncertified = Credentials::new(SERVER.parse().unwrap(), SERVER_NAME, authority.anchors()).unwrap();
-    let (_, far) = duplex(64);
-    let error = server::accept(far, &uncertified, Alpn::Unset).await.unwrap_err();
+    let (_, server_io) = duplex(64);
+    let error = server::accept(server_io, &uncertified, Alpn::Unset).await.unwrap_err();
     assert_eq!(error.failure(), HandshakeFailure::NotCertified);
     let certified = tokio::spawn({
         let uncertified = uncertified.clone();

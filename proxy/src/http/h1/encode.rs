@@ -50,8 +50,8 @@ enum BodyFraming {
     UntilClose,
 }
 
-/// A message that is being written. The order on the wire is `staged`, `data`, `chunk_end`, `deferred_end`, then what
-/// `body` still contains.
+/// A message that is being written. The order on the wire is `staged`, `data`, `chunk_end`, `deferred_end`, then the
+/// rest of `body`.
 pub(crate) struct OutgoingMessage<B> {
     /// Encoded bytes that are written first: the head, short body data, chunk sizes, trailers.
     staged: PooledBuffer,
@@ -156,8 +156,8 @@ pub(crate) fn encode_request<B: SendableBody>(req: Request<B>) -> OutgoingMessag
     }
 }
 
-/// Encodes the head of a response. Also returns `reuse`, or `Close` if the body ends when the connection closes or the head
-/// says so.
+/// Encodes the head of a response. Also returns `reuse`, or `Close` if the body ends with the connection or the head has
+/// `connection: close`.
 pub(crate) fn encode_response<B: SendableBody>(
     rsp: Response<B>,
     request: RequestLine<'_>,
@@ -287,7 +287,7 @@ impl OutgoingMessage<Body> {
 
 impl<B: SendableBody> OutgoingMessage<B> {
     /// Writes the available data; ready when the whole message is written. Repeats these steps:
-    /// 1. encodes what is available, or waits for a short body;
+    /// 1. encodes the available data, or waits for a short body;
     /// 2. if everything encoded is written: encodes the deferred end, or flushes and finishes;
     /// 3. writes once.
     ///

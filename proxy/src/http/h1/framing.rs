@@ -11,7 +11,7 @@ const MAX_TRAILER_BYTES: usize = 64 * 1024;
 /// Maximum size of a chunk-size line, extensions included.
 const MAX_CHUNK_LINE_BYTES: usize = 1024;
 
-/// Framing of a body, and what is left to read of it.
+/// Framing of a body, and the part of the body that is not read yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Framing {
     /// No body, or a body that was read to its end.
@@ -60,7 +60,7 @@ impl Framing {
     /// Takes the next piece of the body from `read_buffer`.
     ///
     /// # Errors
-    /// The framing is invalid; the error says why.
+    /// The framing is invalid; the error is the reason.
     pub(crate) fn decode(&mut self, read_buffer: &mut Bytes) -> Result<DecodeStep, &'static str> {
         loop {
             match self {

@@ -138,7 +138,7 @@ fn parse_strict_request(bytes: &mut Bytes) -> Result<Option<RequestHead>, HeadEr
     if target.contains('#') {
         return Err("the request target has a fragment".into());
     }
-    *request.uri_mut() = Uri::from_maybe_shared(slice_of(bytes, target.as_bytes()))
+    *request.uri_mut() = Uri::from_maybe_shared(subslice(bytes, target.as_bytes()))
         .map_err(|_| HeadError::InvalidFirstLine("the request target is invalid"))?;
     *request.version_mut() = http1_version(version);
     *request.headers_mut() = parse_headers(bytes, parsed.headers)?;
@@ -237,7 +237,7 @@ fn http1_version(minor: u8) -> Version {
 }
 
 /// Returns `part`, a slice of `whole`, without a copy.
-fn slice_of(whole: &Bytes, part: &[u8]) -> Bytes {
+fn subslice(whole: &Bytes, part: &[u8]) -> Bytes {
     if part.is_empty() {
         Bytes::new()
     } else {
@@ -250,7 +250,7 @@ fn parse_headers(bytes: &Bytes, lines: &[httparse::Header<'_>]) -> Result<Header
     for line in lines {
         let name = HeaderName::from_bytes(line.name.as_bytes()).map_err(|_| "malformed header name")?;
         let value =
-            HeaderValue::from_maybe_shared(slice_of(bytes, line.value)).map_err(|_| "malformed header value")?;
+            HeaderValue::from_maybe_shared(subslice(bytes, line.value)).map_err(|_| "malformed header value")?;
         headers.append(name, value);
     }
     Ok(headers)

@@ -384,7 +384,7 @@ async fn send_request(
             if let Some(body) = &mut sending {
                 match body.poll_send(cx) {
                     Poll::Ready(Err(error)) if error.is_request_body_error() => return Poll::Ready(Err(error)),
-                    // A peer that stops reading may still send a response that tells why.
+                    // A peer that stops reading may still send a response with the reason.
                     Poll::Ready(_) => sending = None,
                     Poll::Pending => {}
                 }

@@ -50,7 +50,7 @@ impl ErrorFormat {
 pub(crate) struct ConnectionInfo {
     pub(crate) direction: &'static str,
     pub(crate) proxy_identity: Arc<str>,
-    /// The address that the client wants to reach.
+    /// The target address of the client.
     pub(crate) target: Addr,
     pub(crate) client_addr: SocketAddr,
     /// The client's verified identity.
