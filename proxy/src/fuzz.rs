@@ -163,11 +163,11 @@ pub fn chunks(bytes: &[u8]) {
 pub fn requests(bytes: &[u8]) {
     let [at_once, byte_by_byte] = h1::request_head_lengths(bytes);
     assert_eq!(at_once, byte_by_byte);
-    let ours = h1::requests(&mut Bytes::copy_from_slice(bytes));
+    let ours = h1::parse_requests(&mut Bytes::copy_from_slice(bytes));
     for message in &ours {
         for written in h1::encode_request_variants(message) {
             let mut rest = written.clone();
-            let again = h1::requests(&mut rest);
+            let again = h1::parse_requests(&mut rest);
             assert!(
                 again.len() == 1 && rest.is_empty(),
                 "{message:?} is written as {written:?}"
@@ -232,7 +232,7 @@ fn compare_with_hyper(ours: &[ParsedMessage<(Method, String)>], bytes: &[u8]) ->
 pub fn responses(bytes: &[u8]) {
     let [at_once, byte_by_byte] = h1::response_head_lengths(bytes);
     assert_eq!(at_once, byte_by_byte);
-    let Some((ours, _)) = h1::response(Bytes::copy_from_slice(bytes), &Method::GET) else {
+    let Some((ours, _)) = h1::parse_response(Bytes::copy_from_slice(bytes), &Method::GET) else {
         return;
     };
     if let Some(theirs) = block_on(parse_response_with_hyper(bytes)) {
@@ -266,7 +266,7 @@ pub fn responses(bytes: &[u8]) {
 
 /// A response that tulle encoded for this version and method is parsed as the original, up to its last byte.
 fn check_reencoded(ours: &ParsedResponse, version: Version, method: &Method, written: &Bytes) {
-    let Some((again, true)) = h1::response(written.clone(), method) else {
+    let Some((again, true)) = h1::parse_response(written.clone(), method) else {
         panic!("{ours:?} is written as {written:?}");
     };
     assert_eq!(again.interims.len(), ours.interims.len(), "{written:?}");

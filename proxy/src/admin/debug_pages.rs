@@ -22,22 +22,22 @@ enum PageFormat {
 }
 
 impl DebugPage {
-    /// A page that shows the result of `value`.
+    /// A page that shows the value that `compute` returns.
     pub(crate) fn new<V: Serialize>(
         path: &'static str,
         description: &'static str,
-        value: impl Fn() -> V + Send + Sync + 'static,
+        compute: impl Fn() -> V + Send + Sync + 'static,
     ) -> Self {
         Self {
             path,
             description,
-            render: Box::new(move |format| format.write(&value())),
+            render: Box::new(move |format| format.write(&compute())),
         }
     }
 }
 
-/// Adds the pages, and an index of them.
-pub(super) fn routes(admin: Admin, pages: Vec<DebugPage>) -> Admin {
+/// Adds a route for each page, and an index of the pages.
+pub(super) fn add_routes(admin: Admin, pages: Vec<DebugPage>) -> Admin {
     let index: Vec<_> = pages
         .iter()
         .map(|page| IndexEntry {
@@ -47,7 +47,7 @@ pub(super) fn routes(admin: Admin, pages: Vec<DebugPage>) -> Admin {
         .collect();
     let index = DebugPage::new("/debug", "this list of pages", move || index.clone());
     pages.into_iter().chain([index]).fold(admin, |admin, page| {
-        admin.route(page.path, move |req| std::future::ready(answer(&req, &page)))
+        admin.route(page.path, move |req| std::future::ready(respond(&req, &page)))
     })
 }
 
@@ -68,7 +68,7 @@ impl PageFormat {
     }
 }
 
-fn answer(req: &AdminRequest, page: &DebugPage) -> AdminResponse {
+fn respond(req: &AdminRequest, page: &DebugPage) -> AdminResponse {
     if req.method != Method::GET {
         return method_not_allowed("GET");
     }
@@ -80,8 +80,8 @@ fn answer(req: &AdminRequest, page: &DebugPage) -> AdminResponse {
         None | Some("" | "format=text") => PageFormat::Text,
         Some("format=json") => PageFormat::Json,
         Some(query) => {
-            let expected = format!("{query:?} is not supported, expected ?format=json or ?format=text\n");
-            return text(StatusCode::BAD_REQUEST, expected);
+            let message = format!("{query:?} is not supported, expected ?format=json or ?format=text\n");
+            return text(StatusCode::BAD_REQUEST, message);
         }
     };
     match (page.render)(format) {

@@ -1,8 +1,8 @@
-//! The admin server: metrics, probes, and the routes with which operators inspect and control this process.
+//! The admin server: metrics, probes, and routes for operators who inspect and control this process.
 //!
-//! Meshed clients reach it by mTLS, as they reach the application, and the handshake shows the proxy's certificate. Requests
-//! other than probes are authorized by the inbound policy of this port. Loopback-only routes are closed to other hosts,
-//! whatever the policy says.
+//! Meshed clients connect with mutual TLS, as to the application, and the server presents the proxy's certificate. The
+//! inbound policy of this port authorizes requests other than probes. Loopback-only routes are closed to other hosts, even if
+//! the policy permits them.
 
 mod debug_pages;
 mod probes;
@@ -40,7 +40,7 @@ pub struct Config {
     /// Default `127.0.0.1:4191`.
     pub listen: SocketAddr,
     pub shutdown_endpoint: ShutdownEndpoint,
-    /// Probes of the application that the proxy makes; default none.
+    /// Probes of the application that the proxy runs; default none.
     pub(crate) probes: Vec<Probe>,
 }
 
@@ -50,14 +50,14 @@ pub enum ShutdownEndpoint {
     Enabled,
 }
 
-/// The state that the routes show and change.
+/// The values that the routes show and change.
 pub(crate) struct AdminParams {
     pub registry: Registry,
     pub readiness: Readiness,
     /// `None` if the process does not log.
     pub log: Option<LogHandle>,
-    /// The variables to show. They must not contain secrets: they are not restricted to loopback, and the policy of the port
-    /// may permit everyone to read them.
+    /// The environment variables of `/env.json`. They must not contain secrets: this page is not restricted to loopback, and
+    /// the policy of the port may permit all clients to read it.
     pub env: BTreeMap<String, String>,
     /// Notified when an operator requests shutdown.
     pub shutdown: Arc<Notify>,
@@ -68,7 +68,7 @@ pub(crate) struct AdminParams {
     pub pages: Vec<DebugPage>,
 }
 
-/// A server with all routes, ready to serve.
+/// Creates the server with all its routes.
 pub(crate) fn server(config: &Config, params: AdminParams) -> Admin {
     let AdminParams {
         registry,
@@ -82,8 +82,8 @@ pub(crate) fn server(config: &Config, params: AdminParams) -> Admin {
     } = params;
     let shutdown_endpoint = config.shutdown_endpoint;
     let admin = Admin::new(registry.clone(), readiness);
-    let admin = probes::routes(admin, config.probes.clone(), &registry);
-    debug_pages::routes(admin, pages)
+    let admin = probes::add_routes(admin, config.probes.clone(), &registry);
+    debug_pages::add_routes(admin, pages)
         .route("/proxy-log-level", move |req| {
             std::future::ready(log_level(&req, log.as_ref()))
         })
@@ -95,13 +95,13 @@ pub(crate) fn server(config: &Config, params: AdminParams) -> Admin {
         .authorize_with(authorize)
 }
 
-/// Accepts TLS; the admin server limits the time.
+/// Terminates TLS and detects the HTTP version. The timeout is that of the admin server.
 async fn accept_tls(stream: TcpStream, creds: Credentials) -> io::Result<(Io, Version, Tls)> {
     let (tls, client_handshake) = tls_server::accept_or_reset(Tcp::new(stream), &creds, Alpn::Unset)
         .await
         .map_err(io::Error::other)?;
-    let (mut io, mut seen) = (Io::tls_server(tls), BytesMut::new());
-    let version = match detect::detect(&mut io, &mut seen, FIRST_REQUEST_TIMEOUT).await? {
+    let (mut io, mut first_bytes) = (Io::tls_server(tls), BytesMut::new());
+    let version = match detect::detect(&mut io, &mut first_bytes, FIRST_REQUEST_TIMEOUT).await? {
         Detection::Detected(DetectedProtocol::Http2) => Version::Http2,
         Detection::Closed => return Err(io::ErrorKind::UnexpectedEof.into()),
         Detection::Detected(_) | Detection::TimedOut => Version::Http1,
@@ -109,7 +109,7 @@ async fn accept_tls(stream: TcpStream, creds: Credentials) -> io::Result<(Io, Ve
     let tls = Tls::Terminated {
         client_id: client_handshake.client_id,
     };
-    Ok((io.prepend(seen.freeze()), version, tls))
+    Ok((io.prepend(first_bytes.freeze()), version, tls))
 }
 
 fn log_level(req: &AdminRequest, log: Option<&LogHandle>) -> AdminResponse {
@@ -155,7 +155,7 @@ fn env_json(req: &AdminRequest, env: &BTreeMap<String, String>) -> AdminResponse
     }
     let json = match names.is_empty() {
         true => serde_json::to_vec(env),
-        // Requested names that are not set are shown as null.
+        // The value of a requested variable that is not set is null.
         false => serde_json::to_vec(
             &names
                 .iter()
@@ -184,7 +184,7 @@ fn shut_down(req: &AdminRequest, endpoint: ShutdownEndpoint, shutdown: &Notify) 
     text(StatusCode::OK, "shutdown\n")
 }
 
-/// Without an Accept header every type is accepted.
+/// Whether the client accepts JSON. Without an `Accept` header it accepts all types.
 fn accepts_json(req: &AdminRequest) -> bool {
     let mut accepted = req
         .headers
@@ -195,13 +195,13 @@ fn accepts_json(req: &AdminRequest) -> bool {
     if accepted.peek().is_none() {
         return true;
     }
-    let kinds = accepted.flat_map(|value| value.split(','));
-    kinds
-        .map(|kind| kind.split(';').next().unwrap_or("").trim())
-        .any(|kind| JSON_MEDIA_TYPES.contains(&kind))
+    let media_types = accepted.flat_map(|value| value.split(','));
+    media_types
+        .map(|media_type| media_type.split(';').next().unwrap_or("").trim())
+        .any(|media_type| JSON_MEDIA_TYPES.contains(&media_type))
 }
 
-/// Never reached: the admin server's own 60 s have begun earlier, with the handshake.
+/// Never expires: the admin server has a timeout of 60 s too, which starts earlier, with the handshake.
 const FIRST_REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
 const JSON_MEDIA_TYPES: &[&str] = &["application/json", "application/*", "*/*"];
 

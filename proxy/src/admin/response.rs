@@ -18,10 +18,13 @@ pub(super) fn method_not_allowed(methods: &'static str) -> AdminResponse {
 }
 
 pub(super) fn forbidden() -> AdminResponse {
-    text(StatusCode::FORBIDDEN, "permitted only from this machine (loopback)\n")
+    text(
+        StatusCode::FORBIDDEN,
+        "permitted only from a loopback address of this host\n",
+    )
 }
 
-/// Whether the Accept header names JSON explicitly.
+/// Whether the `Accept` header contains `application/json`.
 pub(super) fn wants_json(req: &AdminRequest) -> bool {
     let accepted = req.headers.get_all(ACCEPT).iter();
     accepted

@@ -1,4 +1,4 @@
-//! Every route: methods, authorization, and responses.
+//! Tests the methods, the authorization and the responses of each route.
 
 use bytes::Bytes;
 use http::header::ALLOW;
@@ -8,13 +8,13 @@ use tulle_core::logging::{self, Format};
 
 use super::*;
 
-const HERE: &str = "[::ffff:127.0.0.1]:1000";
-const THERE: &str = "10.0.0.1:1000";
+const LOOPBACK_CLIENT: &str = "[::ffff:127.0.0.1]:1000";
+const REMOTE_CLIENT: &str = "10.0.0.1:1000";
 
 fn req(method: Method, client: &str) -> AdminRequest {
     AdminRequest {
         client: client.parse().unwrap(),
-        local: HERE.parse().unwrap(),
+        local: LOOPBACK_CLIENT.parse().unwrap(),
         method,
         query: None,
         headers: HeaderMap::new(),
@@ -34,13 +34,13 @@ fn body(rsp: AdminResponse) -> String {
 }
 
 #[test]
-fn the_log_filter_is_shown_and_changed_from_this_machine() {
+fn the_log_filter_is_shown_and_changed_for_loopback_clients_only() {
     let log = logging::init("warn,tulle=info", Format::Plain).unwrap();
     let send = |req: AdminRequest| log_level(&req, Some(&log));
-    assert_eq!(body(send(req(Method::GET, HERE))), "warn,tulle=info");
+    assert_eq!(body(send(req(Method::GET, LOOPBACK_CLIENT))), "warn,tulle=info");
     let put = |filter: &'static str| AdminRequest {
         body: Bytes::from_static(filter.as_bytes()),
-        ..req(Method::PUT, HERE)
+        ..req(Method::PUT, LOOPBACK_CLIENT)
     };
     assert_eq!(send(put("error\n")).status(), StatusCode::NO_CONTENT);
     assert_eq!(log.current(), "error");
@@ -49,23 +49,26 @@ fn the_log_filter_is_shown_and_changed_from_this_machine() {
     assert!(body(bad).contains("tulle=loud"));
     let binary = AdminRequest {
         body: Bytes::from_static(b"\xff"),
-        ..req(Method::PUT, HERE)
+        ..req(Method::PUT, LOOPBACK_CLIENT)
     };
     assert_eq!(send(binary).status(), StatusCode::BAD_REQUEST);
-    let posted = send(req(Method::POST, HERE));
+    let posted = send(req(Method::POST, LOOPBACK_CLIENT));
     assert_eq!(
         (posted.status(), &posted.headers()[ALLOW]),
         (StatusCode::METHOD_NOT_ALLOWED, &"GET, PUT".parse().unwrap())
     );
     for method in [Method::GET, Method::PUT] {
-        assert_eq!(send(req(method, THERE)).status(), StatusCode::FORBIDDEN);
+        assert_eq!(send(req(method, REMOTE_CLIENT)).status(), StatusCode::FORBIDDEN);
     }
     assert_eq!(log.current(), "error");
-    assert_eq!(log_level(&req(Method::GET, HERE), None).status(), StatusCode::NOT_FOUND);
+    assert_eq!(
+        log_level(&req(Method::GET, LOOPBACK_CLIENT), None).status(),
+        StatusCode::NOT_FOUND
+    );
 }
 
 #[test]
-fn variables_are_json_and_can_be_chosen() {
+fn variables_are_json_and_can_be_selected() {
     let env = [("A", "1"), ("B", "two")]
         .map(|(name, value)| (name.to_owned(), value.to_owned()))
         .into();
@@ -73,7 +76,7 @@ fn variables_are_json_and_can_be_chosen() {
         env_json(
             &AdminRequest {
                 query: query.map(str::to_owned),
-                ..req(Method::GET, THERE)
+                ..req(Method::GET, REMOTE_CLIENT)
             },
             &env,
         )
@@ -84,7 +87,7 @@ fn variables_are_json_and_can_be_chosen() {
     assert_eq!(body(send(Some("B&C"))), r#"{"B":"two","C":null}"#);
     assert_eq!(send(Some("A=1")).status(), StatusCode::BAD_REQUEST);
     assert_eq!(
-        env_json(&req(Method::PUT, HERE), &env).status(),
+        env_json(&req(Method::PUT, LOOPBACK_CLIENT), &env).status(),
         StatusCode::METHOD_NOT_ALLOWED
     );
     for (accept, status) in [
@@ -97,7 +100,7 @@ fn variables_are_json_and_can_be_chosen() {
             env_json(
                 &AdminRequest {
                     headers,
-                    ..req(Method::GET, THERE)
+                    ..req(Method::GET, REMOTE_CLIENT)
                 },
                 &env
             )
@@ -113,17 +116,20 @@ async fn shutdown_needs_a_post_from_loopback_and_must_be_enabled() {
     let shutdown = Notify::new();
     let send = |endpoint, method, client| shut_down(&req(method, client), endpoint, &shutdown).status();
     assert_eq!(
-        send(ShutdownEndpoint::Disabled, Method::POST, HERE),
+        send(ShutdownEndpoint::Disabled, Method::POST, LOOPBACK_CLIENT),
         StatusCode::NOT_FOUND
     );
     assert_eq!(
-        send(ShutdownEndpoint::Enabled, Method::GET, HERE),
+        send(ShutdownEndpoint::Enabled, Method::GET, LOOPBACK_CLIENT),
         StatusCode::METHOD_NOT_ALLOWED
     );
     assert_eq!(
-        send(ShutdownEndpoint::Enabled, Method::POST, THERE),
+        send(ShutdownEndpoint::Enabled, Method::POST, REMOTE_CLIENT),
         StatusCode::FORBIDDEN
     );
-    assert_eq!(send(ShutdownEndpoint::Enabled, Method::POST, HERE), StatusCode::OK);
+    assert_eq!(
+        send(ShutdownEndpoint::Enabled, Method::POST, LOOPBACK_CLIENT),
+        StatusCode::OK
+    );
     shutdown.notified().await;
 }

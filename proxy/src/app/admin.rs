@@ -213,7 +213,7 @@ async fn wait_for_shutdown(shutdown: &Notify, own_ports: &[u16]) {
     }
     tracing::info!("shutdown requested");
     let application_gone = async {
-        while app_listeners::application_listens(own_ports) {
+        while app_listeners::has_application_listener(own_ports) {
             tokio::time::sleep(APPLICATION_POLL_INTERVAL).await;
         }
     };

@@ -465,7 +465,7 @@ fn http2_server_config(direction: &DirectionSettings) -> h2::Http2Config {
         max_reset_streams: None,
         max_header_list_bytes: server
             .max_header_list_bytes
-            .unwrap_or_else(|| h2::Http2Config::header_list_limit_for(direction.http_server.max_header_bytes)),
+            .unwrap_or_else(|| h2::Http2Config::header_list_limit(direction.http_server.max_header_bytes)),
         max_total_header_list_bytes: h2::Http2Config::DEFAULT_TOTAL_HEADER_LIST_BYTES,
     }
 }

@@ -19,10 +19,10 @@ use crate::policy::client::Queue;
 /// How an endpoint is picked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Strategy {
-    /// The one with the lower load of two drawn at random.
+    /// Two endpoints are drawn at random, and the one with the lower load is picked.
     #[default]
     PeakEwma,
-    /// Each in turn.
+    /// The endpoints are picked in turn.
     RoundRobin,
 }
 
@@ -30,7 +30,8 @@ pub(crate) enum Strategy {
 pub(crate) enum PickError {
     #[error("the service has no endpoints")]
     NoEndpoints,
-    /// With the time that this request has waited. As in Linkerd, the first timeout ends the wait of all queued requests.
+    /// The duration is the time that this request has waited. As in Linkerd, the first timeout ends the wait of all queued
+    /// requests.
     #[error("no endpoint became available within {0:?}")]
     QueueTimeout(Duration, UnavailableReason),
     /// An earlier request has timed out in the queue, so this one has not waited.
@@ -43,10 +44,10 @@ pub(crate) enum PickError {
 /// Why endpoints are not available.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum UnavailableReason {
-    /// They cannot be reached, with the cause of one of their failed dials. `None` if no dial has failed, for example because no
-    /// endpoint is known.
+    /// The endpoints cannot be reached. The value is the cause of one of their failed dials; `None` if no dial has failed, for
+    /// example because no endpoint is known.
     Unreachable(Option<&'static str>),
-    /// At least one was ejected by its breaker.
+    /// A breaker has ejected at least one endpoint.
     Ejected,
 }
 
@@ -79,12 +80,12 @@ impl<E: Candidate> Balancer<E> {
         }
     }
 
-    /// Adds metric series to record in. The balancer does not keep them alive.
+    /// Adds metric series that the balancer updates. It holds weak references to them.
     pub(crate) fn register_series(&self, series: &Arc<BalancerSeries>) {
         series.set_queue_timeout(self.queue.failfast_timeout.as_secs_f64());
         let mut all = self.series.lock();
         all.retain(|other| other.strong_count() > 0);
-        // An existing series with the same labels has recorded the mode already.
+        // If a series with the same labels is registered, it has recorded the mode already.
         if !all
             .iter()
             .filter_map(Weak::upgrade)
@@ -115,7 +116,7 @@ impl<E: Candidate> Balancer<E> {
         self.for_each_series(|series| series.set_endpoints(ready, known - ready));
     }
 
-    /// Calls `record` once for each series: several routes may share one.
+    /// Calls `record` once for each set of labels: several routes may have the same.
     fn for_each_series(&self, record: impl Fn(&BalancerSeries)) {
         let all: Vec<_> = self.series.lock().iter().filter_map(Weak::upgrade).collect();
         for (index, series) in all.iter().enumerate() {
@@ -171,8 +172,8 @@ impl<E: Candidate> Balancer<E> {
         }
     }
 
-    /// Picks an endpoint if one can be picked now, preferably one whose response is not late, and that is not in `tried`. Success ends
-    /// the fail-fast state.
+    /// Picks an endpoint if one can be picked now. Prefers endpoints whose response is not late, and then those that are not in
+    /// `tried`. Success ends the fail-fast state.
     pub(crate) fn try_pick(&self, now: Instant, tried: &[Arc<E>]) -> Option<Arc<E>> {
         let state = self.discovery_state.load();
         let DiscoveryState::Endpoints(endpoints) = &**state else {
@@ -190,8 +191,8 @@ impl<E: Candidate> Balancer<E> {
         picked
     }
 
-    /// Picks an endpoint that `is_allowed` accepts, if one can be picked now and its response is not late. Does not end the fail-fast
-    /// state.
+    /// Picks an endpoint for which `is_allowed` is true, if one can be picked now and its response is not late. Does not end
+    /// the fail-fast state.
     pub(crate) fn pick_where(&self, now: Instant, is_allowed: impl Fn(&Arc<E>) -> bool) -> Option<Arc<E>> {
         match &**self.discovery_state.load() {
             DiscoveryState::Endpoints(endpoints) => self.pick_responding(endpoints, now, is_allowed),
@@ -207,7 +208,7 @@ impl<E: Candidate> Balancer<E> {
     pub(crate) async fn pick(&self, tried: &[Arc<E>], series: &BalancerSeries) -> Result<Arc<E>, PickError> {
         match self.try_pick(Instant::now(), tried) {
             Some(endpoint) => Ok(endpoint),
-            // Boxed because it is rare and its timer is large.
+            // Boxed: a wait is rare, and its timer is large.
             None => Box::pin(self.wait_for_endpoint(tried, series)).await,
         }
     }
@@ -224,7 +225,7 @@ impl<E: Candidate> Balancer<E> {
         };
         let _permit = match QueuePermit::try_acquire(&self.n_queued, capacity) {
             Ok(permit) => permit,
-            // The queue may be full of requests that a discovery update has just woken. Try once more before failing.
+            // The queue may be full of requests that a discovery update has just woken, so try once more.
             Err(full) => return self.try_pick(Instant::now(), tried).ok_or(full),
         };
         let _queue_guard = series.enter_queue();
@@ -256,7 +257,7 @@ impl<E: Candidate> Balancer<E> {
         }
     }
 
-    /// As [`Self::pick_and_admit`], without the endpoints whose response is late.
+    /// As [`Self::pick_and_admit`], but picks no endpoint whose response is late.
     fn pick_responding(
         &self,
         endpoints: &[Arc<E>],
@@ -264,7 +265,7 @@ impl<E: Candidate> Balancer<E> {
         is_allowed: impl Fn(&Arc<E>) -> bool,
     ) -> Option<Arc<E>> {
         self.pick_and_admit(endpoints, now, |endpoint| {
-            is_allowed(endpoint) && may_get_request(&**endpoint, now)
+            is_allowed(endpoint) && is_responding_or_due(&**endpoint, now)
         })
     }
 
@@ -275,13 +276,13 @@ impl<E: Candidate> Balancer<E> {
         now: Instant,
         is_allowed: impl Fn(&Arc<E>) -> bool,
     ) -> Option<Arc<E>> {
-        // Another worker may take the one probe or attempt for which an endpoint was picked; then pick again.
-        for _ in 0..MAX_PICK_ATTEMPTS {
+        // An endpoint may have been picked for a probe or a trial request that another worker sends first. Then pick again.
+        for _ in 0..MAX_PICKS {
             let can_be_picked = |endpoint: &Arc<E>| endpoint.breaker().can_be_picked(now) && is_allowed(endpoint);
             let endpoint = &endpoints[self.choose(endpoints, now, can_be_picked)?];
             let load = endpoint.load();
-            let attempt = load.delay(now).filter(|_| !endpoint.can_be_checked());
-            let is_taken = attempt.is_some_and(|delay| delay.is_attempt_due() && !load.try_record_attempt(delay, now));
+            let late = load.late_response(now).filter(|_| !endpoint.can_be_checked());
+            let is_taken = late.is_some_and(|late| late.is_trial_due() && !load.try_record_trial(late, now));
             if !is_taken && endpoint.breaker().admit(now) {
                 return Some(endpoint.clone());
             }
@@ -309,7 +310,7 @@ impl<E: Candidate> Balancer<E> {
     }
 
     /// # Errors
-    /// The control plane has reported that the service has no endpoints. An empty list is no error.
+    /// The control plane has reported that the service has no endpoints. An empty list of endpoints is not an error.
     fn fail_if_no_endpoints(&self) -> Result<(), PickError> {
         match &**self.discovery_state.load() {
             DiscoveryState::NoEndpoints => Err(PickError::NoEndpoints),
@@ -345,20 +346,23 @@ impl<E: Candidate> Balancer<E> {
     }
 }
 
-/// Whether the endpoint may get a request: its response is not late, it is being checked, or an attempt is due. Begins the check.
-fn may_get_request(endpoint: &impl Candidate, now: Instant) -> bool {
+/// Whether the endpoint may get a request: its response is not late, the answer to its check is not late, or a
+/// trial request is due. Starts the check if the response is late.
+fn is_responding_or_due(endpoint: &impl Candidate, now: Instant) -> bool {
     let load = endpoint.load();
-    let Some(delay) = load.delay(now) else { return true };
+    let Some(late) = load.late_response(now) else {
+        return true;
+    };
     if !endpoint.can_be_checked() {
-        return delay.is_attempt_due();
+        return late.is_trial_due();
     }
-    if delay.is_unchecked() && load.try_record_attempt(delay, now) {
+    if late.is_unchecked() && load.try_record_trial(late, now) {
         endpoint.check();
     }
-    !delay.is_check_late()
+    !late.is_check_late()
 }
 
-/// A place in the queue, which is freed when this is dropped.
+/// A place in the queue. It is freed on drop.
 struct QueuePermit<'a>(&'a AtomicUsize);
 
 impl<'a> QueuePermit<'a> {
@@ -379,8 +383,9 @@ impl Drop for QueuePermit<'_> {
     }
 }
 
-/// Maximum number of picks if other workers take the probe of each picked endpoint first. Then the request waits in the queue.
-const MAX_PICK_ATTEMPTS: usize = 3;
+/// Maximum number of picks for one request, if other workers use each picked endpoint first. Then the request waits in the
+/// queue.
+const MAX_PICKS: usize = 3;
 
 #[cfg(test)]
 mod tests;

@@ -1,8 +1,8 @@
 //! Whether an endpoint is available: failure accrual, and the backoff after a failed dial.
 //!
-//! Each of them is an [`Availability`]: an unavailable endpoint gets one request, the probe, when its backoff is over. The result
-//! of the probe makes it available again, or starts a longer backoff. The check of an available endpoint costs a few atomic loads
-//! and takes no lock.
+//! Each of the two is an [`Availability`]. An unavailable endpoint gets one request, the probe, when its backoff is over. The
+//! result of the probe makes the endpoint available again, or starts a longer backoff. For an available endpoint,
+//! [`Breaker::admit`] costs a few atomic loads and takes no lock.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -35,8 +35,8 @@ struct GroupState {
     /// Wakes the requests that wait for an endpoint when one becomes available or is added.
     changed: Notify,
     n_endpoints: AtomicU32,
-    /// Number of endpoints that are ejected, plus number of endpoints that cannot be reached. An endpoint that is both counts
-    /// twice: the count is then too high, and fewer of the others are ejected, which is the safe side.
+    /// Number of ejected endpoints plus number of unreachable endpoints. An endpoint that is both counts twice. The number is
+    /// then too high and fewer endpoints are ejected, which is safe.
     n_unavailable: AtomicU32,
 }
 
@@ -46,7 +46,7 @@ pub(crate) struct Breaker {
     start: Instant,
     group: BreakerGroup,
     dial_availability: Availability,
-    /// Whether the endpoint was removed from its balancer. It then counts neither as an endpoint nor as unavailable.
+    /// Whether the endpoint was removed from its balancer. It is then not counted in the group.
     is_retired: AtomicBool,
     dial_failure_cause: Mutex<Option<&'static str>>,
     accrual: Option<Accrual>,
@@ -60,7 +60,7 @@ struct Accrual {
     window: Mutex<SuccessRateWindow>,
 }
 
-/// Admits requests while the endpoint is available; while it is unavailable, one probe after each backoff. Times are nanoseconds
+/// Admits all requests while the endpoint is available, and one probe after each backoff while it is not. Times are nanoseconds
 /// since the breaker's start, plus one.
 #[derive(Debug)]
 struct Availability {
@@ -107,25 +107,25 @@ impl Breaker {
     pub(crate) fn can_be_picked(&self, now: Instant) -> bool {
         self.dial_availability.allows(|| self.nanos_at(now))
             && self.accrual.as_ref().is_none_or(|accrual| {
-                accrual.availability.allows(|| self.nanos_at(now)) || self.is_required_by_minimum(accrual)
+                accrual.availability.allows(|| self.nanos_at(now)) || self.is_needed_for_minimum(accrual)
             })
     }
 
     /// Whether fewer than `min_ready_endpoints` are ready, so that this endpoint gets requests although it is ejected. This
-    /// happens when others are removed or become unreachable after its ejection.
-    fn is_required_by_minimum(&self, accrual: &Accrual) -> bool {
+    /// happens if other endpoints are removed or become unreachable after the ejection.
+    fn is_needed_for_minimum(&self, accrual: &Accrual) -> bool {
         self.group.n_ready() < accrual.policy.min_ready_endpoints
     }
 
-    /// Admits one request to this endpoint, perhaps as the probe.
+    /// Admits one request to this endpoint, which may be the probe. Returns false if no request may be sent.
     ///
-    /// If no result of a probe is recorded, another probe is admitted after the same delay.
+    /// If the result of a probe is not recorded, another probe is admitted after the same delay.
     #[must_use]
     pub(crate) fn admit(&self, now: Instant) -> bool {
         self.can_be_picked(now)
             && self.dial_availability.try_admit(|| self.nanos_at(now))
             && self.accrual.as_ref().is_none_or(|accrual| {
-                accrual.availability.try_admit(|| self.nanos_at(now)) || self.is_required_by_minimum(accrual)
+                accrual.availability.try_admit(|| self.nanos_at(now)) || self.is_needed_for_minimum(accrual)
             })
     }
 
@@ -140,8 +140,9 @@ impl Breaker {
 
     /// Records the outcome of a request and its `Retry-After`.
     ///
-    /// While the endpoint is ejected, outcomes are ignored: those requests were sent before its ejection, or only because of
-    /// `min_ready_endpoints`. While a probe is in flight, any outcome counts as its result.
+    /// While the endpoint is ejected and no probe is in flight, outcomes are ignored: these requests were sent before the
+    /// ejection, or because of `min_ready_endpoints`. While a probe is in flight, any outcome counts as the result of the
+    /// probe.
     pub(crate) fn record_outcome(&self, outcome: RequestOutcome, retry_after: Option<Duration>, now: Instant) {
         let Some(accrual) = &self.accrual else { return };
         let action = match accrual.availability.phase() {
@@ -163,7 +164,7 @@ impl Breaker {
                     .availability
                     .make_unavailable(self.nanos_at(now), min_delay, || self.try_count_unavailable(min_ready));
                 if !is_ejected {
-                    // Too few others are ready. Counts again from zero, so that not every further failure tries an ejection.
+                    // Too few other endpoints are ready. Restart the count, so that not each further failure tries an ejection.
                     accrual.reset();
                 }
             }
@@ -206,15 +207,15 @@ impl Breaker {
 
     /// Records that the endpoint was removed from its balancer, even if requests still use it.
     pub(crate) fn retire(&self) {
-        // Set first: a concurrent `make_unavailable` sees the flag, or is undone below.
+        // Set first: a concurrent `make_unavailable` either sees the flag or is undone below.
         self.is_retired.store(true, Ordering::Relaxed);
         for availability in self.availabilities() {
             availability.make_available(|| self.group.uncount_unavailable());
         }
     }
 
-    /// Counts the endpoint as unavailable, if it is not retired and at least `min_ready` others are ready. Returns whether it
-    /// did.
+    /// Counts the endpoint as unavailable, if it is not retired and at least `min_ready` other endpoints are ready. Returns
+    /// whether it was counted.
     fn try_count_unavailable(&self, min_ready: u32) -> bool {
         !self.is_retired.load(Ordering::Relaxed) && self.group.try_count_unavailable(min_ready)
     }
@@ -245,6 +246,7 @@ enum AccrualAction {
 }
 
 impl Accrual {
+    /// Counts an outcome, and decides whether it ejects the endpoint.
     fn evaluate(&self, outcome: RequestOutcome, now: u64) -> AccrualAction {
         let is_failure = outcome == RequestOutcome::Failure;
         let consecutive = match (outcome, self.n_consecutive_failures.load(Ordering::Relaxed)) {
@@ -315,6 +317,7 @@ impl Availability {
         }
     }
 
+    /// Whether the endpoint is available, or its next probe is due.
     fn allows(&self, now: impl FnOnce() -> u64) -> bool {
         match self.next_probe_at.load(Ordering::Relaxed) {
             0 => true,
@@ -322,6 +325,7 @@ impl Availability {
         }
     }
 
+    /// Admits one request. If the endpoint is unavailable, the request is the probe, and must be due.
     fn try_admit(&self, now: impl FnOnce() -> u64) -> bool {
         if self.next_probe_at.load(Ordering::Relaxed) == 0 {
             return true;
@@ -339,8 +343,8 @@ impl Availability {
         true
     }
 
-    /// Makes the endpoint unavailable for the next backoff delay, at least `min_delay`. If it was available, calls
-    /// `count_unavailable`; if this returns `false`, the endpoint stays available, and the result is `false`.
+    /// Makes the endpoint unavailable for the next backoff delay, at least for `min_delay`. If the endpoint was available,
+    /// calls `count_unavailable` first. If that returns `false`, the endpoint stays available, and the result is `false`.
     fn make_unavailable(&self, now: u64, min_delay: Duration, count_unavailable: impl FnOnce() -> bool) -> bool {
         let mut state = self.state.lock();
         // Several workers may record the same failure: only the first one extends the backoff.
@@ -356,8 +360,8 @@ impl Availability {
         true
     }
 
-    /// Makes the endpoint available. If it was not, calls `uncount_unavailable`, which undoes the `count_unavailable` of
-    /// [`Self::make_unavailable`].
+    /// Makes the endpoint available. If it was unavailable, calls `uncount_unavailable`, which undoes the `count_unavailable`
+    /// of [`Self::make_unavailable`].
     fn make_available(&self, uncount_unavailable: impl FnOnce()) {
         let mut state = self.state.lock();
         if std::mem::replace(&mut state.phase, Phase::Available) != Phase::Available {
@@ -387,13 +391,14 @@ impl BreakerGroup {
         self.0.n_endpoints.store(endpoints, Ordering::Relaxed);
     }
 
-    /// Number of endpoints that are neither ejected nor unreachable. One whose probe is due does not count.
+    /// Number of endpoints that are neither ejected nor unreachable. An endpoint whose probe is due does not count.
     fn n_ready(&self) -> u32 {
         let endpoints = self.0.n_endpoints.load(Ordering::Relaxed);
         endpoints.saturating_sub(self.0.n_unavailable.load(Ordering::Relaxed))
     }
 
-    /// Counts one more endpoint as unavailable, if at least `min_ready` others are ready. Returns whether it did.
+    /// Counts one more endpoint as unavailable, if at least `min_ready` other endpoints are ready. Returns whether it was
+    /// counted.
     fn try_count_unavailable(&self, min_ready: u32) -> bool {
         let endpoints = self.0.n_endpoints.load(Ordering::Relaxed);
         let incremented = |n: u32| (min_ready == 0 || n + 1 + min_ready <= endpoints).then_some(n + 1);
@@ -409,7 +414,7 @@ impl BreakerGroup {
     }
 }
 
-/// Successes and requests within the window of a success rate, in slots of equal time.
+/// Counts successes and requests within a time window, in slots of equal length.
 #[derive(Debug, Default)]
 struct SuccessRateWindow {
     current_slot: u64,
@@ -429,7 +434,7 @@ impl SuccessRateWindow {
         let slot = u64::try_from(u128::from(now) / slot_nanos)
             .unwrap_or(u64::MAX)
             .max(self.current_slot);
-        // Clears the slots since the last outcome, at most all.
+        // Clears the slots that have passed since the last outcome, at most all slots.
         for expired in (self.current_slot + 1..=slot).rev().take(self.slots.len()) {
             self.slots[(expired % u64::from(WINDOW_SLOTS)) as usize] = RequestCounts::default();
         }
@@ -452,12 +457,14 @@ impl RequestCounts {
     }
 }
 
+/// Backoff after failed dials.
 const DIAL_BACKOFF: Backoff = Backoff {
     min: Duration::from_millis(100),
     max: Duration::from_secs(10),
     jitter: 0.1,
 };
 
+/// Number of slots of a [`SuccessRateWindow`].
 const WINDOW_SLOTS: u32 = 10;
 
 #[cfg(test)]
@@ -500,7 +507,8 @@ mod tests {
         (Breaker::new(policy, BreakerGroup::default(), now), now)
     }
 
-    /// A group of `endpoints` breakers that trip at the first failure, while `min_ready_endpoints` stay ready.
+    /// A group of `endpoints` breakers. Each trips at the first failure, unless fewer than `min_ready_endpoints` would be
+    /// ready.
     fn breaker_group(endpoints: usize, min_ready_endpoints: u32) -> (BreakerGroup, Vec<Breaker>, Instant) {
         let (group, now) = (BreakerGroup::default(), Instant::now());
         group.set_n_endpoints(endpoints);
@@ -538,23 +546,23 @@ mod tests {
     #[test]
     fn a_removed_endpoint_does_not_count_as_unavailable() {
         let (group, breakers, now) = breaker_group(4, 2);
-        let (gone, left) = breakers.split_at(2);
-        for breaker in gone {
+        let (removed, kept) = breakers.split_at(2);
+        for breaker in removed {
             breaker.record_outcome(RequestOutcome::Failure, None, now);
             breaker.record_dial_failure("connect-refused", now);
         }
         group.set_n_endpoints(2);
-        gone.iter().for_each(Breaker::retire);
+        removed.iter().for_each(Breaker::retire);
         assert_eq!(group.n_ready(), 2);
-        // Results of requests that are still in flight to them change nothing.
-        for breaker in gone {
+        // The results of requests that are still in flight to a removed endpoint have no effect.
+        for breaker in removed {
             breaker.record_outcome(RequestOutcome::Failure, None, now);
             breaker.record_dial_failure("connect-refused", now);
         }
         assert_eq!(group.n_ready(), 2);
         group.set_n_endpoints(3);
-        left[0].record_outcome(RequestOutcome::Failure, None, now);
-        assert!(!left[0].can_be_picked(now), "two others are ready");
+        kept[0].record_outcome(RequestOutcome::Failure, None, now);
+        assert!(!kept[0].can_be_picked(now), "two others are ready");
         drop(breakers);
         assert_eq!(group.n_ready(), 3);
     }
@@ -571,7 +579,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_policy_no_failure_counts() {
+    fn without_a_policy_failures_do_not_eject_the_endpoint() {
         let (breaker, now) = breaker(None);
         for _ in 0..100 {
             breaker.record_outcome(RequestOutcome::Failure, None, now);
@@ -580,7 +588,7 @@ mod tests {
     }
 
     #[test]
-    fn consecutive_failures_eject_the_endpoint_unless_a_success_is_between() {
+    fn consecutive_failures_eject_the_endpoint_and_a_success_restarts_the_count() {
         let (breaker, now) = breaker(Some(consecutive(3)));
         use RequestOutcome::{Failure, Overloaded, Success};
         for outcome in [
@@ -626,7 +634,7 @@ mod tests {
     }
 
     #[test]
-    fn a_probe_without_an_outcome_is_replaced() {
+    fn another_probe_is_admitted_if_the_first_has_no_outcome() {
         let (breaker, now) = breaker(Some(consecutive(1)));
         breaker.record_outcome(RequestOutcome::Failure, None, now);
         assert!(breaker.admit(now + SECOND));

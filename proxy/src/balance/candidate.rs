@@ -16,11 +16,11 @@ pub(crate) trait Candidate {
     /// Whether [`Self::check`] has an effect.
     fn can_be_checked(&self) -> bool;
 
-    /// Checks whether the endpoint can be reached, without a request. The answer counts as a response.
+    /// Starts a check of the endpoint without a request, such as a ping. The answer counts as a response.
     fn check(&self);
 }
 
-/// One request in flight to an endpoint. It counts until the endpoint has responded, or until this is dropped.
+/// Counts one request in flight to an endpoint, until the endpoint has responded or this is dropped.
 #[derive(Debug)]
 pub(crate) struct InFlightGuard<E: Candidate> {
     endpoint: Arc<E>,
@@ -30,7 +30,7 @@ pub(crate) struct InFlightGuard<E: Candidate> {
 
 impl<E: Candidate> InFlightGuard<E> {
     pub(crate) fn new(endpoint: Arc<E>, now: Instant) -> Self {
-        endpoint.load().begin(now);
+        endpoint.load().begin_request(now);
         Self {
             endpoint,
             sent_at: now,
@@ -59,7 +59,7 @@ impl<E: Candidate> InFlightGuard<E> {
         if !std::mem::replace(&mut self.is_recorded, true) {
             let load = self.endpoint.load();
             record(load, self.sent_at);
-            load.end();
+            load.end_request();
         }
     }
 }
@@ -68,13 +68,14 @@ impl<E: Candidate> Drop for InFlightGuard<E> {
     fn drop(&mut self) {
         if !self.is_recorded {
             let load = self.endpoint.load();
-            load.end();
-            // The request was cancelled: its latency is unknown, but at least the time waited. Otherwise an endpoint so slow that
-            // every client cancels would never look slow. Cancellation is rare, so reading the clock here is cheap enough.
+            load.end_request();
+            // The request was cancelled. Its latency is at least the time waited, and counts as this time. Otherwise an
+            // endpoint would not look slow if all clients cancel. Cancellations are rare, so reading the clock is cheap
+            // enough.
             let now = Instant::now();
             let waited = now.saturating_duration_since(self.sent_at);
             if waited > load.rtt(now) {
-                load.raise_to(waited, now);
+                load.raise_estimate_to(waited, now);
             }
         }
     }

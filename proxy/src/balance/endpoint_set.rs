@@ -41,7 +41,7 @@ struct EndpointEntry<E> {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum SyncState {
-    /// A new stream has started. Its first addition is the full set.
+    /// A new stream has started. Its first `Add` update lists all endpoints.
     AwaitingFullSet,
     Synced,
     NoEndpoints,
@@ -57,9 +57,8 @@ impl<E> Default for EndpointSet<E> {
 }
 
 impl<E> EndpointSet<E> {
-    /// Marks the start of a new stream. Its first addition removes the endpoints that it does not list.
-    ///
-    /// Until then, the last known endpoints stay.
+    /// Marks the start of a new stream, whose first `Add` update lists all endpoints. The known endpoints stay until then;
+    /// those that are not listed are removed.
     pub(crate) fn resync(&mut self) {
         self.state = SyncState::AwaitingFullSet;
     }
@@ -102,7 +101,7 @@ impl<E> EndpointSet<E> {
         changed.then(|| DiscoveryState::Endpoints(self.entries.values().map(|known| known.endpoint.clone()).collect()))
     }
 
-    /// Removes endpoints that are not in the list. Returns whether any was removed.
+    /// Removes the endpoints that are not in `specs`. Returns whether one was removed.
     fn retain_listed(&mut self, specs: &[EndpointSpec]) -> bool {
         let n_before = self.entries.len();
         let mut addrs: Vec<_> = specs.iter().map(|spec| spec.addr).collect();
@@ -111,6 +110,7 @@ impl<E> EndpointSet<E> {
         self.entries.len() < n_before
     }
 
+    /// Adds or replaces an endpoint. Returns false if it is unchanged, except for its weight.
     fn add(&mut self, spec: EndpointSpec, build: &mut impl FnMut(&Arc<EndpointSpec>) -> Arc<E>) -> bool {
         if let Some(known) = self.entries.get(&spec.addr)
             && *known.spec == spec
@@ -165,6 +165,7 @@ mod tests {
             })
         }
 
+        /// Applies an update and returns the published endpoints.
         fn list(&mut self, update: EndpointUpdate) -> Option<Vec<u32>> {
             match self.apply(update)? {
                 DiscoveryState::Endpoints(list) => Some(list.iter().map(|endpoint| **endpoint).collect()),
@@ -220,14 +221,14 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_first_list_is_an_answer() {
+    fn an_empty_first_list_is_published() {
         let mut set = TestSet::new();
         assert_eq!(set.list(EndpointUpdate::Add(vec![])), Some(vec![]));
         assert_eq!(set.list(EndpointUpdate::Add(vec![])), None);
     }
 
     #[test]
-    fn a_new_stream_starts_with_the_full_set() {
+    fn the_first_list_of_a_new_stream_replaces_all_endpoints() {
         let mut set = TestSet::new();
         set.list(EndpointUpdate::Add(vec![spec(1, 1), spec(2, 1)]));
         set.endpoints.resync();

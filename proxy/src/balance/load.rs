@@ -15,17 +15,17 @@ pub(crate) struct Load {
     params: LoadParams,
     start: Instant,
     in_flight: AtomicU32,
-    /// While requests are in flight: when the endpoint last responded, or when the first of them was sent if that was later.
-    /// Milliseconds since `start` plus one, as all times here.
+    /// While requests are in flight: when the endpoint last responded, or when the first of these requests was sent,
+    /// whichever is later. All times here are milliseconds since `start`, plus one.
     waiting_since: AtomicU32,
-    /// When an endpoint whose response is late was last checked, or got a request as an attempt.
-    last_attempt_at: AtomicU32,
-    /// Packed into one word, so that value and time are always consistent; see [`Estimate`].
+    /// When an endpoint whose response is late was last checked, or got a trial request.
+    last_trial_at: AtomicU32,
+    /// An [`Estimate`], packed into one word so that its value and time are always consistent.
     estimate: AtomicU64,
 }
 
-/// Packed as seconds (`f32`) in the upper half, and as milliseconds since `start` plus one in the lower half. Time 0 means not
-/// measured yet.
+/// The estimated round-trip time in seconds, and the time of its last update; 0 if it was never measured. [`Load`] packs them
+/// into the upper and the lower half of a word.
 #[derive(Clone, Copy)]
 struct Estimate {
     rtt: f32,
@@ -44,23 +44,23 @@ impl Load {
             start: now,
             in_flight: AtomicU32::new(0),
             waiting_since: AtomicU32::new(0),
-            last_attempt_at: AtomicU32::new(0),
+            last_trial_at: AtomicU32::new(0),
             estimate: AtomicU64::new(estimate.pack()),
         }
     }
 
     /// Expected cost of one more request to this endpoint, in seconds.
     ///
-    /// The estimate counts as decayed until `now`, so an idle endpoint becomes attractive again.
-    /// Never NaN. The round-trip time counts as at least 1 ms: smaller differences are noise, and the number of
-    /// requests in flight is more significant.
+    /// The estimate decays until `now`, so that an idle endpoint is picked again some time later. Never NaN. A round-trip
+    /// time below 1 ms counts as 1 ms: smaller differences are noise, and the number of requests in flight is more
+    /// significant.
     ///
     /// Source: `PeakEwma` in `outbound.proto`; Linkerd sends a default RTT of 30 ms and a decay of 10 s.
     pub(crate) fn cost(&self, now: Instant) -> f64 {
         let (estimate, in_flight) = (self.estimate(), self.in_flight());
         if estimate.updated_at_ms == 0 && in_flight == 0 {
-            // Not measured yet: cost 0, so that one request measures it. At the default RTT, a new endpoint would look slower
-            // than the others and get no request for half a minute.
+            // Not measured yet: cost 0, so that the endpoint gets a request that measures it. With the default RTT, a new
+            // endpoint would look slower than the others and get no request for half a minute.
             return 0.0;
         }
         let rtt = self.decayed(estimate, self.millis_at(now));
@@ -90,9 +90,9 @@ impl Load {
         });
     }
 
-    /// Counts a failed request as a slow one, so that an endpoint does not attract more requests because it fails quickly.
+    /// Counts a failed request as a slow one, so that an endpoint that fails quickly does not get more requests.
     ///
-    /// Without a penalty in the policy, the measured time counts, as for any other request.
+    /// If the policy has no penalty, the measured time counts, as for other requests.
     pub(crate) fn penalize(&self, took: Duration, retry_after: Option<Duration>, now: Instant) {
         let LoadParams::PenaltyPeakEwma {
             penalty,
@@ -103,48 +103,48 @@ impl Load {
             return self.observe(took, now);
         };
         let retry_after = retry_after.unwrap_or_default().min(max_retry_after);
-        self.raise_to(penalty.max(retry_after).max(took), now);
+        self.raise_estimate_to(penalty.max(retry_after).max(took), now);
     }
 
-    /// How late the response of the endpoint is; `None` if no request is in flight, or it has responded recently.
+    /// Whether the response of the endpoint is late: requests are in flight, and it has not responded recently.
     ///
-    /// An endpoint behind a broken network accepts requests and never responds; the keep-alive of its connections notices that only
-    /// after seconds.
-    pub(crate) fn delay(&self, now: Instant) -> Option<Delay> {
+    /// An endpoint behind a broken network accepts requests and never responds. The keep-alive of its connections takes
+    /// seconds to detect this.
+    pub(crate) fn late_response(&self, now: Instant) -> Option<LateResponse> {
         if self.in_flight() == 0 {
             return None;
         }
         let now = self.millis_at(now);
         let waited_ms = elapsed_ms(self.waiting_since.load(Ordering::Relaxed), now);
-        if waited_ms < MIN_DELAY_MS {
+        if waited_ms < MIN_LATE_MS {
             return None;
         }
         let rtt = self.decayed(self.estimate(), now);
-        let limit_ms = ((rtt * 1000.0) as u32).clamp(MIN_DELAY_MS, MAX_DELAY_LIMIT_MS);
+        let limit_ms = ((rtt * 1000.0) as u32).clamp(MIN_LATE_MS, MAX_LATE_LIMIT_MS);
         if waited_ms < limit_ms {
             return None;
         }
-        let last_attempt_at = self.last_attempt_at.load(Ordering::Relaxed);
-        // An attempt before the last response is too long ago to count.
-        let since_attempt_ms = Some(now.wrapping_sub(last_attempt_at)).filter(|elapsed| *elapsed < waited_ms);
-        Some(Delay {
+        let last_trial_at = self.last_trial_at.load(Ordering::Relaxed);
+        // A check or trial request before the last response belongs to an earlier late response.
+        let since_trial_ms = Some(now.wrapping_sub(last_trial_at)).filter(|elapsed| *elapsed < waited_ms);
+        Some(LateResponse {
             waited_ms,
             limit_ms,
-            since_attempt_ms,
-            last_attempt_at,
+            since_trial_ms,
+            last_trial_at,
         })
     }
 
-    /// Records a check or an attempt, unless another worker has recorded one since `delay` was computed.
-    pub(super) fn try_record_attempt(&self, delay: Delay, now: Instant) -> bool {
-        let (last, now) = (delay.last_attempt_at, self.millis_at(now));
-        self.last_attempt_at
+    /// Records a check or a trial request. Returns false if another worker has recorded one since `late` was computed.
+    pub(super) fn try_record_trial(&self, late: LateResponse, now: Instant) -> bool {
+        let (last, now) = (late.last_trial_at, self.millis_at(now));
+        self.last_trial_at
             .compare_exchange(last, now, Ordering::Relaxed, Ordering::Relaxed)
             .is_ok()
     }
 
     /// Counts a request that is sent.
-    pub(super) fn begin(&self, now: Instant) {
+    pub(super) fn begin_request(&self, now: Instant) {
         if self.in_flight() == 0 {
             self.record_response(now);
         }
@@ -156,13 +156,13 @@ impl Load {
         self.waiting_since.store(self.millis_at(now), Ordering::Relaxed);
     }
 
-    /// Removes a request from the count.
-    pub(super) fn end(&self) {
+    /// Stops counting a request.
+    pub(super) fn end_request(&self) {
         self.in_flight.fetch_sub(1, Ordering::Relaxed);
     }
 
     /// Raises the estimate to `rtt` if the estimate is lower.
-    pub(super) fn raise_to(&self, rtt: Duration, now: Instant) {
+    pub(super) fn raise_estimate_to(&self, rtt: Duration, now: Instant) {
         let (rtt, at) = (rtt.as_secs_f32(), self.millis_at(now));
         self.update(|old| Estimate {
             rtt: self.decayed(old, at).max(rtt),
@@ -188,8 +188,8 @@ impl Load {
     /// Remaining weight of an estimate, from 1 to 0.
     fn decay_factor(&self, estimate: Estimate, at: u32) -> f32 {
         let (LoadParams::PeakEwma { decay, .. } | LoadParams::PenaltyPeakEwma { decay, .. }) = self.params;
-        // If another worker has updated the estimate after this one read its clock, no time has passed. The milliseconds wrap
-        // after 49 days, which only makes an old estimate look new once.
+        // If another worker has updated the estimate after this worker read its clock, no time has passed. The milliseconds
+        // wrap after 49 days; an old estimate may then count as new once.
         let elapsed = elapsed_ms(estimate.updated_at_ms.max(1), at);
         if elapsed == 0 {
             return 1.0;
@@ -208,32 +208,33 @@ impl Load {
     }
 }
 
-/// A response that is late.
+/// An endpoint has requests in flight, and has not responded for longer than the limit.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Delay {
+pub(crate) struct LateResponse {
     waited_ms: u32,
-    /// After this time a response is late: the latency of the endpoint, a recent peak, within bounds.
+    /// Time after which a response is late: the estimated latency of the endpoint, within bounds.
     limit_ms: u32,
-    since_attempt_ms: Option<u32>,
-    last_attempt_at: u32,
+    /// Time since the last check or trial request; `None` if there was none since the last response.
+    since_trial_ms: Option<u32>,
+    last_trial_at: u32,
 }
 
-impl Delay {
-    /// Whether the endpoint was not checked in this delay.
+impl LateResponse {
+    /// Whether the endpoint was not checked since its last response.
     pub(super) fn is_unchecked(self) -> bool {
-        self.since_attempt_ms.is_none()
+        self.since_trial_ms.is_none()
     }
 
-    /// Whether the answer to the last check is late too.
+    /// Whether the answer to the last check is also late.
     pub(super) fn is_check_late(self) -> bool {
-        self.since_attempt_ms.is_some_and(|elapsed| elapsed >= self.limit_ms)
+        self.since_trial_ms.is_some_and(|elapsed| elapsed >= self.limit_ms)
     }
 
-    /// Whether the endpoint should get one request, because it may be only slow: after twice the limit, and then each time that the
-    /// delay has doubled.
-    pub(super) fn is_attempt_due(self) -> bool {
-        let waited_at_attempt = self.since_attempt_ms.map(|elapsed| self.waited_ms - elapsed);
-        self.waited_ms >= 2 * waited_at_attempt.unwrap_or(self.limit_ms)
+    /// Whether the endpoint should get one trial request, because it may only be slow: after twice the limit, and then each
+    /// time the waiting time has doubled.
+    pub(super) fn is_trial_due(self) -> bool {
+        let waited_at_trial = self.since_trial_ms.map(|elapsed| self.waited_ms - elapsed);
+        self.waited_ms >= 2 * waited_at_trial.unwrap_or(self.limit_ms)
     }
 }
 
@@ -250,7 +251,7 @@ impl Estimate {
     }
 }
 
-/// The milliseconds from one time to another; 0 if the second is earlier, as when another worker has read its clock later.
+/// Milliseconds from one time to another; 0 if the second time is earlier, because another worker has read its clock later.
 fn elapsed_ms(from: u32, to: u32) -> u32 {
     match to.wrapping_sub(from) {
         elapsed if elapsed > u32::MAX / 2 => 0,
@@ -259,10 +260,11 @@ fn elapsed_ms(from: u32, to: u32) -> u32 {
 }
 
 const MIN_RTT_SECONDS: f32 = 0.001;
-/// Shorter pauses of a process are normal.
-const MIN_DELAY_MS: u32 = 20;
-/// Requests that were cancelled after a timeout raise the estimate of the latency; the limit must not grow with it.
-const MAX_DELAY_LIMIT_MS: u32 = 200;
+/// A response is not late before this time: shorter pauses of a process are normal.
+const MIN_LATE_MS: u32 = 20;
+/// Maximum of [`LateResponse::limit_ms`]. Requests that are cancelled after a timeout raise the estimated latency without
+/// bound.
+const MAX_LATE_LIMIT_MS: u32 = 200;
 
 #[cfg(test)]
 mod tests {
@@ -349,75 +351,76 @@ mod tests {
         assert_near(load.cost(start), 0.020);
     }
 
-    /// The milliseconds, from one to another, at which the endpoint may get a request: its response is not late, or an attempt is due.
-    fn accepts_requests(load: &Load, start: Instant, from: u32, to: u32) -> Vec<u32> {
-        let accepts = |ms: &u32| {
-            let delay = load.delay(start + *ms * MS);
-            delay.is_none_or(Delay::is_attempt_due)
+    /// The times between `from` and `to`, in ms, at which the endpoint may get a request: its response is not late, or a trial
+    /// request is due.
+    fn times_open_to_requests(load: &Load, start: Instant, from: u32, to: u32) -> Vec<u32> {
+        let is_open = |ms: &u32| {
+            let late = load.late_response(start + *ms * MS);
+            late.is_none_or(LateResponse::is_trial_due)
         };
-        (from..to).filter(accepts).collect()
+        (from..to).filter(is_open).collect()
     }
 
     #[test]
-    fn an_endpoint_whose_response_is_late_gets_attempts_at_growing_intervals() {
+    fn an_endpoint_whose_response_is_late_gets_trial_requests_at_growing_intervals() {
         let start = Instant::now();
         let load = Load::new(peak_ewma(), start);
         let at = |ms: u32| start + ms * MS;
-        load.begin(at(0));
+        load.begin_request(at(0));
         load.observe(MS, at(1));
         load.record_response(at(1));
-        load.begin(at(1));
-        let attempt = |ms: u32| assert!(load.try_record_attempt(load.delay(at(ms)).unwrap(), at(ms)));
-        let accepts = |from: u32, to: u32| accepts_requests(&load, start, from, to);
+        load.begin_request(at(1));
+        let record_trial = |ms: u32| assert!(load.try_record_trial(load.late_response(at(ms)).unwrap(), at(ms)));
+        let accepts = |from: u32, to: u32| times_open_to_requests(&load, start, from, to);
         let ranges =
             |first: std::ops::Range<u32>, second: std::ops::Range<u32>| first.chain(second).collect::<Vec<_>>();
         assert_eq!(accepts(1, 90), ranges(1..21, 41..90));
-        attempt(41);
+        record_trial(41);
         assert_eq!(accepts(41, 90), ranges(81..90, 0..0));
-        attempt(81);
+        record_trial(81);
         assert_eq!(accepts(81, 170), ranges(161..170, 0..0));
-        // A response ends the delay, and earlier attempts do not count in the next one.
+        // After a response, earlier trial requests do not count.
         load.record_response(at(100));
         assert_eq!(accepts(100, 170), ranges(100..120, 140..170));
-        load.end();
-        load.end();
-        assert!(load.delay(at(10_000)).is_none(), "no request is in flight");
-        load.begin(at(20_000));
-        assert!(load.delay(at(20_000)).is_none());
-        let delay = load.delay(at(20_050)).unwrap();
-        assert!(load.try_record_attempt(delay, at(20_050)) && !load.try_record_attempt(delay, at(20_050)));
+        load.end_request();
+        load.end_request();
+        assert!(load.late_response(at(10_000)).is_none(), "no request is in flight");
+        load.begin_request(at(20_000));
+        assert!(load.late_response(at(20_000)).is_none());
+        let late = load.late_response(at(20_050)).unwrap();
+        assert!(load.try_record_trial(late, at(20_050)) && !load.try_record_trial(late, at(20_050)));
     }
 
     #[test]
-    fn attempts_are_due_however_old_the_endpoint_is() {
+    fn trial_requests_are_due_at_any_age_of_the_endpoint() {
         let start = Instant::now();
         let load = Load::new(peak_ewma(), start);
         for days in [0, 24, 26, 40, 49, 50, 60, 80] {
             let begun = start + Duration::from_secs(days * 86_400 + 1);
             load.observe(MS, begun);
-            load.begin(begun);
-            assert!(load.delay(begun + 15 * MS).is_none(), "after {days} days");
-            let late = load.delay(begun + 35 * MS).unwrap();
+            load.begin_request(begun);
+            assert!(load.late_response(begun + 15 * MS).is_none(), "after {days} days");
+            let late = load.late_response(begun + 35 * MS).unwrap();
             assert!(
-                late.is_unchecked() && !late.is_attempt_due(),
+                late.is_unchecked() && !late.is_trial_due(),
                 "after {days} days: {late:?}"
             );
-            let due = load.delay(begun + 45 * MS).unwrap();
-            assert!(due.is_attempt_due(), "after {days} days: {due:?}");
-            load.end();
+            let due = load.late_response(begun + 45 * MS).unwrap();
+            assert!(due.is_trial_due(), "after {days} days: {due:?}");
+            load.end_request();
         }
     }
 
     #[test]
-    fn the_response_of_a_slow_endpoint_is_late_after_its_latency() {
+    fn a_response_is_late_after_the_latency_of_its_endpoint() {
         let start = Instant::now();
         let load = Load::new(peak_ewma(), start);
         for (rtt, limit) in [(100, 100), (5000, 200)] {
             load.observe(rtt * MS, start);
-            load.begin(start);
-            assert!(load.delay(start + (limit - 5) * MS).is_none());
-            assert!(load.delay(start + (limit + 5) * MS).is_some());
-            load.end();
+            load.begin_request(start);
+            assert!(load.late_response(start + (limit - 5) * MS).is_none());
+            assert!(load.late_response(start + (limit + 5) * MS).is_some());
+            load.end_request();
         }
     }
 

@@ -1,4 +1,4 @@
-//! Selects an endpoint: discovered, available, least loaded.
+//! Selects an endpoint for each request: one that is available, with a low load.
 //!
 //! Discovery updates enter through [`endpoint_set`], which keeps unchanged endpoints. A [`balancer::Balancer`] publishes the result
 //! as a snapshot that every worker reads. A request picks an endpoint, holds a [`candidate::InFlightGuard`] until the response, and

@@ -1,6 +1,6 @@
-//! Power of two choices: of two candidates drawn at random, the cheaper one.
+//! Power of two choices: draws two candidates at random and picks the cheaper one.
 
-/// Returns the index of the cheaper of two candidates drawn among those that can be picked.
+/// Draws two of the candidates that can be picked, and returns the index of the cheaper one.
 ///
 /// `cost` is `None` if a candidate cannot be picked; `draw(n)` is a random number below `n`.
 /// Constant time while most candidates can be picked.
@@ -18,7 +18,7 @@ pub(crate) fn choose(
             return Some(if second_cost < first_cost { second } else { first });
         }
     }
-    // Draw two of those that can be picked: one must not win only because the other cannot be picked.
+    // Draw two of the candidates that can be picked. A candidate must not win because the other one cannot be picked.
     let pickable = || (0..n_candidates).filter_map(|index| Some((index, cost(index)?)));
     match pickable().count() {
         0 => None,

@@ -32,8 +32,8 @@ impl Weights {
         }
         let available = || (0..self.sums.len()).filter(|index| self.weight(*index) > 0 && is_available(*index));
         let total_available: u64 = available().map(|index| self.weight(index)).sum();
-        // `random` fell into the range of `choice`. Its position inside this range is still uniform, so it selects among the
-        // available choices.
+        // `point` is in the range of `choice`. Its position in this range is uniformly distributed, so the position selects
+        // among the available choices.
         let position = point - (u128::from(self.sum_before(choice)) << u32::BITS);
         let mut remaining = (position * u128::from(total_available) / u128::from(self.weight(choice))) >> u32::BITS;
         available().find(|index| {
@@ -44,14 +44,14 @@ impl Weights {
         })
     }
 
-    /// Scales a random number to a point below the total of the weights, as a fixed-point number whose lowest 32 bits are the
-    /// fraction.
+    /// Scales a random number to a number below the total of the weights. The result is a fixed-point number whose lowest 32
+    /// bits are the fraction.
     fn point(&self, random: u32) -> u128 {
         u128::from(random) * u128::from(self.sums.last().copied().unwrap_or(0))
     }
 
     fn index_at(&self, point: u128) -> usize {
-        let point = (point >> u32::BITS) as u64; // below the total, which fits
+        let point = (point >> u32::BITS) as u64; // below the total, which is a `u64`
         self.sums.partition_point(|sum| *sum <= point)
     }
 
@@ -64,7 +64,7 @@ impl Weights {
     }
 }
 
-/// The first available choice. If none is available, the first choice: the request then waits for it.
+/// The first available choice. If none is available, the first choice; the request then waits for it.
 pub(crate) fn first_available(choices: usize, is_available: impl Fn(usize) -> bool) -> usize {
     (0..choices).find(|index| is_available(*index)).unwrap_or(0)
 }
@@ -114,7 +114,7 @@ mod tests {
         assert_eq!(
             weights.choose_available(5, |index| index == 3),
             None,
-            "no weight, no requests"
+            "a choice of weight 0 gets no requests"
         );
         assert_eq!(weights.choose_available(5, |_| false), None);
         let large = Weights::new([u32::MAX; 3]).unwrap();

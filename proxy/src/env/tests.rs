@@ -539,7 +539,7 @@ fn declared_probes_are_read_or_refused_with_the_reason() {
         ),
         (
             probe(r#""httpGet":{"port":80,"scheme":"HTTPS","httpHeaders":[{"name":"a b","value":"x"}]}"#),
-            "not the name of a header",
+            "not a valid header name",
         ),
         (
             probe(r#""httpGet":{"port":80,"scheme":"HTTPS","httpHeaders":[{"name":"Host","value":"a b"}]}"#),

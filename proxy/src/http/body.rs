@@ -32,14 +32,14 @@ enum BodySource {
     Full(Bytes),
     /// Received on an HTTP/2 stream.
     H2(StreamBody),
-    /// Received on an HTTP/1 connection, or a wrapper around another body.
+    /// A body from an HTTP/1 connection, or a wrapper around another body.
     Dyn(Box<dyn ReceivedBody>),
-    /// No body: the stream switched to another protocol. `None` after the tunnel has taken the stream.
+    /// No body: the HTTP/2 stream now carries another protocol. `None` after the tunnel has taken the stream.
     Upgraded(Option<Box<UpgradedStream>>),
     Replayed(Box<ReplayedBody>),
 }
 
-/// A body whose first part is buffered.
+/// A body whose first part, or all of it, is buffered.
 struct ReplayedBody {
     buffered: VecDeque<Bytes>,
     /// Trailers after `buffered`; `rest` is empty then.
@@ -60,19 +60,20 @@ pub(crate) trait ReceivedBody: Send {
         None
     }
 
-    /// Ready with the timeout error when a deadline of the body has expired. `unsent` is the number of bytes that wait for
-    /// the receiver.
+    /// Ready with the timeout error when a deadline of the body has expired. `unsent` is the number of bytes that the
+    /// receiver has taken but not sent yet.
     fn poll_deadline(&mut self, _unsent: usize, _cx: &mut Context<'_>) -> Poll<Error> {
         Poll::Pending
     }
 
-    /// The wrapped body. [`Body::discard_as`] reports the end to it too.
+    /// The wrapped body. [`Body::discard_with_result`] reports the end to it too.
     fn into_inner(self: Box<Self>) -> Option<Body> {
         None
     }
 }
 
-/// Observes the frames and the end of a body. If it is dropped before `end`, the receiver dropped the body early.
+/// Observes the frames and the end of a body. If the observer is dropped before `end` is called, the receiver has dropped the
+/// body before its end.
 pub(crate) trait BodyObserver: Send {
     fn data(&mut self, len: usize);
     fn trailers(&mut self, trailers: &HeaderMap);
@@ -132,20 +133,21 @@ impl Body {
         Self::from_source(BodySource::Upgraded(Some(Box::new(stream))))
     }
 
-    pub(crate) fn replayed(kept: VecDeque<Bytes>, rest: Self) -> Self {
+    /// A body that consists of `buffered` and then `rest`.
+    pub(crate) fn replayed(buffered: VecDeque<Bytes>, rest: Self) -> Self {
         let trailers = None;
         Self::from_source(BodySource::Replayed(Box::new(ReplayedBody {
-            buffered: kept,
+            buffered,
             trailers,
             rest,
         })))
     }
 
-    /// A completely received body.
-    pub(crate) fn buffered(kept: VecDeque<Bytes>, trailers: Option<HeaderMap>) -> Self {
+    /// A body that was received completely.
+    pub(crate) fn buffered(buffered: VecDeque<Bytes>, trailers: Option<HeaderMap>) -> Self {
         let rest = Self::empty();
         Self::from_source(BodySource::Replayed(Box::new(ReplayedBody {
-            buffered: kept,
+            buffered,
             trailers,
             rest,
         })))
@@ -190,8 +192,8 @@ impl Body {
         self
     }
 
-    /// Discards the rest of the body and reports `result` to its observers as its end.
-    pub(crate) fn discard_as(mut self, result: Result<(), &Error>) {
+    /// Discards the rest of the body, and reports `result` as its end to its observers.
+    pub(crate) fn discard_with_result(mut self, result: Result<(), &Error>) {
         self.report_end(result);
         let inner = match self.source {
             BodySource::Replayed(replayed) => Some(replayed.rest),
@@ -199,7 +201,7 @@ impl Body {
             _ => None,
         };
         if let Some(inner) = inner {
-            inner.discard_as(result);
+            inner.discard_with_result(result);
         }
     }
 
@@ -305,9 +307,9 @@ impl http_body::Body for Body {
             BodySource::H2(received) => received.size_hint(),
             BodySource::Dyn(received) => received.size_hint(),
             BodySource::Replayed(replayed) => {
-                let kept: u64 = replayed.buffered.iter().map(|bytes| bytes.len() as u64).sum();
+                let n_buffered: u64 = replayed.buffered.iter().map(|bytes| bytes.len() as u64).sum();
                 match replayed.rest.size_hint().exact() {
-                    Some(rest) => SizeHint::with_exact(kept + rest),
+                    Some(rest) => SizeHint::with_exact(n_buffered + rest),
                     None => SizeHint::default(),
                 }
             }

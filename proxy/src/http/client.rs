@@ -33,7 +33,7 @@ use crate::{
 pub(crate) type ConnectFn =
     Box<dyn Fn(HttpVersion) -> Pin<Box<dyn Future<Output = Result<Io, Error>> + Send>> + Send + Sync>;
 
-/// HTTP version of a connection, or of the request that needs one: a WebSocket handshake of HTTP/1 can use an HTTP/2 connection
+/// HTTP version of a connection or of a request. The two can differ: an HTTP/1 WebSocket handshake can use an HTTP/2 connection
 /// ([`ConnectionUse::ExtendedConnect`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum HttpVersion {
@@ -52,7 +52,7 @@ pub(crate) struct EndpointClient {
     /// Held during an HTTP/2 dial, so that other requests wait for the same connection.
     dial_lock: tokio::sync::Mutex<()>,
     dial_started_at: Mutex<Option<Instant>>,
-    /// A request that waited for a failed dial fails with its cause.
+    /// A request that waited for a failed dial fails with the cause of the dial.
     failed_dials: Mutex<FailedDials>,
     params: Http2Config,
     pool: Arc<ConnectionPool>,
@@ -67,7 +67,7 @@ struct FailedDials {
 /// Maximum number of HTTP/2 connections of one worker to one endpoint.
 const MAX_HTTP2_CONNECTIONS: usize = 64;
 
-/// The result of connecting for one request: what it is sent on, or that no stream is available for it.
+/// The connection or stream for one request, or the result that no stream is available.
 pub(crate) enum ConnectOutcome {
     Http1(http1::ClientConnection, Option<Arc<ConnectionPool>>),
     Http2(http2::StreamSender),
@@ -93,7 +93,7 @@ pub(crate) enum ConnectionUse {
 }
 
 impl EndpointClient {
-    /// HTTP/2 connections send pings for `checks`.
+    /// Creates a client without connections. Its HTTP/2 connections send pings for `checks`.
     pub(crate) fn new(
         addr: SocketAddr,
         connect: ConnectFn,
@@ -179,9 +179,9 @@ impl EndpointClient {
         None
     }
 
-    /// Whether another HTTP/2 connection can be dialled. Called when no stream is free: a connection without open streams then
-    /// belongs to a peer that permits none, and another connection would not help. Nor can one be dialled at the limit, or while
-    /// the settings of a connection are unknown.
+    /// Whether another HTTP/2 connection can be dialled when no stream is free. Not at the limit, and not while the settings
+    /// of a connection are unknown. Nor if a connection has no open streams: its peer permits none, and another connection
+    /// would not help.
     fn can_add_http2_connection(&self) -> bool {
         let connections = self.http2.lock();
         connections.len() < MAX_HTTP2_CONNECTIONS
@@ -224,7 +224,7 @@ impl EndpointClient {
         connection_use: ConnectionUse,
     ) -> Result<ConnectOutcome, Error> {
         if connection_use == ConnectionUse::ExtendedConnect {
-            // Only makes sure that there is a connection: a stream that this reserves is released again.
+            // Only ensures that there is a connection. If this reserves a stream, the stream is released again.
             match protocol {
                 HttpVersion::Http1 => drop(self.try_reserve_shared_stream().await?),
                 HttpVersion::Http2 => drop(self.reserve_shared_stream().await?),
@@ -249,7 +249,7 @@ impl EndpointClient {
         }
     }
 
-    /// Start time of the HTTP/2 dial in progress.
+    /// Start time of the HTTP/2 dial in progress, if there is one.
     pub(crate) fn dial_started_at(&self) -> Option<Instant> {
         *self.dial_started_at.lock()
     }
@@ -390,7 +390,7 @@ impl EndpointClient {
         }
     }
 
-    /// Whether a WebSocket handshake, which is a GET, can be sent again.
+    /// Whether a WebSocket handshake that failed with `error` can be sent again. It is a GET request.
     fn can_resend(&self, error: &Error) -> bool {
         match error.resendable() {
             Resendable::Always => true,
@@ -399,8 +399,8 @@ impl EndpointClient {
         }
     }
 
-    /// Sends a request again to this endpoint if [`Exchange::into_failure`] permits it. Otherwise returns an error that says
-    /// whether the request can go to another endpoint.
+    /// Sends a request again to this endpoint if [`Exchange::into_failure`] permits it. Otherwise returns an error, which says
+    /// whether another endpoint can get the request.
     async fn resend(&self, exchange: Exchange, head_error: ResponseHeadError) -> Result<Response<Body>, Error> {
         let pool = exchange.pool();
         let FailedExchange { error, request } = exchange.into_failure(head_error, self.resend_policy()).await;
@@ -441,7 +441,7 @@ impl EndpointClient {
         }
     }
 
-    /// The error of a request that failed with `error`, after a further dial has failed too.
+    /// The error of a request that failed with `error` and whose next dial failed with `dial_error`.
     fn reconnect_error(&self, error: &Error, dial_error: Error) -> Error {
         match error.resendable() {
             Resendable::Always => dial_error,
@@ -584,7 +584,7 @@ mod tests {
         application.peek(&mut [0]).await.unwrap();
     }
 
-    /// The reset is delayed after the FIN, as on a machine with too few processors.
+    /// Sends a FIN, and later a reset, as an application on a busy machine does.
     async fn reset_after_fin(mut application: TcpStream) {
         application.peek(&mut [0]).await.unwrap();
         application.shutdown().await.unwrap();
@@ -733,8 +733,8 @@ mod tests {
         assert_eq!(client.http2.lock()[0].n_streams(), 0);
     }
 
-    /// A client of an HTTP/2 server.
-    async fn client_of(server: &h2::server::Builder) -> EndpointClient {
+    /// Starts an HTTP/2 server, and returns a client of it.
+    async fn http2_client(server: &h2::server::Builder) -> EndpointClient {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
         let server = server.clone();
@@ -751,9 +751,9 @@ mod tests {
         new_client(addr, connect_to(addr), 1)
     }
 
-    /// The connections that a WebSocket and an extended CONNECT get to an HTTP/2 server.
-    async fn connections_to(server: &h2::server::Builder) -> [ConnectOutcome; 2] {
-        let client = client_of(server).await;
+    /// The outcomes for a WebSocket handshake and an extended CONNECT request to an HTTP/2 server.
+    async fn extended_connect_outcomes(server: &h2::server::Builder) -> [ConnectOutcome; 2] {
+        let client = http2_client(server).await;
         let connection_use = ConnectionUse::ExtendedConnect;
         let connect = async |version| client.connection(version, connection_use).await.unwrap();
         [connect(HttpVersion::Http1).await, connect(HttpVersion::Http2).await]
@@ -763,7 +763,7 @@ mod tests {
     async fn a_websocket_does_not_wait_for_a_free_stream() {
         let mut server = h2::server::Builder::new();
         server.enable_connect_protocol().max_concurrent_streams(0);
-        let client = client_of(&server).await;
+        let client = http2_client(&server).await;
         let connect_websocket = async || {
             let outcome = client
                 .connection(HttpVersion::Http1, ConnectionUse::ExtendedConnect)
@@ -782,19 +782,19 @@ mod tests {
         use ConnectOutcome::{ExtendedConnect, Http1, NoExtendedConnectStream};
 
         let mut server = h2::server::Builder::new();
-        let connections = connections_to(&server).await;
+        let connections = extended_connect_outcomes(&server).await;
         assert!(matches!(connections, [Http1(_, None), NoExtendedConnectStream]));
         server.enable_connect_protocol();
-        let connections = connections_to(&server).await;
+        let connections = extended_connect_outcomes(&server).await;
         assert!(matches!(connections, [ExtendedConnect(_), ExtendedConnect(_)]));
         server.max_concurrent_streams(4);
-        let connections = connections_to(&server).await;
+        let connections = extended_connect_outcomes(&server).await;
         assert!(matches!(connections, [ExtendedConnect(_), ExtendedConnect(_)]));
         server.max_concurrent_streams(2);
-        let connections = connections_to(&server).await;
+        let connections = extended_connect_outcomes(&server).await;
         assert!(matches!(connections, [ExtendedConnect(_), NoExtendedConnectStream]));
         server.max_concurrent_streams(1);
-        let connections = connections_to(&server).await;
+        let connections = extended_connect_outcomes(&server).await;
         assert!(matches!(connections, [Http1(_, None), NoExtendedConnectStream]));
     }
 }

@@ -21,7 +21,7 @@ pub(crate) enum Side {
     Proxy,
 }
 
-/// Whether the request of a failed attempt can be sent again without a permission to retry.
+/// Whether the request of a failed attempt can be sent again although no policy asks for a retry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Resendable {
     /// The server has not processed the request, even if it was sent, so any request can be sent again.
@@ -53,7 +53,7 @@ pub(crate) enum Error {
         #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// HTTP/1, or HTTP/2 before the first request.
+    /// An HTTP/1 connection, or an HTTP/2 connection before its first request.
     #[error("connection to {addr} closed before a response")]
     ConnectionClosed {
         addr: SocketAddr,
@@ -93,9 +93,9 @@ pub(crate) enum Error {
     ReadRequestBody(#[source] Box<dyn std::error::Error + Send + Sync>),
     #[error("the attempt was cancelled: it timed out, its response ended, or another endpoint got the request")]
     AttemptCancelled,
-    /// A body is written in HTTP/1: that of a request, as [`Self::is_request_body_error`] assumes, or that of a response, as
-    /// [`Self::side`] and [`Self::cause`] assume. Lengths are checked when a body is received, so usually a filter has changed
-    /// the header.
+    /// Writing an HTTP/1 body failed. [`Self::is_request_body_error`] assumes that it is the body of a request;
+    /// [`Self::side`] and [`Self::cause`] assume a response. Received bodies have the right length, so usually a filter has
+    /// changed the header.
     #[error("the length of a body differs from its content-length")]
     ContentLengthMismatch,
     #[error("invalid request: {0}")]
@@ -127,7 +127,7 @@ pub(crate) enum Error {
     MaxInFlight,
     #[error("the requests in flight on one HTTP/2 connection have header lists of more than {limit} bytes")]
     HeaderListsTooLarge { limit: usize },
-    #[error("request heads that are large and not complete take {limit} bytes, which is the limit")]
+    #[error("large incomplete request heads use {limit} bytes of memory, which is the limit")]
     HeadMemoryUsedUp { limit: usize },
     #[error("memory is about to run out")]
     MemoryPressure,
@@ -182,7 +182,7 @@ pub(crate) enum Error {
     TooManyNames { limit: usize },
 }
 
-/// Why none of the endpoints is available. `balance::balancer::UnavailableReason` has the same variants; the two modules do not
+/// Why no endpoint is available. `balance::balancer::UnavailableReason` has the same variants; the two modules do not
 /// import each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum UnavailableCause {
@@ -448,8 +448,8 @@ impl Error {
 
     /// Label `error` of `*_http_errors_total` and `*_tcp_errors_total`.
     ///
-    /// Source: Linkerd's proxy. There, too, the request whose wait ends is counted as `failfast`, and later ones, which do not
-    /// wait, as `loadshed`.
+    /// Source: Linkerd's proxy. As there, a request that times out in the queue counts as `failfast`, and a later request that does
+    /// not wait counts as `loadshed`.
     pub(crate) fn label(&self) -> &'static str {
         match self {
             Self::TooLargeToResend(error) => error.label(),
@@ -571,7 +571,7 @@ impl Error {
     /// The stable cause code, for `l5d-proxy-cause` and metric labels.
     pub(crate) fn cause(&self) -> &'static str {
         match self {
-            // A published name; it is about a resend, not a retry.
+            // The published name contains `retry`, but it means a resend.
             Self::TooLargeToResend(_) => "body-too-large-to-retry",
             Self::ConnectTimeout(error) | Self::Connect(error) => error.cause(),
             Self::DialFailed { cause, .. } | Self::Tls { cause, .. } => cause,
@@ -583,7 +583,7 @@ impl Error {
             Self::H2(_) => "stream-reset",
             Self::ServerIo(_) | Self::InvalidResponse(_) | Self::ContentLengthMismatch => "bad-response",
             Self::ReadRequestBody(_) | Self::InvalidRequest(_) => "bad-request",
-            // Published with an underscore, as `policy_unknown`; all other codes have hyphens.
+            // Published with an underscore, like `policy_unknown`. All other codes have hyphens.
             Self::AmbiguousPath => "ambiguous_path",
             Self::NoExtendedConnectStream { .. } => "no-extended-connect",
             Self::HeaderTooLarge { .. } => "head-too-long",

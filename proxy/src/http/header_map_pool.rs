@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use http::HeaderMap;
 
 thread_local! {
-    static SPARE: RefCell<Vec<HeaderMap>> = const { RefCell::new(Vec::new()) };
+    static SPARE_MAPS: RefCell<Vec<HeaderMap>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Maximum number of maps that a thread keeps.
@@ -17,7 +17,7 @@ const N_ADDED_HEADERS: usize = 2;
 
 /// Returns an empty map with capacity for `n_headers` and for [`N_ADDED_HEADERS`].
 pub(crate) fn take(n_headers: usize) -> HeaderMap {
-    match SPARE.with_borrow_mut(Vec::pop) {
+    match SPARE_MAPS.with_borrow_mut(Vec::pop) {
         Some(mut map) => {
             map.reserve(n_headers + N_ADDED_HEADERS);
             map
@@ -31,7 +31,7 @@ pub(crate) fn put(mut map: HeaderMap) {
     // `capacity` counts distinct names; repeated headers count in `len` only.
     if (1..=MAX_SPARE_MAP_HEADERS).contains(&map.capacity()) && map.len() <= MAX_SPARE_MAP_HEADERS {
         map.clear();
-        SPARE.with_borrow_mut(|spare| {
+        SPARE_MAPS.with_borrow_mut(|spare| {
             if spare.len() < MAX_SPARE_MAPS {
                 spare.push(map);
             }

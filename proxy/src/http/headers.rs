@@ -28,7 +28,7 @@ pub(crate) fn authority<B>(req: &Request<B>) -> Option<Authority> {
     req.uri().authority().cloned().or_else(from_host)
 }
 
-/// The kinds of headers in a message that are removed before it is forwarded.
+/// Which kinds of removable headers a message has. They are removed before the message is forwarded.
 #[derive(Default)]
 struct RemovableHeaders {
     /// Hop-by-hop headers (RFC 9110 §7.6.1).
@@ -40,7 +40,7 @@ struct RemovableHeaders {
 }
 
 impl RemovableHeaders {
-    /// Looks at each name once. Most messages have none of these headers, so this is faster than a lookup for each of them.
+    /// Scans all names once. Most messages have none of these headers, so a scan is faster than a lookup of each header.
     fn scan(headers: &HeaderMap) -> Self {
         let mut removable = Self::default();
         for name in headers.keys() {
@@ -57,8 +57,7 @@ impl RemovableHeaders {
     }
 }
 
-/// Whether a name with underscores becomes an `l5d-*` header in applications that do not distinguish underscores from
-/// hyphens (CGI, WSGI).
+/// Whether a name is an `l5d-*` header for applications that treat underscores as hyphens (CGI, WSGI).
 fn is_underscore_alias(name: &str) -> bool {
     match name.as_bytes() {
         [b'l', b'5', b'd', b'_', ..] => true,
@@ -82,7 +81,7 @@ pub(crate) fn strip_hop_by_hop(headers: &mut HeaderMap) {
     }
 }
 
-/// [`strip_hop_by_hop`] and [`strip_underscore_aliases`] with one scan, for inbound HTTP/1 requests that are no upgrades.
+/// [`strip_hop_by_hop`] and [`strip_underscore_aliases`] with one scan, for inbound HTTP/1 requests that are not upgrades.
 pub(crate) fn strip_from_inbound_request(headers: &mut HeaderMap) {
     let removable = RemovableHeaders::scan(headers);
     if removable.has_underscore_names {
@@ -135,8 +134,8 @@ fn remove_hop_by_hop(headers: &mut HeaderMap) {
     }
 }
 
-/// Whether this header is protected: a client can neither remove it by listing it in `connection` nor send it as a trailer.
-/// These are `host`, the framing headers, `te`, which [`strip_hop_by_hop`] reduces to `trailers`, and `l5d-*` headers.
+/// Whether this header is protected: a client cannot remove it by listing it in `connection`, and cannot send it as a trailer.
+/// Protected are `host`, the framing headers, `te`, which [`strip_hop_by_hop`] reduces to `trailers`, and `l5d-*` headers.
 fn is_protected(name: &HeaderName) -> bool {
     [
         header::HOST,
@@ -148,7 +147,7 @@ fn is_protected(name: &HeaderName) -> bool {
         || name.as_str().starts_with("l5d-")
 }
 
-/// Whether a trailer is forwarded. Framing and hop-by-hop headers, `l5d-*` headers and their aliases are not.
+/// Whether a trailer is forwarded. Framing headers, hop-by-hop headers, `l5d-*` headers and their aliases are dropped.
 pub(crate) fn is_forwarded_trailer(name: &HeaderName) -> bool {
     let hop_by_hop = [
         header::CONNECTION,
@@ -166,18 +165,18 @@ pub(crate) fn is_upgrade_request<B>(req: &Request<B>) -> bool {
     if req.version() != Version::HTTP_11 {
         return false;
     }
-    // A list that contains such a protocol does not count either: the application could choose it, and requests in the tunnel would
-    // bypass the proxy.
-    let names_http = |value: &HeaderValue| {
+    // A list that contains such a protocol does not count either: if the application chose this protocol, the requests in the
+    // tunnel would bypass the proxy.
+    let lists_http = |value: &HeaderValue| {
         let mut protocols = value.as_bytes().split(|b| *b == b',');
         protocols.any(|protocol| carries_http(protocol.trim_ascii()))
     };
     let headers = req.headers();
     *req.method() == Method::CONNECT
-        || (headers.contains_key(header::UPGRADE) && !headers.get_all(header::UPGRADE).iter().any(names_http))
+        || (headers.contains_key(header::UPGRADE) && !headers.get_all(header::UPGRADE).iter().any(lists_http))
 }
 
-/// Whether requests follow an upgrade to this protocol: `h2c`, a version of HTTP, or one of TLS (RFC 2817).
+/// Whether HTTP requests follow an upgrade to this protocol: `h2c`, a version of HTTP, or a version of TLS (RFC 2817).
 fn carries_http(protocol: &[u8]) -> bool {
     let name = protocol.split(|b| *b == b'/').next().unwrap_or_default();
     [&b"h2c"[..], b"http", b"tls"]
@@ -185,8 +184,8 @@ fn carries_http(protocol: &[u8]) -> bool {
         .any(|http| name.eq_ignore_ascii_case(http))
 }
 
-/// Whether a request opens a tunnel and has no path: the method CONNECT, but not an extended CONNECT (RFC 8441), whose path the rules
-/// of a policy see.
+/// Whether a request opens a tunnel and has no path: a CONNECT request, but not an extended CONNECT (RFC 8441), whose path
+/// policy rules can match.
 pub(crate) fn is_connect_tunnel<B>(req: &Request<B>) -> bool {
     *req.method() == Method::CONNECT && req.extensions().get::<h2::ext::Protocol>().is_none()
 }
@@ -208,9 +207,9 @@ pub(crate) fn strip_hop_by_hop_except_upgrade(headers: &mut HeaderMap) {
     }
 }
 
-/// Refuses requests that cannot be forwarded unambiguously: with a target that does not fit the method, with a body whose end
-/// is unclear, or, in HTTP/2, with several hosts or none. (In HTTP/1, the parser refuses several hosts; a request without a host
-/// is accepted.) Moves the authority of an HTTP/2 request from `host` to its target.
+/// Refuses ambiguous requests: with a target that is not permitted for the method, with a body whose end is unclear, or, in
+/// HTTP/2, with several hosts or none. (In HTTP/1, the parser refuses several hosts, and a request without a host is
+/// accepted.) Moves the authority of an HTTP/2 request from `host` to its target.
 ///
 /// # Errors
 /// The request breaks a rule of its HTTP version.
@@ -221,6 +220,7 @@ pub(crate) fn check_request<B: http_body::Body>(req: &mut Request<B>) -> Result<
     }
 }
 
+/// Checks the rules of HTTP/1.
 fn check_http1<B: http_body::Body>(req: &Request<B>) -> Result<(), Error> {
     let is_not_chunked = |value: &HeaderValue| !value.as_bytes().trim_ascii().eq_ignore_ascii_case(b"chunked");
     if req
@@ -234,8 +234,8 @@ fn check_http1<B: http_body::Body>(req: &Request<B>) -> Result<(), Error> {
     check_http1_target_and_body(req)
 }
 
-/// Checks the HTTP/1 rules for the target and the body of a request, but not `transfer-encoding`. Called also for
-/// HTTP/1 requests that a peer's proxy sent over HTTP/2. The parser has already checked the bytes of an HTTP/1 head.
+/// Checks the HTTP/1 rules for the target and the body of a request, except `transfer-encoding`. Also called for HTTP/1
+/// requests that a peer's proxy sent over HTTP/2. The parser has checked the bytes of the HTTP/1 head.
 pub(crate) fn check_http1_target_and_body<B: http_body::Body>(req: &Request<B>) -> Result<(), Error> {
     let uri = req.uri();
     let is_connect = *req.method() == Method::CONNECT;
@@ -268,6 +268,8 @@ pub(crate) fn check_http1_target_and_body<B: http_body::Body>(req: &Request<B>) 
     Ok(())
 }
 
+/// Checks the rules of HTTP/2, and moves the authority from `host` to the target.
+///
 /// Source: RFC 9113 §8.3.1 for the authority, §8.5 for CONNECT, RFC 9110 §8.6 for the length.
 fn check_http2<B: http_body::Body>(req: &mut Request<B>) -> Result<(), Error> {
     let (mut host, mut length) = (None, None);
@@ -355,7 +357,7 @@ pub(crate) fn header_list_size<B>(req: &Request<B>) -> usize {
     target + lines.sum::<usize>()
 }
 
-/// Whether the response has no body, whatever its headers say.
+/// Whether the response has no body, even if its headers announce one.
 pub(crate) fn has_no_body(status: StatusCode, method: &Method) -> bool {
     *method == Method::HEAD
         || status.is_informational()

@@ -5,7 +5,7 @@ use std::{io, time::Duration};
 
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 
-/// Maximum time to read after the end of the write side.
+/// Maximum time to read after the write side is shut down.
 const LINGER_TIMEOUT: Duration = Duration::from_secs(2);
 /// Maximum number of bytes to read and discard.
 const MAX_DISCARDED_BYTES: usize = 512 * 1024;
@@ -17,10 +17,10 @@ const MAX_DISCARDED_BYTES: usize = 512 * 1024;
 pub(crate) async fn close<IO: AsyncRead + AsyncWrite + Unpin>(io: &mut IO) -> io::Result<()> {
     let ending = async {
         io.shutdown().await?;
-        let (mut space, mut left) = ([0; 1024], MAX_DISCARDED_BYTES);
+        let (mut space, mut n_remaining) = ([0; 1024], MAX_DISCARDED_BYTES);
         while let Ok(n) = io.read(&mut space).await {
-            match left.checked_sub(n) {
-                Some(rest) if n > 0 => left = rest,
+            match n_remaining.checked_sub(n) {
+                Some(n_left) if n > 0 => n_remaining = n_left,
                 _ => break,
             }
         }

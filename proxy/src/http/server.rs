@@ -12,7 +12,7 @@ use crate::{
     net::io::Io,
 };
 
-/// Serves one connection until it ends. A drain shuts it down gracefully; `closer` does so for HTTP/2 only.
+/// Serves one connection until it ends. A drain shuts it down gracefully; `closer` shuts down HTTP/2 connections only.
 ///
 /// If `service` fails, an HTTP/2 stream is reset with the error's reason, and an HTTP/1 connection is closed.
 ///

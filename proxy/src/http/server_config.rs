@@ -1,3 +1,5 @@
+//! Settings of HTTP servers.
+
 use std::time::Duration;
 
 use crate::http::h2::Http2Config;
@@ -9,7 +11,7 @@ pub(crate) struct ServerConfig {
     pub(crate) http2: Http2Config,
 }
 
-/// Limits of both versions of HTTP.
+/// Limits that apply to HTTP/1 and HTTP/2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HttpLimits {
     /// Maximum size of a request head in HTTP/1.

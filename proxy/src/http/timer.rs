@@ -12,6 +12,7 @@ use tokio::{
     time::{Instant, Sleep, sleep_until},
 };
 
+/// A timer that is set often and rarely fires.
 #[derive(Default)]
 pub(super) struct ResettableTimer {
     at: Option<Instant>,
@@ -26,10 +27,11 @@ struct SleepEntry {
 
 thread_local! {
     /// Sleeps of dropped timers. They stay in the timer wheel for reuse, because each insertion and each removal locks the
-    /// wheel, and an insertion that is earlier than all others also wakes the worker. A spare sleep keeps the waker of the task that polled it last: if
-    /// it fires, that task is woken without need. The memory of a task that has ended is freed only when the sleep fires or
-    /// another task polls it.
-    static SPARE: RefCell<Vec<SleepEntry>> = const { RefCell::new(Vec::new()) };
+    /// wheel, and an insertion that is earlier than all others also wakes the worker.
+    ///
+    /// A spare sleep keeps the waker of the task that polled it last. If it fires, this task is woken without need. If the
+    /// task has ended, its memory is freed only when the sleep fires or another task polls the sleep.
+    static SPARE_SLEEPS: RefCell<Vec<SleepEntry>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Maximum number of sleeps that a thread keeps.
@@ -61,7 +63,7 @@ impl Drop for ResettableTimer {
     fn drop(&mut self) {
         let Some(entry) = self.entry.take() else { return };
         // Fails when the thread ends; the sleep is dropped then.
-        let _ = SPARE.try_with(|spare| {
+        let _ = SPARE_SLEEPS.try_with(|spare| {
             let mut spare = spare.borrow_mut();
             if spare.len() < MAX_SPARE_SLEEPS {
                 spare.push(entry);
@@ -74,7 +76,7 @@ impl SleepEntry {
     /// Returns a spare or new entry whose deadline is at most `at`.
     fn until(at: Instant) -> Self {
         let runtime = Handle::current().id();
-        match SPARE.with_borrow_mut(Vec::pop) {
+        match SPARE_SLEEPS.with_borrow_mut(Vec::pop) {
             Some(mut entry) if entry.runtime == runtime => {
                 entry.bring_forward(at);
                 entry
@@ -86,6 +88,7 @@ impl SleepEntry {
         }
     }
 
+    /// Makes the sleep end at `at` if it would end later.
     fn bring_forward(&mut self, at: Instant) {
         if self.sleep.deadline() > at {
             self.sleep.as_mut().reset(at);

@@ -1,9 +1,9 @@
-//! Caches the series of a few label values. It is read without a lock.
+//! A map that is read without a lock. It caches the series of a few label values.
 
 use std::sync::OnceLock;
 
-/// A map for a few keys. It only grows, so reading needs no lock, and its size is limited: some keys (status codes) come from
-/// servers, so their number has no other bound. Further keys are looked up in the metric family each time.
+/// A map with at most [`MAX_ENTRIES`] entries. It only grows, so reading needs no lock. The size is limited because servers
+/// choose some keys, such as status codes. The values of further keys are looked up in the metric family each time.
 pub(super) struct AppendOnlyMap<K, V> {
     first: Slot<K, V>,
 }
@@ -17,11 +17,11 @@ struct Node<K, V> {
 }
 
 impl<K: Copy + PartialEq, V> AppendOnlyMap<K, V> {
-    /// Calls `then` with the value of a key, which is looked up on first use.
-    pub(super) fn with_or_insert(&self, key: K, look_up: impl Fn() -> V, then: impl FnOnce(&V)) {
+    /// Calls `use_value` with the value of a key. `look_up` is called if the map has no entry for the key, which is then added.
+    pub(super) fn with_or_insert(&self, key: K, look_up: impl Fn() -> V, use_value: impl FnOnce(&V)) {
         let mut slot = &self.first;
         for _ in 0..MAX_ENTRIES {
-            // Of several concurrent insertions at the end, one wins, and the others continue after it.
+            // If several threads insert here, one of them succeeds, and the others continue with the next slot.
             let node = slot.get_or_init(|| {
                 Box::new(Node {
                     key,
@@ -30,11 +30,11 @@ impl<K: Copy + PartialEq, V> AppendOnlyMap<K, V> {
                 })
             });
             if node.key == key {
-                return then(&node.value);
+                return use_value(&node.value);
             }
             slot = &node.next;
         }
-        then(&look_up());
+        use_value(&look_up());
     }
 }
 
@@ -44,7 +44,7 @@ impl<K, V> Default for AppendOnlyMap<K, V> {
     }
 }
 
-/// Up to this size, searching is faster than locking, and the nested drops do not overflow the stack.
+/// Maximum number of entries: up to this size, a search is faster than a lock, and nested drops do not overflow the stack.
 const MAX_ENTRIES: usize = 64;
 
 #[cfg(test)]
@@ -54,15 +54,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn many_keys_are_all_found_and_some_are_remembered() {
-        let (known, n_looked_up) = (AppendOnlyMap::default(), Cell::new(0));
+    fn the_first_keys_are_stored_and_the_values_of_others_are_looked_up_each_time() {
+        let (map, n_looked_up) = (AppendOnlyMap::default(), Cell::new(0));
         for round in 1..=2 {
             for key in 0..1_000 {
                 let look_up = || {
                     n_looked_up.set(n_looked_up.get() + 1);
                     key.to_string()
                 };
-                known.with_or_insert(key, look_up, |value| assert_eq!(*value, key.to_string()));
+                map.with_or_insert(key, look_up, |value| assert_eq!(*value, key.to_string()));
             }
             assert_eq!(n_looked_up.get(), 1_000 * round - MAX_ENTRIES * (round - 1));
         }

@@ -53,6 +53,7 @@ struct QueueModeSeries {
     timeout: Arc<FloatGauge>,
 }
 
+/// The kind of a discovery update, for the label `op`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum UpdateOp {
     /// The update replaces the whole set.
@@ -61,22 +62,22 @@ pub(crate) enum UpdateOp {
     Remove,
 }
 
-/// What happens to requests while no endpoint is available.
+/// How requests are handled while no endpoint is available.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum QueueMode {
     Waiting,
-    /// They fail immediately, because an earlier one has timed out in the queue.
+    /// Requests fail immediately, because an earlier request has timed out in the queue.
     FailingFast,
 }
 
-/// A request that waits; it stops waiting when this is dropped.
+/// Counts a request in the queue. On drop, the wait has ended, and its duration is recorded.
 pub(crate) struct QueueGuard<'a> {
     series: &'a BalancerSeries,
     queued_at: Instant,
 }
 
 impl Families {
-    /// The families of balancers for `protocol`, which fail fast.
+    /// The families of the outbound balancers for `protocol`. These balancers fail fast.
     pub(crate) fn new(registry: &Registry, protocol: &str) -> Self {
         let prefix = format!("outbound_{protocol}");
         Self {
@@ -184,13 +185,13 @@ impl BalancerSeries {
         let Some(series) = &self.queue_mode else { return };
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         let now = now.unwrap_or_default().as_secs_f64();
-        let (count, since, other_since) = match mode {
+        let (counter, started_at, other_started_at) = match mode {
             QueueMode::Waiting => (&series.opened, &series.opened_at, &series.shut_at),
             QueueMode::FailingFast => (&series.shut, &series.shut_at, &series.opened_at),
         };
-        count.inc();
-        since.set(now);
-        other_since.set(0.0);
+        counter.inc();
+        started_at.set(now);
+        other_started_at.set(0.0);
     }
 
     pub(crate) fn enter_queue(&self) -> QueueGuard<'_> {

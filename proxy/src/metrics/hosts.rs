@@ -1,4 +1,4 @@
-//! A map by host name, for series and labels. Clients choose host names, so their number and length are limited.
+//! A map with host names as keys, for series and labels. Clients choose the names, so their number and length are limited.
 
 use std::{borrow::Cow, collections::HashMap};
 
@@ -17,12 +17,12 @@ struct HostTable<T> {
 pub(crate) enum HostSource {
     /// The local application, or a peer with an identity.
     Trusted,
-    /// Other clients. Their hosts have a separate limit, so that they cannot use up that of trusted clients.
+    /// Other clients. Their hosts have a separate limit, so that they cannot use up the limit of trusted clients.
     Untrusted,
 }
 
 impl<T: Clone> HostMap<T> {
-    /// The value of `host`, made on first use; `None` if the name is too long or the limit is reached.
+    /// The value of `host`, which `make` creates on first use; `None` if the name is too long or the limit is reached.
     pub(crate) fn get(&self, host: &str, source: HostSource, make: impl FnOnce(&str) -> T) -> Option<T> {
         if host.len() > MAX_HOST_BYTES {
             return None;

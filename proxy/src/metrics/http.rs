@@ -12,7 +12,7 @@ use tulle_core::metrics::{Counter, Family, Histogram, Labels, Registry};
 use crate::metrics::append_map::AppendOnlyMap;
 
 /// Bucket upper bounds, in milliseconds; the last bucket, `+Inf`, is implied.
-const LATENCY_MS: &[f64] = &[
+const LATENCY_MS_BUCKETS: &[f64] = &[
     1., 2., 3., 4., 5., 10., 20., 30., 40., 50., 100., 200., 300., 400., 500., 1_000., 2_000., 3_000., 4_000., 5_000.,
     10_000., 20_000., 30_000., 40_000., 50_000.,
 ];
@@ -51,16 +51,16 @@ pub(crate) enum ResponseEnd {
     EndedEarly(ErrorLabels),
     /// No response was received.
     NoResponse(ErrorLabels),
-    /// The receiver cancelled it; this says nothing about the sender.
+    /// The receiver cancelled the response, so the sender may not be at fault.
     Cancelled,
 }
 
-/// The names of an error in labels.
+/// The label values of an error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ErrorLabels {
     /// The cause code, as in `l5d-proxy-cause`.
     pub(crate) cause: &'static str,
-    /// The name in the metrics of routes.
+    /// The value in the metrics of routes.
     pub(crate) route_error: &'static str,
 }
 
@@ -76,7 +76,7 @@ impl ResponseEnd {
 }
 
 impl Families {
-    /// The families without a prefix: of inbound requests by server, and of outbound attempts by endpoint.
+    /// The families without a prefix: inbound requests by server, and outbound attempts by endpoint.
     pub(crate) fn new(registry: &Registry) -> Self {
         let detail = ", by server (inbound), or by endpoint with each attempt counted (outbound)";
         Self::with_prefix(registry, "", detail)
@@ -92,7 +92,7 @@ impl Families {
             latency: registry.histogram(
                 &name("response_latency_ms"),
                 &help("Milliseconds from a request's head to the first data of its response"),
-                LATENCY_MS,
+                LATENCY_MS_BUCKETS,
             ),
         }
     }
@@ -110,7 +110,7 @@ impl Families {
 
 impl Series {
     /// The series with the same labels and one more.
-    pub(crate) fn with(&self, label: &str, value: impl Display) -> Arc<Self> {
+    pub(crate) fn with_label(&self, label: &str, value: impl Display) -> Arc<Self> {
         self.families.series(self.labels.clone().with(label, value))
     }
 

@@ -7,7 +7,7 @@ use tokio::time::Instant;
 use tulle_core::error_chain::ErrorChain;
 use tulle_core::metrics::{Counter, Family, Labels, Registry};
 
-/// The kind of an update that cannot be decoded.
+/// The kind of an update, for the label `kind`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum UpdateKind {
     OutboundPolicy,
@@ -80,4 +80,5 @@ impl InvalidUpdateReporter {
     }
 }
 
+/// Minimum time between two log messages about one source.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);

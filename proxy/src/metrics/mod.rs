@@ -1,5 +1,5 @@
-//! Metric handles that requests only increment. They are looked up when a route or an endpoint is built, or for the first request
-//! with a label value; only the counters of failures are looked up each time.
+//! Metric handles that a request only increments. A handle is looked up when its route or endpoint is built, or by the first
+//! request with a new label value. Only the counters of failures are looked up each time.
 
 mod append_map;
 pub(crate) mod balancers;

@@ -15,7 +15,7 @@ use crate::metrics::{
 pub(crate) const FRAME_BYTES_BUCKETS: &[f64] = &[128., 1_024., 10_240.];
 /// Bucket upper bounds of durations, in seconds, in fine steps.
 pub(crate) const SECONDS_BUCKETS_FINE: &[f64] = &[0.025, 0.05, 0.1, 0.25, 0.5, 1., 10.];
-/// The same in coarse steps.
+/// Bucket upper bounds of durations, in seconds, in coarse steps.
 pub(crate) const SECONDS_BUCKETS_COARSE: &[f64] = &[0.05, 0.5, 1., 10.];
 
 /// The protocol whose statuses are counted.
@@ -35,7 +35,7 @@ impl StatusKind {
     }
 }
 
-/// Results of exchanges, by status and error.
+/// The metric family that counts exchanges by status and error.
 #[derive(Clone)]
 pub(crate) struct Statuses {
     family: Family<Counter>,
@@ -52,7 +52,7 @@ type StatusAndError = (Option<u16>, Option<&'static str>);
 pub(crate) struct StatusSeries {
     statuses: Statuses,
     labels: Labels,
-    known: AppendOnlyMap<StatusAndError, Arc<Counter>>,
+    counters: AppendOnlyMap<StatusAndError, Arc<Counter>>,
 }
 
 impl Statuses {
@@ -75,11 +75,11 @@ impl Statuses {
         StatusSeries {
             statuses: self.clone(),
             labels,
-            known: AppendOnlyMap::default(),
+            counters: AppendOnlyMap::default(),
         }
     }
 
-    fn status_of(&self, outcome: &ResponseOutcome) -> Option<u16> {
+    fn status(&self, outcome: &ResponseOutcome) -> Option<u16> {
         match self.kind {
             StatusKind::Http if matches!(outcome.end, ResponseEnd::NoResponse(_)) => None,
             StatusKind::Http => Some(outcome.status.as_u16()),
@@ -87,7 +87,8 @@ impl Statuses {
         }
     }
 
-    fn text(&self, status: Option<u16>) -> impl Display {
+    /// The value of the status label.
+    fn label_value(&self, status: Option<u16>) -> impl Display {
         match (self.kind, status) {
             (StatusKind::Http, None) => String::new(),
             (StatusKind::Http, Some(status)) => status.to_string(),
@@ -104,21 +105,21 @@ impl StatusSeries {
             ResponseEnd::EndedEarly(labels) | ResponseEnd::NoResponse(labels) => Some(labels.route_error),
             ResponseEnd::Cancelled => Some("CANCEL"),
         };
-        let status = self.statuses.status_of(outcome);
+        let status = self.statuses.status(outcome);
         let counter = || {
-            let (name, text) = (self.statuses.status_label, self.statuses.text(status));
-            let mut labels = self.labels.clone().with(name, text);
+            let (name, value) = (self.statuses.status_label, self.statuses.label_value(status));
+            let mut labels = self.labels.clone().with(name, value);
             if self.statuses.has_error_label {
                 labels = labels.with("error", error.unwrap_or_default());
             }
             self.statuses.family.get(&labels)
         };
-        self.known
+        self.counters
             .with_or_insert((status, error), counter, |counter| counter.inc());
     }
 }
 
-/// The name of a gRPC code; an invalid code counts as `UNKNOWN`.
+/// The name of a gRPC code; `UNKNOWN` for an invalid or missing code.
 pub(crate) fn grpc_code_name(code: Option<u16>) -> &'static str {
     const NAMES: [&str; 17] = [
         "OK",

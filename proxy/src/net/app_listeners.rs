@@ -1,5 +1,5 @@
-//! Other listeners in this network namespace. A draining proxy uses this to learn whether its application still accepts
-//! traffic, and the inbound side to distinguish ports of the application from those that clients scan.
+//! Finds the other listening sockets of this network namespace. A draining proxy checks whether its application still accepts
+//! traffic. The inbound side distinguishes the ports of the application from ports that clients scan.
 
 use std::{
     fs, io,
@@ -16,39 +16,39 @@ const TABLES: [&str; 2] = ["/proc/net/tcp", "/proc/net/tcp6"];
 /// `TCP_LISTEN` as the tables print it.
 const TCP_LISTEN_STATE: &str = "0A";
 
-/// True while a port outside `own` is listened on in this network namespace.
-///
-/// Returns false if the tables cannot be read, so that a drain always ends.
-pub(crate) fn application_listens(own: &[u16]) -> bool {
+/// Whether a socket in this network namespace listens on a port other than `own_ports`. False if the tables cannot be read, so
+/// that a drain always ends.
+pub(crate) fn has_application_listener(own_ports: &[u16]) -> bool {
     TABLES
         .iter()
         .filter_map(|table| fs::read_to_string(table).ok())
-        .any(|text| listening_ports(&text).any(|port| !own.contains(&port)))
+        .any(|text| listening_ports(&text).any(|port| !own_ports.contains(&port)))
 }
 
-/// Whether a program listens on `addr`, or on all addresses with this port. True if the kernel gives no answer, so that the ports of
-/// an application are not taken for ports that clients scan.
+/// Whether a program listens on `addr`, or on its port at all addresses. True if the kernel gives no answer: otherwise the
+/// ports of an application could be mistaken for ports that clients scan.
 pub(crate) fn is_listening(addr: SocketAddr) -> bool {
     let addr = canonical(addr);
     let any_ip = match addr {
         SocketAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
         SocketAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
     };
-    // No connection has this remote address, so the kernel finds a listening socket or none.
+    // No connection has the remote address `[any]:0`, so the kernel finds only listening sockets.
     has_listener(peer_socket::query_inode(addr, SocketAddr::new(any_ip, 0)))
 }
 
-/// Interprets the answer of the kernel.
+/// Interprets the kernel's answer: the inode of a listening socket, or an error.
 fn has_listener(inode: io::Result<Option<u32>>) -> bool {
     inode.map(|inode| inode.is_some()).unwrap_or_else(|error| {
         static WARNING: Once = Once::new();
         WARNING.call_once(|| {
-            tracing::warn!(%error, "the kernel does not tell on which ports applications listen, so scans of ports are not limited");
+            tracing::warn!(%error, "the kernel does not report the ports of applications, so port scans are not limited");
         });
         true
     })
 }
 
+/// The ports of the listening sockets in a kernel table; invalid lines are skipped.
 fn listening_ports(table: &str) -> impl Iterator<Item = u16> + '_ {
     table.lines().skip(1).filter_map(|line| {
         let mut fields = line.split_ascii_whitespace().skip(1);
@@ -78,26 +78,26 @@ mod tests {
     }
 
     #[test]
-    fn a_listener_is_found_by_its_address_or_if_it_has_all_addresses() {
-        for (listens, is_found_by) in [
+    fn a_listener_is_found_at_its_address_and_a_wildcard_listener_at_every_address() {
+        for (listen_addr, is_found) in [
             ("127.0.0.1:0", [true, false]),
             ("0.0.0.0:0", [true, true]),
             ("[::]:0", [true, true]),
         ] {
-            let Ok(listener) = TcpListener::bind(listens) else {
+            let Ok(listener) = TcpListener::bind(listen_addr) else {
                 continue; // a machine without IPv6
             };
             let port = listener.local_addr().unwrap().port();
             let addrs = [[127, 0, 0, 1], [127, 0, 0, 2]].map(|ip| SocketAddr::from((ip, port)));
-            assert_eq!(addrs.map(is_listening), is_found_by, "{listens}");
+            assert_eq!(addrs.map(is_listening), is_found, "{listen_addr}");
             let _open_connection = TcpStream::connect(addrs[0]).unwrap();
             drop(listener);
-            assert!(!is_listening(addrs[0]), "{listens}");
+            assert!(!is_listening(addrs[0]), "{listen_addr}");
         }
     }
 
     #[test]
-    fn a_port_counts_as_listened_on_if_the_kernel_gives_no_answer() {
+    fn a_port_counts_as_in_use_if_the_kernel_gives_no_answer() {
         let unsupported = io::Error::from(io::ErrorKind::Unsupported);
         assert_eq!(
             [Ok(Some(7)), Ok(None), Err(unsupported)].map(has_listener),
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_skipped() {
+    fn invalid_lines_of_the_table_are_skipped() {
         assert_eq!(listening_ports("head\nx\n 1: zz 0 0A\n\u{1F600} y:z q 0A").count(), 0);
     }
 }

@@ -14,20 +14,20 @@ use crate::net::transparent;
 /// Socket options for accepted or dialled connections.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct SocketOptions {
-    /// The idle time before the first TCP keepalive probe, and between probes if it is less than 75 s; off when absent.
+    /// Idle time before the first TCP keepalive probe, and the interval of probes, which is at most 75 s. `None`: no keepalive.
     pub(crate) keepalive: Option<Duration>,
-    /// `TCP_USER_TIMEOUT`; the kernel's default when absent.
+    /// `TCP_USER_TIMEOUT`. `None`: the kernel's default.
     pub(crate) user_timeout: Option<Duration>,
 }
 
 /// How to dial in one direction.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Config {
-    /// Timeout of TCP and, if there is one, the TLS handshake together.
+    /// Timeout of the TCP connection and the TLS handshake, if there is one, together.
     pub(crate) timeout: Duration,
     pub(crate) options: SocketOptions,
-    /// The port of the inbound listener, when the application is dialled. No address with this port is dialled, because the
-    /// connection would loop back to the proxy.
+    /// The port of the inbound listener, if this config is for dialling the application. Addresses with this port are refused,
+    /// because the connection would loop back to the proxy.
     pub(crate) own_port: Option<u16>,
 }
 
@@ -56,7 +56,7 @@ impl ConnectError {
     pub(crate) fn cause(&self) -> &'static str {
         match self {
             Self::Timeout { .. } => "connect-timeout",
-            Self::Io { .. } => "connect-refused", // or unreachable: its description names both
+            Self::Io { .. } => "connect-refused", // this code also means that the address is unreachable
             Self::OwnListener { .. } => "loop",
         }
     }
@@ -65,7 +65,7 @@ impl ConnectError {
 /// Opens a TCP connection.
 ///
 /// # Errors
-/// The connection is refused, the address is unreachable or has the proxy's own port, or the timeout expires.
+/// The connection is refused, the address is unreachable, its port is the proxy's own, or the timeout expires.
 pub(crate) async fn dial(addr: SocketAddr, config: &Config) -> Result<TcpStream, ConnectError> {
     dial_from(None, addr, config).await
 }
@@ -108,7 +108,7 @@ pub(crate) fn apply_options<'a>(socket: impl Into<SockRef<'a>>, options: SocketO
         socket.set_tcp_nodelay(true)?;
         if let Some(time) = options.keepalive {
             let time = time.clamp(MIN_KEEPALIVE, MAX_KEEPALIVE);
-            // The kernel looks at the user timeout when it sends a probe.
+            // The kernel checks the user timeout only when it sends a probe, so probes must be frequent.
             let interval = time.min(MAX_KEEPALIVE_INTERVAL);
             let probes = TcpKeepalive::new().with_time(time).with_interval(interval);
             socket.set_tcp_keepalive(&probes)?;
@@ -126,7 +126,7 @@ pub(crate) fn apply_options<'a>(socket: impl Into<SockRef<'a>>, options: SocketO
 /// The range that the kernel accepts for `TCP_KEEPIDLE`; values outside it are clamped.
 const MIN_KEEPALIVE: Duration = Duration::from_secs(1);
 const MAX_KEEPALIVE: Duration = Duration::from_secs(32_767);
-/// The default of the kernel.
+/// The kernel's default of `TCP_KEEPINTVL`.
 const MAX_KEEPALIVE_INTERVAL: Duration = Duration::from_secs(75);
 
 #[cfg(test)]

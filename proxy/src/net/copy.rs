@@ -19,7 +19,7 @@ use crate::net::io::Io;
 /// steps is freed.
 pub(crate) type CopyFuture = Pin<Box<dyn Future<Output = ()> + Send>>;
 
-/// Bytes gathered before they are written.
+/// Maximum size of a chunk.
 const COPY_BUFFER_BYTES: usize = 32 * 1024;
 
 thread_local! {
@@ -44,7 +44,7 @@ struct CopyDirection {
     buffer: Vec<u8>,
     /// Bytes of `buffer` that are written.
     n_written: usize,
-    /// A read error that came after bytes which are not flushed yet.
+    /// A read error that is returned after the bytes read before it are flushed.
     read_error: Option<io::Error>,
     state: State,
 }
@@ -179,8 +179,7 @@ impl CopyDirection {
                     }
                 }
             }
-            // An end of stream seen while bytes are buffered is seen again after the flush: a closed reader keeps returning
-            // zero.
+            // If bytes are buffered, the end of the stream is not remembered: the next read returns it again.
             self.state = if ended && self.buffer.is_empty() {
                 State::Closing
             } else {
@@ -220,7 +219,7 @@ mod tests {
         fn reset_on_drop(&self) {}
     }
 
-    /// Gives some bytes, then an error once, and then an end of stream, as a socket that was reset does.
+    /// Returns some bytes, then an error once, and then the end of the stream, as a socket that was reset does.
     struct BytesThenReset(Option<io::Error>, &'static [u8]);
 
     impl AsyncRead for BytesThenReset {
@@ -236,7 +235,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn bytes_that_precede_a_reset_are_forwarded_before_it() {
+    async fn bytes_before_a_reset_are_forwarded() {
         let mut from = BytesThenReset(Some(io::ErrorKind::ConnectionReset.into()), b"last words");
         let mut to = Vec::new();
         let mut direction = CopyDirection::default();
@@ -247,6 +246,7 @@ mod tests {
         assert_eq!(to, b"last words");
     }
 
+    /// Both ends of a connection.
     async fn pair() -> (TcpStream, Io) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let dialled = TcpStream::connect(listener.local_addr().unwrap());
@@ -255,7 +255,7 @@ mod tests {
     }
 
     /// A client and a server, and the task that copies between them.
-    async fn joined() -> (TcpStream, TcpStream, JoinHandle<io::Result<()>>) {
+    async fn copying_pair() -> (TcpStream, TcpStream, JoinHandle<io::Result<()>>) {
         let ((client, mut left), (server, mut right)) = (pair().await, pair().await);
         let copying = tokio::spawn(async move { copy_bidirectional(&mut left, &mut right).await });
         (client, server, copying)
@@ -268,9 +268,9 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_reset_is_passed_on_to_the_other_side() {
+    async fn a_reset_is_forwarded_to_the_other_side() {
         for is_client_broken in [true, false] {
-            let (client, server, copying) = joined().await;
+            let (client, server, copying) = copying_pair().await;
             let (mut broken, mut other) = if is_client_broken {
                 (client, server)
             } else {
@@ -291,7 +291,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_cancelled_copy_resets_both_sides() {
-        let (mut client, mut server, copying) = joined().await;
+        let (mut client, mut server, copying) = copying_pair().await;
         client.write_all(b"half of it").await.unwrap();
         server.read_exact(&mut [0; 10]).await.unwrap();
         copying.abort();
@@ -303,13 +303,13 @@ mod tests {
 
     #[tokio::test]
     async fn data_before_a_clean_end_arrives_despite_a_later_reset() {
-        let (mut client, mut server, copying) = joined().await;
+        let (mut client, mut server, copying) = copying_pair().await;
         server.write_all(b"all of it").await.unwrap();
         server.shutdown().await.unwrap();
         let mut all = Vec::new();
         client.read_to_end(&mut all).await.unwrap();
         reset(server);
-        // The server's side ended cleanly. That it accepts no more data shows only on writing.
+        // The client got a clean end. It sees the later reset only when it writes.
         while client.write_all(&[0; 1000]).await.is_ok() {
             tokio::task::yield_now().await;
         }
@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn megabytes_pass_both_ways_and_half_closes_are_passed_on() {
+    async fn large_data_and_half_closes_are_forwarded_both_ways() {
         let (mut client, mut left) = tokio::io::duplex(1000);
         let (mut right, mut server) = tokio::io::duplex(700);
         let copying = tokio::spawn(async move { copy_bidirectional(&mut left, &mut right).await });

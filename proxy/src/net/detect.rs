@@ -20,7 +20,7 @@ pub(crate) enum DetectedProtocol {
 pub(crate) enum Detection {
     /// The detected protocol; never `Incomplete`.
     Detected(DetectedProtocol),
-    /// The bytes within the time limit did not decide it.
+    /// The time limit expired before the protocol was decided.
     TimedOut,
     /// The peer closed without sending a byte.
     Closed,
@@ -28,13 +28,12 @@ pub(crate) enum Detection {
 
 /// Start of the HTTP/2 connection preface, long enough to be unambiguous.
 const H2_PREFACE: &[u8] = b"PRI * HTTP/2.0";
-/// After so many bytes, a line that can be the start of a request counts as HTTP/1 although its end has not arrived.
+/// Minimum length of an incomplete line that counts as HTTP/1, if it can be the start of a request.
 const MIN_HTTP1_PREFIX_BYTES: usize = H2_PREFACE.len();
-/// Maximum bytes of one read. If so many bytes are still undecided, they are not HTTP.
+/// Maximum size of one read. A connection that is still undecided after this many bytes is not HTTP.
 pub(super) const MAX_DETECT_BYTES: usize = 4096;
 
-/// Classifies the first bytes of a connection. The first line alone decides that it is HTTP; the server rejects errors in the
-/// rest.
+/// Classifies the first bytes of a connection. Only the first line counts; the HTTP server rejects errors in later lines.
 pub(crate) fn classify(bytes: &[u8]) -> DetectedProtocol {
     let n = bytes.len().min(H2_PREFACE.len());
     if bytes[..n] == H2_PREFACE[..n] {
@@ -53,8 +52,8 @@ pub(crate) fn classify(bytes: &[u8]) -> DetectedProtocol {
     }
 }
 
-/// Whether the first word has a lower-case letter. Registered methods are upper case, so a greeting in lower case is recognised
-/// as not HTTP without waiting for more bytes.
+/// Whether the first word has a lower-case letter. Registered methods are upper case, so a greeting in lower case is not HTTP,
+/// and detection need not wait for more bytes.
 fn has_lowercase_method(line: &[u8]) -> bool {
     let word = line.split(|byte| *byte == b' ').next().unwrap_or_default();
     word.iter().any(u8::is_ascii_lowercase)
@@ -75,8 +74,8 @@ pub(crate) fn first_line(bytes: &[u8]) -> &[u8] {
     end.map_or(line, |end| &line[..=end])
 }
 
-/// Reads into `bytes` until they can be classified, the peer closes, or `limit` has passed. Cancel-safe: what was read is in
-/// `bytes`.
+/// Reads into `bytes` until they can be classified, the peer closes, or `limit` has passed. Cancel-safe: all read bytes
+/// are in `bytes`.
 ///
 /// # Errors
 /// Reading failed.
@@ -185,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_method_is_known_by_the_space_after_it() {
+    fn a_partial_request_has_a_complete_method_followed_by_a_space() {
         for (bytes, expected) in [
             (&b"GET /"[..], true),
             (b"\r\nGET ", true),

@@ -26,13 +26,13 @@ pub(crate) struct Series {
     results: [OnceLock<Arc<Counter>>; DetectionResult::ALL.len()],
 }
 
-/// The values of the label `result`.
+/// A value of the label `result`.
 #[derive(Clone, Copy)]
 enum DetectionResult {
     Http1,
     Http2,
     NotHttp,
-    /// No byte arrived within the time limit, or before the server closed.
+    /// The client sent no byte within the time limit, or before the server closed the connection.
     ReadTimeout,
     Error,
 }

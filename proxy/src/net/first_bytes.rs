@@ -20,17 +20,16 @@ use crate::net::{
     io::Io,
 };
 
-/// Time to wait for the client's first bytes before the server is dialled too. Clients of client-first protocols send their
-/// first bytes within a millisecond or two.
+/// Time to wait for the client's first bytes before the server is dialled too. In client-first protocols they arrive within one
+/// or two milliseconds.
 const CLIENT_WAIT: Duration = Duration::from_millis(15);
 
-/// The same, for a target whose clients spoke first on earlier connections. Longer, because a dial before the client's bytes would
-/// most likely be useless.
+/// As [`CLIENT_WAIT`], for a target whose clients spoke first on earlier connections. Longer, because the dial is then probably
+/// unnecessary.
 const KNOWN_CLIENT_FIRST_WAIT: Duration = Duration::from_millis(25);
 
-/// If the dial fails, a silent client still has this time, counted from the start of the dial, to send its first bytes. It allows
-/// for one retransmission of the client's first bytes, such as a TLS ClientHello, and lets an HTTP client receive an error
-/// response.
+/// Time to wait for the client's first bytes if the dial fails, counted from the start of the dial. Long enough for one
+/// retransmission of these bytes, such as a TLS ClientHello. An HTTP client can then get an error response.
 const CLIENT_WAIT_IF_DIAL_FAILS: Duration = Duration::from_secs(1);
 
 /// Which side has spoken first on earlier connections to one target.
@@ -89,7 +88,7 @@ impl FirstBytes {
         }
     }
 
-    /// Whether the bytes look like one complete GET or HEAD, as far as that can be seen without parsing it.
+    /// Whether the bytes look like one complete GET or HEAD request. They are not parsed.
     pub(crate) fn is_complete_request_without_body(&self) -> bool {
         matches!(self, Self::ServerSilent { client_bytes, protocol: DetectedProtocol::Http1, .. }
             if client_bytes.ends_with(b"\r\n\r\n")
@@ -124,7 +123,7 @@ where
         }
     }
     let remaining = limit - wait;
-    // Boxed: rare, and much larger than what a plain request needs.
+    // Boxed: rare, and this future is much larger than that of a usual request.
     if seen.is_empty() {
         return Box::pin(dial_and_wait(client, learned, remaining, dial)).await;
     }
@@ -186,18 +185,18 @@ where
         tokio::select! {
             biased;
             detection = &mut detecting => FirstSpeaker::ClientOrNeither(detection?, None),
-            // Boxed: otherwise this future would hold several copies of it for the whole wait.
+            // Boxed: otherwise this future would contain several copies of the dial for the whole wait.
             dialled = Box::pin(dial()) => match dialled {
                 None => FirstSpeaker::ClientOrNeither(detect_until(give_up_at, detecting).await?, None),
                 Some(mut server) => tokio::select! {
                     biased;
                     detection = &mut detecting => FirstSpeaker::ClientOrNeither(detection?, Some(server)),
                     read = detect::read_some(&mut server, &mut server_bytes) => match read {
-                        // The server has closed, and the client was silent until now.
+                        // The server has closed the connection, and the client has sent nothing until now.
                         Ok(0) => FirstSpeaker::ClientOrNeither(Detection::TimedOut, Some(server)),
                         Ok(_) => FirstSpeaker::Server(server),
-                        Err(broken) => match detect_until(give_up_at, detecting).await? {
-                            Detection::TimedOut => return Err(broken),
+                        Err(server_error) => match detect_until(give_up_at, detecting).await? {
+                            Detection::TimedOut => return Err(server_error),
                             detection => FirstSpeaker::ClientOrNeither(detection, None),
                         },
                     },
@@ -229,8 +228,8 @@ async fn detect_until(
 }
 
 impl LearnedSpeaker {
-    /// How long to wait for the client alone. The wait stays short even for a client-first target: what was learned may be wrong
-    /// by chance, or because another client caused it on purpose.
+    /// How long to wait before the server is dialled. The wait is short even for a client-first target, because the learned
+    /// speaker can be wrong: by chance, or because another client caused it on purpose.
     fn client_wait(&self) -> Duration {
         match self.0.load(Ordering::Relaxed) {
             SERVER_FIRST => Duration::ZERO,
@@ -251,7 +250,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_complete_head_without_a_body_counts_as_a_request() {
+    fn only_a_whole_get_or_head_request_is_complete_without_a_body() {
         for (bytes, is_request) in [
             (&b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"[..], true),
             (b"HEAD / HTTP/1.1\r\nhost: x\r\n\r\n", true),
@@ -272,7 +271,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn an_undecided_client_is_waited_for_up_to_the_limit() {
+    async fn the_wait_for_an_undecided_client_ends_at_the_limit() {
         for sent in [&b""[..], b"GE"] {
             let (mut client, mut peer) = tokio::io::duplex(10);
             peer.write_all(sent).await.unwrap();

@@ -24,16 +24,17 @@ use tulle_core::connections::{ConnectionHandle, ConnectionPermit};
 
 use crate::net::{peer_socket, tcp_metrics::ConnectionMetrics};
 
-/// A TCP stream whose first bytes may have been read already; they are delivered again.
+/// A TCP stream. First bytes that were read earlier are delivered again.
 #[derive(Debug)]
 pub(crate) struct Tcp {
     stream: TcpStream,
     prefix: Bytes,
-    /// Whether TLS on top buffers its writes, up to [`MAX_BUFFERED_BYTES`].
+    /// Whether the TLS stream that uses this one buffers its writes, up to [`MAX_BUFFERED_BYTES`].
     write_buffering: bool,
     /// Whether the kernel may delay partial packets, so that the last one leaves with the FIN.
     corked: bool,
-    /// Whether a write returned a reset. The kernel reports a reset once, so a later read would only see the end of the stream.
+    /// Whether a write failed with a reset. The kernel reports a reset only once: a later read would return the end of the
+    /// stream.
     was_reset: bool,
     /// Whether the peer is known to be a process of this host.
     has_local_peer: bool,
@@ -43,7 +44,7 @@ pub(crate) struct Tcp {
     permit: Option<ConnectionPermit>,
 }
 
-/// Flags that cork a send. A socket option would cost an extra system call.
+/// Flags of a corked send. The socket option `TCP_CORK` would cost an extra system call.
 const CORK_FLAGS: libc::c_int = libc::MSG_MORE | libc::MSG_NOSIGNAL;
 
 /// Maximum bytes that TLS buffers. Above this, rustls can reach its own limit of queued records and then accept fewer bytes than
@@ -51,8 +52,8 @@ const CORK_FLAGS: libc::c_int = libc::MSG_MORE | libc::MSG_NOSIGNAL;
 const MAX_BUFFERED_BYTES: usize = 48 * 1024;
 
 /// How long the kernel keeps the unsent bytes of a connection that was evicted, or that the proxy ends
-/// ([`ConnectionHandle::reset_on_drop`]), if its peer reads none of them. Clients that do not read could otherwise fill the
-/// kernel's memory with connections that no limit counts any more.
+/// ([`ConnectionHandle::reset_on_drop`]), if the peer does not read. Without a limit, such clients could fill the kernel's
+/// memory with connections that are not counted any more.
 const STOPPED_SEND_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Any connection of the proxy, in either direction.
@@ -101,8 +102,8 @@ impl Tcp {
         self
     }
 
-    /// Marks the peer as a process of this host. Needed for the application: dialled from the client's address, it has another
-    /// address than the socket's local one.
+    /// Marks the peer as a process of this host. Needed if the application is dialled from the client's address:
+    /// [`Io::is_local`] compares addresses, and both ends of this connection have different ones.
     pub(crate) fn with_local_peer(mut self) -> Self {
         self.has_local_peer = true;
         self
@@ -162,7 +163,7 @@ impl Tcp {
         }
     }
 
-    /// Whether TLS must buffer `len` bytes. Their write then returns `Pending` without a registered waker, and rustls keeps them
+    /// Whether TLS must buffer `len` bytes. The write then returns `Pending` and registers no waker. rustls keeps the bytes
     /// until the owner disables buffering and flushes.
     fn must_buffer(&self, len: usize) -> bool {
         self.write_buffering && len < MAX_BUFFERED_BYTES
@@ -171,14 +172,14 @@ impl Tcp {
 
 impl Drop for Tcp {
     fn drop(&mut self) {
-        let asked_by_owner = self.must_reset.load(Ordering::Relaxed);
-        let evicted_or_stopped = self.permit.as_ref().is_some_and(ConnectionPermit::prefers_reset);
-        // A connection that was evicted, or that the proxy ends (`ConnectionHandle::reset_on_drop`), is reset only if the peer has
-        // acknowledged everything: a reset would discard a complete response in flight. If a FIN could be taken for the end of an
-        // incomplete response, its owner has called `Io::reset_on_drop`.
-        let must_reset = asked_by_owner || evicted_or_stopped && unacknowledged_bytes(&self.stream) == Some(0);
+        let is_requested = self.must_reset.load(Ordering::Relaxed);
+        let is_evicted_or_stopped = self.permit.as_ref().is_some_and(ConnectionPermit::prefers_reset);
+        // A connection that was evicted, or that the proxy ends (`ConnectionHandle::reset_on_drop`), is reset only if the
+        // peer has acknowledged all bytes: otherwise the reset could discard a complete response in flight. An owner whose
+        // response is incomplete, and could look complete after a FIN, has called `Io::reset_on_drop`.
+        let must_reset = is_requested || is_evicted_or_stopped && unacknowledged_bytes(&self.stream) == Some(0);
         let socket = SockRef::from(&self.stream);
-        let result = match (must_reset, evicted_or_stopped) {
+        let result = match (must_reset, is_evicted_or_stopped) {
             (true, _) => socket.set_linger(Some(Duration::ZERO)),
             (false, true) => socket.set_tcp_user_timeout(Some(STOPPED_SEND_TIMEOUT)),
             (false, false) => Ok(()),
@@ -218,8 +219,8 @@ impl Io {
 
     /// Counts this connection from now on: bytes both ways, including the prefix, and its end when it is dropped.
     pub(crate) fn count(mut self, metrics: Arc<ConnectionMetrics>) -> Self {
-        metrics.opened();
-        metrics.read(self.prefix.len() as u64);
+        metrics.record_opened();
+        metrics.record_read(self.prefix.len() as u64);
         self.counted = Some(ConnectionCounter { metrics, errno: None });
         self
     }
@@ -229,7 +230,7 @@ impl Io {
         self.transport().reset_on_drop();
     }
 
-    /// Makes the kernel acknowledge received data immediately: some clients send no more until then.
+    /// Makes the kernel acknowledge received data immediately: some clients wait for this before they send more.
     pub(crate) fn enable_quickack(&self) {
         if let Stream::Tcp(Tcp { stream, .. }) = &self.stream
             && let Err(error) = SockRef::from(stream).set_tcp_quickack(true)
@@ -303,13 +304,13 @@ impl Io {
         }
     }
 
-    /// The handle of the permit, for an accepted connection.
+    /// The handle of an accepted connection; `None` if it was dialled.
     pub(crate) fn handle(&self) -> Option<ConnectionHandle> {
         self.transport().permit.as_ref().map(ConnectionPermit::handle)
     }
 
-    /// Whether `peer`, the remote address, is this host. Its address then usually equals the local one; where it does not, the
-    /// connection was created [`with_local_peer`](Tcp::with_local_peer). False under TLS.
+    /// Whether `peer`, the remote address, is an address of this host: it equals the local address, or the connection was
+    /// created [`with_local_peer`](Tcp::with_local_peer). False under TLS.
     pub(crate) fn is_local(&self, peer: IpAddr) -> bool {
         let Stream::Tcp(tcp) = &self.stream else {
             return false;
@@ -318,7 +319,7 @@ impl Io {
     }
 
     /// Waits until the kernel reports an error on the connection, even after the peer's FIN; returns immediately under TLS.
-    pub(crate) async fn wait_broken(&self) {
+    pub(crate) async fn wait_for_error(&self) {
         if let Stream::Tcp(Tcp { stream, .. }) = &self.stream {
             // The caller checks the error afterwards.
             let _ = stream.ready(Interest::ERROR).await;
@@ -352,7 +353,7 @@ impl Io {
 impl Drop for Io {
     fn drop(&mut self) {
         if let Some(counted) = self.counted.take() {
-            counted.metrics.closed(counted.errno);
+            counted.metrics.record_closed(counted.errno);
         }
     }
 }
@@ -455,7 +456,7 @@ impl AsyncWrite for Tcp {
     }
 }
 
-/// Calls a poll function on the variant of this stream.
+/// Calls a poll function of the stream, whichever variant it is.
 macro_rules! on_stream {
     ($self:ident, $s:ident => $call:expr) => {
         match &mut $self.stream {
@@ -475,7 +476,7 @@ impl AsyncRead for Io {
         let result = ready!(on_stream!(self, s => Pin::new(s).poll_read(cx, buf)));
         self.record_error(&result);
         if let Some(counted) = &self.counted {
-            counted.metrics.read((buf.filled().len() - n_before) as u64);
+            counted.metrics.record_read((buf.filled().len() - n_before) as u64);
         }
         Poll::Ready(result)
     }
@@ -521,7 +522,7 @@ impl Io {
     fn record_write(&mut self, result: &io::Result<usize>) {
         self.record_error(result);
         if let (Ok(n), Some(counted)) = (result, &self.counted) {
-            counted.metrics.written(*n as u64);
+            counted.metrics.record_written(*n as u64);
         }
     }
 }
@@ -539,8 +540,8 @@ mod tests {
 
     use super::*;
 
-    /// Accepts a connection, ends it, and returns what its peer reads.
-    async fn end_of(drop_connection: impl FnOnce(Tcp)) -> io::Result<usize> {
+    /// Accepts a connection, passes it to `drop_connection`, and returns the result of the peer's read.
+    async fn peer_read_after(drop_connection: impl FnOnce(Tcp)) -> io::Result<usize> {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let mut peer = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         drop_connection(Tcp::new(listener.accept().await.unwrap().0));
@@ -551,28 +552,28 @@ mod tests {
     async fn a_refused_or_stopped_connection_is_reset_and_any_other_is_closed() {
         let limiter = ConnectionLimiter::new("test", 1, SameAddressEviction::Idlest, &Registry::new());
         let admit = |last| limiter.admit(IpAddr::from([10, 0, 0, last]));
-        assert_eq!(end_of(drop).await.unwrap(), 0);
-        assert_eq!(end_of(|tcp| drop(tcp.with_permit(admit(1)))).await.unwrap(), 0);
-        let refused = end_of(|tcp| tcp.reset_on_drop()).await;
-        let stopped = end_of(|tcp| {
+        assert_eq!(peer_read_after(drop).await.unwrap(), 0);
+        assert_eq!(peer_read_after(|tcp| drop(tcp.with_permit(admit(1)))).await.unwrap(), 0);
+        let refused = peer_read_after(|tcp| tcp.reset_on_drop()).await;
+        let stopped = peer_read_after(|tcp| {
             let tcp = tcp.with_permit(admit(1));
             Io::tcp(tcp).handle().unwrap().reset_on_drop();
         });
-        let evicted = end_of(|tcp| {
+        let evicted = peer_read_after(|tcp| {
             let tcp = tcp.with_permit(admit(1));
             drop((admit(2), tcp));
         });
         for reset in [refused, stopped.await, evicted.await] {
             assert_eq!(reset.unwrap_err().kind(), io::ErrorKind::ConnectionReset);
         }
-        let permitted = end_of(|tcp| {
+        let closed = peer_read_after(|tcp| {
             tcp.reset_on_drop();
             tcp.close_on_drop();
         });
-        assert_eq!(permitted.await.unwrap(), 0);
+        assert_eq!(closed.await.unwrap(), 0);
     }
 
-    /// A connection with a full send buffer whose peer does not read, and the peer.
+    /// A connection with a full send buffer whose peer does not read, the peer, and the number of bytes written.
     async fn unread_connection() -> (Tcp, TcpStream, usize) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let socket = tokio::net::TcpSocket::new_v4().unwrap();
@@ -588,7 +589,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_evicted_connection_with_unsent_data_delivers_it_and_one_that_must_be_reset_does_not() {
+    async fn unsent_data_of_an_evicted_connection_is_delivered_unless_its_owner_requested_a_reset() {
         let limiter = ConnectionLimiter::new("test", 1, SameAddressEviction::Idlest, &Registry::new());
         for must_reset in [false, true] {
             let (tcp, mut peer, n_written) = unread_connection().await;
@@ -607,7 +608,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_unsent_data_of_an_evicted_connection_is_dropped_if_its_peer_does_not_read() {
+    async fn unsent_data_of_an_evicted_connection_is_discarded_if_the_peer_does_not_read() {
         let limiter = ConnectionLimiter::new("test", 1, SameAddressEviction::Idlest, &Registry::new());
         let (tcp, peer, _) = unread_connection().await;
         let (from, to) = (tcp.stream.local_addr().unwrap(), peer.local_addr().unwrap());
@@ -621,7 +622,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_reset_seen_by_a_write_is_an_error_for_the_reader() {
+    async fn a_read_fails_after_a_write_failed_with_a_reset() {
         for is_corked in [false, true] {
             let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
             let ours = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();

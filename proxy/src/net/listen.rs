@@ -24,16 +24,16 @@ use crate::net::{
 
 /// Backoff of an accept loop after the process ran out of descriptors or memory.
 const ACCEPT_ERROR_BACKOFF: Duration = Duration::from_millis(50);
-/// Maximum number of clients that are accepted in a row; then they are served, and other tasks run.
+/// Maximum number of clients that are accepted before they are served and other tasks run.
 const ACCEPT_BATCH_SIZE: usize = 128;
-/// Default size of the accept queue.
+/// Default maximum length of the accept queue.
 const DEFAULT_BACKLOG: i32 = 4096;
 
 /// Whether an address is bound more than once in this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PortSharing {
     Exclusive,
-    /// Bound once by each worker; the kernel spreads connections between them.
+    /// Each worker binds it once; the kernel distributes the connections among the workers.
     Workers,
 }
 
@@ -70,10 +70,11 @@ pub(crate) fn is_local_addr(ip: IpAddr) -> bool {
     }
 }
 
-/// Disables quick acknowledgements, so that the ACK of a client's first bytes is sent with the response. A reader that waits
-/// for more bytes calls `Io::enable_quickack`. Failures are only logged, because the connection still carries traffic.
+/// Disables quick acknowledgements, so that the ACK of a client's first bytes is sent with the response. Code that waits for
+/// more bytes of the client enables them again (`Io::enable_quickack`). Failures are only logged, because the connection
+/// still carries traffic.
 pub(crate) fn disable_quickack(listener: &std::net::TcpListener) {
-    // Set after `listen`, which would reset it.
+    // Set after `listen`, which resets the option.
     if let Err(error) = SockRef::from(listener).set_tcp_quickack(false) {
         tracing::debug!(%error, "disabling TCP_QUICKACK failed, requests are acknowledged separately");
     }
@@ -106,7 +107,7 @@ pub(crate) async fn accept_loop(
     }
     // Asks the kernel: the runtime may not know of the latest connections yet.
     if let Err(error) = acceptor.accept_queued().await {
-        tracing::warn!(%error, "accepting the queued connections failed, they are lost");
+        tracing::warn!(%error, "accepting the queued connections failed; they are lost");
     }
 }
 
@@ -146,8 +147,8 @@ impl<S: Fn(AcceptedSocket, ClientAddr)> Acceptor<'_, S> {
 
     /// Accepts and serves all queued clients, in batches. Between batches other tasks run, so that responses do not wait.
     ///
-    /// The first bytes of the clients of a full batch are read at once: otherwise detection buffers for all of them would be
-    /// allocated at the same time and not be returned to the system.
+    /// In a full batch, the first bytes of all clients are read immediately. Otherwise each client would need its own detection
+    /// buffer at the same time, and the allocator would keep that memory.
     async fn accept_queued(&mut self) -> io::Result<()> {
         loop {
             let queue_state = self.accept_batch();
@@ -186,7 +187,7 @@ impl<S: Fn(AcceptedSocket, ClientAddr)> Acceptor<'_, S> {
 }
 
 impl AcceptedSocket {
-    /// Reads what the client has sent so far. A connection that has failed is reported by the next read.
+    /// Reads the bytes that the client has sent so far. Ignores errors: the next read returns them again.
     fn read_first_bytes(&mut self) {
         let mut space = [0; detect::MAX_DETECT_BYTES];
         if let Ok(n) = self.stream.read(&mut space) {
@@ -222,7 +223,7 @@ mod tests {
     use super::*;
     use crate::net::io::{Io, Tcp};
 
-    fn listening(options: SocketOptions) -> std::net::TcpListener {
+    fn listener(options: SocketOptions) -> std::net::TcpListener {
         bind(([127, 0, 0, 1], 0).into(), None, PortSharing::Exclusive, options).unwrap()
     }
 
@@ -233,7 +234,7 @@ mod tests {
     }
 
     fn acceptor() -> TestAcceptor {
-        let listener = listening(SocketOptions::default());
+        let listener = listener(SocketOptions::default());
         let addr = listener.local_addr().unwrap();
         let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
         let (served_tx, served) = tokio::sync::mpsc::unbounded_channel();
@@ -273,7 +274,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn clients_of_a_full_batch_are_served_with_their_first_bytes() {
+    async fn first_bytes_of_clients_in_a_full_batch_are_read_before_they_are_served() {
         let mut acceptor = acceptor();
         let mut open = Vec::new();
         for n in 0..ACCEPT_BATCH_SIZE {
@@ -292,7 +293,7 @@ mod tests {
     async fn other_tasks_run_between_batches() {
         let mut acceptor = acceptor();
         let _queued = [(); ACCEPT_BATCH_SIZE + 1].map(|()| acceptor.connect(b""));
-        // This task runs again as soon as the first batch is served, before the acceptor does.
+        // This task runs again after the first batch is served, before the acceptor continues.
         acceptor.next().await;
         let n_served = 1 + std::iter::from_fn(|| acceptor.served.try_recv().ok()).count();
         assert_eq!(n_served, ACCEPT_BATCH_SIZE);
@@ -312,7 +313,7 @@ mod tests {
 
     #[tokio::test]
     async fn first_bytes_are_acknowledged_with_the_response_unless_quickack_is_enabled() {
-        let listener = listening(SocketOptions::default());
+        let listener = listener(SocketOptions::default());
         disable_quickack(&listener);
         let _client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (stream, _) = TcpListener::from_std(listener).unwrap().accept().await.unwrap();
@@ -328,7 +329,7 @@ mod tests {
             keepalive: Some(Duration::from_secs(11)),
             user_timeout: Some(Duration::from_secs(12)),
         };
-        let listener = listening(options);
+        let listener = listener(options);
         let _client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let (stream, _) = TcpListener::from_std(listener).unwrap().accept().await.unwrap();
         let socket = SockRef::from(&stream);

@@ -15,7 +15,7 @@ use tulle_core::{
     metrics::{Gauge, Labels, Registry},
 };
 
-/// Whether memory is about to run out; shared with everything that admits requests.
+/// Whether memory is about to run out. All code that admits requests or connections shares it.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct MemoryPressure(Arc<AtomicBool>);
 
@@ -27,12 +27,12 @@ impl MemoryPressure {
 
 pub(crate) struct MemoryMonitor {
     usage: Usage,
-    /// In bytes.
+    /// The memory limit, in bytes.
     limit: u64,
     pressure: MemoryPressure,
     pressure_gauge: Arc<Gauge>,
     /// Held so that the gauge stays in the metrics.
-    _shown_limit: Arc<Gauge>,
+    _limit_gauge: Arc<Gauge>,
 }
 
 /// Where the memory usage is read from.
@@ -56,8 +56,8 @@ impl MemoryMonitor {
             }
         };
         let limits = registry.gauge("tulle_memory_limit_bytes", "Memory that this process may use");
-        let shown_limit = limits.get(&Labels::new());
-        shown_limit.set(i64::try_from(limit).unwrap_or(i64::MAX));
+        let limit_gauge = limits.get(&Labels::new());
+        limit_gauge.set(i64::try_from(limit).unwrap_or(i64::MAX));
         let pressure_gauges = registry.gauge(
             "tulle_memory_short",
             "1 under memory pressure: while requests and connections are refused because memory is about to run out",
@@ -67,11 +67,11 @@ impl MemoryMonitor {
             limit,
             pressure,
             pressure_gauge: pressure_gauges.get(&Labels::new()),
-            _shown_limit: shown_limit,
+            _limit_gauge: limit_gauge,
         })
     }
 
-    /// In bytes.
+    /// The memory limit, in bytes.
     pub(crate) fn limit(&self) -> u64 {
         self.limit
     }
@@ -79,8 +79,8 @@ impl MemoryMonitor {
     pub(crate) async fn run(self) {
         loop {
             let used = self.check();
-            let is_quiet = used.is_none_or(|used| used < self.limit / 2);
-            sleep(if is_quiet {
+            let is_below_half = used.is_none_or(|used| used < self.limit / 2);
+            sleep(if is_below_half {
                 RELAXED_POLL_INTERVAL
             } else {
                 FREQUENT_POLL_INTERVAL
@@ -93,8 +93,8 @@ impl MemoryMonitor {
     fn check(&self) -> Option<u64> {
         let was_active = self.pressure.is_active();
         let mut used = self.usage.read()?;
-        // The heap is trimmed while the pressure lasts too: otherwise the allocator would keep the memory that finished requests
-        // have freed, and the pressure would never end. The proxy has little else to do then.
+        // The heap is also trimmed at each check during pressure. Otherwise the allocator would keep the memory that finished
+        // requests have freed, and the pressure would never end.
         if is_pressure(used, self.limit, was_active) {
             trim_heap();
             used = self.usage.read()?;
@@ -135,7 +135,7 @@ impl Usage {
     }
 }
 
-/// Returns to the kernel the freed memory that the allocator keeps.
+/// Returns freed memory from the allocator to the kernel.
 #[cfg(target_env = "gnu")]
 #[allow(unsafe_code)]
 fn trim_heap() {
@@ -148,9 +148,9 @@ fn trim_heap() {
 #[cfg(not(target_env = "gnu"))]
 fn trim_heap() {}
 
-/// Poll interval while more than half of the limit is free.
+/// Poll interval while the usage is below half of the limit.
 const RELAXED_POLL_INTERVAL: Duration = Duration::from_secs(1);
-/// Poll interval from half of the limit on.
+/// Poll interval while the usage is at least half of the limit.
 const FREQUENT_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 #[cfg(test)]
@@ -174,18 +174,18 @@ mod tests {
     #[cfg(target_env = "gnu")]
     #[test]
     fn memory_freed_under_pressure_ends_it() {
-        const MUCH: usize = 256 << 20;
-        const PIECE: usize = 64 << 10; // too small for malloc to map it separately
+        const TOTAL_BYTES: usize = 256 << 20;
+        const PIECE_BYTES: usize = 64 << 10; // too small for malloc to map it separately
         let used = Usage::Process.read().unwrap();
-        let limit = used + MUCH as u64;
+        let limit = used + TOTAL_BYTES as u64;
         let (registry, pressure) = (Registry::new(), MemoryPressure::default());
-        let watch = MemoryMonitor::new(Some(limit), pressure.clone(), &registry).unwrap();
-        let mut pieces: Vec<Vec<u8>> = (0..MUCH / PIECE).map(|_| vec![1; PIECE]).collect();
-        watch.check();
+        let monitor = MemoryMonitor::new(Some(limit), pressure.clone(), &registry).unwrap();
+        let mut pieces: Vec<Vec<u8>> = (0..TOTAL_BYTES / PIECE_BYTES).map(|_| vec![1; PIECE_BYTES]).collect();
+        monitor.check();
         assert!(pressure.is_active());
         let last = pieces.pop(); // keeps the heap from shrinking by itself
         drop(pieces);
-        watch.check();
+        monitor.check();
         assert!(!pressure.is_active(), "{:?} of {limit}", Usage::Process.read());
         drop(last);
     }
@@ -193,7 +193,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn the_memory_limit_stays_in_the_metrics() {
         let registry = Registry::new();
-        let _watch = MemoryMonitor::new(Some(1000), MemoryPressure::default(), &registry).unwrap();
+        let _monitor = MemoryMonitor::new(Some(1000), MemoryPressure::default(), &registry).unwrap();
         let idle = Duration::from_secs(600);
         for _ in 0..3 {
             registry.retire(idle);
@@ -207,8 +207,8 @@ mod tests {
         for (limit, expected) in [(1, true), (u64::MAX, false)] {
             let registry = Registry::new();
             let pressure = MemoryPressure::default();
-            let watch = MemoryMonitor::new(Some(limit), pressure.clone(), &registry).unwrap();
-            assert!(watch.check().unwrap() > 1_000_000);
+            let monitor = MemoryMonitor::new(Some(limit), pressure.clone(), &registry).unwrap();
+            assert!(monitor.check().unwrap() > 1_000_000);
             assert_eq!(pressure.is_active(), expected);
             let shown = format!("tulle_memory_short {}", i64::from(expected));
             assert!(registry.render().contains(&shown), "{}", registry.render());

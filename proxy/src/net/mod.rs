@@ -1,6 +1,6 @@
 //! Sockets and bytes: accepting, dialling, protocol detection, copying.
 //!
-//! Does not know HTTP semantics or policy. Connections enter through [`listen`] and [`connect`] and leave as [`io::Io`], the
+//! Contains no HTTP semantics and no policy. Connections enter through [`listen`] and [`connect`] and leave as [`io::Io`], the
 //! one stream type of the proxy.
 
 pub(crate) mod app_listeners;

@@ -47,15 +47,16 @@ pub(crate) fn lookup(stream: &TcpStream, peer: SocketAddr) -> io::Result<OrigDst
     }
 }
 
-/// Uses the socket's local address as the original destination, for setups that do not translate connections.
+/// Returns a lookup that uses the socket's local address, for modes in which no rule rewrites the address of a connection.
 ///
 /// # Errors
-/// The connection was translated to `own_port`, so the redirect rules are those of the other mode. Logged once.
+/// The lookup fails if a redirect rule has rewritten the address to `own_port`: the rules are those of another mode. It logs
+/// this once.
 pub(crate) fn local_addr_lookup(own_port: u16) -> OrigDstLookup {
     let warned = AtomicBool::new(false);
     Arc::new(move |stream, peer| {
         let local = addr::canonical(stream.local_addr()?);
-        // A connection to the proxy's own port comes from a peer or from redirect rules.
+        // A connection to the proxy's own port was dialled by a peer, or redirected by a rule.
         if local.port() == own_port && lookup(stream, peer).is_ok_and(|OrigDst(dialled)| dialled != local) {
             if !warned.swap(true, Ordering::Relaxed) {
                 tracing::warn!("refusing connections: {WRONG_MODE_ERROR}");
@@ -66,7 +67,7 @@ pub(crate) fn local_addr_lookup(own_port: u16) -> OrigDstLookup {
     })
 }
 
-const WRONG_MODE_ERROR: &str = "rules redirect here, but TULLE_PROXY_INBOUND_MODE is tproxy; \
+const WRONG_MODE_ERROR: &str = "redirect rules send connections here, but TULLE_PROXY_INBOUND_MODE is tproxy; \
      run tulle-init with --inbound-mode tproxy, or unset the variable";
 
 #[cfg(test)]
@@ -76,16 +77,16 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_connection_without_redirect_keeps_its_local_address_as_original_destination() {
-        for (listens, dialled) in [("127.0.0.1", "127.0.0.1"), ("[::]", "127.0.0.1"), ("[::1]", "[::1]")] {
-            let Ok(listener) = TcpListener::bind(format!("{listens}:0")).await else {
+    async fn the_original_destination_without_a_redirect_is_the_local_address() {
+        for (listen_ip, dialled) in [("127.0.0.1", "127.0.0.1"), ("[::]", "127.0.0.1"), ("[::1]", "[::1]")] {
+            let Ok(listener) = TcpListener::bind(format!("{listen_ip}:0")).await else {
                 continue; // a machine without IPv6
             };
             let port = listener.local_addr().unwrap().port();
             let dialled: SocketAddr = format!("{dialled}:{port}").parse().unwrap();
             let (client, accepted) = tokio::join!(TcpStream::connect(dialled), listener.accept());
             let (stream, peer) = accepted.unwrap();
-            assert_eq!(lookup(&stream, peer).unwrap().0, dialled, "{listens}");
+            assert_eq!(lookup(&stream, peer).unwrap().0, dialled, "{listen_ip}");
             drop(client);
         }
     }

@@ -1,4 +1,4 @@
-//! Whether the peer of a connection has closed its socket, if the peer is on this host.
+//! Asks the kernel whether the peer of a connection has closed its socket. Works only for peers on this host.
 //!
 //! On the wire, closing a connection and closing only its write side (`shutdown`) look the same. The kernel knows the
 //! difference: a closed socket belongs to no file. It is queried by its addresses (`NETLINK_SOCK_DIAG`), which needs no
@@ -21,13 +21,13 @@ use crate::net::orig_dst;
 pub(super) fn is_closed(stream: &TcpStream) -> Option<bool> {
     let peer = match stream.peer_addr() {
         Ok(peer) => canonical(peer),
-        // The peer has sent a reset, because it closed with unread data. A read does not report a reset that follows a FIN, so
-        // this is the only sign.
+        // The peer closed its socket with unread data and so sent a reset. If the reset follows a FIN, a read does not report
+        // it; only this error does.
         Err(error) if error.kind() == io::ErrorKind::NotConnected => return Some(true),
         Err(_) => return None,
     };
     let local = canonical(stream.local_addr().ok()?);
-    // Behind a redirect rule, the peer's socket has a different remote address than the proxy's local one.
+    // If a redirect rule applies, the remote address of the peer's socket is not the local address of this one.
     let dialled = || orig_dst::lookup(stream, peer).ok().map(|dialled| canonical(dialled.0));
     let query = |to: SocketAddr| {
         let inode = query_inode(peer, to);
@@ -56,6 +56,8 @@ pub(super) fn query_inode(from: SocketAddr, to: SocketAddr) -> io::Result<Option
     parse_response(&response[..n])
 }
 
+/// Encodes the query for the socket with these addresses.
+///
 /// Source: `linux/netlink.h` and `linux/inet_diag.h`, `struct nlmsghdr` and `struct inet_diag_req_v2`.
 fn encode_request(from: SocketAddr, to: SocketAddr) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(REQUEST_BYTES);
@@ -81,20 +83,22 @@ fn encode_request(from: SocketAddr, to: SocketAddr) -> Vec<u8> {
     bytes
 }
 
-/// Source: as for [`encode_request`], `struct nlmsgerr` and `struct inet_diag_msg`.
+/// Returns the inode in a response; `None` if there is no such socket.
+///
+/// Source: the headers of [`encode_request`], `struct nlmsgerr` and `struct inet_diag_msg`.
 fn parse_response(response: &[u8]) -> io::Result<Option<u32>> {
     let invalid_data = || io::Error::from(io::ErrorKind::InvalidData);
     let kind = response
         .get(4..6)
         .and_then(|bytes| bytes.try_into().ok())
         .ok_or_else(invalid_data)?;
-    let number = |offset: usize| {
+    let u32_at = |offset: usize| {
         let bytes = response.get(offset..offset + 4).and_then(|bytes| bytes.try_into().ok());
         bytes.ok_or_else(invalid_data)
     };
     match u16::from_ne_bytes(kind) {
-        SOCK_DIAG_BY_FAMILY => Ok(Some(u32::from_ne_bytes(number(INODE_AT)?))),
-        NLMSG_ERROR => match i32::from_ne_bytes(number(ERROR_AT)?).saturating_neg() {
+        SOCK_DIAG_BY_FAMILY => Ok(Some(u32::from_ne_bytes(u32_at(INODE_OFFSET)?))),
+        NLMSG_ERROR => match i32::from_ne_bytes(u32_at(ERROR_OFFSET)?).saturating_neg() {
             libc::ENOENT => Ok(None),
             errno => Err(io::Error::from_raw_os_error(errno)),
         },
@@ -108,9 +112,9 @@ const SOCK_DIAG_BY_FAMILY: u16 = 20;
 const NLM_F_REQUEST: u16 = 1;
 const NLMSG_ERROR: u16 = 2;
 /// Offset of the error in a response: after the header.
-const ERROR_AT: usize = 16;
+const ERROR_OFFSET: usize = 16;
 /// Offset of the inode in a response: after the header, four one-byte fields, addresses, and four 32-bit fields.
-const INODE_AT: usize = 16 + 4 + 48 + 16;
+const INODE_OFFSET: usize = 16 + 4 + 48 + 16;
 
 #[cfg(test)]
 mod tests {
@@ -123,8 +127,8 @@ mod tests {
 
     #[tokio::test]
     async fn a_half_close_is_distinguished_from_a_close() {
-        for listens in ["127.0.0.1:0", "[::1]:0"] {
-            let Ok(listener) = TcpListener::bind(listens).await else {
+        for listen_addr in ["127.0.0.1:0", "[::1]:0"] {
+            let Ok(listener) = TcpListener::bind(listen_addr).await else {
                 continue; // a machine without IPv6
             };
             let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
@@ -155,7 +159,7 @@ mod tests {
     #[test]
     fn parsing_never_panics() {
         for n in 0..100 {
-            assert!(parse_response(&vec![20; n]).is_err() || n >= INODE_AT + 4, "{n}");
+            assert!(parse_response(&vec![20; n]).is_err() || n >= INODE_OFFSET + 4, "{n}");
             let _ = parse_response(&vec![0; n]);
         }
     }

@@ -28,7 +28,7 @@ pub(crate) enum Reply {
 pub(crate) enum SocksError {
     #[error("SOCKS version {0} is not supported, expected 5")]
     Version(u8),
-    #[error("the client does not offer the method without authentication (0)")]
+    #[error("the client does not offer method 0 (no authentication)")]
     Methods,
     #[error("command {0} is not supported, expected 1 (CONNECT)")]
     Command(u8),
@@ -39,21 +39,21 @@ pub(crate) enum SocksError {
 }
 
 impl Reply {
-    /// The reply never reveals the address that the proxy connected from.
-    pub(crate) fn bytes(self) -> [u8; 10] {
+    /// The encoded reply. Its bound address is always 0.0.0.0:0, so it does not reveal the address that the proxy dials from.
+    pub(crate) fn encode(self) -> [u8; 10] {
         [VERSION, self as u8, 0, IPV4, 0, 0, 0, 0, 0, 0]
     }
 }
 
 impl SocksError {
-    /// The bytes that the client gets before the connection closes.
+    /// The bytes to send to the client before the connection is closed.
     pub(crate) fn reply(&self) -> Vec<u8> {
         match self {
             Self::Version(_) => Vec::new(),
             Self::Methods => vec![VERSION, 0xff],
-            Self::Command(_) => Reply::CommandNotSupported.bytes().into(),
-            Self::AddressType(_) => Reply::AddressTypeNotSupported.bytes().into(),
-            Self::Target(_) => Reply::HostUnreachable.bytes().into(),
+            Self::Command(_) => Reply::CommandNotSupported.encode().into(),
+            Self::AddressType(_) => Reply::AddressTypeNotSupported.encode().into(),
+            Self::Target(_) => Reply::HostUnreachable.encode().into(),
         }
     }
 }
@@ -61,7 +61,7 @@ impl SocksError {
 /// The length of an acceptable greeting; `None` while it is incomplete.
 ///
 /// # Errors
-/// It is not SOCKS5, or the client requires authentication.
+/// The greeting is not SOCKS5, or the client requires authentication.
 pub(crate) fn parse_greeting(bytes: &[u8]) -> Result<Option<usize>, SocksError> {
     let Some((&version, rest)) = bytes.split_first() else {
         return Ok(None);
@@ -116,12 +116,12 @@ pub(crate) fn parse_request(bytes: &[u8]) -> Result<Option<(Addr, usize)>, Socks
     let Some((port, rest)) = rest.split_first_chunk() else {
         return Ok(None);
     };
-    let target = target(&host, u16::from_be_bytes(*port))?;
+    let target = parse_target(&host, u16::from_be_bytes(*port))?;
     Ok(Some((target, bytes.len() - rest.len())))
 }
 
-/// Makes a target of host and port; a host name may be an IP address.
-fn target(host: &str, port: u16) -> Result<Addr, ParseAddrError> {
+/// Combines host and port; the host may be an IP address.
+fn parse_target(host: &str, port: u16) -> Result<Addr, ParseAddrError> {
     match host.parse() {
         Ok(ip) => SocketAddr::new(ip, port).to_string().parse(),
         Err(_) => format!("{host}:{port}").parse(),
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn refusals_use_the_reply_codes_of_socks() {
+    fn refused_requests_get_the_reply_code_of_the_reason() {
         for (bytes, code) in [
             (&b"\x05\x02\x00\x01\x0a\x00\x00\x01\x1f\x90"[..], Some(7)),
             (b"\x05\x03\x00\x01\x0a\x00\x00\x01\x1f\x90", Some(7)),

@@ -27,8 +27,8 @@ pub(crate) struct ConnectionMetrics {
     written: Arc<Counter>,
     /// Counts the same bytes by zone, if zones are known.
     zone_traffic: Option<ZoneTraffic>,
-    /// Connections that ended without an error, which is the common case.
-    closed_ok: OnceLock<Arc<Counter>>,
+    /// Counter of connections that ended without an error. Kept here because this is the usual end.
+    closed_without_error: OnceLock<Arc<Counter>>,
 }
 
 /// Bytes of all connections between the same zones.
@@ -65,7 +65,7 @@ impl Families {
             read: self.read.get(&labels),
             written: self.written.get(&labels),
             zone_traffic,
-            closed_ok: OnceLock::new(),
+            closed_without_error: OnceLock::new(),
             labels,
         })
     }
@@ -98,19 +98,19 @@ impl Families {
 }
 
 impl ConnectionMetrics {
-    pub(crate) fn opened(&self) {
+    pub(crate) fn record_opened(&self) {
         self.open_total.inc();
         self.open.add(1);
     }
 
-    pub(crate) fn read(&self, n: u64) {
+    pub(crate) fn record_read(&self, n: u64) {
         self.read.add(n);
         if let Some(zone_traffic) = &self.zone_traffic {
             zone_traffic.received.add(n);
         }
     }
 
-    pub(super) fn written(&self, n: u64) {
+    pub(super) fn record_written(&self, n: u64) {
         self.written.add(n);
         if let Some(zone_traffic) = &self.zone_traffic {
             zone_traffic.sent.add(n);
@@ -121,11 +121,11 @@ impl ConnectionMetrics {
         self.open.get()
     }
 
-    pub(crate) fn closed(&self, errno: Option<i32>) {
+    pub(crate) fn record_closed(&self, errno: Option<i32>) {
         self.open.add(-1);
         let counter = |errno: &str| self.families.close_total.get(&self.labels.clone().with("errno", errno));
         match errno {
-            None => self.closed_ok.get_or_init(|| counter("")).inc(),
+            None => self.closed_without_error.get_or_init(|| counter("")).inc(),
             Some(errno) => counter(&format!("{:?}", Errno::from_raw(errno))).inc(),
         }
     }

@@ -11,7 +11,7 @@ use std::{
 use socket2::{Domain, Protocol, SockRef, Socket, Type};
 use tokio::net::{TcpSocket, TcpStream};
 
-/// Allows a socket to use addresses of other hosts; connections that a listener accepts inherit it.
+/// Allows a socket to use addresses of other hosts; connections that a listener accepts inherit the option.
 ///
 /// # Errors
 /// The process has neither `NET_RAW` nor `NET_ADMIN`.
@@ -22,20 +22,20 @@ pub(crate) fn set_transparent<'a>(socket: impl Into<SockRef<'a>>) -> io::Result<
 /// Opens a TCP connection from the client's address.
 ///
 /// # Errors
-/// As for any connection; also if every source port is in use.
+/// The connection fails, or every source port is in use.
 pub(crate) async fn connect(client: IpAddr, addr: SocketAddr) -> io::Result<TcpStream> {
     let random = std::iter::repeat_with(|| fastrand::u16(SOURCE_PORTS)).take(MAX_PORT_ATTEMPTS);
-    let mut taken = io::Error::from(io::ErrorKind::AddrInUse);
-    // Finally any port.
+    let mut last_error = io::Error::from(io::ErrorKind::AddrInUse);
+    // Port 0 is last: the kernel then chooses a port.
     for port in random.chain([0]) {
         match connect_from(SocketAddr::new(client, port), addr).await {
             Err(error) if [io::ErrorKind::AddrInUse, io::ErrorKind::AddrNotAvailable].contains(&error.kind()) => {
-                taken = error;
+                last_error = error;
             }
             result => return result,
         }
     }
-    Err(taken)
+    Err(last_error)
 }
 
 async fn connect_from(from: SocketAddr, to: SocketAddr) -> io::Result<TcpStream> {

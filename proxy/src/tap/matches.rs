@@ -1,4 +1,4 @@
-//! The requests that a tap matches.
+//! Conditions that select the requests of a tap.
 
 use std::net::SocketAddr;
 
@@ -50,9 +50,9 @@ pub(crate) enum StringMatch {
 pub(crate) enum InvalidMatch {
     #[error("{0} is missing")]
     Missing(&'static str),
-    #[error("ports are from 1 to 65535, the first no greater than the last")]
+    #[error("ports must be from 1 to 65535, and the first must not exceed the last")]
     Ports,
-    #[error("a network needs an address and a prefix length of 1 to 32, for IPv6 of 1 to 128")]
+    #[error("a network must have an address and a prefix length from 1 to 32 (IPv4) or 1 to 128 (IPv6)")]
     Network,
     #[error("the method is not an HTTP method")]
     Method,
@@ -68,62 +68,63 @@ impl Match {
     /// # Errors
     /// A field is missing or invalid.
     pub(crate) fn decode(message: Option<proto::Match>) -> Result<Self, InvalidMatch> {
-        Self::read_at(message, 0)
+        Self::decode_nested(message, 0)
     }
 
-    fn read_at(message: Option<proto::Match>, depth: usize) -> Result<Self, InvalidMatch> {
+    fn decode_nested(message: Option<proto::Match>, depth: usize) -> Result<Self, InvalidMatch> {
         if depth > MAX_MATCH_DEPTH {
             return Err(InvalidMatch::Depth);
         }
-        let seq = |seq: kinds::Seq| {
+        let decode_all = |seq: kinds::Seq| {
             let matches = seq
                 .matches
                 .into_iter()
-                .map(|message| Self::read_at(Some(message), depth + 1));
+                .map(|message| Self::decode_nested(Some(message), depth + 1));
             matches.collect::<Result<_, _>>()
         };
         let kind = message.and_then(|message| message.r#match);
         Ok(match kind.ok_or(InvalidMatch::Missing("match"))? {
-            kinds::Match::All(all) => Self::All(seq(all)?),
-            kinds::Match::Any(any) => Self::Any(seq(any)?),
-            kinds::Match::Not(not) => Self::Not(Box::new(Self::read_at(Some(*not), depth + 1)?)),
-            kinds::Match::Source(tcp) => Self::Source(AddressMatch::read(tcp)?),
-            kinds::Match::Destination(tcp) => Self::Destination(AddressMatch::read(tcp)?),
-            kinds::Match::DestinationLabel(label) => Self::DestinationLabel(LabelMatch::read(label)?),
-            kinds::Match::RouteLabel(label) => Self::RouteLabel(LabelMatch::read(label)?),
-            kinds::Match::Http(http) => Self::read_http(http)?,
+            kinds::Match::All(all) => Self::All(decode_all(all)?),
+            kinds::Match::Any(any) => Self::Any(decode_all(any)?),
+            kinds::Match::Not(not) => Self::Not(Box::new(Self::decode_nested(Some(*not), depth + 1)?)),
+            kinds::Match::Source(tcp) => Self::Source(AddressMatch::decode(tcp)?),
+            kinds::Match::Destination(tcp) => Self::Destination(AddressMatch::decode(tcp)?),
+            kinds::Match::DestinationLabel(label) => Self::DestinationLabel(LabelMatch::decode(label)?),
+            kinds::Match::RouteLabel(label) => Self::RouteLabel(LabelMatch::decode(label)?),
+            kinds::Match::Http(http) => Self::decode_http(http)?,
         })
     }
 
-    fn read_http(http: kinds::Http) -> Result<Self, InvalidMatch> {
+    fn decode_http(http: kinds::Http) -> Result<Self, InvalidMatch> {
         use kinds::http::Match as Kind;
         Ok(match http.r#match.ok_or(InvalidMatch::Missing("HTTP match"))? {
-            Kind::Scheme(scheme) => Self::Scheme(read_scheme(scheme)?),
+            Kind::Scheme(scheme) => Self::Scheme(decode_scheme(scheme)?),
             Kind::Method(method) => Self::Method(decode::method(method).map_err(|_| InvalidMatch::Method)?),
-            Kind::Authority(text) => Self::Authority(StringMatch::read(text)?),
-            Kind::Path(text) => Self::Path(StringMatch::read(text)?),
+            Kind::Authority(text) => Self::Authority(StringMatch::decode(text)?),
+            Kind::Path(text) => Self::Path(StringMatch::decode(text)?),
         })
     }
 
-    pub(crate) fn matches(&self, subject: &RequestInfo<'_>) -> bool {
+    /// Whether the request meets the condition.
+    pub(crate) fn matches(&self, request: &RequestInfo<'_>) -> bool {
         match self {
-            Self::All(all) => all.iter().all(|one| one.matches(subject)),
-            Self::Any(any) => any.iter().any(|one| one.matches(subject)),
-            Self::Not(not) => !not.matches(subject),
-            Self::Source(address) => address.fits(subject.source),
-            Self::Destination(address) => address.fits(subject.destination),
-            Self::DestinationLabel(label) => label.is_in(subject.destination_labels.iter()),
-            Self::RouteLabel(label) => label.is_in(subject.route_labels.iter()),
-            Self::Scheme(scheme) => subject.uri.scheme().unwrap_or(&Scheme::HTTP) == scheme,
-            Self::Method(method) => subject.method == method,
-            Self::Authority(text) => text.fits(&subject.authority()),
-            Self::Path(text) => text.fits(subject.uri.path()),
+            Self::All(all) => all.iter().all(|one| one.matches(request)),
+            Self::Any(any) => any.iter().any(|one| one.matches(request)),
+            Self::Not(not) => !not.matches(request),
+            Self::Source(address) => address.matches(request.source),
+            Self::Destination(address) => address.matches(request.destination),
+            Self::DestinationLabel(label) => label.is_in(request.destination_labels.iter()),
+            Self::RouteLabel(label) => label.is_in(request.route_labels.iter()),
+            Self::Scheme(scheme) => request.uri.scheme().unwrap_or(&Scheme::HTTP) == scheme,
+            Self::Method(method) => request.method == method,
+            Self::Authority(text) => text.matches(&request.authority()),
+            Self::Path(text) => text.matches(request.uri.path()),
         }
     }
 }
 
 impl AddressMatch {
-    fn read(tcp: kinds::Tcp) -> Result<Self, InvalidMatch> {
+    fn decode(tcp: kinds::Tcp) -> Result<Self, InvalidMatch> {
         use kinds::tcp::Match as Kind;
         match tcp.r#match.ok_or(InvalidMatch::Missing("address match"))? {
             Kind::Ports(range) => {
@@ -154,7 +155,7 @@ impl AddressMatch {
         }
     }
 
-    fn fits(&self, addr: SocketAddr) -> bool {
+    fn matches(&self, addr: SocketAddr) -> bool {
         match self {
             Self::Ports(first, last) => (*first..=*last).contains(&addr.port()),
             Self::Network(network) => network.contains(&addr.ip().to_canonical()),
@@ -163,7 +164,7 @@ impl AddressMatch {
 }
 
 impl LabelMatch {
-    fn read(label: kinds::Label) -> Result<Self, InvalidMatch> {
+    fn decode(label: kinds::Label) -> Result<Self, InvalidMatch> {
         let kinds::Label { key, value } = label;
         match key.is_empty() || value.is_empty() {
             true => Err(InvalidMatch::Missing("key or value of a label")),
@@ -177,7 +178,7 @@ impl LabelMatch {
 }
 
 impl StringMatch {
-    fn read(text: kinds::http::StringMatch) -> Result<Self, InvalidMatch> {
+    fn decode(text: kinds::http::StringMatch) -> Result<Self, InvalidMatch> {
         use kinds::http::string_match::Match as Kind;
         Ok(match text.r#match.ok_or(InvalidMatch::Missing("text"))? {
             Kind::Exact(exact) => Self::Exact(exact),
@@ -185,7 +186,7 @@ impl StringMatch {
         })
     }
 
-    fn fits(&self, text: &str) -> bool {
+    fn matches(&self, text: &str) -> bool {
         match self {
             Self::Exact(exact) => text == exact,
             Self::Prefix(prefix) => text.starts_with(prefix),
@@ -193,7 +194,7 @@ impl StringMatch {
     }
 }
 
-fn read_scheme(message: http_types::Scheme) -> Result<Scheme, InvalidMatch> {
+fn decode_scheme(message: http_types::Scheme) -> Result<Scheme, InvalidMatch> {
     use http_types::scheme::{Registered, Type};
     match message.r#type.ok_or(InvalidMatch::Missing("scheme"))? {
         Type::Registered(code) if code == i32::from(Registered::Http) => Ok(Scheme::HTTP),
@@ -250,17 +251,17 @@ mod tests {
         }
     }
 
-    /// Whether a condition matches `POST http://web.test/buy` from 10.0.0.1:4321 to port 8080 of pod `web-1`.
-    fn fits(message: proto::Match) -> Result<bool, InvalidMatch> {
-        let matches = Match::decode(Some(message))?;
+    /// Whether the condition matches the request `POST http://web.test/buy` from 10.0.0.1:4321 to port 8080 of pod `web-1`.
+    fn matches_sample(message: proto::Match) -> Result<bool, InvalidMatch> {
+        let condition = Match::decode(Some(message))?;
         let req = Request::post("http://web.test/buy?what=tea")
             .body(Body::empty())
             .unwrap();
         let pod = BTreeMap::from([("pod".to_owned(), "web-1".to_owned())]);
         let (from, to) = (([10, 0, 0, 1], 4321).into(), ([10, 0, 1, 1], 8080).into());
-        Ok(matches.matches(&RequestInfo {
+        Ok(condition.matches(&RequestInfo {
             destination_labels: Cow::Owned(pod),
-            ..RequestInfo::of(&req, ProxyDirection::Inbound, from, to)
+            ..RequestInfo::new(&req, ProxyDirection::Inbound, from, to)
         }))
     }
 
@@ -270,14 +271,14 @@ mod tests {
         let method = |name: &str| http_types::HttpMethod {
             r#type: Some(http_types::http_method::Type::Unregistered(name.into())),
         };
-        let (yes, no) = (
+        let (matching, other) = (
             || match_kind(Kind::Source(ports(4321, 0))),
             || match_kind(Kind::Destination(ports(0, 80))),
         );
         let seq = |matches: Vec<proto::Match>| kinds::Seq { matches };
         for (message, expected) in [
-            (yes(), true),
-            (no(), false),
+            (matching(), true),
+            (other(), false),
             (match_kind(Kind::Destination(ports(8000, 9000))), true),
             (match_kind(Kind::Source(network("10.0.0.0", 24))), true),
             (match_kind(Kind::Destination(network("10.0.0.0", 24))), false),
@@ -289,13 +290,13 @@ mod tests {
             (http(kinds::http::Match::Authority(exact("web.test"))), true),
             (http(kinds::http::Match::Method(method("POST"))), true),
             (http(kinds::http::Match::Method(method("GET"))), false),
-            (match_kind(Kind::All(seq(vec![yes(), no()]))), false),
+            (match_kind(Kind::All(seq(vec![matching(), other()]))), false),
             (match_kind(Kind::All(seq(vec![]))), true),
-            (match_kind(Kind::Any(seq(vec![yes(), no()]))), true),
+            (match_kind(Kind::Any(seq(vec![matching(), other()]))), true),
             (match_kind(Kind::Any(seq(vec![]))), false),
-            (match_kind(Kind::Not(Box::new(no()))), true),
+            (match_kind(Kind::Not(Box::new(other()))), true),
         ] {
-            assert_eq!(fits(message.clone()), Ok(expected), "{message:?}");
+            assert_eq!(matches_sample(message.clone()), Ok(expected), "{message:?}");
         }
     }
 
@@ -318,7 +319,7 @@ mod tests {
             ),
             (deep, InvalidMatch::Depth),
         ] {
-            assert_eq!(fits(message), Err(expected));
+            assert_eq!(matches_sample(message), Err(expected));
         }
     }
 }

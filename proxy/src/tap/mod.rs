@@ -1,4 +1,4 @@
-//! A live stream of requests, for authorized clients. Without taps, a request costs one atomic load.
+//! Taps: live streams of requests for authorized clients. If there are no taps, a request costs one atomic load.
 
 pub(crate) mod matches;
 mod request_info;
@@ -43,19 +43,19 @@ use crate::{
 
 #[derive(Default)]
 pub(crate) struct TapRegistry {
-    /// Largest random number with which any tap samples a request; 0 without taps.
+    /// Largest random number with which a tap samples a request; 0 if there are no taps.
     max_draw: AtomicU32,
     taps: ArcSwap<Vec<Arc<Tap>>>,
     /// Held while the list is changed.
     update_lock: Mutex<()>,
-    /// Number of taps so far.
+    /// The id of the next tap.
     next_id: AtomicU32,
 }
 
 /// One client's stream of requests.
 struct Tap {
     id: u32,
-    matches: Match,
+    condition: Match,
     /// Maximum number of requests to show.
     limit: u32,
     n_shown: AtomicU32,
@@ -71,13 +71,13 @@ pub(crate) struct SampledTaps(SmallVec<[Arc<Tap>; 1]>);
 /// A request that is shown to at least one tap.
 pub(crate) struct TappedRequest {
     sinks: Vec<EventSink>,
-    /// The common fields of its events.
-    common: TapEvent,
-    began_at: Instant,
-    answered_at: Option<Instant>,
+    /// The fields that all its events have.
+    common_fields: TapEvent,
+    started_at: Instant,
+    response_at: Option<Instant>,
     n_bytes: u64,
     grpc: Option<i32>,
-    /// Whether its end has been sent.
+    /// Whether the end event has been sent.
     end_sent: bool,
 }
 
@@ -89,27 +89,31 @@ struct EventSink {
 
 /// The parameters of a new tap.
 pub(crate) struct TapParams {
-    pub(crate) matches: Match,
+    pub(crate) condition: Match,
     pub(crate) limit: u32,
     pub(crate) sample_one_in: u32,
     pub(crate) shows_headers: bool,
 }
 
 impl TapRegistry {
-    /// The taps that sample the next request; usually none. The event is only built afterwards, because that costs much
-    /// more.
+    /// The taps that sample the current request; usually none. Building events costs much more, so it is done only for sampled
+    /// requests.
     pub(crate) fn sample(&self) -> Option<SampledTaps> {
         match self.max_draw.load(Ordering::Relaxed) {
             0 => None,
             max_draw => {
                 let draw = fastrand::u32(..);
-                if draw <= max_draw { self.sampled_by(draw) } else { None }
+                if draw <= max_draw {
+                    self.taps_for_draw(draw)
+                } else {
+                    None
+                }
             }
         }
     }
 
     #[cold]
-    fn sampled_by(&self, draw: u32) -> Option<SampledTaps> {
+    fn taps_for_draw(&self, draw: u32) -> Option<SampledTaps> {
         let taps = self.taps.load();
         let sampled = taps.iter().filter(|tap| draw <= tap.max_draw());
         let sampled: SmallVec<_> = sampled.cloned().collect();
@@ -122,7 +126,7 @@ impl TapRegistry {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let tap = Arc::new(Tap {
             id,
-            matches: params.matches,
+            condition: params.condition,
             limit: params.limit,
             n_shown: AtomicU32::new(0),
             sample_one_in: params.sample_one_in.max(1),
@@ -133,7 +137,7 @@ impl TapRegistry {
         (id, events_rx)
     }
 
-    /// Removes a tap; events of requests that it already shows continue.
+    /// Removes a tap. It still gets the events of requests that it already shows.
     pub(crate) fn remove(&self, id: u32) {
         self.change(|taps| taps.retain(|tap| tap.id != id));
     }
@@ -147,11 +151,11 @@ impl TapRegistry {
         self.taps.store(Arc::new(taps));
     }
 
-    /// Shows a request to those sampled taps that match it.
-    pub(crate) fn show(&self, sampled: &SampledTaps, mut subject: RequestInfo<'_>) -> Option<Box<TappedRequest>> {
+    /// Shows a request to the sampled taps whose condition it meets.
+    pub(crate) fn show(&self, sampled: &SampledTaps, mut request: RequestInfo<'_>) -> Option<Box<TappedRequest>> {
         let mut sinks = Vec::new();
         let mut finished = Vec::new();
-        for tap in sampled.0.iter().filter(|tap| tap.matches.matches(&subject)) {
+        for tap in sampled.0.iter().filter(|tap| tap.condition.matches(&request)) {
             let stream = tap.n_shown.fetch_add(1, Ordering::Relaxed);
             if stream.saturating_add(1) >= tap.limit {
                 finished.push(tap.id);
@@ -174,28 +178,28 @@ impl TapRegistry {
             return None;
         }
         let tapped = TappedRequest {
-            common: subject.common(),
+            common_fields: request.common_fields(),
             sinks,
-            began_at: Instant::now(),
-            answered_at: None,
+            started_at: Instant::now(),
+            response_at: None,
             n_bytes: 0,
             grpc: None,
             end_sent: false,
         };
-        tapped.send(tapped.common.clone(), |sink| {
+        tapped.send(tapped.common_fields.clone(), |sink| {
             events::Event::RequestInit(RequestInit {
                 id: Some(sink.id),
-                method: Some(method(subject.method)),
-                scheme: subject.uri.scheme().map(|scheme| http_types::Scheme {
+                method: Some(method_message(request.method)),
+                scheme: request.uri.scheme().map(|scheme| http_types::Scheme {
                     r#type: Some(match scheme.as_str() {
                         "http" => scheme::Type::Registered(scheme::Registered::Http.into()),
                         "https" => scheme::Type::Registered(scheme::Registered::Https.into()),
                         other => scheme::Type::Unregistered(other.to_owned()),
                     }),
                 }),
-                authority: subject.authority().into_owned(),
-                path: subject.uri.path().to_owned(),
-                headers: sink.shows_headers.then(|| subject.all_headers()),
+                authority: request.authority().into_owned(),
+                path: request.uri.path().to_owned(),
+                headers: sink.shows_headers.then(|| request.all_headers()),
             })
         });
         Some(Box::new(tapped))
@@ -211,37 +215,37 @@ impl Tap {
 
 impl TappedRequest {
     /// Shows a response, and later its end.
-    pub(crate) fn response(mut self: Box<Self>, rsp: Response<Body>) -> Response<Body> {
-        self.answered_at = Some(Instant::now());
+    pub(crate) fn show_response(mut self: Box<Self>, rsp: Response<Body>) -> Response<Body> {
+        self.response_at = Some(Instant::now());
         self.grpc = classify::grpc_status(rsp.headers());
-        self.send(self.common.clone(), |sink| {
-            let all = || match rsp.version() {
+        self.send(self.common_fields.clone(), |sink| {
+            let all_headers = || match rsp.version() {
                 Version::HTTP_2 => headers([(":status", rsp.status().as_str().to_owned())], rsp.headers()),
                 _ => headers([], rsp.headers()),
             };
             events::Event::ResponseInit(ResponseInit {
                 id: Some(sink.id),
-                since_request_init: Some(wire_duration(self.began_at.elapsed())),
+                since_request_init: Some(wire_duration(self.started_at.elapsed())),
                 http_status: rsp.status().as_u16().into(),
-                headers: sink.shows_headers.then(all),
+                headers: sink.shows_headers.then(all_headers),
             })
         });
         rsp.map(|body| body.with_observer(Box::new(TapBodyObserver(self))))
     }
 
     /// Shows that the request got no response.
-    pub(crate) fn failed(mut self: Box<Self>, error: &Error) {
+    pub(crate) fn show_failure(mut self: Box<Self>, error: &Error) {
         self.send_error(error);
     }
 
     /// Shows the error of a request or its response.
     fn send_error(&mut self, error: &Error) {
-        let direction = match self.common.proxy_direction() {
+        let direction = match self.common_fields.proxy_direction() {
             ProxyDirection::Inbound => "inbound",
             _ => "outbound",
         };
         let mut cause = format!("{}; direction={direction}", error.cause_header());
-        let own_destination = || SocketAddr::try_from(self.common.destination?).ok();
+        let own_destination = || SocketAddr::try_from(self.common_fields.destination?).ok();
         if let Some(target) = error.failed_addr().or_else(own_destination) {
             cause = format!("{cause}; target={target}");
         }
@@ -252,12 +256,12 @@ impl TappedRequest {
         if std::mem::replace(&mut self.end_sent, true) {
             return;
         }
-        let common = std::mem::take(&mut self.common);
-        self.send(common, |sink| {
+        let common_fields = std::mem::take(&mut self.common_fields);
+        self.send(common_fields, |sink| {
             events::Event::ResponseEnd(ResponseEnd {
                 id: Some(sink.id),
-                since_request_init: Some(wire_duration(self.began_at.elapsed())),
-                since_response_init: self.answered_at.map(|at| wire_duration(at.elapsed())),
+                since_request_init: Some(wire_duration(self.started_at.elapsed())),
+                since_response_init: self.response_at.map(|at| wire_duration(at.elapsed())),
                 response_bytes: self.n_bytes,
                 eos: Some(Eos { end }),
                 trailers: trailers
@@ -268,24 +272,24 @@ impl TappedRequest {
         });
     }
 
-    /// Sends an event to each tap that has room for it.
-    fn send(&self, common: TapEvent, event: impl Fn(&EventSink) -> events::Event) {
+    /// Sends an event to each tap whose queue is not full.
+    fn send(&self, common_fields: TapEvent, event: impl Fn(&EventSink) -> events::Event) {
         // The last tap gets the value itself, the others clones.
-        for (sink, common) in self.sinks.iter().zip(repeat_n(common, self.sinks.len())) {
+        for (sink, common_fields) in self.sinks.iter().zip(repeat_n(common_fields, self.sinks.len())) {
             let http = Http {
                 event: Some(event(sink)),
             };
-            let whole = TapEvent {
+            let tap_event = TapEvent {
                 event: Some(Event::Http(http)),
-                ..common
+                ..common_fields
             };
             // A slow client misses events: a tap is a live view, not a record.
-            let _ = sink.events.try_send(whole);
+            let _ = sink.events.try_send(tap_event);
         }
     }
 }
 
-/// Dropped before its end: the client has disconnected.
+/// If a request is dropped before its end event, the client has disconnected.
 impl Drop for TappedRequest {
     fn drop(&mut self) {
         if !self.end_sent {
@@ -324,7 +328,7 @@ fn reset_code(error: &Error) -> Option<u32> {
     }
 }
 
-fn method(method: &Method) -> http_types::HttpMethod {
+fn method_message(method: &Method) -> http_types::HttpMethod {
     let registered = http_method::Registered::from_str_name(method.as_str());
     http_types::HttpMethod {
         r#type: Some(match registered {
@@ -334,5 +338,5 @@ fn method(method: &Method) -> http_types::HttpMethod {
     }
 }
 
-/// Maximum queued events of a tap.
+/// Maximum number of queued events of a tap.
 const MAX_QUEUED_EVENTS: usize = 400;

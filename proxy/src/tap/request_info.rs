@@ -12,7 +12,7 @@ use tulle_proto::tap::tap_event::{EndpointMeta, ProxyDirection, RouteMeta};
 
 use crate::http::body::Body;
 
-/// A request that may be shown.
+/// The properties of one request.
 pub(crate) struct RequestInfo<'a> {
     pub(crate) direction: ProxyDirection,
     pub(crate) source: SocketAddr,
@@ -30,8 +30,8 @@ pub(crate) struct RequestInfo<'a> {
 }
 
 impl<'a> RequestInfo<'a> {
-    /// The current state of the request, between these addresses.
-    pub(crate) fn of(
+    /// The properties of `req` in its current state, without labels.
+    pub(crate) fn new(
         req: &'a Request<Body>,
         direction: ProxyDirection,
         source: SocketAddr,
@@ -61,8 +61,8 @@ impl<'a> RequestInfo<'a> {
         }
     }
 
-    /// The common fields of all events of this request. Moves the labels out of `self`, to avoid a copy.
-    pub(super) fn common(&mut self) -> TapEvent {
+    /// The fields that all events of this request have. Moves the labels out of `self`, to avoid a copy.
+    pub(super) fn common_fields(&mut self) -> TapEvent {
         let meta = |labels| EndpointMeta { labels };
         let mut destination = std::mem::take(&mut self.destination_labels).into_owned();
         destination.append(&mut self.destination_tls);
@@ -78,6 +78,7 @@ impl<'a> RequestInfo<'a> {
         }
     }
 
+    /// The headers of the request; in HTTP/2 after the pseudo-headers.
     pub(super) fn all_headers(&self) -> http_types::Headers {
         if self.version != Version::HTTP_2 {
             return headers([], self.headers);
@@ -93,13 +94,14 @@ impl<'a> RequestInfo<'a> {
     }
 }
 
+/// The headers for an event: `pseudo`, then `rest`. Credentials are replaced.
 pub(super) fn headers<const N: usize>(pseudo: [(&str, String); N], rest: &HeaderMap) -> http_types::Headers {
     let line = |name: &str, value: &[u8]| Header {
         name: name.to_owned(),
         value: value.to_vec(),
     };
     let rest = rest.iter().map(|(name, value): (&HeaderName, &HeaderValue)| {
-        // A client marks values as sensitive that intermediaries must not store.
+        // A client marks a value as sensitive if intermediaries must not store it.
         let is_secret = names::header::CREDENTIALS.contains(name) || value.is_sensitive();
         line(name.as_str(), if is_secret { REDACTED } else { value.as_bytes() })
     });
@@ -109,7 +111,7 @@ pub(super) fn headers<const N: usize>(pseudo: [(&str, String); N], rest: &Header
     }
 }
 
-/// Replaces a value that is a credential.
+/// Replaces the value of a header that contains a credential.
 const REDACTED: &[u8] = b"(not shown)";
 
 #[cfg(test)]

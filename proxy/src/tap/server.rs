@@ -1,4 +1,4 @@
-//! Serves taps to authorized clients: by mutual TLS, or in plaintext on loopback.
+//! The tap server. Authorized clients use mutual TLS, or plaintext on loopback.
 
 use std::{
     net::{SocketAddr, TcpListener},
@@ -39,14 +39,15 @@ use crate::{
     },
 };
 
-/// The tap listener, and the permitted clients.
+/// The address of the tap listener, and the permitted clients.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub listen: SocketAddr,
     pub clients: Vec<Identity>,
 }
 
-struct Service {
+/// The tap API for one client.
+struct TapService {
     taps: Arc<TapRegistry>,
     /// Whether this client may tap.
     is_permitted: bool,
@@ -72,7 +73,7 @@ impl TapServer {
         }
     }
 
-    /// Accepts until the drain begins, which also closes the connections, because a tap may never end by itself.
+    /// Accepts connections until the drain begins. The drain closes all connections, because a tap may never end by itself.
     ///
     /// # Errors
     /// The listener cannot be used.
@@ -85,13 +86,15 @@ impl TapServer {
         let listener = tokio::net::TcpListener::from_std(listener)?;
         let listener = Listener::new("tap", listener, MAX_CONNECTIONS, registry).with_drain_timeout(Duration::ZERO);
         listener
-            .run(drain.signaled(), move |accepted| connection(accepted, self.clone()))
+            .run(drain.signaled(), move |accepted| {
+                serve_connection(accepted, self.clone())
+            })
             .await;
         Ok(())
     }
 }
 
-async fn connection(accepted: AcceptedConnection, server: TapServer) -> ConnectionEnd {
+async fn serve_connection(accepted: AcceptedConnection, server: TapServer) -> ConnectionEnd {
     let TapServer {
         clients,
         taps,
@@ -104,7 +107,7 @@ async fn connection(accepted: AcceptedConnection, server: TapServer) -> Connecti
     } = accepted;
     if !is_tls {
         let is_permitted = client.ip().is_loopback();
-        return http2(permit.track(stream), Service { taps, is_permitted }).await;
+        return serve_http2(permit.track(stream), TapService { taps, is_permitted }).await;
     }
     let handshake = tls_server::accept_or_reset(Tcp::new(stream), &creds, Alpn::Unset);
     match tokio::time::timeout(HANDSHAKE_TIMEOUT, handshake).await {
@@ -117,19 +120,19 @@ async fn connection(accepted: AcceptedConnection, server: TapServer) -> Connecti
                     info_limited!(log, client.ip(), "tap refused, the client is not authorized", %client, id = ?peer.client_id)
                 }
             }
-            http2(permit.track(stream), Service { taps, is_permitted }).await
+            serve_http2(permit.track(stream), TapService { taps, is_permitted }).await
         }
         Ok(Err(error)) => {
-            info_limited!(log, client.ip(), "TLS handshake with a client of tap failed", %client, %error);
+            info_limited!(log, client.ip(), "TLS handshake with a tap client failed", %client, %error);
             ConnectionEnd::Failed
         }
         Err(_) => ConnectionEnd::Failed,
     }
 }
 
-/// Serves a client; an unauthorized one gets an error and is then disconnected.
-async fn http2(io: impl AsyncRead + AsyncWrite + Unpin, service: Service) -> ConnectionEnd {
-    let limit = match service.is_permitted {
+/// Serves a client. An unauthorized client gets an error and is then disconnected.
+async fn serve_http2(io: impl AsyncRead + AsyncWrite + Unpin, service: TapService) -> ConnectionEnd {
+    let time_limit = match service.is_permitted {
         true => Duration::MAX,
         false => UNAUTHORIZED_TIMEOUT,
     };
@@ -140,7 +143,7 @@ async fn http2(io: impl AsyncRead + AsyncWrite + Unpin, service: Service) -> Con
         .max_concurrent_streams(MAX_CONCURRENT_STREAMS);
     let service = TowerToHyperService::new(tap_server::TapServer::new(service));
     let serving = server.serve_connection(TokioIo::new(io), service);
-    match tokio::time::timeout(limit, serving).await {
+    match tokio::time::timeout(time_limit, serving).await {
         Ok(Err(error)) => {
             tracing::debug!(%error, "tap connection failed");
             ConnectionEnd::Failed
@@ -151,7 +154,7 @@ async fn http2(io: impl AsyncRead + AsyncWrite + Unpin, service: Service) -> Con
 }
 
 #[tonic::async_trait]
-impl Tap for Service {
+impl Tap for TapService {
     type ObserveStream = EventStream;
 
     async fn observe(&self, req: Request<ObserveRequest>) -> Result<Response<EventStream>, Status> {
@@ -172,13 +175,13 @@ impl Tap for Service {
                 "limit is 0, expected the number of requests to show",
             ));
         }
-        let matches = Match::decode(r#match).map_err(|error| Status::invalid_argument(error.to_string()))?;
+        let condition = Match::decode(r#match).map_err(|error| Status::invalid_argument(error.to_string()))?;
         let shows_headers = extract.and_then(|extract| extract.extract).is_some_and(|extract| {
             let Extract::Http(http) = extract;
             matches!(http.extract, Some(Headers::Headers(_)))
         });
         let (id, events) = self.taps.add(TapParams {
-            matches,
+            condition,
             limit,
             sample_one_in,
             shows_headers,
@@ -215,8 +218,8 @@ impl Drop for EventStream {
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time for an unauthorized client to receive the error.
 const UNAUTHORIZED_TIMEOUT: Duration = Duration::from_secs(5);
-/// Keeps idle taps open.
+/// Interval of pings, which keep the connections of idle taps open.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(20);
 const MAX_CONCURRENT_STREAMS: u32 = 100;
-/// Includes unauthorized clients, because the identity is known only after the connection is accepted.
+/// Maximum number of connections, unauthorized clients included: the identity is known only after a connection is accepted.
 const MAX_CONNECTIONS: usize = 64;

@@ -1,4 +1,4 @@
-//! The names and the validity of a certificate.
+//! Parses the names and the validity of a certificate.
 
 use std::time::{Duration, SystemTime};
 
@@ -15,14 +15,14 @@ pub(crate) struct Validity {
     pub not_after: SystemTime,
 }
 
-/// The fields of a certificate.
+/// The fields of a certificate that the proxy needs.
 pub(super) struct CertificateInfo {
     /// DNS and URI subject alternative names, in the order of the certificate.
     pub(super) names: Vec<Identity>,
     pub(super) validity: Validity,
 }
 
-/// Parses names and validity of a certificate; names that cannot be an identity are ignored.
+/// Parses the names and the validity of a certificate. Names that are not valid identities are ignored.
 pub(super) fn parse(certificate: &CertificateDer<'_>) -> Result<CertificateInfo, Error> {
     let bad_encoding = |_| Error::InvalidCertificate(CertificateError::BadEncoding);
     let (_, parsed) = X509Certificate::from_der(certificate).map_err(bad_encoding)?;

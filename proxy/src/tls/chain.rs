@@ -1,8 +1,8 @@
 //! Verifies that a peer's certificates chain to the trust anchors.
 //!
 //! Peers reconnect with the same certificates, so verified chains are cached while the credentials stay the same and each
-//! certificate is within its validity. For a cached chain only the signature of the handshake, which proves that the peer
-//! has the key, is verified: one signature instead of three.
+//! certificate is valid. For a cached chain, only the signature of the handshake is verified, which proves that the peer has
+//! the private key: one signature instead of three.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -39,7 +39,7 @@ pub(super) struct ServerChainVerifier {
     cache: VerifiedChains,
 }
 
-/// Verifies that the certificate of a client, if it presents one, chains to the trust anchors.
+/// Verifies that a client's certificate, if there is one, chains to the trust anchors.
 #[derive(Debug)]
 pub(super) struct ClientChainVerifier {
     verifier: Arc<dyn ClientCertVerifier>,
@@ -58,8 +58,8 @@ pub(super) fn verify_own(
     check_issuer_constraints(end_entity, intermediates)
 }
 
-/// Checks that an intermediate which is limited to some identities has signed no other. The issuer of an external workload is
-/// limited to one.
+/// Checks that each intermediate has signed only identities that it may sign. The issuer of an external workload may sign one
+/// identity only.
 fn check_issuer_constraints(
     end_entity: &CertificateDer<'_>,
     intermediates: &[CertificateDer<'_>],
@@ -79,7 +79,7 @@ fn verify_server(
     verify_server_cert_signed_by_trust_anchor(&parsed, anchors, intermediates, now, algorithms.all)
 }
 
-/// The chains last verified against one set of anchors, newest last.
+/// The chains that were last verified against one set of anchors, newest last.
 #[derive(Default)]
 struct VerifiedChains(Mutex<VecDeque<Chain>>);
 
@@ -91,7 +91,7 @@ struct Chain {
 }
 
 impl VerifiedChains {
-    /// Calls `verify`, unless the same certificates were verified before and all of them are within their validity.
+    /// Calls `verify`, unless the same chain was verified before and all its certificates are still valid.
     fn verify_cached(
         &self,
         end_entity: &CertificateDer<'_>,
@@ -298,7 +298,7 @@ mod tests {
         UnixTime::since_unix_epoch(time.duration_since(SystemTime::UNIX_EPOCH).unwrap())
     }
 
-    /// Whether the chain was verified rather than remembered.
+    /// Whether `verify` was called: the chain was not in the cache.
     fn verify_was_called(
         cache: &VerifiedChains,
         chain: &[CertificateDer<'_>],
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn verified_chains_are_not_verified_again() {
+    fn a_cached_chain_is_not_verified_again() {
         let authority = Authority::new();
         let now = SystemTime::now();
         let chain = authority.leaf(&["a.example.com"], in_an_hour()).chain;
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn refused_chains_are_not_remembered() {
+    fn refused_chains_are_not_cached() {
         let chain = Authority::new().leaf(&["a.example.com"], in_an_hour()).chain;
         let cache = VerifiedChains::default();
         let bad = Err(Error::InvalidCertificate(CertificateError::UnknownIssuer));
@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn a_chain_is_remembered_while_all_its_certificates_are_valid() {
+    fn a_chain_is_cached_while_all_its_certificates_are_valid() {
         let authority = Authority::new();
         let now = SystemTime::now();
         let long = authority
@@ -349,19 +349,19 @@ mod tests {
         let chain = [long[0].clone(), short[0].clone()];
         let cache = VerifiedChains::default();
         assert!(verify_was_called(&cache, &chain, now, Ok(())));
-        for (minutes, has_to) in [(-70, true), (-50, false), (0, false), (50, false), (70, true)] {
+        for (minutes, is_verified) in [(-70, true), (-50, false), (0, false), (50, false), (70, true)] {
             let offset = Duration::from_secs(60 * i64::unsigned_abs(minutes));
             let time = if minutes < 0 { now - offset } else { now + offset };
             assert_eq!(
                 verify_was_called(&cache, &chain, time, Ok(())),
-                has_to,
+                is_verified,
                 "{minutes} minutes from now"
             );
         }
     }
 
     #[test]
-    fn the_issuer_of_a_virtual_machine_cannot_issue_other_identities() {
+    fn a_single_identity_issuer_cannot_sign_other_identities() {
         let authority = Authority::new();
         let vm = "spiffe://root.linkerd.cluster.local/vm-1";
         let issuer = authority.single_identity_issuer(vm);
@@ -372,14 +372,16 @@ mod tests {
         let name = ServerName::try_from("web.example.com").unwrap();
         let verify_all = |names: &[&str]| {
             let chain = issuer.leaf(names, in_an_hour()).chain;
-            let (leaf, above) = (&chain[0], [issuer.certificate.der().clone()]);
+            let (leaf, intermediates) = (&chain[0], [issuer.certificate.der().clone()]);
             let now = at(SystemTime::now());
-            // Twice: a refused chain is not remembered.
+            // Twice, because a refused chain must not be cached.
             [(); 2].map(|()| {
                 [
-                    server.verify_server_cert(leaf, &above, &name, &[], now).map(drop),
-                    client.verify_client_cert(leaf, &above, now).map(drop),
-                    verify_own(leaf, &above, &roots, &provider),
+                    server
+                        .verify_server_cert(leaf, &intermediates, &name, &[], now)
+                        .map(drop),
+                    client.verify_client_cert(leaf, &intermediates, now).map(drop),
+                    verify_own(leaf, &intermediates, &roots, &provider),
                 ]
             })
         };
@@ -403,21 +405,21 @@ mod tests {
     }
 
     #[test]
-    fn a_chain_with_an_unreadable_intermediate_is_refused() {
+    fn a_chain_with_an_invalid_intermediate_is_refused() {
         let [leaf, ..] = &Authority::new().leaf(&["a.example.com"], in_an_hour()).chain[..] else {
             panic!("the chain is empty");
         };
-        let unreadable = CertificateDer::from(vec![0; 10]);
+        let invalid = CertificateDer::from(vec![0; 10]);
         let now = at(SystemTime::now());
-        let result = VerifiedChains::default().verify_cached(leaf, &[unreadable], now, || Ok(()));
+        let result = VerifiedChains::default().verify_cached(leaf, &[invalid], now, || Ok(()));
         assert!(
             matches!(result, Err(Error::InvalidCertificate(CertificateError::Other(_)))),
-            "it could be a restricted authority: {result:?}"
+            "its constraints are unknown: {result:?}"
         );
     }
 
     #[test]
-    fn the_cache_is_bounded_and_skips_long_chains() {
+    fn the_cache_is_bounded_and_does_not_store_long_chains() {
         let authority = Authority::new();
         let now = SystemTime::now();
         let cache = VerifiedChains::default();

@@ -30,8 +30,8 @@ pub(crate) enum TlsConnectError {
 
 /// Encrypts `io` and verifies that the peer has the identity `server_id`.
 ///
-/// `server_name` is sent as SNI; it selects a certificate at the peer and proves nothing. The negotiated protocol is in
-/// [`alpn`]. Callers limit the time, together with that of the TCP connection.
+/// `server_name` is sent as SNI. The peer selects its certificate by the SNI, which proves nothing. [`alpn`] returns the
+/// negotiated protocol. There is no timeout: callers use one for the TCP connection and the handshake together.
 pub(crate) async fn connect<IO>(
     io: IO,
     creds: &Credentials,
@@ -60,8 +60,9 @@ where
     Ok(stream)
 }
 
+/// The protocol that the handshake negotiated.
 pub(crate) fn alpn<IO>(stream: &TlsStream<IO>) -> Alpn {
-    Alpn::negotiated(stream.get_ref().1.alpn_protocol())
+    Alpn::from_negotiated(stream.get_ref().1.alpn_protocol())
 }
 
 impl TlsConnectError {

@@ -1,4 +1,4 @@
-//! Leaf, key and trust anchors, swapped as one.
+//! The proxy's certificate and private key and the trust anchors, which are replaced together.
 
 use std::fmt;
 use std::sync::Arc;
@@ -17,17 +17,16 @@ use zeroize::Zeroizing;
 use crate::tls::certificate::{self, Validity};
 use crate::tls::chain::{self, ClientChainVerifier, ServerChainVerifier};
 
-/// The roots that a peer's certificate must chain to.
+/// The root certificates to which a peer's certificate must chain.
 #[derive(Clone)]
 pub struct TrustAnchors {
     roots: Arc<RootCertStore>,
     certificates: Arc<[CertificateDer<'static>]>,
 }
 
-/// The credentials that a workload presents: its certificate, the intermediates between it and a root, and its key. The key is
-/// overwritten when it is dropped; rustls has its own copy.
+/// A certificate chain and its private key. The key is overwritten when it is dropped; rustls has its own copy.
 pub(crate) struct CertifiedKey {
-    /// Leaf first, then its issuer, towards the root; DER.
+    /// The leaf, then its issuer, and so on towards the root; DER.
     pub chain: Vec<CertificateDer<'static>>,
     pub key: Zeroizing<PrivatePkcs8KeyDer<'static>>,
 }
@@ -44,7 +43,7 @@ pub(crate) struct Credentials {
 /// The application protocol that a handshake asks for.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
 pub(crate) enum Alpn {
-    /// None is offered; the peer detects the protocol.
+    /// No protocol is offered; the peer detects the protocol of the data.
     Unset,
     /// `transport.l5d.io/v1`: a transport header precedes the data.
     TransportHeader,
@@ -71,7 +70,7 @@ pub enum CredentialsError {
     Leaf(#[source] rustls::Error),
     #[error("the certificate has the names [{}], expected {expected}", .presented.join(", "))]
     LeafName { expected: Identity, presented: Vec<String> },
-    #[error("certificate and private key do not form a pair that rustls can use")]
+    #[error("rustls cannot use the certificate with the private key")]
     Key(#[source] rustls::Error),
     #[error("the TLS configuration cannot be built")]
     Config(#[source] rustls::Error),
@@ -87,16 +86,17 @@ struct Shared {
     generation: watch::Sender<u64>,
 }
 
-/// One consistent set of credentials; a handshake keeps the one that it started with.
+/// One consistent set of credentials. A handshake uses the set with which it started until its end.
 struct State {
     anchors: TrustAnchors,
     certified_key: Option<CertifiedKey>,
     validity: Option<Validity>,
-    clients: ByAlpn<ClientConfig>,
-    servers: Option<ByAlpn<ServerConfig>>,
+    client_configs: ConfigByAlpn<ClientConfig>,
+    /// `None` before the first certificate.
+    server_configs: Option<ConfigByAlpn<ServerConfig>>,
 }
 
-struct ByAlpn<C> {
+struct ConfigByAlpn<C> {
     unset: Arc<C>,
     transport_header: Arc<C>,
 }
@@ -113,14 +113,15 @@ impl TrustAnchors {
     /// The union of both sets, without duplicates.
     pub(crate) fn union(&self, others: &Self) -> Result<Self, CredentialsError> {
         let mut certificates = self.certificates.to_vec();
-        let new = others
+        let added = others
             .certificates
             .iter()
             .filter(|other| !self.certificates.contains(other));
-        certificates.extend(new.cloned());
+        certificates.extend(added.cloned());
         Self::from_der(certificates)
     }
 
+    /// Parses PEM blocks, which must all be certificates.
     pub fn from_pem(text: &str) -> Result<Self, CredentialsError> {
         let blocks = pem::parse_many(text).map_err(CredentialsError::Pem)?;
         let certificates = blocks.into_iter().map(|block| match block.tag() {
@@ -223,6 +224,7 @@ impl Credentials {
         &self.shared.server_name
     }
 
+    /// The proxy's certificate chain, which may be empty, and the trust anchors.
     pub(super) fn certificates(&self) -> (Vec<CertificateDer<'static>>, Arc<[CertificateDer<'static>]>) {
         let state = self.shared.state.load();
         let chain = state
@@ -240,7 +242,7 @@ impl Credentials {
     /// Waits for the first certificate.
     pub(crate) async fn wait_certified(&self) {
         let mut generation = self.shared.generation.subscribe();
-        // The sender lives in `self`, so the channel cannot be closed.
+        // `self` holds the sender, so the channel is open.
         let _ = generation.wait_for(|generation| *generation > 0).await;
     }
 
@@ -290,7 +292,7 @@ impl Credentials {
     /// The new anchors need not include the root of the proxy's own certificate: peers are verified by the new anchors at once,
     /// and the caller must then renew the certificate.
     ///
-    /// One task makes all replacements: a concurrent one would be lost.
+    /// Only one task may replace credentials: of two concurrent replacements, one would be lost.
     pub(crate) fn replace_anchors(&self, anchors: TrustAnchors) -> Result<(), CredentialsError> {
         let current = self.shared.state.load_full();
         let state = State::build(
@@ -305,7 +307,7 @@ impl Credentials {
 
     /// The configuration of an outgoing handshake; it presents the proxy's certificate if there is one.
     pub(super) fn client_config(&self, alpn: Alpn) -> Arc<ClientConfig> {
-        self.shared.state.load().clients.get(alpn)
+        self.shared.state.load().client_configs.get(alpn)
     }
 
     /// The configuration of an incoming handshake; `None` before the first certificate.
@@ -313,9 +315,9 @@ impl Credentials {
         self.shared
             .state
             .load()
-            .servers
+            .server_configs
             .as_ref()
-            .map(|servers| servers.get(alpn))
+            .map(|configs| configs.get(alpn))
     }
 }
 
@@ -336,12 +338,13 @@ impl State {
         validity: Option<Validity>,
     ) -> Result<Self, CredentialsError> {
         let server_chain = Arc::new(ServerChainVerifier::new(anchors.roots.clone(), provider));
-        let clients = ByAlpn::build(|alpn| client_config(provider, &server_chain, certified_key.as_ref(), alpn))?;
-        let servers = match &certified_key {
+        let client_configs =
+            ConfigByAlpn::build(|alpn| client_config(provider, &server_chain, certified_key.as_ref(), alpn))?;
+        let server_configs = match &certified_key {
             Some(certified_key) => {
                 let client_chain = ClientChainVerifier::new(anchors.roots.clone(), provider);
                 let client_chain = Arc::new(client_chain.map_err(CredentialsError::ClientVerifier)?);
-                Some(ByAlpn::build(|alpn| {
+                Some(ConfigByAlpn::build(|alpn| {
                     server_config(provider, &client_chain, certified_key, alpn)
                 })?)
             }
@@ -351,13 +354,14 @@ impl State {
             anchors,
             certified_key,
             validity,
-            clients,
-            servers,
+            client_configs,
+            server_configs,
         })
     }
 }
 
-impl<C> ByAlpn<C> {
+impl<C> ConfigByAlpn<C> {
+    /// Calls `config` for each protocol.
     fn build(config: impl Fn(Alpn) -> Result<C, CredentialsError>) -> Result<Self, CredentialsError> {
         let unset = Arc::new(config(Alpn::Unset)?);
         Ok(Self {
@@ -382,7 +386,7 @@ impl Alpn {
         }
     }
 
-    pub(super) fn negotiated(protocol: Option<&[u8]>) -> Self {
+    pub(super) fn from_negotiated(protocol: Option<&[u8]>) -> Self {
         if protocol == Some(TRANSPORT_ALPN) {
             Self::TransportHeader
         } else {
@@ -452,8 +456,8 @@ pub(crate) fn algorithms() -> (String, String) {
     (suites.join(","), groups.join(","))
 }
 
-/// Cipher suites and key exchanges in order of preference. The hybrid with ML-KEM comes first, so that traffic recorded today
-/// stays confidential against quantum computers.
+/// Cipher suites and key exchanges in order of preference. The hybrid of X25519 and ML-KEM is first, so that quantum computers
+/// cannot decrypt traffic that is recorded today.
 fn provider() -> CryptoProvider {
     use aws_lc_rs::{cipher_suite, kx_group};
     let [aes_128, aes_256] = aes_gcm();
@@ -469,15 +473,15 @@ fn provider() -> CryptoProvider {
     }
 }
 
-/// AES-GCM from the library that is faster on this processor.
+/// The AES-GCM cipher suites from the library that is faster on this processor.
 ///
 /// Blocks that one AES instruction processes:
 /// - AVX-512: 4 with aws-lc;
 /// - VAES without AVX-512: 2 with ring, 1 with aws-lc;
 /// - neither: 1 with both.
 ///
-/// Zen 3 and Intel's Alder Lake have VAES without AVX-512. On a Zen 3, aws-lc seals 16 KiB in 4.0
-/// µs and ring in 2.4 µs; 150 bytes take 0.26 µs and 0.17 µs.
+/// Zen 3 and Intel's Alder Lake have VAES without AVX-512. On a Zen 3, aws-lc encrypts 16 KiB in 4.0 µs and ring in 2.4 µs; 150
+/// bytes take 0.26 µs and 0.17 µs.
 fn aes_gcm() -> [SupportedCipherSuite; 2] {
     if has_vaes_without_avx512() {
         use ring::cipher_suite;

@@ -33,7 +33,7 @@ struct Certificate {
 impl Credentials {
     pub(crate) fn certificate_status(&self) -> CertificateStatus {
         let now = OffsetDateTime::from(SystemTime::now());
-        let all = |certificates: &[CertificateDer<'_>]| {
+        let parse_all = |certificates: &[CertificateDer<'_>]| {
             let certificates = certificates.iter();
             certificates.filter_map(|der| Certificate::from_der(der, now)).collect()
         };
@@ -41,8 +41,8 @@ impl Credentials {
         CertificateStatus {
             identity: self.id().to_string(),
             server_name: self.server_name().to_owned(),
-            chain: all(&chain),
-            trust_anchors: all(&anchors),
+            chain: parse_all(&chain),
+            trust_anchors: parse_all(&anchors),
         }
     }
 }
@@ -51,16 +51,16 @@ impl Certificate {
     fn from_der(der: &CertificateDer<'_>, now: OffsetDateTime) -> Option<Self> {
         let (_, parsed) = X509Certificate::from_der(der).ok()?;
         let info = certificate::parse(der).ok()?;
-        let (from, to) = (info.validity.not_before.into(), info.validity.not_after.into());
-        let shown = |at: OffsetDateTime| at.format(&Rfc3339).unwrap_or_default();
+        let (not_before, not_after) = (info.validity.not_before.into(), info.validity.not_after.into());
+        let format = |at: OffsetDateTime| at.format(&Rfc3339).unwrap_or_default();
         Some(Self {
             subject: parsed.subject().to_string(),
             issuer: parsed.issuer().to_string(),
             serial: parsed.raw_serial_as_string(),
             names: info.names.iter().map(ToString::to_string).collect(),
-            not_before: shown(from),
-            not_after: shown(to),
-            expires_in_seconds: (to - now).whole_seconds(),
+            not_before: format(not_before),
+            not_after: format(not_after),
+            expires_in_seconds: (not_after - now).whole_seconds(),
         })
     }
 }

@@ -1,24 +1,24 @@
-//! Why a TLS handshake failed.
+//! Reasons of failed TLS handshakes.
 
 use std::fmt;
 use std::io;
 
 use rustls::{AlertDescription, CertificateError, Error};
 
-/// Why a handshake failed, as operators need to distinguish it.
+/// Why a handshake failed. The variants are the cases that operators must distinguish.
 #[derive(Copy, Clone, Debug, Eq, PartialEq, Hash)]
 pub(crate) enum HandshakeFailure {
-    /// A certificate is needed, and the peer presented none, or the peer says that this proxy presented none.
+    /// A certificate is required, but the peer presented none, or it reports that this proxy presented none.
     NoCertificate,
     /// The certificate does not chain to the trust anchors.
     UnknownCa,
     Expired,
     NotYetValid,
-    /// It is valid, but for another identity than the expected one.
+    /// The certificate is valid, but not for the expected identity.
     WrongIdentity,
-    /// It is valid, but has no DNS or URI name that can be an identity.
+    /// The certificate is valid, but none of its DNS and URI names is a valid identity.
     NoIdentity,
-    /// Any other certificate error: encoding, extensions, key usage.
+    /// Any other error of the certificate: encoding, extensions, key usage.
     BadCertificate,
     /// The proxy has no certificate yet.
     NotCertified,
@@ -36,7 +36,7 @@ impl HandshakeFailure {
         match self {
             Self::WrongIdentity => "tls-identity-mismatch",
             Self::UnknownCa => "tls-untrusted",
-            // The remedy for the operator is the same: look at the renewal of certificates.
+            // The advice is the same: check the renewal of certificates.
             Self::Expired | Self::NotYetValid | Self::NotCertified => "tls-expired",
             Self::Refused => "tls-refused",
             Self::NoCertificate | Self::NoIdentity | Self::BadCertificate | Self::Protocol | Self::Closed => {
@@ -45,6 +45,7 @@ impl HandshakeFailure {
         }
     }
 
+    /// The name of the reason in logs and errors.
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Self::NoCertificate => "no_certificate",
@@ -86,7 +87,7 @@ impl From<&Error> for HandshakeFailure {
 impl From<&CertificateError> for HandshakeFailure {
     fn from(error: &CertificateError) -> Self {
         match error {
-            // Roots of different meshes often have the same name; then the signature does not match.
+            // The roots of two meshes often have the same name. The error is then a bad signature.
             CertificateError::UnknownIssuer | CertificateError::BadSignature => Self::UnknownCa,
             CertificateError::Expired | CertificateError::ExpiredContext { .. } => Self::Expired,
             CertificateError::NotValidYet | CertificateError::NotValidYetContext { .. } => Self::NotYetValid,

@@ -1,4 +1,4 @@
-//! The transport header: port, name and protocol, sent before the data of a connection to the proxy's inbound port.
+//! The transport header: a message with port, name and protocol before the data of a connection to a proxy's inbound port.
 
 use std::num::NonZeroU16;
 
@@ -6,7 +6,7 @@ use bytes::{BufMut, BytesMut};
 use prost::Message;
 use tulle_proto::transport as proto;
 
-/// The target of the data after the header.
+/// A transport header: the target of the data that follows it.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct TransportHeader {
     pub port: NonZeroU16,
@@ -22,30 +22,30 @@ pub(crate) enum SessionProtocol {
     Http2,
 }
 
-/// The result of parsing the first bytes of such a connection.
+/// The result of decoding the first bytes of a connection that begins with a transport header.
 #[derive(Debug)]
 pub(crate) enum Decoded {
     Incomplete,
     Invalid(InvalidHeader),
-    /// A header, and its length in bytes.
+    /// The header, and its encoded length in bytes.
     Header(TransportHeader, usize),
 }
 
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub(crate) enum InvalidHeader {
-    #[error("bytes do not start with the preface of a transport header")]
+    #[error("the bytes do not start with the preface of a transport header")]
     Preface,
-    #[error("transport header of {length} bytes, at most {HEADER_LIMIT} are accepted")]
+    #[error("the transport header has {length} bytes, at most {MAX_HEADER_BYTES} are accepted")]
     TooLong { length: u32 },
     #[error("the transport header cannot be decoded")]
     Protobuf(#[source] prost::DecodeError),
-    #[error("transport header with port {port}, 1 to 65535 is accepted")]
+    #[error("the transport header has port {port}, expected 1 to 65535")]
     Port { port: i32 },
 }
 
 /// Maximum size of the protobuf message, in bytes.
-pub(crate) const HEADER_LIMIT: u32 = 64 * 1024;
+pub(crate) const MAX_HEADER_BYTES: u32 = 64 * 1024;
 
 impl TransportHeader {
     pub(crate) fn encode(&self, out: &mut BytesMut) {
@@ -75,20 +75,20 @@ impl TransportHeader {
             return Decoded::Incomplete;
         };
         let length = u32::from_be_bytes(*length);
-        if length > HEADER_LIMIT {
+        if length > MAX_HEADER_BYTES {
             return Decoded::Invalid(InvalidHeader::TooLong { length });
         }
         let Some(body) = rest.get(..length as usize) else {
             return Decoded::Incomplete;
         };
-        match message(body) {
+        match decode_message(body) {
             Ok(header) => Decoded::Header(header, PREFACE.len() + 4 + body.len()),
             Err(reason) => Decoded::Invalid(reason),
         }
     }
 }
 
-fn message(body: &[u8]) -> Result<TransportHeader, InvalidHeader> {
+fn decode_message(body: &[u8]) -> Result<TransportHeader, InvalidHeader> {
     use proto::session_protocol::Kind;
     let message = proto::Header::decode(body).map_err(InvalidHeader::Protobuf)?;
     let port = u16::try_from(message.port).ok().and_then(NonZeroU16::new);
@@ -106,4 +106,5 @@ fn message(body: &[u8]) -> Result<TransportHeader, InvalidHeader> {
     })
 }
 
+/// Precedes the length and the protobuf message.
 const PREFACE: &[u8] = b"transport.l5d.io/v1\r\n\r\n";

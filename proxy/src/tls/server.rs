@@ -1,4 +1,4 @@
-//! Server-side TLS: decides by the first bytes whether to terminate TLS, then runs the handshake.
+//! Server-side TLS: parses the ClientHello at the start of a connection, and runs the handshake.
 
 use std::io;
 
@@ -14,7 +14,10 @@ use crate::tls::handshake_failure::HandshakeFailure;
 
 /// The result of parsing the first bytes of a connection.
 #[derive(Clone, Debug, Eq, PartialEq)]
-#[allow(clippy::enum_variant_names, reason = "ClientHello is what TLS calls this message")]
+#[allow(
+    clippy::enum_variant_names,
+    reason = "ClientHello is the name of this message in TLS"
+)]
 pub(crate) enum ParsedHello {
     /// May become a ClientHello; more bytes are needed.
     Incomplete,
@@ -25,7 +28,7 @@ pub(crate) enum ParsedHello {
     },
 }
 
-/// What the TLS handshake shows about the client.
+/// The properties of the client that the TLS handshake has verified or negotiated.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct ClientHandshake {
     /// The first DNS or URI name of its certificate; `None` without a certificate.
@@ -39,22 +42,22 @@ pub(crate) struct ClientHandshake {
 pub(crate) enum AcceptError {
     #[error("this proxy has no certificate yet")]
     NotCertified,
-    #[error("TLS handshake with client failed ({failure})")]
+    #[error("the TLS handshake with the client failed ({failure})")]
     Handshake {
         failure: HandshakeFailure,
         #[source]
         source: io::Error,
     },
-    #[error("certificate of client has no name that can be an identity")]
+    #[error("the client's certificate has no name that is a valid identity")]
     NoIdentity,
 }
 
 /// Maximum bytes that are read for a ClientHello.
-pub(crate) const HELLO_LIMIT: usize = 16 * 1024;
+pub(crate) const MAX_HELLO_BYTES: usize = 16 * 1024;
 
 /// Parses a ClientHello at the start of a connection; it may span several records.
 ///
-/// Returns as soon as the server name is complete. Never `Incomplete` for [`HELLO_LIMIT`] bytes or more.
+/// The result is known as soon as the server name is complete. Never `Incomplete` for [`MAX_HELLO_BYTES`] bytes or more.
 pub(crate) fn parse_client_hello(bytes: &[u8]) -> ParsedHello {
     let sni = match parse_sni(&mut HandshakeReader {
         records: bytes,
@@ -62,7 +65,7 @@ pub(crate) fn parse_client_hello(bytes: &[u8]) -> ParsedHello {
     }) {
         Ok(sni) => sni,
         Err(ParseStop::NotTls) => return ParsedHello::NotTls,
-        Err(ParseStop::Incomplete) if bytes.len() >= HELLO_LIMIT => return ParsedHello::NotTls,
+        Err(ParseStop::Incomplete) if bytes.len() >= MAX_HELLO_BYTES => return ParsedHello::NotTls,
         Err(ParseStop::Incomplete) => return ParsedHello::Incomplete,
     };
     ParsedHello::ClientHello {
@@ -70,8 +73,8 @@ pub(crate) fn parse_client_hello(bytes: &[u8]) -> ParsedHello {
     }
 }
 
-/// Terminates TLS. A client may have no certificate; if it presents one, the certificate must chain to the trust anchors and
-/// have an identity. Callers limit the time, inbound connections by their `detect_timeout`.
+/// Terminates TLS. A client need not present a certificate. If it presents one, the certificate must chain to the trust anchors
+/// and have an identity. There is no timeout; for inbound connections, the callers use `detect_timeout`.
 pub(crate) async fn accept<IO>(
     io: IO,
     creds: &Credentials,
@@ -93,11 +96,11 @@ where
             Some(names.into_iter().next().ok_or(AcceptError::NoIdentity)?)
         }
     };
-    let alpn = Alpn::negotiated(session.alpn_protocol());
+    let alpn = Alpn::from_negotiated(session.alpn_protocol());
     Ok((stream, ClientHandshake { client_id, alpn }))
 }
 
-/// Terminates TLS as [`accept`] does. If that fails or is cancelled, the connection ends with a reset, which may follow an alert.
+/// As [`accept`]. If the handshake fails or is cancelled, the connection ends with a reset, which may follow a TLS alert.
 pub(crate) async fn accept_or_reset(
     tcp: Tcp,
     creds: &Credentials,
@@ -125,9 +128,11 @@ enum ParseStop {
     NotTls,
 }
 
-/// The handshake messages inside TLS records, without the record headers.
+/// Reads the bytes of handshake messages from TLS records.
 struct HandshakeReader<'a> {
+    /// Records that are not read yet.
     records: &'a [u8],
+    /// The rest of the current record.
     fragment: &'a [u8],
 }
 
@@ -181,7 +186,7 @@ impl HandshakeReader<'_> {
             return Err(ParseStop::Incomplete);
         };
         let length = usize::from(u16::from_be_bytes([high, low]));
-        if length == 0 || length > RECORD_LIMIT {
+        if length == 0 || length > MAX_RECORD_BYTES {
             return Err(ParseStop::NotTls);
         }
         (self.fragment, self.records) = rest.split_at(length.min(rest.len()));
@@ -199,11 +204,11 @@ fn parse_sni(hello: &mut HandshakeReader<'_>) -> Result<Option<Vec<u8>>, ParseSt
         return Err(ParseStop::NotTls);
     }
     let mut left = hello.number(3)?;
-    if left > HELLO_LIMIT {
+    if left > MAX_HELLO_BYTES {
         return Err(ParseStop::NotTls);
     }
-    subtract_length(&mut left, VERSION_AND_RANDOM)?;
-    hello.skip(VERSION_AND_RANDOM)?;
+    subtract_length(&mut left, VERSION_AND_RANDOM_BYTES)?;
+    hello.skip(VERSION_AND_RANDOM_BYTES)?;
     // Session id, cipher suites and compression methods are byte strings with a length prefix.
     for width in [1, 2, 1] {
         subtract_length(&mut left, width as usize)?;
@@ -249,24 +254,25 @@ fn parse_server_name_extension(hello: &mut HandshakeReader<'_>, mut left: usize)
     Ok(None)
 }
 
-/// Subtracts `length` bytes, which the caller reads or skips next, from those that are left of the enclosing structure.
+/// Subtracts `length`, the number of bytes that the caller reads next, from the bytes `left` in the enclosing structure.
 fn subtract_length(left: &mut usize, length: usize) -> Result<(), ParseStop> {
     *left = left.checked_sub(length).ok_or(ParseStop::NotTls)?;
     Ok(())
 }
 
+/// The server name as text; `None` if it cannot be a DNS name.
 fn host_name(name: Vec<u8>) -> Option<String> {
-    let plausible = |byte: &u8| byte.is_ascii_alphanumeric() || b"-_.".contains(byte);
-    let valid = !name.is_empty() && name.len() <= NAME_LIMIT && name.iter().all(plausible);
+    let is_allowed = |byte: &u8| byte.is_ascii_alphanumeric() || b"-_.".contains(byte);
+    let valid = !name.is_empty() && name.len() <= MAX_NAME_BYTES && name.iter().all(is_allowed);
     if valid { String::from_utf8(name).ok() } else { None }
 }
 
 const CONTENT_TYPE_HANDSHAKE: u8 = 22;
 const CLIENT_HELLO: u8 = 1;
-const VERSION_AND_RANDOM: usize = 34;
+const VERSION_AND_RANDOM_BYTES: usize = 34;
 const EXTENSION_SERVER_NAME: usize = 0;
 const NAME_TYPE_HOST_NAME: u8 = 0;
 /// A plaintext record is at most 2^14 bytes (RFC 8446 section 5.1).
-const RECORD_LIMIT: usize = 1 << 14;
+const MAX_RECORD_BYTES: usize = 1 << 14;
 /// A DNS name has at most 253 characters, and may end in a dot.
-const NAME_LIMIT: usize = 254;
+const MAX_NAME_BYTES: usize = 254;

@@ -1,4 +1,4 @@
-//! The TLS state of a connection, or why it has none, as metrics show it.
+//! The TLS state of a connection, or why it has no TLS, for metric labels and taps.
 
 use std::collections::BTreeMap;
 
@@ -14,7 +14,7 @@ pub(crate) enum ServerTls {
     Terminated {
         client_id: Option<Identity>,
     },
-    /// TLS for another server, passed through.
+    /// TLS for another server name. It is not terminated.
     PassedThrough {
         sni: String,
     },
@@ -27,7 +27,7 @@ pub(crate) enum NoServerTls {
     Loopback,
     /// The port is opaque, so TLS is not detected.
     PortSkipped,
-    /// The first bytes are not a ClientHello with a server name: the connection is plaintext, for example.
+    /// The first bytes are not a ClientHello with a server name, for example because the connection is plaintext.
     NoTlsFromRemote,
 }
 
@@ -42,7 +42,7 @@ pub(crate) enum ClientTls {
 pub(crate) enum NoClientTls {
     /// The endpoint has a loopback address, or an address of this workload.
     Loopback,
-    /// Discovery has no identity for the endpoint.
+    /// Discovery reports no identity for the endpoint.
     NotProvidedByServiceDiscovery,
     /// An ingress chose the endpoint without naming the service.
     IngressWithoutOverride,
@@ -62,7 +62,7 @@ impl ServerTls {
                 .with("tls", "true")
                 .with("client_id", client_id.as_ref().map_or("", Identity::as_str)),
             Self::PassedThrough { sni } => labels.with("tls", "opaque").with("sni", sni),
-            Self::Plain(why) => labels.with("tls", "no_identity").with("no_tls_reason", why.as_str()),
+            Self::Plain(reason) => labels.with("tls", "no_identity").with("no_tls_reason", reason.as_str()),
         }
     }
 
@@ -84,9 +84,9 @@ impl ServerTls {
                 let id = client_id.as_ref().map_or("", Identity::as_str);
                 to_map([("tls", "true"), ("client_id", id)])
             }
-            // The name that Linkerd's tap uses.
+            // Linkerd's tap uses another name than its metrics.
             Self::PassedThrough { sni } => to_map([("tls", "passthru"), ("sni", sni)]),
-            Self::Plain(why) => to_map([("tls", why.as_str())]),
+            Self::Plain(reason) => to_map([("tls", reason.as_str())]),
         }
     }
 }
@@ -95,7 +95,7 @@ impl ClientTls {
     pub(crate) fn tap_labels(&self) -> BTreeMap<String, String> {
         match self {
             Self::Meshed(server_id) => to_map([("tls", "true"), ("server_id", server_id.as_str())]),
-            Self::Plain(why) => to_map([("tls", why.as_str())]),
+            Self::Plain(reason) => to_map([("tls", reason.as_str())]),
         }
     }
 }
@@ -108,7 +108,7 @@ impl ClientTls {
     pub(crate) fn metric_labels(&self, labels: Labels) -> Labels {
         match self {
             Self::Meshed(server_id) => labels.with("tls", "true").with("server_id", server_id),
-            Self::Plain(why) => labels.with("tls", "no_identity").with("no_tls_reason", why.as_str()),
+            Self::Plain(reason) => labels.with("tls", "no_identity").with("no_tls_reason", reason.as_str()),
         }
     }
 }
@@ -138,7 +138,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn labels_are_those_of_linkerd() {
+    fn metric_labels_match_linkerd() {
         let id: Identity = "web.shop".parse().unwrap();
         for (status, expected) in [
             (

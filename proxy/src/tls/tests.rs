@@ -18,7 +18,7 @@ use crate::tls::client;
 use crate::tls::credentials::{Alpn, CertifiedKey, Credentials, CredentialsError, TrustAnchors};
 use crate::tls::handshake_failure::HandshakeFailure;
 use crate::tls::header::{Decoded, InvalidHeader, SessionProtocol, TransportHeader};
-use crate::tls::server::{self, HELLO_LIMIT, ParsedHello};
+use crate::tls::server::{self, MAX_HELLO_BYTES, ParsedHello};
 
 pub(crate) struct Authority {
     pub(crate) issuer: Issuer<'static, KeyPair>,
@@ -31,11 +31,11 @@ impl Authority {
     }
 
     pub(crate) fn named(name: &str) -> Self {
-        Self::signing(name, KeyPair::generate().unwrap())
+        Self::with_key(name, KeyPair::generate().unwrap())
     }
 
     /// An authority that signs with `key`.
-    fn signing(name: &str, key: KeyPair) -> Self {
+    fn with_key(name: &str, key: KeyPair) -> Self {
         let mut params = CertificateParams::default();
         params.distinguished_name.push(DnType::CommonName, name);
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -72,7 +72,7 @@ impl Authority {
         TrustAnchors::from_pem(&self.certificate.pem()).unwrap()
     }
 
-    /// A leaf for `names` that expires at `not_after`, which may be in the past.
+    /// A leaf certificate for `names`. `not_after` may be in the past.
     pub(crate) fn leaf(&self, names: &[&str], not_after: SystemTime) -> CertifiedKey {
         let mut params = CertificateParams::default();
         params.subject_alt_names = names.iter().map(|name| san(name)).collect();
@@ -119,18 +119,18 @@ async fn handshake(
     server_id: &str,
     (client_alpn, server_alpn): (Alpn, Alpn),
 ) -> (Connected, Accepted) {
-    let (near, far) = duplex(64 * 1024);
+    let (client_io, server_io) = duplex(64 * 1024);
     let server_id: Identity = server_id.parse().unwrap();
     tokio::join!(
-        client::connect(near, client, &server_id, SERVER_NAME, client_alpn),
-        server::accept(far, server, server_alpn),
+        client::connect(client_io, client, &server_id, SERVER_NAME, client_alpn),
+        server::accept(server_io, server, server_alpn),
     )
 }
 
 const NO_ALPN: (Alpn, Alpn) = (Alpn::Unset, Alpn::Unset);
 
 #[tokio::test]
-async fn both_sides_learn_each_other() {
+async fn a_handshake_authenticates_both_sides() {
     let authority = Authority::new();
     let (client, server) = (authority.credentials(CLIENT), authority.credentials(SERVER));
     let (connected, accepted) = handshake(&client, &server, SERVER, NO_ALPN).await;
@@ -155,14 +155,14 @@ async fn both_sides_learn_each_other() {
 }
 
 #[tokio::test]
-async fn chains_are_signed_by_ecdsa_ed25519_or_rsa() {
+async fn certificates_signed_with_ecdsa_ed25519_or_rsa_are_accepted() {
     for algorithm in [
         &rcgen::PKCS_ECDSA_P256_SHA256,
         &rcgen::PKCS_ECDSA_P384_SHA384,
         &rcgen::PKCS_ED25519,
         &rcgen::PKCS_RSA_SHA256,
     ] {
-        let authority = Authority::signing("root", KeyPair::generate_for(algorithm).unwrap());
+        let authority = Authority::with_key("root", KeyPair::generate_for(algorithm).unwrap());
         let (client, server) = (authority.credentials(CLIENT), authority.credentials(SERVER));
         let (connected, accepted) = handshake(&client, &server, SERVER, NO_ALPN).await;
         connected.unwrap();
@@ -214,7 +214,7 @@ async fn alpn_is_negotiated_only_if_both_sides_offer_it() {
 }
 
 #[tokio::test]
-async fn a_valid_peer_with_another_name_is_not_connected_to() {
+async fn a_server_with_another_identity_is_refused() {
     let authority = Authority::new();
     let (client, server) = (
         authority.credentials(CLIENT),
@@ -230,22 +230,22 @@ async fn a_valid_peer_with_another_name_is_not_connected_to() {
 }
 
 #[tokio::test]
-async fn a_foreign_authority_is_refused_by_each_side() {
+async fn each_side_refuses_a_certificate_of_another_authority() {
     let ours = Authority::new();
-    for theirs in [Authority::new(), Authority::named("foreign")] {
+    for theirs in [Authority::new(), Authority::named("other")] {
         let (connected, _) = handshake(&ours.credentials(CLIENT), &theirs.credentials(SERVER), SERVER, NO_ALPN).await;
         assert_eq!(connected.unwrap_err().failure(), HandshakeFailure::UnknownCa);
 
-        // A client that trusts the server, but has a certificate of another authority.
-        let foreign = theirs.credentials(CLIENT);
-        foreign.replace_anchors(ours.anchors()).unwrap();
-        let (_, accepted) = handshake(&foreign, &ours.credentials(SERVER), SERVER, NO_ALPN).await;
+        // The client trusts the server, but has a certificate of another authority.
+        let untrusted = theirs.credentials(CLIENT);
+        untrusted.replace_anchors(ours.anchors()).unwrap();
+        let (_, accepted) = handshake(&untrusted, &ours.credentials(SERVER), SERVER, NO_ALPN).await;
         assert_eq!(accepted.unwrap_err().failure(), HandshakeFailure::UnknownCa);
     }
 }
 
 #[tokio::test]
-async fn an_accepted_peer_is_refused_after_the_anchors_change() {
+async fn a_peer_that_was_accepted_is_refused_after_a_change_of_the_anchors() {
     let authority = Authority::new();
     let (client, server) = (authority.credentials(CLIENT), authority.credentials(SERVER));
     for _ in 0..2 {
@@ -260,7 +260,7 @@ async fn an_accepted_peer_is_refused_after_the_anchors_change() {
 }
 
 #[tokio::test]
-async fn an_expired_certificate_is_refused_by_each_side() {
+async fn each_side_refuses_an_expired_certificate() {
     let authority = Authority::new();
     let soon = Duration::from_secs(3);
     let expiring = Credentials::new(CLIENT.parse().unwrap(), SERVER_NAME, authority.anchors()).unwrap();
@@ -299,22 +299,22 @@ async fn a_certificate_without_identity_is_not_installed() {
 }
 
 #[tokio::test]
-async fn nothing_is_accepted_before_the_first_certificate() {
+async fn a_server_without_a_certificate_accepts_no_connection() {
     let authority = Authority::new();
-    let waiting = Credentials::new(SERVER.parse().unwrap(), SERVER_NAME, authority.anchors()).unwrap();
-    let (_, far) = duplex(64);
-    let error = server::accept(far, &waiting, Alpn::Unset).await.unwrap_err();
+    let uncertified = Credentials::new(SERVER.parse().unwrap(), SERVER_NAME, authority.anchors()).unwrap();
+    let (_, server_io) = duplex(64);
+    let error = server::accept(server_io, &uncertified, Alpn::Unset).await.unwrap_err();
     assert_eq!(error.failure(), HandshakeFailure::NotCertified);
     let certified = tokio::spawn({
-        let waiting = waiting.clone();
-        async move { waiting.wait_certified().await }
+        let uncertified = uncertified.clone();
+        async move { uncertified.wait_certified().await }
     });
-    waiting.install(authority.leaf(&[SERVER], in_an_hour())).unwrap();
+    uncertified.install(authority.leaf(&[SERVER], in_an_hour())).unwrap();
     certified.await.unwrap();
 }
 
 #[test]
-fn a_bad_leaf_changes_nothing() {
+fn an_invalid_certificate_is_not_installed() {
     let (ours, theirs) = (Authority::new(), Authority::new());
     let creds = ours.credentials(SERVER);
     for leaf in [
@@ -401,7 +401,7 @@ fn sni_is_found_in_whole_and_fragmented_hellos() {
 }
 
 #[test]
-fn every_prefix_of_a_hello_is_incomplete_until_the_name_is_there() {
+fn a_hello_is_incomplete_until_its_server_name_is_complete() {
     let hello = fragmented(&client_hello(SERVER), 100);
     let first = (0..=hello.len())
         .find(|length| server::parse_client_hello(&hello[..*length]) != ParsedHello::Incomplete)
@@ -461,13 +461,13 @@ proptest! {
     }
 
     #[test]
-    fn the_hello_parser_never_asks_for_more_than_its_limit(tail in proptest::collection::vec(any::<u8>(), HELLO_LIMIT..HELLO_LIMIT + 50)) {
+    fn the_hello_parser_never_needs_more_than_its_limit(tail in proptest::collection::vec(any::<u8>(), MAX_HELLO_BYTES..MAX_HELLO_BYTES + 50)) {
         let head = [22, 3, 1, 0x40, 0, 1, 0, 0x3f, 0xff];
         prop_assert_ne!(server::parse_client_hello(&[&head[..], &tail].concat()), ParsedHello::Incomplete);
     }
 
     #[test]
-    fn headers_survive_the_round_trip(header in header(), tail in proptest::collection::vec(any::<u8>(), 0..20)) {
+    fn a_transport_header_is_decoded_as_it_was_encoded(header in header(), tail in proptest::collection::vec(any::<u8>(), 0..20)) {
         let mut bytes = BytesMut::new();
         header.encode(&mut bytes);
         let length = bytes.len();
@@ -491,7 +491,7 @@ proptest! {
 static HELLO: std::sync::OnceLock<Vec<u8>> = std::sync::OnceLock::new();
 
 #[test]
-fn a_header_is_framed_as_peers_expect_it() {
+fn a_transport_header_is_encoded_as_linkerd_does() {
     let header = TransportHeader {
         port: 8080.try_into().unwrap(),
         name: None,
@@ -506,16 +506,16 @@ fn a_header_is_framed_as_peers_expect_it() {
 }
 
 #[test]
-fn bad_headers_are_refused_with_their_reason() {
+fn invalid_transport_headers_are_refused_with_the_reason() {
     let preface = b"transport.l5d.io/v1\r\n\r\n";
     for (bytes, reason) in [
         (
             b"transport.l5d.io/v2\r\n".to_vec(),
-            "bytes do not start with the preface of a transport header",
+            "the bytes do not start with the preface of a transport header",
         ),
         (
             [&preface[..], &[0, 1, 0, 1]].concat(),
-            "transport header of 65537 bytes, at most 65536 are accepted",
+            "the transport header has 65537 bytes, at most 65536 are accepted",
         ),
         (
             [&preface[..], &[0, 0, 0, 1, 0xff]].concat(),
@@ -523,7 +523,7 @@ fn bad_headers_are_refused_with_their_reason() {
         ),
         (
             [&preface[..], &[0, 0, 0, 0]].concat(),
-            "transport header with port 0, 1 to 65535 is accepted",
+            "the transport header has port 0, expected 1 to 65535",
         ),
     ] {
         match TransportHeader::decode(&bytes) {

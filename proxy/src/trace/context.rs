@@ -1,6 +1,6 @@
-//! The trace context of a request, from the headers `traceparent`, `grpc-trace-bin` or those of B3.
+//! The trace context of a request, from the header `traceparent` or `grpc-trace-bin`, or from B3 headers.
 //!
-//! Clients write these headers: a malformed one is ignored.
+//! Clients choose the values of these headers, so invalid ones are ignored.
 
 use base64::{
     Engine as _,
@@ -10,12 +10,12 @@ use base64::{
 use http::{HeaderMap, HeaderName, HeaderValue};
 use tulle_core::names::header::{B3_FLAGS, B3_PARENT, B3_SAMPLED, B3_SPAN, B3_TRACE, GRPC_TRACE, TRACEPARENT};
 
-/// A span of a trace, and whether the trace is sampled.
+/// The ids of a trace and of its current span, and whether the trace is sampled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Context {
-    pub(super) trace: [u8; 16],
-    /// The parent of the next span.
-    pub(super) span: [u8; 8],
+    pub(super) trace_id: [u8; 16],
+    /// The id of the parent of the next span.
+    pub(super) span_id: [u8; 8],
     pub(super) is_sampled: bool,
     format: PropagationFormat,
 }
@@ -38,8 +38,8 @@ impl Context {
             .or_else(|| value(&GRPC_TRACE).and_then(parse_grpc))
             .or_else(|| {
                 let sampled = value(&B3_SAMPLED).is_some_and(|value| matches!(value, b"1" | b"true"));
-                let debugged = value(&B3_FLAGS) == Some(b"1");
-                parse_b3(value(&B3_TRACE)?, value(&B3_SPAN)?, sampled || debugged)
+                let is_debug = value(&B3_FLAGS) == Some(b"1");
+                parse_b3(value(&B3_TRACE)?, value(&B3_SPAN)?, sampled || is_debug)
             })
     }
 
@@ -49,20 +49,20 @@ impl Context {
         matches!(sampled, Some(b"0" | b"false"))
     }
 
-    /// A new trace, starting at this proxy.
-    pub(super) fn new_trace(trace: [u8; 16], is_sampled: bool) -> Self {
+    /// A new trace, which starts at this proxy.
+    pub(super) fn new_trace(trace_id: [u8; 16], is_sampled: bool) -> Self {
         Self {
-            trace,
-            span: [0; 8],
+            trace_id,
+            span_id: [0; 8],
             is_sampled,
             format: PropagationFormat::W3c,
         }
     }
 
-    /// Writes the context with `span` as the parent of what follows, in the format that this context was read from.
-    pub(super) fn write(&self, span: [u8; 8], headers: &mut HeaderMap) {
+    /// Writes the context with `span_id` as the parent of later spans, in the format from which this context was read.
+    pub(super) fn write(&self, span_id: [u8; 8], headers: &mut HeaderMap) {
         let mut put = |name: HeaderName, text: String| {
-            // Hexadecimal and base64 are valid in headers.
+            // Hexadecimal and base64 text is always a valid header value.
             if let Ok(value) = HeaderValue::try_from(text) {
                 headers.insert(name, value);
             }
@@ -72,26 +72,26 @@ impl Context {
                 let flags = u8::from(self.is_sampled);
                 put(
                     TRACEPARENT,
-                    format!("00-{}-{}-{flags:02x}", hex(&self.trace), hex(&span)),
+                    format!("00-{}-{}-{flags:02x}", hex(&self.trace_id), hex(&span_id)),
                 );
             }
             PropagationFormat::Grpc => {
                 let mut bytes = vec![0, 0];
-                bytes.extend(self.trace);
+                bytes.extend(self.trace_id);
                 bytes.push(1);
-                bytes.extend(span);
+                bytes.extend(span_id);
                 bytes.extend([2, u8::from(self.is_sampled)]);
                 put(GRPC_TRACE, BASE64.encode(bytes));
             }
             PropagationFormat::B3 => {
-                put(B3_PARENT, hex(&self.span));
-                put(B3_SPAN, hex(&span));
+                put(B3_PARENT, hex(&self.span_id));
+                put(B3_SPAN, hex(&span_id));
             }
         }
     }
 }
 
-/// `<version>-<trace>-<span>-<flags>`; a later version may have more fields.
+/// Parses `traceparent`: `<version>-<trace>-<span>-<flags>`. A later version may have more fields.
 ///
 /// Source: W3C Trace Context, section 3.2.
 fn parse_w3c(text: &[u8]) -> Option<Context> {
@@ -108,15 +108,16 @@ fn parse_w3c(text: &[u8]) -> Option<Context> {
     }
     let [flags] = decode_hex::<1>(&head[50..])?;
     Context {
-        trace: decode_hex(&head[..32])?,
-        span: decode_hex(&head[33..49])?,
+        trace_id: decode_hex(&head[..32])?,
+        span_id: decode_hex(&head[33..49])?,
         is_sampled: flags & 1 == 1,
         format: PropagationFormat::W3c,
     }
     .if_valid()
 }
 
-/// A version, then fields in any order, each after its number: 0 is the trace, 1 the span, 2 the flags.
+/// Parses `grpc-trace-bin`: a version, then fields in any order, each after its number. 0 is the trace, 1 the span, 2 the
+/// flags.
 fn parse_grpc(text: &[u8]) -> Option<Context> {
     let decoded = BASE64.decode(text).ok()?;
     let (&[0], mut rest) = decoded.split_first_chunk()? else {
@@ -130,12 +131,12 @@ fn parse_grpc(text: &[u8]) -> Option<Context> {
         rest = match field {
             0 => {
                 let (trace, remaining) = remaining.split_first_chunk()?;
-                context.trace = *trace;
+                context.trace_id = *trace;
                 remaining
             }
             1 => {
                 let (span, remaining) = remaining.split_first_chunk()?;
-                context.span = *span;
+                context.span_id = *span;
                 remaining
             }
             2 => {
@@ -143,14 +144,14 @@ fn parse_grpc(text: &[u8]) -> Option<Context> {
                 context.is_sampled = flags & 1 == 1;
                 remaining
             }
-            // The length of an unknown field is unknown.
+            // An unknown field cannot be skipped, because its length is unknown.
             _ => break,
         };
     }
     context.if_valid()
 }
 
-/// A trace id of 8 bytes is the second half of one of 16.
+/// Parses the ids of B3. A trace id of 8 bytes is the second half of an id of 16 bytes.
 fn parse_b3(trace: &[u8], span: &[u8], is_sampled: bool) -> Option<Context> {
     let trace = match decode_hex::<8>(trace) {
         Some(half) => {
@@ -161,8 +162,8 @@ fn parse_b3(trace: &[u8], span: &[u8], is_sampled: bool) -> Option<Context> {
         None => decode_hex(trace)?,
     };
     Context {
-        trace,
-        span: decode_hex(span)?,
+        trace_id: trace,
+        span_id: decode_hex(span)?,
         is_sampled,
         format: PropagationFormat::B3,
     }
@@ -170,9 +171,9 @@ fn parse_b3(trace: &[u8], span: &[u8], is_sampled: bool) -> Option<Context> {
 }
 
 impl Context {
-    /// Ids that are all zero are invalid.
+    /// Returns `None` if an id is invalid, which means that it is zero.
     fn if_valid(self) -> Option<Self> {
-        (self.trace != [0; 16] && self.span != [0; 8]).then_some(self)
+        (self.trace_id != [0; 16] && self.span_id != [0; 8]).then_some(self)
     }
 }
 
@@ -193,25 +194,25 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// gRPC metadata may have padding or not.
+/// The encoding of gRPC metadata, with or without padding.
 const BASE64: GeneralPurpose = GeneralPurpose::new(
     &STANDARD,
     GeneralPurposeConfig::new().with_decode_padding_mode(DecodePaddingMode::Indifferent),
 );
 
-/// The headers of each format.
+/// The names of the headers of each format.
 #[cfg(any(test, fuzzing))]
 pub(crate) fn format_headers() -> [Vec<HeaderName>; 3] {
     [vec![TRACEPARENT], vec![GRPC_TRACE], vec![B3_TRACE, B3_SPAN]]
 }
 
-/// Checks that a context that is read and written is read the same again.
+/// Checks that a context stays the same if it is read, written, and read again.
 #[cfg(any(test, fuzzing))]
 pub(crate) fn check_round_trip(mut headers: HeaderMap) {
     if let Some(context) = Context::from_headers(&headers) {
         context.write([9; 8], &mut headers);
         let expected = Context {
-            span: [9; 8],
+            span_id: [9; 8],
             ..context
         };
         assert_eq!(Context::from_headers(&headers), Some(expected));
@@ -234,10 +235,10 @@ mod tests {
         headers
     }
 
-    /// Trace, span and whether it is sampled.
+    /// The ids of trace and span, and whether the trace is sampled.
     fn parsed(lines: &[(&'static str, &str)]) -> Option<(String, String, bool)> {
         let context = Context::from_headers(&headers(lines))?;
-        Some((hex(&context.trace), hex(&context.span), context.is_sampled))
+        Some((hex(&context.trace_id), hex(&context.span_id), context.is_sampled))
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Sends spans to a collector in batches; requests never wait for it.
+//! Sends spans to a collector in batches. Requests never wait for the collector.
 
 use std::{
     collections::BTreeMap,
@@ -27,7 +27,7 @@ use crate::{
 #[derive(Clone, Debug)]
 pub struct Config {
     pub collector: ControlAddr,
-    /// The fraction of requests without a trace that start one; default 0.
+    /// The fraction of requests without a trace for which the proxy starts one; default 0.
     pub sampling: f64,
     /// `service.name`; default `linkerd-proxy`.
     pub service: String,
@@ -57,17 +57,17 @@ struct Metrics {
 impl Config {
     /// The tracers, inbound and outbound, and the exporter of their spans.
     pub(crate) fn start(&self, channel: Channel, registry: &Registry) -> ([Tracer; 2], Exporter) {
-        let none = Labels::new();
-        let counter = |name, help| registry.counter(name, help).get(&none);
+        let no_labels = Labels::new();
+        let counter = |name, help| registry.counter(name, help).get(&no_labels);
         let dropped = registry.counter("tulle_trace_spans_dropped_total", "Spans that were not sent, by reason");
-        let dropped = |reason| dropped.get(&none.clone().with("reason", reason));
+        let dropped = |reason| dropped.get(&no_labels.clone().with("reason", reason));
         let (spans_tx, spans_rx) = mpsc::channel(MAX_QUEUE_SIZE);
-        let full = dropped("queue-full");
+        let queue_full = dropped("queue-full");
         let tracers = ["inbound", "outbound"].map(|direction| Tracer {
             direction,
             sampling: self.sampling,
             spans: spans_tx.clone(),
-            dropped: full.clone(),
+            dropped: queue_full.clone(),
         });
         let exporter = Exporter {
             spans: spans_rx,
@@ -197,8 +197,8 @@ impl Batch {
         self.spans.len() >= MAX_EXPORT_BATCH_SIZE || self.n_bytes >= MAX_EXPORT_BATCH_BYTES
     }
 
-    /// Waits until the batch is full, or its first span has waited [`SCHEDULE_DELAY`]; the batch stays empty if all tracers are
-    /// gone.
+    /// Adds spans until the batch is full, or its first span has waited for [`SCHEDULE_DELAY`]. The batch stays empty if all
+    /// tracers were dropped.
     async fn fill(&mut self, spans: &mut mpsc::Receiver<Span>) {
         let Some(first) = spans.recv().await else { return };
         self.push(first);
@@ -212,7 +212,7 @@ impl Batch {
     }
 }
 
-/// Labels in the format of a downward API volume: one `name="value"` on each line.
+/// Parses labels in the format of a downward API volume: one `name="value"` on each line.
 fn parse_labels(text: &str) -> BTreeMap<String, String> {
     let line = |line: &str| {
         let (name, value) = line.trim().split_once('=')?;
@@ -229,7 +229,7 @@ const MAX_EXPORT_BATCH_SIZE: usize = 1_000;
 const MAX_EXPORT_BATCH_BYTES: usize = 1 << 20;
 /// Maximum time that a span waits for its batch.
 const SCHEDULE_DELAY: Duration = Duration::from_secs(10);
-/// Timeout of the collector.
+/// Maximum time for sending one batch.
 const EXPORT_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[cfg(test)]

@@ -27,16 +27,16 @@ use crate::{
 #[derive(Clone)]
 pub(crate) struct Tracer {
     direction: &'static str,
-    /// The fraction of requests without a context that start a trace.
+    /// The fraction of requests without a trace context for which this proxy starts a trace.
     sampling: f64,
     spans: mpsc::Sender<trace::Span>,
     dropped: Arc<Counter>,
 }
 
-/// A request as a span of a trace.
+/// The span of one request. It is sent to the exporter when it is finished or dropped.
 pub(crate) struct RequestSpan {
     tracer: Tracer,
-    /// The span as it is exported; `None` after it has been finished.
+    /// The span to export; `None` after it is finished.
     data: Option<trace::Span>,
 }
 
@@ -67,10 +67,10 @@ impl Tracer {
             None if self.sampling > 0.0 && !Context::is_marked_unsampled(req.headers()) => {
                 let is_sampled = fastrand::f64() < self.sampling;
                 let context = Context::new_trace(fastrand::u128(1..).to_be_bytes(), is_sampled);
-                // A `tracestate` that came with an invalid `traceparent` belongs to another trace.
+                // If the request has a `tracestate` with an invalid `traceparent`, it belongs to another trace.
                 req.headers_mut().remove(names::TRACESTATE);
                 if !is_sampled {
-                    // Later hops must not decide differently.
+                    // Later hops must make the same decision.
                     context.write(new_span_id(), req.headers_mut());
                 }
                 context
@@ -92,12 +92,12 @@ impl Tracer {
         }
         let id = new_span_id();
         context.write(id, req.headers_mut());
-        let parent = match context.span {
+        let parent = match context.span_id {
             [0, 0, 0, 0, 0, 0, 0, 0] => Vec::new(), // the trace starts here
             span => span.to_vec(),
         };
         let span = trace::Span {
-            trace_id: context.trace.to_vec(),
+            trace_id: context.trace_id.to_vec(),
             span_id: id.to_vec(),
             trace_state: tracestate(req.headers()),
             parent_span_id: parent,
@@ -150,14 +150,14 @@ impl RequestSpan {
     }
 }
 
-/// Dropped before its end: the client has disconnected.
+/// If a span is dropped before it is finished, the client has disconnected.
 impl Drop for RequestSpan {
     fn drop(&mut self) {
         self.record(Err(&Error::ClientClosed));
     }
 }
 
-/// The `tracestate` header; dropped if it is too long, as the standard permits.
+/// The value of `tracestate`; empty if it is too long, as the standard permits.
 ///
 /// Source: W3C Trace Context, section 3.3.1.5.
 fn tracestate(headers: &HeaderMap) -> String {
@@ -189,17 +189,24 @@ fn attributes(direction: &'static str, req: &Request<Body>) -> Vec<KeyValue> {
     add("server.address", host.as_ref().map(|host| text(host.host())));
     let port = host.as_ref().and_then(|host| host.port_u16());
     add("server.port", port.map(|port| Value::IntValue(port.into())));
-    let headers = |name: &HeaderName| {
+    let header_text = |name: &HeaderName| {
         let value = headers.get(name)?;
         Some(text(&String::from_utf8_lossy(value.as_bytes())))
     };
-    add("user_agent.original", headers(&header::USER_AGENT));
-    add("http.request.header.content-length", headers(&header::CONTENT_LENGTH));
-    add("http.request.header.content-type", headers(&header::CONTENT_TYPE));
-    add("http.request.header.l5d-orig-proto", headers(&names::L5D_ORIG_PROTO));
+    add("user_agent.original", header_text(&header::USER_AGENT));
+    add(
+        "http.request.header.content-length",
+        header_text(&header::CONTENT_LENGTH),
+    );
+    add("http.request.header.content-type", header_text(&header::CONTENT_TYPE));
+    add(
+        "http.request.header.l5d-orig-proto",
+        header_text(&names::L5D_ORIG_PROTO),
+    );
     all
 }
 
+/// The host that the client addressed.
 fn host(uri: &Uri, headers: &HeaderMap) -> Option<http::uri::Authority> {
     let parse_header = |name: &str| headers.get(name)?.to_str().ok()?.parse().ok();
     parse_header("x-forwarded-host")
@@ -232,7 +239,7 @@ fn text(text: &str) -> Value {
     Value::StringValue(truncate(text).to_owned())
 }
 
-/// A text from the client, truncated to [`MAX_ATTRIBUTE_BYTES`].
+/// Truncates a text from the client to [`MAX_ATTRIBUTE_BYTES`].
 fn truncate(text: &str) -> &str {
     &text[..text.floor_char_boundary(MAX_ATTRIBUTE_BYTES)]
 }
@@ -358,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_trace_has_no_state_of_an_unreadable_one() {
+    fn a_new_trace_does_not_keep_the_tracestate_of_an_invalid_traceparent() {
         let (tracer, mut sent) = tracer(1.0);
         let mut req = request(Some("00-invalid"));
         req.headers_mut().insert(names::TRACESTATE, "shop=1".parse().unwrap());

@@ -1,4 +1,4 @@
-//! One declared probe, and how it is run.
+//! A declared probe and its execution.
 
 use std::net::SocketAddr;
 use std::num::NonZeroU16;
@@ -35,11 +35,11 @@ enum ProbeAction {
 pub(crate) enum InvalidProbe {
     #[error("the path of probe {path} is longer than 65534 bytes")]
     Path { path: String },
-    #[error("{name:?} of {path} is not the name of a header")]
+    #[error("{name:?} of probe {path} is not a valid header name")]
     HeaderName { path: String, name: String },
-    #[error("the value of header {name} of {path} has characters that headers cannot have")]
+    #[error("the value of header {name} of probe {path} has characters that are not permitted in headers")]
     HeaderValue { path: String, name: String },
-    #[error("the Host header of {path} is not a valid host")]
+    #[error("the Host header of probe {path} is not a valid host")]
     Host { path: String },
 }
 
@@ -47,7 +47,7 @@ impl Probe {
     /// Runs the probe once; the caller sets the timeout.
     ///
     /// # Errors
-    /// The probe failed without a status from the application.
+    /// The probe fails before the application has returned a status.
     pub(super) async fn check(&self, addr: SocketAddr, user_agent: &HeaderValue) -> Result<StatusCode, ProbeError> {
         match &self.action {
             ProbeAction::Connect => dial(addr).await.map(|_| StatusCode::OK),
@@ -94,11 +94,11 @@ impl TryFrom<OriginalProbe> for Probe {
     }
 }
 
-/// Headers as the kubelet sends them, and the value of a `Host` header.
+/// The headers that the kubelet would send, and the value of the `Host` header, if there is one.
 fn headers(path: &str, declared: Vec<Header>) -> Result<(HeaderMap, Option<Authority>), InvalidProbe> {
     let (mut headers, mut host) = (HeaderMap::new(), None);
     for Header { name, value } in declared {
-        let refused = || InvalidProbe::HeaderValue {
+        let invalid_value = || InvalidProbe::HeaderValue {
             path: path.to_owned(),
             name: name.clone(),
         };
@@ -106,13 +106,13 @@ fn headers(path: &str, declared: Vec<Header>) -> Result<(HeaderMap, Option<Autho
             path: path.to_owned(),
             name: name.clone(),
         })?;
-        let mut value = HeaderValue::from_bytes(value.as_bytes()).map_err(|_| refused())?;
+        let mut value = HeaderValue::from_bytes(value.as_bytes()).map_err(|_| invalid_value())?;
         match parsed {
             http::header::HOST if host.is_none() => {
-                let no_host = |_| InvalidProbe::Host { path: path.to_owned() };
-                host = Some(Authority::try_from(value.as_bytes()).map_err(no_host)?);
+                let invalid_host = |_| InvalidProbe::Host { path: path.to_owned() };
+                host = Some(Authority::try_from(value.as_bytes()).map_err(invalid_host)?);
             }
-            // Go sets these itself.
+            // Go, the language of the kubelet, sets these headers itself.
             http::header::HOST
             | http::header::CONTENT_LENGTH
             | http::header::TRANSFER_ENCODING

@@ -1,4 +1,4 @@
-//! Connections of probes, and why a probe fails.
+//! The connections of probes, and the errors of failed probes.
 
 use std::convert::Infallible;
 use std::io;
@@ -51,7 +51,7 @@ pub(super) async fn dial(addr: SocketAddr) -> Result<TcpStream, ProbeError> {
     stream.map_err(|source| ProbeError::Dial { addr, source })
 }
 
-/// Drives a connection while `work` uses it; an error of the connection makes `work` fail.
+/// Polls a connection while `work` uses it. If the connection fails, `work` fails too.
 pub(super) async fn drive_connection<T>(connection: impl Future, work: impl Future<Output = T>) -> T {
     let connection = async {
         connection.await;

@@ -15,19 +15,23 @@ use tulle_proto::health::health_client::HealthClient;
 
 use super::connection::{self, ProbeError};
 
+/// Calls the health check of `service`.
+///
+/// # Errors
+/// The call fails, or the status is not `SERVING`.
 pub(super) async fn check(
     addr: SocketAddr,
     service: &str,
     limit: Duration,
     user_agent: &HeaderValue,
 ) -> Result<(), ProbeError> {
-    let http = |source| ProbeError::Http { addr, source };
+    let http_error = |source| ProbeError::Http { addr, source };
     let stream = connection::dial(addr).await?;
     let (sender, connection) = http2::Builder::new(TokioExecutor::new())
         .timer(TokioTimer::new())
         .handshake(TokioIo::new(stream))
         .await
-        .map_err(http)?;
+        .map_err(http_error)?;
     let send = service_fn(move |mut req: Request<Body>| {
         req.headers_mut().insert(USER_AGENT, user_agent.clone());
         let mut sender = sender.clone();
@@ -43,13 +47,13 @@ pub(super) async fn check(
         service: service.to_owned(),
     });
     request.set_timeout(limit);
-    let answered = connection::drive_connection(connection, client.check(request)).await;
-    let answer = answered.map_err(|status| ProbeError::HealthCheck {
+    let result = connection::drive_connection(connection, client.check(request)).await;
+    let response = result.map_err(|status| ProbeError::HealthCheck {
         service: service.to_owned(),
         code: status.code(),
         message: status.message().to_owned(),
     })?;
-    match answer.into_inner().status() {
+    match response.into_inner().status() {
         ServingStatus::Serving => Ok(()),
         status => Err(ProbeError::NotServing {
             service: service.to_owned(),

@@ -1,5 +1,5 @@
-//! `httpGet` probes over TLS, as the kubelet makes them: the certificate is not verified, redirects to the same host are
-//! followed, one to another host is a success, and so is every other status from 200 to 399.
+//! `httpGet` probes over TLS, with the rules of the kubelet. The certificate is not verified. Redirects to the same host are
+//! followed. A redirect to another host is a success, as is any other status from 200 to 399.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::{Arc, LazyLock};
@@ -41,7 +41,7 @@ struct RequestTarget {
     host: Option<Authority>,
 }
 
-/// Sends the request and follows redirects on the same host.
+/// Sends the request, and follows redirects to the same host.
 pub(super) async fn send(
     action: &HttpGetAction,
     addr: SocketAddr,
@@ -61,8 +61,8 @@ pub(super) async fn send(
             user_agent,
         )
         .await?;
-        match request_target.follow(addr.ip(), &rsp) {
-            RedirectOutcome::Done => return Ok(rsp.status()),
+        match request_target.evaluate_redirect(addr.ip(), &rsp) {
+            RedirectOutcome::Final => return Ok(rsp.status()),
             RedirectOutcome::Follow(next) => request_target = next,
             RedirectOutcome::InvalidLocation(location) => return Err(ProbeError::Location { addr, location }),
         }
@@ -84,7 +84,7 @@ async fn send_request(
     if request_target.scheme == Scheme::HTTP {
         return send_http1(action, addr, request_target, user_agent, stream).await;
     }
-    // SNI does not allow addresses, so none is sent.
+    // An IP address is not permitted in SNI, so rustls sends no SNI.
     let name = ServerName::from(addr.ip());
     let tls = TlsConnector::from(TLS_CONFIG.clone()).connect(name, stream).await;
     let tls = tls.map_err(|source| ProbeError::Tls { addr, source })?;
@@ -158,9 +158,10 @@ async fn read_body(rsp: Response<Incoming>) -> Result<Response<()>, hyper::Error
     Ok(Response::from_parts(head, ()))
 }
 
-/// What a response means for redirects.
+/// The result of evaluating a response for redirects.
 enum RedirectOutcome {
-    Done,
+    /// The response is final.
+    Final,
     Follow(RequestTarget),
     /// A redirect with an invalid target.
     InvalidLocation(String),
@@ -201,14 +202,14 @@ impl RequestTarget {
         self.host.clone().unwrap_or_else(host_in_url)
     }
 
-    /// Whether to follow the response, and to which target.
-    fn follow(&self, host: IpAddr, rsp: &Response<()>) -> RedirectOutcome {
+    /// Whether the response is a redirect to follow, and its target.
+    fn evaluate_redirect(&self, host: IpAddr, rsp: &Response<()>) -> RedirectOutcome {
         let location = rsp
             .headers()
             .get(LOCATION)
-            .filter(|location| REDIRECTS.contains(&rsp.status()) && !location.is_empty());
+            .filter(|location| REDIRECT_STATUSES.contains(&rsp.status()) && !location.is_empty());
         let Some(location) = location else {
-            return RedirectOutcome::Done;
+            return RedirectOutcome::Final;
         };
         let invalid_location =
             || RedirectOutcome::InvalidLocation(String::from_utf8_lossy(location.as_bytes()).into_owned());
@@ -216,7 +217,7 @@ impl RequestTarget {
             return invalid_location();
         };
         let text = text.split('#').next().unwrap_or_default();
-        // As Go does, the probe's `Host` stays unless the reference has a scheme.
+        // As in Go, the probe's `Host` header also applies after the redirect, unless the reference has a scheme.
         let (absolute, next_host) = match text.strip_prefix("//") {
             Some(rest) => (Some(format!("{}://{rest}", self.scheme)), self.host.clone()),
             None => (is_absolute(text).then(|| text.to_owned()), None),
@@ -237,9 +238,9 @@ impl RequestTarget {
         let (Some(scheme), Some(authority)) = (parts.scheme, parts.authority) else {
             return invalid_location();
         };
-        // A redirect to another host is not followed, whatever its scheme is, as in the kubelet.
+        // As in the kubelet, a redirect to another host is not followed, whatever its scheme.
         if authority.host().trim_matches(['[', ']']).parse() != Ok(host) {
-            return RedirectOutcome::Done;
+            return RedirectOutcome::Final;
         }
         // Other schemes cannot be followed.
         if scheme != Scheme::HTTP && scheme != Scheme::HTTPS {
@@ -249,7 +250,7 @@ impl RequestTarget {
             .path_and_query
             .as_ref()
             .map_or(("/", None), |target| (target.path(), target.query()));
-        let Ok(path_and_query) = to_target(path, query).parse() else {
+        let Ok(path_and_query) = join_target(path, query).parse() else {
             return invalid_location();
         };
         RedirectOutcome::Follow(Self {
@@ -268,19 +269,19 @@ impl RequestTarget {
             None => (reference, None),
         };
         match path.chars().next() {
-            None => to_target(base, query.or_else(|| self.path_and_query.query())),
-            Some('/') => to_target(path, query),
+            None => join_target(base, query.or_else(|| self.path_and_query.query())),
+            Some('/') => join_target(path, query),
             Some(_) => {
                 let dir = &base[..=base.rfind('/').unwrap_or(0)];
-                to_target(&format!("{dir}{path}"), query)
+                join_target(&format!("{dir}{path}"), query)
             }
         }
     }
 }
 
-/// The request target of a redirect: without the path's dot segments (RFC 3986 section 5.2.4). Like Go, it keeps encoded ones,
-/// which a URL parser for browsers removes too.
-fn to_target(path: &str, query: Option<&str>) -> String {
+/// The request target with this path and query, without dot segments in the path (RFC 3986 section 5.2.4). Percent-encoded dot
+/// segments are kept, as in Go; URL parsers for browsers would remove them.
+fn join_target(path: &str, query: Option<&str>) -> String {
     let mut segments = Vec::new();
     for segment in path.split('/').skip(1) {
         match segment {
@@ -296,8 +297,8 @@ fn to_target(path: &str, query: Option<&str>) -> String {
     format!("/{}{query}", segments.join("/"))
 }
 
-/// The target of a request for a probe's path, as the kubelet makes it: with a leading slash, without a fragment, and
-/// percent-encoded where a URL requires it.
+/// The request target that the kubelet makes of a probe's path: with a leading slash, without a fragment, and percent-encoded
+/// where a URL requires it.
 ///
 /// # Errors
 /// The path is too long for a request target.
@@ -318,7 +319,7 @@ pub(super) fn path_to_target(declared: &str) -> Result<PathAndQuery, InvalidUri>
     }
     escape(
         path,
-        if is_url { PATH_BYTES } else { PATH_WITHOUT_ESCAPES },
+        if is_url { PATH_BYTES } else { PATH_BYTES_WITHOUT_ESCAPES },
         &mut target,
     );
     if let Some(query) = query {
@@ -328,7 +329,7 @@ pub(super) fn path_to_target(declared: &str) -> Result<PathAndQuery, InvalidUri>
     target.parse()
 }
 
-/// Whether a reference starts with a scheme and `://`; a URL in its query does not count.
+/// Whether a reference starts with a scheme and `://`. A URL in its query does not count.
 fn is_absolute(reference: &str) -> bool {
     let is_scheme = |scheme: &str| {
         scheme
@@ -355,9 +356,9 @@ fn escape(text: &str, allowed: &[u8], out: &mut String) {
 
 /// Accepts every certificate, as the kubelet's probes do: they check that the application works, not its identity.
 #[derive(Debug)]
-struct Unverified(Arc<CryptoProvider>);
+struct AcceptAnyCertificate(Arc<CryptoProvider>);
 
-impl ServerCertVerifier for Unverified {
+impl ServerCertVerifier for AcceptAnyCertificate {
     fn verify_server_cert(
         &self,
         _: &CertificateDer<'_>,
@@ -399,7 +400,7 @@ static TLS_CONFIG: LazyLock<Arc<ClientConfig>> = LazyLock::new(|| {
         .with_protocol_versions(&[&rustls::version::TLS13, &rustls::version::TLS12])
         .expect("the provider has suites of both versions")
         .dangerous()
-        .with_custom_certificate_verifier(Arc::new(Unverified(provider)))
+        .with_custom_certificate_verifier(Arc::new(AcceptAnyCertificate(provider)))
         .with_no_client_auth();
     config.resumption = rustls::client::Resumption::disabled();
     config.alpn_protocols = vec![HTTP2.to_vec(), b"http/1.1".to_vec()];
@@ -407,12 +408,12 @@ static TLS_CONFIG: LazyLock<Arc<ClientConfig>> = LazyLock::new(|| {
 });
 
 const HTTP2: &[u8] = b"h2";
-/// Maximum requests of one probe; the same as in Go's HTTP client.
+/// Maximum number of requests for one probe, as in Go's HTTP client.
 const MAX_REQUESTS: usize = 10;
-/// Maximum body bytes that are read; the same as in the kubelet.
+/// Maximum number of body bytes to read, as in the kubelet.
 const MAX_BODY_BYTES: usize = 10 * 1024;
 const ACCEPT_ANY: HeaderValue = HeaderValue::from_static("*/*");
-const REDIRECTS: [StatusCode; 5] = [
+const REDIRECT_STATUSES: [StatusCode; 5] = [
     StatusCode::MOVED_PERMANENTLY,
     StatusCode::FOUND,
     StatusCode::SEE_OTHER,
@@ -422,7 +423,7 @@ const REDIRECTS: [StatusCode; 5] = [
 /// Characters allowed unencoded in a path, in a query, and in a path whose percent signs are literal (RFC 3986 section 3.3).
 const PATH_BYTES: &[u8] = b"-._~!$&'()*+,;=:@/%";
 const QUERY_BYTES: &[u8] = b"-._~!$&'()*+,;=:@/%?";
-const PATH_WITHOUT_ESCAPES: &[u8] = b"-._~!$&'()*+,;=:@/";
+const PATH_BYTES_WITHOUT_ESCAPES: &[u8] = b"-._~!$&'()*+,;=:@/";
 
 #[cfg(test)]
 mod tests {
@@ -439,7 +440,7 @@ mod tests {
             for location in [location.as_bytes(), format!("https://{location}").as_bytes(), &text] {
                 let Ok(location) = HeaderValue::from_bytes(location) else { continue };
                 let rsp = Response::builder().status(302).header(LOCATION, location).body(()).unwrap();
-                if let RedirectOutcome::Follow(next) = request_target.follow(IpAddr::from([10, 0, 0, 1]), &rsp) {
+                if let RedirectOutcome::Follow(next) = request_target.evaluate_redirect(IpAddr::from([10, 0, 0, 1]), &rsp) {
                     prop_assert!(next.path_and_query.as_str().starts_with('/'));
                 }
             }
@@ -447,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn a_probes_path_becomes_the_target_that_the_kubelet_asks_for() {
+    fn the_path_of_a_probe_becomes_the_request_target_of_the_kubelet() {
         for (declared, expected) in [
             ("", "/"),
             ("/", "/"),
@@ -467,7 +468,7 @@ mod tests {
 
     /// The first rows are from RFC 3986 section 5.4.
     #[test]
-    fn a_redirect_has_no_dot_segments() {
+    fn dot_segments_of_a_redirect_are_resolved() {
         let request_target = RequestTarget {
             scheme: Scheme::HTTPS,
             port: None,
@@ -504,7 +505,7 @@ mod tests {
         }
     }
 
-    /// As Go does: the host of the URL is sent as written, with its port if it has one, unless the probe has a `Host` header.
+    /// As Go does, the host of the URL is sent unchanged, with its port if it has one, unless the probe has a `Host` header.
     #[test]
     fn a_port_is_sent_if_the_url_has_one() {
         for (location, addr, expected) in [
@@ -523,7 +524,8 @@ mod tests {
                 host: None,
             };
             let rsp = Response::builder().status(302).header(LOCATION, location);
-            let RedirectOutcome::Follow(next) = request_target.follow(addr.ip(), &rsp.body(()).unwrap()) else {
+            let RedirectOutcome::Follow(next) = request_target.evaluate_redirect(addr.ip(), &rsp.body(()).unwrap())
+            else {
                 panic!("{location}");
             };
             assert_eq!((next.port(), next.authority(addr).as_str()), (addr.port(), expected));
@@ -600,10 +602,10 @@ mod tests {
             if let Some(location) = location {
                 rsp = rsp.header(LOCATION, location);
             }
-            let next = request_target.follow(IpAddr::from([10, 0, 0, 1]), &rsp.body(()).unwrap());
+            let next = request_target.evaluate_redirect(IpAddr::from([10, 0, 0, 1]), &rsp.body(()).unwrap());
             match (next, expected) {
                 (RedirectOutcome::Follow(next), Some(expected)) => assert_eq!(next, expected, "{location:?}"),
-                (RedirectOutcome::Done, None) => {}
+                (RedirectOutcome::Final, None) => {}
                 _ => panic!("{status} {location:?}"),
             }
         }

@@ -2,11 +2,11 @@
 //!
 //! A `tcpSocket` probe would end at the proxy, which accepts connections even if the application does not listen. If a policy
 //! denies unauthenticated requests, it would deny `grpc` and HTTPS probes too, because the proxy cannot tell them from other
-//! requests. Therefore the injector points such probes here.
+//! requests. Therefore the injector redirects these probes to the admin server.
 //!
-//! Only declared probes are run, at the address to which the kubelet sent its request, with the probe's own timeout; the response
-//! is the result of the probe. Requests that arrive while the same probe is running share its result, so that the application
-//! gets one probe at a time.
+//! Only declared probes are run: at the address to which the kubelet sent its request, with the timeout of the probe. The
+//! response is the result of the probe. Requests that arrive while the same probe is running share its result, so that the
+//! application gets one probe at a time.
 
 mod check;
 mod connection;
@@ -33,7 +33,7 @@ pub(crate) use self::check::{InvalidProbe, Probe};
 use self::connection::ProbeError;
 use super::response::{AdminResponse, method_not_allowed};
 
-/// A probe that is served: its current runs and metrics.
+/// Runs one probe, and holds its current runs, log state and metrics.
 struct ProbeRunner {
     probe: Arc<Probe>,
     /// The current run, by the address to which the kubelet sent its request.
@@ -59,7 +59,8 @@ struct LogState {
     logged_at: Option<Instant>,
 }
 
-pub(super) fn routes(admin: Admin, probes: Vec<Probe>, registry: &Registry) -> Admin {
+/// Adds a route for each probe.
+pub(super) fn add_routes(admin: Admin, probes: Vec<Probe>, registry: &Registry) -> Admin {
     if probes.is_empty() {
         return admin;
     }
@@ -78,11 +79,11 @@ pub(super) fn routes(admin: Admin, probes: Vec<Probe>, registry: &Registry) -> A
             failed: probes_total.get(&labels.with("outcome", "failure")),
             probe: Arc::new(probe),
         });
-        admin.public_route(runner.probe.path.clone(), move |req| answer(runner.clone(), req))
+        admin.public_route(runner.probe.path.clone(), move |req| respond(runner.clone(), req))
     })
 }
 
-async fn answer(runner: Arc<ProbeRunner>, req: AdminRequest) -> AdminResponse {
+async fn respond(runner: Arc<ProbeRunner>, req: AdminRequest) -> AdminResponse {
     if req.method != Method::GET {
         return method_not_allowed("GET");
     }
@@ -97,7 +98,7 @@ fn is_kubelet(user_agent: &HeaderValue) -> bool {
 }
 
 impl ProbeRunner {
-    /// The result of the current run, or of a new one.
+    /// Returns the future of the current run, or starts a run.
     fn run_or_join(self: &Arc<Self>, local_ip: IpAddr, user_agent: HeaderValue) -> Shared<ProbeFuture> {
         let mut running = self.running.lock();
         let running_probe = running.get(&local_ip).and_then(WeakShared::upgrade);
@@ -114,14 +115,14 @@ impl ProbeRunner {
     async fn run(self: Arc<Self>, local_ip: IpAddr, user_agent: HeaderValue) -> ProbeResult {
         let probe = &self.probe;
         let addr = SocketAddr::new(local_ip, probe.port);
-        let checked = match tokio::time::timeout(probe.timeout, probe.check(addr, &user_agent)).await {
-            Ok(checked) => checked,
+        let outcome = match tokio::time::timeout(probe.timeout, probe.check(addr, &user_agent)).await {
+            Ok(outcome) => outcome,
             Err(_) => Err(ProbeError::Timeout {
                 addr,
                 limit: probe.timeout,
             }),
         };
-        let result = match checked {
+        let result = match outcome {
             Ok(status) => ProbeResult {
                 status,
                 text: format!("{addr}: {status}").into(),

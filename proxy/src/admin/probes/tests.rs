@@ -1,4 +1,4 @@
-//! Every kind of probe against real servers: healthy, slow, hanging and failing ones.
+//! Tests every kind of probe with servers that are healthy, fail, or never respond.
 
 use std::num::{NonZeroU16, NonZeroU32};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -25,7 +25,7 @@ use tulle_proto::health::{HealthCheckRequest, HealthCheckResponse};
 
 use super::*;
 
-/// An admin server with one readiness probe of container `app`, with a timeout of 1 s.
+/// An admin server with one readiness probe of container `app`, whose timeout is 1 s.
 struct TestAdmin {
     addr: SocketAddr,
     registry: Registry,
@@ -43,7 +43,7 @@ impl TestAdmin {
         };
         let registry = Registry::new();
         let admin = Admin::new(registry.clone(), Readiness::new());
-        let admin = routes(admin, vec![declared.try_into().unwrap()], &registry);
+        let admin = add_routes(admin, vec![declared.try_into().unwrap()], &registry);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
         let (signal, drain) = drain::channel();
@@ -110,13 +110,13 @@ impl TestAdmin {
     }
 }
 
-/// A port without a listener.
+/// The number of a port without a listener.
 async fn free_port() -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     listener.local_addr().unwrap().port()
 }
 
-/// A server that passes each connection to `serve`.
+/// Starts a server that passes each connection to `serve`; returns its port.
 async fn server<F>(serve: impl Fn(TcpStream) -> F + Send + 'static) -> u16
 where
     F: Future<Output = ()> + Send + 'static,
@@ -131,8 +131,8 @@ where
     port
 }
 
-/// A server that accepts and sends nothing.
-async fn hanging() -> u16 {
+/// Starts a server that accepts connections and sends nothing; returns its port.
+async fn silent_server() -> u16 {
     server(|mut stream| async move {
         let _ = stream.read_to_end(&mut Vec::new()).await;
     })
@@ -140,20 +140,20 @@ async fn hanging() -> u16 {
 }
 
 #[tokio::test]
-async fn a_tcp_probe_succeeds_as_soon_as_the_application_listens_and_as_long_as_it_does() {
+async fn a_tcp_probe_succeeds_while_the_application_listens() {
     let port = free_port().await;
-    let fixture = TestAdmin::tcp(port).await;
-    let (status, text) = fixture.send_probe().await;
+    let admin = TestAdmin::tcp(port).await;
+    let (status, text) = admin.send_probe().await;
     assert_eq!(status, 503);
     assert!(
         text.contains(&format!("127.0.0.1:{port}")) && text.contains("refused"),
         "{text}"
     );
     let listener = TcpListener::bind(("127.0.0.1", port)).await.unwrap();
-    assert_eq!(fixture.send_probe().await.0, 200);
+    assert_eq!(admin.send_probe().await.0, 200);
     drop(listener);
-    assert_eq!(fixture.send_probe().await.0, 503);
-    let page = fixture.registry.render();
+    assert_eq!(admin.send_probe().await.0, 503);
+    let page = admin.registry.render();
     let count = |outcome: &str| {
         let line = format!("tulle_probes_total{{container=\"app\",probe=\"readiness\",outcome=\"{outcome}\"}}");
         page.lines()
@@ -163,18 +163,18 @@ async fn a_tcp_probe_succeeds_as_soon_as_the_application_listens_and_as_long_as_
 }
 
 #[tokio::test]
-async fn only_declared_probes_are_made_and_only_for_get() {
-    let fixture = TestAdmin::tcp(hanging().await).await;
+async fn only_declared_probes_are_run_and_only_for_get() {
+    let admin = TestAdmin::tcp(silent_server().await).await;
     for path in [
         "/probes/app/liveness",
         "/probes/other/readiness",
         "/probes/app/readiness/",
         "/probes/",
     ] {
-        assert_eq!(fixture.send("GET", path).await.0, 404, "{path}");
+        assert_eq!(admin.send("GET", path).await.0, 404, "{path}");
     }
-    assert_eq!(fixture.send("POST", "/probes/app/readiness").await.0, 405);
-    assert_eq!(fixture.send("GET", "/probes/app/readiness?port=1").await.0, 200);
+    assert_eq!(admin.send("POST", "/probes/app/readiness").await.0, 405);
+    assert_eq!(admin.send("GET", "/probes/app/readiness?port=1").await.0, 200);
 }
 
 #[tokio::test]
@@ -188,9 +188,9 @@ async fn requests_that_arrive_during_a_probe_share_its_result() {
         }
     })
     .await;
-    let fixture = TestAdmin::grpc(None, port).await;
-    let answers = futures_util::future::join_all((0..20).map(|_| fixture.send_probe())).await;
-    for (status, text) in answers {
+    let admin = TestAdmin::grpc(None, port).await;
+    let results = futures_util::future::join_all((0..20).map(|_| admin.send_probe())).await;
+    for (status, text) in results {
         assert_eq!(status, 503, "{text}");
         assert!(text.contains("longer than 1s"), "{text}");
     }
@@ -226,7 +226,7 @@ async fn a_grpc_probe_succeeds_if_the_health_check_returns_serving() {
             .await;
     })
     .await;
-    let http1 = https_server(&[], Answers::default(), TestProtocol::Plain).await;
+    let http1 = https_server(&[], TestResponses::default(), TestProtocol::Plain).await;
     for (port, service, expected, reason) in [
         (health, None, 200, "200"),
         (health, Some("up"), 200, "200"),
@@ -234,11 +234,11 @@ async fn a_grpc_probe_succeeds_if_the_health_check_returns_serving() {
         (health, Some("unknown"), 503, "unknown service"),
         (health, Some("hangs"), 503, "longer than 1s"),
         (http1.0, None, 503, "HTTP"),
-        (hanging().await, None, 503, "longer than 1s"),
+        (silent_server().await, None, 503, "longer than 1s"),
         (free_port().await, None, 503, "refused"),
     ] {
-        let fixture = TestAdmin::grpc(service, port).await;
-        let (status, text) = fixture.send_probe().await;
+        let admin = TestAdmin::grpc(service, port).await;
+        let (status, text) = admin.send_probe().await;
         assert_eq!(status, expected, "{service:?}: {text}");
         assert!(
             text.contains(reason) || (reason == "HTTP" && text.contains("health check")),
@@ -247,9 +247,9 @@ async fn a_grpc_probe_succeeds_if_the_health_check_returns_serving() {
     }
 }
 
-/// What an HTTPS server answers, and the requests that it got.
+/// The responses of a test server, and the requests that it got.
 #[derive(Clone, Default)]
-struct Answers {
+struct TestResponses {
     location: Option<String>,
     seen: Arc<Mutex<Vec<String>>>,
 }
@@ -263,12 +263,12 @@ enum TestProtocol {
     TlsHttp2,
 }
 
-/// A server that answers `/<status>` with that status, and with the location if there is one.
-async fn https_server(alpn: &[&str], answers: Answers, wire: TestProtocol) -> (u16, Answers) {
+/// Starts a server that answers `/<status>` with this status, and with `location` if it is a redirect. Returns its port.
+async fn https_server(alpn: &[&str], responses: TestResponses, protocol: TestProtocol) -> (u16, TestResponses) {
     let key = rcgen::generate_simple_self_signed(["expired.test".to_owned()]).unwrap();
     let chain = vec![key.cert.der().clone()];
     let key = PrivateKeyDer::try_from(key.signing_key.serialize_der()).unwrap();
-    let versions = match wire {
+    let versions = match protocol {
         TestProtocol::Tls12 => &[&TLS12][..],
         _ => &[&TLS13, &TLS12],
     };
@@ -280,16 +280,16 @@ async fn https_server(alpn: &[&str], answers: Answers, wire: TestProtocol) -> (u
         .unwrap();
     config.alpn_protocols = alpn.iter().map(|name| name.as_bytes().to_vec()).collect();
     let acceptor = TlsAcceptor::from(Arc::new(config));
-    let shared = answers.clone();
+    let shared = responses.clone();
     let port = server(move |stream| {
-        let (acceptor, answers) = (acceptor.clone(), shared.clone());
+        let (acceptor, responses) = (acceptor.clone(), shared.clone());
         async move {
             let service = service_fn(move |req: Request<Incoming>| {
-                let answers = answers.clone();
-                async move { Ok::<_, std::convert::Infallible>(answers.answer(&req)) }
+                let responses = responses.clone();
+                async move { Ok::<_, std::convert::Infallible>(responses.respond(&req)) }
             });
             let http1 = hyper::server::conn::http1::Builder::new();
-            match wire {
+            match protocol {
                 TestProtocol::Plain => drop(http1.serve_connection(TokioIo::new(stream), service).await),
                 TestProtocol::TlsHttp2 => {
                     let Ok(tls) = acceptor.accept(stream).await else { return };
@@ -304,11 +304,11 @@ async fn https_server(alpn: &[&str], answers: Answers, wire: TestProtocol) -> (u
         }
     })
     .await;
-    (port, answers)
+    (port, responses)
 }
 
-impl Answers {
-    fn answer(&self, req: &Request<Incoming>) -> Response<Full<Bytes>> {
+impl TestResponses {
+    fn respond(&self, req: &Request<Incoming>) -> Response<Full<Bytes>> {
         let header = |name: &str| {
             let values = req.headers().get_all(name).iter();
             values
@@ -333,44 +333,44 @@ impl Answers {
         if let Some(location) = self.location.as_ref().filter(|_| (300..400).contains(&status)) {
             rsp = rsp.header("location", location);
         }
-        // More than the kubelet reads.
+        // The body is longer than the part that the kubelet reads.
         rsp.body(Full::from(vec![b'x'; 20_000])).unwrap()
     }
 }
 
 #[tokio::test]
-async fn an_https_probe_answers_as_the_application_does_whatever_its_certificate() {
-    for (wire, alpn) in [
+async fn an_https_probe_returns_the_status_of_the_application_with_any_certificate() {
+    for (protocol, alpn) in [
         (TestProtocol::Tls, &[][..]),
         (TestProtocol::Tls, &["http/1.1"]),
         (TestProtocol::Tls12, &[]),
         (TestProtocol::TlsHttp2, &["h2"]),
     ] {
-        let (port, _) = https_server(alpn, Answers::default(), wire).await;
+        let (port, _) = https_server(alpn, TestResponses::default(), protocol).await;
         for (path, expected) in [("/", 200), ("/204", 204), ("/302", 302), ("/404", 404), ("/500", 500)] {
-            let fixture = TestAdmin::https(path, &[], port).await;
-            let (status, text) = fixture.send_probe().await;
+            let admin = TestAdmin::https(path, &[], port).await;
+            let (status, text) = admin.send_probe().await;
             assert_eq!(status, expected, "{path}: {text}");
         }
     }
-    let (plain, _) = https_server(&[], Answers::default(), TestProtocol::Plain).await;
+    let (plain, _) = https_server(&[], TestResponses::default(), TestProtocol::Plain).await;
     for (port, reason) in [
         (plain, "TLS handshake"),
-        (hanging().await, "longer than 1s"),
+        (silent_server().await, "longer than 1s"),
         (free_port().await, "refused"),
     ] {
-        let fixture = TestAdmin::https("/", &[], port).await;
-        let (status, text) = fixture.send_probe().await;
+        let admin = TestAdmin::https("/", &[], port).await;
+        let (status, text) = admin.send_probe().await;
         assert_eq!(status, 503, "{text}");
         assert!(text.contains(reason), "{text}");
     }
 }
 
 #[tokio::test]
-async fn an_https_probe_sends_what_the_kubelet_would_send() {
-    let (port, answers) = https_server(&[], Answers::default(), TestProtocol::Tls).await;
-    let (h2_port, h2_answers) = https_server(&["h2"], Answers::default(), TestProtocol::TlsHttp2).await;
-    for (port, answers) in [(port, answers), (h2_port, h2_answers)] {
+async fn an_https_probe_sends_the_request_that_the_kubelet_would_send() {
+    let (port, responses) = https_server(&[], TestResponses::default(), TestProtocol::Tls).await;
+    let (h2_port, h2_responses) = https_server(&["h2"], TestResponses::default(), TestProtocol::TlsHttp2).await;
+    for (port, responses) in [(port, responses), (h2_port, h2_responses)] {
         for (path, headers, expected) in [
             (
                 "healthz?full=1",
@@ -393,9 +393,9 @@ async fn an_https_probe_sends_what_the_kubelet_would_send() {
                 format!("GET / host=127.0.0.1:{port} agent=mine accept= x="),
             ),
         ] {
-            let fixture = TestAdmin::https(path, headers, port).await;
-            assert_eq!(fixture.send_probe().await.0, 200, "{path}");
-            assert_eq!(answers.seen.lock().pop(), Some(expected));
+            let admin = TestAdmin::https(path, headers, port).await;
+            assert_eq!(admin.send_probe().await.0, 200, "{path}");
+            assert_eq!(responses.seen.lock().pop(), Some(expected));
         }
     }
 }
@@ -407,21 +407,21 @@ async fn an_https_probe_follows_redirects_on_the_same_host_with_ten_requests_at_
         ("https://elsewhere.test/login", 302, 1),
         ("/302", 503, 10),
     ] {
-        let answers = Answers {
+        let responses = TestResponses {
             location: Some(location.to_owned()),
-            ..Answers::default()
+            ..TestResponses::default()
         };
-        let (port, answers) = https_server(&[], answers, TestProtocol::Tls).await;
-        let fixture = TestAdmin::https("/302", &[], port).await;
-        let (status, text) = fixture.send_probe().await;
+        let (port, responses) = https_server(&[], responses, TestProtocol::Tls).await;
+        let admin = TestAdmin::https("/302", &[], port).await;
+        let (status, text) = admin.send_probe().await;
         assert_eq!(status, expected, "{location}: {text}");
-        assert_eq!(answers.seen.lock().len(), n_requests, "{location}");
+        assert_eq!(responses.seen.lock().len(), n_requests, "{location}");
     }
 }
 
 #[tokio::test]
 async fn an_incomplete_response_fails_the_probe() {
-    // A redirect leads to a plaintext server whose body is shorter than its content-length.
+    // The server redirects to a plaintext server whose body is shorter than its content-length.
     let broken = server(|mut stream| async move {
         let _ = stream.read(&mut [0; 1024]).await;
         let _ = stream
@@ -429,12 +429,12 @@ async fn an_incomplete_response_fails_the_probe() {
             .await;
     })
     .await;
-    let answers = Answers {
+    let responses = TestResponses {
         location: Some(format!("http://127.0.0.1:{broken}/")),
-        ..Answers::default()
+        ..TestResponses::default()
     };
-    let (port, _) = https_server(&[], answers, TestProtocol::Tls).await;
-    let fixture = TestAdmin::https("/302", &[], port).await;
-    let (status, text) = fixture.send_probe().await;
+    let (port, _) = https_server(&[], responses, TestProtocol::Tls).await;
+    let admin = TestAdmin::https("/302", &[], port).await;
+    let (status, text) = admin.send_probe().await;
     assert_eq!(status, 503, "{text}");
 }

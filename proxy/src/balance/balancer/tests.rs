@@ -17,7 +17,7 @@ const FAILFAST: Duration = Duration::from_secs(3);
 #[derive(Debug)]
 struct Peer {
     number: usize,
-    /// Counts checks; `None` if the peer cannot be checked.
+    /// Number of checks; `None` if the peer cannot be checked.
     n_checks: Option<AtomicUsize>,
     load: Load,
     breaker: Breaker,
@@ -78,7 +78,7 @@ fn peers_with(balancer: &Balancer<Peer>, count: usize, change: impl Fn(usize, Pe
     peers
 }
 
-/// Shares of the requests that peers with these latencies get at a fixed request rate, in virtual time.
+/// The share of requests that each peer gets at a fixed request rate, in virtual time. `millis` are the latencies of the peers.
 fn shares(strategy: Strategy, millis: &[u32], requests_per_second: u32) -> Vec<f64> {
     let balancer = balancer(strategy);
     peers(&balancer, millis.len());
@@ -114,8 +114,9 @@ fn a_slow_endpoint_gets_few_requests() {
     }
 }
 
-/// Requests for 8 s, one each 2 ms, to four peers, of which two do not respond. Returns when they got requests, in ms.
-fn lost_requests(strategy: Strategy, can_be_checked: bool) -> Vec<u32> {
+/// Sends one request every 2 ms for 8 s to four peers, of which the first two do not respond. Returns the times, in ms, at
+/// which these two got requests.
+fn lost_request_times(strategy: Strategy, can_be_checked: bool) -> Vec<u32> {
     let balancer = balancer(strategy);
     let all = peers_with(&balancer, 4, |_, peer| Peer {
         n_checks: can_be_checked.then(AtomicUsize::default),
@@ -141,7 +142,7 @@ fn lost_requests(strategy: Strategy, can_be_checked: bool) -> Vec<u32> {
         .map(|peer| peer.n_checks.as_ref().map(|n| n.load(Ordering::Relaxed)));
     let expected = can_be_checked.then_some(1);
     assert!(checks.take(2).all(|n| n == expected), "each is checked once");
-    // If none responds, all get requests.
+    // If no peer responds, requests go to all of them.
     let now = start + Duration::from_secs(20);
     let pending: Vec<_> = all.iter().map(|peer| InFlightGuard::new(peer.clone(), now)).collect();
     let later = now + Duration::from_secs(1);
@@ -156,13 +157,13 @@ fn lost_requests(strategy: Strategy, can_be_checked: bool) -> Vec<u32> {
 #[test]
 fn endpoints_that_stop_responding_get_few_requests_while_others_respond() {
     for strategy in [Strategy::PeakEwma, Strategy::RoundRobin] {
-        // An answer to the check is late after 40 ms.
-        let lost = lost_requests(strategy, true);
+        // The answer to the check is late after 40 ms.
+        let lost = lost_request_times(strategy, true);
         assert!(lost.iter().all(|ms| *ms <= 44), "{strategy:?}: {lost:?}");
         // A peer that cannot be checked gets at most one request at 40, 80, 160, … ms.
-        let lost = lost_requests(strategy, false);
-        let attempts = lost.iter().filter(|ms| **ms > 24).count();
-        assert!((2..=20).contains(&attempts), "{strategy:?}: {lost:?}");
+        let lost = lost_request_times(strategy, false);
+        let n_trials = lost.iter().filter(|ms| **ms > 24).count();
+        assert!((2..=20).contains(&n_trials), "{strategy:?}: {lost:?}");
     }
 }
 
@@ -181,7 +182,7 @@ fn a_peer_with_one_slow_request_keeps_its_share() {
         let _slow = InFlightGuard::new(all[0].clone(), start + MS);
         let mut n = 0;
         for request in 1..=100 {
-            // The peer answers checks at once. Requests are further apart than the limit.
+            // The peer answers checks at once. The time between two requests exceeds the limit.
             let now = start + 100 * MS * request;
             let peer = balancer.try_pick(now, &[]).unwrap();
             n += usize::from(peer.number == 0);
@@ -189,7 +190,7 @@ fn a_peer_with_one_slow_request_keeps_its_share() {
             InFlightGuard::new(peer, now).record_response(now + latency);
             all[0].load.record_response(now + MS);
         }
-        // With its request in flight it costs 2 ms, and the other 50 ms.
+        // The peer with the slow request in flight costs 2 ms, and the other one 50 ms.
         let expected = if strategy == Strategy::RoundRobin { 50 } else { 100 };
         assert_eq!(n, expected, "{strategy:?}");
     }
@@ -296,7 +297,7 @@ async fn after_one_timeout_requests_fail_fast_until_an_endpoint_is_available() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn requests_wait_for_a_backoff_and_one_of_them_probes() {
+async fn requests_wait_for_the_backoff_and_one_of_them_is_the_probe() {
     let balancer = balancer(Strategy::PeakEwma);
     let peers = peers(&balancer, 1);
     let start = Instant::now();
@@ -312,7 +313,7 @@ async fn requests_wait_for_a_backoff_and_one_of_them_probes() {
     assert!(second.is_ok());
     assert!(
         (200 * MS..250 * MS).contains(&waited),
-        "only the probe passes until then: {waited:?}"
+        "the second request waits for the next probe: {waited:?}"
     );
 }
 
@@ -367,7 +368,7 @@ async fn requests_woken_by_the_first_endpoints_do_not_fill_the_queue() {
     tokio::task::yield_now().await;
     assert_eq!(balancer.n_queued.load(Ordering::Relaxed), 3);
     peers(&balancer, 1);
-    // As a `pick` whose first attempt was before there were endpoints.
+    // A `pick` that found no endpoint before the update continues here.
     assert!(balancer.wait_for_endpoint(&[], &series()).await.is_ok());
     for waiter in waiters {
         assert_eq!(waiter.await.unwrap(), Ok(()));
@@ -375,7 +376,7 @@ async fn requests_woken_by_the_first_endpoints_do_not_fill_the_queue() {
 }
 
 #[test]
-fn waiting_is_boxed_so_that_picking_stays_small() {
+fn the_future_of_a_pick_is_small_because_the_wait_is_boxed() {
     let balancer = balancer(Strategy::PeakEwma);
     assert!(size_of_val(&balancer.pick(&[], &series())) <= 64);
 }

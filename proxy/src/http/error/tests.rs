@@ -15,8 +15,8 @@ fn refused() -> ConnectError {
     }
 }
 
-/// Errors at the side of the peer.
-fn errors_of_peers() -> Vec<Error> {
+/// Errors of [`Side::Upstream`].
+fn upstream_errors() -> Vec<Error> {
     let (addr, limit) = (ADDR, LIMIT);
     let tls = |cause| Error::Tls {
         addr,
@@ -67,8 +67,8 @@ fn errors_of_peers() -> Vec<Error> {
     ]
 }
 
-/// Errors at the side of the client.
-fn errors_of_clients() -> Vec<Error> {
+/// Errors of [`Side::Client`].
+fn client_errors() -> Vec<Error> {
     vec![
         Error::from_request_body("gone"),
         Error::InvalidRequest("the request target is invalid"),
@@ -82,8 +82,8 @@ fn errors_of_clients() -> Vec<Error> {
     ]
 }
 
-/// Errors at the side of the proxy.
-fn errors_of_the_proxy() -> Vec<Error> {
+/// Errors of [`Side::Proxy`].
+fn proxy_errors() -> Vec<Error> {
     vec![
         Error::QueueFull,
         Error::MaxInFlight,
@@ -99,8 +99,8 @@ fn errors_of_the_proxy() -> Vec<Error> {
     ]
 }
 
-/// Errors at the side of the policy.
-fn errors_of_policies() -> Vec<Error> {
+/// Errors of [`Side::Policy`].
+fn policy_errors() -> Vec<Error> {
     vec![
         Error::NoEndpoints,
         Error::QueueTimeout(LIMIT, UnavailableCause::Unreachable { after: None }),
@@ -128,12 +128,7 @@ fn errors_of_policies() -> Vec<Error> {
 
 #[test]
 fn the_errors_page_lists_every_status() {
-    let errors = [
-        errors_of_peers(),
-        errors_of_clients(),
-        errors_of_the_proxy(),
-        errors_of_policies(),
-    ];
+    let errors = [upstream_errors(), client_errors(), proxy_errors(), policy_errors()];
     for error in errors.into_iter().flatten() {
         let cause = causes::find(error.cause()).unwrap_or_else(|| panic!("{error:?}: {}", error.cause()));
         let status = error.status();

@@ -51,18 +51,18 @@ pub(crate) struct FailedExchange {
     pub(crate) request: Option<ResendableRequest>,
 }
 
-/// A request of which nothing is written on its connection.
+/// A request that is not written to its connection yet.
 struct UnsentRequest {
     message: encode::OutgoingMessage<Body>,
     method: Method,
     interims: Option<SharedInterimSink>,
 }
 
-/// A request that was written in one short piece, or not at all.
+/// A request that can be resent: it was written in one short write, or not at all.
 pub(crate) struct ResendableRequest {
     unsent: UnsentRequest,
     pub(crate) target: ResendTarget,
-    /// The connection, if the server ended it with FIN. A reset may follow.
+    /// The connection, if the server closed it with FIN. A reset may follow.
     closed_io: Option<Box<Io>>,
 }
 
@@ -82,9 +82,9 @@ pub(crate) enum ResendTarget {
     /// A new connection to the same endpoint: the request was not read, or the resend policy permits a resend and the connection
     /// was idle before.
     SameEndpoint,
-    /// Not this endpoint. Another one if the connection was idle before, or if both hold: the port of this endpoint is closed
-    /// now; and the kernel discarded the request, or the connection was reset. While the port is open, the request itself may be
-    /// what makes the application close a connection that was not idle.
+    /// Another endpoint. If the connection was not idle before, only on two conditions: the port of this endpoint is closed
+    /// now, and the kernel discarded the request or the connection was reset. While the port is open, the request itself may
+    /// be the reason why the application closed the connection.
     OtherEndpointIfPortClosed,
 }
 
@@ -255,10 +255,10 @@ impl Exchange {
         }
     }
 
-    /// Converts a missing response head to an error, with the request if it may be resent. `policy` permits the resend of a
-    /// request that the server may have processed. The first case that applies decides. The first three cases, in which the
-    /// request is returned, are only for one that was written in one short piece or not at all. To another endpoint, the caller
-    /// of `EndpointClient::send` resends its own copy, as [`Error::resendable`] says.
+    /// Converts a missing response head to an error. `policy` permits the resend of a request that the server may have
+    /// processed. The first case of the table that applies decides. The first three cases return the request too; they apply
+    /// only to a request that was written in one short write or not at all. For a resend to another endpoint, the caller of
+    /// `EndpointClient::send` has its own copy; [`Error::resendable`] permits it.
     ///
     /// | Case | May be resent |
     /// |---|---|
@@ -269,9 +269,9 @@ impl Exchange {
     /// | The connection was idle before, and `policy` permits it | to another endpoint |
     /// | Any other | no |
     ///
-    /// Only the kernel of this host can tell whether a local application has read the request: it answers data that can
-    /// no longer be read with a reset. A reset alone proves nothing, because an application can cause one after it has
-    /// read everything (`SO_LINGER` of 0).
+    /// Only the kernel of this host knows whether a local application has read the request: it answers data that cannot be
+    /// read any more with a reset. A reset alone is no proof, because an application can also cause one after it has read
+    /// everything (`SO_LINGER` of 0).
     pub(crate) async fn into_failure(self, head_error: ResponseHeadError, policy: ResendPolicy) -> FailedExchange {
         if let ResponseHeadError::Error(error) = head_error {
             return FailedExchange { error, request: None };
@@ -289,7 +289,7 @@ impl Exchange {
             Delivery::Read
         } else if got_fin
             && is_local
-            && !may_be_idle_close // it is resent in any case
+            && !may_be_idle_close // such a request is resent in any case
             && let Some(message) = &message
             && arrived_after_close(&io, message.n_unsent()).await
         {
@@ -349,7 +349,7 @@ impl Exchange {
         } else {
             ResponseIo::Whole(io)
         };
-        // As usual for small responses.
+        // The usual case of a small response: the body arrived with the head.
         let has_whole_body = !read_buffer.is_empty() && framing == Framing::Length(read_buffer.len() as u64);
         let mut received = ResponseBody {
             source: Some(source),
@@ -370,15 +370,15 @@ impl Exchange {
     }
 }
 
-/// What is known about a request that got no response.
+/// Whether the server has read a request that got no response, as far as known.
 #[derive(Clone, Copy)]
 enum Delivery {
-    /// No byte of it was written.
+    /// No byte of the request was written.
     NotWritten,
-    /// The application had closed the connection when it arrived, so the kernel discarded it.
+    /// The request arrived after the application had closed the connection, so the kernel discarded it.
     DiscardedUnread,
     MaybeRead,
-    /// The application has sent an interim response to it.
+    /// The application has sent an interim response.
     Read,
 }
 
@@ -407,8 +407,7 @@ fn send_rest(io: Io, mut message: encode::OutgoingMessage<Body>) -> ResponseIo {
 /// Maximum time that the request body is still sent after its response has ended.
 const REQUEST_BODY_GRACE: Duration = Duration::from_secs(1);
 
-/// Waits until [`REQUEST_BODY_GRACE`] has passed since the response body was dropped, and with it the receiver of the write
-/// half.
+/// Waits for [`REQUEST_BODY_GRACE`] after the response body was dropped, which holds the receiver of the write half.
 async fn wait_grace_after_response<T>(write_half_tx: &mut oneshot::Sender<T>) {
     write_half_tx.closed().await;
     tokio::time::sleep(REQUEST_BODY_GRACE).await;
@@ -426,7 +425,7 @@ async fn arrived_after_close(io: &Io, len: usize) -> bool {
 
 /// Whether the kernel reports that bytes written after the peer's FIN were discarded.
 async fn was_discarded(io: &Io) -> bool {
-    let _ = tokio::time::timeout(RESET_WAIT_TIMEOUT, io.wait_broken()).await;
+    let _ = tokio::time::timeout(RESET_WAIT_TIMEOUT, io.wait_for_error()).await;
     io.take_broken_pipe_error()
 }
 
@@ -469,7 +468,7 @@ fn poll_any_head(
 fn invalid_head_error(error: HeadError) -> Error {
     Error::InvalidResponse(match error {
         HeadError::TooLarge => "the response head is too long",
-        HeadError::InvalidFirstLine(what) | HeadError::Invalid(what) => what,
+        HeadError::InvalidFirstLine(reason) | HeadError::Invalid(reason) => reason,
     })
 }
 
@@ -482,6 +481,7 @@ fn is_reset(error: &io::Error) -> bool {
 
 /// A response body that is read from an HTTP/1 connection.
 pub(crate) struct ResponseBody {
+    /// `None` after the end of the body.
     source: Option<ResponseIo>,
     read_buffer: Bytes,
     framing: Framing,
@@ -490,6 +490,7 @@ pub(crate) struct ResponseBody {
 }
 
 enum ResponseIo {
+    /// Both halves of the connection.
     Whole(Box<Io>),
     /// A task still writes the request body to the other half, at most [`REQUEST_BODY_GRACE`] longer than this body
     /// exists. It returns that half through `write_half_rx` when the request body is written.
@@ -497,7 +498,7 @@ enum ResponseIo {
         read: ReadHalf<Io>,
         write_half_rx: oneshot::Receiver<WriteHalf<Io>>,
     },
-    /// No longer HTTP; the tunnel takes the connection.
+    /// The connection no longer carries HTTP. `None` after the tunnel has taken it.
     Upgraded(Option<Io>),
 }
 
@@ -558,9 +559,9 @@ impl ReceivedBody for ResponseBody {
                     return Poll::Ready(None);
                 }
                 Ok(DecodeStep::NeedsData) => {}
-                Err(wrong) => {
+                Err(reason) => {
                     self.source = None;
-                    return Poll::Ready(Some(Err(Error::InvalidResponse(wrong))));
+                    return Poll::Ready(Some(Err(Error::InvalidResponse(reason))));
                 }
             }
             match ready!(self.poll_fill(cx)) {

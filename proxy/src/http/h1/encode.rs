@@ -19,19 +19,19 @@ use tokio::{
 use crate::http::{
     body::Body,
     error::Error,
-    h1::{head::is_framing, read_buffer},
+    h1::{head::is_framing_header, read_buffer},
     header_map_pool, headers,
 };
 
-/// Maximum body bytes that are copied behind the head; larger data is written without a copy.
+/// Maximum size of body data that is copied behind the head. Larger data is written without a copy.
 const MAX_INLINE_BODY_BYTES: usize = 4 * 1024;
 
-/// Maximum body bytes that one write collects, if they are available. Each write costs one pass through the network
-/// stack, which takes at most 64 KiB at once.
+/// Maximum size of body data for one write. Each write costs one pass through the network stack, which takes at most 64 KiB at
+/// once.
 const MAX_WRITE_BYTES: usize = read_buffer::READ_BUFFER_BYTES;
 
-/// Maximum size of a request that is kept for a resend, in bytes. A server normally reads this much at once, so a
-/// request of this size that was written at once was read completely or not at all.
+/// Maximum size of a request that is kept for a resend, in bytes. A server normally reads this much in one call, so it has
+/// read all or nothing of such a request that was written in one call.
 const MAX_RESENDABLE_BYTES: usize = 4 * 1024;
 
 /// Maximum time that a head waits for a short body, so that one write sends both. The body is normally available at
@@ -44,14 +44,14 @@ impl<B: http_body::Body<Data = Bytes, Error = Error> + Unpin> SendableBody for B
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum BodyFraming {
-    /// Body bytes that are still missing.
+    /// Number of body bytes that are not encoded yet.
     Length(u64),
     Chunked,
     UntilClose,
 }
 
-/// A message that is being written. The order on the wire is `staged`, `data`, `chunk_end`, `deferred_end`, then what
-/// `body` still contains.
+/// A message that is being written. The order on the wire is `staged`, `data`, `chunk_end`, `deferred_end`, then the
+/// rest of `body`.
 pub(crate) struct OutgoingMessage<B> {
     /// Encoded bytes that are written first: the head, short body data, chunk sizes, trailers.
     staged: PooledBuffer,
@@ -75,7 +75,7 @@ pub(crate) struct OutgoingMessage<B> {
     io_error: fn(io::Error) -> Error,
 }
 
-/// Whether a head that could be written waits for its body.
+/// Whether a head that is ready to be written waits for its body.
 enum BodyWait {
     Never,
     /// The wait begins when the body is not available at once.
@@ -83,7 +83,7 @@ enum BodyWait {
     Until(Pin<Box<Sleep>>),
 }
 
-/// The parts of a request that its response depends on.
+/// The parts of a request line that affect the response.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RequestLine<'a> {
     pub(crate) version: Version,
@@ -156,8 +156,8 @@ pub(crate) fn encode_request<B: SendableBody>(req: Request<B>) -> OutgoingMessag
     }
 }
 
-/// Encodes the head of a response. Also returns `reuse`, or `Close` if the body ends when the connection closes or the head
-/// says so.
+/// Encodes the head of a response. Also returns `reuse`, or `Close` if the body ends with the connection or the head has
+/// `connection: close`.
 pub(crate) fn encode_response<B: SendableBody>(
     rsp: Response<B>,
     request: RequestLine<'_>,
@@ -244,7 +244,7 @@ fn put_status(out: &mut BytesMut, status: StatusCode) {
 /// Writes all headers except framing headers, which the writer chooses.
 fn put_headers(out: &mut BytesMut, headers: &HeaderMap) {
     for (name, value) in headers {
-        if is_framing(name) {
+        if is_framing_header(name) {
             continue;
         }
         out.reserve(name.as_str().len() + value.len() + 4);
@@ -287,7 +287,7 @@ impl OutgoingMessage<Body> {
 
 impl<B: SendableBody> OutgoingMessage<B> {
     /// Writes the available data; ready when the whole message is written. Repeats these steps:
-    /// 1. encodes what is available, or waits for a short body;
+    /// 1. encodes the available data, or waits for a short body;
     /// 2. if everything encoded is written: encodes the deferred end, or flushes and finishes;
     /// 3. writes once.
     ///
@@ -352,7 +352,7 @@ impl<B: SendableBody> OutgoingMessage<B> {
             && self.staged.len() < MAX_INLINE_BODY_BYTES
         {
             let frame = ready!(Pin::new(&mut self.body).poll_frame(cx));
-            let piece = frame.transpose()?.map_or(BodyPiece::End, BodyPiece::of_frame);
+            let piece = frame.transpose()?.map_or(BodyPiece::End, BodyPiece::from_frame);
             self.encode_available(cx, piece)?;
         }
         Poll::Ready(Ok(()))
@@ -402,7 +402,7 @@ impl<B: SendableBody> OutgoingMessage<B> {
                 return self.encode_data();
             }
             next = match Pin::new(&mut self.body).poll_frame(cx) {
-                Poll::Ready(Some(Ok(frame))) => BodyPiece::of_frame(frame),
+                Poll::Ready(Some(Ok(frame))) => BodyPiece::from_frame(frame),
                 Poll::Ready(None) => BodyPiece::End,
                 Poll::Ready(Some(Err(error))) => {
                     self.deferred_end = Some(Err(error));
@@ -468,7 +468,7 @@ impl<B: SendableBody> OutgoingMessage<B> {
         self.has_begun
     }
 
-    /// Whether only the end of the connection ends the body, so that the receiver cannot detect a truncated one.
+    /// Whether the body ends with the connection, so that the receiver cannot detect a truncated body.
     pub(crate) fn ends_with_connection(&self) -> bool {
         self.framing == BodyFraming::UntilClose
     }
@@ -496,11 +496,11 @@ enum BodyPiece {
 }
 
 impl BodyPiece {
-    fn of_frame(frame: http_body::Frame<Bytes>) -> Self {
+    fn from_frame(frame: http_body::Frame<Bytes>) -> Self {
         match frame.into_data().map_err(http_body::Frame::into_trailers) {
             Ok(data) => Self::Data(data),
             Err(Ok(trailers)) => Self::Trailers(trailers),
-            Err(Err(_)) => Self::End, // a frame has no other kind
+            Err(Err(_)) => Self::End, // never happens: a frame is data or trailers
         }
     }
 }
@@ -562,7 +562,7 @@ impl PieceQueue {
 struct PooledBuffer(BytesMut);
 
 thread_local! {
-    static SPARE: RefCell<Vec<BytesMut>> = const { RefCell::new(Vec::new()) };
+    static SPARE_BUFFERS: RefCell<Vec<BytesMut>> = const { RefCell::new(Vec::new()) };
 }
 
 const MAX_SPARE_BUFFERS: usize = 64;
@@ -570,7 +570,7 @@ const MAX_SPARE_BUFFER_BYTES: usize = 2 * MAX_INLINE_BODY_BYTES;
 
 impl PooledBuffer {
     fn take() -> Self {
-        let mut bytes = SPARE.with_borrow_mut(Vec::pop).unwrap_or_default();
+        let mut bytes = SPARE_BUFFERS.with_borrow_mut(Vec::pop).unwrap_or_default();
         bytes.reserve(1024);
         Self(bytes)
     }
@@ -584,7 +584,7 @@ impl Drop for PooledBuffer {
         let is_large = bytes.try_reclaim(MAX_SPARE_BUFFER_BYTES + 1);
         if bytes.capacity() > 0 && !is_large {
             // Fails only while the thread exits.
-            let _ = SPARE.try_with(|spare| {
+            let _ = SPARE_BUFFERS.try_with(|spare| {
                 let mut spare = spare.borrow_mut();
                 if spare.len() < MAX_SPARE_BUFFERS {
                     spare.push(bytes);
@@ -620,6 +620,7 @@ mod tests {
 
     use super::*;
 
+    /// The bytes of a request.
     async fn written<B>(req: Request<B>) -> String
     where
         B: http_body::Body<Data = Bytes, Error = std::convert::Infallible> + Unpin,
@@ -660,17 +661,17 @@ mod tests {
     }
 
     /// A body of three bytes that arrives later.
-    struct Late(Option<tokio::sync::oneshot::Receiver<Bytes>>);
+    struct LateBody(Option<tokio::sync::oneshot::Receiver<Bytes>>);
 
-    impl http_body::Body for Late {
+    impl http_body::Body for LateBody {
         type Data = Bytes;
         type Error = Error;
 
         fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
-            let Some(late) = &mut self.0 else {
+            let Some(receiver) = &mut self.0 else {
                 return Poll::Ready(None);
             };
-            let data = ready!(Pin::new(late).poll(cx)).unwrap();
+            let data = ready!(Pin::new(receiver).poll(cx)).unwrap();
             self.0 = None;
             Poll::Ready(Some(Ok(Frame::data(data))))
         }
@@ -689,7 +690,7 @@ mod tests {
         let (mut ours, mut theirs) = tokio::io::duplex(100_000);
         let (body_tx, body_rx) = tokio::sync::oneshot::channel();
         let post = Request::post("/").header("content-length", "3");
-        let mut message = encode_request(post.body(Late(Some(body_rx))).unwrap());
+        let mut message = encode_request(post.body(LateBody(Some(body_rx))).unwrap());
         let mut read = async || {
             let mut buf = [0; 100];
             let n = theirs.read(&mut buf).await.unwrap();
@@ -705,7 +706,7 @@ mod tests {
         };
         let (written, ()) = tokio::join!(writing, reading);
         written.unwrap();
-        assert!(message.into_resendable(Late(None)).is_none());
+        assert!(message.into_resendable(LateBody(None)).is_none());
     }
 
     #[tokio::test]
@@ -719,7 +720,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_failed_read_from_the_server_is_not_blamed_on_the_client() {
+    async fn a_failed_read_from_the_server_is_an_error_of_the_server() {
         let reset = Error::ServerIo(io::ErrorKind::ConnectionReset.into());
         let failed_body = StreamBody::new(stream::iter([Err::<Frame<Bytes>, _>(reset)]));
         let request_line = RequestLine {
@@ -738,7 +739,7 @@ mod tests {
     }
 
     #[test]
-    fn a_connection_closes_after_a_response_that_says_so() {
+    fn a_connection_closes_after_a_response_with_connection_close() {
         let request_line = RequestLine {
             version: Version::HTTP_11,
             method: &Method::GET,

@@ -6,15 +6,17 @@ use http_body::SizeHint;
 
 use crate::http::headers;
 
-/// Maximum size of the trailers of a chunked body.
+/// Maximum size of the trailers of a chunked body, in bytes.
 const MAX_TRAILER_BYTES: usize = 64 * 1024;
 /// Maximum size of a chunk-size line, extensions included.
 const MAX_CHUNK_LINE_BYTES: usize = 1024;
 
-/// Framing of a body, and what is left to read of it.
+/// Framing of a body, and the part of the body that is not read yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Framing {
+    /// No body, or a body that was read to its end.
     None,
+    /// Number of bytes that are left.
     Length(u64),
     Chunked(ChunkState),
     /// The body ends when the connection closes.
@@ -58,7 +60,7 @@ impl Framing {
     /// Takes the next piece of the body from `read_buffer`.
     ///
     /// # Errors
-    /// The framing is invalid; the error says why.
+    /// The framing is invalid; the error is the reason.
     pub(crate) fn decode(&mut self, read_buffer: &mut Bytes) -> Result<DecodeStep, &'static str> {
         loop {
             match self {
@@ -125,6 +127,7 @@ impl Framing {
     }
 }
 
+/// Takes up to `left` bytes from `read_buffer`; `None` if it is empty.
 fn take_up_to(read_buffer: &mut Bytes, left: &mut u64) -> Option<Bytes> {
     if read_buffer.is_empty() {
         return None;
@@ -169,10 +172,11 @@ fn parse_chunk_size(bytes: &[u8]) -> Result<Option<(usize, u64)>, &'static str> 
     }
 }
 
-/// Only CRLF ends a line, as for chunk sizes: with a lone LF, parsers disagree on the end of the message.
+/// Takes the trailers from `read_buffer`; `None` while they are incomplete. Only CRLF ends a line, because parsers disagree
+/// on a lone LF.
 fn parse_trailers(read_buffer: &mut Bytes) -> Result<Option<HeaderMap>, &'static str> {
     const INVALID: &str = "malformed or too large trailers";
-    let is_lone = |(at, byte): (usize, &u8)| *byte == b'\n' && (at == 0 || read_buffer[at - 1] != b'\r');
+    let is_lone_lf = |(at, byte): (usize, &u8)| *byte == b'\n' && (at == 0 || read_buffer[at - 1] != b'\r');
     let mut lines = [httparse::EMPTY_HEADER; MAX_STACK_HEADERS];
     match httparse::parse_headers(read_buffer, &mut lines) {
         Ok(httparse::Status::Complete((used, lines))) if used <= MAX_TRAILER_BYTES => {
@@ -180,31 +184,29 @@ fn parse_trailers(read_buffer: &mut Bytes) -> Result<Option<HeaderMap>, &'static
             for line in lines {
                 let name = HeaderName::from_bytes(line.name.as_bytes()).map_err(|_| "malformed trailer")?;
                 let value = HeaderValue::from_bytes(line.value).map_err(|_| "malformed trailer")?;
-                // Drop fields that apply to one hop or are reserved for proxies, so that they take no effect after the
-                // body.
+                // Drop fields that apply to one hop or are reserved for proxies.
                 if headers::is_forwarded_trailer(&name) {
                     trailers.append(name, value);
                 }
             }
-            if read_buffer[..used].iter().enumerate().any(is_lone) {
+            if read_buffer[..used].iter().enumerate().any(is_lone_lf) {
                 return Err(INVALID);
             }
             read_buffer.advance(used);
             Ok(Some(trailers))
         }
-        Ok(httparse::Status::Partial) if !read_buffer.iter().enumerate().any(is_lone) => Ok(None),
+        Ok(httparse::Status::Partial) if !read_buffer.iter().enumerate().any(is_lone_lf) => Ok(None),
         _ => Err(INVALID),
     }
 }
 
-/// Whether the bytes after the first `seen` contain the end of an empty line. Only then can a head be complete that was
-/// incomplete before.
+/// Whether an empty line ends after the first `seen` bytes. Only then can a head be complete that was incomplete before.
 pub(crate) fn has_new_empty_line(bytes: &[u8], seen: usize) -> bool {
     let new = &bytes[seen.saturating_sub(3)..];
     new.windows(2).any(|end| end == b"\n\n") || new.windows(3).any(|end| end == b"\n\r\n")
 }
 
-/// Maximum number of trailers, and of header lines that are parsed without a heap allocation.
+/// Maximum number of trailers. Also the maximum number of header lines that are parsed without a heap allocation.
 pub(super) const MAX_STACK_HEADERS: usize = 128;
 
 #[cfg(test)]
@@ -213,7 +215,7 @@ mod tests {
 
     use super::*;
 
-    /// Feeds `text` in pieces of `step` bytes and returns data and trailers, or the error.
+    /// Decodes `text` in pieces of `step` bytes. Returns the data and the trailers, or the error.
     fn decode(text: &[u8], step: usize) -> Result<(Vec<u8>, Option<HeaderMap>), &'static str> {
         let (mut framing, mut read_buffer, mut data) = (Framing::Chunked(ChunkState::Size), Bytes::new(), Vec::new());
         let mut pieces = text.chunks(step.max(1));

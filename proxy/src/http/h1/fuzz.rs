@@ -1,4 +1,4 @@
-//! Parses and encodes whole messages, for fuzz targets and property tests.
+//! Parses and encodes complete messages, for fuzz targets and property tests.
 
 use bytes::{Bytes, BytesMut};
 use futures_util::stream;
@@ -31,12 +31,13 @@ pub(crate) fn decode_chunked(
 ) -> Result<(Vec<u8>, HeaderMap, Vec<u8>), &'static str> {
     let mut read_buffer = Bytes::new();
     let mut framing = Framing::Chunked(ChunkState::Size);
-    let (data, trailers) = body(&mut framing, &mut read_buffer, pieces)?;
+    let (data, trailers) = decode_body(&mut framing, &mut read_buffer, pieces)?;
     let rest = [&read_buffer[..], &pieces.collect::<Vec<_>>().concat()].concat();
     Ok((data, trailers, rest))
 }
 
-fn body(
+/// Decodes a body; reads from `pieces` when the buffer is empty.
+fn decode_body(
     framing: &mut Framing,
     read_buffer: &mut Bytes,
     pieces: &mut dyn Iterator<Item = Bytes>,
@@ -56,16 +57,16 @@ fn body(
     }
 }
 
-/// Parses the requests of a connection, up to the first invalid one or the last one. Leaves the bytes after them.
-pub(crate) fn requests(bytes: &mut Bytes) -> Vec<ParsedMessage<(Method, String)>> {
+/// Parses the requests of a connection until one is invalid or ends the connection. Leaves the remaining bytes in `bytes`.
+pub(crate) fn parse_requests(bytes: &mut Bytes) -> Vec<ParsedMessage<(Method, String)>> {
     let mut all = Vec::new();
     while let Ok(Some(head)) = head::parse_request_head(bytes) {
         let (method, target) = (head.request.method().clone(), head.request.uri().to_string());
         let mut framing = head.framing;
-        let Ok((body, trailers)) = body(&mut framing, bytes, &mut std::iter::empty()) else {
+        let Ok((body, trailers)) = decode_body(&mut framing, bytes, &mut std::iter::empty()) else {
             break;
         };
-        let ends = !head.keep_alive
+        let is_last = !head.keep_alive
             || method == Method::CONNECT
             || head.request.headers().contains_key(header::UPGRADE)
             || head.request.version() != Version::HTTP_11;
@@ -75,7 +76,7 @@ pub(crate) fn requests(bytes: &mut Bytes) -> Vec<ParsedMessage<(Method, String)>
             body,
             trailers,
         });
-        if ends {
+        if is_last {
             break;
         }
     }
@@ -92,22 +93,22 @@ pub(crate) fn end_to_end_headers(headers: &HeaderMap) -> HeaderMap {
     headers
 }
 
-/// The trailers that are forwarded. A `connection` trailer is not, so it does not remove the trailers that it names.
+/// The trailers that are forwarded. A `connection` trailer is dropped, and the trailers that it names are kept.
 pub(crate) fn forwarded_trailers(trailers: &HeaderMap) -> HeaderMap {
     let lines = trailers.iter().filter(|(name, _)| headers::is_forwarded_trailer(name));
     lines.map(|(name, value)| (name.clone(), value.clone())).collect()
 }
 
 /// Encodes a request in each possible framing: with a length if it has no trailers, and chunked.
-pub(crate) fn encode_request_variants(whole: &ParsedMessage<(Method, String)>) -> Vec<Bytes> {
+pub(crate) fn encode_request_variants(message: &ParsedMessage<(Method, String)>) -> Vec<Bytes> {
     let encode = |(headers, body)| {
         let mut req = Request::new(body);
-        *req.method_mut() = whole.head.0.clone();
-        *req.uri_mut() = whole.head.1.parse().expect("the target was parsed before");
+        *req.method_mut() = message.head.0.clone();
+        *req.uri_mut() = message.head.1.parse().expect("the target was parsed before");
         *req.headers_mut() = headers;
         encoded(encode::encode_request(req))
     };
-    body_variants(whole).into_iter().map(encode).collect()
+    body_variants(message).into_iter().map(encode).collect()
 }
 
 /// Encodes a response to a request of this version and method, with its interim responses, in each possible framing.
@@ -134,27 +135,28 @@ pub(crate) fn encode_response_variants(response: &ParsedResponse, version: Versi
 }
 
 /// The possible framings of a message: each one as headers and body.
-fn body_variants<T>(whole: &ParsedMessage<T>) -> Vec<(HeaderMap, UnsyncBoxBody<Bytes, Error>)> {
-    let mut headers = whole.headers.clone();
+fn body_variants<T>(message: &ParsedMessage<T>) -> Vec<(HeaderMap, UnsyncBoxBody<Bytes, Error>)> {
+    let mut headers = message.headers.clone();
     headers::strip_hop_by_hop(&mut headers);
-    let body = Bytes::from(whole.body.clone());
+    let body = Bytes::from(message.body.clone());
     let mut all = Vec::new();
-    if whole.trailers.is_empty() {
+    if message.trailers.is_empty() {
         let known = Full::new(body.clone()).map_err(|never| match never {});
         all.push((headers.clone(), known.boxed_unsync()));
     }
-    if !body.is_empty() || !whole.trailers.is_empty() {
+    if !body.is_empty() || !message.trailers.is_empty() {
         headers.remove(header::CONTENT_LENGTH);
         let half = body.len() / 2;
         let pieces = [body.slice(..half), body.slice(half..)];
         let pieces = pieces.into_iter().filter(|piece| !piece.is_empty()).map(Frame::data);
-        let trailers = (!whole.trailers.is_empty()).then(|| Frame::trailers(whole.trailers.clone()));
+        let trailers = (!message.trailers.is_empty()).then(|| Frame::trailers(message.trailers.clone()));
         let frames: Vec<_> = pieces.chain(trailers).map(Ok).collect();
         all.push((headers, StreamBody::new(stream::iter(frames)).boxed_unsync()));
     }
     all
 }
 
+/// The bytes of a message.
 fn encoded<B: encode::SendableBody>(mut message: encode::OutgoingMessage<B>) -> Bytes {
     let mut out = Vec::new();
     let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
@@ -173,8 +175,8 @@ pub(crate) struct ParsedResponse {
     pub(crate) last: ParsedMessage<StatusCode>,
 }
 
-/// Parses the complete response to a request of this method. The second value is whether no bytes follow it.
-pub(crate) fn response(mut bytes: Bytes, method: &Method) -> Option<(ParsedResponse, bool)> {
+/// Parses the complete response to a request of this method. The second value is true if no bytes follow the response.
+pub(crate) fn parse_response(mut bytes: Bytes, method: &Method) -> Option<(ParsedResponse, bool)> {
     let mut interims = Vec::new();
     loop {
         let head = head::parse_response_head(&mut bytes, method).ok()??;
@@ -187,7 +189,7 @@ pub(crate) fn response(mut bytes: Bytes, method: &Method) -> Option<(ParsedRespo
             continue;
         }
         let mut framing = head.framing;
-        let (body, trailers) = body(&mut framing, &mut bytes, &mut std::iter::empty()).ok()?;
+        let (body, trailers) = decode_body(&mut framing, &mut bytes, &mut std::iter::empty()).ok()?;
         let last = ParsedMessage {
             head: status,
             headers,
@@ -198,7 +200,7 @@ pub(crate) fn response(mut bytes: Bytes, method: &Method) -> Option<(ParsedRespo
     }
 }
 
-/// Length of a request's head: parsed from all bytes at once, and parsed as the bytes arrive one at a time.
+/// Length of a request's head, parsed in two ways: from all bytes at once, and with bytes that arrive one at a time.
 pub(crate) fn request_head_lengths(bytes: &[u8]) -> [Option<usize>; 2] {
     head_lengths(bytes, |bytes| matches!(head::parse_request_head(bytes), Ok(Some(_))))
 }

@@ -1,8 +1,8 @@
 //! Parses the heads of requests and responses.
 //!
-//! A request that can be read in more than one way is refused. A response is refused if its end is ambiguous; harmless
-//! deviations are corrected, because the application worked before it got a proxy. Characters in a target that `Uri`
-//! rejects and servers accept are percent-encoded.
+//! A request is refused if parsers could interpret it in more than one way. A response is refused if its end is ambiguous.
+//! Other errors of responses are corrected, because applications must work as without a proxy. Characters of a target that
+//! servers accept, but `Uri` rejects, are percent-encoded.
 
 use std::mem::MaybeUninit;
 
@@ -50,15 +50,15 @@ pub(crate) enum HeadError {
 }
 
 impl From<&'static str> for HeadError {
-    fn from(what: &'static str) -> Self {
-        Self::Invalid(what)
+    fn from(reason: &'static str) -> Self {
+        Self::Invalid(reason)
     }
 }
 
 /// Parses a request head from the start of `bytes` and consumes it; `None` while it is incomplete.
 ///
 /// # Errors
-/// The bytes are not an HTTP/1 request, or can be read in more than one way.
+/// The bytes are not an HTTP/1 request, or parsers could interpret them in more than one way.
 pub(crate) fn parse_request_head(bytes: &mut Bytes) -> Result<Option<RequestHead>, HeadError> {
     match parse_strict_request(bytes) {
         Err(error @ HeadError::InvalidFirstLine(_)) => parse_with_encoded_target(bytes).unwrap_or(Err(error)),
@@ -66,7 +66,7 @@ pub(crate) fn parse_request_head(bytes: &mut Bytes) -> Result<Option<RequestHead
     }
 }
 
-/// Parses a request head with its target percent-encoded; `None` if there is nothing to encode.
+/// Parses a request head after percent-encoding its target; `None` if the target has nothing to encode.
 #[cold]
 fn parse_with_encoded_target(bytes: &mut Bytes) -> Option<Result<Option<RequestHead>, HeadError>> {
     let start = bytes.iter().position(|byte| *byte == b' ')? + 1;
@@ -82,8 +82,8 @@ fn parse_with_encoded_target(bytes: &mut Bytes) -> Option<Result<Option<RequestH
     Some(parsed)
 }
 
-/// Percent-encodes the characters of a target that [`Uri`] rejects and browsers encode; `None` if it has none. Scheme
-/// and authority stay unchanged.
+/// Percent-encodes the characters of a target that [`Uri`] rejects and browsers encode; `None` if the target has no such
+/// characters. Scheme and authority stay unchanged.
 ///
 /// Source: the path and query percent-encode sets of the WHATWG URL Standard, without the characters that `http`
 /// accepts.
@@ -138,9 +138,9 @@ fn parse_strict_request(bytes: &mut Bytes) -> Result<Option<RequestHead>, HeadEr
     if target.contains('#') {
         return Err("the request target has a fragment".into());
     }
-    *request.uri_mut() = Uri::from_maybe_shared(slice_of(bytes, target.as_bytes()))
+    *request.uri_mut() = Uri::from_maybe_shared(subslice(bytes, target.as_bytes()))
         .map_err(|_| HeadError::InvalidFirstLine("the request target is invalid"))?;
-    *request.version_mut() = version_of(version);
+    *request.version_mut() = http1_version(version);
     *request.headers_mut() = parse_headers(bytes, parsed.headers)?;
     consume(bytes, used);
     check_host(&mut request)?;
@@ -184,7 +184,7 @@ pub(crate) fn parse_response_head(bytes: &mut Bytes, method: &Method) -> Result<
         Err(error) => return Err(head_error(error)),
     };
     let mut response = Response::new(());
-    *response.version_mut() = version_of(parsed.version.unwrap_or(1));
+    *response.version_mut() = http1_version(parsed.version.unwrap_or(1));
     *response.status_mut() = parsed
         .code
         .and_then(|code| StatusCode::from_u16(code).ok())
@@ -208,7 +208,7 @@ pub(crate) fn parse_response_head(bytes: &mut Bytes, method: &Method) -> Result<
     }))
 }
 
-pub(super) fn is_framing(name: &HeaderName) -> bool {
+pub(super) fn is_framing_header(name: &HeaderName) -> bool {
     *name == header::CONTENT_LENGTH || *name == header::TRANSFER_ENCODING
 }
 
@@ -232,12 +232,12 @@ fn head_error(error: httparse::Error) -> HeadError {
     })
 }
 
-fn version_of(minor: u8) -> Version {
+fn http1_version(minor: u8) -> Version {
     if minor == 0 { Version::HTTP_10 } else { Version::HTTP_11 }
 }
 
 /// Returns `part`, a slice of `whole`, without a copy.
-fn slice_of(whole: &Bytes, part: &[u8]) -> Bytes {
+fn subslice(whole: &Bytes, part: &[u8]) -> Bytes {
     if part.is_empty() {
         Bytes::new()
     } else {
@@ -250,16 +250,16 @@ fn parse_headers(bytes: &Bytes, lines: &[httparse::Header<'_>]) -> Result<Header
     for line in lines {
         let name = HeaderName::from_bytes(line.name.as_bytes()).map_err(|_| "malformed header name")?;
         let value =
-            HeaderValue::from_maybe_shared(slice_of(bytes, line.value)).map_err(|_| "malformed header value")?;
+            HeaderValue::from_maybe_shared(subslice(bytes, line.value)).map_err(|_| "malformed header value")?;
         headers.append(name, value);
     }
     Ok(headers)
 }
 
-/// Allows at most one host. The authority of an absolute target replaces it, so that no later hop sees another one.
+/// Refuses a request with two hosts. The authority of an absolute target replaces `host`, so that no later hop sees another
+/// host. A request without a host is accepted: it can go to its original destination, as without a proxy.
 ///
-/// Source: RFC 9112 §3.2, and RFC 9110 §4.2.4 about userinfo. A request without a host is accepted: it can go to its original destination, as without a
-/// proxy.
+/// Source: RFC 9112 §3.2, and RFC 9110 §4.2.4 about userinfo.
 fn check_host(request: &mut Request<()>) -> Result<(), HeadError> {
     let mut hosts = request.headers().get_all(header::HOST).iter();
     let host = hosts.next();
@@ -284,7 +284,9 @@ fn check_host(request: &mut Request<()>) -> Result<(), HeadError> {
     Ok(())
 }
 
-/// Source: RFC 9112 §6.1 and §6.3. Where a server has a choice, this takes the stricter option.
+/// The framing of a request. Where the RFC permits two interpretations, the stricter one applies.
+///
+/// Source: RFC 9112 §6.1 and §6.3.
 fn framing_of_request(request: &Request<()>) -> Result<Framing, HeadError> {
     let headers = request.headers();
     let mut lengths = headers.get_all(header::CONTENT_LENGTH).iter();
@@ -314,8 +316,8 @@ fn framing_of_request(request: &Request<()>) -> Result<Framing, HeadError> {
     Ok(framing)
 }
 
-/// The framing, and whether the connection may be reused. It is not reused after a message with both framing headers and after a
-/// chunked HTTP/1.0 message, although their end is certain.
+/// The framing of a response, and whether the connection may be reused. It is not reused after a message with both framing
+/// headers or a chunked HTTP/1.0 message, although the end of these messages is certain.
 ///
 /// Source: RFC 9112 §6.1 and §6.3.
 fn framing_of_response(response: &Response<()>, method: &Method) -> Result<(Framing, bool), HeadError> {
@@ -336,7 +338,7 @@ fn framing_of_response(response: &Response<()>, method: &Method) -> Result<(Fram
             let allows_chunked = response.version() == Version::HTTP_11;
             Ok((Framing::Chunked(ChunkState::Size), length.is_none() && allows_chunked))
         }
-        // The header is hop-by-hop: without it, the receiver could not decode another coding.
+        // The proxy does not forward this header, so the receiver could not decode another coding.
         _ => Err("the transfer-encoding is not exactly chunked".into()),
     }
 }
@@ -367,6 +369,7 @@ fn content_length(headers: &HeaderMap) -> Result<Option<u64>, HeadError> {
     Ok(length)
 }
 
+/// Whether the connection stays open after the message.
 fn is_persistent(version: Version, headers: &HeaderMap) -> bool {
     let has_connection_token = |token: &[u8]| {
         headers.get_all(header::CONNECTION).iter().any(|value| {

@@ -1,8 +1,8 @@
 //! Idle connections to one address.
 //!
-//! A server may close an idle connection at any time, and a request that arrives at that moment is lost. So the pool
-//! does not use a connection in the last part of the server's keep-alive timeout, which the server announces or the
-//! pool observes.
+//! A server may close an idle connection at any time, and a request that arrives at that moment is lost. So the pool does not
+//! use a connection in the last part of the server's keep-alive timeout. The server announces this timeout, or the pool
+//! observes it.
 
 use std::{
     future::{Future, poll_fn},
@@ -73,9 +73,9 @@ struct IdleConnections {
 struct ServerKeepAlive {
     /// From the last response that announces it.
     announced: Option<Duration>,
-    /// An age at which the server has closed idle connections twice.
+    /// The age at which the server has closed two idle connections.
     observed: Option<ClosedConnection>,
-    /// The last connection that the server has closed. Another one confirms it.
+    /// The last connection that the server has closed. A second one confirms its age.
     unconfirmed: Option<ClosedConnection>,
 }
 
@@ -127,7 +127,8 @@ impl ServerKeepAlive {
     }
 }
 
-/// Connections are not used in this last part of the server's keep-alive timeout. For a timeout below 2 s it is half of it.
+/// Connections are not used in this last part of the server's keep-alive timeout. For a timeout below 2 s, it is half of the
+/// timeout.
 const KEEP_ALIVE_MARGIN: Duration = Duration::from_secs(1);
 /// Minimum age of a closed idle connection that counts as an observation.
 const MIN_OBSERVED_IDLE_AGE: Duration = Duration::from_millis(100);
@@ -198,7 +199,7 @@ impl ConnectionPool {
     }
 }
 
-/// Closes connections that were idle for the limit. Ends when no idle connection is left or the pool is dropped.
+/// Closes connections that have reached the idle limit. Ends when no idle connection is left or the pool is dropped.
 async fn close_idle(pool: std::sync::Weak<ConnectionPool>, mut at: Instant) {
     loop {
         sleep_until(at).await;
@@ -215,7 +216,7 @@ async fn close_idle(pool: std::sync::Weak<ConnectionPool>, mut at: Instant) {
             idle.sweep_is_running = false;
             return;
         };
-        // Wait for at least an eighth of the limit, so that one sweep closes many connections.
+        // Waits for at least an eighth of the limit, so that one sweep closes many connections.
         at = (*oldest + limit).max(now + limit / 8);
         drop(idle);
         drop(old);
@@ -227,7 +228,7 @@ fn is_usable(io: &mut Io) -> bool {
     let mut byte = [0];
     let mut buf = ReadBuf::new(&mut byte);
     let probe = poll_fn(|cx| Poll::Ready(Pin::new(&mut *io).poll_read(cx, &mut buf).is_pending()));
-    // Without the coop budget: a task that has used up its budget would get `Pending` whatever the socket holds.
+    // Without tokio's cooperative budget: a task that has used it up would get `Pending` even if the socket has data.
     let mut probe = pin!(unconstrained(probe));
     probe.as_mut().poll(&mut Context::from_waker(noop_waker_ref())) == Poll::Ready(true)
 }

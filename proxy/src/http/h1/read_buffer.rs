@@ -1,4 +1,5 @@
-//! One buffer per thread, which a connection borrows for a read. Its own `read_buffer` keeps the bytes that are not parsed yet.
+//! One buffer for each thread, which connections borrow for a read. The `read_buffer` of a connection keeps the bytes that
+//! are not parsed yet.
 
 use std::{
     cell::RefCell,
@@ -10,10 +11,10 @@ use std::{
 use bytes::{Bytes, BytesMut};
 use tokio::io::{AsyncRead, AsyncReadExt as _};
 
-/// Maximum bytes per read: with the overhead of an HTTP/2 frame, of four TLS records and of the TCP headers, they still fit into
-/// one packet of 64 KiB.
+/// Maximum size of one read. With the overhead of an HTTP/2 frame, four TLS records and the TCP headers, this fits into one
+/// packet of 64 KiB.
 pub(super) const READ_BUFFER_BYTES: usize = 60 * 1024;
-/// Reads of at least this size take the buffer; shorter ones are copied out of it.
+/// The result of a read of at least this size takes the buffer. Shorter results are copied.
 const MIN_ZERO_COPY_BYTES: usize = 8 * 1024;
 
 thread_local! {
@@ -42,8 +43,8 @@ where
     })
 }
 
-/// The bytes of a short read, as the owner type for `Bytes::from_owner`: bytes and reference count are one allocation, while
-/// `Bytes::from(Vec)` allocates a reference count at its first clone.
+/// The bytes of a short read, for `Bytes::from_owner`, which puts bytes and reference count into one allocation.
+/// `Bytes::from(Vec)` would allocate the reference count separately, at the first clone.
 struct FixedBuffer {
     bytes: [u8; FIXED_BUFFER_BYTES],
     len: usize,

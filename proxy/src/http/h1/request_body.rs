@@ -1,4 +1,4 @@
-//! The body of a request, read from its connection as it is polled.
+//! Request bodies of HTTP/1. A body reads from the connection when it is polled.
 
 use std::{
     io,
@@ -20,7 +20,7 @@ use crate::http::{
     },
 };
 
-/// The body of a request, read from its connection as it is polled.
+/// A request body that reads from the connection when it is polled.
 pub(crate) struct RequestBody {
     pub(super) connection: SharedServerConnection,
     pub(super) framing: Framing,
@@ -36,7 +36,7 @@ pub(super) struct IdleDeadline {
 }
 
 impl IdleDeadline {
-    /// Ready when the limit has passed.
+    /// Ready when the limit has passed. Bytes of the response restart it.
     fn poll(&mut self, cx: &mut Context<'_>, connection: &mut ServerConnection) -> Poll<()> {
         loop {
             let mut at = self.at.unwrap_or_else(|| Instant::now() + self.limit);
@@ -124,7 +124,13 @@ impl ReceivedBody for RequestBody {
                         }
                     }
                 }
-                Err(wrong) => return fail(connection, Error::from_request_body(wrong), RequestBodyState::Abandoned),
+                Err(reason) => {
+                    return fail(
+                        connection,
+                        Error::from_request_body(reason),
+                        RequestBodyState::Abandoned,
+                    );
+                }
             };
             if is_end {
                 self.is_ended = true;
@@ -164,7 +170,7 @@ impl Drop for RequestBody {
         if connection.request_state == RequestBodyState::ConnectionLost {
             return;
         }
-        // Skip bytes that are already buffered, which is often the whole of a short body.
+        // Skip bytes that are already buffered: often a short body is buffered completely.
         let is_complete = loop {
             match self.framing.decode(&mut connection.read_buffer) {
                 Ok(DecodeStep::Data(_)) => {}

@@ -44,7 +44,7 @@ use crate::{
     net::io::Io,
 };
 
-/// Why the server reads no further request. Ordinary ends are errors too, so that `?` ends the connection.
+/// Why the server reads no further request. An ordinary end is also returned as an error, so that `?` ends the connection.
 enum ConnectionEnd {
     /// This proxy closes the connection, because the client has closed it, it was idle for too long, its last response is written,
     /// or the proxy drains.
@@ -201,8 +201,8 @@ impl PendingExchange {
         (exchange, request)
     }
 
-    /// Whether to check if the client closes the connection. Not without keep-alive: such a client may send FIN after its
-    /// request, which under TLS counts as a close.
+    /// Whether to check if the client closes the connection. False without keep-alive: such a client may send FIN after its
+    /// request, and under TLS a FIN counts as a close.
     fn watches_for_close(&self) -> bool {
         self.keep_alive
     }
@@ -330,8 +330,8 @@ async fn close(connection: SharedServerConnection) -> Result<(), Error> {
         let connection = connection.lock();
         connection.request_state == RequestBodyState::Complete && connection.read_buffer.is_empty()
     };
-    // The request body may still hold the connection. Then dropping this reference sends no FIN, so the connection is shut
-    // down explicitly.
+    // If the request body still holds the connection, dropping this reference sends no FIN. The connection is then shut down
+    // explicitly.
     let is_sole_owner = Arc::strong_count(&connection) == 1;
     let closed = match is_done {
         true if is_sole_owner => poll_fn(|cx| connection.lock().io.poll_close_notify(cx)).await,
@@ -351,7 +351,7 @@ const ASSUMED_REQUEST_LINE: RequestLine<'static> = RequestLine {
 struct HeadReader<'a> {
     config: &'a HttpLimits,
     memory: &'a ClientHeadMemory,
-    /// Memory for a head that is large and not complete.
+    /// Memory for a large incomplete head.
     reserved: HeadReservation,
     idle_deadline: Option<Instant>,
     head_deadline: Option<Instant>,
@@ -404,7 +404,7 @@ impl<'a> HeadReader<'a> {
             }
         }
         if read_buffer.len() <= UNRESERVED_HEAD_BYTES {
-            // A few bytes would keep the whole buffer of the read that they arrived with.
+            // Copies the few bytes, so that they do not keep the large buffer of their read allocated.
             *read_buffer = Bytes::copy_from_slice(read_buffer);
         }
         self.reserved
@@ -419,11 +419,11 @@ impl<'a> HeadReader<'a> {
             };
             self.idle_deadline = Some(Instant::now() + timeout);
         }
-        let (until, limit) = match is_idle {
+        let (deadline, limit) = match is_idle {
             true => (&mut self.idle_deadline, self.config.idle_timeout),
             false => (&mut self.head_deadline, self.config.header_read_timeout),
         };
-        timer.set(*until.get_or_insert_with(|| Instant::now() + limit));
+        timer.set(*deadline.get_or_insert_with(|| Instant::now() + limit));
         ready!(timer.poll(cx));
         match is_idle {
             // A request in the socket buffer is served, even if the runtime has not reported the socket as readable yet.
@@ -441,7 +441,7 @@ impl<'a> HeadReader<'a> {
         let n_before = read_buffer.len();
         let head = head::parse_request_head(read_buffer).map_err(|error| match error {
             HeadError::TooLarge => self.size_error(),
-            HeadError::InvalidFirstLine(what) | HeadError::Invalid(what) => Error::InvalidRequest(what),
+            HeadError::InvalidFirstLine(reason) | HeadError::Invalid(reason) => Error::InvalidRequest(reason),
         })?;
         let used = match head {
             Some(_) => n_before.saturating_sub(read_buffer.len()),
@@ -565,7 +565,7 @@ mod tests {
         connected
     }
 
-    async fn status_of(client: &mut TcpStream) -> String {
+    async fn read_status(client: &mut TcpStream) -> String {
         let mut status = vec![0; "HTTP/1.1 200".len()];
         client.read_exact(&mut status).await.unwrap();
         String::from_utf8(status).unwrap()
@@ -584,7 +584,7 @@ mod tests {
         for _ in 0..40 {
             let mut client = connect(&stack, 1).await;
             client.write_all(&head_start).await.unwrap();
-            unfinished.push(async move { (status_of(&mut client).await, client) });
+            unfinished.push(async move { (read_status(&mut client).await, client) });
         }
         let mut refused = Vec::new();
         for _ in 0..40 - 16 {
@@ -593,12 +593,12 @@ mod tests {
 
         let mut other = connect(&stack, 2).await;
         other.write_all(b"GET / HTTP/1.1\r\nhost: web\r\n\r\n").await.unwrap();
-        assert_eq!(status_of(&mut other).await, "HTTP/1.1 200");
+        assert_eq!(read_status(&mut other).await, "HTTP/1.1 200");
         let mut other = connect(&stack, 3).await;
         other.write_all(&head_start).await.unwrap();
         refused.extend(unfinished.next().await); // the other client gets the memory of this head
         other.write_all(b"\r\n\r\n").await.unwrap();
-        assert_eq!(status_of(&mut other).await, "HTTP/1.1 200");
+        assert_eq!(read_status(&mut other).await, "HTTP/1.1 200");
 
         assert!(
             refused.iter().all(|(status, _)| status == "HTTP/1.1 503"),
@@ -608,7 +608,7 @@ mod tests {
         assert_eq!(counted.sum("tulle_failures_total", &[("cause", "overload")]), 25.);
     }
 
-    /// A connection that waits for a request, of which it has read `read_buffer`.
+    /// A connection that waits for a request and has read `read_buffer`.
     fn waiting_connection(stream: TcpStream, read_buffer: Bytes) -> ServerConnection {
         ServerConnection {
             io: Io::tcp(Tcp::new(stream)),

@@ -36,13 +36,14 @@ pub(super) struct ServerConnection {
     /// Encoded interim responses that are not yet sent to the client.
     pub(super) unsent_interims: BytesMut,
     pub(super) request_state: RequestBodyState,
-    /// Last write of response bytes while the request is incomplete; the request body takes it for its idle timeout.
+    /// Time of the last write of response bytes while the request is incomplete. It restarts the idle timeout of the request
+    /// body.
     pub(super) wrote_at: Option<Instant>,
-    /// Set after the client's FIN.
+    /// `None` before the client has sent FIN.
     pub(super) next_close_check: Option<CloseCheck>,
     /// Wakes the server when the request body has ended or was dropped.
     pub(super) server_waker: Option<Waker>,
-    /// Used by the server while it waits for the client, or by the request body while it waits for data.
+    /// The server uses it while it waits for the client, and the request body uses it while it waits for data.
     pub(super) timer: ResettableTimer,
 }
 
@@ -77,8 +78,8 @@ pub(super) enum RequestBodyState {
 
 impl ServerConnection {
     /// Ready when the client no longer waits for its response: the connection failed, or the kernel reports it as closed. A
-    /// client that only sent FIN still gets its response. Without `check_close`, only a loss within the request body
-    /// counts.
+    /// client that has only sent FIN still gets its response. Without `check_close`, only a connection that is lost within the
+    /// request body counts.
     pub(super) fn poll_client_closed(&mut self, cx: &mut Context<'_>, check_close: bool) -> Poll<Error> {
         // Write pending interim responses. An error occurs again when the response is written.
         let _ = self.poll_interims(cx);
@@ -129,11 +130,11 @@ impl ServerConnection {
         }
     }
 
-    /// Decides, at the final response, what becomes of a request body whose client still waits for `100 Continue`.
+    /// Decides at the final response whether a request body is still read if its client waits for `100 Continue`.
     pub(super) fn stop_awaiting_continue(&mut self, status: StatusCode) {
         if self.request_state == RequestBodyState::AwaitingContinue {
-            // With a successful response, the application may still read a body that the client sends although it got no
-            // `100 Continue`. With any other, the body is not read; if it arrives, it must not be parsed as a request.
+            // After a successful response, the application may still read the body, which the client may send without `100
+            // Continue`. After any other response, the body is not read, and must not be parsed as a request if it arrives.
             self.request_state = match status.is_success() {
                 true => RequestBodyState::Receiving,
                 false => RequestBodyState::Abandoned,
@@ -230,7 +231,7 @@ impl AsyncWrite for ConnectionIo<'_> {
     }
 }
 
-/// Delay before the first check whether a client that sent FIN has closed the connection. A close also starts with FIN.
+/// Delay before the first check whether a client that sent FIN has closed the connection.
 const FIRST_CLOSE_CHECK_DELAY: Duration = Duration::from_millis(10);
 /// Maximum delay between these checks while the response is outstanding.
 const MAX_CLOSE_CHECK_DELAY: Duration = Duration::from_secs(1);

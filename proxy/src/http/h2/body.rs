@@ -22,7 +22,7 @@ pub(crate) struct StreamBody {
     origin: BodyOrigin,
     /// Bytes that are still missing according to `content-length`; `None` without one.
     n_remaining: Option<u64>,
-    /// Cancels the request body, which is still being sent, if this response body is dropped before its end.
+    /// Cancels the rest of the request body if this response body is dropped before its end.
     cancel_upload: Option<oneshot::Sender<()>>,
     /// Idle timeout of a client's body; created by the first wait for data.
     idle: Option<Box<IdleTimeout>>,
@@ -37,7 +37,7 @@ pub(super) enum BodyOrigin {
     Server,
 }
 
-/// Shared by a response and its request body: sent response bytes restart the body's idle timeout.
+/// Shared by a response and its request body: each sent part of the response restarts the idle timeout of the request body.
 pub(super) struct ResponseProgress {
     pub(super) sent_since_check: AtomicBool,
     /// Maximum time without bytes in either direction.
@@ -62,7 +62,7 @@ struct IdleTimeout {
 }
 
 impl IdleTimeout {
-    /// Ready when no bytes were forwarded in either direction for the idle timeout.
+    /// Ready with the timeout error when no bytes were forwarded in either direction for the idle timeout.
     fn poll(&mut self, cx: &mut Context<'_>, progress: &ResponseProgress) -> Poll<Error> {
         let limit = progress.idle_timeout;
         loop {
@@ -105,7 +105,7 @@ impl StreamBody {
     }
 
     /// Cancels the request body if the response body is dropped before its end.
-    pub(super) fn cancelling_upload(mut self, cancel_upload: Option<oneshot::Sender<()>>) -> Self {
+    pub(super) fn with_upload_cancellation(mut self, cancel_upload: Option<oneshot::Sender<()>>) -> Self {
         self.cancel_upload = cancel_upload;
         self
     }
@@ -131,7 +131,7 @@ impl StreamBody {
     fn poll_stream(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
         match ready!(self.stream.poll_data(cx)) {
             Some(Ok(data)) => {
-                // The window opens as the receiver takes data, so nothing is buffered here.
+                // The receiver takes the data now, so the window opens again.
                 let _ = self.stream.flow_control().release_capacity(data.len());
                 self.n_remaining = self.n_remaining.map(|left| left.saturating_sub(data.len() as u64));
                 Poll::Ready(Some(Ok(Frame::data(data))))
@@ -153,7 +153,7 @@ impl StreamBody {
     fn map_error(&self, error: h2::Error) -> Error {
         match self.origin {
             BodyOrigin::Client(_) => Error::from_request_body(error),
-            // We reset the stream because the request body failed: its client has disconnected or stopped sending.
+            // This proxy has reset the stream because the request body failed: the client has disconnected or stopped sending.
             BodyOrigin::Server if error.is_reset() && !error.is_remote() && !error.is_library() => Error::ClientClosed,
             BodyOrigin::Server => Error::H2(error),
         }

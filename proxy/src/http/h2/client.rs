@@ -45,7 +45,7 @@ use crate::{
     net::io::Io,
 };
 
-/// Sends one request on a connection, and counts as one of its streams.
+/// Sends one request on a connection, and reserves one of its streams.
 pub(crate) struct StreamSender {
     send: SendRequest<Bytes>,
     token: StreamToken,
@@ -67,7 +67,7 @@ struct StreamLimit {
 }
 
 impl StreamLimit {
-    fn streams(&self) -> usize {
+    fn max_streams(&self) -> usize {
         self.max_streams.load(Ordering::Relaxed)
     }
 }
@@ -80,7 +80,7 @@ pub(crate) struct SharedConnection {
     settings_rx: watch::Receiver<bool>,
     limit: Arc<StreamLimit>,
     upgraded_streams: UpgradedStreamCounter,
-    /// When the connection was opened, or a request last found no free stream on the connections before it.
+    /// When the connection was opened, or when a request last used it because the connections before it had no free stream.
     last_needed_at: Instant,
 }
 
@@ -91,7 +91,7 @@ pub(crate) struct ExtendedConnectSender {
     guard: UpgradedStreamGuard,
 }
 
-/// Tokens that belong to no stream: that of the windows and that of [`SharedConnection`].
+/// Number of tokens that belong to no stream: one of the windows, and one of [`SharedConnection`].
 const N_TOKENS_WITHOUT_STREAMS: usize = 2;
 
 impl SharedConnection {
@@ -107,7 +107,7 @@ impl SharedConnection {
 
     /// Whether the peer permits another stream.
     pub(crate) fn has_free_stream(&self) -> bool {
-        self.n_streams() < self.limit.streams()
+        self.n_streams() < self.limit.max_streams()
     }
 
     /// Whether the peer's stream limit is still unknown.
@@ -168,7 +168,7 @@ impl ExtendedConnectWait {
         if received != Ok(true) || !self.send.is_extended_connect_protocol_enabled() || is_closed(&mut self.send) {
             return None;
         }
-        // These streams live long, so they may use only half of the streams that the peer permits.
+        // These streams are open for a long time, so they may use only half of the streams that the peer permits.
         let max_streams = self.send.current_max_send_streams() / 2;
         Some(ExtendedConnectSender {
             guard: self.upgraded_streams.try_acquire(max_streams)?,
@@ -185,7 +185,8 @@ fn is_closed(send: &mut SendRequest<Bytes>) -> bool {
     matches!(polled, Poll::Ready(Err(_)))
 }
 
-/// Stream limit of `h2` before the peer's settings arrive. Settings never set this value: `h2` uses `usize::MAX` for no limit.
+/// Stream limit of `h2` before the peer's settings arrive. Different from each limit after that: `h2` uses `usize::MAX` for
+/// no limit.
 const UNKNOWN_MAX_STREAMS: usize = usize::MAX - 1;
 /// Maximum time a request waits for a free stream when no further connection can be dialled. Also the maximum time an extended
 /// CONNECT waits for the peer's settings.
@@ -338,17 +339,17 @@ pub(crate) async fn send(
 }
 
 impl SettingsWait {
-    /// Ready when the peer's settings permit no stream, and still none after [`FREE_STREAM_TIMEOUT`].
+    /// Ready when the peer's settings permit no stream for [`FREE_STREAM_TIMEOUT`].
     async fn wait_free_stream_timeout(mut self) {
         if self.settings_rx.wait_for(|received| *received).await.is_err() {
             std::future::pending::<()>().await; // the connection has ended; `send_request` returns its error
         }
         loop {
-            if self.limit.streams() > 0 {
+            if self.limit.max_streams() > 0 {
                 std::future::pending::<()>().await;
             }
             sleep(FREE_STREAM_TIMEOUT).await;
-            if self.limit.streams() == 0 {
+            if self.limit.max_streams() == 0 {
                 return;
             }
         }
@@ -383,7 +384,7 @@ async fn send_request(
             if let Some(body) = &mut sending {
                 match body.poll_send(cx) {
                     Poll::Ready(Err(error)) if error.is_request_body_error() => return Poll::Ready(Err(error)),
-                    // A peer that stops reading may still send a response, which says what happened.
+                    // A peer that stops reading may still send a response with the reason.
                     Poll::Ready(_) => sending = None,
                     Poll::Pending => {}
                 }
@@ -406,7 +407,7 @@ async fn send_request(
         head
     };
     let response = head.map_err(|error| stream_error(error, addr))?;
-    Ok(with_body(response, token).map(|body| Body::from(body.cancelling_upload(cancel_upload))))
+    Ok(with_stream_body(response, token).map(|body| Body::from(body.with_upload_cancellation(cancel_upload))))
 }
 
 /// Sends the rest of a request body. While data waits for the peer's window, the request body is not polled and cannot report a
@@ -444,12 +445,12 @@ pub(crate) async fn send_extended_connect(
             response.map(|received| Body::upgraded(UpgradedStream::new(stream, received, token).with_guard(guard)))
         );
     }
-    // The tunnel is refused, so end our side. The peer may have closed the stream.
+    // The peer refuses the tunnel, so this side ends. An error means that the peer has closed the stream.
     let _ = stream.send_data(Bytes::new(), true);
-    Ok(with_body(response, token).map(Body::from))
+    Ok(with_stream_body(response, token).map(Body::from))
 }
 
-fn with_body(response: Response<RecvStream>, token: StreamToken) -> Response<StreamBody> {
+fn with_stream_body(response: Response<RecvStream>, token: StreamToken) -> Response<StreamBody> {
     let content_length = headers::content_length(response.headers());
     response.map(|stream| StreamBody::new(stream, BodyOrigin::Server, content_length, token))
 }

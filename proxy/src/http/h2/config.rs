@@ -1,3 +1,5 @@
+//! Settings of HTTP/2 connections.
+
 use std::time::Duration;
 
 /// HTTP/2 settings of one side of a connection.
@@ -14,9 +16,9 @@ pub(crate) struct Http2Config {
     /// `SETTINGS_MAX_CONCURRENT_STREAMS` sent to clients; `None` sends no limit. Not used on connections to servers.
     pub(crate) max_concurrent_streams: Option<u32>,
     pub(crate) max_send_buffer_bytes: Option<usize>,
-    /// Maximum streams that a client has opened and reset before the server accepts them.
+    /// Maximum number of streams that a client has opened and reset before the server has accepted them.
     pub(crate) max_pending_reset_streams: Option<usize>,
-    /// Maximum streams reset by this client that are remembered, so that late frames for them are ignored.
+    /// Maximum number of streams that this client has reset and that `h2` remembers, so that it ignores late frames.
     pub(crate) max_reset_streams: Option<usize>,
     /// Maximum header list size of one request or response, in bytes.
     pub(crate) max_header_list_bytes: u32,
@@ -43,24 +45,24 @@ impl Default for Http2Config {
             max_send_buffer_bytes: None,
             max_pending_reset_streams: None,
             max_reset_streams: None,
-            max_header_list_bytes: Self::header_list_limit_for(64 << 10),
+            max_header_list_bytes: Self::header_list_limit(64 << 10),
             max_total_header_list_bytes: Self::DEFAULT_TOTAL_HEADER_LIST_BYTES,
         }
     }
 }
 
 impl Http2Config {
-    /// Large body chunks fit into one frame: 4 % less CPU in bulk transfers than with the protocol's 16 KiB. Plaintext clients
-    /// get 16 KiB, as from most servers.
+    /// Frame size with which large chunks of a body fit into one frame: bulk transfers use 4 % less CPU than with the
+    /// protocol's 16 KiB. Plaintext clients get 16 KiB, as from most servers.
     pub(crate) const LARGE_FRAME_SIZE: u32 = 64 << 10;
 
-    /// 16 MiB: about 16,000 requests of usual size. A peer's proxy sends all requests of one of its workers on one
-    /// connection.
+    /// 16 MiB: enough for about 16,000 requests of usual size. A peer's proxy sends all requests of a worker on one connection.
     pub(crate) const DEFAULT_TOTAL_HEADER_LIST_BYTES: usize = 16 << 20;
 
-    /// Header list limit for an HTTP/1 head limit of `head` bytes. A line of n bytes in HTTP/1, with its colon, space and
-    /// CRLF, counts n + 28 here (RFC 9113, section 6.5.2); for n of 10 or more this is less than 4 n.
-    pub(crate) fn header_list_limit_for(head: usize) -> u32 {
-        u32::try_from(head.saturating_mul(4)).unwrap_or(u32::MAX)
+    /// The header list limit that corresponds to `max_head_bytes`, the limit of an HTTP/1 head. A line of n bytes in HTTP/1,
+    /// with its colon, space and CRLF, counts n + 28 here (RFC 9113, section 6.5.2); for n of 10 or more this is less than 4
+    /// n.
+    pub(crate) fn header_list_limit(max_head_bytes: usize) -> u32 {
+        u32::try_from(max_head_bytes.saturating_mul(4)).unwrap_or(u32::MAX)
     }
 }

@@ -18,10 +18,10 @@ use tokio::{
 
 use crate::http::h2::config::Http2Config;
 
-/// Counts the open streams of a connection by its clones, but only approximately. Each body that is received, each upgraded
-/// stream, each request that the proxy sends, until its response head, and each upload that continues after it, holds a clone.
-/// Two further clones belong to no stream (`N_TOKENS_WITHOUT_STREAMS` of server and client). Dropping a clone wakes a request
-/// that waits for a stream.
+/// The number of its clones is approximately the number of open streams of a connection. These hold a clone: each body that is
+/// received, each upgraded stream, each sent request until its response head, and each upload that continues after that. Two
+/// further clones belong to no stream (`N_TOKENS_WITHOUT_STREAMS` of server and client). Dropping a clone wakes a request that
+/// waits for a stream.
 #[derive(Clone, Default)]
 pub(super) struct StreamToken(Arc<Option<Arc<StreamWaiters>>>);
 
@@ -41,7 +41,7 @@ impl StreamToken {
         Self(Arc::new(Some(waiters)))
     }
 
-    /// Number of clones, including this one and the others that belong to no stream.
+    /// Number of clones, including those that belong to no stream.
     pub(super) fn n_tokens(&self) -> usize {
         Arc::strong_count(&self.0)
     }
@@ -80,7 +80,7 @@ impl Default for StreamWaiters {
 /// Stream limit of a peer whose settings have never arrived: the minimum that RFC 9113, section 6.5.2, recommends.
 const DEFAULT_MAX_STREAMS: usize = 100;
 
-/// A waiting request.
+/// A request that waits for a free stream.
 pub(crate) struct StreamWaiter<'a>(&'a StreamWaiters);
 
 impl StreamWaiters {
@@ -102,7 +102,7 @@ impl StreamWaiters {
 }
 
 impl StreamWaiter<'_> {
-    /// Ready when a stream may have become free since the future was created and enabled.
+    /// Ready when a stream may have become free after the future was enabled.
     pub(crate) fn freed(&self) -> Notified<'_> {
         self.0.freed.notified()
     }
@@ -148,7 +148,7 @@ impl FlowControlWindows {
     /// Shrinks the windows at once when there are more streams than they are sized for. Enlarges them when at most an eighth of
     /// that number of streams was open for [`WINDOW_GROW_DELAY`]. If `set` fails, the next call tries again.
     pub(super) fn adapt<E>(&mut self, set: impl FnOnce(WindowSizes) -> Result<(), E>) {
-        // Counts the few tokens that belong to no stream too, which makes no difference for the sizes.
+        // The number includes the two tokens that belong to no stream, which makes no difference for the sizes.
         let (n, n_initial) = (self.token.n_tokens(), initial_streams(&self.params));
         let must_shrink = n > self.n_sized_for;
         if !must_shrink && self.n_sized_for == n_initial {
@@ -172,11 +172,11 @@ fn initial_streams(params: &Http2Config) -> usize {
     (params.connection_window / params.stream_window.max(1)).max(1) as usize
 }
 
-/// Windows for this number of streams.
+/// Sizes of the windows for this number of streams.
 ///
-/// Each stream that was opened when windows were larger may still hold such a window unread. So the connection window is the sum of
-/// the windows with which the streams were opened: the configured size for the first [`initial_streams`]; for those of each later
-/// doubling, the stream window after that doubling.
+/// A stream that was opened when windows were larger may still hold such a window of unread data. So the connection window is
+/// the sum of the windows with which the streams were opened. The first [`initial_streams`] have the configured size. The
+/// streams that each later doubling adds have the stream window after this doubling.
 fn window_sizes(params: &Http2Config, n_streams: usize) -> WindowSizes {
     let stream = |n_streams: usize| {
         let stream_share = u32::try_from(SHARED_STREAM_WINDOW_BYTES / n_streams).unwrap_or(u32::MAX);
@@ -196,13 +196,13 @@ fn window_sizes(params: &Http2Config, n_streams: usize) -> WindowSizes {
     }
 }
 
-/// Bytes shared by all stream windows, as long as each is larger than [`MIN_STREAM_WINDOW`].
+/// Total size of all stream windows, as long as each of them is larger than [`MIN_STREAM_WINDOW`].
 const SHARED_STREAM_WINDOW_BYTES: usize = 16 << 20;
 /// Minimum window of a stream: the protocol's default (RFC 9113, section 6.9.2).
 const MIN_STREAM_WINDOW: u32 = (1 << 16) - 1;
 /// Maximum window of a connection, unless a larger one is configured: enough for about 4000 unread bodies.
 const MAX_CONNECTION_WINDOW: u32 = 256 << 20;
-/// Time with few streams before windows grow again.
+/// Time with few open streams after which the windows grow again.
 const WINDOW_GROW_DELAY: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
@@ -210,7 +210,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn early_streams_that_are_not_read_leave_window_for_later_ones() {
+    fn unread_early_streams_leave_a_window_for_later_streams() {
         let params = Http2Config::default();
         let first = initial_streams(&params);
         let (mut unread_bytes, mut stream_window) = (0, params.stream_window);
@@ -236,17 +236,17 @@ mod tests {
             ..Http2Config::default()
         };
         let n_streams = initial_streams(&params);
-        let [then, more] = [n_streams, 2 * n_streams].map(|n_streams| window_sizes(&params, n_streams));
+        let [initial, larger] = [n_streams, 2 * n_streams].map(|n_streams| window_sizes(&params, n_streams));
         let stream = 1000;
         assert_eq!(
-            then,
+            initial,
             WindowSizes {
                 stream,
                 connection: 1 << 20
             }
         );
         assert_eq!(
-            more,
+            larger,
             WindowSizes {
                 stream,
                 connection: (1 << 20) + 1000 * n_streams as u32

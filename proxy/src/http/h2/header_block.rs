@@ -1,5 +1,6 @@
-//! Limits the time of a header block that is not complete, and the memory of all such blocks together. `h2` limits only the size
-//! of each and does not tell that it holds one, so this follows the frames that the client sends.
+//! Limits the time until a header block is complete, and the memory of all incomplete blocks together. `h2` limits only the
+//! size of each block, and does not report whether it holds one. So this module parses the frame headers that the client
+//! sends.
 
 use std::{
     future::Future as _,
@@ -25,14 +26,14 @@ use crate::http::{
     stack::head_memory::{ClientHeadMemory, HeadReservation, UNRESERVED_HEAD_BYTES},
 };
 
-/// The I/O object of a connection, which `h2` reads from its preface on.
+/// The I/O object of a connection. `h2` reads all bytes of the client from it, including the preface.
 pub(super) struct TrackedIo<T> {
     io: T,
     tracker: HeaderBlockTracker,
     block_state: HeaderBlockState,
 }
 
-/// Limits the header block that is not complete.
+/// Limits the time and the memory of the incomplete header block.
 pub(super) struct HeaderBlockLimits {
     block_state: HeaderBlockState,
     /// Memory that `h2` may hold for the block.
@@ -52,20 +53,20 @@ struct BlockDeadline {
 #[derive(Clone, Default)]
 pub(super) struct HeaderBlockState(Arc<AtomicU64>);
 
-/// A header block that is not complete.
+/// An incomplete header block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct UnfinishedBlock {
-    /// Which one of the connection it is.
+    /// Number of the block on its connection, from 1.
     number: u64,
-    /// Whether `h2` may hold more of it than [`UNRESERVED_HEAD_BYTES`].
+    /// Whether `h2` may hold more than [`UNRESERVED_HEAD_BYTES`] of the block.
     needs_memory: bool,
 }
 
-/// The position in the bytes of the client.
+/// Parses the frame headers in the bytes of the client, and follows its header blocks.
 struct HeaderBlockTracker {
     frame_header: [u8; FRAME_HEADER_BYTES],
     n_frame_header: usize,
-    /// Bytes that follow before the next frame header.
+    /// Number of bytes before the next frame header.
     n_left: usize,
     block: HeaderBlock,
     /// Number of header blocks that have begun.
@@ -75,17 +76,18 @@ struct HeaderBlockTracker {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum HeaderBlock {
     None,
-    /// Another frame has to follow. Always reserves memory, however few bytes arrived: a few bytes can refer to large fields of
-    /// HPACK's dynamic table, and `h2` holds them decoded.
+    /// Another frame of the block must follow. Such a block always needs memory: even a few bytes can refer to large fields
+    /// in HPACK's dynamic table, and `h2` holds the decoded fields.
     Continues,
-    /// It ends with this frame.
+    /// The block ends with the current frame.
     EndsWithFrame {
-        /// Whether the frame is not the first one, or larger than [`UNRESERVED_HEAD_BYTES`].
+        /// Whether the frame is larger than [`UNRESERVED_HEAD_BYTES`], or not the first frame of the block.
         needs_memory: bool,
     },
 }
 
-/// `h2` may hold `max_bytes` for one header block, which must be complete within `timeout`.
+/// Wraps `io`, and returns the limits of its header blocks. `h2` may hold `max_bytes` for one block, which must be complete
+/// within `timeout`.
 pub(super) fn track<T>(io: T, max_bytes: usize, timeout: Duration) -> (TrackedIo<T>, HeaderBlockLimits) {
     let block_state = HeaderBlockState::default();
     let tracked = TrackedIo {
@@ -103,7 +105,7 @@ pub(super) fn track<T>(io: T, max_bytes: usize, timeout: Duration) -> (TrackedIo
     (tracked, limits)
 }
 
-/// Upper bound of what `h2` holds for an incomplete header block: the larger of two cases.
+/// Maximum number of bytes that `h2` holds for an incomplete header block: the larger of two cases.
 ///
 /// - Decoded fields: `h2` accepts twice `max_header_list_bytes`, as its builder in `server.rs` sets it, and a short field takes
 ///   about twice the bytes that it counts. So 4 times the limit.
@@ -119,7 +121,7 @@ impl HeaderBlockLimits {
         &self.block_state
     }
 
-    /// Called when `h2` cannot continue, usually because it waits for more bytes of the client.
+    /// Checks the limits. Called when `h2` cannot continue, usually because it waits for more bytes of the client.
     ///
     /// # Errors
     /// Too little memory is left for the block, or it is not complete in time.
@@ -178,6 +180,7 @@ impl HeaderBlockTracker {
         }
     }
 
+    /// Parses received bytes.
     fn record(&mut self, mut received: &[u8]) {
         loop {
             let n = self.n_left.min(received.len());
@@ -296,7 +299,7 @@ mod tests {
     fn header_blocks_are_unfinished_until_their_last_byte() {
         let usual = 100;
         let large = 16_000;
-        let covered = |number| {
+        let small_block = |number| {
             Some(UnfinishedBlock {
                 number,
                 needs_memory: false,
@@ -308,10 +311,10 @@ mod tests {
                 needs_memory: true,
             })
         };
-        // Each frame, and the block that is unfinished just before the end of the frame and after it.
+        // Each frame, and the block that is unfinished before and after the last byte of the frame.
         let cases: &[(u8, u8, u16, [Option<UnfinishedBlock>; 2])] = &[
             (DATA, 0, large, [None, None]),
-            (HEADERS, END_HEADERS, usual, [covered(1), None]),
+            (HEADERS, END_HEADERS, usual, [small_block(1), None]),
             (HEADERS, END_HEADERS | 1, large, [large_block(2), None]),
             (HEADERS, 1, usual, [large_block(3), large_block(3)]),
             (CONTINUATION, 0, large, [large_block(3), large_block(3)]),
@@ -320,17 +323,21 @@ mod tests {
             (CONTINUATION, END_HEADERS, large, [large_block(4), None]),
             (DATA, END_HEADERS, usual, [None, None]),
         ];
-        for n_at_once in [1, 7, 1000, usize::MAX] {
+        for chunk_size in [1, 7, 1000, usize::MAX] {
             let mut tracker = HeaderBlockTracker::new();
             tracker.record(&[END_HEADERS; PREFACE_BYTES]);
             for case in cases {
                 let (kind, flags, length, expected) = *case;
                 let bytes = frame(kind, flags, length);
                 let (last, most) = bytes.split_last().unwrap();
-                most.chunks(n_at_once).for_each(|part| tracker.record(part));
+                most.chunks(chunk_size).for_each(|part| tracker.record(part));
                 let before_end = tracker.unfinished();
                 tracker.record(&[*last]);
-                assert_eq!([before_end, tracker.unfinished()], expected, "{case:?} by {n_at_once}");
+                assert_eq!(
+                    [before_end, tracker.unfinished()],
+                    expected,
+                    "{case:?} in chunks of {chunk_size}"
+                );
             }
         }
     }
@@ -350,7 +357,7 @@ mod tests {
             assert_eq!(!limits.reserved.is_empty(), unfinished.is_some() && needs_memory);
             checked.is_ok()
         };
-        // Seconds from one check to the next, and the block that is unfinished then, or 0.
+        // Seconds since the previous check, and the number of the unfinished block, or 0.
         for (seconds, block) in [(0, 1), (9, 1), (2, 2), (9, 2), (2, 0), (60, 0), (60, 3), (9, 3)] {
             tokio::time::advance(Duration::from_secs(seconds)).await;
             assert!(is_permitted(block), "{block}");

@@ -1,4 +1,4 @@
-//! Ends HTTP/2 connections that have no request.
+//! Decides when an HTTP/2 connection without requests is closed.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use std::time::Duration;
 pub(super) struct IdleTracker {
     pub(super) check_interval: Duration,
     idle_for: Duration,
-    /// Maximum idle time now. Before the first request, at most the header timeout.
+    /// The idle limit that applies now. Before the first request, it is at most the header timeout.
     current_limit: Duration,
     limit_after_first_request: Duration,
 }
@@ -14,11 +14,11 @@ pub(super) struct IdleTracker {
 /// How long a connection has been idle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum IdleState {
-    /// Not at all, or for less than the limit.
+    /// Not idle, or idle for less than the limit.
     BelowLimit,
-    /// For the limit: GOAWAY must be sent.
+    /// Idle for the limit: GOAWAY must be sent.
     LimitReached,
-    /// For one more interval: the connection is closed if GOAWAY was sent.
+    /// Idle for one more interval: the connection is closed if GOAWAY was sent.
     LimitExceeded,
 }
 
@@ -56,7 +56,7 @@ impl IdleTracker {
     }
 }
 
-/// Interval in which unneeded idle tasks are ended and the activity is checked. Shorter if a timeout is shorter.
+/// Interval of the activity checks, which also end spare tasks. The interval is shorter if a timeout is shorter.
 const CHECK_INTERVAL: Duration = Duration::from_secs(10);
 
 #[cfg(test)]

@@ -32,7 +32,7 @@ impl PeerChecks {
         self.n_connections.load(Ordering::Relaxed) > 0
     }
 
-    /// Sends a ping on each open connection, except where an answer is awaited.
+    /// Sends a ping on each open connection, except on connections that wait for the answer to a ping.
     pub(crate) fn request(&self) {
         self.requested.notify_waiters();
     }
@@ -60,7 +60,7 @@ impl Drop for ConnectionCount<'_> {
 
 /// Ready when the peer has not answered a ping in time. Never ready without keep-alive.
 ///
-/// While `cannot_answer` is true, the peer has more time.
+/// If `cannot_answer` returns true when the time is over, the time starts again.
 pub(super) async fn wait_ping_timeout(
     keep_alive: Option<KeepAlive>,
     checks: Option<&PeerChecks>,

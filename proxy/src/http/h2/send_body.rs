@@ -23,7 +23,8 @@ pub(super) struct BodySender {
     body: Body,
     stream: SendStream<Bytes>,
     chunk: Bytes,
-    /// Set for a gRPC response: a failed body ends with gRPC status trailers. Says whether they contain the error message.
+    /// Set for a gRPC response, whose body ends with gRPC status trailers if it fails. The value says whether these contain
+    /// the error message.
     grpc_error_detail: Option<ErrorDetail>,
     /// Records sent bytes, for the idle timeout of the request body.
     progress: Option<Arc<ResponseProgress>>,
@@ -61,7 +62,7 @@ impl BodySender {
 
     /// Ends the stream after its body has failed. Returns the error of the body, or of the stream.
     fn abort(&mut self, error: Error) -> Error {
-        // A reset of the stream that the body is read from is forwarded as a reset: gRPC clients know its meaning.
+        // If the stream of the received body was reset, the reset is forwarded: gRPC clients know its meaning.
         match self.grpc_error_detail {
             Some(detail) if !matches!(&error, Error::H2(error) if error.is_reset()) => {
                 let trailers = error_response::grpc_error_trailers(&error, detail);
@@ -74,10 +75,10 @@ impl BodySender {
         error
     }
 
-    /// Ready when the body is handed to `h2`, or the peer wants no more of it.
+    /// Ready when `h2` has got the whole body, or the peer does not accept more of it.
     ///
     /// # Errors
-    /// The body fails, and the stream is reset or ended with a gRPC status. Or the connection fails.
+    /// The body fails, and the stream was reset or ended with a gRPC status; or the connection fails.
     pub(super) fn poll_send(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
         loop {
             if !self.chunk.is_empty() {
@@ -132,11 +133,11 @@ impl BodySender {
     }
 }
 
-/// Reason to reset a stream: that of the stream that failed, if there is one.
-pub(super) fn reset_reason(error: &Error, otherwise: Reason) -> Reason {
+/// The reason with which to reset a stream: that of the failed stream, or else `default`.
+pub(super) fn reset_reason(error: &Error, default: Reason) -> Reason {
     match error {
         error if error.is_refused_stream() => Reason::REFUSED_STREAM,
-        Error::H2(error) => error.reason().unwrap_or(otherwise),
-        _ => otherwise,
+        Error::H2(error) => error.reason().unwrap_or(default),
+        _ => default,
     }
 }

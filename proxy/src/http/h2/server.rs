@@ -56,10 +56,10 @@ use crate::{
 /// Serves a connection until it ends. Ends it gracefully when `drain` or `closer` signals, when it has had no request for
 /// the idle timeout of HTTP/1, or when its first request has not arrived within the header timeout.
 ///
-/// A header block that is not complete reserves the memory that `h2` may hold for it.
+/// An incomplete header block reserves the memory that `h2` may hold for it.
 ///
 /// # Errors
-/// The connection fails, or the client violates HTTP/2, or does not send its preface or a whole header block or answer a ping in
+/// The connection fails, the client violates HTTP/2, its preface, a header block or the answer to a ping does not arrive in
 /// time, or too little memory is left for its header block.
 pub(in crate::http) async fn serve<S>(
     io: Io,
@@ -86,7 +86,7 @@ where
     let mut connection = builder.handshake::<_, Bytes>(io).await.map_err(Error::H2)?;
     let mut windows = FlowControlWindows::new(params, StreamToken::default());
     let task_pool = RequestTaskPool::new(service, windows.token(), config);
-    // Within a header block a client cannot send other frames.
+    // A client cannot answer a ping within a header block, because no other frames are permitted there.
     let block_state = header_block_limits.block_state().clone();
     let cannot_answer = || block_state.is_unfinished();
     let mut ping_timeout = pin!(wait_ping_timeout(
@@ -130,7 +130,7 @@ where
         while check_timer.poll_tick(cx).is_ready() {
             task_pool.end_spare_tasks();
             if block_state.is_unfinished() {
-                continue; // it has its own timeout
+                continue; // the header block has its own timeout
             }
             match idle_tracker.update(task_pool.take_activity()) {
                 IdleState::BelowLimit => {}
@@ -173,10 +173,10 @@ fn connection_builder(params: &Http2Config, max_frame_size: Option<u32>) -> serv
     builder
 }
 
-/// Waits for the client preface, and puts it back. `None` if the client is still silent [`FIRST_REQUEST_DRAIN_TIMEOUT`] after
-/// `close_signal`: before that, a request may be on its way, and a client that sees the end of the connection instead of GOAWAY does
-/// not know whether to send it again. As in HTTP/1, other bytes and a part of the preface count as a refused request, silence does
-/// not.
+/// Waits for the client preface, and prepends it to the connection again. `None` if the client is still silent
+/// [`FIRST_REQUEST_DRAIN_TIMEOUT`] after `close_signal`. Until then a request may be on its way: a client whose connection ends
+/// without GOAWAY does not know whether it may send the request again. As in HTTP/1, other bytes and an incomplete preface count as a
+/// refused request, and silence does not.
 ///
 /// # Errors
 /// The client sends other bytes, or not the whole preface in time, or the connection ends.
@@ -300,7 +300,7 @@ struct TaskPoolState {
     closed: bool,
 }
 
-/// A task that serves one request after the other, and its next request.
+/// The state of a task that serves requests one at a time. Contains the next request.
 struct RequestTask {
     request: Mutex<Option<PendingRequest>>,
     wake: Notify,
@@ -308,7 +308,7 @@ struct RequestTask {
     progress: Arc<ResponseProgress>,
 }
 
-/// Interim responses from upstream, to the request of a task, that are not yet sent to the client.
+/// Interim responses from upstream to the request of a task. They are not sent to the client yet.
 #[derive(Default)]
 struct InterimQueue(Mutex<Vec<Response<()>>>);
 
@@ -318,10 +318,11 @@ impl InterimSink for InterimQueue {
     }
 }
 
-/// Tokens that belong to no stream: that of the windows and that of the task pool.
+/// Number of tokens that belong to no stream: one of the windows, and one of the task pool.
 const N_TOKENS_WITHOUT_STREAMS: usize = 2;
 /// Maximum number of idle tasks of one connection.
 const MAX_IDLE_TASKS: usize = 64;
+
 impl<S> RequestTaskPool<S>
 where
     S: Service<Request<Body>, Response = Response<Body>, Error = Error> + Clone + Send + 'static,
@@ -346,6 +347,7 @@ where
         }
     }
 
+    /// Passes a request to an idle task or a new one.
     fn dispatch(&self, req: Request<RecvStream>, mut respond: SendResponse<Bytes>) {
         let list_size = headers::header_list_size(&req);
         let idle_task = {
@@ -461,7 +463,7 @@ impl<S> Drop for RequestTaskPool<S> {
 /// Serves requests one at a time, until the connection ends or enough tasks are idle.
 async fn run_task<S>(
     mut service: RequestService<S>,
-    max_list: usize,
+    max_header_list_bytes: usize,
     task: Arc<RequestTask>,
     state: Arc<Mutex<TaskPoolState>>,
 ) where
@@ -471,8 +473,8 @@ async fn run_task<S>(
         let pending = task.request.lock().take();
         let Some(pending) = pending else { return };
         let list_size = pending.list_size;
-        match list_size > max_list {
-            true => send_header_too_large(&service, max_list, pending),
+        match list_size > max_header_list_bytes {
+            true => send_header_too_large(&service, max_header_list_bytes, pending),
             false => serve_request(&mut service, pending, &task).await,
         }
         {
@@ -494,7 +496,7 @@ fn send_header_too_large<S>(service: &RequestService<S>, limit: usize, mut pendi
     let error = Error::HeaderTooLarge { limit };
     service.record_refused(&error);
     let (head, _) = service
-        .error_response(&error, ErrorFormat::of_request(&pending.req))
+        .error_response(&error, ErrorFormat::from_request(&pending.req))
         .into_parts();
     if let Err(error) = pending.respond.send_response(Response::from_parts(head, ()), true) {
         tracing::debug!(%error, "error response not sent");
@@ -586,7 +588,7 @@ mod tests {
 
     const S: Duration = Duration::from_secs(1);
 
-    /// Clients may be silent for this time.
+    /// A config in which `limit` is the timeout of heads and of idle connections.
     fn config(limit: Duration) -> ServerConfig {
         ServerConfig {
             limits: HttpLimits {
@@ -598,8 +600,8 @@ mod tests {
         }
     }
 
-    /// Serves a connection whose first bytes are `received` until the client has seen its end. Returns what the client read, or the
-    /// kind of the error, and what was counted by then.
+    /// Serves a connection whose first bytes are `received`, until the client has seen its end. Returns the result of the
+    /// client's read, and the metrics at this time.
     async fn serve_until_end(received: &'static [u8]) -> (Result<usize, std::io::ErrorKind>, Samples) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let mut client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
@@ -643,12 +645,12 @@ mod tests {
         }
     }
 
-    /// Connects to a server with these layers and this timeout of header blocks. Clients may be silent for an hour.
+    /// Connects to a server with these layers and this timeout of header blocks. Idle connections have a timeout of an hour.
     async fn connect(stack: &ServiceStack, client: u8, header_read_timeout: Duration) -> TcpStream {
         let (connected, io, service) = layers::tests::connect(stack, client).await;
         let mut config = config(Duration::from_secs(3600));
         config.limits.header_read_timeout = header_read_timeout;
-        // Shorter, as with the values of the chart.
+        // Shorter than the timeout of header blocks, as with the values of the chart.
         config.http2.keep_alive = Some(KeepAlive {
             interval: header_read_timeout / 10,
             timeout: header_read_timeout / 10,
@@ -662,12 +664,12 @@ mod tests {
 
     const SETTINGS: &[u8] = &[0, 0, 0, 4, 0, 0, 0, 0, 0];
 
-    /// `GET`, without END_HEADERS.
+    /// The start of the header block of a `GET`, without END_HEADERS.
     fn block_start(stream: u8) -> [u8; 10] {
         [0, 0, 1, 1, 1, 0, 0, 0, stream, 0x82]
     }
 
-    /// The rest of `http://x/`, with END_HEADERS.
+    /// The rest of the header block, for `http://x/`, with END_HEADERS.
     fn block_end(stream: u8) -> [u8; 14] {
         [0, 0, 5, 9, 4, 0, 0, 0, stream, 0x86, 0x84, 0x41, 1, b'x']
     }

@@ -31,7 +31,7 @@ pub(crate) struct UpgradedStream {
 #[derive(Clone, Default)]
 pub(super) struct UpgradedStreamCounter(Arc<AtomicUsize>);
 
-/// One of the counted streams. It counts until this is dropped.
+/// Counts one stream until this is dropped.
 pub(super) struct UpgradedStreamGuard(UpgradedStreamCounter);
 
 impl UpgradedStreamCounter {

@@ -1,8 +1,8 @@
 //! Batches HTTP/2 frames into fewer writes.
 //!
-//! `h2` flushes after each DATA frame, which would cost a system call and a pass through the network stack per 16 KiB.
-//! So its writes stay in the TLS buffer until that is full, or until `h2` has nothing more to write. Plaintext connections are
-//! not batched.
+//! `h2` flushes after each DATA frame, which would cost a system call and a pass through the network stack for each 16 KiB.
+//! So its writes stay in the TLS buffer until the buffer is full or `h2` has nothing more to write. Writes of plaintext
+//! connections are not batched.
 
 use std::{
     io,
@@ -19,7 +19,7 @@ use crate::net::io::Io;
 /// The I/O object that `h2` uses.
 pub(super) struct BatchedIo(Arc<Mutex<BatchState>>);
 
-/// Handle for the task that drives the connection.
+/// The handle with which the task of the connection flushes batches.
 pub(super) struct WriteBatch(Arc<Mutex<BatchState>>);
 
 struct BatchState {
@@ -47,8 +47,9 @@ impl WriteBatch {
         let polled = work(cx);
         let mut shared = self.0.lock();
         shared.io.set_write_buffering(false);
-        // A write that the batching refused has registered no waker. So the task wakes itself after the flush, unless the flush
-        // is pending: then the socket wakes it. An error of the flush is ignored here: `h2` gets it at its next read.
+        // A write that returned `Pending` because of the batching has registered no waker. So the task wakes itself after the
+        // flush. If the flush is pending, the socket wakes the task. An error of the flush is ignored here: the next read of
+        // `h2` returns it.
         let flushed = Pin::new(&mut shared.io).poll_flush(cx);
         if std::mem::take(&mut shared.write_blocked) && flushed.is_ready() {
             cx.waker().wake_by_ref();

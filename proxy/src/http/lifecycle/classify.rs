@@ -23,8 +23,9 @@ pub(crate) trait ResponseObserver: Send + 'static {
     }
     /// The first body bytes arrived, or the response ended without any.
     fn first_data(&mut self, _now: Instant) {}
-    /// A data frame of `len` bytes passed.
+    /// A data frame of `len` bytes was forwarded.
     fn data(&mut self, _len: usize) {}
+    /// Whether the response counts as a success in `series`.
     fn counts_as_success(&self, outcome: &ResponseOutcome) -> bool {
         outcome.success
     }
@@ -34,7 +35,7 @@ pub(crate) trait ResponseObserver: Send + 'static {
 /// Counts a response for a route of a ServiceProfile.
 pub(crate) struct ProfileResponseObserver {
     pub(crate) series: Arc<Series>,
-    /// The class that the route assigns, instead of the default classification.
+    /// The class that the route assigns; `None` for the default classification.
     pub(crate) class: Option<Class>,
 }
 
@@ -48,7 +49,7 @@ impl ResponseObserver for ProfileResponseObserver {
     }
 }
 
-/// Whether a response is a success, by the route's class if it has one.
+/// Whether a response is a success. The class of the route, if there is one, has precedence over the default classification.
 pub(crate) fn is_success_for_class(class: Option<Class>, outcome: &ResponseOutcome) -> bool {
     match class {
         Some(class) => class == Class::Success && outcome.end == ResponseEnd::Complete,
@@ -66,8 +67,8 @@ struct ResponseClassifier<E: ResponseObserver> {
     is_recorded: bool,
 }
 
-/// Reports the events of `response` to `observer`. Latency counts from `started_at`: the arrival of the request or, if `observer`
-/// is about one attempt or one endpoint, the start of that.
+/// Reports the events of `response` to `observer`. Latency counts from `started_at`: the arrival of the request, or the start
+/// of the attempt that `observer` observes.
 pub(crate) fn observe(
     response: Response<Body>,
     started_at: Instant,
@@ -186,7 +187,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn grpc_codes_win_over_the_http_status() {
+    fn grpc_codes_have_precedence_over_the_http_status() {
         for (status, grpc, success) in [
             (200, None, true),
             (404, None, true),

@@ -24,9 +24,9 @@ use crate::http::{
 /// The timeouts of a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct RequestTimeouts {
-    /// Deadline for the end of the response, over all attempts, with the timeout that it was computed from.
+    /// Deadline for the end of the response, over all attempts, and the timeout from which it was computed.
     pub(crate) request_deadline: Option<(Instant, Duration)>,
-    /// Deadline of a ServiceProfile for the response head, over all attempts, with the timeout that it was computed from.
+    /// Deadline of a ServiceProfile for the response head, over all attempts, and the timeout from which it was computed.
     pub(crate) profile_deadline: Option<(Instant, Duration)>,
     /// From the end of the request to the head of the response.
     pub(crate) response_headers_timeout: Option<Duration>,
@@ -57,14 +57,14 @@ struct StreamProgress {
     request_waker: Option<Waker>,
 }
 
-/// The part of the response that is awaited.
+/// The part of the response for which a request waits.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum ResponsePhase {
     Head,
     Body,
 }
 
-/// A request or response body whose progress is recorded and limited.
+/// A body whose progress is recorded. A response body is also subject to the deadlines.
 pub(crate) struct DeadlineBody(DeadlineBodyState);
 
 enum DeadlineBodyState {
@@ -75,7 +75,7 @@ enum DeadlineBodyState {
     Response {
         body: Body,
         limits: AttemptDeadlines,
-        /// Bytes that the receiver had not yet sent on, at its last call of `poll_deadline`.
+        /// Number of bytes that the receiver had not sent at its last call of `poll_deadline`.
         unsent: usize,
     },
     /// A deadline has expired, but the complete response had already been received.
@@ -199,7 +199,7 @@ impl AttemptDeadlines {
         }
     }
 
-    /// Records that response data was forwarded. Returns the timeout that has expired, if any.
+    /// Records that response data was forwarded. Returns the timeout that has expired, if there is one.
     fn record_and_check(&self) -> Option<TimeoutKind> {
         let now = Instant::now();
         let mut progress = self.progress.lock();
@@ -258,7 +258,7 @@ impl DeadlineBody {
     fn end(&mut self, expired: TimeoutKind) -> Error {
         let expired = Error::Timeout(expired);
         if let DeadlineBodyState::Response { body, .. } = std::mem::replace(&mut self.0, DeadlineBodyState::Ended) {
-            body.discard_as(Err(&expired));
+            body.discard_with_result(Err(&expired));
         }
         expired
     }
@@ -288,8 +288,8 @@ impl ReceivedBody for DeadlineBody {
             DeadlineBodyState::Complete(body) => Pin::new(body).poll_frame(cx),
             DeadlineBodyState::Response { body, limits, .. } => {
                 let expired = match Pin::new(&mut *body).poll_frame(cx) {
-                    // A body that is always ready never polls the timer, so each frame checks the deadlines. If one has
-                    // expired and the whole response is already received, it is delivered anyway; otherwise it times out.
+                    // A body that is always ready never polls the timer, so each frame checks the deadlines. If a deadline has
+                    // expired, the response times out, except if it has already been received completely.
                     Poll::Ready(Some(Ok(frame))) if !body.is_end_stream() => match limits.record_and_check() {
                         None => return Poll::Ready(Some(Ok(frame))),
                         Some(expired) => {
@@ -327,7 +327,8 @@ impl ReceivedBody for DeadlineBody {
         }
     }
 
-    /// The timeout error when a deadline has expired while the receiver still sends `unsent` bytes and does not poll for frames.
+    /// Ready with the timeout error when a deadline has expired while the receiver sends `unsent` bytes and polls for no
+    /// frames.
     fn poll_deadline(&mut self, unsent: usize, cx: &mut Context<'_>) -> Poll<Error> {
         match &mut self.0 {
             // A complete response does not time out, however slowly the client reads it.
@@ -363,7 +364,7 @@ impl ReceivedBody for DeadlineBody {
     }
 }
 
-/// `first` and the rest of the body, if the rest has already been received; else `None`.
+/// Returns `first` and the rest of the body as one body, if the rest has already been received.
 fn take_rest_if_received(body: &mut Body, first: Option<Frame<Bytes>>, cx: &mut Context<'_>) -> Option<Body> {
     let (mut kept, mut n_bytes, mut trailers) = (VecDeque::new(), 0, None);
     let mut next = first;
@@ -384,7 +385,7 @@ fn take_rest_if_received(body: &mut Body, first: Option<Frame<Bytes>>, cx: &mut 
     }
 }
 
-/// Limit for the rest of a body in [`take_rest_if_received`]. Flow control stops senders before it is reached.
+/// Maximum size of a body that [`take_rest_if_received`] returns. Flow control stops senders before this size is reached.
 const MAX_BUFFERED_BYTES: usize = 4 << 20;
 
 impl StreamProgress {

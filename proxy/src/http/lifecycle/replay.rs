@@ -1,4 +1,4 @@
-//! Keeps a request, with its body until the response head arrives, so that it can be sent again.
+//! Keeps a request and its body until the response head arrives, so that the request can be sent again.
 
 use std::{
     collections::VecDeque,
@@ -25,13 +25,13 @@ pub(crate) struct ReplayableRequest {
     method: Method,
     uri: Uri,
     version: Version,
-    /// A list is smaller than a map, and is only read for a retry or a resend.
+    /// A list, because it is smaller than a map. It is read only for a retry or a resend.
     headers: Vec<(HeaderName, HeaderValue)>,
     body: Option<ReplayBuffer>,
 }
 
-/// The kept part of a body. Gives the whole body again, even while it is being sent. `None` if its declared length exceeds the
-/// limit.
+/// Keeps the part of a body that was sent, so that the whole body can be sent again, even while the first send is in
+/// progress. `None` if the declared length of the body exceeds the limit.
 pub(crate) struct ReplayBuffer(Option<Arc<Mutex<ReplayState>>>);
 
 #[derive(Default)]
@@ -41,7 +41,7 @@ struct ReplayState {
     frames: VecDeque<Bytes>,
     len: usize,
     max_bytes: usize,
-    /// The body exceeds `max_bytes`, or its trailers were sent, or it failed: it cannot be sent again.
+    /// The body cannot be sent again: it exceeds `max_bytes`, it failed, or its trailers were sent.
     is_incomplete: bool,
     /// The task that sends the body.
     sender_waker: Option<Waker>,
@@ -89,7 +89,7 @@ impl ReplayableRequest {
         &self.method
     }
 
-    /// Whether all that was sent of the body is kept.
+    /// Whether the whole sent part of the body is kept.
     pub(crate) fn can_replay(&self) -> bool {
         self.body.as_ref().is_none_or(ReplayBuffer::can_replay)
     }
@@ -123,7 +123,7 @@ fn header_list(headers: &HeaderMap) -> Vec<(HeaderName, HeaderValue)> {
 }
 
 impl ReplayBuffer {
-    /// Whether all that was sent of the body is kept. [`Self::take_body`] does not change this.
+    /// Whether the whole sent part of the body is kept. [`Self::take_body`] does not change this.
     pub(crate) fn can_replay(&self) -> bool {
         self.0.as_ref().is_some_and(|state| !state.lock().is_incomplete)
     }

@@ -21,14 +21,14 @@ use crate::http::{
     error::Error,
 };
 
-/// Maximum total size of the frames of one copy that wait for its receiver; a single frame may be larger. If more wait, the
-/// copy fails. Large, so that the original can be sent at full speed while the receiver connects.
+/// Maximum total size of the frames of one copy that wait for its receiver; a single frame may be larger. Above this size,
+/// the copy fails. The size is large, so that the original can be sent at full speed while the receiver connects.
 pub(crate) const MAX_PENDING_COPY_BYTES: usize = 4 * 1024 * 1024;
 
 /// Maximum size of the waiting frames of all copies that share a [`BodyCopyMemory`].
 const MAX_COPY_MEMORY_BYTES: usize = 16 * 1024 * 1024;
 
-/// What a waiting frame counts in addition to its data.
+/// Size that is counted for each waiting frame in addition to its data.
 const FRAME_OVERHEAD_BYTES: usize = 128;
 
 /// The size of the waiting frames of several copies.
@@ -40,9 +40,9 @@ pub(crate) struct BodyCopyMonitor(Option<Arc<Mutex<PendingCopy>>>);
 
 /// Returns the body to send, a copy of it that receives the frames as they are sent, and the monitor of the copy.
 ///
-/// The original does not wait for the receiver of the copy. While much is waiting, it pauses so that the receiver can run: once,
-/// and then again only after the receiver has polled. The copy fails if the original fails or is dropped before its end, or if
-/// the receiver is too slow.
+/// The original does not wait for the receiver of the copy. If many bytes of the copy are waiting, the original yields once,
+/// so that the receiver can run. It yields again only after the receiver has polled. The copy fails if the original fails or
+/// is dropped before its end, or if the receiver is too slow.
 pub(crate) fn copy_while_sent(body: Body, memory: Arc<BodyCopyMemory>) -> (Body, Body, BodyCopyMonitor) {
     if body.is_end_stream() {
         return (body, Body::empty(), BodyCopyMonitor(None));
@@ -128,9 +128,9 @@ impl BodyCopyMonitor {
             .is_some_and(|copy| copy.lock().state == BodyCopyState::TooSlow)
     }
 
-    /// Waits until the copy fails, which may never happen. Needed because a receiver that is blocked does not poll the copy and so
-    /// does not notice.
-    pub(crate) async fn failed(&self) {
+    /// Waits until the copy fails, which may never happen. A receiver that is blocked does not poll the copy, so it does not
+    /// notice a failure.
+    pub(crate) async fn wait_failed(&self) {
         let Some(copy) = &self.0 else {
             return pending().await;
         };
@@ -212,8 +212,8 @@ impl PendingCopy {
         }
     }
 
-    /// Whether the original lets the receiver run before it reads on. Both are tasks of one thread, on which the original could
-    /// read a large body without a pause.
+    /// Whether the original must yield so that the receiver can run. Both are tasks of one thread, and the original could
+    /// otherwise read a large body without a pause.
     fn must_yield(&mut self) -> bool {
         let must_yield =
             self.state == BodyCopyState::Open && self.n_bytes > MAX_PENDING_COPY_BYTES / 2 && !self.has_yielded;
@@ -326,7 +326,7 @@ impl ReceivedBody for CopiedBody {
         self.0.lock().remaining.map(SizeHint::with_exact).unwrap_or_default()
     }
 
-    /// A receiver that waits for its peer notices here that the copy has failed.
+    /// A receiver that waits for its peer learns here that the copy has failed.
     fn poll_deadline(&mut self, _unsent: usize, cx: &mut Context<'_>) -> Poll<Error> {
         let mut copy = self.0.lock();
         if copy.has_failed() {
@@ -391,7 +391,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_copy_is_complete_if_the_end_of_the_original_is_known_without_a_further_poll() {
+    async fn the_copy_is_complete_if_the_original_ends_without_a_further_poll() {
         /// One frame, after which the end arrives later.
         struct LateEnd(Option<Bytes>, Arc<AtomicUsize>);
         impl ReceivedBody for LateEnd {
@@ -418,7 +418,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_original_yields_once_when_much_waits_for_the_receiver() {
+    async fn the_original_yields_once_if_half_of_the_maximum_waits_for_the_receiver() {
         static PIECE: [u8; MAX_PENDING_COPY_BYTES / 4] = [b'x'; MAX_PENDING_COPY_BYTES / 4];
         let (mut original, mut copy) = tee(body(&[&PIECE[..]; 5]));
         let mut cx = Context::from_waker(Waker::noop());
@@ -438,7 +438,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_slow_receiver_of_the_copy_loses_it_and_does_not_delay_the_original() {
+    async fn the_copy_of_a_slow_receiver_fails_without_a_delay_of_the_original() {
         static PIECE: [u8; MAX_PENDING_COPY_BYTES] = [b'x'; MAX_PENDING_COPY_BYTES];
         let memory = Arc::new(BodyCopyMemory::default());
         let (original, mut copy, monitor) = copy_while_sent(body(&[&PIECE, b"more", &PIECE]), memory.clone());

@@ -1,5 +1,5 @@
 //! The access log: one line per request that reaches the service, in a format like Apache's common log or as JSON. A request
-//! that is refused before, because its head is invalid, late or too long, has no line.
+//! that is refused earlier, because its head is invalid, late or too long, has no line.
 //!
 //! A dedicated thread writes the lines, so that a slow or stuck reader does not block requests.
 
@@ -47,14 +47,14 @@ pub(crate) struct AccessLogEntry {
     connection: Arc<ConnectionInfo>,
     timestamp: OffsetDateTime,
     started_at: Instant,
-    /// Time that the polls of the request took, until its response head.
+    /// Total duration of the polls of the request until its response head.
     processing_time: Duration,
     method: Method,
     uri: Uri,
     version: Version,
     /// The client's HTTP version, if the peer's proxy upgraded the request to HTTP/2.
     orig_proto: Option<HeaderValue>,
-    /// An extended CONNECT that carries a WebSocket handshake. It is logged as the handshake.
+    /// Whether the request is an extended CONNECT that carries a WebSocket handshake. It is logged as the handshake.
     is_websocket: bool,
     trace_id: Option<HeaderValue>,
     content_length: Option<HeaderValue>,
@@ -112,18 +112,18 @@ impl AccessLog {
         let (written_tx, written_rx) = sync_channel(1);
         let mut message = LogMessage::Flush(written_tx);
         // The queue has no blocking send with a timeout.
-        let is_late = loop {
+        let is_timed_out = loop {
             match self.lines_tx.try_send(message) {
                 Ok(()) => {
-                    let left = deadline.saturating_duration_since(Instant::now());
-                    break written_rx.recv_timeout(left) == Err(RecvTimeoutError::Timeout);
+                    let remaining = deadline.saturating_duration_since(Instant::now());
+                    break written_rx.recv_timeout(remaining) == Err(RecvTimeoutError::Timeout);
                 }
                 Err(TrySendError::Full(unsent)) if Instant::now() < deadline => message = unsent,
                 Err(error) => break matches!(error, TrySendError::Full(_)),
             }
             thread::sleep(FULL_QUEUE_POLL_INTERVAL);
         };
-        if is_late {
+        if is_timed_out {
             tracing::warn!("the access log was not written before the exit; its last lines are lost");
         }
     }
@@ -234,6 +234,7 @@ fn run_writer(mut out: impl Write, lines_rx: &Receiver<LogMessage>) {
 }
 
 const MAX_QUEUED_LINES: usize = 4096;
+/// Maximum time that a flush waits at the exit of the process.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 const FULL_QUEUE_POLL_INTERVAL: Duration = Duration::from_millis(1);
 

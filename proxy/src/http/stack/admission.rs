@@ -29,7 +29,7 @@ pub(crate) struct Admission {
 /// One request in flight.
 pub(crate) struct InFlightSlot {
     admission: Arc<Admission>,
-    /// Whether the outcome is counted. If not, drop counts [`Error::ClientClosed`].
+    /// Whether the outcome is counted. If it is not, drop counts [`Error::ClientClosed`].
     pub(in crate::http) is_recorded: bool,
 }
 
@@ -49,13 +49,13 @@ impl Admission {
         })
     }
 
-    /// Admits a connection; an evictable connection may be closed for it. Returns `None` at the limit;
-    /// [`Self::connection_refusal`] then gives the error.
+    /// Admits a connection, for which an evictable one may be closed. Returns `None` if the limit is reached;
+    /// [`Self::connection_refusal`] then returns the error.
     pub(crate) fn admit_connection(&self, client: ClientAddr) -> Option<connections::ConnectionPermit> {
         self.connections.admit(client.0.ip())
     }
 
-    /// Why an accepted connection must be refused, if it must.
+    /// Why an accepted connection must be refused; `None` if it is admitted.
     pub(crate) fn connection_refusal(&self, accepted: &Tcp) -> Option<Error> {
         if self.memory_pressure.is_active() {
             return Some(Error::MemoryPressure);

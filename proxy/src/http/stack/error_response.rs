@@ -29,7 +29,7 @@ pub(crate) enum ErrorDetail {
 }
 
 impl ErrorFormat {
-    /// For HTTP/1, even if the request could not be parsed.
+    /// The format for HTTP/1, also if the request could not be parsed.
     pub(crate) fn http1() -> Self {
         Self {
             version: Version::HTTP_11,
@@ -37,7 +37,7 @@ impl ErrorFormat {
         }
     }
 
-    pub(crate) fn of_request(req: &Request<Body>) -> Self {
+    pub(crate) fn from_request(req: &Request<Body>) -> Self {
         Self {
             version: req.version(),
             grpc: headers::is_grpc(req.version(), req.headers()),
@@ -50,12 +50,12 @@ impl ErrorFormat {
 pub(crate) struct ConnectionInfo {
     pub(crate) direction: &'static str,
     pub(crate) proxy_identity: Arc<str>,
-    /// The address that the client wants to reach.
+    /// The target address of the client.
     pub(crate) target: Addr,
     pub(crate) client_addr: SocketAddr,
     /// The client's verified identity.
     pub(crate) client_id: Option<HeaderValue>,
-    /// Gives the labels of the error counter, instead of the default ones.
+    /// Creates the labels of the error counter; `None` for the default labels.
     pub(crate) error_labeler: Option<Arc<dyn ErrorLabeler>>,
 }
 
@@ -136,7 +136,7 @@ fn put_error_headers<'a>(
     headers
 }
 
-/// A message as a header value, without characters that are not printable ASCII.
+/// The printable ASCII characters of a message, as a header value.
 fn header_text(message: &str) -> HeaderValue {
     let printable: String = message.chars().filter(|c| (' '..='~').contains(c)).collect();
     HeaderValue::from_str(&printable).unwrap_or(HeaderValue::from_static("error"))
@@ -189,7 +189,7 @@ mod tests {
             .unwrap();
         let rsp = error_response(
             &Error::MaxInFlight,
-            ErrorFormat::of_request(&req),
+            ErrorFormat::from_request(&req),
             ErrorDetail::Include,
             &connection(),
         );
@@ -210,7 +210,7 @@ mod tests {
             *req.version_mut() = version;
             let rsp = error_response(
                 &closing,
-                ErrorFormat::of_request(&req),
+                ErrorFormat::from_request(&req),
                 ErrorDetail::Omit,
                 &connection(),
             );
@@ -226,7 +226,12 @@ mod tests {
             rule: "Server/x".into(),
             why: "no-tls",
         };
-        let rsp = error_response(&denied, ErrorFormat::of_request(&req), ErrorDetail::Omit, &connection());
+        let rsp = error_response(
+            &denied,
+            ErrorFormat::from_request(&req),
+            ErrorDetail::Omit,
+            &connection(),
+        );
         assert_eq!(rsp.status(), StatusCode::FORBIDDEN);
         assert!(!rsp.headers().contains_key("l5d-proxy-error"));
         assert!(!rsp.headers().contains_key("l5d-proxy-cause"));
@@ -237,7 +242,7 @@ mod tests {
         assert!(grpc_error_trailers(&denied, ErrorDetail::Include).contains_key("grpc-message"));
         let rsp = error_response(
             &denied,
-            ErrorFormat::of_request(&req),
+            ErrorFormat::from_request(&req),
             ErrorDetail::Include,
             &connection(),
         );

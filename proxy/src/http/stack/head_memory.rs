@@ -1,8 +1,8 @@
-//! Memory for request heads that are large and not complete. All connections of the process share it, and clients have equal
-//! shares: if it is used up, the client that has the most loses its oldest reservation to a client that has less.
+//! Memory for large incomplete request heads. All connections of the process share it, and clients have equal shares: if it
+//! is used up, the client with the most memory loses its oldest reservation to a client with less.
 //!
-//! A usual request reserves nothing. Each connection has [`UNRESERVED_HEAD_BYTES`] for a head: only one that is larger, and for
-//! whose rest the proxy has to wait, reserves memory, until it is complete.
+//! A usual request reserves nothing. Each connection has [`UNRESERVED_HEAD_BYTES`] for a head. A larger head reserves memory
+//! while the proxy waits for the rest of it.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -18,10 +18,10 @@ use tulle_core::{
 
 use crate::{http::error::Error, net::memory::MemoryPressure};
 
-/// The memory of the process.
+/// The memory for large incomplete heads of all connections of the process.
 pub(crate) struct HeadMemory {
     budget: Arc<FairBudget>,
-    /// In bytes.
+    /// The size of the budget, in bytes.
     limit: usize,
     pressure: MemoryPressure,
 }
@@ -39,14 +39,14 @@ pub(in crate::http) enum ClientAddress {
     Unverified,
 }
 
-/// The memory that is reserved for one head, none at first. It is returned on drop.
+/// The memory that is reserved for one head; none by default. It is released on drop.
 #[derive(Default)]
 pub(in crate::http) struct HeadReservation(Option<Box<LargeHead>>);
 
 /// The memory of a head that is larger than [`UNRESERVED_HEAD_BYTES`].
 struct LargeHead {
     n_bytes: usize,
-    /// Ends when another client gets the memory.
+    /// Ready when another client gets the memory.
     revoked: Pin<Box<dyn Future<Output = ()> + Send>>,
     _reservation: Reservation,
 }
@@ -86,35 +86,36 @@ impl ClientHeadMemory {
         })
     }
 
-    /// The largest reservation, in bytes.
+    /// Maximum size of a reservation, in bytes.
     pub(in crate::http) fn max_reservation(&self) -> usize {
         self.memory.budget.max_reservation()
     }
 }
 
-/// What a connection may hold of a head without a reservation: the limit of connections counts this much memory for each of them
-/// (`BYTES_PER_CONNECTION` in `app/mod.rs`).
+/// Maximum part of a head that a connection may hold without a reservation. `BYTES_PER_CONNECTION` in `app/mod.rs` includes
+/// this size.
 pub(in crate::http) const UNRESERVED_HEAD_BYTES: usize = 8 << 10;
 
-/// A large head usually grows to this size, the default limit of HTTP/1; and even a small remainder keeps the 60 KiB buffer of the
-/// read that it arrived with.
+/// Minimum size of a reservation: the default limit of an HTTP/1 head. Large heads usually grow to it, and even a small rest
+/// of a head keeps the 60 KiB buffer of its read allocated.
 const MIN_RESERVATION_BYTES: usize = 64 << 10;
 
-/// Heads get this fraction: the memory limit divided by 8. Half of the memory is for connections, so at least three eighths remain
-/// for the process and for requests that are complete. 250 MiB are 31 MiB for heads: 500 of HTTP/1, or 31 of HTTP/2.
+/// The memory limit of the process divided by this number is for heads. Half of the limit is for connections, so three
+/// eighths remain for the process and for complete requests. Of 250 MiB, heads get 31 MiB: 500 heads of HTTP/1, or 31 of
+/// HTTP/2.
 const MEMORY_DIVISOR: u64 = 8;
-/// Without a memory limit: 1024 heads of HTTP/1, or 64 of HTTP/2.
+/// Size of the budget if the process has no memory limit: 1024 heads of HTTP/1, or 64 of HTTP/2.
 const DEFAULT_HEAD_MEMORY_BYTES: u64 = 64 << 20;
-/// However small the memory limit: 16 heads of HTTP/1, or 2 of HTTP/2, each of which reserves at most half.
+/// Minimum size of the budget: 16 heads of HTTP/1, or 2 heads of HTTP/2, each of which reserves at most half of it.
 const MIN_HEAD_MEMORY_BYTES: usize = 1 << 20;
 
 impl HeadReservation {
-    /// Called when the proxy waits for more of a head: reserves memory for the `n_bytes` that the proxy holds of it, or that it can
-    /// hold soon. The task is woken when another client gets the memory.
+    /// Reserves memory for the `n_bytes` of a head that the proxy holds, or can hold soon. Called when the proxy waits for
+    /// more of the head. The task is woken when another client gets the memory.
     ///
     /// # Errors
-    /// The memory is used up, or another client has got it, or the process is under memory pressure. The connection must then drop
-    /// the head.
+    /// The memory is used up, another client has got it, or the process is under memory pressure. The connection must then
+    /// drop the head.
     pub(in crate::http) fn update(
         &mut self,
         cx: &mut Context<'_>,
@@ -164,7 +165,7 @@ mod tests {
 
     use super::*;
 
-    fn memory_of(memory: &Arc<HeadMemory>, client: u8) -> ClientHeadMemory {
+    fn client_memory(memory: &Arc<HeadMemory>, client: u8) -> ClientHeadMemory {
         ClientHeadMemory::new(
             memory.clone(),
             ([10, 0, 0, client], 80).into(),
@@ -176,7 +177,7 @@ mod tests {
     fn only_large_heads_reserve_memory_and_it_follows_the_limit_of_the_process() {
         for (limit, n_heads) in [(None, 1024), (Some(250 << 20), 500), (Some(0), 16)] {
             let memory = HeadMemory::new(limit, MemoryPressure::default());
-            let client = memory_of(&memory, 1);
+            let client = client_memory(&memory, 1);
             let cx = &mut Context::from_waker(Waker::noop());
             let mut reserve = |n_bytes| {
                 let mut reserved = HeadReservation::default();
@@ -196,7 +197,7 @@ mod tests {
     #[test]
     fn a_head_that_grows_counts_once_and_loses_its_memory_to_a_client_that_has_less() {
         let memory = HeadMemory::new(Some(8 << 20), MemoryPressure::default());
-        let (first, second) = (memory_of(&memory, 1), memory_of(&memory, 2));
+        let (first, second) = (client_memory(&memory, 1), client_memory(&memory, 2));
         let cx = &mut Context::from_waker(Waker::noop());
         let new = HeadReservation::default;
         let (mut grown, mut small, mut other) = (new(), new(), new());

@@ -137,13 +137,13 @@ impl<F: Future<Output = Result<Response<Body>, Error>>> Future for AdmissionFutu
     }
 }
 
-/// Counts the requests of one direction. These totals are kept, while series with more labels are dropped when idle.
+/// Counts the requests of one direction. These totals are kept; series with more labels are dropped when they are idle.
 #[derive(Clone)]
 pub(crate) struct CountLayer(Arc<RequestTotals>);
 
 struct RequestTotals {
     requests: Arc<Counter>,
-    /// By the first digit of the status, from 1.
+    /// One counter for each first digit of the status, from 1.
     responses: [Arc<Counter>; 5],
     encoded_targets: Arc<Counter>,
 }
@@ -242,7 +242,7 @@ impl ErrorMetrics {
 #[derive(Clone)]
 struct RequestLayer(Arc<ConnectionContext>);
 
-/// What the requests of one client connection share: its memory for heads, counters, access log and error responses.
+/// The state that the requests of one client connection share: memory for heads, counters, access log and error responses.
 struct ConnectionContext {
     error_detail: ErrorDetail,
     info: Arc<ConnectionInfo>,
@@ -298,7 +298,7 @@ pin_project! {
         format: ErrorFormat,
         version: Version,
         context: Arc<ConnectionContext>,
-        // None without an access log.
+        // `None` without an access log.
         entry: Option<Box<AccessLogEntry>>,
     }
 }
@@ -316,7 +316,7 @@ where
     }
 
     fn call(&mut self, req: Request<Body>) -> Self::Future {
-        let (format, version) = (ErrorFormat::of_request(&req), req.version());
+        let (format, version) = (ErrorFormat::from_request(&req), req.version());
         let log = self.context.access_log.as_ref();
         let entry = log.map(|log| log.entry(&req, &self.context.info));
         RequestFuture {
@@ -375,7 +375,7 @@ impl<S> RequestService<S> {
         self.context.totals.encoded_targets.inc();
     }
 
-    /// What error responses to this client contain.
+    /// Whether error responses to this client contain the reason.
     pub(crate) fn error_detail(&self) -> ErrorDetail {
         self.context.error_detail
     }
@@ -396,8 +396,8 @@ impl<S> RequestService<S> {
         self.context.totals.requests.inc();
     }
 
-    /// Counts the error of a response whose body failed before its first byte was sent, by its label only. The request and the
-    /// cause are counted already.
+    /// Counts the error of a response whose body failed before the first byte of the response was sent, by its label only. The
+    /// request and the cause are already counted.
     pub(crate) fn record_unsent_response(&self, error: &Error) {
         self.context.count_label_and_log(error);
     }
@@ -456,7 +456,7 @@ pub(in crate::http) mod tests {
     type EmptyResponses = fn(Request<Body>) -> std::future::Ready<Result<Response<Body>, Error>>;
     pub(in crate::http) type TestService = RequestService<CountService<AdmissionService<ServiceFn<EmptyResponses>>>>;
 
-    /// The layers of the inbound side, for one request at a time.
+    /// The layers of the inbound side. They admit one request at a time.
     pub(in crate::http) fn service_stack(registry: &Registry) -> ServiceStack {
         let failures = Failures::new(registry, "inbound");
         let connections = ConnectionLimiter::new("test", 1, SameAddressEviction::Idlest, registry);
@@ -484,8 +484,8 @@ pub(in crate::http) mod tests {
         }
     }
 
-    /// Connects to a server with these layers, which answers with empty responses. `client` is the last byte of the client's
-    /// address, as the server sees it. Returns the client's connection, and that of the server with its service.
+    /// Connects a client to a server with these layers, which sends empty responses. `client` is the last byte of the client's
+    /// address as the server sees it. Returns the client's connection, the server's connection, and its service.
     pub(in crate::http) async fn connect(stack: &ServiceStack, client: u8) -> (TcpStream, Io, TestService) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let connected = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();

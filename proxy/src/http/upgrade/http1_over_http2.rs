@@ -16,7 +16,7 @@ const HTTP_11: &str = "HTTP/1.1";
 const HTTP_10: &str = "HTTP/1.0";
 const ABSOLUTE_FORM: &str = "; absolute-form";
 
-/// The properties of a restored HTTP/1 request that its response needs.
+/// The properties of a restored HTTP/1 request that are needed to convert its response.
 pub(crate) struct RestoredRequest {
     version: Version,
     /// The expected `sec-websocket-accept`, for a WebSocket handshake.
@@ -80,7 +80,7 @@ pub(crate) fn set_absolute_form(req: &mut Request<Body>) -> Result<(), Error> {
                 .headers()
                 .get(header::HOST)
                 .ok_or(Error::InvalidRequest("the request has no host"))?;
-            authority_of(host).ok_or(Error::InvalidRequest("the host is not a valid authority"))?
+            parse_authority(host).ok_or(Error::InvalidRequest("the host is not a valid authority"))?
         }
     };
     let mut parts = http::uri::Parts::default();
@@ -96,7 +96,7 @@ pub(crate) fn set_absolute_form(req: &mut Request<Body>) -> Result<(), Error> {
     Ok(())
 }
 
-/// Restores an HTTP/1 request that a peer's proxy upgraded. `None` for a request that was HTTP/2 from the start.
+/// Restores an HTTP/1 request that a peer's proxy upgraded. Returns `None` for a request that the client sent with HTTP/2.
 ///
 /// # Errors
 /// `l5d-orig-proto` has an unknown value, or the extended CONNECT protocol is not WebSocket.
@@ -146,19 +146,19 @@ pub(crate) fn set_origin_form(req: &mut Request<Body>) {
     }
 }
 
-/// Sets `Host` to the authority of the target, which has precedence. HTTP/1.1 requires `Host` even for an absolute target.
+/// Sets `Host` to the authority of the target, which has precedence. HTTP/1.1 requires `Host` also for an absolute target.
 fn insert_host(req: &mut Request<Body>) {
-    if let Some(host) = req.uri().authority().and_then(host_of) {
+    if let Some(host) = req.uri().authority().and_then(host_header) {
         req.headers_mut().insert(header::HOST, host);
     }
 }
 
 thread_local! {
-    /// The last `host` value and its parsed authority. Consecutive requests of a thread mostly have the same host.
+    /// The last `host` value and its parsed authority, as a cache: consecutive requests of a thread usually have the same host.
     static LAST_HOST: RefCell<(HeaderValue, Option<Authority>)> = const { RefCell::new((HeaderValue::from_static(""), None)) };
 }
 
-fn authority_of(host: &HeaderValue) -> Option<Authority> {
+fn parse_authority(host: &HeaderValue) -> Option<Authority> {
     LAST_HOST.with_borrow_mut(|(last_host, last_authority)| {
         if last_host != host {
             *last_authority = Authority::try_from(host.as_bytes()).ok();
@@ -168,7 +168,7 @@ fn authority_of(host: &HeaderValue) -> Option<Authority> {
     })
 }
 
-fn host_of(authority: &Authority) -> Option<HeaderValue> {
+fn host_header(authority: &Authority) -> Option<HeaderValue> {
     LAST_HOST.with_borrow_mut(|(last_host, last_authority)| {
         if last_host.as_bytes() != authority.as_str().as_bytes() {
             *last_host = HeaderValue::from_str(authority.as_str()).ok()?;
@@ -200,8 +200,8 @@ pub(crate) fn response_to_http2(rsp: &mut Response<Body>, restored: &RestoredReq
     Ok(())
 }
 
-/// Removes `transfer-encoding`, which HTTP/2 does not allow. The other headers that it does not allow (RFC 9113, section 8.2.2)
-/// are hop-by-hop headers, which are removed before.
+/// Removes `transfer-encoding`, which HTTP/2 does not permit. The other headers that HTTP/2 does not permit (RFC 9113,
+/// section 8.2.2) are hop-by-hop headers, which were removed before.
 pub(crate) fn remove_transfer_encoding(headers: &mut HeaderMap) {
     if headers::get(headers, &header::TRANSFER_ENCODING).is_some() {
         headers.remove(header::TRANSFER_ENCODING);

@@ -6,16 +6,16 @@ use http::{Response, StatusCode, Version, header};
 
 use crate::http::headers;
 
-/// Takes the interim responses to one request. The HTTP server of the request implements it, and writes them after it has polled
-/// the future of the final response.
+/// Receives the interim responses to one request. HTTP servers implement it, and write the interim responses after they have
+/// polled the future of the final response.
 pub(crate) trait InterimSink: Send + Sync {
     fn receive_interim(&self, response: Response<()>);
 }
 
-/// Where the interim responses to one request go.
+/// The sink for the interim responses to one request.
 pub(crate) type SharedInterimSink = Arc<dyn InterimSink>;
 
-/// Maximum number of interim responses per request. It bounds the bytes that wait for a client that does not read.
+/// Maximum number of interim responses to one request. It limits the bytes that wait for a client that does not read.
 pub(crate) const MAX_INTERIM_RESPONSES: usize = 32;
 
 /// Sends an interim response, without the headers that concern one connection only.

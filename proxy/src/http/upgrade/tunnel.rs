@@ -28,7 +28,7 @@ pub(crate) enum TunnelSide {
 /// Copies bytes between the client and the upstream until both have closed. The copy starts when the HTTP server of this proxy
 /// sends the client's connection or stream to `client_rx`.
 ///
-/// A drain waits for the tunnel. The tunnel is closed when `denied` is ready, or when the client's connection is evicted.
+/// A drain waits for the tunnel. The tunnel is closed when `denied` is ready or the client's connection is evicted.
 pub(crate) fn spawn_tunnel(
     client_rx: oneshot::Receiver<TunnelSide>,
     mut upstream: TunnelSide,
@@ -60,7 +60,7 @@ pub(crate) fn spawn_tunnel(
 }
 
 impl TunnelSide {
-    /// The handle of the connection's permit. A stream has none.
+    /// The handle of an accepted connection. A stream has none.
     fn handle(&self) -> Option<ConnectionHandle> {
         match self {
             Self::Connection(io) => io.handle(),

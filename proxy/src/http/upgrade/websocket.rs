@@ -19,11 +19,11 @@ pub(crate) const WEBSOCKET: &str = "websocket";
 /// Source: RFC 6455, section 1.3.
 const GUID: &[u8] = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11";
 
-/// Whether an HTTP/1 request is a WebSocket handshake that extended CONNECT can carry without loss.
+/// Whether an HTTP/1 request is a WebSocket handshake that an extended CONNECT request can replace without loss.
 pub(crate) fn can_use_extended_connect(req: &Request<Body>) -> bool {
     let upgrades_to_websocket =
         single_header(req, &header::UPGRADE).is_some_and(|to| to.as_bytes().eq_ignore_ascii_case(WEBSOCKET.as_bytes()));
-    // Applications refuse an invalid key, but behind extended CONNECT they would not see it.
+    // Applications refuse an invalid key, but extended CONNECT does not forward the key.
     let has_valid_key = || {
         single_header(req, &header::SEC_WEBSOCKET_KEY)
             .is_some_and(|key| BASE64_STANDARD.decode(key.as_bytes()).is_ok_and(|key| key.len() == 16))
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn a_restored_handshake_has_another_key() {
+    fn a_restored_handshake_has_a_new_key() {
         let end_to_end = [
             ("sec-websocket-protocol", "chat"),
             ("sec-websocket-version", "13"),

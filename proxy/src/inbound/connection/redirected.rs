@@ -87,7 +87,7 @@ impl Connection {
                 let metrics = self
                     .inbound
                     .client_connection_metrics(&addrs, &plaintext_client.tls, &active_policy);
-                metrics.read(first.n_read() as u64); // counts the bytes that detection has read
+                metrics.record_read(first.n_read() as u64); // counts the bytes that detection has read
                 let io = Io::tcp(stream).count(metrics);
                 self.record_detection(Some(&first), &addrs, &active_policy, began_at);
                 self.classify_by_first_bytes(io, first, plaintext_client, active_policy)

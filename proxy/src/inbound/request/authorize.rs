@@ -171,7 +171,7 @@ impl HttpConnection {
         {
             return Some(series.clone());
         }
-        let series = route_metrics.series.with("authority", &authority);
+        let series = route_metrics.series.with_label("authority", &authority);
         *last = Some((authority, series.clone()));
         Some(series)
     }

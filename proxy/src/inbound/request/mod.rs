@@ -86,7 +86,7 @@ impl HttpConnection {
             Ok(rsp) => {
                 // I11
                 let rsp = match tapped {
-                    Some(tapped) => tapped.response(rsp),
+                    Some(tapped) => tapped.show_response(rsp),
                     None => rsp,
                 };
                 let rsp = match profile_request {
@@ -103,7 +103,7 @@ impl HttpConnection {
                     profile_request.record_error(&error);
                 }
                 if let Some(tapped) = tapped {
-                    tapped.failed(&error);
+                    tapped.show_failure(&error);
                 }
                 route_guard.record_error(&error);
                 Err(error)
@@ -137,7 +137,7 @@ impl HttpConnection {
     fn authorize_or_tap_denial(&self, req: &mut Request<Body>) -> Result<RequestMetrics, Error> {
         self.authorize(req).inspect_err(|error| {
             if let Some(tapped) = self.start_tap(req, None, None) {
-                tapped.failed(error);
+                tapped.show_failure(error);
             }
         })
     }

@@ -55,7 +55,7 @@ impl HttpConnection {
             destination_labels: Cow::Owned(labels),
             destination_tls: ClientTls::Plain(NoClientTls::Loopback).tap_labels(),
             route_labels,
-            ..RequestInfo::of(req, ProxyDirection::Inbound, client.0, target)
+            ..RequestInfo::new(req, ProxyDirection::Inbound, client.0, target)
         };
         self.inbound.taps.show(sampled, request_info)
     }

@@ -108,7 +108,7 @@ impl Outbound {
         let refusal = match tokio::time::timeout(CLIENT_HANDSHAKE_TIMEOUT, handshake).await {
             Ok(Ok(target)) => match self.connect_target(target.clone()).await {
                 Ok((destination, server)) => {
-                    write_and_flush(&mut io, &Reply::Succeeded.bytes()).await?;
+                    write_and_flush(&mut io, &Reply::Succeeded.encode()).await?;
                     return Some((io.prepend(prefix.freeze()), destination, server));
                 }
                 Err(error) => {
@@ -124,7 +124,7 @@ impl Outbound {
                         cause,
                         %error
                     );
-                    socks_reply(&error).bytes().to_vec()
+                    socks_reply(&error).encode().to_vec()
                 }
             },
             Ok(Err(SocksFailure::Protocol(error))) => {

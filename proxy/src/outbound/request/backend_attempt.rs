@@ -188,9 +188,9 @@ impl BackendAttempt<'_> {
         let result = match tapped {
             None => result,
             Some(tapped) => match result {
-                Ok(rsp) => Ok(tapped.response(rsp)),
+                Ok(rsp) => Ok(tapped.show_response(rsp)),
                 Err(error) => {
-                    tapped.failed(&error);
+                    tapped.show_failure(&error);
                     Err(error)
                 }
             },
@@ -266,7 +266,7 @@ impl BackendAttempt<'_> {
             destination_labels: Cow::Borrowed(&endpoint.spec.labels),
             destination_tls: endpoint.tls.tap_labels(),
             route_labels: self.route_source.route_labels(req),
-            ..RequestInfo::of(
+            ..RequestInfo::new(
                 req,
                 ProxyDirection::Outbound,
                 self.client.client_addr,
@@ -400,7 +400,7 @@ impl SentRequest {
                 self.observer.record_failed_status(&rsp);
                 // Discarding the body records the result of this endpoint.
                 let rsp = classify::observe(rsp, self.started_at, self.observer);
-                rsp.into_body().discard_as(Ok(()));
+                rsp.into_body().discard_with_result(Ok(()));
             }
         }
     }

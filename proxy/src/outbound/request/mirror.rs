@@ -62,7 +62,7 @@ pub(super) fn send_copies(
         tokio::spawn(async move {
             let result = tokio::select! {
                 result = send_copy(copy, guard.mirror(), worker, client_addr, &drain) => result,
-                () = monitor.failed() => MirrorCopyResult::Failure,
+                () = monitor.wait_failed() => MirrorCopyResult::Failure,
             };
             let is_too_slow = monitor.is_too_slow();
             // Resets the stream if the response ended before the request.
@@ -136,7 +136,7 @@ async fn send_and_discard(sender: &AttemptSender<'_>, outgoing: &mut OutgoingReq
         n_bytes += frame.data_ref().map_or(0, Bytes::len);
         grpc_status = grpc_status.or_else(|| classify::grpc_status(frame.trailers_ref()?));
         if n_bytes > MAX_RESPONSE_BYTES {
-            body.discard_as(Ok(()));
+            body.discard_with_result(Ok(()));
             break;
         }
     }

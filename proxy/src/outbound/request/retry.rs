@@ -225,7 +225,7 @@ async fn read_grpc_status(
                 Ok(grpc_status) => (Ok(rsp), grpc_status),
                 Err(error) => {
                     // Reports an expired timeout to the observers of the response.
-                    rsp.into_body().discard_as(Err(&error));
+                    rsp.into_body().discard_with_result(Err(&error));
                     (Err(error), None)
                 }
             }
@@ -346,7 +346,7 @@ fn discard_body(mut body: Body) {
             None => break,
         }
     }
-    body.discard_as(Ok(()));
+    body.discard_with_result(Ok(()));
 }
 
 fn contains_status(ranges: &[RangeInclusive<u16>], status: u16) -> bool {
