@@ -38,7 +38,7 @@ use crate::kubernetes::event_recorder::{self, EventRecorder, Reporter};
 use crate::listen::bind;
 use crate::mirror::ServiceMirror;
 use crate::remote::RemoteWatches;
-use crate::remote::references::References;
+use crate::remote::references::ReferencedClusters;
 use crate::resources::event::EventSink;
 use crate::serving::Server;
 use crate::serving::limits::{CallKind, Limits};
@@ -454,9 +454,9 @@ impl Builder {
         Ok(())
     }
 
-    /// Watches the clusters that Services refer to. Returns the sink that also finds these references.
+    /// Watches the clusters that Services refer to. Returns a sink that also finds these clusters.
     fn start_remote_watches(&mut self, client: &Client, clusters: &LinkedClusters, sink: EventSink) -> EventSink {
-        let (sink, references) = References::watch(sink);
+        let (sink, references) = ReferencedClusters::from_events(sink);
         let watches = RemoteWatches::new(
             client.clone(),
             clusters.clone(),

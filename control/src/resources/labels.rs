@@ -114,8 +114,7 @@ impl Selector {
     }
 }
 
-/// The form of command lines: requirements such as `app=web,tier!=db,env in (a,b),exported,!old`, joined by commas.
-/// Requirements of one value are in `matchLabels`.
+/// A requirement of one value becomes an entry of `matchLabels`, all others become entries of `matchExpressions`.
 impl From<&Selector> for LabelSelector {
     fn from(selector: &Selector) -> Self {
         let (mut labels, mut expressions) = (BTreeMap::new(), Vec::new());
@@ -145,6 +144,7 @@ impl From<&Selector> for LabelSelector {
     }
 }
 
+/// Parses the syntax of command lines: requirements such as `app=web,tier!=db,env in (a,b),exported,!old`, joined by commas.
 impl FromStr for Selector {
     type Err = String;
 
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn selectors_of_command_lines_match_as_those_of_kubectl() {
+    fn selectors_of_command_lines_match_as_in_kubectl() {
         for (text, pairs, expected) in [
             ("", &[][..], true),
             ("app", &[("app", "x")], true),

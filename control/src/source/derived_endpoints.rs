@@ -129,7 +129,7 @@ impl<'a> ObjectIndex<'a> {
                 for ip in ips_in_families(service, &pod.ips) {
                     let address = self.pod_address(service, pod, ip);
                     groups
-                        .entry((IpFamily::of(&ip), ports.clone()))
+                        .entry((IpFamily::from_ip(&ip), ports.clone()))
                         .or_default()
                         .push(address);
                 }
@@ -141,7 +141,7 @@ impl<'a> ObjectIndex<'a> {
                 for ip in ips_in_families(service, &workload.ips) {
                     let address = workload_address(service, workload, ip);
                     groups
-                        .entry((IpFamily::of(&ip), ports.clone()))
+                        .entry((IpFamily::from_ip(&ip), ports.clone()))
                         .or_default()
                         .push(address);
                 }
@@ -193,7 +193,7 @@ fn workload_address(service: &Service, workload: &ExternalWorkload, ip: IpAddr) 
 
 /// Keeps the addresses whose IP family the Service has.
 fn ips_in_families(service: &Service, ips: &[IpAddr]) -> Vec<IpAddr> {
-    let serves = |ip: &&IpAddr| service.families.is_empty() || service.families.contains(&IpFamily::of(ip));
+    let serves = |ip: &&IpAddr| service.families.is_empty() || service.families.contains(&IpFamily::from_ip(ip));
     ips.iter().filter(serves).copied().collect()
 }
 

@@ -317,7 +317,7 @@ fn build_endpoint(service: &Service, workload: &ExternalWorkload, family: IpFami
     let ips = workload
         .ips
         .iter()
-        .filter(|ip| IpFamily::of(ip) == family && is_valid_endpoint_ip(ip));
+        .filter(|ip| IpFamily::from_ip(ip) == family && is_valid_endpoint_ip(ip));
     let addresses: Vec<String> = ips.map(ToString::to_string).collect();
     if addresses.is_empty() {
         return None;
