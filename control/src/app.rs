@@ -331,7 +331,7 @@ impl Builder {
             _ => telemetry::AllowedClients::ThisMachine,
         };
         let telemetry::Telemetry { api, scrape_task } =
-            telemetry::open(cluster.clone(), creds, allowed_clients, &self.drain);
+            telemetry::new(cluster.clone(), creds, allowed_clients, &self.drain);
         let scraping = self.threads.runtime("telemetry")?.spawn(scrape_task);
         self.start("scraping sidecars", async move { Ok(scraping.await?) });
         let name = "linkerd-telemetry";

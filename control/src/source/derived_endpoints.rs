@@ -1,6 +1,6 @@
-//! A Service with Endpoints but no EndpointSlices gets slices derived from them. A Service with neither gets both, derived from
-//! the workloads that its selector matches. With an API server, the controllers of Kubernetes do the same for pods, and
-//! write-back writes the slices of ExternalWorkloads.
+//! Derives endpoints for a directory of manifests. A Service with Endpoints but no EndpointSlices gets slices derived from the
+//! Endpoints. A Service with neither gets both, derived from the workloads that its selector matches. With an API server, the
+//! controllers of Kubernetes do the same for pods, and write-back writes the slices of ExternalWorkloads.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -191,7 +191,7 @@ fn workload_address(service: &Service, workload: &ExternalWorkload, ip: IpAddr) 
     }
 }
 
-/// Keeps the addresses whose IP family the Service has.
+/// Returns the addresses of the IP families of the Service.
 fn ips_in_families(service: &Service, ips: &[IpAddr]) -> Vec<IpAddr> {
     let serves = |ip: &&IpAddr| service.families.is_empty() || service.families.contains(&IpFamily::from_ip(ip));
     ips.iter().filter(serves).copied().collect()

@@ -57,7 +57,7 @@ impl ManifestDirectory {
         let mut errors = Vec::new();
         let mut scan = DirectoryScan::default();
         scan.scan(&self.root);
-        // A directory that cannot be read does not delete its files.
+        // The files of a directory that cannot be read keep their objects.
         self.files
             .retain(|path, _| scan.files.contains(path) || scan.is_inaccessible(path));
         for path in &scan.files {
@@ -217,7 +217,7 @@ fn hash(bytes: &[u8]) -> u64 {
     hasher.finish()
 }
 
-/// One walk through the directory tree.
+/// One scan of the directory tree.
 #[derive(Default)]
 struct DirectoryScan {
     files: BTreeSet<PathBuf>,

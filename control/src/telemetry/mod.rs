@@ -44,7 +44,7 @@ pub struct Telemetry {
 }
 
 /// Creates the API for the workloads of the cluster. `creds` identifies this process to sidecars.
-pub fn open(
+pub fn new(
     cluster: Cluster,
     creds: Arc<MeshCredentials>,
     allowed_clients: AllowedClients,

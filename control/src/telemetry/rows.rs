@@ -179,8 +179,8 @@ pub(super) fn edges(observed: &ObservedWorkloads, selection: &Selection) -> Quer
         for (peer, rates) in per_second.sources.iter().filter(|(_, rates)| !rates.is_idle()) {
             let (source, client_id, server_id, no_tls_reason) = match peer {
                 PeerTls::Meshed(id) if scraped_identities.contains(id) => continue,
-                PeerTls::Meshed(id) => (resource_of_identity(id), Some(id.clone()), identity(workload), None),
-                PeerTls::Plain(why) => (unmeshed(), None, None, Some(why.clone())),
+                PeerTls::Meshed(id) => (identity_resource(id), Some(id.clone()), identity(workload), None),
+                PeerTls::Plain(why) => (unmeshed_clients(), None, None, Some(why.clone())),
             };
             let destination = (String::new(), workload_owner.clone());
             let key = (source, destination, client_id, server_id, no_tls_reason);
@@ -286,7 +286,7 @@ fn identity(workload: &Workload) -> Option<String> {
 }
 
 /// The service account of an identity, or the identity itself if it has another form.
-fn resource_of_identity(identity: &str) -> ResourceName {
+fn identity_resource(identity: &str) -> ResourceName {
     match service_account_of(identity) {
         Some((account, namespace)) => ResourceName {
             namespace: namespace.to_owned(),
@@ -301,7 +301,7 @@ fn resource_of_identity(identity: &str) -> ResourceName {
     }
 }
 
-fn unmeshed() -> ResourceName {
+fn unmeshed_clients() -> ResourceName {
     ResourceName {
         namespace: String::new(),
         kind: "unmeshed".to_owned(),
@@ -438,12 +438,12 @@ mod tests {
     }
 
     #[test]
-    fn a_workload_of_another_cluster_is_not_that_of_the_same_name() {
-        let of_east = "dst_target_cluster=\"east\",classification=\"success\"} 8\n";
+    fn a_workload_of_another_cluster_is_not_the_local_one_with_the_same_name() {
+        let east_labels = "dst_target_cluster=\"east\",classification=\"success\"} 8\n";
         let page = format!(
-            "response_total{{direction=\"outbound\",tls=\"true\",server_id=\"web\",dst_namespace=\"shop\",dst_deployment=\"web\",{of_east}\
+            "response_total{{direction=\"outbound\",tls=\"true\",server_id=\"web\",dst_namespace=\"shop\",dst_deployment=\"web\",{east_labels}\
              response_total{{direction=\"outbound\",tls=\"true\",server_id=\"gateway\",dst_namespace=\"shop\",dst_service=\"pay-east\",\
-             dst_target_service=\"pay\",dst_target_service_namespace=\"bank\",{of_east}"
+             dst_target_service=\"pay\",dst_target_service_namespace=\"bank\",{east_labels}"
         );
         let mut observed = observed();
         observed.workloads[0].1 = Some(rates(&page));

@@ -127,12 +127,12 @@ async fn read_body(rsp: Response<Incoming>) -> Result<Bytes, Error> {
 }
 
 async fn parse_counts(page: Bytes) -> Result<SidecarValues, Error> {
-    // Not on this thread, which also serves the other queries and taps.
+    // Runs on a blocking thread, because this thread also serves the other queries and taps.
     let parsed = tokio::task::spawn_blocking(move || SidecarValues::parse(&String::from_utf8_lossy(&page)));
     parsed.await.map_err(Error::Parse)
 }
 
-/// The page of a busy sidecar is a few MiB large.
+/// Maximum size of a metrics page. The page of a busy sidecar has a few MiB.
 const MAX_PAGE_BYTES: usize = 8 << 20;
 const SCRAPE_TIMEOUT: Duration = Duration::from_secs(3);
 /// Maximum time to connect to a pod's sidecar by TLS. The rest of [`SCRAPE_TIMEOUT`] is for plaintext.

@@ -79,7 +79,7 @@ impl SidecarScraper {
     /// Workloads of a namespace, or of all, from a lookup that is at most [`MAX_SCRAPE_AGE`] old.
     pub(super) async fn workloads(&self, namespace: Option<&str>) -> Result<Arc<[Workload]>, Error> {
         // The semaphore is never closed.
-        let _turn = self.lookup_lock.acquire().await;
+        let _lock = self.lookup_lock.acquire().await;
         let key: Namespace = namespace.map(Arc::from);
         if let Some((at, workloads)) = self.state.lock().workloads.get(&key)
             && at.elapsed() < MAX_SCRAPE_AGE
@@ -87,7 +87,7 @@ impl SidecarScraper {
             return Ok(workloads.clone());
         }
         let (cluster, namespace) = (self.cluster.clone(), key.clone());
-        // Not on this thread, which also serves the other queries and taps.
+        // Runs on a blocking thread, because this thread also serves the other queries and taps.
         let workloads: Arc<[Workload]> = spawn_blocking(move || cluster.workloads(namespace.as_deref()).into()).await?;
         let mut state = self.state.lock();
         state.workloads.retain(|_, (at, _)| at.elapsed() < MAX_SCRAPE_AGE);
