@@ -93,7 +93,7 @@ struct Builder {
     /// The reason of each stale kind. It does not affect `readiness`: while the API server fails, the last known state is served.
     stale_kinds: Readiness,
     grpc: GrpcMetrics,
-    webhooks: webhook::Shared,
+    webhooks: webhook::SharedResources,
     addrs: Addrs,
     drain: Watch,
     tasks: JoinSet<(&'static str, Result<()>)>,
@@ -138,7 +138,7 @@ impl App {
         };
         let mut builder = Builder {
             grpc: GrpcMetrics::new(&registry),
-            webhooks: webhook::Shared::new(memory::limit(), &registry),
+            webhooks: webhook::SharedResources::new(memory::limit(), &registry),
             readiness: Readiness::new(),
             stale_kinds: Readiness::new(),
             addrs: Addrs::default(),

@@ -63,12 +63,12 @@ pub struct WebhookServer<H> {
     name: &'static str,
     creds: Arc<ServerCredentials>,
     handler: H,
-    shared: Shared,
+    shared: SharedResources,
 }
 
-/// What the webhooks of a process share. Clones share it too.
+/// The metrics and the limits that all webhooks of a process share. Clones share their state.
 #[derive(Clone)]
-pub struct Shared {
+pub struct SharedResources {
     metrics: HttpMetrics,
     memory: Arc<WebhookMemory>,
     open_responses: Arc<OpenResponses>,
@@ -76,7 +76,7 @@ pub struct Shared {
     registry: Registry,
 }
 
-/// Why a request is answered without an AdmissionReview.
+/// Reason why a request is answered without an AdmissionReview.
 #[derive(Debug, thiserror::Error)]
 enum RequestError {
     #[error("not found; expected POST /")]
@@ -89,7 +89,7 @@ enum RequestError {
     Write(#[source] serde_json::Error),
 }
 
-impl Shared {
+impl SharedResources {
     /// `memory` is the number of bytes that the process may use.
     pub fn new(memory: Option<u64>, registry: &Registry) -> Self {
         let max_response_bytes = memory.map_or(u64::MAX, |memory| memory / 16);
@@ -104,7 +104,7 @@ impl Shared {
 }
 
 impl<H: ReviewHandler> WebhookServer<H> {
-    pub fn new(name: &'static str, creds: Arc<ServerCredentials>, handler: H, shared: Shared) -> Self {
+    pub fn new(name: &'static str, creds: Arc<ServerCredentials>, handler: H, shared: SharedResources) -> Self {
         metrics::register_untrusted_certificate_gauge(name, creds.clone(), &shared.registry);
         Self {
             name,
@@ -137,7 +137,7 @@ impl<H: ReviewHandler> WebhookServer<H> {
         let outline = ReviewOutline::parse(bytes)?;
         let id = outline.id.clone();
         let n_bytes = outline.decoded_bytes(H::TYPED_BYTES_PER_JSON_OBJECT);
-        // More memory than there is for all objects is never free, so a later attempt would not help.
+        // So much memory is never free, so a later attempt would fail, too.
         let (size, too_large) = match self.shared.memory.object_size(n_bytes) {
             Ok(size) => (size, None),
             Err(err) => (ObjectSize::UNDECODED, Some(err)),
@@ -166,7 +166,7 @@ impl<H: ReviewHandler> WebhookServer<H> {
         };
         let response = tokio::select! {
             response = self.shared.memory.review(client, size, reviewing) => response,
-            // Only while the review waits for its turn; later the body is freed.
+            // The reservation can be revoked only while the review waits for its turn. Afterwards the body is freed.
             () = revocation.wait() => return Err(BodyError::Busy.into()),
         };
         response.to_json(&id).map(Bytes::from).map_err(RequestError::Write)

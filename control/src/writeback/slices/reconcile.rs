@@ -162,8 +162,8 @@ impl Plan {
     }
 }
 
-/// Takes the desired endpoints of the workloads that the slice has already. Leaves out duplicates, and the end of a slice that
-/// another client has made too long.
+/// Takes the desired endpoints of the workloads that the slice has already. Leaves out duplicates, and the endpoints above the
+/// maximum number of a slice, which another client can have added.
 fn take_endpoints_of_slice(slice: &EndpointSlice, service: &Service, desired: &mut Endpoints) -> Vec<Endpoint> {
     let mut endpoints = Vec::with_capacity(slice.endpoints.len());
     for endpoint in &slice.endpoints {

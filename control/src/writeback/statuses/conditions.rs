@@ -65,7 +65,7 @@ pub(super) fn invalid_backend_condition(name: &NamespacedName, generation: Optio
     condition_false(RESOLVED_REFS, "InvalidKind", message, generation)
 }
 
-/// For an EgressNetwork that is a backend of a route with other parents.
+/// The `ResolvedRefs` condition of a route with an EgressNetwork as a backend that is not a parent of the route.
 pub(super) fn foreign_network_condition(name: &NamespacedName, generation: Option<i64>) -> Condition {
     let message = format!("EgressNetwork {name} can only be a backend of routes with this parent");
     condition_false(RESOLVED_REFS, "InvalidKind", message, generation)
@@ -80,7 +80,7 @@ pub(super) fn overridden_condition(by: Kind, message: String, generation: Option
     }
 }
 
-/// Says that these EgressNetworks make another one ineffective.
+/// Returns the message that these EgressNetworks make another one ineffective.
 pub(super) fn overriding_networks_message(overridden: impl Display, by: &BTreeSet<&NamespacedName>) -> String {
     let names: Vec<String> = by.iter().map(ToString::to_string).collect();
     format!(
