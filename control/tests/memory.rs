@@ -33,13 +33,13 @@ use tulle_proto::destination::GetDestination;
 use tulle_proto::outbound::{TrafficSpec, traffic_spec};
 
 /// The system allocator, which also counts the bytes in use.
-struct Counting;
+struct CountingAllocator;
 
 static IN_USE: AtomicUsize = AtomicUsize::new(0);
 
 // SAFETY: every call is forwarded unchanged to the system allocator; counting neither allocates nor accesses the memory.
 #[allow(unsafe_code)]
-unsafe impl GlobalAlloc for Counting {
+unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         IN_USE.fetch_add(layout.size(), Ordering::Relaxed);
         // SAFETY: the caller keeps the contract of `alloc`.
@@ -54,7 +54,7 @@ unsafe impl GlobalAlloc for Counting {
 }
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 const SERVICE: &str = r#"{"metadata": {"name": "web", "namespace": "shop"}, "spec": {"clusterIP": "10.96.0.10", "ports": [{"port": 80}]}}"#;
 
@@ -276,7 +276,7 @@ async fn objects_and_values_are_small() {
     check("value", with_streams - with_services, N_SERVICES, MAX_BYTES_PER_VALUE);
 }
 
-/// A client can name Services that do not exist. No other stream has their policies.
+/// A client can request policies of Services that do not exist. No other stream shares them.
 #[tokio::test(start_paused = true)]
 async fn a_policy_of_a_missing_service_is_small() {
     let cluster = Cluster::new(Config::default(), &Registry::new());
@@ -347,7 +347,8 @@ async fn read_messages(io: &mut TcpStream, n_streams: usize) {
     }
 }
 
-/// A third is buffers of frames, which h2 keeps at the size that they had when all streams of the connection began at once.
+/// A third of the memory is for frame buffers. h2 keeps them at the size that they had when all streams of the connection began
+/// at once.
 #[tokio::test]
 async fn an_idle_stream_over_http2_uses_less_than_four_kilobytes() {
     let cluster = Cluster::new(Config::default(), &Registry::new());
@@ -398,11 +399,11 @@ async fn an_idle_stream_over_http2_uses_less_than_four_kilobytes() {
 
 type Opening = std::pin::Pin<Box<dyn Future<Output = Result<http::Response<Body>, std::convert::Infallible>> + Send>>;
 
-/// A stored pod.
+/// Maximum memory of a stored pod.
 const MAX_BYTES_PER_POD: usize = 700;
-/// A Service with a slice of ten endpoints.
+/// Maximum memory of a Service with a slice of ten endpoints.
 const MAX_BYTES_PER_SERVICE: usize = 4_000;
-/// The endpoints of a Service with ten pods, and one stream.
+/// Maximum memory of the endpoints of a Service with ten pods, and of one stream.
 const MAX_BYTES_PER_VALUE: usize = 6_500;
 const N_CONNECTIONS: usize = 20;
 const STREAMS_PER_CONNECTION: u32 = 100;
@@ -413,5 +414,5 @@ const END_STREAM: u8 = 1;
 const END_HEADERS: u8 = 4;
 const N_SERVICES: usize = 500;
 const N_STREAMS: usize = 1000;
-/// Without HTTP/2 and the task of the stream.
+/// Maximum memory of a stream, not counting HTTP/2 and the task of the stream.
 const MAX_BYTES_PER_STREAM: usize = 1000;

@@ -74,7 +74,7 @@ fn server(fields: &str) -> String {
 async fn get_policy(manifests: &str, config: Config, workload: &str, port: u32) -> Server {
     let mesh = mesh_with(manifests, config).await;
     assert!(mesh.errors().is_empty(), "{manifests}\n{:?}", mesh.errors());
-    mesh.port(workload, port).await.unwrap()
+    mesh.get_port(workload, port).await.unwrap()
 }
 
 /// The protocol and its routes, each as `name*matches[authorizations]`.

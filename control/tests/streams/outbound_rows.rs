@@ -48,7 +48,7 @@ pub(crate) const TO_WEB: &str = "parentRefs: [{group: core, kind: Service, name:
 pub(crate) async fn policy_lines(manifests: &str, target: &str) -> Vec<String> {
     let mesh = mesh(manifests).await;
     assert!(mesh.errors().is_empty(), "{manifests}\n{:?}", mesh.errors());
-    show(&mesh.policy(CLIENT, target).await.unwrap())
+    show(&mesh.get_policy(CLIENT, target).await.unwrap())
 }
 
 pub(crate) async fn check(manifests: &str, target: &str, expected: &[&str]) {
@@ -614,7 +614,7 @@ async fn the_written_status_decides_on_route_acceptance() {
             &mesh,
             &format!("{}{status}", route("HTTPRoute shop/r", "", &spec).replace("---\n", "")),
         );
-        let lines = show(&mesh.policy(CLIENT, "10.247.0.10:80").await.unwrap());
+        let lines = show(&mesh.get_policy(CLIENT, "10.247.0.10:80").await.unwrap());
         assert_eq!(
             lines[1].starts_with("gateway HTTPRoute shop/r"),
             is_served,
