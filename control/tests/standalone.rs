@@ -527,7 +527,9 @@ async fn destination_waits_for_identity_at_start_only() {
         .find(|flag| flag.to_string_lossy().starts_with("-identity-addr="));
     *flag.unwrap() = format!("-identity-addr={addr}").into();
     let identity = Process::start(&line);
-    destination_process.wait_for_log_line("the certificate is renewed").await;
+    destination_process
+        .wait_for_log_line("the certificate is renewed")
+        .await;
     eventually(async || (get(Some(admin), "/ready").await.0 == 200).then_some(())).await;
 
     assert_eq!(identity.end().await, Some(0));

@@ -59,7 +59,9 @@ struct Counts {
 impl Counts {
     fn apply(&mut self, event: &Event) {
         match event {
-            Event::Applied(Object::Service(service)) => self.set_clusters(&service.meta.name, referenced_clusters(service)),
+            Event::Applied(Object::Service(service)) => {
+                self.set_clusters(&service.meta.name, referenced_clusters(service))
+            }
             Event::Deleted(_, name) => self.set_clusters(name, BTreeSet::new()),
             _ => {}
         }

@@ -94,7 +94,10 @@ mod tests {
         let parse = |labels: &Value, annotations: &Value| discovery(&service(labels, annotations));
         assert_eq!(parse(&json!({}), &json!({})), None);
         // A mirror with a gateway has endpoints.
-        assert_eq!(parse(&json!({"mirror.linkerd.io/cluster-name": "east"}), &json!({})), None);
+        assert_eq!(
+            parse(&json!({"mirror.linkerd.io/cluster-name": "east"}), &json!({})),
+            None
+        );
         assert_eq!(
             parse(&mirror, &json!({})),
             Some(RemoteDiscovery::Mirror(remote("web", "east")))

@@ -387,7 +387,10 @@ fn validate_url_rewrite(rewrite: &UrlRewrite) -> Result<(), String> {
         validate_path_modifier(path)?;
         // The query of the request is kept.
         if path.replacement().contains(['?', '#']) {
-            return Err(format!("path {:?} of urlRewrite has a query or fragment", path.replacement()));
+            return Err(format!(
+                "path {:?} of urlRewrite has a query or fragment",
+                path.replacement()
+            ));
         }
     }
     rewrite

@@ -208,7 +208,10 @@ mod tests {
         let admit_all = |caller: Caller| -> Vec<_> { std::iter::from_fn(|| streams.admit(&caller).ok()).collect() };
         let first = admit_all(unverified("10.0.0.1"));
         assert_eq!(first.len(), 12);
-        assert_eq!(streams.admit(&unverified("10.0.0.1")).err(), Some(StreamRefused::Memory));
+        assert_eq!(
+            streams.admit(&unverified("10.0.0.1")).err(),
+            Some(StreamRefused::Memory)
+        );
         let second = admit_all(workload("10.0.0.2"));
         assert_eq!(second.len(), 6);
         let _third = streams.admit(&unverified("10.0.0.3")).unwrap();
@@ -222,7 +225,10 @@ mod tests {
     fn unverified_and_verified_clients_have_separate_memory_on_a_port_with_streams() {
         let streams = limiter(CallKind::Streaming, 4);
         let [first, _second] = [(); 2].map(|()| streams.admit(&unverified("10.0.0.1")).unwrap());
-        assert_eq!(streams.admit(&unverified("10.0.0.1")).err(), Some(StreamRefused::Memory));
+        assert_eq!(
+            streams.admit(&unverified("10.0.0.1")).err(),
+            Some(StreamRefused::Memory)
+        );
         drop(first.request_memory);
         assert!(streams.admit(&unverified("10.0.0.1")).is_ok());
         let pending = |ip| match streams.admit(&workload(ip)).unwrap().request_memory {

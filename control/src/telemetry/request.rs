@@ -64,7 +64,8 @@ impl ApiRequest {
         let namespace = namespace.map(str::to_owned);
         let mut query = Query::parse(uri);
         let selection = Selection {
-            by: GroupKind::parse(&query.take("by").unwrap_or_else(|| "workload".to_owned())).map_err(Error::BadRequest)?,
+            by: GroupKind::parse(&query.take("by").unwrap_or_else(|| "workload".to_owned()))
+                .map_err(Error::BadRequest)?,
             name: query.take("name"),
         };
         let request = match resource {
@@ -138,7 +139,11 @@ impl Query {
                 let label = destination_label(kind.as_deref().unwrap_or("deployment"))?;
                 labels.push((label.to_owned(), name));
             }
-            (Some(kind), None) => return Err(Error::BadRequest(format!("toKind={kind:?} has no effect without toName"))),
+            (Some(kind), None) => {
+                return Err(Error::BadRequest(format!(
+                    "toKind={kind:?} has no effect without toName"
+                )));
+            }
             (None, None) => {}
         }
         if let Some(namespace) = self.take("toNamespace") {
@@ -154,7 +159,11 @@ impl Query {
             headers: match self.take("headers").as_deref() {
                 Some("true") => Headers::Shown,
                 None | Some("false") => Headers::Omitted,
-                Some(text) => return Err(Error::BadRequest(format!("invalid headers={text:?}; expected true or false"))),
+                Some(text) => {
+                    return Err(Error::BadRequest(format!(
+                        "invalid headers={text:?}; expected true or false"
+                    )));
+                }
             },
             one_in,
         })
@@ -163,7 +172,9 @@ impl Query {
     fn reject_unused_parameters(&self) -> Result<(), Error> {
         match self.0.first() {
             None => Ok(()),
-            Some((name, _)) => Err(Error::BadRequest(format!("unknown parameter {name:?}, or it is set twice"))),
+            Some((name, _)) => Err(Error::BadRequest(format!(
+                "unknown parameter {name:?}, or it is set twice"
+            ))),
         }
     }
 }

@@ -453,7 +453,11 @@ impl CertificateController {
     }
 
     /// Computes the content of the Secret, and writes it if it differs.
-    async fn update_secret(&mut self, secret: Option<Secret>, configuration: &DynamicObject) -> Result<SecretContent, Error> {
+    async fn update_secret(
+        &mut self,
+        secret: Option<Secret>,
+        configuration: &DynamicObject,
+    ) -> Result<SecretContent, Error> {
         let webhook = self.config.service;
         let name = self.config.server_name.clone();
         let stored = secret.as_ref().and_then(|secret| {
@@ -561,7 +565,11 @@ impl CertificateController {
         );
         let patched = self
             .configurations
-            .patch(name, &PatchParams::default(), &target.bundle_patch(&configuration, &wanted))
+            .patch(
+                name,
+                &PatchParams::default(),
+                &target.bundle_patch(&configuration, &wanted),
+            )
             .await
             .map_err(|source| Error::Bundle {
                 name,

@@ -94,7 +94,11 @@ impl<R: RequestHandler> HttpServer<R> {
         }
     }
 
-    async fn accept_and_serve(self: Arc<Self>, accepted: AcceptedConnection, drain: Watch) -> Result<(), ConnectionError> {
+    async fn accept_and_serve(
+        self: Arc<Self>,
+        accepted: AcceptedConnection,
+        drain: Watch,
+    ) -> Result<(), ConnectionError> {
         let AcceptedConnection {
             stream: tcp,
             client,

@@ -46,7 +46,10 @@ async fn a_client_whose_node_changes_zone_gets_new_endpoints() {
     let hinted = "{addresses: [10.3.0.1], zone: a, hints: {forZones: [{name: a}]}}, \
         {addresses: [10.3.0.2], zone: b, hints: {forZones: [{name: b}]}}";
     let mesh = mesh(&sliced(PORTS, &format!("{V4}endpoints: [{hinted}]"))).await;
-    let mut stream = mesh.get_from("web.shop.svc.cluster.local:80", TOKEN_ON_NODE_A).await.unwrap();
+    let mut stream = mesh
+        .get_from("web.shop.svc.cluster.local:80", TOKEN_ON_NODE_A)
+        .await
+        .unwrap();
     assert_eq!(update_summary(&next(&mut stream).await), "+10.3.0.1:8080");
     let moved = "apiVersion: v1\nkind: Node\nmetadata: {name: node-a, labels: {topology.kubernetes.io/zone: b}}\n";
     let yaml = sliced(PORTS, &format!("{V4}endpoints: [{hinted}]"));

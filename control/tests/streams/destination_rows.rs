@@ -525,7 +525,14 @@ async fn hints_and_traffic_policies_choose_endpoints() {
         {addresses: [10.3.0.3], nodeName: node-a}";
     let what = "local traffic goes to pods of the node only";
     row(what, &local, on_nodes, TOKEN_ON_NODE_A, "+10.1.0.1:8080").await;
-    row("local traffic of a client without a node name has no endpoints", &local, on_nodes, "", "1").await;
+    row(
+        "local traffic of a client without a node name has no endpoints",
+        &local,
+        on_nodes,
+        "",
+        "1",
+    )
+    .await;
 }
 
 pub(crate) fn add(update: Update) -> Vec<Vec<String>> {

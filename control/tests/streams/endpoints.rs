@@ -137,7 +137,10 @@ async fn pods_without_a_mesh_label_and_skipped_ports_are_plain() {
 async fn a_pod_whose_sidecar_declares_no_ports_is_omitted() {
     let broken = pod("web-2", "10.1.0.2", "").replace("  - name: web\n", "  - name: linkerd-proxy\n");
     let mesh = mesh(&format!("{WEB}{}{broken}", pod("web-1", "10.1.0.1", ""))).await;
-    assert_eq!(update_summary(&next(&mut mesh.get(HTTP).await.unwrap()).await), "+10.1.0.1:8080");
+    assert_eq!(
+        update_summary(&next(&mut mesh.get(HTTP).await.unwrap()).await),
+        "+10.1.0.1:8080"
+    );
 }
 
 #[tokio::test]
@@ -189,7 +192,10 @@ async fn pods_that_are_not_ready_or_terminated_are_omitted() {
         status("{podIP: 10.1.0.2, phase: Running, conditions: [{type: Ready, status: \"False\"}]}"),
     ] {
         let mesh = mesh(&format!("{WEB}{}{status}", pod("web-1", "10.1.0.1", ""))).await;
-        assert_eq!(update_summary(&next(&mut mesh.get(HTTP).await.unwrap()).await), "+10.1.0.1:8080");
+        assert_eq!(
+            update_summary(&next(&mut mesh.get(HTTP).await.unwrap()).await),
+            "+10.1.0.1:8080"
+        );
     }
 }
 
@@ -285,7 +291,8 @@ endpoints:
 #[tokio::test]
 async fn slices_replace_the_selector_and_their_hints_choose_zones() {
     let mesh = mesh(&format!("{WEB}{SLICE}{}", pod("web-1", "10.1.0.1", ""))).await;
-    let first = async |path: &str, token: &str| update_summary(&next(&mut mesh.get_from(path, token).await.unwrap()).await);
+    let first =
+        async |path: &str, token: &str| update_summary(&next(&mut mesh.get_from(path, token).await.unwrap()).await);
     assert_eq!(first(HTTP, "").await, "+10.3.0.1:8080,10.3.0.2:8080");
     assert_eq!(
         first(HTTP, r#"{"ns":"shop","nodeName":"node-a"}"#).await,
@@ -323,7 +330,10 @@ async fn a_dual_stack_pod_is_reached_by_one_family() {
     let both =
         pod("web-1", "10.1.0.1", "").replace("{podIP: 10.1.0.1}", "{podIPs: [{ip: 10.1.0.1}, {ip: \"fd00::1\"}]}");
     let v4 = mesh(&format!("{WEB}{both}")).await;
-    assert_eq!(update_summary(&next(&mut v4.get(HTTP).await.unwrap()).await), "+10.1.0.1:8080");
+    assert_eq!(
+        update_summary(&next(&mut v4.get(HTTP).await.unwrap()).await),
+        "+10.1.0.1:8080"
+    );
     let v6 = mesh_with(
         &format!("{WEB}{both}"),
         Config {
@@ -332,7 +342,10 @@ async fn a_dual_stack_pod_is_reached_by_one_family() {
         },
     )
     .await;
-    assert_eq!(update_summary(&next(&mut v6.get(HTTP).await.unwrap()).await), "+[fd00::1]:8080");
+    assert_eq!(
+        update_summary(&next(&mut v6.get(HTTP).await.unwrap()).await),
+        "+[fd00::1]:8080"
+    );
 }
 
 #[tokio::test]
@@ -342,7 +355,10 @@ async fn endpoints_objects_can_be_used_instead_of_slices() {
         ..Config::default()
     };
     let mesh = mesh_with(&format!("{WEB}{}", pod("web-1", "10.1.0.1", "")), config).await;
-    assert_eq!(update_summary(&next(&mut mesh.get(HTTP).await.unwrap()).await), "+10.1.0.1:8080");
+    assert_eq!(
+        update_summary(&next(&mut mesh.get(HTTP).await.unwrap()).await),
+        "+10.1.0.1:8080"
+    );
 }
 
 #[tokio::test]

@@ -146,7 +146,9 @@ impl Mesh {
             port,
         };
         let mut client = InboundServerPoliciesClient::new(server);
-        with_timeout(client.watch_port(request)).await.map(tonic::Response::into_inner)
+        with_timeout(client.watch_port(request))
+            .await
+            .map(tonic::Response::into_inner)
     }
 
     /// Returns the response of `GetPort`.
@@ -157,7 +159,9 @@ impl Mesh {
             port,
         };
         let mut client = InboundServerPoliciesClient::new(server);
-        with_timeout(client.get_port(request)).await.map(tonic::Response::into_inner)
+        with_timeout(client.get_port(request))
+            .await
+            .map(tonic::Response::into_inner)
     }
 
     pub(crate) async fn watch_policy(&self, workload: &str, target: &str) -> Result<Streaming<OutboundPolicy>, Status> {
@@ -191,7 +195,10 @@ pub(crate) fn target(path: &str, token: &str) -> GetDestination {
 
 /// The next message of a stream. Panics if the stream has ended.
 pub(crate) async fn next<T>(stream: &mut Streaming<T>) -> T {
-    with_timeout(stream.message()).await.unwrap().expect("the stream is open")
+    with_timeout(stream.message())
+        .await
+        .unwrap()
+        .expect("the stream is open")
 }
 
 /// Formats an update: `+` and the added addresses, `-` and the removed ones; without endpoints, `1` if the service exists, else

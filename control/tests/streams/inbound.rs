@@ -181,7 +181,11 @@ async fn probes_are_allowed_from_the_probe_networks() {
         ("probe", "default")
     );
     assert_eq!(
-        probe.authorizations.iter().map(authorization_summary).collect::<Vec<_>>(),
+        probe
+            .authorizations
+            .iter()
+            .map(authorization_summary)
+            .collect::<Vec<_>>(),
         ["probe: any client from 192.168.0.0/24"]
     );
     let paths: Vec<_> = probe.rules[0]
@@ -330,7 +334,11 @@ spec:
     };
     assert_eq!(route_name(route), "/admin");
     assert_eq!(
-        route.authorizations.iter().map(authorization_summary).collect::<Vec<_>>(),
+        route
+            .authorizations
+            .iter()
+            .map(authorization_summary)
+            .collect::<Vec<_>>(),
         ["admins: any client from all"]
     );
     assert_eq!(route.hosts.len(), 2);
@@ -473,7 +481,10 @@ async fn failed_requests_have_their_status_code_and_message() {
         let status = mesh.get_port(workload, port).await.unwrap_err();
         assert_eq!((status.code(), status.message()), (code, message), "{workload} {port}");
     }
-    assert_eq!(mesh.get_port("shop", 80).await.unwrap_err().code(), Code::InvalidArgument);
+    assert_eq!(
+        mesh.get_port("shop", 80).await.unwrap_err().code(),
+        Code::InvalidArgument
+    );
 }
 
 #[tokio::test]

@@ -191,7 +191,10 @@ async fn the_protocol_comes_from_the_port_or_the_opaque_annotation() {
 #[tokio::test]
 async fn names_of_missing_services_have_a_policy() {
     let mesh = mesh("").await;
-    let mut stream = mesh.watch_policy(CLIENT, "web.shop.svc.cluster.local:5432").await.unwrap();
+    let mut stream = mesh
+        .watch_policy(CLIENT, "web.shop.svc.cluster.local:5432")
+        .await
+        .unwrap();
     assert_eq!(names(http(&next(&mut stream).await)), ["http"]);
     mesh.manifests
         .write("mesh.yaml", &annotated("config.linkerd.io/opaque-ports: \"5432\""));
@@ -337,7 +340,10 @@ async fn route_acceptance_follows_the_manifests_not_the_status() {
     // A headless service cannot be the parent of a route.
     let headless = WEB.replace("10.247.0.10", "None");
     let refused = mesh(&format!("{headless}{ROUTE}{status}")).await;
-    let policy = refused.get_policy(CLIENT, "web.shop.svc.cluster.local:80").await.unwrap();
+    let policy = refused
+        .get_policy(CLIENT, "web.shop.svc.cluster.local:80")
+        .await
+        .unwrap();
     assert_eq!(names(http(&policy)), ["http"]);
 }
 

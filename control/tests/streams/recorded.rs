@@ -142,7 +142,8 @@ impl Comparison {
             }
         }
         if theirs != ours {
-            self.responses.push((recording.request(), first_difference(&theirs, &ours)));
+            self.responses
+                .push((recording.request(), first_difference(&theirs, &ours)));
         }
     }
 

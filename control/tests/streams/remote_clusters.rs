@@ -10,7 +10,7 @@ use tulle_control::destination;
 use tulle_proto::destination::tls_identity::Strategy;
 use tulle_proto::destination::{Update, WeightedAddrSet, update};
 
-use crate::harness::{Mesh, eventually, mesh, mesh_with, next, update_summary, with_timeout, target};
+use crate::harness::{Mesh, eventually, mesh, mesh_with, next, target, update_summary, with_timeout};
 
 const WEB: &str = "web.shop.svc.cluster.local:80";
 

@@ -79,7 +79,10 @@ fn server(name: &str, version: u32) -> String {
 }
 
 fn watch_line(event_type: &str, object: &str) -> String {
-    format!("{{\"type\":\"{event_type}\",\"object\":{}}}\n", object.replace('\n', ""))
+    format!(
+        "{{\"type\":\"{event_type}\",\"object\":{}}}\n",
+        object.replace('\n', "")
+    )
 }
 
 type TestBody = UnsyncBoxBody<Bytes, io::Error>;

@@ -27,7 +27,7 @@ use crate::resources::{Kind, Object};
 use crate::writeback::config::StatusesConfig;
 use crate::writeback::statuses::conditions::{self, EgressNetworkRejection};
 use crate::writeback::statuses::dependencies::{
-    route_dependencies, parent_kind, parent_object_id, rate_limit_server, reference_fields,
+    parent_kind, parent_object_id, rate_limit_server, reference_fields, route_dependencies,
 };
 use crate::writeback::statuses::object_id::ObjectId;
 

@@ -88,7 +88,9 @@ impl TestIndex {
                 assert_eq!(condition["observedGeneration"], 4);
                 let [condition_type, status, reason] =
                     ["type", "status", "reason"].map(|field| condition[field].as_str().unwrap());
-                found.push(format!("{group}/{kind}/{name}{port}: {condition_type}={status} {reason}"));
+                found.push(format!(
+                    "{group}/{kind}/{name}{port}: {condition_type}={status} {reason}"
+                ));
             }
         }
         found

@@ -113,7 +113,9 @@ impl<'a> PartlyDecodedObject<'a> {
                 })
             }
             EncodedObject::Protobuf(message) => {
-                let head = protobuf::ObjectWithHead::decode(&*message)?.metadata.unwrap_or_default();
+                let head = protobuf::ObjectWithHead::decode(&*message)?
+                    .metadata
+                    .unwrap_or_default();
                 Ok(Self {
                     head: ObjectHead {
                         name: head.name.into(),
