@@ -428,7 +428,7 @@ fn read(path: &Path) -> Result<String, Error> {
     })
 }
 
-/// The key is written first, so that a complete certificate never exists without its key.
+/// Writes two files. The key is written first, so that a complete certificate never exists without its key.
 fn write_pair(public: (&Path, &str), private: (&Path, &str)) -> Result<(), Error> {
     for (path, _) in [public, private] {
         if path.exists() {

@@ -68,7 +68,7 @@ fn slice(first: &str) -> Event {
     Event::Applied(decode(Kind::EndpointSlice, &mut serde_json::Deserializer::from_str(&json)).unwrap())
 }
 
-/// A message in gRPC's wire format.
+/// Returns a message in gRPC's wire format.
 fn encoded(message: &impl Message) -> Bytes {
     let mut bytes = BytesMut::new();
     bytes.put_u8(0);
@@ -82,7 +82,7 @@ fn request(path: &str, message: &impl Message) -> Request<Body> {
     Request::post(format!("http://control/{path}")).body(body).unwrap()
 }
 
-/// A pod with a sidecar, as an API server describes it.
+/// Returns a pod with a sidecar, as an API server describes it.
 fn pod(service: usize, n: usize) -> Event {
     let app = format!("app-{service}");
     let (ip, host_ip) = (pod_ip(n), "192.168.0.1");
@@ -119,7 +119,7 @@ fn pod(service: usize, n: usize) -> Event {
     )
 }
 
-/// A Service of ten pods, with its slice.
+/// Returns a Service of ten pods, with its slice.
 fn service_and_slice(service: usize) -> Vec<Event> {
     let endpoint = |n| {
         json!({
@@ -162,7 +162,7 @@ fn object(kind: Kind, value: Value) -> Event {
     Event::Applied(decode(kind, value).unwrap())
 }
 
-/// The next message of a stream, if it is ready.
+/// Returns the next message of a stream, if it is ready.
 fn ready_message(body: &mut Body) -> Option<Bytes> {
     // One task polls all streams; its coop budget would be used up before the last one.
     let frame = tokio::task::unconstrained(body.frame()).now_or_never()?;
@@ -306,7 +306,7 @@ async fn a_policy_of_a_missing_service_is_small() {
     assert!(bytes_per_stream < 4_000, "{bytes_per_stream} bytes");
 }
 
-/// The frames of a gRPC call whose request is one message.
+/// Returns the frames of a gRPC call whose request is one message.
 fn call_frames(stream_id: u32, path: &str, message: &[u8]) -> Vec<u8> {
     // HPACK with the static table and literals without indexing.
     let mut headers = vec![0x83, 0x86];

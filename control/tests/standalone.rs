@@ -113,7 +113,7 @@ impl Files {
         TrustAnchors::read(&self.at("ca.crt")).unwrap()
     }
 
-    /// A command line with free ports on loopback.
+    /// Returns a command line with free ports on loopback.
     fn command_line(&self, services: &str, more: &[&str]) -> Vec<OsString> {
         let mut line: Vec<OsString> = services.split(' ').map(OsString::from).collect();
         for (flag, name) in [

@@ -45,7 +45,7 @@ struct WatchedCluster {
 }
 
 impl RemoteWatches {
-    /// `client` is that of the local API server.
+    /// Creates the watches. `client` is that of the local API server.
     pub fn new(client: Client, clusters: LinkedClusters, registry: Registry, drain: Watch) -> Self {
         clusters.remote.expect_links();
         let help = "Other clusters whose endpoints are served.";

@@ -412,8 +412,8 @@ mod tests {
     use super::*;
     use crate::resources::{Kind, Object, decode};
 
-    /// An EgressNetwork that was created on this day of January 2026. Each network is a CIDR, then its exceptions after `!`;
-    /// without networks it selects everything outside the cluster.
+    /// Returns an EgressNetwork that was created on this day of January 2026. Each network is a CIDR, then its exceptions after
+    /// `!`; without networks it selects everything outside the cluster.
     fn network(name: &str, day: u8, networks: &[&str]) -> EgressNetwork {
         let to_json = |text: &&str| {
             let mut parts = text.split('!');

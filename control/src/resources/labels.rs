@@ -48,7 +48,7 @@ impl Selector {
         Self(labels.iter().map(requirement).collect())
     }
 
-    /// Whether the selector has no requirement.
+    /// Returns whether the selector has no requirement.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -62,7 +62,7 @@ impl Selector {
         self.matches_all(|key| labels.get(key).map(String::as_str))
     }
 
-    /// A label that every selected object has. `None` if no requirement demands exactly one value.
+    /// Returns a label that every selected object has. `None` if no requirement demands exactly one value.
     pub fn required_label(&self) -> Option<(&str, &str)> {
         self.0.iter().find_map(|requirement| match &requirement.operator {
             LabelOperator::In(values) if values.len() == 1 => Some((&*requirement.key, &*values[0])),

@@ -92,7 +92,7 @@ impl Meta {
         self.annotations.get(key)
     }
 
-    /// Sort key: oldest first, then by namespace and name. Of conflicting objects the first in this order takes
+    /// Returns a sort key: oldest first, then by namespace and name. Of conflicting objects the first in this order takes
     /// precedence.
     pub fn age_order(&self) -> (i64, &NamespacedName) {
         (self.created_at.unwrap_or(i64::MAX), &self.name)

@@ -20,8 +20,8 @@ use prost::Message;
 use crate::resources::workload::{self, Node, PartialObjectMetadata};
 use crate::resources::{Kind, Object, normalize_scope};
 
-/// Whether [`decode`] reads a kind. Custom resources have no protobuf encoding; Services, Endpoints and EndpointSlices have one,
-/// but are read as JSON.
+/// Returns whether [`decode`] reads a kind. Custom resources have no protobuf encoding; Services, Endpoints and EndpointSlices
+/// have one, but are read as JSON.
 pub fn is_decodable(kind: Kind) -> bool {
     matches!(
         kind,

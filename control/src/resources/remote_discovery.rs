@@ -7,7 +7,8 @@ use crate::model::remote_discovery::{FederatedMembers, MemberPreference, RemoteD
 use crate::resources::meta::Meta;
 use crate::resources::service::Service;
 
-/// Where the endpoints of a Service are found. `None` if its own addresses are its endpoints.
+/// Returns where the endpoints of a Service are found. `None` if the Service has endpoints of its own, as a mirror with a
+/// gateway also has.
 pub fn discovery(service: &Service) -> Option<RemoteDiscovery> {
     let meta = &service.meta;
     let (remote, local) = (

@@ -117,7 +117,7 @@ impl ParentKind {
 }
 
 impl Rules {
-    /// The backends of all rules, and those of their mirrors.
+    /// Returns the backends of all rules, and those of their mirrors.
     pub fn backend_refs(&self) -> Vec<&BackendRef> {
         match self {
             Self::Http(rules) => rules.iter().flat_map(Rule::all_backend_refs).collect(),
@@ -384,7 +384,7 @@ pub struct Redirect {
     pub status_code: Option<u16>,
 }
 
-/// The API's default for redirects.
+/// Returns the API's default for redirects.
 #[allow(clippy::unnecessary_wraps, reason = "it is a default of an optional field")]
 fn default_redirect_status() -> Option<u16> {
     Some(302)
@@ -413,13 +413,13 @@ pub struct Fraction {
     pub denominator: u32,
 }
 
-/// The API's default for fractions.
+/// Returns the API's default for fractions.
 fn default_denominator() -> u32 {
     100
 }
 
 impl Mirror {
-    /// The fraction of requests that are mirrored.
+    /// Returns the fraction of requests that are mirrored.
     pub fn fraction(&self) -> Fraction {
         let percent = |numerator| Fraction {
             numerator,

@@ -309,7 +309,7 @@ pub enum EndpointReadiness {
 }
 
 impl EndpointReadiness {
-    /// The readiness of an endpoint that is not terminating.
+    /// Returns the readiness of an endpoint that is not terminating.
     pub fn from_ready(ready: bool) -> Self {
         if ready { Self::Ready } else { Self::NotReady }
     }

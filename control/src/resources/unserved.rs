@@ -29,7 +29,7 @@ pub struct UnservedPart {
     pub reason: String,
 }
 
-/// The metric of unserved parts.
+/// Returns the metric of unserved parts.
 pub fn metric_family(registry: &Registry) -> Family<Gauge> {
     registry.gauge(
         "unserved_configuration",
@@ -37,7 +37,7 @@ pub fn metric_family(registry: &Registry) -> Family<Gauge> {
     )
 }
 
-/// The parts that the metric counts once, sorted, as `name field`.
+/// Returns the parts that the metric counts once, sorted, as `name field`.
 #[cfg(test)]
 pub(crate) fn counted_parts(registry: &Registry) -> Vec<String> {
     let page = registry.render();

@@ -53,7 +53,7 @@ impl Limits {
 }
 
 impl CallKind {
-    /// The limit of streams per client for a process that may use `memory` bytes.
+    /// Returns the limit of streams per client for a process that may use `memory` bytes.
     pub(super) fn max_streams_per_client(self, memory: Option<u64>) -> usize {
         match self {
             // The number of requests of one client that the queue for token reviews accepts. Pods can share the address of
@@ -67,7 +67,7 @@ impl CallKind {
         }
     }
 
-    /// SETTINGS_MAX_CONCURRENT_STREAMS of a connection.
+    /// Returns the value of SETTINGS_MAX_CONCURRENT_STREAMS for a connection.
     pub(super) fn max_streams_per_connection(self) -> u32 {
         match self {
             // A proxy sends one request at a time.
@@ -77,7 +77,7 @@ impl CallKind {
         }
     }
 
-    /// Maximum request size in bytes, several times that of the largest valid request.
+    /// Returns the maximum request size in bytes, which is several times that of the largest valid request.
     pub(super) fn max_request_bytes(self) -> usize {
         match self {
             // Above the limit of the identity service, which refuses a longer request with a message.
@@ -86,7 +86,7 @@ impl CallKind {
         }
     }
 
-    /// Maximum memory of a request: its bytes, the buffer in which they are decoded, and the stream.
+    /// Returns the maximum memory of a request: its bytes, the buffer in which they are decoded, and the stream.
     pub(super) fn bytes_per_request(self) -> usize {
         self.max_request_bytes() + 16 * 1024
     }

@@ -54,7 +54,7 @@ pub(super) fn derive_endpoints<'a>(objects: impl Iterator<Item = &'a Object>) ->
     derived
 }
 
-/// Endpoints contain only ready addresses.
+/// Builds the Endpoints of a Service. They contain only ready addresses.
 fn build_endpoints(service: &Service, subsets: &[Subset]) -> Endpoints {
     let ready = |subset: &Subset| Subset {
         ports: subset.ports.clone(),

@@ -121,8 +121,8 @@ impl ManifestFile {
         }
     }
 
-    /// Unsupported kinds are ignored. An unsupported version of a supported kind, and an unknown kind of the policy
-    /// group, are errors.
+    /// Records a document of an unsupported kind, which is ignored. An unsupported version of a supported kind, and an unknown
+    /// kind of the policy group, are errors.
     fn push_unsupported(&mut self, api_version: &str, kind_name: &str, value: &Value, line: usize) {
         if let Some(kind) = Kind::find_any_version(api_version, kind_name) {
             let accepted = kind.info().versions.join(", ");
@@ -173,7 +173,7 @@ fn invalid_manifest(object: Object, value: &Value, reason: &str) -> Unreadable {
     unreadable
 }
 
-/// The error at its own line, or at `line` if it has none.
+/// Returns the error at its own line, or at `line` if it has none.
 fn yaml_error(error: &serde_yaml_ng::Error, line: usize) -> ErrorAtLine {
     let line = error.location().map_or(line, |location| location.line());
     ErrorAtLine {

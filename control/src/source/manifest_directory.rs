@@ -172,8 +172,9 @@ impl FileState {
         }
     }
 
-    /// The last valid version of an invalid file stays in use. Before there is one, the valid objects of the file are used. In
-    /// both cases, invalid objects are reported as unreadable: one without a valid version is replaced by its placeholder.
+    /// Parses the file if its content has changed. The last valid version of an invalid file stays in use. Before there is one,
+    /// the valid objects of the file are used. In both cases, invalid objects are reported as unreadable: one without a valid
+    /// version is replaced by its placeholder.
     fn parse_if_changed(&mut self, path: &Path, bytes: &[u8]) {
         let content = hash(bytes);
         if self.content_hash == Some(content) {

@@ -138,8 +138,8 @@ impl SidecarValues {
         }
     }
 
-    /// Increase per second since a page that was read `seconds` earlier. If the sidecar has restarted in between, the
-    /// earlier page counts as 0. Otherwise a lower value means that series were removed, and counts as no increase.
+    /// Returns the increase per second since a page that was read `seconds` earlier. If the sidecar has restarted in between,
+    /// the earlier page counts as 0. Otherwise a lower value means that series were removed, and counts as no increase.
     #[must_use]
     pub fn rates_since(&self, earlier: &Self, seconds: f64) -> Rates {
         fn rates<K: Ord + Clone>(
@@ -221,7 +221,7 @@ impl TrafficValues {
         self.success + self.failure
     }
 
-    /// From 0 to 1; `None` without requests.
+    /// Returns the success rate, from 0 to 1. `None` without requests.
     pub fn success_rate(&self) -> Option<f64> {
         let requests = self.requests();
         (requests > 0.0).then(|| self.success / requests)
@@ -336,7 +336,7 @@ impl Route {
     }
 }
 
-/// `kind/name`, or `default:name` for a resource that the mesh generated.
+/// Returns `kind/name`, or `default:name` for a resource that the mesh generated.
 fn qualified(kind: &str, name: &str) -> String {
     match kind.is_empty() || kind == "default" {
         true => format!("default:{name}"),

@@ -179,7 +179,7 @@ impl Query {
     }
 }
 
-/// The endpoint label that names a resource of this kind.
+/// Returns the endpoint label that names a resource of this kind.
 fn destination_label(kind: &str) -> Result<&str, Error> {
     match kind {
         "job" => Ok("k8s_job"),

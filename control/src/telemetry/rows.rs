@@ -54,7 +54,7 @@ impl GroupKind {
 }
 
 impl Selection {
-    /// The groups that a workload counts towards; none if it is not selected.
+    /// Returns the groups that a workload counts towards. They are none if it is not selected.
     pub(super) fn groups(&self, workload: &Workload) -> Vec<ResourceName> {
         let in_namespace = |kind: &str, name: &str| ResourceName {
             namespace: workload.name.namespace.to_string(),
@@ -89,7 +89,7 @@ impl Selection {
     }
 }
 
-/// Golden metrics of the selected workloads.
+/// Returns the golden metrics of the selected workloads.
 pub(super) fn workloads(observed: &ObservedWorkloads, selection: &Selection) -> QueryResponse<WorkloadMetrics> {
     #[derive(Default)]
     struct AggregatedValues {
@@ -127,7 +127,7 @@ pub(super) fn workloads(observed: &ObservedWorkloads, selection: &Selection) -> 
     response(observed, selection, rows.collect())
 }
 
-/// Traffic to and from the selected workloads.
+/// Returns the traffic to and from the selected workloads.
 ///
 /// Both sidecars of an edge report it, and one report must be ignored: the server's, if any sidecar with the client's identity
 /// was scraped. A server's report names only the client's identity. If two clients share it and only one was scraped, the
@@ -202,7 +202,7 @@ pub(super) fn edges(observed: &ObservedWorkloads, selection: &Selection) -> Quer
     response(observed, selection, rows.collect())
 }
 
-/// Inbound and outbound routes of the selected workloads.
+/// Returns the inbound and outbound routes of the selected workloads.
 pub(super) fn routes(observed: &ObservedWorkloads, selection: &Selection) -> QueryResponse<RouteMetrics> {
     let mut sums: BTreeMap<(ResourceName, counts::Route), TrafficValues> = BTreeMap::new();
     for (workload, per_second) in scraped_workloads(observed) {
@@ -225,7 +225,7 @@ pub(super) fn routes(observed: &ObservedWorkloads, selection: &Selection) -> Que
     response(observed, selection, rows.collect())
 }
 
-/// The workloads whose sidecars were scraped, with their rates per second.
+/// Returns the workloads whose sidecars were scraped, with their rates per second.
 fn scraped_workloads(observed: &ObservedWorkloads) -> impl Iterator<Item = (&Workload, &SidecarValues)> {
     let workloads = observed.workloads.iter();
     workloads.filter_map(|(workload, rates)| Some((workload, &rates.as_ref()?.per_second)))
@@ -247,7 +247,7 @@ fn response<Row>(observed: &ObservedWorkloads, selection: &Selection, rows: Vec<
     }
 }
 
-/// The resource of the workload itself, not of its owner.
+/// Returns the resource of the workload itself, not of its owner.
 pub(super) fn own_resource(workload: &Workload) -> ResourceName {
     let kind = match workload.kind {
         WorkloadKind::Pod => "pod",
@@ -268,7 +268,7 @@ fn owner(workload: &Workload) -> ResourceName {
     }
 }
 
-/// The name of a kind, given its metric label.
+/// Returns the name of a kind, given its metric label.
 fn kind(label: &str) -> &str {
     match label {
         "k8s_job" => "job",
@@ -285,7 +285,7 @@ fn identity(workload: &Workload) -> Option<String> {
     })
 }
 
-/// The service account of an identity, or the identity itself if it has another form.
+/// Returns the service account of an identity, or the identity itself if it has another form.
 fn identity_resource(identity: &str) -> ResourceName {
     match service_account_of(identity) {
         Some((account, namespace)) => ResourceName {
@@ -354,7 +354,7 @@ mod tests {
         }
     }
 
-    /// Two pods of `web`, one without a sidecar, and `client`, which calls `web` and an address outside the mesh.
+    /// Returns two pods of `web`, one without a sidecar, and `client`, which calls `web` and an address outside the mesh.
     fn observed() -> ObservedWorkloads {
         let id = "client.shop.serviceaccount.identity.linkerd.cluster.local";
         let web = format!(

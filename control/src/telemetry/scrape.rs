@@ -158,7 +158,7 @@ mod tests {
     use crate::tls::mesh_credentials::{ClientCertificates, LeafWithKey};
     use crate::trust::{self, CertificateAuthority};
 
-    /// Credentials of a SPIFFE identity with this server name.
+    /// Returns credentials of a SPIFFE identity with this server name.
     fn creds(name: &str, uri: &str, anchor: &CertificateAuthority) -> MeshCredentials {
         let svid = trust::create_svid(uri, Duration::from_secs(3600), anchor).unwrap();
         let leaf = LeafWithKey {

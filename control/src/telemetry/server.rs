@@ -156,7 +156,7 @@ impl Api {
 }
 
 impl QueryError {
-    /// The error as a Kubernetes `Status`, whose message kubectl and other clients print.
+    /// Returns the error as a Kubernetes `Status`, whose message kubectl and other clients print.
     fn response(&self) -> Response<Body> {
         let (status, reason) = match self {
             Self::Request(request::Error::NotFound) => (StatusCode::NOT_FOUND, "NotFound"),
@@ -196,7 +196,7 @@ fn is_loopback_host(host: &str) -> bool {
     name.eq_ignore_ascii_case("localhost") || ip.is_ok_and(|ip| ip.is_loopback())
 }
 
-/// The APIResourceList, which the API server fetches as a health check and clients for discovery.
+/// Returns the APIResourceList, which the API server fetches as a health check and clients for discovery.
 fn resources() -> Value {
     let resource = |name: &str, kind: &str, verb: &str| json!({ "name": name, "singularName": "", "namespaced": true, "kind": kind, "verbs": [verb] });
     json!({

@@ -167,13 +167,14 @@ impl MeshCredentials {
         Ok(())
     }
 
-    /// Certificate and trust anchors for client connections under this identity. `None` before the first certificate.
+    /// Returns the certificate and the trust anchors for client connections under this identity. `None` before the first
+    /// certificate.
     pub(crate) fn client_credentials(&self) -> Option<(LeafWithKey, TrustAnchors)> {
         let own = self.leaf_and_anchors.load_full()?;
         Some((own.0.clone(), own.1.clone()))
     }
 
-    /// The configuration for the next handshake. `None` before the first certificate.
+    /// Returns the configuration for the next handshake. `None` before the first certificate.
     pub(crate) fn server_config(&self) -> Option<Arc<ServerConfig>> {
         self.current.load_full()
     }

@@ -19,7 +19,7 @@ use rustls::pki_types::CertificateDer;
 use rustls::{CertificateError, OtherError};
 use tulle_core::issuer_constraints;
 
-/// The algorithms of all handshakes and verifications.
+/// Returns the algorithms of all handshakes and verifications.
 ///
 /// Source: cipher suites and key exchange groups of the proxies, in their order.
 pub fn crypto_provider() -> Arc<CryptoProvider> {

@@ -680,7 +680,7 @@ mod tests {
 
     use super::*;
 
-    /// A client whose requests get no response.
+    /// Returns a client whose requests get no response.
     fn silent_client() -> Client {
         let service =
             tower::service_fn(|_: Request<Body>| std::future::pending::<Result<Response<Body>, Infallible>>());

@@ -186,7 +186,7 @@ mod tests {
         }
     }
 
-    /// All bodies together may take one mebibyte.
+    /// Creates a memory of one mebibyte for all bodies together.
     fn memory() -> WebhookMemory {
         WebhookMemory::from_limit(Some(8 << 20))
     }

@@ -46,7 +46,7 @@ pub trait ReviewHandler: Send + Sync + 'static {
     /// its types are small: they reuse memory that `BYTES_PER_JSON_OBJECT` in `review.rs` counts already.
     const TYPED_BYTES_PER_JSON_OBJECT: usize = 0;
 
-    /// An error denies the object; its text is the reason.
+    /// Decides about an object. An error denies the object; its text is the reason.
     fn review(&self, req: Request) -> impl Future<Output = Result<AdmissionResponse, Failure>> + Send;
 
     /// Decides about an object that cannot be decoded for this reason, for example because it needs too much memory.
@@ -90,7 +90,7 @@ enum RequestError {
 }
 
 impl SharedResources {
-    /// `memory` is the number of bytes that the process may use.
+    /// Creates the resources. `memory` is the number of bytes that the process may use.
     pub fn new(memory: Option<u64>, registry: &Registry) -> Self {
         let max_response_bytes = memory.map_or(u64::MAX, |memory| memory / 16);
         Self {
@@ -172,7 +172,7 @@ impl<H: ReviewHandler> WebhookServer<H> {
         response.to_json(&id).map(Bytes::from).map_err(RequestError::Write)
     }
 
-    /// An error of the handler denies the object.
+    /// Calls the handler. An error of the handler denies the object.
     async fn run_handler(&self, client: IpAddr, id: &ReviewId, mut request: Request) -> AdmissionResponse {
         request.client = Some(client);
         let log = &self.shared.log_limiter;

@@ -45,7 +45,7 @@ impl Paths {
     }
 }
 
-/// `dir/file` becomes `dir/name/file`.
+/// Returns `dir/name/file` for `dir/file`.
 fn in_subdirectory(file: &Path, name: &str) -> PathBuf {
     let mut path = file.with_file_name(name);
     path.extend(file.file_name());

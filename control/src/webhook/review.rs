@@ -93,7 +93,7 @@ pub(crate) enum InvalidReview {
 }
 
 impl RequestHead {
-    /// The value of the annotation `linkerd.io/inject` of the object.
+    /// Returns the value of the annotation `linkerd.io/inject` of the object.
     pub fn inject_annotation(&self) -> Option<&str> {
         let metadata = self.object.as_ref()?.metadata.as_ref()?;
         metadata.annotations.as_ref()?.inject.as_deref()
@@ -127,7 +127,7 @@ impl AdmissionResponse {
         self
     }
 
-    /// `None` if the object is allowed.
+    /// Returns the reason of a denial. `None` if the object is allowed.
     pub fn denial_reason(&self) -> Option<&str> {
         self.denial_reason.as_deref()
     }
@@ -136,7 +136,7 @@ impl AdmissionResponse {
         &self.warnings
     }
 
-    /// The AdmissionReview of the response, as JSON.
+    /// Returns the AdmissionReview of the response, as JSON.
     pub(crate) fn to_json(&self, id: &ReviewId) -> Result<Vec<u8>, serde_json::Error> {
         let patch = self.patch.as_ref().map(serde_json::to_vec).transpose()?;
         serde_json::to_vec(&SerializedReview {

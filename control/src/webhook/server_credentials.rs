@@ -53,7 +53,7 @@ impl ServerCredentials {
         Self::default()
     }
 
-    /// Credentials that reject every client until [`set_client_verifier`](Self::set_client_verifier).
+    /// Returns credentials that reject every client until [`set_client_verifier`](Self::set_client_verifier).
     pub fn for_verified_clients() -> Self {
         let settings = TlsSettings {
             certificate: None,

@@ -57,7 +57,7 @@ fn get(context_token: &str) -> GetDestination {
     }
 }
 
-/// The results of Get and GetProfile with a context token.
+/// Returns the results of Get and GetProfile with a context token.
 async fn destinations(
     mesh: &Mesh,
     certificates: ClientCertificates,
@@ -71,7 +71,7 @@ async fn destinations(
     [endpoints.map(drop), profile.map(drop)]
 }
 
-/// The results of Get and Watch with a source workload.
+/// Returns the results of Get and Watch with a source workload.
 async fn policies(
     mesh: &Mesh,
     certificates: ClientCertificates,

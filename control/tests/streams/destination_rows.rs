@@ -58,7 +58,8 @@ pub(crate) async fn profile(mesh: &Mesh, path: &str) -> Vec<String> {
     words
 }
 
-/// A running pod of namespace `shop`. `metadata` and `spec` are added to its fields; [`MESHED`] means that it has a sidecar.
+/// Returns a running pod of namespace `shop`. `metadata` and `spec` are added to its fields; [`MESHED`] means that it has a
+/// sidecar.
 pub(crate) fn pod(name: &str, ip: &str, metadata: &str, spec: &str) -> String {
     format!(
         "---\napiVersion: v1\nkind: Pod\nmetadata: {{name: {name}, namespace: shop, {metadata}}}\n\

@@ -26,7 +26,7 @@ async fn endpoints(mesh: &Mesh) -> String {
     update_summary(&next(&mut mesh.get(WEB).await.unwrap()).await)
 }
 
-/// The reported errors, without the path of the directory.
+/// Returns the reported errors, without the path of the directory.
 fn errors(mesh: &Mesh) -> Vec<String> {
     let dir = format!("{}/", mesh.manifests.path().display());
     mesh.errors().iter().map(|error| error.replace(&dir, "")).collect()

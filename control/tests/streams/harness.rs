@@ -193,7 +193,7 @@ pub(crate) fn target(path: &str, token: &str) -> GetDestination {
     }
 }
 
-/// The next message of a stream. Panics if the stream has ended.
+/// Returns the next message of a stream. Panics if the stream has ended.
 pub(crate) async fn next<T>(stream: &mut Streaming<T>) -> T {
     with_timeout(stream.message())
         .await

@@ -47,7 +47,7 @@ fn route_name(route: &HttpRoute) -> String {
     }
 }
 
-/// An authorization as text: clients, and networks.
+/// Returns an authorization as text: clients, and networks.
 fn authorization_summary(authz: &Authz) -> String {
     let ip_net = |net: &tulle_proto::net::IpNetwork| IpNet::try_from(*net).unwrap().to_string();
     let mut networks: Vec<_> = authz

@@ -52,7 +52,7 @@ fn http(policy: &OutboundPolicy) -> &[HttpRoute] {
     &detect(policy).http1.as_ref().unwrap().routes
 }
 
-/// The object or default in the metadata, as `kind namespace/name:port`.
+/// Returns the object or default in the metadata, as `kind namespace/name:port`.
 fn name(metadata: Option<&Metadata>) -> String {
     match metadata.unwrap().kind.as_ref().unwrap() {
         metadata::Kind::Default(name) => name.clone(),
@@ -86,7 +86,7 @@ fn backend_target(backend: &Backend) -> String {
     }
 }
 
-/// The backends of a rule as `weight*target`; `FirstAvailable` backends have no weight.
+/// Returns the backends of a rule as `weight*target`; `FirstAvailable` backends have no weight.
 fn backends(rule: &http_route::Rule) -> Vec<String> {
     match rule.backends.as_ref().unwrap().kind.as_ref().unwrap() {
         Distribution::FirstAvailable(first) => first

@@ -88,7 +88,7 @@ async fn recorded_profiles_and_endpoints_match() {
     comparison.check();
 }
 
-/// A control plane with the flags that Linkerd's had during the recording.
+/// Returns a control plane with the flags that Linkerd's had during the recording.
 async fn loaded(name: &str) -> Mesh {
     let config = Config {
         default_opaque_ports: "25,587,3306,4444,5432,6379,9300,11211".parse().unwrap(),
@@ -100,14 +100,14 @@ async fn loaded(name: &str) -> Mesh {
     mesh
 }
 
-/// The first message of a stream, or its status code.
+/// Returns the first message of a stream, or its status code.
 async fn first<T>(stream: Result<Streaming<T>, Status>) -> Result<T, Code> {
     let mut stream = stream.map_err(|status| status.code())?;
     let message = with_timeout(stream.message()).await.map_err(|status| status.code())?;
     Ok(message.expect("the stream has a message"))
 }
 
-/// The last recorded message, or the recorded status code.
+/// Returns the last recorded message, or the recorded status code.
 fn last<T: Message + Default>(recording: &Recorded) -> Result<T, String> {
     match (recording.messages.last(), &recording.status) {
         (Some(bytes), None) => Ok(T::decode(&**bytes).unwrap()),
@@ -172,7 +172,7 @@ impl Comparison {
     }
 }
 
-/// The two texts around their first difference.
+/// Returns the two texts around their first difference.
 fn first_difference(theirs: &str, ours: &str) -> String {
     let same = theirs.bytes().zip(ours.bytes()).take_while(|(one, other)| one == other);
     let from = same.count().saturating_sub(150);

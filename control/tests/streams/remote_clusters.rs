@@ -14,7 +14,7 @@ use crate::harness::{Mesh, eventually, mesh, mesh_with, next, target, update_sum
 
 const WEB: &str = "web.shop.svc.cluster.local:80";
 
-/// A Service without pods of its own.
+/// Returns a Service without pods of its own.
 fn service(name: &str, metadata: &str) -> String {
     format!(
         "
@@ -37,7 +37,7 @@ fn federation(annotations: &str) -> String {
     format!("annotations: {{{annotations}}}")
 }
 
-/// A Service whose pods listen on port 8080, and these pods, by address.
+/// Returns a Service whose pods listen on port 8080, and these pods, by address.
 fn exported(name: &str, ips: &[&str]) -> String {
     let mut yaml = format!(
         "

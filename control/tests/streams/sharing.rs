@@ -45,7 +45,7 @@ status: {podIP: 10.1.0.2}
 
 const WEB: &str = "web.shop.svc.cluster.local:80";
 
-/// The response body of a stream.
+/// Returns the response body of a stream.
 async fn open<S>(service: &mut S, method: &str, message: &impl Message) -> Body
 where
     S: Service<Request<Body>, Response = http::Response<Body>, Error = std::convert::Infallible>,

@@ -114,7 +114,7 @@ pub enum AccessPolicyNetworks {
 }
 
 impl Server {
-    /// The name of the port. `None` if the Server has a port number.
+    /// Returns the name of the port. `None` if the Server has a port number.
     pub fn port_name(&self) -> Option<&str> {
         match &self.port {
             Some(PortRef::Name(name)) => Some(name),

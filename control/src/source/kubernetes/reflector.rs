@@ -93,7 +93,7 @@ impl Error {
         matches!(self, Self::Status { status, .. } if *status == StatusCode::FORBIDDEN)
     }
 
-    /// Whether the API server was unreachable, possibly for some time before the error.
+    /// Returns whether the API server was unreachable, possibly for some time before the error.
     fn is_timeout(&self) -> bool {
         let io_timeout = |err: &(dyn StdError + 'static)| {
             err.downcast_ref::<io::Error>()

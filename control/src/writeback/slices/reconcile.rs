@@ -187,8 +187,8 @@ fn fill_changed_slices(changed: &mut [SliceUpdate<'_>], new_endpoints: &mut VecD
     }
 }
 
-/// New endpoints are put into full new slices; the remainder goes to the fullest unchanged slice with room for all of it.
-/// Returns the update of that slice.
+/// Adds the new endpoints that do not fill a new slice to the fullest unchanged slice with room for all of them. Returns the
+/// update of that slice.
 fn add_rest_to_unchanged_slice<'a>(
     mut unchanged: Vec<SliceUpdate<'a>>,
     new_endpoints: &mut VecDeque<Endpoint>,

@@ -653,7 +653,7 @@ fn workloads_of_other_namespaces_are_left_out() {
     assert_eq!(workloads.collect::<Vec<_>>(), ["shop/here"]);
 }
 
-/// A controller whose API server rejects all requests.
+/// Returns a controller whose API server rejects all requests.
 fn failing_controller() -> Controller {
     let service = tower::service_fn(|_: http::Request<kube::client::Body>| {
         let refusal = json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": 500});

@@ -238,7 +238,7 @@ impl StatusIndex {
             .collect()
     }
 
-    /// Replaces the addresses of an object. Returns the external workloads that have one of them.
+    /// Replaces the addresses of an object. Returns the external workloads that have one of the old or new addresses.
     fn update_addresses(&mut self, id: &ObjectId, old: &[IpAddr], new: &[IpAddr]) -> BTreeSet<ObjectId> {
         if old == new {
             return BTreeSet::new();

@@ -678,7 +678,7 @@ fn a_change_affects_dependent_objects_only() {
     assert_eq!(affected, ["c"], "the other routes of the parent are not affected");
 }
 
-/// A controller whose API server never responds.
+/// Returns a controller whose API server never responds.
 fn unresponsive_controller() -> Controller {
     let client = Client::new(
         tower::service_fn(|_: http::Request<kube::client::Body>| {
@@ -689,7 +689,7 @@ fn unresponsive_controller() -> Controller {
     Controller::new(client, settings(), &Registry::new())
 }
 
-/// A route whose parent is the Server of the same name.
+/// Returns a route whose parent is the Server of the same name.
 fn route(name: &str) -> Event {
     let spec = json!({"parentRefs": [server_ref(name)], "rules": []});
     let manifest = json!({"metadata": {"name": name, "namespace": "shop"}, "spec": spec});
