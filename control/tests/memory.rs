@@ -374,7 +374,7 @@ async fn an_idle_stream_over_http2_uses_less_than_four_kilobytes() {
     let message = encoded(&get);
     let mut connections = Vec::new();
     let mut before = 0;
-    // The first connection starts what all connections share.
+    // The first connection also allocates memory that all connections share: it is not counted.
     for n in 0..=N_CONNECTIONS {
         if n == 1 {
             before = IN_USE.load(Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! Metadata of objects: name, labels, annotations, age and owner. Contains only what the views read.
+//! Metadata of objects: name, labels, annotations, age and owner. Contains only the fields that views use.
 
 use std::fmt;
 use std::sync::Arc;

@@ -97,7 +97,7 @@ impl ManifestReport {
         self.errors.lock().clone()
     }
 
-    /// Replaces the errors by those of the last scan, and logs the new ones.
+    /// Stores the errors of the last scan in place of earlier ones, and logs those that are new.
     fn set_errors(&self, errors: Vec<ManifestError>) {
         self.n_errors.set(i64::try_from(errors.len()).unwrap_or(i64::MAX));
         let old = std::mem::replace(&mut *self.errors.lock(), errors.clone());

@@ -49,7 +49,7 @@ pub(super) struct ErrorAtLine {
 #[derive(Debug, Default)]
 pub(super) struct ManifestFile {
     pub(super) manifests: Vec<Manifest>,
-    /// Documents of supported kinds that are invalid: what is readable of each, for its placeholder.
+    /// Documents of supported kinds that are invalid: the readable parts of each, for its placeholder.
     pub(super) unreadable: Vec<Unreadable>,
     /// The first error. It makes the whole file invalid.
     pub(super) error: Option<ErrorAtLine>,

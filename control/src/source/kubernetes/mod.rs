@@ -32,7 +32,7 @@ use crate::source::kubernetes::kinds::{WatchRequirements, WatchedKind};
 use crate::source::kubernetes::metrics::InformerLag;
 use crate::source::kubernetes::reflector::{ApiServer, KindMetrics, Reflector};
 
-/// Which objects are reported, and settings of the source.
+/// The reported objects, and other settings of the source.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub requirements: WatchRequirements,
@@ -42,7 +42,7 @@ pub struct Config {
     pub stale_kinds: Readiness,
 }
 
-/// Which objects of another cluster are reported.
+/// The reported objects of another cluster, and its name.
 #[derive(Clone, Debug)]
 pub struct RemoteConfig {
     /// The name of the cluster.
