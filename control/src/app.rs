@@ -594,7 +594,8 @@ impl Builder {
         latch: Latch,
     ) -> Result<()> {
         let drain = self.drain.clone();
-        if let Some(files) = self.config.webhooks.certificate_paths.of(certificate.service) {
+        let paths = &self.config.webhooks.certificate_paths;
+        if let Some(files) = paths.find_for_webhook(certificate.service) {
             let mounted = MountedCertificate::watch(files, creds, &self.registry).context("--server-tls-certs")?;
             self.start("reading a certificate for the API server", async move {
                 mounted.run(latch, drain).await;
