@@ -38,7 +38,7 @@ use crate::kubernetes::event_recorder::{self, EventRecorder, Reporter};
 use crate::listen::bind;
 use crate::mirror::ServiceMirror;
 use crate::remote::RemoteWatches;
-use crate::remote::references::References;
+use crate::remote::references::ReferencedClusters;
 use crate::resources::event::EventSink;
 use crate::serving::Server;
 use crate::serving::limits::{CallKind, Limits};
@@ -93,7 +93,7 @@ struct Builder {
     /// The reason of each stale kind. It does not affect `readiness`: while the API server fails, the last known state is served.
     stale_kinds: Readiness,
     grpc: GrpcMetrics,
-    webhooks: webhook::Shared,
+    webhooks: webhook::SharedResources,
     addrs: Addrs,
     drain: Watch,
     tasks: JoinSet<(&'static str, Result<()>)>,
@@ -138,7 +138,7 @@ impl App {
         };
         let mut builder = Builder {
             grpc: GrpcMetrics::new(&registry),
-            webhooks: webhook::Shared::new(memory::limit(), &registry),
+            webhooks: webhook::SharedResources::new(memory::limit(), &registry),
             readiness: Readiness::new(),
             stale_kinds: Readiness::new(),
             addrs: Addrs::default(),
@@ -331,7 +331,7 @@ impl Builder {
             _ => telemetry::AllowedClients::ThisMachine,
         };
         let telemetry::Telemetry { api, scrape_task } =
-            telemetry::open(cluster.clone(), creds, allowed_clients, &self.drain);
+            telemetry::new(cluster.clone(), creds, allowed_clients, &self.drain);
         let scraping = self.threads.runtime("telemetry")?.spawn(scrape_task);
         self.start("scraping sidecars", async move { Ok(scraping.await?) });
         let name = "linkerd-telemetry";
@@ -454,9 +454,9 @@ impl Builder {
         Ok(())
     }
 
-    /// Watches the clusters that Services refer to. Returns the sink that also finds these references.
+    /// Watches the clusters that Services refer to. Returns a sink that also finds these clusters.
     fn start_remote_watches(&mut self, client: &Client, clusters: &LinkedClusters, sink: EventSink) -> EventSink {
-        let (sink, references) = References::watch(sink);
+        let (sink, references) = ReferencedClusters::from_events(sink);
         let watches = RemoteWatches::new(
             client.clone(),
             clusters.clone(),
@@ -594,7 +594,8 @@ impl Builder {
         latch: Latch,
     ) -> Result<()> {
         let drain = self.drain.clone();
-        if let Some(files) = self.config.webhooks.certificate_paths.of(certificate.service) {
+        let paths = &self.config.webhooks.certificate_paths;
+        if let Some(files) = paths.find_for_webhook(certificate.service) {
             let mounted = MountedCertificate::watch(files, creds, &self.registry).context("--server-tls-certs")?;
             self.start("reading a certificate for the API server", async move {
                 mounted.run(latch, drain).await;

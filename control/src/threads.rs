@@ -1,5 +1,5 @@
-//! Threads with a runtime of their own, for servers that must answer while the streams of proxies keep the main runtime busy; and
-//! the heartbeat of the main runtime, because these servers would also answer if it were stuck.
+//! Threads with a runtime of their own, for servers that must answer while the streams of proxies keep the main runtime busy. A
+//! heartbeat shows whether the main runtime is stuck, because these servers would answer even then.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -64,7 +64,7 @@ impl Heartbeat {
         }
     }
 
-    /// Beats on the runtime that runs this.
+    /// Records the time of each beat, while the current runtime runs its tasks.
     pub(crate) async fn run(self) -> Infallible {
         loop {
             *self.last.lock() = Instant::now();
@@ -79,7 +79,8 @@ impl Heartbeat {
 
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Longer than any work without an await, such as computing all values again after the API server has listed many objects.
+/// Maximum age of the last beat of a live runtime. It is longer than any work without an await, such as computing all values
+/// again after the API server has listed many objects.
 pub(crate) const MAX_HEARTBEAT_AGE: Duration = Duration::from_secs(60);
 
 #[cfg(test)]

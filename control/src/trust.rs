@@ -114,7 +114,7 @@ pub enum Error {
     Label { what: &'static str, value: String },
     #[error("a lifetime of {0:?} ends after the year 9999")]
     Lifetime(Duration),
-    #[error("making a certificate")]
+    #[error("creating a certificate")]
     Certificate(#[source] rcgen::Error),
     #[error("signing a join token; expected an ECDSA P-256 key as PKCS#8 PEM")]
     Token(#[source] jsonwebtoken::errors::Error),
@@ -145,7 +145,7 @@ pub fn create_issuer(
     lifetime: Duration,
     anchor: &CertificateAuthority,
 ) -> Result<CertificateAuthority, Error> {
-    issuer(lifetime, anchor, |end| {
+    create_signed_authority(lifetime, anchor, |end| {
         Ok(ca_params(common_name, BasicConstraints::Constrained(0), end))
     })
 }
@@ -169,7 +169,7 @@ pub fn create_single_identity_issuer(
     if !has_path || !matches!(identity.parse(), Ok(Identity::Uri(_))) {
         return Err(Error::Spiffe(identity.to_owned()));
     }
-    issuer(lifetime, anchor, |end| {
+    create_signed_authority(lifetime, anchor, |end| {
         let mut params = ca_params(SINGLE_IDENTITY_ISSUER_NAME, BasicConstraints::Constrained(0), end);
         params.subject_alt_names = vec![SanType::URI(identity.try_into().map_err(Error::Certificate)?)];
         params.name_constraints = Some(NameConstraints {
@@ -185,7 +185,7 @@ pub fn create_single_identity_issuer(
 }
 
 /// Creates an ECDSA P-256 authority below an anchor. It expires with the anchor at the latest.
-fn issuer(
+fn create_signed_authority(
     lifetime: Duration,
     anchor: &CertificateAuthority,
     params: impl FnOnce(OffsetDateTime) -> Result<CertificateParams, Error>,
@@ -428,7 +428,7 @@ fn read(path: &Path) -> Result<String, Error> {
     })
 }
 
-/// The key is written first, so that a complete certificate never exists without its key.
+/// Writes two files. The key is written first, so that a complete certificate never exists without its key.
 fn write_pair(public: (&Path, &str), private: (&Path, &str)) -> Result<(), Error> {
     for (path, _) in [public, private] {
         if path.exists() {
@@ -437,7 +437,7 @@ fn write_pair(public: (&Path, &str), private: (&Path, &str)) -> Result<(), Error
     }
     write_new(private.0, private.1, 0o600)?;
     write_new(public.0, public.1, 0o644).inspect_err(|_| {
-        // Returns the first error. If the key cannot be removed, the next attempt fails because it exists.
+        // Returns the first error. If the key cannot be removed, the next attempt fails because the key exists.
         let _ = fs::remove_file(private.0);
     })
 }

@@ -33,13 +33,13 @@ use tulle_proto::destination::GetDestination;
 use tulle_proto::outbound::{TrafficSpec, traffic_spec};
 
 /// The system allocator, which also counts the bytes in use.
-struct Counting;
+struct CountingAllocator;
 
 static IN_USE: AtomicUsize = AtomicUsize::new(0);
 
 // SAFETY: every call is forwarded unchanged to the system allocator; counting neither allocates nor accesses the memory.
 #[allow(unsafe_code)]
-unsafe impl GlobalAlloc for Counting {
+unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         IN_USE.fetch_add(layout.size(), Ordering::Relaxed);
         // SAFETY: the caller keeps the contract of `alloc`.
@@ -54,7 +54,7 @@ unsafe impl GlobalAlloc for Counting {
 }
 
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 const SERVICE: &str = r#"{"metadata": {"name": "web", "namespace": "shop"}, "spec": {"clusterIP": "10.96.0.10", "ports": [{"port": 80}]}}"#;
 
@@ -68,7 +68,7 @@ fn slice(first: &str) -> Event {
     Event::Applied(decode(Kind::EndpointSlice, &mut serde_json::Deserializer::from_str(&json)).unwrap())
 }
 
-/// A message in gRPC's wire format.
+/// Returns a message in gRPC's wire format.
 fn encoded(message: &impl Message) -> Bytes {
     let mut bytes = BytesMut::new();
     bytes.put_u8(0);
@@ -82,7 +82,7 @@ fn request(path: &str, message: &impl Message) -> Request<Body> {
     Request::post(format!("http://control/{path}")).body(body).unwrap()
 }
 
-/// A pod with a sidecar, as an API server describes it.
+/// Returns a pod with a sidecar, as an API server describes it.
 fn pod(service: usize, n: usize) -> Event {
     let app = format!("app-{service}");
     let (ip, host_ip) = (pod_ip(n), "192.168.0.1");
@@ -119,7 +119,7 @@ fn pod(service: usize, n: usize) -> Event {
     )
 }
 
-/// A Service of ten pods, with its slice.
+/// Returns a Service of ten pods, with its slice.
 fn service_and_slice(service: usize) -> Vec<Event> {
     let endpoint = |n| {
         json!({
@@ -162,7 +162,7 @@ fn object(kind: Kind, value: Value) -> Event {
     Event::Applied(decode(kind, value).unwrap())
 }
 
-/// The next message of a stream, if it is ready.
+/// Returns the next message of a stream, if it is ready.
 fn ready_message(body: &mut Body) -> Option<Bytes> {
     // One task polls all streams; its coop budget would be used up before the last one.
     let frame = tokio::task::unconstrained(body.frame()).now_or_never()?;
@@ -276,7 +276,7 @@ async fn objects_and_values_are_small() {
     check("value", with_streams - with_services, N_SERVICES, MAX_BYTES_PER_VALUE);
 }
 
-/// A client can name Services that do not exist. No other stream has their policies.
+/// A client can request policies of Services that do not exist. No other stream shares them.
 #[tokio::test(start_paused = true)]
 async fn a_policy_of_a_missing_service_is_small() {
     let cluster = Cluster::new(Config::default(), &Registry::new());
@@ -306,7 +306,7 @@ async fn a_policy_of_a_missing_service_is_small() {
     assert!(bytes_per_stream < 4_000, "{bytes_per_stream} bytes");
 }
 
-/// The frames of a gRPC call whose request is one message.
+/// Returns the frames of a gRPC call whose request is one message.
 fn call_frames(stream_id: u32, path: &str, message: &[u8]) -> Vec<u8> {
     // HPACK with the static table and literals without indexing.
     let mut headers = vec![0x83, 0x86];
@@ -347,7 +347,8 @@ async fn read_messages(io: &mut TcpStream, n_streams: usize) {
     }
 }
 
-/// A third is buffers of frames, which h2 keeps at the size that they had when all streams of the connection began at once.
+/// A third of the memory is for frame buffers. h2 keeps them at the size that they had when all streams of the connection began
+/// at once.
 #[tokio::test]
 async fn an_idle_stream_over_http2_uses_less_than_four_kilobytes() {
     let cluster = Cluster::new(Config::default(), &Registry::new());
@@ -373,7 +374,7 @@ async fn an_idle_stream_over_http2_uses_less_than_four_kilobytes() {
     let message = encoded(&get);
     let mut connections = Vec::new();
     let mut before = 0;
-    // The first connection starts what all connections share.
+    // The first connection also allocates memory that all connections share: it is not counted.
     for n in 0..=N_CONNECTIONS {
         if n == 1 {
             before = IN_USE.load(Ordering::Relaxed);
@@ -398,11 +399,11 @@ async fn an_idle_stream_over_http2_uses_less_than_four_kilobytes() {
 
 type Opening = std::pin::Pin<Box<dyn Future<Output = Result<http::Response<Body>, std::convert::Infallible>> + Send>>;
 
-/// A stored pod.
+/// Maximum memory of a stored pod.
 const MAX_BYTES_PER_POD: usize = 700;
-/// A Service with a slice of ten endpoints.
+/// Maximum memory of a Service with a slice of ten endpoints.
 const MAX_BYTES_PER_SERVICE: usize = 4_000;
-/// The endpoints of a Service with ten pods, and one stream.
+/// Maximum memory of the endpoints of a Service with ten pods, and of one stream.
 const MAX_BYTES_PER_VALUE: usize = 6_500;
 const N_CONNECTIONS: usize = 20;
 const STREAMS_PER_CONNECTION: u32 = 100;
@@ -413,5 +414,5 @@ const END_STREAM: u8 = 1;
 const END_HEADERS: u8 = 4;
 const N_SERVICES: usize = 500;
 const N_STREAMS: usize = 1000;
-/// Without HTTP/2 and the task of the stream.
+/// Maximum memory of a stream, not counting HTTP/2 and the task of the stream.
 const MAX_BYTES_PER_STREAM: usize = 1000;

@@ -113,8 +113,8 @@ impl Files {
         TrustAnchors::read(&self.at("ca.crt")).unwrap()
     }
 
-    /// A command line with free ports on loopback.
-    fn line(&self, services: &str, more: &[&str]) -> Vec<OsString> {
+    /// Returns a command line with free ports on loopback.
+    fn command_line(&self, services: &str, more: &[&str]) -> Vec<OsString> {
         let mut line: Vec<OsString> = services.split(' ').map(OsString::from).collect();
         for (flag, name) in [
             ("--manifests", "manifests"),
@@ -169,18 +169,18 @@ spec:
 }
 
 /// A control plane in this process.
-struct Running {
+struct RunningControlPlane {
     addrs: Addrs,
     end: tokio::sync::oneshot::Sender<()>,
     task: JoinHandle<()>,
 }
 
-impl Running {
+impl RunningControlPlane {
     async fn start(files: &Files) -> Self {
-        Self::start_line(files.line("all-in-one", &[])).await
+        Self::start_with(files.command_line("all-in-one", &[])).await
     }
 
-    async fn start_line(line: Vec<OsString>) -> Self {
+    async fn start_with(line: Vec<OsString>) -> Self {
         let line = std::iter::once("tulle-control".into()).chain(line);
         let command = tulle_control::cmd::Command::parse_from_line(line).unwrap();
         let mut app = App::build(Config::from_command(&command).unwrap()).await.unwrap();
@@ -197,7 +197,7 @@ impl Running {
         Self { addrs, end, task }
     }
 
-    async fn ready(&self) {
+    async fn wait_until_ready(&self) {
         eventually(async || {
             (get(self.addrs.destination_admin, "/ready").await == (200, "ok\n".to_owned())).then_some(())
         })
@@ -238,9 +238,9 @@ async fn get_endpoints(channel: Channel) -> Streaming<Update> {
     response.unwrap().into_inner()
 }
 
-/// The ports of the endpoints that the next message adds.
+/// Returns the ports of the endpoints that the next message adds.
 async fn added(updates: &mut Streaming<Update>) -> Vec<u32> {
-    let update = timeout(LIMIT, updates.message()).await.unwrap().unwrap().unwrap();
+    let update = timeout(TIMEOUT, updates.message()).await.unwrap().unwrap().unwrap();
     match update.update {
         Some(update::Update::Add(set)) => set.addrs.into_iter().map(|addr| addr.addr.unwrap().port).collect(),
         other => panic!("expected an addition, got {other:?}"),
@@ -250,8 +250,8 @@ async fn added(updates: &mut Streaming<Update>) -> Vec<u32> {
 #[tokio::test]
 async fn a_workload_gets_its_certificate_endpoints_and_policy() {
     let files = Files::new();
-    let running = Running::start(&files).await;
-    running.ready().await;
+    let running = RunningControlPlane::start(&files).await;
+    running.wait_until_ready().await;
 
     let identity = files.connect(running.addrs.identity, IDENTITY, None).await;
     let leaf = certify(&files, identity).await;
@@ -299,7 +299,7 @@ async fn a_workload_gets_its_certificate_endpoints_and_policy() {
         .await
         .unwrap();
     assert!(outbound.into_inner().protocol.is_some());
-    // Nor the profiles and outbound policies of another namespace.
+    // A workload cannot read the profiles and outbound policies of another namespace.
     let mut profile = GetDestination {
         context_token: r#"{"ns":"shop"}"#.to_owned(),
         ..target()
@@ -328,14 +328,14 @@ async fn a_workload_gets_its_certificate_endpoints_and_policy() {
         assert!(metrics.contains(line), "no {line} in {metrics}");
     }
     running.end.send(()).unwrap();
-    timeout(LIMIT, running.task).await.unwrap().unwrap();
+    timeout(TIMEOUT, running.task).await.unwrap().unwrap();
 }
 
 #[tokio::test]
 async fn an_invalid_manifest_is_reported_and_the_previous_objects_stay() {
     let files = Files::new();
-    let running = Running::start(&files).await;
-    running.ready().await;
+    let running = RunningControlPlane::start(&files).await;
+    running.wait_until_ready().await;
     assert_eq!(get(running.addrs.admin, "/ping").await, (200, "pong\n".to_owned()));
     assert_eq!(
         get(running.addrs.destination_admin, "/manifest-errors").await,
@@ -391,8 +391,8 @@ async fn an_external_workload_without_the_target_port_is_counted() {
 async fn check_counted(manifests: &str, corrected: &str, part: &str) {
     let files = Files::new();
     files.write("manifests/counted.yaml", manifests);
-    let running = Running::start(&files).await;
-    running.ready().await;
+    let running = RunningControlPlane::start(&files).await;
+    running.wait_until_ready().await;
     let is_counted = async || {
         let (_, page) = get(running.addrs.destination_admin, "/metrics").await;
         page.contains(&format!("unserved_configuration{{{part}}} 1"))
@@ -401,7 +401,7 @@ async fn check_counted(manifests: &str, corrected: &str, part: &str) {
     files.write("manifests/counted.yaml", corrected);
     eventually(async || (!is_counted().await).then_some(())).await;
     running.end.send(()).unwrap();
-    timeout(LIMIT, running.task).await.unwrap().unwrap();
+    timeout(TIMEOUT, running.task).await.unwrap().unwrap();
 }
 
 /// A process of the built binary.
@@ -423,15 +423,15 @@ impl Process {
         Self { child, log }
     }
 
-    /// The address that the log shows for a service.
-    async fn addr(&mut self, what: &str) -> SocketAddr {
-        let line = self.line(what).await;
+    /// Returns the address that the log shows for a service.
+    async fn logged_addr(&mut self, service: &str) -> SocketAddr {
+        let line = self.wait_for_log_line(service).await;
         let addr = line.split(" addr=").nth(1).unwrap();
         addr.split(' ').next().unwrap().trim_matches('"').parse().unwrap()
     }
 
     /// Waits for a log line that contains `part`.
-    async fn line(&mut self, part: &str) -> String {
+    async fn wait_for_log_line(&mut self, part: &str) -> String {
         let find = async {
             let mut seen = Vec::new();
             while let Some(line) = self.log.next_line().await.unwrap() {
@@ -442,7 +442,7 @@ impl Process {
             }
             panic!("no {part} in {seen:#?}");
         };
-        timeout(LIMIT, find).await.expect(part)
+        timeout(TIMEOUT, find).await.expect(part)
     }
 
     async fn end(self) -> Option<i32> {
@@ -463,8 +463,8 @@ async fn end(mut child: Child) -> Option<i32> {
 #[tokio::test]
 async fn a_closed_log_reader_does_not_stop_the_process() {
     let files = Files::new();
-    let mut identity = Process::start(&files.line("identity", &["-log-level=debug"]));
-    let addr = identity.addr("service=identity").await;
+    let mut identity = Process::start(&files.command_line("identity", &["-log-level=debug"]));
+    let addr = identity.logged_addr("service=identity").await;
     let Process { child, log } = identity;
     drop(log);
     certify(&files, files.connect(Some(addr), IDENTITY, None).await).await; // writes a log line
@@ -474,8 +474,8 @@ async fn a_closed_log_reader_does_not_stop_the_process() {
 #[tokio::test]
 async fn each_service_runs_in_a_separate_process() {
     let files = Files::new();
-    let mut identity = Process::start(&files.line("identity", &[]));
-    let addr = identity.addr("service=identity").await;
+    let mut identity = Process::start(&files.command_line("identity", &[]));
+    let addr = identity.logged_addr("service=identity").await;
 
     files.write("token", &format!("{}\n", files.token("linkerd-destination", "linkerd")));
     let token = files.at("token");
@@ -486,15 +486,15 @@ async fn each_service_runs_in_a_separate_process() {
         token.to_str().unwrap(),
         "-log-level=debug",
     ];
-    let mut destination_process = Process::start(&files.line("destination policy", &more));
-    let destination = destination_process.addr("service=destination").await;
+    let mut destination_process = Process::start(&files.command_line("destination policy", &more));
+    let destination = destination_process.logged_addr("service=destination").await;
     let leaf = certify(&files, files.connect(Some(addr), IDENTITY, None).await).await;
     let channel = files.connect(Some(destination), DESTINATION, Some(leaf)).await;
     let mut updates = get_endpoints(channel).await;
     assert_eq!(added(&mut updates).await, [8080]);
     assert_eq!(destination_process.end().await, Some(0), "with a stream open");
     let issued = format!("level=info msg=\"certificate issued\" identity={DESTINATION}");
-    identity.line(&issued).await;
+    identity.wait_for_log_line(&issued).await;
     assert_eq!(identity.end().await, Some(0));
 }
 
@@ -513,21 +513,23 @@ async fn destination_waits_for_identity_at_start_only() {
         token.to_str().unwrap(),
         "--client-certificates=optional",
     ];
-    let mut destination_process = Process::start(&files.line("destination", &more));
-    let destination = destination_process.addr("service=destination").await;
-    let admin = destination_process.addr("serving admin").await;
+    let mut destination_process = Process::start(&files.command_line("destination", &more));
+    let destination = destination_process.logged_addr("service=destination").await;
+    let admin = destination_process.logged_addr("serving admin").await;
     destination_process
-        .line("renewing the certificate failed; it is retried")
+        .wait_for_log_line("renewing the certificate failed; it is retried")
         .await;
     assert_eq!(get(Some(admin), "/ready").await.0, 500);
 
-    let mut line = files.line("identity", &[]);
+    let mut line = files.command_line("identity", &[]);
     let flag = line
         .iter_mut()
         .find(|flag| flag.to_string_lossy().starts_with("-identity-addr="));
     *flag.unwrap() = format!("-identity-addr={addr}").into();
     let identity = Process::start(&line);
-    destination_process.line("the certificate is renewed").await;
+    destination_process
+        .wait_for_log_line("the certificate is renewed")
+        .await;
     eventually(async || (get(Some(admin), "/ready").await.0 == 200).then_some(())).await;
 
     assert_eq!(identity.end().await, Some(0));
@@ -541,14 +543,14 @@ async fn a_failed_start_reports_its_reason() {
     let files = Files::new();
     let check = async |line: &[OsString], expected: &str| {
         let mut process = Process::start(line);
-        process.line(expected).await;
-        let status = timeout(LIMIT, process.child.wait()).await.unwrap().unwrap();
+        process.wait_for_log_line(expected).await;
+        let status = timeout(TIMEOUT, process.child.wait()).await.unwrap().unwrap();
         assert!(!status.success());
     };
     check(&["policy".into()], "pass --kubeconfig FILE or --manifests DIR").await;
     let missing = Path::new("/does/not/exist");
     let with = |flag: &str| {
-        let mut line = files.line("all-in-one", &[]);
+        let mut line = files.command_line("all-in-one", &[]);
         let at = line.iter().position(|arg| arg == flag).unwrap();
         line[at + 1] = missing.into();
         line
@@ -558,7 +560,7 @@ async fn a_failed_start_reports_its_reason() {
     check(&with("--issuer"), "watching \\\"/does/not/exist\\\" for changes").await;
     let used = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let addr = format!("--telemetry-addr={}", used.local_addr().unwrap());
-    let mut line = files.line("all-in-one", &[]);
+    let mut line = files.command_line("all-in-one", &[]);
     line.retain(|arg| !arg.to_string_lossy().starts_with("-telemetry-addr="));
     line.push(addr.into());
     check(&line, "serving linkerd-telemetry: listening on 127.0.0.1:").await;
@@ -588,12 +590,12 @@ async fn a_review_is_answered_while_the_main_thread_is_busy() {
     ] {
         line.extend([flag.into(), at(name).into()]);
     }
-    let running = Running::start_line(line).await;
+    let running = RunningControlPlane::start_with(line).await;
     let (addr, admin) = (running.addrs.sp_validator.unwrap(), running.addrs.sp_validator_admin);
     eventually(async || (get(admin, "/ready").await.0 == 200).then_some(())).await;
     let client = std::thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-        let reviewing = async { timeout(LIMIT, review_profile(addr, cert.der().clone())).await };
+        let reviewing = async { timeout(TIMEOUT, review_profile(addr, cert.der().clone())).await };
         runtime.unwrap().block_on(reviewing)
     });
     // Blocks the runtime of the control plane.
@@ -629,7 +631,7 @@ async fn review_profile(addr: SocketAddr, root: CertificateDer<'static>) -> Stri
     rsp
 }
 
-/// One request to an admin server: status and body.
+/// Sends a request to an admin server. Returns the status and the body.
 async fn get(addr: Option<SocketAddr>, path: &str) -> (u16, String) {
     let mut tcp = TcpStream::connect(addr.unwrap()).await.unwrap();
     let req = format!("GET {path} HTTP/1.1\r\nhost: admin\r\nconnection: close\r\n\r\n");
@@ -650,7 +652,7 @@ async fn eventually<T>(mut attempt: impl AsyncFnMut() -> Option<T>) -> T {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     };
-    timeout(LIMIT, waiting).await.expect("a value within 10 seconds")
+    timeout(TIMEOUT, waiting).await.expect("a value within 10 seconds")
 }
 
-const LIMIT: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);

@@ -206,7 +206,7 @@ impl Source {
                 last_anchors_pem,
             } => {
                 changes
-                    .wait_for_other_content(&remote.trust_anchors, last_anchors_pem.as_deref())
+                    .wait_for_content_change(&remote.trust_anchors, last_anchors_pem.as_deref())
                     .await;
             }
         }

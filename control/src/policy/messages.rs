@@ -8,8 +8,8 @@ use futures_util::stream::{self, Stream};
 use crate::cluster::Subscription;
 use crate::cluster::publish::published_value::PublishedValue;
 
-/// The messages of a stream: the first one, and one per change. The stream ends if the new value has no message, for example
-/// because the workload was deleted. The proxy sends a new request then.
+/// Returns the messages of a stream: the first one, and one per change. The stream ends if the new value has no message, for
+/// example because the workload was deleted. The proxy sends a new request then.
 pub(super) fn message_stream<T>(
     subscription: Subscription<T>,
     first: Bytes,

@@ -140,7 +140,7 @@ fn parse_authority(authority: &str, cluster_domain: &str) -> Result<(NamespacedN
         return Err(invalid());
     }
     let host = host.strip_suffix('.').unwrap_or(host);
-    // A stream holds the names of its target in memory, also of a Service that does not exist, so their length is limited.
+    // A stream holds the names of its target in memory, even if the Service does not exist, so their length is limited.
     if host.len() > MAX_HOST_BYTES {
         return Err(Status::not_found("No such service"));
     }
@@ -156,7 +156,7 @@ fn parse_authority(authority: &str, cluster_domain: &str) -> Result<(NamespacedN
     }
 }
 
-/// The longest DNS name.
+/// Maximum length of a DNS name.
 const MAX_HOST_BYTES: usize = 253;
 
 #[cfg(test)]
@@ -168,7 +168,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_authority_panics(text in ".*|[a-z.:0-9]*") {
+        fn parsing_an_authority_never_panics(text in ".*|[a-z.:0-9]*") {
             let _ = parse_authority(&text, "cluster.local");
         }
     }

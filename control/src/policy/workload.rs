@@ -46,7 +46,7 @@ pub(super) fn parse(text: &str) -> Result<WorkloadId, InvalidWorkload> {
     }
 }
 
-/// Above two names of 253 bytes, with further fields that clients send.
+/// Maximum length of a workload. Two names of 253 bytes fit, with other fields that clients send.
 const MAX_WORKLOAD_BYTES: usize = 1024;
 
 #[cfg(test)]
@@ -57,7 +57,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_text_panics(text in ".*|[a-z.:\\[\\]0-9{}\"]*") {
+        fn parsing_a_workload_never_panics(text in ".*|[a-z.:\\[\\]0-9{}\"]*") {
             let _ = parse(&text);
         }
     }

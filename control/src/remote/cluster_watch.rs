@@ -27,11 +27,11 @@ pub(super) struct RemoteClusterWatch {
     /// The cluster's name in labels and annotations.
     pub(super) name: Arc<str>,
     pub(super) clusters: LinkedClusters,
-    /// Of the API server here.
+    /// Client of the local API server.
     pub(super) client: Client,
     pub(super) registry: Registry,
     pub(super) gauges: Gauges,
-    /// How long the endpoints stay after the Secret was deleted.
+    /// Time after the deletion of the Secret until the endpoints are removed.
     pub(super) unlink_delay: Duration,
     pub(super) drain: Watch,
 }
@@ -51,10 +51,10 @@ struct Connection {
 
 impl RemoteClusterWatch {
     pub(super) async fn run(self) -> Infallible {
-        self.set(RemoteCluster::Pending { since: Instant::now() });
+        self.set_state(RemoteCluster::Pending { since: Instant::now() });
         let namespace = &self.clusters.local.config().controller_namespace;
         let mut watch = SecretWatch::new(self.client.clone(), namespace, &secret_name(&self.name));
-        // Stays until new credentials have given a complete list.
+        // The connection with the old credentials stays until one with the new credentials has listed all objects.
         let mut connection: Option<Connection> = None;
         loop {
             let state = watch.state();
@@ -63,7 +63,7 @@ impl RemoteClusterWatch {
                     if connection.is_none()
                         && let RemoteCluster::Unlinked = self.clusters.remote.get(&self.name)
                     {
-                        self.set(RemoteCluster::Pending { since: Instant::now() });
+                        self.set_state(RemoteCluster::Pending { since: Instant::now() });
                     }
                     connection = tokio::select! {
                         () = watch.changed_from(&state) => continue,
@@ -78,16 +78,16 @@ impl RemoteClusterWatch {
                     };
                     tokio::select! {
                         () = watch.changed_from(&state) => {}
-                        cause = ended(&mut connection) => {
+                        cause = wait_for_watch_end(&mut connection) => {
                             warn!(cluster = %self.name, cause, "the watches of the cluster have ended; connecting again");
-                            sleep(RECONNECT_PAUSE).await;
+                            sleep(RECONNECT_DELAY).await;
                         }
                     }
                     continue;
                 }
                 SecretState::Absent => {
                     if connection.is_some() {
-                        // It can be replaced by one that is deleted and created.
+                        // A tool can replace the Secret by deleting and creating it.
                         tokio::select! {
                             () = watch.changed_from(&state) => continue,
                             () = sleep(self.unlink_delay) => {}
@@ -96,7 +96,7 @@ impl RemoteClusterWatch {
                         connection = None;
                         self.gauges.is_up_to_date.set(0);
                     }
-                    self.set(RemoteCluster::Unlinked);
+                    self.set_state(RemoteCluster::Unlinked);
                 }
                 SecretState::Unreadable(cause) => {
                     let (cluster, secret) = (&self.name, secret_name(&self.name));
@@ -112,7 +112,7 @@ impl RemoteClusterWatch {
         }
     }
 
-    fn set(&self, state: RemoteCluster) {
+    fn set_state(&self, state: RemoteCluster) {
         self.clusters.remote.set(&self.name, state);
     }
 
@@ -125,7 +125,7 @@ impl RemoteClusterWatch {
         } = read_linked_cluster(secret, &self.name)
             .await
             .map_err(|err| ErrorChain(&err).to_string())?;
-        self.warn_of_expiry(access.expires_at);
+        self.warn_if_token_expires_soon(access.expires_at);
         let server = access.config.cluster_url.to_string();
         let client = kubernetes::remote_client(access.config, REQUEST_RATE, &self.registry, &self.name)
             .map_err(|err| ErrorChain(&err).to_string())?;
@@ -148,12 +148,12 @@ impl RemoteClusterWatch {
             Some(ended) = watches.join_next() => return Err(end_cause(ended).await),
         }
         info!(cluster = %self.name, "the endpoints in the cluster are known");
-        self.set(RemoteCluster::Listed(cluster));
+        self.set_state(RemoteCluster::Listed(cluster));
         let is_up_to_date = self.gauges.is_up_to_date.clone();
         watches.spawn(async move {
             loop {
                 is_up_to_date.set(i64::from(stale_kinds.is_ready()));
-                sleep(REPORT_INTERVAL).await;
+                sleep(GAUGE_UPDATE_INTERVAL).await;
             }
         });
         Ok(Connection {
@@ -162,7 +162,7 @@ impl RemoteClusterWatch {
         })
     }
 
-    fn warn_of_expiry(&self, expires_at: Option<u64>) {
+    fn warn_if_token_expires_soon(&self, expires_at: Option<u64>) {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let left = expires_at.map(|at| at.saturating_sub(now.as_secs()));
         if let Some(left) = left.filter(|left| *left < EXPIRY_WARNING.as_secs()) {
@@ -172,8 +172,8 @@ impl RemoteClusterWatch {
     }
 }
 
-/// Waits until the watches end, which happens only by a panic.
-async fn ended(connection: &mut Option<Connection>) -> String {
+/// Waits until a watch ends, which happens only by a panic, and returns the cause. Waits forever without a connection.
+async fn wait_for_watch_end(connection: &mut Option<Connection>) -> String {
     match connection {
         Some(connection) => match connection.watches.join_next().await {
             Some(ended) => end_cause(ended).await,
@@ -192,7 +192,7 @@ async fn end_cause(ended: Result<Result<(), SourceError>, JoinError>) -> String 
     }
 }
 
-/// Lists and watches of a few kinds.
+/// Rate of the requests to another cluster, which are lists and watches of a few kinds.
 const REQUEST_RATE: RequestRate = RequestRate { qps: 50.0, burst: 100 };
-const RECONNECT_PAUSE: Duration = Duration::from_secs(10);
-const REPORT_INTERVAL: Duration = Duration::from_secs(5);
+const RECONNECT_DELAY: Duration = Duration::from_secs(10);
+const GAUGE_UPDATE_INTERVAL: Duration = Duration::from_secs(5);

@@ -3,9 +3,9 @@
 //! A cluster is watched while a Service of this cluster refers to it, with the credentials in the Secret
 //! `cluster-credentials-<name>` in the namespace of the control plane. A cluster that cannot be read keeps its last endpoints.
 //!
-//! RBAC here: `list` and `watch` on the Secrets of the linked clusters, each by its name. In the other cluster: `list` and `watch`
-//! on `services`, `endpointslices` (or `endpoints`) and `pods`; if they are permitted also on `replicasets`, `jobs`, `servers` and
-//! `externalworkloads`.
+//! RBAC in this cluster: `list` and `watch` on the Secrets of the linked clusters, each by its name. In the other
+//! cluster: `list` and `watch` on `services`, `endpointslices` (or `endpoints`) and `pods`; and, if this is permitted,
+//! also on `replicasets`, `jobs`, `servers` and `externalworkloads`.
 
 mod cluster_watch;
 pub mod references;
@@ -24,7 +24,7 @@ use tulle_core::metrics::{Family, Gauge, Labels, Registry};
 
 use crate::cluster::remote_clusters::{LinkedClusters, RemoteCluster};
 use crate::remote::cluster_watch::{Gauges, RemoteClusterWatch};
-use crate::remote::references::References;
+use crate::remote::references::ReferencedClusters;
 
 /// Keeps the remote clusters of a cluster up to date.
 pub struct RemoteWatches {
@@ -37,15 +37,15 @@ pub struct RemoteWatches {
     drain: Watch,
 }
 
-/// The task of one cluster.
-struct Followed {
+/// A cluster that is watched, with its task.
+struct WatchedCluster {
     task: JoinSet<Infallible>,
     /// `None` while a Service refers to the cluster.
     unreferenced_since: Option<Instant>,
 }
 
 impl RemoteWatches {
-    /// `client` is that of the local API server.
+    /// Creates the watches. `client` is that of the local API server.
     pub fn new(client: Client, clusters: LinkedClusters, registry: Registry, drain: Watch) -> Self {
         clusters.remote.expect_links();
         let help = "Other clusters whose endpoints are served.";
@@ -71,41 +71,41 @@ impl RemoteWatches {
         Self { unlink_delay, ..self }
     }
 
-    /// Follows the clusters that Services refer to, until the drain.
-    pub async fn run(self, mut references: References) {
-        let mut followed = HashMap::<Arc<str>, Followed>::new();
+    /// Watches the clusters that Services refer to, until the drain.
+    pub async fn run(self, mut references: ReferencedClusters) {
+        let mut watched = HashMap::<Arc<str>, WatchedCluster>::new();
         let mut rejected = HashSet::<Arc<str>>::new();
         loop {
             let wanted = references.current();
-            for (name, followed) in &mut followed {
+            for (name, cluster) in &mut watched {
                 if wanted.contains(name) {
-                    followed.unreferenced_since = None;
+                    cluster.unreferenced_since = None;
                 } else {
-                    followed.unreferenced_since.get_or_insert_with(Instant::now);
+                    cluster.unreferenced_since.get_or_insert_with(Instant::now);
                 }
             }
-            let is_due = |followed: &Followed| followed.expires_at().is_some_and(|at| at <= Instant::now());
-            let expired: Vec<_> = followed.extract_if(|_, followed| is_due(followed)).collect();
-            for (name, mut followed) in expired {
-                followed.task.shutdown().await;
+            let is_due = |cluster: &WatchedCluster| cluster.expires_at().is_some_and(|at| at <= Instant::now());
+            let expired: Vec<_> = watched.extract_if(|_, cluster| is_due(cluster)).collect();
+            for (name, mut cluster) in expired {
+                cluster.task.shutdown().await;
                 self.clusters.remote.remove(&name);
             }
             for name in rejected.extract_if(|name| !wanted.contains(name)) {
                 self.clusters.remote.remove(&name);
             }
             for name in &wanted {
-                if followed.contains_key(name) {
+                if watched.contains_key(name) {
                     continue;
                 }
-                if followed.len() < MAX_CLUSTERS {
+                if watched.len() < MAX_WATCHED_CLUSTERS {
                     rejected.remove(name);
-                    followed.insert(name.clone(), self.follow(name));
+                    watched.insert(name.clone(), self.start_watch(name));
                 } else if rejected.insert(name.clone()) {
-                    warn!(cluster = %name, "more than {MAX_CLUSTERS} clusters are referred to; the endpoints of this one are not served");
+                    warn!(cluster = %name, "Services refer to more than {MAX_WATCHED_CLUSTERS} clusters; the endpoints of this cluster are not served");
                     self.clusters.remote.set(name, RemoteCluster::Unlinked);
                 }
             }
-            let next_expiry = followed.values().filter_map(Followed::expires_at).min();
+            let next_expiry = watched.values().filter_map(WatchedCluster::expires_at).min();
             tokio::select! {
                 () = references.changed() => {}
                 () = sleep_until(next_expiry.unwrap_or_else(Instant::now)), if next_expiry.is_some() => {}
@@ -114,7 +114,7 @@ impl RemoteWatches {
         }
     }
 
-    fn follow(&self, name: &Arc<str>) -> Followed {
+    fn start_watch(&self, name: &Arc<str>) -> WatchedCluster {
         let watch = RemoteClusterWatch {
             name: name.clone(),
             clusters: self.clusters.clone(),
@@ -129,22 +129,24 @@ impl RemoteWatches {
         };
         let mut task = JoinSet::new();
         task.spawn(watch.run());
-        Followed {
+        WatchedCluster {
             task,
             unreferenced_since: None,
         }
     }
 }
 
-impl Followed {
+impl WatchedCluster {
     fn expires_at(&self) -> Option<Instant> {
-        self.unreferenced_since.map(|since| since + GRACE_PERIOD)
+        self.unreferenced_since.map(|since| since + UNREFERENCED_GRACE_PERIOD)
     }
 }
 
-/// How long a cluster is watched after the last reference to it is gone.
-const GRACE_PERIOD: Duration = Duration::from_secs(600);
-/// How long the endpoints of a cluster stay after its Secret was deleted, as the mirrors of a Link.
+/// Time that a cluster is still watched after the last reference to it was removed.
+const UNREFERENCED_GRACE_PERIOD: Duration = Duration::from_secs(600);
+/// Time after the deletion of the Secret of a cluster until its endpoints are removed. The mirrors of a Link stay as
+/// long.
 const UNLINK_DELAY: Duration = Duration::from_secs(60);
-/// More would need too many requests to the API server, and can only be a mistake or an attack.
-const MAX_CLUSTERS: usize = 200;
+/// Maximum number of clusters that are watched. More clusters would need too many requests to the local API server, and
+/// can only be a mistake or an attack.
+const MAX_WATCHED_CLUSTERS: usize = 200;

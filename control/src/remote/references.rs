@@ -11,15 +11,15 @@ use crate::resources::meta::NamespacedName;
 use crate::resources::service::Service;
 use crate::resources::{Kind, Object, remote_discovery};
 
-/// The names of the clusters.
-pub struct References(watch::Receiver<BTreeSet<Arc<str>>>);
+/// The names of the clusters to which Services refer, current as of the last event.
+pub struct ReferencedClusters(watch::Receiver<BTreeSet<Arc<str>>>);
 
-impl References {
-    /// Returns a sink that also finds the references of all Services, and the clusters that they refer to.
-    pub fn watch(sink: EventSink) -> (EventSink, Self) {
+impl ReferencedClusters {
+    /// Returns a sink that forwards events to `sink`, and the clusters to which the Services in these events refer.
+    pub fn from_events(sink: EventSink) -> (EventSink, Self) {
         let (sender, receiver) = watch::channel(BTreeSet::new());
         let counts = Mutex::new(Counts::default());
-        let recorded = EventSink::new(move |events| {
+        let recorder = EventSink::new(move |events| {
             let mut counts = counts.lock();
             for event in events {
                 counts.apply(&event);
@@ -33,7 +33,7 @@ impl References {
             });
         });
         let is_service = |event: &Event| event.kind() == Some(Kind::Service);
-        (sink.tee(is_service, recorded), Self(receiver))
+        (sink.tee(is_service, recorder), Self(receiver))
     }
 
     pub(super) fn current(&mut self) -> BTreeSet<Arc<str>> {
@@ -59,22 +59,24 @@ struct Counts {
 impl Counts {
     fn apply(&mut self, event: &Event) {
         match event {
-            Event::Applied(Object::Service(service)) => self.set(&service.meta.name, clusters(service)),
-            Event::Deleted(_, name) => self.set(name, BTreeSet::new()),
+            Event::Applied(Object::Service(service)) => {
+                self.set_clusters(&service.meta.name, referenced_clusters(service))
+            }
+            Event::Deleted(_, name) => self.set_clusters(name, BTreeSet::new()),
             _ => {}
         }
     }
 
-    fn set(&mut self, service: &NamespacedName, clusters: BTreeSet<Arc<str>>) {
+    fn set_clusters(&mut self, service: &NamespacedName, clusters: BTreeSet<Arc<str>>) {
         for cluster in &clusters {
             *self.by_cluster.entry(cluster.clone()).or_default() += 1;
         }
-        let before = if clusters.is_empty() {
+        let previous = if clusters.is_empty() {
             self.by_service.remove(service)
         } else {
             self.by_service.insert(service.clone(), clusters)
         };
-        for cluster in before.into_iter().flatten() {
+        for cluster in previous.into_iter().flatten() {
             if let Some(count) = self.by_cluster.get_mut(&cluster) {
                 *count -= 1;
                 if *count == 0 {
@@ -85,7 +87,7 @@ impl Counts {
     }
 }
 
-fn clusters(service: &Service) -> BTreeSet<Arc<str>> {
+fn referenced_clusters(service: &Service) -> BTreeSet<Arc<str>> {
     let discovery = remote_discovery::discovery(service);
     let services = discovery.iter().flat_map(|discovery| discovery.remote_services());
     services.map(|service| service.cluster.clone()).collect()
@@ -109,8 +111,8 @@ mod tests {
     }
 
     #[test]
-    fn a_cluster_is_referenced_until_the_last_service_no_longer_names_it() {
-        let (sink, mut references) = References::watch(EventSink::new(|_| {}));
+    fn a_cluster_is_referenced_while_a_service_names_it() {
+        let (sink, mut references) = ReferencedClusters::from_events(EventSink::new(|_| {}));
         for (event, expected) in [
             (service("web", "web@east,web@north"), &["east", "north"][..]),
             (service("api", "api@east"), &["east", "north"]),

@@ -245,7 +245,7 @@ fn check_conflicts<'a>(
     (route, parent): (&Route, &Parent),
     competing_routes: impl IntoIterator<Item = &'a Route>,
 ) -> Result<(), RouteRejection> {
-    let mut remaining_ports = ports_of_reference(parents, settings, route.kind, parent);
+    let mut remaining_ports = accepted_ports(parents, settings, route.kind, parent);
     for competing_route in competing_routes {
         let namespace = competing_route.meta.namespace();
         let counts = namespace == route.meta.namespace() || *namespace == parent.name.namespace;
@@ -280,7 +280,7 @@ fn check_conflicts<'a>(
 
 /// Returns the ports to which an accepted reference of a route applies, with their protocols. For a reference without a port to a
 /// Service without ports, this is one entry with the port `None`.
-fn ports_of_reference(
+fn accepted_ports(
     parents: &impl ParentLookup,
     settings: AcceptanceSettings<'_>,
     kind: RouteKind,
@@ -318,8 +318,8 @@ pub fn matches_same_connections(a: &Route, b: &Route) -> bool {
     }
 }
 
-/// Returns whether the EgressNetwork contains addresses of the cluster, apart from its exceptions. One without `spec.networks`
-/// never does.
+/// Returns whether the EgressNetwork contains addresses of the cluster, apart from its exceptions. An EgressNetwork
+/// without `spec.networks` never does.
 pub fn overlaps_cluster_networks(network: &EgressNetwork, cluster_networks: &[IpNet]) -> bool {
     let overlaps = |network: &NetworkMatch, cluster: &IpNet| {
         // Of two networks with common addresses, one contains the other.
@@ -355,10 +355,10 @@ pub fn overriding_networks<'a>(
     if n_networks(network) + others.iter().map(|other| n_networks(other)).sum::<usize>() > MAX_COMPARED_NETWORKS {
         return BTreeSet::new();
     }
-    let own_networks = networks_of(network, cluster_networks);
+    let own_networks = effective_networks(network, cluster_networks);
     let others: Vec<_> = others
         .into_iter()
-        .map(|other| (other, networks_of(other, cluster_networks)))
+        .map(|other| (other, effective_networks(other, cluster_networks)))
         .collect();
     let mut overriding = BTreeSet::new();
     for own in &own_networks {
@@ -387,12 +387,12 @@ pub fn overriding_networks<'a>(
     overriding
 }
 
-/// Maximum number of networks in the EgressNetworks of a namespace that are compared. Comparing takes time by the square of their
-/// number, and whoever may create them in one namespace must not delay others.
+/// Maximum number of networks in the EgressNetworks of a namespace that are compared. The time of a comparison grows
+/// with the square of this number, so without the limit a user of one namespace could delay all others.
 pub const MAX_COMPARED_NETWORKS: usize = 200;
 
-/// The networks of an EgressNetwork, also of one without `spec.networks`, which selects everything outside the cluster.
-fn networks_of(network: &EgressNetwork, cluster_networks: &[IpNet]) -> Vec<NetworkMatch> {
+/// Returns the networks of an EgressNetwork. Without `spec.networks` these are all addresses outside the cluster.
+fn effective_networks(network: &EgressNetwork, cluster_networks: &[IpNet]) -> Vec<NetworkMatch> {
     let outside_cluster = |net: IpNet| NetworkMatch {
         net,
         except: cluster_networks.to_vec(),
@@ -412,8 +412,8 @@ mod tests {
     use super::*;
     use crate::resources::{Kind, Object, decode};
 
-    /// An EgressNetwork that was created on this day of January 2026. Each network is a CIDR, then its exceptions after `!`;
-    /// without networks it selects everything outside the cluster.
+    /// Returns an EgressNetwork that was created on this day of January 2026. Each network is a CIDR, then its exceptions after
+    /// `!`; without networks it selects everything outside the cluster.
     fn network(name: &str, day: u8, networks: &[&str]) -> EgressNetwork {
         let to_json = |text: &&str| {
             let mut parts = text.split('!');
@@ -469,7 +469,7 @@ mod tests {
         check(&[net], &[(9, &[net])], &[]);
         // The same age: the name decides.
         check(&[net], &[(5, &[net])], &["a"]);
-        // Everything outside the cluster.
+        // Networks without `spec.networks`.
         check(&[], &[(1, &[])], &["a"]);
         check(&[], &[(9, &[])], &[]);
         check(&[], &[(1, &["0.0.0.0/0"])], &[]);

@@ -1,7 +1,7 @@
 //! Annotations for outbound policy: retries, timeouts, failure accrual and load bias.
 //!
-//! Each parser returns `None` if its annotations are absent, and an error if they are invalid. [`unused`] finds annotations that
-//! no parser uses.
+//! Each parser returns `None` if its annotations are absent, and an error if they are invalid. [`unused`] finds
+//! annotations without effect.
 
 use std::fmt::Display;
 use std::time::Duration;
@@ -49,7 +49,7 @@ pub fn invalid_on_route(annotations: &StringMap) -> Vec<InvalidAnnotation> {
     invalid
 }
 
-/// Returns the invalid annotations of a Service or EgressNetwork, which has those of routes, too.
+/// Returns the invalid annotations of a Service or EgressNetwork, including those that it shares with routes.
 pub fn invalid_on_parent(annotations: &StringMap) -> Vec<InvalidAnnotation> {
     let mut invalid = invalid_on_route(annotations);
     invalid.extend(parse_failure_accrual(annotations).err());
@@ -62,8 +62,8 @@ pub fn present(annotations: &StringMap) -> impl Iterator<Item = &'static str> {
     find_present(annotations).map(|(key, _)| key)
 }
 
-/// Returns the annotations of this module that have no effect on an object of this kind, each with the reason: objects of the
-/// kind do not have the annotation, or the object does not have another one that it depends on.
+/// Returns the annotations of this module that have no effect on an object of this kind, each with the reason: the
+/// annotation is not for this kind, or another annotation that it depends on is missing.
 pub fn unused(annotations: &StringMap, kind: &str) -> Vec<(&'static str, String)> {
     let reason = |key: &str, dependency: Dependency| {
         if !applies_to(key, kind) {
@@ -308,28 +308,28 @@ enum Dependency {
 const ANNOTATIONS: &[(&str, Dependency)] = &[
     (annotation::RETRY_HTTP, Dependency::None),
     (annotation::RETRY_GRPC, Dependency::None),
-    (annotation::RETRY_LIMIT, RETRY),
-    (annotation::RETRY_TIMEOUT, RETRY),
+    (annotation::RETRY_LIMIT, NEEDS_RETRY),
+    (annotation::RETRY_TIMEOUT, NEEDS_RETRY),
     (annotation::TIMEOUT_REQUEST, Dependency::None),
     (annotation::TIMEOUT_RESPONSE, Dependency::None),
     (annotation::TIMEOUT_IDLE, Dependency::None),
     (annotation::FAILURE_ACCRUAL, Dependency::None),
-    (annotation::CONSECUTIVE_MAX_FAILURES, ACCRUAL),
-    (annotation::CONSECUTIVE_MIN_PENALTY, ACCRUAL),
-    (annotation::CONSECUTIVE_MAX_PENALTY, ACCRUAL),
-    (annotation::CONSECUTIVE_JITTER_RATIO, ACCRUAL),
+    (annotation::CONSECUTIVE_MAX_FAILURES, NEEDS_ACCRUAL),
+    (annotation::CONSECUTIVE_MIN_PENALTY, NEEDS_ACCRUAL),
+    (annotation::CONSECUTIVE_MAX_PENALTY, NEEDS_ACCRUAL),
+    (annotation::CONSECUTIVE_JITTER_RATIO, NEEDS_ACCRUAL),
     (annotation::SUCCESS_RATE_THRESHOLD, Dependency::UnifiedAccrual),
     (annotation::SUCCESS_RATE_WINDOW, Dependency::UnifiedAccrual),
     (annotation::SUCCESS_RATE_MIN_REQUESTS, Dependency::UnifiedAccrual),
     (annotation::HONOR_RETRY_AFTER, Dependency::UnifiedAccrual),
     (annotation::PENALIZE_FAILURES, Dependency::None),
-    (annotation::LOAD_BIASER_PENALTY, LOAD_BIAS),
-    (annotation::LOAD_BIASER_MAX_RETRY_AFTER, LOAD_BIAS),
+    (annotation::LOAD_BIASER_PENALTY, NEEDS_LOAD_BIAS),
+    (annotation::LOAD_BIASER_MAX_RETRY_AFTER, NEEDS_LOAD_BIAS),
 ];
 
-const RETRY: Dependency = Dependency::OneOf(&[annotation::RETRY_HTTP, annotation::RETRY_GRPC]);
-const ACCRUAL: Dependency = Dependency::OneOf(&[annotation::FAILURE_ACCRUAL]);
-const LOAD_BIAS: Dependency = Dependency::OneOf(&[annotation::PENALIZE_FAILURES]);
+const NEEDS_RETRY: Dependency = Dependency::OneOf(&[annotation::RETRY_HTTP, annotation::RETRY_GRPC]);
+const NEEDS_ACCRUAL: Dependency = Dependency::OneOf(&[annotation::FAILURE_ACCRUAL]);
+const NEEDS_LOAD_BIAS: Dependency = Dependency::OneOf(&[annotation::PENALIZE_FAILURES]);
 
 const CONSECUTIVE: &str = "consecutive";
 const UNIFIED: &str = "unified";
@@ -375,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn a_timeout_of_zero_is_not_an_absent_one() {
+    fn a_timeout_of_zero_differs_from_an_absent_timeout() {
         let read = parse_timeouts(&annotations(&[
             (annotation::TIMEOUT_REQUEST, "0"),
             (annotation::TIMEOUT_IDLE, "2s"),

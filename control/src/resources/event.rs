@@ -44,7 +44,7 @@ impl EventSink {
 }
 
 impl Event {
-    /// The kind of the object. `None` for an event about all kinds.
+    /// Returns the kind of the object. `None` for an event about all kinds.
     pub fn kind(&self) -> Option<Kind> {
         match self {
             Self::Applied(object) => Some(object.kind()),

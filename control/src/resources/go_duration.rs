@@ -1,6 +1,7 @@
 //! Durations in Go's syntax: `1h30m`, `1.5s`, `100ms`. Used in flags, in ServiceProfiles and in annotations of the injector.
 //!
-//! Routes use the syntax of the Gateway API (`route.rs`), and annotations of policies that of `tulle_core::duration`.
+//! Routes use the syntax of the Gateway API (`route.rs`), and annotations of policies use the syntax of
+//! `tulle_core::duration`.
 
 use std::time::Duration;
 

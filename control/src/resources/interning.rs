@@ -72,7 +72,7 @@ impl<T: Eq + Hash + ?Sized> Table<T> {
 
 static STRINGS: Interner<str> = Interner::new();
 
-/// Smallest number of entries that is worth a sweep.
+/// Minimum number of entries at which unreferenced values are removed.
 const MIN_SWEEP_THRESHOLD: usize = 1024;
 
 #[cfg(test)]

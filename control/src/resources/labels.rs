@@ -48,7 +48,7 @@ impl Selector {
         Self(labels.iter().map(requirement).collect())
     }
 
-    /// Whether the selector has no requirement.
+    /// Returns whether the selector has no requirement.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -62,7 +62,7 @@ impl Selector {
         self.matches_all(|key| labels.get(key).map(String::as_str))
     }
 
-    /// A label that every selected object has. `None` if no requirement demands exactly one value.
+    /// Returns a label that every selected object has. `None` if no requirement demands exactly one value.
     pub fn required_label(&self) -> Option<(&str, &str)> {
         self.0.iter().find_map(|requirement| match &requirement.operator {
             LabelOperator::In(values) if values.len() == 1 => Some((&*requirement.key, &*values[0])),
@@ -114,8 +114,7 @@ impl Selector {
     }
 }
 
-/// The form of command lines: requirements such as `app=web,tier!=db,env in (a,b),exported,!old`, joined by commas.
-/// Requirements of one value are in `matchLabels`.
+/// A requirement of one value becomes an entry of `matchLabels`, all others become entries of `matchExpressions`.
 impl From<&Selector> for LabelSelector {
     fn from(selector: &Selector) -> Self {
         let (mut labels, mut expressions) = (BTreeMap::new(), Vec::new());
@@ -145,6 +144,7 @@ impl From<&Selector> for LabelSelector {
     }
 }
 
+/// Parses the syntax of command lines: requirements such as `app=web,tier!=db,env in (a,b),exported,!old`, joined by commas.
 impl FromStr for Selector {
     type Err = String;
 
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn selectors_of_command_lines_match_as_those_of_kubectl() {
+    fn selectors_of_command_lines_match_as_in_kubectl() {
         for (text, pairs, expected) in [
             ("", &[][..], true),
             ("app", &[("app", "x")], true),

@@ -1,4 +1,4 @@
-//! Metadata of objects: name, labels, annotations, age and owner. Contains only what the views read.
+//! Metadata of objects: name, labels, annotations, age and owner. Contains only the fields that views use.
 
 use std::fmt;
 use std::sync::Arc;
@@ -42,8 +42,8 @@ pub struct Owner {
 pub struct Meta {
     pub name: NamespacedName,
     pub labels: Labels,
-    /// Those that destination and policy may read. Annotations of other tools, such as the last applied configuration, are most
-    /// of an object's size.
+    /// The annotations that the destination and policy services read. Those of other tools, such as the last applied
+    /// configuration of kubectl, would take most of the memory of an object.
     pub annotations: StringMap,
     /// Seconds since 1970. Objects without this time sort last.
     pub created_at: Option<i64>,
@@ -92,21 +92,22 @@ impl Meta {
         self.annotations.get(key)
     }
 
-    /// Sort key: oldest first, then by namespace and name. Of conflicting objects the first in this order takes
+    /// Returns a sort key: oldest first, then by namespace and name. Of conflicting objects the first in this order takes
     /// precedence.
     pub fn age_order(&self) -> (i64, &NamespacedName) {
         (self.created_at.unwrap_or(i64::MAX), &self.name)
     }
 }
 
-/// Returns whether destination or policy may read an annotation. They read none of `linkerd.io` itself.
+/// Returns whether destination or policy may read an annotation. They read no annotation of the domain `linkerd.io`
+/// itself.
 fn is_used_annotation(annotation: &str) -> bool {
     annotation
         .split_once('/')
-        .is_some_and(|(domain, _)| domain.ends_with(MESH_DOMAIN_SUFFIX) || domain == OWN_DOMAIN)
+        .is_some_and(|(domain, _)| domain.ends_with(LINKERD_DOMAIN_SUFFIX) || domain == TULLE_DOMAIN)
 }
 
-/// The suffix of the domains of the annotations of Linkerd that destination and policy read.
-const MESH_DOMAIN_SUFFIX: &str = ".linkerd.io";
-/// The domain of annotations that Linkerd does not have.
-const OWN_DOMAIN: &str = "config.tulle.dev";
+/// Suffix of the domains of Linkerd's annotations that the destination and policy services read.
+const LINKERD_DOMAIN_SUFFIX: &str = ".linkerd.io";
+/// Domain of the annotations that only tulle has.
+const TULLE_DOMAIN: &str = "config.tulle.dev";

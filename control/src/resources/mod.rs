@@ -69,7 +69,7 @@ macro_rules! kinds {
                 match self { $(Self::$kind(object) => &object.meta,)* }
             }
 
-            /// The metadata, for a source that completes it as an API server does.
+            /// Returns the metadata, for a source that completes it as an API server does.
             pub fn meta_mut(&mut self) -> &mut Meta {
                 match self { $(Self::$kind(object) => &mut Arc::make_mut(object).meta,)* }
             }
@@ -99,7 +99,7 @@ pub struct KindInfo {
 }
 
 impl KindInfo {
-    /// The resource name in API paths: lower-case plural.
+    /// Returns the resource name in API paths: lower-case plural.
     pub fn plural(&self) -> String {
         let name = self.name.to_ascii_lowercase();
         match name.strip_suffix('y') {
@@ -150,7 +150,7 @@ kinds! {
 }
 
 impl Object {
-    /// The route, if the object is a route of any kind.
+    /// Returns the route, if the object is a route of any kind.
     pub fn route(&self) -> Option<&Arc<Route>> {
         match self {
             Self::PolicyHttpRoute(route)
@@ -164,7 +164,7 @@ impl Object {
 }
 
 impl Object {
-    /// The route, for a source that changes it.
+    /// Returns the route, for a source that changes it.
     pub(crate) fn route_mut(&mut self) -> Option<&mut Route> {
         match self {
             Self::PolicyHttpRoute(route)
@@ -206,8 +206,8 @@ impl Kind {
         found.map(|info| info.kind)
     }
 
-    /// The gauge of the number of objects of this kind in the store. Sources create it, so that kinds without objects have a
-    /// series, too.
+    /// Returns the gauge of the number of objects of this kind in the store. Sources create it, so that kinds without objects
+    /// have a series, too.
     pub fn cache_size_gauge(self, registry: &Registry, cluster: &str) -> Arc<Gauge> {
         let name = format!("{}_cache_size", self.info().metric_prefix);
         let family = registry.gauge(&name, "Objects of this kind that are known.");

@@ -1,9 +1,9 @@
 //! Kubernetes' protobuf encoding of pods and of metadata. Encoding it costs an API server about half as much CPU as JSON.
 //!
-//! The messages declare only the fields that are used; decoding skips all others. They become the types of `k8s-openapi`, so
-//! both encodings are checked and pruned by the same code. An API server writes also the empty value of a field that is not
-//! set; here empty texts and conditions become `None`, as in JSON, and readers treat other empty values like absent ones. Free
-//! text can contain bytes that are not UTF-8, which JSON replaces, as is done here.
+//! The messages declare only the fields that are used; decoding skips all others. They become the types of
+//! `k8s-openapi`, so both encodings are checked and pruned by the same code. An API server writes also the empty value
+//! of a field that is not set; here empty texts and conditions become `None`, as in JSON, and readers treat other empty
+//! values like absent ones. Free text can contain bytes that are not UTF-8. They are replaced, as in JSON.
 //!
 //! Source: `generated.proto` of `k8s.io/api/core/v1`, `k8s.io/apimachinery/pkg/apis/meta/v1` and
 //! `k8s.io/apimachinery/pkg/util/intstr`.
@@ -20,8 +20,8 @@ use prost::Message;
 use crate::resources::workload::{self, Node, PartialObjectMetadata};
 use crate::resources::{Kind, Object, normalize_scope};
 
-/// Whether [`decode`] reads a kind. Custom resources have no protobuf encoding; Services, Endpoints and EndpointSlices have one,
-/// but are read as JSON.
+/// Returns whether [`decode`] reads a kind. Custom resources have no protobuf encoding; Services, Endpoints and EndpointSlices
+/// have one, but are read as JSON.
 pub fn is_decodable(kind: Kind) -> bool {
     matches!(
         kind,
@@ -48,7 +48,7 @@ pub fn decode(kind: Kind, bytes: &[u8]) -> Result<Object, String> {
         Kind::Namespace => Object::Namespace(partial()?),
         Kind::ReplicaSet => Object::ReplicaSet(partial()?),
         Kind::Job => Object::Job(partial()?),
-        kind => return Err(format!("{} is not read in protobuf", kind.info().name)),
+        kind => return Err(format!("decoding {} from protobuf is not supported", kind.info().name)),
     };
     Ok(normalize_scope(object))
 }

@@ -7,7 +7,8 @@ use crate::model::remote_discovery::{FederatedMembers, MemberPreference, RemoteD
 use crate::resources::meta::Meta;
 use crate::resources::service::Service;
 
-/// Where the endpoints of a Service are found. `None` if its own addresses are its endpoints.
+/// Returns where the endpoints of a Service are found. `None` if the Service has endpoints of its own, as a mirror with a
+/// gateway also has.
 pub fn discovery(service: &Service) -> Option<RemoteDiscovery> {
     let meta = &service.meta;
     let (remote, local) = (
@@ -42,7 +43,7 @@ pub fn invalid_members(meta: &Meta) -> Vec<&str> {
     members(list).filter_map(Result::err).collect()
 }
 
-/// The member that each entry names, or the entry if it is invalid, or one too many.
+/// Returns for each entry the member that it names, or the entry itself if it is invalid or exceeds [`MAX_MEMBERS`].
 fn members(list: &str) -> impl Iterator<Item = Result<RemoteService, &str>> {
     let entries = list.split(',').map(str::trim).filter(|entry| !entry.is_empty());
     entries.enumerate().map(|(n, entry)| match entry.split_once('@') {
@@ -56,7 +57,7 @@ fn members(list: &str) -> impl Iterator<Item = Result<RemoteService, &str>> {
     })
 }
 
-/// Each cluster that a member names is watched.
+/// Maximum number of members. The control plane watches the cluster of each of them.
 const MAX_MEMBERS: usize = 100;
 
 #[cfg(test)]
@@ -87,29 +88,32 @@ mod tests {
     }
 
     #[test]
-    fn annotations_of_a_federated_service_come_before_the_labels_of_a_mirror() {
+    fn annotations_of_a_federated_service_take_precedence_over_labels_of_a_mirror() {
         let mirror = json!({
             "multicluster.linkerd.io/remote-discovery": "east", "multicluster.linkerd.io/remote-service": "web",
         });
-        let of = |labels: &Value, annotations: &Value| discovery(&service(labels, annotations));
-        assert_eq!(of(&json!({}), &json!({})), None);
+        let parse = |labels: &Value, annotations: &Value| discovery(&service(labels, annotations));
+        assert_eq!(parse(&json!({}), &json!({})), None);
         // A mirror with a gateway has endpoints.
-        assert_eq!(of(&json!({"mirror.linkerd.io/cluster-name": "east"}), &json!({})), None);
         assert_eq!(
-            of(&mirror, &json!({})),
+            parse(&json!({"mirror.linkerd.io/cluster-name": "east"}), &json!({})),
+            None
+        );
+        assert_eq!(
+            parse(&mirror, &json!({})),
             Some(RemoteDiscovery::Mirror(remote("web", "east")))
         );
         let unnamed = json!({"multicluster.linkerd.io/remote-discovery": "east"});
-        assert_eq!(of(&unnamed, &json!({})), Some(RemoteDiscovery::Unnamed));
+        assert_eq!(parse(&unnamed, &json!({})), Some(RemoteDiscovery::Unnamed));
         let empty = json!({"multicluster.linkerd.io/local-discovery": ""});
         assert_eq!(
-            of(&mirror, &empty),
+            parse(&mirror, &empty),
             Some(RemoteDiscovery::Federated(FederatedMembers::default()))
         );
     }
 
     #[test]
-    fn members_are_in_the_order_of_joining_without_invalid_ones() {
+    fn valid_members_keep_their_order_and_invalid_ones_are_left_out() {
         let annotations = json!({
             "multicluster.linkerd.io/remote-discovery": "web@east, api@north,@x,web,web@a@b,web@",
             "multicluster.linkerd.io/local-discovery": "web",

@@ -110,14 +110,14 @@ impl ParentKind {
             Self::Server => "Server",
             Self::Service => "Service",
             Self::EgressNetwork => "EgressNetwork",
-            // Not used: references to foreign parents are not written.
+            // Never written: statuses contain no foreign parents.
             Self::Foreign => "Gateway",
         }
     }
 }
 
 impl Rules {
-    /// The backends of all rules, and those of their mirrors.
+    /// Returns the backends of all rules, and those of their mirrors.
     pub fn backend_refs(&self) -> Vec<&BackendRef> {
         match self {
             Self::Http(rules) => rules.iter().flat_map(Rule::all_backend_refs).collect(),
@@ -156,7 +156,7 @@ pub struct Rule<M> {
     #[serde(default)]
     pub timeouts: RuleTimeouts,
     pub retry: Option<RuleRetry>,
-    /// No proxy implements it.
+    /// Not implemented by proxies.
     pub(super) session_persistence: Option<IgnoredAny>,
     /// Accepted but not used.
     #[serde(rename = "name", default)]
@@ -232,9 +232,9 @@ impl StreamRule {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "camelCase", default, deny_unknown_fields)]
 pub struct RuleTimeouts {
-    #[serde(deserialize_with = "duration")]
+    #[serde(deserialize_with = "deserialize_duration")]
     pub request: Option<Duration>,
-    #[serde(deserialize_with = "duration")]
+    #[serde(deserialize_with = "deserialize_duration")]
     pub backend_request: Option<Duration>,
 }
 
@@ -247,11 +247,11 @@ pub struct RuleRetry {
     /// Maximum number of retries.
     pub attempts: Option<u16>,
     /// Minimum delay before a retry.
-    #[serde(deserialize_with = "duration")]
+    #[serde(deserialize_with = "deserialize_duration")]
     pub backoff: Option<Duration>,
 }
 
-fn duration<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Duration>, D::Error> {
+fn deserialize_duration<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Duration>, D::Error> {
     let text = Option::<String>::deserialize(deserializer)?;
     text.map(|text| parse_gateway_duration(&text))
         .transpose()
@@ -384,7 +384,7 @@ pub struct Redirect {
     pub status_code: Option<u16>,
 }
 
-/// The API's default for redirects.
+/// Returns the API's default for redirects.
 #[allow(clippy::unnecessary_wraps, reason = "it is a default of an optional field")]
 fn default_redirect_status() -> Option<u16> {
     Some(302)
@@ -413,13 +413,13 @@ pub struct Fraction {
     pub denominator: u32,
 }
 
-/// The API's default for fractions.
+/// Returns the API's default for fractions.
 fn default_denominator() -> u32 {
     100
 }
 
 impl Mirror {
-    /// The fraction of requests that are mirrored.
+    /// Returns the fraction of requests that are mirrored.
     pub fn fraction(&self) -> Fraction {
         let percent = |numerator| Fraction {
             numerator,
@@ -470,8 +470,8 @@ pub enum PathModifier {
 }
 
 impl PathModifier {
-    /// The replacement.
-    pub fn text(&self) -> &str {
+    /// Returns the path or prefix that replaces that of the request.
+    pub fn replacement(&self) -> &str {
         match self {
             Self::ReplaceFullPath { path } => path,
             Self::ReplacePrefixMatch { prefix } => prefix,
@@ -575,7 +575,7 @@ struct RawSpec<R> {
     #[serde(default)]
     hostnames: Vec<String>,
     rules: Option<Vec<R>>,
-    /// Concerns gateways only.
+    /// Ignored, because it applies to gateways only.
     #[serde(rename = "useDefaultGateways", default)]
     _default_gateways: IgnoredAny,
 }
@@ -634,7 +634,7 @@ impl Route {
         self.parents = references.iter().map(parent).collect();
     }
 
-    /// Returns whether a parent is a Server, Service or EgressNetwork. Other routes are ignored.
+    /// Returns whether a parent is a Server, Service or EgressNetwork. A route without such a parent is ignored.
     pub fn has_mesh_parent(&self) -> bool {
         self.parents.iter().any(|parent| parent.kind != ParentKind::Foreign)
     }

@@ -18,7 +18,7 @@ use crate::resources::route::{
 /// Validates a route for admission.
 ///
 /// # Errors
-/// Fails at the first invalid value. The error has the value and the accepted form.
+/// Fails at the first invalid value. The error contains the value and the accepted form.
 pub fn validate_route(route: &Route) -> Result<(), String> {
     validate_max_entries("spec.parentRefs", route.parents.len(), 32)?;
     validate_max_entries("spec.hostnames", route.hostnames.len(), 16)?;
@@ -204,7 +204,7 @@ fn check_backend_filters(backends: &[BackendRef], route: RouteKind, parent: Pare
 pub fn check_backend_filter_support(filter: &Filter, route: RouteKind, parent: ParentKind) -> Result<(), String> {
     match filter {
         Filter::Mirror(_) => Err(not_in_backend("RequestMirror")),
-        // The backend of a preflight request may be another one than that of the request which follows.
+        // A preflight request and the request that follows it can go to different backends.
         Filter::Cors(_) => Err(not_in_backend("CORS")),
         _ => check_filter_support(filter, route, parent),
     }
@@ -386,8 +386,11 @@ fn validate_url_rewrite(rewrite: &UrlRewrite) -> Result<(), String> {
     if let Some(path) = &rewrite.path {
         validate_path_modifier(path)?;
         // The query of the request is kept.
-        if path.text().contains(['?', '#']) {
-            return Err(format!("path {:?} of urlRewrite has a query or fragment", path.text()));
+        if path.replacement().contains(['?', '#']) {
+            return Err(format!(
+                "path {:?} of urlRewrite has a query or fragment",
+                path.replacement()
+            ));
         }
     }
     rewrite
@@ -443,7 +446,7 @@ fn validate_cors(cors: &Cors) -> Result<(), String> {
     }
 }
 
-/// Checks the form of the CRD, and the port.
+/// Checks that an origin has the form that the CRD requires, and a valid port.
 fn validate_origin(origin: &str) -> Result<(), String> {
     let is_label = |label: &str| {
         let is_valid = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
@@ -467,7 +470,7 @@ fn validate_origin(origin: &str) -> Result<(), String> {
 }
 
 fn validate_path_modifier(modifier: &PathModifier) -> Result<(), String> {
-    let path = modifier.text();
+    let path = modifier.replacement();
     // The empty prefix removes the matched one.
     if matches!(modifier, PathModifier::ReplacePrefixMatch { .. }) && path.is_empty() {
         return Ok(());
@@ -531,13 +534,14 @@ fn validate_redirect(redirect: &Redirect, kind: RouteKind) -> Result<(), String>
     }
 }
 
-/// Headers by which a proxy and its peers find the end of a body. If one is modified, they may disagree about it.
+/// Headers by which a proxy and its peers find the end of a body. If one is modified, they can disagree about where the
+/// body ends.
 const FRAMING_HEADERS: [&str; 2] = ["content-length", "transfer-encoding"];
 
 /// Maximum size of a compiled regular expression in proxies, in bytes.
 const MAX_COMPILED_REGEX_BYTES: usize = 1 << 20;
 
-/// The limit of newer versions of the Gateway API; it was 8. API servers apply the limit of their version first.
+/// Maximum number of matches of a rule, as in newer versions of the Gateway API. The CRDs of older versions allow 8.
 const MAX_MATCHES_PER_RULE: usize = 64;
 
 #[cfg(test)]
@@ -637,7 +641,7 @@ mod tests {
 
     #[test]
     fn a_mirror_copies_a_fraction_from_0_to_1() {
-        let fraction = |of: u32, all: u32| json!({"fraction": {"numerator": of, "denominator": all}});
+        let fraction = |numerator: u32, denominator: u32| json!({"fraction": {"numerator": numerator, "denominator": denominator}});
         for (value, expected) in [
             (json!({}), Ok((100, 100))),
             (json!({"percent": 0}), Ok((0, 100))),

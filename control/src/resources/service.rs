@@ -30,7 +30,7 @@ pub struct Service {
     pub non_tcp_ports: Vec<(NonTcpProtocol, ServicePort)>,
     pub selector: Labels,
     pub internal_traffic_policy: InternalTrafficPolicy,
-    /// Empty if the manifest has none, which means both families.
+    /// The IP families. An empty list, as in a manifest without families, means both.
     pub families: Vec<IpFamily>,
     pub not_ready_addresses: NotReadyAddresses,
 }
@@ -67,7 +67,7 @@ pub enum IpFamily {
 }
 
 impl IpFamily {
-    pub fn of(ip: &IpAddr) -> Self {
+    pub fn from_ip(ip: &IpAddr) -> Self {
         if ip.is_ipv4() { Self::V4 } else { Self::V6 }
     }
 }
@@ -141,8 +141,8 @@ impl fmt::Display for DeclaredProtocol {
 impl Service {
     /// Returns the protocol of a port: opaque if the port is marked as opaque, otherwise that of its `appProtocol`.
     ///
-    /// The mark takes precedence because proxies obey it first: they get it in the profile. With it an operator disables parsing,
-    /// for example if the application terminates TLS, although a manifest of somebody else sets `appProtocol`.
+    /// The mark takes precedence because proxies obey it first: it is in the profile. An operator can therefore disable
+    /// parsing, for example if the application terminates TLS, without a change of the `appProtocol` in a manifest.
     pub fn declared_protocol(&self, port: u16, default_opaque_ports: &PortSet) -> DeclaredProtocol {
         if self.is_opaque(port, default_opaque_ports) {
             return DeclaredProtocol::Opaque;
@@ -309,7 +309,7 @@ pub enum EndpointReadiness {
 }
 
 impl EndpointReadiness {
-    /// The readiness of an endpoint that is not terminating.
+    /// Returns the readiness of an endpoint that is not terminating.
     pub fn from_ready(ready: bool) -> Self {
         if ready { Self::Ready } else { Self::NotReady }
     }
@@ -430,8 +430,8 @@ impl EndpointSlice {
 }
 
 impl Address {
-    /// Reads the first address of an endpoint. It is enough, because all addresses of an endpoint belong to the same
-    /// workload.
+    /// Reads the first address of an endpoint. One address is enough, because all addresses of an endpoint belong to
+    /// the same workload.
     ///
     /// Source: `addresses` of `Endpoint` in `discovery.k8s.io/v1`.
     fn from_kubernetes(endpoint: KubernetesEndpoint, namespace: &Arc<str>) -> Result<Option<Self>, String> {

@@ -115,7 +115,7 @@ impl ServiceProfile {
         }
     }
 
-    /// Says that the profile replaces the routes of this Service.
+    /// Returns the message that the profile replaces the routes of this Service.
     pub fn replacement_message(&self, service: &NamespacedName) -> String {
         format!(
             "ServiceProfile {} replaces the route for Service {service}, because it has routes or dstOverrides; remove the route, or \
@@ -127,7 +127,7 @@ impl ServiceProfile {
     /// Checks for values that have the schema, but that proxies refuse or ignore.
     ///
     /// # Errors
-    /// Fails at the first such part. The error has its value and the accepted form.
+    /// Fails at the first such part. The error contains its value and the accepted form.
     fn validate(&self) -> Result<(), String> {
         for route in &self.routes {
             let checked = validate_condition(&route.condition);
@@ -398,7 +398,7 @@ impl RetryBudget {
     }
 }
 
-/// Parses a Kubernetes quantity. Returns it times 10 000.
+/// Parses a Kubernetes quantity. Returns it in ten-thousandths.
 fn parse_weight(text: &str) -> Result<u32, String> {
     let invalid = || format!("weight {text:?} is not a number such as 1, 0.5 or 500m");
     let unit_at = text
@@ -436,7 +436,7 @@ mod tests {
     use super::*;
     use crate::resources::{self, Kind};
 
-    /// Proxies refuse these values, so decoding does, wherever the object is from.
+    /// Decoding rejects the values that proxies refuse, whatever the source of the object is.
     #[test]
     fn a_profile_that_proxies_refuse_is_not_decoded() {
         let decode = |spec: Value| {

@@ -82,7 +82,7 @@ pub fn is_unsupported(conditions: &[Condition]) -> bool {
     })
 }
 
-/// The current time, in the form and with the resolution of one second that conditions have.
+/// Returns the current time, in the form and with the resolution of one second that conditions have.
 pub fn timestamp() -> String {
     let now = Timestamp::now();
     Timestamp::from_second(now.as_second()).unwrap_or(now).to_string()

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use crate::resources::interning::{Interner, intern};
 
-/// Names with their values, sorted by name. An interned list, because most pods have the labels of other pods, and a `BTreeMap`
-/// takes about 500 bytes per object even for one entry, or after its last entry was removed.
+/// Names with their values, sorted by name. The list is interned, because most pods have the same labels as other pods.
+/// A `BTreeMap` would take about 500 bytes per object, even with one entry or after its last entry was removed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StringMap(Arc<[Entry]>);
 

@@ -29,7 +29,7 @@ pub struct UnservedPart {
     pub reason: String,
 }
 
-/// The metric of unserved parts.
+/// Returns the metric of unserved parts.
 pub fn metric_family(registry: &Registry) -> Family<Gauge> {
     registry.gauge(
         "unserved_configuration",
@@ -37,7 +37,7 @@ pub fn metric_family(registry: &Registry) -> Family<Gauge> {
     )
 }
 
-/// The parts that the metric counts once, sorted, as `name field`.
+/// Returns the parts that the metric counts once, sorted, as `name field`.
 #[cfg(test)]
 pub(crate) fn counted_parts(registry: &Registry) -> Vec<String> {
     let page = registry.render();
@@ -378,13 +378,13 @@ mod tests {
         let proxy = |env: Value| json!([{"name": "web"}, {"name": "linkerd-proxy", "env": env}]);
         let complete = proxy(json!([addr("ADMIN"), addr("CONTROL")]));
         let meshed = json!({"linkerd.io/control-plane-ns": "linkerd"});
-        let of_control_plane =
+        let control_plane_pod =
             json!({"linkerd.io/control-plane-ns": "linkerd", "linkerd.io/control-plane-component": "x"});
         for (labels, containers, n_found) in [
             (&meshed, complete, 0),
             (&meshed, proxy(json!([addr("ADMIN")])), 1),
             (&meshed, json!([{"name": "web"}]), 1),
-            (&of_control_plane, json!([{"name": "web"}]), 0),
+            (&control_plane_pod, json!([{"name": "web"}]), 0),
             (&json!({}), json!([{"name": "web"}]), 0),
         ] {
             let metadata = json!({"name": "x", "namespace": "shop", "labels": labels});

@@ -6,7 +6,7 @@ use crate::resources::{Object, route_support};
 /// Checks routes, and the annotations of EgressNetworks. Decoding rejects all invalid objects of other kinds.
 ///
 /// # Errors
-/// Fails at the first invalid value. The error has the value and the accepted form.
+/// Fails at the first invalid value. The error contains the value and the accepted form.
 pub fn validate(object: &Object) -> Result<(), String> {
     match object {
         Object::EgressNetwork(network) => match unserved::invalid_egress_annotations(network).into_iter().next() {

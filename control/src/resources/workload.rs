@@ -56,7 +56,7 @@ pub enum PodPhase {
     Pending,
 }
 
-/// A port that a container or an external workload declares; a TCP port unless its list says otherwise.
+/// A port that a container or an external workload declares. It is a TCP port, except in `non_tcp_ports`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct DeclaredPort {
     pub name: Option<Arc<str>>,

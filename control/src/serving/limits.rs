@@ -23,9 +23,9 @@ pub enum CallKind {
     /// Calls with one response, by clients that are usually not verified yet. Each request takes a part of
     /// [`Limits::request_memory`] until its response begins.
     Unary,
-    /// Streams of responses without an end, by clients that are usually verified. Requests take a part of
-    /// [`Limits::request_memory`] until their responses begin, those of verified clients only if they are not complete at once.
-    /// Verified clients have half of the memory, all others have the other half.
+    /// Streams of responses without an end, by clients that are usually verified. A request takes a part of
+    /// [`Limits::request_memory`] until its response begins. A request of a verified client takes it only if the request does
+    /// not arrive as a whole. Verified clients have half of the memory, all others have the other half.
     Streaming,
 }
 
@@ -53,10 +53,11 @@ impl Limits {
 }
 
 impl CallKind {
-    /// The limit of streams per client for a process that may use `memory` bytes.
+    /// Returns the limit of streams per client for a process that may use `memory` bytes.
     pub(super) fn max_streams_per_client(self, memory: Option<u64>) -> usize {
         match self {
-            // As many as the queue for token reviews takes of a client. Pods can share the address of their node.
+            // The number of requests of one client that the queue for token reviews accepts. Pods can share the address of
+            // their node.
             Self::Unary => 64,
             Self::Streaming => {
                 let max = memory.map_or(u64::MAX, |memory| memory / 8 / STREAMING_PORTS / BYTES_PER_STREAM);
@@ -66,7 +67,7 @@ impl CallKind {
         }
     }
 
-    /// SETTINGS_MAX_CONCURRENT_STREAMS of a connection.
+    /// Returns the value of SETTINGS_MAX_CONCURRENT_STREAMS for a connection.
     pub(super) fn max_streams_per_connection(self) -> u32 {
         match self {
             // A proxy sends one request at a time.
@@ -76,33 +77,37 @@ impl CallKind {
         }
     }
 
-    /// Maximum request size in bytes, several times that of the largest valid request.
+    /// Returns the maximum request size in bytes, which is several times that of the largest valid request.
     pub(super) fn max_request_bytes(self) -> usize {
         match self {
-            // Above the limit of the identity service, so that its refusal has a message.
+            // Above the limit of the identity service, which refuses a longer request with a message.
             Self::Unary => 72 * 1024,
             Self::Streaming => 16 * 1024,
         }
     }
 
-    /// Maximum memory of a request: its bytes, the buffer in which they are decoded, and the stream.
+    /// Returns the maximum memory of a request: its bytes, the buffer in which they are decoded, and the stream.
     pub(super) fn bytes_per_request(self) -> usize {
         self.max_request_bytes() + 16 * 1024
     }
 }
 
+/// Maximum number of gRPC ports of a process: destination, policy and identity.
 const MAX_GRPC_PORTS: u64 = 3;
-/// Destination and policy.
+/// Number of gRPC ports with streams: destination and policy.
 const STREAMING_PORTS: u64 = 2;
-/// Memory of a stream over HTTP/2, not counting a value that only this stream follows. Measured: 3.6 KB.
+/// Memory of a stream over HTTP/2, not counting a value to which only this stream subscribes. Measured: 3.6 KB.
 const BYTES_PER_STREAM: u64 = 4 << 10;
-/// A proxy opens at most two streams on a port for each address that its application connects to, and one for each port that it
-/// receives connections on. A client that connects to all pods, such as Prometheus, has one stream on each port for each pod.
+/// Maximum number of streams per client, however much memory the process has. A proxy opens at most two streams on a port for
+/// each address that its application connects to, and one for each port that it receives connections on. A client that connects
+/// to all pods, such as Prometheus, has one stream on each port for each pod.
 const MAX_STREAMS_PER_CLIENT: usize = 32_768;
-/// However little memory the process has, a sidecar can have the streams for some hundred addresses.
+/// Number of streams per client that are always permitted, however little memory the process has. It is enough for a sidecar
+/// whose application connects to some hundred addresses.
 const MIN_STREAMS_PER_CLIENT: usize = 1_000;
 /// Memory of a TLS connection without streams. Measured: 31 KiB, with 2000 connections.
 const BYTES_PER_CONNECTION: usize = 32 << 10;
-/// Half an hour: a new replica has its share of the clients soon, and a proxy seldom starts its streams again.
+/// Mean age at which a connection is closed. It is short enough that a new replica soon gets its share of the clients, and long
+/// enough that a proxy seldom opens its streams again.
 pub(super) const CONNECTION_AGE: Duration = Duration::from_secs(30 * 60);
 const CONNECTION_AGE_JITTER: f64 = 0.2;

@@ -1,7 +1,7 @@
 //! The `grpc_server_*` metrics, recorded by one layer around all services of a port.
 //!
-//! Only the methods of the Linkerd API are counted. Clients choose other paths, which would create unlimited label
-//! values.
+//! Only the methods of the Linkerd API are counted. Clients can send any other path, which would create an unlimited number of
+//! label values.
 
 use std::convert::Infallible;
 use std::future::Future;

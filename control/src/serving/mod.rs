@@ -240,9 +240,11 @@ fn keepalive() -> TcpKeepalive {
         .with_retries(6)
 }
 
-/// Time for calls in progress on a connection that ends at its age. A token review may take half of it.
+/// Maximum time for the calls in progress on a connection that has reached its maximum age. A token review can take half of
+/// this time.
 const CALL_TIMEOUT: Duration = Duration::from_secs(20);
-/// Leaves time for the rest of the process within the drain timeout of 5 seconds.
+/// Maximum time for streams to end at the drain. It leaves time for the rest of the process within the drain timeout of 5
+/// seconds.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(4);
 const MAX_HEADER_LIST_BYTES: u32 = 16 * 1024;
 /// Bytes of requests that a client can send before they are read. It is the default of HTTP/2.

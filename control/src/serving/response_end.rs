@@ -22,7 +22,7 @@ pub(super) struct EndWithConnection {
 }
 
 impl EndWithConnection {
-    /// `connection_ending` signals when the connection begins to close.
+    /// Wraps a response body. `connection_ending` signals when the connection begins to close.
     pub(super) fn new(body: Body, connection_ending: Watch) -> Self {
         Self {
             body,

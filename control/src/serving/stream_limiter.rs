@@ -36,8 +36,8 @@ pub(super) enum RequestMemory {
     /// The request is not counted.
     Uncounted,
     Reserved(Reservation),
-    /// Requests are usually complete at once, also those of a new connection; a request is counted only if it is not. If
-    /// thousands arrive together, some can be incomplete; of these, clients retry the ones that are refused.
+    /// Memory is reserved only if the request is not complete when it arrives, which is rare. If thousands of requests arrive
+    /// together, some can be incomplete. Clients retry those of them that are refused.
     ReservedIfIncomplete(PendingReservation),
 }
 
@@ -91,14 +91,14 @@ impl StreamLimiter {
     /// Counts a stream, and reserves the memory of its request if that is counted at once. Loopback clients have no limit.
     ///
     /// # Errors
-    /// Fails if the client has reached the limit of streams, or has its share of the memory. If it has not, and no memory is free,
-    /// the reservation of another client is revoked.
+    /// Fails if the client has reached the limit of streams, or already uses its share of the memory. If no memory is free and
+    /// the client uses less than its share, the reservation of another client is revoked.
     pub(super) fn admit(self: &Arc<Self>, caller: &Caller) -> Result<AdmittedStream, StreamRefused> {
         let (client, is_verified) = match caller {
             Caller::ThisMachine => (None, true),
             Caller::Peer { ip, .. } if ip.is_loopback() => (None, true),
             Caller::Peer { ip, identities } if !identities.is_empty() => (Some(*ip), true),
-            // They can use many addresses of their network.
+            // Such a client can use many addresses of its network.
             Caller::Peer { ip, .. } => (Some(client_network(*ip)), false),
         };
         let permit = self.acquire_permit(client)?;
@@ -136,7 +136,7 @@ impl StreamLimiter {
 
 impl PendingReservation {
     /// # Errors
-    /// Fails if the client has its share of the memory, as for [`StreamLimiter::admit`].
+    /// Fails if the client already uses its share of the memory, as for [`StreamLimiter::admit`].
     pub(super) fn reserve(&self) -> Result<Reservation, StreamRefused> {
         let reserved = self.budget.try_reserve(self.client, self.n_bytes);
         reserved.ok_or(StreamRefused::Memory)
@@ -169,7 +169,7 @@ mod tests {
         })
     }
 
-    fn stranger(ip: &str) -> Caller {
+    fn unverified(ip: &str) -> Caller {
         Caller::Peer {
             ip: ip.parse().unwrap(),
             identities: Arc::default(),
@@ -189,11 +189,11 @@ mod tests {
     #[test]
     fn streams_are_limited_per_client_address() {
         let streams = limiter(CallKind::Unary, 1_000_000);
-        let one = stranger("10.0.0.1");
+        let one = unverified("10.0.0.1");
         let max = CallKind::Unary.max_streams_per_client(None);
         let mut open: Vec<_> = (0..max).map(|_| streams.admit(&one).unwrap()).collect();
         assert_eq!(streams.admit(&one).err(), Some(StreamRefused::Streams));
-        assert!(streams.admit(&stranger("10.0.0.2")).is_ok());
+        assert!(streams.admit(&unverified("10.0.0.2")).is_ok());
         assert!((0..=max).all(|_| streams.admit(&Caller::ThisMachine).is_ok()));
         open.pop();
         assert!(streams.admit(&one).is_ok());
@@ -206,12 +206,15 @@ mod tests {
     fn requests_for_certificates_leave_memory_for_those_of_others() {
         let streams = limiter(CallKind::Unary, 12);
         let admit_all = |caller: Caller| -> Vec<_> { std::iter::from_fn(|| streams.admit(&caller).ok()).collect() };
-        let first = admit_all(stranger("10.0.0.1"));
+        let first = admit_all(unverified("10.0.0.1"));
         assert_eq!(first.len(), 12);
-        assert_eq!(streams.admit(&stranger("10.0.0.1")).err(), Some(StreamRefused::Memory));
+        assert_eq!(
+            streams.admit(&unverified("10.0.0.1")).err(),
+            Some(StreamRefused::Memory)
+        );
         let second = admit_all(workload("10.0.0.2"));
         assert_eq!(second.len(), 6);
-        let _third = streams.admit(&stranger("10.0.0.3")).unwrap();
+        let _third = streams.admit(&unverified("10.0.0.3")).unwrap();
         assert_eq!(
             streams.unverified_budget.used(),
             12 * CallKind::Unary.bytes_per_request()
@@ -219,20 +222,23 @@ mod tests {
     }
 
     #[test]
-    fn strangers_and_verified_clients_have_separate_memory_on_a_port_for_verified_clients() {
+    fn unverified_and_verified_clients_have_separate_memory_on_a_port_with_streams() {
         let streams = limiter(CallKind::Streaming, 4);
-        let [first, _second] = [(); 2].map(|()| streams.admit(&stranger("10.0.0.1")).unwrap());
-        assert_eq!(streams.admit(&stranger("10.0.0.1")).err(), Some(StreamRefused::Memory));
+        let [first, _second] = [(); 2].map(|()| streams.admit(&unverified("10.0.0.1")).unwrap());
+        assert_eq!(
+            streams.admit(&unverified("10.0.0.1")).err(),
+            Some(StreamRefused::Memory)
+        );
         drop(first.request_memory);
-        assert!(streams.admit(&stranger("10.0.0.1")).is_ok());
+        assert!(streams.admit(&unverified("10.0.0.1")).is_ok());
         let pending = |ip| match streams.admit(&workload(ip)).unwrap().request_memory {
             RequestMemory::ReservedIfIncomplete(pending) => pending,
             _ => panic!("the request is counted at once, or never"),
         };
         // Complete requests need no memory.
-        let of_one = [(); 100].map(|()| pending("10.0.0.2"));
-        let _incomplete = [0, 1].map(|n: usize| of_one[n].reserve().unwrap());
-        assert_eq!(of_one[2].reserve().err(), Some(StreamRefused::Memory));
+        let pending_of_client = [(); 100].map(|()| pending("10.0.0.2"));
+        let _incomplete = [0, 1].map(|n: usize| pending_of_client[n].reserve().unwrap());
+        assert_eq!(pending_of_client[2].reserve().err(), Some(StreamRefused::Memory));
         assert!(pending("10.0.0.3").reserve().is_ok());
     }
 }

@@ -336,15 +336,15 @@ fn send_unfinished(client: &Channel) -> impl Future<Output = hyper::Result<Respo
 }
 
 #[tokio::test]
-async fn unfinished_requests_do_not_prevent_those_of_others() {
+async fn unfinished_requests_do_not_prevent_requests_of_other_clients() {
     let fixture = TestServer::start().await;
     let server = build_server(fixture.creds.clone(), CallKind::Unary, CONNECTION_AGE, &Registry::new());
     let server = Arc::new(server);
     let from = |last| fixture.connect_from(Ipv4Addr::new(10, 0, 0, last).into(), None, server.clone());
-    let stranger = from(1).await;
-    // They need all memory for requests. They are sent in the order of the calls.
-    let [oldest, ..] = [(); MAX_REQUESTS].map(|()| tokio::spawn(send_unfinished(&stranger)));
-    let refused = call_certify(stranger.clone()).await.unwrap_err();
+    let client = from(1).await;
+    // These requests use all memory for requests. They are sent in the order of the calls.
+    let [oldest, ..] = [(); MAX_REQUESTS].map(|()| tokio::spawn(send_unfinished(&client)));
+    let refused = call_certify(client.clone()).await.unwrap_err();
     assert_eq!(refused.code(), tonic::Code::ResourceExhausted, "{refused:?}");
     assert_eq!(call_certify(from(2).await).await.unwrap(), "hello");
     let revoked = oldest.await.unwrap().unwrap();
@@ -369,7 +369,7 @@ async fn unfinished_requests_of_a_workload_have_a_share_of_the_memory() {
     let held = [(); MAX_REQUESTS].map(|()| tokio::spawn(send_unfinished(&first)));
     let refused = send_unfinished(&first).await.unwrap();
     assert_eq!(refused.headers()["grpc-status"], "8", "RESOURCE_EXHAUSTED");
-    // A request of another workload gets the memory of one of them.
+    // A request of another workload gets the memory of one of these requests.
     let second = from(2).await;
     let _other = tokio::spawn(send_unfinished(&second));
     let (revoked, _, _) = future::select_all(held).await;
@@ -378,7 +378,7 @@ async fn unfinished_requests_of_a_workload_have_a_share_of_the_memory() {
 }
 
 #[tokio::test]
-async fn a_connection_for_certificates_has_few_streams() {
+async fn a_connection_to_the_identity_service_has_few_streams() {
     let server = TestServer::without_certificate().await;
     let mut client = TcpStream::connect(server.addr).await.unwrap();
     client.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();

@@ -1,6 +1,6 @@
-//! A Service with Endpoints but no EndpointSlices gets slices derived from them. A Service with neither gets both, derived from
-//! the workloads that its selector matches. With an API server, the controllers of Kubernetes do the same for pods, and
-//! write-back writes the slices of ExternalWorkloads.
+//! Derives endpoints for a directory of manifests. A Service with Endpoints but no EndpointSlices gets slices derived from the
+//! Endpoints. A Service with neither gets both, derived from the workloads that its selector matches. With an API server, the
+//! controllers of Kubernetes do the same for pods, and write-back writes the slices of ExternalWorkloads.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::IpAddr;
@@ -54,7 +54,7 @@ pub(super) fn derive_endpoints<'a>(objects: impl Iterator<Item = &'a Object>) ->
     derived
 }
 
-/// Endpoints contain only ready addresses.
+/// Builds the Endpoints of a Service. They contain only ready addresses.
 fn build_endpoints(service: &Service, subsets: &[Subset]) -> Endpoints {
     let ready = |subset: &Subset| Subset {
         ports: subset.ports.clone(),
@@ -129,7 +129,7 @@ impl<'a> ObjectIndex<'a> {
                 for ip in ips_in_families(service, &pod.ips) {
                     let address = self.pod_address(service, pod, ip);
                     groups
-                        .entry((IpFamily::of(&ip), ports.clone()))
+                        .entry((IpFamily::from_ip(&ip), ports.clone()))
                         .or_default()
                         .push(address);
                 }
@@ -141,7 +141,7 @@ impl<'a> ObjectIndex<'a> {
                 for ip in ips_in_families(service, &workload.ips) {
                     let address = workload_address(service, workload, ip);
                     groups
-                        .entry((IpFamily::of(&ip), ports.clone()))
+                        .entry((IpFamily::from_ip(&ip), ports.clone()))
                         .or_default()
                         .push(address);
                 }
@@ -191,9 +191,9 @@ fn workload_address(service: &Service, workload: &ExternalWorkload, ip: IpAddr) 
     }
 }
 
-/// Keeps the addresses whose IP family the Service has.
+/// Returns the addresses of the IP families of the Service.
 fn ips_in_families(service: &Service, ips: &[IpAddr]) -> Vec<IpAddr> {
-    let serves = |ip: &&IpAddr| service.families.is_empty() || service.families.contains(&IpFamily::of(ip));
+    let serves = |ip: &&IpAddr| service.families.is_empty() || service.families.contains(&IpFamily::from_ip(ip));
     ips.iter().filter(serves).copied().collect()
 }
 

@@ -32,7 +32,7 @@ pub struct ManifestReport {
     n_unsupported_files: Family<Gauge>,
     /// The files with each unsupported kind, and the gauge that counts them.
     unsupported_kinds: Arc<Mutex<UnsupportedKinds>>,
-    /// Kinds without objects also get a series.
+    /// Held so that kinds without objects have a series, too.
     _cache_size_gauges: Arc<[Arc<Gauge>]>,
 }
 
@@ -97,7 +97,7 @@ impl ManifestReport {
         self.errors.lock().clone()
     }
 
-    /// Replaces the errors by those of the last scan, and logs the new ones.
+    /// Stores the errors of the last scan in place of earlier ones, and logs those that are new.
     fn set_errors(&self, errors: Vec<ManifestError>) {
         self.n_errors.set(i64::try_from(errors.len()).unwrap_or(i64::MAX));
         let old = std::mem::replace(&mut *self.errors.lock(), errors.clone());
@@ -133,7 +133,7 @@ pub async fn run(
     let (changed, mut changes) = mpsc::channel(1);
     let _watcher = watch(&root, changed.clone());
     let mut directory = ManifestDirectory::new(root.clone());
-    let mut first = true;
+    let mut is_first = true;
     loop {
         let reading = tokio::task::spawn_blocking(move || {
             let reload = directory.reload();
@@ -149,7 +149,7 @@ pub async fn run(
         report.set_errors(errors);
         report.set_unsupported_kinds(unsupported_kinds);
         let n_events = events.len();
-        if std::mem::take(&mut first) {
+        if std::mem::take(&mut is_first) {
             events.push(Event::Synced);
         }
         if !events.is_empty() {
@@ -205,7 +205,8 @@ async fn debounce(changes: &mut mpsc::Receiver<()>) {
     }
 }
 
-/// Longer than the pauses of a program that writes several files, or of an editor that writes and renames.
+/// Time without a change before a reload. It is longer than the pauses of a program that writes several files, or of an editor
+/// that writes and renames.
 const DEBOUNCE_DELAY: Duration = Duration::from_millis(50);
 
 /// Maximum delay of a reload while changes continue.

@@ -39,7 +39,7 @@ pub(super) struct Manifest {
     pub(super) line: usize,
 }
 
-/// An error of a text. With the file's name it becomes a [`ManifestError`].
+/// An error in the text of a manifest. Together with the name of the file it becomes a [`ManifestError`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ErrorAtLine {
     pub(super) line: usize,
@@ -49,7 +49,7 @@ pub(super) struct ErrorAtLine {
 #[derive(Debug, Default)]
 pub(super) struct ManifestFile {
     pub(super) manifests: Vec<Manifest>,
-    /// Documents of supported kinds that are invalid: what is readable of each, for its placeholder.
+    /// Documents of supported kinds that are invalid: the readable parts of each, for its placeholder.
     pub(super) unreadable: Vec<Unreadable>,
     /// The first error. It makes the whole file invalid.
     pub(super) error: Option<ErrorAtLine>,
@@ -60,14 +60,14 @@ pub(super) struct ManifestFile {
 /// Parses all documents of a file, up to the first YAML syntax error.
 pub(super) fn parse(text: &str) -> ManifestFile {
     let starts = document_start_lines(text);
-    let line_of = |document: usize| starts.get(document).or_else(|| starts.last()).copied().unwrap_or(1);
+    let start_line = |document: usize| starts.get(document).or_else(|| starts.last()).copied().unwrap_or(1);
     let mut file = ManifestFile::default();
     let mut values = Vec::new();
     for (index, document) in Deserializer::from_str(text).enumerate() {
         match Value::deserialize(document) {
             Ok(value) => values.push(value),
             Err(error) => {
-                file.error = Some(yaml_error(&error, line_of(index)));
+                file.error = Some(yaml_error(&error, start_line(index)));
                 break;
             }
         }
@@ -75,7 +75,7 @@ pub(super) fn parse(text: &str) -> ManifestFile {
     // Reads the text again, because decoding from a `Value` would lose the line numbers of errors. The first pass ended at a
     // syntax error, if there is one.
     for (index, (document, value)) in Deserializer::from_str(text).zip(values).enumerate() {
-        let line = line_of(index);
+        let line = start_line(index);
         if value.is_null() {
             continue;
         }
@@ -108,26 +108,26 @@ impl ManifestFile {
                 match defaulting::complete_and_validate(&mut object) {
                     Ok(()) => self.manifests.push(Manifest { object, line }),
                     Err(reason) => {
-                        let unreadable = rejected(object, value, &reason);
+                        let unreadable = invalid_manifest(object, value, &reason);
                         let reason = format!("{kind_name} {}: {reason}", unreadable.name);
                         self.add_error(ErrorAtLine { line, reason }, Some(unreadable));
                     }
                 }
             }
             Err(error) => {
-                let unreadable = unreadable(kind, value, &error.reason);
+                let unreadable = undecodable_manifest(kind, value, &error.reason);
                 self.add_error(error, unreadable);
             }
         }
     }
 
-    /// Unsupported kinds are ignored. An unsupported version of a supported kind, and an unknown kind of the policy
-    /// group, are errors.
+    /// Records a document of an unsupported kind, which is ignored. An unsupported version of a supported kind, and an unknown
+    /// kind of the policy group, are errors.
     fn push_unsupported(&mut self, api_version: &str, kind_name: &str, value: &Value, line: usize) {
         if let Some(kind) = Kind::find_any_version(api_version, kind_name) {
             let accepted = kind.info().versions.join(", ");
             let reason = format!("{kind_name} of {api_version} is not supported; supported versions: {accepted}");
-            let unreadable = unreadable(kind, value, &reason);
+            let unreadable = undecodable_manifest(kind, value, &reason);
             return self.add_error(ErrorAtLine { line, reason }, unreadable);
         }
         if api_version
@@ -153,7 +153,7 @@ impl ManifestFile {
 }
 
 /// Returns the readable parts of a document that cannot be decoded.
-fn unreadable(kind: Kind, value: &Value, reason: &str) -> Option<Unreadable> {
+fn undecodable_manifest(kind: Kind, value: &Value, reason: &str) -> Option<Unreadable> {
     let json = serde_json::to_value(value).ok()?;
     let mut unreadable = Unreadable::from_value(kind, &json, reason)?;
     if let Some(placeholder) = &mut unreadable.placeholder {
@@ -164,7 +164,7 @@ fn unreadable(kind: Kind, value: &Value, reason: &str) -> Option<Unreadable> {
 }
 
 /// Returns the readable parts of a document that is decoded but invalid.
-fn rejected(object: Object, value: &Value, reason: &str) -> Unreadable {
+fn invalid_manifest(object: Object, value: &Value, reason: &str) -> Unreadable {
     let json = serde_json::to_value(value).unwrap_or_default();
     let mut unreadable = Unreadable::from_rejected(object, &json, reason);
     if let Some(placeholder) = &mut unreadable.placeholder {
@@ -173,7 +173,7 @@ fn rejected(object: Object, value: &Value, reason: &str) -> Unreadable {
     unreadable
 }
 
-/// The error at its own line, or at `line` if it has none.
+/// Returns the error at its own line, or at `line` if it has none.
 fn yaml_error(error: &serde_yaml_ng::Error, line: usize) -> ErrorAtLine {
     let line = error.location().map_or(line, |location| location.line());
     ErrorAtLine {
@@ -249,7 +249,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_text_panics(text in "(apiVersion: v1\nkind: (Service|Pod|List)\n)?[-{}:&*! a-z0-9\"\n\\[\\],#%|>]{0,80}") {
+        fn parsing_a_manifest_never_panics(text in "(apiVersion: v1\nkind: (Service|Pod|List)\n)?[-{}:&*! a-z0-9\"\n\\[\\],#%|>]{0,80}") {
             parse(&text);
         }
     }
@@ -273,7 +273,8 @@ mod tests {
         );
     }
 
-    /// The versions that releases 1.1 to 1.6 of the Gateway API serve, newest first, as the API server is asked for them.
+    /// The versions that releases 1.1 to 1.6 of the Gateway API serve, newest first, which is the order in which they are
+    /// requested from an API server.
     #[test]
     fn routes_are_read_in_every_version_of_the_gateway_api() {
         for (kind, versions) in [
@@ -336,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn versions_follow_content_only() {
+    fn the_version_depends_on_the_content_only() {
         let version = |text: &str| parse(text).manifests[0].object.meta().version.clone();
         let a = version("apiVersion: v1\nkind: Node\nmetadata: {name: n1}\n");
         assert_eq!(

@@ -57,7 +57,7 @@ impl ManifestDirectory {
         let mut errors = Vec::new();
         let mut scan = DirectoryScan::default();
         scan.scan(&self.root);
-        // A directory that cannot be read does not delete its files.
+        // The files of a directory that cannot be read keep their objects.
         self.files
             .retain(|path, _| scan.files.contains(path) || scan.is_inaccessible(path));
         for path in &scan.files {
@@ -172,8 +172,9 @@ impl FileState {
         }
     }
 
-    /// The last valid version of an invalid file stays in use. Before there is one, the valid objects of the file are used. In
-    /// both cases, invalid objects are reported as unreadable: one without a valid version is replaced by its placeholder.
+    /// Parses the file if its content has changed. The last valid version of an invalid file stays in use. Before there is one,
+    /// the valid objects of the file are used. In both cases, invalid objects are reported as unreadable: one without a valid
+    /// version is replaced by its placeholder.
     fn parse_if_changed(&mut self, path: &Path, bytes: &[u8]) {
         let content = hash(bytes);
         if self.content_hash == Some(content) {
@@ -217,7 +218,7 @@ fn hash(bytes: &[u8]) -> u64 {
     hasher.finish()
 }
 
-/// One walk through the directory tree.
+/// One scan of the directory tree.
 #[derive(Default)]
 struct DirectoryScan {
     files: BTreeSet<PathBuf>,

@@ -91,7 +91,7 @@ impl SidecarValues {
     fn add_sample(&mut self, sample: &Sample) {
         match sample.name.as_str() {
             "response_total" | "response_latency_ms_bucket" | "inbound_http_authz_deny_total" => {
-                if let Some(route) = Route::of_server(sample) {
+                if let Some(route) = Route::from_server_sample(sample) {
                     count(&mut self.routes, route, sample);
                 }
                 self.count_traffic(sample);
@@ -99,7 +99,7 @@ impl SidecarValues {
             "inbound_tcp_authz_deny_total" => self.count_traffic(sample),
             "tcp_open_connections" | "tcp_read_bytes_total" | "tcp_write_bytes_total" => {
                 // The other value of `peer` is the connection between the sidecar and its own application.
-                let side = match Direction::of(sample) {
+                let side = match Direction::from_sample(sample) {
                     Some(Direction::Inbound) => "src",
                     _ => "dst",
                 };
@@ -108,7 +108,7 @@ impl SidecarValues {
                 }
             }
             "route_response_total" | "route_response_latency_ms_bucket" => {
-                if let Some(route) = Route::of_profile(sample) {
+                if let Some(route) = Route::from_profile_sample(sample) {
                     count(&mut self.routes, route, sample);
                 }
             }
@@ -116,13 +116,13 @@ impl SidecarValues {
             | "outbound_grpc_route_request_statuses_total"
             | "outbound_http_route_request_duration_seconds_bucket"
             | "outbound_grpc_route_request_duration_seconds_bucket" => {
-                if let Some(route) = Route::of_service(sample) {
+                if let Some(route) = Route::from_service_sample(sample) {
                     count(&mut self.routes, route, sample);
                 }
             }
             START_TIME => self.started_at = sample.value,
             "tulle_failures_total" if self.failures.len() < MAX_KEYS => {
-                if let (Some(direction), Some(cause)) = (Direction::of(sample), sample.label("cause")) {
+                if let (Some(direction), Some(cause)) = (Direction::from_sample(sample), sample.label("cause")) {
                     *self.failures.entry((direction, cause.to_owned())).or_default() += sample.value.clamp(0.0, 1e15);
                 }
             }
@@ -131,15 +131,15 @@ impl SidecarValues {
     }
 
     fn count_traffic(&mut self, sample: &Sample) {
-        match Direction::of(sample) {
-            Some(Direction::Inbound) => count(&mut self.sources, PeerTls::of(sample, "client_id"), sample),
-            Some(Direction::Outbound) => count(&mut self.destinations, Destination::of(sample), sample),
+        match Direction::from_sample(sample) {
+            Some(Direction::Inbound) => count(&mut self.sources, PeerTls::from_sample(sample, "client_id"), sample),
+            Some(Direction::Outbound) => count(&mut self.destinations, Destination::from_sample(sample), sample),
             None => {}
         }
     }
 
-    /// Increase per second since a page that was read `seconds` earlier. If the sidecar has restarted in between, the
-    /// earlier page counts as 0. Otherwise a lower value means that series were removed, and counts as no increase.
+    /// Returns the increase per second since a page that was read `seconds` earlier. If the sidecar has restarted in between,
+    /// the earlier page counts as 0. Otherwise a lower value means that series were removed, and counts as no increase.
     #[must_use]
     pub fn rates_since(&self, earlier: &Self, seconds: f64) -> Rates {
         fn rates<K: Ord + Clone>(
@@ -147,16 +147,16 @@ impl SidecarValues {
             before: &BTreeMap<K, TrafficValues>,
             seconds: f64,
         ) -> BTreeMap<K, TrafficValues> {
-            let nothing = TrafficValues::default();
+            let zero = TrafficValues::default();
             let rate = |(key, counts): (&K, &TrafficValues)| {
-                let before = before.get(key).unwrap_or(&nothing);
+                let before = before.get(key).unwrap_or(&zero);
                 (key.clone(), counts.per_second_since(before, seconds))
             };
             now.iter().map(rate).collect()
         }
-        let nothing = Self::default();
+        let zero = Self::default();
         let earlier = if self.started_at > earlier.started_at {
-            &nothing
+            &zero
         } else {
             earlier
         };
@@ -221,14 +221,14 @@ impl TrafficValues {
         self.success + self.failure
     }
 
-    /// From 0 to 1; `None` without requests.
+    /// Returns the success rate, from 0 to 1. `None` without requests.
     pub fn success_rate(&self) -> Option<f64> {
         let requests = self.requests();
         (requests > 0.0).then(|| self.success / requests)
     }
 
-    /// This quantile of response latency in milliseconds, interpolated within its bucket as Prometheus does. Above the
-    /// largest finite bound it is that bound; `None` without responses.
+    /// Returns this quantile of the response latency in milliseconds, interpolated within its bucket as Prometheus does. A
+    /// quantile above the largest finite bound is that bound. `None` without responses.
     pub fn quantile_ms(&self, quantile: f64) -> Option<f64> {
         let total = self.latency.get(&UNBOUNDED).copied().unwrap_or_default();
         if total <= 0.0 {
@@ -255,7 +255,7 @@ impl TrafficValues {
 }
 
 impl Direction {
-    fn of(sample: &Sample) -> Option<Self> {
+    fn from_sample(sample: &Sample) -> Option<Self> {
         match sample.label("direction")? {
             "inbound" => Some(Self::Inbound),
             "outbound" => Some(Self::Outbound),
@@ -265,7 +265,7 @@ impl Direction {
 }
 
 impl PeerTls {
-    fn of(sample: &Sample, id: &str) -> Self {
+    fn from_sample(sample: &Sample, id: &str) -> Self {
         match sample.label(id).filter(|id| !id.is_empty()) {
             Some(id) if sample.label("tls") == Some("true") => Self::Meshed(id.to_owned()),
             _ => {
@@ -277,9 +277,9 @@ impl PeerTls {
 }
 
 impl Destination {
-    fn of(sample: &Sample) -> Self {
+    fn from_sample(sample: &Sample) -> Self {
         let label = |name: &str| sample.label(name).filter(|value| !value.is_empty());
-        let owner = OWNERS
+        let owner = OWNER_LABELS
             .iter()
             .find_map(|kind| Some((*kind, label(&format!("dst_{kind}"))?, "dst_namespace")));
         // Discovery does not know the pods behind the gateway of another cluster.
@@ -294,15 +294,15 @@ impl Destination {
             namespace: owned(label(namespace)),
             kind: kind.to_owned(),
             name: name.to_owned(),
-            peer: PeerTls::of(sample, "server_id"),
+            peer: PeerTls::from_sample(sample, "server_id"),
         }
     }
 }
 
 impl Route {
-    /// A route of a Server, or of a port's default policy.
-    fn of_server(sample: &Sample) -> Option<Self> {
-        if Direction::of(sample)? != Direction::Inbound {
+    /// Returns the route of a Server, or of a port's default policy.
+    fn from_server_sample(sample: &Sample) -> Option<Self> {
+        if Direction::from_sample(sample)? != Direction::Inbound {
             return None;
         }
         Some(Self {
@@ -312,8 +312,8 @@ impl Route {
         })
     }
 
-    /// A route of a Service or another outbound parent.
-    fn of_service(sample: &Sample) -> Option<Self> {
+    /// Returns the route of a Service or another outbound parent.
+    fn from_service_sample(sample: &Sample) -> Option<Self> {
         let parent = qualified(sample.label("parent_kind")?, sample.label("parent_name")?);
         let namespace = sample.label("parent_namespace").unwrap_or_default();
         Some(Self {
@@ -326,17 +326,17 @@ impl Route {
         })
     }
 
-    /// A route of a ServiceProfile.
-    fn of_profile(sample: &Sample) -> Option<Self> {
+    /// Returns the route of a ServiceProfile.
+    fn from_profile_sample(sample: &Sample) -> Option<Self> {
         Some(Self {
-            direction: Direction::of(sample)?,
+            direction: Direction::from_sample(sample)?,
             parent: sample.label("dst")?.to_owned(),
             name: sample.label("rt_route").unwrap_or("[default]").to_owned(),
         })
     }
 }
 
-/// `kind/name`, or `default:name` for a resource that the mesh generated.
+/// Returns `kind/name`, or `default:name` for a resource that the mesh generated.
 fn qualified(kind: &str, name: &str) -> String {
     match kind.is_empty() || kind == "default" {
         true => format!("default:{name}"),
@@ -393,7 +393,7 @@ fn is_success_status(sample: &Sample) -> bool {
         return false;
     }
     match (sample.label("grpc_status"), sample.label("http_status")) {
-        (Some(code), _) => !FAILED_GRPC.contains(&code),
+        (Some(code), _) => !FAILED_GRPC_CODES.contains(&code),
         (None, status) => status
             .and_then(|status| status.parse::<u16>().ok())
             .is_some_and(|status| status < 500),
@@ -422,12 +422,13 @@ const FAMILIES: &[&str] = &[
     START_TIME,
 ];
 const START_TIME: &str = "process_start_time_seconds";
-/// Maximum peers, destinations, routes and causes per sidecar, each; further ones are ignored.
+/// Maximum number of peers of a sidecar, and also of its destinations, of its routes and of its causes. Further ones are
+/// ignored.
 const MAX_KEYS: usize = 1000;
 /// The bucket that contains all responses (`+Inf`).
 const UNBOUNDED: u64 = u64::MAX;
 /// Owner labels in order of precedence; the pod itself is last.
-const OWNERS: &[&str] = &[
+const OWNER_LABELS: &[&str] = &[
     "deployment",
     "statefulset",
     "daemonset",
@@ -439,7 +440,7 @@ const OWNERS: &[&str] = &[
     "pod",
 ];
 /// gRPC status codes that count as server failures.
-const FAILED_GRPC: &[&str] = &[
+const FAILED_GRPC_CODES: &[&str] = &[
     "UNKNOWN",
     "DEADLINE_EXCEEDED",
     "PERMISSION_DENIED",

@@ -35,7 +35,7 @@ impl History {
         self.0.drain(..self.0.len().saturating_sub(max_pages));
     }
 
-    /// Time of the latest page.
+    /// Returns the time of the latest page.
     pub(super) fn latest(&self) -> Option<Instant> {
         self.0.back().map(|(at, _)| *at)
     }
@@ -48,8 +48,8 @@ impl History {
         }
     }
 
-    /// Rates per second, and the length of the interval in seconds: the available interval closest to `window`. `None`
-    /// with fewer than two pages.
+    /// Returns the rates per second, and the length of the interval in seconds: the available interval closest to `window`.
+    /// `None` with fewer than two pages.
     pub(super) fn rates(&self, window: Duration) -> Option<(Rates, f64)> {
         let (now, latest) = self.0.back()?;
         let earlier = self.0.iter().take(self.0.len() - 1);

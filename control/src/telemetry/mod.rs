@@ -44,12 +44,7 @@ pub struct Telemetry {
 }
 
 /// Creates the API for the workloads of the cluster. `creds` identifies this process to sidecars.
-pub fn open(
-    cluster: Cluster,
-    creds: Arc<MeshCredentials>,
-    allowed_clients: AllowedClients,
-    drain: &Watch,
-) -> Telemetry {
+pub fn new(cluster: Cluster, creds: Arc<MeshCredentials>, allowed_clients: AllowedClients, drain: &Watch) -> Telemetry {
     let scraper = Arc::new(SidecarScraper::new(cluster, creds.clone()));
     let api = Api {
         scraper: scraper.clone(),

@@ -44,7 +44,7 @@ pub(super) enum Error {
     #[error("not found; expected /apis/{GROUP}/{VERSION}/namespaces/NAMESPACE/workloads, edges, routes or taps")]
     NotFound,
     #[error("{0}")]
-    Bad(String),
+    BadRequest(String),
 }
 
 impl ApiRequest {
@@ -64,7 +64,8 @@ impl ApiRequest {
         let namespace = namespace.map(str::to_owned);
         let mut query = Query::parse(uri);
         let selection = Selection {
-            by: GroupKind::parse(&query.take("by").unwrap_or_else(|| "workload".to_owned())).map_err(Error::Bad)?,
+            by: GroupKind::parse(&query.take("by").unwrap_or_else(|| "workload".to_owned()))
+                .map_err(Error::BadRequest)?,
             name: query.take("name"),
         };
         let request = match resource {
@@ -82,7 +83,7 @@ impl ApiRequest {
                 // Without `watch=true` the API server ends a tap after a minute and authorizes it as `list` instead of
                 // `watch`.
                 if query.take("watch").as_deref() != Some("true") {
-                    return Err(Error::Bad("taps can only be watched: add watch=true".to_owned()));
+                    return Err(Error::BadRequest("taps can only be watched: add watch=true".to_owned()));
                 }
                 Self::Tap(query.tap(namespace, selection)?)
             }
@@ -115,7 +116,7 @@ impl Query {
         window
             .filter(|window| (Duration::from_secs(1)..=MAX_HISTORY).contains(window))
             .ok_or_else(|| {
-                Error::Bad(format!(
+                Error::BadRequest(format!(
                     "invalid window={text:?}; expected 1 to {} seconds",
                     MAX_HISTORY.as_secs()
                 ))
@@ -128,7 +129,7 @@ impl Query {
             Some(text) => match text.parse() {
                 Ok(n) if n > 0 => n,
                 _ => {
-                    return Err(Error::Bad(format!("invalid oneIn={text:?}; expected 1 or more")));
+                    return Err(Error::BadRequest(format!("invalid oneIn={text:?}; expected 1 or more")));
                 }
             },
         };
@@ -138,7 +139,11 @@ impl Query {
                 let label = destination_label(kind.as_deref().unwrap_or("deployment"))?;
                 labels.push((label.to_owned(), name));
             }
-            (Some(kind), None) => return Err(Error::Bad(format!("toKind={kind:?} has no effect without toName"))),
+            (Some(kind), None) => {
+                return Err(Error::BadRequest(format!(
+                    "toKind={kind:?} has no effect without toName"
+                )));
+            }
             (None, None) => {}
         }
         if let Some(namespace) = self.take("toNamespace") {
@@ -154,7 +159,11 @@ impl Query {
             headers: match self.take("headers").as_deref() {
                 Some("true") => Headers::Shown,
                 None | Some("false") => Headers::Omitted,
-                Some(text) => return Err(Error::Bad(format!("invalid headers={text:?}; expected true or false"))),
+                Some(text) => {
+                    return Err(Error::BadRequest(format!(
+                        "invalid headers={text:?}; expected true or false"
+                    )));
+                }
             },
             one_in,
         })
@@ -163,18 +172,20 @@ impl Query {
     fn reject_unused_parameters(&self) -> Result<(), Error> {
         match self.0.first() {
             None => Ok(()),
-            Some((name, _)) => Err(Error::Bad(format!("unknown parameter {name:?}, or it is set twice"))),
+            Some((name, _)) => Err(Error::BadRequest(format!(
+                "unknown parameter {name:?}, or it is set twice"
+            ))),
         }
     }
 }
 
-/// The endpoint label that names a resource of this kind.
+/// Returns the endpoint label that names a resource of this kind.
 fn destination_label(kind: &str) -> Result<&str, Error> {
     match kind {
         "job" => Ok("k8s_job"),
         "externalworkload" => Ok("external_workload"),
         other if DESTINATION_KINDS.contains(&other) || rows::OWNERS.contains(&other) => Ok(other),
-        other => Err(Error::Bad(format!(
+        other => Err(Error::BadRequest(format!(
             "unknown kind toKind={other:?}; expected {}, {}",
             DESTINATION_KINDS.join(", "),
             rows::OWNERS.join(", ")
@@ -196,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn the_path_names_the_namespace_and_the_query_the_rest() {
+    fn the_path_sets_the_namespace_and_the_query_sets_the_other_parameters() {
         let expected = MetricsQuery {
             resource: RequestedResource::Routes,
             namespace: Some("shop".to_owned()),

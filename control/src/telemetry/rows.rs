@@ -54,7 +54,7 @@ impl GroupKind {
 }
 
 impl Selection {
-    /// The groups that a workload counts towards; none if it is not selected.
+    /// Returns the groups that a workload counts towards. They are none if it is not selected.
     pub(super) fn groups(&self, workload: &Workload) -> Vec<ResourceName> {
         let in_namespace = |kind: &str, name: &str| ResourceName {
             namespace: workload.name.namespace.to_string(),
@@ -89,7 +89,7 @@ impl Selection {
     }
 }
 
-/// Golden metrics of the selected workloads.
+/// Returns the golden metrics of the selected workloads.
 pub(super) fn workloads(observed: &ObservedWorkloads, selection: &Selection) -> QueryResponse<WorkloadMetrics> {
     #[derive(Default)]
     struct AggregatedValues {
@@ -127,7 +127,7 @@ pub(super) fn workloads(observed: &ObservedWorkloads, selection: &Selection) -> 
     response(observed, selection, rows.collect())
 }
 
-/// Traffic to and from the selected workloads.
+/// Returns the traffic to and from the selected workloads.
 ///
 /// Both sidecars of an edge report it, and one report must be ignored: the server's, if any sidecar with the client's identity
 /// was scraped. A server's report names only the client's identity. If two clients share it and only one was scraped, the
@@ -179,8 +179,8 @@ pub(super) fn edges(observed: &ObservedWorkloads, selection: &Selection) -> Quer
         for (peer, rates) in per_second.sources.iter().filter(|(_, rates)| !rates.is_idle()) {
             let (source, client_id, server_id, no_tls_reason) = match peer {
                 PeerTls::Meshed(id) if scraped_identities.contains(id) => continue,
-                PeerTls::Meshed(id) => (resource_of_identity(id), Some(id.clone()), identity(workload), None),
-                PeerTls::Plain(why) => (unmeshed(), None, None, Some(why.clone())),
+                PeerTls::Meshed(id) => (identity_resource(id), Some(id.clone()), identity(workload), None),
+                PeerTls::Plain(why) => (unmeshed_clients(), None, None, Some(why.clone())),
             };
             let destination = (String::new(), workload_owner.clone());
             let key = (source, destination, client_id, server_id, no_tls_reason);
@@ -202,7 +202,7 @@ pub(super) fn edges(observed: &ObservedWorkloads, selection: &Selection) -> Quer
     response(observed, selection, rows.collect())
 }
 
-/// Inbound and outbound routes of the selected workloads.
+/// Returns the inbound and outbound routes of the selected workloads.
 pub(super) fn routes(observed: &ObservedWorkloads, selection: &Selection) -> QueryResponse<RouteMetrics> {
     let mut sums: BTreeMap<(ResourceName, counts::Route), TrafficValues> = BTreeMap::new();
     for (workload, per_second) in scraped_workloads(observed) {
@@ -225,7 +225,7 @@ pub(super) fn routes(observed: &ObservedWorkloads, selection: &Selection) -> Que
     response(observed, selection, rows.collect())
 }
 
-/// The workloads whose sidecars were scraped, with their rates per second.
+/// Returns the workloads whose sidecars were scraped, with their rates per second.
 fn scraped_workloads(observed: &ObservedWorkloads) -> impl Iterator<Item = (&Workload, &SidecarValues)> {
     let workloads = observed.workloads.iter();
     workloads.filter_map(|(workload, rates)| Some((workload, &rates.as_ref()?.per_second)))
@@ -247,7 +247,7 @@ fn response<Row>(observed: &ObservedWorkloads, selection: &Selection, rows: Vec<
     }
 }
 
-/// The resource of the workload itself, not of its owner.
+/// Returns the resource of the workload itself, not of its owner.
 pub(super) fn own_resource(workload: &Workload) -> ResourceName {
     let kind = match workload.kind {
         WorkloadKind::Pod => "pod",
@@ -268,7 +268,7 @@ fn owner(workload: &Workload) -> ResourceName {
     }
 }
 
-/// The name of a kind, given its metric label.
+/// Returns the name of a kind, given its metric label.
 fn kind(label: &str) -> &str {
     match label {
         "k8s_job" => "job",
@@ -285,8 +285,8 @@ fn identity(workload: &Workload) -> Option<String> {
     })
 }
 
-/// The service account of an identity, or the identity itself if it has another form.
-fn resource_of_identity(identity: &str) -> ResourceName {
+/// Returns the service account of an identity, or the identity itself if it has another form.
+fn identity_resource(identity: &str) -> ResourceName {
     match parse_service_account_identity(identity) {
         Some((account, namespace)) => ResourceName {
             namespace: namespace.to_owned(),
@@ -301,7 +301,7 @@ fn resource_of_identity(identity: &str) -> ResourceName {
     }
 }
 
-fn unmeshed() -> ResourceName {
+fn unmeshed_clients() -> ResourceName {
     ResourceName {
         namespace: String::new(),
         kind: "unmeshed".to_owned(),
@@ -354,7 +354,7 @@ mod tests {
         }
     }
 
-    /// Two pods of `web`, one without a sidecar, and `client`, which calls `web` and an address outside the mesh.
+    /// Returns two pods of `web`, one without a sidecar, and `client`, which calls `web` and an address outside the mesh.
     fn observed() -> ObservedWorkloads {
         let id = "client.shop.serviceaccount.identity.linkerd.cluster.local";
         let web = format!(
@@ -438,12 +438,12 @@ mod tests {
     }
 
     #[test]
-    fn a_workload_of_another_cluster_is_not_that_of_the_same_name() {
-        let of_east = "dst_target_cluster=\"east\",classification=\"success\"} 8\n";
+    fn a_workload_of_another_cluster_is_not_the_local_one_with_the_same_name() {
+        let east_labels = "dst_target_cluster=\"east\",classification=\"success\"} 8\n";
         let page = format!(
-            "response_total{{direction=\"outbound\",tls=\"true\",server_id=\"web\",dst_namespace=\"shop\",dst_deployment=\"web\",{of_east}\
+            "response_total{{direction=\"outbound\",tls=\"true\",server_id=\"web\",dst_namespace=\"shop\",dst_deployment=\"web\",{east_labels}\
              response_total{{direction=\"outbound\",tls=\"true\",server_id=\"gateway\",dst_namespace=\"shop\",dst_service=\"pay-east\",\
-             dst_target_service=\"pay\",dst_target_service_namespace=\"bank\",{of_east}"
+             dst_target_service=\"pay\",dst_target_service_namespace=\"bank\",{east_labels}"
         );
         let mut observed = observed();
         observed.workloads[0].1 = Some(rates(&page));

@@ -127,12 +127,12 @@ async fn read_body(rsp: Response<Incoming>) -> Result<Bytes, Error> {
 }
 
 async fn parse_counts(page: Bytes) -> Result<SidecarValues, Error> {
-    // Not on this thread, which also serves the other queries and taps.
+    // Runs on a blocking thread, because this thread also serves the other queries and taps.
     let parsed = tokio::task::spawn_blocking(move || SidecarValues::parse(&String::from_utf8_lossy(&page)));
     parsed.await.map_err(Error::Parse)
 }
 
-/// The page of a busy sidecar is a few MiB large.
+/// Maximum size of a metrics page. The page of a busy sidecar has a few MiB.
 const MAX_PAGE_BYTES: usize = 8 << 20;
 const SCRAPE_TIMEOUT: Duration = Duration::from_secs(3);
 /// Maximum time to connect to a pod's sidecar by TLS. The rest of [`SCRAPE_TIMEOUT`] is for plaintext.
@@ -158,7 +158,7 @@ mod tests {
     use crate::tls::mesh_credentials::{ClientCertificates, LeafWithKey};
     use crate::trust::{self, CertificateAuthority};
 
-    /// Credentials of a SPIFFE identity with this server name.
+    /// Returns credentials of a SPIFFE identity with this server name.
     fn creds(name: &str, uri: &str, anchor: &CertificateAuthority) -> MeshCredentials {
         let svid = trust::create_svid(uri, Duration::from_secs(3600), anchor).unwrap();
         let leaf = LeafWithKey {

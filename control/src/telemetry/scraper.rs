@@ -39,14 +39,14 @@ type Key = (SocketAddr, Arc<str>);
 
 #[derive(Default)]
 struct State {
-    /// Time of the last query of a namespace, or of all.
+    /// Time of the last query of a namespace, or of all namespaces.
     last_queried: HashMap<Namespace, Instant>,
     /// Workloads of a namespace, and when they were looked up.
     workloads: HashMap<Namespace, (Instant, Arc<[Workload]>)>,
     histories: HashMap<Key, History>,
 }
 
-/// A namespace, or `None` for all.
+/// A namespace, or `None` for all namespaces.
 type Namespace = Option<Arc<str>>;
 
 #[derive(Debug, thiserror::Error)]
@@ -76,10 +76,10 @@ impl SidecarScraper {
         }
     }
 
-    /// Workloads of a namespace, or of all, from a lookup that is at most [`MAX_SCRAPE_AGE`] old.
+    /// Returns the workloads of a namespace, or of all namespaces, from a lookup that is at most [`MAX_SCRAPE_AGE`] old.
     pub(super) async fn workloads(&self, namespace: Option<&str>) -> Result<Arc<[Workload]>, Error> {
         // The semaphore is never closed.
-        let _turn = self.lookup_lock.acquire().await;
+        let _lock = self.lookup_lock.acquire().await;
         let key: Namespace = namespace.map(Arc::from);
         if let Some((at, workloads)) = self.state.lock().workloads.get(&key)
             && at.elapsed() < MAX_SCRAPE_AGE
@@ -87,7 +87,7 @@ impl SidecarScraper {
             return Ok(workloads.clone());
         }
         let (cluster, namespace) = (self.cluster.clone(), key.clone());
-        // Not on this thread, which also serves the other queries and taps.
+        // Runs on a blocking thread, because this thread also serves the other queries and taps.
         let workloads: Arc<[Workload]> = spawn_blocking(move || cluster.workloads(namespace.as_deref()).into()).await?;
         let mut state = self.state.lock();
         state.workloads.retain(|_, (at, _)| at.elapsed() < MAX_SCRAPE_AGE);
@@ -95,7 +95,7 @@ impl SidecarScraper {
         Ok(workloads)
     }
 
-    /// Rates of a namespace, or of all, over an interval as close to `window` as the stored pages allow.
+    /// Returns the rates of a namespace, or of all namespaces, over an interval as close to `window` as the stored pages allow.
     pub(super) async fn observe(&self, namespace: Option<&str>, window: Duration) -> Result<ObservedWorkloads, Error> {
         let workloads = self.workloads(namespace).await?;
         let found = workloads.iter().filter(|workload| workload.sidecar.is_some()).count();
@@ -268,7 +268,7 @@ pub(super) mod tests {
     use crate::resources::{self, Kind};
     use crate::tls::mesh_credentials::ClientCertificates;
 
-    /// A cluster of pods with sidecars: each has its own loopback address, all have this admin port.
+    /// Returns a cluster of pods with sidecars: each has its own loopback address, all have this admin port.
     pub(in crate::telemetry) fn cluster(n_pods: u32, admin: u16) -> Cluster {
         let cluster = Cluster::new(Config::default(), &Registry::new());
         let pods = (1..=n_pods).map(|n| {

@@ -41,7 +41,8 @@ pub struct Api {
     /// Limits concurrent queries.
     pub(super) query_slots: Arc<Semaphore>,
     pub(super) allowed_clients: AllowedClients,
-    /// By user: all users have the address of the API server.
+    /// Limits the log lines of each user. All users have the address of the API server, so they cannot be told apart by
+    /// address.
     pub(super) log_limiter: LogLimiter<String>,
 }
 
@@ -112,7 +113,7 @@ impl Api {
         let _permit = self.query_slots.try_acquire().map_err(|_| QueryError::TooManyQueries)?;
         let responding = async {
             let observed = self.scraper.observe(query.namespace.as_deref(), query.window).await?;
-            // Not on this thread, which also serves the other queries and taps.
+            // Runs on a blocking thread, because this thread also serves the other queries and taps.
             let computed = spawn_blocking(move || {
                 let (ok, selection) = (StatusCode::OK, &query.selection);
                 match query.resource {
@@ -155,11 +156,11 @@ impl Api {
 }
 
 impl QueryError {
-    /// The error as a Kubernetes `Status`, whose message kubectl and other clients print.
+    /// Returns the error as a Kubernetes `Status`, whose message kubectl and other clients print.
     fn response(&self) -> Response<Body> {
         let (status, reason) = match self {
             Self::Request(request::Error::NotFound) => (StatusCode::NOT_FOUND, "NotFound"),
-            Self::Request(request::Error::Bad(_)) => (StatusCode::BAD_REQUEST, "BadRequest"),
+            Self::Request(request::Error::BadRequest(_)) => (StatusCode::BAD_REQUEST, "BadRequest"),
             Self::Host(_) => (StatusCode::FORBIDDEN, "Forbidden"),
             Self::Method(_) => (StatusCode::METHOD_NOT_ALLOWED, "MethodNotAllowed"),
             Self::TooManyTaps | Self::TooManyQueries => (StatusCode::TOO_MANY_REQUESTS, "TooManyRequests"),
@@ -184,8 +185,8 @@ fn json_response(status: StatusCode, value: &impl Serialize) -> Result<Response<
     Ok(rsp)
 }
 
-/// Returns whether the host names this machine. Other names are rejected, because DNS rebinding makes them resolve to
-/// it.
+/// Returns whether the host names this machine. Other names are rejected, because DNS rebinding can make any name resolve to
+/// this machine.
 fn is_loopback_host(host: &str) -> bool {
     let Ok(authority) = host.parse::<Authority>() else {
         return false;
@@ -195,7 +196,7 @@ fn is_loopback_host(host: &str) -> bool {
     name.eq_ignore_ascii_case("localhost") || ip.is_ok_and(|ip| ip.is_loopback())
 }
 
-/// The APIResourceList, which the API server fetches as a health check and clients for discovery.
+/// Returns the APIResourceList, which the API server fetches as a health check and clients for discovery.
 fn resources() -> Value {
     let resource = |name: &str, kind: &str, verb: &str| json!({ "name": name, "singularName": "", "namespaced": true, "kind": kind, "verbs": [verb] });
     json!({

@@ -125,7 +125,7 @@ impl SidecarFailures {
             .is_none_or(|(_, retry_at)| *retry_at <= Instant::now())
     }
 
-    /// Called when a stream has ended. If it was open for [`MIN_STABLE_TIME`], earlier failures are forgotten.
+    /// Records that a stream has ended. If it was open for [`MIN_STABLE_TIME`], earlier failures are forgotten.
     fn record_stream_end(&mut self, key: &SidecarKey, open_for: Duration) {
         if open_for >= MIN_STABLE_TIME {
             self.retries.remove(key);

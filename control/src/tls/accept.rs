@@ -1,7 +1,7 @@
-//! The handshake with a client of which nothing is known yet: limited in time, and in the bytes that it can send.
+//! The handshake with a client that is not verified yet: limited in time, and in the bytes that the client can send.
 //!
-//! A handshake message can have 64 KiB, which the TLS library keeps until it is complete; that is several times the memory of
-//! an idle connection.
+//! A handshake message can have 64 KiB, which the TLS library keeps until the message is complete. This is several times the
+//! memory of an idle connection.
 
 use std::io;
 use std::pin::Pin;
@@ -90,5 +90,6 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for ReadLimit<S> {
 }
 
 pub(crate) const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Several times a ClientHello and a chain of certificates.
+/// Maximum number of bytes that a client can send in the handshake: several times the size of a ClientHello and a certificate
+/// chain.
 pub(crate) const MAX_HANDSHAKE_BYTES: usize = 32 * 1024;

@@ -364,7 +364,7 @@ async fn lookup(addr: &Addr) -> Result<Vec<SocketAddr>, Error> {
 }
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// The kernel repeats a lost first packet (SYN) after a second.
+/// Minimum timeout of a connection attempt. It is longer than a second, after which the kernel sends a lost SYN again.
 const MIN_ATTEMPT_TIMEOUT: Duration = Duration::from_millis(1200);
 /// Idle time before a ping, and maximum time until its acknowledgement.
 const HTTP2_KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);

@@ -86,7 +86,7 @@ impl FileWatcher {
     }
 
     /// Waits until the content of the file differs from `last_read`, which is `None` if the file could not be read.
-    pub(crate) async fn wait_for_other_content(&mut self, file: &Path, last_read: Option<&[u8]>) {
+    pub(crate) async fn wait_for_content_change(&mut self, file: &Path, last_read: Option<&[u8]>) {
         while std::fs::read(file).ok().as_deref() == last_read {
             self.wait_for_change().await;
         }
@@ -117,7 +117,7 @@ impl WatchPath<'_> {
     }
 }
 
-/// Combines the writes of a certificate and its key.
+/// Delay after a change, so that the writes of a certificate and of its key are read together.
 const DEBOUNCE_DELAY: Duration = Duration::from_millis(100);
 const RESCAN_INTERVAL: Duration = Duration::from_secs(30);
 
@@ -127,7 +127,7 @@ mod tests {
 
     use super::*;
 
-    async fn notices(changes: &mut FileWatcher) -> bool {
+    async fn is_notified(changes: &mut FileWatcher) -> bool {
         timeout(Duration::from_secs(1), changes.changed.notified())
             .await
             .is_ok()
@@ -139,12 +139,12 @@ mod tests {
         let file = dir.path().join("ca.crt");
         let mut changes = FileWatcher::watch(&[WatchPath::File(&file)]).unwrap();
         fs::write(dir.path().join("log"), "x").unwrap();
-        assert!(!notices(&mut changes).await);
+        assert!(!is_notified(&mut changes).await);
         fs::write(&file, "x").unwrap();
-        assert!(notices(&mut changes).await);
+        assert!(is_notified(&mut changes).await);
         fs::write(dir.path().join("new"), "y").unwrap();
         fs::rename(dir.path().join("new"), &file).unwrap();
-        assert!(notices(&mut changes).await);
+        assert!(is_notified(&mut changes).await);
     }
 
     #[tokio::test(start_paused = true)]
@@ -154,7 +154,7 @@ mod tests {
         fs::write(&file, "old").unwrap();
         let mut changes = FileWatcher::watch(&[WatchPath::File(&file)]).unwrap();
         let mut differs_from = async |last: Option<&[u8]>| {
-            timeout(RESCAN_INTERVAL * 3, changes.wait_for_other_content(&file, last))
+            timeout(RESCAN_INTERVAL * 3, changes.wait_for_content_change(&file, last))
                 .await
                 .is_ok()
         };
@@ -184,7 +184,7 @@ mod tests {
             let mut changes = FileWatcher::watch(&[path]).unwrap();
             link("..two", "..data_tmp");
             fs::rename(at("..data_tmp"), at("..data")).unwrap();
-            assert!(notices(&mut changes).await);
+            assert!(is_notified(&mut changes).await);
         }
         assert!(matches!(
             FileWatcher::watch(&[WatchPath::Dir(&at("nothing"))]),

@@ -68,13 +68,14 @@ impl Clone for LeafWithKey {
 pub enum ClientCertificates {
     #[default]
     Required,
-    /// A client may have no certificate, as Linkerd's proxies before their first one. The identity service always uses this rule.
+    /// A client may have no certificate, for example a proxy of Linkerd before it gets its first certificate. The identity
+    /// service always uses this rule.
     Optional,
 }
 
 impl ClientCertificates {
-    /// The identities against which a request's claims about its client are checked. `None` if they are not checked: certificates
-    /// are optional, or the client is a process on this host.
+    /// Returns the identities against which the namespace or workload that a request names as its client is checked. `None` if
+    /// it is not checked: certificates are optional, or the client is a process on this host.
     pub(crate) fn identities_to_check(self, caller: Option<&Caller>) -> Option<&[Identity]> {
         match (self, caller) {
             (Self::Optional, _) | (Self::Required, Some(Caller::ThisMachine)) => None,
@@ -166,13 +167,14 @@ impl MeshCredentials {
         Ok(())
     }
 
-    /// Certificate and trust anchors for client connections under this identity. `None` before the first certificate.
+    /// Returns the certificate and the trust anchors for client connections under this identity. `None` before the first
+    /// certificate.
     pub(crate) fn client_credentials(&self) -> Option<(LeafWithKey, TrustAnchors)> {
         let own = self.leaf_and_anchors.load_full()?;
         Some((own.0.clone(), own.1.clone()))
     }
 
-    /// The configuration for the next handshake. `None` before the first certificate.
+    /// Returns the configuration for the next handshake. `None` before the first certificate.
     pub(crate) fn server_config(&self) -> Option<Arc<ServerConfig>> {
         self.current.load_full()
     }
@@ -199,8 +201,8 @@ impl fmt::Debug for MeshCredentials {
     }
 }
 
-/// Verifies client certificates, and that their issuers are allowed to issue them. A single-identity issuer, which
-/// is that of a workload outside of clusters, may issue for its identity only.
+/// Verifies client certificates, and that their issuers are allowed to issue them. A single-identity issuer, which belongs to a
+/// workload outside of clusters, may issue for its identity only.
 #[derive(Debug)]
 struct MeshClientVerifier(Arc<dyn ClientCertVerifier>);
 

@@ -19,15 +19,15 @@ use rustls::pki_types::CertificateDer;
 use rustls::{CertificateError, OtherError};
 use tulle_core::issuer_constraints;
 
-/// The algorithms of all handshakes and verifications.
+/// Returns the algorithms of all handshakes and verifications.
 ///
 /// Source: cipher suites and key exchange groups of the proxies, in their order.
 pub fn crypto_provider() -> Arc<CryptoProvider> {
     PROVIDER.clone()
 }
 
-/// Checks that the issuers of a chain are allowed to issue its leaf. A single-identity issuer, which is that of
-/// a workload outside of clusters, may issue for its identity only.
+/// Checks that the issuers of a chain are allowed to issue its leaf. A single-identity issuer, which belongs to a workload
+/// outside of clusters, may issue for its identity only.
 fn verify_issuer_constraints(leaf: &CertificateDer<'_>, issuers: &[CertificateDer<'_>]) -> Result<(), rustls::Error> {
     issuer_constraints::verify_issuers(leaf, issuers.iter().map(AsRef::as_ref))
         .map_err(|err| CertificateError::Other(OtherError(Arc::new(err))).into())

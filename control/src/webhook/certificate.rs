@@ -29,7 +29,7 @@ pub(super) struct CertificateKeyPair {
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Error {
     #[error("generating a certificate")]
-    Make(#[source] rcgen::Error),
+    Generate(#[source] rcgen::Error),
     #[error("the {what} is not valid PEM")]
     Pem {
         what: &'static str,
@@ -58,15 +58,15 @@ impl CertificateKeyPair {
             let lifetime = time::Duration::try_from(lifetime).ok()?;
             now.checked_add(lifetime)
         };
-        let mut params = CertificateParams::new([name.to_owned()]).map_err(Error::Make)?;
+        let mut params = CertificateParams::new([name.to_owned()]).map_err(Error::Generate)?;
         params.distinguished_name = DistinguishedName::new();
         params.distinguished_name.push(DnType::CommonName, name);
         params.not_before = now - CLOCK_SKEW;
         params.not_after = end().ok_or(Error::Lifetime(lifetime))?;
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature, KeyUsagePurpose::KeyEncipherment];
         params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
-        let key = KeyPair::generate().map_err(Error::Make)?;
-        let certificate = params.self_signed(&key).map_err(Error::Make)?;
+        let key = KeyPair::generate().map_err(Error::Generate)?;
+        let certificate = params.self_signed(&key).map_err(Error::Generate)?;
         Self::parse(certificate.pem().as_bytes(), key.serialize_pem().as_bytes())
     }
 
@@ -131,7 +131,7 @@ impl CertificateKeyPair {
         self.chain.clone()
     }
 
-    pub(super) fn certified(&self) -> Result<CertifiedKey, rustls::Error> {
+    pub(super) fn certified_key(&self) -> Result<CertifiedKey, rustls::Error> {
         mesh_credentials::certified_key(self.chain.clone(), &self.key)
     }
 }
@@ -145,11 +145,11 @@ impl Drop for CertificateKeyPair {
 
 impl fmt::Debug for CertificateKeyPair {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Pair({} to {})", self.not_before, self.not_after)
+        write!(f, "CertificateKeyPair({} to {})", self.not_before, self.not_after)
     }
 }
 
-/// All certificates of a PEM bundle.
+/// Returns all certificates of a PEM bundle.
 pub(super) fn certificates(pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, Error> {
     let certs = CertificateDer::pem_slice_iter(pem).collect::<Result<Vec<_>, _>>();
     certs.map_err(|source| Error::Pem {
@@ -169,7 +169,8 @@ fn is_ca(cert: &CertificateDer<'_>) -> bool {
     x509_parser::parse_x509_certificate(cert).is_ok_and(|(_, cert)| cert.is_ca())
 }
 
-/// Returns whether an anchor signed the certificate, or an intermediate certificate that an anchor signed, and so on.
+/// Returns whether a chain of signatures leads from an anchor to the certificate, directly or through intermediate
+/// certificates.
 fn is_signed_by_anchor(
     leaf: &CertificateDer<'static>,
     intermediates: &[CertificateDer<'static>],

@@ -85,10 +85,13 @@ pub struct CertificateController {
     kind: ApiResource,
     /// `None` until the first watch event, `Some(None)` if it does not exist.
     secret: Option<Option<Secret>>,
+    /// `None` until the first watch event, `Some(None)` if it does not exist.
     configuration: Option<Option<DynamicObject>>,
+    /// The content of the Secret after the last successful reconciliation. It restores a deleted Secret.
     last_known: Option<SecretContent>,
+    /// The certificate that this process serves.
     served: Option<Arc<CertificateKeyPair>>,
-    /// The published bundle and since when.
+    /// The published bundle, and the time since which it is published.
     published: Option<(String, Instant)>,
     /// Field manager of server-side apply. It is random, so that two replicas cannot both create the Secret.
     manager: String,
@@ -154,7 +157,8 @@ enum Error {
 }
 
 impl Config {
-    /// For a process that runs the injector only. With other services, set [`UnreadyWhenUntrusted::UntilFirstTrusted`].
+    /// Returns the configuration for a process that runs the injector only. With other services, set
+    /// [`UnreadyWhenUntrusted::UntilFirstTrusted`].
     pub fn proxy_injector(namespace: String) -> Self {
         let bundle_target = BundleTarget::Mutating("linkerd-proxy-injector-webhook-config");
         Self {
@@ -227,7 +231,7 @@ impl BundleTarget {
         ApiResource::from_gvk(&GroupVersionKind::gvk(group, "v1", kind))
     }
 
-    /// CA bundles in the object, one for each webhook; empty ones if none is set.
+    /// Returns the CA bundles in the object, one for each webhook. A bundle that is not set is empty.
     fn bundles(self, object: &DynamicObject) -> Vec<Vec<u8>> {
         let bundle = |value: Option<&Value>| {
             let bytes = value.and_then(|bundle| serde_json::from_value::<ByteString>(bundle.clone()).ok());
@@ -245,7 +249,7 @@ impl BundleTarget {
     }
 
     /// Returns whether the object has exactly this bundle everywhere.
-    fn has(self, object: &DynamicObject, bundle: &Value) -> bool {
+    fn has_bundle(self, object: &DynamicObject, bundle: &Value) -> bool {
         match self {
             Self::ApiService(_) => object.data.pointer("/spec/caBundle") == Some(bundle),
             Self::Mutating(_) | Self::Validating(_) => {
@@ -254,8 +258,8 @@ impl BundleTarget {
         }
     }
 
-    /// A patch that sets this bundle. The resourceVersion makes it fail if the object has changed.
-    fn patch(self, object: &DynamicObject, bundle: &Value) -> Patch<Value> {
+    /// Returns a patch that sets this bundle. The resourceVersion makes the patch fail if the object has changed.
+    fn bundle_patch(self, object: &DynamicObject, bundle: &Value) -> Patch<Value> {
         let metadata = json!({"resourceVersion": object.resource_version()});
         match self {
             Self::ApiService(_) => Patch::Merge(json!({"metadata": metadata, "spec": {"caBundle": bundle}})),
@@ -359,8 +363,8 @@ impl CertificateController {
             }
             return Ok(RESYNC_INTERVAL);
         }
-        let state = self.store(secret, &configuration).await?;
-        self.publish(&state, configuration).await?;
+        let state = self.update_secret(secret, &configuration).await?;
+        self.publish_bundle(&state, configuration).await?;
         let wait = self.serve_certificate(&state)?;
         self.mark_ready(readiness);
         self.last_known = Some(state);
@@ -428,7 +432,7 @@ impl CertificateController {
         if self.reported_problem.take().is_some() {
             info!(
                 webhook = self.config.service,
-                "the reported problem of the webhook's certificate is over"
+                "the reported problem of the webhook's certificate no longer exists"
             );
         }
         self.creds.set_untrusted(false);
@@ -449,7 +453,11 @@ impl CertificateController {
     }
 
     /// Computes the content of the Secret, and writes it if it differs.
-    async fn store(&mut self, secret: Option<Secret>, configuration: &DynamicObject) -> Result<SecretContent, Error> {
+    async fn update_secret(
+        &mut self,
+        secret: Option<Secret>,
+        configuration: &DynamicObject,
+    ) -> Result<SecretContent, Error> {
         let webhook = self.config.service;
         let name = self.config.server_name.clone();
         let stored = secret.as_ref().and_then(|secret| {
@@ -535,12 +543,12 @@ impl CertificateController {
         }
     }
 
-    /// Publishes the bundle of the state and records since when.
-    async fn publish(&mut self, state: &SecretContent, configuration: DynamicObject) -> Result<(), Error> {
+    /// Publishes the bundle of the state, and records the time since which it is published.
+    async fn publish_bundle(&mut self, state: &SecretContent, configuration: DynamicObject) -> Result<(), Error> {
         let bundle = state.bundle_pem();
         let wanted = json!(ByteString(bundle.clone().into_bytes()));
         let target = self.config.bundle_target;
-        if target.has(&configuration, &wanted) {
+        if target.has_bundle(&configuration, &wanted) {
             let since = match self.published.take() {
                 Some((published, since)) if published == bundle => since,
                 _ => Instant::now(),
@@ -557,7 +565,11 @@ impl CertificateController {
         );
         let patched = self
             .configurations
-            .patch(name, &PatchParams::default(), &target.patch(&configuration, &wanted))
+            .patch(
+                name,
+                &PatchParams::default(),
+                &target.bundle_patch(&configuration, &wanted),
+            )
             .await
             .map_err(|source| Error::Bundle {
                 name,
@@ -668,7 +680,7 @@ mod tests {
 
     use super::*;
 
-    /// A client whose requests get no response.
+    /// Returns a client whose requests get no response.
     fn silent_client() -> Client {
         let service =
             tower::service_fn(|_: Request<Body>| std::future::pending::<Result<Response<Body>, Infallible>>());
@@ -704,7 +716,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_proxies_need_stays_ready_once_it_was() {
+    fn a_process_that_proxies_need_stays_ready_after_it_was_ready() {
         for (when, expected) in [
             (UnreadyWhenUntrusted::UntilFirstTrusted, true),
             (UnreadyWhenUntrusted::Always, false),

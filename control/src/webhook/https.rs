@@ -77,13 +77,13 @@ impl<R: RequestHandler> HttpServer<R> {
         let server = Arc::new(self);
         let end = server.transport.wait_for_end_of_service(&drain);
         let (server, watch) = (server.clone(), drain.clone());
-        let serve = move |accepted| server.clone().connection(accepted, watch.clone());
+        let serve = move |accepted| server.clone().run_connection(accepted, watch.clone());
         listener.run(end, serve).await;
     }
 
-    async fn connection(self: Arc<Self>, accepted: AcceptedConnection, drain: Watch) -> ConnectionEnd {
+    async fn run_connection(self: Arc<Self>, accepted: AcceptedConnection, drain: Watch) -> ConnectionEnd {
         let (name, client) = (self.name, accepted.client);
-        match self.handle(accepted, drain).await {
+        match self.accept_and_serve(accepted, drain).await {
             Ok(()) => ConnectionEnd::Closed,
             // The timeout of a request head also ends idle connections.
             Err(ConnectionError::Http(err)) if err.is_timeout() => ConnectionEnd::Closed,
@@ -94,7 +94,11 @@ impl<R: RequestHandler> HttpServer<R> {
         }
     }
 
-    async fn handle(self: Arc<Self>, accepted: AcceptedConnection, drain: Watch) -> Result<(), ConnectionError> {
+    async fn accept_and_serve(
+        self: Arc<Self>,
+        accepted: AcceptedConnection,
+        drain: Watch,
+    ) -> Result<(), ConnectionError> {
         let AcceptedConnection {
             stream: tcp,
             client,
@@ -106,19 +110,19 @@ impl<R: RequestHandler> HttpServer<R> {
         let tcp = permit.track(tcp);
         match &self.transport {
             Transport::Tls(creds) => {
-                let config = creds.current().ok_or(ConnectionError::NoCredentials)?;
+                let config = creds.server_config().ok_or(ConnectionError::NoCredentials)?;
                 let tls = accept::accept(config, tcp).await?;
                 if tls.get_ref().1.peer_certificates().is_some() {
                     permit.set_identity(API_SERVER);
                 }
-                self.http1(client.ip(), tls, drain).await
+                self.serve_http1(client.ip(), tls, drain).await
             }
-            Transport::Loopback if client.ip().is_loopback() => self.http1(client.ip(), tcp, drain).await,
+            Transport::Loopback if client.ip().is_loopback() => self.serve_http1(client.ip(), tcp, drain).await,
             Transport::Loopback => Err(ConnectionError::Plaintext),
         }
     }
 
-    async fn http1(
+    async fn serve_http1(
         self: Arc<Self>,
         client: IpAddr,
         io: impl AsyncRead + AsyncWrite + Unpin + Send,
@@ -169,21 +173,22 @@ fn max_connections(files: usize, memory: Option<u64>) -> usize {
 
 /// Identity of clients with a verified certificate. Only the API server's certificate is accepted.
 const API_SERVER: &str = "API server";
-/// Lower if the limit of open files or of memory is low.
+/// Maximum number of connections. It is lower if the limit of open files or of memory is low.
 const MAX_CONNECTIONS: usize = 1000;
-/// However little memory the process has, an API server needs a connection for each of its reviews at a time, and admits 200
-/// changes at a time by default.
+/// Number of connections that are always permitted, however little memory the process has. An API server needs a connection for
+/// each concurrent review, and admits 200 concurrent changes by default.
 const MIN_CONNECTIONS: usize = 256;
 /// Memory of a connection without a request body: of TLS, of the head of a request, and of a part of a response.
 const BYTES_PER_CONNECTION: u64 = 64 * 1024;
-/// Maximum bytes of a request head, and of a response that are buffered.
+/// Maximum number of bytes of a request head, and of a response, that are buffered.
 const MAX_BUFFER_BYTES: usize = 16 * 1024;
-/// More than the 90 seconds after which the API server closes idle connections. If this side closed first, a request
-/// could be lost.
+/// Time after which an idle connection is closed. It is more than the 90 seconds after which the API server does so. If this
+/// side closed first, a request could be lost.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(120);
 /// Time for the API server to send its requests to another replica.
 const SHUTDOWN_DELAY: Duration = Duration::from_secs(2);
-/// Leaves time for the rest of the process within the 5 seconds of a drain.
+/// Maximum time for open requests to end at the drain. It leaves time for the rest of the process within the drain timeout of 5
+/// seconds.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
 
 #[cfg(test)]

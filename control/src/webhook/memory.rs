@@ -28,12 +28,12 @@ pub(super) struct ReceivedBody {
     pub(super) reservation: Reservation,
 }
 
-/// Why a body is not received.
+/// Reason why a body is not received.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum BodyError {
     #[error("the body is larger than {max_bytes} bytes")]
     TooLarge { max_bytes: usize },
-    #[error("other requests need all of the memory for bodies; retry later")]
+    #[error("other requests use all of the memory for bodies; retry later")]
     Busy,
     #[error("the body was not received within {BODY_READ_TIMEOUT:?}")]
     Timeout,
@@ -41,7 +41,7 @@ pub(super) enum BodyError {
     Read(#[source] hyper::Error),
 }
 
-/// Memory of a decoded object, at most what all objects may have.
+/// Memory of a decoded object. It is at most the memory for all objects together.
 #[derive(Clone, Copy)]
 pub(super) struct ObjectSize {
     kibibytes: u32,
@@ -52,7 +52,7 @@ impl ObjectSize {
     pub(super) const UNDECODED: Self = Self { kibibytes: 0 };
 }
 
-/// The decoded object would need more memory than all objects may have.
+/// The decoded object would need more memory than there is for all objects together.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "decoding it needs up to {needed} KiB of memory, but the memory limit of this process permits {max} KiB; raise the limit, or \
@@ -104,7 +104,7 @@ impl WebhookMemory {
         }
     }
 
-    /// The size of an object that needs up to `n_bytes`.
+    /// Returns the size of an object that needs up to `n_bytes` of memory.
     ///
     /// # Errors
     /// Fails if it is too large for this process.
@@ -129,7 +129,7 @@ impl WebhookMemory {
     }
 }
 
-/// In bytes. Linkerd's webhooks read 10 MiB; the API server accepts no objects above 3 MiB.
+/// Maximum size of a body in bytes. Linkerd's webhooks read 10 MiB. The API server accepts no objects above 3 MiB.
 pub(super) const MAX_BODY_BYTES: usize = 10 * 1024 * 1024;
 const BODY_READ_TIMEOUT: Duration = Duration::from_secs(10);
 const MAX_CONCURRENT_REVIEWS_PER_NETWORK: usize = 8;
@@ -145,16 +145,16 @@ mod tests {
 
     use super::*;
 
-    const STRANGER: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1));
+    const OTHER_CLIENT: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1));
     const API_SERVER: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 0, 0, 2));
 
     /// A body of which the first bytes are received.
-    struct PartOfBody {
+    struct PartialBody {
         n_announced: u64,
         received: Option<Bytes>,
     }
 
-    impl PartOfBody {
+    impl PartialBody {
         fn new(n_announced: usize, n_received: usize) -> Self {
             Self {
                 n_announced: n_announced as u64,
@@ -163,7 +163,7 @@ mod tests {
         }
     }
 
-    impl Body for PartOfBody {
+    impl Body for PartialBody {
         type Data = Bytes;
         type Error = hyper::Error;
 
@@ -186,7 +186,7 @@ mod tests {
         }
     }
 
-    /// All bodies together may take one mebibyte.
+    /// Creates a memory of one mebibyte for all bodies together.
     fn memory() -> WebhookMemory {
         WebhookMemory::from_limit(Some(8 << 20))
     }
@@ -195,14 +195,14 @@ mod tests {
     async fn a_body_ends_early_if_others_need_its_memory() {
         let memory = memory();
         let began_at = Instant::now();
-        let slow = memory.receive(STRANGER, PartOfBody::new(500_000, 1)).await;
+        let slow = memory.receive(OTHER_CLIENT, PartialBody::new(500_000, 1)).await;
         assert!(matches!(slow, Err(BodyError::Timeout)));
         assert_eq!(began_at.elapsed(), BODY_READ_TIMEOUT);
-        let slow = || memory.receive(STRANGER, PartOfBody::new(500_000, 499_999));
+        let slow = || memory.receive(OTHER_CLIENT, PartialBody::new(500_000, 499_999));
         let (oldest, newer, good) = join!(
             slow(),
             slow(),
-            memory.receive(API_SERVER, PartOfBody::new(500_000, 500_000)),
+            memory.receive(API_SERVER, PartialBody::new(500_000, 500_000)),
         );
         assert!(matches!(oldest, Err(BodyError::Busy)));
         assert!(matches!(newer, Err(BodyError::Timeout)));
@@ -214,10 +214,10 @@ mod tests {
     async fn a_body_that_never_has_memory_is_refused_without_being_stored() {
         let memory = memory();
         let length = (1 << 19) + 1;
-        let refused = memory.receive(API_SERVER, PartOfBody::new(length, length)).await;
+        let refused = memory.receive(API_SERVER, PartialBody::new(length, length)).await;
         assert!(matches!(refused, Err(BodyError::TooLarge { max_bytes: 0x8_0000 })));
-        let receive = |client| memory.receive(client, PartOfBody::new(400_000, 400_000));
-        let held = [receive(STRANGER).await.unwrap(), receive(API_SERVER).await.unwrap()];
+        let receive = |client| memory.receive(client, PartialBody::new(400_000, 400_000));
+        let held = [receive(OTHER_CLIENT).await.unwrap(), receive(API_SERVER).await.unwrap()];
         assert!(matches!(receive(API_SERVER).await, Err(BodyError::Busy)));
         drop(held);
         assert!(receive(API_SERVER).await.is_ok());

@@ -46,9 +46,9 @@ impl HttpMetrics {
         series.size.observe(n_bytes as f64);
     }
 
-    /// Methods that are not in [`KNOWN`] share one label value.
+    /// Returns the series of a method and a status. Methods that are not in [`KNOWN_METHODS`] share one label value.
     fn series(&self, method: &Method, code: StatusCode) -> Series {
-        let method = match KNOWN.contains(method) {
+        let method = match KNOWN_METHODS.contains(method) {
             true => method.as_str().to_ascii_lowercase(),
             false => "unknown".to_owned(),
         };
@@ -72,7 +72,7 @@ pub(super) fn register_untrusted_certificate_gauge(webhook: &str, creds: Arc<Ser
     registry.before_render(move || untrusted.set(i64::from(creds.is_untrusted())));
 }
 
-const KNOWN: [Method; 7] = [
+const KNOWN_METHODS: [Method; 7] = [
     Method::GET,
     Method::HEAD,
     Method::POST,

@@ -46,7 +46,7 @@ pub trait ReviewHandler: Send + Sync + 'static {
     /// its types are small: they reuse memory that `BYTES_PER_JSON_OBJECT` in `review.rs` counts already.
     const TYPED_BYTES_PER_JSON_OBJECT: usize = 0;
 
-    /// An error denies the object; its text is the reason.
+    /// Decides about an object. An error denies the object; its text is the reason.
     fn review(&self, req: Request) -> impl Future<Output = Result<AdmissionResponse, Failure>> + Send;
 
     /// Decides about an object that cannot be decoded for this reason, for example because it needs too much memory.
@@ -63,12 +63,12 @@ pub struct WebhookServer<H> {
     name: &'static str,
     creds: Arc<ServerCredentials>,
     handler: H,
-    shared: Shared,
+    shared: SharedResources,
 }
 
-/// What the webhooks of a process share. Clones share it too.
+/// The metrics and the limits that all webhooks of a process share. Clones share their state.
 #[derive(Clone)]
-pub struct Shared {
+pub struct SharedResources {
     metrics: HttpMetrics,
     memory: Arc<WebhookMemory>,
     open_responses: Arc<OpenResponses>,
@@ -76,7 +76,7 @@ pub struct Shared {
     registry: Registry,
 }
 
-/// Why a request is answered without an AdmissionReview.
+/// Reason why a request is answered without an AdmissionReview.
 #[derive(Debug, thiserror::Error)]
 enum RequestError {
     #[error("not found; expected POST /")]
@@ -89,8 +89,8 @@ enum RequestError {
     Write(#[source] serde_json::Error),
 }
 
-impl Shared {
-    /// `memory` is the number of bytes that the process may use.
+impl SharedResources {
+    /// Creates the resources. `memory` is the number of bytes that the process may use.
     pub fn new(memory: Option<u64>, registry: &Registry) -> Self {
         let max_response_bytes = memory.map_or(u64::MAX, |memory| memory / 16);
         Self {
@@ -104,7 +104,7 @@ impl Shared {
 }
 
 impl<H: ReviewHandler> WebhookServer<H> {
-    pub fn new(name: &'static str, creds: Arc<ServerCredentials>, handler: H, shared: Shared) -> Self {
+    pub fn new(name: &'static str, creds: Arc<ServerCredentials>, handler: H, shared: SharedResources) -> Self {
         metrics::register_untrusted_certificate_gauge(name, creds.clone(), &shared.registry);
         Self {
             name,
@@ -137,7 +137,7 @@ impl<H: ReviewHandler> WebhookServer<H> {
         let outline = ReviewOutline::parse(bytes)?;
         let id = outline.id.clone();
         let n_bytes = outline.decoded_bytes(H::TYPED_BYTES_PER_JSON_OBJECT);
-        // More memory than there is for all objects is never free, so a later attempt would not help.
+        // So much memory is never free, so a later attempt would fail, too.
         let (size, too_large) = match self.shared.memory.object_size(n_bytes) {
             Ok(size) => (size, None),
             Err(err) => (ObjectSize::UNDECODED, Some(err)),
@@ -166,13 +166,13 @@ impl<H: ReviewHandler> WebhookServer<H> {
         };
         let response = tokio::select! {
             response = self.shared.memory.review(client, size, reviewing) => response,
-            // Only while the review waits for its turn; later the body is freed.
+            // The reservation can be revoked only while the review waits for its turn. Afterwards the body is freed.
             () = revocation.wait() => return Err(BodyError::Busy.into()),
         };
         response.to_json(&id).map(Bytes::from).map_err(RequestError::Write)
     }
 
-    /// An error of the handler denies the object.
+    /// Calls the handler. An error of the handler denies the object.
     async fn run_handler(&self, client: IpAddr, id: &ReviewId, mut request: Request) -> AdmissionResponse {
         request.client = Some(client);
         let log = &self.shared.log_limiter;

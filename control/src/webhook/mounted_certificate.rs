@@ -16,7 +16,7 @@ use super::server_credentials::ServerCredentials;
 use crate::tls::file_watcher::{FileWatcher, WatchError, WatchPath};
 use crate::tls::unserved_files::UnservedFiles;
 
-/// Serves the certificate of the files.
+/// Serves the certificate in two files.
 pub struct MountedCertificate {
     paths: Paths,
     creds: Arc<ServerCredentials>,
@@ -34,7 +34,7 @@ pub struct Paths {
 impl Paths {
     /// For the paths `/a/tls.crt` and `/a/tls.key`, returns `/a/<webhook>/tls.crt` and `/a/<webhook>/tls.key` if that certificate
     /// exists, otherwise the paths themselves if their certificate exists, otherwise `None`.
-    pub fn of(&self, webhook: &str) -> Option<Self> {
+    pub fn find_for_webhook(&self, webhook: &str) -> Option<Self> {
         let webhook_paths = Self {
             certificate: in_subdirectory(&self.certificate, webhook),
             key: in_subdirectory(&self.key, webhook),
@@ -45,7 +45,7 @@ impl Paths {
     }
 }
 
-/// `dir/file` becomes `dir/name/file`.
+/// Returns `dir/name/file` for `dir/file`.
 fn in_subdirectory(file: &Path, name: &str) -> PathBuf {
     let mut path = file.with_file_name(name);
     path.extend(file.file_name());
@@ -147,7 +147,7 @@ mod tests {
             certificate: dir.path().join("tls.crt"),
             key: dir.path().join("tls.key"),
         };
-        let found = |webhook| paths.of(webhook).map(|paths| paths.key);
+        let found = |webhook| paths.find_for_webhook(webhook).map(|paths| paths.key);
         assert_eq!(found("web"), None);
         fs::create_dir(dir.path().join("web")).unwrap();
         fs::write(dir.path().join("web/tls.crt"), "").unwrap();

@@ -9,7 +9,7 @@ use kube::core::{DynamicObject, GroupVersionKind};
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
-/// The parts of a review that handlers read. The former version of the object is not one of them.
+/// The parts of a review that handlers read. The previous version of the object is not included.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct Request {
@@ -93,7 +93,7 @@ pub(crate) enum InvalidReview {
 }
 
 impl RequestHead {
-    /// The value of the annotation `linkerd.io/inject` of the object.
+    /// Returns the value of the annotation `linkerd.io/inject` of the object.
     pub fn inject_annotation(&self) -> Option<&str> {
         let metadata = self.object.as_ref()?.metadata.as_ref()?;
         metadata.annotations.as_ref()?.inject.as_deref()
@@ -127,7 +127,7 @@ impl AdmissionResponse {
         self
     }
 
-    /// `None` if the object is allowed.
+    /// Returns the reason of a denial. `None` if the object is allowed.
     pub fn denial_reason(&self) -> Option<&str> {
         self.denial_reason.as_deref()
     }
@@ -136,7 +136,7 @@ impl AdmissionResponse {
         &self.warnings
     }
 
-    /// The AdmissionReview of the response, as JSON.
+    /// Returns the AdmissionReview of the response, as JSON.
     pub(crate) fn to_json(&self, id: &ReviewId) -> Result<Vec<u8>, serde_json::Error> {
         let patch = self.patch.as_ref().map(serde_json::to_vec).transpose()?;
         serde_json::to_vec(&SerializedReview {
@@ -171,10 +171,10 @@ impl ReviewOutline {
             });
         }
         let object = outline.request.object.map(RawValue::get);
-        let object_size = object.map(JsonSize::of).unwrap_or_default();
+        let object_size = object.map(JsonSize::measure).unwrap_or_default();
         let n_spec_objects = match object.map(serde_json::from_str::<RawObject<'_>>) {
             None => 0,
-            Some(Ok(RawObject { spec })) => spec.map_or(0, |spec| JsonSize::of(spec.get()).n_objects),
+            Some(Ok(RawObject { spec })) => spec.map_or(0, |spec| JsonSize::measure(spec.get()).n_objects),
             // For example two members `spec`.
             Some(Err(_)) => object_size.n_objects,
         };
@@ -189,7 +189,8 @@ impl ReviewOutline {
         })
     }
 
-    /// Maximum memory of the decoded object in bytes, if a handler decodes each JSON object in its `spec` to types of this size.
+    /// Returns the maximum memory of the decoded object in bytes, if a handler decodes each JSON object in its `spec` to types
+    /// of this size.
     pub(crate) fn decoded_bytes(&self, typed_bytes_per_spec_object: usize) -> usize {
         let JsonSize {
             n_bytes,
@@ -218,7 +219,7 @@ impl ReviewOutline {
 }
 
 impl JsonSize {
-    fn of(text: &str) -> Self {
+    fn measure(text: &str) -> Self {
         let mut size = Self {
             n_bytes: text.len(),
             ..Self::default()
@@ -337,7 +338,7 @@ mod tests {
                 n_objects,
                 n_values,
             };
-            assert_eq!(JsonSize::of(text), size, "{text}");
+            assert_eq!(JsonSize::measure(text), size, "{text}");
         };
         check("null", 0, 0);
         check(r#"{"a": [1, {"b": "c"}], "d": {}}"#, 3, 3);

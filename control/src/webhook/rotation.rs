@@ -157,15 +157,15 @@ impl SecretContent {
         data
     }
 
-    /// The `caBundle` of the webhook configuration.
+    /// Returns the `caBundle` of the webhook configuration.
     pub(super) fn bundle_pem(&self) -> String {
         let lines = EncodeConfig::new().set_line_ending(LineEnding::LF);
         let encode = |cert: &CertificateDer<'_>| pem::encode_config(&Pem::new("CERTIFICATE", cert.to_vec()), lines);
         self.bundle.iter().map(encode).collect()
     }
 
-    /// When the age of the current or the next certificate changes the result of [`Self::rotate`]. The end of `settle_time`, and
-    /// the expiry of an older certificate in the bundle, can change it earlier.
+    /// Returns when the age of the current or the next certificate changes the result of [`Self::rotate`]. The end of
+    /// `settle_time`, and the expiry of an older certificate in the bundle, can change it earlier.
     pub(super) fn due_at(&self) -> OffsetDateTime {
         match &self.next {
             Some(next) => self.current.not_after.min(next.not_after),
@@ -174,7 +174,7 @@ impl SecretContent {
     }
 }
 
-/// When two thirds of a certificate's lifetime are over.
+/// Returns when two thirds of a certificate's lifetime are over.
 fn renew_at(pair: &CertificateKeyPair) -> OffsetDateTime {
     pair.not_after - (pair.not_after - pair.not_before) / 3
 }

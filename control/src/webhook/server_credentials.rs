@@ -17,7 +17,7 @@ use crate::tls;
 /// The credentials of one port. Handshakes fail until the certificate is set and, if clients are verified, also their verifier.
 #[derive(Default)]
 pub struct ServerCredentials {
-    current: ArcSwapOption<ServerConfig>,
+    server_config: ArcSwapOption<ServerConfig>,
     settings: Mutex<TlsSettings>,
     /// Whether the API server cannot verify the served certificate.
     untrusted: AtomicBool,
@@ -53,7 +53,7 @@ impl ServerCredentials {
         Self::default()
     }
 
-    /// Credentials that reject every client until [`set_client_verifier`](Self::set_client_verifier).
+    /// Returns credentials that reject every client until [`set_client_verifier`](Self::set_client_verifier).
     pub fn for_verified_clients() -> Self {
         let settings = TlsSettings {
             certificate: None,
@@ -77,7 +77,7 @@ impl ServerCredentials {
     pub fn reject_all_clients(&self) {
         let mut settings = self.settings.lock();
         settings.clients = ClientVerification::Verified(None);
-        self.current.store(None);
+        self.server_config.store(None);
     }
 
     /// Serves this certificate from the next handshake.
@@ -85,7 +85,7 @@ impl ServerCredentials {
     /// # Errors
     /// Fails if the key does not match the certificate; the previous one stays.
     pub(super) fn install(&self, pair: &CertificateKeyPair) -> Result<(), rustls::Error> {
-        let certified = Arc::new(pair.certified()?);
+        let certified = Arc::new(pair.certified_key()?);
         self.change(|settings| settings.certificate = Some(certified))
     }
 
@@ -97,8 +97,8 @@ impl ServerCredentials {
         self.untrusted.load(Ordering::Relaxed)
     }
 
-    pub(super) fn current(&self) -> Option<Arc<ServerConfig>> {
-        self.current.load_full()
+    pub(super) fn server_config(&self) -> Option<Arc<ServerConfig>> {
+        self.server_config.load_full()
     }
 
     fn change(&self, change: impl FnOnce(&mut TlsSettings)) -> Result<(), rustls::Error> {
@@ -117,7 +117,7 @@ impl ServerCredentials {
         // A resumed session would outlive its certificate.
         config.send_tls13_tickets = 0;
         config.session_storage = Arc::new(NoServerSessionStorage {});
-        self.current.store(Some(Arc::new(config)));
+        self.server_config.store(Some(Arc::new(config)));
         Ok(())
     }
 }
@@ -143,19 +143,19 @@ mod tests {
         let creds = ServerCredentials::for_verified_clients();
         creds.install(&pair).unwrap();
         assert!(
-            creds.current().is_none(),
+            creds.server_config().is_none(),
             "no handshake succeeds without a configuration"
         );
         creds.set_client_verifier(verifier.clone()).unwrap();
-        assert!(creds.current().is_some());
+        assert!(creds.server_config().is_some());
         creds.reject_all_clients();
-        assert!(creds.current().is_none());
+        assert!(creds.server_config().is_none());
         creds.install(&pair).unwrap();
         assert!(
-            creds.current().is_none(),
+            creds.server_config().is_none(),
             "a new certificate does not restore the verifier"
         );
         creds.set_client_verifier(verifier).unwrap();
-        assert!(creds.current().is_some());
+        assert!(creds.server_config().is_some());
     }
 }

@@ -73,7 +73,7 @@ struct TestServer {
     pair: CertificateKeyPair,
     creds: Arc<ServerCredentials>,
     handler: TestHandler,
-    shared: Shared,
+    shared: SharedResources,
     registry: Registry,
     signal: Signal,
     drain: Watch,
@@ -93,7 +93,7 @@ impl TestServer {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
         let (signal, drain) = drain::channel();
-        let shared = Shared::new(memory, &registry);
+        let shared = SharedResources::new(memory, &registry);
         let server = WebhookServer::new("test", creds.clone(), handler.clone(), shared.clone());
         let serving = tokio::spawn(server.serve(listener, drain.clone()));
         Self {
@@ -271,7 +271,7 @@ async fn the_handler_decides_about_an_object_that_is_not_decoded() {
 }
 
 #[tokio::test]
-async fn reviews_are_served_while_others_upload_as_much_as_they_can() {
+async fn reviews_are_served_while_another_client_fills_the_memory_for_bodies() {
     // Bodies may have 4 MiB.
     let server = TestServer::start_with(Some(32 << 20)).await;
     let mut uploads = Vec::new();
@@ -411,7 +411,7 @@ async fn invalid_reviews_get_a_status_with_the_reason() {
 }
 
 #[tokio::test]
-async fn tls_is_1_3_or_nothing() {
+async fn only_tls_1_3_is_accepted() {
     let server = TestServer::start().await;
     assert!(server.connect(&[&TLS13]).await.is_ok());
     let err = server.connect(&[&TLS12]).await.unwrap_err();

@@ -26,7 +26,7 @@ use crate::kubernetes::lease::{self, Candidate};
 use crate::resources::event::{Event, EventSink};
 use crate::writeback::config::{Config, StatusesConfig};
 use crate::writeback::slices::service_ports_report::ServicePortsReport;
-use crate::writeback::statuses::report::Report;
+use crate::writeback::statuses::report::StatusReport;
 
 /// A task that runs until the drain. The process fails if it ends earlier.
 pub struct Task {
@@ -92,15 +92,15 @@ pub fn add_controllers(
     (sink, tasks)
 }
 
-/// Adds to the sink of a source without statuses a report of the parts of objects that are unserved because of other objects.
-/// They are counted in the metric `unserved_configuration` of the cluster, and logged.
+/// Adds a report to the sink of a source without statuses. The parts of objects that are unserved because of other objects are
+/// counted in the metric `unserved_configuration` of the cluster, and logged.
 pub fn add_status_report(cluster: &Cluster, settings: StatusesConfig, sink: EventSink) -> EventSink {
-    let report = Report::new(cluster.clone(), settings);
+    let report = StatusReport::new(cluster.clone(), settings);
     add_undeclared_ports_report(cluster, sink.tee(statuses::Controller::handles, report.sink()))
 }
 
-/// Adds to the sink of a source a report of the ports of Services that a selected external workload does not declare, counted and
-/// logged like those of [`add_status_report`].
+/// Adds a report to the sink of a source. The ports of Services that a selected external workload does not declare are counted
+/// and logged, as in [`add_status_report`].
 pub fn add_undeclared_ports_report(cluster: &Cluster, sink: EventSink) -> EventSink {
     let report = ServicePortsReport::new(cluster.clone());
     sink.tee(ServicePortsReport::handles, report.sink())

@@ -21,7 +21,7 @@ pub(super) struct WorkQueue {
     limiter: RetryLimiter,
 }
 
-/// Outcome for a name whose reconciliation failed: retried or dropped.
+/// What happens to a name whose reconciliation failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FailureOutcome {
     /// It is retried after a delay. The value is the number of the retry.
@@ -107,7 +107,8 @@ const MAX_RETRY_DELAY: Duration = Duration::from_secs(1000);
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 const RETRY_BURST: u32 = 100;
 
-/// The last delay is 82 s, less than `MAX_RETRY_DELAY`, so a name is dropped after about three minutes.
+/// Maximum number of retries of a name. The last delay is 82 s, less than `MAX_RETRY_DELAY`, so a name is dropped after about
+/// three minutes.
 pub(super) const MAX_RETRIES: u32 = 15;
 
 #[cfg(test)]
@@ -135,17 +136,17 @@ mod tests {
     #[test]
     fn failures_back_off_exponentially_and_are_dropped_after_fifteen_retries() {
         let (mut queue, mut now) = (WorkQueue::default(), Instant::now());
-        let mut pauses = Vec::new();
+        let mut delays = Vec::new();
         for retry in 1..=MAX_RETRIES {
             assert_eq!(queue.record_failure(name("a"), now), FailureOutcome::Retry(retry));
             let retry_at = queue.next_retry_at().unwrap();
-            pauses.push((retry_at - now).as_millis());
+            delays.push((retry_at - now).as_millis());
             assert_eq!(queue.pop(retry_at - Duration::from_millis(1)), None);
             assert_eq!(queue.pop(retry_at).unwrap().0, name("a"));
             now = retry_at;
         }
-        assert_eq!(pauses[..4], [5, 10, 20, 40]);
-        assert_eq!(pauses[14], 81_920);
+        assert_eq!(delays[..4], [5, 10, 20, 40]);
+        assert_eq!(delays[14], 81_920);
         assert_eq!(queue.record_failure(name("a"), now), FailureOutcome::Dropped);
         assert_eq!(queue.next_retry_at(), None);
         assert_eq!(

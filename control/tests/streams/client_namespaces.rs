@@ -1,4 +1,4 @@
-//! The namespace that a request names as its client's has to be that of the client's certificate.
+//! Tests that the client namespace in a request has to be that of the client's certificate.
 
 use std::net::Ipv4Addr;
 
@@ -11,7 +11,7 @@ use tulle_proto::destination::destination_client::DestinationClient;
 use tulle_proto::outbound::outbound_policies_client::OutboundPoliciesClient;
 use tulle_proto::outbound::{TrafficSpec, traffic_spec};
 
-use crate::harness::{Mesh, mesh, soon};
+use crate::harness::{Mesh, mesh, with_timeout};
 
 const MANIFESTS: &str = "
 apiVersion: v1
@@ -28,7 +28,7 @@ spec:
   ports: [{name: http, port: 8080}]
 ";
 
-/// A client of the shop, whose pod the control plane does not know.
+/// The identity of a client in namespace `shop`, whose pod the control plane does not know.
 const POD: &[&str] = &["new.shop.serviceaccount.identity.linkerd.cluster.local"];
 const MACHINE: &[&str] = &["spiffe://example.org/vm"];
 const UNKNOWN_MACHINE: &[&str] = &["spiffe://example.org/other"];
@@ -57,7 +57,7 @@ fn get(context_token: &str) -> GetDestination {
     }
 }
 
-/// The results of Get and GetProfile with a context token.
+/// Returns the results of Get and GetProfile with a context token.
 async fn destinations(
     mesh: &Mesh,
     certificates: ClientCertificates,
@@ -66,12 +66,12 @@ async fn destinations(
 ) -> [Result<(), Status>; 2] {
     let config = destination::config::Config::default();
     let mut client = DestinationClient::new(destination::server(mesh.cluster.clone(), certificates, config));
-    let endpoints = soon(client.get(request(get(token), caller))).await;
-    let profile = soon(client.get_profile(request(get(token), caller))).await;
+    let endpoints = with_timeout(client.get(request(get(token), caller))).await;
+    let profile = with_timeout(client.get_profile(request(get(token), caller))).await;
     [endpoints.map(drop), profile.map(drop)]
 }
 
-/// The results of Get and Watch with a source workload.
+/// Returns the results of Get and Watch with a source workload.
 async fn policies(
     mesh: &Mesh,
     certificates: ClientCertificates,
@@ -84,8 +84,8 @@ async fn policies(
         source_workload: workload.to_owned(),
         target: Some(traffic_spec::Target::Authority(WEB.to_owned())),
     };
-    let policy = soon(client.get(request(spec(), caller))).await;
-    let policies = soon(client.watch(request(spec(), caller))).await;
+    let policy = with_timeout(client.get(request(spec(), caller))).await;
+    let policies = with_timeout(client.watch(request(spec(), caller))).await;
     [policy.map(drop), policies.map(drop)]
 }
 
@@ -138,7 +138,7 @@ async fn a_context_token_without_a_namespace_is_served_to_any_client() {
 }
 
 #[tokio::test]
-async fn a_refusal_names_the_namespace_the_certificate_and_what_is_right() {
+async fn a_refusal_names_the_namespace_the_certificate_and_the_permitted_identities() {
     let mesh = mesh(MANIFESTS).await;
     let (caller, required) = (peer(POD), ClientCertificates::Required);
     let [endpoints, profile] = destinations(&mesh, required, caller.as_ref(), r#"{"ns":"vms"}"#).await;

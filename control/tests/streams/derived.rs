@@ -1,7 +1,7 @@
 //! Tables of the destination service for a directory of manifests: endpoints derived from workloads, and changes of objects.
 
-use crate::destination_rows::{A, CONTAINER, MESHED, PORTS, V4, add, check, pod, profile, sliced};
-use crate::harness::{eventually, mesh, next, short};
+use crate::destination_rows::{CONTAINER, MESHED, PORTS, TOKEN_ON_NODE_A, V4, add, check, pod, profile, sliced};
+use crate::harness::{eventually, mesh, next, update_summary};
 
 #[tokio::test]
 async fn endpoints_and_server_policies_agree_on_opaque_ports() {
@@ -22,7 +22,7 @@ async fn endpoints_and_server_policies_agree_on_opaque_ports() {
         let pod = pod("p", "10.1.0.1", &format!("{MESHED}{annotations}"), CONTAINER);
         let mesh = mesh(&format!("{pod}{}", servers.concat())).await;
         let words = profile(&mesh, "10.1.0.1:5000").await;
-        let policy = mesh.port(r#"{"ns":"shop","pod":"p"}"#, 5000).await.unwrap();
+        let policy = mesh.get_port(r#"{"ns":"shop","pod":"p"}"#, 5000).await.unwrap();
         let is_opaque = matches!(policy.protocol.unwrap().kind, Some(Kind::Opaque(_)));
         assert_eq!(is_opaque, expected, "the policy of {list:?} {servers:?}");
         let hinted = words.iter().any(|word| word == "opaque");
@@ -46,16 +46,19 @@ async fn a_client_whose_node_changes_zone_gets_new_endpoints() {
     let hinted = "{addresses: [10.3.0.1], zone: a, hints: {forZones: [{name: a}]}}, \
         {addresses: [10.3.0.2], zone: b, hints: {forZones: [{name: b}]}}";
     let mesh = mesh(&sliced(PORTS, &format!("{V4}endpoints: [{hinted}]"))).await;
-    let mut stream = mesh.get_from("web.shop.svc.cluster.local:80", A).await.unwrap();
-    assert_eq!(short(&next(&mut stream).await), "+10.3.0.1:8080");
+    let mut stream = mesh
+        .get_from("web.shop.svc.cluster.local:80", TOKEN_ON_NODE_A)
+        .await
+        .unwrap();
+    assert_eq!(update_summary(&next(&mut stream).await), "+10.3.0.1:8080");
     let moved = "apiVersion: v1\nkind: Node\nmetadata: {name: node-a, labels: {topology.kubernetes.io/zone: b}}\n";
     let yaml = sliced(PORTS, &format!("{V4}endpoints: [{hinted}]"));
     let others = yaml.replace("name: node-a, labels: {topology.kubernetes.io/zone: a}", "name: node-z");
     mesh.manifests.write("mesh.yaml", &format!("{others}---\n{moved}"));
     let update = next(&mut stream).await;
-    assert_eq!(short(&update), "+10.3.0.2:8080");
+    assert_eq!(update_summary(&update), "+10.3.0.2:8080");
     check("in its zone", &add(update)[0], "zone_locality=local");
-    assert_eq!(short(&next(&mut stream).await), "-10.3.0.1:8080");
+    assert_eq!(update_summary(&next(&mut stream).await), "-10.3.0.1:8080");
 }
 
 #[tokio::test]
@@ -89,14 +92,14 @@ async fn an_external_workload_with_an_address_in_use_is_not_served() {
         let mesh = mesh(&format!("{others}{}", workload(ip))).await;
         let update = next(&mut mesh.get("vm.evil.svc.cluster.local:80").await.unwrap()).await;
         let expected = if is_served { format!("+{ip}:80") } else { "1".to_owned() };
-        assert_eq!(short(&update), expected, "{ip}");
+        assert_eq!(update_summary(&update), expected, "{ip}");
         let identity = mesh
-            .profile(&format!("{ip}:80"))
+            .first_profile(&format!("{ip}:80"))
             .await
             .endpoint
             .and_then(|endpoint| endpoint.tls_identity);
-        let is_its = format!("{identity:?}").contains("vm.evil");
-        assert_eq!(is_its, is_served, "{ip}: {identity:?}");
+        let has_its_identity = format!("{identity:?}").contains("vm.evil");
+        assert_eq!(has_its_identity, is_served, "{ip}: {identity:?}");
     }
 }
 
@@ -113,13 +116,13 @@ async fn the_oldest_external_workload_of_an_address_is_served() {
     };
     let service = "---\napiVersion: v1\nkind: Service\nmetadata: {name: vm, namespace: evil}\n\
          spec: {clusterIP: 10.247.0.66, selector: {app: vm}, ports: [{port: 80}]}\n";
-    let row = async |rivals: &[String], port: u16, expected: Option<&str>| {
-        let mesh = mesh(&rivals.concat()).await;
-        let profile = mesh.profile(&format!("10.2.0.1:{port}")).await;
+    let row = async |workloads: &[String], port: u16, expected: Option<&str>| {
+        let mesh = mesh(&workloads.concat()).await;
+        let profile = mesh.first_profile(&format!("10.2.0.1:{port}")).await;
         let identity = profile.endpoint.and_then(|endpoint| endpoint.tls_identity);
         let identity = format!("{identity:?}");
         let is_expected = expected.map_or(identity == "None", |name| identity.contains(&format!("\"{name}\"")));
-        assert!(is_expected, "{rivals:?} {port}: {identity}");
+        assert!(is_expected, "{workloads:?} {port}: {identity}");
     };
     let (old, young) = (workload("shop", "db", 1, 80), workload("evil", "vm", 2, 80));
     row(&[young.clone(), old.clone()], 80, Some("db.shop")).await;
@@ -135,7 +138,7 @@ async fn the_oldest_external_workload_of_an_address_is_served() {
     row(&[old.clone(), workload("shop", "web", 2, 80)], 80, Some("db.shop")).await;
     let mesh = mesh(&[old, young, service.to_owned()].concat()).await;
     let update = next(&mut mesh.get("vm.evil.svc.cluster.local:80").await.unwrap()).await;
-    assert_eq!(short(&update), "1");
+    assert_eq!(update_summary(&update), "1");
 }
 
 #[tokio::test]
@@ -156,7 +159,7 @@ async fn ports_and_readiness_from_a_directory_match_a_cluster() {
         );
         let mesh = mesh(&format!("{manifest}{service}")).await;
         let update = next(&mut mesh.get("web.shop.svc.cluster.local:80").await.unwrap()).await;
-        assert_eq!(short(&update), expected, "{spec}");
+        assert_eq!(update_summary(&update), expected, "{spec}");
     };
     let containers = |all: &[String]| format!("containers: [{}]", all.join(", "));
     row(
@@ -274,7 +277,7 @@ async fn servers_without_effect_are_counted_with_the_effective_one() {
     };
     let pod = pod("p", "10.1.0.1", MESHED, CONTAINER);
     let mesh = mesh(&pod).await;
-    let mut stream = mesh.ports(r#"{"ns":"shop","pod":"p"}"#, 5000).await.unwrap();
+    let mut stream = mesh.watch_port(r#"{"ns":"shop","pod":"p"}"#, 5000).await.unwrap();
     assert_eq!(next(&mut stream).await.labels["name"], "all-unauthenticated");
     let counted = || {
         let page = mesh.registry.render();

@@ -8,9 +8,10 @@ use tulle_proto::destination::protocol_hint::Protocol;
 use tulle_proto::destination::tls_identity::Strategy;
 use tulle_proto::destination::{Update, WeightedAddr, update};
 
-use crate::harness::{Mesh, mesh, mesh_with, next, short};
+use crate::harness::{Mesh, mesh, mesh_with, next, update_summary};
 
-/// An endpoint as words: address, protocol hint, transport header, identity, values that differ from their defaults, labels.
+/// Formats an endpoint as words: address, protocol hint, transport header, identity, values that differ from their defaults,
+/// labels.
 fn words(addr: &WeightedAddr) -> Vec<String> {
     let mut words = vec![std::net::SocketAddr::try_from(addr.addr.unwrap()).unwrap().to_string()];
     let hint = addr.protocol_hint;
@@ -47,9 +48,9 @@ pub(crate) fn check(what: &str, words: &[String], expected: &str) {
     }
 }
 
-/// The endpoint in the profile of an address.
+/// Returns the endpoint in the profile of an address, as words.
 pub(crate) async fn profile(mesh: &Mesh, path: &str) -> Vec<String> {
-    let profile = mesh.profile(path).await;
+    let profile = mesh.first_profile(path).await;
     let mut words = words(&profile.endpoint.expect("the profile has an endpoint"));
     if profile.opaque_protocol {
         words.push("opaque-protocol".to_owned());
@@ -57,7 +58,8 @@ pub(crate) async fn profile(mesh: &Mesh, path: &str) -> Vec<String> {
     words
 }
 
-/// A running pod of namespace `shop`. `metadata` and `spec` are added to its fields; [`MESHED`] means that it has a sidecar.
+/// Returns a running pod of namespace `shop`. `metadata` and `spec` are added to its fields; [`MESHED`] means that it has a
+/// sidecar.
 pub(crate) fn pod(name: &str, ip: &str, metadata: &str, spec: &str) -> String {
     format!(
         "---\napiVersion: v1\nkind: Pod\nmetadata: {{name: {name}, namespace: shop, {metadata}}}\n\
@@ -75,7 +77,7 @@ pub(crate) const CONTAINER: &str = "containers: [{name: app, ports: [{name: data
 
 #[tokio::test]
 async fn owners_are_labels() {
-    let above = |kind: &str, name: &str, owner: &str| {
+    let owner_object = |kind: &str, name: &str, owner: &str| {
         let group = if kind == "Job" { "batch/v1" } else { "apps/v1" };
         format!("---\napiVersion: {group}\nkind: {kind}\nmetadata: {{name: {name}, namespace: shop, {owner}}}\n")
     };
@@ -110,11 +112,11 @@ async fn owners_are_labels() {
             "pod=p zone= !zone=far",
         ),
     ];
-    let mut yaml = above("ReplicaSet", "web-5d", &owned("Deployment", "web"))
-        + &above("ReplicaSet", "roll-5d", &owned("Rollout", "roll"))
-        + &above("ReplicaSet", "lone", "labels: {}")
-        + &above("Job", "nightly-1", &owned("CronJob", "nightly"))
-        + &above("Job", "once", "labels: {}");
+    let mut yaml = owner_object("ReplicaSet", "web-5d", &owned("Deployment", "web"))
+        + &owner_object("ReplicaSet", "roll-5d", &owned("Rollout", "roll"))
+        + &owner_object("ReplicaSet", "lone", "labels: {}")
+        + &owner_object("Job", "nightly-1", &owned("CronJob", "nightly"))
+        + &owner_object("Job", "once", "labels: {}");
     for (n, (_, metadata, _)) in rows.iter().enumerate() {
         yaml +=
             &pod("p", &format!("10.1.0.{}", n + 1), metadata, CONTAINER).replace("name: p,", &format!("name: p{n},"));
@@ -334,7 +336,7 @@ const ENDPOINTS: &[(&str, &str, &str)] = &[
         "+10.3.0.1:8080",
     ),
     (
-        "without conditions it is ready",
+        "an endpoint without conditions is ready",
         "{addresses: [10.3.0.1], conditions: {}}",
         "+10.3.0.1:8080",
     ),
@@ -349,18 +351,18 @@ const ENDPOINTS: &[(&str, &str, &str)] = &[
         "1",
     ),
     (
-        "no endpoint is ready, and a terminating one still serves",
+        "a serving, terminating endpoint without a ready one",
         "{addresses: [10.3.0.1], conditions: {ready: false, serving: true, terminating: true}}, \
          {addresses: [10.3.0.2], conditions: {ready: false, serving: false, terminating: true}}",
         "+10.3.0.1:8080",
     ),
     (
-        "one that is terminating, and one that is ready",
+        "a terminating endpoint and a ready endpoint",
         "{addresses: [10.3.0.1], conditions: {ready: false, serving: true, terminating: true}}, {addresses: [10.3.0.2]}",
         "+10.3.0.2:8080",
     ),
     (
-        "of several addresses of an endpoint the first stands for all",
+        "only the first of several addresses of an endpoint is used",
         "{addresses: [10.3.0.2, 10.3.0.1]}, {addresses: [10.3.0.3]}",
         "+10.3.0.2:8080,10.3.0.3:8080",
     ),
@@ -381,7 +383,7 @@ async fn slices_determine_the_addresses() {
     let row = async |what: &str, yaml: &str, port: u16, expected: &str| {
         let mesh = mesh(yaml).await;
         let path = format!("web.shop.svc.cluster.local:{port}");
-        let found = short(&next(&mut mesh.get(&path).await.unwrap()).await);
+        let found = update_summary(&next(&mut mesh.get(&path).await.unwrap()).await);
         assert_eq!(found, expected, "{what}");
     };
     let slice_of = |service: &str, endpoints: &str| sliced(service, &format!("{V4}endpoints: [{endpoints}]\n"));
@@ -403,11 +405,11 @@ async fn slices_determine_the_addresses() {
     row("a service without a port name", &nameless, 80, "+10.3.0.1:8080").await;
     let portless = sliced(PORTS, "addressType: IPv4\nendpoints: [{addresses: [10.3.0.1]}]");
     row("a slice without ports", &portless, 80, "1").await;
-    let of_names = sliced(
+    let fqdn_slice = sliced(
         PORTS,
         "addressType: FQDN\nports: [{name: http, port: 8080}]\nendpoints: [{addresses: [example.org]}]",
     );
-    row("a slice of DNS names", &of_names, 80, "1").await;
+    row("a slice of DNS names", &fqdn_slice, 80, "1").await;
 
     let deleted = pod(
         "web",
@@ -420,7 +422,7 @@ async fn slices_determine_the_addresses() {
     let publishing = format!("{PORTS}, publishNotReadyAddresses: true");
     for (what, service, endpoints, expected) in [
         (
-            "a pod that is being deleted, and another",
+            "a pod that is being deleted, and another pod",
             PORTS,
             &*both,
             "+10.3.0.2:8080",
@@ -437,16 +439,16 @@ async fn slices_determine_the_addresses() {
     }
 }
 
-pub(crate) const A: &str = r#"{"ns":"shop","nodeName":"node-a","pod":"client"}"#;
+pub(crate) const TOKEN_ON_NODE_A: &str = r#"{"ns":"shop","nodeName":"node-a","pod":"client"}"#;
 
 const ONE_IN_EACH_ZONE: &str = "{addresses: [10.3.0.1], hints: {forZones: [{name: a}]}}, \
     {addresses: [10.3.0.2], hints: {forZones: [{name: b}]}}";
 
 /// Endpoints, the token of the client, and the addresses that it gets.
 const HINTS: &[(&str, &str, &str, &str)] = &[
-    ("the client's zone", ONE_IN_EACH_ZONE, A, "+10.3.0.1:8080"),
+    ("the client's zone", ONE_IN_EACH_ZONE, TOKEN_ON_NODE_A, "+10.3.0.1:8080"),
     (
-        "a client that does not say where it is",
+        "a client without a node name",
         ONE_IN_EACH_ZONE,
         "",
         "+10.3.0.1:8080,10.3.0.2:8080",
@@ -467,40 +469,40 @@ const HINTS: &[(&str, &str, &str, &str)] = &[
         "one endpoint for both zones",
         "{addresses: [10.3.0.1], hints: {forZones: [{name: a}, {name: b}]}}, \
          {addresses: [10.3.0.2], hints: {forZones: [{name: b}]}}",
-        A,
+        TOKEN_ON_NODE_A,
         "+10.3.0.1:8080",
     ),
     (
         "if one endpoint has no hints, all endpoints are used",
         "{addresses: [10.3.0.1], hints: {forZones: [{name: a}]}}, \
          {addresses: [10.3.0.2], hints: {forZones: [{name: b}]}}, {addresses: [10.3.0.3]}",
-        A,
+        TOKEN_ON_NODE_A,
         "+10.3.0.1:8080,10.3.0.2:8080,10.3.0.3:8080",
     ),
     (
         "if hints exclude all endpoints, all are used",
         "{addresses: [10.3.0.2], hints: {forZones: [{name: b}]}}",
-        A,
+        TOKEN_ON_NODE_A,
         "+10.3.0.2:8080",
     ),
     (
         "the client's node",
         "{addresses: [10.3.0.1], hints: {forNodes: [{name: node-a}], forZones: [{name: a}]}}, \
          {addresses: [10.3.0.2], hints: {forNodes: [{name: node-c}], forZones: [{name: a}]}}",
-        A,
+        TOKEN_ON_NODE_A,
         "+10.3.0.1:8080",
     ),
     (
-        "nothing for the client's node, and something for its zone",
+        "no hint for the client's node, but one for its zone",
         "{addresses: [10.3.0.1], hints: {forNodes: [{name: node-b}], forZones: [{name: b}]}}, \
          {addresses: [10.3.0.2], hints: {forNodes: [{name: node-c}], forZones: [{name: a}]}}",
-        A,
+        TOKEN_ON_NODE_A,
         "+10.3.0.2:8080",
     ),
     (
         "if one endpoint has no hints of nodes, all endpoints are used",
         "{addresses: [10.3.0.1], hints: {forNodes: [{name: node-a}]}}, {addresses: [10.3.0.2]}",
-        A,
+        TOKEN_ON_NODE_A,
         "+10.3.0.1:8080,10.3.0.2:8080",
     ),
 ];
@@ -513,7 +515,7 @@ async fn hints_and_traffic_policies_choose_endpoints() {
     let row = async |what: &str, service: &str, endpoints: &str, token: &str, expected: &str| {
         let mesh = mesh(&(sliced(service, &format!("{V4}endpoints: [{endpoints}]")) + &pods)).await;
         let mut stream = mesh.get_from("web.shop.svc.cluster.local:80", token).await.unwrap();
-        assert_eq!(short(&next(&mut stream).await), expected, "{what}");
+        assert_eq!(update_summary(&next(&mut stream).await), expected, "{what}");
     };
     for &(what, endpoints, token, expected) in HINTS {
         row(what, PORTS, endpoints, token, expected).await;
@@ -523,8 +525,15 @@ async fn hints_and_traffic_policies_choose_endpoints() {
         {addresses: [10.1.0.2], nodeName: node-b, targetRef: {kind: Pod, name: p2, namespace: shop}}, \
         {addresses: [10.3.0.3], nodeName: node-a}";
     let what = "local traffic goes to pods of the node only";
-    row(what, &local, on_nodes, A, "+10.1.0.1:8080").await;
-    row("and nowhere when the node is not known", &local, on_nodes, "", "1").await;
+    row(what, &local, on_nodes, TOKEN_ON_NODE_A, "+10.1.0.1:8080").await;
+    row(
+        "local traffic of a client without a node name has no endpoints",
+        &local,
+        on_nodes,
+        "",
+        "1",
+    )
+    .await;
 }
 
 pub(crate) fn add(update: Update) -> Vec<Vec<String>> {
@@ -547,7 +556,7 @@ async fn zones_are_labels_and_can_set_weights() {
     let rows = [
         (
             &equal,
-            A,
+            TOKEN_ON_NODE_A,
             [
                 "zone_locality=local !weight",
                 "zone_locality=remote",
@@ -557,7 +566,7 @@ async fn zones_are_labels_and_can_set_weights() {
         (&equal, "", ["zone_locality=unknown"; 3]),
         (
             &preferring,
-            A,
+            TOKEN_ON_NODE_A,
             [
                 "zone_locality=local weight=100000",
                 "zone_locality=remote !weight",
@@ -595,7 +604,7 @@ async fn a_pod_with_two_families_is_one_endpoint() {
         };
         let mesh = mesh_with(&yaml, config).await;
         let mut stream = mesh.get("web.shop.svc.cluster.local:80").await.unwrap();
-        assert_eq!(short(&next(&mut stream).await), expected, "{ipv6:?}");
+        assert_eq!(update_summary(&next(&mut stream).await), expected, "{ipv6:?}");
     }
 }
 
@@ -616,7 +625,7 @@ async fn a_terminating_endpoint_is_used_until_one_of_a_served_family_is_ready() 
         };
         let mesh = mesh_with(&sliced(PORTS, &slices), config).await;
         let mut stream = mesh.get("web.shop.svc.cluster.local:80").await.unwrap();
-        assert_eq!(short(&next(&mut stream).await), expected, "{ipv6:?}");
+        assert_eq!(update_summary(&next(&mut stream).await), expected, "{ipv6:?}");
     }
 }
 
@@ -633,13 +642,13 @@ async fn only_ready_addresses_of_endpoints_objects_are_used() {
     let mesh = mesh_with(&yaml, config).await;
     for path in ["web.shop.svc.cluster.local:80", "web-0.web.shop.svc.cluster.local:80"] {
         assert_eq!(
-            short(&next(&mut mesh.get(path).await.unwrap()).await),
+            update_summary(&next(&mut mesh.get(path).await.unwrap()).await),
             "+10.3.0.1:8080",
             "{path}"
         );
     }
     let other = mesh.get("web-1.web.shop.svc.cluster.local:80").await;
-    assert_eq!(short(&next(&mut other.unwrap()).await), "1");
+    assert_eq!(update_summary(&next(&mut other.unwrap()).await), "1");
 }
 
 #[tokio::test]
@@ -704,7 +713,7 @@ async fn an_address_is_resolved_to_its_pod_or_external_workload() {
         check(what, &profile(&mesh, path).await, expected);
     }
     for ambiguous in ["10.1.0.9:80", "192.168.0.9:8080"] {
-        let status = mesh.profiles(ambiguous, "").await.unwrap_err();
+        let status = mesh.get_profile(ambiguous, "").await.unwrap_err();
         assert_eq!(status.code(), tonic::Code::FailedPrecondition, "{ambiguous}");
         assert!(status.message().contains("several"), "{status}");
     }

@@ -1,10 +1,10 @@
-//! Manifest files that change, become invalid, move, or are deleted.
+//! Tests of manifest files that change, become invalid, move, or are deleted.
 
 use std::os::unix::fs::symlink;
 
 use tulle_control::resources::{KINDS, Kind};
 
-use crate::harness::{Mesh, eventually, mesh, next, short};
+use crate::harness::{Mesh, eventually, mesh, next, update_summary};
 
 fn service(name: &str, pods: &str) -> String {
     format!(
@@ -23,10 +23,10 @@ fn pod(name: &str, ip: &str) -> String {
 const WEB: &str = "web.default.svc.cluster.local:80";
 
 async fn endpoints(mesh: &Mesh) -> String {
-    short(&next(&mut mesh.get(WEB).await.unwrap()).await)
+    update_summary(&next(&mut mesh.get(WEB).await.unwrap()).await)
 }
 
-/// The reported errors, without the path of the directory.
+/// Returns the reported errors, without the path of the directory.
 fn errors(mesh: &Mesh) -> Vec<String> {
     let dir = format!("{}/", mesh.manifests.path().display());
     mesh.errors().iter().map(|error| error.replace(&dir, "")).collect()
@@ -76,15 +76,15 @@ async fn a_file_that_was_never_valid_does_not_affect_other_files() {
 }
 
 #[tokio::test]
-async fn files_in_subdirectories_count_and_their_deletion_deletes() {
+async fn files_in_subdirectories_are_read_and_deleting_them_deletes_their_objects() {
     let mesh = mesh(&service("web", "web")).await;
     let mut stream = mesh.get(WEB).await.unwrap();
-    assert_eq!(short(&next(&mut stream).await), "1");
+    assert_eq!(update_summary(&next(&mut stream).await), "1");
     std::fs::create_dir_all(mesh.manifests.path().join("a/b")).unwrap();
     std::fs::write(mesh.manifests.path().join("a/b/pods.yaml"), pod("web-1", "10.1.0.1")).unwrap();
-    assert_eq!(short(&next(&mut stream).await), "+10.1.0.1:80");
+    assert_eq!(update_summary(&next(&mut stream).await), "+10.1.0.1:80");
     std::fs::remove_dir_all(mesh.manifests.path().join("a")).unwrap();
-    assert_eq!(short(&next(&mut stream).await), "-10.1.0.1:80");
+    assert_eq!(update_summary(&next(&mut stream).await), "-10.1.0.1:80");
 }
 
 #[tokio::test]
@@ -93,8 +93,8 @@ async fn an_object_that_moves_to_another_file_is_never_removed() {
     mesh.manifests.write("a.yaml", &pod("web-1", "10.1.0.1"));
     let mut stream = mesh.get(WEB).await.unwrap();
     // The stream may have started before the file was read.
-    if short(&next(&mut stream).await) == "1" {
-        assert_eq!(short(&next(&mut stream).await), "+10.1.0.1:80");
+    if update_summary(&next(&mut stream).await) == "1" {
+        assert_eq!(update_summary(&next(&mut stream).await), "+10.1.0.1:80");
     }
     std::fs::rename(
         mesh.manifests.path().join("a.yaml"),
@@ -102,7 +102,7 @@ async fn an_object_that_moves_to_another_file_is_never_removed() {
     )
     .unwrap();
     mesh.manifests.write("c.yaml", &pod("web-2", "10.1.0.2"));
-    assert_eq!(short(&next(&mut stream).await), "+10.1.0.2:80");
+    assert_eq!(update_summary(&next(&mut stream).await), "+10.1.0.2:80");
 }
 
 #[tokio::test]
@@ -122,12 +122,12 @@ async fn a_replaced_symbolic_link_changes_all_its_objects_together() {
     version("..1", "10.1.0.1");
     symlink("..data/pods.yaml", mesh.manifests.path().join("pods.yaml")).unwrap();
     let mut stream = mesh.get(WEB).await.unwrap();
-    if short(&next(&mut stream).await) == "1" {
-        assert_eq!(short(&next(&mut stream).await), "+10.1.0.1:80");
+    if update_summary(&next(&mut stream).await) == "1" {
+        assert_eq!(update_summary(&next(&mut stream).await), "+10.1.0.1:80");
     }
     version("..2", "10.1.0.2");
-    assert_eq!(short(&next(&mut stream).await), "+10.1.0.2:80");
-    assert_eq!(short(&next(&mut stream).await), "-10.1.0.1:80");
+    assert_eq!(update_summary(&next(&mut stream).await), "+10.1.0.2:80");
+    assert_eq!(update_summary(&next(&mut stream).await), "-10.1.0.1:80");
 }
 
 #[tokio::test]
@@ -138,17 +138,17 @@ async fn a_symbolic_link_that_briefly_dangles_keeps_its_objects() {
     std::fs::write(&target, pod("web-1", "10.1.0.1")).unwrap();
     symlink(&target, mesh.manifests.path().join("pods.yaml")).unwrap();
     let mut stream = mesh.get(WEB).await.unwrap();
-    if short(&next(&mut stream).await) == "1" {
-        assert_eq!(short(&next(&mut stream).await), "+10.1.0.1:80");
+    if update_summary(&next(&mut stream).await) == "1" {
+        assert_eq!(update_summary(&next(&mut stream).await), "+10.1.0.1:80");
     }
     std::fs::remove_file(&target).unwrap();
     // Changes of other files are read meanwhile.
     mesh.manifests.write("more.yaml", &pod("web-2", "10.1.0.2"));
-    assert_eq!(short(&next(&mut stream).await), "+10.1.0.2:80");
+    assert_eq!(update_summary(&next(&mut stream).await), "+10.1.0.2:80");
     eventually(|| errors(&mesh).iter().any(|error| error.contains("pods.yaml"))).await;
     std::fs::write(&target, pod("web-1", "10.1.0.3")).unwrap();
     mesh.manifests.write("more.yaml", &pod("web-2", "10.1.0.4"));
-    assert_eq!(short(&next(&mut stream).await), "+10.1.0.3:80,10.1.0.4:80");
+    assert_eq!(update_summary(&next(&mut stream).await), "+10.1.0.3:80,10.1.0.4:80");
     // Without the link, its objects are removed.
     std::fs::remove_file(mesh.manifests.path().join("pods.yaml")).unwrap();
     eventually(|| mesh.registry.render().contains("pod_cache_size{cluster=\"local\"} 1")).await;
@@ -156,7 +156,7 @@ async fn a_symbolic_link_that_briefly_dangles_keeps_its_objects() {
 }
 
 #[tokio::test]
-async fn the_first_file_wins_for_a_duplicate_object() {
+async fn the_first_file_takes_precedence_for_a_duplicate_object() {
     let mesh = mesh(&service("web", "web")).await;
     mesh.manifests.write("a.yaml", &pod("web-1", "10.1.0.1"));
     mesh.manifests.write("b.yaml", &pod("web-1", "10.1.0.9"));

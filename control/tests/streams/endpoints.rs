@@ -7,7 +7,7 @@ use tulle_proto::destination::protocol_hint::Protocol;
 use tulle_proto::destination::tls_identity::Strategy;
 use tulle_proto::destination::{WeightedAddr, update};
 
-use crate::harness::{added, mesh, mesh_with, next, short};
+use crate::harness::{added, mesh, mesh_with, next, update_summary};
 
 const WEB: &str = "
 apiVersion: v1
@@ -83,12 +83,12 @@ async fn pods_behind_a_service_are_meshed_endpoints() {
 async fn named_target_ports_are_found_in_the_pod() {
     let mesh = mesh(&format!("{WEB}{}", pod("web-1", "10.1.0.1", ""))).await;
     assert_eq!(
-        short(&next(&mut mesh.get(BYTES).await.unwrap()).await),
+        update_summary(&next(&mut mesh.get(BYTES).await.unwrap()).await),
         "+10.1.0.1:5000"
     );
     // A port that the service does not list is used unchanged.
     let unlisted = mesh.get("web.shop.svc.cluster.local:9999").await;
-    assert_eq!(short(&next(&mut unlisted.unwrap()).await), "+10.1.0.1:9999");
+    assert_eq!(update_summary(&next(&mut unlisted.unwrap()).await), "+10.1.0.1:9999");
 }
 
 #[tokio::test]
@@ -137,7 +137,10 @@ async fn pods_without_a_mesh_label_and_skipped_ports_are_plain() {
 async fn a_pod_whose_sidecar_declares_no_ports_is_omitted() {
     let broken = pod("web-2", "10.1.0.2", "").replace("  - name: web\n", "  - name: linkerd-proxy\n");
     let mesh = mesh(&format!("{WEB}{}{broken}", pod("web-1", "10.1.0.1", ""))).await;
-    assert_eq!(short(&next(&mut mesh.get(HTTP).await.unwrap()).await), "+10.1.0.1:8080");
+    assert_eq!(
+        update_summary(&next(&mut mesh.get(HTTP).await.unwrap()).await),
+        "+10.1.0.1:8080"
+    );
 }
 
 #[tokio::test]
@@ -160,25 +163,25 @@ async fn forced_transport_headers_go_to_every_meshed_port() {
 async fn additions_come_before_removals_and_an_empty_set_is_sent_immediately() {
     let mesh = mesh(&format!("{WEB}{}", pod("web-1", "10.1.0.1", ""))).await;
     let mut stream = mesh.get(HTTP).await.unwrap();
-    assert_eq!(short(&next(&mut stream).await), "+10.1.0.1:8080");
+    assert_eq!(update_summary(&next(&mut stream).await), "+10.1.0.1:8080");
     mesh.manifests
         .write("mesh.yaml", &format!("{WEB}{}", pod("web-2", "10.1.0.2", "")));
-    assert_eq!(short(&next(&mut stream).await), "+10.1.0.2:8080");
-    assert_eq!(short(&next(&mut stream).await), "-10.1.0.1:8080");
+    assert_eq!(update_summary(&next(&mut stream).await), "+10.1.0.2:8080");
+    assert_eq!(update_summary(&next(&mut stream).await), "-10.1.0.1:8080");
     mesh.manifests.write("mesh.yaml", WEB);
-    assert_eq!(short(&next(&mut stream).await), "-10.1.0.2:8080");
-    assert_eq!(short(&next(&mut stream).await), "1");
+    assert_eq!(update_summary(&next(&mut stream).await), "-10.1.0.2:8080");
+    assert_eq!(update_summary(&next(&mut stream).await), "1");
     mesh.manifests.write("mesh.yaml", "");
-    assert_eq!(short(&next(&mut stream).await), "0");
+    assert_eq!(update_summary(&next(&mut stream).await), "0");
     mesh.manifests
         .write("mesh.yaml", &format!("{WEB}{}", pod("web-3", "10.1.0.3", "")));
-    assert_eq!(short(&next(&mut stream).await), "+10.1.0.3:8080");
+    assert_eq!(update_summary(&next(&mut stream).await), "+10.1.0.3:8080");
 }
 
 #[tokio::test]
 async fn an_empty_service_is_empty_from_the_first_message() {
     let mesh = mesh(WEB).await;
-    assert_eq!(short(&next(&mut mesh.get(HTTP).await.unwrap()).await), "1");
+    assert_eq!(update_summary(&next(&mut mesh.get(HTTP).await.unwrap()).await), "1");
 }
 
 #[tokio::test]
@@ -189,7 +192,10 @@ async fn pods_that_are_not_ready_or_terminated_are_omitted() {
         status("{podIP: 10.1.0.2, phase: Running, conditions: [{type: Ready, status: \"False\"}]}"),
     ] {
         let mesh = mesh(&format!("{WEB}{}{status}", pod("web-1", "10.1.0.1", ""))).await;
-        assert_eq!(short(&next(&mut mesh.get(HTTP).await.unwrap()).await), "+10.1.0.1:8080");
+        assert_eq!(
+            update_summary(&next(&mut mesh.get(HTTP).await.unwrap()).await),
+            "+10.1.0.1:8080"
+        );
     }
 }
 
@@ -262,7 +268,7 @@ async fn external_workloads_are_endpoints_with_their_own_identity() {
     let tls = addrs[0].tls_identity.as_ref().unwrap();
     assert!(matches!(&tls.strategy, Some(Strategy::DnsLikeIdentity(name)) if name.name == "vm.shop.example"));
     // The workload does not serve a port that it does not declare.
-    assert_eq!(short(&next(&mut mesh.get(BYTES).await.unwrap()).await), "1");
+    assert_eq!(update_summary(&next(&mut mesh.get(BYTES).await.unwrap()).await), "1");
 }
 
 const SLICE: &str = "
@@ -285,7 +291,8 @@ endpoints:
 #[tokio::test]
 async fn slices_replace_the_selector_and_their_hints_choose_zones() {
     let mesh = mesh(&format!("{WEB}{SLICE}{}", pod("web-1", "10.1.0.1", ""))).await;
-    let first = async |path: &str, token: &str| short(&next(&mut mesh.get_from(path, token).await.unwrap()).await);
+    let first =
+        async |path: &str, token: &str| update_summary(&next(&mut mesh.get_from(path, token).await.unwrap()).await);
     assert_eq!(first(HTTP, "").await, "+10.3.0.1:8080,10.3.0.2:8080");
     assert_eq!(
         first(HTTP, r#"{"ns":"shop","nodeName":"node-a"}"#).await,
@@ -314,8 +321,8 @@ async fn local_traffic_stays_on_the_client_s_node() {
     ))
     .await;
     let mut stream = mesh.get_from(HTTP, r#"{"nodeName":"b"}"#).await.unwrap();
-    assert_eq!(short(&next(&mut stream).await), "+10.1.0.2:8080");
-    assert_eq!(short(&next(&mut mesh.get(HTTP).await.unwrap()).await), "1");
+    assert_eq!(update_summary(&next(&mut stream).await), "+10.1.0.2:8080");
+    assert_eq!(update_summary(&next(&mut mesh.get(HTTP).await.unwrap()).await), "1");
 }
 
 #[tokio::test]
@@ -323,7 +330,10 @@ async fn a_dual_stack_pod_is_reached_by_one_family() {
     let both =
         pod("web-1", "10.1.0.1", "").replace("{podIP: 10.1.0.1}", "{podIPs: [{ip: 10.1.0.1}, {ip: \"fd00::1\"}]}");
     let v4 = mesh(&format!("{WEB}{both}")).await;
-    assert_eq!(short(&next(&mut v4.get(HTTP).await.unwrap()).await), "+10.1.0.1:8080");
+    assert_eq!(
+        update_summary(&next(&mut v4.get(HTTP).await.unwrap()).await),
+        "+10.1.0.1:8080"
+    );
     let v6 = mesh_with(
         &format!("{WEB}{both}"),
         Config {
@@ -332,7 +342,10 @@ async fn a_dual_stack_pod_is_reached_by_one_family() {
         },
     )
     .await;
-    assert_eq!(short(&next(&mut v6.get(HTTP).await.unwrap()).await), "+[fd00::1]:8080");
+    assert_eq!(
+        update_summary(&next(&mut v6.get(HTTP).await.unwrap()).await),
+        "+[fd00::1]:8080"
+    );
 }
 
 #[tokio::test]
@@ -342,7 +355,10 @@ async fn endpoints_objects_can_be_used_instead_of_slices() {
         ..Config::default()
     };
     let mesh = mesh_with(&format!("{WEB}{}", pod("web-1", "10.1.0.1", "")), config).await;
-    assert_eq!(short(&next(&mut mesh.get(HTTP).await.unwrap()).await), "+10.1.0.1:8080");
+    assert_eq!(
+        update_summary(&next(&mut mesh.get(HTTP).await.unwrap()).await),
+        "+10.1.0.1:8080"
+    );
 }
 
 #[tokio::test]
@@ -381,8 +397,8 @@ async fn series_of_profiles_are_removed_with_their_last_subscriber() {
             }
             assert!(page.contains(updates), "no {updates} in {page}");
         };
-        let first = mesh.profiles(path, "").await.unwrap();
-        let last = mesh.profiles(path, "").await.unwrap();
+        let first = mesh.get_profile(path, "").await.unwrap();
+        let last = mesh.get_profile(path, "").await.unwrap();
         followed_by(2);
         drop(first);
         mesh.registry.retire(std::time::Duration::ZERO);
@@ -404,7 +420,7 @@ async fn requests_with_an_invalid_context_token_are_counted_and_served() {
     let mesh = mesh(&format!("{WEB}{}", pod("web-1", "10.1.0.1", ""))).await;
     for (token, n_counted) in [("", 0), (r#"{"ns":"shop"}"#, 0), ("ns:shop", 0), ("{", 1), ("shop", 2)] {
         let update = next(&mut mesh.get_from(HTTP, token).await.unwrap()).await;
-        assert_eq!(short(&update), "+10.1.0.1:8080", "{token}");
+        assert_eq!(update_summary(&update), "+10.1.0.1:8080", "{token}");
         let line = format!("tulle_invalid_context_tokens_total {n_counted}\n");
         assert!(mesh.registry.render().contains(&line), "no {line} with {token}");
     }

@@ -49,7 +49,7 @@ pub(crate) async fn mesh_with(yaml: &str, config: Config) -> Mesh {
     let cluster = Cluster::new(config.clone(), &registry);
     let source = manifests.source(&config, cluster.sink(), &registry, drain).await;
     let source = tokio::spawn(source);
-    soon(cluster.synced()).await;
+    with_timeout(cluster.synced()).await;
     Mesh {
         manifests,
         cluster,
@@ -60,8 +60,8 @@ pub(crate) async fn mesh_with(yaml: &str, config: Config) -> Mesh {
     }
 }
 
-/// Waits for a future, for at most 20 seconds.
-pub(crate) async fn soon<T>(future: impl Future<Output = T>) -> T {
+/// Waits for a future. Panics after 20 seconds.
+pub(crate) async fn with_timeout<T>(future: impl Future<Output = T>) -> T {
     timeout(Duration::from_secs(20), future)
         .await
         .expect("the result arrives within 20 seconds")
@@ -69,7 +69,7 @@ pub(crate) async fn soon<T>(future: impl Future<Output = T>) -> T {
 
 /// Waits until the condition is true.
 pub(crate) async fn eventually(condition: impl Fn() -> bool) {
-    soon(async {
+    with_timeout(async {
         while !condition() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
@@ -108,59 +108,63 @@ impl Mesh {
         path: &str,
         token: &str,
     ) -> Result<Streaming<Update>, Status> {
-        soon(self.destination(config).get(target(path, token)))
+        with_timeout(self.destination(config).get(target(path, token)))
             .await
             .map(tonic::Response::into_inner)
     }
 
-    pub(crate) async fn profiles(&self, path: &str, token: &str) -> Result<Streaming<DestinationProfile>, Status> {
+    pub(crate) async fn get_profile(&self, path: &str, token: &str) -> Result<Streaming<DestinationProfile>, Status> {
         // With HTTP/2 settings, so that a response shows whether it is for a meshed client.
         let config = destination::config::Config {
             http2: Some(Http2ClientParams::default()),
             ..destination::config::Config::default()
         };
-        self.profiles_with(config, path, token).await
+        self.get_profile_with(config, path, token).await
     }
 
-    pub(crate) async fn profiles_with(
+    pub(crate) async fn get_profile_with(
         &self,
         config: destination::config::Config,
         path: &str,
         token: &str,
     ) -> Result<Streaming<DestinationProfile>, Status> {
-        soon(self.destination(config).get_profile(target(path, token)))
+        with_timeout(self.destination(config).get_profile(target(path, token)))
             .await
             .map(tonic::Response::into_inner)
     }
 
-    /// The first profile of a stream.
-    pub(crate) async fn profile(&self, path: &str) -> DestinationProfile {
-        next(&mut self.profiles(path, "").await.unwrap()).await
+    /// Returns the first profile of a stream of `GetProfile`.
+    pub(crate) async fn first_profile(&self, path: &str) -> DestinationProfile {
+        next(&mut self.get_profile(path, "").await.unwrap()).await
     }
 
-    /// The stream of `WatchPort`.
-    pub(crate) async fn ports(&self, workload: &str, port: u32) -> Result<Streaming<Server>, Status> {
+    /// Returns the stream of `WatchPort`.
+    pub(crate) async fn watch_port(&self, workload: &str, port: u32) -> Result<Streaming<Server>, Status> {
         let server = policy::inbound_server(self.cluster.clone(), ClientCertificates::Optional);
         let request = PortSpec {
             workload: workload.to_owned(),
             port,
         };
         let mut client = InboundServerPoliciesClient::new(server);
-        soon(client.watch_port(request)).await.map(tonic::Response::into_inner)
+        with_timeout(client.watch_port(request))
+            .await
+            .map(tonic::Response::into_inner)
     }
 
-    /// The response of `GetPort`.
-    pub(crate) async fn port(&self, workload: &str, port: u32) -> Result<Server, Status> {
+    /// Returns the response of `GetPort`.
+    pub(crate) async fn get_port(&self, workload: &str, port: u32) -> Result<Server, Status> {
         let server = policy::inbound_server(self.cluster.clone(), ClientCertificates::Optional);
         let request = PortSpec {
             workload: workload.to_owned(),
             port,
         };
         let mut client = InboundServerPoliciesClient::new(server);
-        soon(client.get_port(request)).await.map(tonic::Response::into_inner)
+        with_timeout(client.get_port(request))
+            .await
+            .map(tonic::Response::into_inner)
     }
 
-    pub(crate) async fn policies(&self, workload: &str, target: &str) -> Result<Streaming<OutboundPolicy>, Status> {
+    pub(crate) async fn watch_policy(&self, workload: &str, target: &str) -> Result<Streaming<OutboundPolicy>, Status> {
         let config = policy::config::Config::default();
         let server = policy::outbound_server(self.cluster.clone(), ClientCertificates::Optional, config);
         let target = match target.parse::<std::net::SocketAddr>() {
@@ -171,13 +175,13 @@ impl Mesh {
             source_workload: workload.to_owned(),
             target: Some(target),
         };
-        soon(OutboundPoliciesClient::new(server).watch(request))
+        with_timeout(OutboundPoliciesClient::new(server).watch(request))
             .await
             .map(tonic::Response::into_inner)
     }
 
-    pub(crate) async fn policy(&self, workload: &str, target: &str) -> Result<OutboundPolicy, Status> {
-        Ok(next(&mut self.policies(workload, target).await?).await)
+    pub(crate) async fn get_policy(&self, workload: &str, target: &str) -> Result<OutboundPolicy, Status> {
+        Ok(next(&mut self.watch_policy(workload, target).await?).await)
     }
 }
 
@@ -189,14 +193,17 @@ pub(crate) fn target(path: &str, token: &str) -> GetDestination {
     }
 }
 
-/// The next message of a stream. Panics if the stream has ended.
+/// Returns the next message of a stream. Panics if the stream has ended.
 pub(crate) async fn next<T>(stream: &mut Streaming<T>) -> T {
-    soon(stream.message()).await.unwrap().expect("the stream is open")
+    with_timeout(stream.message())
+        .await
+        .unwrap()
+        .expect("the stream is open")
 }
 
-/// An update as text: `+` and the added addresses, `-` and the removed ones; without endpoints, `1` if the service exists, else
+/// Formats an update: `+` and the added addresses, `-` and the removed ones; without endpoints, `1` if the service exists, else
 /// `0`.
-pub(crate) fn short(update: &Update) -> String {
+pub(crate) fn update_summary(update: &Update) -> String {
     let socket = |addr: tulle_proto::net::TcpAddress| std::net::SocketAddr::try_from(addr).unwrap().to_string();
     match update.update.as_ref().unwrap() {
         update::Update::Add(set) => {
@@ -215,7 +222,7 @@ pub(crate) fn short(update: &Update) -> String {
     }
 }
 
-/// The addresses that an update adds.
+/// Returns the addresses that an update adds.
 pub(crate) fn added(update: Update) -> Vec<WeightedAddr> {
     match update.update {
         Some(update::Update::Add(set)) => set.addrs,

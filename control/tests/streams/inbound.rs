@@ -8,7 +8,7 @@ use tulle_proto::inbound::proxy_protocol::{Detect, Kind};
 use tulle_proto::inbound::{Authz, HttpRoute, Server};
 use tulle_proto::meta::metadata;
 
-use crate::harness::{mesh, mesh_with, next, soon};
+use crate::harness::{mesh, mesh_with, next, with_timeout};
 
 const POD: &str = "
 apiVersion: v1
@@ -47,8 +47,8 @@ fn route_name(route: &HttpRoute) -> String {
     }
 }
 
-/// An authorization as text: clients, and networks.
-fn short(authz: &Authz) -> String {
+/// Returns an authorization as text: clients, and networks.
+fn authorization_summary(authz: &Authz) -> String {
     let ip_net = |net: &tulle_proto::net::IpNetwork| IpNet::try_from(*net).unwrap().to_string();
     let mut networks: Vec<_> = authz
         .networks
@@ -82,7 +82,7 @@ fn short(authz: &Authz) -> String {
 }
 
 fn authorizations(server: &Server) -> Vec<String> {
-    server.authorizations.iter().map(short).collect()
+    server.authorizations.iter().map(authorization_summary).collect()
 }
 
 #[tokio::test]
@@ -93,7 +93,7 @@ async fn each_default_policy_has_its_authorizations() {
             "config.linkerd.io/default-inbound-policy: {policy}"
         )))
         .await;
-        let server = mesh.port(WEB, 8080).await.unwrap();
+        let server = mesh.get_port(WEB, 8080).await.unwrap();
         assert_eq!(authorizations(&server), expected, "{policy}");
         assert_eq!(server.labels["kind"], "default");
         assert_eq!(
@@ -131,7 +131,7 @@ async fn the_cluster_default_applies_without_an_annotation() {
     };
     let mesh = mesh_with(POD, config).await;
     assert_eq!(
-        authorizations(&mesh.port(WEB, 8080).await.unwrap()),
+        authorizations(&mesh.get_port(WEB, 8080).await.unwrap()),
         Vec::<String>::new()
     );
 }
@@ -143,11 +143,11 @@ async fn ports_can_be_made_to_require_an_identity() {
     ))
     .await;
     assert_eq!(
-        authorizations(&mesh.port(WEB, 8080).await.unwrap()),
+        authorizations(&mesh.get_port(WEB, 8080).await.unwrap()),
         ["all-authenticated: * from all"]
     );
     assert_eq!(
-        authorizations(&mesh.port(WEB, 8081).await.unwrap()),
+        authorizations(&mesh.get_port(WEB, 8081).await.unwrap()),
         ["all-unauthenticated: any client from all"]
     );
 }
@@ -155,9 +155,9 @@ async fn ports_can_be_made_to_require_an_identity() {
 #[tokio::test]
 async fn opaque_ports_have_no_routes() {
     let mesh = mesh(&annotated("config.linkerd.io/opaque-ports: \"5432\"")).await;
-    let server = mesh.port(WEB, 5432).await.unwrap();
+    let server = mesh.get_port(WEB, 5432).await.unwrap();
     assert!(matches!(server.protocol.unwrap().kind, Some(Kind::Opaque(_))));
-    let server = mesh.port(WEB, 8080).await.unwrap();
+    let server = mesh.get_port(WEB, 8080).await.unwrap();
     assert_eq!(detect(&server).timeout.unwrap().seconds, 10);
     assert_eq!(
         detect(&server).http_routes.iter().map(route_name).collect::<Vec<_>>(),
@@ -172,7 +172,7 @@ async fn probes_are_allowed_from_the_probe_networks() {
         ..Config::default()
     };
     let mesh = mesh_with(POD, config).await;
-    let server = mesh.port(WEB, 8080).await.unwrap();
+    let server = mesh.get_port(WEB, 8080).await.unwrap();
     let [default, probe] = &*detect(&server).http_routes else {
         panic!()
     };
@@ -181,7 +181,11 @@ async fn probes_are_allowed_from_the_probe_networks() {
         ("probe", "default")
     );
     assert_eq!(
-        probe.authorizations.iter().map(short).collect::<Vec<_>>(),
+        probe
+            .authorizations
+            .iter()
+            .map(authorization_summary)
+            .collect::<Vec<_>>(),
         ["probe: any client from 192.168.0.0/24"]
     );
     let paths: Vec<_> = probe.rules[0]
@@ -192,7 +196,7 @@ async fn probes_are_allowed_from_the_probe_networks() {
     let exact = |path: &str| tulle_proto::http_route::path_match::Kind::Exact(path.to_owned());
     assert_eq!(paths, [exact("/"), exact("/live")]);
     // Only the probed port has the route.
-    assert_eq!(detect(&mesh.port(WEB, 8081).await.unwrap()).http_routes.len(), 1);
+    assert_eq!(detect(&mesh.get_port(WEB, 8081).await.unwrap()).http_routes.len(), 1);
 }
 
 const SERVER: &str = "
@@ -254,7 +258,7 @@ spec: {server: {name: web}, client: {networks: [{cidr: 172.16.0.0/12}]}}
 #[tokio::test]
 async fn a_server_has_all_authorizations_that_refer_to_it() {
     let mesh = mesh(&format!("{POD}{SERVER}{POLICIES}")).await;
-    let server = mesh.port(WEB, 8080).await.unwrap();
+    let server = mesh.get_port(WEB, 8080).await.unwrap();
     assert!(matches!(server.protocol.as_ref().unwrap().kind, Some(Kind::Http1(_))));
     assert_eq!(
         (server.labels["group"].as_str(), server.labels["kind"].as_str()),
@@ -271,7 +275,7 @@ async fn a_server_has_all_authorizations_that_refer_to_it() {
     assert_eq!(found, expected);
     // The Server does not select another port of the pod.
     assert_eq!(
-        authorizations(&mesh.port(WEB, 9090).await.unwrap()),
+        authorizations(&mesh.get_port(WEB, 9090).await.unwrap()),
         ["all-unauthenticated: any client from all"]
     );
 }
@@ -280,7 +284,7 @@ async fn a_server_has_all_authorizations_that_refer_to_it() {
 async fn a_server_s_access_policy_is_always_among_its_authorizations() {
     let server = SERVER.replace("proxyProtocol: HTTP/1", "accessPolicy: audit");
     let mesh = mesh(&format!("{POD}{server}{POLICIES}")).await;
-    let found = authorizations(&mesh.port(WEB, 8080).await.unwrap());
+    let found = authorizations(&mesh.get_port(WEB, 8080).await.unwrap());
     assert_eq!(found.len(), 4);
     assert!(found.contains(&"audit: any client from all".to_owned()));
 }
@@ -295,7 +299,7 @@ async fn the_oldest_of_overlapping_servers_applies() {
     };
     let [young, old] = [rival("a", "2024-02-01T00:00:00Z"), rival("b", "2024-01-01T00:00:00Z")];
     let mesh = mesh(&format!("{POD}{young}{old}")).await;
-    assert_eq!(mesh.port(WEB, 8080).await.unwrap().labels["name"], "b");
+    assert_eq!(mesh.get_port(WEB, 8080).await.unwrap().labels["name"], "b");
 }
 
 #[tokio::test]
@@ -321,7 +325,7 @@ spec:
   requiredAuthenticationRefs: []
 ";
     let mesh = mesh(&format!("{POD}{SERVER}{route}")).await;
-    let server = mesh.port(WEB, 8080).await.unwrap();
+    let server = mesh.get_port(WEB, 8080).await.unwrap();
     let Some(Kind::Http1(http)) = &server.protocol.as_ref().unwrap().kind else {
         panic!()
     };
@@ -330,7 +334,11 @@ spec:
     };
     assert_eq!(route_name(route), "/admin");
     assert_eq!(
-        route.authorizations.iter().map(short).collect::<Vec<_>>(),
+        route
+            .authorizations
+            .iter()
+            .map(authorization_summary)
+            .collect::<Vec<_>>(),
         ["admins: any client from all"]
     );
     assert_eq!(route.hosts.len(), 2);
@@ -350,10 +358,10 @@ spec:
   parentRefs: [{group: policy.linkerd.io, kind: Server, name: web}]
   rules: [{matches: [{method: {service: shop.Items, method: Get}}]}]
 ";
-    let plain = mesh(&format!("{POD}{server}")).await.port(WEB, 8080).await.unwrap();
+    let plain = mesh(&format!("{POD}{server}")).await.get_port(WEB, 8080).await.unwrap();
     let routed = mesh(&format!("{POD}{server}{route}"))
         .await
-        .port(WEB, 8080)
+        .get_port(WEB, 8080)
         .await
         .unwrap();
     for (server, service) in [(plain, ""), (routed, "shop.Items")] {
@@ -383,7 +391,7 @@ spec:
     clientRefs: [{kind: ServiceAccount, name: front, namespace: web}]
 ";
     let mesh = mesh(&format!("{POD}{SERVER}{limit}")).await;
-    let server = mesh.port(WEB, 8080).await.unwrap();
+    let server = mesh.get_port(WEB, 8080).await.unwrap();
     let Some(Kind::Http1(http)) = &server.protocol.as_ref().unwrap().kind else {
         panic!()
     };
@@ -412,7 +420,7 @@ spec:
     };
     let young = limit("a", "2024-02-01T00:00:00Z", 2);
     let mesh = mesh(&format!("{POD}{SERVER}---{young}")).await;
-    let mut stream = mesh.ports(WEB, 8080).await.unwrap();
+    let mut stream = mesh.watch_port(WEB, 8080).await.unwrap();
     let mut total = async || match next(&mut stream).await.protocol.unwrap().kind {
         Some(Kind::Http1(http)) => http.local_rate_limit.unwrap().total.unwrap().requests_per_second,
         other => panic!("no HTTP/1: {other:?}"),
@@ -438,21 +446,21 @@ spec:
     let server = SERVER.replace("podSelector", "externalWorkloadSelector");
     let mesh = mesh(&format!("{workload}{server}")).await;
     let workload = r#"{"ns":"shop","external_workload":"vm"}"#;
-    assert_eq!(mesh.port(workload, 80).await.unwrap().labels["name"], "web");
-    assert_eq!(mesh.port(workload, 81).await.unwrap().labels["kind"], "default");
+    assert_eq!(mesh.get_port(workload, 80).await.unwrap().labels["name"], "web");
+    assert_eq!(mesh.get_port(workload, 81).await.unwrap().labels["kind"], "default");
 }
 
 #[tokio::test]
 async fn a_watch_follows_changes_and_ends_with_its_pod() {
     let mesh = mesh(POD).await;
-    let mut stream = mesh.ports("shop:web-0", 8080).await.unwrap();
+    let mut stream = mesh.watch_port("shop:web-0", 8080).await.unwrap();
     assert_eq!(next(&mut stream).await.labels["kind"], "default");
     mesh.manifests.write("policy.yaml", &SERVER.replace("\n---", ""));
     assert_eq!(next(&mut stream).await.labels["kind"], "server");
     mesh.manifests.write("policy.yaml", "");
     assert_eq!(next(&mut stream).await.labels["kind"], "default");
     mesh.manifests.write("mesh.yaml", "");
-    assert!(soon(stream.message()).await.unwrap().is_none());
+    assert!(with_timeout(stream.message()).await.unwrap().is_none());
 }
 
 #[tokio::test]
@@ -470,10 +478,13 @@ async fn failed_requests_have_their_status_code_and_message() {
             "unknown server",
         ),
     ] {
-        let status = mesh.port(workload, port).await.unwrap_err();
+        let status = mesh.get_port(workload, port).await.unwrap_err();
         assert_eq!((status.code(), status.message()), (code, message), "{workload} {port}");
     }
-    assert_eq!(mesh.port("shop", 80).await.unwrap_err().code(), Code::InvalidArgument);
+    assert_eq!(
+        mesh.get_port("shop", 80).await.unwrap_err().code(),
+        Code::InvalidArgument
+    );
 }
 
 #[tokio::test]

@@ -74,10 +74,10 @@ fn server(fields: &str) -> String {
 async fn get_policy(manifests: &str, config: Config, workload: &str, port: u32) -> Server {
     let mesh = mesh_with(manifests, config).await;
     assert!(mesh.errors().is_empty(), "{manifests}\n{:?}", mesh.errors());
-    mesh.port(workload, port).await.unwrap()
+    mesh.get_port(workload, port).await.unwrap()
 }
 
-/// The protocol and its routes, each as `name*matches[authorizations]`.
+/// Returns the protocol and its routes, each as `name*matches[authorizations]`.
 fn protocol(server: &Server) -> String {
     let http = |routes: &[tulle_proto::inbound::HttpRoute]| {
         let shown = routes.iter().map(|route| {
@@ -116,7 +116,7 @@ fn name(about: Option<&Metadata>) -> String {
     }
 }
 
-/// An authorization as `kind/name: clients from networks`.
+/// Returns an authorization as `kind/name: clients from networks`.
 fn authorization(authz: &Authz) -> String {
     let nets = authz.networks.iter().map(|network| {
         let net = network.net.unwrap();
@@ -548,7 +548,7 @@ async fn requests_of_unsupported_rules_fail() {
     row("GRPCRoute", "gRPC", mirror, on_server).await;
 }
 
-/// The injected failure of the only rule of the first route.
+/// Returns the injected failure of the only rule of the first route.
 async fn failure_of(kind: &str, protocol: &str, parent: &str, rule: &str) -> (u32, String) {
     let server = server(&format!("port: 8080, proxyProtocol: {protocol}"));
     let manifests = format!("{}{server}{}", workloads(""), gateway_route(kind, parent, rule));
@@ -674,7 +674,7 @@ async fn a_rate_limit_of_a_grpc_server_denies_requests() {
     }
 }
 
-/// The number of objects for which this field is counted as unsupported.
+/// Returns the number of objects for which this field is counted as unsupported.
 async fn count_unsupported(manifests: &str, field: &str) -> usize {
     let mesh = mesh_with(manifests, Config::default()).await;
     let counted = mesh.registry.render();

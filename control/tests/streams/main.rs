@@ -1,4 +1,4 @@
-//! Manifests in a directory to the messages that proxies get.
+//! Tests of the messages that proxies get for the manifests in a directory.
 
 #![cfg(test)]
 

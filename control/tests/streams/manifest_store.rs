@@ -25,7 +25,7 @@ impl ManifestStore {
         }
     }
 
-    /// A source that reads and watches the directory.
+    /// Returns a source that reads and watches the directory.
     pub(crate) async fn source(
         &self,
         _config: &Config,

@@ -52,7 +52,7 @@ fn http(policy: &OutboundPolicy) -> &[HttpRoute] {
     &detect(policy).http1.as_ref().unwrap().routes
 }
 
-/// The object or default in the metadata, as `kind namespace/name:port`.
+/// Returns the object or default in the metadata, as `kind namespace/name:port`.
 fn name(metadata: Option<&Metadata>) -> String {
     match metadata.unwrap().kind.as_ref().unwrap() {
         metadata::Kind::Default(name) => name.clone(),
@@ -70,8 +70,8 @@ fn names(routes: &[HttpRoute]) -> Vec<String> {
     routes.iter().map(|route| name(route.metadata.as_ref())).collect()
 }
 
-/// The target of a backend: a path, an address, or none.
-fn sends(backend: &Backend) -> String {
+/// Returns the target of a backend: a path, an address, or none.
+fn backend_target(backend: &Backend) -> String {
     assert!(backend.queue.unwrap().failfast_timeout.is_some());
     match &backend.kind {
         Some(BackendKind::Balancer(balancer)) => {
@@ -86,20 +86,20 @@ fn sends(backend: &Backend) -> String {
     }
 }
 
-/// The backends of a rule as `weight*target`; `FirstAvailable` backends have no weight.
+/// Returns the backends of a rule as `weight*target`; `FirstAvailable` backends have no weight.
 fn backends(rule: &http_route::Rule) -> Vec<String> {
     match rule.backends.as_ref().unwrap().kind.as_ref().unwrap() {
         Distribution::FirstAvailable(first) => first
             .backends
             .iter()
-            .map(|route| sends(route.backend.as_ref().unwrap()))
+            .map(|route| backend_target(route.backend.as_ref().unwrap()))
             .collect(),
         Distribution::RandomAvailable(random) => random
             .backends
             .iter()
             .map(|weighted| {
                 let backend = weighted.backend.as_ref().unwrap().backend.as_ref().unwrap();
-                format!("{}*{}", weighted.weight, sends(backend))
+                format!("{}*{}", weighted.weight, backend_target(backend))
             })
             .collect(),
         Distribution::Empty(_) => Vec::new(),
@@ -115,7 +115,7 @@ async fn a_service_without_routes_is_balanced_for_every_protocol() {
         "web.shop.svc:80",
         "web.shop.svc.cluster.local.",
     ] {
-        let policy = mesh.policy(CLIENT, target).await.unwrap();
+        let policy = mesh.get_policy(CLIENT, target).await.unwrap();
         assert_eq!(name(policy.metadata.as_ref()), "Service shop/web:80", "{target}");
         let detect = detect(&policy);
         assert_eq!(detect.timeout.unwrap().seconds, 10);
@@ -135,7 +135,7 @@ async fn a_service_without_routes_is_balanced_for_every_protocol() {
             panic!()
         };
         assert_eq!(
-            sends(first.backends[0].backend.as_ref().unwrap()),
+            backend_target(first.backends[0].backend.as_ref().unwrap()),
             "web.shop.svc.cluster.local:80"
         );
     }
@@ -145,7 +145,7 @@ async fn a_service_without_routes_is_balanced_for_every_protocol() {
 async fn the_protocol_comes_from_the_port_or_the_opaque_annotation() {
     let check = async |yaml: String, config: Config, expected: &str| {
         let mesh = mesh_with(&yaml, config).await;
-        let policy = mesh.policy(CLIENT, "10.247.0.10:5432").await.unwrap();
+        let policy = mesh.get_policy(CLIENT, "10.247.0.10:5432").await.unwrap();
         let found = match kind(&policy) {
             Kind::Detect(_) => "detect",
             Kind::Opaque(_) => "opaque",
@@ -156,7 +156,7 @@ async fn the_protocol_comes_from_the_port_or_the_opaque_annotation() {
         };
         assert_eq!(found, expected, "{yaml}");
         // Proxies carry the bytes of a port with an opaque profile, whatever its policy is.
-        let profile = mesh.profile("10.247.0.10:5432").await;
+        let profile = mesh.first_profile("10.247.0.10:5432").await;
         assert!(!profile.opaque_protocol || found == "opaque", "{yaml}");
     };
     let app = |protocol: &str| WEB.replace("port: 5432", &format!("port: 5432, appProtocol: {protocol}"));
@@ -189,9 +189,12 @@ async fn the_protocol_comes_from_the_port_or_the_opaque_annotation() {
 }
 
 #[tokio::test]
-async fn names_of_missing_services_have_a_policy_too() {
+async fn names_of_missing_services_have_a_policy() {
     let mesh = mesh("").await;
-    let mut stream = mesh.policies(CLIENT, "web.shop.svc.cluster.local:5432").await.unwrap();
+    let mut stream = mesh
+        .watch_policy(CLIENT, "web.shop.svc.cluster.local:5432")
+        .await
+        .unwrap();
     assert_eq!(names(http(&next(&mut stream).await)), ["http"]);
     mesh.manifests
         .write("mesh.yaml", &annotated("config.linkerd.io/opaque-ports: \"5432\""));
@@ -201,7 +204,7 @@ async fn names_of_missing_services_have_a_policy_too() {
 #[tokio::test]
 async fn a_port_that_a_service_does_not_list_is_forbidden() {
     let mesh = mesh(WEB).await;
-    let policy = mesh.policy(CLIENT, "10.247.0.10:9999").await.unwrap();
+    let policy = mesh.get_policy(CLIENT, "10.247.0.10:9999").await.unwrap();
     let Kind::Opaque(opaque) = kind(&policy) else { panic!() };
     assert_eq!(name(opaque.routes[0].metadata.as_ref()), "undefined-port");
     let forbidden = &opaque.routes[0].rules[0].filters[0].kind;
@@ -215,7 +218,7 @@ async fn a_response_filter_of_a_policy_route_applies_to_responses() {
                  parentRefs: [{group: core, kind: Service, name: web, port: 80}]\n  \
                  rules: [{filters: [{type: ResponseHeaderModifier, responseHeaderModifier: {remove: [x]}}]}]\n";
     let mesh = mesh(&format!("{WEB}{route}")).await;
-    let lines = show(&mesh.policy(CLIENT, "10.247.0.10:80").await.unwrap());
+    let lines = show(&mesh.get_policy(CLIENT, "10.247.0.10:80").await.unwrap());
     assert!(
         lines[1].starts_with("policy HTTPRoute shop/r response-headers ->"),
         "{lines:?}"
@@ -245,7 +248,7 @@ spec:
 #[tokio::test]
 async fn objects_of_outbound_policies_are_counted() {
     let mesh = mesh(&format!("{WEB}{ROUTE}")).await;
-    let watch = mesh.policies(CLIENT, "10.247.0.10:80").await.unwrap();
+    let watch = mesh.watch_policy(CLIENT, "10.247.0.10:80").await.unwrap();
     let page = mesh.registry.render();
     for line in [
         "outbound_index_service_index_size 2",
@@ -263,7 +266,7 @@ async fn objects_of_outbound_policies_are_counted() {
 #[tokio::test]
 async fn routes_split_traffic_and_bad_backends_fail_their_share() {
     let mesh = mesh(&format!("{WEB}{ROUTE}")).await;
-    let policy = mesh.policy(CLIENT, "10.247.0.10:80").await.unwrap();
+    let policy = mesh.get_policy(CLIENT, "10.247.0.10:80").await.unwrap();
     assert_eq!(names(http(&policy)), ["HTTPRoute shop/split:0"]);
     let [split, filtered, weightless, foreign, plain] = &*http(&policy)[0].rules else {
         panic!()
@@ -307,7 +310,7 @@ async fn routes_split_traffic_and_bad_backends_fail_their_share() {
     }
     // The route does not apply to other ports of the service.
     assert_eq!(
-        names(http(&mesh.policy(CLIENT, "10.247.0.10:5432").await.unwrap())),
+        names(http(&mesh.get_policy(CLIENT, "10.247.0.10:5432").await.unwrap())),
         ["http"]
     );
 }
@@ -318,12 +321,12 @@ async fn consumer_routes_are_added_to_producer_routes() {
         .replace("name: split, namespace: shop", "name: mine, namespace: front")
         .replace("name: web, port: 80}]", "name: web, namespace: shop, port: 80}]");
     let mesh = mesh(&format!("{WEB}{ROUTE}{consumer}")).await;
-    let front = mesh.policy(CLIENT, "10.247.0.10:80").await.unwrap();
+    let front = mesh.get_policy(CLIENT, "10.247.0.10:80").await.unwrap();
     assert_eq!(
         names(http(&front)),
         ["HTTPRoute front/mine:0", "HTTPRoute shop/split:0"]
     );
-    let other = mesh.policy("other:pod", "10.247.0.10:80").await.unwrap();
+    let other = mesh.get_policy("other:pod", "10.247.0.10:80").await.unwrap();
     assert_eq!(names(http(&other)), ["HTTPRoute shop/split:0"]);
 }
 
@@ -332,17 +335,20 @@ async fn route_acceptance_follows_the_manifests_not_the_status() {
     let status = "status: {parents: [{controllerName: linkerd.io/policy-controller, \
         parentRef: {group: core, kind: Service, name: web, port: 80}, conditions: [{type: Accepted, status: \"False\"}]}]}\n";
     let accepted = mesh(&format!("{WEB}{ROUTE}{status}")).await;
-    let policy = accepted.policy(CLIENT, "10.247.0.10:80").await.unwrap();
+    let policy = accepted.get_policy(CLIENT, "10.247.0.10:80").await.unwrap();
     assert_eq!(names(http(&policy)), ["HTTPRoute shop/split:0"]);
     // A headless service cannot be the parent of a route.
     let headless = WEB.replace("10.247.0.10", "None");
     let refused = mesh(&format!("{headless}{ROUTE}{status}")).await;
-    let policy = refused.policy(CLIENT, "web.shop.svc.cluster.local:80").await.unwrap();
+    let policy = refused
+        .get_policy(CLIENT, "web.shop.svc.cluster.local:80")
+        .await
+        .unwrap();
     assert_eq!(names(http(&policy)), ["http"]);
 }
 
 #[tokio::test]
-async fn grpc_routes_win_over_http_routes_of_the_same_port() {
+async fn grpc_routes_take_precedence_over_http_routes_of_the_same_port() {
     let grpc = "
 ---
 apiVersion: gateway.networking.k8s.io/v1
@@ -356,7 +362,7 @@ spec:
   rules: [{matches: [{method: {service: shop.Items}}], backendRefs: [{name: web-v2, port: 80}]}]
 ";
     let mesh = mesh(&format!("{WEB}{ROUTE}{grpc}")).await;
-    let policy = mesh.policy(CLIENT, "10.247.0.10:80").await.unwrap();
+    let policy = mesh.get_policy(CLIENT, "10.247.0.10:80").await.unwrap();
     let Kind::Grpc(found) = kind(&policy) else {
         panic!("{policy:?}")
     };
@@ -374,7 +380,7 @@ async fn annotations_of_a_service_apply_to_its_routes() {
         balancer.linkerd.io/failure-accrual: consecutive, balancer.alpha.linkerd.io/penalize-failures: \"true\"";
     let mesh = mesh(&format!("{}{ROUTE}", annotated(annotations))).await;
     for port in [80, 5432] {
-        let policy = mesh.policy(CLIENT, &format!("10.247.0.10:{port}")).await.unwrap();
+        let policy = mesh.get_policy(CLIENT, &format!("10.247.0.10:{port}")).await.unwrap();
         let accrual = detect(&policy).http1.as_ref().unwrap().failure_accrual.unwrap();
         let Some(failure_accrual::Kind::ConsecutiveFailures(failures)) = accrual.kind else {
             panic!()
@@ -407,10 +413,10 @@ async fn annotations_of_a_service_apply_to_its_routes() {
 #[tokio::test]
 async fn addresses_outside_the_cluster_are_forwarded_and_inside_unknown() {
     let mesh = mesh(WEB).await;
-    let policy = mesh.policy(CLIENT, "203.0.113.1:443").await.unwrap();
+    let policy = mesh.get_policy(CLIENT, "203.0.113.1:443").await.unwrap();
     assert_eq!(name(policy.metadata.as_ref()), "egress-fallback");
     assert_eq!(backends(&http(&policy)[0].rules[0]), ["203.0.113.1:443"]);
-    let status = mesh.policy(CLIENT, "10.1.0.1:8080").await.unwrap_err();
+    let status = mesh.get_policy(CLIENT, "10.1.0.1:8080").await.unwrap_err();
     assert_eq!((status.code(), status.message()), (Code::NotFound, "No such service"));
 }
 
@@ -436,7 +442,7 @@ async fn egress_networks_of_the_client_or_the_mesh_apply_outside_the_cluster() {
     ))
     .await;
     let check = async |client: &str, target: &str, expected: &str, route: &str| {
-        let policy = mesh.policy(client, target).await.unwrap();
+        let policy = mesh.get_policy(client, target).await.unwrap();
         assert_eq!(name(policy.metadata.as_ref()), expected, "{client} {target}");
         assert_eq!(names(http(&policy)), [route], "{client} {target}");
         assert_eq!(backends(&http(&policy)[0].rules[0]), [target]);
@@ -470,7 +476,7 @@ async fn egress_networks_of_the_client_or_the_mesh_apply_outside_the_cluster() {
         "http-egress-deny",
     )
     .await;
-    let denied = mesh.policy("other:pod", "198.51.100.1:443").await.unwrap();
+    let denied = mesh.get_policy("other:pod", "198.51.100.1:443").await.unwrap();
     let filter = &http(&denied)[0].rules[0].filters[0].kind;
     let Some(Filter::FailureInjector(failure)) = filter else {
         panic!()
@@ -504,7 +510,7 @@ async fn default_opaque_ports_apply_outside_the_cluster_too() {
         ),
     ] {
         let mesh = mesh_with(&marked, config.clone()).await;
-        let lines = show(&mesh.policy(CLIENT, &format!("203.0.113.1:{port}")).await.unwrap());
+        let lines = show(&mesh.get_policy(CLIENT, &format!("203.0.113.1:{port}")).await.unwrap());
         assert_eq!(
             lines[0],
             format!("{protocol} of policy EgressNetwork front/lab:{port}"),
@@ -528,7 +534,7 @@ spec:
     let check = async |net: &str, target: &str, expected: &[&str]| {
         let network = egress("lab", "front", "Deny", &format!(", networks: [{{cidr: {net}}}]"));
         let mesh = mesh(&format!("{network}{route}")).await;
-        let policy = mesh.policy(CLIENT, target).await.unwrap();
+        let policy = mesh.get_policy(CLIENT, target).await.unwrap();
         assert_eq!(names(http(&policy)), expected);
         policy
     };
@@ -547,10 +553,10 @@ spec:
 async fn a_stream_ends_when_its_address_is_no_longer_known() {
     let network = egress("lab", "front", "Allow", ", networks: [{cidr: 10.77.0.0/16}]");
     let mesh = mesh(&network).await;
-    let mut stream = mesh.policies(CLIENT, "10.77.0.5:80").await.unwrap();
+    let mut stream = mesh.watch_policy(CLIENT, "10.77.0.5:80").await.unwrap();
     next(&mut stream).await;
     mesh.manifests.write("mesh.yaml", "");
-    assert!(crate::harness::soon(stream.message()).await.unwrap().is_none());
+    assert!(crate::harness::with_timeout(stream.message()).await.unwrap().is_none());
 }
 
 #[tokio::test]
@@ -563,7 +569,7 @@ async fn malformed_requests_are_refused() {
         (CLIENT, "example.org:80", Code::NotFound),
     ] {
         assert_eq!(
-            mesh.policy(client, target).await.unwrap_err().code(),
+            mesh.get_policy(client, target).await.unwrap_err().code(),
             code,
             "{client} {target}"
         );

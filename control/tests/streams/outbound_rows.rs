@@ -10,7 +10,7 @@ use crate::show::show;
 
 pub(crate) const CLIENT: &str = r#"{"ns":"front","pod":"front-0"}"#;
 
-/// Two services. The arguments are added to the metadata and the port of the first one.
+/// Returns two services. The arguments are added to the metadata and the port of the first one.
 pub(crate) fn services(annotations: &str, port: &str) -> String {
     format!(
         "
@@ -27,7 +27,7 @@ spec: {{clusterIP: 10.247.0.11, ports: [{{port: 80}}]}}
     )
 }
 
-/// A route: `id` is `Kind namespace/name`, `more` further metadata.
+/// Returns a route: `id` is `Kind namespace/name`, `more` further metadata.
 pub(crate) fn route(id: &str, more: &str, spec: &str) -> String {
     let (kind, id) = id.split_once(' ').unwrap();
     let (namespace, name) = id.split_once('/').unwrap();
@@ -44,11 +44,11 @@ pub(crate) fn route(id: &str, more: &str, spec: &str) -> String {
 
 pub(crate) const TO_WEB: &str = "parentRefs: [{group: core, kind: Service, name: web, namespace: shop, port: 80}]";
 
-/// The policy of an address for the client in `front`, formatted by [`show`].
+/// Returns the policy of an address for the client in `front`, formatted by [`show`].
 pub(crate) async fn policy_lines(manifests: &str, target: &str) -> Vec<String> {
     let mesh = mesh(manifests).await;
     assert!(mesh.errors().is_empty(), "{manifests}\n{:?}", mesh.errors());
-    show(&mesh.policy(CLIENT, target).await.unwrap())
+    show(&mesh.get_policy(CLIENT, target).await.unwrap())
 }
 
 pub(crate) async fn check(manifests: &str, target: &str, expected: &[&str]) {
@@ -614,7 +614,7 @@ async fn the_written_status_decides_on_route_acceptance() {
             &mesh,
             &format!("{}{status}", route("HTTPRoute shop/r", "", &spec).replace("---\n", "")),
         );
-        let lines = show(&mesh.policy(CLIENT, "10.247.0.10:80").await.unwrap());
+        let lines = show(&mesh.get_policy(CLIENT, "10.247.0.10:80").await.unwrap());
         assert_eq!(
             lines[1].starts_with("gateway HTTPRoute shop/r"),
             is_served,

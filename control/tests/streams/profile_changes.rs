@@ -8,7 +8,7 @@ use crate::profiles::{MESH, PROFILE, WEB, endpoint};
 #[tokio::test]
 async fn a_stopped_pod_becomes_a_plain_address() {
     let mesh = mesh(MESH).await;
-    let mut stream = mesh.profiles("10.1.0.1:8080", "").await.unwrap();
+    let mut stream = mesh.get_profile("10.1.0.1:8080", "").await.unwrap();
     assert!(endpoint(&next(&mut stream).await).2);
     mesh.manifests.write(
         "mesh.yaml",
@@ -25,7 +25,7 @@ async fn a_stopped_pod_becomes_a_plain_address() {
 #[tokio::test]
 async fn an_added_or_removed_profile_is_sent_immediately() {
     let mesh = mesh(MESH).await;
-    let mut stream = mesh.profiles(WEB, "").await.unwrap();
+    let mut stream = mesh.get_profile(WEB, "").await.unwrap();
     assert!(next(&mut stream).await.routes.is_empty());
     mesh.manifests
         .write("profile.yaml", &PROFILE.replace("NAMESPACE", "shop"));
@@ -39,6 +39,6 @@ async fn an_address_of_two_services_has_no_profile() {
     let twin = "---\napiVersion: v1\nkind: Service\nmetadata: {name: twin, namespace: shop}\n\
         spec: {clusterIP: 10.247.0.10, ports: [{port: 80}]}\n";
     let mesh = mesh(&format!("{MESH}{twin}")).await;
-    let status = mesh.profiles("10.247.0.10:80", "").await.unwrap_err();
+    let status = mesh.get_profile("10.247.0.10:80", "").await.unwrap_err();
     assert_eq!(status.code(), Code::FailedPrecondition);
 }

@@ -83,7 +83,7 @@ fn resource(metadata: Option<&Metadata>) -> (String, String, u32) {
 async fn a_service_has_one_profile_by_name_and_by_address() {
     let mesh = mesh(MESH).await;
     for path in [WEB, "10.247.0.10:80"] {
-        let profile = mesh.profile(path).await;
+        let profile = mesh.first_profile(path).await;
         assert_eq!(profile.fully_qualified_name, "web.shop.svc.cluster.local");
         assert!(!profile.opaque_protocol && profile.routes.is_empty() && profile.endpoint.is_none());
         assert_eq!(
@@ -110,7 +110,7 @@ async fn a_service_has_one_profile_by_name_and_by_address() {
 async fn opaque_ports_of_services_are_names_numbers_and_ranges() {
     let mesh = mesh(MESH).await;
     for (port, opaque) in [(80, false), (5432, true), (7000, true)] {
-        let profile = mesh.profile(&format!("10.247.0.10:{port}")).await;
+        let profile = mesh.first_profile(&format!("10.247.0.10:{port}")).await;
         assert_eq!(profile.opaque_protocol, opaque, "{port}");
     }
 }
@@ -119,7 +119,7 @@ async fn opaque_ports_of_services_are_names_numbers_and_ranges() {
 async fn a_port_that_a_service_does_not_define_has_an_empty_profile() {
     let mesh = mesh(MESH).await;
     for path in ["10.247.0.10:9999", "web.shop.svc.cluster.local:9999"] {
-        assert_eq!(mesh.profile(path).await, DestinationProfile::default());
+        assert_eq!(mesh.first_profile(path).await, DestinationProfile::default());
     }
 }
 
@@ -127,7 +127,7 @@ async fn a_port_that_a_service_does_not_define_has_an_empty_profile() {
 async fn an_address_has_the_profile_of_its_pod_or_external_workload() {
     let mesh = mesh(MESH).await;
     let check = async |path: &str, addr: &str, meshed: bool, opaque: bool| {
-        let profile = mesh.profile(path).await;
+        let profile = mesh.first_profile(path).await;
         let found = endpoint(&profile);
         assert_eq!(
             (found.0.as_str(), found.2, profile.opaque_protocol),
@@ -171,8 +171,8 @@ spec: {hostNetwork: true, containers: [{name: agent, ports: [{containerPort: 910
 status: {podIP: 192.168.0.2}
 ";
     let mesh = mesh(pod).await;
-    assert!(endpoint(&mesh.profile("192.168.0.2:9100").await).2);
-    assert!(!endpoint(&mesh.profile("192.168.0.2:22").await).2);
+    assert!(endpoint(&mesh.first_profile("192.168.0.2:9100").await).2);
+    assert!(!endpoint(&mesh.first_profile("192.168.0.2:22").await).2);
     // The address of the pod is the node's, so clients can connect to the pod's proxy.
     let opaque = profile(&mesh, "192.168.0.2:9101").await;
     check("an opaque port", &opaque, "opaque opaque-protocol transport=4143");
@@ -375,10 +375,10 @@ async fn unknown_addresses_follow_the_default_opaque_ports() {
         },
     )
     .await;
-    assert!(mesh.profile("203.0.113.1:3306").await.opaque_protocol);
-    assert!(mesh.profile("10.2.0.1:80").await.endpoint.is_some());
+    assert!(mesh.first_profile("203.0.113.1:3306").await.opaque_protocol);
+    assert!(mesh.first_profile("10.2.0.1:80").await.endpoint.is_some());
     // An annotation replaces all default ports.
-    assert!(!mesh.profile("10.1.0.1:3306").await.opaque_protocol);
+    assert!(!mesh.first_profile("10.1.0.1:3306").await.opaque_protocol);
 }
 
 pub(crate) const PROFILE: &str = "
@@ -403,7 +403,7 @@ spec:
 #[tokio::test]
 async fn service_profiles_are_translated() {
     let mesh = mesh(&format!("{MESH}---{}", PROFILE.replace("NAMESPACE", "shop"))).await;
-    let profile = mesh.profile("10.247.0.10:80").await;
+    let profile = mesh.first_profile("10.247.0.10:80").await;
     let [route] = &*profile.routes else {
         panic!("{:?}", profile.routes)
     };
@@ -449,11 +449,11 @@ async fn service_profiles_are_translated() {
 }
 
 #[tokio::test]
-async fn a_profile_in_the_client_s_namespace_wins() {
+async fn a_profile_in_the_client_s_namespace_takes_precedence() {
     let [own, clients] = ["shop", "front"].map(|namespace| PROFILE.replace("NAMESPACE", namespace));
     let mesh = mesh(&format!("{MESH}---{own}---{clients}")).await;
     let route = async |token: &str| {
-        let profile = next(&mut mesh.profiles(WEB, token).await.unwrap()).await;
+        let profile = next(&mut mesh.get_profile(WEB, token).await.unwrap()).await;
         profile.routes[0].metrics_labels["route"].clone()
     };
     assert_eq!(route("").await, "shop-get");
@@ -473,7 +473,7 @@ async fn failed_lookups_have_their_status_code() {
         ("example.org:80", Code::InvalidArgument),
         ("web.shop.svc.cluster.local:0", Code::InvalidArgument),
     ] {
-        assert_eq!(mesh.profiles(path, "").await.unwrap_err().code(), code, "{path}");
+        assert_eq!(mesh.get_profile(path, "").await.unwrap_err().code(), code, "{path}");
     }
 }
 
@@ -494,7 +494,7 @@ async fn split_destinations_are_services_for_every_spelling_of_their_names() {
             &format!("authority: \"{authority}\","),
         );
         let mesh = mesh(&format!("{MESH}---{manifests}")).await;
-        let profile = mesh.profile("10.247.0.10:80").await;
+        let profile = mesh.first_profile("10.247.0.10:80").await;
         assert_eq!(profile.dst_overrides[0].authority, expected, "{authority}");
     }
 }

@@ -16,7 +16,7 @@ use tulle_proto::inbound::Server;
 use tulle_proto::outbound::OutboundPolicy;
 
 use self::read::{Recorded, path, recorded};
-use crate::harness::{Mesh, mesh_with, soon};
+use crate::harness::{Mesh, mesh_with, with_timeout};
 
 #[path = "../../../proto/recorded/read.rs"]
 mod read;
@@ -35,10 +35,10 @@ struct Differences {
 #[tokio::test]
 async fn recorded_outbound_policies_match() {
     let mesh = loaded("outbound").await;
-    let mut comparison = Comparison::of(OUTBOUND);
-    for one in recorded("outbound") {
-        let ours = first(mesh.policies(CLIENT, &one.target).await).await;
-        comparison.compare(&one, last::<OutboundPolicy>(&one), ours);
+    let mut comparison = Comparison::new(OUTBOUND);
+    for recording in recorded("outbound") {
+        let ours = first(mesh.watch_policy(CLIENT, &recording.target).await).await;
+        comparison.compare(&recording, last::<OutboundPolicy>(&recording), ours);
     }
     comparison.check();
 }
@@ -46,17 +46,17 @@ async fn recorded_outbound_policies_match() {
 #[tokio::test]
 async fn recorded_inbound_policies_match() {
     let mesh = loaded("inbound").await;
-    let mut comparison = Comparison::of(INBOUND);
-    for one in recorded("inbound") {
-        let (workload, port) = one.target.rsplit_once(':').unwrap();
+    let mut comparison = Comparison::new(INBOUND);
+    for recording in recorded("inbound") {
+        let (workload, port) = recording.target.rsplit_once(':').unwrap();
         let (kind, workload) = match workload.strip_prefix("vm:") {
             Some(workload) => ("external_workload", workload),
             None => ("pod", workload),
         };
         let (namespace, name) = workload.split_once('/').unwrap();
         let workload = format!(r#"{{"ns":"{namespace}","{kind}":"{name}"}}"#);
-        let ours = first(mesh.ports(&workload, port.parse().unwrap()).await).await;
-        comparison.compare(&one, last::<Server>(&one).map(ordered), ours.map(ordered));
+        let ours = first(mesh.watch_port(&workload, port.parse().unwrap()).await).await;
+        comparison.compare(&recording, last::<Server>(&recording).map(ordered), ours.map(ordered));
     }
     comparison.check();
 }
@@ -75,20 +75,20 @@ async fn recorded_profiles_and_endpoints_match() {
         }),
         ..destination::config::Config::default()
     };
-    let mut comparison = Comparison::of(DESTINATION);
-    for one in recorded("destination") {
-        if one.kind == "profile" {
-            let ours = first(mesh.profiles_with(config.clone(), &one.target, TOKEN).await).await;
-            comparison.compare(&one, last::<DestinationProfile>(&one), ours);
+    let mut comparison = Comparison::new(DESTINATION);
+    for recording in recorded("destination") {
+        if recording.kind == "profile" {
+            let ours = first(mesh.get_profile_with(config.clone(), &recording.target, TOKEN).await).await;
+            comparison.compare(&recording, last::<DestinationProfile>(&recording), ours);
         } else {
-            let ours = first(mesh.get_with(config.clone(), &one.target, TOKEN).await).await;
-            comparison.compare(&one, last::<Update>(&one).map(sorted), ours.map(sorted));
+            let ours = first(mesh.get_with(config.clone(), &recording.target, TOKEN).await).await;
+            comparison.compare(&recording, last::<Update>(&recording).map(sorted), ours.map(sorted));
         }
     }
     comparison.check();
 }
 
-/// A control plane with the flags that Linkerd's had during the recording.
+/// Returns a control plane with the flags that Linkerd's had during the recording.
 async fn loaded(name: &str) -> Mesh {
     let config = Config {
         default_opaque_ports: "25,587,3306,4444,5432,6379,9300,11211".parse().unwrap(),
@@ -100,16 +100,16 @@ async fn loaded(name: &str) -> Mesh {
     mesh
 }
 
-/// The first message of a stream, or its status code.
+/// Returns the first message of a stream, or its status code.
 async fn first<T>(stream: Result<Streaming<T>, Status>) -> Result<T, Code> {
     let mut stream = stream.map_err(|status| status.code())?;
-    let message = soon(stream.message()).await.map_err(|status| status.code())?;
+    let message = with_timeout(stream.message()).await.map_err(|status| status.code())?;
     Ok(message.expect("the stream has a message"))
 }
 
-/// The last recorded message, or the recorded status code.
-fn last<T: Message + Default>(one: &Recorded) -> Result<T, String> {
-    match (one.messages.last(), &one.status) {
+/// Returns the last recorded message, or the recorded status code.
+fn last<T: Message + Default>(recording: &Recorded) -> Result<T, String> {
+    match (recording.messages.last(), &recording.status) {
         (Some(bytes), None) => Ok(T::decode(&**bytes).unwrap()),
         (_, status) => Err(status.clone().expect("the recording has a message or a status")),
     }
@@ -124,7 +124,7 @@ struct Comparison {
 }
 
 impl Comparison {
-    fn of(expected: Differences) -> Self {
+    fn new(expected: Differences) -> Self {
         Self {
             expected,
             texts: HashSet::new(),
@@ -132,7 +132,7 @@ impl Comparison {
         }
     }
 
-    fn compare<T: Debug>(&mut self, one: &Recorded, theirs: Result<T, String>, ours: Result<T, Code>) {
+    fn compare<T: Debug>(&mut self, recording: &Recorded, theirs: Result<T, String>, ours: Result<T, Code>) {
         let ours = format!("{:?}", ours.map_err(|code| format!("{code:?}")));
         let mut theirs = format!("{theirs:?}");
         for (text, replacement, _) in self.expected.texts {
@@ -142,7 +142,8 @@ impl Comparison {
             }
         }
         if theirs != ours {
-            self.responses.push((one.request(), first_difference(&theirs, &ours)));
+            self.responses
+                .push((recording.request(), first_difference(&theirs, &ours)));
         }
     }
 
@@ -171,7 +172,7 @@ impl Comparison {
     }
 }
 
-/// The two texts around their first difference.
+/// Returns the two texts around their first difference.
 fn first_difference(theirs: &str, ours: &str) -> String {
     let same = theirs.bytes().zip(ours.bytes()).take_while(|(one, other)| one == other);
     let from = same.count().saturating_sub(150);

@@ -10,11 +10,11 @@ use tulle_control::destination;
 use tulle_proto::destination::tls_identity::Strategy;
 use tulle_proto::destination::{Update, WeightedAddrSet, update};
 
-use crate::harness::{Mesh, eventually, mesh, mesh_with, next, short, soon, target};
+use crate::harness::{Mesh, eventually, mesh, mesh_with, next, target, update_summary, with_timeout};
 
 const WEB: &str = "web.shop.svc.cluster.local:80";
 
-/// A Service without pods of its own.
+/// Returns a Service without pods of its own.
 fn service(name: &str, metadata: &str) -> String {
     format!(
         "
@@ -37,7 +37,7 @@ fn federation(annotations: &str) -> String {
     format!("annotations: {{{annotations}}}")
 }
 
-/// A Service whose pods listen on port 8080, and these pods, by address.
+/// Returns a Service whose pods listen on port 8080, and these pods, by address.
 fn exported(name: &str, ips: &[&str]) -> String {
     let mut yaml = format!(
         "
@@ -91,8 +91,8 @@ fn set(mesh: &Mesh, name: &str, state: RemoteCluster) {
     mesh.remote_clusters.set(name, state);
 }
 
-async fn next_short(stream: &mut Streaming<Update>) -> String {
-    short(&next(stream).await)
+async fn next_summary(stream: &mut Streaming<Update>) -> String {
+    update_summary(&next(stream).await)
 }
 
 async fn next_set(stream: &mut Streaming<Update>) -> WeightedAddrSet {
@@ -124,14 +124,14 @@ async fn a_mirror_has_the_endpoints_of_the_other_cluster() {
     );
     east.manifests
         .write("more.yaml", &pod("app", "10.2.0.2", "mesh-system"));
-    assert_eq!(next_short(&mut stream).await, "+10.2.0.2:8080");
+    assert_eq!(next_summary(&mut stream).await, "+10.2.0.2:8080");
     east.manifests.write("mesh.yaml", &exported("app", &[]));
-    assert_eq!(next_short(&mut stream).await, "-10.2.0.1:8080");
+    assert_eq!(next_summary(&mut stream).await, "-10.2.0.1:8080");
     east.manifests.remove("more.yaml");
-    assert_eq!(next_short(&mut stream).await, "-10.2.0.2:8080");
-    assert_eq!(next_short(&mut stream).await, "1");
+    assert_eq!(next_summary(&mut stream).await, "-10.2.0.2:8080");
+    assert_eq!(next_summary(&mut stream).await, "1");
     east.manifests.write("mesh.yaml", "");
-    assert_eq!(next_short(&mut stream).await, "0");
+    assert_eq!(next_summary(&mut stream).await, "0");
     let page = east.registry.render();
     let series = "endpoints_subscribers{cluster=\"east\",namespace=\"shop\",service=\"app\",port=\"80\",hostname=\"\",nodename=\"\"} 1";
     assert!(page.contains(series), "{page}");
@@ -164,7 +164,7 @@ spec: {type: ExternalName, externalName: app.example}
         assert!(status.message().contains(message), "{status}");
     }
     let mut stream = mesh.get("missing.shop.svc.cluster.local:80").await.unwrap();
-    assert_eq!(next_short(&mut stream).await, "0");
+    assert_eq!(next_summary(&mut stream).await, "0");
 }
 
 #[tokio::test]
@@ -175,21 +175,21 @@ async fn a_stream_waits_for_its_cluster_and_follows_it_when_it_is_linked_again()
     tokio::pin!(opening);
     assert!(timeout(Duration::from_millis(100), &mut opening).await.is_err());
     let first = link(&mesh, "east", &exported("app", &["10.2.0.1"])).await;
-    let mut stream = soon(opening).await.unwrap();
-    assert_eq!(next_short(&mut stream).await, "+10.2.0.1:8080");
+    let mut stream = with_timeout(opening).await.unwrap();
+    assert_eq!(next_summary(&mut stream).await, "+10.2.0.1:8080");
     // Its objects are listed anew, with new credentials: only the difference is sent.
     let _second = link(&mesh, "east", &exported("app", &["10.2.0.1", "10.2.0.2"])).await;
     drop(first);
-    assert_eq!(next_short(&mut stream).await, "+10.2.0.2:8080");
+    assert_eq!(next_summary(&mut stream).await, "+10.2.0.2:8080");
     set(&mesh, "east", RemoteCluster::Unlinked);
-    assert_eq!(next_short(&mut stream).await, "-10.2.0.1:8080,10.2.0.2:8080");
-    assert_eq!(next_short(&mut stream).await, "0");
+    assert_eq!(next_summary(&mut stream).await, "-10.2.0.1:8080,10.2.0.2:8080");
+    assert_eq!(next_summary(&mut stream).await, "0");
     let _third = link(&mesh, "east", &exported("app", &["10.2.0.3"])).await;
-    assert_eq!(next_short(&mut stream).await, "+10.2.0.3:8080");
+    assert_eq!(next_summary(&mut stream).await, "+10.2.0.3:8080");
 }
 
 #[tokio::test]
-async fn a_cluster_that_is_not_listed_in_time_makes_clients_try_again() {
+async fn clients_try_again_if_a_cluster_is_not_listed_in_time() {
     let only_remote = federation("multicluster.linkerd.io/remote-discovery: app@east");
     let mesh = mesh(&(service("web", &mirror_of("east", "app")) + &service("all", &only_remote))).await;
     mesh.remote_clusters.expect_links();
@@ -219,9 +219,10 @@ async fn members_that_are_known_are_served_while_another_cluster_stays_unknown()
     tokio::time::pause();
     let start = Instant::now();
     let mut local = mesh.get("local.shop.svc.cluster.local:80").await.unwrap();
-    assert_eq!(next_short(&mut local).await, "+10.1.0.1:8080");
+    assert_eq!(next_summary(&mut local).await, "+10.1.0.1:8080");
     assert!(start.elapsed() < Duration::from_secs(1));
-    // The time counts from when the cluster became unknown, not from the request: clients that give up would never be served.
+    // The wait is counted from the time when the cluster became unknown, not from the request. Otherwise, clients that give up
+    // earlier would never be served.
     for _ in 0..3 {
         let opening = timeout(Duration::from_millis(900), mesh.get(WEB)).await;
         if start.elapsed() < Duration::from_secs(2) {
@@ -229,9 +230,9 @@ async fn members_that_are_known_are_served_while_another_cluster_stays_unknown()
         }
     }
     let mut stream = mesh.get(WEB).await.unwrap();
-    assert_eq!(next_short(&mut stream).await, "+10.1.0.1:8080");
+    assert_eq!(next_summary(&mut stream).await, "+10.1.0.1:8080");
     let _east = link(&mesh, "east", &exported("app", &["10.2.0.1"])).await;
-    assert_eq!(next_short(&mut stream).await, "+10.2.0.1:8080");
+    assert_eq!(next_summary(&mut stream).await, "+10.2.0.1:8080");
 }
 
 #[tokio::test]
@@ -263,20 +264,20 @@ async fn a_federated_service_has_the_endpoints_of_all_members() {
     }
     // Of the local member only the endpoints on the client's node are used, because its Service says so.
     let mut elsewhere = mesh.get_from(WEB, r#"{"ns":"shop","nodeName":"node2"}"#).await.unwrap();
-    assert_eq!(next_short(&mut elsewhere).await, "+10.3.0.1:8080,10.2.0.1:8080");
+    assert_eq!(next_summary(&mut elsewhere).await, "+10.3.0.1:8080,10.2.0.1:8080");
     // A member without endpoints does not mean that the Service has none.
     north.manifests.write("mesh.yaml", &exported("app", &[]));
-    assert_eq!(next_short(&mut stream).await, "-10.3.0.1:8080");
+    assert_eq!(next_summary(&mut stream).await, "-10.3.0.1:8080");
     // Members join and leave open streams, and clusters are linked later.
     let _west = link(&mesh, "west", &exported("app", &["10.4.0.1"])).await;
-    assert_eq!(next_short(&mut stream).await, "+10.4.0.1:8080");
+    assert_eq!(next_summary(&mut stream).await, "+10.4.0.1:8080");
     let only = federation("multicluster.linkerd.io/remote-discovery: app@west");
     mesh.manifests
         .write("mesh.yaml", &(service("web", &only) + &exported("app", &["10.1.0.1"])));
-    assert_eq!(next_short(&mut stream).await, "-10.1.0.1:8080,10.2.0.1:8080");
+    assert_eq!(next_summary(&mut stream).await, "-10.1.0.1:8080,10.2.0.1:8080");
     set(&mesh, "west", RemoteCluster::Unlinked);
-    assert_eq!(next_short(&mut stream).await, "-10.4.0.1:8080");
-    assert_eq!(next_short(&mut stream).await, "0");
+    assert_eq!(next_summary(&mut stream).await, "-10.4.0.1:8080");
+    assert_eq!(next_summary(&mut stream).await, "0");
 }
 
 #[tokio::test]
@@ -294,23 +295,23 @@ async fn an_address_of_two_members_is_that_of_the_first() {
         .collect();
     assert_eq!(clusters, ["north", "east"]);
     assert_eq!(
-        short(&Update {
+        update_summary(&Update {
             update: Some(update::Update::Add(set))
         }),
         "+10.2.0.1:8080,10.2.0.2:8080"
     );
-    // Then it is that of the next one. It is not removed.
+    // When the first member loses the address, it becomes that of the next member. It is not removed.
     north.manifests.write("mesh.yaml", &exported("app", &[]));
     let set = next_set(&mut stream).await;
     assert_eq!(set.metric_labels["target_cluster"], "east");
     assert_eq!(
-        short(&Update {
+        update_summary(&Update {
             update: Some(update::Update::Add(set))
         }),
         "+10.2.0.1:8080"
     );
     north.manifests.write("mesh.yaml", &exported("app", &["10.2.0.9"]));
-    assert_eq!(next_short(&mut stream).await, "+10.2.0.9:8080");
+    assert_eq!(next_summary(&mut stream).await, "+10.2.0.9:8080");
 }
 
 #[tokio::test]
@@ -327,24 +328,24 @@ async fn members_of_other_clusters_can_be_used_only_while_the_local_one_has_no_e
     let mesh = mesh(&with_local(&["10.1.0.1"])).await;
     let _east = link(&mesh, "east", &exported("app", &["10.2.0.1"])).await;
     let mut stream = mesh.get(WEB).await.unwrap();
-    assert_eq!(next_short(&mut stream).await, "+10.1.0.1:8080");
+    assert_eq!(next_summary(&mut stream).await, "+10.1.0.1:8080");
     mesh.manifests.write("mesh.yaml", &with_local(&[]));
-    assert_eq!(next_short(&mut stream).await, "+10.2.0.1:8080");
-    assert_eq!(next_short(&mut stream).await, "-10.1.0.1:8080");
+    assert_eq!(next_summary(&mut stream).await, "+10.2.0.1:8080");
+    assert_eq!(next_summary(&mut stream).await, "-10.1.0.1:8080");
     mesh.manifests.write("mesh.yaml", &with_local(&["10.1.0.2"]));
-    assert_eq!(next_short(&mut stream).await, "+10.1.0.2:8080");
-    assert_eq!(next_short(&mut stream).await, "-10.2.0.1:8080");
+    assert_eq!(next_summary(&mut stream).await, "+10.1.0.2:8080");
+    assert_eq!(next_summary(&mut stream).await, "-10.2.0.1:8080");
     // A pod that is being deleted is not ready.
     let terminating = with_local(&["10.1.0.2"]).replace(
         "labels: {app",
         "deletionTimestamp: '2026-01-01T00:00:00Z'\n  labels: {app",
     );
     mesh.manifests.write("mesh.yaml", &terminating);
-    assert_eq!(next_short(&mut stream).await, "+10.2.0.1:8080");
-    // If only clients on the same node may use the local pods, the others are used too.
+    assert_eq!(next_summary(&mut stream).await, "+10.2.0.1:8080");
+    // If the internal traffic policy of the local Service is `Local`, the endpoints of the other members are used, too.
     let node_scoped = service("web", &members) + &exported("app", &["10.1.0.3"]);
     mesh.manifests.write("mesh.yaml", &node_scoped);
-    assert_eq!(next_short(&mut stream).await, "-10.1.0.2:8080");
+    assert_eq!(next_summary(&mut stream).await, "-10.1.0.2:8080");
 }
 
 #[tokio::test]
@@ -354,15 +355,15 @@ async fn a_change_of_the_kind_of_discovery_reaches_open_streams() {
     let mesh = mesh(&local).await;
     let _east = link(&mesh, "east", &exported("app", &["10.2.0.1"])).await;
     let mut stream = mesh.get(WEB).await.unwrap();
-    assert_eq!(next_short(&mut stream).await, "+10.1.0.1:8080");
+    assert_eq!(next_summary(&mut stream).await, "+10.1.0.1:8080");
     for _ in 0..2 {
         mesh.manifests
             .write("mesh.yaml", &service("web", &mirror_of("east", "app")));
-        assert_eq!(next_short(&mut stream).await, "+10.2.0.1:8080");
-        assert_eq!(next_short(&mut stream).await, "-10.1.0.1:8080");
+        assert_eq!(next_summary(&mut stream).await, "+10.2.0.1:8080");
+        assert_eq!(next_summary(&mut stream).await, "-10.1.0.1:8080");
         mesh.manifests.write("mesh.yaml", &local);
-        assert_eq!(next_short(&mut stream).await, "+10.1.0.1:8080");
-        assert_eq!(next_short(&mut stream).await, "-10.2.0.1:8080");
+        assert_eq!(next_summary(&mut stream).await, "+10.1.0.1:8080");
+        assert_eq!(next_summary(&mut stream).await, "-10.2.0.1:8080");
     }
 }
 
@@ -374,8 +375,8 @@ async fn streams_of_one_service_share_a_union_that_ends_with_the_last() {
     let mut streams = Vec::new();
     let mut client = mesh.destination(destination::config::Config::default());
     for _ in 0..3 {
-        let mut stream = soon(client.get(target(WEB, ""))).await.unwrap().into_inner();
-        assert_eq!(next_short(&mut stream).await, "+10.2.0.1:8080");
+        let mut stream = with_timeout(client.get(target(WEB, ""))).await.unwrap().into_inner();
+        assert_eq!(next_summary(&mut stream).await, "+10.2.0.1:8080");
         streams.push(stream);
     }
     let subscribers = || {

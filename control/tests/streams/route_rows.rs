@@ -91,7 +91,7 @@ async fn an_egress_network_backend_has_the_port_of_the_reference() {
         route("TCPRoute front/r", "", spec)
     );
     let mesh = mesh(&manifests).await;
-    let policy = mesh.policy(CLIENT, "203.0.113.1:443").await.unwrap();
+    let policy = mesh.get_policy(CLIENT, "203.0.113.1:443").await.unwrap();
     let Some(proxy_protocol::Kind::Opaque(opaque)) = policy.protocol.unwrap().kind else {
         panic!("not opaque")
     };
@@ -150,7 +150,7 @@ async fn the_first_of_duplicate_matches_is_used() {
          {{set: [{{name: X-A, value: a}}, {{name: x-a, value: b}}]}}}}]}}]}}"
     );
     let mesh = mesh(&format!("{}{}", services("", ""), route("HTTPRoute shop/r", "", &spec))).await;
-    let policy = mesh.policy(CLIENT, "10.247.0.10:80").await.unwrap();
+    let policy = mesh.get_policy(CLIENT, "10.247.0.10:80").await.unwrap();
     let Some(proxy_protocol::Kind::Detect(detect)) = policy.protocol.unwrap().kind else {
         panic!("nothing to detect")
     };
@@ -232,7 +232,7 @@ async fn requests_of_unsupported_rules_get_an_error_with_the_cause() {
             conditions: [{type: Accepted, status: 'False', reason: UnsupportedValue}]}]}\n";
         let manifest = route(&format!("{kind} shop/r"), "", &spec).replace("---\n", "");
         store(&mesh, &format!("{manifest}{status}"));
-        let lines = show(&mesh.policy(CLIENT, "10.247.0.10:80").await.unwrap());
+        let lines = show(&mesh.get_policy(CLIENT, "10.247.0.10:80").await.unwrap());
         // The other rules are served.
         assert_eq!(lines[1], format!("gateway {kind} shop/r -> web.shop:80"), "{rule}");
         let cause = format!("gateway {kind} shop/r fail {expected}");

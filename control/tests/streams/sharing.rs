@@ -12,7 +12,7 @@ use tulle_proto::destination::{GetDestination, Update};
 use tulle_proto::inbound::PortSpec;
 use tulle_proto::outbound::{TrafficSpec, traffic_spec};
 
-use crate::harness::{Mesh, mesh, short, soon};
+use crate::harness::{Mesh, mesh, update_summary, with_timeout};
 
 const MANIFESTS: &str = "
 apiVersion: v1
@@ -45,7 +45,7 @@ status: {podIP: 10.1.0.2}
 
 const WEB: &str = "web.shop.svc.cluster.local:80";
 
-/// The response body of a stream.
+/// Returns the response body of a stream.
 async fn open<S>(service: &mut S, method: &str, message: &impl Message) -> Body
 where
     S: Service<Request<Body>, Response = http::Response<Body>, Error = std::convert::Infallible>,
@@ -56,11 +56,11 @@ where
     message.encode(&mut bytes).unwrap();
     let req = Request::post(format!("http://control/a.Service/{method}"));
     let req = req.body(Body::new(Full::new(bytes.freeze()))).unwrap();
-    soon(service.call(req)).await.unwrap().into_body()
+    with_timeout(service.call(req)).await.unwrap().into_body()
 }
 
 async fn data(body: &mut Body) -> Bytes {
-    soon(body.frame()).await.unwrap().unwrap().into_data().unwrap()
+    with_timeout(body.frame()).await.unwrap().unwrap().into_data().unwrap()
 }
 
 fn are_shared(one: &Bytes, other: &Bytes) -> bool {
@@ -68,7 +68,7 @@ fn are_shared(one: &Bytes, other: &Bytes) -> bool {
 }
 
 fn update(bytes: &Bytes) -> String {
-    short(&Update::decode(&bytes[5..]).unwrap())
+    update_summary(&Update::decode(&bytes[5..]).unwrap())
 }
 
 fn get(path: &str, node: &str) -> GetDestination {

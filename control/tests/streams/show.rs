@@ -10,7 +10,7 @@ use tulle_proto::outbound::{
     TlsRoute, failure_accrual, filter_extension, grpc_route, http_route, opaque_route, tls_route,
 };
 
-/// The protocol and the parent of the policy, then one line per rule: route, filters and settings, backends.
+/// Returns the protocol and the parent of the policy, then one line per rule: route, filters and settings, backends.
 pub(crate) fn show(policy: &OutboundPolicy) -> Vec<String> {
     let about = name(policy.metadata.as_ref());
     let (protocol, routes) = match policy.protocol.as_ref().unwrap().kind.as_ref().unwrap() {
@@ -45,7 +45,7 @@ pub(crate) fn show(policy: &OutboundPolicy) -> Vec<String> {
     lines
 }
 
-/// The object or default in the metadata: `kind namespace/name`, with `:port` if it has one.
+/// Returns the object or default in the metadata: `kind namespace/name`, with `:port` if it has one.
 fn name(metadata: Option<&Metadata>) -> String {
     match metadata.unwrap().kind.as_ref().unwrap() {
         metadata::Kind::Default(name) => name.clone(),
@@ -354,7 +354,7 @@ fn backoff(backoff: Option<ExponentialBackoff>) -> String {
     )
 }
 
-/// The retry backoff, unless it has its default values.
+/// Returns the retry backoff, unless it has its default values.
 fn retry_backoff(retry: Option<ExponentialBackoff>) -> String {
     match &*backoff(retry) {
         "25ms-250ms~1" => String::new(),

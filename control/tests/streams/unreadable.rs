@@ -39,7 +39,7 @@ fn permit_all(server: &str) -> String {
 }
 
 async fn port(mesh: &Mesh, port: u32) -> Server {
-    mesh.port(WEB, port).await.unwrap()
+    mesh.get_port(WEB, port).await.unwrap()
 }
 
 fn n_authorizations(server: &Server) -> usize {
@@ -117,7 +117,7 @@ async fn the_last_readable_version_applies_until_the_object_is_fixed_or_deleted(
     let more = server("s", "{podSelector: {}, port: 8080, accessPolicy: audit}");
     let bad = server("s", "{podSelector: {}, port: 8080, accessPolicy: Nobody}");
     let mesh = mesh(POD).await;
-    let mut stream = mesh.ports(WEB, 8080).await.unwrap();
+    let mut stream = mesh.watch_port(WEB, 8080).await.unwrap();
     assert_eq!(n_authorizations(&next(&mut stream).await), 1);
     mesh.manifests.write("s.yaml", &more);
     assert_eq!(next(&mut stream).await.authorizations[0].labels["name"], "audit");
@@ -143,7 +143,7 @@ async fn the_last_readable_version_applies_until_the_object_is_fixed_or_deleted(
 async fn valid_objects_of_a_file_with_invalid_ones_apply() {
     let denied = server("s", "{podSelector: {}, port: 8080}");
     let mesh = mesh(POD).await;
-    let mut stream = mesh.ports(WEB, 8080).await.unwrap();
+    let mut stream = mesh.watch_port(WEB, 8080).await.unwrap();
     assert_eq!(n_authorizations(&next(&mut stream).await), 1);
     // The second document is not YAML.
     mesh.manifests.write("s.yaml", &format!("{denied}---\nkind: ["));
@@ -156,7 +156,7 @@ async fn a_new_object_with_an_error_denies_also_in_a_file_that_was_valid() {
     let on = |name: &str, port: u16, more: &str| server(name, &format!("{{podSelector: {{}}, port: {port}{more}}}"));
     let valid = on("old", 9090, "");
     let mesh = mesh(POD).await;
-    let mut stream = mesh.ports(WEB, 9090).await.unwrap();
+    let mut stream = mesh.watch_port(WEB, 9090).await.unwrap();
     assert_eq!(n_authorizations(&next(&mut stream).await), 1);
     mesh.manifests.write("s.yaml", &valid);
     assert_eq!(n_authorizations(&next(&mut stream).await), 0);
@@ -352,7 +352,7 @@ async fn an_unreadable_route_to_a_service_fails_with_the_cause() {
         let route = object(&format!("gateway.networking.k8s.io/{version}"), kind, "r", &spec);
         let mesh = mesh(&format!("{}{route}", services("", ""))).await;
         assert_eq!(counted(&mesh), [line(kind, "r")]);
-        show(&mesh.policy(CLIENT, "10.247.0.10:80").await.unwrap())
+        show(&mesh.get_policy(CLIENT, "10.247.0.10:80").await.unwrap())
     };
     let good = "{matches: [{path: {value: /a}}], backendRefs: [{name: web-v2, port: 80}]}";
     let lines = policy_lines("HTTPRoute", &format!("[{good}, {{timeouts: {{request: soon}}}}]")).await;
@@ -386,7 +386,7 @@ async fn an_unreadable_egress_network_or_rate_limit_denies_its_requests() {
     );
     let client = CLIENT.replace("front", "shop");
     let mesh = mesh(&format!("{POD}{network}")).await;
-    let shown = async |addr: &str| show(&mesh.policy(&client, addr).await.unwrap()).join("\n");
+    let shown = async |addr: &str| show(&mesh.get_policy(&client, addr).await.unwrap()).join("\n");
     let denied = shown("203.0.113.1:443").await;
     assert!(
         denied.contains("fail 500 \"EgressNetwork shop/lab: ") && denied.contains("Maybe"),
@@ -422,7 +422,7 @@ async fn a_policy_with_an_invalid_name_in_a_directory_denies_its_requests() {
     let spec = "{trafficPolicy: Deny, networks: [{cidr: 203.0.113.0/24}]}";
     let denied = mesh(&format!("{POD}{}", policy("EgressNetwork", "Lab_E", spec))).await;
     let client = CLIENT.replace("front", "shop");
-    let shown = show(&denied.policy(&client, "203.0.113.1:443").await.unwrap()).join("\n");
+    let shown = show(&denied.get_policy(&client, "203.0.113.1:443").await.unwrap()).join("\n");
     assert!(shown.contains("fail 500 \"EgressNetwork shop/Lab_E: "), "{shown}");
 
     let spec = "{targetRef: {group: policy.linkerd.io, kind: Server, name: s}, total: {requestsPerSecond: 5}}";
@@ -480,7 +480,7 @@ async fn requests_of_unimplemented_fields_fail_with_the_cause_and_are_counted() 
     let unsupported = "unserved_configuration{kind=\"HTTPRoute\",namespace=\"shop\",name=\"r\",field=\"spec.rules\"} 1";
     let session = "sessionPersistence: {type: Cookie}";
     let mesh = mesh(&format!("{}{}", services("", ""), route(session, TO_WEB))).await;
-    let lines = show(&mesh.policy(CLIENT, "10.247.0.10:80").await.unwrap());
+    let lines = show(&mesh.get_policy(CLIENT, "10.247.0.10:80").await.unwrap());
     let cause = "fail 500 \"HTTPRoute shop/r: rules[].sessionPersistence is not supported by the mesh";
     assert!(lines[1].contains(cause), "{lines:?}");
     assert!(mesh.registry.render().contains(unsupported));

@@ -14,7 +14,7 @@ use tulle_control::admission::{PolicyValidator, ProfileValidator};
 use tulle_control::webhook::certificate_controller::{CertificateController, Config, UnreadyWhenUntrusted};
 use tulle_control::webhook::rotation::RotationTimes;
 use tulle_control::webhook::server_credentials::ServerCredentials;
-use tulle_control::webhook::{ReviewHandler, Shared, WebhookServer};
+use tulle_control::webhook::{ReviewHandler, SharedResources, WebhookServer};
 use tulle_core::drain;
 use tulle_core::metrics::Registry;
 use tulle_core::readiness::Readiness;
@@ -94,7 +94,7 @@ impl WebhookFixture {
         let creds = Arc::new(ServerCredentials::new());
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = listener.local_addr().unwrap().port();
-        let shared = Shared::new(None, &self.registry);
+        let shared = SharedResources::new(None, &self.registry);
         let webhook = WebhookServer::new(config.service, creds.clone(), handler, shared);
         self.tasks.spawn(webhook.serve(listener, self.drain.clone()));
         let latch = self.readiness.latch(config.service);

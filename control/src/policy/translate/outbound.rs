@@ -102,7 +102,7 @@ fn http_filter(filter: &Filter) -> Option<http_route::Filter> {
     Some(http_route::Filter { kind: Some(kind) })
 }
 
-/// The filters and mirrors of a rule that Linkerd's API does not have.
+/// Returns the mirrors of a rule, and those of its filters that Linkerd's API does not have.
 fn rule_extensions<M>(rule: &model::Rule<M>) -> Vec<FilterExtension> {
     let mirror = |mirror: &model::Mirror| FilterExtension {
         kind: Some(Kind::RequestMirror(RequestMirror {
@@ -117,7 +117,7 @@ fn rule_extensions<M>(rule: &model::Rule<M>) -> Vec<FilterExtension> {
     filters.chain(rule.mirrors.iter().map(mirror)).collect()
 }
 
-/// `None` for filters that Linkerd's API has.
+/// Returns `None` for a filter that Linkerd's API has.
 fn filter_extension(filter: &Filter) -> Option<FilterExtension> {
     let kind = match filter {
         Filter::UrlRewrite(rewrite) => Kind::UrlRewrite(UrlRewrite {
@@ -266,7 +266,7 @@ fn grpc_retry(retry: &model::Retry) -> Option<grpc_route::Retry> {
     })
 }
 
-/// The older field for the timeout, for proxies that do not support `Timeouts`.
+/// Returns the value of the older timeout field, for proxies that do not support `Timeouts`.
 fn request_timeout(timeouts: model::Timeouts) -> Option<prost_types::Duration> {
     timeouts.request.map(wire_duration)
 }

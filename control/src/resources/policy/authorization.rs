@@ -64,8 +64,8 @@ impl AuthorizationPolicy {
             };
             if is_duplicate {
                 return Err(
-                    "spec.requiredAuthenticationRefs may name one NetworkAuthentication, and one of \
-                            MeshTLSAuthentication and ServiceAccount"
+                    "spec.requiredAuthenticationRefs may name one NetworkAuthentication at most, and one \
+                            MeshTLSAuthentication or ServiceAccount at most"
                         .to_owned(),
                 );
             }

@@ -114,7 +114,7 @@ impl RateLimitPolicy {
     /// Creates the placeholder for an unreadable rate limit: for the Server of the referenced name in the rate limit's own
     /// namespace, even if the reference names another namespace. Returns `None` if it does not refer to a Server.
     pub(in crate::resources) fn placeholder(object: &Value, meta: Meta, reason: &str) -> Option<Self> {
-        // The reference itself may be what cannot be read, for example because of an unknown field.
+        // The reference itself can be the unreadable part, for example because of an unknown field.
         let field = |name: &str| object["spec"]["targetRef"][name].as_str().map(str::to_owned);
         let target = RawReference {
             group: field("group").unwrap_or_default(),

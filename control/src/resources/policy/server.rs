@@ -16,7 +16,7 @@ use crate::resources::service::PortRef;
 pub struct Server {
     pub meta: Meta,
     pub workloads: WorkloadSelector,
-    /// `None` means all ports. Only a placeholder whose port is unreadable has it.
+    /// `None` means all ports. Only a placeholder with an unreadable port has `None`.
     pub port: Option<PortRef>,
     pub protocol: ProxyProtocol,
     pub access_policy: AccessPolicy,
@@ -50,7 +50,7 @@ pub enum ProxyProtocol {
 }
 
 impl WorkloadSelector {
-    /// A label that every selected workload has. `None` if there is none.
+    /// Returns a label that every selected workload has, or `None` if the selector requires none.
     pub fn required_label(&self) -> Option<(&str, &str)> {
         match self {
             Self::All => None,
@@ -114,7 +114,7 @@ pub enum AccessPolicyNetworks {
 }
 
 impl Server {
-    /// The name of the port. `None` if the Server has a port number.
+    /// Returns the name of the port. `None` if the Server has a port number.
     pub fn port_name(&self) -> Option<&str> {
         match &self.port {
             Some(PortRef::Name(name)) => Some(name),
@@ -159,10 +159,10 @@ impl fmt::Display for AccessPolicy {
     "{0:?} is not an access policy; accepted: all-authenticated, all-unauthenticated, cluster-authenticated, \
      cluster-unauthenticated, deny, audit"
 )]
-pub struct UnknownPolicy(String);
+pub struct UnknownAccessPolicy(String);
 
 impl FromStr for AccessPolicy {
-    type Err = UnknownPolicy;
+    type Err = UnknownAccessPolicy;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         // Values from YAML block scalars end with a line break.
@@ -173,7 +173,7 @@ impl FromStr for AccessPolicy {
             "cluster-unauthenticated" => (AccessPolicyClients::Unauthenticated, AccessPolicyNetworks::Cluster),
             "deny" => return Ok(Self::Deny),
             "audit" => return Ok(Self::Audit),
-            _ => return Err(UnknownPolicy(text.to_owned())),
+            _ => return Err(UnknownAccessPolicy(text.to_owned())),
         };
         Ok(Self::Allow { clients, from })
     }

@@ -91,8 +91,9 @@ impl Freshness {
         self.0.state.lock().watch_is_open = true;
     }
 
-    /// The watch has ended. Without another one, the kind becomes stale `MAX_TIME_WITHOUT_WATCH` after it was last known to be up
-    /// to date: after this end if the API server has ended the watch, after the last change if it does not respond.
+    /// Records that the watch has ended. Without another watch, the kind becomes stale `MAX_TIME_WITHOUT_WATCH` after it was
+    /// last known to be up to date: after this end if the API server has ended the watch, after the last change if it does not
+    /// respond.
     pub(super) fn watch_ended(&self, cause: WatchEndCause) {
         let mut state = self.0.state.lock();
         state.watch_is_open = false;

@@ -21,9 +21,9 @@ pub(super) struct WatchedKind {
 /// What happens if the account may not list a kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Necessity {
-    /// The source waits for its first list.
+    /// The source waits for the first list of the kind.
     Required,
-    /// It is empty until the permission is given.
+    /// The kind counts as empty until the permission is given.
     Optional,
 }
 
@@ -78,7 +78,7 @@ pub(super) fn remote_kinds(endpoints_source: EndpointsSource) -> Vec<WatchedKind
     .collect()
 }
 
-/// How the destination service watches a kind. `None` if it does not.
+/// Returns how much of each object the destination service requests. `None` if it does not watch the kind.
 fn destination_detail(kind: Kind, endpoints_source: EndpointsSource) -> Option<ObjectDetail> {
     Some(match (kind, endpoints_source) {
         // Only for the metrics of Endpoints, which Linkerd has with either source.
@@ -99,8 +99,9 @@ fn destination_detail(kind: Kind, endpoints_source: EndpointsSource) -> Option<O
     })
 }
 
-/// How the policy service watches a kind. `None` if it does not. It needs all kinds of policies and routes, and pods: for their
-/// inbound policies, and because the status of an ExternalWorkload names the pod that has its address.
+/// Returns how much of each object the policy service requests. `None` if it does not watch the kind. The service needs all
+/// kinds of policies and routes, and pods: for their inbound policies, and because the status of an ExternalWorkload names the
+/// pod that has its address.
 fn policy_detail(kind: Kind) -> Option<ObjectDetail> {
     match kind {
         Kind::Endpoints

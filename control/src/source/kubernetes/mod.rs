@@ -32,7 +32,7 @@ use crate::source::kubernetes::kinds::{WatchRequirements, WatchedKind};
 use crate::source::kubernetes::metrics::InformerLag;
 use crate::source::kubernetes::reflector::{ApiServer, KindMetrics, Reflector};
 
-/// Which objects are reported, and settings of the source.
+/// The reported objects, and other settings of the source.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub requirements: WatchRequirements,
@@ -42,7 +42,7 @@ pub struct Config {
     pub stale_kinds: Readiness,
 }
 
-/// Which objects of another cluster are reported.
+/// The reported objects of another cluster, and its name.
 #[derive(Clone, Debug)]
 pub struct RemoteConfig {
     /// The name of the cluster.
@@ -79,7 +79,7 @@ pub async fn run(
         let component = "endpoints-watcher";
         debug!(addr = config.log_addr, component, "Watching {kind_name} resources");
     }
-    // Kinds without objects also get a series.
+    // Held so that kinds without objects have a series, too.
     let _cache_size_gauges: Vec<_> = watched
         .iter()
         .map(|watched| watched.kind.cache_size_gauge(&registry, "local"))
@@ -95,7 +95,8 @@ pub async fn run(
     source.run(drain).await
 }
 
-/// Reports the objects that determine the endpoints in another cluster, until the drain. Metrics of the watches are not exported, because those of this cluster have the same names.
+/// Reports the objects that determine the endpoints in another cluster, until the drain. The metrics of these watches are not
+/// exported, because the metrics for the local cluster have the same names.
 ///
 /// # Errors
 /// As [`run`].
@@ -183,7 +184,7 @@ fn watch_ended_error(ended: Result<Kind, tokio::task::JoinError>) -> SourceError
     }
 }
 
-/// Decodes bytes as the response to a list and as that to a watch of each kind.
+/// Decodes bytes as the response to a list, and as the response to a watch, of each kind.
 #[cfg(any(test, fuzzing))]
 pub(crate) fn decode_response(bytes: &[u8]) -> Vec<crate::resources::Object> {
     use response::{EncodedObject, FrameBuffer, ListPage, PartlyDecodedObject, WatchEncoding, WatchEvent};

@@ -32,7 +32,7 @@ use crate::source::kubernetes::response::{
     StatusError, WatchEncoding, WatchEvent, WatchEventType,
 };
 
-/// Where objects are read.
+/// The API server from which objects are read.
 pub(super) struct ApiServer {
     pub(super) client: Client,
     /// The name of the cluster; `None` for that of this process.
@@ -93,7 +93,7 @@ impl Error {
         matches!(self, Self::Status { status, .. } if *status == StatusCode::FORBIDDEN)
     }
 
-    /// Whether the API server was unreachable, possibly for some time before the error.
+    /// Returns whether the API server was unreachable, possibly for some time before the error.
     fn is_timeout(&self) -> bool {
         let io_timeout = |err: &(dyn StdError + 'static)| {
             err.downcast_ref::<io::Error>()
@@ -227,12 +227,12 @@ impl Reflector {
                     } else {
                         self.mark_stale_while_missing();
                     }
-                    let pause = if self.first_list.is_some() {
+                    let backoff = if self.first_list.is_some() {
                         ABSENT_KIND_STARTUP_BACKOFF
                     } else {
                         ABSENT_KIND_BACKOFF
                     };
-                    sleep(pause.start().next_delay()).await;
+                    sleep(backoff.start().next_delay()).await;
                 }
                 Err(err) => {
                     self.absent_rounds = 0;
@@ -243,8 +243,8 @@ impl Reflector {
         }
     }
 
-    /// Marks the kind as up to date at this time: as listed, or as absent and therefore empty. The first call reports to the
-    /// source that the kind is no longer awaited.
+    /// Marks the kind as up to date at this time: as listed, or as absent and therefore empty. The first call tells the source
+    /// that the kind is listed.
     async fn mark_up_to_date(&mut self, at: Instant) {
         self.freshness.mark_up_to_date(at);
         if let Some(listed) = self.first_list.take() {
@@ -260,14 +260,14 @@ impl Reflector {
                 warn!(
                     kind = self.kind_name(),
                     error = err as &dyn StdError,
-                    "the account may not list the kind; its last known state, or none, is used until it may"
+                    "the account may not list the kind; until it may, the last known state is used, or the kind counts as empty"
                 );
             }
             if let Some(listed) = self.first_list.take() {
                 // Fails only if the receiver is dropped, which no longer needs the message.
                 let _ = listed.send(self.watched.kind).await;
             }
-            // What cannot be read by intention is not out of date.
+            // A kind that the account intentionally may not read is not stale.
             self.freshness.mark_up_to_date(Instant::now());
         } else {
             warn!(
@@ -301,8 +301,8 @@ impl Reflector {
     }
 
     fn set_presence(&mut self, presence: Presence) {
-        let before = std::mem::replace(&mut self.presence, presence);
-        match (before, presence) {
+        let previous = std::mem::replace(&mut self.presence, presence);
+        match (previous, presence) {
             (Presence::Absent, Presence::Served) => info!(kind = self.kind_name(), "the kind has been installed"),
             (Presence::Served | Presence::Unknown, Presence::Absent) => {
                 let group = self.watched.kind.info().group;
@@ -336,8 +336,8 @@ impl Reflector {
         }
     }
 
-    /// Fails while the API server is not ready: after its start, discovery omits the custom resources whose definitions it has not
-    /// read yet. A client error, for example because the account may not read `/readyz`, shows nothing.
+    /// Fails while the API server is not ready: after its start, discovery omits the custom resources whose definitions it has
+    /// not read yet. A client error, for example because the account may not read `/readyz`, counts as ready.
     async fn check_api_server_is_ready(&self) -> Result<(), Error> {
         let request = request::discovery_request("/readyz").map_err(Error::Request)?;
         match self.read_response(request).await {
@@ -397,7 +397,7 @@ impl Reflector {
     /// Adds the objects of a page to the list. Other tasks of this thread run in between.
     ///
     /// # Errors
-    /// The metadata of an object cannot be read. It cannot be left out, because the object would then count as deleted.
+    /// Fails if the metadata of an object cannot be read. The object cannot be skipped, because it would then count as deleted.
     async fn decode_page(&self, items: Vec<EncodedObject<'_>>, list: &mut List) -> Result<(), Error> {
         for (i, object) in items.into_iter().enumerate() {
             if i.is_multiple_of(OBJECTS_BETWEEN_YIELDS) {
@@ -721,10 +721,11 @@ const ABSENT_KIND_STARTUP_BACKOFF: Backoff = Backoff {
 /// CRD does not wait for this: the API server deletes its objects first, and the watch reports each of them.
 pub(super) const ABSENT_ROUNDS_BEFORE_DELETE: u32 = 6;
 
-/// Decoding this many pods takes about two milliseconds.
+/// Number of objects that are decoded before other tasks of the thread run. Decoding this many pods takes about two
+/// milliseconds.
 const OBJECTS_BETWEEN_YIELDS: usize = 50;
 
-/// Events that are reported together. The state is locked meanwhile.
+/// Maximum number of events that are reported together. The state of the cluster is locked meanwhile.
 const MAX_EVENTS_PER_BATCH: usize = 1000;
 
 /// Maximum time that changes wait for further ones.
@@ -733,7 +734,7 @@ const MAX_BATCH_DELAY: Duration = Duration::from_millis(100);
 /// Consecutive failures of a watch before the kind is listed again.
 const MAX_WATCH_FAILURES: u32 = 4;
 
-/// In seconds.
+/// Range of the random timeouts of watches, in seconds.
 const WATCH_TIMEOUT_SECONDS: std::ops::Range<u64> = 150..295;
 
 /// Time without a change after which the kind is listed again.

@@ -78,8 +78,11 @@ fn server(name: &str, version: u32) -> String {
     )
 }
 
-fn watch_line(what: &str, object: &str) -> String {
-    format!("{{\"type\":\"{what}\",\"object\":{}}}\n", object.replace('\n', ""))
+fn watch_line(event_type: &str, object: &str) -> String {
+    format!(
+        "{{\"type\":\"{event_type}\",\"object\":{}}}\n",
+        object.replace('\n', "")
+    )
 }
 
 type TestBody = UnsyncBoxBody<Bytes, io::Error>;
@@ -165,11 +168,11 @@ fn start_with_discovery(
     let requests = Arc::new(Mutex::new(Vec::new()));
     let batches = Arc::new(Mutex::new(Vec::new()));
     let (seen, start) = (requests.clone(), Instant::now());
-    let asked_before = AtomicUsize::new(0);
+    let n_discovery_requests = AtomicUsize::new(0);
     let service = service_fn(move |req: Request<Body>| {
         let uri = req.uri().to_string();
         let answer = if !uri.contains('?') {
-            let n = asked_before.fetch_add(1, Ordering::Relaxed);
+            let n = n_discovery_requests.fetch_add(1, Ordering::Relaxed);
             discovery(n, &uri)
         } else if uri.contains("/servers?") {
             let mut seen = seen.lock();
@@ -461,13 +464,13 @@ async fn objects_are_deleted_only_when_discovery_omits_the_kind() {
             discovery_response(uri, n % ABSENT_ROUNDS == 0)
         }),
     ];
-    for (what, discovery) in never {
+    for (case, discovery) in never {
         let source = start_with_discovery(discovery, one_server_then_404);
         source.wait_for_batches(&["+a@5"]).await;
         tokio::time::sleep(Duration::from_secs(3600)).await;
         source.wait_for_batches(&["+a@5"]).await;
         source.wait_for_stale(1).await;
-        assert!(!source.stale_kinds.is_ready(), "{what}");
+        assert!(!source.stale_kinds.is_ready(), "{case}");
     }
     let gone = start_with_discovery(|_, uri| discovery_response(uri, false), one_server_then_404);
     gone.wait_for_batches(&["+a@5", "-a"]).await;

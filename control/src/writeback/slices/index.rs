@@ -34,18 +34,18 @@ pub(super) struct ReconcileInputs {
 
 /// Methods that apply a change return the Services whose slices it affects.
 impl SliceIndex {
-    pub(super) fn service_applied(&mut self, service: &Arc<Service>) -> BTreeSet<NamespacedName> {
+    pub(super) fn apply_service(&mut self, service: &Arc<Service>) -> BTreeSet<NamespacedName> {
         let name = service.meta.name.clone();
         self.services.insert(name.clone(), service.clone());
         BTreeSet::from([name])
     }
 
-    pub(super) fn service_deleted(&mut self, name: &NamespacedName) -> BTreeSet<NamespacedName> {
+    pub(super) fn delete_service(&mut self, name: &NamespacedName) -> BTreeSet<NamespacedName> {
         self.services.remove(name);
         BTreeSet::from([name.clone()])
     }
 
-    pub(super) fn workload_applied(&mut self, new: &Arc<ExternalWorkload>) -> BTreeSet<NamespacedName> {
+    pub(super) fn apply_workload(&mut self, new: &Arc<ExternalWorkload>) -> BTreeSet<NamespacedName> {
         let Some(old) = self.workloads.insert(new.meta.name.clone(), new.clone()) else {
             return self.selecting_services(new);
         };
@@ -69,22 +69,22 @@ impl SliceIndex {
         }
     }
 
-    pub(super) fn workload_deleted(&mut self, name: &NamespacedName) -> BTreeSet<NamespacedName> {
+    pub(super) fn delete_workload(&mut self, name: &NamespacedName) -> BTreeSet<NamespacedName> {
         let old = self.workloads.remove(name);
         old.map(|old| self.selecting_services(&old)).unwrap_or_default()
     }
 
-    pub(super) fn slice_applied(&mut self, slice: &DecodedSlice) -> BTreeSet<NamespacedName> {
+    pub(super) fn apply_slice(&mut self, slice: &DecodedSlice) -> BTreeSet<NamespacedName> {
         let name = &slice.meta.name;
         let service = slice.meta.label(label::SERVICE_NAME);
         let (Some(managed), Some(service)) = (&slice.managed_object, service) else {
             // Another controller owns the slice. If this one owned it before, it is removed from the index.
-            return self.slice_deleted(name);
+            return self.delete_slice(name);
         };
         let service = NamespacedName::new(name.namespace.clone(), service);
         let mut affected = BTreeSet::new();
         if self.service_by_slice.get(name).is_some_and(|before| *before != service) {
-            affected.extend(self.slice_deleted(name));
+            affected.extend(self.delete_slice(name));
             affected.insert(service.clone());
         } else if self.tracker.is_change_by_others(&service, managed) {
             affected.insert(service.clone());
@@ -95,7 +95,7 @@ impl SliceIndex {
         affected
     }
 
-    pub(super) fn slice_deleted(&mut self, name: &NamespacedName) -> BTreeSet<NamespacedName> {
+    pub(super) fn delete_slice(&mut self, name: &NamespacedName) -> BTreeSet<NamespacedName> {
         let Some(service) = self.service_by_slice.remove(name) else {
             return BTreeSet::new();
         };

@@ -99,12 +99,12 @@ impl Controller {
         let mut affected = BTreeSet::new();
         for event in events {
             affected.extend(match event {
-                Event::Applied(Object::Service(service)) => state.index.service_applied(&service),
-                Event::Applied(Object::ExternalWorkload(workload)) => state.index.workload_applied(&workload),
-                Event::Applied(Object::EndpointSlice(slice)) => state.index.slice_applied(&slice),
-                Event::Deleted(Kind::Service, name) => state.index.service_deleted(&name),
-                Event::Deleted(Kind::ExternalWorkload, name) => state.index.workload_deleted(&name),
-                Event::Deleted(Kind::EndpointSlice, name) => state.index.slice_deleted(&name),
+                Event::Applied(Object::Service(service)) => state.index.apply_service(&service),
+                Event::Applied(Object::ExternalWorkload(workload)) => state.index.apply_workload(&workload),
+                Event::Applied(Object::EndpointSlice(slice)) => state.index.apply_slice(&slice),
+                Event::Deleted(Kind::Service, name) => state.index.delete_service(&name),
+                Event::Deleted(Kind::ExternalWorkload, name) => state.index.delete_workload(&name),
+                Event::Deleted(Kind::EndpointSlice, name) => state.index.delete_slice(&name),
                 Event::Applied(_) | Event::Deleted(..) | Event::Unreadable(_) | Event::Synced => continue,
             });
         }
@@ -203,7 +203,7 @@ impl Controller {
                 }
                 state.queue.as_ref().and_then(WorkQueue::next_retry_at)
             };
-            let pause = async {
+            let retry = async {
                 match next_at {
                     Some(at) => sleep_until(at).await,
                     None => std::future::pending().await,
@@ -211,7 +211,7 @@ impl Controller {
             };
             tokio::select! {
                 () = self.0.queue_changed.notified() => {}
-                () = pause => {}
+                () = retry => {}
             }
         }
     }
@@ -341,7 +341,7 @@ fn is_not_found(err: &Error) -> bool {
     matches!(err, Error::Api(status) if status.code == 404)
 }
 
-/// The namespace is being deleted, so that nothing can be created in it.
+/// Returns whether the namespace is being deleted, so that nothing can be created in it.
 fn is_namespace_terminating(err: &Error) -> bool {
     let Error::Api(status) = err else { return false };
     let causes = status.details.iter().flat_map(|details| &details.causes);

@@ -162,8 +162,8 @@ impl Plan {
     }
 }
 
-/// Takes the desired endpoints of the workloads that the slice has already. Leaves out duplicates, and the end of a slice that
-/// another client has made too long.
+/// Takes the desired endpoints of the workloads that the slice has already. Leaves out duplicates, and the endpoints above the
+/// maximum number of a slice, which another client can have added.
 fn take_endpoints_of_slice(slice: &EndpointSlice, service: &Service, desired: &mut Endpoints) -> Vec<Endpoint> {
     let mut endpoints = Vec::with_capacity(slice.endpoints.len());
     for endpoint in &slice.endpoints {
@@ -187,8 +187,8 @@ fn fill_changed_slices(changed: &mut [SliceUpdate<'_>], new_endpoints: &mut VecD
     }
 }
 
-/// New endpoints are put into full new slices; the remainder goes to the fullest unchanged slice with room for all of it.
-/// Returns the update of that slice.
+/// Adds the new endpoints that do not fill a new slice to the fullest unchanged slice with room for all of them. Returns the
+/// update of that slice.
 fn add_rest_to_unchanged_slice<'a>(
     mut unchanged: Vec<SliceUpdate<'a>>,
     new_endpoints: &mut VecDeque<Endpoint>,
@@ -317,7 +317,7 @@ fn build_endpoint(service: &Service, workload: &ExternalWorkload, family: IpFami
     let ips = workload
         .ips
         .iter()
-        .filter(|ip| IpFamily::of(ip) == family && is_valid_endpoint_ip(ip));
+        .filter(|ip| IpFamily::from_ip(ip) == family && is_valid_endpoint_ip(ip));
     let addresses: Vec<String> = ips.map(ToString::to_string).collect();
     if addresses.is_empty() {
         return None;

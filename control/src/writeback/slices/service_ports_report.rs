@@ -33,7 +33,7 @@ struct State {
     /// The Services that can select external workloads.
     services: BTreeMap<NamespacedName, Arc<Service>>,
     workloads: BTreeMap<NamespacedName, Arc<ExternalWorkload>>,
-    /// By Service.
+    /// The undeclared ports that are counted for each Service.
     counted: AHashMap<NamespacedName, Vec<UndeclaredPort>>,
 }
 
@@ -96,7 +96,7 @@ impl State {
                 let before = self.workloads.insert(workload.meta.name.clone(), workload.clone());
                 if before
                     .as_ref()
-                    .is_some_and(|before| declares_the_same(before, workload))
+                    .is_some_and(|before| has_same_ports_and_labels(before, workload))
                 {
                     return BTreeSet::new();
                 }
@@ -154,9 +154,9 @@ impl State {
     }
 }
 
-/// Whether both versions of a workload declare the same ports and have the same labels, by which Services select them. Most
-/// updates change the status only.
-fn declares_the_same(before: &ExternalWorkload, workload: &ExternalWorkload) -> bool {
+/// Returns whether both versions of a workload declare the same ports and have the same labels, by which Services select them.
+/// Most updates change the status only.
+fn has_same_ports_and_labels(before: &ExternalWorkload, workload: &ExternalWorkload) -> bool {
     before.meta.labels == workload.meta.labels
         && before.ports == workload.ports
         && before.non_tcp_ports == workload.non_tcp_ports

@@ -509,7 +509,7 @@ fn a_workload_change_affects_the_services_that_select_it() {
         named_service("green", json!({"color": "green"})),
         named_service("no-selector", json!({})),
     ] {
-        index.service_applied(&service);
+        index.apply_service(&service);
     }
     let vm = |version: &str, labels: Value, ready: bool| {
         Workload {
@@ -523,37 +523,37 @@ fn a_workload_change_affects_the_services_that_select_it() {
     let blue = json!({"app": "web", "color": "blue"});
     let green = json!({"app": "web", "color": "green"});
     assert_eq!(
-        names(&index.workload_applied(&vm("1", blue.clone(), true))),
+        names(&index.apply_workload(&vm("1", blue.clone(), true))),
         ["app", "blue"],
         "added"
     );
     assert!(
-        index.workload_applied(&vm("1", blue.clone(), true)).is_empty(),
+        index.apply_workload(&vm("1", blue.clone(), true)).is_empty(),
         "unchanged version"
     );
     assert!(
-        index.workload_applied(&vm("2", blue.clone(), true)).is_empty(),
+        index.apply_workload(&vm("2", blue.clone(), true)).is_empty(),
         "no relevant change"
     );
     assert_eq!(
-        names(&index.workload_applied(&vm("3", blue, false))),
+        names(&index.apply_workload(&vm("3", blue, false))),
         ["app", "blue"],
         "endpoints"
     );
-    let moved = index.workload_applied(&vm("4", green.clone(), false));
+    let moved = index.apply_workload(&vm("4", green.clone(), false));
     assert_eq!(names(&moved), ["blue", "green"], "labels: the old and the new Services");
-    let both = index.workload_applied(&vm("5", json!({"app": "web"}), true));
+    let both = index.apply_workload(&vm("5", json!({"app": "web"}), true));
     assert_eq!(
         names(&both),
         ["app", "green"],
         "labels and endpoints: all Services that select it"
     );
-    index.workload_applied(&vm("6", green, true));
+    index.apply_workload(&vm("6", green, true));
     assert_eq!(
-        names(&index.workload_deleted(&NamespacedName::new("shop", "vm"))),
+        names(&index.delete_workload(&NamespacedName::new("shop", "vm"))),
         ["app", "green"]
     );
-    assert!(index.workload_deleted(&NamespacedName::new("shop", "vm")).is_empty());
+    assert!(index.delete_workload(&NamespacedName::new("shop", "vm")).is_empty());
 }
 
 fn decode_slice(name: &str, labels: Value, generation: i64) -> DecodedSlice {
@@ -577,11 +577,11 @@ fn an_external_slice_change_affects_its_service() {
     let foreign = json!({"kubernetes.io/service-name": "web",
         "endpointslice.kubernetes.io/managed-by": "endpointslice-controller.k8s.io"});
     assert!(
-        index.slice_applied(&decode_slice("k8s", foreign.clone(), 1)).is_empty(),
+        index.apply_slice(&decode_slice("k8s", foreign.clone(), 1)).is_empty(),
         "not ours"
     );
     assert_eq!(
-        names(&index.slice_applied(&decode_slice("a", ours("web"), 1))),
+        names(&index.apply_slice(&decode_slice("a", ours("web"), 1))),
         ["web"],
         "unknown"
     );
@@ -590,46 +590,46 @@ fn an_external_slice_change_affects_its_service() {
         .tracker
         .record_write(&web, &decode_slice("a", ours("web"), 2).managed_object.unwrap());
     assert!(
-        index.slice_applied(&decode_slice("a", ours("web"), 2)).is_empty(),
+        index.apply_slice(&decode_slice("a", ours("web"), 2)).is_empty(),
         "our own write"
     );
     assert_eq!(
-        names(&index.slice_applied(&decode_slice("a", ours("web"), 3))),
+        names(&index.apply_slice(&decode_slice("a", ours("web"), 3))),
         ["web"],
         "tampered with"
     );
-    let moved = index.slice_applied(&decode_slice("a", ours("api"), 4));
+    let moved = index.apply_slice(&decode_slice("a", ours("api"), 4));
     assert_eq!(names(&moved), ["api", "web"], "moved to another Service");
     assert_eq!(
-        names(&index.slice_applied(&decode_slice("a", foreign, 5))),
+        names(&index.apply_slice(&decode_slice("a", foreign, 5))),
         ["api"],
         "no longer ours"
     );
-    index.slice_applied(&decode_slice("b", ours("web"), 1));
+    index.apply_slice(&decode_slice("b", ours("web"), 1));
     index
         .tracker
         .record_delete(&web, &decode_slice("b", ours("web"), 1).managed_object.unwrap());
     assert!(
-        index.slice_deleted(&NamespacedName::new("shop", "b")).is_empty(),
+        index.delete_slice(&NamespacedName::new("shop", "b")).is_empty(),
         "deleted by us"
     );
-    index.slice_applied(&decode_slice("c", ours("web"), 1));
+    index.apply_slice(&decode_slice("c", ours("web"), 1));
     assert_eq!(
-        names(&index.slice_deleted(&NamespacedName::new("shop", "c"))),
+        names(&index.delete_slice(&NamespacedName::new("shop", "c"))),
         ["web"],
         "deleted by others"
     );
 }
 
 #[test]
-fn services_without_selectors_and_external_names_are_left_alone() {
+fn services_without_selectors_and_external_names_are_ignored() {
     let mut index = SliceIndex::default();
-    index.service_applied(&named_service("plain", json!({"app": "web"})));
-    index.service_applied(&named_service("none", json!({})));
+    index.apply_service(&named_service("plain", json!({"app": "web"})));
+    index.apply_service(&named_service("none", json!({})));
     let mut alias = service(json!({"type": "ExternalName", "externalName": "x.example", "selector": {"app": "web"}}));
     Arc::make_mut(&mut alias).meta.name = NamespacedName::new("shop", "alias");
-    index.service_applied(&alias);
-    index.workload_applied(&workload("vm", "192.0.2.1").build());
+    index.apply_service(&alias);
+    index.apply_workload(&workload("vm", "192.0.2.1").build());
     let inputs = |name: &str| index.reconcile_inputs(&NamespacedName::new("shop", name));
     assert_eq!(inputs("plain").unwrap().workloads.len(), 1);
     assert!(inputs("none").is_none());
@@ -640,12 +640,12 @@ fn services_without_selectors_and_external_names_are_left_alone() {
 #[test]
 fn workloads_of_other_namespaces_are_left_out() {
     let mut index = SliceIndex::default();
-    index.service_applied(&plain_service());
-    index.workload_applied(&workload("here", "192.0.2.1").build());
+    index.apply_service(&plain_service());
+    index.apply_workload(&workload("here", "192.0.2.1").build());
     for namespace in ["default", "sho", "shop-2", "shops"] {
         let mut elsewhere = workload("there", "192.0.2.2").build();
         Arc::make_mut(&mut elsewhere).meta.name = NamespacedName::new(namespace, "there");
-        let affected = index.workload_applied(&elsewhere);
+        let affected = index.apply_workload(&elsewhere);
         assert!(affected.is_empty(), "{namespace}: {affected:?}");
     }
     let inputs = index.reconcile_inputs(&NamespacedName::new("shop", "web")).unwrap();
@@ -653,7 +653,7 @@ fn workloads_of_other_namespaces_are_left_out() {
     assert_eq!(workloads.collect::<Vec<_>>(), ["shop/here"]);
 }
 
-/// A controller whose API server rejects all requests.
+/// Returns a controller whose API server rejects all requests.
 fn failing_controller() -> Controller {
     let service = tower::service_fn(|_: http::Request<kube::client::Body>| {
         let refusal = json!({"kind": "Status", "apiVersion": "v1", "status": "Failure", "code": 500});

@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn only_changes_by_others_are_external() {
+    fn own_writes_are_not_changes_by_others() {
         let service = NamespacedName::new("ns", "web");
         let mut tracker = WriteTracker::default();
         assert!(tracker.is_change_by_others(&service, &slice("a", 1)));

@@ -50,7 +50,7 @@ pub(super) fn route_condition(result: Result<(), RouteRejection>, generation: Op
     condition_false(ACCEPTED, reason, rejection.to_string(), generation)
 }
 
-/// The `ResolvedRefs` condition: whether all backends of a route exist.
+/// Returns the `ResolvedRefs` condition: whether all backends of a route exist.
 pub(super) fn backends_condition(missing: &[NamespacedName], generation: Option<i64>) -> Condition {
     if missing.is_empty() {
         return condition_true(RESOLVED_REFS, generation);
@@ -65,13 +65,13 @@ pub(super) fn invalid_backend_condition(name: &NamespacedName, generation: Optio
     condition_false(RESOLVED_REFS, "InvalidKind", message, generation)
 }
 
-/// For an EgressNetwork that is a backend of a route with other parents.
+/// Returns the `ResolvedRefs` condition of a route with an EgressNetwork as a backend that is not a parent of the route.
 pub(super) fn foreign_network_condition(name: &NamespacedName, generation: Option<i64>) -> Condition {
     let message = format!("EgressNetwork {name} can only be a backend of routes with this parent");
     condition_false(RESOLVED_REFS, "InvalidKind", message, generation)
 }
 
-/// The `Overridden` condition, which exists only if objects of this kind make the route ineffective.
+/// Returns the `Overridden` condition, which exists only if objects of this kind make the route ineffective.
 pub(super) fn overridden_condition(by: Kind, message: String, generation: Option<i64>) -> Condition {
     Condition {
         message,
@@ -80,7 +80,7 @@ pub(super) fn overridden_condition(by: Kind, message: String, generation: Option
     }
 }
 
-/// Says that these EgressNetworks make another one ineffective.
+/// Returns the message that these EgressNetworks make another one ineffective.
 pub(super) fn overriding_networks_message(overridden: impl Display, by: &BTreeSet<&NamespacedName>) -> String {
     let names: Vec<String> = by.iter().map(ToString::to_string).collect();
     format!(
@@ -156,7 +156,7 @@ pub(super) fn set_transition_times(wanted: &mut [Condition], current: &[Conditio
     }
 }
 
-/// A true condition has its type as the reason.
+/// Returns a true condition. Its reason is its type.
 fn condition_true(kind: &str, generation: Option<i64>) -> Condition {
     Condition {
         kind: kind.to_owned(),

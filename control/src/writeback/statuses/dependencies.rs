@@ -9,7 +9,7 @@ use crate::resources::route::{Parent, ParentKind, Route};
 use crate::writeback::statuses::object_id::ObjectId;
 
 /// Returns the objects on which the status of a route depends.
-pub(super) fn depends_on(route: &Route) -> BTreeSet<ObjectId> {
+pub(super) fn route_dependencies(route: &Route) -> BTreeSet<ObjectId> {
     let mut targets: BTreeSet<ObjectId> = route.parents.iter().filter_map(parent_object_id).collect();
     for backend in route.rules.backend_refs() {
         let name = backend.resolve(route.meta.namespace());
@@ -22,7 +22,7 @@ pub(super) fn depends_on(route: &Route) -> BTreeSet<ObjectId> {
     targets
 }
 
-/// All fields of a reference to a parent, without the acceptance in the status.
+/// Returns all fields of a reference to a parent, without the acceptance in the status.
 pub(super) fn reference_fields(parent: &Parent) -> (ParentKind, &NamespacedName, Option<u16>, Option<&str>) {
     (parent.kind, &parent.name, parent.port, parent.section.as_deref())
 }

@@ -27,7 +27,7 @@ use crate::resources::{Kind, Object};
 use crate::writeback::config::StatusesConfig;
 use crate::writeback::statuses::conditions::{self, EgressNetworkRejection};
 use crate::writeback::statuses::dependencies::{
-    depends_on, parent_kind, parent_object_id, rate_limit_server, reference_fields,
+    parent_kind, parent_object_id, rate_limit_server, reference_fields, route_dependencies,
 };
 use crate::writeback::statuses::object_id::ObjectId;
 
@@ -70,7 +70,7 @@ pub(super) enum Status {
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct StatusPatch {
     pub(super) body: Value,
-    /// The version that it replaces.
+    /// The resource version that the patch replaces.
     pub(super) version: String,
     pub(super) status: Status,
 }
@@ -216,15 +216,15 @@ impl StatusIndex {
             }
             _ => {
                 let old = self.routes.remove(id);
-                self.remove_dependencies(id, old.map(|old| depends_on(&old)).unwrap_or_default())
+                self.remove_dependencies(id, old.map(|old| route_dependencies(&old)).unwrap_or_default())
             }
         };
         affected.remove(id);
         affected
     }
 
-    /// Returns the EgressNetworks of a namespace, which compete for addresses, and their routes. Returns none if they are too
-    /// many to compare.
+    /// Returns the EgressNetworks of a namespace, which compete for addresses, and their routes. Returns an empty list if the
+    /// EgressNetworks are too many to compare.
     fn egress_networks_and_routes_of(&self, namespace: &str) -> Vec<ObjectId> {
         let names = self.egress_networks.keys();
         let names: Vec<_> = names.filter(|name| *name.namespace == *namespace).collect();
@@ -238,7 +238,7 @@ impl StatusIndex {
             .collect()
     }
 
-    /// Replaces the addresses of an object. Returns the external workloads that have one of them.
+    /// Replaces the addresses of an object. Returns the external workloads that have one of the old or new addresses.
     fn update_addresses(&mut self, id: &ObjectId, old: &[IpAddr], new: &[IpAddr]) -> BTreeSet<ObjectId> {
         if old == new {
             return BTreeSet::new();
@@ -257,8 +257,8 @@ impl StatusIndex {
         self.workloads_at(old.iter().chain(new))
     }
 
-    /// Returns whether an external workload was created after one of this age. The oldest workload of an address keeps it, so
-    /// the change of a workload affects the younger ones only.
+    /// Returns whether an external workload was created after a workload of this age. The oldest workload of an address keeps
+    /// it, so the change of a workload affects the younger ones only.
     fn is_younger(&self, name: &NamespacedName, age: (i64, &NamespacedName)) -> bool {
         let workload = self.external_workloads.get(name);
         workload.is_some_and(|workload| workload.meta.age_order() > age)
@@ -291,8 +291,8 @@ impl StatusIndex {
 
     fn apply_route(&mut self, id: ObjectId, route: &Arc<Route>) -> BTreeSet<ObjectId> {
         let old = self.routes.insert(id.clone(), route.clone());
-        let before = old.as_ref().map(|old| depends_on(old)).unwrap_or_default();
-        let after = depends_on(route);
+        let before = old.as_ref().map(|old| route_dependencies(old)).unwrap_or_default();
+        let after = route_dependencies(route);
         let mut affected = BTreeSet::from([id.clone()]);
         let competes_as_before = |old: &Arc<Route>| {
             old.parents
@@ -354,7 +354,7 @@ impl StatusIndex {
     }
 
     /// Returns all objects that have a status from this controller.
-    pub(super) fn all(&self) -> Vec<ObjectId> {
+    pub(super) fn objects_with_status(&self) -> Vec<ObjectId> {
         let routes = self.routes.keys().cloned();
         let limits = self
             .rate_limits
@@ -502,10 +502,10 @@ impl StatusIndex {
             return Some(EgressNetworkRejection::OverlapsClusterNetworks);
         }
         let all = self.egress_networks.values().map(|other| &**other);
-        // The last readable version of an unreadable one stays in force, and is not known here.
+        // The last readable version of an unreadable EgressNetwork stays in force, and is not known here.
         let readable = all.filter(|other| other.unreadable.is_none());
-        let of_namespace = readable.filter(|other| other.meta.namespace() == network.meta.namespace());
-        let overriding = acceptance::overriding_networks(network, of_namespace, cluster_networks);
+        let in_same_namespace = readable.filter(|other| other.meta.namespace() == network.meta.namespace());
+        let overriding = acceptance::overriding_networks(network, in_same_namespace, cluster_networks);
         (!overriding.is_empty()).then_some(EgressNetworkRejection::Overridden(overriding))
     }
 
@@ -670,7 +670,7 @@ impl StatusIndex {
         routes.map(|route| &**route)
     }
 
-    /// The condition that tells whether all backends of a route exist and can be backends of it.
+    /// Returns the condition that tells whether all backends of a route exist and can be its backends.
     fn resolved_refs_condition(&self, route: &Route) -> Condition {
         let mut missing = Vec::new();
         for backend in route.rules.backend_refs() {

@@ -120,7 +120,7 @@ impl Controller {
             if queue.queued.contains(&id) || state.index.build_patch(&id, "").is_none() {
                 continue;
             }
-            if queue.waiting.len() >= MAX_QUEUED {
+            if queue.waiting.len() >= MAX_QUEUED_OBJECTS {
                 self.0.metrics.overflows.inc();
                 continue;
             }
@@ -162,7 +162,7 @@ impl Controller {
         loop {
             ticks.tick().await;
             let state = &mut *self.0.state.lock();
-            let all = state.index.all();
+            let all = state.index.objects_with_status();
             self.enqueue_changed(state, all);
         }
     }
@@ -250,6 +250,6 @@ impl Controller {
     }
 }
 
-const MAX_QUEUED: usize = 10_000;
+const MAX_QUEUED_OBJECTS: usize = 10_000;
 
 const RESYNC_INTERVAL: Duration = Duration::from_secs(10);

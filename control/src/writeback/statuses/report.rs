@@ -1,4 +1,5 @@
-//! What statuses would report, for a source without statuses: the parts of objects that are unserved because of other objects.
+//! Reports, for a source without statuses, what the statuses would report: the parts of objects that are unserved because of
+//! other objects.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -16,7 +17,7 @@ use crate::writeback::statuses::object_id::ObjectId;
 
 /// The report. Clones share their state.
 #[derive(Clone)]
-pub(in crate::writeback) struct Report(Arc<Shared>);
+pub(in crate::writeback) struct StatusReport(Arc<Shared>);
 
 struct Shared {
     cluster: Cluster,
@@ -29,7 +30,7 @@ struct State {
     counted: AHashMap<ObjectId, Vec<(UnservedPart, GaugeGuard)>>,
 }
 
-impl Report {
+impl StatusReport {
     pub(in crate::writeback) fn new(cluster: Cluster, settings: StatusesConfig) -> Self {
         Self(Arc::new(Shared {
             cluster,

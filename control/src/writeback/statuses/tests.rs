@@ -86,9 +86,11 @@ impl TestIndex {
             let [group, kind, name] = ["group", "kind", "name"].map(|field| parent_ref[field].as_str().unwrap());
             for condition in parent["conditions"].as_array().unwrap() {
                 assert_eq!(condition["observedGeneration"], 4);
-                let [what, status, reason] =
+                let [condition_type, status, reason] =
                     ["type", "status", "reason"].map(|field| condition[field].as_str().unwrap());
-                found.push(format!("{group}/{kind}/{name}{port}: {what}={status} {reason}"));
+                found.push(format!(
+                    "{group}/{kind}/{name}{port}: {condition_type}={status} {reason}"
+                ));
             }
         }
         found
@@ -196,12 +198,12 @@ fn a_route_with_unsupported_features_is_not_accepted() {
         condition_of(Kind::GatewayHttpRoute, server_ref("srv"), cors),
         "False UnsupportedValue: filter CORS is not supported where the parent is a Server"
     );
-    let of_backend = json!({"backendRefs": [{"name": "web", "port": 80, "filters": extension["filters"]}]});
+    let backend_filter = json!({"backendRefs": [{"name": "web", "port": 80, "filters": extension["filters"]}]});
     assert!(
-        condition_of(Kind::GatewayHttpRoute, service_ref("web"), of_backend.clone())
+        condition_of(Kind::GatewayHttpRoute, service_ref("web"), backend_filter.clone())
             .starts_with("False UnsupportedValue")
     );
-    assert!(condition_of(Kind::GatewayHttpRoute, server_ref("srv"), of_backend).starts_with("True"));
+    assert!(condition_of(Kind::GatewayHttpRoute, server_ref("srv"), backend_filter).starts_with("True"));
     let response =
         json!({"filters": [{"type": "ResponseHeaderModifier", "responseHeaderModifier": {"remove": ["x"]}}]});
     assert!(condition_of(Kind::GatewayHttpRoute, service_ref("web"), response.clone()).starts_with("True"));
@@ -295,15 +297,15 @@ fn an_external_workload_with_the_address_of_an_older_one_is_refused() {
             .apply(kind, workload("shop", "db", 2, 80))
             .contains(&"vm".to_owned())
     );
-    let of_other =
+    let taken_by_older =
         "\"10.2.0.1 is an address of ExternalWorkload shop/db; clients do not reach this ExternalWorkload there\"";
-    assert_eq!(condition_of(&index, "evil", "vm").as_deref(), Some(of_other));
+    assert_eq!(condition_of(&index, "evil", "vm").as_deref(), Some(taken_by_older));
     assert_eq!(condition_of(&index, "shop", "db"), None);
     // In one namespace several workloads can share an address if their ports differ.
     index.apply(kind, workload("shop", "web", 4, 90));
     assert_eq!(condition_of(&index, "shop", "web"), None);
     index.apply(kind, workload("shop", "web", 4, 80));
-    assert_eq!(condition_of(&index, "shop", "web").as_deref(), Some(of_other));
+    assert_eq!(condition_of(&index, "shop", "web").as_deref(), Some(taken_by_older));
     let freed = index.0.delete(&ObjectId::new(kind, NamespacedName::new("shop", "db")));
     assert!(freed.contains(&ObjectId::new(kind, NamespacedName::new("evil", "vm"))));
     assert_eq!(condition_of(&index, "evil", "vm"), None);
@@ -367,7 +369,7 @@ fn backends_must_exist_and_be_services_or_networks_of_the_route() {
 }
 
 #[test]
-fn the_more_specific_protocol_wins_the_same_port() {
+fn routes_of_the_more_specific_protocol_take_precedence_on_a_port() {
     let mut index = TestIndex::new();
     index.service("web", "10.96.0.7");
     let accepted = |index: &TestIndex, kind, name: &str| index.conditions_of(kind, name)[0].contains("Accepted=True");
@@ -596,7 +598,7 @@ fn statuses(body: &Value) -> Value {
 }
 
 #[test]
-fn only_what_changed_is_written_and_other_controllers_are_left_alone() {
+fn only_changed_conditions_are_written_and_entries_of_other_controllers_are_kept() {
     let mut index = TestIndex::new();
     let kind = Kind::GatewayHttpRoute;
     let parents = json!([service_ref("web")]);
@@ -637,7 +639,7 @@ fn only_what_changed_is_written_and_other_controllers_are_left_alone() {
 }
 
 #[test]
-fn what_was_written_is_not_written_again_before_the_watch_reports_it() {
+fn a_written_status_is_not_written_again_before_the_watch_reports_it() {
     let mut index = TestIndex::new();
     let kind = Kind::GrpcRoute;
     index.route(kind, "r", json!([service_ref("web")]), json!([]));
@@ -657,7 +659,7 @@ fn what_was_written_is_not_written_again_before_the_watch_reports_it() {
 }
 
 #[test]
-fn a_change_concerns_only_what_depends_on_it() {
+fn a_change_affects_dependent_objects_only() {
     let mut index = TestIndex::new();
     index.route(Kind::GrpcRoute, "a", json!([service_ref("web")]), json!([]));
     index.route(
@@ -676,7 +678,7 @@ fn a_change_concerns_only_what_depends_on_it() {
     assert_eq!(affected, ["c"], "the other routes of the parent are not affected");
 }
 
-/// A controller whose API server never responds.
+/// Returns a controller whose API server never responds.
 fn unresponsive_controller() -> Controller {
     let client = Client::new(
         tower::service_fn(|_: http::Request<kube::client::Body>| {
@@ -687,7 +689,7 @@ fn unresponsive_controller() -> Controller {
     Controller::new(client, settings(), &Registry::new())
 }
 
-/// A route whose parent is the Server of the same name.
+/// Returns a route whose parent is the Server of the same name.
 fn route(name: &str) -> Event {
     let spec = json!({"parentRefs": [server_ref(name)], "rules": []});
     let manifest = json!({"metadata": {"name": name, "namespace": "shop"}, "spec": spec});
@@ -741,7 +743,7 @@ async fn a_timed_out_patch_is_counted_and_retried_at_the_next_resync() {
 async fn queue_overflows_are_counted() {
     let controller = unresponsive_controller();
     controller.0.state.lock().queue = Some(StatusQueue::default());
-    controller.apply((0..MAX_QUEUED + 3).map(|n| route(&n.to_string())).collect());
+    controller.apply((0..MAX_QUEUED_OBJECTS + 3).map(|n| route(&n.to_string())).collect());
     let metrics = &controller.0.metrics;
     assert_eq!((metrics.enqueues.get(), metrics.overflows.get()), (10_000, 3));
     // Objects that are queued already do not need space.

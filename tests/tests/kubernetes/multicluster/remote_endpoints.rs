@@ -10,7 +10,7 @@ use tulle_control::cluster::{self, Cluster};
 use tulle_control::destination;
 use tulle_control::kubernetes as client;
 use tulle_control::remote::RemoteWatches;
-use tulle_control::remote::references::References;
+use tulle_control::remote::references::ReferencedClusters;
 use tulle_control::resources::service::EndpointsSource;
 use tulle_control::source::kubernetes::kinds::WatchRequirements;
 use tulle_control::source::kubernetes::{self as source};
@@ -37,7 +37,7 @@ impl Destination {
         let cluster = Cluster::new(cluster::Config::default(), &registry);
         let clusters = LinkedClusters::from(cluster.clone());
         let mut tasks = JoinSet::new();
-        let (sink, references) = References::watch(cluster.sink());
+        let (sink, references) = ReferencedClusters::from_events(cluster.sink());
         let access = server
             .service_account_kubeconfig(CONTROL_PLANE, "linkerd-destination")
             .await

@@ -88,10 +88,11 @@ impl FrameBuffer {
 /// The length of the prefix of a message.
 const LENGTH_BYTES: usize = size_of::<u32>();
 
-/// Much larger than an object, of which etcd stores at most 1.5 MiB by default. A longer event is not an event of a watch.
+/// Maximum length of an event. It is much larger than an object, of which etcd stores at most 1.5 MiB by default. A larger
+/// length prefix shows that the response is not in protobuf.
 const MAX_EVENT_BYTES: usize = 64 * 1024 * 1024;
 
-/// A larger buffer is freed after use.
+/// Maximum capacity of an empty buffer. A larger buffer is freed.
 const MAX_RETAINED_CAPACITY: usize = 64 * 1024;
 
 #[cfg(test)]

@@ -166,7 +166,8 @@ pub(super) struct StatusError {
 }
 
 impl StatusError {
-    /// Reads the body of a response. It can be empty or unreadable, for example from a proxy in between.
+    /// Reads the body of a response. The body can be empty or unreadable, for example if a proxy between this process and the
+    /// API server sent it.
     pub(super) fn from_body(body: &Bytes) -> Self {
         match protobuf::TypedObject::parse(body) {
             Ok(Some(object)) => Self::from_protobuf(object.message),
@@ -210,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn only_lists_are_lists() {
+    fn a_response_that_is_not_a_list_is_an_error() {
         let list = protobuf::List {
             metadata: Some(protobuf::ListMeta {
                 resource_version: "7".to_owned(),
@@ -272,7 +273,7 @@ mod tests {
             };
             WatchEvent::parse(&event.encode_to_vec().into(), WatchEncoding::Protobuf).map(|event| event.r#type)
         };
-        let pod = || body("Pod", &protobuf::WithHead::default());
+        let pod = || body("Pod", &protobuf::ObjectWithHead::default());
         assert_eq!(event("BOOKMARK", pod()).unwrap(), WatchEventType::Bookmark);
         assert!(matches!(event("RENAMED", pod()), Err(DecodeError::EventType(_))));
         assert!(matches!(

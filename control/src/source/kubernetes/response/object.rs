@@ -113,7 +113,9 @@ impl<'a> PartlyDecodedObject<'a> {
                 })
             }
             EncodedObject::Protobuf(message) => {
-                let head = protobuf::WithHead::decode(&*message)?.metadata.unwrap_or_default();
+                let head = protobuf::ObjectWithHead::decode(&*message)?
+                    .metadata
+                    .unwrap_or_default();
                 Ok(Self {
                     head: ObjectHead {
                         name: head.name.into(),
@@ -137,7 +139,7 @@ impl<'a> PartlyDecodedObject<'a> {
                     .max()
             }
             Content::Protobuf(message) => {
-                let fields = protobuf::WithManagedFields::decode(&**message)
+                let fields = protobuf::ObjectWithManagedFields::decode(&**message)
                     .ok()?
                     .metadata?
                     .managed_fields;
@@ -174,7 +176,7 @@ impl<'a> PartlyDecodedObject<'a> {
         Ok(decoded)
     }
 
-    /// Returns what is known about an object that cannot be decoded. `None` for objects that do not concern the mesh.
+    /// Returns the readable parts of an object that cannot be decoded. `None` if the object does not concern the mesh.
     pub(crate) fn unreadable(&self, kind: Kind, reason: &str) -> Option<Unreadable> {
         let object = match &self.content {
             Content::Json { text, .. } => serde_json::from_str(text).unwrap_or_default(),

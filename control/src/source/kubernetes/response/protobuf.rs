@@ -82,7 +82,7 @@ pub(crate) struct Status {
 
 /// An object of any kind, of which only the head of its metadata is decoded.
 #[derive(Clone, PartialEq, Message)]
-pub(crate) struct WithHead {
+pub(crate) struct ObjectWithHead {
     #[prost(message, optional, tag = "1")]
     pub(crate) metadata: Option<Head>,
 }
@@ -99,7 +99,7 @@ pub(crate) struct Head {
 
 /// An object of any kind, of which only the managed fields are decoded.
 #[derive(Clone, PartialEq, Message)]
-pub(crate) struct WithManagedFields {
+pub(crate) struct ObjectWithManagedFields {
     #[prost(message, optional, tag = "1")]
     pub(crate) metadata: Option<ManagedFields>,
 }

@@ -362,9 +362,9 @@ impl WatchState {
             let unsent = changes_of_object.iter().rev();
             let unsent = unsent.take_while(|change| change.revision > self.sent_revision);
             changes.extend(unsent.map(|change| {
-                let what = if change.exists { "MODIFIED" } else { "DELETED" };
+                let event_type = if change.exists { "MODIFIED" } else { "DELETED" };
                 let object = object_json(self.kind, name, change.revision);
-                (change.revision, watch_line(what, &object))
+                (change.revision, watch_line(event_type, &object))
             }));
         }
         changes.sort_unstable();
@@ -468,7 +468,7 @@ fn apply_to_reported_objects(server: &ApiServer, reported: &mut ReportedObjects,
     }
 }
 
-/// Returns for how long a reported object has differed from the server. Zero if it does not.
+/// Returns for how long a reported object has differed from the server, or zero if it does not differ.
 fn age_of_reported_object(server: &ApiServer, key: (usize, usize), seen: Option<u64>) -> Duration {
     let Some(changes) = server.changes.get(&key) else {
         return Duration::ZERO;
@@ -583,24 +583,24 @@ fn run_schedules(seeds: std::ops::Range<u64>) {
     }
 }
 
-// Four tests, so that none of them exceeds its timeout while other tests use the CPUs.
+// The schedules are divided into four tests, because a single test would exceed its timeout while other tests use the CPUs.
 
 #[test]
-fn views_follow_an_api_server_with_random_failures_in_schedules_0_to_249() {
+fn the_source_follows_an_api_server_with_random_failures_in_schedules_0_to_249() {
     run_schedules(0..250);
 }
 
 #[test]
-fn views_follow_an_api_server_with_random_failures_in_schedules_250_to_499() {
+fn the_source_follows_an_api_server_with_random_failures_in_schedules_250_to_499() {
     run_schedules(250..500);
 }
 
 #[test]
-fn views_follow_an_api_server_with_random_failures_in_schedules_500_to_749() {
+fn the_source_follows_an_api_server_with_random_failures_in_schedules_500_to_749() {
     run_schedules(500..750);
 }
 
 #[test]
-fn views_follow_an_api_server_with_random_failures_in_schedules_750_to_999() {
+fn the_source_follows_an_api_server_with_random_failures_in_schedules_750_to_999() {
     run_schedules(750..1000);
 }

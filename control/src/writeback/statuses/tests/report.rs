@@ -1,11 +1,11 @@
-//! What is reported for a source without statuses.
+//! Tests of the report for a source without statuses.
 
 use tulle_core::metrics::Registry;
 
 use super::*;
 use crate::cluster::{self, Cluster};
 use crate::resources::unserved;
-use crate::writeback::statuses::report::Report;
+use crate::writeback::statuses::report::StatusReport;
 
 struct TestReport {
     registry: Registry,
@@ -16,7 +16,7 @@ impl TestReport {
     fn new() -> Self {
         let registry = Registry::new();
         let cluster = Cluster::new(cluster::Config::default(), &registry);
-        let sink = Report::new(cluster, settings()).sink();
+        let sink = StatusReport::new(cluster, settings()).sink();
         Self { registry, sink }
     }
 
@@ -44,7 +44,7 @@ fn route(kind: Kind, name: &str, parent: Value, rule: Value) -> (Kind, Value) {
 }
 
 #[test]
-fn routes_without_effect_are_counted_until_they_have_one() {
+fn routes_without_effect_are_counted_until_they_have_an_effect() {
     let report = TestReport::new();
     let http = |name: &str, parent: Value| route(Kind::GatewayHttpRoute, name, parent, json!({}));
     let mut with_section = service_ref("web");

@@ -1,4 +1,4 @@
-//! Which parents accept a route, and the conditions that say so.
+//! Tests of the parents that accept a route, and of the resulting conditions.
 
 use super::*;
 
