@@ -98,13 +98,23 @@ impl Guide {
         commands::run_script(bash, commands).await
     }
 
-    /// Runs commands again until they succeed and their output contains a text.
+    /// Runs commands again until they succeed and their output contains a text. Returns the output.
     pub(super) async fn run_until_output_contains(&self, commands: &str, text: &str) -> String {
+        self.run_until(commands, text, |output| output.contains(text)).await
+    }
+
+    /// Runs commands again until they succeed and each line of their output contains a text.
+    pub(super) async fn run_until_each_line_contains(&self, commands: &str, text: &str) {
+        let contains = |output: &str| !output.is_empty() && output.lines().all(|line| line.contains(text));
+        self.run_until(commands, text, contains).await;
+    }
+
+    async fn run_until(&self, commands: &str, text: &str, is_reached: impl Fn(&str) -> bool) -> String {
         let mut last = String::new();
         let begun = tokio::time::Instant::now();
         let shown = async || {
             last = self.bash(commands).await?;
-            ensure!(last.contains(text), "no {text:?} in the output of\n{commands}\n{last}");
+            ensure!(is_reached(&last), "no {text:?} in the output of\n{commands}\n{last}");
             Ok(())
         };
         self.cluster.wait_until(text, shown).await.unwrap();

@@ -68,8 +68,12 @@ pub(super) async fn rotate_issuer(guide: &mut Guide) {
     let key = "openssl x509 -in new-issuer/crt.pem -noout -ext subjectKeyIdentifier | tail -n 1 | tr -d ' '";
     let key = guide.bash(key).await.unwrap();
     for proxy in PROXIES {
-        let certificate = format!("tulle identity {proxy} | openssl x509 -noout -ext authorityKeyIdentifier");
-        guide.run_until_output_contains(&certificate, key.trim()).await;
+        // Of all pods, without the certificates of issuers.
+        let issuers = format!(
+            "tulle identity {proxy} | openssl crl2pkcs7 -nocrl -certfile /dev/stdin | openssl pkcs7 -print_certs -text -noout \
+             | grep -A24 'Subject:.*serviceaccount' | grep -A1 'Authority Key' | grep -v 'Authority Key\\|--'"
+        );
+        guide.run_until_each_line_contains(&issuers, key.trim()).await;
     }
     guide.assert_no_failure_since(n_reports_before, "a new issuer").await;
 }
@@ -103,7 +107,7 @@ pub(super) async fn rotate_anchor(guide: &mut Guide) {
     for proxy in PROXIES {
         let identity = identity.replace("deploy/web -n shop", proxy);
         assert!(identity.contains(proxy), "{identity}");
-        guide.run_until_output_contains(&identity, "identity-2027").await;
+        guide.run_until_each_line_contains(&identity, "-2027").await;
     }
     let checked = guide.bash(&format!("tulle check{check}")).await.unwrap();
     assert!(!checked.contains('×'), "{checked}");
