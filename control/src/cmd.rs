@@ -31,14 +31,14 @@ enum Name {
     ProxyInjector,
     /// Golden metrics and taps of workloads, on port 8089; without Kubernetes on loopback only.
     Telemetry,
-    /// Services for the exported Services of another cluster: those of the Link of --link-name, or with --local-mirror the
-    /// federated Services of this cluster. Only on Kubernetes.
+    /// Mirrors of the exported Services of another cluster, whose Link --link-name names; or, with --local-mirror, the federated
+    /// Services of this cluster. Only on Kubernetes.
     ServiceMirror,
     /// Destination, identity, policy and telemetry in one process.
     AllInOne,
 }
 
-/// The services of this process.
+/// Whether each service runs in this process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Services {
     pub destination: bool,
@@ -106,7 +106,7 @@ impl Command {
     }
 }
 
-/// Converts long flags with one dash, which Linkerd's Go programs and charts use.
+/// Adds the second dash to a long flag with one dash. Linkerd's Go programs and charts use such flags.
 fn two_dashes(arg: OsString) -> OsString {
     match arg.to_str() {
         Some(text) if text.len() > 2 && text.starts_with('-') && !text.starts_with("--") => format!("-{text}").into(),
@@ -114,7 +114,7 @@ fn two_dashes(arg: OsString) -> OsString {
     }
 }
 
-/// Converts the last argument of a service mirror to a flag: Linkerd's charts pass the name of the Link without one.
+/// Converts the last argument of a service mirror to `--link-name`: Linkerd's charts pass the name of the Link without a flag.
 fn name_link_of_last_argument(line: &mut [OsString]) {
     let is_mirror = line.iter().any(|arg| arg == SERVICE_MIRROR);
     let [.., before, last] = line else { return };
@@ -128,7 +128,7 @@ fn name_link_of_last_argument(line: &mut [OsString]) {
 
 const SERVICE_MIRROR: &str = "service-mirror";
 
-/// Flags of the service mirror that are true if they have no value.
+/// Boolean flags of the service mirror. Without a value they are true, so the next argument is not their value.
 const FLAGS_WITHOUT_VALUE: [&str; 4] = [
     "--enable-headless-services",
     "--enable-namespace-creation",

@@ -103,7 +103,7 @@ impl TestService {
         trust::create_token(&self.keys.private, &subject).unwrap().into_bytes()
     }
 
-    fn good(&self) -> proto::CertifyRequest {
+    fn valid_request(&self) -> proto::CertifyRequest {
         proto::CertifyRequest {
             identity: WEB.to_owned(),
             token: self.token("web", "shop"),
@@ -119,7 +119,7 @@ impl TestService {
     }
 
     async fn assert_refused(&self, change: impl FnOnce(&mut proto::CertifyRequest), code: Code, message: &str) {
-        let mut req = self.good();
+        let mut req = self.valid_request();
         change(&mut req);
         let status = self.certify(req).await.unwrap_err();
         assert_eq!(status.code(), code, "{status}");
@@ -142,7 +142,7 @@ async fn refusals_of_a_client_and_certificates_of_a_workload_are_logged_once_a_m
     let send_requests = async || {
         let test = TestService::new();
         for _ in 0..3 {
-            test.certify(test.good()).await.unwrap();
+            test.certify(test.valid_request()).await.unwrap();
             test.certify(proto::CertifyRequest::default()).await.unwrap_err();
         }
     };
@@ -180,7 +180,7 @@ impl io::Write for Log {
 #[tokio::test]
 async fn a_workload_that_proves_its_identity_gets_a_certificate_for_it() {
     let test = TestService::new();
-    let rsp = test.certify(test.good()).await.unwrap();
+    let rsp = test.certify(test.valid_request()).await.unwrap();
     let anchors = TrustAnchors::read(&test.path_of("ca.crt")).unwrap();
     let leaf = CertificateDer::from(rsp.leaf_certificate);
     let chain: Vec<_> = rsp
@@ -326,7 +326,7 @@ async fn a_subject_that_is_no_service_account_is_refused() {
     }
 }
 
-/// A reviewer whose API server gives each review this status; with `None` it does not respond.
+/// A reviewer whose API server returns this status for each review. With `None` the request fails.
 fn reviewer(status: Option<Value>) -> Reviewer {
     let service = tower::service_fn(move |req: http::Request<Body>| {
         let status = status.clone();
@@ -384,12 +384,12 @@ async fn without_an_issuer_or_keys_no_certificate_is_signed() {
 }
 
 #[tokio::test]
-async fn an_issuer_that_expired_signs_nothing() {
+async fn an_expired_issuer_signs_no_certificate() {
     let test = TestService::new();
     let later = time::OffsetDateTime::now_utc() + 2 * trust::ISSUER_LIFETIME;
     let err = test
         .service
-        .issue(&test.good(), Ipv4Addr::LOCALHOST.into(), later)
+        .issue(&test.valid_request(), Ipv4Addr::LOCALHOST.into(), later)
         .await
         .unwrap_err();
     assert_eq!(err.code(), Code::Unknown, "{err}");
@@ -397,7 +397,7 @@ async fn an_issuer_that_expired_signs_nothing() {
 }
 
 #[tokio::test]
-async fn a_new_issuer_signs_at_once_and_a_bad_one_changes_nothing() {
+async fn a_new_issuer_is_used_immediately_and_an_invalid_issuer_changes_nothing() {
     let test = TestService::new();
     let (crt, key) = (test.path_of("issuer/crt.pem"), test.path_of("issuer/key.pem"));
     let bundle = test.path_of("ca.crt");

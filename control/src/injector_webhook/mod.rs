@@ -276,7 +276,7 @@ fn decide_undecoded(
     let is_protected = config.is_protected(head.namespace.as_deref().unwrap_or_default());
     let annotations = head.inject_annotation().map(inject_annotation).unwrap_or_default();
     let is_without_sidecar =
-        (group.as_str(), kind.as_str()) == ("", "Pod") && !injection::is_requested(namespace_annotations, &annotations);
+        (group.as_str(), kind.as_str()) == ("", "Pod") && !injection::is_sidecar_requested(namespace_annotations, &annotations);
     match is_protected || is_without_sidecar {
         true => AdmissionResponse::allow().warn(failure_warning(kind, &reason)),
         false => AdmissionResponse::deny(reason),

@@ -33,7 +33,7 @@ use super::status::{self, LinkStatus};
 use super::writer::{WriteMemory, Writer};
 use crate::kubernetes::lease::{Leadership, Role};
 use crate::kubernetes::request_layer::RequestRate;
-use crate::kubernetes::watches::{SecretState, SecretWatch, Watched, Watches, is_listed};
+use crate::kubernetes::watches::{SecretState, SecretWatch, WatchParams, Watches, is_listed};
 use crate::kubernetes::{self, remote_credentials};
 use crate::resources::meta::NamespacedName;
 use crate::resources::status::timestamp;
@@ -185,11 +185,11 @@ impl Controller {
         let client = &self.client;
         let size = |kind: &str| self.cache_size(kind, "local");
         let all = watcher::Config::default();
-        let services = Watched::new(Api::all(client.clone()), all.clone(), prune_service);
+        let services = WatchParams::new(Api::all(client.clone()), all.clone(), prune_service);
         let written = all.clone().labels(label::MIRRORED_CLUSTER);
-        let endpoints = Watched::new(Api::all(client.clone()), written, |_| {});
-        let namespaces = Watched::new(Api::all(client.clone()), all.clone(), |_| {});
-        let links = Watched {
+        let endpoints = WatchParams::new(Api::all(client.clone()), written, |_| {});
+        let namespaces = WatchParams::new(Api::all(client.clone()), all.clone(), |_| {});
+        let links = WatchParams {
             api: Api::namespaced_with(client.clone(), &self.config.namespace, &Link::resource()),
             kind: Link::resource(),
             config: all,
@@ -304,8 +304,8 @@ impl Controller {
     fn watch_remote(&self, link: &Link, client: &Client) -> Remote {
         let size = |kind: &str| self.cache_size(kind, &link.cluster);
         let all = watcher::Config::default();
-        let services = Watched::new(Api::all(client.clone()), all.clone(), prune_service);
-        let endpoints = Watched::new(Api::all(client.clone()), all, prune_endpoints);
+        let services = WatchParams::new(Api::all(client.clone()), all.clone(), prune_service);
+        let endpoints = WatchParams::new(Api::all(client.clone()), all, prune_endpoints);
         let mut watches = Watches::new(&link.cluster);
         Remote {
             services: watches.watch(services, size("service")),
@@ -331,7 +331,10 @@ impl Controller {
             let is_readable = remote.is_listed() && local.is_listed() && failure.is_none();
             synced.0.set(is_readable.into());
             let mut retry_at = Instant::now() + self.config.refresh_period;
-            let failures = [remote.watches.next_failure_at(), local.watches.next_failure_at()];
+            let failures = [
+                remote.watches.next_failure_report_at(),
+                local.watches.next_failure_report_at(),
+            ];
             retry_at = failures.into_iter().flatten().fold(retry_at, Instant::min);
             if is_readable {
                 let local_cluster = local.cluster();
