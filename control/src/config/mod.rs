@@ -173,7 +173,7 @@ impl Config {
         Ok(Self {
             services,
             pod_name: pod_name(),
-            source: services.need_source().then(source),
+            source: services.need_object_source().then(source),
             kubernetes: flags.kubernetes()?,
             certificates: flags.certificates(services, &domains)?,
             client_certificates: flags.client_certificates,

@@ -512,7 +512,11 @@ mod tests {
         };
         check(&foreign.certificate, &foreign.key, "UnknownIssuer");
         check(&expired.certificate, &expired.key, "xpired");
-        check(&ca.certificate, &foreign.key, "does not belong to the issuer's certificate");
+        check(
+            &ca.certificate,
+            &foreign.key,
+            "does not belong to the issuer's certificate",
+        );
         check(&leaf.certificate.pem(), &key.serialize_pem(), "may not sign others");
         check("", &ca.key, "holds no certificate");
         check("-----BEGIN CERTIFICATE-----", &ca.key, "is not PEM");

@@ -99,19 +99,12 @@ pub(super) fn mode_from_annotations(
     let namespace = inject_setting(Some(namespace)).ok_or(SkipReason::InvalidAtNamespace)?;
     let pod = inject_setting(pod).ok_or(SkipReason::InvalidAtWorkload)?;
     match (namespace, pod) {
-        (_, InjectSetting::Enabled) | (InjectSetting::Enabled, InjectSetting::Unset) => {
-            Ok(ProxyMode::Standard)
+        (_, InjectSetting::Enabled) | (InjectSetting::Enabled, InjectSetting::Unset) => Ok(ProxyMode::Standard),
+        (_, InjectSetting::Ingress) | (InjectSetting::Ingress, InjectSetting::Unset) => Ok(ProxyMode::Ingress),
+        (InjectSetting::Enabled | InjectSetting::Ingress, InjectSetting::Disabled) => Err(SkipReason::Disabled),
+        (InjectSetting::Disabled | InjectSetting::Unset, InjectSetting::Disabled | InjectSetting::Unset) => {
+            Err(SkipReason::NotEnabled)
         }
-        (_, InjectSetting::Ingress) | (InjectSetting::Ingress, InjectSetting::Unset) => {
-            Ok(ProxyMode::Ingress)
-        }
-        (InjectSetting::Enabled | InjectSetting::Ingress, InjectSetting::Disabled) => {
-            Err(SkipReason::Disabled)
-        }
-        (
-            InjectSetting::Disabled | InjectSetting::Unset,
-            InjectSetting::Disabled | InjectSetting::Unset,
-        ) => Err(SkipReason::NotEnabled),
     }
 }
 

@@ -227,8 +227,8 @@ impl Watches {
         let mut events = futures_util::stream::select_all(self.streams);
         let metadata = self.metadata;
         let report_synced = async move {
-            // A store wakes only one waiter, so only this task waits for the stores, and all others wait for `synced`. An error would
-            // mean that a watch has ended, but the watches run as long as this future.
+            // A store wakes only one waiter, so only this task waits for the stores, and all others wait for `synced`. An error
+            // would mean that a watch has ended, but the watches run as long as this future.
             let _ = metadata.namespaces.wait_until_ready().await;
             let _ = metadata.replica_sets.wait_until_ready().await;
             let _ = metadata.jobs.wait_until_ready().await;
@@ -441,7 +441,10 @@ mod tests {
         for n in 0..100 {
             let pod = owned_by("apps/v1", "ReplicaSet", &format!("none-{n}"), "1");
             metadata.owner("shop", &pod, OTHER_CLIENT).await;
-            metadata.namespace(&format!("none-{n}"), OTHER_CLIENT).await.unwrap_err();
+            metadata
+                .namespace(&format!("none-{n}"), OTHER_CLIENT)
+                .await
+                .unwrap_err();
         }
         let n_requests = requests.lock().len();
         assert_eq!(n_requests, UNSUCCESSFUL_LOOKUP_RATE.burst as usize);

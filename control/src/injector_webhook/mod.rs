@@ -275,8 +275,8 @@ fn decide_undecoded(
     let GroupVersionKind { group, kind, .. } = &head.kind;
     let is_protected = config.is_protected(head.namespace.as_deref().unwrap_or_default());
     let annotations = head.inject_annotation().map(inject_annotation).unwrap_or_default();
-    let requests_no_sidecar =
-        (group.as_str(), kind.as_str()) == ("", "Pod") && !injection::is_sidecar_requested(namespace_annotations, &annotations);
+    let requests_no_sidecar = (group.as_str(), kind.as_str()) == ("", "Pod")
+        && !injection::is_sidecar_requested(namespace_annotations, &annotations);
     match is_protected || requests_no_sidecar {
         true => AdmissionResponse::allow().warn(failure_warning(kind, &reason)),
         false => AdmissionResponse::deny(reason),
@@ -296,7 +296,10 @@ fn failure_warning(kind: &str, cause: &str) -> String {
     }
 }
 
-fn take_spec<T: serde::de::DeserializeOwned + Default>(kind: &'static str, data: &mut Value) -> Result<T, InjectorError> {
+fn take_spec<T: serde::de::DeserializeOwned + Default>(
+    kind: &'static str,
+    data: &mut Value,
+) -> Result<T, InjectorError> {
     match data.get_mut("spec").map(Value::take) {
         None => Ok(T::default()),
         Some(spec) => serde_json::from_value(spec).map_err(|source| InjectorError::Spec { kind, source }),

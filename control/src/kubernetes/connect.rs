@@ -245,9 +245,7 @@ mod tests {
                     assert!(quiet.is_err(), "a quiet watch ended: {quiet:?}");
                     server.ip("link set eth0 down\n").unwrap();
                     let cut_at = Instant::now();
-                    let cut = timeout(5 * quick.timeout, body.frame())
-                        .await
-                        .expect("the watch ends");
+                    let cut = timeout(5 * quick.timeout, body.frame()).await.expect("the watch ends");
                     assert!(cut.unwrap().is_err());
                     println!("the watch ended after {:?}", cut_at.elapsed());
                 });

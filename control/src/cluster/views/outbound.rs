@@ -697,8 +697,7 @@ fn egress_fallback_policy(addr: SocketAddr) -> Policy {
     let empty_name = NamespacedName::new("", "");
     let kind = ParentKind::EgressNetwork;
     let name_and_port = (&empty_name, addr.port());
-    let parent =
-        ParentDefaults::without_annotations(kind, name_and_port, reference.clone(), backend, Load::PeakEwma);
+    let parent = ParentDefaults::without_annotations(kind, name_and_port, reference.clone(), backend, Load::PeakEwma);
     let protocol = Protocol::Detect {
         timeout: DETECT_TIMEOUT,
         http: vec![parent.default_http("egress-fallback")],

@@ -157,8 +157,13 @@ fn an_application_that_runs_as_the_proxy_is_denied_with_both_fixes() {
     ] {
         assert_eq!(denial_reason(Case::pod(&yaml)), None, "{yaml}");
     }
-    let same_group = Case::pod(&app("securityContext: {runAsGroup: 2103}")).annotate(&[(annotation::PROXY_GID, "2103")]);
-    assert!(denial_reason(same_group).unwrap().contains("config.linkerd.io/proxy-gid"));
+    let same_group =
+        Case::pod(&app("securityContext: {runAsGroup: 2103}")).annotate(&[(annotation::PROXY_GID, "2103")]);
+    assert!(
+        denial_reason(same_group)
+            .unwrap()
+            .contains("config.linkerd.io/proxy-gid")
+    );
     // An init container may bypass the proxy, because the proxy does not run yet. It only causes a warning.
     let setup = Case::pod("spec: {initContainers: [{name: setup, image: a, securityContext: {runAsUser: 2102}}]}");
     let outcome = setup.outcome();
