@@ -586,7 +586,7 @@ impl Builder {
         Ok(bound)
     }
 
-    /// Starts the task that updates `creds`, from a mounted certificate if there is one, otherwise as `certificate` says.
+    /// Starts the task that updates `creds`: from a mounted certificate, or else by a controller with the settings `certificate`.
     fn manage_server_certificate(
         &mut self,
         certificate: certificate_controller::Config,
@@ -631,7 +631,7 @@ impl Builder {
         Ok(())
     }
 
-    /// Starts a task on the main runtime whose heartbeat shows the admin servers, on their own thread, that the runtime is alive.
+    /// Starts the heartbeat of the main runtime. The admin servers, which run on another thread, check it for their liveness paths.
     fn start_heartbeat(&mut self) {
         let (heartbeat, drain) = (self.heartbeat.clone(), self.drain.clone());
         self.start("heartbeat", async move {

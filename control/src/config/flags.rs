@@ -169,8 +169,8 @@ pub(crate) struct Flags {
     /// Address of telemetry; by default :8089, or 127.0.0.1:8089 without Kubernetes.
     #[arg(long)]
     pub(super) telemetry_addr: Option<ListenAddr>,
-    /// Admin address (metrics, readiness, invalid manifests) of destination; by default :9996. In a process without
-    /// destination, that of sp-validator (by default :9997), of proxy-injector (by default :9995) or of service-mirror (by default
+    /// Admin address (metrics, readiness, invalid manifests) of destination; by default :9996. In a process without destination,
+    /// the admin address of sp-validator (by default :9997), proxy-injector (by default :9995) or service-mirror (by default
     /// :9999); rejected if several of these run.
     #[arg(long)]
     pub(super) metrics_addr: Option<ListenAddr>,

@@ -56,7 +56,7 @@ impl Member<'_> {
 }
 
 /// Returns the messages that bring a client from its last state and location to the current ones. Additions come first,
-/// so that the client always has an endpoint, then removals. If no endpoint is left, a message that says so comes last.
+/// so that the client always has an endpoint, then removals. If no endpoint is left, the last message is `NoEndpoints`.
 /// No two members of a state have the same address.
 ///
 /// All additions are in one message, because proxies use the first message of a stream as the complete state.

@@ -42,11 +42,11 @@ struct TestService {
 
 impl TestService {
     fn new() -> Self {
-        Self::with(|_| ())
+        Self::with_changed_files(|_| ())
     }
 
     /// Applies `change` to the files before the service reads them.
-    fn with(change: impl FnOnce(&Path)) -> Self {
+    fn with_changed_files(change: impl FnOnce(&Path)) -> Self {
         Self::build(change, |keys| {
             Reviewer::JoinTokenKeys(JoinTokenKeys::open(keys, &Registry::new()).unwrap())
         })
@@ -376,10 +376,10 @@ async fn the_status_of_a_token_review_decides_the_code() {
 
 #[tokio::test]
 async fn without_an_issuer_or_keys_no_certificate_is_signed() {
-    let test = TestService::with(|dir| fs::remove_file(dir.join("issuer/crt.pem")).unwrap());
+    let test = TestService::with_changed_files(|dir| fs::remove_file(dir.join("issuer/crt.pem")).unwrap());
     test.assert_refused(|_| (), Code::Unavailable, "cert issuer not ready yet")
         .await;
-    let test = TestService::with(|dir| fs::remove_file(dir.join("keys/join.pub")).unwrap());
+    let test = TestService::with_changed_files(|dir| fs::remove_file(dir.join("keys/join.pub")).unwrap());
     test.assert_refused(|_| (), Code::Internal, "no public key in").await;
 }
 
@@ -435,7 +435,8 @@ async fn a_new_issuer_is_used_immediately_and_an_invalid_issuer_changes_nothing(
 
 #[tokio::test]
 async fn the_service_signs_its_own_certificate_and_renews_it_when_the_issuer_changes() {
-    let test = TestService::with(|dir| fs::rename(dir.join("issuer/crt.pem"), dir.join("later.pem")).unwrap());
+    let test =
+        TestService::with_changed_files(|dir| fs::rename(dir.join("issuer/crt.pem"), dir.join("later.pem")).unwrap());
     let creds = Arc::new(MeshCredentials::new(
         test.service.name().to_owned(),
         ClientCertificates::Optional,

@@ -65,7 +65,7 @@ impl LookupLimiter {
     }
 }
 
-/// Timeout of one lookup. A review has up to two, of the namespace and the owner, and the API server waits 10 seconds for it.
+/// Timeout of one lookup. A review has up to two lookups, of the namespace and the owner, and the API server waits 10 seconds.
 pub(super) const LOOKUP_TIMEOUT: Duration = Duration::from_secs(3);
 /// Rate of unsuccessful lookups. The burst is larger than the number of concurrent reviews of a client network. It suffices for an
 /// API server: the objects in its reviews exist, except for owners that were deleted.

@@ -448,7 +448,7 @@ mod tests {
         }
         let n_requests = requests.lock().len();
         assert_eq!(n_requests, UNSUCCESSFUL_LOOKUP_RATE.burst as usize);
-        // Other clients are not limited by that, nor by lookups that succeed.
+        // The unsuccessful lookups of a client do not limit other clients. Successful lookups are not limited.
         let pod = owned_by("apps/v1", "ReplicaSet", "web-1", "1");
         for _ in 0..100 {
             metadata.namespace("shop", API_SERVER).await.unwrap();

@@ -134,21 +134,23 @@ mod tests {
 
     #[test]
     fn label_names_are_unique_for_all_annotations() {
-        let of_reviews = ["owner-kind", "namespace", "annotation-at", "skip", "skip-reason"];
-        let keys = of_reviews.map(|name| format!("config.linkerd.io/{name}")).into_iter();
-        let keys = keys.chain(of_reviews.map(|name| format!("config.linkerd.io/{}", name.replace('-', "_"))));
+        let review_label_names = ["owner-kind", "namespace", "annotation-at", "skip", "skip-reason"];
+        let keys = review_label_names
+            .map(|name| format!("config.linkerd.io/{name}"))
+            .into_iter();
+        let keys = keys.chain(review_label_names.map(|name| format!("config.linkerd.io/{}", name.replace('-', "_"))));
         let keys = keys.chain(annotation::ALL.iter().map(|known| known.name.to_owned()));
         let annotations: Annotations = keys.map(|key| (key, "x".to_owned())).collect();
         let pod = ObjectMeta {
             annotations: Some(annotations.clone()),
             ..ObjectMeta::default()
         };
-        let of_review = labels("pod", "shop", None, &pod, &annotations);
-        let of_decision = of_review.with("skip", true).with("skip_reason", "");
-        let mut names: Vec<_> = of_decision.pairs().into_iter().map(|(name, _)| name).collect();
+        let review_labels = labels("pod", "shop", None, &pod, &annotations);
+        let decision_labels = review_labels.with("skip", true).with("skip_reason", "");
+        let mut names: Vec<_> = decision_labels.pairs().into_iter().map(|(name, _)| name).collect();
         let n_names = names.len();
         names.sort_unstable();
         names.dedup();
-        assert_eq!(names.len(), n_names, "{of_decision:?}");
+        assert_eq!(names.len(), n_names, "{decision_labels:?}");
     }
 }

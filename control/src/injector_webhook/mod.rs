@@ -7,7 +7,7 @@
 //! the cluster needs these pods to recover.
 //!
 //! Permissions: cluster-wide `get`, `list`, `watch` of `namespaces`, `replicasets` (apps), `jobs` (batch); `list` of
-//! `pods`; `create`, `patch` of `events` (events.k8s.io); and those of `webhook/certificate_controller.rs`. The ConfigMaps
+//! `pods`; `create`, `patch` of `events` (events.k8s.io); and the permissions of `webhook/certificate_controller.rs`. The ConfigMaps
 //! with values and trust anchors are mounted.
 
 pub mod audit;

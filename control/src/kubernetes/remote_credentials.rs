@@ -76,7 +76,7 @@ pub async fn read(secret: &Secret) -> Result<Access, CredentialsError> {
     let mut config = kube::Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default())
         .await
         .map_err(invalid)?;
-    // kube takes this proxy from the environment of this process, which does not apply to another cluster.
+    // kube sets a proxy by the environment of this process. Proxies are not supported.
     config.proxy_url = None;
     config.connect_timeout = Some(CONNECT_TIMEOUT);
     // The watches retry themselves, because they report each failure.

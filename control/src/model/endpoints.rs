@@ -53,8 +53,8 @@ pub enum TrafficScope {
     Cluster,
     /// Only endpoints on the client's node.
     Node,
-    /// Endpoints with a hint for the client's node; if there are none, those of `Cluster`. Set only if every endpoint has node
-    /// hints.
+    /// Endpoints with a hint for the client's node; if there are none, the same endpoints as for `Cluster`. Set only if every
+    /// endpoint has node hints.
     HintedNode,
 }
 
@@ -64,9 +64,9 @@ pub struct Endpoint {
     pub workload: EndpointWorkload,
     pub node: Option<Arc<str>>,
     pub zone: Option<Arc<str>>,
-    /// Zones whose clients should use this endpoint. Ignored unless every endpoint of the port has at least one.
+    /// Zones whose clients should use this endpoint. Ignored unless every endpoint of the port has at least one zone.
     pub hint_zones: Arc<[Arc<str>]>,
-    /// Nodes whose clients should use this endpoint. Ignored unless every endpoint of the port has at least one.
+    /// Nodes whose clients should use this endpoint. Ignored unless every endpoint of the port has at least one node.
     pub hint_nodes: Arc<[Arc<str>]>,
     /// Shared by the replicas of an owner.
     pub shared: Arc<SharedEndpointFields>,

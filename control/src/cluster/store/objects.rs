@@ -266,7 +266,7 @@ fn slice_keys(slice: &EndpointSlice) -> Vec<LookupKey> {
 
 fn pod_keys(pod: &Pod) -> Vec<LookupKey> {
     let mut keys = Vec::new();
-    // Pods in the host network share the host's address, so the address does not identify one of them.
+    // Pods in the host network share the host's address, so the address does not identify a single pod.
     if pod.network == PodNetwork::Pod {
         keys.extend(pod.ips.iter().map(|ip| LookupKey::Ip(*ip)));
     }

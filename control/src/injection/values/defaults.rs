@@ -1,4 +1,4 @@
-//! The defaults of the chart. Most are those of Linkerd.
+//! The defaults of the chart. Most are equal to the defaults of Linkerd.
 
 use std::collections::BTreeMap;
 

@@ -23,7 +23,7 @@ pub enum ValuesError {
     InboundMode(String),
 }
 
-/// The values. Names and defaults are those of the chart.
+/// The values of the chart, with the chart's names and defaults.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub struct Values {
