@@ -82,7 +82,7 @@ pub struct Addrs {
 /// An [`App`] under construction.
 struct Builder {
     config: Config,
-    /// Set if anything needs the API server.
+    /// Set if this process needs the API server.
     client: Option<Client>,
     threads: Threads,
     heartbeat: Heartbeat,
@@ -90,7 +90,7 @@ struct Builder {
     audit_report: Option<injector_webhook::audit::AuditReport>,
     registry: Registry,
     readiness: Readiness,
-    /// The reason of each stale kind. It does not affect `readiness`: while the API server fails, the last known state is served.
+    /// A latch for each stale kind. They do not affect `readiness`: while the API server fails, the last known state is served.
     stale_kinds: Readiness,
     grpc: GrpcMetrics,
     webhooks: webhook::SharedResources,
@@ -99,7 +99,7 @@ struct Builder {
     tasks: JoinSet<(&'static str, Result<()>)>,
 }
 
-/// A port for proxies.
+/// A gRPC port that proxies connect to.
 struct GrpcPort {
     service: &'static str,
     addr: ListenAddr,
@@ -125,7 +125,7 @@ impl App {
     /// Opens all ports and starts all tasks.
     ///
     /// # Errors
-    /// Fails if something cannot be opened or read. The error names it.
+    /// Fails if a port cannot be opened or a file cannot be read. The error names the port or the file.
     pub async fn build(config: Config) -> Result<Self> {
         let registry = Registry::new();
         register_process_metrics(&registry);
@@ -254,7 +254,7 @@ impl Builder {
         Ok(Some(service))
     }
 
-    /// Starts an Event recorder for a component. Without a cluster it drops all Events.
+    /// Starts an Event recorder for a component. Without an API server, the recorder drops all Events.
     fn start_recorder(&mut self, component: &str) -> EventRecorder {
         let Some(client) = self.client.clone() else {
             return EventRecorder::default();
@@ -272,7 +272,7 @@ impl Builder {
         recorder
     }
 
-    /// Starts destination, policy and telemetry over the objects of the source.
+    /// Starts the source of objects, and the services that use these objects: destination, policy and telemetry.
     async fn start_object_services(
         &mut self,
         identity: Option<&IdentityService>,
@@ -324,7 +324,7 @@ impl Builder {
         Ok(report)
     }
 
-    /// Starts telemetry on `listen.telemetry`: for the API server on Kubernetes, otherwise for loopback clients.
+    /// Starts telemetry on `listen.telemetry`. On Kubernetes it serves the API server, otherwise loopback clients.
     async fn start_telemetry(&mut self, cluster: &Cluster, creds: Arc<MeshCredentials>) -> Result<()> {
         let allowed_clients = match self.config.source {
             Some(ObjectSource::Kubernetes) => telemetry::AllowedClients::ApiServer,
@@ -372,8 +372,8 @@ impl Builder {
             task.await;
             Ok(())
         });
-        // Proxies do not need telemetry, so its certificate does not affect the readiness of the process: its latch belongs to a
-        // `Readiness` that nothing reads.
+        // Proxies do not need telemetry, so its certificate must not affect the readiness of the process. The latch therefore
+        // belongs to a separate `Readiness`, which is not exported.
         let latch = Readiness::new().latch("telemetry");
         let certificate = certificate_controller::Config::telemetry(self.config.cluster.controller_namespace.clone());
         self.manage_server_certificate(certificate, creds.clone(), latch)?;
@@ -454,7 +454,7 @@ impl Builder {
         Ok(())
     }
 
-    /// Watches the clusters that Services refer to. Returns a sink that also finds these clusters.
+    /// Watches the clusters that Services refer to. Returns a sink that collects these references and passes events on to `sink`.
     fn start_remote_watches(&mut self, client: &Client, clusters: &LinkedClusters, sink: EventSink) -> EventSink {
         let (sink, references) = ReferencedClusters::from_events(sink);
         let watches = RemoteWatches::new(
@@ -470,7 +470,7 @@ impl Builder {
         sink
     }
 
-    /// Starts the write-back controllers. Returns the sink that also passes events to them.
+    /// Starts the write-back controllers. Returns a sink that passes events on to the controllers and to `sink`.
     fn start_write_back(&mut self, client: &Client, sink: EventSink) -> EventSink {
         let (sink, tasks) = writeback::add_controllers(
             client,
@@ -524,7 +524,7 @@ impl Builder {
     /// Starts the proxy injector on `listen.proxy_injector`.
     async fn start_proxy_injector(&mut self) -> Result<()> {
         let recorder = self.start_recorder("linkerd-proxy-injector");
-        // Not the client of the recorder, so that many Events do not delay reviews by the rate limit.
+        // The recorder has another client: with a common rate limit, many Events would delay reviews.
         let client = kubernetes::client(&self.config.kubernetes, &self.registry).await?;
         let config = self.config.webhooks.injector.clone();
         let parts = injector_webhook::open(config, &client, recorder, &self.registry)
@@ -564,7 +564,7 @@ impl Builder {
         Ok(())
     }
 
-    /// Serves a handler to the API server, with a mounted certificate, or else with one that this process manages.
+    /// Starts a webhook that the API server calls. Its certificate is the mounted one, or one that this process manages.
     async fn start_webhook<H: ReviewHandler>(
         &mut self,
         handler: H,
@@ -586,7 +586,7 @@ impl Builder {
         Ok(bound)
     }
 
-    /// Serves the mounted certificate, or else one that this process manages.
+    /// Starts the task that updates `creds`: from a mounted certificate, or else by a controller with the settings `certificate`.
     fn manage_server_certificate(
         &mut self,
         certificate: certificate_controller::Config,
@@ -632,7 +632,7 @@ impl Builder {
         Ok(())
     }
 
-    /// Tells the admin servers, which have a thread of their own, whether the main runtime still runs its tasks.
+    /// Starts the heartbeat of the main runtime. The admin servers, which run on another thread, check it for their liveness paths.
     fn start_heartbeat(&mut self) {
         let (heartbeat, drain) = (self.heartbeat.clone(), self.drain.clone());
         self.start("heartbeat", async move {
@@ -728,7 +728,7 @@ impl Builder {
         Ok(bound)
     }
 
-    /// Starts a server on a thread of its own: the streams of proxies do not delay it, and its work does not delay them.
+    /// Starts a server on its own thread, so that it and the streams of proxies do not delay each other.
     fn serve_on_thread<F>(
         &mut self,
         thread: &'static str,

@@ -12,13 +12,13 @@ use crate::config::flags::Flags;
 pub struct Command {
     /// Services to run; several can be named.
     #[arg(required = true, value_name = "SERVICE")]
-    services: Vec<Name>,
+    services: Vec<ServiceName>,
     #[command(flatten)]
     pub(crate) flags: Flags,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Name {
+enum ServiceName {
     /// Endpoints and profiles, on port 8086.
     Destination,
     /// Certificates, on port 8080.
@@ -31,14 +31,14 @@ enum Name {
     ProxyInjector,
     /// Golden metrics and taps of workloads, on port 8089; without Kubernetes on loopback only.
     Telemetry,
-    /// Services for the exported Services of another cluster: those of the Link of --link-name, or with --local-mirror the
-    /// federated Services of this cluster. Only on Kubernetes.
+    /// Mirrors of the exported Services of another cluster, whose Link --link-name names; or, with --local-mirror, the federated
+    /// Services of this cluster. Only on Kubernetes.
     ServiceMirror,
     /// Destination, identity, policy and telemetry in one process.
     AllInOne,
 }
 
-/// The services of this process.
+/// Whether each service runs in this process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Services {
     pub destination: bool,
@@ -52,7 +52,7 @@ pub struct Services {
 
 impl Services {
     /// Whether a service reads the objects of the cluster.
-    pub fn need_source(self) -> bool {
+    pub fn need_object_source(self) -> bool {
         self.destination || self.policy || self.telemetry
     }
 
@@ -81,46 +81,46 @@ impl Command {
     /// # Errors
     /// Fails on invalid arguments, and on requests for help or version with the text to print.
     pub fn parse_from_line(line: impl IntoIterator<Item = OsString>) -> Result<Self, clap::Error> {
-        let mut line: Vec<OsString> = line.into_iter().map(two_dashes).collect();
-        name_link_of_last_argument(&mut line);
+        let mut line: Vec<OsString> = line.into_iter().map(with_two_dashes).collect();
+        convert_link_argument(&mut line);
         Self::try_parse_from(line)
     }
 
     /// Whether the command line names telemetry, and not only `all-in-one`.
     pub(crate) fn names_telemetry(&self) -> bool {
-        self.services.contains(&Name::Telemetry)
+        self.services.contains(&ServiceName::Telemetry)
     }
 
     pub(crate) fn services(&self) -> Services {
         let is_named = |name| self.services.contains(&name);
-        let is_named_or_all_in_one = |name| is_named(name) || is_named(Name::AllInOne);
+        let is_named_or_all_in_one = |name| is_named(name) || is_named(ServiceName::AllInOne);
         Services {
-            destination: is_named_or_all_in_one(Name::Destination),
-            identity: is_named_or_all_in_one(Name::Identity),
-            policy: is_named_or_all_in_one(Name::Policy),
-            sp_validator: is_named(Name::SpValidator),
-            proxy_injector: is_named(Name::ProxyInjector),
-            telemetry: is_named_or_all_in_one(Name::Telemetry),
-            service_mirror: is_named(Name::ServiceMirror),
+            destination: is_named_or_all_in_one(ServiceName::Destination),
+            identity: is_named_or_all_in_one(ServiceName::Identity),
+            policy: is_named_or_all_in_one(ServiceName::Policy),
+            sp_validator: is_named(ServiceName::SpValidator),
+            proxy_injector: is_named(ServiceName::ProxyInjector),
+            telemetry: is_named_or_all_in_one(ServiceName::Telemetry),
+            service_mirror: is_named(ServiceName::ServiceMirror),
         }
     }
 }
 
-/// Converts long flags with one dash, which Linkerd's Go programs and charts use.
-fn two_dashes(arg: OsString) -> OsString {
+/// Adds the second dash to a long flag with one dash. Linkerd's Go programs and charts use such flags.
+fn with_two_dashes(arg: OsString) -> OsString {
     match arg.to_str() {
         Some(text) if text.len() > 2 && text.starts_with('-') && !text.starts_with("--") => format!("-{text}").into(),
         _ => arg,
     }
 }
 
-/// Converts the last argument of a service mirror to a flag: Linkerd's charts pass the name of the Link without one.
-fn name_link_of_last_argument(line: &mut [OsString]) {
+/// Converts the last argument of a service mirror to `--link-name`: Linkerd's charts pass the name of the Link without a flag.
+fn convert_link_argument(line: &mut [OsString]) {
     let is_mirror = line.iter().any(|arg| arg == SERVICE_MIRROR);
     let [.., before, last] = line else { return };
     let (before, name) = (before.to_string_lossy(), last.to_string_lossy());
     // The argument after another flag is its value.
-    let is_value = before.starts_with("--") && !before.contains('=') && !FLAGS_WITHOUT_VALUE.contains(&&*before);
+    let is_value = before.starts_with("--") && !before.contains('=') && !MIRROR_BOOLEAN_FLAGS.contains(&&*before);
     if is_mirror && !is_value && !name.starts_with("--") && name != SERVICE_MIRROR {
         *last = format!("--link-name={name}").into();
     }
@@ -128,8 +128,8 @@ fn name_link_of_last_argument(line: &mut [OsString]) {
 
 const SERVICE_MIRROR: &str = "service-mirror";
 
-/// Flags of the service mirror that are true if they have no value.
-const FLAGS_WITHOUT_VALUE: [&str; 4] = [
+/// Boolean flags of the service mirror. Without a value they are true, so the next argument is not their value.
+const MIRROR_BOOLEAN_FLAGS: [&str; 4] = [
     "--enable-headless-services",
     "--enable-namespace-creation",
     "--enable-pprof",

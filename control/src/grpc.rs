@@ -1,4 +1,4 @@
-//! gRPC methods that encode a response once. Streams with the same response share the bytes.
+//! gRPC methods that encode a response only once: streams with the same response share the bytes.
 //!
 //! tonic's own servers encode each message once per stream, into a buffer that lives as long as the stream. A control
 //! plane has tens of thousands of streams, and most of them send the same messages.
@@ -23,7 +23,7 @@ use tonic::{Code, Status};
 use tulle_core::identity::Identity;
 use tulle_proto::codec::Codec;
 
-/// The client of a call, as authenticated by the connection. An extension of each request.
+/// The client of a call, as the connection has authenticated it. Each request has it as an extension.
 #[derive(Clone, Debug)]
 pub enum Caller {
     /// A process on this host, in plaintext over loopback.
@@ -41,12 +41,12 @@ impl Caller {
         }
     }
 
-    /// The address of the client of a request; loopback for requests within this process.
-    pub(crate) fn ip_of(extensions: &Extensions) -> IpAddr {
+    /// The address of the client of a request. Requests from this process have no `Caller`; their address is loopback.
+    pub(crate) fn ip_from_extensions(extensions: &Extensions) -> IpAddr {
         Self::ip_or_loopback(extensions.get())
     }
 
-    /// The address of a client; loopback for requests within this process.
+    /// The address of a client; loopback if there is none, because requests from this process have no `Caller`.
     pub(crate) fn ip_or_loopback(caller: Option<&Self>) -> IpAddr {
         caller.map_or(IpAddr::V4(Ipv4Addr::LOCALHOST), Self::ip)
     }
@@ -57,7 +57,7 @@ pub trait Methods: Clone + Send + Sync + 'static {
     /// The full service name, including its package.
     const SERVICE: &'static str;
 
-    /// Handles a call. Unknown methods return the status Unimplemented.
+    /// Responds to a call of the method. For an unknown method the status is UNIMPLEMENTED.
     fn call(self, method: &str, req: Request<Body>) -> impl Future<Output = Response<Body>> + Send;
 }
 
@@ -110,7 +110,7 @@ pub(crate) fn encode<M: Message>(messages: &[M]) -> Bytes {
     bytes.freeze()
 }
 
-/// Responds to a request of one message with a stream of encoded messages. The status at the end of the stream is OK.
+/// Responds to a request with one message by a stream of encoded messages. The stream ends with the status OK.
 pub(crate) async fn stream<M, S>(req: Request<Body>, method: impl FnOnce(M) -> Result<S, Status>) -> Response<Body>
 where
     M: Message + Default + 'static,
@@ -119,7 +119,7 @@ where
     respond(message(req).await.and_then(method))
 }
 
-/// Responds to a request of one message with one encoded message.
+/// Responds to a request with one message by one encoded message.
 pub(crate) async fn unary<M>(req: Request<Body>, method: impl FnOnce(M) -> Result<Bytes, Status>) -> Response<Body>
 where
     M: Message + Default + 'static,
@@ -127,7 +127,7 @@ where
     stream(req, |message| method(message).map(|bytes| stream::iter([bytes]))).await
 }
 
-/// Decodes the message of a request of one message.
+/// Decodes the message of a request with one message.
 pub(crate) async fn message<M: Message + Default + 'static>(req: Request<Body>) -> Result<M, Status> {
     let decoder = Codec::<M, M>::default().decoder();
     let mut messages = Streaming::new_request(decoder, req.into_body(), None, None);
@@ -137,7 +137,7 @@ pub(crate) async fn message<M: Message + Default + 'static>(req: Request<Body>) 
         .ok_or_else(|| Status::invalid_argument("the request has no message"))
 }
 
-/// Responds with a stream of encoded messages, whose status at the end is OK, or with an error.
+/// Responds with a stream of encoded messages, which ends with the status OK, or with an error.
 pub(crate) fn respond<S>(messages: Result<S, Status>) -> Response<Body>
 where
     S: Stream<Item = Bytes> + Send + 'static,
@@ -148,7 +148,7 @@ where
     };
     let mut rsp = Response::new(Body::new(Messages {
         messages,
-        progress: BodyState::Open,
+        state: BodyState::Open,
     }));
     rsp.headers_mut().insert(CONTENT_TYPE, GRPC_CONTENT_TYPE);
     rsp
@@ -156,7 +156,7 @@ where
 
 struct Messages {
     messages: Pin<Box<dyn Stream<Item = Bytes> + Send>>,
-    progress: BodyState,
+    state: BodyState,
 }
 
 #[derive(PartialEq, Eq)]
@@ -171,13 +171,13 @@ impl HttpBody for Messages {
     type Error = Status;
 
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
-        if self.progress == BodyState::Ended {
+        if self.state == BodyState::Ended {
             return Poll::Ready(None);
         }
         Poll::Ready(Some(Ok(match ready!(self.messages.as_mut().poll_next(cx)) {
             Some(bytes) => Frame::data(bytes),
             None => {
-                self.progress = BodyState::Ended;
+                self.state = BodyState::Ended;
                 let ok = HeaderValue::from(Code::Ok as u16);
                 Frame::trailers(HeaderMap::from_iter([(Status::GRPC_STATUS, ok)]))
             }
@@ -185,7 +185,7 @@ impl HttpBody for Messages {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.progress == BodyState::Ended
+        self.state == BodyState::Ended
     }
 }
 
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn requests_without_a_message_and_refusals_are_answered_by_a_status() {
+    async fn missing_or_invalid_messages_and_errors_of_the_method_are_answered_by_a_status() {
         let refuse = |_: GetDestination| Err(Status::not_found("no such thing"));
         for (body, code) in [
             (Bytes::new(), Code::InvalidArgument),

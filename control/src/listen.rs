@@ -28,9 +28,9 @@ fn listen(addr: SocketAddr) -> io::Result<TcpListener> {
     };
     socket.set_reuseaddr(true)?;
     socket.bind(addr)?;
-    socket.listen(BACKLOG)
+    socket.listen(ACCEPT_QUEUE_LENGTH)
 }
 
-/// Maximum length of the accept queue. With a short queue a flood delays other clients by a second, after which their kernel
-/// repeats the SYN.
-const BACKLOG: u32 = 4096;
+/// Maximum length of the accept queue. When the queue is full, a client is delayed by a second, because the kernel drops its SYN
+/// and the client retransmits it.
+const ACCEPT_QUEUE_LENGTH: u32 = 4096;

@@ -32,35 +32,35 @@ where
         let time = now.format(&Rfc3339).unwrap_or_default();
         let mut line = Line::default();
         event.record(&mut line);
-        let level = level(*event.metadata().level());
+        let level = level_name(*event.metadata().level());
         writeln!(out, "time=\"{time}\" level={level} {}", line.finish())
     }
 }
 
-/// Sends the logs of this process to standard error. Can be called once per process.
+/// Writes the logs of this process to standard error, in the configured format. Can be called once per process.
 ///
 /// # Errors
 /// Fails if the log level is invalid.
 pub fn start(config: &LogConfig) -> Result<()> {
-    let filter = filter(&config.level);
+    let filter = filter_for_level(&config.level);
     match config.format {
-        logging::Format::Plain => init(&filter),
+        logging::Format::Plain => start_plain(&filter),
         logging::Format::Json => logging::init(&filter, logging::Format::Json)
             .map(drop)
             .context("starting logs"),
     }
 }
 
-/// Sends the logs of this process to standard error. Can be called once per process.
+/// Writes plain log lines to standard error. Can be called once per process.
 ///
 /// # Errors
-/// Fails if the filter is invalid or logging is already set up.
-pub(crate) fn init(filter: &str) -> Result<()> {
+/// Fails if the filter is invalid or logging has already started.
+pub(crate) fn start_plain(filter: &str) -> Result<()> {
     let filter = parse_filter(filter)?;
     let lines = tracing_subscriber::fmt::layer()
         .event_format(Plain)
         .with_writer(std::io::stderr)
-        // If standard error is closed, the process must not stop.
+        // The process must keep running if standard error is closed.
         .log_internal_errors(false);
     tracing_subscriber::registry()
         .with(lines.with_filter(filter))
@@ -75,9 +75,9 @@ fn parse_filter(filter: &str) -> Result<EnvFilter> {
         .with_context(|| format!("--log-level={filter:?}; expected a level, or a filter such as warn,tulle=debug"))
 }
 
-/// Converts `--log-level` to a filter. A bare level, as Linkerd's controllers accept it (`panic` to `trace`), sets the level of
-/// tulle's own code. Dependencies log warnings and errors, or only errors if the level is `error` or above.
-pub(crate) fn filter(level: &str) -> String {
+/// Converts `--log-level` to a filter. A level of Linkerd's controllers (`panic` to `trace`) applies to tulle's own code.
+/// Dependencies then log warnings and errors, or only errors if the level is `error` or above.
+pub(crate) fn filter_for_level(level: &str) -> String {
     match level {
         "panic" | "fatal" | "error" => "error".to_owned(),
         "warn" | "warning" => "warn".to_owned(),
@@ -86,7 +86,8 @@ pub(crate) fn filter(level: &str) -> String {
     }
 }
 
-fn level(level: Level) -> &'static str {
+/// The name of a level in logrus, which Linkerd's controllers use.
+fn level_name(level: Level) -> &'static str {
     match level {
         Level::ERROR => "error",
         Level::WARN => "warning",
@@ -116,7 +117,7 @@ impl Line {
         }
         // Removes the prefix of raw identifiers, such as `r#type`. Writing to a string cannot fail.
         let name = field.name().trim_start_matches("r#");
-        let _ = match is_plain(value) {
+        let _ = match is_unquoted(value) {
             true => write!(self.fields, " {name}={value}"),
             false => write!(self.fields, " {name}={value:?}"),
         };
@@ -137,8 +138,8 @@ impl Visit for Line {
     }
 }
 
-/// Returns whether a value needs no quotes. These are the rules of logrus, which Linkerd's controllers use.
-fn is_plain(value: &str) -> bool {
+/// Returns whether a value needs no quotes, by the rules of logrus.
+fn is_unquoted(value: &str) -> bool {
     let plain = |b: u8| b.is_ascii_alphanumeric() || b"-._/@^+".contains(&b);
     !value.is_empty() && value.bytes().all(plain)
 }
@@ -175,8 +176,8 @@ pub(crate) mod tests {
         }
     }
 
-    /// Returns the log lines of a function on this thread.
-    pub(crate) fn lines_of(run: impl FnOnce()) -> Vec<String> {
+    /// Runs a function on this thread and returns its log lines.
+    pub(crate) fn capture_lines(run: impl FnOnce()) -> Vec<String> {
         let sink = Sink::default();
         let subscriber = tracing_subscriber::fmt()
             .event_format(Plain)
@@ -189,7 +190,7 @@ pub(crate) mod tests {
 
     #[test]
     fn a_line_has_time_level_message_and_fields() {
-        let lines = lines_of(|| {
+        let lines = capture_lines(|| {
             let addr = "127.0.0.1:8086";
             let err = io::Error::other("a \"quoted\" cause");
             tracing::info!(%addr, n = 3, name = "a b", "caches synced");
@@ -206,14 +207,14 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn controller_log_levels_apply_to_our_code() {
-        assert_eq!(filter("fatal"), "error");
-        assert_eq!(filter("debug"), "warn,tulle=debug");
-        assert_eq!(filter("linkerd=info,warn"), "linkerd=info,warn");
+    fn log_levels_of_linkerds_controllers_apply_to_tulle() {
+        assert_eq!(filter_for_level("fatal"), "error");
+        assert_eq!(filter_for_level("debug"), "warn,tulle=debug");
+        assert_eq!(filter_for_level("linkerd=info,warn"), "linkerd=info,warn");
     }
 
     #[test]
-    fn filters_of_linkerd_apply_to_our_code() {
+    fn filters_for_the_target_linkerd_apply_to_tulle() {
         let check = |filter: &str, expected: &str| assert_eq!(parse_filter(filter).unwrap().to_string(), expected);
         check("linkerd=info", "tulle=info");
         check("linkerd[request]=debug", "tulle[request]=debug");

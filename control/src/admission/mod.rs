@@ -1,8 +1,8 @@
 //! Validates policies, routes and ServiceProfiles before the API server stores them.
 //!
-//! The rules are those with which [`crate::resources`] decodes, so that manifests of a directory and objects of a
-//! cluster are validated alike. This module adds what only requests of the API server need: [`PolicyValidator`] denies kinds that it does
-//! not know, allows routes of the Gateway API that have no parent in the mesh, accepts an object with `generateName` and no name, and returns
+//! The rules are the decoding rules of [`crate::resources`], so manifests of a directory and objects of a cluster are validated by
+//! the same rules. This module adds rules for requests of the API server: [`PolicyValidator`] denies kinds that it does not know,
+//! allows routes of the Gateway API that have no parent in the mesh, accepts an object with `generateName` and no name, and returns
 //! warnings. It reads no other objects: conflicts and missing references are reported in the status.
 //!
 //! Permissions: none.
@@ -17,6 +17,7 @@ use crate::webhook::{Failure, ReviewHandler};
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PolicyValidator;
 
+/// Validates ServiceProfiles.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ProfileValidator;
 

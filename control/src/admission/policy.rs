@@ -46,8 +46,8 @@ fn is_gateway_api_kind(kind: Kind) -> bool {
     kind.info().group == GATEWAY_GROUP
 }
 
-/// Warnings about the unserved parts of an object. The object is stored, because other controllers may support parts of a route,
-/// and an annotation that has no effect without another one can get that one later.
+/// Warnings about the unserved parts of an object. The object is not denied, because other controllers may support a part of a
+/// route, and because an annotation that needs another annotation can get it later.
 fn warnings(object: &Object) -> Vec<String> {
     unserved::unserved_parts(object)
         .into_iter()
@@ -55,7 +55,7 @@ fn warnings(object: &Object) -> Vec<String> {
         .collect()
 }
 
-/// The validated kind, in any version.
+/// The kind, if this webhook validates it. The version does not matter.
 fn validated_kind(kind: &GroupVersionKind) -> Option<Kind> {
     let groups = [POLICY_GROUP, GATEWAY_GROUP];
     let found = KINDS
@@ -64,7 +64,7 @@ fn validated_kind(kind: &GroupVersionKind) -> Option<Kind> {
     found.map(|info| info.kind)
 }
 
-/// The parts of the object that are validated, with a substitute for a name that is not generated yet.
+/// The parts of the object that are validated. If the name is not generated yet, `generateName` replaces it.
 fn decodable_value(object: DynamicObject, namespace: Option<&str>) -> Value {
     let DynamicObject { metadata, mut data, .. } = object;
     let namespace = metadata.namespace.as_deref().or(namespace);

@@ -1,8 +1,8 @@
-//! A request says in which namespace its client is. This module checks that against the client's certificate.
+//! Checks the client namespace in a request against the client's certificate.
 //!
-//! Some objects apply only to the clients of their namespace, so only these can read them: consumer routes, EgressNetworks that
-//! are not global, and ServiceProfiles outside the namespace of their Service. A pod is not looked up: its certificate names its
-//! namespace, and the cluster state may not contain a new pod yet.
+//! Some objects apply only to the clients of their namespace, so only these clients may read them: consumer routes, EgressNetworks
+//! that are not global, and ServiceProfiles outside the namespace of their Service. Pods are not looked up: the certificate of a
+//! pod names its namespace, and the cluster state may not contain a new pod yet.
 
 use std::fmt;
 
@@ -11,33 +11,37 @@ use tulle_core::identity::{Identity, service_account_identity};
 use crate::cluster::Cluster;
 use crate::cluster::store::objects::LookupKey;
 
-/// The certificate of a client is not for the namespace in its request.
+/// No identity in the certificate of a client belongs to the namespace in its request.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "only clients in namespace {namespace} may make this request: {service_accounts}, or the identity of an \
      ExternalWorkload in this namespace; the client's certificate is for {identities}"
 )]
-pub struct ForeignNamespace {
+pub struct ClientNamespaceMismatch {
     namespace: String,
     service_accounts: String,
     identities: String,
 }
 
 impl Cluster {
-    /// Checks that one of a client's identities belongs to a namespace: that of a service account, or of an ExternalWorkload.
+    /// Checks that one of a client's identities belongs to a service account or an ExternalWorkload of the namespace.
     ///
     /// # Errors
-    /// Fails if none does.
-    pub fn check_client_namespace(&self, namespace: &str, identities: &[Identity]) -> Result<(), ForeignNamespace> {
+    /// Fails if no identity does.
+    pub fn check_client_namespace(
+        &self,
+        namespace: &str,
+        identities: &[Identity],
+    ) -> Result<(), ClientNamespaceMismatch> {
         let config = self.config();
         let (control_ns, trust_domain) = (&config.controller_namespace, &config.trust_domain);
         let is_service_account =
             |identity: &Identity| identity.service_account_namespace(control_ns, trust_domain) == Some(namespace);
-        // Most clients are pods, and the first condition needs no lock.
+        // The check of service accounts comes first: it needs no lock, and most clients are pods.
         if identities.iter().any(is_service_account) || self.has_external_workload(namespace, identities) {
             return Ok(());
         }
-        Err(ForeignNamespace {
+        Err(ClientNamespaceMismatch {
             namespace: namespace.to_owned(),
             service_accounts: service_account_identity("<service account>", namespace, control_ns, trust_domain),
             identities: IdentityList(identities).to_string(),
@@ -120,7 +124,7 @@ mod tests {
         ] {
             check(&spiffe, namespace, identities, belongs);
         }
-        // Identities of other forms.
+        // Identities of an ExternalWorkload that are not SPIFFE ids.
         for identity in [
             "Vm.example.org",
             web,
@@ -133,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn an_external_workload_that_is_deleted_permits_nothing() {
+    fn the_identity_of_a_deleted_external_workload_is_rejected() {
         let (cluster, identities) = (cluster("spiffe://example.org/vm"), parse(&["spiffe://example.org/vm"]));
         assert!(cluster.check_client_namespace("vms", &identities).is_ok());
         let name = NamespacedName::new("vms", "vm");
@@ -142,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn the_error_names_what_is_wrong_and_what_is_right() {
+    fn the_error_names_the_expected_identities_and_the_client() {
         let refused = cluster("vm.example.org").check_client_namespace(
             "shop",
             &parse(&[

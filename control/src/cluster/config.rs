@@ -8,7 +8,7 @@ use tulle_core::ports::PortSet;
 use crate::resources::policy::server::AccessPolicy;
 use crate::resources::service::EndpointsSource;
 
-/// The settings that views depend on besides the store.
+/// The settings that views depend on, in addition to the store.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// Namespace of the control plane. Default `linkerd`.
@@ -29,7 +29,7 @@ pub struct Config {
     pub global_egress_namespace: String,
     /// The objects that endpoints are read from. Default EndpointSlices.
     pub endpoints_source: EndpointsSource,
-    /// Whether IPv6 endpoints are served. Default no; the program sets it by `--enable-ipv6`, whose default is yes.
+    /// Whether IPv6 endpoints are served. Default no. The program sets it from `--enable-ipv6`, whose default is yes.
     pub ipv6: Ipv6,
     /// Whether clients are instructed to use HTTP/2 to meshed endpoints. Default yes.
     pub h2_upgrade: H2Upgrade,
@@ -54,7 +54,7 @@ pub enum H2Upgrade {
     Omit,
 }
 
-/// The variants have the names of the flag's values, `--outbound-transport-mode`.
+/// The values of the flag `--outbound-transport-mode`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TransportMode {
     /// A transport header for opaque ports, except the admin and control ports of a pod.
@@ -64,8 +64,8 @@ pub enum TransportMode {
 }
 
 impl Config {
-    /// The settings for the endpoints of another cluster. What depends on the client is as in this one.
-    pub fn for_remote(&self, name: &str, trust_domain: &str, cluster_domain: &str) -> Self {
+    /// The settings for the endpoints of another cluster. The settings that apply to clients are those of this cluster.
+    pub fn for_remote_cluster(&self, name: &str, trust_domain: &str, cluster_domain: &str) -> Self {
         Self {
             remote_name: Some(name.into()),
             trust_domain: trust_domain.to_owned(),

@@ -1,6 +1,6 @@
-//! Log lines about changes of endpoints. The debug lines have the messages of Linkerd, which operators search for.
+//! Log lines about changes of endpoints. The debug lines have the messages of Linkerd's controller, which operators search for.
 //!
-//! They are collected while the state is locked, and written when the lock is released: a slow reader of the log must not delay
+//! Lines are collected while the state is locked, and written after the lock is released: a slow reader of the log must not delay
 //! streams.
 
 use std::sync::Arc;
@@ -27,7 +27,7 @@ pub(super) struct Change {
     message: String,
 }
 
-/// Adds the lines of an event that is not applied to the store yet.
+/// Adds the log lines of an event to `lines`. Must be called before the event is applied to the store.
 pub(super) fn collect(store: &Store, event: &Event, lines: &mut Vec<LogLine>) {
     if let Event::Applied(Object::EndpointSlice(slice)) = event
         && slice.service.is_none()
@@ -48,7 +48,7 @@ fn change(store: &Store, event: &Event) -> Option<Change> {
                 Some(_) => "Updating",
                 None => "Adding",
             };
-            (name, service_of(slice), format!("{verb} ES {name}"))
+            (name, service_name(slice), format!("{verb} ES {name}"))
         }
         Event::Applied(Object::Service(service)) => {
             let name = &service.meta.name;
@@ -57,7 +57,7 @@ fn change(store: &Store, event: &Event) -> Option<Change> {
         }
         Event::Deleted(Kind::EndpointSlice, name) => {
             let service = match store.object(Kind::EndpointSlice, name) {
-                Some(Object::EndpointSlice(slice)) => service_of(slice),
+                Some(Object::EndpointSlice(slice)) => service_name(slice),
                 _ => None,
             };
             (name, service, format!("Deleting ES {name}"))
@@ -71,7 +71,7 @@ fn change(store: &Store, event: &Event) -> Option<Change> {
     })
 }
 
-fn service_of(slice: &EndpointSlice) -> Option<Arc<str>> {
+fn service_name(slice: &EndpointSlice) -> Option<Arc<str>> {
     slice.service.as_ref().map(|service| service.name.clone())
 }
 

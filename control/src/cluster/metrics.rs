@@ -11,7 +11,7 @@ use crate::resources::unserved;
 
 pub(super) struct Metrics {
     pub(super) registry: Registry,
-    /// The label `cluster`.
+    /// Value of the label `cluster`.
     pub(super) cluster: Arc<str>,
     /// Times for which the state was locked.
     pub(super) lock_seconds: Arc<Histogram>,
@@ -68,9 +68,9 @@ impl Metrics {
         GaugeGuard::new(self.unserved.get(&labels))
     }
 
-    /// The metrics of another cluster: those of its endpoints are exported, the others are not, because its own control plane has
-    /// them.
-    pub(super) fn for_remote(registry: &Registry, cluster: Arc<str>) -> Self {
+    /// The metrics of another cluster. Only the metrics of endpoints are exported; the control plane of that cluster exports the
+    /// others.
+    pub(super) fn for_remote_cluster(registry: &Registry, cluster: Arc<str>) -> Self {
         Self {
             registry: registry.clone(),
             cluster,
@@ -188,7 +188,7 @@ impl Metrics {
         }
     }
 
-    pub(super) fn service(&self, namespace: &str, name: &str) -> Arc<Gauge> {
+    pub(super) fn service_subscribers(&self, namespace: &str, name: &str) -> Arc<Gauge> {
         let labels = Labels::new().with("namespace", namespace).with("name", name);
         self.service_subscribers.get(&labels)
     }
@@ -239,11 +239,11 @@ pub(super) struct EntryMetrics {
 
 struct EndpointGauges {
     count: Arc<Gauge>,
-    /// 1 or 0.
+    /// 1 if the Service exists, otherwise 0.
     service_exists: Arc<Gauge>,
 }
 
-/// Servers that select the port but are overridden by an older Server.
+/// The metric of Servers that select the port but are overridden by an older Server.
 struct OverriddenServers {
     family: Family<Gauge>,
     namespace: Arc<str>,
@@ -300,12 +300,12 @@ impl Drop for GaugeGuard {
     }
 }
 
-/// In seconds.
+/// Buckets of `tulle_state_lock_seconds`, in seconds.
 const LOCK_BUCKETS: &[f64] = &[
     0.000_1, 0.000_5, 0.001, 0.002_5, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0,
 ];
 
-/// The kinds whose number is also counted by namespace, with the names of the metrics.
+/// The kinds whose objects are also counted by namespace, each with the name of its metric.
 const POLICY_INDEX_METRICS: [(Kind, &str); 8] = [
     (
         Kind::MeshTlsAuthentication,

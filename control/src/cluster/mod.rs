@@ -1,10 +1,10 @@
 //! The state of the cluster and the values that views compute from it.
 //!
 //! One writer applies batches of events. A view is a pure, synchronous function that computes a value from the store. It reads
-//! the store through a `Reader`, which records the lookup keys that it uses: the value depends on them. A value that has
+//! the store through a `Reader`, which records the lookup keys that the view uses: the value depends on them. A value that has
 //! subscribers is computed again when one of these lookup keys changes, and is published if it differs. A subscription returns
-//! the current value immediately; a slow subscriber skips to the latest one. Encoded responses are cached with the value. No
-//! view does I/O or reads the clock, and nothing here uses protobuf.
+//! the current value immediately; a slow subscriber skips to the latest value. Encoded responses are cached with the value. No
+//! view does I/O or reads the clock, and this module does not depend on protobuf.
 
 pub mod client_namespace;
 mod config;
@@ -65,7 +65,7 @@ struct Shared {
     config: Config,
     metrics: Metrics,
     state: Mutex<State>,
-    /// When the initial list was complete.
+    /// The time at which the initial list of objects was complete.
     synced_at: watch::Sender<Option<Instant>>,
     nodes_changed: watch::Sender<()>,
     next_encoder_id: AtomicUsize,
@@ -146,7 +146,7 @@ impl Cluster {
     pub fn new(config: Config, registry: &Registry) -> Self {
         let metrics = match &config.remote_name {
             None => Metrics::new(registry),
-            Some(name) => Metrics::for_remote(registry, name.clone()),
+            Some(name) => Metrics::for_remote_cluster(registry, name.clone()),
         };
         Self(Arc::new(Shared {
             config,
@@ -163,12 +163,12 @@ impl Cluster {
         &self.0.config
     }
 
-    /// Whether both are handles to one cluster.
+    /// Whether both handles belong to the same cluster.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// The sink of the events of the source.
+    /// The sink to which the source sends its events.
     pub fn sink(&self) -> EventSink {
         let shared = self.0.clone();
         EventSink::new(move |events| shared.apply(events))
@@ -176,11 +176,11 @@ impl Cluster {
 
     /// Waits until the source has reported its initial list of objects.
     pub async fn synced(&self) {
-        // An error means that the sender was dropped; this handle keeps it alive.
+        // An error would mean that the sender was dropped, but this handle keeps the sender alive.
         let _ = self.0.synced_at.subscribe().wait_for(Option::is_some).await;
     }
 
-    /// When the source has reported its initial list of objects. `None` before.
+    /// The time at which the source had reported its initial list of objects. `None` before that time.
     pub(crate) fn synced_at(&self) -> Option<Instant> {
         *self.0.synced_at.borrow()
     }
@@ -193,7 +193,7 @@ impl Cluster {
         self.endpoints_with_key(&key).1
     }
 
-    /// As [`endpoints`](Self::endpoints), with a copy of the key that all subscribers share.
+    /// Same as [`endpoints`](Self::endpoints), and also returns the copy of the key that all subscribers share.
     pub fn endpoints_with_key(&self, key: &endpoints::Key) -> (Arc<endpoints::Key>, Subscription<Endpoints>) {
         self.subscribe::<EndpointsView>(key)
     }
@@ -213,7 +213,7 @@ impl Cluster {
 
     /// Adds a subscriber to the metric `service_subscribers` until the guard is dropped.
     pub fn count_service_subscriber(&self, namespace: &str, name: &str) -> GaugeGuard {
-        GaugeGuard::new(self.0.metrics.service(namespace, name))
+        GaugeGuard::new(self.0.metrics.service_subscribers(namespace, name))
     }
 
     /// Counts a request with an invalid context token in the metric `tulle_invalid_context_tokens_total`.
@@ -226,13 +226,13 @@ impl Cluster {
         self.0.metrics.unserved_guard(kind, name, field)
     }
 
-    /// Returns an id that no other service uses.
+    /// Returns an id that no other gRPC service of this process uses.
     pub fn new_encoder_id(&self) -> EncoderId {
         let id = self.0.next_encoder_id.fetch_add(1, Ordering::Relaxed);
         EncoderId::new(id, self.0.recent_encodings.clone())
     }
 
-    /// Removes encodings after they were not used for `MIN_ENCODING_LIFETIME`. Never returns.
+    /// Removes encodings that have not been used for `MIN_ENCODING_LIFETIME`. Never returns.
     pub async fn remove_unused_encodings(&self) -> Infallible {
         loop {
             sleep(MIN_ENCODING_LIFETIME).await;
@@ -268,8 +268,8 @@ impl Cluster {
             .and_then(|node| node.zone.clone())
     }
 
-    /// Notifies of changes of Nodes, whose zones may have changed. Nodes change rarely and have many subscribers, so all
-    /// subscribers share one watch and read the zone again.
+    /// Notifies of each change of a Node: its zone may have changed. Nodes change rarely and have many subscribers, so all
+    /// subscribers share one watch, and each reads its zone again.
     pub fn node_changes(&self) -> watch::Receiver<()> {
         self.0.nodes_changed.subscribe()
     }
@@ -308,7 +308,7 @@ impl Cluster {
 }
 
 impl Shared {
-    /// Locks the state for a batch of events, or for a stream that begins or ends.
+    /// Locks the state. Used for each batch of events, and for each stream that begins or ends.
     fn lock(&self) -> StateGuard<'_> {
         let state = self.state.lock();
         StateGuard {
@@ -319,7 +319,7 @@ impl Shared {
     }
 
     fn apply(&self, events: Vec<Event>) {
-        // Other clusters have a control plane of their own, which reports their objects.
+        // The control plane of another cluster reports the objects of that cluster.
         let is_local = self.config.remote_name.is_none();
         let mut synced = false;
         let mut unserved = Vec::new();
@@ -392,7 +392,7 @@ impl Shared {
     }
 }
 
-/// Describes what is used instead of an unreadable object.
+/// Describes the version that is used instead of an unreadable object.
 fn fallback_description(store: &Store, unreadable: &Unreadable) -> &'static str {
     match &unreadable.placeholder {
         _ if store.is_readable(unreadable.kind, &unreadable.name) => "the last readable version",
@@ -403,7 +403,7 @@ fn fallback_description(store: &Store, unreadable: &Unreadable) -> &'static str 
 
 /// A subscription to one value. Dropping the last subscription removes the value from the table.
 pub struct Subscription<T> {
-    // Fields drop in order: the receiver must be gone when the guard counts the remaining receivers.
+    // Fields are dropped in order. The receiver must be dropped before the guard, which counts the remaining receivers.
     receiver: ValueReceiver<T>,
     _release: SubscriptionGuard,
 }
@@ -426,7 +426,7 @@ impl<T> Subscription<T> {
 
     /// Waits for a value that has not been seen and returns the latest.
     pub async fn changed(&mut self) -> Arc<PublishedValue<T>> {
-        // The table keeps the sender while this subscription exists, so this does not happen.
+        // An error would mean that the sender was dropped, but the table keeps it while this subscription exists.
         if self.receiver.changed().await.is_err() {
             std::future::pending::<()>().await;
         }
@@ -434,7 +434,8 @@ impl<T> Subscription<T> {
     }
 }
 
-/// Long enough for streams that begin together, after a proxy or another replica of the control plane has ended.
+/// Minimum time for which an unused encoding is kept. When a replica of the control plane ends, the streams of its proxies begin
+/// here within this time and share the encodings.
 const MIN_ENCODING_LIFETIME: Duration = Duration::from_secs(10);
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! The other clusters whose endpoints are served, by the name that mirrors have for them.
+//! The other clusters whose endpoints are served, by the cluster name in mirrors and federated Services.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use tokio::time::Instant;
 
 use crate::cluster::Cluster;
 
-/// A cluster, and the others whose endpoints it can serve.
+/// The cluster of this control plane, and the other clusters whose endpoints it serves.
 #[derive(Clone)]
 pub struct LinkedClusters {
     pub local: Cluster,
@@ -37,9 +37,9 @@ struct Shared {
 
 struct State {
     clusters: HashMap<Arc<str>, RemoteCluster>,
-    /// The state of all other clusters.
-    others: RemoteCluster,
-    /// The pairs of clusters that have an address in common, as far as this was reported.
+    /// The state of each cluster that is not in `clusters`.
+    default: RemoteCluster,
+    /// The pairs of clusters for which a common address was reported.
     reported_overlaps: HashSet<(Arc<str>, Arc<str>)>,
 }
 
@@ -47,9 +47,9 @@ struct State {
 pub enum RemoteCluster {
     /// It is not known yet whether the cluster is linked, or its objects are not listed yet.
     Pending { since: Instant },
-    /// There are no credentials for it.
+    /// There are no credentials for the cluster.
     Unlinked,
-    /// Its objects are listed. They stay while it cannot be read.
+    /// The objects of the cluster are listed. The last known objects stay while the cluster cannot be read.
     Listed(Cluster),
 }
 
@@ -59,7 +59,7 @@ impl Default for RemoteClusters {
         Self(Arc::new(Shared {
             state: Mutex::new(State {
                 clusters: HashMap::new(),
-                others: RemoteCluster::Unlinked,
+                default: RemoteCluster::Unlinked,
                 reported_overlaps: HashSet::new(),
             }),
             changes: watch::Sender::new(()),
@@ -68,9 +68,10 @@ impl Default for RemoteClusters {
 }
 
 impl RemoteClusters {
-    /// Credentials are looked for from now on, so that clusters are pending until there are none for them.
+    /// Makes all unknown clusters pending, because the search for credentials of linked clusters begins. A cluster for which none
+    /// are found is set to `Unlinked` later.
     pub fn expect_links(&self) {
-        self.0.state.lock().others = RemoteCluster::Pending { since: Instant::now() };
+        self.0.state.lock().default = RemoteCluster::Pending { since: Instant::now() };
     }
 
     pub fn set(&self, name: &str, cluster: RemoteCluster) {
@@ -78,7 +79,7 @@ impl RemoteClusters {
         self.0.changes.send_replace(());
     }
 
-    /// Forgets a cluster, because nothing refers to it any more.
+    /// Removes a cluster that no object refers to any more.
     pub fn remove(&self, name: &str) {
         self.0.state.lock().clusters.remove(name);
         self.0.changes.send_replace(());
@@ -86,7 +87,7 @@ impl RemoteClusters {
 
     pub fn get(&self, name: &str) -> RemoteCluster {
         let state = self.0.state.lock();
-        state.clusters.get(name).unwrap_or(&state.others).clone()
+        state.clusters.get(name).unwrap_or(&state.default).clone()
     }
 
     /// Notifies of every change of a cluster's state.
@@ -94,8 +95,8 @@ impl RemoteClusters {
         self.0.changes.subscribe()
     }
 
-    /// Returns whether this is the first call for this pair of clusters.
-    pub(super) fn is_new_overlap(&self, cluster: &str, other: &str) -> bool {
+    /// Records that two clusters have a common address. Returns whether this was not recorded before.
+    pub(super) fn record_overlap(&self, cluster: &str, other: &str) -> bool {
         let mut state = self.0.state.lock();
         state.reported_overlaps.insert((cluster.into(), other.into()))
     }

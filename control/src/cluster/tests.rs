@@ -118,35 +118,35 @@ fn web() -> endpoints::Key {
 
 #[test]
 fn a_server_changes_values_of_workloads_that_it_may_select_and_no_others() {
-    let [_, a_with_label_y, b_with_label_x] = <[_; 3]>::try_from(of_kind(Kind::Pod)).unwrap();
-    let [of_label_x, of_all, _] = <[_; 3]>::try_from(of_kind(Kind::Server)).unwrap();
+    let [_, pod_a_with_label_y, pod_b_with_label_x] = <[_; 3]>::try_from(objects_of_kind(Kind::Pod)).unwrap();
+    let [server_of_label_x, server_of_all, _] = <[_; 3]>::try_from(objects_of_kind(Kind::Server)).unwrap();
     let mut store = Store::default();
-    // Whether the Servers of each of both pods are looked up again.
+    // Applies an event. Returns for each of the two pods whether a changed lookup key affects its Servers.
     let mut changes = |event| {
         let mut changed_keys = AHashSet::new();
         store.apply(event, &mut changed_keys);
-        [&a_with_label_y, &b_with_label_x].map(|pod| {
+        [&pod_a_with_label_y, &pod_b_with_label_x].map(|pod| {
             let reader = Reader::new(&store);
             reader.server_candidates(pod.meta());
             !reader.into_dependencies().is_disjoint(&changed_keys)
         })
     };
-    assert_eq!(changes(Event::Applied(of_label_x.clone())), [false, true]);
+    assert_eq!(changes(Event::Applied(server_of_label_x.clone())), [false, true]);
     assert_eq!(
-        changes(Event::Applied(of_all)),
+        changes(Event::Applied(server_of_all)),
         [true, true],
-        "selects b before, both now"
+        "the Server selected only pod b before, and selects both now"
     );
     assert_eq!(
-        changes(Event::Applied(of_label_x)),
+        changes(Event::Applied(server_of_label_x)),
         [true, true],
-        "selects both before, b now"
+        "the Server selected both pods before, and selects only pod b now"
     );
     let name = NamespacedName::new("default", "s");
     assert_eq!(changes(Event::Deleted(Kind::Server, name)), [false, true]);
 }
 
-fn of_kind(kind: Kind) -> Vec<Object> {
+fn objects_of_kind(kind: Kind) -> Vec<Object> {
     objects().into_iter().filter(|object| object.kind() == kind).collect()
 }
 
@@ -183,7 +183,7 @@ fn a_subscription_has_the_current_value_and_then_only_changes() {
 }
 
 #[test]
-fn a_slow_subscriber_skips_to_the_latest() {
+fn a_slow_subscriber_skips_to_the_latest_value() {
     let cluster = cluster(Config::default());
     let mut web = cluster.endpoints(web());
     apply(&cluster, [object(Kind::Service)]);
@@ -205,7 +205,7 @@ fn values_are_dropped_with_their_last_subscription() {
 }
 
 #[tokio::test]
-async fn the_cluster_is_synced_when_its_source_says_so() {
+async fn the_cluster_is_synced_after_its_source_reports_it() {
     let cluster = cluster(Config::default());
     apply(&cluster, objects());
     assert!(!cluster.is_synced());
@@ -242,7 +242,7 @@ fn nothing_is_logged_while_the_state_is_locked() {
             .with_writer(writer)
             .finish();
         tracing::subscriber::with_default(subscriber, || {
-            let _subscriptions = AllSubscriptions::of(&cluster);
+            let _subscriptions = AllSubscriptions::new(&cluster);
             apply(&cluster, objects());
             apply(&cluster, [slice("ports: []")]);
             delete(&cluster, Kind::EndpointSlice, "web-1");
@@ -271,7 +271,7 @@ fn nothing_is_logged_while_the_state_is_locked() {
     assert!(locked.is_empty(), "{locked:#?}");
 }
 
-/// Writes a line of the log. Created for each line.
+/// Stores a line of the log, and whether the state was locked. Created for each line.
 struct LineWriter {
     lines: Arc<Mutex<Vec<(String, bool)>>>,
     is_locked: bool,
@@ -305,7 +305,7 @@ type AllValues = (
 );
 
 impl AllSubscriptions {
-    fn of(cluster: &Cluster) -> Self {
+    fn new(cluster: &Cluster) -> Self {
         let addrs = [
             "10.96.0.1:80",
             "10.96.0.2:81",
@@ -362,7 +362,7 @@ proptest! {
     fn a_subscription_ends_with_the_value_of_a_new_one(steps in prop::collection::vec((0..19usize, any::<bool>()), 1..40)) {
         let objects = objects();
         let updated = cluster(Config::default());
-        let mut subscriptions = AllSubscriptions::of(&updated);
+        let mut subscriptions = AllSubscriptions::new(&updated);
         for (index, applied) in steps {
             let object = objects[index % objects.len()].clone();
             let event = if applied {
@@ -373,10 +373,10 @@ proptest! {
             updated.sink().apply(vec![event]);
             let fresh = cluster(Config::default());
             let state = updated.0.state.lock();
-            let held: Vec<_> = state.store.all().cloned().collect();
+            let stored: Vec<_> = state.store.all().cloned().collect();
             drop(state);
-            apply(&fresh, held);
-            prop_assert_eq!(subscriptions.values(), AllSubscriptions::of(&fresh).values());
+            apply(&fresh, stored);
+            prop_assert_eq!(subscriptions.values(), AllSubscriptions::new(&fresh).values());
         }
     }
 }

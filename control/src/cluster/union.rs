@@ -24,7 +24,7 @@ use crate::resources::meta::NamespacedName;
 /// The endpoints of all members of a Service. No two members have the same address.
 #[derive(Debug, Default, PartialEq)]
 pub struct UnionEndpoints {
-    /// First the one in this cluster, then in the order of joining.
+    /// The member in this cluster comes first, the others follow in the order in which they joined.
     pub members: Vec<MemberEndpoints>,
     pub preference: MemberPreference,
 }
@@ -52,10 +52,10 @@ pub struct UnionSubscription {
 type UnionReceiver = watch::Receiver<Option<Arc<PublishedValue<UnionEndpoints>>>>;
 
 impl UnionSubscription {
-    /// Waits for a value that has not been seen and returns the latest. The first one may need the first list of another cluster.
+    /// Waits for a value that has not been seen and returns the latest. The first value may wait for the objects of other clusters.
     pub async fn changed(&mut self) -> Arc<PublishedValue<UnionEndpoints>> {
         loop {
-            // The task that sends runs as long as there are subscriptions.
+            // An error would mean that the sender was dropped, but the task of the union keeps it while there are subscriptions.
             if self.receiver.changed().await.is_err() {
                 std::future::pending::<()>().await;
             }
@@ -74,7 +74,7 @@ pub struct Unions {
 
 struct Union {
     receiver: UnionReceiver,
-    /// Ends when the last subscription is dropped.
+    /// The task that sends the merged endpoints. It is aborted when the last subscription is dropped.
     _task: JoinSet<Infallible>,
 }
 
@@ -86,7 +86,7 @@ impl Unions {
         }
     }
 
-    /// Follows the endpoints of a Service port with those of its members in other clusters.
+    /// Subscribes to the endpoints of a Service port, including those of its members in other clusters.
     pub fn subscribe(&self, key: &Key) -> UnionSubscription {
         let mut unions = self.by_key.lock();
         let known = unions.get(key).and_then(Weak::upgrade);
@@ -118,7 +118,7 @@ struct Merger {
 
 struct RemoteMember {
     service: RemoteService,
-    /// `None` until the objects of its cluster are listed, and after it was unlinked.
+    /// `None` until the objects of the member's cluster are listed, and after the cluster was unlinked.
     subscription: Option<(Cluster, Subscription<Endpoints>)>,
     pending_since: Option<Instant>,
 }
@@ -141,10 +141,11 @@ impl Merger {
             self.update_members(own.remote.as_deref());
             let merged = self.merge(&own);
             let needs_others = merged.preference == MemberPreference::All || !own.serves_all_clients();
-            let awaited_until = needs_others.then(|| self.awaited_until()).flatten();
+            let deadline = needs_others.then(|| self.wait_deadline()).flatten();
             let is_first = sender.borrow().is_none();
-            // Clients would replace the endpoints that they have by those of the first message.
-            let must_wait = is_first && (awaited_until.is_some() || merged.is_empty() && self.has_pending_member());
+            // After a reconnect, a client replaces its endpoints by those of the first message, so the first message must not omit
+            // the endpoints of pending members too early.
+            let must_wait = is_first && (deadline.is_some() || merged.is_empty() && self.has_pending_member());
             if !must_wait {
                 sender.send_if_modified(|sent| {
                     let is_changed = sent.as_deref().is_none_or(|sent| **sent != merged);
@@ -154,20 +155,20 @@ impl Merger {
                     is_changed
                 });
             }
-            // All branches are cancel-safe: the watches keep their changes.
+            // All branches are cancel-safe: a watch receiver keeps an unseen change.
             tokio::select! {
                 _ = self.local.changed() => {}
                 _ = cluster_changes.changed() => {}
-                () = any_changed(&mut self.members) => {}
-                () = sleep_until(awaited_until.unwrap_or_else(Instant::now)), if awaited_until.is_some() => {}
+                () = any_member_changed(&mut self.members) => {}
+                () = sleep_until(deadline.unwrap_or_else(Instant::now)), if deadline.is_some() => {}
             }
         }
     }
 
-    /// Until when pending members are awaited. `None` if there are none, or if that time is over.
-    fn awaited_until(&self) -> Option<Instant> {
+    /// The time until which the first message waits for pending members. `None` if no member is pending, or if this time is over.
+    fn wait_deadline(&self) -> Option<Instant> {
         let pending = self.members.iter().filter_map(|member| member.pending_since);
-        // Before, requests are refused.
+        // Requests are refused until the local cluster is synced, so the wait cannot begin earlier.
         let served_since = self.clusters.local.synced_at().unwrap_or_else(Instant::now);
         let latest = pending
             .map(|since| since.max(served_since) + MAX_WAIT_FOR_MEMBERS)
@@ -179,7 +180,7 @@ impl Merger {
         self.members.iter().any(|member| member.pending_since.is_some())
     }
 
-    /// Subscribes to the Services of the other clusters, and keeps the subscriptions that are still right.
+    /// Subscribes to the member Services in other clusters. Keeps the subscriptions of unchanged members.
     fn update_members(&mut self, discovery: Option<&RemoteDiscovery>) {
         let before = std::mem::take(&mut self.members);
         let mut before: HashMap<_, _> = before
@@ -234,7 +235,7 @@ impl Merger {
             }
             Some(RemoteDiscovery::Mirror(_) | RemoteDiscovery::Unnamed) => (None, MemberPreference::All),
         };
-        let mut union = Deduplicated::new(&self.clusters.remote);
+        let mut union = DeduplicatedMembers::new(&self.clusters.remote);
         if let Some(service) = local {
             union.add(service, None, own.clone());
         }
@@ -255,14 +256,15 @@ impl Merger {
     }
 }
 
-/// Members without the addresses that earlier ones have, too. This happens if the networks of two clusters overlap.
-struct Deduplicated<'a> {
+/// Members without the addresses that an earlier member also has. Members have common addresses if the networks of their clusters
+/// overlap.
+struct DeduplicatedMembers<'a> {
     members: Vec<MemberEndpoints>,
     addrs: HashSet<SocketAddr>,
     remote_clusters: &'a RemoteClusters,
 }
 
-impl<'a> Deduplicated<'a> {
+impl<'a> DeduplicatedMembers<'a> {
     fn new(remote_clusters: &'a RemoteClusters) -> Self {
         Self {
             members: Vec::new(),
@@ -299,24 +301,25 @@ impl<'a> Deduplicated<'a> {
         });
     }
 
-    /// Warns once of each pair of clusters with a common address.
+    /// Logs a warning, once for each pair of clusters with a common address.
     fn report_overlap(&self, cluster: Option<&str>, addr: SocketAddr) {
         let has_addr = |member: &&MemberEndpoints| member.endpoints.get(addr).is_some();
         let Some(other) = self.members.iter().find(has_addr) else {
             return;
         };
         let (cluster, other_cluster) = (cluster.unwrap_or("local"), other.cluster.as_deref().unwrap_or("local"));
-        if self.remote_clusters.is_new_overlap(cluster, other_cluster) {
+        if self.remote_clusters.record_overlap(cluster, other_cluster) {
             warn!(
                 service = %other.service, %addr, cluster, other_cluster,
-                "two clusters have pods with one address, of which only that of `other_cluster` is used; give the clusters \
+                "two clusters have pods with the same address, so only the pod of `other_cluster` is used; give the clusters \
                  networks that do not overlap, or link them by their gateways"
             );
         }
     }
 }
 
-async fn any_changed(members: &mut [RemoteMember]) {
+/// Waits until the endpoints of a member change.
+async fn any_member_changed(members: &mut [RemoteMember]) {
     let subscriptions = members.iter_mut().filter_map(|member| member.subscription.as_mut());
     let changes: Vec<_> = subscriptions
         .map(|(_, subscription)| Box::pin(subscription.changed()))
@@ -327,6 +330,6 @@ async fn any_changed(members: &mut [RemoteMember]) {
     select_all(changes).await;
 }
 
-/// How long clients wait for the first list of another cluster before the members that are known are served without it. Proxies end
-/// a request whose first message takes longer than three seconds.
+/// Maximum time for which clients wait for the objects of other clusters. After it the endpoints of the known members are served.
+/// It is less than three seconds, because proxies end a request whose first message takes longer.
 const MAX_WAIT_FOR_MEMBERS: Duration = Duration::from_secs(2);

@@ -140,7 +140,7 @@ pub(crate) struct Flags {
     /// Values of the chart for injected proxies, YAML; reloaded on change.
     #[arg(long, value_name = "FILE", default_value = "/var/run/linkerd/config/values")]
     pub(super) values: PathBuf,
-    /// Interval of searching for pods that should have a proxy but have none.
+    /// Interval of the search for pods that should have a proxy but have none.
     #[arg(long, value_name = "DURATION", default_value = "5m")]
     pub(super) audit_interval: String,
 
@@ -169,8 +169,8 @@ pub(crate) struct Flags {
     /// Address of telemetry; by default :8089, or 127.0.0.1:8089 without Kubernetes.
     #[arg(long)]
     pub(super) telemetry_addr: Option<ListenAddr>,
-    /// Admin address (metrics, readiness, invalid manifests) of destination; by default :9996. In a process without
-    /// destination, that of sp-validator (by default :9997), of proxy-injector (by default :9995) or of service-mirror (by default
+    /// Admin address (metrics, readiness, invalid manifests) of destination; by default :9996. In a process without destination,
+    /// the admin address of sp-validator (by default :9997), proxy-injector (by default :9995) or service-mirror (by default
     /// :9999); rejected if several of these run.
     #[arg(long)]
     pub(super) metrics_addr: Option<ListenAddr>,
@@ -190,8 +190,8 @@ pub(crate) struct Flags {
     #[arg(long, default_value = "plain")]
     pub(super) log_format: Format,
 
-    /// Without effect, accepted for compatibility with charts: there are no queues, and a slow stream skips to the latest state.
-    /// 0 is rejected.
+    /// Ignored, accepted for compatibility with charts: there are no queues, and a slow stream skips to the latest state. 0 is
+    /// rejected.
     #[arg(long, hide = true)]
     pub(super) stream_queue_capacity: Option<u64>,
     /// Ignored, accepted for compatibility with charts.
@@ -214,7 +214,8 @@ pub(crate) struct MirrorFlags {
     /// The Link to the cluster whose Services are mirrored; also accepted as the last argument without the flag.
     #[arg(long, value_name = "NAME", conflicts_with = "local_mirror")]
     pub(crate) link_name: Option<String>,
-    /// Mirror no cluster, but keep the Services of this cluster in their federated Services.
+    /// Whether to create the federated Services of this cluster, with its own Services as members, instead of mirrors of another
+    /// cluster.
     #[arg(long, default_value_t = false, num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
     pub(super) local_mirror: bool,
     /// Namespace of the Link, its credentials, the lease and the probe Service.
@@ -223,26 +224,26 @@ pub(crate) struct MirrorFlags {
     /// The Service through which the gateway is probed; by default it is not probed.
     #[arg(long, value_name = "NAME", default_value = "")]
     pub(super) probe_service: String,
-    /// Whether namespaces that only the other cluster has are created for their mirrors.
+    /// Whether to create the namespace of a mirror if this cluster does not have it.
     #[arg(long, default_value_t = false, num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
     pub(super) enable_namespace_creation: bool,
-    /// Interval of looking up the names of the gateway, and of comparing all mirrors.
+    /// Interval at which the names of the gateway are resolved and all mirrors are compared.
     #[arg(long, value_name = "DURATION", default_value = "1m")]
     pub(super) endpoint_refresh_period: String,
-    /// Labels of the Services that join federated Services, with --local-mirror.
+    /// Label selector of the Services that join federated Services, with --local-mirror.
     #[arg(long, value_name = "SELECTOR", default_value = label::FEDERATED)]
     pub(super) federated_service_selector: String,
-    /// Labels that federated Services do not get, with --local-mirror: names, or prefixes such as example.com/*.
+    /// Labels that are not copied to federated Services, with --local-mirror: names, or prefixes such as example.com/*.
     #[arg(long, value_name = "LIST", default_value = "")]
     pub(super) excluded_labels: String,
-    /// Annotations that federated Services do not get, with --local-mirror.
+    /// Annotations that are not copied to federated Services, with --local-mirror: names, or prefixes such as example.com/*.
     #[arg(long, value_name = "LIST", default_value = "")]
     pub(super) excluded_annotations: String,
-    /// Whether pods of headless Services that have host names, as those of StatefulSets, get mirrors of their own. Otherwise a
-    /// headless Service is mirrored as any other.
+    /// Whether each pod of a headless Service that has a host name, such as the pod of a StatefulSet, gets its own mirror. Otherwise
+    /// a headless Service is mirrored like any other Service.
     #[arg(long, default_value_t = false, num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
     pub(super) enable_headless_services: bool,
-    /// Without effect, accepted for compatibility with charts: failed steps are retried until they succeed.
+    /// Ignored, accepted for compatibility with charts: failed steps are retried until they succeed.
     #[arg(long, hide = true)]
     pub(super) event_requeue_limit: Option<u32>,
 }

@@ -41,7 +41,7 @@ use crate::writeback;
 #[derive(Clone, Debug)]
 pub struct Config {
     pub services: Services,
-    /// The name of this process in leases and Events: that of its pod.
+    /// Name of this process in leases and Events. It is the name of the pod.
     pub pod_name: String,
     /// Required by destination, policy and telemetry.
     pub source: Option<ObjectSource>,
@@ -57,8 +57,8 @@ pub struct Config {
     /// Set if the service mirror runs.
     pub mirror: Option<mirror::config::Config>,
     pub listen: ListenAddrs,
-    /// `OmitServer` if only `all-in-one` adds telemetry, without Kubernetes and without --telemetry-addr: another program can
-    /// use its default port, and that must not stop the other services.
+    /// `OmitServer` if only `all-in-one` starts telemetry, without Kubernetes and without --telemetry-addr. Another program may use
+    /// the default port of telemetry, and this must not stop the other services.
     pub telemetry_listen_failure: ListenFailure,
     /// Flags with no effect in this control plane; each is logged at start.
     pub unsupported_flags: Vec<&'static str>,
@@ -103,7 +103,7 @@ pub struct Webhooks {
     pub injector: injector_webhook::Config,
 }
 
-/// Settings of the writes to the cluster.
+/// Settings of the write-back to the cluster.
 #[derive(Clone, Debug)]
 pub struct Writeback {
     /// The Deployment that owns the leases for writing. Default `linkerd-destination`.
@@ -173,7 +173,7 @@ impl Config {
         Ok(Self {
             services,
             pod_name: pod_name(),
-            source: services.need_source().then(source),
+            source: services.need_object_source().then(source),
             kubernetes: flags.kubernetes()?,
             certificates: flags.certificates(services, &domains)?,
             client_certificates: flags.client_certificates,
@@ -233,8 +233,8 @@ impl Config {
         }
     }
 
-    /// The settings of statuses. A directory of manifests, which has no statuses, needs them too: what the statuses would say is
-    /// counted and logged.
+    /// The settings of statuses. They also apply to a directory of manifests: it has no statuses, but their content is counted and
+    /// logged.
     pub(crate) fn statuses_config(&self) -> writeback::config::StatusesConfig {
         writeback::config::StatusesConfig {
             cluster_domain: self.cluster.cluster_domain.clone(),
@@ -459,7 +459,8 @@ impl Flags {
         let flags = &self.mirror;
         ensure!(
             self.manifests.is_none(),
-            "service-mirror needs Kubernetes; remove --manifests, and mirror by manifests of Services and Endpoints"
+            "service-mirror needs Kubernetes; remove --manifests, or remove service-mirror and write manifests of the mirrors \
+             (Services and Endpoints)"
         );
         let refresh_period = go_duration::parse(&flags.endpoint_refresh_period)
             .map_err(|err| anyhow!("--endpoint-refresh-period: {err}"))?;
@@ -540,7 +541,7 @@ impl Flags {
                     (&mut listen.telemetry, ("--telemetry-addr", self.telemetry_addr))
                 }
                 _ => bail!(
-                    "--addr={addr} applies to several services, or to none; expected --destination-addr, --identity-addr, \
+                    "--addr={addr} needs exactly one service that it can apply to; expected --destination-addr, --identity-addr, \
                      --grpc-addr, --sp-validator-addr, --proxy-injector-addr or --telemetry-addr"
                 ),
             };
@@ -558,7 +559,7 @@ impl Flags {
                 (false, false, true) => listen.proxy_injector_admin = addr,
                 (false, false, false) if services.is_mirror_only() => listen.mirror_admin = addr,
                 (false, _, _) => bail!(
-                    "--metrics-addr={addr} applies to several services, or to none; expected --admin-addr for identity, \
+                    "--metrics-addr={addr} needs exactly one service that it can apply to; expected --admin-addr for identity, \
                      policy or telemetry, or --sp-validator-metrics-addr"
                 ),
             }
@@ -567,7 +568,7 @@ impl Flags {
     }
 }
 
-/// Fails if a service gets its address from a flag that several services share, and from its own flag.
+/// Fails if both the flag that several services share and the service's own flag set its address.
 fn reject_second_addr(shared: (&str, ListenAddr), own: (&str, Option<ListenAddr>)) -> Result<()> {
     if let (own_flag, Some(own_addr)) = own {
         let (flag, addr) = shared;

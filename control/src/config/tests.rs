@@ -29,7 +29,7 @@ fn defaults_are_those_of_linkerd() {
         "linkerd-identity.linkerd.serviceaccount.identity.linkerd.cluster.local"
     );
     let Certificates::Local { identity, .. } = config.certificates else {
-        panic!("identity is in this process");
+        panic!("expected certificates of the identity service in this process");
     };
     assert_eq!(identity.validity.lifetime, Duration::from_secs(24 * 3600));
     assert_eq!(identity.validity.clock_skew, Duration::from_secs(20));
@@ -51,7 +51,7 @@ fn flags_that_charts_pass_to_linkerd_are_accepted() {
     assert_eq!(config.cluster.ipv6, Ipv6::Drop);
     assert!(config.cluster.default_opaque_ports.contains(3306));
     let Certificates::Remote(remote) = config.certificates else {
-        panic!("identity is elsewhere");
+        panic!("expected certificates of another identity service");
     };
     assert_eq!(remote.addr.to_string(), "linkerd-identity-headless.mesh.svc.a.b:8080");
     assert_eq!(remote.name, "linkerd-identity.mesh.serviceaccount.identity.mesh.c.d");
@@ -138,7 +138,7 @@ fn a_service_has_its_address_from_one_flag_only() {
 }
 
 #[test]
-fn telemetry_that_nobody_requested_is_omitted_if_it_cannot_listen() {
+fn a_listen_failure_of_telemetry_is_ignored_only_if_no_argument_names_telemetry() {
     for (line, expected) in [
         ("all-in-one --manifests m", ListenFailure::OmitServer),
         ("all-in-one", ListenFailure::StopProcess),
@@ -203,7 +203,7 @@ fn flags_without_effect_are_accepted_and_each_is_logged_once_and_has_a_metric() 
         // them as disabled.
         config(&line).unwrap();
         let mut in_metric = Vec::new();
-        let lines = logs::tests::lines_of(|| {
+        let lines = logs::tests::capture_lines(|| {
             in_metric = flags_in_metric(&config(&line).unwrap());
         });
         let logged = lines
@@ -219,7 +219,7 @@ fn flags_without_effect_are_accepted_and_each_is_logged_once_and_has_a_metric() 
         logged("-trace-collector=collector:55678 -enable-pprof=true -identity-scheme=kubernetes.io/tls"),
         ["--identity-scheme", "--trace-collector", "--enable-pprof"]
     );
-    // A flag whose value asks for nothing is not logged.
+    // A flag that is empty or false is not logged.
     assert_eq!(
         logged("-trace-collector= -enable-pprof=false -export-queue-metrics=false -identity-scheme="),
         [""; 0]
@@ -284,7 +284,7 @@ fn an_invalid_value_is_rejected_with_the_expected_form() {
         &format!("all-in-one {rest} -addr :1"),
         "expected --destination-addr, --identity-addr",
     );
-    assert_rejected(&format!("policy {rest} -addr :1"), "or to none");
+    assert_rejected(&format!("policy {rest} -addr :1"), "needs exactly one service");
     assert_rejected("identity -metrics-addr :1", "expected --admin-addr");
     assert_rejected("identity -kube-apiclient-qps 0", "are out of range");
     assert_rejected("proxy-injector -audit-interval 5", "--audit-interval");

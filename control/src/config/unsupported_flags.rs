@@ -6,7 +6,7 @@ use tulle_core::metrics::{Gauge, Labels, Registry};
 
 use crate::config::flags::Flags;
 
-/// Returns the flags that are set and have no effect. A flag whose value asks for nothing is not one of them.
+/// Returns the flags that are set and have no effect. A flag that is empty or false counts as not set.
 pub(super) fn find(flags: &Flags) -> Vec<&'static str> {
     let is_set = |value: &Option<String>| value.as_ref().is_some_and(|value| !value.is_empty());
     let ignored = [

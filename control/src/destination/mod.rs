@@ -15,8 +15,8 @@ use crate::destination::server::Service;
 use crate::grpc;
 use crate::tls::mesh_credentials::ClientCertificates;
 
-/// Creates the service. Its streams end with their connections. If client certificates are required, a client can name only its own
-/// namespace in its context token.
+/// Creates the gRPC service. A stream ends with its connection. If client certificates are required, the context token of a client
+/// can name only the client's own namespace.
 pub fn server(
     clusters: impl Into<LinkedClusters>,
     client_certificates: ClientCertificates,

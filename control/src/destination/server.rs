@@ -1,4 +1,4 @@
-//! Get and GetProfile streams.
+//! The streams of the methods Get and GetProfile.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -32,7 +32,7 @@ use crate::model::remote_discovery::{RemoteDiscovery, RemoteService};
 use crate::resources::meta::NamespacedName;
 use crate::tls::mesh_credentials::ClientCertificates;
 
-/// The service. Clones share its state.
+/// The destination service. Clones share its state.
 #[derive(Clone)]
 pub struct Service {
     shared: Arc<Shared>,
@@ -85,7 +85,12 @@ impl Methods for Service {
 }
 
 impl Shared {
-    fn parse(&self, caller: Option<&Caller>, request: &GetDestination) -> Result<(Target, ContextToken), Status> {
+    /// Parses the target and the context token of a request, and checks the client's namespace.
+    fn parse_request(
+        &self,
+        caller: Option<&Caller>,
+        request: &GetDestination,
+    ) -> Result<(Target, ContextToken), Status> {
         if !self.cluster.is_synced() {
             // Proxies cache NotFound responses, but retry after Unavailable.
             return Err(Status::unavailable("the objects of the cluster are not loaded yet"));
@@ -122,7 +127,7 @@ impl Shared {
         request: GetDestination,
     ) -> Result<impl Stream<Item = Bytes> + Send + use<>, Status> {
         let (target, client) = self
-            .parse(caller, &request)
+            .parse_request(caller, &request)
             .map_err(|status| invalid_authority(status, &request.path))?;
         let key = match target {
             Target::Address(addr) => {
@@ -150,7 +155,7 @@ impl Shared {
             Some(discovery) => self.open_union(&key, discovery, &request.path).await?,
             None => {
                 check_existence(first.existence, &key.service, &request.path)?;
-                (Source::Local(subscription), EndpointState::Local(first))
+                (EndpointSource::Local(subscription), EndpointState::Local(first))
             }
         };
         let node: Option<Box<str>> = client.node().map(Box::from);
@@ -172,13 +177,13 @@ impl Shared {
         }))
     }
 
-    /// Subscribes to a Service with endpoints in other clusters, and waits until those are known.
+    /// Subscribes to a Service with endpoints in other clusters, and waits until these endpoints are known.
     async fn open_union(
         &self,
         key: &endpoints::Key,
         discovery: &RemoteDiscovery,
         path: &str,
-    ) -> Result<(Source, EndpointState), Status> {
+    ) -> Result<(EndpointSource, EndpointState), Status> {
         let mirrored = match discovery {
             RemoteDiscovery::Unnamed => {
                 let message = format!("Remote discovery service missing remote service name {path}");
@@ -210,7 +215,7 @@ impl Shared {
                 check_existence(Existence::ExternalName, &member.service, path)?;
             }
         }
-        Ok((Source::Union(union), EndpointState::Union(first)))
+        Ok((EndpointSource::Union(union), EndpointState::Union(first)))
     }
 
     fn get_profile(
@@ -218,7 +223,7 @@ impl Shared {
         caller: Option<&Caller>,
         request: &GetDestination,
     ) -> Result<impl Stream<Item = Bytes> + Send + use<>, Status> {
-        let (target, client) = self.parse(caller, request)?;
+        let (target, client) = self.parse_request(caller, request)?;
         let client_namespace = client.namespace();
         let key = match target {
             Target::Address(addr) => profiles::Key::Address {
@@ -297,9 +302,9 @@ fn check_existence(existence: Existence, service: &NamespacedName, path: &str) -
 /// A Get stream. It has no queue: a slow client receives the difference to the latest state.
 struct EndpointStream {
     shared: Arc<Shared>,
-    source: Source,
-    /// The last state that was sent, or the first one. That is translated when the client reads it, because thousands of streams
-    /// that open together would otherwise hold their first messages in memory.
+    source: EndpointSource,
+    /// The last state that was sent, or the first state if none was sent. The first state is translated only when the client reads
+    /// the stream: otherwise thousands of streams that open together would keep their first messages in memory.
     latest: EndpointState,
     is_latest_sent: bool,
     key: Arc<endpoints::Key>,
@@ -308,13 +313,13 @@ struct EndpointStream {
     location: ClientLocation,
 }
 
-/// What a stream follows. A Service that gets members in other clusters is followed as a union from then on.
-enum Source {
+/// The subscription of a stream. When a Service gets members in other clusters, the stream changes to `Union` and keeps it.
+enum EndpointSource {
     Local(Subscription<Endpoints>),
     Union(UnionSubscription),
 }
 
-impl Source {
+impl EndpointSource {
     async fn changed(&mut self) -> EndpointState {
         match self {
             Self::Local(subscription) => EndpointState::Local(subscription.changed().await),
@@ -347,7 +352,7 @@ impl EndpointState {
         }
     }
 
-    /// Whether a Service that had all its endpoints in this cluster has got members in others.
+    /// Whether a Service whose endpoints were all in this cluster has got members in other clusters.
     fn has_become_union(&self) -> bool {
         matches!(self, Self::Local(endpoints) if endpoints.remote.is_some())
     }
@@ -369,7 +374,7 @@ impl EndpointStream {
     async fn next(&mut self) -> Bytes {
         loop {
             let messages = if self.is_latest_sent {
-                // Both branches are cancel-safe: the watches keep their changes.
+                // Both branches are cancel-safe: a watch receiver keeps an unseen change.
                 let now = tokio::select! {
                     now = self.source.changed() => now,
                     Ok(()) = self.node_changes.changed() => {
@@ -380,7 +385,7 @@ impl EndpointStream {
                     }
                 };
                 if now.has_become_union() {
-                    self.source = Source::Union(self.shared.unions.subscribe(&self.key));
+                    self.source = EndpointSource::Union(self.shared.unions.subscribe(&self.key));
                     continue;
                 }
                 let messages = self.difference(Some(&self.latest), &now);
@@ -390,7 +395,7 @@ impl EndpointStream {
                 self.is_latest_sent = true;
                 self.difference(None, &self.latest)
             };
-            // The change can be irrelevant for this client.
+            // No messages: the change does not affect this client.
             if !messages.is_empty() {
                 return messages;
             }
@@ -442,7 +447,7 @@ impl EndpointStream {
             (Some(EndpointState::Union(before)), EndpointState::Union(now)) => {
                 now.encode_cached(&self.encoding_key(Some(before)), encode)
             }
-            // The Service has just got members in other clusters, or was one of them.
+            // The Service has just got members in other clusters, which happens once for each stream.
             (Some(_), _) => encode(),
         }
     }
@@ -489,7 +494,7 @@ enum ProfileError<'a> {
 impl ProfileError<'_> {
     fn status(&self, path: &str) -> Status {
         match self {
-            // As Linkerd does, although Get returns NotFound.
+            // Linkerd returns Unknown here, although its Get returns NotFound.
             Self::ServiceMissing => Status::unknown(format!("service of {path} not found")),
             Self::ExternalName => Status::invalid_argument(format!("invalid service: {path} is an ExternalName")),
             Self::HostnameMissing => Status::not_found(format!("no pod of the service has the hostname in {path}")),
@@ -510,6 +515,6 @@ fn profile_message<'a>(profile: &'a Profile, config: &Config) -> Result<Destinat
     }
 }
 
-/// How long a request waits for endpoints in other clusters. Longer than a union waits before it serves the members that are known,
-/// and shorter than proxies wait for the first message. They keep their last endpoints when they get this error.
+/// Maximum time that a request waits for endpoints in other clusters. After two seconds a union serves the known members; after
+/// three seconds proxies stop waiting for the first message. Proxies keep their last endpoints when they get this error.
 const REMOTE_CLUSTER_TIMEOUT: Duration = Duration::from_millis(2_500);

@@ -48,7 +48,7 @@ pub(super) fn parse(path: &str, cluster_domain: &str) -> Result<Target, TargetEr
             _ => return Err(invalid()),
         },
     };
-    // A stream holds the names of its target in memory, so their length is limited.
+    // The length is limited because a stream keeps the names of its target in memory.
     if host.len() > MAX_NAME_BYTES {
         return Err(invalid());
     }
@@ -87,7 +87,7 @@ impl ContextToken {
     /// Parses a context token: JSON, or the deprecated form `ns:<namespace>`.
     ///
     /// # Errors
-    /// Fails if the token is neither.
+    /// Fails if the token has neither form.
     pub(super) fn parse(token: &str) -> Result<Self, serde_json::Error> {
         if let Some(namespace) = token.strip_prefix(DEPRECATED_PREFIX) {
             return Ok(Self {
@@ -107,21 +107,22 @@ impl ContextToken {
     }
 
     pub(super) fn namespace(&self) -> Option<Arc<str>> {
-        is_name(&self.namespace).then(|| self.namespace.as_str().into())
+        has_name_length(&self.namespace).then(|| self.namespace.as_str().into())
     }
 
     pub(super) fn node(&self) -> Option<&str> {
-        is_name(&self.node).then_some(self.node.as_str())
+        has_name_length(&self.node).then_some(self.node.as_str())
     }
 }
 
-/// Returns whether an object can have a name of this length. A stream holds the names of its token in memory.
-fn is_name(text: &str) -> bool {
+/// Returns whether the text has a valid length for the name of an object. The length is limited because a stream keeps the names of
+/// its token in memory.
+fn has_name_length(text: &str) -> bool {
     (1..=MAX_NAME_BYTES).contains(&text.len())
 }
 
 const DEPRECATED_PREFIX: &str = "ns:";
-/// The longest DNS name, and name of an object.
+/// Maximum length of a DNS name and of the name of an object.
 const MAX_NAME_BYTES: usize = 253;
 
 #[cfg(test)]
@@ -132,7 +133,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_text_panics(text in ".*|[a-z.:\\[\\]0-9{}\"]*") {
+        fn parsing_never_panics(text in ".*|[a-z.:\\[\\]0-9{}\"]*") {
             let _ = parse(&text, "cluster.local");
             let _ = ContextToken::parse(&text);
         }

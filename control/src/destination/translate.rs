@@ -1,4 +1,4 @@
-//! Converts the model to protobuf: endpoints as a difference to the last state sent, profiles completely.
+//! Converts the model to protobuf: endpoints as a difference to the last state that was sent, profiles completely.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -24,18 +24,18 @@ use crate::model::profile;
 use crate::proto_http_method::http_method;
 use crate::resources::meta::NamespacedName;
 
-/// Node and zone of the client. They decide which endpoints it may use and which are local.
+/// Node and zone of a client. They determine which endpoints the client may use, and which of them are local.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ClientLocation {
     pub(super) node: Option<Box<str>>,
     pub(super) zone: Option<Arc<str>>,
 }
 
-/// The endpoints of one Service. A client has those of several Services if they are the members of a federated one.
+/// The endpoints of one Service. A client has several members if its target is a federated Service.
 #[derive(Clone, Copy)]
 pub(super) struct Member<'a> {
     pub(super) service: &'a NamespacedName,
-    /// The cluster of the Service; `None` for this one.
+    /// The cluster of the Service; `None` for this cluster.
     pub(super) cluster: Option<&'a str>,
     pub(super) endpoints: &'a Endpoints,
 }
@@ -56,38 +56,36 @@ impl Member<'_> {
 }
 
 /// Returns the messages that bring a client from its last state and location to the current ones. Additions come first,
-/// so that the client always has an endpoint, then removals. If no endpoint is left, a message that says so comes last.
+/// so that the client always has an endpoint, then removals. If no endpoint is left, the last message is `NoEndpoints`.
 /// No two members of a state have the same address.
 ///
-/// All additions are one message, because proxies take that at the start of a stream for the complete state.
+/// All additions are in one message, because proxies use the first message of a stream as the complete state.
 pub(super) fn difference(
     before: Option<(&[Member<'_>], &ClientLocation)>,
     now: &[Member<'_>],
     location: &ClientLocation,
     config: &Config,
 ) -> Vec<Update> {
-    let sent = before.map(|(before, location)| UsableEndpoints::of_all(before, location));
-    let usable = UsableEndpoints::of_all(now, location);
+    let sent = before.map(|(before, location)| UsableEndpoints::for_members(before, location));
+    let usable = UsableEndpoints::for_members(now, location);
     // The message for an endpoint depends on the client's zone.
     let zone_changed = before.is_some_and(|(_, before)| before.zone != location.zone);
     let mut added: Vec<(&Member<'_>, Vec<WeightedAddr>)> = Vec::new();
-    for of_member in &usable {
-        let sent_of_member = sent.iter().filter(|_| !zone_changed).flatten();
-        let sent_of_member = sent_of_member
-            .into_iter()
-            .find(|sent| sent.member.is_same_service(&of_member.member));
-        let sent_endpoint = |addr| sent_of_member.and_then(|sent| sent.get(addr));
-        let addrs = of_member
+    for endpoints in &usable {
+        let mut sent_members = sent.iter().filter(|_| !zone_changed).flatten();
+        let sent_member = sent_members.find(|sent| sent.member.is_same_service(&endpoints.member));
+        let sent_endpoint = |addr| sent_member.and_then(|sent| sent.get(addr));
+        let addrs = endpoints
             .iter()
             .filter(|endpoint| sent_endpoint(endpoint.addr) != Some(endpoint))
             .map(|endpoint| weighted_addr(endpoint, location, config));
         let addrs: Vec<_> = addrs.collect();
         if !addrs.is_empty() {
-            added.push((&of_member.member, addrs));
+            added.push((&endpoints.member, addrs));
         }
     }
-    let mut messages: Vec<_> = addition(added).map(update::Update::Add).into_iter().collect();
-    let is_usable = |addr| usable.iter().any(|of_member| of_member.get(addr).is_some());
+    let mut messages: Vec<_> = add_message(added).map(update::Update::Add).into_iter().collect();
+    let is_usable = |addr| usable.iter().any(|endpoints| endpoints.get(addr).is_some());
     let removed: Vec<_> = sent
         .iter()
         .flatten()
@@ -98,7 +96,7 @@ pub(super) fn difference(
     if !removed.is_empty() {
         messages.push(update::Update::Remove(AddrSet { addrs: removed }));
     }
-    // Without an endpoint: sent at the start, when the last endpoint is removed, and when the existence of the service changes.
+    // Sent if there is no endpoint: at the start, when the last endpoint is removed, and when the existence of the Service changes.
     if let Some(existence) = existence_if_empty(&usable)
         && sent.and_then(|sent| existence_if_empty(&sent)) != Some(existence)
     {
@@ -112,8 +110,8 @@ pub(super) fn difference(
         .collect()
 }
 
-/// The message for the added endpoints of each member.
-fn addition(mut added: Vec<(&Member<'_>, Vec<WeightedAddr>)>) -> Option<WeightedAddrSet> {
+/// The message that adds the endpoints of all members.
+fn add_message(mut added: Vec<(&Member<'_>, Vec<WeightedAddr>)>) -> Option<WeightedAddrSet> {
     if added.len() == 1 {
         let (member, addrs) = added.pop()?;
         return Some(WeightedAddrSet {
@@ -122,8 +120,8 @@ fn addition(mut added: Vec<(&Member<'_>, Vec<WeightedAddr>)>) -> Option<Weighted
         });
     }
     let mut addrs = Vec::new();
-    for (member, of_member) in added {
-        addrs.extend(of_member.into_iter().map(|mut addr| {
+    for (member, member_addrs) in added {
+        addrs.extend(member_addrs.into_iter().map(|mut addr| {
             addr.metric_labels.extend(member.metric_labels());
             addr
         }));
@@ -150,7 +148,7 @@ enum EndpointScope<'a> {
 }
 
 impl<'a> UsableEndpoints<'a> {
-    fn of_all(members: &[Member<'a>], location: &'a ClientLocation) -> SmallVec<[Self; 1]> {
+    fn for_members(members: &[Member<'a>], location: &'a ClientLocation) -> SmallVec<[Self; 1]> {
         members.iter().map(|member| Self::new(*member, location)).collect()
     }
 
@@ -161,7 +159,7 @@ impl<'a> UsableEndpoints<'a> {
             all.iter().any(hinted)
         };
         let scope = match (member.endpoints.scope, &location.zone) {
-            // The nodes of another cluster are not those of the client, and the hints are for clients there.
+            // The nodes and hints of another cluster do not apply to a client in this cluster.
             _ if member.cluster.is_some() => EndpointScope::Cluster,
             (TrafficScope::Node, _) => EndpointScope::Node(location.node.as_deref()),
             (TrafficScope::HintedNode, _) if location.node.as_deref().is_some_and(is_hinted_node) => {
@@ -183,7 +181,7 @@ impl<'a> UsableEndpoints<'a> {
     fn contains(&self, endpoint: &Endpoint) -> bool {
         match self.scope {
             EndpointScope::Cluster => true,
-            // As in Linkerd, external workloads are left out: they run on no node of the cluster.
+            // As in Linkerd, external workloads are left out, because they do not run on a node of the cluster.
             EndpointScope::Node(node) => {
                 matches!(endpoint.workload, EndpointWorkload::Pod { .. })
                     && node.is_some()
@@ -205,12 +203,12 @@ impl<'a> UsableEndpoints<'a> {
     }
 }
 
-/// Returns whether the service exists if there is no usable endpoint. Of several members one that exists is enough.
+/// If there is no usable endpoint, returns whether the Service exists. It exists if one of its members exists.
 fn existence_if_empty(usable: &[UsableEndpoints<'_>]) -> Option<Existence> {
-    if usable.iter().any(|of_member| of_member.iter().next().is_some()) {
+    if usable.iter().any(|endpoints| endpoints.iter().next().is_some()) {
         return None;
     }
-    let mut existences = usable.iter().map(|of_member| of_member.member.endpoints.existence);
+    let mut existences = usable.iter().map(|endpoints| endpoints.member.endpoints.existence);
     let first = existences.next().unwrap_or_default();
     let is_present = first == Existence::Present || existences.any(|existence| existence == Existence::Present);
     Some(if is_present { Existence::Present } else { first })
@@ -231,7 +229,7 @@ fn weighted_addr(endpoint: &Endpoint, location: &ClientLocation, config: &Config
     addr
 }
 
-/// Returns the message for an endpoint, without the parts that depend on the client.
+/// Returns the message for an endpoint, without the fields that depend on the client.
 fn endpoint_addr(endpoint: &Endpoint, config: &Config) -> WeightedAddr {
     let shared = &endpoint.shared;
     let mut labels: BTreeMap<String, String> = shared

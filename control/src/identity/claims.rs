@@ -1,6 +1,6 @@
 //! The unverified claims of a service account token.
 //!
-//! A review costs the API server work, so a token that cannot be accepted is rejected without a review.
+//! A token whose claims cannot be accepted is rejected without a review, to save the API server work.
 
 use std::fs;
 use std::path::Path;
@@ -23,7 +23,7 @@ pub(crate) struct Claims {
 pub(crate) enum Audience {
     /// The identity service.
     Identity,
-    /// The API server. Pods without a projected token send their token for the API server.
+    /// The API server. A pod without a token for the identity service sends its token for the API server.
     ApiServer,
 }
 
@@ -34,7 +34,7 @@ pub(crate) enum ClaimsError {
     NotText,
     #[error("invalid bearer token, not a JSON Web Token of a service account")]
     NotJwt,
-    #[error("it is longer than {MAX_TOKEN} bytes")]
+    #[error("it is longer than {MAX_TOKEN_BYTES} bytes")]
     TooLong,
     #[error("service account token has expired")]
     Expired,
@@ -45,7 +45,7 @@ pub(crate) enum ClaimsError {
 }
 
 #[derive(Deserialize)]
-struct Raw {
+struct RawClaims {
     #[serde(default)]
     iss: String,
     #[serde(default)]
@@ -55,13 +55,13 @@ struct Raw {
 
 impl Claims {
     pub(crate) fn parse(token: &[u8]) -> Result<Self, ClaimsError> {
-        if token.len() > MAX_TOKEN {
+        if token.len() > MAX_TOKEN_BYTES {
             return Err(ClaimsError::TooLong);
         }
         if std::str::from_utf8(token).is_err() {
             return Err(ClaimsError::NotText);
         }
-        let raw: Raw = jsonwebtoken::dangerous::insecure_decode_claims(token).map_err(|_| ClaimsError::NotJwt)?;
+        let raw: RawClaims = jsonwebtoken::dangerous::insecure_decode_claims(token).map_err(|_| ClaimsError::NotJwt)?;
         let text = |value: Value| match value {
             Value::String(text) => Ok(text),
             _ => Err(ClaimsError::NotJwt),
@@ -78,9 +78,9 @@ impl Claims {
         })
     }
 
-    /// Checks expiry and audience, which needs no key. `api_server` lists the audiences of the API server; if it is
-    /// empty, the review decides.
-    pub(crate) fn check(&self, now: u64, api_server: &[String]) -> Result<Audience, ClaimsError> {
+    /// Checks expiry and audience, which needs no key. If `api_server_audiences` is empty, the audiences of the API server are
+    /// unknown, and the review decides.
+    pub(crate) fn check(&self, now: u64, api_server_audiences: &[String]) -> Result<Audience, ClaimsError> {
         let is_legacy = self.is_legacy();
         match self.expires_at {
             Some(expires_at) if expires_at.saturating_add(LEEWAY_SECS) < now => return Err(ClaimsError::Expired),
@@ -90,8 +90,11 @@ impl Claims {
         if self.audiences.iter().any(|audience| audience == TOKEN_AUDIENCE) {
             return Ok(Audience::Identity);
         }
-        let is_for_api_server = self.audiences.iter().any(|audience| api_server.contains(audience));
-        match is_legacy || is_for_api_server || api_server.is_empty() {
+        let is_for_api_server = self
+            .audiences
+            .iter()
+            .any(|audience| api_server_audiences.contains(audience));
+        match is_legacy || is_for_api_server || api_server_audiences.is_empty() {
             true => Ok(Audience::ApiServer),
             false => Err(ClaimsError::Audience {
                 found: self.audiences.clone(),
@@ -99,25 +102,25 @@ impl Claims {
         }
     }
 
-    /// Returns whether the token comes from a Secret, as Kubernetes created them before 1.24: without expiry and
-    /// audience.
+    /// Returns whether the token comes from a Secret of the kind that Kubernetes created before 1.24. Such a token has no expiry
+    /// and no audience.
     pub(crate) fn is_legacy(&self) -> bool {
         self.issuer == LEGACY_ISSUER
     }
 
-    /// Claims of this process's own token for the API server, if Kubernetes mounts one. They contain the cluster's
+    /// Reads the claims of this process's own token for the API server, if Kubernetes mounts one. They contain the cluster's
     /// token issuer and the audiences of its API server.
-    pub(crate) fn own(path: &Path) -> Option<Self> {
+    pub(crate) fn read_own_token(path: &Path) -> Option<Self> {
         let token = fs::read(path).ok()?;
         Self::parse(token.trim_ascii()).ok()
     }
 }
 
-/// Where Kubernetes mounts the token of a pod for the API server.
-pub(super) const OWN_TOKEN: &str = "/var/run/secrets/kubernetes.io/serviceaccount/token";
+/// Path at which Kubernetes mounts the token of a pod for the API server.
+pub(super) const OWN_TOKEN_PATH: &str = "/var/run/secrets/kubernetes.io/serviceaccount/token";
 const LEGACY_ISSUER: &str = "kubernetes/serviceaccount";
-/// In bytes. Tokens of service accounts have one or two KiB.
-const MAX_TOKEN: usize = 16 * 1024;
+/// Maximum size of a token. Tokens of service accounts have one or two KiB.
+const MAX_TOKEN_BYTES: usize = 16 * 1024;
 /// Maximum clock skew, in seconds.
 const LEEWAY_SECS: u64 = 10;
 
@@ -167,7 +170,7 @@ mod tests {
         check(json!({"aud": [7], "exp": later}), Err(ClaimsError::NotJwt));
         check(json!([]), Err(ClaimsError::NotJwt));
         let unknown = claims(&json!({"aud": "vault", "exp": later})).unwrap().check(NOW, &[]);
-        assert_eq!(unknown, Ok(Audience::ApiServer), "the API server knows its audiences");
+        assert_eq!(unknown, Ok(Audience::ApiServer), "the review decides");
     }
 
     #[test]
@@ -177,7 +180,7 @@ mod tests {
             (b"a.b.c", ClaimsError::NotJwt),
             (b"", ClaimsError::NotJwt),
             (b"\xff\xff", ClaimsError::NotText),
-            (&[b'a'; MAX_TOKEN + 1], ClaimsError::TooLong),
+            (&[b'a'; MAX_TOKEN_BYTES + 1], ClaimsError::TooLong),
         ] {
             assert_eq!(Claims::parse(token), Err(expected));
         }

@@ -9,7 +9,7 @@ use x509_parser::error::X509Error;
 use x509_parser::extensions::{GeneralName, ParsedExtension};
 use x509_parser::prelude::FromDer;
 
-/// A request with a valid signature of its own key.
+/// A signing request whose signature by its own key is valid.
 #[derive(Debug)]
 pub(crate) struct SigningRequest {
     common_names: Vec<String>,
@@ -29,7 +29,7 @@ pub(crate) enum MalformedError {
     Signature(#[source] X509Error),
 }
 
-/// The signing request has other names than the requested identity.
+/// The names in the signing request are not exactly the requested identity.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub(crate) enum NameError {

@@ -1,4 +1,4 @@
-//! Kubernetes Events of the identity service: on its Deployment, and on service accounts.
+//! Kubernetes Events of the identity service, about its Deployment and about service accounts.
 
 use k8s_openapi::api::core::v1::ObjectReference;
 

@@ -38,17 +38,17 @@ pub struct Validity {
     pub clock_skew: Duration,
 }
 
-/// The content of a leaf.
+/// The content of a leaf certificate.
 #[derive(Debug)]
 pub(crate) struct LeafContent<'a> {
     pub(crate) identity: &'a str,
-    /// Also sets the common name, for software that does not read subject alternative names.
+    /// Whether the identity is also the common name, for software that does not read subject alternative names.
     pub(crate) with_common_name: bool,
     pub(crate) key: &'a SubjectPublicKeyInfo,
 }
 
 #[derive(Debug)]
-pub(crate) struct Issued {
+pub(crate) struct IssuedCertificate {
     pub(crate) certificate: Certificate,
     pub(crate) valid_until: OffsetDateTime,
 }
@@ -87,7 +87,7 @@ pub(crate) enum IssuerError {
     },
     #[error("the certificate in {path:?} may not sign others; expected an authority (CA, keyCertSign)")]
     NotAuthority { path: PathBuf },
-    #[error("the private key in {path:?} is not that of the issuer's certificate")]
+    #[error("the private key in {path:?} does not belong to the issuer's certificate")]
     Mismatch { path: PathBuf },
     #[error("the issuer in {path:?} cannot be used for signing")]
     Signer {
@@ -127,16 +127,16 @@ pub(crate) enum SignError {
     Random(#[source] rustls::Error),
 }
 
-/// A leaf that is signed at load time. If the trust anchors verify it, they accept the leaves of this issuer.
+/// A leaf certificate that is signed at load time, to check that the trust anchors accept the leaf certificates of this issuer.
 struct VerificationLeaf {
     name: ServerName<'static>,
     leaf: CertificateDer<'static>,
 }
 
 impl Issuer {
-    /// Loads the issuer of a directory and checks that the anchors verify a leaf with this name.
+    /// Loads the issuer from a directory, and checks that the anchors verify a leaf certificate for `name` that it signs.
     pub(crate) fn load(dir: &Path, anchors: TrustAnchors, name: &str) -> Result<Self, IssuerError> {
-        let (cert_path, key_path) = files(dir)?;
+        let (cert_path, key_path) = certificate_and_key_paths(dir)?;
         let chain = read_chain(&cert_path)?;
         let (expires_at, spki) = check_chain(&chain, &cert_path)?;
         let key = read_key(&key_path)?;
@@ -190,13 +190,13 @@ impl Issuer {
 
     /// Signs a leaf for the requested lifetime, but at most until the chain expires.
     ///
-    /// It is valid from `now` minus the clock skew until the lifetime plus the clock skew, in whole seconds.
+    /// The certificate is valid from `now` minus the clock skew until `now` plus the lifetime plus the clock skew, in whole seconds.
     pub(crate) fn sign(
         &self,
         content: &LeafContent<'_>,
         validity: Validity,
         now: OffsetDateTime,
-    ) -> Result<Issued, SignError> {
+    ) -> Result<IssuedCertificate, SignError> {
         let now = now.replace_nanosecond(0).unwrap_or(now);
         let mut serial = [0; SERIAL_LEN];
         tls::crypto_provider()
@@ -216,10 +216,10 @@ impl Issuer {
                 .push(DnType::CommonName, content.identity.to_owned());
         }
         params.serial_number = Some(SerialNumber::from_slice(&serial));
-        (params.not_before, params.not_after) = validity.around(now);
+        (params.not_before, params.not_after) = validity.not_before_and_after(now);
         params.not_after = params.not_after.min(self.expires_at);
         let certificate = params.signed_by(content.key, &self.signer).map_err(sign_error)?;
-        Ok(Issued {
+        Ok(IssuedCertificate {
             certificate,
             valid_until: params.not_after,
         })
@@ -241,8 +241,8 @@ impl Issuer {
 }
 
 impl Validity {
-    /// Returns not_before and not_after. On overflow they are 1970 and [`MAX_NOT_AFTER`].
-    fn around(self, now: OffsetDateTime) -> (OffsetDateTime, OffsetDateTime) {
+    /// Returns `not_before` and `not_after` of a certificate that is issued now. On overflow they are 1970 and [`MAX_NOT_AFTER`].
+    fn not_before_and_after(self, now: OffsetDateTime) -> (OffsetDateTime, OffsetDateTime) {
         let signed = |duration| time::Duration::try_from(duration).unwrap_or(time::Duration::MAX);
         let skew = signed(self.clock_skew);
         let end = signed(self.lifetime).saturating_add(skew);
@@ -296,8 +296,8 @@ fn leaf_params(name: &str) -> Result<CertificateParams, rcgen::Error> {
     Ok(params)
 }
 
-/// File names in Linkerd's charts first, then those of Kubernetes TLS Secrets.
-fn files(dir: &Path) -> Result<(PathBuf, PathBuf), IssuerError> {
+/// Tries the file names of Linkerd's charts first, then those of Kubernetes TLS Secrets.
+fn certificate_and_key_paths(dir: &Path) -> Result<(PathBuf, PathBuf), IssuerError> {
     [("crt.pem", "key.pem"), ("tls.crt", "tls.key")]
         .map(|(cert, key)| (dir.join(cert), dir.join(key)))
         .into_iter()
@@ -362,7 +362,7 @@ fn check_chain(chain: &[CertificateDer<'_>], path: &Path) -> Result<(OffsetDateT
     Ok((first_end, spki))
 }
 
-/// In bytes. RFC 5280 allows 20; 16 random bytes do not collide in practice.
+/// Length of a serial number in bytes. RFC 5280 allows 20; 16 random bytes do not collide in practice.
 const SERIAL_LEN: usize = 16;
 /// 9999-12-31T23:59:59Z in seconds since 1970.
 const MAX_NOT_AFTER: i64 = 253_402_300_799;
@@ -420,7 +420,7 @@ mod tests {
         }
     }
 
-    fn sign(issuer: &Issuer, validity: Validity, now: OffsetDateTime) -> Issued {
+    fn sign(issuer: &Issuer, validity: Validity, now: OffsetDateTime) -> IssuedCertificate {
         let key = KeyPair::generate().unwrap();
         let key = SubjectPublicKeyInfo::from_der(&key.subject_public_key_info()).unwrap();
         let content = LeafContent {
@@ -477,7 +477,7 @@ mod tests {
         issuer.verify(now).unwrap();
         assert!(
             issuer.verify(now + HOUR + HOUR).is_err(),
-            "an expired issuer is noticed"
+            "the verification fails after the issuer has expired"
         );
     }
 
@@ -490,7 +490,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_issuer_is_refused_with_the_reason() {
+    fn an_invalid_issuer_is_rejected_with_the_reason() {
         let root = anchor();
         let other = trust::create_anchor("other", trust::ANCHOR_LIFETIME).unwrap();
         let ca = trust::create_issuer("issuer", trust::ISSUER_LIFETIME, &root).unwrap();
@@ -512,13 +512,17 @@ mod tests {
         };
         check(&foreign.certificate, &foreign.key, "UnknownIssuer");
         check(&expired.certificate, &expired.key, "xpired");
-        check(&ca.certificate, &foreign.key, "is not that of the issuer's certificate");
+        check(
+            &ca.certificate,
+            &foreign.key,
+            "does not belong to the issuer's certificate",
+        );
         check(&leaf.certificate.pem(), &key.serialize_pem(), "may not sign others");
         check("", &ca.key, "holds no certificate");
         check("-----BEGIN CERTIFICATE-----", &ca.key, "is not PEM");
         check(&ca.certificate, "", "expected one private key");
         let ed25519 = KeyPair::generate_for(&rcgen::PKCS_ED25519).unwrap();
-        check(&ca.certificate, &ed25519.serialize_pem(), "is not that of");
+        check(&ca.certificate, &ed25519.serialize_pem(), "does not belong to");
         let twice = issuer_with(&root, |params| {
             params.distinguished_name.push(DnType::OrganizationName, "a");
             let organization = DnType::CustomDnType(vec![2, 5, 4, 10]);

@@ -22,7 +22,7 @@ pub(crate) struct IssuerStore {
     /// TLS name of the identity service; every issuer must be able to sign a certificate for it.
     name: String,
     current: watch::Sender<Option<Arc<Issuer>>>,
-    /// The last load error, so that it is logged once.
+    /// The last load error, so that a repeated error is logged only once.
     last_error: Mutex<Option<String>>,
     events: Events,
     unserved: UnservedFiles,
@@ -56,7 +56,7 @@ impl IssuerStore {
         }
     }
 
-    /// Loads the files. If they are invalid, the previous issuer stays, and they are counted in `unserved_configuration`.
+    /// Loads the files. Invalid files are counted in `unserved_configuration`, and the previous issuer stays.
     pub(crate) fn reload(&self) {
         let loaded = self.load();
         self.unserved.set(loaded.as_ref().err().map(|err| match err {
@@ -105,7 +105,7 @@ impl IssuerStore {
         Issuer::load(&self.issuer_dir, anchors, &self.name).map_err(LoadError::Issuer)
     }
 
-    /// Replaces the issuer. An unchanged one is kept, because subscribers would renew their certificates without need.
+    /// Replaces the issuer if it has changed. Otherwise subscribers would renew their certificates without need.
     fn replace(&self, issuer: Issuer) {
         let is_same =
             |old: &Arc<Issuer>| old.chain() == issuer.chain() && old.anchors().certs() == issuer.anchors().certs();

@@ -21,13 +21,13 @@ impl Metrics {
         }
     }
 
-    /// Counts a request for a certificate, also a rejected one. Outcomes are a small fixed set.
+    /// Counts a request for a certificate. `outcome` also names the reason of a rejection; there are few outcomes.
     pub(crate) fn count_request(&self, outcome: &'static str) {
         self.certify.get(&Labels::new().with("outcome", outcome)).inc();
     }
 }
 
-/// Computed at scrape time, because it changes with time.
+/// Writes the seconds until the issuer expires. They are computed for each scrape.
 fn write_ttl(issuer_store: &IssuerStore, out: &mut String) {
     if let Some(issuer) = issuer_store.issuer() {
         let ttl = (issuer.expires_at() - OffsetDateTime::now_utc()).as_seconds_f64();

@@ -37,9 +37,9 @@ use crate::kubernetes::event_recorder::EventRecorder;
 
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Holds `crt.pem` and `key.pem`, or `tls.crt` and `tls.key`.
+    /// Directory with `crt.pem` and `key.pem`, or `tls.crt` and `tls.key`.
     pub issuer: PathBuf,
-    /// PEM bundle.
+    /// File with the trust anchors, a PEM bundle.
     pub trust_anchors: PathBuf,
     pub controller_namespace: String,
     pub trust_domain: String,
@@ -74,10 +74,11 @@ impl IdentityService {
             registry,
         ));
         let [issuer, anchors] = issuer_store.watch_paths();
-        // Files are read after the watch has started, so that no change is missed. The token keys were read before.
+        // All files are read after the watch has started, so that no change is missed. The reviewer has already read the token
+        // keys, and reads them again.
         let watch_paths: Vec<_> = [issuer, anchors]
             .into_iter()
-            .chain(reviewer.dir().map(WatchPath::Dir))
+            .chain(reviewer.watched_dir().map(WatchPath::Dir))
             .collect();
         let changes = FileWatcher::watch(&watch_paths)?;
         issuer_store.reload();
@@ -92,7 +93,7 @@ impl IdentityService {
             }),
             validity: config.validity,
             events,
-            logs: Arc::default(),
+            log_limiters: Arc::default(),
         };
         let reload = CredentialReloader {
             service: service.clone(),
@@ -107,7 +108,7 @@ impl IdentityService {
     }
 
     pub fn server(&self) -> IdentityServer<Self> {
-        IdentityServer::new(self.clone()).max_decoding_message_size(MAX_REQUEST)
+        IdentityServer::new(self.clone()).max_decoding_message_size(MAX_REQUEST_BYTES)
     }
 }
 
@@ -126,8 +127,8 @@ impl CredentialReloader {
     }
 }
 
-/// In bytes. A token and a signing request are a few KiB.
-const MAX_REQUEST: usize = 64 * 1024;
+/// Maximum size of a request. A token and a signing request have a few KiB.
+const MAX_REQUEST_BYTES: usize = 64 * 1024;
 
 #[cfg(test)]
 mod tests;

@@ -30,7 +30,7 @@ use crate::tls::mesh_credentials::{self, LeafWithKey, MeshCredentials};
 /// Renews the certificate of one server name.
 pub struct CertificateRenewer {
     creds: Arc<MeshCredentials>,
-    source: Source,
+    source: CertificateSource,
     /// Wall clock; tests replace it.
     pub(super) clock: Clock,
 }
@@ -47,8 +47,8 @@ pub struct RemoteIdentity {
     pub trust_anchors: PathBuf,
 }
 
-enum Source {
-    /// The issuer is in this process, which signs its own names without a token.
+enum CertificateSource {
+    /// The issuer is in this process. It signs the certificates of this process without a token.
     Local {
         service: IdentityService,
         issuer: watch::Receiver<Option<Arc<Issuer>>>,
@@ -98,17 +98,17 @@ enum RenewError {
 }
 
 impl CertificateRenewer {
-    /// Certificates are signed by the identity service of this process.
+    /// Creates a renewer that gets certificates from the identity service of this process.
     pub fn local(creds: Arc<MeshCredentials>, service: IdentityService) -> Self {
         let issuer = service.issuer_store.subscribe();
         Self {
             creds,
-            source: Source::Local { service, issuer },
+            source: CertificateSource::Local { service, issuer },
             clock: SystemTime::now,
         }
     }
 
-    /// Certificates are requested from another process.
+    /// Creates a renewer that requests certificates from the identity service of another process.
     ///
     /// # Errors
     /// Fails if the trust anchors cannot be watched.
@@ -116,7 +116,7 @@ impl CertificateRenewer {
         let changes = FileWatcher::watch(&[WatchPath::File(&remote.trust_anchors)])?;
         Ok(Self {
             creds,
-            source: Source::Remote {
+            source: CertificateSource::Remote {
                 remote,
                 changes,
                 last_anchors_pem: None,
@@ -125,7 +125,7 @@ impl CertificateRenewer {
         })
     }
 
-    /// Renews until the drain. The first certificate releases the latch.
+    /// Renews the certificate until the drain. The latch is released when the first certificate is installed.
     pub async fn run(mut self, latch: Latch, drain: Watch) {
         let mut latch = Some(latch);
         let mut retries = RENEWAL_BACKOFF.start();
@@ -147,7 +147,7 @@ impl CertificateRenewer {
                 }
             };
             let due = Deadline::after(wait, self.clock);
-            // Cancel-safe: the branches only wait. `changed` also finds a change that happened during the renewal.
+            // Cancel-safe: the branches only wait. `changed` also reports a change that happened during the renewal.
             tokio::select! {
                 () = drain.signaled() => return,
                 () = due.wait() => {}
@@ -161,8 +161,8 @@ impl CertificateRenewer {
         // A new key for every certificate limits the use of a stolen key to one lifetime.
         let key = KeyPair::generate().map_err(RenewError::Key)?;
         let (rsp, anchors) = match &mut self.source {
-            Source::Local { service, .. } => sign_locally(service, name, &key)?,
-            Source::Remote {
+            CertificateSource::Local { service, .. } => sign_locally(service, name, &key)?,
+            CertificateSource::Remote {
                 remote,
                 last_anchors_pem,
                 ..
@@ -193,7 +193,8 @@ impl CertificateRenewer {
     }
 }
 
-impl Source {
+impl CertificateSource {
+    /// Waits until the issuer or the trust anchors have changed since the last renewal.
     async fn changed(&mut self) {
         match self {
             Self::Local { service: _, issuer } => {
@@ -285,13 +286,14 @@ fn signing_request(name: &str, key: &KeyPair) -> Result<Vec<u8>, RenewError> {
     Ok(csr.der().to_vec())
 }
 
-/// 70 % of the remaining lifetime, as proxies do.
+/// The time until the next renewal: 70 % of the remaining lifetime, as in proxies.
 fn renewal_delay(valid_until: SystemTime, now: SystemTime) -> Duration {
     let left = valid_until.duration_since(now).unwrap_or_default();
     left.mul_f64(0.7).clamp(MIN_RENEWAL_DELAY, MAX_RENEWAL_DELAY)
 }
 
-/// Short, because no service is ready without its first certificate, and the identity service can start later.
+/// Backoff of failed renewals. It is short, because no service is ready without its first certificate, and the identity service may
+/// start later than this process.
 const RENEWAL_BACKOFF: Backoff = Backoff {
     min: Duration::from_millis(200),
     max: Duration::from_secs(2),

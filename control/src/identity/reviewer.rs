@@ -78,7 +78,7 @@ impl Reviewer {
                 if let Err(err) = keys.reload() {
                     warn!(
                         error = &err as &dyn std::error::Error,
-                        "reading token keys failed; the previous ones stay"
+                        "reading token keys failed; the previous keys stay"
                     );
                 }
             }
@@ -86,8 +86,8 @@ impl Reviewer {
         }
     }
 
-    /// The directory to watch for changes.
-    pub(crate) fn dir(&self) -> Option<&Path> {
+    /// The directory that must be watched for changes, if there is one.
+    pub(crate) fn watched_dir(&self) -> Option<&Path> {
         match self {
             Self::JoinTokenKeys(keys) => Some(&keys.dir),
             Self::TokenReview(_) => None,
@@ -112,7 +112,7 @@ impl JoinTokenKeys {
 
     /// Reads the directory again.
     ///
-    /// If a file is invalid, its previous keys stay. If it is removed, its keys are removed: this revokes a key.
+    /// If a file is invalid, its previous keys stay. Removing a file revokes its keys.
     pub(crate) fn reload(&self) -> Result<(), KeysError> {
         let before = self.by_file.load();
         let (mut after, mut invalid) = (KeysByFile::new(), Vec::new());
@@ -135,7 +135,7 @@ impl JoinTokenKeys {
             }
         }
         self.unserved.set(invalid.iter().map(PathBuf::as_path));
-        // Compares only file names: a changed key in a file is not logged.
+        // Only file names are compared: a changed key in a file is not logged.
         if before.keys().ne(after.keys()) {
             info!(dir = %self.dir.display(), n_files = after.len(), "the set of token key files changed");
         }
@@ -185,7 +185,7 @@ fn validation() -> Validation {
     validation
 }
 
-/// The reason of a rejection, in words for the token's owner.
+/// The reason why a token is rejected, for the error that its sender gets.
 fn rejection_reason(kind: &ErrorKind) -> String {
     match kind {
         ErrorKind::ExpiredSignature => "it has expired".to_owned(),
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_come_and_go_with_their_files_and_bad_files_change_nothing() {
+    fn keys_are_added_and_removed_with_their_files_and_invalid_files_change_nothing() {
         let (one, two) = (trust::create_token_keys().unwrap(), trust::create_token_keys().unwrap());
         let (dir, reviewer, registry) = open_with_registry(&[("one.pem", &one.public)]);
         let is_counted = |file: &str| {
@@ -418,7 +418,7 @@ mod tests {
     }
 
     #[test]
-    fn private_and_foreign_keys_are_not_token_keys() {
+    fn private_keys_and_keys_of_other_algorithms_are_rejected() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("key.pem");
         let check = |text: &str, expected: &str| {

@@ -1,4 +1,4 @@
-//! The Certify method: takes a token and a signing request, returns a certificate.
+//! The method Certify: it takes a token and a signing request, and returns a certificate.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -33,15 +33,15 @@ pub struct IdentityService {
     pub(super) validity: Validity,
     pub(super) metrics: Metrics,
     pub(super) events: Events,
-    pub(super) logs: Arc<Logs>,
+    pub(super) log_limiters: Arc<LogLimiters>,
 }
 
-/// Limits the log lines about clients.
+/// Limits of log lines about clients.
 #[derive(Default)]
-pub(super) struct Logs {
-    /// By address: the clients are not verified.
+pub(super) struct LogLimiters {
+    /// Limits by client address, because the clients are not authenticated.
     refused: LogLimiter,
-    /// By identity: many workloads can share an address.
+    /// Limits by identity, because many workloads can share an address.
     issued: LogLimiter<String>,
 }
 
@@ -89,7 +89,7 @@ pub(super) enum CertifyError {
 #[tonic::async_trait]
 impl proto::identity_server::Identity for IdentityService {
     async fn certify(&self, req: Request<proto::CertifyRequest>) -> Result<Response<proto::CertifyResponse>, Status> {
-        let client = Caller::ip_of(req.extensions());
+        let client = Caller::ip_from_extensions(req.extensions());
         let req = req.into_inner();
         match self.issue(&req, client, OffsetDateTime::now_utc()).await {
             Ok(rsp) => {
@@ -99,10 +99,10 @@ impl proto::identity_server::Identity for IdentityService {
             Err(err) => {
                 self.metrics.count_request(err.outcome());
                 let text = ErrorChain(&err).to_string();
-                let text = &text[..text.floor_char_boundary(MAX_MESSAGE)];
+                let text = &text[..text.floor_char_boundary(MAX_MESSAGE_BYTES)];
                 let identity = || req.identity.chars().take(MAX_LOGGED_NAME_LEN).collect::<String>();
                 info_limited!(
-                    self.logs.refused,
+                    self.log_limiters.refused,
                     client,
                     "certificate refused",
                     identity = identity(),
@@ -116,7 +116,7 @@ impl proto::identity_server::Identity for IdentityService {
 }
 
 impl IdentityService {
-    /// The steps of `Certify`. Their order decides which error is reported.
+    /// Checks a request and signs the certificate. If several checks would fail, the first one determines the error.
     pub(super) async fn issue(
         &self,
         req: &proto::CertifyRequest,
@@ -135,11 +135,12 @@ impl IdentityService {
             key: &key,
         };
         let rsp = self.sign(&issuer, &content, now).map_err(CertifyError::Sign)?;
-        self.events.issued(&service_account, summary(&req.identity, &rsp));
+        self.events
+            .issued(&service_account, issued_event_message(&req.identity, &rsp));
         Ok(rsp)
     }
 
-    /// Checks that the trust anchors still verify the issuer; records an Event if not.
+    /// Checks that the trust anchors still verify the issuer. Records an Event if they do not.
     pub(super) fn verify(&self, issuer: &Issuer, now: OffsetDateTime) -> Result<(), rustls::Error> {
         issuer.verify(now).inspect_err(|err| {
             let text = format!("the trust anchors no longer verify the issuer: {err}");
@@ -147,7 +148,7 @@ impl IdentityService {
         })
     }
 
-    /// Signs a certificate. The caller has authenticated the identity, or it is the control plane's own.
+    /// Signs a certificate. The caller must have authenticated the identity, unless it is the identity of this process.
     pub(super) fn sign(
         &self,
         issuer: &Issuer,
@@ -158,7 +159,7 @@ impl IdentityService {
         let valid_until = rfc3339(issued.valid_until);
         let identity = content.identity;
         info_limited!(
-            self.logs.issued,
+            self.log_limiters.issued,
             identity.to_owned(),
             "certificate issued",
             identity,
@@ -232,7 +233,7 @@ impl CertifyError {
             | Self::NotDnsLabel { .. }
             | Self::Mismatch { .. } => Code::FailedPrecondition,
             Self::Review(TokenReviewError::Busy | TokenReviewError::UnknownIssuer(_)) => Code::ResourceExhausted,
-            // A key of another algorithm is a mistake of the client, but Linkerd also responds with Internal.
+            // An unsupported key is an error of the client, but Linkerd responds with Internal, too.
             Self::Review(_) | Self::Key(_) | Self::Sign(_) => Code::Internal,
         }
     }
@@ -270,16 +271,16 @@ fn parse(req: &proto::CertifyRequest) -> Result<SigningRequest, CertifyError> {
     SigningRequest::parse(&req.certificate_signing_request).map_err(CertifyError::Malformed)
 }
 
-/// The text of the Event on the service account.
-fn summary(identity: &str, rsp: &proto::CertifyResponse) -> String {
+/// The message of the Event about the service account.
+fn issued_event_message(identity: &str, rsp: &proto::CertifyResponse) -> String {
     let until = rsp.valid_until.and_then(|end| SystemTime::try_from(end).ok());
     let until = until.map(|end| rfc3339(end.into())).unwrap_or_default();
     let fingerprint = crate::tls::sha256_hex(&rsp.leaf_certificate);
     format!("issued a certificate for {identity} until {until}, sha256 {fingerprint}")
 }
 
-/// Maximum length of an error message in bytes. It is sent in a header, whose size HTTP/2 limits, and contains text of
-/// the client.
-const MAX_MESSAGE: usize = 1024;
+/// Maximum length of an error message. The message can contain text of the client, and is sent in a header, whose size HTTP/2
+/// limits.
+const MAX_MESSAGE_BYTES: usize = 1024;
 /// Maximum length of a requested identity in logs, in characters.
 const MAX_LOGGED_NAME_LEN: usize = 253;

@@ -42,11 +42,11 @@ struct TestService {
 
 impl TestService {
     fn new() -> Self {
-        Self::with(|_| ())
+        Self::with_changed_files(|_| ())
     }
 
     /// Applies `change` to the files before the service reads them.
-    fn with(change: impl FnOnce(&Path)) -> Self {
+    fn with_changed_files(change: impl FnOnce(&Path)) -> Self {
         Self::build(change, |keys| {
             Reviewer::JoinTokenKeys(JoinTokenKeys::open(keys, &Registry::new()).unwrap())
         })
@@ -103,7 +103,7 @@ impl TestService {
         trust::create_token(&self.keys.private, &subject).unwrap().into_bytes()
     }
 
-    fn good(&self) -> proto::CertifyRequest {
+    fn valid_request(&self) -> proto::CertifyRequest {
         proto::CertifyRequest {
             identity: WEB.to_owned(),
             token: self.token("web", "shop"),
@@ -119,7 +119,7 @@ impl TestService {
     }
 
     async fn assert_refused(&self, change: impl FnOnce(&mut proto::CertifyRequest), code: Code, message: &str) {
-        let mut req = self.good();
+        let mut req = self.valid_request();
         change(&mut req);
         let status = self.certify(req).await.unwrap_err();
         assert_eq!(status.code(), code, "{status}");
@@ -142,7 +142,7 @@ async fn refusals_of_a_client_and_certificates_of_a_workload_are_logged_once_a_m
     let send_requests = async || {
         let test = TestService::new();
         for _ in 0..3 {
-            test.certify(test.good()).await.unwrap();
+            test.certify(test.valid_request()).await.unwrap();
             test.certify(proto::CertifyRequest::default()).await.unwrap_err();
         }
     };
@@ -180,7 +180,7 @@ impl io::Write for Log {
 #[tokio::test]
 async fn a_workload_that_proves_its_identity_gets_a_certificate_for_it() {
     let test = TestService::new();
-    let rsp = test.certify(test.good()).await.unwrap();
+    let rsp = test.certify(test.valid_request()).await.unwrap();
     let anchors = TrustAnchors::read(&test.path_of("ca.crt")).unwrap();
     let leaf = CertificateDer::from(rsp.leaf_certificate);
     let chain: Vec<_> = rsp
@@ -326,7 +326,7 @@ async fn a_subject_that_is_no_service_account_is_refused() {
     }
 }
 
-/// A reviewer whose API server gives each review this status; with `None` it does not respond.
+/// A reviewer whose API server returns this status for each review. With `None` the request fails.
 fn reviewer(status: Option<Value>) -> Reviewer {
     let service = tower::service_fn(move |req: http::Request<Body>| {
         let status = status.clone();
@@ -376,20 +376,20 @@ async fn the_status_of_a_token_review_decides_the_code() {
 
 #[tokio::test]
 async fn without_an_issuer_or_keys_no_certificate_is_signed() {
-    let test = TestService::with(|dir| fs::remove_file(dir.join("issuer/crt.pem")).unwrap());
+    let test = TestService::with_changed_files(|dir| fs::remove_file(dir.join("issuer/crt.pem")).unwrap());
     test.assert_refused(|_| (), Code::Unavailable, "cert issuer not ready yet")
         .await;
-    let test = TestService::with(|dir| fs::remove_file(dir.join("keys/join.pub")).unwrap());
+    let test = TestService::with_changed_files(|dir| fs::remove_file(dir.join("keys/join.pub")).unwrap());
     test.assert_refused(|_| (), Code::Internal, "no public key in").await;
 }
 
 #[tokio::test]
-async fn an_issuer_that_expired_signs_nothing() {
+async fn an_expired_issuer_signs_no_certificate() {
     let test = TestService::new();
     let later = time::OffsetDateTime::now_utc() + 2 * trust::ISSUER_LIFETIME;
     let err = test
         .service
-        .issue(&test.good(), Ipv4Addr::LOCALHOST.into(), later)
+        .issue(&test.valid_request(), Ipv4Addr::LOCALHOST.into(), later)
         .await
         .unwrap_err();
     assert_eq!(err.code(), Code::Unknown, "{err}");
@@ -397,7 +397,7 @@ async fn an_issuer_that_expired_signs_nothing() {
 }
 
 #[tokio::test]
-async fn a_new_issuer_signs_at_once_and_a_bad_one_changes_nothing() {
+async fn a_new_issuer_is_used_immediately_and_an_invalid_issuer_changes_nothing() {
     let test = TestService::new();
     let (crt, key) = (test.path_of("issuer/crt.pem"), test.path_of("issuer/key.pem"));
     let bundle = test.path_of("ca.crt");
@@ -435,7 +435,8 @@ async fn a_new_issuer_signs_at_once_and_a_bad_one_changes_nothing() {
 
 #[tokio::test]
 async fn the_service_signs_its_own_certificate_and_renews_it_when_the_issuer_changes() {
-    let test = TestService::with(|dir| fs::rename(dir.join("issuer/crt.pem"), dir.join("later.pem")).unwrap());
+    let test =
+        TestService::with_changed_files(|dir| fs::rename(dir.join("issuer/crt.pem"), dir.join("later.pem")).unwrap());
     let creds = Arc::new(MeshCredentials::new(
         test.service.name().to_owned(),
         ClientCertificates::Optional,

@@ -22,7 +22,7 @@ use tulle_core::names::TOKEN_AUDIENCE;
 use tulle_core::per_client_limiter::{Limits, PerClientLimiter, QueueFull};
 use tulle_core::readiness::Latch;
 
-use super::claims::{Audience, Claims, ClaimsError, OWN_TOKEN};
+use super::claims::{Audience, Claims, ClaimsError, OWN_TOKEN_PATH};
 use super::token_review_result::{TokenReviewError, TokenReviewResult};
 use crate::tls::sha256_hex;
 
@@ -49,14 +49,14 @@ struct RejectedTokenCache {
 #[derive(Default)]
 struct TokenIssuers {
     known: HashSet<String>,
-    /// When the next token of an unknown issuer can be reviewed, by client network.
+    /// For each client network, the time at which its next token of an unknown issuer can be reviewed.
     next_unknown_at: HashMap<IpAddr, Instant>,
 }
 
 #[derive(Debug, thiserror::Error)]
 enum AccessError {
     #[error("checking with the API server whether this process may review tokens")]
-    Ask(#[source] Box<kube::Error>),
+    Request(#[source] Box<kube::Error>),
     #[error("the API server did not respond within {0:?} to the check whether this process may review tokens")]
     Timeout(Duration),
     #[error(
@@ -74,12 +74,12 @@ impl TokenReviews {
             limiter: PerClientLimiter::new(REVIEW_LIMITS),
             rejected: Mutex::default(),
             issuers: Mutex::default(),
-            own_token: OWN_TOKEN.into(),
+            own_token: OWN_TOKEN_PATH.into(),
         }
     }
 
-    /// Waits until the API server permits this process to create TokenReviews, or until the drain. Until then the latch keeps
-    /// the process not ready, with the reason: without permission no certificates are issued, and a restart would not help.
+    /// Waits until the API server permits this process to create TokenReviews, or until the drain. Meanwhile the latch keeps the
+    /// process not ready and shows the reason. The process does not end, because a restart would not help.
     pub async fn wait_for_permission(client: Client, latch: Latch, drain: Watch) {
         let mut retries = PERMISSION_BACKOFF.start();
         let mut last_reason = None;
@@ -127,7 +127,7 @@ impl TokenReviews {
         )
         .await
         .map_err(|_| AccessError::Timeout(REVIEW_TIMEOUT))?
-        .map_err(|err| AccessError::Ask(Box::new(err)))?;
+        .map_err(|err| AccessError::Request(Box::new(err)))?;
         match answer.status {
             Some(status) if status.allowed => Ok(()),
             status => Err(AccessError::Denied {
@@ -147,7 +147,7 @@ impl TokenReviews {
             Ok(claims) => claims,
             Err(err) => return Ok(invalid(err)),
         };
-        let own_claims = Claims::own(&self.own_token);
+        let own_claims = Claims::read_own_token(&self.own_token);
         let api_server_audiences = own_claims.as_ref().map_or(&[][..], |own| &own.audiences);
         let audience = match claims.check(jsonwebtoken::get_current_timestamp(), api_server_audiences) {
             Ok(audience) => audience,
@@ -157,7 +157,7 @@ impl TokenReviews {
         if let Some(review) = self.rejected.lock().find(&digest) {
             return Ok(review);
         }
-        // The cluster's token issuer is that of this process's own token. Legacy tokens all have the same issuer.
+        // The token of this process shows the cluster's token issuer. All legacy tokens have the same issuer.
         if let Some(own) = &own_claims
             && !claims.is_legacy()
             && !self.issuers.lock().may_review(&claims.issuer, &own.issuer, client)
@@ -181,7 +181,7 @@ impl TokenReviews {
         Ok(review)
     }
 
-    /// Sends one TokenReview. Without audiences the API server checks for its own.
+    /// Sends one TokenReview. Without audiences in the request, the API server expects one of its own audiences.
     async fn request_review(&self, token: &str, audience: Audience) -> Result<TokenReviewResult, TokenReviewError> {
         let review = TokenReview {
             metadata: ObjectMeta::default(),
@@ -196,7 +196,7 @@ impl TokenReviews {
         };
         let answer = self.reviews.create(&PostParams::default(), &review).await;
         let answer = answer.map_err(|err| TokenReviewError::Api(Box::new(err)))?;
-        // No status means not authenticated.
+        // A response without a status means that the token is not authenticated.
         Ok(evaluate_review(answer.status.unwrap_or_default()))
     }
 }
@@ -264,7 +264,7 @@ impl TokenIssuers {
 /// omits it. The token is then for the API server itself, which is accepted too.
 fn evaluate_review(status: TokenReviewStatus) -> TokenReviewResult {
     if let Some(mut reason) = status.error.filter(|reason| !reason.is_empty()) {
-        // It can quote the token, and is cached.
+        // The reason is cached, and can contain the token.
         reason.truncate(reason.floor_char_boundary(MAX_REASON_BYTES));
         return TokenReviewResult::Invalid { reason };
     }
@@ -284,23 +284,23 @@ const PERMISSION_BACKOFF: Backoff = Backoff {
     max: Duration::from_secs(15),
     jitter: 0.5,
 };
-/// Less than the proxies' timeout for a certificate, so that they receive the error.
+/// Maximum time of a review. It is less than the timeout of proxies for a certificate, so that they receive the error.
 const REVIEW_TIMEOUT: Duration = Duration::from_secs(10);
-/// At most 16 reviews at a time, one of each client network; up to 63 more of a network wait for their turn.
+/// At most 16 reviews run at a time, at most one for each client network. Up to 63 more reviews of a network wait.
 const REVIEW_LIMITS: Limits = Limits {
     total_weight: 16,
     queued_or_running_per_network: 1,
     requests_per_network: 64,
 };
-/// How long a rejection is cached. Short, because replicas of the API server learn of a new pod at different times, so
-/// a rejected token can become valid.
+/// Time for which a rejection is cached. It is short, because a rejected token can become valid: replicas of the API server learn
+/// of a new pod at different times.
 const REJECTED_TOKEN_TTL: Duration = Duration::from_secs(10);
 const MAX_REJECTED_TOKENS: usize = 4096;
 const MAX_REASON_BYTES: usize = 1024;
 const UNKNOWN_ISSUER_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum reviews of tokens of unknown issuers per [`UNKNOWN_ISSUER_INTERVAL`], each of another client.
 const MAX_UNKNOWN_ISSUER_REVIEWS: usize = 16;
-/// A cluster has one issuer, or two while it changes.
+/// Maximum number of known issuers. A cluster has one issuer, or two while its issuer changes.
 const MAX_ISSUERS: usize = 16;
 
 #[cfg(test)]
@@ -319,7 +319,7 @@ mod tests {
     const CLIENT: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1));
     const OWN_ISSUER: &str = "https://kubernetes.default.svc";
 
-    /// An API server that accepts tokens with the subject `good`; the second value records the reviewed tokens.
+    /// Starts an API server that accepts tokens with the subject `good`. The second value lists the reviewed tokens.
     async fn start() -> (TokenReviews, Arc<Mutex<Vec<String>>>) {
         let reviewed = Arc::<Mutex<Vec<String>>>::default();
         let seen = reviewed.clone();
@@ -355,10 +355,10 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn garbage_needs_no_review_and_a_refused_token_needs_one() {
+    async fn malformed_tokens_are_not_reviewed_and_a_rejected_token_is_reviewed_once() {
         let (reviews, reviewed) = start().await;
-        for garbage in [&b"hello"[..], b"a.b.c", &[0xff; 9], &[b'a'; 100_000]] {
-            let review = reviews.review(garbage, CLIENT).await.unwrap();
+        for malformed in [&b"hello"[..], b"a.b.c", &[0xff; 9], &[b'a'; 100_000]] {
+            let review = reviews.review(malformed, CLIENT).await.unwrap();
             assert!(matches!(review, TokenReviewResult::Invalid { .. }), "{review:?}");
         }
         assert!(reviewed.lock().is_empty());
@@ -410,7 +410,7 @@ mod tests {
         let review = submit_as(other(1), "https://former", "good", 0).await.unwrap();
         assert!(
             matches!(review, TokenReviewResult::Authenticated { .. }),
-            "another client used up its rate: {review:?}"
+            "another client has its own limit: {review:?}"
         );
         for n in 0..10 {
             let review = submit("https://former", "good", n).await.unwrap();

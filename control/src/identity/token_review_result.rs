@@ -13,12 +13,12 @@ pub(crate) enum TokenReviewResult {
     },
     /// The reviewer does not know who signed the token, for example because another cluster issued it.
     Unauthenticated { reason: String },
-    /// The token cannot be accepted as it is now: it is malformed, expired, not valid yet, or for another audience, or the API
-    /// server reported an error for it. Some of these tokens can be accepted later.
+    /// The token is malformed, expired, not valid yet, or for another audience, or the API server reported an error for it. Some of
+    /// these tokens can be accepted later.
     Invalid { reason: String },
 }
 
-/// The review failed, with no result.
+/// The review failed, so there is no result.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub(crate) enum TokenReviewError {
@@ -26,7 +26,7 @@ pub(crate) enum TokenReviewError {
     NoKeys { dir: PathBuf },
     #[error("requesting a token review from the API server")]
     Api(#[source] Box<kube::Error>),
-    #[error("no answer of the API server within {0:?}, including the wait for other reviews")]
+    #[error("no response of the API server within {0:?}, including the wait for other reviews")]
     Timeout(Duration),
     #[error("the client's network has too many tokens under review")]
     Busy,

@@ -1,7 +1,7 @@
-//! The annotations that the injector reads: applies those of a pod to the values.
+//! Applies the annotations of a pod to the values of the chart.
 //!
-//! An invalid value is ignored with a warning and the chart's value applies. In a list of ports, the valid entries apply if
-//! there are any. A pod with an invalid value of an annotation that restricts access is denied.
+//! An invalid value is ignored with a warning, and the chart's value applies. In a list of ports, the valid entries apply if
+//! there are any. A pod is denied if an annotation that restricts access has an invalid value.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -17,18 +17,18 @@ use crate::resources::policy::server::AccessPolicy;
 use crate::resources::port_list::PortList;
 use crate::resources::workload::resolve_ports;
 
-/// The annotations of an object of the API.
+/// The annotations of a Kubernetes object.
 pub type Annotations = BTreeMap<String, String>;
 
 /// The accepted values, as the end of an error message.
 type Expected = &'static str;
 
-/// Why a value does not apply.
+/// The reason why a value does not apply.
 enum InvalidValue {
     Expected(Expected),
-    /// Another setting prevents it: a sentence with the reason and the fix.
+    /// Another setting prevents the value. The text is a sentence with the reason and the fix.
     Prevented(&'static str),
-    /// Below this minimum, which is used instead.
+    /// The value is below this minimum, which applies instead.
     Raised(&'static str),
 }
 
@@ -38,8 +38,8 @@ impl From<Expected> for InvalidValue {
     }
 }
 
-/// Problems with annotations, one sentence each. Each is reported once, although a pod can inherit an annotation that is also read
-/// from the namespace.
+/// Problems with annotations, one sentence each. Each problem is listed once, even if the annotation is read both from the
+/// namespace and as an inherited annotation of the pod.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(in crate::injection) struct AnnotationProblems {
     /// Values that are ignored or raised.
@@ -56,19 +56,20 @@ pub(in crate::injection) fn apply_annotations(
     spec: &PodSpec,
 ) -> AnnotationProblems {
     let mut problems = AnnotationProblems::default();
-    // Variables of the namespace are added first, even if the pod has its own list, so that those of the pod win.
+    // The variables of the namespace are added first, even if the pod has its own list, so that the variables of the pod take
+    // precedence.
     if let Some(text) = namespace.get(annotation::PROXY_ADDITIONAL_ENV) {
         let added = add_env(values, text).map_err(InvalidValue::from);
         problems.record(annotation::PROXY_ADDITIONAL_ENV, text, added);
     }
-    // Keys are sorted: alpha names come before stable ones, so the stable ones win.
+    // Keys are sorted. Stable names come after alpha names, so they take precedence.
     for (key, text) in pod {
         match port_list_field(values, key) {
             Some((ports, names)) => {
                 let list = PortList::parse(text);
                 let resolved = match names {
-                    PortNames::OfContainers => resolve_ports(&list, spec),
-                    PortNames::None => list.resolve(|_| Vec::new()),
+                    PortNames::Allowed => resolve_ports(&list, spec),
+                    PortNames::NotAllowed => list.resolve(|_| Vec::new()),
                 };
                 if !resolved.has_only_invalid_entries() {
                     *ports = resolved.to_string();
@@ -88,23 +89,23 @@ pub(in crate::injection) fn apply_annotations(
     problems
 }
 
-/// The port names that a list can contain.
+/// Whether a list of ports can contain names of container ports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PortNames {
-    OfContainers,
-    None,
+    Allowed,
+    NotAllowed,
 }
 
-/// The value that a list of ports sets, and the port names that the list can contain.
+/// The value that an annotation with a list of ports sets, and whether the list can contain names.
 fn port_list_field<'a>(values: &'a mut Values, key: &str) -> Option<(&'a mut String, PortNames)> {
     let (proxy, init) = (&mut values.proxy, &mut values.proxy_init);
     match key {
-        annotation::OPAQUE_PORTS => Some((&mut proxy.opaque_ports, PortNames::OfContainers)),
+        annotation::OPAQUE_PORTS => Some((&mut proxy.opaque_ports, PortNames::Allowed)),
         annotation::REQUIRE_IDENTITY_INBOUND_PORTS => {
-            Some((&mut proxy.require_identity_on_inbound_ports, PortNames::OfContainers))
+            Some((&mut proxy.require_identity_on_inbound_ports, PortNames::Allowed))
         }
-        annotation::SKIP_INBOUND_PORTS => Some((&mut init.ignore_inbound_ports, PortNames::OfContainers)),
-        annotation::SKIP_OUTBOUND_PORTS => Some((&mut init.ignore_outbound_ports, PortNames::None)),
+        annotation::SKIP_INBOUND_PORTS => Some((&mut init.ignore_inbound_ports, PortNames::Allowed)),
+        annotation::SKIP_OUTBOUND_PORTS => Some((&mut init.ignore_outbound_ports, PortNames::NotAllowed)),
         _ => None,
     }
 }
@@ -117,18 +118,18 @@ pub(in crate::injection) fn check_ports(key: &str, text: &str) -> Option<Result<
     let (_, names) = port_list_field(&mut Values::default(), key)?;
     let list = PortList::parse(text);
     let wrong = match names {
-        PortNames::OfContainers => list.malformed().next().map(str::to_owned),
-        PortNames::None => list.resolve(|_| Vec::new()).unknown.into_iter().next(),
+        PortNames::Allowed => list.malformed().next().map(str::to_owned),
+        PortNames::NotAllowed => list.resolve(|_| Vec::new()).unknown.into_iter().next(),
     };
     Some(wrong.map_or(Ok(()), |part| Err(unknown_port(key, &part, names))))
 }
 
 fn unknown_port(key: &str, part: &str, names: PortNames) -> String {
     match names {
-        PortNames::OfContainers => {
+        PortNames::Allowed => {
             format!("{key}: {part:?} is neither a port, nor a range of ports, nor the name of a container's port")
         }
-        PortNames::None => format!("{key}: {part:?} is neither a port nor a range of ports such as 8000-8100"),
+        PortNames::NotAllowed => format!("{key}: {part:?} is neither a port nor a range of ports such as 8000-8100"),
     }
 }
 
@@ -168,7 +169,7 @@ fn push_new(problems: &mut Vec<String>, problem: String) {
     }
 }
 
-/// Applies one annotation. Those that the injector does not read change nothing.
+/// Applies one annotation. An annotation that the injector does not read changes nothing.
 fn apply_annotation(values: &mut Values, key: &str, text: &str) -> Result<(), InvalidValue> {
     let proxy = &mut values.proxy;
     match key {
@@ -213,7 +214,7 @@ fn apply_annotation(values: &mut Values, key: &str, text: &str) -> Result<(), In
 fn apply_behaviour_annotation(values: &mut Values, key: &str, text: &str) -> Result<(), InvalidValue> {
     let proxy = &mut values.proxy;
     match key {
-        annotation::PROXY_ADMIN_SHUTDOWN => proxy.enable_shutdown_endpoint = enabled(text)?,
+        annotation::PROXY_ADMIN_SHUTDOWN => proxy.enable_shutdown_endpoint = enabled_or_disabled(text)?,
         annotation::PROXY_LOG_LEVEL => proxy.log_level = log_level(text)?,
         annotation::PROXY_LOG_FORMAT => proxy.log_format = one_of(text, &["plain", "json"], "plain or json")?,
         annotation::PROXY_LOG_HTTP_HEADERS => {
@@ -266,7 +267,7 @@ fn apply_behaviour_annotation(values: &mut Values, key: &str, text: &str) -> Res
             }
             values.proxy_init.close_wait_timeout_secs = timeout.as_secs();
         }
-        annotation::PROXY_AWAIT => proxy.await_proxy = enabled(text)?,
+        annotation::PROXY_AWAIT => proxy.await_proxy = enabled_or_disabled(text)?,
         annotation::SHUTDOWN_GRACE_PERIOD => proxy.shutdown_grace_period = duration_as_millis(text)?,
         annotation::PROXY_ENABLE_NATIVE_SIDECAR
         | annotation::BETA_ENABLE_NATIVE_SIDECAR
@@ -329,7 +330,7 @@ fn boolean(text: &str) -> Result<bool, Expected> {
     }
 }
 
-fn enabled(text: &str) -> Result<bool, Expected> {
+fn enabled_or_disabled(text: &str) -> Result<bool, Expected> {
     match text {
         "enabled" => Ok(true),
         "disabled" => Ok(false),
@@ -403,7 +404,7 @@ fn ratio(text: &str) -> Result<String, Expected> {
     }
 }
 
-/// The proxy never runs as root.
+/// 0 is rejected, because the proxy must not run as root.
 fn uid(text: &str) -> Result<i64, Expected> {
     match text.parse::<u32>() {
         Ok(uid) if (1..=MAX_ID).contains(&uid) => Ok(uid.into()),
@@ -415,7 +416,7 @@ fn gid(text: &str) -> Result<i64, Expected> {
     match (text, text.parse::<u32>()) {
         ("-1", _) => Ok(-1),
         (_, Ok(gid)) if gid <= MAX_ID => Ok(gid.into()),
-        _ => Err("a group id from 0 to 2147483647, or -1 for that of the image"),
+        _ => Err("a group id from 0 to 2147483647, or -1 for the group of the image"),
     }
 }
 
@@ -459,12 +460,12 @@ const RESTRICTING_ANNOTATIONS: [&str; 5] = [
     annotation::PROXY_ADMIN_SHUTDOWN,
 ];
 
-/// Whether a key has a prefix of the mesh but is not one of its annotations; usually it is misspelled.
+/// Whether a key has a prefix of the mesh but is not one of its annotations. Such a key is usually misspelled.
 fn is_unknown(key: &str) -> bool {
     annotation::has_configuration_prefix(key) && annotation::find(key).is_none()
 }
 
-/// The proxy raises shorter timeouts to this one.
+/// Minimum of the timeout: the proxy replaces a shorter timeout by it.
 const MIN_INBOUND_CONNECT_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// Maximum user or group id that the API server accepts.

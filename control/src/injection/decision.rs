@@ -1,5 +1,4 @@
-//! Decides by a pod and the annotations whether the pod gets a sidecar, with all reasons against it. `inject_pod` adds the reasons
-//! for which a pod is denied.
+//! Decides whether a pod gets a sidecar, and lists all reasons against it. `inject_pod` adds the reasons for which a pod is denied.
 
 use std::fmt;
 
@@ -17,7 +16,7 @@ use crate::injection::values::Values;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Decision {
     Inject(ProxyMode),
-    /// No sidecar is added: the pod stays without one, or is denied. Never empty.
+    /// No sidecar is added: the pod stays without one, or is denied. The list of reasons is never empty.
     Skip(Vec<SkipReason>),
 }
 
@@ -41,7 +40,7 @@ pub enum SkipReason {
     NoServiceAccountToken,
     /// The pod runs on Windows nodes. There is no proxy for Windows.
     Windows,
-    // `inject_pod` gives these reasons, and only together with `InjectionOutcome::denial_reason`.
+    // Only `inject_pod` returns the following reasons, together with `InjectionOutcome::denial_reason`.
     /// An annotation that restricts access to the pod is invalid.
     InvalidRestriction,
     /// The application runs as the proxy's user or group.
@@ -76,15 +75,17 @@ pub(super) fn decide(config: &Config, target: &InjectionTarget<'_>) -> Decision 
 
 /// The object that has the annotation `linkerd.io/inject`: the pod, or else the namespace.
 pub(super) fn annotation_location(target: &InjectionTarget<'_>) -> Option<AnnotationLocation> {
-    let at = |annotations: &Annotations, at| annotations.contains_key(annotation::INJECT).then_some(at);
+    let if_annotated =
+        |annotations: &Annotations, location| annotations.contains_key(annotation::INJECT).then_some(location);
     let workload = target
         .annotations()
-        .and_then(|pod| at(pod, AnnotationLocation::Workload));
-    workload.or_else(|| at(target.namespace_annotations, AnnotationLocation::Namespace))
+        .and_then(|pod| if_annotated(pod, AnnotationLocation::Workload));
+    workload.or_else(|| if_annotated(target.namespace_annotations, AnnotationLocation::Namespace))
 }
 
+/// The value of the annotation `linkerd.io/inject` of one object.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum AnnotationSetting {
+enum InjectSetting {
     Enabled,
     Ingress,
     Disabled,
@@ -95,26 +96,19 @@ pub(super) fn mode_from_annotations(
     namespace: &Annotations,
     pod: Option<&Annotations>,
 ) -> Result<ProxyMode, SkipReason> {
-    let namespace = annotation_setting(Some(namespace)).ok_or(SkipReason::InvalidAtNamespace)?;
-    let pod = annotation_setting(pod).ok_or(SkipReason::InvalidAtWorkload)?;
+    let namespace = inject_setting(Some(namespace)).ok_or(SkipReason::InvalidAtNamespace)?;
+    let pod = inject_setting(pod).ok_or(SkipReason::InvalidAtWorkload)?;
     match (namespace, pod) {
-        (_, AnnotationSetting::Enabled) | (AnnotationSetting::Enabled, AnnotationSetting::Unset) => {
-            Ok(ProxyMode::Standard)
+        (_, InjectSetting::Enabled) | (InjectSetting::Enabled, InjectSetting::Unset) => Ok(ProxyMode::Standard),
+        (_, InjectSetting::Ingress) | (InjectSetting::Ingress, InjectSetting::Unset) => Ok(ProxyMode::Ingress),
+        (InjectSetting::Enabled | InjectSetting::Ingress, InjectSetting::Disabled) => Err(SkipReason::Disabled),
+        (InjectSetting::Disabled | InjectSetting::Unset, InjectSetting::Disabled | InjectSetting::Unset) => {
+            Err(SkipReason::NotEnabled)
         }
-        (_, AnnotationSetting::Ingress) | (AnnotationSetting::Ingress, AnnotationSetting::Unset) => {
-            Ok(ProxyMode::Ingress)
-        }
-        (AnnotationSetting::Enabled | AnnotationSetting::Ingress, AnnotationSetting::Disabled) => {
-            Err(SkipReason::Disabled)
-        }
-        (
-            AnnotationSetting::Disabled | AnnotationSetting::Unset,
-            AnnotationSetting::Disabled | AnnotationSetting::Unset,
-        ) => Err(SkipReason::NotEnabled),
     }
 }
 
-/// Warnings about invalid values of `linkerd.io/inject`, with which a pod has no sidecar.
+/// Warnings about invalid values of `linkerd.io/inject`. A pod with such a value gets no sidecar.
 pub(super) fn invalid_inject_warnings(target: &InjectionTarget<'_>) -> Vec<String> {
     let annotated = [
         ("namespace", Some(target.namespace_annotations)),
@@ -122,11 +116,11 @@ pub(super) fn invalid_inject_warnings(target: &InjectionTarget<'_>) -> Vec<Strin
     ];
     let invalid = annotated
         .into_iter()
-        .filter(|(_, annotations)| annotation_setting(*annotations).is_none());
-    let warning = |(what, annotations): (&str, Option<&Annotations>)| {
+        .filter(|(_, annotations)| inject_setting(*annotations).is_none());
+    let warning = |(object, annotations): (&str, Option<&Annotations>)| {
         let value = annotations.and_then(|all| all.get(annotation::INJECT));
         format!(
-            "the {what}'s annotation {} is {:?}, so the pod has no sidecar; expected enabled, ingress or disabled",
+            "the {object}'s annotation {} is {:?}, so the pod has no sidecar; expected enabled, ingress or disabled",
             annotation::INJECT,
             value.map_or("", String::as_str)
         )
@@ -134,15 +128,15 @@ pub(super) fn invalid_inject_warnings(target: &InjectionTarget<'_>) -> Vec<Strin
     invalid.map(warning).collect()
 }
 
-fn annotation_setting(annotations: Option<&Annotations>) -> Option<AnnotationSetting> {
+fn inject_setting(annotations: Option<&Annotations>) -> Option<InjectSetting> {
     match annotations
         .and_then(|all| all.get(annotation::INJECT))
         .map(String::as_str)
     {
-        None | Some("") => Some(AnnotationSetting::Unset),
-        Some("enabled") => Some(AnnotationSetting::Enabled),
-        Some("ingress") => Some(AnnotationSetting::Ingress),
-        Some("disabled") => Some(AnnotationSetting::Disabled),
+        None | Some("") => Some(InjectSetting::Unset),
+        Some("enabled") => Some(InjectSetting::Enabled),
+        Some("ingress") => Some(InjectSetting::Ingress),
+        Some("disabled") => Some(InjectSetting::Disabled),
         Some(_) => None,
     }
 }
@@ -162,7 +156,7 @@ pub(super) fn has_sidecar(spec: &PodSpec) -> bool {
     spec.containers.iter().any(is_proxy) || inits().any(|container| is_proxy(container) || is_init(container))
 }
 
-/// Whether only Windows nodes can run the pod: by `spec.os`, the node selector or the node affinity.
+/// Whether only Windows nodes can run the pod, because of `spec.os`, the node selector or the node affinity.
 fn is_for_windows(spec: &PodSpec) -> bool {
     if let Some(os) = &spec.os {
         return os.name == WINDOWS;
@@ -199,7 +193,7 @@ fn has_image_or_name(container: &Container, images: &[&str], names: &[&str]) -> 
     names.contains(&container.name.as_str()) || images.iter().any(|prefix| image.starts_with(prefix))
 }
 
-/// Without a projected token the proxy needs the token of the pod's service account.
+/// Whether the pod has no token for the proxy. Without a projected token the proxy needs the token of the pod's service account.
 fn lacks_service_account_token(values: &Values, origin: InjectionOrigin, target: &InjectionTarget<'_>) -> bool {
     if values.identity.service_account_token_projection {
         return false;
@@ -243,7 +237,7 @@ impl SkipReason {
                 "the pod mounts no token of its service account; set automountServiceAccountToken to true"
             }
             Self::Windows => "the pod is for Windows nodes, and the proxy runs only on Linux",
-            Self::InvalidRestriction => "an annotation that restricts who may reach the pod is invalid",
+            Self::InvalidRestriction => "an annotation that restricts access to the pod is invalid",
             Self::RunsAsProxyUser => "a container runs as the proxy's user or group, whose connections bypass the mesh",
             Self::InvalidServiceAccount => "the name of the pod's service account cannot be part of an identity",
         }
@@ -280,6 +274,6 @@ const PROXY_IMAGE_PREFIXES: [&str; 3] = [
     "gcr.io/istio-release/proxyv2:",
 ];
 const WINDOWS: &str = "windows";
-/// Labels with the operating system of a node; the second is the deprecated one.
+/// Labels with the operating system of a node. The second one is deprecated.
 const OS_LABELS: [&str; 2] = ["kubernetes.io/os", "beta.kubernetes.io/os"];
 const INIT_IMAGE_PREFIXES: [&str; 2] = ["cr.l5d.io/linkerd/proxy-init:", "gcr.io/istio-release/proxy_init:"];

@@ -1,8 +1,8 @@
 //! Sidecar injection: decides whether a pod gets a sidecar, and makes the JSON patch.
 //!
-//! Injection does no I/O, so the webhook and the CLI share it; [`InjectionOrigin`] has their differences. An invalid annotation
-//! is ignored with a warning. A pod is denied if its sidecar would not enforce a required restriction, would be bypassed by the
-//! application, or would never get a certificate.
+//! Injection does no I/O, so the webhook and the CLI share it; [`InjectionOrigin`] selects the behaviour for each. An invalid
+//! annotation is ignored with a warning. A pod is denied if its sidecar would not enforce a required restriction, would be bypassed
+//! by the application, or would never get a certificate.
 
 pub mod annotations;
 mod checks;
@@ -40,7 +40,7 @@ use self::values::Values;
 pub struct InjectionOutcome {
     pub decision: Decision,
     pub annotation_location: Option<AnnotationLocation>,
-    /// Empty when nothing changes.
+    /// Empty if nothing changes.
     pub patch: Patch,
     /// Messages about annotations that are ignored, misspelled or invalid, and about init containers that bypass the mesh.
     pub warnings: Vec<String>,
@@ -50,7 +50,7 @@ pub struct InjectionOutcome {
     pub denial_reason: Option<String>,
 }
 
-/// Decides on a pod and makes its patch. A pod without a sidecar can still get the opaque-ports annotation.
+/// Decides whether a pod gets a sidecar, and makes its patch. The patch can also add annotations to a pod without a sidecar.
 pub fn inject_pod(config: &Config, target: &InjectionTarget<'_>) -> InjectionOutcome {
     let decision = decision::decide(config, target);
     let annotated_at = decision::annotation_location(target);
@@ -122,7 +122,7 @@ pub fn inject_pod(config: &Config, target: &InjectionTarget<'_>) -> InjectionOut
 /// Returns the reason and the expected values.
 pub fn check_annotation(key: &str, value: &str) -> Result<(), String> {
     let mut values = Values::default();
-    // The setting of the cluster is unknown here. With `false`, every close-wait-timeout would be reported as invalid.
+    // The setting of the cluster is unknown here. It is `true` because otherwise each close-wait-timeout would be invalid.
     values.proxy_init.run_as_root = true;
     let annotations = Annotations::from([(key.to_owned(), value.to_owned())]);
     // Port names cannot be checked without the pod.
@@ -135,17 +135,17 @@ pub fn check_annotation(key: &str, value: &str) -> Result<(), String> {
 }
 
 /// Whether the annotations of the pod and its namespace request a sidecar.
-pub fn is_requested(namespace_annotations: &Annotations, pod_annotations: &Annotations) -> bool {
+pub fn is_sidecar_requested(namespace_annotations: &Annotations, pod_annotations: &Annotations) -> bool {
     decision::mode_from_annotations(namespace_annotations, Some(pod_annotations)).is_ok()
 }
 
-/// Decides on a pod without the checks for which [`inject_pod`] denies it, and without making a patch.
+/// Decides whether a pod gets a sidecar, without the checks for which [`inject_pod`] denies pods, and without making a patch.
 pub fn decide(config: &Config, target: &InjectionTarget<'_>) -> Decision {
     decision::decide(config, target)
 }
 
-/// The patch of a Service without the opaque-ports annotation: adds that of the namespace, or the exposed ports that are
-/// opaque by default.
+/// Makes the patch of a Service, which adds the opaque-ports annotation if the Service does not have it. The value is that of the
+/// namespace, or else the exposed ports that are opaque by default.
 pub fn annotate_service(
     config: &Config,
     metadata: Option<&ObjectMeta>,
@@ -167,23 +167,23 @@ pub fn annotate_service(
     patch.into_patch()
 }
 
-/// Warns about a common misspelling of the injection annotation.
+/// Warnings about a common misspelling of the annotation `linkerd.io/inject`.
 fn misspelling_warnings(target: &InjectionTarget<'_>) -> Vec<String> {
     let (wrong, right) = (annotation::INJECTED_TYPO, annotation::INJECT);
-    let at = [
+    let objects = [
         ("pod", target.annotations()),
         ("namespace", Some(target.namespace_annotations)),
     ];
-    let found = at
+    let misspelled = objects
         .into_iter()
         .filter(|(_, annotations)| annotations.is_some_and(|all| all.contains_key(wrong)));
-    found
-        .map(|(what, _)| format!("the {what}'s annotation {wrong} injects nothing; the key is {right}"))
+    misspelled
+        .map(|(object, _)| format!("the {object}'s annotation {wrong} injects nothing; the key is {right}"))
         .collect()
 }
 
-/// All volumes that injection can add. That of the xtables lock has this name by default, and the value
-/// `proxyInit.xtMountPath.name` can set another one.
+/// The names of all volumes that injection can add. The first is the default name of the volume for the xtables lock; the value
+/// `proxyInit.xtMountPath.name` can set another name.
 pub const INJECTED_VOLUMES: [&str; 4] = [
     "linkerd-proxy-init-xtables-lock",
     containers::END_ENTITY_VOLUME,

@@ -17,7 +17,7 @@ pub(super) struct PatchBuilder {
     operations: Vec<PatchOperation>,
 }
 
-/// Patches metadata and probes, then volumes and containers.
+/// Makes the patch of an injected pod: metadata and probes, then volumes and containers.
 pub(super) fn pod_patch(inputs: PodInputs<'_>, metadata: &Metadata) -> Patch {
     let PodInputs { values, target, .. } = inputs;
     let mut patch = PatchBuilder::at(target.pointer);

@@ -9,14 +9,15 @@ use tulle_core::ports::PortSet;
 use crate::resources::port_list::PortList;
 use crate::resources::workload::{long_running_containers, resolve_ports};
 
-/// Value of the opaque-ports annotation: the exposed ports that are opaque by default. `None` if there are none.
+/// Value of the opaque-ports annotation of a pod: the exposed ports that are opaque by default. `None` if there are none.
 pub(in crate::injection) fn pod_opaque_ports(default: &str, spec: &PodSpec) -> Option<String> {
     let opaque = default_opaque_ports(default, spec);
     let exposed = container_ports(spec).filter(|port| opaque.contains(*port));
     join_unique(exposed)
 }
 
-/// The same for a Service: a port is listed if its target port is opaque by default.
+/// Value of the opaque-ports annotation of a Service: the ports whose target ports are opaque by default. `None` if there are
+/// none.
 pub(in crate::injection) fn service_opaque_ports(default: &str, ports: &[ServicePort]) -> Option<String> {
     let opaque = default_opaque_ports(default, &PodSpec::default());
     let exposed = ports.iter().filter_map(|port| {
@@ -33,7 +34,7 @@ pub(in crate::injection) fn service_opaque_ports(default: &str, ports: &[Service
 
 /// All ports that a pod exposes or that HTTP probes use, sorted as text.
 ///
-/// The proxy requests the policies of these ports at its start.
+/// The proxy requests the policies of these ports when it starts.
 pub(in crate::injection) fn inbound_ports(spec: &PodSpec) -> String {
     let probes = long_running_containers(spec).flat_map(|container| {
         let probes = [

@@ -41,7 +41,7 @@ pub struct InjectionTarget<'a> {
     pub spec: &'a PodSpec,
     pub namespace: &'a str,
     pub namespace_annotations: &'a Annotations,
-    /// The top-level owner of the pods.
+    /// The top-level owner of the pod.
     pub owner: Option<PodOwner>,
 }
 

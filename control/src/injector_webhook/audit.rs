@@ -1,7 +1,7 @@
 //! Finds pods that should have a sidecar and have none: pods created while the webhook was unavailable, or before their
 //! namespace was annotated.
 //!
-//! Only pods without the label of the mesh are listed, in pages. Nothing is changed.
+//! Only pods without the label of the mesh are listed, in pages. The audit changes no object.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -51,7 +51,7 @@ pub struct AuditReport {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct AuditFindings {
-    /// RFC 3339; absent until the first audit has ended.
+    /// Time of the last audit, in RFC 3339; absent until the first audit has ended.
     pub audited_at: Option<String>,
     /// Pods that should have a sidecar, sorted by namespace and name.
     pub uninjected_pods: Vec<UninjectedPod>,
@@ -266,8 +266,8 @@ mod tests {
     use crate::injector_webhook::config_reload::{self, Files};
     use crate::kubernetes::event_recorder::EventRecorder;
 
-    /// Returns the response of an API server with pods in the namespaces `gone` and `shop`, of which only `shop` exists. It is
-    /// annotated for injection; two of its pods have a value of their own.
+    /// Returns the response of an API server with pods in the namespaces `gone` and `shop`. The namespace `gone` does not exist. The
+    /// namespace `shop` is annotated for injection; two of its pods have their own annotation.
     fn answer(path: &str) -> (StatusCode, Value) {
         let pod = |namespace: &str| json!({"metadata": {"name": "web", "namespace": namespace}, "spec": {}});
         let annotated = |name: &str, inject: &str| {
@@ -315,7 +315,7 @@ mod tests {
         let (client, registry) = (client(), Registry::new());
         let opened = config_reload::open(files, EventRecorder::default(), &registry).await;
         let (current_config, _reload) = opened.unwrap();
-        let metadata = MetadataCache::watches(&client, &registry).metadata();
+        let metadata = MetadataCache::create_watches(&client, &registry).metadata();
         let config = Config {
             interval: Duration::from_secs(300),
         };

@@ -19,12 +19,12 @@ use crate::kubernetes::event_recorder::{EventNote, EventRecorder, Severity};
 use crate::tls::file_watcher::{FileWatcher, WatchError, WatchPath};
 use crate::tls::unserved_files::UnservedFiles;
 
-/// The files of the configuration, and the control plane's namespace, which is in none of them.
+/// The files of the configuration, and the control plane's namespace, which the files do not contain.
 #[derive(Clone, Debug)]
 pub struct Files {
     /// The chart's values in YAML: the key `values` of ConfigMap `linkerd-config`.
     pub values: PathBuf,
-    /// Trust anchors in PEM. If this file exists it overrides the value `identityTrustAnchorsPEM`.
+    /// Trust anchors in PEM. If this file exists, it overrides the value `identityTrustAnchorsPEM`.
     pub trust_anchors: PathBuf,
     pub control_plane_namespace: String,
 }
@@ -257,7 +257,10 @@ mod tests {
     async fn until(condition: impl Fn() -> bool) {
         let started_at = Instant::now();
         while !condition() {
-            assert!(started_at.elapsed() < Duration::from_secs(10), "nothing changed");
+            assert!(
+                started_at.elapsed() < Duration::from_secs(10),
+                "the condition did not become true"
+            );
             sleep(Duration::from_millis(10)).await;
         }
     }

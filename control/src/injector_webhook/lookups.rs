@@ -1,5 +1,5 @@
-//! Limits the requests for objects that the watches do not have. Every client that reaches the webhook can name such objects, and
-//! the client of the API server sends a limited number of requests per second.
+//! Limits the requests for objects that the watches have not delivered. Every client that reaches the webhook can name such objects,
+//! but this process can send only a limited number of requests per second to the API server.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -8,8 +8,8 @@ use tulle_core::per_client_limiter::{Limits, PerClientLimiter};
 
 use super::rate_limiter::{Rate, RateLimiter};
 
-/// Limits the lookups of each client network that find nothing, time out, or are cancelled by the client. All lookups take turns
-/// by network.
+/// Limits the unsuccessful lookups of each client network: those that find nothing, time out, or are cancelled by the client. The
+/// queue serves the networks in turn.
 pub(super) struct LookupLimiter {
     unsuccessful: RateLimiter,
     queue: PerClientLimiter,
@@ -20,7 +20,7 @@ pub(super) struct LookupLimiter {
 pub(super) enum LookupError {
     #[error("no object can have this name")]
     InvalidName,
-    #[error("too many lookups of the client's network found nothing or did not end; retry later")]
+    #[error("too many lookups of the client's network found no object or did not end; retry later")]
     TooManyUnsuccessful,
     #[error("the API server did not respond within {LOOKUP_TIMEOUT:?}")]
     Timeout,
@@ -43,11 +43,11 @@ impl LookupLimiter {
         }
     }
 
-    /// Runs a lookup of a client when it is the turn of its network. It counts as unsuccessful if it finds nothing, or if the
-    /// returned future is dropped before it ends: by a timeout, or because the client cancels.
+    /// Runs a lookup of a client when it is the turn of its network. The lookup counts as unsuccessful if it finds no object, or if
+    /// the returned future is dropped before it ends: by a timeout, or because the client cancels.
     ///
     /// # Errors
-    /// Fails if the lookup does, or if the network has had too many unsuccessful ones.
+    /// Fails if the lookup fails, or if there were too many unsuccessful lookups of the network.
     pub(super) async fn run<T>(
         &self,
         client: IpAddr,
@@ -65,16 +65,17 @@ impl LookupLimiter {
     }
 }
 
-/// The API server's webhook timeout is 10 seconds; the lookups of namespace and owner must not use it up.
+/// Timeout of one lookup. A review has up to two lookups, of the namespace and the owner, and the API server waits 10 seconds.
 pub(super) const LOOKUP_TIMEOUT: Duration = Duration::from_secs(3);
-/// The burst is larger than the number of reviews that a client network has at a time. The objects that an API server names exist,
-/// except for owners that were deleted.
+/// Rate of unsuccessful lookups. The burst is larger than the number of concurrent reviews of a client network. It suffices for an
+/// API server: the objects in its reviews exist, except for owners that were deleted.
 pub(super) const UNSUCCESSFUL_LOOKUP_RATE: Rate = Rate {
     burst: 20,
     interval: Duration::from_secs(1),
 };
 const LOOKUP_LIMITS: Limits = Limits {
     total_weight: 32,
-    queued_or_running_per_network: 8, // as many as a network has reviews at a time
+    // The maximum number of concurrent reviews of a network.
+    queued_or_running_per_network: 8,
     requests_per_network: usize::MAX,
 };

@@ -79,12 +79,12 @@ pub(super) struct MetadataError {
 
 impl MetadataCache {
     /// Creates the watches. No request is sent before they run.
-    pub(super) fn watches(client: &Client, registry: &Registry) -> Watches {
+    pub(super) fn create_watches(client: &Client, registry: &Registry) -> Watches {
         let mut streams = Vec::new();
         let (sender, synced) = watch::channel(false);
         let metadata = Self {
             client: client.clone(),
-            // Labels and annotations are needed of namespaces only.
+            // Labels and annotations are needed only for namespaces.
             namespaces: watch_kind(client, registry, &mut streams, |_| {}),
             replica_sets: watch_kind(client, registry, &mut streams, drop_labels_and_annotations),
             jobs: watch_kind(client, registry, &mut streams, drop_labels_and_annotations),
@@ -99,15 +99,15 @@ impl MetadataCache {
         }
     }
 
-    /// The metadata of a namespace. `client` sent the review that names the namespace; lookups are limited per client network.
-    /// `None` for this process itself.
+    /// The metadata of a namespace. `client` is the client whose review names the namespace, because lookups are limited by client
+    /// network. It is `None` for lookups of this process, which are not limited.
     pub(super) async fn namespace(&self, name: &str, client: Option<IpAddr>) -> Result<NamespaceMeta, MetadataError> {
         if let Some(known) = self.namespaces.get(&ObjectRef::new(name)) {
-            return Ok(NamespaceMeta::of(&known.metadata));
+            return Ok(NamespaceMeta::from_object_meta(&known.metadata));
         }
         let api = Api::<Namespace>::all(self.client.clone());
         match self.get(api, name, client).await {
-            Ok(found) => Ok(NamespaceMeta::of(&found)),
+            Ok(found) => Ok(NamespaceMeta::from_object_meta(&found)),
             Err(source) => Err(MetadataError {
                 name: name.to_owned(),
                 source,
@@ -117,17 +117,17 @@ impl MetadataCache {
 
     /// Waits until the cache is complete.
     pub(super) async fn synced(&self) {
-        // An error means that the watches have ended; then there is nothing to wait for.
+        // An error means that the watches have ended, so the cache will not become complete.
         let _ = self.synced.clone().wait_for(|synced| *synced).await;
     }
 
     /// The top-level owner of a pod with this metadata, in a namespace that exists.
     ///
-    /// Pods without an owner or with several are their own owner. A ReplicaSet is replaced by its owner if that is a Deployment,
-    /// StatefulSet, DaemonSet or Job; a Job by its owner of any kind, such as a CronJob.
+    /// A pod with no owner or with several owners is its own owner. A ReplicaSet is replaced by its owner if this is a Deployment,
+    /// StatefulSet, DaemonSet or Job. A Job is replaced by its owner of any kind, such as a CronJob.
     pub(super) async fn owner(&self, namespace: &str, pod: &ObjectMeta, client: Option<IpAddr>) -> Owner {
         let Some(owner) = single_owner(pod) else {
-            return Owner::pod(namespace, pod);
+            return Owner::from_pod(namespace, pod);
         };
         let group = owner.api_version.split_once('/').map_or("", |(group, _)| group);
         let found = match (group, owner.kind.as_str()) {
@@ -136,12 +136,12 @@ impl MetadataCache {
                     .await
             }
             ("batch", "Job") => self.find::<Job>(&self.jobs, namespace, &owner.name, client).await,
-            _ => return Owner::of(namespace, owner),
+            _ => return Owner::from_reference(namespace, owner),
         };
         let Some(found) = found else {
             return Owner {
                 reference: None,
-                ..Owner::of(namespace, owner)
+                ..Owner::from_reference(namespace, owner)
             };
         };
         let is_top_level = |parent: &&OwnerReference| match owner.kind.as_str() {
@@ -149,8 +149,8 @@ impl MetadataCache {
             _ => true,
         };
         let parent = single_owner(&found).filter(is_top_level);
-        let top_owner = Owner::of(namespace, parent.unwrap_or(owner));
-        // A client can name any uid.
+        let top_owner = Owner::from_reference(namespace, parent.unwrap_or(owner));
+        // A client can send any uid, so it is compared with the uid of the object.
         match found.uid.as_ref() == Some(&owner.uid) {
             true => Owner {
                 is_verified: true,
@@ -179,7 +179,7 @@ impl MetadataCache {
         let api = Api::<K>::namespaced(self.client.clone(), namespace);
         match self.get(api, name, client).await {
             Ok(found) => Some(found),
-            // Injection continues with the direct owner: the label of the owner is less precise, and there is no Event.
+            // Injection continues with the direct owner. The label then names this owner, and no Event is recorded.
             Err(err) => {
                 let (kind, name) = (K::kind(&()), truncate(name));
                 let error: &dyn std::error::Error = &err;
@@ -195,7 +195,7 @@ impl MetadataCache {
     where
         K: Clone + Debug + DeserializeOwned,
     {
-        // Other texts could make the request one for something else, such as the list `shop/pods`.
+        // Another text could change the path of the request, for example to the list `shop/pods`.
         if !is_dns_subdomain(name) {
             return Err(LookupError::InvalidName);
         }
@@ -227,8 +227,8 @@ impl Watches {
         let mut events = futures_util::stream::select_all(self.streams);
         let metadata = self.metadata;
         let report_synced = async move {
-            // A store wakes only one waiter, and this is the only one; all others wait for `synced`. Errors would mean that a
-            // watch has ended, and the watches run as long as this future.
+            // A store wakes only one waiter, so only this task waits for the stores, and all others wait for `synced`. An error
+            // would mean that a watch has ended, but the watches run as long as this future.
             let _ = metadata.namespaces.wait_until_ready().await;
             let _ = metadata.replica_sets.wait_until_ready().await;
             let _ = metadata.jobs.wait_until_ready().await;
@@ -253,7 +253,7 @@ impl MetadataError {
 }
 
 impl NamespaceMeta {
-    fn of(meta: &ObjectMeta) -> Self {
+    fn from_object_meta(meta: &ObjectMeta) -> Self {
         Self {
             labels: meta.labels.clone().unwrap_or_default(),
             annotations: meta.annotations.clone().unwrap_or_default(),
@@ -262,7 +262,7 @@ impl NamespaceMeta {
 }
 
 impl Owner {
-    fn pod(namespace: &str, pod: &ObjectMeta) -> Self {
+    fn from_pod(namespace: &str, pod: &ObjectMeta) -> Self {
         let reference = pod.name.as_ref().map(|name| ObjectReference {
             api_version: Some("v1".to_owned()),
             kind: Some("Pod".to_owned()),
@@ -281,7 +281,7 @@ impl Owner {
         }
     }
 
-    fn of(namespace: &str, owner: &OwnerReference) -> Self {
+    fn from_reference(namespace: &str, owner: &OwnerReference) -> Self {
         Self {
             top_owner: PodOwner {
                 kind: owner.kind.to_lowercase(),
@@ -357,7 +357,7 @@ fn drop_labels_and_annotations<K>(object: &mut PartialObjectMeta<K>) {
     object.metadata.annotations = None;
 }
 
-/// The start of a name, which can be of any length, for a log line.
+/// Shortens a name for a log line. The name can have any length.
 fn truncate(name: &str) -> &str {
     &name[..name.floor_char_boundary(MAX_NAME_BYTES)]
 }
@@ -377,7 +377,7 @@ mod tests {
     use super::*;
     use crate::injector_webhook::lookups::UNSUCCESSFUL_LOOKUP_RATE;
 
-    const STRANGER: Option<IpAddr> = Some(IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1)));
+    const OTHER_CLIENT: Option<IpAddr> = Some(IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1)));
     const API_SERVER: Option<IpAddr> = Some(IpAddr::V4(Ipv4Addr::new(10, 0, 0, 2)));
 
     /// Returns an empty metadata cache of an API server that has the namespace `shop` and the ReplicaSet `web-1` of the Deployment
@@ -405,7 +405,8 @@ mod tests {
             std::future::ready(Ok::<_, Infallible>(rsp.unwrap()))
         });
         let client = Client::new(service, "default");
-        (MetadataCache::watches(&client, &Registry::new()).metadata(), requests)
+        let watches = MetadataCache::create_watches(&client, &Registry::new());
+        (watches.metadata(), requests)
     }
 
     fn owned_by(api_version: &str, kind: &str, name: &str, uid: &str) -> ObjectMeta {
@@ -439,12 +440,15 @@ mod tests {
         let (metadata, requests) = metadata();
         for n in 0..100 {
             let pod = owned_by("apps/v1", "ReplicaSet", &format!("none-{n}"), "1");
-            metadata.owner("shop", &pod, STRANGER).await;
-            metadata.namespace(&format!("none-{n}"), STRANGER).await.unwrap_err();
+            metadata.owner("shop", &pod, OTHER_CLIENT).await;
+            metadata
+                .namespace(&format!("none-{n}"), OTHER_CLIENT)
+                .await
+                .unwrap_err();
         }
         let n_requests = requests.lock().len();
         assert_eq!(n_requests, UNSUCCESSFUL_LOOKUP_RATE.burst as usize);
-        // Other clients are not limited by that, nor by lookups that succeed.
+        // The unsuccessful lookups of a client do not limit other clients. Successful lookups are not limited.
         let pod = owned_by("apps/v1", "ReplicaSet", "web-1", "1");
         for _ in 0..100 {
             metadata.namespace("shop", API_SERVER).await.unwrap();

@@ -65,14 +65,14 @@ fn max_series(memory: Option<u64>) -> usize {
 pub(super) fn labels(
     owner_kind: &str,
     namespace: &str,
-    at: Option<AnnotationLocation>,
+    location: Option<AnnotationLocation>,
     pod: &ObjectMeta,
     namespace_annotations: &Annotations,
 ) -> Labels {
     let mut labels = Labels::new()
         .with("owner_kind", truncate(owner_kind))
         .with("namespace", namespace)
-        .with("annotation_at", at.map_or("", AnnotationLocation::as_str));
+        .with("annotation_at", location.map_or("", AnnotationLocation::as_str));
     let pod_annotations = pod.annotations.iter().flatten();
     let inherited = namespace_annotations.iter().filter(|(key, _)| {
         pod.annotations
@@ -81,7 +81,7 @@ pub(super) fn labels(
     });
     for (key, value) in pod_annotations.chain(inherited) {
         let Some(name) = label_name(key) else { continue };
-        // Metrics are readable by others, and environment variables can contain secrets.
+        // Environment variables can contain secrets, which must not be in metrics.
         let value = match key.as_str() {
             annotation::PROXY_ADDITIONAL_ENV => "set",
             _ => truncate(value),
@@ -91,8 +91,8 @@ pub(super) fn labels(
     labels
 }
 
-/// The name of the label for an annotation of the mesh; `None` for other annotations. Hyphens are replaced, which label names
-/// cannot contain.
+/// The name of the label for an annotation of the mesh; `None` for other annotations. Hyphens are replaced, because label names
+/// cannot contain them.
 fn label_name(key: &str) -> Option<String> {
     let name = key.strip_prefix("config.linkerd.io/")?;
     annotation::find(key)?;
@@ -104,7 +104,7 @@ fn truncate(value: &str) -> &str {
 }
 
 const MAX_LABEL_VALUE_BYTES: usize = 64;
-/// Memory of a series with every label.
+/// Maximum memory of a series, which has all labels.
 const BYTES_PER_SERIES: u64 = 5 * 1024;
 
 #[cfg(test)]
@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn labels_of_any_review_need_little_memory() {
+    fn the_memory_of_the_labels_of_a_review_is_limited() {
         let annotations = |keys: Vec<String>| -> BTreeMap<String, String> {
             keys.into_iter().map(|key| (key, "x".repeat(1000))).collect()
         };
@@ -133,22 +133,24 @@ mod tests {
     }
 
     #[test]
-    fn the_names_of_labels_are_unique_whatever_the_annotations_are() {
-        let of_reviews = ["owner-kind", "namespace", "annotation-at", "skip", "skip-reason"];
-        let keys = of_reviews.map(|name| format!("config.linkerd.io/{name}")).into_iter();
-        let keys = keys.chain(of_reviews.map(|name| format!("config.linkerd.io/{}", name.replace('-', "_"))));
+    fn label_names_are_unique_for_all_annotations() {
+        let review_label_names = ["owner-kind", "namespace", "annotation-at", "skip", "skip-reason"];
+        let keys = review_label_names
+            .map(|name| format!("config.linkerd.io/{name}"))
+            .into_iter();
+        let keys = keys.chain(review_label_names.map(|name| format!("config.linkerd.io/{}", name.replace('-', "_"))));
         let keys = keys.chain(annotation::ALL.iter().map(|known| known.name.to_owned()));
         let annotations: Annotations = keys.map(|key| (key, "x".to_owned())).collect();
         let pod = ObjectMeta {
             annotations: Some(annotations.clone()),
             ..ObjectMeta::default()
         };
-        let of_review = labels("pod", "shop", None, &pod, &annotations);
-        let of_decision = of_review.with("skip", true).with("skip_reason", "");
-        let mut names: Vec<_> = of_decision.pairs().into_iter().map(|(name, _)| name).collect();
+        let review_labels = labels("pod", "shop", None, &pod, &annotations);
+        let decision_labels = review_labels.with("skip", true).with("skip_reason", "");
+        let mut names: Vec<_> = decision_labels.pairs().into_iter().map(|(name, _)| name).collect();
         let n_names = names.len();
         names.sort_unstable();
         names.dedup();
-        assert_eq!(names.len(), n_names, "{of_decision:?}");
+        assert_eq!(names.len(), n_names, "{decision_labels:?}");
     }
 }

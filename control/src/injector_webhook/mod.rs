@@ -7,7 +7,7 @@
 //! the cluster needs these pods to recover.
 //!
 //! Permissions: cluster-wide `get`, `list`, `watch` of `namespaces`, `replicasets` (apps), `jobs` (batch); `list` of
-//! `pods`; `create`, `patch` of `events` (events.k8s.io); and those of `webhook/certificate_controller.rs`. The ConfigMaps
+//! `pods`; `create`, `patch` of `events` (events.k8s.io); and the permissions of `webhook/certificate_controller.rs`. The ConfigMaps
 //! with values and trust anchors are mounted.
 
 pub mod audit;
@@ -54,7 +54,7 @@ pub struct Injector {
     recorder: EventRecorder,
     /// Limits Events about objects that are known to exist.
     verified_events: RateLimiter,
-    /// Limits all other Events, whose number the objects of the cluster do not bound.
+    /// Limits all other Events. A client can cause any number of them.
     unverified_events: RateLimiter,
     metrics: Metrics,
 }
@@ -96,7 +96,7 @@ pub async fn open(
     registry: &Registry,
 ) -> Result<InjectorParts, ConfigError> {
     let (current_config, reload) = config_reload::open(config.files, recorder.clone(), registry).await?;
-    let watches = MetadataCache::watches(client, registry);
+    let watches = MetadataCache::create_watches(client, registry);
     let metadata = watches.metadata();
     let (audit, report) = Audit::new(
         config.audit,
@@ -123,8 +123,8 @@ pub async fn open(
 }
 
 impl ReviewHandler for Injector {
-    /// `Volume` is the largest type in a list of a `PodSpec`. While a `Vec` grows, its old buffer and the new one, twice as long,
-    /// exist together: three times the size for each element.
+    /// `Volume` is the largest type in a list of a `PodSpec`. While a `Vec` grows, both its old buffer and its new buffer of twice
+    /// the length exist, so each element takes three times its size.
     const TYPED_BYTES_PER_JSON_OBJECT: usize = 3 * size_of::<Volume>();
 
     async fn review(&self, mut req: Request) -> Result<AdmissionResponse, Failure> {
@@ -175,7 +175,7 @@ impl Injector {
         dry_run: bool,
         client: Option<IpAddr>,
     ) -> Result<AdmissionResponse, InjectorError> {
-        let spec: PodSpec = spec("pod", &mut object.data)?;
+        let spec: PodSpec = take_spec("pod", &mut object.data)?;
         let namespace_meta = self.metadata.namespace(namespace, client).await?;
         let owner = self.metadata.owner(namespace, &object.metadata, client).await;
         let config = self.current_config.get();
@@ -217,7 +217,7 @@ impl Injector {
         namespace: &str,
         client: Option<IpAddr>,
     ) -> Result<AdmissionResponse, InjectorError> {
-        let spec: ServiceSpec = spec("service", &mut object.data)?;
+        let spec: ServiceSpec = take_spec("service", &mut object.data)?;
         let namespace_meta = self.metadata.namespace(namespace, client).await?;
         let config = self.current_config.get();
         let ports = spec.ports.unwrap_or_default();
@@ -251,8 +251,8 @@ impl Injector {
             }
         };
         let reason = if is_denied { "InjectionRefused" } else { reason };
-        for more in outcome.denial_reason.iter().chain(&outcome.warnings) {
-            text = format!("{text}; {more}");
+        for detail in outcome.denial_reason.iter().chain(&outcome.warnings) {
+            text = format!("{text}; {detail}");
         }
         self.recorder.record(EventNote {
             regarding,
@@ -275,9 +275,9 @@ fn decide_undecoded(
     let GroupVersionKind { group, kind, .. } = &head.kind;
     let is_protected = config.is_protected(head.namespace.as_deref().unwrap_or_default());
     let annotations = head.inject_annotation().map(inject_annotation).unwrap_or_default();
-    let is_without_sidecar =
-        (group.as_str(), kind.as_str()) == ("", "Pod") && !injection::is_requested(namespace_annotations, &annotations);
-    match is_protected || is_without_sidecar {
+    let requests_no_sidecar = (group.as_str(), kind.as_str()) == ("", "Pod")
+        && !injection::is_sidecar_requested(namespace_annotations, &annotations);
+    match is_protected || requests_no_sidecar {
         true => AdmissionResponse::allow().warn(failure_warning(kind, &reason)),
         false => AdmissionResponse::deny(reason),
     }
@@ -296,7 +296,10 @@ fn failure_warning(kind: &str, cause: &str) -> String {
     }
 }
 
-fn spec<T: serde::de::DeserializeOwned + Default>(kind: &'static str, data: &mut Value) -> Result<T, InjectorError> {
+fn take_spec<T: serde::de::DeserializeOwned + Default>(
+    kind: &'static str,
+    data: &mut Value,
+) -> Result<T, InjectorError> {
     match data.get_mut("spec").map(Value::take) {
         None => Ok(T::default()),
         Some(spec) => serde_json::from_value(spec).map_err(|source| InjectorError::Spec { kind, source }),
@@ -328,14 +331,14 @@ fn log(owner: &Owner, namespace: &str, outcome: &InjectionOutcome, is_denied: bo
     }
 }
 
-/// For Events about objects that are known to exist. Higher than the other rate, because the number of these objects is bounded,
-/// and equal Events become one with a count.
+/// Rate of Events about objects that are known to exist. It is higher than the other rate, because the number of these objects is
+/// bounded, and equal Events become one Event with a count.
 const VERIFIED_EVENT_RATE: Rate = Rate {
     burst: 1_000,
     interval: Duration::from_millis(50),
 };
-/// About StatefulSets, DaemonSets, other kinds, and pods without an owner. Each pod of a rollout takes one, although equal Events are
-/// aggregated: this is enough for a rollout of 300 pods in a minute.
+/// Rate of Events about StatefulSets, DaemonSets, other kinds, and pods without an owner. Each pod of a rollout counts, even if its
+/// Event is aggregated. The rate permits a rollout of 300 pods in a minute.
 const UNVERIFIED_EVENT_RATE: Rate = Rate {
     burst: 200,
     interval: Duration::from_millis(200),
@@ -426,7 +429,7 @@ mod tests {
 
     #[test]
     fn the_warning_of_a_failed_review_names_what_is_missing_and_the_causes() {
-        let err = spec::<ServiceSpec>("service", &mut json!({"spec": {"ports": 1}})).unwrap_err();
+        let err = take_spec::<ServiceSpec>("service", &mut json!({"spec": {"ports": 1}})).unwrap_err();
         let warning = failure_warning("Service", &ErrorChain(&err).to_string());
         let expected =
             "the annotation config.linkerd.io/opaque-ports was not added: the service's spec cannot be read: ";

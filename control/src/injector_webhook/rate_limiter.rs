@@ -1,4 +1,4 @@
-//! Limits how often each client network can cause something, because the clients of a webhook are not verified.
+//! Limits the rate at which each client network can cause an action, because the clients of a webhook are not verified.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -8,19 +8,19 @@ use parking_lot::Mutex;
 use tokio::time::Instant;
 use tulle_core::connections::client_network;
 
-/// How often a client network can cause something.
+/// The rate at which a client network can cause an action.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rate {
-    /// Maximum number at once.
+    /// Maximum number of actions at once.
     pub(super) burst: u32,
-    /// Time after which one more is permitted.
+    /// Time after which one more action is permitted.
     pub(super) interval: Duration,
 }
 
 /// A token bucket for each client network.
 pub(super) struct RateLimiter {
     rate: Rate,
-    /// When the bucket of a network is full again. Networks with a full bucket can be absent.
+    /// The time at which the bucket of a network is full again. A network with a full bucket can be absent.
     full_at: Mutex<HashMap<IpAddr, Instant>>,
 }
 
@@ -57,7 +57,7 @@ impl RateLimiter {
     }
 }
 
-/// Removes the networks whose buckets are full, or else the one whose bucket will be full first.
+/// Removes the networks whose buckets are full. If there are none, removes the network whose bucket will be full first.
 fn remove_fullest(full_at: &mut HashMap<IpAddr, Instant>, now: Instant) {
     full_at.retain(|_, at| *at > now);
     if full_at.len() >= MAX_NETWORKS
@@ -67,7 +67,7 @@ fn remove_fullest(full_at: &mut HashMap<IpAddr, Instant>, now: Instant) {
     }
 }
 
-/// Bounds the memory. A webhook has at most 1000 connections.
+/// Maximum number of networks in the map, to limit its memory. A webhook has at most 1000 connections.
 const MAX_NETWORKS: usize = 4096;
 
 #[cfg(test)]
@@ -87,7 +87,7 @@ mod tests {
         Ipv4Addr::from(n).into()
     }
 
-    /// Takes all tokens that there are, and returns their number.
+    /// Takes all available tokens, and returns their number.
     fn take_all(limiter: &RateLimiter, client: IpAddr) -> usize {
         std::iter::repeat_with(|| limiter.try_take(client))
             .take_while(|taken| *taken)
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_number_of_networks_is_bounded_and_those_that_caused_most_stay() {
+    async fn the_number_of_networks_is_limited_and_networks_without_tokens_stay() {
         let limiter = RateLimiter::new(RATE);
         assert_eq!(take_all(&limiter, ip(0)), 3);
         for n in 1..=5_000 {

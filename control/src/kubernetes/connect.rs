@@ -1,7 +1,7 @@
 //! Transport to the API server: name resolution and TCP keep-alive.
 //!
-//! The same service stack as in kube's own client, on top of our connector. It uses HTTP/1.1, so each watch has its own
-//! connection. Only TCP keep-alive can tell an idle connection from one to an unreachable server.
+//! The client has the service stack of kube's own client, but another connector. It uses HTTP/1.1, so each watch has its own
+//! connection. Only TCP keep-alive can distinguish an idle connection from a connection to an unreachable server.
 
 use std::net::IpAddr;
 use std::time::Duration;
@@ -74,7 +74,7 @@ fn build_with_tcp_keep_alive(
     Ok(ClientBuilder::new(stack.boxed(), config.default_namespace))
 }
 
-/// Looks up the addresses of a host, as connections to the API server do. An IP address is its own.
+/// Resolves a host name as connections to the API server do. An IP address is returned unchanged.
 ///
 /// # Errors
 /// Fails if the lookup fails or finds nothing.
@@ -82,20 +82,20 @@ pub async fn lookup(host: &str) -> Result<Vec<IpAddr>, BoxError> {
     if let Ok(ip) = host.parse() {
         return Ok(vec![ip]);
     }
-    let found = resolver::names().call(host.parse()?).await?;
+    let found = resolver::new().call(host.parse()?).await?;
     Ok(found.map(|addr| addr.ip()).collect())
 }
 
-fn connector(keep_alive: TcpKeepAlive) -> HttpConnector<resolver::Names> {
-    let mut connector = HttpConnector::new_with_resolver(resolver::names());
+fn connector(keep_alive: TcpKeepAlive) -> HttpConnector<resolver::Resolver> {
+    let mut connector = HttpConnector::new_with_resolver(resolver::new());
     connector.enforce_http(false);
     connector.set_nodelay(true);
     connector.set_keepalive(Some(keep_alive.idle));
     connector.set_keepalive_interval(Some(keep_alive.interval));
     let n_probes = keep_alive.timeout.as_secs() / keep_alive.interval.as_secs().max(1);
     connector.set_keepalive_retries(u32::try_from(n_probes).ok());
-    // Keep-alive closes an idle connection whose server does not respond. This option closes one with unacknowledged data, and
-    // limits the time in both cases.
+    // Keep-alive closes an idle connection if the server does not respond. The user timeout closes a connection with
+    // unacknowledged data, and limits the time in both cases.
     #[cfg(target_os = "linux")]
     connector.set_tcp_user_timeout(Some(keep_alive.timeout));
     connector
@@ -106,9 +106,9 @@ fn connector(keep_alive: TcpKeepAlive) -> HttpConnector<resolver::Names> {
 mod resolver {
     use hyper_util::client::legacy::connect::dns::GaiResolver;
 
-    pub(super) type Names = GaiResolver;
+    pub(super) type Resolver = GaiResolver;
 
-    pub(super) fn names() -> Names {
+    pub(super) fn new() -> Resolver {
         GaiResolver::new()
     }
 }
@@ -127,13 +127,13 @@ mod resolver {
     use tower::Service;
 
     #[derive(Clone, Copy)]
-    pub(super) struct Names;
+    pub(super) struct Resolver;
 
-    pub(super) fn names() -> Names {
-        Names
+    pub(super) fn new() -> Resolver {
+        Resolver
     }
 
-    impl Service<Name> for Names {
+    impl Service<Name> for Resolver {
         type Response = vec::IntoIter<SocketAddr>;
         type Error = NetError;
         type Future = Pin<Box<dyn Future<Output = Result<Self::Response, NetError>> + Send>>;
@@ -155,7 +155,7 @@ mod resolver {
     }
 }
 
-/// An unreachable server is detected within 35 s.
+/// With these values an unreachable server is detected within 35 s.
 const TCP_KEEP_ALIVE: TcpKeepAlive = TcpKeepAlive {
     idle: Duration::from_secs(15),
     interval: Duration::from_secs(5),
@@ -179,7 +179,7 @@ mod tests {
     #[tokio::test]
     async fn names_of_the_hosts_file_are_found() {
         let name = "localhost".parse().unwrap();
-        let found: Vec<_> = resolver::names().call(name).await.unwrap().collect();
+        let found: Vec<_> = resolver::new().call(name).await.unwrap().collect();
         assert!(
             !found.is_empty() && found.iter().all(|addr| addr.ip().is_loopback()),
             "{found:?}"
@@ -194,7 +194,7 @@ mod tests {
         assert!(refused.contains("proxy.example:3128"), "{refused}");
     }
 
-    /// Runs an API server that starts a response and then sends nothing, and the client on another host.
+    /// The API server starts a response and then sends nothing. The client is on another host.
     #[test]
     fn an_idle_watch_stays_open_and_ends_when_its_server_is_unreachable() {
         if !nix::unistd::Uid::effective().is_root() {
@@ -245,9 +245,9 @@ mod tests {
                     assert!(quiet.is_err(), "a quiet watch ended: {quiet:?}");
                     server.ip("link set eth0 down\n").unwrap();
                     let cut_at = Instant::now();
-                    let cut = timeout(5 * quick.timeout, body.frame()).await.expect("it ends");
+                    let cut = timeout(5 * quick.timeout, body.frame()).await.expect("the watch ends");
                     assert!(cut.unwrap().is_err());
-                    println!("missed after {:?}", cut_at.elapsed());
+                    println!("the watch ended after {:?}", cut_at.elapsed());
                 });
             };
             client.run(watch).unwrap();

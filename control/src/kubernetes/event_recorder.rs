@@ -1,8 +1,8 @@
 //! Records Events of `events.k8s.io/v1`.
 //!
 //! Recording never blocks or fails: notes go through a bounded queue to one task, and notes that do not fit are counted
-//! and dropped. Notes about one object with the same severity, reason and action become one Event, with the message of the
-//! first and a series count, which is updated every few seconds.
+//! and dropped. Notes about one object with the same severity, reason and action become one Event. It has the message of the
+//! first note, and a series count that is updated every few seconds.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -24,7 +24,7 @@ use tulle_core::backoff::Backoff;
 use tulle_core::drain::Watch;
 use tulle_core::metrics::{Counter, Labels, Registry};
 
-/// Queues notes. Clones share the queue. The default recorder, for use without a cluster, drops all notes.
+/// Queues notes. Clones share the queue. The default recorder, for use without an API server, drops all notes.
 #[derive(Clone, Default)]
 pub struct EventRecorder {
     queue: Option<mpsc::Sender<EventNote>>,
@@ -44,7 +44,7 @@ pub struct EventPublisher {
 pub struct Reporter {
     /// The component, such as `linkerd-identity`.
     pub controller: String,
-    /// The name of its pod.
+    /// The name of the component's pod.
     pub instance: String,
 }
 
@@ -70,8 +70,8 @@ impl EventNote {
         }
     }
 
-    /// Returns whether there can be such an object. Clients can send names that are longer than those of any object.
-    fn has_possible_names(&self) -> bool {
+    /// Returns whether the names are not too long for an object. They can come from a client.
+    fn has_valid_name_lengths(&self) -> bool {
         let ObjectReference {
             api_version,
             kind,
@@ -160,12 +160,12 @@ impl EventRecorder {
     pub fn record(&self, mut note: EventNote) {
         let Some(queue) = &self.queue else { return };
         note.truncate_message();
-        if !note.has_possible_names() || queue.try_send(note).is_err() {
+        if !note.has_valid_name_lengths() || queue.try_send(note).is_err() {
             self.count_dropped();
         }
     }
 
-    /// Counts a note that the caller does not record, because there are too many.
+    /// Counts a note that the caller drops because there are too many.
     pub fn count_dropped(&self) {
         self.dropped.inc();
     }
@@ -196,7 +196,7 @@ impl EventPublisher {
             tokio::select! {
                 note = self.queue.recv() => match note {
                     Some(note) => self.handle_note(note).await,
-                    // All recorders are dropped. Waits for the drain.
+                    // All recorders were dropped, so the task only waits for the drain.
                     None => pending().await,
                 },
                 _ = ticks.tick() => self.flush_counts().await,
@@ -244,7 +244,7 @@ impl EventPublisher {
         self.series.insert(key, series);
     }
 
-    /// Removes the series without notes for the longest time, after publishing its count if that has changed.
+    /// Removes the series whose last note is the oldest. If its count has changed, publishes the count before.
     async fn remove_oldest_series(&mut self) {
         let oldest = self.series.iter_mut().min_by_key(|(_, series)| series.last_seen_at);
         let Some((key, series)) = oldest else { return };
@@ -352,7 +352,7 @@ async fn with_retries<T, F: Future<Output = Result<T, Error>>>(mut call: impl Fn
 }
 
 impl WriteError {
-    /// Whether another attempt can succeed: after all errors except 4xx responses other than 429.
+    /// Whether another attempt can succeed. It cannot after a 4xx response, except 429.
     fn is_transient(&self) -> bool {
         match self {
             Self::Api(err) => match &**err {
@@ -369,14 +369,13 @@ fn truncate_bytes(text: &str, max: usize) -> &str {
     &text[..text.floor_char_boundary(max)]
 }
 
-/// Maximum notes that wait while earlier ones are published; further ones are dropped. A note takes some hundred bytes, and at
-/// most three kilobytes.
+/// Maximum number of queued notes; further notes are dropped. A note takes some hundred bytes, and at most three kilobytes.
 const EVENT_QUEUE_CAPACITY: usize = 1024;
-/// Maximum series whose counts can still increase. A further series removes the one without notes for the longest time.
+/// Maximum number of series whose counts can still increase. A further series replaces the series whose last note is the oldest.
 const MAX_SERIES: usize = 4096;
-/// A later note creates a new Event, as with other Kubernetes components.
+/// Time after its last note for which a series is kept. A later note creates a new Event, as in other Kubernetes components.
 const SERIES_TTL: Duration = Duration::from_secs(360);
-/// Maximum age of the published count of an Event.
+/// Interval at which changed counts of Events are published.
 const FLUSH_INTERVAL: Duration = Duration::from_secs(5);
 const SHUTDOWN_FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
@@ -386,7 +385,7 @@ const PUBLISH_BACKOFF: Backoff = Backoff {
     max: Duration::from_secs(5),
     jitter: 0.2,
 };
-/// Limits of the API, in bytes: the name is a DNS name, and the note and the reporting instance are limited.
+/// Limits of the Event API: the name of an Event is a DNS name, and its note and its reporting instance are limited.
 const MAX_EVENT_NAME_BYTES: usize = 253;
 const MAX_EVENT_NOTE_BYTES: usize = 1024;
 const MAX_REPORTING_INSTANCE_BYTES: usize = 128;
@@ -493,7 +492,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn notes_of_any_size_need_little_memory() {
+    async fn the_memory_of_a_note_is_limited() {
         let (client, _requests) = api_server(|_| StatusCode::OK);
         let (recorder, mut publisher) = new_recorder(client, reporter(), &Registry::new());
         let long = "x".repeat(1 << 20);
@@ -506,7 +505,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_further_series_removes_only_the_oldest_and_loses_no_count() {
+    async fn a_further_series_replaces_the_oldest_and_no_count_is_lost() {
         let (client, mut requests) = api_server(|_| StatusCode::OK);
         let (_recorder, mut publisher) = new_recorder(client, reporter(), &Registry::new());
         let mut sent_requests = || -> Vec<_> { std::iter::from_fn(|| requests.try_recv().ok()).collect() };
@@ -604,7 +603,7 @@ mod tests {
     }
 
     #[test]
-    fn an_event_keeps_the_bounds_of_the_api() {
+    fn an_event_is_within_the_limits_of_the_api() {
         let long = format!("{}-{}", "a".repeat(235), "b".repeat(17));
         let event = reporter().build_event(note(&long, &"ä".repeat(1000)));
         let name = event.metadata.name.unwrap();
@@ -613,10 +612,11 @@ mod tests {
             "{name}"
         );
         assert_eq!(event.note.unwrap().len(), 1024);
-        let node = EventNote {
+        let cluster_scoped = EventNote {
             regarding: ObjectReference::default(),
             ..note("", "x")
         };
-        assert_eq!(reporter().build_event(node).metadata.namespace.unwrap(), "default");
+        let event = reporter().build_event(cluster_scoped);
+        assert_eq!(event.metadata.namespace.unwrap(), "default");
     }
 }

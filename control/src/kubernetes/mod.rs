@@ -18,10 +18,10 @@ use tulle_core::metrics::Registry;
 
 use crate::kubernetes::request_layer::{RequestLayer, RequestRate};
 
-/// How to connect to the API server.
+/// Settings of the client of the API server.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
-    /// A kubeconfig file, of which the current context is used. Default none: the service account of the pod.
+    /// A kubeconfig file; its current context is used. Default none: the client uses the service account of the pod.
     pub kubeconfig: Option<PathBuf>,
     pub request_rate: RequestRate,
 }
@@ -54,7 +54,7 @@ impl Default for Config {
     }
 }
 
-/// Creates a client of the API server. Sends no request.
+/// Creates a client of the API server of this cluster. Sends no request.
 ///
 /// # Errors
 /// Fails if the credentials cannot be read.
@@ -63,7 +63,7 @@ pub async fn client(config: &Config, registry: &Registry) -> Result<Client, Clie
         Some(path) => config_from_kubeconfig(path.clone()).await?,
         None => kube::Config::incluster().map_err(ClientError::ServiceAccount)?,
     };
-    client_with(access, config.request_rate, registry, None)
+    build_client(access, config.request_rate, registry, None)
 }
 
 /// Creates a client of the API server of another cluster, whose name is a label of its metrics. Sends no request.
@@ -76,10 +76,10 @@ pub(crate) fn remote_client(
     registry: &Registry,
     cluster: &str,
 ) -> Result<Client, ClientError> {
-    client_with(access, request_rate, registry, Some(cluster))
+    build_client(access, request_rate, registry, Some(cluster))
 }
 
-fn client_with(
+fn build_client(
     mut access: kube::Config,
     request_rate: RequestRate,
     registry: &Registry,

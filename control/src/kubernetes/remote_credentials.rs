@@ -11,14 +11,14 @@ use serde::Deserialize;
 use tracing::warn;
 use tulle_core::names::{annotation, label};
 
-/// How to reach the API server of another cluster.
+/// Access to the API server of another cluster.
 pub struct Access {
     pub config: kube::Config,
-    /// When the token expires, in seconds since 1970. `None` if it does not, or if it is not a JWT.
+    /// The time at which the token expires, in seconds since 1970. `None` if it does not expire, or if it is not a JWT.
     pub expires_at: Option<u64>,
 }
 
-/// What the Secret of the destination service says of a linked cluster.
+/// The content of the Secret with which the destination service reads a linked cluster.
 pub struct LinkedCluster {
     pub access: Access,
     pub trust_domain: String,
@@ -40,7 +40,7 @@ pub enum CredentialsError {
     Invalid(#[source] Box<KubeconfigError>),
     #[error("its kubeconfig is not UTF-8")]
     NotUtf8,
-    /// Without the text around the error, which can have a token.
+    /// The parse error is left out, because its text can contain a token.
     #[error("its kubeconfig is not YAML with the fields of a kubeconfig")]
     NotYaml,
     #[error(
@@ -50,11 +50,11 @@ pub enum CredentialsError {
     Unsupported(&'static str),
 }
 
-/// Reads the kubeconfig of a Secret. It has to be complete in itself: it comes from another cluster, so it must not make this process
-/// run a program, read a file or use a proxy.
+/// Reads the kubeconfig of a Secret. The kubeconfig comes from another cluster, so it must not make this process run a program,
+/// read a file or use a proxy.
 ///
 /// # Errors
-/// Fails if there is no valid kubeconfig, or if it refers to anything outside.
+/// Fails if there is no valid kubeconfig, or if it refers to a program, a file or a proxy.
 pub async fn read(secret: &Secret) -> Result<Access, CredentialsError> {
     let data = secret.data.as_ref().and_then(|data| data.get(KEY));
     let bytes = &data.ok_or(CredentialsError::NoKubeconfig)?.0;
@@ -69,25 +69,28 @@ pub async fn read(secret: &Secret) -> Result<Access, CredentialsError> {
     let kubeconfig = Kubeconfig::from_yaml(text).map_err(invalid)?;
     check_fields(&kubeconfig)?;
     let tokens: RawKubeconfig = serde_yaml_ng::from_str(text).unwrap_or_default();
-    let expires_at = tokens.users.iter().find_map(|user| expiry(user.user.token.as_deref()?));
+    let expires_at = tokens
+        .users
+        .iter()
+        .find_map(|user| jwt_expiry(user.user.token.as_deref()?));
     let mut config = kube::Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default())
         .await
         .map_err(invalid)?;
-    // Of the environment of this process.
+    // kube sets a proxy by the environment of this process. Proxies are not supported.
     config.proxy_url = None;
     config.connect_timeout = Some(CONNECT_TIMEOUT);
-    // The watches retry, and report what fails meanwhile.
+    // The watches retry themselves, because they report each failure.
     config.default_retry = false;
     if config.accept_invalid_certs {
-        warn!(server = %config.cluster_url, "the kubeconfig says not to verify the certificate of this API server");
+        warn!(server = %config.cluster_url, "the kubeconfig disables the verification of the API server's certificate");
     }
     Ok(Access { config, expires_at })
 }
 
-/// Reads the Secret in which the destination service finds its access to a cluster.
+/// Reads the Secret with which the destination service reads a linked cluster.
 ///
 /// # Errors
-/// Fails if the label is not that of the cluster, if an annotation is missing, or as [`read`].
+/// Fails if the label names another cluster, if an annotation is missing, or if [`read`] fails.
 pub async fn read_linked_cluster(secret: &Secret, cluster: &str) -> Result<LinkedCluster, CredentialsError> {
     let labelled = secret.labels().get(label::CREDENTIALS_OF_CLUSTER);
     if labelled.is_none_or(|name| name != cluster) {
@@ -106,12 +109,12 @@ pub async fn read_linked_cluster(secret: &Secret, cluster: &str) -> Result<Linke
     })
 }
 
-/// The name of the Secrets with access to a cluster, as `link-gen` creates them.
+/// The name of the Secrets that `link-gen` creates for the access to a cluster.
 pub fn secret_name(cluster: &str) -> String {
     format!("cluster-credentials-{cluster}")
 }
 
-/// The tokens of a kubeconfig, which kube's type does not give out.
+/// The tokens of a kubeconfig. kube's type does not expose them.
 #[derive(Default, Deserialize)]
 #[serde(default)]
 struct RawKubeconfig {
@@ -136,20 +139,20 @@ fn check_fields(kubeconfig: &Kubeconfig) -> Result<(), CredentialsError> {
         .iter()
         .filter_map(|cluster| cluster.cluster.as_ref())
     {
-        refuse("certificate-authority", cluster.certificate_authority.is_some())?;
-        refuse("proxy-url", cluster.proxy_url.is_some())?;
+        reject_if_set("certificate-authority", cluster.certificate_authority.is_some())?;
+        reject_if_set("proxy-url", cluster.proxy_url.is_some())?;
     }
     for user in kubeconfig.auth_infos.iter().filter_map(|user| user.auth_info.as_ref()) {
-        refuse("exec", user.exec.is_some())?;
-        refuse("auth-provider", user.auth_provider.is_some())?;
-        refuse("tokenFile", user.token_file.is_some())?;
-        refuse("client-certificate", user.client_certificate.is_some())?;
-        refuse("client-key", user.client_key.is_some())?;
+        reject_if_set("exec", user.exec.is_some())?;
+        reject_if_set("auth-provider", user.auth_provider.is_some())?;
+        reject_if_set("tokenFile", user.token_file.is_some())?;
+        reject_if_set("client-certificate", user.client_certificate.is_some())?;
+        reject_if_set("client-key", user.client_key.is_some())?;
     }
     Ok(())
 }
 
-fn refuse(field: &'static str, is_set: bool) -> Result<(), CredentialsError> {
+fn reject_if_set(field: &'static str, is_set: bool) -> Result<(), CredentialsError> {
     match is_set {
         true => Err(CredentialsError::Unsupported(field)),
         false => Ok(()),
@@ -157,7 +160,7 @@ fn refuse(field: &'static str, is_set: bool) -> Result<(), CredentialsError> {
 }
 
 /// The expiry of a JWT, in seconds since 1970. The signature is not verified: only the other cluster can do that.
-fn expiry(token: &str) -> Option<u64> {
+fn jwt_expiry(token: &str) -> Option<u64> {
     #[derive(Deserialize)]
     struct Claims {
         exp: u64,
@@ -167,7 +170,7 @@ fn expiry(token: &str) -> Option<u64> {
     serde_json::from_slice(&bytes).ok().map(|claims: Claims| claims.exp)
 }
 
-/// A token that expires within this time is reported.
+/// Time before the expiry of a token from which it is reported.
 pub(crate) const EXPIRY_WARNING: Duration = Duration::from_secs(7 * 86_400);
 const KEY: &str = "kubeconfig";
 const MAX_KUBECONFIG_BYTES: usize = 1 << 20;
@@ -201,7 +204,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_token_has_its_expiry() {
+    async fn the_expiry_of_a_token_is_read() {
         let payload = URL_SAFE_NO_PAD.encode(r#"{"exp":1800000000}"#);
         for (token, expires_at) in [
             (format!("h.{payload}.s"), Some(1_800_000_000)),

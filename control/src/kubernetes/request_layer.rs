@@ -36,7 +36,7 @@ pub(super) struct RequestService<S> {
 }
 
 impl RequestLayer {
-    /// `cluster` is the name of another cluster, for the metrics.
+    /// `cluster` is the name of another cluster, for metric labels; `None` for the cluster of this control plane.
     pub(super) fn new(server: &Uri, rate: RequestRate, registry: &Registry, cluster: Option<&str>) -> Self {
         Self {
             server: server_with_port(server).into(),
@@ -75,16 +75,16 @@ where
 
     fn call(&mut self, req: Request<Q>) -> Self::Future {
         self.bucket.take_token();
-        // As client-go with -v=6: requests are logged at the level info, but only if the log level is debug.
+        // As in client-go with -v=6, requests are logged at the level info, but only if the log level is debug.
         let log_line = tracing::enabled!(Level::DEBUG).then(|| {
             // kube writes a question mark even if no parameters follow.
             let uri = req.uri().to_string().replace("?&", "?");
             format!("{} {}{}", req.method(), self.server, uri.trim_end_matches('?'))
         });
         let method = req.method().clone();
-        let client = self.metrics.client(req.uri().path()).clone();
+        let client = self.metrics.client_metrics(req.uri().path()).clone();
         let sent_at = Instant::now();
-        let in_flight = InFlight::new(&client.in_flight);
+        let in_flight = InFlightGuard::new(&client.in_flight);
         let rsp = self.inner.call(req);
         Box::pin(async move {
             let rsp = rsp.await;
@@ -132,7 +132,7 @@ impl TokenBucket {
             if self.tokens >= 1.0 {
                 return Poll::Ready(());
             }
-            let wait = Duration::from_secs_f64((1.0 - self.tokens) / self.rate.qps).max(MIN_WAIT);
+            let wait = Duration::from_secs_f64((1.0 - self.tokens) / self.rate.qps).max(MIN_TOKEN_WAIT);
             self.refill_timer = Some(Box::pin(sleep_until(now + wait)));
         }
     }
@@ -143,16 +143,16 @@ impl TokenBucket {
 }
 
 /// Counts a request in flight until it is dropped.
-struct InFlight(Arc<Gauge>);
+struct InFlightGuard(Arc<Gauge>);
 
-impl InFlight {
+impl InFlightGuard {
     fn new(gauge: &Arc<Gauge>) -> Self {
         gauge.add(1);
         Self(gauge.clone())
     }
 }
 
-impl Drop for InFlight {
+impl Drop for InFlightGuard {
     fn drop(&mut self) {
         self.0.add(-1);
     }
@@ -205,7 +205,8 @@ impl Metrics {
         }
     }
 
-    fn client(&self, path: &str) -> &ClientMetrics {
+    /// The metrics for the API group in the path of a request.
+    fn client_metrics(&self, path: &str) -> &ClientMetrics {
         let group = path.strip_prefix("/apis/").and_then(|rest| rest.split('/').next());
         match group.is_some_and(|group| group.ends_with("linkerd.io")) {
             true => &self.linkerd_api,
@@ -265,8 +266,8 @@ impl ClientMetrics {
     }
 }
 
-/// The resolution of timers. It avoids a busy loop that rounding errors would cause.
-const MIN_WAIT: Duration = Duration::from_millis(1);
+/// Minimum time between two checks for a token: the resolution of timers. Without it rounding errors could cause a busy loop.
+const MIN_TOKEN_WAIT: Duration = Duration::from_millis(1);
 
 /// The buckets of client-go's Prometheus wrapper.
 const LATENCY_BUCKETS: &[f64] = &[0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0];

@@ -1,4 +1,4 @@
-//! Watches that keep their objects in memory, and tell why they fail.
+//! Watches that keep their objects in memory, and report why they fail.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -25,7 +25,7 @@ use tulle_core::backoff::Backoff;
 use tulle_core::error_chain::ErrorChain;
 use tulle_core::metrics::Gauge;
 
-/// The watches of one API server. Dropping them ends them.
+/// The watches of one API server. They end when this is dropped.
 pub(crate) struct Watches {
     tasks: JoinSet<()>,
     /// The name of the cluster, for logs.
@@ -33,12 +33,12 @@ pub(crate) struct Watches {
     shared: Arc<Shared>,
 }
 
-/// Which objects are watched.
-pub(crate) struct Watched<K: Resource> {
+/// The parameters of one watch.
+pub(crate) struct WatchParams<K: Resource> {
     pub(crate) api: Api<K>,
     pub(crate) kind: K::DynamicType,
     pub(crate) config: watcher::Config,
-    /// Removes what is not kept of an object.
+    /// Removes the fields of an object that are not needed, to save memory.
     pub(crate) prune: fn(&mut K),
 }
 
@@ -65,18 +65,18 @@ impl Watches {
         }
     }
 
-    /// Watches objects, and keeps them. `size` is their number.
-    pub(crate) fn watch<K>(&mut self, watched: Watched<K>, size: Arc<Gauge>) -> Store<K>
+    /// Watches objects, and keeps them in the returned store. Sets `size` to their number.
+    pub(crate) fn watch<K>(&mut self, params: WatchParams<K>, size: Arc<Gauge>) -> Store<K>
     where
         K: Resource + Clone + Debug + DeserializeOwned + Send + Sync + 'static,
         K::DynamicType: Clone + Debug + Eq + Hash + Send + Sync + Unpin + 'static,
     {
-        let Watched {
+        let WatchParams {
             api,
             kind,
             config,
             prune,
-        } = watched;
+        } = params;
         let kind_name = K::plural(&kind).into_owned();
         let mut writer = Writer::new(kind);
         let store = writer.as_reader();
@@ -88,7 +88,8 @@ impl Watches {
                     object.managed_fields_mut().clear();
                     prune(object);
                 });
-                // An API server that was restored from a backup does not report what it lost.
+                // Lists all objects again now and then: an API server that was restored from a backup does not report the
+                // deletion of the objects that it has lost.
                 let mut changes = pin!(changes.take_until(sleep(RELIST_INTERVAL)));
                 let mut failed = false;
                 while let Some(change) = changes.next().await {
@@ -96,7 +97,7 @@ impl Watches {
                         Ok(event) => {
                             writer.apply_watcher_event(&event);
                             match event {
-                                // A list is not complete.
+                                // The list is not complete yet.
                                 watcher::Event::Init | watcher::Event::InitApply(_) => continue,
                                 watcher::Event::InitDone => {
                                     retries.reset();
@@ -118,7 +119,7 @@ impl Watches {
                     }
                 }
                 if failed {
-                    // Then all objects are listed again, which shows that they can be read.
+                    // The next watch lists all objects again, which shows whether they can be read.
                     sleep(retries.next_delay()).await;
                 }
             }
@@ -130,7 +131,7 @@ impl Watches {
         self.shared.changes.subscribe()
     }
 
-    /// Why a watch has failed, if it has failed for some time. Its last known objects stay.
+    /// The cause of the failure of a watch, if it has failed for at least `MIN_FAILURE_TIME`. The last known objects stay.
     pub(crate) fn failure(&self) -> Option<String> {
         let failures = self.shared.failures.lock();
         let mut lasting = failures
@@ -139,8 +140,8 @@ impl Watches {
         lasting.next().map(|failure| failure.cause.clone())
     }
 
-    /// When the first of the failures that have not lasted long enough will be reported.
-    pub(crate) fn next_failure_at(&self) -> Option<Instant> {
+    /// The next time at which [`failure`](Self::failure) will report a failure that is too short now.
+    pub(crate) fn next_failure_report_at(&self) -> Option<Instant> {
         let failures = self.shared.failures.lock();
         let times = failures.values().map(Failure::reported_at);
         times.filter(|at| *at > Instant::now()).min()
@@ -169,7 +170,7 @@ impl Failure {
     }
 }
 
-impl<K: Resource<DynamicType = ()>> Watched<K> {
+impl<K: Resource<DynamicType = ()>> WatchParams<K> {
     pub(crate) fn new(api: Api<K>, config: watcher::Config, prune: fn(&mut K)) -> Self {
         Self {
             api,
@@ -188,18 +189,18 @@ pub(crate) struct SecretWatch {
     key: ObjectRef<Secret>,
 }
 
-/// What is known of a Secret.
+/// The known state of a Secret.
 #[derive(Clone, Debug)]
 pub(crate) enum SecretState {
     Unknown,
-    /// It could not be read for some time, for this reason.
+    /// The Secret could not be read for some time, for this reason.
     Unreadable(String),
     Absent,
     Present(Arc<Secret>),
 }
 
 impl SecretState {
-    /// Whether both have the same content. Labels and annotations of other tools do not count.
+    /// Whether both states have the same content. Labels and annotations of other tools are not compared.
     fn is_same(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Unknown, Self::Unknown) | (Self::Absent, Self::Absent) => true,
@@ -225,7 +226,7 @@ impl SecretWatch {
         let mut watches = Watches::new("local");
         let changes = watches.changes();
         let store = watches.watch(
-            Watched::new(Api::namespaced(client, namespace), config, |_| {}),
+            WatchParams::new(Api::namespaced(client, namespace), config, |_| {}),
             Arc::default(),
         );
         Self {
@@ -237,7 +238,7 @@ impl SecretWatch {
     }
 
     pub(crate) fn state(&mut self) -> SecretState {
-        // First, so that no change after this is missed.
+        // Changes are marked as seen before the store is read, so that no later change is missed.
         self.changes.borrow_and_update();
         match self.store.get(&self.key) {
             Some(secret) => SecretState::Present(secret),
@@ -249,13 +250,13 @@ impl SecretWatch {
         }
     }
 
-    /// Waits until the state is another than `seen`.
+    /// Waits until the state differs from `seen`.
     pub(crate) async fn changed_from(&mut self, seen: &SecretState) {
         while self.state().is_same(seen) {
-            let failure = self.watches.next_failure_at();
+            let failure = self.watches.next_failure_report_at();
             tokio::select! {
                 changed = self.changes.changed() => if changed.is_err() {
-                    // The sender lives as long as the watches.
+                    // Does not happen, because the watches keep the sender.
                     std::future::pending::<()>().await;
                 },
                 () = sleep_until(failure.unwrap_or_else(Instant::now)), if failure.is_some() => {}
@@ -276,7 +277,7 @@ where
         .is_some_and(|ready| ready.is_ok())
 }
 
-/// The labels and annotations of a Secret that belong to its link.
+/// Prefix of the labels and annotations of a Secret that belong to its Link.
 const LINK_METADATA_PREFIX: &str = "multicluster.linkerd.io/";
 const RETRY_BACKOFF: Backoff = Backoff {
     min: Duration::from_millis(500),
@@ -284,5 +285,5 @@ const RETRY_BACKOFF: Backoff = Backoff {
     jitter: 0.5,
 };
 const RELIST_INTERVAL: Duration = Duration::from_secs(600);
-/// Shorter failures are not reported: a watch that ends is started again.
+/// Minimum time for which a watch must fail before the failure is reported. A watch often ends, and is started again.
 const MIN_FAILURE_TIME: Duration = Duration::from_secs(5);

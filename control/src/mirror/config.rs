@@ -7,30 +7,31 @@ use crate::resources::labels::Selector;
 
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// The namespace of Links, credentials, leases and probe Services.
+    /// Namespace of Links, credentials, leases and probe Services.
     pub namespace: String,
     pub scope: Scope,
-    /// The Service through which the gateway is probed. Default none: it is not probed.
+    /// The Service through which the gateway is probed. Default none: the gateway is not probed.
     pub probe_service: Option<String>,
-    /// Whether namespaces that only the other cluster has are created. Default false.
+    /// Whether the namespace of a mirror is created if this cluster does not have it. Default false.
     pub may_create_namespaces: bool,
-    /// Whether pods of headless Services that have host names get mirrors of their own. Default false.
+    /// Whether each pod of a headless Service that has a host name gets its own mirror. Default false.
     pub mirrors_pods: bool,
-    /// Time between two lookups of the gateway's names, and between comparisons without a change. Default one minute.
+    /// Interval at which the gateway's names are resolved, and all mirrors are compared even without a change. Default one minute.
     pub refresh_period: Duration,
-    /// The name of this process in the lease: that of its pod.
+    /// Name of this process in the lease. It is the name of the pod.
     pub lease_holder: String,
 }
 
-/// Whose Services are mirrored.
+/// The Services that are mirrored.
 #[derive(Clone, Debug)]
 pub enum Scope {
-    /// Those of the cluster of this Link.
+    /// The Services of the cluster of the Link with this name.
     Link(String),
-    /// Those of this cluster, as members of federated Services.
+    /// The Services of this cluster, as members of federated Services.
     ThisCluster(LocalMembers),
 }
 
+/// Settings for the Services of this cluster that join federated Services.
 #[derive(Clone, Debug)]
 pub struct LocalMembers {
     pub(super) selector: Selector,
@@ -39,7 +40,7 @@ pub struct LocalMembers {
 }
 
 impl LocalMembers {
-    /// Exclusions are comma-separated lists.
+    /// The exclusions are comma-separated lists of names and prefixes.
     pub fn new(selector: Selector, excluded_labels: &str, excluded_annotations: &str) -> Self {
         Self {
             selector,

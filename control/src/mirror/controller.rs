@@ -31,11 +31,11 @@ use super::plan::objects::{PROBE_PORT_NAME, object_name};
 use super::plan::plan;
 use super::rejection_events::RejectionEvents;
 use super::status::{self, LinkStatus};
-use super::writer::{WriteMemory, Writer};
+use super::writer::{WriteHistory, Writer};
 use crate::kubernetes::event_recorder::{self, EventRecorder, Reporter};
 use crate::kubernetes::lease::{Leadership, Role};
 use crate::kubernetes::request_layer::RequestRate;
-use crate::kubernetes::watches::{SecretState, SecretWatch, Watched, Watches, is_listed};
+use crate::kubernetes::watches::{SecretState, SecretWatch, WatchParams, Watches, is_listed};
 use crate::kubernetes::{self, remote_credentials};
 use crate::resources::meta::NamespacedName;
 use crate::resources::status::timestamp;
@@ -56,18 +56,18 @@ struct Metrics {
     repairs: Family<Counter>,
 }
 
-/// What is watched in this cluster.
-struct Local {
+/// The watched objects of this cluster.
+struct LocalObjects {
     watches: Watches,
     services: Store<Service>,
-    /// Those that the mirror controllers wrote. `None` without a Link: federated Services have no Endpoints.
+    /// The Endpoints that the mirror controllers wrote. `None` without a Link, because federated Services have no Endpoints.
     endpoints: Option<Store<Endpoints>>,
     namespaces: Store<PartialObjectMeta<Namespace>>,
     links: Store<DynamicObject>,
 }
 
-/// What is watched in the linked cluster.
-struct Remote {
+/// The watched objects of the linked cluster.
+struct RemoteObjects {
     watches: Watches,
     services: Store<Service>,
     endpoints: Store<Endpoints>,
@@ -76,15 +76,15 @@ struct Remote {
 
 /// State that is kept from one plan to the next.
 #[derive(Default)]
-struct Memory {
-    writes: WriteMemory,
+struct PlanState {
+    writes: WriteHistory,
     rejections: RejectionEvents,
-    /// Since when the members of federated Services have had no Link.
+    /// The clusters of members of federated Services that have no Link, each with the time since which it has had none.
     unlinked_since: HashMap<String, Instant>,
-    /// When the status can be written again.
+    /// The time from which the status can be written again.
     next_status_at: Option<Instant>,
-    /// Why the other cluster cannot be read, as reported last.
-    reported: Option<String>,
+    /// The last reported cause why a cluster cannot be read.
+    reported_cause: Option<String>,
 }
 
 /// The outcome of a write of the status of a Link.
@@ -95,7 +95,7 @@ enum StatusWrite {
     Failed,
 }
 
-/// Sets a gauge to 0 when it is dropped, because then nothing is known any more.
+/// Sets a gauge to 0 when it is dropped, because its value is then unknown.
 struct ZeroOnDrop(Arc<Gauge>);
 
 impl Drop for ZeroOnDrop {
@@ -126,7 +126,7 @@ impl Controller {
             match role {
                 Role::Leader => {
                     role = tokio::select! {
-                        // First: a process that was paused must not write before it knows that its term is over.
+                        // The role is polled first, so that a process that was paused does not write after it has lost the lease.
                         biased;
                         role = leadership.changed() => role,
                         never = self.lead() => match never {},
@@ -137,6 +137,7 @@ impl Controller {
         }
     }
 
+    /// Mirrors until the returned future is dropped.
     async fn lead(&self) -> Infallible {
         let local = self.watch_local();
         let name = match &self.config.scope {
@@ -144,7 +145,7 @@ impl Controller {
             Scope::ThisCluster(_) => match self.mirror_this_cluster(&local).await {},
         };
         let mut gateway = GatewayChannels::default();
-        let (mut probed, mut has_reported_absence) = (None, false);
+        let (mut gateway_settings, mut has_reported_absence) = (None, false);
         loop {
             let mut changes = local.watches.changes();
             let current = local.link(name);
@@ -153,11 +154,11 @@ impl Controller {
                     for warning in &link.warnings {
                         warn!(link = name, "{warning}");
                     }
-                    // What is known of the gateway stays if the Link changes otherwise.
-                    let probes = Some((link.gateway.clone(), link.probe.clone()));
-                    if probed != probes {
+                    // The state of the gateway stays if only other fields of the Link change.
+                    let settings = Some((link.gateway.clone(), link.probe.clone()));
+                    if gateway_settings != settings {
                         gateway = GatewayChannels::default();
-                        probed = probes;
+                        gateway_settings = settings;
                     }
                     tokio::select! {
                         () = local.wait_until_changed(name, &current) => info!(link = name, "the Link has changed"),
@@ -177,7 +178,7 @@ impl Controller {
                         );
                     }
                     has_reported_absence = is_listed(&local.links);
-                    changed(&mut changes).await;
+                    wait_for_change(&mut changes).await;
                     continue;
                 }
             }
@@ -185,22 +186,22 @@ impl Controller {
         }
     }
 
-    fn watch_local(&self) -> Local {
+    fn watch_local(&self) -> LocalObjects {
         let client = &self.client;
         let size = |kind: &str| self.cache_size(kind, "local");
         let all = watcher::Config::default();
-        let services = Watched::new(Api::all(client.clone()), all.clone(), prune_service);
+        let services = WatchParams::new(Api::all(client.clone()), all.clone(), prune_service);
         let written = all.clone().labels(label::MIRRORED_CLUSTER);
-        let endpoints = Watched::new(Api::all(client.clone()), written, |_| {});
-        let namespaces = Watched::new(Api::all(client.clone()), all.clone(), |_| {});
-        let links = Watched {
+        let endpoints = WatchParams::new(Api::all(client.clone()), written, |_| {});
+        let namespaces = WatchParams::new(Api::all(client.clone()), all.clone(), |_| {});
+        let links = WatchParams {
             api: Api::namespaced_with(client.clone(), &self.config.namespace, &Link::resource()),
             kind: Link::resource(),
             config: all,
             prune: |_| {},
         };
         let mut watches = Watches::new("local");
-        Local {
+        LocalObjects {
             services: watches.watch(services, size("service")),
             endpoints: match self.config.scope {
                 Scope::Link(_) => Some(watches.watch(endpoints, size("endpoints"))),
@@ -212,15 +213,17 @@ impl Controller {
         }
     }
 
-    /// Mirrors with the credentials of the Link's Secret, anew whenever the Secret changes.
-    async fn follow_link(&self, local: &Local, link: &Link, gateway: &GatewayChannels) -> Infallible {
+    /// Mirrors with the credentials in the Link's Secret. Starts again after each change of the Secret.
+    async fn follow_link(&self, local: &LocalObjects, link: &Link, gateway: &GatewayChannels) -> Infallible {
         let (namespace, name) = (&self.config.namespace, &link.credentials_secret);
         let mut watch = SecretWatch::new(self.client.clone(), namespace, name);
         loop {
             let state = watch.state();
             let serve = async {
                 let cause = match &state {
-                    SecretState::Present(secret) => match self.mirror_with(local, link, secret, gateway).await {},
+                    SecretState::Present(secret) => {
+                        match self.mirror_with_credentials(local, link, secret, gateway).await {}
+                    }
                     SecretState::Absent => format!("there is no Secret {namespace}/{name}"),
                     SecretState::Unreadable(cause) => cause.clone(),
                     SecretState::Unknown => return std::future::pending().await,
@@ -235,7 +238,13 @@ impl Controller {
         }
     }
 
-    async fn mirror_with(&self, local: &Local, link: &Link, secret: &Secret, gateway: &GatewayChannels) -> Infallible {
+    async fn mirror_with_credentials(
+        &self,
+        local: &LocalObjects,
+        link: &Link,
+        secret: &Secret,
+        gateway: &GatewayChannels,
+    ) -> Infallible {
         let secret_name = secret.name_any();
         let cause = match remote_credentials::read(secret).await {
             Ok(access) => {
@@ -259,7 +268,7 @@ impl Controller {
         std::future::pending().await
     }
 
-    /// Says when the token expires, and warns a week before.
+    /// Exports the time until the token expires, and logs a warning a week before.
     async fn report_expiry(&self, link: &Link, secret: &str, expires_at: Option<u64>) -> Infallible {
         let Some(expires_at) = expires_at else {
             return std::future::pending().await;
@@ -274,14 +283,20 @@ impl Controller {
                 let (link, hours) = (&link.name, left / 3600);
                 warn!(
                     link,
-                    secret, hours, "the token for the other cluster expires soon; create the Secret anew"
+                    secret, hours, "the token for the other cluster expires soon; create the Secret again"
                 );
             }
             sleep(EXPIRY_INTERVAL).await;
         }
     }
 
-    async fn mirror_link(&self, local: &Local, link: &Link, client: &Client, gateway: &GatewayChannels) -> Infallible {
+    async fn mirror_link(
+        &self,
+        local: &LocalObjects,
+        link: &Link,
+        client: &Client,
+        gateway: &GatewayChannels,
+    ) -> Infallible {
         let reporter = Reporter {
             controller: "linkerd-service-mirror".to_owned(),
             instance: self.config.lease_holder.clone(),
@@ -311,13 +326,13 @@ impl Controller {
         }
     }
 
-    fn watch_remote(&self, link: &Link, client: &Client, events: EventRecorder) -> Remote {
+    fn watch_remote(&self, link: &Link, client: &Client, events: EventRecorder) -> RemoteObjects {
         let size = |kind: &str| self.cache_size(kind, &link.cluster);
         let all = watcher::Config::default();
-        let services = Watched::new(Api::all(client.clone()), all.clone(), prune_service);
-        let endpoints = Watched::new(Api::all(client.clone()), all, prune_endpoints);
+        let services = WatchParams::new(Api::all(client.clone()), all.clone(), prune_service);
+        let endpoints = WatchParams::new(Api::all(client.clone()), all, prune_endpoints);
         let mut watches = Watches::new(&link.cluster);
-        Remote {
+        RemoteObjects {
             services: watches.watch(services, size("service")),
             endpoints: watches.watch(endpoints, size("endpoints")),
             watches,
@@ -325,34 +340,37 @@ impl Controller {
         }
     }
 
-    /// Compares the mirrors with the exported Services after each change, and after each period.
-    async fn plan_link(&self, local: &Local, link: &Link, remote: &Remote, gateway: &GatewayChannels) -> Infallible {
+    /// Compares the mirrors with the exported Services after each change, and at least once per refresh period.
+    async fn plan_link(
+        &self,
+        local: &LocalObjects,
+        link: &Link,
+        remote: &RemoteObjects,
+        gateway: &GatewayChannels,
+    ) -> Infallible {
         let labels = cluster_label(&link.cluster);
         let synced = ZeroOnDrop(self.metrics.synced.get(&labels));
         let repairs = self.metrics.repairs.get(&labels);
         let probe_service = self.config.probe_service.as_ref();
         let probe_service = probe_service.map(|name| NamespacedName::new(&*self.config.namespace, &**name));
-        let mut memory = Memory::default();
+        let mut state = PlanState::default();
         let (mut addresses, mut alive) = (gateway.addresses.subscribe(), gateway.is_alive.subscribe());
         let (mut local_changes, mut remote_changes) = (local.watches.changes(), remote.watches.changes());
         loop {
             let failure = remote.watches.failure().or_else(|| local.watches.failure());
-            let failure = failure.or_else(|| local.older_link_of_the_cluster(link));
-            // While a watch fails, a part of what is known can be outdated.
+            let failure = failure.or_else(|| local.older_link_conflict(link));
+            // While a watch fails, some of the known objects can be outdated.
             let is_readable = remote.is_listed() && local.is_listed() && failure.is_none();
             synced.0.set(is_readable.into());
             let mut retry_at = Instant::now() + self.config.refresh_period;
-            let failures = [remote.watches.next_failure_at(), local.watches.next_failure_at()];
+            let failures = [&remote.watches, &local.watches].map(Watches::next_failure_report_at);
             retry_at = failures.into_iter().flatten().fold(retry_at, Instant::min);
             if is_readable {
                 let local_cluster = local.cluster();
                 if let Some(name) = &probe_service {
-                    gateway.probe_target.send_replace(
-                        local_cluster
-                            .services
-                            .get(name)
-                            .and_then(|service| probe_target(service)),
-                    );
+                    let service = local_cluster.services.get(name);
+                    let target = service.and_then(|service| probe_target(service));
+                    gateway.probe_target.send_replace(target);
                 }
                 let exporting = remote.cluster();
                 let known_addresses = addresses.borrow().clone();
@@ -372,32 +390,32 @@ impl Controller {
                     local: &local_cluster,
                     may_create_namespaces: self.config.may_create_namespaces,
                     mirrors_pods: self.config.mirrors_pods,
-                    rewritten_by: &memory.writes.rewritten_by,
+                    rewritten_by: &state.writes.rewritten_by,
                 };
                 let planned = plan(&inputs);
                 repairs.inc();
-                memory.rejections.record(&remote.events, &planned, &exporting);
+                state.rejections.record(&remote.events, &planned, &exporting);
                 retry_at = retry_at.min(
                     self.writer
-                        .execute(&link.cluster, &planned, &mut memory.writes)
+                        .execute(&link.cluster, &planned, &mut state.writes)
                         .await
                         .unwrap_or(retry_at),
                 );
-                let status = outcome(planned, &memory);
-                let next = self.write_status(local, link, &status, &mut memory).await;
+                let status = link_status(planned, &state);
+                let next = self.write_status(local, link, &status, &mut state).await;
                 retry_at = retry_at.min(next.unwrap_or(retry_at));
             }
-            if failure.is_some() && failure != memory.reported {
+            if failure.is_some() && failure != state.reported_cause {
                 let cause = failure.as_deref().unwrap_or_default();
                 let cause = format!("the mirrors stay as they are: {cause}");
                 self.report_unreadable(local, &link.name, &cause).await;
             }
-            memory.reported = failure;
+            state.reported_cause = failure;
             tokio::select! {
-                () = changed(&mut local_changes) => {}
-                () = changed(&mut remote_changes) => {}
-                () = changed(&mut addresses) => {}
-                () = changed(&mut alive) => {}
+                () = wait_for_change(&mut local_changes) => {}
+                () = wait_for_change(&mut remote_changes) => {}
+                () = wait_for_change(&mut addresses) => {}
+                () = wait_for_change(&mut alive) => {}
                 () = sleep_until(retry_at) => {}
             }
             // Changes that follow each other closely are planned together.
@@ -405,13 +423,13 @@ impl Controller {
         }
     }
 
-    /// Keeps the members of this cluster in federated Services, and removes those of clusters without a Link.
-    async fn mirror_this_cluster(&self, local: &Local) -> Infallible {
+    /// Adds the Services of this cluster to federated Services, and removes the members of clusters without a Link.
+    async fn mirror_this_cluster(&self, local: &LocalObjects) -> Infallible {
         let Scope::ThisCluster(members) = &self.config.scope else {
             return std::future::pending().await;
         };
         let selector = ExportSelector::new(members.selector.clone());
-        let mut memory = Memory::default();
+        let mut state = PlanState::default();
         let mut changes = local.watches.changes();
         loop {
             let mut retry_at = Instant::now() + self.config.refresh_period;
@@ -421,8 +439,8 @@ impl Controller {
                     services: local_cluster.services.clone(),
                     endpoints: HashMap::new(),
                 };
-                let unlinked = memory.unlinked_clusters(&local_cluster);
-                let ends = memory.unlinked_since.values().map(|since| *since + UNLINK_DELAY);
+                let unlinked = state.unlinked_clusters(&local_cluster);
+                let ends = state.unlinked_since.values().map(|since| *since + UNLINK_DELAY);
                 retry_at = ends.filter(|end| *end > Instant::now()).fold(retry_at, Instant::min);
                 let inputs = Inputs {
                     member: Member::ThisCluster { unlinked: &unlinked },
@@ -433,7 +451,7 @@ impl Controller {
                     local: &local_cluster,
                     may_create_namespaces: false,
                     mirrors_pods: false,
-                    rewritten_by: &memory.writes.rewritten_by,
+                    rewritten_by: &state.writes.rewritten_by,
                 };
                 let planned = plan(&inputs);
                 for status in &planned.federated {
@@ -443,44 +461,44 @@ impl Controller {
                 }
                 retry_at = retry_at.min(
                     self.writer
-                        .execute("local", &planned, &mut memory.writes)
+                        .execute("local", &planned, &mut state.writes)
                         .await
                         .unwrap_or(retry_at),
                 );
             }
             tokio::select! {
-                () = changed(&mut changes) => {}
+                () = wait_for_change(&mut changes) => {}
                 () = sleep_until(retry_at) => {}
             }
             sleep(PLAN_DELAY).await;
         }
     }
 
-    /// Writes the status of the Link, at most once per second. Returns when it has to be tried again.
+    /// Writes the status of the Link, at most once per second. Returns the time at which the next write is due.
     async fn write_status(
         &self,
-        local: &Local,
+        local: &LocalObjects,
         link: &Link,
         status: &LinkStatus,
-        memory: &mut Memory,
+        state: &mut PlanState,
     ) -> Option<Instant> {
         let object = local.link_object(&link.name)?;
         let patch = status::patch(&object, status, &timestamp())?;
         let now = Instant::now();
-        if let Some(next) = memory.next_status_at.filter(|next| now < *next) {
+        if let Some(next) = state.next_status_at.filter(|next| now < *next) {
             return Some(next);
         }
         let delay = match self.send_status(&link.name, &patch).await {
             StatusWrite::Done | StatusWrite::Conflict => STATUS_INTERVAL,
             StatusWrite::Failed => STATUS_RETRY_DELAY,
         };
-        memory.next_status_at = Some(now + delay);
-        // If the watch has reported the write by then, nothing is left to do.
+        state.next_status_at = Some(now + delay);
+        // If the watch has reported the write by this time, the next call finds no difference.
         Some(now + delay)
     }
 
-    /// Says in the status, the log and a metric why the exported Services cannot be read.
-    async fn report_unreadable(&self, local: &Local, link: &str, cause: &(dyn std::fmt::Display + Sync)) {
+    /// Reports in the status of the Link, the log and a metric why the exported Services cannot be read.
+    async fn report_unreadable(&self, local: &LocalObjects, link: &str, cause: &(dyn std::fmt::Display + Sync)) {
         let cause = cause.to_string();
         warn!(link, "{cause}");
         let cluster = local
@@ -547,7 +565,7 @@ impl Metrics {
     }
 }
 
-impl Local {
+impl LocalObjects {
     fn is_listed(&self) -> bool {
         is_listed(&self.services)
             && self.endpoints.as_ref().is_none_or(is_listed)
@@ -564,19 +582,20 @@ impl Local {
         self.link_object(name).map(|object| Link::parse(&object))
     }
 
-    /// Why this Link is not mirrored, if an older one names the same cluster: both would write the same mirrors.
-    fn older_link_of_the_cluster(&self, link: &Link) -> Option<String> {
+    /// If an older Link names the same cluster, returns this as the cause why the Link is not mirrored. Otherwise both Links would
+    /// write the same mirrors.
+    fn older_link_conflict(&self, link: &Link) -> Option<String> {
         let links = self.links.state();
-        let ages = links.iter().filter_map(|link| age(link));
+        let ages = links.iter().filter_map(|link| link_age(link));
         let oldest = ages.filter(|other| other.cluster == link.cluster).min()?;
         (oldest.name != link.name).then(|| format!("the older Link {} names the same cluster", oldest.name))
     }
 
-    /// Waits until the Link is no longer as it was read. Its status does not count.
+    /// Waits until the Link differs from `before`. Changes of its status are ignored.
     async fn wait_until_changed(&self, name: &str, before: &Option<Result<Link, LinkError>>) {
         let mut changes = self.watches.changes();
         while self.link(name) == *before {
-            changed(&mut changes).await;
+            wait_for_change(&mut changes).await;
         }
     }
 
@@ -587,12 +606,12 @@ impl Local {
             services: by_name(self.services.state()).collect(),
             endpoints: by_name(self.endpoints.as_ref().map_or_else(Vec::new, Store::state)).collect(),
             namespaces: namespaces.map(|namespace| namespace.name_any()).collect(),
-            links: self.links.state().iter().filter_map(|link| age(link)).collect(),
+            links: self.links.state().iter().filter_map(|link| link_age(link)).collect(),
         }
     }
 }
 
-impl Remote {
+impl RemoteObjects {
     fn is_listed(&self) -> bool {
         is_listed(&self.services) && is_listed(&self.endpoints)
     }
@@ -605,7 +624,7 @@ impl Remote {
     }
 }
 
-impl Memory {
+impl PlanState {
     /// The clusters with members in federated Services that have had no Link for [`UNLINK_DELAY`].
     fn unlinked_clusters(&mut self, local: &LocalCluster) -> BTreeSet<String> {
         let now = Instant::now();
@@ -614,23 +633,23 @@ impl Memory {
         for cluster in unlinked {
             self.unlinked_since.entry(cluster).or_insert(now);
         }
-        let long = self
+        let lasting = self
             .unlinked_since
             .iter()
             .filter(|(_, since)| now - **since >= UNLINK_DELAY);
-        long.map(|(cluster, _)| cluster.clone()).collect()
+        lasting.map(|(cluster, _)| cluster.clone()).collect()
     }
 }
 
-/// The outcome for each Service: as planned, but for the steps that failed.
-fn outcome(planned: Plan, memory: &Memory) -> LinkStatus {
+/// The status of the Link: the planned outcome of each Service, or the cause if its step has failed.
+fn link_status(planned: Plan, state: &PlanState) -> LinkStatus {
     let mut status = LinkStatus {
         mirrors: planned.mirrors,
         federated: planned.federated,
     };
     for entry in status.mirrors.iter_mut().chain(&mut status.federated) {
         if let Ok(mirror) = &entry.mirror
-            && let Some(cause) = memory.writes.cause_of_failure(mirror)
+            && let Some(cause) = state.writes.cause_of_failure(mirror)
         {
             entry.mirror = Err(Rejection::Failed(cause.to_owned()));
         }
@@ -638,7 +657,7 @@ fn outcome(planned: Plan, memory: &Memory) -> LinkStatus {
     status
 }
 
-/// Where probes are sent: the cluster IP of the probe Service, so that no name has to be resolved.
+/// The address to which probes are sent. It is the cluster IP of the probe Service, so no name has to be resolved.
 fn probe_target(service: &Service) -> Option<ProbeTarget> {
     let spec = service.spec.as_ref()?;
     let mut ports = spec.ports.iter().flatten();
@@ -651,10 +670,10 @@ fn probe_target(service: &Service) -> Option<ProbeTarget> {
     })
 }
 
-/// The age of a Link, even if the Link is invalid otherwise: its members and mirrors stay.
-fn age(object: &DynamicObject) -> Option<LinkAge> {
+/// The age of a Link that names a cluster. Other fields may be invalid, because the mirrors of an invalid Link stay.
+fn link_age(object: &DynamicObject) -> Option<LinkAge> {
     Some(LinkAge {
-        cluster: Link::cluster_of(object)?.to_owned(),
+        cluster: Link::cluster_name(object)?.to_owned(),
         created_at: object.creation_timestamp(),
         name: object.name_any(),
     })
@@ -668,7 +687,7 @@ fn prune_service(service: &mut Service) {
     service.status = None;
 }
 
-/// Of the endpoints of the other cluster, only whether one is ready counts, and host names.
+/// Removes all data of Endpoints of the other cluster except their host names, and whether an address is ready.
 fn prune_endpoints(endpoints: &mut Endpoints) {
     endpoints.metadata = ObjectMeta {
         name: endpoints.metadata.name.take(),
@@ -684,7 +703,7 @@ fn prune_endpoints(endpoints: &mut Endpoints) {
     }
 }
 
-/// Keeps the first address without a host name, and all with one.
+/// Keeps the first address without a host name, and all addresses with a host name.
 fn prune_addresses(addresses: &mut Option<Vec<EndpointAddress>>) {
     let Some(addresses) = addresses else { return };
     let mut is_first = true;
@@ -696,18 +715,21 @@ fn prune_addresses(addresses: &mut Option<Vec<EndpointAddress>>) {
     }
 }
 
-/// Waits for a change. Never returns after the sender has ended.
-async fn changed<T>(changes: &mut watch::Receiver<T>) {
+/// Waits for a change. Never returns after the sender was dropped.
+async fn wait_for_change<T>(changes: &mut watch::Receiver<T>) {
     if changes.changed().await.is_err() {
         std::future::pending().await
     }
 }
 
+/// Time between a change and the next plan, so that one plan handles several changes.
 const PLAN_DELAY: Duration = Duration::from_millis(100);
+/// Minimum time between two writes of the status.
 const STATUS_INTERVAL: Duration = Duration::from_secs(1);
 const MAX_STATUS_ATTEMPTS: u32 = 5;
 const STATUS_RETRY_DELAY: Duration = Duration::from_secs(60);
+/// Interval at which the time until the token expires is exported.
 const EXPIRY_INTERVAL: Duration = Duration::from_secs(60);
-/// A Link that is replaced is absent for a moment.
+/// Time for which a cluster must have had no Link before its members are removed. A Link that is replaced is absent for a moment.
 const UNLINK_DELAY: Duration = Duration::from_secs(60);
 const REMOTE_REQUEST_RATE: RequestRate = RequestRate { qps: 50.0, burst: 100 };

@@ -22,7 +22,7 @@ use super::link::{Gateway, ProbeSpec};
 use super::plan::objects::PROBE_PORT_NAME;
 use crate::kubernetes::connect;
 
-/// Where probes are sent: the Service through which the gateway is probed.
+/// The address to which probes are sent: the Service through which the gateway is probed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ProbeTarget {
     /// The name of the Service, for the `host` header.
@@ -31,7 +31,7 @@ pub(super) struct ProbeTarget {
     pub(super) port: u16,
 }
 
-/// What the tasks of a gateway tell each other.
+/// The state that the tasks of a gateway share.
 pub(super) struct GatewayChannels {
     /// `None` until an address is found.
     pub(super) addresses: watch::Sender<Option<Vec<IpAddr>>>,
@@ -59,7 +59,7 @@ pub(super) struct GatewayMetrics {
 }
 
 /// The metrics of one gateway.
-struct Observed {
+struct ProbeMetrics {
     enabled: Arc<Gauge>,
     alive: Arc<Gauge>,
     latency: Arc<Gauge>,
@@ -68,8 +68,8 @@ struct Observed {
     failures: Arc<Counter>,
 }
 
-/// Looks up the addresses of the gateway, again after each `period`, and sooner while nothing is found. `None` until something is
-/// found; what was found stays while nothing is.
+/// Resolves the names of the gateway after each `period`, or sooner if no address is found. `addresses` is `None` until an address
+/// is found. If no address is found later, the last addresses stay.
 pub(super) async fn resolve(
     gateway: &Gateway,
     period: Duration,
@@ -89,7 +89,7 @@ pub(super) async fn resolve(
                 Err(error) => warn!(
                     host,
                     error = &*error as &dyn std::error::Error,
-                    "the gateway's name is not found"
+                    "resolving the name of the gateway failed"
                 ),
             }
         }
@@ -130,10 +130,10 @@ impl GatewayMetrics {
         }
     }
 
-    fn of(&self, cluster: &str) -> Observed {
+    fn for_cluster(&self, cluster: &str) -> ProbeMetrics {
         let labels = cluster_label(cluster);
         let probes = |is_success| self.probes.get(&labels.clone().with("probe_successful", is_success));
-        Observed {
+        ProbeMetrics {
             enabled: self.enabled.get(&labels),
             alive: self.alive.get(&labels),
             latency: self.latency.get(&labels),
@@ -144,7 +144,7 @@ impl GatewayMetrics {
     }
 }
 
-/// Probes the gateway. It counts as alive until the threshold of failures is reached, so that mirrors work before the first probe.
+/// Probes the gateway. The gateway counts as alive until the failure threshold is reached, so mirrors work before the first probe.
 pub(super) async fn probe(
     cluster: &str,
     spec: &ProbeSpec,
@@ -153,16 +153,16 @@ pub(super) async fn probe(
 ) -> Infallible {
     let is_alive = &channels.is_alive;
     let client: Client<_, Empty<Bytes>> = Client::builder(TokioExecutor::new())
-        // Each probe opens a connection, so that it shows whether one can be opened.
+        // Each probe opens a connection, because it must also detect that connections cannot be opened.
         .pool_max_idle_per_host(0)
         .build(HttpConnector::new());
-    let observed = metrics.of(cluster);
-    observed.alive.set((*is_alive.borrow()).into());
+    let probe_metrics = metrics.for_cluster(cluster);
+    probe_metrics.alive.set((*is_alive.borrow()).into());
     let (mut n_failures, mut has_warned) = (0, false);
     loop {
         sleep(spec.period.mul_f64(1.0 + fastrand::f64() * MAX_JITTER)).await;
         let target = channels.probe_target.borrow().clone();
-        observed.enabled.set(target.is_some().into());
+        probe_metrics.enabled.set(target.is_some().into());
         let Some(target) = target else {
             if !std::mem::replace(&mut has_warned, true) {
                 warn!(
@@ -181,22 +181,24 @@ pub(super) async fn probe(
             Ok(()) => {
                 n_failures = 0;
                 let latency = started_at.elapsed();
-                observed.successes.inc();
-                observed.latencies.observe(latency.as_secs_f64() * 1000.0);
-                observed.latency.set(latency.as_millis().try_into().unwrap_or(i64::MAX));
-                observed.alive.set(1);
-                if set(is_alive, true) {
+                probe_metrics.successes.inc();
+                probe_metrics.latencies.observe(latency.as_secs_f64() * 1000.0);
+                probe_metrics
+                    .latency
+                    .set(latency.as_millis().try_into().unwrap_or(i64::MAX));
+                probe_metrics.alive.set(1);
+                if set_if_changed(is_alive, true) {
                     info!(cluster, "the gateway answers probes again");
                 }
             }
             Err(cause) => {
                 n_failures += 1;
-                observed.failures.inc();
+                probe_metrics.failures.inc();
                 if n_failures < spec.failure_threshold {
                     continue;
                 }
-                observed.alive.set(0);
-                if set(is_alive, false) {
+                probe_metrics.alive.set(0);
+                if set_if_changed(is_alive, false) {
                     warn!(cluster, n_failures, "the gateway does not answer probes: {cause}");
                 }
             }
@@ -204,13 +206,13 @@ pub(super) async fn probe(
     }
 }
 
-/// Sets a value. Returns whether it has changed; only then receivers are notified.
-fn set(state: &watch::Sender<bool>, value: bool) -> bool {
+/// Sets a value, and notifies the receivers if it has changed. Returns whether it has changed.
+fn set_if_changed(state: &watch::Sender<bool>, value: bool) -> bool {
     state.send_if_modified(|state| std::mem::replace(state, value) != value)
 }
 
-impl Drop for Observed {
-    /// After the end of the probes, nothing is known.
+impl Drop for ProbeMetrics {
+    /// Without probes, the gateway counts as neither enabled nor alive.
     fn drop(&mut self) {
         self.enabled.set(0);
         self.alive.set(0);
@@ -240,9 +242,10 @@ pub(super) fn cluster_label(cluster: &str) -> Labels {
     Labels::new().with("target_cluster_name", cluster)
 }
 
+/// Minimum delay before names are resolved again, if no address was found.
 const MIN_LOOKUP_DELAY: Duration = Duration::from_secs(1);
 
-/// The largest fraction of the period that is added to it.
+/// Maximum fraction of the probe period that is added to it at random.
 const MAX_JITTER: f64 = 0.1;
 
 static LATENCY_BUCKETS_MS: [f64; 25] = [

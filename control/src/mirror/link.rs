@@ -42,11 +42,11 @@ pub(super) struct Gateway {
     /// IP addresses and DNS names.
     pub(super) hosts: Vec<String>,
     pub(super) port: u16,
-    /// The TLS name that the gateway has to prove. Without one, connections to it are in plaintext.
+    /// The TLS name that the certificate of the gateway must have. `None` means plaintext connections to the gateway.
     pub(super) identity: Option<String>,
 }
 
-/// How the gateway is probed.
+/// Settings of the probes of a gateway.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ProbeSpec {
     pub(super) path: String,
@@ -58,12 +58,12 @@ pub(super) struct ProbeSpec {
     pub(super) failure_threshold: u32,
 }
 
-/// A selector of exported Services. Contrary to selectors of Kubernetes, an absent or empty one selects nothing.
+/// A selector of exported Services. In contrast to selectors of Kubernetes, an absent or empty selector selects no Service.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(transparent)]
 pub(super) struct ExportSelector(Option<Selector>);
 
-/// Names of labels or annotations that mirrors do not get: exact names, or `prefix/*`.
+/// Names of labels or annotations that are not copied to mirrors: exact names, or `prefix/*`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(transparent)]
 pub(super) struct Exclusions(Vec<String>);
@@ -111,13 +111,13 @@ struct RawProbeSpec {
 }
 
 impl Link {
-    /// The API version that is read and written: older ones lose fields.
+    /// The resource in the API version that is read and written. Older versions do not have all fields.
     pub(super) fn resource() -> ApiResource {
         ApiResource::from_gvk(&GroupVersionKind::gvk("multicluster.linkerd.io", "v1alpha3", "Link"))
     }
 
-    /// The cluster that a Link names, even if the Link is invalid otherwise.
-    pub(super) fn cluster_of(object: &DynamicObject) -> Option<&str> {
+    /// The name of the cluster in a Link whose other fields may be invalid.
+    pub(super) fn cluster_name(object: &DynamicObject) -> Option<&str> {
         object.data["spec"]["targetClusterName"].as_str()
     }
 
@@ -174,7 +174,8 @@ impl RawSpec {
 }
 
 impl RawProbeSpec {
-    /// `None` without a path. Other invalid values are replaced by their defaults, because the gateway has to be probed.
+    /// Returns `None` if there is no path. An invalid period, timeout or threshold is replaced by its default, so that the gateway
+    /// is still probed.
     fn parse(&self, warnings: &mut Vec<String>) -> Result<Option<ProbeSpec>, LinkError> {
         if self.path.is_empty() {
             return Ok(None);
@@ -236,7 +237,7 @@ impl Exclusions {
     }
 }
 
-/// The parts of a comma-separated list, without spaces around them and without empty ones.
+/// The non-empty parts of a comma-separated list, without surrounding spaces.
 pub(super) fn comma_separated(text: &str) -> impl Iterator<Item = &str> {
     text.split(',').map(str::trim).filter(|part| !part.is_empty())
 }
@@ -269,7 +270,8 @@ mod tests {
         Link::parse(&serde_json::from_value(object).unwrap())
     }
 
-    fn with(more: Value) -> Result<Link, LinkError> {
+    /// Parses a Link with the required fields and `more` fields.
+    fn parse_with(more: Value) -> Result<Link, LinkError> {
         let mut spec = json!({
             "targetClusterName": "east", "targetClusterDomain": "east.test", "clusterCredentialsSecret": "cred",
         });
@@ -280,17 +282,20 @@ mod tests {
 
     #[test]
     fn a_link_without_a_gateway_needs_three_fields() {
-        let link = with(json!({"probeSpec": {}})).unwrap();
+        let link = parse_with(json!({"probeSpec": {}})).unwrap();
         assert_eq!((link.gateway, link.probe), (None, None));
         assert_eq!(parse(Value::Null), Err(LinkError::Empty("targetClusterName")));
         assert_eq!(
-            with(json!({"clusterCredentialsSecret": ""})),
+            parse_with(json!({"clusterCredentialsSecret": ""})),
             Err(LinkError::Empty("clusterCredentialsSecret"))
         );
-        assert!(matches!(with(json!({"gatewayAddress": 1})), Err(LinkError::Spec(_))));
+        assert!(matches!(
+            parse_with(json!({"gatewayAddress": 1})),
+            Err(LinkError::Spec(_))
+        ));
         // A comma would separate two members of a federated Service.
         for name in ["a,b", "east ", "East", "a@b"] {
-            let error = with(json!({"targetClusterName": name})).unwrap_err();
+            let error = parse_with(json!({"targetClusterName": name})).unwrap_err();
             assert_eq!(error, LinkError::ClusterName(name.to_owned()));
         }
     }
@@ -303,9 +308,9 @@ mod tests {
             port: 4143,
             identity: Some("gw".to_owned()),
         };
-        assert_eq!(with(gateway).unwrap().gateway, Some(expected));
+        assert_eq!(parse_with(gateway).unwrap().gateway, Some(expected));
         for port in ["", "0", "70000", "http"] {
-            let error = with(json!({"gatewayAddress": "192.0.2.7", "gatewayPort": port})).unwrap_err();
+            let error = parse_with(json!({"gatewayAddress": "192.0.2.7", "gatewayPort": port})).unwrap_err();
             assert!(error.to_string().contains("accepted: 1-65535"), "{error}");
         }
     }
@@ -323,7 +328,7 @@ mod tests {
                 (3, 30, 3),
             ),
         ] {
-            let link = with(json!({ "probeSpec": spec })).unwrap();
+            let link = parse_with(json!({ "probeSpec": spec })).unwrap();
             assert_eq!(
                 link.warnings.len(),
                 if spec["period"] == "soon" { 3 } else { 0 },
@@ -351,7 +356,7 @@ mod tests {
             ),
             (json!({"matchLabels": {"mirror.linkerd.io/exported": "other"}}), false),
         ] {
-            let link = with(json!({ "selector": selector })).unwrap();
+            let link = parse_with(json!({ "selector": selector })).unwrap();
             assert_eq!(link.gateway_selector.matches(&labels), expected, "{selector}");
         }
     }

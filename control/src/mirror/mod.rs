@@ -1,12 +1,12 @@
-//! The service mirror: Services of this cluster for the exported Services of another one.
+//! The service mirror creates Services (mirrors) in this cluster for the exported Services of another cluster.
 //!
-//! A `Link` names the other cluster, the Secret with access to it, and its gateway. `plan` compares the exported Services with their
-//! mirrors here, and `controller` executes the difference after each change. Of several replicas, the holder of a lease writes.
+//! A `Link` names the other cluster, the Secret with its credentials, and its gateway. `plan` compares the exported Services with
+//! their mirrors, and `controller` executes the difference after each change. Only the replica that holds a lease writes.
 //!
-//! RBAC here: `list`, `watch`, `create`, `update` and `delete` on `services` and `endpoints`, and `get` on `endpoints`; `list` and
-//! `watch` on `namespaces`, and `create` if they are to be created; in the namespace of the Link `list` and `watch` on `links` and on
-//! the Secret, `patch` on `links/status`, and `get`, `create` and `update` on `leases`. In the other cluster: `list` and `watch` on
-//! `services` and `endpoints`, and `create` and `patch` on `events` of `events.k8s.io`.
+//! RBAC in this cluster: `list`, `watch`, `create`, `update` and `delete` on `services` and `endpoints`, and `get` on `endpoints`;
+//! `list` and `watch` on `namespaces`, and `create` if namespaces are to be created; in the namespace of the Link `list` and `watch`
+//! on `links` and on the Secret, `patch` on `links/status`, and `get`, `create` and `update` on `leases`. In the other cluster:
+//! `list` and `watch` on `services` and `endpoints`, and `create` and `patch` on `events` of `events.k8s.io`.
 
 pub mod config;
 mod controller;
@@ -57,7 +57,7 @@ impl ServiceMirror {
     /// Runs until the drain.
     pub async fn run(self, drain: Watch) {
         tokio::select! {
-            // First: it knows when the term is over.
+            // The candidate is polled first, so that the controller does not write after leadership has ended.
             biased;
             () = self.candidate.run(drain) => {}
             () = self.controller.run(self.leadership) => {}

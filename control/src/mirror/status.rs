@@ -1,4 +1,4 @@
-//! The status of a Link: for each exported Service its mirror, or why there is none.
+//! The status of a Link. It lists for each exported Service its mirror, or the reason why there is none.
 
 use kube::api::{Api, DynamicObject, Patch, PatchParams};
 use serde_json::{Value, json};
@@ -13,24 +13,24 @@ pub(super) struct LinkStatus {
     pub(super) federated: Vec<MirrorStatus>,
 }
 
-/// Returns the body of the patch that updates the status of a Link, or `None` if it is up to date. The entries of other controllers
-/// stay, and the time of a condition changes only with its status.
+/// Returns the body of the patch that updates the status of a Link, or `None` if the status is up to date. The entries of other
+/// controllers stay. The time of a condition changes only if its status changes.
 pub(super) fn patch(link: &DynamicObject, status: &LinkStatus, now: &str) -> Option<Value> {
     let lists = [(MIRRORS, &status.mirrors), (FEDERATED, &status.federated)].map(|(field, entries)| {
-        let before = entries_of(link, field);
+        let before = status_entries(link, field);
         let ours = entries.iter().map(|entry| json_entry(entry, &before, now));
         let others = before.iter().filter(|entry| !is_ours(entry)).cloned();
         (field, ours.chain(others).collect::<Vec<_>>())
     });
-    patch_of(link, lists)
+    build_patch(link, lists)
 }
 
-/// Like [`patch`], for a cluster whose Services cannot be read: the entries stay, with the cause.
+/// Like [`patch`], but for a cluster whose Services cannot be read: the entries stay, with the cause as their condition.
 pub(super) fn unreadable_patch(link: &DynamicObject, cause: &str, now: &str) -> Option<Value> {
     let lists = [MIRRORS, FEDERATED].map(|field| {
-        let mut entries = entries_of(link, field);
+        let mut entries = status_entries(link, field);
         for entry in entries.iter_mut().filter(|entry| is_ours(entry)) {
-            let since = since(Some(entry), "Unknown").unwrap_or(now).to_owned();
+            let since = status_since(Some(entry), "Unknown").unwrap_or(now).to_owned();
             let condition = json!({
                 "type": "Mirrored", "status": "Unknown", "reason": "Error", "message": cause, "lastTransitionTime": since,
             });
@@ -38,13 +38,13 @@ pub(super) fn unreadable_patch(link: &DynamicObject, cause: &str, now: &str) -> 
         }
         (field, entries)
     });
-    patch_of(link, lists)
+    build_patch(link, lists)
 }
 
 /// Sends a patch of the status.
 ///
 /// # Errors
-/// Fails if the API server refuses it.
+/// Fails if the API server rejects the patch.
 pub(super) async fn write(links: &Api<DynamicObject>, name: &str, patch: &Value) -> Result<(), kube::Error> {
     links
         .patch_status(name, &PatchParams::default(), &Patch::Merge(patch))
@@ -52,18 +52,21 @@ pub(super) async fn write(links: &Api<DynamicObject>, name: &str, patch: &Value)
         .map(drop)
 }
 
-fn patch_of(link: &DynamicObject, lists: [(&str, Vec<Value>); 2]) -> Option<Value> {
-    if lists.iter().all(|(field, entries)| *entries == entries_of(link, field)) {
+fn build_patch(link: &DynamicObject, lists: [(&str, Vec<Value>); 2]) -> Option<Value> {
+    if lists
+        .iter()
+        .all(|(field, entries)| *entries == status_entries(link, field))
+    {
         return None;
     }
     // The lists are sent even if they are empty, because a merge keeps a list that is absent.
     let [(first, entries), (second, more)] = lists;
-    // The resource version, because another controller can have added entries meanwhile.
+    // With the resource version, the patch fails if another controller has changed the entries meanwhile.
     let version = &link.metadata.resource_version;
     Some(json!({"metadata": {"resourceVersion": version}, "status": {first: entries, second: more}}))
 }
 
-fn entries_of(link: &DynamicObject, field: &str) -> Vec<Value> {
+fn status_entries(link: &DynamicObject, field: &str) -> Vec<Value> {
     link.data["status"][field].as_array().cloned().unwrap_or_default()
 }
 
@@ -82,7 +85,7 @@ fn json_entry(entry: &MirrorStatus, before: &[Value], now: &str) -> Value {
         .find(|other| is_ours(other) && other["remoteRef"] == remote);
     let mut condition = json!({
         "type": "Mirrored", "status": status, "reason": reason, "message": message,
-        "lastTransitionTime": since(previous, status).unwrap_or(now),
+        "lastTransitionTime": status_since(previous, status).unwrap_or(now),
     });
     if let Ok(mirror) = &entry.mirror {
         condition["localRef"] = reference(mirror);
@@ -90,8 +93,8 @@ fn json_entry(entry: &MirrorStatus, before: &[Value], now: &str) -> Value {
     json!({"controllerName": CONTROLLER_NAME, "remoteRef": remote, "conditions": [condition]})
 }
 
-/// Since when an entry has had this status.
-fn since<'a>(entry: Option<&'a Value>, status: &str) -> Option<&'a str> {
+/// The time since which an entry has had this status. `None` if it has another status.
+fn status_since<'a>(entry: Option<&'a Value>, status: &str) -> Option<&'a str> {
     let condition = entry?.get("conditions")?.get(0)?;
     let since = condition["lastTransitionTime"].as_str();
     since.filter(|_| condition["status"] == status)
@@ -165,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn entries_are_removed_except_those_of_other_controllers() {
+    fn only_entries_of_this_controller_are_removed() {
         let foreign =
             json!({"controllerName": "other", "remoteRef": {"name": "x", "namespace": "y"}, "conditions": []});
         let mut status = applied(patch(&link(&Value::Null), &web(Ok(())), "1"));
@@ -189,10 +192,10 @@ mod tests {
         );
         assert_eq!(condition["localRef"], Value::Null);
         assert_eq!(unreadable_patch(&link(&unreadable), "unreachable", "3"), None);
-        let mut odd = status;
-        odd[MIRRORS][0]["conditions"] = json!([]);
-        assert!(unreadable_patch(&link(&odd), "unreachable", "2").is_some());
-        assert!(patch(&link(&odd), &web(Ok(())), "2").is_some());
+        let mut without_condition = status;
+        without_condition[MIRRORS][0]["conditions"] = json!([]);
+        assert!(unreadable_patch(&link(&without_condition), "unreachable", "2").is_some());
+        assert!(patch(&link(&without_condition), &web(Ok(())), "2").is_some());
         let restored = applied(patch(&link(&unreadable), &web(Ok(())), "3"));
         assert_eq!(restored[MIRRORS][0]["conditions"][0]["status"], "True");
     }

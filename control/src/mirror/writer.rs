@@ -1,4 +1,4 @@
-//! Executes the steps of plans, and retries those that fail.
+//! Executes the steps of plans, and retries failed steps.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use tulle_core::error_chain::ErrorChain;
 use tulle_core::metrics::{Counter, Family};
 
 use super::gateway::cluster_label;
-use super::plan::inputs::{Known, Plan, Step, Write};
+use super::plan::inputs::{ObjectVersion, Plan, Step, Write};
 use super::plan::objects::object_name;
 use crate::resources::meta::NamespacedName;
 
@@ -25,18 +25,19 @@ pub(super) struct Writer {
     pub(super) errors: Family<Counter>,
 }
 
-/// What is known of earlier writes.
+/// The results of earlier writes.
 #[derive(Default)]
-pub(super) struct WriteMemory {
-    /// By the local Service.
+pub(super) struct WriteHistory {
+    /// The failed steps, by the local Service.
     failures: HashMap<NamespacedName, Failure>,
     /// The version of the member by which each federated Service was last completely rewritten.
     pub(super) rewritten_by: HashMap<NamespacedName, String>,
 }
 
-/// A step that failed, in every attempt since it was planned.
+/// A step that has failed in all attempts since it was planned.
 struct Failure {
-    /// Empty while only other writers are to blame: their changes are about to arrive, and the step is planned again.
+    /// Empty while the step fails only because another writer has changed the object. The watch then reports the change, and the
+    /// step is planned again.
     cause: String,
     n_attempts: u32,
     retry_at: Instant,
@@ -51,12 +52,12 @@ enum WriteError {
 }
 
 impl Writer {
-    /// Executes the steps of a plan. Returns when a failed one is due again.
-    pub(super) async fn execute(&self, cluster: &str, planned: &Plan, memory: &mut WriteMemory) -> Option<Instant> {
+    /// Executes the steps of a plan. Returns the time at which the next failed step must be retried.
+    pub(super) async fn execute(&self, cluster: &str, planned: &Plan, history: &mut WriteHistory) -> Option<Instant> {
         let now = Instant::now();
         let mut writes = Vec::new();
         for step in &planned.steps {
-            let failure = memory.failures.get(&step.name);
+            let failure = history.failures.get(&step.name);
             if failure.is_none_or(|failure| failure.cause.is_empty() || failure.retry_at <= now) {
                 writes.push(self.execute_step(step).map(move |result| (step, result)).boxed());
             }
@@ -65,21 +66,21 @@ impl Writer {
         while let Some((step, result)) = results.next().await {
             match result {
                 Ok(()) => {
-                    memory.failures.remove(&step.name);
+                    history.failures.remove(&step.name);
                     if let Some(version) = &step.rewritten_by {
-                        memory.rewritten_by.insert(step.name.clone(), version.clone());
+                        history.rewritten_by.insert(step.name.clone(), version.clone());
                     }
                 }
-                Err(err) => self.record_failure(cluster, &step.name, &err, memory),
+                Err(err) => self.record_failure(cluster, &step.name, &err, history),
             }
         }
         let is_planned = |name: &NamespacedName| planned.steps.iter().any(|step| step.name == *name);
-        memory.failures.retain(|name, _| is_planned(name));
-        memory.failures.values().map(|failure| failure.retry_at).min()
+        history.failures.retain(|name, _| is_planned(name));
+        history.failures.values().map(|failure| failure.retry_at).min()
     }
 
-    fn record_failure(&self, cluster: &str, name: &NamespacedName, err: &WriteError, memory: &mut WriteMemory) {
-        let failure = memory.failures.entry(name.clone()).or_insert_with(|| Failure {
+    fn record_failure(&self, cluster: &str, name: &NamespacedName, err: &WriteError, history: &mut WriteHistory) {
+        let failure = history.failures.entry(name.clone()).or_insert_with(|| Failure {
             cause: String::new(),
             n_attempts: 0,
             retry_at: Instant::now(),
@@ -93,8 +94,8 @@ impl Writer {
             WriteError::Api(Error::Api(status)) => Some(status),
             _ => None,
         };
-        // Other writers changed the object, and its watch is about to report that. If it exists although it is not known, it may be
-        // in the way for good.
+        // Another writer has changed the object, and the watch will report the change. But if the object still exists after some
+        // attempts to create it, this is a failure.
         let is_stale = status.is_some_and(|status| matches!(status.code, 404 | 409));
         let exists = status.is_some_and(|status| status.reason == "AlreadyExists");
         if is_stale && !(exists && failure.n_attempts >= MAX_STALE_ATTEMPTS) {
@@ -112,7 +113,7 @@ impl Writer {
 
     async fn execute_step(&self, step: &Step) -> Result<(), WriteError> {
         for write in &step.writes {
-            // A slow admission webhook delays no other step for long.
+            // The timeout limits the time for which a slow admission webhook delays other steps.
             let written = timeout(WRITE_TIMEOUT, self.execute_write(write)).await;
             written.map_err(|_| WriteError::Timeout)??;
         }
@@ -152,7 +153,7 @@ impl Writer {
         }
     }
 
-    /// Replaces the object of its resource version, or creates it if it has none.
+    /// Replaces the object if it has a resource version, otherwise creates it.
     async fn put<K>(&self, object: &K) -> Result<(), Error>
     where
         K: Resource<DynamicType = (), Scope = NamespaceResourceScope> + k8s_openapi::Metadata<Ty = ObjectMeta>,
@@ -167,7 +168,7 @@ impl Writer {
         }
     }
 
-    async fn delete<K>(&self, known: &Known) -> Result<(), Error>
+    async fn delete<K>(&self, known: &ObjectVersion) -> Result<(), Error>
     where
         K: Resource<DynamicType = (), Scope = NamespaceResourceScope> + Clone + std::fmt::Debug + DeserializeOwned,
     {
@@ -177,15 +178,15 @@ impl Writer {
             resource_version: known.resource_version.clone(),
         });
         match api.delete(&known.name.name, &params).await {
-            // It is deleted already.
+            // The object is already deleted.
             Err(Error::Api(status)) if status.code == 404 => Ok(()),
             result => result.map(drop),
         }
     }
 }
 
-impl WriteMemory {
-    /// Why the local Service has not been written, if that lasts.
+impl WriteHistory {
+    /// The cause why the local Service could not be written. `None` if no step has failed, or only because of another writer.
     pub(super) fn cause_of_failure(&self, name: &NamespacedName) -> Option<&str> {
         let failure = self.failures.get(name)?;
         Some(&*failure.cause).filter(|cause| !cause.is_empty())
@@ -195,6 +196,6 @@ impl WriteMemory {
 const MIN_RETRY_DELAY: Duration = Duration::from_millis(500);
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(60);
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Attempts to create an object that exists before that counts as a failure.
+/// Number of attempts to create an object that already exists, after which this counts as a failure.
 const MAX_STALE_ATTEMPTS: u32 = 5;
 const MAX_CONCURRENT_STEPS: usize = 16;

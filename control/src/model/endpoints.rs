@@ -14,7 +14,7 @@ pub struct Endpoints {
     pub endpoints: Box<[Arc<Endpoint>]>,
     /// Whether all endpoints are terminating. They are used while there are no others.
     pub are_terminating: bool,
-    /// Set if the Service has endpoints in other clusters. `endpoints` are then those of its local member.
+    /// Set if the Service has endpoints in other clusters. `endpoints` then has only the endpoints of its local member.
     pub remote: Option<Arc<RemoteDiscovery>>,
 }
 
@@ -53,8 +53,8 @@ pub enum TrafficScope {
     Cluster,
     /// Only endpoints on the client's node.
     Node,
-    /// Endpoints with a hint for the client's node; if there are none, those of `Cluster`. Set only if every endpoint has node
-    /// hints.
+    /// Endpoints with a hint for the client's node; if there are none, the same endpoints as for `Cluster`. Set only if every
+    /// endpoint has node hints.
     HintedNode,
 }
 
@@ -64,19 +64,19 @@ pub struct Endpoint {
     pub workload: EndpointWorkload,
     pub node: Option<Arc<str>>,
     pub zone: Option<Arc<str>>,
-    /// Zones whose clients should use this endpoint. Ignored unless every endpoint of the port has at least one.
+    /// Zones whose clients should use this endpoint. Ignored unless every endpoint of the port has at least one zone.
     pub hint_zones: Arc<[Arc<str>]>,
-    /// Nodes whose clients should use this endpoint. Ignored unless every endpoint of the port has at least one.
+    /// Nodes whose clients should use this endpoint. Ignored unless every endpoint of the port has at least one node.
     pub hint_nodes: Arc<[Arc<str>]>,
     /// Shared by the replicas of an owner.
     pub shared: Arc<SharedEndpointFields>,
 }
 
-/// What the replicas of an owner usually have in common.
+/// Fields of an endpoint that are usually equal for all replicas of an owner.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct SharedEndpointFields {
-    /// Metric labels, as a list because a map needs more memory. The labels for the name of the workload, `zone` and
-    /// `zone_locality` are added in the message. If a name occurs twice, the later entry counts.
+    /// Metric labels, as a list because a map needs more memory. If a name occurs twice, the later entry applies. The translation
+    /// to protobuf adds the labels for the name of the workload, `zone` and `zone_locality`.
     pub labels: Vec<(Cow<'static, str>, Arc<str>)>,
     /// The authority that replaces the one in the client's request.
     pub authority_override: Option<Arc<str>>,
@@ -95,7 +95,7 @@ pub enum EndpointWorkload {
     Unknown,
 }
 
-/// Protocol that clients use to a meshed endpoint.
+/// The protocol that clients use with a meshed endpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ProtocolHint {
     H2,

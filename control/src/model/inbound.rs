@@ -63,7 +63,8 @@ pub enum ClientAuthentication {
     Authenticated(Identities),
 }
 
-/// Identities, of which one must match. An empty suffix matches all identities.
+/// Identities of clients. A client matches if one of its identities is in `exact` or has one of the suffixes. An empty suffix
+/// matches all identities.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Identities {
     pub exact: Vec<String>,

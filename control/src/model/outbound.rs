@@ -10,7 +10,7 @@ use crate::model::route::{Filter, GrpcMatch, HostMatch, HttpMatch};
 #[derive(Clone, Debug, PartialEq)]
 pub enum Outbound {
     Policy(Box<Policy>),
-    /// No policy for this address: the proxy uses the profile of the address, from the destination service.
+    /// The address has no policy. The proxy uses the profile of the address, from the destination service.
     NoPolicy,
 }
 
@@ -60,7 +60,7 @@ pub struct Mirror {
     pub denominator: u32,
 }
 
-/// A route for connections that are forwarded without parsing them.
+/// A route for connections whose bytes are forwarded without being parsed.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StreamRoute {
     pub reference: Reference,
@@ -97,14 +97,14 @@ pub enum BackendTarget {
         load: Load,
     },
     Forward(SocketAddr),
-    /// No target: the failure filter responds.
+    /// No target: a filter of the backend responds with an error.
     Failing,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Load {
     PeakEwma,
-    /// Failures count as responses with this latency.
+    /// As `PeakEwma`, but the latency of a failure is `penalty`.
     Penalized {
         penalty: Duration,
         max_retry_after: Duration,

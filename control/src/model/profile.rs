@@ -31,7 +31,7 @@ pub struct ServicePortProfile {
     pub port: u16,
     /// Whether proxies forward the bytes without detecting the protocol.
     pub is_opaque: bool,
-    /// Namespace and name of the ServiceProfile. `None` if there is none, so that the defaults apply.
+    /// Namespace and name of the ServiceProfile. `None` if the Service has no ServiceProfile; the defaults apply.
     pub resource: Option<(Arc<str>, Arc<str>)>,
     pub routes: Vec<Route>,
     pub budget: RetryBudget,

@@ -1,10 +1,10 @@
-//! Reference to the object from which a policy is made, for metrics and proxies.
+//! Reference to the object that a policy comes from, for metric labels and logs of proxies.
 
 use std::sync::Arc;
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Reference {
-    /// No object: the named default.
+    /// The name of a built-in default.
     Default(&'static str),
     Object(ObjectRef),
 }
@@ -15,6 +15,6 @@ pub struct ObjectRef {
     pub kind: &'static str,
     pub namespace: Arc<str>,
     pub name: Arc<str>,
-    /// `None` if the reference is not to a port of the object.
+    /// `None` if the reference is to the whole object.
     pub port: Option<u16>,
 }

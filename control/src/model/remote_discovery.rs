@@ -1,15 +1,15 @@
-//! Where the endpoints of a Service are found, if they are those of Services in other clusters.
+//! The Services of other clusters whose endpoints a Service has.
 
 use std::sync::Arc;
 
-/// All Services that it names are in the namespace of the Service itself.
+/// How a Service gets endpoints from other clusters. All named Services are in the namespace of the Service itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RemoteDiscovery {
-    /// The endpoints are those of one Service of another cluster.
+    /// A mirror. It has the endpoints of one Service of another cluster.
     Mirror(RemoteService),
-    /// It is such a mirror, but does not name the Service of the other cluster.
+    /// A mirror that does not name the Service of the other cluster. It has no endpoints.
     Unnamed,
-    /// The endpoints are those of all members.
+    /// A federated Service. It has the endpoints of its members.
     Federated(FederatedMembers),
 }
 
@@ -27,7 +27,7 @@ pub struct FederatedMembers {
 pub enum MemberPreference {
     #[default]
     All,
-    /// The local one while it has endpoints, otherwise the others.
+    /// The local member while it has endpoints, otherwise the other members.
     Local,
 }
 

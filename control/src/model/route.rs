@@ -18,7 +18,7 @@ pub struct HttpMatch {
 }
 
 impl HttpMatch {
-    /// Matches all requests, by a prefix, so that every other match is more specific.
+    /// Matches all requests. It is a prefix match, so that every other match is more specific.
     pub fn match_all() -> Self {
         Self {
             path: Some(PathMatch::Prefix("/".to_owned())),

@@ -132,7 +132,7 @@ impl RemoteClusterWatch {
         info!(cluster = %self.name, server, "watching the endpoints in a cluster");
         let local = self.clusters.local.config();
         let cluster = Cluster::new(
-            local.for_remote(&self.name, &trust_domain, &cluster_domain),
+            local.for_remote_cluster(&self.name, &trust_domain, &cluster_domain),
             &self.registry,
         );
         let stale_kinds = Readiness::new();

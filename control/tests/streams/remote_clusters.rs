@@ -81,7 +81,7 @@ status: {{podIP: {ip}}}
 /// Another cluster with these objects, linked to `mesh`.
 async fn link(mesh: &Mesh, name: &str, yaml: &str) -> Mesh {
     let domain = format!("{name}.test");
-    let config = Config::default().for_remote(name, &domain, &domain);
+    let config = Config::default().for_remote_cluster(name, &domain, &domain);
     let remote = mesh_with(yaml, config).await;
     set(mesh, name, RemoteCluster::Listed(remote.cluster.clone()));
     remote

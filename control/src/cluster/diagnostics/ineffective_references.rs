@@ -1,6 +1,7 @@
-//! Finds references that have no effect because of other objects: those of authorizations whose target or authentication does not
-//! exist, or whose target is a route without a Server as parent; of ServiceProfiles that are named after no Service; and of routes
-//! to a Service whose ServiceProfile replaces them.
+//! Finds references that have no effect because of other objects:
+//! - the target or authentication of an authorization does not exist, or the target is a route without a Server as parent;
+//! - the Service after which a ServiceProfile is named does not exist;
+//! - the parent of a route is a Service whose ServiceProfile replaces the route.
 
 use ahash::{AHashMap, AHashSet};
 
@@ -19,7 +20,7 @@ use crate::resources::service_profile::ServiceProfile;
 use crate::resources::unserved::UnservedPart;
 use crate::resources::{Kind, Object};
 
-/// The authorizations, ServiceProfiles and routes. Only those that depend on a changed object are checked again.
+/// The checked authorizations, ServiceProfiles and routes. Only objects that depend on a changed object are checked again.
 #[derive(Default)]
 pub(in crate::cluster) struct IneffectiveReferences {
     is_synced: bool,
@@ -32,7 +33,7 @@ type ObjectId = (Kind, NamespacedName);
 
 struct CheckedObject {
     dependencies: AHashSet<LookupKey>,
-    /// The references without effect, as they are counted.
+    /// The references without effect, each with the guard that counts it.
     ineffective: Vec<(UnservedPart, GaugeGuard)>,
 }
 
@@ -40,7 +41,7 @@ impl IneffectiveReferences {
     /// Checks the objects that depend on changed objects, counts their references without effect, and returns the references that
     /// were not reported before.
     ///
-    /// Until the source is synced it does nothing, because objects that are not listed yet would count as missing.
+    /// Does nothing until the source is synced, because objects that are not listed yet would count as missing.
     pub(in crate::cluster) fn update(
         &mut self,
         metrics: &Metrics,
@@ -105,7 +106,7 @@ impl IneffectiveReferences {
         new
     }
 
-    /// Removes an object. Returns the references that are counted.
+    /// Removes an object. Returns its counted references.
     fn remove(&mut self, id: &ObjectId) -> Vec<(UnservedPart, GaugeGuard)> {
         let Some(before) = self.objects.remove(id) else {
             return Vec::new();
@@ -191,7 +192,7 @@ fn check_server_authorization(reader: &Reader<'_>, authorization: &ServerAuthori
     part.into_iter().collect()
 }
 
-/// Finds a ServiceProfile whose name is not that of a Service with profiles.
+/// Checks that the name of a ServiceProfile is the name of a Service that can have a profile.
 fn check_service_profile(reader: &Reader<'_>, config: &Config, profile: &ServiceProfile) -> Vec<UnservedPart> {
     let domain = &config.cluster_domain;
     let reason = match profile.service(domain) {
@@ -215,8 +216,8 @@ fn check_service_profile(reader: &Reader<'_>, config: &Config, profile: &Service
 
 /// Finds references of a route to Services whose ServiceProfile replaces it.
 ///
-/// The profile is the one for clients in the route's namespace. Clients in a namespace with its own profile of the Service can
-/// differ: these are not reported.
+/// The profile is the one for clients in the route's namespace. A client namespace can have its own profile of the Service; such
+/// a profile is not checked.
 fn check_route(reader: &Reader<'_>, config: &Config, route: &Route) -> Vec<UnservedPart> {
     // A parentRef with a sectionName is not accepted for a Service, and the status says so.
     let is_service = |parent: &&Parent| parent.kind == ParentKind::Service && parent.section.is_none();
@@ -499,7 +500,7 @@ mod tests {
     }
 
     #[test]
-    fn profiles_of_no_service_are_counted() {
+    fn service_profiles_without_a_service_are_counted() {
         let mut cluster = TestCluster::new();
         let profile = |name: &str| object(Kind::ServiceProfile, name, json!({}), json!({}));
         let reported = cluster.apply(vec![
@@ -602,7 +603,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_missing_before_all_objects_are_listed() {
+    fn nothing_is_counted_before_all_objects_are_listed() {
         let mut cluster = TestCluster::new();
         cluster.is_synced = false;
         cluster.apply(vec![policy("p", "Server/web", &[("NetworkAuthentication", "lan")])]);

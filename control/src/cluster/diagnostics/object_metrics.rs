@@ -21,19 +21,19 @@ use crate::resources::{Kind, Object};
 pub(in crate::cluster) struct ObjectMetrics {
     by_kind: AHashMap<Kind, CountGauge>,
     by_namespace: AHashMap<(Kind, Arc<str>), Arc<Gauge>>,
-    /// Keys of Service addresses.
+    /// Lookup keys of the addresses of Services.
     addresses: AHashSet<LookupKey>,
-    /// Keys of Services with routes.
+    /// Lookup keys of the Services with routes.
     routes: AHashMap<LookupKey, GaugeGuard>,
     /// Unserved parts by object.
     unserved: AHashMap<(Kind, NamespacedName), Vec<(UnservedPart, GaugeGuard)>>,
-    /// By Server: parts of routes and rate limits that the Server does not support.
+    /// For each Server, the parts of its routes and rate limits that it does not support.
     unsupported_by_server: AHashMap<NamespacedName, Vec<PartUnsupportedByServer>>,
     /// Unreadable objects, with the reason.
     unreadable: AHashMap<(Kind, NamespacedName), (String, GaugeGuard)>,
 }
 
-/// A gauge of a number that is subtracted from it when this is dropped, because other clusters can share the gauge.
+/// The share of this cluster in a gauge that several clusters add to. It is subtracted on drop.
 struct CountGauge {
     gauge: Arc<Gauge>,
     count: i64,

@@ -15,7 +15,7 @@ use crate::resources::{Kind, Object};
 /// The Servers that select their port by name. Updated incrementally from changed pods, external workloads and Servers.
 #[derive(Default)]
 pub(in crate::cluster) struct ServerPortNames {
-    /// By Server: whether each workload that it selects declares its port.
+    /// For each Server, the workloads that it selects, and whether the workload declares the port of the Server.
     servers: AHashMap<NamespacedName, AHashMap<WorkloadId, bool>>,
     /// The Servers that select a workload.
     servers_of_workload: AHashMap<WorkloadId, AHashSet<NamespacedName>>,
@@ -26,7 +26,7 @@ pub(in crate::cluster) struct ServerPortNames {
 type WorkloadId = (Kind, NamespacedName);
 
 impl ServerPortNames {
-    /// Evaluates the changed objects, counts Servers that apply to no port, and returns those not reported before.
+    /// Evaluates the changed objects, counts Servers that apply to no port, and returns the parts that were not reported before.
     pub(in crate::cluster) fn update(
         &mut self,
         metrics: &Metrics,
@@ -56,7 +56,8 @@ impl ServerPortNames {
         new_parts.collect()
     }
 
-    /// Removes the selected workloads of changed Servers, which are found again, and returns the names of these Servers.
+    /// Removes the selected workloads of changed Servers, and returns the names of these Servers. The caller matches their
+    /// workloads again.
     fn remove_changed_servers(&mut self, changed_keys: &AHashSet<LookupKey>) -> AHashSet<NamespacedName> {
         let mut servers = AHashSet::new();
         for key in changed_keys {
@@ -89,7 +90,7 @@ impl ServerPortNames {
         servers
     }
 
-    /// Finds the workloads of the Servers that select their port by name.
+    /// Adds to each Server that selects its port by name the workloads that it selects.
     fn match_workloads(&mut self, store: &Store, servers: &AHashSet<NamespacedName>) {
         for name in servers {
             let Some(Object::Server(server)) = store.object(Kind::Server, name) else {
@@ -103,7 +104,7 @@ impl ServerPortNames {
         }
     }
 
-    /// Adds the workload to the Server if it selects it.
+    /// Adds the workload to the Server if the Server selects it.
     fn match_workload(&mut self, server: &Server, workload: &Object) {
         let port_match = unserved::match_port_name(server, workload);
         if port_match == PortNameMatch::NotSelected {

@@ -1,4 +1,4 @@
-//! A published value with its cached encodings. Encodings are needed while many streams begin, or send the same change.
+//! A published value with its cached encodings. An encoding is reused while many streams begin, or send the same change.
 
 use std::convert::Infallible;
 use std::fmt;
@@ -29,12 +29,12 @@ impl EncoderId {
     }
 }
 
-/// The values with cached encodings.
+/// The values that have cached encodings.
 #[derive(Default)]
 pub(in crate::cluster) struct RecentEncodings(Mutex<Vec<Weak<dyn CachedEncodings>>>);
 
 impl RecentEncodings {
-    /// Removes the encodings that were not used since the last call. Other tasks of this thread run in between.
+    /// Removes the encodings that were not used since the last call. Yields to other tasks now and then.
     pub(in crate::cluster) async fn remove_unused(&self) {
         let values = std::mem::take(&mut *self.0.lock());
         let mut values_with_encodings = Vec::new();
@@ -146,7 +146,7 @@ impl<T: Send + Sync + 'static> PublishedValue<T> {
             let value: Weak<dyn CachedEncodings> = Arc::downgrade(self) as _;
             key.encoder.recent.0.lock().push(value);
         }
-        // Most values have two encodings: one for new subscribers and one relative to the previous value.
+        // Grows by one, because most values have only two encodings: for new subscribers, and relative to the previous value.
         all.reserve_exact(1);
         all.push(CachedEncoding {
             encoder_id: key.encoder.id,
@@ -186,7 +186,7 @@ impl<T> Deref for PublishedValue<T> {
     }
 }
 
-/// Values that are looked at before other tasks of the thread run.
+/// Number of values that are checked before `remove_unused` yields to other tasks.
 const VALUES_BETWEEN_YIELDS: usize = 1000;
 
 #[cfg(test)]

@@ -70,10 +70,10 @@ impl<K: Eq + Hash> KeySet<K> {
     }
 }
 
-/// Longer lists are slower to search than a set.
+/// Maximum length of `KeySet::first`. Longer lists are slower to search than a set.
 const MAX_LISTED_KEYS: usize = 16;
 
-/// Receives the values of a key.
+/// Receives the values of one key.
 pub(in crate::cluster) type ValueReceiver<T> = watch::Receiver<Arc<PublishedValue<T>>>;
 
 struct Entry<T> {
@@ -167,7 +167,7 @@ impl<V: View> ViewTable<V> {
         }
     }
 
-    /// Removes a subscriber after its receiver was dropped. Removes the value with the last one.
+    /// Removes a subscriber after its receiver was dropped. If it was the last subscriber of the key, removes the value too.
     pub(in crate::cluster) fn release(&mut self, key: &V::Key) {
         let Some(entry) = self.entries.get(key) else { return };
         entry.metrics.remove_subscriber();

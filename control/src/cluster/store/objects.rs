@@ -32,9 +32,9 @@ pub(in crate::cluster) enum LookupKey {
     HostIp(IpAddr),
     EndpointSlices(NamespacedName),
     Routes(ParentKind, NamespacedName),
-    /// Servers of a namespace that require a label with this value, which is empty for those that require none. Only the value is
-    /// the key: it is already interned, while name and value together would need a new string; labels that share a value are rare
-    /// and only add candidates.
+    /// Servers of a namespace that require a label with this value; the value is empty for Servers that require no label. The key
+    /// has no label name, because the value is already interned and a string of both would not be. Labels with the same value are
+    /// rare, and only add candidates.
     Servers(Arc<str>, Arc<str>),
     /// External workloads of a namespace with this identity, as `Identity` spells it.
     Identity(Arc<str>, Arc<str>),
@@ -57,7 +57,7 @@ pub(in crate::cluster) struct Store {
 }
 
 impl Store {
-    /// Applies one event and adds the keys of what it changed to `changed_keys`. An equal object changes nothing.
+    /// Applies one event and adds the lookup keys of the changed object to `changed_keys`. An equal object changes nothing.
     pub(in crate::cluster) fn apply(&mut self, event: Event, changed_keys: &mut AHashSet<LookupKey>) -> CountChange {
         match event {
             Event::Applied(object) => {
@@ -163,7 +163,7 @@ impl Store {
     }
 }
 
-/// The objects by kind and name. It takes less memory than a map, which has these keys besides the objects.
+/// The objects by kind and name. Takes less memory than a map, because the keys are not stored beside the objects.
 #[derive(Default)]
 struct ObjectTable {
     table: HashTable<Object>,
@@ -193,7 +193,7 @@ fn id(object: &Object) -> (Kind, &NamespacedName) {
     (object.kind(), &object.meta().name)
 }
 
-/// Returns the index of an object in a sorted list, or that at which it can be inserted.
+/// Returns the index of an object in a sorted list, or else the index at which it can be inserted.
 fn search(objects: &[Object], key: (Kind, &NamespacedName)) -> Result<usize, usize> {
     objects.binary_search_by(|object| id(object).cmp(&key))
 }
@@ -202,7 +202,7 @@ fn is_workload(kind: Kind) -> bool {
     matches!(kind, Kind::Pod | Kind::ExternalWorkload)
 }
 
-/// The keys of all Servers that select a workload with these labels, and possibly of others of its namespace.
+/// The lookup keys that find all Servers that select a workload with these labels, and possibly other Servers of its namespace.
 pub(in crate::cluster) fn server_keys(
     namespace: &Arc<str>,
     labels: &Labels,
@@ -266,7 +266,7 @@ fn slice_keys(slice: &EndpointSlice) -> Vec<LookupKey> {
 
 fn pod_keys(pod: &Pod) -> Vec<LookupKey> {
     let mut keys = Vec::new();
-    // Pods in the host network share the host's address, so the address does not identify one of them.
+    // Pods in the host network share the host's address, so the address does not identify a single pod.
     if pod.network == PodNetwork::Pod {
         keys.extend(pod.ips.iter().map(|ip| LookupKey::Ip(*ip)));
     }

@@ -25,7 +25,7 @@ pub(in crate::cluster) struct Reader<'a> {
 }
 
 /// Defines a lookup by name for each kind.
-macro_rules! by_name {
+macro_rules! lookups_by_name {
     ($($method:ident: $kind:ident($object:ty);)*) => {$(
         pub(in crate::cluster) fn $method(&self, name: &NamespacedName) -> Option<&'a Arc<$object>> {
             match self.object(Kind::$kind, name) {
@@ -36,8 +36,8 @@ macro_rules! by_name {
     )*};
 }
 
-/// Defines a listing by namespace for each kind.
-macro_rules! by_namespace {
+/// Defines a lookup of all objects of a namespace for each kind.
+macro_rules! lookups_by_namespace {
     ($($method:ident: $kind:ident($object:ty);)*) => {$(
         pub(in crate::cluster) fn $method(&self, namespace: &Arc<str>) -> Vec<&'a Arc<$object>> {
             self.find(LookupKey::Namespace(Kind::$kind, namespace.clone()), |object| match object {
@@ -61,7 +61,7 @@ impl<'a> Reader<'a> {
         self.dependencies.into_inner()
     }
 
-    by_name! {
+    lookups_by_name! {
         service: Service(Service);
         endpoints: Endpoints(Endpoints);
         pod: Pod(Pod);
@@ -76,7 +76,7 @@ impl<'a> Reader<'a> {
         service_profile: ServiceProfile(ServiceProfile);
     }
 
-    by_namespace! {
+    lookups_by_namespace! {
         server_authorizations: ServerAuthorization(ServerAuthorization);
         authorization_policies: AuthorizationPolicy(AuthorizationPolicy);
         rate_limits: RateLimitPolicy(RateLimitPolicy);
@@ -92,7 +92,7 @@ impl<'a> Reader<'a> {
         self.object(kind, name).is_some()
     }
 
-    /// All Servers that select a workload, and possibly others of its namespace.
+    /// All Servers that select a workload, and possibly other Servers of its namespace.
     pub(in crate::cluster) fn server_candidates(&self, workload: &Meta) -> Vec<&'a Arc<Server>> {
         let keys = server_keys(workload.namespace(), &workload.labels);
         let servers = keys.flat_map(|key| {
@@ -209,16 +209,16 @@ mod tests {
             app in prop::option::of(prop::sample::select(vec!["web", "api", "db"])),
             tier in prop::option::of(prop::sample::select(vec!["front", "back"])),
         ) {
-            let (mut store, mut held) = (Store::default(), AHashMap::<usize, Arc<Server>>::new());
+            let (mut store, mut applied) = (Store::default(), AHashMap::<usize, Arc<Server>>::new());
             for (name, selector, is_applied) in steps {
                 let server = server(name, selector);
                 let event = match is_applied {
                     true => {
-                        held.insert(name, server.clone());
+                        applied.insert(name, server.clone());
                         Event::Applied(Object::Server(server))
                     }
                     false => {
-                        held.remove(&name);
+                        applied.remove(&name);
                         Event::Deleted(Kind::Server, server.meta.name.clone())
                     }
                 };
@@ -230,7 +230,7 @@ mod tests {
             let candidates = Reader::new(&store).server_candidates(&workload);
             let mut candidates: Vec<_> = candidates.into_iter().map(|server| &server.meta.name).collect();
             candidates.sort();
-            for server in held.values().filter(|server| selects(server, &workload.labels)) {
+            for server in applied.values().filter(|server| selects(server, &workload.labels)) {
                 prop_assert!(candidates.contains(&&server.meta.name), "{:?}", server.workloads);
             }
             let n_candidates = candidates.len();

@@ -51,13 +51,13 @@ impl View for EndpointsView {
         }
         let remote = remote_discovery::discovery(service).map(Arc::new);
         match remote.as_deref() {
-            None => addressed_endpoints(reader, config, service, key),
+            None => local_endpoints(reader, config, service, key),
             Some(RemoteDiscovery::Federated(FederatedMembers { local: Some(name), .. })) => {
                 let name = NamespacedName::new(key.service.namespace.clone(), name.clone());
                 let member = reader
                     .service(&name)
                     .filter(|member| member.kind != ServiceKind::ExternalName);
-                let endpoints = member.map(|member| addressed_endpoints(reader, config, member, key));
+                let endpoints = member.map(|member| local_endpoints(reader, config, member, key));
                 Endpoints {
                     remote,
                     ..endpoints.unwrap_or_default()
@@ -90,8 +90,8 @@ impl View for EndpointsView {
     }
 }
 
-/// The endpoints at the addresses of a Service.
-fn addressed_endpoints(reader: &Reader<'_>, config: &Config, service: &Service, key: &Key) -> Endpoints {
+/// The endpoints of a Service in this cluster.
+fn local_endpoints(reader: &Reader<'_>, config: &Config, service: &Service, key: &Key) -> Endpoints {
     let (mut addresses, mut terminating) = (BTreeMap::new(), BTreeMap::new());
     for (meta, subset) in service_subsets(reader, config, service) {
         // Slices of a Service without ports have no ports either, and are skipped.
@@ -105,8 +105,8 @@ fn addressed_endpoints(reader: &Reader<'_>, config: &Config, service: &Service, 
             meta,
             service_port: key.port,
         };
-        // If IPv6 is off, its addresses are left out before `addresses` is tested for being empty: otherwise a ready IPv6
-        // address would replace the terminating IPv4 endpoints.
+        // If IPv6 is off, its addresses must not get into `addresses`: otherwise a ready IPv6 address would replace the
+        // terminating IPv4 endpoints, which are used only if `addresses` is empty.
         let is_candidate = |address: &&Address| {
             address.ready != EndpointReadiness::NotReady
                 && matches_hostname(address, key)
@@ -148,7 +148,7 @@ fn addressed_endpoints(reader: &Reader<'_>, config: &Config, service: &Service, 
     }
 }
 
-/// The addresses of a Service from its EndpointSlices or Endpoints, each with the metadata of that object.
+/// The subsets of the EndpointSlices or Endpoints of a Service, each with the metadata of its object.
 pub(super) fn service_subsets<'a>(
     reader: &Reader<'a>,
     config: &Config,
@@ -184,7 +184,7 @@ fn matches_hostname(address: &Address, key: &Key) -> bool {
     key.hostname.is_none() || address.hostname.as_deref() == key.hostname.as_deref()
 }
 
-/// An endpoint is terminating if its slice says so or if its pod is being deleted. The pod is checked too, because slices
+/// An endpoint is terminating if it is so in its slice, or if its pod is being deleted. The pod is checked too, because slices
 /// are updated later and the application may already have closed its port.
 #[derive(Clone, Copy)]
 enum EndpointState {

@@ -60,7 +60,7 @@ impl View for InboundView {
     type Value = Option<InboundPolicy>;
 
     fn compute(reader: &Reader<'_>, config: &Config, key: &Key) -> Option<InboundPolicy> {
-        let (workload, probes) = match &key.workload {
+        let (workload, probe_paths) = match &key.workload {
             WorkloadId::Pod(name) => {
                 let pod = reader.pod(name)?;
                 (WorkloadRef::Pod(pod), pod.probe_paths(key.port))
@@ -72,7 +72,7 @@ impl View for InboundView {
             config,
             workload,
             port: key.port,
-            probes: &probes,
+            probe_paths: &probe_paths,
         };
         Some(match &workload.servers(reader, key.port)[..] {
             [server, others @ ..] => InboundPolicy {
@@ -105,7 +105,7 @@ struct PortContext<'a> {
     config: &'a Config,
     workload: WorkloadRef<'a>,
     port: u16,
-    probes: &'a BTreeSet<String>,
+    probe_paths: &'a BTreeSet<String>,
 }
 
 impl PortContext<'_> {
@@ -198,8 +198,8 @@ impl PortContext<'_> {
         }
     }
 
-    /// Authorizes no client: the unreadable part of the Server may restrict the clients that its authorizations permit. With an
-    /// HTTP protocol, the probes of the pod are still permitted.
+    /// The policy of an unreadable Server. It authorizes no client, because the unreadable part of the Server may restrict the
+    /// clients that its authorizations permit. With an HTTP protocol, the probes of the pod are still permitted.
     fn unreadable_server_policy(&self, server: &Server, protocol: Protocol) -> InboundPolicy {
         InboundPolicy {
             reference: ServerReference::Server(server.meta.name.name.clone()),
@@ -254,7 +254,7 @@ impl PortContext<'_> {
             .collect()
     }
 
-    /// `None` if it authorizes no client.
+    /// Converts a ServerAuthorization. `None` if it authorizes no client.
     fn server_authorization(&self, authorization: &ServerAuthorization) -> Option<Authorization> {
         let clients = match &authorization.client {
             ServerClient::Unauthenticated => ClientAuthentication::Unauthenticated,
@@ -272,7 +272,7 @@ impl PortContext<'_> {
         })
     }
 
-    /// `None` if a required authentication does not exist: all of them must apply.
+    /// Converts an AuthorizationPolicy. `None` if a required authentication does not exist, because a client must satisfy all.
     fn authorization_policy(&self, policy: &AuthorizationPolicy) -> Option<Authorization> {
         let networks = match &policy.network {
             Some(name) => self.reader.network_authentication(name)?.networks.clone(),
@@ -326,7 +326,7 @@ impl PortContext<'_> {
             match client {
                 MeshClient::Identity(name) => identities.exact.push(name.clone()),
                 MeshClient::Suffix(labels) => identities.suffixes.push(labels.clone()),
-                MeshClient::ServiceAccount(account) => identities.exact.push(self.service_account(account)),
+                MeshClient::ServiceAccount(account) => identities.exact.push(self.service_account_identity(account)),
                 MeshClient::Namespace(namespace) => {
                     let Config {
                         controller_namespace,
@@ -341,7 +341,7 @@ impl PortContext<'_> {
         identities
     }
 
-    fn service_account(&self, account: &NamespacedName) -> String {
+    fn service_account_identity(&self, account: &NamespacedName) -> String {
         let Config {
             controller_namespace,
             trust_domain,
@@ -414,7 +414,7 @@ impl PortContext<'_> {
     /// matches, so the order of the two routes has no effect.
     fn default_routes(&self) -> Vec<Route<HttpMatch>> {
         let mut found = vec![default_route(HttpMatch::match_all())];
-        if !self.probes.is_empty() && !self.config.probe_networks.is_empty() {
+        if !self.probe_paths.is_empty() && !self.config.probe_networks.is_empty() {
             let probe = |path: &String| HttpMatch {
                 path: Some(PathMatch::Exact(path.clone())),
                 method: Some("GET".to_owned()),
@@ -429,7 +429,7 @@ impl PortContext<'_> {
                     authentication: ClientAuthentication::Unauthenticated,
                 }],
                 rules: vec![Rule {
-                    matches: self.probes.iter().map(probe).collect(),
+                    matches: self.probe_paths.iter().map(probe).collect(),
                     filters: Vec::new(),
                 }],
             });
@@ -443,7 +443,8 @@ impl PortContext<'_> {
         limits.min_by(|a, b| a.meta.age_order().cmp(&b.meta.age_order()))
     }
 
-    /// Returns the routes. If the Server's rate limit is unreadable or not supported, each rule answers with an error.
+    /// Returns the routes unchanged, or with an error as the response of each rule if the Server's rate limit is unreadable or not
+    /// supported.
     fn replace_filters_if_rate_limit_unsupported<M>(
         &self,
         server: &Server,
@@ -471,7 +472,7 @@ impl PortContext<'_> {
             let identities = per_client
                 .clients
                 .iter()
-                .map(|client| self.service_account(client))
+                .map(|client| self.service_account_identity(client))
                 .collect();
             (per_client.limit.get(), identities)
         });

@@ -50,7 +50,7 @@ impl View for OutboundView {
         let context = OutboundContext {
             reader,
             config,
-            namespace: &key.client_namespace,
+            client_namespace: &key.client_namespace,
         };
         match &key.target {
             Target::Service(name, port) => Outbound::Policy(Box::new(context.service_policy(name, *port))),
@@ -70,11 +70,11 @@ impl View for OutboundView {
     }
 }
 
-/// The namespace of a client, with the inputs of its policies.
+/// The inputs of the policies of clients in one namespace.
 struct OutboundContext<'a> {
     reader: &'a Reader<'a>,
     config: &'a Config,
-    namespace: &'a Arc<str>,
+    client_namespace: &'a Arc<str>,
 }
 
 /// The parent of routes: a Service or an EgressNetwork, with the default backend and settings of its policy.
@@ -168,7 +168,7 @@ impl OutboundContext<'_> {
             },
             filters: Vec::new(),
         };
-        let parent = ParentDefaults::plain(ParentKind::Service, (name, port), reference, default, load);
+        let parent = ParentDefaults::without_annotations(ParentKind::Service, (name, port), reference, default, load);
         match meta {
             Some(meta) => parent.with_annotations(meta),
             None => parent,
@@ -185,7 +185,7 @@ impl OutboundContext<'_> {
     /// The EgressNetwork with the longest prefix that contains the address: from the client's namespace, or from the global
     /// namespace if the client's namespace has no EgressNetwork.
     fn egress_network(&self, addr: SocketAddr) -> Option<&Arc<EgressNetwork>> {
-        let mut networks = self.reader.egress_networks(self.namespace);
+        let mut networks = self.reader.egress_networks(self.client_namespace);
         if networks.is_empty() {
             networks = self
                 .reader
@@ -218,8 +218,8 @@ impl OutboundContext<'_> {
             target: BackendTarget::Forward(addr),
             filters: Vec::new(),
         };
-        let (kind, at) = (ParentKind::EgressNetwork, (&network.meta.name, addr.port()));
-        let parent = ParentDefaults::plain(kind, at, reference, default, Load::PeakEwma);
+        let (kind, name_and_port) = (ParentKind::EgressNetwork, (&network.meta.name, addr.port()));
+        let parent = ParentDefaults::without_annotations(kind, name_and_port, reference, default, Load::PeakEwma);
         let parent = parent.with_annotations(&network.meta);
         if let Some(reason) = &network.unreadable {
             return parent.unreadable_network_policy(reason);
@@ -291,8 +291,8 @@ impl OutboundContext<'_> {
         found
     }
 
-    /// TLSRoutes or TCPRoutes. Of several routes that match the same connections the oldest is served, because proxies reject a
-    /// message with more than one.
+    /// The TLSRoutes or TCPRoutes of a parent. If several routes match the same connections, only the oldest is served, because
+    /// proxies reject a message with more than one.
     fn stream_routes(&self, parent: &ParentDefaults<'_>, kind: RouteKind) -> Vec<StreamRoute> {
         let mut served: Vec<&Arc<resource::Route>> = Vec::new();
         let mut found = Vec::new();
@@ -326,12 +326,12 @@ impl OutboundContext<'_> {
         let mut found = routes::attached_routes(self.reader, self.config, parent.kind, parent.name, Some(parent.port));
         found.retain(|route| {
             let namespace = route.meta.namespace();
-            *namespace == parent.name.namespace || namespace == self.namespace
+            *namespace == parent.name.namespace || namespace == self.client_namespace
         });
         found
     }
 
-    /// The parts that rules of HTTP and gRPC share. The caller sets `matches` and `filters`.
+    /// The fields that rules of HTTP and gRPC have in common. The caller sets `matches` and `filters`.
     fn rule<R, M>(&self, route: &resource::Route, rule: &resource::Rule<R>, parent: &ParentDefaults<'_>) -> Rule<M> {
         Rule {
             matches: Vec::new(),
@@ -444,8 +444,8 @@ impl OutboundContext<'_> {
 }
 
 impl<'a> ParentDefaults<'a> {
-    /// Defaults without timeouts, retries and failure accrual.
-    fn plain(
+    /// Defaults without the settings of annotations: timeouts, retries and failure accrual.
+    fn without_annotations(
         kind: ParentKind,
         (name, port): (&'a NamespacedName, u16),
         reference: Reference,
@@ -466,7 +466,7 @@ impl<'a> ParentDefaults<'a> {
         }
     }
 
-    /// Sets timeouts, retries and failure accrual by the annotations of the parent.
+    /// Sets timeouts, retries and failure accrual from the annotations of the parent.
     fn with_annotations(mut self, meta: &Meta) -> Self {
         self.accrual = read_annotation(meta, annotations::parse_failure_accrual);
         self.timeouts = without_zeros(read_annotation(meta, annotations::parse_timeouts).unwrap_or_default());
@@ -492,8 +492,8 @@ impl<'a> ParentDefaults<'a> {
         }
     }
 
-    /// The default for connections in which detection finds no HTTP. Their backend equals that of HTTP requests, including the
-    /// load bias, so that both share one balancer.
+    /// The default route for connections in which detection finds no HTTP. Its backend equals the backend of HTTP requests,
+    /// including the load bias, so that both share one balancer.
     fn default_stream_with_load_bias(&self, name: &'static str) -> StreamRoute {
         StreamRoute {
             action: StreamAction::Forward(Distribution::Single(Box::new(self.default.clone()))),
@@ -508,7 +508,8 @@ impl<'a> ParentDefaults<'a> {
         }
     }
 
-    /// Denies all traffic: the unreadable part of the EgressNetwork may forbid what its routes permit.
+    /// The policy of an unreadable EgressNetwork. It denies all traffic, because the unreadable part may forbid traffic that the
+    /// routes permit.
     fn unreadable_network_policy(self, reason: &str) -> Policy {
         let failure = Filter::FailHttp {
             status: 500,
@@ -536,7 +537,7 @@ impl<'a> ParentDefaults<'a> {
         }
         let failure = Filter::FailHttp {
             status: 403,
-            message: NOT_ALLOWED_MESSAGE.to_owned(),
+            message: EGRESS_DENIED_MESSAGE.to_owned(),
         };
         self.default_route("http-egress-deny", HttpMatch::match_all(), None, vec![failure])
     }
@@ -548,7 +549,7 @@ impl<'a> ParentDefaults<'a> {
         }
         let failure = Filter::FailGrpc {
             code: 7,
-            message: NOT_ALLOWED_MESSAGE.to_owned(),
+            message: EGRESS_DENIED_MESSAGE.to_owned(),
         };
         self.default_route("grpc-egress-deny", GrpcMatch::default(), None, vec![failure])
     }
@@ -607,7 +608,8 @@ fn without_zeros(timeouts: Timeouts) -> Timeouts {
     }
 }
 
-/// An annotation of the route takes precedence over `retry` of its rules, and that over the annotations of the parent.
+/// The retries of a rule, by the annotation of the route, otherwise by `retry` of the rule, otherwise by the annotations of the
+/// parent.
 fn rule_retry<R>(route: &resource::Route, rule: &resource::Rule<R>, parent: &ParentDefaults<'_>) -> Option<Retry> {
     if route.kind == RouteKind::Grpc {
         return read_annotation(&route.meta, annotations::parse_grpc_retry).or_else(|| parent.grpc_retry.clone());
@@ -621,12 +623,12 @@ fn rule_retry<R>(route: &resource::Route, rule: &resource::Rule<R>, parent: &Par
     }
 }
 
-/// `None` if the rule permits no retries. An attempt that exceeds the rule's `timeouts.backendRequest` is retried; annotations
-/// with timeouts do not change that.
+/// The retries by `retry` of a rule. `None` if the rule permits none. An attempt that exceeds the rule's `timeouts.backendRequest`
+/// is retried, even if an annotation sets another timeout.
 fn retry_of_rule(retry: &RuleRetry, timeouts: &resource::RuleTimeouts) -> Option<Retry> {
     let limit = retry.attempts.unwrap_or(annotations::DEFAULT_RETRY_LIMIT);
     let codes = match &retry.codes[..] {
-        [] => vec![GATEWAY_ERRORS],
+        [] => vec![DEFAULT_RETRIED_STATUSES],
         codes => codes.iter().map(|code| *code..=*code).collect(),
     };
     (limit > 0).then_some(Retry {
@@ -637,7 +639,7 @@ fn retry_of_rule(retry: &RuleRetry, timeouts: &resource::RuleTimeouts) -> Option
     })
 }
 
-/// An invalid annotation disables only its own feature.
+/// Reads the settings of an annotation. An invalid annotation has no effect.
 fn read_annotation<T>(meta: &Meta, read: impl FnOnce(&StringMap) -> Result<Option<T>, InvalidAnnotation>) -> Option<T> {
     read(&meta.annotations).unwrap_or_default()
 }
@@ -694,8 +696,8 @@ fn egress_fallback_policy(addr: SocketAddr) -> Policy {
     };
     let empty_name = NamespacedName::new("", "");
     let kind = ParentKind::EgressNetwork;
-    let at = (&empty_name, addr.port());
-    let parent = ParentDefaults::plain(kind, at, reference.clone(), backend, Load::PeakEwma);
+    let name_and_port = (&empty_name, addr.port());
+    let parent = ParentDefaults::without_annotations(kind, name_and_port, reference.clone(), backend, Load::PeakEwma);
     let protocol = Protocol::Detect {
         timeout: DETECT_TIMEOUT,
         http: vec![parent.default_http("egress-fallback")],
@@ -708,10 +710,10 @@ fn egress_fallback_policy(addr: SocketAddr) -> Policy {
     }
 }
 
-/// Statuses that a rule retries if it specifies none: those with which proxies respond if a connection fails or times out.
-const GATEWAY_ERRORS: RangeInclusive<u16> = 502..=504;
+/// Statuses that a rule retries if it specifies none. Proxies respond with them if a connection fails or times out.
+const DEFAULT_RETRIED_STATUSES: RangeInclusive<u16> = 502..=504;
 
 /// Timeout of protocol detection in the proxy.
 const DETECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-const NOT_ALLOWED_MESSAGE: &str = "traffic not allowed";
+const EGRESS_DENIED_MESSAGE: &str = "traffic not allowed";

@@ -203,13 +203,13 @@ fn endpoint_profile(reader: &Reader<'_>, config: &Config, addr: SocketAddr) -> P
         endpoint.zone = workload.meta.label(tulle_core::names::label::ZONE).map(intern);
         return profile_from_endpoint(endpoint);
     }
-    // A pod that is being deleted keeps its address until it ends. Without its identity, clients would send it plaintext.
+    // A pod that is being deleted keeps its address until it ends. Without the identity of the pod, clients would send plaintext.
     profile_of_pod_at(reader, config, addr, |pod| pod.meta.terminating)
         .unwrap_or_else(|| unmeshed_profile(config, addr, port))
 }
 
-/// The profile of the pod that has this address, or else this host port. `None` if no pod that meets the condition has it. A pod
-/// that has ended has released its address.
+/// The profile of the pod that has this address, or else of the pod that has this host port. `None` if no such pod meets the
+/// condition. Pods that have ended are left out, because they have released their address.
 fn profile_of_pod_at(
     reader: &Reader<'_>,
     config: &Config,
@@ -259,7 +259,7 @@ fn pod_profile(reader: &Reader<'_>, config: &Config, pod: &Pod, address: PodAddr
     }
 }
 
-/// Profiles of addresses have the label, which the endpoints of Services need not repeat.
+/// Adds the label `namespace` to an endpoint. Endpoints of Services do not need it: the set of their addresses has this label.
 fn add_namespace_label(endpoint: &mut Endpoint, namespace: &Arc<str>) {
     let labels = &mut Arc::make_mut(&mut endpoint.shared).labels;
     labels.push(("namespace".into(), namespace.clone()));
@@ -272,8 +272,8 @@ fn profile_from_endpoint(endpoint: Endpoint) -> Profile {
     }
 }
 
-/// The profile of an address that belongs to no workload, or to a pod that has ended or lacks its proxy. `port` is the one at
-/// which an application listens.
+/// The profile of an address that belongs to no workload, or to a pod that has ended or lacks its proxy. `port` is the port at
+/// which the application listens.
 fn unmeshed_profile(config: &Config, addr: SocketAddr, port: u16) -> Profile {
     Profile::Endpoint {
         endpoint: Endpoint::from_addr(addr),
@@ -281,8 +281,8 @@ fn unmeshed_profile(config: &Config, addr: SocketAddr, port: u16) -> Profile {
     }
 }
 
-/// Service names become full names, as proxies resolve them. Other names are left as they are: proxies find no endpoints for
-/// them.
+/// Replaces the name of a Service by its full name, which proxies can resolve. Keeps any other name: proxies find no endpoints
+/// for it.
 fn destination_override(dst: &DstOverride, port: u16, cluster_domain: &str) -> DstOverride {
     let authority = match dst.parse_destination(cluster_domain) {
         Ok(destination) => destination.authority(port, cluster_domain),

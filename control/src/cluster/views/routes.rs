@@ -42,7 +42,7 @@ pub(super) fn attached_routes<'a>(
 /// A route that references a Server of its namespace.
 pub(super) struct ServerRoute<'a> {
     pub(super) route: &'a Arc<Route>,
-    /// The reason why the route is not accepted. `None` if it is.
+    /// The reason why the route is not accepted. `None` if it is accepted.
     pub(super) rejection: Option<RouteRejection>,
 }
 
@@ -91,8 +91,8 @@ pub(super) fn find_protocol_mismatch<'r, 'a>(routes: &'r [ServerRoute<'a>]) -> O
     routes.iter().find(is_protocol_mismatch)
 }
 
-/// Whether the parent accepts the route: by the route's status, or for a source without statuses, by the rules of write-back.
-/// On Kubernetes a route without a status is not attached.
+/// Whether the parent accepts the route. The status of the route decides; for a source without statuses, the rules by which
+/// write-back sets the status. On Kubernetes a route without a status is not attached.
 ///
 /// Routes with unsupported parts are attached: leaving them out would let other rules serve their requests.
 fn is_attached(
@@ -153,8 +153,8 @@ pub(super) fn hosts(route: &Route) -> Vec<HostMatch> {
     route.hostnames.iter().map(host).collect()
 }
 
-/// Matches of an HTTP rule. A rule without matches matches all requests. So does one with an unreadable or invalid match, whose
-/// filters make the requests fail.
+/// Matches of an HTTP rule. A rule without matches matches all requests. A rule with an unreadable or invalid match also matches
+/// all requests, and its filters make them fail.
 pub(super) fn http_matches(rule: &resource::Rule<resource::HttpMatch>) -> Vec<HttpMatch> {
     let matches: Vec<_> = rule.matches.iter().flatten().map(http_match).collect();
     if matches.is_empty() || route_support::validate_http_matches(rule).is_err() {
@@ -178,8 +178,8 @@ fn http_match(matched: &resource::HttpMatch) -> HttpMatch {
     }
 }
 
-/// Matches of a gRPC rule. A rule without matches matches all requests. So does one with an unreadable or invalid match, whose
-/// filters make the requests fail.
+/// Matches of a gRPC rule. A rule without matches matches all requests. A rule with an unreadable or invalid match also matches
+/// all requests, and its filters make them fail.
 pub(super) fn grpc_matches(rule: &resource::Rule<resource::GrpcMatch>) -> Vec<GrpcMatch> {
     let matches: Vec<_> = rule.matches.iter().flatten().map(grpc_match).collect();
     if matches.is_empty() || route_support::validate_grpc_matches(rule).is_err() {
@@ -198,7 +198,7 @@ fn grpc_match(matched: &resource::GrpcMatch) -> GrpcMatch {
     }
 }
 
-/// The first match for a name applies; header names are case-insensitive.
+/// Matches of headers. If several have the same name, the first applies; header names are case-insensitive.
 fn header_matches(matches: &[resource::NamedMatch]) -> Vec<NamedMatch> {
     deduplicate_by_name(matches, str::eq_ignore_ascii_case)
 }
@@ -293,8 +293,8 @@ pub(super) fn inbound_grpc_filters(
     }
 }
 
-/// Returns the route that makes all requests of the Server fail, with the failure filter: the kind of the route does not fit
-/// the Server's protocol, or one of its matches is unreadable or invalid.
+/// Finds a route that makes all requests of the Server fail, because the kind of the route does not fit the Server's protocol, or
+/// because one of its matches is unreadable or invalid. Returns the route and the filter that makes the requests fail.
 pub(super) fn find_server_wide_failure<'a>(
     routes: &[ServerRoute<'a>],
     form: ErrorForm,
@@ -331,7 +331,7 @@ fn find_unusable_match<'a>(routes: &[ServerRoute<'a>]) -> Option<&'a Arc<Route>>
         .find(has_unusable_match)
 }
 
-/// The form of an error for the client: that of the protocol of its requests.
+/// The form in which the client gets an error. It depends on the protocol of the requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ErrorForm {
     Http,
@@ -399,7 +399,7 @@ fn path_modifier(modifier: &resource::PathModifier) -> PathModifier {
 }
 
 fn header_modifier(modifier: &resource::HeaderModifier) -> HeaderModifier {
-    // The first header of a name applies.
+    // If several headers have the same name, the first applies.
     let pairs = |headers: &[resource::Header]| {
         let mut kept: Vec<(String, String)> = Vec::new();
         for header in headers {

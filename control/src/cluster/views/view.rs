@@ -19,6 +19,6 @@ pub(in crate::cluster) trait View: Sized + 'static {
     /// Updates the metrics with a new value.
     fn update_metrics(_metrics: &EntryMetrics, _value: &Self::Value) {}
 
-    /// Replaces parts of the new value that did not change with those of the old one, so that both share memory.
+    /// Replaces the unchanged parts of the new value by those of the old value, so that both values share memory.
     fn reuse_unchanged(_old: &Self::Value, _new: &mut Self::Value) {}
 }

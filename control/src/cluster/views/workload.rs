@@ -47,12 +47,12 @@ impl<'a> WorkloadRef<'a> {
     }
 
     fn is_selected_by(self, server: &Server, port: u16) -> bool {
-        let is_its_port = match (self, &server.port) {
+        let is_port_selected = match (self, &server.port) {
             (_, None) => true,
-            (Self::Pod(pod), Some(its)) => pod.resolve_port(its).contains(&port),
-            (Self::External(workload), Some(its)) => workload.resolve_port(its).contains(&port),
+            (Self::Pod(pod), Some(server_port)) => pod.resolve_port(server_port).contains(&port),
+            (Self::External(workload), Some(server_port)) => workload.resolve_port(server_port).contains(&port),
         };
-        is_its_port
+        is_port_selected
             && match self {
                 Self::Pod(pod) => server.workloads.selects_pod(&pod.meta.labels),
                 Self::External(workload) => server.workloads.selects_external_workload(&workload.meta.labels),
@@ -71,8 +71,8 @@ impl<'a> WorkloadRef<'a> {
         self.servers(reader, port).into_iter().next()
     }
 
-    /// Protocol of a port, for clients and for the inbound policy: that of the Server. The opaque-ports annotation applies
-    /// only to ports without a Server.
+    /// The protocol of a port, for clients and for the inbound policy. The Server of the port sets it. The opaque-ports annotation
+    /// applies only to ports without a Server.
     pub(super) fn protocol(self, config: &Config, server: Option<&Server>, port: u16) -> ProxyProtocol {
         match server {
             Some(server) => server.protocol,
@@ -169,7 +169,7 @@ fn shared_fields_of_pod(
             control,
         } => (inbound, admin, control),
         ProxyContainer::Absent | ProxyContainer::Invalid if pod.lacks_proxy() => return None,
-        // The control plane terminates TLS itself and needs no sidecar.
+        // Pods of the control plane terminate TLS themselves and need no sidecar.
         ProxyContainer::Absent | ProxyContainer::Invalid => return Some(shared),
     };
     let opaque = workload.is_opaque(reader, config, port);
@@ -189,12 +189,12 @@ fn shared_fields_of_pod(
     Some(shared)
 }
 
-/// Identity of a pod's sidecar; `None` if the control plane of the cluster does not issue its certificate. That of another cluster
-/// can have any namespace.
+/// The identity of a pod's sidecar; `None` if the control plane of the pod's cluster does not issue its certificate. The control
+/// plane of another cluster can be in any namespace.
 pub(super) fn pod_identity(config: &Config, pod: &Pod) -> Option<TlsIdentity> {
     let control_plane = pod.meta.label(label::CONTROL_PLANE_NS)?;
-    let is_foreign = config.remote_name.is_none() && control_plane != config.controller_namespace;
-    if is_foreign || config.trust_domain.is_empty() {
+    let is_of_other_control_plane = config.remote_name.is_none() && control_plane != config.controller_namespace;
+    if is_of_other_control_plane || config.trust_domain.is_empty() {
         return None;
     }
     let namespace = pod.meta.namespace();
@@ -300,6 +300,7 @@ fn owner_label(kind: &str) -> Option<Cow<'static, str>> {
     }))
 }
 
+/// The interned fields that the endpoints of an owner have in common.
 pub(super) static SHARED_FIELDS: Interner<SharedEndpointFields> = Interner::new();
 
 /// Labels that have another meaning for endpoints or Services.
@@ -309,7 +310,7 @@ pub(super) fn declares_port(ports: &[DeclaredPort], port: u16) -> bool {
     ports.iter().any(|declared| declared.port == port)
 }
 
-/// Whether another object has this address: a Service, a pod that claims it, or an older external workload.
+/// Whether the address of an external workload belongs to another object: a Service, a pod, or an older external workload.
 pub(super) fn has_address_conflict(reader: &Reader<'_>, workload: &ExternalWorkload, ip: IpAddr) -> bool {
     let all = reader.external_workloads_at(ip);
     is_pod_or_service_ip(reader, ip)
@@ -318,8 +319,7 @@ pub(super) fn has_address_conflict(reader: &Reader<'_>, workload: &ExternalWorkl
             .is_some()
 }
 
-/// Whether the address is that of a Service, or one that a pod [claims](Pod::claimed_ips). External workloads cannot use
-/// such an address.
+/// Whether a Service has the address, or a pod [claims](Pod::claimed_ips) it. External workloads cannot use such an address.
 fn is_pod_or_service_ip(reader: &Reader<'_>, ip: IpAddr) -> bool {
     let claims = |pod: &Arc<Pod>| pod.claimed_ips().any(|claimed| claimed == ip);
     !reader.services_at(ip).is_empty()

@@ -48,8 +48,8 @@ pub struct Sidecar {
     pub identity: Option<TlsIdentity>,
 }
 
-/// The objects that [`list`] needs. Pods, external workloads and Services of all namespaces, because their addresses are
-/// compared; owners of the namespace only.
+/// The objects that [`list`] needs. Includes pods, external workloads and Services of all namespaces, because their addresses are
+/// compared, but only the owners of the requested namespace.
 pub(in crate::cluster) fn input_objects(store: &Store, namespace: Option<&str>) -> Vec<Object> {
     let is_needed = |object: &&Object| match object {
         Object::Pod(_) | Object::ExternalWorkload(_) | Object::Service(_) => true,
@@ -121,8 +121,8 @@ fn namespaces_by_ip(store: &Store) -> NamespacesByIp<'_> {
     namespaces_by_ip
 }
 
-/// Whether address and identity of an external workload belong to its own namespace. A user who can create external
-/// workloads in one namespace must not read the traffic of other namespaces through them.
+/// Whether the address and the identity of an external workload belong to its own namespace. A user who can create external
+/// workloads in one namespace must not use them to read the traffic of other namespaces.
 fn belongs_to_namespace(workload: &ExternalWorkload, sidecar: &Sidecar, namespaces_by_ip: &NamespacesByIp<'_>) -> bool {
     let namespace = workload.meta.namespace();
     let ip = sidecar.admin_addr.ip().to_canonical();
@@ -138,7 +138,8 @@ fn belongs_to_namespace(workload: &ExternalWorkload, sidecar: &Sidecar, namespac
     let Some(TlsIdentity::Dns { name, .. }) = &sidecar.identity else {
         return true;
     };
-    let name = name.to_ascii_lowercase(); // as in certificates
+    // Names in certificates are lower-case.
+    let name = name.to_ascii_lowercase();
     parse_service_account_identity(&name).is_none_or(|(_, account_namespace)| account_namespace == &**namespace)
 }
 
@@ -204,8 +205,8 @@ spec:
     #[test]
     fn external_workloads_with_an_address_or_identity_of_another_namespace_have_no_sidecar() {
         let (mine, theirs): (Arc<str>, Arc<str>) = ("mine".into(), "theirs".into());
-        let held = |ip: &str, by| (ip.parse().unwrap(), vec![by]);
-        let namespaces_by_ip = NamespacesByIp::from([held("10.0.0.1", &mine), held("10.0.0.2", &theirs)]);
+        let entry = |ip: &str, namespace| (ip.parse().unwrap(), vec![namespace]);
+        let namespaces_by_ip = NamespacesByIp::from([entry("10.0.0.1", &mine), entry("10.0.0.2", &theirs)]);
         let own = "vm.mine.serviceaccount.identity.linkerd.cluster.local";
         for (ip, identity, expected) in [
             ("10.0.0.1", own, true),

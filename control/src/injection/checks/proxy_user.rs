@@ -11,25 +11,25 @@ use crate::resources::workload::long_running_containers;
 /// the user.
 pub(in crate::injection) fn application_error(values: &Values, spec: &PodSpec) -> Option<String> {
     long_running_containers(spec).find_map(|container| {
-        let SharedId { what, id, field, key } = shared_id(values, spec, container)?;
+        let SharedId { kind, id, field, key } = shared_id(values, spec, container)?;
         let name = &container.name;
         Some(format!(
-            "container {name:?} runs as {what} {id}, which is the proxy's, so that its connections would bypass the mesh and its \
-             policies: run it as another {what} (securityContext.{field}), or give the proxy another one (annotation {key})"
+            "container {name:?} runs as {kind} {id}, the {kind} of the proxy, so its connections would bypass the mesh and its \
+             policies: run it as another {kind} (securityContext.{field}), or set another {kind} for the proxy (annotation {key})"
         ))
     })
 }
 
-/// Warnings about init containers that run as the proxy's user or group. Some do so on purpose, to use the network before
-/// the proxy starts.
+/// Warnings about init containers that run as the proxy's user or group. They are not denied, because some use the network
+/// before the proxy starts.
 pub(in crate::injection) fn init_container_warnings(values: &Values, spec: &PodSpec) -> Vec<String> {
     let is_setup = |container: &&Container| container.restart_policy.as_deref() != Some("Always");
     let setup = spec.init_containers.iter().flatten().filter(is_setup);
     let found = setup.filter_map(|container| {
-        let SharedId { what, id, .. } = shared_id(values, spec, container)?;
+        let SharedId { kind, id, .. } = shared_id(values, spec, container)?;
         let name = &container.name;
         Some(format!(
-            "init container {name:?} runs as {what} {id}, which is the proxy's: its connections bypass the mesh"
+            "init container {name:?} runs as {kind} {id}, the {kind} of the proxy, so its connections bypass the mesh"
         ))
     });
     found.collect()
@@ -37,7 +37,8 @@ pub(in crate::injection) fn init_container_warnings(values: &Values, spec: &PodS
 
 /// A user or group id that a container shares with the proxy.
 struct SharedId {
-    what: &'static str,
+    /// `user` or `group`.
+    kind: &'static str,
     id: i64,
     /// Field of the security context.
     field: &'static str,
@@ -45,7 +46,8 @@ struct SharedId {
     key: &'static str,
 }
 
-/// The pod's security context applies to fields that the container does not set.
+/// Finds the id that a container shares with the proxy. Fields that the container does not set come from the pod's security
+/// context.
 fn shared_id(values: &Values, spec: &PodSpec, container: &Container) -> Option<SharedId> {
     let (container, pod) = (container.security_context.as_ref(), spec.security_context.as_ref());
     let user = container
@@ -57,14 +59,14 @@ fn shared_id(values: &Values, spec: &PodSpec, container: &Container) -> Option<S
     let (uid, gid) = (values.proxy.uid, values.proxy.gid);
     if user == Some(uid) {
         return Some(SharedId {
-            what: "user",
+            kind: "user",
             id: uid,
             field: "runAsUser",
             key: annotation::PROXY_UID,
         });
     }
     (gid >= 0 && group == Some(gid)).then_some(SharedId {
-        what: "group",
+        kind: "group",
         id: gid,
         field: "runAsGroup",
         key: annotation::PROXY_GID,

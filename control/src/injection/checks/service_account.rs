@@ -13,9 +13,9 @@ pub(in crate::injection) fn name_error(spec: &PodSpec) -> Option<String> {
     let name = names.into_iter().flatten().find(|name| !name.is_empty())?;
     (!is_dns_label(name)).then(|| {
         format!(
-            "the identity service certifies no service account named {name:?}, so that the proxy would never be ready: run the pod \
-             as a service account whose name has lower-case letters, digits and '-' only, at most 63, or leave the pod out of \
-             the mesh (annotation linkerd.io/inject: disabled)"
+            "the identity service issues no certificate for the service account name {name:?}, so the proxy would never be \
+             ready: run the pod as a service account whose name has lower-case letters, digits and '-' only, at most 63, or \
+             leave the pod out of the mesh (annotation linkerd.io/inject: disabled)"
         )
     })
 }

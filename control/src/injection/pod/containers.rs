@@ -78,7 +78,8 @@ pub(in crate::injection) fn proxy(values: &Values, target: &InjectionTarget<'_>,
     }
 }
 
-/// Lifecycle hooks. If the sidecar is not native, the application can wait for it. The proxy can wait before it stops.
+/// The lifecycle hooks of the proxy: the application can wait for a sidecar that is not native, and the proxy can wait before it
+/// stops.
 fn lifecycle(values: &Values) -> Option<Lifecycle> {
     let proxy = &values.proxy;
     let exec = |command: Vec<String>| LifecycleHandler {
@@ -101,8 +102,8 @@ fn lifecycle(values: &Values) -> Option<Lifecycle> {
     })
 }
 
-/// A configured security context replaces the default one, except for what the redirection requires: the user and group that
-/// the init container excludes, and `NET_RAW` for `tproxy`.
+/// The security context of the proxy. The values can replace the default one, except for the fields that the redirection requires:
+/// the user and group that the init container excludes, and `NET_RAW` for `tproxy`.
 fn proxy_security_context(values: &Values) -> SecurityContext {
     let proxy = &values.proxy;
     let default = || restricted_security_context(drop_all());
@@ -190,7 +191,7 @@ fn init_args(values: &Values) -> Vec<String> {
     if proxy.inbound_mode == InboundMode::Tproxy {
         args.extend(["--inbound-mode", "tproxy"].map(str::to_owned));
     }
-    // `drop` is the default of our init container; Linkerd's does not have this flag.
+    // `drop` is the default of our init container; Linkerd's init container does not have this flag.
     if values.disable_ipv6 && init.unredirected_ipv6 == "allow" {
         args.push("--unredirected-ipv6=allow".to_owned());
     }
@@ -200,8 +201,8 @@ fn init_args(values: &Values) -> Vec<String> {
 fn init_security_context(values: &Values, target: &InjectionTarget<'_>) -> SecurityContext {
     let init = &values.proxy_init;
     let redirecting = ["NET_ADMIN", NET_RAW].map(str::to_owned);
-    // Pod Security can require `drop: [ALL]` of every container. If it does, the application's containers have it, so the init
-    // container copies the capabilities of the first of them.
+    // Pod Security can require `drop: [ALL]` of every container. The application's containers then have it, so the init container
+    // copies the capabilities of the first container.
     let first = target.spec.containers.first();
     let security = first.and_then(|container| container.security_context.as_ref());
     let first_capabilities = security
@@ -220,7 +221,7 @@ fn init_security_context(values: &Values, target: &InjectionTarget<'_>) -> Secur
         dropped
     });
     let privileged = init.privileged || (init.close_wait_timeout_secs > 0 && init.run_as_root);
-    // With `runAsRoot` the id is 0. Without it, 0 is replaced by nobody.
+    // With `runAsRoot` the id is 0. Without `runAsRoot`, the id 0 is replaced by the id of `nobody`.
     let id = |id: i64| match (init.run_as_root, id) {
         (true, _) => 0,
         (false, 0) => NOBODY_UID,
@@ -236,11 +237,11 @@ fn init_security_context(values: &Values, target: &InjectionTarget<'_>) -> Secur
     }
 }
 
-/// Replaces the init container if a CNI plugin redirects: checks the redirection.
+/// The container that checks the redirection of a CNI plugin. It replaces the init container.
 pub(in crate::injection) fn validator(values: &Values) -> Container {
     let validator = &values.network_validator;
     let outbound = values.proxy.ports.outbound;
-    let or_default = |value: &str, other: String| if value.is_empty() { other } else { value.to_owned() };
+    let or_default = |value: &str, default: String| if value.is_empty() { default } else { value.to_owned() };
     let (connect, listen) = match values.disable_ipv6 {
         true => ("1.1.1.1:20001".to_owned(), format!("0.0.0.0:{outbound}")),
         false => ("[fd00::1]:20001".to_owned(), format!("[::]:{outbound}")),
@@ -274,7 +275,7 @@ pub(in crate::injection) fn validator(values: &Values) -> Container {
     }
 }
 
-/// A container with network tools.
+/// The debug container, which has network tools.
 pub(in crate::injection) fn debug(values: &Values) -> Container {
     let debug = &values.debug_container;
     let alive = Probe {
@@ -364,7 +365,7 @@ fn image(values: &Values, image: &Image) -> String {
     format!("{}:{}", image.name, image_version(values, image))
 }
 
-/// The version of an image, or its default.
+/// The version of an image, or the default version.
 pub(in crate::injection) fn image_version<'a>(values: &'a Values, image: &'a Image) -> &'a str {
     match image.version.as_str() {
         "" if image.name == LINKERD_DEBUG_IMAGE => LINKERD_DEBUG_IMAGE_VERSION,
@@ -447,8 +448,8 @@ pub(in crate::injection) const END_ENTITY_VOLUME: &str = "linkerd-identity-end-e
 pub(in crate::injection) const TOKEN_VOLUME: &str = "linkerd-identity-token";
 pub(in crate::injection) const PODINFO_VOLUME: &str = "linkerd-podinfo";
 const TERMINATION_POLICY: &str = "FallbackToLogsOnError";
-/// Capability that the iptables-legacy programs of the init container need, and that the proxy needs for `tproxy`, to use its
-/// clients' addresses as source addresses.
+/// Capability of raw sockets. The iptables-legacy programs of the init container need it, and with `tproxy` the proxy needs it to
+/// use the addresses of its clients as source addresses.
 const NET_RAW: &str = "NET_RAW";
 /// User and group `nobody`.
 const NOBODY_UID: i64 = 65_534;

@@ -20,7 +20,7 @@ pub(in crate::injection) const SERVICE_ACCOUNT_DIR: &str = "/var/run/secrets/kub
 pub(in crate::injection) const END_ENTITY_DIR: &str = "/var/run/linkerd/identity/end-entity";
 pub(in crate::injection) const PODINFO_DIR: &str = "/var/run/linkerd/podinfo";
 
-/// All variables.
+/// All variables of the proxy container.
 pub(in crate::injection) fn variables(inputs: PodInputs<'_>, rewritten: &[RewrittenProbe]) -> Vec<EnvVar> {
     let PodInputs {
         config,
@@ -201,7 +201,7 @@ fn set_tracing(
             None => attributes.push((key, value)),
         }
     }
-    // One attribute per line: a line break in a value would add another attribute.
+    // Each line is one attribute, so line breaks in values are removed.
     let line = |(key, value): &(&str, &str)| format!("{key}={}\n", value.replace(['\n', '\r'], " "));
     env.set(
         "TRACE_EXTRA_ATTRIBUTES",
@@ -209,8 +209,8 @@ fn set_tracing(
     );
 }
 
-/// The service name in traces: from the pod's annotation, else from its labels, by the conventions of OpenTelemetry, else from
-/// the chart.
+/// The service name in traces, by the conventions of OpenTelemetry: from the pod's annotation, otherwise from its labels, otherwise
+/// from the chart.
 fn trace_service_name(values: &Values, target: &InjectionTarget<'_>, annotations: &Annotations) -> String {
     let labels = target.metadata.and_then(|meta| meta.labels.as_ref());
     let label = |key: &str| labels.and_then(|labels| labels.get(key));
@@ -287,7 +287,7 @@ fn set_identity(env: &mut EnvBuilder, config: &Config, values: &Values) {
     }
 }
 
-/// The final dot prevents lookups in search domains.
+/// The address of a Service of the control plane. The final dot of the name prevents lookups in search domains.
 fn service_addr(config: &Config, values: &Values, name: &str, port: u16) -> String {
     let (namespace, domain) = (&config.control_plane_namespace, &values.cluster_domain);
     format!("{name}.{namespace}.svc.{domain}.:{port}")

@@ -73,7 +73,7 @@ fn proxy_version(values: &Values) -> &str {
     version.split_once('@').map_or(version, |(version, _)| version)
 }
 
-/// Metadata of a pod that is not injected: opaque ports, which the proxies of its clients need. A pod with a sidecar from
+/// Metadata of a pod that gets no sidecar: its opaque ports, which the proxies of its clients need. A pod with a sidecar from
 /// `tulle inject --manual` also gets the policy annotations of its namespace.
 pub(in crate::injection) fn skipped_metadata(config: &Config, target: &InjectionTarget<'_>) -> Metadata {
     let mut annotations: Annotations = opaque_ports(config, target).into_iter().collect();
@@ -86,8 +86,8 @@ pub(in crate::injection) fn skipped_metadata(config: &Config, target: &Injection
     }
 }
 
-/// The annotations of the default inbound policy and of the ports that require identity, if the pod lacks them: from its
-/// namespace, the ports also from the chart. The control plane computes the policy of a port from the annotations of the pod; the
+/// The annotations of the default inbound policy and of the ports that require an identity, unless the pod has them. Both come from
+/// the namespace, the ports otherwise from the chart. The control plane computes the policy of a port from these annotations; the
 /// chart's default policy is a flag of the control plane.
 fn inherited_policy_annotations(config: &Config, target: &InjectionTarget<'_>) -> Annotations {
     let chart_ports = &config.values.proxy.require_identity_on_inbound_ports;
@@ -106,8 +106,8 @@ fn inherited_policy_annotations(config: &Config, target: &InjectionTarget<'_>) -
     values.collect()
 }
 
-/// The opaque-ports annotation, if the pod does not have it: from its namespace, or its exposed ports that are opaque by
-/// default.
+/// The opaque-ports annotation, unless the pod has it. The value is that of the namespace, or else the exposed ports of the pod
+/// that are opaque by default.
 fn opaque_ports(config: &Config, target: &InjectionTarget<'_>) -> Option<(String, String)> {
     let key = annotation::OPAQUE_PORTS;
     if target.annotations().is_some_and(|pod| pod.contains_key(key)) {
@@ -130,7 +130,7 @@ fn is_inheritable(key: &str) -> bool {
     is_mesh_annotation && !NOT_INHERITED.contains(&key)
 }
 
-/// A valid label value: at most 63 characters. Names have up to 253.
+/// Shortens a name, which has up to 253 characters, to a valid label value of at most 63 characters.
 fn label_value(name: &str) -> &str {
     let end = name.char_indices().nth(63).map_or(name.len(), |(at, _)| at);
     name[..end].trim_end_matches(|ch: char| !ch.is_ascii_alphanumeric())

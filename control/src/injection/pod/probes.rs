@@ -1,9 +1,9 @@
 //! Rewrites probes that a sidecar would break.
 //!
 //! A `tcpSocket` probe would succeed even if the application does not listen, because the proxy accepts the connection. A
-//! policy cannot permit `grpc` and HTTPS probes without permitting other requests. All three are sent to the proxy's admin
-//! port, and the proxy executes the original probe, which `TULLE_PROXY_PROBES` contains. Plain `httpGet` probes are
-//! unchanged: the policy of their port permits them.
+//! policy cannot permit `grpc` and HTTPS probes without permitting other requests. These three kinds of probes are sent to the
+//! proxy's admin port, and the proxy executes the original probe, which `TULLE_PROXY_PROBES` contains. Plain `httpGet` probes
+//! are unchanged: the policy of their port permits them.
 
 use std::num::{NonZeroU16, NonZeroU32};
 
@@ -26,7 +26,7 @@ pub(in crate::injection) struct RewrittenProbe {
     pub(in crate::injection) original: OriginalProbe,
 }
 
-/// The probes of a pod that are sent to the proxy.
+/// Finds the probes of a pod that are sent to the proxy instead.
 pub(in crate::injection) fn rewrite_probes(values: &Values, spec: &PodSpec) -> Vec<RewrittenProbe> {
     if !values.proxy.rewrite_probes || uses_linkerd_image(values) {
         return Vec::new();
@@ -38,9 +38,9 @@ pub(in crate::injection) fn rewrite_probes(values: &Values, spec: &PodSpec) -> V
     let mut rewritten_probes = Vec::new();
     for (list, index, container) in all {
         for kind in Kind::ALL {
-            // A sidecar that is not native starts after all init containers, so it cannot answer their startup and liveness
-            // probes, and the pod would never start. Readiness probes may fail until the proxy runs: the pod is not ready
-            // before that anyway.
+            // A sidecar that is not native starts after all init containers. If it had to answer their startup and liveness
+            // probes, the pod would never start. Readiness probes may fail until the proxy runs, because the pod is not ready
+            // earlier.
             let is_early = list == "initContainers" && !values.proxy.native_sidecar;
             if is_early && kind != Kind::Readiness {
                 continue;
@@ -52,7 +52,7 @@ pub(in crate::injection) fn rewrite_probes(values: &Values, spec: &PodSpec) -> V
     rewritten_probes
 }
 
-/// Value of the proxy's variable; `None` without rewritten probes.
+/// Value of the variable `TULLE_PROXY_PROBES`; `None` without rewritten probes.
 pub(in crate::injection) fn original_probes_variable(rewritten_probes: &[RewrittenProbe]) -> Option<String> {
     let originals: Vec<_> = rewritten_probes.iter().map(|rewritten| &rewritten.original).collect();
     let json = serde_json::to_string(&originals)
@@ -62,7 +62,7 @@ pub(in crate::injection) fn original_probes_variable(rewritten_probes: &[Rewritt
     Some(json.replace('$', "\\u0024"))
 }
 
-/// The action of a rewritten probe.
+/// The request of a rewritten probe to the proxy.
 pub(in crate::injection) fn probe_action(values: &Values, original: &OriginalProbe) -> HTTPGetAction {
     HTTPGetAction {
         path: Some(original.path()),
@@ -118,8 +118,8 @@ fn probe(container: &Container, kind: Kind) -> Option<&Probe> {
     probe.as_ref()
 }
 
-/// The original probe, as the proxy executes it. `None` for probes that stay with the kubelet: those with other handlers
-/// (`exec`, plain `httpGet`), probes of another host, and invalid probes.
+/// The original probe, as the proxy executes it. `None` for probes that the kubelet still executes: other handlers (`exec`, plain
+/// `httpGet`), probes of another host, and invalid probes.
 fn to_original_probe(container: &Container, kind: Kind, probe: &Probe) -> Option<OriginalProbe> {
     let has_other_host = |host: &Option<String>| host.as_ref().is_some_and(|host| !host.is_empty());
     let (port, handler) = if let Some(tcp) = &probe.tcp_socket
@@ -179,7 +179,7 @@ fn https_handler(get: &HTTPGetAction) -> Option<Handler> {
     })
 }
 
-/// The number of a port; names refer to ports of the same container.
+/// The number of a port. A name refers to a port of the same container.
 fn port_number(container: &Container, port: &IntOrString) -> Option<NonZeroU16> {
     let number = match port {
         IntOrString::Int(number) => *number,
@@ -199,12 +199,13 @@ fn to_port(port: &IntOrString) -> Option<Port> {
     }
 }
 
-/// Linkerd's proxy cannot execute probes.
+/// Whether the image is Linkerd's proxy, which cannot execute probes.
 fn uses_linkerd_image(values: &Values) -> bool {
     values.proxy.image.name.ends_with("linkerd/proxy")
 }
 
 /// The fields of a pod spec that list containers.
 const CONTAINER_LISTS: [&str; 2] = ["containers", "initContainers"];
-/// Maximum path length, in bytes. Longer paths stay with the kubelet: percent-encoded, they can be too long for a request.
+/// Maximum length of a path that the proxy requests. A longer path could be too long for a request after percent-encoding, so the
+/// kubelet executes its probe.
 const MAX_PATH_BYTES: usize = 16 * 1024;

@@ -1,8 +1,8 @@
-//! Effects of the annotations of the injector.
+//! The effect of each annotation of the injector.
 
 use super::*;
 
-/// Annotation (without `config.linkerd.io/`), its value, the place of its effect, and the value there.
+/// Rows: an annotation without `config.linkerd.io/`, its value, the place of its effect, and the value at this place.
 ///
 /// The place is `env NAME` or a JSON pointer, both in the sidecar's container, or `init --flag`.
 const EFFECTS: &[(&str, &str, &str, &str)] = &[
@@ -182,12 +182,12 @@ fn every_annotation_has_its_effect() {
 
 #[test]
 fn annotations_of_the_namespace_are_inherited_except_those_for_pods_only() {
-    let of_pods = ["proxy-cpu-ratio-limit", "enable-gateway"];
+    let not_inherited = ["proxy-cpu-ratio-limit", "enable-gateway"];
     let plain = Case::pod("").injected();
     for (name, value, place, expected) in EFFECTS {
         let key = format!("config.linkerd.io/{name}");
         let injected = Case::pod("").namespace(&[(&key, value)]).injected();
-        if of_pods.contains(name) {
+        if not_inherited.contains(name) {
             assert_eq!(injected.annotation(&key), None, "{name}");
             assert_eq!(
                 effective_value(&injected, place),
@@ -221,7 +221,7 @@ fn annotations_of_the_namespace_are_inherited_except_those_for_pods_only() {
 }
 
 #[test]
-fn the_annotation_of_the_pod_wins() {
+fn the_annotation_of_the_pod_takes_precedence() {
     let key = "config.linkerd.io/proxy-version";
     let injected = Case::pod("")
         .namespace(&[(key, "ns")])
@@ -240,7 +240,7 @@ fn the_annotation_of_the_pod_wins() {
 }
 
 #[test]
-fn a_list_of_ports_without_a_valid_entry_leaves_that_of_the_chart() {
+fn a_list_of_ports_without_a_valid_entry_does_not_replace_the_list_of_the_chart() {
     let chart = "{proxyInit: {ignoreInboundPorts: '25', ignoreOutboundPorts: '25'}, proxy: {opaquePorts: '25'}}";
     let injected = |key: &str, ports: &str| {
         let case = Case::pod("")
@@ -441,7 +441,7 @@ fn port_lists_accept_names_of_container_ports_blanks_and_empty_entries() {
 }
 
 #[test]
-fn renamed_annotations_and_those_of_other_containers_work() {
+fn annotations_with_alpha_and_beta_names_and_annotations_of_other_containers_take_effect() {
     let native = |annotations: &[(&str, &str)]| {
         let injected = Case::pod("").annotate(annotations).injected();
         injected.names("initContainers").contains(&PROXY_CONTAINER)

@@ -1,4 +1,4 @@
-//! Which pods get a proxy.
+//! Decisions whether a pod gets a sidecar.
 
 use super::*;
 
@@ -136,11 +136,11 @@ fn an_application_that_runs_as_the_proxy_is_denied_with_both_fixes() {
     };
     let side =
         "spec: {initContainers: [{name: side, image: a, restartPolicy: Always, securityContext: {runAsUser: 2102}}]}";
-    let of_pod = "spec: {securityContext: {runAsUser: 2102}}";
+    let pod_context = "spec: {securityContext: {runAsUser: 2102}}";
     for yaml in [
         app("securityContext: {runAsUser: 2102}"),
         side.to_owned(),
-        of_pod.to_owned(),
+        pod_context.to_owned(),
     ] {
         let text = denial_reason(Case::pod(&yaml)).unwrap();
         for part in ["2102", "runAsUser", "config.linkerd.io/proxy-uid"] {
@@ -157,9 +157,14 @@ fn an_application_that_runs_as_the_proxy_is_denied_with_both_fixes() {
     ] {
         assert_eq!(denial_reason(Case::pod(&yaml)), None, "{yaml}");
     }
-    let of_group = Case::pod(&app("securityContext: {runAsGroup: 2103}")).annotate(&[(annotation::PROXY_GID, "2103")]);
-    assert!(denial_reason(of_group).unwrap().contains("config.linkerd.io/proxy-gid"));
-    // An init container can bypass the proxy, which is not running yet, but causes a warning.
+    let same_group =
+        Case::pod(&app("securityContext: {runAsGroup: 2103}")).annotate(&[(annotation::PROXY_GID, "2103")]);
+    assert!(
+        denial_reason(same_group)
+            .unwrap()
+            .contains("config.linkerd.io/proxy-gid")
+    );
+    // An init container may bypass the proxy, because the proxy does not run yet. It only causes a warning.
     let setup = Case::pod("spec: {initContainers: [{name: setup, image: a, securityContext: {runAsUser: 2102}}]}");
     let outcome = setup.outcome();
     assert_eq!(outcome.denial_reason, None);
@@ -240,7 +245,7 @@ fn the_outcome_has_the_location_of_the_annotation() {
 }
 
 #[test]
-fn the_misspelt_annotation_injects_nothing_and_names_the_right_one() {
+fn a_misspelled_inject_annotation_has_no_effect_and_causes_a_warning() {
     let typo = [("linkerd.io/injected", "enabled")];
     let bare = "metadata: {annotations: null}";
     for (case, object) in [
@@ -278,7 +283,7 @@ fn a_skipped_pod_still_gets_its_opaque_ports_annotation() {
 }
 
 #[test]
-fn a_pod_that_has_a_sidecar_already_is_restricted_as_its_namespace_says() {
+fn a_pod_that_already_has_a_sidecar_gets_the_restrictions_of_its_namespace() {
     const POLICY: &str = annotation::DEFAULT_INBOUND_POLICY;
     const PORTS: &str = annotation::REQUIRE_IDENTITY_INBOUND_PORTS;
     let namespace = [
@@ -304,15 +309,15 @@ fn a_pod_that_has_a_sidecar_already_is_restricted_as_its_namespace_says() {
     let own = [(POLICY, "all-authenticated"), (PORTS, "")];
     let case = Case::pod(manual).namespace(&namespace).annotate(&own);
     assert_eq!(restricted(case), annotations("all-authenticated", ""));
-    let of_chart = Case::pod(manual).values("proxy: {requireIdentityOnInboundPorts: '90'}");
-    assert_eq!(restricted(of_chart), [None, Some("90".to_owned())]);
+    let chart_ports = Case::pod(manual).values("proxy: {requireIdentityOnInboundPorts: '90'}");
+    assert_eq!(restricted(chart_ports), [None, Some("90".to_owned())]);
     // A sidecar of another mesh does not read these annotations.
     let foreign = "{spec: {containers: [{name: app, image: a}, {name: istio-proxy, image: p}]}}";
     assert_eq!(restricted(Case::pod(foreign).namespace(&namespace)), [None, None]);
 }
 
 #[test]
-fn a_service_gets_nothing_but_its_opaque_ports() {
+fn a_service_gets_only_the_opaque_ports_annotation() {
     let namespace = [(annotation::OPAQUE_PORTS, "9000")];
     for (yaml, namespace, expected) in [
         ("spec: {ports: [{port: 80}]}", &[][..], None),
@@ -322,7 +327,7 @@ fn a_service_gets_nothing_but_its_opaque_ports() {
             &[],
             Some("3307,25"),
         ),
-        // The target port is compared, not the port; a named target port is unknown.
+        // The target port decides, not the port. The number of a named target port is unknown.
         ("spec: {ports: [{port: 3306, targetPort: 80}]}", &[], None),
         ("spec: {ports: [{port: 3306, targetPort: db}]}", &[], None),
         ("spec: {ports: [{port: 80}]}", &namespace, Some("9000")),

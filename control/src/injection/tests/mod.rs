@@ -1,4 +1,4 @@
-//! Tests of injection as tables: one row per rule, checked on the patched pod.
+//! Tests of injection. Each table has one row per rule, which is checked on the patched pod.
 
 mod annotations;
 mod decisions;
@@ -75,7 +75,7 @@ impl Case {
         inject_pod(&self.config, &target)
     }
 
-    /// The pod after injection; panics on warnings.
+    /// The pod after injection. Panics if the pod is skipped or there are warnings.
     pub(super) fn injected(&self) -> Injected {
         let outcome = self.outcome();
         assert!(matches!(outcome.decision, Decision::Inject(_)), "{outcome:?}");
@@ -110,7 +110,7 @@ impl Injected {
         all.map(|item| item["name"].as_str().unwrap()).collect()
     }
 
-    /// A variable of the proxy container; the prefix is optional.
+    /// A variable of the proxy container; the prefix `LINKERD2_PROXY_` is optional.
     pub(super) fn env(&self, name: &str) -> Option<&str> {
         let all = self.container(PROXY_CONTAINER)["env"].as_array().unwrap();
         let full = format!("LINKERD2_PROXY_{name}");

@@ -54,7 +54,7 @@ fn the_order_of_containers_depends_on_the_sidecar_mode() {
 }
 
 #[test]
-fn a_classic_sidecar_makes_its_application_wait_by_a_hook() {
+fn a_sidecar_that_is_not_native_makes_the_application_wait_by_a_hook() {
     let not_native = Case::pod("").annotate(&[NOT_NATIVE]).injected();
     let proxy = not_native.container(PROXY_CONTAINER);
     assert_eq!(
@@ -168,7 +168,7 @@ fn the_init_container_gets_the_iptables_mode() {
 }
 
 #[test]
-fn the_init_container_may_redirect_and_do_what_the_first_container_may() {
+fn the_init_container_has_the_capabilities_for_redirection_and_of_the_first_container() {
     let security = |case: Case| case.injected().container(INIT_CONTAINER)["securityContext"].clone();
     let usual = parse(
         "{allowPrivilegeEscalation: false, privileged: false, readOnlyRootFilesystem: true, runAsNonRoot: true, \
@@ -352,7 +352,7 @@ spec:
 }
 
 #[test]
-fn values_of_the_chart_shape_the_sidecar() {
+fn values_of_the_chart_apply_to_the_sidecar() {
     let case = Case::pod("").values(
         "{clusterDomain: example.org, identityTrustDomain: mesh.test, disableIPv6: false, clusterNetworks: 10.0.0.0/8, \
          proxy: {cores: 4, requireIdentityOnInboundPorts: 8080, inbound: {server: {http2: {maxConcurrentStreams: 7}}}, requireTLSOnInboundPorts: 80, \
@@ -433,13 +433,13 @@ fn a_configured_security_context_keeps_what_the_redirection_requires() {
     let ids = |case: Case| {
         let injected = case.injected();
         let security = &injected.container(PROXY_CONTAINER)["securityContext"];
-        let of_proxy = ["runAsUser", "runAsGroup"].map(|field| security[field].as_i64());
-        let of_init = ["--proxy-uid", "--proxy-gid"].map(|flag| injected.init_flag(flag)?.parse().ok());
+        let proxy_ids = ["runAsUser", "runAsGroup"].map(|field| security[field].as_i64());
+        let excluded_ids = ["--proxy-uid", "--proxy-gid"].map(|flag| injected.init_flag(flag)?.parse().ok());
         assert_eq!(
-            of_proxy, of_init,
-            "the ids in force are the ones that are not redirected"
+            proxy_ids, excluded_ids,
+            "the init container excludes the user and group of the proxy"
         );
-        of_proxy
+        proxy_ids
     };
     assert_eq!(ids(Case::pod("").values(&values(""))), [Some(3000), Some(6)]);
     let annotated = [(annotation::PROXY_UID, "3001"), (annotation::PROXY_GID, "-1")];
@@ -453,8 +453,8 @@ fn a_configured_security_context_keeps_what_the_redirection_requires() {
         .values("proxy: {securityContext: {runAsGroup: 7}}")
         .injected();
     let security = &only_group.container(PROXY_CONTAINER)["securityContext"];
-    let ids_in_force = ["runAsUser", "runAsGroup"].map(|field| security[field].as_i64());
-    assert_eq!(ids_in_force, [Some(2102), Some(7)]);
+    let proxy_ids = ["runAsUser", "runAsGroup"].map(|field| security[field].as_i64());
+    assert_eq!(proxy_ids, [Some(2102), Some(7)]);
     // Applications can have the same group, and their connections must be redirected.
     assert_eq!(only_group.init_flag("--proxy-gid"), None);
     let same_user = "spec: {containers: [{name: app, securityContext: {runAsUser: 3000}}]}";
@@ -518,7 +518,7 @@ fn traces_have_the_resource_attributes_of_the_workload() {
         plain.env("TRACE_EXTRA_ATTRIBUTES"),
         Some("k8s.pod.ip=$(_pod_ip)\nk8s.pod.uid=$(_pod_uid)\nk8s.container.name=$(_pod_containerName)\nzone=a\n")
     );
-    // Linkerd's chart has the first three in its labels.
+    // Linkerd's chart has the first three attributes in its labels. They are not listed twice.
     let listed = TRACING.replace("{zone: a}", "{zone: a, k8s.pod.uid: $(_pod_uid)}");
     let listed = Case::pod("").values(&listed).injected();
     assert_eq!(

@@ -1,4 +1,4 @@
-//! Probes are rewritten to the proxy's admin port, and restored in manifests.
+//! Tests of probes that are sent to the proxy's admin port, and that are restored in manifests.
 
 use super::*;
 
@@ -11,7 +11,8 @@ fn probed(probe: &str) -> Case {
     ))
 }
 
-fn declared(injected: &Injected) -> Value {
+/// The original probes in the variable of the proxy; null without the variable.
+fn original_probes(injected: &Injected) -> Value {
     injected
         .env("TULLE_PROXY_PROBES")
         .map_or(Value::Null, |text| serde_json::from_str(text).unwrap())
@@ -45,16 +46,16 @@ fn probes_that_a_sidecar_would_break_are_sent_to_the_proxy() {
         }
         expected["httpGet"] = parse("{path: /probes/app/readiness, port: 4191}");
         assert_eq!(injected.container("app")["readinessProbe"], expected, "{probe}");
-        let declared = declared(&injected);
-        assert_eq!(declared.as_array().unwrap().len(), 1, "{probe}");
-        let [container, kind] = ["container", "probe"].map(|key| declared[0][key].as_str());
+        let originals = original_probes(&injected);
+        assert_eq!(originals.as_array().unwrap().len(), 1, "{probe}");
+        let [container, kind] = ["container", "probe"].map(|key| originals[0][key].as_str());
         assert_eq!((container, kind), (Some("app"), Some("readiness")));
         assert_eq!(
-            (&declared[0]["port"], &declared[0]["timeoutSeconds"]),
+            (&originals[0]["port"], &originals[0]["timeoutSeconds"]),
             (&port.into(), &seconds.into()),
             "{probe}"
         );
-        // The kubelet must not expand variables in it.
+        // The kubelet must not expand variables in the JSON.
         assert!(!injected.env("TULLE_PROXY_PROBES").unwrap().contains('$'));
 
         let mut pod = injected.0.clone();
@@ -68,7 +69,7 @@ fn probes_that_a_sidecar_would_break_are_sent_to_the_proxy() {
 }
 
 #[test]
-fn other_probes_stay_with_the_kubelet() {
+fn other_probes_are_not_rewritten() {
     for probe in [
         "{httpGet: {port: 8080, path: /ready}}",
         "{httpGet: {port: 8080, scheme: HTTP}}",
@@ -85,7 +86,7 @@ fn other_probes_stay_with_the_kubelet() {
         let case = probed(probe);
         let injected = case.injected();
         assert_eq!(injected.container("app")["readinessProbe"], parse(probe), "{probe}");
-        assert_eq!(declared(&injected), Value::Null, "{probe}");
+        assert_eq!(original_probes(&injected), Value::Null, "{probe}");
     }
     let tcp = "{tcpSocket: {port: 8080}}";
     let off = [(annotation::REWRITE_PROBES, "false")];
@@ -97,7 +98,7 @@ fn other_probes_stay_with_the_kubelet() {
     ] {
         let injected = case.injected();
         assert_eq!(injected.container("app")["readinessProbe"], parse(tcp));
-        assert_eq!(declared(&injected), Value::Null);
+        assert_eq!(original_probes(&injected), Value::Null);
     }
     let wrong = probed(tcp).annotate(&[(annotation::REWRITE_PROBES, "no")]).outcome();
     assert!(wrong.warnings[0].contains("true or false"), "{:?}", wrong.warnings);
@@ -143,8 +144,8 @@ fn every_kind_of_probe_of_every_container_is_rewritten() {
          /probes/app/liveness"
     );
     assert_eq!(native.container("app")["startupProbe"]["httpGet"]["port"], 5191);
-    assert_eq!(declared(&native).as_array().unwrap().len(), 6);
-    // A sidecar that is not native does not run while init containers start, and would wait for them.
+    assert_eq!(original_probes(&native).as_array().unwrap().len(), 6);
+    // A sidecar that is not native starts after the init containers, so it cannot execute their startup and liveness probes.
     let not_native = Case::pod(ALL_PROBES).annotate(&[NOT_NATIVE]).injected();
     assert_eq!(
         rewritten_paths(&not_native),

@@ -1,4 +1,4 @@
-//! The defaults of the chart. Most are those of Linkerd.
+//! The defaults of the chart. Most are equal to the defaults of Linkerd.
 
 use std::collections::BTreeMap;
 
@@ -184,8 +184,8 @@ impl Default for ProxyInit {
     fn default() -> Self {
         Self {
             iptables_mode: IptablesMode::Nft,
-            // Linkerd skips 4567 and 4568, for Galera. Skipped ports are open to all clients, without any policy; here both ports
-            // are opaque.
+            // Linkerd skips the ports 4567 and 4568 of Galera. Skipped ports are open to all clients without a policy, so here both
+            // ports are opaque instead.
             ignore_inbound_ports: String::new(),
             ignore_outbound_ports: String::new(),
             skip_subnets: String::new(),
@@ -236,5 +236,5 @@ impl Default for DebugContainer {
 
 /// Linkerd's debug image, which values files for Linkerd can name.
 pub(in crate::injection) const LINKERD_DEBUG_IMAGE: &str = "cr.l5d.io/linkerd/debug";
-/// Default version of Linkerd's debug image, which does not have tulle's versions.
+/// Default version of Linkerd's debug image, which has other versions than tulle.
 pub(in crate::injection) const LINKERD_DEBUG_IMAGE_VERSION: &str = "stable-2.14.10";

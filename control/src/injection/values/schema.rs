@@ -23,18 +23,18 @@ pub enum ValuesError {
     InboundMode(String),
 }
 
-/// The values. Names and defaults are those of the chart.
+/// The values of the chart, with the chart's names and defaults.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(default, rename_all = "camelCase")]
 pub struct Values {
     #[serde(deserialize_with = "string_or_scalar")]
     pub linkerd_version: String,
     pub cluster_domain: String,
-    /// CIDRs, comma separated.
+    /// Networks in CIDR notation, separated by commas.
     pub cluster_networks: String,
     #[serde(rename = "identityTrustAnchorsPEM")]
     pub identity_trust_anchors_pem: String,
-    /// The cluster domain when empty; see [`Values::trust_domain`].
+    /// Empty means the cluster domain; see [`Values::trust_domain`].
     pub identity_trust_domain: String,
     pub identity: Identity,
     #[serde(rename = "disableIPv6")]
@@ -63,12 +63,12 @@ pub struct Proxy {
     /// `off` or `insecure`.
     #[serde(rename = "logHTTPHeaders", deserialize_with = "log_http_headers")]
     pub log_http_headers: String,
-    /// `apache` or `json`; no access log when empty.
+    /// `apache` or `json`. Empty means no access log.
     #[serde(deserialize_with = "access_log")]
     pub access_log: String,
     pub ports: Ports,
     pub uid: i64,
-    /// Negative means that of the image.
+    /// Negative means the group of the image.
     pub gid: i64,
     /// Deprecated in favour of `runtime.workers.minimum`.
     #[serde(deserialize_with = "string_or_scalar")]
@@ -102,7 +102,7 @@ pub struct Proxy {
     pub disable_outbound_protocol_detect_timeout: bool,
     pub disable_inbound_protocol_detect_timeout: bool,
     pub control: ControlClient,
-    /// Each parameter becomes a variable.
+    /// Each parameter becomes an environment variable of the proxy.
     pub inbound: ProtocolParameters,
     pub outbound: ProtocolParameters,
     pub liveness_probe: Probe,
@@ -130,10 +130,10 @@ pub struct ProtocolParameters(pub BTreeMap<String, BTreeMap<String, BTreeMap<Str
 #[serde(default, rename_all = "camelCase")]
 pub struct Image {
     pub name: String,
-    /// The version of the mesh when empty.
+    /// Empty means the version of the mesh.
     #[serde(deserialize_with = "string_or_scalar")]
     pub version: String,
-    /// `imagePullPolicy` of the chart when empty.
+    /// Empty means the value `imagePullPolicy`.
     pub pull_policy: String,
 }
 
@@ -323,7 +323,7 @@ pub struct NetworkValidator {
 #[serde(default)]
 pub struct DebugContainer {
     pub image: Image,
-    /// Adds the container if it has an image; set by an annotation.
+    /// Whether the container is added, if it has an image; set by an annotation.
     #[serde(skip)]
     pub enabled: bool,
 }
@@ -353,8 +353,8 @@ impl Values {
         if image.name.is_empty() {
             PROXY_IMAGE.clone_into(&mut image.name);
         }
-        // The user of the security context becomes the proxy's. Its group does not: `proxy.gid` is excluded from redirection, so
-        // other containers that run as the group of the security context would bypass the proxy.
+        // The user of the security context becomes `proxy.uid`. The group does not become `proxy.gid`, because that group is
+        // excluded from redirection: other containers that run as the group of the security context would bypass the proxy.
         let security = values.proxy.security_context.as_ref();
         let user = security.and_then(|security| security.run_as_user);
         values.proxy.uid = user.unwrap_or(values.proxy.uid);
@@ -394,7 +394,7 @@ fn drop_nulls(value: &mut Value) {
     }
 }
 
-/// Accepts a string, number or boolean: YAML parses unquoted numbers and booleans as such.
+/// Accepts a string, number or boolean, because in YAML an unquoted number or boolean is not a string.
 fn string_or_scalar<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
     match Value::deserialize(from)? {
         Value::String(text) => Ok(text),
@@ -454,7 +454,7 @@ impl TryFrom<String> for IptablesMode {
     }
 }
 
-/// Linkerd's chart writes `{}` for unset values. It must not remove a sidecar's protection.
+/// Decodes `{}` as `None`. Linkerd's chart writes `{}` for unset values, which must not remove the default restrictions.
 fn none_if_empty<'de, T, D>(deserializer: D) -> Result<Option<T>, D::Error>
 where
     T: Deserialize<'de> + Default + PartialEq,

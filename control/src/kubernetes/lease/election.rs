@@ -10,15 +10,15 @@ use tokio::time::Instant;
 
 use crate::kubernetes::lease::timing::LeaseTiming;
 
-/// The view of one candidate on one lease.
+/// The knowledge of one candidate about one lease.
 pub(super) struct Election {
     holder: String,
     timing: LeaseTiming,
     /// The last known state of the lease.
     observed: Option<ObservedRecord>,
-    /// When the last successful read or write was sent.
+    /// The time at which the last successful read or write was sent.
     requested_at: Option<Instant>,
-    /// When the last successful renewal was sent. `None` while this candidate is not the holder.
+    /// The time at which the last successful renewal was sent. `None` while this candidate is not the holder.
     renewed_at: Option<Instant>,
 }
 
@@ -35,7 +35,7 @@ pub(super) struct Record {
 
 struct ObservedRecord {
     record: Record,
-    /// From when the record's `duration` is counted.
+    /// The time from which the record's `duration` is counted.
     counted_from: Instant,
 }
 
@@ -43,7 +43,7 @@ struct ObservedRecord {
 pub(super) enum LeaseDecision {
     /// The lease is free, expired, or held by this candidate.
     Acquire,
-    /// Another candidate holds it.
+    /// Another candidate holds the lease.
     Wait,
 }
 
@@ -58,9 +58,9 @@ impl Election {
         }
     }
 
-    /// Records the result of a read that was sent at `asked_at`. `None` if the lease does not exist.
-    pub(super) fn observe(&mut self, record: Option<Record>, asked_at: Instant) -> LeaseDecision {
-        let before = self.requested_at.replace(asked_at);
+    /// Records the result of a read that was sent at `sent_at`; `record` is `None` if the lease does not exist.
+    pub(super) fn observe(&mut self, record: Option<Record>, sent_at: Instant) -> LeaseDecision {
+        let before = self.requested_at.replace(sent_at);
         let Some(record) = record else {
             self.observed = None;
             self.renewed_at = None;
@@ -72,16 +72,16 @@ impl Election {
         if self.observed.as_ref().is_none_or(|seen| seen.record != record) {
             // The holder renewed at some time between the previous request and this read. The wait is counted from the previous
             // request, but never from earlier than one retry interval (with jitter) before this read. A candidate therefore waits
-            // at least `duration` minus one such interval and `TAKEOVER_LEAD_TIME` after the renewal. That is safe: the holder
-            // stops leading `renew_deadline` after it, which is earlier.
-            let earliest = asked_at - self.timing.retry_interval.mul_f64(1.0 + JITTER);
+            // at least `duration` minus one such interval and `TAKEOVER_LEAD_TIME` after the renewal. This is safe, because the
+            // holder stops leading earlier, `renew_deadline` after the renewal.
+            let earliest = sent_at - self.timing.retry_interval.mul_f64(1.0 + JITTER);
             self.observed = Some(ObservedRecord {
                 record,
-                counted_from: before.unwrap_or(asked_at).max(earliest),
+                counted_from: before.unwrap_or(sent_at).max(earliest),
             });
         }
         match self.takeover_at() {
-            Some(free_at) if asked_at < free_at => LeaseDecision::Wait,
+            Some(free_at) if sent_at < free_at => LeaseDecision::Wait,
             _ => LeaseDecision::Acquire,
         }
     }
@@ -100,16 +100,16 @@ impl Election {
         self.leadership_ends_at().is_some_and(|end| now < end)
     }
 
-    /// Returns when leadership ends without another renewal.
+    /// Returns the time at which leadership ends unless the lease is renewed.
     pub(super) fn leadership_ends_at(&self) -> Option<Instant> {
         Some(self.renewed_at? + self.timing.renew_deadline)
     }
 
     /// Returns the time of the next read or renewal, after an attempt at `tried_at`. `spread` is a random number from 0
-    /// to 1 that keeps candidates apart.
+    /// to 1, so that candidates do not send requests at the same time.
     pub(super) fn next_attempt_at(&self, tried_at: Instant, spread: f64) -> Instant {
         if let Some(renewed_at) = self.renewed_at {
-            // After a failed renewal, retries earlier than the regular interval.
+            // A failed renewal is retried after the retry interval, which is shorter than the regular one.
             let regular = renewed_at + self.timing.renew_interval;
             return if regular > tried_at {
                 regular
@@ -124,7 +124,8 @@ impl Election {
         }
     }
 
-    /// Returns when this candidate may take over a lease that another one holds. `None` if it is free or held by this one.
+    /// Returns the time from which this candidate may take over a lease that another candidate holds. `None` if the lease is free or
+    /// held by this candidate.
     fn takeover_at(&self) -> Option<Instant> {
         let seen = self.observed.as_ref()?;
         if seen.record.holder.is_empty() || seen.record.holder == self.holder {
@@ -137,8 +138,8 @@ impl Election {
 /// Maximum share of the retry interval that is added to it at random.
 pub(super) const JITTER: f64 = 0.2;
 
-/// A candidate starts to acquire the lease this long before it expires, because reading and writing it take time. The
-/// holder has already stopped if it could not renew.
+/// Time before the expiry of the lease at which a candidate starts to acquire it, because its requests take time. A holder that
+/// could not renew the lease has already stopped.
 const TAKEOVER_LEAD_TIME: Duration = Duration::from_millis(500);
 
 #[cfg(test)]
@@ -245,7 +246,7 @@ mod tests {
         assert_eq!(
             election.observe(None, gone),
             LeaseDecision::Acquire,
-            "another client deleted it"
+            "another client deleted the lease"
         );
         assert!(!election.is_leading(gone));
     }

@@ -1,9 +1,9 @@
 //! Leader election: of several replicas, the holder of a lease of `coordination.k8s.io/v1` writes.
 //!
-//! [`new_candidate`] returns a task that competes for one lease, and a [`Leadership`] that tells whether it holds the
-//! lease. Writers run only while they are the leader, and are cancelled when that ends. A leader that cannot reach the API server
-//! stops 10 seconds after it sent its last successful renewal (20 seconds with [`LeaseTiming::SPARSE`]). Other candidates acquire
-//! the lease 27 to 30 seconds after its last renewal.
+//! [`new_candidate`] returns a task that competes for one lease, and a [`Leadership`] that reports whether the task holds the
+//! lease. Writers run only while they are the leader, and are cancelled when they lose the lease. A leader that cannot reach the
+//! API server stops 10 seconds after it sent its last successful renewal (20 seconds with [`LeaseTiming::SPARSE`]). Another
+//! candidate acquires the lease 27 to 30 seconds after the last renewal.
 //!
 //! RBAC: `get`, `create` and `update` on `leases` in the namespace of the lease, and `get` on `deployments` there if an
 //! owner is configured.
@@ -31,7 +31,7 @@ use tulle_core::metrics::{Gauge, Labels, Registry};
 use crate::kubernetes::lease::election::{Election, LeaseDecision, Record};
 use crate::kubernetes::lease::timing::LeaseTiming;
 
-/// The lease, and the identity of the candidate.
+/// Settings of one candidate for a lease.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub namespace: String,
@@ -65,7 +65,7 @@ pub struct Candidate {
     lease: Option<Lease>,
     /// Whether the lease had an owner when it last existed.
     had_owner: bool,
-    /// Whether a write was ever sent. It can have been applied even if there was no response.
+    /// Whether a write was ever sent. A write without a response may have been applied.
     has_sent_write: bool,
     role: watch::Sender<Role>,
     gauge: Arc<Gauge>,
@@ -127,7 +127,7 @@ impl Candidate {
             "competing for the lease {namespace}/{name}"
         );
         tokio::select! {
-            // A cancelled request can still succeed, so the release reads the lease again.
+            // A cancelled request may still succeed, so `release` reads the lease again.
             () = drain.signaled() => {}
             () = self.run_election() => {}
         }
@@ -190,13 +190,13 @@ impl Candidate {
     }
 
     async fn read_lease(&mut self) -> Result<LeaseDecision, LeaseError> {
-        let asked_at = Instant::now();
+        let sent_at = Instant::now();
         let lease = match with_timeout(REQUEST_TIMEOUT, self.leases.get(&self.config.name)).await {
             Ok(lease) => Some(lease),
             Err(LeaseError::Api(Error::Api(status))) if status.code == 404 => None,
             Err(err) => return Err(err),
         };
-        let decision = self.election.observe(lease.as_ref().map(record), asked_at);
+        let decision = self.election.observe(lease.as_ref().map(record), sent_at);
         self.store_lease(lease);
         self.update_role();
         Ok(decision)
@@ -293,7 +293,7 @@ impl Candidate {
 
     /// Clears the holder if it is this process, so that the next leader does not have to wait.
     async fn release(&mut self) -> Result<(), LeaseError> {
-        // A write can have been in flight, so the current version has to be read.
+        // A cancelled write may have changed the lease, so its current version is read.
         let Some(mut lease) = self.leases.get_opt(&self.config.name).await? else {
             return Ok(());
         };
@@ -357,8 +357,8 @@ async fn with_timeout<T>(limit: Duration, call: impl Future<Output = Result<T, E
     }
 }
 
-/// Long enough for a slow API server, short enough for two attempts before leadership ends.
+/// Timeout of one request. It permits two attempts before leadership ends, and is long enough for a slow API server.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Maximum delay of a shutdown.
+/// Maximum time for which the release of the lease delays a shutdown.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(2);

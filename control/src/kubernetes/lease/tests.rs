@@ -22,22 +22,22 @@ struct LeaseServer {
     requests: Vec<String>,
     /// Whether the Deployment is deleted.
     uninstalled: bool,
-    /// The client whose requests get no response.
+    /// The holder whose requests get no response.
     cut_off: Option<&'static str>,
-    /// Whether writes are applied and get no response.
+    /// Whether writes are applied but get no response.
     loses_write_responses: bool,
 }
 
 type Shared = Arc<Mutex<LeaseServer>>;
 
-fn client(server: &Shared, of: &'static str) -> Client {
+fn client(server: &Shared, holder: &'static str) -> Client {
     let server = server.clone();
     let service = tower::service_fn(move |req: Request<Body>| {
         let server = server.clone();
         async move {
             let (head, body) = req.into_parts();
             let body = body.collect().await.unwrap().to_bytes();
-            if server.lock().cut_off == Some(of) {
+            if server.lock().cut_off == Some(holder) {
                 std::future::pending::<()>().await;
             }
             let (status, answer) = server.lock().answer(&head.method, head.uri.path(), &body);
@@ -201,7 +201,7 @@ async fn a_leader_without_its_api_server_stops_before_another_starts() {
     wait_until_leader(&mut second).await;
     assert!(cut_at.elapsed() <= Duration::from_secs(30));
     assert!(cut_at.elapsed() >= stopped + Duration::from_secs(10));
-    // After reconnecting, it sees the new leader and stays a follower.
+    // After reconnecting, the former leader sees the new leader and stays a follower.
     server.lock().cut_off = None;
     sleep(Duration::from_secs(60)).await;
     assert!(!first.leadership.is_leader());
@@ -223,7 +223,7 @@ async fn a_lease_deleted_with_its_deployment_is_not_recreated() {
     while first.leadership.changed().await == Role::Leader {}
     sleep(Duration::from_secs(30)).await;
     assert_eq!(server.lock().lease, None);
-    // After a new installation it competes again.
+    // After a new installation the candidate competes again.
     server.lock().uninstalled = false;
     wait_until_leader(&mut first).await;
     first.task.abort();

@@ -1,4 +1,4 @@
-//! Federated Services: one Service for the Services of the same name in several clusters.
+//! Plans federated Services: one Service for the Services of the same name in several clusters.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
@@ -7,7 +7,8 @@ use tulle_core::names::{annotation, label};
 
 use super::inputs::{Inputs, Linked, LocalCluster, Member, MirrorStatus, Plan, Rejection, Step, Write};
 use super::objects::{
-    check, copied_annotations, copied_labels, differs, has_label, known, mirror_ports, new_service, rewritten,
+    check_mirror, copied_annotations, copied_labels, differs, has_label, mirror_ports, new_service, object_version,
+    rewritten,
 };
 use crate::mirror::link::comma_separated;
 use crate::resources::meta::NamespacedName;
@@ -15,7 +16,7 @@ use crate::resources::meta::NamespacedName;
 struct Planner<'a> {
     inputs: &'a Inputs<'a>,
     plan: &'a mut Plan,
-    /// The federated Services that a Service of the member has to be in.
+    /// The federated Services that a Service of the member must join.
     wanted: HashSet<NamespacedName>,
 }
 
@@ -57,7 +58,7 @@ impl Planner<'_> {
                 "a headless Service cannot join a federated Service".to_owned(),
             ));
         }
-        check(self.inputs, self.plan, service, federated)?;
+        check_mirror(self.inputs, self.plan, service, federated)?;
         match self.inputs.local.services.get(federated) {
             Some(existing) if !is_federated(existing) => Err(Rejection::InvalidService(format!(
                 "the Service {federated} exists and is not a federated Service"
@@ -67,16 +68,16 @@ impl Planner<'_> {
     }
 
     fn write_membership(&mut self, name: &NamespacedName, service: &Service, federated: &NamespacedName) {
-        let entry = entry(self.inputs, name);
+        let entry = membership_entry(self.inputs, name);
         let version = service.metadata.resource_version.clone().unwrap_or_default();
         let Some(existing) = self.inputs.local.services.get(federated) else {
-            let memberships = Memberships::default().with(self.inputs, &entry);
+            let memberships = Memberships::default().with_entry(self.inputs, &entry);
             let created = self.federated_service(service, federated, &memberships);
             self.push_federated(federated, Write::PutService(Box::new(created)), Some(version));
             return;
         };
-        let memberships = Memberships::of(existing);
-        let joined = memberships.clone().with(self.inputs, &entry);
+        let memberships = Memberships::from_service(existing);
+        let joined = memberships.clone().with_entry(self.inputs, &entry);
         if is_metadata_source(self.inputs, &joined) {
             let wanted = self.federated_service(service, federated, &joined);
             let is_new_version = self.inputs.rewritten_by.get(federated) != Some(&version);
@@ -89,7 +90,7 @@ impl Planner<'_> {
                 self.push_federated(federated, write, Some(version));
             }
         } else if joined != memberships {
-            let write = Write::PutService(Box::new(joined.written_to(existing)));
+            let write = Write::PutService(Box::new(joined.apply_to(existing)));
             self.push_federated(federated, write, None);
         }
     }
@@ -111,7 +112,7 @@ impl Planner<'_> {
             .iter()
             .filter(|(_, service)| is_federated(service))
         {
-            let before = Memberships::of(service);
+            let before = Memberships::from_service(service);
             let mut after = before.clone();
             let is_wanted = self.wanted.contains(name);
             match self.inputs.member {
@@ -119,12 +120,12 @@ impl Planner<'_> {
                     if !is_wanted {
                         after.local = None;
                     }
-                    after.remote.retain(|entry| !unlinked.contains(cluster_of(entry)));
+                    after.remote.retain(|entry| !unlinked.contains(entry_cluster(entry)));
                 }
                 Member::Linked(Linked { link, .. }) => {
                     let exported = name.name.strip_suffix(SUFFIX).unwrap_or_default();
                     let wanted = format!("{exported}@{}", link.cluster);
-                    let is_ours = |entry: &String| cluster_of(entry) == link.cluster;
+                    let is_ours = |entry: &String| entry_cluster(entry) == link.cluster;
                     after
                         .remote
                         .retain(|entry| !is_ours(entry) || (is_wanted && *entry == wanted));
@@ -134,14 +135,14 @@ impl Planner<'_> {
                 continue;
             }
             let write = match after.is_empty() {
-                true => Write::DeleteService(known(&service.metadata)),
-                false => Write::PutService(Box::new(after.written_to(service))),
+                true => Write::DeleteService(object_version(&service.metadata)),
+                false => Write::PutService(Box::new(after.apply_to(service))),
             };
             self.push_federated(name, write, None);
         }
     }
 
-    /// Adds a step, unless one for the same Service is planned: the next plan will have the rest.
+    /// Adds a step, unless a step for the same Service is already planned. The next plan then contains the change.
     fn push_federated(&mut self, name: &NamespacedName, write: Write, rewritten_by: Option<String>) {
         if self.plan.steps.iter().any(|step| step.name == *name) {
             return;
@@ -154,7 +155,7 @@ impl Planner<'_> {
     }
 }
 
-/// The members of a federated Service, as its annotations have them.
+/// The members of a federated Service, as listed in its annotations.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct Memberships {
     local: Option<String>,
@@ -163,7 +164,7 @@ struct Memberships {
 }
 
 impl Memberships {
-    fn of(service: &Service) -> Self {
+    fn from_service(service: &Service) -> Self {
         let annotations = service.metadata.annotations.as_ref();
         let value = |name: &str| {
             annotations
@@ -177,7 +178,7 @@ impl Memberships {
         }
     }
 
-    fn with(mut self, inputs: &Inputs<'_>, entry: &str) -> Self {
+    fn with_entry(mut self, inputs: &Inputs<'_>, entry: &str) -> Self {
         match inputs.member {
             Member::ThisCluster { .. } => self.local = Some(entry.to_owned()),
             Member::Linked(_) if self.remote.iter().any(|other| other == entry) => {}
@@ -201,7 +202,8 @@ impl Memberships {
         }
     }
 
-    fn written_to(&self, service: &Service) -> Service {
+    /// Returns the Service with these members.
+    fn apply_to(&self, service: &Service) -> Service {
         let mut service = service.clone();
         service.metadata.managed_fields = None;
         self.write_to(service.metadata.annotations.get_or_insert_default());
@@ -209,40 +211,41 @@ impl Memberships {
     }
 }
 
-/// The clusters that federated Services have members of, but that no Link names.
+/// The clusters of members of federated Services that no Link names.
 pub(in crate::mirror) fn clusters_without_link(local: &LocalCluster) -> BTreeSet<String> {
     let federated = local.services.values().filter(|service| is_federated(service));
-    let members = federated.flat_map(|service| Memberships::of(service).remote);
-    let clusters = members.map(|entry| cluster_of(&entry).to_owned());
+    let members = federated.flat_map(|service| Memberships::from_service(service).remote);
+    let clusters = members.map(|entry| entry_cluster(&entry).to_owned());
     clusters
         .filter(|cluster| !local.links.iter().any(|link| link.cluster == *cluster))
         .collect()
 }
 
-/// The value that represents a member of `inputs.member` in the annotations.
-fn entry(inputs: &Inputs<'_>, name: &NamespacedName) -> String {
+/// The entry for a Service of `inputs.member` in the annotations of a federated Service.
+fn membership_entry(inputs: &Inputs<'_>, name: &NamespacedName) -> String {
     match inputs.member {
         Member::ThisCluster { .. } => name.name.to_string(),
         Member::Linked(Linked { link, .. }) => format!("{}@{}", name.name, link.cluster),
     }
 }
 
-fn cluster_of(entry: &str) -> &str {
+fn entry_cluster(entry: &str) -> &str {
     entry.split_once('@').map_or("", |(_, cluster)| cluster)
 }
 
-/// Whether the planned member determines ports and metadata: the local one, or of the others that whose Link is the oldest.
+/// Whether the planned member determines the ports and metadata of the federated Service. This is the local member. If there is no
+/// local member, it is the member with the oldest Link.
 fn is_metadata_source(inputs: &Inputs<'_>, memberships: &Memberships) -> bool {
     let Member::Linked(Linked { link, .. }) = inputs.member else {
         return true;
     };
-    let is_member = |cluster: &str| memberships.remote.iter().any(|entry| cluster_of(entry) == cluster);
+    let is_member = |cluster: &str| memberships.remote.iter().any(|entry| entry_cluster(entry) == cluster);
     let members = inputs.local.links.iter().filter(|other| is_member(&other.cluster));
     let oldest = members.min();
     memberships.local.is_none() && oldest.is_none_or(|oldest| oldest.cluster == link.cluster)
 }
 
-/// Whether the mirror controllers created the Service as a federated one.
+/// Whether the Service is a federated Service that the mirror controllers created.
 fn is_federated(service: &Service) -> bool {
     let metadata = &service.metadata;
     has_label(metadata, label::MIRRORED_SERVICE, "true")

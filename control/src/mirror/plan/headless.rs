@@ -11,15 +11,15 @@ use crate::resources::meta::NamespacedName;
 
 /// The pods of an exported headless Service.
 pub(super) enum Pods {
-    /// The host names of those that are ready. They can be none, if those with a host name are not ready.
+    /// Pods with host names. The set has the host names of ready pods, and is empty if no such pod is ready.
     WithHostNames(BTreeSet<String>),
     WithoutHostNames,
-    /// There is none, so that nothing is known of their host names.
+    /// There is no pod, so it is unknown whether pods have host names.
     None,
 }
 
 impl Pods {
-    pub(super) fn of(endpoints: Option<&Endpoints>) -> Self {
+    pub(super) fn from_endpoints(endpoints: Option<&Endpoints>) -> Self {
         let subsets = || {
             endpoints
                 .into_iter()
@@ -53,9 +53,10 @@ pub(super) fn is_pod_mirror_of(service: &Service, cluster: &str, mirror: &Namesp
     is_mirror_of(&service.metadata, cluster) && has_label(&service.metadata, label::HEADLESS_MIRROR, &mirror.name)
 }
 
-/// The endpoints of a headless mirror: its host names, with the addresses of the mirrors of pods. Those that the cluster has not
-/// assigned yet are left out. They are always ready, because the mirrors of pods have endpoints that are not if the gateway is not.
-pub(super) fn subset(
+/// The endpoints of a headless mirror: the host names of the pods, with the cluster IPs of the pods' mirrors. A pod whose mirror has
+/// no cluster IP yet is left out. The endpoints are always ready: if the gateway is not alive, the endpoints of the pods' mirrors
+/// are not ready.
+pub(super) fn headless_subsets(
     host_names: &BTreeSet<String>,
     ports: Vec<EndpointPort>,
     cluster: &str,
@@ -65,8 +66,8 @@ pub(super) fn subset(
     let address = |host_name: &String| {
         let service = local.services.get(&pod_mirror(host_name, cluster, mirror))?;
         let ip = service.spec.as_ref()?.cluster_ip.clone()?;
-        let is_of_this = is_pod_mirror_of(service, cluster, mirror) && !ip.is_empty();
-        is_of_this.then(|| EndpointAddress {
+        let is_assigned = is_pod_mirror_of(service, cluster, mirror) && !ip.is_empty();
+        is_assigned.then(|| EndpointAddress {
             ip,
             hostname: Some(host_name.clone()),
             ..EndpointAddress::default()

@@ -1,4 +1,4 @@
-//! What a plan is computed from, and its result.
+//! The inputs of a plan, and its result.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::net::IpAddr;
@@ -14,24 +14,24 @@ use crate::resources::meta::NamespacedName;
 /// The objects that a plan is computed from.
 pub(in crate::mirror) struct Inputs<'a> {
     pub(in crate::mirror) member: Member<'a>,
-    /// Services that are members of a federated Service.
+    /// Selects the Services that join a federated Service.
     pub(in crate::mirror) federated_selector: &'a ExportSelector,
     pub(in crate::mirror) excluded_labels: &'a Exclusions,
     pub(in crate::mirror) excluded_annotations: &'a Exclusions,
-    /// The cluster whose Services are exported: the other one, or this one for its members of federated Services.
+    /// The cluster whose Services are exported: the linked cluster, or this cluster for its members of federated Services.
     pub(in crate::mirror) exporting: &'a ExportingCluster,
     pub(in crate::mirror) local: &'a LocalCluster,
     pub(in crate::mirror) may_create_namespaces: bool,
-    /// Whether pods of headless Services get mirrors of their own.
+    /// Whether each pod of a headless Service gets its own mirror.
     pub(in crate::mirror) mirrors_pods: bool,
     /// The version of the member by which each federated Service was last completely rewritten.
     pub(in crate::mirror) rewritten_by: &'a HashMap<NamespacedName, String>,
 }
 
-/// Whose Services are planned.
+/// The cluster whose Services are planned.
 #[derive(Clone, Copy)]
 pub(in crate::mirror) enum Member<'a> {
-    /// Those of this cluster. They only join federated Services.
+    /// This cluster. Its Services only join federated Services.
     ThisCluster {
         /// Clusters that have had no Link for some time. Their memberships are removed.
         unlinked: &'a BTreeSet<String>,
@@ -50,7 +50,7 @@ pub(in crate::mirror) struct Linked<'a> {
 
 #[derive(Clone, Copy)]
 pub(in crate::mirror) struct GatewayState<'a> {
-    /// `None` if no name of the gateway can be resolved. Then the addresses of mirrors stay as they are.
+    /// `None` if no name of the gateway can be resolved. The addresses of mirrors then stay unchanged.
     pub(in crate::mirror) addresses: Option<&'a [IpAddr]>,
     pub(in crate::mirror) is_alive: bool,
 }
@@ -71,8 +71,8 @@ pub(in crate::mirror) struct LocalCluster {
     pub(in crate::mirror) links: Vec<LinkAge>,
 }
 
-/// The age of a Link; the oldest Link is the smallest. Of the members of a federated Service, that with the oldest Link determines
-/// its ports and metadata.
+/// The age of a Link; the oldest Link is the smallest. Among the remote members of a federated Service, the member with the oldest
+/// Link determines its ports and metadata.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(in crate::mirror) struct LinkAge {
     pub(in crate::mirror) created_at: Option<Time>,
@@ -87,29 +87,29 @@ pub(in crate::mirror) struct Plan {
     pub(in crate::mirror) federated: Vec<MirrorStatus>,
 }
 
-/// Writes that are executed in this order. Steps are independent of each other.
+/// Writes that are executed in the order of the list. Steps are independent of each other.
 #[derive(Debug, PartialEq)]
 pub(in crate::mirror) struct Step {
     /// The local Service.
     pub(in crate::mirror) name: NamespacedName,
     pub(in crate::mirror) writes: Vec<Write>,
-    /// For a rewritten federated Service: the version of the member.
+    /// The version of the member by which a federated Service is completely rewritten. `None` for other steps.
     pub(in crate::mirror) rewritten_by: Option<String>,
 }
 
-/// Objects with a resource version replace the one of that version, others are created.
+/// One write. An object with a resource version replaces the stored object of this version; an object without one is created.
 #[derive(Debug, PartialEq)]
 pub(in crate::mirror) enum Write {
     CreateNamespace(Box<Namespace>),
     PutService(Box<Service>),
     PutEndpoints(Box<Endpoints>),
-    DeleteService(Known),
-    DeleteEndpoints(Known),
+    DeleteService(ObjectVersion),
+    DeleteEndpoints(ObjectVersion),
 }
 
 /// An object in the version that the plan was computed from. It is deleted only if it still has this version.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::mirror) struct Known {
+pub(in crate::mirror) struct ObjectVersion {
     pub(in crate::mirror) name: NamespacedName,
     pub(in crate::mirror) uid: Option<String>,
     pub(in crate::mirror) resource_version: Option<String>,
@@ -119,7 +119,7 @@ pub(in crate::mirror) struct Known {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(in crate::mirror) struct MirrorStatus {
     pub(in crate::mirror) exported: NamespacedName,
-    /// The local Service, or why there is none.
+    /// The local Service, or the reason why there is none.
     pub(in crate::mirror) mirror: Result<NamespacedName, Rejection>,
 }
 
@@ -134,7 +134,7 @@ pub(in crate::mirror) enum Rejection {
 }
 
 impl ExportingCluster {
-    /// The Services that can be exported: all but mirrors, because mirrors of mirrors would lead in circles.
+    /// The Services that can be exported. Mirrors are excluded: two linked clusters would mirror each other's mirrors endlessly.
     pub(super) fn exported(&self) -> impl Iterator<Item = (&NamespacedName, &Service)> {
         let services = self.services.iter().map(|(name, service)| (name, &**service));
         services.filter(|(_, service)| {

@@ -1,4 +1,4 @@
-//! Mirrors: a Service of this cluster for each exported Service of another one.
+//! Plans mirrors: a Service of this cluster for each exported Service of another cluster.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::net::IpAddr;
@@ -6,20 +6,23 @@ use std::net::IpAddr;
 use k8s_openapi::api::core::v1::{EndpointAddress, EndpointPort, EndpointSubset, Endpoints, Service};
 use tulle_core::names::{annotation, label};
 
-use super::headless::{self, Pods, is_headless, is_pod_mirror_of, pod_mirror};
+use super::headless::{Pods, headless_subsets, is_headless, is_pod_mirror_of, pod_mirror};
 use super::inputs::{GatewayState, Inputs, Linked, MirrorStatus, Plan, Rejection, Write};
 use super::objects::{
-    PROBE_PORT_NAME, check, check_name_length, contains_all, copied_annotations, copied_labels, differs, is_mirror_of,
-    known, mirror_labels, mirror_ports, new_metadata, new_service, object_name, rewritten,
+    PROBE_PORT_NAME, check_mirror, check_name_length, contains_all, copied_annotations, copied_labels, differs,
+    is_mirror_of, mirror_labels, mirror_ports, new_metadata, new_service, object_name, object_version, rewritten,
 };
 use crate::mirror::link::{Gateway, Link};
 use crate::resources::meta::NamespacedName;
 
+/// How clients reach the endpoints of a mirror.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Mode {
+    /// Through the gateway.
     Gateway,
-    /// Through the gateway too, with a mirror for each pod that has a host name.
+    /// Through the gateway, with its own mirror for each pod that has a host name.
     Headless,
+    /// Directly. The destination service reads the endpoints from the other cluster.
     RemoteDiscovery,
 }
 
@@ -36,7 +39,7 @@ struct Planner<'a> {
     link: &'a Link,
     gateway: GatewayState<'a>,
     plan: &'a mut Plan,
-    /// The local names of all mirrors that have to exist.
+    /// The names of all mirrors that must exist.
     wanted: HashSet<NamespacedName>,
 }
 
@@ -70,7 +73,7 @@ impl Planner<'_> {
             return;
         };
         let mirror = NamespacedName::new(&*name.namespace, format!("{}-{}", name.name, link.cluster));
-        let outcome = check(self.inputs, self.plan, service, &mirror).and_then(|()| {
+        let outcome = check_mirror(self.inputs, self.plan, service, &mirror).and_then(|()| {
             if self.wanted.contains(&mirror) {
                 return Err(Rejection::InvalidService(format!(
                     "the Service {mirror} is the mirror of a pod of a headless Service"
@@ -90,7 +93,7 @@ impl Planner<'_> {
             service,
             mirror: &mirror,
         };
-        let outcome = outcome.and_then(|()| match self.pods(mode, exported)? {
+        let outcome = outcome.and_then(|()| match self.mirrored_host_names(mode, exported)? {
             Some(host_names) => {
                 let pods = self.mirror_pods(exported, &host_names);
                 self.write_mirror(Mode::Headless, exported, &host_names);
@@ -110,23 +113,22 @@ impl Planner<'_> {
         });
     }
 
-    /// The host names of the pods, if they get mirrors of their own.
+    /// The host names of the pods that get their own mirrors. `None` if the pods of this Service get no mirrors.
     ///
-    /// Fails if that is not known, because there was no pod yet.
-    fn pods(&self, mode: Mode, exported: Exported<'_>) -> Result<Option<BTreeSet<String>>, Rejection> {
+    /// Fails if there is no pod yet, so it is unknown whether the pods have host names.
+    fn mirrored_host_names(&self, mode: Mode, exported: Exported<'_>) -> Result<Option<BTreeSet<String>>, Rejection> {
         if mode != Mode::Gateway || !self.inputs.mirrors_pods || !is_headless(exported.service) {
             return Ok(None);
         }
         let endpoints = self.inputs.exporting.endpoints.get(exported.name);
-        match Pods::of(endpoints.map(|endpoints| &**endpoints)) {
+        match Pods::from_endpoints(endpoints.map(|endpoints| &**endpoints)) {
             Pods::WithHostNames(host_names) => Ok(Some(host_names)),
             Pods::WithoutHostNames => Ok(None),
-            // The mirror stays what it is.
+            // An existing mirror stays headless or not headless.
             Pods::None => match self.inputs.local.services.get(exported.mirror) {
                 Some(existing) => Ok(is_headless(existing).then(BTreeSet::new)),
                 None => Err(Rejection::Failed(
-                    "the headless Service has no pods yet, so that it is not known whether they have host names"
-                        .to_owned(),
+                    "the headless Service has no pods yet, so it is unknown whether they have host names".to_owned(),
                 )),
             },
         }
@@ -134,24 +136,24 @@ impl Planner<'_> {
 
     /// Plans the mirror of a Service and its Endpoints.
     fn write_mirror(&mut self, mode: Mode, exported: Exported<'_>, host_names: &BTreeSet<String>) {
-        let mut writes = self.put_service(exported, self.mirror_service(mode, exported));
+        let mut writes = self.service_writes(exported, self.mirror_service(mode, exported));
         writes.extend(match mode {
-            Mode::Gateway => self.put_mirror_endpoints(exported, full_name(exported.name, &self.link.domain)),
-            Mode::Headless => self.put_headless_endpoints(exported, host_names),
-            Mode::RemoteDiscovery => self.delete_endpoints(exported.mirror),
+            Mode::Gateway => self.gateway_endpoints_write(exported, full_name(exported.name, &self.link.domain)),
+            Mode::Headless => self.headless_endpoints_write(exported, host_names),
+            Mode::RemoteDiscovery => self.endpoints_deletion(exported.mirror),
         });
         self.wanted.insert(exported.mirror.clone());
         self.plan.add_step(exported.mirror.clone(), writes);
     }
 
-    /// Plans a mirror for each of these pods. Fails with the first name that is in use.
+    /// Plans a mirror for each of these pods. If a name is already in use, plans the other mirrors and then fails.
     fn mirror_pods(&mut self, exported: Exported<'_>, host_names: &BTreeSet<String>) -> Result<(), Rejection> {
         let mut outcome = Ok(());
         for host_name in host_names {
             let mirror = pod_mirror(host_name, &self.link.cluster, exported.mirror);
-            let free = check_name_length(&mirror).and_then(|()| self.check_pod_mirror(&mirror, exported));
-            if free.is_err() {
-                outcome = outcome.and(free);
+            let checked = check_name_length(&mirror).and_then(|()| self.check_pod_mirror(&mirror, exported));
+            if checked.is_err() {
+                outcome = outcome.and(checked);
                 continue;
             }
             let service = self.pod_mirror_service(host_name, exported, &mirror);
@@ -159,16 +161,16 @@ impl Planner<'_> {
                 mirror: &mirror,
                 ..exported
             };
-            let mut writes = self.put_service(pod, service);
+            let mut writes = self.service_writes(pod, service);
             let remote_name = format!("{host_name}.{}", full_name(exported.name, &self.link.domain));
-            writes.extend(self.put_mirror_endpoints(pod, remote_name));
+            writes.extend(self.gateway_endpoints_write(pod, remote_name));
             self.wanted.insert(mirror.clone());
             self.plan.add_step(mirror, writes);
         }
         outcome
     }
 
-    /// Fails if another Service has the name.
+    /// Fails if another Service has the name of the mirror.
     fn check_pod_mirror(&self, mirror: &NamespacedName, exported: Exported<'_>) -> Result<(), Rejection> {
         let existing = self.inputs.local.services.get(mirror);
         let is_taken =
@@ -237,18 +239,18 @@ impl Planner<'_> {
         service
     }
 
-    /// The writes that make the local Service equal to the wanted one, if it is not.
+    /// The writes that change the local Service to the wanted Service; none if they are equal.
     ///
-    /// Other writers can add labels and annotations. They stay until the exported Service changes: removing them at once could be an
-    /// endless exchange of writes.
-    fn put_service(&self, exported: Exported<'_>, wanted: Service) -> Vec<Write> {
+    /// Other writers can add labels and annotations. These stay until the exported Service changes: if they were removed
+    /// immediately, both writers could change the Service endlessly.
+    fn service_writes(&self, exported: Exported<'_>, wanted: Service) -> Vec<Write> {
         let put = |service| Write::PutService(Box::new(service));
         let Some(existing) = self.inputs.local.services.get(exported.mirror) else {
             return vec![put(wanted)];
         };
-        // A Service that is headless cannot become one that is not.
+        // The API server does not permit to make a headless Service one with a cluster IP, or the reverse.
         if is_headless(existing) != is_headless(&wanted) {
-            return vec![Write::DeleteService(known(&existing.metadata)), put(wanted)];
+            return vec![Write::DeleteService(object_version(&existing.metadata)), put(wanted)];
         }
         match differs(existing, &wanted, exported.service) {
             true => vec![put(rewritten(existing, wanted))],
@@ -256,8 +258,8 @@ impl Planner<'_> {
         }
     }
 
-    /// `remote_name` is the name by which the gateway finds the endpoints.
-    fn put_mirror_endpoints(&self, exported: Exported<'_>, remote_name: String) -> Option<Write> {
+    /// The write of Endpoints with the addresses of the gateway. `remote_name` is the name by which the gateway finds the endpoints.
+    fn gateway_endpoints_write(&self, exported: Exported<'_>, remote_name: String) -> Option<Write> {
         let port = i32::from(self.link.gateway.as_ref()?.port);
         let addresses = self.gateway.addresses?;
         let endpoints = self.inputs.exporting.endpoints.get(exported.name);
@@ -268,17 +270,17 @@ impl Planner<'_> {
             }
             false => Vec::new(),
         };
-        self.put_endpoints_of_mirror(exported, remote_name, subsets)
+        self.mirror_endpoints_write(exported, remote_name, subsets)
     }
 
-    fn put_headless_endpoints(&self, exported: Exported<'_>, host_names: &BTreeSet<String>) -> Option<Write> {
+    fn headless_endpoints_write(&self, exported: Exported<'_>, host_names: &BTreeSet<String>) -> Option<Write> {
         let ports = endpoint_ports(exported.service, |port| port);
         let (cluster, local) = (&self.link.cluster, self.inputs.local);
-        let subsets = headless::subset(host_names, ports, cluster, exported.mirror, local);
-        self.put_endpoints_of_mirror(exported, full_name(exported.name, &self.link.domain), subsets)
+        let subsets = headless_subsets(host_names, ports, cluster, exported.mirror, local);
+        self.mirror_endpoints_write(exported, full_name(exported.name, &self.link.domain), subsets)
     }
 
-    fn put_endpoints_of_mirror(
+    fn mirror_endpoints_write(
         &self,
         exported: Exported<'_>,
         remote_name: String,
@@ -288,11 +290,11 @@ impl Planner<'_> {
         labels.extend(mirror_labels(&self.link.cluster));
         let mut annotations = gateway_annotations(self.link.gateway.as_ref()?);
         annotations.insert(annotation::REMOTE_SERVICE_NAME.to_owned(), remote_name);
-        self.put_endpoints(new_endpoints(exported.mirror, labels, annotations, subsets))
+        self.endpoints_write(new_endpoints(exported.mirror, labels, annotations, subsets))
     }
 
-    /// The Endpoints of the Service through which the gateway is probed. They are always ready, so that it is probed when it is not
-    /// alive.
+    /// Plans the Endpoints of the Service through which the gateway is probed. They are always ready, so that the gateway is also
+    /// probed while it is not alive.
     fn write_probe_endpoints(&mut self, name: &NamespacedName) {
         let link = self.link;
         let (Some(settings), Some(probe), Some(addresses)) = (&link.gateway, &link.probe, self.gateway.addresses)
@@ -311,11 +313,11 @@ impl Planner<'_> {
         let labels = BTreeMap::from([(label::MIRRORED_CLUSTER.to_owned(), link.cluster.clone())]);
         let subset = gateway_subset(addresses, true, vec![port]);
         let endpoints = new_endpoints(name, labels, gateway_annotations(settings), vec![subset]);
-        let write = self.put_endpoints(endpoints);
+        let write = self.endpoints_write(endpoints);
         self.plan.add_step(name.clone(), write.into_iter().collect());
     }
 
-    fn put_endpoints(&self, mut wanted: Endpoints) -> Option<Write> {
+    fn endpoints_write(&self, mut wanted: Endpoints) -> Option<Write> {
         let name = object_name(&wanted.metadata);
         if let Some(existing) = self.inputs.local.endpoints.get(&name) {
             let is_equal = contains_all(&existing.metadata.labels, &wanted.metadata.labels)
@@ -333,9 +335,9 @@ impl Planner<'_> {
         Some(Write::PutEndpoints(Box::new(wanted)))
     }
 
-    fn delete_endpoints(&self, name: &NamespacedName) -> Option<Write> {
+    fn endpoints_deletion(&self, name: &NamespacedName) -> Option<Write> {
         let existing = self.inputs.local.endpoints.get(name)?;
-        Some(Write::DeleteEndpoints(known(&existing.metadata)))
+        Some(Write::DeleteEndpoints(object_version(&existing.metadata)))
     }
 
     fn remove_unwanted(&mut self) {
@@ -346,17 +348,17 @@ impl Planner<'_> {
             if self.wanted.contains(name) {
                 continue;
             }
-            let delete = Write::DeleteService(known(&service.metadata));
-            let writes = std::iter::once(delete).chain(self.delete_endpoints(name));
+            let delete = Write::DeleteService(object_version(&service.metadata));
+            let writes = std::iter::once(delete).chain(self.endpoints_deletion(name));
             steps.push((name.clone(), writes.collect()));
         }
-        // Kubernetes deletes Endpoints after their Service; if they are left over, nothing else deletes them.
+        // Kubernetes deletes Endpoints after their Service. If this did not happen, only this step deletes them.
         for (name, endpoints) in &self.inputs.local.endpoints {
             let is_left_over = is_mirror_of(&endpoints.metadata, &link.cluster)
                 && !self.wanted.contains(name)
                 && !self.inputs.local.services.contains_key(name);
             if is_left_over {
-                steps.push((name.clone(), self.delete_endpoints(name).into_iter().collect()));
+                steps.push((name.clone(), self.endpoints_deletion(name).into_iter().collect()));
             }
         }
         for (name, writes) in steps {
@@ -365,7 +367,7 @@ impl Planner<'_> {
     }
 }
 
-/// The addresses and ports of Endpoints, in comparable form.
+/// The addresses and ports of Endpoints in a form that can be compared.
 fn normalized(endpoints: &Endpoints) -> Vec<impl PartialEq + use<>> {
     let ips = |addresses: &Option<Vec<EndpointAddress>>| -> Vec<(String, Option<String>)> {
         let addresses = addresses.iter().flatten();
@@ -385,12 +387,12 @@ fn normalized(endpoints: &Endpoints) -> Vec<impl PartialEq + use<>> {
     subsets.map(subset).collect()
 }
 
-/// The ports of a Service, each with the number that `number` returns for that of the Service.
-fn endpoint_ports(service: &Service, number: impl Fn(i32) -> i32) -> Vec<EndpointPort> {
+/// The endpoint ports for the ports of a Service. `map_number` converts the number of each port.
+fn endpoint_ports(service: &Service, map_number: impl Fn(i32) -> i32) -> Vec<EndpointPort> {
     let ports = service.spec.iter().flat_map(|spec| spec.ports.iter().flatten());
     let ports = ports.map(|port| EndpointPort {
         name: port.name.clone(),
-        port: number(port.port),
+        port: map_number(port.port),
         protocol: port.protocol.clone(),
         ..EndpointPort::default()
     });

@@ -1,4 +1,5 @@
-//! What has to be written so that the mirrors of a cluster are as its exported Services say. Pure: without requests and clock.
+//! Plans the writes that make the mirrors of a cluster match its exported Services. A plan is a pure function: it sends no requests
+//! and does not read the clock.
 
 pub(super) mod federated;
 mod headless;

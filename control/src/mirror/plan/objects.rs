@@ -1,4 +1,4 @@
-//! Parts of the objects that are written.
+//! Parts of mirrors that are written, and checks of exported Services.
 
 use std::collections::BTreeMap;
 
@@ -6,11 +6,12 @@ use k8s_openapi::api::core::v1::{Namespace, Service, ServicePort, ServiceSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use tulle_core::names::{annotation, label};
 
-use super::inputs::{Inputs, Known, Linked, Member, Plan, Rejection, Write};
+use super::inputs::{Inputs, Linked, Member, ObjectVersion, Plan, Rejection, Write};
 use crate::resources::meta::NamespacedName;
 
-/// Checks an exported Service and the namespace of its mirror.
-pub(super) fn check(
+/// Checks whether an exported Service can have a mirror of this name. Plans the namespace of the mirror if it is missing and may be
+/// created.
+pub(super) fn check_mirror(
     inputs: &Inputs<'_>,
     plan: &mut Plan,
     service: &Service,
@@ -65,7 +66,7 @@ fn create_namespace(inputs: &Inputs<'_>, plan: &mut Plan, name: &str) {
 
 pub(super) fn copied_labels(inputs: &Inputs<'_>, service: &Service) -> BTreeMap<String, String> {
     let mut labels = service.metadata.labels.clone().unwrap_or_default();
-    labels.retain(|name, _| !is_own(name) && !inputs.excluded_labels.contains(name));
+    labels.retain(|name, _| !is_mirror_metadata(name) && !inputs.excluded_labels.contains(name));
     labels
 }
 
@@ -73,22 +74,25 @@ pub(super) fn copied_annotations(inputs: &Inputs<'_>, service: &Service) -> BTre
     let mut annotations = service.metadata.annotations.clone().unwrap_or_default();
     annotations.retain(|name, _| {
         let is_excluded = NEVER_COPIED_ANNOTATIONS.contains(&name.as_str())
-            || is_own(name)
+            || is_mirror_metadata(name)
             || inputs.excluded_annotations.contains(name);
-        // Without it clients would detect a protocol that the workload does not speak first.
+        // The opaque-ports annotation is always copied: without it, clients would wait for protocol detection on ports whose server
+        // speaks first.
         !is_excluded || name == annotation::OPAQUE_PORTS
     });
     annotations
 }
 
-/// Whether a Service has to be rewritten: its ports differ, it lacks a label or annotation or has another value, or it has one that is
-/// not wanted, and that the exported Service has or only the mirror controllers write.
+/// Whether a Service must be rewritten, because
+/// - its ports differ, or
+/// - a wanted label or annotation is missing or has another value, or
+/// - it has an unwanted label or annotation that was copied from the exported Service or that only the mirror controllers write.
 pub(super) fn differs(existing: &Service, wanted: &Service, exported: &Service) -> bool {
     type Map = Option<BTreeMap<String, String>>;
     let is_left_over = |existing: &Map, wanted: &Map, exported: &Map| {
         let has = |map: &Map, name: &str| map.as_ref().is_some_and(|map| map.contains_key(name));
         let mut names = existing.iter().flatten().map(|(name, _)| name);
-        names.any(|name| (is_own(name) || has(exported, name)) && !has(wanted, name))
+        names.any(|name| (is_mirror_metadata(name) || has(exported, name)) && !has(wanted, name))
     };
     let (old, new, source) = (&existing.metadata, &wanted.metadata, &exported.metadata);
     mirror_ports(existing) != mirror_ports(wanted)
@@ -98,7 +102,7 @@ pub(super) fn differs(existing: &Service, wanted: &Service, exported: &Service) 
         || is_left_over(&old.annotations, &new.annotations, &source.annotations)
 }
 
-/// The existing Service with the labels, annotations and ports of the wanted one.
+/// The existing Service with the labels, annotations and ports of the wanted Service.
 pub(super) fn rewritten(existing: &Service, wanted: Service) -> Service {
     let mut service = existing.clone();
     service.metadata.labels = wanted.metadata.labels;
@@ -189,29 +193,29 @@ pub(in crate::mirror) fn object_name(metadata: &ObjectMeta) -> NamespacedName {
     )
 }
 
-/// The version of an object.
-pub(super) fn known(metadata: &ObjectMeta) -> Known {
-    Known {
+/// The current version of an object.
+pub(super) fn object_version(metadata: &ObjectMeta) -> ObjectVersion {
+    ObjectVersion {
         name: object_name(metadata),
         uid: metadata.uid.clone(),
         resource_version: metadata.resource_version.clone(),
     }
 }
 
-/// Whether a label or annotation is one that only the mirror controllers write.
-fn is_own(name: &str) -> bool {
+/// Whether only the mirror controllers write a label or annotation of this name.
+fn is_mirror_metadata(name: &str) -> bool {
     name.starts_with("mirror.linkerd.io/") || name.starts_with("multicluster.linkerd.io/")
 }
 
-/// Annotations of clusters and tools that are wrong on a copy.
+/// Annotations that are never copied, because they apply only to the original in its own cluster.
 const NEVER_COPIED_ANNOTATIONS: [&str; 3] = [
     "service.kubernetes.io/topology-aware-hints",
     "service.kubernetes.io/topology-mode",
     "kubectl.kubernetes.io/last-applied-configuration",
 ];
 
-/// The limit of Kubernetes for names of Services.
+/// Maximum length of the name of a Service.
 const MAX_NAME_LENGTH: usize = 63;
 
-/// The port of the probe Service.
+/// The name of the port of the probe Service.
 pub(in crate::mirror) const PROBE_PORT_NAME: &str = "mc-probe";

@@ -52,7 +52,7 @@ impl Case {
             rewritten_by: HashMap::new(),
         };
         case.local.namespaces.insert("shop".to_owned());
-        case.local.links = vec![age("east", 2)];
+        case.local.links = vec![link_age("east", 2)];
         case
     }
 
@@ -103,7 +103,7 @@ impl Case {
         })
     }
 
-    /// Executes a plan as an API server would, and returns it. A second plan has to be empty.
+    /// Executes a plan as an API server would, and returns it. Asserts that a second plan is empty.
     fn apply(&mut self) -> Plan {
         let planned = self.plan();
         self.execute(&planned);
@@ -160,7 +160,7 @@ impl Case {
         Some(serde_json::to_value(&**endpoints).unwrap())
     }
 
-    /// The members of `shop/web-federated`: the local one, and the others.
+    /// The members of `shop/web-federated`: the local member, and the list of remote members.
     fn members(&self) -> Option<(String, String)> {
         let annotations = self.service("web-federated")?["metadata"]["annotations"].clone();
         let value = |name: &str| annotations[name].as_str().unwrap_or_default().to_owned();
@@ -168,7 +168,7 @@ impl Case {
     }
 }
 
-fn age(cluster: &str, second: i64) -> LinkAge {
+fn link_age(cluster: &str, second: i64) -> LinkAge {
     LinkAge {
         cluster: cluster.to_owned(),
         created_at: Some(Time(k8s_openapi::jiff::Timestamp::from_second(second).unwrap())),
@@ -176,7 +176,7 @@ fn age(cluster: &str, second: i64) -> LinkAge {
     }
 }
 
-/// The only status, as reason and message.
+/// The message of the rejection in the only status.
 fn rejection(statuses: &[MirrorStatus]) -> String {
     assert_eq!(statuses.len(), 1, "{statuses:?}");
     statuses[0].mirror.as_ref().unwrap_err().to_string()
@@ -272,7 +272,8 @@ fn labels_and_annotations_are_copied_except_those_of_tools_and_exclusions() {
         ["config.linkerd.io/opaque-ports", "kept", "retry.linkerd.io/http"]
     );
 
-    // A new exclusion removes what was copied before. What other writers added stays until the exported Service changes.
+    // A new exclusion removes an annotation that was copied before. Annotations of other writers stay until the exported Service
+    // changes.
     let mut foreign = (**case.local.services.values().next().unwrap()).clone();
     foreign
         .metadata
@@ -309,7 +310,7 @@ fn changes_of_the_service_and_of_the_gateway_reach_the_mirror() {
     assert_eq!(
         service["metadata"]["labels"]["app"],
         Value::Null,
-        "the label is removed with that of the exported Service"
+        "the label is removed when the exported Service loses it"
     );
     assert_eq!(
         service["spec"]["ports"],
@@ -322,7 +323,7 @@ fn changes_of_the_service_and_of_the_gateway_reach_the_mirror() {
         json!([{"ip": "192.0.2.9"}, {"ip": "2001:db8::7"}])
     );
 
-    // Without an address, what is written stays.
+    // Without an address of the gateway, the existing Endpoints stay.
     case.addresses.clear();
     let planned = case.plan();
     assert!(planned.steps.is_empty() && planned.mirrors[0].mirror.is_ok());
@@ -377,7 +378,7 @@ fn services_that_cannot_be_mirrored_are_rejected_with_the_cause() {
 }
 
 #[test]
-fn missing_namespaces_are_created_if_that_is_allowed() {
+fn missing_namespaces_are_created_if_the_configuration_permits_it() {
     let labels = json!({"mirror.linkerd.io/exported": "true", "mirror.linkerd.io/federated": "member"});
     let mut case = Case::new().export(labels, json!({"metadata": {"namespace": "new"}}));
     assert!(case.plan().steps.is_empty());
@@ -396,7 +397,7 @@ fn missing_namespaces_are_created_if_that_is_allowed() {
 }
 
 #[test]
-fn mirrors_without_an_exported_service_are_deleted_and_those_of_others_are_not() {
+fn mirrors_without_an_exported_service_are_deleted_and_mirrors_of_other_clusters_are_not() {
     let mut case = Case::new().exported();
     case.apply();
     let mirror = |name: &str, cluster: &str| {
@@ -417,7 +418,7 @@ fn mirrors_without_an_exported_service_are_deleted_and_those_of_others_are_not()
 }
 
 #[test]
-fn the_probe_service_gets_the_gateway_whether_it_is_alive_or_not() {
+fn the_endpoints_of_the_probe_service_are_ready_even_if_the_gateway_is_not_alive() {
     let mut case = Case::new();
     case.is_alive = false;
     case.add_local(json!({"metadata": {"name": "probe-east", "namespace": "multicluster"}}));
@@ -476,7 +477,7 @@ fn members_join_and_leave_a_federated_service() {
     let mut north = Case::new().export(member.clone(), json!({"metadata": {"labels": {"app": "north"}}}));
     north.link.cluster = "north".to_owned();
     north.local = this.local;
-    north.local.links = vec![age("east", 2), age("north", 1)];
+    north.local.links = vec![link_age("east", 2), link_age("north", 1)];
     north.apply();
     assert_eq!(
         north.members(),
@@ -570,7 +571,7 @@ fn a_federated_service_follows_the_member_that_determines_its_metadata() {
     assert_eq!(service["spec"]["ports"][0]["port"], 81);
 }
 
-/// The pods of the exported headless Service, each with its host name.
+/// Sets the pods of the exported headless Service, given by their host names.
 fn set_pods(case: &mut Case, ready: &[&str], not_ready: &[&str]) {
     let addresses = |host_names: &[&str]| -> Value {
         let address = |host_name: &&str| json!({"ip": "10.1.0.1", "hostname": host_name});
@@ -605,7 +606,7 @@ fn apply_all(case: &mut Case) -> Vec<MirrorStatus> {
 }
 
 /// The host names of the mirror's endpoints, and the names of all local Services.
-fn mirrored_pods(case: &Case) -> (Vec<String>, Vec<String>) {
+fn host_names_and_services(case: &Case) -> (Vec<String>, Vec<String>) {
     let endpoints = &case.local.endpoints[&NamespacedName::new("shop", "web-east")];
     let addresses = endpoints.subsets.iter().flatten();
     let addresses = addresses.flat_map(|subset| subset.addresses.iter().flatten());
@@ -617,7 +618,7 @@ fn mirrored_pods(case: &Case) -> (Vec<String>, Vec<String>) {
 }
 
 #[test]
-fn each_pod_with_a_host_name_gets_a_mirror_that_goes_with_it() {
+fn each_pod_with_a_host_name_gets_a_mirror_that_is_deleted_with_the_pod() {
     let mut case = headless();
     set_pods(&mut case, &["db-0", "db-1"], &["db-2"]);
     let statuses = apply_all(&mut case);
@@ -648,7 +649,7 @@ fn each_pod_with_a_host_name_gets_a_mirror_that_goes_with_it() {
         (&address["ip"], &address["hostname"]),
         (&pod["spec"]["clusterIP"], &json!("db-0"))
     );
-    // Clients connect to the mirrors of pods, whose ports are those of the Service.
+    // Clients connect to the mirrors of pods. These have the ports of the exported Service.
     assert_eq!(root["subsets"][0]["ports"][0]["port"], 80);
     for (ready, not_ready) in [
         (&["db-0", "db-1", "db-2"][..], &[][..]),
@@ -657,10 +658,10 @@ fn each_pod_with_a_host_name_gets_a_mirror_that_goes_with_it() {
     ] {
         set_pods(&mut case, ready, not_ready);
         apply_all(&mut case);
-        let (host_names, services) = mirrored_pods(&case);
+        let (host_names, services) = host_names_and_services(&case);
         assert_eq!(host_names, ready);
-        let of_pods = ready.iter().map(|host_name| format!("{host_name}-east"));
-        assert_eq!(services, of_pods.chain(["web-east".to_owned()]).collect::<Vec<_>>());
+        let pod_mirrors = ready.iter().map(|host_name| format!("{host_name}-east"));
+        assert_eq!(services, pod_mirrors.chain(["web-east".to_owned()]).collect::<Vec<_>>());
     }
     // Without pods, the mirror stays headless.
     set_pods(&mut case, &[], &[]);
@@ -686,7 +687,7 @@ fn pods_of_equal_names_in_two_namespaces_are_kept_apart() {
     case.exporting.services.remove(&NamespacedName::new("bank", "web"));
     apply_all(&mut case);
     assert_eq!(
-        mirrored_pods(&case),
+        host_names_and_services(&case),
         (
             vec!["db-0".to_owned()],
             vec!["db-0-east".to_owned(), "web-east".to_owned()]
@@ -696,7 +697,7 @@ fn pods_of_equal_names_in_two_namespaces_are_kept_apart() {
 
 #[test]
 fn a_headless_service_without_host_names_is_mirrored_as_any_other() {
-    // Without pods, the kind is not known yet.
+    // Without pods, it is unknown whether the mirror must be headless.
     let mut case = headless();
     set_pods(&mut case, &[], &[]);
     let planned = case.plan();
@@ -712,7 +713,7 @@ fn a_headless_service_without_host_names_is_mirrored_as_any_other() {
         case.endpoints("web-east").unwrap()["subsets"][0]["ports"][0]["port"],
         4143
     );
-    // Pods with host names replace it by a headless one.
+    // When pods have host names, the mirror is replaced by a headless Service.
     set_pods(&mut case, &["db-0"], &[]);
     apply_all(&mut case);
     assert!(is_headless(&case.local.services[&web]));
@@ -723,7 +724,7 @@ fn a_headless_service_without_host_names_is_mirrored_as_any_other() {
 }
 
 #[test]
-fn the_mirror_of_a_pod_takes_no_name_that_is_in_use() {
+fn the_mirror_of_a_pod_does_not_replace_another_service() {
     let mut case = headless();
     case.add_local(json!({"metadata": {"name": "db-0-east", "namespace": "shop"}, "spec": {}}));
     set_pods(&mut case, &["db-0", "db-1"], &[]);
@@ -733,7 +734,7 @@ fn the_mirror_of_a_pod_takes_no_name_that_is_in_use() {
         cause.contains("shop/db-0-east exists and is not the mirror of a pod"),
         "{cause}"
     );
-    let (host_names, services) = mirrored_pods(&case);
+    let (host_names, services) = host_names_and_services(&case);
     assert_eq!(host_names, ["db-1"]);
     assert_eq!(services, ["db-0-east", "db-1-east", "web-east"]);
     assert!(case.service("db-0-east").unwrap()["metadata"]["labels"].is_null());
