@@ -11,7 +11,7 @@ use std::time::Duration;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tempfile::TempDir;
-use tulle_bench::load::stats::{Counts, Kind, Report};
+use tulle_bench::load::stats::{Counts, Report, ReportKind};
 
 /// A server process. Dropping the value kills it.
 struct Server {
@@ -290,10 +290,10 @@ fn interval_reports_add_up_to_the_total() {
     let reports = reports(&server.addrs[0].to_string(), args);
     let (total, intervals) = reports.split_last().unwrap();
     assert!(
-        intervals.len() >= 3 && intervals.iter().all(|report| report.kind == Kind::Interval),
+        intervals.len() >= 3 && intervals.iter().all(|report| report.kind == ReportKind::Interval),
         "{reports:?}"
     );
-    assert_eq!(total.kind, Kind::Total);
+    assert_eq!(total.kind, ReportKind::Total);
     assert_eq!(
         intervals.iter().map(|report| report.requests).sum::<u64>(),
         total.requests
@@ -340,5 +340,5 @@ fn a_terminated_load_still_reports() {
     kill(Pid::from_raw(process.id() as i32), Signal::SIGINT).unwrap();
     let last: Report = serde_json::from_str(&lines.last().unwrap().unwrap()).unwrap();
     assert!(process.wait().unwrap().success());
-    assert_eq!((last.kind, last.failed), (Kind::Total, 0), "{last}");
+    assert_eq!((last.kind, last.failed), (ReportKind::Total, 0), "{last}");
 }

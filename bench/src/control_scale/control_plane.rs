@@ -21,7 +21,7 @@ pub(super) struct ControlPlane<'a> {
 
 /// CPU time without the thread that answers the liveness probes of this measurement, of which there are fifty a second.
 pub(super) fn cpu_without_probes(process: &Process) -> anyhow::Result<Duration> {
-    process.cpu_without_thread("admin")
+    process.cpu_time_without_thread("admin")
 }
 
 /// The ports of a control plane.

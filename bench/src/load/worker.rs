@@ -37,8 +37,8 @@ impl Client {
         }
     }
 
-    /// A client for another worker, on the same connection if the protocol has streams.
-    pub(super) fn for_another_worker(&self) -> Self {
+    /// Creates a client for another worker. It shares the connection if the protocol has streams.
+    pub(super) fn client_for_next_worker(&self) -> Self {
         match self {
             Self::Http1(client) => Self::Http1(http::Http1::new(client.target().clone())),
             Self::Http2(client) => Self::Http2(client.clone()),
