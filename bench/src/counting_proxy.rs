@@ -15,7 +15,9 @@ use tulle_proxy::app::{App, ProcessContext};
 use tulle_proxy::env;
 
 fn main() -> anyhow::Result<()> {
-    let addr = std::env::args().nth(1).context("the argument with the listen address is missing")?;
+    let addr = std::env::args()
+        .nth(1)
+        .context("the argument with the listen address is missing")?;
     let listener = TcpListener::bind(&addr).with_context(|| format!("listening on {addr}"))?;
     std::thread::spawn(move || write_counts(&listener));
     let config = env::load(|name| std::env::var_os(name)).map_err(|errors| {

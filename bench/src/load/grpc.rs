@@ -54,7 +54,10 @@ pub(super) async fn exchange(client: &Http2) -> Result<ExchangeResponse, Failure
                 }
             }
             Event::Trailers(trailers) => {
-                response.reason = response.reason.take().or_else(|| super::outcome::proxy_reason(&trailers));
+                response.reason = response
+                    .reason
+                    .take()
+                    .or_else(|| super::outcome::proxy_reason(&trailers));
                 status = status.or_else(|| self::grpc_status(&trailers));
             }
         }

@@ -200,7 +200,11 @@ mod tests {
                 status,
                 ..ExchangeResponse::default()
             };
-            assert_eq!((response.succeeded(), &*response.label()), (succeeded, label), "{status:?}");
+            assert_eq!(
+                (response.succeeded(), &*response.label()),
+                (succeeded, label),
+                "{status:?}"
+            );
         }
     }
 

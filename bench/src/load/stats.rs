@@ -301,7 +301,9 @@ mod tests {
         let mut stats = IntervalStats::new();
         stats.record(Duration::from_micros(50), &Err(Failure::Connect("refused".into())));
         assert_eq!(
-            stats.report(ReportKind::Total, Duration::ZERO, Duration::ZERO).latency_us,
+            stats
+                .report(ReportKind::Total, Duration::ZERO, Duration::ZERO)
+                .latency_us,
             None
         );
         stats.record(Duration::from_secs(10), &Err(Failure::Timeout));

@@ -41,7 +41,10 @@ impl Ws {
             },
         };
         let payload = &self.target.payload;
-        socket.send(Message::Binary(payload.clone())).await.map_err(websocket_failure)?;
+        socket
+            .send(Message::Binary(payload.clone()))
+            .await
+            .map_err(websocket_failure)?;
         let echoed = loop {
             match socket.next().await.ok_or(Failure::Closed)?.map_err(websocket_failure)? {
                 Message::Ping(_) | Message::Pong(_) => (),

@@ -37,7 +37,8 @@ pub(super) fn create(dir: &Path) -> anyhow::Result<CertificateFiles> {
 
 fn create_leaf(name: &str, issuer: &Issuer<'_, KeyPair>) -> anyhow::Result<String> {
     let key = KeyPair::generate().with_context(|| format!("creating the key of {name}"))?;
-    let mut params = CertificateParams::new([name.to_owned()]).with_context(|| format!("using {name} as a certificate name"))?;
+    let mut params =
+        CertificateParams::new([name.to_owned()]).with_context(|| format!("using {name} as a certificate name"))?;
     params.distinguished_name.push(DnType::CommonName, name);
     params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
     let certificate = params

@@ -106,7 +106,13 @@ fn markdown(columns: &[Column]) -> String {
     out.push_str(&"---|".repeat(columns.len()));
     out.push('\n');
     for (index, case) in CASES.iter().enumerate() {
-        let _ = write!(out, "| {} | {}{} |", case.section, case.name, intentional_deviation_mark(case.name));
+        let _ = write!(
+            out,
+            "| {} | {}{} |",
+            case.section,
+            case.name,
+            intentional_deviation_mark(case.name)
+        );
         for column in columns {
             let deviation = column
                 .outcomes
@@ -176,7 +182,12 @@ mod tests {
             .collect();
         assert_eq!(rows.len(), CASES.len());
         for (row, case) in rows.iter().zip(CASES) {
-            let ours = format!("| {} | {}{} | ok |", case.section, case.name, intentional_deviation_mark(case.name));
+            let ours = format!(
+                "| {} | {}{} | ok |",
+                case.section,
+                case.name,
+                intentional_deviation_mark(case.name)
+            );
             assert!(row.starts_with(&ours), "{ours:?} is committed as {row:?}");
         }
     }

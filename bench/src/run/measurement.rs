@@ -172,9 +172,11 @@ fn measure_idle_memory(
 ) -> anyhow::Result<Sample> {
     let sides = sidecars.map_or(Vec::new(), Sidecars::sides);
     let memory = ResidentMemory::of(&sides)?;
-    let clients = testbed
-        .client
-        .run(|| (0..N_IDLE_CLIENTS).map(|_| client()).collect::<anyhow::Result<Vec<_>>>())??;
+    let clients = testbed.client.run(|| {
+        (0..N_IDLE_CLIENTS)
+            .map(|_| client())
+            .collect::<anyhow::Result<Vec<_>>>()
+    })??;
     let grown = memory.growth_per_client(&sides, N_IDLE_CLIENTS)?;
     drop(clients);
     Ok(grown)

@@ -94,7 +94,10 @@ impl Process {
         let mut nanos = 0;
         for thread in self.threads()? {
             let is_excluded = |thread_name: String| thread_name.trim_end() == name;
-            if self.read_proc_file(&format!("task/{thread}/comm")).is_ok_and(is_excluded) {
+            if self
+                .read_proc_file(&format!("task/{thread}/comm"))
+                .is_ok_and(is_excluded)
+            {
                 continue;
             }
             // A thread that has ended is not counted. The threads of sidecars do not end.

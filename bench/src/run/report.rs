@@ -149,7 +149,8 @@ impl Report {
 
     pub(super) fn read(path: &Path) -> anyhow::Result<Self> {
         let json = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
-        serde_json::from_slice(&json).with_context(|| format!("{} is not a report of \"tulle-bench run --json\"", path.display()))
+        serde_json::from_slice(&json)
+            .with_context(|| format!("{} is not a report of \"tulle-bench run --json\"", path.display()))
     }
 
     /// The median of a metric.
@@ -273,7 +274,12 @@ impl fmt::Display for Report {
         for line in others {
             for metric in line.metrics.keys() {
                 let row = format!("{}.{}", json_name(line.row), json_name(*metric));
-                writeln!(f, "{row:<36}{:<18}{:>16}", json_name(line.peer), line.format_metric(*metric, 1))?;
+                writeln!(
+                    f,
+                    "{row:<36}{:<18}{:>16}",
+                    json_name(line.peer),
+                    line.format_metric(*metric, 1)
+                )?;
             }
         }
         writeln!(f, "\n{:<34}{:>12}{:>9}  {:<26}", "budget", "tulle", "ratio", "limit")?;

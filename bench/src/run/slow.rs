@@ -39,7 +39,12 @@ pub(super) fn measure(testbed: &Testbed, sidecars: &Sidecars, duration: Duration
         // If the clients fail, the channel closes early, and joining their thread returns the error.
         let n_open = open_rx.iter().take(groups.len()).count();
         let measured = (n_open == groups.len())
-            .then(|| anyhow::Ok((memory.growth_per_client(&sides, N_SLOW_CLIENTS)?, measure_normal_clients()?)))
+            .then(|| {
+                anyhow::Ok((
+                    memory.growth_per_client(&sides, N_SLOW_CLIENTS)?,
+                    measure_normal_clients()?,
+                ))
+            })
             .transpose();
         let mut results = Vec::new();
         for group in groups {

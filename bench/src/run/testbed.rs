@@ -56,7 +56,8 @@ impl Testbed {
     pub(super) fn without_app() -> anyhow::Result<Self> {
         let dir = tempfile::tempdir().context("creating a directory")?;
         // The sidecars run as another user and must be able to read the directory.
-        std::fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).context("making the directory readable for all users")?;
+        std::fs::set_permissions(dir.path(), Permissions::from_mode(0o755))
+            .context("making the directory readable for all users")?;
         let certs = certs::create(dir.path())?;
         for (name, text) in FILES {
             std::fs::write(dir.path().join(name), text).with_context(|| format!("writing {name}"))?;
@@ -68,7 +69,9 @@ impl Testbed {
         // No host has the address of the service. Packets to it need a route, so that they reach the redirect rules.
         client.ip(&format!("route add {SERVICE_IP} dev eth0\n"))?;
         for namespace in [&client, &server] {
-            namespace.run(apply_tcp_settings)?.context("applying the TCP settings")?;
+            namespace
+                .run(apply_tcp_settings)?
+                .context("applying the TCP settings")?;
         }
         Ok(Self {
             _app: None,

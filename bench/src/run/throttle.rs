@@ -73,7 +73,10 @@ mod tests {
     fn without_the_controller_no_group_is_created() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("cpu");
-        let error = Throttle::limit_thread_ids(&root, vec![1], 25).err().unwrap().to_string();
+        let error = Throttle::limit_thread_ids(&root, vec![1], 25)
+            .err()
+            .unwrap()
+            .to_string();
         assert!(error.contains("cgroup v1"), "{error}");
         assert!(!root.exists());
     }

@@ -12,10 +12,7 @@ pub(super) fn sibling_binary(name: &str) -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe().context("finding this program")?;
     let path = own.with_file_name(name);
     if !path.exists() {
-        bail!(
-            "{} is missing; \"./run bench\" builds it",
-            path.display()
-        );
+        bail!("{} is missing; \"./run bench\" builds it", path.display());
     }
     Ok(path)
 }

@@ -168,7 +168,8 @@ impl Proxies<'_> {
             Instrumentation::Callgrind => {
                 let dir = testbed.dir.path().join(callgrind::DUMP_DIR);
                 std::fs::create_dir_all(&dir).with_context(|| format!("making {}", dir.display()))?;
-                chown(&dir, Some(PROXY_UID), Some(PROXY_UID)).context("changing the owner of the directory of callgrind")?;
+                chown(&dir, Some(PROXY_UID), Some(PROXY_UID))
+                    .context("changing the owner of the directory of callgrind")?;
                 let mut command = testbed::command_as_proxy_user(namespace, "valgrind");
                 command.args(callgrind::arguments(&callgrind::dump_path(testbed, side)));
                 command.arg(copy_program(program)?);
@@ -230,7 +231,9 @@ pub(super) fn read_allocations(namespace: &Namespace) -> anyhow::Result<Allocati
         TcpStream::connect(ALLOCATION_COUNTER_ADDR)?.read_to_string(&mut answer)?;
         Ok(answer)
     };
-    let answer = namespace.run(read)?.context("reading the counters of the counting proxy")?;
+    let answer = namespace
+        .run(read)?
+        .context("reading the counters of the counting proxy")?;
     let numbers: Vec<u64> = answer
         .split_whitespace()
         .filter_map(|number| number.parse().ok())
