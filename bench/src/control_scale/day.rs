@@ -1,7 +1,7 @@
 //! The churn of a day, compressed into a few minutes: rollouts, scaling, lost nodes and edits of policies.
 //!
-//! At the end, each subscriber must have the same state as a subscriber of a new process. The control plane must have as much memory
-//! and as many tasks and streams as before the day.
+//! At the end, each subscriber must have the same state as a subscriber of a new process. The control plane must have as much
+//! memory and as many tasks and streams as before the day.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -251,8 +251,8 @@ impl Day {
 
     /// Creates, changes or deletes a policy of a workload.
     ///
-    /// Half of the edits set the Server's protocol. A sixth delete the Server; without a Server, they set the timeout of the route. A
-    /// sixth set the timeout of the route. A twelfth set opaque ports, and a twelfth remove them.
+    /// Half of the edits set the Server's protocol. A sixth delete the Server; without a Server, they set the timeout of the
+    /// route. A sixth set the timeout of the route. A twelfth set opaque ports, and a twelfth remove them.
     async fn edit_policies(&self, workload: &mut Workload, choice: usize) -> anyhow::Result<()> {
         match choice % 6 {
             0..3 => self.apply_server(workload, PROTOCOLS[choice % PROTOCOLS.len()]).await,

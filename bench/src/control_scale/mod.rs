@@ -1,8 +1,8 @@
 //! Scale test of the control plane: many objects on a real API server, many streams, and changes.
 //!
-//! The objects are created on the API server of the kubeconfig. This API server needs no nodes, and should be disposable. The output
-//! has the memory with and without streams, the time until all streams have their first message, and the results of each load, such
-//! as the latency from a write to the subscriber, the CPU time per delivered update, and the slowest liveness probe.
+//! The objects are created on the API server of the kubeconfig. This API server needs no nodes, and should be disposable. The
+//! output has the memory with and without streams, the time until all streams have their first message, and the results of each
+//! load, such as the latency from a write to the subscriber, the CPU time per delivered update, and the slowest liveness probe.
 
 #![allow(clippy::print_stdout)] // the command prints its results
 
@@ -157,7 +157,8 @@ impl LoadKind {
 /// Runs the scale test and prints the results.
 ///
 /// # Errors
-/// Fails if the loads are not possible in this order, if the setup, a connection or a stream fails, or if an update is not delivered.
+/// Fails if the loads are not possible in this order, if the setup, a connection or a stream fails, or if an update is not
+/// delivered.
 pub fn main(args: &Args) -> anyhow::Result<()> {
     args.check()?;
     tokio::runtime::Runtime::new()

@@ -1,6 +1,7 @@
 //! The load generators and their results. Each is a separate program in the client's namespace.
 //!
-//! wrk, h2load and ghz run in a closed loop. Their percentiles do not include the delay that requests on a fixed schedule would have.
+//! wrk, h2load and ghz run in a closed loop. Their percentiles do not include the delay that requests on a fixed schedule would
+//! have.
 
 use std::collections::BTreeMap;
 use std::process::Command;

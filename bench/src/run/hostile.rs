@@ -143,7 +143,8 @@ impl AttackCounters {
         !self.is_over.load(Ordering::Relaxed)
     }
 
-    /// Runs one flood connection until the sidecar closes it or the timeout ends it. Counts the connections that the sidecar closes.
+    /// Runs one flood connection until the sidecar closes it or the timeout ends it. Counts the connections that the sidecar
+    /// closes.
     async fn run_flood(&self, flood: impl Future<Output = anyhow::Result<()>>) {
         let is_closed = matches!(timeout(FLOOD_TIMEOUT, flood).await, Ok(Err(_)));
         if is_closed && self.is_running() {

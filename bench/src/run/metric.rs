@@ -10,8 +10,8 @@ pub(super) type Sample = BTreeMap<Metric, f64>;
 #[serde(rename_all = "snake_case")]
 pub(super) enum Metric {
     RequestsPerSecond,
-    /// Requests per second, in percent of the requests per second that were measured directly before, without the slow clients of the
-    /// row.
+    /// Requests per second, in percent of the requests per second that were measured directly before, without the slow clients of
+    /// the row.
     SpeedPercent,
     P50Us,
     P99Us,

@@ -17,7 +17,8 @@ pub(super) struct Sidecars {
 }
 
 impl Sidecars {
-    /// Starts the sidecars that the setup needs, the server's first. Then installs the redirect rules in the namespaces of the sidecars.
+    /// Starts the sidecars that the setup needs, the server's first. Then installs the redirect rules in the namespaces of the
+    /// sidecars.
     pub(super) fn start(
         testbed: &Testbed,
         setup: &Setup,

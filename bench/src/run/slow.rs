@@ -20,8 +20,8 @@ use super::testbed::{HTTP_PORT, SERVER_IP, SERVICE_IP, Testbed};
 
 /// Measures the memory of the sidecars per slow client, and at the same time the throughput of normal clients.
 ///
-/// The client's sidecar and the server's sidecar have the same number of slow clients. Those of the server's sidecar have no sidecar
-/// themselves. Fails unless each slow client gets a 408 in time.
+/// The client's sidecar and the server's sidecar have the same number of slow clients. Those of the server's sidecar have no
+/// sidecar themselves. Fails unless each slow client gets a 408 in time.
 pub(super) fn measure(testbed: &Testbed, sidecars: &Sidecars, duration: Duration) -> anyhow::Result<Sample> {
     let duration = duration.min(MAX_MEASUREMENT_DURATION);
     let measure_normal_clients = || wrk(testbed, SERVICE_IP, WrkLoad::get(16), duration);
@@ -106,7 +106,8 @@ fn run_slow_clients(
             stream.set_nonblocking(true)?;
             let stream = tokio::net::TcpStream::from_std(stream)?;
             clients.spawn(send_slowly(stream, BYTE_INTERVAL * n / N_SLOW_CLIENTS));
-            // Lets the client send its first bytes. The proxy would treat a silent client as a client of a server-speaks-first protocol.
+            // Lets the client send its first bytes. The proxy would treat a silent client as a client of a server-speaks-first
+            // protocol.
             tokio::task::yield_now().await;
         }
         time::sleep(BYTE_INTERVAL * 2).await;

@@ -126,8 +126,8 @@ impl Testbed {
     }
 }
 
-/// Creates a command that runs a program as the proxy's user, whose traffic is not redirected. Entering the namespace needs root, so
-/// `setpriv` changes the user inside the namespace.
+/// Creates a command that runs a program as the proxy's user, whose traffic is not redirected. Entering the namespace needs root,
+/// so `setpriv` changes the user inside the namespace.
 pub(super) fn command_as_proxy_user(namespace: &Namespace, program: impl AsRef<OsStr>) -> Command {
     let mut command = namespace.command("setpriv");
     command

@@ -1,8 +1,8 @@
 //! Echo servers for tests, the demo and the benchmark.
 //!
 //! On SIGTERM or SIGINT, the listeners close immediately. HTTP connections finish their requests, and TCP connections echo
-//! the bytes that they have read. Connections that are still open after ten seconds are closed. All servers run on one `current_thread`
-//! runtime, so that a server uses at most one core on every machine.
+//! the bytes that they have read. Connections that are still open after ten seconds are closed. All servers run on one
+//! `current_thread` runtime, so that a server uses at most one core on every machine.
 
 mod app;
 mod grpc;

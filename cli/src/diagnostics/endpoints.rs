@@ -113,7 +113,7 @@ fn show(endpoints: &[Endpoint]) -> String {
             endpoint.identity.clone().unwrap_or_else(|| "-".to_owned()),
         ]
     });
-    table::text(&["NAMESPACE", "IP", "PORT", "POD", "SERVICE", "IDENTITY"], rows)
+    table::render(&["NAMESPACE", "IP", "PORT", "POD", "SERVICE", "IDENTITY"], rows)
 }
 
 #[cfg(test)]

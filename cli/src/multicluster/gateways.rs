@@ -84,7 +84,7 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<()>
             latency,
         ]
     });
-    crate::print(&table::text(&["CLUSTER", "ALIVE", "NUM_SVC", "LATENCY"], rows))
+    crate::print(&table::render(&["CLUSTER", "ALIVE", "NUM_SVC", "LATENCY"], rows))
 }
 
 /// Whether the gateway of each cluster responds to probes, as the service mirrors say.

@@ -92,7 +92,7 @@ pub(crate) fn edges(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Ex
             line.extend(golden(&row.golden, output));
             line
         });
-        Ok(table::lines(&titles, lines))
+        Ok(table::render_rows(&titles, lines))
     })
 }
 
@@ -180,7 +180,7 @@ fn with_namespaces<'a>(
         }
         line
     });
-    table::lines(&titles, lines)
+    table::render_rows(&titles, lines)
 }
 
 /// The name of a resource, with its kind if workloads of every kind were queried.

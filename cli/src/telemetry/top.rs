@@ -197,7 +197,7 @@ impl Top {
                 format!("{:.2}%", stats.succeeded as f64 / stats.count as f64 * 100.0),
             ]
         });
-        table::text(&TITLES, rows)
+        table::render(&TITLES, rows)
     }
 }
 
