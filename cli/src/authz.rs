@@ -124,7 +124,7 @@ fn parse_networks<'a>(list: impl Iterator<Item = &'a str>) -> anyhow::Result<Vec
 async fn list(cluster: &Cluster, namespace: Option<&str>, kind: Kind) -> anyhow::Result<Vec<Event>> {
     let info = kind.info();
     let mut found = Vec::new();
-    // The versions are ordered from new to old; the first one that the cluster serves is listed.
+    // `versions` is ordered from new to old, so this uses the newest version that the cluster serves.
     for version in info.versions {
         let resource = ApiResource::from_gvk(&GroupVersionKind::gvk(info.group, version, info.name));
         let api: Api<DynamicObject> = match namespace {
