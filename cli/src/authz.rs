@@ -199,8 +199,9 @@ fn authorization_rows(
     Ok(rows)
 }
 
-/// The ports for which rows are shown: the ports that the pod declares, the port numbers of all Servers of the namespace, and one of
-/// the ports that require an identity. If there is none of these, the result is port 65535, as an example of a port without a Server.
+/// The ports for which rows are shown: the ports that the pod declares, the port numbers of all Servers of the namespace, and one
+/// of the ports that require an identity. If there is none of these, the result is port 65535, as an example of a port without a
+/// Server.
 fn ports_to_show(pod: &Pod, server_ports: &[PortRef]) -> BTreeSet<u16> {
     let numbers = server_ports.iter().filter_map(|port| match port {
         PortRef::Number(number) => Some(*number),

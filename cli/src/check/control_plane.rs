@@ -533,8 +533,8 @@ pub(super) const VALIDATOR_WEBHOOKS: [&str; 2] = [
     "linkerd-policy-validator-webhook-config",
 ];
 
-/// The kinds of the mesh, each with the newest version that the control plane can read. The CustomResourceDefinitions of this version
-/// of tulle serve these versions.
+/// The kinds of the mesh, each with the newest version that the control plane can read. The CustomResourceDefinitions of this
+/// version of tulle serve these versions.
 pub(super) const CRDS: &[(&str, &str)] = &[
     ("authorizationpolicies.policy.linkerd.io", "v1alpha1"),
     ("egressnetworks.policy.linkerd.io", "v1alpha1"),

@@ -183,8 +183,8 @@ fn pods_are_injected(snapshot: &Snapshot) -> CheckResult {
 
 /// Reports the findings of the injector's audit that `pods_are_injected` does not report.
 ///
-/// The injector can read objects that this user cannot read, but its audit runs only every five minutes. Pods that were deleted after
-/// the audit are ignored.
+/// The injector can read objects that this user cannot read, but its audit runs only every five minutes. Pods that were deleted
+/// after the audit are ignored.
 fn audit_is_clean(snapshot: &Snapshot) -> CheckResult {
     let findings = match &snapshot.injection_audit {
         None => return Ok(()),

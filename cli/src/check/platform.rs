@@ -291,6 +291,6 @@ fn is_ready(node: &k8s_openapi::api::core::v1::Node) -> bool {
 
 /// Less than the 20 s by which leaf certificates are back-dated, because the response can be some seconds old.
 const MAX_CLOCK_AHEAD_SECONDS: i64 = 15;
-/// By default, a node that does not renew its lease stays ready for up to 60 s. The `node-monitor-grace-period` is 50 s (40 s before
-/// Kubernetes 1.32). It is checked every 5 s, and counted from the check that saw the last renewal.
+/// By default, a node that does not renew its lease stays ready for up to 60 s. The `node-monitor-grace-period` is 50 s (40 s
+/// before Kubernetes 1.32). It is checked every 5 s, and counted from the check that saw the last renewal.
 const MAX_CLOCK_BEHIND_SECONDS: i64 = 60;

@@ -19,7 +19,8 @@ use super::rundir::{self, FailedRunLogs, RunDir};
 use super::scrape::AdminClient;
 use super::topology::{App, CONTROL_IP, CONTROL_NAMESPACE, OUTSIDE_IP, Topology, Workload};
 
-/// The running mesh. The order of the fields is the order in which they are dropped: processes, then namespaces, then the directory.
+/// The running mesh. The order of the fields is the order in which they are dropped: processes, then namespaces, then the
+/// directory.
 pub(super) struct DemoMesh {
     pub(super) control: RestartableProcess,
     pub(super) sidecars: BTreeMap<String, RestartableProcess>,
@@ -335,8 +336,8 @@ impl ProcessStarter<'_> {
                 self.credentials.token(workload).display().to_string(),
             ),
             ("IDENTITY_LOCAL_NAME", workload.identity.clone()),
-            // Short, so that sidecars soon have certificates of a new issuer. A certificate is valid for longer than an outage of the
-            // control plane.
+            // Short, so that sidecars soon have certificates of a new issuer. A certificate is valid for longer than an outage of
+            // the control plane.
             ("IDENTITY_MIN_REFRESH", "5s".to_owned()),
             ("IDENTITY_MAX_REFRESH", "10s".to_owned()),
         ]

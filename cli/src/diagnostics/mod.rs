@@ -1,7 +1,7 @@
 //! `tulle diagnostics`: sends the queries of a proxy to a running control plane, and prints the responses.
 //!
-//! The command changes nothing. The control plane accepts plaintext only from loopback, so the command reaches its pods through ports
-//! that the API server forwards. Without Kubernetes, the command must run on the machine of the control plane.
+//! The command changes nothing. The control plane accepts plaintext only from loopback, so the command reaches its pods through
+//! ports that the API server forwards. Without Kubernetes, the command must run on the machine of the control plane.
 
 mod context;
 mod endpoints;
