@@ -126,7 +126,7 @@ pub fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Explain(args) => explain::main(args),
         Command::Identity(args) => identity::main(args, cluster),
         Command::Authz(args) => authz::main(args, cluster),
-        Command::Metrics(args) => metrics::proxies(args, cluster),
+        Command::Metrics(args) => metrics::print_proxy_metrics(args, cluster),
         Command::Multicluster(command) => multicluster::main(command, cluster),
         Command::Profile(args) => profile::main(args, cluster),
         Command::Version(args) => version::main(args, cluster),

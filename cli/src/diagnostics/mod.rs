@@ -42,8 +42,8 @@ enum Query {
 /// Sends the query and prints the response.
 pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
     match &args.query {
-        Query::ControllerMetrics => return metrics::controllers(flags),
-        Query::ProxyMetrics(proxies) => return metrics::proxies(proxies, flags),
+        Query::ControllerMetrics => return metrics::print_controller_metrics(flags),
+        Query::ProxyMetrics(proxies) => return metrics::print_proxy_metrics(proxies, flags),
         Query::Endpoints(_) | Query::Profile(_) | Query::Policy(_) => {}
     }
     let query_context = QueryContext {
