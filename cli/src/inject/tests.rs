@@ -287,7 +287,7 @@ spec:
 ";
 
 #[test]
-fn a_second_injection_applies_new_flags_and_versions() {
+fn new_flags_and_versions_apply_to_a_second_injection() {
     let original = object(DEPLOYMENT);
     let mut old = original.clone();
     injection(true).apply(&mut old).unwrap();
