@@ -332,7 +332,7 @@ mod tests {
         object(Kind::Server, name, spec)
     }
 
-    fn table_of(objects: Vec<Object>, pod: KubernetesPod) -> String {
+    fn render_table(objects: Vec<Object>, pod: KubernetesPod) -> String {
         let events = objects.into_iter().map(Event::Applied).collect();
         let rows = authorization_rows(cluster::Config::default(), events, vec![pod]).unwrap();
         table::render(&TITLES, rows)
@@ -372,7 +372,7 @@ ROUTE   SERVER     AUTHORIZATION_POLICY   SERVER_AUTHORIZATION
 *       web-http   everything
 read    web-http   readers
 ";
-        assert_eq!(table_of(objects, pod("web", &[])), expected);
+        assert_eq!(render_table(objects, pod("web", &[])), expected);
     }
 
     #[test]
@@ -383,8 +383,8 @@ ROUTE   SERVER                        AUTHORIZATION_POLICY          SERVER_AUTHO
 *       default:all-unauthenticated   default/all-unauthenticated
 *       web-http                      (nobody)
 ";
-        assert_eq!(table_of(objects, pod("web", &[80, 9000])), expected);
-        let only_default = table_of(Vec::new(), pod("web", &[]));
+        assert_eq!(render_table(objects, pod("web", &[80, 9000])), expected);
+        let only_default = render_table(Vec::new(), pod("web", &[]));
         assert!(only_default.contains("default/all-unauthenticated"), "{only_default}");
         assert_eq!(only_default.lines().count(), 2);
     }
@@ -397,7 +397,7 @@ ROUTE   SERVER                        AUTHORIZATION_POLICY          SERVER_AUTHO
             policy("of-a", target("policy.linkerd.io", "Server", "a")),
             policy("of-b", target("policy.linkerd.io", "Server", "b")),
         ];
-        let shown = table_of(objects, pod("web", &[80]));
+        let shown = render_table(objects, pod("web", &[80]));
         assert!(shown.contains("of-a") && !shown.contains("of-b"), "{shown}");
     }
 
@@ -406,14 +406,14 @@ ROUTE   SERVER                        AUTHORIZATION_POLICY          SERVER_AUTHO
         let mut pod = pod("web", &[80]);
         let key = annotation::REQUIRE_IDENTITY_INBOUND_PORTS.to_owned();
         pod.metadata.annotations = Some([(key, "80-81,9000".to_owned())].into());
-        let table_with_declared_port = table_of(Vec::new(), pod.clone());
+        let table_with_declared_port = render_table(Vec::new(), pod.clone());
         assert!(
             table_with_declared_port.contains("default/all-authenticated"),
             "{table_with_declared_port}"
         );
         let key = annotation::REQUIRE_IDENTITY_INBOUND_PORTS.to_owned();
         pod.metadata.annotations = Some([(key, "9000".to_owned())].into());
-        let shown = table_of(Vec::new(), pod);
+        let shown = render_table(Vec::new(), pod);
         for policy in ["default/all-unauthenticated", "default/all-authenticated"] {
             assert!(shown.contains(policy), "{policy}: {shown}");
         }

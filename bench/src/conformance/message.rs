@@ -36,7 +36,7 @@ impl Message {
         status.and_then(|status| status.parse().ok()).unwrap_or_default()
     }
 
-    pub(super) fn value(&self, name: &str) -> Option<&str> {
+    pub(super) fn field_value(&self, name: &str) -> Option<&str> {
         let line = self.lines.iter().find(|(known, _)| known == name);
         line.map(|(_, value)| value.as_str())
     }
@@ -46,7 +46,7 @@ impl Message {
         wanted.iter().copied().find(|line| match line.strip_prefix('!') {
             Some(absent) => match absent.split_once(": ") {
                 Some((name, value)) => self.lines.iter().any(|(n, v)| n == name && v == value),
-                None => self.value(absent).is_some(),
+                None => self.field_value(absent).is_some(),
             },
             None => {
                 let (name, value) = line.split_once(": ").unwrap_or((line, ""));
@@ -71,9 +71,9 @@ pub(super) fn parse(bytes: &[u8], is_response_to_head: bool, end: StreamEnd) -> 
     let rest = &bytes[head_end..];
     let body = if is_response_to_head || has_no_body(&message) {
         Some(Body::default())
-    } else if message.value("transfer-encoding").is_some() {
+    } else if message.field_value("transfer-encoding").is_some() {
         parse_chunked_body(rest)
-    } else if let Some(length) = message.value("content-length") {
+    } else if let Some(length) = message.field_value("content-length") {
         let length = length.parse().ok()?;
         rest.get(..length).map(unframed_body)
     } else if message.first_line.starts_with("HTTP/") {

@@ -95,7 +95,8 @@ pub(super) async fn gauges(metrics_port: u16) -> anyhow::Result<BTreeMap<&'stati
     Ok(LEAK_GAUGES.map(sum).into_iter().collect())
 }
 
-/// Fails with the first differences if the states of the subscribers (`followed`) differ from those of a new process (`new`).
+/// Compares the states of subscribers (`followed`) with the states that a new process sends (`new`). The error contains the first
+/// differences.
 pub(super) fn check_states_equal(
     followed: &BTreeMap<Subscription, ReceivedState>,
     new: &BTreeMap<Subscription, ReceivedState>,
@@ -110,7 +111,7 @@ pub(super) fn check_states_equal(
     });
     ensure!(
         differing.is_empty(),
-        "{} of {} subscribers have another state than those of a new process, such as\n{}",
+        "{} of {} subscribers have another state than the subscribers of a new process, such as\n{}",
         differing.len(),
         followed.len(),
         examples.collect::<String>()

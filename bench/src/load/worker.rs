@@ -87,7 +87,7 @@ pub(super) async fn run_worker(mut context: ThreadContext, mut client: Client) -
         if due > Instant::now() {
             tokio::select! {
                 biased;
-                waited = timer.until(due) => waited?,
+                waited = timer.sleep_until(due) => waited?,
                 // A request that is not due before the end is not part of the run.
                 _ = context.stopped_at.wait_for(Option::is_some) => return Ok(()),
             }
@@ -113,7 +113,7 @@ pub(super) async fn run_worker(mut context: ThreadContext, mut client: Client) -
             let pause = mean.mul_f64(exponential(&mut random));
             tokio::select! {
                 biased;
-                waited = timer.until(Instant::now() + pause) => waited?,
+                waited = timer.sleep_until(Instant::now() + pause) => waited?,
                 _ = context.stopped_at.wait_for(Option::is_some) => {}
             }
         }

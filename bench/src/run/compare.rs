@@ -128,7 +128,7 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
             measure_http1_loads(args, workers, &running, &mut samples)?;
         }
     }
-    for rows in rows::groups(&args.rows) {
+    for rows in rows::group_by_setup(&args.rows) {
         let running = start(args, &testbeds, &rows[0].setup())?;
         for repeat in 0..args.repeats {
             eprintln!("{rows:?}, repeat {} of {}", repeat + 1, args.repeats);
@@ -225,7 +225,7 @@ fn measure_http1_loads(
                 let (testbed, _) = &running[0];
                 let closed_loop = WrkLoad {
                     reconnect,
-                    ..WrkLoad::get(connections)
+                    ..WrkLoad::get_requests(connections)
                 };
                 let capacity = generators::wrk(testbed, SERVICE_IP, closed_loop, CALIBRATION_DURATION)?;
                 let rate = capacity.requests as f64 / capacity.seconds * RATE_FRACTION;
@@ -309,7 +309,8 @@ fn markdown(builds: &[String], samples: &Samples) -> String {
             let mut row = String::new();
             for metric in COMPARED_METRICS {
                 let pairs = samples_by_build[0].iter().zip(&samples_by_build[n]);
-                let ratios = Quartiles::of(pairs.map(|(first, other)| metric(other) / metric(first)).collect());
+                let ratios =
+                    Quartiles::from_values(pairs.map(|(first, other)| metric(other) / metric(first)).collect());
                 higher += u32::from(ratios.lower >= MIN_NOTABLE_RATIO);
                 lower += u32::from(ratios.upper <= 1.0 / MIN_NOTABLE_RATIO);
                 let mark = if ratios.lower >= MIN_NOTABLE_RATIO {
@@ -377,7 +378,7 @@ struct Quartiles {
 }
 
 impl Quartiles {
-    fn of(mut values: Vec<f64>) -> Self {
+    fn from_values(mut values: Vec<f64>) -> Self {
         values.sort_by(f64::total_cmp);
         let at = |fraction: f64| {
             let position = (values.len() - 1) as f64 * fraction;
@@ -454,8 +455,8 @@ mod tests {
 
     #[test]
     fn quartiles_are_interpolated() {
-        let quartiles = Quartiles::of(vec![4.0, 1.0, 2.0, 3.0]);
+        let quartiles = Quartiles::from_values(vec![4.0, 1.0, 2.0, 3.0]);
         assert_eq!((quartiles.lower, quartiles.median, quartiles.upper), (1.75, 2.5, 3.25));
-        assert_eq!(Quartiles::of(vec![7.0]).median, 7.0);
+        assert_eq!(Quartiles::from_values(vec![7.0]).median, 7.0);
     }
 }

@@ -47,7 +47,7 @@ fn run_cases(peer: Peer) -> anyhow::Result<Vec<Outcome>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     runtime.context("starting a runtime")?.block_on(async {
         let listening = || -> std::io::Result<TcpListener> {
-            let listener = TcpListener::bind(addr(SERVER_IP)?)?;
+            let listener = TcpListener::bind(http_port_addr(SERVER_IP)?)?;
             listener.set_nonblocking(true).map(|()| listener)
         };
         let listener = testbed
@@ -69,14 +69,14 @@ fn run_cases(peer: Peer) -> anyhow::Result<Vec<Outcome>> {
 /// accepts the connection.
 async fn dial(testbed: &Testbed) -> anyhow::Result<tokio::net::TcpStream> {
     let dialing = || -> std::io::Result<TcpStream> {
-        let stream = TcpStream::connect(addr(SERVICE_IP)?)?;
+        let stream = TcpStream::connect(http_port_addr(SERVICE_IP)?)?;
         stream.set_nonblocking(true).map(|()| stream)
     };
     let stream = testbed.client.run(dialing)?.context("dialling the service")?;
     Ok(tokio::net::TcpStream::from_std(stream)?)
 }
 
-fn addr(host: &str) -> std::io::Result<SocketAddr> {
+fn http_port_addr(host: &str) -> std::io::Result<SocketAddr> {
     let ip = host.parse().map_err(std::io::Error::other)?;
     Ok(SocketAddr::new(ip, HTTP_PORT))
 }

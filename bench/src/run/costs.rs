@@ -338,7 +338,7 @@ impl CostRun<'_> {
         dump(self.testbed, self.sidecars, before)?;
         (self.send_requests)(self.testbed, SERVICE_IP, self.requests)?;
         let [mut client, mut server] =
-            dump(self.testbed, self.sidecars, after)?.map(|counts| Cost::of(counts, self.requests));
+            dump(self.testbed, self.sidecars, after)?.map(|counts| Cost::per_request(counts, self.requests));
         for (tap, cost) in taps.iter().zip([&mut client, &mut server]) {
             cost.tapped_requests = tap.events() as f64 / EVENTS_PER_REQUEST;
             ensure!(cost.tapped_requests > 0.0, "a tap received no event");
@@ -367,7 +367,7 @@ fn dump(testbed: &Testbed, sidecars: &Sidecars, number: u32) -> anyhow::Result<[
 }
 
 impl Cost {
-    fn of(counts: Counts, requests: u32) -> Self {
+    fn per_request(counts: Counts, requests: u32) -> Self {
         let per_request = |n: u64| n as f64 / f64::from(requests);
         let functions: BTreeMap<String, f64> = counts
             .functions
@@ -504,7 +504,7 @@ mod tests {
                 .into(),
             allocations: [("a", 4550), ("b", 50)].map(|(name, n)| (name.to_owned(), n)).into(),
         };
-        let cost = Cost::of(counts, MEASURED_REQUESTS);
+        let cost = Cost::per_request(counts, MEASURED_REQUESTS);
         assert_eq!(
             (cost.instructions, cost.allocations, cost.observability_instructions),
             (10.0, 9.2, 3.0)

@@ -36,7 +36,7 @@ pub(super) struct WrkLoad {
 
 impl WrkLoad {
     /// GET requests on this number of connections.
-    pub(super) fn get(connections: u32) -> Self {
+    pub(super) fn get_requests(connections: u32) -> Self {
         Self {
             connections,
             body: 0,

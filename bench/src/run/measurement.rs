@@ -24,7 +24,7 @@ pub(super) fn warm_up(testbed: &Testbed, sidecars: Option<&Sidecars>, setup: &Se
         Traffic::Http1 => wrk(
             testbed,
             host,
-            WrkLoad::get(if setup.workers > 1 { 64 } else { 1 }),
+            WrkLoad::get_requests(if setup.workers > 1 { 64 } else { 1 }),
             WARM_UP_DURATION,
         )?,
         Traffic::Http2 => ghz(testbed, host, WARM_UP_DURATION)?,
@@ -54,14 +54,14 @@ pub(super) fn measure(
     let post = |connections, body| {
         let load = WrkLoad {
             body,
-            ..WrkLoad::get(connections)
+            ..WrkLoad::get_requests(connections)
         };
         http1(load).map(|sample| add_throughput(sample, body as u64))
     };
     let bench_load_sample = |load| measure_load(sidecars, || bench_load(testbed, host, load, duration));
     match row {
-        Scenario::HttpC1 => http1(WrkLoad::get(1)),
-        Scenario::HttpC16 => http1(WrkLoad::get(16)),
+        Scenario::HttpC1 => http1(WrkLoad::get_requests(1)),
+        Scenario::HttpC16 => http1(WrkLoad::get_requests(16)),
         Scenario::HttpC64
         | Scenario::OutboundOnly
         | Scenario::InboundOnly
@@ -70,13 +70,13 @@ pub(super) fn measure(
         | Scenario::Rewritten
         | Scenario::Profiled
         | Scenario::OneWorker
-        | Scenario::TwoWorkers => http1(WrkLoad::get(64)),
+        | Scenario::TwoWorkers => http1(WrkLoad::get_requests(64)),
         Scenario::Post1Kib => post(16, 1 << 10),
         Scenario::Post32Kib => post(16, 32 << 10),
         Scenario::Post1Mib => post(4, 1 << 20),
         Scenario::NewHttp => http1(WrkLoad {
             reconnect: true,
-            ..WrkLoad::get(16)
+            ..WrkLoad::get_requests(16)
         }),
         Scenario::Http2 => measure_load(sidecars, || h2load(testbed, host, duration)),
         Scenario::Grpc => measure_load(sidecars, || ghz(testbed, host, duration)),
@@ -107,7 +107,7 @@ pub(super) fn measure_load(
     let usage = || {
         sides
             .iter()
-            .map(|(_, process)| ResourceUsage::of(process))
+            .map(|(_, process)| ResourceUsage::read(process))
             .collect::<anyhow::Result<Vec<_>>>()
     };
     let before = usage()?;
@@ -146,7 +146,7 @@ struct ResourceUsage {
 }
 
 impl ResourceUsage {
-    fn of(process: &Process) -> anyhow::Result<Self> {
+    fn read(process: &Process) -> anyhow::Result<Self> {
         Ok(Self {
             cpu: process.cpu_time()?,
             ticks: process.cpu_ticks()?,
@@ -171,7 +171,7 @@ fn measure_idle_memory(
     client: impl Fn() -> anyhow::Result<TcpStream> + Send + Sync,
 ) -> anyhow::Result<Sample> {
     let sides = sidecars.map_or(Vec::new(), Sidecars::sides);
-    let memory = ResidentMemory::of(&sides)?;
+    let memory = ResidentMemory::read(&sides)?;
     let clients = testbed.client.run(|| {
         (0..N_IDLE_CLIENTS)
             .map(|_| client())
@@ -191,7 +191,7 @@ fn measure_allocations(testbed: &Testbed, duration: Duration) -> anyhow::Result<
         ))
     };
     let before = count()?;
-    let load_result = wrk(testbed, SERVICE_IP, WrkLoad::get(64), duration)?;
+    let load_result = wrk(testbed, SERVICE_IP, WrkLoad::get_requests(64), duration)?;
     let after = count()?;
     let per_request = |before, after| (after - before) as f64 / load_result.requests as f64;
     Ok(Sample::from([

@@ -8,14 +8,14 @@ use super::setup::Side;
 pub(super) struct ResidentMemory(Vec<u64>);
 
 impl ResidentMemory {
-    pub(super) fn of(sides: &[(Side, &Process)]) -> anyhow::Result<Self> {
+    pub(super) fn read(sides: &[(Side, &Process)]) -> anyhow::Result<Self> {
         let rss = sides.iter().map(|(_, process)| process.rss_kib());
         rss.collect::<anyhow::Result<_>>().map(Self)
     }
 
     /// Growth of the resident memory since `self` was read, per client.
     pub(super) fn growth_per_client(&self, sides: &[(Side, &Process)], clients: u32) -> anyhow::Result<Sample> {
-        let now = Self::of(sides)?;
+        let now = Self::read(sides)?;
         let pairs = sides.iter().zip(self.0.iter().zip(now.0));
         let growth = pairs.map(|((side, _), (before, now))| {
             let metric = match side {

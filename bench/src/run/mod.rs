@@ -113,7 +113,7 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
     let mut results = Results::new(peer::versions(&args.peers)?);
     let mut n_skipped = 0;
     for repeat in 1..=args.repeats {
-        for group in rows::groups(&args.rows) {
+        for group in rows::group_by_setup(&args.rows) {
             eprintln!("repeat {repeat} of {}: {group:?}", args.repeats);
             n_skipped += measure(&testbeds, &group, args.duration, &mut results)?;
         }

@@ -171,7 +171,7 @@ fn summarize(samples: &[Sample]) -> BTreeMap<Metric, MetricSummary> {
     }
     values
         .into_iter()
-        .filter_map(|(metric, values)| Some((metric, MetricSummary::of(values)?)))
+        .filter_map(|(metric, values)| Some((metric, MetricSummary::from_values(values)?)))
         .collect()
 }
 
@@ -190,7 +190,7 @@ impl TableRow {
 }
 
 impl MetricSummary {
-    fn of(mut values: Vec<f64>) -> Option<Self> {
+    fn from_values(mut values: Vec<f64>) -> Option<Self> {
         values.sort_by(f64::total_cmp);
         let (min, max, n) = (*values.first()?, *values.last()?, values.len());
         let median = (values[(n - 1) / 2] + values[n / 2]) / 2.0;
@@ -214,10 +214,10 @@ fn check_budget(lines: &[TableRow], budget: &Budget) -> BudgetCheck {
         Reference::Scenario(row) => median(lines, row, Peer::Tulle, budget.metric),
     });
     let (ratio, result) = match (value, reference) {
-        (Some(value), None) => (None, BudgetResult::of(budget.holds(value, None))),
+        (Some(value), None) => (None, BudgetResult::pass_or_fail(budget.holds(value, None))),
         (Some(value), Some(Some(reference))) => (
             Some(value / reference),
-            BudgetResult::of(budget.holds(value, Some(reference))),
+            BudgetResult::pass_or_fail(budget.holds(value, Some(reference))),
         ),
         (None, _) | (_, Some(None)) => (None, BudgetResult::Skipped),
     };
@@ -232,7 +232,7 @@ fn check_budget(lines: &[TableRow], budget: &Budget) -> BudgetCheck {
 }
 
 impl BudgetResult {
-    fn of(holds: bool) -> Self {
+    fn pass_or_fail(holds: bool) -> Self {
         if holds { Self::Pass } else { Self::Fail }
     }
 }
@@ -331,7 +331,7 @@ mod tests {
 
     #[test]
     fn the_median_of_an_even_number_of_values_is_the_mean_of_the_middle_two() {
-        let summary = MetricSummary::of(vec![9.0, 1.0, 2.0]).unwrap();
+        let summary = MetricSummary::from_values(vec![9.0, 1.0, 2.0]).unwrap();
         assert_eq!(
             summary,
             MetricSummary {
@@ -342,8 +342,11 @@ mod tests {
             }
         );
         assert_eq!(summary.spread(), 400.0);
-        assert_eq!(MetricSummary::of(vec![4.0, 1.0, 2.0, 3.0]).unwrap().median, 2.5);
-        assert_eq!(MetricSummary::of(vec![]), None);
+        assert_eq!(
+            MetricSummary::from_values(vec![4.0, 1.0, 2.0, 3.0]).unwrap().median,
+            2.5
+        );
+        assert_eq!(MetricSummary::from_values(vec![]), None);
     }
 
     #[test]

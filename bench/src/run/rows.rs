@@ -192,7 +192,7 @@ impl Scenario {
 }
 
 /// Groups the scenarios by the sidecars that they share, in order.
-pub(super) fn groups(rows: &[Scenario]) -> Vec<Vec<Scenario>> {
+pub(super) fn group_by_setup(rows: &[Scenario]) -> Vec<Vec<Scenario>> {
     let mut rows = rows.to_vec();
     rows.sort_unstable();
     rows.dedup();

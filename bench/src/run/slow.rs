@@ -24,10 +24,10 @@ use super::testbed::{HTTP_PORT, SERVER_IP, SERVICE_IP, Testbed};
 /// sidecar themselves. Fails unless each slow client gets a 408 in time.
 pub(super) fn measure(testbed: &Testbed, sidecars: &Sidecars, duration: Duration) -> anyhow::Result<Sample> {
     let duration = duration.min(MAX_MEASUREMENT_DURATION);
-    let measure_normal_clients = || wrk(testbed, SERVICE_IP, WrkLoad::get(16), duration);
+    let measure_normal_clients = || wrk(testbed, SERVICE_IP, WrkLoad::get_requests(16), duration);
     let alone = measure_normal_clients()?;
     let sides = sidecars.sides();
-    let memory = ResidentMemory::of(&sides)?;
+    let memory = ResidentMemory::read(&sides)?;
     let (open_tx, open_rx) = mpsc::channel();
     let (under_load, memory_growth, results) = std::thread::scope(|scope| {
         let groups = [(&testbed.client, SERVICE_IP), (&testbed.control, SERVER_IP)];

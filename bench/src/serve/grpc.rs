@@ -40,16 +40,16 @@ pub(super) async fn call(service: &Service, req: Request<Incoming>) -> Response<
 
 /// Answers a health check.
 pub(super) async fn health(req: Request<Incoming>) -> Response<Body> {
-    match HealthServer::new(Healthy).call(req).await {
+    match HealthServer::new(HealthService).call(req).await {
         Ok(rsp) => rsp,
         Err(never) => match never {},
     }
 }
 
-struct Healthy;
+struct HealthService;
 
 #[tonic::async_trait]
-impl Health for Healthy {
+impl Health for HealthService {
     async fn check(
         &self,
         _: tonic::Request<HealthCheckRequest>,

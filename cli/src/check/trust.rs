@@ -258,9 +258,13 @@ fn check_remaining_lifetime(snapshot: &Snapshot, certs: &[Certificate], authorit
 
 fn validity_problem(cert: &Certificate, now: i64) -> Option<String> {
     if now < cert.not_before {
-        Some(format!("{} is not valid before {}", cert.name, date(cert.not_before)))
+        Some(format!(
+            "{} is not valid before {}",
+            cert.name,
+            format_date(cert.not_before)
+        ))
     } else if now > cert.not_after {
-        Some(format!("{} expired on {}", cert.name, date(cert.not_after)))
+        Some(format!("{} expired on {}", cert.name, format_date(cert.not_after)))
     } else {
         None
     }
@@ -269,11 +273,15 @@ fn validity_problem(cert: &Certificate, now: i64) -> Option<String> {
 fn expiry_warning(cert: &Certificate, now: i64) -> Option<String> {
     (cert.not_after < now + EXPIRY_WARNING_SECONDS).then(|| {
         let days = (cert.not_after - now).max(0) / DAY_SECONDS;
-        format!("{} expires on {}, in {days} days", cert.name, date(cert.not_after))
+        format!(
+            "{} expires on {}, in {days} days",
+            cert.name,
+            format_date(cert.not_after)
+        )
     })
 }
 
-fn date(seconds: i64) -> String {
+fn format_date(seconds: i64) -> String {
     let format = time::format_description::well_known::Rfc3339;
     let time = time::OffsetDateTime::from_unix_timestamp(seconds).ok();
     time.and_then(|time| time.format(&format).ok())

@@ -391,7 +391,7 @@ struct Binaries {
 }
 
 impl Binaries {
-    /// Links or copies the binaries beside this program.
+    /// Links or copies the binaries from the directory of this program.
     fn install(into: &Path) -> anyhow::Result<Self> {
         let own = std::env::current_exe().context("finding this program")?;
         let program_dir = own.parent().context("finding the directory of this program")?;

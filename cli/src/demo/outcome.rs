@@ -47,7 +47,7 @@ impl<'a> Outcome<'a> {
         }
     }
 
-    pub(super) fn json(&self) -> String {
+    pub(super) fn to_json(&self) -> String {
         let mut text = serde_json::to_string_pretty(self).expect("all keys are strings");
         text.push('\n');
         text
@@ -68,7 +68,7 @@ mod tests {
             .collect();
         let problems = ["something is off".to_owned()];
         let json: serde_json::Value =
-            serde_json::from_str(&Outcome::new(30.0, "peak-ewma", &rows, &[], &problems).json()).unwrap();
+            serde_json::from_str(&Outcome::new(30.0, "peak-ewma", &rows, &[], &problems).to_json()).unwrap();
         assert_eq!(json["edges"][0]["client"], "load");
         assert_eq!(json["edges"][0]["protocol"], "HTTP/1");
         assert_eq!(json["edges"][0]["latency_ms"]["p99"], 3.0);

@@ -26,7 +26,7 @@ use super::options::{Args, Balancer, Output};
 use super::outcome::Outcome;
 use super::rows::{self, Row, Scrapes};
 use super::rundir::{FailedRunLogs, RunDir};
-use super::state::{Demo, clock};
+use super::state::{Demo, format_clock};
 use super::table::{self, View};
 use super::topology::App;
 use crate::screen::Screen;
@@ -170,7 +170,7 @@ impl Demo {
             Balancer::PeakEwma => "peak-ewma",
             Balancer::RoundRobin => "round-robin",
         };
-        let json = Outcome::new(seconds, balancer, &rows, &self.events, &problems).json();
+        let json = Outcome::new(seconds, balancer, &rows, &self.events, &problems).to_json();
         if let Some(path) = &args.json {
             fs::write(path, &json).with_context(|| format!("writing {}", path.display()))?;
         }
@@ -281,7 +281,7 @@ impl Demo {
             .sum();
         let title = format!(
             "tulle demo {}   control plane: {control}   certificates issued: {renewals}   trust domain: {}",
-            clock(self.started_at.elapsed()),
+            format_clock(self.started_at.elapsed()),
             self.mesh.topology.trust_domain
         );
         self.table(title, &rows, width)
@@ -331,7 +331,7 @@ impl Demo {
             |client, count: fn(&Row) -> u64| -> u64 { rows.iter().filter(|row| row.client == client).map(count).sum() };
         print_progress(&format!(
             "{}  {} requests in the last second, {} failed; {} from outside refused{}",
-            clock(self.started_at.elapsed()),
+            format_clock(self.started_at.elapsed()),
             sum(Client::Load, |row| row.requests),
             sum(Client::Load, |row| row.failed),
             sum(Client::Outside, |row| row.failed),

@@ -46,11 +46,11 @@ impl Demo {
 
     pub(super) fn record_event(&mut self, description: &str) {
         self.events
-            .push(format!("{}  {description}", clock(self.started_at.elapsed())));
+            .push(format!("{}  {description}", format_clock(self.started_at.elapsed())));
     }
 }
 
-pub(super) fn clock(elapsed: Duration) -> String {
+pub(super) fn format_clock(elapsed: Duration) -> String {
     let seconds = elapsed.as_secs();
     format!("{:02}:{:02}", seconds / 60, seconds % 60)
 }

@@ -112,7 +112,7 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<()>
     };
     let mut n_manual = 0;
     streams::transform_objects(&args.inputs, args.output, |object| {
-        let object_name = ObjectName::of(object);
+        let object_name = ObjectName::from_object(object);
         let outcome = injection.apply(object).with_context(|| object_name.to_string())?;
         report(&object_name, "injected", &outcome);
         n_manual += usize::from(args.manual && matches!(outcome, ManifestOutcome::InjectedOrUninjected(_)));
@@ -134,7 +134,7 @@ pub(crate) fn uninject(args: &UninjectArgs) -> anyhow::Result<()> {
             true => ManifestOutcome::InjectedOrUninjected(Vec::new()),
             false => ManifestOutcome::Skipped(Vec::new()),
         };
-        report(&ObjectName::of(object), "uninjected", &outcome);
+        report(&ObjectName::from_object(object), "uninjected", &outcome);
         Ok(())
     })
 }
@@ -147,7 +147,7 @@ fn fetch_values(flags: &kubernetes::Flags) -> anyhow::Result<Values> {
 
 impl Injection {
     fn apply(&self, object: &mut Value) -> anyhow::Result<ManifestOutcome> {
-        match ManifestKind::of(object) {
+        match ManifestKind::from_object(object) {
             ManifestKind::Pods(path) => self.inject_workload(object, path),
             ManifestKind::Namespace => {
                 annotate(object, annotation::INJECT, self.inject_annotation_value());
@@ -168,7 +168,7 @@ impl Injection {
     }
 
     fn inject_workload(&self, object: &mut Value, path: &'static [&'static str]) -> anyhow::Result<ManifestOutcome> {
-        let object_name = ObjectName::of(object);
+        let object_name = ObjectName::from_object(object);
         let namespace = object
             .pointer("/metadata/namespace")
             .and_then(Value::as_str)

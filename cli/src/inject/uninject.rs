@@ -12,7 +12,7 @@ use super::workload::{self, ManifestKind};
 /// Removes from an object what injection added. Returns whether the object has changed.
 pub(super) fn apply(object: &mut Value) -> bool {
     let before = object.clone();
-    match ManifestKind::of(object) {
+    match ManifestKind::from_object(object) {
         ManifestKind::Pods(path) => {
             if let Some(template) = workload::part_at(object, path) {
                 remove_from_pod_template(template);

@@ -24,7 +24,7 @@ pub(super) struct ObjectName {
 }
 
 impl ManifestKind {
-    pub(super) fn of(object: &Value) -> Self {
+    pub(super) fn from_object(object: &Value) -> Self {
         let (group, _) = text(object, "apiVersion").split_once('/').unwrap_or_default();
         match (group, text(object, "kind")) {
             ("", "Pod") => Self::Pods(&[]),
@@ -40,7 +40,7 @@ impl ManifestKind {
 }
 
 impl ObjectName {
-    pub(super) fn of(object: &Value) -> Self {
+    pub(super) fn from_object(object: &Value) -> Self {
         Self {
             kind: text(object, "kind").to_lowercase(),
             name: text(object.get("metadata").unwrap_or(&Value::Null), "name").to_owned(),

@@ -108,7 +108,7 @@ impl Helm {
         self.charts.path().join(chart.name).join("values-ha.yaml")
     }
 
-    /// The path of a file beside the charts.
+    /// The path of a file in the directory of the charts.
     pub(crate) fn path_beside_charts(&self, name: &str) -> PathBuf {
         self.charts.path().join(name)
     }

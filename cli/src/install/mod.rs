@@ -227,12 +227,12 @@ fn issuer(values: &Value) -> anyhow::Result<Option<Vec<Certificate>>> {
     certificates(values, "/identity/issuer/tls/crtPEM", "the issuer's certificate")
 }
 
-fn certificates(values: &Value, pointer: &str, what: &str) -> anyhow::Result<Option<Vec<Certificate>>> {
+fn certificates(values: &Value, pointer: &str, description: &str) -> anyhow::Result<Option<Vec<Certificate>>> {
     let pem = values
         .pointer(pointer)
         .and_then(Value::as_str)
         .filter(|pem| !pem.is_empty());
-    pem.map(|pem| Certificate::parse_bundle(pem.as_bytes()).with_context(|| format!("reading {what}")))
+    pem.map(|pem| Certificate::parse_bundle(pem.as_bytes()).with_context(|| format!("reading {description}")))
         .transpose()
 }
 

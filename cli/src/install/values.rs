@@ -182,7 +182,7 @@ pub(crate) fn merge_values(
     helm.merge(&args)
 }
 
-/// Writes values to a file beside the charts.
+/// Writes values to a file in the directory of the charts.
 pub(crate) fn write_values(helm: &Helm, name: &str, values: &Value) -> anyhow::Result<PathBuf> {
     let path = helm.path_beside_charts(name);
     let text = serde_yaml_ng::to_string(values).context("writing values")?;

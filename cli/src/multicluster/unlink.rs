@@ -32,7 +32,7 @@ pub(crate) struct Args {
 /// Prints the objects.
 ///
 /// # Errors
-/// Fails if there is no such Link.
+/// Fails if the Link does not exist.
 pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<()> {
     let objects = runtime()?.block_on(async { list_objects(args, &flags.connect().await?).await })?;
     crate::print(&format_manifests(&objects, args.output)?)

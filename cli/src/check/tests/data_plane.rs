@@ -7,7 +7,7 @@ fn snapshot_of_shop(more: &[Value]) -> Snapshot {
     objects.push(named_object("Namespace", "shop"));
     objects.push(meshed_pod("web", true));
     objects.extend_from_slice(more);
-    snapshot_of(Mode::Proxy, &objects)
+    snapshot_from_objects(Mode::Proxy, &objects)
 }
 
 #[test]
@@ -279,7 +279,7 @@ fn certificates_of_proxies_must_chain_to_the_trust_anchors() {
     let mut objects = healthy_objects(&good);
     objects.push(named_object("Namespace", "shop"));
     objects.push(meshed_pod("web", true));
-    let mut snapshot = snapshot_of(Mode::Proxy, &objects);
+    let mut snapshot = snapshot_from_objects(Mode::Proxy, &objects);
     snapshot
         .proxy_certificates
         .insert("shop/web".to_owned(), Ok(parse_certificate(&good.issuer).unwrap()));
@@ -307,7 +307,7 @@ fn the_cni_plugin_is_checked_if_the_control_plane_uses_it() {
     let mut objects = healthy_objects(&authorities(100));
     objects.push(values_config_map(&[("cniEnabled", json!(true))]));
     assert_finding(
-        &snapshot_of(Mode::Installed, &objects),
+        &snapshot_from_objects(Mode::Installed, &objects),
         Outcome::Error,
         &["there is no DaemonSet linkerd-cni"],
     );
@@ -317,11 +317,11 @@ fn the_cni_plugin_is_checked_if_the_control_plane_uses_it() {
     });
     objects.push(set.clone());
     assert_finding(
-        &snapshot_of(Mode::Installed, &objects),
+        &snapshot_from_objects(Mode::Installed, &objects),
         Outcome::Error,
         &["ready on 1 of 2 nodes"],
     );
     set["status"]["numberReady"] = json!(2);
     objects.push(set);
-    assert_eq!(findings(&snapshot_of(Mode::Installed, &objects)), []);
+    assert_eq!(findings(&snapshot_from_objects(Mode::Installed, &objects)), []);
 }

@@ -31,7 +31,7 @@ fn now() -> i64 {
 }
 
 /// A cluster with these objects. A later object replaces an earlier one of the same name.
-fn snapshot_of(mode: Mode, objects: &[Value]) -> Snapshot {
+fn snapshot_from_objects(mode: Mode, objects: &[Value]) -> Snapshot {
     let mut snapshot = Snapshot::empty(scope(mode), now());
     snapshot.kubernetes_version = Ok("v1.34.2".to_owned());
     for object in objects {
@@ -270,12 +270,12 @@ fn a_healthy_cluster_has_no_findings() {
     let mut objects = healthy_objects(&authorities(100));
     objects.push(named_object("Namespace", "shop"));
     objects.push(meshed_pod("web", true));
-    assert_eq!(findings(&snapshot_of(Mode::Proxy, &objects)), []);
+    assert_eq!(findings(&snapshot_from_objects(Mode::Proxy, &objects)), []);
 }
 
 #[test]
 fn an_empty_cluster_needs_an_installation() {
-    let snapshot = snapshot_of(Mode::Installed, &[]);
+    let snapshot = snapshot_from_objects(Mode::Installed, &[]);
     let findings = findings(&snapshot);
     assert_eq!(findings.len(), 2, "{findings:#?}");
     assert!(findings[0].1.contains("installGatewayAPI=true"), "{findings:#?}");
@@ -285,7 +285,7 @@ fn an_empty_cluster_needs_an_installation() {
 
 #[test]
 fn a_namespace_other_than_linkerd_is_named_in_every_command() {
-    let mut snapshot = snapshot_of(Mode::Installed, &[crd("httproutes.gateway.networking.k8s.io", "v1")]);
+    let mut snapshot = snapshot_from_objects(Mode::Installed, &[crd("httproutes.gateway.networking.k8s.io", "v1")]);
     snapshot.scope.control_plane_namespace = "mesh".to_owned();
     for (_, text) in findings(&snapshot) {
         assert!(text.contains("-L mesh"), "{text}");
@@ -297,7 +297,7 @@ fn a_cluster_without_the_control_planes_kinds_needs_the_crds() {
     let mut objects = healthy_objects(&authorities(100));
     objects.retain(|object| object["metadata"]["name"] != "servers.policy.linkerd.io");
     assert_finding(
-        &snapshot_of(Mode::Installed, &objects),
+        &snapshot_from_objects(Mode::Installed, &objects),
         Outcome::Error,
         &[
             "servers.policy.linkerd.io is missing",
@@ -306,7 +306,7 @@ fn a_cluster_without_the_control_planes_kinds_needs_the_crds() {
     );
     objects.push(crd("servers.policy.linkerd.io", "v1beta1"));
     assert_finding(
-        &snapshot_of(Mode::Installed, &objects),
+        &snapshot_from_objects(Mode::Installed, &objects),
         Outcome::Error,
         &["servers.policy.linkerd.io does not serve version v1beta3"],
     );
@@ -322,7 +322,7 @@ fn each_missing_object_is_named() {
     ] {
         let mut objects = healthy_objects(&authorities(100));
         objects.retain(|object| object["kind"] != kind || object["metadata"]["name"] != name);
-        let snapshot = snapshot_of(Mode::Installed, &objects);
+        let snapshot = snapshot_from_objects(Mode::Installed, &objects);
         assert_finding(
             &snapshot,
             Outcome::Error,
@@ -340,7 +340,7 @@ fn unready_components_are_waited_for_and_explained() {
         "state": { "waiting": { "reason": "ImagePullBackOff" } },
     }]);
     objects.push(pod);
-    let snapshot = snapshot_of(Mode::Installed, &objects);
+    let snapshot = snapshot_from_objects(Mode::Installed, &objects);
     assert_finding(
         &snapshot,
         Outcome::Error,
@@ -364,7 +364,11 @@ fn a_replica_set_without_ready_replicas_and_unschedulable_pods_are_found() {
     set["status"] = json!({ "replicas": 1, "readyReplicas": 0 });
     objects.push(set);
     let texts = ["linkerd-destination-5d: 0 of 1 replicas are ready"];
-    assert_finding(&snapshot_of(Mode::Installed, &objects), Outcome::Error, &texts);
+    assert_finding(
+        &snapshot_from_objects(Mode::Installed, &objects),
+        Outcome::Error,
+        &texts,
+    );
 
     let mut objects = healthy_objects(&authorities(100));
     let mut pod = control_plane_pod("identity", "True");
@@ -374,7 +378,7 @@ fn a_replica_set_without_ready_replicas_and_unschedulable_pods_are_found() {
     ]);
     objects.push(pod);
     assert_finding(
-        &snapshot_of(Mode::Installed, &objects),
+        &snapshot_from_objects(Mode::Installed, &objects),
         Outcome::Error,
         &["linkerd-identity-1: 0/1 nodes"],
     );
@@ -396,7 +400,11 @@ fn addresses_outside_of_the_clusters_networks_are_found() {
         let mut objects = healthy_objects(&authorities(100));
         objects.push(object);
         let fix = "tulle upgrade --set clusterNetworks=\"10.0.0.0/8\\,fd00::/8\\,";
-        assert_finding(&snapshot_of(Mode::Installed, &objects), Outcome::Error, &[text, fix]);
+        assert_finding(
+            &snapshot_from_objects(Mode::Installed, &objects),
+            Outcome::Error,
+            &[text, fix],
+        );
     }
     // A host-network pod causes no problem.
     let mut objects = healthy_objects(&authorities(100));
@@ -404,7 +412,7 @@ fn addresses_outside_of_the_clusters_networks_are_found() {
     pod["status"]["podIPs"] = json!([{ "ip": "203.0.113.5" }]);
     pod["spec"]["hostNetwork"] = json!(true);
     objects.push(pod);
-    assert_eq!(findings(&snapshot_of(Mode::Installed, &objects)), []);
+    assert_eq!(findings(&snapshot_from_objects(Mode::Installed, &objects)), []);
 }
 
 #[test]
@@ -422,17 +430,17 @@ fn docker_needs_an_init_container_that_is_root() {
     objects.push(node);
     let fix = "--set proxyInit.runAsRoot=true";
     assert_finding(
-        &snapshot_of(Mode::Installed, &objects),
+        &snapshot_from_objects(Mode::Installed, &objects),
         Outcome::Error,
         &["node n1 uses Docker", fix],
     );
     objects.push(values_config_map(&[("proxyInit", json!({ "runAsRoot": true }))]));
-    assert_eq!(findings(&snapshot_of(Mode::Installed, &objects)), []);
+    assert_eq!(findings(&snapshot_from_objects(Mode::Installed, &objects)), []);
 }
 
 #[test]
 fn certificates_that_expire_soon_cause_a_warning_and_expired_ones_fail() {
-    let mut snapshot = snapshot_of(Mode::Installed, &healthy_objects(&authorities(100)));
+    let mut snapshot = snapshot_from_objects(Mode::Installed, &healthy_objects(&authorities(100)));
     snapshot.now += 50 * DAY as i64;
     let ending = findings(&snapshot);
     assert_eq!(ending.len(), 2, "{ending:#?}");
@@ -459,7 +467,7 @@ fn an_issuer_of_another_anchor_is_refused() {
     let mut objects = healthy_objects(&authorities(100));
     objects.push(issuer_secret(&authorities(100)));
     assert_finding(
-        &snapshot_of(Mode::Installed, &objects),
+        &snapshot_from_objects(Mode::Installed, &objects),
         Outcome::Error,
         &[
             "is signed by none of the trust anchors",
@@ -492,7 +500,11 @@ fn missing_or_invalid_credentials_end_the_check() {
     ] {
         let mut objects = healthy_objects(&good);
         objects.push(object);
-        assert_finding(&snapshot_of(Mode::Installed, &objects), Outcome::Error, &[text]);
+        assert_finding(
+            &snapshot_from_objects(Mode::Installed, &objects),
+            Outcome::Error,
+            &[text],
+        );
     }
 }
 
@@ -502,7 +514,7 @@ fn a_webhook_whose_bundle_and_certificate_differ_is_found() {
     let [_, secret] = webhook("MutatingWebhookConfiguration", "linkerd-proxy-injector");
     objects.push(secret);
     assert_finding(
-        &snapshot_of(Mode::Installed, &objects),
+        &snapshot_from_objects(Mode::Installed, &objects),
         Outcome::Error,
         &[
             "proxy-injector webhook has valid cert",
@@ -514,7 +526,7 @@ fn a_webhook_whose_bundle_and_certificate_differ_is_found() {
 
 #[test]
 fn the_served_certificate_of_a_webhook_takes_precedence_over_its_secret() {
-    let mut snapshot = snapshot_of(Mode::Installed, &healthy_objects(&authorities(100)));
+    let mut snapshot = snapshot_from_objects(Mode::Installed, &healthy_objects(&authorities(100)));
     let other = rcgen::generate_simple_self_signed(["elsewhere.linkerd.svc".to_owned()]).unwrap();
     let other = crate::certificates::Certificate::parse(other.cert.der()).unwrap();
     snapshot
@@ -535,7 +547,7 @@ fn a_missing_webhook_certificate_is_reported_with_a_restart_as_its_fix() {
     let mut objects = healthy_objects(&authorities(100));
     objects.retain(|object| object["metadata"]["name"] != "linkerd-policy-validator-k8s-tls");
     assert_finding(
-        &snapshot_of(Mode::Installed, &objects),
+        &snapshot_from_objects(Mode::Installed, &objects),
         Outcome::Error,
         &[
             "linkerd-policy-validator presents no certificate",
@@ -550,7 +562,7 @@ fn unreachable_telemetry_is_reported_if_it_is_installed() {
     let snapshot_with = |more: &[Value]| {
         let mut objects = healthy_objects(&authorities(100));
         objects.extend_from_slice(more);
-        snapshot_of(Mode::Installed, &objects)
+        snapshot_from_objects(Mode::Installed, &objects)
     };
     let service = |conditions: Value| {
         json!({
@@ -598,12 +610,12 @@ fn different_versions_cause_a_warning() {
     let mut objects = healthy_objects(&authorities(100));
     objects.push(values_config_map(&[("linkerdVersion", json!("0.0.1"))]));
     assert_finding(
-        &snapshot_of(Mode::Installed, &objects),
+        &snapshot_from_objects(Mode::Installed, &objects),
         Outcome::Warning,
         &["the control plane is 0.0.1"],
     );
 
-    let mut snapshot = snapshot_of(Mode::Installed, &healthy_objects(&authorities(100)));
+    let mut snapshot = snapshot_from_objects(Mode::Installed, &healthy_objects(&authorities(100)));
     snapshot.scope.expected_version = Some("9.9.9".to_owned());
     assert_finding(
         &snapshot,
@@ -617,7 +629,7 @@ fn high_availability_needs_more_than_one_replica() {
     let mut objects = healthy_objects(&authorities(100));
     objects.push(values_config_map(&[("highAvailability", json!(true))]));
     assert_finding(
-        &snapshot_of(Mode::Installed, &objects),
+        &snapshot_from_objects(Mode::Installed, &objects),
         Outcome::Warning,
         &["linkerd-identity: 1 replicas are available", "tulle upgrade --ha"],
     );
@@ -631,7 +643,7 @@ fn an_old_or_unknown_kubernetes_version_is_found() {
         ("v2.0.0", None),
         ("nightly", Some(Outcome::Warning)),
     ] {
-        let mut snapshot = snapshot_of(Mode::Crds, &healthy_objects(&authorities(100)));
+        let mut snapshot = snapshot_from_objects(Mode::Crds, &healthy_objects(&authorities(100)));
         snapshot.kubernetes_version = Ok(version.to_owned());
         let found = findings(&snapshot).first().map(|(outcome, _)| *outcome);
         assert_eq!(found, outcome, "{version}");
@@ -640,7 +652,7 @@ fn an_old_or_unknown_kubernetes_version_is_found() {
 
 #[test]
 fn a_cluster_that_cannot_be_reached_is_the_only_finding() {
-    let mut snapshot = snapshot_of(Mode::Installed, &[]);
+    let mut snapshot = snapshot_from_objects(Mode::Installed, &[]);
     snapshot.kubernetes_version = Err("connection refused".to_owned());
     assert_finding(
         &snapshot,
@@ -653,7 +665,7 @@ fn a_cluster_that_cannot_be_reached_is_the_only_finding() {
 
 #[test]
 fn missing_permissions_are_reported_as_warnings() {
-    let mut snapshot = snapshot_of(Mode::Installed, &healthy_objects(&authorities(100)));
+    let mut snapshot = snapshot_from_objects(Mode::Installed, &healthy_objects(&authorities(100)));
     snapshot.nodes = Err(ListError {
         kind: "nodes",
         reason: "nodes is forbidden".to_owned(),
@@ -671,7 +683,7 @@ fn missing_permissions_are_reported_as_warnings() {
 }
 
 fn ready_to_install() -> Snapshot {
-    let mut snapshot = snapshot_of(Mode::Pre, &[]);
+    let mut snapshot = snapshot_from_objects(Mode::Pre, &[]);
     snapshot.permissions = platform::required_permissions()
         .into_iter()
         .map(|permission| (permission, Ok(true)))
