@@ -213,7 +213,7 @@ mod tests {
     #[test]
     fn rows_with_equal_setups_share_sidecars() {
         assert_eq!(
-            groups(&[
+            group_by_setup(&[
                 Scenario::Idle,
                 Scenario::HttpC64,
                 Scenario::HttpC64,
@@ -228,8 +228,11 @@ mod tests {
                 vec![Scenario::Idle]
             ]
         );
-        assert_eq!(groups(&[Scenario::Idle, Scenario::IdleOpaque, Scenario::Bulk]).len(), 3);
-        assert_eq!(groups(&[Scenario::OneWorker, Scenario::TwoWorkers]).len(), 2);
+        assert_eq!(
+            group_by_setup(&[Scenario::Idle, Scenario::IdleOpaque, Scenario::Bulk]).len(),
+            3
+        );
+        assert_eq!(group_by_setup(&[Scenario::OneWorker, Scenario::TwoWorkers]).len(), 2);
     }
 
     #[test]
