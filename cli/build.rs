@@ -1,4 +1,4 @@
-//! Puts the charts into the binary: one source, `charts/`, for Helm and for `tulle install`.
+//! Embeds the files of `charts/` in the binary, so that `tulle install` and Helm render the same charts.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ fn main() -> io::Result<()> {
     println!("cargo::rerun-if-changed={}", charts.display());
     let mut files = Vec::new();
     for chart in ["tulle-crds", "tulle-control-plane", "tulle-multicluster"] {
-        collect(&charts.join(chart), &mut files)?;
+        collect_files(&charts.join(chart), &mut files)?;
     }
     files.sort();
     let mut table = String::from("[\n");
@@ -24,11 +24,11 @@ fn main() -> io::Result<()> {
     )
 }
 
-fn collect(dir: &Path, files: &mut Vec<PathBuf>) -> io::Result<()> {
+fn collect_files(dir: &Path, files: &mut Vec<PathBuf>) -> io::Result<()> {
     for entry in fs::read_dir(dir)? {
         let entry = entry?;
         match entry.file_type()?.is_dir() {
-            true => collect(&entry.path(), files)?,
+            true => collect_files(&entry.path(), files)?,
             false => files.push(entry.path()),
         }
     }

@@ -1,4 +1,4 @@
-//! The command line.
+//! The command line of `tulle-bench`.
 
 use anyhow::Context as _;
 use clap::{Parser, Subcommand};

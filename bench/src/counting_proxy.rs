@@ -1,8 +1,8 @@
-//! The proxy with an allocator that counts allocations, for the row `allocations`. callgrind counts them too (`tulle-bench costs`),
-//! but a proxy under callgrind is too slow to be put under load.
+//! The proxy with an allocator that counts allocations, for the row `allocations`. callgrind counts allocations too
+//! (`tulle-bench costs`), but a proxy under callgrind is too slow for a measurement under load.
 //!
-//! It is configured like `tulle-proxy`. Its only argument is a listen address: it answers every connection there with one line that
-//! has the number of allocations and of allocated bytes so far.
+//! The program is configured like `tulle-proxy`. Its only argument is a listen address. It writes one line to each connection
+//! there: the number of allocations and the number of allocated bytes so far.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::io::Write as _;
@@ -15,9 +15,11 @@ use tulle_proxy::app::{App, ProcessContext};
 use tulle_proxy::env;
 
 fn main() -> anyhow::Result<()> {
-    let addr = std::env::args().nth(1).context("the address to answer on is missing")?;
+    let addr = std::env::args()
+        .nth(1)
+        .context("the argument with the listen address is missing")?;
     let listener = TcpListener::bind(&addr).with_context(|| format!("listening on {addr}"))?;
-    std::thread::spawn(move || answer(&listener));
+    std::thread::spawn(move || write_counts(&listener));
     let config = env::load(|name| std::env::var_os(name)).map_err(|errors| {
         anyhow::anyhow!(
             "{}",
@@ -28,7 +30,7 @@ fn main() -> anyhow::Result<()> {
     App::build(config, ProcessContext::with_redirect(Some(log), Default::default())).and_then(App::run)
 }
 
-fn answer(listener: &TcpListener) {
+fn write_counts(listener: &TcpListener) {
     for mut stream in listener.incoming().flatten() {
         let (calls, bytes) = (CALLS.load(Ordering::Relaxed), BYTES.load(Ordering::Relaxed));
         // The client may have closed the connection already.

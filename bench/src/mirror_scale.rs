@@ -92,14 +92,14 @@ async fn run(args: &Args, n_changes: usize) -> anyhow::Result<()> {
         "{} Services mirrored {:.2?} after the start of the process, with {:.2?} of CPU; peak memory {:.1} MB",
         args.services,
         started.elapsed(),
-        process.cpu()?,
+        process.cpu_time()?,
         megabytes(process.peak_rss_kib()?)
     );
     sleep(MEMORY_SETTLE_DELAY).await;
     println!("memory with all mirrors: {:.1} MB", megabytes(process.rss_kib()?));
 
     process.reset_peak_rss()?;
-    let cpu = process.cpu()?;
+    let cpu_time = process.cpu_time()?;
     let (written, observed) = tokio::join!(
         write_changes(&remote, args, n_changes),
         mirrors.observe_changes(n_changes)
@@ -121,7 +121,7 @@ async fn run(args: &Args, n_changes: usize) -> anyhow::Result<()> {
     }
     println!(
         "{:.1} µs of CPU per change; peak memory {:.1} MB",
-        (process.cpu()? - cpu).as_secs_f64() * 1e6 / n_changes as f64,
+        (process.cpu_time()? - cpu_time).as_secs_f64() * 1e6 / n_changes as f64,
         megabytes(process.peak_rss_kib()?)
     );
     Ok(())

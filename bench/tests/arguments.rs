@@ -1,11 +1,11 @@
-//! Arguments of `tulle-bench` that are refused before anything runs, with their value and the reason.
+//! Arguments that `tulle-bench` refuses before it does anything else. The error contains their value and the reason.
 
 #![allow(clippy::unwrap_used)] // test helpers
 
 use std::process::Command;
 
 /// Checks that the program refuses these arguments, separated by spaces, with an error that has all of `parts`.
-fn check(arguments: &str, parts: &[&str]) {
+fn check_refused(arguments: &str, parts: &[&str]) {
     let output = Command::new(env!("CARGO_BIN_EXE_tulle-bench"))
         .args(arguments.split_whitespace())
         .output()
@@ -57,7 +57,7 @@ fn invalid_values_are_refused() {
         ("control-scale --kubeconfig x --rate 0", "'0'", "--rate"),
         ("control-scale --kubeconfig x --seconds 0", "'0'", "--seconds"),
     ] {
-        check(arguments, &[value, reason]);
+        check_refused(arguments, &[value, reason]);
     }
 }
 
@@ -85,7 +85,7 @@ fn options_that_have_no_effect_together_are_refused() {
             &["--messages", "unary"],
         ),
     ] {
-        check(arguments, parts);
+        check_refused(arguments, parts);
     }
 }
 
@@ -96,25 +96,25 @@ fn tcp_requests_that_exchange_nothing_are_refused() {
         "load 127.0.0.1:1 --protocol tcp --body-size 0 --rate 10",
         "load 127.0.0.1:1 --protocol tcp --expect-greeting hello",
     ] {
-        check(arguments, &["--body-size", "--reconnect"]);
+        check_refused(arguments, &["--body-size", "--reconnect"]);
     }
 }
 
 #[test]
-fn loads_that_need_the_pods_that_a_day_replaces_are_refused_after_it() {
+fn loads_that_need_the_initial_pods_are_refused_after_the_load_day() {
     for (loads, refused) in [
         ("day,updates", "updates"),
         ("updates,day,servers", "servers"),
         ("day,rollout,reconnect,day", "day"),
     ] {
         let message = format!("--load {refused} after day");
-        check(&format!("control-scale --kubeconfig x --load {loads}"), &[&message]);
+        check_refused(&format!("control-scale --kubeconfig x --load {loads}"), &[&message]);
     }
 }
 
 #[test]
-fn an_unknown_load_of_the_scale_test_is_refused_with_the_known_ones() {
-    check(
+fn an_unknown_load_of_the_scale_test_is_refused_with_the_known_loads() {
+    check_refused(
         "control-scale --kubeconfig x --load weekend",
         &["'weekend'", "updates, rollout"],
     );

@@ -11,7 +11,7 @@ use std::time::Duration;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tempfile::TempDir;
-use tulle_bench::load::stats::{Counts, Kind, Report};
+use tulle_bench::load::stats::{Counts, Report, ReportKind};
 
 /// A server process. Dropping the value kills it.
 struct Server {
@@ -71,7 +71,7 @@ fn eventually<T>(mut condition: impl FnMut() -> Option<T>) -> T {
         }
         std::thread::sleep(Duration::from_millis(10));
     }
-    panic!("it did not happen within 20 seconds");
+    panic!("the condition did not hold within 20 seconds");
 }
 
 /// Runs the load generator and returns its reports; the last one is the total.
@@ -166,7 +166,7 @@ fn every_protocol_echoes_its_bytes() {
 }
 
 #[test]
-fn the_http_server_responds_as_its_paths_define() {
+fn each_path_of_the_http_server_has_its_own_response() {
     let server = Server::start(&["--http", "127.0.0.1:0", "--name", "r1"]);
     let addr = server.addrs[0];
     for protocol in ["http1", "http2"] {
@@ -206,9 +206,9 @@ fn get(addr: SocketAddr, path: &str, headers: &str) -> (String, String) {
     let mut stream = TcpStream::connect(addr).unwrap();
     let request = format!("GET {path} HTTP/1.1\r\nhost: {addr}\r\nconnection: close\r\n{headers}\r\n");
     stream.write_all(request.as_bytes()).unwrap();
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).unwrap();
-    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    let mut response = String::new();
+    stream.read_to_string(&mut response).unwrap();
+    let (head, body) = response.split_once("\r\n\r\n").unwrap();
     (head.to_owned(), body.to_owned())
 }
 
@@ -233,7 +233,7 @@ fn a_new_connection_for_each_request_works_for_every_protocol() {
 }
 
 #[test]
-fn a_greeting_is_read_and_names_the_server() {
+fn the_greeting_contains_the_name_of_the_server() {
     let server = Server::start(&["--tcp-speaks-first", "127.0.0.1:0", "--name", "greeter"]);
     let target = server.addrs[0].to_string();
     let report = load(
@@ -264,8 +264,8 @@ fn failures_are_counted_by_kind_and_never_sent_again() {
 #[test]
 fn an_open_loop_measures_latency_from_the_time_a_request_was_due() {
     let server = Server::start(&["--http", "127.0.0.1:0", "--delay", "20ms"]);
-    // One connection carries 50 requests per second, and 100 are due within one second: the requests need two seconds, so the last
-    // one, due after almost one second, waits for about a second.
+    // One connection carries 50 requests per second, but 100 are due within one second. All requests need two seconds. The last one
+    // is due after almost one second, so it waits for about one second.
     let report = load(
         &server.addrs[0].to_string(),
         "--rate 100 --connections 1 --duration 1s --timeout 60s",
@@ -290,10 +290,10 @@ fn interval_reports_add_up_to_the_total() {
     let reports = reports(&server.addrs[0].to_string(), args);
     let (total, intervals) = reports.split_last().unwrap();
     assert!(
-        intervals.len() >= 3 && intervals.iter().all(|report| report.kind == Kind::Interval),
+        intervals.len() >= 3 && intervals.iter().all(|report| report.kind == ReportKind::Interval),
         "{reports:?}"
     );
-    assert_eq!(total.kind, Kind::Total);
+    assert_eq!(total.kind, ReportKind::Total);
     assert_eq!(
         intervals.iter().map(|report| report.requests).sum::<u64>(),
         total.requests
@@ -308,7 +308,7 @@ fn a_terminated_server_finishes_its_requests_and_ends() {
     let target = addr.to_string();
     let client = std::thread::spawn(move || load(&target, "--requests 1"));
     // The connection is established: either the server accepts it and serves its request, or it is reset and the test fails.
-    eventually(|| established(addr).then_some(()));
+    eventually(|| has_established_connection(addr).then_some(()));
     server.terminate();
     assert_eq!(client.join().unwrap().outcomes, counts("2xx", 1));
     assert!(eventually(|| server.process.try_wait().unwrap()).success());
@@ -316,7 +316,7 @@ fn a_terminated_server_finishes_its_requests_and_ends() {
 }
 
 /// Whether the kernel has an established connection to `addr`.
-fn established(addr: SocketAddr) -> bool {
+fn has_established_connection(addr: SocketAddr) -> bool {
     let port = format!(":{:04X}", addr.port());
     let table = std::fs::read_to_string("/proc/net/tcp").unwrap();
     table.lines().any(|line| {
@@ -340,5 +340,5 @@ fn a_terminated_load_still_reports() {
     kill(Pid::from_raw(process.id() as i32), Signal::SIGINT).unwrap();
     let last: Report = serde_json::from_str(&lines.last().unwrap().unwrap()).unwrap();
     assert!(process.wait().unwrap().success());
-    assert_eq!((last.kind, last.failed), (Kind::Total, 0), "{last}");
+    assert_eq!((last.kind, last.failed), (ReportKind::Total, 0), "{last}");
 }

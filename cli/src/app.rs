@@ -85,22 +85,22 @@ enum Command {
     /// Show the versions of this command, of the control plane and of proxies
     Version(version::Args),
     /// Write a script that completes this command in a shell
-    #[command(after_help = COMPLETION)]
+    #[command(after_help = COMPLETION_EXAMPLES)]
     Completion {
         /// The shell
         shell: Shell,
     },
     /// Write the manual pages of this command and of its subcommands into a directory
-    #[command(after_help = MAN)]
+    #[command(after_help = MAN_EXAMPLE)]
     Man {
         /// The directory; created if it does not exist
         dir: PathBuf,
     },
 }
 
-/// Runs the command of the command line.
+/// Runs the command.
 ///
-/// Must be called before any thread is started, because the demo can re-execute this program.
+/// Must be called before any thread is started, because `tulle demo` can re-execute this program.
 ///
 /// # Errors
 /// The error of the command, with its sources.
@@ -126,7 +126,7 @@ pub fn run(cli: &Cli) -> anyhow::Result<ExitCode> {
         Command::Explain(args) => explain::main(args),
         Command::Identity(args) => identity::main(args, cluster),
         Command::Authz(args) => authz::main(args, cluster),
-        Command::Metrics(args) => metrics::proxies(args, cluster),
+        Command::Metrics(args) => metrics::print_proxy_metrics(args, cluster),
         Command::Multicluster(command) => multicluster::main(command, cluster),
         Command::Profile(args) => profile::main(args, cluster),
         Command::Version(args) => version::main(args, cluster),
@@ -153,13 +153,13 @@ const FIRST_STEPS: &str = if cfg!(target_os = "linux") {
     "Start with `tulle check --pre`."
 };
 
-const COMPLETION: &str = "\
+const COMPLETION_EXAMPLES: &str = "\
   source <(tulle completion bash)                                    # this shell
   tulle completion bash > /etc/bash_completion.d/tulle               # all shells
   tulle completion zsh > \"${fpath[1]}/_tulle\"
   tulle completion fish > ~/.config/fish/completions/tulle.fish";
 
-const MAN: &str = "\
+const MAN_EXAMPLE: &str = "\
   tulle man ~/.local/share/man/man1 && man tulle-check";
 
 #[cfg(test)]
@@ -178,7 +178,7 @@ mod tests {
         let check = |shell: &str, expected: &str| {
             let cli = Cli::try_parse_from(["tulle", "completion", shell]).unwrap();
             let Command::Completion { shell } = cli.command else {
-                panic!("{shell} is no shell");
+                panic!("{shell} is not a known shell");
             };
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "tulle", &mut script);

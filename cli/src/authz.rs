@@ -1,6 +1,6 @@
 //! `tulle authz`: the names of the authorizations that apply to the ports and routes of a workload.
 //!
-//! Computed from the objects by the same code as the policy service's answer to a proxy.
+//! They are computed from the objects by the code with which the policy service computes its response to a proxy.
 
 use std::collections::BTreeSet;
 use std::process::ExitCode;
@@ -61,12 +61,12 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
         }
         for kind in REFERENCED_KINDS {
             // Authorizations can refer to objects of other namespaces, which the user may not be allowed to read.
-            let everywhere = list(&cluster, None, kind).await;
-            events.extend(match everywhere {
+            let in_all_namespaces = list(&cluster, None, kind).await;
+            events.extend(match in_all_namespaces {
                 Ok(found) => found,
                 Err(error) => {
                     eprintln!(
-                        "tulle: authorizations that refer to authentications of other namespaces may be missing: {error:#}"
+                        "tulle: the output may lack authorizations that refer to authentications of other namespaces: {error:#}"
                     );
                     list(&cluster, Some(namespace), kind).await?
                 }
@@ -79,14 +79,14 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
             );
             Value::Null
         });
-        let rows = rows(settings(&cluster.control_plane_namespace, &values)?, events, pods)?;
-        crate::print(&table::text(&TITLES, rows))?;
+        let rows = authorization_rows(policy_config(&cluster.control_plane_namespace, &values)?, events, pods)?;
+        crate::print(&table::render(&TITLES, rows))?;
         Ok(ExitCode::SUCCESS)
     })
 }
 
 /// The installed configuration of the policy service, as far as it affects authorizations.
-fn settings(control_plane: &str, values: &Value) -> anyhow::Result<cluster::Config> {
+fn policy_config(control_plane: &str, values: &Value) -> anyhow::Result<cluster::Config> {
     let text = |value: &Value| value.as_str().filter(|text| !text.is_empty()).map(str::to_owned);
     let mut config = cluster::Config {
         controller_namespace: control_plane.to_owned(),
@@ -99,11 +99,11 @@ fn settings(control_plane: &str, values: &Value) -> anyhow::Result<cluster::Conf
         config.trust_domain = domain;
     }
     if let Some(list) = text(&values["clusterNetworks"]) {
-        config.cluster_networks = networks(list.split(',')).context("reading the value clusterNetworks")?;
+        config.cluster_networks = parse_networks(list.split(',')).context("reading the value clusterNetworks")?;
     }
     if let Some(list) = values["policyController"]["probeNetworks"].as_array() {
         let list = list.iter().filter_map(Value::as_str);
-        config.probe_networks = networks(list).context("reading the value policyController.probeNetworks")?;
+        config.probe_networks = parse_networks(list).context("reading the value policyController.probeNetworks")?;
     }
     if let Some(list) = text(&values["proxy"]["opaquePorts"]) {
         config.default_opaque_ports = list.parse().context("reading the value proxy.opaquePorts")?;
@@ -111,11 +111,11 @@ fn settings(control_plane: &str, values: &Value) -> anyhow::Result<cluster::Conf
     Ok(config)
 }
 
-fn networks<'a>(list: impl Iterator<Item = &'a str>) -> anyhow::Result<Vec<IpNet>> {
+fn parse_networks<'a>(list: impl Iterator<Item = &'a str>) -> anyhow::Result<Vec<IpNet>> {
     let list = list.map(str::trim).filter(|text| !text.is_empty());
     list.map(|text| {
         text.parse()
-            .with_context(|| format!("{text:?} is no network such as 10.0.0.0/8"))
+            .with_context(|| format!("{text:?} is not a network such as 10.0.0.0/8"))
     })
     .collect()
 }
@@ -124,7 +124,7 @@ fn networks<'a>(list: impl Iterator<Item = &'a str>) -> anyhow::Result<Vec<IpNet
 async fn list(cluster: &Cluster, namespace: Option<&str>, kind: Kind) -> anyhow::Result<Vec<Event>> {
     let info = kind.info();
     let mut found = Vec::new();
-    // The newest version that the cluster serves.
+    // `versions` is ordered from new to old, so this uses the newest version that the cluster serves.
     for version in info.versions {
         let resource = ApiResource::from_gvk(&GroupVersionKind::gvk(info.group, version, info.name));
         let api: Api<DynamicObject> = match namespace {
@@ -147,8 +147,8 @@ async fn list(cluster: &Cluster, namespace: Option<&str>, kind: Kind) -> anyhow:
         let value = serde_json::to_value(&object).context("reading an object")?;
         match resources::decode(kind, &value) {
             Ok(object) => events.push(Event::Applied(object)),
-            // The policy service uses its last readable value, if it has read one since it started. This command has no earlier
-            // value, so it shows what a restarted policy service would use.
+            // A running policy service uses the last readable version of the object. This command has no earlier version, so it
+            // shows the rows of a policy service that has just started.
             Err(error) => {
                 eprintln!("tulle: {} {namespace}/{name} cannot be read: {error}", info.name);
                 let unreadable = Unreadable::from_value(kind, &value, &error.to_string());
@@ -159,8 +159,8 @@ async fn list(cluster: &Cluster, namespace: Option<&str>, kind: Kind) -> anyhow:
     Ok(events)
 }
 
-/// Columns: route, server, AuthorizationPolicy, ServerAuthorization. `*` stands for all routes.
-fn rows(
+/// Returns the rows of the table: route, server, AuthorizationPolicy, ServerAuthorization. `*` stands for all routes.
+fn authorization_rows(
     config: cluster::Config,
     mut events: Vec<Event>,
     pods: Vec<KubernetesPod>,
@@ -181,7 +181,7 @@ fn rows(
     for pod in pods {
         let name = pod.name_any();
         let pod = Pod::from_kubernetes(pod).map_err(|error| anyhow!("reading pod {name}: {error}"))?;
-        workloads.push((pod.meta.name.clone(), ports(&pod, &server_ports)));
+        workloads.push((pod.meta.name.clone(), ports_to_show(&pod, &server_ports)));
         events.push(Event::Applied(Object::Pod(pod.into())));
     }
     let state = State::new(config, &Registry::default());
@@ -199,9 +199,10 @@ fn rows(
     Ok(rows)
 }
 
-/// The ports that the pod declares, the port numbers of all Servers of the namespace, and one of the ports that require an
-/// identity. If these give no port, the only port is 65535: it stands for any port without a Server.
-fn ports(pod: &Pod, server_ports: &[PortRef]) -> BTreeSet<u16> {
+/// The ports for which rows are shown: the ports that the pod declares, the port numbers of all Servers of the namespace, and one
+/// of the ports that require an identity. If there is none of these, the result is port 65535, as an example of a port without a
+/// Server.
+fn ports_to_show(pod: &Pod, server_ports: &[PortRef]) -> BTreeSet<u16> {
     let numbers = server_ports.iter().filter_map(|port| match port {
         PortRef::Number(number) => Some(*number),
         PortRef::Name(_) => None,
@@ -262,6 +263,7 @@ fn row(route: &str, server: &str, authorization: &Authorization) -> [String; 4] 
     [route.to_owned(), server.to_owned(), policy, server_authorization]
 }
 
+/// The kinds that are listed in the namespace of the workload.
 const KINDS: [Kind; 6] = [
     Kind::Server,
     Kind::ServerAuthorization,
@@ -271,6 +273,7 @@ const KINDS: [Kind; 6] = [
     Kind::GrpcRoute,
 ];
 
+/// The kinds to which authorizations of other namespaces can refer. They are listed in all namespaces.
 const REFERENCED_KINDS: [Kind; 2] = [Kind::MeshTlsAuthentication, Kind::NetworkAuthentication];
 
 const TITLES: [&str; 4] = ["ROUTE", "SERVER", "AUTHORIZATION_POLICY", "SERVER_AUTHORIZATION"];
@@ -329,10 +332,10 @@ mod tests {
         object(Kind::Server, name, spec)
     }
 
-    fn shown(objects: Vec<Object>, pod: KubernetesPod) -> String {
+    fn render_table(objects: Vec<Object>, pod: KubernetesPod) -> String {
         let events = objects.into_iter().map(Event::Applied).collect();
-        let rows = rows(cluster::Config::default(), events, vec![pod]).unwrap();
-        table::text(&TITLES, rows)
+        let rows = authorization_rows(cluster::Config::default(), events, vec![pod]).unwrap();
+        table::render(&TITLES, rows)
     }
 
     #[test]
@@ -369,7 +372,7 @@ ROUTE   SERVER     AUTHORIZATION_POLICY   SERVER_AUTHORIZATION
 *       web-http   everything
 read    web-http   readers
 ";
-        assert_eq!(shown(objects, pod("web", &[])), expected);
+        assert_eq!(render_table(objects, pod("web", &[])), expected);
     }
 
     #[test]
@@ -380,8 +383,8 @@ ROUTE   SERVER                        AUTHORIZATION_POLICY          SERVER_AUTHO
 *       default:all-unauthenticated   default/all-unauthenticated
 *       web-http                      (nobody)
 ";
-        assert_eq!(shown(objects, pod("web", &[80, 9000])), expected);
-        let only_default = shown(Vec::new(), pod("web", &[]));
+        assert_eq!(render_table(objects, pod("web", &[80, 9000])), expected);
+        let only_default = render_table(Vec::new(), pod("web", &[]));
         assert!(only_default.contains("default/all-unauthenticated"), "{only_default}");
         assert_eq!(only_default.lines().count(), 2);
     }
@@ -394,7 +397,7 @@ ROUTE   SERVER                        AUTHORIZATION_POLICY          SERVER_AUTHO
             policy("of-a", target("policy.linkerd.io", "Server", "a")),
             policy("of-b", target("policy.linkerd.io", "Server", "b")),
         ];
-        let shown = shown(objects, pod("web", &[80]));
+        let shown = render_table(objects, pod("web", &[80]));
         assert!(shown.contains("of-a") && !shown.contains("of-b"), "{shown}");
     }
 
@@ -403,14 +406,14 @@ ROUTE   SERVER                        AUTHORIZATION_POLICY          SERVER_AUTHO
         let mut pod = pod("web", &[80]);
         let key = annotation::REQUIRE_IDENTITY_INBOUND_PORTS.to_owned();
         pod.metadata.annotations = Some([(key, "80-81,9000".to_owned())].into());
-        let with_declared_port_listed = shown(Vec::new(), pod.clone());
+        let table_with_declared_port = render_table(Vec::new(), pod.clone());
         assert!(
-            with_declared_port_listed.contains("default/all-authenticated"),
-            "{with_declared_port_listed}"
+            table_with_declared_port.contains("default/all-authenticated"),
+            "{table_with_declared_port}"
         );
         let key = annotation::REQUIRE_IDENTITY_INBOUND_PORTS.to_owned();
         pod.metadata.annotations = Some([(key, "9000".to_owned())].into());
-        let shown = shown(Vec::new(), pod);
+        let shown = render_table(Vec::new(), pod);
         for policy in ["default/all-unauthenticated", "default/all-authenticated"] {
             assert!(shown.contains(policy), "{policy}: {shown}");
         }
@@ -423,16 +426,16 @@ ROUTE   SERVER                        AUTHORIZATION_POLICY          SERVER_AUTHO
             "policyController": { "probeNetworks": ["192.168.7.0/24"] },
             "proxy": { "opaquePorts": "25,3306", "defaultInboundPolicy": "deny" },
         });
-        let config = settings("mesh", &values).unwrap();
-        let shown = |networks: &[IpNet]| networks.iter().map(ToString::to_string).collect::<Vec<_>>();
-        assert_eq!(shown(&config.cluster_networks), ["10.0.0.0/8", "fd00::/8"]);
-        assert_eq!(shown(&config.probe_networks), ["192.168.7.0/24"]);
+        let config = policy_config("mesh", &values).unwrap();
+        let texts = |networks: &[IpNet]| networks.iter().map(ToString::to_string).collect::<Vec<_>>();
+        assert_eq!(texts(&config.cluster_networks), ["10.0.0.0/8", "fd00::/8"]);
+        assert_eq!(texts(&config.probe_networks), ["192.168.7.0/24"]);
         assert!(config.default_opaque_ports.contains(3306));
         assert_eq!(
             (config.default_policy.as_str(), &*config.controller_namespace),
             ("deny", "mesh")
         );
-        let error = settings("mesh", &json!({ "clusterNetworks": "10/8" })).unwrap_err();
+        let error = policy_config("mesh", &json!({ "clusterNetworks": "10/8" })).unwrap_err();
         assert!(format!("{error:#}").contains("clusterNetworks: \"10/8\""), "{error:#}");
     }
 }

@@ -1,4 +1,4 @@
-//! Reads certificates of other parties: subject, validity, algorithms and issuer.
+//! Parses certificates: subject, validity, algorithms and issuer.
 
 use anyhow::{Context as _, ensure};
 use x509_parser::certificate::X509Certificate;
@@ -40,12 +40,12 @@ pub(crate) enum Signature {
 }
 
 impl Certificate {
-    /// Reads one certificate.
+    /// Parses one certificate in DER format.
     ///
     /// # Errors
     /// Fails if the bytes are not a certificate.
     pub(crate) fn parse(der: &[u8]) -> anyhow::Result<Self> {
-        let cert = x509(der)?;
+        let cert = parse_x509(der)?;
         let common_name = cert
             .subject()
             .iter_common_name()
@@ -69,12 +69,12 @@ impl Certificate {
             subject_alt_names: subject_alt_names.collect(),
             not_before: cert.validity().not_before.timestamp(),
             not_after: cert.validity().not_after.timestamp(),
-            key: key(&cert),
-            signature: signature(&cert),
+            key: public_key_algorithm(&cert),
+            signature: signature_algorithm(&cert),
         })
     }
 
-    /// Reads a PEM bundle, in its order.
+    /// Parses the certificates of a PEM bundle, in its order.
     ///
     /// # Errors
     /// Fails if the text has no certificate, or one that cannot be parsed.
@@ -98,7 +98,7 @@ impl Certificate {
 
     /// Whether the key of `issuer` signed this certificate.
     pub(crate) fn signed_by(&self, issuer: &Self) -> bool {
-        let (Ok(cert), Ok(issuer)) = (x509(&self.der), x509(&issuer.der)) else {
+        let (Ok(cert), Ok(issuer)) = (parse_x509(&self.der), parse_x509(&issuer.der)) else {
             return false;
         };
         cert.issuer() == issuer.subject() && cert.verify_signature(Some(issuer.public_key())).is_ok()
@@ -129,12 +129,12 @@ pub(crate) fn chains_to(chain: &[Certificate], anchors: &[Certificate]) -> bool 
     false
 }
 
-fn x509(der: &[u8]) -> anyhow::Result<X509Certificate<'_>> {
+fn parse_x509(der: &[u8]) -> anyhow::Result<X509Certificate<'_>> {
     let (_, cert) = X509Certificate::from_der(der).context("parsing the certificate")?;
     Ok(cert)
 }
 
-fn key(cert: &X509Certificate<'_>) -> Key {
+fn public_key_algorithm(cert: &X509Certificate<'_>) -> Key {
     let info = cert.public_key();
     let algorithm = &info.algorithm.algorithm;
     let curve = info.algorithm.parameters.as_ref().and_then(|any| any.as_oid().ok());
@@ -150,7 +150,7 @@ fn key(cert: &X509Certificate<'_>) -> Key {
     }
 }
 
-fn signature(cert: &X509Certificate<'_>) -> Signature {
+fn signature_algorithm(cert: &X509Certificate<'_>) -> Signature {
     let algorithm = &cert.signature_algorithm.algorithm;
     if *algorithm == OID_SIG_ECDSA_WITH_SHA256 {
         Signature::EcdsaSha256

@@ -24,7 +24,7 @@ pub(crate) async fn values(cluster: &Cluster) -> anyhow::Result<Value> {
     let yaml = map.and_then(|mut map| map.data.as_mut()?.remove("values"));
     let yaml = yaml.with_context(|| {
         format!(
-            "there is no control plane in namespace {namespace} (no ConfigMap {CONFIG_MAP_NAME}); name another with -L"
+            "there is no control plane in namespace {namespace} (no ConfigMap {CONFIG_MAP_NAME}); use -L for another namespace"
         )
     })?;
     serde_yaml_ng::from_str(&yaml).with_context(|| format!("reading the values in ConfigMap {CONFIG_MAP_NAME}"))

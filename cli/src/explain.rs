@@ -1,4 +1,4 @@
-//! `tulle explain`: explains why a request failed, from its response, and how to fix it. It makes no request.
+//! `tulle explain`: explains from a response why the request failed, and how to fix it. The command sends no request.
 
 use std::fmt::Write as _;
 use std::io::Read as _;
@@ -45,7 +45,7 @@ pub(crate) fn main(args: &Args) -> anyhow::Result<ExitCode> {
     let words = args.input.join(" ");
     let text = match words.as_str() {
         "" => {
-            crate::print(&all(args.output)?)?;
+            crate::print(&render_all_causes(args.output)?)?;
             return Ok(ExitCode::SUCCESS);
         }
         "-" => {
@@ -70,17 +70,17 @@ impl<'a> ReportedCause<'a> {
         let value = extract_cause(text)?;
         let mut parts = value.split(';').map(str::trim);
         let first = parts.next().unwrap_or_default();
-        let (code, by) = first
+        let (code, detail) = first
             .split_once(':')
-            .map_or((first, None), |(code, by)| (code, Some(by.trim())));
+            .map_or((first, None), |(code, detail)| (code, Some(detail.trim())));
         Ok(Self {
-            cause: causes::find(code).ok_or_else(|| unknown(code))?,
-            detail: by,
+            cause: causes::find(code).ok_or_else(|| unknown_code_error(code))?,
+            detail,
             fields: parts.filter_map(|part| part.split_once('=')).collect(),
         })
     }
 
-    /// The cause of the earlier failure that led to this one, and that has to be fixed.
+    /// The cause of the earlier failure that led to this failure. It has to be fixed.
     fn preceding_cause(&self) -> Option<&'static Cause> {
         self.field("after").and_then(causes::find)
     }
@@ -104,15 +104,15 @@ impl<'a> ReportedCause<'a> {
     }
 }
 
-/// Finds the value of `l5d-proxy-cause` anywhere in the text. If the text is only a value, returns it.
+/// Finds the value of `l5d-proxy-cause` anywhere in the text. Returns the whole text if it is such a value.
 fn extract_cause(text: &str) -> anyhow::Result<&str> {
     let text = text.trim();
     // The forms in tap lines and response headers, in JSON, and in links.
-    let marked =
+    let labelled_value =
         Regex::new(r#"(?i)(?:l5d-proxy-cause|\bcause)"?\s*[:=,]\s*(?:"valueStr"\s*:\s*)?"?([a-z][a-z_-]*[^"\r\n]*)"#)
             .context("compiling the pattern")?;
     let link = Regex::new(r"^\S+://\S*#([a-z_-]+)$").context("compiling the pattern")?;
-    if let Some(found) = marked.captures(text).or_else(|| link.captures(text)) {
+    if let Some(found) = labelled_value.captures(text).or_else(|| link.captures(text)) {
         return found
             .get(1)
             .map(|found| found.as_str())
@@ -132,13 +132,13 @@ fn extract_cause(text: &str) -> anyhow::Result<&str> {
     }
 }
 
-fn unknown(code: &str) -> anyhow::Error {
-    let mut alike: Vec<_> = causes::ALL
+fn unknown_code_error(code: &str) -> anyhow::Error {
+    let mut codes_by_similarity: Vec<_> = causes::ALL
         .iter()
         .map(|cause| (strsim::jaro_winkler(cause.code, code), cause.code))
         .collect();
-    alike.sort_by(|(one, _), (other, _)| other.total_cmp(one));
-    let nearest: Vec<_> = alike.iter().take(3).map(|(_, code)| *code).collect();
+    codes_by_similarity.sort_by(|(one, _), (other, _)| other.total_cmp(one));
+    let nearest: Vec<_> = codes_by_similarity.iter().take(3).map(|(_, code)| *code).collect();
     anyhow!(
         "{code:?} is not a cause; the nearest are {}, and `tulle explain` lists all",
         nearest.join(", ")
@@ -162,8 +162,8 @@ fn render(reported: &ReportedCause<'_>, output: Output) -> anyhow::Result<String
         let value = json!({
             "code": code, "responsible": responsible.name(), "statuses": statuses, "meaning": meaning, "advice": advice,
             "detail": reported.detail, "fields": fields,
-            "preceding": reported.preceding_cause().map(|after| {
-                json!({ "code": after.code, "responsible": after.responsible.name(), "meaning": after.meaning, "advice": after.advice })
+            "preceding": reported.preceding_cause().map(|cause| {
+                json!({ "code": cause.code, "responsible": cause.responsible.name(), "meaning": cause.meaning, "advice": cause.advice })
             }),
         });
         return Ok(serde_json::to_string_pretty(&value).context("writing JSON")? + "\n");
@@ -175,8 +175,8 @@ fn render(reported: &ReportedCause<'_>, output: Output) -> anyhow::Result<String
     line("What to do", advice);
     line("Responsible", describe_responsible(*responsible));
     line("Response", statuses);
-    if let Some(by) = reported.detail {
-        line("Decided by", by);
+    if let Some(detail) = reported.detail {
+        line("Decided by", detail);
     }
     if let Some(origin) = reported.origin() {
         line("Reported by", &origin);
@@ -189,11 +189,11 @@ fn render(reported: &ReportedCause<'_>, output: Output) -> anyhow::Result<String
             line(name, value);
         }
     }
-    if let Some(after) = reported.preceding_cause() {
+    if let Some(preceding) = reported.preceding_cause() {
         let _ = write!(
             text,
             "\n{}: {}\n\n{:<14}{}\n",
-            after.code, after.meaning, "What to do", after.advice
+            preceding.code, preceding.meaning, "What to do", preceding.advice
         );
     }
     Ok(text)
@@ -208,7 +208,7 @@ fn describe_responsible(responsible: Responsible) -> &'static str {
     }
 }
 
-fn all(output: Output) -> anyhow::Result<String> {
+fn render_all_causes(output: Output) -> anyhow::Result<String> {
     if output == Output::Json {
         let all: Vec<_> = causes::ALL
             .iter()
@@ -219,7 +219,7 @@ fn all(output: Output) -> anyhow::Result<String> {
     let rows = causes::ALL
         .iter()
         .map(|cause| [cause.code, cause.responsible.name(), cause.meaning].map(str::to_owned));
-    Ok(table::text(&["CAUSE", "RESPONSIBLE", "MEANING"], rows))
+    Ok(table::render(&["CAUSE", "RESPONSIBLE", "MEANING"], rows))
 }
 
 const EXAMPLES: &str = "\
@@ -296,11 +296,14 @@ mod tests {
     }
 
     #[test]
-    fn every_code_explains_itself() {
+    fn every_code_can_be_explained() {
         for cause in causes::ALL {
             let reported = ReportedCause::parse(cause.code).unwrap();
             assert!(render(&reported, Output::Text).unwrap().contains(cause.advice));
         }
-        assert_eq!(all(Output::Text).unwrap().lines().count(), causes::ALL.len() + 1);
+        assert_eq!(
+            render_all_causes(Output::Text).unwrap().lines().count(),
+            causes::ALL.len() + 1
+        );
     }
 }

@@ -41,7 +41,7 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
     let (text, complete) = runtime()?.block_on(async {
         let cluster = flags.connect().await?;
         let namespace = args.namespace.as_deref().unwrap_or(&cluster.namespace);
-        let pods = pods(args, &cluster, namespace).await?;
+        let pods = list_pods(args, &cluster, namespace).await?;
         ensure!(!pods.is_empty(), "no matching pod in namespace {namespace}");
         let trust_domain = config::values(&cluster)
             .await
@@ -68,7 +68,7 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
     Ok(if complete { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-async fn pods(args: &Args, cluster: &Cluster, namespace: &str) -> anyhow::Result<Vec<Pod>> {
+async fn list_pods(args: &Args, cluster: &Cluster, namespace: &str) -> anyhow::Result<Vec<Pod>> {
     let api: Api<Pod> = Api::namespaced(cluster.client.clone(), namespace);
     if let Some(selector) = &args.selector {
         let listed = cluster.list(&api, &ListParams::default().labels(selector)).await;
@@ -123,7 +123,7 @@ pub(crate) async fn fetch_certificate_chain(
         "{account}.{namespace}.serviceaccount.identity.{}.{trust_domain}",
         cluster.control_plane_namespace
     );
-    // A forwarded port is a connection to loopback inside the pod. The inbound port does not serve it without a client
+    // A forwarded port is a connection to loopback inside the pod. On such a connection, the inbound port requires a client
     // certificate. The admin port presents the proxy's certificate to every client.
     presented_chain(cluster, namespace, &name, resource::admin_port(proxy), &identity).await
 }

@@ -3,14 +3,14 @@
 use std::fmt::Write as _;
 
 /// Formats a line of titles and one line per row.
-pub(crate) fn text<const N: usize>(titles: &[&str; N], rows: impl IntoIterator<Item = [String; N]>) -> String {
-    lines(titles, rows.into_iter().map(Vec::from))
+pub(crate) fn render<const N: usize>(titles: &[&str; N], rows: impl IntoIterator<Item = [String; N]>) -> String {
+    render_rows(titles, rows.into_iter().map(Vec::from))
 }
 
-/// Like [`text`], for rows whose number of cells is known only at run time.
-pub(crate) fn lines(titles: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
+/// Like [`render`], for rows whose number of cells is known only at run time.
+pub(crate) fn render_rows(titles: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
     let titles = titles.iter().map(|title| (*title).to_owned()).collect();
-    // Replaces control characters, because names from outside must not control the terminal.
+    // Replaces control characters, because a name in the table must not control the terminal.
     let plain = |cell: String| cell.replace(char::is_control, "\u{fffd}");
     let rows = rows.into_iter().map(|row| row.into_iter().map(plain).collect());
     let rows: Vec<Vec<String>> = std::iter::once(titles).chain(rows).collect();

@@ -30,7 +30,7 @@ pub(crate) enum Command {
 }
 
 #[derive(Args, Clone, Debug)]
-#[command(after_help = EXAMPLE)]
+#[command(after_help = EXAMPLES)]
 pub(crate) struct Anchor {
     /// The common name of the certificate
     #[arg(long, default_value = "root.linkerd.cluster.local")]
@@ -47,7 +47,7 @@ pub(crate) struct Anchor {
 }
 
 #[derive(Args, Clone, Debug)]
-#[command(after_help = EXAMPLE)]
+#[command(after_help = EXAMPLES)]
 pub(crate) struct Issuer {
     /// The common name of the certificate
     #[arg(long, default_value = "identity.linkerd.cluster.local")]
@@ -71,7 +71,7 @@ pub(crate) struct Issuer {
 }
 
 #[derive(Args, Clone, Debug)]
-#[command(after_help = EXAMPLE)]
+#[command(after_help = EXAMPLES)]
 pub(crate) struct Token {
     /// The workload's service account
     #[arg(long, value_name = "NAME")]
@@ -118,7 +118,7 @@ fn create_issuer(args: &Issuer) -> anyhow::Result<()> {
         Some(identity) => trust::create_single_identity_issuer(identity, args.lifetime, &anchor)?,
         None => trust::create_issuer(&args.common_name, args.lifetime, &anchor)?,
     };
-    make_directory(&args.dir)?;
+    create_directory(&args.dir)?;
     let (cert, key) = (args.dir.join("crt.pem"), args.dir.join("key.pem"));
     issuer.write(&cert, &key)?;
     let owner = args.identity.as_deref().unwrap_or("the control plane");
@@ -130,7 +130,7 @@ fn create_issuer(args: &Issuer) -> anyhow::Result<()> {
 }
 
 fn create_token(args: &Token) -> anyhow::Result<()> {
-    // Checked first, so that no keys are created for a token that cannot be written.
+    // This check is first, so that no keys are created if the token cannot be written.
     ensure!(
         !args.out.exists(),
         "{:?} exists already, and credentials are never overwritten",
@@ -148,7 +148,7 @@ fn create_token(args: &Token) -> anyhow::Result<()> {
         let keys = trust::create_token_keys()?;
         let token = trust::create_token(&keys.private, &subject)?;
         if let Some(dir) = args.public_key.parent() {
-            make_directory(dir)?;
+            create_directory(dir)?;
         }
         keys.write(&args.public_key, &args.key)?;
         println!(
@@ -170,11 +170,11 @@ fn create_token(args: &Token) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn make_directory(dir: &Path) -> anyhow::Result<()> {
+fn create_directory(dir: &Path) -> anyhow::Result<()> {
     fs::create_dir_all(dir).with_context(|| format!("creating the directory {dir:?}"))
 }
 
-const EXAMPLE: &str = "\
+const EXAMPLES: &str = "\
 A mesh without Kubernetes needs one trust anchor, one issuer, and a token for each workload:
 
   tulle trust create-anchor

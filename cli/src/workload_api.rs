@@ -35,10 +35,10 @@ use tulle_proto::workload::spiffe_workload_api_server::{SpiffeWorkloadApi, Spiff
 use tulle_proto::workload::{X509BundlesRequest, X509BundlesResponse, X509svid, X509svidRequest, X509svidResponse};
 
 #[derive(ClapArgs, Clone, Debug)]
-#[command(after_help = EXAMPLE)]
+#[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
     /// The identity of sidecars, such as spiffe://root.linkerd.cluster.local/vm-1; may be repeated
-    #[arg(long = "identity", value_name = "URI", required = true, value_parser = spiffe)]
+    #[arg(long = "identity", value_name = "URI", required = true, value_parser = parse_spiffe_identity)]
     identities: Vec<String>,
     /// The socket of the API; sidecars use it with LINKERD2_PROXY_IDENTITY_SPIRE_SOCKET=unix://PATH
     #[arg(long, value_name = "PATH", default_value = "/run/tulle/workload-api.sock")]
@@ -69,7 +69,7 @@ struct SvidResponses {
     bundles: X509BundlesResponse,
 }
 
-/// The files from which the responses are made.
+/// The files from which the responses are created.
 #[derive(PartialEq)]
 struct IssuerFiles {
     issuer: CertificateAuthorityPem,
@@ -84,7 +84,7 @@ struct CertificateAuthorityPem {
 
 async fn serve(args: &Args) -> anyhow::Result<()> {
     let mut files = IssuerFiles::read(args)?;
-    let (sender, answers) = watch::channel(Arc::new(files.issue(args)?));
+    let (sender, responses) = watch::channel(Arc::new(files.issue(args)?));
     let socket = Socket::bind(&args.socket)?;
     println!(
         "serving {} at unix://{}",
@@ -97,7 +97,7 @@ async fn serve(args: &Args) -> anyhow::Result<()> {
         false => args.uids.clone(),
     });
     descriptors::raise_limit();
-    let mut due = Deadline::after(args.lifetime / 2, SystemTime::now);
+    let mut renewal_due = Deadline::after(args.lifetime / 2, SystemTime::now);
     let mut file_poll = interval(FILE_POLL_INTERVAL);
     file_poll.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut connections = JoinSet::new();
@@ -113,8 +113,8 @@ async fn serve(args: &Args) -> anyhow::Result<()> {
             accepted = accept_after(accept_at, &socket.listener) => match accepted {
                 Ok((stream, uid)) => match connection_limits.admit(uid) {
                     Some((caller, permit)) => {
-                        let api = Api { caller, responses: answers.clone() };
-                        connections.spawn(api.connection(stream, permit));
+                        let api = Api { caller, responses: responses.clone() };
+                        connections.spawn(api.serve_connection(stream, permit));
                     }
                     None if connection_limits.is_authorized(uid) => client_log.log(format_args!(
                         "user {uid} already has {MAX_CONNECTIONS_PER_USER} connections; a new one is closed"
@@ -124,17 +124,17 @@ async fn serve(args: &Args) -> anyhow::Result<()> {
                 },
                 Err(error) => {
                     client_log.log(format_args!("accepting a connection failed: {error}"));
-                    // The likely reason is a lack of file descriptors, so an immediate retry would only use CPU time.
+                    // The usual cause is a lack of file descriptors. An immediate retry would only use CPU time.
                     accept_at = Instant::now() + ACCEPT_ERROR_BACKOFF;
                 }
             },
-            _ = file_poll.tick() => match renew_if_due(args, &files, &due) {
+            _ = file_poll.tick() => match renew_if_due(args, &files, &renewal_due) {
                 Ok(None) => {}
-                Ok(Some((new, answers))) => {
+                Ok(Some((new, responses))) => {
                     files = new;
-                    due = Deadline::after(args.lifetime / 2, SystemTime::now);
+                    renewal_due = Deadline::after(args.lifetime / 2, SystemTime::now);
                     last_error = None;
-                    sender.send_replace(Arc::new(answers));
+                    sender.send_replace(Arc::new(responses));
                 }
                 // The previous responses stay valid.
                 Err(error) => {
@@ -149,7 +149,7 @@ async fn serve(args: &Args) -> anyhow::Result<()> {
     }
 }
 
-/// Accepts the next connection and reads its user id. Cancel-safe: no connection is lost.
+/// Waits until `at`, then accepts the next connection and reads its user id. Cancel-safe: no connection is lost.
 async fn accept_after(at: Instant, listener: &UnixListener) -> io::Result<(UnixStream, u32)> {
     sleep_until(at).await;
     let (stream, _) = listener.accept().await?;
@@ -157,18 +157,18 @@ async fn accept_after(at: Instant, listener: &UnixListener) -> io::Result<(UnixS
     Ok((stream, uid))
 }
 
-/// Makes new responses if the files have changed, or if half of the certificates' lifetime has passed.
+/// Creates new responses if the files have changed, or if half of the lifetime of the certificates has passed.
 fn renew_if_due(
     args: &Args,
     files: &IssuerFiles,
-    due: &Deadline,
+    renewal_due: &Deadline,
 ) -> anyhow::Result<Option<(IssuerFiles, SvidResponses)>> {
     let current = IssuerFiles::read(args)?;
-    if current == *files && !due.has_passed() {
+    if current == *files && !renewal_due.has_passed() {
         return Ok(None);
     }
-    let answers = current.issue(args)?;
-    Ok(Some((current, answers)))
+    let responses = current.issue(args)?;
+    Ok(Some((current, responses)))
 }
 
 impl IssuerFiles {
@@ -251,11 +251,11 @@ impl Drop for Socket {
     }
 }
 
-/// Authorized users and the connection limit of each user. Every local user can connect to the socket, so limits keep one
-/// user from exhausting the file descriptors of this process.
+/// Authorized users and the connection limit of each. Every local user can connect to the socket; the limits prevent that one user
+/// exhausts the file descriptors of this process.
 struct ConnectionLimits {
     authorized: Vec<(u32, Arc<Semaphore>)>,
-    /// Permits shared by the connections of all other users. They have no identity, and get an error.
+    /// Permits for the connections of all other users together. Their requests get an error.
     unauthorized: Arc<Semaphore>,
 }
 
@@ -316,20 +316,20 @@ struct Caller {
 impl Api {
     /// Serves a connection until it ends, then releases its permit. An unauthorized caller is disconnected after
     /// [`UNAUTHORIZED_CONNECTION_TIMEOUT`], an authorized one if it sends nothing within [`FIRST_BYTE_TIMEOUT`].
-    async fn connection(self, stream: UnixStream, _permit: OwnedSemaphorePermit) {
+    async fn serve_connection(self, stream: UnixStream, _permit: OwnedSemaphorePermit) {
         match self.caller.is_authorized {
             true => {
                 // If the stream has ended or failed, the server detects it.
                 if timeout(FIRST_BYTE_TIMEOUT, stream.readable()).await.is_ok() {
-                    self.serve(stream).await;
+                    self.serve_requests(stream).await;
                 }
             }
-            // Long enough for one request and its error response.
-            false => drop(timeout(UNAUTHORIZED_CONNECTION_TIMEOUT, self.serve(stream)).await),
+            // The timeout is long enough for one request and its error response.
+            false => drop(timeout(UNAUTHORIZED_CONNECTION_TIMEOUT, self.serve_requests(stream)).await),
         }
     }
 
-    async fn serve(self, stream: UnixStream) {
+    async fn serve_requests(self, stream: UnixStream) {
         let api = SpiffeWorkloadApiServer::new(self);
         let service = service_fn(move |req| api.clone().oneshot(req));
         // An error only means that the sidecar disconnected.
@@ -338,7 +338,7 @@ impl Api {
             .await;
     }
 
-    fn check<T>(&self, req: &Request<T>) -> Result<(), Status> {
+    fn check_request<T>(&self, req: &Request<T>) -> Result<(), Status> {
         if req
             .metadata()
             .get(WORKLOAD_API_METADATA)
@@ -357,8 +357,8 @@ impl Api {
         }
     }
 
-    fn stream<T: Send + 'static>(&self, part: fn(&SvidResponses) -> T) -> ResponseStream<T> {
-        Box::pin(WatchStream::new(self.responses.clone()).map(move |answers| Ok(part(&answers))))
+    fn watch_responses<T: Send + 'static>(&self, part: fn(&SvidResponses) -> T) -> ResponseStream<T> {
+        Box::pin(WatchStream::new(self.responses.clone()).map(move |responses| Ok(part(&responses))))
     }
 }
 
@@ -373,16 +373,18 @@ impl SpiffeWorkloadApi for Api {
         &self,
         req: Request<X509svidRequest>,
     ) -> Result<Response<Self::FetchX509SVIDStream>, Status> {
-        self.check(&req)?;
-        Ok(Response::new(self.stream(|answers| answers.svids.clone())))
+        self.check_request(&req)?;
+        Ok(Response::new(self.watch_responses(|responses| responses.svids.clone())))
     }
 
     async fn fetch_x509_bundles(
         &self,
         req: Request<X509BundlesRequest>,
     ) -> Result<Response<Self::FetchX509BundlesStream>, Status> {
-        self.check(&req)?;
-        Ok(Response::new(self.stream(|answers| answers.bundles.clone())))
+        self.check_request(&req)?;
+        Ok(Response::new(
+            self.watch_responses(|responses| responses.bundles.clone()),
+        ))
     }
 }
 
@@ -391,7 +393,7 @@ fn trust_domain(identity: &str) -> String {
     identity.splitn(4, '/').take(3).collect::<Vec<_>>().join("/")
 }
 
-fn spiffe(text: &str) -> Result<String, String> {
+fn parse_spiffe_identity(text: &str) -> Result<String, String> {
     match text.parse() {
         Ok(Identity::Uri(_)) => Ok(text.to_owned()),
         Ok(Identity::Dns(_)) => Err("a DNS name; expected spiffe://<trust domain>/<path>".to_owned()),
@@ -399,9 +401,9 @@ fn spiffe(text: &str) -> Result<String, String> {
     }
 }
 
-/// Time within which a changed file is detected.
+/// Interval at which the files are checked for changes.
 const FILE_POLL_INTERVAL: Duration = Duration::from_secs(2);
-/// A sidecar has one connection, and a second one while it is replaced.
+/// Maximum concurrent connections of one user. A sidecar has one connection, and a second one while it is replaced.
 const MAX_CONNECTIONS_PER_USER: usize = 32;
 /// Maximum concurrent connections of all unauthorized users together.
 const MAX_UNAUTHORIZED_CONNECTIONS: usize = 8;
@@ -410,7 +412,7 @@ const FIRST_BYTE_TIMEOUT: Duration = Duration::from_secs(10);
 const ACCEPT_ERROR_BACKOFF: Duration = Duration::from_millis(100);
 const MIN_LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-const EXAMPLE: &str = "\
+const EXAMPLES: &str = "\
 A machine outside of the cluster with the identity spiffe://root.linkerd.cluster.local/vm-1:
 
   tulle trust create-issuer --identity spiffe://root.linkerd.cluster.local/vm-1 --dir issuer
@@ -458,7 +460,7 @@ mod tests {
         .args
     }
 
-    fn credentials(dir: &Path) {
+    fn write_credentials(dir: &Path) {
         let anchor = trust::create_anchor("root", trust::ANCHOR_LIFETIME).unwrap();
         let issuer = trust::create_single_identity_issuer("spiffe://root/vm", trust::ISSUER_LIFETIME, &anchor).unwrap();
         fs::create_dir(dir.join("issuer")).unwrap();
@@ -471,11 +473,11 @@ mod tests {
     #[test]
     fn an_issuer_that_the_mesh_does_not_trust_is_refused_at_start() {
         let dir = tempfile::tempdir().unwrap();
-        credentials(dir.path());
+        write_credentials(dir.path());
         let args = args(dir.path(), "spiffe://root/vm");
-        let answers = IssuerFiles::read(&args).unwrap().issue(&args).unwrap();
-        assert_eq!(answers.svids.svids.len(), 1);
-        assert_eq!(answers.bundles.bundles.keys().collect::<Vec<_>>(), ["spiffe://root"]);
+        let responses = IssuerFiles::read(&args).unwrap().issue(&args).unwrap();
+        assert_eq!(responses.svids.svids.len(), 1);
+        assert_eq!(responses.bundles.bundles.keys().collect::<Vec<_>>(), ["spiffe://root"]);
         let foreign = trust::create_anchor("foreign", trust::ANCHOR_LIFETIME).unwrap();
         fs::write(&args.trust_anchors, foreign.certificate).unwrap();
         let error = format!("{:#}", IssuerFiles::read(&args).unwrap().issue(&args).err().unwrap());
@@ -492,16 +494,16 @@ mod tests {
     fn certificates_are_renewed_by_the_wall_clock() {
         static NOW: AtomicU64 = AtomicU64::new(0);
         let dir = tempfile::tempdir().unwrap();
-        credentials(dir.path());
+        write_credentials(dir.path());
         let args = args(dir.path(), "spiffe://root/vm");
         let files = IssuerFiles::read(&args).unwrap();
-        let due = Deadline::after(args.lifetime / 2, || {
+        let renewal_due = Deadline::after(args.lifetime / 2, || {
             UNIX_EPOCH + Duration::from_secs(NOW.load(Ordering::SeqCst))
         });
-        assert!(renew_if_due(&args, &files, &due).unwrap().is_none());
+        assert!(renew_if_due(&args, &files, &renewal_due).unwrap().is_none());
         // Simulates a suspended machine, whose timers were suspended too.
         NOW.store(1800, Ordering::SeqCst);
-        assert!(renew_if_due(&args, &files, &due).unwrap().is_some());
+        assert!(renew_if_due(&args, &files, &renewal_due).unwrap().is_some());
     }
 
     #[test]
@@ -522,16 +524,23 @@ mod tests {
 
     #[test]
     fn only_spiffe_identities_are_served() {
-        assert_eq!(spiffe("spiffe://root/vm"), Ok("spiffe://root/vm".to_owned()));
+        assert_eq!(
+            parse_spiffe_identity("spiffe://root/vm"),
+            Ok("spiffe://root/vm".to_owned())
+        );
         for refused in ["vm.example.com", "spiffe://", "https://root/vm"] {
-            assert!(spiffe(refused).unwrap_err().contains("spiffe://<trust domain>/<path>"));
+            assert!(
+                parse_spiffe_identity(refused)
+                    .unwrap_err()
+                    .contains("spiffe://<trust domain>/<path>")
+            );
         }
         assert_eq!(trust_domain("spiffe://root/ns/vm"), "spiffe://root");
         assert_eq!(trust_domain("spiffe://root"), "spiffe://root");
     }
 
     #[tokio::test]
-    async fn a_stale_socket_is_replaced_and_one_in_use_is_not() {
+    async fn a_stale_socket_is_replaced_and_a_socket_in_use_is_not() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("run/api.sock");
         let first = Socket::bind(&path).unwrap();

@@ -1,4 +1,4 @@
-//! The demo as users start it: the built binaries in network namespaces, from start to cleanup.
+//! Runs the demo with the built binaries in network namespaces, from start to cleanup.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -28,7 +28,7 @@ fn tulle() -> Option<Command> {
 }
 
 /// The namespaces, files and processes that a demo with this process id has left behind.
-fn leftovers_of(demo_pid: u32) -> Vec<String> {
+fn list_leftovers(demo_pid: u32) -> Vec<String> {
     let names = |dir: &str| -> Vec<String> {
         let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
         entries
@@ -51,17 +51,17 @@ fn leftovers_of(demo_pid: u32) -> Vec<String> {
     left
 }
 
-fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
+fn wait_until(description: &str, mut condition: impl FnMut() -> bool) {
     for _ in 0..600 {
         if condition() {
             return;
         }
         sleep(Duration::from_millis(100));
     }
-    panic!("still not true after a minute: {what}");
+    panic!("the condition did not hold within a minute: {description}");
 }
 
-/// Starts the demo and waits until its last sidecar runs.
+/// Starts the demo and waits until its last sidecar is started.
 fn start_demo() -> Option<Child> {
     let child = tulle()?
         .stdout(Stdio::null())
@@ -69,13 +69,13 @@ fn start_demo() -> Option<Child> {
         .spawn()
         .expect("the binary is built");
     let sidecar = format!("/tmp/tulle-demo-0/{}/logs/tcp-sidecar.log", child.id());
-    eventually("the last sidecar is started", || Path::new(&sidecar).exists());
+    wait_until("the last sidecar is started", || Path::new(&sidecar).exists());
     Some(child)
 }
 
 fn wait_for_exit(mut child: Child) -> (u32, ExitStatus) {
     let mut status = None;
-    eventually("the demo ends", || {
+    wait_until("the demo ends", || {
         status = child.try_wait().expect("the child has not been reaped");
         status.is_some()
     });
@@ -84,11 +84,11 @@ fn wait_for_exit(mut child: Child) -> (u32, ExitStatus) {
 
 fn signal(child: &Child, signal: nix::sys::signal::Signal) {
     let pid = nix::unistd::Pid::from_raw(child.id().cast_signed());
-    nix::sys::signal::kill(pid, signal).expect("it runs");
+    nix::sys::signal::kill(pid, signal).expect("the demo is running");
 }
 
 #[test]
-fn permitted_traffic_passes_other_traffic_is_refused_and_nothing_is_left_behind() {
+fn only_permitted_traffic_passes_and_the_demo_leaves_nothing_behind() {
     let Some(mut command) = tulle() else { return };
     let child = command
         .args(["--once", "8", "--output", "json"])
@@ -103,7 +103,8 @@ fn permitted_traffic_passes_other_traffic_is_refused_and_nothing_is_left_behind(
         .unwrap()
         .iter()
         .map(|problem| problem.as_str().unwrap());
-    // On a busy machine every replica can be slow, and the load can be late. Tests with simulated time check the shares.
+    // On a busy machine, every replica can be slow and requests can be sent late. Tests with simulated time check how requests are
+    // distributed to replicas.
     let problems: Vec<_> = problems
         .filter(|problem| !problem.starts_with("slow replica") && !problem.contains("requests were not sent"))
         .collect();
@@ -113,7 +114,7 @@ fn permitted_traffic_passes_other_traffic_is_refused_and_nothing_is_left_behind(
         let _ = std::fs::remove_dir_all(format!("/tmp/tulle-demo-0/{pid}"));
     }
     assert_eq!(json["edges"].as_array().unwrap().len(), 7);
-    assert_eq!(leftovers_of(pid), Vec::<String>::new());
+    assert_eq!(list_leftovers(pid), Vec::<String>::new());
 }
 
 #[test]
@@ -121,7 +122,7 @@ fn a_terminated_demo_leaves_nothing_behind() {
     let Some(child) = start_demo() else { return };
     signal(&child, nix::sys::signal::Signal::SIGTERM);
     let (pid, _) = wait_for_exit(child);
-    assert_eq!(leftovers_of(pid), Vec::<String>::new());
+    assert_eq!(list_leftovers(pid), Vec::<String>::new());
 }
 
 #[test]
@@ -129,7 +130,7 @@ fn a_killed_demo_leaves_nothing_behind() {
     let Some(child) = start_demo() else { return };
     signal(&child, nix::sys::signal::Signal::SIGKILL);
     let (pid, _) = wait_for_exit(child);
-    eventually("leftovers are removed", || leftovers_of(pid).is_empty());
+    wait_until("leftovers are removed", || list_leftovers(pid).is_empty());
 }
 
 #[test]

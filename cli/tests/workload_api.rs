@@ -106,14 +106,14 @@ fn own_uid() -> u32 {
     Uid::current().as_raw()
 }
 
-fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
+fn wait_until(description: &str, mut condition: impl FnMut() -> bool) {
     for _ in 0..1000 {
         if condition() {
             return;
         }
         sleep(Duration::from_millis(20));
     }
-    panic!("not true in time: {what}");
+    panic!("the condition did not hold in time: {description}");
 }
 
 const WAIT_TIMEOUT: Duration = Duration::from_secs(20);

@@ -1,4 +1,4 @@
-//! The test application: parses requests, records them, and answers with the configured bytes.
+//! The test application: parses requests, records them, and responds with the configured bytes.
 
 use std::io;
 use std::sync::Arc;
@@ -14,11 +14,11 @@ use super::message::{self, Message};
 /// State that the application shares with the test.
 #[derive(Default)]
 pub(super) struct State {
-    pub(super) answer: Vec<u8>,
+    pub(super) response: Vec<u8>,
     pub(super) requests: Vec<Message>,
 }
 
-/// The path of the first request of each connection, which is answered with `OK` and not recorded.
+/// The path of the first request of each connection. The application responds with `OK`, and does not record the request.
 pub(super) const WARM_UP_PATH: &str = "/first";
 
 /// Accepts and serves connections until the future is dropped.
@@ -28,7 +28,7 @@ pub(super) async fn serve(listener: TcpListener, state: Arc<Mutex<State>>) {
         tokio::select! {
             accepted = listener.accept() => {
                 if let Ok((stream, _)) = accepted {
-                    connections.spawn(answer(stream, state.clone()));
+                    connections.spawn(serve_connection(stream, state.clone()));
                 }
             }
             Some(_) = connections.join_next() => {}
@@ -36,12 +36,12 @@ pub(super) async fn serve(listener: TcpListener, state: Arc<Mutex<State>>) {
     }
 }
 
-/// Answers requests until a response ends the connection.
-async fn answer(mut stream: TcpStream, state: Arc<Mutex<State>>) -> io::Result<()> {
+/// Responds to requests until a response ends the connection.
+async fn serve_connection(mut stream: TcpStream, state: Arc<Mutex<State>>) -> io::Result<()> {
     let mut bytes = Vec::new();
     loop {
         let request = loop {
-            if let Some((request, used)) = message::read(&bytes, false, message::StreamEnd::Unknown) {
+            if let Some((request, used)) = message::parse(&bytes, false, message::StreamEnd::Unknown) {
                 bytes.drain(..used);
                 break request;
             }
@@ -49,16 +49,16 @@ async fn answer(mut stream: TcpStream, state: Arc<Mutex<State>>) -> io::Result<(
                 return Ok(());
             }
         };
-        let answer = if request.first_line.split(' ').nth(1) == Some(WARM_UP_PATH) {
+        let response = if request.first_line.split(' ').nth(1) == Some(WARM_UP_PATH) {
             OK.as_bytes().to_vec()
         } else {
             let mut state = state.lock();
             state.requests.push(request);
-            state.answer.clone()
+            state.response.clone()
         };
-        stream.write_all(&answer).await?;
+        stream.write_all(&response).await?;
         // A response other than `OK` ends its connection, because it may be delimited by the end of the connection.
-        if answer != OK.as_bytes() {
+        if response != OK.as_bytes() {
             return stream.shutdown().await;
         }
     }

@@ -18,8 +18,8 @@ pub struct Case {
 pub enum Expected {
     /// The application gets exactly these requests, and the client a successful response to each.
     Requests(&'static [Request]),
-    /// The application gets no complete request, neither this one nor the one sent directly behind it. The client gets one of
-    /// these statuses, and the connection is closed.
+    /// The application gets no request: neither the request of the case nor the request that is sent directly after it. The client
+    /// gets one of these statuses, and the connection is closed.
     Refused(&'static [u16]),
     /// The client gets this response.
     Response(Response),
@@ -59,23 +59,23 @@ const fn request(line: &'static str, body: &'static str, lines: &'static [&'stat
 const fn forwarded(
     section: &'static str,
     name: &'static str,
-    sends: &'static [&'static str],
+    client_writes: &'static [&'static str],
     requests: &'static [Request],
 ) -> Case {
     Case {
         section,
         name,
-        client_writes: sends,
+        client_writes,
         application_response: OK,
         expected: Expected::Requests(requests),
     }
 }
 
-const fn refused(section: &'static str, name: &'static str, sends: &'static [&'static str]) -> Case {
+const fn refused(section: &'static str, name: &'static str, client_writes: &'static [&'static str]) -> Case {
     Case {
         section,
         name,
-        client_writes: sends,
+        client_writes,
         application_response: OK,
         expected: Expected::Refused(&[400]),
     }
@@ -102,8 +102,8 @@ const fn response(statuses: &'static [u16], body: &'static str, lines: &'static 
 }
 
 const GET: &[&str] = &["GET / HTTP/1.1\r\nhost: web.test\r\n\r\n"];
-const AT_ROOT: Request = request("GET / HTTP/1.1", "", &[HOST]);
-const HELLO: &[Request] = &[request("POST / HTTP/1.1", "hello", &[HOST])];
+const GET_REQUEST: Request = request("GET / HTTP/1.1", "", &[HOST]);
+const POST_HELLO_REQUESTS: &[Request] = &[request("POST / HTTP/1.1", "hello", &[HOST])];
 const BAD_GATEWAY: Expected = Expected::BadGateway(&[502]);
 
 macro_rules! post {
@@ -125,18 +125,18 @@ macro_rules! get {
 
 pub const CASES: &[Case] = &[
     // Lines
-    forwarded("2.1", "a plain request", GET, &[AT_ROOT]),
+    forwarded("2.1", "a plain request", GET, &[GET_REQUEST]),
     forwarded(
         "2.2",
         "an empty line before the request line is ignored",
         &["\r\nGET / HTTP/1.1\r\nhost: web.test\r\n\r\n"],
-        &[AT_ROOT],
+        &[GET_REQUEST],
     ),
     forwarded(
         "2.2",
         "LF alone ends a header line",
         &["GET / HTTP/1.1\nhost: web.test\n\n"],
-        &[AT_ROOT],
+        &[GET_REQUEST],
     ),
     refused("2.2", "CR within a header value", get!("a: b\rc")),
     refused(
@@ -198,8 +198,8 @@ pub const CASES: &[Case] = &[
         &["GET /a/%2e%2E//b?c=d&e=%20 HTTP/1.1\r\nhost: web.test\r\n\r\n"],
         &[request("GET /a/%2e%2E//b?c=d&e=%20 HTTP/1.1", "", &[HOST])],
     ),
-    // Browsers encode these characters too. Through the proxy, an application receives from other clients what it would receive
-    // from a browser.
+    // Browsers encode these characters. The proxy encodes them for other clients, so that an application receives the same target
+    // from every client.
     forwarded(
         "3.2.1",
         "characters that are not allowed in a URI are encoded",
@@ -247,7 +247,7 @@ pub const CASES: &[Case] = &[
         &["OPTIONS * HTTP/1.1\r\nhost: web.test\r\n\r\n"],
         &[request("OPTIONS * HTTP/1.1", "", &[HOST])],
     ),
-    // The proxy forwards the request to its original destination, as without a proxy. The application decides whether to refuse it.
+    // The proxy forwards the request to its original destination. The application decides whether to refuse it, as without a proxy.
     forwarded(
         "3.2",
         "no Host header",
@@ -303,12 +303,17 @@ pub const CASES: &[Case] = &[
         &[request("GET / HTTP/1.1", "", &["a: 1", "a: 3", "b: 2"])],
     ),
     // Framing
-    forwarded("6.2", "content-length", post!("content-length: 5", "hello"), HELLO),
+    forwarded(
+        "6.2",
+        "content-length",
+        post!("content-length: 5", "hello"),
+        POST_HELLO_REQUESTS,
+    ),
     forwarded(
         "6.2",
         "content-length with leading zeros",
         post!("content-length: 005", "hello"),
-        HELLO,
+        POST_HELLO_REQUESTS,
     ),
     forwarded(
         "6.2",
@@ -326,7 +331,7 @@ pub const CASES: &[Case] = &[
             "\nhe",
             "llo",
         ],
-        HELLO,
+        POST_HELLO_REQUESTS,
     ),
     refused(
         "6.3",
@@ -441,13 +446,13 @@ pub const CASES: &[Case] = &[
         "7.1",
         "a chunked body",
         post!("transfer-encoding: chunked", "2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"),
-        HELLO,
+        POST_HELLO_REQUESTS,
     ),
     forwarded(
         "7.1",
         "chunked in upper case",
         post!("Transfer-Encoding: CHUNKED", "0005\r\nhello\r\n00\r\n\r\n"),
-        HELLO,
+        POST_HELLO_REQUESTS,
     ),
     forwarded(
         "7.1",
@@ -467,13 +472,13 @@ pub const CASES: &[Case] = &[
             "\r",
             "\n",
         ],
-        HELLO,
+        POST_HELLO_REQUESTS,
     ),
     forwarded(
         "7.1.1",
         "chunk extensions are removed",
         post!("transfer-encoding: chunked", "5;a=b;c=\"d e\"\r\nhello\r\n0;f\r\n\r\n"),
-        HELLO,
+        POST_HELLO_REQUESTS,
     ),
     forwarded(
         "7.1.2",
@@ -595,7 +600,7 @@ pub const CASES: &[Case] = &[
         "6.3",
         "a GET with a body",
         &["GET / HTTP/1.1\r\nhost: web.test\r\ncontent-length: 2\r\n\r\nhiGET / HTTP/1.1\r\nhost: web.test\r\n\r\n"],
-        &[request("GET / HTTP/1.1", "hi", &[]), AT_ROOT],
+        &[request("GET / HTTP/1.1", "hi", &[]), GET_REQUEST],
     ),
     forwarded(
         "7.6.1 of RFC 9110",
@@ -607,13 +612,13 @@ pub const CASES: &[Case] = &[
         "7.6.1 of RFC 9110",
         "a Connection header cannot remove Host or content-length",
         post!("connection: host, content-length\r\ncontent-length: 5", "hello"),
-        HELLO,
+        POST_HELLO_REQUESTS,
     ),
     forwarded(
         "9.6",
         "a request with \"connection: close\"",
         get!("connection: close"),
-        &[AT_ROOT],
+        &[GET_REQUEST],
     ),
     // Messages of applications
     response_case(

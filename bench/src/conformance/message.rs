@@ -1,6 +1,6 @@
 //! A simple parser of HTTP/1 messages. Only CRLF ends a line; header lines are not validated.
 
-/// A message. Its trailers are among its header lines.
+/// A message. `lines` has its header lines and its trailer lines.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Message {
     pub(super) first_line: String,
@@ -23,7 +23,7 @@ pub(super) enum StreamEnd {
 impl Message {
     /// A message from bytes that cannot be parsed completely.
     pub(super) fn unparsed(bytes: &[u8]) -> Self {
-        let (first_line, lines) = head(bytes);
+        let (first_line, lines) = parse_head(bytes);
         Self {
             first_line,
             lines,
@@ -36,17 +36,17 @@ impl Message {
         status.and_then(|status| status.parse().ok()).unwrap_or_default()
     }
 
-    pub(super) fn value(&self, name: &str) -> Option<&str> {
+    pub(super) fn field_value(&self, name: &str) -> Option<&str> {
         let line = self.lines.iter().find(|(known, _)| known == name);
         line.map(|(_, value)| value.as_str())
     }
 
-    /// Returns the first condition of `wanted` that the message does not satisfy. Conditions have the form of `Request::lines`.
+    /// Returns the first condition of `wanted` that the message does not satisfy. `Request::lines` documents the conditions.
     pub(super) fn first_unmet_condition<'a>(&self, wanted: &[&'a str]) -> Option<&'a str> {
         wanted.iter().copied().find(|line| match line.strip_prefix('!') {
             Some(absent) => match absent.split_once(": ") {
                 Some((name, value)) => self.lines.iter().any(|(n, v)| n == name && v == value),
-                None => self.value(absent).is_some(),
+                None => self.field_value(absent).is_some(),
             },
             None => {
                 let (name, value) = line.split_once(": ").unwrap_or((line, ""));
@@ -56,11 +56,13 @@ impl Message {
     }
 }
 
-/// Returns the first message in `bytes` and its length. `None` if its head is incomplete, its content-length is not a number,
-/// or its body cannot be read completely and more bytes can follow.
-pub(super) fn read(bytes: &[u8], is_response_to_head: bool, end: StreamEnd) -> Option<(Message, usize)> {
+/// Parses the first message in `bytes`. Returns the message and its length.
+///
+/// Returns `None` if the head is incomplete, if content-length is not a number, or if the body is incomplete and more bytes can
+/// follow.
+pub(super) fn parse(bytes: &[u8], is_response_to_head: bool, end: StreamEnd) -> Option<(Message, usize)> {
     let head_end = bytes.windows(4).position(|four| four == b"\r\n\r\n")? + 4;
-    let (first_line, lines) = head(&bytes[..head_end]);
+    let (first_line, lines) = parse_head(&bytes[..head_end]);
     let mut message = Message {
         first_line,
         lines,
@@ -69,13 +71,13 @@ pub(super) fn read(bytes: &[u8], is_response_to_head: bool, end: StreamEnd) -> O
     let rest = &bytes[head_end..];
     let body = if is_response_to_head || has_no_body(&message) {
         Some(Body::default())
-    } else if message.value("transfer-encoding").is_some() {
-        chunks(rest)
-    } else if let Some(length) = message.value("content-length") {
+    } else if message.field_value("transfer-encoding").is_some() {
+        parse_chunked_body(rest)
+    } else if let Some(length) = message.field_value("content-length") {
         let length = length.parse().ok()?;
-        rest.get(..length).map(plain)
+        rest.get(..length).map(unframed_body)
     } else if message.first_line.starts_with("HTTP/") {
-        (end == StreamEnd::Eof).then(|| plain(rest))
+        (end == StreamEnd::Eof).then(|| unframed_body(rest))
     } else {
         Some(Body::default())
     };
@@ -98,19 +100,19 @@ fn has_no_body(message: &Message) -> bool {
     message.first_line.starts_with("HTTP/") && matches!(message.status(), 100..200 | 204 | 304)
 }
 
-fn head(bytes: &[u8]) -> (String, Vec<(String, String)>) {
-    let text = text(bytes);
+fn parse_head(bytes: &[u8]) -> (String, Vec<(String, String)>) {
+    let text = decode_latin1(bytes);
     let mut lines = text.trim_end_matches("\r\n").split("\r\n");
     let first = lines.next().unwrap_or_default().to_owned();
-    (first, lines.map(line).collect())
+    (first, lines.map(parse_line).collect())
 }
 
 /// Decodes bytes as Latin-1.
-fn text(bytes: &[u8]) -> String {
+fn decode_latin1(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| char::from(*byte)).collect()
 }
 
-fn line(text: &str) -> (String, String) {
+fn parse_line(text: &str) -> (String, String) {
     let (name, value) = text.split_once(':').unwrap_or((text, ""));
     (name.to_ascii_lowercase(), value.trim_matches(' ').to_owned())
 }
@@ -124,7 +126,7 @@ struct Body {
     len: usize,
 }
 
-fn plain(bytes: &[u8]) -> Body {
+fn unframed_body(bytes: &[u8]) -> Body {
     Body {
         data: bytes.to_vec(),
         trailers: Vec::new(),
@@ -132,7 +134,7 @@ fn plain(bytes: &[u8]) -> Body {
     }
 }
 
-fn chunks(bytes: &[u8]) -> Option<Body> {
+fn parse_chunked_body(bytes: &[u8]) -> Option<Body> {
     let (mut data, mut at) = (Vec::new(), 0);
     loop {
         let rest = &bytes[at..];
@@ -157,8 +159,8 @@ fn chunks(bytes: &[u8]) -> Option<Body> {
         });
     }
     let length = bytes[at..].windows(4).position(|four| four == b"\r\n\r\n")? + 4;
-    let text = text(&bytes[at..at + length]);
-    let trailers = text.trim_end_matches("\r\n").split("\r\n").map(line).collect();
+    let text = decode_latin1(&bytes[at..at + length]);
+    let trailers = text.trim_end_matches("\r\n").split("\r\n").map(parse_line).collect();
     Some(Body {
         data,
         trailers,
@@ -171,19 +173,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pipelined_messages_are_read_in_turn() {
+    fn pipelined_messages_are_parsed_in_turn() {
         let text = b"POST / HTTP/1.1\r\nHost: x\r\ncontent-length: 2\r\n\r\nhiGET / HTTP/1.1\r\n\r\n";
-        let (first, used) = read(text, false, StreamEnd::Unknown).unwrap();
+        let (first, used) = parse(text, false, StreamEnd::Unknown).unwrap();
         assert_eq!(
             (first.body.as_slice(), first.first_unmet_condition(&["host: x", "!a"])),
             (&b"hi"[..], None)
         );
-        let (second, rest) = read(&text[used..], false, StreamEnd::Unknown).unwrap();
+        let (second, rest) = parse(&text[used..], false, StreamEnd::Unknown).unwrap();
         assert_eq!(
             (second.first_line.as_str(), used + rest),
             ("GET / HTTP/1.1", text.len())
         );
-        assert!(read(&text[..used - 1], false, StreamEnd::Unknown).is_none());
+        assert!(parse(&text[..used - 1], false, StreamEnd::Unknown).is_none());
     }
 
     #[test]
@@ -207,7 +209,7 @@ mod tests {
             ),
         ] {
             assert_eq!(
-                read(text.as_bytes(), false, StreamEnd::Eof).unwrap().0.is_complete,
+                parse(text.as_bytes(), false, StreamEnd::Eof).unwrap().0.is_complete,
                 is_complete,
                 "{text}"
             );

@@ -22,7 +22,7 @@ use self::message::{Message, StreamEnd};
 #[derive(Clone, Debug)]
 pub struct Outcome {
     pub case: Case,
-    /// Short description of what happened.
+    /// Short description of the observed result.
     pub observed: String,
     /// Short description of the deviation from the expected result; `None` if there is no deviation.
     pub deviation: Option<String>,
@@ -49,21 +49,21 @@ impl App {
         for case in CASES {
             {
                 let mut state = self.state.lock();
-                state.answer = latin1(case.application_response);
+                state.response = encode_latin1(case.application_response);
                 state.requests.clear();
             }
 
             let mut attempts = 0;
-            let answer = loop {
+            let observation = loop {
                 attempts += 1;
                 match run_client(dial().await, case).await {
                     // The proxy may not be ready yet, or it may reuse an upstream connection that the previous case has closed.
                     None if attempts < MAX_ATTEMPTS => tokio::time::sleep(WRITE_INTERVAL).await,
-                    answer => break answer.unwrap_or_default(),
+                    observation => break observation.unwrap_or_default(),
                 }
             };
             let requests = self.state.lock().requests.clone();
-            outcomes.push(evaluate(case, &requests, &answer));
+            outcomes.push(evaluate(case, &requests, &observation));
         }
         outcomes
     }
@@ -76,12 +76,12 @@ impl Drop for App {
 }
 
 /// Encodes text as Latin-1: each character is one byte.
-fn latin1(text: &str) -> Vec<u8> {
+fn encode_latin1(text: &str) -> Vec<u8> {
     let byte = |c| u8::try_from(u32::from(c)).unwrap_or(b'?');
     text.chars().map(byte).collect()
 }
 
-/// What the client received.
+/// The responses that the client received.
 #[derive(Default)]
 struct ClientObservation {
     responses: Vec<Message>,
@@ -106,18 +106,18 @@ async fn run_client(mut stream: TcpStream, case: &Case) -> Option<ClientObservat
     let mut bytes = Vec::new();
     let exchange = async {
         for (n, piece) in case.client_writes.iter().enumerate() {
-            let mut piece = latin1(piece);
+            let mut piece = encode_latin1(piece);
             if n + 1 == case.client_writes.len() && matches!(case.expected, Expected::Refused(_)) {
                 piece.extend_from_slice(SMUGGLED_REQUEST.as_bytes());
             }
             stream.write_all(&piece).await?;
             stream.flush().await?;
             if case.client_writes.len() > 1 {
-                // The pause makes it likely that the pieces arrive separately. No result depends on it.
+                // The pause makes it likely that the pieces arrive separately. The result of a case does not depend on it.
                 tokio::time::sleep(WRITE_INTERVAL).await;
             }
         }
-        while n_final_responses(&read_all(&bytes, case, StreamEnd::Unknown).0) < n_expected {
+        while n_final_responses(&parse_responses(&bytes, case, StreamEnd::Unknown).0) < n_expected {
             if stream.read_buf(&mut bytes).await? == 0 {
                 return Ok(StreamEnd::Eof);
             }
@@ -130,7 +130,7 @@ async fn run_client(mut stream: TcpStream, case: &Case) -> Option<ClientObservat
         Ok(Ok(end)) => end,
         Ok(Err(_)) | Err(_) => StreamEnd::Unknown,
     };
-    let (mut responses, len) = read_all(&bytes, case, end);
+    let (mut responses, len) = parse_responses(&bytes, case, end);
     if len < bytes.len() {
         responses.push(Message::unparsed(&bytes[len..]));
     }
@@ -143,7 +143,7 @@ async fn send_warm_up_request(stream: &mut TcpStream) -> io::Result<()> {
     stream.write_all(request.as_bytes()).await?;
     let mut bytes = Vec::new();
     loop {
-        if let Some((rsp, _)) = message::read(&bytes, false, StreamEnd::Unknown) {
+        if let Some((rsp, _)) = message::parse(&bytes, false, StreamEnd::Unknown) {
             return match rsp.status() {
                 200 => Ok(()),
                 _ => Err(io::ErrorKind::ConnectionRefused.into()),
@@ -156,10 +156,10 @@ async fn send_warm_up_request(stream: &mut TcpStream) -> io::Result<()> {
 }
 
 /// Parses all responses and returns them with the number of bytes parsed.
-fn read_all(bytes: &[u8], case: &Case, end: StreamEnd) -> (Vec<Message>, usize) {
+fn parse_responses(bytes: &[u8], case: &Case, end: StreamEnd) -> (Vec<Message>, usize) {
     let is_head = case.client_writes.iter().any(|piece| piece.starts_with("HEAD "));
     let (mut messages, mut at) = (Vec::new(), 0);
-    while let Some((message, used)) = message::read(&bytes[at..], is_head, end) {
+    while let Some((message, used)) = message::parse(&bytes[at..], is_head, end) {
         at += used;
         messages.push(message);
     }
@@ -180,8 +180,8 @@ fn evaluate(case: &Case, requests: &[Message], observation: &ClientObservation) 
                 Some(last) if observation.statuses() != wanted.statuses || !last.is_complete => {
                     Some(observation.describe())
                 }
-                Some(last) if last.body != latin1(wanted.body) => Some("another body".to_owned()),
-                Some(last) => last.first_unmet_condition(wanted.lines).map(unmet_condition),
+                Some(last) if last.body != encode_latin1(wanted.body) => Some("another body".to_owned()),
+                Some(last) => last.first_unmet_condition(wanted.lines).map(describe_unmet_condition),
                 None => Some(observation.describe()),
             };
             (observation.describe(), deviation)
@@ -223,15 +223,15 @@ fn evaluate_requests(
     if n == wanted.len() && n == observation.n_ok() && n > 0 {
         let deviation = wanted.iter().zip(requests).find_map(|(wanted, got)| {
             let line = (got.first_line != wanted.line).then(|| format!("sends `{}`", got.first_line));
-            line.or_else(|| (got.body != latin1(wanted.body)).then(|| "another body".to_owned()))
-                .or_else(|| got.first_unmet_condition(wanted.lines).map(unmet_condition))
+            line.or_else(|| (got.body != encode_latin1(wanted.body)).then(|| "another body".to_owned()))
+                .or_else(|| got.first_unmet_condition(wanted.lines).map(describe_unmet_condition))
         });
         return ("forwarded".to_owned(), deviation);
     }
     if n == 0 {
         return (observation.describe(), Some(observation.describe()));
     }
-    forwarded_in_part(n, observation)
+    partly_forwarded(n, observation)
 }
 
 /// Evaluates a request that no proxy may forward. The response must have one of the statuses `wanted`.
@@ -253,11 +253,11 @@ fn evaluate_refusal(wanted: &[u16], requests: &[Message], observation: &ClientOb
     if n == observation.n_ok() {
         return ("forwarded".to_owned(), Some("forwards it".to_owned()));
     }
-    forwarded_in_part(n, observation)
+    partly_forwarded(n, observation)
 }
 
-/// The result if `n` requests reached the application and the client did not get as many successful responses as expected.
-fn forwarded_in_part(n: usize, observation: &ClientObservation) -> (String, Option<String>) {
+/// The result if `n` requests reached the application, and the client did not get the expected number of successful responses.
+fn partly_forwarded(n: usize, observation: &ClientObservation) -> (String, Option<String>) {
     let received = observation.describe();
     (
         format!("{n} forwarded, {received}"),
@@ -292,7 +292,7 @@ impl ClientObservation {
 }
 
 /// Describes an unsatisfied condition.
-fn unmet_condition(line: &str) -> String {
+fn describe_unmet_condition(line: &str) -> String {
     match line.strip_prefix('!') {
         Some(absent) => format!("with `{absent}`"),
         None => format!("without `{line}`"),
@@ -307,7 +307,7 @@ impl fmt::Display for Outcome {
             self.case.name, self.case.section, self.observed
         )?;
         match &self.deviation_details {
-            Some(why) => write!(f, ", wrong: {why}"),
+            Some(details) => write!(f, ", deviation: {details}"),
             None => Ok(()),
         }
     }
@@ -333,7 +333,6 @@ mod tests {
         }
     }
 
-    /// Each deviation, with the terms of the committed document that explain it.
     #[test]
     fn the_committed_document_explains_each_deviation() {
         const WANTED: Request = Request {

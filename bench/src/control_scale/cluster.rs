@@ -18,10 +18,12 @@ use super::streams::Address;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ObjectCounts {
     pub(super) services: usize,
+    /// Endpoints of each Service.
     pub(super) endpoints: usize,
+    /// Pods that belong to no Service.
     pub(super) other_pods: usize,
-    /// Endpoints of the Service `rollout`, which is not one of `services`.
-    pub(super) rollout: usize,
+    /// Endpoints of the Service `rollout`, which is not counted in `services`.
+    pub(super) rollout_endpoints: usize,
 }
 
 #[derive(Clone)]
@@ -41,26 +43,26 @@ impl Cluster {
     }
 
     /// Creates all objects, with up to 32 concurrent requests.
-    pub(super) async fn create(&self) -> anyhow::Result<()> {
+    pub(super) async fn create_objects(&self) -> anyhow::Result<()> {
         self.post("/api/v1/namespaces", &json!({"metadata": {"name": "scale"}}))
             .await?;
         let services = 0..self.counts.services;
         self.post_all(
             services
                 .clone()
-                .map(|n| ("/api/v1/namespaces/scale/services", service(&service_name(n)))),
+                .map(|n| ("/api/v1/namespaces/scale/services", service_manifest(&service_name(n)))),
         )
         .await?;
-        let slices = services.map(|n| (SLICES, slice_of_service(n, &self.initial_endpoints(n))));
+        let slices = services.map(|n| (SLICES_PATH, slice_of_service(n, &self.initial_endpoints(n))));
         self.post_all(slices).await?;
-        if self.counts.rollout > 0 {
+        if self.counts.rollout_endpoints > 0 {
             self.create_rollout_service().await?;
         }
         let n_pods = self.n_pods();
         // The API server does not admit a pod without a service account.
         let accounts = (0..n_pods.div_ceil(self.counts.endpoints)).map(|n| {
             let path = "/api/v1/namespaces/scale/serviceaccounts";
-            (path, json!({"metadata": {"name": app(n)}}))
+            (path, json!({"metadata": {"name": app_name(n)}}))
         });
         self.post_all(accounts).await?;
         let pods = stream::iter(0..n_pods).map(|n| self.create_pod(self.initial_pod(n)));
@@ -68,11 +70,11 @@ impl Cluster {
     }
 
     pub(super) fn n_pods(&self) -> usize {
-        self.counts.first_rollout_pod() + self.counts.rollout
+        self.counts.first_rollout_pod() + self.counts.rollout_endpoints
     }
 
-    /// The n-th pod. Each Service has `endpoints` pods, in this order; later pods have the number of a Service that does not
-    /// exist.
+    /// The n-th pod. The first pods belong to the Services in order, `endpoints` to each. Further pods have the number of a
+    /// Service that does not exist.
     pub(super) fn initial_pod(&self, n: usize) -> Pod {
         let service = n / self.counts.endpoints;
         Pod { n, service }
@@ -80,19 +82,20 @@ impl Cluster {
 
     /// Creates a pod with the status of a running one.
     pub(super) async fn create_pod(&self, pod: Pod) -> anyhow::Result<()> {
-        self.post(PODS, &pod.object()).await?;
-        let path = format!("{PODS}/{}/status", pod.name());
+        self.post(PODS_PATH, &pod.manifest()).await?;
+        let path = format!("{PODS_PATH}/{}/status", pod.name());
         self.send(Method::PATCH, &path, &pod.status()).await
     }
 
     pub(super) async fn delete_pod(&self, pod: Pod) -> anyhow::Result<()> {
         let now = json!({"gracePeriodSeconds": 0});
-        self.send(Method::DELETE, &format!("{PODS}/{}", pod.name()), &now).await
+        self.send(Method::DELETE, &format!("{PODS_PATH}/{}", pod.name()), &now)
+            .await
     }
 
     /// Writes the EndpointSlice of a Service.
     pub(super) async fn write_endpoints(&self, service: usize, endpoints: &[Endpoint]) -> anyhow::Result<()> {
-        let path = format!("{SLICES}/{}-x", service_name(service));
+        let path = format!("{SLICES_PATH}/{}-x", service_name(service));
         self.send(Method::PUT, &path, &slice_of_service(service, endpoints))
             .await
     }
@@ -100,10 +103,10 @@ impl Cluster {
     /// Creates or replaces an object by server-side apply.
     pub(super) async fn apply(&self, path: &str, object: &Value) -> anyhow::Result<()> {
         let path = format!("{path}?fieldManager=bench&force=true");
-        let what = format!("applying {path}");
+        let action = format!("applying {path}");
         let req = Request::patch(path).header("content-type", "application/apply-patch+yaml");
         let req = req.body(object.to_string().into_bytes()).context("making a request")?;
-        self.client.request_text(req).await.map(drop).context(what)
+        self.client.request_text(req).await.map(drop).context(action)
     }
 
     pub(super) async fn patch(&self, path: &str, patch: &Value) -> anyhow::Result<()> {
@@ -112,7 +115,8 @@ impl Cluster {
 
     /// Creates or replaces the Server for the pods of a Service.
     pub(super) async fn apply_server(&self, service: usize, protocol: &str) -> anyhow::Result<()> {
-        self.apply(&server_path(service), &server(service, protocol)).await
+        self.apply(&server_path(service), &server_manifest(service, protocol))
+            .await
     }
 
     pub(super) async fn delete_server(&self, service: usize) -> anyhow::Result<()> {
@@ -120,10 +124,10 @@ impl Cluster {
     }
 
     async fn create_rollout_service(&self) -> anyhow::Result<()> {
-        self.post("/api/v1/namespaces/scale/services", &service(ROLLOUT))
+        self.post("/api/v1/namespaces/scale/services", &service_manifest(ROLLOUT_SERVICE))
             .await?;
         for slice in self.rollout_slices() {
-            self.post(SLICES, &slice.object()).await?;
+            self.post(SLICES_PATH, &slice.manifest()).await?;
         }
         Ok(())
     }
@@ -131,7 +135,7 @@ impl Cluster {
     /// The EndpointSlices of the Service `rollout`, with the addresses of its pods.
     pub(super) fn rollout_slices(&self) -> Vec<RolloutSlice> {
         let first = self.counts.first_rollout_pod();
-        let pods: Vec<usize> = (first..first + self.counts.rollout).collect();
+        let pods: Vec<usize> = (first..first + self.counts.rollout_endpoints).collect();
         let slices = pods
             .chunks(MAX_ENDPOINTS_PER_SLICE)
             .enumerate()
@@ -143,8 +147,12 @@ impl Cluster {
     }
 
     pub(super) async fn write_slice(&self, slice: &RolloutSlice) -> anyhow::Result<()> {
-        self.send(Method::PUT, &format!("{SLICES}/{ROLLOUT}-{}", slice.n), &slice.object())
-            .await
+        self.send(
+            Method::PUT,
+            &format!("{SLICES_PATH}/{ROLLOUT_SERVICE}-{}", slice.n),
+            &slice.manifest(),
+        )
+        .await
     }
 
     /// Replaces the address of the first endpoint of a Service, with the same update that the EndpointSlice controller sends.
@@ -164,7 +172,7 @@ impl Cluster {
 
     /// Watches the EndpointSlices. Each item is one line of JSON: first the existing objects, then changes.
     pub(super) async fn watch(&self) -> anyhow::Result<impl Stream<Item = io::Result<String>> + Send + use<>> {
-        let req = Request::get(format!("{SLICES}?watch=1&resourceVersion=0"))
+        let req = Request::get(format!("{SLICES_PATH}?watch=1&resourceVersion=0"))
             .body(Vec::new())
             .context("making a request")?;
         let lines = self.client.request_stream(req).await.context("watching slices")?;
@@ -180,24 +188,27 @@ impl Cluster {
     }
 
     async fn send(&self, method: Method, path: &str, body: &Value) -> anyhow::Result<()> {
-        let what = format!("{method} {path}");
-        let kind = match method {
+        let action = format!("{method} {path}");
+        let content_type = match method {
             Method::PATCH => "application/merge-patch+json",
             _ => "application/json",
         };
-        let req = Request::builder().method(method).uri(path).header("content-type", kind);
+        let req = Request::builder()
+            .method(method)
+            .uri(path)
+            .header("content-type", content_type);
         let req = req.body(body.to_string().into_bytes()).context("making a request")?;
-        self.client.request_text(req).await.map(drop).context(what)
+        self.client.request_text(req).await.map(drop).context(action)
     }
 }
 
-/// Sends up to 32 requests at a time.
+/// Sends requests, up to 32 at a time.
 pub(super) async fn run_concurrently(
     requests: impl Stream<Item = impl Future<Output = anyhow::Result<()>>>,
 ) -> anyhow::Result<()> {
-    let mut answers = std::pin::pin!(requests.buffer_unordered(32));
-    while let Some(answer) = answers.next().await {
-        answer?;
+    let mut responses = std::pin::pin!(requests.buffer_unordered(32));
+    while let Some(response) = responses.next().await {
+        response?;
     }
     Ok(())
 }
@@ -220,21 +231,21 @@ impl RolloutSlice {
     }
 
     /// Gives the endpoint at this index another address, as if its pod had been replaced.
-    pub(super) fn replace(&mut self, index: usize, addr: Address) {
+    pub(super) fn replace_address(&mut self, index: usize, addr: Address) {
         self.endpoints[index].ip = addr.to_string();
     }
 
-    fn object(&self) -> Value {
-        let endpoints = self.endpoints.iter().map(Endpoint::object);
-        slice_object(
-            &format!("{ROLLOUT}-{}", self.n),
-            ROLLOUT,
+    fn manifest(&self) -> Value {
+        let endpoints = self.endpoints.iter().map(Endpoint::manifest);
+        endpoint_slice(
+            &format!("{ROLLOUT_SERVICE}-{}", self.n),
+            ROLLOUT_SERVICE,
             &endpoints.collect::<Vec<_>>(),
         )
     }
 }
 
-fn service(name: &str) -> Value {
+fn service_manifest(name: &str) -> Value {
     json!({
         "metadata": {"name": name},
         "spec": {
@@ -244,8 +255,8 @@ fn service(name: &str) -> Value {
 }
 
 /// A Server for the pods of a Service.
-fn server(service: usize, protocol: &str) -> Value {
-    let app = app(service);
+fn server_manifest(service: usize, protocol: &str) -> Value {
+    let app = app_name(service);
     json!({
         "apiVersion": "policy.linkerd.io/v1beta3", "kind": "Server", "metadata": {"name": app},
         "spec": {"podSelector": {"matchLabels": {"app": app}}, "port": 8080, "proxyProtocol": protocol},
@@ -283,7 +294,7 @@ impl Endpoint {
         }
     }
 
-    fn object(&self) -> Value {
+    fn manifest(&self) -> Value {
         let n = self.pod.n;
         let (is_ready, is_terminating) = (
             self.condition == EndpointCondition::Ready,
@@ -302,18 +313,18 @@ impl Endpoint {
 fn server_path(service: usize) -> String {
     format!(
         "/apis/policy.linkerd.io/v1beta3/namespaces/scale/servers/{}",
-        app(service)
+        app_name(service)
     )
 }
 
 /// The only EndpointSlice of a Service.
 fn slice_of_service(service: usize, endpoints: &[Endpoint]) -> Value {
-    let endpoints: Vec<Value> = endpoints.iter().map(Endpoint::object).collect();
+    let endpoints: Vec<Value> = endpoints.iter().map(Endpoint::manifest).collect();
     let service = service_name(service);
-    slice_object(&format!("{service}-x"), &service, &endpoints)
+    endpoint_slice(&format!("{service}-x"), &service, &endpoints)
 }
 
-fn slice_object(name: &str, service: &str, endpoints: &[Value]) -> Value {
+fn endpoint_slice(name: &str, service: &str, endpoints: &[Value]) -> Value {
     json!({
         "metadata": {
             "name": name,
@@ -330,7 +341,7 @@ fn slice_object(name: &str, service: &str, endpoints: &[Value]) -> Value {
 
 impl Pod {
     pub(super) fn name(self) -> String {
-        format!("{}-5d59c8f6b7-{:05}", app(self.service), self.n)
+        format!("{}-5d59c8f6b7-{:05}", app_name(self.service), self.n)
     }
 
     pub(super) fn node(self) -> usize {
@@ -338,7 +349,7 @@ impl Pod {
     }
 
     /// A pod with an injected proxy, reduced to the fields that the control plane reads or stores.
-    fn object(self) -> Value {
+    fn manifest(self) -> Value {
         let variables = [
             ("LINKERD2_PROXY_INBOUND_LISTEN_ADDR", "[::]:4143"),
             ("LINKERD2_PROXY_ADMIN_LISTEN_ADDR", "[::]:4191"),
@@ -350,7 +361,7 @@ impl Pod {
             .map(|(name, value)| json!({"name": name, "value": value}))
             .collect();
         let probe = json!({"httpGet": {"path": "/ready", "port": 4191}});
-        let app = app(self.service);
+        let app = app_name(self.service);
         json!({
             "metadata": {
                 "name": self.name(),
@@ -403,7 +414,7 @@ pub(super) fn service_name(n: usize) -> String {
 }
 
 /// Name of the workload and the service account of a Service.
-fn app(service: usize) -> String {
+fn app_name(service: usize) -> String {
     format!("app-{service}")
 }
 
@@ -421,9 +432,9 @@ fn host_ip(n: usize) -> String {
 
 pub(super) const N_NODES: usize = 100;
 const ZONES: [&str; 3] = ["a", "b", "c"];
-const PODS: &str = "/api/v1/namespaces/scale/pods";
-const SLICES: &str = "/apis/discovery.k8s.io/v1/namespaces/scale/endpointslices";
+const PODS_PATH: &str = "/api/v1/namespaces/scale/pods";
+const SLICES_PATH: &str = "/apis/discovery.k8s.io/v1/namespaces/scale/endpointslices";
 /// The Service whose pods are all replaced by the load `rollout`.
-pub(super) const ROLLOUT: &str = "rollout";
-/// The default of the EndpointSlice controller.
+pub(super) const ROLLOUT_SERVICE: &str = "rollout";
+/// The default limit of the EndpointSlice controller.
 const MAX_ENDPOINTS_PER_SLICE: usize = 100;

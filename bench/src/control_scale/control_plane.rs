@@ -1,4 +1,4 @@
-//! A process of the control plane that is measured.
+//! The measured process of the control plane.
 
 use std::path::Path;
 use std::process::Command;
@@ -11,17 +11,17 @@ use tulle_control::trust::{self, CertificateAuthority};
 use super::liveness::{self, LivenessProbes};
 use crate::run::process::Process;
 
-/// How to start a control plane.
+/// The configuration of a control plane process.
 pub(super) struct ControlPlane<'a> {
     pub(super) kubeconfig: &'a Path,
-    /// The tulle-control binary; by default the one beside this program.
+    /// The tulle-control binary. `None` is the one in the directory of this program.
     pub(super) program: Option<&'a Path>,
     pub(super) runs_policy_service: bool,
 }
 
-/// CPU time without the thread that answers the liveness probes of this measurement, of which there are fifty a second.
+/// CPU time without the thread of the admin server, which responds to fifty liveness probes of this measurement per second.
 pub(super) fn cpu_without_probes(process: &Process) -> anyhow::Result<Duration> {
-    process.cpu_without_thread("admin")
+    process.cpu_time_without_thread("admin")
 }
 
 /// The ports of a control plane.
@@ -33,8 +33,8 @@ pub(super) struct Ports {
 }
 
 impl ControlPlane<'_> {
-    /// Starts the process and waits until it is ready. Its trust anchors are `<dir>/anchors.pem`. Also returns the time of the
-    /// slowest liveness probe.
+    /// Starts the process and waits until it is ready. Its trust anchors are `<dir>/anchors.pem`. Also returns the duration
+    /// of the slowest liveness probe.
     pub(super) async fn start(&self, dir: &Path, ports: Ports) -> anyhow::Result<(Process, Duration)> {
         let write = |name: &str, text: &str| {
             let path = dir.join(name);
@@ -80,12 +80,12 @@ impl ControlPlane<'_> {
     }
 }
 
-/// Waits until the control plane is ready. Returns the time of the slowest liveness probe.
+/// Waits until the control plane is ready. Returns the duration of the slowest liveness probe.
 async fn wait_until_ready(ports: Ports) -> anyhow::Result<Duration> {
     let deadline = Instant::now() + READY_TIMEOUT;
     let probes = LivenessProbes::start(ports.metrics);
     while Instant::now() < deadline {
-        if liveness::status(ports.metrics, "/ready").await? == 200 {
+        if liveness::fetch_status(ports.metrics, "/ready").await? == 200 {
             return probes.finish().await;
         }
         sleep(Duration::from_millis(20)).await;

@@ -1,7 +1,7 @@
 //! The churn of a day, compressed into a few minutes: rollouts, scaling, lost nodes and edits of policies.
 //!
-//! At the end each subscriber must have the same state as a subscriber of a new process, and the control plane must have the
-//! memory, tasks and streams of the beginning.
+//! At the end, each subscriber must have the same state as a subscriber of a new process. The control plane must have as much
+//! memory and as many tasks and streams as before the day.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -21,22 +21,22 @@ use super::{cluster, liveness};
 /// Number of Services whose pods are never replaced, and whose inbound policies have subscribers.
 const STABLE_SERVICES: usize = 20;
 
-/// Changes per day of each Service that is not among the first [`STABLE_SERVICES`].
-const ROLLOUTS: usize = 2;
-const SCALINGS: usize = 2;
+/// Changes per day of each Service after the first [`STABLE_SERVICES`].
+const ROLLOUTS_PER_SERVICE: usize = 2;
+const SCALINGS_PER_SERVICE: usize = 2;
 /// Changes per day of each Service.
-const POLICY_EDITS: usize = 2;
+const POLICY_EDITS_PER_SERVICE: usize = 2;
 /// Changes per day of the cluster.
 const LOST_NODES: usize = 10;
 
 /// Changes that are in progress at the same time.
 const MAX_CONCURRENT_CHANGES: usize = 32;
 
-const MIN_PODS: usize = 5;
-const MAX_PODS: usize = 15;
+const MIN_PODS_PER_SERVICE: usize = 5;
+const MAX_PODS_PER_SERVICE: usize = 15;
 
 /// Gauges that must not be larger after the day than before it.
-const GAUGES: [&str; 5] = [
+const LEAK_GAUGES: [&str; 5] = [
     "tokio_rt_alive_tasks",
     "endpoints_subscribers",
     "profile_subscribers",
@@ -66,7 +66,7 @@ struct Workload {
     has_server: bool,
 }
 
-/// Returns the streams that follow the cluster during the day.
+/// Returns the subscriptions that are open during the day.
 pub(super) fn subscriptions(cluster: &Cluster, n_services: usize) -> Vec<Subscription> {
     let services = (0..n_services).flat_map(|service| {
         [
@@ -84,19 +84,20 @@ pub(super) fn subscriptions(cluster: &Cluster, n_services: usize) -> Vec<Subscri
     services.chain(inbound).collect()
 }
 
-/// Reads the gauges of `GAUGES`, each as the sum of its series.
+/// Reads the gauges of `LEAK_GAUGES`, each as the sum of its series.
 pub(super) async fn gauges(metrics_port: u16) -> anyhow::Result<BTreeMap<&'static str, f64>> {
-    let (_, page) = liveness::get(metrics_port, "/metrics").await?;
+    let (_, page) = liveness::fetch(metrics_port, "/metrics").await?;
     let sum = |name: &'static str| {
         let series = page.lines().filter(|line| line.split(['{', ' ']).next() == Some(name));
         let values = series.filter_map(|line| line.rsplit(' ').next()?.parse::<f64>().ok());
         (name, values.sum())
     };
-    Ok(GAUGES.map(sum).into_iter().collect())
+    Ok(LEAK_GAUGES.map(sum).into_iter().collect())
 }
 
-/// Fails with the first differences if the states of the subscribers differ from those of a new process.
-pub(super) fn compare(
+/// Compares the states of subscribers (`followed`) with the states that a new process sends (`new`). The error contains the first
+/// differences.
+pub(super) fn check_states_equal(
     followed: &BTreeMap<Subscription, ReceivedState>,
     new: &BTreeMap<Subscription, ReceivedState>,
 ) -> anyhow::Result<()> {
@@ -110,7 +111,7 @@ pub(super) fn compare(
     });
     ensure!(
         differing.is_empty(),
-        "{} of {} subscribers have another state than those of a new process, such as\n{}",
+        "{} of {} subscribers have another state than the subscribers of a new process, such as\n{}",
         differing.len(),
         followed.len(),
         examples.collect::<String>()
@@ -142,7 +143,7 @@ impl Day {
         Ok(())
     }
 
-    /// Makes the changes of a day within `duration`, at random times that `seed` determines. Returns their number.
+    /// Makes the changes of a day within `duration`. `seed` determines the changes and their random times. Returns their number.
     pub(super) async fn run(self, duration: Duration, seed: u64) -> anyhow::Result<usize> {
         let changes = random_changes(self.workloads.len(), seed);
         let n_changes = changes.len();
@@ -154,19 +155,19 @@ impl Day {
             let (day, permit) = (day.clone(), permits.clone().acquire_owned().await?);
             tasks.spawn(async move {
                 let _permit = permit;
-                day.make(change).await.with_context(|| format!("{change:?}"))
+                day.apply(change).await.with_context(|| format!("{change:?}"))
             });
-            while let Some(made) = tasks.try_join_next() {
-                made.context("a change panicked")??;
+            while let Some(result) = tasks.try_join_next() {
+                result.context("a change panicked")??;
             }
         }
-        while let Some(made) = tasks.join_next().await {
-            made.context("a change panicked")??;
+        while let Some(result) = tasks.join_next().await {
+            result.context("a change panicked")??;
         }
         Ok(n_changes)
     }
 
-    async fn make(&self, change: Change) -> anyhow::Result<()> {
+    async fn apply(&self, change: Change) -> anyhow::Result<()> {
         match change {
             Change::Rollout { service } => {
                 let mut workload = self.workloads[service].lock().await;
@@ -249,9 +250,10 @@ impl Day {
         Ok(())
     }
 
-    /// Creates, changes or deletes a policy of a workload. Of all edits, half set the Server's protocol, a sixth delete the
-    /// Server, a sixth set the timeout of the route (as do deletions without a Server), a twelfth set opaque ports, and a twelfth
-    /// remove them.
+    /// Creates, changes or deletes a policy of a workload.
+    ///
+    /// Half of the edits set the Server's protocol. A sixth delete the Server; without a Server, they set the timeout of the
+    /// route. A sixth set the timeout of the route. A twelfth set opaque ports, and a twelfth remove them.
     async fn edit_policies(&self, workload: &mut Workload, choice: usize) -> anyhow::Result<()> {
         match choice % 6 {
             0..3 => self.apply_server(workload, PROTOCOLS[choice % PROTOCOLS.len()]).await,
@@ -305,14 +307,14 @@ fn random_changes(n_services: usize, seed: u64) -> Vec<(f64, Change)> {
     let mut changes = Vec::new();
     for service in 0..n_services {
         let is_stable = service < STABLE_SERVICES;
-        for _ in 0..if is_stable { 0 } else { ROLLOUTS } {
+        for _ in 0..if is_stable { 0 } else { ROLLOUTS_PER_SERVICE } {
             changes.push(Change::Rollout { service });
         }
-        for _ in 0..if is_stable { 0 } else { SCALINGS } {
-            let n_pods = rng.usize(MIN_PODS..=MAX_PODS);
+        for _ in 0..if is_stable { 0 } else { SCALINGS_PER_SERVICE } {
+            let n_pods = rng.usize(MIN_PODS_PER_SERVICE..=MAX_PODS_PER_SERVICE);
             changes.push(Change::Scaling { service, n_pods });
         }
-        for _ in 0..POLICY_EDITS {
+        for _ in 0..POLICY_EDITS_PER_SERVICE {
             let choice = rng.usize(..10_000);
             changes.push(Change::PolicyEdit { service, choice });
         }

@@ -25,8 +25,8 @@ impl LivenessProbes {
             let mut slowest = Duration::ZERO;
             loop {
                 let started_at = Instant::now();
-                let status = status(port, "/live").await?;
-                ensure!(status == 200, "/live answers {status}");
+                let status = fetch_status(port, "/live").await?;
+                ensure!(status == 200, "/live responds with status {status}");
                 slowest = slowest.max(started_at.elapsed());
                 tokio::select! {
                     _ = &mut ended => return Ok(slowest),
@@ -41,9 +41,9 @@ impl LivenessProbes {
         Self { end, probes }
     }
 
-    /// Ends the probes. Returns the time of the slowest.
+    /// Ends the probes. Returns the duration of the slowest probe.
     pub(super) async fn finish(self) -> anyhow::Result<Duration> {
-        // The probes have ended if the send fails, and their result has the reason.
+        // If the send fails, the probes have ended, and their result contains the reason.
         let _ = self.end.send(());
         let joining = spawn_blocking(|| self.probes.join())
             .await
@@ -53,13 +53,13 @@ impl LivenessProbes {
 }
 
 /// The status code of a response of the admin server.
-pub(super) async fn status(port: u16, path: &str) -> anyhow::Result<u16> {
-    Ok(get(port, path).await?.0)
+pub(super) async fn fetch_status(port: u16, path: &str) -> anyhow::Result<u16> {
+    Ok(fetch(port, path).await?.0)
 }
 
 /// The status code and the text of a response of the admin server.
-pub(super) async fn get(port: u16, path: &str) -> anyhow::Result<(u16, String)> {
-    let asking = async {
+pub(super) async fn fetch(port: u16, path: &str) -> anyhow::Result<(u16, String)> {
+    let exchange = async {
         let mut tcp = TcpStream::connect((Ipv4Addr::LOCALHOST, port)).await?;
         let request = format!("GET {path} HTTP/1.1\r\nhost: control\r\nconnection: close\r\n\r\n");
         tcp.write_all(request.as_bytes()).await?;
@@ -68,8 +68,8 @@ pub(super) async fn get(port: u16, path: &str) -> anyhow::Result<(u16, String)> 
         let code = answer.split(' ').nth(1).and_then(|code| code.parse().ok());
         Ok((code.with_context(|| format!("no status in {answer:?}"))?, answer))
     };
-    let answered = timeout(PROBE_TIMEOUT, asking).await;
-    answered.map_err(|_| anyhow::anyhow!("no answer to GET {path} within {PROBE_TIMEOUT:?}"))?
+    let result = timeout(PROBE_TIMEOUT, exchange).await;
+    result.map_err(|_| anyhow::anyhow!("no response to GET {path} within {PROBE_TIMEOUT:?}"))?
 }
 
 const PROBE_INTERVAL: Duration = Duration::from_millis(20);

@@ -1,8 +1,8 @@
 //! Scale test of the control plane: many objects on a real API server, many streams, and changes.
 //!
-//! The objects are created on the API server of the kubeconfig. It needs no nodes and should be a disposable one. The output has
-//! the memory with and without streams, the time until all streams have their first message, and the results of each load, such
-//! as the latency from a write to the subscriber, the CPU time per delivered update, and the slowest liveness probe.
+//! The objects are created on the API server of the kubeconfig. This API server needs no nodes, and should be disposable. The
+//! output has the memory with and without streams, the time until all streams have their first message, and the results of each
+//! load, such as the latency from a write to the subscriber, the CPU time per delivered update, and the slowest liveness probe.
 
 #![allow(clippy::print_stdout)] // the command prints its results
 
@@ -25,7 +25,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 use tulle_control::tls::anchors::TrustAnchors;
 use tulle_core::names::variable;
 
-use crate::control_scale::cluster::{Cluster, ObjectCounts, ROLLOUT, RolloutSlice};
+use crate::control_scale::cluster::{Cluster, ObjectCounts, ROLLOUT_SERVICE, RolloutSlice};
 use crate::control_scale::control_plane::{ControlPlane, PORTS, Ports, cpu_without_probes};
 use crate::control_scale::day::Day;
 use crate::control_scale::liveness::LivenessProbes;
@@ -36,10 +36,10 @@ use crate::run::process::Process;
 /// Numbers of objects, clients and changes.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Kubeconfig of the API server. The run owns the namespace `scale` there.
+    /// Kubeconfig of the API server. The run creates and deletes objects in its namespace `scale`.
     #[arg(long, env = variable::KUBECONFIG, value_name = "FILE")]
     kubeconfig: PathBuf,
-    /// The tulle-control binary to measure; by default the one beside this program.
+    /// The tulle-control binary to measure; by default the one in the directory of this program.
     #[arg(long, value_name = "FILE")]
     control: Option<PathBuf>,
     /// Loads to measure, in this order. After `day`, which replaces pods, only `rollout` and `reconnect` are possible.
@@ -71,14 +71,14 @@ pub struct Args {
     /// Streams per client that follow the Service of the load `rollout`.
     #[arg(long, value_name = "STREAMS", default_value_t = 5)]
     rollout_streams: usize,
-    /// Servers of the load `servers`, for the pods of as many Services; by default, each Service has one.
+    /// Number of Servers of the load `servers`, each for the pods of one Service; by default, the number of Services.
     #[arg(long)]
     servers: Option<NonZeroUsize>,
-    /// Use the objects of an earlier run, with the same numbers, instead of creating them. The load `rollout` needs a run that had
-    /// it; `updates`, `servers` and `day` need one without `day`.
+    /// Use the objects of an earlier run with the same numbers of objects, instead of creating them. `rollout` needs a run with the
+    /// load `rollout`; `updates`, `servers` and `day` need a run without the load `day`.
     #[arg(long)]
     reuse_objects: bool,
-    /// Determines the changes of the load `day`.
+    /// Seed of the random changes of the load `day`.
     #[arg(long, default_value_t = 1)]
     seed: u64,
 }
@@ -111,7 +111,7 @@ impl Args {
         self.servers.unwrap_or(self.services).get()
     }
 
-    /// The control plane for these loads. With the policy service, it needs the custom resources on the API server.
+    /// The control plane that these loads need. If it runs the policy service, the API server needs the custom resources.
     fn control_plane(&self) -> ControlPlane<'_> {
         let needs_policy = |load: &LoadKind| matches!(load, LoadKind::Servers | LoadKind::Day);
         ControlPlane {
@@ -139,7 +139,7 @@ enum LoadKind {
 }
 
 impl LoadKind {
-    /// Whether the load writes or follows the pods with which the Services were created.
+    /// Whether the load needs the pods with which the Services were created.
     fn needs_initial_pods(self) -> bool {
         match self {
             Self::Updates | Self::Servers | Self::Day => true,
@@ -157,7 +157,8 @@ impl LoadKind {
 /// Runs the scale test and prints the results.
 ///
 /// # Errors
-/// Fails if the loads contradict each other, if the setup fails, a connection or stream fails, or an update is not delivered.
+/// Fails if the loads are not possible in this order, if the setup, a connection or a stream fails, or if an update is not
+/// delivered.
 pub fn main(args: &Args) -> anyhow::Result<()> {
     args.check()?;
     tokio::runtime::Runtime::new()
@@ -171,12 +172,12 @@ async fn run(args: &Args) -> anyhow::Result<()> {
         services: args.n_services(),
         endpoints: args.endpoints.get(),
         other_pods: args.other_pods,
-        rollout: if has_rollout { args.rollout.get() } else { 0 },
+        rollout_endpoints: if has_rollout { args.rollout.get() } else { 0 },
     };
     let cluster = Cluster::connect(&args.kubeconfig, counts).await?;
     if !args.reuse_objects {
         let start = Instant::now();
-        cluster.create().await.context("creating objects")?;
+        cluster.create_objects().await.context("creating objects")?;
         println!("objects created in {:.1?}", start.elapsed());
     }
     let dir = tempfile::tempdir().context("making a directory")?;
@@ -195,7 +196,7 @@ async fn run(args: &Args) -> anyhow::Result<()> {
         args,
         cluster,
         control,
-        next_change: fastrand::u32(0..FIRST_CHANGE_LIMIT),
+        next_change: fastrand::u32(0..FIRST_CHANGE_NUMBER_LIMIT),
     };
     let mut streams = run.open_streams().await?;
     sleep(MEMORY_SETTLE_DELAY).await;
@@ -219,8 +220,8 @@ struct Run<'a> {
     anchors: TrustAnchors,
     cluster: Cluster,
     control: Process,
-    /// Number of the next change, which decides its address. The first is random, because objects of an earlier run can have
-    /// addresses of earlier changes.
+    /// Number of the next change, from which its address is computed. The first number is random, because objects of an earlier run
+    /// can have the addresses of its changes.
     next_change: u32,
 }
 
@@ -250,7 +251,7 @@ impl Run<'_> {
     async fn measure_updates(&mut self, streams: &mut Streams) -> anyhow::Result<()> {
         let args = self.args;
         let n_changes = args.rate.checked_mul(args.seconds).context("too many changes")?;
-        let first_change = self.take_changes(n_changes);
+        let first_change = self.reserve_change_numbers(n_changes);
         streams.record_watch_latencies(self.cluster.watch().await?);
         let (services, n_streams) = (args.n_services() as u64, streams.n_streams());
         let before = self.start_load(streams)?;
@@ -261,7 +262,7 @@ impl Run<'_> {
             expected += n_streams / services + u64::from((service as u64) < n_streams % services);
             let (cluster, addr, at) = (
                 &self.cluster,
-                Address::of_change(first_change + n),
+                Address::from_change_number(first_change + n),
                 start + Duration::from_secs(1) * n / args.rate,
             );
             let streams = &*streams;
@@ -289,14 +290,14 @@ impl Run<'_> {
             n_clients: args.clients,
             streams_per_client: args.rollout_streams,
         };
-        let streams = Streams::open(PORTS.destination, &self.anchors, counts, |_| ROLLOUT.to_owned()).await?;
+        let streams = Streams::open(PORTS.destination, &self.anchors, counts, |_| ROLLOUT_SERVICE.to_owned()).await?;
         let before = self.start_load(&streams)?;
         let slices = self.cluster.rollout_slices();
         let (n_slices, n_changes) = (slices.len(), 2 * args.rollout.get());
         let interval = Duration::from_secs(args.seconds.into()).div_f64(n_changes as f64);
-        let first_change = self.take_changes(u32::try_from(n_changes).context("too many changes")?);
+        let first_change = self.reserve_change_numbers(u32::try_from(n_changes).context("too many changes")?);
         let start = Instant::now();
-        let (cluster, streams_of_rollout) = (&self.cluster, &streams);
+        let (cluster, rollout_streams) = (&self.cluster, &streams);
         let writes = slices
             .into_iter()
             .enumerate()
@@ -304,9 +305,9 @@ impl Run<'_> {
                 for change in 0..2 * slice.len() {
                     let n = u32::try_from(change * n_slices + at).context("too many changes")?;
                     sleep_until(start + interval * n).await;
-                    let addr = Address::of_change(first_change + n);
-                    slice.replace(change % slice.len(), addr);
-                    streams_of_rollout.record_write(addr, Instant::now());
+                    let addr = Address::from_change_number(first_change + n);
+                    slice.replace_address(change % slice.len(), addr);
+                    rollout_streams.record_write(addr, Instant::now());
                     cluster.write_slice(&slice).await?;
                 }
                 anyhow::Ok(())
@@ -331,19 +332,19 @@ impl Run<'_> {
         let (args, n_servers) = (self.args, self.args.n_servers());
         servers::create(&self.cluster, n_servers).await?;
         let subscribers = Subscribers::open(PORTS, &servers::subscriptions(&self.cluster, n_servers)).await?;
-        subscribers.settled().await?; // the first policy of a stream may be that without its Server
+        subscribers.wait_until_settled().await?; // the first policy of a stream can be older than its Server
         let (cpu, probes) = (cpu_without_probes(&self.control)?, LivenessProbes::start(PORTS.metrics));
         self.control.reset_peak_rss()?;
         let seconds = Duration::from_secs(args.seconds.into());
         let latencies = servers::edit_all(&self.cluster, &subscribers, n_servers, seconds).await?;
-        let used = cpu_without_probes(&self.control)? - cpu;
+        let cpu_time = cpu_without_probes(&self.control)? - cpu;
         println!(
             "{} Servers edited in {seconds:?}; from write to subscriber p50 {:.1} p99 {:.1} max {:.1} ms; {:.1} µs of CPU per edit",
             n_servers,
             millis(latencies.value_at_quantile(0.5)),
             millis(latencies.value_at_quantile(0.99)),
             millis(latencies.max()),
-            used.as_secs_f64() * 1e6 / n_servers as f64,
+            cpu_time.as_secs_f64() * 1e6 / n_servers as f64,
         );
         println!(
             "peak memory {:.1} MB; slowest liveness probe {:.1?}",
@@ -360,7 +361,7 @@ impl Run<'_> {
         let day = Day::new(&self.cluster, args.n_services());
         day.create_policies().await.context("creating policies")?;
         let subscribers = Subscribers::open(PORTS, &subscriptions).await?;
-        subscribers.settled().await?;
+        subscribers.wait_until_settled().await?;
         sleep(MEMORY_SETTLE_DELAY).await;
         let (gauges, memory, cpu) = (
             day::gauges(PORTS.metrics).await?,
@@ -370,7 +371,7 @@ impl Run<'_> {
         let probes = LivenessProbes::start(PORTS.metrics);
         let (start, n_messages) = (Instant::now(), subscribers.n_messages());
         let n_changes = day.run(Duration::from_secs(args.seconds.into()), args.seed).await?;
-        let followed = subscribers.settled().await?;
+        let followed = subscribers.wait_until_settled().await?;
         println!(
             "{n_changes} changes in {:.1?}; {} messages to {} streams; {:.1?} of CPU; slowest liveness probe {:.1?}",
             start.elapsed(),
@@ -395,15 +396,21 @@ impl Run<'_> {
             metrics: PORTS.metrics + 1,
         };
         let (new, _) = args.control_plane().start(dir.path(), ports).await?;
-        let expected = Subscribers::open(ports, &subscriptions).await?.settled().await?;
-        day::compare(&followed, &expected)?;
+        let expected = Subscribers::open(ports, &subscriptions)
+            .await?
+            .wait_until_settled()
+            .await?;
+        day::check_states_equal(&followed, &expected)?;
         println!(
             "all {} states equal those of a new process, which has {:.1} MB",
             followed.len(),
             megabytes(new.rss_kib()?)
         );
         let has_grown = |(name, before): (&&str, &f64)| gauges_after[name] > *before;
-        ensure!(!gauges.iter().any(has_grown), "tasks or streams are left over");
+        ensure!(
+            !gauges.iter().any(has_grown),
+            "the control plane has more tasks or streams than before the day"
+        );
         ensure!(
             growth.abs() <= MAX_MEMORY_CHANGE,
             "the memory has changed by more than 5 %"
@@ -411,8 +418,8 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Reserves numbers of changes. Returns the first.
-    fn take_changes(&mut self, n_changes: u32) -> u32 {
+    /// Reserves the numbers of `n_changes` changes. Returns the first number.
+    fn reserve_change_numbers(&mut self, n_changes: u32) -> u32 {
         let first = self.next_change;
         self.next_change += n_changes;
         first
@@ -430,14 +437,14 @@ impl Run<'_> {
     /// Waits for the updates that are expected, and prints the latencies and costs of the load.
     async fn finish_load(&self, before: LoadBaseline, streams: &Streams, expected: u64) -> anyhow::Result<()> {
         streams.wait_for(expected, UPDATE_TIMEOUT).await;
-        let (latencies, used) = (streams.latencies(), cpu_without_probes(&self.control)? - before.cpu);
+        let (latencies, cpu_time) = (streams.latencies(), cpu_without_probes(&self.control)? - before.cpu);
         println!(
             "{} of {expected} updates delivered; from write to subscriber p50 {:.1} p99 {:.1} max {:.1} ms; {:.1} µs of CPU per update",
             latencies.len(),
             millis(latencies.value_at_quantile(0.5)),
             millis(latencies.value_at_quantile(0.99)),
             millis(latencies.max()),
-            used.as_secs_f64() * 1e6 / latencies.len().max(1) as f64,
+            cpu_time.as_secs_f64() * 1e6 / latencies.len().max(1) as f64,
         );
         println!(
             "peak memory {:.1} MB; slowest liveness probe {:.1?}",
@@ -468,11 +475,11 @@ pub(crate) fn millis(micros: u64) -> f64 {
     micros as f64 / 1000.0
 }
 
-/// Wait before memory is read, so that work after the first responses has finished.
+/// Delay before memory is read, so that the work that follows the first responses has finished.
 const MEMORY_SETTLE_DELAY: Duration = Duration::from_secs(2);
 const UPDATE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Maximum difference of the memory before and after a day, as a fraction.
 const MAX_MEMORY_CHANGE: f64 = 0.05;
-/// Limit of the number of the first change, which is random. Change n writes the address 10.200.0.1 + n; pods have lower
-/// addresses.
-const FIRST_CHANGE_LIMIT: u32 = 1 << 20;
+/// Exclusive limit of the random number of the first change. Change n writes the address 10.200.0.1 + n, and pods have lower
+/// addresses, so that no address occurs twice.
+const FIRST_CHANGE_NUMBER_LIMIT: u32 = 1 << 20;

@@ -12,14 +12,16 @@ use super::cluster::{Cluster, run_concurrently};
 use super::streams::MAX_LATENCY_US;
 use super::subscribers::{Subscribers, Subscription};
 
-/// Creates a Server for the pods of each of the first Services.
+/// Creates a Server for the pods of each of the first `n_servers` Services.
 pub(super) async fn create(cluster: &Cluster, n_servers: usize) -> anyhow::Result<()> {
     run_concurrently(stream::iter(0..n_servers).map(|service| cluster.apply_server(service, "HTTP/1"))).await
 }
 
-/// Returns a stream for the first pod of each of the first Services.
+/// Returns a subscription to the inbound policy of the first pod of each of the first `n_servers` Services.
 pub(super) fn subscriptions(cluster: &Cluster, n_servers: usize) -> Vec<Subscription> {
-    (0..n_servers).map(|service| subscription(cluster, service)).collect()
+    (0..n_servers)
+        .map(|service| first_pod_subscription(cluster, service))
+        .collect()
 }
 
 /// Edits each Server once within `duration`. Returns the latencies from write to subscriber, in microseconds.
@@ -32,7 +34,7 @@ pub(super) async fn edit_all(
     let start = Instant::now();
     let interval = duration.div_f64(n_servers as f64);
     let edits = (0..n_servers).map(async |service| {
-        let subscription = subscription(cluster, service);
+        let subscription = first_pod_subscription(cluster, service);
         let before = subscribers.state(subscription);
         sleep_until(start + interval * u32::try_from(service).context("too many Services")?).await;
         let written_at = Instant::now();
@@ -51,7 +53,7 @@ pub(super) async fn edit_all(
     Ok(latencies)
 }
 
-fn subscription(cluster: &Cluster, service: usize) -> Subscription {
+fn first_pod_subscription(cluster: &Cluster, service: usize) -> Subscription {
     let pod = cluster.initial_endpoints(service)[0].pod;
     Subscription::InboundPolicy { pod }
 }

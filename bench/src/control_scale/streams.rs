@@ -25,7 +25,7 @@ use tulle_proto::destination::{GetDestination, Update, update};
 pub(super) struct Address(Ipv4Addr);
 
 impl Address {
-    pub(super) fn of_change(n: u32) -> Self {
+    pub(super) fn from_change_number(n: u32) -> Self {
         Self(Ipv4Addr::from(u32::from(Ipv4Addr::new(10, 200, 0, 1)) + n))
     }
 }
@@ -56,9 +56,11 @@ impl ClientCounts {
 }
 
 struct Shared {
+    /// Time of the write of each address.
     written_at: Mutex<HashMap<Address, Instant>>,
-    /// Latencies from a write to a subscriber, in microseconds. `watch_latencies` are those to a watch of the API server.
+    /// Latencies from a write to a subscriber, in microseconds.
     latencies: Mutex<Histogram<u64>>,
+    /// Latencies from a write to a watch of the API server, in microseconds.
     watch_latencies: Mutex<Histogram<u64>>,
 }
 
@@ -70,7 +72,7 @@ impl Streams {
         counts: ClientCounts,
         service: impl Fn(usize) -> String,
     ) -> anyhow::Result<Self> {
-        // A fixed maximum, because `saturating_record` clamps values and does not resize the histogram.
+        // The maximum is fixed: `saturating_record` clamps larger values instead of resizing the histogram.
         let latencies = Histogram::new_with_max(MAX_LATENCY_US, 3).context("making a histogram")?;
         let shared = Arc::new(Shared {
             written_at: Mutex::default(),
@@ -101,7 +103,7 @@ impl Streams {
         })
     }
 
-    /// Also records when changes arrive through `watch`, for comparison.
+    /// Starts to record the latencies from a write to `watch`, for comparison.
     pub(super) fn record_watch_latencies(&mut self, watch: impl Stream<Item = io::Result<String>> + Send + 'static) {
         let shared = self.shared.clone();
         self.tasks.spawn(async move {
@@ -130,7 +132,7 @@ impl Streams {
         self.shared.written_at.lock().insert(addr, at);
     }
 
-    /// Waits until `n_updates` updates have arrived, at most for `limit`.
+    /// Waits until `n_updates` updates have arrived, but not longer than `limit`.
     pub(super) async fn wait_for(&self, n_updates: u64, limit: Duration) {
         let deadline = Instant::now() + limit;
         while self.shared.latencies.lock().len() < n_updates && Instant::now() < deadline {
@@ -211,5 +213,5 @@ async fn open_client(
     Ok(streams)
 }
 
-/// One minute, in microseconds.
+/// Maximum recorded latency: one minute.
 pub(super) const MAX_LATENCY_US: u64 = 60_000_000;

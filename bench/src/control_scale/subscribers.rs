@@ -1,4 +1,4 @@
-//! What subscribers have received, to compare it with subscribers of a new process.
+//! Subscribers of the control plane, with the states that they have received. Loads compare these states, and measure their delays.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -23,7 +23,7 @@ use super::cluster;
 use super::cluster::Pod;
 use super::control_plane::Ports;
 
-/// A stream of a proxy.
+/// A subscription, such as a proxy has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Subscription {
     /// The endpoints of a Service, as a client on this node gets them.
@@ -63,7 +63,7 @@ struct Received {
     /// Time of the last message of each stream.
     received_at: BTreeMap<Subscription, Instant>,
     n_messages: u64,
-    /// Why streams ended.
+    /// The streams that have ended, each with the reason.
     ended: Vec<String>,
 }
 
@@ -112,7 +112,7 @@ impl Subscribers {
     }
 
     /// Waits until no message has arrived for two seconds, then returns the state of each stream.
-    pub(super) async fn settled(&self) -> anyhow::Result<BTreeMap<Subscription, ReceivedState>> {
+    pub(super) async fn wait_until_settled(&self) -> anyhow::Result<BTreeMap<Subscription, ReceivedState>> {
         let mut n_messages = self.n_messages();
         let mut quiet_since = Instant::now();
         while quiet_since.elapsed() < QUIET_TIME {
@@ -135,7 +135,7 @@ impl Subscribers {
         self.received.lock().states.get(&subscription).cloned()
     }
 
-    /// Waits for a message of a stream after `written_at`. Returns the time at which the latest message arrived.
+    /// Waits until a stream has received a message after `written_at`. Returns the time of its latest message.
     pub(super) async fn wait_for_message_after(
         &self,
         subscription: Subscription,
@@ -182,7 +182,7 @@ impl Channels {
             Subscription::Endpoints { service, node } => {
                 let updates = destination.get(request(service, node)).await?.into_inner();
                 let mut endpoints = BTreeMap::new();
-                store(subscription, received, updates, |update| {
+                store_states(subscription, received, updates, |update| {
                     apply_update(&mut endpoints, update);
                     ReceivedState::Endpoints(endpoints.clone())
                 })
@@ -190,7 +190,7 @@ impl Channels {
             }
             Subscription::Profile { service } => {
                 let profiles = destination.get_profile(request(service, 0)).await?.into_inner();
-                store(subscription, received, profiles, |profile| {
+                store_states(subscription, received, profiles, |profile| {
                     ReceivedState::Profile(Box::new(profile))
                 })
                 .await
@@ -202,7 +202,7 @@ impl Channels {
                 };
                 let mut policies = OutboundPoliciesClient::new(self.policy.clone());
                 let policies = policies.watch(request).await?.into_inner();
-                store(subscription, received, policies, |policy| {
+                store_states(subscription, received, policies, |policy| {
                     ReceivedState::OutboundPolicy(Box::new(policy))
                 })
                 .await
@@ -214,7 +214,7 @@ impl Channels {
                 };
                 let mut policies = InboundServerPoliciesClient::new(self.policy.clone());
                 let policies = policies.watch_port(request).await?.into_inner();
-                store(subscription, received, policies, |server| {
+                store_states(subscription, received, policies, |server| {
                     ReceivedState::InboundPolicy(Box::new(server))
                 })
                 .await
@@ -224,14 +224,14 @@ impl Channels {
 }
 
 /// Stores the state after each message of a stream.
-async fn store<M>(
+async fn store_states<M>(
     subscription: Subscription,
     received: &Mutex<Received>,
     mut messages: impl Stream<Item = Result<M, tonic::Status>> + Unpin,
-    mut state_of: impl FnMut(M) -> ReceivedState,
+    mut to_state: impl FnMut(M) -> ReceivedState,
 ) -> Result<(), tonic::Status> {
     while let Some(message) = messages.next().await {
-        let state = state_of(message?);
+        let state = to_state(message?);
         let mut received = received.lock();
         received.n_messages += 1;
         received.received_at.insert(subscription, Instant::now());

@@ -16,14 +16,14 @@ pub struct Args {
     pub protocol: Protocol,
     /// Open loop: send this many requests per second on a schedule. Without it, each connection, or each stream of HTTP/2 and
     /// gRPC, sends as soon as it is free.
-    #[arg(long, value_parser = rate)]
+    #[arg(long, value_parser = parse_rate)]
     pub rate: Option<f64>,
     /// The schedule of an open loop.
     #[arg(long, value_enum, default_value_t = Arrivals::Fixed, requires = "rate")]
     pub arrivals: Arrivals,
     /// Closed loop: mean pause of a connection, or of a stream of HTTP/2 and gRPC, between a response and the next request,
     /// exponentially distributed.
-    #[arg(long, value_parser = duration_with_micros, conflicts_with = "rate")]
+    #[arg(long, value_parser = parse_duration_with_micros, conflicts_with = "rate")]
     pub think_time: Option<Duration>,
     /// Number of connections; by default 1, or 64 in an open loop of a protocol without streams.
     #[arg(long)]
@@ -32,13 +32,13 @@ pub struct Args {
     #[arg(long)]
     pub streams: Option<NonZeroUsize>,
     /// Duration of the run; "10s" if neither this nor --requests is given.
-    #[arg(long, value_parser = positive_duration)]
+    #[arg(long, value_parser = parse_positive_duration)]
     pub duration: Option<Duration>,
     /// Stop after this many requests.
     #[arg(long)]
     pub requests: Option<u64>,
     /// Request timeout. A request that exceeds it counts as a timeout.
-    #[arg(long, default_value = "10s", value_parser = positive_duration)]
+    #[arg(long, default_value = "10s", value_parser = parse_positive_duration)]
     pub timeout: Duration,
     /// A request header "name: value" (repeatable; not for TCP).
     #[arg(long = "header", value_name = "NAME: VALUE")]
@@ -65,7 +65,7 @@ pub struct Args {
     #[arg(long, default_value = "1")]
     pub threads: NonZeroUsize,
     /// Print a report as one line of JSON at this interval, such as "1s".
-    #[arg(long, value_parser = positive_duration)]
+    #[arg(long, value_parser = parse_positive_duration)]
     pub report_every: Option<Duration>,
     /// Print the final report as one line of JSON.
     #[arg(long)]
@@ -124,7 +124,7 @@ impl Args {
         if self.messages.is_some() && method == Method::Unary {
             bail!("--messages has no effect with the gRPC method unary");
         }
-        // On an open connection, such a request would succeed without a byte from the server.
+        // On an open connection, a request without a payload would succeed although the server sends no byte.
         if protocol == Protocol::Tcp && self.body_size == 0 && !self.reconnect {
             bail!(
                 "--protocol tcp needs a --body-size of at least 1, or --reconnect to measure connections without a payload"
@@ -175,8 +175,8 @@ impl Protocol {
     }
 }
 
-/// A duration other than 0.
-fn positive_duration(text: &str) -> Result<Duration, String> {
+/// Parses a duration other than 0.
+fn parse_positive_duration(text: &str) -> Result<Duration, String> {
     match tulle_core::duration::parse(text) {
         Ok(duration) if duration.is_zero() => Err(format!("{text:?} is zero: give a longer duration, such as 1s")),
         Ok(duration) => Ok(duration),
@@ -184,8 +184,8 @@ fn positive_duration(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// A duration, also in microseconds ("250us").
-fn duration_with_micros(text: &str) -> Result<Duration, String> {
+/// Parses a duration; microseconds ("250us") are accepted too.
+fn parse_duration_with_micros(text: &str) -> Result<Duration, String> {
     let micros = text.strip_suffix("us").and_then(|digits| digits.parse().ok());
     match micros {
         Some(micros) => Ok(Duration::from_micros(micros)),
@@ -193,7 +193,7 @@ fn duration_with_micros(text: &str) -> Result<Duration, String> {
     }
 }
 
-fn rate(text: &str) -> Result<f64, String> {
+fn parse_rate(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(rate) if (0.001..=1e7).contains(&rate) => Ok(rate),
         _ => Err(format!(
@@ -213,10 +213,10 @@ impl FromStr for Header {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let refused = |why: String| format!("{text:?} is not a header: {why}; give \"name: value\"");
-        let (name, value) = text.split_once(':').ok_or_else(|| refused("it has no colon".into()))?;
-        let name = HeaderName::from_str(name.trim()).map_err(|e| refused(e.to_string()))?;
-        let value = HeaderValue::from_str(value.trim()).map_err(|e| refused(e.to_string()))?;
+        let invalid = |why: String| format!("{text:?} is not a header: {why}; give \"name: value\"");
+        let (name, value) = text.split_once(':').ok_or_else(|| invalid("it has no colon".into()))?;
+        let name = HeaderName::from_str(name.trim()).map_err(|e| invalid(e.to_string()))?;
+        let value = HeaderValue::from_str(value.trim()).map_err(|e| invalid(e.to_string()))?;
         Ok(Self(name, value))
     }
 }
@@ -227,9 +227,9 @@ mod tests {
 
     #[test]
     fn invalid_rates_are_refused() {
-        assert_eq!(rate("250.5"), Ok(250.5));
+        assert_eq!(parse_rate("250.5"), Ok(250.5));
         for text in ["0", "-1", "nan", "inf", "1e9", "fast"] {
-            assert!(rate(text).is_err(), "{text}");
+            assert!(parse_rate(text).is_err(), "{text}");
         }
     }
 }

@@ -14,7 +14,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::body::Body;
 
 use super::args::Method;
-use super::http::{Http2, head};
+use super::http::{Http2, response_from_head};
 use super::outcome::{ExchangeResponse, Failure, ResponseStatus};
 use super::target::Target;
 use crate::echo::{EchoReply, EchoRequest};
@@ -28,14 +28,14 @@ pub(super) async fn exchange(client: &Http2) -> Result<ExchangeResponse, Failure
         Method::ClientStream => "/tulle.bench.Echo/ClientStream",
         Method::Bidi => "/tulle.bench.Echo/Bidi",
     });
-    let (body, mut sender) = body(target)?;
-    let rsp = client.send(http::Method::POST, path, headers(), body).await?;
-    let mut answer = head(&rsp);
+    let (body, mut sender) = request_body(target)?;
+    let rsp = client.send(http::Method::POST, path, request_headers(), body).await?;
+    let mut response = response_from_head(&rsp);
     if rsp.status() != http::StatusCode::OK {
-        return Ok(answer);
+        return Ok(response);
     }
     // A trailers-only response has no body; its status is in the response headers.
-    let mut status = status(rsp.headers());
+    let mut status = grpc_status(rsp.headers());
     let mut replies = ReplyStream {
         body: rsp.into_body(),
         buf: BytesMut::new(),
@@ -45,7 +45,7 @@ pub(super) async fn exchange(client: &Http2) -> Result<ExchangeResponse, Failure
         match event {
             Event::Reply(reply) => {
                 messages += 1;
-                answer.received += reply.payload.len() as u64;
+                response.received += reply.payload.len() as u64;
                 if let Some(why) = validate_reply(target, &reply) {
                     return Err(Failure::UnexpectedResponse(why.into()));
                 }
@@ -54,23 +54,26 @@ pub(super) async fn exchange(client: &Http2) -> Result<ExchangeResponse, Failure
                 }
             }
             Event::Trailers(trailers) => {
-                answer.reason = answer.reason.take().or_else(|| super::outcome::proxy_reason(&trailers));
-                status = status.or_else(|| self::status(&trailers));
+                response.reason = response
+                    .reason
+                    .take()
+                    .or_else(|| super::outcome::proxy_reason(&trailers));
+                status = status.or_else(|| self::grpc_status(&trailers));
             }
         }
     }
     let code = status.ok_or(Failure::Closed)?;
-    answer.status = ResponseStatus::Grpc(code);
-    answer.sent = target.payload.len() as u64 * u64::from(n_request_messages(target));
+    response.status = ResponseStatus::Grpc(code);
+    response.sent = target.payload.len() as u64 * u64::from(n_request_messages(target));
     if code == 0 && messages != expected_replies(target) {
         return Err(Failure::UnexpectedResponse(
             format!("{messages} messages in the stream").into(),
         ));
     }
-    Ok(answer)
+    Ok(response)
 }
 
-fn headers() -> HeaderMap {
+fn request_headers() -> HeaderMap {
     HeaderMap::from_iter([
         (CONTENT_TYPE, HeaderValue::from_static("application/grpc")),
         (TE, HeaderValue::from_static("trailers")),
@@ -96,15 +99,15 @@ fn expected_replies(target: &Target) -> u32 {
 fn validate_reply(target: &Target, reply: &EchoReply) -> Option<&'static str> {
     match target.method {
         Method::ClientStream => {
-            (reply.messages != u64::from(target.messages)).then_some("messages were lost on the way")
+            (reply.messages != u64::from(target.messages)).then_some("the server received another number of messages")
         }
-        _ => (reply.payload != target.payload).then_some("another payload than the one sent"),
+        _ => (reply.payload != target.payload).then_some("the payload differs from the one sent"),
     }
 }
 
 /// The request body, and for a bidirectional stream the sender of its further messages.
-fn body(target: &Target) -> Result<(Body, Option<MessageSender>), Failure> {
-    let message = encode(target);
+fn request_body(target: &Target) -> Result<(Body, Option<MessageSender>), Failure> {
+    let message = encode_request(target);
     match target.method {
         Method::Unary | Method::ServerStream => Ok((Body::new(Full::new(message)), None)),
         Method::ClientStream => {
@@ -165,7 +168,7 @@ impl MessageSender {
 }
 
 /// Encodes a request message with gRPC's five-byte prefix: flag "not compressed", and the length.
-fn encode(target: &Target) -> Bytes {
+fn encode_request(target: &Target) -> Bytes {
     let message = EchoRequest {
         payload: target.payload.clone(),
         repeat: target.messages,
@@ -226,7 +229,7 @@ fn split_message(buf: &mut BytesMut) -> Result<Option<Bytes>, Failure> {
     Ok(Some(buf.split_to(length).freeze()))
 }
 
-fn status(headers: &HeaderMap) -> Option<u16> {
+fn grpc_status(headers: &HeaderMap) -> Option<u16> {
     headers.get(GRPC_STATUS)?.to_str().ok()?.parse().ok()
 }
 

@@ -41,7 +41,7 @@ impl Http1 {
     }
 
     pub(super) async fn exchange(&mut self) -> Result<ExchangeResponse, Failure> {
-        // An idle connection that the server has closed carried no part of this request, so a new connection is not a retry.
+        // No part of this request was sent on an idle connection that the server has closed. A new connection is not a retry.
         let idle = match self.sender.take() {
             Some(mut sender) => sender.ready().await.is_ok().then_some(sender),
             None => None,
@@ -58,11 +58,11 @@ impl Http1 {
             req.headers_mut().insert(HOST, host(&self.target)?);
         }
         let sent = self.target.payload.len() as u64;
-        let answer = read(sender.send_request(req).await?, sent).await?;
+        let response = read_response(sender.send_request(req).await?, sent).await?;
         if !self.target.reconnect {
             self.sender = Some(sender);
         }
-        Ok(answer)
+        Ok(response)
     }
 
     async fn connect(&self) -> Result<http1::SendRequest<Full<Bytes>>, Failure> {
@@ -92,10 +92,10 @@ impl Http2 {
         let rsp = self
             .send(method(&self.target), self.target.path.clone(), HeaderMap::new(), body)
             .await?;
-        read(rsp, self.target.payload.len() as u64).await
+        read_response(rsp, self.target.payload.len() as u64).await
     }
 
-    /// Sends one request with the configured headers and `headers`, and returns the response head.
+    /// Sends one request with the headers of the target and `headers`. Returns when the response head has arrived.
     pub(super) async fn send(
         &self,
         method: Method,
@@ -148,20 +148,20 @@ impl Http2 {
 }
 
 /// Reads a response body to its end and counts its bytes.
-async fn read(rsp: Response<Incoming>, sent: u64) -> Result<ExchangeResponse, Failure> {
-    let mut answer = head(&rsp);
-    answer.sent = sent;
+async fn read_response(rsp: Response<Incoming>, sent: u64) -> Result<ExchangeResponse, Failure> {
+    let mut response = response_from_head(&rsp);
+    response.sent = sent;
     let mut body = rsp.into_body();
     while let Some(frame) = body.frame().await {
         if let Some(data) = frame?.data_ref() {
-            answer.received += data.len() as u64;
+            response.received += data.len() as u64;
         }
     }
-    Ok(answer)
+    Ok(response)
 }
 
-/// Status, replica and proxy error from the response headers.
-pub(super) fn head<B>(rsp: &Response<B>) -> ExchangeResponse {
+/// Creates a response from its head: status, replica and proxy error. The numbers of bytes are 0.
+pub(super) fn response_from_head<B>(rsp: &Response<B>) -> ExchangeResponse {
     ExchangeResponse {
         status: ResponseStatus::Http(rsp.status().as_u16()),
         replica: rsp

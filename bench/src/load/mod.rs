@@ -1,4 +1,4 @@
-//! Load generator: open or closed loop, its own connections, no retries, and a count of every outcome.
+//! Load generator with an open or a closed loop. It uses its own connections, sends no retries, and counts every outcome.
 //!
 //! A run has workers. Each worker owns a connection (HTTP/1, TCP, WebSocket) or one stream of a connection (HTTP/2, gRPC), and
 //! takes requests from a shared schedule. A broken connection fails the request that used it; the next request opens a new one.
@@ -30,7 +30,7 @@ use tokio::time::{Instant, MissedTickBehavior};
 
 pub use self::args::{Args, Arrivals, Method, Protocol};
 use self::schedule::Schedule;
-use self::stats::{IntervalStats, Kind, Report};
+use self::stats::{IntervalStats, Report, ReportKind};
 use self::target::Target;
 use self::worker::{Client, ThreadContext};
 
@@ -124,7 +124,7 @@ pub async fn run(
         }
         total.merge(&interval);
         let length = now - std::mem::replace(&mut reported_at, now);
-        interval.report(Kind::Interval, now - start, length)
+        interval.report(ReportKind::Interval, now - start, length)
     };
     // Without `--report-every`, the ticks are not used.
     let mut ticks = tokio::time::interval(args.report_every.unwrap_or(DEFAULT_DURATION));
@@ -152,7 +152,7 @@ pub async fn run(
     if args.report_every.is_some() && rest.requests > 0 {
         on_interval(&rest)?;
     }
-    Ok(total.report(Kind::Total, elapsed, elapsed))
+    Ok(total.report(ReportKind::Total, elapsed, elapsed))
 }
 
 /// Runs one thread with its connections on its own runtime.
@@ -166,13 +166,13 @@ fn run_thread(context: &ThreadContext, connections: usize, streams: usize) -> an
         for _ in 0..connections {
             let client = Client::new(&context.target);
             for _ in 0..streams {
-                workers.spawn(worker::run_worker(context.clone(), client.for_another_worker()));
+                workers.spawn(worker::run_worker(context.clone(), client.client_for_next_worker()));
             }
         }
         while let Some(ended) = workers.join_next().await {
             ended
                 .context("a worker panicked")?
-                .context("waiting for the time a request is due")?;
+                .context("waiting until a request is due")?;
         }
         Ok(())
     })
@@ -191,7 +191,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn connections_are_spread_over_threads_and_no_thread_is_without_one() {
+    fn each_thread_gets_a_connection_and_connections_are_spread_evenly() {
         let check = |connections, threads, expected: &[usize]| {
             assert_eq!(
                 connections_per_thread(connections, threads).collect::<Vec<_>>(),

@@ -12,7 +12,7 @@ use tulle_core::names::header::{L5D_PROXY_CAUSE, L5D_PROXY_ERROR};
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct ExchangeResponse {
     pub(super) status: ResponseStatus,
-    /// Name of the server that answered, from `x-replica` or the TCP greeting.
+    /// Name of the server that responded, from `x-replica` or the TCP greeting.
     pub(super) replica: Option<String>,
     /// The error message of a proxy.
     pub(super) reason: Option<String>,
@@ -156,7 +156,7 @@ pub(super) fn classify(error: &(dyn Error + 'static)) -> Failure {
         if let Some(reason) = error.downcast_ref::<h2::Error>().and_then(h2::Error::reason) {
             return Failure::Reset(reason.description().to_owned().into());
         }
-        // `source()` of an I/O error skips the error that it wraps, so that one is taken with `get_ref`.
+        // `source()` of an I/O error skips the error that it wraps; `get_ref` returns the wrapped error.
         let inner = error.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
         cause = inner
             .map(|inner| inner as &(dyn Error + 'static))
@@ -196,11 +196,15 @@ mod tests {
             (ResponseStatus::Grpc(14), false, "grpc 14"),
             (ResponseStatus::Echoed, true, "echoed"),
         ] {
-            let answer = ExchangeResponse {
+            let response = ExchangeResponse {
                 status,
                 ..ExchangeResponse::default()
             };
-            assert_eq!((answer.succeeded(), &*answer.label()), (succeeded, label), "{status:?}");
+            assert_eq!(
+                (response.succeeded(), &*response.label()),
+                (succeeded, label),
+                "{status:?}"
+            );
         }
     }
 
@@ -209,15 +213,15 @@ mod tests {
         let mut headers = HeaderMap::new();
         headers.insert(L5D_PROXY_ERROR, "no endpoints".parse().unwrap());
         headers.insert(L5D_PROXY_CAUSE, "no-endpoints; direction=outbound".parse().unwrap());
-        let answer = ExchangeResponse {
+        let response = ExchangeResponse {
             status: ResponseStatus::Http(503),
             reason: proxy_reason(&headers),
             ..ExchangeResponse::default()
         };
-        assert_eq!(answer.error().unwrap(), "status 503: no endpoints (no-endpoints)");
+        assert_eq!(response.error().unwrap(), "status 503: no endpoints (no-endpoints)");
         let success = ExchangeResponse {
             status: ResponseStatus::Http(200),
-            ..answer
+            ..response
         };
         assert_eq!(success.error(), None);
     }

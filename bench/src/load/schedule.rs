@@ -56,13 +56,13 @@ impl Schedule {
             Arrivals::Poisson => DueTimes::random(rate, limit, duration),
         });
         let due_times = due_times.transpose()?;
-        let in_time = match (&due_times, duration) {
-            (Some(due_times), Some(duration)) => due_times.n_before(duration),
+        let n_due_in_run = match (&due_times, duration) {
+            (Some(due_times), Some(duration)) => due_times.n_due_before(duration),
             _ => u64::MAX,
         };
         Ok(Self {
             due_times,
-            requests: limit.min(in_time),
+            requests: limit.min(n_due_in_run),
             next: AtomicU64::new(0),
         })
     }
@@ -74,7 +74,7 @@ impl Schedule {
             return None;
         }
         match &self.due_times {
-            Some(due_times) => Some(ScheduledRequest::At(due_times.at(n)?)),
+            Some(due_times) => Some(ScheduledRequest::At(due_times.due_time(n)?)),
             None => Some(ScheduledRequest::Now),
         }
     }
@@ -83,15 +83,15 @@ impl Schedule {
     pub(super) fn n_unsent(&self, elapsed: Duration) -> u64 {
         let Some(due_times) = &self.due_times else { return 0 };
         due_times
-            .n_before(elapsed)
+            .n_due_before(elapsed)
             .min(self.requests)
             .saturating_sub(self.next.load(Ordering::Relaxed))
     }
 }
 
 impl DueTimes {
-    /// Exponentially distributed intervals from a fixed seed, so runs with the same rate have the same ones. They are computed
-    /// in advance, until `limit` or `duration` is reached.
+    /// Due times with exponentially distributed intervals. The seed is fixed, so runs with the same rate have the same due times.
+    /// All are computed in advance, until `limit` or `duration` is reached.
     fn random(rate: f64, limit: u64, duration: Option<Duration>) -> anyhow::Result<Self> {
         let end = duration.map_or(f64::INFINITY, |duration| duration.as_secs_f64());
         let expected = (rate * end).min(limit as f64);
@@ -111,7 +111,7 @@ impl DueTimes {
     }
 
     /// The due time of request `n`; `None` after the end of a random schedule.
-    fn at(&self, n: u64) -> Option<Duration> {
+    fn due_time(&self, n: u64) -> Option<Duration> {
         let nanos = match self {
             Self::Regular { rate, group } => ((n - n % group) as f64 * 1e9 / rate).round() as u64,
             Self::Random(due) => *due.get(usize::try_from(n).ok()?)?,
@@ -119,11 +119,11 @@ impl DueTimes {
         Some(Duration::from_nanos(nanos))
     }
 
-    /// Number of requests due before `elapsed`. A request that is due at `elapsed` itself, within rounding, is not counted.
-    fn n_before(&self, elapsed: Duration) -> u64 {
+    /// Number of requests due before `elapsed`, without a request that is due exactly at `elapsed` (within rounding).
+    fn n_due_before(&self, elapsed: Duration) -> u64 {
         match self {
             Self::Regular { rate, group } => {
-                let groups = (rate * elapsed.as_secs_f64() / *group as f64 - ROUNDING)
+                let groups = (rate * elapsed.as_secs_f64() / *group as f64 - ROUNDING_TOLERANCE)
                     .ceil()
                     .max(0.0) as u64;
                 groups * group
@@ -142,7 +142,7 @@ pub(super) fn exponential(random: &mut fastrand::Rng) -> f64 {
 const BURST_SIZE: u64 = 50;
 /// Maximum expected number of requests at random times. Each needs 8 bytes.
 const MAX_RANDOM_REQUESTS: f64 = 1e7;
-const ROUNDING: f64 = 1e-6;
+const ROUNDING_TOLERANCE: f64 = 1e-6;
 
 #[cfg(test)]
 mod tests {
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn rates_that_do_not_divide_a_second_keep_the_number_of_requests() {
+    fn a_rate_whose_interval_is_not_a_whole_number_gives_the_expected_number_of_requests() {
         for rate in [3.0, 7.0, 300.0, 999.0, 1e6 / 3.0] {
             let schedule = open_loop(rate, Arrivals::Fixed, 3);
             assert_eq!(
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn the_request_limit_ends_both_loops() {
+    fn the_request_limit_applies_to_open_and_closed_loops() {
         assert_eq!(
             all_requests(&Schedule::new(None, Some(3), None).unwrap()),
             [ScheduledRequest::Now; 3]

@@ -25,7 +25,7 @@ pub(super) struct IntervalStats {
 /// The report of an interval or of the whole run, as printed in JSON.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub struct Report {
-    pub kind: Kind,
+    pub kind: ReportKind,
     /// Seconds from the start of the run to the end of the interval.
     pub at: f64,
     /// Length of the interval in seconds.
@@ -51,7 +51,7 @@ pub struct Report {
 
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Kind {
+pub enum ReportKind {
     /// A report of `--report-every`.
     Interval,
     /// The whole run.
@@ -89,28 +89,28 @@ impl IntervalStats {
     /// Counts one request. `latency` counts from its due time.
     pub(super) fn record(&mut self, latency: Duration, outcome: &Result<ExchangeResponse, Failure>) {
         self.requests += 1;
-        let timed = match outcome {
-            Ok(answer) => {
-                self.succeeded += u64::from(answer.succeeded());
-                self.sent_bytes += answer.sent;
-                self.received_bytes += answer.received;
-                add(&mut self.outcomes, &answer.label(), 1);
-                if let Some(replica) = &answer.replica {
-                    add(&mut self.replicas, replica, 1);
+        let has_latency = match outcome {
+            Ok(response) => {
+                self.succeeded += u64::from(response.succeeded());
+                self.sent_bytes += response.sent;
+                self.received_bytes += response.received;
+                add_count(&mut self.outcomes, &response.label(), 1);
+                if let Some(replica) = &response.replica {
+                    add_count(&mut self.replicas, replica, 1);
                 }
-                if let Some(error) = answer.error() {
-                    add(&mut self.errors, &error, 1);
+                if let Some(error) = response.error() {
+                    add_count(&mut self.errors, &error, 1);
                 }
                 true
             }
             Err(failure) => {
-                add(&mut self.outcomes, failure.label(), 1);
-                add(&mut self.errors, &failure.to_string(), 1);
-                // A timeout is a lower bound of the response time. A refused connection says nothing about it.
+                add_count(&mut self.outcomes, failure.label(), 1);
+                add_count(&mut self.errors, &failure.to_string(), 1);
+                // The duration of a timeout is a lower bound of the latency. A refused connection has no latency.
                 *failure == Failure::Timeout
             }
         };
-        if timed {
+        if has_latency {
             self.latencies
                 .saturating_record(u64::try_from(latency.as_nanos()).unwrap_or(u64::MAX));
         }
@@ -120,8 +120,8 @@ impl IntervalStats {
     pub(super) fn record_unsent(&mut self, n: u64) {
         if n > 0 {
             self.requests += n;
-            add(&mut self.outcomes, "not sent", n);
-            add(&mut self.errors, "not sent: every connection was busy", n);
+            add_count(&mut self.outcomes, "not sent", n);
+            add_count(&mut self.errors, "not sent: every connection was busy", n);
         }
     }
 
@@ -139,12 +139,12 @@ impl IntervalStats {
             (&mut self.errors, &other.errors),
         ] {
             for (name, n) in from {
-                add(into, name, *n);
+                add_count(into, name, *n);
             }
         }
     }
 
-    pub(super) fn report(&self, kind: Kind, at: Duration, length: Duration) -> Report {
+    pub(super) fn report(&self, kind: ReportKind, at: Duration, length: Duration) -> Report {
         let seconds = length.as_secs_f64().max(f64::MIN_POSITIVE);
         Report {
             kind,
@@ -179,7 +179,7 @@ impl IntervalStats {
 }
 
 /// Adds `n` to the count of `name`. Names beyond the limit share one entry, so that a server with many names cannot exhaust memory.
-fn add(counts: &mut Counts, name: &str, n: u64) {
+fn add_count(counts: &mut Counts, name: &str, n: u64) {
     if let Some(count) = counts.get_mut(name) {
         *count += n;
     } else {
@@ -244,7 +244,7 @@ mod tests {
     use super::super::outcome::ResponseStatus;
     use super::*;
 
-    fn answer(status: u16, replica: &str) -> Result<ExchangeResponse, Failure> {
+    fn response(status: u16, replica: &str) -> Result<ExchangeResponse, Failure> {
         let status = ResponseStatus::Http(status);
         Ok(ExchangeResponse {
             status,
@@ -258,13 +258,13 @@ mod tests {
     #[test]
     fn every_request_is_counted_under_one_outcome() {
         let mut stats = IntervalStats::new();
-        stats.record(Duration::from_millis(1), &answer(200, "a"));
-        stats.record(Duration::from_millis(1), &answer(200, "b"));
-        stats.record(Duration::from_millis(1), &answer(503, "b"));
+        stats.record(Duration::from_millis(1), &response(200, "a"));
+        stats.record(Duration::from_millis(1), &response(200, "b"));
+        stats.record(Duration::from_millis(1), &response(503, "b"));
         stats.record(Duration::from_millis(1), &Err(Failure::Connect("refused".into())));
         stats.record(Duration::from_millis(1), &Err(Failure::Timeout));
         stats.record_unsent(5);
-        let report = stats.report(Kind::Total, Duration::from_secs(2), Duration::from_secs(2));
+        let report = stats.report(ReportKind::Total, Duration::from_secs(2), Duration::from_secs(2));
         assert_eq!((report.requests, report.succeeded, report.failed), (10, 2, 8));
         assert_eq!(report.outcomes.values().sum::<u64>(), report.requests);
         assert_eq!(report.errors.values().sum::<u64>(), report.failed);
@@ -277,13 +277,13 @@ mod tests {
     }
 
     #[test]
-    fn percentiles_are_those_of_the_recorded_latencies() {
+    fn percentiles_are_computed_from_the_recorded_latencies() {
         let mut stats = IntervalStats::new();
         for ms in 1..=1000 {
-            stats.record(Duration::from_millis(ms), &answer(200, "a"));
+            stats.record(Duration::from_millis(ms), &response(200, "a"));
         }
         let latency = stats
-            .report(Kind::Total, Duration::ZERO, Duration::ZERO)
+            .report(ReportKind::Total, Duration::ZERO, Duration::ZERO)
             .latency_us
             .unwrap();
         for (got, want) in [
@@ -301,28 +301,30 @@ mod tests {
         let mut stats = IntervalStats::new();
         stats.record(Duration::from_micros(50), &Err(Failure::Connect("refused".into())));
         assert_eq!(
-            stats.report(Kind::Total, Duration::ZERO, Duration::ZERO).latency_us,
+            stats
+                .report(ReportKind::Total, Duration::ZERO, Duration::ZERO)
+                .latency_us,
             None
         );
         stats.record(Duration::from_secs(10), &Err(Failure::Timeout));
         let latency = stats
-            .report(Kind::Total, Duration::ZERO, Duration::ZERO)
+            .report(ReportKind::Total, Duration::ZERO, Duration::ZERO)
             .latency_us
             .unwrap();
         assert!(latency.p50 >= 9.9e6, "{latency:?}");
     }
 
     #[test]
-    fn merged_stats_report_as_one() {
+    fn merged_stats_equal_the_stats_of_all_requests() {
         let (mut one, mut two, mut both) = (IntervalStats::new(), IntervalStats::new(), IntervalStats::new());
         for ms in 1..100 {
-            let sample = answer(if ms % 7 == 0 { 500 } else { 200 }, if ms % 2 == 0 { "a" } else { "b" });
+            let sample = response(if ms % 7 == 0 { 500 } else { 200 }, if ms % 2 == 0 { "a" } else { "b" });
             if ms % 3 == 0 { &mut one } else { &mut two }.record(Duration::from_millis(ms), &sample);
             both.record(Duration::from_millis(ms), &sample);
         }
         one.merge(&two);
         let report =
-            |stats: &IntervalStats| stats.report(Kind::Interval, Duration::from_secs(1), Duration::from_secs(1));
+            |stats: &IntervalStats| stats.report(ReportKind::Interval, Duration::from_secs(1), Duration::from_secs(1));
         assert_eq!(report(&one), report(&both));
     }
 
@@ -330,7 +332,7 @@ mod tests {
     fn names_beyond_the_limit_share_one_entry() {
         let mut counts = Counts::new();
         for n in 0..1000 {
-            add(&mut counts, &n.to_string(), 1);
+            add_count(&mut counts, &n.to_string(), 1);
         }
         assert_eq!(
             (counts.len(), counts["others"]),
@@ -339,10 +341,10 @@ mod tests {
     }
 
     #[test]
-    fn reports_survive_json() {
+    fn a_report_is_unchanged_after_encoding_and_decoding_as_json() {
         let mut stats = IntervalStats::new();
-        stats.record(Duration::from_millis(3), &answer(200, "a"));
-        let report = stats.report(Kind::Interval, Duration::from_secs(1), Duration::from_secs(1));
+        stats.record(Duration::from_millis(3), &response(200, "a"));
+        let report = stats.report(ReportKind::Interval, Duration::from_secs(1), Duration::from_secs(1));
         let json = serde_json::to_string(&report).unwrap();
         assert_eq!(serde_json::from_str::<Report>(&json).unwrap(), report);
     }

@@ -28,7 +28,7 @@ pub(super) struct Target {
 impl Target {
     /// Parses the target and resolves its name. The run uses the first address only.
     pub(super) async fn resolve(args: &Args) -> anyhow::Result<Self> {
-        let (host, path) = split(&args.target, args.protocol);
+        let (host, path) = split_target(&args.target, args.protocol);
         let addr = look_up(host).await?;
         let authority = args.authority.as_deref().unwrap_or(host);
         Ok(Self {
@@ -43,7 +43,7 @@ impl Target {
                 .iter()
                 .map(|header| (header.0.clone(), header.1.clone()))
                 .collect(),
-            payload: pattern(args.body_size),
+            payload: payload(args.body_size),
             method: args.grpc_method(),
             messages: args.messages(),
             greeting: args.expect_greeting.clone(),
@@ -81,7 +81,7 @@ async fn look_up(host: &str) -> anyhow::Result<SocketAddr> {
 }
 
 /// Splits a target, with or without a scheme, into host and path.
-fn split(target: &str, protocol: Protocol) -> (&str, &str) {
+fn split_target(target: &str, protocol: Protocol) -> (&str, &str) {
     let rest = target.split_once("://").map_or(target, |(_, rest)| rest);
     let default = if protocol == Protocol::Ws { "/ws" } else { "/" };
     match rest.find('/') {
@@ -90,8 +90,8 @@ fn split(target: &str, protocol: Protocol) -> (&str, &str) {
     }
 }
 
-/// A payload that reveals lost or repeated bytes: its period is a prime number, so shifts by a power of two are visible.
-fn pattern(size: usize) -> Bytes {
+/// A payload in which lost or repeated bytes are detected: its period is a prime number, so no shift by a power of two equals it.
+fn payload(size: usize) -> Bytes {
     (0..size).map(|i| (i % 251) as u8).collect()
 }
 
@@ -108,7 +108,7 @@ mod tests {
             ("ws://[::1]:2", Protocol::Ws, "[::1]:2", "/ws"),
             ("tcp://10.0.0.1:3", Protocol::Tcp, "10.0.0.1:3", "/"),
         ] {
-            assert_eq!(split(target, protocol), (host, path), "{target}");
+            assert_eq!(split_target(target, protocol), (host, path), "{target}");
         }
     }
 

@@ -22,7 +22,7 @@ impl Tcp {
         Self {
             target,
             connection: None,
-            buf: vec![0; BUFFER],
+            buf: vec![0; BUFFER_BYTES],
         }
     }
 
@@ -39,9 +39,9 @@ impl Tcp {
         let (mut reader, mut writer) = stream.split();
         // Sends and receives concurrently, so that no side has to buffer the whole message.
         let send = async { Ok(writer.write_all(payload).await?) };
-        tokio::try_join!(send, expect(&mut reader, payload, &mut self.buf))?;
+        tokio::try_join!(send, read_and_compare(&mut reader, payload, &mut self.buf))?;
         let bytes = payload.len() as u64;
-        let answer = ExchangeResponse {
+        let response = ExchangeResponse {
             status: ResponseStatus::Echoed,
             replica: name.clone(),
             reason: None,
@@ -51,7 +51,7 @@ impl Tcp {
         if !self.target.reconnect {
             self.connection = Some((stream, name));
         }
-        Ok(answer)
+        Ok(response)
     }
 }
 
@@ -91,8 +91,8 @@ async fn read_line(stream: &mut TcpStream) -> Result<String, Failure> {
     ))
 }
 
-/// Reads as many bytes as `expected` has and compares them.
-async fn expect(reader: &mut ReadHalf<'_>, expected: &[u8], buf: &mut [u8]) -> Result<(), Failure> {
+/// Reads as many bytes as `expected` has. Fails if they differ from `expected`.
+async fn read_and_compare(reader: &mut ReadHalf<'_>, expected: &[u8], buf: &mut [u8]) -> Result<(), Failure> {
     let mut rest = expected;
     while !rest.is_empty() {
         let wanted = rest.len().min(buf.len());
@@ -101,12 +101,12 @@ async fn expect(reader: &mut ReadHalf<'_>, expected: &[u8], buf: &mut [u8]) -> R
             return Err(Failure::Closed);
         }
         if buf[..n] != rest[..n] {
-            return Err(Failure::UnexpectedResponse("other bytes than those sent".into()));
+            return Err(Failure::UnexpectedResponse("the bytes differ from those sent".into()));
         }
         rest = &rest[n..];
     }
     Ok(())
 }
 
-const BUFFER: usize = 64 * 1024;
+const BUFFER_BYTES: usize = 64 * 1024;
 const MAX_GREETING_BYTES: usize = 256;

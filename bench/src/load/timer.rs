@@ -27,7 +27,7 @@ impl Timer {
     }
 
     /// Waits until `at`. Returns immediately if it has passed.
-    pub(super) async fn until(&self, at: Instant) -> io::Result<()> {
+    pub(super) async fn sleep_until(&self, at: Instant) -> io::Result<()> {
         let left = at.saturating_duration_since(Instant::now());
         // A value of zero would disarm the timer.
         if left.is_zero() {

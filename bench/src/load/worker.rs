@@ -37,8 +37,8 @@ impl Client {
         }
     }
 
-    /// A client for another worker, on the same connection if the protocol has streams.
-    pub(super) fn for_another_worker(&self) -> Self {
+    /// Creates a client for another worker. It shares the connection if the protocol has streams.
+    pub(super) fn client_for_next_worker(&self) -> Self {
         match self {
             Self::Http1(client) => Self::Http1(http::Http1::new(client.target().clone())),
             Self::Http2(client) => Self::Http2(client.clone()),
@@ -87,7 +87,7 @@ pub(super) async fn run_worker(mut context: ThreadContext, mut client: Client) -
         if due > Instant::now() {
             tokio::select! {
                 biased;
-                waited = timer.until(due) => waited?,
+                waited = timer.sleep_until(due) => waited?,
                 // A request that is not due before the end is not part of the run.
                 _ = context.stopped_at.wait_for(Option::is_some) => return Ok(()),
             }
@@ -113,7 +113,7 @@ pub(super) async fn run_worker(mut context: ThreadContext, mut client: Client) -
             let pause = mean.mul_f64(exponential(&mut random));
             tokio::select! {
                 biased;
-                waited = timer.until(Instant::now() + pause) => waited?,
+                waited = timer.sleep_until(Instant::now() + pause) => waited?,
                 _ = context.stopped_at.wait_for(Option::is_some) => {}
             }
         }

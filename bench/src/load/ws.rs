@@ -10,7 +10,7 @@ use tokio_tungstenite::tungstenite::client::IntoClientRequest as _;
 use tokio_tungstenite::tungstenite::{Error, Message};
 
 use super::connect::connect;
-use super::http::head;
+use super::http::response_from_head;
 use super::outcome::{ExchangeResponse, Failure, ResponseStatus, classify};
 use super::target::Target;
 
@@ -37,23 +37,26 @@ impl Ws {
             Some(connection) => connection,
             None => match self.connect().await? {
                 Upgrade::Done(connection) => *connection,
-                Upgrade::Refused(answer) => return Ok(answer),
+                Upgrade::Refused(response) => return Ok(response),
             },
         };
         let payload = &self.target.payload;
-        socket.send(Message::Binary(payload.clone())).await.map_err(failure)?;
+        socket
+            .send(Message::Binary(payload.clone()))
+            .await
+            .map_err(websocket_failure)?;
         let echoed = loop {
-            match socket.next().await.ok_or(Failure::Closed)?.map_err(failure)? {
+            match socket.next().await.ok_or(Failure::Closed)?.map_err(websocket_failure)? {
                 Message::Ping(_) | Message::Pong(_) => (),
                 Message::Close(_) => return Err(Failure::Closed),
                 message => break message.into_data(),
             }
         };
         if echoed != *payload {
-            return Err(Failure::UnexpectedResponse("other bytes than those sent".into()));
+            return Err(Failure::UnexpectedResponse("the bytes differ from those sent".into()));
         }
         let bytes = payload.len() as u64;
-        let answer = ExchangeResponse {
+        let response = ExchangeResponse {
             sent: bytes,
             received: bytes,
             ..head.clone()
@@ -61,7 +64,7 @@ impl Ws {
         if !self.target.reconnect {
             self.connection = Some((socket, head));
         }
-        Ok(answer)
+        Ok(response)
     }
 
     async fn connect(&self) -> Result<Upgrade, Failure> {
@@ -69,19 +72,19 @@ impl Ws {
             .target
             .uri("ws")
             .map_err(|error| Failure::Other(error.to_string()))?;
-        let mut req: Request<()> = req.into_client_request().map_err(failure)?;
+        let mut req: Request<()> = req.into_client_request().map_err(websocket_failure)?;
         req.headers_mut().extend(self.target.headers.clone());
         let stream = connect(&self.target).await?;
         match tokio_tungstenite::client_async(req, stream).await {
             Ok((socket, rsp)) => {
                 let head = ExchangeResponse {
                     status: ResponseStatus::Echoed,
-                    ..head(&rsp)
+                    ..response_from_head(&rsp)
                 };
                 Ok(Upgrade::Done(Box::new((socket, head))))
             }
-            Err(Error::Http(rsp)) => Ok(Upgrade::Refused(head(&rsp))),
-            Err(error) => Err(failure(error)),
+            Err(Error::Http(rsp)) => Ok(Upgrade::Refused(response_from_head(&rsp))),
+            Err(error) => Err(websocket_failure(error)),
         }
     }
 }
@@ -92,7 +95,7 @@ enum Upgrade {
     Refused(ExchangeResponse),
 }
 
-fn failure(error: Error) -> Failure {
+fn websocket_failure(error: Error) -> Failure {
     match error {
         Error::ConnectionClosed | Error::AlreadyClosed => Failure::Closed,
         Error::Protocol(error) => Failure::UnexpectedResponse(error.to_string().into()),

@@ -17,13 +17,13 @@ pub(super) struct Budget {
     pub(super) metric: Metric,
     pub(super) comparison: Comparison,
     pub(super) limit: f64,
-    /// If present, the limit is a multiple of this value.
-    pub(super) of: Option<Reference>,
+    /// The measured value of which `limit` is a multiple. `None` if `limit` is an absolute value.
+    pub(super) reference: Option<Reference>,
     /// The text in the file.
     pub(super) text: String,
 }
 
-/// The value a limit is relative to: the same metric of another peer, or of tulle in another scenario.
+/// The value to which a limit is relative: the same metric of another peer, or of tulle in another scenario.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Reference {
     Peer(Peer),
@@ -37,7 +37,7 @@ pub(super) enum Comparison {
 }
 
 impl Budget {
-    /// Whether `value` satisfies the budget. `reference` is the value that the limit is a multiple of.
+    /// Whether `value` satisfies the budget. `reference` is the measured value of `self.reference`.
     pub(super) fn holds(&self, value: f64, reference: Option<f64>) -> bool {
         let limit = self.limit * reference.unwrap_or(1.0);
         match self.comparison {
@@ -48,7 +48,7 @@ impl Budget {
 }
 
 /// Parses the budgets. The file has comments, and lines of the form `row.metric = "text"`. Unlike in TOML, a key can occur more
-/// than once; then all its budgets apply.
+/// than once; all budgets with the same key apply.
 pub(super) fn parse(text: &str) -> anyhow::Result<Vec<Budget>> {
     let lines = text
         .lines()
@@ -71,25 +71,25 @@ fn parse_budget(line: &str) -> anyhow::Result<Budget> {
         .and_then(|v| v.strip_suffix('"'))
         .context("the value is not a string")?;
     let words: Vec<&str> = text.split_whitespace().collect();
-    let (comparison, limit, of) = match words[..] {
+    let (comparison, limit, reference) = match words[..] {
         ["at", "most", limit] => (Comparison::AtMost, limit, None),
         ["at", "least", limit] => (Comparison::AtLeast, limit, None),
-        ["at", "most", limit, "x", of] => (Comparison::AtMost, limit, Some(of)),
-        ["at", "least", limit, "x", of] => (Comparison::AtLeast, limit, Some(of)),
-        _ => bail!("give \"at most 16\" or \"at least 1.3 x haproxy\""),
+        ["at", "most", limit, "x", reference] => (Comparison::AtMost, limit, Some(reference)),
+        ["at", "least", limit, "x", reference] => (Comparison::AtLeast, limit, Some(reference)),
+        _ => bail!("the value is not a budget; expected one such as \"at most 16\" or \"at least 1.3 x haproxy\""),
     };
     let limit = limit.parse().with_context(|| format!("{limit:?} is not a number"))?;
-    let of = of.map(|of| {
-        let peer = Peer::from_str(of, false).map(Reference::Peer);
-        let reference = peer.or_else(|_| Scenario::from_str(of, false).map(Reference::Scenario));
-        reference.map_err(|_| anyhow::anyhow!("there is no peer and no row {of:?}"))
+    let reference = reference.map(|name| {
+        let peer = Peer::from_str(name, false).map(Reference::Peer);
+        let reference = peer.or_else(|_| Scenario::from_str(name, false).map(Reference::Scenario));
+        reference.map_err(|_| anyhow::anyhow!("there is no peer and no row {name:?}"))
     });
     Ok(Budget {
         row,
         metric,
         comparison,
         limit,
-        of: of.transpose()?,
+        reference: reference.transpose()?,
         text: text.to_owned(),
     })
 }
@@ -109,7 +109,7 @@ mod tests {
         assert!(
             budgets
                 .iter()
-                .any(|b| b.row == Scenario::Idle && b.comparison == Comparison::AtMost && b.of.is_none())
+                .any(|b| b.row == Scenario::Idle && b.comparison == Comparison::AtMost && b.reference.is_none())
         );
     }
 
@@ -139,7 +139,7 @@ mod tests {
             ("grpc.p50_us = 3", "not a string"),
             ("grpc.p50_us = \"at most x\"", "\"x\" is not a number"),
             ("grpc.p50_us = \"at most 1 x squid\"", "no peer and no row \"squid\""),
-            ("grpc.p50_us = \"about 3\"", "give \"at most"),
+            ("grpc.p50_us = \"about 3\"", "expected one such as \"at most"),
         ] {
             let error = format!("{:#}", parse(&format!("# comment\n{line}")).unwrap_err());
             assert!(error.contains("line 2") && error.contains(reason), "{error}");

@@ -64,21 +64,21 @@ fn parse(text: &str) -> Counts {
     let mut paths: HashMap<&str, String> = HashMap::new();
     let mut counts = Counts::default();
     let mut function = String::new();
-    let mut called = String::new();
+    let mut callee = String::new();
     let mut file = String::new();
     let mut is_call = false;
     for line in text.lines() {
         if let Some(path) = ["fl=", "fi=", "fe="].iter().find_map(|start| line.strip_prefix(start)) {
-            file = named(&mut paths, path);
+            file = resolve_name(&mut paths, path);
         } else if let Some(path) = ["cfi=", "cfl="].iter().find_map(|start| line.strip_prefix(start)) {
-            named(&mut paths, path); // the line can define a number that later lines refer to
+            resolve_name(&mut paths, path); // the line can define a number that later lines refer to
         } else if let Some(name) = line.strip_prefix("fn=") {
-            function = named(&mut names, name);
+            function = resolve_name(&mut names, name);
         } else if let Some(name) = line.strip_prefix("cfn=") {
-            called = named(&mut names, name);
+            callee = resolve_name(&mut names, name);
         } else if let Some(calls) = line.strip_prefix("calls=") {
             is_call = true;
-            if ALLOCATORS.contains(&called.as_str()) && !ALLOCATORS.contains(&function.as_str()) {
+            if ALLOCATORS.contains(&callee.as_str()) && !ALLOCATORS.contains(&function.as_str()) {
                 let calls = calls.split_whitespace().next().and_then(|calls| calls.parse().ok());
                 *counts.allocations.entry(function.clone()).or_default() += calls.unwrap_or(0_u64);
             }
@@ -95,20 +95,20 @@ fn parse(text: &str) -> Counts {
 }
 
 /// Resolves a compressed name: `(12) name` defines number 12, and `(12)` refers to it.
-fn named<'a>(names: &mut HashMap<&'a str, String>, text: &'a str) -> String {
+fn resolve_name<'a>(names: &mut HashMap<&'a str, String>, text: &'a str) -> String {
     let Some((number, name)) = text.split_once(')') else {
         return text.to_owned();
     };
     if name.trim().is_empty() {
         return names.get(number).cloned().unwrap_or_default();
     }
-    let name = plain(name.trim());
+    let name = remove_hash_and_recursion_level(name.trim());
     names.insert(number, name.clone());
     name
 }
 
-/// Removes the parts of a name that vary: the hash at the end, and the recursion level.
-fn plain(name: &str) -> String {
+/// Removes the parts of a function name that differ between builds and calls: the hash at the end, and the recursion level.
+fn remove_hash_and_recursion_level(name: &str) -> String {
     let name = name.split('\'').next().unwrap_or(name);
     match name.rsplit_once("::h") {
         Some((front, hash)) if hash.len() == 16 && hash.bytes().all(|byte| byte.is_ascii_hexdigit()) => {

@@ -1,8 +1,8 @@
 //! Compares builds of the proxy, such as two versions, or builds with and without an optimization.
 //!
-//! Each build has its own testbed, and all are measured in turn with each load, so that other load on the machine affects them
-//! alike.
-//! For each repeat, a figure of a build is divided by that of the first build; the result is the median of these ratios.
+//! Each build has its own testbed. The builds are measured in turn with each load, so that other load on the machine affects all
+//! of them alike.
+//! In each repeat, the value of each metric is divided by the value of the first build. The result is the median of these ratios.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -18,16 +18,16 @@ use super::metric::{Metric, Sample};
 use super::rows::{self, Scenario};
 use super::setup::{Peer, Setup};
 use super::sidecars::Sidecars;
-use super::testbed::{SERVICE, Testbed};
+use super::testbed::{SERVICE_IP, Testbed};
 use super::{peer, throttle, tools, tulle};
 
 /// Arguments of `tulle-bench compare-builds`.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Args {
-    /// Names of proxy programs in the directory of this program. The others are compared with the first one.
+    /// Names of proxy programs in the directory of this program. Each further one is compared with the first.
     #[arg(required = true, num_args = 2.., value_name = "PROGRAM")]
     builds: Vec<String>,
-    /// Rows of the benchmark to measure, separated by commas; only those with latencies and the CPU time of both sidecars.
+    /// Rows of the benchmark to measure, separated by commas; only rows with latencies and the CPU time of both sidecars.
     /// Default: HTTP/1 with many kinds of arrivals.
     #[arg(long, value_enum, value_delimiter = ',', conflicts_with_all = ["workers", "connections"])]
     rows: Vec<Scenario>,
@@ -48,7 +48,7 @@ pub struct Args {
     markdown: Option<PathBuf>,
 }
 
-/// What is measured.
+/// A load with which each build is measured.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 enum Load {
     Scenario(Scenario),
@@ -83,20 +83,21 @@ const ARRIVALS: [Arrivals; 4] = [
     Arrivals::Bursts,
 ];
 
-type Figure = fn(&Sample) -> f64;
+type MetricOfSample = fn(&Sample) -> f64;
 
-/// The figures that are compared, in the order of the columns: p50, p99 and CPU time. Less is better.
-const FIGURES: [Figure; 3] = [
+/// The compared metrics, in the order of the columns: p50, p99 and CPU time. Less is better.
+const COMPARED_METRICS: [MetricOfSample; 3] = [
     |sample| sample[&Metric::P50Us],
     |sample| sample[&Metric::P99Us],
     |sample| sample[&Metric::ClientCpuUs] + sample[&Metric::ServerCpuUs],
 ];
 
-/// The rate of an open loop, as a fraction of the rate of a closed loop. With think time, each connection pauses on average for the
-/// mean interval between its requests at this rate. Because the response time is added, the resulting rate is a third to a half of
-/// the closed loop's.
+/// The rate of an open loop, as a fraction of the rate of a closed loop.
+///
+/// A connection with think time pauses on average for the interval that its requests have at this rate. The response time is
+/// added to the pause, so the measured rate is a third to a half of the rate of a closed loop.
 const RATE_FRACTION: f64 = 0.5;
-/// A ratio is marked if even its lower quartile is at least this, or even its upper quartile is at most the inverse.
+/// A ratio is marked if its lower quartile is at least this value, or if its upper quartile is at most the inverse of this value.
 const MIN_NOTABLE_RATIO: f64 = 1.03;
 
 /// Samples by load and build, in the order of the repeats.
@@ -127,13 +128,13 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
             measure_http1_loads(args, workers, &running, &mut samples)?;
         }
     }
-    for rows in rows::groups(&args.rows) {
+    for rows in rows::group_by_setup(&args.rows) {
         let running = start(args, &testbeds, &rows[0].setup())?;
         for repeat in 0..args.repeats {
             eprintln!("{rows:?}, repeat {} of {}", repeat + 1, args.repeats);
             for &row in &rows {
-                let samples_of_row = samples_of(&mut samples, Load::Scenario(row), running.len());
-                measure_in_turn(args, repeat, &running, samples_of_row, |testbed, sidecars| {
+                let row_samples = samples_by_build(&mut samples, Load::Scenario(row), running.len());
+                measure_in_turn(args, repeat, &running, row_samples, |testbed, sidecars| {
                     measurement::measure(row, testbed, Some(sidecars), args.duration)
                 })
                 .with_context(|| format!("measuring {row:?}"))?;
@@ -148,13 +149,13 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
     }
 }
 
-/// Fails if a row has no value for one of the [`FIGURES`], or does not measure the builds.
+/// Fails if a row has no value for one of the [`COMPARED_METRICS`], or if it measures another build.
 fn check_rows(rows: &[Scenario]) -> anyhow::Result<()> {
     for row in rows {
-        if let Some(reason) = why_not_comparable(*row) {
+        if let Some(reason) = incomparable_reason(*row) {
             let usable = Scenario::value_variants()
                 .iter()
-                .filter(|row| why_not_comparable(**row).is_none())
+                .filter(|row| incomparable_reason(**row).is_none())
                 .map(|row| row.name());
             bail!(
                 "--rows {}: {reason}; expected some of {}",
@@ -166,8 +167,8 @@ fn check_rows(rows: &[Scenario]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Why builds cannot be compared by a row; `None` if they can.
-fn why_not_comparable(row: Scenario) -> Option<&'static str> {
+/// The reason why builds cannot be compared by a row. `None` if they can be compared.
+fn incomparable_reason(row: Scenario) -> Option<&'static str> {
     match row {
         Scenario::Idle | Scenario::IdleOpaque => Some("this row measures memory only"),
         Scenario::SlowHeads | Scenario::Hostile => Some("this row does not measure CPU time"),
@@ -223,10 +224,10 @@ fn measure_http1_loads(
             for &connections in &args.connections {
                 let (testbed, _) = &running[0];
                 let closed_loop = WrkLoad {
-                    close: reconnect,
-                    ..WrkLoad::get(connections)
+                    reconnect,
+                    ..WrkLoad::get_requests(connections)
                 };
-                let capacity = generators::wrk(testbed, SERVICE, closed_loop, CALIBRATION)?;
+                let capacity = generators::wrk(testbed, SERVICE_IP, closed_loop, CALIBRATION_DURATION)?;
                 let rate = capacity.requests as f64 / capacity.seconds * RATE_FRACTION;
                 for arrivals in ARRIVALS {
                     let load = Http1Load {
@@ -235,10 +236,10 @@ fn measure_http1_loads(
                         connections,
                         arrivals,
                     };
-                    let samples_of_load = samples_of(samples, Load::Http1(load), running.len());
-                    measure_in_turn(args, repeat, running, samples_of_load, |testbed, sidecars| {
+                    let load_samples = samples_by_build(samples, Load::Http1(load), running.len());
+                    measure_in_turn(args, repeat, running, load_samples, |testbed, sidecars| {
                         measurement::measure_load(Some(sidecars), || {
-                            generators::bench_load_http1(testbed, SERVICE, &load.load_arguments(rate), args.duration)
+                            generators::bench_load_http1(testbed, SERVICE_IP, &load.load_arguments(rate), args.duration)
                         })
                     })
                     .with_context(|| format!("measuring {load:?}"))?;
@@ -250,7 +251,7 @@ fn measure_http1_loads(
 }
 
 /// The samples of one load so far, by build.
-fn samples_of(samples: &mut Samples, load: Load, n_builds: usize) -> &mut [Vec<Sample>] {
+fn samples_by_build(samples: &mut Samples, load: Load, n_builds: usize) -> &mut [Vec<Sample>] {
     samples.entry(load).or_insert_with(|| vec![Vec::new(); n_builds])
 }
 
@@ -306,9 +307,10 @@ fn markdown(builds: &[String], samples: &Samples) -> String {
         let (mut higher, mut lower) = (0, 0);
         for (load, samples_by_build) in samples {
             let mut row = String::new();
-            for figure in FIGURES {
+            for metric in COMPARED_METRICS {
                 let pairs = samples_by_build[0].iter().zip(&samples_by_build[n]);
-                let ratios = Quartiles::of(pairs.map(|(first, other)| figure(other) / figure(first)).collect());
+                let ratios =
+                    Quartiles::from_values(pairs.map(|(first, other)| metric(other) / metric(first)).collect());
                 higher += u32::from(ratios.lower >= MIN_NOTABLE_RATIO);
                 lower += u32::from(ratios.upper <= 1.0 / MIN_NOTABLE_RATIO);
                 let mark = if ratios.lower >= MIN_NOTABLE_RATIO {
@@ -376,7 +378,7 @@ struct Quartiles {
 }
 
 impl Quartiles {
-    fn of(mut values: Vec<f64>) -> Self {
+    fn from_values(mut values: Vec<f64>) -> Self {
         values.sort_by(f64::total_cmp);
         let at = |fraction: f64| {
             let position = (values.len() - 1) as f64 * fraction;
@@ -391,15 +393,15 @@ impl Quartiles {
     }
 }
 
-/// How long the capacity is measured.
-const CALIBRATION: Duration = Duration::from_secs(1);
+/// Duration of the closed loop that measures the capacity.
+const CALIBRATION_DURATION: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn rows_without_the_compared_figures_are_refused_with_the_usable_rows() {
+    fn rows_without_a_compared_metric_are_refused_with_the_usable_rows() {
         let refused = [
             Scenario::Idle,
             Scenario::IdleOpaque,
@@ -429,7 +431,7 @@ mod tests {
     }
 
     #[test]
-    fn a_figure_that_is_lower_or_higher_by_the_factor_is_marked_and_counted() {
+    fn ratios_beyond_the_limit_are_marked_and_counted() {
         let sample = |p50: f64, p99: f64| {
             Sample::from([
                 (Metric::P50Us, p50),
@@ -453,8 +455,8 @@ mod tests {
 
     #[test]
     fn quartiles_are_interpolated() {
-        let quartiles = Quartiles::of(vec![4.0, 1.0, 2.0, 3.0]);
+        let quartiles = Quartiles::from_values(vec![4.0, 1.0, 2.0, 3.0]);
         assert_eq!((quartiles.lower, quartiles.median, quartiles.upper), (1.75, 2.5, 3.25));
-        assert_eq!(Quartiles::of(vec![7.0]).median, 7.0);
+        assert_eq!(Quartiles::from_values(vec![7.0]).median, 7.0);
     }
 }

@@ -9,7 +9,7 @@ use super::peer;
 use super::rows::Scenario;
 use super::setup::Peer;
 use super::setup::json_name;
-use super::testbed::{HTTP_PORT, SERVER, SERVICE, Testbed};
+use super::testbed::{HTTP_PORT, SERVER_IP, SERVICE_IP, Testbed};
 use crate::conformance::cases::CASES;
 use crate::conformance::{App, Outcome};
 
@@ -19,8 +19,8 @@ pub(super) fn document(peers: &[Peer]) -> anyhow::Result<String> {
     let columns = peers
         .iter()
         .map(|peer| {
-            eprintln!("trying {peer:?}");
-            let outcomes = try_all(*peer).with_context(|| format!("trying {peer:?}"))?;
+            eprintln!("testing {peer:?}");
+            let outcomes = run_cases(*peer).with_context(|| format!("testing {peer:?}"))?;
             for outcome in outcomes.iter().filter(|outcome| outcome.deviation.is_some()) {
                 eprintln!("{outcome}");
             }
@@ -42,12 +42,12 @@ struct Column {
     outcomes: Vec<Outcome>,
 }
 
-fn try_all(peer: Peer) -> anyhow::Result<Vec<Outcome>> {
+fn run_cases(peer: Peer) -> anyhow::Result<Vec<Outcome>> {
     let testbed = Testbed::without_app()?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     runtime.context("starting a runtime")?.block_on(async {
         let listening = || -> std::io::Result<TcpListener> {
-            let listener = TcpListener::bind(addr(SERVER)?)?;
+            let listener = TcpListener::bind(http_port_addr(SERVER_IP)?)?;
             listener.set_nonblocking(true).map(|()| listener)
         };
         let listener = testbed
@@ -65,18 +65,18 @@ fn try_all(peer: Peer) -> anyhow::Result<Vec<Outcome>> {
     })
 }
 
-/// Connects from the client's namespace to the service. The client's sidecar accepts the connection, so this does not block for
-/// long.
+/// Connects from the client's namespace to the service. This blocks the thread only until the client's sidecar on the same machine
+/// accepts the connection.
 async fn dial(testbed: &Testbed) -> anyhow::Result<tokio::net::TcpStream> {
     let dialing = || -> std::io::Result<TcpStream> {
-        let stream = TcpStream::connect(addr(SERVICE)?)?;
+        let stream = TcpStream::connect(http_port_addr(SERVICE_IP)?)?;
         stream.set_nonblocking(true).map(|()| stream)
     };
     let stream = testbed.client.run(dialing)?.context("dialling the service")?;
     Ok(tokio::net::TcpStream::from_std(stream)?)
 }
 
-fn addr(host: &str) -> std::io::Result<SocketAddr> {
+fn http_port_addr(host: &str) -> std::io::Result<SocketAddr> {
     let ip = host.parse().map_err(std::io::Error::other)?;
     Ok(SocketAddr::new(ip, HTTP_PORT))
 }
@@ -106,20 +106,26 @@ fn markdown(columns: &[Column]) -> String {
     out.push_str(&"---|".repeat(columns.len()));
     out.push('\n');
     for (index, case) in CASES.iter().enumerate() {
-        let _ = write!(out, "| {} | {}{} |", case.section, case.name, mark(case.name));
+        let _ = write!(
+            out,
+            "| {} | {}{} |",
+            case.section,
+            case.name,
+            intentional_deviation_mark(case.name)
+        );
         for column in columns {
-            let instead = column
+            let deviation = column
                 .outcomes
                 .get(index)
                 .and_then(|outcome| outcome.deviation.as_deref());
-            let _ = write!(out, " {} |", instead.unwrap_or("ok"));
+            let _ = write!(out, " {} |", deviation.unwrap_or("ok"));
         }
         out.push('\n');
     }
     out
 }
 
-fn mark(name: &str) -> &'static str {
+fn intentional_deviation_mark(name: &str) -> &'static str {
     if is_intentional_deviation(name) { " (*)" } else { "" }
 }
 
@@ -176,7 +182,12 @@ mod tests {
             .collect();
         assert_eq!(rows.len(), CASES.len());
         for (row, case) in rows.iter().zip(CASES) {
-            let ours = format!("| {} | {}{} | ok |", case.section, case.name, mark(case.name));
+            let ours = format!(
+                "| {} | {}{} | ok |",
+                case.section,
+                case.name,
+                intentional_deviation_mark(case.name)
+            );
             assert!(row.starts_with(&ours), "{ours:?} is committed as {row:?}");
         }
     }
@@ -190,19 +201,19 @@ mod tests {
 
     #[test]
     fn each_case_has_a_line_with_the_result_of_each_peer() {
-        let outcomes = |instead: Option<&str>| {
+        let outcomes = |deviation: Option<&str>| {
             let outcome = |case: &crate::conformance::cases::Case| Outcome {
                 case: *case,
                 observed: "forwarded".to_owned(),
-                deviation: instead.map(str::to_owned),
+                deviation: deviation.map(str::to_owned),
                 deviation_details: None,
             };
             CASES.iter().map(outcome).collect()
         };
-        let column = |name: &str, instead| Column {
+        let column = |name: &str, deviation| Column {
             name: name.to_owned(),
             version: format!("{name} 1"),
-            outcomes: outcomes(instead),
+            outcomes: outcomes(deviation),
         };
         let text = markdown(&[column("tulle", None), column("other", Some("502"))]);
         assert!(

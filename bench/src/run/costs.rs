@@ -17,7 +17,7 @@ use super::rows::Scenario;
 use super::setup::{Instrumentation, Setup};
 use super::setup::{Peer, Side};
 use super::sidecars::Sidecars;
-use super::testbed::{self, SERVICE, Testbed};
+use super::testbed::{self, SERVICE_IP, Testbed};
 use super::{peer, tap, tools};
 
 /// Arguments of `tulle-bench costs`.
@@ -44,7 +44,7 @@ pub struct Args {
     tap_one_in: Option<u32>,
 }
 
-/// The rows whose sidecars, or whose connections, make a difference to the cost of one HTTP/1 request.
+/// The rows whose sidecars or connections change the cost of one HTTP/1 request.
 #[derive(clap::ValueEnum, Clone, Copy, Debug, Eq, PartialEq)]
 enum CostRow {
     HttpC1,
@@ -55,7 +55,7 @@ enum CostRow {
 }
 
 impl CostRow {
-    fn row(self) -> Scenario {
+    fn scenario(self) -> Scenario {
         match self {
             Self::HttpC1 => Scenario::HttpC1,
             Self::NewHttp => Scenario::NewHttp,
@@ -66,12 +66,12 @@ impl CostRow {
     }
 
     /// Fails unless the baseline file holds the costs of this row.
-    fn check_baseline(self) -> anyhow::Result<()> {
+    fn check_in_baseline(self) -> anyhow::Result<()> {
         ensure!(
             self == Self::HttpC1,
             "the baseline holds the costs of {}, not of {}",
-            Self::HttpC1.row().name(),
-            self.row().name()
+            Self::HttpC1.scenario().name(),
+            self.scenario().name()
         );
         Ok(())
     }
@@ -104,7 +104,7 @@ struct Costs {
 /// Measures and prints the costs. Fails if a request costs more than in the baseline.
 pub fn main(args: &Args) -> anyhow::Result<()> {
     if args.write {
-        args.row.check_baseline().context("--write")?;
+        args.row.check_in_baseline().context("--write")?;
     }
     if let Some(one_in) = args.tap_one_in {
         return measure_tap_overhead(args, one_in);
@@ -142,9 +142,9 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
                 now.observability_instructions
             ));
         }
-        regressions.extend(compare(before, now).map(|why| format!("in the {side}'s sidecar {why}")));
-        // The budget of allocations applies regardless of the baseline. Rounded to a tenth, because background allocations are
-        // spread over the requests.
+        regressions.extend(describe_increase(before, now).map(|why| format!("in the {side}'s sidecar {why}")));
+        // The budget of allocations applies regardless of the baseline. The value is rounded to a tenth, because it includes
+        // background allocations, spread over the requests.
         let budgets: Vec<_> = limits.iter().filter(|budget| budget.metric == metric).collect();
         ensure!(
             !budgets.is_empty(),
@@ -161,7 +161,7 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
     }
     tools::print(&text)?;
     ensure!(exceeded.is_empty(), "{}", [exceeded, regressions].concat().join("\n"));
-    let hint = match args.row.check_baseline() {
+    let hint = match args.row.check_in_baseline() {
         Ok(()) => "if the increase is justified, store it with \"./run with tulle-bench costs --write\"".to_owned(),
         Err(difference) => difference.to_string(),
     };
@@ -172,7 +172,7 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
 /// Measures the overhead of a tap of one in `one_in` requests, averaged over all requests. Prints it, and fails if it exceeds the
 /// limit. Sampling is random, so the overhead is scaled to exactly one in `one_in`.
 fn measure_tap_overhead(args: &Args, one_in: u32) -> anyhow::Result<()> {
-    let requests = REQUESTS.max(one_in.saturating_mul(TARGET_TAPPED_REQUESTS));
+    let requests = MEASURED_REQUESTS.max(one_in.saturating_mul(TARGET_TAPPED_REQUESTS));
     let tapped = MeasuredRequests {
         n: requests,
         tap_one_in: Some(one_in),
@@ -207,7 +207,7 @@ fn measure_tap_overhead(args: &Args, one_in: u32) -> anyhow::Result<()> {
 
 /// Maximum relative overhead per request. A tap of more than one in a hundred requests may cost more, in proportion.
 fn max_tap_overhead(one_in: u32) -> f64 {
-    MAX_OVERHEAD_OF_TAPPING_ONE_IN_100 * f64::max(100.0 / f64::from(one_in), 1.0)
+    MAX_OVERHEAD_OF_TAP_ONE_IN_100 * f64::max(100.0 / f64::from(one_in), 1.0)
 }
 
 /// Relative change in percent.
@@ -216,21 +216,21 @@ fn percent(before: f64, now: f64) -> f64 {
 }
 
 /// Describes the increase of a cost and the functions that cause it. Returns `None` without a regression.
-fn compare(before: &Cost, now: &Cost) -> Option<String> {
+fn describe_increase(before: &Cost, now: &Cost) -> Option<String> {
     let totals = [
         ("instructions", before.instructions, now.instructions),
         ("allocations", before.allocations, now.allocations),
     ];
-    let is_regression = |(_, before, now): &(&str, f64, f64)| *now > before * (1.0 + TOLERANCE);
-    let why: Vec<_> = totals
+    let is_regression = |(_, before, now): &(&str, f64, f64)| *now > before * (1.0 + MAX_RELATIVE_INCREASE);
+    let increases: Vec<_> = totals
         .into_iter()
         .filter(is_regression)
-        .map(|(what, before, now)| format!("a request costs {now:.1} {what}, before {before:.1}"))
+        .map(|(unit, before, now)| format!("a request costs {now:.1} {unit}, before {before:.1}"))
         .collect();
-    if why.is_empty() {
+    if increases.is_empty() {
         return None;
     }
-    let named = [
+    let functions = [
         list_increases("instructions", &before.functions, &now.functions),
         list_increases(
             "allocations",
@@ -238,22 +238,22 @@ fn compare(before: &Cost, now: &Cost) -> Option<String> {
             &now.allocations_by_function,
         ),
     ];
-    Some(why.join(", ") + &named.concat())
+    Some(increases.join(", ") + &functions.concat())
 }
 
-/// The functions with the largest increase of `what`, one line each.
-fn list_increases(what: &str, before: &BTreeMap<String, f64>, now: &BTreeMap<String, f64>) -> String {
+/// Lists the functions with the largest increase, one line each. `unit` is what was counted: instructions or allocations.
+fn list_increases(unit: &str, before: &BTreeMap<String, f64>, now: &BTreeMap<String, f64>) -> String {
     let more = |(name, now): (&String, &f64)| {
         let before = before.get(name).copied().unwrap_or_default();
-        (now - before, format!("\n  {name}: {now:.1} {what}, before {before:.1}"))
+        (now - before, format!("\n  {name}: {now:.1} {unit}, before {before:.1}"))
     };
     let mut functions: Vec<(f64, String)> = now.iter().map(more).collect();
     functions.sort_by(|a, b| b.0.total_cmp(&a.0));
-    let named = functions
+    let increased = functions
         .into_iter()
         .take(MAX_LISTED_FUNCTIONS)
         .filter(|(more, _)| *more > 0.0);
-    named.map(|(_, line)| line).collect()
+    increased.map(|(_, line)| line).collect()
 }
 
 /// The requests of one measurement.
@@ -265,7 +265,7 @@ struct MeasuredRequests {
 }
 
 const UNTAPPED: MeasuredRequests = MeasuredRequests {
-    n: REQUESTS,
+    n: MEASURED_REQUESTS,
     tap_one_in: None,
 };
 
@@ -275,7 +275,7 @@ fn measure<const N: usize>(args: &Args, kinds: [MeasuredRequests; N]) -> anyhow:
     let testbed = Testbed::build(&["--fixed-date"])?;
     let setup = Setup {
         instrumentation: Instrumentation::Callgrind,
-        ..args.row.row().setup()
+        ..args.row.scenario().setup()
     };
     let sidecars = Peer::Tulle.start(&testbed, &setup).context("starting the sidecars")?;
     let sidecars = sidecars.context("there are no sidecars")?;
@@ -286,7 +286,7 @@ fn measure<const N: usize>(args: &Args, kinds: [MeasuredRequests; N]) -> anyhow:
             generators::send_sequential_requests
         }
     };
-    send_requests(&testbed, SERVICE, WARM_UP)?;
+    send_requests(&testbed, SERVICE_IP, WARM_UP_REQUESTS)?;
     let run = CostRun {
         testbed: &testbed,
         sidecars: &sidecars,
@@ -324,10 +324,11 @@ fn dump_numbers(measurement: u32) -> [u32; 2] {
     [2 * measurement + 1, 2 * measurement + 2]
 }
 
-/// Measurements of each cost. The one with the fewest instructions counts, because a TLS handshake can add to the others.
+/// Number of measurements of each cost. The measurement with the fewest instructions counts, because a TLS handshake can add
+/// instructions to the other one.
 const REPEATS: usize = 2;
 
-/// Sends this many requests, one at a time.
+/// A function that sends a number of requests to a host, one at a time.
 type SendRequests = fn(&Testbed, &str, u32) -> anyhow::Result<()>;
 
 /// The requests whose cost is measured.
@@ -340,22 +341,22 @@ struct CostRun<'a> {
 impl CostRun<'_> {
     /// Cost per request.
     fn measure(&self, measurement: u32, requests: MeasuredRequests) -> anyhow::Result<Costs> {
-        let begin = |(side, _)| {
+        let start_tap = |(side, _)| {
             requests
                 .tap_one_in
-                .map(|one_in| tap::begin(self.testbed.namespace(side), one_in))
+                .map(|one_in| tap::start(self.testbed.namespace(side), one_in))
         };
         let taps: Vec<_> = self
             .sidecars
             .sides()
             .into_iter()
-            .filter_map(begin)
+            .filter_map(start_tap)
             .collect::<Result<_, _>>()?;
         let [before, after] = dump_numbers(measurement);
         dump(self.testbed, self.sidecars, before)?;
-        (self.send_requests)(self.testbed, SERVICE, requests.n)?;
+        (self.send_requests)(self.testbed, SERVICE_IP, requests.n)?;
         let [mut client, mut server] =
-            dump(self.testbed, self.sidecars, after)?.map(|counts| Cost::of(counts, requests.n));
+            dump(self.testbed, self.sidecars, after)?.map(|counts| Cost::per_request(counts, requests.n));
         for (tap, cost) in taps.iter().zip([&mut client, &mut server]) {
             cost.tapped_requests = tap.events() as f64 / EVENTS_PER_REQUEST;
             ensure!(cost.tapped_requests > 0.0, "a tap received no event");
@@ -376,7 +377,7 @@ fn dump(testbed: &Testbed, sidecars: &Sidecars, number: u32) -> anyhow::Result<[
             Side::Client => 0,
             Side::Server => 1,
         };
-        let mut control = testbed::as_proxy(testbed.namespace(side), "callgrind_control");
+        let mut control = testbed::command_as_proxy_user(testbed.namespace(side), "callgrind_control");
         control.env_clear().env("PATH", "/usr/bin:/bin");
         counts[at] = callgrind::dump(control, process.id(), &callgrind::dump_path(testbed, side), number)?;
     }
@@ -384,13 +385,13 @@ fn dump(testbed: &Testbed, sidecars: &Sidecars, number: u32) -> anyhow::Result<[
 }
 
 impl Cost {
-    fn of(counts: Counts, requests: u32) -> Self {
-        let each = |n: u64| n as f64 / f64::from(requests);
+    fn per_request(counts: Counts, requests: u32) -> Self {
+        let per_request = |n: u64| n as f64 / f64::from(requests);
         let functions: BTreeMap<String, f64> = counts
             .functions
             .into_iter()
             .filter(|(name, _)| !CPU_SPECIFIC_FUNCTIONS.iter().any(|start| name.starts_with(start)))
-            .map(|(name, n)| (name, each(n)))
+            .map(|(name, n)| (name, per_request(n)))
             .collect();
         let instructions: f64 = functions.values().sum();
         let is_observability = |(file, _): &(&String, &u64)| OBSERVABILITY_PATHS.iter().any(|path| file.contains(path));
@@ -399,7 +400,7 @@ impl Cost {
         let allocations: BTreeMap<String, f64> = counts
             .allocations
             .into_iter()
-            .map(|(name, n)| (name, to_hundredths(each(n))))
+            .map(|(name, n)| (name, to_hundredths(per_request(n))))
             .collect();
         Self {
             instructions: instructions.round(),
@@ -413,25 +414,25 @@ impl Cost {
                 .filter(|(_, n)| *n > instructions * MIN_FUNCTION_SHARE)
                 .map(|(name, n)| (name, n.round()))
                 .collect(),
-            observability_instructions: each(observability).round(),
+            observability_instructions: per_request(observability).round(),
             tapped_requests: 0.0,
         }
     }
 }
 
-const WARM_UP: u32 = 200;
-const REQUESTS: u32 = 500;
+const WARM_UP_REQUESTS: u32 = 200;
+const MEASURED_REQUESTS: u32 = 500;
 /// Approximate number of tapped requests. Sampling is random.
 const TARGET_TAPPED_REQUESTS: u32 = 40;
 /// The tap events of a request: its start, its response, and the end of the response.
 const EVENTS_PER_REQUEST: f64 = 3.0;
 /// Maximum relative increase of the cost of a request.
-const TOLERANCE: f64 = 0.02;
+const MAX_RELATIVE_INCREASE: f64 = 0.02;
 /// Functions with a smaller share of the instructions are not stored in the baseline.
 const MIN_FUNCTION_SHARE: f64 = 0.001;
 /// Functions with fewer allocations per request are not stored in the baseline.
 const MIN_STORED_ALLOCATIONS: f64 = 0.05;
-const MAX_OVERHEAD_OF_TAPPING_ONE_IN_100: f64 = 0.03;
+const MAX_OVERHEAD_OF_TAP_ONE_IN_100: f64 = 0.03;
 /// Source paths of tap, tracing and the access log.
 const OBSERVABILITY_PATHS: [&str; 3] = [
     "proxy/src/tap/",
@@ -467,8 +468,8 @@ mod tests {
     #[test]
     fn each_row_has_its_name_in_the_benchmark_and_both_sidecars_for_http1() {
         for row in CostRow::value_variants() {
-            assert_eq!(row.to_possible_value().unwrap().get_name(), row.row().name());
-            let setup = row.row().setup();
+            assert_eq!(row.to_possible_value().unwrap().get_name(), row.scenario().name());
+            let setup = row.scenario().setup();
             assert_eq!(
                 (setup.traffic, setup.path, setup.throttle),
                 (Traffic::Http1, SidecarPath::Both, None),
@@ -480,7 +481,7 @@ mod tests {
     #[test]
     fn the_baseline_is_written_for_the_default_row_only() {
         for row in CostRow::value_variants() {
-            assert_eq!(row.check_baseline().is_ok(), *row == CostRow::HttpC1, "{row:?}");
+            assert_eq!(row.check_in_baseline().is_ok(), *row == CostRow::HttpC1, "{row:?}");
         }
     }
 
@@ -493,8 +494,8 @@ mod tests {
     #[test]
     fn functions_with_higher_costs_are_listed() {
         let before = cost(1000.0, &[("a", 600.0), ("b", 300.0)]);
-        assert_eq!(compare(&before, &cost(1020.0, &[("a", 620.0)])), None);
-        let why = compare(&before, &cost(1030.0, &[("a", 580.0), ("b", 300.0), ("c", 50.0)])).unwrap();
+        assert_eq!(describe_increase(&before, &cost(1020.0, &[("a", 620.0)])), None);
+        let why = describe_increase(&before, &cost(1030.0, &[("a", 580.0), ("b", 300.0), ("c", 50.0)])).unwrap();
         assert_eq!(
             why,
             "a request costs 1030.0 instructions, before 1000.0\n  c: 50.0 instructions, before 0.0"
@@ -505,7 +506,7 @@ mod tests {
             ..cost(1000.0, &[])
         };
         assert_eq!(
-            compare(&before, &more).unwrap(),
+            describe_increase(&before, &more).unwrap(),
             "a request costs 9.3 allocations, before 9.0\n  b: 0.5 allocations, before 0.0"
         );
     }
@@ -521,7 +522,7 @@ mod tests {
                 .into(),
             allocations: [("a", 4550), ("b", 50)].map(|(name, n)| (name.to_owned(), n)).into(),
         };
-        let cost = Cost::of(counts, REQUESTS);
+        let cost = Cost::per_request(counts, MEASURED_REQUESTS);
         assert_eq!(
             (cost.instructions, cost.allocations, cost.observability_instructions),
             (10.0, 9.2, 3.0)

@@ -18,21 +18,21 @@ use super::setup::json_name;
 pub(super) fn write(report: &Report, dir: &Path) -> anyhow::Result<()> {
     let plots = dir.join("benchmarks");
     std::fs::create_dir_all(&plots).with_context(|| format!("making {}", plots.display()))?;
-    let put =
+    let write_file =
         |path: &Path, text: String| std::fs::write(path, text).with_context(|| format!("writing {}", path.display()));
     for plot in PLOTS {
-        put(&plots.join(format!("{}.svg", plot.file)), plot.bars(report).svg())?;
+        write_file(&plots.join(format!("{}.svg", plot.file)), plot.bars(report).svg())?;
     }
-    put(&dir.join("benchmarks.md"), markdown(report))
+    write_file(&dir.join("benchmarks.md"), markdown(report))
 }
 
-/// One plot: a figure of some rows, for each peer.
+/// A plot: the sum of some metrics in some rows, for each peer.
 struct Plot {
     file: &'static str,
     title: &'static str,
     unit: &'static str,
     rows: &'static [Scenario],
-    /// These metrics are added up, such as the CPU time of both sidecars.
+    /// The metrics that are added up, such as the CPU times of both sidecars.
     metrics: &'static [Metric],
 }
 
@@ -137,12 +137,12 @@ fn markdown(report: &Report) -> String {
     let cells = report.lines.iter().flat_map(|line| line.metrics.values());
     let n: BTreeSet<usize> = cells.map(|cell| cell.n).collect();
     let (least, most) = (n.first().unwrap_or(&0), n.last().unwrap_or(&0));
-    let turns = if least == most {
+    let n_measurements = if least == most {
         most.to_string()
     } else {
         format!("{least} to {most}")
     };
-    let _ = writeln!(out, "Each figure is the median of {turns} measurements.\n");
+    let _ = writeln!(out, "Each figure is the median of {n_measurements} measurements.\n");
     for version in &machine.versions {
         let _ = writeln!(out, "- {version}");
     }
@@ -154,10 +154,10 @@ fn markdown(report: &Report) -> String {
     for row in Scenario::value_variants() {
         let lines: Vec<&TableRow> = report.lines.iter().filter(|line| line.row == *row).collect();
         if !lines.is_empty() {
-            table(&mut out, *row, &lines);
+            write_table(&mut out, *row, &lines);
         }
     }
-    out.push_str(BUDGETS);
+    out.push_str(BUDGETS_HEADING);
     for check in &report.budgets {
         let number = |value: Option<f64>| value.map_or_else(|| "–".to_owned(), |value| format!("{value:.2}"));
         let _ = writeln!(
@@ -175,12 +175,12 @@ fn markdown(report: &Report) -> String {
 }
 
 /// Writes the table of one row, with one line per peer.
-fn table(out: &mut String, row: Scenario, lines: &[&TableRow]) {
+fn write_table(out: &mut String, row: Scenario, lines: &[&TableRow]) {
     let columns: Vec<(Metric, &str, usize)> = COLUMNS
         .into_iter()
         .filter(|(metric, ..)| lines.iter().any(|line| line.metrics.contains_key(metric)))
         .collect();
-    let _ = write!(out, "\n### {}\n\n{}.\n\n| |", row.name(), row.help());
+    let _ = write!(out, "\n### {}\n\n{}.\n\n| |", row.name(), row.description());
     for (_, title, _) in &columns {
         let _ = write!(out, " {title} |");
     }
@@ -246,7 +246,7 @@ On other machines, expect similar ratios, not similar values.
 `tulle` is the build of the images (`./run images`): the compiler has optimized it with a profile of most of these scenarios.
 ";
 
-const BUDGETS: &str = "
+const BUDGETS_HEADING: &str = "
 ## Budgets
 
 The budgets are those of `bench/budgets.toml` at the measured commit, which is in the [test environment](#test-environment) after the version of tulle.
@@ -264,7 +264,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_committed_document_matches_the_committed_figures() {
+    fn the_committed_document_matches_the_committed_json() {
         let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/reference");
         let report = Report::read(&docs.join("benchmarks.json")).unwrap();
         let text = std::fs::read_to_string(docs.join("benchmarks.md")).unwrap();
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn the_document_has_the_figures_and_the_machine() {
+    fn the_document_has_the_medians_the_versions_and_the_plots() {
         let mut results = Results::new(vec!["HAProxy version 9".into()]);
         for (peer, cpu) in [(Peer::Tulle, 10.0), (Peer::Haproxy, 9.0)] {
             results.add(Scenario::HttpC64, peer, Sample::from([(Metric::ClientCpuUs, cpu)]));

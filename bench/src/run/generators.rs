@@ -1,6 +1,7 @@
 //! The load generators and their results. Each is a separate program in the client's namespace.
 //!
-//! wrk, h2load and ghz run in a closed loop, so their percentiles do not include the delay that requests on a fixed schedule would have.
+//! wrk, h2load and ghz run in a closed loop. Their percentiles do not include the delay that requests on a fixed schedule would
+//! have.
 
 use std::collections::BTreeMap;
 use std::process::Command;
@@ -29,16 +30,17 @@ pub(super) struct WrkLoad {
     pub(super) connections: u32,
     /// Request body size in bytes, for a POST to the echo path; 0 for a GET.
     pub(super) body: usize,
-    /// Open a new connection for each request.
-    pub(super) close: bool,
+    /// Whether each request uses a new connection.
+    pub(super) reconnect: bool,
 }
 
 impl WrkLoad {
-    pub(super) fn get(connections: u32) -> Self {
+    /// GET requests on this number of connections.
+    pub(super) fn get_requests(connections: u32) -> Self {
         Self {
             connections,
             body: 0,
-            close: false,
+            reconnect: false,
         }
     }
 }
@@ -59,7 +61,7 @@ pub(super) fn wrk(testbed: &Testbed, host: &str, load: WrkLoad, duration: Durati
         .args([
             "-t1",
             &format!("-c{}", load.connections),
-            &seconds("-d", duration),
+            &seconds_option("-d", duration),
             "-s",
         ])
         .arg(testbed.file("wrk.lua"))
@@ -67,9 +69,9 @@ pub(super) fn wrk(testbed: &Testbed, host: &str, load: WrkLoad, duration: Durati
         .args([
             "--",
             &load.body.to_string(),
-            if load.close { "close" } else { "keep-alive" },
+            if load.reconnect { "close" } else { "keep-alive" },
         ]);
-    let text = output(command)?;
+    let text = run_to_end(command)?;
     let json = text
         .lines()
         .find(|line| line.starts_with('{'))
@@ -92,10 +94,10 @@ pub(super) fn h2load(testbed: &Testbed, host: &str, duration: Duration) -> anyho
     }
     let mut command = testbed.client.command("h2load");
     command
-        .args(["-c4", "-m16", &seconds("-D", duration), "--log-file"])
+        .args(["-c4", "-m16", &seconds_option("-D", duration), "--log-file"])
         .arg(&log)
         .arg(format!("http://{host}:{HTTP_PORT}/"));
-    let text = output(command)?;
+    let text = run_to_end(command)?;
     let log = std::fs::read_to_string(&log).with_context(|| format!("h2load printed {text:?}"))?;
     // Columns: start time, status, duration. Times are in microseconds.
     let mut failed = 0;
@@ -160,7 +162,7 @@ pub(super) fn ghz(testbed: &Testbed, host: &str, duration: Duration) -> anyhow::
         .args(["--duration", &format!("{}s", duration.as_secs()), "--proto"])
         .arg(testbed.file("echo.proto"))
         .arg(format!("{host}:{HTTP_PORT}"));
-    let text = output(command)?;
+    let text = run_to_end(command)?;
     let s: Summary = serde_json::from_str(&text).context("reading the report of ghz")?;
     let percentiles = s.latency_distribution.unwrap_or_default();
     let at = |wanted| {
@@ -185,7 +187,7 @@ pub(super) fn send_sequential_requests(testbed: &Testbed, host: &str, requests: 
     command
         .args(["--h1", "-c1", "-n", &requests.to_string()])
         .arg(format!("http://{host}:{HTTP_PORT}/"));
-    let text = output(command)?;
+    let text = run_to_end(command)?;
     ensure!(
         text.contains(&format!(" {requests} succeeded")),
         "h2load printed {text:?}"
@@ -193,7 +195,7 @@ pub(super) fn send_sequential_requests(testbed: &Testbed, host: &str, requests: 
     Ok(())
 }
 
-/// Sends this many HTTP/1 requests, each on a new connection. h2load cannot do this.
+/// Sends this many HTTP/1 requests, each on a new connection, with `tulle-bench load`, because h2load cannot do this.
 pub(super) fn send_requests_on_new_connections(testbed: &Testbed, host: &str, requests: u32) -> anyhow::Result<()> {
     let mut command = testbed
         .client
@@ -202,7 +204,7 @@ pub(super) fn send_requests_on_new_connections(testbed: &Testbed, host: &str, re
         .args(["load", "--json", "--reconnect", "--header", "connection: close"])
         .args(["--requests", &requests.to_string()])
         .arg(format!("{host}:{HTTP_PORT}"));
-    let report = report(command)?;
+    let report = run_bench_load(command)?;
     ensure!(
         report.requests == u64::from(requests) && report.failed == 0,
         "the load generator reports: {report}"
@@ -210,10 +212,10 @@ pub(super) fn send_requests_on_new_connections(testbed: &Testbed, host: &str, re
     Ok(())
 }
 
-/// The load that `tulle-bench load` sends, the generator of this program.
+/// A load of `tulle-bench load`, the load generator of this program.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum BenchLoad {
-    /// Messages of 1 MiB, echoed, so that both directions carry load at the same time.
+    /// Echoed messages of 1 MiB, so that both directions carry load at the same time.
     Bulk,
     /// One message per connection.
     Reconnect,
@@ -234,7 +236,7 @@ pub(super) fn bench_load(
     command.args(["load", "--json", "--duration", &format!("{}ms", duration.as_millis())]);
     let (args, port, messages) = match load {
         BenchLoad::Bulk => (
-            format!("--protocol tcp --connections 4 --body-size {BULK_SIZE}"),
+            format!("--protocol tcp --connections 4 --body-size {BULK_MESSAGE_BYTES}"),
             TCP_PORT,
             1,
         ),
@@ -245,14 +247,14 @@ pub(super) fn bench_load(
         ),
         BenchLoad::Streams => (
             format!(
-                "--protocol grpc --grpc-method bidi --connections 4 --streams 8 --body-size 64 --messages {MESSAGES}"
+                "--protocol grpc --grpc-method bidi --connections 4 --streams 8 --body-size 64 --messages {MESSAGES_PER_STREAM}"
             ),
             HTTP_PORT,
-            MESSAGES,
+            MESSAGES_PER_STREAM,
         ),
     };
     command.args(args.split(' ')).arg(format!("{host}:{port}"));
-    let report = report(command)?;
+    let report = run_bench_load(command)?;
     let latency = report
         .latency_us
         .with_context(|| format!("no message came back: {report}"))?;
@@ -277,7 +279,7 @@ pub(super) fn bench_load_http1(
         .command(std::env::current_exe().context("finding this program")?);
     command.args(["load", "--json", "--duration", &format!("{}ms", duration.as_millis())]);
     command.args(arguments).arg(format!("{host}:{HTTP_PORT}/"));
-    let report = report(command)?;
+    let report = run_bench_load(command)?;
     let latency = report
         .latency_us
         .with_context(|| format!("there was no response: {report}"))?;
@@ -290,8 +292,8 @@ pub(super) fn bench_load_http1(
     })
 }
 
-fn report(command: Command) -> anyhow::Result<Report> {
-    let text = output(command)?;
+fn run_bench_load(command: Command) -> anyhow::Result<Report> {
+    let text = run_to_end(command)?;
     serde_json::from_str(&text).with_context(|| format!("the load generator printed {text:?}"))
 }
 
@@ -307,11 +309,11 @@ pub(super) fn parse_whole_seconds(text: &str) -> Result<Duration, String> {
 }
 
 /// A command line option in seconds.
-fn seconds(option: &str, duration: Duration) -> String {
+fn seconds_option(option: &str, duration: Duration) -> String {
     format!("{option}{}", duration.as_secs())
 }
 
-fn output(mut command: Command) -> anyhow::Result<String> {
+fn run_to_end(mut command: Command) -> anyhow::Result<String> {
     let output = command
         .output()
         .with_context(|| format!("starting {:?}", command.get_program()))?;
@@ -325,6 +327,5 @@ fn output(mut command: Command) -> anyhow::Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-pub(super) const BULK_SIZE: u64 = 1 << 20;
-/// Messages per gRPC stream.
-const MESSAGES: u64 = 100;
+pub(super) const BULK_MESSAGE_BYTES: u64 = 1 << 20;
+const MESSAGES_PER_STREAM: u64 = 100;

@@ -19,7 +19,7 @@ use tulle_core::netns::Namespace;
 use super::metric::{Metric, Sample};
 use super::setup::Side;
 use super::sidecars::Sidecars;
-use super::testbed::{HTTP_PORT, SERVER, SERVICE, Testbed};
+use super::testbed::{HTTP_PORT, SERVER_IP, SERVICE_IP, Testbed};
 
 /// Measures a client with a low request rate, first alone and then during the attack. Both sidecars are attacked by the same number
 /// of clients.
@@ -28,7 +28,7 @@ pub(super) fn measure(testbed: &Testbed, sidecars: &Sidecars) -> anyhow::Result<
     let counters = AttackCounters::default();
     let (ready_tx, ready_rx) = mpsc::channel();
     let under_attack = std::thread::scope(|scope| {
-        let groups = [(&testbed.client, SERVICE), (&testbed.control, SERVER)].map(|(namespace, host)| {
+        let groups = [(&testbed.client, SERVICE_IP), (&testbed.control, SERVER_IP)].map(|(namespace, host)| {
             let (counters, ready) = (&counters, ready_tx.clone());
             scope.spawn(move || run_attacks(namespace, host, counters, ready))
         });
@@ -45,12 +45,12 @@ pub(super) fn measure(testbed: &Testbed, sidecars: &Sidecars) -> anyhow::Result<
     })?;
     let n = |count: &AtomicU64| count.load(Ordering::Relaxed);
     ensure!(
-        n(&counters.names) >= MIN_HOST_NAMES
+        n(&counters.host_names) >= MIN_HOST_NAMES
             && n(&counters.resets) >= MIN_STREAM_RESETS
             && n(&counters.closed_floods) >= 2,
         "the attack was too weak: {counters:?}"
     );
-    let p99 = |of: &NormalClientStats| of.micros.value_at_quantile(0.99) as f64;
+    let p99 = |stats: &NormalClientStats| stats.micros.value_at_quantile(0.99) as f64;
     let mut sample = Sample::from([
         (Metric::P50Us, under_attack.micros.value_at_quantile(0.5) as f64),
         (Metric::P99Us, p99(&under_attack)),
@@ -87,7 +87,7 @@ fn run_normal_client(namespace: &Namespace, duration: Duration) -> anyhow::Resul
                 break;
             }
             std::thread::sleep(due.saturating_duration_since(Instant::now()));
-            match fetch(&mut connection) {
+            match send_request(&mut connection) {
                 // The latency counts from the due time, so it includes the wait for the previous request.
                 Ok(()) => stats.micros.record(micros(due.elapsed()))?,
                 Err(_) => {
@@ -100,25 +100,25 @@ fn run_normal_client(namespace: &Namespace, duration: Duration) -> anyhow::Resul
     })?
 }
 
-fn fetch(connection: &mut Option<std::net::TcpStream>) -> anyhow::Result<()> {
+fn send_request(connection: &mut Option<std::net::TcpStream>) -> anyhow::Result<()> {
     let stream = match connection {
         Some(stream) => stream,
         None => {
-            let stream = std::net::TcpStream::connect((SERVICE, HTTP_PORT))?;
+            let stream = std::net::TcpStream::connect((SERVICE_IP, HTTP_PORT))?;
             stream.set_nodelay(true)?;
             stream.set_read_timeout(Some(RESPONSE_TIMEOUT))?;
             connection.insert(stream)
         }
     };
     stream.write_all(b"GET / HTTP/1.1\r\nhost: web.test\r\n\r\n")?;
-    let (mut answer, mut n) = ([0; 4096], 0);
+    let (mut response, mut n) = ([0; 4096], 0);
     // The response has headers and one line of body.
-    while !answer[..n].ends_with(b"\n") || answer[..n].ends_with(b"\r\n") {
-        let more = stream.read(&mut answer[n..])?;
+    while !response[..n].ends_with(b"\n") || response[..n].ends_with(b"\r\n") {
+        let more = stream.read(&mut response[n..])?;
         ensure!(more > 0, "the connection was closed");
         n += more;
     }
-    ensure!(answer.starts_with(b"HTTP/1.1 200"), "the response is not 200");
+    ensure!(response.starts_with(b"HTTP/1.1 200"), "the response is not 200");
     Ok(())
 }
 
@@ -133,8 +133,8 @@ struct AttackCounters {
     resets: AtomicU64,
     /// Flood connections that a sidecar closed.
     closed_floods: AtomicU64,
-    /// Requests with unknown host names that were answered.
-    names: AtomicU64,
+    /// Responses to requests with unknown host names.
+    host_names: AtomicU64,
     is_over: AtomicBool,
 }
 
@@ -143,7 +143,8 @@ impl AttackCounters {
         !self.is_over.load(Ordering::Relaxed)
     }
 
-    /// Runs one flood connection until the sidecar closes it, which is counted, or the timeout ends it.
+    /// Runs one flood connection until the sidecar closes it or the timeout ends it. Counts the connections that the sidecar
+    /// closes.
     async fn run_flood(&self, flood: impl Future<Output = anyhow::Result<()>>) {
         let is_closed = matches!(timeout(FLOOD_TIMEOUT, flood).await, Ok(Err(_)));
         if is_closed && self.is_running() {
@@ -259,9 +260,9 @@ async fn send_header_flood(addr: SocketAddr, counters: &AttackCounters) {
     }
 }
 
-/// Sends requests with ever new host names.
+/// Sends requests, each with a new host name.
 async fn send_many_host_names(addr: SocketAddr, counters: &AttackCounters) {
-    let mut answer = Vec::new();
+    let mut response = Vec::new();
     let mut pace = interval(Duration::from_millis(10));
     while counters.is_running() {
         let attack = async {
@@ -270,40 +271,42 @@ async fn send_many_host_names(addr: SocketAddr, counters: &AttackCounters) {
             while counters.is_running() {
                 // Requests are pipelined, because only the number of names matters.
                 let n = fastrand::u64(..);
-                let together =
+                let requests =
                     (0..PIPELINED_REQUESTS).map(|i| format!("GET / HTTP/1.1\r\nhost: h{}.test\r\n\r\n", n ^ i));
                 stream
-                    .write_all(Bytes::from(together.collect::<String>()).as_ref())
+                    .write_all(Bytes::from(requests.collect::<String>()).as_ref())
                     .await?;
-                answer.clear();
-                // Any status counts: the server's sidecar refuses clients without an identity.
-                let is_answer = |bytes: &&[u8]| *bytes == b"HTTP/1.1 ";
-                while (answer.windows(9).filter(is_answer).count() as u64) < PIPELINED_REQUESTS {
-                    ensure!(stream.read_buf(&mut answer).await? > 0, "closed");
+                response.clear();
+                // A response with any status counts, because the server's sidecar refuses clients without an identity.
+                let is_status_line = |bytes: &&[u8]| *bytes == b"HTTP/1.1 ";
+                while (response.windows(9).filter(is_status_line).count() as u64) < PIPELINED_REQUESTS {
+                    ensure!(stream.read_buf(&mut response).await? > 0, "closed");
                 }
-                counters.names.fetch_add(PIPELINED_REQUESTS, Ordering::Relaxed);
+                counters.host_names.fetch_add(PIPELINED_REQUESTS, Ordering::Relaxed);
                 pace.tick().await;
             }
             Ok(())
         };
-        let _ = timeout(ATTACK_DURATION, attack).await; // the loop opens a new connection
+        let _ = timeout(ATTACK_DURATION, attack).await; // after an error, the loop opens a new connection
     }
 }
 
-/// Unfinished request headers at each sidecar.
+/// Number of unfinished request heads at each sidecar.
 const N_UNFINISHED_HEADS: u32 = 1000;
-/// Unread responses at each sidecar.
+/// Number of unread responses at each sidecar.
 const N_STALLED_READERS: u32 = 500;
 const UNFINISHED_HEAD: &[u8] = b"GET / HTTP/1.1\r\nhost: web.test\r\nx-slow: ";
 const LARGE_RESPONSE_REQUEST: &[u8] = b"GET /bytes/1048576 HTTP/1.1\r\nhost: web.test\r\n\r\n";
 /// Interval between the requests of the normal client.
 const REQUEST_INTERVAL: Duration = Duration::from_millis(10);
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(5);
-/// Duration of the measurement without and with the attack. Both are shorter than the header timeout.
+/// Duration of the measurement without the attack.
 const BASELINE_DURATION: Duration = Duration::from_secs(5);
+/// Duration of the measurement with the attack. Shorter than the header timeout, so that unfinished heads stay open.
 const ATTACK_DURATION: Duration = Duration::from_secs(20);
-/// Minimum number of host names and stream resets for a valid measurement.
+/// Minimum number of host names for a valid measurement.
 const MIN_HOST_NAMES: u64 = 100_000;
+/// Minimum number of stream resets for a valid measurement.
 const MIN_STREAM_RESETS: u64 = 1000;
 /// Requests in one pipelined write.
 const PIPELINED_REQUESTS: u64 = 64;

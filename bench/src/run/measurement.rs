@@ -6,32 +6,32 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 
-use super::generators::{BULK_SIZE, BenchLoad, LoadResult, WrkLoad, bench_load, ghz, h2load, wrk};
-use super::memory::Memory;
+use super::generators::{BULK_MESSAGE_BYTES, BenchLoad, LoadResult, WrkLoad, bench_load, ghz, h2load, wrk};
+use super::memory::ResidentMemory;
 use super::metric::{Metric, Sample};
 use super::process::Process;
 use super::rows::Scenario;
 use super::setup::Side;
 use super::setup::{Setup, Traffic};
 use super::sidecars::Sidecars;
-use super::testbed::{HTTP_PORT, SERVER, SERVICE, TCP_PORT, Testbed};
+use super::testbed::{HTTP_PORT, SERVER_IP, SERVICE_IP, TCP_PORT, Testbed};
 use super::{hostile, slow, tulle};
 
 /// Opens connections between the sidecars, so that no measurement contains their first handshake.
 pub(super) fn warm_up(testbed: &Testbed, sidecars: Option<&Sidecars>, setup: &Setup) -> anyhow::Result<()> {
-    let host = host(sidecars);
+    let host = dialled_ip(sidecars);
     let load_result = match setup.traffic {
         Traffic::Http1 => wrk(
             testbed,
             host,
-            WrkLoad::get(if setup.workers > 1 { 64 } else { 1 }),
-            WARM_UP,
+            WrkLoad::get_requests(if setup.workers > 1 { 64 } else { 1 }),
+            WARM_UP_DURATION,
         )?,
-        Traffic::Http2 => ghz(testbed, host, WARM_UP)?,
+        Traffic::Http2 => ghz(testbed, host, WARM_UP_DURATION)?,
         Traffic::Opaque => {
             // The first connections wait for the policy of their port, so the result of the first run does not count.
-            bench_load(testbed, host, BenchLoad::Bulk, WARM_UP)?;
-            bench_load(testbed, host, BenchLoad::Bulk, WARM_UP)?
+            bench_load(testbed, host, BenchLoad::Bulk, WARM_UP_DURATION)?;
+            bench_load(testbed, host, BenchLoad::Bulk, WARM_UP_DURATION)?
         }
     };
     ensure!(
@@ -49,19 +49,19 @@ pub(super) fn measure(
     sidecars: Option<&Sidecars>,
     duration: Duration,
 ) -> anyhow::Result<Sample> {
-    let host = host(sidecars);
+    let host = dialled_ip(sidecars);
     let http1 = |load| measure_load(sidecars, || wrk(testbed, host, load, duration));
     let post = |connections, body| {
         let load = WrkLoad {
             body,
-            ..WrkLoad::get(connections)
+            ..WrkLoad::get_requests(connections)
         };
-        http1(load).map(|sample| with_bytes(sample, body as u64))
+        http1(load).map(|sample| add_throughput(sample, body as u64))
     };
-    let own_generator = |load| measure_load(sidecars, || bench_load(testbed, host, load, duration));
+    let bench_load_sample = |load| measure_load(sidecars, || bench_load(testbed, host, load, duration));
     match row {
-        Scenario::HttpC1 => http1(WrkLoad::get(1)),
-        Scenario::HttpC16 => http1(WrkLoad::get(16)),
+        Scenario::HttpC1 => http1(WrkLoad::get_requests(1)),
+        Scenario::HttpC16 => http1(WrkLoad::get_requests(16)),
         Scenario::HttpC64
         | Scenario::OutboundOnly
         | Scenario::InboundOnly
@@ -70,29 +70,29 @@ pub(super) fn measure(
         | Scenario::Rewritten
         | Scenario::Profiled
         | Scenario::OneWorker
-        | Scenario::TwoWorkers => http1(WrkLoad::get(64)),
+        | Scenario::TwoWorkers => http1(WrkLoad::get_requests(64)),
         Scenario::Post1Kib => post(16, 1 << 10),
         Scenario::Post32Kib => post(16, 32 << 10),
         Scenario::Post1Mib => post(4, 1 << 20),
         Scenario::NewHttp => http1(WrkLoad {
-            close: true,
-            ..WrkLoad::get(16)
+            reconnect: true,
+            ..WrkLoad::get_requests(16)
         }),
         Scenario::Http2 => measure_load(sidecars, || h2load(testbed, host, duration)),
         Scenario::Grpc => measure_load(sidecars, || ghz(testbed, host, duration)),
-        Scenario::GrpcStream => own_generator(BenchLoad::Streams),
-        Scenario::Bulk => own_generator(BenchLoad::Bulk).map(|sample| with_bytes(sample, BULK_SIZE)),
-        Scenario::NewMtls => own_generator(BenchLoad::Reconnect),
-        Scenario::Idle => idle(testbed, sidecars, idle_http),
-        Scenario::IdleOpaque => idle(testbed, sidecars, idle_opaque),
+        Scenario::GrpcStream => bench_load_sample(BenchLoad::Streams),
+        Scenario::Bulk => bench_load_sample(BenchLoad::Bulk).map(|sample| add_throughput(sample, BULK_MESSAGE_BYTES)),
+        Scenario::NewMtls => bench_load_sample(BenchLoad::Reconnect),
+        Scenario::Idle => measure_idle_memory(testbed, sidecars, open_idle_http_client),
+        Scenario::IdleOpaque => measure_idle_memory(testbed, sidecars, open_idle_opaque_client),
         Scenario::SlowHeads => slow::measure(testbed, sidecars.context("there is no sidecar")?, duration),
         Scenario::Hostile => hostile::measure(testbed, sidecars.context("there is no sidecar")?),
-        Scenario::Allocations => allocations(testbed, duration),
+        Scenario::Allocations => measure_allocations(testbed, duration),
     }
 }
 
-/// Adds the throughput; each request carries `bytes` in each direction.
-fn with_bytes(mut sample: Sample, bytes: u64) -> Sample {
+/// Adds the throughput to a sample. Each request carries `bytes` in each direction.
+fn add_throughput(mut sample: Sample, bytes: u64) -> Sample {
     let requests = sample.get(&Metric::RequestsPerSecond).copied().unwrap_or_default();
     sample.insert(Metric::MibPerSecond, requests * bytes as f64 / f64::from(1 << 20));
     sample
@@ -107,7 +107,7 @@ pub(super) fn measure_load(
     let usage = || {
         sides
             .iter()
-            .map(|(_, process)| ResourceUsage::of(process))
+            .map(|(_, process)| ResourceUsage::read(process))
             .collect::<anyhow::Result<Vec<_>>>()
     };
     let before = usage()?;
@@ -146,41 +146,44 @@ struct ResourceUsage {
 }
 
 impl ResourceUsage {
-    fn of(process: &Process) -> anyhow::Result<Self> {
+    fn read(process: &Process) -> anyhow::Result<Self> {
         Ok(Self {
-            cpu: process.cpu()?,
-            ticks: process.ticks()?,
+            cpu: process.cpu_time()?,
+            ticks: process.cpu_ticks()?,
         })
     }
 }
 
-/// The address that clients dial: the service if the client has a sidecar, which discovers the endpoint, otherwise the server.
-fn host(sidecars: Option<&Sidecars>) -> &'static str {
+/// The IP address that clients dial. With a client sidecar, it is the address of the service, whose endpoint the sidecar discovers;
+/// otherwise it is the address of the server.
+fn dialled_ip(sidecars: Option<&Sidecars>) -> &'static str {
     if sidecars.is_some_and(|sidecars| sidecars.client.is_some()) {
-        SERVICE
+        SERVICE_IP
     } else {
-        SERVER
+        SERVER_IP
     }
 }
 
-/// Memory per idle client. Each client has received one response and keeps its connection open.
-fn idle(
+/// Measures the memory per idle client. Each client has received one response and keeps its connection open.
+fn measure_idle_memory(
     testbed: &Testbed,
     sidecars: Option<&Sidecars>,
     client: impl Fn() -> anyhow::Result<TcpStream> + Send + Sync,
 ) -> anyhow::Result<Sample> {
     let sides = sidecars.map_or(Vec::new(), Sidecars::sides);
-    let memory = Memory::of(&sides)?;
-    let clients = testbed
-        .client
-        .run(|| (0..IDLE_CLIENTS).map(|_| client()).collect::<anyhow::Result<Vec<_>>>())??;
-    let grown = memory.grown(&sides, IDLE_CLIENTS)?;
+    let memory = ResidentMemory::read(&sides)?;
+    let clients = testbed.client.run(|| {
+        (0..N_IDLE_CLIENTS)
+            .map(|_| client())
+            .collect::<anyhow::Result<Vec<_>>>()
+    })??;
+    let grown = memory.growth_per_client(&sides, N_IDLE_CLIENTS)?;
     drop(clients);
     Ok(grown)
 }
 
-/// Allocations per request at 64 connections: the difference of two readings of the counting build.
-fn allocations(testbed: &Testbed, duration: Duration) -> anyhow::Result<Sample> {
+/// Measures the allocations per request at 64 connections: the difference between two readings of the counting proxy.
+fn measure_allocations(testbed: &Testbed, duration: Duration) -> anyhow::Result<Sample> {
     let count = || {
         anyhow::Ok((
             tulle::read_allocations(&testbed.client)?,
@@ -188,32 +191,32 @@ fn allocations(testbed: &Testbed, duration: Duration) -> anyhow::Result<Sample> 
         ))
     };
     let before = count()?;
-    let load_result = wrk(testbed, SERVICE, WrkLoad::get(64), duration)?;
+    let load_result = wrk(testbed, SERVICE_IP, WrkLoad::get_requests(64), duration)?;
     let after = count()?;
-    let each = |before, after| (after - before) as f64 / load_result.requests as f64;
+    let per_request = |before, after| (after - before) as f64 / load_result.requests as f64;
     Ok(Sample::from([
-        (Metric::ClientAllocations, each(before.0.calls, after.0.calls)),
-        (Metric::ServerAllocations, each(before.1.calls, after.1.calls)),
-        (Metric::ClientAllocatedBytes, each(before.0.bytes, after.0.bytes)),
-        (Metric::ServerAllocatedBytes, each(before.1.bytes, after.1.bytes)),
+        (Metric::ClientAllocations, per_request(before.0.calls, after.0.calls)),
+        (Metric::ServerAllocations, per_request(before.1.calls, after.1.calls)),
+        (Metric::ClientAllocatedBytes, per_request(before.0.bytes, after.0.bytes)),
+        (Metric::ServerAllocatedBytes, per_request(before.1.bytes, after.1.bytes)),
         (Metric::Failed, load_result.failed as f64),
     ]))
 }
 
-fn idle_http() -> anyhow::Result<TcpStream> {
-    let request = format!("GET / HTTP/1.1\r\nhost: {SERVICE}:{HTTP_PORT}\r\n\r\n");
-    idle_client(HTTP_PORT, request.as_bytes(), b"HTTP/1.1 200")
+fn open_idle_http_client() -> anyhow::Result<TcpStream> {
+    let request = format!("GET / HTTP/1.1\r\nhost: {SERVICE_IP}:{HTTP_PORT}\r\n\r\n");
+    open_idle_client(HTTP_PORT, request.as_bytes(), b"HTTP/1.1 200")
 }
 
-fn idle_opaque() -> anyhow::Result<TcpStream> {
-    idle_client(TCP_PORT, b"hello", b"hello")
+fn open_idle_opaque_client() -> anyhow::Result<TcpStream> {
+    open_idle_client(TCP_PORT, b"hello", b"hello")
 }
 
 /// Opens a connection and waits for one response.
-fn idle_client(port: u16, request: &[u8], expected: &[u8]) -> anyhow::Result<TcpStream> {
-    let mut stream = TcpStream::connect((SERVICE, port)).context("opening an idle connection")?;
+fn open_idle_client(port: u16, request: &[u8], expected: &[u8]) -> anyhow::Result<TcpStream> {
+    let mut stream = TcpStream::connect((SERVICE_IP, port)).context("opening an idle connection")?;
     stream
-        .set_read_timeout(Some(IDLE_TIMEOUT))
+        .set_read_timeout(Some(IDLE_RESPONSE_TIMEOUT))
         .context("setting a timeout")?;
     stream.write_all(request).context("sending on an idle connection")?;
     let mut answer = [0; 4096];
@@ -226,6 +229,6 @@ fn idle_client(port: u16, request: &[u8], expected: &[u8]) -> anyhow::Result<Tcp
     Ok(stream)
 }
 
-const WARM_UP: Duration = Duration::from_secs(1);
-const IDLE_CLIENTS: u32 = 800;
-const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
+const WARM_UP_DURATION: Duration = Duration::from_secs(1);
+const N_IDLE_CLIENTS: u32 = 800;
+const IDLE_RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);

@@ -10,11 +10,12 @@ pub(super) type Sample = BTreeMap<Metric, f64>;
 #[serde(rename_all = "snake_case")]
 pub(super) enum Metric {
     RequestsPerSecond,
-    /// Requests per second in percent of a baseline measured directly before, without the disturbance of the row.
+    /// Requests per second, in percent of the requests per second that were measured directly before, without the slow clients of
+    /// the row.
     SpeedPercent,
     P50Us,
     P99Us,
-    /// The p99 latency as a multiple of a baseline measured directly before, without the disturbance of the row.
+    /// The p99 latency, as a multiple of the p99 latency that was measured directly before, without the attack of the row.
     #[serde(rename = "p99_times")]
     P99Factor,
     /// Payload of one direction.
@@ -22,10 +23,10 @@ pub(super) enum Metric {
     /// CPU time of the client's sidecar per request, in microseconds. Rows with messages count messages instead of requests.
     ClientCpuUs,
     ServerCpuUs,
-    /// Share of that CPU time that was spent in the kernel, in percent.
+    /// Share of the kernel in the CPU time of the client's sidecar, in percent.
     ClientKernelPercent,
     ServerKernelPercent,
-    /// Resident memory after the load; in the row `hostile`, its maximum.
+    /// Resident memory after the load; in the row `hostile`, the maximum during the load.
     ClientRssMib,
     ServerRssMib,
     /// Growth of the resident memory per idle client; in the row `slow-heads`, per slow client.

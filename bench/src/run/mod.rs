@@ -1,8 +1,8 @@
 //! The benchmark: two sidecars with mutual TLS between a client and a server, in network namespaces of one machine.
 //!
-//! Each peer has its own testbed. Rows that need the same sidecars share one start of them. Peers take turns within each row, so
-//! that other load on the machine affects all of them alike. The report has medians. The client, both sidecars and the application
-//! share the CPUs of the machine, so ratios between peers are more reliable than absolute values.
+//! Each peer has its own testbed. Rows with the same setup are measured with the same running sidecars. Peers take turns within
+//! each row, so that other load on the machine affects all of them alike. The report has medians. The client, both sidecars and the
+//! application share the CPUs of the machine, so ratios between peers are more reliable than absolute values.
 
 mod budgets;
 mod callgrind;
@@ -67,7 +67,7 @@ pub struct ConformanceArgs {
 pub fn conformance(args: &ConformanceArgs) -> anyhow::Result<()> {
     ensure!(
         !args.peers.contains(&Peer::None),
-        "--peers none: the cases are sent to sidecars"
+        "--peers none: the cases need sidecars"
     );
     let text = conformance::document(&args.peers)?;
     match &args.to {
@@ -83,7 +83,7 @@ pub fn document(args: &DocumentArgs) -> anyhow::Result<()> {
 
 #[derive(clap::Args, Clone, Debug)]
 pub struct Args {
-    /// Sidecars to measure, separated by commas. Budgets are for tulle: without it, none is checked.
+    /// Sidecars to measure, separated by commas. Budgets are checked only if `tulle` is measured.
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = Peer::value_variants().to_vec())]
     peers: Vec<Peer>,
     /// Rows to measure, separated by commas.
@@ -96,30 +96,30 @@ pub struct Args {
     /// `idle` and `idle-opaque`, which measure memory; `slow-heads` takes at most 5 s with and without the slow clients.
     #[arg(long, default_value = "4s", value_parser = generators::parse_whole_seconds)]
     duration: Duration,
-    /// Also write all results to this file, as JSON.
+    /// Write all results to this file, as JSON.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Do not fail if a result breaks its budget.
+    /// Do not fail if a result exceeds its budget.
     #[arg(long)]
     ignore_budgets: bool,
 }
 
-/// Runs the measurements, prints the table and writes the JSON. Fails if a result breaks its budget or a measurement was left out.
+/// Runs the measurements, prints the table and writes the JSON. Fails if a result exceeds its budget or a measurement is skipped.
 pub fn main(args: &Args) -> anyhow::Result<()> {
     tools::raise_descriptor_limit()?;
     peer::prepare_run(&args.peers, &["wrk", "ghz", "h2load"])?;
     let testbeds = args.peers.iter().map(|peer| Ok((*peer, Testbed::build(&[])?)));
     let mut testbeds = testbeds.collect::<anyhow::Result<Vec<_>>>()?;
     let mut results = Results::new(peer::versions(&args.peers)?);
-    let mut left_out = 0;
+    let mut n_skipped = 0;
     for repeat in 1..=args.repeats {
-        for group in rows::groups(&args.rows) {
+        for group in rows::group_by_setup(&args.rows) {
             eprintln!("repeat {repeat} of {}: {group:?}", args.repeats);
-            left_out += measure(&testbeds, &group, args.duration, &mut results)?;
+            n_skipped += measure(&testbeds, &group, args.duration, &mut results)?;
         }
         // The peers take turns in being first and last, in case the order matters.
         testbeds.rotate_left(1);
-        // Written after each repeat, so that a long run that fails later still has results.
+        // The results are written after each repeat, so that a run that fails later still has results.
         if let Some(path) = &args.json {
             results.report(budgets::COMMITTED_BUDGETS)?.write(path)?;
         }
@@ -130,19 +130,19 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
         eprintln!("no budget was checked: budgets are for the peer tulle, which is built with a profile");
     }
     ensure!(
-        left_out == 0,
-        "{left_out} measurements were left out; the reasons are printed above"
+        n_skipped == 0,
+        "{n_skipped} measurements were skipped; the reasons are printed above"
     );
     ensure!(
         args.ignore_budgets || report.passed(),
-        "a result breaks its budget in budgets.toml"
+        "a result exceeds its budget in budgets.toml"
     );
     Ok(())
 }
 
-/// Starts the sidecars of all peers and measures the rows in turn. Returns the number of measurements that were left out: those of
-/// HAProxy, nginx or Envoy after a failure, and those that this machine does not support. A failure of tulle or of the peer
-/// without a proxy is an error.
+/// Starts the sidecars of all peers and measures the rows in turn. Returns the number of skipped measurements: those of HAProxy,
+/// nginx or Envoy after a failure, and those that this machine does not support. A failure of tulle or of the peer without a proxy
+/// is an error.
 fn measure(
     testbeds: &[(Peer, Testbed)],
     rows: &[Scenario],
@@ -155,18 +155,18 @@ fn measure(
     if setup.throttle.is_some()
         && let Err(error) = throttle::check()
     {
-        eprintln!("left out: {rows:?}: {error:#}");
+        eprintln!("skipped: {rows:?}: {error:#}");
         return Ok(testbeds.iter().map(|(peer, _)| n_measurements(rows, *peer)).sum());
     }
-    let mut left_out = 0;
+    let mut n_skipped = 0;
     // A peer that fails is not measured in the remaining rows.
-    let mut leave_out_or_fail = |peer: Peer, remaining_rows: &[Scenario], failed: anyhow::Error| {
+    let mut skip_or_fail = |peer: Peer, remaining_rows: &[Scenario], failed: anyhow::Error| {
         let error = failed.context(format!("measuring {peer:?}"));
         if matches!(peer, Peer::Tulle | Peer::TulleNoProfile | Peer::None) {
             return Err(error);
         }
-        eprintln!("left out in {remaining_rows:?}: {error:#}");
-        left_out += n_measurements(remaining_rows, peer);
+        eprintln!("skipped in {remaining_rows:?}: {error:#}");
+        n_skipped += n_measurements(remaining_rows, peer);
         Ok(())
     };
     let mut running = Vec::new();
@@ -174,7 +174,7 @@ fn measure(
         if rows.iter().any(|row| row.applies_to(*peer)) {
             match start(testbed, *peer, &setup) {
                 Ok(sidecars) => running.push(Some((*peer, testbed, sidecars))),
-                Err(error) => leave_out_or_fail(*peer, rows, error)?,
+                Err(error) => skip_or_fail(*peer, rows, error)?,
             }
         }
     }
@@ -189,11 +189,11 @@ fn measure(
                     results.add(*row, peer, sample);
                     *slot = Some((peer, testbed, sidecars));
                 }
-                Err(error) => leave_out_or_fail(peer, &rows[n..], error.context(format!("{row:?}")))?,
+                Err(error) => skip_or_fail(peer, &rows[n..], error.context(format!("{row:?}")))?,
             }
         }
     }
-    Ok(left_out)
+    Ok(n_skipped)
 }
 
 /// The number of measurements of a peer in one repeat of these rows.
@@ -214,7 +214,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_peer_that_is_left_out_counts_once_for_each_of_its_rows() {
+    fn the_measurements_of_a_peer_are_the_rows_that_apply_to_it() {
         let rows = [Scenario::HttpC1, Scenario::OneWorker, Scenario::TwoWorkers];
         assert_eq!(n_measurements(&rows, Peer::Envoy), 3);
         assert_eq!(n_measurements(&rows, Peer::Nginx), 1);

@@ -1,5 +1,5 @@
-//! nginx and Envoy. They read neither their user nor addresses from the environment, so they are started as the proxy's user with
-//! configuration files that are rendered for the run.
+//! nginx and Envoy. Both read neither their user nor their addresses from the environment. They are started as the proxy's user,
+//! with configuration files that are rendered for the run.
 
 use std::net::SocketAddr;
 use std::os::unix::fs::chown;
@@ -12,7 +12,7 @@ use super::process::Process;
 use super::setup::Side;
 use super::setup::{Setup, SidecarPath, Traffic};
 use super::sidecars::Sidecars;
-use super::testbed::{self, HTTP_PORT, PROXY_UID, SERVER, TCP_PORT, Testbed};
+use super::testbed::{self, HTTP_PORT, PROXY_UID, SERVER_IP, TCP_PORT, Testbed};
 
 /// Starts nginx, with one process per side.
 pub(super) fn start_nginx(testbed: &Testbed, setup: &Setup) -> anyhow::Result<Sidecars> {
@@ -24,7 +24,7 @@ pub(super) fn start_nginx(testbed: &Testbed, setup: &Setup) -> anyhow::Result<Si
     // nginx needs a directory for its pid file, and for temporary files even if it does not use them.
     let dir = testbed.dir.path().join("nginx");
     std::fs::create_dir_all(&dir).with_context(|| format!("making {}", dir.display()))?;
-    chown(&dir, Some(PROXY_UID), Some(PROXY_UID)).context("giving nginx its directory")?;
+    chown(&dir, Some(PROXY_UID), Some(PROXY_UID)).context("changing the owner of the directory of nginx")?;
     let dir = dir.display().to_string();
     start(testbed, setup, |sidecar| {
         let text = sidecar.render_config(&match setup.path {
@@ -32,9 +32,9 @@ pub(super) fn start_nginx(testbed: &Testbed, setup: &Setup) -> anyhow::Result<Si
             SidecarPath::Outbound | SidecarPath::Inbound => "nginx-plain.conf".to_owned(),
         })?;
         let text = text.replace("@DIR@", &dir);
-        let mut command = testbed::as_proxy(testbed.namespace(sidecar.side), "nginx");
+        let mut command = testbed::command_as_proxy_user(testbed.namespace(sidecar.side), "nginx");
         command.arg("-c").arg(sidecar.write_config("conf", &text)?);
-        // Without a master process, there is exactly one process to measure.
+        // Without a master process, nginx is a single process, which is measured.
         command.args(["-g", "master_process off;"]);
         Ok(command)
     })
@@ -58,7 +58,7 @@ pub(super) fn start_envoy(testbed: &Testbed, setup: &Setup) -> anyhow::Result<Si
             SidecarPath::Outbound | SidecarPath::Inbound => "envoy-plain.yaml".to_owned(),
         })?;
         let text = text.replace("@CODEC@", codec).replace("@APP_PROTOCOL@", app_protocol);
-        let mut command = testbed::as_proxy(testbed.namespace(sidecar.side), &program);
+        let mut command = testbed::command_as_proxy_user(testbed.namespace(sidecar.side), &program);
         command.arg("-c").arg(sidecar.write_config("yaml", &text)?);
         command.args(["--concurrency", &setup.workers.to_string()]);
         command.args(["--disable-hot-restart", "--log-level", "warning"]);
@@ -74,11 +74,12 @@ pub(super) fn envoy_binary() -> anyhow::Result<PathBuf> {
     let path = PathBuf::from(String::from_utf8_lossy(&output.stdout).trim());
     anyhow::ensure!(
         output.status.success() && path.exists(),
-        "envoy is missing; \"./run bench\" installs what is missing"
+        "envoy is missing; \"./run bench\" installs it"
     );
     Ok(path)
 }
 
+/// A sidecar that is about to be started.
 struct Sidecar<'a> {
     testbed: &'a Testbed,
     side: Side,
@@ -96,7 +97,7 @@ fn start(
         let sidecar = Sidecar {
             testbed,
             side,
-            listener: testbed::listener(side),
+            listener: testbed::listen_addr(side),
             app_port: if setup.traffic == Traffic::Opaque {
                 TCP_PORT
             } else {
@@ -109,12 +110,12 @@ fn start(
 }
 
 impl Sidecar<'_> {
-    /// Renders a committed configuration with the addresses and files of this run.
+    /// Renders a configuration of `bench/peers` with the addresses and files of this run.
     fn render_config(&self, name: &str) -> anyhow::Result<String> {
         let path = self.testbed.file(name);
         let text = std::fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
         Ok(text
-            .replace("@SERVER_ADDR@", SERVER)
+            .replace("@SERVER_ADDR@", SERVER_IP)
             .replace("@SERVER_PORT@", &self.app_port.to_string())
             .replace("@LISTENER_ADDR@", &self.listener.ip().to_string())
             .replace("@LISTENER_PORT@", &self.listener.port().to_string())
@@ -125,9 +126,9 @@ impl Sidecar<'_> {
             ))
     }
 
-    /// Writes the configuration. The file extension matters: Envoy derives the format from it.
-    fn write_config(&self, kind: &str, text: &str) -> anyhow::Result<PathBuf> {
-        let path = self.testbed.file(&format!("running-{}.{kind}", self.side.name()));
+    /// Writes the configuration. Envoy derives the format from the file extension.
+    fn write_config(&self, extension: &str, text: &str) -> anyhow::Result<PathBuf> {
+        let path = self.testbed.file(&format!("running-{}.{extension}", self.side.name()));
         std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
         Ok(path)
     }

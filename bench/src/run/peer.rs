@@ -7,7 +7,7 @@ use anyhow::Context as _;
 use super::process::Process;
 use super::setup::{Peer, Setup, SidecarPath, Traffic, json_name};
 use super::sidecars::Sidecars;
-use super::testbed::{self, HTTP_PORT, PROXY_UID, SERVER, TCP_PORT, Testbed};
+use super::testbed::{self, HTTP_PORT, PROXY_UID, SERVER_IP, TCP_PORT, Testbed};
 use super::{nginx_envoy, tools, tulle};
 
 impl Peer {
@@ -27,9 +27,9 @@ impl Peer {
     pub(super) fn verify(self, testbed: &Testbed, setup: &Setup) -> anyhow::Result<()> {
         match self {
             Self::Tulle | Self::TulleNoProfile => tulle::verify(testbed, setup.path),
-            // No check is needed: the service's address exists only by the redirect to the client's sidecar, and with both
-            // sidecars, the client's sidecar then connects only to a server's sidecar with a certificate of this run. The row
-            // `inbound-only`, which dials the server's address, is not checked.
+            // No check is needed. No host has the service's address, so its traffic reaches only the client's sidecar. With both
+            // sidecars, the client's sidecar connects only to a server's sidecar with a certificate of this run. The row
+            // `inbound-only`, in which the client dials the server's address, is not checked.
             Self::Haproxy | Self::Nginx | Self::Envoy | Self::None => Ok(()),
         }
     }
@@ -39,15 +39,15 @@ impl Peer {
         match self {
             Self::Tulle => tulle::start(testbed, setup, tulle::PROXY).map(Some),
             Self::TulleNoProfile => tulle::start(testbed, setup, tulle::PROXY_NO_PROFILE).map(Some),
-            Self::Haproxy => haproxy(testbed, setup).map(Some),
+            Self::Haproxy => start_haproxy(testbed, setup).map(Some),
             Self::Nginx => nginx_envoy::start_nginx(testbed, setup).map(Some),
             Self::Envoy => nginx_envoy::start_envoy(testbed, setup).map(Some),
             Self::None => Ok(None),
         }
     }
 
-    /// Name and version, as the program reports them. For tulle, the version is that of this program, and the commit that of the
-    /// current directory.
+    /// Name and version, as the program reports them. tulle has the version of this program and the commit of the current
+    /// directory.
     pub(super) fn version(self) -> anyhow::Result<String> {
         match self {
             Self::Tulle | Self::TulleNoProfile => {
@@ -75,7 +75,7 @@ impl Peer {
     }
 }
 
-fn haproxy(testbed: &Testbed, setup: &Setup) -> anyhow::Result<Sidecars> {
+fn start_haproxy(testbed: &Testbed, setup: &Setup) -> anyhow::Result<Sidecars> {
     let (mode, proto, app_port) = match setup.traffic {
         Traffic::Http1 => ("http", "h1", HTTP_PORT),
         Traffic::Http2 => ("http", "h2", HTTP_PORT),
@@ -83,7 +83,7 @@ fn haproxy(testbed: &Testbed, setup: &Setup) -> anyhow::Result<Sidecars> {
     };
     Sidecars::start(testbed, setup, None, |side| {
         let name = side.name();
-        let listener = testbed::listener(side);
+        let listener = testbed::listen_addr(side);
         let file = match setup.path {
             SidecarPath::Both => format!("haproxy-{mode}-{name}.cfg"),
             SidecarPath::Outbound | SidecarPath::Inbound => "haproxy-plain.cfg".to_owned(),
@@ -96,7 +96,7 @@ fn haproxy(testbed: &Testbed, setup: &Setup) -> anyhow::Result<Sidecars> {
             .env("WORKERS", setup.workers.to_string())
             .env("PROXY_UID", PROXY_UID.to_string())
             .env("LISTENER", listener.to_string())
-            .env("SERVER", format!("{SERVER}:{app_port}"))
+            .env("SERVER", format!("{SERVER_IP}:{app_port}"))
             .env("ANCHORS", &testbed.certs.anchors)
             .env("CERTIFICATE", testbed.certificate(side));
         let mut process = Process::start(&format!("haproxy-{name}"), command, testbed.dir.path())?;
@@ -110,12 +110,12 @@ pub(super) fn prepare_run(peers: &[Peer], programs: &[&str]) -> anyhow::Result<(
         .iter()
         .try_for_each(|program| tools::check_installed(program))?;
     peers.iter().try_for_each(|peer| peer.check())?;
-    tools::sibling_binary(testbed::INIT)?;
-    tulle_core::netns::remove_stale(testbed::PREFIX).context("removing leftovers of an earlier run")?;
+    tools::sibling_binary(testbed::INIT_PROGRAM)?;
+    tulle_core::netns::remove_stale(testbed::NAMESPACE_PREFIX).context("removing leftovers of an earlier run")?;
     Ok(())
 }
 
-/// Names and versions of peers ([`Peer::version`]), and of load generators, as they report them.
+/// Names and versions of the peers ([`Peer::version`]) and of the load generators, as the programs report them.
 pub(super) fn versions(peers: &[Peer]) -> anyhow::Result<Vec<String>> {
     let peers = peers
         .iter()

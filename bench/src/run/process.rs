@@ -10,7 +10,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tokio::time::Instant;
 
-/// A child process; ended when dropped.
+/// A child process. Dropping the value ends it.
 pub struct Process {
     name: String,
     child: Child,
@@ -39,8 +39,8 @@ impl Process {
     /// Waits until the process's namespace has a listener on each of `ports`.
     pub fn wait_for_ports(&mut self, ports: &[u16]) -> anyhow::Result<()> {
         self.wait_for(&format!("listeners on {ports:?}"), |process| {
-            let mut open = listening_ports(&process.proc("net/tcp")?);
-            open.extend(listening_ports(&process.proc("net/tcp6").unwrap_or_default()));
+            let mut open = listening_ports(&process.read_proc_file("net/tcp")?);
+            open.extend(listening_ports(&process.read_proc_file("net/tcp6").unwrap_or_default()));
             Ok(ports.iter().all(|port| open.contains(port)))
         })
     }
@@ -84,21 +84,24 @@ impl Process {
         Ok(threads.filter_map(number).collect())
     }
 
-    /// CPU time of all running threads, from the scheduler. Its unit is nanoseconds, whereas utime counts clock ticks.
-    pub fn cpu(&self) -> anyhow::Result<Duration> {
-        self.cpu_without_thread("")
+    /// CPU time of all running threads, from the scheduler, which counts in nanoseconds. `utime` would count clock ticks.
+    pub fn cpu_time(&self) -> anyhow::Result<Duration> {
+        self.cpu_time_without_thread("")
     }
 
-    /// Like [`cpu`](Self::cpu), without the threads of this name.
-    pub fn cpu_without_thread(&self, name: &str) -> anyhow::Result<Duration> {
+    /// CPU time of all running threads except those with this name.
+    pub fn cpu_time_without_thread(&self, name: &str) -> anyhow::Result<Duration> {
         let mut nanos = 0;
         for thread in self.threads()? {
             let is_excluded = |thread_name: String| thread_name.trim_end() == name;
-            if self.proc(&format!("task/{thread}/comm")).is_ok_and(is_excluded) {
+            if self
+                .read_proc_file(&format!("task/{thread}/comm"))
+                .is_ok_and(is_excluded)
+            {
                 continue;
             }
-            // A thread that has ended is no longer counted. The threads of sidecars do not end.
-            let Ok(text) = self.proc(&format!("task/{thread}/schedstat")) else {
+            // A thread that has ended is not counted. The threads of sidecars do not end.
+            let Ok(text) = self.read_proc_file(&format!("task/{thread}/schedstat")) else {
                 continue;
             };
             nanos += first_number(&text).with_context(|| format!("schedstat of {thread} says {text:?}"))?;
@@ -107,9 +110,9 @@ impl Process {
     }
 
     /// CPU time in user mode and in the kernel so far, in clock ticks.
-    pub fn ticks(&self) -> anyhow::Result<(u64, u64)> {
-        let stat = self.proc("stat")?;
-        // The second field is the program's name. It can contain any character, and the last bracket closes it.
+    pub fn cpu_ticks(&self) -> anyhow::Result<(u64, u64)> {
+        let stat = self.read_proc_file("stat")?;
+        // The second field is the program's name in brackets. The name can contain brackets, so the last one ends the field.
         let fields: Vec<&str> = stat
             .rsplit_once(')')
             .map_or_else(Vec::new, |(_, rest)| rest.split_whitespace().collect());
@@ -122,28 +125,28 @@ impl Process {
 
     /// Resident memory in KiB.
     pub fn rss_kib(&self) -> anyhow::Result<u64> {
-        self.status("VmRSS:")
+        self.status_number("VmRSS:")
     }
 
     /// Maximum resident memory so far, in KiB.
     pub fn peak_rss_kib(&self) -> anyhow::Result<u64> {
-        self.status("VmHWM:")
+        self.status_number("VmHWM:")
     }
 
-    /// Makes `peak_rss_kib` start again from the resident memory of now.
+    /// Resets the value of `peak_rss_kib` to the current resident memory.
     pub fn reset_peak_rss(&self) -> anyhow::Result<()> {
         let path = format!("/proc/{}/clear_refs", self.child.id());
         std::fs::write(&path, "5").with_context(|| format!("writing {path}"))
     }
 
-    fn status(&self, name: &str) -> anyhow::Result<u64> {
-        let status = self.proc("status")?;
+    fn status_number(&self, name: &str) -> anyhow::Result<u64> {
+        let status = self.read_proc_file("status")?;
         let line = status.lines().find_map(|line| line.strip_prefix(name));
         line.and_then(first_number)
             .with_context(|| format!("no {name} in the status of {}", self.name))
     }
 
-    fn proc(&self, file: &str) -> anyhow::Result<String> {
+    fn read_proc_file(&self, file: &str) -> anyhow::Result<String> {
         let path = format!("/proc/{}/{file}", self.child.id());
         std::fs::read_to_string(&path).with_context(|| format!("reading {path}"))
     }
@@ -162,10 +165,10 @@ impl Drop for Process {
         let started_at = Instant::now();
         let pid = i32::try_from(self.child.id()).map(Pid::from_raw);
         while matches!(self.child.try_wait(), Ok(None)) && started_at.elapsed() < EXIT_TIMEOUT {
-            // Signals fail only if the process has already ended. After one SIGTERM, the server's sidecar serves until the
-            // application stops listening, which can exceed the timeout here. A second SIGTERM ends it.
+            // A signal fails only if the process has already ended. After the first SIGTERM, the server's sidecar serves until
+            // the application stops listening, which can take longer than the timeout. A second SIGTERM ends it.
             let _ = pid.map(|pid| kill(pid, Signal::SIGTERM));
-            std::thread::sleep(SIGTERM_INTERVAL);
+            std::thread::sleep(SIGTERM_RETRY_INTERVAL);
         }
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -174,7 +177,7 @@ impl Drop for Process {
 
 /// Time to exit after SIGTERM before the process is killed. Some programs write results when they exit.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
-const SIGTERM_INTERVAL: Duration = Duration::from_millis(20);
+const SIGTERM_RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
 fn first_number(text: &str) -> Option<u64> {
     text.split_whitespace().next()?.parse().ok()
@@ -192,7 +195,7 @@ fn listening_ports(table: &str) -> Vec<u16> {
     table.lines().filter_map(port).collect()
 }
 
-/// Under callgrind, a start takes several seconds.
+/// Maximum number of polls until a process has started. Under callgrind, a start takes several seconds.
 const MAX_START_POLLS: u32 = 6000;
 const START_POLL_INTERVAL: Duration = Duration::from_millis(10);
 const LOG_TAIL_BYTES: usize = 2000;
@@ -222,10 +225,10 @@ mod tests {
         process
             .wait_for("done", |process| Ok(process.log_tail() == "done"))
             .unwrap();
-        assert!(process.cpu().unwrap() > Duration::from_millis(1));
-        assert_eq!(process.cpu_without_thread("sh").unwrap(), Duration::ZERO);
+        assert!(process.cpu_time().unwrap() > Duration::from_millis(1));
+        assert_eq!(process.cpu_time_without_thread("sh").unwrap(), Duration::ZERO);
         assert!(process.rss_kib().unwrap() > 100);
-        let (user, kernel) = process.ticks().unwrap();
+        let (user, kernel) = process.cpu_ticks().unwrap();
         assert!(user + kernel > 0);
         assert_eq!(process.threads().unwrap().len(), 1);
     }

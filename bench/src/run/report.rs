@@ -37,8 +37,8 @@ pub(super) struct Machine {
     pub(super) kernel: String,
     /// Load average of the minute before the run.
     pub(super) load: f64,
-    /// Names and versions of peers and load generators, as they report them. For tulle, the version is that of this program, and
-    /// the commit that of the current directory.
+    /// Names and versions of the peers and of the load generators, as the programs report them. tulle has the version of this
+    /// program and the commit of the current directory.
     pub(super) versions: Vec<String>,
     /// Command line arguments of the run.
     pub(super) command: String,
@@ -68,7 +68,7 @@ pub(super) struct BudgetCheck {
     pub(super) metric: Metric,
     pub(super) budget: String,
     pub(super) value: Option<f64>,
-    /// The value divided by that of the peer or row that the budget refers to.
+    /// The value divided by the value of the peer or row to which the budget refers.
     pub(super) ratio: Option<f64>,
     pub(super) result: BudgetResult,
 }
@@ -83,7 +83,7 @@ pub(super) enum BudgetResult {
 }
 
 impl Results {
-    /// Must be called before the measurements, because the report contains the load of the idle machine.
+    /// Must be called before the measurements, because the report contains the load average before the run.
     pub(super) fn new(versions: Vec<String>) -> Self {
         Self {
             machine: Machine::detect(versions),
@@ -108,7 +108,7 @@ impl Results {
             .collect();
         let budgets = budgets::parse(budgets)?
             .iter()
-            .map(|budget| check(&lines, budget))
+            .map(|budget| check_budget(&lines, budget))
             .collect();
         Ok(Report {
             machine: self.machine.clone(),
@@ -149,7 +149,8 @@ impl Report {
 
     pub(super) fn read(path: &Path) -> anyhow::Result<Self> {
         let json = std::fs::read(path).with_context(|| format!("reading {}", path.display()))?;
-        serde_json::from_slice(&json).with_context(|| format!("{} is not what \"run --json\" writes", path.display()))
+        serde_json::from_slice(&json)
+            .with_context(|| format!("{} is not a report of \"tulle-bench run --json\"", path.display()))
     }
 
     /// The median of a metric.
@@ -157,7 +158,7 @@ impl Report {
         median(&self.lines, row, peer, metric)
     }
 
-    /// Whether no budget is broken. Skipped budgets count as passed.
+    /// Whether no result exceeds its budget. Skipped budgets count as passed.
     pub(super) fn passed(&self) -> bool {
         self.budgets.iter().all(|check| check.result != BudgetResult::Fail)
     }
@@ -170,7 +171,7 @@ fn summarize(samples: &[Sample]) -> BTreeMap<Metric, MetricSummary> {
     }
     values
         .into_iter()
-        .filter_map(|(metric, values)| Some((metric, MetricSummary::of(values)?)))
+        .filter_map(|(metric, values)| Some((metric, MetricSummary::from_values(values)?)))
         .collect()
 }
 
@@ -180,7 +181,7 @@ impl TableRow {
         self.metrics.contains_key(&Metric::RequestsPerSecond) && !self.metrics.contains_key(&Metric::SpeedPercent)
     }
 
-    fn text(&self, metric: Metric, decimals: usize) -> String {
+    fn format_metric(&self, metric: Metric, decimals: usize) -> String {
         match self.metrics.get(&metric) {
             Some(summary) => format!("{:.decimals$} ({:.0}%)", summary.median, summary.spread()),
             None => "-".to_owned(),
@@ -189,14 +190,14 @@ impl TableRow {
 }
 
 impl MetricSummary {
-    fn of(mut values: Vec<f64>) -> Option<Self> {
+    fn from_values(mut values: Vec<f64>) -> Option<Self> {
         values.sort_by(f64::total_cmp);
         let (min, max, n) = (*values.first()?, *values.last()?, values.len());
         let median = (values[(n - 1) / 2] + values[n / 2]) / 2.0;
         Some(Self { median, min, max, n })
     }
 
-    /// Difference of maximum and minimum in percent of the median.
+    /// Difference between maximum and minimum, in percent of the median.
     pub(super) fn spread(&self) -> f64 {
         if self.median == 0.0 {
             0.0
@@ -206,17 +207,17 @@ impl MetricSummary {
     }
 }
 
-fn check(lines: &[TableRow], budget: &Budget) -> BudgetCheck {
+fn check_budget(lines: &[TableRow], budget: &Budget) -> BudgetCheck {
     let value = median(lines, budget.row, Peer::Tulle, budget.metric);
-    let reference = budget.of.map(|of| match of {
+    let reference = budget.reference.map(|reference| match reference {
         Reference::Peer(peer) => median(lines, budget.row, peer, budget.metric),
         Reference::Scenario(row) => median(lines, row, Peer::Tulle, budget.metric),
     });
     let (ratio, result) = match (value, reference) {
-        (Some(value), None) => (None, BudgetResult::of(budget.holds(value, None))),
+        (Some(value), None) => (None, BudgetResult::pass_or_fail(budget.holds(value, None))),
         (Some(value), Some(Some(reference))) => (
             Some(value / reference),
-            BudgetResult::of(budget.holds(value, Some(reference))),
+            BudgetResult::pass_or_fail(budget.holds(value, Some(reference))),
         ),
         (None, _) | (_, Some(None)) => (None, BudgetResult::Skipped),
     };
@@ -231,7 +232,7 @@ fn check(lines: &[TableRow], budget: &Budget) -> BudgetCheck {
 }
 
 impl BudgetResult {
-    fn of(holds: bool) -> Self {
+    fn pass_or_fail(holds: bool) -> Self {
         if holds { Self::Pass } else { Self::Fail }
     }
 }
@@ -245,13 +246,13 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "medians, and in brackets the difference of maximum and minimum; {} CPUs, Linux {}, load {} before the run",
+            "medians, and in brackets the difference between maximum and minimum; {} CPUs, Linux {}, load {} before the run",
             self.machine.cpus, self.machine.kernel, self.machine.load
         )?;
         if self.machine.load > MAX_IDLE_LOAD {
             writeln!(
                 f,
-                "the machine was busy in the minute before the run; if it still was, trust CPU times more than requests/s and latencies"
+                "the machine was busy in the minute before the run: CPU times are more reliable than requests/s and latencies"
             )?;
         }
         writeln!(f)?;
@@ -265,7 +266,7 @@ impl fmt::Display for Report {
         for line in in_main_table {
             write!(f, "{:<14}{:<18}", json_name(line.row), json_name(line.peer))?;
             for (metric, _, decimals) in COLUMNS {
-                write!(f, "{:>16}", line.text(metric, decimals))?;
+                write!(f, "{:>16}", line.format_metric(metric, decimals))?;
             }
             writeln!(f)?;
         }
@@ -273,17 +274,22 @@ impl fmt::Display for Report {
         for line in others {
             for metric in line.metrics.keys() {
                 let row = format!("{}.{}", json_name(line.row), json_name(*metric));
-                writeln!(f, "{row:<36}{:<18}{:>16}", json_name(line.peer), line.text(*metric, 1))?;
+                writeln!(
+                    f,
+                    "{row:<36}{:<18}{:>16}",
+                    json_name(line.peer),
+                    line.format_metric(*metric, 1)
+                )?;
             }
         }
-        writeln!(f, "\n{:<34}{:>12}{:>9}  {:<26}", "budget", "tulle", "ratio", "wanted")?;
+        writeln!(f, "\n{:<34}{:>12}{:>9}  {:<26}", "budget", "tulle", "ratio", "limit")?;
         for check in &self.budgets {
-            let figure = format!("{}.{}", json_name(check.row), json_name(check.metric));
+            let name = format!("{}.{}", json_name(check.row), json_name(check.metric));
             let number = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), |value| format!("{value:.2}"));
             let (value, ratio) = (number(check.value), number(check.ratio));
             writeln!(
                 f,
-                "{figure:<34}{value:>12}{ratio:>9}  {:<26}{}",
+                "{name:<34}{value:>12}{ratio:>9}  {:<26}{}",
                 check.budget,
                 json_name(check.result)
             )?;
@@ -324,8 +330,8 @@ mod tests {
     const BUDGET: &str = "http-c64.client_cpu_us = \"at most 1.3 x haproxy\"";
 
     #[test]
-    fn medians_of_even_counts_are_the_mean_of_the_middle_two() {
-        let summary = MetricSummary::of(vec![9.0, 1.0, 2.0]).unwrap();
+    fn the_median_of_an_even_number_of_values_is_the_mean_of_the_middle_two() {
+        let summary = MetricSummary::from_values(vec![9.0, 1.0, 2.0]).unwrap();
         assert_eq!(
             summary,
             MetricSummary {
@@ -336,8 +342,11 @@ mod tests {
             }
         );
         assert_eq!(summary.spread(), 400.0);
-        assert_eq!(MetricSummary::of(vec![4.0, 1.0, 2.0, 3.0]).unwrap().median, 2.5);
-        assert_eq!(MetricSummary::of(vec![]), None);
+        assert_eq!(
+            MetricSummary::from_values(vec![4.0, 1.0, 2.0, 3.0]).unwrap().median,
+            2.5
+        );
+        assert_eq!(MetricSummary::from_values(vec![]), None);
     }
 
     #[test]
@@ -359,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_and_the_json_name_rows_peers_and_metrics_alike() {
+    fn the_table_and_the_json_have_the_same_names_of_rows_peers_and_metrics() {
         let report = results(&[11.0], &[10.0]).report(BUDGET).unwrap();
         let json = serde_json::to_value(&report).unwrap();
         assert_eq!(json["lines"][0]["row"], "http-c64");

@@ -101,7 +101,7 @@ impl Scenario {
     }
 
     pub(super) fn setup(self) -> Setup {
-        let both = Setup {
+        let default_setup = Setup {
             traffic: Traffic::Http1,
             path: SidecarPath::Both,
             workers: 1,
@@ -118,81 +118,81 @@ impl Scenario {
             | Self::Post1Kib
             | Self::Post32Kib
             | Self::NewHttp
-            | Self::HttpC64Baseline => both,
+            | Self::HttpC64Baseline => default_setup,
             // After this row, HAProxy's connection between the sidecars can stop responding.
             Self::Post1Mib => Setup {
                 exclusive: true,
-                ..both
+                ..default_setup
             },
             Self::Http2 | Self::Grpc | Self::GrpcStream => Setup {
                 traffic: Traffic::Http2,
-                ..both
+                ..default_setup
             },
             Self::Bulk | Self::NewMtls => Setup {
                 traffic: Traffic::Opaque,
-                ..both
+                ..default_setup
             },
             Self::Idle | Self::Hostile => Setup {
                 exclusive: true,
-                ..both
+                ..default_setup
             },
             Self::IdleOpaque => Setup {
                 traffic: Traffic::Opaque,
                 exclusive: true,
-                ..both
+                ..default_setup
             },
             Self::SlowHeads => Setup {
                 head_timeout: Some(HEAD_TIMEOUT),
                 exclusive: true,
-                ..both
+                ..default_setup
             },
             Self::OutboundOnly => Setup {
                 path: SidecarPath::Outbound,
-                ..both
+                ..default_setup
             },
             Self::InboundOnly => Setup {
                 path: SidecarPath::Inbound,
-                ..both
+                ..default_setup
             },
             Self::Routed => Setup {
                 rules: Rules::Routes,
-                ..both
+                ..default_setup
             },
             Self::Rewritten => Setup {
                 rules: Rules::Rewrite,
-                ..both
+                ..default_setup
             },
             Self::Profiled => Setup {
                 rules: Rules::Profile,
-                ..both
+                ..default_setup
             },
             Self::OneWorker | Self::TwoWorkers => Setup {
                 workers: if self == Self::OneWorker { 1 } else { 2 },
                 throttle: Some(25),
-                ..both
+                ..default_setup
             },
             Self::Allocations => Setup {
                 instrumentation: Instrumentation::CountingAllocator,
-                ..both
+                ..default_setup
             },
         }
     }
 
-    /// The name on the command line and in files.
+    /// The name on the command line, in the JSON and in `budgets.toml`.
     pub(super) fn name(self) -> String {
         clap::ValueEnum::to_possible_value(&self).map_or_else(String::new, |value| value.get_name().to_owned())
     }
 
     /// Description for the tables.
-    pub(super) fn help(self) -> String {
+    pub(super) fn description(self) -> String {
         let value = clap::ValueEnum::to_possible_value(&self);
         let help = value.as_ref().and_then(clap::builder::PossibleValue::get_help);
         help.map_or_else(String::new, ToString::to_string)
     }
 }
 
-/// Groups of scenarios that share one start of the sidecars, in order.
-pub(super) fn groups(rows: &[Scenario]) -> Vec<Vec<Scenario>> {
+/// Groups the scenarios by the sidecars that they share, in order.
+pub(super) fn group_by_setup(rows: &[Scenario]) -> Vec<Vec<Scenario>> {
     let mut rows = rows.to_vec();
     rows.sort_unstable();
     rows.dedup();
@@ -201,7 +201,7 @@ pub(super) fn groups(rows: &[Scenario]) -> Vec<Vec<Scenario>> {
         .collect()
 }
 
-/// The header timeout of the sidecars in the scenario of slow heads. Their default is 30 s.
+/// The timeout of request heads of the sidecars in the scenario `slow-heads`. The default is 30 s.
 pub(super) const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
@@ -213,7 +213,7 @@ mod tests {
     #[test]
     fn rows_with_equal_setups_share_sidecars() {
         assert_eq!(
-            groups(&[
+            group_by_setup(&[
                 Scenario::Idle,
                 Scenario::HttpC64,
                 Scenario::HttpC64,
@@ -228,15 +228,18 @@ mod tests {
                 vec![Scenario::Idle]
             ]
         );
-        assert_eq!(groups(&[Scenario::Idle, Scenario::IdleOpaque, Scenario::Bulk]).len(), 3);
-        assert_eq!(groups(&[Scenario::OneWorker, Scenario::TwoWorkers]).len(), 2);
+        assert_eq!(
+            group_by_setup(&[Scenario::Idle, Scenario::IdleOpaque, Scenario::Bulk]).len(),
+            3
+        );
+        assert_eq!(group_by_setup(&[Scenario::OneWorker, Scenario::TwoWorkers]).len(), 2);
     }
 
     #[test]
     fn rows_have_unique_names_and_a_description() {
         for row in Scenario::value_variants() {
             assert_eq!(serde_json::to_value(row).unwrap(), row.name());
-            assert!(!row.help().is_empty(), "{row:?}");
+            assert!(!row.description().is_empty(), "{row:?}");
         }
     }
 }

@@ -1,10 +1,10 @@
-//! The sidecars of a measurement: their kind, their place, and their configuration.
+//! The sidecars of a measurement: their kind, their position on the path of a request, and their configuration.
 
 use std::time::Duration;
 
 use serde::Serialize;
 
-/// A kind of sidecar to compare; not the other end of a connection.
+/// A kind of sidecar that is compared with others. In this crate, a peer is not the other end of a connection.
 #[derive(clap::ValueEnum, serde::Serialize, serde::Deserialize, Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Peer {
@@ -52,10 +52,10 @@ pub(super) enum SidecarPath {
     Inbound,
 }
 
-/// How tulle counts its own cost.
+/// How the instructions or allocations of tulle are counted.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Instrumentation {
-    /// Not at all: the program as it is.
+    /// They are not counted: the program runs as it is shipped.
     None,
     /// The build whose allocator counts.
     CountingAllocator,
@@ -83,7 +83,7 @@ pub(super) struct Setup {
     /// generator uses the same cores.
     pub(super) throttle: Option<u16>,
     pub(super) instrumentation: Instrumentation,
-    /// Timeout of request headers, for peers where it can be set. `None` leaves the default.
+    /// Timeout of request heads, only for tulle. `None` keeps the default.
     pub(super) head_timeout: Option<Duration>,
     /// Rules in addition to the policy that permits the client.
     pub(super) rules: Rules,

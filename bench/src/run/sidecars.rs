@@ -17,7 +17,8 @@ pub(super) struct Sidecars {
 }
 
 impl Sidecars {
-    /// Starts the sidecars that the setup needs, the server's first, then installs the redirect rules on their sides.
+    /// Starts the sidecars that the setup needs, the server's first. Then installs the redirect rules in the namespaces of the
+    /// sidecars.
     pub(super) fn start(
         testbed: &Testbed,
         setup: &Setup,
@@ -30,7 +31,7 @@ impl Sidecars {
         let client = (setup.path != SidecarPath::Inbound)
             .then(|| start(Side::Client))
             .transpose()?;
-        let throttle = |process| setup.throttle.map(|percent| Throttle::threads_of(process, percent));
+        let throttle = |process| setup.throttle.map(|percent| Throttle::limit_threads(process, percent));
         Ok(Self {
             _throttles: [&client, &server]
                 .into_iter()

@@ -1,4 +1,4 @@
-//! Slow clients: each sends a request line and then one byte of its headers per second, without end.
+//! Slow clients: each sends a request line, and then one byte of its headers per second. The headers never end.
 
 use std::convert::Infallible;
 use std::net::{SocketAddr, TcpStream};
@@ -12,23 +12,25 @@ use tokio::time::{self, Instant};
 use tulle_core::netns::Namespace;
 
 use super::generators::{LoadResult, WrkLoad, wrk};
-use super::memory::Memory;
+use super::memory::ResidentMemory;
 use super::metric::{Metric, Sample};
 use super::rows::HEAD_TIMEOUT;
 use super::sidecars::Sidecars;
-use super::testbed::{HTTP_PORT, SERVER, SERVICE, Testbed};
+use super::testbed::{HTTP_PORT, SERVER_IP, SERVICE_IP, Testbed};
 
-/// Measures the memory of the sidecars per slow client, and meanwhile the throughput of normal clients. Slow clients connect to
-/// the client's sidecar, and as many, without a sidecar of their own, to the server's. Fails unless each gets a 408 in time.
+/// Measures the memory of the sidecars per slow client, and at the same time the throughput of normal clients.
+///
+/// The client's sidecar and the server's sidecar have the same number of slow clients. Those of the server's sidecar have no
+/// sidecar themselves. Fails unless each slow client gets a 408 in time.
 pub(super) fn measure(testbed: &Testbed, sidecars: &Sidecars, duration: Duration) -> anyhow::Result<Sample> {
-    let duration = duration.min(MAX_MEASUREMENT);
-    let measure_normal_clients = || wrk(testbed, SERVICE, WrkLoad::get(16), duration);
+    let duration = duration.min(MAX_MEASUREMENT_DURATION);
+    let measure_normal_clients = || wrk(testbed, SERVICE_IP, WrkLoad::get_requests(16), duration);
     let alone = measure_normal_clients()?;
     let sides = sidecars.sides();
-    let memory = Memory::of(&sides)?;
+    let memory = ResidentMemory::read(&sides)?;
     let (open_tx, open_rx) = mpsc::channel();
-    let (during, grown, results) = std::thread::scope(|scope| {
-        let groups = [(&testbed.client, SERVICE), (&testbed.control, SERVER)];
+    let (under_load, memory_growth, results) = std::thread::scope(|scope| {
+        let groups = [(&testbed.client, SERVICE_IP), (&testbed.control, SERVER_IP)];
         let groups = groups.map(|(namespace, host)| {
             let open = open_tx.clone();
             scope.spawn(move || run_slow_clients(namespace, host, open))
@@ -37,7 +39,12 @@ pub(super) fn measure(testbed: &Testbed, sidecars: &Sidecars, duration: Duration
         // If the clients fail, the channel closes early, and joining their thread returns the error.
         let n_open = open_rx.iter().take(groups.len()).count();
         let measured = (n_open == groups.len())
-            .then(|| anyhow::Ok((memory.grown(&sides, N_SLOW_CLIENTS)?, measure_normal_clients()?)))
+            .then(|| {
+                anyhow::Ok((
+                    memory.growth_per_client(&sides, N_SLOW_CLIENTS)?,
+                    measure_normal_clients()?,
+                ))
+            })
             .transpose();
         let mut results = Vec::new();
         for group in groups {
@@ -47,8 +54,8 @@ pub(super) fn measure(testbed: &Testbed, sidecars: &Sidecars, duration: Duration
                     .map_err(|_| anyhow::anyhow!("the slow clients panicked"))??,
             );
         }
-        let (grown, during) = measured?.context("the slow clients could not connect")?;
-        anyhow::Ok((during, grown, results))
+        let (memory_growth, under_load) = measured?.context("the slow clients could not connect")?;
+        anyhow::Ok((under_load, memory_growth, results))
     })?;
     let on_time = HEAD_TIMEOUT..HEAD_TIMEOUT + MAX_TIMEOUT_DELAY;
     let n_timed_out = results.iter().filter(|result| result.status == 408).count();
@@ -65,13 +72,13 @@ pub(super) fn measure(testbed: &Testbed, sidecars: &Sidecars, duration: Duration
             .find(|result| result.status != 408 || !on_time.contains(&result.elapsed))
     );
     let rate = |load: &LoadResult| load.requests as f64 / load.seconds;
-    let mut sample = grown;
+    let mut sample = memory_growth;
     sample.extend([
-        (Metric::RequestsPerSecond, rate(&during)),
-        (Metric::SpeedPercent, rate(&during) * 100.0 / rate(&alone)),
-        (Metric::P50Us, during.p50_us),
-        (Metric::P99Us, during.p99_us),
-        (Metric::Failed, during.failed as f64),
+        (Metric::RequestsPerSecond, rate(&under_load)),
+        (Metric::SpeedPercent, rate(&under_load) * 100.0 / rate(&alone)),
+        (Metric::P50Us, under_load.p50_us),
+        (Metric::P99Us, under_load.p99_us),
+        (Metric::Failed, under_load.failed as f64),
     ]);
     Ok(sample)
 }
@@ -99,7 +106,8 @@ fn run_slow_clients(
             stream.set_nonblocking(true)?;
             let stream = tokio::net::TcpStream::from_std(stream)?;
             clients.spawn(send_slowly(stream, BYTE_INTERVAL * n / N_SLOW_CLIENTS));
-            // Lets the client send its first bytes. The proxy would take a silent client for one of a server-speaks-first protocol.
+            // Lets the client send its first bytes. The proxy would treat a silent client as a client of a server-speaks-first
+            // protocol.
             tokio::task::yield_now().await;
         }
         time::sleep(BYTE_INTERVAL * 2).await;
@@ -144,11 +152,11 @@ async fn send_slowly(mut stream: tokio::net::TcpStream, shift: Duration) -> Slow
     }
 }
 
-/// Slow clients of each sidecar.
+/// Number of slow clients of each sidecar.
 const N_SLOW_CLIENTS: u32 = 2000;
 const REQUEST_PREFIX: &str = "GET / HTTP/1.1\r\nhost: web.test\r\nx-slow: ";
 const BYTE_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum delay of the timeout on a busy machine.
 const MAX_TIMEOUT_DELAY: Duration = Duration::from_secs(5);
 /// The measurement must end before the timeout closes the slow connections.
-const MAX_MEASUREMENT: Duration = Duration::from_secs(5);
+const MAX_MEASUREMENT_DURATION: Duration = Duration::from_secs(5);

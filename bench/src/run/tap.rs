@@ -31,7 +31,7 @@ impl TapSession {
 }
 
 /// Starts a tap of one in `one_in` requests at the sidecar in a namespace.
-pub(super) fn begin(namespace: &Namespace, one_in: u32) -> anyhow::Result<TapSession> {
+pub(super) fn start(namespace: &Namespace, one_in: u32) -> anyhow::Result<TapSession> {
     let stream = namespace.run(|| TcpStream::connect((Ipv4Addr::LOCALHOST, port::TAP)))?;
     let stream = stream.context("dialling the tap of a sidecar")?;
     stream.set_nonblocking(true)?;
@@ -42,13 +42,13 @@ pub(super) fn begin(namespace: &Namespace, one_in: u32) -> anyhow::Result<TapSes
     let (started_tx, started_rx) = mpsc::channel();
     let (stop_tx, stop_rx) = oneshot::channel();
     std::thread::spawn(move || {
-        let watched = runtime.block_on(async {
+        let result = runtime.block_on(async {
             tokio::select! {
-                watched = watch(stream, one_in, &count, &started_tx) => watched,
+                result = count_events(stream, one_in, &count, &started_tx) => result,
                 _ = stop_rx => Ok(()),
             }
         });
-        let _ = started_tx.send(watched); // reports an error if the tap has not started
+        let _ = started_tx.send(result); // reports an error if the tap has not started
     });
     started_rx
         .recv()
@@ -57,7 +57,7 @@ pub(super) fn begin(namespace: &Namespace, one_in: u32) -> anyhow::Result<TapSes
     Ok(TapSession { events, _stop: stop_tx })
 }
 
-async fn watch(
+async fn count_events(
     stream: TcpStream,
     one_in: u32,
     events: &AtomicU64,

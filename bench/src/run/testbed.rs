@@ -26,13 +26,13 @@ pub(super) struct Testbed {
     pub(super) client: Arc<Namespace>,
     pub(super) server: Arc<Namespace>,
     pub(super) control: Arc<Namespace>,
-    pub(super) certs: certs::Files,
+    pub(super) certs: certs::CertificateFiles,
     pub(super) dir: TempDir,
     _network: VirtualNetwork,
 }
 
 impl Testbed {
-    /// Builds the testbed with its application, which gets `app_args` too.
+    /// Builds the testbed with its application. `app_args` are additional arguments of the application.
     pub(super) fn build(app_args: &[&str]) -> anyhow::Result<Self> {
         let mut testbed = Self::without_app()?;
         let mut command = testbed
@@ -41,9 +41,9 @@ impl Testbed {
         command.args([
             "serve",
             "--http",
-            &format!("{SERVER}:{HTTP_PORT}"),
+            &format!("{SERVER_IP}:{HTTP_PORT}"),
             "--tcp",
-            &format!("{SERVER}:{TCP_PORT}"),
+            &format!("{SERVER_IP}:{TCP_PORT}"),
         ]);
         command.args(app_args);
         let mut app = Process::start("app", command, testbed.dir.path())?;
@@ -54,21 +54,24 @@ impl Testbed {
 
     /// Builds the testbed without an application; the caller provides one.
     pub(super) fn without_app() -> anyhow::Result<Self> {
-        let dir = tempfile::tempdir().context("making a directory")?;
+        let dir = tempfile::tempdir().context("creating a directory")?;
         // The sidecars run as another user and must be able to read the directory.
-        std::fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).context("opening the directory to all")?;
-        let certs = certs::make(dir.path())?;
+        std::fs::set_permissions(dir.path(), Permissions::from_mode(0o755))
+            .context("making the directory readable for all users")?;
+        let certs = certs::create(dir.path())?;
         for (name, text) in FILES {
             std::fs::write(dir.path().join(name), text).with_context(|| format!("writing {name}"))?;
         }
-        let mut virtual_network = VirtualNetwork::new(PREFIX)?;
-        let client = virtual_network.add_host("client", &format!("{CLIENT}/24"), None)?;
-        let server = virtual_network.add_host("server", &format!("{SERVER}/24"), None)?;
-        let control = virtual_network.add_host("control", &format!("{CONTROL}/24"), None)?;
-        // The address of the service belongs to no host. A packet needs a route to reach the redirect rules.
-        client.ip(&format!("route add {SERVICE} dev eth0\n"))?;
+        let mut virtual_network = VirtualNetwork::new(NAMESPACE_PREFIX)?;
+        let client = virtual_network.add_host("client", &format!("{CLIENT_IP}/24"), None)?;
+        let server = virtual_network.add_host("server", &format!("{SERVER_IP}/24"), None)?;
+        let control = virtual_network.add_host("control", &format!("{CONTROL_IP}/24"), None)?;
+        // No host has the address of the service. Packets to it need a route, so that they reach the redirect rules.
+        client.ip(&format!("route add {SERVICE_IP} dev eth0\n"))?;
         for namespace in [&client, &server] {
-            namespace.run(tcp_settings)?.context("setting TCP up")?;
+            namespace
+                .run(apply_tcp_settings)?
+                .context("applying the TCP settings")?;
         }
         Ok(Self {
             _app: None,
@@ -91,7 +94,7 @@ impl Testbed {
         });
         let (inbound, outbound) = (port::INBOUND.to_string(), port::OUTBOUND.to_string());
         for namespace in &redirect.0 {
-            init(
+            run_init(
                 namespace,
                 &["-p", &inbound, "-o", &outbound, "-u", &PROXY_UID.to_string()],
             )?;
@@ -123,9 +126,9 @@ impl Testbed {
     }
 }
 
-/// Runs a program as the proxy's user, whose traffic is not redirected. Entering the namespace needs root, so the user changes
-/// after that.
-pub(super) fn as_proxy(namespace: &Namespace, program: impl AsRef<OsStr>) -> Command {
+/// Creates a command that runs a program as the proxy's user, whose traffic is not redirected. Entering the namespace needs root,
+/// so `setpriv` changes the user inside the namespace.
+pub(super) fn command_as_proxy_user(namespace: &Namespace, program: impl AsRef<OsStr>) -> Command {
     let mut command = namespace.command("setpriv");
     command
         .args([
@@ -138,7 +141,7 @@ pub(super) fn as_proxy(namespace: &Namespace, program: impl AsRef<OsStr>) -> Com
 }
 
 /// Listen address of a sidecar.
-pub(super) fn listener(side: Side) -> SocketAddr {
+pub(super) fn listen_addr(side: Side) -> SocketAddr {
     match side {
         Side::Client => (Ipv4Addr::LOCALHOST, port::OUTBOUND).into(),
         Side::Server => (Ipv4Addr::UNSPECIFIED, port::INBOUND).into(),
@@ -151,7 +154,7 @@ pub(super) struct Redirect(Vec<Arc<Namespace>>);
 impl Drop for Redirect {
     fn drop(&mut self) {
         for namespace in &self.0 {
-            if let Err(error) = init(namespace, &["--clean=now"]) {
+            if let Err(error) = run_init(namespace, &["--clean=now"]) {
                 eprintln!("tulle-bench: {error:#}");
             }
         }
@@ -159,15 +162,15 @@ impl Drop for Redirect {
 }
 
 /// TCP settings, the same for every peer.
-fn tcp_settings() -> std::io::Result<()> {
-    // Some machines use BBR instead of Linux's default. BBR paces by its measurements, which on one busy machine reflected
-    // scheduling delays: bodies arrived in bursts 40 ms apart. A namespace cannot select cubic, but it can select reno, which
-    // behaves the same without packet loss.
+fn apply_tcp_settings() -> std::io::Result<()> {
+    // Some machines use BBR instead of Linux's default, cubic. BBR paces by measured delays. On a busy machine it measures
+    // scheduling delays, and bodies arrive in bursts 40 ms apart. A namespace cannot select cubic, but it can select reno, which
+    // behaves like cubic without packet loss.
     let control = "/proc/sys/net/ipv4/tcp_congestion_control";
     if std::fs::read_to_string(control)?.trim() != "cubic" {
         std::fs::write(control, "reno")?;
     }
-    // Rows with a connection per request use more connections per minute than there are ports, and each closed one stays in
+    // Rows with a connection per request open more connections per minute than there are ports. Each closed connection stays in
     // TIME_WAIT.
     std::fs::write("/proc/sys/net/ipv4/ip_local_port_range", "1024 65535")?;
     std::fs::write("/proc/sys/net/ipv4/tcp_tw_reuse", "1")?;
@@ -182,9 +185,9 @@ fn shorten_tracking_of_closed_connections() -> std::io::Result<()> {
 }
 
 /// Runs the shipped `tulle-init` in a namespace.
-fn init(namespace: &Namespace, args: &[&str]) -> anyhow::Result<()> {
+fn run_init(namespace: &Namespace, args: &[&str]) -> anyhow::Result<()> {
     let output = namespace
-        .command(tools::sibling_binary(INIT)?)
+        .command(tools::sibling_binary(INIT_PROGRAM)?)
         .args(args)
         .output()
         .context("starting tulle-init")?;
@@ -197,17 +200,17 @@ fn init(namespace: &Namespace, args: &[&str]) -> anyhow::Result<()> {
     Ok(())
 }
 
-pub(super) const INIT: &str = "tulle-init";
-pub(super) const CLIENT: &str = "10.88.0.10";
-pub(super) const SERVER: &str = "10.88.0.20";
+pub(super) const INIT_PROGRAM: &str = "tulle-init";
+pub(super) const CLIENT_IP: &str = "10.88.0.10";
+pub(super) const SERVER_IP: &str = "10.88.0.20";
 /// Address of tulle's control plane.
-pub(super) const CONTROL: &str = "10.88.0.30";
+pub(super) const CONTROL_IP: &str = "10.88.0.30";
 /// Cluster IP of the service. The server is its only endpoint.
-pub(super) const SERVICE: &str = "10.99.0.1";
+pub(super) const SERVICE_IP: &str = "10.99.0.1";
 pub(super) const HTTP_PORT: u16 = 8080;
 pub(super) const TCP_PORT: u16 = 9000;
 pub(super) const PROXY_UID: u32 = 2102;
-pub(super) const PREFIX: &str = "tb-";
+pub(super) const NAMESPACE_PREFIX: &str = "tb-";
 
 /// Name and content of a file in `peers/`.
 macro_rules! peer_file {
@@ -216,7 +219,7 @@ macro_rules! peer_file {
     };
 }
 
-/// Committed files that a run needs.
+/// The files of the repository that a run needs.
 const FILES: [(&str, &str); 19] = [
     peer_file!("haproxy-http-client.cfg"),
     peer_file!("haproxy-http-server.cfg"),

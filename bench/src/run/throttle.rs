@@ -12,13 +12,13 @@ pub(super) struct Throttle(Vec<PathBuf>);
 
 /// Fails unless this machine has the cpu controller of cgroup v1.
 pub(super) fn check() -> anyhow::Result<()> {
-    check_controller(Path::new(ROOT))
+    check_controller(Path::new(CPU_CONTROLLER_DIR))
 }
 
 fn check_controller(root: &Path) -> anyhow::Result<()> {
     ensure!(
         root.join("cpu.cfs_quota_us").exists(),
-        "limits of threads need the cpu controller of cgroup v1, and {} is not one",
+        "limits of threads need the cpu controller of cgroup v1, which is not mounted at {}",
         root.display()
     );
     Ok(())
@@ -26,12 +26,12 @@ fn check_controller(root: &Path) -> anyhow::Result<()> {
 
 impl Throttle {
     /// Limits all current threads of the process.
-    pub(super) fn threads_of(process: &Process, percent: u16) -> anyhow::Result<Self> {
-        Self::threads(Path::new(ROOT), process.threads()?, percent)
+    pub(super) fn limit_threads(process: &Process, percent: u16) -> anyhow::Result<Self> {
+        Self::limit_thread_ids(Path::new(CPU_CONTROLLER_DIR), process.threads()?, percent)
     }
 
     /// Limits these threads in groups below the directory of the controller.
-    fn threads(root: &Path, threads: Vec<u64>, percent: u16) -> anyhow::Result<Self> {
+    fn limit_thread_ids(root: &Path, threads: Vec<u64>, percent: u16) -> anyhow::Result<Self> {
         check_controller(root)?;
         let mut throttle = Self(Vec::new());
         for thread in threads {
@@ -61,8 +61,8 @@ impl Drop for Throttle {
     }
 }
 
-const ROOT: &str = "/sys/fs/cgroup/cpu";
-/// In microseconds. Short, so that a throttled worker continues soon.
+const CPU_CONTROLLER_DIR: &str = "/sys/fs/cgroup/cpu";
+/// Period of the limit. It is short, so that a throttled worker continues soon.
 const PERIOD_US: u64 = 10_000;
 
 #[cfg(test)]
@@ -70,10 +70,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn without_the_controller_no_group_is_made() {
+    fn without_the_controller_no_group_is_created() {
         let dir = tempfile::tempdir().unwrap();
         let root = dir.path().join("cpu");
-        let error = Throttle::threads(&root, vec![1], 25).err().unwrap().to_string();
+        let error = Throttle::limit_thread_ids(&root, vec![1], 25)
+            .err()
+            .unwrap()
+            .to_string();
         assert!(error.contains("cgroup v1"), "{error}");
         assert!(!root.exists());
     }

@@ -1,4 +1,4 @@
-//! The programs that the benchmark needs.
+//! The programs that the benchmark starts, and the process itself: its descriptor limit and its output.
 
 use std::io::Write as _;
 use std::path::PathBuf;
@@ -12,10 +12,7 @@ pub(super) fn sibling_binary(name: &str) -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe().context("finding this program")?;
     let path = own.with_file_name(name);
     if !path.exists() {
-        bail!(
-            "{} is missing: \"./run bench\" builds all that is measured",
-            path.display()
-        );
+        bail!("{} is missing; \"./run bench\" builds it", path.display());
     }
     Ok(path)
 }
@@ -24,7 +21,7 @@ pub(super) fn sibling_binary(name: &str) -> anyhow::Result<PathBuf> {
 pub(super) fn check_installed(name: &str) -> anyhow::Result<()> {
     match Command::new(name).arg("-v").output() {
         Ok(_) => Ok(()),
-        Err(error) => Err(error).with_context(|| format!("starting {name}; \"./run bench\" installs what is missing")),
+        Err(error) => Err(error).with_context(|| format!("starting {name}; \"./run bench\" installs it")),
     }
 }
 

@@ -19,7 +19,7 @@ use super::process::Process;
 use super::setup::Side;
 use super::setup::{Instrumentation, Rules, Setup, SidecarPath};
 use super::sidecars::Sidecars;
-use super::testbed::{self, CONTROL, PROXY_UID, Testbed};
+use super::testbed::{self, CONTROL_IP, PROXY_UID, Testbed};
 use super::{callgrind, tools};
 
 /// The proxy as in its images, built with profile-guided optimization.
@@ -63,7 +63,7 @@ pub(super) fn start(testbed: &Testbed, setup: &Setup, program: &str) -> anyhow::
     Sidecars::start(testbed, setup, Some(control), |side| proxies.start(side))
 }
 
-/// Adds the server's route to the manifests of a client's route.
+/// Appends the server's route to the manifests of a client's route.
 fn with_inbound_route(outbound: &str) -> String {
     format!("{outbound}---\n{}", include_str!("../../peers/mesh-inbound-route.yaml"))
 }
@@ -86,15 +86,15 @@ impl Mesh {
             let part = dir.join(part);
             std::fs::create_dir_all(&part).with_context(|| format!("making {}", part.display()))?;
         }
-        write(&dir.join("manifests/mesh.yaml"), manifests)?;
+        write_world_readable(&dir.join("manifests/mesh.yaml"), manifests)?;
         let anchor = trust::create_anchor("root.linkerd.cluster.local", LIFETIME)?;
         let issuer = trust::create_issuer("identity.linkerd.cluster.local", LIFETIME, &anchor)?;
-        write(&dir.join("anchors.pem"), &anchor.certificate)?;
+        write_world_readable(&dir.join("anchors.pem"), &anchor.certificate)?;
         let CertificateAuthority { certificate, key } = issuer;
-        write(&dir.join("issuer/tls.crt"), &certificate)?;
-        write(&dir.join("issuer/tls.key"), &key)?;
+        write_world_readable(&dir.join("issuer/tls.crt"), &certificate)?;
+        write_world_readable(&dir.join("issuer/tls.key"), &key)?;
         let tokens = trust::create_token_keys()?;
-        write(&dir.join("token-keys/bench.pem"), &tokens.public)?;
+        write_world_readable(&dir.join("token-keys/bench.pem"), &tokens.public)?;
         Ok(Self {
             dir,
             anchors: anchor.certificate,
@@ -118,14 +118,14 @@ impl Mesh {
     }
 
     /// Creates a join token in a file that the proxy's user can read.
-    fn token(&self, service_account: &str) -> anyhow::Result<PathBuf> {
+    fn create_token(&self, service_account: &str) -> anyhow::Result<PathBuf> {
         let subject = TokenSubject {
             service_account,
             namespace: NAMESPACE,
             lifetime: LIFETIME,
         };
         let path = self.dir.join(format!("{service_account}.token"));
-        write(&path, &trust::create_token(&self.token_key, &subject)?)?;
+        write_world_readable(&path, &trust::create_token(&self.token_key, &subject)?)?;
         Ok(path)
     }
 }
@@ -157,32 +157,33 @@ impl Proxies<'_> {
             program,
         } = *self;
         let (name, namespace) = (side.name(), testbed.namespace(side));
-        let installed = |program| copy_executable(program, testbed.dir.path());
+        let copy_program = |program| copy_executable(program, testbed.dir.path());
         let mut command = match setup.instrumentation {
-            Instrumentation::None => testbed::as_proxy(namespace, installed(program)?),
+            Instrumentation::None => testbed::command_as_proxy_user(namespace, copy_program(program)?),
             Instrumentation::CountingAllocator => {
-                let mut command = testbed::as_proxy(namespace, installed(COUNTING_PROXY)?);
+                let mut command = testbed::command_as_proxy_user(namespace, copy_program(COUNTING_PROXY)?);
                 command.arg(ALLOCATION_COUNTER_ADDR);
                 command
             }
             Instrumentation::Callgrind => {
                 let dir = testbed.dir.path().join(callgrind::DUMP_DIR);
                 std::fs::create_dir_all(&dir).with_context(|| format!("making {}", dir.display()))?;
-                chown(&dir, Some(PROXY_UID), Some(PROXY_UID)).context("giving callgrind its directory")?;
-                let mut command = testbed::as_proxy(namespace, "valgrind");
+                chown(&dir, Some(PROXY_UID), Some(PROXY_UID))
+                    .context("changing the owner of the directory of callgrind")?;
+                let mut command = testbed::command_as_proxy_user(namespace, "valgrind");
                 command.args(callgrind::arguments(&callgrind::dump_path(testbed, side)));
-                command.arg(installed(program)?);
+                command.arg(copy_program(program)?);
                 command
             }
         };
-        // PATH is for valgrind.
+        // Only valgrind needs PATH.
         command.env_clear().env("PATH", "/usr/bin:/bin");
         let identity = |account: &str, namespace: &str| {
             tulle_core::identity::service_account_identity(account, namespace, "linkerd", "cluster.local")
         };
         let workload = serde_json::json!({"ns": NAMESPACE, "external_workload": name}).to_string();
         let destination = identity("linkerd-destination", "linkerd");
-        let token = mesh.token(name)?.display().to_string();
+        let token = mesh.create_token(name)?.display().to_string();
         for (variable, value) in [
             ("LOG", "warn"),
             ("TAP_SVC_NAME", &identity("tap", "linkerd")),
@@ -191,11 +192,11 @@ impl Proxies<'_> {
             ("POLICY_WORKLOAD", &workload),
             ("DESTINATION_CONTEXT", &workload),
             ("DESTINATION_PROFILE_NETWORKS", "10.0.0.0/8"),
-            ("DESTINATION_SVC_ADDR", &format!("{CONTROL}:{}", port::DESTINATION)),
+            ("DESTINATION_SVC_ADDR", &format!("{CONTROL_IP}:{}", port::DESTINATION)),
             ("DESTINATION_SVC_NAME", &destination),
-            ("POLICY_SVC_ADDR", &format!("{CONTROL}:{}", port::POLICY)),
+            ("POLICY_SVC_ADDR", &format!("{CONTROL_IP}:{}", port::POLICY)),
             ("POLICY_SVC_NAME", &destination),
-            ("IDENTITY_SVC_ADDR", &format!("{CONTROL}:{}", port::IDENTITY)),
+            ("IDENTITY_SVC_ADDR", &format!("{CONTROL_IP}:{}", port::IDENTITY)),
             ("IDENTITY_SVC_NAME", &identity("linkerd-identity", "linkerd")),
             ("IDENTITY_LOCAL_NAME", &identity(name, NAMESPACE)),
             ("IDENTITY_TRUST_ANCHORS", &mesh.anchors),
@@ -211,7 +212,7 @@ impl Proxies<'_> {
         }
         let mut process = Process::start(&format!("tulle-proxy-{name}"), command, testbed.dir.path())?;
         process.wait_for("certificate (not ready at /ready)", |_| {
-            namespace.run(is_ready).context("asking for readiness")
+            namespace.run(is_ready).context("checking readiness")
         })?;
         Ok(process)
     }
@@ -230,23 +231,25 @@ pub(super) fn read_allocations(namespace: &Namespace) -> anyhow::Result<Allocati
         TcpStream::connect(ALLOCATION_COUNTER_ADDR)?.read_to_string(&mut answer)?;
         Ok(answer)
     };
-    let answer = namespace.run(read)?.context("asking the counting proxy")?;
+    let answer = namespace
+        .run(read)?
+        .context("reading the counters of the counting proxy")?;
     let numbers: Vec<u64> = answer
         .split_whitespace()
         .filter_map(|number| number.parse().ok())
         .collect();
     match numbers[..] {
         [calls, bytes] => Ok(AllocationCounts { calls, bytes }),
-        _ => anyhow::bail!("unexpected answer of the counting proxy: {answer:?}"),
+        _ => anyhow::bail!("unexpected response of the counting proxy: {answer:?}"),
     }
 }
 
-/// Fails unless metrics show that the sidecars processed the traffic. Traffic that bypasses the mesh would look fast.
+/// Fails unless metrics show that the sidecars processed the traffic. Traffic that bypasses the mesh would appear fast.
 pub(super) fn verify(testbed: &Testbed, path: SidecarPath) -> anyhow::Result<()> {
     let (namespace, labels): (_, &[&str]) = match path {
-        SidecarPath::Both => (&testbed.server, &AUTHORIZED_SERIES),
-        SidecarPath::Inbound => (&testbed.server, &AUTHORIZED_SERIES[..2]),
-        SidecarPath::Outbound => (&testbed.client, &BALANCED_SERIES),
+        SidecarPath::Both => (&testbed.server, &AUTHORIZED_REQUEST_LABELS),
+        SidecarPath::Inbound => (&testbed.server, &AUTHORIZED_REQUEST_LABELS[..2]),
+        SidecarPath::Outbound => (&testbed.client, &BALANCED_REQUEST_LABELS),
     };
     let metrics = namespace
         .run(|| admin_get("/metrics"))?
@@ -276,7 +279,7 @@ fn admin_get(path: &str) -> std::io::Result<String> {
 }
 
 /// Writes a file that every user can read. Keys in it are valid for one run only.
-fn write(path: &std::path::Path, text: &str) -> anyhow::Result<()> {
+fn write_world_readable(path: &std::path::Path, text: &str) -> anyhow::Result<()> {
     std::fs::write(path, text)
         .and_then(|()| std::fs::set_permissions(path, Permissions::from_mode(0o644)))
         .with_context(|| format!("writing {}", path.display()))
@@ -287,12 +290,12 @@ const ALLOCATION_COUNTER_ADDR: &str = "127.0.0.1:4199";
 const NAMESPACE: &str = "bench";
 const LIFETIME: Duration = Duration::from_secs(24 * 60 * 60);
 /// Labels of a counter that is incremented only for a verified client certificate and an AuthorizationPolicy.
-const AUTHORIZED_SERIES: [&str; 4] = [
+const AUTHORIZED_REQUEST_LABELS: [&str; 4] = [
     "authz_allow_total{",
     "authz_kind=\"authorizationpolicy\"",
     "tls=\"true\"",
     "client_id=\"client.bench.",
 ];
 /// Labels of a counter that is incremented only for requests to an endpoint of a service.
-const BALANCED_SERIES: [&str; 3] = ["request_total{", "direction=\"outbound\"", "dst_service=\"server\""];
+const BALANCED_REQUEST_LABELS: [&str; 3] = ["request_total{", "direction=\"outbound\"", "dst_service=\"server\""];
 const ADMIN_TIMEOUT: Duration = Duration::from_secs(2);

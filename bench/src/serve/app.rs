@@ -6,7 +6,7 @@ use tokio_rustls::TlsAcceptor;
 /// State shared by all connections.
 pub(super) struct App {
     pub(super) name: String,
-    /// The name as the value of `x-replica`.
+    /// The server name as the value of the header `x-replica`.
     pub(super) replica: HeaderValue,
     pub(super) delay: Duration,
     /// Whether all responses have the same `date`.

@@ -21,13 +21,13 @@ use super::app::App;
 
 pub(super) type Service = EchoServer<EchoService>;
 
-pub(super) const PREFIX: &str = "/tulle.bench.Echo/";
-pub(super) const HEALTH_PREFIX: &str = "/grpc.health.v1.Health/";
+pub(super) const ECHO_PATH_PREFIX: &str = "/tulle.bench.Echo/";
+pub(super) const HEALTH_PATH_PREFIX: &str = "/grpc.health.v1.Health/";
 
 pub(super) fn service(app: Arc<App>) -> Service {
     EchoServer::new(EchoService { app })
-        .max_decoding_message_size(MAX_MESSAGE)
-        .max_encoding_message_size(MAX_MESSAGE)
+        .max_decoding_message_size(MAX_MESSAGE_BYTES)
+        .max_encoding_message_size(MAX_MESSAGE_BYTES)
 }
 
 /// Answers one call. Cloning the service is cheap: it holds an `Arc`.
@@ -40,16 +40,16 @@ pub(super) async fn call(service: &Service, req: Request<Incoming>) -> Response<
 
 /// Answers a health check.
 pub(super) async fn health(req: Request<Incoming>) -> Response<Body> {
-    match HealthServer::new(Healthy).call(req).await {
+    match HealthServer::new(HealthService).call(req).await {
         Ok(rsp) => rsp,
         Err(never) => match never {},
     }
 }
 
-struct Healthy;
+struct HealthService;
 
 #[tonic::async_trait]
-impl Health for Healthy {
+impl Health for HealthService {
     async fn check(
         &self,
         _: tonic::Request<HealthCheckRequest>,
@@ -74,12 +74,12 @@ impl EchoService {
     }
 }
 
-type Outgoing = Pin<Box<dyn Stream<Item = Result<EchoReply, Status>> + Send>>;
+type ReplyStream = Pin<Box<dyn Stream<Item = Result<EchoReply, Status>> + Send>>;
 
 #[tonic::async_trait]
 impl Echo for EchoService {
-    type ServerStreamStream = Outgoing;
-    type BidiStream = Outgoing;
+    type ServerStreamStream = ReplyStream;
+    type BidiStream = ReplyStream;
 
     async fn unary(&self, req: tonic::Request<EchoRequest>) -> Result<tonic::Response<EchoReply>, Status> {
         let payload = req.into_inner().payload;
@@ -87,7 +87,7 @@ impl Echo for EchoService {
         Ok(tonic::Response::new(self.reply(payload, 1, bytes)))
     }
 
-    async fn server_stream(&self, req: tonic::Request<EchoRequest>) -> Result<tonic::Response<Outgoing>, Status> {
+    async fn server_stream(&self, req: tonic::Request<EchoRequest>) -> Result<tonic::Response<ReplyStream>, Status> {
         let EchoRequest { payload, repeat } = req.into_inner();
         let bytes = payload.len() as u64;
         let reply = self.reply(payload, 1, bytes);
@@ -108,7 +108,7 @@ impl Echo for EchoService {
         Ok(tonic::Response::new(self.reply(Bytes::new(), messages, bytes)))
     }
 
-    async fn bidi(&self, req: tonic::Request<Streaming<EchoRequest>>) -> Result<tonic::Response<Outgoing>, Status> {
+    async fn bidi(&self, req: tonic::Request<Streaming<EchoRequest>>) -> Result<tonic::Response<ReplyStream>, Status> {
         let replies = Self { app: self.app.clone() };
         let (mut messages, mut bytes) = (0, 0);
         let outgoing = req.into_inner().map(move |message| {
@@ -121,5 +121,5 @@ impl Echo for EchoService {
     }
 }
 
-/// Maximum message size in bytes. It is larger than gRPC's default of 4 MiB, for bulk calls.
-const MAX_MESSAGE: usize = 64 << 20;
+/// Maximum message size. The default of gRPC, 4 MiB, is too small for bulk calls.
+const MAX_MESSAGE_BYTES: usize = 64 << 20;

@@ -33,13 +33,13 @@ where
     IO: AsyncRead + AsyncWrite + Send + Unpin + 'static,
 {
     let handler = Arc::new(ConnectionHandler {
-        calls: grpc::service(app.clone()),
+        echo_service: grpc::service(app.clone()),
         app,
         watch: watch.clone(),
     });
     let service = service_fn(|req| {
         let handler = handler.clone();
-        async move { Ok::<_, Infallible>(handler.answer(req).await) }
+        async move { Ok::<_, Infallible>(handler.handle(req).await) }
     });
     let mut builder = auto::Builder::new(TokioExecutor::new());
     builder.http1().timer(TokioTimer::new());
@@ -63,12 +63,12 @@ where
 /// Handles the requests of one connection.
 struct ConnectionHandler {
     app: Arc<App>,
-    calls: grpc::Service,
+    echo_service: grpc::Service,
     watch: Watch,
 }
 
 impl ConnectionHandler {
-    async fn answer(&self, req: Request<Incoming>) -> Response<Body> {
+    async fn handle(&self, req: Request<Incoming>) -> Response<Body> {
         super::app::delay_response(self.app.delay).await;
         let is_head = req.method() == Method::HEAD;
         let mut rsp = self.route(req).await;
@@ -90,27 +90,27 @@ impl ConnectionHandler {
     async fn route(&self, req: Request<Incoming>) -> Response<Body> {
         let path = req.uri().path();
         match path {
-            "/" => text(StatusCode::OK, format!("{}\n", self.app.name)),
-            "/ready" => text(StatusCode::OK, "ready\n".into()),
-            "/echo" => echo(req),
-            "/headers" => headers(req.headers()),
+            "/" => text_response(StatusCode::OK, format!("{}\n", self.app.name)),
+            "/ready" => text_response(StatusCode::OK, "ready\n".into()),
+            "/echo" => echo_response(req),
+            "/headers" => headers_response(req.headers()),
             "/ws" => self.websocket(req),
-            _ if path.starts_with(grpc::HEALTH_PREFIX) => grpc::health(req).await,
-            _ if path.starts_with(grpc::PREFIX) => grpc::call(&self.calls, req).await,
-            _ => match argument(path) {
-                Some(("bytes", n)) => bytes(n),
+            _ if path.starts_with(grpc::HEALTH_PATH_PREFIX) => grpc::health(req).await,
+            _ if path.starts_with(grpc::ECHO_PATH_PREFIX) => grpc::call(&self.echo_service, req).await,
+            _ => match split_number_path(path) {
+                Some(("bytes", n)) => zero_bytes(n),
                 Some(("delay", ms)) => {
                     tokio::time::sleep(Duration::from_millis(ms)).await;
-                    text(StatusCode::OK, format!("{} after {ms} ms\n", self.app.name))
+                    text_response(StatusCode::OK, format!("{} after {ms} ms\n", self.app.name))
                 }
                 Some(("status", code)) => match u16::try_from(code).map(StatusCode::from_u16) {
-                    Ok(Ok(status)) if !status.is_informational() => text(status, format!("{status}\n")),
-                    _ => text(
+                    Ok(Ok(status)) if !status.is_informational() => text_response(status, format!("{status}\n")),
+                    _ => text_response(
                         StatusCode::BAD_REQUEST,
                         format!("{code} is not a final status: give 200 to 999\n"),
                     ),
                 },
-                _ => text(
+                _ => text_response(
                     StatusCode::NOT_FOUND,
                     "try /, /ready, /echo, /bytes/N, /delay/MS, /status/CODE, /headers, /ws or gRPC tulle.bench.Echo\n"
                         .into(),
@@ -130,7 +130,7 @@ impl ConnectionHandler {
             .get(UPGRADE)
             .is_some_and(|v| v.as_bytes().eq_ignore_ascii_case(b"websocket"));
         let (Some(accept), true, &Method::GET) = (key, is_upgrade, req.method()) else {
-            let mut rsp = text(
+            let mut rsp = text_response(
                 StatusCode::UPGRADE_REQUIRED,
                 "/ws speaks WebSocket: GET with upgrade: websocket\n".into(),
             );
@@ -166,7 +166,7 @@ async fn echo_messages(mut socket: WebSocketStream<TokioIo<hyper::upgrade::Upgra
             message = socket.next() => message,
             () = watch.signaled() => break,
         };
-        // The library answers pings and the closing handshake while the socket is read.
+        // tungstenite responds to pings and to the closing handshake while the socket is read.
         let Some(Ok(message)) = message else { return };
         if message.is_text() || message.is_binary() {
             super::app::delay_response(delay).await;
@@ -178,13 +178,13 @@ async fn echo_messages(mut socket: WebSocketStream<TokioIo<hyper::upgrade::Upgra
     let _ = socket.close(None).await;
 }
 
-/// Splits a path with a number: `/bytes/17` is `("bytes", 17)`.
-fn argument(path: &str) -> Option<(&str, u64)> {
+/// Splits a path that ends with a number: `/bytes/17` gives `("bytes", 17)`.
+fn split_number_path(path: &str) -> Option<(&str, u64)> {
     let (name, value) = path.strip_prefix('/')?.split_once('/')?;
     Some((name, value.parse().ok()?))
 }
 
-fn text(status: StatusCode, text: String) -> Response<Body> {
+fn text_response(status: StatusCode, text: String) -> Response<Body> {
     let mut rsp = Response::new(Body::new(Full::new(Bytes::from(text))));
     *rsp.status_mut() = status;
     rsp.headers_mut()
@@ -193,7 +193,7 @@ fn text(status: StatusCode, text: String) -> Response<Body> {
 }
 
 /// Streams the request body back as it arrives, without buffering it.
-fn echo(req: Request<Incoming>) -> Response<Body> {
+fn echo_response(req: Request<Incoming>) -> Response<Body> {
     let content_type = req.headers().get(CONTENT_TYPE).cloned();
     let mut rsp = Response::new(Body::new(req.into_body()));
     if let Some(content_type) = content_type {
@@ -202,7 +202,7 @@ fn echo(req: Request<Incoming>) -> Response<Body> {
     rsp
 }
 
-fn bytes(n: u64) -> Response<Body> {
+fn zero_bytes(n: u64) -> Response<Body> {
     let chunks = stream::unfold(n, |left| async move {
         let size = left.min(ZEROS.len() as u64);
         let chunk = Bytes::from_static(&ZEROS[..size as usize]);
@@ -216,7 +216,7 @@ fn bytes(n: u64) -> Response<Body> {
 }
 
 /// The request headers as a JSON object of arrays.
-fn headers(headers: &HeaderMap) -> Response<Body> {
+fn headers_response(headers: &HeaderMap) -> Response<Body> {
     let mut fields: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     for (name, value) in headers {
         fields
@@ -225,7 +225,7 @@ fn headers(headers: &HeaderMap) -> Response<Body> {
             .push(String::from_utf8_lossy(value.as_bytes()).into_owned());
     }
     let json = serde_json::to_string(&fields).expect("a map of strings is valid JSON");
-    let mut rsp = text(StatusCode::OK, json);
+    let mut rsp = text_response(StatusCode::OK, json);
     rsp.headers_mut()
         .insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
     rsp

@@ -1,8 +1,8 @@
 //! Echo servers for tests, the demo and the benchmark.
 //!
 //! On SIGTERM or SIGINT, the listeners close immediately. HTTP connections finish their requests, and TCP connections echo
-//! the bytes that they have read. Connections that are still open after ten seconds are closed. All servers run on one `current_thread`
-//! runtime, so that a server uses at most one core on every machine.
+//! the bytes that they have read. Connections that are still open after ten seconds are closed. All servers run on one
+//! `current_thread` runtime, so that a server uses at most one core on every machine.
 
 mod app;
 mod grpc;
@@ -64,7 +64,7 @@ enum Protocol {
     TcpSpeaksFirst,
 }
 
-/// Bound listeners, not served yet.
+/// The bound listeners of the server, before [`Server::run`] accepts connections.
 pub struct Server {
     app: Arc<App>,
     listeners: Vec<(Protocol, TcpListener)>,
@@ -102,7 +102,7 @@ impl Server {
     pub async fn bind(args: &Args) -> anyhow::Result<Self> {
         let replica = HeaderValue::from_str(&args.name)
             .with_context(|| format!("--name {:?} cannot be the value of a header", args.name))?;
-        let wanted = (args.http.iter().map(|addr| (Protocol::Http, addr)))
+        let requested_listeners = (args.http.iter().map(|addr| (Protocol::Http, addr)))
             .chain(args.https.iter().map(|addr| (Protocol::Https, addr)))
             .chain(args.tcp.iter().map(|addr| (Protocol::Tcp, addr)))
             .chain(
@@ -111,7 +111,7 @@ impl Server {
                     .map(|addr| (Protocol::TcpSpeaksFirst, addr)),
             );
         let mut listeners = Vec::new();
-        for (protocol, addr) in wanted {
+        for (protocol, addr) in requested_listeners {
             let listener = TcpListener::bind(addr)
                 .await
                 .with_context(|| format!("listening on {addr}"))?;
@@ -127,7 +127,7 @@ impl Server {
                 replica,
                 delay: args.delay,
                 fixed_date: args.fixed_date,
-                tls: (!args.https.is_empty()).then(acceptor).transpose()?,
+                tls: (!args.https.is_empty()).then(create_tls_acceptor).transpose()?,
             }),
             listeners,
         })
@@ -190,7 +190,7 @@ async fn accept(protocol: Protocol, listener: TcpListener, app: Arc<App>, watch:
             Ok((stream, _)) => {
                 tokio::spawn(serve(protocol, stream, app.clone(), watch.clone()));
             }
-            // The usual cause is the limit of file descriptors. Connections that end release some.
+            // The usual cause is the limit of file descriptors. Connections that end release their descriptors.
             Err(error) => {
                 eprintln!("tulle-bench: accepting on {}: {error}", protocol.name());
                 tokio::time::sleep(ACCEPT_ERROR_BACKOFF).await;
@@ -200,7 +200,7 @@ async fn accept(protocol: Protocol, listener: TcpListener, app: Arc<App>, watch:
 }
 
 async fn serve(protocol: Protocol, stream: TcpStream, app: Arc<App>, watch: Watch) {
-    // Small responses must not wait for the acknowledgement of the previous one. An error shows again at the first read.
+    // A small response must not wait for the acknowledgement of the previous one. If this fails, the first read fails too.
     let _ = stream.set_nodelay(true);
     let _guard = watch.guard();
     match protocol {
@@ -208,7 +208,7 @@ async fn serve(protocol: Protocol, stream: TcpStream, app: Arc<App>, watch: Watc
         Protocol::Https => {
             let Some(acceptor) = &app.tls else { return };
             // A failed handshake needs no response.
-            let Ok(Ok(tls)) = tokio::time::timeout(DRAIN_TIMEOUT, acceptor.accept(stream)).await else {
+            let Ok(Ok(tls)) = tokio::time::timeout(TLS_HANDSHAKE_TIMEOUT, acceptor.accept(stream)).await else {
                 return;
             };
             http::serve(tls, app.clone(), watch).await;
@@ -218,20 +218,20 @@ async fn serve(protocol: Protocol, stream: TcpStream, app: Arc<App>, watch: Watc
     }
 }
 
-/// Terminates TLS with a self-signed certificate.
-fn acceptor() -> anyhow::Result<TlsAcceptor> {
-    let made = rcgen::generate_simple_self_signed(["tulle-bench".to_owned()]).context("making a certificate")?;
-    let key = PrivateKeyDer::try_from(made.signing_key.serialize_der()).map_err(anyhow::Error::msg)?;
+/// Creates an acceptor that terminates TLS with a self-signed certificate.
+fn create_tls_acceptor() -> anyhow::Result<TlsAcceptor> {
+    let certificate = rcgen::generate_simple_self_signed(["tulle-bench".to_owned()]).context("making a certificate")?;
+    let key = PrivateKeyDer::try_from(certificate.signing_key.serialize_der()).map_err(anyhow::Error::msg)?;
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
     let config = ServerConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()?
         .with_no_client_auth()
-        .with_single_cert(vec![made.cert.der().clone()], key)?;
+        .with_single_cert(vec![certificate.cert.der().clone()], key)?;
     Ok(TlsAcceptor::from(Arc::new(config)))
 }
 
-/// Also the timeout of TLS handshakes.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
+const TLS_HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 const ACCEPT_ERROR_BACKOFF: Duration = Duration::from_millis(20);
 
 #[cfg(test)]
@@ -239,7 +239,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_name_that_no_header_can_have_is_refused_at_the_start() {
+    async fn a_server_name_that_is_not_a_header_value_is_refused() {
         let args = |name: &str| Args {
             http: vec![([127, 0, 0, 1], 0).into()],
             https: Vec::new(),

@@ -21,7 +21,7 @@ pub(super) async fn greet_and_echo(mut stream: TcpStream, app: &App, watch: Watc
 
 /// Echoes bytes until the peer closes, an error occurs, or the process drains.
 pub(super) async fn echo(mut stream: TcpStream, app: &App, watch: Watch) {
-    let mut buf = vec![0; BUFFER];
+    let mut buf = vec![0; BUFFER_BYTES];
     loop {
         let read = tokio::select! {
             // Bytes that arrived before the drain are still echoed.
@@ -43,5 +43,5 @@ pub(super) async fn echo(mut stream: TcpStream, app: &App, watch: Watch) {
     let _ = stream.shutdown().await;
 }
 
-/// In bytes. Large enough that this loop does not limit bulk measurements.
-const BUFFER: usize = 64 * 1024;
+/// Large enough that this loop does not limit bulk measurements.
+const BUFFER_BYTES: usize = 64 * 1024;

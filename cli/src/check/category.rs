@@ -1,4 +1,4 @@
-//! Categories of checks: the type of a check, and what follows from its failure.
+//! Categories of checks, and what happens if a check fails.
 
 use super::problem::CheckResult;
 use super::snapshot::Snapshot;

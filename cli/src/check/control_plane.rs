@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use super::category::{Category, Check};
 use super::problem::{CheckResult, Problem, error, listing, warning};
-use super::snapshot::{CONFIG, ListResult, Snapshot, value};
+use super::snapshot::{CONFIG_MAP, ListResult, Snapshot, value_at};
 use crate::kubernetes::resource;
 
 pub(super) fn crds() -> Category {
@@ -25,13 +25,18 @@ pub(super) fn config() -> Category {
         checks: vec![
             Check::new("control plane Namespace exists", namespace_exists).fatal(),
             Check::new("control plane ClusterRoles exist", |s| {
-                exist(s, "ClusterRole", &s.cluster_roles, &roles(s))
+                check_objects_exist(s, "ClusterRole", &s.cluster_roles, &cluster_role_names(s))
             }),
             Check::new("control plane ClusterRoleBindings exist", |s| {
-                exist(s, "ClusterRoleBinding", &s.cluster_role_bindings, &role_bindings(s))
+                check_objects_exist(
+                    s,
+                    "ClusterRoleBinding",
+                    &s.cluster_role_bindings,
+                    &cluster_role_binding_names(s),
+                )
             }),
             Check::new("control plane ServiceAccounts exist", |s| {
-                exist(
+                check_objects_exist(
                     s,
                     "ServiceAccount",
                     &s.service_accounts,
@@ -40,7 +45,7 @@ pub(super) fn config() -> Category {
             }),
             Check::new("control plane CustomResourceDefinitions exist", crds_exist),
             Check::new("control plane MutatingWebhookConfigurations exist", |s| {
-                exist(
+                check_objects_exist(
                     s,
                     "MutatingWebhookConfiguration",
                     &s.mutating_webhooks,
@@ -49,7 +54,7 @@ pub(super) fn config() -> Category {
             }),
             Check::new("control plane ValidatingWebhookConfigurations exist", |s| {
                 let names = VALIDATOR_WEBHOOKS.map(str::to_owned);
-                exist(s, "ValidatingWebhookConfiguration", &s.validating_webhooks, &names)
+                check_objects_exist(s, "ValidatingWebhookConfiguration", &s.validating_webhooks, &names)
             }),
             Check::new(
                 "proxy-init container runs as root user if docker container runtime is used",
@@ -65,7 +70,7 @@ pub(super) fn existence() -> Category {
         checks: vec![
             Check::new("'linkerd-config' config map exists", |s| s.values().map(drop)),
             Check::new("control plane Deployments exist", |s| {
-                exist(s, "Deployment", &s.deployments, &DEPLOYMENTS.map(str::to_owned))
+                check_objects_exist(s, "Deployment", &s.deployments, &DEPLOYMENTS.map(str::to_owned))
             }),
             Check::new("control plane replica sets are ready", replica_sets_are_ready).with_retry(),
             Check::new("no unschedulable pods", all_pods_are_schedulable).with_retry(),
@@ -150,7 +155,12 @@ fn crds_exist(snapshot: &Snapshot) -> CheckResult {
     ))
 }
 
-fn exist<K: Resource>(snapshot: &Snapshot, kind: &str, listed: &ListResult<K>, wanted: &[String]) -> CheckResult {
+fn check_objects_exist<K: Resource>(
+    snapshot: &Snapshot,
+    kind: &str,
+    listed: &ListResult<K>,
+    wanted: &[String],
+) -> CheckResult {
     let found = listed.as_ref()?;
     let missing: Vec<_> = wanted
         .iter()
@@ -163,19 +173,19 @@ fn exist<K: Resource>(snapshot: &Snapshot, kind: &str, listed: &ListResult<K>, w
     Err(error(listing("missing:", &missing), snapshot.scope.upgrade_command()))
 }
 
-fn roles(snapshot: &Snapshot) -> Vec<String> {
-    let mut names = role_names(snapshot);
+fn cluster_role_names(snapshot: &Snapshot) -> Vec<String> {
+    let mut names = component_role_names(snapshot);
     names.push("linkerd-policy".to_owned());
     names
 }
 
-fn role_bindings(snapshot: &Snapshot) -> Vec<String> {
-    let mut names = role_names(snapshot);
+fn cluster_role_binding_names(snapshot: &Snapshot) -> Vec<String> {
+    let mut names = component_role_names(snapshot);
     names.push("linkerd-destination-policy".to_owned());
     names
 }
 
-fn role_names(snapshot: &Snapshot) -> Vec<String> {
+fn component_role_names(snapshot: &Snapshot) -> Vec<String> {
     let namespace = &snapshot.scope.control_plane_namespace;
     ["destination", "identity", "proxy-injector"]
         .map(|component| format!("linkerd-{namespace}-{component}"))
@@ -191,7 +201,8 @@ fn init_is_root_under_docker(snapshot: &Snapshot) -> CheckResult {
         return Ok(());
     };
     let values = snapshot.values()?;
-    if value(&values, "proxyInit.runAsRoot") == &Value::Bool(true) || value(&values, "cniEnabled") == &Value::Bool(true)
+    if value_at(&values, "proxyInit.runAsRoot") == &Value::Bool(true)
+        || value_at(&values, "cniEnabled") == &Value::Bool(true)
     {
         return Ok(());
     }
@@ -234,36 +245,36 @@ fn describe_pods_fix(snapshot: &Snapshot) -> String {
     )
 }
 
-pub(super) fn pods(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
+pub(super) fn control_plane_pods(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
     let pods = snapshot.pods.as_ref()?.iter();
-    let ours = |pod: &&Pod| {
+    let is_control_plane_pod = |pod: &&Pod| {
         resource::namespace(pod) == snapshot.scope.control_plane_namespace && pod.labels().contains_key(COMPONENT)
     };
-    Ok(pods.filter(ours).collect())
+    Ok(pods.filter(is_control_plane_pod).collect())
 }
 
 fn all_pods_are_schedulable(snapshot: &Snapshot) -> CheckResult {
-    let mut stuck = Vec::new();
-    for pod in pods(snapshot)? {
+    let mut unschedulable = Vec::new();
+    for pod in control_plane_pods(snapshot)? {
         let conditions = pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
         for condition in conditions {
             if condition.type_ == "PodScheduled" && condition.reason.as_deref() == Some("Unschedulable") {
                 let why = condition.message.as_deref().unwrap_or("no reason given");
-                stuck.push(format!("{}: {why}", pod.name_any()));
+                unschedulable.push(format!("{}: {why}", pod.name_any()));
             }
         }
     }
-    if stuck.is_empty() {
+    if unschedulable.is_empty() {
         return Ok(());
     }
     Err(error(
-        listing("no node has room for these pods:", &stuck),
-        "add nodes or free resources; kubectl get nodes shows which there are",
+        listing("no node has room for these pods:", &unschedulable),
+        "add nodes or free resources; kubectl get nodes lists the nodes",
     ))
 }
 
 fn pods_are_ready(snapshot: &Snapshot) -> CheckResult {
-    let pods = pods(snapshot)?;
+    let pods = control_plane_pods(snapshot)?;
     let mut unready = Vec::new();
     for component in COMPONENTS {
         let mut count = 0;
@@ -272,7 +283,7 @@ fn pods_are_ready(snapshot: &Snapshot) -> CheckResult {
                 continue;
             }
             count += 1;
-            if let Some(why) = not_ready(pod) {
+            if let Some(why) = not_ready_reason(pod) {
                 unready.push(format!("{}: {why}", pod.name_any()));
             }
         }
@@ -286,8 +297,10 @@ fn pods_are_ready(snapshot: &Snapshot) -> CheckResult {
     Err(error(listing("not ready:", &unready), describe_pods_fix(snapshot)))
 }
 
-/// Why a pod is not ready. The state of a container that cannot start is more specific than the pod's conditions.
-fn not_ready(pod: &Pod) -> Option<String> {
+/// The reason why a pod is not ready. `None` if it is ready or ending.
+///
+/// If a container cannot start, its state is the reason, because it is more specific than the pod's conditions.
+fn not_ready_reason(pod: &Pod) -> Option<String> {
     let status = pod.status.as_ref();
     let phase = status.and_then(|status| status.phase.as_deref());
     if phase == Some("Succeeded") || pod.metadata.deletion_timestamp.is_some() {
@@ -315,9 +328,9 @@ fn not_ready(pod: &Pod) -> Option<String> {
     Some(format!("its phase is {}", phase.unwrap_or("unknown")))
 }
 
-fn networks(snapshot: &Snapshot) -> Result<Vec<IpNet>, Problem> {
+fn cluster_networks(snapshot: &Snapshot) -> Result<Vec<IpNet>, Problem> {
     let values = snapshot.values()?;
-    let text = value(&values, "clusterNetworks")
+    let text = value_at(&values, "clusterNetworks")
         .as_str()
         .unwrap_or_default()
         .to_owned();
@@ -342,9 +355,10 @@ fn networks_fix(snapshot: &Snapshot, networks: &str) -> String {
     )
 }
 
-/// Fails if addresses are outside of clusterNetworks. Proxies do not look them up in the mesh, so their traffic is plaintext.
+/// Fails if addresses are outside of clusterNetworks: proxies do not look up such addresses in the mesh, so traffic to them is
+/// plaintext.
 fn check_networks_contain(snapshot: &Snapshot, heading: &str, found: Vec<(String, String)>) -> CheckResult {
-    let networks = networks(snapshot)?;
+    let networks = cluster_networks(snapshot)?;
     let contained = |address: &str| {
         if let Ok(net) = address.parse::<IpNet>() {
             return networks.iter().any(|network| network.contains(&net));
@@ -364,7 +378,7 @@ fn check_networks_contain(snapshot: &Snapshot, heading: &str, found: Vec<(String
     let all = networks.iter().map(ToString::to_string).collect::<Vec<_>>().join("\\,");
     Err(error(
         listing(heading, &outside),
-        networks_fix(snapshot, &format!("{all}\\,THE MISSING ONES")),
+        networks_fix(snapshot, &format!("{all}\\,MISSING_NETWORKS")),
     ))
 }
 
@@ -420,10 +434,10 @@ fn networks_contain_services(snapshot: &Snapshot) -> CheckResult {
 /// The version of the control plane, from its configuration.
 pub(super) fn control_plane_version(snapshot: &Snapshot) -> Result<String, Problem> {
     let values = snapshot.values()?;
-    match value(&values, "linkerdVersion").as_str() {
+    match value_at(&values, "linkerdVersion").as_str() {
         Some(version) if !version.is_empty() => Ok(version.to_owned()),
         _ => Err(warning(
-            format!("ConfigMap {CONFIG} does not say linkerdVersion"),
+            format!("ConfigMap {CONFIG_MAP} has no value linkerdVersion"),
             snapshot.scope.upgrade_command(),
         )),
     }
@@ -459,7 +473,7 @@ fn matches_cli(snapshot: &Snapshot) -> CheckResult {
 
 fn has_multiple_replicas(snapshot: &Snapshot) -> CheckResult {
     let values = snapshot.values()?;
-    if value(&values, "highAvailability") != &Value::Bool(true) {
+    if value_at(&values, "highAvailability") != &Value::Bool(true) {
         return Ok(());
     }
     let single: Vec<_> = snapshot
@@ -480,7 +494,7 @@ fn has_multiple_replicas(snapshot: &Snapshot) -> CheckResult {
         return Ok(());
     }
     Err(warning(
-        listing("one failure away from an outage:", &single),
+        listing("components with fewer than two available replicas:", &single),
         format!("{} --ha | kubectl apply -f -", snapshot.scope.tulle_command("upgrade")),
     ))
 }
@@ -497,7 +511,7 @@ fn cni_is_ready(snapshot: &Snapshot) -> CheckResult {
             format!(
                 "there is no DaemonSet linkerd-cni in namespace {namespace}, so nothing redirects the traffic of new pods to their proxies"
             ),
-            "install the CNI plugin, or switch it off: --set cniEnabled=false",
+            "install the CNI plugin, or disable it: --set cniEnabled=false",
         ));
     };
     let (wanted, ready) = status.map_or((0, 0), |status| (status.desired_number_scheduled, status.number_ready));
@@ -519,8 +533,8 @@ pub(super) const VALIDATOR_WEBHOOKS: [&str; 2] = [
     "linkerd-policy-validator-webhook-config",
 ];
 
-/// The kinds of the mesh, and the newest version of each that the control plane can read. The CustomResourceDefinitions of this
-/// version of tulle serve it.
+/// The kinds of the mesh, each with the newest version that the control plane can read. The CustomResourceDefinitions of this
+/// version of tulle serve these versions.
 pub(super) const CRDS: &[(&str, &str)] = &[
     ("authorizationpolicies.policy.linkerd.io", "v1alpha1"),
     ("egressnetworks.policy.linkerd.io", "v1alpha1"),

@@ -54,12 +54,12 @@ fn namespace_exists(snapshot: &Snapshot) -> CheckResult {
     }
     Err(error(
         format!("there is no namespace {name}"),
-        "kubectl get namespaces shows which there are; name one with -n",
+        "kubectl get namespaces lists the namespaces; select one with -n",
     ))
 }
 
 /// The application pods to check, of one namespace or of all.
-fn pods(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
+fn application_pods(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
     let pods = snapshot.pods.as_ref()?.iter();
     let is_in_scope = |pod: &&Pod| {
         let namespace = snapshot.scope.namespace.as_deref();
@@ -71,8 +71,8 @@ fn pods(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
 }
 
 /// The pods with a proxy of this control plane.
-pub(super) fn meshed(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
-    let mut pods = pods(snapshot)?;
+pub(super) fn meshed_pods(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
+    let mut pods = application_pods(snapshot)?;
     pods.retain(|pod| {
         pod.labels().get(label::CONTROL_PLANE_NS) == Some(&snapshot.scope.control_plane_namespace) && has_proxy(pod)
     });
@@ -90,7 +90,7 @@ fn has_proxy(pod: &Pod) -> bool {
     containers.into_iter().any(|container| container.name == PROXY)
 }
 
-/// The status of the proxy container, native sidecar or ordinary container.
+/// The status of the proxy container, which can be a native sidecar or an ordinary container.
 fn proxy_status(pod: &Pod) -> Option<&ContainerStatus> {
     let status = pod.status.as_ref()?;
     let mut containers = status
@@ -106,7 +106,7 @@ fn full_name(pod: &Pod) -> String {
 }
 
 fn proxies_are_ready(snapshot: &Snapshot) -> CheckResult {
-    let pods = meshed(snapshot)?;
+    let pods = meshed_pods(snapshot)?;
     if pods.is_empty() {
         let scope = match &snapshot.scope.namespace {
             Some(namespace) => format!("namespace {namespace}"),
@@ -131,7 +131,7 @@ fn proxies_are_ready(snapshot: &Snapshot) -> CheckResult {
     ))
 }
 
-/// Pods without a proxy that the injector would inject, decided by the injector's code.
+/// Finds the pods without a proxy that the injector would inject. The injector's code decides.
 fn find_uninjected_pods(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
     let config = injection::Config {
         values: snapshot.injector_values()?,
@@ -140,8 +140,8 @@ fn find_uninjected_pods(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
     };
     let injector = &config.values.proxy_injector;
     let no_entries = BTreeMap::new();
-    let mut missed = Vec::new();
-    for pod in pods(snapshot)? {
+    let mut uninjected_pods = Vec::new();
+    for pod in application_pods(snapshot)? {
         let Some(spec) = &pod.spec else { continue };
         let name = resource::namespace(pod);
         let namespace = snapshot
@@ -160,28 +160,31 @@ fn find_uninjected_pods(snapshot: &Snapshot) -> Result<Vec<&Pod>, Problem> {
             owner: None,
         };
         if is_selected_by_webhook && matches!(injection::decide(&config, &target), injection::Decision::Inject(_)) {
-            missed.push(pod);
+            uninjected_pods.push(pod);
         }
     }
-    Ok(missed)
+    Ok(uninjected_pods)
 }
 
 /// Reports pods without a proxy that the injector would inject if they were created now.
 fn pods_are_injected(snapshot: &Snapshot) -> CheckResult {
-    let missed = find_uninjected_pods(snapshot)?;
-    if missed.is_empty() {
+    let uninjected_pods = find_uninjected_pods(snapshot)?;
+    if uninjected_pods.is_empty() {
         return Ok(());
     }
     Err(error(
-        listing("these pods should be injected, but have no proxy:", &names(&missed)),
-        recreate_commands(&missed),
+        listing(
+            "these pods should be injected, but have no proxy:",
+            &full_names(&uninjected_pods),
+        ),
+        recreate_commands(&uninjected_pods),
     ))
 }
 
 /// Reports the findings of the injector's audit that `pods_are_injected` does not report.
 ///
-/// The injector can read objects that this user cannot, but its audit runs only every five minutes. Pods deleted since then are
-/// ignored.
+/// The injector can read objects that this user cannot read, but its audit runs only every five minutes. Pods that were deleted
+/// after the audit are ignored.
 fn audit_is_clean(snapshot: &Snapshot) -> CheckResult {
     let findings = match &snapshot.injection_audit {
         None => return Ok(()),
@@ -195,35 +198,35 @@ fn audit_is_clean(snapshot: &Snapshot) -> CheckResult {
     };
     let uninjected = find_uninjected_pods(snapshot);
     let already_reported: BTreeSet<_> = uninjected.iter().flatten().map(|pod| full_name(pod)).collect();
-    let in_audit: BTreeSet<_> = findings
+    let audited_pods: BTreeSet<_> = findings
         .uninjected_pods
         .iter()
         .map(|pod| format!("{}/{}", pod.namespace, pod.name))
         .collect();
-    let mut remaining = pods(snapshot)?;
+    let mut remaining = application_pods(snapshot)?;
     remaining.retain(|pod| {
         let name = full_name(pod);
-        !has_proxy(pod) && in_audit.contains(&name) && !already_reported.contains(&name)
+        !has_proxy(pod) && audited_pods.contains(&name) && !already_reported.contains(&name)
     });
     if remaining.is_empty() {
         return Ok(());
     }
     let audited_at = findings.audited_at.as_deref().unwrap_or("an unknown time");
-    let what = listing(
+    let message = listing(
         &format!(
             "according to the injector's audit of {audited_at}, these pods should be injected, but have no proxy:"
         ),
-        &names(&remaining),
+        &full_names(&remaining),
     );
     Err(match uninjected {
-        // This command cannot decide on injection itself (an object cannot be read), so the audit is the only evidence.
-        Err(_) => error(what, recreate_commands(&remaining)),
+        // An object cannot be read, so this command cannot decide on injection itself. The audit is the only evidence.
+        Err(_) => error(message, recreate_commands(&remaining)),
         // The annotations changed after the audit, or the injector has not read the new values yet.
-        Ok(_) => warning(what, recreate_commands(&remaining)),
+        Ok(_) => warning(message, recreate_commands(&remaining)),
     })
 }
 
-fn names(pods: &[&Pod]) -> Vec<String> {
+fn full_names(pods: &[&Pod]) -> Vec<String> {
     pods.iter().map(|pod| full_name(pod)).collect()
 }
 
@@ -271,7 +274,7 @@ fn proxy_versions_match(snapshot: &Snapshot, against: ReferenceVersion) -> Check
         (ReferenceVersion::Expected, None) => return Ok(()),
         (ReferenceVersion::ControlPlane, _) => control_plane_version(snapshot)?,
     };
-    let other: Vec<_> = meshed(snapshot)?
+    let other: Vec<_> = meshed_pods(snapshot)?
         .iter()
         .filter_map(|pod| {
             let version = pod.annotations().get(annotation::PROXY_VERSION)?;
@@ -288,7 +291,7 @@ fn proxy_versions_match(snapshot: &Snapshot, against: ReferenceVersion) -> Check
 }
 
 fn pod_labels(snapshot: &Snapshot) -> CheckResult {
-    let pods = pods(snapshot)?;
+    let pods = application_pods(snapshot)?;
     let wrong = pods
         .iter()
         .flat_map(|pod| find_misplaced_labels(&format!("pod {}", full_name(pod)), pod.labels().keys()));
@@ -324,10 +327,13 @@ fn report_misplaced_labels(wrong: Vec<String>) -> CheckResult {
 
 fn annotations(snapshot: &Snapshot) -> CheckResult {
     let mut wrong = Vec::new();
-    let mut look = |object: String, annotations: &BTreeMap<String, String>| {
+    let mut check_object_annotations = |object: String, annotations: &BTreeMap<String, String>| {
         for (key, value) in annotations {
             if key == "linkerd.io/injected" {
-                wrong.push(format!("{object}: {key} injects nothing, {} does", annotation::INJECT));
+                wrong.push(format!(
+                    "{object}: {key} has no effect; the annotation that injects a proxy is {}",
+                    annotation::INJECT
+                ));
             }
             if key == annotation::INJECT && !matches!(value.as_str(), "enabled" | "disabled" | "ingress") {
                 wrong.push(format!(
@@ -339,8 +345,8 @@ fn annotations(snapshot: &Snapshot) -> CheckResult {
             }
         }
     };
-    for pod in pods(snapshot)? {
-        look(format!("pod {}", full_name(pod)), pod.annotations());
+    for pod in application_pods(snapshot)? {
+        check_object_annotations(format!("pod {}", full_name(pod)), pod.annotations());
     }
     for namespace in snapshot.namespaces.as_ref()? {
         let name = namespace.name_any();
@@ -350,13 +356,13 @@ fn annotations(snapshot: &Snapshot) -> CheckResult {
             .as_ref()
             .is_none_or(|namespace| *namespace == name)
         {
-            look(format!("namespace {name}"), namespace.annotations());
+            check_object_annotations(format!("namespace {name}"), namespace.annotations());
         }
     }
     for service in services(snapshot)? {
-        for item in opaque_ports_of(service).unknown {
+        for item in annotated_opaque_ports(service).unknown {
             wrong.push(format!(
-                "service {}: {} names {item:?}, which is neither a port of it, nor a range such as 3306-3309",
+                "service {}: {} names {item:?}, which is neither a port of this service nor a range such as 3306-3309",
                 service_name(service),
                 annotation::OPAQUE_PORTS
             ));
@@ -387,7 +393,7 @@ fn service_name(service: &Service) -> String {
 
 /// The client's proxy reads the Service's annotation and the server's proxy the pod's, so both must list the same opaque ports.
 fn opaque_ports_agree(snapshot: &Snapshot) -> CheckResult {
-    let pods = meshed(snapshot)?;
+    let pods = meshed_pods(snapshot)?;
     let default = snapshot.injector_values()?.proxy.opaque_ports;
     let mut problems = BTreeSet::new();
     for service in services(snapshot)? {
@@ -397,19 +403,19 @@ fn opaque_ports_agree(snapshot: &Snapshot) -> CheckResult {
             continue;
         }
         let service_list = opaque_port_list(service.annotations(), &default);
-        let of_service = resolve_service_ports(service, service_list).to_set();
-        let behind = pods.iter().filter(|pod| {
+        let service_opaque_ports = resolve_service_ports(service, service_list).to_set();
+        let selected_pods = pods.iter().filter(|pod| {
             Some(resource::namespace(pod)) == service.metadata.namespace.as_deref()
                 && selector.iter().all(|(key, value)| pod.labels().get(key) == Some(value))
         });
         let mut missing_in_service = BTreeSet::new();
-        for pod in behind {
+        for pod in selected_pods {
             let Some(pod_spec) = &pod.spec else { continue };
             let pod_list = opaque_port_list(pod.annotations(), &default);
-            let of_pod = resolve_ports(&PortList::parse(pod_list), pod_spec).to_set();
+            let pod_opaque_ports = resolve_ports(&PortList::parse(pod_list), pod_spec).to_set();
             let mut missing_in_pod = BTreeSet::new();
             for (port, target) in target_ports(pod, spec) {
-                match (of_service.contains(port), of_pod.contains(target)) {
+                match (service_opaque_ports.contains(port), pod_opaque_ports.contains(target)) {
                     (false, true) => {
                         missing_in_service.insert(port);
                     }
@@ -422,23 +428,23 @@ fn opaque_ports_agree(snapshot: &Snapshot) -> CheckResult {
             if !missing_in_pod.is_empty() {
                 problems.insert(format!(
                     "{} opaque in service {} but not in pod {}: annotate the pod template with {}: {:?}",
-                    ports_are(&missing_in_pod),
+                    ports_with_verb(&missing_in_pod),
                     service.name_any(),
                     full_name(pod),
                     annotation::OPAQUE_PORTS,
-                    with_ports(pod_list, &missing_in_pod),
+                    add_ports(pod_list, &missing_in_pod),
                 ));
             }
         }
         if !missing_in_service.is_empty() {
             problems.insert(format!(
                 "{} opaque in the pods of service {} but not in the service: kubectl annotate --overwrite service {} -n {} {}={}",
-                ports_are(&missing_in_service),
+                ports_with_verb(&missing_in_service),
                 service_name(service),
                 service.name_any(),
                 service.namespace().unwrap_or_default(),
                 annotation::OPAQUE_PORTS,
-                with_ports(service_list, &missing_in_service),
+                add_ports(service_list, &missing_in_service),
             ));
         }
     }
@@ -458,15 +464,15 @@ fn opaque_port_list<'a>(annotations: &'a BTreeMap<String, String>, default: &'a 
         .map_or(default, String::as_str)
 }
 
-/// A list with more ports. An annotation replaces the list that applied before, so it must contain that list.
-fn with_ports(list: &str, ports: &BTreeSet<u16>) -> String {
+/// Adds ports to a list of opaque ports. An annotation replaces the list that applied before, so it must contain that list.
+fn add_ports(list: &str, ports: &BTreeSet<u16>) -> String {
     let listed = list.split(',').map(str::trim).filter(|entry| !entry.is_empty());
     let entries = listed.map(str::to_owned).chain(ports.iter().map(u16::to_string));
     entries.collect::<Vec<_>>().join(",")
 }
 
-/// The subject and the verb of a sentence about these ports.
-fn ports_are(ports: &BTreeSet<u16>) -> String {
+/// The ports with a verb, as the start of a sentence: "port 80 is" or "ports 80, 81 are".
+fn ports_with_verb(ports: &BTreeSet<u16>) -> String {
     let numbers: Vec<_> = ports.iter().map(u16::to_string).collect();
     match numbers.len() {
         1 => format!("port {} is", numbers[0]),
@@ -475,7 +481,7 @@ fn ports_are(ports: &BTreeSet<u16>) -> String {
 }
 
 /// The ports that a Service's annotation lists, by number or by name.
-fn opaque_ports_of(service: &Service) -> ResolvedPorts {
+fn annotated_opaque_ports(service: &Service) -> ResolvedPorts {
     resolve_service_ports(service, opaque_port_list(service.annotations(), ""))
 }
 
@@ -488,7 +494,7 @@ fn resolve_service_ports(service: &Service, list: &str) -> ResolvedPorts {
     })
 }
 
-/// The ports of a Service, each with the pod's port to which it leads.
+/// The ports of a Service, each with its target port in the pod.
 fn target_ports<'a>(pod: &'a Pod, spec: &'a ServiceSpec) -> impl Iterator<Item = (u16, u16)> + 'a {
     spec.ports.iter().flatten().filter_map(|port| {
         let number = u16::try_from(port.port).ok()?;

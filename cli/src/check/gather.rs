@@ -23,8 +23,8 @@ use crate::certificates::Certificate;
 use crate::kubernetes::{Cluster, forward, reason, resource};
 use crate::{identity, kubernetes};
 
-/// Reads everything that the checks of this mode need.
-pub(super) async fn snapshot(cluster: Result<&Cluster, &str>, scope: &Scope) -> Snapshot {
+/// Reads the state that the checks of this mode need.
+pub(super) async fn take_snapshot(cluster: Result<&Cluster, &str>, scope: &Scope) -> Snapshot {
     let mut snapshot = Snapshot::empty(scope.clone(), system_time());
     let cluster = match cluster {
         Ok(cluster) => cluster,
@@ -33,7 +33,7 @@ pub(super) async fn snapshot(cluster: Result<&Cluster, &str>, scope: &Scope) -> 
             return snapshot;
         }
     };
-    match version(cluster).await {
+    match api_server_version(cluster).await {
         Ok((version, date)) => {
             snapshot.kubernetes_version = Ok(version);
             snapshot.now = date.unwrap_or(snapshot.now);
@@ -43,12 +43,12 @@ pub(super) async fn snapshot(cluster: Result<&Cluster, &str>, scope: &Scope) -> 
             return snapshot;
         }
     }
-    Box::pin(list_everything(cluster, &mut snapshot)).await;
-    fetch_what_is_not_listed(cluster, &mut snapshot).await;
+    Box::pin(list_objects(cluster, &mut snapshot)).await;
+    fetch_permissions_certificates_and_audit(cluster, &mut snapshot).await;
     snapshot
 }
 
-/// Lists again only what can change while checks are repeated: the control plane's objects, and pods for data plane checks.
+/// Updates the state that can change while checks are repeated: the control plane's objects, and pods.
 pub(super) async fn refresh(cluster: &Cluster, snapshot: &mut Snapshot) {
     let (client, namespace) = (&cluster.client, &cluster.control_plane_namespace);
     let cni = snapshot.scope.cni_namespace.clone();
@@ -78,7 +78,7 @@ pub(super) async fn refresh(cluster: &Cluster, snapshot: &mut Snapshot) {
             }
         }
     }
-    fetch_what_is_not_listed(cluster, snapshot).await;
+    fetch_permissions_certificates_and_audit(cluster, snapshot).await;
 }
 
 /// The namespaces whose pods are listed again. `None` means all, which is also the case if the last listing failed.
@@ -104,9 +104,9 @@ fn replace_pods(pods: &mut ListResult<Pod>, namespace: &str, listed: ListResult<
     }
 }
 
-/// Reads what the mode needs besides lists: permissions, or certificates and the injection audit from pods.
+/// Reads the state that is not listed: the permissions of the user, certificates, and the injection audit, as the mode needs them.
 /// Reads the time of the API server last.
-async fn fetch_what_is_not_listed(cluster: &Cluster, snapshot: &mut Snapshot) {
+async fn fetch_permissions_certificates_and_audit(cluster: &Cluster, snapshot: &mut Snapshot) {
     match snapshot.scope.mode {
         Mode::Pre => snapshot.permissions = check_permissions(cluster).await,
         Mode::Crds => {}
@@ -118,7 +118,7 @@ async fn fetch_what_is_not_listed(cluster: &Cluster, snapshot: &mut Snapshot) {
         }
     }
     // Read last: a certificate that was renewed after the time was read would seem not yet valid.
-    if let Ok((_, Some(date))) = version(cluster).await {
+    if let Ok((_, Some(date))) = api_server_version(cluster).await {
         snapshot.now = date;
     }
 }
@@ -129,25 +129,25 @@ fn system_time() -> i64 {
 }
 
 /// The version of the API server, and its clock as Unix time in seconds.
-async fn version(cluster: &Cluster) -> Result<(String, Option<i64>), String> {
+async fn api_server_version(cluster: &Cluster) -> Result<(String, Option<i64>), String> {
     let request = Request::get("/version")
         .body(kube::client::Body::empty())
         .map_err(|error| error.to_string())?;
     let exchange = async {
-        let answer = cluster.client.send(request).await.map_err(|error| reason(&error))?;
-        let date = answer
+        let response = cluster.client.send(request).await.map_err(|error| reason(&error))?;
+        let date = response
             .headers()
             .get(http::header::DATE)
             .and_then(|date| date.to_str().ok())
-            .and_then(http_date);
-        let status = answer.status();
-        let body = answer
+            .and_then(parse_http_date);
+        let status = response.status();
+        let body = response
             .into_body()
             .collect_bytes()
             .await
             .map_err(|error| reason(&error))?;
         if !status.is_success() {
-            return Err(format!("the API server answered {status}"));
+            return Err(format!("the API server responded with status {status}"));
         }
         let info: serde_json::Value =
             serde_json::from_slice(&body).map_err(|error| format!("the API server's version is not JSON: {error}"))?;
@@ -155,17 +155,17 @@ async fn version(cluster: &Cluster) -> Result<(String, Option<i64>), String> {
     };
     tokio::time::timeout(REQUEST_TIMEOUT, exchange)
         .await
-        .map_err(|_elapsed| format!("the API server did not answer within {REQUEST_TIMEOUT:?}"))?
+        .map_err(|_elapsed| format!("the API server did not respond within {REQUEST_TIMEOUT:?}"))?
 }
 
 /// Parses a date such as `Sat, 21 Nov 2026 12:00:00 GMT` to Unix time in seconds.
-fn http_date(text: &str) -> Option<i64> {
+fn parse_http_date(text: &str) -> Option<i64> {
     let utc = format!("{}+0000", text.strip_suffix("GMT")?);
     let time = time::OffsetDateTime::parse(&utc, &time::format_description::well_known::Rfc2822).ok()?;
     Some(time.unix_timestamp())
 }
 
-async fn list_everything(cluster: &Cluster, snapshot: &mut Snapshot) {
+async fn list_objects(cluster: &Cluster, snapshot: &mut Snapshot) {
     let (client, namespace) = (&cluster.client, &cluster.control_plane_namespace);
     (
         snapshot.namespaces,
@@ -254,8 +254,8 @@ async fn check_permissions(cluster: &Cluster) -> BTreeMap<Permission, Result<boo
                 },
                 ..SelfSubjectAccessReview::default()
             };
-            let answer = api.create(&PostParams::default(), &review).await;
-            let allowed = answer.map(|review| review.status.is_some_and(|status| status.allowed));
+            let response = api.create(&PostParams::default(), &review).await;
+            let allowed = response.map(|review| review.status.is_some_and(|status| status.allowed));
             (permission, allowed.map_err(|error| reason(&error)))
         }
     });
@@ -266,14 +266,16 @@ async fn check_permissions(cluster: &Cluster) -> BTreeMap<Permission, Result<boo
 }
 
 fn find_running_pod<'a>(snapshot: &'a Snapshot, component: &str) -> Option<&'a Pod> {
-    let mut pods = control_plane::pods(snapshot).unwrap_or_default().into_iter();
+    let mut pods = control_plane::control_plane_pods(snapshot)
+        .unwrap_or_default()
+        .into_iter();
     pods.find(|pod| {
         let phase = pod.status.as_ref().and_then(|status| status.phase.as_deref());
         pod.labels().get(control_plane::COMPONENT).map(String::as_str) == Some(component) && phase == Some("Running")
     })
 }
 
-/// Reads the certificate of a running pod of each webhook. If none runs, the checks use the Secret.
+/// Fetches the certificate of each webhook from a running pod. For a webhook without a running pod, the checks use its Secret.
 async fn webhook_certificates(cluster: &Cluster, snapshot: &Snapshot) -> BTreeMap<String, Result<Certificate, String>> {
     let requests = WEBHOOKS.iter().filter_map(|webhook| {
         let pod = find_running_pod(snapshot, webhook.component)?.name_any();
@@ -298,7 +300,7 @@ async fn proxy_certificates(
     cluster: &Cluster,
     snapshot: &Snapshot,
 ) -> BTreeMap<String, Result<Vec<Certificate>, String>> {
-    let pods = data_plane::meshed(snapshot).unwrap_or_default();
+    let pods = data_plane::meshed_pods(snapshot).unwrap_or_default();
     let trust_domain = snapshot
         .values()
         .ok()
@@ -378,9 +380,9 @@ mod tests {
     #[tokio::test]
     async fn a_refresh_reads_the_time_again() {
         let service = tower::service_fn(|_: Request<kube::client::Body>| {
-            let answer = http::Response::builder().header(http::header::DATE, "Sat, 21 Nov 2026 12:00:00 GMT");
+            let response = http::Response::builder().header(http::header::DATE, "Sat, 21 Nov 2026 12:00:00 GMT");
             let body = kube::client::Body::from(b"{}".to_vec());
-            std::future::ready(Ok::<_, std::convert::Infallible>(answer.body(body).unwrap()))
+            std::future::ready(Ok::<_, std::convert::Infallible>(response.body(body).unwrap()))
         });
         let cluster = Cluster {
             client: kube::Client::new(service, "default"),
@@ -394,7 +396,7 @@ mod tests {
 
     #[test]
     fn the_date_header_of_a_response_is_parsed() {
-        assert_eq!(http_date("Sat, 21 Nov 2026 12:00:00 GMT"), Some(1_795_262_400));
-        assert_eq!(http_date("yesterday"), None);
+        assert_eq!(parse_http_date("Sat, 21 Nov 2026 12:00:00 GMT"), Some(1_795_262_400));
+        assert_eq!(parse_http_date("yesterday"), None);
     }
 }

@@ -1,7 +1,7 @@
 //! `tulle check`: checks that a cluster is ready for a mesh or that its mesh is healthy, and prints a fix for each problem.
 //!
 //! [`gather`] takes a snapshot of the cluster. Checks are pure functions of it, so each one is tested on plain objects.
-//! Checks that can succeed later are repeated until they succeed or the wait time ends. Checks do not modify the cluster.
+//! Checks that can succeed later are repeated until they succeed or the wait time ends. No check modifies the cluster.
 
 mod category;
 mod control_plane;
@@ -83,7 +83,7 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
     print_conclusion(&reports, args.output)
 }
 
-/// Prints what follows the categories: the conclusion, or all of them as JSON. Returns the exit code.
+/// Prints the end of the output: the conclusion, or all categories as JSON. Returns the exit code.
 ///
 /// # Errors
 /// Fails if it cannot print.
@@ -112,14 +112,14 @@ impl Args {
             namespace: self.namespace.clone(),
             expected_version: self.expected_version.clone(),
             cni_namespace: self.cni_namespace.clone(),
-            cni: self.linkerd_cni_enabled,
+            check_cni: self.linkerd_cni_enabled,
         }
     }
 }
 
 async fn run(cluster: Result<&Cluster, &str>, scope: &Scope, args: &Args) -> anyhow::Result<Vec<CategoryReport>> {
     let deadline = Instant::now() + args.wait;
-    let mut snapshot = Box::pin(gather::snapshot(cluster, scope)).await;
+    let mut snapshot = Box::pin(gather::take_snapshot(cluster, scope)).await;
     let mut reports = Vec::new();
     let mut last_message = None;
     for category in categories(&snapshot) {
@@ -129,11 +129,11 @@ async fn run(cluster: Result<&Cluster, &str>, scope: &Scope, args: &Args) -> any
             ..
         } = loop {
             let run = run_category(&category, &snapshot);
-            let Some(what) = run.first_retryable_failure.filter(|_| Instant::now() < deadline) else {
+            let Some(description) = run.first_retryable_failure.filter(|_| Instant::now() < deadline) else {
                 break run;
             };
-            if last_message.replace(what) != Some(what) {
-                eprintln!("waiting for: {what}");
+            if last_message.replace(description) != Some(description) {
+                eprintln!("waiting for: {description}");
             }
             sleep(REFRESH_INTERVAL).await;
             match cluster {
@@ -160,7 +160,7 @@ struct CategoryRun {
     report: CategoryReport,
     /// The description of the first failed check that can succeed later.
     first_retryable_failure: Option<&'static str>,
-    /// Whether a check failed without which the others make no sense.
+    /// Whether a check failed on which all later checks depend.
     has_fatal_failure: bool,
 }
 
@@ -217,7 +217,7 @@ fn categories(snapshot: &Snapshot) -> Vec<Category> {
                 ]);
             }
             let values = snapshot.values().unwrap_or_default();
-            if snapshot.scope.cni || snapshot::value(&values, "cniEnabled") == &serde_json::Value::Bool(true) {
+            if snapshot.scope.check_cni || snapshot::value_at(&values, "cniEnabled") == &serde_json::Value::Bool(true) {
                 categories.push(control_plane::cni());
             }
             categories.push(control_plane::high_availability());

@@ -10,8 +10,8 @@ pub(super) fn kubernetes_api() -> Category {
     Category {
         name: "kubernetes-api",
         checks: vec![
-            Check::new("can initialize the client", client).fatal(),
-            Check::new("can query the Kubernetes API", reachable).fatal(),
+            Check::new("can initialize the client", client_is_created).fatal(),
+            Check::new("can query the Kubernetes API", api_is_reachable).fatal(),
         ],
     }
 }
@@ -19,7 +19,10 @@ pub(super) fn kubernetes_api() -> Category {
 pub(super) fn kubernetes_version() -> Category {
     Category {
         name: "kubernetes-version",
-        checks: vec![Check::new("is running the minimum Kubernetes API version", version)],
+        checks: vec![Check::new(
+            "is running the minimum Kubernetes API version",
+            kubernetes_is_new_enough,
+        )],
     }
 }
 
@@ -37,32 +40,35 @@ pub(super) fn pre_kubernetes_setup() -> Category {
     Category {
         name: "pre-kubernetes-setup",
         checks: vec![
-            Check::new("control plane namespace does not already exist", namespace_is_free),
+            Check::new(
+                "control plane namespace does not already exist",
+                namespace_does_not_exist,
+            ),
             Check::new("can create non-namespaced resources", |s| {
                 has_permissions(s, CLUSTER_PERMISSIONS)
             }),
             Check::new("can create ServiceAccounts", |s| {
-                has_permissions(s, &[namespaced("create", "", "serviceaccounts")])
+                has_permissions(s, &[namespace_permission("create", "", "serviceaccounts")])
             }),
             Check::new("can create Services", |s| {
-                has_permissions(s, &[namespaced("create", "", "services")])
+                has_permissions(s, &[namespace_permission("create", "", "services")])
             }),
             Check::new("can create Deployments", |s| {
-                has_permissions(s, &[namespaced("create", "apps", "deployments")])
+                has_permissions(s, &[namespace_permission("create", "apps", "deployments")])
             }),
             Check::new("can create ConfigMaps", |s| {
-                has_permissions(s, &[namespaced("create", "", "configmaps")])
+                has_permissions(s, &[namespace_permission("create", "", "configmaps")])
             }),
             Check::new("can create Secrets", |s| {
-                has_permissions(s, &[namespaced("create", "", "secrets")])
+                has_permissions(s, &[namespace_permission("create", "", "secrets")])
             }),
             Check::new("can read Secrets", |s| {
-                has_permissions(s, &[namespaced("get", "", "secrets")])
+                has_permissions(s, &[namespace_permission("get", "", "secrets")])
             }),
             Check::new("can create Roles and RoleBindings", |s| {
                 has_permissions(s, ROLE_PERMISSIONS)
             }),
-            Check::new("no clock skew detected", clocks_agree),
+            Check::new("no clock skew detected", clocks_are_synchronized),
         ],
     }
 }
@@ -71,13 +77,15 @@ pub(super) fn pre_kubernetes_setup() -> Category {
 pub(super) fn required_permissions() -> Vec<Permission> {
     let mut all = CLUSTER_PERMISSIONS.to_vec();
     all.extend_from_slice(ROLE_PERMISSIONS);
-    all.extend(["serviceaccounts", "services", "configmaps", "secrets"].map(|name| namespaced("create", "", name)));
-    all.push(namespaced("create", "apps", "deployments"));
-    all.push(namespaced("get", "", "secrets"));
+    all.extend(
+        ["serviceaccounts", "services", "configmaps", "secrets"].map(|name| namespace_permission("create", "", name)),
+    );
+    all.push(namespace_permission("create", "apps", "deployments"));
+    all.push(namespace_permission("get", "", "secrets"));
     all
 }
 
-const fn cluster_wide(group: &'static str, resource: &'static str) -> Permission {
+const fn create_cluster_object(group: &'static str, resource: &'static str) -> Permission {
     Permission {
         verb: "create",
         group,
@@ -86,7 +94,7 @@ const fn cluster_wide(group: &'static str, resource: &'static str) -> Permission
     }
 }
 
-const fn namespaced(verb: &'static str, group: &'static str, resource: &'static str) -> Permission {
+const fn namespace_permission(verb: &'static str, group: &'static str, resource: &'static str) -> Permission {
     Permission {
         verb,
         group,
@@ -96,30 +104,30 @@ const fn namespaced(verb: &'static str, group: &'static str, resource: &'static 
 }
 
 const CLUSTER_PERMISSIONS: &[Permission] = &[
-    cluster_wide("", "namespaces"),
-    cluster_wide("rbac.authorization.k8s.io", "clusterroles"),
-    cluster_wide("rbac.authorization.k8s.io", "clusterrolebindings"),
-    cluster_wide("apiextensions.k8s.io", "customresourcedefinitions"),
-    cluster_wide("admissionregistration.k8s.io", "mutatingwebhookconfigurations"),
-    cluster_wide("admissionregistration.k8s.io", "validatingwebhookconfigurations"),
-    cluster_wide("apiregistration.k8s.io", "apiservices"),
+    create_cluster_object("", "namespaces"),
+    create_cluster_object("rbac.authorization.k8s.io", "clusterroles"),
+    create_cluster_object("rbac.authorization.k8s.io", "clusterrolebindings"),
+    create_cluster_object("apiextensions.k8s.io", "customresourcedefinitions"),
+    create_cluster_object("admissionregistration.k8s.io", "mutatingwebhookconfigurations"),
+    create_cluster_object("admissionregistration.k8s.io", "validatingwebhookconfigurations"),
+    create_cluster_object("apiregistration.k8s.io", "apiservices"),
 ];
 
 const ROLE_PERMISSIONS: &[Permission] = &[
-    namespaced("create", "rbac.authorization.k8s.io", "roles"),
-    namespaced("create", "rbac.authorization.k8s.io", "rolebindings"),
+    namespace_permission("create", "rbac.authorization.k8s.io", "roles"),
+    namespace_permission("create", "rbac.authorization.k8s.io", "rolebindings"),
 ];
 
-fn client(snapshot: &Snapshot) -> CheckResult {
+fn client_is_created(snapshot: &Snapshot) -> CheckResult {
     snapshot.client.clone().map_err(|why| {
         error(
             why,
-            "give --kubeconfig FILE or --context NAME; `kubectl config get-contexts` lists the available ones",
+            "pass --kubeconfig FILE or --context NAME; `kubectl config get-contexts` lists the contexts",
         )
     })
 }
 
-fn reachable(snapshot: &Snapshot) -> CheckResult {
+fn api_is_reachable(snapshot: &Snapshot) -> CheckResult {
     match &snapshot.kubernetes_version {
         Ok(_) => Ok(()),
         Err(why) => Err(error(
@@ -129,7 +137,7 @@ fn reachable(snapshot: &Snapshot) -> CheckResult {
     }
 }
 
-fn version(snapshot: &Snapshot) -> CheckResult {
+fn kubernetes_is_new_enough(snapshot: &Snapshot) -> CheckResult {
     let Ok(version) = &snapshot.kubernetes_version else {
         return Ok(());
     };
@@ -158,7 +166,7 @@ fn parse_version(text: &str) -> Option<(u32, u32)> {
     Some((parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
 }
 
-/// All APIs that the charts use are stable since 1.31.
+/// The oldest version in which all APIs that the charts use are stable.
 const MIN_KUBERNETES_VERSION: (u32, u32) = (1, 31);
 
 fn gateway_api_exists(snapshot: &Snapshot) -> CheckResult {
@@ -185,7 +193,7 @@ const GATEWAY_CRDS: &[&str] = &[
     "grpcroutes.gateway.networking.k8s.io",
 ];
 
-fn namespace_is_free(snapshot: &Snapshot) -> CheckResult {
+fn namespace_does_not_exist(snapshot: &Snapshot) -> CheckResult {
     let name = &snapshot.scope.control_plane_namespace;
     if !snapshot.has_namespace(name)? {
         return Ok(());
@@ -193,7 +201,7 @@ fn namespace_is_free(snapshot: &Snapshot) -> CheckResult {
     Err(error(
         format!("the namespace {name} exists already"),
         format!(
-            "choose another with -L NAMESPACE; if a control plane is there: `{}`, or remove it with `{} | kubectl delete -f -`",
+            "choose another with -L NAMESPACE; if it contains a control plane, check it with `{}`, or remove it with `{} | kubectl delete -f -`",
             snapshot.scope.tulle_command("check"),
             snapshot.scope.tulle_command("uninstall")
         ),
@@ -222,14 +230,14 @@ fn has_permissions(snapshot: &Snapshot, wanted: &[Permission]) -> CheckResult {
     let Some((first, name)) = denied.first() else {
         return Ok(());
     };
-    let what = denied
+    let denied_actions = denied
         .iter()
         .map(|(permission, name)| format!("{} {name}", permission.verb))
         .collect::<Vec<_>>();
     Err(error(
-        format!("you may not {}", what.join(", ")),
+        format!("you may not {}", denied_actions.join(", ")),
         format!(
-            "act as an administrator (--as USER, --context NAME); ask `kubectl auth can-i {} {name}{}`",
+            "act as an administrator (--as USER, --context NAME); verify with `kubectl auth can-i {} {name}{}`",
             first.verb,
             match first.scope {
                 PermissionScope::Cluster => String::new(),
@@ -239,10 +247,10 @@ fn has_permissions(snapshot: &Snapshot, wanted: &[Permission]) -> CheckResult {
     ))
 }
 
-/// Nodes renew a lease every 10 s with their own clock. A time far from the API server's clock means clock skew.
+/// Each node renews a lease every 10 s with the time of its own clock. The check compares this time with the API server's clock.
 ///
 /// The lease of a node that is down is old as well, so nodes that are not ready are skipped.
-fn clocks_agree(snapshot: &Snapshot) -> CheckResult {
+fn clocks_are_synchronized(snapshot: &Snapshot) -> CheckResult {
     let nodes = snapshot.nodes.as_ref()?;
     let leases = snapshot.node_leases.as_ref().map_err(Problem::from)?;
     let mut skewed = Vec::new();
@@ -281,8 +289,8 @@ fn is_ready(node: &k8s_openapi::api::core::v1::Node) -> bool {
         .any(|condition| condition.type_ == "Ready" && condition.status == "True")
 }
 
-/// In seconds. Leaf certificates are back-dated by 20 s, and the response can be some seconds old.
+/// Less than the 20 s by which leaf certificates are back-dated, because the response can be some seconds old.
 const MAX_CLOCK_AHEAD_SECONDS: i64 = 15;
-/// In seconds. By default, a node that does not renew its lease stays ready for up to 60 s: 50 s (40 s before Kubernetes 1.32) of
-/// `node-monitor-grace-period`, checked every 5 s and counted from the check that saw the last renewal.
+/// By default, a node that does not renew its lease stays ready for up to 60 s. The `node-monitor-grace-period` is 50 s (40 s
+/// before Kubernetes 1.32). It is checked every 5 s, and counted from the check that saw the last renewal.
 const MAX_CLOCK_BEHIND_SECONDS: i64 = 60;

@@ -18,19 +18,19 @@ pub(crate) enum Severity {
 }
 
 /// A problem that makes the command fail.
-pub(crate) fn error(what: impl Into<String>, fix: impl Into<String>) -> Problem {
+pub(crate) fn error(message: impl Into<String>, fix: impl Into<String>) -> Problem {
     Problem {
         severity: Severity::Error,
-        message: what.into(),
+        message: message.into(),
         fix: fix.into(),
     }
 }
 
 /// A problem that does not make the command fail.
-pub(crate) fn warning(what: impl Into<String>, fix: impl Into<String>) -> Problem {
+pub(crate) fn warning(message: impl Into<String>, fix: impl Into<String>) -> Problem {
     Problem {
         severity: Severity::Warning,
-        ..error(what, fix)
+        ..error(message, fix)
     }
 }
 

@@ -13,7 +13,7 @@ pub(crate) struct CategoryReport {
     pub(crate) checks: Vec<CheckReport>,
 }
 
-/// Field names are Linkerd's.
+/// The result of a check. The JSON fields have the names of Linkerd's command.
 #[derive(Debug, PartialEq, Serialize)]
 pub(crate) struct CheckReport {
     pub(crate) description: &'static str,
@@ -59,8 +59,8 @@ impl CheckReport {
             let _ = writeln!(text, "    {line}");
         }
         for (number, line) in self.hint.iter().flat_map(|hint| hint.lines()).enumerate() {
-            let lead = if number == 0 { "fix: " } else { "     " };
-            let _ = writeln!(text, "    {lead}{line}");
+            let prefix = if number == 0 { "fix: " } else { "     " };
+            let _ = writeln!(text, "    {prefix}{line}");
         }
         text
     }
@@ -76,7 +76,7 @@ impl CategoryReport {
         self.text(|_| true)
     }
 
-    /// The checks that found a problem; empty if there is none.
+    /// The checks that found a problem. Empty if no check found one.
     pub(crate) fn short(&self) -> String {
         if self.has_no_findings() {
             return String::new();
@@ -94,7 +94,7 @@ impl CategoryReport {
     }
 }
 
-/// Whether no check failed.
+/// Whether no check found an error. Warnings count as success.
 pub(crate) fn succeeded(categories: &[CategoryReport]) -> bool {
     categories
         .iter()

@@ -1,4 +1,4 @@
-/// What is checked, and where.
+/// The checks to run, and the namespaces that they cover.
 #[derive(Clone, Debug)]
 pub(super) struct Scope {
     pub(super) mode: Mode,
@@ -7,7 +7,8 @@ pub(super) struct Scope {
     pub(super) namespace: Option<String>,
     pub(super) expected_version: Option<String>,
     pub(super) cni_namespace: String,
-    pub(super) cni: bool,
+    /// Whether the CNI plugin is checked even if the control plane is not configured for it.
+    pub(super) check_cni: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

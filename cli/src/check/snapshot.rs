@@ -61,7 +61,7 @@ pub(super) struct Snapshot {
     pub(super) pods: ListResult<Pod>,
     /// Of all namespaces.
     pub(super) services: ListResult<Service>,
-    /// This field and the next ones: of the control plane's namespace.
+    /// Of the control plane's namespace, like the next four lists.
     pub(super) config_maps: ListResult<ConfigMap>,
     pub(super) secrets: ListResult<Secret>,
     pub(super) service_accounts: ListResult<ServiceAccount>,
@@ -134,7 +134,7 @@ impl Snapshot {
     pub(super) fn values(&self) -> Result<Value, Problem> {
         serde_yaml_ng::from_str(self.values_text()?).map_err(|problem| {
             error(
-                format!("the values in ConfigMap {CONFIG} are not YAML: {problem}"),
+                format!("the values in ConfigMap {CONFIG_MAP} are not YAML: {problem}"),
                 self.scope.upgrade_command(),
             )
         })
@@ -147,7 +147,7 @@ impl Snapshot {
                 .map(|cause| format!(": {cause}"))
                 .unwrap_or_default();
             error(
-                format!("the values in ConfigMap {CONFIG} cannot be used: {problem}{cause}"),
+                format!("the values in ConfigMap {CONFIG_MAP} cannot be used: {problem}{cause}"),
                 self.scope.upgrade_command(),
             )
         })
@@ -155,12 +155,12 @@ impl Snapshot {
 
     fn values_text(&self) -> Result<&str, Problem> {
         let yaml = self
-            .config_map(CONFIG)?
+            .config_map(CONFIG_MAP)?
             .and_then(|map| map.data.as_ref()?.get("values"));
         yaml.map(String::as_str).ok_or_else(|| {
             error(
                 format!(
-                    "ConfigMap {CONFIG} with the key \"values\" is not in namespace {}",
+                    "ConfigMap {CONFIG_MAP} with the key \"values\" is not in namespace {}",
                     self.scope.control_plane_namespace
                 ),
                 self.scope.install_command(),
@@ -182,11 +182,11 @@ impl Snapshot {
 
     /// The trust anchors of the mesh.
     pub(super) fn anchors(&self) -> Result<Vec<Certificate>, Problem> {
-        let map = self.config_map(TRUST_ROOTS)?;
+        let map = self.config_map(TRUST_ROOTS_CONFIG_MAP)?;
         let Some(pem) = map.and_then(|map| map.data.as_ref()?.get("ca-bundle.crt")) else {
             return Err(error(
                 format!(
-                    "ConfigMap {TRUST_ROOTS} with the key \"ca-bundle.crt\" is not in namespace {}",
+                    "ConfigMap {TRUST_ROOTS_CONFIG_MAP} with the key \"ca-bundle.crt\" is not in namespace {}",
                     self.scope.control_plane_namespace
                 ),
                 self.scope.upgrade_command(),
@@ -194,7 +194,7 @@ impl Snapshot {
         };
         Certificate::parse_bundle(pem.as_bytes()).map_err(|problem| {
             error(
-                format!("the trust anchors in ConfigMap {TRUST_ROOTS} cannot be used: {problem:#}"),
+                format!("the trust anchors in ConfigMap {TRUST_ROOTS_CONFIG_MAP} cannot be used: {problem:#}"),
                 format!(
                     "{} --identity-trust-anchors-file ca.crt | kubectl apply -f -",
                     self.scope.tulle_command("upgrade")
@@ -205,7 +205,7 @@ impl Snapshot {
 }
 
 /// Looks up a value by its dotted path in the chart's values.
-pub(super) fn value<'a>(values: &'a Value, path: &str) -> &'a Value {
+pub(super) fn value_at<'a>(values: &'a Value, path: &str) -> &'a Value {
     path.split('.').fold(values, |value, key| &value[key])
 }
 
@@ -227,6 +227,6 @@ impl fmt::Display for ListError {
     }
 }
 
-pub(super) const CONFIG: &str = "linkerd-config";
-pub(super) const TRUST_ROOTS: &str = "linkerd-identity-trust-roots";
-pub(super) const ISSUER: &str = "linkerd-identity-issuer";
+pub(super) const CONFIG_MAP: &str = "linkerd-config";
+pub(super) const TRUST_ROOTS_CONFIG_MAP: &str = "linkerd-identity-trust-roots";
+pub(super) const ISSUER_SECRET: &str = "linkerd-identity-issuer";

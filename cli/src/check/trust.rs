@@ -8,7 +8,7 @@ use tulle_core::names::telemetry::API_SERVICE;
 use super::category::{Category, Check};
 use super::control_plane::{INJECTOR_WEBHOOK, VALIDATOR_WEBHOOKS};
 use super::problem::{CheckResult, Problem, error, listing, warning};
-use super::snapshot::{ISSUER, Snapshot, TRUST_ROOTS, value};
+use super::snapshot::{ISSUER_SECRET, Snapshot, TRUST_ROOTS_CONFIG_MAP, value_at};
 use crate::certificates::{Certificate, Key, Signature, chains_to};
 
 pub(super) fn identity() -> Category {
@@ -21,17 +21,17 @@ pub(super) fn identity() -> Category {
                 anchors_are_supported,
             ),
             Check::new("trust anchors are within their validity period", |s| {
-                check_validity(s, &anchors(s)?, Authority::TrustAnchor)
+                check_validity(s, &trust_anchors(s)?, Authority::TrustAnchor)
             }),
             Check::new("trust anchors are valid for at least 60 days", |s| {
-                check_remaining_lifetime(s, &anchors(s)?, Authority::TrustAnchor)
+                check_remaining_lifetime(s, &trust_anchors(s)?, Authority::TrustAnchor)
             }),
             Check::new("issuer cert is using supported crypto algorithm", issuer_is_supported),
             Check::new("issuer cert is within its validity period", |s| {
-                check_validity(s, &issuer(s)?, Authority::Issuer)
+                check_validity(s, &issuer_chain(s)?, Authority::Issuer)
             }),
             Check::new("issuer cert is valid for at least 60 days", |s| {
-                check_remaining_lifetime(s, &issuer(s)?, Authority::Issuer)
+                check_remaining_lifetime(s, &issuer_chain(s)?, Authority::Issuer)
             }),
             Check::new("issuer cert is issued by the trust anchor", issuer_is_trusted),
         ],
@@ -71,7 +71,10 @@ pub(super) fn webhooks() -> Category {
 pub(super) fn data_plane() -> Category {
     Category {
         name: "linkerd-identity-data-plane",
-        checks: vec![Check::new("data plane proxies certificate match CA", proxies_match)],
+        checks: vec![Check::new(
+            "data plane proxies certificate match CA",
+            proxy_certificates_match,
+        )],
     }
 }
 
@@ -82,7 +85,7 @@ enum Authority {
     Issuer,
 }
 
-/// How to replace a certificate authority.
+/// The fix that replaces a certificate authority.
 fn rotation_fix(snapshot: &Snapshot, authority: Authority) -> String {
     let upgrade = snapshot.scope.tulle_command("upgrade");
     match authority {
@@ -97,15 +100,15 @@ fn rotation_fix(snapshot: &Snapshot, authority: Authority) -> String {
     }
 }
 
-fn anchors(snapshot: &Snapshot) -> Result<Vec<Certificate>, Problem> {
+fn trust_anchors(snapshot: &Snapshot) -> Result<Vec<Certificate>, Problem> {
     snapshot.anchors()
 }
 
 fn issuer_secret(snapshot: &Snapshot) -> Result<&Secret, Problem> {
-    snapshot.secret(ISSUER)?.ok_or_else(|| {
+    snapshot.secret(ISSUER_SECRET)?.ok_or_else(|| {
         error(
             format!(
-                "Secret {ISSUER} is not in namespace {}, so no certificate can be signed",
+                "Secret {ISSUER_SECRET} is not in namespace {}, so no certificate can be signed",
                 snapshot.scope.control_plane_namespace
             ),
             rotation_fix(snapshot, Authority::Issuer),
@@ -114,53 +117,53 @@ fn issuer_secret(snapshot: &Snapshot) -> Result<&Secret, Problem> {
 }
 
 /// The issuer's certificate and its chain.
-fn issuer(snapshot: &Snapshot) -> Result<Vec<Certificate>, Problem> {
+fn issuer_chain(snapshot: &Snapshot) -> Result<Vec<Certificate>, Problem> {
     let secret = issuer_secret(snapshot)?;
     let data = secret.data.as_ref();
     let pem = ["crt.pem", "tls.crt"].iter().find_map(|key| data?.get(*key));
     let Some(pem) = pem else {
         return Err(error(
-            format!("Secret {ISSUER} has neither crt.pem nor tls.crt"),
+            format!("Secret {ISSUER_SECRET} has neither crt.pem nor tls.crt"),
             rotation_fix(snapshot, Authority::Issuer),
         ));
     };
     Certificate::parse_bundle(&pem.0).map_err(|problem| {
         error(
-            format!("the certificate in Secret {ISSUER} cannot be used: {problem:#}"),
+            format!("the certificate in Secret {ISSUER_SECRET} cannot be used: {problem:#}"),
             rotation_fix(snapshot, Authority::Issuer),
         )
     })
 }
 
 fn config_is_valid(snapshot: &Snapshot) -> CheckResult {
-    anchors(snapshot)?;
-    issuer(snapshot)?;
+    trust_anchors(snapshot)?;
+    issuer_chain(snapshot)?;
     let data = issuer_secret(snapshot)?.data.as_ref();
-    let found = |key: &str| data.is_some_and(|data| data.contains_key(key));
-    if !found("key.pem") && !found("tls.key") {
+    let has_key = |key: &str| data.is_some_and(|data| data.contains_key(key));
+    if !has_key("key.pem") && !has_key("tls.key") {
         return Err(error(
-            format!("Secret {ISSUER} has neither key.pem nor tls.key"),
+            format!("Secret {ISSUER_SECRET} has neither key.pem nor tls.key"),
             rotation_fix(snapshot, Authority::Issuer),
         ));
     }
     let values = snapshot.values()?;
-    let scheme = value(&values, "identity.issuer.scheme")
+    let scheme = value_at(&values, "identity.issuer.scheme")
         .as_str()
         .unwrap_or(SCHEME_LINKERD);
-    let right = match scheme {
-        SCHEME_LINKERD => found("crt.pem"),
-        SCHEME_KUBERNETES => found("tls.crt"),
+    let has_keys_of_scheme = match scheme {
+        SCHEME_LINKERD => has_key("crt.pem"),
+        SCHEME_KUBERNETES => has_key("tls.crt"),
         _ => false,
     };
-    if right {
+    if has_keys_of_scheme {
         return Ok(());
     }
     Err(error(
-        format!("identity.issuer.scheme is {scheme:?}, but Secret {ISSUER} has the data keys of another scheme"),
+        format!("identity.issuer.scheme is {scheme:?}, but Secret {ISSUER_SECRET} has the data keys of another scheme"),
         format!(
             "{} --set identity.issuer.scheme={} | kubectl apply -f -",
             snapshot.scope.tulle_command("upgrade"),
-            if found("tls.crt") {
+            if has_key("tls.crt") {
                 SCHEME_KUBERNETES
             } else {
                 SCHEME_LINKERD
@@ -170,7 +173,7 @@ fn config_is_valid(snapshot: &Snapshot) -> CheckResult {
 }
 
 fn anchors_are_supported(snapshot: &Snapshot) -> CheckResult {
-    let unsupported: Vec<_> = anchors(snapshot)?
+    let unsupported: Vec<_> = trust_anchors(snapshot)?
         .iter()
         .filter(|anchor| !matches!(anchor.key, Key::EcdsaP256 | Key::Rsa(2048 | 4096)))
         .map(|anchor| format!("{}: {:?}", anchor.name, anchor.key))
@@ -188,7 +191,7 @@ fn anchors_are_supported(snapshot: &Snapshot) -> CheckResult {
 }
 
 fn issuer_is_supported(snapshot: &Snapshot) -> CheckResult {
-    let issuer = issuer(snapshot)?;
+    let issuer = issuer_chain(snapshot)?;
     let Some(issuer) = issuer.first() else { return Ok(()) };
     if issuer.key != Key::EcdsaP256 {
         return Err(error(
@@ -212,49 +215,56 @@ fn issuer_is_supported(snapshot: &Snapshot) -> CheckResult {
 }
 
 fn issuer_is_trusted(snapshot: &Snapshot) -> CheckResult {
-    let chain = issuer(snapshot)?;
-    if chains_to(&chain, &anchors(snapshot)?) {
+    let chain = issuer_chain(snapshot)?;
+    if chains_to(&chain, &trust_anchors(snapshot)?) {
         return Ok(());
     }
     let name = chain.first().map(|cert| cert.name.as_str()).unwrap_or_default();
     Err(error(
         format!(
-            "the issuer {name} in Secret {ISSUER} is signed by none of the trust anchors in ConfigMap {TRUST_ROOTS}"
+            "the issuer {name} in Secret {ISSUER_SECRET} is signed by none of the trust anchors in ConfigMap {TRUST_ROOTS_CONFIG_MAP}"
         ),
         rotation_fix(snapshot, Authority::Issuer),
     ))
 }
 
 fn check_validity(snapshot: &Snapshot, certs: &[Certificate], authority: Authority) -> CheckResult {
-    let bad: Vec<_> = certs
+    let invalid: Vec<_> = certs
         .iter()
         .filter_map(|cert| validity_problem(cert, snapshot.now))
         .collect();
-    if bad.is_empty() {
+    if invalid.is_empty() {
         return Ok(());
     }
-    Err(error(listing("certificates:", &bad), rotation_fix(snapshot, authority)))
+    Err(error(
+        listing("certificates:", &invalid),
+        rotation_fix(snapshot, authority),
+    ))
 }
 
 fn check_remaining_lifetime(snapshot: &Snapshot, certs: &[Certificate], authority: Authority) -> CheckResult {
-    let ending: Vec<_> = certs
+    let expiring: Vec<_> = certs
         .iter()
         .filter_map(|cert| expiry_warning(cert, snapshot.now))
         .collect();
-    if ending.is_empty() {
+    if expiring.is_empty() {
         return Ok(());
     }
     Err(warning(
-        listing("certificates:", &ending),
+        listing("certificates:", &expiring),
         rotation_fix(snapshot, authority),
     ))
 }
 
 fn validity_problem(cert: &Certificate, now: i64) -> Option<String> {
     if now < cert.not_before {
-        Some(format!("{} is not valid before {}", cert.name, date(cert.not_before)))
+        Some(format!(
+            "{} is not valid before {}",
+            cert.name,
+            format_date(cert.not_before)
+        ))
     } else if now > cert.not_after {
-        Some(format!("{} expired on {}", cert.name, date(cert.not_after)))
+        Some(format!("{} expired on {}", cert.name, format_date(cert.not_after)))
     } else {
         None
     }
@@ -262,21 +272,27 @@ fn validity_problem(cert: &Certificate, now: i64) -> Option<String> {
 
 fn expiry_warning(cert: &Certificate, now: i64) -> Option<String> {
     (cert.not_after < now + EXPIRY_WARNING_SECONDS).then(|| {
-        let days = (cert.not_after - now).max(0) / DAY;
-        format!("{} expires on {}, in {days} days", cert.name, date(cert.not_after))
+        let days = (cert.not_after - now).max(0) / DAY_SECONDS;
+        format!(
+            "{} expires on {}, in {days} days",
+            cert.name,
+            format_date(cert.not_after)
+        )
     })
 }
 
-fn date(seconds: i64) -> String {
+fn format_date(seconds: i64) -> String {
     let format = time::format_description::well_known::Rfc3339;
     let time = time::OffsetDateTime::from_unix_timestamp(seconds).ok();
     time.and_then(|time| time.format(&format).ok())
         .unwrap_or_else(|| format!("second {seconds} since 1970"))
 }
 
-/// A webhook: the name of its configuration, its Service, and the component and port that serve it.
+/// A webhook of the control plane.
 pub(super) struct Webhook {
+    /// The name of its webhook configuration.
     pub(super) config: &'static str,
+    /// The name of its Service.
     pub(super) service: &'static str,
     /// The component whose pods serve the webhook.
     pub(super) component: &'static str,
@@ -284,7 +300,8 @@ pub(super) struct Webhook {
 }
 
 impl Webhook {
-    pub(super) fn secret(&self) -> String {
+    /// The name of the Secret with its certificate.
+    pub(super) fn secret_name(&self) -> String {
         format!("{}-k8s-tls", self.service)
     }
 }
@@ -321,13 +338,13 @@ fn ca_bundle(snapshot: &Snapshot, webhook: &Webhook) -> Result<Option<Vec<u8>>, 
     Ok(client_config.map(|config| config.ca_bundle.clone().map(|bundle| bundle.0).unwrap_or_default()))
 }
 
-/// The certificate that the webhook presents. If it could not be fetched, the one in its Secret.
+/// The certificate that the webhook presents, or the certificate in its Secret if none could be fetched.
 fn webhook_certificate(snapshot: &Snapshot, webhook: &Webhook) -> Result<Certificate, Problem> {
     let presented = snapshot.webhook_certificates.get(webhook.service);
     if let Some(Ok(cert)) = presented {
         return Ok(cert.clone());
     }
-    let secret = snapshot.secret(&webhook.secret())?;
+    let secret = snapshot.secret(&webhook.secret_name())?;
     let pem = secret.and_then(|secret| {
         let data = secret.data.as_ref()?;
         data.get("tls.crt").or_else(|| data.get("crt.pem"))
@@ -338,7 +355,7 @@ fn webhook_certificate(snapshot: &Snapshot, webhook: &Webhook) -> Result<Certifi
         (Some(Err(problem)), _) => Err(error(
             format!(
                 "the certificate in Secret {} cannot be used: {problem:#}",
-                webhook.secret()
+                webhook.secret_name()
             ),
             renewal_fix(snapshot, webhook),
         )),
@@ -352,16 +369,16 @@ fn webhook_certificate(snapshot: &Snapshot, webhook: &Webhook) -> Result<Certifi
 
 fn restart_fix(snapshot: &Snapshot, webhook: &Webhook) -> String {
     format!(
-        "kubectl rollout restart deployment linkerd-{} -n {}; it makes its certificate when it starts",
+        "kubectl rollout restart deployment linkerd-{} -n {}; its pods create their certificate when they start",
         webhook.component, snapshot.scope.control_plane_namespace
     )
 }
 
-/// How to renew a certificate. The control plane recreates its own certificates after their Secret is deleted.
+/// The fix that renews a certificate. The control plane recreates its own certificates after their Secret is deleted.
 fn renewal_fix(snapshot: &Snapshot, webhook: &Webhook) -> String {
     format!(
         "kubectl delete secret {} -n {}, and then {}",
-        webhook.secret(),
+        webhook.secret_name(),
         snapshot.scope.control_plane_namespace,
         restart_fix(snapshot, webhook)
     )
@@ -413,10 +430,10 @@ fn webhook_is_not_expiring(snapshot: &Snapshot, webhook: &Webhook) -> CheckResul
         return Ok(());
     };
     match expiry_warning(&cert, snapshot.now) {
-        // The control plane renews its own certificates. Certificates of other origin are renewed by their owner.
+        // The control plane renews its own certificates. Other certificates have to be renewed by their owner.
         Some(why) if is_externally_managed(snapshot, webhook) => Err(warning(
             why,
-            format!("renew the certificate in Secret {}", webhook.secret()),
+            format!("renew the certificate in Secret {}", webhook.secret_name()),
         )),
         _ => Ok(()),
     }
@@ -429,14 +446,14 @@ fn is_externally_managed(snapshot: &Snapshot, webhook: &Webhook) -> bool {
         "linkerd-sp-validator" => "profileValidator.externalSecret",
         _ => "policyValidator.externalSecret",
     };
-    value(&values, key) == &Value::Bool(true)
+    value_at(&values, key) == &Value::Bool(true)
 }
 
-/// Whether the API server reaches telemetry, which is optional in the chart.
+/// Fails if the API server cannot reach telemetry. Telemetry is optional in the chart.
 fn telemetry_is_available(snapshot: &Snapshot) -> CheckResult {
     let mut services = snapshot.api_services.as_ref()?.iter();
     let Some(service) = services.find(|service| service.name_any() == API_SERVICE) else {
-        return match value(&snapshot.values()?, "telemetry.enabled") {
+        return match value_at(&snapshot.values()?, "telemetry.enabled") {
             Value::Bool(true) => Err(error(
                 format!(
                     "APIService {API_SERVICE} does not exist, so `tulle stat`, `tap` and similar commands do not work"
@@ -470,8 +487,8 @@ fn telemetry_is_available(snapshot: &Snapshot) -> CheckResult {
     ))
 }
 
-fn proxies_match(snapshot: &Snapshot) -> CheckResult {
-    let anchors = anchors(snapshot)?;
+fn proxy_certificates_match(snapshot: &Snapshot) -> CheckResult {
+    let anchors = trust_anchors(snapshot)?;
     let mut untrusted = Vec::new();
     let mut fetch_errors = Vec::new();
     for (pod, chain) in &snapshot.proxy_certificates {
@@ -507,5 +524,5 @@ fn proxies_match(snapshot: &Snapshot) -> CheckResult {
 
 const SCHEME_LINKERD: &str = "linkerd.io/tls";
 const SCHEME_KUBERNETES: &str = "kubernetes.io/tls";
-const DAY: i64 = 86_400;
-const EXPIRY_WARNING_SECONDS: i64 = 60 * DAY;
+const DAY_SECONDS: i64 = 86_400;
+const EXPIRY_WARNING_SECONDS: i64 = 60 * DAY_SECONDS;

@@ -2,17 +2,17 @@ use tokio::time::Instant;
 
 /// A fault that is injected and from which the mesh has not recovered yet.
 pub(super) struct ActiveFault {
-    pub(super) target: Target,
-    pub(super) since: Instant,
-    /// When the demo repairs the fault. `None` while it only waits for recovery: after the repair, and always for the issuer,
-    /// which needs no repair.
+    pub(super) target: FaultTarget,
+    pub(super) injected_at: Instant,
+    /// The time at which the demo repairs the fault. `None` after the repair, while the demo waits for recovery, and always for the
+    /// issuer, which needs no repair.
     pub(super) repair_at: Option<Instant>,
-    /// Failures on permitted edges before the fault.
+    /// Number of failures on permitted edges before the fault.
     pub(super) failed_before: u64,
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub(super) enum Target {
+pub(super) enum FaultTarget {
     ControlPlane,
     /// The application of this workload.
     Replica(String),
@@ -22,7 +22,7 @@ pub(super) enum Target {
     },
 }
 
-impl Target {
+impl FaultTarget {
     pub(super) fn name(&self) -> &str {
         match self {
             Self::ControlPlane => "the control plane",
@@ -31,7 +31,7 @@ impl Target {
         }
     }
 
-    /// What is wrong until the mesh has recovered.
+    /// Describes the state of the mesh until it has recovered.
     pub(super) fn problem(&self) -> String {
         match self {
             Self::ControlPlane => "the control plane is down".to_owned(),
@@ -41,7 +41,7 @@ impl Target {
     }
 
     /// The log name of the stopped process; `None` if the fault stops no process.
-    pub(super) fn process(&self) -> Option<String> {
+    pub(super) fn process_name(&self) -> Option<String> {
         match self {
             Self::ControlPlane => Some("control".to_owned()),
             Self::Replica(name) => Some(format!("{name}-app")),

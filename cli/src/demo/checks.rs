@@ -23,16 +23,16 @@ pub(super) fn check(topology: &Topology, edges: &[Edge], rows: &[Row], balancer:
 
 /// Number of responses by replica of a service, over all edges from the load generator to it.
 pub(super) fn responses_by_replica(rows: &[Row], service: &str) -> BTreeMap<String, u64> {
-    let mut answers = BTreeMap::new();
+    let mut responses = BTreeMap::new();
     for row in rows
         .iter()
         .filter(|row| row.service == service && row.client == Client::Load)
     {
         for (replica, n) in &row.replicas {
-            *answers.entry(replica.clone()).or_default() += n;
+            *responses.entry(replica.clone()).or_default() += n;
         }
     }
-    answers
+    responses
 }
 
 fn check_permitted(edge: &Edge, row: &Row) -> Vec<String> {
@@ -72,7 +72,7 @@ fn check_permitted(edge: &Edge, row: &Row) -> Vec<String> {
         }
     }
     if row.plaintext > 0 {
-        problems.push(format!("{} requests or connections went without mTLS", row.plaintext));
+        problems.push(format!("{} requests or connections did not use mTLS", row.plaintext));
     }
     problems
 }
@@ -83,9 +83,9 @@ fn check_refused(row: &Row) -> Vec<String> {
         problems.push("no attempt was made".to_owned());
     }
     if row.succeeded > 0 {
-        problems.push(format!("{} of {} attempts got through", row.succeeded, row.requests));
+        problems.push(format!("{} of {} attempts succeeded", row.succeeded, row.requests));
     }
-    // A host that is down also refuses connections, but that is no policy decision.
+    // Errors that no policy causes, such as a refused connection to a host that is down, are problems.
     let others: BTreeMap<_, _> = row
         .errors
         .iter()
@@ -101,7 +101,7 @@ fn check_refused(row: &Row) -> Vec<String> {
     problems
 }
 
-/// What `tulle-bench load` calls requests that were due while every connection was busy.
+/// The error of `tulle-bench load` for requests that were due while every connection was busy.
 const NOT_SENT: &str = "not sent: every connection was busy";
 
 /// Whether the client's error is the one that a policy denial causes.
@@ -117,9 +117,13 @@ fn check_balance(topology: &Topology, rows: &[Row], balancer: Balancer) -> Vec<S
         .workloads
         .iter()
         .filter(|workload| matches!(workload.app, App::Web(delay) if !delay.is_zero()));
-    let answers = responses_by_replica(rows, "web");
-    let all: u64 = answers.values().sum();
-    let share = |name: &str| answers.get(name).map_or(0.0, |n| *n as f64 * 100.0 / all.max(1) as f64);
+    let responses = responses_by_replica(rows, "web");
+    let all: u64 = responses.values().sum();
+    let share = |name: &str| {
+        responses
+            .get(name)
+            .map_or(0.0, |n| *n as f64 * 100.0 / all.max(1) as f64)
+    };
     match balancer {
         Balancer::PeakEwma => slow
             .filter(|workload| share(&workload.name) >= MAX_SLOW_REPLICA_PERCENT)
@@ -142,7 +146,7 @@ fn check_balance(topology: &Topology, rows: &[Row], balancer: Balancer) -> Vec<S
                 .filter(|workload| (share(&workload.name) - fair).abs() > ROUND_ROBIN_TOLERANCE_PERCENT)
                 .map(|workload| {
                     format!(
-                        "round robin: {} answered {:.1} % of web's requests, expected {fair:.0} % give or take \
+                        "round robin: {} answered {:.1} % of web's requests, expected {fair:.0} % ± \
                          {ROUND_ROBIN_TOLERANCE_PERCENT}",
                         workload.name,
                         share(&workload.name)
@@ -178,7 +182,7 @@ mod tests {
     }
 
     fn passing_row(edge: &Edge) -> Row {
-        let mut row = rows::total(edge, &rows::tests::reports(), &rows::tests::scrapes());
+        let mut row = rows::total_row(edge, &rows::tests::reports(), &rows::tests::scrapes());
         row.client_identity = edge.identities.client.clone();
         row.server_identity = edge.identities.server.clone();
         row.plaintext = 0;
@@ -244,11 +248,11 @@ mod tests {
         );
         check_one_failure(
             &|rows| rows[4].plaintext = 2,
-            "load → tcp TCP: 2 requests or connections went without mTLS",
+            "load → tcp TCP: 2 requests or connections did not use mTLS",
         );
         check_one_failure(
             &|rows| rows[5].succeeded = 1,
-            "outside → web HTTP/1: 1 of 200 attempts got through",
+            "outside → web HTTP/1: 1 of 200 attempts succeeded",
         );
         check_one_failure(
             &|rows| rows[6].errors = BTreeMap::from([("connect error: refused".to_owned(), 200)]),
@@ -267,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn round_robin_means_equal_shares() {
+    fn round_robin_requires_equal_shares() {
         let (topology, edges, mut rows) = passing_run();
         assert_eq!(check(&topology, &edges, &rows, Balancer::RoundRobin).len(), 3);
         for row in &mut rows {

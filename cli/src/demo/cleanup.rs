@@ -1,7 +1,7 @@
 //! The cleanup process: cleans up after a demo that was killed or aborted by a panic.
 //!
-//! It waits until the write end of a pipe closes. Only the demo holds that end, so it closes however the demo exits.
-//! The kernel kills the demo's other children too, so only network namespaces and files are left to remove.
+//! It waits until the write end of a pipe closes. Only the demo holds this end, so the kernel closes it when the demo exits for any
+//! reason. The kernel also kills the demo's other children. The cleanup process removes network namespaces and files.
 
 use std::io::{Read as _, Write as _};
 use std::os::unix::process::CommandExt as _;
@@ -36,7 +36,7 @@ impl CleanupProcess {
 
 impl Drop for CleanupProcess {
     fn drop(&mut self) {
-        // An error here cannot be handled. The next start cleans up again.
+        // An error cannot be handled here. The next demo cleans up again when it starts.
         if let Some(mut stdin) = self.0.stdin.take() {
             let _ = stdin.write_all(SHUTDOWN_MESSAGE);
         }
@@ -54,7 +54,7 @@ pub(super) fn main(demo_pid: u32) -> anyhow::Result<()> {
         return Ok(());
     }
     let proc = format!("/proc/{demo_pid}");
-    // The demo may be a zombie for a moment, and its files are kept while its process exists. So try again until it is gone.
+    // The demo may be a zombie for a moment, and its files are kept while its process exists. Repeat until the process is gone.
     for _ in 0..MAX_EXIT_POLLS {
         mesh::remove_stale(FailedRunLogs::Keep)?;
         if !Path::new(&proc).exists() {

@@ -122,7 +122,7 @@ impl Edge {
         arguments.extend(["--duration", "1d", "--timeout", "5s", "--report-every", "1s", "--json"].map(str::to_owned));
         match self.protocol {
             Protocol::Tcp => {
-                // A new connection for each exchange, to detect connections whose first bytes stall.
+                // Each exchange uses a new connection, so that delays of the first bytes of a connection are detected.
                 arguments.extend(["--reconnect", "--body-size", "65536"].map(str::to_owned));
                 // The client outside the mesh sends without waiting for the greeting. Otherwise the proxy would refuse it only
                 // after the timeout of protocol detection.

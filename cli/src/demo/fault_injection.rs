@@ -6,18 +6,18 @@ use anyhow::Context as _;
 use tokio::time::Instant;
 use tulle_core::metrics::samples::Samples;
 
-use super::active_fault::{ActiveFault, Target};
+use super::active_fault::{ActiveFault, FaultTarget};
 use super::faults::{Fault, FaultRequest, FaultResponse};
 use super::state::Demo;
 use super::topology::App;
 
 impl Demo {
-    /// Injects a fault, or returns why it cannot.
+    /// Injects a fault. The response says what was done, or why it is not possible.
     pub(super) async fn inject_fault(&mut self, request: FaultRequest) -> FaultResponse {
         match self.try_inject_fault(request).await {
-            Ok(what) => {
-                self.record_event(&what);
-                FaultResponse::Done(what)
+            Ok(description) => {
+                self.record_event(&description);
+                FaultResponse::Done(description)
             }
             Err(err) => FaultResponse::Refused(format!("{err:#}")),
         }
@@ -25,29 +25,29 @@ impl Demo {
 
     async fn try_inject_fault(&mut self, request: FaultRequest) -> anyhow::Result<String> {
         let length = Duration::try_from_secs_f64(request.seconds).context("the duration of the fault is invalid")?;
-        let what = match request.fault {
-            Fault::ControlPlane => Target::ControlPlane,
-            Fault::Replica => Target::Replica(self.select_replica().context("web has no replica to break")?),
-            Fault::Issuer => Target::Issuer {
+        let target = match request.fault {
+            Fault::ControlPlane => FaultTarget::ControlPlane,
+            Fault::Replica => FaultTarget::Replica(self.select_replica().context("web has no replica to break")?),
+            Fault::Issuer => FaultTarget::Issuer {
                 replaced_at: unix_time(),
             },
         };
-        if let Some(broken) = self
+        if let Some(fault) = self
             .active_faults
             .iter()
-            .find(|broken| broken.target.name() == what.name())
+            .find(|fault| fault.target.name() == target.name())
         {
-            anyhow::bail!("this fault is active already: {}", broken.target.problem());
+            anyhow::bail!("this fault is active already: {}", fault.target.problem());
         }
-        let (description, repair_at) = match &what {
-            Target::ControlPlane => {
+        let (description, repair_at) = match &target {
+            FaultTarget::ControlPlane => {
                 self.mesh.control.process.kill().await;
                 (
                     format!("control plane killed; back in {length:?}"),
                     Some(Instant::now() + length),
                 )
             }
-            Target::Replica(name) => {
+            FaultTarget::Replica(name) => {
                 let app = self
                     .mesh
                     .apps
@@ -59,7 +59,7 @@ impl Demo {
                     Some(Instant::now() + length),
                 )
             }
-            Target::Issuer { .. } => {
+            FaultTarget::Issuer { .. } => {
                 self.mesh.credentials.rotate_issuer(&self.mesh.topology)?;
                 (
                     "issuer replaced; each sidecar gets a certificate of the new issuer at its next renewal".to_owned(),
@@ -68,8 +68,8 @@ impl Demo {
             }
         };
         self.active_faults.push(ActiveFault {
-            target: what,
-            since: Instant::now(),
+            target,
+            injected_at: Instant::now(),
             repair_at,
             failed_before: self.failed(),
         });
@@ -92,40 +92,40 @@ impl Demo {
         let now = Instant::now();
         let logs = self.mesh.dir.logs();
         let mut events = Vec::new();
-        let mut still_broken = Vec::new();
-        for mut broken in std::mem::take(&mut self.active_faults) {
-            if let Some(at) = broken.repair_at {
+        let mut active_faults = Vec::new();
+        for mut fault in std::mem::take(&mut self.active_faults) {
+            if let Some(at) = fault.repair_at {
                 if at <= now {
-                    let stopped = match &broken.target {
-                        Target::ControlPlane => Some(&mut self.mesh.control),
-                        Target::Replica(name) => self.mesh.apps.get_mut(name),
-                        Target::Issuer { .. } => None,
+                    let stopped = match &fault.target {
+                        FaultTarget::ControlPlane => Some(&mut self.mesh.control),
+                        FaultTarget::Replica(name) => self.mesh.apps.get_mut(name),
+                        FaultTarget::Issuer { .. } => None,
                     };
                     if let Some(process) = stopped {
                         process.restart(&logs)?;
                     }
-                    broken.repair_at = None;
+                    fault.repair_at = None;
                 }
-                still_broken.push(broken);
+                active_faults.push(fault);
                 continue;
             }
-            let works = match &broken.target {
-                Target::ControlPlane => self.mesh.control.is_ready().await,
-                Target::Replica(_) => true,
-                Target::Issuer { replaced_at } => self.all_renewed_since(*replaced_at),
+            let has_recovered = match &fault.target {
+                FaultTarget::ControlPlane => self.mesh.control.is_ready().await,
+                FaultTarget::Replica(_) => true,
+                FaultTarget::Issuer { replaced_at } => self.all_renewed_since(*replaced_at),
             };
-            if works {
-                let failed = self.failed() - broken.failed_before;
-                let took = broken.since.elapsed().as_secs();
+            if has_recovered {
+                let failed = self.failed() - fault.failed_before;
+                let recovery_seconds = fault.injected_at.elapsed().as_secs();
                 events.push(format!(
-                    "{} after {took} s; {failed} requests failed meanwhile",
-                    broken.target.recovery_message()
+                    "{} after {recovery_seconds} s; {failed} requests failed meanwhile",
+                    fault.target.recovery_message()
                 ));
             } else {
-                still_broken.push(broken);
+                active_faults.push(fault);
             }
         }
-        self.active_faults = still_broken;
+        self.active_faults = active_faults;
         for event in events {
             self.record_event(&event);
         }
@@ -148,6 +148,6 @@ fn unix_time() -> f64 {
         .map_or(0.0, |elapsed| elapsed.as_secs_f64())
 }
 
-/// Time within which the identity service detects a new issuer.
+/// Maximum time until the identity service uses a new issuer.
 const ISSUER_RELOAD_DELAY: Duration = Duration::from_secs(1);
 const CERT_REFRESH_TIME_METRIC: &str = "control_identity_cert_refresh_timestamp_seconds";

@@ -54,7 +54,7 @@ impl Listener {
         Ok(Self(listener))
     }
 
-    /// Waits for the next valid request. Invalid ones are answered here.
+    /// Waits for the next valid request. Sends an error to the clients of invalid requests.
     ///
     /// Dropping the future drops a request that is being read, and its client sees the connection close.
     pub(super) async fn next(&self) -> io::Result<PendingRequest> {
@@ -67,8 +67,8 @@ impl Listener {
             match serde_json::from_str::<FaultRequest>(&line) {
                 Ok(request) => return Ok(PendingRequest { request, stream }),
                 Err(err) => {
-                    let answer = FaultResponse::Refused(format!("the request is invalid: {err}"));
-                    send(&mut stream, &answer).await;
+                    let response = FaultResponse::Refused(format!("the request is invalid: {err}"));
+                    send(&mut stream, &response).await;
                 }
             }
         }
@@ -76,8 +76,8 @@ impl Listener {
 }
 
 impl PendingRequest {
-    pub(super) async fn answer(mut self, answer: FaultResponse) {
-        send(&mut self.stream, &answer).await;
+    pub(super) async fn respond(mut self, response: FaultResponse) {
+        send(&mut self.stream, &response).await;
     }
 }
 
@@ -94,22 +94,22 @@ pub(super) async fn send_request(fault: Fault, length: Duration) -> anyhow::Resu
     let mut line = serde_json::to_vec(&request)?;
     line.push(b'\n');
     stream.write_all(&line).await.with_context(context)?;
-    let mut answer = String::new();
+    let mut response = String::new();
     timeout(
         RESPONSE_TIMEOUT,
-        stream.take(MAX_REQUEST_BYTES).read_to_string(&mut answer),
+        stream.take(MAX_REQUEST_BYTES).read_to_string(&mut response),
     )
     .await
-    .context("the demo does not answer")?
+    .context("the demo does not respond")?
     .with_context(context)?;
-    match serde_json::from_str(&answer).context("parsing the demo's answer")? {
+    match serde_json::from_str(&response).context("parsing the response of the demo")? {
         FaultResponse::Done(what) => Ok(what),
         FaultResponse::Refused(why) => bail!("the demo refused: {why}"),
     }
 }
 
-async fn send(stream: &mut UnixStream, answer: &FaultResponse) {
-    let text = serde_json::to_vec(answer).expect("an answer is one string");
+async fn send(stream: &mut UnixStream, response: &FaultResponse) {
+    let text = serde_json::to_vec(response).expect("a response is one string");
     // The client may have disconnected; the fault stays injected.
     let _ = timeout(READ_TIMEOUT, stream.write_all(&text)).await;
 }
@@ -123,28 +123,28 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn an_invalid_command_gets_an_error_and_the_next_is_executed() {
+    async fn an_invalid_request_gets_an_error_and_the_next_request_is_returned() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("socket");
         let listener = Listener::bind(&path).unwrap();
         let ask = async {
-            let mut answers = Vec::new();
+            let mut responses = Vec::new();
             for line in ["nonsense\n", "{\"fault\":\"replica\",\"seconds\":10}\n"] {
                 let mut stream = UnixStream::connect(&path).await.unwrap();
                 stream.write_all(line.as_bytes()).await.unwrap();
-                let mut answer = String::new();
-                stream.read_to_string(&mut answer).await.unwrap();
-                answers.push(answer);
+                let mut response = String::new();
+                stream.read_to_string(&mut response).await.unwrap();
+                responses.push(response);
             }
-            answers
+            responses
         };
         let serve = async {
             let pending = listener.next().await.unwrap();
             assert_eq!((pending.request.fault, pending.request.seconds), (Fault::Replica, 10.0));
-            pending.answer(FaultResponse::Done("web-1 is down".to_owned())).await;
+            pending.respond(FaultResponse::Done("web-1 is down".to_owned())).await;
         };
-        let (answers, ()) = tokio::join!(ask, serve);
-        assert!(answers[0].contains("the request is invalid"), "{}", answers[0]);
-        assert_eq!(answers[1], r#"{"done":"web-1 is down"}"#);
+        let (responses, ()) = tokio::join!(ask, serve);
+        assert!(responses[0].contains("the request is invalid"), "{}", responses[0]);
+        assert_eq!(responses[1], r#"{"done":"web-1 is down"}"#);
     }
 }

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 /// One report of `tulle-bench load`, with the fields that the demo shows.
 #[derive(Clone, Debug, Default, Deserialize)]
 pub(super) struct Report {
-    pub(super) kind: Kind,
+    pub(super) kind: ReportKind,
     /// Length of the interval, in seconds.
     pub(super) seconds: f64,
     pub(super) requests: u64,
@@ -24,7 +24,7 @@ pub(super) struct Report {
 
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, PartialEq)]
 #[serde(rename_all = "kebab-case")]
-pub(super) enum Kind {
+pub(super) enum ReportKind {
     #[default]
     Interval,
     Total,
@@ -64,12 +64,12 @@ impl Reports {
             return false;
         };
         match report.kind {
-            Kind::Interval => {
+            ReportKind::Interval => {
                 self.requests += report.requests;
                 self.failed += report.failed();
                 self.last = report;
             }
-            Kind::Total => self.total = Some(report),
+            ReportKind::Total => self.total = Some(report),
         }
         true
     }

@@ -16,10 +16,11 @@ use super::manifests;
 use super::options::Balancer;
 use super::process::{APP_UID, CONTROL_UID, Output, PROXY_UID, Process, ProcessSpec};
 use super::rundir::{self, FailedRunLogs, RunDir};
-use super::scrape::Scraper;
+use super::scrape::AdminClient;
 use super::topology::{App, CONTROL_IP, CONTROL_NAMESPACE, OUTSIDE_IP, Topology, Workload};
 
-/// The running mesh. Fields drop in order: processes before their namespaces, and those before the directory.
+/// The running mesh. The order of the fields is the order in which they are dropped: processes, then namespaces, then the
+/// directory.
 pub(super) struct DemoMesh {
     pub(super) control: RestartableProcess,
     pub(super) sidecars: BTreeMap<String, RestartableProcess>,
@@ -36,13 +37,13 @@ pub(super) struct DemoMesh {
 pub(super) struct RestartableProcess {
     pub(super) spec: ProcessSpec,
     pub(super) process: Process,
-    pub(super) admin: Vec<Scraper>,
+    pub(super) admin: Vec<AdminClient>,
 }
 
 pub(super) struct MeshOptions<'a> {
     /// The user's manifests, used instead of the built-in ones.
     pub(super) manifests: Option<&'a Path>,
-    /// How the sidecar of the load generators balances.
+    /// The balancer in the sidecar of the load generators.
     pub(super) balancer: Balancer,
 }
 
@@ -51,7 +52,7 @@ pub(super) async fn build(options: &MeshOptions<'_>, dir: Arc<RunDir>) -> anyhow
     let manifests = match options.manifests {
         Some(directory) => directory
             .canonicalize()
-            .with_context(|| format!("looking for {}", directory.display()))?,
+            .with_context(|| format!("finding {}", directory.display()))?,
         None => {
             manifests::write(&dir.manifests())?;
             dir.manifests()
@@ -81,30 +82,30 @@ pub(super) async fn build(options: &MeshOptions<'_>, dir: Arc<RunDir>) -> anyhow
     }
 
     print_progress("starting the control plane");
-    let builder = Builder {
+    let starter = ProcessStarter {
         topology: &topology,
         credentials: &credentials,
         binaries: &binaries,
         hosts: &hosts,
         logs: dir.logs(),
     };
-    let mut control = builder.start_control(&manifests)?;
+    let mut control = starter.start_control(&manifests)?;
     control.wait_until_ready().await?;
 
     print_progress("redirecting each host's traffic, starting applications and sidecars");
     let (mut sidecars, mut apps) = (BTreeMap::new(), BTreeMap::new());
     for workload in &topology.workloads {
-        builder.redirect(workload)?;
-        if let Some(app) = builder.start_app(workload)? {
+        starter.redirect(workload)?;
+        if let Some(app) = starter.start_app(workload)? {
             apps.insert(workload.name.clone(), app);
         }
         sidecars.insert(
             workload.name.clone(),
-            builder.start_sidecar(workload, options.balancer)?,
+            starter.start_sidecar(workload, options.balancer)?,
         );
     }
     for app in apps.values_mut() {
-        builder.wait_until_listening(app).await?;
+        starter.wait_until_listening(app).await?;
     }
     for sidecar in sidecars.values_mut() {
         sidecar.wait_until_ready().await?;
@@ -121,7 +122,7 @@ pub(super) async fn build(options: &MeshOptions<'_>, dir: Arc<RunDir>) -> anyhow
     })
 }
 
-/// Removes what killed demos left behind.
+/// Removes the namespaces and directories of demos that were killed.
 pub(super) fn remove_stale(failed_logs: FailedRunLogs) -> anyhow::Result<()> {
     netns::remove_stale(NAMESPACE_PREFIX).context("removing namespaces of an earlier demo")?;
     RunDir::remove_stale_runs(failed_logs);
@@ -194,8 +195,8 @@ impl RestartableProcess {
     }
 }
 
-/// Starts processes, and holds what all of them need.
-struct Builder<'a> {
+/// Starts the processes of the mesh.
+struct ProcessStarter<'a> {
     topology: &'a Topology,
     credentials: &'a Credentials,
     binaries: &'a Binaries,
@@ -203,7 +204,7 @@ struct Builder<'a> {
     logs: PathBuf,
 }
 
-impl Builder<'_> {
+impl ProcessStarter<'_> {
     fn start_control(&self, manifests: &Path) -> anyhow::Result<RestartableProcess> {
         let credentials = self.credentials;
         let domain = &self.topology.trust_domain;
@@ -335,7 +336,8 @@ impl Builder<'_> {
                 self.credentials.token(workload).display().to_string(),
             ),
             ("IDENTITY_LOCAL_NAME", workload.identity.clone()),
-            // Short, so that sidecars soon have certificates of a new issuer. Certificates still outlive a control plane outage.
+            // Short, so that sidecars soon have certificates of a new issuer. A certificate is valid for longer than an outage of
+            // the control plane.
             ("IDENTITY_MIN_REFRESH", "5s".to_owned()),
             ("IDENTITY_MAX_REFRESH", "10s".to_owned()),
         ]
@@ -350,7 +352,7 @@ impl Builder<'_> {
             process: spec.start(&self.logs, Output::Log)?,
             admin: admin_ports
                 .iter()
-                .map(|port| Scraper::new(spec.host.clone(), *port))
+                .map(|port| AdminClient::new(spec.host.clone(), *port))
                 .collect(),
             spec,
         })
@@ -380,7 +382,7 @@ impl Builder<'_> {
     }
 }
 
-/// Copies or links of the shipped binaries in a directory that every user can access.
+/// The shipped binaries, linked or copied to a directory that every user can access.
 struct Binaries {
     proxy: PathBuf,
     init: PathBuf,
@@ -389,7 +391,7 @@ struct Binaries {
 }
 
 impl Binaries {
-    /// Links or copies the binaries beside this program.
+    /// Links or copies the binaries from the directory of this program.
     fn install(into: &Path) -> anyhow::Result<Self> {
         let own = std::env::current_exe().context("finding this program")?;
         let program_dir = own.parent().context("finding the directory of this program")?;
@@ -424,7 +426,7 @@ const BENCH: &str = "tulle-bench";
 const CLUSTER_DOMAIN: &str = "cluster.local";
 const CLUSTER_NETWORKS: &str = "10.0.0.0/8";
 const DEFAULT_POLICY: &str = "all-authenticated";
-/// 9996 of the destination service, and 9990, which the identity and policy services share.
+/// Port 9996 of the destination service, and port 9990, which the identity and policy services share.
 const CONTROL_ADMIN_PORTS: [u16; 2] = [9996, 9990];
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 const START_POLL_INTERVAL: Duration = Duration::from_millis(50);

@@ -29,10 +29,13 @@ impl<'a> Outcome<'a> {
         problems: &'a [String],
     ) -> Self {
         let shares = |service| {
-            let answers = checks::responses_by_replica(edges, service);
-            let all: u64 = answers.values().sum();
+            let responses = checks::responses_by_replica(edges, service);
+            let all: u64 = responses.values().sum();
             let share = |n| n as f64 / all.max(1) as f64;
-            (service, answers.into_iter().map(|(name, n)| (name, share(n))).collect())
+            (
+                service,
+                responses.into_iter().map(|(name, n)| (name, share(n))).collect(),
+            )
         };
         Self {
             seconds,
@@ -44,7 +47,7 @@ impl<'a> Outcome<'a> {
         }
     }
 
-    pub(super) fn json(&self) -> String {
+    pub(super) fn to_json(&self) -> String {
         let mut text = serde_json::to_string_pretty(self).expect("all keys are strings");
         text.push('\n');
         text
@@ -61,11 +64,11 @@ mod tests {
     fn the_result_holds_edges_shares_and_problems() {
         let rows: Vec<_> = edges(&topology())
             .iter()
-            .map(|edge| rows::total(edge, &tests::reports(), &tests::scrapes()))
+            .map(|edge| rows::total_row(edge, &tests::reports(), &tests::scrapes()))
             .collect();
         let problems = ["something is off".to_owned()];
         let json: serde_json::Value =
-            serde_json::from_str(&Outcome::new(30.0, "peak-ewma", &rows, &[], &problems).json()).unwrap();
+            serde_json::from_str(&Outcome::new(30.0, "peak-ewma", &rows, &[], &problems).to_json()).unwrap();
         assert_eq!(json["edges"][0]["client"], "load");
         assert_eq!(json["edges"][0]["protocol"], "HTTP/1");
         assert_eq!(json["edges"][0]["latency_ms"]["p99"], 3.0);

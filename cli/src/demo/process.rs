@@ -38,8 +38,9 @@ pub(super) struct Process {
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Output {
+    /// The output is appended to the log.
     Log,
-    /// To this program, which reads it through [`Process::take_output`].
+    /// This program reads the output through [`Process::take_output`].
     Piped,
 }
 
@@ -147,13 +148,13 @@ impl Drop for Process {
 
 /// Drops root before exec, and makes the kernel kill the program when this process ends.
 ///
-/// Runs after the pre-exec closure of [`Namespace::command`], which enters the namespace as root. The kernel clears the parent
-/// death signal when user or group ids change, so it is set last. If the parent had ended before, the signal would
-/// never arrive; the closure then returns an error, and the program does not start.
+/// The closure runs after the pre-exec closure of [`Namespace::command`], which enters the namespace as root. The kernel clears the
+/// parent death signal when user or group ids change, so it is set last. If the parent has ended before, the signal would never
+/// arrive; then the closure returns an error, and the program does not start.
 #[allow(unsafe_code)]
 fn become_user(command: &mut Command, uid: u32) {
     let parent = getpid();
-    let step = move || {
+    let change_user = move || {
         let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(uid));
         setgroups(&[])?;
         setresgid(gid, gid, gid)?;
@@ -167,7 +168,7 @@ fn become_user(command: &mut Command, uid: u32) {
     // SAFETY: the closure runs between fork and exec, where only async-signal-safe functions are allowed. It only makes system
     // calls, allocates nothing and takes no lock.
     unsafe {
-        command.pre_exec(step);
+        command.pre_exec(change_user);
     }
 }
 

@@ -42,12 +42,12 @@ pub(super) struct Row {
 }
 
 /// The row of the last second.
-pub(super) fn live(edge: &Edge, reports: &Reports, scrapes: &Scrapes) -> Row {
+pub(super) fn live_row(edge: &Edge, reports: &Reports, scrapes: &Scrapes) -> Row {
     row(edge, &reports.last, scrapes)
 }
 
 /// The row of the whole run.
-pub(super) fn total(edge: &Edge, reports: &Reports, scrapes: &Scrapes) -> Row {
+pub(super) fn total_row(edge: &Edge, reports: &Reports, scrapes: &Scrapes) -> Row {
     let nothing = Report::default();
     row(edge, reports.total.as_ref().unwrap_or(&nothing), scrapes)
 }
@@ -67,7 +67,7 @@ fn row(edge: &Edge, report: &Report, scrapes: &Scrapes) -> Row {
         }
     }
     let client_side = client
-        .map(|samples| ClientSideMetrics::of(edge, samples))
+        .map(|samples| ClientSideMetrics::from_samples(edge, samples))
         .unwrap_or_default();
     Row {
         client: edge.client,
@@ -97,10 +97,15 @@ struct ClientSideMetrics {
 }
 
 impl ClientSideMetrics {
-    fn of(edge: &Edge, samples: &Samples) -> Self {
+    fn from_samples(edge: &Edge, samples: &Samples) -> Self {
         let mut metrics = Self::default();
         for sample in endpoint_counters(samples) {
-            if sample.value == 0.0 || !edge.endpoints.iter().any(|endpoint| is_for(sample, endpoint.addr)) {
+            if sample.value == 0.0
+                || !edge
+                    .endpoints
+                    .iter()
+                    .any(|endpoint| has_target_addr(sample, endpoint.addr))
+            {
                 continue;
             }
             match sample.label("server_id") {
@@ -120,22 +125,22 @@ fn endpoint_counters(samples: &Samples) -> impl Iterator<Item = &Sample> {
     requests.chain(samples.named("tcp_open_total", &[("direction", "outbound"), ("peer", "dst")]))
 }
 
-fn is_for(sample: &Sample, addr: std::net::SocketAddrV4) -> bool {
+fn has_target_addr(sample: &Sample, addr: std::net::SocketAddrV4) -> bool {
     sample.label("target_addr").and_then(|text| text.parse().ok()) == Some(addr)
 }
 
 /// Client identities that a server's sidecar verified on this port.
 fn verified_clients(samples: &Samples, port: u16) -> BTreeSet<String> {
     let port = port.to_string();
-    let seen = |name, labels: &[(&str, &str)]| -> BTreeSet<String> {
+    let client_ids_of = |name, labels: &[(&str, &str)]| -> BTreeSet<String> {
         let verified = samples
             .named(name, labels)
             .filter(|sample| sample.label("target_port") == Some(&port) && sample.value > 0.0);
         let ids = verified.filter_map(|sample| sample.label("client_id"));
         ids.filter(|id| !id.is_empty()).map(str::to_owned).collect()
     };
-    let mut ids = seen("request_total", &[("direction", "inbound"), ("tls", "true")]);
-    ids.extend(seen(
+    let mut ids = client_ids_of("request_total", &[("direction", "inbound"), ("tls", "true")]);
+    ids.extend(client_ids_of(
         "tcp_open_total",
         &[("direction", "inbound"), ("peer", "src"), ("tls", "true")],
     ));
@@ -149,7 +154,7 @@ fn count_denials(samples: &Samples, port: u16, protocol: Protocol, denials: &mut
         _ => "inbound_http_authz_deny_total",
     };
     for sample in samples.named(family, &[("target_port", &port)]) {
-        let who = match (sample.label("client_id"), sample.label("no_tls_reason")) {
+        let client_name = match (sample.label("client_id"), sample.label("no_tls_reason")) {
             (Some(id), _) if !id.is_empty() => id.to_owned(),
             (_, Some(reason)) => format!("no identity ({reason})"),
             _ => "no identity".to_owned(),
@@ -159,7 +164,7 @@ fn count_denials(samples: &Samples, port: u16, protocol: Protocol, denials: &mut
             (Some(_), Some(name)) => format!("Server {name}"),
             _ => "policy".to_owned(),
         };
-        *denials.entry(format!("{who}, by {policy}")).or_default() += sample.value as u64;
+        *denials.entry(format!("{client_name}, by {policy}")).or_default() += sample.value as u64;
     }
     denials.retain(|_, n| *n > 0);
 }
@@ -199,7 +204,7 @@ pub(super) mod tests {
     #[test]
     fn a_row_joins_the_load_with_the_sidecars_of_both_ends() {
         let edges = edges(&topology());
-        let row = live(&edges[0], &reports(), &scrapes());
+        let row = live_row(&edges[0], &reports(), &scrapes());
         assert_eq!(row.requests_per_second, 200.0);
         assert_eq!(row.success_rate, Some(0.99));
         assert_eq!(row.client_identity, edges[0].identities.client);
@@ -211,14 +216,14 @@ pub(super) mod tests {
     #[test]
     fn connections_without_mtls_are_counted_and_have_no_server_identity() {
         let edges = edges(&topology());
-        let row = live(&edges[4], &reports(), &scrapes());
+        let row = live_row(&edges[4], &reports(), &scrapes());
         assert_eq!((row.server_identity, row.plaintext), (None, 4));
     }
 
     #[test]
     fn denials_name_the_client_and_the_policy() {
         let edges = edges(&topology());
-        let row = live(&edges[5], &reports(), &scrapes());
+        let row = live_row(&edges[5], &reports(), &scrapes());
         let expected = "no identity (no_tls_from_remote), by Server web-http".to_owned();
         assert_eq!(row.denials, BTreeMap::from([(expected, 15)]));
         assert_eq!(row.client_identity, None);

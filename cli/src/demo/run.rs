@@ -15,7 +15,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 use tulle_core::metrics::samples::Samples;
 
-use super::active_fault::Target;
+use super::active_fault::FaultTarget;
 use super::checks;
 use super::cleanup::CleanupProcess;
 use super::edges::{Client, edges};
@@ -26,7 +26,7 @@ use super::options::{Args, Balancer, Output};
 use super::outcome::Outcome;
 use super::rows::{self, Row, Scrapes};
 use super::rundir::{FailedRunLogs, RunDir};
-use super::state::{Demo, clock};
+use super::state::{Demo, format_clock};
 use super::table::{self, View};
 use super::topology::App;
 use crate::screen::Screen;
@@ -66,7 +66,7 @@ async fn run(built: anyhow::Result<DemoMesh>, args: &Args, signals: &mut Signals
 }
 
 impl Demo {
-    /// Starts the load on a mesh that is ready.
+    /// Starts the load generators on a mesh that is ready.
     fn start(mesh: DemoMesh, args: &Args) -> anyhow::Result<Self> {
         let edges = edges(&mesh.topology);
         let (sender, lines) = mpsc::channel(REPORT_CHANNEL_CAPACITY);
@@ -83,7 +83,7 @@ impl Demo {
             generators.push(generator);
         }
         let listener = Listener::bind(&mesh.dir.socket())?;
-        print_progress("traffic flows");
+        print_progress("the load generators are started");
         Ok(Self {
             reports: vec![Reports::default(); edges.len()],
             edges,
@@ -110,7 +110,7 @@ impl Demo {
         if let Some(seconds) = args.once.filter(|seconds| *seconds >= MIN_RUN_WITH_OUTAGE_SECONDS) {
             planned_outages.push_back(self.started_at + Duration::from_secs(seconds) / 4);
         }
-        let mut ticks = interval(TICK);
+        let mut ticks = interval(TICK_INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
         loop {
             // All branches can be dropped while they wait. If a fault request is lost, its client sees the connection close.
@@ -119,8 +119,8 @@ impl Demo {
                 Some((edge, line)) = self.lines.recv() => self.record_report_line(edge, &line),
                 pending = self.listener.next() => {
                     let pending = pending.context("listening for faults")?;
-                    let answer = self.inject_fault(pending.request).await;
-                    pending.answer(answer).await;
+                    let response = self.inject_fault(pending.request).await;
+                    pending.respond(response).await;
                 }
                 _ = ticks.tick() => {
                     let now = Instant::now();
@@ -153,7 +153,7 @@ impl Demo {
     /// Prints the result and returns the problems.
     fn finish(&mut self, args: &Args, seconds: f64) -> anyhow::Result<Vec<String>> {
         let rows: Vec<Row> = (self.edges.iter().zip(&self.reports))
-            .map(|(edge, reports)| rows::total(edge, reports, &self.scrapes))
+            .map(|(edge, reports)| rows::total_row(edge, reports, &self.scrapes))
             .collect();
         let mut problems = Vec::new();
         // A run without `--once` is not checked.
@@ -163,14 +163,14 @@ impl Demo {
             let pending = self
                 .active_faults
                 .iter()
-                .map(|broken| format!("no recovery before the end of the run: {}", broken.target.problem()));
+                .map(|fault| format!("no recovery before the end of the run: {}", fault.target.problem()));
             problems.extend(pending);
         }
         let balancer = match self.balancer {
             Balancer::PeakEwma => "peak-ewma",
             Balancer::RoundRobin => "round-robin",
         };
-        let json = Outcome::new(seconds, balancer, &rows, &self.events, &problems).json();
+        let json = Outcome::new(seconds, balancer, &rows, &self.events, &problems).to_json();
         if let Some(path) = &args.json {
             fs::write(path, &json).with_context(|| format!("writing {}", path.display()))?;
         }
@@ -196,7 +196,7 @@ impl Demo {
         }
     }
 
-    /// Scrapes the metrics of each sidecar. If one does not respond, its last metrics are kept.
+    /// Scrapes the metrics of each sidecar. The last metrics of a sidecar that does not respond are kept.
     async fn scrape(&mut self) {
         for (name, sidecar) in &mut self.mesh.sidecars {
             for admin in &mut sidecar.admin {
@@ -207,12 +207,12 @@ impl Demo {
         }
     }
 
-    /// Finds processes that ended although no fault was injected into them.
+    /// Finds processes that ended although no fault has stopped them.
     fn detect_unexpected_exits(&mut self) {
-        let down: Vec<String> = self
+        let stopped_processes: Vec<String> = self
             .active_faults
             .iter()
-            .filter_map(|broken| broken.target.process())
+            .filter_map(|fault| fault.target.process_name())
             .collect();
         let mut found = Vec::new();
         let generators = self.generators.iter_mut();
@@ -224,17 +224,17 @@ impl Demo {
         {
             if let Some(status) = process
                 .exit_status()
-                .filter(|_| !down.iter().any(|name| name == process.name()))
+                .filter(|_| !stopped_processes.iter().any(|name| name == process.name()))
             {
                 found.push(format!(
-                    "{} ended by itself with {status}: {}",
+                    "{} ended unexpectedly with {status}: {}",
                     process.name(),
                     process.log_tail()
                 ));
             }
         }
         for failure in found {
-            // A process that stays down is found again each second, but reported once.
+            // A process that stays down is found each second, but reported only once.
             if !self.unexpected_failures.contains(&failure) {
                 self.record_event(&failure);
                 self.unexpected_failures.push(failure);
@@ -257,7 +257,7 @@ impl Demo {
                 }
             }
         };
-        // A generator that reports nothing gets a row without requests, which is reported as a problem.
+        // If a generator reports nothing, its row has no requests, which is reported as a problem.
         let _ = timeout(STOP_TIMEOUT, all_reported).await;
         for generator in &mut self.generators {
             generator.wait(STOP_TIMEOUT).await;
@@ -269,9 +269,9 @@ impl Demo {
         let control = match self
             .active_faults
             .iter()
-            .find(|broken| broken.target == Target::ControlPlane)
+            .find(|fault| fault.target == FaultTarget::ControlPlane)
         {
-            Some(broken) => format!("DOWN for {} s", broken.since.elapsed().as_secs()),
+            Some(fault) => format!("DOWN for {} s", fault.injected_at.elapsed().as_secs()),
             None => "up".to_owned(),
         };
         let renewals: f64 = self
@@ -281,7 +281,7 @@ impl Demo {
             .sum();
         let title = format!(
             "tulle demo {}   control plane: {control}   certificates issued: {renewals}   trust domain: {}",
-            clock(self.started_at.elapsed()),
+            format_clock(self.started_at.elapsed()),
             self.mesh.topology.trust_domain
         );
         self.table(title, &rows, width)
@@ -290,7 +290,7 @@ impl Demo {
     fn live_rows(&self) -> Vec<Row> {
         let edges = self.edges.iter().zip(&self.reports);
         edges
-            .map(|(edge, reports)| rows::live(edge, reports, &self.scrapes))
+            .map(|(edge, reports)| rows::live_row(edge, reports, &self.scrapes))
             .collect()
     }
 
@@ -302,7 +302,7 @@ impl Demo {
             .iter()
             .filter_map(|workload| match workload.app {
                 App::Web(delay) if delay.is_zero() => Some((workload.name.clone(), String::new())),
-                App::Web(delay) => Some((workload.name.clone(), format!("each answer {delay:?} late"))),
+                App::Web(delay) => Some((workload.name.clone(), format!("responses delayed by {delay:?}"))),
                 _ => None,
             });
         let services = [("web", web.collect())];
@@ -327,15 +327,16 @@ impl Demo {
             return;
         }
         let rows = self.live_rows();
-        let sum = |client, of: fn(&Row) -> u64| -> u64 { rows.iter().filter(|row| row.client == client).map(of).sum() };
+        let sum =
+            |client, count: fn(&Row) -> u64| -> u64 { rows.iter().filter(|row| row.client == client).map(count).sum() };
         print_progress(&format!(
             "{}  {} requests in the last second, {} failed; {} from outside refused{}",
-            clock(self.started_at.elapsed()),
+            format_clock(self.started_at.elapsed()),
             sum(Client::Load, |row| row.requests),
             sum(Client::Load, |row| row.failed),
             sum(Client::Outside, |row| row.failed),
             match self.active_faults.first() {
-                Some(broken) => format!("; {}", broken.target.problem()),
+                Some(fault) => format!("; {}", fault.target.problem()),
                 None => String::new(),
             }
         ));
@@ -373,13 +374,13 @@ async fn read_lines(edge: usize, output: ChildStdout, lines: mpsc::Sender<(usize
     }
 }
 
-const TICK: Duration = Duration::from_secs(1);
-/// Reports that wait to be processed.
+const TICK_INTERVAL: Duration = Duration::from_secs(1);
+/// Maximum number of reports that wait to be processed.
 const REPORT_CHANNEL_CAPACITY: usize = 64;
 /// Shorter `--once` runs have no outage of the control plane.
 const MIN_RUN_WITH_OUTAGE_SECONDS: u64 = 20;
 const OUTAGE_DURATION: Duration = Duration::from_secs(10);
-/// Longer than a request can take.
+/// Maximum time for the load generators to report and to exit. It is longer than a request can take.
 const STOP_TIMEOUT: Duration = Duration::from_secs(8);
 /// Number of events that the table shows.
 const MAX_SHOWN_EVENTS: usize = 8;

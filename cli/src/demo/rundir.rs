@@ -1,6 +1,6 @@
 //! The directory of one run: manifests, credentials, logs, and the socket for `tulle demo break`.
 //!
-//! It is below `/tmp`, because the demo's processes run as several Unix users, which may not be able to enter a home directory.
+//! It is below `/tmp`, because the demo's processes run as several Unix users, some of which cannot enter a home directory.
 //! Its name contains the process id of the demo, which tells a running demo from one that was killed.
 
 use std::fs;
@@ -20,7 +20,7 @@ pub(super) struct RunDir {
 impl RunDir {
     /// Creates the directory of this process.
     pub(super) fn create() -> anyhow::Result<Self> {
-        let base = base();
+        let base = base_directory();
         match fs::DirBuilder::new().mode(0o755).create(&base) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
                 return Err(error).with_context(|| format!("creating the directory {}", base.display()));
@@ -41,7 +41,7 @@ impl RunDir {
         })
     }
 
-    /// Removes what killed runs of this user left behind.
+    /// Removes the directories of killed runs of this user.
     pub(super) fn remove_stale_runs(failed_logs: FailedRunLogs) {
         for run in run_directories() {
             let is_stale = match run.join(FAILED_MARKER).exists() {
@@ -57,8 +57,8 @@ impl RunDir {
 
     /// Removes the common parent directory if it is empty.
     pub(super) fn remove_empty_base() {
-        // Fails if there are other runs, as intended.
-        let _ = fs::remove_dir(base());
+        // This fails, as intended, if there are directories of other runs.
+        let _ = fs::remove_dir(base_directory());
     }
 
     pub(super) fn bin(&self) -> PathBuf {
@@ -90,7 +90,7 @@ impl RunDir {
 impl Drop for RunDir {
     fn drop(&mut self) {
         if !self.keep_logs.load(Ordering::Relaxed) {
-            // The error cannot be reported here. The next start cleans up again.
+            // The error cannot be reported here. The next demo cleans up again when it starts.
             let _ = fs::remove_dir_all(&self.path);
             Self::remove_empty_base();
             return;
@@ -121,26 +121,26 @@ pub(super) fn running_socket() -> Option<PathBuf> {
 
 /// Gives a file to a user. Its mode stays the same: 0600 for secrets.
 pub(super) fn give_to_user(path: &Path, uid: u32) -> anyhow::Result<()> {
-    chown(path, Some(uid), Some(uid)).with_context(|| format!("giving {} to user {uid}", path.display()))
+    chown(path, Some(uid), Some(uid)).with_context(|| format!("changing the owner of {} to user {uid}", path.display()))
 }
 
 /// Creates a directory that all users can enter and read, whatever the umask is.
 pub(super) fn create_public_directory(path: &Path) -> anyhow::Result<()> {
-    let made = match fs::DirBuilder::new().mode(0o755).create(path) {
+    let result = match fs::DirBuilder::new().mode(0o755).create(path) {
         Err(err) if err.kind() != io::ErrorKind::AlreadyExists => Err(err),
         _ => fs::set_permissions(path, fs::Permissions::from_mode(0o755)),
     };
-    made.with_context(|| format!("creating the directory {}", path.display()))
+    result.with_context(|| format!("creating the directory {}", path.display()))
 }
 
-/// Rejects a link and a directory of another user, because all users can write to `/tmp`.
+/// Fails if the path is not a directory or belongs to another user, because all users can write to `/tmp`.
 ///
-/// Only its owner can replace a directory there, so it can be trusted after this check.
+/// Only the owner of a directory in `/tmp` can replace it, so the directory can be trusted after this check.
 fn ensure_own_directory(path: &Path) -> anyhow::Result<()> {
-    let found = fs::symlink_metadata(path).with_context(|| format!("looking at {}", path.display()))?;
+    let found = fs::symlink_metadata(path).with_context(|| format!("reading the metadata of {}", path.display()))?;
     ensure!(
         found.is_dir(),
-        "{} is not a directory, but a link or a file; remove it",
+        "{} is a link or a file, and not a directory; remove it",
         path.display()
     );
     let owner = found.uid();
@@ -153,19 +153,19 @@ fn ensure_own_directory(path: &Path) -> anyhow::Result<()> {
 }
 
 fn run_directories() -> impl Iterator<Item = PathBuf> {
-    let base = base();
+    let base = base_directory();
     let entries = ensure_own_directory(&base).ok().and_then(|()| fs::read_dir(base).ok());
     let entries = entries.into_iter().flatten().flatten();
     entries.map(|entry| entry.path()).filter(|path| path.is_dir())
 }
 
-/// Whether the run's process exists. If its id was reused by another process, the directory is only kept longer.
+/// Whether the process of the run exists. If another process has the same id now, the directory is kept although the run has ended.
 fn is_alive(run: &Path) -> bool {
     let pid = run.file_name().unwrap_or_default();
     Path::new("/proc").join(pid).exists()
 }
 
-fn base() -> PathBuf {
+fn base_directory() -> PathBuf {
     Path::new("/tmp").join(format!("tulle-demo-{}", outer_uid()))
 }
 
@@ -206,7 +206,7 @@ mod tests {
         std::os::unix::fs::symlink(&own, &link).unwrap();
         ensure_own_directory(&own).unwrap();
         let refused = ensure_own_directory(&link).unwrap_err().to_string();
-        assert!(refused.contains("is not a directory"), "{refused}");
+        assert!(refused.contains("and not a directory"), "{refused}");
         if nix::unistd::geteuid().is_root() {
             chown(&own, Some(1000), None).unwrap();
             let refused = ensure_own_directory(&own).unwrap_err().to_string();

@@ -13,15 +13,15 @@ use hyper_util::rt::TokioIo;
 use tokio::time::timeout;
 use tulle_core::netns::Namespace;
 
-/// A connection to one admin server, opened again when it breaks.
-pub(super) struct Scraper {
+/// A client of one admin server. It keeps its connection open, and opens a new one if the connection breaks.
+pub(super) struct AdminClient {
     host: Arc<Namespace>,
     port: u16,
     connection: Option<SendRequest<Empty<Bytes>>>,
 }
 
-impl Scraper {
-    /// A client of a server on the loopback address of this host.
+impl AdminClient {
+    /// Creates a client of the admin server on the loopback address of this host.
     pub(super) fn new(host: Arc<Namespace>, port: u16) -> Self {
         Self {
             host,
@@ -32,16 +32,16 @@ impl Scraper {
 
     /// Returns the body of a successful response.
     pub(super) async fn get(&mut self, path: &str) -> anyhow::Result<String> {
-        // A reused connection may have died with its process, so a failure on it is retried on a new one.
-        let kept = self.connection.is_some();
-        match timeout(SCRAPE_TIMEOUT, self.exchange(path))
+        // A reused connection may have ended with its process, so after an error the request is sent again on a new connection.
+        let reused = self.connection.is_some();
+        match timeout(REQUEST_TIMEOUT, self.exchange(path))
             .await
             .context("the request timed out")
             .flatten()
         {
-            Err(_) if kept => {
+            Err(_) if reused => {
                 self.connection = None;
-                timeout(SCRAPE_TIMEOUT, self.exchange(path))
+                timeout(REQUEST_TIMEOUT, self.exchange(path))
                     .await
                     .context("the request timed out")?
             }
@@ -66,7 +66,7 @@ impl Scraper {
         self.connection = Some(connection);
         ensure!(
             status.is_success(),
-            "{path} answered {status}: {}",
+            "{path} responded with status {status}: {}",
             String::from_utf8_lossy(&body).trim()
         );
         Ok(String::from_utf8_lossy(&body).into_owned())
@@ -74,8 +74,9 @@ impl Scraper {
 
     async fn connect(&self) -> anyhow::Result<SendRequest<Empty<Bytes>>> {
         let addr = SocketAddr::from((Ipv4Addr::LOCALHOST, self.port));
-        // A socket belongs to the namespace in which it is created. Loopback answers immediately, so blocking here is short.
-        let stream = self.host.run(|| TcpStream::connect_timeout(&addr, SCRAPE_TIMEOUT))??;
+        // A socket belongs to the namespace in which it is created. A connection to loopback is established immediately, so this
+        // blocks only for a short time.
+        let stream = self.host.run(|| TcpStream::connect_timeout(&addr, REQUEST_TIMEOUT))??;
         stream.set_nonblocking(true)?;
         let stream = tokio::net::TcpStream::from_std(stream)?;
         let (sender, connection) = handshake(TokioIo::new(stream)).await?;
@@ -85,5 +86,5 @@ impl Scraper {
     }
 }
 
-const SCRAPE_TIMEOUT: Duration = Duration::from_secs(2);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(2);
 const MAX_BODY_BYTES: usize = 16 << 20;

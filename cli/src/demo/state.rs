@@ -20,14 +20,13 @@ pub(super) struct Demo {
     pub(super) edges: Vec<Edge>,
     pub(super) reports: Vec<Reports>,
     pub(super) generators: Vec<Process>,
-    /// Reads the reports of the load generators. Dropping it ends these tasks.
+    /// The tasks that read the reports of the load generators. Dropping the set ends them.
     pub(super) _readers: JoinSet<()>,
     pub(super) lines: mpsc::Receiver<(usize, String)>,
     pub(super) scrapes: Scrapes,
     pub(super) listener: Listener,
     pub(super) started_at: Instant,
     pub(super) events: Vec<String>,
-    /// The active faults.
     pub(super) active_faults: Vec<ActiveFault>,
     /// Failures that no injected fault explains.
     pub(super) unexpected_failures: Vec<String>,
@@ -45,13 +44,13 @@ impl Demo {
         permitted.map(|(_, reports)| reports.failed).sum()
     }
 
-    pub(super) fn record_event(&mut self, what: &str) {
+    pub(super) fn record_event(&mut self, description: &str) {
         self.events
-            .push(format!("{}  {what}", clock(self.started_at.elapsed())));
+            .push(format!("{}  {description}", format_clock(self.started_at.elapsed())));
     }
 }
 
-pub(super) fn clock(elapsed: Duration) -> String {
+pub(super) fn format_clock(elapsed: Duration) -> String {
     let seconds = elapsed.as_secs();
     format!("{:02}:{:02}", seconds / 60, seconds % 60)
 }

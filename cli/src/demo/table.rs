@@ -1,4 +1,4 @@
-//! Renders the table as text.
+//! Renders the live table and the final table as text.
 
 use std::fmt::Write as _;
 
@@ -6,7 +6,7 @@ use super::checks;
 use super::edges::Client;
 use super::rows::Row;
 
-/// The content of one drawing.
+/// The content of a table.
 pub(super) struct View<'a> {
     /// The first line: elapsed time, counts and state.
     pub(super) title: String,
@@ -23,9 +23,9 @@ pub(super) fn render(view: &View<'_>, width: usize) -> String {
     lines.extend(table_lines(view.rows));
     for (service, replicas) in view.services {
         lines.push(String::new());
-        lines.extend(shares(view.rows, service, replicas));
+        lines.extend(share_lines(view.rows, service, replicas));
     }
-    let denials_and_failures = denials_and_failures(view.rows);
+    let denials_and_failures = denial_and_failure_lines(view.rows);
     if !denials_and_failures.is_empty() {
         lines.push(String::new());
         lines.extend(denials_and_failures);
@@ -57,7 +57,7 @@ fn table_lines(rows: &[Row]) -> Vec<String> {
         "SERVER IDENTITY",
     ];
     let mut cells = vec![titles.map(str::to_owned)];
-    cells.extend(rows.iter().map(row));
+    cells.extend(rows.iter().map(row_cells));
     let widths: Vec<usize> = (0..titles.len())
         .map(|column| cells.iter().map(|row| row[column].chars().count()).max().unwrap_or(0))
         .collect();
@@ -75,20 +75,20 @@ fn table_lines(rows: &[Row]) -> Vec<String> {
     cells.iter().map(line).collect()
 }
 
-fn row(row: &Row) -> [String; 11] {
-    let latency = |pick: fn(&super::load_reports::LatencyMs) -> f64| {
+fn row_cells(row: &Row) -> [String; 11] {
+    let latency = |percentile: fn(&super::load_reports::LatencyMs) -> f64| {
         row.latency_ms
             .as_ref()
-            .map_or_else(dash, |latency| milliseconds(pick(latency)))
+            .map_or_else(dash, |latency| format_milliseconds(percentile(latency)))
     };
     let success = match (row.client, row.success_rate) {
         (_, None) => dash(),
         (Client::Outside, Some(0.0)) => "refused".to_owned(),
-        (_, Some(rate)) => percent(rate),
+        (_, Some(rate)) => format_percent(rate),
     };
     let bytes = match row.bytes_per_second {
         0.0 => dash(),
-        n => bytes(n),
+        n => format_bytes(n),
     };
     [
         row.client.as_str().to_owned(),
@@ -100,18 +100,18 @@ fn row(row: &Row) -> [String; 11] {
         latency(|latency| latency.p95),
         latency(|latency| latency.p99),
         bytes,
-        identity(row.client_identity.as_deref()),
-        identity(row.server_identity.as_deref()),
+        short_identity(row.client_identity.as_deref()),
+        short_identity(row.server_identity.as_deref()),
     ]
 }
 
-/// One line per replica: its share, as a number and as a bar.
-fn shares(rows: &[Row], service: &str, replicas: &[(String, String)]) -> Vec<String> {
-    let answers = checks::responses_by_replica(rows, service);
-    let all: u64 = answers.values().sum();
+/// Renders one line per replica: its share of the responses, as a number and as a bar.
+fn share_lines(rows: &[Row], service: &str, replicas: &[(String, String)]) -> Vec<String> {
+    let responses = checks::responses_by_replica(rows, service);
+    let all: u64 = responses.values().sum();
     let mut lines = vec![format!("REPLICAS OF {service}")];
     for (name, note) in replicas {
-        let share = answers.get(name).map_or(0.0, |n| *n as f64 / all.max(1) as f64);
+        let share = responses.get(name).map_or(0.0, |n| *n as f64 / all.max(1) as f64);
         let bar = "█".repeat((share * BAR_LENGTH).round() as usize);
         let line = format!(
             "{name:<10} {:>6.1} %  {bar:<width$}  {note}",
@@ -123,7 +123,7 @@ fn shares(rows: &[Row], service: &str, replicas: &[(String, String)]) -> Vec<Str
     lines
 }
 
-fn denials_and_failures(rows: &[Row]) -> Vec<String> {
+fn denial_and_failure_lines(rows: &[Row]) -> Vec<String> {
     let mut lines = Vec::new();
     for row in rows {
         for (reason, n) in &row.denials {
@@ -133,7 +133,11 @@ fn denials_and_failures(rows: &[Row]) -> Vec<String> {
                 row.client.as_str(),
                 row.service,
                 row.protocol.as_str(),
-                if errors.is_empty() { "" } else { "; the client sees: " },
+                if errors.is_empty() {
+                    ""
+                } else {
+                    "; errors of the client: "
+                },
                 errors.join(", "),
             ));
         }
@@ -156,27 +160,27 @@ fn denials_and_failures(rows: &[Row]) -> Vec<String> {
 }
 
 /// Shortens an identity to `<service account>.<namespace>`. The rest is the same for the whole mesh and is in the title.
-fn identity(full: Option<&str>) -> String {
+fn short_identity(full: Option<&str>) -> String {
     let Some(full) = full else { return dash() };
     full.split_once(".serviceaccount.identity.")
         .map_or(full, |(short, _)| short)
         .to_owned()
 }
 
-fn percent(rate: f64) -> String {
-    // Rounding must not turn a failure into success.
+fn format_percent(rate: f64) -> String {
+    // If a request failed, the rounded rate must not be 100 %.
     let shown = if rate < 1.0 { (rate * 100.0).min(99.99) } else { 100.0 };
     format!("{shown:.2} %")
 }
 
-fn milliseconds(ms: f64) -> String {
+fn format_milliseconds(ms: f64) -> String {
     match ms {
         ms if ms < 10.0 => format!("{ms:.1} ms"),
         ms => format!("{ms:.0} ms"),
     }
 }
 
-fn bytes(n: f64) -> String {
+fn format_bytes(n: f64) -> String {
     match n {
         n if n < 1e3 => format!("{n:.0} B"),
         n if n < 1e6 => format!("{:.1} kB", n / 1e3),
@@ -202,7 +206,7 @@ mod tests {
         let edges = edges(&topology());
         let shown = [&edges[0], &edges[5]];
         shown
-            .map(|edge| rows::live(edge, &rows::tests::reports(), &rows::tests::scrapes()))
+            .map(|edge| rows::live_row(edge, &rows::tests::reports(), &rows::tests::scrapes()))
             .into()
     }
 
@@ -238,7 +242,7 @@ web-3         0.0 %                                  +50 ms
 
 REFUSALS AND FAILURES
 load → web HTTP/1: 2 failed: status 502 (2)
-outside → web HTTP/1: refused 15 times: no identity (no_tls_from_remote), by Server web-http; the client sees: status 502
+outside → web HTTP/1: refused 15 times: no identity (no_tls_from_remote), by Server web-http; errors of the client: status 502
 
 00:00:12  the control plane is back
 ";
@@ -247,8 +251,8 @@ outside → web HTTP/1: refused 15 times: no identity (no_tls_from_remote), by S
     }
 
     #[test]
-    fn a_failure_never_rounds_to_success() {
-        assert_eq!(percent(1.0), "100.00 %");
-        assert_eq!(percent(0.999_999), "99.99 %");
+    fn a_rate_below_100_percent_is_not_rounded_to_100_percent() {
+        assert_eq!(format_percent(1.0), "100.00 %");
+        assert_eq!(format_percent(0.999_999), "99.99 %");
     }
 }

@@ -1,6 +1,6 @@
 //! The topology of the demo, from its manifests: hosts, applications and services.
 //!
-//! The control plane reads the same files. Here they decide which network namespaces, addresses and processes exist.
+//! The control plane reads the same files. The topology decides which network namespaces, addresses and processes exist.
 
 use std::collections::BTreeMap;
 use std::net::{Ipv4Addr, SocketAddrV4};
@@ -54,7 +54,7 @@ pub(super) struct Service {
 /// Errors in the manifests that prevent the demo from running.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum TopologyError {
-    #[error("{file}: this is not YAML of Kubernetes objects")]
+    #[error("{file} is not a stream of Kubernetes objects in YAML")]
     Yaml {
         file: String,
         #[source]
@@ -92,7 +92,7 @@ impl Topology {
         check_addresses_and_names(&workloads)?;
         let services = services
             .into_iter()
-            .map(|raw| raw.read(&workloads))
+            .map(|raw| raw.into_service(&workloads))
             .collect::<Result<_, _>>()?;
         let trust_domain = workloads
             .first()
@@ -140,7 +140,7 @@ impl Topology {
             let needs = "the services web (ports http and grpc), ws (http) and tcp (echo), each with a workload";
             if self.service_addr(service, port).is_none() || self.endpoints(service, port).is_empty() {
                 return Err(TopologyError::Missing {
-                    what: format!("a Service {service} whose port {port} has a workload behind it"),
+                    what: format!("a Service {service} whose port {port} has an endpoint"),
                     needs,
                 });
             }
@@ -157,7 +157,7 @@ impl Workload {
 }
 
 /// A workload with its labels, which are needed only to evaluate the services' selectors.
-struct Labelled {
+struct LabelledWorkload {
     workload: Workload,
     labels: BTreeMap<String, String>,
 }
@@ -233,9 +233,9 @@ struct RawServiceSpec {
 }
 
 impl RawWorkload {
-    fn into_workload(self) -> Result<Labelled, TopologyError> {
+    fn into_workload(self) -> Result<LabelledWorkload, TopologyError> {
         let name = self.metadata.name;
-        let refuse = |reason: String| TopologyError::Workload {
+        let invalid = |reason: String| TopologyError::Workload {
             name: name.clone(),
             reason,
         };
@@ -244,11 +244,11 @@ impl RawWorkload {
             _ => None,
         };
         let ip =
-            ip.ok_or_else(|| refuse("the demo supports exactly one IPv4 address in spec.workloadIPs".to_owned()))?;
+            ip.ok_or_else(|| invalid("the demo supports exactly one IPv4 address in spec.workloadIPs".to_owned()))?;
         let identity = self.spec.mesh_tls.identity;
         let service_account = identity.split('.').next().unwrap_or_default().to_owned();
         if trust_domain(&identity).is_none() {
-            return Err(refuse(format!(
+            return Err(invalid(format!(
                 "spec.meshTLS.identity {identity:?} is not \
                  <service account>.<namespace>.serviceaccount.identity.linkerd.<trust domain>"
             )));
@@ -256,7 +256,7 @@ impl RawWorkload {
         let delay = match self.metadata.annotations.get(annotation::DEMO_DELAY) {
             None => Duration::ZERO,
             Some(text) => {
-                duration::parse(text).map_err(|err| refuse(format!("annotation {}: {err}", annotation::DEMO_DELAY)))?
+                duration::parse(text).map_err(|err| invalid(format!("annotation {}: {err}", annotation::DEMO_DELAY)))?
             }
         };
         let app = match self.metadata.labels.get(APP_LABEL).map(String::as_str) {
@@ -265,7 +265,7 @@ impl RawWorkload {
             Some("ws") => App::Ws,
             Some("tcp") => App::Tcp,
             other => {
-                return Err(refuse(format!(
+                return Err(invalid(format!(
                     "label {APP_LABEL} is {other:?}; expected load, web, ws or tcp"
                 )));
             }
@@ -279,7 +279,7 @@ impl RawWorkload {
             ports: self.spec.ports.into_iter().map(|raw| (raw.name, raw.port)).collect(),
             name,
         };
-        Ok(Labelled {
+        Ok(LabelledWorkload {
             workload,
             labels: self.metadata.labels,
         })
@@ -287,7 +287,7 @@ impl RawWorkload {
 }
 
 impl RawService {
-    fn read(self, workloads: &[Labelled]) -> Result<(String, Service), TopologyError> {
+    fn into_service(self, workloads: &[LabelledWorkload]) -> Result<(String, Service), TopologyError> {
         let name = self.metadata.name;
         let cluster_ip = self.spec.cluster_ip.parse().map_err(|_| TopologyError::Service {
             name: name.clone(),
@@ -308,33 +308,33 @@ impl RawService {
     }
 }
 
-fn check_addresses_and_names(workloads: &[Labelled]) -> Result<(), TopologyError> {
+fn check_addresses_and_names(workloads: &[LabelledWorkload]) -> Result<(), TopologyError> {
     let mut taken = BTreeMap::from([(CONTROL_IP, "the control plane"), (OUTSIDE_IP, "the host outside")]);
-    for Labelled { workload, .. } in workloads {
-        let refuse = |reason: String| TopologyError::Workload {
+    for LabelledWorkload { workload, .. } in workloads {
+        let invalid = |reason: String| TopologyError::Workload {
             name: workload.name.clone(),
             reason,
         };
         if workload.ip.octets()[..3] != CONTROL_IP.octets()[..3] {
-            return Err(refuse(format!(
+            return Err(invalid(format!(
                 "{} is not in the demo's network {NETWORK}",
                 workload.ip
             )));
         }
         if let Some(other) = taken.insert(workload.ip, &workload.name) {
-            return Err(refuse(format!("{} is already the address of {other}", workload.ip)));
+            return Err(invalid(format!("{} is already the address of {other}", workload.ip)));
         }
-        let short = workload.name.len() <= MAX_NAME_LENGTH;
-        if !short || !workload.name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-') {
-            return Err(refuse(format!(
-                "the name must be letters, digits and '-', at most {MAX_NAME_LENGTH} characters"
+        let is_short = workload.name.len() <= MAX_NAME_LENGTH;
+        if !is_short || !workload.name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-') {
+            return Err(invalid(format!(
+                "the name must consist of at most {MAX_NAME_LENGTH} letters, digits and '-'"
             )));
         }
     }
     Ok(())
 }
 
-/// The part after `.serviceaccount.identity.linkerd.`
+/// The trust domain of an identity: the part after `.serviceaccount.identity.linkerd.`
 fn trust_domain(identity: &str) -> Option<&str> {
     let (workload, domain) = identity.split_once(IDENTITY_INFIX)?;
     (workload.split('.').count() == 2 && !domain.is_empty()).then_some(domain)
@@ -418,7 +418,7 @@ mod tests {
             "ExternalWorkload web-3: annotation demo.tulle.dev/delay",
         );
         check("app: ws", "app: game", "expected load, web, ws or tcp");
-        check("name: load\n", "name: lo/ad\n", "the name must be");
+        check("name: load\n", "name: lo/ad\n", "the name must consist of");
         check(
             "clusterIP: 10.96.0.20",
             "clusterIP: None",
@@ -427,9 +427,9 @@ mod tests {
         check(
             "name: echo",
             "name: chat",
-            "a Service tcp whose port echo has a workload behind it",
+            "a Service tcp whose port echo has an endpoint",
         );
-        check("kind: Service\n", "kind: [\n", "this is not YAML");
+        check("kind: Service\n", "kind: [\n", "is not a stream of Kubernetes objects");
         check(
             "load.demo.serviceaccount",
             "load.serviceaccount",

@@ -1,4 +1,4 @@
-//! The server that a query is sent to, and the form of its answer.
+//! The server to which a query is sent, and the output format of its response.
 
 use std::future::Future;
 use std::time::Duration;
@@ -38,7 +38,7 @@ pub(super) struct ServerArgs {
 
 #[derive(ValueEnum, Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Output {
-    /// A table, or YAML if the response is no table
+    /// A table, or YAML if the response has no table form
     #[value(alias = "yaml")]
     Table,
     Json,
@@ -50,12 +50,12 @@ pub(super) struct QueryContext<'a> {
 }
 
 impl QueryContext<'_> {
-    pub(super) async fn destination(&self) -> anyhow::Result<Channel> {
+    pub(super) async fn connect_to_destination(&self) -> anyhow::Result<Channel> {
         let addr = self.args.destination_addr.as_ref().or(self.flags.api_addr.as_ref());
         self.connect(addr, port::DESTINATION, "--destination-addr").await
     }
 
-    pub(super) async fn policies(&self) -> anyhow::Result<Channel> {
+    pub(super) async fn connect_to_policy(&self) -> anyhow::Result<Channel> {
         self.connect(self.args.policy_addr.as_ref(), port::POLICY, "--policy-addr")
             .await
     }
@@ -97,7 +97,7 @@ impl QueryContext<'_> {
         self.args.output
     }
 
-    /// Waits for a response up to the time limit, and converts a gRPC status to an error.
+    /// Waits for a response, not longer than `--wait`, and converts a gRPC status to an error.
     pub(super) async fn with_timeout<T>(
         &self,
         api: &str,
@@ -121,11 +121,11 @@ pub(super) fn status_error(api: &str, status: &Status) -> anyhow::Error {
 
 /// Finds a ready pod of the destination service.
 async fn destination_pod(cluster: &Cluster) -> anyhow::Result<String> {
-    let all = ResourceRef {
+    let all_pods = ResourceRef {
         kind: Kind::Pod,
         name: None,
     };
-    let pods = all.pods(cluster, &cluster.control_plane_namespace).await?;
+    let pods = all_pods.pods(cluster, &cluster.control_plane_namespace).await?;
     let ready = pods.iter().find(|pod| {
         let component = pod.labels().get(label::CONTROL_PLANE_COMPONENT).map(String::as_str);
         let conditions = pod.status.iter().flat_map(|status| status.conditions.iter().flatten());
@@ -143,8 +143,8 @@ async fn destination_pod(cluster: &Cluster) -> anyhow::Result<String> {
     Ok(pod.name_any())
 }
 
-/// Formats a response that is no table.
-pub(super) fn show(value: &serde_json::Value, output: Output) -> anyhow::Result<String> {
+/// Formats a response as JSON or, if a table was requested, as YAML.
+pub(super) fn format_response(value: &serde_json::Value, output: Output) -> anyhow::Result<String> {
     Ok(match output {
         Output::Json => serde_json::to_string_pretty(value).context("writing JSON")? + "\n",
         Output::Table => serde_yaml_ng::to_string(value).context("writing YAML")?,

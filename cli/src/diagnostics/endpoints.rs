@@ -41,7 +41,7 @@ struct Endpoint {
 
 /// Queries each authority in turn.
 pub(super) async fn query(query_context: &QueryContext<'_>, args: &Args) -> anyhow::Result<String> {
-    let mut client = DestinationClient::new(query_context.destination().await?);
+    let mut client = DestinationClient::new(query_context.connect_to_destination().await?);
     let mut endpoints = Vec::new();
     for authority in &args.authorities {
         let request = GetDestination {
@@ -59,17 +59,17 @@ pub(super) async fn query(query_context: &QueryContext<'_>, args: &Args) -> anyh
         };
         let update = query_context.with_timeout("Destination API", exchange).await?;
         if let Some(Update::Add(set)) = update.update {
-            endpoints.extend(read(authority, set));
+            endpoints.extend(to_endpoints(authority, set));
         }
     }
     match query_context.output() {
         Output::Json => Ok(serde_json::to_string_pretty(&endpoints)? + "\n"),
         Output::Table if endpoints.is_empty() => Ok("No endpoints found.\n".to_owned()),
-        Output::Table => Ok(show(&endpoints)),
+        Output::Table => Ok(render_table(&endpoints)),
     }
 }
 
-fn read(authority: &str, set: WeightedAddrSet) -> Vec<Endpoint> {
+fn to_endpoints(authority: &str, set: WeightedAddrSet) -> Vec<Endpoint> {
     let service = authority.split('.').take(2).collect::<Vec<_>>().join(".");
     let namespace = set.metric_labels.get("namespace").cloned().unwrap_or_default();
     let endpoint = |addr: WeightedAddr| {
@@ -102,7 +102,7 @@ fn read(authority: &str, set: WeightedAddrSet) -> Vec<Endpoint> {
     endpoints
 }
 
-fn show(endpoints: &[Endpoint]) -> String {
+fn render_table(endpoints: &[Endpoint]) -> String {
     let rows = endpoints.iter().map(|endpoint| {
         [
             endpoint.namespace.clone(),
@@ -113,7 +113,7 @@ fn show(endpoints: &[Endpoint]) -> String {
             endpoint.identity.clone().unwrap_or_else(|| "-".to_owned()),
         ]
     });
-    table::text(&["NAMESPACE", "IP", "PORT", "POD", "SERVICE", "IDENTITY"], rows)
+    table::render(&["NAMESPACE", "IP", "PORT", "POD", "SERVICE", "IDENTITY"], rows)
 }
 
 #[cfg(test)]
@@ -145,12 +145,12 @@ mod tests {
             addrs: vec![addr, WeightedAddr::default()],
             metric_labels: [("namespace".to_owned(), "demo".to_owned())].into(),
         };
-        let endpoints = read("web.demo.svc.cluster.local:80", set);
+        let endpoints = to_endpoints("web.demo.svc.cluster.local:80", set);
         assert!(endpoints[0].http2 && !endpoints[0].opaque);
         let expected = "\
 NAMESPACE   IP           PORT   POD     SERVICE    IDENTITY
 demo        10.77.0.11   8080   web-1   web.demo   web.demo
 ";
-        assert_eq!(show(&endpoints), expected);
+        assert_eq!(render_table(&endpoints), expected);
     }
 }

@@ -1,7 +1,7 @@
 //! `tulle diagnostics`: sends the queries of a proxy to a running control plane, and prints the responses.
 //!
-//! It changes nothing. The control plane accepts plaintext only from loopback, so its pods are reached through ports that the API
-//! server forwards. Without Kubernetes, this command must run on the same machine.
+//! The command changes nothing. The control plane accepts plaintext only from loopback, so the command reaches its pods through
+//! ports that the API server forwards. Without Kubernetes, the command must run on the machine of the control plane.
 
 mod context;
 mod endpoints;
@@ -42,8 +42,8 @@ enum Query {
 /// Sends the query and prints the response.
 pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
     match &args.query {
-        Query::ControllerMetrics => return metrics::controllers(flags),
-        Query::ProxyMetrics(proxies) => return metrics::proxies(proxies, flags),
+        Query::ControllerMetrics => return metrics::print_controller_metrics(flags),
+        Query::ProxyMetrics(proxies) => return metrics::print_proxy_metrics(proxies, flags),
         Query::Endpoints(_) | Query::Profile(_) | Query::Policy(_) => {}
     }
     let query_context = QueryContext {

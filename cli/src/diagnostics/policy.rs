@@ -12,14 +12,14 @@ use tulle_proto::inbound::inbound_server_policies_client::InboundServerPoliciesC
 use tulle_proto::outbound::outbound_policies_client::OutboundPoliciesClient;
 use tulle_proto::outbound::{TrafficSpec, traffic_spec::Target};
 
-use super::context::{QueryContext, show, status_error};
+use super::context::{QueryContext, format_response, status_error};
 use super::json;
 use crate::config;
 use crate::kubernetes::resource::{Kind, ResourceRef};
 
 #[derive(clap::Args, Clone, Debug)]
 pub(super) struct Args {
-    /// To show who may connect to PORT: deploy/web or another resource with pods, or <namespace>/<name> of a pod or
+    /// To show which clients may connect to PORT: deploy/web or another resource with pods, or <namespace>/<name> of a pod or
     /// ExternalWorkload. To show how requests to PORT of a Service are routed: svc/web
     #[arg(required_unless_present = "outbound", conflicts_with = "outbound", requires = "port")]
     resource: Option<String>,
@@ -36,7 +36,7 @@ pub(super) struct Args {
 pub(super) async fn query(query_context: &QueryContext<'_>, args: &Args) -> anyhow::Result<String> {
     let namespace = &args.namespace;
     match (&args.outbound, &args.resource, args.port) {
-        (Some(target), ..) => outbound(query_context, target, namespace).await,
+        (Some(target), ..) => query_outbound(query_context, target, namespace).await,
         (None, Some(resource), Some(port)) => match ResourceRef::parse(std::slice::from_ref(resource)) {
             Ok(ResourceRef {
                 kind: Kind::Service,
@@ -44,7 +44,7 @@ pub(super) async fn query(query_context: &QueryContext<'_>, args: &Args) -> anyh
             }) => {
                 let values = async { config::values(&query_context.flags.connect().await?).await }.await;
                 let domain = cluster_domain(values, query_context.has_policy_addr())?;
-                outbound(
+                query_outbound(
                     query_context,
                     &format!("{name}.{namespace}.svc.{domain}:{port}"),
                     namespace,
@@ -57,22 +57,23 @@ pub(super) async fn query(query_context: &QueryContext<'_>, args: &Args) -> anyh
                 let pod = pods
                     .first()
                     .with_context(|| format!("{resource} of namespace {namespace} has no pods"))?;
-                inbound(query_context, &format!("{namespace}/{}", pod.name_any()), port).await
+                query_inbound(query_context, &format!("{namespace}/{}", pod.name_any()), port).await
             }
-            // If the first part is no resource type, it is a namespace.
-            Err(_) => inbound(query_context, resource, port).await,
+            // If the first part is not a resource type, it is a namespace.
+            Err(_) => query_inbound(query_context, resource, port).await,
         },
         (None, ..) => anyhow::bail!("a resource and a port are required, or --outbound"),
     }
 }
 
-/// The cluster's domain, from the configuration. With --policy-addr there may be no cluster to read it from; then the default.
+/// The cluster's domain in the configuration. With `--policy-addr`, the default if there is no cluster whose configuration can be
+/// read.
 fn cluster_domain(values: anyhow::Result<Value>, has_policy_addr: bool) -> anyhow::Result<String> {
     let configured = match values {
         Ok(values) => values["clusterDomain"].as_str().map(str::to_owned),
         Err(error) if has_policy_addr => {
             eprintln!(
-                "tulle: no cluster can be read, so its domain is taken to be {DEFAULT_CLUSTER_DOMAIN}: {error:#}"
+                "tulle: using the cluster domain {DEFAULT_CLUSTER_DOMAIN}, because the configuration of a cluster cannot be read: {error:#}"
             );
             None
         }
@@ -81,13 +82,13 @@ fn cluster_domain(values: anyhow::Result<Value>, has_policy_addr: bool) -> anyho
     Ok(configured.unwrap_or_else(|| DEFAULT_CLUSTER_DOMAIN.to_owned()))
 }
 
-async fn inbound(query_context: &QueryContext<'_>, workload: &str, port: NonZeroU16) -> anyhow::Result<String> {
+async fn query_inbound(query_context: &QueryContext<'_>, workload: &str, port: NonZeroU16) -> anyhow::Result<String> {
     let (namespace, name) = workload.split_once('/').with_context(|| {
         format!("{workload:?} is neither a resource such as deploy/web, nor <namespace>/<name> of a workload")
     })?;
-    let mut client = InboundServerPoliciesClient::new(query_context.policies().await?);
+    let mut client = InboundServerPoliciesClient::new(query_context.connect_to_policy().await?);
     let mut last = None;
-    // The name does not tell the kind, so both are queried.
+    // The kind of the workload is unknown, so both kinds are queried.
     for kind in ["external_workload", "pod"] {
         let request = PortSpec {
             workload: json!({ "ns": namespace, kind: name }).to_string(),
@@ -101,7 +102,7 @@ async fn inbound(query_context: &QueryContext<'_>, workload: &str, port: NonZero
             }
         };
         match query_context.with_timeout("Policy API", exchange).await? {
-            Ok(server) => return show(&json::inbound::server(&server), query_context.output()),
+            Ok(server) => return format_response(&json::inbound::server(&server), query_context.output()),
             Err(status) => last = Some(status),
         }
     }
@@ -110,19 +111,19 @@ async fn inbound(query_context: &QueryContext<'_>, workload: &str, port: NonZero
         .context(format!("there is neither an ExternalWorkload nor a Pod {workload}")))
 }
 
-async fn outbound(query_context: &QueryContext<'_>, target: &str, namespace: &str) -> anyhow::Result<String> {
+async fn query_outbound(query_context: &QueryContext<'_>, target: &str, namespace: &str) -> anyhow::Result<String> {
     let target = match target.parse::<SocketAddr>() {
         Ok(addr) => Target::Addr(addr.into()),
         Err(_) => Target::Authority(target.to_owned()),
     };
-    let mut client = OutboundPoliciesClient::new(query_context.policies().await?);
+    let mut client = OutboundPoliciesClient::new(query_context.connect_to_policy().await?);
     let request = TrafficSpec {
         source_workload: json!({ "ns": namespace, "pod": "tulle-diagnostics" }).to_string(),
         target: Some(target),
     };
     let exchange = async { Ok(client.get(request).await?.into_inner()) };
     let policy = query_context.with_timeout("Policy API", exchange).await?;
-    show(&json::outbound::policy(&policy), query_context.output())
+    format_response(&json::outbound::policy(&policy), query_context.output())
 }
 
 const DEFAULT_CLUSTER_DOMAIN: &str = "cluster.local";

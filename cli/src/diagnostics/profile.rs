@@ -4,7 +4,7 @@ use tonic::Status;
 use tulle_proto::destination::GetDestination;
 use tulle_proto::destination::destination_client::DestinationClient;
 
-use super::context::{QueryContext, show};
+use super::context::{QueryContext, format_response};
 use super::json;
 
 #[derive(clap::Args, Clone, Debug)]
@@ -18,7 +18,7 @@ pub(super) struct Args {
 }
 
 pub(super) async fn query(query_context: &QueryContext<'_>, args: &Args) -> anyhow::Result<String> {
-    let mut client = DestinationClient::new(query_context.destination().await?);
+    let mut client = DestinationClient::new(query_context.connect_to_destination().await?);
     let token = |namespace| serde_json::json!({ "ns": namespace }).to_string();
     let request = GetDestination {
         path: args.target.clone(),
@@ -33,5 +33,5 @@ pub(super) async fn query(query_context: &QueryContext<'_>, args: &Args) -> anyh
             .ok_or_else(|| Status::unavailable("the stream ended without a response"))
     };
     let profile = query_context.with_timeout("Destination API", exchange).await?;
-    show(&json::profile::profile(&profile), query_context.output())
+    format_response(&json::profile::profile(&profile), query_context.output())
 }

@@ -104,19 +104,19 @@ impl ProxyFlags {
     /// # Errors
     /// Fails if the injector would ignore a value as invalid.
     pub(super) fn annotations(&self) -> anyhow::Result<Vec<(&'static str, String)>> {
-        let on = |flag: bool| flag.then(|| "true".to_owned());
-        let of_registry = |name: &str| {
+        let true_if = |flag: bool| flag.then(|| "true".to_owned());
+        let image_in_registry = |name: &str| {
             let registry = self.registry.as_ref()?.trim_end_matches('/');
             Some(format!("{registry}/{name}"))
         };
         let all = [
             (
                 annotation::PROXY_IMAGE,
-                self.proxy_image.clone().or_else(|| of_registry("proxy")),
+                self.proxy_image.clone().or_else(|| image_in_registry("proxy")),
             ),
             (
                 annotation::DEBUG_IMAGE,
-                of_registry("debug").filter(|_| self.enable_debug_sidecar),
+                image_in_registry("debug").filter(|_| self.enable_debug_sidecar),
             ),
             (annotation::PROXY_VERSION_OVERRIDE, self.proxy_version.clone()),
             (annotation::IMAGE_PULL_POLICY, self.image_pull_policy.clone()),
@@ -143,7 +143,10 @@ impl ProxyFlags {
                 annotation::REQUIRE_IDENTITY_INBOUND_PORTS,
                 self.require_identity_on_inbound_ports.clone(),
             ),
-            (annotation::ENABLE_EXTERNAL_PROFILES, on(self.enable_external_profiles)),
+            (
+                annotation::ENABLE_EXTERNAL_PROFILES,
+                true_if(self.enable_external_profiles),
+            ),
             (annotation::PROXY_ENABLE_NATIVE_SIDECAR, self.native_sidecar.clone()),
             (
                 annotation::ALPHA_WAIT_BEFORE_EXIT_SECONDS,
@@ -151,7 +154,7 @@ impl ProxyFlags {
             ),
             (annotation::SHUTDOWN_GRACE_PERIOD, self.shutdown_grace_period.clone()),
             (annotation::CLOSE_WAIT_TIMEOUT, self.close_wait_timeout.clone()),
-            (annotation::ENABLE_DEBUG_SIDECAR, on(self.enable_debug_sidecar)),
+            (annotation::ENABLE_DEBUG_SIDECAR, true_if(self.enable_debug_sidecar)),
         ];
         let set: Vec<_> = all.into_iter().filter_map(|(key, value)| Some((key, value?))).collect();
         for (key, value) in &set {

@@ -1,6 +1,6 @@
 //! `tulle inject` and `tulle uninject`: read manifests, write them with or without the mesh, and report on standard error.
 //!
-//! Whether and how a pod is injected is decided by the same code as in the injector webhook.
+//! The code of the injector webhook decides whether and how a pod is injected.
 
 mod flags;
 mod streams;
@@ -42,7 +42,7 @@ pub(crate) struct Args {
     /// With --manual: read the control plane's values from this file instead of the cluster
     #[arg(long, value_name = "FILE")]
     values: Option<PathBuf>,
-    /// Output format; with yaml, unchanged manifests are written as they were
+    /// Output format; with yaml, unchanged manifests keep their text
     #[arg(short, long, value_name = "FORMAT", default_value = "yaml")]
     output: Output,
     #[command(flatten)]
@@ -55,7 +55,7 @@ pub(crate) struct UninjectArgs {
     /// Files or directories of manifests; - reads standard input
     #[arg(required = true, value_name = "FILE")]
     inputs: Vec<PathBuf>,
-    /// Output format; with yaml, unchanged manifests are written as they were
+    /// Output format; with yaml, unchanged manifests keep their text
     #[arg(short, long, value_name = "FORMAT", default_value = "yaml")]
     output: Output,
 }
@@ -72,10 +72,11 @@ struct Injection {
 
 /// The result for a manifest.
 enum ManifestOutcome {
-    /// The manifest was injected or uninjected: annotations or containers were added or removed. With notes for the user.
+    /// The manifest was injected or uninjected: annotations or containers were added or removed. The texts are notes for the user.
     InjectedOrUninjected(Vec<String>),
     /// The object is not a workload and only got annotations.
     AnnotatedOnly,
+    /// The manifest is unchanged, for these reasons.
     Skipped(Vec<String>),
 }
 
@@ -111,9 +112,9 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<()>
     };
     let mut n_manual = 0;
     streams::transform_objects(&args.inputs, args.output, |object| {
-        let title = ObjectName::of(object);
-        let outcome = injection.apply(object).with_context(|| title.to_string())?;
-        report(&title, "injected", &outcome);
+        let object_name = ObjectName::from_object(object);
+        let outcome = injection.apply(object).with_context(|| object_name.to_string())?;
+        report(&object_name, "injected", &outcome);
         n_manual += usize::from(args.manual && matches!(outcome, ManifestOutcome::InjectedOrUninjected(_)));
         Ok(())
     })?;
@@ -133,7 +134,7 @@ pub(crate) fn uninject(args: &UninjectArgs) -> anyhow::Result<()> {
             true => ManifestOutcome::InjectedOrUninjected(Vec::new()),
             false => ManifestOutcome::Skipped(Vec::new()),
         };
-        report(&ObjectName::of(object), "uninjected", &outcome);
+        report(&ObjectName::from_object(object), "uninjected", &outcome);
         Ok(())
     })
 }
@@ -146,7 +147,7 @@ fn fetch_values(flags: &kubernetes::Flags) -> anyhow::Result<Values> {
 
 impl Injection {
     fn apply(&self, object: &mut Value) -> anyhow::Result<ManifestOutcome> {
-        match ManifestKind::of(object) {
+        match ManifestKind::from_object(object) {
             ManifestKind::Pods(path) => self.inject_workload(object, path),
             ManifestKind::Namespace => {
                 annotate(object, annotation::INJECT, self.inject_annotation_value());
@@ -167,7 +168,7 @@ impl Injection {
     }
 
     fn inject_workload(&self, object: &mut Value, path: &'static [&'static str]) -> anyhow::Result<ManifestOutcome> {
-        let title = ObjectName::of(object);
+        let object_name = ObjectName::from_object(object);
         let namespace = object
             .pointer("/metadata/namespace")
             .and_then(Value::as_str)
@@ -176,7 +177,7 @@ impl Injection {
         // Work on a copy without an earlier injection.
         let mut changed = object.clone();
         uninject::remove_sidecar(&mut changed, path);
-        let Some(pod_template) = workload::at(&mut changed, path) else {
+        let Some(pod_template) = workload::part_at(&mut changed, path) else {
             return Ok(ManifestOutcome::Skipped(vec!["it has no pod template".to_owned()]));
         };
         let is_disabled = pod_template
@@ -199,7 +200,7 @@ impl Injection {
         for (key, value) in &self.annotations {
             annotate(pod_template, key, value);
         }
-        let template = workload::template(pod_template)?;
+        let template = workload::parse_template(pod_template)?;
         let (spec, no_annotations) = (template.spec.unwrap_or_default(), BTreeMap::new());
         let target = InjectionTarget {
             pointer: path,
@@ -208,8 +209,8 @@ impl Injection {
             namespace: &namespace,
             namespace_annotations: &no_annotations,
             owner: Some(injection::PodOwner {
-                kind: title.kind,
-                name: title.name,
+                kind: object_name.kind,
+                name: object_name.name,
             }),
         };
         let outcome = injection::inject_pod(&self.config, &target);
@@ -217,7 +218,7 @@ impl Injection {
             bail!(reason);
         }
         if let Decision::Skip(reasons) = &outcome.decision {
-            // If the user asks for an injection that is impossible, the command fails.
+            // If the user requests an injection that is impossible, the command fails.
             let impossible = reasons.iter().find(|reason| FATAL_SKIP_REASONS.contains(reason));
             if let Some(reason) = impossible {
                 bail!(reason.description());
@@ -263,15 +264,15 @@ fn annotate(object: &mut Value, key: &str, value: &str) {
     }
 }
 
-/// Reports the outcome of an object. Documents without an object are not reported.
-fn report(title: &ObjectName, done: &str, outcome: &ManifestOutcome) {
-    let ObjectName { kind, name } = title;
+/// Prints the outcome of an object. Nothing is printed for a document without an object.
+fn report(object_name: &ObjectName, action: &str, outcome: &ManifestOutcome) {
+    let ObjectName { kind, name } = object_name;
     if kind.is_empty() {
         return;
     }
     match outcome {
         ManifestOutcome::InjectedOrUninjected(notes) => {
-            eprintln!("{kind} \"{name}\" {done}");
+            eprintln!("{kind} \"{name}\" {action}");
             for note in notes {
                 eprintln!("{kind} \"{name}\": {note}");
             }
@@ -282,7 +283,7 @@ fn report(title: &ObjectName, done: &str, outcome: &ManifestOutcome) {
     }
 }
 
-/// Skip reasons that are errors. All other reasons mean that no proxy is requested or needed.
+/// Skip reasons that are errors. With all other reasons, the manifest does not request or need a proxy.
 const FATAL_SKIP_REASONS: [SkipReason; 3] = [
     SkipReason::HostNetwork,
     SkipReason::SidecarExists,

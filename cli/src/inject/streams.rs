@@ -16,8 +16,9 @@ pub(super) enum Output {
     Json,
 }
 
-/// Reads each input, and returns it with a name for errors. `-` is standard input; of a directory, YAML and JSON files are read.
-pub(super) fn read(inputs: &[PathBuf]) -> anyhow::Result<Vec<(String, String)>> {
+/// Reads the inputs. Returns each with a name for error messages. `-` is standard input; a directory stands for its YAML and JSON
+/// files.
+pub(super) fn read_inputs(inputs: &[PathBuf]) -> anyhow::Result<Vec<(String, String)>> {
     let mut texts = Vec::new();
     for input in inputs {
         if input.as_os_str() == "-" {
@@ -28,7 +29,7 @@ pub(super) fn read(inputs: &[PathBuf]) -> anyhow::Result<Vec<(String, String)>> 
             texts.push(("standard input".to_owned(), text));
             continue;
         }
-        for path in files(input)? {
+        for path in manifest_files(input)? {
             let text = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
             texts.push((path.display().to_string(), text));
         }
@@ -36,7 +37,7 @@ pub(super) fn read(inputs: &[PathBuf]) -> anyhow::Result<Vec<(String, String)>> 
     Ok(texts)
 }
 
-fn files(input: &Path) -> anyhow::Result<Vec<PathBuf>> {
+fn manifest_files(input: &Path) -> anyhow::Result<Vec<PathBuf>> {
     if !input.is_dir() {
         return Ok(vec![input.to_owned()]);
     }
@@ -48,7 +49,7 @@ fn files(input: &Path) -> anyhow::Result<Vec<PathBuf>> {
             .extension()
             .is_some_and(|kind| ["yaml", "yml", "json"].iter().any(|known| kind == *known));
         if path.is_dir() {
-            found.extend(files(&path)?);
+            found.extend(manifest_files(&path)?);
         } else if is_manifest {
             found.push(path);
         }
@@ -57,7 +58,7 @@ fn files(input: &Path) -> anyhow::Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// Applies `transform` to each object of the inputs, including items of lists, and writes all documents.
+/// Applies `transform` to each object of the inputs, including the items of lists, and prints all documents.
 ///
 /// As YAML, unchanged documents keep their text. As JSON, documents that have only comments are omitted.
 ///
@@ -69,10 +70,10 @@ pub(super) fn transform_objects(
     mut transform: impl FnMut(&mut Value) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
     let mut out = String::new();
-    for (name, text) in read(inputs)? {
+    for (name, text) in read_inputs(inputs)? {
         for document in yaml::documents(&text).with_context(|| name.clone())? {
             let mut value = document.value.clone();
-            objects(&mut value, &mut transform).with_context(|| name.clone())?;
+            transform_items(&mut value, &mut transform).with_context(|| name.clone())?;
             let text = match (value == document.value, output) {
                 (_, Output::Json) if value.is_null() => continue,
                 (_, Output::Json) => serde_json::to_string_pretty(&value)? + "\n",
@@ -88,13 +89,16 @@ pub(super) fn transform_objects(
     crate::print(&out)
 }
 
-fn objects(value: &mut Value, transform: &mut impl FnMut(&mut Value) -> anyhow::Result<()>) -> anyhow::Result<()> {
+fn transform_items(
+    value: &mut Value,
+    transform: &mut impl FnMut(&mut Value) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
     let is_list = value
         .get("kind")
         .and_then(Value::as_str)
         .is_some_and(|kind| kind.ends_with("List"));
     match value.get_mut("items").and_then(Value::as_array_mut).filter(|_| is_list) {
-        Some(items) => items.iter_mut().try_for_each(|item| objects(item, transform)),
+        Some(items) => items.iter_mut().try_for_each(|item| transform_items(item, transform)),
         None => transform(value),
     }
 }

@@ -45,7 +45,7 @@ const KINDS: [(&str, &str, &str); 8] = [
 ];
 
 #[test]
-fn every_workload_is_annotated_where_it_describes_its_pods() {
+fn every_workload_is_annotated_in_its_pod_template() {
     for (api_version, kind, pointer) in KINDS {
         let before = workload(api_version, kind, pointer);
         let mut after = before.clone();
@@ -102,7 +102,7 @@ fn manual_injection_adds_the_containers_and_uninjection_removes_them() {
         assert!(uninject::apply(&mut object), "{kind}");
         // Annotations from flags remain as settings of the user.
         let mut expected = before;
-        let part = workload::at(&mut expected, &pointer.split('/').skip(1).collect::<Vec<_>>()).unwrap();
+        let part = workload::part_at(&mut expected, &pointer.split('/').skip(1).collect::<Vec<_>>()).unwrap();
         annotate(part, annotation::ENABLE_DEBUG_SIDECAR, "true");
         annotate(part, annotation::DEBUG_IMAGE, "example.test/debug");
         if kind != "Pod" {
@@ -114,7 +114,7 @@ fn manual_injection_adds_the_containers_and_uninjection_removes_them() {
 }
 
 #[test]
-fn uninjection_removes_the_volume_of_the_init_container_whatever_its_name() {
+fn uninjection_removes_a_renamed_volume_of_the_init_container() {
     for (kind, name) in [("Pod", "own-lock"), ("Deployment", "tmp")] {
         let (api_version, _, pointer) = KINDS.into_iter().find(|(_, other, _)| *other == kind).unwrap();
         let before = workload(api_version, kind, pointer);
@@ -208,15 +208,15 @@ fn flags_become_annotations_of_pods_and_opaque_ports_of_services() {
         json!({"config.linkerd.io/opaque-ports": "25"})
     );
     let mut namespace = object("{apiVersion: v1, kind: Namespace, metadata: {name: a}}");
-    let mut by_hand = namespace.clone();
+    let mut manually_injected_namespace = namespace.clone();
     injection.apply(&mut namespace).unwrap();
     assert_eq!(
         namespace["metadata"]["annotations"],
         json!({"linkerd.io/inject": "ingress", "config.linkerd.io/opaque-ports": "25"})
     );
     injection.manual = true;
-    injection.apply(&mut by_hand).unwrap();
-    assert_eq!(by_hand, namespace);
+    injection.apply(&mut manually_injected_namespace).unwrap();
+    assert_eq!(manually_injected_namespace, namespace);
     // Annotations from flags remain as settings of the user.
     uninject::apply(&mut namespace);
     assert_eq!(
@@ -287,7 +287,7 @@ spec:
 ";
 
 #[test]
-fn new_flags_and_versions_apply_to_injected_manifests() {
+fn new_flags_and_versions_apply_to_a_second_injection() {
     let original = object(DEPLOYMENT);
     let mut old = original.clone();
     injection(true).apply(&mut old).unwrap();
@@ -300,13 +300,13 @@ fn new_flags_and_versions_apply_to_injected_manifests() {
     let mut newer = injection(true);
     newer.config.values.linkerd_version = "v-newer".to_owned();
     newer.annotations.push((annotation::ADMIN_PORT, "5191".to_owned()));
-    let (mut again, mut at_once) = (old.clone(), original.clone());
+    let (mut again, mut injected_once) = (old.clone(), original.clone());
     assert!(matches!(
         newer.apply(&mut again).unwrap(),
         ManifestOutcome::InjectedOrUninjected(_)
     ));
-    newer.apply(&mut at_once).unwrap();
-    assert_eq!(again, at_once);
+    newer.apply(&mut injected_once).unwrap();
+    assert_eq!(again, injected_once);
     assert_eq!(probe(&again, "readinessProbe")["httpGet"]["port"], 5191);
     assert!(again.to_string().contains(":v-newer\""), "{again}");
 

@@ -9,12 +9,12 @@ use tulle_core::names::{annotation, label};
 
 use super::workload::{self, ManifestKind};
 
-/// Returns whether anything was removed.
+/// Removes from an object what injection added. Returns whether the object has changed.
 pub(super) fn apply(object: &mut Value) -> bool {
     let before = object.clone();
-    match ManifestKind::of(object) {
+    match ManifestKind::from_object(object) {
         ManifestKind::Pods(path) => {
-            if let Some(template) = workload::at(object, path) {
+            if let Some(template) = workload::part_at(object, path) {
                 remove_from_pod_template(template);
             }
         }
@@ -27,11 +27,11 @@ pub(super) fn apply(object: &mut Value) -> bool {
 /// Removes injected containers from the pods of an object before they are injected again. Pods without such containers stay
 /// unchanged.
 pub(super) fn remove_sidecar(object: &mut Value, path: &[&str]) {
-    let Some(template) = workload::at(object, path) else {
+    let Some(template) = workload::part_at(object, path) else {
         return;
     };
     let is_injected =
-        workload::template(template).is_ok_and(|pod| pod.spec.is_some_and(|spec| has_injected_containers(&spec)));
+        workload::parse_template(template).is_ok_and(|pod| pod.spec.is_some_and(|spec| has_injected_containers(&spec)));
     if is_injected {
         remove_from_pod_template(template);
     }
@@ -67,52 +67,56 @@ fn remove_from_pod_template(template: &mut Value) {
     }
 }
 
-/// The volumes to remove: those with a fixed name that injection uses, and those that the init container mounts and no container of
-/// the user does, because a value of the chart can rename the volume of the init container.
+/// The names of the volumes to remove.
+///
+/// These are the volumes with the fixed names that injection uses. A value of the chart can rename the volume of the init
+/// container, so these are also the volumes that the init container mounts and no container of the user mounts.
 fn injected_volumes(template: &Value, injected_containers: &[&str]) -> Vec<String> {
     let lists = ["containers", "initContainers"].map(|list| template["spec"][list].as_array());
     let containers = || lists.into_iter().flatten().flatten();
     let name_of = |object: &Value| object["name"].as_str().unwrap_or_default().to_owned();
-    let mounts_of = |container: &Value| {
+    let mounted_volumes = |container: &Value| {
         let mounts = container["volumeMounts"].as_array().into_iter().flatten();
         mounts.map(name_of).collect::<Vec<_>>()
     };
-    let of_init = containers().filter(|container| container["name"] == INIT_CONTAINER);
-    let of_others = containers().filter(|container| !injected_containers.contains(&name_of(container).as_str()));
-    let kept: Vec<String> = of_others.flat_map(mounts_of).collect();
-    let only_ours = of_init.flat_map(mounts_of).filter(|name| !kept.contains(name));
+    let init_containers = containers().filter(|container| container["name"] == INIT_CONTAINER);
+    let user_containers = containers().filter(|container| !injected_containers.contains(&name_of(container).as_str()));
+    let user_volumes: Vec<String> = user_containers.flat_map(mounted_volumes).collect();
+    let init_only_volumes = init_containers
+        .flat_map(mounted_volumes)
+        .filter(|name| !user_volumes.contains(name));
     INJECTED_VOLUMES
         .map(str::to_owned)
         .into_iter()
-        .chain(only_ours)
+        .chain(init_only_volumes)
         .collect()
 }
 
-/// Whether injection added an entry.
-type IsOurs = fn(&str, &Value) -> bool;
+/// A function that returns whether injection added an annotation or label.
+type IsMeshEntry = fn(&str, &Value) -> bool;
 
-/// Removes the mesh's own keys. Settings of the user (`config.linkerd.io/*`) and a disabled injection stay.
+/// Removes the annotations and labels of the mesh. Settings of the user (`config.linkerd.io/*`) and a disabled injection stay.
 fn remove_mesh_metadata(object: &mut Value) {
     let Some(Value::Object(metadata)) = object.get_mut("metadata") else {
         return;
     };
-    let maps: [(&str, IsOurs); 2] = [("annotations", is_our_annotation), ("labels", is_our_label)];
-    for (map, is_ours) in maps {
+    let maps: [(&str, IsMeshEntry); 2] = [("annotations", is_mesh_annotation), ("labels", is_mesh_label)];
+    for (map, is_mesh_entry) in maps {
         let Some(Value::Object(entries)) = metadata.get_mut(map) else {
             continue;
         };
         let n_entries = entries.len();
-        entries.retain(|key, value| !is_ours(key, value));
+        entries.retain(|key, value| !is_mesh_entry(key, value));
         if entries.is_empty() && n_entries > 0 {
             metadata.remove(map);
         }
     }
 }
 
-fn is_our_annotation(key: &str, value: &Value) -> bool {
+fn is_mesh_annotation(key: &str, value: &Value) -> bool {
     key.starts_with("linkerd.io/") && !(key == annotation::INJECT && value == "disabled")
 }
 
-fn is_our_label(key: &str, _: &Value) -> bool {
+fn is_mesh_label(key: &str, _: &Value) -> bool {
     key == label::CONTROL_PLANE_NS || key == label::WORKLOAD_NS || key.starts_with(label::PROXY_OWNER_PREFIX)
 }

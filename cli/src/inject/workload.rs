@@ -1,4 +1,4 @@
-//! Finds the pod template of an object.
+//! The kind and the name of an object, and its pod template.
 
 use std::fmt;
 
@@ -16,7 +16,7 @@ pub(super) enum ManifestKind {
     Other,
 }
 
-/// The name of an object in messages.
+/// The kind and the name of an object, for messages.
 pub(super) struct ObjectName {
     /// In lower case.
     pub(super) kind: String,
@@ -24,7 +24,7 @@ pub(super) struct ObjectName {
 }
 
 impl ManifestKind {
-    pub(super) fn of(object: &Value) -> Self {
+    pub(super) fn from_object(object: &Value) -> Self {
         let (group, _) = text(object, "apiVersion").split_once('/').unwrap_or_default();
         match (group, text(object, "kind")) {
             ("", "Pod") => Self::Pods(&[]),
@@ -40,7 +40,7 @@ impl ManifestKind {
 }
 
 impl ObjectName {
-    pub(super) fn of(object: &Value) -> Self {
+    pub(super) fn from_object(object: &Value) -> Self {
         Self {
             kind: text(object, "kind").to_lowercase(),
             name: text(object.get("metadata").unwrap_or(&Value::Null), "name").to_owned(),
@@ -55,7 +55,7 @@ impl fmt::Display for ObjectName {
 }
 
 /// Looks up the part of an object at this path.
-pub(super) fn at<'a>(object: &'a mut Value, path: &[&str]) -> Option<&'a mut Value> {
+pub(super) fn part_at<'a>(object: &'a mut Value, path: &[&str]) -> Option<&'a mut Value> {
     path.iter().try_fold(object, |value, key| value.get_mut(*key))
 }
 
@@ -63,7 +63,7 @@ pub(super) fn at<'a>(object: &'a mut Value, path: &[&str]) -> Option<&'a mut Val
 ///
 /// # Errors
 /// Fails if the template cannot be decoded; the API server would reject it, too.
-pub(super) fn template(part: &Value) -> anyhow::Result<PodTemplateSpec> {
+pub(super) fn parse_template(part: &Value) -> anyhow::Result<PodTemplateSpec> {
     serde_json::from_value(part.clone()).context("this is not a valid pod template")
 }
 

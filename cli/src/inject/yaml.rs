@@ -1,5 +1,5 @@
-//! YAML as Kubernetes reads it. Unchanged documents keep their text. Changed ones are written so that every reader parses strings
-//! as strings.
+//! YAML as Kubernetes reads it. Unchanged documents keep their text. Changed documents are written so that every parser reads
+//! strings as strings.
 //!
 //! Kubernetes still reads YAML 1.1, where `yes` is true and `0644` is 420.
 
@@ -20,7 +20,7 @@ pub(super) struct Document<'a> {
 /// Fails if the text is not YAML; the error contains the position.
 pub(super) fn documents(text: &str) -> anyhow::Result<Vec<Document<'_>>> {
     let mut documents = Vec::new();
-    for text in split(text) {
+    for text in split_documents(text) {
         let n_document = documents.len() + 1;
         let value: serde_yaml_ng::Value =
             serde_yaml_ng::from_str(text).with_context(|| format!("reading document {n_document}"))?;
@@ -32,7 +32,7 @@ pub(super) fn documents(text: &str) -> anyhow::Result<Vec<Document<'_>>> {
 }
 
 /// Splits the text at separator lines. YAML does not allow such lines inside a document.
-fn split(text: &str) -> Vec<&str> {
+fn split_documents(text: &str) -> Vec<&str> {
     let (mut documents, mut start, mut at) = (Vec::new(), 0, 0);
     for line in text.split_inclusive('\n') {
         let end = at + line.len();
@@ -81,7 +81,7 @@ pub(super) fn to_yaml(value: &Value) -> String {
     out
 }
 
-/// Writes a value at the current position. Its further lines are indented by `indent`.
+/// Writes a value at the current position. All lines after the first are indented by `indent`.
 fn write(value: &Value, indent: usize, out: &mut String) {
     match value {
         Value::Object(map) if !map.is_empty() => {
@@ -89,7 +89,7 @@ fn write(value: &Value, indent: usize, out: &mut String) {
                 if n > 0 {
                     out.push_str(&" ".repeat(indent));
                 }
-                out.push_str(&scalar(key));
+                out.push_str(&format_scalar(key));
                 out.push(':');
                 write_child(value, indent, out);
             }
@@ -106,7 +106,7 @@ fn write(value: &Value, indent: usize, out: &mut String) {
                 }
             }
         }
-        Value::String(text) => out.push_str(&scalar(text)),
+        Value::String(text) => out.push_str(&format_scalar(text)),
         // Numbers, true, false, null, {} and [] have the same form in JSON.
         other => out.push_str(&other.to_string()),
     }
@@ -154,21 +154,21 @@ fn is_block(text: &str) -> bool {
     inner.contains('\n') && !inner.ends_with('\n') && !inner.starts_with([' ', '\n']) && text.chars().all(is_plain)
 }
 
-/// Writes a string without quotes if every reader parses it as a string, otherwise quoted.
-fn scalar(text: &str) -> String {
+/// Formats a string: without quotes if every parser reads it as a string, otherwise with quotes.
+fn format_scalar(text: &str) -> String {
     let is_word = text.starts_with(|ch: char| ch.is_ascii_alphabetic() || ch == '/')
         && text
             .bytes()
             .all(|byte| byte.is_ascii_alphanumeric() || b"-_./".contains(&byte));
-    let is_reserved = RESERVED.iter().any(|word| text.eq_ignore_ascii_case(word));
+    let is_reserved = RESERVED_WORDS.iter().any(|word| text.eq_ignore_ascii_case(word));
     match is_word && !is_reserved {
         true => text.to_owned(),
-        false => quoted(text),
+        false => quote(text),
     }
 }
 
 /// Quotes a string as JSON does, and also escapes characters that YAML treats as line breaks or rejects.
-fn quoted(text: &str) -> String {
+fn quote(text: &str) -> String {
     let mut out = String::new();
     for ch in Value::from(text).to_string().chars() {
         match ch {
@@ -182,7 +182,7 @@ fn quoted(text: &str) -> String {
 }
 
 /// Words that YAML 1.1 parses as a boolean or null.
-const RESERVED: [&str; 9] = ["y", "n", "yes", "no", "on", "off", "true", "false", "null"];
+const RESERVED_WORDS: [&str; 9] = ["y", "n", "yes", "no", "on", "off", "true", "false", "null"];
 
 #[cfg(test)]
 mod tests {

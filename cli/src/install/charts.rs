@@ -1,4 +1,4 @@
-//! The embedded charts, and Helm, which renders them.
+//! The embedded charts, and their rendering by the program `helm`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -65,15 +65,15 @@ impl Helm {
             program,
             charts,
             namespace: namespace.to_owned(),
-            kubernetes_version: MINIMUM_KUBERNETES.to_owned(),
+            kubernetes_version: MIN_KUBERNETES_VERSION.to_owned(),
         })
     }
 
-    /// Sets the Kubernetes version to render for. Without one, the oldest version that the charts accept is used.
-    pub(crate) fn for_kubernetes(self, version: Option<&str>) -> Self {
+    /// Sets the Kubernetes version for which charts are rendered. Without it, this is the oldest version that the charts accept.
+    pub(crate) fn with_kubernetes_version(self, version: Option<&str>) -> Self {
         let known = version.filter(|version| version.starts_with('v'));
         Self {
-            kubernetes_version: known.unwrap_or(MINIMUM_KUBERNETES).to_owned(),
+            kubernetes_version: known.unwrap_or(MIN_KUBERNETES_VERSION).to_owned(),
             ..self
         }
     }
@@ -84,13 +84,13 @@ impl Helm {
     /// Fails with Helm's message if the chart rejects the values.
     pub(crate) fn render(&self, chart: &Chart, values: &Value) -> anyhow::Result<Vec<Value>> {
         let file = self.charts.path().join("values-of-tulle.yaml");
-        // The file can contain the issuer's key. Only the owner can access its directory.
+        // The file can contain the issuer's key. Only the current user can access its directory.
         fs::write(&file, serde_yaml_ng::to_string(values).context("writing the values")?)
             .with_context(|| format!("writing {file:?}"))?;
-        self.template(chart, &["--values".into(), file.into_os_string()])
+        self.run_helm_template(chart, &["--values".into(), file.into_os_string()])
     }
 
-    /// Lets Helm merge these `--values` and `--set` arguments.
+    /// Merges these `--values` and `--set` arguments, as Helm does.
     ///
     /// # Errors
     /// Fails if a file cannot be read, or if an assignment is invalid.
@@ -99,21 +99,21 @@ impl Helm {
             name: "merge",
             release: "merge",
         };
-        let mut documents = self.template(&merge, args)?;
+        let mut documents = self.run_helm_template(&merge, args)?;
         Ok(documents.pop().unwrap_or_else(|| Value::Object(serde_json::Map::new())))
     }
 
     /// The path of a chart's values for high availability.
-    pub(crate) fn high_availability(&self, chart: &Chart) -> PathBuf {
+    pub(crate) fn high_availability_values(&self, chart: &Chart) -> PathBuf {
         self.charts.path().join(chart.name).join("values-ha.yaml")
     }
 
-    /// The path of a file beside the charts.
-    pub(crate) fn file(&self, name: &str) -> PathBuf {
+    /// The path of a file in the directory of the charts.
+    pub(crate) fn path_beside_charts(&self, name: &str) -> PathBuf {
         self.charts.path().join(name)
     }
 
-    fn template(&self, chart: &Chart, args: &[std::ffi::OsString]) -> anyhow::Result<Vec<Value>> {
+    fn run_helm_template(&self, chart: &Chart, args: &[std::ffi::OsString]) -> anyhow::Result<Vec<Value>> {
         let output = Command::new(&self.program)
             .arg("template")
             .arg(chart.release)
@@ -150,7 +150,7 @@ pub(crate) fn documents(text: &str) -> anyhow::Result<Vec<Value>> {
 fn write(dir: &Path, name: &str, text: &str) -> anyhow::Result<()> {
     let path = dir.join(name);
     if let Some(parent) = path.parent() {
-        fs::create_dir_all(parent).with_context(|| format!("making {parent:?}"))?;
+        fs::create_dir_all(parent).with_context(|| format!("creating {parent:?}"))?;
     }
     fs::write(&path, text).with_context(|| format!("writing {path:?}"))
 }
@@ -158,13 +158,13 @@ fn write(dir: &Path, name: &str, text: &str) -> anyhow::Result<()> {
 /// All files of the charts, with their paths below `charts/`.
 const CHART_FILES: &[(&str, &str)] = &include!(concat!(env!("OUT_DIR"), "/charts.rs"));
 
-/// A chart that renders its values. Helm merges them, so `--set` has the same meaning as in Helm.
+/// A chart that renders its values. Helm merges the values, so that `--set` has the same meaning as in Helm.
 const MERGE_CHART_FILES: &[(&str, &str)] = &[
     ("merge/Chart.yaml", "apiVersion: v2\nname: merge\nversion: 0.0.0\n"),
     ("merge/templates/values.yaml", "{{ toYaml .Values }}\n"),
 ];
 
-const MINIMUM_KUBERNETES: &str = "v1.31.0";
+const MIN_KUBERNETES_VERSION: &str = "v1.31.0";
 
 const HELM_NOT_FOUND: &str = "\
 helm, which renders the charts, is not on the PATH; install it (https://helm.sh/docs/intro/install), or install on \

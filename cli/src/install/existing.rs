@@ -43,22 +43,22 @@ pub(super) async fn read_cluster(cluster: &Cluster) -> anyhow::Result<ExistingIn
     let secrets: Api<Secret> = Api::namespaced(cluster.client.clone(), namespace);
     let crds: Api<CustomResourceDefinition> = Api::all(cluster.client.clone());
     let config = maps
-        .get_opt(CONFIG)
+        .get_opt(CONFIG_MAP)
         .await
         .map_err(|error| failed("ConfigMaps", error))?;
     let roots = maps
-        .get_opt(TRUST_ROOTS)
+        .get_opt(TRUST_ROOTS_CONFIG_MAP)
         .await
         .map_err(|error| failed("ConfigMaps", error))?;
     let secret = secrets
-        .get_opt(OVERRIDES)
+        .get_opt(OVERRIDES_SECRET)
         .await
         .map_err(|error| failed("Secrets", error))?;
     let crds = cluster
         .list(&crds, &ListParams::default())
         .await
         .map_err(|error| failed("CustomResourceDefinitions", error))?;
-    let overrides = secret.and_then(|mut secret| secret.data.as_mut()?.remove(OVERRIDES));
+    let overrides = secret.and_then(|mut secret| secret.data.as_mut()?.remove(OVERRIDES_SECRET));
     let overrides = overrides.map(|bytes| parse_overrides(&bytes.0)).transpose()?;
     let bundle = roots.and_then(|mut map| map.data.as_mut()?.remove("ca-bundle.crt"));
     Ok(ExistingInstallation {
@@ -75,8 +75,8 @@ pub(super) async fn read_cluster(cluster: &Cluster) -> anyhow::Result<ExistingIn
 /// # Errors
 /// Fails if the file cannot be read or is not YAML, or if the overrides or trust anchors in it are invalid. A file without
 /// manifests means that nothing is installed.
-pub(super) fn from_manifests(path: &Path, namespace: &str) -> anyhow::Result<ExistingInstallation> {
-    let text = read(path)?;
+pub(super) fn read_manifests(path: &Path, namespace: &str) -> anyhow::Result<ExistingInstallation> {
+    let text = read_file(path)?;
     let read = documents(&text).with_context(|| format!("reading manifests from {path:?}"))?;
     let objects = read.into_iter().flat_map(|document| match document["kind"].as_str() {
         Some("List") => document["items"].as_array().cloned().unwrap_or_default(),
@@ -89,22 +89,22 @@ pub(super) fn from_manifests(path: &Path, namespace: &str) -> anyhow::Result<Exi
             object["kind"] == kind && metadata["name"] == name && metadata["namespace"] == namespace
         })
     };
-    let overrides = match find("Secret", OVERRIDES) {
-        Some(object) if object["stringData"][OVERRIDES].is_string() => {
-            let text = object["stringData"][OVERRIDES].as_str().unwrap_or_default();
+    let overrides = match find("Secret", OVERRIDES_SECRET) {
+        Some(object) if object["stringData"][OVERRIDES_SECRET].is_string() => {
+            let text = object["stringData"][OVERRIDES_SECRET].as_str().unwrap_or_default();
             Some(parse_overrides(text.as_bytes())?)
         }
         Some(object) => {
             let secret: Secret = serde_json::from_value(object.clone()).context("reading the Secret")?;
-            let bytes = secret.data.and_then(|mut data| data.remove(OVERRIDES));
+            let bytes = secret.data.and_then(|mut data| data.remove(OVERRIDES_SECRET));
             bytes.map(|bytes| parse_overrides(&bytes.0)).transpose()?
         }
         None => None,
     };
-    let bundle = find("ConfigMap", TRUST_ROOTS).and_then(|map| map["data"]["ca-bundle.crt"].as_str());
+    let bundle = find("ConfigMap", TRUST_ROOTS_CONFIG_MAP).and_then(|map| map["data"]["ca-bundle.crt"].as_str());
     Ok(ExistingInstallation {
         kubernetes_version: String::new(),
-        is_installed: find("ConfigMap", CONFIG).is_some(),
+        is_installed: find("ConfigMap", CONFIG_MAP).is_some(),
         overrides,
         crds: Vec::new(),
         anchors: parse_anchors(bundle.map(str::to_owned))?,
@@ -112,22 +112,22 @@ pub(super) fn from_manifests(path: &Path, namespace: &str) -> anyhow::Result<Exi
 }
 
 fn parse_overrides(yaml: &[u8]) -> anyhow::Result<Value> {
-    serde_yaml_ng::from_slice(yaml).with_context(|| format!("reading the values in Secret {OVERRIDES}"))
+    serde_yaml_ng::from_slice(yaml).with_context(|| format!("reading the values in Secret {OVERRIDES_SECRET}"))
 }
 
 fn parse_anchors(bundle: Option<String>) -> anyhow::Result<Option<Vec<Certificate>>> {
     let parsed = bundle.map(|pem| Certificate::parse_bundle(pem.as_bytes())).transpose();
-    parsed.with_context(|| format!("reading the trust anchors in ConfigMap {TRUST_ROOTS}"))
+    parsed.with_context(|| format!("reading the trust anchors in ConfigMap {TRUST_ROOTS_CONFIG_MAP}"))
 }
 
-/// The Secret of the overrides, and the key in it.
-pub(super) const OVERRIDES: &str = "linkerd-config-overrides";
-const CONFIG: &str = "linkerd-config";
-/// The ConfigMap of the trust anchors.
-pub(super) const TRUST_ROOTS: &str = "linkerd-identity-trust-roots";
+/// The Secret that records the values, and the key of the values in it.
+pub(super) const OVERRIDES_SECRET: &str = "linkerd-config-overrides";
+const CONFIG_MAP: &str = "linkerd-config";
+/// The ConfigMap with the trust anchors.
+pub(super) const TRUST_ROOTS_CONFIG_MAP: &str = "linkerd-identity-trust-roots";
 
 /// Reads a file; `-` reads standard input.
-fn read(path: &Path) -> anyhow::Result<String> {
+fn read_file(path: &Path) -> anyhow::Result<String> {
     if path == Path::new("-") {
         return std::io::read_to_string(std::io::stdin()).context("reading standard input");
     }
@@ -153,10 +153,10 @@ items:
   data: {linkerd-config-overrides: Y29udHJvbGxlclJlcGxpY2FzOiAzCg==}
 ";
         std::fs::write(&path, yaml).unwrap();
-        let found = from_manifests(&path, "mesh").unwrap();
+        let found = read_manifests(&path, "mesh").unwrap();
         assert!(found.is_installed);
         assert_eq!(found.overrides, Some(serde_json::json!({ "controllerReplicas": 3 })));
-        let elsewhere = from_manifests(&path, "linkerd").unwrap();
+        let elsewhere = read_manifests(&path, "linkerd").unwrap();
         assert!(!elsewhere.is_installed && elsewhere.overrides.is_none());
     }
 }

@@ -39,17 +39,17 @@ pub(super) fn control_plane(helm: &Helm, values: &Value, flags: &kubernetes::Fla
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": {
-            "name": existing::OVERRIDES,
+            "name": existing::OVERRIDES_SECRET,
             "namespace": namespace,
             "labels": { label::CONTROL_PLANE_NS: namespace },
         },
-        "stringData": { existing::OVERRIDES: serde_yaml_ng::to_string(values).context("writing the values")? },
+        "stringData": { existing::OVERRIDES_SECRET: serde_yaml_ng::to_string(values).context("writing the values")? },
     }));
     Ok(manifests)
 }
 
 /// The recorded values of the last installation or upgrade.
-pub(super) fn overrides<'a>(
+pub(super) fn recorded_overrides<'a>(
     existing: &'a ExistingInstallation,
     flags: &kubernetes::Flags,
 ) -> anyhow::Result<&'a Value> {
@@ -59,14 +59,14 @@ pub(super) fn overrides<'a>(
         (None, true) => bail!(
             "the control plane in namespace {namespace} was not installed by `tulle install` (there is no Secret {}); \
              if Helm did, use helm upgrade",
-            existing::OVERRIDES
+            existing::OVERRIDES_SECRET
         ),
         (None, false) => bail!("there is no control plane in namespace {namespace}; install one with `tulle install`"),
     }
 }
 
 /// Formats manifests as a stream of documents. `kubectl` reads both formats.
-pub(crate) fn show(manifests: &[Value], output: Output) -> anyhow::Result<String> {
+pub(crate) fn format_manifests(manifests: &[Value], output: Output) -> anyhow::Result<String> {
     let mut text = String::new();
     for manifest in manifests {
         match output {
@@ -84,7 +84,7 @@ pub(crate) fn show(manifests: &[Value], output: Output) -> anyhow::Result<String
 }
 
 /// The key of an object: group, kind, namespace, name.
-pub(super) fn key(object: &Value) -> (String, String, String, String) {
+pub(super) fn object_key(object: &Value) -> (String, String, String, String) {
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let version = object["apiVersion"].as_str().unwrap_or_default();
     let group = version.split_once('/').map(|(group, _)| group).unwrap_or_default();
@@ -97,6 +97,8 @@ pub(super) fn key(object: &Value) -> (String, String, String, String) {
     )
 }
 
-pub(super) fn keys<'a>(objects: impl IntoIterator<Item = &'a Value>) -> BTreeSet<(String, String, String, String)> {
-    objects.into_iter().map(key).collect()
+pub(super) fn object_keys<'a>(
+    objects: impl IntoIterator<Item = &'a Value>,
+) -> BTreeSet<(String, String, String, String)> {
+    objects.into_iter().map(object_key).collect()
 }

@@ -21,7 +21,7 @@ pub(crate) use self::removal::{PruneArgs, UninstallArgs, prune, uninstall};
 
 use self::charts::{CRDS, Helm};
 use self::existing::ExistingInstallation;
-use self::manifests::{Output, control_plane, overrides, show};
+use self::manifests::{Output, control_plane, format_manifests, recorded_overrides};
 use crate::certificates::{Certificate, chains_to};
 use crate::{kubernetes, runtime};
 
@@ -71,20 +71,23 @@ pub(crate) fn install(args: &InstallArgs, flags: &kubernetes::Flags) -> anyhow::
         true => None,
         false => Some(runtime()?.block_on(async { existing::read_cluster(&flags.connect().await?).await })?),
     };
-    let helm = helm.for_kubernetes(existing.as_ref().map(|existing| existing.kubernetes_version.as_str()));
+    let helm = helm.with_kubernetes_version(existing.as_ref().map(|existing| existing.kubernetes_version.as_str()));
     let given = values::merge(&helm, &args.values, None)?;
     if args.crds {
         if let Some(existing) = &existing {
             ensure_gateway_api(&given, existing)?;
         }
-        crate::print(&show(&helm.render(&CRDS, &given)?, args.output)?)?;
+        crate::print(&format_manifests(&helm.render(&CRDS, &given)?, args.output)?)?;
         return Ok(ExitCode::SUCCESS);
     }
     if let Some(existing) = &existing {
         check_installable(existing, flags)?;
     }
-    let complete = with_credentials(given)?;
-    crate::print(&show(&control_plane(&helm, &complete, flags)?, args.output)?)?;
+    let complete = complete_credentials(given)?;
+    crate::print(&format_manifests(
+        &control_plane(&helm, &complete, flags)?,
+        args.output,
+    )?)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -96,20 +99,23 @@ pub(crate) fn install(args: &InstallArgs, flags: &kubernetes::Flags) -> anyhow::
 pub(crate) fn upgrade(args: &UpgradeArgs, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
     let helm = Helm::find(&flags.linkerd_namespace)?;
     let existing = match &args.from_manifests {
-        Some(path) => existing::from_manifests(path, &flags.linkerd_namespace)?,
+        Some(path) => existing::read_manifests(path, &flags.linkerd_namespace)?,
         None => runtime()?.block_on(async { existing::read_cluster(&flags.connect().await?).await })?,
     };
-    let helm = helm.for_kubernetes(Some(&existing.kubernetes_version));
+    let helm = helm.with_kubernetes_version(Some(&existing.kubernetes_version));
     if args.crds {
         let given = values::merge(&helm, &args.values, None)?;
-        crate::print(&show(&helm.render(&CRDS, &given)?, args.output)?)?;
+        crate::print(&format_manifests(&helm.render(&CRDS, &given)?, args.output)?)?;
         return Ok(ExitCode::SUCCESS);
     }
-    let complete = values::merge(&helm, &args.values, Some(overrides(&existing, flags)?))?;
+    let complete = values::merge(&helm, &args.values, Some(recorded_overrides(&existing, flags)?))?;
     if !args.force {
         ensure_trusted(&complete, &existing)?;
     }
-    crate::print(&show(&control_plane(&helm, &complete, flags)?, args.output)?)?;
+    crate::print(&format_manifests(
+        &control_plane(&helm, &complete, flags)?,
+        args.output,
+    )?)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -132,10 +138,10 @@ fn check_installable(existing: &ExistingInstallation, flags: &kubernetes::Flags)
     let namespace = &flags.linkerd_namespace;
     ensure!(
         !existing.is_installed,
-        "there is a control plane in namespace {namespace} already; change it by `tulle upgrade`, or render the manifests \
-         anyway by --ignore-cluster"
+        "there is a control plane in namespace {namespace} already; change it with `tulle upgrade`, or print the \
+         manifests anyway with --ignore-cluster"
     );
-    let missing: Vec<_> = NEEDED_CRDS
+    let missing: Vec<_> = REQUIRED_CRDS
         .iter()
         .filter(|name| !existing.crds.iter().any(|crd| crd == *name))
         .collect();
@@ -147,8 +153,9 @@ fn check_installable(existing: &ExistingInstallation, flags: &kubernetes::Flags)
     Ok(())
 }
 
-/// Creates a trust anchor and an issuer if no credentials are given. An incomplete set is an error.
-fn with_credentials(mut values: Value) -> anyhow::Result<Value> {
+/// Adds a new trust anchor and a new issuer to the values if they have no credentials. An incomplete set of credentials is an
+/// error.
+fn complete_credentials(mut values: Value) -> anyhow::Result<Value> {
     let is_set = |pointer: &str| {
         values
             .pointer(pointer)
@@ -165,17 +172,17 @@ fn with_credentials(mut values: Value) -> anyhow::Result<Value> {
     ensure!(
         !anchors && !cert && !key && !external,
         "the credentials are incomplete: pass --identity-trust-anchors-file, --identity-issuer-certificate-file \
-         and --identity-issuer-key-file (`tulle trust` makes such files), or none of them"
+         and --identity-issuer-key-file (`tulle trust` creates such files), or none of them"
     );
     let domain = ["identityTrustDomain", "clusterDomain"]
         .iter()
         .find_map(|key| values[*key].as_str().filter(|domain| !domain.is_empty()))
         .unwrap_or("cluster.local");
-    let anchor = trust::create_anchor(&format!("root.linkerd.{domain}"), YEAR)?;
-    let issuer = trust::create_issuer(&format!("identity.linkerd.{domain}"), YEAR, &anchor)?;
+    let anchor = trust::create_anchor(&format!("root.linkerd.{domain}"), ONE_YEAR)?;
+    let issuer = trust::create_issuer(&format!("identity.linkerd.{domain}"), ONE_YEAR, &anchor)?;
     eprintln!(
-        "tulle: made a trust anchor and an issuer that are valid for one year, and did not store the anchor's key; to be able \
-         to rotate them, create your own with `tulle trust create-anchor` and pass them"
+        "tulle: made a trust anchor and an issuer that are valid for one year; the key of the trust anchor is not stored. To be able \
+         to rotate the issuer, create both with `tulle trust` and pass them"
     );
     set_credentials(&mut values, &anchor, &issuer);
     Ok(values)
@@ -198,7 +205,7 @@ fn check_issuer_and_anchors(values: Value) -> anyhow::Result<Value> {
     Ok(values)
 }
 
-/// Fails if running proxies would not trust the issuer. They use the trust anchors that are installed now.
+/// Fails if running proxies would not trust the issuer. Running proxies use the trust anchors that are installed now.
 fn ensure_trusted(values: &Value, existing: &ExistingInstallation) -> anyhow::Result<()> {
     check_issuer_and_anchors(values.clone())?;
     let (Some(installed), Some(issuer)) = (&existing.anchors, issuer(values)?) else {
@@ -220,18 +227,18 @@ fn issuer(values: &Value) -> anyhow::Result<Option<Vec<Certificate>>> {
     certificates(values, "/identity/issuer/tls/crtPEM", "the issuer's certificate")
 }
 
-fn certificates(values: &Value, pointer: &str, what: &str) -> anyhow::Result<Option<Vec<Certificate>>> {
+fn certificates(values: &Value, pointer: &str, description: &str) -> anyhow::Result<Option<Vec<Certificate>>> {
     let pem = values
         .pointer(pointer)
         .and_then(Value::as_str)
         .filter(|pem| !pem.is_empty());
-    pem.map(|pem| Certificate::parse_bundle(pem.as_bytes()).with_context(|| format!("reading {what}")))
+    pem.map(|pem| Certificate::parse_bundle(pem.as_bytes()).with_context(|| format!("reading {description}")))
         .transpose()
 }
 
-const YEAR: Duration = Duration::from_secs(365 * 86_400);
+const ONE_YEAR: Duration = Duration::from_secs(365 * 86_400);
 
-const NEEDED_CRDS: &[&str] = &[
+const REQUIRED_CRDS: &[&str] = &[
     "authorizationpolicies.policy.linkerd.io",
     "servers.policy.linkerd.io",
     "serviceprofiles.linkerd.io",
@@ -268,22 +275,22 @@ mod tests {
     use super::*;
 
     fn credentials() -> (CertificateAuthority, CertificateAuthority) {
-        let anchor = trust::create_anchor("root", YEAR).unwrap();
-        let issuer = trust::create_issuer("issuer", YEAR, &anchor).unwrap();
+        let anchor = trust::create_anchor("root", ONE_YEAR).unwrap();
+        let issuer = trust::create_issuer("issuer", ONE_YEAR, &anchor).unwrap();
         (anchor, issuer)
     }
 
     #[test]
     fn missing_credentials_are_created_and_existing_ones_are_kept() {
-        let made = with_credentials(json!({ "identityTrustDomain": "t.example" })).unwrap();
+        let made = complete_credentials(json!({ "identityTrustDomain": "t.example" })).unwrap();
         assert!(chains_to(
             &issuer(&made).unwrap().unwrap(),
             &anchors(&made).unwrap().unwrap()
         ));
         assert_eq!(anchors(&made).unwrap().unwrap()[0].name, "root.linkerd.t.example");
-        assert_eq!(with_credentials(made.clone()).unwrap(), made);
+        assert_eq!(complete_credentials(made.clone()).unwrap(), made);
         let external = json!({ "identity": { "externalCA": true, "issuer": { "scheme": "kubernetes.io/tls" } } });
-        assert_eq!(with_credentials(external.clone()).unwrap(), external);
+        assert_eq!(complete_credentials(external.clone()).unwrap(), external);
     }
 
     #[test]
@@ -291,7 +298,7 @@ mod tests {
         let (anchor, issuer) = credentials();
         let incomplete = json!({ "identityTrustAnchorsPEM": anchor.certificate });
         assert!(
-            with_credentials(incomplete)
+            complete_credentials(incomplete)
                 .unwrap_err()
                 .to_string()
                 .contains("credentials are incomplete")
@@ -299,7 +306,7 @@ mod tests {
         let mut mismatched = json!({});
         set_credentials(&mut mismatched, &credentials().0, &issuer);
         assert!(
-            with_credentials(mismatched)
+            complete_credentials(mismatched)
                 .unwrap_err()
                 .to_string()
                 .contains("signed by none of the trust anchors")
@@ -341,7 +348,7 @@ mod tests {
         let mut found = existing(None);
         let error = check_installable(&found, &flags).unwrap_err().to_string();
         assert!(error.contains("tulle upgrade"), "{error}");
-        let error = overrides(&found, &flags).unwrap_err().to_string();
+        let error = recorded_overrides(&found, &flags).unwrap_err().to_string();
         assert!(error.contains("helm upgrade"), "{error}");
         found.is_installed = false;
         let error = check_installable(&found, &flags).unwrap_err().to_string();

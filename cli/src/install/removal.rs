@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use tulle_core::names::label::{CONTROL_PLANE_COMPONENT, CONTROL_PLANE_NS, EXTENSION};
 
 use super::charts::{CRDS, Helm};
-use super::manifests::{Output, control_plane, key, keys, overrides, show};
+use super::manifests::{Output, control_plane, format_manifests, object_key, object_keys, recorded_overrides};
 use super::{existing, values};
 use crate::kubernetes::{self, Cluster, reason, resource};
 use crate::runtime;
@@ -48,10 +48,10 @@ pub(crate) fn uninstall(args: &UninstallArgs, flags: &kubernetes::Flags) -> anyh
     })?;
     ensure!(
         !objects.is_empty(),
-        "no objects of a control plane in namespace {} found; name another with -L",
+        "no objects of a control plane in namespace {} found; select another namespace with -L",
         flags.linkerd_namespace
     );
-    crate::print(&show(&objects, args.output)?)?;
+    crate::print(&format_manifests(&objects, args.output)?)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -68,28 +68,32 @@ pub(crate) fn prune(args: &PruneArgs, flags: &kubernetes::Flags) -> anyhow::Resu
             list_labelled_objects(&cluster).await?,
         ))
     })?;
-    let helm = helm.for_kubernetes(Some(&existing.kubernetes_version));
-    let values = values::merge(&helm, &values::Flags::default(), Some(overrides(&existing, flags)?))?;
+    let helm = helm.with_kubernetes_version(Some(&existing.kubernetes_version));
+    let values = values::merge(
+        &helm,
+        &values::Flags::default(),
+        Some(recorded_overrides(&existing, flags)?),
+    )?;
     let mut current = control_plane(&helm, &values, flags)?;
-    // With all CRDs, so that none of them is ever listed for deletion.
+    // All CustomResourceDefinitions are included, so that none of them is listed for deletion.
     current.extend(helm.render(&CRDS, &json!({ "installGatewayAPI": true }))?);
-    let current = keys(&current);
+    let current = object_keys(&current);
     let leftovers = objects
         .into_iter()
-        .filter(|object| !current.contains(&key(object)) && !is_credential(object));
+        .filter(|object| !current.contains(&object_key(object)) && !is_credential(object));
     let leftovers: Vec<_> = leftovers.collect();
-    crate::print(&show(&leftovers, args.output)?)?;
+    crate::print(&format_manifests(&leftovers, args.output)?)?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Whether this object holds credentials of the control plane. They can be in use although no chart renders them. The control plane
-/// creates the certificates of webhooks and of telemetry at run time. External credentials are managed by others, but can still
-/// have the label from when the chart created them.
+/// Whether this object holds credentials of the control plane. Credentials can be in use although no chart renders them: the
+/// control plane creates the certificates of webhooks and of telemetry at run time, and external credentials can still have the
+/// label of the control plane if the chart created them once.
 fn is_credential(object: &Value) -> bool {
     let name = object["metadata"]["name"].as_str().unwrap_or_default();
     match object["kind"].as_str() {
-        Some("Secret") => name == ISSUER || (name.starts_with("linkerd-") && name.ends_with("-k8s-tls")),
-        Some("ConfigMap") => name == existing::TRUST_ROOTS,
+        Some("Secret") => name == ISSUER_SECRET || (name.starts_with("linkerd-") && name.ends_with("-k8s-tls")),
+        Some("ConfigMap") => name == existing::TRUST_ROOTS_CONFIG_MAP,
         _ => false,
     }
 }
@@ -136,7 +140,7 @@ async fn list_labelled_objects(cluster: &Cluster) -> anyhow::Result<Vec<Value>> 
 }
 
 /// The kinds of an installation whose objects are not deleted with the namespace of the control plane.
-pub(crate) fn kinds_of_all_namespaces() -> impl Iterator<Item = &'static ListedKind> {
+pub(crate) fn kinds_listed_in_all_namespaces() -> impl Iterator<Item = &'static ListedKind> {
     KINDS
         .iter()
         .filter(|(scope, ..)| matches!(scope, ObjectScope::AllNamespaces))
@@ -177,7 +181,7 @@ pub(crate) async fn list_objects(
 }
 
 /// The Secret of the issuer's certificate and key.
-const ISSUER: &str = "linkerd-identity-issuer";
+const ISSUER_SECRET: &str = "linkerd-identity-issuer";
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum ObjectScope {
@@ -297,7 +301,7 @@ mod tests {
         let charts = Path::new(env!("CARGO_MANIFEST_DIR")).join("../charts");
         let mut rendered = BTreeSet::new();
         for chart in ["tulle-control-plane", "tulle-crds"] {
-            kinds_below(&charts.join(chart).join("templates"), &mut rendered);
+            collect_kinds(&charts.join(chart).join("templates"), &mut rendered);
         }
         assert!(rendered.len() > 10, "{rendered:?}");
         let missing: Vec<_> = rendered
@@ -313,11 +317,11 @@ mod tests {
 
     /// Group and kind of every object in the templates below a directory. A template that chooses the kind, such as
     /// `kind: {{ .kind }}Binding`, chooses among kinds of RBAC.
-    fn kinds_below(dir: &Path, found: &mut BTreeSet<(String, String)>) {
+    fn collect_kinds(dir: &Path, found: &mut BTreeSet<(String, String)>) {
         for entry in fs::read_dir(dir).unwrap() {
             let path = entry.unwrap().path();
             if path.is_dir() {
-                kinds_below(&path, found);
+                collect_kinds(&path, found);
                 continue;
             }
             let (mut group, text) = (String::new(), fs::read_to_string(&path).unwrap());

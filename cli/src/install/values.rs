@@ -119,7 +119,7 @@ pub(super) struct Flags {
     helm: HelmFlags,
 }
 
-/// Values as Helm's own flags set them.
+/// The flags that set values as in Helm.
 #[derive(clap::Args, Clone, Debug, Default)]
 #[command(next_help_heading = "Values of the charts")]
 pub(crate) struct HelmFlags {
@@ -137,22 +137,24 @@ pub(crate) struct HelmFlags {
     set_file: Vec<String>,
 }
 
-/// Merges the values of the last installation, `--ha`, files, flags, and `--set`. Later ones in this order override earlier ones.
+/// Merges the values of the last installation, of `--ha`, of files, of flags, and of `--set`. In this order, later values override
+/// earlier values.
 ///
 /// # Errors
 /// Fails if a file cannot be read, or if Helm fails.
 pub(super) fn merge(helm: &Helm, flags: &Flags, previous: Option<&Value>) -> anyhow::Result<Value> {
     let mut files = Vec::new();
     if let Some(previous) = previous {
-        files.push(write(helm, "previous-values.yaml", previous)?);
+        files.push(write_values(helm, "previous-values.yaml", previous)?);
     }
     if flags.ha {
-        files.push(helm.high_availability(&CONTROL_PLANE));
+        files.push(helm.high_availability_values(&CONTROL_PLANE));
     }
     merge_values(helm, files, &flags.helm, &flags.values()?)
 }
 
-/// Merges files of values, `--values`, the values of flags, and `--set`. Later ones in this order override earlier ones.
+/// Merges the values of `files`, of `--values`, of flags (`flag_values`), and of `--set`. In this order, later values override
+/// earlier values.
 ///
 /// # Errors
 /// Fails if a file cannot be read, or if Helm fails.
@@ -160,11 +162,11 @@ pub(crate) fn merge_values(
     helm: &Helm,
     files: impl IntoIterator<Item = PathBuf>,
     flags: &HelmFlags,
-    of_flags: &Value,
+    flag_values: &Value,
 ) -> anyhow::Result<Value> {
-    let of_flags = write(helm, "values-of-flags.yaml", of_flags)?;
+    let flag_values = write_values(helm, "values-of-flags.yaml", flag_values)?;
     let files = files.into_iter().chain(flags.files.iter().cloned());
-    let files = files.chain([of_flags]);
+    let files = files.chain([flag_values]);
     let mut args: Vec<OsString> = files
         .flat_map(|file| ["--values".into(), file.into_os_string()])
         .collect();
@@ -180,9 +182,9 @@ pub(crate) fn merge_values(
     helm.merge(&args)
 }
 
-/// Writes values to a file beside the charts.
-pub(crate) fn write(helm: &Helm, name: &str, values: &Value) -> anyhow::Result<PathBuf> {
-    let path = helm.file(name);
+/// Writes values to a file in the directory of the charts.
+pub(crate) fn write_values(helm: &Helm, name: &str, values: &Value) -> anyhow::Result<PathBuf> {
+    let path = helm.path_beside_charts(name);
     let text = serde_yaml_ng::to_string(values).context("writing values")?;
     fs::write(&path, text).with_context(|| format!("writing {path:?}"))?;
     Ok(path)
@@ -263,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn each_flag_is_a_value() {
+    fn each_flag_sets_a_value() {
         assert_eq!(values(""), json!({}));
         assert_eq!(
             values("--controller-replicas 3 --proxy-cpu-request 100m --proxy-cpu-limit 1 --disable-h2-upgrade"),

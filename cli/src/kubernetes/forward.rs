@@ -23,7 +23,7 @@ pub(crate) struct ForwardedPort<S> {
     pub(crate) error: ForwardError,
 }
 
-/// The reason why the kubelet could not connect. The stream itself just ends without giving it.
+/// The reason why the kubelet could not connect. The stream ends without an error in this case.
 #[derive(Clone, Default)]
 pub(crate) struct ForwardError(Arc<OnceLock<String>>);
 

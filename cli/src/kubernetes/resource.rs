@@ -1,4 +1,4 @@
-//! Resources as users write them, `deploy/web` or `deploy web`, and their pods.
+//! Parses resources in the syntax of kubectl (`deploy/web` or `deploy web`) and lists their pods.
 
 use std::collections::BTreeMap;
 
@@ -43,15 +43,15 @@ impl ResourceRef {
     /// Fails if the type has no pods, or if there are too many words.
     pub(crate) fn parse(words: &[String]) -> anyhow::Result<Self> {
         let (kind, name) = match words {
-            [one] => one
+            [resource] => resource
                 .split_once('/')
-                .map_or((one.as_str(), None), |(kind, name)| (kind, Some(name))),
+                .map_or((resource.as_str(), None), |(kind, name)| (kind, Some(name))),
             [kind, name] => (kind.as_str(), Some(name.as_str())),
             _ => bail!("expected a resource such as deploy/web, got {:?}", words.join(" ")),
         };
         if name.is_some_and(str::is_empty) {
             bail!(
-                "the resource {:?} has no name; expected one such as deploy/web",
+                "the resource {:?} has no name; expected a resource such as deploy/web",
                 words.join(" ")
             );
         }
@@ -75,7 +75,7 @@ impl ResourceRef {
             pods.map_err(|error| anyhow!("listing pods of {namespace}: {}", reason(&error)))
         };
         let mut pods = match (&self.kind, &self.name) {
-            (Kind::Pod, Some(name)) => vec![get::<Pod>(cluster, namespace, name).await?],
+            (Kind::Pod, Some(name)) => vec![get_object::<Pod>(cluster, namespace, name).await?],
             (Kind::Namespace, Some(name)) => {
                 let api: Api<Pod> = Api::namespaced(cluster.client.clone(), name);
                 let pods = cluster.list(&api, &ListParams::default()).await;
@@ -83,16 +83,16 @@ impl ResourceRef {
             }
             (Kind::Pod | Kind::Namespace, None) => all().await?,
             (kind, None) => {
-                let owner = kind.label();
+                let owner = kind.owner_label();
                 let mut pods = all().await?;
                 pods.retain(|pod| owner.is_none_or(|label| pod.labels().contains_key(label)));
                 pods
             }
             (kind, Some(name)) => {
-                let selected = selector(cluster, namespace, *kind, name).await?;
+                let selected = pod_selector(cluster, namespace, *kind, name).await?;
                 let mut pods = all().await?;
                 pods.retain(|pod| match &selected {
-                    PodSelector::Labels(selector) => matches(selector, pod.labels()),
+                    PodSelector::Labels(selector) => selector_matches(selector, pod.labels()),
                     PodSelector::Jobs(jobs) => {
                         let owners = pod.owner_references();
                         owners
@@ -133,7 +133,7 @@ impl Kind {
     }
 
     /// The label in which the injector stores the owner of a pod.
-    fn label(self) -> Option<&'static str> {
+    fn owner_label(self) -> Option<&'static str> {
         Some(match self {
             Self::CronJob => "linkerd.io/proxy-cronjob",
             Self::DaemonSet => "linkerd.io/proxy-daemonset",
@@ -147,49 +147,51 @@ impl Kind {
     }
 }
 
-/// How the pods of a workload are selected.
+/// Selects the pods of a workload.
 enum PodSelector {
     Labels(LabelSelector),
-    /// Pods of a CronJob belong to Jobs with these names.
+    /// The names of the Jobs that own the pods of a CronJob.
     Jobs(Vec<String>),
 }
 
-async fn selector(cluster: &Cluster, namespace: &str, kind: Kind, name: &str) -> anyhow::Result<PodSelector> {
+async fn pod_selector(cluster: &Cluster, namespace: &str, kind: Kind, name: &str) -> anyhow::Result<PodSelector> {
     let labels = |labels: Option<BTreeMap<String, String>>| LabelSelector {
         match_labels: labels,
         match_expressions: None,
     };
     let selector = match kind {
-        Kind::DaemonSet => get::<DaemonSet>(cluster, namespace, name)
+        Kind::DaemonSet => get_object::<DaemonSet>(cluster, namespace, name)
             .await?
             .spec
             .map(|spec| spec.selector),
-        Kind::Deployment => get::<Deployment>(cluster, namespace, name)
+        Kind::Deployment => get_object::<Deployment>(cluster, namespace, name)
             .await?
             .spec
             .map(|spec| spec.selector),
-        Kind::ReplicaSet => get::<ReplicaSet>(cluster, namespace, name)
+        Kind::ReplicaSet => get_object::<ReplicaSet>(cluster, namespace, name)
             .await?
             .spec
             .map(|spec| spec.selector),
-        Kind::StatefulSet => get::<StatefulSet>(cluster, namespace, name)
+        Kind::StatefulSet => get_object::<StatefulSet>(cluster, namespace, name)
             .await?
             .spec
             .map(|spec| spec.selector),
-        Kind::Job => get::<Job>(cluster, namespace, name)
+        Kind::Job => get_object::<Job>(cluster, namespace, name)
             .await?
             .spec
             .and_then(|spec| spec.selector),
         Kind::ReplicationController => {
-            let spec = get::<ReplicationController>(cluster, namespace, name).await?.spec;
+            let spec = get_object::<ReplicationController>(cluster, namespace, name)
+                .await?
+                .spec;
             spec.map(|spec| labels(spec.selector))
         }
         Kind::Service => {
-            let spec = get::<Service>(cluster, namespace, name).await?.spec;
+            let spec = get_object::<Service>(cluster, namespace, name).await?.spec;
             spec.map(|spec| labels(spec.selector))
         }
         Kind::CronJob => {
-            let uid = get::<CronJob>(cluster, namespace, name).await?.metadata.uid;
+            let uid = get_object::<CronJob>(cluster, namespace, name).await?.metadata.uid;
             let api: Api<Job> = Api::namespaced(cluster.client.clone(), namespace);
             let mut jobs = cluster
                 .list(&api, &ListParams::default())
@@ -209,7 +211,7 @@ async fn selector(cluster: &Cluster, namespace: &str, kind: Kind, name: &str) ->
         .with_context(|| format!("{name} in {namespace} selects no pods"))
 }
 
-async fn get<K>(cluster: &Cluster, namespace: &str, name: &str) -> anyhow::Result<K>
+async fn get_object<K>(cluster: &Cluster, namespace: &str, name: &str) -> anyhow::Result<K>
 where
     K: kube::Resource<Scope = NamespaceResourceScope, DynamicType = ()>
         + Clone
@@ -224,12 +226,14 @@ where
 }
 
 /// Whether a selector matches these labels. As in a Service, an empty selector matches nothing.
-pub(crate) fn matches(selector: &LabelSelector, labels: &BTreeMap<String, String>) -> bool {
-    let wanted = selector.match_labels.iter().flatten();
+pub(crate) fn selector_matches(selector: &LabelSelector, labels: &BTreeMap<String, String>) -> bool {
+    let match_labels = selector.match_labels.iter().flatten();
     let expressions = selector.match_expressions.as_deref().unwrap_or_default();
     let empty = selector.match_labels.as_ref().is_none_or(BTreeMap::is_empty) && expressions.is_empty();
     !empty
-        && wanted.into_iter().all(|(key, value)| labels.get(key) == Some(value))
+        && match_labels
+            .into_iter()
+            .all(|(key, value)| labels.get(key) == Some(value))
         && expressions.iter().all(|expression| {
             let value = labels.get(&expression.key);
             let listed = value.is_some_and(|value| expression.values.iter().flatten().any(|v| v == value));
@@ -270,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn resources_are_named_as_kubectl_does() {
+    fn resources_have_the_syntax_of_kubectl() {
         let web = ResourceRef {
             kind: Kind::Deployment,
             name: Some("web".to_owned()),
@@ -291,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn the_admin_port_is_the_one_of_that_name() {
+    fn the_admin_port_is_found_by_its_name() {
         let container = |ports| Container {
             ports: serde_json::from_value(ports).unwrap(),
             ..Container::default()
@@ -305,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn selectors_select_by_every_clause() {
+    fn every_clause_of_a_selector_must_match() {
         let selector: LabelSelector = serde_json::from_value(serde_json::json!({
             "matchLabels": { "app": "web" },
             "matchExpressions": [
@@ -315,13 +319,13 @@ mod tests {
         }))
         .unwrap();
         let labels = |pairs: &[(&str, &str)]| pairs.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect();
-        assert!(matches(&selector, &labels(&[("app", "web"), ("tier", "b")])));
-        assert!(!matches(&selector, &labels(&[("app", "web"), ("tier", "c")])));
-        assert!(!matches(&selector, &labels(&[("app", "web")])));
-        assert!(!matches(
+        assert!(selector_matches(&selector, &labels(&[("app", "web"), ("tier", "b")])));
+        assert!(!selector_matches(&selector, &labels(&[("app", "web"), ("tier", "c")])));
+        assert!(!selector_matches(&selector, &labels(&[("app", "web")])));
+        assert!(!selector_matches(
             &selector,
             &labels(&[("app", "web"), ("tier", "b"), ("old", "")])
         ));
-        assert!(!matches(&LabelSelector::default(), &labels(&[("app", "web")])));
+        assert!(!selector_matches(&LabelSelector::default(), &labels(&[("app", "web")])));
     }
 }

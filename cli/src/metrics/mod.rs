@@ -28,17 +28,17 @@ pub(crate) struct ProxyMetricsArgs {
     obfuscate: bool,
 }
 
-/// Shows the metrics of proxies.
-pub(crate) fn proxies(args: &ProxyMetricsArgs, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
-    let named = ResourceRef::parse(&args.resource)?;
+/// Runs `tulle metrics` and `tulle diagnostics proxy-metrics`.
+pub(crate) fn print_proxy_metrics(args: &ProxyMetricsArgs, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
+    let resource = ResourceRef::parse(&args.resource)?;
     runtime()?.block_on(async {
         let cluster = flags.connect().await?;
         let namespace = args.namespace.as_deref().unwrap_or(&cluster.namespace);
-        let pods = named.pods(&cluster, namespace).await?;
+        let pods = resource.pods(&cluster, namespace).await?;
         let obfuscation = args.obfuscate.then(Obfuscation::new);
         let pages = pods.iter().filter_map(|pod| {
             let proxy = containers(pod).find(|container| container.name == "linkerd-proxy")?;
-            Some(Page {
+            Some(MetricsPage {
                 pod,
                 container: None,
                 port: resource::admin_port(proxy),
@@ -54,8 +54,8 @@ pub(crate) fn proxies(args: &ProxyMetricsArgs, flags: &kubernetes::Flags) -> any
     })
 }
 
-/// Shows the metrics of the control plane's pods.
-pub(crate) fn controllers(flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
+/// Runs `tulle diagnostics controller-metrics`.
+pub(crate) fn print_controller_metrics(flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
     runtime()?.block_on(async {
         let cluster = flags.connect().await?;
         let all = ResourceRef {
@@ -67,7 +67,7 @@ pub(crate) fn controllers(flags: &kubernetes::Flags) -> anyhow::Result<ExitCode>
         let pages = pods.iter().flat_map(|pod| {
             containers(pod).flat_map(move |container| {
                 let admin = resource::ports(container).filter(|(name, _)| name.ends_with("-admin"));
-                admin.map(move |(_, port)| Page {
+                admin.map(move |(_, port)| MetricsPage {
                     pod,
                     container: Some(&container.name),
                     port,
@@ -77,23 +77,23 @@ pub(crate) fn controllers(flags: &kubernetes::Flags) -> anyhow::Result<ExitCode>
         let pages: Vec<_> = pages.collect();
         anyhow::ensure!(
             !pages.is_empty(),
-            "namespace {} has no pod of a control plane; name another with -L",
+            "namespace {} has no pod of a control plane; use -L for another namespace",
             cluster.control_plane_namespace
         );
         print_pages(&cluster, &pages, None).await
     })
 }
 
-struct Page<'a> {
+struct MetricsPage<'a> {
     pod: &'a Pod,
     container: Option<&'a str>,
     port: u16,
 }
 
-impl Page<'_> {
+impl MetricsPage<'_> {
     fn heading(&self, position: &str, obfuscation: Option<&Obfuscation>) -> String {
         let name = self.pod.name_any();
-        let name = obfuscation.map_or_else(|| name.clone(), |obfuscation| obfuscation.value(&name));
+        let name = obfuscation.map_or_else(|| name.clone(), |obfuscation| obfuscation.hash_value(&name));
         let mut heading = format!("#\n# POD {name} ({position})\n");
         if let Some(container) = self.container {
             let _ = writeln!(heading, "# CONTAINER {container}, port {}", self.port);
@@ -110,7 +110,7 @@ fn containers(pod: &Pod) -> impl Iterator<Item = &Container> {
 /// Prints each page with the name of its pod, and reports pages that could not be fetched.
 async fn print_pages(
     cluster: &Cluster,
-    pages: &[Page<'_>],
+    pages: &[MetricsPage<'_>],
     obfuscation: Option<&Obfuscation>,
 ) -> anyhow::Result<ExitCode> {
     let mut code = ExitCode::SUCCESS;
@@ -119,7 +119,7 @@ async fn print_pages(
         let heading = page.heading(&format!("{} of {}", number + 1, pages.len()), obfuscation);
         match forward::get(cluster, resource::namespace(page.pod), &name, page.port, "/metrics").await {
             Ok(text) => {
-                let text = obfuscation.map_or_else(|| text.clone(), |obfuscation| obfuscation.apply(&text));
+                let text = obfuscation.map_or_else(|| text.clone(), |obfuscation| obfuscation.obfuscate(&text));
                 crate::print(&format!("{heading}{text}"))?;
             }
             Err(error) => {
@@ -145,14 +145,14 @@ mod tests {
     fn a_heading_has_the_name_of_the_pod_only_without_obfuscation() {
         let mut pod = Pod::default();
         pod.metadata.name = Some("web-1".to_owned());
-        let page = Page {
+        let page = MetricsPage {
             pod: &pod,
             container: None,
             port: 4191,
         };
         assert_eq!(page.heading("1 of 2", None), "#\n# POD web-1 (1 of 2)\n#\n");
         let obfuscation = Obfuscation::new();
-        let hash = obfuscation.value("web-1");
+        let hash = obfuscation.hash_value("web-1");
         assert_eq!(
             page.heading("1 of 2", Some(&obfuscation)),
             format!("#\n# POD {hash} (1 of 2)\n#\n")

@@ -2,7 +2,7 @@
 
 use std::hash::{BuildHasher as _, RandomState};
 
-/// A random key, used for one command only.
+/// A hash function with a random key. Each run of a command has another key.
 pub(super) struct Obfuscation(RandomState);
 
 impl Obfuscation {
@@ -11,14 +11,14 @@ impl Obfuscation {
     }
 
     /// Replaces the value of each label that can contain a name of the user.
-    pub(super) fn apply(&self, page: &str) -> String {
+    pub(super) fn obfuscate(&self, page: &str) -> String {
         let mut out = String::with_capacity(page.len());
         for line in page.lines() {
             match (line.starts_with('#'), line.split_once('{')) {
                 (false, Some((name, rest))) => {
                     out.push_str(name);
                     out.push('{');
-                    self.labels(rest, &mut out);
+                    self.obfuscate_labels(rest, &mut out);
                 }
                 _ => out.push_str(line),
             }
@@ -27,13 +27,13 @@ impl Obfuscation {
         out
     }
 
-    /// Replaces a label value or the name of a pod.
-    pub(super) fn value(&self, value: &str) -> String {
+    /// Hashes a label value or the name of a pod.
+    pub(super) fn hash_value(&self, value: &str) -> String {
         format!("{:016x}", self.0.hash_one(value))
     }
 
-    /// Parses `name="value",…}` and the rest of the line.
-    fn labels(&self, mut rest: &str, out: &mut String) {
+    /// Obfuscates `name="value",…}`, and copies the rest of the line.
+    fn obfuscate_labels(&self, mut rest: &str, out: &mut String) {
         while let Some((name, after)) = rest.split_once("=\"") {
             if name.contains('}') {
                 break;
@@ -45,7 +45,7 @@ impl Obfuscation {
             if value.is_empty() || UNOBFUSCATED_LABELS.contains(&name.trim_start_matches([',', ' '])) {
                 out.push_str(value);
             } else {
-                out.push_str(&self.value(value));
+                out.push_str(&self.hash_value(value));
             }
             out.push_str(next.get(..1).unwrap_or_default());
             rest = next.get(1..).unwrap_or_default();
@@ -105,10 +105,10 @@ response_latency_ms_bucket{le=\"1\",dst_pod=\"web-1\",client_id=\"\"} 3 17000000
 process_open_fds 9
 ";
         let obfuscation = Obfuscation::new();
-        let out = obfuscation.apply(page);
+        let out = obfuscation.obfuscate(page);
         let lines: Vec<_> = out.lines().collect();
         assert_eq!(lines[0], "# HELP request_total {pod=\"x\"}");
-        let hash = obfuscation.value("web-1");
+        let hash = obfuscation.hash_value("web-1");
         assert!(lines[1].starts_with(&format!(
             "request_total{{direction=\"outbound\",dst_pod=\"{hash}\",authority=\""
         )));
@@ -126,7 +126,7 @@ process_open_fds 9
     #[test]
     fn a_truncated_page_is_accepted() {
         for page in ["a{", "a{b=\"", "a{b=\"c\\", "a{b}", "a{b=\"ü"] {
-            let _ = Obfuscation::new().apply(page);
+            let _ = Obfuscation::new().obfuscate(page);
         }
     }
 }

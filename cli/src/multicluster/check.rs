@@ -1,6 +1,7 @@
-//! `tulle multicluster check`: checks each Link, from its credentials to the endpoints of its mirrors, and prints a fix for each problem.
+//! `tulle multicluster check`: checks each Link, from its credentials to the endpoints of its mirrors, and prints a fix for each
+//! problem.
 //!
-//! [`check_state`] reads both clusters. Checks are pure functions of what it found.
+//! [`check_state`] reads the state of both clusters. Checks are pure functions of this state.
 
 use std::collections::BTreeMap;
 use std::process::ExitCode;
@@ -9,7 +10,7 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep};
 use tulle_core::duration;
 
-use super::check_state::{self, LinkState, State};
+use super::check_state::{self, LinkState, MulticlusterState};
 use crate::check::problem::{CheckResult, Problem, error, listing, warning};
 use crate::check::report::{self, CategoryReport, CheckReport};
 use crate::check::{Output, print_conclusion};
@@ -36,11 +37,11 @@ pub(crate) struct Args {
 pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
     let report = runtime()?.block_on(async {
         let cluster = flags.connect().await?;
-        let give_up_at = Instant::now() + args.wait;
+        let deadline = Instant::now() + args.wait;
         loop {
             let state = check_state::gather(&cluster, args.timeout).await;
             let report = report(&state);
-            if !has_retryable_failure(&report) || Instant::now() >= give_up_at {
+            if !has_retryable_failure(&report) || Instant::now() >= deadline {
                 return anyhow::Ok(report);
             }
             sleep(RETRY_INTERVAL).await;
@@ -56,12 +57,12 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
     print_conclusion(&reports, args.output)
 }
 
-/// Checks all Links.
-type LinkCheck = fn(&[LinkState], &State) -> CheckResult;
+/// A check of all Links.
+type LinkCheck = fn(&[LinkState], &MulticlusterState) -> CheckResult;
 
-/// The results of all checks. Those of Links are left out if there are none, or if they cannot be listed.
-fn report(state: &State) -> CategoryReport {
-    let mut checks = vec![CheckReport::new(INSTALLED, installed(state))];
+/// Runs all checks. The checks of Links are omitted if there are no Links, or if Links cannot be listed.
+fn report(state: &MulticlusterState) -> CategoryReport {
+    let mut checks = vec![CheckReport::new(EXTENSION_INSTALLED, extension_is_installed(state))];
     match &state.links {
         Err(cause) => {
             let fix = "tulle install --crds | kubectl apply -f -";
@@ -69,7 +70,7 @@ fn report(state: &State) -> CategoryReport {
             checks.push(CheckReport::new(LINKS_EXIST, Err(problem)));
         }
         Ok(links) if !links.is_empty() => {
-            let of_links: [(&str, LinkCheck); 9] = [
+            let link_checks: [(&str, LinkCheck); 9] = [
                 (LINKS_EXIST, |_, _| Ok(())),
                 ("Link resources are valid", links_are_valid),
                 ("Link and CLI versions match", versions_match),
@@ -79,11 +80,11 @@ fn report(state: &State) -> CategoryReport {
                     destination_has_credentials,
                 ),
                 ("clusters share trust anchors", clusters_share_anchors),
-                (CONTROLLERS, controllers_run),
-                (GATEWAYS, gateways_are_alive),
+                (CONTROLLERS_RUNNING, controllers_run),
+                (GATEWAYS_REACHABLE, gateways_are_alive),
                 ("all mirror services have endpoints", mirrors_have_endpoints),
             ];
-            let results = of_links.map(|(description, run)| CheckReport::new(description, run(links, state)));
+            let results = link_checks.map(|(description, run)| CheckReport::new(description, run(links, state)));
             checks.extend(results);
         }
         Ok(_) => checks.push(CheckReport::new(LINKS_EXIST, Ok(()))),
@@ -106,21 +107,21 @@ fn has_retryable_failure(report: &CategoryReport) -> bool {
         .filter(|check| check.result == report::Outcome::Error);
     failed
         .into_iter()
-        .any(|check| [CONTROLLERS, GATEWAYS].contains(&check.description))
+        .any(|check| [CONTROLLERS_RUNNING, GATEWAYS_REACHABLE].contains(&check.description))
 }
 
-fn installed(state: &State) -> CheckResult {
+fn extension_is_installed(state: &MulticlusterState) -> CheckResult {
     match &state.namespace {
         Ok(Some(_)) => Ok(()),
         Ok(None) => Err(error(
             "no namespace has the label linkerd.io/extension=multicluster",
             "tulle multicluster install | kubectl apply -f -",
         )),
-        Err(cause) => Err(error(cause.clone(), "permit this user to list namespaces")),
+        Err(cause) => Err(error(cause.clone(), "grant this user permission to list namespaces")),
     }
 }
 
-fn links_are_valid(links: &[LinkState], _: &State) -> CheckResult {
+fn links_are_valid(links: &[LinkState], _: &MulticlusterState) -> CheckResult {
     let mut by_cluster = BTreeMap::<&str, Vec<&str>>::new();
     for link in links {
         by_cluster.entry(&link.cluster).or_default().push(&link.name);
@@ -129,7 +130,7 @@ fn links_are_valid(links: &[LinkState], _: &State) -> CheckResult {
     let lines: Vec<_> = duplicates
         .map(|(cluster, names)| format!("{cluster}: {}", names.join(", ")))
         .collect();
-    none_of(lines, |lines| {
+    fail_unless_empty(lines, |lines| {
         error(
             listing("several Links lead to one cluster:", lines),
             "tulle multicluster unlink --cluster-name NAME | kubectl delete -f - (for all but one)",
@@ -137,7 +138,7 @@ fn links_are_valid(links: &[LinkState], _: &State) -> CheckResult {
     })
 }
 
-fn versions_match(links: &[LinkState], _: &State) -> CheckResult {
+fn versions_match(links: &[LinkState], _: &MulticlusterState) -> CheckResult {
     let own = env!("CARGO_PKG_VERSION");
     let is_other = |link: &&LinkState| {
         let version = link.created_by.as_deref().and_then(|text| text.rsplit_once(' '));
@@ -151,7 +152,7 @@ fn versions_match(links: &[LinkState], _: &State) -> CheckResult {
             format!("{}: created by {created_by}, not by version {own}", link.name)
         })
         .collect();
-    none_of(lines, |lines| {
+    fail_unless_empty(lines, |lines| {
         warning(
             listing("Links of other versions:", lines),
             "tulle --context TARGET multicluster link-gen --cluster-name NAME | kubectl apply -f -",
@@ -159,18 +160,21 @@ fn versions_match(links: &[LinkState], _: &State) -> CheckResult {
     })
 }
 
-fn credentials_are_valid(links: &[LinkState], _: &State) -> CheckResult {
-    none_of(failures(links, |link| link.target.as_ref().err().cloned()), |lines| {
-        error(
-            listing("clusters that cannot be read:", lines),
-            "tulle --context TARGET multicluster link-gen --cluster-name NAME | kubectl apply -f -",
-        )
-    })
+fn credentials_are_valid(links: &[LinkState], _: &MulticlusterState) -> CheckResult {
+    fail_unless_empty(
+        failure_lines(links, |link| link.target.as_ref().err().cloned()),
+        |lines| {
+            error(
+                listing("clusters that cannot be read:", lines),
+                "tulle --context TARGET multicluster link-gen --cluster-name NAME | kubectl apply -f -",
+            )
+        },
+    )
 }
 
-fn destination_has_credentials(links: &[LinkState], _: &State) -> CheckResult {
-    none_of(
-        failures(links, |link| link.discovery_secret.as_ref().err().cloned()),
+fn destination_has_credentials(links: &[LinkState], _: &MulticlusterState) -> CheckResult {
+    fail_unless_empty(
+        failure_lines(links, |link| link.discovery_secret.as_ref().err().cloned()),
         |lines| {
             warning(
                 listing(
@@ -183,13 +187,13 @@ fn destination_has_credentials(links: &[LinkState], _: &State) -> CheckResult {
     )
 }
 
-fn clusters_share_anchors(links: &[LinkState], state: &State) -> CheckResult {
+fn clusters_share_anchors(links: &[LinkState], state: &MulticlusterState) -> CheckResult {
     let own = match &state.anchors {
         Ok(own) => own,
         Err(cause) => {
             return Err(error(
-                format!("the trust anchors of this cluster are not known: {cause}"),
-                "name the namespace of the control plane with -L",
+                format!("the trust anchors of this cluster cannot be read: {cause}"),
+                "pass the namespace of the control plane with -L",
             ));
         }
     };
@@ -202,7 +206,7 @@ fn clusters_share_anchors(links: &[LinkState], state: &State) -> CheckResult {
             Err(cause) => lines.push(format!("{}: {cause}", link.name)),
         }
     }
-    none_of(lines, |lines| {
+    fail_unless_empty(lines, |lines| {
         error(
             listing("clusters whose identities are not trusted here:", lines),
             "add the anchor of each cluster to the bundle of the other, as in docs/how-to/rotate-trust.md",
@@ -210,8 +214,8 @@ fn clusters_share_anchors(links: &[LinkState], state: &State) -> CheckResult {
     })
 }
 
-fn controllers_run(links: &[LinkState], state: &State) -> CheckResult {
-    let controllers = listed("Deployments", &state.controllers)?;
+fn controllers_run(links: &[LinkState], state: &MulticlusterState) -> CheckResult {
+    let controllers = listed_objects("Deployments", &state.controllers)?;
     let lines = links.iter().filter_map(|link| {
         let found = controllers
             .iter()
@@ -227,32 +231,32 @@ fn controllers_run(links: &[LinkState], state: &State) -> CheckResult {
             _ => Some(format!("{}: there are {} controllers", link.name, found.len())),
         }
     });
-    none_of(lines.collect(), |lines| {
+    fail_unless_empty(lines.collect(), |lines| {
         error(
-            listing("Links that nothing serves:", lines),
-            "name each Link in `controllers` of the chart: tulle multicluster install --set 'controllers[0].link.ref.name=NAME' | \
+            listing("Links without exactly one running controller:", lines),
+            "add each Link to `controllers` of the chart, once: tulle multicluster install --set 'controllers[0].link.ref.name=NAME' | \
              kubectl apply -f -",
         )
     })
 }
 
-fn gateways_are_alive(links: &[LinkState], _: &State) -> CheckResult {
+fn gateways_are_alive(links: &[LinkState], _: &MulticlusterState) -> CheckResult {
     let failure = |link: &LinkState| link.gateway.as_ref().err().filter(|_| link.has_gateway).cloned();
-    none_of(failures(links, failure), |lines| {
+    fail_unless_empty(failure_lines(links, failure), |lines| {
         error(
-            listing("gateways that are not reached:", lines),
+            listing("gateways that do not respond to probes:", lines),
             "check that pods of this cluster reach gatewayAddress of the Link at its ports (`kubectl get links -A -o yaml`)",
         )
     })
 }
 
-fn mirrors_have_endpoints(_: &[LinkState], state: &State) -> CheckResult {
-    let mirrors = listed("Services and Endpoints", &state.mirrors)?;
+fn mirrors_have_endpoints(_: &[LinkState], state: &MulticlusterState) -> CheckResult {
+    let mirrors = listed_objects("Services and Endpoints", &state.mirrors)?;
     let empty = mirrors
         .iter()
         .filter(|mirror| mirror.needs_endpoints && !mirror.has_endpoints);
     let lines = empty.map(|mirror| format!("{}/{}", mirror.namespace, mirror.name));
-    none_of(lines.collect(), |lines| {
+    fail_unless_empty(lines.collect(), |lines| {
         error(
             listing("mirrors without endpoints:", lines),
             "check that the Services have ready endpoints in their cluster, and the status of the Link",
@@ -260,9 +264,9 @@ fn mirrors_have_endpoints(_: &[LinkState], state: &State) -> CheckResult {
     })
 }
 
-fn mirrors_belong_to_links(state: &State) -> CheckResult {
+fn mirrors_belong_to_links(state: &MulticlusterState) -> CheckResult {
     let links = state.links.as_deref().unwrap_or_default();
-    let mirrors = listed("Services and Endpoints", &state.mirrors)?;
+    let mirrors = listed_objects("Services and Endpoints", &state.mirrors)?;
     let orphans = mirrors.iter().filter(|mirror| {
         let cluster = mirror.cluster.as_deref();
         cluster.is_some_and(|cluster| links.iter().all(|link| link.cluster != cluster))
@@ -271,7 +275,7 @@ fn mirrors_belong_to_links(state: &State) -> CheckResult {
         let cluster = mirror.cluster.as_deref().unwrap_or_default();
         format!("{}/{} of {cluster}", mirror.namespace, mirror.name)
     });
-    none_of(lines.collect(), |lines| {
+    fail_unless_empty(lines.collect(), |lines| {
         warning(
             listing("mirrors of clusters without a Link:", lines),
             "kubectl delete service -n NAMESPACE NAME (for each), or link the cluster again",
@@ -279,35 +283,37 @@ fn mirrors_belong_to_links(state: &State) -> CheckResult {
     })
 }
 
-/// A line for each Link that has a failure.
-fn failures(links: &[LinkState], failure: impl Fn(&LinkState) -> Option<String>) -> Vec<String> {
+/// Returns a line for each Link for which `failure` returns a text.
+fn failure_lines(links: &[LinkState], failure: impl Fn(&LinkState) -> Option<String>) -> Vec<String> {
     let lines = links
         .iter()
         .filter_map(|link| Some(format!("{}: {}", link.name, failure(link)?)));
     lines.collect()
 }
 
-/// What was listed, or the problem that it could not be.
-fn listed<'a, T>(what: &str, found: &'a Result<Vec<T>, String>) -> Result<&'a [T], Problem> {
+/// Returns the listed objects, or a problem if they could not be listed.
+fn listed_objects<'a, T>(kinds: &str, found: &'a Result<Vec<T>, String>) -> Result<&'a [T], Problem> {
     found.as_deref().map_err(|cause| {
         error(
-            format!("listing {what}: {cause}"),
-            format!("permit this user to list {what} of all namespaces"),
+            format!("listing {kinds}: {cause}"),
+            format!("grant this user permission to list {kinds} of all namespaces"),
         )
     })
 }
 
-fn none_of(lines: Vec<String>, problem: impl FnOnce(&[String]) -> Problem) -> CheckResult {
+/// Fails with a problem of these lines if there are any.
+fn fail_unless_empty(lines: Vec<String>, problem: impl FnOnce(&[String]) -> Problem) -> CheckResult {
     match lines.is_empty() {
         true => Ok(()),
         false => Err(problem(&lines)),
     }
 }
 
-const INSTALLED: &str = "multicluster extension is installed";
+/// Descriptions of checks.
+const EXTENSION_INSTALLED: &str = "multicluster extension is installed";
 const LINKS_EXIST: &str = "Link CRD exists";
-const CONTROLLERS: &str = "service mirror controllers are running";
-const GATEWAYS: &str = "probe services able to communicate with all gateway mirrors";
+const CONTROLLERS_RUNNING: &str = "service mirror controllers are running";
+const GATEWAYS_REACHABLE: &str = "probe services able to communicate with all gateway mirrors";
 const RETRY_INTERVAL: Duration = Duration::from_secs(2);
 
 const EXAMPLES: &str = "\
@@ -335,8 +341,8 @@ mod tests {
         }
     }
 
-    fn healthy() -> State {
-        State {
+    fn healthy() -> MulticlusterState {
+        MulticlusterState {
             namespace: Ok(Some("linkerd-multicluster".to_owned())),
             links: Ok(vec![link("east")]),
             anchors: Ok(vec![vec![1], vec![2]]),
@@ -355,7 +361,7 @@ mod tests {
         }
     }
 
-    fn problems(state: &State) -> Vec<String> {
+    fn problems(state: &MulticlusterState) -> Vec<String> {
         let checks = report(state).checks.into_iter();
         checks.filter_map(|check| check.error).collect()
     }
@@ -364,7 +370,7 @@ mod tests {
     fn a_healthy_link_has_no_problem() {
         assert_eq!(problems(&healthy()), Vec::<String>::new());
         assert!(!has_retryable_failure(&report(&healthy())));
-        let unused = State {
+        let unused = MulticlusterState {
             links: Ok(Vec::new()),
             controllers: Ok(Vec::new()),
             mirrors: Ok(Vec::new()),
@@ -380,7 +386,7 @@ mod tests {
             state.links.as_mut().unwrap().iter_mut().for_each(change);
             state
         };
-        let with_state = |change: fn(&mut State)| {
+        let with_state = |change: fn(&mut MulticlusterState)| {
             let mut state = healthy();
             change(&mut state);
             state

@@ -1,4 +1,4 @@
-//! What the checks of Links need to know of both clusters.
+//! The input of the checks of Links: the state of this cluster and of the linked clusters.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -13,13 +13,13 @@ use tokio::time::timeout;
 use tulle_control::kubernetes::{connect, remote_credentials};
 use tulle_core::names::{annotation, label};
 
-use super::extension::{self, CONTROLLERS, links, target_cluster};
+use super::extension::{self, CONTROLLER_SELECTOR, links, target_cluster};
 use super::gateways;
 use crate::certificates::Certificate;
 use crate::config;
 use crate::kubernetes::{Cluster, reason};
 
-pub(super) struct State {
+pub(super) struct MulticlusterState {
     /// The namespace of the extension.
     pub(super) namespace: Result<Option<String>, String>,
     pub(super) links: Result<Vec<LinkState>, String>,
@@ -34,7 +34,7 @@ pub(super) struct LinkState {
     pub(super) cluster: String,
     pub(super) created_by: Option<String>,
     pub(super) has_gateway: bool,
-    /// What the credentials of the Link give access to.
+    /// The linked cluster, read with the credentials of the Link.
     pub(super) target: Result<Target, String>,
     /// Whether the destination service accepts the Secret with the credentials of this cluster.
     pub(super) discovery_secret: Result<(), String>,
@@ -58,17 +58,18 @@ pub(super) struct MirrorService {
     pub(super) name: String,
     /// `None` for federated Services.
     pub(super) cluster: Option<String>,
-    /// Whether an Endpoints object of this cluster has to list its addresses. The destination service finds the
-    /// addresses of other mirrors itself.
+    /// Whether its addresses are those of an Endpoints object in this cluster. For other mirrors, the destination service reads the
+    /// addresses from the linked cluster.
     pub(super) needs_endpoints: bool,
     pub(super) has_endpoints: bool,
 }
 
-/// Reads both clusters. Reading the target of each Link may take `limit`, and so may reading the metrics of all controllers together.
-pub(super) async fn gather(cluster: &Cluster, limit: Duration) -> State {
+/// Reads the state of both clusters. `limit` is the timeout for each linked cluster, and for the metrics of all controllers
+/// together.
+pub(super) async fn gather(cluster: &Cluster, limit: Duration) -> MulticlusterState {
     let namespace = extension::namespace(cluster).await;
     let probes = match &namespace {
-        Ok(Some(_)) => gateways::alive(cluster, limit).await,
+        Ok(Some(_)) => gateways::gateway_liveness(cluster, limit).await,
         Ok(None) | Err(_) => Ok(BTreeMap::new()),
     };
     let found = match links(cluster).await {
@@ -76,13 +77,13 @@ pub(super) async fn gather(cluster: &Cluster, limit: Duration) -> State {
         Ok(Some(found)) => {
             let mut states = Vec::new();
             for link in &found {
-                states.push(link_state(cluster, link, &probes, limit).await);
+                states.push(read_link_state(cluster, link, &probes, limit).await);
             }
             Ok(states)
         }
         Err(error) => Err(format!("{error:#}")),
     };
-    State {
+    MulticlusterState {
         namespace: namespace.map_err(|error| format!("{error:#}")),
         links: found,
         anchors: control_plane_anchors(cluster)
@@ -93,7 +94,7 @@ pub(super) async fn gather(cluster: &Cluster, limit: Duration) -> State {
     }
 }
 
-async fn link_state(
+async fn read_link_state(
     cluster: &Cluster,
     link: &DynamicObject,
     probes: &Result<BTreeMap<String, bool>, String>,
@@ -101,7 +102,7 @@ async fn link_state(
 ) -> LinkState {
     let name = link.name_any();
     let target_name = target_cluster(link);
-    let reading = timeout(limit, target(cluster, link));
+    let reading = timeout(limit, read_target(cluster, link));
     let target = match reading.await {
         Ok(read) => read.map_err(|error| format!("{error:#}")),
         Err(_) => Err(format!("no response within {limit:?}")),
@@ -119,7 +120,7 @@ async fn link_state(
             .as_str()
             .is_some_and(|address| !address.is_empty()),
         created_by: link.annotations().get(annotation::CREATED_BY).cloned(),
-        discovery_secret: discovery_secret(cluster, &target_name)
+        discovery_secret: check_discovery_secret(cluster, &target_name)
             .await
             .map_err(|error| format!("{error:#}")),
         cluster: target_name,
@@ -130,12 +131,12 @@ async fn link_state(
 }
 
 /// Reads the linked cluster with the credentials of its Link.
-async fn target(cluster: &Cluster, link: &DynamicObject) -> anyhow::Result<Target> {
+async fn read_target(cluster: &Cluster, link: &DynamicObject) -> anyhow::Result<Target> {
     let namespace = link.namespace().unwrap_or_default();
     let name = link.data["spec"]["clusterCredentialsSecret"]
         .as_str()
         .unwrap_or_default();
-    let secret = secret(cluster, &namespace, name).await?;
+    let secret = read_secret(cluster, &namespace, name).await?;
     let access = remote_credentials::read(&secret)
         .await
         .with_context(|| format!("Secret {namespace}/{name}"))?;
@@ -180,20 +181,20 @@ async fn may_access_services(client: &kube::Client, verb: &str) -> anyhow::Resul
     };
     let api: Api<SelfSubjectAccessReview> = Api::all(client.clone());
     let review = api.create(&PostParams::default(), &review).await;
-    let review = review.map_err(|error| anyhow!("asking for its permissions: {}", reason(&error)))?;
+    let review = review.map_err(|error| anyhow!("reading the permissions of its account: {}", reason(&error)))?;
     Ok(review.status.is_some_and(|status| status.allowed))
 }
 
 /// Fails if the destination service would not accept the Secret.
-async fn discovery_secret(cluster: &Cluster, target: &str) -> anyhow::Result<()> {
+async fn check_discovery_secret(cluster: &Cluster, target: &str) -> anyhow::Result<()> {
     let namespace = &cluster.control_plane_namespace;
     let name = remote_credentials::secret_name(target);
-    let secret = secret(cluster, namespace, &name).await?;
+    let secret = read_secret(cluster, namespace, &name).await?;
     let read = remote_credentials::read_linked_cluster(&secret, target).await;
     read.map(drop).with_context(|| format!("Secret {namespace}/{name}"))
 }
 
-async fn secret(cluster: &Cluster, namespace: &str, name: &str) -> anyhow::Result<Secret> {
+async fn read_secret(cluster: &Cluster, namespace: &str, name: &str) -> anyhow::Result<Secret> {
     let api: Api<Secret> = Api::namespaced(cluster.client.clone(), namespace);
     let secret = api.get_opt(name).await;
     let secret = secret.map_err(|error| anyhow!("reading Secret {namespace}/{name}: {}", reason(&error)))?;
@@ -212,9 +213,11 @@ async fn control_plane_anchors(cluster: &Cluster) -> anyhow::Result<Vec<Vec<u8>>
 }
 
 async fn controllers(cluster: &Cluster) -> Result<Vec<Controller>, kube::Error> {
-    let of_links = format!("{CONTROLLERS},{}", label::MIRRORED_CLUSTER);
+    let link_controllers = format!("{CONTROLLER_SELECTOR},{}", label::MIRRORED_CLUSTER);
     let api: Api<Deployment> = Api::all(cluster.client.clone());
-    let found = cluster.list(&api, &ListParams::default().labels(&of_links)).await?;
+    let found = cluster
+        .list(&api, &ListParams::default().labels(&link_controllers))
+        .await?;
     let controller = |deployment: Deployment| Controller {
         name: deployment.name_any(),
         link_name: deployment

@@ -9,12 +9,12 @@ use serde_json::{Value, json};
 use crate::kubernetes::{Cluster, reason};
 
 /// Selects the namespace and the cluster-scoped objects of the extension.
-pub(super) const LABEL: &str = "linkerd.io/extension in (multicluster, linkerd-multicluster)";
+pub(super) const EXTENSION_SELECTOR: &str = "linkerd.io/extension in (multicluster, linkerd-multicluster)";
 /// Selects the Deployments and pods of service mirrors that belong to a Link, including those that Linkerd's `link` creates.
-pub(super) const CONTROLLERS: &str = "component in (service-mirror, linkerd-service-mirror, controller)";
+pub(super) const CONTROLLER_SELECTOR: &str = "component in (service-mirror, linkerd-service-mirror, controller)";
 pub(super) const DEFAULT_NAMESPACE: &str = "linkerd-multicluster";
-/// The type of Secrets with access to another cluster.
-pub(super) const CREDENTIALS_TYPE: &str = "mirror.linkerd.io/remote-kubeconfig";
+/// The type of Secrets with credentials for another cluster.
+pub(super) const CREDENTIALS_SECRET_TYPE: &str = "mirror.linkerd.io/remote-kubeconfig";
 
 /// The Links of all namespaces. `None` if the cluster does not have the kind.
 ///
@@ -46,13 +46,15 @@ pub(super) fn target_cluster(link: &DynamicObject) -> String {
 /// Fails if namespaces cannot be listed.
 pub(super) async fn namespace(cluster: &Cluster) -> anyhow::Result<Option<String>> {
     let api: Api<Namespace> = Api::all(cluster.client.clone());
-    let found = cluster.list(&api, &ListParams::default().labels(LABEL)).await;
+    let found = cluster
+        .list(&api, &ListParams::default().labels(EXTENSION_SELECTOR))
+        .await;
     let found = found.map_err(|error| anyhow!("listing namespaces: {}", reason(&error)))?;
     Ok(found.first().map(kube::ResourceExt::name_any))
 }
 
-/// The fields that identify an object, for `kubectl delete`.
-pub(super) fn identity(api_version: &str, kind: &str, namespace: Option<&str>, name: &str) -> Value {
+/// An object with only the fields that `kubectl delete` needs.
+pub(super) fn object_ref(api_version: &str, kind: &str, namespace: Option<&str>, name: &str) -> Value {
     let mut metadata = json!({"name": name});
     if let Some(namespace) = namespace {
         metadata["namespace"] = json!(namespace);

@@ -1,4 +1,4 @@
-//! `tulle multicluster gateways`: asks the service mirrors for what they know of the gateways.
+//! `tulle multicluster gateways`: reads the state of the gateways from the metrics of the service mirrors.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -12,7 +12,7 @@ use serde::Serialize;
 use tokio::time::timeout;
 use tulle_core::names::label;
 
-use super::extension::{self, CONTROLLERS};
+use super::extension::{self, CONTROLLER_SELECTOR};
 use crate::kubernetes::resource::ports;
 use crate::kubernetes::{self, Cluster, forward, reason};
 use crate::{runtime, table};
@@ -42,7 +42,7 @@ struct Row {
     latency: u64,
 }
 
-/// A gateway, as its service mirror knows it.
+/// The state of a gateway in the metrics of its service mirror.
 struct Gateway {
     cluster: String,
     alive: bool,
@@ -56,7 +56,7 @@ struct Gateway {
 pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<()> {
     let mut rows = runtime()?.block_on(async {
         let cluster = flags.connect().await?;
-        let gateways = gateways(&cluster).await?;
+        let gateways = fetch_gateways(&cluster).await?;
         let counts = count_mirrors(&cluster).await?;
         let row = |gateway: Gateway| Row {
             number_of_services: counts.get(&gateway.cluster).copied().unwrap_or_default(),
@@ -84,15 +84,15 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<()>
             latency,
         ]
     });
-    crate::print(&table::text(&["CLUSTER", "ALIVE", "NUM_SVC", "LATENCY"], rows))
+    crate::print(&table::render(&["CLUSTER", "ALIVE", "NUM_SVC", "LATENCY"], rows))
 }
 
-/// Whether the gateway of each cluster responds to probes, as the service mirrors say.
+/// Reads from the metrics of the service mirrors whether the gateway of each cluster responds to probes.
 ///
 /// # Errors
 /// Fails with the reason if the metrics of the service mirrors are not read in time.
-pub(super) async fn alive(cluster: &Cluster, limit: Duration) -> Result<BTreeMap<String, bool>, String> {
-    match timeout(limit, gateways(cluster)).await {
+pub(super) async fn gateway_liveness(cluster: &Cluster, limit: Duration) -> Result<BTreeMap<String, bool>, String> {
+    match timeout(limit, fetch_gateways(cluster)).await {
         Ok(Ok(found)) => Ok(found
             .into_iter()
             .map(|gateway| (gateway.cluster, gateway.alive))
@@ -102,7 +102,7 @@ pub(super) async fn alive(cluster: &Cluster, limit: Duration) -> Result<BTreeMap
     }
 }
 
-async fn gateways(cluster: &Cluster) -> anyhow::Result<Vec<Gateway>> {
+async fn fetch_gateways(cluster: &Cluster) -> anyhow::Result<Vec<Gateway>> {
     let namespace = extension::namespace(cluster).await?;
     let namespace = namespace.context(
         "the multicluster extension is not installed (no namespace has the label linkerd.io/extension=multicluster); \
@@ -110,22 +110,27 @@ async fn gateways(cluster: &Cluster) -> anyhow::Result<Vec<Gateway>> {
     )?;
     let leaders = leaders(cluster, &namespace).await?;
     let pods: Api<Pod> = Api::namespaced(cluster.client.clone(), &namespace);
-    let pods = cluster.list(&pods, &ListParams::default().labels(CONTROLLERS)).await;
+    let pods = cluster
+        .list(&pods, &ListParams::default().labels(CONTROLLER_SELECTOR))
+        .await;
     let pods = pods.map_err(|error| anyhow!("listing pods of {namespace}: {}", reason(&error)))?;
     let mut found = Vec::new();
     for pod in pods.iter().filter(|pod| leaders.contains(&pod.name_any())) {
-        match metrics(cluster, &namespace, pod).await {
-            Ok(page) => found.extend(gateways_of(&page)),
+        match fetch_metrics(cluster, &namespace, pod).await {
+            Ok(page) => found.extend(parse_gateways(&page)),
             Err(error) => eprintln!("tulle: {error:#}"),
         }
     }
     Ok(found)
 }
 
-/// The gateways on the metrics page of a service mirror.
-fn gateways_of(page: &str) -> impl Iterator<Item = Gateway> {
-    let (alive, latency) = (gauges(page, "gateway_alive"), gauges(page, "gateway_latency"));
-    let enabled = gauges(page, "gateway_enabled").into_iter();
+/// Parses the gateways on the metrics page of a service mirror.
+fn parse_gateways(page: &str) -> impl Iterator<Item = Gateway> {
+    let (alive, latency) = (
+        gauge_by_cluster(page, "gateway_alive"),
+        gauge_by_cluster(page, "gateway_latency"),
+    );
+    let enabled = gauge_by_cluster(page, "gateway_enabled").into_iter();
     enabled.filter(|(_, value)| *value == 1).map(move |(cluster, _)| {
         let alive = alive.get(&cluster) == Some(&1);
         Gateway {
@@ -141,13 +146,13 @@ async fn leaders(cluster: &Cluster, namespace: &str) -> anyhow::Result<BTreeSet<
     let leases: Api<Lease> = Api::namespaced(cluster.client.clone(), namespace);
     let leases = cluster.list(&leases, &ListParams::default()).await;
     let leases = leases.map_err(|error| anyhow!("listing Leases of {namespace}: {}", reason(&error)))?;
-    let of_links = leases
+    let link_leases = leases
         .into_iter()
         .filter(|lease| lease.name_any().contains("service-mirror-write"));
-    Ok(of_links.filter_map(|lease| lease.spec?.holder_identity).collect())
+    Ok(link_leases.filter_map(|lease| lease.spec?.holder_identity).collect())
 }
 
-async fn metrics(cluster: &Cluster, namespace: &str, pod: &Pod) -> anyhow::Result<String> {
+async fn fetch_metrics(cluster: &Cluster, namespace: &str, pod: &Pod) -> anyhow::Result<String> {
     let containers = pod.spec.iter().flat_map(|spec| &spec.containers);
     let mut mirrors = containers.filter(|container| ["service-mirror", "controller"].contains(&&*container.name));
     let name = pod.name_any();
@@ -173,7 +178,7 @@ async fn count_mirrors(cluster: &Cluster) -> anyhow::Result<BTreeMap<String, usi
 }
 
 /// The values of a gauge on a metrics page, by cluster.
-fn gauges(page: &str, name: &str) -> BTreeMap<String, u64> {
+fn gauge_by_cluster(page: &str, name: &str) -> BTreeMap<String, u64> {
     let values = page.lines().filter_map(|line| {
         let (labels, value) = line.strip_prefix(name)?.strip_prefix('{')?.rsplit_once("} ")?;
         let mut labels = labels.split(',');
@@ -194,12 +199,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn gauges_are_those_of_the_cluster() {
+    fn gauges_are_parsed_by_cluster() {
         let page = "# HELP gateway_alive x\ngateway_alive{target_cluster_name=\"north\"} 0\n\
                     gateway_alive{target_cluster_name=\"east\"} 1\ngateway_latency{target_cluster_name=\"east\"} 12.0\n";
-        let of = |name: &str, value| (name.to_owned(), value);
-        assert_eq!(gauges(page, "gateway_alive"), [of("north", 0), of("east", 1)].into());
-        assert_eq!(gauges(page, "gateway_latency"), [of("east", 12)].into());
-        assert_eq!(gauges(page, "gateway_enabled"), [].into());
+        let entry = |name: &str, value| (name.to_owned(), value);
+        assert_eq!(
+            gauge_by_cluster(page, "gateway_alive"),
+            [entry("north", 0), entry("east", 1)].into()
+        );
+        assert_eq!(gauge_by_cluster(page, "gateway_latency"), [entry("east", 12)].into());
+        assert_eq!(gauge_by_cluster(page, "gateway_enabled"), [].into());
     }
 }

@@ -9,9 +9,9 @@ use tulle_core::names::{annotation, label};
 
 use super::extension::{self, DEFAULT_NAMESPACE, links, target_cluster};
 use crate::install::charts::{Helm, MULTICLUSTER};
-use crate::install::manifests::{Output, show};
-use crate::install::removal::{ListedKind, ObjectScope, kinds_of_all_namespaces, list_objects};
-use crate::install::values::{HelmFlags, merge_values, set_value, write};
+use crate::install::manifests::{Output, format_manifests};
+use crate::install::removal::{ListedKind, ObjectScope, kinds_listed_in_all_namespaces, list_objects};
+use crate::install::values::{HelmFlags, merge_values, set_value, write_values};
 use crate::kubernetes::{self, reason};
 use crate::{config, runtime};
 
@@ -85,17 +85,17 @@ pub(crate) fn install(args: &InstallArgs, flags: &kubernetes::Flags) -> anyhow::
         false => Some(runtime()?.block_on(async { config::values(&flags.connect().await?).await })?),
     };
     let helm = Helm::find(DEFAULT_NAMESPACE)?;
-    let found = values_of(control_plane.as_ref(), &flags.linkerd_namespace);
-    let mut files = vec![write(&helm, "values-of-control-plane.yaml", &found)?];
-    files.extend(args.ha.then(|| helm.high_availability(&MULTICLUSTER)));
+    let found = control_plane_values(control_plane.as_ref(), &flags.linkerd_namespace);
+    let mut files = vec![write_values(&helm, "values-of-control-plane.yaml", &found)?];
+    files.extend(args.ha.then(|| helm.high_availability_values(&MULTICLUSTER)));
     let values = merge_values(&helm, files, &args.helm, &args.values())?;
-    let mut manifests = vec![namespace(&values)];
+    let mut manifests = vec![namespace_manifest(&values)];
     manifests.extend(helm.render(&MULTICLUSTER, &values)?);
-    crate::print(&show(&manifests, args.output)?)
+    crate::print(&format_manifests(&manifests, args.output)?)
 }
 
-/// The values that follow from the control plane.
-fn values_of(control_plane: Option<&Value>, namespace: &str) -> Value {
+/// The values of the chart that depend on the control plane.
+fn control_plane_values(control_plane: Option<&Value>, namespace: &str) -> Value {
     let mut values = json!({"linkerdNamespace": namespace});
     let found = |key: &str| {
         let value = control_plane?[key].as_str()?;
@@ -144,9 +144,9 @@ impl InstallArgs {
 }
 
 /// The namespace, which `helm install --create-namespace` would create without labels.
-fn namespace(values: &Value) -> Value {
-    // Without the CNI plugin, the init containers of pods change the redirect rules, which needs capabilities.
-    let standard = match values["cniEnabled"] == json!(true) {
+fn namespace_manifest(values: &Value) -> Value {
+    // Without the CNI plugin, the init containers of pods install the redirect rules, which needs capabilities.
+    let pod_security_level = match values["cniEnabled"] == json!(true) {
         true => "restricted",
         false => "privileged",
     };
@@ -155,7 +155,7 @@ fn namespace(values: &Value) -> Value {
         "kind": "Namespace",
         "metadata": {
             "name": DEFAULT_NAMESPACE,
-            "labels": {label::EXTENSION: "multicluster", "pod-security.kubernetes.io/enforce": standard},
+            "labels": {label::EXTENSION: "multicluster", "pod-security.kubernetes.io/enforce": pod_security_level},
             "annotations": {annotation::CREATED_BY: concat!("tulle/cli ", env!("CARGO_PKG_VERSION"))},
         },
     })
@@ -164,7 +164,7 @@ fn namespace(values: &Value) -> Value {
 /// Prints all objects of the extension.
 ///
 /// # Errors
-/// Fails while there are Links, because nothing would update their mirrors any more.
+/// Fails if there are Links, because after the removal nothing would update their mirrors.
 pub(crate) fn uninstall(args: &UninstallArgs, flags: &kubernetes::Flags) -> anyhow::Result<()> {
     let objects = runtime()?.block_on(async {
         let cluster = flags.connect().await?;
@@ -176,11 +176,11 @@ pub(crate) fn uninstall(args: &UninstallArgs, flags: &kubernetes::Flags) -> anyh
         );
         let mut objects = list_objects(&cluster, &format!("{}=true", label::MIRRORED_SERVICE), MIRROR_KINDS).await?;
         // Other objects are deleted with their namespace.
-        objects.extend(list_objects(&cluster, extension::LABEL, kinds_of_all_namespaces()).await?);
+        objects.extend(list_objects(&cluster, extension::EXTENSION_SELECTOR, kinds_listed_in_all_namespaces()).await?);
         anyhow::Ok(objects)
     })?;
     ensure!(!objects.is_empty(), "the multicluster extension is not installed");
-    crate::print(&show(&objects, args.output)?)
+    crate::print(&format_manifests(&objects, args.output)?)
 }
 
 /// Prints an account for another cluster.
@@ -217,7 +217,7 @@ pub(crate) fn allow(args: &AllowArgs, flags: &kubernetes::Flags) -> anyhow::Resu
     let values = json!({"remoteMirrorServiceAccount": true, "remoteMirrorServiceAccountName": name});
     let rendered = Helm::find(namespace)?.render(&MULTICLUSTER, &values)?;
     let token = format!("{name}-token");
-    let is_of_account = |object: &Value| {
+    let belongs_to_account = |object: &Value| {
         let expected = match object["kind"].as_str() {
             Some("ServiceAccount" | "ClusterRole" | "ClusterRoleBinding") => name,
             Some("Secret") => &token,
@@ -225,11 +225,11 @@ pub(crate) fn allow(args: &AllowArgs, flags: &kubernetes::Flags) -> anyhow::Resu
         };
         object["metadata"]["name"].as_str() == Some(expected)
     };
-    let manifests: Vec<_> = rendered.into_iter().filter(is_of_account).collect();
-    crate::print(&show(&manifests, args.output)?)
+    let manifests: Vec<_> = rendered.into_iter().filter(belongs_to_account).collect();
+    crate::print(&format_manifests(&manifests, args.output)?)
 }
 
-/// Federated Services that remain are listed too: nothing removes their local members after the service mirror is gone.
+/// The kinds of mirrors. Federated Services are mirrors too: without a service mirror, nothing removes their local members.
 const MIRROR_KINDS: &[ListedKind] = &[(ObjectScope::AllNamespaces, "", "v1", "Service")];
 
 pub(super) const INSTALL_EXAMPLES: &str = "\
@@ -260,14 +260,14 @@ mod tests {
     }
 
     #[test]
-    fn values_follow_from_flags_and_from_the_control_plane() {
+    fn values_depend_on_flags_and_on_the_control_plane() {
         let args = Line::parse_from(["install", "--gateway=false", "--gateway-port=9"]).args;
         let values = args.values();
         assert_eq!(values, json!({"gateway": {"enabled": false, "port": 9}}));
-        let values = values_of(Some(&json!({"clusterDomain": "east.test", "cniEnabled": true})), "mesh");
+        let values = control_plane_values(Some(&json!({"clusterDomain": "east.test", "cniEnabled": true})), "mesh");
         assert_eq!(values["linkerdNamespace"], "mesh");
         assert_eq!(values["identityTrustDomain"], "east.test");
-        let labels = &namespace(&values)["metadata"]["labels"];
+        let labels = &namespace_manifest(&values)["metadata"]["labels"];
         assert_eq!(labels["pod-security.kubernetes.io/enforce"], "restricted");
     }
 }

@@ -14,8 +14,8 @@ use tulle_control::resources::labels::Selector;
 use tulle_core::dns_names::is_dns_label;
 use tulle_core::names::{annotation, label};
 
-use super::extension::{CREDENTIALS_TYPE, DEFAULT_NAMESPACE};
-use crate::install::manifests::{Output, show};
+use super::extension::{CREDENTIALS_SECRET_TYPE, DEFAULT_NAMESPACE};
+use crate::install::manifests::{Output, format_manifests};
 use crate::kubernetes::{self, Cluster, reason};
 use crate::{config, runtime};
 
@@ -67,7 +67,7 @@ pub(crate) struct Args {
         default_value = "mirror.linkerd.io/exported=remote-discovery"
     )]
     remote_discovery_selector: String,
-    /// The Services that join a federated one
+    /// The Services that are members of federated Services
     #[arg(long, value_name = "LABELS", default_value = "mirror.linkerd.io/federated=member")]
     federated_service_selector: String,
     /// Annotations that mirrors do not get, comma-separated
@@ -93,7 +93,7 @@ struct Gateway {
     probe_period: String,
 }
 
-/// What is read from the cluster that exports Services, the target of the Link.
+/// The data of the cluster that exports Services. It is the target of the Link.
 struct Target {
     cluster_domain: String,
     trust_domain: String,
@@ -106,19 +106,19 @@ struct Target {
 /// # Errors
 /// Fails if a flag is invalid, or if an object of the cluster is missing or incomplete.
 pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<()> {
-    check(args)?;
+    check_args(args)?;
     let target = runtime()?.block_on(async {
         let access = flags.config().await?;
         let cluster = flags.connect().await?;
-        read(args, &cluster, &access).await
+        read_target(args, &cluster, &access).await
     })?;
-    crate::print(&show(
+    crate::print(&format_manifests(
         &manifests(args, &target, &flags.linkerd_namespace)?,
         args.output,
     )?)
 }
 
-fn check(args: &Args) -> anyhow::Result<()> {
+fn check_args(args: &Args) -> anyhow::Result<()> {
     let name = &args.cluster_name;
     ensure!(
         is_dns_label(name) && name.len() <= MAX_CLUSTER_NAME_LEN,
@@ -143,12 +143,12 @@ fn check(args: &Args) -> anyhow::Result<()> {
         ("--remote-discovery-selector", &args.remote_discovery_selector),
         ("--federated-service-selector", &args.federated_service_selector),
     ] {
-        selector_of(selector).with_context(|| format!("{flag} {selector:?}"))?;
+        parse_selector(selector).with_context(|| format!("{flag} {selector:?}"))?;
     }
     Ok(())
 }
 
-async fn read(args: &Args, cluster: &Cluster, access: &Config) -> anyhow::Result<Target> {
+async fn read_target(args: &Args, cluster: &Cluster, access: &Config) -> anyhow::Result<Target> {
     let values = config::values(cluster).await?;
     let domain = |key: &str| {
         values[key]
@@ -160,7 +160,7 @@ async fn read(args: &Args, cluster: &Cluster, access: &Config) -> anyhow::Result
     Ok(Target {
         trust_domain: domain("identityTrustDomain").unwrap_or_else(|| cluster_domain.clone()),
         cluster_domain,
-        kubeconfig: kubeconfig(args, access, &token(args, cluster).await?)?,
+        kubeconfig: render_kubeconfig(args, access, &read_token(args, cluster).await?)?,
         gateway: match args.gateway {
             true => Some(gateway(args, &gateway_service(args, cluster).await?)?),
             false => None,
@@ -169,7 +169,7 @@ async fn read(args: &Args, cluster: &Cluster, access: &Config) -> anyhow::Result
 }
 
 /// The token of the account.
-async fn token(args: &Args, cluster: &Cluster) -> anyhow::Result<String> {
+async fn read_token(args: &Args, cluster: &Cluster) -> anyhow::Result<String> {
     let (namespace, name) = (&args.namespace, &args.service_account_name);
     let accounts: Api<ServiceAccount> = Api::namespaced(cluster.client.clone(), namespace);
     let account = accounts.get_opt(name).await;
@@ -183,11 +183,11 @@ async fn token(args: &Args, cluster: &Cluster) -> anyhow::Result<String> {
     let tokens = ListParams::default().fields("type=kubernetes.io/service-account-token");
     let secrets = cluster.list(&secrets, &tokens).await;
     let secrets = secrets.map_err(|error| anyhow!("listing Secrets of {namespace}: {}", reason(&error)))?;
-    let is_of_account = |secret: &&Secret| {
+    let belongs_to_account = |secret: &&Secret| {
         let account = secret.annotations().get("kubernetes.io/service-account.name");
         account.is_some_and(|account| account == name)
     };
-    let secret = secrets.iter().find(is_of_account).with_context(|| {
+    let secret = secrets.iter().find(belongs_to_account).with_context(|| {
         format!(
             "the account {namespace}/{name} has no token; create a Secret of type kubernetes.io/service-account-token for it, as \
              `tulle multicluster allow` does"
@@ -203,8 +203,8 @@ async fn token(args: &Args, cluster: &Cluster) -> anyhow::Result<String> {
     String::from_utf8(token.0.clone()).context("the token is not text")
 }
 
-/// A kubeconfig with the token alone: credentials of the caller are not passed on.
-fn kubeconfig(args: &Args, access: &Config, token: &str) -> anyhow::Result<String> {
+/// Renders a kubeconfig. Its only credential is the token; it does not contain the credentials of the caller.
+fn render_kubeconfig(args: &Args, access: &Config, token: &str) -> anyhow::Result<String> {
     let server = match &args.api_server_address {
         Some(address) => {
             let server: http::Uri = address
@@ -243,7 +243,7 @@ fn kubeconfig(args: &Args, access: &Config, token: &str) -> anyhow::Result<Strin
     serde_yaml_ng::to_string(&kubeconfig).context("writing the kubeconfig")
 }
 
-/// Fails if only this machine can reach the API server at this URL.
+/// Fails if the URL of the API server is reachable only from this machine.
 fn ensure_reachable(server: &http::Uri) -> anyhow::Result<()> {
     let host = server.host().context("the URL of the API server has no host")?;
     let ip = host.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
@@ -287,11 +287,11 @@ fn gateway(args: &Args, service: &Service) -> anyhow::Result<Gateway> {
         };
         u16::try_from(number).with_context(|| format!("port {wanted} of {name} is {number}"))
     };
-    let annotated = |key: &str| {
+    let required_annotation = |key: &str| {
         let value = service.annotations().get(key).filter(|value| !value.is_empty());
         value.with_context(|| format!("{name} has no annotation {key}"))
     };
-    let period = annotated(annotation::PROBE_PERIOD)?;
+    let period = required_annotation(annotation::PROBE_PERIOD)?;
     let is_number = period.bytes().all(|byte| byte.is_ascii_digit());
     Ok(Gateway {
         addresses: addresses(args, service).with_context(|| {
@@ -304,8 +304,8 @@ fn gateway(args: &Args, service: &Service) -> anyhow::Result<Gateway> {
             .gateway_port
             .filter(|port| *port != 0)
             .map_or_else(|| port("mc-gateway"), Ok)?,
-        identity: annotated(annotation::GATEWAY_IDENTITY)?.clone(),
-        probe_path: annotated(annotation::PROBE_PATH)?.clone(),
+        identity: required_annotation(annotation::GATEWAY_IDENTITY)?.clone(),
+        probe_path: required_annotation(annotation::PROBE_PATH)?.clone(),
         probe_port: port("mc-probe")?,
         probe_period: format!("{period}{}", if is_number { "s" } else { "" }),
     })
@@ -337,8 +337,8 @@ fn manifests(args: &Args, target: &Target, control_plane: &str) -> anyhow::Resul
         "targetClusterDomain": target.cluster_domain,
         "targetClusterLinkerdNamespace": control_plane,
         "clusterCredentialsSecret": secret,
-        "remoteDiscoverySelector": selector_of(&args.remote_discovery_selector)?,
-        "federatedServiceSelector": selector_of(&args.federated_service_selector)?,
+        "remoteDiscoverySelector": parse_selector(&args.remote_discovery_selector)?,
+        "federatedServiceSelector": parse_selector(&args.federated_service_selector)?,
     });
     for (field, list) in [
         ("excludedAnnotations", &args.excluded_annotations),
@@ -356,17 +356,17 @@ fn manifests(args: &Args, target: &Target, control_plane: &str) -> anyhow::Resul
         spec["probeSpec"] = json!({
             "path": gateway.probe_path, "port": gateway.probe_port.to_string(), "period": gateway.probe_period,
         });
-        spec["selector"] = selector_of(&args.selector)?;
+        spec["selector"] = parse_selector(&args.selector)?;
     }
     let created_by = concat!("tulle/cli ", env!("CARGO_PKG_VERSION"));
     Ok(vec![
         json!({
-            "apiVersion": "v1", "kind": "Secret", "type": CREDENTIALS_TYPE,
+            "apiVersion": "v1", "kind": "Secret", "type": CREDENTIALS_SECRET_TYPE,
             "metadata": {"name": secret, "namespace": args.namespace},
             "data": data,
         }),
         json!({
-            "apiVersion": "v1", "kind": "Secret", "type": CREDENTIALS_TYPE,
+            "apiVersion": "v1", "kind": "Secret", "type": CREDENTIALS_SECRET_TYPE,
             "metadata": {
                 "name": secret, "namespace": control_plane,
                 "labels": {label::CREDENTIALS_OF_CLUSTER: name},
@@ -389,16 +389,17 @@ fn manifests(args: &Args, target: &Target, control_plane: &str) -> anyhow::Resul
 }
 
 /// Converts a selector in the syntax of `kubectl -l` to a LabelSelector.
-fn selector_of(text: &str) -> anyhow::Result<Value> {
+fn parse_selector(text: &str) -> anyhow::Result<Value> {
     let selector: Selector = text.parse().map_err(|error| anyhow!("{error}"))?;
     ensure!(
         !selector.is_empty(),
-        "it is empty, which selects no Service; expected labels such as app=web,tier!=test"
+        "the selector is empty and selects no Service; expected labels such as app=web,tier!=test"
     );
     Ok(json!(LabelSelector::from(&selector)))
 }
 
-/// The chart has the same limit: a Service is named `probe-` and this name, and names of Services have at most 63 characters.
+/// The chart has the same limit: the name of a Service is `probe-` with this name, and names of Services have at most 63
+/// characters.
 const MAX_CLUSTER_NAME_LEN: usize = 57;
 /// With longer names, the mirrors of common Services have more than 63 characters.
 const MAX_RECOMMENDED_CLUSTER_NAME_LEN: usize = 30;
@@ -483,7 +484,7 @@ mod tests {
         let mut access = Config::new("https://192.0.2.1:6443".parse().unwrap());
         access.root_cert = Some(vec![vec![1; 100]]);
         access.auth_info.client_key_data = Some("the caller's key".to_owned().into());
-        let text = kubeconfig(&args(""), &access, "the token").unwrap();
+        let text = render_kubeconfig(&args(""), &access, "the token").unwrap();
         let value: Value = serde_yaml_ng::from_str(&text).unwrap();
         assert_eq!(value["current-context"], "east");
         assert_eq!(value["clusters"][0]["cluster"]["server"], "https://192.0.2.1:6443");
@@ -492,7 +493,7 @@ mod tests {
         let bundle: ByteString = serde_json::from_value(bundle).unwrap();
         assert!(bundle.0.starts_with(b"-----BEGIN CERTIFICATE-----"), "{bundle:?}");
         let elsewhere = args("--api-server-address=https://east.example");
-        let text = kubeconfig(&elsewhere, &access, "t").unwrap();
+        let text = render_kubeconfig(&elsewhere, &access, "t").unwrap();
         assert!(text.contains("server: https://east.example\n"), "{text}");
         for server in [
             "https://127.0.0.1:6443",
@@ -501,7 +502,7 @@ mod tests {
             "https://0.0.0.0",
         ] {
             access.cluster_url = server.parse().unwrap();
-            let error = kubeconfig(&args(""), &access, "t").unwrap_err().to_string();
+            let error = render_kubeconfig(&args(""), &access, "t").unwrap_err().to_string();
             assert!(error.contains("--api-server-address"), "{server}: {error}");
         }
     }
@@ -548,7 +549,7 @@ mod tests {
                     .chain(line.split(' '))
                     .chain((!line.contains("--cluster-name")).then_some("--cluster-name=east")),
             );
-            let error = format!("{:#}", check(&line.unwrap().args).unwrap_err());
+            let error = format!("{:#}", check_args(&line.unwrap().args).unwrap_err());
             assert!(error.contains(expected), "{error}");
         }
     }

@@ -1,4 +1,4 @@
-//! `tulle multicluster unlink`: lists what belongs to a Link.
+//! `tulle multicluster unlink`: prints the objects that belong to a Link.
 
 use anyhow::{Context as _, anyhow};
 use k8s_openapi::api::core::v1::{Secret, Service};
@@ -8,8 +8,8 @@ use serde_json::Value;
 use tulle_control::kubernetes::remote_credentials::secret_name;
 use tulle_core::names::label;
 
-use super::extension::{DEFAULT_NAMESPACE, identity, link_resource, links, target_cluster};
-use crate::install::manifests::{Output, show};
+use super::extension::{DEFAULT_NAMESPACE, link_resource, links, object_ref, target_cluster};
+use crate::install::manifests::{Output, format_manifests};
 use crate::kubernetes::{self, Cluster, reason};
 use crate::runtime;
 
@@ -32,16 +32,16 @@ pub(crate) struct Args {
 /// Prints the objects.
 ///
 /// # Errors
-/// Fails if there is no such Link.
+/// Fails if the Link does not exist.
 pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<()> {
-    let objects = runtime()?.block_on(async { objects(args, &flags.connect().await?).await })?;
-    crate::print(&show(&objects, args.output)?)
+    let objects = runtime()?.block_on(async { list_objects(args, &flags.connect().await?).await })?;
+    crate::print(&format_manifests(&objects, args.output)?)
 }
 
-async fn objects(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Value>> {
+async fn list_objects(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Value>> {
     let (namespace, name) = (&args.namespace, &args.cluster_name);
-    let in_namespace: Api<DynamicObject> = Api::namespaced_with(cluster.client.clone(), namespace, &link_resource());
-    let link = in_namespace.get_opt(name).await;
+    let link_api: Api<DynamicObject> = Api::namespaced_with(cluster.client.clone(), namespace, &link_resource());
+    let link = link_api.get_opt(name).await;
     let link = link.map_err(|error| anyhow!("reading Link {namespace}/{name}: {}", reason(&error)))?;
     let link = link.with_context(|| {
         format!("there is no Link {namespace}/{name}; `kubectl get links -A` lists all, and --namespace names another namespace")
@@ -50,19 +50,24 @@ async fn objects(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Value>> {
     let mut objects = Vec::new();
     for (api_version, kind, is_namespaced, object) in legacy_controller(name) {
         let namespace = is_namespaced.then_some(&**namespace);
-        objects.extend(existing(cluster, api_version, kind, namespace, &object).await?);
+        objects.extend(find_object(cluster, api_version, kind, namespace, &object).await?);
     }
     if args.only_controller {
         return Ok(objects);
     }
     let secret = link.data["spec"]["clusterCredentialsSecret"].as_str();
     let secret = secret.map_or_else(|| secret_name(name), str::to_owned);
-    let of_namespace = Some(&**namespace);
+    let link_namespace = Some(&**namespace);
     let lease = format!("service-mirror-write-{name}");
     for (api_version, kind, object) in [("v1", "Secret", &secret), ("coordination.k8s.io/v1", "Lease", &lease)] {
-        objects.extend(existing(cluster, api_version, kind, of_namespace, object).await?);
+        objects.extend(find_object(cluster, api_version, kind, link_namespace, object).await?);
     }
-    objects.push(identity("multicluster.linkerd.io/v1alpha3", "Link", of_namespace, name));
+    objects.push(object_ref(
+        "multicluster.linkerd.io/v1alpha3",
+        "Link",
+        link_namespace,
+        name,
+    ));
     let is_other = |other: &DynamicObject| {
         target_cluster(other) == target
             && (other.name_any(), other.namespace()) != (name.clone(), Some(namespace.clone()))
@@ -74,8 +79,8 @@ async fn objects(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Value>> {
         return Ok(objects);
     }
 
-    let (mirrored, of_cluster) = (label::MIRRORED_SERVICE, label::MIRRORED_CLUSTER);
-    let mirrors = ListParams::default().labels(&format!("{mirrored}=true,{of_cluster}={target}"));
+    let (mirrored, cluster_label) = (label::MIRRORED_SERVICE, label::MIRRORED_CLUSTER);
+    let mirrors = ListParams::default().labels(&format!("{mirrored}=true,{cluster_label}={target}"));
     let services = cluster
         .list(&Api::<Service>::all(cluster.client.clone()), &mirrors)
         .await;
@@ -83,22 +88,22 @@ async fn objects(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Value>> {
     objects.extend(
         services
             .iter()
-            .map(|service| identity("v1", "Service", service.namespace().as_deref(), &service.name_any())),
+            .map(|service| object_ref("v1", "Service", service.namespace().as_deref(), &service.name_any())),
     );
     let control_plane = &cluster.control_plane_namespace;
     let secrets: Api<Secret> = Api::namespaced(cluster.client.clone(), control_plane);
-    let of_target = ListParams::default().labels(&format!("{}={target}", label::CREDENTIALS_OF_CLUSTER));
-    let secrets = cluster.list(&secrets, &of_target).await;
+    let credentials_of_target = ListParams::default().labels(&format!("{}={target}", label::CREDENTIALS_OF_CLUSTER));
+    let secrets = cluster.list(&secrets, &credentials_of_target).await;
     let secrets = secrets.map_err(|error| anyhow!("listing Secrets of {control_plane}: {}", reason(&error)))?;
     objects.extend(
         secrets
             .iter()
-            .map(|secret| identity("v1", "Secret", Some(control_plane), &secret.name_any())),
+            .map(|secret| object_ref("v1", "Secret", Some(control_plane), &secret.name_any())),
     );
     Ok(objects)
 }
 
-/// The objects with which Linkerd's `link` runs a controller: API version, kind, whether it has a namespace, and name.
+/// The objects of the controller that Linkerd's `link` creates: API version, kind, whether the kind has a namespace, and name.
 fn legacy_controller(link: &str) -> Vec<(&'static str, &'static str, bool, String)> {
     const RBAC: &str = "rbac.authorization.k8s.io/v1";
     let local = format!("linkerd-service-mirror-access-local-resources-{link}");
@@ -115,8 +120,8 @@ fn legacy_controller(link: &str) -> Vec<(&'static str, &'static str, bool, Strin
     ]
 }
 
-/// The object, if it exists: `kubectl delete` fails for others.
-async fn existing(
+/// Returns the object if it exists, because `kubectl delete` fails for an object that does not exist.
+async fn find_object(
     cluster: &Cluster,
     api_version: &str,
     kind: &str,
@@ -132,7 +137,7 @@ async fn existing(
     };
     let found = api.get_metadata_opt(name).await;
     let found = found.map_err(|error| anyhow!("reading {kind} {name}: {}", reason(&error)))?;
-    Ok(found.map(|_| identity(api_version, kind, namespace, name)))
+    Ok(found.map(|_| object_ref(api_version, kind, namespace, name)))
 }
 
 pub(super) const EXAMPLES: &str = "\

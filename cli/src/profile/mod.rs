@@ -52,21 +52,25 @@ enum Output {
 }
 
 pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
-    for (what, name) in [("service", &args.service), ("namespace", &args.namespace)] {
+    for (kind, name) in [("service", &args.service), ("namespace", &args.namespace)] {
         ensure!(
             is_dns_label(name),
-            "{name:?} is not a valid {what} name; expected at most 63 lower-case letters, digits and '-', with no '-' at the \
+            "{name:?} is not a valid {kind} name; expected at most 63 lower-case letters, digits and '-', with no '-' at the \
              start or end, such as web"
         );
     }
     let domain = match args.ignore_cluster {
-        true => DOMAIN.to_owned(),
+        true => DEFAULT_CLUSTER_DOMAIN.to_owned(),
         false => runtime()?.block_on(cluster_domain(flags))?,
     };
     let name = format!("{}.{}.svc.{domain}", args.service, args.namespace);
     let routes = match (&args.open_api, &args.proto) {
-        (Some(path), _) => open_api::routes(&read(path)?).with_context(|| format!("reading OpenAPI from {path:?}"))?,
-        (_, Some(path)) => proto::routes(&read(path)?).with_context(|| format!("reading protobuf from {path:?}"))?,
+        (Some(path), _) => {
+            open_api::routes(&read_input(path)?).with_context(|| format!("reading OpenAPI from {path:?}"))?
+        }
+        (_, Some(path)) => {
+            proto::routes(&read_input(path)?).with_context(|| format!("reading protobuf from {path:?}"))?
+        }
         (None, None) if args.template => {
             ensure!(
                 args.output == Output::Yaml,
@@ -86,11 +90,11 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
         },
         spec: Spec { routes },
     };
-    crate::print(&show(&profile, args.output)?)?;
+    crate::print(&format_profile(&profile, args.output)?)?;
     Ok(ExitCode::SUCCESS)
 }
 
-fn show(profile: &Profile, output: Output) -> anyhow::Result<String> {
+fn format_profile(profile: &Profile, output: Output) -> anyhow::Result<String> {
     Ok(match output {
         Output::Yaml => serde_yaml_ng::to_string(profile).context("writing YAML")?,
         Output::Json => serde_json::to_string_pretty(profile).context("writing JSON")? + "\n",
@@ -105,11 +109,11 @@ async fn cluster_domain(flags: &kubernetes::Flags) -> anyhow::Result<String> {
     Ok(values["clusterDomain"]
         .as_str()
         .filter(|domain| !domain.is_empty())
-        .unwrap_or(DOMAIN)
+        .unwrap_or(DEFAULT_CLUSTER_DOMAIN)
         .to_owned())
 }
 
-fn read(path: &Path) -> anyhow::Result<String> {
+fn read_input(path: &Path) -> anyhow::Result<String> {
     if path == Path::new("-") {
         let mut text = String::new();
         std::io::stdin()
@@ -126,11 +130,11 @@ fn template(name: &str, namespace: &str) -> String {
         r#"apiVersion: linkerd.io/v1alpha2
 kind: ServiceProfile
 metadata:
-  # The name under which clients ask for the service.
+  # The DNS name of the service.
   name: {name}
   namespace: {namespace}
 spec:
-  # Requests belong to the first route whose condition they meet.
+  # A request belongs to the first route whose condition matches.
   routes:
   - # The label `rt_route` of metrics.
     name: GET /authors/{{id}}
@@ -142,7 +146,7 @@ spec:
     isRetryable: true
     # How long a request and its retries may take.
     timeout: 300ms
-    # What counts as a failure; without classes, statuses of 500 and more.
+    # Which responses are failures. Without classes: responses with a status of 500 or more.
     responseClasses:
     - condition:
         status:
@@ -150,13 +154,13 @@ spec:
           max: 599
       isFailure: true
 
-  # How much load retries may add: a share of the requests, plus a fixed number per second.
+  # The limit for retries: a ratio of the requests, plus a fixed number per second.
   retryBudget:
     retryRatio: 0.2
     minRetriesPerSecond: 10
     ttl: 10s
 
-  # To split the traffic, name services and their weights:
+  # To split the traffic, list services and their weights:
   # dstOverrides:
   # - authority: {service}-v2.{domain}
   #   weight: 100m
@@ -166,7 +170,7 @@ spec:
     )
 }
 
-const DOMAIN: &str = "cluster.local";
+const DEFAULT_CLUSTER_DOMAIN: &str = "cluster.local";
 
 const EXAMPLES: &str = "\
   tulle profile --template web -n shop > web.yaml
@@ -213,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn the_control_plane_can_read_the_written_profile() {
+    fn the_control_plane_can_parse_each_output_format() {
         let profile = Profile {
             api_version: "linkerd.io/v1alpha2",
             kind: "ServiceProfile",
@@ -240,7 +244,7 @@ mod tests {
             },
         };
         for output in [Output::Yaml, Output::Json] {
-            decode(&show(&profile, output).unwrap());
+            decode(&format_profile(&profile, output).unwrap());
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The ServiceProfiles that this command writes.
+//! The ServiceProfile that `tulle profile` prints.
 
 use serde::Serialize;
 

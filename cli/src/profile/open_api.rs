@@ -5,12 +5,12 @@ use serde_json::{Map, Value};
 
 use super::model::{Condition, ResponseClass, ResponseCondition, Route, StatusRange};
 
-/// Parses a description in YAML or JSON, OpenAPI 2 (Swagger) or 3.
+/// Parses an OpenAPI 2 (Swagger) or OpenAPI 3 description in YAML or JSON.
 ///
 /// # Errors
-/// Fails if the text is no such description, or if it has no paths.
+/// Fails if the text is not an OpenAPI description, or if the description has no paths.
 pub(super) fn routes(text: &str) -> anyhow::Result<Vec<Route>> {
-    let description: Value = serde_yaml_ng::from_str(text).context("it is neither YAML nor JSON")?;
+    let description: Value = serde_yaml_ng::from_str(text).context("the text is neither YAML nor JSON")?;
     let Some(paths) = description["paths"].as_object() else {
         bail!("the description has no `paths`");
     };
@@ -56,7 +56,7 @@ fn route(path: &str, method: &str, operation: &Map<String, Value>) -> anyhow::Re
         Some(other) => bail!("x-linkerd-timeout of {name} is {other}; expected a duration such as \"300ms\""),
     };
     let statuses = operation.get("responses").and_then(Value::as_object);
-    // `default` and ranges such as `5XX` are not a single status and are skipped.
+    // Skips `default` and ranges such as `5XX`.
     let mut statuses: Vec<u16> = statuses
         .into_iter()
         .flat_map(Map::keys)

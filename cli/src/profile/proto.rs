@@ -39,12 +39,12 @@ pub(super) fn routes(text: &str) -> anyhow::Result<Vec<Route>> {
 /// Whether the method's `idempotency_level` permits retries.
 fn is_idempotent(method: &MethodDescriptorProto) -> bool {
     let Some(options) = &method.options else { return false };
-    // The parser does not resolve imports, so options can be uninterpreted.
-    let written = options.uninterpreted_option.iter().find(|option| {
+    // Without the imports, the parser leaves options uninterpreted.
+    let uninterpreted = options.uninterpreted_option.iter().find(|option| {
         let name: Vec<_> = option.name.iter().map(|part| part.name_part.as_str()).collect();
         name == ["idempotency_level"]
     });
-    let level = match written {
+    let level = match uninterpreted {
         Some(option) => option.identifier_value(),
         None => options.idempotency_level().as_str_name(),
     };

@@ -11,22 +11,22 @@ use tulle_control::telemetry::counts::Direction;
 use tulle_core::duration;
 use tulle_core::names::telemetry::{EDGES, ROUTES, WORKLOADS};
 
-use super::{Output, TelemetryQuery, Workloads};
+use super::{Output, TelemetryQuery, WorkloadArgs};
 use crate::{kubernetes, runtime, table};
 
 #[derive(clap::Args, Clone, Debug)]
 pub(crate) struct Args {
     #[command(flatten)]
-    workloads: Workloads,
+    workloads: WorkloadArgs,
     /// Time window of the metrics, at most 5m. The output says how much of it was measured. The first query of a workload takes 2 s
-    #[arg(short = 't', long, value_name = "DURATION", default_value = "1m", value_parser = window)]
+    #[arg(short = 't', long, value_name = "DURATION", default_value = "1m", value_parser = parse_window)]
     window: Duration,
     /// Output format
     #[arg(short, long, value_enum, default_value_t = Output::Table)]
     output: Output,
 }
 
-fn window(text: &str) -> Result<Duration, String> {
+fn parse_window(text: &str) -> Result<Duration, String> {
     let window = duration::parse(text).map_err(|err| err.to_string())?;
     match (Duration::from_secs(1)..=MAX_WINDOW).contains(&window) {
         true => Ok(window),
@@ -52,14 +52,16 @@ pub(crate) fn stat(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
             ];
             line.extend(match row.meshed {
                 0 => vec!["-".to_owned(); golden_titles(output).len()],
-                _ => golden(&row.golden, output),
+                _ => golden_cells(&row.golden, output),
             });
             if output == Output::Wide {
-                line.push(causes(row));
+                line.push(most_frequent_causes(row));
             }
             line
         });
-        Ok(with_namespaces(query, titles, lines, |at| &rows[at].resource.namespace))
+        Ok(table_with_namespaces(query, titles, lines, |at| {
+            &rows[at].resource.namespace
+        }))
     })
 }
 
@@ -75,24 +77,24 @@ pub(crate) fn edges(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Ex
         let lines = rows.iter().map(|row| {
             let secured = match &row.no_tls_reason {
                 None => "√".to_owned(),
-                Some(why) => why.clone(),
+                Some(reason) => reason.clone(),
             };
             let mut line = vec![
-                qualified(&row.source),
-                qualified(&row.destination),
+                kind_and_name(&row.source),
+                kind_and_name(&row.destination),
                 or_dash(&row.source.namespace),
                 or_dash(&row.destination.namespace),
-                identity(row.client_id.as_deref()),
-                identity(row.server_id.as_deref()),
+                short_identity(row.client_id.as_deref()),
+                short_identity(row.server_id.as_deref()),
                 secured,
             ];
             if several_clusters {
                 line.insert(DST_CLUSTER_COLUMN, or_dash(&row.destination_cluster));
             }
-            line.extend(golden(&row.golden, output));
+            line.extend(golden_cells(&row.golden, output));
             line
         });
-        Ok(table::lines(&titles, lines))
+        Ok(table::render_rows(&titles, lines))
     })
 }
 
@@ -103,7 +105,7 @@ const DST_CLUSTER_COLUMN: usize = 4;
 pub(crate) fn routes(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
     query_and_print(args, flags, ROUTES, |query, rows: &[RouteMetrics], output| {
         let mut titles = vec!["NAME", "DIRECTION", "PARENT", "ROUTE"];
-        titles.extend(golden_titles(output).into_iter().filter(|title| !is_tcp(title)));
+        titles.extend(golden_titles(output).into_iter().filter(|title| !is_tcp_column(title)));
         let lines = rows.iter().map(|row| {
             let direction = match row.direction {
                 Direction::Inbound => "inbound",
@@ -115,39 +117,45 @@ pub(crate) fn routes(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<E
                 row.parent.clone(),
                 row.name.clone(),
             ];
-            let values = golden_titles(output).into_iter().zip(golden(&row.golden, output));
-            line.extend(values.filter(|(title, _)| !is_tcp(title)).map(|(_, value)| value));
+            let values = golden_titles(output).into_iter().zip(golden_cells(&row.golden, output));
+            line.extend(
+                values
+                    .filter(|(title, _)| !is_tcp_column(title))
+                    .map(|(_, value)| value),
+            );
             line
         });
-        Ok(with_namespaces(query, titles, lines, |at| &rows[at].workload.namespace))
+        Ok(table_with_namespaces(query, titles, lines, |at| {
+            &rows[at].workload.namespace
+        }))
     })
 }
 
-/// Queries the API and prints the whole response as JSON, or the rows in the format of `show` and notes on completeness on
-/// standard error.
+/// Queries the API and prints the response: as JSON, or as the table that `format_table` returns. With a table, standard error
+/// lists workloads that are missing, and the time window that was measured.
 fn query_and_print<Row: Serialize + DeserializeOwned>(
     args: &Args,
     flags: &kubernetes::Flags,
     resource: &str,
-    show: impl Fn(&TelemetryQuery, &[Row], Output) -> anyhow::Result<String>,
+    format_table: impl Fn(&TelemetryQuery, &[Row], Output) -> anyhow::Result<String>,
 ) -> anyhow::Result<ExitCode> {
     runtime()?.block_on(async {
         let query = args.workloads.query(flags).await?;
         let window = [("window", args.window.as_secs().to_string())];
-        let answer: api::QueryResponse<Row> = query.get(resource, &window).await?;
+        let response: api::QueryResponse<Row> = query.get(resource, &window).await?;
         if args.output == Output::Json {
-            let json = serde_json::to_string_pretty(&answer).context("writing JSON")?;
+            let json = serde_json::to_string_pretty(&response).context("writing JSON")?;
             crate::print(&format!("{json}\n"))?;
         } else {
-            crate::print(&show(&query, &answer.rows, args.output)?)?;
-            for sidecar in &answer.unreachable {
+            crate::print(&format_table(&query, &response.rows, args.output)?)?;
+            for sidecar in &response.unreachable {
                 eprintln!(
-                    "tulle: {} is left out: {}",
-                    qualified(&sidecar.workload),
+                    "tulle: {} is missing: {}",
+                    kind_and_name(&sidecar.workload),
                     sidecar.reason
                 );
             }
-            match answer.window_seconds {
+            match response.window_seconds {
                 0.0 => eprintln!("no sidecar found{}", namespace_suffix(&query)),
                 seconds => eprintln!("measured over {seconds:.0} s"),
             }
@@ -164,35 +172,35 @@ fn namespace_suffix(query: &TelemetryQuery) -> String {
 }
 
 /// Formats a table, with a namespace column if the query covers several namespaces.
-fn with_namespaces<'a>(
+fn table_with_namespaces<'a>(
     query: &TelemetryQuery,
     mut titles: Vec<&str>,
     lines: impl Iterator<Item = Vec<String>>,
     namespace: impl Fn(usize) -> &'a str,
 ) -> String {
-    let several = query.namespace.is_none() && query.kind != "namespace";
-    if several {
+    let has_namespace_column = query.namespace.is_none() && query.kind != "namespace";
+    if has_namespace_column {
         titles.insert(0, "NAMESPACE");
     }
     let lines = lines.enumerate().map(|(at, mut line)| {
-        if several {
+        if has_namespace_column {
             line.insert(0, or_dash(namespace(at)));
         }
         line
     });
-    table::lines(&titles, lines)
+    table::render_rows(&titles, lines)
 }
 
 /// The name of a resource, with its kind if workloads of every kind were queried.
 fn display_name(query: &TelemetryQuery, named: &api::ResourceName) -> String {
     match query.kind == "workload" {
-        true => qualified(named),
+        true => kind_and_name(named),
         false => named.name.clone(),
     }
 }
 
 /// Formats kind and name, such as `deploy/web`.
-pub(super) fn qualified(named: &api::ResourceName) -> String {
+pub(super) fn kind_and_name(named: &api::ResourceName) -> String {
     let kind = match named.kind.as_str() {
         "deployment" => "deploy",
         "statefulset" => "sts",
@@ -209,8 +217,8 @@ pub(super) fn qualified(named: &api::ResourceName) -> String {
     format!("{kind}/{}", named.name)
 }
 
-/// The part of an identity that differs between workloads.
-fn identity(id: Option<&str>) -> String {
+/// Formats an identity as `NAME.NAMESPACE`, without the suffix that all identities of the mesh share.
+fn short_identity(id: Option<&str>) -> String {
     match id {
         None => "-".to_owned(),
         Some(id) => id.split(".serviceaccount.").next().unwrap_or(id).to_owned(),
@@ -236,12 +244,12 @@ fn golden_titles(output: Output) -> Vec<&'static str> {
     titles
 }
 
-fn is_tcp(title: &str) -> bool {
+fn is_tcp_column(title: &str) -> bool {
     ["TCP_CONN", "READ_BYTES/SEC", "WRITE_BYTES/SEC"].contains(&title)
 }
 
-fn golden(golden: &GoldenMetrics, output: Output) -> Vec<String> {
-    let ms = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), latency);
+fn golden_cells(golden: &GoldenMetrics, output: Output) -> Vec<String> {
+    let ms = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), format_latency);
     let mut values = vec![
         golden
             .success_rate
@@ -266,7 +274,7 @@ fn golden(golden: &GoldenMetrics, output: Output) -> Vec<String> {
 }
 
 /// Formats milliseconds; fractions are shown only for small values.
-fn latency(ms: f64) -> String {
+fn format_latency(ms: f64) -> String {
     if ms < 0.1 {
         format!("{ms:.2}ms")
     } else if ms < 10.0 {
@@ -276,10 +284,10 @@ fn latency(ms: f64) -> String {
     }
 }
 
-/// The two most frequent causes of failures, in the form that `tulle explain` reads.
-fn causes(row: &WorkloadMetrics) -> String {
+/// The two most frequent causes of failures, in the format that `tulle explain` accepts.
+fn most_frequent_causes(row: &WorkloadMetrics) -> String {
     let mut causes: Vec<_> = row.causes.iter().collect();
-    causes.sort_by(|(_, one), (_, other)| other.total_cmp(one));
+    causes.sort_by(|(_, a), (_, b)| b.total_cmp(a));
     let most_frequent = causes
         .iter()
         .take(2)
@@ -330,13 +338,13 @@ mod tests {
             ..GoldenMetrics::default()
         };
         assert_eq!(
-            golden(&values, Output::Table),
+            golden_cells(&values, Output::Table),
             ["98.77%", "12.3rps", "1.5ms", "-", "-", "3"]
         );
         for output in [Output::Table, Output::Wide] {
-            assert_eq!(golden(&values, output).len(), golden_titles(output).len());
+            assert_eq!(golden_cells(&values, output).len(), golden_titles(output).len());
         }
-        assert_eq!(golden(&GoldenMetrics::default(), Output::Table)[..2], ["-", "-"]);
+        assert_eq!(golden_cells(&GoldenMetrics::default(), Output::Table)[..2], ["-", "-"]);
     }
 
     #[test]
@@ -348,7 +356,7 @@ mod tests {
             (9.96, "10.0ms"),
             (12.3, "12ms"),
         ] {
-            assert_eq!(latency(ms), text);
+            assert_eq!(format_latency(ms), text);
         }
     }
 
@@ -356,7 +364,7 @@ mod tests {
     fn namespaces_are_shown_if_there_are_several() {
         let table = |namespace: Option<&str>| {
             let lines = std::iter::once(vec!["web".to_owned()]);
-            with_namespaces(&telemetry_query(namespace, "deploy"), vec!["NAME"], lines, |_| "shop")
+            table_with_namespaces(&telemetry_query(namespace, "deploy"), vec!["NAME"], lines, |_| "shop")
         };
         assert_eq!(table(None), "NAMESPACE   NAME\nshop        web\n");
         assert_eq!(table(Some("shop")), "NAME\nweb\n");
@@ -364,9 +372,9 @@ mod tests {
 
     #[test]
     fn windows_are_bounded() {
-        assert_eq!(window("10s"), Ok(Duration::from_secs(10)));
+        assert_eq!(parse_window("10s"), Ok(Duration::from_secs(10)));
         for text in ["0", "6m", "10", "x"] {
-            assert!(window(text).is_err(), "{text}");
+            assert!(parse_window(text).is_err(), "{text}");
         }
     }
 }

@@ -30,7 +30,7 @@ use crate::kubernetes::resource::{Kind, ResourceRef};
 use crate::kubernetes::{self, reason};
 
 #[derive(clap::Args, Clone, Debug)]
-pub(crate) struct Workloads {
+pub(crate) struct WorkloadArgs {
     /// A workload, or all of a type: deploy/web, pod/web-1, sts, svc, ns [default: workloads of every type]
     #[arg(value_name = "TYPE/NAME", num_args = 0..=2)]
     resource: Vec<String>,
@@ -41,7 +41,7 @@ pub(crate) struct Workloads {
     #[arg(short = 'A', long)]
     all_namespaces: bool,
     /// The address that serves telemetry without Kubernetes, such as 127.0.0.1:8089
-    #[arg(long, value_name = "HOST:PORT", value_parser = control)]
+    #[arg(long, value_name = "HOST:PORT", value_parser = parse_control_addr)]
     control: Option<Addr>,
 }
 
@@ -71,11 +71,11 @@ enum TelemetryEndpoint {
 
 type ApiResponse = Response<UnsyncBoxBody<Bytes, Box<dyn std::error::Error + Send + Sync>>>;
 
-impl Workloads {
+impl WorkloadArgs {
     /// # Errors
     /// Fails if the resource is not valid, or if there is no cluster to query.
     pub(crate) async fn query(&self, flags: &kubernetes::Flags) -> anyhow::Result<TelemetryQuery> {
-        let (by, name) = selection(&self.resource)?;
+        let (kind, name) = parse_selection(&self.resource)?;
         let (endpoint, default) = match &self.control {
             Some(addr) => (TelemetryEndpoint::Local(addr.clone()), None),
             None => {
@@ -85,7 +85,7 @@ impl Workloads {
                 (TelemetryEndpoint::Cluster(cluster.client), Some(cluster.namespace))
             }
         };
-        let namespace = match (by.as_str(), &name) {
+        let namespace = match (kind.as_str(), &name) {
             ("namespace", Some(name)) => Some(name.clone()),
             ("namespace", None) => None,
             _ if self.all_namespaces => None,
@@ -94,14 +94,14 @@ impl Workloads {
         Ok(TelemetryQuery {
             endpoint,
             namespace,
-            kind: by,
+            kind,
             name,
         })
     }
 }
 
-/// The kind as the API names it, and the name.
-fn selection(words: &[String]) -> anyhow::Result<(String, Option<String>)> {
+/// Parses a resource. Returns the name of its kind in the API, and its own name.
+fn parse_selection(words: &[String]) -> anyhow::Result<(String, Option<String>)> {
     let Some(first) = words.first() else {
         return Ok(("workload".to_owned(), None));
     };
@@ -115,11 +115,11 @@ fn selection(words: &[String]) -> anyhow::Result<(String, Option<String>)> {
         return Ok(("externalworkload".to_owned(), name));
     }
     let ResourceRef { kind, name } = ResourceRef::parse(words)?;
-    Ok((kind.singular().to_owned(), name))
+    Ok((kind.api_name().to_owned(), name))
 }
 
 /// Parses an address, with or without a scheme.
-fn control(text: &str) -> Result<Addr, String> {
+fn parse_control_addr(text: &str) -> Result<Addr, String> {
     let addr = text.strip_prefix("http://").unwrap_or(text).trim_end_matches('/');
     addr.parse()
         .map_err(|_| format!("{text:?} is not an address; expected HOST:PORT such as 127.0.0.1:8089"))
@@ -151,14 +151,15 @@ impl TelemetryQuery {
         parameters: &[(&str, String)],
     ) -> anyhow::Result<T> {
         let response = async {
-            let answer = self.open_stream(resource, parameters).await?;
-            let body = Limited::new(answer.into_body(), MAX_RESPONSE_BYTES).collect().await;
+            let response = self.open_stream(resource, parameters).await?;
+            let body = Limited::new(response.into_body(), MAX_RESPONSE_BYTES).collect().await;
             body.map_err(|err| anyhow!(err)).context("reading the response")
         };
         let body = timeout(REQUEST_TIMEOUT, response)
             .await
             .with_context(|| format!("no response within {REQUEST_TIMEOUT:?}"))??;
-        serde_json::from_slice(&body.to_bytes()).context("the answer is not what this version of tulle expects")
+        serde_json::from_slice(&body.to_bytes())
+            .context("the response has a format that this version of tulle does not support")
     }
 
     /// Sends a query whose response can be a stream.
@@ -167,22 +168,22 @@ impl TelemetryQuery {
     /// Fails as [`get`](Self::get) does.
     async fn open_stream(&self, resource: &str, parameters: &[(&str, String)]) -> anyhow::Result<ApiResponse> {
         let path = self.path(resource, parameters);
-        let answer = match &self.endpoint {
+        let response = match &self.endpoint {
             TelemetryEndpoint::Cluster(client) => {
                 let request = Request::get(path).body(Body::empty())?;
-                let answer = client.send(request).await;
-                let answer = answer.map_err(|error| anyhow!("querying the API server: {}", reason(&error)))?;
-                answer.map(|body| body.map_err(Into::into).boxed_unsync())
+                let response = client.send(request).await;
+                let response = response.map_err(|error| anyhow!("querying the API server: {}", reason(&error)))?;
+                response.map(|body| body.map_err(Into::into).boxed_unsync())
             }
             TelemetryEndpoint::Local(addr) => get_local(addr, &path)
                 .await
                 .with_context(|| format!("querying the control plane at {addr}"))?,
         };
-        let status = answer.status();
+        let status = response.status();
         if status == StatusCode::OK {
-            return Ok(answer);
+            return Ok(response);
         }
-        let body = Limited::new(answer.into_body(), MAX_RESPONSE_BYTES).collect().await;
+        let body = Limited::new(response.into_body(), MAX_RESPONSE_BYTES).collect().await;
         let body = body.map(|body| body.to_bytes()).unwrap_or_default();
         Err(self.response_error(status, resource, &String::from_utf8_lossy(&body)))
     }
@@ -228,13 +229,13 @@ async fn get_local(addr: &Addr, path: &str) -> anyhow::Result<ApiResponse> {
     let request = Request::get(path)
         .header(header::HOST, addr.to_string())
         .body(Empty::<Bytes>::new())?;
-    let answer = sender.send_request(request).await?;
+    let response = sender.send_request(request).await?;
     ensure!(
-        answer.status() != StatusCode::SWITCHING_PROTOCOLS,
+        response.status() != StatusCode::SWITCHING_PROTOCOLS,
         "the server is not a control plane"
     );
     // The body holds the sender. Without the sender the connection would close after the response headers.
-    Ok(answer.map(|body| {
+    Ok(response.map(|body| {
         let body = body.map_frame(move |frame| {
             let _open = &sender;
             frame
@@ -245,7 +246,7 @@ async fn get_local(addr: &Addr, path: &str) -> anyhow::Result<ApiResponse> {
 
 impl Kind {
     /// The name of the kind in the API.
-    fn singular(self) -> &'static str {
+    fn api_name(self) -> &'static str {
         match self {
             Self::CronJob => "cronjob",
             Self::DaemonSet => "daemonset",
@@ -261,7 +262,7 @@ impl Kind {
     }
 }
 
-/// The first query waits for two scrapes of every sidecar.
+/// Must be long enough for the first query, which waits for two scrapes of every sidecar.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 const MAX_RESPONSE_BYTES: usize = 64 << 20;
 
@@ -275,11 +276,11 @@ pub(crate) mod tests {
             .filter(|word| !word.is_empty())
             .map(str::to_owned)
             .collect();
-        let (by, name) = selection(&words).unwrap();
+        let (kind, name) = parse_selection(&words).unwrap();
         TelemetryQuery {
             endpoint: TelemetryEndpoint::Local("127.0.0.1:1".parse().unwrap()),
             namespace: namespace.map(str::to_owned),
-            kind: by,
+            kind,
             name,
         }
     }
@@ -304,23 +305,23 @@ pub(crate) mod tests {
     fn invalid_resources_are_refused() {
         for words in [&["deploy/web", "db"][..], &["cm/x"], &["deploy/"]] {
             let words: Vec<_> = words.iter().map(|word| (*word).to_owned()).collect();
-            assert!(selection(&words).is_err(), "{words:?}");
+            assert!(parse_selection(&words).is_err(), "{words:?}");
         }
-        assert!(control("http://127.0.0.1:8089/").is_ok() && control("8089").is_err());
+        assert!(parse_control_addr("http://127.0.0.1:8089/").is_ok() && parse_control_addr("8089").is_err());
     }
 
     #[test]
-    fn a_refusal_contains_the_fix() {
-        let refused = |status, body| {
+    fn the_error_of_a_rejected_request_contains_the_fix() {
+        let error = |status, body| {
             telemetry_query(Some("shop"), "deploy")
                 .response_error(status, "taps", body)
                 .to_string()
         };
-        let forbidden = refused(StatusCode::FORBIDDEN, r#"{"message": "you may not"}"#);
+        let forbidden = error(StatusCode::FORBIDDEN, r#"{"message": "you may not"}"#);
         assert!(
             forbidden.starts_with("you may not\n") && forbidden.contains("--verb=watch"),
             "{forbidden}"
         );
-        assert_eq!(refused(StatusCode::BAD_REQUEST, "no"), "400 Bad Request no");
+        assert_eq!(error(StatusCode::BAD_REQUEST, "no"), "400 Bad Request no");
     }
 }

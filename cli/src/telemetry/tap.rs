@@ -10,15 +10,15 @@ use http_body_util::BodyExt as _;
 use tulle_control::telemetry::events::{StreamId, TapEndpoint, TapEvent, TapLine};
 use tulle_core::names::telemetry::TAPS;
 
-use super::golden::qualified;
-use super::{ApiResponse, TelemetryQuery, Workloads, selection};
+use super::golden::kind_and_name;
+use super::{ApiResponse, TelemetryQuery, WorkloadArgs, parse_selection};
 use crate::{kubernetes, runtime};
 
 #[derive(clap::Args, Clone, Debug)]
 pub(crate) struct Args {
     #[command(flatten)]
     pub(super) filter: TapFilter,
-    /// Show headers and trailers too, without the values of those that carry credentials
+    /// Show headers and trailers too; the values of headers with credentials are omitted
     #[arg(long)]
     headers: bool,
     /// Exit after N requests
@@ -32,7 +32,7 @@ pub(crate) struct Args {
 #[derive(clap::Args, Clone, Debug)]
 pub(crate) struct TapFilter {
     #[command(flatten)]
-    workloads: Workloads,
+    workloads: WorkloadArgs,
     /// Show only requests to this workload, such as deploy/web
     #[arg(long, value_name = "TYPE/NAME")]
     to: Option<String>,
@@ -69,18 +69,18 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
             .filter
             .start(flags, args.headers || args.output == Output::Json)
             .await?;
-        let mut left = args.count;
-        while left != Some(0)
+        let mut remaining = args.count;
+        while remaining != Some(0)
             && let Some(event) = tap.next().await?
         {
             let text = match args.output {
-                Output::Lines => line(&event) + &headers(&event),
-                Output::Wide => line(&event) + &details(&event) + &headers(&event),
+                Output::Lines => event_line(&event) + &header_lines(&event),
+                Output::Wide => event_line(&event) + &details(&event) + &header_lines(&event),
                 Output::Json => serde_json::to_string(&event).context("writing JSON")?,
             };
             crate::print(&format!("{text}\n"))?;
             if event.response_end_event.is_some() {
-                left = left.map(|left| left - 1);
+                remaining = remaining.map(|count| count - 1);
             }
         }
         Ok(ExitCode::SUCCESS)
@@ -89,7 +89,7 @@ pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<Exi
 
 /// A running tap.
 pub(super) struct TapStream {
-    answer: ApiResponse,
+    response: ApiResponse,
     /// Bytes received after the last complete line.
     buffer: BytesMut,
 }
@@ -101,9 +101,9 @@ impl TapFilter {
     /// Fails if the control plane rejects the tap or does not respond.
     pub(super) async fn start(&self, flags: &kubernetes::Flags, headers: bool) -> anyhow::Result<TapStream> {
         let query = self.workloads.query(flags).await?;
-        let answer = query.open_stream(TAPS, &self.parameters(&query, headers)?).await?;
+        let response = query.open_stream(TAPS, &self.parameters(&query, headers)?).await?;
         Ok(TapStream {
-            answer,
+            response,
             buffer: BytesMut::new(),
         })
     }
@@ -115,8 +115,9 @@ impl TapFilter {
         }
         let mut to_namespace = self.to_namespace.clone();
         if let Some(to) = &self.to {
-            let (kind, name) = selection(std::slice::from_ref(to))?;
-            let name = name.with_context(|| format!("--to {to} is not a workload; expected one such as deploy/web"))?;
+            let (kind, name) = parse_selection(std::slice::from_ref(to))?;
+            let name =
+                name.with_context(|| format!("--to {to} is not a workload; expected a workload such as deploy/web"))?;
             if kind == "namespace" {
                 to_namespace = Some(name);
             } else {
@@ -124,13 +125,13 @@ impl TapFilter {
                 to_namespace = to_namespace.or_else(|| query.namespace.clone());
             }
         }
-        let others = [
+        let optional = [
             ("toNamespace", &to_namespace),
             ("method", &self.method),
             ("path", &self.path),
             ("authority", &self.authority),
         ];
-        let given = others
+        let given = optional
             .into_iter()
             .filter_map(|(name, value)| Some((name, value.clone()?)));
         parameters.extend(given);
@@ -144,19 +145,21 @@ impl TapStream {
         loop {
             if let Some(end) = self.buffer.iter().position(|byte| *byte == b'\n') {
                 let line = self.buffer.split_to(end + 1);
-                match serde_json::from_slice(&line).context("a line is not what this version of tulle expects")? {
+                match serde_json::from_slice(&line)
+                    .context("a line has a format that this version of tulle does not support")?
+                {
                     TapLine::Event(event) => return Ok(Some(*event)),
                     TapLine::Unreachable { unreachable } => {
                         eprintln!(
                             "tulle: {} is not watched: {}",
-                            qualified(&unreachable.workload),
+                            kind_and_name(&unreachable.workload),
                             unreachable.reason
                         );
                     }
                 }
                 continue;
             }
-            match self.answer.body_mut().frame().await {
+            match self.response.body_mut().frame().await {
                 None => return Ok(None),
                 Some(frame) => {
                     let frame = frame.map_err(|err| anyhow!(err)).context("reading the tap")?;
@@ -168,7 +171,7 @@ impl TapStream {
 }
 
 /// Formats an event as Linkerd's `tap` does, with the cause if a proxy generated the response.
-fn line(event: &TapEvent) -> String {
+fn event_line(event: &TapEvent) -> String {
     let (proxy, tls) = match event.proxy_direction.as_str() {
         "INBOUND" => ("in ", event.source.metadata.get("tls")),
         _ => ("out", event.destination.metadata.get("tls")),
@@ -224,7 +227,7 @@ fn line(event: &TapEvent) -> String {
 
 /// Formats the details of both ends and of the route.
 fn details(event: &TapEvent) -> String {
-    let mut text = format!(" workload={}", qualified(&event.workload));
+    let mut text = format!(" workload={}", kind_and_name(&event.workload));
     for (side, labels) in [
         ("src", &event.source.metadata),
         ("dst", &event.destination.metadata),
@@ -237,8 +240,8 @@ fn details(event: &TapEvent) -> String {
     text
 }
 
-/// Formats one line per requested header or trailer, and escapes control characters.
-fn headers(event: &TapEvent) -> String {
+/// Formats one line per header or trailer, and escapes control characters.
+fn header_lines(event: &TapEvent) -> String {
     let request = event.request_init_event.iter().flat_map(|init| &init.headers);
     let response = event.response_init_event.iter().flat_map(|init| &init.headers);
     let trailers = event.response_end_event.iter().flat_map(|end| &end.trailers);
@@ -338,7 +341,7 @@ pub(super) mod tests {
 
     #[test]
     fn lines_have_the_format_of_linkerd_with_the_cause_at_the_end() {
-        let lines: Vec<_> = events("/", 503).iter().map(line).collect();
+        let lines: Vec<_> = events("/", 503).iter().map(event_line).collect();
         let connection = "id=2:7 proxy=in  src=10.0.0.1:4321 dst=[::1]:80 tls=true";
         assert_eq!(
             lines,
@@ -359,14 +362,14 @@ pub(super) mod tests {
         };
         request.request_init_event.as_mut().unwrap().headers =
             vec![header("etag", "\"1\""), header("x-name", "a\u{1b}[2J\n")];
-        assert_eq!(headers(&request), "\n    etag: \"1\"\n    x-name: a\\u{1b}[2J\\n");
-        assert_eq!(headers(&response), "");
+        assert_eq!(header_lines(&request), "\n    etag: \"1\"\n    x-name: a\\u{1b}[2J\\n");
+        assert_eq!(header_lines(&response), "");
     }
 
     #[test]
     fn filters_become_parameters() {
-        let which = |to: &str, to_namespace: Option<&str>| TapFilter {
-            workloads: Workloads {
+        let filter = |to: &str, to_namespace: Option<&str>| TapFilter {
+            workloads: WorkloadArgs {
                 resource: Vec::new(),
                 namespace: None,
                 all_namespaces: false,
@@ -379,8 +382,8 @@ pub(super) mod tests {
             authority: None,
             one_in: 1,
         };
-        let text = |which: TapFilter| {
-            let parameters = which
+        let text = |filter: TapFilter| {
+            let parameters = filter
                 .parameters(&telemetry_query(Some("shop"), "deploy"), false)
                 .unwrap();
             let text: Vec<_> = parameters
@@ -391,15 +394,15 @@ pub(super) mod tests {
         };
         let begin = "watch=true&oneIn=1";
         assert_eq!(
-            text(which("deploy/db", None)),
+            text(filter("deploy/db", None)),
             format!("{begin}&toKind=deployment&toName=db&toNamespace=shop&method=GET")
         );
         assert_eq!(
-            text(which("ns/other", None)),
+            text(filter("ns/other", None)),
             format!("{begin}&toNamespace=other&method=GET")
         );
         assert!(
-            which("deploy", None)
+            filter("deploy", None)
                 .parameters(&telemetry_query(None, ""), false)
                 .is_err()
         );

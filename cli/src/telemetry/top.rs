@@ -11,7 +11,7 @@ use tokio::signal::ctrl_c;
 use tokio::time::{MissedTickBehavior, interval};
 use tulle_control::telemetry::events::{StreamId, TapEndpoint, TapEvent};
 
-use super::golden::qualified;
+use super::golden::kind_and_name;
 use super::tap::TapFilter;
 use crate::screen::Screen;
 use crate::{kubernetes, runtime, table};
@@ -19,7 +19,7 @@ use crate::{kubernetes, runtime, table};
 #[derive(clap::Args, Clone, Debug)]
 pub(crate) struct Args {
     #[command(flatten)]
-    which: TapFilter,
+    filter: TapFilter,
     /// Combine the requests of all clients
     #[arg(long)]
     hide_sources: bool,
@@ -30,12 +30,12 @@ pub(crate) struct Args {
 
 pub(crate) fn main(args: &Args, flags: &kubernetes::Flags) -> anyhow::Result<ExitCode> {
     runtime()?.block_on(async {
-        let mut tap = args.which.start(flags, false).await?;
-        // One future for all iterations: a signal between two iterations must not be lost.
+        let mut tap = args.filter.start(flags, false).await?;
+        // Created once: a new future per iteration could miss a signal between two iterations.
         let mut interrupted = pin!(ctrl_c());
         let mut screen = Screen::new();
         let mut top = Top::default();
-        let mut ticks = interval(REFRESH);
+        let mut ticks = interval(REFRESH_INTERVAL);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             // Cancel-safe: the tap keeps the bytes that it has read.
@@ -84,7 +84,7 @@ struct Top {
 /// A request without an end event.
 struct PendingRequest {
     key: RequestKey,
-    /// Whether the response has begun with a status of success.
+    /// Whether a response with a status below 500 has begun.
     response_is_success: bool,
 }
 
@@ -120,12 +120,12 @@ impl PendingRequests {
 
 impl Top {
     fn record(&mut self, event: &TapEvent, hide_sources: bool) {
-        let of = |id: StreamId| (event.proxy_direction.clone(), id);
+        let request_id = |id: StreamId| (event.proxy_direction.clone(), id);
         if let Some(init) = &event.request_init_event {
-            let own = qualified(&event.workload);
+            let workload = kind_and_name(&event.workload);
             let (source, destination) = match event.proxy_direction.as_str() {
-                "INBOUND" => (peer_name(&event.source), own),
-                _ => (own, peer_name(&event.destination)),
+                "INBOUND" => (peer_name(&event.source), workload),
+                _ => (workload, peer_name(&event.destination)),
             };
             let key = RequestKey {
                 source: if hide_sources { String::new() } else { source },
@@ -133,16 +133,16 @@ impl Top {
                 method: init.method.clone(),
                 path: init.path.clone(),
             };
-            self.pending.begin(of(init.id), key);
+            self.pending.begin(request_id(init.id), key);
         } else if let Some(init) = &event.response_init_event {
-            if let Some(request) = self.pending.find(&of(init.id)) {
+            if let Some(request) = self.pending.find(&request_id(init.id)) {
                 request.response_is_success = init.http_status < 500;
             }
         } else if let Some(end) = &event.response_end_event
             && let Some(PendingRequest {
                 key,
                 response_is_success,
-            }) = self.pending.end(&of(end.id))
+            }) = self.pending.end(&request_id(end.id))
         {
             let failed = end.reset_error_code.is_some() || end.grpc_status_code.is_some_and(|code| code != 0);
             let latency = end.since_request_init.micros();
@@ -197,11 +197,11 @@ impl Top {
                 format!("{:.2}%", stats.succeeded as f64 / stats.count as f64 * 100.0),
             ]
         });
-        table::text(&TITLES, rows)
+        table::render(&TITLES, rows)
     }
 }
 
-/// The name of the other end, as far as it is known.
+/// The name of the other end: its identity, its workload or its IP address, whichever is known first.
 fn peer_name(endpoint: &TapEndpoint) -> String {
     let label = |name: &str| endpoint.metadata.get(name).filter(|value| !value.is_empty());
     if let Some(id) = label("client_id") {
@@ -231,7 +231,7 @@ const TITLES: [&str; 9] = [
     "LAST",
     "SUCCESS",
 ];
-const REFRESH: Duration = Duration::from_secs(1);
+const REFRESH_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum number of requests without an end event.
 const MAX_PENDING_REQUESTS: usize = 100_000;
 /// Maximum number of groups that are counted; the most frequent of them are shown.
@@ -267,7 +267,7 @@ mod tests {
     }
 
     #[test]
-    fn ends_without_a_start_are_ignored() {
+    fn events_without_a_request_event_are_ignored() {
         let mut top = Top::default();
         let [_, response, ended] = events("/", 200);
         top.record(&response, false);
@@ -276,7 +276,7 @@ mod tests {
     }
 
     #[test]
-    fn unfinished_requests_are_replaced_by_new_ones() {
+    fn the_oldest_pending_requests_are_dropped() {
         let mut open = PendingRequests::default();
         let id = |stream| ("INBOUND".to_owned(), StreamId { base: 0, stream });
         let key = |stream: u64| RequestKey {
@@ -298,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn rare_paths_are_replaced_and_frequent_ones_are_kept() {
+    fn rare_paths_are_evicted_and_frequent_paths_are_kept() {
         let mut top = Top::default();
         for path in ["/often"; 3] {
             events(path, 200).iter().for_each(|event| top.record(event, true));

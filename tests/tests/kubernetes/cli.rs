@@ -432,7 +432,7 @@ async fn metrics_are_asked_of_every_admin_port_of_the_control_plane() {
     assert!(!none.success);
     assert_contains(
         &none.err,
-        &["namespace linkerd has no pod of a control plane; name another with -L"],
+        &["namespace linkerd has no pod of a control plane; use -L for another namespace"],
     );
 
     // No controller creates pods of Deployments here.

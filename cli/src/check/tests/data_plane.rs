@@ -3,11 +3,11 @@
 use super::*;
 
 fn snapshot_of_shop(more: &[Value]) -> Snapshot {
-    let mut objects = installed(&authorities(100));
-    objects.push(named("Namespace", "shop"));
+    let mut objects = healthy_objects(&authorities(100));
+    objects.push(named_object("Namespace", "shop"));
     objects.push(meshed_pod("web", true));
     objects.extend_from_slice(more);
-    cluster(Mode::Proxy, &objects)
+    snapshot_from_objects(Mode::Proxy, &objects)
 }
 
 #[test]
@@ -22,7 +22,7 @@ fn proxies_that_are_not_ready_are_found() {
 
 #[test]
 fn a_namespace_without_proxies_gets_a_hint_for_injection() {
-    let mut snapshot = snapshot_of_shop(&[named("Namespace", "empty")]);
+    let mut snapshot = snapshot_of_shop(&[named_object("Namespace", "empty")]);
     snapshot.scope.namespace = Some("empty".to_owned());
     assert_finding(
         &snapshot,
@@ -35,7 +35,7 @@ fn a_namespace_without_proxies_gets_a_hint_for_injection() {
 
 /// The namespace `shop` with the injection annotation.
 fn injected_namespace() -> Value {
-    let mut namespace = named("Namespace", "shop");
+    let mut namespace = named_object("Namespace", "shop");
     namespace["metadata"]["annotations"] = json!({ "linkerd.io/inject": "enabled" });
     namespace
 }
@@ -52,7 +52,7 @@ fn pod_without_proxy(name: &str, annotations: Value, more: Value) -> Value {
 }
 
 #[test]
-fn pods_that_the_injector_missed_are_listed_exactly() {
+fn pods_that_the_injector_missed_are_listed() {
     let mut done = pod_without_proxy("done", json!({}), json!({}));
     done["status"]["phase"] = json!("Succeeded");
     let snapshot = snapshot_of_shop(&[
@@ -73,7 +73,7 @@ fn pods_that_the_injector_missed_are_listed_exactly() {
 }
 
 #[test]
-fn each_missed_pod_has_a_restart_command_for_its_owner() {
+fn each_missed_pod_has_a_command_that_recreates_it() {
     let owned = |pod: &str, kind: &str, name: &str| {
         let mut pod = pod_without_proxy(pod, json!({}), json!({}));
         pod["metadata"]["labels"] = json!({ "pod-template-hash": "5d8f" });
@@ -102,7 +102,7 @@ fn each_missed_pod_has_a_restart_command_for_its_owner() {
 }
 
 #[test]
-fn audit_findings_of_the_injector_are_reported_while_they_apply() {
+fn audit_findings_of_the_injector_are_reported_while_the_pods_have_no_proxy() {
     let audit = |names: &[&str]| {
         let pods = names.iter().map(|name| json!({ "namespace": "shop", "name": name }));
         let found = json!({ "auditedAt": "2026-11-21T12:00:00Z", "uninjectedPods": pods.collect::<Vec<_>>() });
@@ -150,7 +150,7 @@ fn audit_findings_of_the_injector_are_reported_while_they_apply() {
 
 #[test]
 fn namespaces_that_the_webhook_excludes_are_not_reported() {
-    let mut namespace = named("Namespace", "kube-system");
+    let mut namespace = named_object("Namespace", "kube-system");
     namespace["metadata"]["annotations"] = json!({ "linkerd.io/inject": "enabled" });
     namespace["metadata"]["labels"] = json!({ "kubernetes.io/metadata.name": "kube-system" });
     let mut pod = pod_without_proxy("dns", json!({}), json!({}));
@@ -179,12 +179,12 @@ fn labels_and_annotations_without_effect_are_found() {
         &["pod shop/db has the label linkerd.io/inject"],
     );
 
-    let mut namespace = named("Namespace", "shop");
+    let mut namespace = named_object("Namespace", "shop");
     namespace["metadata"]["annotations"] = json!({ "linkerd.io/injected": "enabled" });
     assert_finding(
         &snapshot_of_shop(&[namespace]),
         Outcome::Warning,
-        &["linkerd.io/injected injects nothing, linkerd.io/inject does"],
+        &["linkerd.io/injected has no effect; the annotation that injects a proxy is linkerd.io/inject"],
     );
 
     let mut pod = meshed_pod("db", true);
@@ -272,20 +272,22 @@ fn services_and_pods_that_disagree_on_opaque_ports_are_found() {
 }
 
 #[test]
-fn certificates_of_proxies_must_lead_to_the_anchors() {
+fn certificates_of_proxies_must_chain_to_the_trust_anchors() {
     let good = authorities(100);
-    let read = |ca: &CertificateAuthority| crate::certificates::Certificate::parse_bundle(ca.certificate.as_bytes());
-    let mut objects = installed(&good);
-    objects.push(named("Namespace", "shop"));
+    let parse_certificate =
+        |ca: &CertificateAuthority| crate::certificates::Certificate::parse_bundle(ca.certificate.as_bytes());
+    let mut objects = healthy_objects(&good);
+    objects.push(named_object("Namespace", "shop"));
     objects.push(meshed_pod("web", true));
-    let mut snapshot = cluster(Mode::Proxy, &objects);
+    let mut snapshot = snapshot_from_objects(Mode::Proxy, &objects);
     snapshot
         .proxy_certificates
-        .insert("shop/web".to_owned(), Ok(read(&good.issuer).unwrap()));
+        .insert("shop/web".to_owned(), Ok(parse_certificate(&good.issuer).unwrap()));
     assert_eq!(findings(&snapshot), []);
-    snapshot
-        .proxy_certificates
-        .insert("shop/web".to_owned(), Ok(read(&authorities(100).issuer).unwrap()));
+    snapshot.proxy_certificates.insert(
+        "shop/web".to_owned(),
+        Ok(parse_certificate(&authorities(100).issuer).unwrap()),
+    );
     assert_finding(
         &snapshot,
         Outcome::Error,
@@ -301,25 +303,25 @@ fn certificates_of_proxies_must_lead_to_the_anchors() {
 }
 
 #[test]
-fn the_cni_plugin_is_checked_where_it_is_used() {
-    let mut objects = installed(&authorities(100));
-    objects.push(values(&[("cniEnabled", json!(true))]));
+fn the_cni_plugin_is_checked_if_the_control_plane_uses_it() {
+    let mut objects = healthy_objects(&authorities(100));
+    objects.push(values_config_map(&[("cniEnabled", json!(true))]));
     assert_finding(
-        &cluster(Mode::Installed, &objects),
+        &snapshot_from_objects(Mode::Installed, &objects),
         Outcome::Error,
         &["there is no DaemonSet linkerd-cni"],
     );
-    let mut set = named("DaemonSet", "linkerd-cni");
+    let mut set = named_object("DaemonSet", "linkerd-cni");
     set["status"] = json!({
         "desiredNumberScheduled": 2, "numberReady": 1, "currentNumberScheduled": 2, "numberMisscheduled": 0,
     });
     objects.push(set.clone());
     assert_finding(
-        &cluster(Mode::Installed, &objects),
+        &snapshot_from_objects(Mode::Installed, &objects),
         Outcome::Error,
         &["ready on 1 of 2 nodes"],
     );
     set["status"]["numberReady"] = json!(2);
     objects.push(set);
-    assert_eq!(findings(&cluster(Mode::Installed, &objects)), []);
+    assert_eq!(findings(&snapshot_from_objects(Mode::Installed, &objects)), []);
 }

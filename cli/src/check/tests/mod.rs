@@ -1,4 +1,4 @@
-//! Tests of the checks on clusters made of plain objects: one healthy, and variants with one fault each.
+//! Tests of the checks. The clusters are plain objects: a healthy cluster, and variants of it with one fault each.
 
 mod data_plane;
 
@@ -22,7 +22,7 @@ pub(super) fn scope(mode: Mode) -> Scope {
         namespace: None,
         expected_version: None,
         cni_namespace: "linkerd-cni".to_owned(),
-        cni: false,
+        check_cni: false,
     }
 }
 
@@ -31,16 +31,16 @@ fn now() -> i64 {
 }
 
 /// A cluster with these objects. A later object replaces an earlier one of the same name.
-fn cluster(mode: Mode, objects: &[Value]) -> Snapshot {
+fn snapshot_from_objects(mode: Mode, objects: &[Value]) -> Snapshot {
     let mut snapshot = Snapshot::empty(scope(mode), now());
     snapshot.kubernetes_version = Ok("v1.34.2".to_owned());
     for object in objects {
-        put(&mut snapshot, object);
+        insert_object(&mut snapshot, object);
     }
     snapshot
 }
 
-fn put(snapshot: &mut Snapshot, object: &Value) {
+fn insert_object(snapshot: &mut Snapshot, object: &Value) {
     fn add<K: DeserializeOwned + kube::Resource>(listed: &mut ListResult<K>, object: &Value) {
         let object: K = serde_json::from_value(object.clone()).unwrap();
         let listed = listed.as_mut().unwrap();
@@ -66,7 +66,7 @@ fn put(snapshot: &mut Snapshot, object: &Value) {
         "Deployment" => add(&mut s.deployments, object),
         "ReplicaSet" => add(&mut s.replica_sets, object),
         "DaemonSet" => add(&mut s.cni_daemon_sets, object),
-        other => panic!("{other} is not looked at"),
+        other => panic!("the snapshot has no list of {other}"),
     }
 }
 
@@ -92,11 +92,11 @@ fn base64(bytes: &str) -> Value {
     serde_json::to_value(k8s_openapi::ByteString(bytes.as_bytes().to_vec())).unwrap()
 }
 
-fn named(kind: &str, name: &str) -> Value {
+fn named_object(kind: &str, name: &str) -> Value {
     json!({ "kind": kind, "metadata": { "name": name, "namespace": "linkerd" } })
 }
 
-fn values(more: &[(&str, Value)]) -> Value {
+fn values_config_map(more: &[(&str, Value)]) -> Value {
     let mut values = json!({
         "linkerdVersion": crate::version::CLI_VERSION,
         "clusterNetworks": "10.0.0.0/8,fd00::/8",
@@ -105,19 +105,19 @@ fn values(more: &[(&str, Value)]) -> Value {
     for (key, value) in more {
         values[*key] = value.clone();
     }
-    let mut map = named("ConfigMap", "linkerd-config");
+    let mut map = named_object("ConfigMap", "linkerd-config");
     map["data"] = json!({ "values": serde_yaml_ng::to_string(&values).unwrap() });
     map
 }
 
-fn trust_roots(authorities: &Authorities) -> Value {
-    let mut map = named("ConfigMap", "linkerd-identity-trust-roots");
+fn trust_roots_config_map(authorities: &Authorities) -> Value {
+    let mut map = named_object("ConfigMap", "linkerd-identity-trust-roots");
     map["data"] = json!({ "ca-bundle.crt": authorities.anchor.certificate });
     map
 }
 
-fn issuer(authorities: &Authorities) -> Value {
-    let mut secret = named("Secret", "linkerd-identity-issuer");
+fn issuer_secret(authorities: &Authorities) -> Value {
+    let mut secret = named_object("Secret", "linkerd-identity-issuer");
     secret["data"] = json!({
         "crt.pem": base64(&authorities.issuer.certificate),
         "key.pem": base64(&authorities.issuer.key),
@@ -160,7 +160,7 @@ fn webhook(kind: &str, service: &str) -> [Value; 2] {
         let made = rcgen::generate_simple_self_signed([name]).unwrap();
         (made.cert.pem(), made.signing_key.serialize_pem())
     };
-    let mut config = named(kind, &format!("{service}-webhook-config"));
+    let mut config = named_object(kind, &format!("{service}-webhook-config"));
     config["metadata"].as_object_mut().unwrap().remove("namespace");
     config["webhooks"] = json!([{
         "name": format!("{service}.linkerd.io"),
@@ -168,37 +168,40 @@ fn webhook(kind: &str, service: &str) -> [Value; 2] {
         "sideEffects": "None",
         "clientConfig": { "caBundle": base64(&cert) },
     }]);
-    let mut secret = named("Secret", &format!("{service}-k8s-tls"));
+    let mut secret = named_object("Secret", &format!("{service}-k8s-tls"));
     secret["data"] = json!({ "tls.crt": base64(&cert), "tls.key": base64(&key) });
     [config, secret]
 }
 
 /// All objects of a healthy installation.
-fn installed(authorities: &Authorities) -> Vec<Value> {
+fn healthy_objects(authorities: &Authorities) -> Vec<Value> {
     let mut objects = vec![
-        named("Namespace", "linkerd"),
-        values(&[]),
-        trust_roots(authorities),
-        issuer(authorities),
+        named_object("Namespace", "linkerd"),
+        values_config_map(&[]),
+        trust_roots_config_map(authorities),
+        issuer_secret(authorities),
     ];
     objects.extend(CRDS.iter().map(|(name, version)| crd(name, version)));
     objects.extend(["httproutes", "grpcroutes"].map(|name| crd(&format!("{name}.gateway.networking.k8s.io"), "v1")));
     for component in ["destination", "identity", "proxy-injector"] {
-        objects.push(named("ClusterRole", &format!("linkerd-linkerd-{component}")));
-        objects.push(named("ClusterRoleBinding", &format!("linkerd-linkerd-{component}")));
-        objects.push(named("ServiceAccount", &format!("linkerd-{component}")));
-        let mut deployment = named("Deployment", &format!("linkerd-{component}"));
+        objects.push(named_object("ClusterRole", &format!("linkerd-linkerd-{component}")));
+        objects.push(named_object(
+            "ClusterRoleBinding",
+            &format!("linkerd-linkerd-{component}"),
+        ));
+        objects.push(named_object("ServiceAccount", &format!("linkerd-{component}")));
+        let mut deployment = named_object("Deployment", &format!("linkerd-{component}"));
         deployment["status"] = json!({ "availableReplicas": 1 });
         objects.push(deployment);
-        let mut set = named("ReplicaSet", &format!("linkerd-{component}-5d"));
+        let mut set = named_object("ReplicaSet", &format!("linkerd-{component}-5d"));
         set["metadata"]["labels"] = json!({ "linkerd.io/control-plane-component": component });
         set["spec"] = json!({ "replicas": 1, "selector": {} });
         set["status"] = json!({ "replicas": 1, "readyReplicas": 1 });
         objects.push(set);
         objects.push(control_plane_pod(component, "True"));
     }
-    objects.push(named("ClusterRole", "linkerd-policy"));
-    objects.push(named("ClusterRoleBinding", "linkerd-destination-policy"));
+    objects.push(named_object("ClusterRole", "linkerd-policy"));
+    objects.push(named_object("ClusterRoleBinding", "linkerd-destination-policy"));
     objects.extend(webhook("MutatingWebhookConfiguration", "linkerd-proxy-injector"));
     objects.extend(webhook("ValidatingWebhookConfiguration", "linkerd-sp-validator"));
     objects.extend(webhook("ValidatingWebhookConfiguration", "linkerd-policy-validator"));
@@ -228,7 +231,7 @@ fn meshed_pod(name: &str, ready: bool) -> Value {
     })
 }
 
-/// Runs all checks, and lists the problems as `description: what → fix`.
+/// Runs all checks, and lists the problems as `description: message → fix`.
 fn findings(snapshot: &Snapshot) -> Vec<(Outcome, String)> {
     let mut findings = Vec::new();
     for category in categories(snapshot) {
@@ -264,15 +267,15 @@ fn assert_finding(snapshot: &Snapshot, outcome: Outcome, texts: &[&str]) {
 
 #[test]
 fn a_healthy_cluster_has_no_findings() {
-    let mut objects = installed(&authorities(100));
-    objects.push(named("Namespace", "shop"));
+    let mut objects = healthy_objects(&authorities(100));
+    objects.push(named_object("Namespace", "shop"));
     objects.push(meshed_pod("web", true));
-    assert_eq!(findings(&cluster(Mode::Proxy, &objects)), []);
+    assert_eq!(findings(&snapshot_from_objects(Mode::Proxy, &objects)), []);
 }
 
 #[test]
 fn an_empty_cluster_needs_an_installation() {
-    let snapshot = cluster(Mode::Installed, &[]);
+    let snapshot = snapshot_from_objects(Mode::Installed, &[]);
     let findings = findings(&snapshot);
     assert_eq!(findings.len(), 2, "{findings:#?}");
     assert!(findings[0].1.contains("installGatewayAPI=true"), "{findings:#?}");
@@ -282,7 +285,7 @@ fn an_empty_cluster_needs_an_installation() {
 
 #[test]
 fn a_namespace_other_than_linkerd_is_named_in_every_command() {
-    let mut snapshot = cluster(Mode::Installed, &[crd("httproutes.gateway.networking.k8s.io", "v1")]);
+    let mut snapshot = snapshot_from_objects(Mode::Installed, &[crd("httproutes.gateway.networking.k8s.io", "v1")]);
     snapshot.scope.control_plane_namespace = "mesh".to_owned();
     for (_, text) in findings(&snapshot) {
         assert!(text.contains("-L mesh"), "{text}");
@@ -291,10 +294,10 @@ fn a_namespace_other_than_linkerd_is_named_in_every_command() {
 
 #[test]
 fn a_cluster_without_the_control_planes_kinds_needs_the_crds() {
-    let mut objects = installed(&authorities(100));
+    let mut objects = healthy_objects(&authorities(100));
     objects.retain(|object| object["metadata"]["name"] != "servers.policy.linkerd.io");
     assert_finding(
-        &cluster(Mode::Installed, &objects),
+        &snapshot_from_objects(Mode::Installed, &objects),
         Outcome::Error,
         &[
             "servers.policy.linkerd.io is missing",
@@ -303,7 +306,7 @@ fn a_cluster_without_the_control_planes_kinds_needs_the_crds() {
     );
     objects.push(crd("servers.policy.linkerd.io", "v1beta1"));
     assert_finding(
-        &cluster(Mode::Installed, &objects),
+        &snapshot_from_objects(Mode::Installed, &objects),
         Outcome::Error,
         &["servers.policy.linkerd.io does not serve version v1beta3"],
     );
@@ -317,9 +320,9 @@ fn each_missing_object_is_named() {
         ("ServiceAccount", "linkerd-destination"),
         ("Deployment", "linkerd-proxy-injector"),
     ] {
-        let mut objects = installed(&authorities(100));
+        let mut objects = healthy_objects(&authorities(100));
         objects.retain(|object| object["kind"] != kind || object["metadata"]["name"] != name);
-        let snapshot = cluster(Mode::Installed, &objects);
+        let snapshot = snapshot_from_objects(Mode::Installed, &objects);
         assert_finding(
             &snapshot,
             Outcome::Error,
@@ -330,14 +333,14 @@ fn each_missing_object_is_named() {
 
 #[test]
 fn unready_components_are_waited_for_and_explained() {
-    let mut objects = installed(&authorities(100));
+    let mut objects = healthy_objects(&authorities(100));
     let mut pod = control_plane_pod("identity", "False");
     pod["status"]["containerStatuses"] = json!([{
         "name": "identity", "ready": false, "restartCount": 3, "image": "", "imageID": "",
         "state": { "waiting": { "reason": "ImagePullBackOff" } },
     }]);
     objects.push(pod);
-    let snapshot = cluster(Mode::Installed, &objects);
+    let snapshot = snapshot_from_objects(Mode::Installed, &objects);
     assert_finding(
         &snapshot,
         Outcome::Error,
@@ -352,7 +355,7 @@ fn unready_components_are_waited_for_and_explained() {
 
 #[test]
 fn a_replica_set_without_ready_replicas_and_unschedulable_pods_are_found() {
-    let mut objects = installed(&authorities(100));
+    let mut objects = healthy_objects(&authorities(100));
     let mut set = objects
         .iter()
         .find(|object| object["kind"] == "ReplicaSet")
@@ -361,9 +364,13 @@ fn a_replica_set_without_ready_replicas_and_unschedulable_pods_are_found() {
     set["status"] = json!({ "replicas": 1, "readyReplicas": 0 });
     objects.push(set);
     let texts = ["linkerd-destination-5d: 0 of 1 replicas are ready"];
-    assert_finding(&cluster(Mode::Installed, &objects), Outcome::Error, &texts);
+    assert_finding(
+        &snapshot_from_objects(Mode::Installed, &objects),
+        Outcome::Error,
+        &texts,
+    );
 
-    let mut objects = installed(&authorities(100));
+    let mut objects = healthy_objects(&authorities(100));
     let mut pod = control_plane_pod("identity", "True");
     pod["status"]["conditions"] = json!([
         { "type": "Ready", "status": "True" },
@@ -371,7 +378,7 @@ fn a_replica_set_without_ready_replicas_and_unschedulable_pods_are_found() {
     ]);
     objects.push(pod);
     assert_finding(
-        &cluster(Mode::Installed, &objects),
+        &snapshot_from_objects(Mode::Installed, &objects),
         Outcome::Error,
         &["linkerd-identity-1: 0/1 nodes"],
     );
@@ -390,18 +397,22 @@ fn addresses_outside_of_the_clusters_networks_are_found() {
         (service, "service shop/web (172.16.0.7)"),
         (pod, "pod shop/web (2001:db8::9)"),
     ] {
-        let mut objects = installed(&authorities(100));
+        let mut objects = healthy_objects(&authorities(100));
         objects.push(object);
         let fix = "tulle upgrade --set clusterNetworks=\"10.0.0.0/8\\,fd00::/8\\,";
-        assert_finding(&cluster(Mode::Installed, &objects), Outcome::Error, &[text, fix]);
+        assert_finding(
+            &snapshot_from_objects(Mode::Installed, &objects),
+            Outcome::Error,
+            &[text, fix],
+        );
     }
     // A host-network pod causes no problem.
-    let mut objects = installed(&authorities(100));
+    let mut objects = healthy_objects(&authorities(100));
     let mut pod = meshed_pod("web", true);
     pod["status"]["podIPs"] = json!([{ "ip": "203.0.113.5" }]);
     pod["spec"]["hostNetwork"] = json!(true);
     objects.push(pod);
-    assert_eq!(findings(&cluster(Mode::Installed, &objects)), []);
+    assert_eq!(findings(&snapshot_from_objects(Mode::Installed, &objects)), []);
 }
 
 #[test]
@@ -415,21 +426,21 @@ fn docker_needs_an_init_container_that_is_root() {
             "systemUUID": "",
         } },
     });
-    let mut objects = installed(&authorities(100));
+    let mut objects = healthy_objects(&authorities(100));
     objects.push(node);
     let fix = "--set proxyInit.runAsRoot=true";
     assert_finding(
-        &cluster(Mode::Installed, &objects),
+        &snapshot_from_objects(Mode::Installed, &objects),
         Outcome::Error,
         &["node n1 uses Docker", fix],
     );
-    objects.push(values(&[("proxyInit", json!({ "runAsRoot": true }))]));
-    assert_eq!(findings(&cluster(Mode::Installed, &objects)), []);
+    objects.push(values_config_map(&[("proxyInit", json!({ "runAsRoot": true }))]));
+    assert_eq!(findings(&snapshot_from_objects(Mode::Installed, &objects)), []);
 }
 
 #[test]
 fn certificates_that_expire_soon_cause_a_warning_and_expired_ones_fail() {
-    let mut snapshot = cluster(Mode::Installed, &installed(&authorities(100)));
+    let mut snapshot = snapshot_from_objects(Mode::Installed, &healthy_objects(&authorities(100)));
     snapshot.now += 50 * DAY as i64;
     let ending = findings(&snapshot);
     assert_eq!(ending.len(), 2, "{ending:#?}");
@@ -444,19 +455,19 @@ fn certificates_that_expire_soon_cause_a_warning_and_expired_ones_fail() {
     assert!(ending[1].1.contains("create-issuer"), "{ending:#?}");
 
     snapshot.now += 51 * DAY as i64;
-    let dead = findings(&snapshot);
-    let expired = dead
+    let expired_findings = findings(&snapshot);
+    let expired = expired_findings
         .iter()
         .filter(|(outcome, text)| *outcome == Outcome::Error && text.contains("expired on"));
-    assert_eq!(expired.count(), 2, "{dead:#?}");
+    assert_eq!(expired.count(), 2, "{expired_findings:#?}");
 }
 
 #[test]
 fn an_issuer_of_another_anchor_is_refused() {
-    let mut objects = installed(&authorities(100));
-    objects.push(issuer(&authorities(100)));
+    let mut objects = healthy_objects(&authorities(100));
+    objects.push(issuer_secret(&authorities(100)));
     assert_finding(
-        &cluster(Mode::Installed, &objects),
+        &snapshot_from_objects(Mode::Installed, &objects),
         Outcome::Error,
         &[
             "is signed by none of the trust anchors",
@@ -468,13 +479,13 @@ fn an_issuer_of_another_anchor_is_refused() {
 #[test]
 fn missing_or_invalid_credentials_end_the_check() {
     let good = authorities(100);
-    let mut without_key = issuer(&good);
+    let mut without_key = issuer_secret(&good);
     without_key["data"].as_object_mut().unwrap().remove("key.pem");
-    let mut broken = issuer(&good);
+    let mut broken = issuer_secret(&good);
     broken["data"]["crt.pem"] = base64("no certificate");
-    let mut roots = trust_roots(&good);
+    let mut roots = trust_roots_config_map(&good);
     roots["data"] = json!({});
-    let mut kubernetes = issuer(&good);
+    let mut kubernetes = issuer_secret(&good);
     kubernetes["data"] = json!({
         "tls.crt": kubernetes["data"]["crt.pem"].clone(), "tls.key": kubernetes["data"]["key.pem"].clone(),
     });
@@ -487,19 +498,23 @@ fn missing_or_invalid_credentials_end_the_check() {
         (roots, "\"ca-bundle.crt\" is not in namespace linkerd"),
         (kubernetes, "--set identity.issuer.scheme=kubernetes.io/tls"),
     ] {
-        let mut objects = installed(&good);
+        let mut objects = healthy_objects(&good);
         objects.push(object);
-        assert_finding(&cluster(Mode::Installed, &objects), Outcome::Error, &[text]);
+        assert_finding(
+            &snapshot_from_objects(Mode::Installed, &objects),
+            Outcome::Error,
+            &[text],
+        );
     }
 }
 
 #[test]
 fn a_webhook_whose_bundle_and_certificate_differ_is_found() {
-    let mut objects = installed(&authorities(100));
+    let mut objects = healthy_objects(&authorities(100));
     let [_, secret] = webhook("MutatingWebhookConfiguration", "linkerd-proxy-injector");
     objects.push(secret);
     assert_finding(
-        &cluster(Mode::Installed, &objects),
+        &snapshot_from_objects(Mode::Installed, &objects),
         Outcome::Error,
         &[
             "proxy-injector webhook has valid cert",
@@ -511,7 +526,7 @@ fn a_webhook_whose_bundle_and_certificate_differ_is_found() {
 
 #[test]
 fn the_served_certificate_of_a_webhook_takes_precedence_over_its_secret() {
-    let mut snapshot = cluster(Mode::Installed, &installed(&authorities(100)));
+    let mut snapshot = snapshot_from_objects(Mode::Installed, &healthy_objects(&authorities(100)));
     let other = rcgen::generate_simple_self_signed(["elsewhere.linkerd.svc".to_owned()]).unwrap();
     let other = crate::certificates::Certificate::parse(other.cert.der()).unwrap();
     snapshot
@@ -529,10 +544,10 @@ fn the_served_certificate_of_a_webhook_takes_precedence_over_its_secret() {
 
 #[test]
 fn a_missing_webhook_certificate_is_reported_with_a_restart_as_its_fix() {
-    let mut objects = installed(&authorities(100));
+    let mut objects = healthy_objects(&authorities(100));
     objects.retain(|object| object["metadata"]["name"] != "linkerd-policy-validator-k8s-tls");
     assert_finding(
-        &cluster(Mode::Installed, &objects),
+        &snapshot_from_objects(Mode::Installed, &objects),
         Outcome::Error,
         &[
             "linkerd-policy-validator presents no certificate",
@@ -544,10 +559,10 @@ fn a_missing_webhook_certificate_is_reported_with_a_restart_as_its_fix() {
 #[test]
 fn unreachable_telemetry_is_reported_if_it_is_installed() {
     let name = "v1alpha1.telemetry.tulle.dev";
-    let with = |more: &[Value]| {
-        let mut objects = installed(&authorities(100));
+    let snapshot_with = |more: &[Value]| {
+        let mut objects = healthy_objects(&authorities(100));
         objects.extend_from_slice(more);
-        cluster(Mode::Installed, &objects)
+        snapshot_from_objects(Mode::Installed, &objects)
     };
     let service = |conditions: Value| {
         json!({
@@ -556,31 +571,31 @@ fn unreachable_telemetry_is_reported_if_it_is_installed() {
             "status": { "conditions": conditions },
         })
     };
-    let enabled = |enabled: bool| values(&[("telemetry", json!({ "enabled": enabled }))]);
-    assert_eq!(findings(&with(&[enabled(false)])), []);
+    let enabled = |enabled: bool| values_config_map(&[("telemetry", json!({ "enabled": enabled }))]);
+    assert_eq!(findings(&snapshot_with(&[enabled(false)])), []);
     assert_finding(
-        &with(&[enabled(true)]),
+        &snapshot_with(&[enabled(true)]),
         Outcome::Error,
         &[
             "APIService v1alpha1.telemetry.tulle.dev does not exist",
             "tulle upgrade | kubectl apply -f -",
         ],
     );
-    let well = service(json!([{ "type": "Available", "status": "True" }]));
-    assert_eq!(findings(&with(&[enabled(true), well])), []);
+    let available = service(json!([{ "type": "Available", "status": "True" }]));
+    assert_eq!(findings(&snapshot_with(&[enabled(true), available])), []);
     let why = "endpoints for service/linkerd-telemetry in \"linkerd\" have no addresses";
     let condition = json!({ "type": "Available", "status": "False", "reason": "MissingEndpoints", "message": why });
     assert_finding(
-        &with(&[enabled(true), service(json!([condition]))]),
+        &snapshot_with(&[enabled(true), service(json!([condition]))]),
         Outcome::Error,
         &[why, "kubectl rollout restart deployment linkerd-destination -n linkerd"],
     );
     assert_finding(
-        &with(&[service(json!([]))]),
+        &snapshot_with(&[service(json!([]))]),
         Outcome::Error,
         &["has not checked it yet"],
     );
-    let mut unavailable = with(&[service(json!([]))]);
+    let mut unavailable = snapshot_with(&[service(json!([]))]);
     let run = run_category(&super::trust::webhooks(), &unavailable);
     assert_eq!(run.first_retryable_failure, Some("telemetry API service is available"));
     unavailable.api_services = Err(ListError {
@@ -592,15 +607,15 @@ fn unreachable_telemetry_is_reported_if_it_is_installed() {
 
 #[test]
 fn different_versions_cause_a_warning() {
-    let mut objects = installed(&authorities(100));
-    objects.push(values(&[("linkerdVersion", json!("0.0.1"))]));
+    let mut objects = healthy_objects(&authorities(100));
+    objects.push(values_config_map(&[("linkerdVersion", json!("0.0.1"))]));
     assert_finding(
-        &cluster(Mode::Installed, &objects),
+        &snapshot_from_objects(Mode::Installed, &objects),
         Outcome::Warning,
         &["the control plane is 0.0.1"],
     );
 
-    let mut snapshot = cluster(Mode::Installed, &installed(&authorities(100)));
+    let mut snapshot = snapshot_from_objects(Mode::Installed, &healthy_objects(&authorities(100)));
     snapshot.scope.expected_version = Some("9.9.9".to_owned());
     assert_finding(
         &snapshot,
@@ -611,24 +626,24 @@ fn different_versions_cause_a_warning() {
 
 #[test]
 fn high_availability_needs_more_than_one_replica() {
-    let mut objects = installed(&authorities(100));
-    objects.push(values(&[("highAvailability", json!(true))]));
+    let mut objects = healthy_objects(&authorities(100));
+    objects.push(values_config_map(&[("highAvailability", json!(true))]));
     assert_finding(
-        &cluster(Mode::Installed, &objects),
+        &snapshot_from_objects(Mode::Installed, &objects),
         Outcome::Warning,
         &["linkerd-identity: 1 replicas are available", "tulle upgrade --ha"],
     );
 }
 
 #[test]
-fn an_old_or_unknown_kubernetes_is_found() {
+fn an_old_or_unknown_kubernetes_version_is_found() {
     for (version, outcome) in [
         ("v1.30.9", Some(Outcome::Error)),
         ("v1.31.0+k3s1", None),
         ("v2.0.0", None),
         ("nightly", Some(Outcome::Warning)),
     ] {
-        let mut snapshot = cluster(Mode::Crds, &installed(&authorities(100)));
+        let mut snapshot = snapshot_from_objects(Mode::Crds, &healthy_objects(&authorities(100)));
         snapshot.kubernetes_version = Ok(version.to_owned());
         let found = findings(&snapshot).first().map(|(outcome, _)| *outcome);
         assert_eq!(found, outcome, "{version}");
@@ -637,7 +652,7 @@ fn an_old_or_unknown_kubernetes_is_found() {
 
 #[test]
 fn a_cluster_that_cannot_be_reached_is_the_only_finding() {
-    let mut snapshot = cluster(Mode::Installed, &[]);
+    let mut snapshot = snapshot_from_objects(Mode::Installed, &[]);
     snapshot.kubernetes_version = Err("connection refused".to_owned());
     assert_finding(
         &snapshot,
@@ -649,8 +664,8 @@ fn a_cluster_that_cannot_be_reached_is_the_only_finding() {
 }
 
 #[test]
-fn missing_permissions_are_reported_with_the_skipped_checks() {
-    let mut snapshot = cluster(Mode::Installed, &installed(&authorities(100)));
+fn missing_permissions_are_reported_as_warnings() {
+    let mut snapshot = snapshot_from_objects(Mode::Installed, &healthy_objects(&authorities(100)));
     snapshot.nodes = Err(ListError {
         kind: "nodes",
         reason: "nodes is forbidden".to_owned(),
@@ -668,7 +683,7 @@ fn missing_permissions_are_reported_with_the_skipped_checks() {
 }
 
 fn ready_to_install() -> Snapshot {
-    let mut snapshot = cluster(Mode::Pre, &[]);
+    let mut snapshot = snapshot_from_objects(Mode::Pre, &[]);
     snapshot.permissions = platform::required_permissions()
         .into_iter()
         .map(|permission| (permission, Ok(true)))
@@ -680,7 +695,7 @@ fn ready_to_install() -> Snapshot {
 fn before_an_installation_the_namespace_must_be_free() {
     assert_eq!(findings(&ready_to_install()), []);
     let mut snapshot = ready_to_install();
-    put(&mut snapshot, &named("Namespace", "linkerd"));
+    insert_object(&mut snapshot, &named_object("Namespace", "linkerd"));
     assert_finding(
         &snapshot,
         Outcome::Error,
@@ -689,7 +704,7 @@ fn before_an_installation_the_namespace_must_be_free() {
 }
 
 #[test]
-fn before_an_installation_the_user_must_have_the_rights() {
+fn before_an_installation_the_user_must_have_the_permissions() {
     let mut snapshot = ready_to_install();
     let permission = Permission {
         verb: "create",
@@ -723,8 +738,8 @@ fn clocks_of_ready_nodes_must_agree() {
         (renewed + 100, "False", None),
     ] {
         let mut snapshot = ready_to_install();
-        put(&mut snapshot, &node(ready));
-        put(&mut snapshot, &lease);
+        insert_object(&mut snapshot, &node(ready));
+        insert_object(&mut snapshot, &lease);
         snapshot.now = now;
         match text {
             Some(text) => assert_finding(&snapshot, Outcome::Warning, &[text]),

@@ -71,7 +71,7 @@ fn http_fields(routes: &[HttpRoute], failures: Option<&FailureAccrual>) -> Value
 fn http_route(route: &HttpRoute) -> Value {
     use http_route::distribution::Kind;
     let backends = |backends: &http_route::Distribution| {
-        let one = |route: &http_route::RouteBackend| {
+        let backend_json = |route: &http_route::RouteBackend| {
             object([
                 ("backend", optional(route.backend.as_ref(), backend)),
                 ("filters", list(&route.filters, http_filter)),
@@ -80,9 +80,9 @@ fn http_route(route: &HttpRoute) -> Value {
         };
         match &backends.kind {
             None | Some(Kind::Empty(_)) => json!("empty"),
-            Some(Kind::FirstAvailable(first)) => json!({ "firstAvailable": list(&first.backends, one) }),
+            Some(Kind::FirstAvailable(first)) => json!({ "firstAvailable": list(&first.backends, backend_json) }),
             Some(Kind::RandomAvailable(random)) => json!({ "randomAvailable": list(&random.backends, |weighted| {
-                object([("weight", json!(weighted.weight)), ("route", optional(weighted.backend.as_ref(), one))])
+                object([("weight", json!(weighted.weight)), ("route", optional(weighted.backend.as_ref(), backend_json))])
             }) }),
         }
     };
@@ -156,7 +156,7 @@ fn extension(extension: &FilterExtension) -> Value {
 fn grpc_route(route: &GrpcRoute) -> Value {
     use grpc_route::distribution::Kind;
     let backends = |backends: &grpc_route::Distribution| {
-        let one = |route: &grpc_route::RouteBackend| {
+        let backend_json = |route: &grpc_route::RouteBackend| {
             object([
                 ("backend", optional(route.backend.as_ref(), backend)),
                 ("filters", list(&route.filters, grpc_filter)),
@@ -165,9 +165,9 @@ fn grpc_route(route: &GrpcRoute) -> Value {
         };
         match &backends.kind {
             None | Some(Kind::Empty(_)) => json!("empty"),
-            Some(Kind::FirstAvailable(first)) => json!({ "firstAvailable": list(&first.backends, one) }),
+            Some(Kind::FirstAvailable(first)) => json!({ "firstAvailable": list(&first.backends, backend_json) }),
             Some(Kind::RandomAvailable(random)) => json!({ "randomAvailable": list(&random.backends, |weighted| {
-                object([("weight", json!(weighted.weight)), ("route", optional(weighted.backend.as_ref(), one))])
+                object([("weight", json!(weighted.weight)), ("route", optional(weighted.backend.as_ref(), backend_json))])
             }) }),
         }
     };
@@ -218,12 +218,12 @@ fn grpc_filter(filter: &grpc_route::Filter) -> Value {
 fn opaque_route(route: &OpaqueRoute) -> Value {
     use opaque_route::distribution::Kind;
     let backends = |backends: &opaque_route::Distribution| {
-        let one = |route: &opaque_route::RouteBackend| optional(route.backend.as_ref(), backend);
+        let backend_json = |route: &opaque_route::RouteBackend| optional(route.backend.as_ref(), backend);
         match &backends.kind {
             None | Some(Kind::Empty(_)) => json!("empty"),
-            Some(Kind::FirstAvailable(first)) => json!({ "firstAvailable": list(&first.backends, one) }),
+            Some(Kind::FirstAvailable(first)) => json!({ "firstAvailable": list(&first.backends, backend_json) }),
             Some(Kind::RandomAvailable(random)) => json!({ "randomAvailable": list(&random.backends, |weighted| {
-                object([("weight", json!(weighted.weight)), ("backend", optional(weighted.backend.as_ref(), one))])
+                object([("weight", json!(weighted.weight)), ("backend", optional(weighted.backend.as_ref(), backend_json))])
             }) }),
         }
     };
@@ -247,12 +247,12 @@ fn opaque_route(route: &OpaqueRoute) -> Value {
 fn tls_route(route: &TlsRoute) -> Value {
     use tls_route::distribution::Kind;
     let backends = |backends: &tls_route::Distribution| {
-        let one = |route: &tls_route::RouteBackend| optional(route.backend.as_ref(), backend);
+        let backend_json = |route: &tls_route::RouteBackend| optional(route.backend.as_ref(), backend);
         match &backends.kind {
             None | Some(Kind::Empty(_)) => json!("empty"),
-            Some(Kind::FirstAvailable(first)) => json!({ "firstAvailable": list(&first.backends, one) }),
+            Some(Kind::FirstAvailable(first)) => json!({ "firstAvailable": list(&first.backends, backend_json) }),
             Some(Kind::RandomAvailable(random)) => json!({ "randomAvailable": list(&random.backends, |weighted| {
-                object([("weight", json!(weighted.weight)), ("backend", optional(weighted.backend.as_ref(), one))])
+                object([("weight", json!(weighted.weight)), ("backend", optional(weighted.backend.as_ref(), backend_json))])
             }) }),
         }
     };

@@ -1,4 +1,4 @@
-//! JSON of the parts that several responses share: metadata, networks, durations, route matches.
+//! Conversion to JSON of messages that several responses contain: metadata, networks, durations, route matches.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -30,7 +30,7 @@ pub(super) fn list<T>(items: &[T], show: impl Fn(&T) -> Value) -> Value {
     items.iter().map(show).collect()
 }
 
-/// `{"default": name}`, or the fields of a resource.
+/// Converts metadata to `{"default": name}`, or to the fields of a resource.
 pub(super) fn metadata(metadata: Option<&Metadata>) -> Value {
     match metadata.and_then(|metadata| metadata.kind.as_ref()) {
         None => Value::Null,
@@ -60,7 +60,7 @@ pub(super) fn duration(duration: Option<&prost_types::Duration>) -> Value {
     })
 }
 
-/// Converts a number without extra digits: 0.2 converted to a double is 0.20000000298023224.
+/// Converts a number by its shortest decimal form. A direct conversion of 0.2 to `f64` would give 0.20000000298023224.
 pub(super) fn float(number: f32) -> Value {
     number
         .to_string()

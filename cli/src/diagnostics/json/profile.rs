@@ -15,7 +15,7 @@ pub(in super::super) fn profile(profile: &DestinationProfile) -> Value {
         ("parentRef", metadata(profile.parent_ref.as_ref())),
         ("profileRef", metadata(profile.profile_ref.as_ref())),
         ("endpoint", optional(profile.endpoint.as_ref(), endpoint)),
-        ("retryBudget", optional(profile.retry_budget.as_ref(), budget)),
+        ("retryBudget", optional(profile.retry_budget.as_ref(), retry_budget)),
         ("routes", list(&profile.routes, route)),
         ("dstOverrides", list(&profile.dst_overrides, destination)),
     ])
@@ -45,7 +45,7 @@ fn endpoint(endpoint: &WeightedAddr) -> Value {
     ])
 }
 
-fn budget(budget: &RetryBudget) -> Value {
+fn retry_budget(budget: &RetryBudget) -> Value {
     object([
         ("retryRatio", float(budget.retry_ratio)),
         ("minRetriesPerSecond", json!(budget.min_retries_per_second)),
@@ -59,7 +59,7 @@ fn route(route: &Route) -> Value {
             (
                 "condition",
                 optional(class.condition.as_ref(), |condition| {
-                    response(condition, MAX_CONDITION_DEPTH)
+                    response_condition(condition, MAX_CONDITION_DEPTH)
                 }),
             ),
             ("isFailure", json!(class.is_failure)),
@@ -69,7 +69,7 @@ fn route(route: &Route) -> Value {
         (
             "condition",
             optional(route.condition.as_ref(), |condition| {
-                request(condition, MAX_CONDITION_DEPTH)
+                request_condition(condition, MAX_CONDITION_DEPTH)
             }),
         ),
         ("responseClasses", list(&route.response_classes, class)),
@@ -79,32 +79,32 @@ fn route(route: &Route) -> Value {
     ])
 }
 
-/// Request conditions nest. The depth is limited, so that a response cannot overflow the stack.
-fn request(condition: &RequestMatch, depth: usize) -> Value {
+/// Converts the condition of a request. Conditions can be nested; the depth is limited, so that they cannot overflow the stack.
+fn request_condition(condition: &RequestMatch, depth: usize) -> Value {
     use request_match::Match;
     let Some(deeper) = depth.checked_sub(1) else {
         return json!("…");
     };
     match &condition.r#match {
         None => Value::Null,
-        Some(Match::All(all)) => json!({ "all": list(&all.matches, |inner| request(inner, deeper)) }),
-        Some(Match::Any(any)) => json!({ "any": list(&any.matches, |inner| request(inner, deeper)) }),
-        Some(Match::Not(not)) => json!({ "not": request(not, deeper) }),
+        Some(Match::All(all)) => json!({ "all": list(&all.matches, |inner| request_condition(inner, deeper)) }),
+        Some(Match::Any(any)) => json!({ "any": list(&any.matches, |inner| request_condition(inner, deeper)) }),
+        Some(Match::Not(not)) => json!({ "not": request_condition(not, deeper) }),
         Some(Match::Path(path)) => json!({ "path": path.regex }),
         Some(Match::Method(name)) => json!({ "method": method(name) }),
     }
 }
 
-fn response(condition: &ResponseMatch, depth: usize) -> Value {
+fn response_condition(condition: &ResponseMatch, depth: usize) -> Value {
     use response_match::Match;
     let Some(deeper) = depth.checked_sub(1) else {
         return json!("…");
     };
     match &condition.r#match {
         None => Value::Null,
-        Some(Match::All(all)) => json!({ "all": list(&all.matches, |inner| response(inner, deeper)) }),
-        Some(Match::Any(any)) => json!({ "any": list(&any.matches, |inner| response(inner, deeper)) }),
-        Some(Match::Not(not)) => json!({ "not": response(not, deeper) }),
+        Some(Match::All(all)) => json!({ "all": list(&all.matches, |inner| response_condition(inner, deeper)) }),
+        Some(Match::Any(any)) => json!({ "any": list(&any.matches, |inner| response_condition(inner, deeper)) }),
+        Some(Match::Not(not)) => json!({ "not": response_condition(not, deeper) }),
         Some(Match::Status(range)) => json!({ "status": format!("{}-{}", range.min, range.max) }),
     }
 }
@@ -160,6 +160,10 @@ mod tests {
                 r#match: Some(request_match::Match::Not(Box::new(condition))),
             };
         }
-        assert!(request(&condition, MAX_CONDITION_DEPTH).to_string().contains('…'));
+        assert!(
+            request_condition(&condition, MAX_CONDITION_DEPTH)
+                .to_string()
+                .contains('…')
+        );
     }
 }
