@@ -58,7 +58,7 @@ pub(super) async fn exchange(client: &Http2) -> Result<ExchangeResponse, Failure
                     .reason
                     .take()
                     .or_else(|| super::outcome::proxy_reason(&trailers));
-                status = status.or_else(|| self::grpc_status(&trailers));
+                status = status.or_else(|| grpc_status(&trailers));
             }
         }
     }

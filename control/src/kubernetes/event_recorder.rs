@@ -448,7 +448,7 @@ mod tests {
                     }
                 };
                 let rsp = Response::builder().status(status).body(Body::from(text)).unwrap();
-                Ok::<_, std::convert::Infallible>(rsp)
+                Ok::<_, Infallible>(rsp)
             }
         });
         (Client::new(service, "default"), requests)
@@ -541,7 +541,7 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn an_unresponsive_api_server_drops_notes_without_blocking() {
-        let stuck = tower::service_fn(|_: Request<Body>| pending::<Result<Response<Body>, std::convert::Infallible>>());
+        let stuck = tower::service_fn(|_: Request<Body>| pending::<Result<Response<Body>, Infallible>>());
         let registry = Registry::new();
         let (recorder, publisher) = new_recorder(Client::new(stuck, "default"), reporter(), &registry);
         let (_signal, drain) = drain::channel();
@@ -568,7 +568,7 @@ mod tests {
                 let body = req.into_body().collect().await.unwrap().to_bytes();
                 let event: Value = serde_json::from_slice(&body).unwrap();
                 let _ = answered.send(event["regarding"]["name"].clone());
-                Ok::<_, std::convert::Infallible>(Response::new(Body::from(body.to_vec())))
+                Ok::<_, Infallible>(Response::new(Body::from(body.to_vec())))
             }
         });
         let registry = Registry::new();

@@ -12,7 +12,7 @@ use std::time::Duration;
 use nix::sched::{CloneFlags, setns};
 
 use crate::fixture::{
-    APP, BACKENDS, BIN, Client, FLAGS, Fixture, PROXY, ROOT, can_run, dial, echo, eventually, expect, families,
+    APP, BACKENDS, BIN, Client, FLAGS, Family, Fixture, PROXY, ROOT, can_run, dial, echo, eventually, expect, families,
     fetch_answer, flags, open, serve, serve_on, success,
 };
 
@@ -489,30 +489,35 @@ fn a_pod_with_only_ipv6_is_redirected() {
         expect(&fixture.pod, APP, (family.other_peer, 8080), "peer", backend);
         expect(&fixture.pod, PROXY, (family.peer, 8080), "peer", backend);
 
-        let mut kept = [
-            open(&fixture.peer, ROOT, (family.pod[0], 8080).into()).unwrap().0,
-            open(&fixture.pod, APP, (family.peer, 8080).into()).unwrap().0,
-        ];
-        thread::scope(|scope| {
-            let cleaning = scope.spawn(|| fixture.init(&["--clean=drain"]));
-            eventually("new connections to be direct", || {
-                fetch_answer(&fixture.peer, ROOT, (family.pod[0], 8080).into())
-                    .unwrap()
-                    .server
-                    == "app"
-            });
-            expect(&fixture.pod, APP, (family.peer, 8080), "peer", backend);
-            for stream in &mut kept {
-                echo(stream, &vec![7; 1 << 20]).unwrap();
-            }
-            assert!(!cleaning.is_finished(), "{backend}: did not wait");
-            drop(kept);
-            success(&cleaning.join().unwrap());
-        });
+        assert_clean_waits_for_connections(&fixture, family, backend);
         assert_eq!(
             fixture.exit_code(&[flags.as_slice(), &["--check"]].concat()),
             4,
             "{backend}"
         );
     }
+}
+
+/// Removes the rules while connections of the pod are open, and checks that this waits until they are closed.
+fn assert_clean_waits_for_connections(fixture: &Fixture, family: Family, backend: &str) {
+    let mut kept = [
+        open(&fixture.peer, ROOT, (family.pod[0], 8080).into()).unwrap().0,
+        open(&fixture.pod, APP, (family.peer, 8080).into()).unwrap().0,
+    ];
+    thread::scope(|scope| {
+        let cleaning = scope.spawn(|| fixture.init(&["--clean=drain"]));
+        eventually("new connections to be direct", || {
+            fetch_answer(&fixture.peer, ROOT, (family.pod[0], 8080).into())
+                .unwrap()
+                .server
+                == "app"
+        });
+        expect(&fixture.pod, APP, (family.peer, 8080), "peer", backend);
+        for stream in &mut kept {
+            echo(stream, &vec![7; 1 << 20]).unwrap();
+        }
+        assert!(!cleaning.is_finished(), "{backend}: did not wait");
+        drop(kept);
+        success(&cleaning.join().unwrap());
+    });
 }

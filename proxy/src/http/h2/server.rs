@@ -138,7 +138,7 @@ where
                 IdleState::LimitReached | IdleState::LimitExceeded => is_idle_timeout = true,
             }
         }
-        let must_close = || close_signal.is_terminated() || close_signal.as_mut().poll(cx).is_ready();
+        let mut must_close = || close_signal.is_terminated() || close_signal.as_mut().poll(cx).is_ready();
         if !goaway_sent && (is_idle_timeout || must_close()) {
             goaway_sent = true;
             connection.graceful_shutdown();

@@ -136,7 +136,9 @@ async fn run_long_disturbances(linked: &LinkedClusters) {
 /// when it has one.
 async fn an_absent_gateway_is_reported(linked: &LinkedClusters) {
     let (west, begun) = (&linked.west, Instant::now());
-    scale(&linked.east, NAMESPACE, "linkerd-gateway", 0).await.unwrap();
+    scale_deployment(&linked.east, NAMESPACE, "linkerd-gateway", 0)
+        .await
+        .unwrap();
     let report_is = async |alive: &str| {
         let gateways = tulle(west, "multicluster gateways").await?;
         let row = gateways.lines().nth(1).unwrap_or_default();
@@ -169,7 +171,9 @@ async fn an_absent_gateway_is_reported(linked: &LinkedClusters) {
         max_us / 1e3
     );
 
-    scale(&linked.east, NAMESPACE, "linkerd-gateway", 2).await.unwrap();
+    scale_deployment(&linked.east, NAMESPACE, "linkerd-gateway", 2)
+        .await
+        .unwrap();
     let begun = Instant::now();
     let is_alive = async || report_is("True").await;
     west.cluster.wait_until("the gateway is alive", is_alive).await.unwrap();

@@ -87,7 +87,7 @@ impl IdentityFixture {
     /// Restarts the service with another API server.
     pub(super) async fn restart_with(&mut self, api: &ApiServer) {
         api.create_namespace("linkerd").await.unwrap();
-        allow(api).await;
+        grant_permissions(api).await;
         let kubeconfig = api
             .service_account_kubeconfig("linkerd", "linkerd-identity")
             .await
