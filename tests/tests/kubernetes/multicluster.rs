@@ -222,6 +222,22 @@ async fn wait_for_condition(server: &ApiServer, link: &str, field: &str, expecte
     eventually(&format!("{link}: {field} of {expected:?}"), holds).await;
 }
 
+/// Waits for an Event on an exported Service that contains this text.
+async fn wait_for_event(server: &ApiServer, service: &str, text: &str) {
+    let events = Api::<Event>::namespaced(server.client(), "shop");
+    eventually("an Event on the exported Service", async || {
+        let found = events.list(&ListParams::default()).await.unwrap();
+        let is_about_service = |event: &&Event| {
+            let regarding = event.regarding.as_ref();
+            regarding.is_some_and(|object| object.name.as_deref() == Some(service))
+        };
+        let note = found.items.iter().find(is_about_service)?.note.clone().unwrap();
+        assert!(note.contains(text), "{note}");
+        Some(())
+    })
+    .await;
+}
+
 /// Checks that changes in the other cluster reach the mirrors, and that a deleted mirror is created again.
 async fn check_changes(west: &ApiServer, east: &ApiServer) {
     let exported = json!({"mirror.linkerd.io/exported": "true"});
@@ -309,21 +325,7 @@ async fn exported_services_are_mirrored_while_their_cluster_can_be_read_and_kept
         ("taken", "False", "is not a mirror of east"),
     )
     .await;
-    eventually(
-        "an Event on the exported Service says why it is not mirrored",
-        async || {
-            let events = Api::<Event>::namespaced(east.client(), "shop");
-            let found = events.list(&ListParams::default()).await.unwrap();
-            let mut found = found.items.iter().filter(|event| {
-                let regarding = event.regarding.as_ref();
-                regarding.is_some_and(|service| service.name.as_deref() == Some("taken"))
-            });
-            let note = found.next()?.note.clone().unwrap();
-            assert!(note.contains("is not a mirror of east"), "{note}");
-            Some(())
-        },
-    )
-    .await;
+    wait_for_event(&east, "taken", "is not a mirror of east").await;
     assert_eq!(mirror.metric(SYNCED), Some(1.0));
     let local = services(west.client());
     let web = local.get("web-east").await.unwrap();
