@@ -156,7 +156,7 @@ impl ConnectionPermit {
         ConnectionHandle(self.connection.clone())
     }
 
-    /// Whether the server stops the connection: it was evicted, or [`ConnectionHandle::reset_on_drop`] was called. `Tcp` in
+    /// Whether the server stops the connection: it was evicted, or [`ConnectionHandle::prefer_reset`] was called. `Tcp` in
     /// `proxy/src/net/io.rs` then ends it with a reset if the peer has acknowledged all data, otherwise with a close. A
     /// [`Listener`](crate::listener::Listener) always closes.
     pub fn prefers_reset(&self) -> bool {
@@ -191,7 +191,7 @@ impl ConnectionHandle {
     }
 
     /// Sets [`ConnectionPermit::prefers_reset`], because the server stops the connection.
-    pub fn reset_on_drop(&self) {
+    pub fn prefer_reset(&self) {
         self.0.prefers_reset.store(true, Ordering::Relaxed);
     }
 

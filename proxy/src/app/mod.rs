@@ -281,7 +281,7 @@ fn start_access_log(config: &Config, registry: &Registry) -> anyhow::Result<Opti
 fn start_tracing(config: &Config, control: &ControlPlaneClients, registry: &Registry) -> (Tracers, Option<Exporter>) {
     match (&config.trace, &control.collector) {
         (Some(trace), Some(channel)) => {
-            let ([inbound, outbound], exporter) = trace.start(channel.clone(), registry);
+            let ([inbound, outbound], exporter) = trace.create_tracers(channel.clone(), registry);
             let tracers = Tracers {
                 inbound: Some(inbound),
                 outbound: Some(outbound),

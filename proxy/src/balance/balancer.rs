@@ -172,7 +172,7 @@ impl<E: Candidate> Balancer<E> {
         }
     }
 
-    /// Picks an endpoint if one can be picked now. Prefers endpoints whose response is not late, and then those that are not in
+    /// Picks an endpoint if one can be picked now. Prefers endpoints that are not late to respond, and then those that are not in
     /// `tried`. Success ends the fail-fast state.
     pub(crate) fn try_pick(&self, now: Instant, tried: &[Arc<E>]) -> Option<Arc<E>> {
         let state = self.discovery_state.load();
@@ -191,7 +191,7 @@ impl<E: Candidate> Balancer<E> {
         picked
     }
 
-    /// Picks an endpoint for which `is_allowed` is true, if one can be picked now and its response is not late. Does not end
+    /// Picks an endpoint for which `is_allowed` is true, if one can be picked now and is not late to respond. Does not end
     /// the fail-fast state.
     pub(crate) fn pick_where(&self, now: Instant, is_allowed: impl Fn(&Arc<E>) -> bool) -> Option<Arc<E>> {
         match &**self.discovery_state.load() {
@@ -257,7 +257,7 @@ impl<E: Candidate> Balancer<E> {
         }
     }
 
-    /// As [`Self::pick_and_admit`], but picks no endpoint whose response is late.
+    /// As [`Self::pick_and_admit`], but picks no endpoint that is late to respond.
     fn pick_responding(
         &self,
         endpoints: &[Arc<E>],
@@ -282,7 +282,7 @@ impl<E: Candidate> Balancer<E> {
             let endpoint = &endpoints[self.choose(endpoints, now, can_be_picked)?];
             let load = endpoint.load();
             let late = load.late_response(now).filter(|_| !endpoint.can_be_checked());
-            let is_taken = late.is_some_and(|late| late.is_trial_due() && !load.try_record_trial(late, now));
+            let is_taken = late.is_some_and(|late| late.is_trial_due() && !load.try_record_check_or_trial(late, now));
             if !is_taken && endpoint.breaker().admit(now) {
                 return Some(endpoint.clone());
             }
@@ -346,8 +346,8 @@ impl<E: Candidate> Balancer<E> {
     }
 }
 
-/// Whether the endpoint may get a request: its response is not late, the answer to its check is not late, or a
-/// trial request is due. Starts the check if the response is late.
+/// Whether the endpoint may get a request. An endpoint that is late to respond is checked first, and gets requests until the
+/// answer to the check is late too. If it cannot be checked, it gets only the trial requests that are due.
 fn is_responding_or_due(endpoint: &impl Candidate, now: Instant) -> bool {
     let load = endpoint.load();
     let Some(late) = load.late_response(now) else {
@@ -356,7 +356,7 @@ fn is_responding_or_due(endpoint: &impl Candidate, now: Instant) -> bool {
     if !endpoint.can_be_checked() {
         return late.is_trial_due();
     }
-    if late.is_unchecked() && load.try_record_trial(late, now) {
+    if late.is_unchecked() && load.try_record_check_or_trial(late, now) {
         endpoint.check();
     }
     !late.is_check_late()
@@ -383,8 +383,8 @@ impl Drop for QueuePermit<'_> {
     }
 }
 
-/// Maximum number of picks for one request, if other workers use each picked endpoint first. Then the request waits in the
-/// queue.
+/// Maximum number of picks for one request. A pick is in vain if another worker sends the probe or the trial request of the
+/// picked endpoint first. After the last pick, the request waits in the queue.
 const MAX_PICKS: usize = 3;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Load of an endpoint: peak-EWMA of its latency times its requests in flight, and whether its response is late.
+//! Load of an endpoint: peak-EWMA of its latency times its requests in flight, and whether it is late to respond.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
@@ -18,8 +18,8 @@ pub(crate) struct Load {
     /// While requests are in flight: when the endpoint last responded, or when the first of these requests was sent,
     /// whichever is later. All times here are milliseconds since `start`, plus one.
     waiting_since: AtomicU32,
-    /// When an endpoint whose response is late was last checked, or got a trial request.
-    last_trial_at: AtomicU32,
+    /// When the endpoint was last checked or got a trial request, because it was late to respond.
+    last_check_or_trial_at: AtomicU32,
     /// An [`Estimate`], packed into one word so that its value and time are always consistent.
     estimate: AtomicU64,
 }
@@ -44,7 +44,7 @@ impl Load {
             start: now,
             in_flight: AtomicU32::new(0),
             waiting_since: AtomicU32::new(0),
-            last_trial_at: AtomicU32::new(0),
+            last_check_or_trial_at: AtomicU32::new(0),
             estimate: AtomicU64::new(estimate.pack()),
         }
     }
@@ -106,7 +106,8 @@ impl Load {
         self.raise_estimate_to(penalty.max(retry_after).max(took), now);
     }
 
-    /// Whether the response of the endpoint is late: requests are in flight, and it has not responded recently.
+    /// Whether the endpoint is late to respond: requests are in flight, and it has answered none of them for longer than the
+    /// limit.
     ///
     /// An endpoint behind a broken network accepts requests and never responds. The keep-alive of its connections takes
     /// seconds to detect this.
@@ -124,21 +125,22 @@ impl Load {
         if waited_ms < limit_ms {
             return None;
         }
-        let last_trial_at = self.last_trial_at.load(Ordering::Relaxed);
-        // A check or trial request before the last response belongs to an earlier late response.
-        let since_trial_ms = Some(now.wrapping_sub(last_trial_at)).filter(|elapsed| *elapsed < waited_ms);
+        let last_check_or_trial_at = self.last_check_or_trial_at.load(Ordering::Relaxed);
+        // A check or trial request before the last response belongs to an earlier time at which the endpoint was late.
+        let since_check_or_trial_ms =
+            Some(now.wrapping_sub(last_check_or_trial_at)).filter(|elapsed| *elapsed < waited_ms);
         Some(LateResponse {
             waited_ms,
             limit_ms,
-            since_trial_ms,
-            last_trial_at,
+            since_check_or_trial_ms,
+            last_check_or_trial_at,
         })
     }
 
     /// Records a check or a trial request. Returns false if another worker has recorded one since `late` was computed.
-    pub(super) fn try_record_trial(&self, late: LateResponse, now: Instant) -> bool {
-        let (last, now) = (late.last_trial_at, self.millis_at(now));
-        self.last_trial_at
+    pub(super) fn try_record_check_or_trial(&self, late: LateResponse, now: Instant) -> bool {
+        let (last, now) = (late.last_check_or_trial_at, self.millis_at(now));
+        self.last_check_or_trial_at
             .compare_exchange(last, now, Ordering::Relaxed, Ordering::Relaxed)
             .is_ok()
     }
@@ -146,13 +148,17 @@ impl Load {
     /// Counts a request that is sent.
     pub(super) fn begin_request(&self, now: Instant) {
         if self.in_flight() == 0 {
-            self.record_response(now);
+            self.restart_wait(now);
         }
         self.in_flight.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Records that the endpoint has responded.
     pub(crate) fn record_response(&self, now: Instant) {
+        self.restart_wait(now);
+    }
+
+    fn restart_wait(&self, now: Instant) {
         self.waiting_since.store(self.millis_at(now), Ordering::Relaxed);
     }
 
@@ -212,28 +218,29 @@ impl Load {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LateResponse {
     waited_ms: u32,
-    /// Time after which a response is late: the estimated latency of the endpoint, within bounds.
+    /// Time after which the endpoint is late: its estimated latency, within bounds.
     limit_ms: u32,
     /// Time since the last check or trial request; `None` if there was none since the last response.
-    since_trial_ms: Option<u32>,
-    last_trial_at: u32,
+    since_check_or_trial_ms: Option<u32>,
+    last_check_or_trial_at: u32,
 }
 
 impl LateResponse {
     /// Whether the endpoint was not checked since its last response.
     pub(super) fn is_unchecked(self) -> bool {
-        self.since_trial_ms.is_none()
+        self.since_check_or_trial_ms.is_none()
     }
 
     /// Whether the answer to the last check is also late.
     pub(super) fn is_check_late(self) -> bool {
-        self.since_trial_ms.is_some_and(|elapsed| elapsed >= self.limit_ms)
+        self.since_check_or_trial_ms
+            .is_some_and(|elapsed| elapsed >= self.limit_ms)
     }
 
     /// Whether the endpoint should get one trial request, because it may only be slow: after twice the limit, and then each
     /// time the waiting time has doubled.
     pub(super) fn is_trial_due(self) -> bool {
-        let waited_at_trial = self.since_trial_ms.map(|elapsed| self.waited_ms - elapsed);
+        let waited_at_trial = self.since_check_or_trial_ms.map(|elapsed| self.waited_ms - elapsed);
         self.waited_ms >= 2 * waited_at_trial.unwrap_or(self.limit_ms)
     }
 }
@@ -260,7 +267,7 @@ fn elapsed_ms(from: u32, to: u32) -> u32 {
 }
 
 const MIN_RTT_SECONDS: f32 = 0.001;
-/// A response is not late before this time: shorter pauses of a process are normal.
+/// An endpoint is not late before this time: shorter pauses of a process are normal.
 const MIN_LATE_MS: u32 = 20;
 /// Maximum of [`LateResponse::limit_ms`]. Requests that are cancelled after a timeout raise the estimated latency without
 /// bound.
@@ -351,7 +358,7 @@ mod tests {
         assert_near(load.cost(start), 0.020);
     }
 
-    /// The times between `from` and `to`, in ms, at which the endpoint may get a request: its response is not late, or a trial
+    /// The times between `from` and `to`, in ms, at which the endpoint may get a request: it is not late to respond, or a trial
     /// request is due.
     fn times_open_to_requests(load: &Load, start: Instant, from: u32, to: u32) -> Vec<u32> {
         let is_open = |ms: &u32| {
@@ -370,7 +377,8 @@ mod tests {
         load.observe(MS, at(1));
         load.record_response(at(1));
         load.begin_request(at(1));
-        let record_trial = |ms: u32| assert!(load.try_record_trial(load.late_response(at(ms)).unwrap(), at(ms)));
+        let record_trial =
+            |ms: u32| assert!(load.try_record_check_or_trial(load.late_response(at(ms)).unwrap(), at(ms)));
         let accepts = |from: u32, to: u32| times_open_to_requests(&load, start, from, to);
         let ranges =
             |first: std::ops::Range<u32>, second: std::ops::Range<u32>| first.chain(second).collect::<Vec<_>>();
@@ -388,7 +396,7 @@ mod tests {
         load.begin_request(at(20_000));
         assert!(load.late_response(at(20_000)).is_none());
         let late = load.late_response(at(20_050)).unwrap();
-        assert!(load.try_record_trial(late, at(20_050)) && !load.try_record_trial(late, at(20_050)));
+        assert!(load.try_record_check_or_trial(late, at(20_050)) && !load.try_record_check_or_trial(late, at(20_050)));
     }
 
     #[test]

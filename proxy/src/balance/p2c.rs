@@ -18,7 +18,8 @@ pub(crate) fn choose(
             return Some(if second_cost < first_cost { second } else { first });
         }
     }
-    // Draw two of the candidates that can be picked. A candidate must not win because the other one cannot be picked.
+    // In each sampled pair, at least one candidate cannot be picked. The other one is not picked either, because its cost was
+    // compared with no other. Draw two of the candidates that can be picked.
     let pickable = || (0..n_candidates).filter_map(|index| Some((index, cost(index)?)));
     match pickable().count() {
         0 => None,

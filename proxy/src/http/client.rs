@@ -93,7 +93,7 @@ pub(crate) enum ConnectionUse {
 }
 
 impl EndpointClient {
-    /// Creates a client without connections. Its HTTP/2 connections send pings for `checks`.
+    /// Creates a client without connections. Its HTTP/2 connections send a ping when `checks` requests one.
     pub(crate) fn new(
         addr: SocketAddr,
         connect: ConnectFn,

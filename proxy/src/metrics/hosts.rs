@@ -103,7 +103,7 @@ mod tests {
         assert_eq!(
             n_found(HostSource::Untrusted, 10_000..20_000),
             MAX_TRUSTED_HOSTS,
-            "known hosts are found"
+            "hosts of trusted clients are also found for untrusted ones"
         );
     }
 }

@@ -35,7 +35,8 @@ impl StatusKind {
     }
 }
 
-/// The metric family that counts exchanges by status and error.
+/// The metric family that counts exchanges by status and error. An exchange is a request of a route, or an attempt at a
+/// backend, with its response.
 #[derive(Clone)]
 pub(crate) struct Statuses {
     family: Family<Counter>,

@@ -1,5 +1,5 @@
-//! Finds the other listening sockets of this network namespace. A draining proxy checks whether its application still accepts
-//! traffic. The inbound side distinguishes the ports of the application from ports that clients scan.
+//! Finds the listening sockets of the application, in this network namespace. A draining proxy checks whether its application
+//! still accepts traffic. The inbound side distinguishes the ports of the application from ports that clients scan.
 
 use std::{
     fs, io,

@@ -51,9 +51,9 @@ const CORK_FLAGS: libc::c_int = libc::MSG_MORE | libc::MSG_NOSIGNAL;
 /// given.
 const MAX_BUFFERED_BYTES: usize = 48 * 1024;
 
-/// How long the kernel keeps the unsent bytes of a connection that was evicted, or that the proxy ends
-/// ([`ConnectionHandle::reset_on_drop`]), if the peer does not read. Without a limit, such clients could fill the kernel's
-/// memory with connections that are not counted any more.
+/// How long the kernel keeps the unsent bytes of a connection that was evicted, or stopped because the policy now denies its
+/// request ([`ConnectionHandle::prefer_reset`]), if the peer does not read. Without a limit, such clients could fill the
+/// kernel's memory with connections that are not counted any more.
 const STOPPED_SEND_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Any connection of the proxy, in either direction.
@@ -174,9 +174,9 @@ impl Drop for Tcp {
     fn drop(&mut self) {
         let is_requested = self.must_reset.load(Ordering::Relaxed);
         let is_evicted_or_stopped = self.permit.as_ref().is_some_and(ConnectionPermit::prefers_reset);
-        // A connection that was evicted, or that the proxy ends (`ConnectionHandle::reset_on_drop`), is reset only if the
-        // peer has acknowledged all bytes: otherwise the reset could discard a complete response in flight. An owner whose
-        // response is incomplete, and could look complete after a FIN, has called `Io::reset_on_drop`.
+        // A connection that was evicted or stopped is reset only if the peer has acknowledged all bytes: otherwise the reset
+        // could discard a complete response in flight. An owner whose response is incomplete, and could look complete after a
+        // FIN, has called `Io::reset_on_drop`.
         let must_reset = is_requested || is_evicted_or_stopped && unacknowledged_bytes(&self.stream) == Some(0);
         let socket = SockRef::from(&self.stream);
         let result = match (must_reset, is_evicted_or_stopped) {
@@ -557,7 +557,7 @@ mod tests {
         let refused = peer_read_after(|tcp| tcp.reset_on_drop()).await;
         let stopped = peer_read_after(|tcp| {
             let tcp = tcp.with_permit(admit(1));
-            Io::tcp(tcp).handle().unwrap().reset_on_drop();
+            Io::tcp(tcp).handle().unwrap().prefer_reset();
         });
         let evicted = peer_read_after(|tcp| {
             let tcp = tcp.with_permit(admit(1));

@@ -16,7 +16,7 @@ use tokio::net::{TcpSocket, TcpStream};
 /// # Errors
 /// The process has neither `NET_RAW` nor `NET_ADMIN`.
 pub(crate) fn set_transparent<'a>(socket: impl Into<SockRef<'a>>) -> io::Result<()> {
-    socket.into().set_ip_transparent_v4(true) // for both families
+    socket.into().set_ip_transparent_v4(true) // despite its name, also for IPv6 sockets
 }
 
 /// Opens a TCP connection from the client's address.

@@ -43,7 +43,8 @@ use crate::{
 
 #[derive(Default)]
 pub(crate) struct TapRegistry {
-    /// Largest random number with which a tap samples a request; 0 if there are no taps.
+    /// The maximum of [`Tap::max_draw`] over all taps; 0 if there are no taps. A request that draws a larger number is not shown to
+    /// any tap.
     max_draw: AtomicU32,
     taps: ArcSwap<Vec<Arc<Tap>>>,
     /// Held while the list is changed.
@@ -207,7 +208,7 @@ impl TapRegistry {
 }
 
 impl Tap {
-    /// Largest random number with which this tap samples a request.
+    /// Each request draws a random number. This tap samples the requests whose number is at most this one.
     fn max_draw(&self) -> u32 {
         u32::MAX / self.sample_one_in
     }

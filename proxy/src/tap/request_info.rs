@@ -119,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn credentials_are_named_and_not_shown() {
+    fn values_of_credential_headers_are_replaced() {
         let mut all = HeaderMap::new();
         for name in ["Authorization", "proxy-authorization", "cookie", "set-cookie", "accept"] {
             let name: HeaderName = name.parse().unwrap();

@@ -25,7 +25,7 @@ pub(crate) enum ServerTls {
 pub(crate) enum NoServerTls {
     /// The client is on this host.
     Loopback,
-    /// The port is opaque, so TLS is not detected.
+    /// The port is opaque, so the proxy does not look for a ClientHello.
     PortSkipped,
     /// The first bytes are not a ClientHello with a server name, for example because the connection is plaintext.
     NoTlsFromRemote,
@@ -44,7 +44,7 @@ pub(crate) enum NoClientTls {
     Loopback,
     /// Discovery reports no identity for the endpoint.
     NotProvidedByServiceDiscovery,
-    /// An ingress chose the endpoint without naming the service.
+    /// The client is an ingress. It dialled the endpoint, and named no service in `l5d-dst-override`.
     IngressWithoutOverride,
 }
 

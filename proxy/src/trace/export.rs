@@ -47,7 +47,8 @@ pub(crate) struct Exporter {
 }
 
 struct Metrics {
-    /// 1 plus the number of failed batches. In Linkerd, the streams that were opened; spans are sent by unary calls here.
+    /// Counts the start and each failed batch. Linkerd counts the streams that it opens at these times. tulle opens none: it
+    /// sends spans by unary calls.
     streams: Arc<Counter>,
     requests: Arc<Counter>,
     spans: Arc<Counter>,
@@ -55,8 +56,8 @@ struct Metrics {
 }
 
 impl Config {
-    /// The tracers, inbound and outbound, and the exporter of their spans.
-    pub(crate) fn start(&self, channel: Channel, registry: &Registry) -> ([Tracer; 2], Exporter) {
+    /// Creates the tracers, inbound and outbound, and the exporter of their spans. [`Exporter::run`] sends the spans.
+    pub(crate) fn create_tracers(&self, channel: Channel, registry: &Registry) -> ([Tracer; 2], Exporter) {
         let no_labels = Labels::new();
         let counter = |name, help| registry.counter(name, help).get(&no_labels);
         let dropped = registry.counter("tulle_trace_spans_dropped_total", "Spans that were not sent, by reason");

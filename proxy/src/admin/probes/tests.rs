@@ -226,14 +226,14 @@ async fn a_grpc_probe_succeeds_if_the_health_check_returns_serving() {
             .await;
     })
     .await;
-    let http1 = https_server(&[], TestResponses::default(), TestProtocol::Plain).await;
+    let (http1_port, _) = http_server(&[], TestResponses::default(), TestProtocol::Plain).await;
     for (port, service, expected, reason) in [
         (health, None, 200, "200"),
         (health, Some("up"), 200, "200"),
         (health, Some("down"), 503, "NOT_SERVING"),
         (health, Some("unknown"), 503, "unknown service"),
         (health, Some("hangs"), 503, "longer than 1s"),
-        (http1.0, None, 503, "HTTP"),
+        (http1_port, None, 503, "HTTP"),
         (silent_server().await, None, 503, "longer than 1s"),
         (free_port().await, None, 503, "refused"),
     ] {
@@ -264,8 +264,8 @@ enum TestProtocol {
 }
 
 /// Starts a server that answers `/<status>` with this status, and with `location` if it is a redirect. Returns its port.
-async fn https_server(alpn: &[&str], responses: TestResponses, protocol: TestProtocol) -> (u16, TestResponses) {
-    let key = rcgen::generate_simple_self_signed(["expired.test".to_owned()]).unwrap();
+async fn http_server(alpn: &[&str], responses: TestResponses, protocol: TestProtocol) -> (u16, TestResponses) {
+    let key = rcgen::generate_simple_self_signed(["other.test".to_owned()]).unwrap();
     let chain = vec![key.cert.der().clone()];
     let key = PrivateKeyDer::try_from(key.signing_key.serialize_der()).unwrap();
     let versions = match protocol {
@@ -346,14 +346,14 @@ async fn an_https_probe_returns_the_status_of_the_application_with_any_certifica
         (TestProtocol::Tls12, &[]),
         (TestProtocol::TlsHttp2, &["h2"]),
     ] {
-        let (port, _) = https_server(alpn, TestResponses::default(), protocol).await;
+        let (port, _) = http_server(alpn, TestResponses::default(), protocol).await;
         for (path, expected) in [("/", 200), ("/204", 204), ("/302", 302), ("/404", 404), ("/500", 500)] {
             let admin = TestAdmin::https(path, &[], port).await;
             let (status, text) = admin.send_probe().await;
             assert_eq!(status, expected, "{path}: {text}");
         }
     }
-    let (plain, _) = https_server(&[], TestResponses::default(), TestProtocol::Plain).await;
+    let (plain, _) = http_server(&[], TestResponses::default(), TestProtocol::Plain).await;
     for (port, reason) in [
         (plain, "TLS handshake"),
         (silent_server().await, "longer than 1s"),
@@ -368,8 +368,8 @@ async fn an_https_probe_returns_the_status_of_the_application_with_any_certifica
 
 #[tokio::test]
 async fn an_https_probe_sends_the_request_that_the_kubelet_would_send() {
-    let (port, responses) = https_server(&[], TestResponses::default(), TestProtocol::Tls).await;
-    let (h2_port, h2_responses) = https_server(&["h2"], TestResponses::default(), TestProtocol::TlsHttp2).await;
+    let (port, responses) = http_server(&[], TestResponses::default(), TestProtocol::Tls).await;
+    let (h2_port, h2_responses) = http_server(&["h2"], TestResponses::default(), TestProtocol::TlsHttp2).await;
     for (port, responses) in [(port, responses), (h2_port, h2_responses)] {
         for (path, headers, expected) in [
             (
@@ -411,7 +411,7 @@ async fn an_https_probe_follows_redirects_on_the_same_host_with_ten_requests_at_
             location: Some(location.to_owned()),
             ..TestResponses::default()
         };
-        let (port, responses) = https_server(&[], responses, TestProtocol::Tls).await;
+        let (port, responses) = http_server(&[], responses, TestProtocol::Tls).await;
         let admin = TestAdmin::https("/302", &[], port).await;
         let (status, text) = admin.send_probe().await;
         assert_eq!(status, expected, "{location}: {text}");
@@ -433,7 +433,7 @@ async fn an_incomplete_response_fails_the_probe() {
         location: Some(format!("http://127.0.0.1:{broken}/")),
         ..TestResponses::default()
     };
-    let (port, _) = https_server(&[], responses, TestProtocol::Tls).await;
+    let (port, _) = http_server(&[], responses, TestProtocol::Tls).await;
     let admin = TestAdmin::https("/302", &[], port).await;
     let (status, text) = admin.send_probe().await;
     assert_eq!(status, 503, "{text}");

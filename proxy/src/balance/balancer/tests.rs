@@ -55,11 +55,12 @@ fn balancer(strategy: Strategy) -> Arc<Balancer<Peer>> {
     ))
 }
 
-fn peers(balancer: &Balancer<Peer>, count: usize) -> Vec<Arc<Peer>> {
-    peers_with(balancer, count, |_, peer| peer)
+/// Creates peers, and publishes them as the endpoints of `balancer`.
+fn publish_peers(balancer: &Balancer<Peer>, count: usize) -> Vec<Arc<Peer>> {
+    publish_peers_with(balancer, count, |_, peer| peer)
 }
 
-fn peers_with(balancer: &Balancer<Peer>, count: usize, change: impl Fn(usize, Peer) -> Peer) -> Vec<Arc<Peer>> {
+fn publish_peers_with(balancer: &Balancer<Peer>, count: usize, change: impl Fn(usize, Peer) -> Peer) -> Vec<Arc<Peer>> {
     let now = Instant::now();
     let params = LoadParams::PeakEwma {
         default_rtt: 30 * MS,
@@ -81,7 +82,7 @@ fn peers_with(balancer: &Balancer<Peer>, count: usize, change: impl Fn(usize, Pe
 /// The share of requests that each peer gets at a fixed request rate, in virtual time. `millis` are the latencies of the peers.
 fn shares(strategy: Strategy, millis: &[u32], requests_per_second: u32) -> Vec<f64> {
     let balancer = balancer(strategy);
-    peers(&balancer, millis.len());
+    publish_peers(&balancer, millis.len());
     let (start, seconds) = (Instant::now(), 30);
     let mut hits = vec![0_u32; millis.len()];
     let mut due = BinaryHeap::new();
@@ -118,7 +119,7 @@ fn a_slow_endpoint_gets_few_requests() {
 /// which these two got requests.
 fn lost_request_times(strategy: Strategy, can_be_checked: bool) -> Vec<u32> {
     let balancer = balancer(strategy);
-    let all = peers_with(&balancer, 4, |_, peer| Peer {
+    let all = publish_peers_with(&balancer, 4, |_, peer| Peer {
         n_checks: can_be_checked.then(AtomicUsize::default),
         ..peer
     });
@@ -171,7 +172,7 @@ fn endpoints_that_stop_responding_get_few_requests_while_others_respond() {
 fn a_peer_with_one_slow_request_keeps_its_share() {
     for strategy in [Strategy::PeakEwma, Strategy::RoundRobin] {
         let balancer = balancer(strategy);
-        let all = peers_with(&balancer, 2, |_, peer| Peer {
+        let all = publish_peers_with(&balancer, 2, |_, peer| Peer {
             n_checks: Some(AtomicUsize::default()),
             ..peer
         });
@@ -214,7 +215,7 @@ fn endpoints_of_equal_latency_get_equal_shares() {
 fn unavailable_endpoints_are_skipped_and_untried_ones_preferred() {
     for strategy in [Strategy::PeakEwma, Strategy::RoundRobin] {
         let balancer = balancer(strategy);
-        let peers = peers(&balancer, 4);
+        let peers = publish_peers(&balancer, 4);
         let now = Instant::now();
         peers[0].breaker.record_dial_failure("connect-refused", now);
         for _ in 0..100 {
@@ -240,7 +241,7 @@ async fn requests_wait_for_discovery() {
         async move { balancer.pick(&[], &series()).await.map(|peer| peer.number) }
     });
     advance(1000 * MS).await;
-    peers(&balancer, 1);
+    publish_peers(&balancer, 1);
     assert_eq!(waiter.await.unwrap(), Ok(0));
     assert_eq!(balancer.n_queued.load(Ordering::Relaxed), 0);
 }
@@ -290,7 +291,7 @@ async fn after_one_timeout_requests_fail_fast_until_an_endpoint_is_available() {
         PickError::FailingFast(UnavailableReason::Unreachable(None))
     );
     assert_eq!(start.elapsed(), FAILFAST);
-    let peers = peers(&balancer, 1);
+    let peers = publish_peers(&balancer, 1);
     assert_eq!(balancer.pick(&[], &series()).await.unwrap().number, 0);
     peers[0].breaker.record_dial_failure("connect-refused", Instant::now());
     assert_eq!(balancer.pick(&[], &series()).await.unwrap().number, 0, "waits again");
@@ -299,7 +300,7 @@ async fn after_one_timeout_requests_fail_fast_until_an_endpoint_is_available() {
 #[tokio::test(start_paused = true)]
 async fn requests_wait_for_the_backoff_and_one_of_them_is_the_probe() {
     let balancer = balancer(Strategy::PeakEwma);
-    let peers = peers(&balancer, 1);
+    let peers = publish_peers(&balancer, 1);
     let start = Instant::now();
     peers[0].breaker.record_dial_failure("connect-refused", start);
     let series = series();
@@ -320,7 +321,7 @@ async fn requests_wait_for_the_backoff_and_one_of_them_is_the_probe() {
 #[tokio::test(start_paused = true)]
 async fn a_successful_probe_releases_queued_requests() {
     let balancer = balancer(Strategy::PeakEwma);
-    let peers = peers(&balancer, 1);
+    let peers = publish_peers(&balancer, 1);
     let start = Instant::now();
     peers[0].breaker.record_dial_failure("connect-refused", start);
     balancer.pick(&[], &series()).await.unwrap();
@@ -367,7 +368,7 @@ async fn requests_woken_by_the_first_endpoints_do_not_fill_the_queue() {
         .collect();
     tokio::task::yield_now().await;
     assert_eq!(balancer.n_queued.load(Ordering::Relaxed), 3);
-    peers(&balancer, 1);
+    publish_peers(&balancer, 1);
     // A `pick` that found no endpoint before the update continues here.
     assert!(balancer.wait_for_endpoint(&[], &series()).await.is_ok());
     for waiter in waiters {
@@ -390,7 +391,7 @@ async fn metrics_of_endpoints_queue_and_queue_mode_are_recorded() {
     balancer.register_series(&one);
     let same_as_one = series_of_parent("one");
     balancer.register_series(&same_as_one);
-    let peers = peers(&balancer, 2);
+    let peers = publish_peers(&balancer, 2);
     balancer.record_update(UpdateOp::Reset);
     balancer.register_series(&other);
     let assert_metrics = |expected: &[&str]| {
@@ -420,7 +421,7 @@ async fn metrics_of_endpoints_queue_and_queue_mode_are_recorded() {
         r#"queue_gate_shut_total{parent="other"} 1"#,
         r#"queue_gate_open_time_seconds{parent="other"} 0"#,
     ]);
-    self::peers(&balancer, 1);
+    publish_peers(&balancer, 1);
     balancer.pick(&[], &one).await.unwrap();
     assert_metrics(&[
         r#"queue_gate_open_total{parent="other"} 2"#,

@@ -82,9 +82,9 @@ pub(crate) enum ResendTarget {
     /// A new connection to the same endpoint: the request was not read, or the resend policy permits a resend and the connection
     /// was idle before.
     SameEndpoint,
-    /// Another endpoint. If the connection was not idle before, only on two conditions: the port of this endpoint is closed
-    /// now, and the kernel discarded the request or the connection was reset. While the port is open, the request itself may
-    /// be the reason why the application closed the connection.
+    /// Another endpoint, if the port of this endpoint is closed now, and the kernel discarded the request or the connection was
+    /// reset. While the port is open, the request itself may be the reason why the application closed the connection. If the
+    /// connection was idle before, its error permits the resend without these conditions.
     OtherEndpointIfPortClosed,
 }
 

@@ -301,7 +301,7 @@ impl<B: SendableBody> OutgoingMessage<B> {
         loop {
             match self.poll_encode(cx)? {
                 Poll::Ready(()) => {}
-                // `data` is empty too, otherwise nothing is polled.
+                // `data` is empty too: `poll_encode` polls the body only then.
                 Poll::Pending if self.staged.is_empty() => {
                     ready!(Pin::new(&mut *io).poll_flush(cx)).map_err(self.io_error)?;
                     return Poll::Pending;

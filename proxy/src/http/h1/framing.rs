@@ -200,7 +200,8 @@ fn parse_trailers(read_buffer: &mut Bytes) -> Result<Option<HeaderMap>, &'static
     }
 }
 
-/// Whether an empty line ends after the first `seen` bytes. Only then can a head be complete that was incomplete before.
+/// Whether the bytes after the first `seen` ones complete an empty line. Otherwise a head that was incomplete before is still
+/// incomplete.
 pub(crate) fn has_new_empty_line(bytes: &[u8], seen: usize) -> bool {
     let new = &bytes[seen.saturating_sub(3)..];
     new.windows(2).any(|end| end == b"\n\n") || new.windows(3).any(|end| end == b"\n\r\n")

@@ -483,7 +483,7 @@ mod tests {
             body::ReceivedBody,
             connection_closer::ConnectionCloser,
             stack::error_response::ErrorDetail,
-            stack::head_memory::{ClientAddress, HeadMemory},
+            stack::head_memory::{ClientKind, HeadMemory},
             stack::layers::tests::{connection_info, service_stack},
             stack::layers::{self, ServiceStack},
         },
@@ -637,7 +637,7 @@ mod tests {
                 idle_timeout: Duration::from_secs(3600),
             };
             let memory = HeadMemory::new(None, MemoryPressure::default());
-            let memory = ClientHeadMemory::new(memory, ([10, 0, 0, 2], 4321).into(), ClientAddress::Unverified);
+            let memory = ClientHeadMemory::new(memory, ([10, 0, 0, 2], 4321).into(), ClientKind::WithoutIdentity);
             let mut head_reader = HeadReader::new(&config, &memory);
             let mut no_drain = pin!(std::future::pending());
             poll_fn(|cx| {
@@ -689,7 +689,7 @@ mod tests {
                 idle_timeout: limit,
             };
             let memory = HeadMemory::new(None, MemoryPressure::default());
-            let memory = ClientHeadMemory::new(memory, ([10, 0, 0, 2], 4321).into(), ClientAddress::Unverified);
+            let memory = ClientHeadMemory::new(memory, ([10, 0, 0, 2], 4321).into(), ClientKind::WithoutIdentity);
             let mut head_reader = HeadReader::new(&config, &memory);
             let (drain_tx, drain_rx) = oneshot::channel::<()>();
             let mut drain_signal = pin!(async { drop(drain_rx.await) });

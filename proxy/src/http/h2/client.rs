@@ -194,7 +194,8 @@ pub(crate) const FREE_STREAM_TIMEOUT: Duration = Duration::from_secs(3);
 /// Time after which an additional connection that is not needed is closed.
 const SURPLUS_CONNECTION_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Opens an HTTP/2 connection on `io`. A task drives it until all handles are dropped, and sends pings for `checks`.
+/// Opens an HTTP/2 connection on `io`. A task drives it until all handles are dropped. It sends pings for the keep-alive, and
+/// when `checks` requests one.
 ///
 /// # Errors
 /// The connection fails before our settings are written.
@@ -394,7 +395,7 @@ async fn send_request(
         .await?;
         if let (Some(sending), Ok(response)) = (sending, &head) {
             let (cancel, cancelled) = oneshot::channel();
-            // Without a body, the response may be dropped before its end has arrived.
+            // A response without a body can be dropped as soon as its head has arrived. This does not cancel the upload.
             if !headers::has_no_body(response.status(), &method) {
                 cancel_upload = Some(cancel);
             }

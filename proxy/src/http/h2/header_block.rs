@@ -109,7 +109,8 @@ pub(super) fn track<T>(io: T, max_bytes: usize, timeout: Duration) -> (TrackedIo
 ///
 /// - Decoded fields: `h2` accepts twice `max_header_list_bytes`, as its builder in `server.rs` sets it, and a short field takes
 ///   about twice the bytes that it counts. So 4 times the limit.
-/// - One undecoded field: `h2` accepts up to six frames, or as many as hold 2.5 times the limit, which the first case covers.
+/// - A field that cannot be decoded yet: `h2` keeps its frames. It accepts six of them, or more if they hold at most 2.5 times
+///   the limit together. The first case covers the latter.
 pub(super) fn max_bytes(params: &Http2Config, max_frame_size: Option<u32>) -> usize {
     let decoded = (params.max_header_list_bytes as usize).saturating_mul(4);
     let frames = (max_frame_size.unwrap_or(MIN_MAX_FRAME_SIZE) as usize).saturating_mul(6);
@@ -282,7 +283,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        http::stack::head_memory::{ClientAddress, HeadMemory},
+        http::stack::head_memory::{ClientKind, HeadMemory},
         net::memory::MemoryPressure,
     };
 
@@ -347,7 +348,7 @@ mod tests {
         let timeout = Duration::from_secs(10);
         let memory = HeadMemory::new(None, MemoryPressure::default());
         let client = (Ipv4Addr::LOCALHOST, 1).into();
-        let memory = ClientHeadMemory::new(memory, client, ClientAddress::Unverified);
+        let memory = ClientHeadMemory::new(memory, client, ClientKind::WithoutIdentity);
         let (_io, mut limits) = track(tokio::io::empty(), 1 << 20, timeout);
         let mut is_permitted = |number: u64| {
             let needs_memory = number.is_multiple_of(2);

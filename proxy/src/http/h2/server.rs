@@ -128,7 +128,7 @@ where
         }
         let mut is_idle_timeout = false;
         while check_timer.poll_tick(cx).is_ready() {
-            task_pool.end_spare_tasks();
+            task_pool.end_unneeded_tasks();
             if block_state.is_unfinished() {
                 continue; // the header block has its own timeout
             }
@@ -273,7 +273,7 @@ impl ExtendedConnect {
 /// Tasks that serve the requests of one connection.
 ///
 /// A new task for each request would cost more than most of its work: several kilobytes are allocated, initialized and
-/// freed. So a finished task waits for the next request, until it is spare or the connection ends.
+/// freed. So a finished task waits for the next request, until it is not needed any more or the connection ends.
 struct RequestTaskPool<S> {
     service: RequestService<S>,
     token: StreamToken,
@@ -429,10 +429,10 @@ impl RequestTask {
 
 impl<S> RequestTaskPool<S> {
     /// Ends idle tasks that were not needed since the last check.
-    fn end_spare_tasks(&self) {
+    fn end_unneeded_tasks(&self) {
         let mut state = self.state.lock();
-        let spare = state.min_idle.min(state.idle_tasks.len());
-        for task in state.idle_tasks.drain(..spare) {
+        let n_unneeded = state.min_idle.min(state.idle_tasks.len());
+        for task in state.idle_tasks.drain(..n_unneeded) {
             task.wake.notify_one();
         }
         state.min_idle = state.idle_tasks.len();

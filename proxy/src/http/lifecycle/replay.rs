@@ -41,8 +41,8 @@ struct ReplayState {
     frames: VecDeque<Bytes>,
     len: usize,
     max_bytes: usize,
-    /// The body cannot be sent again: it exceeds `max_bytes`, it failed, or its trailers were sent.
-    is_incomplete: bool,
+    /// The sent part is not kept, so the body cannot be sent again: it exceeds `max_bytes`, it failed, or its trailers were sent.
+    is_discarded: bool,
     /// The task that sends the body.
     sender_waker: Option<Waker>,
 }
@@ -125,14 +125,14 @@ fn header_list(headers: &HeaderMap) -> Vec<(HeaderName, HeaderValue)> {
 impl ReplayBuffer {
     /// Whether the whole sent part of the body is kept. [`Self::take_body`] does not change this.
     pub(crate) fn can_replay(&self) -> bool {
-        self.0.as_ref().is_some_and(|state| !state.lock().is_incomplete)
+        self.0.as_ref().is_some_and(|state| !state.lock().is_discarded)
     }
 
     /// The body from its start, if it is kept and was not taken before. The previous send fails with
     /// [`Error::AttemptCancelled`].
     pub(crate) fn take_body(&self) -> Option<Body> {
         let mut state = self.0.as_ref()?.lock();
-        if state.is_incomplete {
+        if state.is_discarded {
             return None;
         }
         let rest = state.unread.take()?;
@@ -153,17 +153,17 @@ impl ReceivedBody for RecordingBody {
             state.sender_waker = Some(cx.waker().clone());
             return Poll::Pending;
         };
-        if !state.is_incomplete {
+        if !state.is_discarded {
             match &frame {
                 Some(Ok(frame)) if let Some(data) = frame.data_ref() => {
                     state.len += data.len();
                     state.frames.push_back(data.clone());
-                    state.is_incomplete = state.len > state.max_bytes;
+                    state.is_discarded = state.len > state.max_bytes;
                 }
-                Some(_) => state.is_incomplete = true,
+                Some(_) => state.is_discarded = true,
                 None => {}
             }
-            if state.is_incomplete {
+            if state.is_discarded {
                 state.frames = VecDeque::new();
             }
         }

@@ -50,7 +50,7 @@ impl ErrorFormat {
 pub(crate) struct ConnectionInfo {
     pub(crate) direction: &'static str,
     pub(crate) proxy_identity: Arc<str>,
-    /// The target address of the client.
+    /// The address or name to which the client connects.
     pub(crate) target: Addr,
     pub(crate) client_addr: SocketAddr,
     /// The client's verified identity.
@@ -197,8 +197,8 @@ mod tests {
             (rsp.status(), &rsp.headers()["grpc-status"]),
             (StatusCode::OK, &HeaderValue::from(14))
         );
-        let headers = "overload; direction=outbound; hop=web.shop; target=10.0.0.1:80";
-        assert_eq!(rsp.headers()["l5d-proxy-cause"], headers);
+        let cause = "overload; direction=outbound; hop=web.shop; target=10.0.0.1:80";
+        assert_eq!(rsp.headers()["l5d-proxy-cause"], cause);
     }
 
     #[test]
@@ -246,7 +246,7 @@ mod tests {
             ErrorDetail::Include,
             &connection(),
         );
-        let headers = "policy-denied:Server/x; why=no-tls; direction=outbound; hop=web.shop; target=10.0.0.1:80";
-        assert_eq!(rsp.headers()["l5d-proxy-cause"], headers);
+        let cause = "policy-denied:Server/x; why=no-tls; direction=outbound; hop=web.shop; target=10.0.0.1:80";
+        assert_eq!(rsp.headers()["l5d-proxy-cause"], cause);
     }
 }

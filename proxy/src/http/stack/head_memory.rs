@@ -32,11 +32,11 @@ pub(in crate::http) struct ClientHeadMemory {
     client: IpAddr,
 }
 
-/// Whether the address of a client is verified by its identity.
+/// Whether a client has an identity. All clients without an identity in one [`client_network`] share one part of the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::http) enum ClientAddress {
-    Verified,
-    Unverified,
+pub(in crate::http) enum ClientKind {
+    WithIdentity,
+    WithoutIdentity,
 }
 
 /// The memory that is reserved for one head; none by default. It is released on drop.
@@ -65,10 +65,10 @@ impl HeadMemory {
 }
 
 impl ClientHeadMemory {
-    pub(in crate::http) fn new(memory: Arc<HeadMemory>, addr: SocketAddr, address: ClientAddress) -> Self {
-        let client = match address {
-            ClientAddress::Verified => addr.ip().to_canonical(),
-            ClientAddress::Unverified => client_network(addr.ip()),
+    pub(in crate::http) fn new(memory: Arc<HeadMemory>, addr: SocketAddr, kind: ClientKind) -> Self {
+        let client = match kind {
+            ClientKind::WithIdentity => addr.ip().to_canonical(),
+            ClientKind::WithoutIdentity => client_network(addr.ip()),
         };
         Self { memory, client }
     }
@@ -169,7 +169,7 @@ mod tests {
         ClientHeadMemory::new(
             memory.clone(),
             ([10, 0, 0, client], 80).into(),
-            ClientAddress::Unverified,
+            ClientKind::WithoutIdentity,
         )
     }
 

@@ -25,7 +25,7 @@ use crate::{
         stack::access_log::{AccessLog, AccessLogEntry},
         stack::admission::{Admission, InFlightSlot, ShedReason},
         stack::error_response::{self, ConnectionInfo, ErrorDetail, ErrorFormat},
-        stack::head_memory::{ClientAddress, ClientHeadMemory, HeadMemory},
+        stack::head_memory::{ClientHeadMemory, ClientKind, HeadMemory},
     },
     metrics::failures::Failures,
 };
@@ -256,12 +256,12 @@ struct ConnectionContext {
 impl RequestLayer {
     /// `closer` closes the connection if an error requires it.
     fn new(detail: ErrorDetail, info: ConnectionInfo, closer: ConnectionCloser, stack: &ServiceStack) -> Self {
-        let address = match &info.client_id {
-            Some(_) => ClientAddress::Verified,
-            None => ClientAddress::Unverified,
+        let kind = match &info.client_id {
+            Some(_) => ClientKind::WithIdentity,
+            None => ClientKind::WithoutIdentity,
         };
         Self(Arc::new(ConnectionContext {
-            head_memory: ClientHeadMemory::new(stack.head_memory.clone(), info.client_addr, address),
+            head_memory: ClientHeadMemory::new(stack.head_memory.clone(), info.client_addr, kind),
             error_detail: detail,
             info: Arc::new(info),
             closer,

@@ -104,10 +104,11 @@ impl Connection {
     }
 }
 
-/// Waits until a changed policy denies a request in progress. The connection then ends with a reset when it is dropped.
+/// Waits until a changed policy denies a request in progress. The connection then ends with a reset when it is dropped, if the
+/// client has acknowledged all data.
 async fn reset_when_denied(connection: Arc<HttpConnection>, handle: Option<ConnectionHandle>) {
     connection.wait_until_denied().await;
     if let Some(handle) = handle {
-        handle.reset_on_drop();
+        handle.prefer_reset();
     }
 }
