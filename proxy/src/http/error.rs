@@ -93,9 +93,9 @@ pub(crate) enum Error {
     ReadRequestBody(#[source] Box<dyn std::error::Error + Send + Sync>),
     #[error("the attempt was cancelled: it timed out, its response ended, or another endpoint got the request")]
     AttemptCancelled,
-    /// Writing an HTTP/1 body failed. [`Self::is_request_body_error`] assumes that it is the body of a request;
-    /// [`Self::side`] and [`Self::cause`] assume a response. Received bodies have the right length, so usually a filter has
-    /// changed the header.
+    /// Writing an HTTP/1 body failed. The error does not say whether the body is that of a request or of a response:
+    /// [`Self::is_request_body_error`] assumes a request, [`Self::side`] and [`Self::cause`] assume a response. Received bodies have
+    /// the right length, so usually a filter has changed `content-length`.
     #[error("the length of a body differs from its content-length")]
     ContentLengthMismatch,
     #[error("invalid request: {0}")]

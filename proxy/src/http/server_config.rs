@@ -24,6 +24,6 @@ pub(crate) struct HttpLimits {
     pub(crate) idle_timeout: Duration,
 }
 
-/// Maximum time that a connection without any request delays a drain. Its client has just connected, and a request may be on its way:
-/// unlike on a connection that was used before, no client expects the end of the connection instead of a response.
+/// Maximum time that a connection without any request delays a drain. Its client has just connected, and a request may be on its
+/// way. Clients expect that a reused connection may end without a response, but not that a new one does.
 pub(in crate::http) const FIRST_REQUEST_DRAIN_TIMEOUT: Duration = Duration::from_secs(1);

@@ -226,14 +226,14 @@ async fn a_grpc_probe_succeeds_if_the_health_check_returns_serving() {
             .await;
     })
     .await;
-    let http1 = https_server(&[], TestResponses::default(), TestProtocol::Plain).await;
+    let (http1_port, _) = https_server(&[], TestResponses::default(), TestProtocol::Plain).await;
     for (port, service, expected, reason) in [
         (health, None, 200, "200"),
         (health, Some("up"), 200, "200"),
         (health, Some("down"), 503, "NOT_SERVING"),
         (health, Some("unknown"), 503, "unknown service"),
         (health, Some("hangs"), 503, "longer than 1s"),
-        (http1.0, None, 503, "HTTP"),
+        (http1_port, None, 503, "HTTP"),
         (silent_server().await, None, 503, "longer than 1s"),
         (free_port().await, None, 503, "refused"),
     ] {

@@ -109,7 +109,8 @@ pub(super) fn track<T>(io: T, max_bytes: usize, timeout: Duration) -> (TrackedIo
 ///
 /// - Decoded fields: `h2` accepts twice `max_header_list_bytes`, as its builder in `server.rs` sets it, and a short field takes
 ///   about twice the bytes that it counts. So 4 times the limit.
-/// - One undecoded field: `h2` accepts up to six frames, or as many as hold 2.5 times the limit, which the first case covers.
+/// - One undecoded field: `h2` accepts six frames, or 2.5 times the limit if that is more. The first case is larger than 2.5 times
+///   the limit, so only the six frames count.
 pub(super) fn max_bytes(params: &Http2Config, max_frame_size: Option<u32>) -> usize {
     let decoded = (params.max_header_list_bytes as usize).saturating_mul(4);
     let frames = (max_frame_size.unwrap_or(MIN_MAX_FRAME_SIZE) as usize).saturating_mul(6);

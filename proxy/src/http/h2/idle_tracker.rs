@@ -56,7 +56,8 @@ impl IdleTracker {
     }
 }
 
-/// Interval of the activity checks, which also end spare tasks. The interval is shorter if a timeout is shorter.
+/// Interval of the activity checks. At each check, the HTTP/2 server also ends spare request tasks. The interval is shorter if a
+/// timeout is shorter.
 const CHECK_INTERVAL: Duration = Duration::from_secs(10);
 
 #[cfg(test)]

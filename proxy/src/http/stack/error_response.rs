@@ -197,8 +197,8 @@ mod tests {
             (rsp.status(), &rsp.headers()["grpc-status"]),
             (StatusCode::OK, &HeaderValue::from(14))
         );
-        let headers = "overload; direction=outbound; hop=web.shop; target=10.0.0.1:80";
-        assert_eq!(rsp.headers()["l5d-proxy-cause"], headers);
+        let expected_cause = "overload; direction=outbound; hop=web.shop; target=10.0.0.1:80";
+        assert_eq!(rsp.headers()["l5d-proxy-cause"], expected_cause);
     }
 
     #[test]
@@ -246,7 +246,7 @@ mod tests {
             ErrorDetail::Include,
             &connection(),
         );
-        let headers = "policy-denied:Server/x; why=no-tls; direction=outbound; hop=web.shop; target=10.0.0.1:80";
-        assert_eq!(rsp.headers()["l5d-proxy-cause"], headers);
+        let expected_cause = "policy-denied:Server/x; why=no-tls; direction=outbound; hop=web.shop; target=10.0.0.1:80";
+        assert_eq!(rsp.headers()["l5d-proxy-cause"], expected_cause);
     }
 }
