@@ -102,9 +102,9 @@ The log has a line of level `info` for each refusal by inbound policy and for ea
 at most one line per minute for each client address and kind, and for at most 256 such pairs, so that clients cannot fill the log.
 The same holds for each target and cause of outbound connections that are refused and of handshakes that fail, and for each client
 address and port that the authorization `audit` permits.
-Such a minute begins with the first line after the end of the previous one. `suppressed_all_kinds`, in this first line, is the
-number of lines that were suppressed in the previous minute, which may be long ago: of this kind, and of all others that share its
-limit. The metrics count the failures of suppressed lines, too.
+Such a minute begins with the first line after the end of the previous one, which may have ended long before. In this first line,
+`suppressed_all_kinds` is the number of lines that were suppressed in the previous minute. It counts the lines of all kinds that
+share the limit. The metrics count the failures of suppressed lines, too.
 ";
 
 const fn cause(

@@ -98,7 +98,8 @@ impl FairBudget {
         };
         entry.reservations.insert(id, reserved);
         drop(state);
-        // Now a waiting client can perhaps revoke from this client, or use what was revoked beyond the amount.
+        // This client has more now, so a waiting client may be able to revoke from it. Or more was revoked than this client has
+        // reserved, and a waiting client can use the rest.
         self.changed.notify_waiters();
         Some(Reservation {
             budget: self.clone(),

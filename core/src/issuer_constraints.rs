@@ -121,11 +121,11 @@ mod tests {
             (&[web], &["spiffe://root.test/web/more"], false),
             (&[web], &["spiffe://root.test"], false),
         ] {
-            let (ca, end) = (certificate(authority), certificate(leaf));
+            let (ca, leaf_der) = (certificate(authority), certificate(leaf));
             let unnamed = certificate(&[]);
-            let may = verify_issuers(&end, [&ca[..], &unnamed]);
-            assert_eq!(may.is_ok(), expected, "{authority:?} {leaf:?}: {may:?}");
-            assert_eq!(verify_issuers(&end, [&unnamed[..], &ca]), may);
+            let result = verify_issuers(&leaf_der, [&ca[..], &unnamed]);
+            assert_eq!(result.is_ok(), expected, "{authority:?} {leaf:?}: {result:?}");
+            assert_eq!(verify_issuers(&leaf_der, [&unnamed[..], &ca]), result);
         }
         let ca = certificate(&[web]);
         assert_eq!(verify_issuers(b"x", [&ca[..]]), Err(Error::Unreadable));

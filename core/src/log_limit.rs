@@ -74,8 +74,9 @@ impl<S: Eq + Hash> LogLimiter<S> {
     }
 }
 
-/// The number of lines, of all kinds and sources, that the limiter suppressed in its previous minute, which may be long ago: a
-/// minute begins with the first line after the end of the previous one. Only the first line of a minute has the number; the others have 0.
+/// The number of lines, of all kinds and sources, that the limiter suppressed in its previous minute. A minute begins with the first
+/// line after the end of the previous one, so the previous one may have ended long before. Only the first line of a minute has the
+/// number; the others have 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SuppressedLines(u64);
 

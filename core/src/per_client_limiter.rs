@@ -31,8 +31,8 @@ pub struct Limits {
 struct ClientQueue {
     /// Number of requests that wait or run.
     n_requests: usize,
-    /// A request with a permit is in the global queue, or runs.
-    globally_queued: Arc<Semaphore>,
+    /// One permit for each request that may be in the global queue or run.
+    global_queue_permits: Arc<Semaphore>,
 }
 
 /// The client network has reached its maximum number of requests.
@@ -63,7 +63,7 @@ impl PerClientLimiter {
     pub async fn run<T>(&self, client: IpAddr, weight: u32, work: impl Future<Output = T>) -> Result<T, QueueFull> {
         let request = self.enter(client_network(client)).ok_or(QueueFull)?;
         // The semaphores are never closed, and give permits in FIFO order.
-        let _queued = request.globally_queued.acquire().await;
+        let _queued = request.global_queue_permits.acquire().await;
         let _global = self.global.acquire_many(weight).await;
         Ok(work.await)
     }
@@ -72,7 +72,7 @@ impl PerClientLimiter {
         let mut by_network = self.by_network.lock();
         let queue = by_network.entry(network).or_insert_with(|| ClientQueue {
             n_requests: 0,
-            globally_queued: Arc::new(Semaphore::new(self.limits.queued_or_running_per_network)),
+            global_queue_permits: Arc::new(Semaphore::new(self.limits.queued_or_running_per_network)),
         });
         if queue.n_requests == self.limits.requests_per_network {
             return None;
@@ -81,7 +81,7 @@ impl PerClientLimiter {
         Some(CountedRequest {
             limiter: self,
             network,
-            globally_queued: queue.globally_queued.clone(),
+            global_queue_permits: queue.global_queue_permits.clone(),
         })
     }
 }
@@ -90,7 +90,7 @@ impl PerClientLimiter {
 struct CountedRequest<'a> {
     limiter: &'a PerClientLimiter,
     network: IpAddr,
-    globally_queued: Arc<Semaphore>,
+    global_queue_permits: Arc<Semaphore>,
 }
 
 impl Drop for CountedRequest<'_> {

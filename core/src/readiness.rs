@@ -1,7 +1,7 @@
 //! Readiness by latches: the process is ready when no latch is held.
 //!
-//! Only the [`Readiness`] behind `/ready` decides whether the process is ready. The control plane uses another one only as a list:
-//! of the kinds of Kubernetes objects that are stale.
+//! Only the [`Readiness`] behind `/ready` decides whether the process is ready. The control plane has a second one that does not
+//! affect `/ready`: its reasons are the list of stale kinds of Kubernetes objects.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -12,8 +12,8 @@ use tulle_proxy::{
 const EX_USAGE: u8 = 64;
 
 /// Free memory that the C library keeps, in bytes. By default the C library keeps 128 KiB and returns the rest to the kernel. The
-/// kernel must then zero the pages again for the next large body, which took one twelfth of the time of such a body. An allocation
-/// larger than 128 KiB is still returned immediately.
+/// kernel must then zero the pages again for the next large body. That took one twelfth of the time that the proxy spent on the
+/// body. An allocation larger than 128 KiB is still returned immediately.
 #[cfg(target_env = "gnu")]
 const MALLOC_TRIM_THRESHOLD_BYTES: libc::c_int = 2 << 20;
 

@@ -419,8 +419,8 @@ fn is_acceptable_gzip(member: &str) -> bool {
 const MAX_CONNECTIONS: usize = 256;
 /// However little memory the process has, probes and metrics need some connections.
 const MIN_CONNECTIONS: usize = 32;
-/// Maximum memory of a connection: of an HTTP/2 connection with as many requests as possible, which have headers, bodies and
-/// unread responses of the maximum size.
+/// Maximum memory of a connection. An HTTP/2 connection reaches it with [`MAX_CONCURRENT_STREAMS`] requests whose headers, bodies
+/// and unread responses have the maximum size.
 const BYTES_PER_CONNECTION: usize = 192 * 1024;
 /// Maximum number of concurrent requests on an HTTP/2 connection.
 const MAX_CONCURRENT_STREAMS: u32 = 4;

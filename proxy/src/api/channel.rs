@@ -242,7 +242,7 @@ impl Channel {
         let started_at = Instant::now();
         let sent = connection.send_request(req).await;
         shared.metrics.latency.observe(started_at.elapsed().as_secs_f64() * 1e3);
-        shared.metrics.response(sent.as_ref().ok());
+        shared.metrics.record_response(sent.as_ref().ok());
         sent.map_err(|error| Status::unavailable(format!("calling {}: {}", shared.target.addr, ErrorChain(&error))))
     }
 
@@ -467,7 +467,7 @@ impl ChannelMetrics {
     }
 
     /// Counts a response by its head; a stream that fails later still counts as a success.
-    fn response(&self, rsp: Option<&Response<Incoming>>) {
+    fn record_response(&self, rsp: Option<&Response<Incoming>>) {
         let status = rsp.map_or_else(String::new, |rsp| rsp.status().as_u16().to_string());
         let grpc_status = rsp
             .and_then(|rsp| rsp.headers().get("grpc-status"))

@@ -136,9 +136,15 @@ impl Resolver {
         found
     }
 
-    async fn lookup_ips(&self, resolver: &TokioResolver, name: &str, addr: &NameAddr) -> Result<Vec<IpAddr>, DnsError> {
+    /// The addresses from A and AAAA records of `name`. The lookup is counted for `metric_client`.
+    async fn lookup_ips(
+        &self,
+        resolver: &TokioResolver,
+        name: &str,
+        metric_client: &NameAddr,
+    ) -> Result<Vec<IpAddr>, DnsError> {
         let lookup = resolver.lookup_ip(name).await;
-        self.count(addr, "A/AAAA", lookup.is_ok());
+        self.count(metric_client, "A/AAAA", lookup.is_ok());
         match lookup {
             Ok(lookup) => Ok(lookup.iter().collect()),
             Err(source) => Err(DnsError::Lookup {

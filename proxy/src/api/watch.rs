@@ -304,7 +304,7 @@ const REFUSAL_BACKOFF: Backoff = Backoff {
 };
 
 /// Backoff after a denial, at most 9 s with the jitter. A denied stream is also retried when another one of its channel with the
-/// same check is permitted, but a proxy may have only one.
+/// same check is permitted, but a proxy may have no other stream.
 const DENIAL_BACKOFF: Backoff = Backoff {
     max: Duration::from_secs(6),
     ..REFUSAL_BACKOFF

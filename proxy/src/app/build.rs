@@ -85,7 +85,7 @@ impl ControlPlaneClients {
             metrics,
             runtime: runtime.clone(),
         };
-        let connect = |metrics_prefix, target: &channel::ControlAddr, client_certificate| {
+        let new_channel = |metrics_prefix, target: &channel::ControlAddr, client_certificate| {
             // As in Linkerd's proxy, services on this host are dialled with the inbound settings, others with the outbound ones.
             let connect_settings = match channel::is_loopback(&target.addr) {
                 true => &config.inbound.direction.connect,
@@ -103,7 +103,7 @@ impl ControlPlaneClients {
             )
         };
         let destinations = Destinations::new(
-            connect("control_destination", &control.destination, ClientCertificate::Required),
+            new_channel("control_destination", &control.destination, ClientCertificate::Required),
             runtime.clone(),
             api::destination::Config {
                 context_token: control.context_token.clone(),
@@ -113,7 +113,7 @@ impl ControlPlaneClients {
             },
         );
         let policies = Policies::new(
-            connect("control_policy", &control.policy, ClientCertificate::Required),
+            new_channel("control_policy", &control.policy, ClientCertificate::Required),
             runtime.clone(),
             api::policies::Config {
                 workload: control.workload.clone(),

@@ -161,7 +161,7 @@ impl Certifier {
                 }
                 _ = reload_interval.tick() => {
                     if self.reload_anchors_file() {
-                        // Peers may accept only certificates of a new issuer once the trust anchors have changed.
+                        // After a change of the trust anchors, peers may accept only certificates of a new issuer.
                         due = Deadline::after(Duration::ZERO, self.clock);
                     }
                 }
@@ -302,7 +302,8 @@ pub(super) fn interval_without_bursts(period: Duration) -> tokio::time::Interval
     ticks
 }
 
-/// Maximum time of a certificate request. A channel waits for a connection for a shorter time, so that its error is reported.
+/// Maximum time of a certificate request. The channel gives up waiting for a connection earlier, so that
+/// its error is reported instead of this timeout.
 const CERTIFY_TIMEOUT: Duration = Duration::from_secs(20);
 const MIN_CERTIFY_BACKOFF: Duration = Duration::from_millis(500);
 pub(super) const WAITING_LOG_INTERVAL: Duration = Duration::from_secs(15);

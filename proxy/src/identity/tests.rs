@@ -89,7 +89,7 @@ struct Setup {
     refusals: Vec<Status>,
     /// Whether the proxy's anchors are in a file, or fixed.
     anchors_in_file: bool,
-    signer: fn(Arc<Authority>) -> Arc<Authority>,
+    signing_authority: fn(Arc<Authority>) -> Arc<Authority>,
     clock: Clock,
     has_key_files: bool,
 }
@@ -102,7 +102,7 @@ impl Default for Setup {
             security: mutual_tls(),
             refusals: Vec::new(),
             anchors_in_file: true,
-            signer: |authority| authority,
+            signing_authority: |authority| authority,
             clock: SystemTime::now,
             has_key_files: false,
         }
@@ -112,7 +112,7 @@ impl Default for Setup {
 async fn fixture(setup: Setup) -> Fixture {
     let authority = Arc::new(Authority::new());
     let signing = Arc::new(SignerState {
-        authority: Mutex::new((setup.signer)(authority.clone())),
+        authority: Mutex::new((setup.signing_authority)(authority.clone())),
         lifetime: setup.lifetime,
         anchors: (setup.anchors)(&authority),
         refusals: Mutex::new(setup.refusals),
@@ -276,7 +276,7 @@ async fn refused_certificate_requests_are_retried() {
 async fn a_certificate_of_a_foreign_authority_is_not_used() {
     let foreign = |_| Arc::new(Authority::named("foreign"));
     let fixture = fixture(Setup {
-        signer: foreign,
+        signing_authority: foreign,
         ..Setup::default()
     })
     .await;

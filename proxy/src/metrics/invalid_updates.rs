@@ -35,7 +35,7 @@ impl Families {
     pub(crate) fn new(registry: &Registry) -> Self {
         Self(registry.counter(
             "tulle_unreadable_updates_total",
-            "Updates of the control plane or of a file that cannot be decoded, by kind. The last valid one stays in force, with two exceptions: with an invalid inbound policy the port refuses all connections and requests, and an invalid endpoint is left out. An endpoint with incomplete HTTP/2 keep-alive settings counts too, and is used without them; a policy with such an endpoint cannot be decoded",
+            "Updates of the control plane or of a file that cannot be decoded, by kind. The last valid one stays in force, with two exceptions: with an invalid inbound policy the port refuses all connections and requests, and an invalid endpoint is left out. A discovered endpoint with incomplete HTTP/2 keep-alive settings counts too, and is used without them. In a policy, such settings make the whole policy invalid",
         ))
     }
 

@@ -79,7 +79,7 @@ impl DetectionResult {
 
     fn new(first: Option<&FirstBytes>) -> Self {
         match first {
-            Some(FirstBytes::ServerSilent {
+            Some(FirstBytes::ClientOrNeither {
                 client_bytes, protocol, ..
             }) => match protocol {
                 DetectedProtocol::Http1 => Self::Http1,
@@ -114,7 +114,7 @@ mod tests {
         let registry = Registry::new();
         let series = Families::new(&registry, "inbound").series(Labels::new().with("srv_name", "web"));
         let client = |seen: &'static str, protocol| {
-            Some(FirstBytes::ServerSilent {
+            Some(FirstBytes::ClientOrNeither {
                 client_bytes: Bytes::from_static(seen.as_bytes()),
                 protocol,
                 server: None,

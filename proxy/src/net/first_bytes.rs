@@ -42,8 +42,8 @@ const CLIENT_FIRST: u8 = 2;
 /// How a connection began.
 #[derive(Debug)]
 pub(crate) enum FirstBytes {
-    /// The server has sent nothing.
-    ServerSilent {
+    /// The client has sent first, or neither side has sent a byte.
+    ClientOrNeither {
         /// May be empty.
         client_bytes: Bytes,
         /// The protocol of the client's bytes.
@@ -73,7 +73,7 @@ impl FirstBytes {
         if protocol != DetectedProtocol::NotHttp {
             learned.record(CLIENT_FIRST);
         }
-        Self::ServerSilent {
+        Self::ClientOrNeither {
             client_bytes: seen.freeze(),
             protocol,
             server,
@@ -83,14 +83,14 @@ impl FirstBytes {
     /// Number of bytes that were read from the client.
     pub(crate) fn n_read(&self) -> usize {
         match self {
-            Self::ServerSilent { client_bytes, .. } | Self::Server { client_bytes, .. } => client_bytes.len(),
+            Self::ClientOrNeither { client_bytes, .. } | Self::Server { client_bytes, .. } => client_bytes.len(),
             Self::Closed => 0,
         }
     }
 
     /// Whether the bytes look like one complete GET or HEAD request. They are not parsed.
     pub(crate) fn is_complete_request_without_body(&self) -> bool {
-        matches!(self, Self::ServerSilent { client_bytes, protocol: DetectedProtocol::Http1, .. }
+        matches!(self, Self::ClientOrNeither { client_bytes, protocol: DetectedProtocol::Http1, .. }
             if client_bytes.ends_with(b"\r\n\r\n")
                 && (client_bytes.starts_with(b"GET ") || client_bytes.starts_with(b"HEAD ")))
     }
@@ -260,7 +260,7 @@ mod tests {
             (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", false),
             (b"hello\r\n\r\n", false),
         ] {
-            let first = FirstBytes::ServerSilent {
+            let first = FirstBytes::ClientOrNeither {
                 client_bytes: Bytes::from_static(bytes),
                 protocol: detect::classify(bytes),
                 server: None,
@@ -280,7 +280,7 @@ mod tests {
             let first = wait_for_either(&mut client, &LearnedSpeaker::default(), limit, dial).await;
             assert!(matches!(
                 first,
-                Ok(FirstBytes::ServerSilent {
+                Ok(FirstBytes::ClientOrNeither {
                     protocol: DetectedProtocol::NotHttp,
                     server: None,
                     ..

@@ -37,9 +37,9 @@ pub(crate) struct RouteMatch<'a, T> {
 
 impl<T> RouteMatch<'_, T> {
     /// Whether a match of the rule that requires the method of the request matches the request.
-    pub(crate) fn names_request_method(&self, attributes: &RequestAttributes<'_>) -> bool {
+    pub(crate) fn requires_request_method(&self, attributes: &RequestAttributes<'_>) -> bool {
         let mut matches = self.rule.matches.iter();
-        matches.any(|candidate| candidate.names_method(attributes.method) && candidate.score(attributes).is_some())
+        matches.any(|candidate| candidate.requires_method(attributes.method) && candidate.score(attributes).is_some())
     }
 
     /// Returns the match with another length of the matched prefix.
@@ -116,8 +116,8 @@ impl<T> Route<T> {
         }
     }
 
-    /// Whether a rule for this host depends on the path.
-    pub(crate) fn depends_on_path_of_host(&self, attributes: &RequestAttributes<'_>) -> bool {
+    /// Whether the route is for the host of the request, and a rule of it depends on the path.
+    pub(crate) fn depends_on_path_for_host(&self, attributes: &RequestAttributes<'_>) -> bool {
         let is_for_host = || {
             let host = attributes.host();
             self.hosts.is_empty() || host.is_some_and(|host| matches::best_host_score(&self.hosts, host).is_some())
@@ -126,9 +126,9 @@ impl<T> Route<T> {
     }
 
     /// Whether a match of a rule requires this method.
-    pub(crate) fn names_method(&self, method: &Method) -> bool {
+    pub(crate) fn requires_method(&self, method: &Method) -> bool {
         let mut matches = self.rules.iter().flat_map(|rule| &rule.matches);
-        matches.any(|candidate| candidate.names_method(method))
+        matches.any(|candidate| candidate.requires_method(method))
     }
 
     /// Whether the route comes from a resource of the user; otherwise the control plane has generated it.

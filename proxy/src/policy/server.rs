@@ -177,7 +177,7 @@ impl ServerHttp {
 
     /// Whether CONNECT tunnels are refused for all clients and hosts.
     pub(crate) fn forbids_connect_tunnels(&self) -> bool {
-        self.has_user_defined_rules() && !self.routes.iter().any(|route| route.names_method(&Method::CONNECT))
+        self.has_user_defined_rules() && !self.routes.iter().any(|route| route.requires_method(&Method::CONNECT))
     }
 
     /// Which rules depend on the path.

@@ -131,6 +131,7 @@ impl ClientConnection {
     ) -> Exchange {
         let method = req.method().clone();
         let message = encode::encode_request(std::mem::take(req));
+        // Before anything is written, only an empty body counts as encoded.
         let has_no_body = message.is_body_encoded();
         let request = UnsentRequest {
             message,
@@ -257,8 +258,8 @@ impl Exchange {
 
     /// Converts a missing response head to an error. `policy` permits the resend of a request that the server may have
     /// processed. The first case of the table that applies decides. The first three cases return the request too; they apply
-    /// only to a request that was written in one short write or not at all. For a resend to another endpoint, the caller of
-    /// `EndpointClient::send` has its own copy; [`Error::resendable`] permits it.
+    /// only to a request that was written in one short write or not at all. The caller of `EndpointClient::send` resends to another
+    /// endpoint. It has its own copy of the request, and [`Error::resendable`] says whether it may send that.
     ///
     /// | Case | May be resent |
     /// |---|---|

@@ -175,8 +175,8 @@ fn initial_streams(params: &Http2Config) -> usize {
 /// Sizes of the windows for this number of streams.
 ///
 /// A stream that was opened when windows were larger may still hold such a window of unread data. So the connection window is
-/// the sum of the windows with which the streams were opened. The first [`initial_streams`] have the configured size. The
-/// streams that each later doubling adds have the stream window after this doubling.
+/// the sum of the windows with which the streams were opened. The first [`initial_streams`] have the configured size. Each time
+/// the number of streams doubles, the added streams have the stream window of the doubled number.
 fn window_sizes(params: &Http2Config, n_streams: usize) -> WindowSizes {
     let stream = |n_streams: usize| {
         let stream_share = u32::try_from(SHARED_STREAM_WINDOW_BYTES / n_streams).unwrap_or(u32::MAX);

@@ -75,7 +75,7 @@ enum DeadlineBodyState {
     Response {
         body: Body,
         limits: AttemptDeadlines,
-        /// Number of bytes that the receiver had not sent at its last call of `poll_deadline`.
+        /// Number of bytes of the body that were not yet sent to the client at the last call of `poll_deadline`.
         unsent: usize,
     },
     /// A deadline has expired, but the complete response had already been received.
@@ -327,8 +327,8 @@ impl ReceivedBody for DeadlineBody {
         }
     }
 
-    /// Ready with the timeout error when a deadline has expired while the receiver sends `unsent` bytes and polls for no
-    /// frames.
+    /// Ready with the timeout error when a deadline has expired. Called while `unsent` bytes of the body are being sent and no
+    /// frame is polled.
     fn poll_deadline(&mut self, unsent: usize, cx: &mut Context<'_>) -> Poll<Error> {
         match &mut self.0 {
             // A complete response does not time out, however slowly the client reads it.
@@ -489,7 +489,7 @@ mod tests {
         let progress = StreamProgress {
             request_ended_at: None,
             last_data_at: Instant::now(),
-            is_cancelled: true, // poll_frame fails
+            is_cancelled: true, // so that `poll_frame` fails before the end
             response_waker: None,
             request_waker: None,
         };

@@ -1,7 +1,7 @@
 //! Tower layers around the request services of both directions (O5, O12; I7, I11). They do not depend on routing or policy.
 //!
 //! From the outside in: [`RequestService`] writes the access log and turns errors into responses, [`CountService`] counts requests,
-//! [`AdmissionService`] enters the in-flight limit or sheds. The HTTP servers count responses when they send them.
+//! [`AdmissionService`] takes an in-flight slot or sheds the request. The HTTP servers count responses when they send them.
 
 use std::{
     future::Future,
@@ -60,8 +60,8 @@ impl ServiceStack {
     }
 }
 
-/// Enters the in-flight limit or sheds. The slot is held until the response body is dropped, or until the request fails or is
-/// cancelled.
+/// Takes an in-flight slot for the request, or sheds the request. The slot is held until the response body is dropped, or
+/// until the request fails or is cancelled.
 #[derive(Clone)]
 struct AdmissionLayer(Arc<Admission>);
 

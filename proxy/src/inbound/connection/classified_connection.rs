@@ -12,14 +12,14 @@ use crate::{
     tls::status::ServerTls,
 };
 
-/// The client of a connection, and the policy of the target port.
-pub(super) struct PortClient {
+/// The client of a connection, by its addresses and TLS, and the policy of the port that it connects to.
+pub(super) struct ClientAndPortPolicy {
     pub(super) addrs: ConnectionAddrs,
     pub(super) tls: ServerTls,
     pub(super) port_policy: Arc<PortPolicy>,
 }
 
-impl PortClient {
+impl ClientAndPortPolicy {
     /// Whether the current policy permits the client at least one request.
     pub(super) fn is_authorized(&self) -> bool {
         let (client_ip, tls) = (self.addrs.client.0.ip(), self.tls.to_connection_tls());
@@ -38,7 +38,7 @@ pub(super) enum ClassifiedConnection {
 
 impl ClassifiedConnection {
     /// An opaque connection from which no byte was read.
-    pub(super) fn opaque(io: Io, client: PortClient) -> Self {
+    pub(super) fn opaque(io: Io, client: ClientAndPortPolicy) -> Self {
         Self::Opaque(ClassifiedOpaque {
             io,
             upstream_io: None,
@@ -55,13 +55,13 @@ pub(super) struct ClassifiedOpaque {
     pub(super) upstream_io: Option<Io>,
     /// Bytes already read from the client.
     pub(super) client_prefix: Bytes,
-    pub(super) client: PortClient,
+    pub(super) client: ClientAndPortPolicy,
 }
 
 pub(super) struct ClassifiedHttp {
     pub(super) io: Io,
     pub(super) protocol: HttpVersion,
-    pub(super) client: PortClient,
+    pub(super) client: ClientAndPortPolicy,
     /// The service in the transport header, if this proxy is a gateway.
     pub(super) gateway_name: Option<NameAddr>,
 }

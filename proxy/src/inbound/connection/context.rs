@@ -8,7 +8,7 @@ use tulle_core::{drain, info_limited};
 
 use crate::{
     inbound::{
-        connection::{classified_connection::PortClient, opaque::OpaqueForwarder},
+        connection::{classified_connection::ClientAndPortPolicy, opaque::OpaqueForwarder},
         connection_addrs::ConnectionAddrs,
         context::Inbound,
         policy::{ActivePolicy, PortPolicy},
@@ -43,14 +43,19 @@ impl Connection {
         (port_policy, active_policy)
     }
 
-    pub(super) fn with_client_metrics(&self, tcp: Tcp, client: &PortClient, active_policy: &ActivePolicy) -> Io {
+    pub(super) fn with_client_metrics(
+        &self,
+        tcp: Tcp,
+        client: &ClientAndPortPolicy,
+        active_policy: &ActivePolicy,
+    ) -> Io {
         let metrics = self
             .inbound
             .client_connection_metrics(&client.addrs, &client.tls, active_policy);
         Io::tcp(tcp).count(metrics)
     }
 
-    pub(super) fn opaque_forwarder<'a>(&'a self, client: &'a PortClient) -> OpaqueForwarder<'a> {
+    pub(super) fn opaque_forwarder<'a>(&'a self, client: &'a ClientAndPortPolicy) -> OpaqueForwarder<'a> {
         OpaqueForwarder {
             inbound: &self.inbound,
             client,

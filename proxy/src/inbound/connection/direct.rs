@@ -13,7 +13,7 @@ use crate::{
     http::{client::HttpVersion, error::Error},
     inbound::{
         connection::{
-            classified_connection::{ClassifiedConnection, ClassifiedHttp, ClassifiedOpaque, PortClient},
+            classified_connection::{ClassifiedConnection, ClassifiedHttp, ClassifiedOpaque, ClientAndPortPolicy},
             context::Connection,
         },
         connection_addrs::ConnectionAddrs,
@@ -58,7 +58,7 @@ impl Connection {
         };
         let (port_policy, active_policy) = self.wait_port_policy(&addrs).await;
         let io = io.count(self.inbound.client_connection_metrics(&addrs, &tls, &active_policy));
-        let client = PortClient {
+        let client = ClientAndPortPolicy {
             addrs,
             tls,
             port_policy,
@@ -134,21 +134,25 @@ impl Connection {
                 return None;
             }
         };
-        let label_names = &self.inbound.server_name_labels;
-        let label = header.name.as_ref();
-        let label = label.filter(|name| label_names.add(&name.name, HostSource::Trusted));
+        let server_name_labels = &self.inbound.server_name_labels;
+        let label_name = header.name.as_ref().map(|name| &*name.name);
+        let label_name = label_name.filter(|name| server_name_labels.add(name, HostSource::Trusted));
         let protocol = match header.protocol {
             Some(SessionProtocol::Http1) => "http/1",
             Some(SessionProtocol::Http2) => "http/2",
             None => "",
         };
-        let label = label.map_or("", |name| &name.name);
-        families.record_transport_header(protocol, target_addr(local, &header), label, tls);
+        families.record_transport_header(protocol, target_addr(local, &header), label_name.unwrap_or(""), tls);
         Some((io.prepend(rest), header))
     }
 
     /// Opens an opaque connection to `name` through the gateway, if the client is authorized.
-    async fn connect_gateway(&self, name: &NameAddr, client: &PortClient, active_policy: &ActivePolicy) -> Option<Io> {
+    async fn connect_gateway(
+        &self,
+        name: &NameAddr,
+        client: &ClientAndPortPolicy,
+        active_policy: &ActivePolicy,
+    ) -> Option<Io> {
         let inbound = &self.inbound;
         self.opaque_forwarder(client).authorize_and_record(active_policy)?;
         let opened = async {

@@ -15,7 +15,7 @@ use crate::{
     },
     inbound::{
         connection::{
-            classified_connection::{ClassifiedHttp, PortClient},
+            classified_connection::{ClassifiedHttp, ClientAndPortPolicy},
             context::Connection,
         },
         gateway::GatewayConnection,
@@ -33,7 +33,7 @@ impl Connection {
             gateway_name,
         } = http;
         let is_authorized = client.is_authorized();
-        let PortClient {
+        let ClientAndPortPolicy {
             addrs,
             tls,
             port_policy,

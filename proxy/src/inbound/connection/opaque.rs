@@ -7,8 +7,8 @@ use tulle_core::{info_limited, metrics::Labels};
 
 use crate::{
     inbound::{
-        app_clients::AppTarget, connection::classified_connection::PortClient, context::Inbound, metrics::with_meta,
-        policy::ActivePolicy,
+        app_clients::AppTarget, connection::classified_connection::ClientAndPortPolicy, context::Inbound,
+        metrics::with_meta, policy::ActivePolicy,
     },
     net::{
         connect, copy,
@@ -20,7 +20,7 @@ use crate::{
 /// Authorizes and forwards the opaque connection of a client.
 pub(in crate::inbound) struct OpaqueForwarder<'a> {
     pub(in crate::inbound) inbound: &'a Inbound,
-    pub(in crate::inbound) client: &'a PortClient,
+    pub(in crate::inbound) client: &'a ClientAndPortPolicy,
 }
 
 /// The decision of the policy to permit a connection.
@@ -100,20 +100,20 @@ impl OpaqueForwarder<'_> {
         }
     }
 
-    /// Copies between `client` and the application, or the gateway, until both directions have ended or a changed policy denies the
-    /// client.
+    /// Copies between `client_io` and the application, or the gateway, until both directions have ended or a changed policy denies
+    /// the client.
     ///
-    /// `upstream` is the connection to the application, or through the gateway, if it is open already. `client_prefix` are bytes
+    /// `upstream_io` is the connection to the application, or through the gateway, if it is open already. `client_prefix` are bytes
     /// already read from the client.
-    pub(in crate::inbound) async fn forward(&self, mut client: Io, upstream: Option<Io>, client_prefix: Bytes) {
+    pub(in crate::inbound) async fn forward(&self, mut client_io: Io, upstream_io: Option<Io>, client_prefix: Bytes) {
         // The policy may have changed during protocol detection.
         let mut current = self.client.port_policy.current();
         if current.requires_http {
-            client.reset_on_drop();
+            client_io.reset_on_drop();
             return self.record_denied_or_not_http(&current);
         }
         let Some(permitted) = self.authorize_and_record(&current) else {
-            return client.reset_on_drop(); // the reset tells the client that the connection is refused
+            return client_io.reset_on_drop(); // the reset tells the client that the connection is refused
         };
         let log_audited = || {
             let (client, target) = (self.client.addrs.client.0, self.client.addrs.target);
@@ -123,20 +123,20 @@ impl OpaqueForwarder<'_> {
         if permitted.is_audited {
             log_audited();
         }
-        let upstream = match upstream {
-            Some(upstream) => Some(upstream),
+        let upstream_io = match upstream_io {
+            Some(io) => Some(io),
             None => self.dial_app().await,
         };
-        let Some(mut upstream) = upstream else {
-            return client.reset_on_drop();
+        let Some(mut upstream_io) = upstream_io else {
+            return client_io.reset_on_drop();
         };
         self.inbound.families.tcp_allow.get(&permitted.labels).inc();
         let mut was_audited = permitted.is_audited;
-        if !client_prefix.is_empty() && upstream.write_all(&client_prefix).await.is_err() {
-            return client.reset_on_drop();
+        if !client_prefix.is_empty() && upstream_io.write_all(&client_prefix).await.is_err() {
+            return client_io.reset_on_drop();
         }
         // If this future is dropped before its end, both connections are reset.
-        let copy_future = copy::copy_bidirectional(&mut client, &mut upstream);
+        let copy_future = copy::copy_bidirectional(&mut client_io, &mut upstream_io);
         tokio::pin!(copy_future);
         loop {
             tokio::select! {

@@ -10,7 +10,7 @@ use crate::{
     http::client::HttpVersion,
     inbound::{
         connection::{
-            classified_connection::{ClassifiedConnection, ClassifiedHttp, ClassifiedOpaque, PortClient},
+            classified_connection::{ClassifiedConnection, ClassifiedHttp, ClassifiedOpaque, ClientAndPortPolicy},
             context::Connection,
             tls_detection::{TLS_DETECTION_TIMEOUT_ERROR, TlsDetection, is_not_client_hello},
         },
@@ -38,7 +38,7 @@ impl Connection {
         addrs: ConnectionAddrs,
     ) -> Option<ClassifiedConnection> {
         let (port_policy, active_policy) = self.wait_port_policy(&addrs).await; // I3
-        let client = |tls| PortClient {
+        let client = |tls| ClientAndPortPolicy {
             addrs,
             tls,
             port_policy: port_policy.clone(),
@@ -99,7 +99,7 @@ impl Connection {
     pub(super) async fn classify_after_tls(
         &self,
         mut io: Io,
-        client: PortClient,
+        client: ClientAndPortPolicy,
         active_policy: Arc<ActivePolicy>,
     ) -> Option<ClassifiedConnection> {
         let protocol = match &active_policy.server_policy.protocol {
@@ -149,7 +149,7 @@ impl Connection {
         &self,
         io: Io,
         first: FirstBytes,
-        client: PortClient,
+        client: ClientAndPortPolicy,
         active_policy: Arc<ActivePolicy>,
     ) -> Option<ClassifiedConnection> {
         let (client_prefix, detected, app_io) = match first {
@@ -158,7 +158,7 @@ impl Connection {
                 server: app_io,
                 client_bytes,
             } => (client_bytes, DetectedProtocol::NotHttp, Some(app_io)),
-            FirstBytes::ServerSilent {
+            FirstBytes::ClientOrNeither {
                 client_bytes,
                 protocol,
                 server,
@@ -194,7 +194,7 @@ impl Connection {
     }
 
     /// Records a connection that ended during detection. If the client is not authorized, the denial is recorded instead.
-    fn record_detection_error(&self, client: &PortClient, active_policy: &ActivePolicy, error: &'static str) {
+    fn record_detection_error(&self, client: &ClientAndPortPolicy, active_policy: &ActivePolicy, error: &'static str) {
         let addrs = &client.addrs;
         let permitted = self.opaque_forwarder(client).authorize_and_record(active_policy);
         if permitted.is_some() {
@@ -208,7 +208,7 @@ impl Connection {
     }
 
     /// Records a connection without TLS to a port that requires TLS.
-    fn record_not_tls(&self, client: &PortClient, active_policy: &ActivePolicy) {
+    fn record_not_tls(&self, client: &ClientAndPortPolicy, active_policy: &ActivePolicy) {
         let addrs = &client.addrs;
         let families = &self.inbound.families;
         let labels = families.connection_labels(addrs.target, &client.tls, &active_policy.server_policy.meta);

@@ -7,7 +7,7 @@ use tokio::{io::AsyncRead, time::Instant};
 
 use crate::{
     inbound::{
-        connection::{classified_connection::PortClient, context::Connection},
+        connection::{classified_connection::ClientAndPortPolicy, context::Connection},
         policy::ActivePolicy,
     },
     net::{
@@ -37,7 +37,7 @@ pub(super) enum TlsDetection {
 
 /// Whether the client has sent bytes that are not a complete ClientHello.
 pub(super) fn is_not_client_hello(first: &FirstBytes) -> bool {
-    let FirstBytes::ServerSilent { client_bytes, .. } = first else {
+    let FirstBytes::ClientOrNeither { client_bytes, .. } = first else {
         return false;
     };
     !matches!(
@@ -56,7 +56,7 @@ impl Connection {
     pub(super) async fn detect_tls(
         &self,
         stream: Tcp,
-        client: &PortClient,
+        client: &ClientAndPortPolicy,
         active_policy: &ActivePolicy,
     ) -> Result<(Tcp, TlsDetection), &'static str> {
         let tls_deadline = Instant::now() + self.inbound.detect_timeout;
@@ -66,7 +66,7 @@ impl Connection {
             let remaining = tls_deadline - Instant::now();
             let detected = match detected {
                 // The policy's timeout has passed, but TLS may still begin.
-                Ok(FirstBytes::ServerSilent {
+                Ok(FirstBytes::ClientOrNeither {
                     client_bytes,
                     server: Some(app_io),
                     ..
@@ -87,7 +87,7 @@ impl Connection {
             let mut prefix = BytesMut::new();
             match read_more(&mut stream, &mut prefix, tls_deadline).await? {
                 0 => FirstBytes::Closed,
-                _ => FirstBytes::ServerSilent {
+                _ => FirstBytes::ClientOrNeither {
                     client_bytes: prefix.freeze(),
                     protocol: DetectedProtocol::Incomplete,
                     server: None,
@@ -95,13 +95,13 @@ impl Connection {
             }
         };
         let (prefix, protocol, app_io) = match first {
-            FirstBytes::ServerSilent {
+            FirstBytes::ClientOrNeither {
                 client_bytes,
                 protocol,
                 server,
             } if !client_bytes.is_empty() => (client_bytes, protocol, server),
             // The client is silent, and the application was not dialled.
-            FirstBytes::ServerSilent { server: None, .. } => {
+            FirstBytes::ClientOrNeither { server: None, .. } => {
                 stream.reset_on_drop();
                 return Err(TLS_DETECTION_TIMEOUT_ERROR);
             }
@@ -127,7 +127,7 @@ impl Connection {
                 }
             }
         };
-        let first = FirstBytes::ServerSilent {
+        let first = FirstBytes::ClientOrNeither {
             client_bytes: prefix.freeze(),
             protocol,
             server: app_io,
@@ -140,7 +140,7 @@ impl Connection {
     pub(super) async fn detect_protocol(
         &self,
         stream: &mut (impl AsyncRead + Unpin),
-        client: &PortClient,
+        client: &ClientAndPortPolicy,
         active_policy: &ActivePolicy,
         limit: Duration,
     ) -> std::io::Result<FirstBytes> {

@@ -120,8 +120,8 @@ async fn wait_until(at: Instant) {
     }
 }
 
-/// Maximum number of clients of a network that occupy the network's place in the queue or wait for it. The tokens of the network
-/// are a second limit.
+/// Maximum number of clients of a network that wait for a shared token. One of them is in the queue; the others wait for its
+/// place. The tokens of the network are a second limit.
 const MAX_WAITING_PER_NETWORK: usize = 64;
 
 /// Maximum number of networks with a bucket that is not full; clients of further networks are refused. An entry takes about 50

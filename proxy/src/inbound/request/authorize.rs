@@ -53,7 +53,7 @@ impl HttpConnection {
         // The application may read the bytes of a tunnel as requests, which no rule would see.
         let is_connect_tunnel = headers::is_connect_tunnel(req);
         let bypasses_rules =
-            is_connect_tunnel && http.has_user_defined_rules() && !found.names_request_method(&attributes);
+            is_connect_tunnel && http.has_user_defined_rules() && !found.requires_request_method(&attributes);
         let permitted = authz::authorize(
             &found.rule.action,
             self.addrs.client.0.ip(),
@@ -144,7 +144,7 @@ impl HttpConnection {
             authorization_meta: authorization.meta.clone(),
             allowed: families.http_allow.get(&labels),
             series: families.http.series(labels),
-            route: families.route_series(kind, &current.server_policy.meta, self.addrs.target, &route.meta),
+            route_series: families.route_series(kind, &current.server_policy.meta, self.addrs.target, &route.meta),
             last_host_series: Mutex::default(),
         });
         authorized_routes.push(AuthorizedRoute {

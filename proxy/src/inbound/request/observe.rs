@@ -32,9 +32,9 @@ pub(super) struct RouteRequestGuard {
 impl RouteRequestGuard {
     /// Counts a permitted request that arrived at `started_at`.
     pub(super) fn begin(request_metrics: RequestMetrics, req: &mut Request<Body>, started_at: Instant) -> Self {
-        let route = &request_metrics.route_metrics.route;
-        route.record_request();
-        let timing = RequestTiming::observe(req, started_at, &route.request_frame_bytes);
+        let route_series = &request_metrics.route_metrics.route_series;
+        route_series.record_request();
+        let timing = RequestTiming::observe(req, started_at, &route_series.request_frame_bytes);
         Self {
             metrics: request_metrics,
             timing,
@@ -66,7 +66,7 @@ impl ResponseObserver for RouteRequestGuard {
     }
 
     fn data(&mut self, len: usize) {
-        self.metrics.route_metrics.route.record_response_frame(len);
+        self.metrics.route_metrics.route_series.record_response_frame(len);
     }
 
     fn counts_as_success(&self, outcome: &ResponseOutcome) -> bool {
@@ -77,7 +77,7 @@ impl ResponseObserver for RouteRequestGuard {
         self.is_recorded = true;
         self.metrics
             .route_metrics
-            .route
+            .route_series
             .record_response(&self.timing, &outcome, now);
     }
 }
@@ -111,7 +111,7 @@ pub(in crate::inbound) struct AuthorizedRouteMetrics {
     pub(super) authorization_meta: Arc<Meta>,
     pub(super) allowed: Arc<Counter>,
     pub(super) series: Arc<Series>,
-    pub(super) route: Arc<RouteSeries>,
+    pub(super) route_series: Arc<RouteSeries>,
     /// The series of the last authority, if requests are counted by authority.
     pub(super) last_host_series: Mutex<Option<(Arc<str>, Arc<Series>)>>,
 }

@@ -274,7 +274,7 @@ impl Connection {
         }
         match first {
             FirstBytes::Closed => None,
-            FirstBytes::ServerSilent {
+            FirstBytes::ClientOrNeither {
                 client_bytes,
                 protocol,
                 server: connected,

@@ -224,15 +224,16 @@ impl Compiler<'_> {
         route: Option<&OpaqueRoute>,
         protocol: DestinationProtocol,
     ) -> Arc<CompiledOpaqueRoute> {
-        let refused = route.and_then(|route| policy_refusal(&route.filters));
+        let filter_refusal = route.and_then(|route| policy_refusal(&route.filters));
         let traffic_split = self
             .overriding_profile()
             .filter(|profile| profile.overrides_opaque_policy());
         let (refusal, backends) = match (traffic_split, route) {
-            (Some(profile), _) => (refused, self.traffic_split_backends(profile, None, protocol)),
+            (Some(profile), _) => (filter_refusal, self.traffic_split_backends(profile, None, protocol)),
             (None, Some(route)) => {
                 let scope = self.metric_scope(&self.policy.meta, protocol);
-                (refused, self.factory.backends(&route.backends, None, &scope, |_| None))
+                let backends = self.factory.backends(&route.backends, None, &scope, |_| None);
+                (filter_refusal, backends)
             }
             (None, None) => {
                 let reason = "the policy has no route for opaque bytes";

@@ -239,7 +239,7 @@ fn build_snapshot(
             let reason = destination.update_errors.profile.lock().clone().unwrap_or_default();
             return refuse_all(ClientPolicy::invalid(reason, timeout));
         }
-        // Linkerd's control plane sends this code for an address that several workloads have.
+        // Linkerd's control plane sends `FAILED_PRECONDITION` for an address that several workloads have.
         Some(WatchState::Refused(refusal)) => {
             *destination.update_errors.profile.lock() = None;
             (None, refusal.code == tonic::Code::FailedPrecondition)
@@ -323,8 +323,8 @@ fn is_unknown_destination(refusal: &Refusal) -> bool {
 
 /// Waits until the destination has been unused for the idle timeout, then removes it from the cache.
 ///
-/// Connections within the timeout keep the destination: otherwise a destination with only short connections would be removed
-/// between two of them. While the control plane is unreachable, destinations with a snapshot stay cached.
+/// Each new connection restarts the timeout. Otherwise a destination with only short connections would be removed between two of
+/// them. While the control plane is unreachable, destinations with a snapshot stay cached.
 async fn evict_when_idle(discovery: &Discovery, destination: &Arc<Destination>) {
     loop {
         let due = *destination.used_at.lock() + discovery.idle_timeout;

@@ -77,7 +77,7 @@ impl Families {
             ),
             mirrored: registry.counter(
                 "tulle_outbound_mirrored_requests_total",
-                "Copies of requests for mirrors, by result; `dropped`: too many copies were in flight, or the mirror was too slow for the size of the body",
+                "Copies of requests for mirrors, by result; `dropped`: too many copies were in flight, or more of the body waited for the mirror than the proxy buffers",
             ),
         }
     }

@@ -29,7 +29,8 @@ pub(super) struct AttemptSender<'a> {
     /// Identity that the endpoint must have, from `l5d-require-id`.
     pub(super) required_identity: Option<&'a str>,
     pub(super) backends: &'a Backends<Filter>,
-    /// Length in bytes of the path prefix that the route matched, after the filters of the route.
+    /// Length in bytes of the path prefix that the route matched. If a filter of the route replaced the prefix: the length of the
+    /// replacement.
     pub(super) matched_prefix_len: Option<usize>,
     /// `None` if the attempts are not recorded in the series of a route.
     pub(super) route_request: Option<(&'a RouteRequestGuard<'a>, ResponseRecorder)>,

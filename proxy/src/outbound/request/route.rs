@@ -121,7 +121,7 @@ fn find_route<'a, T>(
     routes: &'a [Route<T>],
     attributes: &RequestAttributes<'_>,
 ) -> Result<Option<RouteMatch<'a, T>>, Error> {
-    if !policy.compares_normalized_paths() || !routes.iter().any(|route| route.depends_on_path_of_host(attributes)) {
+    if !policy.compares_normalized_paths() || !routes.iter().any(|route| route.depends_on_path_for_host(attributes)) {
         return Ok(route::find(routes, attributes));
     }
     let normalized_path = path::normalize(attributes.path).ok_or(Error::AmbiguousPath)?;
@@ -139,7 +139,7 @@ fn check_tunnel<T>(
     found: &RouteMatch<'_, T>,
 ) -> Result<(), Error> {
     if !policy.is_egress_network()
-        || found.names_request_method(attributes)
+        || found.requires_request_method(attributes)
         || !routes.iter().any(Route::is_user_defined)
     {
         return Ok(());

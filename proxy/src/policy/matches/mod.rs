@@ -294,8 +294,8 @@ impl RequestMatch {
     }
 
     /// Whether this match requires this method.
-    pub(crate) fn names_method(&self, method: &Method) -> bool {
-        matches!(self, Self::Http(HttpMatch { method: Some(named), .. }) if named == method)
+    pub(crate) fn requires_method(&self, method: &Method) -> bool {
+        matches!(self, Self::Http(HttpMatch { method: Some(required), .. }) if required == method)
     }
 
     /// Whether every HTTP request matches.

@@ -6,8 +6,8 @@
 //! is ambiguous if it has an encoded slash or backslash, a backslash, a semicolon, a dot segment (encoded or not), repeated
 //! slashes, a percent sign that starts no valid escape, or no leading slash.
 //!
-//! The normal form of any other path decodes each character that a path may contain unencoded, except `;`, and encodes each other
-//! character.
+//! The normal form of any other path decodes each character that a path may contain unencoded, except `/` and `;`, and encodes each
+//! other character.
 
 use std::borrow::Cow;
 
