@@ -556,6 +556,7 @@ impl Builder {
         self.audit_report = Some(report);
         let mut certificate =
             certificate_controller::Config::proxy_injector(self.config.cluster.controller_namespace.clone());
+        // Proxies need the other services of this process, so it must not become unready later.
         if !self.config.services.is_injector_only() {
             certificate.unready_when_untrusted = UnreadyWhenUntrusted::UntilFirstTrusted;
         }

@@ -31,7 +31,7 @@ enum ServiceName {
     ProxyInjector,
     /// Golden metrics and taps of workloads, on port 8089; without Kubernetes on loopback only.
     Telemetry,
-    /// Mirrors of the exported Services of another cluster, whose Link --link-name names; or, with --local-mirror, the federated
+    /// Mirrors of the exported Services of another cluster (--link-name is its Link), or, with --local-mirror, the federated
     /// Services of this cluster. Only on Kubernetes.
     ServiceMirror,
     /// Destination, identity, policy and telemetry in one process.
@@ -79,14 +79,14 @@ impl Command {
     /// Parses a command line, with the program name first.
     ///
     /// # Errors
-    /// Fails on invalid arguments, and on requests for help or version with the text to print.
+    /// Fails on invalid arguments. Also fails on a request for help or version; the error is then the text to print.
     pub fn parse_from_line(line: impl IntoIterator<Item = OsString>) -> Result<Self, clap::Error> {
         let mut line: Vec<OsString> = line.into_iter().map(with_two_dashes).collect();
         convert_link_argument(&mut line);
         Self::try_parse_from(line)
     }
 
-    /// Whether the command line names telemetry, and not only `all-in-one`.
+    /// Whether the command line names telemetry itself. `all-in-one` alone does not name it.
     pub(crate) fn names_telemetry(&self) -> bool {
         self.services.contains(&ServiceName::Telemetry)
     }

@@ -12,7 +12,8 @@ use crate::webhook::review::{AdmissionResponse, ReviewOutline};
 pub fn manifests(bytes: &[u8]) {
     let (events, errors) = source::load_single_file(bytes);
     for error in &errors {
-        // YAML also counts other line breaks than `\n`. An error at the end of the file can be on the line after it.
+        // Every byte can be a line break, because YAML has others than `\n`. An error at the end of the file can be on the line
+        // after it.
         let may_exist = error.line.is_none_or(|line| (1..=bytes.len() + 2).contains(&line));
         assert!(may_exist, "{error:?} of {} bytes", bytes.len());
     }

@@ -110,7 +110,7 @@ pub(crate) fn encode<M: Message>(messages: &[M]) -> Bytes {
     bytes.freeze()
 }
 
-/// Responds to a request with one message by a stream of encoded messages. The stream ends with the status OK.
+/// Responds with a stream of encoded messages to a request that has one message. The stream ends with the status OK.
 pub(crate) async fn stream<M, S>(req: Request<Body>, method: impl FnOnce(M) -> Result<S, Status>) -> Response<Body>
 where
     M: Message + Default + 'static,
@@ -119,7 +119,7 @@ where
     respond(message(req).await.and_then(method))
 }
 
-/// Responds to a request with one message by one encoded message.
+/// Responds with one encoded message to a request that has one message.
 pub(crate) async fn unary<M>(req: Request<Body>, method: impl FnOnce(M) -> Result<Bytes, Status>) -> Response<Body>
 where
     M: Message + Default + 'static,

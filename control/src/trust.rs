@@ -517,7 +517,7 @@ mod tests {
     }
 
     #[test]
-    fn an_authority_whose_chains_are_invalid_is_refused() {
+    fn an_authority_that_would_sign_invalid_chains_is_refused() {
         // A self-signed authority with unusual parameters.
         let authority_with = |customize: fn(&mut CertificateParams)| {
             let key = KeyPair::generate().unwrap();
@@ -598,7 +598,7 @@ mod tests {
     }
 
     #[test]
-    fn the_issuer_of_a_workload_is_for_a_spiffe_identity_with_a_path() {
+    fn a_single_identity_issuer_needs_a_spiffe_identity_with_a_path() {
         let anchor = create_anchor("root", ANCHOR_LIFETIME).unwrap();
         let hour = Duration::from_secs(3600);
         for invalid in ["spiffe://root.test", "vm", "spiffe://"] {

@@ -47,7 +47,7 @@ fn is_gateway_api_kind(kind: Kind) -> bool {
 }
 
 /// Warnings about the unserved parts of an object. The object is not denied, because other controllers may support a part of a
-/// route, and because an annotation that needs another annotation can get it later.
+/// route, and because an annotation may need another one that is added later.
 fn warnings(object: &Object) -> Vec<String> {
     unserved::unserved_parts(object)
         .into_iter()

@@ -521,6 +521,7 @@ async fn tls_and_tcp_routes() {
                 format!("{{{EGRESS}, rules: [{{}}]}}"),
                 Denied("is an EgressNetwork and needs a port"),
             ),
+            // The text ends where the names of the two kinds differ.
             (format!("{{{SERVICE}, rules: 7}}"), Denied("cannot read this T")),
         ];
         for (spec, expected) in rows {

@@ -161,7 +161,7 @@ impl Metrics {
                 count: self.endpoints.count.get(&labels),
                 service_exists: self.endpoints.service_exists.get(&labels),
             }),
-            _service_port: None,
+            _service_port_guard: None,
             overridden: None,
         }
     }
@@ -172,7 +172,7 @@ impl Metrics {
             subscribers: self.workload_subscribers.get(&labels),
             updates: self.workload_updates.get(&labels),
             endpoints: None,
-            _service_port: None,
+            _service_port_guard: None,
             overridden: None,
         }
     }
@@ -183,7 +183,7 @@ impl Metrics {
             subscribers: self.profile_subscribers.get(&labels),
             updates: self.profile_updates.get(&labels),
             endpoints: None,
-            _service_port: None,
+            _service_port_guard: None,
             overridden: None,
         }
     }
@@ -220,7 +220,7 @@ impl Metrics {
             subscribers: self.policy_subscribers.get(&labels),
             updates: self.policy_updates.get(&labels),
             endpoints: None,
-            _service_port: service_port,
+            _service_port_guard: service_port,
             overridden: None,
         }
     }
@@ -232,7 +232,8 @@ pub(super) struct EntryMetrics {
     updates: Arc<Counter>,
     /// Present for the endpoints of a Service port.
     endpoints: Option<EndpointGauges>,
-    _service_port: Option<GaugeGuard>,
+    /// Counts the key in `subscribed_service_ports`. Present for the policy of a Service port.
+    _service_port_guard: Option<GaugeGuard>,
     /// Present for the policy of a workload's port.
     overridden: Option<OverriddenServers>,
 }

@@ -359,7 +359,7 @@ impl AllSubscriptions {
 proptest! {
     /// A subscription that received all updates has the same value as a new subscription. A missing dependency would break this.
     #[test]
-    fn a_subscription_ends_with_the_value_of_a_new_one(steps in prop::collection::vec((0..19usize, any::<bool>()), 1..40)) {
+    fn an_updated_subscription_has_the_value_of_a_new_one(steps in prop::collection::vec((0..19usize, any::<bool>()), 1..40)) {
         let objects = objects();
         let updated = cluster(Config::default());
         let mut subscriptions = AllSubscriptions::new(&updated);

@@ -24,7 +24,7 @@ use crate::resources::meta::NamespacedName;
 /// The endpoints of all members of a Service. No two members have the same address.
 #[derive(Debug, Default, PartialEq)]
 pub struct UnionEndpoints {
-    /// The member in this cluster comes first, the others follow in the order in which they joined.
+    /// The member in this cluster comes first. The others follow in the order of [`RemoteDiscovery::remote_services`].
     pub members: Vec<MemberEndpoints>,
     pub preference: MemberPreference,
 }
@@ -330,6 +330,6 @@ async fn any_member_changed(members: &mut [RemoteMember]) {
     select_all(changes).await;
 }
 
-/// Maximum time for which clients wait for the objects of other clusters. After it the endpoints of the known members are served.
-/// It is less than three seconds, because proxies end a request whose first message takes longer.
+/// Maximum time for which clients wait for the objects of other clusters if some endpoints are already known. After it, the known
+/// endpoints are served. It is less than three seconds, because proxies end a request whose first message takes longer.
 const MAX_WAIT_FOR_MEMBERS: Duration = Duration::from_secs(2);

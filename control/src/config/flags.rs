@@ -48,8 +48,8 @@ pub(crate) struct Flags {
     /// Kubernetes API server reviews the tokens.
     #[arg(long, value_name = "DIR")]
     pub(super) token_keys: Option<PathBuf>,
-    /// Identity service that signs the certificate of this process if identity does not run in it; by default the one
-    /// in the namespace of the control plane.
+    /// Identity service that signs the certificate of a process without identity; by default the identity service in the
+    /// namespace of the control plane.
     #[arg(long, value_name = "HOST:PORT")]
     pub(super) identity_svc_addr: Option<Addr>,
     /// Token file for requests to that identity service; read before each request.
@@ -144,8 +144,8 @@ pub(crate) struct Flags {
     #[arg(long, value_name = "DURATION", default_value = "5m")]
     pub(super) audit_interval: String,
 
-    /// Address of destination, identity, sp-validator, proxy-injector or telemetry, if only one of these runs; rejected
-    /// together with the flag of that service.
+    /// Address of destination, identity, sp-validator, proxy-injector or telemetry, if only one of these runs; cannot be
+    /// combined with the flag of that service.
     #[arg(long)]
     pub(super) addr: Option<ListenAddr>,
     /// Address of destination; by default :8086.
@@ -227,7 +227,7 @@ pub(crate) struct MirrorFlags {
     /// Whether to create the namespace of a mirror if this cluster does not have it.
     #[arg(long, default_value_t = false, num_args = 0..=1, require_equals = true, default_missing_value = "true", action = ArgAction::Set)]
     pub(super) enable_namespace_creation: bool,
-    /// Interval at which the names of the gateway are resolved and all mirrors are compared.
+    /// Interval at which the names of the gateway are resolved, and all mirrors are compared with the exported Services.
     #[arg(long, value_name = "DURATION", default_value = "1m")]
     pub(super) endpoint_refresh_period: String,
     /// Label selector of the Services that join federated Services, with --local-mirror.

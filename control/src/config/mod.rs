@@ -278,7 +278,7 @@ struct Domains {
 
 impl Flags {
     fn domains(&self, services: Services) -> Result<Domains> {
-        let is_used = !services.is_mirror_only();
+        let uses_domains = !services.is_mirror_only();
         ensure!(
             is_dns_label(&self.controller_namespace),
             "--controller-namespace={:?} is not a namespace; expected at most 63 lower-case letters, digits and '-', with no \
@@ -286,7 +286,7 @@ impl Flags {
             self.controller_namespace
         );
         let cluster = match self.cluster_domain.as_str() {
-            "" if is_used => {
+            "" if uses_domains => {
                 warn!("--cluster-domain is not set; using {DEFAULT_CLUSTER_DOMAIN}");
                 DEFAULT_CLUSTER_DOMAIN
             }
@@ -294,7 +294,7 @@ impl Flags {
             domain => domain,
         };
         let trust = match self.identity_trust_domain.as_str() {
-            "" if is_used => {
+            "" if uses_domains => {
                 warn!("--identity-trust-domain is not set; using {cluster}");
                 cluster
             }

@@ -284,7 +284,7 @@ fn invalid_authority(status: Status, path: &str) -> Status {
     status
 }
 
-/// Returns an error if a Service has no endpoints that a stream could follow.
+/// Returns an error if a Service does not exist or is an ExternalName. A stream can follow every other Service.
 fn check_existence(existence: Existence, service: &NamespacedName, path: &str) -> Result<(), Status> {
     match existence {
         Existence::Missing => {

@@ -21,7 +21,8 @@ impl Metrics {
         }
     }
 
-    /// Counts a request for a certificate. `outcome` also names the reason of a rejection; there are few outcomes.
+    /// Counts a request for a certificate. `outcome` also names the reason of a rejection. It has few values, so there are few
+    /// series.
     pub(crate) fn count_request(&self, outcome: &'static str) {
         self.certify.get(&Labels::new().with("outcome", outcome)).inc();
     }

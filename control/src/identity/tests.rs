@@ -418,14 +418,14 @@ async fn a_new_issuer_is_used_immediately_and_an_invalid_issuer_changes_nothing(
     let third = trust::create_issuer("third", trust::ISSUER_LIFETIME, &other).unwrap();
     fs::write(&key, &third.key).unwrap();
     fs::write(&crt, &third.certificate).unwrap();
-    let taken = issuer().chain()[0].clone();
+    let in_use = issuer().chain()[0].clone();
     service.issuer_store.reload();
-    assert_eq!(issuer().chain()[0], taken);
+    assert_eq!(issuer().chain()[0], in_use);
     let registry = test.registry.clone();
     let is_counted = || registry.render().contains("/issuer\",field=\"issuer\"} 1");
     assert!(is_counted());
     fs::write(&bundle, [anchor.certificate, other.certificate].concat()).unwrap();
-    eventually(|| issuer().chain()[0] != taken).await;
+    eventually(|| issuer().chain()[0] != in_use).await;
     assert!(!is_counted());
     assert_eq!(issuer().anchors().certs().len(), 2);
 

@@ -157,7 +157,8 @@ impl TokenReviews {
         if let Some(review) = self.rejected.lock().find(&digest) {
             return Ok(review);
         }
-        // The token of this process shows the cluster's token issuer. All legacy tokens have the same issuer.
+        // The token of this process shows the cluster's token issuer. The issuer of a legacy token is not compared, because it is
+        // the same in all clusters.
         if let Some(own) = &own_claims
             && !claims.is_legacy()
             && !self.issuers.lock().may_review(&claims.issuer, &own.issuer, client)
@@ -286,7 +287,8 @@ const PERMISSION_BACKOFF: Backoff = Backoff {
 };
 /// Maximum time of a review. It is less than the timeout of proxies for a certificate, so that they receive the error.
 const REVIEW_TIMEOUT: Duration = Duration::from_secs(10);
-/// At most 16 reviews run at a time, at most one for each client network. Up to 63 more reviews of a network wait.
+/// At most 16 reviews run at a time. One review of each client network is in the global queue or runs; up to 63 more of this
+/// network wait before that queue.
 const REVIEW_LIMITS: Limits = Limits {
     total_weight: 16,
     queued_or_running_per_network: 1,

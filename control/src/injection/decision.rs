@@ -238,7 +238,9 @@ impl SkipReason {
             }
             Self::Windows => "the pod is for Windows nodes, and the proxy runs only on Linux",
             Self::InvalidRestriction => "an annotation that restricts access to the pod is invalid",
-            Self::RunsAsProxyUser => "a container runs as the proxy's user or group, whose connections bypass the mesh",
+            Self::RunsAsProxyUser => {
+                "a container runs as the proxy's user or group, so its connections bypass the mesh"
+            }
             Self::InvalidServiceAccount => "the name of the pod's service account cannot be part of an identity",
         }
     }

@@ -24,7 +24,7 @@ pub(super) fn pod_patch(inputs: PodInputs<'_>, metadata: &Metadata) -> Patch {
     patch.add_metadata(target.metadata, metadata);
     let spec = target.spec;
     // Probes come before containers, because adding containers changes the indexes of the others.
-    let rewritten = probes::rewrite_probes(values, spec);
+    let rewritten = probes::probes_to_rewrite(values, spec);
     for probe in &rewritten {
         let (index, handler) = (probe.index.to_string(), probe.original.handler.field());
         let path = ["spec", probe.list, &index, probe.original.kind.field()];

@@ -150,8 +150,9 @@ impl Audit {
         }
     }
 
-    /// Returns whether the pod should have a sidecar: if it were created now with these annotations, it would get one or be denied,
-    /// or the value of `linkerd.io/inject` of the pod or its namespace is invalid.
+    /// Returns whether the pod should have a sidecar. There are two cases:
+    /// - a pod that is created now with these annotations gets a sidecar or is denied;
+    /// - the value of `linkerd.io/inject` of the pod or its namespace is invalid.
     async fn should_have_sidecar(&self, pod: &Pod) -> Result<bool, AuditError> {
         let (meta, Some(spec)) = (&pod.metadata, &pod.spec) else {
             return Ok(false);

@@ -57,6 +57,7 @@ impl LookupLimiter {
             return Err(LookupError::TooManyUnsuccessful);
         }
         let looked_up = self.queue.run(client, 1, lookup).await;
+        // The queue is never full, because `requests_per_network` of `LOOKUP_LIMITS` is unlimited.
         let found = looked_up.unwrap_or(Err(LookupError::TooManyUnsuccessful));
         if !found.as_ref().is_err_and(LookupError::is_not_found) {
             self.unsuccessful.put_back(client);

@@ -65,8 +65,8 @@ pub(super) struct Owner {
     /// The object that Events are about; `None` for a pod without a name, and for a ReplicaSet or Job that cannot be found or has
     /// another uid.
     pub(super) reference: Option<ObjectReference>,
-    /// Whether the object of the reference is known to exist. Known only for ReplicaSets and Jobs, and for the owners that their
-    /// ownerReferences name: no other owners are watched or looked up.
+    /// Whether the object of the reference is known to exist. This is known only for ReplicaSets and Jobs, which are watched or
+    /// looked up, and for the owner that the ownerReferences of a ReplicaSet or Job name.
     pub(super) is_verified: bool,
 }
 
@@ -195,7 +195,7 @@ impl MetadataCache {
     where
         K: Clone + Debug + DeserializeOwned,
     {
-        // Another text could change the path of the request, for example to the list `shop/pods`.
+        // A text that is not a name could change the path of the request, for example to the list `shop/pods`.
         if !is_dns_subdomain(name) {
             return Err(LookupError::InvalidName);
         }

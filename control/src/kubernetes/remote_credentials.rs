@@ -170,7 +170,7 @@ fn jwt_expiry(token: &str) -> Option<u64> {
     serde_json::from_slice(&bytes).ok().map(|claims: Claims| claims.exp)
 }
 
-/// Time before the expiry of a token from which it is reported.
+/// How long before the expiry of a token a warning is logged.
 pub(crate) const EXPIRY_WARNING: Duration = Duration::from_secs(7 * 86_400);
 const KEY: &str = "kubeconfig";
 const MAX_KUBECONFIG_BYTES: usize = 1 << 20;

@@ -16,7 +16,8 @@ pub struct Config {
     pub may_create_namespaces: bool,
     /// Whether each pod of a headless Service that has a host name gets its own mirror. Default false.
     pub mirrors_pods: bool,
-    /// Interval at which the gateway's names are resolved, and all mirrors are compared even without a change. Default one minute.
+    /// Interval at which the gateway's names are resolved, and all mirrors are compared with the exported Services even without a
+    /// change. Default one minute.
     pub refresh_period: Duration,
     /// Name of this process in the lease. It is the name of the pod.
     pub lease_holder: String,

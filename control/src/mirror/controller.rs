@@ -25,7 +25,7 @@ use super::gateway::{self, GatewayChannels, GatewayMetrics, ProbeTarget, cluster
 use super::link::{ExportSelector, Link, LinkError};
 use super::plan::federated::clusters_without_link;
 use super::plan::inputs::{
-    ExportingCluster, GatewayState, Inputs, LinkAge, Linked, LocalCluster, Member, Plan, Rejection,
+    Exporter, ExportingCluster, GatewayState, Inputs, LinkAge, Linked, LocalCluster, Plan, Rejection,
 };
 use super::plan::objects::{PROBE_PORT_NAME, object_name};
 use super::plan::plan;
@@ -219,7 +219,7 @@ impl Controller {
         let mut watch = SecretWatch::new(self.client.clone(), namespace, name);
         loop {
             let state = watch.state();
-            let serve = async {
+            let mirroring = async {
                 let cause = match &state {
                     SecretState::Present(secret) => {
                         match self.mirror_with_credentials(local, link, secret, gateway).await {}
@@ -233,7 +233,7 @@ impl Controller {
             };
             tokio::select! {
                 () = watch.changed_from(&state) => {}
-                never = serve => match never {},
+                never = mirroring => match never {},
             }
         }
     }
@@ -375,7 +375,7 @@ impl Controller {
                 let exporting = remote.cluster();
                 let known_addresses = addresses.borrow().clone();
                 let inputs = Inputs {
-                    member: Member::Linked(Linked {
+                    exporter: Exporter::Linked(Linked {
                         link,
                         gateway: GatewayState {
                             addresses: known_addresses.as_deref(),
@@ -390,7 +390,7 @@ impl Controller {
                     local: &local_cluster,
                     may_create_namespaces: self.config.may_create_namespaces,
                     mirrors_pods: self.config.mirrors_pods,
-                    rewritten_by: &state.writes.rewritten_by,
+                    source_versions: &state.writes.source_versions,
                 };
                 let planned = plan(&inputs);
                 repairs.inc();
@@ -443,7 +443,7 @@ impl Controller {
                 let ends = state.unlinked_since.values().map(|since| *since + UNLINK_DELAY);
                 retry_at = ends.filter(|end| *end > Instant::now()).fold(retry_at, Instant::min);
                 let inputs = Inputs {
-                    member: Member::ThisCluster { unlinked: &unlinked },
+                    exporter: Exporter::ThisCluster { unlinked: &unlinked },
                     federated_selector: &selector,
                     excluded_labels: &members.excluded_labels,
                     excluded_annotations: &members.excluded_annotations,
@@ -451,7 +451,7 @@ impl Controller {
                     local: &local_cluster,
                     may_create_namespaces: false,
                     mirrors_pods: false,
-                    rewritten_by: &state.writes.rewritten_by,
+                    source_versions: &state.writes.source_versions,
                 };
                 let planned = plan(&inputs);
                 for status in &planned.federated {

@@ -8,7 +8,7 @@ use super::plan::inputs::{ExportingCluster, MirrorStatus, Plan, Rejection};
 use crate::kubernetes::event_recorder::{EventNote, EventRecorder, Severity};
 use crate::resources::meta::NamespacedName;
 
-/// The rejections that have an Event. Each has one while it lasts.
+/// The rejections for which an Event was recorded. No further Event is recorded while the rejection stays the same.
 #[derive(Default)]
 pub(super) struct RejectionEvents {
     mirrors: HashMap<NamespacedName, Rejection>,

@@ -30,8 +30,8 @@ pub(super) struct Writer {
 pub(super) struct WriteHistory {
     /// The failed steps, by the local Service.
     failures: HashMap<NamespacedName, Failure>,
-    /// The version of the member by which each federated Service was last completely rewritten.
-    pub(super) rewritten_by: HashMap<NamespacedName, String>,
+    /// For each federated Service, the resource version of the member whose ports and metadata were last copied to it.
+    pub(super) source_versions: HashMap<NamespacedName, String>,
 }
 
 /// A step that has failed in all attempts since it was planned.
@@ -67,8 +67,8 @@ impl Writer {
             match result {
                 Ok(()) => {
                     history.failures.remove(&step.name);
-                    if let Some(version) = &step.rewritten_by {
-                        history.rewritten_by.insert(step.name.clone(), version.clone());
+                    if let Some(version) = &step.source_version {
+                        history.source_versions.insert(step.name.clone(), version.clone());
                     }
                 }
                 Err(err) => self.record_failure(cluster, &step.name, &err, history),

@@ -101,10 +101,11 @@ pub enum BackendTarget {
     Failing,
 }
 
+/// How a balancer computes the load of an endpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Load {
     PeakEwma,
-    /// As `PeakEwma`, but the latency of a failure is `penalty`.
+    /// As `PeakEwma`, but the latency of a failure is at least `penalty`. Linkerd calls this a load bias.
     Penalized {
         penalty: Duration,
         max_retry_after: Duration,

@@ -118,8 +118,8 @@ impl ServerPortNames {
         selected.insert(id, port_match == PortNameMatch::Declared);
     }
 
-    /// Returns the unserved part of a Server that applies to no port. Otherwise, or if the Server does not exist, returns
-    /// `None`.
+    /// Returns the unserved part of a Server that selects workloads, none of which declares its port name. Otherwise, or if the
+    /// Server does not exist, returns `None`.
     fn undeclared_port_name(&self, store: &Store, name: &NamespacedName) -> Option<UnservedPart> {
         let Some(Object::Server(server)) = store.object(Kind::Server, name) else {
             return None;
@@ -198,13 +198,13 @@ mod tests {
         let none = Vec::<String>::new;
         let ports = |name: &str| json!({"containers": [{"name": "a", "ports": [{"name": name, "containerPort": 80}]}]});
         assert_eq!(update(object(Kind::Pod, "web-0", ports("http"))), (none(), false));
-        assert_eq!(update(server("htpp", "deny")), (vec![reason("htpp")], true));
-        assert_eq!(update(server("htpp", "audit")), (none(), true));
-        assert_eq!(update(server("htttp", "audit")), (vec![reason("htttp")], true));
-        assert_eq!(update(object(Kind::Pod, "web-1", ports("htttp"))), (none(), false));
-        assert_eq!(update(server("htpp", "audit")), (vec![reason("htpp")], true));
+        assert_eq!(update(server("absent", "deny")), (vec![reason("absent")], true));
+        assert_eq!(update(server("absent", "audit")), (none(), true));
+        assert_eq!(update(server("later", "audit")), (vec![reason("later")], true));
+        assert_eq!(update(object(Kind::Pod, "web-1", ports("later"))), (none(), false));
+        assert_eq!(update(server("absent", "audit")), (vec![reason("absent")], true));
         let name = NamespacedName::new("shop", "web");
         assert_eq!(update(Event::Deleted(Kind::Server, name)), (none(), false));
-        assert_eq!(update(server("htpp", "audit")), (vec![reason("htpp")], true));
+        assert_eq!(update(server("absent", "audit")), (vec![reason("absent")], true));
     }
 }

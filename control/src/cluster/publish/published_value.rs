@@ -1,4 +1,5 @@
-//! A published value with its cached encodings. An encoding is reused while many streams begin, or send the same change.
+//! A published value with its cached encodings. Streams that begin at about the same time, or that send the same change, share an
+//! encoding.
 
 use std::convert::Infallible;
 use std::fmt;
@@ -134,7 +135,8 @@ impl<T: Send + Sync + 'static> PublishedValue<T> {
             return Ok(found.bytes.clone());
         }
         let bytes = encode()?;
-        let is_listed = !all.is_empty();
+        // A value that has encodings is already in the list of recent encodings.
+        let is_in_recent = !all.is_empty();
         // Remove encodings whose previous value was dropped: no subscriber has it any more.
         all.retain(|encoded| {
             encoded
@@ -142,7 +144,7 @@ impl<T: Send + Sync + 'static> PublishedValue<T> {
                 .as_ref()
                 .is_none_or(|previous| previous.strong_count() > 0)
         });
-        if !is_listed {
+        if !is_in_recent {
             let value: Weak<dyn CachedEncodings> = Arc::downgrade(self) as _;
             key.encoder.recent.0.lock().push(value);
         }

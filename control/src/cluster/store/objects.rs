@@ -32,9 +32,10 @@ pub(in crate::cluster) enum LookupKey {
     HostIp(IpAddr),
     EndpointSlices(NamespacedName),
     Routes(ParentKind, NamespacedName),
-    /// Servers of a namespace that require a label with this value; the value is empty for Servers that require no label. The key
-    /// has no label name, because the value is already interned and a string of both would not be. Labels with the same value are
-    /// rare, and only add candidates.
+    /// Servers of a namespace that require a label with this value; the value is empty for Servers that require no label.
+    ///
+    /// The name of the label is left out to save memory: the value is already interned, and a text of name and value would not
+    /// be. The lookup therefore also finds Servers that require another label with the same value, which are rare.
     Servers(Arc<str>, Arc<str>),
     /// External workloads of a namespace with this identity, as `Identity` spells it.
     Identity(Arc<str>, Arc<str>),

@@ -475,7 +475,8 @@ impl<'a> ParentDefaults<'a> {
         self
     }
 
-    /// The default backend of connections. It has no load bias, because the success of a connection is unknown.
+    /// The default backend of connections. It has no load bias (`Load::Penalized`), because it is unknown whether a connection
+    /// succeeded.
     fn stream_backend(&self) -> Backend {
         let mut backend = self.default.clone();
         if let BackendTarget::Balance { load, .. } = &mut backend.target {
@@ -616,15 +617,15 @@ fn rule_retry<R>(route: &resource::Route, rule: &resource::Rule<R>, parent: &Par
     }
     match (read_annotation(&route.meta, annotations::parse_http_retry), &rule.retry) {
         (Some(annotated), _) => Some(annotated),
-        // Proxies reject a policy with an invalid retry. The requests of the rule fail.
+        // The retry is left out, because proxies would reject the policy. A filter of the rule makes its requests fail.
         (None, Some(_)) if route_support::check_retry_and_unimplemented_fields(rule, route.kind).is_err() => None,
         (None, Some(retry)) => retry_of_rule(retry, &rule.timeouts),
         (None, None) => parent.http_retry.clone(),
     }
 }
 
-/// The retries by `retry` of a rule. `None` if the rule permits none. An attempt that exceeds the rule's `timeouts.backendRequest`
-/// is retried, even if an annotation sets another timeout.
+/// Converts the field `retry` of a rule. `None` if it permits no retry. An attempt that exceeds the rule's
+/// `timeouts.backendRequest` is retried, even if an annotation sets another timeout.
 fn retry_of_rule(retry: &RuleRetry, timeouts: &resource::RuleTimeouts) -> Option<Retry> {
     let limit = retry.attempts.unwrap_or(annotations::DEFAULT_RETRY_LIMIT);
     let codes = match &retry.codes[..] {

@@ -91,8 +91,8 @@ pub(super) fn find_protocol_mismatch<'r, 'a>(routes: &'r [ServerRoute<'a>]) -> O
     routes.iter().find(is_protocol_mismatch)
 }
 
-/// Whether the parent accepts the route. The status of the route decides; for a source without statuses, the rules by which
-/// write-back sets the status. On Kubernetes a route without a status is not attached.
+/// Whether the parent accepts the route. On Kubernetes, the status of the route decides, and a route without a status is not
+/// attached. For a source without statuses, this function applies the rules by which write-back would set the status.
 ///
 /// Routes with unsupported parts are attached: leaving them out would let other rules serve their requests.
 fn is_attached(

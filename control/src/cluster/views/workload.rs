@@ -189,8 +189,8 @@ fn shared_fields_of_pod(
     Some(shared)
 }
 
-/// The identity of a pod's sidecar; `None` if the control plane of the pod's cluster does not issue its certificate. The control
-/// plane of another cluster can be in any namespace.
+/// The identity of a pod's sidecar; `None` if the control plane of the pod's cluster does not issue its certificate. For a pod of
+/// another cluster this is not checked, because the control plane there can be in any namespace.
 pub(super) fn pod_identity(config: &Config, pod: &Pod) -> Option<TlsIdentity> {
     let control_plane = pod.meta.label(label::CONTROL_PLANE_NS)?;
     let is_of_other_control_plane = config.remote_name.is_none() && control_plane != config.controller_namespace;

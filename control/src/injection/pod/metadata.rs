@@ -86,9 +86,11 @@ pub(in crate::injection) fn skipped_metadata(config: &Config, target: &Injection
     }
 }
 
-/// The annotations of the default inbound policy and of the ports that require an identity, unless the pod has them. Both come from
-/// the namespace, the ports otherwise from the chart. The control plane computes the policy of a port from these annotations; the
-/// chart's default policy is a flag of the control plane.
+/// The annotations of the default inbound policy and of the ports that require an identity, unless the pod has them. The control
+/// plane computes the policy of a port from these annotations.
+///
+/// The values are those of the namespace. If it has no list of ports, the list of the chart applies. The chart's default policy is
+/// not copied, because the control plane gets it as a flag.
 fn inherited_policy_annotations(config: &Config, target: &InjectionTarget<'_>) -> Annotations {
     let chart_ports = &config.values.proxy.require_identity_on_inbound_ports;
     let chart_ports = (!chart_ports.is_empty()).then_some(chart_ports);
@@ -153,6 +155,7 @@ const OWNER_KINDS: [&str; 6] = [
 
 /// Annotations that apply only to the pod or only to the namespace.
 const NOT_INHERITED: [&str; 7] = [
+    // A label of namespaces. As an annotation it has no effect.
     label::ADMISSION_WEBHOOKS,
     annotation::DEBUG_IMAGE,
     annotation::DEBUG_IMAGE_VERSION,

@@ -27,7 +27,7 @@ pub(in crate::injection) struct RewrittenProbe {
 }
 
 /// Finds the probes of a pod that are sent to the proxy instead.
-pub(in crate::injection) fn rewrite_probes(values: &Values, spec: &PodSpec) -> Vec<RewrittenProbe> {
+pub(in crate::injection) fn probes_to_rewrite(values: &Values, spec: &PodSpec) -> Vec<RewrittenProbe> {
     if !values.proxy.rewrite_probes || uses_linkerd_image(values) {
         return Vec::new();
     }

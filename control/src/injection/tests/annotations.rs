@@ -265,10 +265,10 @@ fn a_list_of_ports_without_a_valid_entry_does_not_replace_the_list_of_the_chart(
 #[test]
 fn invalid_values_are_ignored_with_a_warning() {
     let plain = Case::pod("").injected();
-    let (spec, any_expectation) = (plain.0["spec"].clone(), "expected ");
+    let spec = plain.0["spec"].clone();
     for (name, value, reason) in [
-        ("proxy-image", "a b", any_expectation),
-        ("proxy-version", "", any_expectation),
+        ("proxy-image", "a b", "expected "),
+        ("proxy-version", "", "expected "),
         ("image-pull-policy", "Sometimes", "Always, Never or IfNotPresent"),
         ("debug-image-pull-policy", "x", "Always, Never or IfNotPresent"),
         ("enable-debug-sidecar", "yes", "true or false"),

@@ -72,8 +72,8 @@ impl Election {
         if self.observed.as_ref().is_none_or(|seen| seen.record != record) {
             // The holder renewed at some time between the previous request and this read. The wait is counted from the previous
             // request, but never from earlier than one retry interval (with jitter) before this read. A candidate therefore waits
-            // at least `duration` minus one such interval and `TAKEOVER_LEAD_TIME` after the renewal. This is safe, because the
-            // holder stops leading earlier, `renew_deadline` after the renewal.
+            // after the renewal for at least `duration`, minus one such interval, minus `TAKEOVER_LEAD_TIME`. This is safe, because
+            // the holder stops leading earlier, `renew_deadline` after the renewal.
             let earliest = sent_at - self.timing.retry_interval.mul_f64(1.0 + JITTER);
             self.observed = Some(ObservedRecord {
                 record,

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use k8s_openapi::api::core::v1::Service;
 use tulle_core::names::{annotation, label};
 
-use super::inputs::{Inputs, Linked, LocalCluster, Member, MirrorStatus, Plan, Rejection, Step, Write};
+use super::inputs::{Exporter, Inputs, Linked, LocalCluster, MirrorStatus, Plan, Rejection, Step, Write};
 use super::objects::{
     check_mirror, copied_annotations, copied_labels, differs, has_label, mirror_ports, new_service, object_version,
     rewritten,
@@ -16,11 +16,11 @@ use crate::resources::meta::NamespacedName;
 struct Planner<'a> {
     inputs: &'a Inputs<'a>,
     plan: &'a mut Plan,
-    /// The federated Services that a Service of the member must join.
+    /// The federated Services that a Service of the exporter must join.
     wanted: HashSet<NamespacedName>,
 }
 
-/// Plans the federated Services of one member.
+/// Plans the federated Services that the Services of one exporter join or leave.
 pub(super) fn plan_federated(inputs: &Inputs<'_>, plan: &mut Plan) {
     let mut planner = Planner {
         inputs,
@@ -80,7 +80,8 @@ impl Planner<'_> {
         let joined = memberships.clone().with_entry(self.inputs, &entry);
         if is_metadata_source(self.inputs, &joined) {
             let wanted = self.federated_service(service, federated, &joined);
-            let is_new_version = self.inputs.rewritten_by.get(federated) != Some(&version);
+            // Labels and annotations of other writers stay until the Service changes whose metadata was copied.
+            let is_new_version = self.inputs.source_versions.get(federated) != Some(&version);
             let is_equal = !differs(existing, &wanted, service)
                 && !(is_new_version
                     && (existing.metadata.labels != wanted.metadata.labels
@@ -115,14 +116,14 @@ impl Planner<'_> {
             let before = Memberships::from_service(service);
             let mut after = before.clone();
             let is_wanted = self.wanted.contains(name);
-            match self.inputs.member {
-                Member::ThisCluster { unlinked } => {
+            match self.inputs.exporter {
+                Exporter::ThisCluster { unlinked } => {
                     if !is_wanted {
                         after.local = None;
                     }
                     after.remote.retain(|entry| !unlinked.contains(entry_cluster(entry)));
                 }
-                Member::Linked(Linked { link, .. }) => {
+                Exporter::Linked(Linked { link, .. }) => {
                     let exported = name.name.strip_suffix(SUFFIX).unwrap_or_default();
                     let wanted = format!("{exported}@{}", link.cluster);
                     let is_ours = |entry: &String| entry_cluster(entry) == link.cluster;
@@ -143,14 +144,14 @@ impl Planner<'_> {
     }
 
     /// Adds a step, unless a step for the same Service is already planned. The next plan then contains the change.
-    fn push_federated(&mut self, name: &NamespacedName, write: Write, rewritten_by: Option<String>) {
+    fn push_federated(&mut self, name: &NamespacedName, write: Write, source_version: Option<String>) {
         if self.plan.steps.iter().any(|step| step.name == *name) {
             return;
         }
         self.plan.steps.push(Step {
             name: name.clone(),
             writes: vec![write],
-            rewritten_by,
+            source_version,
         });
     }
 }
@@ -179,10 +180,10 @@ impl Memberships {
     }
 
     fn with_entry(mut self, inputs: &Inputs<'_>, entry: &str) -> Self {
-        match inputs.member {
-            Member::ThisCluster { .. } => self.local = Some(entry.to_owned()),
-            Member::Linked(_) if self.remote.iter().any(|other| other == entry) => {}
-            Member::Linked(_) => self.remote.push(entry.to_owned()),
+        match inputs.exporter {
+            Exporter::ThisCluster { .. } => self.local = Some(entry.to_owned()),
+            Exporter::Linked(_) if self.remote.iter().any(|other| other == entry) => {}
+            Exporter::Linked(_) => self.remote.push(entry.to_owned()),
         }
         self
     }
@@ -221,11 +222,11 @@ pub(in crate::mirror) fn clusters_without_link(local: &LocalCluster) -> BTreeSet
         .collect()
 }
 
-/// The entry for a Service of `inputs.member` in the annotations of a federated Service.
+/// The entry for a Service of `inputs.exporter` in the annotations of a federated Service.
 fn membership_entry(inputs: &Inputs<'_>, name: &NamespacedName) -> String {
-    match inputs.member {
-        Member::ThisCluster { .. } => name.name.to_string(),
-        Member::Linked(Linked { link, .. }) => format!("{}@{}", name.name, link.cluster),
+    match inputs.exporter {
+        Exporter::ThisCluster { .. } => name.name.to_string(),
+        Exporter::Linked(Linked { link, .. }) => format!("{}@{}", name.name, link.cluster),
     }
 }
 
@@ -233,10 +234,10 @@ fn entry_cluster(entry: &str) -> &str {
     entry.split_once('@').map_or("", |(_, cluster)| cluster)
 }
 
-/// Whether the planned member determines the ports and metadata of the federated Service. This is the local member. If there is no
-/// local member, it is the member with the oldest Link.
+/// Whether the exporter's member determines the ports and metadata of the federated Service. The local member does. If there is no
+/// local member, the member with the oldest Link does.
 fn is_metadata_source(inputs: &Inputs<'_>, memberships: &Memberships) -> bool {
-    let Member::Linked(Linked { link, .. }) = inputs.member else {
+    let Exporter::Linked(Linked { link, .. }) = inputs.exporter else {
         return true;
     };
     let is_member = |cluster: &str| memberships.remote.iter().any(|entry| entry_cluster(entry) == cluster);

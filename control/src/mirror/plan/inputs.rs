@@ -13,25 +13,25 @@ use crate::resources::meta::NamespacedName;
 
 /// The objects that a plan is computed from.
 pub(in crate::mirror) struct Inputs<'a> {
-    pub(in crate::mirror) member: Member<'a>,
+    pub(in crate::mirror) exporter: Exporter<'a>,
     /// Selects the Services that join a federated Service.
     pub(in crate::mirror) federated_selector: &'a ExportSelector,
     pub(in crate::mirror) excluded_labels: &'a Exclusions,
     pub(in crate::mirror) excluded_annotations: &'a Exclusions,
-    /// The cluster whose Services are exported: the linked cluster, or this cluster for its members of federated Services.
+    /// The objects of the exporter.
     pub(in crate::mirror) exporting: &'a ExportingCluster,
     pub(in crate::mirror) local: &'a LocalCluster,
     pub(in crate::mirror) may_create_namespaces: bool,
     /// Whether each pod of a headless Service gets its own mirror.
     pub(in crate::mirror) mirrors_pods: bool,
-    /// The version of the member by which each federated Service was last completely rewritten.
-    pub(in crate::mirror) rewritten_by: &'a HashMap<NamespacedName, String>,
+    /// For each federated Service, the resource version of the member whose ports and metadata were last copied to it.
+    pub(in crate::mirror) source_versions: &'a HashMap<NamespacedName, String>,
 }
 
-/// The cluster whose Services are planned.
+/// The cluster whose exported Services are planned.
 #[derive(Clone, Copy)]
-pub(in crate::mirror) enum Member<'a> {
-    /// This cluster. Its Services only join federated Services.
+pub(in crate::mirror) enum Exporter<'a> {
+    /// This cluster. Its Services get no mirrors, and only join federated Services.
     ThisCluster {
         /// Clusters that have had no Link for some time. Their memberships are removed.
         unlinked: &'a BTreeSet<String>,
@@ -90,11 +90,11 @@ pub(in crate::mirror) struct Plan {
 /// Writes that are executed in the order of the list. Steps are independent of each other.
 #[derive(Debug, PartialEq)]
 pub(in crate::mirror) struct Step {
-    /// The local Service.
+    /// The local Service, or a name without a namespace if the step creates a namespace.
     pub(in crate::mirror) name: NamespacedName,
     pub(in crate::mirror) writes: Vec<Write>,
-    /// The version of the member by which a federated Service is completely rewritten. `None` for other steps.
-    pub(in crate::mirror) rewritten_by: Option<String>,
+    /// The resource version of the member whose ports and metadata this step copies to a federated Service. `None` for other steps.
+    pub(in crate::mirror) source_version: Option<String>,
 }
 
 /// One write. An object with a resource version replaces the stored object of this version; an object without one is created.
@@ -153,7 +153,7 @@ impl Plan {
             self.steps.push(Step {
                 name,
                 writes,
-                rewritten_by: None,
+                source_version: None,
             });
         }
     }

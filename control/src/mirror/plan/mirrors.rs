@@ -124,7 +124,7 @@ impl Planner<'_> {
         match Pods::from_endpoints(endpoints.map(|endpoints| &**endpoints)) {
             Pods::WithHostNames(host_names) => Ok(Some(host_names)),
             Pods::WithoutHostNames => Ok(None),
-            // An existing mirror stays headless or not headless.
+            // A headless mirror stays headless, and another mirror keeps its cluster IP.
             Pods::None => match self.inputs.local.services.get(exported.mirror) {
                 Some(existing) => Ok(is_headless(existing).then(BTreeSet::new)),
                 None => Err(Rejection::Failed(

@@ -10,12 +10,12 @@ pub(super) mod objects;
 mod tests;
 
 use self::federated::plan_federated;
-use self::inputs::{Inputs, Member, Plan};
+use self::inputs::{Exporter, Inputs, Plan};
 use self::mirrors::plan_mirrors;
 
 pub(super) fn plan(inputs: &Inputs<'_>) -> Plan {
     let mut plan = Plan::default();
-    if let Member::Linked(linked) = inputs.member {
+    if let Exporter::Linked(linked) = inputs.exporter {
         plan_mirrors(inputs, linked, &mut plan);
     }
     plan_federated(inputs, &mut plan);

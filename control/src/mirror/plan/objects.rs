@@ -6,7 +6,7 @@ use k8s_openapi::api::core::v1::{Namespace, Service, ServicePort, ServiceSpec};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use tulle_core::names::{annotation, label};
 
-use super::inputs::{Inputs, Linked, Member, ObjectVersion, Plan, Rejection, Write};
+use super::inputs::{Exporter, Inputs, Linked, ObjectVersion, Plan, Rejection, Write};
 use crate::resources::meta::NamespacedName;
 
 /// Checks whether an exported Service can have a mirror of this name. Plans the namespace of the mirror if it is missing and may be
@@ -45,7 +45,7 @@ pub(super) fn check_name_length(mirror: &NamespacedName) -> Result<(), Rejection
 }
 
 fn create_namespace(inputs: &Inputs<'_>, plan: &mut Plan, name: &str) {
-    let Member::Linked(Linked { link, .. }) = inputs.member else {
+    let Exporter::Linked(Linked { link, .. }) = inputs.exporter else {
         return;
     };
     let step_name = NamespacedName::new("", name);

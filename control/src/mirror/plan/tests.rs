@@ -24,7 +24,7 @@ struct Case {
     is_alive: bool,
     may_create_namespaces: bool,
     mirrors_pods: bool,
-    rewritten_by: HashMap<NamespacedName, String>,
+    source_versions: HashMap<NamespacedName, String>,
 }
 
 impl Case {
@@ -49,7 +49,7 @@ impl Case {
             is_alive: true,
             may_create_namespaces: false,
             mirrors_pods: false,
-            rewritten_by: HashMap::new(),
+            source_versions: HashMap::new(),
         };
         case.local.namespaces.insert("shop".to_owned());
         case.local.links = vec![link_age("east", 2)];
@@ -79,7 +79,7 @@ impl Case {
 
     fn plan(&self) -> Plan {
         let probe = NamespacedName::new("multicluster", "probe-east");
-        self.plan_as(Member::Linked(Linked {
+        self.plan_as(Exporter::Linked(Linked {
             link: &self.link,
             gateway: GatewayState {
                 addresses: Some(&self.addresses).filter(|all| !all.is_empty()).map(Vec::as_slice),
@@ -89,9 +89,9 @@ impl Case {
         }))
     }
 
-    fn plan_as(&self, member: Member<'_>) -> Plan {
+    fn plan_as(&self, exporter: Exporter<'_>) -> Plan {
         plan(&Inputs {
-            member,
+            exporter,
             federated_selector: &self.link.federated_selector,
             excluded_labels: &self.link.excluded_labels,
             excluded_annotations: &self.link.excluded_annotations,
@@ -99,7 +99,7 @@ impl Case {
             local: &self.local,
             may_create_namespaces: self.may_create_namespaces,
             mirrors_pods: self.mirrors_pods,
-            rewritten_by: &self.rewritten_by,
+            source_versions: &self.source_versions,
         })
     }
 
@@ -137,8 +137,8 @@ impl Case {
                     Write::DeleteEndpoints(known) => drop(self.local.endpoints.remove(&known.name)),
                 }
             }
-            if let Some(version) = &step.rewritten_by {
-                self.rewritten_by.insert(step.name.clone(), version.clone());
+            if let Some(version) = &step.source_version {
+                self.source_versions.insert(step.name.clone(), version.clone());
             }
         }
     }
@@ -459,24 +459,24 @@ fn members_join_and_leave_a_federated_service() {
         json!({"app": "own", "mirror.linkerd.io/federated": "member"}),
         json!({}),
     );
-    let mut this = Case {
+    let mut this_cluster = Case {
         local: east.local,
         ..own
     };
-    let local = Member::ThisCluster { unlinked: &NONE };
-    let planned = this.plan_as(local);
-    this.execute(&planned);
-    assert!(this.plan_as(local).steps.is_empty());
-    assert_eq!(this.members(), Some(("web".to_owned(), "web@east".to_owned())));
+    let local = Exporter::ThisCluster { unlinked: &NONE };
+    let planned = this_cluster.plan_as(local);
+    this_cluster.execute(&planned);
+    assert!(this_cluster.plan_as(local).steps.is_empty());
+    assert_eq!(this_cluster.members(), Some(("web".to_owned(), "web@east".to_owned())));
     assert_eq!(
-        this.service("web-federated").unwrap()["metadata"]["labels"]["app"],
+        this_cluster.service("web-federated").unwrap()["metadata"]["labels"]["app"],
         "own"
     );
 
     // Another cluster whose Link is older than that of east joins without changing the metadata.
     let mut north = Case::new().export(member.clone(), json!({"metadata": {"labels": {"app": "north"}}}));
     north.link.cluster = "north".to_owned();
-    north.local = this.local;
+    north.local = this_cluster.local;
     north.local.links = vec![link_age("east", 2), link_age("north", 1)];
     north.apply();
     assert_eq!(
@@ -489,14 +489,14 @@ fn members_join_and_leave_a_federated_service() {
     );
 
     // The local member leaves, and the member with the oldest Link determines the metadata.
-    let mut this = Case {
+    let mut this_cluster = Case {
         local: north.local,
         ..Case::new()
     };
-    let planned = this.plan_as(local);
-    this.execute(&planned);
+    let planned = this_cluster.plan_as(local);
+    this_cluster.execute(&planned);
     let mut north = Case {
-        local: this.local,
+        local: this_cluster.local,
         ..Case::new().export(member, json!({"metadata": {"labels": {"app": "north"}}}))
     };
     north.link.cluster = "north".to_owned();
@@ -507,19 +507,19 @@ fn members_join_and_leave_a_federated_service() {
         "north"
     );
 
-    // A cluster without a Link is removed, then the last member with the Service.
+    // The member of a cluster without a Link is removed. Then the last member leaves, and the federated Service is deleted.
     let gone = BTreeSet::from(["east".to_owned()]);
-    let mut this = Case {
+    let mut this_cluster = Case {
         local: north.local,
         ..Case::new()
     };
-    this.local.links.retain(|link| link.cluster == "north");
-    assert_eq!(clusters_without_link(&this.local), gone);
-    let planned = this.plan_as(Member::ThisCluster { unlinked: &gone });
-    this.execute(&planned);
-    assert_eq!(this.members(), Some((String::new(), "web@north".to_owned())));
+    this_cluster.local.links.retain(|link| link.cluster == "north");
+    assert_eq!(clusters_without_link(&this_cluster.local), gone);
+    let planned = this_cluster.plan_as(Exporter::ThisCluster { unlinked: &gone });
+    this_cluster.execute(&planned);
+    assert_eq!(this_cluster.members(), Some((String::new(), "web@north".to_owned())));
     let mut north = Case {
-        local: this.local,
+        local: this_cluster.local,
         ..Case::new()
     };
     north.link.cluster = "north".to_owned();
