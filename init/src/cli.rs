@@ -111,7 +111,7 @@ pub struct RedirectArgs {
     )]
     log_level: String,
     /// Try the iptables programs of this flavour first, and nftables over netlink last; nft means iptables-nft here. It has no
-    /// effect with --backend or with another --priority than the default
+    /// effect if --backend is set, or if --priority is not the default
     #[arg(long, value_name = "legacy|nft|plain", overrides_with = "iptables_mode")]
     iptables_mode: Option<String>,
     /// As --iptables-mode, by the name of the program: iptables-legacy, iptables-nft or iptables

@@ -28,7 +28,7 @@ pub fn take(wait: Duration) -> io::Result<Option<Lock>> {
     loop {
         match UnixListener::bind_addr(&addr) {
             Ok(listener) => {
-                // Child processes inherit the lock: if this process is killed, they continue to write rules.
+                // Child processes inherit the lock, because they continue to write rules if this process is killed.
                 fcntl(&listener, FcntlArg::F_SETFD(FdFlag::empty()))?;
                 return Ok(Some(Lock { _listener: listener }));
             }

@@ -15,8 +15,8 @@ use crate::grpc::Service;
 use crate::policy::config::Config;
 use crate::tls::mesh_credentials::ClientCertificates;
 
-/// Creates the service for server policies. Its streams end with their connections. If client certificates are required, a
-/// workload can read only the policies of its own ports.
+/// Creates the service for server policies. If client certificates are required, a workload can read only the policies of its own
+/// ports.
 pub fn inbound_server(
     cluster: Cluster,
     client_certificates: ClientCertificates,
@@ -24,8 +24,8 @@ pub fn inbound_server(
     Service(inbound::InboundPolicyService::new(cluster, client_certificates))
 }
 
-/// Creates the service for client policies. Its streams end with their connections. If client certificates are required, a client
-/// can read only the policies for clients in its own namespace.
+/// Creates the service for client policies. If client certificates are required, a client can read only the policies for clients
+/// in its own namespace.
 pub fn outbound_server(
     cluster: Cluster,
     client_certificates: ClientCertificates,

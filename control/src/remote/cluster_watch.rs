@@ -135,6 +135,7 @@ impl RemoteClusterWatch {
             local.for_remote_cluster(&self.name, &trust_domain, &cluster_domain),
             &self.registry,
         );
+        // Has a reason for each stale kind, so it is ready while no kind is stale.
         let stale_kinds = Readiness::new();
         let config = RemoteConfig {
             cluster: self.name.clone(),
@@ -172,7 +173,7 @@ impl RemoteClusterWatch {
     }
 }
 
-/// Waits until a watch ends, which happens only by a panic, and returns the cause. Waits forever without a connection.
+/// Waits until a watch ends by a panic, and returns the cause. Waits forever without a connection, and after the drain.
 async fn wait_for_watch_end(connection: &mut Option<Connection>) -> String {
     match connection {
         Some(connection) => match connection.watches.join_next().await {
@@ -185,7 +186,7 @@ async fn wait_for_watch_end(connection: &mut Option<Connection>) -> String {
 
 async fn end_cause(ended: Result<Result<(), SourceError>, JoinError>) -> String {
     match ended {
-        // The process is about to end.
+        // The drain has ended the watch, and the process is about to end.
         Ok(Ok(())) => std::future::pending().await,
         Ok(Err(err)) => err.to_string(),
         Err(err) => err.to_string(),

@@ -26,7 +26,7 @@ use crate::cluster::remote_clusters::{LinkedClusters, RemoteCluster};
 use crate::remote::cluster_watch::{Gauges, RemoteClusterWatch};
 use crate::remote::references::ReferencedClusters;
 
-/// Keeps the remote clusters of a cluster up to date.
+/// Watches the clusters to which Services refer, and keeps what this cluster knows about them up to date.
 pub struct RemoteWatches {
     client: Client,
     clusters: LinkedClusters,

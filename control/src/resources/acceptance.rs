@@ -248,11 +248,11 @@ fn check_conflicts<'a>(
     let mut remaining_ports = accepted_ports(parents, settings, route.kind, parent);
     for competing_route in competing_routes {
         let namespace = competing_route.meta.namespace();
-        let counts = namespace == route.meta.namespace() || *namespace == parent.name.namespace;
+        let is_relevant = namespace == route.meta.namespace() || *namespace == parent.name.namespace;
         let takes_precedence = competing_route.kind.takes_precedence_over(route.kind);
         let is_older = competing_route.meta.age_order() < route.meta.age_order();
         let is_older_conflict = is_older && matches_same_connections(competing_route, route);
-        if !counts || !(takes_precedence || is_older_conflict) {
+        if !is_relevant || !(takes_precedence || is_older_conflict) {
             continue;
         }
         let accepted_references = competing_route.parents.iter().filter(|other| {
@@ -288,7 +288,7 @@ fn accepted_ports(
 ) -> Vec<(Option<u16>, DeclaredProtocol)> {
     let service = match parent.kind {
         ParentKind::Service => parents.service(&parent.name),
-        // An accepted reference has a port that supports the kind of the route.
+        // The protocols of their ports need no lookup: `check_reference` accepts only a port that supports the kind of the route.
         ParentKind::EgressNetwork | ParentKind::Server | ParentKind::Foreign => None,
     };
     let protocol = |port| {

@@ -277,7 +277,7 @@ fn decode_kind<'de, D: Deserializer<'de>>(kind: Kind, from: D) -> Result<Object,
 
 fn decode_as<'de, D, R, T>(
     from: D,
-    check: impl FnOnce(R) -> Result<T, String>,
+    convert: impl FnOnce(R) -> Result<T, String>,
     wrap: impl FnOnce(Arc<T>) -> Object,
 ) -> Result<Object, D::Error>
 where
@@ -285,7 +285,7 @@ where
     R: DeserializeOwned,
 {
     let raw = R::deserialize(from)?;
-    check(raw)
+    convert(raw)
         .map(|object| wrap(Arc::new(object)))
         .map_err(D::Error::custom)
 }

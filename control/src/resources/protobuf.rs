@@ -2,8 +2,8 @@
 //!
 //! The messages declare only the fields that are used; decoding skips all others. They become the types of
 //! `k8s-openapi`, so both encodings are checked and pruned by the same code. An API server writes also the empty value
-//! of a field that is not set; here empty texts and conditions become `None`, as in JSON, and readers treat other empty
-//! values like absent ones. Free text can contain bytes that are not UTF-8. They are replaced, as in JSON.
+//! of a field that is not set; here an empty text and an empty list of conditions become `None`, as in JSON, and readers treat
+//! other empty values like absent ones. Free text can contain bytes that are not UTF-8. They are replaced, as in JSON.
 //!
 //! Source: `generated.proto` of `k8s.io/api/core/v1`, `k8s.io/apimachinery/pkg/apis/meta/v1` and
 //! `k8s.io/apimachinery/pkg/util/intstr`.

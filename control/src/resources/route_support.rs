@@ -84,7 +84,7 @@ pub fn unsupported_reason(route: &Route, parent: ParentKind) -> Option<String> {
 
 /// Returns the rule fields that are set but have no effect because all mesh parents are Servers, such as `timeouts`: the
 /// inbound proxy forwards each request once, to the local application, without a timeout.
-pub fn unused_inbound_fields(route: &Route) -> Vec<&'static str> {
+pub fn fields_without_effect_on_servers(route: &Route) -> Vec<&'static str> {
     fn outbound_fields<M>(rules: &[Rule<M>]) -> Vec<&'static str> {
         let any_rule = |has_field: fn(&Rule<M>) -> bool| rules.iter().any(has_field);
         let fields = [

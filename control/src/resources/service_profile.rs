@@ -336,7 +336,7 @@ impl RequestMatch {
             matches.push(Self::PathRegex(path));
         }
         match (matches.pop(), matches.is_empty()) {
-            (None, _) => Err("condition sets none of all, any, not, pathRegex, method".to_owned()),
+            (None, _) => Err("condition sets none of `all`, `any`, `not`, `pathRegex` and `method`".to_owned()),
             (Some(only), true) => Ok(only),
             (Some(last), false) => {
                 matches.push(last);
@@ -374,7 +374,7 @@ impl ResponseMatch {
             matches.push(Self::Not(Box::new(Self::from_raw(*not)?)));
         }
         match (matches.pop(), matches.is_empty()) {
-            (None, _) => Err("response condition sets none of all, any, not, status".to_owned()),
+            (None, _) => Err("response condition sets none of `all`, `any`, `not` and `status`".to_owned()),
             (Some(only), true) => Ok(only),
             (Some(last), false) => {
                 matches.push(last);

@@ -37,7 +37,7 @@ pub fn metric_family(registry: &Registry) -> Family<Gauge> {
     )
 }
 
-/// Returns the parts that the metric counts once, sorted, as `name field`.
+/// Returns the parts whose series has the value 1, sorted, as `name field`.
 #[cfg(test)]
 pub(crate) fn counted_parts(registry: &Registry) -> Vec<String> {
     let page = registry.render();
@@ -245,7 +245,7 @@ fn check_route(route: &Route) -> Vec<UnservedPart> {
     let invalid = annotations::invalid_on_route(all);
     let mut found: Vec<UnservedPart> = invalid.into_iter().map(Into::into).collect();
     if route.has_only_server_parents() {
-        let unused = annotations::present(all).map(|key| (key, format!("it {UNUSED_INBOUND}")));
+        let unused = annotations::present(all).map(|key| (key, format!("it {NO_EFFECT_ON_SERVER}")));
         add_unused(&mut found, unused);
     } else if route.has_mesh_parent() {
         add_unused(&mut found, annotations::unused(all, route.kind.kind()));
@@ -255,10 +255,10 @@ fn check_route(route: &Route) -> Vec<UnservedPart> {
     let mut named_kinds = parents.into_iter().filter(is_named);
     let reason = named_kinds.find_map(|kind| route_support::unsupported_reason(route, kind));
     found.extend(to_unserved_part(("spec.rules", reason)));
-    let unused = route_support::unused_inbound_fields(route);
+    let unused = route_support::fields_without_effect_on_servers(route);
     found.extend(unused.into_iter().map(|field| UnservedPart {
         field: "spec.rules",
-        reason: format!("{field} {UNUSED_INBOUND}"),
+        reason: format!("{field} {NO_EFFECT_ON_SERVER}"),
     }));
     found
 }
@@ -329,7 +329,7 @@ fn to_unserved_part((field, reason): (&'static str, Option<String>)) -> Option<U
     reason.map(|reason| UnservedPart { field, reason })
 }
 
-const UNUSED_INBOUND: &str = "has no effect where the parent is a Server";
+const NO_EFFECT_ON_SERVER: &str = "has no effect where the parent is a Server";
 
 #[cfg(test)]
 mod tests {

@@ -10,7 +10,7 @@ pub struct Limits {
     /// Maximum number of concurrent streams per client, over all its connections: by address for clients with a certificate, by
     /// network for all others.
     pub streams_per_client: usize,
-    /// Bytes of memory for requests. [`CallKind`] determines which of them take a part of it.
+    /// Memory for requests, in bytes. [`CallKind`] determines which requests take a part of it.
     pub request_memory: usize,
     /// Age at which a connection is closed gracefully, plus or minus a fifth, so that connections that began together do not end
     /// together.

@@ -147,16 +147,16 @@ impl Server {
     where
         I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
-        let (end_streams, ending) = drain::channel();
+        let (end_streams, connection_ending) = drain::channel();
         let services = self.routes.clone();
         // `EndWithConnection` is inside of the metrics layer, so that the streams that it ends count as successes.
         let routes = self.metrics.layer(tower::service_fn(move |req| {
-            let (responding, ending) = (services.clone().call(req), ending.clone());
+            let (response, connection_ending) = (services.clone().call(req), connection_ending.clone());
             async move {
                 Ok::<_, Infallible>(
-                    responding
+                    response
                         .await?
-                        .map(|body| Body::new(EndWithConnection::new(body, ending))),
+                        .map(|body| Body::new(EndWithConnection::new(body, connection_ending))),
                 )
             }
         }));
@@ -171,11 +171,11 @@ impl Server {
             let mut req = request_limits::limit_request(req, max_request_bytes);
             req.extensions_mut().insert(caller.clone());
             req.extensions_mut().insert(permit);
-            let responding = routes.clone().call(req);
+            let response = routes.clone().call(req);
             match request_memory {
-                RequestMemory::Uncounted => Box::pin(responding),
-                RequestMemory::Reserved(memory) => Box::pin(respond_while_reserved(responding, memory)),
-                RequestMemory::ReservedIfIncomplete(pending) => Box::pin(respond_or_reserve(responding, pending)),
+                RequestMemory::Uncounted => Box::pin(response),
+                RequestMemory::Reserved(memory) => Box::pin(respond_while_reserved(response, memory)),
+                RequestMemory::ReservedIfIncomplete(pending) => Box::pin(respond_or_reserve(response, pending)),
             }
         });
         let connection = http2::Builder::new(TokioExecutor::new())
@@ -204,27 +204,27 @@ impl Server {
 
 /// Returns the response if the request is complete; otherwise reserves memory for the request, and waits.
 async fn respond_or_reserve(
-    mut responding: impl Future<Output = Result<Response<Body>, Infallible>> + Unpin,
+    mut response: impl Future<Output = Result<Response<Body>, Infallible>> + Unpin,
     pending: PendingReservation,
 ) -> Result<Response<Body>, Infallible> {
-    if let Some(rsp) = (&mut responding).now_or_never() {
+    if let Some(rsp) = (&mut response).now_or_never() {
         return rsp;
     }
     match pending.reserve() {
-        Ok(memory) => respond_while_reserved(responding, memory).await,
+        Ok(memory) => respond_while_reserved(response, memory).await,
         Err(refused) => Ok(refused.response()),
     }
 }
 
 /// Waits for a response, or until the memory of the request is revoked.
 async fn respond_while_reserved(
-    responding: impl Future<Output = Result<Response<Body>, Infallible>>,
+    response: impl Future<Output = Result<Response<Body>, Infallible>>,
     memory: Reservation,
 ) -> Result<Response<Body>, Infallible> {
     let revocation = memory.revocation();
-    // Cancel-safe: a call whose memory is revoked has no other effect.
+    // Cancel-safe: calls change nothing, so a call can be dropped when its memory is revoked.
     tokio::select! {
-        rsp = responding => rsp,
+        rsp = response => rsp,
         () = revocation.wait() => Ok(StreamRefused::Memory.response()),
     }
 }

@@ -88,7 +88,8 @@ impl StreamLimiter {
         })
     }
 
-    /// Counts a stream, and reserves the memory of its request if that is counted at once. Loopback clients have no limit.
+    /// Counts a stream. Reserves the memory of its request, unless only incomplete requests take memory. Loopback clients have no
+    /// limit.
     ///
     /// # Errors
     /// Fails if the client has reached the limit of streams, or already uses its share of the memory. If no memory is free and
@@ -203,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn requests_for_certificates_leave_memory_for_those_of_others() {
+    fn certificate_requests_of_one_client_leave_memory_for_those_of_other_clients() {
         let streams = limiter(CallKind::Unary, 12);
         let admit_all = |caller: Caller| -> Vec<_> { std::iter::from_fn(|| streams.admit(&caller).ok()).collect() };
         let first = admit_all(unverified("10.0.0.1"));
@@ -233,7 +234,7 @@ mod tests {
         assert!(streams.admit(&unverified("10.0.0.1")).is_ok());
         let pending = |ip| match streams.admit(&workload(ip)).unwrap().request_memory {
             RequestMemory::ReservedIfIncomplete(pending) => pending,
-            _ => panic!("the request is counted at once, or never"),
+            _ => panic!("the memory is reserved at once, or never"),
         };
         // Complete requests need no memory.
         let pending_of_client = [(); 100].map(|()| pending("10.0.0.2"));

@@ -279,7 +279,7 @@ async fn a_client_without_a_certificate_is_refused_where_one_is_required() {
     assert_eq!(
         call_certify(channel).await.unwrap(),
         "hello",
-        "port-forwards come from this machine"
+        "plaintext from this machine, such as a port-forward, needs no certificate"
     );
 }
 

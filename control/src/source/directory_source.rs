@@ -139,13 +139,13 @@ pub async fn run(
             let reload = directory.reload();
             (directory, reload)
         });
-        let (read, reload) = reading.await.map_err(DirectoryError::Read)?;
+        let (returned, reload) = reading.await.map_err(DirectoryError::Read)?;
         let Reload {
             mut events,
             errors,
             unsupported_kinds,
         } = reload;
-        directory = read;
+        directory = returned;
         report.set_errors(errors);
         report.set_unsupported_kinds(unsupported_kinds);
         let n_events = events.len();
@@ -197,8 +197,8 @@ async fn debounce(changes: &mut mpsc::Receiver<()>) {
     }
     let deadline = Instant::now() + MAX_DEBOUNCE;
     loop {
-        let quiet = (Instant::now() + DEBOUNCE_DELAY).min(deadline);
-        match time::timeout_at(quiet, changes.recv()).await {
+        let quiet_at = (Instant::now() + DEBOUNCE_DELAY).min(deadline);
+        match time::timeout_at(quiet_at, changes.recv()).await {
             Ok(Some(())) if Instant::now() < deadline => {}
             _ => return,
         }

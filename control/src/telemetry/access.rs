@@ -114,7 +114,7 @@ struct FrontProxyVerifier {
 }
 
 impl FrontProxyVerifier {
-    fn is_named(&self, leaf: &CertificateDer<'_>) -> bool {
+    fn has_allowed_name(&self, leaf: &CertificateDer<'_>) -> bool {
         let Ok((_, leaf)) = X509Certificate::from_der(leaf) else {
             return false;
         };
@@ -141,7 +141,7 @@ impl ClientCertVerifier for FrontProxyVerifier {
         now: UnixTime,
     ) -> Result<ClientCertVerified, rustls::Error> {
         let verified = self.inner.verify_client_cert(leaf, issuers, now)?;
-        match self.is_named(leaf) {
+        match self.has_allowed_name(leaf) {
             true => Ok(verified),
             false => Err(rustls::CertificateError::ApplicationVerificationFailure.into()),
         }
@@ -218,9 +218,9 @@ mod tests {
             inner: inner.build().unwrap(),
             names: vec!["front-proxy-client".to_owned()],
         };
-        assert!(proxy.is_named(certificate("front-proxy-client").der()));
-        assert!(!proxy.is_named(certificate("system:masters").der()));
+        assert!(proxy.has_allowed_name(certificate("front-proxy-client").der()));
+        assert!(!proxy.has_allowed_name(certificate("system:masters").der()));
         proxy.names.clear();
-        assert!(proxy.is_named(certificate("anything").der()));
+        assert!(proxy.has_allowed_name(certificate("anything").der()));
     }
 }

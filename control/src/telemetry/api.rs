@@ -34,7 +34,8 @@ pub struct ResourceName {
     pub name: String,
 }
 
-/// Golden metrics of the inbound traffic of an owner, or of another kind of group. The API calls both a workload.
+/// Golden metrics of the inbound traffic of a group of workloads: those of an owner, or of what else the query groups by. The API
+/// calls the group a workload.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct WorkloadMetrics {
@@ -71,7 +72,7 @@ pub struct EdgeMetrics {
     pub golden: GoldenMetrics,
 }
 
-/// A route of a group: inbound, or used for its outbound requests.
+/// A route that the workloads of a group serve, or use for their outbound requests.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub struct RouteMetrics {

@@ -158,7 +158,7 @@ pub(super) fn edges(observed: &ObservedWorkloads, selection: &Selection) -> Quer
         for (target, rates) in per_second.destinations.iter().filter(|(_, rates)| !rates.is_idle()) {
             let destination = ResourceName {
                 namespace: target.namespace.clone(),
-                kind: kind(&target.kind).to_owned(),
+                kind: kind_of_label(&target.kind).to_owned(),
                 name: target.name.clone(),
             };
             let is_selected = target.cluster.is_empty() && selected.contains(&destination);
@@ -263,13 +263,13 @@ pub(super) fn own_resource(workload: &Workload) -> ResourceName {
 fn owner(workload: &Workload) -> ResourceName {
     ResourceName {
         namespace: workload.name.namespace.to_string(),
-        kind: kind(&workload.owner.0).to_owned(),
+        kind: kind_of_label(&workload.owner.0).to_owned(),
         name: workload.owner.1.to_string(),
     }
 }
 
 /// Returns the name of a kind, given its metric label.
-fn kind(label: &str) -> &str {
+fn kind_of_label(label: &str) -> &str {
     match label {
         "k8s_job" => "job",
         "external_workload" => "externalworkload",

@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_address_that_is_no_sidecar_of_an_external_workload_is_sent_no_request() {
+    async fn no_request_is_sent_to_an_address_that_is_not_the_sidecar_of_the_external_workload() {
         let anchor = trust::create_anchor("root", trust::ANCHOR_LIFETIME).unwrap();
         let ours = creds("telemetry", "spiffe://root.test/telemetry", &anchor);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();

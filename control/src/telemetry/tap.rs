@@ -102,7 +102,7 @@ struct RunningTap {
 struct SidecarFailures {
     /// The sidecars whose last stream failed: its backoff, and the time of the next attempt.
     retries: HashMap<SidecarKey, (BackoffDelays, Instant)>,
-    /// The sidecars that the client was told are unreachable, and that had no stable stream since.
+    /// The sidecars that were reported to the client as unreachable, and had no stable stream since.
     reported: HashSet<SidecarKey>,
 }
 

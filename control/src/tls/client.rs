@@ -319,7 +319,8 @@ async fn dial(addr: &Addr) -> Result<(TcpStream, SocketAddr), Error> {
     Ok((tcp, socket))
 }
 
-/// Connects to the addresses in turn. Returns the last error, or `None` without addresses.
+/// Connects to the first address that accepts; the addresses are tried in turn. Returns the last error, or `None` without
+/// addresses.
 ///
 /// Each attempt but the last ends after an equal share of [`CONNECT_TIMEOUT`], so that an address that drops packets does not
 /// prevent the attempts at the others. With many addresses an attempt has [`MIN_ATTEMPT_TIMEOUT`], and the time can end before

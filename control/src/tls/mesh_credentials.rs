@@ -74,8 +74,8 @@ pub enum ClientCertificates {
 }
 
 impl ClientCertificates {
-    /// Returns the identities against which the namespace or workload that a request names as its client is checked. `None` if
-    /// it is not checked: certificates are optional, or the client is a process on this host.
+    /// Returns the identities of the client's certificate, to compare them with the namespace or workload that the request names
+    /// as its client. `None` if nothing is compared: certificates are optional, or the client is a process on this host.
     pub(crate) fn identities_to_check(self, caller: Option<&Caller>) -> Option<&[Identity]> {
         match (self, caller) {
             (Self::Optional, _) | (Self::Required, Some(Caller::ThisMachine)) => None,

@@ -119,7 +119,7 @@ impl WebhookMemory {
     /// Runs a review when there is memory for its decoded object.
     pub(super) async fn review<T>(&self, client: IpAddr, size: ObjectSize, review: impl Future<Output = T>) -> T {
         let reviewed = self.decoded.run(client, size.kibibytes, review).await;
-        reviewed.expect("the number of requests is not limited")
+        reviewed.expect("no request is refused, because `requests_per_network` is unlimited")
     }
 
     /// Bytes that are reserved for bodies.

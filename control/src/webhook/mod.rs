@@ -43,7 +43,7 @@ use server_credentials::ServerCredentials;
 /// handler (the decision).
 pub trait ReviewHandler: Send + Sync + 'static {
     /// Maximum memory in bytes that the handler needs for each JSON object in `spec`, in addition to that for `DynamicObject`. 0 if
-    /// its types are small: they reuse memory that `BYTES_PER_JSON_OBJECT` in `review.rs` counts already.
+    /// its types are small: then `BYTES_PER_JSON_OBJECT` in `review.rs` is enough for both.
     const TYPED_BYTES_PER_JSON_OBJECT: usize = 0;
 
     /// Decides about an object. An error denies the object; its text is the reason.
@@ -137,7 +137,7 @@ impl<H: ReviewHandler> WebhookServer<H> {
         let outline = ReviewOutline::parse(bytes)?;
         let id = outline.id.clone();
         let n_bytes = outline.decoded_bytes(H::TYPED_BYTES_PER_JSON_OBJECT);
-        // So much memory is never free, so a later attempt would fail, too.
+        // An object above the limit is not decoded: it would never have enough memory, so waiting would not help.
         let (size, too_large) = match self.shared.memory.object_size(n_bytes) {
             Ok(size) => (size, None),
             Err(err) => (ObjectSize::UNDECODED, Some(err)),
@@ -166,7 +166,8 @@ impl<H: ReviewHandler> WebhookServer<H> {
         };
         let response = tokio::select! {
             response = self.shared.memory.review(client, size, reviewing) => response,
-            // The reservation can be revoked only while the review waits for its turn. Afterwards the body is freed.
+            // The reservation can be revoked only while the review waits for its turn. At its turn, the body is decoded, and freed
+            // together with the reservation.
             () = revocation.wait() => return Err(BodyError::Busy.into()),
         };
         response.to_json(&id).map(Bytes::from).map_err(RequestError::Write)

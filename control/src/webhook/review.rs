@@ -73,7 +73,8 @@ pub(crate) struct ReviewOutline {
 struct JsonSize {
     n_bytes: usize,
     n_objects: usize,
-    /// Upper bound of the number of values besides the outermost one and the first of each object: the number of `,` and `[`.
+    /// Upper bound of the number of values, without the outermost one and the first value of each object: a `,` or a `[` precedes
+    /// each of the others.
     n_values: usize,
 }
 
@@ -204,7 +205,8 @@ impl ReviewOutline {
     }
 
     /// # Errors
-    /// Fails if the object cannot be decoded. The handler then decides by [`Self::decode_head`], in a regular response.
+    /// Fails if the object cannot be decoded. The handler then gets only the head ([`Self::decode_head`]), and the client still
+    /// gets an AdmissionReview.
     pub(crate) fn decode(&self) -> Result<Box<Request>, serde_json::Error> {
         serde_json::from_slice(&self.body).map(|DecodedReview { request }| request)
     }
@@ -347,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn only_objects_in_the_spec_become_large_types() {
+    fn memory_for_types_of_a_handler_is_counted_for_objects_in_the_spec_only() {
         let decoded_bytes = |object: &str, typed_bytes| {
             let body = format!(
                 r#"{{"apiVersion":"admission.k8s.io/v1","kind":"AdmissionReview","request":{{"uid":"1","object":{object}}}}}"#

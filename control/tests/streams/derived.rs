@@ -1,6 +1,8 @@
 //! Tables of the destination service for a directory of manifests: endpoints derived from workloads, and changes of objects.
 
-use crate::destination_rows::{CONTAINER, MESHED, PORTS, TOKEN_ON_NODE_A, V4, add, check, pod, profile, sliced};
+use crate::destination_rows::{
+    CONTAINER, MESHED, PORTS, TOKEN_ON_NODE_A, V4, added_words, check, pod, profile_words, sliced,
+};
 use crate::harness::{eventually, mesh, next, update_summary};
 
 #[tokio::test]
@@ -21,7 +23,7 @@ async fn endpoints_and_server_policies_agree_on_opaque_ports() {
         });
         let pod = pod("p", "10.1.0.1", &format!("{MESHED}{annotations}"), CONTAINER);
         let mesh = mesh(&format!("{pod}{}", servers.concat())).await;
-        let words = profile(&mesh, "10.1.0.1:5000").await;
+        let words = profile_words(&mesh, "10.1.0.1:5000").await;
         let policy = mesh.get_port(r#"{"ns":"shop","pod":"p"}"#, 5000).await.unwrap();
         let is_opaque = matches!(policy.protocol.unwrap().kind, Some(Kind::Opaque(_)));
         assert_eq!(is_opaque, expected, "the policy of {list:?} {servers:?}");
@@ -57,7 +59,7 @@ async fn a_client_whose_node_changes_zone_gets_new_endpoints() {
     mesh.manifests.write("mesh.yaml", &format!("{others}---\n{moved}"));
     let update = next(&mut stream).await;
     assert_eq!(update_summary(&update), "+10.3.0.2:8080");
-    check("in its zone", &add(update)[0], "zone_locality=local");
+    check("in its zone", &added_words(update)[0], "zone_locality=local");
     assert_eq!(update_summary(&next(&mut stream).await), "-10.3.0.1:8080");
 }
 

@@ -37,7 +37,7 @@ fn words(addr: &WeightedAddr) -> Vec<String> {
     words
 }
 
-/// Checks that all expected words are present. No word may start with an expected word that follows `!`.
+/// Checks the words of an endpoint: each expected word is present, and `!word` means that no word starts with `word`.
 pub(crate) fn check(what: &str, words: &[String], expected: &str) {
     for word in expected.split(' ') {
         let holds = match word.strip_prefix('!') {
@@ -49,7 +49,7 @@ pub(crate) fn check(what: &str, words: &[String], expected: &str) {
 }
 
 /// Returns the endpoint in the profile of an address, as words.
-pub(crate) async fn profile(mesh: &Mesh, path: &str) -> Vec<String> {
+pub(crate) async fn profile_words(mesh: &Mesh, path: &str) -> Vec<String> {
     let profile = mesh.first_profile(path).await;
     let mut words = words(&profile.endpoint.expect("the profile has an endpoint"));
     if profile.opaque_protocol {
@@ -123,7 +123,7 @@ async fn owners_are_labels() {
     }
     let mesh = mesh(&yaml).await;
     for (n, (what, _, expected)) in rows.iter().enumerate() {
-        let words = profile(&mesh, &format!("10.1.0.{}:80", n + 1)).await;
+        let words = profile_words(&mesh, &format!("10.1.0.{}:80", n + 1)).await;
         let expected = expected.replace("pod=p", &format!("pod=p{n}"));
         check(
             what,
@@ -284,7 +284,7 @@ async fn pods_determine_how_they_are_reached() {
     };
     let mesh = mesh_with(&yaml, config()).await;
     for (n, (what, _, _, _, port, expected)) in PODS.iter().enumerate() {
-        let words = profile(&mesh, &format!("10.1.0.{}:{port}", n + 1)).await;
+        let words = profile_words(&mesh, &format!("10.1.0.{}:{port}", n + 1)).await;
         check(what, &words, &expected.replace("pod=p", &format!("pod=p{n}")));
     }
     let omitting = Config {
@@ -294,7 +294,7 @@ async fn pods_determine_how_they_are_reached() {
     let mesh = mesh_with(&yaml, omitting).await;
     check(
         "without HTTP/2",
-        &profile(&mesh, "10.1.0.1:80").await,
+        &profile_words(&mesh, "10.1.0.1:80").await,
         "!h2 !opaque tls=web.shop.serviceaccount.identity.linkerd.cluster.local",
     );
     let forcing = Config {
@@ -304,7 +304,7 @@ async fn pods_determine_how_they_are_reached() {
     let mesh = mesh_with(&yaml, forcing).await;
     check(
         "with forced headers",
-        &profile(&mesh, "10.1.0.1:80").await,
+        &profile_words(&mesh, "10.1.0.1:80").await,
         "h2 transport=4143",
     );
 }
@@ -328,7 +328,8 @@ pub(crate) fn sliced(service: &str, slice: &str) -> String {
 pub(crate) const PORTS: &str = "ports: [{name: http, port: 80, targetPort: 1}, {name: admin, port: 81}]";
 pub(crate) const V4: &str = "addressType: IPv4\nports: [{name: http, port: 8080}]\n";
 
-/// Endpoints of the slice of a service, and the addresses at the service's port 80.
+/// Endpoints of the slice of a service, and the addresses at the service's port 80. `1` means that there are none, although the
+/// service exists ([`update_summary`]).
 const ENDPOINTS: &[(&str, &str, &str)] = &[
     (
         "the slice's port counts, not the target port",
@@ -536,7 +537,8 @@ async fn hints_and_traffic_policies_choose_endpoints() {
     .await;
 }
 
-pub(crate) fn add(update: Update) -> Vec<Vec<String>> {
+/// Returns the words of the endpoints that an update adds.
+pub(crate) fn added_words(update: Update) -> Vec<Vec<String>> {
     match update.update {
         Some(update::Update::Add(set)) => set.addrs.iter().map(words).collect(),
         other => panic!("no addition: {other:?}"),
@@ -575,7 +577,7 @@ async fn zones_are_labels_and_can_set_weights() {
         ),
     ];
     for (config, token, expected) in rows {
-        let found = add(next(&mut mesh.get_with(config.clone(), path, token).await.unwrap()).await);
+        let found = added_words(next(&mut mesh.get_with(config.clone(), path, token).await.unwrap()).await);
         assert_eq!(found.len(), expected.len());
         for (words, expected) in found.iter().zip(expected) {
             check(token, words, expected);
@@ -710,7 +712,7 @@ async fn an_address_is_resolved_to_its_pod_or_external_workload() {
         ("unknown address", "203.0.113.7:80", "203.0.113.7:80 !pod !namespace"),
     ];
     for (what, path, expected) in rows {
-        check(what, &profile(&mesh, path).await, expected);
+        check(what, &profile_words(&mesh, path).await, expected);
     }
     for ambiguous in ["10.1.0.9:80", "192.168.0.9:8080"] {
         let status = mesh.get_profile(ambiguous, "").await.unwrap_err();

@@ -389,7 +389,7 @@ async fn series_of_profiles_are_removed_with_their_last_subscriber() {
         (HTTP, &of_service[..], "profile_updates{"),
         ("10.1.0.1:8080", &of_address[..], "workload_updates{"),
     ] {
-        let followed_by = |n: usize| {
+        let check_subscribers = |n: usize| {
             let page = mesh.registry.render();
             for series in counted {
                 let line = format!("\n{series} {n}\n");
@@ -399,10 +399,10 @@ async fn series_of_profiles_are_removed_with_their_last_subscriber() {
         };
         let first = mesh.get_profile(path, "").await.unwrap();
         let last = mesh.get_profile(path, "").await.unwrap();
-        followed_by(2);
+        check_subscribers(2);
         drop(first);
         mesh.registry.retire(std::time::Duration::ZERO);
-        followed_by(1);
+        check_subscribers(1);
         drop(last);
         // The first pass sees a change, the second that there is no subscriber.
         mesh.registry.retire(std::time::Duration::ZERO);

@@ -293,7 +293,7 @@ status: {podIP: 10.1.0.1}
 
 #[tokio::test]
 async fn a_server_sets_the_protocol() {
-    for (spoken, expected) in [
+    for (protocol_field, expected) in [
         ("", "detect 10s default*1[]"),
         (", proxyProtocol: unknown", "detect 10s default*1[]"),
         (", proxyProtocol: HTTP/1", "http1 default*1[]"),
@@ -303,9 +303,9 @@ async fn a_server_sets_the_protocol() {
         (", proxyProtocol: TLS", "tls"),
     ] {
         for port in ["8080", "http"] {
-            let manifests = format!("{}{}", workloads(""), server(&format!("port: {port}{spoken}")));
+            let manifests = format!("{}{}", workloads(""), server(&format!("port: {port}{protocol_field}")));
             let policy = get_policy(&manifests, Config::default(), WEB, 8080).await;
-            assert_eq!(protocol(&policy), expected, "{port}{spoken}");
+            assert_eq!(protocol(&policy), expected, "{port}{protocol_field}");
             let label = |key: &str| policy.labels[key].clone();
             assert_eq!(
                 [label("group"), label("kind"), label("name")],
@@ -365,7 +365,7 @@ async fn authorizations_of_a_server() {
         "n",
         "{networks: [{cidr: 10.7.0.0/16}]}",
     );
-    let old = |client: &str| {
+    let server_authorization = |client: &str| {
         let spec = format!("{{server: {{name: web}}, client: {{{client}}}}}");
         object("v1beta1", "ServerAuthorization", "s", &spec)
     };
@@ -383,7 +383,7 @@ async fn authorizations_of_a_server() {
         let access = format!(", accessPolicy: {access}");
         row(&access, String::new(), &[expected]).await;
         let both = [expected, "serverauthorization/s: any client from cluster"];
-        row(&access, old("unauthenticated: true"), &both).await;
+        row(&access, server_authorization("unauthenticated: true"), &both).await;
     }
     let account = mesh_tls("identityRefs: [{kind: ServiceAccount, name: a}, {kind: Namespace, name: b}]");
     for (objects, clients) in [
@@ -419,12 +419,13 @@ async fn authorizations_of_a_server() {
             "a.shop,a.b from cluster",
         ),
     ] {
-        row("", old(client), &[&format!("serverauthorization/s: {clients}")]).await;
+        let expected = format!("serverauthorization/s: {clients}");
+        row("", server_authorization(client), &[&expected]).await;
     }
-    row("", old("networks: [{cidr: 10.7.0.0/16}]"), &[]).await;
-    row("", old("unauthenticated: false"), &[]).await;
+    row("", server_authorization("networks: [{cidr: 10.7.0.0/16}]"), &[]).await;
+    row("", server_authorization("unauthenticated: false"), &[]).await;
     // Without networks, no client matches.
-    row("", old("unauthenticated: true, networks: []"), &[]).await;
+    row("", server_authorization("unauthenticated: true, networks: []"), &[]).await;
 }
 
 #[tokio::test]

@@ -8,7 +8,7 @@ use tulle_proto::destination::{DestinationProfile, request_match, response_match
 use tulle_proto::http_types::http_method;
 use tulle_proto::meta::{Metadata, metadata};
 
-use crate::destination_rows::{MESHED, check, profile};
+use crate::destination_rows::{MESHED, check, profile_words};
 use crate::harness::{mesh, mesh_with, next};
 
 pub(crate) const MESH: &str = "
@@ -61,6 +61,7 @@ spec:
 
 pub(crate) const WEB: &str = "web.shop.svc.cluster.local:80";
 
+/// Returns the address and the protocol hint of the endpoint, and whether it has an identity.
 pub(crate) fn endpoint(profile: &DestinationProfile) -> (String, Option<Protocol>, bool) {
     let endpoint = profile.endpoint.as_ref().expect("the profile has an endpoint");
     let addr = std::net::SocketAddr::try_from(endpoint.addr.unwrap()).unwrap();
@@ -174,7 +175,7 @@ status: {podIP: 192.168.0.2}
     assert!(endpoint(&mesh.first_profile("192.168.0.2:9100").await).2);
     assert!(!endpoint(&mesh.first_profile("192.168.0.2:22").await).2);
     // The address of the pod is the node's, so clients can connect to the pod's proxy.
-    let opaque = profile(&mesh, "192.168.0.2:9101").await;
+    let opaque = profile_words(&mesh, "192.168.0.2:9101").await;
     check("an opaque port", &opaque, "opaque opaque-protocol transport=4143");
 }
 
@@ -184,7 +185,8 @@ const OPAQUE_WITH_TLS: &str =
     "opaque opaque-protocol http2 tls=default.shop.serviceaccount.identity.linkerd.cluster.local !transport";
 
 /// Labels and annotations of a pod, its container port and host port, and words of the endpoint at the host port.
-/// Container ports and host ports are different, and each row has the node 192.168.0.<number of the row>.
+/// Container ports and host ports are different, and each row has the node 192.168.0.<number of the row>. `unreadable` is no
+/// annotation that tulle reads: it makes the sidecar of the pod invalid.
 const HOST_PORTS: &[(&str, &str, &str, u16, u16, &str)] = &[
     ("no settings", MESHED, "", 8080, 18080, HTTP2_WITH_TLS),
     (
@@ -304,7 +306,7 @@ async fn settings_of_ports_apply_to_the_container_port_of_a_host_port() {
     for (n, (what, _, _, _, host_port, expected)) in HOST_PORTS.iter().enumerate() {
         let addr = format!("192.168.0.{n}:{host_port}");
         let expected = format!("{addr} {}", expected.replace("pod ", &format!("pod=p{n} ")));
-        check(what, &profile(&mesh, &addr).await, &expected);
+        check(what, &profile_words(&mesh, &addr).await, &expected);
     }
     let forcing = Config {
         transport: TransportMode::TransportHeader,
@@ -314,13 +316,13 @@ async fn settings_of_ports_apply_to_the_container_port_of_a_host_port() {
     for (n, (what, _, _, container_port, host_port, _)) in HOST_PORTS.iter().enumerate() {
         check(
             what,
-            &profile(&mesh, &format!("192.168.0.{n}:{host_port}")).await,
+            &profile_words(&mesh, &format!("192.168.0.{n}:{host_port}")).await,
             "!transport",
         );
         if *what == "no settings" {
             check(
                 "the address of the pod",
-                &profile(&mesh, &format!("10.1.0.{n}:{container_port}")).await,
+                &profile_words(&mesh, &format!("10.1.0.{n}:{container_port}")).await,
                 "h2 transport=4143",
             );
         }
@@ -360,7 +362,7 @@ async fn a_pod_that_is_being_deleted_keeps_its_identity_until_it_has_ended() {
         ("if another pod has its address", "10.1.0.3:80", "pod=after h2"),
         ("if another pod has its host port", "192.168.0.3:8080", "pod=after h2"),
     ] {
-        check(what, &profile(&mesh, path).await, expected);
+        check(what, &profile_words(&mesh, path).await, expected);
     }
 }
 

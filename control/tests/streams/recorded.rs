@@ -56,7 +56,8 @@ async fn recorded_inbound_policies_match() {
         let (namespace, name) = workload.split_once('/').unwrap();
         let workload = format!(r#"{{"ns":"{namespace}","{kind}":"{name}"}}"#);
         let ours = first(mesh.watch_port(&workload, port.parse().unwrap()).await).await;
-        comparison.compare(&recording, last::<Server>(&recording).map(ordered), ours.map(ordered));
+        let theirs = last::<Server>(&recording).map(sort_authorizations);
+        comparison.compare(&recording, theirs, ours.map(sort_authorizations));
     }
     comparison.check();
 }
@@ -82,7 +83,8 @@ async fn recorded_profiles_and_endpoints_match() {
             comparison.compare(&recording, last::<DestinationProfile>(&recording), ours);
         } else {
             let ours = first(mesh.get_with(config.clone(), &recording.target, TOKEN).await).await;
-            comparison.compare(&recording, last::<Update>(&recording).map(sorted), ours.map(sorted));
+            let theirs = last::<Update>(&recording).map(sort_endpoints);
+            comparison.compare(&recording, theirs, ours.map(sort_endpoints));
         }
     }
     comparison.check();
@@ -186,13 +188,13 @@ fn first_difference(theirs: &str, ours: &str) -> String {
 }
 
 /// Sorts authorizations, whose order has no meaning.
-fn ordered(mut server: Server) -> Server {
+fn sort_authorizations(mut server: Server) -> Server {
     server.authorizations.sort_by_key(|authz| format!("{authz:?}"));
     server
 }
 
 /// Sorts endpoints, whose order has no meaning.
-fn sorted(mut update: Update) -> Update {
+fn sort_endpoints(mut update: Update) -> Update {
     if let Some(update::Update::Add(set)) = &mut update.update {
         set.addrs.sort_by_key(|addr| format!("{:?}", addr.addr));
     }

@@ -88,7 +88,7 @@ impl IptablesError {
 /// If a program is missing or fails. Changes made by then are undone, so the previous rules stay, unless the error is
 /// [`IptablesError::NotUndone`].
 pub fn apply(flavour: Flavour, rules: &Rules, wait: Duration) -> Result<Change, IptablesError> {
-    let plans: Vec<Plan> = save_all(flavour, rules)?
+    let plans: Vec<Plan> = read_all_rules(flavour, rules)?
         .into_iter()
         .map(|(family, saved)| Plan {
             family,
@@ -117,7 +117,7 @@ pub fn apply(flavour: Flavour, rules: &Rules, wait: Duration) -> Result<Change, 
 /// # Errors
 /// If a program is missing or fails.
 pub fn check(flavour: Flavour, rules: &Rules) -> Result<Comparison, IptablesError> {
-    let saved = save_all(flavour, rules)?;
+    let saved = read_all_rules(flavour, rules)?;
     let equal = saved.iter().all(|(family, saved)| text::matches(rules, *family, saved));
     Ok(match saved.iter().any(|(_, saved)| saved.has_mesh_rules()) {
         true if equal => Comparison::Equal,
@@ -134,7 +134,7 @@ pub fn check(flavour: Flavour, rules: &Rules) -> Result<Comparison, IptablesErro
 pub fn remove(flavour: Flavour, wait: Duration) -> Result<Vec<String>, IptablesError> {
     let mut removed = Vec::new();
     for family in families_to_search(flavour) {
-        let script = text::removal_script(&save(flavour, family)?);
+        let script = text::removal_script(&read_rules(flavour, family)?);
         if !script.is_empty() {
             restore(flavour, family, &script, wait, RestoreMode::KeepOthers)?;
             removed.push(format!("{flavour} {}", family.name()));
@@ -151,7 +151,7 @@ pub fn remove(flavour: Flavour, wait: Duration) -> Result<Vec<String>, IptablesE
 pub fn bypass_new_connections(flavour: Flavour, wait: Duration) -> Result<Vec<u16>, IptablesError> {
     let mut ports = Vec::new();
     for family in families_to_search(flavour) {
-        let saved = save(flavour, family)?;
+        let saved = read_rules(flavour, family)?;
         ports.extend(saved.redirect_ports());
         let script = text::bypass_script(&saved);
         if !script.is_empty() {
@@ -168,7 +168,7 @@ pub fn bypass_new_connections(flavour: Flavour, wait: Duration) -> Result<Vec<u1
 pub fn foreign_dnat_chains(flavour: Flavour) -> Result<Vec<String>, IptablesError> {
     let mut found = Vec::new();
     for family in families_to_search(flavour) {
-        let chains = save(flavour, family)?.foreign_dnat_chains();
+        let chains = read_rules(flavour, family)?.foreign_dnat_chains();
         found.extend(
             chains
                 .iter()
@@ -233,7 +233,7 @@ enum RestoreMode {
 }
 
 fn verify_applied(flavour: Flavour, family: Family, rules: &Rules) -> Result<(), IptablesError> {
-    if text::matches(rules, family, &save(flavour, family)?) {
+    if text::matches(rules, family, &read_rules(flavour, family)?) {
         return Ok(());
     }
     Err(IptablesError::NotApplied {
@@ -256,9 +256,9 @@ fn undo(flavour: Flavour, plans: &[Plan], wait: Duration, cause: IptablesError) 
     }
 }
 
-/// The saved rules of both families. A family without wanted rules may still have rules of a previous run.
-fn save_all(flavour: Flavour, rules: &Rules) -> Result<Vec<(Family, SavedRules)>, IptablesError> {
-    for_each_family(&[Family::V4, Family::V6], |family| match save(flavour, *family) {
+/// The live rules of both families. A family without wanted rules may still have rules of a previous run.
+fn read_all_rules(flavour: Flavour, rules: &Rules) -> Result<Vec<(Family, SavedRules)>, IptablesError> {
+    for_each_family(&[Family::V4, Family::V6], |family| match read_rules(flavour, *family) {
         // A family that is unavailable has no rules of tulle or Linkerd.
         Err(_) if rules.for_family(*family).next().is_none() => Ok((*family, SavedRules::default())),
         saved => Ok((*family, saved?)),
@@ -279,10 +279,10 @@ fn for_each_family<F: Sync, T: Send>(
     results.into_iter().collect()
 }
 
-/// Saves without naming a table, because the legacy programs create each table that is named.
+/// Reads the live rules with the `-save` program. It names no table, because the legacy programs create each table that is named.
 ///
 /// Users other than root cannot list the existing legacy tables, so they have to name them.
-fn save(flavour: Flavour, family: Family) -> Result<SavedRules, IptablesError> {
+fn read_rules(flavour: Flavour, family: Family) -> Result<SavedRules, IptablesError> {
     let program = program(flavour, family, "save");
     if flavour == Flavour::Legacy && legacy_tables_in_family(family) == LegacyTables::Unknown {
         let nat = run(&program, &["-t", "nat"], "")?;
@@ -294,7 +294,7 @@ fn save(flavour: Flavour, family: Family) -> Result<SavedRules, IptablesError> {
 }
 
 /// The families that can have rules. For the legacy flavour, these are the families with a table. Users other than root
-/// cannot list the tables, and [`save`] would create them; for these users there are none.
+/// cannot list the tables, and [`read_rules`] would create them; for these users there are none.
 fn families_to_search(flavour: Flavour) -> impl Iterator<Item = Family> {
     let families = [Family::V4, Family::V6].into_iter();
     families

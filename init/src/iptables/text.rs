@@ -103,8 +103,8 @@ impl SavedRules {
 ///
 /// The programs commit table by table, so a table that is already correct is omitted. The table with the new rules for inbound
 /// connections (mangle in tproxy mode, else nat) is committed first, so that old inbound rules in the other table are removed
-/// last. After an interruption between the two commits, each of these is in its old form, its new form, or both: the inbound
-/// rules, the outbound rules, and the rules that drop packets.
+/// last. After an interruption between the two commits, the old form, the new form, or both forms exist of each of these: the
+/// inbound rules, the outbound rules, and the rules that drop packets.
 pub(crate) fn apply_script(rules: &Rules, family: Family, saved: &SavedRules) -> String {
     let lines = lines(rules, family);
     let mut text = String::new();

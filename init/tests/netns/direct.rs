@@ -133,7 +133,7 @@ fn inbound_ipv6_that_is_not_redirected_is_dropped_unless_it_is_allowed() {
         source: Some(v6.other_peer),
         ..ROOT
     };
-    let dropped = |ip: IpAddr| {
+    let dial_error = |ip: IpAddr| {
         let dial = || TcpStream::connect_timeout(&(ip, 8080).into(), Duration::from_millis(300));
         fixture.peer.run(dial).unwrap().unwrap_err().kind()
     };
@@ -149,7 +149,7 @@ fn inbound_ipv6_that_is_not_redirected_is_dropped_unless_it_is_allowed() {
         );
         expect(&fixture.peer, ROOT, (v4.pod[0], 8080), "inbound", backend);
         for ip in v6.pod {
-            assert_eq!(dropped(ip), io::ErrorKind::TimedOut, "{backend}");
+            assert_eq!(dial_error(ip), io::ErrorKind::TimedOut, "{backend}");
         }
         for port in [7000, 4191] {
             expect(&fixture.peer, ROOT, (v6.pod[0], port), "app", backend);
@@ -165,7 +165,7 @@ fn inbound_ipv6_that_is_not_redirected_is_dropped_unless_it_is_allowed() {
         );
 
         fixture.apply(backend, &off(&["--ports-to-redirect", "8080"]));
-        assert_eq!(dropped(v6.pod[0]), io::ErrorKind::TimedOut, "{backend}");
+        assert_eq!(dial_error(v6.pod[0]), io::ErrorKind::TimedOut, "{backend}");
         expect(&fixture.peer, ROOT, (v6.pod[0], 7000), "app", backend);
         assert_eq!(
             fixture.exit_code(&flags(backend, &off(&["--check", "--ports-to-redirect", "8080"]))),
@@ -176,7 +176,7 @@ fn inbound_ipv6_that_is_not_redirected_is_dropped_unless_it_is_allowed() {
         fixture.apply(backend, &off(&["--unredirected-ipv6=allow"]));
         expect(&fixture.peer, ROOT, (v6.pod[0], 8080), "app", backend);
         fixture.apply(backend, &off(&[]));
-        assert_eq!(dropped(v6.pod[0]), io::ErrorKind::TimedOut, "{backend}");
+        assert_eq!(dial_error(v6.pod[0]), io::ErrorKind::TimedOut, "{backend}");
         fixture.apply(backend, &[]);
         expect(&fixture.peer, ROOT, (v6.pod[0], 8080), "inbound", backend);
         success(&fixture.init(&["--clean"]));

@@ -470,7 +470,7 @@ fn a_pod_with_only_ipv6_is_redirected() {
             "[fd99::1]:20001",
         ]));
 
-        fixture.proxy();
+        fixture.start_proxy();
         for port in [8080, 7000, 7001] {
             serve(&fixture.pod, "app", &format!("[::]:{port}"));
             serve(&fixture.peer, "peer", &format!("[::]:{port}"));

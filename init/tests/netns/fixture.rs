@@ -123,7 +123,7 @@ impl Fixture {
     /// on the same ports.
     pub(crate) fn new(ports: &[u16]) -> Self {
         let fixture = Self::bare();
-        fixture.proxy();
+        fixture.start_proxy();
         for port in ports {
             serve(&fixture.pod, "app", &format!("[::]:{port}"));
             serve(&fixture.peer, "peer", &format!("[::]:{port}"));
@@ -131,7 +131,8 @@ impl Fixture {
         fixture
     }
 
-    pub(crate) fn proxy(&self) {
+    /// Starts the listeners of the stub proxy.
+    pub(crate) fn start_proxy(&self) {
         serve(&self.pod, "inbound", "[::]:4143");
         serve(&self.pod, "outbound", "127.0.0.1:4140");
         serve(&self.pod, "outbound", "[::1]:4140");

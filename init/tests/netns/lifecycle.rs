@@ -222,11 +222,11 @@ fn a_rule_that_the_kernel_refuses_leaves_the_former_rules() {
 }
 
 /// Opens connections in both directions and families.
-pub(crate) fn connections(fixture: &Fixture, port: u16) -> Vec<(TcpStream, String)> {
+pub(crate) fn open_connections(fixture: &Fixture, port: u16) -> Vec<(TcpStream, String)> {
     let both = |family: Family| {
-        let (inbound, inward) = open(&fixture.peer, ROOT, (family.pod[0], port).into()).unwrap();
-        let (outbound, outward) = open(&fixture.pod, APP, (family.peer, port).into()).unwrap();
-        [(inbound, inward.server), (outbound, outward.server)]
+        let (inbound, inbound_answer) = open(&fixture.peer, ROOT, (family.pod[0], port).into()).unwrap();
+        let (outbound, outbound_answer) = open(&fixture.pod, APP, (family.peer, port).into()).unwrap();
+        [(inbound, inbound_answer.server), (outbound, outbound_answer.server)]
     };
     families().into_iter().flat_map(both).collect()
 }
@@ -238,7 +238,7 @@ fn open_connections_survive_new_and_changed_rules() {
     }
     for backend in BACKENDS {
         let fixture = Fixture::new(&[8080]);
-        let mut before = connections(&fixture, 8080);
+        let mut before = open_connections(&fixture, 8080);
         assert!(
             before
                 .iter()
@@ -246,7 +246,7 @@ fn open_connections_survive_new_and_changed_rules() {
             "{before:?}"
         );
         fixture.apply(backend, &[]);
-        let mut between = connections(&fixture, 8080);
+        let mut between = open_connections(&fixture, 8080);
         assert!(
             between
                 .iter()
@@ -264,7 +264,7 @@ fn open_connections_survive_new_and_changed_rules() {
                 "8080",
             ],
         );
-        let mut after = connections(&fixture, 8080);
+        let mut after = open_connections(&fixture, 8080);
         assert!(
             after
                 .iter()
@@ -340,7 +340,7 @@ fn draining_lets_open_connections_end() {
     for backend in BACKENDS {
         let fixture = Fixture::new(&[8080]);
         fixture.apply(backend, &[]);
-        let mut streams = connections(&fixture, 8080);
+        let mut streams = open_connections(&fixture, 8080);
         assert!(
             streams
                 .iter()
@@ -391,7 +391,7 @@ fn draining_lets_open_connections_end() {
 
 /// Our rules take precedence over existing rules of the other kernel interface, and over other rules in the same chain.
 #[test]
-fn our_rules_take_precedence_over_both_kernel_interfaces_with_a_warning() {
+fn our_rules_take_precedence_over_foreign_ones_of_both_kernel_interfaces_with_a_warning() {
     if !can_run() {
         return;
     }
@@ -413,8 +413,8 @@ fn our_rules_take_precedence_over_both_kernel_interfaces_with_a_warning() {
                 expect(&fixture.peer, ROOT, (family.pod[0], 8080), "inbound", backend);
             }
         };
-        // Add foreign rules through the other iptables flavour, then through the flavour of our backend. The flavour whose
-        // first rule is added last is evaluated first; in this flavour, our rules must precede the foreign ones.
+        // Foreign rules are added through the other iptables flavour, then through the flavour of our backend. The kernel evaluates
+        // the flavour first whose hooks were registered last. In this flavour, our rules must precede the foreign ones.
         let flavours = [
             ["iptables-legacy", "ip6tables-legacy"],
             ["iptables-nft", "ip6tables-nft"],

@@ -20,7 +20,7 @@ use crate::fixture::{
     APP, BACKENDS, BIN, Client, Fixture, ROOT, can_run, dial, echo, eventually, families, fetch_answer, flags, serve,
     success,
 };
-use crate::lifecycle::{connections, linkerd_init_commands};
+use crate::lifecycle::{linkerd_init_commands, open_connections};
 
 /// Clients that connect in both directions and families, without pause.
 #[derive(Debug, Default)]
@@ -124,7 +124,7 @@ fn no_connection_bypasses_the_proxy_while_rules_are_replaced() {
     for backend in BACKENDS {
         let fixture = Fixture::new(&[8080]);
         fixture.apply(backend, &[]);
-        let mut streams = connections(&fixture, 8080);
+        let mut streams = open_connections(&fixture, 8080);
         let mut applied = 0;
         let observed = run_under_load(&fixture, 8080, |load| {
             let is_enough = |counts: &Counts| counts.proxied >= MIN_CONNECTIONS / 4;
@@ -209,7 +209,7 @@ fn draining_under_load_fails_no_connection() {
     for backend in BACKENDS {
         let fixture = Fixture::new(&[8080]);
         fixture.apply(backend, &[]);
-        let mut streams = connections(&fixture, 8080);
+        let mut streams = open_connections(&fixture, 8080);
         let observed = run_under_load(&fixture, 8080, |load| {
             thread::scope(|scope| {
                 let cleaning = scope.spawn(|| fixture.init(&["--clean=drain", "--drain-timeout", "60s"]));
@@ -308,7 +308,8 @@ fn assert_kills_leave_a_known_state(backend: &str, variants: [Vec<&str>; 2], kil
     // From here on, the tables that iptables creates on demand exist.
     fixture.apply(backend, &["--drop-invalid"]);
     let mut run_time = Duration::ZERO;
-    // The first variant is last, because its run takes longer than a run of the second variant, which can be `--clean`.
+    // The second variant runs first: `run_time` must be that of the first one, which takes longer, because the second one can be
+    // `--clean`.
     let known_states = [1, 0].map(|variant: usize| {
         let started = Instant::now();
         success(&fixture.init(&variants[variant]));
@@ -349,7 +350,7 @@ fn no_connection_bypasses_the_proxy_while_backends_are_switched() {
         return;
     }
     let fixture = Fixture::bare();
-    fixture.proxy();
+    fixture.start_proxy();
     serve(&fixture.pod, "app", "[::]:8080");
     serve(&fixture.peer, "peer", "[::]:8080");
     success(&fixture.init(&flags("nft", &[])));

@@ -11,7 +11,7 @@ use tokio::time::Instant;
 use tulle_core::netns::Namespace;
 
 use crate::fixture::{BACKENDS, FLAGS, Fixture, can_run, echo, families, flags, success};
-use crate::lifecycle::connections;
+use crate::lifecycle::open_connections;
 
 /// The kernel drops packets of connections that it cannot track, so none bypasses the proxy. Rules can still be applied and
 /// removed.
@@ -28,7 +28,7 @@ fn with_a_full_conntrack_table_no_connection_bypasses_the_proxy() {
         text.trim().parse().unwrap()
     };
     fixture.apply("nft", &[]);
-    let mut streams = connections(&fixture, 8080);
+    let mut streams = open_connections(&fixture, 8080);
     let limit = setting("nf_conntrack_max");
     let started = Instant::now();
     track(

@@ -90,7 +90,7 @@ fn data_in_the_first_segment_arrives_at_the_proxy() {
         let set = namespace.run(|| std::fs::write("/proc/sys/net/ipv4/tcp_fastopen", "1543"));
         set.unwrap().unwrap();
     }
-    fixture.proxy();
+    fixture.start_proxy();
     for backend in BACKENDS {
         fixture.apply(backend, &[]);
         for family in families() {

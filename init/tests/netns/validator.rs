@@ -74,7 +74,7 @@ fn the_validator_reports_the_reason_of_a_failure() {
         .args(["table inet t { chain c { type filter hook input priority 0; meta l4proto tcp drop; }; }"])
         .status()
         .unwrap();
-    for (dial, away) in [
+    for (arguments, unrouted_addr) in [
         (
             [
                 "validate",
@@ -94,13 +94,14 @@ fn the_validator_reports_the_reason_of_a_failure() {
             "[2001:db8::2]:1404",
         ),
     ] {
-        let output = fixture.init(&[&dial[..], &["--timeout", "300ms"]].concat());
+        let (connect_addr, listen_flag) = (arguments[2], arguments[3]);
+        let output = fixture.init(&[&arguments[..], &["--timeout", "300ms"]].concat());
         assert_eq!(output.status.code(), Some(95));
         assert!(stderr(&output).contains("no answer within 300ms"), "{output:?}");
 
         let mut run = fixture.pod.command(BIN);
         let run = run
-            .args(dial)
+            .args(arguments)
             .args(["--timeout", "20s"])
             .stderr(Stdio::piped())
             .spawn()
@@ -115,20 +116,20 @@ fn the_validator_reports_the_reason_of_a_failure() {
         assert!(stderr(&output).contains("SIGTERM"), "{output:?}");
 
         // Connects to a closed port of the pod's own address.
-        let refused = dial[2].replace("77.0.1", "77.0.2").replace("::1", "::2");
-        let output = fixture.init(&["validate", dial[3], "--connect-addr", &refused]);
+        let refused = connect_addr.replace("77.0.1", "77.0.2").replace("::1", "::2");
+        let output = fixture.init(&["validate", listen_flag, "--connect-addr", &refused]);
         assert_eq!(output.status.code(), Some(95));
         assert!(stderr(&output).contains("refused"), "{output:?}");
 
-        fixture.sh(if away.starts_with('[') {
+        fixture.sh(if unrouted_addr.starts_with('[') {
             "ip -6 route del default"
         } else {
             "ip route del default"
         });
-        let output = fixture.init(&["validate", dial[3], "--connect-addr", away]);
+        let output = fixture.init(&["validate", listen_flag, "--connect-addr", unrouted_addr]);
         assert_eq!(output.status.code(), Some(95));
         assert!(
-            stderr(&output).contains(&format!("there is no route to {away}")),
+            stderr(&output).contains(&format!("there is no route to {unrouted_addr}")),
             "{output:?}"
         );
     }
@@ -192,7 +193,7 @@ fn verification_covers_each_family_that_has_a_route() {
     skipped(&[], "ipv6", "no route");
     assert_eq!(verify(&[]).1["ipv4"], "redirected");
 
-    fixture.proxy();
+    fixture.start_proxy();
     for backend in BACKENDS {
         skipped(&["--backend", backend], "ipv4", "in use");
     }

@@ -23,7 +23,7 @@ struct Shared {
     /// The reasons of all stale kinds.
     stale_kinds: Readiness,
     state: Mutex<State>,
-    /// Notified when the time at which a kind without a watch becomes stale is set or moved.
+    /// Notified when the deadline changes, after which a kind without a watch is stale.
     stale_deadline_changed: Notify,
 }
 
@@ -91,9 +91,8 @@ impl Freshness {
         self.0.state.lock().watch_is_open = true;
     }
 
-    /// Records that the watch has ended. Without another watch, the kind becomes stale `MAX_TIME_WITHOUT_WATCH` after it was
-    /// last known to be up to date: after this end if the API server has ended the watch, after the last change if it does not
-    /// respond.
+    /// Records that the watch has ended. Without another watch, the kind becomes stale after `MAX_TIME_WITHOUT_WATCH`. The time is
+    /// counted from this end if the API server has ended the watch, and from the last change if it does not respond.
     pub(super) fn watch_ended(&self, cause: WatchEndCause) {
         let mut state = self.0.state.lock();
         state.watch_is_open = false;

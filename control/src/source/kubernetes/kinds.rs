@@ -18,7 +18,7 @@ pub(super) struct WatchedKind {
     pub(super) necessity: Necessity,
 }
 
-/// What happens if the account may not list a kind.
+/// What happens if the account is not permitted to list a kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Necessity {
     /// The source waits for the first list of the kind.

@@ -32,7 +32,7 @@ use crate::source::kubernetes::kinds::{WatchRequirements, WatchedKind};
 use crate::source::kubernetes::metrics::InformerLag;
 use crate::source::kubernetes::reflector::{ApiServer, KindMetrics, Reflector};
 
-/// The reported objects, and other settings of the source.
+/// Which objects the source reports, and other settings.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub requirements: WatchRequirements,
@@ -42,7 +42,7 @@ pub struct Config {
     pub stale_kinds: Readiness,
 }
 
-/// The reported objects of another cluster, and its name.
+/// Which objects of another cluster the source reports, and other settings.
 #[derive(Clone, Debug)]
 pub struct RemoteConfig {
     /// The name of the cluster.

@@ -54,8 +54,8 @@ pub(super) struct Reflector {
     hasher: RandomState,
     api_version: &'static str,
     presence: Presence,
-    /// The kind is optional, and a log line has said that it may not be listed.
-    is_refusal_reported: bool,
+    /// The kind is optional, and a log line has said that the account is not permitted to list it.
+    is_forbidden_reported: bool,
 }
 
 /// Whether the API server has the kind, as last logged.
@@ -187,7 +187,7 @@ impl Reflector {
             hasher: RandomState::new(),
             api_version,
             presence: Presence::Unknown,
-            is_refusal_reported: false,
+            is_forbidden_reported: false,
         }
     }
 
@@ -207,7 +207,7 @@ impl Reflector {
             match self.list().await {
                 Ok(ListOutcome::Complete(resource_version)) => {
                     self.absent_rounds = 0;
-                    self.is_refusal_reported = false;
+                    self.is_forbidden_reported = false;
                     self.set_presence(Presence::Served);
                     self.mark_up_to_date(started_at).await;
                     if self.watch(resource_version).await == WatchProgress::Progressed {
@@ -253,21 +253,21 @@ impl Reflector {
         }
     }
 
-    /// Marks the kind as stale, or as listed if it is optional and may not be read.
+    /// Marks the kind as stale. An optional kind that the account is not permitted to list counts as listed instead.
     async fn report_list_failure(&mut self, err: &Error) {
         if self.watched.necessity == Necessity::Optional && err.is_forbidden() {
-            if !std::mem::replace(&mut self.is_refusal_reported, true) {
+            if !std::mem::replace(&mut self.is_forbidden_reported, true) {
                 warn!(
                     kind = self.kind_name(),
                     error = err as &dyn StdError,
-                    "the account may not list the kind; until it may, the last known state is used, or the kind counts as empty"
+                    "the account is not permitted to list the kind; until it is, the last known state is used, or the kind counts as empty"
                 );
             }
             if let Some(listed) = self.first_list.take() {
                 // Fails only if the receiver is dropped, which no longer needs the message.
                 let _ = listed.send(self.watched.kind).await;
             }
-            // A kind that the account intentionally may not read is not stale.
+            // The permission can be missing on purpose, so the kind is not stale.
             self.freshness.mark_up_to_date(Instant::now());
         } else {
             warn!(
@@ -337,7 +337,8 @@ impl Reflector {
     }
 
     /// Fails while the API server is not ready: after its start, discovery omits the custom resources whose definitions it has
-    /// not read yet. A client error, for example because the account may not read `/readyz`, counts as ready.
+    /// not read yet. A client error, for example because the account is not permitted to read `/readyz`, counts
+    /// as ready.
     async fn check_api_server_is_ready(&self) -> Result<(), Error> {
         let request = request::discovery_request("/readyz").map_err(Error::Request)?;
         match self.read_response(request).await {

@@ -213,12 +213,12 @@ where
         stale_kinds: Readiness::new(),
     };
     let (stale_kinds, registry) = (config.stale_kinds.clone(), Registry::new());
-    let counted = registry.clone();
+    let source_registry = registry.clone();
     let (signal, drain) = drain::channel();
     let client = Client::new(service, "default");
     let running = tokio::spawn(async move {
         let _signal = signal;
-        run(client, config, sink, counted, drain).await
+        run(client, config, sink, source_registry, drain).await
     });
     RunningSource {
         stale_kinds,
@@ -633,7 +633,7 @@ async fn a_start_without_lists_is_not_ready_and_names_the_kinds() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_optional_kind_of_another_cluster_is_empty_until_it_may_be_listed() {
+async fn an_optional_kind_of_another_cluster_is_empty_until_listing_is_permitted() {
     for (forbidden, is_optional) in [("servers", true), ("pods", false)] {
         let start = Instant::now();
         let service = service_fn(move |req: Request<Body>| {

@@ -187,8 +187,8 @@ fn fill_changed_slices(changed: &mut [SliceUpdate<'_>], new_endpoints: &mut VecD
     }
 }
 
-/// Adds the new endpoints that do not fill a new slice to the fullest unchanged slice with room for all of them. Returns the
-/// update of that slice.
+/// Takes the new endpoints that remain after full new slices, and adds them to the fullest unchanged slice with room for all of
+/// them. Returns the update of that slice.
 fn add_rest_to_unchanged_slice<'a>(
     mut unchanged: Vec<SliceUpdate<'a>>,
     new_endpoints: &mut VecDeque<Endpoint>,

@@ -502,7 +502,7 @@ impl StatusIndex {
             return Some(EgressNetworkRejection::OverlapsClusterNetworks);
         }
         let all = self.egress_networks.values().map(|other| &**other);
-        // The last readable version of an unreadable EgressNetwork stays in force, and is not known here.
+        // Unreadable EgressNetworks are left out: their last readable version stays in force, but its networks are not known here.
         let readable = all.filter(|other| other.unreadable.is_none());
         let in_same_namespace = readable.filter(|other| other.meta.namespace() == network.meta.namespace());
         let overriding = acceptance::overriding_networks(network, in_same_namespace, cluster_networks);
@@ -681,7 +681,7 @@ impl StatusIndex {
                 let is_parent = |parent: &Parent| parent.kind == ParentKind::EgressNetwork && parent.name == name;
                 let exists = self.egress_networks.contains_key(&name);
                 if exists && !route.parents.iter().any(is_parent) {
-                    return conditions::foreign_network_condition(&name, route.generation);
+                    return conditions::non_parent_network_condition(&name, route.generation);
                 }
                 exists
             } else {

@@ -397,7 +397,7 @@ fn routes_of_the_more_specific_protocol_take_precedence_on_a_port() {
 }
 
 #[test]
-fn routes_of_a_network_are_accepted_with_it() {
+fn a_route_is_accepted_while_its_egress_network_is() {
     let mut index = TestIndex::new();
     let network = |net: &str| {
         let metadata = json!({"name": "net", "namespace": "shop", "generation": 4, "resourceVersion": net});

@@ -96,6 +96,7 @@ struct ApiServer {
     n_starts: u64,
 }
 
+/// The server, and the notification of its changes.
 type Shared = Arc<(Mutex<ApiServer>, Notify)>;
 
 /// The reported objects, with their revisions.
@@ -327,7 +328,7 @@ enum WatchStep {
     Wait(Instant),
     Fail(io::ErrorKind),
     End,
-    /// The packets of this time are lost.
+    /// All packets are lost for this time.
     Lose(Duration),
 }
 
@@ -523,11 +524,11 @@ async fn run_schedule(seed: u64) {
         Notify::new(),
     ));
     let reported = Arc::new(Mutex::new(ReportedObjects::new()));
-    let (requested, seen_by_sink, updated) = (server.clone(), server.clone(), reported.clone());
-    let service = service_fn(move |req: Request<Body>| respond(requested.clone(), req.uri().to_string()));
+    let (server_of_service, server_of_sink, reported_by_sink) = (server.clone(), server.clone(), reported.clone());
+    let service = service_fn(move |req: Request<Body>| respond(server_of_service.clone(), req.uri().to_string()));
     let sink = EventSink::new(move |events| {
-        let server = seen_by_sink.0.lock();
-        let mut reported = updated.lock();
+        let server = server_of_sink.0.lock();
+        let mut reported = reported_by_sink.lock();
         events
             .iter()
             .for_each(|event| apply_to_reported_objects(&server, &mut reported, event));
@@ -564,8 +565,7 @@ async fn run_schedule(seed: u64) {
     check_ages(&server.0.lock(), &reported.lock(), &[], Duration::ZERO);
 }
 
-/// Runs the schedules of these seeds.
-/// Every fourth, and with `TULLE_TEST_FULL=1` all: they take minutes of CPU time.
+/// Runs the schedules of every fourth of these seeds, or of all with `TULLE_TEST_FULL=1`: all of them take minutes of CPU time.
 fn run_schedules(seeds: std::ops::Range<u64>) {
     let step = if std::env::var_os("TULLE_TEST_FULL").is_some() {
         1
