@@ -75,9 +75,9 @@ pub(super) fn parse(bytes: &[u8], is_response_to_head: bool, end: StreamEnd) -> 
         parse_chunked_body(rest)
     } else if let Some(length) = message.field_value("content-length") {
         let length = length.parse().ok()?;
-        rest.get(..length).map(unframed_body)
+        rest.get(..length).map(unchunked_body)
     } else if message.first_line.starts_with("HTTP/") {
-        (end == StreamEnd::Eof).then(|| unframed_body(rest))
+        (end == StreamEnd::Eof).then(|| unchunked_body(rest))
     } else {
         Some(Body::default())
     };
@@ -126,7 +126,7 @@ struct Body {
     len: usize,
 }
 
-fn unframed_body(bytes: &[u8]) -> Body {
+fn unchunked_body(bytes: &[u8]) -> Body {
     Body {
         data: bytes.to_vec(),
         trailers: Vec::new(),

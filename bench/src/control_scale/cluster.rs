@@ -73,8 +73,8 @@ impl Cluster {
         self.counts.first_rollout_pod() + self.counts.rollout_endpoints
     }
 
-    /// The n-th pod. The first pods belong to the Services in order, `endpoints` to each. Further pods have the number of a
-    /// Service that does not exist.
+    /// The n-th pod. The first pods belong to the Services in order, `endpoints` to each. `service` of the other pods and of the
+    /// pods of `rollout` is a number that no Service has.
     pub(super) fn initial_pod(&self, n: usize) -> Pod {
         let service = n / self.counts.endpoints;
         Pod { n, service }

@@ -98,7 +98,7 @@ impl Args {
         let (n_servers, n_services) = (self.n_servers(), self.n_services());
         ensure!(
             n_servers <= n_services,
-            "--servers {n_servers}: there are {n_services} Services, each with at most one"
+            "--servers {n_servers}: each Service has at most one Server, and there are {n_services} Services"
         );
         Ok(())
     }
@@ -480,6 +480,6 @@ const MEMORY_SETTLE_DELAY: Duration = Duration::from_secs(2);
 const UPDATE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Maximum difference of the memory before and after a day, as a fraction.
 const MAX_MEMORY_CHANGE: f64 = 0.05;
-/// Exclusive limit of the random number of the first change. Change n writes the address 10.200.0.1 + n, and pods have lower
-/// addresses, so that no address occurs twice.
+/// The number of the first change is random, and less than this. Change n writes the address 10.200.0.1 + n. Pods have lower
+/// addresses, so no address occurs twice.
 const FIRST_CHANGE_NUMBER_LIMIT: u32 = 1 << 20;

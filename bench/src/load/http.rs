@@ -41,7 +41,8 @@ impl Http1 {
     }
 
     pub(super) async fn exchange(&mut self) -> Result<ExchangeResponse, Failure> {
-        // No part of this request was sent on an idle connection that the server has closed. A new connection is not a retry.
+        // If the server has closed the idle connection, a new one is opened. This is no retry, because nothing of the request has
+        // been sent.
         let idle = match self.sender.take() {
             Some(mut sender) => sender.ready().await.is_ok().then_some(sender),
             None => None,

@@ -10,7 +10,7 @@ use super::args::Arrivals;
 /// Hands out requests to the workers of a run.
 ///
 /// Open loop: each request is due at its time after the start, independent of earlier requests. A late worker sends
-/// immediately, and the latency counts from the due time, so the delay of a stalled server is part of every affected request.
+/// immediately. The latency counts from the due time, so it includes the delay that a stalled server causes.
 /// Closed loop: a request is due as soon as a worker is free.
 #[derive(Debug)]
 pub(super) struct Schedule {

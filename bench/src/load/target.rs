@@ -90,7 +90,8 @@ fn split_target(target: &str, protocol: Protocol) -> (&str, &str) {
     }
 }
 
-/// A payload in which lost or repeated bytes are detected: its period is a prime number, so no shift by a power of two equals it.
+/// A payload with a period of 251 bytes, a prime number. Lost or repeated bytes shift the rest, usually by the size of a buffer. This
+/// is a power of two and no multiple of 251, so the shifted bytes differ from the payload.
 fn payload(size: usize) -> Bytes {
     (0..size).map(|i| (i % 251) as u8).collect()
 }

@@ -94,10 +94,11 @@ const COMPARED_METRICS: [MetricOfSample; 3] = [
 
 /// The rate of an open loop, as a fraction of the rate of a closed loop.
 ///
-/// A connection with think time pauses on average for the interval that its requests have at this rate. The response time is
-/// added to the pause, so the measured rate is a third to a half of the rate of a closed loop.
+/// With think time, the mean pause of a connection is the interval between its requests at this rate. The response time is added to
+/// the pause, so the measured rate is a third to a half of the rate of a closed loop.
 const RATE_FRACTION: f64 = 0.5;
-/// A ratio is marked if its lower quartile is at least this value, or if its upper quartile is at most the inverse of this value.
+/// The median of some ratios is marked if their lower quartile is at least this value, or if their upper quartile is at most the
+/// inverse of this value.
 const MIN_NOTABLE_RATIO: f64 = 1.03;
 
 /// Samples by load and build, in the order of the repeats.

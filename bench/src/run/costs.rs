@@ -66,7 +66,7 @@ impl CostRow {
     }
 
     /// Fails unless the baseline file holds the costs of this row.
-    fn check_in_baseline(self) -> anyhow::Result<()> {
+    fn ensure_baseline_has_row(self) -> anyhow::Result<()> {
         ensure!(
             self == Self::HttpC1,
             "the baseline holds the costs of {}, not of {}",
@@ -104,7 +104,7 @@ struct Costs {
 /// Measures and prints the costs. Fails if a request costs more than in the baseline.
 pub fn main(args: &Args) -> anyhow::Result<()> {
     if args.write {
-        args.row.check_in_baseline().context("--write")?;
+        args.row.ensure_baseline_has_row().context("--write")?;
     }
     if let Some(one_in) = args.tap_one_in {
         return measure_tap_overhead(args, one_in);
@@ -161,7 +161,7 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
     }
     tools::print(&text)?;
     ensure!(exceeded.is_empty(), "{}", [exceeded, regressions].concat().join("\n"));
-    let hint = match args.row.check_in_baseline() {
+    let hint = match args.row.ensure_baseline_has_row() {
         Ok(()) => "if the increase is justified, store it with \"./run with tulle-bench costs --write\"".to_owned(),
         Err(difference) => difference.to_string(),
     };
@@ -331,7 +331,7 @@ const REPEATS: usize = 2;
 /// A function that sends a number of requests to a host, one at a time.
 type SendRequests = fn(&Testbed, &str, u32) -> anyhow::Result<()>;
 
-/// The requests whose cost is measured.
+/// The running sidecars, and the function that sends requests through them.
 struct CostRun<'a> {
     testbed: &'a Testbed,
     sidecars: &'a Sidecars,
@@ -481,7 +481,11 @@ mod tests {
     #[test]
     fn the_baseline_is_written_for_the_default_row_only() {
         for row in CostRow::value_variants() {
-            assert_eq!(row.check_in_baseline().is_ok(), *row == CostRow::HttpC1, "{row:?}");
+            assert_eq!(
+                row.ensure_baseline_has_row().is_ok(),
+                *row == CostRow::HttpC1,
+                "{row:?}"
+            );
         }
     }
 

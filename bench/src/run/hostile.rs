@@ -22,7 +22,7 @@ use super::sidecars::Sidecars;
 use super::testbed::{HTTP_PORT, SERVER_IP, SERVICE_IP, Testbed};
 
 /// Measures a client with a low request rate, first alone and then during the attack. Both sidecars are attacked by the same number
-/// of clients.
+/// of clients. The clients that attack the server's sidecar run in the namespace of the control plane, which has no sidecar.
 pub(super) fn measure(testbed: &Testbed, sidecars: &Sidecars) -> anyhow::Result<Sample> {
     let alone = run_normal_client(&testbed.client, BASELINE_DURATION)?;
     let counters = AttackCounters::default();

@@ -93,7 +93,7 @@ pub struct Args {
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
     repeats: u16,
     /// Duration of each measurement, in whole seconds. Without effect on `hostile` (5 s without the attack and 20 s with it) and on
-    /// `idle` and `idle-opaque`, which measure memory; `slow-heads` takes at most 5 s with and without the slow clients.
+    /// `idle` and `idle-opaque`, which measure memory. `slow-heads` is measured without and with the slow clients, at most 5 s each.
     #[arg(long, default_value = "4s", value_parser = generators::parse_whole_seconds)]
     duration: Duration,
     /// Write all results to this file, as JSON.

@@ -1,4 +1,4 @@
-//! The sidecars that are compared. Each pair is started in the same way.
+//! What the benchmark does with each kind of sidecar: it checks that the programs exist, starts them, and verifies them.
 
 use std::process::Command;
 

@@ -221,7 +221,7 @@ fn audit_is_clean(snapshot: &Snapshot) -> CheckResult {
     Err(match uninjected {
         // An object cannot be read, so this command cannot decide on injection itself. The audit is the only evidence.
         Err(_) => error(message, recreate_commands(&remaining)),
-        // The annotations changed after the audit, or the injector has not read the new values yet.
+        // According to the current annotations and values, these pods need no proxy. The audit used older annotations or values.
         Ok(_) => warning(message, recreate_commands(&remaining)),
     })
 }

@@ -85,7 +85,7 @@ pub(super) fn required_permissions() -> Vec<Permission> {
     all
 }
 
-const fn create_cluster_object(group: &'static str, resource: &'static str) -> Permission {
+const fn cluster_create_permission(group: &'static str, resource: &'static str) -> Permission {
     Permission {
         verb: "create",
         group,
@@ -104,13 +104,13 @@ const fn namespace_permission(verb: &'static str, group: &'static str, resource:
 }
 
 const CLUSTER_PERMISSIONS: &[Permission] = &[
-    create_cluster_object("", "namespaces"),
-    create_cluster_object("rbac.authorization.k8s.io", "clusterroles"),
-    create_cluster_object("rbac.authorization.k8s.io", "clusterrolebindings"),
-    create_cluster_object("apiextensions.k8s.io", "customresourcedefinitions"),
-    create_cluster_object("admissionregistration.k8s.io", "mutatingwebhookconfigurations"),
-    create_cluster_object("admissionregistration.k8s.io", "validatingwebhookconfigurations"),
-    create_cluster_object("apiregistration.k8s.io", "apiservices"),
+    cluster_create_permission("", "namespaces"),
+    cluster_create_permission("rbac.authorization.k8s.io", "clusterroles"),
+    cluster_create_permission("rbac.authorization.k8s.io", "clusterrolebindings"),
+    cluster_create_permission("apiextensions.k8s.io", "customresourcedefinitions"),
+    cluster_create_permission("admissionregistration.k8s.io", "mutatingwebhookconfigurations"),
+    cluster_create_permission("admissionregistration.k8s.io", "validatingwebhookconfigurations"),
+    cluster_create_permission("apiregistration.k8s.io", "apiservices"),
 ];
 
 const ROLE_PERMISSIONS: &[Permission] = &[
@@ -289,8 +289,10 @@ fn is_ready(node: &k8s_openapi::api::core::v1::Node) -> bool {
         .any(|condition| condition.type_ == "Ready" && condition.status == "True")
 }
 
-/// Less than the 20 s by which leaf certificates are back-dated, because the response can be some seconds old.
+/// Leaf certificates are back-dated by 20 s. The limit is smaller, because the leases were renewed some seconds before the API
+/// server's time was read, so the measured difference is smaller than the real one.
 const MAX_CLOCK_AHEAD_SECONDS: i64 = 15;
-/// By default, a node that does not renew its lease stays ready for up to 60 s. The `node-monitor-grace-period` is 50 s (40 s
-/// before Kubernetes 1.32). It is checked every 5 s, and counted from the check that saw the last renewal.
+/// By default, a node that does not renew its lease stays ready for up to 60 s: the `node-monitor-grace-period` of 50 s (40 s before
+/// Kubernetes 1.32), and two intervals of 5 s between the checks of leases. The lease of a ready node is older than this only if the
+/// clock of the node is behind.
 const MAX_CLOCK_BEHIND_SECONDS: i64 = 60;

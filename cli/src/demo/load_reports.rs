@@ -108,7 +108,7 @@ pub(super) mod tests {
         "outcomes":{"2xx":198,"5xx":2},"errors":{"status 502":2}}"#;
 
     #[test]
-    fn intervals_add_up_and_the_total_ends_the_run() {
+    fn intervals_add_up_and_the_total_is_stored_apart() {
         let mut reports = Reports::default();
         let line = INTERVAL.replace('\n', " ");
         assert!(reports.add_line(&line) && reports.add_line(&line));

@@ -27,7 +27,7 @@ pub(crate) struct Args {
     /// Write the final table as JSON to this file
     #[arg(long, value_name = "FILE")]
     pub(super) json: Option<PathBuf>,
-    /// Output format of the final table [default: table, and with --once also JSON unless --json is given]
+    /// Output format of the final table [default: table; with --once and without --json, also JSON]
     #[arg(short, long, value_enum)]
     pub(super) output: Option<Output>,
 }

@@ -19,8 +19,8 @@ use crate::kubernetes::resource::{Kind, ResourceRef};
 
 #[derive(clap::Args, Clone, Debug)]
 pub(super) struct Args {
-    /// To show which clients may connect to PORT: deploy/web or another resource with pods, or <namespace>/<name> of a pod or
-    /// ExternalWorkload. To show how requests to PORT of a Service are routed: svc/web
+    /// A resource with pods, such as deploy/web, or <namespace>/<name> of a pod or ExternalWorkload: shows which clients may connect
+    /// to PORT. A Service, such as svc/web: shows how requests to its PORT are routed
     #[arg(required_unless_present = "outbound", conflicts_with = "outbound", requires = "port")]
     resource: Option<String>,
     /// A port of the resource
@@ -66,8 +66,8 @@ pub(super) async fn query(query_context: &QueryContext<'_>, args: &Args) -> anyh
     }
 }
 
-/// The cluster's domain in the configuration. With `--policy-addr`, the default if there is no cluster whose configuration can be
-/// read.
+/// Returns the cluster's domain in the configuration. If the configuration cannot be read and `--policy-addr` is given, returns the
+/// default domain.
 fn cluster_domain(values: anyhow::Result<Value>, has_policy_addr: bool) -> anyhow::Result<String> {
     let configured = match values {
         Ok(values) => values["clusterDomain"].as_str().map(str::to_owned),

@@ -291,7 +291,8 @@ const FATAL_SKIP_REASONS: [SkipReason; 3] = [
 ];
 const NAMESPACES_NOT_READ: &str = "tulle: the annotations of namespaces were not read. Copy config.linkerd.io/*, \
      config.alpha.linkerd.io/*, config.tulle.dev/* and viz.linkerd.io/disable-tap of each namespace into the pod templates. If \
-     an injector runs in the cluster, two can be omitted, because it copies them from the namespace when a pod is created: \
+     an injector runs in the cluster, two of these annotations can be omitted, because it copies them from the namespace when \
+     a pod is created: \
      config.linkerd.io/default-inbound-policy and, unless the value proxy.requireIdentityOnInboundPorts is set, \
      config.linkerd.io/proxy-require-identity-inbound-ports";
 const NO_ANCHORS: &str = "no trust anchors given, and a proxy does not start without them: remove --ignore-cluster, or pass a \

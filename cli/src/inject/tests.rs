@@ -441,7 +441,7 @@ fn injection_without_trust_anchors_is_refused() {
 }
 
 #[test]
-fn an_invalid_template_is_refused_with_its_location() {
+fn an_invalid_template_is_refused() {
     let mut pod = object("{apiVersion: v1, kind: Pod, spec: {containers: 5}}");
     assert!(injection(false).apply(&mut pod).is_err());
 }

@@ -67,10 +67,10 @@ fn remove_from_pod_template(template: &mut Value) {
     }
 }
 
-/// The names of the volumes to remove.
+/// The names of the volumes to remove: the fixed names that injection uses, and the volumes that the init container mounts and no
+/// container of the user mounts.
 ///
-/// These are the volumes with the fixed names that injection uses. A value of the chart can rename the volume of the init
-/// container, so these are also the volumes that the init container mounts and no container of the user mounts.
+/// A value of the chart can rename the volume of the init container, so this volume is found by its mounts.
 fn injected_volumes(template: &Value, injected_containers: &[&str]) -> Vec<String> {
     let lists = ["containers", "initContainers"].map(|list| template["spec"][list].as_array());
     let containers = || lists.into_iter().flatten().flatten();

@@ -67,11 +67,11 @@ fn report(state: &MulticlusterState) -> CategoryReport {
         Err(cause) => {
             let fix = "tulle install --crds | kubectl apply -f -";
             let problem = error(format!("Links cannot be listed: {cause}"), fix);
-            checks.push(CheckReport::new(LINKS_EXIST, Err(problem)));
+            checks.push(CheckReport::new(LINK_CRD_EXISTS, Err(problem)));
         }
         Ok(links) if !links.is_empty() => {
             let link_checks: [(&str, LinkCheck); 9] = [
-                (LINKS_EXIST, |_, _| Ok(())),
+                (LINK_CRD_EXISTS, |_, _| Ok(())),
                 ("Link resources are valid", links_are_valid),
                 ("Link and CLI versions match", versions_match),
                 ("remote cluster access credentials are valid", credentials_are_valid),
@@ -87,7 +87,7 @@ fn report(state: &MulticlusterState) -> CategoryReport {
             let results = link_checks.map(|(description, run)| CheckReport::new(description, run(links, state)));
             checks.extend(results);
         }
-        Ok(_) => checks.push(CheckReport::new(LINKS_EXIST, Ok(()))),
+        Ok(_) => checks.push(CheckReport::new(LINK_CRD_EXISTS, Ok(()))),
     }
     checks.push(CheckReport::new(
         "all mirror services are part of a Link",
@@ -178,7 +178,7 @@ fn destination_has_credentials(links: &[LinkState], _: &MulticlusterState) -> Ch
         |lines| {
             warning(
                 listing(
-                    "mirrors of pods and federated Services have no endpoints in these clusters:",
+                    "mirrors without a gateway and federated Services get no endpoints from these clusters:",
                     lines,
                 ),
                 "tulle --context TARGET multicluster link-gen --cluster-name NAME | kubectl apply -f -",
@@ -311,7 +311,7 @@ fn fail_unless_empty(lines: Vec<String>, problem: impl FnOnce(&[String]) -> Prob
 
 /// Descriptions of checks.
 const EXTENSION_INSTALLED: &str = "multicluster extension is installed";
-const LINKS_EXIST: &str = "Link CRD exists";
+const LINK_CRD_EXISTS: &str = "Link CRD exists";
 const CONTROLLERS_RUNNING: &str = "service mirror controllers are running";
 const GATEWAYS_REACHABLE: &str = "probe services able to communicate with all gateway mirrors";
 const RETRY_INTERVAL: Duration = Duration::from_secs(2);

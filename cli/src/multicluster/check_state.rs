@@ -36,7 +36,7 @@ pub(super) struct LinkState {
     pub(super) has_gateway: bool,
     /// The linked cluster, read with the credentials of the Link.
     pub(super) target: Result<Target, String>,
-    /// Whether the destination service accepts the Secret with the credentials of this cluster.
+    /// Whether the destination service accepts the Secret with the credentials for the linked cluster.
     pub(super) discovery_secret: Result<(), String>,
     /// Whether the gateway responds to probes.
     pub(super) gateway: Result<(), String>,

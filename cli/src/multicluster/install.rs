@@ -229,7 +229,8 @@ pub(crate) fn allow(args: &AllowArgs, flags: &kubernetes::Flags) -> anyhow::Resu
     crate::print(&format_manifests(&manifests, args.output)?)
 }
 
-/// The kinds of mirrors. Federated Services are mirrors too: without a service mirror, nothing removes their local members.
+/// All mirrors are Services. Federated Services are deleted too, because without a service mirror nothing removes their local
+/// members.
 const MIRROR_KINDS: &[ListedKind] = &[(ObjectScope::AllNamespaces, "", "v1", "Service")];
 
 pub(super) const INSTALL_EXAMPLES: &str = "\

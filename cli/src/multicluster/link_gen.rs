@@ -127,8 +127,8 @@ fn check_args(args: &Args) -> anyhow::Result<()> {
     );
     if name.len() > MAX_RECOMMENDED_CLUSTER_NAME_LEN {
         eprintln!(
-            "tulle: the name {name} has {} characters; Services of more than {} characters cannot be mirrored, because a \
-             mirror's name has at most 63",
+            "tulle: the name {name} has {} characters; Services whose name has more than {} characters cannot be \
+             mirrored, because a mirror's name has at most 63",
             name.len(),
             62 - name.len()
         );
@@ -398,8 +398,7 @@ fn parse_selector(text: &str) -> anyhow::Result<Value> {
     Ok(json!(LabelSelector::from(&selector)))
 }
 
-/// The chart has the same limit: the name of a Service is `probe-` with this name, and names of Services have at most 63
-/// characters.
+/// The chart has the same limit: it creates a Service `probe-<cluster name>`, and the name of a Service has at most 63 characters.
 const MAX_CLUSTER_NAME_LEN: usize = 57;
 /// With longer names, the mirrors of common Services have more than 63 characters.
 const MAX_RECOMMENDED_CLUSTER_NAME_LEN: usize = 30;

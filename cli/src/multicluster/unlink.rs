@@ -74,7 +74,7 @@ async fn list_objects(args: &Args, cluster: &Cluster) -> anyhow::Result<Vec<Valu
     };
     if links(cluster).await?.iter().flatten().any(is_other) {
         eprintln!(
-            "tulle: another Link also leads to {target}: the mirrors of its Services, and the credentials of the destination service for it, are not printed"
+            "tulle: another Link also leads to {target}; it needs the mirrors, and the credentials of the destination service, so these are not printed"
         );
         return Ok(objects);
     }

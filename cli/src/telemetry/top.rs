@@ -167,15 +167,17 @@ impl Top {
         let n_kept = self.stats.len() / 2;
         let mut counts: Vec<_> = self.stats.values().map(|stats| stats.count).collect();
         counts.sort_unstable_by_key(|count| Reverse(*count));
-        let Some(&least) = counts[..n_kept].last() else { return };
-        // Of the entries with the least count, only as many are kept as fit into the half.
-        let mut n_kept_with_least = counts[..n_kept].iter().filter(|count| **count == least).count();
+        let Some(&least_kept) = counts[..n_kept].last() else {
+            return;
+        };
+        // If more entries have this count than fit into the half, the rest of them is removed.
+        let mut n_kept_with_least = counts[..n_kept].iter().filter(|count| **count == least_kept).count();
         self.stats.retain(|_, stats| {
-            if stats.count == least && n_kept_with_least > 0 {
+            if stats.count == least_kept && n_kept_with_least > 0 {
                 n_kept_with_least -= 1;
                 return true;
             }
-            stats.count > least
+            stats.count > least_kept
         });
     }
 

@@ -71,11 +71,11 @@ fn http_fields(routes: &[HttpRoute], failures: Option<&FailureAccrual>) -> Value
 fn http_route(route: &HttpRoute) -> Value {
     use http_route::distribution::Kind;
     let backends = |backends: &http_route::Distribution| {
-        let backend_json = |route: &http_route::RouteBackend| {
+        let backend_json = |route_backend: &http_route::RouteBackend| {
             object([
-                ("backend", optional(route.backend.as_ref(), backend)),
-                ("filters", list(&route.filters, http_filter)),
-                ("filterExtensions", list(&route.filter_extensions, extension)),
+                ("backend", optional(route_backend.backend.as_ref(), backend)),
+                ("filters", list(&route_backend.filters, http_filter)),
+                ("filterExtensions", list(&route_backend.filter_extensions, extension)),
             ])
         };
         match &backends.kind {
@@ -156,11 +156,11 @@ fn extension(extension: &FilterExtension) -> Value {
 fn grpc_route(route: &GrpcRoute) -> Value {
     use grpc_route::distribution::Kind;
     let backends = |backends: &grpc_route::Distribution| {
-        let backend_json = |route: &grpc_route::RouteBackend| {
+        let backend_json = |route_backend: &grpc_route::RouteBackend| {
             object([
-                ("backend", optional(route.backend.as_ref(), backend)),
-                ("filters", list(&route.filters, grpc_filter)),
-                ("filterExtensions", list(&route.filter_extensions, extension)),
+                ("backend", optional(route_backend.backend.as_ref(), backend)),
+                ("filters", list(&route_backend.filters, grpc_filter)),
+                ("filterExtensions", list(&route_backend.filter_extensions, extension)),
             ])
         };
         match &backends.kind {
@@ -218,7 +218,8 @@ fn grpc_filter(filter: &grpc_route::Filter) -> Value {
 fn opaque_route(route: &OpaqueRoute) -> Value {
     use opaque_route::distribution::Kind;
     let backends = |backends: &opaque_route::Distribution| {
-        let backend_json = |route: &opaque_route::RouteBackend| optional(route.backend.as_ref(), backend);
+        let backend_json =
+            |route_backend: &opaque_route::RouteBackend| optional(route_backend.backend.as_ref(), backend);
         match &backends.kind {
             None | Some(Kind::Empty(_)) => json!("empty"),
             Some(Kind::FirstAvailable(first)) => json!({ "firstAvailable": list(&first.backends, backend_json) }),
@@ -247,7 +248,7 @@ fn opaque_route(route: &OpaqueRoute) -> Value {
 fn tls_route(route: &TlsRoute) -> Value {
     use tls_route::distribution::Kind;
     let backends = |backends: &tls_route::Distribution| {
-        let backend_json = |route: &tls_route::RouteBackend| optional(route.backend.as_ref(), backend);
+        let backend_json = |route_backend: &tls_route::RouteBackend| optional(route_backend.backend.as_ref(), backend);
         match &backends.kind {
             None | Some(Kind::Empty(_)) => json!("empty"),
             Some(Kind::FirstAvailable(first)) => json!({ "firstAvailable": list(&first.backends, backend_json) }),
