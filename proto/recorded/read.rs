@@ -9,8 +9,8 @@ pub(crate) struct Recorded {
     pub(crate) target: String,
     /// Encoded messages.
     pub(crate) messages: Vec<Vec<u8>>,
-    /// The gRPC status that ended the stream, if it ended; or the word `Silence`, which is no gRPC status: the stream stayed open
-    /// without a message.
+    /// The gRPC status that ended the stream; or the word `Silence`, if the stream stayed open without a message. It is `None` if
+    /// there are messages.
     pub(crate) status: Option<String>,
 }
 
@@ -26,7 +26,7 @@ pub(crate) fn recorded(name: &str) -> Vec<Recorded> {
     let text = fs::read_to_string(path(&format!("{name}.txt"))).unwrap();
     let lines = text.lines().filter(|line| !line.starts_with('#'));
     let all: Vec<_> = lines.map(line).collect();
-    assert!(!all.is_empty(), "{name} has no answers");
+    assert!(!all.is_empty(), "{name} has no recorded responses");
     all
 }
 

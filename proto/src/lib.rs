@@ -97,7 +97,8 @@ generated!(
     "transport.l5d.io"
 );
 generated!(
-    /// The SPIFFE Workload API, from which a proxy gets its key and certificates; no messages about pods or ExternalWorkloads.
+    /// The SPIFFE Workload API, from which a proxy gets its key and certificates. Its workloads are processes, not the pods and
+    /// ExternalWorkloads of the mesh.
     workload,
     "_"
 );

@@ -11,7 +11,7 @@ use prost::Message;
 use tulle_proto::convert::wire_duration;
 use tulle_proto::{destination, http_route, http_types, identity, inbound, meta, net, outbound, transport};
 
-/// Bytes after their key and length.
+/// The key, the length of the joined parts, and the parts.
 fn length_delimited(key: &[u8], parts: &[&[u8]]) -> Vec<u8> {
     let body = parts.concat();
     let length = u8::try_from(body.len())
@@ -35,7 +35,7 @@ fn addr(text: &str) -> net::TcpAddress {
     text.parse::<SocketAddr>().expect("an address").into()
 }
 
-/// 10.0.0.1:8080. The IP is field 1 with `fixed32 ipv4 = 1`, which is little-endian; the port is field 2.
+/// 10.0.0.1:8080. Field 1 is a message `IPAddress`, whose field 1 is `fixed32 ipv4`, in little-endian order. Field 2 is the port.
 const ADDR: &[u8] = &[0x0a, 0x05, 0x0d, 0x01, 0x00, 0x00, 0x0a, 0x10, 0x90, 0x3f];
 
 fn built_in(name: &str) -> meta::Metadata {
@@ -317,7 +317,7 @@ fn outbound_policy_has_its_field_numbers() {
 }
 
 #[test]
-fn rare_messages_of_outbound_have_their_field_numbers() {
+fn other_messages_of_outbound_have_their_field_numbers() {
     use outbound::grpc_route::retry::Conditions;
     use outbound::proxy_protocol::{Grpc, Http2, Kind, Opaque, Tls};
     let conditions = Conditions {
@@ -371,7 +371,7 @@ fn rare_messages_of_outbound_have_their_field_numbers() {
         0xca, 0x3e, 18, 0x1a, 16, 0x0a, 1, b'o', 0x10, 1, 0x1a, 1, b'm', 0x22, 1, b'h', 0x2a, 1, b'e', 0x30, 7,
     ];
     check(&rule, &[rewrite_bytes, mirror_bytes, cors_bytes].concat());
-    let backends = outbound::opaque_route::RouteBackend {
+    let backend = outbound::opaque_route::RouteBackend {
         backend: None,
         filters: vec![outbound::opaque_route::Filter {
             kind: Some(outbound::opaque_route::filter::Kind::Forbidden(
@@ -379,7 +379,7 @@ fn rare_messages_of_outbound_have_their_field_numbers() {
             )),
         }],
     };
-    check(&backends, &[0x1a, 2, 0x12, 0]);
+    check(&backend, &[0x1a, 2, 0x12, 0]);
     let rules = vec![outbound::tls_route::Rule::default()];
     check(
         &outbound::TlsRoute {
@@ -411,13 +411,13 @@ fn inbound_server_has_its_field_numbers() {
     let permit = PermitMeshTls {
         clients: Some(permit_mesh_tls::Clients::Identities(clients)),
     };
-    let whole = net::IpNetwork {
+    let network = net::IpNetwork {
         ip: Some(IpAddr::from([10, 0, 0, 0]).into()),
         prefix_len: 8,
     };
     let authz = Authz {
         networks: vec![Network {
-            net: Some(whole),
+            net: Some(network),
             except: vec![net::IpNetwork::default()],
         }],
         authentication: Some(Authn {

@@ -2,8 +2,8 @@
 # shellcheck shell=bash disable=SC2154
 
 # soak [--minutes N] [--tests N] [--times N] [ARGS]: runs all tests, or those that ARGS of nextest select, in rounds; the last round
-# begins within N minutes. Then it runs the N slowest tests more often: they wait for time, processes or clusters, so most of the
-# tests that fail at times are among them.
+# begins within N minutes. Then it runs the N slowest tests more often: they wait for time, processes or clusters, so they include
+# most of the tests that fail only sometimes.
 soak() {
   local minutes="${TULLE_SOAK_MINUTES:-120}" n_tests=100 times=20 failed=0 filter
   local report=target/nextest/soak/junit.xml rounds_report=target/nextest/soak/rounds.xml
@@ -43,7 +43,7 @@ setup_soak() {
   need_python "${python_tools[@]}"
 }
 
-# Runs tests with the profile that writes a report. Failed tests are in the report; without one, no test has run.
+# Runs tests with the profile that writes a report. Failed tests are in the report. A missing report is an error: no test has run.
 run_for_report() {
   cargo nextest run --workspace --profile soak "$@" || [[ -e "$report" ]] || fail "nextest has written no report"
 }

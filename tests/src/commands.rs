@@ -117,11 +117,11 @@ mod tests {
         let script = "sleep 1000 & echo $!; until false; do sleep 0.1; done";
         let ended = run_script_within(Duration::from_secs(3), Command::new("bash"), script).await;
         let error = ended.unwrap_err().to_string();
-        let (message, sleep) = error.trim_end().rsplit_once('\n').unwrap();
+        let (message, sleep_pid) = error.trim_end().rsplit_once('\n').unwrap();
         assert_eq!(message, format!("timed out after 3s:\n{script}"));
         eventually("the background process has ended", async || {
             // A zombie has no command line.
-            let command_line = fs::read(format!("/proc/{sleep}/cmdline")).unwrap_or_default();
+            let command_line = fs::read(format!("/proc/{sleep_pid}/cmdline")).unwrap_or_default();
             command_line.is_empty().then_some(())
         })
         .await;

@@ -36,11 +36,11 @@ pub struct FakePolicyService {
 impl FakePolicyService {
     /// Serves in the namespace of the mesh until the runtime ends. At first it has no policy.
     pub async fn serve() -> Self {
-        let (ports, of_ports) = watch::channel(Err(Code::Unavailable));
-        let (destinations, of_destinations) = watch::channel(Err(Code::NotFound));
+        let (ports, port_answers) = watch::channel(Err(Code::Unavailable));
+        let (destinations, destination_answers) = watch::channel(Err(Code::NotFound));
         let policy_server = PolicyServer {
-            of_ports,
-            of_destinations,
+            port_answers,
+            destination_answers,
         };
         let routes = Routes::new(InboundServerPoliciesServer::new(policy_server.clone()));
         let registry = Registry::new();
@@ -83,20 +83,20 @@ impl FakePolicyService {
 
 #[derive(Clone)]
 struct PolicyServer {
-    of_ports: watch::Receiver<Result<Server, Code>>,
-    of_destinations: watch::Receiver<Result<OutboundPolicy, Code>>,
+    port_answers: watch::Receiver<Result<Server, Code>>,
+    destination_answers: watch::Receiver<Result<OutboundPolicy, Code>>,
 }
 
 type ResponseStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
-fn stream_response<T>(what: &watch::Receiver<Result<T, Code>>) -> Result<Response<ResponseStream<T>>, Status>
+fn stream_response<T>(answers: &watch::Receiver<Result<T, Code>>) -> Result<Response<ResponseStream<T>>, Status>
 where
     T: Clone + Send + Sync + 'static,
 {
-    if let Err(code) = &*what.borrow() {
+    if let Err(code) = &*answers.borrow() {
         return Err(Status::new(*code, "set by the test"));
     }
-    let changes = WatchStream::new(what.clone());
+    let changes = WatchStream::new(answers.clone());
     Ok(Response::new(Box::pin(changes.map(|policy| {
         policy.map_err(|code| Status::new(code, "set by the test"))
     }))))
@@ -111,7 +111,7 @@ impl InboundServerPolicies for PolicyServer {
     }
 
     async fn watch_port(&self, _: Request<PortSpec>) -> Result<Response<Self::WatchPortStream>, Status> {
-        stream_response(&self.of_ports)
+        stream_response(&self.port_answers)
     }
 }
 
@@ -124,6 +124,6 @@ impl OutboundPolicies for PolicyServer {
     }
 
     async fn watch(&self, _: Request<TrafficSpec>) -> Result<Response<Self::WatchStream>, Status> {
-        stream_response(&self.of_destinations)
+        stream_response(&self.destination_answers)
     }
 }

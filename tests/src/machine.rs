@@ -69,11 +69,11 @@ impl ExternalMachine {
         let etc = machine.local_path("/etc/tulle");
         anchor.write(&machine.root.join("ca.crt"), &machine.root.join("ca.key"))?;
         let line = guide_command(VM_GUIDE, "tulle trust create-issuer").context("the guide's command for an issuer")?;
-        let made = machine
+        let output = machine
             .command(&format!("{}/{line}", machine.local_path("/usr/local/bin").display()))
             .current_dir(&machine.root)
             .output()?;
-        ensure!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+        ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         fs::rename(machine.root.join("proxy-harness-issuer"), etc.join("issuer"))?;
         fs::rename(machine.root.join("ca.crt"), etc.join("ca.crt"))?;
         fs::remove_file(machine.root.join("ca.key"))?;

@@ -51,7 +51,7 @@ pub struct Builder {
     annotations: BTreeMap<String, String>,
     /// The DNS server of the proxies.
     dns: Option<IpAddr>,
-    limit: Duration,
+    timeout: Duration,
 }
 
 /// How proxies connect to each other.
@@ -126,7 +126,7 @@ pub fn mesh() -> Builder {
         env: Vec::new(),
         annotations: BTreeMap::new(),
         dns: None,
-        limit: DEFAULT_TEST_TIMEOUT,
+        timeout: DEFAULT_TEST_TIMEOUT,
     }
 }
 
@@ -211,8 +211,8 @@ impl Builder {
     }
 
     /// Replaces the default timeout of the test.
-    pub fn timeout(mut self, limit: Duration) -> Self {
-        self.limit = limit;
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
         self
     }
 
@@ -236,7 +236,7 @@ impl Builder {
             return;
         }
         let namespace = namespace();
-        let limit = self.limit;
+        let timeout = self.timeout;
         let inside = || -> anyhow::Result<()> {
             if let Some(server) = self.dns {
                 use_dns_server(server).context("replacing /etc/resolv.conf")?;
@@ -245,7 +245,7 @@ impl Builder {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
             runtime.block_on(async {
                 mesh.wait_until_ready().await;
-                let limited = tokio::time::timeout(limit, test(&mesh));
+                let limited = tokio::time::timeout(timeout, test(&mesh));
                 limited.await.expect("the test ends before its timeout");
             });
             // Connections of the test end before the proxies do, so that they do not delay the drain.
@@ -361,7 +361,7 @@ status: {{podIP: {ip}}}
         ip: Ipv4Addr,
         files: &ControlPlaneFiles,
         transport: ProxyTransport,
-        more: &[(String, String)],
+        mesh_env: &[(String, String)],
     ) -> anyhow::Result<HashMap<String, String>> {
         let control =
             |account| tulle_core::identity::service_account_identity(account, CONTROL_NS, CONTROL_NS, "cluster.local");
@@ -394,7 +394,7 @@ status: {{podIP: {ip}}}
         ];
         let defaults = variables.into_iter().map(|(name, value)| (variable_name(name), value));
         Ok(defaults
-            .chain(more.iter().cloned())
+            .chain(mesh_env.iter().cloned())
             .chain(self.env.iter().cloned())
             .collect())
     }

@@ -51,7 +51,7 @@ pub struct Client {
 }
 
 impl MeshedCluster {
-    /// Starts two nodes with both charts and waits until all pods of the control plane are ready.
+    /// Starts two nodes with `tulle-crds` and `tulle-control-plane`, and waits until all pods of the control plane are ready.
     ///
     /// # Errors
     /// Fails if Helm fails or the pods do not become ready.
@@ -61,8 +61,8 @@ impl MeshedCluster {
         Self::install(cluster, "cluster.local", &anchor).await
     }
 
-    /// Installs both charts with this trust domain and an issuer below the anchor, and waits until all pods of the control plane are
-    /// ready.
+    /// Installs `tulle-crds` and `tulle-control-plane` with this trust domain and an issuer below the anchor, and waits until all
+    /// pods of the control plane are ready.
     ///
     /// # Errors
     /// The same as [`MeshedCluster::start`].

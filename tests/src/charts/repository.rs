@@ -16,7 +16,7 @@ use tokio::task::JoinHandle;
 
 use super::helm::{Helm, chart_path};
 
-/// Serves both charts until dropped.
+/// Serves `tulle-crds` and `tulle-control-plane` until dropped.
 pub struct Repository {
     addr: SocketAddr,
     server: JoinHandle<()>,
@@ -24,7 +24,7 @@ pub struct Repository {
 }
 
 impl Repository {
-    /// Packages the charts of this repository and serves them.
+    /// Packages the two charts and serves them.
     ///
     /// # Errors
     /// Fails if Helm fails.

@@ -75,9 +75,9 @@ fn groups(prefix: &str) -> anyhow::Result<Vec<PathBuf>> {
             let name = dir.file_name().and_then(|name| name.to_str());
             name.is_some_and(|name| name.starts_with(prefix))
         };
-        let mut open: Vec<PathBuf> = children(&hierarchy).into_iter().filter(own).collect();
-        while let Some(group) = open.pop() {
-            open.extend(children(&group));
+        let mut pending: Vec<PathBuf> = children(&hierarchy).into_iter().filter(own).collect();
+        while let Some(group) = pending.pop() {
+            pending.extend(children(&group));
             found.push(group);
         }
     }

@@ -375,7 +375,7 @@ impl Cluster {
             let counts = counts.map(|count| count.unwrap_or(0));
             ensure!(
                 current && counts == [wanted; 3],
-                "updated, available and all replicas of {wanted}: {counts:?}"
+                "{wanted} replicas expected; updated, available and all: {counts:?}"
             );
             Ok(())
         };

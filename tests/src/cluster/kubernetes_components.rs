@@ -238,11 +238,13 @@ pub(super) async fn check_ready(client: &kube::Client) -> anyhow::Result<()> {
 /// Waits until pods of the default namespace can be created.
 pub(super) async fn wait_for_default_account(controllers: &mut Component, client: kube::Client) -> anyhow::Result<()> {
     let accounts = Api::<ServiceAccount>::namespaced(client, "default");
-    let made = async || {
+    let exists = async || {
         let account = accounts.get("default").await;
         account.map(drop).context("the default service account")
     };
-    controllers.wait_until("the default service account exists", made).await
+    controllers
+        .wait_until("the default service account exists", exists)
+        .await
 }
 
 /// The file name for the certificate of a system user.

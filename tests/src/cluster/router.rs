@@ -100,8 +100,8 @@ impl Router {
     }
 }
 
-/// Chains with a rule that matches nothing: without a rule for translation, the kernel no longer translates packets of established
-/// connections.
+/// The second chain always has a rule, which matches nothing: if there were no rule for translation, the kernel would also stop the
+/// translation of packets of established connections.
 const CHAINS: &str = "
 table ip translate {
   chain forward { type filter hook forward priority 0; }

@@ -103,12 +103,12 @@ fn layer(root: &Path) -> anyhow::Result<Vec<u8>> {
 /// The files and directories below a directory, sorted by path, so that a directory precedes its contents.
 fn files_below(dir: &Path) -> anyhow::Result<Vec<PathBuf>> {
     let mut found = Vec::new();
-    let mut open = vec![dir.to_owned()];
-    while let Some(dir) = open.pop() {
+    let mut pending = vec![dir.to_owned()];
+    while let Some(dir) = pending.pop() {
         for entry in fs::read_dir(&dir).with_context(|| format!("reading {}", dir.display()))? {
             let path = entry?.path();
             if path.is_dir() && !path.is_symlink() {
-                open.push(path.clone());
+                pending.push(path.clone());
             }
             found.push(path);
         }

@@ -72,7 +72,7 @@ impl LinkedClusters {
         cluster.wait_until("the gateway has an address", has_address).await
     }
 
-    /// Applies the output of `tulle multicluster link-gen` of `east` in `west`, with new credentials if it is applied already.
+    /// Runs `tulle multicluster link-gen` in `east`, and applies its output in `west`. A further call replaces the credentials.
     ///
     /// # Errors
     /// Fails if a command fails.

@@ -209,7 +209,7 @@ async fn profiles_and_external_workloads_are_stored(server: &ApiServer) {
 
 /// There is no conversion between versions: the API server only changes the version of the object.
 #[tokio::test]
-async fn an_external_workload_of_either_version_is_complete_as_v1beta1() {
+async fn an_external_workload_written_in_either_version_is_valid_when_read_as_v1beta1() {
     let server = start().await;
     for (version, field) in [("v1alpha1", "meshTls"), ("v1beta1", "meshTLS")] {
         let spec = format!(

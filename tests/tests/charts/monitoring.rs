@@ -135,12 +135,12 @@ fn each_runbook_annotation_leads_to_the_section_of_its_alert() {
 fn the_schema_has_the_alerts_and_their_thresholds() {
     let schema = fs::read_to_string(format!("{}/values.schema.json", chart_path("tulle-control-plane"))).unwrap();
     let schema: Value = serde_json::from_str(&schema).unwrap();
-    let known = &schema["properties"]["prometheusRule"]["properties"]["alerts"]["properties"];
-    let known: BTreeMap<&str, bool> = known
+    let alerts_schema = &schema["properties"]["prometheusRule"]["properties"]["alerts"]["properties"];
+    let permits_threshold: BTreeMap<&str, bool> = alerts_schema
         .as_object()
         .unwrap()
         .iter()
-        .map(|(name, of)| (name.as_str(), of["$ref"] == "#/definitions/alert"))
+        .map(|(name, alert)| (name.as_str(), alert["$ref"] == "#/definitions/alert"))
         .collect();
     let text = fs::read_to_string(format!("{}/files/alerts.yaml", chart_path("tulle-control-plane"))).unwrap();
     let file: Value = serde_yaml_ng::from_str(&text).unwrap();
@@ -151,7 +151,7 @@ fn the_schema_has_the_alerts_and_their_thresholds() {
         assert_eq!(used, alert.get("threshold").is_some(), "{name}");
         (*name, used)
     });
-    assert_eq!(known, with_threshold.collect());
+    assert_eq!(permits_threshold, with_threshold.collect());
 }
 
 #[test]

@@ -438,19 +438,19 @@ async fn a_component_creates_its_own_secrets_by_apply_and_no_others() {
     let client = kubernetes::client(&access, &Registry::new()).await.unwrap();
     let secrets: Api<Secret> = Api::namespaced(client.clone(), "linkerd");
     let secret = |name: &str| -> Secret { serde_json::from_value(json!({"metadata": {"name": name}})).unwrap() };
-    let forbidden = |result: Result<Secret, kube::Error>| match result {
+    let assert_forbidden = |result: Result<Secret, kube::Error>| match result {
         Err(kube::Error::Api(status)) => assert_eq!(status.code, 403, "{status:?}"),
         other => panic!("{other:?}"),
     };
     let (own, params) = ("linkerd-sp-validator-k8s-tls", PatchParams::apply("a-test"));
-    forbidden(secrets.create(&PostParams::default(), &secret(own)).await);
-    forbidden(secrets.create(&PostParams::default(), &secret("a-token")).await);
-    forbidden(
+    assert_forbidden(secrets.create(&PostParams::default(), &secret(own)).await);
+    assert_forbidden(secrets.create(&PostParams::default(), &secret("a-token")).await);
+    assert_forbidden(
         secrets
             .patch("a-token", &params, &Patch::Apply(&secret("a-token")))
             .await,
     );
-    forbidden(secrets.get("linkerd-identity-issuer").await);
+    assert_forbidden(secrets.get("linkerd-identity-issuer").await);
 
     let (readiness, (signal, drain)) = (Readiness::new(), drain::channel());
     let controllers = [Config::sp_validator, Config::policy_validator].map(|config| {

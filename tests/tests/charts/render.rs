@@ -120,12 +120,12 @@ fn network_policies_name_every_port_of_every_component_once() {
     );
     for telemetry in [true, false] {
         let telemetry = format!("--set=telemetry.enabled={telemetry}");
-        let from = [
+        let values = [
             "--set=networkPolicies.enabled=true,networkPolicies.apiServer[0].ipBlock.cidr=192.0.2.1/32",
             "--set=networkPolicies.admin[0].ipBlock.cidr=192.0.2.2/32",
             &telemetry,
         ];
-        let objects = render(&from).unwrap();
+        let objects = render(&values).unwrap();
         let numbers = |list: &Value, field: &str| -> Vec<u64> {
             let mut numbers: Vec<_> = list
                 .as_array()
@@ -154,12 +154,12 @@ fn network_policies_name_every_port_of_every_component_once() {
             assert_eq!(allowed, numbers(&container["ports"], "containerPort"), "{component}");
             // The port number determines the permitted clients of a rule.
             for rule in rules {
-                let of = |cidr: &str| json!([{"ipBlock": {"cidr": cidr}}]);
+                let from_cidr = |cidr: &str| json!([{"ipBlock": {"cidr": cidr}}]);
                 for port in numbers(&rule["ports"], "port") {
                     let expected = match port {
                         8080 | 8086 | 8090 => json!([{"namespaceSelector": {}}]),
-                        8089 | 8443 | 9443 => of("192.0.2.1/32"),
-                        _ => of("192.0.2.2/32"),
+                        8089 | 8443 | 9443 => from_cidr("192.0.2.1/32"),
+                        _ => from_cidr("192.0.2.2/32"),
                     };
                     assert_eq!(rule["from"], expected, "{component} {port}");
                 }
@@ -256,10 +256,11 @@ fn a_value_that_does_not_exist_or_has_the_wrong_type_is_refused_by_its_name() {
 
 #[test]
 fn contradictory_values_are_refused_with_a_fix() {
-    let check = |without: &str, values: &[&str], expected: &[&str]| {
+    // Renders without the required values whose text contains `omitted`.
+    let check = |omitted: &str, values: &[&str], expected: &[&str]| {
         let needed = REQUIRED_VALUES
             .iter()
-            .filter(|value| without.is_empty() || !value.contains(without));
+            .filter(|value| omitted.is_empty() || !value.contains(omitted));
         let args: Vec<&str> = needed.chain(values).copied().collect();
         let refusal = Helm::new()
             .unwrap()

@@ -171,7 +171,7 @@ const DIFFERENT_DEFAULTS: [&str; 13] = [
     "proxy.opaquePorts",
 ];
 
-/// Every value without effect, with a setting.
+/// Every value without effect, and an example of a setting of it.
 const UNUSED: [(&str, &str); 35] = [
     ("configs", "{global: a}"),
     ("controller.tracing", "{enabled: true}"),

@@ -1,4 +1,4 @@
-//! TLS between a client and a server outside the mesh passes through unchanged.
+//! TLS of applications passes through sidecars unchanged, with the server name of the client.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -50,7 +50,7 @@ fn a_foreign_server_outside_the_mesh_shows_its_own_certificate() {
 }
 
 #[test]
-fn a_foreign_name_arrives_at_the_application_through_both_sidecars() {
+fn a_foreign_server_name_arrives_at_the_application_through_both_sidecars() {
     let Some(testbed) = start_testbed(&["openssl"]) else {
         return;
     };
@@ -64,7 +64,7 @@ fn a_foreign_name_arrives_at_the_application_through_both_sidecars() {
 }
 
 #[test]
-fn a_foreign_name_from_outside_arrives_at_the_application_if_the_policy_permits() {
+fn a_foreign_server_name_from_outside_arrives_at_the_application_if_the_policy_permits() {
     let Some(testbed) = start_testbed(&["openssl"]) else {
         return;
     };

@@ -50,7 +50,7 @@ const ORCA: &[&str] = &[
     "-service_config_json",
     r#"{"loadBalancingConfig":[{"test_backend_metrics_load_balancer":{}}]}"#,
 ];
-// Large messages, so unoptimised proxies get more than the usual second.
+// The messages are large, so a request through unoptimised proxies may take longer than one second, the default limit.
 const SOAK: &[&str] = &[
     "-soak_iterations=10",
     "-soak_per_iteration_max_acceptable_latency_ms=3000",

@@ -2,7 +2,7 @@
 //!
 //! The tests are one program, because each program would be linked separately.
 //! Each test has its own hosts: network namespaces on one bridge.
-//! With `TULLE_TEST_FULL=1` loads have their full size, which needs optimised binaries.
+//! With `TULLE_TEST_FULL=1` tests with load send all their requests, which needs optimised binaries.
 
 #![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 

@@ -112,7 +112,7 @@ impl Testbed {
             credentials,
             dir,
         };
-        testbed.add_process(testbed.control(&control, &manifests, setup.control));
+        testbed.add_process(testbed.start_control_plane(&control, &manifests, setup.control));
         testbed.add_process(testbed.start_application());
         for (name, host, setup) in [
             ("server", testbed.server.clone(), setup),
@@ -224,7 +224,7 @@ impl Testbed {
         self.processes.push(process);
     }
 
-    fn control(&self, host: &Namespace, manifests: &Path, flags: &[&str]) -> Process {
+    fn start_control_plane(&self, host: &Namespace, manifests: &Path, flags: &[&str]) -> Process {
         let mut command = command(host, &[], &built_binary("tulle-control").unwrap());
         command.arg("all-in-one");
         for (flag, path) in [

@@ -89,27 +89,28 @@ fn the_capability_may_be_on_the_file_and_the_error_names_the_fix() {
         };
         testbed.start_sidecar("client", &testbed.outside, &testbed.dir().join(file), setup)
     };
-    // A container runtime that adds the capability for a user other than root does the same.
+    // As in the image, the file has the capability. The bounding set permits it, which is what a container runtime does if the
+    // capability is added for a user other than root.
     fs::copy(
         programs::built_binary("tulle-proxy").unwrap(),
-        testbed.dir().join("of-image"),
+        testbed.dir().join("with-file-capability"),
     )
     .unwrap();
     let mut setcap = Command::new("setcap");
     assert!(
         setcap
             .arg("cap_net_raw=p")
-            .arg(testbed.dir().join("of-image"))
+            .arg(testbed.dir().join("with-file-capability"))
             .status()
             .unwrap()
             .success()
     );
-    let mut sidecar = start("of-image", &["--bounding-set=-all,+net_raw"]);
+    let mut sidecar = start("with-file-capability", &["--bounding-set=-all,+net_raw"]);
     sidecar
         .wait_for("readiness", |_| Ok(admin_get(&testbed.outside, "/ready").is_ok()))
         .unwrap();
     drop(sidecar);
-    for file in ["tulle-proxy", "of-image"] {
+    for file in ["tulle-proxy", "with-file-capability"] {
         let mut without_capability = start(file, &["--bounding-set=-all"]);
         let error = without_capability.wait_for("readiness", |_| Ok(false));
         let error = error.unwrap_err().to_string();
@@ -119,7 +120,7 @@ fn the_capability_may_be_on_the_file_and_the_error_names_the_fix() {
 }
 
 #[test]
-fn redirect_rules_are_distinguished_from_tproxy_rules() {
+fn a_tproxy_sidecar_with_redirect_rules_closes_connections_and_logs_the_fix() {
     if !can_run(&[]) {
         return;
     }

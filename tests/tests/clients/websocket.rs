@@ -41,7 +41,7 @@ async fn ten_thousand_messages_are_echoed_over_a_websocket() {
     println!("{N_MESSAGES} WebSocket messages were echoed in {:?}", started.elapsed());
 }
 
-/// Text and binary messages in turn, each with lengths for all three header forms.
+/// Text and binary messages in turn, each with lengths for all three encodings of the length in a frame header.
 fn message(n: usize) -> Message {
     let length = match n {
         n if n.is_multiple_of(999) => 70_000,
@@ -60,8 +60,8 @@ fn message(n: usize) -> Message {
 const N_MESSAGES: usize = 10_000;
 
 #[test]
-fn text_and_binary_messages_have_all_header_forms() {
-    let forms = |is_kind: fn(&Message) -> bool| -> BTreeSet<usize> {
+fn text_and_binary_messages_have_all_encodings_of_the_length() {
+    let encodings = |is_kind: fn(&Message) -> bool| -> BTreeSet<usize> {
         let lengths = (0..N_MESSAGES)
             .map(message)
             .filter(is_kind)
@@ -74,6 +74,6 @@ fn text_and_binary_messages_have_all_header_forms() {
             })
             .collect()
     };
-    assert_eq!(forms(Message::is_text), [0, 1, 2].into());
-    assert_eq!(forms(Message::is_binary), [0, 1, 2].into());
+    assert_eq!(encodings(Message::is_text), [0, 1, 2].into());
+    assert_eq!(encodings(Message::is_binary), [0, 1, 2].into());
 }

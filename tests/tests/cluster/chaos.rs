@@ -135,9 +135,9 @@ impl Chaos {
         };
         self.compare_with_baseline(namespace, "rollout", 20, rollout).await;
         if self.full {
-            let waits = r#"{"spec":{"template":{"spec":{"containers":[{"name":"echo","lifecycle":{"preStop":{"sleep":{"seconds":5}}}}]}}}}"#;
+            let pre_stop = r#"{"spec":{"template":{"spec":{"containers":[{"name":"echo","lifecycle":{"preStop":{"sleep":{"seconds":5}}}}]}}}}"#;
             let rollout = async {
-                let patch = ["patch", "-n", namespace, "deploy/echo", "-p", waits];
+                let patch = ["patch", "-n", namespace, "deploy/echo", "-p", pre_stop];
                 meshed.cluster.kubectl(&patch).await?;
                 ready().await?;
                 kubectl("rollout restart deploy/echo").await?;

@@ -27,8 +27,8 @@ async fn pods_of_every_workload_run_with_a_sidecar_and_jobs_end() {
     for namespace in ["plain", "native", "classic"] {
         for (kind, _) in kinds() {
             let selector = format!("app={kind}");
-            let made = async || meshed.pods(namespace, &selector).await.map(drop);
-            meshed.cluster.wait_until("a pod is made", made).await.unwrap();
+            let exists = async || meshed.pods(namespace, &selector).await.map(drop);
+            meshed.cluster.wait_until("a pod exists", exists).await.unwrap();
             if kind != "job" {
                 let ready = format!("wait pod -n {namespace} -l {selector} --for=condition=Ready --timeout=60s");
                 meshed.kubectl(&ready).await.unwrap();
@@ -195,7 +195,7 @@ const N_PODS: usize = 310;
 fn kinds() -> Vec<(&'static str, String)> {
     let app =
         "containers: [{name: app, image: 'ghcr.io/tulle-mesh/bench:0.1.0', args: [serve, '--http=0.0.0.0:8080']}]";
-    let ends =
+    let exits =
         "restartPolicy: Never, containers: [{name: app, image: 'ghcr.io/tulle-mesh/bench:0.1.0', args: [--version]}]";
     let template = |kind: &str, spec: &str| format!("{{metadata: {{labels: {{app: {kind}}}}}, spec: {{{spec}}}}}");
     let object = |kind: &str, api: &str, name: &str, spec: &str| {
@@ -207,7 +207,7 @@ fn kinds() -> Vec<(&'static str, String)> {
             template(kind, app)
         )
     };
-    let job = format!("{{template: {}}}", template("job", ends));
+    let job = format!("{{template: {}}}", template("job", exits));
     vec![
         (
             "deployment",

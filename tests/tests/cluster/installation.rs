@@ -127,7 +127,7 @@ async fn the_tutorial_meshes_an_application_with_exactly_the_needed_permissions(
     telemetry::wait_until_available(&cluster).await;
 
     cluster.kubectl(&["delete", "namespace", "work"]).await.unwrap();
-    // What remains with the namespace: itself, and what Kubernetes creates in each namespace.
+    // What remains until the namespace is deleted: the namespace, and what Kubernetes creates in each namespace.
     let of_namespace = [
         "Namespace/linkerd",
         "ConfigMap/kube-root-ca.crt",

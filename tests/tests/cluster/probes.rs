@@ -95,7 +95,7 @@ fn expected_with_startup(application: Application) -> Expected {
     Expected { becomes_good, restarts }
 }
 
-/// Namespaces with their annotations.
+/// Namespaces with their annotations: one outside the mesh, and one for each default policy that is tested.
 const POLICIES: [(&str, &str); 4] = [
     ("unmeshed", "{}"),
     (
@@ -174,7 +174,7 @@ fn has_startup_probe(application: Application) -> bool {
 
 #[derive(Debug, Default)]
 struct ObservedContainer {
-    /// Age in seconds, since the latest start, when it was first good.
+    /// The container's age in seconds, counted from its latest start, when it was first good.
     first_good_at: Option<i64>,
     /// Whether it was good and then not, without a restart.
     ceased_to_be_good: bool,

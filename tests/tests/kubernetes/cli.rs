@@ -113,10 +113,10 @@ async fn an_empty_cluster_is_ready_for_an_installation() {
             "kubectl auth can-i create secrets -n linkerd",
         ],
     );
-    let acting = tulle(&server, "check --pre -o short --as somebody --as-group nobodies").await;
+    let impersonated = tulle(&server, "check --pre -o short --as somebody --as-group nobodies").await;
     assert!(
-        !acting.success && acting.out.contains("you may not create namespaces"),
-        "{acting:?}"
+        !impersonated.success && impersonated.out.contains("you may not create namespaces"),
+        "{impersonated:?}"
     );
 }
 
@@ -209,10 +209,10 @@ async fn install(server: &ApiServer) -> String {
 
 /// No node runs the pods, and no component creates the certificates of webhooks; everything else passes.
 async fn check_without_pods(server: &ApiServer) {
-    let half = tulle(server, "check --wait 0").await;
-    assert!(!half.success);
+    let checked = tulle(server, "check --wait 0").await;
+    assert!(!checked.success);
     assert_contains(
-        &half.out,
+        &checked.out,
         &[
             "√ control plane ClusterRoleBindings exist",
             "√ 'linkerd-config' config map exists",
@@ -266,7 +266,8 @@ async fn prune_an_old_service(server: &ApiServer) {
     assert_eq!(pruned.out.matches("kind:").count(), 1, "{}", pruned.out);
 }
 
-/// External credentials are still in use, and the objects that the chart created for them keep their labels.
+/// Objects that the chart created, and that now have external credentials, keep their labels. `prune` does not list them, because
+/// they are in use.
 async fn prune_with_external_credentials(server: &ApiServer) {
     let external = tulle(server, "upgrade --identity-external-issuer --identity-external-ca").await;
     assert!(external.success, "{}", external.err);

@@ -206,7 +206,8 @@ async fn wait_until_gone(server: &ApiServer, name: &str) {
     eventually(&format!("{name} is deleted"), is_gone).await;
 }
 
-/// Waits until the condition of a remote Service in the status of a Link has this status, and a message that contains this text.
+/// Waits for a condition of a remote Service in `status.<field>` of a Link. `expected` is the name of the Service, the status of the
+/// condition, and a part of its message.
 async fn wait_for_condition(server: &ApiServer, link: &str, field: &str, expected: (&str, &str, &str)) {
     let kind = GroupVersionKind::gvk("multicluster.linkerd.io", "v1alpha3", "Link");
     let api: Api<DynamicObject> = Api::namespaced_with(server.client(), NAMESPACE, &ApiResource::from_gvk(&kind));

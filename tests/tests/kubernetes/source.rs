@@ -359,7 +359,7 @@ async fn requests_are_counted_and_no_secret_is_requested() {
     assert!(page.contains(r#"tulle_kind_is_stale{kind="servers"} 0"#), "{page}");
 }
 
-/// Reads an object as JSON, and removes what the source removes: the version of these kinds, and labels that are not used.
+/// Reads an object as JSON, and removes what the source removes: the resource version, and labels that are not used.
 async fn decode_json(api: &ApiServer, kind: Kind, name: &str) -> Object {
     let json = api
         .kubectl(&["get", "-n", "shop", kind.info().name, name, "-o", "json"])

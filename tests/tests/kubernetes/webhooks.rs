@@ -544,11 +544,14 @@ async fn certificates_are_renewed_before_they_expire_and_no_review_fails() {
     };
     let fixture = Arc::new(WebhookFixture::start(times).await);
     let (running, signal) = load(&fixture);
-    let mut shown = fixture.data("tls.crt").await;
+    let mut current = fixture.data("tls.crt").await;
     for _ in 0..3 {
-        shown = Some(
+        current = Some(
             eventually("the certificate is renewed", async || {
-                fixture.data("tls.crt").await.filter(|now| Some(now) != shown.as_ref())
+                fixture
+                    .data("tls.crt")
+                    .await
+                    .filter(|now| Some(now) != current.as_ref())
             })
             .await,
         );

@@ -9,7 +9,7 @@ use tulle_tests::apps;
 use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh, OPAQUE, mesh};
 
-/// Proxies get their trust anchors from a variable, as injected ones do, and later ones from the control plane.
+/// Proxies start with the trust anchors of a variable, as injected proxies do, and get new anchors from the control plane.
 #[test]
 fn trust_anchors_are_rotated_by_an_overlapping_bundle_without_a_restart_or_a_failed_connection() {
     mesh()

@@ -115,7 +115,7 @@ spec: {podSelector: {}, port: 8080, accessPolicy: deny}
 }
 
 #[test]
-fn http_is_answered_while_the_control_plane_is_connected_but_silent() {
+fn http_clients_get_an_error_while_the_control_plane_is_connected_but_silent() {
     let mesh = mesh()
         .workload("client")
         .workload_env("POLICY_SVC_ADDR", POLICY_ADDR)

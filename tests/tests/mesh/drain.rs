@@ -23,11 +23,11 @@ async fn wait_for_request(mesh: &Mesh, workload: &str) {
 fn requests_in_flight_are_answered_by_a_draining_server() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
         apps::start_echo(mesh, "web").await;
-        let end = async {
+        let drain = async {
             wait_for_request(mesh, "web").await;
             mesh.shut_down("web");
         };
-        let (answer, ()) = join(mesh.get("client", mesh.service_addr("web", HTTP), "/delay/500"), end).await;
+        let (answer, ()) = join(mesh.get("client", mesh.service_addr("web", HTTP), "/delay/500"), drain).await;
         assert_eq!(
             (answer.status.as_u16(), answer.text().as_str()),
             (200, "web after 500 ms\n")
@@ -42,7 +42,7 @@ fn a_draining_client_proxy_answers_and_closes() {
         apps::start_echo(mesh, "web").await;
         let mut http1 = Http1::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
         let mut http2 = Http2::handshake(mesh.dial("client", mesh.service_addr("web", HTTP)).await).await;
-        let end = async {
+        let drain = async {
             eventually("both requests are on their way", async || {
                 (mesh.metric("client", "request_total", &[]).await >= 2.).then_some(())
             })
@@ -53,7 +53,7 @@ fn a_draining_client_proxy_answers_and_closes() {
             http1.fetch(request("/delay/500")),
             http2.fetch(http2_request("/delay/500")),
         );
-        let ((one, two), ()) = join(responses, end).await;
+        let ((one, two), ()) = join(responses, drain).await;
         assert_eq!((one.unwrap().status.as_u16(), two.unwrap().status.as_u16()), (200, 200));
         mesh.wait_for_exit("client").await;
         eventually("connections are closed", async || {

@@ -79,7 +79,7 @@ fn curl_reaches_a_service_of_the_mesh_in_four_ways() {
         start_echo_servers(mesh).await;
         let by_name = format!("http://{}/headers", name("web", HTTP));
         let by_addr = format!("http://{}/headers", mesh.service_addr("web", HTTP));
-        let (http, us) = (format!("http://{PROXY}"), identity("client"));
+        let (http, client_id) = (format!("http://{PROXY}"), identity("client"));
         for proxy_args in [
             &["--proxy", &http][..],
             &["--proxytunnel", "--proxy", &http],
@@ -103,7 +103,7 @@ fn curl_reaches_a_service_of_the_mesh_in_four_ways() {
                 assert_eq!(code, 0, "{proxy_args:?} {url}: {received}");
                 assert!(received.contains("x-replica: web"), "{proxy_args:?} {url}: {received}");
                 assert!(
-                    received.contains(&format!("\"l5d-client-id\":[\"{us}\"]")),
+                    received.contains(&format!("\"l5d-client-id\":[\"{client_id}\"]")),
                     "{proxy_args:?} {url}: {received}"
                 );
                 assert!(!received.contains("c2VjcmV0"), "{proxy_args:?} {url}: {received}");

@@ -71,12 +71,12 @@ endpoints: [{{addresses: [{UNMESHED_IP}]}}, {{addresses: ['@legacy']}}]
                 (mesh.get("client", half, "/").await.status == 200).then_some(())
             })
             .await;
-            let mut client = Http1::handshake(mesh.dial("client", half).await).await;
-            let mut client2 = Http2::handshake(mesh.dial("client", half).await).await;
+            let mut http1 = Http1::handshake(mesh.dial("client", half).await).await;
+            let mut http2 = Http2::handshake(mesh.dial("client", half).await).await;
             let all = async {
                 for _ in 0..20 {
-                    assert_eq!(client.fetch(request("/")).await.unwrap().text(), "legacy\n");
-                    assert_eq!(client2.fetch(http2_request("/")).await.unwrap().text(), "legacy\n");
+                    assert_eq!(http1.fetch(request("/")).await.unwrap().text(), "legacy\n");
+                    assert_eq!(http2.fetch(http2_request("/")).await.unwrap().text(), "legacy\n");
                 }
             };
             timeout(Duration::from_secs(20), all)
@@ -417,7 +417,7 @@ fn the_proxy_waits_for_a_slow_application() {
 }
 
 #[test]
-fn a_request_with_a_long_body_is_not_resent_and_gets_the_502_of_the_other_proxy() {
+fn a_request_with_a_long_body_is_not_resent_and_gets_the_502_of_the_servers_proxy() {
     mesh().workload("client").replicas("web", 2).run(async |mesh: &Mesh| {
         let req = Request::post("/echo")
             .header("host", "web.test")

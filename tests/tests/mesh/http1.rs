@@ -24,7 +24,7 @@ use tulle_tests::eventually::eventually;
 use tulle_tests::mesh::{HTTP, Mesh, UNMESHED_IP, mesh};
 
 /// Fails with every row that has a wrong result.
-fn check(path: &str, outcomes: &[Outcome]) {
+fn check(via: &str, outcomes: &[Outcome]) {
     let wrong: Vec<_> = outcomes
         .iter()
         .filter(|outcome| outcome.deviation_details.is_some())
@@ -32,7 +32,7 @@ fn check(path: &str, outcomes: &[Outcome]) {
     let text: Vec<_> = wrong.iter().map(ToString::to_string).collect();
     assert!(
         wrong.is_empty(),
-        "{path}, {} of {}:\n{}",
+        "{via}, {} of {}:\n{}",
         wrong.len(),
         outcomes.len(),
         text.join("\n")
@@ -165,14 +165,14 @@ fn an_incomplete_request_line_times_out_as_http() {
     }
     mesh.run(async |mesh: &Mesh| {
         apps::start_echo(mesh, "web").await;
-        for path in ["through the client's sidecar", "from outside the mesh"] {
-            let mut client = match path {
+        for via in ["through the client's sidecar", "from outside the mesh"] {
+            let mut client = match via {
                 "from outside the mesh" => mesh.dial_inbound(UNMESHED_IP, "web", HTTP).await,
                 _ => dial(mesh).await,
             };
             client.write_all(b"GET /").await.unwrap();
             let rsp = read_rest(&mut client).await;
-            assert!(rsp.starts_with("HTTP/1.1 408 "), "{path}: {rsp}");
+            assert!(rsp.starts_with("HTTP/1.1 408 "), "{via}: {rsp}");
         }
     });
 }
@@ -370,14 +370,14 @@ fn a_client_disconnect_cancels_its_request() {
                 disconnected_tx.send(read.unwrap_or(0)).await.unwrap();
             }
         });
-        for ends_its_side_first in [false, true] {
+        for half_closes_first in [false, true] {
             let mut client = dial(mesh).await;
             client
                 .write_all(b"GET / HTTP/1.1\r\nhost: web.test\r\n\r\n")
                 .await
                 .unwrap();
             arrived_rx.recv().await.unwrap();
-            if ends_its_side_first {
+            if half_closes_first {
                 client.shutdown().await.unwrap();
             }
             drop(client);
@@ -623,7 +623,8 @@ impl CountingApp {
     }
 }
 
-/// Runs a test on both sides of a proxy with these pool variables: `web` reached from outside, and `legacy` reached by `client`.
+/// Runs a test on two pools with these variables: the inbound pool of the proxy of `web`, reached from outside, and the outbound
+/// pool of the proxy of `client`, to `legacy`.
 fn run_on_both_pools(variables: &[(&str, &str)], test: impl AsyncFn(&CountingApp, [Http1; 2]) + Send + Sync) {
     let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
     let mesh = variables.iter().fold(mesh, |mesh, (name, value)| mesh.env(name, value));

@@ -528,13 +528,14 @@ fn stalled_uploads_time_out_and_others_do_not() {
                     let req = http::Request::post(format!("http://web.test{path}")).version(http::Version::HTTP_2);
                     client.send_request(req.body(()).unwrap(), false).unwrap()
                 };
-                // Response data of the server keeps one request alive, and request data of the client keeps another alive.
+                // Response data of the server keeps one request alive, and request data of the client keeps another alive. The
+                // other two stall: one before its response, and one after the response has begun.
                 let (dripping, _body) = upload("/drip");
                 let (echoed, mut echo) = upload("/echo");
-                let (stalled, mut body) = upload("/stall");
-                body.send_data("abc".into(), false).unwrap();
-                let (answered, mut half) = upload("/echo");
-                half.send_data("abc".into(), false).unwrap();
+                let (stalled, mut stalled_upload) = upload("/stall");
+                stalled_upload.send_data("abc".into(), false).unwrap();
+                let (cut, mut cut_upload) = upload("/echo");
+                cut_upload.send_data("abc".into(), false).unwrap();
                 let sending = async {
                     let mut now_and_then = tokio::time::interval(each);
                     for _ in 0..N_FRAMES {
@@ -556,9 +557,9 @@ fn stalled_uploads_time_out_and_others_do_not() {
                     }
                 };
                 let cut = async {
-                    let mut answered = answered.await.unwrap().into_body();
-                    assert_eq!(answered.data().await.unwrap().unwrap(), "abc");
-                    assert!(answered.data().await.unwrap().is_err());
+                    let mut response = cut.await.unwrap().into_body();
+                    assert_eq!(response.data().await.unwrap().unwrap(), "abc");
+                    assert!(response.data().await.unwrap().is_err());
                 };
                 let (stalled, ..) = tokio::join!(stalled, sending, dripping, cut);
                 assert_eq!(stalled.unwrap().status(), 408);
@@ -627,10 +628,10 @@ fn header_lists_in_flight_on_one_connection_are_bounded() {
 #[test]
 fn a_stream_reset_keeps_its_error_code() {
     mesh().workload("client").workload("web").run(async |mesh: &Mesh| {
-        let begun = Arc::new(Notify::new());
-        let reset = begun.clone();
+        let may_reset = Arc::new(Notify::new());
+        let server_may_reset = may_reset.clone();
         let _app = apps::serve_tcp(mesh.listen("web", HTTP).await, move |stream| {
-            let reset = reset.clone();
+            let may_reset = server_may_reset.clone();
             async move {
                 let mut connection = h2::server::handshake(stream).await.unwrap();
                 while let Some(Ok((req, mut respond))) = connection.accept().await {
@@ -638,11 +639,11 @@ fn a_stream_reset_keeps_its_error_code() {
                         respond.send_reset(UNDEFINED_ERROR_CODE.into());
                         continue;
                     }
-                    let reset = reset.clone();
+                    let may_reset = may_reset.clone();
                     tokio::spawn(async move {
                         let mut body = respond.send_response(Response::new(()), false).unwrap();
                         body.send_data("begun".into(), false).unwrap();
-                        reset.notified().await;
+                        may_reset.notified().await;
                         body.send_reset(UNDEFINED_ERROR_CODE.into());
                     });
                 }
@@ -664,7 +665,7 @@ fn a_stream_reset_keeps_its_error_code() {
 
             let mut body = send("/amid-the-body").await.unwrap().into_body();
             assert_eq!(body.data().await.unwrap().unwrap(), "begun");
-            begun.notify_one();
+            may_reset.notify_one();
             let error = body.data().await.unwrap().unwrap_err();
             assert_eq!(
                 (error.is_reset(), error.reason()),

@@ -183,7 +183,7 @@ fn possibly_processed_requests_are_resent_as_configured() {
 }
 
 #[test]
-fn a_server_that_permits_few_streams_has_more_connections() {
+fn a_server_that_permits_few_streams_gets_more_connections() {
     const N_CONCURRENT_REQUESTS: usize = 10;
     let mesh = mesh().workload("client").workload("web").unmeshed("legacy");
     mesh.run(async |mesh: &Mesh| {

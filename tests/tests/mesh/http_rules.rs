@@ -521,25 +521,25 @@ fn unauthorized_connections_have_small_header_limits() {
         .await;
 
         let permitted = manifests().replace("accessPolicy: deny", "accessPolicy: all-unauthenticated");
-        let mut waiting = Http2::handshake(
+        let mut idle_http2 = Http2::handshake(
             mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", port_addr(mesh, DENIED))
                 .await,
         )
         .await;
-        assert_eq!(waiting.fetch(http2_request("/")).await.unwrap().status, 403);
-        let mut waiting_http1 = Http1::handshake(
+        assert_eq!(idle_http2.fetch(http2_request("/")).await.unwrap().status, 403);
+        let mut idle_http1 = Http1::handshake(
             mesh.dial_inbound_with_orig_dst(UNMESHED_IP, "web", port_addr(mesh, DENIED))
                 .await,
         )
         .await;
-        assert_eq!(waiting_http1.fetch(request("/")).await.unwrap().status, 403);
+        assert_eq!(idle_http1.fetch(request("/")).await.unwrap().status, 403);
         let refused_at = Instant::now();
         mesh.write("rules", &permitted);
-        eventually("the connection is closed to get larger limits", async || {
-            (!waiting.is_open()).then_some(())
+        eventually("the connection with small limits is closed", async || {
+            (!idle_http2.is_open()).then_some(())
         })
         .await;
-        let response = waiting_http1.fetch(request("/")).await.unwrap();
+        let response = idle_http1.fetch(request("/")).await.unwrap();
         assert_eq!(
             (response.status.as_u16(), response.header("connection")),
             (200, "close")

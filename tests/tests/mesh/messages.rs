@@ -388,7 +388,7 @@ impl ObjectGenerator {
         }
     }
 
-    /// Filters are rare, because a route with an unsupported filter has no other effect.
+    /// Filters are rare, because a route with an unsupported filter does nothing else.
     fn filters(&mut self) -> String {
         match self.is_one_in(3) {
             true => format!("filters: [{}], ", self.non_empty_list(2, Self::filter)),

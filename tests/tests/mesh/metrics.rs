@@ -18,8 +18,8 @@ fn connections_are_counted_by_protocol() {
         let protocols = "outbound_tcp_protocol_connections_total";
         mesh.wait_for_metric("client", protocols, &[r#"protocol="detect""#, of_web], 1.0)
             .await;
-        let found = "outbound_tcp_detect_http_results_total";
-        mesh.wait_for_metric("client", found, &[r#"result="http/1""#, of_web], 1.0)
+        let results = "outbound_tcp_detect_http_results_total";
+        mesh.wait_for_metric("client", results, &[r#"result="http/1""#, of_web], 1.0)
             .await;
 
         let mut bytes = mesh.dial("client", mesh.service_addr("web", OPAQUE)).await;

@@ -101,18 +101,18 @@ const N_REPLICAS: usize = 5;
 const N_ENDPOINTS: usize = 3;
 const N_REPLACEMENTS: usize = 20;
 
-/// Waits until a workload gets no more requests.
+/// Waits until a workload gets no more requests: `client` has sent 50 requests since the last one that arrived there.
 async fn wait_until_unused(mesh: &Mesh, workload: &str) {
-    let mut last = (f64::NAN, f64::NAN);
+    let (mut received, mut sent_by_then) = (f64::NAN, f64::NAN);
     eventually("the endpoint is removed", async || {
         let requests_to_workload = mesh.metric(workload, "request_total", &[]).await;
         let requests_of_client = mesh
             .metric("client", "tulle_http_requests_total", &["direction=\"outbound\""])
             .await;
-        if requests_to_workload != last.0 {
-            last = (requests_to_workload, requests_of_client);
+        if requests_to_workload != received {
+            (received, sent_by_then) = (requests_to_workload, requests_of_client);
         }
-        (requests_of_client > last.1 + 50.).then_some(())
+        (requests_of_client > sent_by_then + 50.).then_some(())
     })
     .await;
 }

@@ -26,7 +26,7 @@ use tulle_proto::outbound::{
 use tulle_proto::tls_route::{SniMatch, sni_match};
 use tulle_tests::apps::{self, App};
 use tulle_tests::client::{
-    AnyBody, CollectedResponse, Http1 as Client1, Http2 as Client2, full, http2_request, read_until, request,
+    AnyBody, CollectedResponse, Http1 as Http1Client, Http2 as Http2Client, full, http2_request, read_until, request,
 };
 use tulle_tests::eventually::eventually;
 use tulle_tests::fake_policy_service::{FakePolicyService, POLICY_ADDR};
@@ -272,7 +272,7 @@ fn grpc_rules_of_a_policy_are_applied() {
             routes: vec![route],
             failure_accrual: None,
         }))));
-        let mut client = Client2::handshake(mesh.dial("client", ORIG_DST).await).await;
+        let mut client = Http2Client::handshake(mesh.dial("client", ORIG_DST).await).await;
         let answer = client.fetch(call()).await.unwrap();
         let reported = (answer.header("grpc-status"), answer.header("grpc-message"));
         assert_eq!((answer.status.as_u16(), reported), (200, ("8", "too much")));
@@ -343,7 +343,7 @@ fn the_protocol_of_a_policy_replaces_detection() {
             failure_accrual: None,
         }));
         policies.set_destination_policy(Ok(http2));
-        let mut client = Client2::handshake(mesh.dial("client", at(3)).await).await;
+        let mut client = Http2Client::handshake(mesh.dial("client", at(3)).await).await;
         assert_eq!(client.fetch(http2_request("/")).await.unwrap().text(), "HTTP/2.0");
         let refused = echoed_request(mesh.dial("client", at(3)).await).await;
         assert!(!refused.contains("HTTP/1.1"), "{refused}");
@@ -362,7 +362,7 @@ fn the_protocol_of_a_policy_replaces_detection() {
         }));
         policies.set_destination_policy(Ok(detect));
         assert_eq!(mesh.get("client", at(4), "/").await.text(), "HTTP/1.1");
-        let mut client = Client2::handshake(mesh.dial("client", at(4)).await).await;
+        let mut client = Http2Client::handshake(mesh.dial("client", at(4)).await).await;
         assert_eq!(client.fetch(http2_request("/")).await.unwrap().text(), "HTTP/2.0");
         let mut stream = mesh.dial("client", at(4)).await;
         stream.write_all(b"HELO mail.test\r\n\r\n").await.unwrap();
@@ -526,14 +526,14 @@ fn a_stream_that_an_endpoint_resets_is_a_bad_gateway_for_http_1() {
                 respond.send_reset(h2::Reason::INADEQUATE_SECURITY);
             }
         });
-        let upgrading = WeightedAddr {
+        let http2_endpoint = WeightedAddr {
             protocol_hint: Some(ProtocolHint {
                 protocol: Some(protocol_hint::Protocol::H2(Default::default())),
                 opaque_transport: None,
             }),
             ..endpoint((mesh.ip("legacy"), HTTP).into())
         };
-        policies.set_destination_policy(Ok(http1(rule(forward(upgrading)))));
+        policies.set_destination_policy(Ok(http1(rule(forward(http2_endpoint)))));
         let answer = mesh.get("client", ORIG_DST, "/").await;
         let reported = (answer.status.as_u16(), answer.cause(), answer.header("connection"));
         assert_eq!(reported, (502, "stream-reset", "close"));
@@ -641,7 +641,7 @@ fn a_gateway_forwards_requests_to_the_names_that_it_serves() {
                 let mut again = request("/");
                 let passed = format!("by={gateway};for=x").parse().unwrap();
                 again.headers_mut().append("forwarded", passed);
-                let mut client = Client1::handshake(mesh.dial("client", ORIG_DST).await).await;
+                let mut client = Http1Client::handshake(mesh.dial("client", ORIG_DST).await).await;
                 let answer = client.fetch(again).await.unwrap();
                 (answer.cause() == "gateway-loop").then(|| assert_eq!(answer.status, 508))
             })
@@ -738,17 +738,17 @@ fn ports_use_the_protocol_of_their_policy() {
         );
 
         set_protocol("http1", Kind::Http1(Http1::default())).await;
-        let mut client = Client1::handshake(mesh.dial_inbound(UNMESHED_IP, "web", 8888).await).await;
+        let mut client = Http1Client::handshake(mesh.dial_inbound(UNMESHED_IP, "web", 8888).await).await;
         assert_eq!(client.fetch(request("/")).await.unwrap().text(), "HTTP/1.1");
 
         set_protocol("http2", Kind::Http2(Http2::default())).await;
-        let mut client = Client2::handshake(mesh.dial_inbound(UNMESHED_IP, "web", 8888).await).await;
+        let mut client = Http2Client::handshake(mesh.dial_inbound(UNMESHED_IP, "web", 8888).await).await;
         assert_eq!(client.fetch(http2_request("/")).await.unwrap().text(), "HTTP/2.0");
         let refused = echoed_request(mesh.dial_inbound(UNMESHED_IP, "web", 8888).await).await;
         assert!(!refused.contains("HTTP/1.1"), "{refused}");
 
         set_protocol("grpc", Kind::Grpc(Grpc::default())).await;
-        let mut client = Client2::handshake(mesh.dial_inbound(UNMESHED_IP, "web", 8888).await).await;
+        let mut client = Http2Client::handshake(mesh.dial_inbound(UNMESHED_IP, "web", 8888).await).await;
         assert_eq!(client.fetch(call()).await.unwrap().text(), "HTTP/2.0");
     });
 }

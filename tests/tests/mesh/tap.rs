@@ -191,7 +191,7 @@ fn select_labels<'a>(labels: &'a BTreeMap<String, String>, names: &[&str]) -> Ve
 }
 
 #[test]
-fn requests_are_known_by_the_routes_of_policies() {
+fn a_tap_selects_requests_by_the_routes_of_policies() {
     let route = |name: &str, parent: &str, path: &str| {
         format!(
             "\
@@ -268,7 +268,7 @@ spec: {podSelector: {matchLabels: {app: web}}, port: 8080, accessPolicy: all-una
 }
 
 #[test]
-fn requests_are_known_by_the_routes_of_profiles_on_both_sides() {
+fn a_tap_selects_requests_by_the_routes_of_profiles_on_both_sides() {
     let profile = "\
 apiVersion: linkerd.io/v1alpha2
 kind: ServiceProfile

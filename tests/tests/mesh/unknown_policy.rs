@@ -62,7 +62,7 @@ fn an_unknown_port_is_refused_without_the_control_plane_and_follows_it_when_it_i
     mesh.run(async |mesh: &Mesh| {
         let _apps = applications(mesh).await;
         mesh.stop_control().await;
-        let came_at = Instant::now();
+        let dialled_at = Instant::now();
         let http1 = async {
             let stream = mesh
                 .dial_inbound_with_orig_dst(UNMESHED_IP, "web", port_addr(mesh, UNDECLARED))
@@ -92,7 +92,7 @@ fn an_unknown_port_is_refused_without_the_control_plane_and_follows_it_when_it_i
         };
         let (http1, http2, not_http, silence) =
             tokio::join!(http1, http2, bytes(b"not HTTP, and long enough to know\n"), bytes(b""));
-        let waited = came_at.elapsed();
+        let waited = dialled_at.elapsed();
         assert_eq!((http1.as_u16(), http2.as_u16()), (503, 503));
         assert_eq!((not_http.len(), silence.len()), (0, 0));
         assert!(

@@ -71,7 +71,7 @@ fn every_kind_of_message_of_every_length_is_echoed() {
     meshed().run(async |mesh: &Mesh| {
         let _app = server(mesh, echo).await;
         let mut socket = connect(mesh).await;
-        // Lengths around the header forms, and more than any buffer holds.
+        // Lengths around the limits between the three encodings of the length, and more than any buffer holds.
         for length in [0, 1, 125, 126, 65_535, 65_536, 1 << 20] {
             for message in [
                 Message::text("ä".repeat(length / 2) + &"x".repeat(length % 2)),
@@ -122,10 +122,10 @@ fn fragments_are_put_together_and_pings_between_them_are_answered() {
 #[test]
 fn pings_and_pongs_pass_in_both_directions() {
     meshed().run(async |mesh: &Mesh| {
-        let (payload, unsolicited) = (Message::Ping(vec![7; 125].into()), Message::Pong("unsolicited".into()));
-        let (ping, pong) = (payload.clone(), unsolicited.clone());
+        let (ping, pong) = (Message::Ping(vec![7; 125].into()), Message::Pong("unsolicited".into()));
+        let (server_ping, server_pong) = (ping.clone(), pong.clone());
         let _app = server(mesh, move |mut socket| {
-            let (ping, pong) = (ping.clone(), pong.clone());
+            let (ping, pong) = (server_ping.clone(), server_pong.clone());
             async move {
                 socket.send(ping.clone()).await.unwrap();
                 assert_eq!(next(&mut socket).await, Message::Pong(ping.into_data()));
@@ -135,10 +135,10 @@ fn pings_and_pongs_pass_in_both_directions() {
         })
         .await;
         let mut socket = connect(mesh).await;
-        assert_eq!(next(&mut socket).await, payload, "the ping of the server");
-        assert_eq!(next(&mut socket).await, unsolicited);
-        socket.send(payload.clone()).await.unwrap();
-        assert_eq!(next(&mut socket).await, Message::Pong(payload.into_data()));
+        assert_eq!(next(&mut socket).await, ping, "the ping of the server");
+        assert_eq!(next(&mut socket).await, pong);
+        socket.send(ping.clone()).await.unwrap();
+        assert_eq!(next(&mut socket).await, Message::Pong(ping.into_data()));
     });
 }
 
@@ -151,7 +151,7 @@ fn close_codes_and_reasons_arrive_from_either_side() {
         let _app = server(mesh, |mut socket| async move {
             let close_code: u16 = next(&mut socket).await.into_text().unwrap().parse().unwrap();
             if close_code > 0 {
-                socket.close(Some(frame(close_code))).await.unwrap();
+                socket.close(Some(close_frame(close_code))).await.unwrap();
             }
             let last = socket.next().await;
             assert!(matches!(last, Some(Ok(Message::Close(Some(_))))), "{last:?}");
@@ -161,19 +161,23 @@ fn close_codes_and_reasons_arrive_from_either_side() {
         for code in codes {
             let mut socket = connect(mesh).await;
             socket.send(Message::text(code.to_string())).await.unwrap();
-            assert_eq!(next(&mut socket).await, Message::Close(Some(frame(code))));
+            assert_eq!(next(&mut socket).await, Message::Close(Some(close_frame(code))));
             assert!(socket.next().await.is_none(), "the connection ends afterwards");
 
             let mut socket = connect(mesh).await;
             socket.send(Message::text("0")).await.unwrap();
-            socket.close(Some(frame(code))).await.unwrap();
-            assert_eq!(next(&mut socket).await, Message::Close(Some(frame(code))), "the answer");
+            socket.close(Some(close_frame(code))).await.unwrap();
+            assert_eq!(
+                next(&mut socket).await,
+                Message::Close(Some(close_frame(code))),
+                "the answer"
+            );
             assert!(socket.next().await.is_none());
         }
     });
 }
 
-fn frame(code: u16) -> CloseFrame {
+fn close_frame(code: u16) -> CloseFrame {
     CloseFrame {
         code: CloseCode::from(code),
         reason: format!("because of {code}").into(),

@@ -131,7 +131,7 @@ fn every_variable_that_a_program_reads_by_name_is_declared() {
             undeclared.extend(names.map(|name| format!("{}: {name}", path.display())));
         }
     }
-    // The path of Helm is found as a shell finds it, and tests must not be skipped in CI.
+    // `tulle` reads PATH to find Helm as a shell does. Tests read CI, because they must not be skipped there.
     undeclared.retain(|found| !found.ends_with("cli/src/install/charts.rs: PATH") && !found.ends_with(": CI"));
     assert!(
         undeclared.is_empty(),

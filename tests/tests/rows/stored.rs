@@ -87,8 +87,9 @@ impl TestObjects {
         for document in &documents {
             self.create_prerequisites(&client, document).await?;
         }
-        // The API server sets creation times itself, in whole seconds. Of objects with one age, the first by name takes precedence,
-        // so they are created in this order. Between groups of different ages, this waits for the next second.
+        // The API server sets creation times itself, in whole seconds. Of objects of the same age, the first by name takes
+        // precedence. Their creation may take longer than a second, so they are created in the order of their names. Between groups
+        // of different ages, this waits for the next second.
         let mut groups: BTreeMap<String, Vec<Value>> = BTreeMap::new();
         for mut document in documents {
             let metadata = document["metadata"].as_object_mut().context("metadata")?;

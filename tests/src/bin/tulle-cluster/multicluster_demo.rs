@@ -1,4 +1,4 @@
-//! `./run multicluster-demo`: a Service with endpoints in two clusters, while one cluster loses its own.
+//! `./run multicluster-demo`: a Service with endpoints in two clusters, while one cluster loses its own endpoints.
 
 use std::time::Duration;
 
@@ -115,7 +115,8 @@ impl Requests {
         })
     }
 
-    /// Prints each second until `condition` has held for `seconds` seconds in a row.
+    /// Prints each second until `condition` has held for `seconds` seconds in a row, for at most [`EXPECT_TIMEOUT`]. If `seconds` is
+    /// `usize::MAX`, it prints until the client ends.
     async fn expect(&mut self, what: &str, seconds: usize, condition: impl Fn(&Second) -> bool) -> anyhow::Result<()> {
         let mut held = 0;
         let wait = async {

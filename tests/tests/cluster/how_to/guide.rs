@@ -1,4 +1,4 @@
-//! Runs blocks of pages on a cluster, in a directory of their own.
+//! Runs the code blocks of documents on a cluster, in a directory of their own.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -16,7 +16,7 @@ use super::replaced::REPLACEMENTS;
 /// Waits until the Deployments of the application are rolled out.
 pub(super) const ROLLED_OUT: &str = "kubectl rollout status deployment -n shop --timeout=5m";
 
-/// The cluster and the working directory in which blocks are run.
+/// Runs code blocks as a reader of the documents would, with one cluster and one working directory.
 pub(super) struct Guide {
     pub(super) cluster: Cluster,
     files: TempDir,

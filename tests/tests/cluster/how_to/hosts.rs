@@ -12,7 +12,7 @@ use super::pages::{self, Id, Run};
 const TUTORIAL: &str = "tutorials/without-kubernetes.md";
 const EXPLICIT: &str = "how-to/explicit-proxy.md";
 
-/// In namespaces of its own, because the names of hosts are those of the page.
+/// In namespaces of its own, because the page sets the names of the hosts, and this machine may use the same names.
 #[tokio::test]
 async fn a_mesh_without_kubernetes_is_built_and_used_without_redirects_as_the_pages_say() {
     let files = tempfile::tempdir().unwrap();
@@ -40,9 +40,10 @@ async fn a_mesh_without_kubernetes_is_built_and_used_without_redirects_as_the_pa
     for (id, text) in explicit {
         // The address of the Service in the tutorial.
         let text = text.replace("10.43.0.17", "10.96.0.10");
+        // The heading begins with the number of the step.
+        let step = id.1.as_bytes()[0] - b'0';
         script.push(format!(
-            "ip netns exec client bash -euo pipefail >explicit-{} <<'EOF'\n{text}EOF",
-            id.1.as_bytes()[0] - b'0'
+            "ip netns exec client bash -euo pipefail >explicit-{step} <<'EOF'\n{text}EOF"
         ));
         run.insert(id);
     }

@@ -119,7 +119,7 @@ spec:
           args: [load, 'web.shop.svc.cluster.local:80/echo', '--rate=50', '--body-size=200', '--duration=8760h', '--json', '--report-every=1s']
 ";
 
-/// Kinds of other projects, without their controllers, so that objects can be created.
+/// The definition of a kind of another project, so that objects can be created. No controller of that project runs.
 pub(super) fn definition(group: &str, version: &str, kind: &str, plural: &str, scope: &str) -> String {
     let singular = kind.to_lowercase();
     format!(

@@ -68,7 +68,7 @@ pub(super) async fn rotate_issuer(guide: &mut Guide) {
     let key = "openssl x509 -in new-issuer/crt.pem -noout -ext subjectKeyIdentifier | tail -n 1 | tr -d ' '";
     let key = guide.bash(key).await.unwrap();
     for proxy in PROXIES {
-        // Of all pods, without the certificates of issuers.
+        // The authority key ids of the pods' own certificates, without those of the issuers' certificates.
         let issuers = format!(
             "tulle identity {proxy} | openssl crl2pkcs7 -nocrl -certfile /dev/stdin | openssl pkcs7 -print_certs -text -noout \
              | grep -A24 'Subject:.*serviceaccount' | grep -A1 'Authority Key' | grep -v 'Authority Key\\|--'"

@@ -213,7 +213,7 @@ async fn rotate_credentials(linked: &LinkedClusters) -> anyhow::Result<()> {
         .await?;
     linked.east.apply(&without_data.join("\n")).await?;
     linked.link().await?;
-    // Changes still arrive. This does not show which token a watch uses: one that was begun with the old token can go on.
+    // Changes still arrive. This does not show which token a watch uses: a watch that began with the old token can continue.
     for replicas in [3, 2] {
         scale_deployment(&linked.east, "shop", "web", replicas).await?;
         let shown = async || {

@@ -42,12 +42,12 @@ async fn traffic_through_the_gateway_has_both_identities(linked: &LinkedClusters
     check_protocols(linked, "web-east").await;
     let client = proxy_metrics(&linked.west, "shop", "app=client").await;
     let target = ["dst_target_cluster=\"east\"", "dst_target_service=\"web\""];
-    has_series(&client, &[&target[..], &[&label("server_id", GATEWAY_ID)]].concat());
+    assert_has_series(&client, &[&target[..], &[&label("server_id", GATEWAY_ID)]].concat());
     let gateway = proxy_metrics(&linked.east, NAMESPACE, "app=linkerd-gateway").await;
-    has_series(&gateway, &["direction=\"inbound\"", &label("client_id", CLIENT_ID)]);
-    has_series(&gateway, &["direction=\"outbound\"", &label("server_id", SERVER_ID)]);
+    assert_has_series(&gateway, &["direction=\"inbound\"", &label("client_id", CLIENT_ID)]);
+    assert_has_series(&gateway, &["direction=\"outbound\"", &label("server_id", SERVER_ID)]);
     let server = proxy_metrics(&linked.east, "shop", "app=web").await;
-    has_series(&server, &["direction=\"inbound\"", &label("client_id", GATEWAY_ID)]);
+    assert_has_series(&server, &["direction=\"inbound\"", &label("client_id", GATEWAY_ID)]);
 }
 
 async fn commands_show_the_other_cluster(linked: &LinkedClusters) {
@@ -116,9 +116,9 @@ async fn traffic_to_pods_has_both_identities(linked: &LinkedClusters) {
         "dst_deployment=\"web\"",
         "dst_zone_locality=\"remote\"",
     ];
-    has_series(&client, &[&target[..], &[&label("server_id", SERVER_ID)]].concat());
+    assert_has_series(&client, &[&target[..], &[&label("server_id", SERVER_ID)]].concat());
     let server = proxy_metrics(&linked.east, "shop", "app=web").await;
-    has_series(&server, &["direction=\"inbound\"", &label("client_id", CLIENT_ID)]);
+    assert_has_series(&server, &["direction=\"inbound\"", &label("client_id", CLIENT_ID)]);
     let endpoints = "diagnostics endpoints web-east.shop.svc.cluster.local:80";
     let endpoints = tulle(&linked.west, endpoints).await.unwrap();
     assert_eq!(endpoints.matches(SERVER_ID).count(), 2, "{endpoints}");
@@ -215,7 +215,7 @@ fn label(name: &str, value: &str) -> String {
 }
 
 #[track_caller]
-fn has_series(metrics: &str, labels: &[&str]) {
+fn assert_has_series(metrics: &str, labels: &[&str]) {
     let has = |line: &str| line.starts_with("response_total{") && labels.iter().all(|label| line.contains(label));
     assert!(metrics.lines().any(has), "no series with {labels:?}");
 }

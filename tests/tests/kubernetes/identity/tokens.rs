@@ -124,7 +124,7 @@ async fn without_the_right_to_review_tokens_requests_fail_and_the_service_keeps_
     assert_eq!(
         status.code(),
         Code::FailedPrecondition,
-        "a request without a token review gets the same response as before: {status}"
+        "the signing request is checked before the token is reviewed: {status}"
     );
 }
 

@@ -130,6 +130,7 @@ async fn put_discovery_credentials(server: &ApiServer, access: &Path) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn endpoints_of_a_linked_cluster_are_served_while_its_secret_exists() {
+    // The credentials of `east` later lead to the cluster `moved`.
     let (west, east, moved) = tokio::join!(cluster(&["east"]), cluster(&[]), cluster(&[]));
     let account = ["create", "serviceaccount", "linkerd-destination", "-n", CONTROL_PLANE];
     west.kubectl(&account).await.unwrap();

@@ -145,13 +145,13 @@ async fn slices_hold_a_hundred_endpoints_and_keep_their_names() {
     let replica = Replica::start(&server.client(), "only");
     wait_for_sizes(&server, &[50, 100, 100]).await;
     let before = slice_names(&server).await;
-    let in_one = &slices(&server)
+    let full_slice = &slices(&server)
         .await
         .into_iter()
         .find(|slice| slice.endpoints.len() == 100)
         .unwrap();
     let api = workloads(&server, "simple-app");
-    for endpoint in &in_one.endpoints[..60] {
+    for endpoint in &full_slice.endpoints[..60] {
         let name = endpoint.target_ref.as_ref().unwrap().name.as_deref().unwrap();
         api.delete(name, &DeleteParams::default()).await.unwrap();
     }
@@ -255,8 +255,8 @@ async fn a_namespace_that_is_being_deleted_is_not_written_to() {
         (replica.metric(work) > before).then_some(())
     })
     .await;
-    let refused = "workqueue_retries_total{name=\"endpoints_controller_workqueue\"}";
-    assert_eq!(replica.metric(refused), 0.0);
+    let retries = "workqueue_retries_total{name=\"endpoints_controller_workqueue\"}";
+    assert_eq!(replica.metric(retries), 0.0);
     assert_eq!(slice_sizes(&server).await, [0; 0]);
     replica.end().await;
 }

@@ -161,7 +161,7 @@ async fn policies_report_whether_they_are_accepted() {
     };
     apply(&server, &limit("a")).await;
     let routes = format!("{POLICY}/v1beta3");
-    let limits = (format!("{POLICY}/v1alpha1"), "HTTPLocalRateLimitPolicy");
+    let (version, kind) = (format!("{POLICY}/v1alpha1"), "HTTPLocalRateLimitPolicy");
     wait_for_conditions(
         &server,
         &routes,
@@ -170,7 +170,7 @@ async fn policies_report_whether_they_are_accepted() {
         &["Accepted=False NoMatchingParent"],
     )
     .await;
-    wait_for_conditions(&server, &limits.0, limits.1, "a", &["Accepted=False NoMatchingTarget"]).await;
+    wait_for_conditions(&server, &version, kind, "a", &["Accepted=False NoMatchingTarget"]).await;
     let server_spec = json!({"podSelector": {}, "port": 80});
     apply(
         &server,
@@ -178,13 +178,13 @@ async fn policies_report_whether_they_are_accepted() {
     )
     .await;
     wait_for_conditions(&server, &routes, "HTTPRoute", "inbound", &["Accepted=True Accepted"]).await;
-    let held = wait_for_conditions(&server, &limits.0, limits.1, "a", &["Accepted=True Accepted"]).await;
-    assert_eq!(held.data["status"]["targetRef"], target);
+    let accepted_limit = wait_for_conditions(&server, &version, kind, "a", &["Accepted=True Accepted"]).await;
+    assert_eq!(accepted_limit.data["status"]["targetRef"], target);
     apply(&server, &limit("b")).await;
     wait_for_conditions(
         &server,
-        &limits.0,
-        limits.1,
+        &version,
+        kind,
         "b",
         &["Accepted=False RateLimitReasonAlreadyExists"],
     )

@@ -136,7 +136,7 @@ impl<'a> WellBehavedClient<'a> {
 
 /// Sends GET on a new connection; returns the status.
 async fn get(mut stream: impl AsyncRead + AsyncWrite + Unpin, path: &str, host: SocketAddr) -> anyhow::Result<u16> {
-    // The API server names the user.
+    // In requests to the aggregated API, the API server sets `x-remote-user`. Other servers ignore it.
     let head = format!("GET {path} HTTP/1.1\r\nhost: {host}\r\nx-remote-user: me\r\nconnection: close\r\n\r\n");
     stream.write_all(head.as_bytes()).await?;
     let mut answer = Vec::new();

@@ -147,7 +147,7 @@ pub(crate) fn run(
     let log_tail = |process: &&Process| format!("end of the log of {}:\n{}", process.name(), process.log_tail());
     assert!(
         failures.is_empty(),
-        "{} of them:\n{}\n\n{}",
+        "{} failures:\n{}\n\n{}",
         failures.len(),
         failures[..failures.len().min(MAX_LISTED_FAILURES)].join("\n"),
         flooded.iter().map(log_tail).collect::<Vec<_>>().join("\n\n"),

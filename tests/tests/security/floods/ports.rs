@@ -87,7 +87,12 @@ pub(crate) fn ports_of_the_sidecar(testbed: &Testbed) -> Vec<FloodedPort<'_>> {
             testbed::direct(testbed.with_certificate(&attack), tls_attackers::ON_HTTP2),
             testbed::direct(attack, &[TlsBehaviour::Silent]),
         ],
-        ..FloodedPort::new("4143, itself", "inbound", at(4143), application(at(testbed::HTTP)))
+        ..FloodedPort::new(
+            "4143, dialled directly",
+            "inbound",
+            at(4143),
+            application(at(testbed::HTTP)),
+        )
     };
     let outbound = |name, addr| {
         let to_client = WellBehavedClient::http(&testbed.server, (testbed::CLIENT, testbed::HTTP).into(), "/", 200);
@@ -101,7 +106,7 @@ pub(crate) fn ports_of_the_sidecar(testbed: &Testbed) -> Vec<FloodedPort<'_>> {
         inbound("4143, by redirect", at(testbed::HTTP)),
         inbound("4143, by redirect of IPv6", at6(testbed::HTTP)),
         direct,
-        outbound("4140, itself", at(4140)),
+        outbound("4140, dialled directly", at(4140)),
         from_two_hundred_addresses(outbound("4140, by IPv6", at6(4140))),
     ]
 }

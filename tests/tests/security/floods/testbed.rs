@@ -188,8 +188,8 @@ pub(crate) fn server_name(name: String) -> ServerName<'static> {
     ServerName::try_from(name).unwrap()
 }
 
-/// Limits the resources of the command line that follows: open files, and the memory of the machine as far as the process sees it.
-/// The command must be `unshare`.
+/// Adds arguments to `unshare`. The command line after them may open `files` files, and reads [`MEMORY_KIB`] as the memory of the
+/// machine in `/proc/meminfo`.
 pub(crate) fn add_limits(unshare: &mut Command, dir: &Path, files: usize) {
     let meminfo = dir.join("meminfo");
     fs::write(&meminfo, format!("MemTotal: {MEMORY_KIB} kB\n")).unwrap();
@@ -202,7 +202,7 @@ pub(crate) fn add_limits(unshare: &mut Command, dir: &Path, files: usize) {
     unshare.arg(meminfo).arg("prlimit").arg(format!("--nofile={files}"));
 }
 
-/// A message if a process had more memory than [`add_limits`] shows it.
+/// A message if the peak memory of a process reached [`MEMORY_KIB`].
 pub(crate) fn memory_fault(process: &Process) -> Option<String> {
     let peak = match process.peak_rss_kib() {
         Ok(peak) => peak,
@@ -340,7 +340,8 @@ const MAX_OPEN_FILES: usize = 1500;
 const MAX_OPEN_FILES_WITH_LARGE_HEADS: usize = 32_000;
 /// Memory limit of each process, that of the components in `charts/tulle-control-plane/values-ha.yaml`.
 const MEMORY_KIB: u64 = 250 << 10;
-/// Bytes of a gRPC message that is not complete. All streams of a connection have less than HTTP/2 permits before the server reads.
+/// Bytes of a gRPC message that is not complete. The bytes of all streams of a connection fit into its flow-control window, so they
+/// can be sent before the server reads.
 const STREAM_BYTES: usize = 60_000;
-/// Bytes of a message to 8086 and 8090 that is as long as it may be, and does not end.
+/// Bytes of an incomplete message to 8086 or 8090, of almost the maximum length.
 const PEER_STREAM_BYTES: usize = 16_000;

@@ -48,7 +48,7 @@ pub(crate) enum TlsBehaviour {
     NoRequest,
     /// HTTP/2 with sixteen streams whose bodies do not end.
     Streams,
-    /// A request body of which nine MiB are sent, one after another, and that does not end.
+    /// A request body that does not end. Nine MiB of it are sent.
     Body,
 }
 

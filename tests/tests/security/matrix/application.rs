@@ -56,35 +56,38 @@ pub(super) fn listen(host: &Namespace, ports: &[u16]) -> Vec<TcpListener> {
 
 /// Serves all connections until the runtime ends.
 pub(super) fn serve(listeners: Vec<TcpListener>) -> ReceivedTokens {
-    let reached = ReceivedTokens::default();
+    let received_tokens = ReceivedTokens::default();
     for listener in listeners {
-        let (listener, reached) = (tokio::net::TcpListener::from_std(listener).unwrap(), reached.clone());
+        let (listener, received_tokens) = (
+            tokio::net::TcpListener::from_std(listener).unwrap(),
+            received_tokens.clone(),
+        );
         tokio::spawn(async move {
             loop {
                 let (stream, _) = listener.accept().await.unwrap();
-                let reached = reached.clone();
+                let received_tokens = received_tokens.clone();
                 // An error ends the connection early, which the client reports.
-                tokio::spawn(async move { serve_connection(stream, &reached).await.ok() });
+                tokio::spawn(async move { serve_connection(stream, &received_tokens).await.ok() });
             }
         });
     }
-    reached
+    received_tokens
 }
 
-async fn serve_connection(mut stream: TcpStream, reached: &ReceivedTokens) -> anyhow::Result<()> {
+async fn serve_connection(mut stream: TcpStream, received_tokens: &ReceivedTokens) -> anyhow::Result<()> {
     let mut first = [0; 3];
     if timeout(IDLE_TIMEOUT, stream.peek(&mut first)).await.is_err() {
         stream.write_all(GREETING.as_bytes()).await?;
     }
     let n = stream.peek(&mut first).await?;
     match &first[..n] {
-        b"PRI" => serve_http2(stream, reached).await,
-        _ => serve_bytes(stream, reached).await,
+        b"PRI" => serve_http2(stream, received_tokens).await,
+        _ => serve_bytes(stream, received_tokens).await,
     }
 }
 
 /// Answers HTTP/1 with HTTP, and other bytes after the client stops sending.
-async fn serve_bytes(mut stream: TcpStream, reached: &ReceivedTokens) -> anyhow::Result<()> {
+async fn serve_bytes(mut stream: TcpStream, received_tokens: &ReceivedTokens) -> anyhow::Result<()> {
     let mut received = Vec::new();
     loop {
         let has_input = !received.is_empty();
@@ -94,7 +97,7 @@ async fn serve_bytes(mut stream: TcpStream, reached: &ReceivedTokens) -> anyhow:
         } else {
             Ok(reading.await)
         };
-        reached.record_tokens(&received);
+        received_tokens.record_tokens(&received);
         let answer = match read {
             Ok(Ok(0)) => return Ok(()),
             Ok(Err(error)) => return Err(error.into()),
@@ -114,11 +117,11 @@ fn is_request(received: &[u8]) -> bool {
     line.ends_with(b" HTTP/1.1")
 }
 
-async fn serve_http2(stream: TcpStream, reached: &ReceivedTokens) -> anyhow::Result<()> {
+async fn serve_http2(stream: TcpStream, received_tokens: &ReceivedTokens) -> anyhow::Result<()> {
     let mut connection = h2::server::handshake(stream).await?;
     while let Some(accepted) = connection.accept().await {
         let (request, mut respond) = accepted?;
-        reached.record_tokens(token_header(request.headers()));
+        received_tokens.record_tokens(token_header(request.headers()));
         let is_grpc = request.headers().get("content-type").is_some_and(|kind| kind == GRPC);
         let answer = Response::builder().header(HEADER, "yes");
         let answer = match is_grpc {

@@ -14,7 +14,7 @@ use super::testbed::{self, Testbed};
 /// The sum over all causes is a counter too: it shows failures of causes that no cell expects.
 pub(super) struct ExpectedCounts {
     direction: &'static str,
-    expected: BTreeMap<Counter, Count>,
+    expected: BTreeMap<Counter, CountRange>,
 }
 
 /// A metric family, and the labels that select its series.
@@ -26,10 +26,10 @@ struct Counter {
 
 /// The range of values that a counter may have.
 #[derive(Clone, Copy, Debug, Default)]
-struct Count {
+struct CountRange {
     min: u64,
     /// By how much it may exceed `min`.
-    more: u64,
+    excess: u64,
 }
 
 impl ExpectedCounts {
@@ -41,10 +41,10 @@ impl ExpectedCounts {
         };
         for cause in causes {
             let counter = counts.failures(Some(cause));
-            counts.expected.insert(counter, Count::default());
+            counts.expected.insert(counter, CountRange::default());
         }
         let all = counts.failures(None);
-        counts.expected.insert(all, Count::default());
+        counts.expected.insert(all, CountRange::default());
         counts
     }
 
@@ -57,15 +57,15 @@ impl ExpectedCounts {
     /// Expects `n` failures, each of one of the causes.
     pub(super) fn add_one_of(&mut self, causes: &[&'static str], n: u64) {
         for cause in causes {
-            self.count(self.failures(Some(cause))).more += n;
+            self.count(self.failures(Some(cause))).excess += n;
         }
         self.count(self.failures(None)).min += n;
     }
 
     /// Permits `n` failures of one cause.
     pub(super) fn permit(&mut self, cause: &'static str, n: u64) {
-        self.count(self.failures(Some(cause))).more += n;
-        self.count(self.failures(None)).more += n;
+        self.count(self.failures(Some(cause))).excess += n;
+        self.count(self.failures(None)).excess += n;
     }
 
     /// Expects that the policy of a port denies `n` clients or requests for this reason.
@@ -75,7 +75,7 @@ impl ExpectedCounts {
 
     /// Permits that the policy of a port denies `n` clients or requests for this reason.
     pub(super) fn permit_denials(&mut self, port: u16, reason: &str, n: u64) {
-        self.count(denials(port, reason)).more += n;
+        self.count(denials(port, reason)).excess += n;
     }
 
     /// The counters with other values, after a time in which the sidecar counts the last connections: a client may see the end of
@@ -96,17 +96,18 @@ impl ExpectedCounts {
                 .filter(|(_, count, value)| !count.range().contains(value))
                 .collect();
             if wrong.is_empty() || Instant::now() > deadline {
-                let describe = |(Counter { family, labels }, Count { min, more }, value): &(&Counter, &Count, u64)| {
-                    let (labels, max) = (labels.join(","), min + more);
-                    format!("{family}{{{labels}}} is {value}, expected {min} to {max}")
-                };
+                let describe =
+                    |(Counter { family, labels }, CountRange { min, excess }, value): &(&Counter, &CountRange, u64)| {
+                        let (labels, max) = (labels.join(","), min + excess);
+                        format!("{family}{{{labels}}} is {value}, expected {min} to {max}")
+                    };
                 return wrong.iter().map(describe).collect();
             }
             std::thread::sleep(COUNT_POLL_INTERVAL);
         }
     }
 
-    fn count(&mut self, counter: Counter) -> &mut Count {
+    fn count(&mut self, counter: Counter) -> &mut CountRange {
         self.expected.entry(counter).or_default()
     }
 
@@ -121,9 +122,9 @@ impl ExpectedCounts {
     }
 }
 
-impl Count {
+impl CountRange {
     fn range(self) -> RangeInclusive<u64> {
-        self.min..=self.min + self.more
+        self.min..=self.min + self.excess
     }
 }
 

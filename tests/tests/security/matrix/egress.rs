@@ -128,13 +128,13 @@ fn while_the_control_plane_restarts_egress_networks_are_enforced() {
         });
         let run = || {
             runtime().block_on(async {
-                let reached = application::serve(listeners);
-                let mut mismatches = find_mismatches(&cells, &client, &reached).await;
+                let received_tokens = application::serve(listeners);
+                let mut mismatches = find_mismatches(&cells, &client, &received_tokens).await;
                 requested_tx.send(()).unwrap();
                 let mut n_runs = 1;
                 loop {
                     let is_last = is_over() || restarting.is_finished();
-                    mismatches.extend(find_mismatches(&cells, &client, &reached).await);
+                    mismatches.extend(find_mismatches(&cells, &client, &received_tokens).await);
                     n_runs += 1;
                     if is_last {
                         return (mismatches, n_runs);
@@ -213,10 +213,10 @@ fn check(states: &[State], bring_up: fn(&mut Testbed), changes: fn(&mut Testbed)
     let host = testbed.client.clone();
     let run = || {
         runtime().block_on(async {
-            let reached = application::serve(listeners);
-            let mut mismatches = find_mismatches(&requested_before, &client, &reached).await;
+            let received_tokens = application::serve(listeners);
+            let mut mismatches = find_mismatches(&requested_before, &client, &received_tokens).await;
             changes(&mut testbed);
-            mismatches.extend(find_mismatches(&cells, &client, &reached).await);
+            mismatches.extend(find_mismatches(&cells, &client, &received_tokens).await);
             mismatches
         })
     };
@@ -247,11 +247,11 @@ fn cells(states: &[State]) -> Vec<Cell> {
     cells
 }
 
-async fn find_mismatches(cells: &[Cell], client: &Client, reached: &ReceivedTokens) -> Vec<String> {
+async fn find_mismatches(cells: &[Cell], client: &Client, received_tokens: &ReceivedTokens) -> Vec<String> {
     let permits = Semaphore::new(MAX_CONCURRENT_WAITING_CELLS);
     let results = cells.iter().enumerate().map(async |(n, cell)| {
         let _permit = permits.acquire().await.unwrap();
-        cell.mismatch(n, client, reached).await
+        cell.mismatch(n, client, received_tokens).await
     });
     join_all(results).await.into_iter().flatten().collect()
 }
@@ -270,11 +270,11 @@ fn find_count_mismatches(host: &Namespace, tried: &[(&[Cell], u64)]) -> Vec<Stri
 }
 
 impl Cell {
-    async fn mismatch(&self, n: usize, client: &Client, reached: &ReceivedTokens) -> Option<String> {
+    async fn mismatch(&self, n: usize, client: &Client, received_tokens: &ReceivedTokens) -> Option<String> {
         let to = SocketAddr::new(self.policy.address(self.state.is_requested_before(), self.family), PORT);
         let token = format!("token-{}-{n}", self.state.is_requested_before());
         let observed = client.send(self.sent, Identity::Absent, to, &token).await;
-        let reached = reached.contains(&token);
+        let reached = received_tokens.contains(&token);
         let expected = self.expected();
         let fits = match expected {
             Expected::Permitted => {

@@ -97,7 +97,7 @@ spec:
 }
 
 /// Permits the clients of an authentication to use the Server or route of this name.
-fn authorization(name: &str, target: &str, authentication: &str, of: &str) -> String {
+fn authorization(name: &str, target: &str, authentication: &str, authentication_name: &str) -> String {
     let group = match target {
         "GRPCRoute" => "gateway.networking.k8s.io",
         _ => "policy.linkerd.io",
@@ -109,7 +109,7 @@ kind: AuthorizationPolicy
 metadata: {{name: {name}, namespace: shop}}
 spec:
   targetRef: {{group: {group}, kind: {target}, name: {name}}}
-  requiredAuthenticationRefs: [{{group: policy.linkerd.io, kind: {authentication}, name: {of}}}]
+  requiredAuthenticationRefs: [{{group: policy.linkerd.io, kind: {authentication}, name: {authentication_name}}}]
 ---
 "
     )

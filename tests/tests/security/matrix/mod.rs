@@ -72,11 +72,11 @@ fn while_the_control_plane_restarts_each_port_enforces_its_policy() {
         let restarting = scope.spawn(|| testbed::restart_until(&testbed, &n_restarts, is_over));
         let result = outside.run(|| {
             runtime().block_on(async {
-                let reached = application::serve(listeners);
+                let received_tokens = application::serve(listeners);
                 let (mut mismatches, mut n_runs) = (Vec::new(), 0);
                 loop {
                     let is_last = is_over() || restarting.is_finished();
-                    mismatches.extend(find_mismatches(&cells, &client, &reached).await);
+                    mismatches.extend(find_mismatches(&cells, &client, &received_tokens).await);
                     n_runs += 1;
                     if is_last {
                         return (mismatches, n_runs);
@@ -196,8 +196,8 @@ fn run_once(testbed: &Testbed, cells: &[CellAtPort], listeners: Vec<std::net::Tc
     let client = Client::new(&testbed.credentials);
     let run = || {
         runtime().block_on(async {
-            let reached = application::serve(listeners);
-            find_mismatches(cells, &client, &reached).await
+            let received_tokens = application::serve(listeners);
+            find_mismatches(cells, &client, &received_tokens).await
         })
     };
     testbed.outside.run(run).unwrap()
@@ -209,7 +209,7 @@ fn runtime() -> tokio::runtime::Runtime {
 }
 
 /// Tries all cells concurrently, with a separate limit for those that have to wait.
-async fn find_mismatches(cells: &[CellAtPort], client: &Client, reached: &ReceivedTokens) -> Vec<String> {
+async fn find_mismatches(cells: &[CellAtPort], client: &Client, received_tokens: &ReceivedTokens) -> Vec<String> {
     let (quick, waiting) = (
         Semaphore::new(MAX_CONCURRENT_CELLS),
         Semaphore::new(MAX_CONCURRENT_WAITING_CELLS),
@@ -221,14 +221,14 @@ async fn find_mismatches(cells: &[CellAtPort], client: &Client, reached: &Receiv
         ) || matches!(cell_at_port.expected, Expected::Refused(refusal) if refusal.cause == Cause::Unknown);
         let permits = if waits { &waiting } else { &quick };
         let _permit = permits.acquire().await.unwrap();
-        cell_at_port.mismatch(n, client, reached).await
+        cell_at_port.mismatch(n, client, received_tokens).await
     });
     join_all(results).await.into_iter().flatten().collect()
 }
 
 impl CellAtPort {
     /// Tries the cell and returns what was wrong.
-    async fn mismatch(&self, n: usize, client: &Client, reached: &ReceivedTokens) -> Option<String> {
+    async fn mismatch(&self, n: usize, client: &Client, received_tokens: &ReceivedTokens) -> Option<String> {
         let Cell {
             sent,
             identity,
@@ -247,7 +247,7 @@ impl CellAtPort {
         for n_try in 0..n_tries {
             let token = format!("token-{n}-{n_try}");
             let observed = client.send(sent, identity, to, &token).await;
-            result = (observed, reached.contains(&token));
+            result = (observed, received_tokens.contains(&token));
             if result.0 != Observed::Application {
                 break;
             }

@@ -13,7 +13,7 @@ use super::table::{Cell, ClientInput, Family, Identity, Policy, State};
 use super::testbed::{self, Ipv6Rules, Testbed};
 use super::{CellAtPort, find_count_mismatches, find_mismatches, report, runtime};
 
-/// With `TULLE_TEST_FULL=1` the outage lasts ten minutes, longer than the timeout of the test runner: run the test's own binary.
+/// With `TULLE_TEST_FULL=1` the outage lasts ten minutes, longer than the default timeout of nextest: use its profile `full`.
 #[test]
 fn policies_of_300_ports_apply_while_the_control_plane_is_down() {
     if !testbed::can_run() {
@@ -56,13 +56,13 @@ fn policies_of_300_ports_apply_while_the_control_plane_is_down() {
     let (n_tried, mismatches) = outside
         .run(|| {
             runtime().block_on(async {
-                let reached = application::serve(listeners);
-                let mut mismatches = find_mismatches(&first_cells, &client, &reached).await;
+                let received_tokens = application::serve(listeners);
+                let mut mismatches = find_mismatches(&first_cells, &client, &received_tokens).await;
                 testbed.kill_control_plane();
                 let until = Instant::now() + outage_duration();
                 let mut n_runs = 0;
                 while mismatches.is_empty() {
-                    mismatches = find_mismatches(&outage_cells, &client, &reached).await;
+                    mismatches = find_mismatches(&outage_cells, &client, &received_tokens).await;
                     n_runs += 1;
                     if Instant::now() > until {
                         break;
@@ -75,7 +75,7 @@ fn policies_of_300_ports_apply_while_the_control_plane_is_down() {
                 let open = { UNUSED_PORTS }.find(|port| policy_of(*port) == Policy::Audit);
                 let took = wait_until_permitted(&client, open.expect("one of them is open")).await;
                 eprintln!("unknown policies apply {took:?} after the control plane is back");
-                mismatches.extend(find_mismatches(&recovered_cells, &client, &reached).await);
+                mismatches.extend(find_mismatches(&recovered_cells, &client, &received_tokens).await);
                 let n_tried = first_cells.len() + outage_cells.len() * n_runs + recovered_cells.len();
                 (n_tried, mismatches)
             })

@@ -5,7 +5,8 @@ use std::net::IpAddr;
 
 use super::words::words;
 
-/// The decision of each policy about each identity of a client, in the words of [`Decision`].
+/// The decision of each policy about each identity of a client, in the words of [`Decision`]; `network` means that no
+/// authorization matches.
 ///
 /// `port` is the kind of port that the policy creates, a column of [`HANDLINGS`]. Identities that are not listed are
 /// refused by the TLS handshake for every policy.

@@ -185,7 +185,7 @@ impl Testbed {
     /// Starts the destination and policy services with one of the directories of manifests.
     pub(super) fn start_control_plane(&mut self, manifests: &str) {
         let mut command = self.control_command();
-        // The control plane needs a certificate for itself.
+        // The servers of these services get their certificate from an identity service in the same process.
         command.args(["identity", "destination", "policy", "--identity-addr", "127.0.0.1:8079"]);
         command.arg("--manifests").arg(self.dir.path().join(manifests));
         command.args(["--cluster-networks", NETWORKS, "--default-policy", "all-authenticated"]);
