@@ -124,7 +124,7 @@ impl ControlPlaneClients {
         );
         Self {
             identity: match &config.identity.source {
-                IdentitySource::ControlPlane { certify, .. } => Some(connect(
+                IdentitySource::ControlPlane { certify, .. } => Some(new_channel(
                     "control_identity",
                     &certify.service,
                     ClientCertificate::Optional,
@@ -134,7 +134,7 @@ impl ControlPlaneClients {
             collector: config
                 .trace
                 .as_ref()
-                .map(|trace| connect("opentelemetry", &trace.collector, ClientCertificate::Optional)),
+                .map(|trace| new_channel("opentelemetry", &trace.collector, ClientCertificate::Optional)),
             destinations,
             policies,
             resolver,
