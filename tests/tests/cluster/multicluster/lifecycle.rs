@@ -5,7 +5,7 @@ use anyhow::ensure;
 use tulle_tests::images::Image;
 use tulle_tests::linked_clusters::{LinkedClusters, NAMESPACE, tulle};
 
-use super::{check_protocols, export};
+use super::traffic::{GATEWAY_ID, check_protocols, export};
 
 /// A gateway whose Service has node ports instead of a load balancer is used and checked as any other.
 pub(super) async fn a_gateway_with_node_ports_is_used(linked: &LinkedClusters) {
@@ -22,7 +22,7 @@ pub(super) async fn a_gateway_with_node_ports_is_used(linked: &LinkedClusters) {
     let link = tulle(east, &link).await.unwrap();
     assert!(!link.contains("\n  gatewayPort: \"4143\""), "{link}");
     west.apply(&link).await.unwrap();
-    export(linked, "true", super::GATEWAY_ID).await;
+    export(linked, "true", GATEWAY_ID).await;
     check_protocols(linked, "web-east").await;
     let is_checked = async || tulle(west, "multicluster check --wait 0").await.map(drop);
     west.cluster.wait_until("all checks pass", is_checked).await.unwrap();
