@@ -9,7 +9,7 @@ use std::env;
 use anyhow::ensure;
 use tulle_tests::cluster::Connection;
 use tulle_tests::linked_clusters::{CLIENT, LinkedClusters, NAMESPACE, tulle};
-use tulle_tests::meshed::{Client, MeshedCluster, assert_all_ok};
+use tulle_tests::meshed::{Client, assert_all_ok};
 
 use self::traffic::{GATEWAY_ID, check_protocols, export, proxy_metrics};
 
