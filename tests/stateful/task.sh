@@ -32,28 +32,28 @@ need_brokers() {
 }
 
 # need_root NAME ADD PACKAGE...: lays out the files of an image in $cache/servers/NAME from Debian packages and what they depend on,
-# and calls ADD with this directory. Does nothing if those versions are there already.
+# and calls ADD with this directory. Does nothing if the same versions are there already.
 need_root() {
-  local name="$1" add="$2" root="$cache/servers/$1" stamp="$cache/servers/.$1" versions new
+  local name="$1" add="$2" root="$cache/servers/$1" stamp="$cache/servers/.$1" versions
   shift 2
   versions="$(versions_of "$@")"
-  [[ -n "$versions" && "$(cat "$stamp" 2>/dev/null)" == "$versions" ]] && return
+  [[ "$(cat "$stamp" 2>/dev/null)" == "$versions" ]] && return
   say "laying out the files of the image $name"
   as_root apt-get -qq -o DPkg::Lock::Timeout=300 update
   versions="$(versions_of "$@")"
-  [[ -n "$versions" ]] || fail "Debian has not all of $*"
-  new="$root.new"
-  rm -rf "$new"
-  mkdir -p "$new"
-  unpack "$new" "$versions"
-  if [[ -n "$add" ]]; then "$add" "$new"; fi
-  rm -rf "$root" "$stamp"
-  mv "$new" "$root"
+  rm -rf "$root.new"
+  mkdir -p "$root.new"
+  unpack "$root.new" "$versions"
+  if [[ -n "$add" ]]; then "$add" "$root.new"; fi
+  rm -rf "$root"
+  mv "$root.new" "$root"
   echo "$versions" >"$stamp"
 }
 
-# Prints the versions of packages and of all that they depend on, as `apt-get` would install them on a machine without packages.
+# Prints a hash of the files beside this one, and the versions of packages and of all that they depend on, as `apt-get` would install
+# them on a machine without packages.
 versions_of() {
+  find tests/stateful -type f -print0 | sort -z | xargs -0 cat | sha256sum
   apt-get -qq --simulate --no-install-recommends -o Debug::NoLocking=1 -o Dir::State::status=/dev/null install "$@" |
     sed -n 's/^Inst \([^ ]*\) (\([^ ]*\) .*/\1=\2/p' | grep -vE "$left_out$also_left_out" | sort
 }
@@ -61,7 +61,7 @@ versions_of() {
 # unpack ROOT VERSIONS: writes the files of Debian packages to ROOT, without the scripts of their installation.
 unpack() {
   local root="$1" downloads dir file program versions
-  mapfile -t versions <<<"$2"
+  mapfile -t versions < <(grep '=' <<<"$2")
   downloads="$(mktemp -d)"
   chmod 755 "$downloads" # apt-get downloads as another user
   (cd "$downloads" && apt-get -qq -o APT::Sandbox::User= download "${versions[@]}")

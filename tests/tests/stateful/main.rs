@@ -6,6 +6,7 @@
 #![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
 
 mod brokers;
+mod clusters;
 mod databases;
 mod manifest;
 mod results;
@@ -31,5 +32,8 @@ async fn databases_and_brokers_work_with_sidecars_and_no_settings() {
     }
     let suite = Suite::start(&images, is_full).await.unwrap();
     suite.run(&servers).await.unwrap();
+    if is_full {
+        suite.run_clusters(&clusters::ALL).await.unwrap();
+    }
     suite.results.print_and_assert();
 }

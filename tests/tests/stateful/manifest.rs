@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 use tulle_tests::images::Image;
 
-use super::server::{Readiness, Server};
+use super::server::{InboundMode, Readiness, Server};
 
 /// The namespace of servers and meshed clients.
 pub(super) const NAMESPACE: &str = "stateful";
@@ -111,15 +111,21 @@ impl Deployed<'_> {
             "readinessProbe": self.readiness(),
             "volumeMounts": mounts,
         });
+        let annotations = match self.server.inbound_mode {
+            InboundMode::Redirect => json!({}),
+            InboundMode::Tproxy => json!({"config.tulle.dev/inbound-mode": "tproxy"}),
+        };
         json!({
             "apiVersion": "apps/v1",
             "kind": "StatefulSet",
             "metadata": {"name": name, "namespace": NAMESPACE},
             "spec": {
                 "serviceName": format!("{name}-pods"),
+                "replicas": self.server.members,
+                "podManagementPolicy": "Parallel",
                 "selector": {"matchLabels": {"app": name}},
                 "template": {
-                    "metadata": {"labels": {"app": name}},
+                    "metadata": {"labels": {"app": name}, "annotations": annotations},
                     "spec": {"terminationGracePeriodSeconds": 5, "volumes": volumes, "containers": [container]},
                 },
             },
@@ -132,7 +138,7 @@ impl Deployed<'_> {
             Readiness::Http(path, port) => json!({"httpGet": {"path": path, "port": port.unwrap_or(self.port)}}),
             Readiness::Script(run) => json!({"exec": {"command": ["bash", "-c", run]}}),
         };
-        probe["periodSeconds"] = json!(1);
+        probe["periodSeconds"] = json!(2);
         probe["timeoutSeconds"] = json!(5);
         probe
     }

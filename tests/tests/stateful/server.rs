@@ -31,6 +31,20 @@ pub(super) struct Server {
     pub(super) more: &'static [(&'static str, Script)],
     /// Whether clients need an address of the pod, because they connect to more than one port.
     pub(super) needs_pod_addr: bool,
+    /// The number of pods.
+    pub(super) members: u8,
+    pub(super) inbound_mode: InboundMode,
+    /// What a client sees as soon as all members know each other.
+    pub(super) formed: Script,
+}
+
+/// How the sidecar of a server hands connections to it.
+#[derive(Clone, Copy, Eq, PartialEq)]
+pub(super) enum InboundMode {
+    /// The server sees the sidecar as its client. The default.
+    Redirect,
+    /// The server sees the address of its client.
+    Tproxy,
 }
 
 /// The readiness probe of the usual chart of a server.
@@ -72,6 +86,9 @@ impl Server {
         idle: None,
         more: &[],
         needs_pod_addr: false,
+        members: 1,
+        inbound_mode: InboundMode::Redirect,
+        formed: script("", ""),
     };
 }
 

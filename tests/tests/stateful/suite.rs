@@ -58,6 +58,23 @@ impl Suite {
         idle.and(others)
     }
 
+    /// Runs clusters one after another, so that only one needs memory.
+    pub(super) async fn run_clusters(&self, clusters: &[Server]) -> anyhow::Result<()> {
+        for server in clusters {
+            let cluster = Deployed {
+                server,
+                name: server.name.to_owned(),
+                port: server.port,
+            };
+            self.meshed.apply(&cluster.manifest().to_string()).await?;
+            self.wait_for_server(&cluster).await?;
+            self.cluster_scenes(&cluster).await?;
+            let delete = format!("delete statefulset,service -n {NAMESPACE} {0} {0}-pods --ignore-not-found", cluster.name);
+            self.meshed.kubectl(&delete).await?;
+        }
+        Ok(())
+    }
+
     /// Runs the scenes of a long silence, of all servers at the same time.
     async fn idle_scenes(&self, deployed: &[Deployed<'_>]) -> anyhow::Result<()> {
         if self.is_full {
