@@ -4,9 +4,7 @@ use tulle_tests::images::Image;
 
 use super::server::{Readiness, Server, TEN_MIB, script};
 
-pub(super) const ALL: [Server; 10] = [
-    RABBITMQ, ZOOKEEPER, KAFKA, ETCD, NATS, MOSQUITTO, LDAP, SSH, SMTP, FTP,
-];
+pub(super) const ALL: [Server; 10] = [RABBITMQ, ZOOKEEPER, KAFKA, ETCD, NATS, MOSQUITTO, LDAP, SSH, SMTP, FTP];
 
 const BROKER: Server = Server {
     image: Image::Brokers,
@@ -93,7 +91,7 @@ produce() { run kafka.tools.ConsoleProducer --bootstrap-server $host:$port --pro
 consume() { run org.apache.kafka.tools.consumer.ConsoleConsumer --bootstrap-server $host:$port --from-beginning --max-messages 1 \\
   --consumer-property fetch.max.bytes=16777216 --consumer-property max.partition.fetch.bytes=16777216 --topic \"$@\"; }
 # Asks for the protocol versions, and prints the number in the response, which is that in the request.
-versions() { printf '\\0\\0\\0\\x0a\\0\\x12\\0\\0\\0\\0\\0\\x07\\xff\\xff' >&3; head -c 4 <&3 > /dev/null; head -c 4 <&3 | od -An -tu1 | tr -d ' '; }",
+versions() { printf '\\0\\0\\0\\x0a\\0\\x12\\0\\0\\0\\0\\0\\x07\\xff\\xff' >&3; head -c 8 <&3 | tail -c 4 | od -An -tu1 | tr -d ' '; }",
     ask: script("echo 42 | produce a; consume a", "42"),
     ask_often: Some(script("exec 3<>/dev/tcp/$host/$port; versions", "0007")),
     large: Some(script(

@@ -5,7 +5,14 @@ use tulle_tests::images::Image;
 use super::server::{InboundMode, Readiness, Server, script};
 
 pub(super) const ALL: [Server; 8] = [
-    POSTGRES, SENTINEL, REDIS_CLUSTER, RABBITMQ, KAFKA, ETCD, ZOOKEEPER, NATS,
+    POSTGRES,
+    SENTINEL,
+    REDIS_CLUSTER,
+    RABBITMQ,
+    KAFKA,
+    ETCD,
+    ZOOKEEPER,
+    NATS,
 ];
 
 const THREE: Server = Server {
@@ -56,7 +63,8 @@ at() { psql -qAtX -v ON_ERROR_STOP=1 -h postgres3-$1.postgres3-pods -p $port -U 
         (
             "a standby is promoted",
             script(
-                "at 1 -c 'select pg_promote()'; at 1 -c 'set synchronous_commit = local' -c 'insert into t values (43)' -c 'select max(a) from t'",
+                "at 1 -c 'select pg_promote()'
+at 1 -c 'set synchronous_commit = local' -c 'insert into t values (43)' -c 'select max(a) from t'",
                 "t\n43",
             ),
         ),
@@ -93,7 +101,8 @@ done",
         (
             "a write reaches both replicas",
             script(
-                "printf 'set a 42\\nwait 2 5000\\n' | redis-cli -h $(master 0) -p $port; redis-cli -h sentinel-2.sentinel-pods -p $port get a",
+                "printf 'set a 42\\nwait 2 5000\\n' | redis-cli -h $(master 0) -p $port
+redis-cli -h sentinel-2.sentinel-pods -p $port get a",
                 "OK\n2\n42",
             ),
         ),

@@ -85,10 +85,7 @@ const REDIS: Server = Server {
         "head -c 10485760 /dev/zero | ask -x set big > /tmp/set; ask get big | head -c -1 | wc -c",
         TEN_MIB,
     )),
-    idle: Some(script(
-        "{ echo 'echo 1'; sleep $idle; echo 'echo 2'; } | ask",
-        "1\n2",
-    )),
+    idle: Some(script("{ echo 'echo 1'; sleep $idle; echo 'echo 2'; } | ask", "1\n2")),
     ..Server::DEFAULT
 };
 

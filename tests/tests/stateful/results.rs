@@ -52,7 +52,13 @@ impl Results {
 
 impl Row {
     fn line(&self) -> String {
-        let Self { server, version, scene, took, result } = self;
+        let Self {
+            server,
+            version,
+            scene,
+            took,
+            result,
+        } = self;
         let text = match result {
             Ok(detail) => detail.clone(),
             Err(error) => format!("FAILED: {}", error.replace('\n', " ")),

@@ -8,13 +8,17 @@ use super::server::{Script, Server};
 use super::suite::{Client, Suite};
 
 impl Suite {
-    /// Runs all scenes of a server but that of a long silence.
+    /// Runs all scenes of a server but that of a long silence. On another port than the usual one, only the first two.
     pub(super) async fn scenes(&self, deployed: &Deployed<'_>) -> anyhow::Result<()> {
         let server = deployed.server;
         let version = self.version_of(deployed).await?;
         let pod = format!("{}-0", deployed.name);
         let pod_name = format!("{pod}.{}-pods", deployed.name);
-        let service = if server.needs_pod_addr { &pod_name } else { &deployed.name };
+        let service = if server.needs_pod_addr {
+            &pod_name
+        } else {
+            &deployed.name
+        };
         let play = async |scene: &str, host: &str, script: Script| {
             let client = self.client_of(server);
             let (took, result) = self.check(client, &preamble(deployed, host), script).await;
@@ -22,13 +26,14 @@ impl Suite {
         };
         play("first connection", service, server.ask).await;
         play("second connection", service, server.ask).await;
-        if deployed.port == server.port {
-            if let Some(large) = server.large {
-                play("10 MiB", service, large).await;
-            }
-            for (scene, script) in server.more {
-                play(scene, service, *script).await;
-            }
+        if deployed.port != server.port {
+            return Ok(());
+        }
+        if let Some(large) = server.large {
+            play("10 MiB", service, large).await;
+        }
+        for (scene, script) in server.more {
+            play(scene, service, *script).await;
         }
         play("name of a pod", &pod_name, server.ask).await;
         let addr = self.pod_addr(&pod).await?;
@@ -36,8 +41,13 @@ impl Suite {
         self.often(deployed, &version, service).await;
         let begun = Instant::now();
         let refused = self.refused(deployed).await;
-        self.results
-            .add(&deployed.name, &version, "client without a sidecar", begun.elapsed(), refused);
+        self.results.add(
+            &deployed.name,
+            &version,
+            "client without a sidecar",
+            begun.elapsed(),
+            refused,
+        );
         Ok(())
     }
 
@@ -74,13 +84,17 @@ impl Suite {
             ask.run
         );
         let begun = Instant::now();
-        let result = self.exec_client(self.client_of(server), &run).await.and_then(|printed| {
-            let printed = printed.trim();
-            ensure!(printed == format!("{count} {last_line}"), "printed {printed:?}");
-            Ok("ok".to_owned())
-        });
+        let result = self
+            .exec_client(self.client_of(server), &run)
+            .await
+            .and_then(|printed| {
+                let printed = printed.trim();
+                ensure!(printed == format!("{count} {last_line}"), "printed {printed:?}");
+                Ok("ok".to_owned())
+            });
         let scene = format!("{count} connections");
-        self.results.add(&deployed.name, version, &scene, begun.elapsed(), result);
+        self.results
+            .add(&deployed.name, version, &scene, begun.elapsed(), result);
     }
 
     /// A client without a sidecar is refused. Returns what it shows; the log of the server's sidecar has the cause.

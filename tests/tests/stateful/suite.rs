@@ -31,7 +31,7 @@ impl Suite {
     /// Starts a cluster of one node with clients that have these images.
     pub(super) async fn start(images: &[Image], is_full: bool) -> anyhow::Result<Self> {
         let options = ClusterOptions {
-            images: [&[Image::Controller, Image::Proxy], images].concat(),
+            images: [&[Image::Controller, Image::Proxy][..], images].concat(),
             ..ClusterOptions::default()
         };
         let meshed = MeshedCluster::start_with(options).await?;
@@ -69,7 +69,10 @@ impl Suite {
             self.meshed.apply(&cluster.manifest().to_string()).await?;
             self.wait_for_server(&cluster).await?;
             self.cluster_scenes(&cluster).await?;
-            let delete = format!("delete statefulset,service -n {NAMESPACE} {0} {0}-pods --ignore-not-found", cluster.name);
+            let delete = format!(
+                "delete statefulset,service -n {NAMESPACE} {0} {0}-pods --ignore-not-found",
+                cluster.name
+            );
             self.meshed.kubectl(&delete).await?;
         }
         Ok(())
@@ -113,7 +116,12 @@ impl Suite {
     }
 
     /// Runs a script of a client, and returns how long it took.
-    pub(super) async fn check(&self, client: Client, preamble: &str, script: Script) -> (Duration, anyhow::Result<String>) {
+    pub(super) async fn check(
+        &self,
+        client: Client,
+        preamble: &str,
+        script: Script,
+    ) -> (Duration, anyhow::Result<String>) {
         let begun = Instant::now();
         let printed = self.exec_client(client, &format!("{preamble}\n{}", script.run)).await;
         let result = printed.and_then(|printed| {
@@ -139,7 +147,12 @@ impl Suite {
         let what = format!("a script in {target}");
         let output = commands::output_within(SCRIPT_TIMEOUT, &what, kubectl).await?;
         let [stdout, stderr] = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
-        ensure!(output.status.success(), "{}{}", last_lines(&stdout), last_lines(&stderr));
+        ensure!(
+            output.status.success(),
+            "{}{}",
+            last_lines(&stdout),
+            last_lines(&stderr)
+        );
         Ok(stdout)
     }
 
@@ -192,7 +205,10 @@ const OUTPUT_LINES: usize = 6;
 fn the_version_is_found_in_what_servers_print() {
     for (printed, expected) in [
         ("postgres (PostgreSQL) 15.20 (Debian 15.20-0+deb12u1)", "15.20"),
-        ("mariadbd  Ver 10.11.19-MariaDB-0+deb12u1 for debian-linux-gnu", "10.11.19"),
+        (
+            "mariadbd  Ver 10.11.19-MariaDB-0+deb12u1 for debian-linux-gnu",
+            "10.11.19",
+        ),
         ("/usr/lib/rabbitmq/lib/rabbitmq_server-3.10.8\n", "3.10.8"),
         ("/usr/share/brokers/kafka-clients-3.9.1.jar", "3.9.1"),
         ("OpenSSH_9.2p1 Debian-2+deb12u10", "9.2p1"),
