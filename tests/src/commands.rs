@@ -38,7 +38,11 @@ async fn run_script_within(limit: Duration, mut bash: Command, script: &str) -> 
     Ok(stdout)
 }
 
-async fn output_within(limit: Duration, what: &str, mut program: Command) -> anyhow::Result<Output> {
+/// [`output`] with another time limit.
+///
+/// # Errors
+/// The same as [`output`].
+pub async fn output_within(limit: Duration, what: &str, mut program: Command) -> anyhow::Result<Output> {
     let mut child = program
         .stdin(Stdio::null())
         .stdout(Stdio::piped())

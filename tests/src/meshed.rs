@@ -20,7 +20,7 @@ use tulle_bench::load::stats::Report;
 use tulle_control::trust::{self, CertificateAuthority};
 
 use crate::charts::{Helm, chart_path};
-use crate::cluster::Cluster;
+use crate::cluster::{Cluster, ClusterOptions};
 use crate::images::{self, Image};
 
 /// A cluster with tulle.
@@ -56,7 +56,19 @@ impl MeshedCluster {
     /// # Errors
     /// Fails if Helm fails or the pods do not become ready.
     pub async fn start() -> anyhow::Result<Self> {
-        let cluster = Cluster::start(2).await?;
+        Self::start_with(ClusterOptions {
+            nodes: 2,
+            ..ClusterOptions::default()
+        })
+        .await
+    }
+
+    /// Starts another cluster in the same way.
+    ///
+    /// # Errors
+    /// The same as [`MeshedCluster::start`].
+    pub async fn start_with(options: ClusterOptions) -> anyhow::Result<Self> {
+        let cluster = Cluster::start_with(options).await?;
         let anchor = trust::create_anchor("root.linkerd.cluster.local", YEAR)?;
         Self::install(cluster, "cluster.local", &anchor).await
     }

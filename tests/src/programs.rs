@@ -65,6 +65,16 @@ pub fn static_binaries_dir() -> anyhow::Result<PathBuf> {
     dir.with_context(|| format!("no {built} above {}; `./run test` builds it", own_path.display()))
 }
 
+/// The directory where `./run test` and `./run stateful` lay out the files of an image with servers.
+///
+/// # Errors
+/// Fails if they have not done so.
+pub fn servers_dir(image: &str) -> anyhow::Result<PathBuf> {
+    let dir = cache().map(|cache| cache.join("servers").join(image));
+    dir.filter(|dir| dir.is_dir())
+        .with_context(|| format!("the files of the image {image} are missing; `./run stateful` lays them out"))
+}
+
 /// Copies a binary of this build to a directory where the proxy's user can start it. That user may have no access to
 /// the build directory.
 ///

@@ -34,6 +34,10 @@ pub enum Image {
     Pause,
     /// The workload of the conformance tests of the Gateway API.
     Echo,
+    /// PostgreSQL, MariaDB, Redis and memcached, with their clients and a shell.
+    Databases,
+    /// Brokers, stores that elect leaders and other servers, with their clients and a shell.
+    Brokers,
 }
 
 impl Image {
@@ -51,6 +55,8 @@ impl Image {
             Self::CoreDns => "tulle.test/coredns:latest".to_owned(),
             Self::Pause => "tulle.test/pause:latest".to_owned(),
             Self::Echo => ECHO.to_owned(),
+            Self::Databases => "tulle.test/databases:latest".to_owned(),
+            Self::Brokers => "tulle.test/brokers:latest".to_owned(),
         }
     }
 }
@@ -71,6 +77,8 @@ pub fn write(image: Image, binaries: &Path, archive: &Path) -> anyhow::Result<()
         Image::Controller => return write_shipped(image, "controller", binaries, root, archive),
         Image::Proxy => return write_shipped(image, "proxy", binaries, root, archive),
         Image::Bench => return write_shipped(image, "bench", binaries, root, archive),
+        Image::Databases => return write_servers(image, "databases", archive),
+        Image::Brokers => return write_servers(image, "brokers", archive),
         Image::Workload => {
             copy_file(&binaries.join("tulle-bench"), &root.join("tulle-bench"))?;
             busybox(root)?;
@@ -128,6 +136,16 @@ fn write_shipped(image: Image, stage: &str, binaries: &Path, root: &Path, archiv
     let answer = String::from_utf8_lossy(&output.stderr);
     ensure!(output.status.success(), "images/roots: {}", answer.trim());
     archive::write(&root.join(stage), &image.reference(), &settings, archive)
+}
+
+/// Writes an image with files that `tests/stateful/task.sh` has laid out from packages.
+fn write_servers(image: Image, name: &str, archive: &Path) -> anyhow::Result<()> {
+    let settings = Settings {
+        entrypoint: vec!["/bin/bash".to_owned()],
+        env: vec!["PATH=/usr/sbin:/usr/bin".to_owned(), "LANG=C.UTF-8".to_owned()],
+        ..Settings::default()
+    };
+    archive::write(&programs::servers_dir(name)?, &image.reference(), &settings, archive)
 }
 
 /// Adds a shell and the usual programs to `/bin`.

@@ -134,6 +134,7 @@ const TWO_CLUSTERS: Run = Run::ByNoTest(
     "needs two clusters with pods; kubernetes/multicluster/commands.rs runs the commands with two API servers",
 );
 const BY_VM: Run = Run::ByOtherTest("tests/clients/vm.rs, with the same files and commands");
+const DATABASES_OF_READER: Run = Run::ByNoTest("needs databases of the reader; tests/tests/stateful sets the same annotations");
 const BY_PUBLISH: Run =
     Run::ByNoTest("needs a published release; `./run publish --try` does the same with a local registry");
 
@@ -227,6 +228,20 @@ const PLAN: &[(&str, &str, Run)] = &[
         "5. Install what you have verified",
         Run::ByNoTest("needs a published release"),
     ),
+    (
+        "how-to/databases-and-brokers.md",
+        "1. Mesh the server and its clients",
+        DATABASES_OF_READER,
+    ),
+    (
+        "how-to/databases-and-brokers.md",
+        "2. Refuse clients without an identity",
+        DATABASES_OF_READER,
+    ),
+    ("how-to/databases-and-brokers.md", "3. Check it", DATABASES_OF_READER),
+    ("how-to/databases-and-brokers.md", "Redis Cluster", DATABASES_OF_READER),
+    ("how-to/databases-and-brokers.md", "Troubleshooting", DATABASES_OF_READER),
+    ("how-to/databases-and-brokers.md", "Undo", DATABASES_OF_READER),
     ("how-to/virtual-machines.md", "1. Apply the manifests", BY_VM),
     ("how-to/virtual-machines.md", "2. Give the machine a certificate", BY_VM),
     ("how-to/virtual-machines.md", "3. Configure the proxy", BY_VM),

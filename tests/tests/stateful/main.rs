@@ -1,0 +1,39 @@
+//! Real databases and brokers with sidecars, under the default policy `all-authenticated`.
+//!
+//! A table of servers, each with its manifest and client commands, times a table of scenes. A default run does the short scenes with
+//! three databases; `TULLE_TEST_FULL=1` runs all servers and all scenes, and then clusters of three.
+
+#![allow(clippy::unwrap_used)] // allowed in tests; clippy recognizes only functions with a test attribute
+
+mod brokers;
+mod clusters;
+mod databases;
+mod manifest;
+mod results;
+mod scenes;
+mod server;
+mod suite;
+
+use std::env;
+
+use tulle_tests::images::Image;
+
+use self::suite::Suite;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn databases_and_brokers_work_with_sidecars_and_no_settings() {
+    let is_full = env::var_os("TULLE_TEST_FULL").is_some();
+    let mut images = vec![Image::Databases];
+    let mut servers = databases::SHORT.to_vec();
+    if is_full {
+        images.push(Image::Brokers);
+        servers.extend(databases::LONG);
+        servers.extend(brokers::ALL);
+    }
+    let suite = Suite::start(&images, is_full).await.unwrap();
+    suite.run(&servers).await.unwrap();
+    if is_full {
+        suite.run_clusters(&clusters::ALL).await.unwrap();
+    }
+    suite.results.print_and_assert();
+}

@@ -1,0 +1,96 @@
+//! A server of the table.
+
+use tulle_tests::images::Image;
+
+/// A server: how its pod runs it, and what its clients do. All scripts are for bash.
+#[derive(Clone, Copy)]
+pub(super) struct Server {
+    /// The name of the StatefulSet and the Service.
+    pub(super) name: &'static str,
+    pub(super) image: Image,
+    pub(super) user: u32,
+    /// The port that clients of this server use by default.
+    pub(super) port: u16,
+    /// Another port, if `port` is in the chart's list of opaque ports. No such list has this one.
+    pub(super) unlisted_port: Option<u16>,
+    /// Starts the server on `$PORT`, with its files below `/data`.
+    pub(super) start: &'static str,
+    pub(super) readiness: Readiness,
+    /// Prints the version of the server.
+    pub(super) version: &'static str,
+    /// Definitions before each script of a client. The name of the server is in `$host` and its port in `$port`.
+    pub(super) client: &'static str,
+    pub(super) ask: Script,
+    /// Asks with one connection and little work, a thousand times. `None`: as `ask`.
+    pub(super) ask_often: Option<Script>,
+    /// Writes and reads 10 MiB.
+    pub(super) large: Option<Script>,
+    /// Uses a connection before and after `sleep $idle`.
+    pub(super) idle: Option<Script>,
+    /// Scenes that only this server has.
+    pub(super) more: &'static [(&'static str, Script)],
+    /// Whether clients need an address of the pod, because they connect to more than one port.
+    pub(super) needs_pod_addr: bool,
+    /// The number of pods.
+    pub(super) members: u8,
+    pub(super) inbound_mode: InboundMode,
+    /// What a client sees as soon as all members know each other.
+    pub(super) formed: Script,
+}
+
+/// How the sidecar of a server hands connections to it.
+#[derive(Clone, Copy, Eq, PartialEq)]
+pub(super) enum InboundMode {
+    /// The server sees the sidecar as its client. The default.
+    Redirect,
+    /// The server sees the address of its client.
+    Tproxy,
+}
+
+/// The readiness probe of the usual chart of a server.
+#[derive(Clone, Copy)]
+pub(super) enum Readiness {
+    /// Connects to the port of the server.
+    Tcp,
+    /// Gets a path from a port, or from that of the server.
+    Http(&'static str, Option<u16>),
+    Script(&'static str),
+}
+
+/// A script and its expected standard output.
+#[derive(Clone, Copy)]
+pub(super) struct Script {
+    pub(super) run: &'static str,
+    pub(super) prints: &'static str,
+}
+
+pub(super) const fn script(run: &'static str, prints: &'static str) -> Script {
+    Script { run, prints }
+}
+
+impl Server {
+    /// What most servers have in common. Each server sets the other fields.
+    pub(super) const DEFAULT: Self = Self {
+        name: "",
+        image: Image::Databases,
+        user: 1000,
+        port: 0,
+        unlisted_port: None,
+        start: "",
+        readiness: Readiness::Tcp,
+        version: "",
+        client: "",
+        ask: script("", ""),
+        ask_often: None,
+        large: None,
+        idle: None,
+        more: &[],
+        needs_pod_addr: false,
+        members: 1,
+        inbound_mode: InboundMode::Redirect,
+        formed: script("", ""),
+    };
+}
+
+/// The output of the scripts that write and read 10 MiB.
+pub(super) const TEN_MIB: &str = "10485760";

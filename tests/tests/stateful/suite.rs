@@ -1,0 +1,219 @@
+//! A cluster with servers and clients.
+
+use std::time::Duration;
+
+use anyhow::{Context as _, ensure};
+use futures_util::future::try_join_all;
+use tokio::time::Instant;
+use tulle_tests::cluster::ClusterOptions;
+use tulle_tests::commands;
+use tulle_tests::images::Image;
+use tulle_tests::meshed::MeshedCluster;
+
+use super::manifest::{self, Deployed, NAMESPACE};
+use super::results::Results;
+use super::server::{Script, Server};
+
+pub(super) struct Suite {
+    pub(super) meshed: MeshedCluster,
+    pub(super) is_full: bool,
+    pub(super) results: Results,
+}
+
+/// Which client runs a script.
+#[derive(Clone, Copy)]
+pub(super) struct Client {
+    pub(super) namespace: &'static str,
+    pub(super) image: Image,
+}
+
+impl Suite {
+    /// Starts a cluster of one node with clients that have these images.
+    pub(super) async fn start(images: &[Image], is_full: bool) -> anyhow::Result<Self> {
+        let options = ClusterOptions {
+            images: [&[Image::Controller, Image::Proxy][..], images].concat(),
+            ..ClusterOptions::default()
+        };
+        let meshed = MeshedCluster::start_with(options).await?;
+        let suite = Self {
+            meshed,
+            is_full,
+            results: Results::default(),
+        };
+        suite.meshed.apply(&manifest::clients(images).to_string()).await?;
+        Ok(suite)
+    }
+
+    /// Runs all scenes of these servers.
+    pub(super) async fn run(&self, servers: &[Server]) -> anyhow::Result<()> {
+        let deployed: Vec<Deployed<'_>> = servers.iter().flat_map(deployments).collect();
+        for server in &deployed {
+            self.meshed.apply(&server.manifest().to_string()).await?;
+        }
+        for namespace in [NAMESPACE, manifest::OUTSIDE] {
+            let args = format!("wait -n {namespace} --for=condition=Available deploy --all --timeout=100s");
+            self.meshed.kubectl(&args).await?;
+        }
+        let (idle, others) = tokio::join!(self.idle_scenes(&deployed), self.other_scenes(&deployed));
+        idle.and(others)
+    }
+
+    /// Runs clusters one after another, so that only one needs memory.
+    pub(super) async fn run_clusters(&self, clusters: &[Server]) -> anyhow::Result<()> {
+        for server in clusters {
+            let cluster = Deployed {
+                server,
+                name: server.name.to_owned(),
+                port: server.port,
+            };
+            self.meshed.apply(&cluster.manifest().to_string()).await?;
+            self.wait_for_server(&cluster).await?;
+            self.cluster_scenes(&cluster).await?;
+            let delete = format!(
+                "delete statefulset,service -n {NAMESPACE} {0} {0}-pods --ignore-not-found",
+                cluster.name
+            );
+            self.meshed.kubectl(&delete).await?;
+        }
+        Ok(())
+    }
+
+    /// Runs the scenes of a long silence, of all servers at the same time.
+    async fn idle_scenes(&self, deployed: &[Deployed<'_>]) -> anyhow::Result<()> {
+        if self.is_full {
+            let scenes = deployed.iter().map(|server| self.idle_scene(server));
+            try_join_all(scenes).await?;
+        }
+        Ok(())
+    }
+
+    async fn other_scenes(&self, deployed: &[Deployed<'_>]) -> anyhow::Result<()> {
+        for server in deployed {
+            self.wait_for_server(server).await?;
+            self.scenes(server).await?;
+        }
+        Ok(())
+    }
+
+    /// Waits until the pod of a server is ready.
+    pub(super) async fn wait_for_server(&self, server: &Deployed<'_>) -> anyhow::Result<()> {
+        let name = format!("statefulset/{}", server.name);
+        let args = ["rollout", "status", "-n", NAMESPACE, &name, "--timeout=110s"];
+        let waited = self.meshed.cluster.kubectl(&args).await;
+        if let Err(error) = waited {
+            let args = ["logs", "-n", NAMESPACE, &name, "-c", "server", "--tail=20"];
+            let log = self.meshed.cluster.kubectl(&args).await;
+            return Err(error.context(log.unwrap_or_else(|error| format!("{error:#}"))));
+        }
+        Ok(())
+    }
+
+    /// The version of a server, as its program prints it.
+    pub(super) async fn version_of(&self, server: &Deployed<'_>) -> anyhow::Result<String> {
+        let pod = format!("{}-0", server.name);
+        let printed = self.exec(NAMESPACE, &pod, "server", server.server.version).await?;
+        Ok(short_version(&printed))
+    }
+
+    /// Runs a script of a client, and returns how long it took.
+    pub(super) async fn check(
+        &self,
+        client: Client,
+        preamble: &str,
+        script: Script,
+    ) -> (Duration, anyhow::Result<String>) {
+        let begun = Instant::now();
+        let printed = self.exec_client(client, &format!("{preamble}\n{}", script.run)).await;
+        let result = printed.and_then(|printed| {
+            let printed = printed.trim();
+            ensure!(printed == script.prints, "printed {printed:?}, not {:?}", script.prints);
+            Ok("ok".to_owned())
+        });
+        (begun.elapsed(), result)
+    }
+
+    pub(super) async fn exec_client(&self, client: Client, run: &str) -> anyhow::Result<String> {
+        let target = format!("deploy/{}", manifest::client_name(client.image));
+        self.exec(client.namespace, &target, "client", run).await
+    }
+
+    /// Runs a script in a container, and returns its standard output. The error contains both outputs.
+    async fn exec(&self, namespace: &str, target: &str, container: &str, run: &str) -> anyhow::Result<String> {
+        let mut kubectl = self.meshed.cluster.command("kubectl")?;
+        let bash = ["--", "bash", "-euo", "pipefail", "-c", run];
+        kubectl
+            .args(["exec", "-n", namespace, target, "-c", container])
+            .args(bash);
+        let what = format!("a script in {target}");
+        let output = commands::output_within(SCRIPT_TIMEOUT, &what, kubectl).await?;
+        let [stdout, stderr] = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+        ensure!(
+            output.status.success(),
+            "{}{}",
+            last_lines(&stdout),
+            last_lines(&stderr)
+        );
+        Ok(stdout)
+    }
+
+    /// The address of a pod.
+    pub(super) async fn pod_addr(&self, pod: &str) -> anyhow::Result<String> {
+        let args = format!("get pod -n {NAMESPACE} {pod} -o jsonpath={{.status.podIP}}");
+        let addr = self.meshed.kubectl(&args).await.context("the address of a pod")?;
+        ensure!(!addr.is_empty(), "{pod} has no address");
+        Ok(addr)
+    }
+}
+
+/// A server on its usual port, and on another one if the chart's list of opaque ports has the usual one.
+fn deployments(server: &Server) -> Vec<Deployed<'_>> {
+    let usual = Deployed {
+        server,
+        name: server.name.to_owned(),
+        port: server.port,
+    };
+    let unlisted = server.unlisted_port.map(|port| Deployed {
+        server,
+        name: format!("{}-unlisted", server.name),
+        port,
+    });
+    [usual].into_iter().chain(unlisted).collect()
+}
+
+/// The first word with a dot between digits.
+fn short_version(printed: &str) -> String {
+    let is_part = |byte: char| byte.is_ascii_digit() || byte == '.' || byte == 'p';
+    let parts = printed.split(|byte| !is_part(byte));
+    let version = parts.map(|part| part.trim_matches(['.', 'p'])).find(|part| {
+        let first = part.starts_with(|byte: char| byte.is_ascii_digit());
+        first && part.contains('.')
+    });
+    version.unwrap_or(printed.trim()).to_owned()
+}
+
+/// The end of an output.
+fn last_lines(text: &str) -> String {
+    let lines: Vec<&str> = text.lines().collect();
+    lines[lines.len().saturating_sub(OUTPUT_LINES)..].join("\n")
+}
+
+/// Longer than the longest silence.
+const SCRIPT_TIMEOUT: Duration = Duration::from_secs(900);
+const OUTPUT_LINES: usize = 6;
+
+#[test]
+fn the_version_is_found_in_what_servers_print() {
+    for (printed, expected) in [
+        ("postgres (PostgreSQL) 15.20 (Debian 15.20-0+deb12u1)", "15.20"),
+        (
+            "mariadbd  Ver 10.11.19-MariaDB-0+deb12u1 for debian-linux-gnu",
+            "10.11.19",
+        ),
+        ("/usr/lib/rabbitmq/lib/rabbitmq_server-3.10.8\n", "3.10.8"),
+        ("/usr/share/brokers/kafka-clients-3.9.1.jar", "3.9.1"),
+        ("OpenSSH_9.2p1 Debian-2+deb12u10", "9.2p1"),
+        ("version: OpenSMTPD 6.8.0p2", "6.8.0p2"),
+    ] {
+        assert_eq!(short_version(printed), expected, "{printed}");
+    }
+}
