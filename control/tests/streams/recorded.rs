@@ -2,16 +2,19 @@
 //!
 //! The tables list the intended differences.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::fmt::Debug;
+use std::fs;
+use std::net::SocketAddr;
 
 use prost::Message;
 use prost_types::Duration;
 use tonic::{Code, Status, Streaming};
 use tulle_control::cluster::Config;
+use tulle_control::cluster::remote_clusters::RemoteCluster;
 use tulle_control::destination;
 use tulle_proto::destination::http2_client_params::KeepAlive;
-use tulle_proto::destination::{DestinationProfile, Http2ClientParams, Update, update};
+use tulle_proto::destination::{DestinationProfile, Http2ClientParams, Update, WeightedAddr, update};
 use tulle_proto::inbound::Server;
 use tulle_proto::outbound::OutboundPolicy;
 
@@ -63,18 +66,7 @@ async fn recorded_inbound_policies_match() {
 
 #[tokio::test]
 async fn recorded_profiles_and_endpoints_match() {
-    let mesh = loaded("destination").await;
-    let config = destination::config::Config {
-        http2: Some(Http2ClientParams {
-            keep_alive: Some(KeepAlive {
-                interval: seconds(10),
-                timeout: seconds(3),
-                while_idle: true,
-            }),
-            ..Http2ClientParams::default()
-        }),
-        ..destination::config::Config::default()
-    };
+    let (mesh, config) = (loaded("destination").await, destination_config());
     let mut comparison = Comparison::new(DESTINATION);
     for recording in recorded("destination") {
         if recording.kind == "profile" {
@@ -88,16 +80,65 @@ async fn recorded_profiles_and_endpoints_match() {
     comparison.check();
 }
 
+#[tokio::test]
+async fn recorded_profiles_and_endpoints_of_linked_clusters_match() {
+    let (mesh, config) = (loaded("multicluster/destination-west").await, destination_config());
+    let remote = cluster_config().for_remote_cluster("east", "east.test", "east.test");
+    let east = loaded_with("multicluster/destination-east", remote).await;
+    mesh.remote_clusters
+        .set("east", RemoteCluster::Listed(east.cluster.clone()));
+    let mut comparison = Comparison::new(LINKED_CLUSTERS);
+    for recording in recorded("multicluster/destination") {
+        if recording.kind == "profile" {
+            let ours = first(mesh.get_profile_with(config.clone(), &recording.target, TOKEN).await).await;
+            comparison.compare(&recording, last::<DestinationProfile>(&recording), ours);
+        } else {
+            let ours = first(mesh.get_with(config.clone(), &recording.target, TOKEN).await).await;
+            let theirs = last::<Update>(&recording).map(|_| {
+                let messages = recording.messages.iter();
+                messages.map(|bytes| Update::decode(&**bytes).unwrap()).collect()
+            });
+            comparison.compare(
+                &recording,
+                theirs.map(endpoints),
+                ours.map(|update| endpoints(vec![update])),
+            );
+        }
+    }
+    comparison.check();
+}
+
 /// Returns a control plane with the flags that Linkerd's had during the recording.
 async fn loaded(name: &str) -> Mesh {
-    let config = Config {
+    loaded_with(name, cluster_config()).await
+}
+
+async fn loaded_with(name: &str, config: Config) -> Mesh {
+    let mesh = mesh_with(&fs::read_to_string(path(&format!("{name}.yaml"))).unwrap(), config).await;
+    assert!(mesh.errors().is_empty(), "{:?}", mesh.errors());
+    mesh
+}
+
+fn cluster_config() -> Config {
+    Config {
         default_opaque_ports: "25,587,3306,4444,5432,6379,9300,11211".parse().unwrap(),
         probe_networks: ["0.0.0.0/0", "::/0"].map(|net| net.parse().unwrap()).to_vec(),
         ..Config::default()
-    };
-    let mesh = mesh_with(&std::fs::read_to_string(path(&format!("{name}.yaml"))).unwrap(), config).await;
-    assert!(mesh.errors().is_empty(), "{:?}", mesh.errors());
-    mesh
+    }
+}
+
+fn destination_config() -> destination::config::Config {
+    destination::config::Config {
+        http2: Some(Http2ClientParams {
+            keep_alive: Some(KeepAlive {
+                interval: seconds(10),
+                timeout: seconds(3),
+                while_idle: true,
+            }),
+            ..Http2ClientParams::default()
+        }),
+        ..destination::config::Config::default()
+    }
 }
 
 /// Returns the first message of a stream, or its status code.
@@ -199,6 +240,35 @@ fn sorted(mut update: Update) -> Update {
     update
 }
 
+/// The endpoints after all updates of a stream, each with the labels of its set, and whether the service exists, if a message says
+/// that there are no endpoints.
+///
+/// Linkerd sends the endpoints of each cluster in a message of their own, and tulle all in one.
+fn endpoints(updates: Vec<Update>) -> (BTreeMap<String, WeightedAddr>, Option<bool>) {
+    let socket = |addr| SocketAddr::try_from(addr).unwrap().to_string();
+    let (mut endpoints, mut exists) = (BTreeMap::new(), None);
+    for update in updates {
+        match update.update.unwrap() {
+            update::Update::Add(set) => {
+                for mut addr in set.addrs {
+                    for (name, value) in &set.metric_labels {
+                        let label = addr.metric_labels.entry(name.clone());
+                        label.or_insert_with(|| value.clone());
+                    }
+                    endpoints.insert(socket(addr.addr.unwrap()), addr);
+                }
+            }
+            update::Update::Remove(set) => {
+                for addr in set.addrs {
+                    endpoints.remove(&socket(addr));
+                }
+            }
+            update::Update::NoEndpoints(none) => exists = Some(none.exists),
+        }
+    }
+    (endpoints, exists)
+}
+
 fn seconds(seconds: i64) -> Option<Duration> {
     Some(Duration { seconds, nanos: 0 })
 }
@@ -278,6 +348,10 @@ const DESTINATION: Differences = Differences {
             "clients are notified immediately that there are no endpoints, and fail fast",
         ),
     ],
+};
+const LINKED_CLUSTERS: Differences = Differences {
+    texts: &[],
+    responses: &[],
 };
 const NO_HEADERS: (&str, &str, &str) = (
     "add: Some(Headers { headers: [] })",

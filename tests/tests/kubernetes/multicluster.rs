@@ -1,6 +1,7 @@
 //! The service mirror between two API servers, with the permissions of the chart.
 
 mod commands;
+mod linkerd_link;
 mod recorded;
 mod remote_endpoints;
 

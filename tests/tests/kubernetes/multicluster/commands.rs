@@ -6,7 +6,7 @@ use super::*;
 use crate::cli::{assert_contains, kubectl, tulle};
 
 /// The configuration that the chart of the control plane writes.
-async fn put_configuration(server: &ApiServer, domain: &str, anchor: &str) {
+pub(super) async fn put_configuration(server: &ApiServer, domain: &str, anchor: &str) {
     let values = json!({"clusterDomain": domain, "identityTrustDomain": domain, "identityTrustAnchorsPEM": anchor});
     let manifest = json!({
         "apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "linkerd-config", "namespace": "linkerd"},
@@ -73,7 +73,7 @@ async fn check_labels(west: &ApiServer) {
     }
 }
 
-fn new_anchor() -> String {
+pub(super) fn new_anchor() -> String {
     let year = Duration::from_secs(365 * 86_400);
     trust::create_anchor("root.linkerd.cluster.local", year)
         .unwrap()

@@ -153,28 +153,29 @@ async fn linkerd_object(recorded: &Value, west: &ApiServer, east: &ApiServer) ->
     let text = |field: &str| recorded[field].as_str().unwrap();
     let namespace = text("namespace");
     let mut object = json!({
-        "apiVersion": "v1", "kind": text("kind"),
-        "metadata": {
-            "namespace": namespace, "name": text("name"),
-            "labels": recorded["labels"], "annotations": recorded["annotations"],
-        },
+        "apiVersion": "v1", "kind": text("kind"), "metadata": {"namespace": namespace, "name": text("name")},
     });
+    for field in ["labels", "annotations"] {
+        if let Some(value) = recorded.get(field) {
+            object["metadata"][field] = value.clone();
+        }
+    }
     for field in ["spec", "subsets"] {
-        if !recorded[field].is_null() {
-            object[field] = recorded[field].clone();
+        if let Some(value) = recorded.get(field) {
+            object[field] = value.clone();
         }
     }
     let remote_version = "/metadata/annotations/mirror.linkerd.io~1remote-resource-version";
-    if let Some(version) = object
-        .pointer_mut(remote_version)
-        .filter(|version| *version == "of the Service")
+    if let Some(version) = object.pointer_mut(remote_version)
+        && *version == "of the Service"
     {
         let name = text("name").strip_suffix("-east").unwrap();
         let service = Api::<Service>::namespaced(east.client(), namespace).get(name).await;
         *version = service.unwrap().metadata.resource_version.into();
     }
     let services = Api::<Service>::namespaced(west.client(), namespace);
-    for subset in object["subsets"].as_array_mut().into_iter().flatten() {
+    let subsets = object.get_mut("subsets").and_then(Value::as_array_mut);
+    for subset in subsets.into_iter().flatten() {
         for address in subset["addresses"].as_array_mut().into_iter().flatten() {
             if let Some(name) = address["ip"].as_str().unwrap().strip_prefix("cluster IP of ") {
                 let spec = services.get(name).await.unwrap().spec.unwrap();
@@ -209,6 +210,9 @@ async fn clusters(inputs: &Inputs) -> (ApiServer, ApiServer) {
     for (server, namespace) in [(&west, "other"), (&east, "other"), (&east, "only-east")] {
         server.create_namespace(namespace).await.unwrap();
     }
+    // The inputs have all Services of the recording.
+    let services = ["delete", "services", "--all", "-n", NAMESPACE];
+    west.kubectl(&services).await.unwrap();
     let access = remote_access(&east).await;
     for link in links {
         put_credentials(&west, link, &access).await;
@@ -360,7 +364,7 @@ async fn objects(west: &ApiServer, east: &ApiServer) -> Objects {
         let (key, mut fields) = versions.metadata("Service", &service);
         let spec = service["spec"].as_object_mut().unwrap();
         spec.retain(|field, value| match field.as_str() {
-            "clusterIP" => value == "None",
+            "clusterIP" => *value == "None",
             field => !["clusterIPs", "ipFamilies", "ipFamilyPolicy"].contains(&field),
         });
         fields["spec"] = service["spec"].take();
