@@ -327,11 +327,7 @@ const INBOUND: Differences = Differences {
 };
 const DESTINATION: Differences = Differences {
     texts: &[
-        (
-            "group: \"linkerd.io\", kind: \"\"",
-            "group: \"linkerd.io\", kind: \"ServiceProfile\"",
-            "the default profile has a kind, too",
-        ),
+        DEFAULT_PROFILE,
         (
             "\"serviceaccount\": \"web\", \"zone\": \"\"}",
             "\"serviceaccount\": \"web\", \"zone\": \"a\"}",
@@ -343,16 +339,56 @@ const DESTINATION: Differences = Differences {
             "profile alias.shop.svc.cluster.local:80",
             "an ExternalName Service is refused, as by Get; proxies continue without a profile in both cases",
         ),
-        (
-            "get empty.shop.svc.cluster.local:80",
-            "clients are notified immediately that there are no endpoints, and fail fast",
-        ),
+        ("get empty.shop.svc.cluster.local:80", NOTIFIED),
     ],
 };
 const LINKED_CLUSTERS: Differences = Differences {
-    texts: &[],
-    responses: &[],
+    texts: &[
+        DEFAULT_PROFILE,
+        (
+            r#"server_name: None, strategy: Some(DnsLikeIdentity(DnsLikeIdentity { name: "gateway.linkerd-multicluster.serviceaccount.identity.linkerd.east.test" }"#,
+            r#"server_name: Some(DnsLikeIdentity { name: "gateway.linkerd-multicluster.serviceaccount.identity.linkerd.east.test" }), strategy: Some(DnsLikeIdentity(DnsLikeIdentity { name: "gateway.linkerd-multicluster.serviceaccount.identity.linkerd.east.test" }"#,
+            "the server name of a gateway is explicit; without it, proxies use the identity",
+        ),
+        (
+            r#""target_service": "db-0", "target_service_namespace": "db""#,
+            r#""target_service": "db", "target_service_namespace": "shop""#,
+            "the mirror of a pod has the labels of the Service of the pod",
+        ),
+        (
+            r#""service": "app", "serviceaccount": "web", "zone": "b", "zone_locality": "remote"}, tls_identity: None"#,
+            r#""service": "app", "serviceaccount": "web", "target_cluster": "east", "zone": "b", "zone_locality": "remote"}, tls_identity: Some(TlsIdentity { server_name: Some(DnsLikeIdentity { name: "web.shop.serviceaccount.identity.mesh-system.east.test" }), strategy: Some(DnsLikeIdentity(DnsLikeIdentity { name: "web.shop.serviceaccount.identity.mesh-system.east.test" })) })"#,
+            "the control plane of another cluster can be in another namespace; Linkerd has no identity for its pods",
+        ),
+        (
+            r#""serviceaccount": "web", "zone": "a""#,
+            r#""serviceaccount": "web", "target_cluster": "east", "zone": "a""#,
+            "endpoints of another cluster have its name",
+        ),
+        (
+            r#""serviceaccount": "default", "zone""#,
+            r#""serviceaccount": "default", "target_cluster": "east", "zone""#,
+            "as above",
+        ),
+        (
+            r#""serviceaccount": "all", "zone": "b""#,
+            r#""serviceaccount": "all", "target_cluster": "east", "zone": "b""#,
+            "as above",
+        ),
+    ],
+    responses: &[
+        ("get unready-east.shop.svc.cluster.local:80", NOTIFIED),
+        ("get empty-east.shop.svc.cluster.local:80", NOTIFIED),
+        ("get absent-east.shop.svc.cluster.local:80", NOTIFIED),
+        ("get none-federated.shop.svc.cluster.local:80", NOTIFIED),
+    ],
 };
+const NOTIFIED: &str = "clients are notified immediately that there are no endpoints, and fail fast";
+const DEFAULT_PROFILE: (&str, &str, &str) = (
+    "group: \"linkerd.io\", kind: \"\"",
+    "group: \"linkerd.io\", kind: \"ServiceProfile\"",
+    "the default profile has a kind, too",
+);
 const NO_HEADERS: (&str, &str, &str) = (
     "add: Some(Headers { headers: [] })",
     "add: None",
