@@ -190,11 +190,15 @@ spec:
 
 {{/* .name, .labels, .root */}}
 {{- define "tulle-multicluster.service-account" }}
+{{- $labels := .labels | default dict }}
+{{- with .component }}
+{{- $labels = merge (dict "component" .) $labels }}
+{{- end }}
 ---
 apiVersion: v1
 kind: ServiceAccount
 metadata:
-  {{- include "tulle-multicluster.metadata" . | nindent 2 }}
+  {{- include "tulle-multicluster.metadata" (dict "root" .root "name" .name "labels" $labels) | nindent 2 }}
 {{- with .root.Values.imagePullSecrets }}
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}

@@ -2,16 +2,19 @@
 //!
 //! The tables list the intended differences.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::fmt::Debug;
+use std::fs;
+use std::net::SocketAddr;
 
 use prost::Message;
 use prost_types::Duration;
 use tonic::{Code, Status, Streaming};
 use tulle_control::cluster::Config;
+use tulle_control::cluster::remote_clusters::RemoteCluster;
 use tulle_control::destination;
 use tulle_proto::destination::http2_client_params::KeepAlive;
-use tulle_proto::destination::{DestinationProfile, Http2ClientParams, Update, update};
+use tulle_proto::destination::{DestinationProfile, Http2ClientParams, Update, WeightedAddr, update};
 use tulle_proto::inbound::Server;
 use tulle_proto::outbound::OutboundPolicy;
 
@@ -64,18 +67,7 @@ async fn recorded_inbound_policies_match() {
 
 #[tokio::test]
 async fn recorded_profiles_and_endpoints_match() {
-    let mesh = loaded("destination").await;
-    let config = destination::config::Config {
-        http2: Some(Http2ClientParams {
-            keep_alive: Some(KeepAlive {
-                interval: seconds(10),
-                timeout: seconds(3),
-                while_idle: true,
-            }),
-            ..Http2ClientParams::default()
-        }),
-        ..destination::config::Config::default()
-    };
+    let (mesh, config) = (loaded("destination").await, destination_config());
     let mut comparison = Comparison::new(DESTINATION);
     for recording in recorded("destination") {
         if recording.kind == "profile" {
@@ -90,16 +82,65 @@ async fn recorded_profiles_and_endpoints_match() {
     comparison.check();
 }
 
+#[tokio::test]
+async fn recorded_profiles_and_endpoints_of_linked_clusters_match() {
+    let (mesh, config) = (loaded("multicluster/destination-west").await, destination_config());
+    let remote = cluster_config().for_remote_cluster("east", "east.test", "east.test");
+    let east = loaded_with("multicluster/destination-east", remote).await;
+    mesh.remote_clusters
+        .set("east", RemoteCluster::Listed(east.cluster.clone()));
+    let mut comparison = Comparison::new(LINKED_CLUSTERS);
+    for recording in recorded("multicluster/destination") {
+        if recording.kind == "profile" {
+            let ours = first(mesh.get_profile_with(config.clone(), &recording.target, TOKEN).await).await;
+            comparison.compare(&recording, last::<DestinationProfile>(&recording), ours);
+        } else {
+            let ours = first(mesh.get_with(config.clone(), &recording.target, TOKEN).await).await;
+            let theirs = last::<Update>(&recording).map(|_| {
+                let messages = recording.messages.iter();
+                messages.map(|bytes| Update::decode(&**bytes).unwrap()).collect()
+            });
+            comparison.compare(
+                &recording,
+                theirs.map(endpoints),
+                ours.map(|update| endpoints(vec![update])),
+            );
+        }
+    }
+    comparison.check();
+}
+
 /// Returns a control plane with the flags that Linkerd's had during the recording.
 async fn loaded(name: &str) -> Mesh {
-    let config = Config {
+    loaded_with(name, cluster_config()).await
+}
+
+async fn loaded_with(name: &str, config: Config) -> Mesh {
+    let mesh = mesh_with(&fs::read_to_string(path(&format!("{name}.yaml"))).unwrap(), config).await;
+    assert!(mesh.errors().is_empty(), "{:?}", mesh.errors());
+    mesh
+}
+
+fn cluster_config() -> Config {
+    Config {
         default_opaque_ports: "25,587,3306,4444,5432,6379,9300,11211".parse().unwrap(),
         probe_networks: ["0.0.0.0/0", "::/0"].map(|net| net.parse().unwrap()).to_vec(),
         ..Config::default()
-    };
-    let mesh = mesh_with(&std::fs::read_to_string(path(&format!("{name}.yaml"))).unwrap(), config).await;
-    assert!(mesh.errors().is_empty(), "{:?}", mesh.errors());
-    mesh
+    }
+}
+
+fn destination_config() -> destination::config::Config {
+    destination::config::Config {
+        http2: Some(Http2ClientParams {
+            keep_alive: Some(KeepAlive {
+                interval: seconds(10),
+                timeout: seconds(3),
+                while_idle: true,
+            }),
+            ..Http2ClientParams::default()
+        }),
+        ..destination::config::Config::default()
+    }
 }
 
 /// Returns the first message of a stream, or its status code.
@@ -201,6 +242,35 @@ fn sort_endpoints(mut update: Update) -> Update {
     update
 }
 
+/// The endpoints after all updates of a stream, each with the labels of its set, and whether the service exists, if a message says
+/// that there are no endpoints.
+///
+/// Linkerd sends the endpoints of each cluster in a message of their own, and tulle all in one.
+fn endpoints(updates: Vec<Update>) -> (BTreeMap<String, WeightedAddr>, Option<bool>) {
+    let socket = |addr| SocketAddr::try_from(addr).unwrap().to_string();
+    let (mut endpoints, mut exists) = (BTreeMap::new(), None);
+    for update in updates {
+        match update.update.unwrap() {
+            update::Update::Add(set) => {
+                for mut addr in set.addrs {
+                    for (name, value) in &set.metric_labels {
+                        let label = addr.metric_labels.entry(name.clone());
+                        label.or_insert_with(|| value.clone());
+                    }
+                    endpoints.insert(socket(addr.addr.unwrap()), addr);
+                }
+            }
+            update::Update::Remove(set) => {
+                for addr in set.addrs {
+                    endpoints.remove(&socket(addr));
+                }
+            }
+            update::Update::NoEndpoints(none) => exists = Some(none.exists),
+        }
+    }
+    (endpoints, exists)
+}
+
 fn seconds(seconds: i64) -> Option<Duration> {
     Some(Duration { seconds, nanos: 0 })
 }
@@ -259,11 +329,7 @@ const INBOUND: Differences = Differences {
 };
 const DESTINATION: Differences = Differences {
     texts: &[
-        (
-            "group: \"linkerd.io\", kind: \"\"",
-            "group: \"linkerd.io\", kind: \"ServiceProfile\"",
-            "the default profile has a kind, too",
-        ),
+        DEFAULT_PROFILE,
         (
             "\"serviceaccount\": \"web\", \"zone\": \"\"}",
             "\"serviceaccount\": \"web\", \"zone\": \"a\"}",
@@ -275,12 +341,56 @@ const DESTINATION: Differences = Differences {
             "profile alias.shop.svc.cluster.local:80",
             "an ExternalName Service is refused, as by Get; proxies continue without a profile in both cases",
         ),
-        (
-            "get empty.shop.svc.cluster.local:80",
-            "clients are notified immediately that there are no endpoints, and fail fast",
-        ),
+        ("get empty.shop.svc.cluster.local:80", NOTIFIED),
     ],
 };
+const LINKED_CLUSTERS: Differences = Differences {
+    texts: &[
+        DEFAULT_PROFILE,
+        (
+            r#"server_name: None, strategy: Some(DnsLikeIdentity(DnsLikeIdentity { name: "gateway.linkerd-multicluster.serviceaccount.identity.linkerd.east.test" }"#,
+            r#"server_name: Some(DnsLikeIdentity { name: "gateway.linkerd-multicluster.serviceaccount.identity.linkerd.east.test" }), strategy: Some(DnsLikeIdentity(DnsLikeIdentity { name: "gateway.linkerd-multicluster.serviceaccount.identity.linkerd.east.test" }"#,
+            "the server name of a gateway is explicit; without it, proxies use the identity",
+        ),
+        (
+            r#""target_service": "db-0", "target_service_namespace": "db""#,
+            r#""target_service": "db", "target_service_namespace": "shop""#,
+            "the mirror of a pod has the labels of the Service of the pod",
+        ),
+        (
+            r#""service": "app", "serviceaccount": "web", "zone": "b", "zone_locality": "remote"}, tls_identity: None"#,
+            r#""service": "app", "serviceaccount": "web", "target_cluster": "east", "zone": "b", "zone_locality": "remote"}, tls_identity: Some(TlsIdentity { server_name: Some(DnsLikeIdentity { name: "web.shop.serviceaccount.identity.mesh-system.east.test" }), strategy: Some(DnsLikeIdentity(DnsLikeIdentity { name: "web.shop.serviceaccount.identity.mesh-system.east.test" })) })"#,
+            "the control plane of another cluster can be in another namespace; Linkerd has no identity for its pods",
+        ),
+        (
+            r#""serviceaccount": "web", "zone": "a""#,
+            r#""serviceaccount": "web", "target_cluster": "east", "zone": "a""#,
+            "endpoints of another cluster have its name",
+        ),
+        (
+            r#""serviceaccount": "default", "zone""#,
+            r#""serviceaccount": "default", "target_cluster": "east", "zone""#,
+            "as above",
+        ),
+        (
+            r#""serviceaccount": "all", "zone": "b""#,
+            r#""serviceaccount": "all", "target_cluster": "east", "zone": "b""#,
+            "as above",
+        ),
+    ],
+    responses: &[
+        ("get unready-east.shop.svc.cluster.local:80", NOTIFIED),
+        ("get empty-east.shop.svc.cluster.local:80", NOTIFIED),
+        ("get absent-east.shop.svc.cluster.local:80", NOTIFIED),
+        ("get none-federated.shop.svc.cluster.local:80", NOTIFIED),
+    ],
+};
+const NOTIFIED: &str = "clients are notified immediately that there are no endpoints, and fail fast";
+const DEFAULT_PROFILE: (&str, &str, &str) = (
+    "group: \"linkerd.io\", kind: \"\"",
+    "group: \"linkerd.io\", kind: \"ServiceProfile\"",
+    "the default profile has a kind, too",
+);
 const NO_HEADERS: (&str, &str, &str) = (
     "add: Some(Headers { headers: [] })",
     "add: None",

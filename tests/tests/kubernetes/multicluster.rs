@@ -1,6 +1,8 @@
 //! The service mirror between two API servers, with the permissions of the chart.
 
 mod commands;
+mod linkerd_link;
+mod recorded;
 mod remote_endpoints;
 
 use std::fs;
@@ -36,18 +38,13 @@ struct Mirror {
 impl Mirror {
     /// Runs with the permissions of the account that the chart creates.
     async fn start(server: &ApiServer, account: &str, scope: Scope) -> Self {
+        Self::start_with(server, account, mirror_config(scope)).await
+    }
+
+    async fn start_with(server: &ApiServer, account: &str, config: Config) -> Self {
         let access = server.service_account_kubeconfig(NAMESPACE, account).await.unwrap();
         let client = kubeconfig::client(&access).await.unwrap();
         let (registry, (signal, drain)) = (Registry::new(), drain::channel());
-        let config = Config {
-            namespace: NAMESPACE.to_owned(),
-            scope,
-            probe_service: None,
-            may_create_namespaces: false,
-            mirrors_pods: false,
-            refresh_period: Duration::from_secs(1),
-            lease_holder: "test".to_owned(),
-        };
         let mirror = ServiceMirror::new(&client, config, &registry);
         let running = tokio::spawn(mirror.run(drain));
         Self {
@@ -73,6 +70,18 @@ impl Mirror {
             .lines()
             .find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
         value.map(|value| value.parse().unwrap())
+    }
+}
+
+fn mirror_config(scope: Scope) -> Config {
+    Config {
+        namespace: NAMESPACE.to_owned(),
+        scope,
+        probe_service: None,
+        may_create_namespaces: false,
+        mirrors_pods: false,
+        refresh_period: Duration::from_secs(1),
+        lease_holder: "test".to_owned(),
     }
 }
 

@@ -26,12 +26,14 @@ enum Mode {
     RemoteDiscovery,
 }
 
-/// An exported Service and the name of its mirror.
+/// An exported Service and the name of its mirror, or of the mirror of one of its pods.
 #[derive(Clone, Copy)]
 struct Exported<'a> {
     name: &'a NamespacedName,
     service: &'a Service,
     mirror: &'a NamespacedName,
+    /// The name of the headless mirror, if `mirror` is the mirror of a pod.
+    headless_mirror: Option<&'a NamespacedName>,
 }
 
 struct Planner<'a> {
@@ -92,6 +94,7 @@ impl Planner<'_> {
             name,
             service,
             mirror: &mirror,
+            headless_mirror: None,
         };
         let outcome = outcome.and_then(|()| match self.mirrored_host_names(mode, exported)? {
             Some(host_names) => {
@@ -156,11 +159,12 @@ impl Planner<'_> {
                 outcome = outcome.and(checked);
                 continue;
             }
-            let service = self.pod_mirror_service(host_name, exported, &mirror);
             let pod = Exported {
                 mirror: &mirror,
+                headless_mirror: Some(exported.mirror),
                 ..exported
             };
+            let service = self.pod_mirror_service(host_name, pod);
             let mut writes = self.service_writes(pod, service);
             let remote_name = format!("{host_name}.{}", full_name(exported.name, &self.link.domain));
             writes.extend(self.gateway_endpoints_write(pod, remote_name));
@@ -184,20 +188,32 @@ impl Planner<'_> {
         Ok(())
     }
 
-    fn pod_mirror_service(&self, host_name: &str, exported: Exported<'_>, mirror: &NamespacedName) -> Service {
-        let link = self.link;
-        let mut labels = copied_labels(self.inputs, exported.service);
-        labels.extend(mirror_labels(&link.cluster));
-        labels.insert(label::HEADLESS_MIRROR.to_owned(), exported.mirror.name.to_string());
-        let remote_name = format!("{host_name}.{}", full_name(exported.name, &link.domain));
+    fn pod_mirror_service(&self, host_name: &str, exported: Exported<'_>) -> Service {
+        let remote_name = format!("{host_name}.{}", full_name(exported.name, &self.link.domain));
         let annotations = BTreeMap::from([
             (annotation::REMOTE_SERVICE_NAME.to_owned(), remote_name),
             (
                 annotation::REMOTE_RESOURCE_VERSION.to_owned(),
-                exported.service.metadata.resource_version.clone().unwrap_or_default(),
+                self.pod_mirror_version(exported),
             ),
         ]);
-        new_service(mirror, labels, annotations, mirror_ports(exported.service))
+        new_service(
+            exported.mirror,
+            self.labels(exported),
+            annotations,
+            mirror_ports(exported.service),
+        )
+    }
+
+    /// The version of the exported Endpoints with which the mirror of a pod was created. It does not follow the Endpoints, because
+    /// then each change of one pod would rewrite the mirrors of all pods.
+    fn pod_mirror_version(&self, exported: Exported<'_>) -> String {
+        let existing = self.inputs.local.services.get(exported.mirror);
+        let existing = existing.and_then(|service| service.metadata.annotations.as_ref());
+        let existing = existing.and_then(|annotations| annotations.get(annotation::REMOTE_RESOURCE_VERSION));
+        let endpoints = self.inputs.exporting.endpoints.get(exported.name);
+        let current = || endpoints.and_then(|endpoints| endpoints.metadata.resource_version.clone());
+        existing.cloned().or_else(current).unwrap_or_default()
     }
 
     /// Fails if a mirror has no Endpoints, because no address of the gateway is known.
@@ -214,11 +230,22 @@ impl Planner<'_> {
         }
     }
 
+    /// The labels of a mirror and of its Endpoints.
+    fn labels(&self, exported: Exported<'_>) -> BTreeMap<String, String> {
+        let mut labels = copied_labels(self.inputs, exported.service);
+        labels.extend(mirror_labels(&self.link.cluster));
+        if let Some(headless) = exported.headless_mirror {
+            labels.insert(label::HEADLESS_MIRROR.to_owned(), headless.name.to_string());
+        }
+        labels
+    }
+
     fn mirror_service(&self, mode: Mode, exported: Exported<'_>) -> Service {
-        let Exported { name, service, mirror } = exported;
+        let Exported {
+            name, service, mirror, ..
+        } = exported;
         let link = self.link;
-        let mut labels = copied_labels(self.inputs, service);
-        labels.extend(mirror_labels(&link.cluster));
+        let mut labels = self.labels(exported);
         if mode == Mode::RemoteDiscovery {
             labels.insert(label::REMOTE_DISCOVERY.to_owned(), link.cluster.clone());
             labels.insert(label::REMOTE_SERVICE.to_owned(), name.name.to_string());
@@ -286,10 +313,9 @@ impl Planner<'_> {
         remote_name: String,
         subsets: Vec<EndpointSubset>,
     ) -> Option<Write> {
-        let mut labels = copied_labels(self.inputs, exported.service);
-        labels.extend(mirror_labels(&self.link.cluster));
         let mut annotations = gateway_annotations(self.link.gateway.as_ref()?);
         annotations.insert(annotation::REMOTE_SERVICE_NAME.to_owned(), remote_name);
+        let labels = self.labels(exported);
         self.endpoints_write(new_endpoints(exported.mirror, labels, annotations, subsets))
     }
 

@@ -578,9 +578,12 @@ fn set_pods(case: &mut Case, ready: &[&str], not_ready: &[&str]) {
         host_names.iter().map(address).collect()
     };
     let subset = json!({"addresses": addresses(ready), "notReadyAddresses": addresses(not_ready)});
-    let endpoints: Endpoints = serde_json::from_value(json!({"subsets": [subset]})).unwrap();
     for endpoints_of in case.exporting.endpoints.values_mut() {
-        *endpoints_of = Arc::new(endpoints.clone());
+        let version = endpoints_of.metadata.resource_version.as_deref();
+        let version = version.map_or(1, |version| version.parse::<u32>().unwrap() + 1);
+        let endpoints = json!({"metadata": {"resourceVersion": version.to_string()}, "subsets": [subset]});
+        let endpoints: Endpoints = serde_json::from_value(endpoints).unwrap();
+        *endpoints_of = Arc::new(endpoints);
     }
 }
 
@@ -636,7 +639,10 @@ fn each_pod_with_a_host_name_gets_a_mirror_that_is_deleted_with_the_pod() {
     );
     let remote_name = &pod["metadata"]["annotations"]["mirror.linkerd.io/remote-svc-fq-name"];
     assert_eq!(remote_name, "db-0.web.shop.svc.east.test");
+    let version = &pod["metadata"]["annotations"]["mirror.linkerd.io/remote-resource-version"];
+    assert_eq!(version, "1");
     let endpoints = case.endpoints("db-0-east").unwrap();
+    assert_eq!(endpoints["metadata"]["labels"], pod["metadata"]["labels"]);
     assert_eq!(
         endpoints["metadata"]["annotations"]["mirror.linkerd.io/remote-svc-fq-name"],
         *remote_name
@@ -651,6 +657,9 @@ fn each_pod_with_a_host_name_gets_a_mirror_that_is_deleted_with_the_pod() {
     );
     // Clients connect to the mirrors of pods. These have the ports of the exported Service.
     assert_eq!(root["subsets"][0]["ports"][0]["port"], 80);
+    // A change of one pod does not rewrite the mirrors of the others.
+    set_pods(&mut case, &["db-0", "db-1", "db-2"], &[]);
+    assert!(!case.plan().steps.iter().any(|step| &*step.name.name == "db-0-east"));
     for (ready, not_ready) in [
         (&["db-0", "db-1", "db-2"][..], &[][..]),
         (&["db-1"], &["db-0"]),

@@ -6,7 +6,7 @@ use super::*;
 use crate::cli::{assert_contains, kubectl, tulle};
 
 /// The configuration that the chart of the control plane writes.
-async fn put_configuration(server: &ApiServer, domain: &str, anchor: &str) {
+pub(super) async fn put_configuration(server: &ApiServer, domain: &str, anchor: &str) {
     let values = json!({"clusterDomain": domain, "identityTrustDomain": domain, "identityTrustAnchorsPEM": anchor});
     let manifest = json!({
         "apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "linkerd-config", "namespace": "linkerd"},
@@ -37,6 +37,7 @@ async fn install(west: &ApiServer, east: &ApiServer) {
         // The namespace comes first.
         kubectl(server, "apply --server-side -f -", &manifests.out).await;
     }
+    check_labels(west).await;
     let gateways = tulle(west, "mc gateways").await;
     assert_eq!(
         gateways.out, "CLUSTER   ALIVE   NUM_SVC   LATENCY\n",
@@ -45,7 +46,34 @@ async fn install(west: &ApiServer, east: &ApiServer) {
     );
 }
 
-fn new_anchor() -> String {
+/// Checks the labels by which `linkerd multicluster check` finds the permissions of the controller.
+async fn check_labels(west: &ApiServer) {
+    let cluster_role = "clusterrole.rbac.authorization.k8s.io/linkerd-multicluster-controller-access-local-resources";
+    let binding = cluster_role.replacen("clusterrole", "clusterrolebinding", 1) + "-east";
+    let role = "role.rbac.authorization.k8s.io/controller-read-remote-creds-east";
+    for (kind, selector, expected) in [
+        (
+            "serviceaccounts",
+            ",mirror.linkerd.io/cluster-name=east",
+            "serviceaccount/controller-east",
+        ),
+        ("clusterroles", "", cluster_role),
+        ("clusterrolebindings", ",mirror.linkerd.io/cluster-name=east", &*binding),
+        ("roles", ",mirror.linkerd.io/cluster-name=east", role),
+        (
+            "rolebindings",
+            ",mirror.linkerd.io/cluster-name=east",
+            &*role.replacen("role", "rolebinding", 1),
+        ),
+    ] {
+        let selector = format!("component=controller{selector}");
+        let args = ["get", kind, "-n", NAMESPACE, "-l", &selector, "-o", "name"];
+        let found = west.kubectl(&args).await.unwrap();
+        assert_eq!(found.trim(), expected);
+    }
+}
+
+pub(super) fn new_anchor() -> String {
     let year = Duration::from_secs(365 * 86_400);
     trust::create_anchor("root.linkerd.cluster.local", year)
         .unwrap()

@@ -21,10 +21,10 @@ use tulle_proto::destination::{GetDestination, Update, update};
 
 use super::*;
 
-const CONTROL_PLANE: &str = "linkerd";
+pub(super) const CONTROL_PLANE: &str = "linkerd";
 
 /// The destination service of a cluster. It ends when it is dropped.
-struct Destination {
+pub(super) struct Destination {
     clusters: LinkedClusters,
     registry: Registry,
     _signal: drain::Signal,
@@ -32,7 +32,7 @@ struct Destination {
 }
 
 impl Destination {
-    async fn start(server: &ApiServer) -> Self {
+    pub(super) async fn start(server: &ApiServer) -> Self {
         let (registry, (signal, drain)) = (Registry::new(), drain::channel());
         let cluster = Cluster::new(cluster::Config::default(), &registry);
         let clusters = LinkedClusters::from(cluster.clone());
@@ -71,7 +71,7 @@ impl Destination {
         }
     }
 
-    async fn get(&self, name: &str) -> Result<Streaming<Update>, tonic::Status> {
+    pub(super) async fn get(&self, name: &str) -> Result<Streaming<Update>, tonic::Status> {
         let config = destination::config::Config::default();
         let service = destination::server(self.clusters.clone(), ClientCertificates::Optional, config);
         let request = GetDestination {
@@ -86,7 +86,7 @@ impl Destination {
 }
 
 /// Waits for an update: `+` and the added addresses, `-` and the removed ones, or `none`.
-async fn next(stream: &mut Streaming<Update>) -> String {
+pub(super) async fn next(stream: &mut Streaming<Update>) -> String {
     let update = within("an update", stream.message()).await.unwrap().unwrap();
     let socket = |addr| SocketAddr::try_from(addr).unwrap().to_string();
     match update.update.unwrap() {
@@ -101,7 +101,7 @@ async fn next(stream: &mut Streaming<Update>) -> String {
     }
 }
 
-fn slice(addresses: &[&str]) -> Value {
+pub(super) fn slice(addresses: &[&str]) -> Value {
     let endpoints: Vec<_> = addresses.iter().map(|addr| json!({"addresses": [addr]})).collect();
     json!({
         "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
