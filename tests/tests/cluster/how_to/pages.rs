@@ -134,7 +134,8 @@ const TWO_CLUSTERS: Run = Run::ByNoTest(
     "needs two clusters with pods; kubernetes/multicluster/commands.rs runs the commands with two API servers",
 );
 const BY_VM: Run = Run::ByOtherTest("tests/clients/vm.rs, with the same files and commands");
-const DATABASES_OF_READER: Run = Run::ByNoTest("needs databases of the reader; tests/tests/stateful sets the same annotations");
+const DATABASES_OF_READER: Run =
+    Run::ByNoTest("needs databases of the reader; tests/tests/stateful sets the same annotations");
 const BY_PUBLISH: Run =
     Run::ByNoTest("needs a published release; `./run publish --try` does the same with a local registry");
 
@@ -240,7 +241,11 @@ const PLAN: &[(&str, &str, Run)] = &[
     ),
     ("how-to/databases-and-brokers.md", "3. Check it", DATABASES_OF_READER),
     ("how-to/databases-and-brokers.md", "Redis Cluster", DATABASES_OF_READER),
-    ("how-to/databases-and-brokers.md", "Troubleshooting", DATABASES_OF_READER),
+    (
+        "how-to/databases-and-brokers.md",
+        "Troubleshooting",
+        DATABASES_OF_READER,
+    ),
     ("how-to/databases-and-brokers.md", "Undo", DATABASES_OF_READER),
     ("how-to/virtual-machines.md", "1. Apply the manifests", BY_VM),
     ("how-to/virtual-machines.md", "2. Give the machine a certificate", BY_VM),
