@@ -165,13 +165,27 @@ async fn linkerd_object(recorded: &Value, west: &ApiServer, east: &ApiServer) ->
             object[field] = value.clone();
         }
     }
-    let remote_version = "/metadata/annotations/mirror.linkerd.io~1remote-resource-version";
-    if let Some(version) = object.pointer_mut(remote_version)
-        && *version == "of the Service"
-    {
-        let name = text("name").strip_suffix("-east").unwrap();
-        let service = Api::<Service>::namespaced(east.client(), namespace).get(name).await;
-        *version = service.unwrap().metadata.resource_version.into();
+    if let Some(version) = object.pointer_mut("/metadata/annotations/mirror.linkerd.io~1remote-resource-version") {
+        let headless = recorded["labels"]["mirror.linkerd.io/headless-mirror-svc-name"].as_str();
+        let name = headless.unwrap_or_else(|| text("name")).strip_suffix("-east").unwrap();
+        let remote = match version.as_str().unwrap() {
+            "of the Service" => {
+                Api::<Service>::namespaced(east.client(), namespace)
+                    .get(name)
+                    .await
+                    .unwrap()
+                    .metadata
+            }
+            "of the Endpoints" => {
+                Api::<Endpoints>::namespaced(east.client(), namespace)
+                    .get(name)
+                    .await
+                    .unwrap()
+                    .metadata
+            }
+            other => panic!("{other}"),
+        };
+        *version = remote.resource_version.into();
     }
     let services = Api::<Service>::namespaced(west.client(), namespace);
     let subsets = object.get_mut("subsets").and_then(Value::as_array_mut);
