@@ -51,22 +51,18 @@ async fn check_labels(west: &ApiServer) {
     let cluster_role = "clusterrole.rbac.authorization.k8s.io/linkerd-multicluster-controller-access-local-resources";
     let binding = cluster_role.replacen("clusterrole", "clusterrolebinding", 1) + "-east";
     let role = "role.rbac.authorization.k8s.io/controller-read-remote-creds-east";
-    for (kind, selector, expected) in [
-        (
-            "serviceaccounts",
-            ",mirror.linkerd.io/cluster-name=east",
-            "serviceaccount/controller-east",
-        ),
-        ("clusterroles", "", cluster_role),
-        ("clusterrolebindings", ",mirror.linkerd.io/cluster-name=east", &*binding),
-        ("roles", ",mirror.linkerd.io/cluster-name=east", role),
-        (
-            "rolebindings",
-            ",mirror.linkerd.io/cluster-name=east",
-            &*role.replacen("role", "rolebinding", 1),
-        ),
+    let role_binding = role.replacen("role", "rolebinding", 1);
+    for (kind, is_of_link, expected) in [
+        ("serviceaccounts", true, "serviceaccount/controller-east"),
+        ("clusterroles", false, cluster_role),
+        ("clusterrolebindings", true, &binding),
+        ("roles", true, role),
+        ("rolebindings", true, &role_binding),
     ] {
-        let selector = format!("component=controller{selector}");
+        let mut selector = "component=controller".to_owned();
+        if is_of_link {
+            selector += ",mirror.linkerd.io/cluster-name=east";
+        }
         let args = ["get", kind, "-n", NAMESPACE, "-l", &selector, "-o", "name"];
         let found = west.kubectl(&args).await.unwrap();
         assert_eq!(found.trim(), expected);
