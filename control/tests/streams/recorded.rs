@@ -10,8 +10,8 @@ use std::net::SocketAddr;
 use prost::Message;
 use prost_types::Duration;
 use tonic::{Code, Status, Streaming};
-use tulle_control::cluster::Config;
 use tulle_control::cluster::remote_clusters::RemoteCluster;
+use tulle_control::cluster::{Config, Ipv6};
 use tulle_control::destination;
 use tulle_proto::destination::http2_client_params::KeepAlive;
 use tulle_proto::destination::{DestinationProfile, Http2ClientParams, Update, WeightedAddr, update};
@@ -125,6 +125,7 @@ fn cluster_config() -> Config {
     Config {
         default_opaque_ports: "25,587,3306,4444,5432,6379,9300,11211".parse().unwrap(),
         probe_networks: ["0.0.0.0/0", "::/0"].map(|net| net.parse().unwrap()).to_vec(),
+        ipv6: Ipv6::Serve,
         ..Config::default()
     }
 }
