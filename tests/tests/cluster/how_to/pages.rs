@@ -238,7 +238,6 @@ const PLAN: &[(&str, &str, Run)] = &[
         "2. Refuse clients without an identity",
         OF_READER,
     ),
-    ("how-to/databases-and-brokers.md", "3. Check it", OF_READER),
     ("how-to/databases-and-brokers.md", "Redis Cluster", OF_READER),
     ("how-to/databases-and-brokers.md", "Troubleshooting", OF_READER),
     ("how-to/databases-and-brokers.md", "Undo", OF_READER),
