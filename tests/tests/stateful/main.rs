@@ -24,16 +24,14 @@ use self::suite::Suite;
 async fn databases_and_brokers_work_with_sidecars_and_no_settings() {
     let is_full = env::var_os("TULLE_TEST_FULL").is_some();
     let mut images = vec![Image::Databases];
-    let mut servers = databases::SHORT.to_vec();
+    let (mut servers, mut clusters) = (databases::SHORT.to_vec(), Vec::new());
     if is_full {
         images.push(Image::Brokers);
         servers.extend(databases::LONG);
         servers.extend(brokers::ALL);
+        clusters.extend(clusters::ALL);
     }
     let suite = Suite::start(&images, is_full).await.unwrap();
-    suite.run(&servers).await.unwrap();
-    if is_full {
-        suite.run_clusters(&clusters::ALL).await.unwrap();
-    }
+    suite.run(&servers, &clusters).await.unwrap();
     suite.results.print_and_assert();
 }

@@ -44,8 +44,8 @@ impl Suite {
         Ok(suite)
     }
 
-    /// Runs all scenes of these servers.
-    pub(super) async fn run(&self, servers: &[Server]) -> anyhow::Result<()> {
+    /// Runs all scenes of these servers, and then of these clusters, while some connections to the servers are silent.
+    pub(super) async fn run(&self, servers: &[Server], clusters: &[Server]) -> anyhow::Result<()> {
         let deployed: Vec<Deployed<'_>> = servers.iter().flat_map(deployments).collect();
         for server in &deployed {
             self.meshed.apply(&server.manifest().to_string()).await?;
@@ -54,12 +54,16 @@ impl Suite {
             let args = format!("wait -n {namespace} --for=condition=Available deploy --all --timeout=100s");
             self.meshed.kubectl(&args).await?;
         }
-        let (idle, others) = tokio::join!(self.idle_scenes(&deployed), self.other_scenes(&deployed));
+        let others = async {
+            self.other_scenes(&deployed).await?;
+            self.cluster_scenes_of(clusters).await
+        };
+        let (idle, others) = tokio::join!(self.idle_scenes(&deployed), others);
         idle.and(others)
     }
 
     /// Runs clusters one after another, so that only one needs memory.
-    pub(super) async fn run_clusters(&self, clusters: &[Server]) -> anyhow::Result<()> {
+    async fn cluster_scenes_of(&self, clusters: &[Server]) -> anyhow::Result<()> {
         for server in clusters {
             let cluster = Deployed {
                 server,

@@ -239,7 +239,6 @@ const PLAN: &[(&str, &str, Run)] = &[
         "2. Refuse clients without an identity",
         DATABASES_OF_READER,
     ),
-    ("how-to/databases-and-brokers.md", "3. Check it", DATABASES_OF_READER),
     ("how-to/databases-and-brokers.md", "Redis Cluster", DATABASES_OF_READER),
     (
         "how-to/databases-and-brokers.md",
