@@ -367,6 +367,25 @@ async fn a_pod_that_is_being_deleted_keeps_its_identity_until_it_has_ended() {
 }
 
 #[tokio::test]
+async fn a_port_of_a_pod_by_its_hostname_is_mapped_as_for_its_service() {
+    let mesh = mesh(
+        "---\napiVersion: v1\nkind: Pod\nmetadata: {name: db-0, namespace: shop}\n\
+         spec: {containers: [{name: db}]}\nstatus: {phase: Running, podIP: 10.1.0.1, podIPs: [{ip: 10.1.0.1}]}\n\
+         ---\napiVersion: v1\nkind: Service\nmetadata: {name: db, namespace: shop}\n\
+         spec: {clusterIP: None, ports: [{name: sql, port: 5432, targetPort: 6543}]}\n\
+         ---\napiVersion: discovery.k8s.io/v1\nkind: EndpointSlice\n\
+         metadata: {name: db-1, namespace: shop, labels: {kubernetes.io/service-name: db}}\n\
+         addressType: IPv4\nports: [{name: sql, port: 6543}]\n\
+         endpoints: [{addresses: [10.1.0.1], hostname: db-0, targetRef: {kind: Pod, name: db-0, namespace: shop}}]\n",
+    )
+    .await;
+    for (port, expected) in [(5432, "10.1.0.1:6543"), (80, "10.1.0.1:80")] {
+        let path = format!("db-0.db.shop.svc.cluster.local:{port}");
+        check(&path, &profile_words(&mesh, &path).await, expected);
+    }
+}
+
+#[tokio::test]
 async fn unknown_addresses_follow_the_default_opaque_ports() {
     let opaque = "25,3306".parse::<PortSet>().unwrap();
     let mesh = mesh_with(

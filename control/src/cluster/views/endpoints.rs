@@ -169,7 +169,7 @@ pub(super) fn service_subsets<'a>(
 }
 
 /// The endpoint port with the name of the Service port. A port that the Service does not list is used unchanged.
-fn target_port(service: &Service, port: u16, subset: &Subset) -> Option<u16> {
+pub(super) fn target_port(service: &Service, port: u16, subset: &Subset) -> Option<u16> {
     match service.port(port) {
         Some(listed) => subset
             .ports

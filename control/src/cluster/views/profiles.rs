@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::cluster::config::Config;
 use crate::cluster::metrics::{EntryMetrics, Metrics};
 use crate::cluster::store::reader::Reader;
-use crate::cluster::views::endpoints::service_subsets;
+use crate::cluster::views::endpoints::{service_subsets, target_port};
 use crate::cluster::views::view::View;
 use crate::cluster::views::workload::{
     PodAddress, WorkloadRef, declares_port, external_endpoint, has_address_conflict, pod_endpoint,
@@ -173,15 +173,17 @@ fn instance_profile(
     let Some(service) = reader.service(service) else {
         return Profile::ServiceMissing;
     };
-    let addresses = service_subsets(reader, config, service)
-        .into_iter()
-        .flat_map(|(_, subset)| &subset.addresses);
-    for address in addresses.filter(|address| address.hostname.as_deref() == Some(hostname)) {
-        if let AddressTarget::Pod(name) = &address.target
-            && let Some(pod) = reader.pod(name)
-        {
-            let address = PodAddress::Pod(SocketAddr::new(address.ip, port));
-            return pod_profile(reader, config, pod, address);
+    for (_, subset) in service_subsets(reader, config, service) {
+        // Clients that name a pod instead of connecting to its address, such as gateways, name a port of the Service.
+        let port = target_port(service, port, subset).unwrap_or(port);
+        let mut addresses = subset.addresses.iter();
+        while let Some(address) = addresses.find(|address| address.hostname.as_deref() == Some(hostname)) {
+            if let AddressTarget::Pod(name) = &address.target
+                && let Some(pod) = reader.pod(name)
+            {
+                let address = PodAddress::Pod(SocketAddr::new(address.ip, port));
+                return pod_profile(reader, config, pod, address);
+            }
         }
     }
     Profile::HostnameMissing
