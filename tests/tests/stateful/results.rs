@@ -18,8 +18,14 @@ struct Row {
 }
 
 impl Results {
-    /// Adds a result, and prints it.
-    pub(super) fn add(&self, server: &str, version: &str, scene: &str, took: Duration, result: anyhow::Result<String>) {
+    /// Adds a result of a server, given by its name and version, and prints it.
+    pub(super) fn add(
+        &self,
+        (server, version): (&str, &str),
+        scene: &str,
+        took: Duration,
+        result: anyhow::Result<String>,
+    ) {
         let row = Row {
             server: server.to_owned(),
             version: version.to_owned(),

@@ -22,7 +22,7 @@ impl Suite {
         let play = async |scene: &str, host: &str, script: Script| {
             let client = self.client_of(server);
             let (took, result) = self.check(client, &preamble(deployed, host), script).await;
-            self.results.add(&deployed.name, &version, scene, took, result);
+            self.results.add((&deployed.name, &version), scene, took, result);
         };
         play("first connection", service, server.ask).await;
         play("second connection", service, server.ask).await;
@@ -42,8 +42,7 @@ impl Suite {
         let begun = Instant::now();
         let refused = self.refused(deployed).await;
         self.results.add(
-            &deployed.name,
-            &version,
+            (&deployed.name, &version),
             "client without a sidecar",
             begun.elapsed(),
             refused,
@@ -63,10 +62,10 @@ impl Suite {
         let result = formed.map(|()| "ok".to_owned());
         let scene = format!("{} members form a cluster", server.members);
         self.results
-            .add(&deployed.name, &version, &scene, begun.elapsed(), result);
+            .add((&deployed.name, &version), &scene, begun.elapsed(), result);
         for (scene, script) in server.more.iter().filter(|_| is_formed) {
             let (took, result) = play(*script).await;
-            self.results.add(&deployed.name, &version, scene, took, result);
+            self.results.add((&deployed.name, &version), scene, took, result);
         }
         Ok(())
     }
@@ -94,7 +93,7 @@ impl Suite {
             });
         let scene = format!("{count} connections");
         self.results
-            .add(&deployed.name, version, &scene, begun.elapsed(), result);
+            .add((&deployed.name, version), &scene, begun.elapsed(), result);
     }
 
     /// A client without a sidecar is refused. Returns what it shows; the log of the server's sidecar has the cause.
@@ -140,7 +139,7 @@ impl Suite {
         let preamble = preamble(deployed, &deployed.name);
         let (took, result) = self.check(self.client_of(server), &preamble, idle).await;
         let scene = format!("{IDLE_SECONDS} s of silence");
-        self.results.add(&deployed.name, &version, &scene, took, result);
+        self.results.add((&deployed.name, &version), &scene, took, result);
         Ok(())
     }
 

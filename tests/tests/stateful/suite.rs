@@ -192,7 +192,7 @@ fn short_version(printed: &str) -> String {
         let first = part.starts_with(|byte: char| byte.is_ascii_digit());
         first && part.contains('.')
     });
-    version.unwrap_or(printed.trim()).to_owned()
+    version.unwrap_or_else(|| printed.trim()).to_owned()
 }
 
 /// The end of an output.

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
-use self::differences::Difference;
+use self::differences::{Difference, Found};
 use super::*;
 
 /// Inputs of a recording.
@@ -57,9 +57,6 @@ struct RecordedStep {
 
 /// The fields of objects and their values as JSON, by the name of the object.
 type Objects = BTreeMap<String, BTreeMap<String, String>>;
-
-/// An object, a field and the value here; the field is empty if the object exists only here or only in the recording.
-type Found = BTreeSet<(String, String, String)>;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn mirrors_of_exported_services_are_those_of_linkerd() {

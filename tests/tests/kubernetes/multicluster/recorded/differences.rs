@@ -1,8 +1,10 @@
 //! The intended differences from the objects that Linkerd's service mirror writes.
 
+use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
 
-use super::Found;
+/// An object, a field and the value here; the field is empty if the object exists only here or only in the recording.
+pub(super) type Found = BTreeSet<(String, String, String)>;
 
 /// Fields of objects that differ, and the reason.
 pub(super) struct Difference {
