@@ -51,8 +51,10 @@ pub(super) async fn an_unlinked_cluster_leaves_nothing(linked: &LinkedClusters) 
         assert_eq!(west.kubectl(remaining).await.unwrap(), "", "{remaining}");
     }
     assert_eq!(east.kubectl(exported).await.unwrap(), before);
-    let gateway = format!("get deploy -n {NAMESPACE} linkerd-gateway -o jsonpath={{.status.availableReplicas}}");
-    assert_eq!(east.kubectl(&gateway).await.unwrap(), "2");
+    east.cluster
+        .wait_for_deployment(NAMESPACE, "linkerd-gateway")
+        .await
+        .unwrap();
 }
 
 /// Deletes, in `west`, the objects that a command prints.
