@@ -135,10 +135,11 @@ async fn run_long_disturbances(linked: &LinkedClusters) {
 /// Checks that mirrors have no ready endpoint while the gateway has no replica, so that requests fail soon, and that they work again
 /// when it has one.
 async fn an_absent_gateway_is_reported(linked: &LinkedClusters) {
-    let (west, begun) = (&linked.west, Instant::now());
+    let west = &linked.west;
     scale_deployment(&linked.east, NAMESPACE, "linkerd-gateway", 0)
         .await
         .unwrap();
+    let begun = Instant::now();
     let report_is = async |alive: &str| {
         let gateways = tulle(west, "multicluster gateways").await?;
         let row = gateways.lines().nth(1).unwrap_or_default();
