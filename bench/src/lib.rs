@@ -6,6 +6,7 @@ pub mod control_scale;
 pub mod load;
 pub mod mirror_scale;
 pub mod run;
+mod scale;
 pub mod serve;
 
 /// The echo service of `proto/echo.proto`.

@@ -12,20 +12,16 @@ use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
-use futures_util::{AsyncBufReadExt as _, Stream, StreamExt as _, TryStreamExt as _, stream};
+use futures_util::{Stream, StreamExt as _, TryStreamExt as _, stream};
 use hdrhistogram::Histogram;
-use http::Request;
 use k8s_openapi::ByteString;
-use kube::Client;
 use kube::config::Kubeconfig;
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep, sleep_until, timeout_at};
-use tulle_control::kubernetes::{self, request_layer::RequestRate};
-use tulle_core::metrics::Registry;
 use tulle_core::names::variable;
 
-use crate::control_scale::{megabytes, millis};
 use crate::run::process::Process;
+use crate::scale::{ApiClient, MEMORY_SETTLE_DELAY, control_program, megabytes, millis, run_concurrently};
 
 /// Numbers of objects and changes.
 #[derive(Debug, clap::Args)]
@@ -72,10 +68,12 @@ pub fn main(args: &Args) -> anyhow::Result<()> {
 }
 
 async fn run(args: &Args, n_changes: usize) -> anyhow::Result<()> {
-    let remote = connect(&args.remote_kubeconfig)
+    let remote = ApiClient::connect(&args.remote_kubeconfig)
         .await
         .context("the remote API server")?;
-    let local = connect(&args.kubeconfig).await.context("the local API server")?;
+    let local = ApiClient::connect(&args.kubeconfig)
+        .await
+        .context("the local API server")?;
     let started = Instant::now();
     create_exported_services(&remote, args).await?;
     create_link(&local, &args.remote_kubeconfig).await?;
@@ -100,14 +98,15 @@ async fn run(args: &Args, n_changes: usize) -> anyhow::Result<()> {
 
     process.reset_peak_rss()?;
     let cpu_time = process.cpu_time()?;
-    let (written, observed) = tokio::join!(
+    let (written, observed) = tokio::try_join!(
         write_changes(&remote, args, n_changes),
         mirrors.observe_changes(n_changes)
-    );
-    let (written, observed) = (written?, observed?);
+    )?;
     let mut latencies = [(); 2].map(|()| Histogram::<u64>::new(3).expect("three digits are valid"));
     for (change, written_at) in written {
-        let latency = observed[&change].duration_since(written_at);
+        let observed_at = observed.get(&change);
+        let observed_at = observed_at.with_context(|| format!("the mirror of Service {} has not changed", change.0))?;
+        let latency = observed_at.duration_since(written_at);
         latencies[usize::from(change.empties_endpoints())] += u64::try_from(latency.as_micros())?;
     }
     for (what, latencies) in ["another port", "no endpoints"].into_iter().zip(&latencies) {
@@ -138,28 +137,21 @@ impl Change {
     }
 }
 
-async fn connect(kubeconfig: &Path) -> anyhow::Result<Client> {
-    let config = kubernetes::Config {
-        kubeconfig: Some(kubeconfig.to_owned()),
-        request_rate: RequestRate { qps: 1e5, burst: 1000 },
-    };
-    Ok(kubernetes::client(&config, &Registry::new()).await?)
-}
-
-async fn create_exported_services(remote: &Client, args: &Args) -> anyhow::Result<()> {
+async fn create_exported_services(remote: &ApiClient, args: &Args) -> anyhow::Result<()> {
     apply(remote, "/api/v1", "namespaces", namespace(NAMESPACE)).await?;
     let (n_services, n_endpoints) = (args.services.get(), args.endpoints.get());
     let objects = (0..n_services).map(|n| {
         let endpoints = endpoints(n, n * n_endpoints..(n + 1) * n_endpoints);
         [("services", service(n, PORT)), ("endpoints", endpoints)]
     });
-    let applied = stream::iter(objects.flatten())
-        .map(|(plural, object)| async move { apply(remote, IN_NAMESPACE, plural, object).await });
-    applied.buffer_unordered(MAX_CONCURRENT_REQUESTS).try_collect().await
+    let applied = objects
+        .flatten()
+        .map(|(plural, object)| apply(remote, IN_NAMESPACE, plural, object));
+    run_concurrently(stream::iter(applied)).await
 }
 
 /// Creates the Link, the Secret with access to the other API server, and the namespace of the mirrors.
-async fn create_link(local: &Client, remote_kubeconfig: &Path) -> anyhow::Result<()> {
+async fn create_link(local: &ApiClient, remote_kubeconfig: &Path) -> anyhow::Result<()> {
     for name in [NAMESPACE, LINK_NAMESPACE] {
         apply(local, "/api/v1", "namespaces", namespace(name)).await?;
     }
@@ -209,13 +201,7 @@ fn inline_files(kubeconfig: &Path) -> anyhow::Result<Vec<u8>> {
 }
 
 fn start_service_mirror(args: &Args, dir: &Path) -> anyhow::Result<Process> {
-    let program = match &args.control {
-        Some(path) => path.clone(),
-        None => std::env::current_exe()
-            .context("finding this program")?
-            .with_file_name("tulle-control"),
-    };
-    let mut command = Command::new(program);
+    let mut command = Command::new(control_program(args.control.as_deref())?);
     command
         .args(["service-mirror", "--link-name=east", "--metrics-addr=127.0.0.1:0"])
         .arg(format!("--namespace={LINK_NAMESPACE}"))
@@ -224,7 +210,7 @@ fn start_service_mirror(args: &Args, dir: &Path) -> anyhow::Result<Process> {
 }
 
 /// Makes the changes at a steady rate. Returns when each was written.
-async fn write_changes(remote: &Client, args: &Args, n_changes: usize) -> anyhow::Result<Vec<(Change, Instant)>> {
+async fn write_changes(remote: &ApiClient, args: &Args, n_changes: usize) -> anyhow::Result<Vec<(Change, Instant)>> {
     let (start, interval) = (Instant::now(), Duration::from_secs(1) / args.rate);
     let writes = (0..n_changes).map(|n| async move {
         sleep_until(start + interval * u32::try_from(n)?).await;
@@ -250,7 +236,7 @@ enum MirrorChange {
 }
 
 impl Mirrors {
-    async fn follow(local: &Client) -> anyhow::Result<Self> {
+    async fn follow(local: &ApiClient) -> anyhow::Result<Self> {
         let services = watch(local, "services").await?.map_ok(|object| {
             let port = object["spec"]["ports"][0]["port"].as_u64()?;
             Some(MirrorChange::Service {
@@ -319,13 +305,11 @@ impl Mirrors {
 
 /// Watches the objects of this kind in the namespace `scale`: first those that exist, then changes.
 async fn watch(
-    client: &Client,
+    client: &ApiClient,
     plural: &str,
 ) -> anyhow::Result<impl Stream<Item = anyhow::Result<Value>> + Send + use<>> {
-    let path = format!("{IN_NAMESPACE}/{plural}?watch=1&resourceVersion=0");
     let what = format!("watching {plural}");
-    let req = Request::get(path).body(Vec::new()).context("making a request")?;
-    let lines = client.request_stream(req).await.context(what.clone())?.lines();
+    let lines = client.watch(&format!("{IN_NAMESPACE}/{plural}")).await?;
     Ok(lines.map(move |line| {
         let mut event: Value = serde_json::from_str(&line.context(what.clone())?).context(what.clone())?;
         ensure!(event["type"] != "ERROR", "{what}: {event}");
@@ -340,13 +324,9 @@ fn service_number(object: &Value) -> Option<usize> {
 }
 
 /// Creates or replaces an object by server-side apply.
-async fn apply(client: &Client, parent: &str, plural: &str, object: Value) -> anyhow::Result<()> {
+async fn apply(client: &ApiClient, parent: &str, plural: &str, object: Value) -> anyhow::Result<()> {
     let name = object["metadata"]["name"].as_str().context("an object has no name")?;
-    let path = format!("{parent}/{plural}/{name}?fieldManager=bench&force=true");
-    let what = format!("applying {path}");
-    let req = Request::patch(path).header("content-type", "application/apply-patch+yaml");
-    let req = req.body(object.to_string().into_bytes()).context("making a request")?;
-    client.request_text(req).await.map(drop).context(what)
+    client.apply(&format!("{parent}/{plural}/{name}"), &object).await
 }
 
 fn namespace(name: &str) -> Value {
@@ -382,9 +362,6 @@ const LINK_NAMESPACE: &str = "linkerd-multicluster";
 const EXPORTED: &str = "mirror.linkerd.io/exported";
 const PORT: u64 = 80;
 const OTHER_PORT: u64 = 81;
-const MAX_CONCURRENT_REQUESTS: usize = 32;
 const MIRROR_TIMEOUT: Duration = Duration::from_secs(120);
 /// Maximum time between two changes of mirrors.
 const CHANGE_TIMEOUT: Duration = Duration::from_secs(30);
-/// Wait before memory is read, so that work after the first mirrors has finished.
-const MEMORY_SETTLE_DELAY: Duration = Duration::from_secs(2);

@@ -3,16 +3,12 @@
 use std::io;
 use std::path::Path;
 
-use anyhow::Context as _;
-use futures_util::{AsyncBufReadExt as _, Stream, StreamExt as _, stream};
-use http::{Method, Request};
-use kube::Client;
+use futures_util::{Stream, StreamExt as _, stream};
+use http::Method;
 use serde_json::{Value, json};
-use tulle_control::kubernetes;
-use tulle_control::kubernetes::request_layer::RequestRate;
-use tulle_core::metrics::Registry;
 
 use super::streams::Address;
+use crate::scale::{ApiClient, run_concurrently};
 
 /// Numbers of objects.
 #[derive(Clone, Copy, Debug)]
@@ -28,17 +24,13 @@ pub(super) struct ObjectCounts {
 
 #[derive(Clone)]
 pub(super) struct Cluster {
-    client: Client,
+    client: ApiClient,
     counts: ObjectCounts,
 }
 
 impl Cluster {
     pub(super) async fn connect(kubeconfig: &Path, counts: ObjectCounts) -> anyhow::Result<Self> {
-        let config = kubernetes::Config {
-            kubeconfig: Some(kubeconfig.to_owned()),
-            request_rate: RequestRate { qps: 1e5, burst: 1000 },
-        };
-        let client = kubernetes::client(&config, &Registry::new()).await?;
+        let client = ApiClient::connect(kubeconfig).await?;
         Ok(Self { client, counts })
     }
 
@@ -102,11 +94,7 @@ impl Cluster {
 
     /// Creates or replaces an object by server-side apply.
     pub(super) async fn apply(&self, path: &str, object: &Value) -> anyhow::Result<()> {
-        let path = format!("{path}?fieldManager=bench&force=true");
-        let action = format!("applying {path}");
-        let req = Request::patch(path).header("content-type", "application/apply-patch+yaml");
-        let req = req.body(object.to_string().into_bytes()).context("making a request")?;
-        self.client.request_text(req).await.map(drop).context(action)
+        self.client.apply(path, object).await
     }
 
     pub(super) async fn patch(&self, path: &str, patch: &Value) -> anyhow::Result<()> {
@@ -172,11 +160,7 @@ impl Cluster {
 
     /// Watches the EndpointSlices. Each item is one line of JSON: first the existing objects, then changes.
     pub(super) async fn watch(&self) -> anyhow::Result<impl Stream<Item = io::Result<String>> + Send + use<>> {
-        let req = Request::get(format!("{SLICES_PATH}?watch=1&resourceVersion=0"))
-            .body(Vec::new())
-            .context("making a request")?;
-        let lines = self.client.request_stream(req).await.context("watching slices")?;
-        Ok(lines.lines())
+        self.client.watch(SLICES_PATH).await
     }
 
     async fn post_all(&self, objects: impl Iterator<Item = (&'static str, Value)>) -> anyhow::Result<()> {
@@ -188,29 +172,8 @@ impl Cluster {
     }
 
     async fn send(&self, method: Method, path: &str, body: &Value) -> anyhow::Result<()> {
-        let action = format!("{method} {path}");
-        let content_type = match method {
-            Method::PATCH => "application/merge-patch+json",
-            _ => "application/json",
-        };
-        let req = Request::builder()
-            .method(method)
-            .uri(path)
-            .header("content-type", content_type);
-        let req = req.body(body.to_string().into_bytes()).context("making a request")?;
-        self.client.request_text(req).await.map(drop).context(action)
+        self.client.send(method, path, body).await
     }
-}
-
-/// Sends requests, up to 32 at a time.
-pub(super) async fn run_concurrently(
-    requests: impl Stream<Item = impl Future<Output = anyhow::Result<()>>>,
-) -> anyhow::Result<()> {
-    let mut responses = std::pin::pin!(requests.buffer_unordered(32));
-    while let Some(response) = responses.next().await {
-        response?;
-    }
-    Ok(())
 }
 
 impl ObjectCounts {

@@ -10,6 +10,7 @@ use tulle_control::trust::{self, CertificateAuthority};
 
 use super::liveness::{self, LivenessProbes};
 use crate::run::process::Process;
+use crate::scale::control_program;
 
 /// The configuration of a control plane process.
 pub(super) struct ControlPlane<'a> {
@@ -48,13 +49,7 @@ impl ControlPlane<'_> {
         write("issuer/tls.crt", &certificate)?;
         write("issuer/tls.key", &key)?;
         write("token-keys/bench.pem", &trust::create_token_keys()?.public)?;
-        let program = match self.program {
-            Some(path) => path.to_owned(),
-            None => std::env::current_exe()
-                .context("finding this program")?
-                .with_file_name("tulle-control"),
-        };
-        let mut command = Command::new(program);
+        let mut command = Command::new(control_program(self.program)?);
         command
             .args(["destination", "identity", "-enable-ipv6=false"])
             .args(self.runs_policy_service.then_some("policy"))

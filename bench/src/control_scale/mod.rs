@@ -32,6 +32,7 @@ use crate::control_scale::liveness::LivenessProbes;
 use crate::control_scale::streams::{Address, ClientCounts, Streams};
 use crate::control_scale::subscribers::Subscribers;
 use crate::run::process::Process;
+use crate::scale::{MEMORY_SETTLE_DELAY, megabytes, millis};
 
 /// Numbers of objects, clients and changes.
 #[derive(Debug, clap::Args)]
@@ -467,16 +468,6 @@ fn print_memory(when: &str, control: &Process) -> anyhow::Result<()> {
     Ok(())
 }
 
-pub(crate) fn megabytes(kib: u64) -> f64 {
-    kib as f64 / 1000.0 * 1.024
-}
-
-pub(crate) fn millis(micros: u64) -> f64 {
-    micros as f64 / 1000.0
-}
-
-/// Delay before memory is read, so that the work that follows the first responses has finished.
-const MEMORY_SETTLE_DELAY: Duration = Duration::from_secs(2);
 const UPDATE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Maximum difference of the memory before and after a day, as a fraction.
 const MAX_MEMORY_CHANGE: f64 = 0.05;

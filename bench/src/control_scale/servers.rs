@@ -8,9 +8,10 @@ use futures_util::stream::{self, StreamExt as _};
 use hdrhistogram::Histogram;
 use tokio::time::{Instant, sleep_until};
 
-use super::cluster::{Cluster, run_concurrently};
+use super::cluster::Cluster;
 use super::streams::MAX_LATENCY_US;
 use super::subscribers::{Subscribers, Subscription};
+use crate::scale::run_concurrently;
 
 /// Creates a Server for the pods of each of the first `n_servers` Services.
 pub(super) async fn create(cluster: &Cluster, n_servers: usize) -> anyhow::Result<()> {
