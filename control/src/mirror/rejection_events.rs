@@ -23,9 +23,9 @@ impl RejectionEvents {
             (mirrors, &planned.mirrors, "Mirror"),
             (federated, &planned.federated, "Federate"),
         ] {
-            let rejected = || statuses.iter().filter_map(rejection);
-            recorded.retain(|service, _| rejected().any(|(name, _)| name == service));
-            for (service, rejection) in rejected() {
+            let rejected: HashMap<_, _> = statuses.iter().filter_map(rejection).collect();
+            recorded.retain(|service, _| rejected.contains_key(service));
+            for (service, rejection) in rejected {
                 if recorded.get(service) != Some(rejection) {
                     recorder.record(note(service, rejection, action, exporting));
                     recorded.insert(service.clone(), rejection.clone());
