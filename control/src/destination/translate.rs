@@ -66,8 +66,8 @@ pub(super) fn difference(
     location: &ClientLocation,
     config: &Config,
 ) -> Vec<Update> {
-    let sent = before.map(|(before, location)| UsableEndpoints::for_members(before, location));
-    let usable = UsableEndpoints::for_members(now, location);
+    let sent = before.map(|(before, location)| UsableEndpoints::from_members(before, location));
+    let usable = UsableEndpoints::from_members(now, location);
     // The message for an endpoint depends on the client's zone.
     let zone_changed = before.is_some_and(|(_, before)| before.zone != location.zone);
     let mut added: Vec<(&Member<'_>, Vec<WeightedAddr>)> = Vec::new();
@@ -148,7 +148,7 @@ enum EndpointScope<'a> {
 }
 
 impl<'a> UsableEndpoints<'a> {
-    fn for_members(members: &[Member<'a>], location: &'a ClientLocation) -> SmallVec<[Self; 1]> {
+    fn from_members(members: &[Member<'a>], location: &'a ClientLocation) -> SmallVec<[Self; 1]> {
         members.iter().map(|member| Self::new(*member, location)).collect()
     }
 

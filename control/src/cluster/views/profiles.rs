@@ -176,8 +176,8 @@ fn instance_profile(
     for (_, subset) in service_subsets(reader, config, service) {
         // Clients that name a pod instead of connecting to its address, such as gateways, name a port of the Service.
         let port = target_port(service, port, subset).unwrap_or(port);
-        let mut addresses = subset.addresses.iter();
-        while let Some(address) = addresses.find(|address| address.hostname.as_deref() == Some(hostname)) {
+        let addresses = subset.addresses.iter();
+        for address in addresses.filter(|address| address.hostname.as_deref() == Some(hostname)) {
             if let AddressTarget::Pod(name) = &address.target
                 && let Some(pod) = reader.pod(name)
             {
