@@ -87,6 +87,7 @@ async fn mirrors_of_pods_that_linkerd_wrote_are_kept() {
 async fn compare(name: &str, expected: &[Difference]) {
     let inputs: Inputs = read(&format!("{name}.yaml"));
     let recorded: Vec<RecordedStep> = read(&format!("{name}-linkerd.yaml"));
+    assert_eq!(inputs.steps.len(), recorded.len());
     let (west, east) = clusters(&inputs).await;
     let mut mirrors = Vec::new();
     let mut theirs = Objects::new();
@@ -99,8 +100,8 @@ async fn compare(name: &str, expected: &[Difference]) {
         if mirrors.is_empty() {
             mirrors = start_all(&inputs, &west).await;
         }
-        update(&mut theirs, recorded);
-        let expected = differences::of_step(expected, n);
+        apply_recorded_step(&mut theirs, recorded);
+        let expected = differences::expected_after_step(expected, n);
         wait_for_differences(&step.name, &expected, async || {
             found_differences(&theirs, &objects(&west, &east).await)
         })
@@ -124,8 +125,8 @@ async fn take_over(name: &str, expected: &[Difference]) {
     }
     let before = versions(&west).await;
     let mut theirs = Objects::new();
-    update(&mut theirs, first);
-    let expected = differences::of_step(expected, 0);
+    apply_recorded_step(&mut theirs, first);
+    let expected = differences::expected_after_step(expected, 0);
     let mut mirrors = start_all(&inputs, &west).await;
     wait_for_differences("taking over", &expected, async || {
         found_differences(&theirs, &objects(&west, &east).await)
@@ -304,7 +305,7 @@ async fn wait_for_differences(step: &str, expected: &Found, found: impl AsyncFn(
 }
 
 /// Applies a step of the recording to the objects of Linkerd.
-fn update(objects: &mut Objects, step: RecordedStep) {
+fn apply_recorded_step(objects: &mut Objects, step: RecordedStep) {
     for deleted in &step.deleted {
         assert!(objects.remove(&object_key(deleted)).is_some(), "{deleted}");
     }

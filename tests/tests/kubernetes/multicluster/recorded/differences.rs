@@ -16,7 +16,7 @@ pub(super) struct Difference {
 }
 
 /// The differences that are expected after a step.
-pub(super) fn of_step(differences: &[Difference], step: usize) -> Found {
+pub(super) fn expected_after_step(differences: &[Difference], step: usize) -> Found {
     let mut found = Found::new();
     for difference in differences.iter().filter(|difference| difference.steps.contains(&step)) {
         for (object, fields) in difference.objects {
