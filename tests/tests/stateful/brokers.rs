@@ -21,13 +21,13 @@ printf '%s\\n' \"listeners.tcp.default = $PORT\" 'loopback_users.guest = false' 
 exec /usr/lib/rabbitmq/bin/rabbitmq-server",
     version: "ls -d /usr/lib/rabbitmq/lib/rabbitmq_server-*",
     client: "url=amqp://guest:guest@$host:$port",
-    ask: script(
+    query: script(
         "amqp-declare-queue -u $url -q a
 amqp-publish -u $url -r a -b 42
 amqp-get -u $url -q a",
         "a\n42",
     ),
-    ask_often: Some(script("amqp-declare-queue -u $url -q a", "a")),
+    small_query: Some(script("amqp-declare-queue -u $url -q a", "a")),
     large: Some(script(
         "amqp-declare-queue -u $url -q big >&2
 head -c 10485760 /dev/zero | amqp-publish -u $url -r big
@@ -59,11 +59,11 @@ ask() {
   java -Xmx256m -Djute.maxbuffer=16777216 -Dlog4j.configuration=file:/etc/log4j.properties -cp '/usr/share/brokers/*' \\
     org.apache.zookeeper.ZooKeeperMain -server $host:$port
 }",
-    ask: script(
+    query: script(
         "printf 'create /a\\nset /a 42\\nget /a\\nquit\\n' | ask | grep -x 42",
         "42",
     ),
-    ask_often: Some(script("echo $(echo ruok | nc $host $port)", "imok")),
+    small_query: Some(script("echo $(echo ruok | nc $host $port)", "imok")),
     large: Some(script(
         "{ printf 'create /big '; head -c 10485760 /dev/zero | tr '\\0' x; printf '\\nget /big\\nquit\\n'; } | ask |
   awk '/^x/ {print length}'",
@@ -92,8 +92,8 @@ consume() { run org.apache.kafka.tools.consumer.ConsoleConsumer --bootstrap-serv
   --consumer-property fetch.max.bytes=16777216 --consumer-property max.partition.fetch.bytes=16777216 --topic \"$@\"; }
 # Asks for the protocol versions, and prints the number in the response, which is that in the request.
 versions() { printf '\\0\\0\\0\\x0a\\0\\x12\\0\\0\\0\\0\\0\\x07\\xff\\xff' >&3; head -c 8 <&3 | tail -c 4 | od -An -tu1 | tr -d ' '; }",
-    ask: script("echo 42 | produce a; consume a", "42"),
-    ask_often: Some(script("exec 3<>/dev/tcp/$host/$port; versions", "0007")),
+    query: script("echo 42 | produce a; consume a", "42"),
+    small_query: Some(script("exec 3<>/dev/tcp/$host/$port; versions", "0007")),
     large: Some(script(
         "{ head -c 10485760 /dev/zero | tr '\\0' x; echo; } | produce big; consume big | tr -d '\\n' | wc -c",
         TEN_MIB,
@@ -110,8 +110,8 @@ exec etcd --data-dir /data/etcd --listen-client-urls http://0.0.0.0:$PORT --adve
     readiness: Readiness::Http("/health", None),
     version: "etcd --version | head -n 1",
     client: "export ETCDCTL_API=3 ETCDCTL_ENDPOINTS=http://$host:$port",
-    ask: script("etcdctl put a 42; etcdctl get --print-value-only a", "OK\n42"),
-    ask_often: Some(script("etcdctl get --print-value-only a", "42")),
+    query: script("etcdctl put a 42; etcdctl get --print-value-only a", "OK\n42"),
+    small_query: Some(script("etcdctl get --print-value-only a", "42")),
     // Ten values, because etcdctl sends at most 2 MiB; they are read in one response.
     large: Some(script(
         "for i in 0 1 2 3 4 5 6 7 8 9; do head -c 1048576 /dev/zero | tr '\\0' x | etcdctl put big$i >&2; done
@@ -140,11 +140,11 @@ exec nats-server -c /tmp/nats.conf -p $PORT -m 8222 -js -sd /data",
     readiness: Readiness::Http("/healthz", Some(8222)),
     version: "nats-server --version",
     client: "export NATS_URL=nats://$host:$port HOME=/tmp",
-    ask: script(
+    query: script(
         "nats kv add a >&2 || true; nats kv put a a 42; nats kv get a a --raw",
         "42\n42",
     ),
-    ask_often: Some(script("head -c 4 < /dev/tcp/$host/$port", "INFO")),
+    small_query: Some(script("head -c 4 < /dev/tcp/$host/$port", "INFO")),
     large: Some(script(
         "nats object add big >&2
 head -c 10485760 /dev/zero > /tmp/zero
@@ -174,11 +174,11 @@ printf '%s\\n' \"listener $PORT 0.0.0.0\" 'allow_anonymous true' > /tmp/mosquitt
 exec mosquitto -c /tmp/mosquitto.conf",
     version: "mosquitto -h | head -n 1",
     client: "",
-    ask: script(
+    query: script(
         "mosquitto_pub -h $host -p $port -q 1 -r -t a -m 42; mosquitto_sub -h $host -p $port -t a -C 1",
         "42",
     ),
-    ask_often: Some(script("mosquitto_sub -h $host -p $port -t a -C 1", "42")),
+    small_query: Some(script("mosquitto_sub -h $host -p $port -t a -C 1", "42")),
     large: Some(script(
         "head -c 10485760 /dev/zero > /tmp/message
 mosquitto_pub -h $host -p $port -q 1 -r -t big -f /tmp/message
@@ -209,7 +209,7 @@ printf '%s\\n' 'include /etc/ldap/schema/core.schema' 'include /etc/ldap/schema/
 exec slapd -d 0 -f /tmp/slapd.conf -h ldap://0.0.0.0:$PORT",
     version: "slapd -VV 2>&1 | head -n 1 || true",
     client: "at=(-x -H ldap://$host:$port -D cn=admin,dc=test -w secret)",
-    ask: script("ldapwhoami \"${at[@]}\"", "dn:cn=admin,dc=test"),
+    query: script("ldapwhoami \"${at[@]}\"", "dn:cn=admin,dc=test"),
     large: Some(script(
         "head -c 10485760 /dev/zero > /tmp/audio
 printf '%s\\n' 'dn: dc=test' 'objectClass: dcObject' 'objectClass: organization' 'o: test' 'dc: test' '' 'dn: cn=big,dc=test' \\
@@ -237,9 +237,9 @@ printf '%s\\n' 'HostKey /run/host_key' 'UsePAM no' 'PermitEmptyPasswords yes' > 
 exec /usr/sbin/sshd -D -e -f /run/sshd_config -p $PORT",
     version: "ssh -V 2>&1",
     client: "on() { ssh -p $port -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR guest@$host \"$@\"; }",
-    ask: script("on 'echo $((6*7))'", "42"),
+    query: script("on 'echo $((6*7))'", "42"),
     // Without the exchange of keys, which needs a tenth of a second.
-    ask_often: Some(script("head -c 8 < /dev/tcp/$host/$port", "SSH-2.0-")),
+    small_query: Some(script("head -c 8 < /dev/tcp/$host/$port", "SSH-2.0-")),
     large: Some(script("head -c 10485760 /dev/zero | on cat | wc -c", TEN_MIB)),
     idle: Some(script("{ echo 1; sleep $idle; echo 2; } | on cat", "1\n2")),
     ..BROKER
@@ -256,7 +256,7 @@ printf '%s\\n' \"listen on 0.0.0.0 port $PORT\" 'action \"deliver\" maildir \"/d
 exec smtpd -d -f /tmp/smtpd.conf",
     version: "smtpd -h 2>&1 | head -n 1",
     client: "send() { curl -sS smtp://$host:$port --mail-from a@test --mail-rcpt guest@test --upload-file - && echo sent; }",
-    ask: script("echo 'Subject: test' | send", "sent"),
+    query: script("echo 'Subject: test' | send", "sent"),
     large: Some(script(
         "{ printf 'Subject: big\\n\\n'; head -c 10485760 /dev/zero | tr '\\0' x | fold -w 70; } | send",
         "sent",
@@ -279,7 +279,7 @@ printf '%s\\n' listen=YES listen_ipv6=NO listen_port=$PORT background=NO anonymo
 # As process 1 it would crash when a child of another process ends.
 vsftpd /run/vsftpd.conf & wait",
     version: "vsftpd -v 0>&1 2>&1 | head -n 1 || true",
-    ask: script("curl -sS ftp://$host:$port/a", "42"),
+    query: script("curl -sS ftp://$host:$port/a", "42"),
     large: Some(script(
         "head -c 10485760 /dev/zero | curl -sS --upload-file - ftp://$host:$port/up/$RANDOM-big
 curl -sS --list-only ftp://$host:$port/up/ >&2

@@ -48,11 +48,11 @@ exec postgres -D /data/db -p $PORT -k /tmp -c listen_addresses='*' -c cluster_na
     version: "postgres --version",
     client: "
 at() { psql -qAtX -v ON_ERROR_STOP=1 -h postgres3-$1.postgres3-pods -p $port -U postgres \"${@:2}\"; }",
-    formed: script(
+    formation_check: script(
         "at 0 -c \"select count(*) from pg_stat_replication where state = 'streaming' and sync_state = 'sync'\"",
         "2",
     ),
-    more: &[
+    own_scenes: &[
         (
             "a write is read at the standbys",
             script(
@@ -90,14 +90,14 @@ exec redis-server /data/redis.conf",
     client: "
 ask() { redis-cli -h sentinel-$1.sentinel-pods -p 26379 sentinel \"${@:2}\"; }
 master() { ask $1 get-master-addr-by-name main | head -n 1; }",
-    formed: script(
+    formation_check: script(
         "for i in 0 1 2; do
   ask $i master main | tr '\\n' ' ' | grep -oE '(num-slaves|num-other-sentinels|flags) [^ ]*'
 done",
         "flags master\nnum-slaves 2\nnum-other-sentinels 2\nflags master\nnum-slaves 2\nnum-other-sentinels 2\n\
          flags master\nnum-slaves 2\nnum-other-sentinels 2",
     ),
-    more: &[
+    own_scenes: &[
         (
             "a write reaches both replicas",
             script(
@@ -133,12 +133,12 @@ const REDIS_CLUSTER: Server = Server {
     client: "
 at() { redis-cli -c -h redis-cluster-$1.redis-cluster-pods -p $port \"${@:2}\"; }
 nodes() { for i in 0 1 2 3 4 5; do echo $(getent hosts redis-cluster-$i.redis-cluster-pods | cut -d ' ' -f 1):$port; done; }",
-    formed: script(
+    formation_check: script(
         "at 0 cluster info | grep -q cluster_known_nodes:6 || redis-cli --cluster create $(nodes) --cluster-replicas 1 --cluster-yes >&2
 for i in 0 1 2 3 4 5; do at $i cluster info | tr -d '\\r' | grep -E 'cluster_state|cluster_known_nodes'; done | sort | uniq -c | tr -s ' '",
         "6 cluster_known_nodes:6\n 6 cluster_state:ok",
     ),
-    more: &[(
+    own_scenes: &[(
         "keys of all nodes",
         script(
             "for i in $(seq 100); do echo \"set key$i $i\"; done | at 0 | grep -c OK
@@ -168,8 +168,8 @@ exec /usr/lib/rabbitmq/bin/rabbitmq-server",
     client: "
 api() { curl -sSf -u guest:guest -H 'content-type: application/json' http://rabbitmq3-$1.rabbitmq3-pods:15672/api/$2 \"${@:3}\"; }
 url() { echo amqp://guest:guest@rabbitmq3-$1.rabbitmq3-pods:$port; }",
-    formed: script("api 0 nodes?columns=running | grep -o true | wc -l", "3"),
-    more: &[(
+    formation_check: script("api 0 nodes?columns=running | grep -o true | wc -l", "3"),
+    own_scenes: &[(
         "quorum queue",
         script(
             "api 0 queues/%2f/q -X PUT -d '{\"durable\": true, \"arguments\": {\"x-queue-type\": \"quorum\"}}'
@@ -199,11 +199,11 @@ run() {
   java -Xmx256m -Dlog4j.configuration=file:/etc/log4j.properties -cp '/usr/share/brokers/*' org.apache.kafka.tools.\"$1\" \\
     --bootstrap-server kafka3-$2.kafka3-pods:$port \"${@:3}\"
 }",
-    formed: script(
+    formation_check: script(
         "run MetadataQuorumCommand 0 describe --replication | grep -cE 'Leader|Follower'",
         "3",
     ),
-    more: &[(
+    own_scenes: &[(
         "a message with three replicas",
         script(
             "run TopicCommand 0 --create --topic a --partitions 1 --replication-factor 3 >&2
@@ -230,8 +230,8 @@ exec etcd --name $POD_NAME --data-dir /data/etcd --listen-peer-urls http://0.0.0
     client: "
 export ETCDCTL_API=3
 at() { etcdctl --endpoints http://etcd3-$1.etcd3-pods:$port \"${@:2}\"; }",
-    formed: script("at 0 endpoint health --cluster 2>&1 | grep -c 'is healthy'", "3"),
-    more: &[(
+    formation_check: script("at 0 endpoint health --cluster 2>&1 | grep -c 'is healthy'", "3"),
+    own_scenes: &[(
         "a write is read at another member",
         script("at 0 put a 42; at 2 get --print-value-only a", "OK\n42"),
     )],
@@ -257,8 +257,8 @@ at() {
   java -Xmx256m -Dlog4j.configuration=file:/etc/log4j.properties -cp '/usr/share/brokers/*' \\
     org.apache.zookeeper.ZooKeeperMain -server zookeeper3-$1.zookeeper3-pods:$port
 }",
-    formed: script("for i in 0 1 2; do state $i; done | sort", "follower\nfollower\nleader"),
-    more: &[(
+    formation_check: script("for i in 0 1 2; do state $i; done | sort", "follower\nfollower\nleader"),
+    own_scenes: &[(
         "a write is read at another member",
         script(
             "printf 'create /a 42\\nquit\\n' | at 0 >&2; printf 'sync /\\nget /a\\nquit\\n' | at 2 | grep -x 42",
@@ -279,11 +279,11 @@ exec nats-server -n $POD_NAME -p $PORT -m 8222 -js -sd /data --cluster_name nats
     client: "
 export HOME=/tmp
 at() { nats --server nats://nats3-$1.nats3-pods:$port \"${@:2}\"; }",
-    formed: script(
+    formation_check: script(
         "for i in 0 1 2; do curl -sSf http://nats3-$i.nats3-pods:8222/jsz | grep -c '\"cluster_size\": 3'; done",
         "1\n1\n1",
     ),
-    more: &[(
+    own_scenes: &[(
         "a value with three replicas",
         script("at 0 kv add a --replicas=3 >&2; at 0 kv put a a 42; at 2 kv get a a --raw", "42\n42"),
     )],

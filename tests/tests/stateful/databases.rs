@@ -23,7 +23,7 @@ exec postgres -D /data/db -p $PORT -k /tmp -c listen_addresses='*' -c ssl=on",
     client: "
 export PGHOST=$host PGPORT=$port PGUSER=postgres PGPASSWORD=secret PGSSLMODE=disable
 ask() { psql -qAtX -v ON_ERROR_STOP=1 \"$@\"; }",
-    ask: script("ask -c 'select 6*7'", "42"),
+    query: script("ask -c 'select 6*7'", "42"),
     large: Some(script(
         "ask -c 'create table if not exists big (v text)' -c 'truncate big'
 { head -c 10485760 /dev/zero | tr '\\0' x; echo; } | ask -c 'copy big from stdin'
@@ -34,7 +34,7 @@ ask -c 'select v from big' | tr -d '\\n' | wc -c",
         "{ echo 'select 1;'; sleep $idle; echo 'select 2;'; } | ask",
         "1\n2",
     )),
-    more: &[(
+    own_scenes: &[(
         "TLS of the server",
         script(
             "PGSSLMODE=require ask -c 'select version from pg_stat_ssl where pid = pg_backend_pid()'",
@@ -57,7 +57,7 @@ exec mariadbd --no-defaults --datadir=/data/db --port=$PORT --socket=/tmp/mariad
     version: "mariadbd --version",
     client: "
 ask() { mariadb --no-defaults -h$host -P$port -uapp -psecret -Ns --unbuffered --max-allowed-packet=64M \"$@\" app; }",
-    ask: script("ask -e 'select 6*7'", "42"),
+    query: script("ask -e 'select 6*7'", "42"),
     large: Some(script(
         r#"ask -e "create table if not exists big (v longtext); truncate big"
 { printf "insert into big values ('"; head -c 10485760 /dev/zero | tr '\0' x; printf "');"; } | ask
@@ -79,8 +79,8 @@ const REDIS: Server = Server {
     readiness: Readiness::Script("redis-cli -h 127.0.0.1 -p $PORT ping | grep PONG"),
     version: "redis-server --version",
     client: "ask() { redis-cli -h $host -p $port \"$@\"; }",
-    ask: script("ask set a 42; ask get a", "OK\n42"),
-    ask_often: Some(script("ask echo 42", "42")),
+    query: script("ask set a 42; ask get a", "OK\n42"),
+    small_query: Some(script("ask echo 42", "42")),
     large: Some(script(
         "head -c 10485760 /dev/zero | ask -x set big > /tmp/set; ask get big | head -c -1 | wc -c",
         TEN_MIB,
@@ -96,7 +96,7 @@ const MEMCACHED: Server = Server {
     start: "exec memcached -p $PORT -I 16m -m 256",
     version: "memcached --version",
     client: "ask() { nc $host $port | tr -d '\\r'; }",
-    ask: script(
+    query: script(
         "printf 'set a 0 0 2\\r\\n42\\r\\nget a\\r\\nquit\\r\\n' | ask",
         "STORED\nVALUE a 0 2\n42\nEND",
     ),

@@ -1,4 +1,4 @@
-//! The scenes, which each server of the table plays.
+//! The scenes that are run with each server.
 
 use anyhow::{Context as _, bail, ensure};
 use tokio::time::Instant;
@@ -9,7 +9,7 @@ use super::suite::{Client, Suite};
 
 impl Suite {
     /// Runs all scenes of a server but that of a long silence. On another port than the usual one, only the first two.
-    pub(super) async fn scenes(&self, deployed: &Deployed<'_>) -> anyhow::Result<()> {
+    pub(super) async fn run_scenes(&self, deployed: &Deployed<'_>) -> anyhow::Result<()> {
         let server = deployed.server;
         let version = self.version_of(deployed).await?;
         let pod = format!("{}-0", deployed.name);
@@ -19,28 +19,28 @@ impl Suite {
         } else {
             &deployed.name
         };
-        let play = async |scene: &str, host: &str, script: Script| {
+        let run_scene = async |scene: &str, host: &str, script: Script| {
             let client = self.client_of(server);
             let (took, result) = self.check(client, &preamble(deployed, host), script).await;
             self.results.add((&deployed.name, &version), scene, took, result);
         };
-        play("first connection", service, server.ask).await;
-        play("second connection", service, server.ask).await;
+        run_scene("first connection", service, server.query).await;
+        run_scene("second connection", service, server.query).await;
         if deployed.port != server.port {
             return Ok(());
         }
         if let Some(large) = server.large {
-            play("10 MiB", service, large).await;
+            run_scene("10 MiB", service, large).await;
         }
-        for (scene, script) in server.more {
-            play(scene, service, *script).await;
+        for (scene, script) in server.own_scenes {
+            run_scene(scene, service, *script).await;
         }
-        play("name of a pod", &pod_name, server.ask).await;
+        run_scene("name of a pod", &pod_name, server.query).await;
         let addr = self.pod_addr(&pod).await?;
-        play("address of a pod", &addr, server.ask).await;
-        self.often(deployed, &version, service).await;
+        run_scene("address of a pod", &addr, server.query).await;
+        self.run_many_connections(deployed, &version, service).await;
         let begun = Instant::now();
-        let refused = self.refused(deployed).await;
+        let refused = self.check_refusal(deployed).await;
         self.results.add(
             (&deployed.name, &version),
             "client without a sidecar",
@@ -51,36 +51,36 @@ impl Suite {
     }
 
     /// Waits until the members of a cluster know each other, and runs its scenes.
-    pub(super) async fn cluster_scenes(&self, deployed: &Deployed<'_>) -> anyhow::Result<()> {
+    pub(super) async fn run_cluster_scenes(&self, deployed: &Deployed<'_>) -> anyhow::Result<()> {
         let (server, preamble) = (deployed.server, preamble(deployed, &deployed.name));
         let version = self.version_of(deployed).await?;
-        let play = async |script: Script| self.check(self.client_of(server), &preamble, script).await;
+        let run_scene = async |script: Script| self.check(self.client_of(server), &preamble, script).await;
         let begun = Instant::now();
-        let formed = async || play(server.formed).await.1.map(drop);
+        let formed = async || run_scene(server.formation_check).await.1.map(drop);
         let formed = self.meshed.cluster.wait_until("the cluster is formed", formed).await;
         let is_formed = formed.is_ok();
         let result = formed.map(|()| "ok".to_owned());
         let scene = format!("{} members form a cluster", server.members);
         self.results
             .add((&deployed.name, &version), &scene, begun.elapsed(), result);
-        for (scene, script) in server.more.iter().filter(|_| is_formed) {
-            let (took, result) = play(*script).await;
+        for (scene, script) in server.own_scenes.iter().filter(|_| is_formed) {
+            let (took, result) = run_scene(*script).await;
             self.results.add((&deployed.name, &version), scene, took, result);
         }
         Ok(())
     }
 
-    /// Many connections, some of them at the same time.
-    async fn often(&self, deployed: &Deployed<'_>, version: &str, host: &str) {
+    /// Runs the query with many connections, some of them at the same time.
+    async fn run_many_connections(&self, deployed: &Deployed<'_>, version: &str, host: &str) {
         let (server, count) = (deployed.server, if self.is_full { 1000 } else { 100 });
-        let ask = server.ask_often.unwrap_or(server.ask);
-        let last_line = ask.prints.lines().last().unwrap_or_default();
+        let query = server.small_query.unwrap_or(server.query);
+        let last_line = query.prints.lines().last().unwrap_or_default();
         // Prints how often each last line was printed.
         let run = format!(
             "cat > /tmp/often <<'END'\nset -euo pipefail\n{}\n{}\nEND\n\
              seq {count} | xargs -n 1 -P {PARALLEL} bash -c 'echo \"$(bash /tmp/often 2>&1 | tail -n 1)\"' | sort | uniq -c",
             preamble(deployed, host),
-            ask.run
+            query.run
         );
         let begun = Instant::now();
         let result = self
@@ -96,8 +96,8 @@ impl Suite {
             .add((&deployed.name, version), &scene, begun.elapsed(), result);
     }
 
-    /// A client without a sidecar is refused. Returns what it shows; the log of the server's sidecar has the cause.
-    async fn refused(&self, deployed: &Deployed<'_>) -> anyhow::Result<String> {
+    /// Checks that a client without a sidecar is refused. Returns what the client shows; the log of the server's sidecar has the cause.
+    async fn check_refusal(&self, deployed: &Deployed<'_>) -> anyhow::Result<String> {
         let server = deployed.server;
         let client = Client {
             namespace: OUTSIDE,
@@ -108,10 +108,10 @@ impl Suite {
         let run = format!(
             "cat > /tmp/refused <<'END'\nset -euo pipefail\n{}\n{}\nEND\ntimeout {REFUSAL_SECONDS} bash /tmp/refused",
             preamble(deployed, &host),
-            server.ask.run
+            server.query.run
         );
         let shown = match self.exec_client(client, &run).await {
-            Ok(printed) if printed.trim() == server.ask.prints => bail!("not refused: {printed:?}"),
+            Ok(printed) if printed.trim() == server.query.prints => bail!("not refused: {printed:?}"),
             Ok(_) => "no response".to_owned(), // a pipe hides the failure of its first program
             Err(error) => error.to_string(),
         };
@@ -128,8 +128,8 @@ impl Suite {
         Ok(format!("refused: {}", last.unwrap_or_default()))
     }
 
-    /// A connection that is silent for longer than the idle timeouts.
-    pub(super) async fn idle_scene(&self, deployed: &Deployed<'_>) -> anyhow::Result<()> {
+    /// Uses a connection, and uses it again after a silence that is longer than the idle timeouts.
+    pub(super) async fn run_idle_scene(&self, deployed: &Deployed<'_>) -> anyhow::Result<()> {
         let server = deployed.server;
         let Some(idle) = server.idle.filter(|_| deployed.port == server.port) else {
             return Ok(());

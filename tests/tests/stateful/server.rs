@@ -20,22 +20,22 @@ pub(super) struct Server {
     pub(super) version: &'static str,
     /// Definitions before each script of a client. The name of the server is in `$host` and its port in `$port`.
     pub(super) client: &'static str,
-    pub(super) ask: Script,
-    /// Asks with one connection and little work, a thousand times. `None`: as `ask`.
-    pub(super) ask_often: Option<Script>,
+    pub(super) query: Script,
+    /// A query with little work, for many connections. `None`: the same as `query`.
+    pub(super) small_query: Option<Script>,
     /// Writes and reads 10 MiB.
     pub(super) large: Option<Script>,
     /// Uses a connection before and after `sleep $idle`.
     pub(super) idle: Option<Script>,
     /// Scenes that only this server has.
-    pub(super) more: &'static [(&'static str, Script)],
+    pub(super) own_scenes: &'static [(&'static str, Script)],
     /// Whether clients need an address of the pod, because they connect to more than one port.
     pub(super) needs_pod_addr: bool,
     /// The number of pods.
     pub(super) members: u8,
     pub(super) inbound_mode: InboundMode,
-    /// What a client sees as soon as all members know each other.
-    pub(super) formed: Script,
+    /// Its output shows that all members know each other.
+    pub(super) formation_check: Script,
 }
 
 /// How the sidecar of a server hands connections to it.
@@ -80,15 +80,15 @@ impl Server {
         readiness: Readiness::Tcp,
         version: "",
         client: "",
-        ask: script("", ""),
-        ask_often: None,
+        query: script("", ""),
+        small_query: None,
         large: None,
         idle: None,
-        more: &[],
+        own_scenes: &[],
         needs_pod_addr: false,
         members: 1,
         inbound_mode: InboundMode::Redirect,
-        formed: script("", ""),
+        formation_check: script("", ""),
     };
 }
 

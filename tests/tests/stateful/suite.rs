@@ -55,15 +55,15 @@ impl Suite {
             self.meshed.kubectl(&args).await?;
         }
         let others = async {
-            self.other_scenes(&deployed).await?;
-            self.cluster_scenes_of(clusters).await
+            self.run_scenes_in_turn(&deployed).await?;
+            self.run_clusters(clusters).await
         };
-        let (idle, others) = tokio::join!(self.idle_scenes(&deployed), others);
+        let (idle, others) = tokio::join!(self.run_idle_scenes(&deployed), others);
         idle.and(others)
     }
 
     /// Runs clusters one after another, so that only one needs memory.
-    async fn cluster_scenes_of(&self, clusters: &[Server]) -> anyhow::Result<()> {
+    async fn run_clusters(&self, clusters: &[Server]) -> anyhow::Result<()> {
         for server in clusters {
             let cluster = Deployed {
                 server,
@@ -72,7 +72,7 @@ impl Suite {
             };
             self.meshed.apply(&cluster.manifest().to_string()).await?;
             self.wait_for_server(&cluster).await?;
-            self.cluster_scenes(&cluster).await?;
+            self.run_cluster_scenes(&cluster).await?;
             let delete = format!(
                 "delete statefulset,service -n {NAMESPACE} {0} {0}-pods --ignore-not-found",
                 cluster.name
@@ -83,18 +83,18 @@ impl Suite {
     }
 
     /// Runs the scenes of a long silence, of all servers at the same time.
-    async fn idle_scenes(&self, deployed: &[Deployed<'_>]) -> anyhow::Result<()> {
+    async fn run_idle_scenes(&self, deployed: &[Deployed<'_>]) -> anyhow::Result<()> {
         if self.is_full {
-            let scenes = deployed.iter().map(|server| self.idle_scene(server));
+            let scenes = deployed.iter().map(|server| self.run_idle_scene(server));
             try_join_all(scenes).await?;
         }
         Ok(())
     }
 
-    async fn other_scenes(&self, deployed: &[Deployed<'_>]) -> anyhow::Result<()> {
+    async fn run_scenes_in_turn(&self, deployed: &[Deployed<'_>]) -> anyhow::Result<()> {
         for server in deployed {
             self.wait_for_server(server).await?;
-            self.scenes(server).await?;
+            self.run_scenes(server).await?;
         }
         Ok(())
     }
@@ -198,12 +198,12 @@ fn short_version(printed: &str) -> String {
 /// The end of an output.
 fn last_lines(text: &str) -> String {
     let lines: Vec<&str> = text.lines().collect();
-    lines[lines.len().saturating_sub(OUTPUT_LINES)..].join("\n")
+    lines[lines.len().saturating_sub(MAX_REPORTED_LINES)..].join("\n")
 }
 
 /// Longer than the longest silence.
 const SCRIPT_TIMEOUT: Duration = Duration::from_secs(900);
-const OUTPUT_LINES: usize = 6;
+const MAX_REPORTED_LINES: usize = 6;
 
 #[test]
 fn the_version_is_found_in_what_servers_print() {
