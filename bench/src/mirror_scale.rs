@@ -258,7 +258,7 @@ impl Mirrors {
         })
     }
 
-    /// Waits until so many Services have a mirror with an endpoint.
+    /// Waits until `n_services` Services have a mirror with an endpoint.
     async fn wait_for_all(&mut self, n_services: usize, deadline: Instant) -> anyhow::Result<()> {
         let (mut services, mut with_endpoints) = (HashSet::new(), HashSet::new());
         while services.len() < n_services || with_endpoints.len() < n_services {
@@ -277,7 +277,7 @@ impl Mirrors {
         Ok(())
     }
 
-    /// Waits until the mirrors have so many changes. Returns when each was seen first.
+    /// Waits until `n_changes` changes have arrived in the mirrors. Returns when each was seen first.
     async fn observe_changes(&mut self, n_changes: usize) -> anyhow::Result<HashMap<Change, Instant>> {
         let mut observed = HashMap::new();
         let mut deadline = Instant::now() + CHANGE_TIMEOUT;

@@ -58,7 +58,7 @@ impl App {
                 attempts += 1;
                 match run_client(dial().await, case).await {
                     // The proxy may not be ready yet, or it may reuse an upstream connection that the previous case has closed.
-                    None if attempts < MAX_ATTEMPTS => tokio::time::sleep(WRITE_INTERVAL).await,
+                    None if attempts < MAX_ATTEMPTS => tokio::time::sleep(RETRY_INTERVAL).await,
                     observation => break observation.unwrap_or_default(),
                 }
             };
@@ -316,6 +316,7 @@ impl fmt::Display for Outcome {
 /// Sent directly after each request that must be refused. No proxy may process it as a request of its own.
 const SMUGGLED_REQUEST: &str = "GET /smuggled HTTP/1.1\r\nhost: web.test\r\n\r\n";
 const WRITE_INTERVAL: Duration = Duration::from_millis(5);
+const RETRY_INTERVAL: Duration = Duration::from_millis(5);
 /// Timeout of the warm-up request and of each case.
 const CASE_TIMEOUT: Duration = Duration::from_secs(5);
 const MAX_ATTEMPTS: u32 = 100;

@@ -65,8 +65,8 @@ impl Cluster {
         self.counts.first_rollout_pod() + self.counts.rollout_endpoints
     }
 
-    /// The n-th pod. The first pods belong to the Services in order, `endpoints` to each. `service` of the other pods and of the
-    /// pods of `rollout` is a number that no Service has.
+    /// The n-th pod. The first pods belong to the Services in order, `endpoints` to each. For the remaining pods (`other_pods` and
+    /// those of `rollout`), the field `service` is a number beyond that of the last Service.
     pub(super) fn initial_pod(&self, n: usize) -> Pod {
         let service = n / self.counts.endpoints;
         Pod { n, service }

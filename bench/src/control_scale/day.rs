@@ -225,7 +225,7 @@ impl Day {
         Ok(())
     }
 
-    /// Replaces all pods of a node, after they have become not ready.
+    /// Replaces the pods of a node after they have become not ready, except those of the stable Services.
     async fn lose_node(&self, node: usize) -> anyhow::Result<()> {
         for workload in self.workloads.iter().skip(STABLE_SERVICES) {
             let workload = &mut *workload.lock().await;

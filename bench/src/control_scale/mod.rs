@@ -127,7 +127,7 @@ impl Args {
 enum LoadKind {
     /// One endpoint per change, of all Services in turn.
     Updates,
-    /// All endpoints of one large Service are replaced.
+    /// Every endpoint of one large Service is replaced twice.
     Rollout,
     /// All clients lose their connections and connect again at once.
     Reconnect,
@@ -284,7 +284,7 @@ impl Run<'_> {
         print_memory("after changes", &self.control)
     }
 
-    /// Replaces all endpoints of the large Service twice, slice by slice.
+    /// Replaces every endpoint of the large Service twice, at a steady rate: one endpoint per write, of all slices in turn.
     async fn measure_rollout(&mut self) -> anyhow::Result<()> {
         let args = self.args;
         let counts = ClientCounts {

@@ -188,7 +188,13 @@ fn incomparable_reason(row: Scenario) -> Option<&'static str> {
         | Scenario::Grpc
         | Scenario::GrpcStream
         | Scenario::Bulk
+        | Scenario::SmallOpaque
         | Scenario::NewMtls
+        | Scenario::Pgbench
+        | Scenario::PgbenchConnect
+        | Scenario::RedisC1
+        | Scenario::RedisC50
+        | Scenario::RedisPipelined
         | Scenario::HttpC64Baseline
         | Scenario::Routed
         | Scenario::Rewritten
@@ -204,6 +210,7 @@ fn start<'a>(args: &Args, testbeds: &'a [Testbed], setup: &Setup) -> anyhow::Res
         .iter()
         .zip(&args.builds)
         .map(|(testbed, build)| {
+            testbed.run_tcp_app(setup.tcp_app)?;
             let sidecars = tulle::start(testbed, setup, build)?;
             measurement::warm_up(testbed, Some(&sidecars), setup)?;
             tulle::verify(testbed, setup.path)?;

@@ -325,8 +325,8 @@ fn dump_numbers(measurement: u32) -> [u32; 2] {
 }
 
 /// Number of measurements of each cost. The measurement with the fewest instructions counts, because a TLS handshake can add
-/// instructions to the other one.
-const REPEATS: usize = 2;
+/// instructions to the others.
+const REPEATS: usize = 4;
 
 /// A function that sends a number of requests to a host, one at a time.
 type SendRequests = fn(&Testbed, &str, u32) -> anyhow::Result<()>;

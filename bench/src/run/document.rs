@@ -9,7 +9,7 @@ use clap::ValueEnum as _;
 
 use super::metric::Metric;
 use super::plot::{BarChart, Group};
-use super::report::{Report, TableRow};
+use super::report::{Report, ResultLine};
 use super::rows::Scenario;
 use super::setup::Peer;
 use super::setup::json_name;
@@ -152,7 +152,7 @@ fn markdown(report: &Report) -> String {
     }
     out.push_str("## Scenarios\n");
     for row in Scenario::value_variants() {
-        let lines: Vec<&TableRow> = report.lines.iter().filter(|line| line.row == *row).collect();
+        let lines: Vec<&ResultLine> = report.lines.iter().filter(|line| line.row == *row).collect();
         if !lines.is_empty() {
             write_table(&mut out, *row, &lines);
         }
@@ -175,7 +175,7 @@ fn markdown(report: &Report) -> String {
 }
 
 /// Writes the table of one row, with one line per peer.
-fn write_table(out: &mut String, row: Scenario, lines: &[&TableRow]) {
+fn write_table(out: &mut String, row: Scenario, lines: &[&ResultLine]) {
     let columns: Vec<(Metric, &str, usize)> = COLUMNS
         .into_iter()
         .filter(|(metric, ..)| lines.iter().any(|line| line.metrics.contains_key(metric)))
@@ -239,7 +239,7 @@ Ports and connection tracking entries are reused after one second, so that scena
 `tulle-bench document docs/reference/benchmarks.json` makes this file from the JSON of one run. `./run bench --json docs/reference/benchmarks.json` makes that JSON.
 For each scenario, all proxies are measured in turn. The tables have medians; the value after ± is half the difference of maximum and minimum.
 The client, both sidecars and the application share the machine. Requests/s depend on the cost of all of them, CPU times on the cost of the sidecars only.
-`requests/s` counts what the scenario repeats: requests, messages (`grpc-stream`, `bulk`), or connections (`new-mtls`).
+`requests/s` counts what the scenario repeats: requests, messages (`grpc-stream`, `bulk`, `small-opaque`), or connections (`new-mtls`).
 The latencies and failures of `grpc-stream` are those of whole streams of 100 messages.
 On other machines, expect similar ratios, not similar values.
 

@@ -217,6 +217,8 @@ pub(super) fn send_requests_on_new_connections(testbed: &Testbed, host: &str, re
 pub(super) enum BenchLoad {
     /// Echoed messages of 1 MiB, so that both directions carry load at the same time.
     Bulk,
+    /// Echoed messages of 64 bytes.
+    Small,
     /// One message per connection.
     Reconnect,
     /// Bidirectional gRPC streams.
@@ -240,6 +242,7 @@ pub(super) fn bench_load(
             TCP_PORT,
             1,
         ),
+        BenchLoad::Small => ("--protocol tcp --connections 50 --body-size 64".to_owned(), TCP_PORT, 1),
         BenchLoad::Reconnect => (
             "--protocol tcp --connections 16 --body-size 64 --reconnect".to_owned(),
             TCP_PORT,
@@ -309,11 +312,11 @@ pub(super) fn parse_whole_seconds(text: &str) -> Result<Duration, String> {
 }
 
 /// A command line option in seconds.
-fn seconds_option(option: &str, duration: Duration) -> String {
+pub(super) fn seconds_option(option: &str, duration: Duration) -> String {
     format!("{option}{}", duration.as_secs())
 }
 
-fn run_to_end(mut command: Command) -> anyhow::Result<String> {
+pub(super) fn run_to_end(mut command: Command) -> anyhow::Result<String> {
     let output = command
         .output()
         .with_context(|| format!("starting {:?}", command.get_program()))?;

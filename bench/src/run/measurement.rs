@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 
+use super::databases::{self, PgbenchLoad, RedisLoad, TcpApp};
 use super::generators::{BULK_MESSAGE_BYTES, BenchLoad, LoadResult, WrkLoad, bench_load, ghz, h2load, wrk};
 use super::memory::ResidentMemory;
 use super::metric::{Metric, Sample};
@@ -28,6 +29,7 @@ pub(super) fn warm_up(testbed: &Testbed, sidecars: Option<&Sidecars>, setup: &Se
             WARM_UP_DURATION,
         )?,
         Traffic::Http2 => ghz(testbed, host, WARM_UP_DURATION)?,
+        Traffic::Opaque if setup.tcp_app != TcpApp::Echo => setup.tcp_app.send_some_requests(testbed, host)?,
         Traffic::Opaque => {
             // The first connections wait for the policy of their port, so the result of the first run does not count.
             bench_load(testbed, host, BenchLoad::Bulk, WARM_UP_DURATION)?;
@@ -59,6 +61,12 @@ pub(super) fn measure(
         http1(load).map(|sample| add_throughput(sample, body as u64))
     };
     let bench_load_sample = |load| measure_load(sidecars, || bench_load(testbed, host, load, duration));
+    let pgbench_sample = |load| measure_load(sidecars, || databases::pgbench(testbed, host, load, duration));
+    let redis_sample = |connections, pipelined| {
+        let load = RedisLoad { connections, pipelined };
+        let requests = databases::redis_requests(testbed, host, load, duration)?;
+        measure_load(sidecars, || databases::redis_benchmark(testbed, host, load, requests))
+    };
     match row {
         Scenario::HttpC1 => http1(WrkLoad::get_requests(1)),
         Scenario::HttpC16 => http1(WrkLoad::get_requests(16)),
@@ -82,7 +90,13 @@ pub(super) fn measure(
         Scenario::Grpc => measure_load(sidecars, || ghz(testbed, host, duration)),
         Scenario::GrpcStream => bench_load_sample(BenchLoad::Streams),
         Scenario::Bulk => bench_load_sample(BenchLoad::Bulk).map(|sample| add_throughput(sample, BULK_MESSAGE_BYTES)),
+        Scenario::SmallOpaque => bench_load_sample(BenchLoad::Small),
         Scenario::NewMtls => bench_load_sample(BenchLoad::Reconnect),
+        Scenario::Pgbench => pgbench_sample(PgbenchLoad { reconnect: false }),
+        Scenario::PgbenchConnect => pgbench_sample(PgbenchLoad { reconnect: true }),
+        Scenario::RedisC1 => redis_sample(1, 1),
+        Scenario::RedisC50 => redis_sample(50, 1),
+        Scenario::RedisPipelined => redis_sample(50, 16),
         Scenario::Idle => measure_idle_memory(testbed, sidecars, open_idle_http_client),
         Scenario::IdleOpaque => measure_idle_memory(testbed, sidecars, open_idle_opaque_client),
         Scenario::SlowHeads => slow::measure(testbed, sidecars.context("there is no sidecar")?, duration),

@@ -10,6 +10,7 @@ mod certs;
 pub mod compare;
 mod conformance;
 pub mod costs;
+mod databases;
 mod document;
 mod generators;
 mod hostile;
@@ -37,6 +38,7 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 use clap::ValueEnum as _;
 
+use self::databases::TcpApp;
 use self::report::{Report, Results};
 use self::rows::Scenario;
 use self::setup::Peer;
@@ -108,6 +110,9 @@ pub struct Args {
 pub fn main(args: &Args) -> anyhow::Result<()> {
     tools::raise_descriptor_limit()?;
     peer::prepare_run(&args.peers, &["wrk", "ghz", "h2load"])?;
+    if args.rows.iter().any(|row| row.setup().tcp_app != TcpApp::Echo) {
+        databases::check()?;
+    }
     let testbeds = args.peers.iter().map(|peer| Ok((*peer, Testbed::build(&[])?)));
     let mut testbeds = testbeds.collect::<anyhow::Result<Vec<_>>>()?;
     let mut results = Results::new(peer::versions(&args.peers)?);
@@ -203,6 +208,7 @@ fn n_measurements(rows: &[Scenario], peer: Peer) -> u32 {
 
 /// Starts the sidecars of one peer and verifies that traffic passes through them.
 fn start(testbed: &Testbed, peer: Peer, setup: &Setup) -> anyhow::Result<Option<Sidecars>> {
+    testbed.run_tcp_app(setup.tcp_app).context("starting the application")?;
     let sidecars = peer.start(testbed, setup).context("starting")?;
     measurement::warm_up(testbed, sidecars.as_ref(), setup).context("warming up")?;
     peer.verify(testbed, setup).context("checking")?;

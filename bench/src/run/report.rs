@@ -22,7 +22,7 @@ pub(super) struct Results {
 #[derive(Debug, Deserialize, Serialize)]
 pub(super) struct Report {
     pub(super) machine: Machine,
-    pub(super) lines: Vec<TableRow>,
+    pub(super) lines: Vec<ResultLine>,
     pub(super) budgets: Vec<BudgetCheck>,
 }
 
@@ -44,9 +44,9 @@ pub(super) struct Machine {
     pub(super) command: String,
 }
 
-/// A row of the tables: the metrics of one scenario and peer.
+/// A line of the tables: the metrics of one scenario and one peer.
 #[derive(Debug, Deserialize, Serialize)]
-pub(super) struct TableRow {
+pub(super) struct ResultLine {
     pub(super) row: Scenario,
     pub(super) peer: Peer,
     pub(super) metrics: BTreeMap<Metric, MetricSummary>,
@@ -97,10 +97,10 @@ impl Results {
 
     /// Reduces the samples to medians and checks them against `budgets`.
     pub(super) fn report(&self, budgets: &str) -> anyhow::Result<Report> {
-        let lines: Vec<TableRow> = self
+        let lines: Vec<ResultLine> = self
             .samples
             .iter()
-            .map(|((row, peer), samples)| TableRow {
+            .map(|((row, peer), samples)| ResultLine {
                 row: *row,
                 peer: *peer,
                 metrics: summarize(samples),
@@ -175,8 +175,8 @@ fn summarize(samples: &[Sample]) -> BTreeMap<Metric, MetricSummary> {
         .collect()
 }
 
-impl TableRow {
-    /// Whether the row is in the table of [`COLUMNS`]. The metrics of the other rows are listed below it.
+impl ResultLine {
+    /// Whether the line is in the table of [`COLUMNS`]. The metrics of the other lines are listed below it.
     fn is_in_main_table(&self) -> bool {
         self.metrics.contains_key(&Metric::RequestsPerSecond) && !self.metrics.contains_key(&Metric::SpeedPercent)
     }
@@ -207,7 +207,7 @@ impl MetricSummary {
     }
 }
 
-fn check_budget(lines: &[TableRow], budget: &Budget) -> BudgetCheck {
+fn check_budget(lines: &[ResultLine], budget: &Budget) -> BudgetCheck {
     let value = median(lines, budget.row, Peer::Tulle, budget.metric);
     let reference = budget.reference.map(|reference| match reference {
         Reference::Peer(peer) => median(lines, budget.row, peer, budget.metric),
@@ -237,7 +237,7 @@ impl BudgetResult {
     }
 }
 
-fn median(lines: &[TableRow], row: Scenario, peer: Peer, metric: Metric) -> Option<f64> {
+fn median(lines: &[ResultLine], row: Scenario, peer: Peer, metric: Metric) -> Option<f64> {
     let line = lines.iter().find(|line| line.row == row && line.peer == peer)?;
     line.metrics.get(&metric).map(|summary| summary.median)
 }
@@ -261,7 +261,7 @@ impl fmt::Display for Report {
             write!(f, "{title:>16}")?;
         }
         writeln!(f)?;
-        let (in_main_table, others): (Vec<&TableRow>, Vec<&TableRow>) =
+        let (in_main_table, others): (Vec<&ResultLine>, Vec<&ResultLine>) =
             self.lines.iter().partition(|line| line.is_in_main_table());
         for line in in_main_table {
             write!(f, "{:<14}{:<18}", json_name(line.row), json_name(line.peer))?;

@@ -1,7 +1,8 @@
-//! The scenarios of the benchmark: the values of `--rows`, and the rows of its tables.
+//! The scenarios of the benchmark, also called rows: the values of `--rows`, and the tables of `docs/reference/benchmarks.md`.
 
 use std::time::Duration;
 
+use super::databases::TcpApp;
 use super::setup::{Instrumentation, Peer, Rules, Setup, SidecarPath, Traffic};
 
 /// A scenario of the benchmark. Scenarios run in this order. Adjacent scenarios that need the same sidecars share them.
@@ -38,8 +39,20 @@ pub(crate) enum Scenario {
     GrpcStream,
     /// Opaque TCP: messages of 1 MiB, echoed, on 4 connections.
     Bulk,
+    /// Opaque TCP: messages of 64 bytes, echoed, on 50 connections.
+    SmallOpaque,
     /// Opaque TCP: a new connection and mutual TLS handshake for each message, 16 at a time.
     NewMtls,
+    /// PostgreSQL: pgbench with 8 clients that read one row in each transaction.
+    Pgbench,
+    /// PostgreSQL: the same with a new connection for each transaction.
+    PgbenchConnect,
+    /// Redis: redis-benchmark with `GET` on one connection.
+    RedisC1,
+    /// Redis: the same on 50 connections.
+    RedisC50,
+    /// Redis: the same on 50 connections, each with 16 requests before it waits for responses.
+    RedisPipelined,
     /// Memory of 800 idle HTTP/1 connections.
     Idle,
     /// Memory of 800 idle opaque connections.
@@ -109,6 +122,7 @@ impl Scenario {
             instrumentation: Instrumentation::None,
             head_timeout: None,
             rules: Rules::None,
+            tcp_app: TcpApp::Echo,
             exclusive: false,
         };
         match self {
@@ -128,8 +142,18 @@ impl Scenario {
                 traffic: Traffic::Http2,
                 ..default_setup
             },
-            Self::Bulk | Self::NewMtls => Setup {
+            Self::Bulk | Self::SmallOpaque | Self::NewMtls => Setup {
                 traffic: Traffic::Opaque,
+                ..default_setup
+            },
+            Self::Pgbench | Self::PgbenchConnect => Setup {
+                traffic: Traffic::Opaque,
+                tcp_app: TcpApp::Postgres,
+                ..default_setup
+            },
+            Self::RedisC1 | Self::RedisC50 | Self::RedisPipelined => Setup {
+                traffic: Traffic::Opaque,
+                tcp_app: TcpApp::Redis,
                 ..default_setup
             },
             Self::Idle | Self::Hostile => Setup {

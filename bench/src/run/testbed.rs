@@ -10,10 +10,12 @@ use std::process::Command;
 use std::sync::Arc;
 
 use anyhow::Context as _;
+use parking_lot::Mutex;
 use tempfile::TempDir;
 use tulle_core::names::port;
 use tulle_core::netns::{Namespace, VirtualNetwork};
 
+use super::databases::TcpApp;
 use super::process::Process;
 use super::setup::Side;
 use super::setup::SidecarPath;
@@ -23,6 +25,7 @@ use super::{certs, tools};
 pub(super) struct Testbed {
     // Field order is drop order: processes end before their namespaces are removed.
     _app: Option<Process>,
+    tcp_app: Mutex<Option<(TcpApp, Process)>>,
     pub(super) client: Arc<Namespace>,
     pub(super) server: Arc<Namespace>,
     pub(super) control: Arc<Namespace>,
@@ -32,24 +35,29 @@ pub(super) struct Testbed {
 }
 
 impl Testbed {
-    /// Builds the testbed with its application. `app_args` are additional arguments of the application.
+    /// Builds the testbed with its HTTP application and [`TcpApp::Echo`]. `app_args` are additional arguments of the former.
     pub(super) fn build(app_args: &[&str]) -> anyhow::Result<Self> {
         let mut testbed = Self::without_app()?;
         let mut command = testbed
             .server
             .command(std::env::current_exe().context("finding this program")?);
-        command.args([
-            "serve",
-            "--http",
-            &format!("{SERVER_IP}:{HTTP_PORT}"),
-            "--tcp",
-            &format!("{SERVER_IP}:{TCP_PORT}"),
-        ]);
+        command.args(["serve", "--http", &format!("{SERVER_IP}:{HTTP_PORT}")]);
         command.args(app_args);
         let mut app = Process::start("app", command, testbed.dir.path())?;
-        app.wait_for_ports(&[HTTP_PORT, TCP_PORT])?;
+        app.wait_for_ports(&[HTTP_PORT])?;
         testbed._app = Some(app);
+        testbed.run_tcp_app(TcpApp::Echo)?;
         Ok(testbed)
+    }
+
+    /// Runs this application at [`TCP_PORT`], instead of another one.
+    pub(super) fn run_tcp_app(&self, app: TcpApp) -> anyhow::Result<()> {
+        let mut running = self.tcp_app.lock();
+        if running.as_ref().is_none_or(|(current, _)| *current != app) {
+            *running = None; // the old one frees the port
+            *running = Some((app, app.start(self)?));
+        }
+        Ok(())
     }
 
     /// Builds the testbed without an application; the caller provides one.
@@ -75,6 +83,7 @@ impl Testbed {
         }
         Ok(Self {
             _app: None,
+            tcp_app: Mutex::default(),
             client,
             server,
             control,

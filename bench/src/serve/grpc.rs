@@ -109,13 +109,13 @@ impl Echo for EchoService {
     }
 
     async fn bidi(&self, req: tonic::Request<Streaming<EchoRequest>>) -> Result<tonic::Response<ReplyStream>, Status> {
-        let replies = Self { app: self.app.clone() };
+        let service = Self { app: self.app.clone() };
         let (mut messages, mut bytes) = (0, 0);
         let outgoing = req.into_inner().map(move |message| {
             let payload = message?.payload;
             messages += 1;
             bytes += payload.len() as u64;
-            Ok(replies.reply(payload, messages, bytes))
+            Ok(service.reply(payload, messages, bytes))
         });
         Ok(tonic::Response::new(Box::pin(outgoing)))
     }

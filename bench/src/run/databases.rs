@@ -1,0 +1,260 @@
+//! The applications behind the opaque port, and the load generators of databases.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail, ensure};
+use nix::unistd::{Gid, Uid, chown};
+use tulle_core::netns::Namespace;
+
+use super::generators::{LoadResult, run_to_end, seconds_option};
+use super::process::Process;
+use super::testbed::{SERVER_IP, TCP_PORT, Testbed};
+
+/// The application that listens on [`TCP_PORT`].
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum TcpApp {
+    /// Our own, which sends all bytes back.
+    Echo,
+    Postgres,
+    Redis,
+}
+
+/// A load of pgbench: 8 clients that read one row in each transaction.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PgbenchLoad {
+    /// Whether each transaction uses a new connection.
+    pub(super) reconnect: bool,
+}
+
+/// A load of redis-benchmark: `GET` of a value of 64 bytes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RedisLoad {
+    pub(super) connections: u32,
+    /// Requests that a connection sends before it waits for responses.
+    pub(super) pipelined: u32,
+}
+
+impl TcpApp {
+    pub(super) fn start(self, testbed: &Testbed) -> anyhow::Result<Process> {
+        let (name, command) = match self {
+            Self::Echo => ("echo", echo_command(testbed)?),
+            Self::Postgres => ("postgres", postgres_command(testbed)?),
+            Self::Redis => ("redis", redis_command(testbed)),
+        };
+        let mut process = Process::start(name, command, testbed.dir.path())?;
+        process.wait_for_ports(&[TCP_PORT])?;
+        if self == Self::Postgres {
+            fill_postgres(testbed)?;
+        }
+        Ok(process)
+    }
+
+    /// Sends some requests, to open connections between the sidecars.
+    pub(super) fn send_some_requests(self, testbed: &Testbed, host: &str) -> anyhow::Result<LoadResult> {
+        match self {
+            Self::Echo => bail!("the echo server has load generators of its own"),
+            Self::Postgres => pgbench(testbed, host, PgbenchLoad { reconnect: true }, Duration::from_secs(1)),
+            Self::Redis => redis_benchmark(testbed, host, WARM_UP_REDIS_LOAD, 1000),
+        }
+    }
+}
+
+/// Fails if the programs of PostgreSQL or Redis are missing.
+pub(super) fn check() -> anyhow::Result<()> {
+    postgres_program("pgbench")?;
+    super::tools::check_installed("redis-server")?;
+    super::tools::check_installed("redis-benchmark")
+}
+
+fn echo_command(testbed: &Testbed) -> anyhow::Result<Command> {
+    let program = std::env::current_exe().context("finding this program")?;
+    let mut command = testbed.server.command(program);
+    command.args(["serve", "--tcp", &format!("{SERVER_IP}:{TCP_PORT}")]);
+    Ok(command)
+}
+
+fn redis_command(testbed: &Testbed) -> Command {
+    let mut command = testbed.server.command("redis-server");
+    command
+        .args(["--bind", SERVER_IP, "--port", &TCP_PORT.to_string()])
+        .args(["--protected-mode", "no", "--save", "", "--appendonly", "no", "--dir"])
+        .arg(testbed.dir.path());
+    command
+}
+
+/// The command of a server, whose files are created if there are none yet.
+fn postgres_command(testbed: &Testbed) -> anyhow::Result<Command> {
+    let files = testbed.file("postgres");
+    if !files.exists() {
+        std::fs::create_dir(&files).with_context(|| format!("creating {}", files.display()))?;
+        let (user, group) = (Uid::from_raw(POSTGRES_UID), Gid::from_raw(POSTGRES_UID));
+        chown(&files, Some(user), Some(group)).with_context(|| format!("changing the owner of {}", files.display()))?;
+        let mut initdb = command_as_postgres_user(&testbed.server, postgres_program("initdb")?);
+        initdb
+            .args(["--username", POSTGRES_USER, "--auth=trust", "--no-sync", "--pgdata"])
+            .arg(&files);
+        run_to_end(initdb)?;
+        let access = format!("host all {POSTGRES_USER} all trust\n");
+        std::fs::write(files.join("pg_hba.conf"), access).context("writing pg_hba.conf")?;
+    }
+    let mut command = command_as_postgres_user(&testbed.server, postgres_program("postgres")?);
+    command.arg("-D").arg(files).args([
+        "-p",
+        &TCP_PORT.to_string(),
+        "-c",
+        &format!("listen_addresses={SERVER_IP}"),
+        "-c",
+        "unix_socket_directories=",
+    ]);
+    Ok(command)
+}
+
+/// Creates the tables of pgbench, without sidecars.
+fn fill_postgres(testbed: &Testbed) -> anyhow::Result<()> {
+    let mut command = testbed.server.command(postgres_program("pgbench")?);
+    command
+        .args(["--initialize", "--quiet"])
+        .args(postgres_target(SERVER_IP));
+    run_to_end(command).map(drop)
+}
+
+/// Load with pgbench, which writes the time of each transaction to files.
+pub(super) fn pgbench(
+    testbed: &Testbed,
+    host: &str,
+    load: PgbenchLoad,
+    duration: Duration,
+) -> anyhow::Result<LoadResult> {
+    let logs = testbed.file("pgbench");
+    if logs.exists() {
+        std::fs::remove_dir_all(&logs).context("removing the logs of an earlier pgbench")?;
+    }
+    std::fs::create_dir(&logs).context("creating a directory for logs")?;
+    let mut command = testbed.client.command(postgres_program("pgbench")?);
+    command
+        .args(["--select-only", "--no-vacuum", "--client=8", "--jobs=2"])
+        .args([&seconds_option("--time=", duration), "--log", "--log-prefix"])
+        .arg(logs.join("log"));
+    if load.reconnect {
+        command.arg("--connect");
+    }
+    command.args(postgres_target(host));
+    let text = run_to_end(command)?;
+    // Columns: client, number, time in microseconds, and others.
+    let mut times = Vec::new();
+    for file in std::fs::read_dir(&logs).context("reading the logs of pgbench")? {
+        let log = std::fs::read_to_string(file?.path()).context("reading a log of pgbench")?;
+        times.extend(
+            log.lines()
+                .filter_map(|line| line.split(' ').nth(2)?.parse::<u64>().ok()),
+        );
+    }
+    times.sort_unstable();
+    ensure!(!times.is_empty(), "pgbench printed {text:?}");
+    let at = |percent: usize| times[(times.len() - 1) * percent / 100] as f64;
+    Ok(LoadResult {
+        requests: times.len() as u64,
+        seconds: duration.as_secs_f64(),
+        p50_us: at(50),
+        p99_us: at(99),
+        failed: 0, // pgbench fails if a transaction does
+    })
+}
+
+fn postgres_target(host: &str) -> [String; 4] {
+    [
+        format!("--host={host}"),
+        format!("--port={TCP_PORT}"),
+        format!("--username={POSTGRES_USER}"),
+        "postgres".to_owned(),
+    ]
+}
+
+/// The number of requests that redis-benchmark needs for about this time. It has no option for a duration.
+pub(super) fn redis_requests(
+    testbed: &Testbed,
+    host: &str,
+    load: RedisLoad,
+    duration: Duration,
+) -> anyhow::Result<u64> {
+    let trial = redis_benchmark(testbed, host, load, TRIAL_REDIS_REQUESTS)?;
+    Ok((trial.requests as f64 / trial.seconds * duration.as_secs_f64()).ceil() as u64)
+}
+
+/// Load with redis-benchmark.
+pub(super) fn redis_benchmark(
+    testbed: &Testbed,
+    host: &str,
+    load: RedisLoad,
+    requests: u64,
+) -> anyhow::Result<LoadResult> {
+    let mut command = testbed.client.command("redis-benchmark");
+    command.args([
+        "-h",
+        host,
+        "-p",
+        &TCP_PORT.to_string(),
+        "-t",
+        "get",
+        "-d",
+        "64",
+        "--csv",
+    ]);
+    command.args(["-c", &load.connections.to_string(), "-P", &load.pipelined.to_string()]);
+    command.args(["-n", &requests.to_string()]);
+    let text = run_to_end(command)?;
+    let line = text.lines().last().unwrap_or_default();
+    // Columns: test, requests per second, and the average, the minimum, p50, p95, p99 and the maximum in milliseconds.
+    let columns: Vec<f64> = line
+        .split(',')
+        .skip(1)
+        .filter_map(|column| column.trim_matches('"').parse().ok())
+        .collect();
+    let &[per_second, _, _, p50, _, p99, _] = &columns[..] else {
+        bail!("redis-benchmark printed {text:?}");
+    };
+    Ok(LoadResult {
+        requests,
+        seconds: requests as f64 / per_second,
+        p50_us: p50 * 1e3,
+        p99_us: p99 * 1e3,
+        failed: 0, // redis-benchmark fails if a request does
+    })
+}
+
+/// The path of a program of PostgreSQL, of the newest installed version.
+fn postgres_program(name: &str) -> anyhow::Result<PathBuf> {
+    let versions = std::fs::read_dir(POSTGRES_VERSIONS).with_context(|| missing(name))?;
+    let programs = versions.filter_map(|version| Some(version.ok()?.path().join("bin").join(name)));
+    let newest = programs.filter(|program| program.exists()).max();
+    newest.with_context(|| missing(name))
+}
+
+fn missing(program: &str) -> String {
+    format!("there is no {POSTGRES_VERSIONS}/VERSION/bin/{program}; \"./run bench\" installs it")
+}
+
+/// PostgreSQL refuses to run as root.
+fn command_as_postgres_user(namespace: &Namespace, program: PathBuf) -> Command {
+    let mut command = namespace.command("setpriv");
+    command
+        .args([
+            &format!("--reuid={POSTGRES_UID}"),
+            &format!("--regid={POSTGRES_UID}"),
+            "--clear-groups",
+        ])
+        .arg(program);
+    command
+}
+
+const POSTGRES_VERSIONS: &str = "/usr/lib/postgresql";
+const POSTGRES_USER: &str = "bench";
+/// Not that of the proxy, whose connections are not redirected.
+const POSTGRES_UID: u32 = 2103;
+const WARM_UP_REDIS_LOAD: RedisLoad = RedisLoad {
+    connections: 1,
+    pipelined: 1,
+};
+const TRIAL_REDIS_REQUESTS: u64 = 10_000;
